@@ -248,8 +248,8 @@ struct attention_tensors {
         ok(cudaMemcpy(bias_from.data(), from.data(), from.size() * sizeof(from[0]), cudaMemcpyHostToDevice));
     }
 
-    [[nodiscard]] kvp::keys<bf16> keys() const {
-        kvp::keys<bf16> all{k.read(), v.read()};
+    [[nodiscard]] kvp::kv_view<bf16> keys() const {
+        kvp::kv_view<bf16> all{k.read(), v.read()};
         all.mask.expiry = kvp::view_bhs<const kvp::expiry_t>(life.expiry.data(), s.batch, s.heads, s.length);
         if (is_soft) {
             all.mask.log_bias = kvp::view_bhs<const float>(bias.data(), s.batch, s.heads, s.length);
@@ -281,8 +281,8 @@ void forward_and_backward(benchmark::State& state, const shape& s, const P& poli
     const rows d_out(s, s.query_heads(), 4), d_q(s, s.query_heads(), 5), d_k(s, s.heads, 6),
         d_v(s, s.heads, 7);
     const buffer<float> d_bias(soft ? s.keys() : 0);
-    const kvp::AttendGradient<bf16> given{tensors.out_view(), tensors.lse_view(), d_out.read()};
-    kvp::AttendGradients<bf16> into{d_q.view(), d_k.view(), d_v.view()};
+    const kvp::SavedForward<bf16> given{tensors.out_view(), tensors.lse_view(), d_out.read()};
+    kvp::AttentionGrads<bf16> into{d_q.view(), d_k.view(), d_v.view()};
     if (soft) {
         into.d_log_bias = kvp::view_bhs(d_bias.data(), s.batch, s.heads, s.length);
     }

@@ -51,7 +51,7 @@ __global__ void fill_weights(float* to, std::int64_t count, float scale, std::ui
 /// A full layer, as a long sequence leaves it: rows at random, and the positions that the layout wants. `length` is its tokens.
 __global__ void fill_layer(bf16* k, bf16* v, kvp::position_t* position, float* score, std::int32_t rows,
                            std::int32_t dim, kvp::position_t length) {
-    const std::int64_t row = blockIdx.x;  // of all slots and heads
+    const std::int64_t row = blockIdx.x;  // of all sequences and heads
     const auto r = static_cast<std::int32_t>(row % rows);
     for (auto i = static_cast<std::int32_t>(threadIdx.x); i < dim;
          i += static_cast<std::int32_t>(blockDim.x)) {
@@ -134,11 +134,11 @@ void decode(benchmark::State& state, const P& policy, std::int32_t batch, std::i
     const double bytes = 2.0 * batch * heads * rows * dim * sizeof(bf16);
     const auto layers = static_cast<std::int32_t>(std::clamp(400e6 / bytes, 4.0, 36.0));
     kvp::FixedBudgetCache<P, bf16> cache({.layers = layers,
-                                          .slots = batch,
+                                          .max_sequences = batch,
                                           .query_heads = heads * group,
                                           .kv_heads = heads,
-                                          .dim_k = dim,
-                                          .dim_v = dim},
+                                          .head_dim_qk = dim,
+                                          .head_dim_vo = dim},
                                          policy);
     const stream_of_calls calls;
     const kvp::cuda on{calls.stream};
@@ -148,7 +148,7 @@ void decode(benchmark::State& state, const P& policy, std::int32_t batch, std::i
     const Numbers q(row * group, 1), k(row, 2), v(row, 3);
     const buffer<bf16> out(row * group);
     const buffer<float> scores(std::int64_t{batch} * heads);
-    const std::size_t needed = kvp::step_workspace_bytes<Dims>(on, cache.ref(0), batch);
+    const std::size_t needed = kvp::step_workspace_bytes<Dims>(on, cache.layer(0), batch);
     const buffer<unsigned char> workspace(static_cast<std::int64_t>(needed));
     kvp::CacheExtras extras;
     if constexpr (P::scorer_type::when == kvp::score_time::given) {
@@ -156,10 +156,10 @@ void decode(benchmark::State& state, const P& policy, std::int32_t batch, std::i
     }
     const auto token = [&] {
         next_scores<<<blocks_of(scores.count()), 256, 0, calls.stream>>>(
-            scores.data(), static_cast<std::int32_t>(scores.count()), cache.ref(0).length,
+            scores.data(), static_cast<std::int32_t>(scores.count()), cache.layer(0).length,
             order == Order::improving);
         for (std::int32_t layer = 0; layer < layers; ++layer) {
-            kvp::step<Dims>(on, cache.ref(layer), {batch},
+            kvp::step<Dims>(on, cache.layer(layer), {batch},
                             kvp::view_bhsd<const bf16>(q.memory.data(), batch, heads * group, 1, dim),
                             kvp::view_bhsd<const bf16>(k.memory.data(), batch, heads, 1, dim),
                             kvp::view_bhsd<const bf16>(v.memory.data(), batch, heads, 1, dim),
@@ -169,11 +169,11 @@ void decode(benchmark::State& state, const P& policy, std::int32_t batch, std::i
         cache.advance(on, {batch});
     };
     for (std::int32_t layer = 0; layer < layers; ++layer) {
-        const auto ref = cache.ref(layer);
+        const auto ref = cache.layer(layer);
         fill_layer<<<static_cast<unsigned>(batch * heads * rows), 128, 0, calls.stream>>>(
             ref.k, ref.v, ref.position, ref.score, rows, dim, 3 * rows);
-        fill_counters<<<1, 256, 0, calls.stream>>>(ref.kept, ref.length, batch, rows - sinks - window,
-                                                   3 * rows);
+        fill_counters<<<1, 256, 0, calls.stream>>>(ref.num_long_range, ref.length, batch,
+                                                   rows - sinks - window, 3 * rows);
         ok(cudaGetLastError());
     }
     measure_layers(state, calls.stream, layers, bytes, token);
@@ -196,11 +196,11 @@ void prompt(benchmark::State& state, std::int32_t length, Order order) {
     const kvp::Policy<kvp::Sink<>, kvp::Window<>, kvp::TopKBudget<>> policy{
         kvp::Sink<>{sinks}, kvp::Window<>{window}, kvp::TopKBudget<>{4096 - sinks - window}};
     kvp::FixedBudgetCache<std::remove_const_t<decltype(policy)>, bf16> cache({.layers = 1,
-                                                                              .slots = 1,
+                                                                              .max_sequences = 1,
                                                                               .query_heads = heads * group,
                                                                               .kv_heads = heads,
-                                                                              .dim_k = dim,
-                                                                              .dim_v = dim},
+                                                                              .head_dim_qk = dim,
+                                                                              .head_dim_vo = dim},
                                                                              policy);
     const stream_of_calls calls;
     const kvp::cuda on{calls.stream};
@@ -218,7 +218,7 @@ void prompt(benchmark::State& state, std::int32_t length, Order order) {
     }
     const buffer<float> scores(static_cast<std::int64_t>(given.size()));
     ok(cudaMemcpy(scores.data(), given.data(), given.size() * sizeof(float), cudaMemcpyHostToDevice));
-    const std::size_t needed = kvp::cache_workspace_bytes<Dims>(on, cache.ref(0), 1, length);
+    const std::size_t needed = kvp::cache_workspace_bytes<Dims>(on, cache.layer(0), 1, length);
     const buffer<unsigned char> workspace(static_cast<std::int64_t>(needed));
     kvp::CacheExtras extras;
     extras.scores = kvp::view_bhs<const float>(scores.data(), 1, heads, length);
@@ -226,7 +226,7 @@ void prompt(benchmark::State& state, std::int32_t length, Order order) {
         state, calls.stream,
         [&] {
             cache.clear(on, 0);
-            kvp::prefill<Dims>(on, cache.ref(0), {.count = 1, .length = length},
+            kvp::prefill<Dims>(on, cache.layer(0), {.count = 1, .length = length},
                                kvp::view_bhsd<const bf16>(q.memory.data(), 1, heads * group, length, dim),
                                kvp::view_bhsd<const bf16>(k.memory.data(), 1, heads, length, dim),
                                kvp::view_bhsd<const bf16>(v.memory.data(), 1, heads, length, dim),
@@ -250,7 +250,7 @@ template <class S>
 S scorer_of(std::int32_t dim) {
     S scorer{};
     scorer.heads = heads;
-    scorer.dim_k = scorer.dim_v = dim;
+    scorer.head_dim_qk = scorer.head_dim_vo = dim;
     if constexpr (requires { scorer.hidden; }) {
         scorer.hidden = 128;
     }
@@ -283,12 +283,12 @@ S scorer_of(std::int32_t dim) {
     return scorer;
 }
 
-/// Bytes a second that the card's memory moves at most, from its clock and width.
+/// Bytes a second that the GPU's memory moves at most, from its clock and width.
 double peak_bandwidth() {
-    int card = 0, khz = 0, bits = 0;
-    ok(cudaGetDevice(&card));
-    ok(cudaDeviceGetAttribute(&khz, cudaDevAttrMemoryClockRate, card));
-    ok(cudaDeviceGetAttribute(&bits, cudaDevAttrGlobalMemoryBusWidth, card));
+    int gpu = 0, khz = 0, bits = 0;
+    ok(cudaGetDevice(&gpu));
+    ok(cudaDeviceGetAttribute(&khz, cudaDevAttrMemoryClockRate, gpu));
+    ok(cudaDeviceGetAttribute(&bits, cudaDevAttrGlobalMemoryBusWidth, gpu));
     return 2e3 * khz * bits / 8.0;
 }
 
@@ -301,11 +301,11 @@ void score_alone(benchmark::State& state, std::int32_t batch) {
         2.0 * batch * heads * static_cast<double>(scorer.state_size()) * sizeof(float);  // read, written
     const auto layers = static_cast<std::int32_t>(std::clamp(400e6 / bytes, 3.0, 48.0));
     kvp::FixedBudgetCache<Memory, bf16> cache({.layers = layers,
-                                               .slots = batch,
+                                               .max_sequences = batch,
                                                .query_heads = heads * group,
                                                .kv_heads = heads,
-                                               .dim_k = dim,
-                                               .dim_v = dim},
+                                               .head_dim_qk = dim,
+                                               .head_dim_vo = dim},
                                               policy_of<Memory>(rows, scorer));
     const stream_of_calls calls;
     const kvp::cuda on{calls.stream};
@@ -315,18 +315,18 @@ void score_alone(benchmark::State& state, std::int32_t batch) {
     const Numbers k(row, 2), v(row, 3);
     const buffer<float> scores(std::int64_t{batch} * heads);
     for (std::int32_t layer = 0; layer < layers; ++layer) {
-        const auto ref = cache.ref(layer);
+        const auto ref = cache.layer(layer);
         fill_layer<<<static_cast<unsigned>(batch * heads * rows), 128, 0, calls.stream>>>(
             ref.k, ref.v, ref.position, ref.score, rows, dim, 3 * rows);
-        fill_counters<<<1, 256, 0, calls.stream>>>(ref.kept, ref.length, batch, budget, 3 * rows);
+        fill_counters<<<1, 256, 0, calls.stream>>>(ref.num_long_range, ref.length, batch, budget, 3 * rows);
         ok(cudaGetLastError());
     }
     measure_layers(state, calls.stream, layers, bytes, [&] {
         for (std::int32_t layer = 0; layer < layers; ++layer) {
-            const auto ref = cache.ref(layer);
+            const auto ref = cache.layer(layer);
             cb::launch_scores(
-                on, cb::score_launch<cb::cache_view<bf16>, kvp::mLSTMScorer<>>{
-                        .cache = cb::cache_view<bf16>(ref),
+                on, cb::score_params<cb::contiguous_view<bf16>, kvp::mLSTMScorer<>>{
+                        .cache = cb::contiguous_view<bf16>(ref),
                         .batch = {batch},
                         .tokens = {.k = kvp::view_bhsd<const bf16>(k.memory.data(), batch, heads, 1, dim),
                                    .v = kvp::view_bhsd<const bf16>(v.memory.data(), batch, heads, 1, dim)},

@@ -177,9 +177,9 @@ inline int run(int argc, char** argv,
                const char* caches = "cold: 256 MB are written before every timed call") {
     benchmark::Initialize(&argc, argv);
     benchmark::AddCustomContext("caches", caches);
-    cudaDeviceProp card{};
-    if (cudaGetDeviceProperties(&card, 0) == cudaSuccess) {
-        benchmark::AddCustomContext("card", card.name);
+    cudaDeviceProp gpu{};
+    if (cudaGetDeviceProperties(&gpu, 0) == cudaSuccess) {
+        benchmark::AddCustomContext("card", gpu.name);
     }
     benchmark::RunSpecifiedBenchmarks();
     benchmark::Shutdown();

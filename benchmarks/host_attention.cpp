@@ -75,7 +75,7 @@ struct Call {
         const auto keys_of = [&](const std::vector<T>& from) {
             return view_bhsd(from.data(), 1, kv_heads, rows, dim);
         };
-        keys<T> all{keys_of(k), keys_of(v)};
+        kv_view<T> all{keys_of(k), keys_of(v)};
         if (!expiry.empty()) {
             all.mask.expiry = view_bhs<const expiry_t>(expiry.data(), 1, kv_heads, rows);
         }

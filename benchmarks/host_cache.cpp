@@ -51,17 +51,17 @@ struct Filled {
     std::vector<float> scores;
     std::int32_t chunk;
 
-    Filled(const Model& sizes, const P& policy, std::int64_t tokens, std::int32_t chunk_tokens)
+    Filled(const Model& sizes, const P& policy, std::int64_t tokens, std::int32_t prefill_tokens)
         : model(sizes),
           cache({.layers = 1,
-                 .slots = 1,
+                 .max_sequences = 1,
                  .query_heads = sizes.kv_heads * sizes.group,
                  .kv_heads = sizes.kv_heads,
-                 .dim_k = sizes.dim,
-                 .dim_v = sizes.dim},
+                 .head_dim_qk = sizes.dim,
+                 .head_dim_vo = sizes.dim},
                 policy),
           memory(cache.bytes().total()),
-          chunk(chunk_tokens) {
+          chunk(prefill_tokens) {
         cache.bind(on, memory.data(), memory.size());
         const auto heads = static_cast<std::size_t>(model.kv_heads);
         const std::size_t elements =
@@ -71,7 +71,7 @@ struct Filled {
         v = random_rows<Storage>(elements, 3);
         scores = random_rows<float>(static_cast<std::size_t>(chunk) * heads, 4);
         out.resize(q.size());
-        workspace.resize(cache_workspace_bytes(on, cache.ref(0), 1, chunk));
+        workspace.resize(cache_workspace_bytes(on, cache.layer(0), 1, chunk));
         for (std::int64_t at = 0; at < tokens; at += chunk) {
             feed(chunk);
         }
@@ -83,19 +83,19 @@ struct Filled {
         if constexpr (P::ranked) {
             extras.scores = view_bhs<const float>(scores.data(), 1, model.kv_heads, tokens);
         }
-        const auto ref = cache.ref(0);
-        const workspace_view room{workspace.data(), workspace.size()};
+        const auto ref = cache.layer(0);
+        const workspace_view scratch{workspace.data(), workspace.size()};
         const auto in = [&](const std::vector<Storage>& rows, std::int32_t heads) {
             return view_bshd<const Storage>(rows.data(), 1, tokens, heads, model.dim);
         };
         const std::int32_t query_heads = model.kv_heads * model.group;
         const auto to = view_bshd(out.data(), 1, tokens, query_heads, model.dim);
         if (tokens == 1) {
-            step(on, ref, batch, in(q, query_heads), in(k, model.kv_heads), in(v, model.kv_heads), to, room,
-                 nullptr, extras);
+            step(on, ref, batch, in(q, query_heads), in(k, model.kv_heads), in(v, model.kv_heads), to,
+                 scratch, nullptr, extras);
         } else {
             prefill(on, ref, batch, in(q, query_heads), in(k, model.kv_heads), in(v, model.kv_heads), to,
-                    room, nullptr, extras);
+                    scratch, nullptr, extras);
         }
         cache.advance(on, batch);
     }
@@ -113,7 +113,7 @@ void attention_over(benchmark::State& state) {
     Filled<Dense> filled(decode_model, Dense{Window<>{rows}}, rows, 256);
     constexpr std::int32_t query_heads = decode_model.kv_heads * decode_model.group;
     for ([[maybe_unused]] auto _ : state) {
-        attend(filled.on, filled.cache.ref(0), Batch{.count = 1},
+        attend(filled.on, filled.cache.layer(0), Batch{.count = 1},
                view_bshd<const Storage>(filled.q.data(), 1, 1, query_heads, decode_model.dim),
                view_bshd(filled.out.data(), 1, 1, query_heads, decode_model.dim), {},
                {filled.workspace.data(), filled.workspace.size()});

@@ -2,7 +2,7 @@
 // tokens of one layer of SmolLM2 (9 query heads, 3 KV heads, head_dim 64), against the dense attention forward of that layer on
 // the same threads. Prints the ratios of one run after the times.
 //
-// Target: at most 1.5x. The boundary loss takes 1024 queries a head, as train_scorer does; the target's normaliser is the
+// Target: at most 1.5x. The boundary loss takes 1024 queries a head, as train_scorer does; the target's normalizer is the
 // one that the attention pass leaves behind.
 #include <kvpolicy/attention/attend.hpp>
 #include <kvpolicy/attention/future_mass.hpp>
@@ -54,9 +54,9 @@ struct Layer {
     std::vector<float> target = std::vector<float>(std::size_t{kv_heads} * length);
     std::vector<float> scores = target, d_scores = target;
     Sequences sequences{.batch = 1, .length = length};
-    Rules rules{Sink<4>{}, Window<window>{}, TopKBudget<444>{}, Decay<1>{-1e-5f}};
-    HostBuffer room;
-    std::size_t most_room = 0;
+    Rules all_params{Sink<4>{}, Window<window>{}, TopKBudget<444>{}, Decay<1>{-1e-5f}};
+    HostBuffer workspace;
+    std::size_t max_room = 0;
 
     rows_view<const float> queries() const { return view_bhsd(q.data(), 1, query_heads, length, dim); }
     rows_view<const float> keys_view() const { return view_bhsd(k.data(), 1, kv_heads, length, dim); }
@@ -68,13 +68,13 @@ struct Layer {
         return view_bhs(plane.data(), 1, heads, length);
     }
     workspace_view need(std::size_t bytes) {
-        most_room = std::max(most_room, bytes);
-        room.grow(bytes);
-        return room;
+        max_room = std::max(max_room, bytes);
+        workspace.grow(bytes);
+        return workspace;
     }
 
     void dense() {
-        const keys<float> all{keys_view(), values()};
+        const kv_view<float> all{keys_view(), values()};
         attend<float>(on, {}, queries(), all, sequences, view_bhsd(out.data(), 1, query_heads, length, dim),
                       write(lse, query_heads),
                       need(attend_workspace_bytes<float>(on, {}, queries(), all, sequences)));
@@ -90,8 +90,8 @@ struct Layer {
         BoundaryLoss boundary;
         boundary.sampler.count = 1024;
         double d_log_gamma[kv_heads] = {};
-        boundary(on, rules, read(scores), read(target), sequences, write(d_scores), d_log_gamma,
-                 need(boundary.workspace_bytes(on, rules, sequences, kv_heads)));
+        boundary(on, all_params, read(scores), read(target), sequences, write(d_scores), d_log_gamma,
+                 need(boundary.workspace_bytes(on, all_params, sequences, kv_heads)));
     }
 };
 
@@ -137,12 +137,12 @@ struct Trained {
 
 MlpScorer<> mlp() {
     MlpScorer<> scorer;
-    scorer.heads = kv_heads, scorer.dim_k = scorer.dim_v = dim, scorer.hidden = 128;
+    scorer.heads = kv_heads, scorer.head_dim_qk = scorer.head_dim_vo = dim, scorer.hidden = 128;
     return scorer;
 }
 mLSTMScorer<> mlstm() {
     mLSTMScorer<> scorer;
-    scorer.heads = kv_heads, scorer.dim_k = scorer.dim_v = dim;
+    scorer.heads = kv_heads, scorer.head_dim_qk = scorer.head_dim_vo = dim;
     return scorer;
 }
 
@@ -174,7 +174,7 @@ template <class S>
 void training_pass(benchmark::State& state, const S& sizes, std::int32_t delay) {
     Layer layer;
     layer.dense();
-    const std::size_t of_attention = layer.most_room;
+    const std::size_t of_attention = layer.max_room;
     Trained<S> trained(sizes);
     for ([[maybe_unused]] auto _ : state) {
         layer.make_target();
@@ -182,8 +182,7 @@ void training_pass(benchmark::State& state, const S& sizes, std::int32_t delay) 
         layer.loss();
         trained.backward(layer, delay);
     }
-    state.counters["workspace MiB"] =
-        static_cast<double>(std::max(layer.most_room, of_attention)) / (1 << 20);
+    state.counters["workspace MiB"] = static_cast<double>(std::max(layer.max_room, of_attention)) / (1 << 20);
 }
 void training_pass_mlp(benchmark::State& state) { training_pass(state, mlp(), 0); }
 void training_pass_mlstm(benchmark::State& state) { training_pass(state, mlstm(), window); }

@@ -41,7 +41,7 @@ struct filled : buffer<T> {
 };
 
 using Rules = kvp::Policy<kvp::Sink<>, kvp::Window<>, kvp::TopKBudget<>, kvp::Decay<1>>;
-Rules rules(std::int32_t budget) {
+Rules all_params(std::int32_t budget) {
     return Rules{kvp::Sink<>{4}, kvp::Window<>{256}, kvp::TopKBudget<>{budget}, kvp::Decay<1>{-1e-4f}};
 }
 
@@ -65,14 +65,14 @@ void boundary(benchmark::State& state, std::int32_t heads, std::int32_t layers, 
     options.layers = layers;
     const kvp::Sequences sequences{1, length};
     const std::size_t bytes =
-        kvp::boundary_loss_workspace_bytes(on, loss, rules(budget), sequences, heads * layers);
+        kvp::boundary_loss_workspace_bytes(on, loss, all_params(budget), sequences, heads * layers);
     const buffer<unsigned char> workspace(static_cast<std::int64_t>(bytes));
     const auto plane = [&](const float* data) { return kvp::view_bhs(data, 1, heads * layers, length); };
     measure(
         state, calls.stream,
         [&] {
-            kvp::boundary_loss(on, loss, rules(budget), plane(scores.data()), plane(target.data()), sequences,
-                               kvp::view_bhs(d.data(), 1, heads * layers, length), d_gamma.data(),
+            kvp::boundary_loss(on, loss, all_params(budget), plane(scores.data()), plane(target.data()),
+                               sequences, kvp::view_bhs(d.data(), 1, heads * layers, length), d_gamma.data(),
                                value.data(), view(workspace), nullptr, options);
         },
         bytes);
@@ -188,8 +188,8 @@ void step(benchmark::State& state, S scorer, std::int32_t delay, int part) {
     const stream_of_calls calls;
     const kvp::cuda on{calls.stream};
     scorer.heads = heads;
-    scorer.dim_k = dim;
-    scorer.dim_v = dim;
+    scorer.head_dim_qk = dim;
+    scorer.head_dim_vo = dim;
     std::vector<train::DeviceAdamW::Array> arrays;
     typename S::template parameters<float> gradients{};
     auto weights = scorer.weights;
@@ -225,7 +225,7 @@ void step(benchmark::State& state, S scorer, std::int32_t delay, int part) {
     const kvp::Sequences sequences{1, length};
     kvp::BoundaryLoss loss;
     loss.sampler.count = 1024;
-    const Rules policy = rules(3836);
+    const Rules policy = all_params(3836);
     kvp::ScoreBackward<T> call{K, V, sequences, delay, read(d.data())};
     call.kept = true;
     kvp::ScoreOptions options;

@@ -105,19 +105,19 @@ void sort_variant(benchmark::State& state, const shape& of, float log_gamma) {
     const stream_of_calls calls;
     const kvp::cuda on{calls.stream};
     const tensors data(of, order::random, log_gamma, 0);
-    mask_problem<kvp::detail::no_gate, kvp::detail::keep_set<>> problem{};
-    problem.scores = kvp::view_bhs<const float>(data.scores, of.batch, of.heads, of.length);
-    problem.batch = of.batch;
-    problem.heads = of.heads;
-    problem.length = of.length;
-    problem.slots = (of.length + mask_chunk - 1) / mask_chunk;
-    problem.rules.common = {4, 256, 3836, 1, log_gamma, 0.0f};
+    mask_params<kvp::detail::no_gate, kvp::detail::keep_set<>> params{};
+    params.scores = kvp::view_bhs<const float>(data.scores, of.batch, of.heads, of.length);
+    params.batch = of.batch;
+    params.heads = of.heads;
+    params.length = of.length;
+    params.chunks = (of.length + mask_chunk - 1) / mask_chunk;
+    params.all_params.common = {4, 256, 3836, 1, log_gamma, 0.0f};
     const std::int64_t planes = std::int64_t{of.batch} * of.heads;
     const ranking<std::uint16_t> ranks{device<std::uint16_t>(of.count()), device<std::uint16_t>(of.count()),
-                                       device<cutoff_anchor>(planes * problem.slots),
+                                       device<cutoff_checkpoint>(planes * params.chunks),
                                        device<std::int32_t>(planes)};
     measure(
-        state, calls.stream, [&] { launch_rank_block<Threads, Items, Bits>(on, problem, ranks, false); }, 0);
+        state, calls.stream, [&] { launch_rank<Threads, Items, Bits>(on, params, ranks, false); }, 0);
     ok(cudaFree(ranks.rank));
     ok(cudaFree(ranks.order));
     ok(cudaFree(ranks.anchors));

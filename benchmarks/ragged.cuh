@@ -85,7 +85,7 @@ void time_steps(benchmark::State& state, Cache& cache, const stream_of_calls& ca
                 double bytes) {
     const kvp::cuda on{calls.stream};
     const std::int32_t batch = in.batch;
-    const auto ref = cache.ref(0);
+    const auto ref = cache.layer(0);
     const std::size_t needed = kvp::step_workspace_bytes<Dims>(on, ref, batch);
     const buffer<unsigned char> workspace(static_cast<std::int64_t>(needed));
     const buffer<std::uint32_t> status(batch);
@@ -136,22 +136,22 @@ template <class P>
 __global__ void fill_dual(kvp::DualRef<P, bf16> cache, const std::int32_t* kept,
                           const std::int64_t* first_page, std::int64_t slot_pages, std::int64_t pages,
                           kvp::position_t length) {
-    const std::int32_t slot = static_cast<std::int32_t>(blockIdx.x) / heads,
+    const std::int32_t seq = static_cast<std::int32_t>(blockIdx.x) / heads,
                        h = static_cast<std::int32_t>(blockIdx.x) % heads;
-    const std::int32_t used = sinks + window + kept[h], held = (used + cache.page_rows - 1) / cache.page_rows;
-    const std::int64_t first = slot * slot_pages + first_page[h];
+    const std::int32_t used = sinks + window + kept[h], held = (used + cache.page_size - 1) / cache.page_size;
+    const std::int64_t first = seq * slot_pages + first_page[h];
     for (auto page = static_cast<std::int32_t>(threadIdx.x); page < held;
          page += static_cast<std::int32_t>(blockDim.x)) {
         const auto id = static_cast<std::int32_t>((first + page) * 7919 % pages);
-        cache.pages(slot, h)[page] = id;
+        cache.pages(seq, h)[page] = id;
         cache.pool.names[id] = 1;
     }
     if (threadIdx.x == 0) {
-        const std::int64_t index = cache.head_index(slot, h);
+        const std::int64_t index = cache.head_index(seq, h);
         cache.held[index] = held;
-        cache.kept[index] = kept[h];
+        cache.num_long_range[index] = kept[h];
         if (h == 0) {
-            cache.length[slot] = length;
+            cache.length[seq] = length;
         }
     }
 }
@@ -168,7 +168,7 @@ __global__ void fill_free(kvp::DualRef<P, bf16> cache, std::int64_t first, std::
 /// Heads of `percent` of the keys each. Of a policy that selects a token reads `read` pages of 16 rows of every head.
 template <class P = Gated>
 void dual(benchmark::State& state, const Size& size, const std::array<float, heads>& percent,
-          std::int32_t page_rows, std::int32_t read = kvp::unlimited) {
+          std::int32_t page_size, std::int32_t read = kvp::unlimited) {
     const std::int32_t batch = size.batch;
     const kvp::position_t length = size.length;
     std::array<float, heads> thresholds{};
@@ -181,10 +181,10 @@ void dual(benchmark::State& state, const Size& size, const std::array<float, hea
             0, static_cast<std::int32_t>(static_cast<float>(length) * percent[h] / 100.0f) - sinks - window);
         first_page[h] = slot_pages;
         const std::int64_t used = sinks + window + std::int64_t{kept[h]};
-        slot_pages += (used + page_rows - 1) / page_rows;
+        slot_pages += (used + page_size - 1) / page_size;
         rows += used;
     }
-    std::int64_t pages = batch * slot_pages + std::int64_t{batch} * heads * (tokens_to_come / page_rows + 2);
+    std::int64_t pages = batch * slot_pages + std::int64_t{batch} * heads * (tokens_to_come / page_size + 2);
     pages += pages % 7919 == 0 ? 1 : 0;  // so that every page has one place
     const P policy = [&] {
         const kvp::ThresholdGate<kvp::at_least> gate{kvp::per_head(thresholds.data(), 1, heads)};
@@ -194,31 +194,32 @@ void dual(benchmark::State& state, const Size& size, const std::array<float, hea
             return P{kvp::Sink<>{sinks}, kvp::Window<>{window}, gate};
         }
     }();
-    kvp::DualCache<P, bf16> cache(
-        {.layers = 1,
-         .slots = batch,
-         .query_heads = heads * group,
-         .kv_heads = heads,
-         .dim_k = dim,
-         .dim_v = dim,
-         .page_rows = page_rows},
-        {.slab_pages = static_cast<std::int32_t>(pages), .most_slabs = 1, .longest = length + tokens_to_come},
-        policy);
+    kvp::DualCache<P, bf16> cache({.layers = 1,
+                                   .max_sequences = batch,
+                                   .query_heads = heads * group,
+                                   .kv_heads = heads,
+                                   .head_dim_qk = dim,
+                                   .head_dim_vo = dim,
+                                   .page_size = page_size},
+                                  {.slab_pages = static_cast<std::int32_t>(pages),
+                                   .max_slabs = 1,
+                                   .max_seq_len = length + tokens_to_come},
+                                  policy);
     const stream_of_calls calls;
     const kvp::cuda on{calls.stream};
     const buffer<unsigned char> memory(static_cast<std::int64_t>(cache.bytes().total())),
         slab(static_cast<std::int64_t>(cache.slab_bytes()));
     cache.bind(on, memory.data(), cache.bytes().total());
     cache.add_slab(on, slab.data(), cache.slab_bytes());
-    const auto ref = cache.ref(0);
-    kvp::Slab<bf16> lent;
-    ok(cudaMemcpy(&lent, ref.pool.slabs, sizeof lent, cudaMemcpyDeviceToHost));
-    fill(lent.k, pages * page_rows * dim);
-    fill(lent.v, pages * page_rows * dim);
-    fill_scores<<<4096, 256>>>(lent.score, pages * page_rows);
+    const auto ref = cache.layer(0);
+    kvp::Slab<bf16> provided;
+    ok(cudaMemcpy(&provided, ref.pool.slabs, sizeof provided, cudaMemcpyDeviceToHost));
+    fill(provided.k, pages * page_size * dim);
+    fill(provided.v, pages * page_size * dim);
+    fill_scores<<<4096, 256>>>(provided.score, pages * page_size);
     double rows_read = static_cast<double>(rows);
     if constexpr (P::has_selection) {
-        fill(lent.bounds, pages * page_rows / 16 * 2 * dim);  // any: a choice costs the same
+        fill(provided.bounds, pages * page_size / 16 * 2 * dim);  // any: a choice costs the same
         rows_read =
             rows_read / 16 + 16.0 * read * heads;  // bounds of a page are as many bytes as a key and a value
     }
@@ -241,17 +242,17 @@ inline void dense(benchmark::State& state, const Size& size) {
     const kvp::position_t length = size.length;
     using Dense = kvp::Policy<kvp::Window<>>;
     kvp::FixedBudgetCache<Dense, bf16> cache({.layers = 1,
-                                              .slots = batch,
+                                              .max_sequences = batch,
                                               .query_heads = heads * group,
                                               .kv_heads = heads,
-                                              .dim_k = dim,
-                                              .dim_v = dim},
+                                              .head_dim_qk = dim,
+                                              .head_dim_vo = dim},
                                              Dense{kvp::Window<>{static_cast<std::int32_t>(length)}});
     const stream_of_calls calls;
     const kvp::cuda on{calls.stream};
     const buffer<unsigned char> memory(static_cast<std::int64_t>(cache.bytes().total()));
     cache.bind(on, memory.data(), cache.bytes().total());
-    const auto ref = cache.ref(0);
+    const auto ref = cache.layer(0);
     fill(ref.k, batch * ref.rows * dim);
     fill(ref.v, batch * ref.rows * dim);
     const std::vector<kvp::position_t> lengths(static_cast<std::size_t>(batch), length);
@@ -267,12 +268,12 @@ inline void add_rows() {
                                        even = {25, 25, 25, 25, 25, 25, 25, 25},
                                        full = {100, 100, 100, 100, 100, 100, 100, 100};
     add("dense decode, 128k x 16", [](benchmark::State& state) { dense(state, {}); });
-    for (const std::int32_t page_rows : {16, 64}) {
-        const std::string pages = ", pages of " + std::to_string(page_rows);
+    for (const std::int32_t page_size : {16, 64}) {
+        const std::string pages = ", pages of " + std::to_string(page_size);
         add("ragged DualCache, 25% of 128k x 16" + pages,
-            [=](benchmark::State& state) { dual(state, {}, mixed, page_rows); });
+            [=](benchmark::State& state) { dual(state, {}, mixed, page_size); });
         add("even DualCache, 25% of 128k x 16" + pages,
-            [=](benchmark::State& state) { dual(state, {}, even, page_rows); });
+            [=](benchmark::State& state) { dual(state, {}, even, page_size); });
     }
     add("DualCache, all of 128k x 16, pages of 16",
         [=](benchmark::State& state) { dual(state, {}, full, 16); });

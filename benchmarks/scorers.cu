@@ -1,6 +1,6 @@
 // Scores of sequences on CUDA, and their gradients: whole calls, an mLSTM without its projections (states between chunks, reads, and
 // back), which is what kernels for linear recurrences are compared by, and SP-KV's predictor. What is bound by products also has
-// tf_per_s, to be read beside "measured matrix rate", a product of 8192^3 by cuBLASLt on the same card.
+// tf_per_s, to be read beside "measured matrix rate", a product of 8192^3 by cuBLASLt on the same GPU.
 #include <kvpolicy/scorers/cuda/library_scorers.cuh>
 #include <kvpolicy/scorers/cuda/mlstm/dispatch_mlstm.cuh>
 #include <kvpolicy/scorers/cuda_predictor.cuh>
@@ -60,8 +60,8 @@ struct problem {
 
     problem(const shape& from, S blank) : of(from), scorer(blank), sequences{from.batch, from.length} {
         scorer.heads = shape::heads;
-        scorer.dim_k = of.dim;
-        scorer.dim_v = of.dim;
+        scorer.head_dim_qk = of.dim;
+        scorer.head_dim_vo = of.dim;
         auto weights = scorer.weights;
         // hashed() is uniform in [-4, 4): products of unit inputs and these are of order 1.
         const float scale = 0.4f / std::sqrt(2.0f * static_cast<float>(of.dim));
@@ -185,7 +185,7 @@ void without_projections(benchmark::State& state, const shape& of) {
     const kvp::cuda on{calls.stream};
     const problem<S> all(of, S{});
     const auto make = [&](cb::workspace_parts& parts) {
-        return cb::mlstm_call<Widths, kvp::bf16, false>(
+        return cb::mlstm_plan<Widths, kvp::bf16, false>(
             all.scorer, all.rows(*all.k), all.rows(*all.v), all.sequences, delay,
             Which == passes::scores ? nullptr : &all.gradients, parts);
     };
@@ -226,7 +226,7 @@ class lt_handle {
     cublasLtHandle_t handle = nullptr;
 };
 
-/// What the card's matrix units do in practice: a bf16 product of three 8192 x 8192 matrices, fp32 sums.
+/// What the GPU's matrix units do in practice: a bf16 product of three 8192 x 8192 matrices, fp32 sums.
 void matrix_rate(benchmark::State& state) {
     constexpr std::int64_t n = 8192;
     const stream_of_calls calls;

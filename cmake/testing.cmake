@@ -34,7 +34,7 @@ endfunction()
 
 # ---- variants --------------------------------------------------------------------------------------------------------
 
-# Address-space randomisation of more bits than the thread sanitizer of g++ 12 expects makes it abort at start; setarch
+# Address-space randomization of more bits than the thread sanitizer of g++ 12 expects makes it abort at start; setarch
 # turns it off where that is allowed.
 set(kvpolicy_launch_thread "")
 find_program(KVPOLICY_SETARCH setarch)
@@ -212,7 +212,7 @@ function(kvpolicy_add_gpu_test name)
         TIMEOUT 600
         SKIP_RETURN_CODE ${kvpolicy_skip_code})
     if(NOT KVPOLICY_GPU_TESTS_TOGETHER)
-        # One card, which may be small.
+        # One GPU, which may be small.
         set_tests_properties(${name} PROPERTIES RESOURCE_LOCK gpu)
     endif()
     if(arg_HEAVY)

@@ -104,15 +104,15 @@ gpu.caches.stress       | $all_checks | few operations
 gpu.caches.stress_evict | $all_checks | few operations
 gpu.caches.extremes     | memcheck | calls*,keys and*
 gpu.caches.pools        | memcheck synccheck racecheck | steps of*
-gpu.caches.dual_steps   | $all_checks | few*,pages of*
-gpu.caches.dual_half    | $all_checks | few calls
-gpu.caches.dual_scorers | $all_checks | few calls
+gpu.caches.paged_steps  | $all_checks | few*,pages of*
+gpu.caches.paged_half   | $all_checks | few calls
+gpu.caches.paged_scorers | $all_checks | few calls
 gpu.caches.select       | $all_checks | few calls
 gpu.caches.page_choice  | $all_checks | *
-gpu.caches.dual_select  | $all_checks | few calls
-gpu.caches.dual_evict   | $all_checks | few calls
-gpu.caches.dual_keep    | $all_checks | few calls
-gpu.caches.dual_rounds  | $all_checks | few calls
+gpu.caches.paged_select | $all_checks | few calls
+gpu.caches.paged_evict  | $all_checks | few calls
+gpu.caches.paged_keep   | $all_checks | few calls
+gpu.caches.paged_rounds | $all_checks | few calls
 gpu.caches.reserve      | $all_checks | a layer*
 "
 targets[caches]="

@@ -37,7 +37,7 @@ struct Options {
     examples::PolicyOptions numbers;
     std::int32_t tokens = 512;
     std::int32_t threads = 0;
-    bool on_card = false;
+    bool on_gpu = false;
     llama::DType weights = llama::DType::f32;
     llama::SamplerOptions sampler{.temperature = 0.7, .top_k = 20, .top_p = 0.95, .seed = 1};
 };
@@ -58,8 +58,8 @@ constexpr const char* usage =
     "  --seed N           of the sampling, and of the policy random (default: 1)\n"
     "  --threads N        0: all (default)\n"
     "  --rows TYPE        what the cache stores: bf16 (default) or fp32\n"
-    "  --backend NAME     host (default), or cuda: the first card, one graph a token\n"
-    "  --weights TYPE     of the matrices on a card: fp32 (default) or bf16\n"
+    "  --backend NAME     host (default), or cuda: the first GPU, one graph a token\n"
+    "  --weights TYPE     of the matrices on a GPU: fp32 (default) or bf16\n"
     "\n"
     "policies, and the options that each uses:\n";
 
@@ -110,7 +110,7 @@ void read_type(const std::string& name, const std::string& text, llama::DType& t
 
 /// Refuses a backend that this program, or the chosen policy, does not have.
 void check_backend(const Options& options, const std::vector<std::string>& given) {
-    if (!options.on_card) {
+    if (!options.on_gpu) {
         if (std::ranges::find(given, "--weights") != given.end()) {
             llama::fail("--weights: is for --backend cuda; the host computes in fp32");
         }
@@ -122,7 +122,7 @@ void check_backend(const Options& options, const std::vector<std::string>& given
             "--backend: cuda is not allowed; this program was built without it (KVPOLICY_ENABLE_CUDA)");
     }
     if (std::ranges::find(names, options.policy) == names.end()) {
-        llama::fail("--backend: cuda is not allowed with the policy {}; these run on a card: {}",
+        llama::fail("--backend: cuda is not allowed with the policy {}; these run on a GPU: {}",
                     options.policy, fmt::join(names, ", "));
     }
 }
@@ -201,7 +201,7 @@ Options parse(int argc, char** argv) {
             if (name != "host" && name != "cuda") {
                 llama::fail("--backend: {} is not allowed; it must be host or cuda", llama::printable(name));
             }
-            options.on_card = name == "cuda";
+            options.on_gpu = name == "cuda";
         } else if (argument == "--temperature") {
             read_number(argument, value(), options.sampler.temperature, 0.0);
         } else if (argument == "--seed") {
@@ -275,8 +275,8 @@ Summary write_on_host(const Options& options, examples::PolicySetting& setting,
 }
 
 #if KVPOLICY_EXAMPLES_CUDA
-Summary write_on_card(const Options& options, examples::PolicySetting& setting,
-                      const std::function<bool(std::int32_t)>& take) {
+Summary write_on_gpu(const Options& options, examples::PolicySetting& setting,
+                     const std::function<bool(std::int32_t)>& take) {
     llama::DeviceEngine engine(setting.model, options.weights);
     const examples::DeviceSetting device{engine.stream(), setting.model.config, options.numbers.rows,
                                          llama::DeviceEngine::chunk};
@@ -310,8 +310,8 @@ int run(int argc, char** argv) {
         llama::fail("--tokens: {} is not allowed; with the {} of the prompt it must be {} at most",
                     options.tokens, tokens.size(), most);
     }
-    const auto longest = static_cast<std::int32_t>(tokens.size()) + options.tokens;
-    examples::PolicySetting setting{on, model, tokens, longest, options.numbers};
+    const auto max_seq_len = static_cast<std::int32_t>(tokens.size()) + options.tokens;
+    examples::PolicySetting setting{on, model, tokens, max_seq_len, options.numbers};
 
     llama::Utf8Stream text;
     const auto take = [&](std::int32_t token) {
@@ -324,7 +324,7 @@ int run(int argc, char** argv) {
     };
 #if KVPOLICY_EXAMPLES_CUDA
     const Summary summary =
-        options.on_card ? write_on_card(options, setting, take) : write_on_host(options, setting, take);
+        options.on_gpu ? write_on_gpu(options, setting, take) : write_on_host(options, setting, take);
 #else
     const Summary summary = write_on_host(options, setting, take);
 #endif

@@ -80,7 +80,7 @@ set(gated_rows ${rows})
 generate(text rows_of_none --policy gated --density 0 --sinks 4 --window 64)
 expect("${rows_of_none} EQUAL 68")
 generate(text capped_rows --policy capped --density 0.25 --budget 4096)
-# The thresholds are neighbours in the prompt: "at least" this norm, "above" the next.
+# The thresholds are neighbors in the prompt: "at least" this norm, "above" the next.
 math(EXPR least "${gated_rows} - 4")
 math(EXPR most "${gated_rows} + 4")
 expect("${capped_rows} GREATER_EQUAL ${least} AND ${capped_rows} LESS_EQUAL ${most}")

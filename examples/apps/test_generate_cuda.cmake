@@ -1,5 +1,5 @@
 # cmake -D GENERATE=<program> -P test_generate_cuda.cmake
-# What generate writes on a card is what it writes on the host, and what a card does not have is refused. tests/gpu/llama has
+# What generate writes on a GPU is what it writes on the host, and what a GPU does not have is refused. tests/gpu/llama has
 # longer texts, and knows what a near-tie is.
 
 cmake_minimum_required(VERSION 3.25)

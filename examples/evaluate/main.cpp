@@ -34,7 +34,7 @@ constexpr const char* usage = R"(usage: evaluate [OPTION...]
   --sinks N (4)  --window N (64)  --threads N (all)
   --chunk N          of prefill on the host (1024)
   --speed N          tokens that are decoded after the first sequence to measure the speed, 0 for none (48)
-  --backend NAME     host (the default), or cuda: the first card, with fp32 weights; policies that it does not have are left
+  --backend NAME     host (the default), or cuda: the first GPU, with fp32 weights; policies that it does not have are left
                      out unless they are named, and so is what only the host measures: scorers beside the oracle
   --out NAME         writes NAME.csv, NAME.json and NAME.txt, the table, after every line of it
 
@@ -46,7 +46,7 @@ struct Options {
     std::vector<std::string> scorers, policies, budgets{"75%", "88%", "94%"};
     std::int32_t sequences = 1 << 20, joined = 2, sinks = 4, window = 64, chunk = 1024, threads = 0,
                  speed = 48;
-    bool on_card = false, joins = false;  ///< joins: --joined was given
+    bool on_gpu = false, joins = false;  ///< joins: --joined was given
 };
 
 std::int32_t number(const std::string& name, std::string_view text, std::int32_t least, std::int32_t most) {
@@ -115,15 +115,15 @@ Options parse(int argc, char** argv) {
             if (value != "host" && value != "cuda") {
                 llama::fail("--backend: {} is not allowed; it must be host or cuda", llama::printable(value));
             }
-            o.on_card = value == "cuda";
+            o.on_gpu = value == "cuda";
         } else if (name == "--out") {
             o.out = value;
         } else {
             llama::fail("{}: not understood\n{}", llama::clipped(name), usage);
         }
     }
-    if (chunks && o.on_card) {
-        llama::fail("--chunk: needs --backend host; a card has a chunk of its own");
+    if (chunks && o.on_gpu) {
+        llama::fail("--chunk: needs --backend host; a GPU has a chunk of its own");
     }
     return o;
 }
@@ -167,21 +167,21 @@ void check_scorers(const Options& o, std::span<const examples::TrainedScorers> t
     }
 }
 
-/// Leaves out policies that a card does not have, and refuses those that were named.
-void keep_those_of_a_card(const Options& o, std::vector<const EvaluatedPolicy*>& chosen) {
+/// Leaves out policies that a GPU does not have, and refuses those that were named.
+void keep_those_of_a_gpu(const Options& o, std::vector<const EvaluatedPolicy*>& chosen) {
     if (!KVPOLICY_EXAMPLES_CUDA) {
         llama::fail(
             "--backend: cuda is not allowed; this program was built without it (KVPOLICY_ENABLE_CUDA)");
     }
     for (const EvaluatedPolicy* policy : chosen) {
         if (!policy->make_on_device && std::ranges::find(o.policies, policy->name) != o.policies.end()) {
-            llama::fail("--policies: {} is not allowed with --backend cuda; a card does not have it",
+            llama::fail("--policies: {} is not allowed with --backend cuda; a GPU does not have it",
                         policy->name);
         }
     }
     std::erase_if(chosen, [](const EvaluatedPolicy* policy) { return !policy->make_on_device; });
     if (chosen.empty()) {
-        llama::fail("--backend: cuda is not allowed; a card has none of these policies");
+        llama::fail("--backend: cuda is not allowed; a GPU has none of these policies");
     }
 }
 
@@ -247,8 +247,8 @@ int run(int argc, char** argv) {
         }
     }
     check_scorers(o, trained, names, known_names, chosen);
-    if (o.on_card) {
-        keep_those_of_a_card(o, chosen);
+    if (o.on_gpu) {
+        keep_those_of_a_gpu(o, chosen);
     }
     std::vector<Result> results;
     std::vector<float> betas;
@@ -261,7 +261,7 @@ int run(int argc, char** argv) {
         if (policy->beta != 0.0f) {
             wants(policy->beta);
         }
-        if (policy->scorers != nullptr && !o.on_card) {  // its recall is measured against these
+        if (policy->scorers != nullptr && !o.on_gpu) {  // its recall is measured against these
             wants(1.0f);
             wants(2.0f);
         }
@@ -284,15 +284,15 @@ int run(int argc, char** argv) {
 
     examples::Progress progress;
     llama::Engine engine(model);
-    llama::DeviceEngine* card = nullptr;
+    llama::DeviceEngine* gpu = nullptr;
 #if KVPOLICY_EXAMPLES_CUDA
-    std::unique_ptr<llama::DeviceEngine> made_card;
-    if (o.on_card) {
-        made_card = std::make_unique<llama::DeviceEngine>(model, llama::DType::f32);
-        card = made_card.get();
+    std::unique_ptr<llama::DeviceEngine> made_gpu;
+    if (o.on_gpu) {
+        made_gpu = std::make_unique<llama::DeviceEngine>(model, llama::DType::f32);
+        gpu = made_gpu.get();
     }
 #endif
-    Bench bench(on, engine, data, o.chunk, o.sinks, o.window, o.speed, card);
+    Bench bench(on, engine, data, o.chunk, o.sinks, o.window, o.speed, gpu);
     const Run of{std::filesystem::path(o.model).lexically_normal().filename().string(),
                  static_cast<std::int32_t>(sequences),
                  data.length,
@@ -309,7 +309,7 @@ int run(int argc, char** argv) {
             targets[s][beta] = bench.targets(oracle, beta);
         }
         for (Result& result : results) {
-            if (result.policy->scorers != nullptr && !o.on_card) {
+            if (result.policy->scorers != nullptr && !o.on_gpu) {
                 bench.oracle_recall(oracle, targets[s], result);
             }
         }

@@ -63,8 +63,8 @@ void Bench::run(std::size_t sequence, const std::map<float, std::vector<float>>&
         given = padded(targets.at(policy.beta), length, length + static_cast<std::size_t>(decoded_));
         setting.oracle = given;
     }
-    if (card_ != nullptr) {
-        run_on_card(sequence, setting, result);
+    if (gpu_ != nullptr) {
+        run_on_gpu(sequence, setting, result);
         return;
     }
     const auto attention = policy.make(setting);
@@ -80,31 +80,31 @@ void Bench::run(std::size_t sequence, const std::map<float, std::vector<float>>&
 }
 
 #if KVPOLICY_EXAMPLES_CUDA
-void Bench::run_on_card(std::size_t sequence, const Setting& setting, Result& result) {
+void Bench::run_on_gpu(std::size_t sequence, const Setting& setting, Result& result) {
     const std::vector<std::int32_t>& tokens = data_.tokens[sequence];
     const llama::Config& config = engine_.model().config;
     const auto length = static_cast<std::size_t>(data_.length);
     const auto attention = result.policy->make_on_device(
-        setting, {card_->stream(), config, llama::DType::bf16, llama::DeviceEngine::chunk});
+        setting, {gpu_->stream(), config, llama::DType::bf16, llama::DeviceEngine::chunk});
     std::vector<float> logits(length * static_cast<std::size_t>(config.vocab_size));
-    card_->forward(std::span(tokens).first(length), *attention, logits);
+    gpu_->forward(std::span(tokens).first(length), *attention, logits);
     examples::SequenceScorer scorer(data_, sequence);
     scorer.take(logits, 0, data_.length, config.vocab_size);
     scorer.add_to(result.score);
     add(*attention, result);
     if (result.score.sequences == 1 && decoded_ > 0) {
         const auto take = [](std::int32_t) { return true; };
-        card_->write(std::span(tokens).last(1), *attention, {}, decoded_, take);
-        result.tokens_per_second = card_->tokens_per_second();
+        gpu_->write(std::span(tokens).last(1), *attention, {}, decoded_, take);
+        result.tokens_per_second = gpu_->tokens_per_second();
     }
 }
 #else
-void Bench::run_on_card(std::size_t, const Setting&, Result&) {}  // there is no card then
+void Bench::run_on_gpu(std::size_t, const Setting&, Result&) {}  // there is no GPU then
 #endif
 
 /// What a cache holds after the last token of a sequence.
-template <class Attention>
-void Bench::add(const Attention& attention, Result& result) const {
+template <class AttentionParams>
+void Bench::add(const AttentionParams& attention, Result& result) const {
     const llama::Config& config = engine_.model().config;
     const auto length = static_cast<std::size_t>(data_.length);
     result.score.rows += attention.rows_per_head();
@@ -148,7 +148,7 @@ void Bench::oracle_recall(const examples::Oracle& oracle, const std::map<float, 
                          kvpolicy::Decay<1>{0.0f}};
     const kvpolicy::Sequences sequences{.batch = 1, .length = n};
     std::vector<unsigned char> memory;
-    const auto room = [&](std::size_t bytes) {
+    const auto workspace = [&](std::size_t bytes) {
         memory.resize(std::max(memory.size(), bytes));
         return kvpolicy::workspace_view{memory.data(), memory.size()};
     };
@@ -177,10 +177,10 @@ void Bench::oracle_recall(const examples::Oracle& oracle, const std::map<float, 
                 const auto& scorer = stack.scorers[static_cast<std::size_t>(l)];
                 kvpolicy::score_sequence(
                     on_, scorer, k, v, sequences, trained.spec.delay, view,
-                    room(kvpolicy::score_sequence_workspace_bytes(on_, scorer, k, v, sequences)));
+                    workspace(kvpolicy::score_sequence_workspace_bytes(on_, scorer, k, v, sequences)));
             },
             trained.stack);
-        kvpolicy::build_mask(on_, student, view, sequences, mask_of(of_student), room(bytes), options);
+        kvpolicy::build_mask(on_, student, view, sequences, mask_of(of_student), workspace(bytes), options);
         for (const auto& [beta, target] : targets) {
             auto& sums = result.recall[beta];
             sums.resize(static_cast<std::size_t>(std::int64_t{config.layers} * heads),
@@ -188,10 +188,10 @@ void Bench::oracle_recall(const examples::Oracle& oracle, const std::map<float, 
             kvpolicy::build_mask(
                 on_, teacher,
                 kvpolicy::view_bhs(target.data() + static_cast<std::size_t>(l) * plane, 1, heads, n),
-                sequences, mask_of(of_teacher), room(bytes), options);
+                sequences, mask_of(of_teacher), workspace(bytes), options);
             kvpolicy::oracle_recall(
                 on_, teacher, mask_of(of_teacher), mask_of(of_student), sequences, one.data(),
-                room(kvpolicy::oracle_recall_workspace_bytes(on_, mask_of(of_teacher), sequences)), l);
+                workspace(kvpolicy::oracle_recall_workspace_bytes(on_, mask_of(of_teacher), sequences)), l);
             for (std::int32_t h = 0; h < heads; ++h) {
                 auto& sum = sums[static_cast<std::size_t>(std::int64_t{l} * heads + h)];
                 const auto& r = one[static_cast<std::size_t>(h)];

@@ -37,12 +37,12 @@ struct Result {
 };
 
 /// Runs policies on sequences and adds to their results; `targets` are the oracle's scores of a sequence, by beta. `decoded`
-/// tokens after the first sequence measure the speed; 0 of them leave it out. With a `card` the policies run there, and the oracle on
+/// tokens after the first sequence measure the speed; 0 of them leave it out. With a `GPU` the policies run there, and the oracle on
 /// the host.
 class Bench {
   public:
     Bench(const kvpolicy::host& on, llama::Engine& engine, const examples::HeldOut& data, std::int32_t chunk,
-          std::int32_t sinks, std::int32_t window, std::int32_t decoded, llama::DeviceEngine* card = nullptr)
+          std::int32_t sinks, std::int32_t window, std::int32_t decoded, llama::DeviceEngine* gpu = nullptr)
         : on_(on),
           engine_(engine),
           data_(data),
@@ -50,7 +50,7 @@ class Bench {
           sinks_(sinks),
           window_(window),
           decoded_(decoded),
-          card_(card) {}
+          gpu_(gpu) {}
 
     /// A dense pass; returns what it saw.
     examples::Oracle observe(std::size_t sequence);
@@ -62,15 +62,15 @@ class Bench {
                        Result& result) const;
 
   private:
-    template <class Attention>
-    void add(const Attention& attention, Result& result) const;
-    void run_on_card(std::size_t sequence, const Setting& setting, Result& result);
+    template <class AttentionParams>
+    void add(const AttentionParams& attention, Result& result) const;
+    void run_on_gpu(std::size_t sequence, const Setting& setting, Result& result);
 
     const kvpolicy::host& on_;
     llama::Engine& engine_;
     const examples::HeldOut& data_;
     std::int32_t chunk_, sinks_, window_, decoded_;
-    llama::DeviceEngine* card_;  // runs the policies, if it is there
+    llama::DeviceEngine* gpu_;  // runs the policies, if it is there
 };
 
 }  // namespace evaluate

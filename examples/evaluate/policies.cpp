@@ -7,7 +7,7 @@
 #include <kvpolicy/uniform.hpp>
 #include <kvpolicy/wgkv.hpp>
 
-#include "support/keeping.hpp"
+#include "support/retention.hpp"
 
 #include <fmt/format.h>
 
@@ -25,7 +25,7 @@ using Made = std::unique_ptr<llama::KvAttention>;
 Made by_name(const char* name, const Setting& setting) {
     examples::PolicyChoice choice = setting.choice;
     choice.name = name;
-    return examples::make_attention<Storage>(setting.on, setting.config, choice, setting.longest);
+    return examples::make_attention<Storage>(setting.on, setting.config, choice, setting.max_seq_len);
 }
 Made dense(const Setting& setting) { return by_name("dense", setting); }
 Made streaming(const Setting& setting) { return by_name("streaming", setting); }
@@ -33,7 +33,7 @@ Made key_norm(const Setting& setting) { return by_name("keynorm", setting); }
 
 Made oracle(const Setting& setting) {
     Made made = by_name("given", setting);
-    made->give_scores(setting.oracle, setting.longest);
+    made->give_scores(setting.oracle, setting.max_seq_len);
     return made;
 }
 
@@ -45,7 +45,7 @@ Made in_budget(const Setting& setting, const P& policy) {
 template <class P>
 Made in_pages(const Setting& setting, const P& policy) {
     return std::make_unique<llama::CacheAttention<P, Storage, kvpolicy::DualCache>>(
-        setting.on, setting.config, policy, nullptr, setting.longest);
+        setting.on, setting.config, policy, nullptr, setting.max_seq_len);
 }
 
 Made random(const Setting& setting) {
@@ -83,7 +83,7 @@ Made snapkv_prompt(const Setting& setting) {
 /// average at the end of the sequence. Heads whose keys are in demand keep more.
 Made gated_oracle(const Setting& setting) {
     const auto length = static_cast<std::size_t>(setting.length),
-               row = static_cast<std::size_t>(setting.longest);
+               row = static_cast<std::size_t>(setting.max_seq_len);
     const auto first = static_cast<std::size_t>(setting.choice.sinks);
     const std::size_t last = length - static_cast<std::size_t>(setting.choice.window);
     std::vector<float> scores;
@@ -104,11 +104,11 @@ Made gated_oracle(const Setting& setting) {
                         kvpolicy::ThresholdGate<kvpolicy::at_least>{kvpolicy::per_head(
                             thresholds.data(), setting.config.layers, setting.config.kv_heads)},
                         kvpolicy::GivenScores{}});
-    cache->give_scores(setting.oracle, setting.longest);
+    cache->give_scores(setting.oracle, setting.max_seq_len);
     return std::make_unique<examples::Keeping<std::vector<float>>>(std::move(thresholds), std::move(cache));
 }
 
-// ---- on a card -------------------------------------------------------------------------------------------------------
+// ---- on a GPU -------------------------------------------------------------------------------------------------------
 
 #if KVPOLICY_EXAMPLES_CUDA
 examples::DeviceBudget device_budget(const examples::PolicyChoice& choice) {
@@ -116,7 +116,7 @@ examples::DeviceBudget device_budget(const examples::PolicyChoice& choice) {
             kvpolicy::budget_for_total(choice.budget, choice.sinks, choice.window)};
 }
 examples::DeviceCache device_dense(const Setting& setting, const examples::DeviceSetting& device) {
-    return examples::make_device_window(device, {0, setting.longest, 0});
+    return examples::make_device_window(device, {0, setting.max_seq_len, 0});
 }
 examples::DeviceCache device_streaming(const Setting& setting, const examples::DeviceSetting& device) {
     const examples::PolicyChoice& choice = setting.choice;
@@ -130,7 +130,7 @@ examples::DeviceCache device_random(const Setting& setting, const examples::Devi
 }
 examples::DeviceCache device_oracle(const Setting& setting, const examples::DeviceSetting& device) {
     return examples::make_device_given(device, device_budget(setting.choice), setting.oracle,
-                                       setting.longest);
+                                       setting.max_seq_len);
 }
 #else
 constexpr std::nullptr_t device_dense = nullptr, device_streaming = nullptr, device_key_norm = nullptr,
@@ -195,7 +195,8 @@ std::vector<EvaluatedPolicy> all_policies(std::span<const examples::TrainedScore
                            nullptr,
                            [&trained](const Setting& setting) {
                                return examples::make_gated(setting.on, setting.config, trained,
-                                                           setting.choice, setting.length, setting.longest);
+                                                           setting.choice, setting.length,
+                                                           setting.max_seq_len);
                            },
                            {}});
         }

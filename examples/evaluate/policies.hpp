@@ -22,7 +22,7 @@ struct Setting {
     const kvpolicy::host& on;
     const llama::Config& config;
     examples::PolicyChoice choice;  ///< budget, sinks, window
-    std::int32_t longest = 0;       ///< tokens that will come
+    std::int32_t max_seq_len = 0;   ///< tokens that will come
     /// For a policy with a beta: the oracle's scores [layers][kv_heads][longest] of this sequence (0 after its end).
     std::span<const float> oracle{};
     std::int32_t length = 0;  ///< of the sequence; longest less what is decoded after it
@@ -38,7 +38,7 @@ struct EvaluatedPolicy {
     float beta = 0.0f;  ///< scores are the oracle's with this beta; 0: no oracle
     const examples::TrainedScorers* scorers = nullptr;
     std::function<std::unique_ptr<llama::KvAttention>(const Setting&)> make;
-    /// On a CUDA card; empty where there is none, or where this program was built without CUDA.
+    /// On a CUDA GPU; empty where there is none, or where this program was built without CUDA.
     std::function<examples::DeviceCache(const Setting&, const examples::DeviceSetting&)> make_on_device;
 };
 

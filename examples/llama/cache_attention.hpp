@@ -43,17 +43,17 @@ class KvAttention {
     virtual std::size_t bytes() const = 0;
 };
 
-/// One sequence of policy P whose rows are of type T, in a FixedBudgetCache, or in a DualCache that is lent slabs as its
+/// One sequence of policy P whose rows are of type T, in a FixedBudgetCache, or in a DualCache that is attached slabs as its
 /// gates admit keys. `longest` bounds the sequence in a DualCache; a FixedBudgetCache takes any length.
 template <class P, class T,
           template <kvpolicy::AnyPolicy, kvpolicy::Storage> class Cache = kvpolicy::FixedBudgetCache>
 class CacheAttention final : public KvAttention {
   public:
     CacheAttention(const kvpolicy::host& on, const Config& config, const P& policy,
-                   const typename P::scorer_type* scorers = nullptr, std::int64_t longest = 0)
+                   const typename P::scorer_type* scorers = nullptr, std::int64_t max_seq_len = 0)
         : on_(on),
           config_(config),
-          cache_(make_cache(config, policy, scorers, longest)),
+          cache_(make_cache(config, policy, scorers, max_seq_len)),
           memory_(cache_.bytes().total()) {
         cache_.bind(on_, memory_);
     }
@@ -62,7 +62,7 @@ class CacheAttention final : public KvAttention {
                     std::span<const float> k, std::span<const float> v, std::span<float> out) override {
         check_positions(positions);
         const auto tokens = static_cast<std::int32_t>(positions.size());
-        const auto ref = cache_.ref(layer);
+        const auto ref = cache_.layer(layer);
         const kvpolicy::Batch batch{.count = 1, .length = tokens};
         workspace_.grow(kvpolicy::cache_workspace_bytes(on_, ref, 1, tokens));
         if (out_.size() < out.size()) {
@@ -140,15 +140,14 @@ class CacheAttention final : public KvAttention {
     std::int64_t length() const override { return cache_.length(0); }
     std::size_t bytes() const override {
         if constexpr (pooled) {
-            return static_cast<std::size_t>(cache_.lent_pages() * page_rows) *
+            return static_cast<std::size_t>(cache_.attached_pages() * page_size) *
                    static_cast<std::size_t>(2 * config_.head_dim) * sizeof(T);
         } else {
             return cache_.bytes().keys_and_values;
         }
     }
     std::vector<kvpolicy::position_t> retained(int layer, int head) const override {
-        std::vector<kvpolicy::position_t> held(
-            static_cast<std::size_t>(cache_.occupancy(layer, 0, head).rows()));
+        std::vector<kvpolicy::position_t> held(static_cast<std::size_t>(cache_.usage(layer, 0, head).size()));
         cache_.retained(layer, 0, head, held.data());
         return held;
     }
@@ -156,7 +155,7 @@ class CacheAttention final : public KvAttention {
         double rows = 0.0;
         for (int layer = 0; layer < config_.layers; ++layer) {
             for (int head = 0; head < config_.kv_heads; ++head) {
-                rows += cache_.occupancy(layer, 0, head).rows();
+                rows += cache_.usage(layer, 0, head).size();
             }
         }
         return rows / (config_.layers * config_.kv_heads);
@@ -165,25 +164,25 @@ class CacheAttention final : public KvAttention {
   private:
     using cache_type = Cache<P, T>;
     static constexpr bool pooled = cache_type::ref_type::pooled;
-    static constexpr std::int32_t page_rows = pooled ? 16 : 1;
+    static constexpr std::int32_t page_size = pooled ? 16 : 1;
 
     static cache_type make_cache(const Config& config, const P& policy,
-                                 const typename P::scorer_type* scorers, std::int64_t longest) {
+                                 const typename P::scorer_type* scorers, std::int64_t max_seq_len) {
         const kvpolicy::CacheShape shape{.layers = config.layers,
-                                         .slots = 1,
+                                         .max_sequences = 1,
                                          .query_heads = config.heads,
                                          .kv_heads = config.kv_heads,
-                                         .dim_k = config.head_dim,
-                                         .dim_v = config.head_dim,
-                                         .page_rows = page_rows};
+                                         .head_dim_qk = config.head_dim,
+                                         .head_dim_vo = config.head_dim,
+                                         .page_size = page_size};
         if constexpr (pooled) {
             constexpr std::int32_t slab_pages = 128;
             const std::int64_t pages =
-                (longest / page_rows + 1) * config.layers * config.kv_heads;  // were every gate open
+                (max_seq_len / page_size + 1) * config.layers * config.kv_heads;  // were every gate open
             return cache_type(shape,
                               {.slab_pages = slab_pages,
-                               .most_slabs = static_cast<std::int32_t>(pages / slab_pages + 1),
-                               .longest = longest},
+                               .max_slabs = static_cast<std::int32_t>(pages / slab_pages + 1),
+                               .max_seq_len = max_seq_len},
                               policy, scorers);
         } else {
             return cache_type(shape, policy, scorers);
@@ -203,13 +202,13 @@ class CacheAttention final : public KvAttention {
         }
     }
 
-    const T* stored(std::span<const float> from, std::vector<T>& room) {
+    const T* stored(std::span<const float> from, std::vector<T>& workspace) {
         if constexpr (std::is_same_v<T, float>) {
             return from.data();
         } else {
-            room.resize(from.size());
-            std::transform(from.begin(), from.end(), room.begin(), [](float x) { return T(x); });
-            return room.data();
+            workspace.resize(from.size());
+            std::transform(from.begin(), from.end(), workspace.begin(), [](float x) { return T(x); });
+            return workspace.data();
         }
     }
 

@@ -33,9 +33,9 @@ class Engine {
     const Model& model() const noexcept { return *model_; }
 
     /// T tokens at their positions through all layers. Returns logits [1 or T, vocab], valid until the next call.
-    template <AttentionFunction Attention>
+    template <AttentionFunction AttentionParams>
     std::span<const float> forward(std::span<const std::int32_t> tokens,
-                                   std::span<const std::int64_t> positions, Attention&& attention,
+                                   std::span<const std::int64_t> positions, AttentionParams&& attention,
                                    Logits which = Logits::last) {
         begin(tokens, positions);
         for (int layer = 0; layer < model_->config.layers && !tokens.empty(); ++layer) {
@@ -64,8 +64,8 @@ class Engine {
 
 /// An attention that first shows each layer's q, k and v to observer(layer, positions, q, k, v): for training data,
 /// oracles and debugging. Refers to both, so they must outlive it.
-template <AttentionFunction Attention, class Observer>
-auto observed(Attention& attention, Observer& observer) {
+template <AttentionFunction AttentionParams, class Observer>
+auto observed(AttentionParams& attention, Observer& observer) {
     return [&](int layer, std::span<const std::int64_t> positions, std::span<const float> q,
                std::span<const float> k, std::span<const float> v, std::span<float> out) {
         observer(layer, positions, q, k, v);

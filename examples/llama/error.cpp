@@ -5,16 +5,16 @@
 namespace llama {
 
 namespace {
-constexpr std::size_t longest = 100;
+constexpr std::size_t max_seq_len = 100;
 }
 
 std::string clipped(std::string_view text) {
-    return fmt::format("{}{}", text.substr(0, longest), text.size() > longest ? "..." : "");
+    return fmt::format("{}{}", text.substr(0, max_seq_len), text.size() > max_seq_len ? "..." : "");
 }
 
 std::string printable(std::string_view name) {
     std::string text;
-    for (const char c : name.substr(0, longest)) {
+    for (const char c : name.substr(0, max_seq_len)) {
         const auto byte = static_cast<unsigned char>(c);
         if (c == '"' || c == '\\') text += '\\';
         if (byte < 0x20 || byte >= 0x7f)
@@ -22,7 +22,7 @@ std::string printable(std::string_view name) {
         else
             text += c;
     }
-    return fmt::format("\"{}\"{}", text, name.size() > longest ? "..." : "");
+    return fmt::format("\"{}\"{}", text, name.size() > max_seq_len ? "..." : "");
 }
 
 std::string shape_text(std::span<const std::int64_t> shape) {

@@ -2,7 +2,7 @@
 // written in a framework: the target, the boundary loss with its gradients, and the mask of the policy that both are for.
 //
 // Write your own in the same way: what a policy is made of stays a type, so each policy that Python is to have is named here.
-// Tensors are fp32, contiguous, in host memory; for those on a card the same calls take kvpolicy::cuda{stream}, in a .cu file.
+// Tensors are fp32, contiguous, in host memory; for those on a GPU the same calls take kvpolicy::cuda{stream}, in a .cu file.
 #include <kvpolicy/attention/future_mass.hpp>
 #include <kvpolicy/kvpop.hpp>
 #include <kvpolicy/losses/boundary.hpp>
@@ -45,7 +45,7 @@ int answer(const Body& body) noexcept {
 
 Policy policy_of(std::int32_t sinks, std::int32_t window, std::int32_t budget, const float* log_gamma,
                  std::int32_t heads) {
-    const kvp::HeadValues<float> decay = log_gamma ? kvp::per_head(log_gamma, 1, heads) : 0.0f;
+    const kvp::PerHead<float> decay = log_gamma ? kvp::per_head(log_gamma, 1, heads) : 0.0f;
     return Policy{
         kvp::Sink<>{sinks}, kvp::Window<>{window}, kvp::TopKBudget<>{budget}, kvp::Decay<1>{decay}, {}};
 }
@@ -65,9 +65,9 @@ SHOWN int kvp_build_mask(const float* scores, std::int32_t batch, std::int32_t h
     return answer([&] {
         const Policy policy = policy_of(sinks, window, budget, log_gamma, heads);
         const kvp::Sequences sequences{batch, length};
-        kvp::HostBuffer room{kvp::build_mask_workspace_bytes(on(), policy, sequences, heads)};
+        kvp::HostBuffer workspace{kvp::build_mask_workspace_bytes(on(), policy, sequences, heads)};
         kvp::build_mask(on(), policy, kvp::view_bhs(scores, batch, heads, length), sequences,
-                        kvp::view_bhs(expiry, batch, heads, length), room);
+                        kvp::view_bhs(expiry, batch, heads, length), workspace);
     });
 }
 
@@ -79,13 +79,13 @@ SHOWN int kvp_future_mass(const float* q, const float* k, std::int32_t batch, st
         const auto queries = kvp::view_bhsd(q, batch, query_heads, length, dim);
         const auto keys = kvp::view_bhsd(k, batch, heads, length, dim);
         const kvp::Sequences sequences{batch, length};
-        kvp::HostBuffer room{kvp::future_mass_workspace_bytes(on(), queries, keys)};
+        kvp::HostBuffer workspace{kvp::future_mass_workspace_bytes(on(), queries, keys)};
         kvp::HostBuffer sums{sizeof(float) * static_cast<std::size_t>(batch) *
                              static_cast<std::size_t>(query_heads) * static_cast<std::size_t>(length)};
         const auto lse = kvp::view_bhs(static_cast<float*>(sums.data()), batch, query_heads, length);
-        kvp::causal_lse<float>(on(), {}, queries, keys, sequences, lse, room);
+        kvp::causal_lse<float>(on(), {}, queries, keys, sequences, lse, workspace);
         kvp::future_mass<float>(on(), {}, queries, keys, lse, sequences, {.window = window, .beta = beta},
-                                kvp::view_bhs(target, batch, heads, length), room);
+                                kvp::view_bhs(target, batch, heads, length), workspace);
     });
 }
 
@@ -101,13 +101,13 @@ SHOWN int kvp_boundary_loss(const float* scores, const float* target, std::int32
         const Policy policy = policy_of(sinks, window, budget, log_gamma, heads);
         const kvp::BoundaryLoss loss;
         const kvp::Sequences sequences{batch, length};
-        kvp::HostBuffer room{loss.workspace_bytes(on(), policy, sequences, heads)};
+        kvp::HostBuffer workspace{loss.workspace_bytes(on(), policy, sequences, heads)};
         for (std::int32_t h = 0; d_log_gamma != nullptr && h < heads; ++h) {
             d_log_gamma[h] = 0.0;  // the loss adds to gradients of parameters
         }
         *value = loss(on(), policy, kvp::view_bhs(scores, batch, heads, length),
                       kvp::view_bhs(target, batch, heads, length), sequences,
-                      kvp::view_bhs(d_scores, batch, heads, length), d_log_gamma, room)
+                      kvp::view_bhs(d_scores, batch, heads, length), d_log_gamma, workspace)
                      .value;
     });
 }

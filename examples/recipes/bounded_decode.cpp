@@ -40,25 +40,25 @@ int main() {
     // One cache for the model, and the memory that it asks for.
     const backend::context on{};
     kvp::FixedBudgetCache<Policy, float> cache{{.layers = layers,
-                                                .slots = 1,
+                                                .max_sequences = 1,
                                                 .query_heads = query_heads,
                                                 .kv_heads = kv_heads,
-                                                .dim_k = dim,
-                                                .dim_v = dim},
+                                                .head_dim_qk = dim,
+                                                .head_dim_vo = dim},
                                                Policy{},
                                                scorers.data()};
     backend::memory memory{cache.bytes().total()};
     cache.bind(on, memory.data(), memory.size());
-    backend::memory workspace{kvp::cache_workspace_bytes(on, cache.ref(0), 1, 1)};
+    backend::memory workspace{kvp::cache_workspace_bytes(on, cache.layer(0), 1, 1)};
 
-    const kvp::Batch one{.count = 1};  // slot 0, one token
+    const kvp::Batch one{.count = 1};  // sequence 0, one token
     backend::array<float> q(query_heads * dim), k(kv_heads * dim), v(kv_heads * dim), out(query_heads * dim);
-    const auto ref = cache.ref(0);
+    const auto ref = cache.layer(0);
     for (int token = 0; token < 3000; ++token) {
         for (int layer = 0; layer < layers; ++layer) {
             fill(q), fill(k), fill(v);  // what the layer's projections would give
             // Appends the key, decides who leaves, and attends to what is left. Nothing is allocated.
-            kvp::step(on, cache.ref(layer), one, kvp::view_bshd(q.data(), 1, 1, query_heads, dim),
+            kvp::step(on, cache.layer(layer), one, kvp::view_bshd(q.data(), 1, 1, query_heads, dim),
                       kvp::view_bshd(k.data(), 1, 1, kv_heads, dim),
                       kvp::view_bshd(v.data(), 1, 1, kv_heads, dim),
                       kvp::view_bshd(out.data(), 1, 1, query_heads, dim), workspace);

@@ -1,7 +1,7 @@
 // Plug the cache into an engine that keeps rows as its projections write them: [sequences, heads, head_dim] (NHD), a token's
 // queries, keys and values in one fused row. The engine owns all memory; sequences join and leave between steps.
 //
-// Nothing is copied on the way in: q, k and v are three views of the fused rows. Which sequences take a step, and in which slots
+// Nothing is copied on the way in: q, k and v are three views of the fused rows. Which sequences take a step, and in which sequences
 // they live, the engine writes into device memory.
 #include <kvpolicy/core/host_buffer.hpp>
 #include <kvpolicy/cuda.cuh>  // the bodies, for the one file that instantiates them
@@ -38,27 +38,32 @@ int main() {
         std::printf("there is no device\n");
         return 0;
     }
-    const kvp::CacheShape shape{
-        .layers = layers, .slots = 8, .query_heads = heads, .kv_heads = kv_heads, .dim_k = dim, .dim_v = dim};
+    const kvp::CacheShape shape{.layers = layers,
+                                .max_sequences = 8,
+                                .query_heads = heads,
+                                .kv_heads = kv_heads,
+                                .head_dim_qk = dim,
+                                .head_dim_vo = dim};
     const kvp::cuda on{};  // the default stream; kvp::cuda{stream} is another
     Cache cache{shape};
     thrust::device_vector<unsigned char> memory(cache.bytes().total());  // the engine's, lent
     cache.bind(on, raw(memory), memory.size());
-    thrust::device_vector<unsigned char> workspace(kvp::step_workspace_bytes<Dims>(on, cache.ref(0), batch));
-    const kvp::workspace_view room{raw(workspace), workspace.size()};
+    thrust::device_vector<unsigned char> workspace(
+        kvp::step_workspace_bytes<Dims>(on, cache.layer(0), batch));
+    const kvp::workspace_view scratch{raw(workspace), workspace.size()};
 
     // The same on the host, to compare with.
     const kvp::host on_host{1};
     Cache host_cache{shape};
     kvp::HostBuffer host_memory{host_cache.bytes().total()};
     host_cache.bind(on_host, host_memory);
-    kvp::HostBuffer host_room{kvp::cache_workspace_bytes(on_host, host_cache.ref(0), batch, 1)};
+    kvp::HostBuffer host_room{kvp::cache_workspace_bytes(on_host, host_cache.layer(0), batch, 1)};
 
-    const std::vector<int> slots{5, 0, 3};
+    const std::vector<int> seq_ids{5, 0, 3};
     std::vector<int> q_len(batch);
     std::vector<bf16> fused(batch * row_heads * dim), out(batch * heads * dim), expected(out);
     std::vector<float> scores(batch * kv_heads);
-    thrust::device_vector<int> device_slots(slots), device_len(batch);
+    thrust::device_vector<int> device_seq_ids(seq_ids), device_len(batch);
     thrust::device_vector<bf16> device_fused(fused.size()), device_out(out.size());
     thrust::device_vector<float> device_scores(scores.size());
 
@@ -67,8 +72,8 @@ int main() {
     float off = 0.0f;
     for (int t = 0; t < 200; ++t) {
         q_len = {1, t < 120 ? 1 : 0, t < 80 ? 0 : 1};  // the second leaves, the third joins
-        const kvp::Batch device_batch{batch, raw(device_slots), raw(device_len)};
-        const kvp::Batch host_batch{batch, slots.data(), q_len.data()};
+        const kvp::Batch device_batch{batch, raw(device_seq_ids), raw(device_len)};
+        const kvp::Batch host_batch{batch, seq_ids.data(), q_len.data()};
         thrust::copy(q_len.begin(), q_len.end(), device_len.begin());
         for (int layer = 0; layer < layers; ++layer) {
             for (bf16& x : fused) {
@@ -80,20 +85,21 @@ int main() {
             thrust::copy(fused.begin(), fused.end(), device_fused.begin());
             thrust::copy(scores.begin(), scores.end(), device_scores.begin());
             const auto step = [&](const auto& context, const auto& ref, const kvp::Batch& of,
-                                  const bf16* rows, const float* given, bf16* to, kvp::workspace_view lent) {
+                                  const bf16* rows, const float* given, bf16* to,
+                                  kvp::workspace_view provided) {
                 const auto q = heads_of(rows, 0, heads), k = heads_of(rows, heads, kv_heads),
                            v = heads_of(rows, heads + kv_heads, kv_heads);
                 const auto result = kvp::view_bshd(to, batch, 1, heads, dim);
                 const kvp::CacheExtras extras{.scores = kvp::view_bhs(given, batch, kv_heads, 1)};
                 if constexpr (std::is_same_v<std::decay_t<decltype(context)>, kvp::cuda>) {
-                    kvp::step<Dims>(context, ref, of, q, k, v, result, lent, nullptr, extras);
+                    kvp::step<Dims>(context, ref, of, q, k, v, result, provided, nullptr, extras);
                 } else {
-                    kvp::step(context, ref, of, q, k, v, result, lent, nullptr, extras);
+                    kvp::step(context, ref, of, q, k, v, result, provided, nullptr, extras);
                 }
             };
-            step(on, cache.ref(layer), device_batch, raw(device_fused), raw(device_scores), raw(device_out),
-                 room);
-            step(on_host, host_cache.ref(layer), host_batch, fused.data(), scores.data(), expected.data(),
+            step(on, cache.layer(layer), device_batch, raw(device_fused), raw(device_scores), raw(device_out),
+                 scratch);
+            step(on_host, host_cache.layer(layer), host_batch, fused.data(), scores.data(), expected.data(),
                  host_room);
             thrust::copy(device_out.begin(), device_out.end(), out.begin());
             for (std::size_t i = 0; i < out.size(); ++i) {
@@ -106,19 +112,19 @@ int main() {
         cache.advance(on, device_batch);  // once a step, after the last layer
         host_cache.advance(on_host, host_batch);
     }
-    for (const int slot : slots) {
-        std::vector<unsigned char> blob(cache.snapshot_bytes(on, slot)),
-            host_blob(host_cache.snapshot_bytes(slot));
-        cache.snapshot(on, slot, blob.data(), blob.size());
-        host_cache.snapshot(on_host, slot, host_blob.data(), host_blob.size());
-        std::printf("slot %d: %d tokens seen, %s\n", slot, static_cast<int>(host_cache.length(slot)),
+    for (const int seq : seq_ids) {
+        std::vector<unsigned char> blob(cache.snapshot_bytes(on, seq)),
+            host_blob(host_cache.snapshot_bytes(seq));
+        cache.snapshot(on, seq, blob.data(), blob.size());
+        host_cache.snapshot(on_host, seq, host_blob.data(), host_blob.size());
+        std::printf("slot %d: %d tokens seen, %s\n", seq, static_cast<int>(host_cache.length(seq)),
                     blob == host_blob ? "the snapshot of the host's cache" : "another snapshot");
     }
     std::printf("%s\n", off < 0.03f ? "the same outputs" : "other outputs");
 }
 
 // Prints:
-// slot 5: 200 tokens seen, the snapshot of the host's cache
-// slot 0: 120 tokens seen, the snapshot of the host's cache
-// slot 3: 120 tokens seen, the snapshot of the host's cache
+// sequence 5: 200 tokens seen, the snapshot of the host's cache
+// sequence 0: 120 tokens seen, the snapshot of the host's cache
+// sequence 3: 120 tokens seen, the snapshot of the host's cache
 // the same outputs

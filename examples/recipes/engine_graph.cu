@@ -43,11 +43,11 @@ __global__ void next_token(int layer, const kvp::position_t* length, bf16* rows,
 // A cache with the memory that the engine lends it, and the engine's step.
 struct Decoder {
     Cache cache{{.layers = layers,
-                 .slots = batch,
+                 .max_sequences = batch,
                  .query_heads = heads,
                  .kv_heads = kv_heads,
-                 .dim_k = dim,
-                 .dim_v = dim}};
+                 .head_dim_qk = dim,
+                 .head_dim_vo = dim}};
     thrust::device_vector<unsigned char> memory, workspace;
     thrust::device_vector<bf16> rows{numbers}, out{batch * heads * dim};
     thrust::device_vector<float> scores{batch * kv_heads};
@@ -55,13 +55,13 @@ struct Decoder {
 
     explicit Decoder(cudaStream_t stream) : memory(cache.bytes().total()), on{stream} {
         cache.bind(on, raw(memory), memory.size());
-        workspace.resize(kvp::step_workspace_bytes<Dims>(on, cache.ref(0), batch));
+        workspace.resize(kvp::step_workspace_bytes<Dims>(on, cache.layer(0), batch));
         cudaDeviceSynchronize();  // Thrust works on the default stream
     }
     // Enqueues one token of every sequence.
     void step() {
         for (int layer = 0; layer < layers; ++layer) {
-            const auto ref = cache.ref(layer);
+            const auto ref = cache.layer(layer);
             next_token<<<(numbers + 255) / 256, 256, 0, on.stream>>>(layer, ref.length, raw(rows),
                                                                      raw(scores));
             const auto heads_from = [&](int first, int count) {
@@ -76,9 +76,9 @@ struct Decoder {
         }
         cache.advance(on, {batch});  // once a step, after the last layer
     }
-    std::vector<unsigned char> snapshot(int slot) const {
-        std::vector<unsigned char> blob(cache.snapshot_bytes(on, slot));
-        cache.snapshot(on, slot, blob.data(), blob.size());
+    std::vector<unsigned char> snapshot(int seq) const {
+        std::vector<unsigned char> blob(cache.snapshot_bytes(on, seq));
+        cache.snapshot(on, seq, blob.data(), blob.size());
         return blob;
     }
 };

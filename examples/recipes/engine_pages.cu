@@ -22,7 +22,7 @@ using Policy = kvp::Policy<kvp::Sink<4>, kvp::Window<28>, kvp::TopKBudget<>>;
 using Dims = kvp::head_dims<64>;  // compiled for nothing else
 
 constexpr int layers = 2, batch = 2, heads = 8, kv_heads = 2, group = heads / kv_heads, dim = 64,
-              page_rows = 16;
+              page_size = 16;
 
 template <class T>
 T* raw(thrust::device_vector<T>& memory) {
@@ -37,9 +37,9 @@ __global__ void paged_attention(const bf16* q, const bf16* k_pages, const bf16* 
     const int first = tables.indptr[sequence], last = tables.indptr[sequence + 1];
     float largest = -INFINITY, sum = 0.0f, weighted = 0.0f;
     for (int p = first; p < last; ++p) {
-        const int rows = p + 1 < last ? page_rows : tables.last_page_rows[sequence];
+        const int rows = p + 1 < last ? page_size : tables.last_page_len[sequence];
         for (int r = 0; r < rows; ++r) {
-            const std::int64_t at = (std::int64_t{tables.indices[p]} * page_rows + r) * dim + d;
+            const std::int64_t at = (std::int64_t{tables.indices[p]} * page_size + r) * dim + d;
             __syncthreads();
             parts[d] = static_cast<float>(q[blockIdx.x * dim + d]) * static_cast<float>(k_pages[at]);
             __syncthreads();
@@ -72,23 +72,23 @@ int main() {
     const Policy policy{{}, {}, kvp::TopKBudget<>{kvp::per_head(budgets, layers, kv_heads)}};
     const kvp::cuda on{};
     kvp::FixedBudgetCache<Policy, bf16> cache{{.layers = layers,
-                                               .slots = batch,
+                                               .max_sequences = batch,
                                                .query_heads = heads,
                                                .kv_heads = kv_heads,
-                                               .dim_k = dim,
-                                               .dim_v = dim,
-                                               .page_rows = page_rows},
+                                               .head_dim_qk = dim,
+                                               .head_dim_vo = dim,
+                                               .page_size = page_size},
                                               policy};
     thrust::device_vector<unsigned char> memory(cache.bytes().total());
     cache.bind(on, raw(memory), memory.size());
     thrust::device_vector<unsigned char> workspace(kvp::step_workspace_bytes<Dims>(on, cache, batch));
-    const kvp::workspace_view room{raw(workspace), workspace.size()};
+    const kvp::workspace_view scratch{raw(workspace), workspace.size()};
 
-    // The engine's tables: as many pages as its slots could ever use, in any layer.
+    // The engine's tables: as many pages as its sequences could ever use, in any layer.
     const std::int64_t most = std::max(cache.rows(0), cache.rows(1));
-    thrust::device_vector<std::int32_t> indptr(batch * kv_heads + 1), last_page_rows(batch * kv_heads),
-        indices(batch * (most / page_rows));
-    const kvp::HeadPages tables{raw(indptr), raw(indices), raw(last_page_rows),
+    thrust::device_vector<std::int32_t> indptr(batch * kv_heads + 1), last_page_len(batch * kv_heads),
+        indices(batch * (most / page_size));
+    const kvp::HeadPages tables{raw(indptr), raw(indices), raw(last_page_len),
                                 static_cast<std::int64_t>(indices.size())};
 
     std::mt19937 generator(1);
@@ -122,9 +122,9 @@ int main() {
         thrust::copy(numbers.begin(), numbers.end(), rows.begin());
         thrust::copy(given.begin(), given.end(), scores.begin());
         for (int layer = 0; layer < layers; ++layer) {
-            const auto ref = cache.ref(layer);
+            const auto ref = cache.layer(layer);
             // Appends, evicts, and attends as the library would,
-            kvp::step<Dims>(on, ref, {batch}, q, k, v, to, room, nullptr,
+            kvp::step<Dims>(on, ref, {batch}, q, k, v, to, scratch, nullptr,
                             {.scores = kvp::view_bhs<const float>(raw(scores), batch, kv_heads, 1)});
             // and what the engine's kernel finds in the same rows.
             kvp::export_heads(on, ref, {batch}, tables);
@@ -136,11 +136,11 @@ int main() {
         cache.advance(on, {batch});  // once, after the last layer
     }
     for (int layer = 0; layer < layers; ++layer) {
-        kvp::export_heads(on, cache.ref(layer), {batch}, tables);
+        kvp::export_heads(on, cache.layer(layer), {batch}, tables);
         for (int h = 0; h < kv_heads; ++h) {  // of the first sequence
             const int pages = indptr[h + 1] - indptr[h];
             std::printf("layer %d, head %d: %d pages, %d rows\n", layer, h, pages,
-                        (pages - 1) * page_rows + static_cast<int>(last_page_rows[h]));
+                        (pages - 1) * page_size + static_cast<int>(last_page_len[h]));
         }
     }
     std::printf("%s\n", off < 0.03f ? "the same outputs" : "other outputs");

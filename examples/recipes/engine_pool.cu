@@ -1,8 +1,8 @@
-// Plug the cache into an engine that has a pool of pages already: FlashInfer's [pages, 2, page_rows, heads, dim] (NHD), keys and values
+// Plug the cache into an engine that has a pool of pages already: FlashInfer's [pages, 2, page_size, heads, dim] (NHD), keys and values
 // of all heads in one page. The cache's rows live in the engine's pages, and the engine's kernel reads them there.
 //
-// A page of the cache belongs to one KV head, so the pool is lent as a slab for each: strides say where its rows lie. The engine keeps
-// its first page to itself, and pads its batch with entries of slot -1.
+// A page of the cache belongs to one KV head, so the pool is attached as a slab for each: strides say where its rows lie. The engine keeps
+// its first page to itself, and pads its batch with entries of sequence -1.
 #include <kvpolicy/cuda.cuh>  // the bodies, for the one file that instantiates them
 #include <kvpolicy/wgkv.hpp>
 
@@ -20,9 +20,9 @@ using kvp::bf16;
 using Policy = kvp::Policy<kvp::Sink<4>, kvp::Window<28>, kvp::ThresholdGate<kvp::at_least>>;
 using Dims = kvp::head_dims<64>;  // compiled for nothing else
 
-constexpr int batch = 3, heads = 8, kv_heads = 2, group = heads / kv_heads, dim = 64, page_rows = 16,
+constexpr int batch = 3, heads = 8, kv_heads = 2, group = heads / kv_heads, dim = 64, page_size = 16,
               pages = 20;
-constexpr std::int64_t row = kv_heads * dim, page = 2 * page_rows * row;  // strides of the engine's pool
+constexpr std::int64_t row = kv_heads * dim, page = 2 * page_size * row;  // strides of the engine's pool
 
 template <class T>
 T* raw(thrust::device_vector<T>& memory) {
@@ -36,9 +36,9 @@ __global__ void paged_attention(const bf16* q, const bf16* pool, kvp::HeadPages 
     const int first = tables.indptr[sequence], last = tables.indptr[sequence + 1];
     float largest = -INFINITY, sum = 0.0f, weighted = 0.0f;
     for (int p = first; p < last; ++p) {
-        const int i = tables.indices[p], rows = p + 1 < last ? page_rows : tables.last_page_rows[sequence];
+        const int i = tables.indices[p], rows = p + 1 < last ? page_size : tables.last_page_len[sequence];
         const bf16* const k = pool + i % pages * page + i / pages * dim;
-        const bf16* const v = k + page_rows * row;
+        const bf16* const v = k + page_size * row;
         for (int r = 0; r < rows; ++r) {
             __syncthreads();
             parts[d] = static_cast<float>(q[blockIdx.x * dim + d]) * static_cast<float>(k[r * row + d]);
@@ -67,15 +67,15 @@ int main() {
     thrust::device_vector<bf16> pool(pages * page, bf16(7.0f));
 
     const Policy policy{{}, {}, kvp::ThresholdGate<kvp::at_least>{0.0f}};
-    kvp::DualCache<Policy, bf16> cache{{.slots = 4,
+    kvp::DualCache<Policy, bf16> cache{{.max_sequences = 4,
                                         .query_heads = heads,
                                         .kv_heads = kv_heads,
-                                        .dim_k = dim,
-                                        .dim_v = dim,
-                                        .page_rows = page_rows},
+                                        .head_dim_qk = dim,
+                                        .head_dim_vo = dim,
+                                        .page_size = page_size},
                                        {.slab_pages = pages,
-                                        .most_slabs = kv_heads,
-                                        .longest = 4096,
+                                        .max_slabs = kv_heads,
+                                        .max_seq_len = 4096,
                                         .spared_pages = 1,
                                         .strides = {page, page, row, row}},
                                        policy};
@@ -84,17 +84,18 @@ int main() {
     for (int h = 0; h < kv_heads; ++h) {
         notes[h].resize(cache.notes_bytes());  // positions and scores, which an engine's pool has no room for
         bf16* const keys = raw(pool) + h * dim;
-        cache.add_pages(on, keys, keys + page_rows * row, raw(notes[h]), notes[h].size());
+        cache.add_pages(on, keys, keys + page_size * row, raw(notes[h]), notes[h].size());
     }
-    thrust::device_vector<unsigned char> workspace(kvp::step_workspace_bytes<Dims>(on, cache.ref(0), batch));
-    const kvp::workspace_view room{raw(workspace), workspace.size()};
+    thrust::device_vector<unsigned char> workspace(
+        kvp::step_workspace_bytes<Dims>(on, cache.layer(0), batch));
+    const kvp::workspace_view scratch{raw(workspace), workspace.size()};
 
     // The engine's tables, and its batch: two sequences, and an entry that is only padding.
-    thrust::device_vector<std::int32_t> indptr(batch * kv_heads + 1), last_page_rows(batch * kv_heads),
-        indices(kv_heads * pages), slots(std::vector<std::int32_t>{0, kvp::Batch::no_slot, 1});
-    const kvp::HeadPages tables{raw(indptr), raw(indices), raw(last_page_rows),
+    thrust::device_vector<std::int32_t> indptr(batch * kv_heads + 1), last_page_len(batch * kv_heads),
+        indices(kv_heads * pages), seq_ids(std::vector<std::int32_t>{0, kvp::Batch::no_seq, 1});
+    const kvp::HeadPages tables{raw(indptr), raw(indices), raw(last_page_len),
                                 static_cast<std::int64_t>(indices.size())};
-    const kvp::Batch sequences{batch, raw(slots)};
+    const kvp::Batch sequences{batch, raw(seq_ids)};
 
     std::mt19937 generator(1);
     std::normal_distribution<float> normal;
@@ -117,12 +118,12 @@ int main() {
         thrust::copy(numbers.begin(), numbers.end(), rows.begin());
         thrust::copy(given.begin(), given.end(), scores.begin());
         // Appends, decides, and attends as the library would,
-        kvp::step<Dims>(on, cache.ref(0), sequences, q, k, v, kvp::view_bhsd(raw(out), batch, heads, 1, dim),
-                        room, nullptr,
+        kvp::step<Dims>(on, cache.layer(0), sequences, q, k, v,
+                        kvp::view_bhsd(raw(out), batch, heads, 1, dim), scratch, nullptr,
                         {.scores = kvp::view_bhs<const float>(raw(scores), batch, kv_heads, 1)});
         cache.advance(on, sequences);
         // and what the engine's kernel finds in its own pool.
-        kvp::export_heads(on, cache.ref(0), sequences, tables);
+        kvp::export_heads(on, cache.layer(0), sequences, tables);
         paged_attention<<<batch * heads, dim>>>(q.data, raw(pool), tables, raw(theirs));
         std::vector<bf16> ours(out.size());
         std::vector<float> other(theirs.size());
@@ -137,7 +138,7 @@ int main() {
     for (int s = 0; s < batch * kv_heads; ++s) {
         const int used = indptr[s + 1] - indptr[s];
         std::printf("entry %d, head %d: %d pages, %d rows\n", s / kv_heads, s % kv_heads, used,
-                    used == 0 ? 0 : (used - 1) * page_rows + static_cast<int>(last_page_rows[s]));
+                    used == 0 ? 0 : (used - 1) * page_size + static_cast<int>(last_page_len[s]));
     }
     std::vector<bf16> first(page);
     thrust::copy(pool.begin(), pool.begin() + page, first.begin());
@@ -146,7 +147,7 @@ int main() {
     cache.clear(on, 1);
     std::printf("%s, the first page %s, %d of %d pages free\n",
                 off < 0.03f ? "the same outputs" : "other outputs", spared ? "as it was" : "overwritten",
-                static_cast<int>(cache.free_pages(on)), static_cast<int>(cache.lent_pages()));
+                static_cast<int>(cache.free_pages(on)), static_cast<int>(cache.attached_pages()));
 }
 
 // Prints:

@@ -20,19 +20,23 @@ int main() {
         return 0;
     }
     const backend::context on{};
-    kvp::DualCache<Policy, float> cache{
-        {.slots = 2, .query_heads = heads, .kv_heads = heads, .dim_k = dim, .dim_v = dim, .page_rows = 16},
-        {.slab_pages = 4, .most_slabs = 32, .longest = 1000}};
+    kvp::DualCache<Policy, float> cache{{.max_sequences = 2,
+                                         .query_heads = heads,
+                                         .kv_heads = heads,
+                                         .head_dim_qk = dim,
+                                         .head_dim_vo = dim,
+                                         .page_size = 16},
+                                        {.slab_pages = 4, .max_slabs = 32, .max_seq_len = 1000}};
     backend::memory tables{cache.bytes().total()};
     cache.bind(on, tables.data(), tables.size());
-    backend::memory workspace{kvp::cache_workspace_bytes(on, cache.ref(0), 1, 1)};
+    backend::memory workspace{kvp::cache_workspace_bytes(on, cache.layer(0), 1, 1)};
     std::vector<backend::memory> slabs;
-    backend::array<int> slots(1);
+    backend::array<int> seq_ids(1);
     backend::array<float> x(heads * dim, 1.0f), out(heads * dim), gates(heads);
 
-    const auto decode = [&](int slot, int tokens) {
-        slots[0] = slot;
-        const kvp::Batch one{.count = 1, .slots = slots.data()};
+    const auto decode = [&](int seq, int tokens) {
+        seq_ids[0] = seq;
+        const kvp::Batch one{.count = 1, .seq_ids = seq_ids.data()};
         for (int t = 0; t < tokens; ++t) {
             // What the next token can need at most. A step that finds no page would do nothing and say so in a status word.
             while (cache.reserve(on, one) > 0) {
@@ -42,13 +46,13 @@ int main() {
             gates[0] = t % 2 == 0 ? 1.0f : -1.0f;   // head 0 keeps every second key,
             gates[1] = t % 20 == 0 ? 1.0f : -1.0f;  // head 1 every twentieth
             const auto rows = kvp::view_bhsd<const float>(x.data(), 1, heads, 1, dim);
-            kvp::step(on, cache.ref(0), one, rows, rows, rows, kvp::view_bhsd(out.data(), 1, heads, 1, dim),
+            kvp::step(on, cache.layer(0), one, rows, rows, rows, kvp::view_bhsd(out.data(), 1, heads, 1, dim),
                       workspace, nullptr, {.scores = kvp::view_bhs<const float>(gates.data(), 1, heads, 1)});
             cache.advance(on, one);
             backend::wait(on);  // the next token has other gates
         }
-        std::printf("slot %d: %d and %d rows, %d slabs\n", slot, cache.ref(0).used(slot, 0),
-                    cache.ref(0).used(slot, 1), cache.slabs());
+        std::printf("slot %d: %d and %d rows, %d slabs\n", seq, cache.layer(0).used(seq, 0),
+                    cache.layer(0).used(seq, 1), cache.slabs());
     };
     decode(0, 200);
     cache.clear(on, 0);  // the sequence has ended: its pages serve the next one
@@ -56,5 +60,5 @@ int main() {
 }
 
 // Prints:
-// slot 0: 102 and 14 rows, 2 slabs
-// slot 1: 102 and 14 rows, 2 slabs
+// sequence 0: 102 and 14 rows, 2 slabs
+// sequence 1: 102 and 14 rows, 2 slabs

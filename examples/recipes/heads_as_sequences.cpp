@@ -14,7 +14,7 @@
 
 namespace kvp = kvpolicy;
 
-constexpr int heads = 2, dim = 8, page_rows = 4;
+constexpr int heads = 2, dim = 8, page_size = 4;
 using Policy = kvp::Policy<kvp::Sink<1>, kvp::Window<6>, kvp::TopKBudget<>>;
 
 int main() {
@@ -25,9 +25,12 @@ int main() {
     const std::int32_t budgets[heads] = {3, 12};  // by layer and head
     const Policy policy{kvp::Sink<1>{}, kvp::Window<6>{},
                         kvp::TopKBudget<>{kvp::per_head(budgets, 1, heads)}};
-    kvp::FixedBudgetCache<Policy, float> cache{
-        {.query_heads = heads, .kv_heads = heads, .dim_k = dim, .dim_v = dim, .page_rows = page_rows},
-        policy};
+    kvp::FixedBudgetCache<Policy, float> cache{{.query_heads = heads,
+                                                .kv_heads = heads,
+                                                .head_dim_qk = dim,
+                                                .head_dim_vo = dim,
+                                                .page_size = page_size},
+                                               policy};
     backend::memory memory{cache.bytes().total()};
     cache.bind(on, memory.data(), memory.size());
 
@@ -41,8 +44,8 @@ int main() {
         }
     }
     const kvp::Batch prompt{.count = 1, .length = tokens}, one{.count = 1};
-    backend::memory workspace{kvp::cache_workspace_bytes(on, cache.ref(0), 1, tokens)};
-    kvp::prefill(on, cache.ref(0), prompt, kvp::view_bhsd(q.data(), 1, heads, tokens, dim),
+    backend::memory workspace{kvp::cache_workspace_bytes(on, cache.layer(0), 1, tokens)};
+    kvp::prefill(on, cache.layer(0), prompt, kvp::view_bhsd(q.data(), 1, heads, tokens, dim),
                  kvp::view_bhsd(k.data(), 1, heads, tokens, dim),
                  kvp::view_bhsd(v.data(), 1, heads, tokens, dim),
                  kvp::view_bhsd(out.data(), 1, heads, tokens, dim), workspace, nullptr,
@@ -50,12 +53,12 @@ int main() {
     cache.advance(on, prompt);
 
     // Head h of entry i is sequence i * heads + h: pages indices[indptr[s]] .. indices[indptr[s + 1] - 1], the last partial.
-    backend::array<std::int32_t> indptr(heads + 1), indices(16), last_page_rows(heads);
-    kvp::export_heads(on, cache.ref(0), one, {indptr.data(), indices.data(), last_page_rows.data(), 16});
+    backend::array<std::int32_t> indptr(heads + 1), indices(16), last_page_len(heads);
+    kvp::export_heads(on, cache.layer(0), one, {indptr.data(), indices.data(), last_page_len.data(), 16});
 
     // What the library itself says about a query,
     backend::array<float> query(heads * dim, 0.5f), expected(heads * dim), lse(heads);
-    kvp::attend(on, cache.ref(0), one, kvp::view_bhsd(query.data(), 1, heads, 1, dim),
+    kvp::attend(on, cache.layer(0), one, kvp::view_bhsd(query.data(), 1, heads, 1, dim),
                 kvp::view_bhsd(expected.data(), 1, heads, 1, dim), kvp::view_bhs(lse.data(), 1, heads, 1),
                 workspace);
     backend::wait(on);
@@ -64,17 +67,17 @@ int main() {
         double sum = 0.0, weighted[dim] = {};
         int rows = 0;
         for (int p = indptr[h]; p < indptr[h + 1]; ++p) {
-            const int in_page = p + 1 < indptr[h + 1] ? page_rows : last_page_rows[h];
+            const int in_page = p + 1 < indptr[h + 1] ? page_size : last_page_len[h];
             for (int r = 0; r < in_page; ++r, ++rows) {
-                const std::size_t row = (static_cast<std::size_t>(indices[p]) * page_rows + r) * dim;
+                const std::size_t row = (static_cast<std::size_t>(indices[p]) * page_size + r) * dim;
                 double logit = 0.0;
                 for (int d = 0; d < dim; ++d) {
-                    logit += double{query[h * dim + d]} * cache.ref(0).k[row + static_cast<std::size_t>(d)];
+                    logit += double{query[h * dim + d]} * cache.layer(0).k[row + static_cast<std::size_t>(d)];
                 }
                 const double weight = std::exp(logit / std::sqrt(double{dim}));
                 sum += weight;
                 for (int d = 0; d < dim; ++d) {
-                    weighted[d] += weight * cache.ref(0).v[row + static_cast<std::size_t>(d)];
+                    weighted[d] += weight * cache.layer(0).v[row + static_cast<std::size_t>(d)];
                 }
             }
         }

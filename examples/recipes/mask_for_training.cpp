@@ -41,9 +41,9 @@ int main() {
 
     // 1. Scores become lifetimes.
     backend::array<kvp::expiry_t> expiry(heads * tokens);
-    backend::memory room{kvp::build_mask_workspace_bytes(on, policy, sequences, heads)};
+    backend::memory scratch{kvp::build_mask_workspace_bytes(on, policy, sequences, heads)};
     kvp::build_mask(on, policy, kvp::view_bhs<const float>(scores.data(), 1, heads, tokens), sequences,
-                    kvp::view_bhs(expiry.data(), 1, heads, tokens), room);
+                    kvp::view_bhs(expiry.data(), 1, heads, tokens), scratch);
     kvp::mask_view mask;
     mask.expiry = kvp::view_bhs<const kvp::expiry_t>(expiry.data(), 1, heads, tokens);
 

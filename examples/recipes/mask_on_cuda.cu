@@ -37,9 +37,9 @@ int main() {
     // On the host.
     std::vector<kvp::expiry_t> expected(scores.size()), expiry(scores.size());
     const kvp::host on_host{2};
-    kvp::HostBuffer room{kvp::build_mask_workspace_bytes(on_host, policy, sequences, heads)};
+    kvp::HostBuffer scratch{kvp::build_mask_workspace_bytes(on_host, policy, sequences, heads)};
     kvp::build_mask(on_host, policy, kvp::view_bhs<const float>(scores.data(), 1, heads, tokens), sequences,
-                    kvp::view_bhs(expected.data(), 1, heads, tokens), room);
+                    kvp::view_bhs(expected.data(), 1, heads, tokens), scratch);
 
     // On the device.
     const kvp::cuda on{};  // the default stream; kvp::cuda{stream} is another

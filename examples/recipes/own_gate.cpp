@@ -17,9 +17,9 @@ struct Band {
     float low, high;
 
     // Numbers by layer and head would go into the rule.
-    KVPOLICY_HOST_DEVICE constexpr void write(kvp::HeadRule&, std::int32_t /*layer*/,
+    KVPOLICY_HOST_DEVICE constexpr void write(kvp::HeadParams&, std::int32_t /*layer*/,
                                               std::int32_t /*head*/) const {}
-    KVPOLICY_HOST_DEVICE constexpr bool open(float score, const kvp::HeadRule&) const {
+    KVPOLICY_HOST_DEVICE constexpr bool open(float score, const kvp::HeadParams&) const {
         return score >= low && score <= high;
     }
 };
@@ -43,8 +43,8 @@ int main() {
     // As a mask: for each key the first query that no longer sees it.
     const kvp::Sequences sequences{.batch = 1, .length = tokens};
     backend::array<kvp::expiry_t> expiry(tokens);
-    backend::memory room{kvp::build_mask_workspace_bytes(on, policy, sequences, 1)};
-    kvp::build_mask(on, policy, given, sequences, kvp::view_bhs(expiry.data(), 1, 1, tokens), room);
+    backend::memory scratch{kvp::build_mask_workspace_bytes(on, policy, sequences, 1)};
+    kvp::build_mask(on, policy, given, sequences, kvp::view_bhs(expiry.data(), 1, 1, tokens), scratch);
     backend::wait(on);
     std::printf("the last query sees:");
     for (int t = 0; t < tokens; ++t) {
@@ -55,22 +55,22 @@ int main() {
 
     // As a cache. A gate alone bounds nothing, so it is one of pages.
     kvp::DualCache<Policy, float> cache{
-        {.query_heads = 1, .kv_heads = 1, .dim_k = dim, .dim_v = dim, .page_rows = 16},
-        {.slab_pages = 4, .most_slabs = 1, .longest = tokens},
+        {.query_heads = 1, .kv_heads = 1, .head_dim_qk = dim, .head_dim_vo = dim, .page_size = 16},
+        {.slab_pages = 4, .max_slabs = 1, .max_seq_len = tokens},
         policy};
     backend::memory tables{cache.bytes().total()}, slab{cache.slab_bytes()};
     cache.bind(on, tables.data(), tables.size());
     cache.add_slab(on, slab.data(), slab.size());
-    backend::memory workspace{kvp::cache_workspace_bytes(on, cache.ref(0), 1, tokens)};
+    backend::memory workspace{kvp::cache_workspace_bytes(on, cache.layer(0), 1, tokens)};
     const kvp::Batch prompt{.count = 1, .length = tokens};
     const auto rows = kvp::view_bhsd<const float>(x.data(), 1, 1, tokens, dim);
-    kvp::prefill(on, cache.ref(0), prompt, rows, rows, rows, kvp::view_bhsd(out.data(), 1, 1, tokens, dim),
+    kvp::prefill(on, cache.layer(0), prompt, rows, rows, rows, kvp::view_bhsd(out.data(), 1, 1, tokens, dim),
                  workspace, nullptr, {.scores = given});
     cache.advance(on, prompt);
     backend::wait(on);
     std::printf("\nthe cache holds (its window is a ring):");
-    for (int row = 0; row < cache.ref(0).used(0, 0); ++row) {
-        std::printf(" %d", static_cast<int>(cache.ref(0).head_rows(0, 0).position(row)));
+    for (int row = 0; row < cache.layer(0).used(0, 0); ++row) {
+        std::printf(" %d", static_cast<int>(cache.layer(0).head_rows(0, 0).position(row)));
     }
     std::printf("\n");
 }

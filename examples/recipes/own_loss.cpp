@@ -51,7 +51,7 @@ struct SquaredDistance {
     template <class P>
     static std::int32_t ranked(const P& policy, const kvp::Sequences& sequences, std::int32_t b,
                                std::int32_t h) {
-        return std::max(0, sequences.length_of(b) - policy.rule(0, h).window);
+        return std::max(0, sequences.length_of(b) - policy.params(0, h).window);
     }
 };
 

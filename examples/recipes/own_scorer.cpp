@@ -51,11 +51,11 @@ int main() {
     constexpr int dim = 8;
     const kvp::host on{1};
     const Policy policy{kvp::Window<4>{}, kvp::TopKBudget<3>{}, Novelty{dim}};
-    kvp::FixedBudgetCache<Policy, float> cache{{.query_heads = 1, .kv_heads = 1, .dim_k = dim, .dim_v = dim},
-                                               policy};
+    kvp::FixedBudgetCache<Policy, float> cache{
+        {.query_heads = 1, .kv_heads = 1, .head_dim_qk = dim, .head_dim_vo = dim}, policy};
     kvp::HostBuffer memory{cache.bytes().total()};
     cache.bind(on, memory);
-    kvp::HostBuffer workspace{kvp::cache_workspace_bytes(on, cache.ref(0), 1, 1)};
+    kvp::HostBuffer workspace{kvp::cache_workspace_bytes(on, cache.layer(0), 1, 1)};
 
     // Sixty tokens of the same key, and three others among them.
     for (int t = 0; t < 60; ++t) {
@@ -64,11 +64,11 @@ int main() {
             key.assign(dim, -1.0f);
         }
         const auto row = kvp::view_bhsd<const float>(key.data(), 1, 1, 1, dim);
-        kvp::step(on, cache.ref(0), {.count = 1}, row, row, row, kvp::view_bhsd(out.data(), 1, 1, 1, dim),
+        kvp::step(on, cache.layer(0), {.count = 1}, row, row, row, kvp::view_bhsd(out.data(), 1, 1, 1, dim),
                   workspace);
         cache.advance(on, {.count = 1});
     }
-    std::vector<kvp::position_t> held(static_cast<std::size_t>(cache.occupancy(0, 0, 0).rows()));
+    std::vector<kvp::position_t> held(static_cast<std::size_t>(cache.usage(0, 0, 0).size()));
     cache.retained(0, 0, 0, held.data());
     std::printf("beside the window:");
     for (std::size_t row = 4; row < held.size(); ++row) {

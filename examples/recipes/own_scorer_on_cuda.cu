@@ -73,13 +73,13 @@ void run(const char* name, Cache& cache) {
     const kvp::cuda on{};
     thrust::device_vector<unsigned char> memory(cache.bytes().total());
     cache.bind(on, raw(memory), memory.size());
-    thrust::device_vector<unsigned char> workspace(kvp::step_workspace_bytes(on, cache.ref(0), 1));
+    thrust::device_vector<unsigned char> workspace(kvp::step_workspace_bytes(on, cache.layer(0), 1));
     const std::vector<float> all = make_keys();
     thrust::device_vector<float> key(dim), out(dim);
     for (int t = 0; t < tokens; ++t) {
         key.assign(all.begin() + t * dim, all.begin() + (t + 1) * dim);
         const auto row = kvp::view_bhsd<const float>(raw(key), 1, 1, 1, dim);
-        kvp::step(on, cache.ref(0), {.count = 1}, row, row, row, kvp::view_bhsd(raw(out), 1, 1, 1, dim),
+        kvp::step(on, cache.layer(0), {.count = 1}, row, row, row, kvp::view_bhsd(raw(out), 1, 1, 1, dim),
                   {raw(workspace), workspace.size()});
         cache.advance(on, {.count = 1});
     }
@@ -107,7 +107,7 @@ int main() {
         return 0;
     }
     const Policy policy{kvp::Window<4>{}, kvp::TopKBudget<3>{}, SmallNorm{dim}};
-    const kvp::CacheShape shape{.query_heads = 1, .kv_heads = 1, .dim_k = dim, .dim_v = dim};
+    const kvp::CacheShape shape{.query_heads = 1, .kv_heads = 1, .head_dim_qk = dim, .head_dim_vo = dim};
     kvp::FixedBudgetCache<Policy, float> contiguous{shape, policy};
     run("FixedBudgetCache", contiguous);
 
@@ -121,8 +121,8 @@ int main() {
         kvp::score_sequence_workspace_bytes(on, SmallNorm{dim}, rows, rows, sequences) + 1);
     kvp::score_sequence(on, SmallNorm{dim}, rows, rows, sequences, 0,
                         kvp::view_bhs(raw(scores), 1, 1, tokens), {raw(workspace), workspace.size()});
-    const float shortest = scores[25], longest = scores[0];
-    std::printf("score_sequence: %.2f for key 25, %.2f for key 0\n", shortest, longest);
+    const float shortest = scores[25], max_seq_len = scores[0];
+    std::printf("score_sequence: %.2f for key 25, %.2f for key 0\n", shortest, max_seq_len);
 }
 
 // Prints:

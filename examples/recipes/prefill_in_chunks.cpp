@@ -18,24 +18,25 @@ using Policy = kvp::Policy<kvp::Sink<2>, kvp::Window<8>, kvp::TopKBudget<6>>;  /
 std::vector<kvp::position_t> held_after(int chunk, const backend::array<float>& rows,
                                         const backend::array<float>& scores) {
     const backend::context on{};
-    kvp::FixedBudgetCache<Policy, float> cache{{.query_heads = 1, .kv_heads = 1, .dim_k = dim, .dim_v = dim}};
+    kvp::FixedBudgetCache<Policy, float> cache{
+        {.query_heads = 1, .kv_heads = 1, .head_dim_qk = dim, .head_dim_vo = dim}};
     backend::memory memory{cache.bytes().total()};
     cache.bind(on, memory.data(), memory.size());
-    backend::memory workspace{kvp::cache_workspace_bytes(on, cache.ref(0), 1, chunk)};
+    backend::memory workspace{kvp::cache_workspace_bytes(on, cache.layer(0), 1, chunk)};
     backend::array<float> out(static_cast<std::size_t>(chunk) * dim);
 
     for (int first = 0; first < tokens; first += chunk) {
         const int n = chunk < tokens - first ? chunk : tokens - first;
         const kvp::Batch batch{.count = 1, .length = n};
         const auto part = kvp::view_bhsd(rows.data() + first * dim, 1, 1, n, dim);
-        kvp::prefill(on, cache.ref(0), batch, part, part, part, kvp::view_bhsd(out.data(), 1, 1, n, dim),
+        kvp::prefill(on, cache.layer(0), batch, part, part, part, kvp::view_bhsd(out.data(), 1, 1, n, dim),
                      workspace, nullptr, {.scores = kvp::view_bhs(scores.data() + first, 1, 1, n)});
         cache.advance(on, batch);
     }
     backend::wait(on);
-    const auto held = cache.ref(0).head_rows(0, 0);
+    const auto held = cache.layer(0).head_rows(0, 0);
     std::vector<kvp::position_t> positions;
-    for (int row = 0; row < cache.ref(0).used(0, 0); ++row) {
+    for (int row = 0; row < cache.layer(0).used(0, 0); ++row) {
         positions.push_back(held.position(row));
     }
     return positions;

@@ -46,10 +46,10 @@ int main() {
     }
     const kvp::cuda on{};
     kvp::FixedBudgetCache<Policy, float> cache{
-        {.query_heads = heads, .kv_heads = heads, .dim_k = dim, .dim_v = dim}};
+        {.query_heads = heads, .kv_heads = heads, .head_dim_qk = dim, .head_dim_vo = dim}};
     thrust::device_vector<unsigned char> memory(cache.bytes().total());
     cache.bind(on, raw(memory), memory.size());
-    thrust::device_vector<unsigned char> workspace(kvp::step_workspace_bytes(on, cache.ref(0), 1));
+    thrust::device_vector<unsigned char> workspace(kvp::step_workspace_bytes(on, cache.layer(0), 1));
     thrust::device_vector<float> key(heads * dim), out(heads * dim), score(heads), average(heads * dim, 1.0f);
 
     // Sixty tokens of the same key, and three others among them.
@@ -58,7 +58,7 @@ int main() {
         thrust::fill(key.begin(), key.end(), other ? -1.0f : 1.0f);
         novelty<<<heads, dim, 0, on.stream>>>(raw(key), raw(average), raw(score));
         const auto row = kvp::view_bhsd<const float>(raw(key), 1, heads, 1, dim);
-        kvp::step(on, cache.ref(0), {.count = 1}, row, row, row, kvp::view_bhsd(raw(out), 1, heads, 1, dim),
+        kvp::step(on, cache.layer(0), {.count = 1}, row, row, row, kvp::view_bhsd(raw(out), 1, heads, 1, dim),
                   {raw(workspace), workspace.size()}, nullptr,
                   {.scores = kvp::view_bhs<const float>(raw(score), 1, heads, 1)});
         cache.advance(on, {.count = 1});

@@ -1,4 +1,4 @@
-// A sequence is put away and taken up again, in another cache: of another kind, with other pages, in another slot.
+// A sequence is put away and taken up again, in another cache: of another kind, with other pages, in another sequence.
 //
 // A snapshot holds rows, positions, scores and scorer states. It says which policy it is of, and another policy refuses it.
 #include <kvpolicy/caches/dual.hpp>
@@ -17,17 +17,17 @@ using Policy = kvp::Policy<kvp::Sink<1>, kvp::Window<4>, kvp::TopKBudget<5>>;
 
 // The next token of a sequence; gives what attention answers.
 template <class Cache>
-backend::array<float> next(const backend::context& on, Cache& cache, int slot, std::mt19937& generator) {
+backend::array<float> next(const backend::context& on, Cache& cache, int seq, std::mt19937& generator) {
     std::normal_distribution<float> normal;
     backend::array<float> x(dim), out(dim), score(1, normal(generator));
-    backend::array<int> slots(1, slot);
+    backend::array<int> seq_ids(1, seq);
     for (float& number : x) {
         number = normal(generator);
     }
-    const kvp::Batch one{.count = 1, .slots = slots.data()};
-    backend::memory workspace{kvp::cache_workspace_bytes(on, cache.ref(0), 1, 1)};
+    const kvp::Batch one{.count = 1, .seq_ids = seq_ids.data()};
+    backend::memory workspace{kvp::cache_workspace_bytes(on, cache.layer(0), 1, 1)};
     const auto row = kvp::view_bhsd<const float>(x.data(), 1, 1, 1, dim);
-    kvp::step(on, cache.ref(0), one, row, row, row, kvp::view_bhsd(out.data(), 1, 1, 1, dim), workspace,
+    kvp::step(on, cache.layer(0), one, row, row, row, kvp::view_bhsd(out.data(), 1, 1, 1, dim), workspace,
               nullptr, {.scores = kvp::view_bhs<const float>(score.data(), 1, 1, 1)});
     cache.advance(on, one);
     backend::wait(on);
@@ -39,7 +39,8 @@ int main() {
         return 0;
     }
     const backend::context on{};
-    kvp::FixedBudgetCache<Policy, float> from{{.query_heads = 1, .kv_heads = 1, .dim_k = dim, .dim_v = dim}};
+    kvp::FixedBudgetCache<Policy, float> from{
+        {.query_heads = 1, .kv_heads = 1, .head_dim_qk = dim, .head_dim_vo = dim}};
     backend::memory memory{from.bytes().total()};
     from.bind(on, memory.data(), memory.size());
     std::mt19937 generator(1);
@@ -50,9 +51,13 @@ int main() {
     std::vector<unsigned char> blob(from.snapshot_bytes(on, 0));  // host memory
     from.snapshot(on, 0, blob.data(), blob.size());
 
-    kvp::DualCache<Policy, float> into{
-        {.slots = 3, .query_heads = 1, .kv_heads = 1, .dim_k = dim, .dim_v = dim, .page_rows = 16},
-        {.slab_pages = 16, .most_slabs = 1, .longest = 1000}};
+    kvp::DualCache<Policy, float> into{{.max_sequences = 3,
+                                        .query_heads = 1,
+                                        .kv_heads = 1,
+                                        .head_dim_qk = dim,
+                                        .head_dim_vo = dim,
+                                        .page_size = 16},
+                                       {.slab_pages = 16, .max_slabs = 1, .max_seq_len = 1000}};
     backend::memory tables{into.bytes().total()}, slab{into.slab_bytes()};
     into.bind(on, tables.data(), tables.size());
     into.add_slab(on, slab.data(), slab.size());
@@ -67,13 +72,13 @@ int main() {
             same = same && a[d] - b[d] < 1e-5f && b[d] - a[d] < 1e-5f;
         }
     }
-    std::printf("%lld tokens each, %s outputs\n", static_cast<long long>(into.ref(0).length[2]),
+    std::printf("%lld tokens each, %s outputs\n", static_cast<long long>(into.layer(0).length[2]),
                 same ? "the same" : "other");
 
     // Another policy is another cache: its snapshots do not fit.
     using Larger = kvp::Policy<kvp::Sink<1>, kvp::Window<4>, kvp::TopKBudget<6>>;
     kvp::FixedBudgetCache<Larger, float> larger{
-        {.query_heads = 1, .kv_heads = 1, .dim_k = dim, .dim_v = dim}};
+        {.query_heads = 1, .kv_heads = 1, .head_dim_qk = dim, .head_dim_vo = dim}};
     backend::memory more{larger.bytes().total()};
     larger.bind(on, more.data(), more.size());
     try {

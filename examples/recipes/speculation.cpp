@@ -1,6 +1,6 @@
 // Speculative decoding: several guessed tokens are answered at once, and only those that turn out right are kept.
 //
-// Eviction overwrites rows, so it cannot be undone: propose() decides nothing, and commit(m) does for the first m tokens what
+// Eviction overwrites rows, so it cannot be undone: append_draft() decides nothing, and commit(m) does for the first m tokens what
 // m steps would have done.
 #include <kvpolicy/kvpop.hpp>
 
@@ -21,14 +21,14 @@ int main() {
         return 0;
     }
     const backend::context on{};
-    // `proposals`: spare rows of every head for so many tokens.
+    // `draft tokens`: spare rows of every head for so many tokens.
     const kvp::CacheShape shape{
-        .query_heads = 1, .kv_heads = 1, .dim_k = dim, .dim_v = dim, .proposals = guesses};
+        .query_heads = 1, .kv_heads = 1, .head_dim_qk = dim, .head_dim_vo = dim, .max_draft_tokens = guesses};
     Cache guessing{shape}, stepping{shape};
     backend::memory memory{guessing.bytes().total()}, other{stepping.bytes().total()};
     guessing.bind(on, memory.data(), memory.size());
     stepping.bind(on, other.data(), other.size());
-    backend::memory workspace{kvp::cache_workspace_bytes(on, guessing.ref(0), 1, guesses)};
+    backend::memory workspace{kvp::cache_workspace_bytes(on, guessing.layer(0), 1, guesses)};
 
     std::mt19937 generator(1);
     std::normal_distribution<float> normal;
@@ -42,20 +42,20 @@ int main() {
             }
         }
         const auto rows = kvp::view_bhsd<const float>(x.data(), 1, 1, guesses, dim);
-        kvp::propose(on, guessing.ref(0), {.count = 1, .length = guesses}, rows, rows, rows,
-                     kvp::view_bhsd(out.data(), 1, 1, guesses, dim), workspace,
-                     {.scores = kvp::view_bhs(scores.data(), 1, 1, guesses)});
+        kvp::append_draft(on, guessing.layer(0), {.count = 1, .length = guesses}, rows, rows, rows,
+                          kvp::view_bhsd(out.data(), 1, 1, guesses, dim), workspace,
+                          {.scores = kvp::view_bhs(scores.data(), 1, 1, guesses)});
 
         // The model looks at the outputs and accepts the first few.
         const kvp::Batch accepted{.count = 1, .length = 1 + round % guesses};
-        kvp::commit(on, guessing.ref(0), accepted, workspace);
+        kvp::accept(on, guessing.layer(0), accepted, workspace);
         guessing.advance(on, accepted);
         answered += guesses, kept += accepted.length;
 
         // The same tokens, one after another.
         for (int t = 0; t < accepted.length; ++t) {
             const auto row = kvp::view_bhsd<const float>(x.data() + t * dim, 1, 1, 1, dim);
-            kvp::step(on, stepping.ref(0), {.count = 1}, row, row, row,
+            kvp::step(on, stepping.layer(0), {.count = 1}, row, row, row,
                       kvp::view_bhsd(alone.data(), 1, 1, 1, dim), workspace, nullptr,
                       {.scores = kvp::view_bhs<const float>(&scores[t], 1, 1, 1)});
             stepping.advance(on, {.count = 1});
@@ -66,7 +66,7 @@ int main() {
             }
         }
     }
-    const auto a = guessing.ref(0), b = stepping.ref(0);
+    const auto a = guessing.layer(0), b = stepping.layer(0);
     const int rows = a.used(0, 0);
     same = same && b.used(0, 0) == rows;
     for (int row = 0; row < rows; ++row) {

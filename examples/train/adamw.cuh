@@ -24,14 +24,14 @@ struct AdamWState {
 namespace adamw {
 
 inline constexpr int threads = 256;
-inline constexpr int most_blocks = 256;
-inline constexpr int most_updaters = 1024;
-inline constexpr int most_arrays = 24;
+inline constexpr int max_blocks = 256;
+inline constexpr int max_updaters = 1024;
+inline constexpr int max_arrays = 24;
 
 /// Which elements decay: array i ends at ends[i].
 struct Arrays {
-    std::int64_t ends[most_arrays];
-    double decay[most_arrays];
+    std::int64_t ends[max_arrays];
+    double decay[max_arrays];
     int count = 0;
 };
 
@@ -60,7 +60,7 @@ __device__ inline double block_sum(double x) {
     return sum;
 }
 
-/// partial[block]: squares of its elements. One order for any card, since the grid depends on the count alone.
+/// partial[block]: squares of its elements. One order for any GPU, since the grid depends on the count alone.
 static __global__ void __launch_bounds__(threads)
     squares_kernel(const float* const gradients, const std::int64_t count, double* const partial) {
     double sum = 0.0;
@@ -147,10 +147,10 @@ class DeviceAdamW {
     };
 
     DeviceAdamW(const AdamWOptions& options, const std::vector<Array>& arrays) : options_(options) {
-        if (arrays.size() > adamw::most_arrays) {
+        if (arrays.size() > adamw::max_arrays) {
             throw std::invalid_argument("DeviceAdamW: " + std::to_string(arrays.size()) +
                                         " arrays are not allowed; at most " +
-                                        std::to_string(adamw::most_arrays) + " are");
+                                        std::to_string(adamw::max_arrays) + " are");
         }
         for (const Array& array : arrays) {
             begins_.push_back(count_);
@@ -163,7 +163,7 @@ class DeviceAdamW {
             *memory = DeviceArray<float>(count_);
         }
         state = DeviceArray<AdamWState>(1);
-        partial_ = DeviceArray<double>(adamw::most_blocks);
+        partial_ = DeviceArray<double>(adamw::max_blocks);
         for (const DeviceArray<float>* memory : {&parameters, &gradients, &first, &second}) {
             memory->clear(nullptr);
         }
@@ -186,7 +186,7 @@ class DeviceAdamW {
     void step(double rate, std::int64_t number, const std::int64_t* examples, cudaStream_t stream) const {
         const auto count = static_cast<std::int64_t>(count_);
         const auto blocks = static_cast<int>(
-            std::min<std::int64_t>((count + adamw::threads - 1) / adamw::threads, adamw::most_blocks));
+            std::min<std::int64_t>((count + adamw::threads - 1) / adamw::threads, adamw::max_blocks));
         if (blocks == 0) {
             return;
         }
@@ -194,9 +194,9 @@ class DeviceAdamW {
                                rate,           number,         examples};
         adamw::squares_kernel<<<blocks, adamw::threads, 0, stream>>>(gradients.data(), count,
                                                                      partial_.data());
-        // An element a thread, up to what a card has at once: its divisions and roots take longer than its bytes.
+        // An element a thread, up to what a GPU has at once: its divisions and roots take longer than its bytes.
         const auto updaters = static_cast<int>(
-            std::min<std::int64_t>((count + adamw::threads - 1) / adamw::threads, adamw::most_updaters));
+            std::min<std::int64_t>((count + adamw::threads - 1) / adamw::threads, adamw::max_updaters));
         adamw::update_kernel<<<updaters, adamw::threads, 0, stream>>>(
             arrays_, step, count, blocks, partial_.data(), state.data(), parameters.data(), gradients.data(),
             first.data(), second.data());

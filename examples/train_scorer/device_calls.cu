@@ -90,12 +90,13 @@ template void build_mask(const cuda&, const Rules&, plane_view<const float>, con
                          plane_view<expiry_t>, workspace_view, const MaskOptions&, std::uint32_t*);
 template void oracle_recall(const cuda&, const Rules&, plane_view<const expiry_t>, plane_view<const expiry_t>,
                             const Sequences&, Recall*, workspace_view, std::int32_t);
-#define KVPOLICY_TARGETS(T)                                                                                  \
-    template std::size_t future_mass_workspace_bytes(const cuda&, rows_view<const T>, rows_view<const T>);   \
-    template void causal_lse<T, Dims>(const cuda&, const Attention&, rows_view<const T>, rows_view<const T>, \
-                                      const Sequences&, plane_view<float>, workspace_view);                  \
-    template void future_mass<T, Dims>(const cuda&, const Attention&, rows_view<const T>,                    \
-                                       rows_view<const T>, plane_view<const float>, const Sequences&,        \
+#define KVPOLICY_TARGETS(T)                                                                                \
+    template std::size_t future_mass_workspace_bytes(const cuda&, rows_view<const T>, rows_view<const T>); \
+    template void causal_lse<T, Dims>(const cuda&, const AttentionParams&, rows_view<const T>,             \
+                                      rows_view<const T>, const Sequences&, plane_view<float>,             \
+                                      workspace_view);                                                     \
+    template void future_mass<T, Dims>(const cuda&, const AttentionParams&, rows_view<const T>,            \
+                                       rows_view<const T>, plane_view<const float>, const Sequences&,      \
                                        const FutureMassOptions&, plane_view<float>, workspace_view);
 KVPOLICY_TARGETS(bf16)
 KVPOLICY_TARGETS(float)

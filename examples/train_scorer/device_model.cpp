@@ -80,12 +80,12 @@ class DeviceModel {
 
     void operator()(const std::vector<std::int32_t>& tokens, examples::Oracle& oracle) {
         const auto length = static_cast<std::int32_t>(tokens.size());
-        if (length > longest_) {
+        if (length > max_seq_len_) {
             attention_.reset();  // its memory first
             attention_.emplace(engine_, examples::make_device_window({engine_.stream(), engine_.config(),
                                                                       rows_, llama::DeviceEngine::chunk},
                                                                      {0, length, 0}));
-            longest_ = length;
+            max_seq_len_ = length;
         }
         attention_->clear();
         attention_->watch(oracle);
@@ -96,16 +96,15 @@ class DeviceModel {
     llama::DeviceEngine engine_;
     llama::DType rows_;
     std::optional<ObservedAttention> attention_;  // a window of longest_: it keeps everything
-    std::int32_t longest_ = 0;
+    std::int32_t max_seq_len_ = 0;
 };
 
 }  // namespace
 
 Observer device_observer(const llama::Model& model, llama::DType rows) {
-    return [on_card = std::make_shared<DeviceModel>(model, rows)](const std::vector<std::int32_t>& tokens,
-                                                                  examples::Oracle& oracle) {
-        (*on_card)(tokens, oracle);
-    };
+    return
+        [on_gpu = std::make_shared<DeviceModel>(model, rows)](
+            const std::vector<std::int32_t>& tokens, examples::Oracle& oracle) { (*on_gpu)(tokens, oracle); };
 }
 
 }  // namespace train

@@ -1,4 +1,4 @@
-// A frozen model on a CUDA card, for its queries, keys and values.
+// A frozen model on a CUDA GPU, for its queries, keys and values.
 #pragma once
 
 #include "qkv.hpp"

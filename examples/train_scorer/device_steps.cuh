@@ -23,7 +23,7 @@
 
 namespace train {
 
-/// One sequence on the card: keys and values [layers * heads, length, dim], targets [layers * heads, length].
+/// One sequence on the GPU: keys and values [layers * heads, length, dim], targets [layers * heads, length].
 template <class T>
 struct HeldSequence {
     std::int32_t length = 0;
@@ -95,24 +95,24 @@ class ScorerSteps final : public DeviceSteps {
     void step(std::span<const DeviceVisit> visits, std::int32_t budget, double rate,
               std::int64_t number) override {
         optimizer_.gradients.clear(stream_.get());
-        const DevicePolicy rules = policy(budget, nullptr);
+        const DevicePolicy all_params = policy(budget, nullptr);
         kvpolicy::BoundaryOptions options;
         options.layers = job_.spec.layers;
         options.log_gamma = job_.decay ? log_gamma_.data() : nullptr;
         for (const DeviceVisit& visit : visits) {
             const HeldSequence<T>& held = sequence(0, visit.index);
-            const DeviceRoom& room = this->room(held.length);
-            score(held, room);
+            const DeviceRoom& scratch = this->scratch(held.length);
+            score(held, scratch);
             kvpolicy::BoundaryLoss loss = job_.loss;
             loss.sampler.seed = visit.seed;
             const kvpolicy::Sequences sequences{.batch = 1, .length = held.length};
-            kvpolicy::boundary_loss(on(), loss, rules, plane<const float>(room.scores, held.length),
+            kvpolicy::boundary_loss(on(), loss, all_params, plane<const float>(scratch.scores, held.length),
                                     plane<const float>(held.target, held.length), sequences,
-                                    plane<float>(room.d_scores, held.length),
-                                    job_.decay ? d_log_gamma_.data() : nullptr, value_.data(), room.workspace,
-                                    nullptr, options);
-            kvpolicy::score_sequence_backward<Widths>(on(), scorer_, backward_call(held, &room), gradients_,
-                                                      room.workspace);
+                                    plane<float>(scratch.d_scores, held.length),
+                                    job_.decay ? d_log_gamma_.data() : nullptr, value_.data(),
+                                    scratch.workspace, nullptr, options);
+            kvpolicy::score_sequence_backward<Widths>(on(), scorer_, backward_call(held, &scratch),
+                                                      gradients_, scratch.workspace);
             enqueue_visit(stream_.get(), sums_.data(), value_.data(), job_.decay ? heads_ : 0, range(),
                           alpha(optimizer_.parameters), d_log_gamma_.data(), alpha(optimizer_.gradients));
         }
@@ -150,24 +150,27 @@ class ScorerSteps final : public DeviceSteps {
         loss.scale = 1.0f;
         for (std::size_t i = 0; i < count; ++i) {
             const HeldSequence<T>& held = sequence(1, i);
-            const DeviceRoom& room = this->room(held.length);
-            score(held, room);
+            const DeviceRoom& scratch = this->scratch(held.length);
+            score(held, scratch);
             const kvpolicy::Sequences sequences{.batch = 1, .length = held.length};
             const auto target = plane<const float>(held.target, held.length);
             for (std::size_t b = 0; b < budgets.size(); ++b) {
-                const DevicePolicy rules = policy(budgets[b], log_gamma.data());
+                const DevicePolicy all_params = policy(budgets[b], log_gamma.data());
                 const std::size_t at = i * budgets.size() + b;
-                kvpolicy::boundary_loss(on(), loss, rules, plane<const float>(room.scores, held.length),
-                                        target, sequences, plane<float>(room.d_scores, held.length), nullptr,
-                                        values.data() + at, room.workspace, nullptr, options);
-                kvpolicy::build_mask(on(), rules, target, sequences,
-                                     plane<kvpolicy::expiry_t>(room.teacher, held.length), room.workspace);
-                kvpolicy::build_mask(on(), rules, plane<const float>(room.scores, held.length), sequences,
-                                     plane<kvpolicy::expiry_t>(room.student, held.length), room.workspace);
-                kvpolicy::oracle_recall(on(), rules,
-                                        plane<const kvpolicy::expiry_t>(room.teacher, held.length),
-                                        plane<const kvpolicy::expiry_t>(room.student, held.length), sequences,
-                                        recalls.data() + at * heads, room.workspace);
+                kvpolicy::boundary_loss(on(), loss, all_params,
+                                        plane<const float>(scratch.scores, held.length), target, sequences,
+                                        plane<float>(scratch.d_scores, held.length), nullptr,
+                                        values.data() + at, scratch.workspace, nullptr, options);
+                kvpolicy::build_mask(on(), all_params, target, sequences,
+                                     plane<kvpolicy::expiry_t>(scratch.teacher, held.length),
+                                     scratch.workspace);
+                kvpolicy::build_mask(on(), all_params, plane<const float>(scratch.scores, held.length),
+                                     sequences, plane<kvpolicy::expiry_t>(scratch.student, held.length),
+                                     scratch.workspace);
+                kvpolicy::oracle_recall(on(), all_params,
+                                        plane<const kvpolicy::expiry_t>(scratch.teacher, held.length),
+                                        plane<const kvpolicy::expiry_t>(scratch.student, held.length),
+                                        sequences, recalls.data() + at * heads, scratch.workspace);
             }
         }
         std::vector<kvpolicy::BoundaryValue> value(values.size());
@@ -192,14 +195,14 @@ class ScorerSteps final : public DeviceSteps {
 
     std::vector<std::vector<float>> scores(std::size_t index) override {
         const HeldSequence<T>& held = sequence(0, index);
-        const DeviceRoom& room = this->room(held.length);
-        score(held, room);
+        const DeviceRoom& scratch = this->scratch(held.length);
+        score(held, scratch);
         const std::size_t each =
             static_cast<std::size_t>(job_.spec.heads) * static_cast<std::size_t>(held.length);
         std::vector<std::vector<float>> all(static_cast<std::size_t>(job_.spec.layers));
         for (std::size_t l = 0; l < all.size(); ++l) {
             all[l].resize(each);
-            room.scores.get(all[l].data(), l * each, each, stream_.get());
+            scratch.scores.get(all[l].data(), l * each, each, stream_.get());
         }
         return all;
     }
@@ -245,7 +248,7 @@ class ScorerSteps final : public DeviceSteps {
         });
     }
 
-    /// visit(array, place) for the host's arrays, layer by layer, and their places on the card.
+    /// visit(array, place) for the host's arrays, layer by layer, and their places on the GPU.
     template <class Arrays, class Visit>
     void for_each_piece(Arrays& arrays, Visit&& visit) {
         const std::size_t tail = job_.decay ? 1 : 0;
@@ -278,7 +281,7 @@ class ScorerSteps final : public DeviceSteps {
 
     kvpolicy::cuda on() const { return kvpolicy::cuda{stream_.get()}; }
 
-    /// The policy of all layers' heads; where no log gammas are given, the card's own count.
+    /// The policy of all layers' heads; where no log gammas are given, the GPU's own count.
     DevicePolicy policy(std::int32_t budget, const float* log_gamma) const {
         const examples::ScorerSpec& spec = job_.spec;
         const kvpolicy::Decay<1> decay = log_gamma == nullptr
@@ -294,26 +297,27 @@ class ScorerSteps final : public DeviceSteps {
         return kvpolicy::view_bhs<To>(data.data(), 1, heads_, length);
     }
     kvpolicy::rows_view<const T> keys(const HeldSequence<T>& held) const {
-        return kvpolicy::view_bhsd<const T>(held.rows.data(), 1, heads_, held.length, job_.spec.dim_k);
+        return kvpolicy::view_bhsd<const T>(held.rows.data(), 1, heads_, held.length, job_.spec.head_dim_qk);
     }
     kvpolicy::rows_view<const T> values(const HeldSequence<T>& held) const {
-        const std::int64_t at = std::int64_t{heads_} * held.length * job_.spec.dim_k;
-        return kvpolicy::view_bhsd<const T>(held.rows.data() + at, 1, heads_, held.length, job_.spec.dim_v);
+        const std::int64_t at = std::int64_t{heads_} * held.length * job_.spec.head_dim_qk;
+        return kvpolicy::view_bhsd<const T>(held.rows.data() + at, 1, heads_, held.length,
+                                            job_.spec.head_dim_vo);
     }
-    kvpolicy::ScoreBackward<T> backward_call(const HeldSequence<T>& held, const DeviceRoom* room) const {
+    kvpolicy::ScoreBackward<T> backward_call(const HeldSequence<T>& held, const DeviceRoom* scratch) const {
         return {keys(held), values(held), kvpolicy::Sequences{.batch = 1, .length = held.length},
                 job_.spec.delay,
-                room == nullptr ? kvpolicy::plane_view<const float>{}
-                                : plane<const float>(room->d_scores, held.length)};
+                scratch == nullptr ? kvpolicy::plane_view<const float>{}
+                                   : plane<const float>(scratch->d_scores, held.length)};
     }
 
-    void score(const HeldSequence<T>& held, const DeviceRoom& room) {
+    void score(const HeldSequence<T>& held, const DeviceRoom& scratch) {
         kvpolicy::score_sequence<Widths>(
             on(), scorer_, keys(held), values(held), kvpolicy::Sequences{.batch = 1, .length = held.length},
-            job_.spec.delay, plane<float>(room.scores, held.length), room.workspace);
+            job_.spec.delay, plane<float>(scratch.scores, held.length), scratch.workspace);
     }
 
-    /// Calls make(), and again without the sequences that are held where the card's memory does not suffice.
+    /// Calls make(), and again without the sequences that are held where the GPU's memory does not suffice.
     template <class Make>
     auto with_memory(Make&& make) {
         try {
@@ -327,19 +331,19 @@ class ScorerSteps final : public DeviceSteps {
         }
     }
 
-    const DeviceRoom& room(std::int32_t length) {
+    const DeviceRoom& scratch(std::int32_t length) {
         if (length > room_.length) {
             HeldSequence<T> shape;  // its length is all that is looked at
             shape.length = length;
             const kvpolicy::Sequences sequences{.batch = 1, .length = length};
-            const DevicePolicy rules = policy(job_.spec.sinks + job_.spec.window + 1, nullptr);
+            const DevicePolicy all_params = policy(job_.spec.sinks + job_.spec.window + 1, nullptr);
             const auto expiry = kvpolicy::view_bhs<const kvpolicy::expiry_t>(nullptr, 1, heads_, length);
             const std::size_t bytes = std::max(
                 {kvpolicy::score_sequence_workspace_bytes<Widths>(on(), scorer_, keys(shape), values(shape),
                                                                   sequences),
                  kvpolicy::backward_workspace_bytes<Widths>(on(), scorer_, backward_call(shape, nullptr)),
-                 kvpolicy::boundary_loss_workspace_bytes(on(), job_.loss, rules, sequences, heads_),
-                 kvpolicy::build_mask_workspace_bytes(on(), rules, sequences, heads_),
+                 kvpolicy::boundary_loss_workspace_bytes(on(), job_.loss, all_params, sequences, heads_),
+                 kvpolicy::build_mask_workspace_bytes(on(), all_params, sequences, heads_),
                  kvpolicy::oracle_recall_workspace_bytes(on(), expiry, sequences)});
             const std::size_t count = static_cast<std::size_t>(heads_) * static_cast<std::size_t>(length);
             room_ = {};
@@ -376,14 +380,14 @@ class ScorerSteps final : public DeviceSteps {
         }
     }
 
-    /// A sequence of kind 0 (training) or 1 (held out), on the card; valid until the next call.
+    /// A sequence of kind 0 (training) or 1 (held out), on the GPU; valid until the next call.
     const HeldSequence<T>& sequence(std::size_t kind, std::size_t index) {
         const auto found = held_.find({kind, index});
         if (found != held_.end()) {
             return found->second;
         }
         const Example& example = get_[kind](index);
-        static_cast<void>(with_memory([&] { return &room(example.length); }));
+        static_cast<void>(with_memory([&] { return &scratch(example.length); }));
         HeldSequence<T> made = with_memory([&] { return upload(example); });
         return held_.emplace(std::pair{kind, index}, std::move(made)).first->second;
     }
@@ -394,9 +398,9 @@ class ScorerSteps final : public DeviceSteps {
         const std::size_t tokens =
             static_cast<std::size_t>(heads_) * static_cast<std::size_t>(example.length);
         std::vector<T> rows;
-        rows.reserve(tokens * static_cast<std::size_t>(job_.spec.dim_k + job_.spec.dim_v));
-        append(example.k, example.length, job_.spec.dim_k, rows);
-        append(example.v, example.length, job_.spec.dim_v, rows);
+        rows.reserve(tokens * static_cast<std::size_t>(job_.spec.head_dim_qk + job_.spec.head_dim_vo));
+        append(example.k, example.length, job_.spec.head_dim_qk, rows);
+        append(example.v, example.length, job_.spec.head_dim_vo, rows);
         held.rows = DeviceArray<T>(rows.size());
         held.rows.put(rows.data(), 0, rows.size(), stream_.get());
         held.target = DeviceArray<float>(tokens);
@@ -414,14 +418,15 @@ class ScorerSteps final : public DeviceSteps {
 
     void compute_target(const Example& example, const HeldSequence<T>& held) {
         std::vector<T> rows;
-        append(example.q, example.length, job_.spec.dim_k, rows);
-        const std::int64_t per_head = std::int64_t{example.length} * job_.spec.dim_k;
+        append(example.q, example.length, job_.spec.head_dim_qk, rows);
+        const std::int64_t per_head = std::int64_t{example.length} * job_.spec.head_dim_qk;
         const auto heads = static_cast<std::int32_t>(static_cast<std::int64_t>(rows.size()) / per_head);
         const DeviceArray<T> queries(rows.size());
         queries.put(rows.data(), 0, rows.size(), stream_.get());
         const DeviceArray<float> lse(static_cast<std::size_t>(heads) *
                                      static_cast<std::size_t>(example.length));
-        const auto q = kvpolicy::view_bhsd<const T>(queries.data(), 1, heads, held.length, job_.spec.dim_k);
+        const auto q =
+            kvpolicy::view_bhsd<const T>(queries.data(), 1, heads, held.length, job_.spec.head_dim_qk);
         const auto of_lse = kvpolicy::view_bhs<float>(lse.data(), 1, heads, held.length);
         const DeviceArray<unsigned char> memory(
             kvpolicy::future_mass_workspace_bytes<T>(on(), q, keys(held)));

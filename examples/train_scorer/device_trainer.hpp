@@ -21,7 +21,7 @@ class DeviceTrainer final : public Trainer<S> {
     bool done() const override { return false; }
     LossSums take() override;
     std::vector<HeldOutNumbers> evaluate() override;
-    /// Brings all training sequences to the card.
+    /// Brings all training sequences to the GPU.
     void hold_all();
 
   protected:

@@ -224,15 +224,15 @@ class TimedSource final : public QkvSource {
 };
 #endif
 
-/// --compare: losses of both backends at every step, and what a step takes. The card's time is that of steps that follow, since
+/// --compare: losses of both backends at every step, and what a step takes. The GPU's time is that of steps that follow, since
 /// reading a loss is not part of one.
 template <class S>
 void compare(const kvpolicy::host& on, const Options& o, Data& data) {
 #if KVPOLICY_TRAIN_ON_CUDA
     TimedSource source(*data.training);
     Trainer<S> host(on, o, source, nullptr);
-    DeviceTrainer<S> card(on, o, source, nullptr);
-    card.hold_all();
+    DeviceTrainer<S> gpu(on, o, source, nullptr);
+    gpu.hold_all();
     double of_host = 0.0, most = 0.0;
     fmt::print("{}\n step  loss: host      cuda  agreement: host   cuda\n", o.spec.architecture());
     for (std::int64_t i = 0; i < o.compare; ++i) {
@@ -240,8 +240,8 @@ void compare(const kvpolicy::host& on, const Options& o, Data& data) {
         const auto start = Clock::now();
         host.step();
         of_host += milliseconds(start) - source.spent();
-        card.step();
-        const LossSums a = host.take(), b = card.take();
+        gpu.step();
+        const LossSums a = host.take(), b = gpu.take();
         refuse_empty(o, data, a);
         most = std::max(most, std::abs(a.loss - b.loss));
         fmt::print("{:>5}  {:>10.6f}  {:>8.6f}  {:>14.4f}  {:.4f}\n", i + 1, a.loss, b.loss, a.agreement(),
@@ -250,17 +250,17 @@ void compare(const kvpolicy::host& on, const Options& o, Data& data) {
     source.spent();
     const auto start = Clock::now();
     for (std::int64_t i = 0; i < o.compare; ++i) {
-        card.step();
+        gpu.step();
     }
-    const double read = source.spent();  // what the card had no room to hold
+    const double read = source.spent();  // what the GPU had no room to hold
     const double enqueued = (milliseconds(start) - read) / static_cast<double>(o.compare);
-    static_cast<void>(card.take());
-    const double of_card = (milliseconds(start) - read) / static_cast<double>(o.compare);
+    static_cast<void>(gpu.take());
+    const double of_gpu = (milliseconds(start) - read) / static_cast<double>(o.compare);
     of_host /= static_cast<double>(o.compare);
     fmt::print(
         "largest difference of losses: {:.2e}\nhost: {:.1f} ms a step on {} threads; cuda: {:.3f} ms a step, "
         "{:.3f} of it to enqueue; {:.0f} times as fast\n",
-        most, of_host, on.threads(), of_card, enqueued, of_host / of_card);
+        most, of_host, on.threads(), of_gpu, enqueued, of_host / of_gpu);
 #else
     static_cast<void>(make_trainer<S>(on, o, data));  // refuses
 #endif
@@ -309,7 +309,7 @@ void run_training(const kvpolicy::host& on, const Options& o, Data& data) {
         const bool save =
             !o.checkpoint.empty() && (at == end || (o.checkpoint_every > 0 && at % o.checkpoint_every == 0));
         progress.show(fmt::format("step {} of {}", at, o.steps));
-        if (trainer.done() || look || save || at == end) {  // a card goes on meanwhile
+        if (trainer.done() || look || save || at == end) {  // a GPU goes on meanwhile
             since.add(trainer.take());
             refuse_empty(o, data, since);
         }
@@ -403,8 +403,8 @@ int run(int argc, char** argv) {
     const QkvShape& shape = data.training->shape();
     o.spec.layers = shape.layers;
     o.spec.heads = shape.kv_heads;
-    o.spec.dim_k = shape.dim_k;
-    o.spec.dim_v = shape.dim_v;
+    o.spec.head_dim_qk = shape.head_dim_qk;
+    o.spec.head_dim_vo = shape.head_dim_vo;
     if (o.spec.kind == "mlp") {
         run_training<examples::Mlp>(on, o, data);
     } else {

@@ -49,7 +49,7 @@ the scorer (one a layer and KV head) and its policy:
   --look-ahead L          only that many queries after the window count for the target (all)
   --no-decay              no learned decay, which is else from --gamma-min G (0.999) to --gamma-max G (1)
 
-the loss and the optimiser:
+the loss and the optimizer:
   --temperature T (1)  --omega-min O (0)  --margin-temperature T (1)  --no-balance
   --positions N           queries drawn a head and step (1024; 0: all)   --late SHARE (0.5)
   --steps N (300)  --batch N (1)  --rate R (1e-3)  --last-rate R (8e-5)  --warm-up N (100)

@@ -37,7 +37,7 @@ struct Options {
     std::int32_t positions = 1024;  ///< sampled a head; 0: all
     float late = 0.5f;
 
-    // the optimiser
+    // the optimizer
     std::int64_t steps = 300;
     std::int64_t stop_after = 0;  ///< leave off after this step, with a checkpoint; 0: at the end
     std::int32_t batch = 1;

@@ -99,8 +99,8 @@ class FileSource final : public QkvSource {
         const auto& k = need(name(0, 0, "k"), 3).shape;
         const auto& v = need(name(0, 0, "v"), 3).shape;
         shape_.kv_heads = static_cast<std::int32_t>(k[1]);
-        shape_.dim_k = static_cast<std::int32_t>(k[2]);
-        shape_.dim_v = static_cast<std::int32_t>(v[2]);
+        shape_.head_dim_qk = static_cast<std::int32_t>(k[2]);
+        shape_.head_dim_vo = static_cast<std::int32_t>(v[2]);
         if (const llama::Tensor* q = file_.find(name(0, 0, "q")); q != nullptr && q->shape.size() == 3) {
             shape_.query_heads = static_cast<std::int32_t>(q->shape[1]);
         }
@@ -134,8 +134,10 @@ class FileSource final : public QkvSource {
         const auto before = targets_.find(index);
         std::vector<std::vector<float>> targets;
         for (std::int32_t l = 0; l < shape_.layers; ++l) {
-            example_.k.push_back(load(name(index, l, "k"), {length, shape_.kv_heads, shape_.dim_k}, 1, 0));
-            example_.v.push_back(load(name(index, l, "v"), {length, shape_.kv_heads, shape_.dim_v}, 1, 0));
+            example_.k.push_back(
+                load(name(index, l, "k"), {length, shape_.kv_heads, shape_.head_dim_qk}, 1, 0));
+            example_.v.push_back(
+                load(name(index, l, "v"), {length, shape_.kv_heads, shape_.head_dim_vo}, 1, 0));
             if (before != targets_.end()) {
                 continue;
             }
@@ -188,7 +190,7 @@ class FileSource final : public QkvSource {
                             std::size_t head_axis, std::size_t position_axis) const {
         const llama::Tensor& tensor = need(name, wanted.size());
         if (tensor.shape != wanted) {
-            llama::fail("{}: tensor {} has shape {}; beside its neighbours it must be {}", file_.path(), name,
+            llama::fail("{}: tensor {} has shape {}; beside its neighbors it must be {}", file_.path(), name,
                         llama::shape_text(tensor.shape), llama::shape_text(wanted));
         }
         std::vector<float> values(tensor.numel);
@@ -208,7 +210,7 @@ class FileSource final : public QkvSource {
         return values;
     }
 
-    /// q of a layer, [length, heads, dim_k].
+    /// q of a layer, [length, heads, head_dim_qk].
     std::vector<float> queries(std::size_t index, std::int32_t l, const std::string& stored) {
         const std::string name_q = name(index, l, "q");
         if (file_.find(name_q) == nullptr) {
@@ -224,26 +226,26 @@ class FileSource final : public QkvSource {
             llama::fail("{}: {} has {} heads; a multiple of the {} heads of k is needed", file_.path(),
                         name_q, heads, shape_.kv_heads);
         }
-        return load(name_q, {length, heads, shape_.dim_k}, 1, 0);
+        return load(name_q, {length, heads, shape_.head_dim_qk}, 1, 0);
     }
 
     std::vector<float> compute(std::size_t index, std::int32_t l, const std::string& stored) {
         const std::vector<float> rows = queries(index, l, stored);
         const std::int64_t length = example_.length;
-        const auto heads = static_cast<std::int64_t>(rows.size()) / (length * shape_.dim_k);
+        const auto heads = static_cast<std::int64_t>(rows.size()) / (length * shape_.head_dim_qk);
         const auto n = example_.length;
         const auto q = kvpolicy::view_bshd<const float>(rows.data(), 1, n, static_cast<std::int32_t>(heads),
-                                                        shape_.dim_k);
+                                                        shape_.head_dim_qk);
         const auto k = example_.keys(shape_, l);
         const kvpolicy::Sequences sequences{.batch = 1, .length = n};
         std::vector<float> lse(static_cast<std::size_t>(heads * length));
         std::vector<float> target(static_cast<std::size_t>(shape_.kv_heads * length));
         std::vector<unsigned char> memory(kvpolicy::future_mass_workspace_bytes<float>(on_, q, k));
-        const kvpolicy::workspace_view room{memory.data(), memory.size()};
+        const kvpolicy::workspace_view workspace{memory.data(), memory.size()};
         const auto plane = kvpolicy::view_bhs(lse.data(), 1, static_cast<std::int32_t>(heads), n);
-        kvpolicy::causal_lse<float>(on_, {}, q, k, sequences, plane, room);
+        kvpolicy::causal_lse<float>(on_, {}, q, k, sequences, plane, workspace);
         kvpolicy::future_mass<float>(on_, {}, q, k, plane, sequences, mass_options(target_),
-                                     kvpolicy::view_bhs(target.data(), 1, shape_.kv_heads, n), room);
+                                     kvpolicy::view_bhs(target.data(), 1, shape_.kv_heads, n), workspace);
         return target;
     }
 
@@ -262,7 +264,7 @@ class FileSource final : public QkvSource {
 
 std::string QkvShape::text() const {
     return fmt::format("{} layers, {} query heads, {} KV heads, keys of {}, values of {}", layers,
-                       query_heads, kv_heads, dim_k, dim_v);
+                       query_heads, kv_heads, head_dim_qk, head_dim_vo);
 }
 
 kvpolicy::FutureMassOptions mass_options(const TargetOptions& target) {
@@ -286,8 +288,9 @@ Observer host_observer(const kvpolicy::host& on, const llama::Model& model) {
     return [&on, &model](const std::vector<std::int32_t>& tokens, examples::Oracle& oracle) {
         constexpr std::size_t chunk = 512;
         llama::Engine engine(model);
-        const auto longest = static_cast<std::int32_t>(tokens.size());
-        const auto attention = examples::make_attention<float>(on, model.config, {.name = "dense"}, longest);
+        const auto max_seq_len = static_cast<std::int32_t>(tokens.size());
+        const auto attention =
+            examples::make_attention<float>(on, model.config, {.name = "dense"}, max_seq_len);
         auto watched = llama::observed(*attention, oracle);
         std::vector<std::int64_t> positions(tokens.size());
         std::iota(positions.begin(), positions.end(), 0);

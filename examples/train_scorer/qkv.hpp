@@ -37,7 +37,7 @@ class Oracle;
 namespace train {
 
 struct QkvShape {
-    std::int32_t layers = 0, query_heads = 0, kv_heads = 0, dim_k = 0, dim_v = 0;
+    std::int32_t layers = 0, query_heads = 0, kv_heads = 0, head_dim_qk = 0, head_dim_vo = 0;
     bool operator==(const QkvShape&) const = default;
     std::string text() const;
 };
@@ -62,15 +62,15 @@ struct Example {
     std::int32_t length = 0;
     std::vector<std::vector<float>> k, v;    // [layers][length, kv_heads, dim]
     std::vector<std::vector<float>> target;  // [layers][kv_heads, length], or empty
-    std::vector<std::vector<float>> q;       // [layers][length, query_heads, dim_k], or empty
+    std::vector<std::vector<float>> q;       // [layers][length, query_heads, head_dim_qk], or empty
 
     kvpolicy::rows_view<const float> keys(const QkvShape& shape, std::int32_t layer) const {
         return kvpolicy::view_bshd<const float>(k[static_cast<std::size_t>(layer)].data(), 1, length,
-                                                shape.kv_heads, shape.dim_k);
+                                                shape.kv_heads, shape.head_dim_qk);
     }
     kvpolicy::rows_view<const float> values(const QkvShape& shape, std::int32_t layer) const {
         return kvpolicy::view_bshd<const float>(v[static_cast<std::size_t>(layer)].data(), 1, length,
-                                                shape.kv_heads, shape.dim_v);
+                                                shape.kv_heads, shape.head_dim_vo);
     }
     kvpolicy::plane_view<const float> targets(const QkvShape& shape, std::int32_t layer) const {
         return kvpolicy::view_bhs<const float>(target[static_cast<std::size_t>(layer)].data(), 1,
@@ -90,7 +90,7 @@ class QkvSource {
 /// Shows q, k and v of a dense pass over a sequence to an oracle.
 using Observer = std::function<void(const std::vector<std::int32_t>& tokens, examples::Oracle& oracle)>;
 
-/// Passes on the host, in fp32; device_model.hpp has those of a card.
+/// Passes on the host, in fp32; device_model.hpp has those of a GPU.
 Observer host_observer(const kvpolicy::host& on, const llama::Model& model);
 
 /// Runs a model densely on the sequences that `tokens(index)` gives. What was run stays in memory, unless TargetOptions::leave_out
@@ -101,7 +101,7 @@ std::unique_ptr<QkvSource> model_source(const kvpolicy::host& on, const llama::C
                                         const TargetOptions& target);
 
 /// Reads at most `most` sequences of a file of the form above. Targets that it lacks are computed from q once, and kept. Throws llama::Error for a file
-/// without sequences, tensors that are missing, of another shape than their neighbours, or not finite (named with head and
+/// without sequences, tensors that are missing, of another shape than their neighbors, or not finite (named with head and
 /// position), and sequences with no q and no target.
 std::unique_ptr<QkvSource> file_source(const kvpolicy::host& on, const std::filesystem::path& file,
                                        const TargetOptions& target,

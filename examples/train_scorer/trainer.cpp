@@ -118,17 +118,17 @@ void Trainer<S>::standardize_inputs() {
     const Example& example = source_.get(0);
     length_ = example.length;
     const QkvShape& shape = source_.shape();
-    const std::int32_t inputs = shape.dim_k + shape.dim_v;
+    const std::int32_t inputs = shape.head_dim_qk + shape.head_dim_vo;
     for (std::int32_t l = 0; l < shape.layers; ++l) {
         const S& scorer = stack_.scorers[static_cast<std::size_t>(l)];
         auto& parameters = stack_.parameters[static_cast<std::size_t>(l)];
         for (std::int32_t h = 0; h < shape.kv_heads; ++h) {
             for (std::int32_t i = 0; i < inputs; ++i) {
-                const bool key = i < shape.dim_k;
+                const bool key = i < shape.head_dim_qk;
                 const auto rows = key ? example.keys(shape, l) : example.values(shape, l);
                 double sum = 0.0, squares = 0.0;
                 for (std::int32_t t = 0; t < example.length; ++t) {
-                    const auto x = static_cast<double>(rows.row(0, h, t)[key ? i : i - shape.dim_k]);
+                    const auto x = static_cast<double>(rows.row(0, h, t)[key ? i : i - shape.head_dim_qk]);
                     sum += x;
                     squares += x * x;
                 }
@@ -166,7 +166,7 @@ typename Trainer<S>::Policy Trainer<S>::policy(std::int32_t budget,
 }
 
 template <class S>
-kvpolicy::workspace_view Trainer<S>::room(std::size_t bytes) {
+kvpolicy::workspace_view Trainer<S>::workspace(std::size_t bytes) {
     if (memory_.size() < bytes) {
         memory_.resize(bytes);
     }
@@ -180,9 +180,10 @@ void Trainer<S>::score(const Example& example, std::int32_t layer, std::vector<f
     const auto k = example.keys(shape, layer), v = example.values(shape, layer);
     const S& scorer = stack_.scorers[static_cast<std::size_t>(layer)];
     scores.assign(static_cast<std::size_t>(shape.kv_heads) * static_cast<std::size_t>(example.length), 0.0f);
-    kvpolicy::score_sequence(on_, scorer, k, v, sequences, options_.spec.delay,
-                             plane<float>(scores, shape.kv_heads, example.length),
-                             room(kvpolicy::score_sequence_workspace_bytes(on_, scorer, k, v, sequences)));
+    kvpolicy::score_sequence(
+        on_, scorer, k, v, sequences, options_.spec.delay,
+        plane<float>(scores, shape.kv_heads, example.length),
+        workspace(kvpolicy::score_sequence_workspace_bytes(on_, scorer, k, v, sequences)));
 }
 
 /// Every sequence once in each epoch, in an order of its own.
@@ -224,7 +225,7 @@ void Trainer<S>::step() {
     const QkvShape& shape = source_.shape();
     const auto heads = static_cast<std::size_t>(shape.kv_heads);
     const std::vector<float> log_gamma = examples::log_gammas(options_.spec, alpha_);
-    const Policy rules = policy(next_budget(), log_gamma);
+    const Policy all_params = policy(next_budget(), log_gamma);
     const double share = 1.0 / (shape.layers * options_.batch);
 
     kvpolicy::BoundaryLoss loss = loss_of(options_);
@@ -249,17 +250,17 @@ void Trainer<S>::step() {
             loss.layer = l;
             std::vector<double> d_log_gamma(heads, 0.0);
             const kvpolicy::BoundaryValue value = loss(
-                on_, rules, plane<const float>(scores, shape.kv_heads, example.length),
+                on_, all_params, plane<const float>(scores, shape.kv_heads, example.length),
                 example.targets(shape, l), sequences, plane<float>(d_scores, shape.kv_heads, example.length),
                 alpha_.empty() ? nullptr : d_log_gamma.data(),
-                room(loss.workspace_bytes(on_, rules, sequences, shape.kv_heads)));
+                workspace(loss.workspace_bytes(on_, all_params, sequences, shape.kv_heads)));
             sums.add(value, 1.0);  // scaled already
             const kvpolicy::ScoreBackward<float> call{
                 example.keys(shape, l), example.values(shape, l), sequences, options_.spec.delay,
                 plane<const float>(d_scores, shape.kv_heads, example.length)};
             kvpolicy::score_sequence_backward(
                 on_, stack_.scorers[at], call, gradients_[at],
-                room(kvpolicy::backward_workspace_bytes(on_, stack_.scorers[at], call)));
+                workspace(kvpolicy::backward_workspace_bytes(on_, stack_.scorers[at], call)));
             for (std::size_t h = 0; h < heads && !alpha_.empty(); ++h) {
                 const std::size_t i = at * heads + h;
                 alpha_gradient_[0][i] += static_cast<float>(
@@ -310,30 +311,31 @@ std::vector<HeldOutNumbers> Trainer<S>::evaluate() {
             score(example, l, scores);
             unused.resize(scores.size());
             for (HeldOutNumbers& numbers : all) {
-                const Policy rules = policy(numbers.budget, log_gamma);
+                const Policy all_params = policy(numbers.budget, log_gamma);
                 kvpolicy::BoundaryLoss loss = loss_of(options_);
                 loss.layer = l;
                 numbers.loss.add(
-                    loss(on_, rules, plane<const float>(scores, shape.kv_heads, n), example.targets(shape, l),
-                         sequences, plane<float>(unused, shape.kv_heads, n), nullptr,
-                         room(loss.workspace_bytes(on_, rules, sequences, shape.kv_heads))),
+                    loss(on_, all_params, plane<const float>(scores, shape.kv_heads, n),
+                         example.targets(shape, l), sequences, plane<float>(unused, shape.kv_heads, n),
+                         nullptr,
+                         workspace(loss.workspace_bytes(on_, all_params, sequences, shape.kv_heads))),
                     1.0 / (shape.layers * sequences_count));
                 const kvpolicy::MaskOptions mask{.layer = l};
                 const auto build = [&](kvpolicy::plane_view<const float> from,
                                        std::vector<kvpolicy::expiry_t>& into) {
-                    kvpolicy::build_mask(on_, rules, from, sequences,
+                    kvpolicy::build_mask(on_, all_params, from, sequences,
                                          plane<kvpolicy::expiry_t>(into, shape.kv_heads, n),
-                                         room(kvpolicy::build_mask_workspace_bytes(on_, rules, sequences,
-                                                                                   shape.kv_heads, mask)),
+                                         workspace(kvpolicy::build_mask_workspace_bytes(
+                                             on_, all_params, sequences, shape.kv_heads, mask)),
                                          mask);
                 };
                 build(example.targets(shape, l), teacher);
                 build(plane<const float>(scores, shape.kv_heads, n), student);
                 const auto of_teacher = plane<const kvpolicy::expiry_t>(teacher, shape.kv_heads, n);
                 kvpolicy::oracle_recall(
-                    on_, rules, of_teacher, plane<const kvpolicy::expiry_t>(student, shape.kv_heads, n),
+                    on_, all_params, of_teacher, plane<const kvpolicy::expiry_t>(student, shape.kv_heads, n),
                     sequences, recall.data(),
-                    room(kvpolicy::oracle_recall_workspace_bytes(on_, of_teacher, sequences)), l);
+                    workspace(kvpolicy::oracle_recall_workspace_bytes(on_, of_teacher, sequences)), l);
                 for (std::size_t h = 0; h < heads; ++h) {
                     numbers.add(static_cast<std::size_t>(l) * heads + h, recall[h], sequences_count);
                 }

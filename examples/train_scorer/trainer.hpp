@@ -22,7 +22,7 @@ using TrainingPolicy =
 /// The loss as options say it, without a seed and for layer 0.
 kvpolicy::BoundaryLoss loss_of(const Options& options);
 
-/// On the host; DeviceTrainer does the same on a card.
+/// On the host; DeviceTrainer does the same on a GPU.
 template <class S>
 class Trainer {
   public:
@@ -39,7 +39,7 @@ class Trainer {
     void resume(const std::string& file);
     void save_checkpoint(const std::string& file);
 
-    /// One step of the optimiser, which a card may still have to do when the call returns.
+    /// One step of the optimizer, which a GPU may still have to do when the call returns.
     virtual void step();
     /// Whether take() waits for nothing.
     virtual bool done() const { return true; }
@@ -93,7 +93,7 @@ class Trainer {
     void standardize_inputs();
     std::vector<float> score_quantiles();
     std::map<std::string, std::string> run_settings() const;
-    kvpolicy::workspace_view room(std::size_t bytes);
+    kvpolicy::workspace_view workspace(std::size_t bytes);
 
     LossSums sums_;                                                  // since the last take()
     std::vector<typename S::template parameters<float>> gradients_;  // [layers]

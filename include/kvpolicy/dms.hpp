@@ -3,7 +3,7 @@
 //     using DMS = kvpolicy::DMS<256>;                                 // the decisions' logits come from the caller
 //     // the same, spelled out:
 //     using Same = kvpolicy::Policy<kvpolicy::Sink<0>, kvpolicy::Window<256>, kvpolicy::EvictionGate, kvpolicy::GivenScores>;
-//     kvpolicy::DualCache<DMS, kvpolicy::bf16> cache{shape, {.slab_pages = 4096, .most_slabs = 64, .longest = 131072}};
+//     kvpolicy::DualCache<DMS, kvpolicy::bf16> cache{shape, {.slab_pages = 4096, .max_slabs = 64, .max_seq_len = 131072}};
 //     // training: the relaxed decision as a log-bias outside the window, and a loss that asks for enough of them
 //     const kvpolicy::DmsGate gate{.temperature = 0.1f, .seed = step};
 //     kvpolicy::build_log_bias(on, DMS{}, gate, scores, sequences, expiry, log_bias);

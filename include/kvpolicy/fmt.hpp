@@ -2,7 +2,7 @@
 // it is for host code, not for nvcc.
 //
 //     fmt::print("{}\n", kvpolicy::KVpop<4, 256, 3836>{});    // Sink 4 + Window 256 + TopKBudget 3836 + Decay 1 (log gamma 0)
-//     fmt::print("{}\n", cache.occupancy(0, 0, 0));           // 1024 rows (4 sinks, 256 window, 764 long-range) of 5000 tokens
+//     fmt::print("{}\n", cache.usage(0, 0, 0));           // 1024 rows (4 sinks, 256 window, 764 long-range) of 5000 tokens
 //
 // A format spec is that of a string: {:>40}. A part of one's own is named by its kind, or by `const char* name() const` or
 // `std::string name() const` where it has one.
@@ -50,7 +50,7 @@ std::string number_text(Number x) {
 }
 
 template <class Number>
-std::string values_text(const HeadValues<Number>& values) {
+std::string values_text(const PerHead<Number>& values) {
     return values.array == nullptr ? number_text(values.value)
                                    : fmt::format("[{} layers x {} heads]", values.layers, values.heads);
 }
@@ -158,12 +158,12 @@ inline std::string part_text(const SnapKVEviction& part) {
 }
 template <std::int32_t Rows>
 std::string part_text(const QuestPages<Rows>& part) {
-    return fmt::format("QuestPages ({} pages of {} rows)", values_text(part.pages), part.page_rows());
+    return fmt::format("QuestPages ({} pages of {} rows)", values_text(part.pages), part.page_size());
 }
 inline std::string part_text(const GivenScores&) { return "GivenScores"; }
 template <std::int32_t D>
 std::string part_text(const LinearScorer<D>& part) {
-    return fmt::format("LinearScorer ({} + {})", part.dim_k, part.dim_v);
+    return fmt::format("LinearScorer ({} + {})", part.head_dim_qk, part.head_dim_vo);
 }
 template <class Input, class Act, std::int32_t D>
 std::string part_text(const BasicMlpScorer<Input, Act, D>& part) {
@@ -171,16 +171,16 @@ std::string part_text(const BasicMlpScorer<Input, Act, D>& part) {
         return fmt::format("UtilityPredictor (hidden {})", part.hidden);
     } else {
         const char* const name = std::is_same_v<Input, WriteGateInput> ? "WriteGateScorer" : "MlpScorer";
-        return fmt::format("{} ({} + {}, hidden {})", name, part.dim_k, part.dim_v, part.hidden);
+        return fmt::format("{} ({} + {}, hidden {})", name, part.head_dim_qk, part.head_dim_vo, part.hidden);
     }
 }
 template <std::int32_t D>
 std::string part_text(const ConvScorer<D>& part) {
-    return fmt::format("ConvScorer ({} + {})", part.dim_k, part.dim_v);
+    return fmt::format("ConvScorer ({} + {})", part.head_dim_qk, part.head_dim_vo);
 }
 template <std::int32_t D, class Feature, class Values>
 std::string part_text(const mLSTMScorer<D, Feature, Values>& part) {
-    return fmt::format("mLSTMScorer ({} + {}, {} features, {} values)", part.dim_k, part.dim_v,
+    return fmt::format("mLSTMScorer ({} + {}, {} features, {} values)", part.head_dim_qk, part.head_dim_vo,
                        part.features(), part.value_width());
 }
 inline std::string part_text(const AccumulatedMass& part) {
@@ -210,13 +210,13 @@ std::string text_of_object(const Policy<Parts...>& policy) {
     });
     return text.empty() ? "Policy without parts" : text;
 }
-inline std::string text_of_object(const HeadRule& rule) {
+inline std::string text_of_object(const HeadParams& head_params) {
     return fmt::format("sinks {}, window {}, budget {}, decay step {}, log gamma {}, threshold {}",
-                       rule.sinks, rule.window, number_text(rule.budget), rule.decay_step, rule.log_gamma,
-                       rule.threshold);
+                       head_params.sinks, head_params.window, number_text(head_params.budget),
+                       head_params.decay_step, head_params.log_gamma, head_params.threshold);
 }
 template <class T>
-std::string text_of_object(const HeadValues<T>& values) {
+std::string text_of_object(const PerHead<T>& values) {
     return values_text(values);
 }
 template <class T>
@@ -228,13 +228,13 @@ std::string text_of_object(const plane_view<T>& view) {
     return fmt::format("[{}, {}, {}]", view.batch, view.heads, view.length);
 }
 inline std::string text_of_object(const CacheShape& shape) {
-    return fmt::format("{} layers, {} slots, {} query heads on {} KV heads, {} + {} wide, pages of {}",
-                       shape.layers, shape.slots, shape.query_heads, shape.kv_heads, shape.dim_k, shape.dim_v,
-                       shape.page_rows);
+    return fmt::format("{} layers, {} sequences, {} query heads on {} KV heads, {} + {} wide, pages of {}",
+                       shape.layers, shape.max_sequences, shape.query_heads, shape.kv_heads,
+                       shape.head_dim_qk, shape.head_dim_vo, shape.page_size);
 }
 inline std::string text_of_object(const PoolShape& pool) {
-    return fmt::format("up to {} slabs of {} pages, sequences of up to {} tokens", pool.most_slabs,
-                       pool.slab_pages, pool.longest);
+    return fmt::format("up to {} slabs of {} pages, sequences of up to {} tokens", pool.max_slabs,
+                       pool.slab_pages, pool.max_seq_len);
 }
 inline std::string bytes_text(std::size_t bytes) {
     constexpr double kib = 1024.0, mib = kib * kib;
@@ -248,8 +248,8 @@ inline std::string text_of_object(const CacheBytes& bytes) {
                        bytes_text(bytes.keys_and_values), bytes_text(bytes.scorer_state),
                        bytes_text(bytes.bookkeeping));
 }
-inline std::string text_of_object(const Occupancy& held) {
-    return fmt::format("{} rows ({} sinks, {} window, {} long-range) of {} tokens", held.rows(), held.sinks,
+inline std::string text_of_object(const HeadUsage& held) {
+    return fmt::format("{} rows ({} sinks, {} window, {} long-range) of {} tokens", held.size(), held.sinks,
                        held.window, held.long_range, held.length);
 }
 inline std::string text_of_object(const LossValue& loss) {

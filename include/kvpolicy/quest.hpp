@@ -4,9 +4,9 @@
 //     // the same, spelled out:
 //     using Same = kvpolicy::Policy<kvpolicy::Window<16>, kvpolicy::KeepAll, kvpolicy::QuestPages<16>>;
 //     const Quest policy{{}, {}, kvpolicy::QuestPages<16>{64}};       // 64 pages a KV head, the newest token's among them
-//     kvpolicy::DualCache<Quest, kvpolicy::bf16> cache{{..., .page_rows = 16}, pool, policy};
+//     kvpolicy::DualCache<Quest, kvpolicy::bf16> cache{{..., .page_size = 16}, pool, policy};
 //
-// Keys fill pages of the size of the window, in their order, so a page holds 16 neighbours, as in the paper; the newest 16 keys are the
+// Keys fill pages of the size of the window, in their order, so a page holds 16 neighbors, as in the paper; the newest 16 keys are the
 // ring's page, which is read always. (A ring holds the newest keys at any time, where the paper's current page starts
 // empty.) The paper reads its first two layers whole: QuestPages<16>{per_head(pages, layers, 1)} with `unlimited` there.
 //

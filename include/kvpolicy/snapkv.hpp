@@ -4,11 +4,11 @@
 //     // the same, spelled out:
 //     using Same = kvpolicy::Policy<kvpolicy::Window<32>, kvpolicy::TopKBudget<2016>, kvpolicy::WindowMass>;
 //     const auto policy = kvpolicy::snapkv_for_total(2048, 32, {.pooling = kvpolicy::MassPooling::max(7)});
-//     kvpolicy::DualCache<kvpolicy::SnapKV<>, kvpolicy::bf16> cache{shape, {.slab_pages = 4096, .most_slabs = 64, .longest = 131072}, policy};
+//     kvpolicy::DualCache<kvpolicy::SnapKV<>, kvpolicy::bf16> cache{shape, {.slab_pages = 4096, .max_slabs = 64, .max_seq_len = 131072}, policy};
 //     kvpolicy::build_observed_mask(on, policy, attention, q, k, sequences, expiry, workspace);    // the same as lifetimes
 //
 // At the end of a prompt the last w tokens are the observation window. score(t) is the sum over its queries of their softmax
-// weights (normalised over the window too), for the keys before it; smoothed over 5 neighbouring keys (mean, with zeros
+// weights (normalized over the window too), for the keys before it; smoothed over 5 neighboring keys (mean, with zeros
 // beyond the ends; or max); the B - w best stay, with the window. B counts the window, as the paper's capacity does. A prompt of up
 // to B tokens keeps everything. Each KV head decides for itself; with G query heads a KV head the mean of their weights is
 // pooled (the paper has G = 1; its code lets every query head keep keys of its own). Defaults are those of the authors'

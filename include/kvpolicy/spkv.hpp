@@ -5,7 +5,7 @@
 //     using Same = kvpolicy::Policy<kvpolicy::Sink<0>, kvpolicy::Window<128>, kvpolicy::ThresholdGate<kvpolicy::at_least>,
 //                                   kvpolicy::GivenScores>;
 //     const SPKV policy;                                              // tau = 0.5, the paper's: logit 0
-//     kvpolicy::DualCache<SPKV, kvpolicy::bf16> cache{shape, {.slab_pages = 4096, .most_slabs = 64, .longest = 131072}, policy};
+//     kvpolicy::DualCache<SPKV, kvpolicy::bf16> cache{shape, {.slab_pages = 4096, .max_slabs = 64, .max_seq_len = 131072}, policy};
 //
 // visible(q, t) <=> t <= q and (q - t < w or u_t >= tau) (SP-KV, section 2): a key whose gate is closed when it leaves the
 // window is never written to the long-term part. u = sigmoid(score), so tau is turned into a logit once: a gate for
@@ -16,7 +16,7 @@
 // The utility is predicted from the hidden state, by a SiLU layer that all heads of a layer share (listing 1):
 //
 //     using SPKV = kvpolicy::SPKV<128, kvpolicy::UtilityPredictor>;
-//     kvpolicy::step(on, cache.ref(layer), batch, q, k, v, out, workspace, status, {.hidden = states});   // [count, 1, n, d_model]
+//     kvpolicy::step(on, cache.layer(layer), batch, q, k, v, out, workspace, status, {.hidden = states});   // [count, 1, n, d_model]
 //
 // and score_hidden (scorers/hidden.hpp) gives the scores of sequences for build_mask. Whoever has the utilities already takes
 // GivenScores, the default, and brings them as CacheExtras::scores.

@@ -5,7 +5,7 @@
 //     // the same, spelled out:
 //     using A = kvpolicy::Policy<kvpolicy::Sink<4>, kvpolicy::Window<64>, kvpolicy::Stride<16>>;
 //     using B = kvpolicy::Policy<kvpolicy::Sink<4>, kvpolicy::Window<64>, kvpolicy::TopKBudget<188>, kvpolicy::RandomScorer>;
-//     kvpolicy::DualCache<Uniform, kvpolicy::bf16> some{shape, {.slab_pages = 4096, .most_slabs = 8, .longest = 131072}};
+//     kvpolicy::DualCache<Uniform, kvpolicy::bf16> some{shape, {.slab_pages = 4096, .max_slabs = 8, .max_seq_len = 131072}};
 //     const kvpolicy::RandomScorer by_layer[] = {{1, 0}, {1, 1}};     // seed and layer
 //     kvpolicy::FixedBudgetCache<Chance, kvpolicy::bf16> any{shape, Chance{}, by_layer};
 //

@@ -6,10 +6,10 @@
 //                                   kvpolicy::GivenScores>;
 //     const auto gate = kvpolicy::ThresholdGate<kvpolicy::at_least>::probability(0.1);     // tau of WG-KV, appendix F
 //     const WGKV policy{kvpolicy::Sink<0>{}, kvpolicy::Window<256>{}, gate, kvpolicy::GivenScores{}};
-//     kvpolicy::DualCache<WGKV, kvpolicy::bf16> cache{shape, {.slab_pages = 4096, .most_slabs = 64, .longest = 524288}, policy};
+//     kvpolicy::DualCache<WGKV, kvpolicy::bf16> cache{shape, {.slab_pages = 4096, .max_slabs = 64, .max_seq_len = 524288}, policy};
 //
 // The vertical-slash mask of WG-KV, 4.2: visible(q, t) <=> t <= q and (q - t < W_local or g_t >= tau). The victim of the ring
-// is inspected when the newcomer replaces it, and promoted to the global part if its stored score passes (figure 6d);
+// is inspected when the candidate replaces it, and promoted to the global part if its stored score passes (figure 6d);
 // lengths are ragged, each (sequence, KV head) has a page table, and DualCache's rows [ring | global] are one row space over
 // it. g = sigmoid(score): scores are raw logits, and tau is turned into one once. (The paper's own code compares with >.)
 //

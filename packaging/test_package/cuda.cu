@@ -1,4 +1,4 @@
-// The same under nvcc, where kvpop.hpp also declares the calls on a cuda context. Runs without a card.
+// The same under nvcc, where kvpop.hpp also declares the calls on a cuda context. Runs without a GPU.
 #include "host.cpp"
 
 #include <type_traits>

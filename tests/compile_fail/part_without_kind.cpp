@@ -6,7 +6,7 @@ struct Part {
 #ifdef KVPOLICY_CONTROL
     static constexpr kvpolicy::part_kind kind = kvpolicy::part_kind::sink;
 #endif
-    void write(kvpolicy::HeadRule& rule, int, int) const { rule.sinks = 1; }
+    void write(kvpolicy::HeadParams& head_params, int, int) const { head_params.sinks = 1; }
 };
 
 kvpolicy::Policy<Part> policy;

@@ -1,5 +1,5 @@
 // Calls take one layer, not the cache of all of them.
-// expect: kvpolicy: this call takes one layer of a cache: cache.ref(layer) in place of cache
+// expect: kvpolicy: this call takes one layer of a cache: cache.layer(layer) in place of cache
 #include <kvpolicy/kvpop.hpp>
 
 namespace kvp = kvpolicy;
@@ -10,6 +10,7 @@ void decode(const kvp::host& on, const Cache& cache, kvp::rows_view<kvp::bf16> r
 #ifndef KVPOLICY_CONTROL
     kvp::step(on, cache, {.count = 1}, rows, rows, rows, rows, workspace, nullptr, {.scores = scores});
 #else
-    kvp::step(on, cache.ref(0), {.count = 1}, rows, rows, rows, rows, workspace, nullptr, {.scores = scores});
+    kvp::step(on, cache.layer(0), {.count = 1}, rows, rows, rows, rows, workspace, nullptr,
+              {.scores = scores});
 #endif
 }

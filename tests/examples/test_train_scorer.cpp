@@ -494,7 +494,7 @@ TEST_CASE("a scorer that reads on arrival, in a cache") {
     const std::int32_t length = 70, dim = 8, window = 9;
     examples::ScorerSpec spec;
     spec.kind = "mlstm";
-    spec.layers = 1, spec.heads = 2, spec.dim_k = spec.dim_v = dim, spec.d_qk = 8, spec.d_v = 4;
+    spec.layers = 1, spec.heads = 2, spec.head_dim_qk = spec.head_dim_vo = dim, spec.d_qk = 8, spec.d_v = 4;
     examples::ScorerStack<examples::Mlstm> stack(spec);
     stack.initialize(3);
     for (auto& array : stack.arrays) {
@@ -512,13 +512,13 @@ TEST_CASE("a scorer that reads on arrival, in a cache") {
     const auto values = kvpolicy::view_bhsd<const float>(v.data(), 1, 2, length, dim);
     const kvpolicy::Sequences sequences{.batch = 1, .length = length};
     std::vector<unsigned char> memory(1 << 22);
-    const kvpolicy::workspace_view room{memory.data(), memory.size()};
+    const kvpolicy::workspace_view workspace{memory.data(), memory.size()};
     const examples::ImmediateScorer<examples::Mlstm> immediate{stack.scorers[0], window};
     kvpolicy::score_sequence(on, stack.scorers[0], keys, values, sequences, 0,
-                             kvpolicy::view_bhs(now.data(), 1, 2, length), room,
+                             kvpolicy::view_bhs(now.data(), 1, 2, length), workspace,
                              {.how = kvpolicy::form::recurrent});
     kvpolicy::score_sequence(on, immediate, keys, values, sequences, window,
-                             kvpolicy::view_bhs(later.data(), 1, 2, length), room);
+                             kvpolicy::view_bhs(later.data(), 1, 2, length), workspace);
     for (std::int32_t h = 0; h < 2; ++h) {
         for (std::int32_t t = 0; t + window < length; ++t) {
             const auto at = static_cast<std::size_t>(std::int64_t{h} * length + t);

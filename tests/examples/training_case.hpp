@@ -60,7 +60,7 @@ inline void as_it_is(const std::string&, const std::vector<float>&) {}
 inline Options small(const std::string& kind, const Sizes& s = {}) {
     Options o;
     o.spec.kind = kind;
-    o.spec.layers = s.layers, o.spec.heads = s.kv_heads, o.spec.dim_k = o.spec.dim_v = s.dim;
+    o.spec.layers = s.layers, o.spec.heads = s.kv_heads, o.spec.head_dim_qk = o.spec.head_dim_vo = s.dim;
     o.spec.hidden = 16, o.spec.d_qk = 8, o.spec.d_v = 4;
     o.spec.sinks = 2, o.spec.window = 8, o.spec.norm = true;
     o.spec.delay = kind == "mlstm" ? 8 : 0;

@@ -10,7 +10,7 @@
 
 #include "bytes.hpp"
 #include "support/bound_dual.hpp"
-#include "support/naive_slots.hpp"
+#include "support/naive_sequences.hpp"
 
 #include <algorithm>
 #include <memory>
@@ -22,11 +22,11 @@ using fuzz::Bytes;
 namespace {
 
 using P = Policy<Sink<>, Window<>, ThresholdGate<above>, TopKBudget<>, Decay<dynamic>>;
-constexpr std::int32_t dim = 8, heads = 2, group = 2, slots = 3, proposals = 4, most_tokens = 9,
-                       longest = 200;
+constexpr std::int32_t dim = 8, heads = 2, group = 2, max_sequences = 3, max_draft_tokens = 4, max_tokens = 9,
+                       max_seq_len = 200;
 
 /// What stands beside a cache.
-using Model = test::NaiveSlots<P>;
+using Model = test::NaiveSequences<P>;
 
 /// Tokens of a call, from the bytes.
 struct Tokens {
@@ -71,13 +71,13 @@ struct Tokens {
 
 template <class Cache>
 void same(const Cache& cache, const Model& model) {
-    for (std::int32_t slot = 0; slot < slots; ++slot) {
-        fuzz::check(cache.length(slot) == model.length(slot), "lengths differ");
+    for (std::int32_t seq = 0; seq < max_sequences; ++seq) {
+        fuzz::check(cache.length(seq) == model.length(seq), "lengths differ");
         for (std::int32_t h = 0; h < heads; ++h) {
-            std::vector<position_t> held(static_cast<std::size_t>(cache.occupancy(0, slot, h).rows()));
-            cache.retained(0, slot, h, held.data());
+            std::vector<position_t> held(static_cast<std::size_t>(cache.usage(0, seq, h).size()));
+            cache.retained(0, seq, h, held.data());
             std::sort(held.begin(), held.end());
-            fuzz::check(held == model.head[model.at(slot, h)].positions(), "the keys that are held differ");
+            fuzz::check(held == model.head[model.at(seq, h)].positions(), "the keys that are held differ");
         }
     }
 }
@@ -87,32 +87,32 @@ template <class Bound>
 void run(Bytes& in, const host& on, Bound& bound, Model& model) {
     auto& cache = bound.cache;
     constexpr bool pooled = requires { cache.free_pages(); };
-    const auto ref = cache.ref(0);
+    const auto ref = cache.layer(0);
     struct Saved {
         std::vector<unsigned char> blob;
         std::vector<test::NaiveHead> head;
         std::vector<std::vector<float>> scores;
     } saved;
-    std::vector<Tokens> proposed;  // the tokens of slot proposed_slot, if any
-    std::int32_t proposed_slot = -1, proposed_count = 0;
-    const auto forget = [&](std::int32_t slot) {
-        if (slot == proposed_slot) {
-            proposed_slot = -1;
+    std::vector<Tokens> num_draft;  // the tokens of sequence draft_seq, if any
+    std::int32_t draft_seq = -1, num_draft_of = 0;
+    const auto forget = [&](std::int32_t seq) {
+        if (seq == draft_seq) {
+            draft_seq = -1;
         }
     };
     // Tells the model what an entry of a call brought, and compares the outputs of its last token.
-    const auto follow = [&](Tokens& call, std::int32_t entry, std::int32_t slot, std::int32_t n,
+    const auto follow = [&](Tokens& call, std::int32_t entry, std::int32_t seq, std::int32_t n,
                             bool outputs) {
         for (std::int32_t j = 0; j < n; ++j) {
             for (std::int32_t h = 0; h < heads; ++h) {
-                model.append(slot, h, call.keys().row(entry, h, j), call.values().row(entry, h, j),
+                model.append(seq, h, call.keys().row(entry, h, j), call.values().row(entry, h, j),
                              call.score[static_cast<std::size_t>((entry * heads + h) * call.length + j)]);
             }
         }
         for (std::int32_t hq = 0; outputs && n > 0 && hq < heads * group; ++hq) {
             const float* query = call.queries().row(entry, hq, n - 1);
             const auto wanted =
-                model.head[model.at(slot, hq / group)].attend({query, query + dim}, 1.0f / std::sqrt(8.0f));
+                model.head[model.at(seq, hq / group)].attend({query, query + dim}, 1.0f / std::sqrt(8.0f));
             for (std::int32_t c = 0; c < dim; ++c) {
                 const double off = std::abs(static_cast<double>(call.outputs().row(entry, hq, n - 1)[c]) -
                                             wanted.out[static_cast<std::size_t>(c)]);
@@ -121,37 +121,37 @@ void run(Bytes& in, const host& on, Bound& bound, Model& model) {
         }
     };
     for (std::int32_t operations = 0; !in.empty() && operations < 60; ++operations) {
-        const std::int32_t slot = in.below(slots), other = in.below(slots);
+        const std::int32_t seq = in.below(max_sequences), other = in.below(max_sequences);
         std::uint32_t status = 0;
         switch (in.below(10)) {
             case 0:
             case 1:
             case 2:
-            case 3: {  // steps or a chunk, of some slots
+            case 3: {  // steps or a chunk, of some sequences
                 const bool steps = in.flag();
-                std::int32_t named[slots] = {0, 1, 2}, n[slots], left[slots];
-                std::swap(named[0], named[slot]);
-                const std::int32_t count = 1 + in.below(slots);
+                std::int32_t named[max_sequences] = {0, 1, 2}, n[max_sequences], left[max_sequences];
+                std::swap(named[0], named[seq]);
+                const std::int32_t count = 1 + in.below(max_sequences);
                 std::int32_t longest_call = 0;
                 for (std::int32_t i = 0; i < count; ++i) {
-                    n[i] = in.below(steps ? 2 : most_tokens);
-                    if (model.length(named[i]) + n[i] > longest) {
+                    n[i] = in.below(steps ? 2 : max_tokens);
+                    if (model.length(named[i]) + n[i] > max_seq_len) {
                         n[i] = 0;
                     }
                     left[i] = n[i];
                     longest_call = std::max(longest_call, n[i]);
                 }
                 Tokens call(in, count, std::max(1, longest_call));
-                test::Workspace room(cache_workspace_bytes(on, ref, count, std::max(1, longest_call)));
+                test::Workspace workspace(cache_workspace_bytes(on, ref, count, std::max(1, longest_call)));
                 for (std::int32_t tries = 0; tries < 200; ++tries) {
-                    const Batch batch{.count = count, .slots = named, .q_len = left, .length = call.length};
-                    std::uint32_t found[slots] = {};
+                    const Batch batch{.count = count, .seq_ids = named, .q_len = left, .length = call.length};
+                    std::uint32_t found[max_sequences] = {};
                     if (steps) {
-                        step(on, ref, batch, call.queries(), call.keys(), call.values(), call.outputs(), room,
-                             found, call.extras());
+                        step(on, ref, batch, call.queries(), call.keys(), call.values(), call.outputs(),
+                             workspace, found, call.extras());
                     } else {
                         prefill(on, ref, batch, call.queries(), call.keys(), call.values(), call.outputs(),
-                                room, found, call.extras());
+                                workspace, found, call.extras());
                     }
                     bool again = false;
                     for (std::int32_t i = 0; i < count; ++i) {
@@ -175,41 +175,42 @@ void run(Bytes& in, const host& on, Bound& bound, Model& model) {
                         fuzz::check(false, "a cache of fixed size ran out of rows");
                     }
                 }
-                cache.advance(on, {.count = count, .slots = named, .q_len = n, .length = call.length});
+                cache.advance(on, {.count = count, .seq_ids = named, .q_len = n, .length = call.length});
                 break;
             }
             case 4: {  // propose
-                const std::int32_t n = 1 + in.below(proposals);
-                if (model.length(slot) + n > longest) {
+                const std::int32_t n = 1 + in.below(max_draft_tokens);
+                if (model.length(seq) + n > max_seq_len) {
                     break;
                 }
                 Tokens call(in, 1, n);
-                test::Workspace room(cache_workspace_bytes(on, ref, 1, n));
-                propose(on, ref, {.count = 1, .slots = &slot, .length = n}, call.queries(), call.keys(),
-                        call.values(), call.outputs(), room, call.extras());
+                test::Workspace workspace(cache_workspace_bytes(on, ref, 1, n));
+                append_draft(on, ref, {.count = 1, .seq_ids = &seq, .length = n}, call.queries(), call.keys(),
+                             call.values(), call.outputs(), workspace, call.extras());
                 Model copy = model;
                 std::swap(copy, model);
-                follow(call, 0, slot, n, true);
+                follow(call, 0, seq, n, true);
                 std::swap(copy, model);
-                if (proposed_slot >= 0 && proposed_slot != slot) {
-                    // One at a time is enough for the model: that slot's proposals are committed as nothing.
-                    commit(on, ref, {.count = 1, .slots = &proposed_slot, .length = 0}, room);
+                if (draft_seq >= 0 && draft_seq != seq) {
+                    // One at a time is enough for the model: that sequence's draft tokens are committed as nothing.
+                    accept(on, ref, {.count = 1, .seq_ids = &draft_seq, .length = 0}, workspace);
                 }
-                proposed.assign(1, call);
-                proposed_slot = slot;
-                proposed_count = n;
+                num_draft.assign(1, call);
+                draft_seq = seq;
+                num_draft_of = n;
                 break;
             }
             case 5: {  // commit, at times of more than was proposed
-                const std::int32_t n = in.below(proposals + 1);
-                const Batch batch{.count = 1, .slots = &slot, .length = n};
-                test::Workspace room(cache_workspace_bytes(on, ref, 1, proposals));
-                const bool valid = n == 0 || (slot == proposed_slot && n <= proposed_count);
+                const std::int32_t n = in.below(max_draft_tokens + 1);
+                const Batch batch{.count = 1, .seq_ids = &seq, .length = n};
+                test::Workspace workspace(cache_workspace_bytes(on, ref, 1, max_draft_tokens));
+                const bool valid = n == 0 || (seq == draft_seq && n <= num_draft_of);
                 for (std::int32_t tries = 0; tries < 200; ++tries) {
                     status = 0;
-                    const bool was_refused = fuzz::refused([&] { commit(on, ref, batch, room, &status); });
+                    const bool was_refused =
+                        fuzz::refused([&] { accept(on, ref, batch, workspace, &status); });
                     fuzz::check(was_refused != valid,
-                                "a commit of what was not proposed, or a refusal of what was");
+                                "a accept of what was not proposed, or a refusal of what was");
                     if (was_refused || status == 0) {
                         break;
                     }
@@ -219,26 +220,26 @@ void run(Bytes& in, const host& on, Bound& bound, Model& model) {
                 }
                 if (valid) {
                     if (n != 0) {
-                        follow(proposed[0], 0, slot, n, false);
+                        follow(num_draft[0], 0, seq, n, false);
                     }
                     cache.advance(on, batch);
-                    forget(slot);
+                    forget(seq);
                 }
                 break;
             }
             case 6: {  // fork
-                cache.fork(on, slot, other, &status);
-                if (status == 0 && slot != other) {
-                    model.copy(model, slot, other);
+                cache.fork(on, seq, other, &status);
+                if (status == 0 && seq != other) {
+                    model.copy(model, seq, other);
                     forget(other);
                 }
                 break;
             }
             case 7: {  // reorder
-                const std::int32_t count = in.below(slots + 1);
-                std::int32_t sources[slots];
+                const std::int32_t count = in.below(max_sequences + 1);
+                std::int32_t sources[max_sequences];
                 for (std::int32_t& one : sources) {
-                    one = in.below(slots);
+                    one = in.below(max_sequences);
                 }
                 cache.reorder(on, sources, count, &status);
                 if (status == 0) {
@@ -252,32 +253,32 @@ void run(Bytes& in, const host& on, Bound& bound, Model& model) {
             }
             case 8: {  // snapshot, or restore
                 if (saved.blob.empty() || in.flag()) {
-                    saved.blob.resize(cache.snapshot_bytes(slot));
-                    cache.snapshot(on, slot, saved.blob.data(), saved.blob.size());
-                    saved.head.assign(model.head.begin() + slot * heads,
-                                      model.head.begin() + (slot + 1) * heads);
-                    saved.scores.assign(model.scores.begin() + slot * heads,
-                                        model.scores.begin() + (slot + 1) * heads);
+                    saved.blob.resize(cache.snapshot_bytes(seq));
+                    cache.snapshot(on, seq, saved.blob.data(), saved.blob.size());
+                    saved.head.assign(model.head.begin() + seq * heads,
+                                      model.head.begin() + (seq + 1) * heads);
+                    saved.scores.assign(model.scores.begin() + seq * heads,
+                                        model.scores.begin() + (seq + 1) * heads);
                 } else {
-                    cache.restore(on, slot, saved.blob.data(), saved.blob.size(), &status);
+                    cache.restore(on, seq, saved.blob.data(), saved.blob.size(), &status);
                     if (status == 0) {
-                        std::copy(saved.head.begin(), saved.head.end(), model.head.begin() + slot * heads);
+                        std::copy(saved.head.begin(), saved.head.end(), model.head.begin() + seq * heads);
                         std::copy(saved.scores.begin(), saved.scores.end(),
-                                  model.scores.begin() + slot * heads);
-                        forget(slot);
+                                  model.scores.begin() + seq * heads);
+                        forget(seq);
                     }
                 }
                 break;
             }
             default: {
                 if (in.flag()) {
-                    cache.clear(on, slot);
-                    model.clear(slot);
-                    forget(slot);
+                    cache.clear(on, seq);
+                    model.clear(seq);
+                    forget(seq);
                 } else if constexpr (pooled) {
                     // A reserve changes nothing but who has the free pages.
-                    if (model.length(slot) + 5 <= longest &&
-                        cache.reserve(on, {.count = 1, .slots = &slot, .length = 5}) > 0 && in.flag()) {
+                    if (model.length(seq) + 5 <= max_seq_len &&
+                        cache.reserve(on, {.count = 1, .seq_ids = &seq, .length = 5}) > 0 && in.flag()) {
                         bound.add_slab(on);
                     }
                 }
@@ -287,10 +288,10 @@ void run(Bytes& in, const host& on, Bound& bound, Model& model) {
         same(cache, model);
     }
     if constexpr (pooled) {
-        for (std::int32_t slot = 0; slot < slots; ++slot) {
-            cache.clear(on, slot);
+        for (std::int32_t seq = 0; seq < max_sequences; ++seq) {
+            cache.clear(on, seq);
         }
-        fuzz::check(cache.free_pages() == cache.lent_pages(), "pages were lost");
+        fuzz::check(cache.free_pages() == cache.attached_pages(), "pages were lost");
     }
 }
 
@@ -311,19 +312,19 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
                    ThresholdGate<above>{static_cast<float>(in.below(5)) - 3.0f},
                    TopKBudget<>{per_head(budgets, 1, heads)},
                    Decay<dynamic>{gammas[in.below(3)], 1 + in.below(3)}};
-    const CacheShape shape{.slots = slots,
+    const CacheShape shape{.max_sequences = max_sequences,
                            .query_heads = heads * group,
                            .kv_heads = heads,
-                           .dim_k = dim,
-                           .dim_v = dim,
-                           .page_rows = 1 + in.below(5),
-                           .proposals = proposals};
+                           .head_dim_qk = dim,
+                           .head_dim_vo = dim,
+                           .page_size = 1 + in.below(5),
+                           .max_draft_tokens = max_draft_tokens};
     const position_t rebase = in.flag() ? 7 : rebase_limit;
-    Model model(policy, slots, heads, dim, rebase);
+    Model model(policy, max_sequences, heads, dim, rebase);
     if (pooled) {
         test::BoundDual<P, float> bound(
-            on, shape, {.slab_pages = 3 + in.below(20), .most_slabs = 2000, .longest = longest}, policy,
-            nullptr, rebase);
+            on, shape, {.slab_pages = 3 + in.below(20), .max_slabs = 2000, .max_seq_len = max_seq_len},
+            policy, nullptr, rebase);
         run(in, on, bound, model);
     } else {
         test::BoundCache<P, float> bound(on, shape, policy, nullptr, {}, rebase);

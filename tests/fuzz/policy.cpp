@@ -27,7 +27,7 @@ struct Values {
     std::vector<float> reals;
 };
 
-HeadValues<std::int32_t> integers(Bytes& in, std::vector<std::int32_t>& memory) {
+PerHead<std::int32_t> integers(Bytes& in, std::vector<std::int32_t>& memory) {
     if (in.below(4) != 0) {
         return in.parameter(40);
     }
@@ -37,7 +37,7 @@ HeadValues<std::int32_t> integers(Bytes& in, std::vector<std::int32_t>& memory) 
     }
     return {in.below(8) == 0 ? nullptr : memory.data(), in.below(most) - 1, in.below(most) - 1};
 }
-HeadValues<float> reals(Bytes& in, std::vector<float>& memory) {
+PerHead<float> reals(Bytes& in, std::vector<float>& memory) {
     if (in.below(4) != 0) {
         return in.number();
     }
@@ -51,14 +51,14 @@ HeadValues<float> reals(Bytes& in, std::vector<float>& memory) {
 CacheShape shape(Bytes& in) {
     CacheShape one{};
     one.layers = in.below(6) - 1;
-    one.slots = std::min(in.below(3) != 0 ? in.below(4) : in.parameter(4),
-                         1 << 16);  // an owner's memory grows with them
+    one.max_sequences = std::min(in.below(3) != 0 ? in.below(4) : in.parameter(4),
+                                 1 << 16);  // an owner's memory grows with them
     one.kv_heads = in.below(6) - 1;
     one.query_heads = in.below(3) != 0 ? one.kv_heads * (1 + in.below(3)) : in.parameter(8);
-    one.dim_k = in.below(3) != 0 ? 8 : in.parameter(255);
-    one.dim_v = in.below(3) != 0 ? 8 : in.parameter(255);
-    one.page_rows = in.below(2) != 0 ? 1 + in.below(8) : in.parameter(64);
-    one.proposals = in.below(2) != 0 ? in.below(4) : in.parameter(16);
+    one.head_dim_qk = in.below(3) != 0 ? 8 : in.parameter(255);
+    one.head_dim_vo = in.below(3) != 0 ? 8 : in.parameter(255);
+    one.page_size = in.below(2) != 0 ? 1 + in.below(8) : in.parameter(64);
+    one.max_draft_tokens = in.below(2) != 0 ? in.below(4) : in.parameter(16);
     return one;
 }
 
@@ -70,11 +70,13 @@ void use(const host& on, Cache& cache) {
     unsigned __int128 rows = 0;
     for (std::int32_t layer = 0; layer < made.layers; ++layer) {
         if constexpr (requires { cache.rows(layer); }) {
-            rows += static_cast<unsigned __int128>(cache.rows(layer)) * static_cast<unsigned>(made.slots);
+            rows +=
+                static_cast<unsigned __int128>(cache.rows(layer)) * static_cast<unsigned>(made.max_sequences);
         }
     }
     if (rows != 0) {
-        const unsigned __int128 bytes = rows * static_cast<unsigned>(made.dim_k + made.dim_v) * sizeof(float);
+        const unsigned __int128 bytes =
+            rows * static_cast<unsigned>(made.head_dim_qk + made.head_dim_vo) * sizeof(float);
         fuzz::check(bytes == cache.bytes().keys_and_values,
                     "bytes().keys_and_values are not those of the rows");
     }
@@ -83,7 +85,7 @@ void use(const host& on, Cache& cache) {
     }
     std::vector<unsigned char> memory(cache.bytes().total(), 0xa5);
     cache.bind(on, memory.data(), memory.size());
-    fuzz::check(cache.length(0) == 0 && cache.occupancy(0, 0, 0).rows() == 0, "a bound cache is not empty");
+    fuzz::check(cache.length(0) == 0 && cache.usage(0, 0, 0).size() == 0, "a bound cache is not empty");
     static_cast<void>(cache.fingerprint());
 }
 
@@ -105,14 +107,15 @@ void masks(Bytes& in, const host& on, const Capped& policy) {
     options.rebase_limit = in.flag() ? 16 : in.raw<position_t>();
     options.nan_ranks_last = in.flag();
     fuzz::refused([&] {
-        std::vector<unsigned char> room(build_mask_workspace_bytes(on, policy, sequences, heads, options));
+        std::vector<unsigned char> workspace(
+            build_mask_workspace_bytes(on, policy, sequences, heads, options));
         build_mask(on, policy, view_bhs<const float>(scores.data(), 1, heads, length), sequences,
-                   view_bhs(expiry.data(), 1, heads, length), {room.data(), room.size()}, options);
+                   view_bhs(expiry.data(), 1, heads, length), {workspace.data(), workspace.size()}, options);
         for (std::int32_t h = 0; h < heads; ++h) {
-            const HeadRule rule = policy.rule(options.layer, h);
+            const HeadParams head_params = policy.params(options.layer, h);
             for (std::int32_t t = 0; t < length; ++t) {
                 const std::int32_t end = sequences.cu_seqlens == nullptr || t >= edges[1] ? length : edges[1];
-                const std::int64_t least = std::min<std::int64_t>(end, std::int64_t{t} + rule.window);
+                const std::int64_t least = std::min<std::int64_t>(end, std::int64_t{t} + head_params.window);
                 fuzz::check(expiry[static_cast<std::size_t>(h * length + t)] >= least,
                             "a key left within its window");
             }

@@ -20,31 +20,36 @@ namespace {
 
 using Whole =
     Policy<Sink<2>, Window<4>, ThresholdGate<at_least>, TopKBudget<>, SnapKVEviction, QuestPages<2>>;
-constexpr std::int32_t dim = 8, heads = 2, longest = 60;
-constexpr CacheShape shape{
-    .layers = 2, .slots = 2, .query_heads = 4, .kv_heads = heads, .dim_k = dim, .dim_v = dim, .page_rows = 4};
+constexpr std::int32_t dim = 8, heads = 2, max_seq_len = 60;
+constexpr CacheShape shape{.layers = 2,
+                           .max_sequences = 2,
+                           .query_heads = 4,
+                           .kv_heads = heads,
+                           .head_dim_qk = dim,
+                           .head_dim_vo = dim,
+                           .page_size = 4};
 
-void feed(const host& on, test::BoundDual<Whole, float>& bound, std::int32_t slot, std::int32_t tokens) {
+void feed(const host& on, test::BoundDual<Whole, float>& bound, std::int32_t seq, std::int32_t tokens) {
     std::vector<float> x(static_cast<std::size_t>(4 * dim)), out(x.size());
     std::uint32_t status = 0;
-    for (std::int32_t t = 0; t < tokens && bound.cache.length(slot) < longest; ++t) {
+    for (std::int32_t t = 0; t < tokens && bound.cache.length(seq) < max_seq_len; ++t) {
         for (std::size_t i = 0; i < x.size(); ++i) {
             x[i] = static_cast<float>((t * 7 + static_cast<std::int32_t>(i) * 5) % 9 - 4);
         }
-        const Batch one{.count = 1, .slots = &slot};
+        const Batch one{.count = 1, .seq_ids = &seq};
         const float scores[heads] = {static_cast<float>(t % 5 - 1), static_cast<float>(t % 3 - 1)};
         for (std::int32_t layer = 0; layer < shape.layers; ++layer) {
-            const auto ref = bound.cache.ref(layer);
-            test::Workspace room(cache_workspace_bytes(on, ref, 1, 1));
+            const auto ref = bound.cache.layer(layer);
+            test::Workspace workspace(cache_workspace_bytes(on, ref, 1, 1));
             step<Whole, float>(on, ref, one, view_bhsd<const float>(x.data(), 1, 4, 1, dim),
                                view_bhsd<const float>(x.data(), 1, heads, 1, dim),
                                view_bhsd<const float>(x.data(), 1, heads, 1, dim),
-                               view_bhsd(out.data(), 1, 4, 1, dim), room, &status,
+                               view_bhsd(out.data(), 1, 4, 1, dim), workspace, &status,
                                {.scores = view_bhs(scores, 1, heads, 1)});
         }
         bound.cache.advance(on, one);
-        test::Workspace room(bound.cache.evict_workspace_bytes(on));
-        bound.cache.evict(on, one, room);
+        test::Workspace workspace(bound.cache.evict_workspace_bytes(on));
+        bound.cache.evict(on, one, workspace);
     }
     fuzz::check(status == 0, "the pool is large enough");
 }
@@ -62,7 +67,7 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
                               QuestPages<2>{3}};
     static test::BoundDual<Whole, float>* const bound = [] {
         auto* made = new test::BoundDual<Whole, float>(
-            on, shape, {.slab_pages = 200, .most_slabs = 1, .longest = longest}, policy);
+            on, shape, {.slab_pages = 200, .max_slabs = 1, .max_seq_len = max_seq_len}, policy);
         made->add_slab(on);
         return made;
     }();
@@ -105,22 +110,22 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
             host_backend::checksum_of(header, reinterpret_cast<const std::byte*>(blob.data()), blob.size());
         std::memcpy(blob.data(), &header, sizeof header);
     }
-    const auto before = test::content_of(bound->cache.ref(0), target),
-               also = test::content_of(bound->cache.ref(1), target);
+    const auto before = test::content_of(bound->cache.layer(0), target),
+               also = test::content_of(bound->cache.layer(1), target);
     std::uint32_t status = 0;
     if (fuzz::refused([&] { bound->cache.restore(on, target, blob.data(), blob.size(), &status); })) {
         fuzz::check(blob != good, "a good snapshot was refused");
-        fuzz::check(test::content_of(bound->cache.ref(0), target) == before &&
-                        test::content_of(bound->cache.ref(1), target) == also,
-                    "a refused restore changed the slot");
+        fuzz::check(test::content_of(bound->cache.layer(0), target) == before &&
+                        test::content_of(bound->cache.layer(1), target) == also,
+                    "a refused restore changed the sequence");
     } else {
         std::vector<unsigned char> again(bound->cache.snapshot_bytes(target));
         bound->cache.snapshot(on, target, again.data(), again.size());
-        fuzz::check(again == blob, "a restored slot is another");
+        fuzz::check(again == blob, "a restored sequence is another");
     }
     feed(on, *bound, target, 12);
     bound->cache.clear(on, source);
     bound->cache.clear(on, target);
-    fuzz::check(bound->cache.free_pages() == bound->cache.lent_pages(), "pages were lost");
+    fuzz::check(bound->cache.free_pages() == bound->cache.attached_pages(), "pages were lost");
     return 0;
 }

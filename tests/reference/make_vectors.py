@@ -85,7 +85,7 @@ def score_patterns(random):
         "uniform": random.uniform(-3.0, 3.0, LONGEST),
         "few values": random.choice([-1.0, 0.0, 0.5, 1.0], LONGEST),
         "threshold edge": random.choice(edge, LONGEST),
-        # 2^53 and above: a decay of a few units is rounded away or to an even neighbour, so priorities tie.
+        # 2^53 and above: a decay of a few units is rounded away or to an even neighbor, so priorities tie.
         "huge equal": np.full(LONGEST, 2.0**53),
         "huge few": random.choice([2.0**53, 2.0**54, 2.0**53 + 2.0**30, -(2.0**53)], LONGEST),
         "huge spread": random.choice(spread, LONGEST),

@@ -21,7 +21,7 @@ struct BaselineCase {
     enum : std::int32_t { h2o, tova, snapkv };
     std::int32_t seed, kind, kv_heads, group, length, dim, budget, window, prompt, chunk, pool;
     bool pool_max, group_max, whole_layer, flat;
-    kvpolicy::Attention attention;
+    kvpolicy::AttentionParams attention;
     std::vector<std::int32_t> expiry;  // [kv_heads, length], clamped to length
     std::vector<double> mass, sparse_mass;
 

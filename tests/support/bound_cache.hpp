@@ -31,7 +31,8 @@ struct BoundCache {
     std::vector<unsigned char> memory;
 
     BoundCache(const kvpolicy::host& on, const kvpolicy::CacheShape& shape, const P& policy = P{},
-               const typename P::scorer_type* scorers = nullptr, const kvpolicy::Attention& attention = {},
+               const typename P::scorer_type* scorers = nullptr,
+               const kvpolicy::AttentionParams& attention = {},
                kvpolicy::position_t rebase_limit = kvpolicy::rebase_limit)
         : cache(shape, policy, scorers, attention), memory(cache.bytes().total(), poison) {
         cache.rebase_limit(rebase_limit);
@@ -39,34 +40,34 @@ struct BoundCache {
     }
     BoundCache(const BoundCache&) = delete;
 
-    [[nodiscard]] std::vector<kvpolicy::position_t> positions(std::int32_t layer, std::int32_t slot,
+    [[nodiscard]] std::vector<kvpolicy::position_t> positions(std::int32_t layer, std::int32_t seq,
                                                               std::int32_t head) const {
         std::vector<kvpolicy::position_t> held(
-            static_cast<std::size_t>(cache.occupancy(layer, slot, head).rows()));
-        cache.retained(layer, slot, head, held.data());
+            static_cast<std::size_t>(cache.usage(layer, seq, head).size()));
+        cache.retained(layer, seq, head, held.data());
         return held;
     }
     /// The positions held, oldest first.
-    [[nodiscard]] std::vector<kvpolicy::position_t> sorted(std::int32_t layer, std::int32_t slot,
+    [[nodiscard]] std::vector<kvpolicy::position_t> sorted(std::int32_t layer, std::int32_t seq,
                                                            std::int32_t head) const {
-        std::vector<kvpolicy::position_t> held = positions(layer, slot, head);
+        std::vector<kvpolicy::position_t> held = positions(layer, seq, head);
         std::sort(held.begin(), held.end());
         return held;
     }
 
-    /// What belongs to one slot of one layer: keys, values, positions, scores, counts, state. Byte for byte.
-    [[nodiscard]] std::vector<unsigned char> slot_bytes(std::int32_t layer, std::int32_t slot) const {
-        const auto ref = cache.ref(layer);
+    /// What belongs to one sequence of one layer: keys, values, positions, scores, counts, state. Byte for byte.
+    [[nodiscard]] std::vector<unsigned char> slot_bytes(std::int32_t layer, std::int32_t seq) const {
+        const auto ref = cache.layer(layer);
         std::vector<unsigned char> bytes;
         const auto add = [&](const auto* data, std::int64_t each) {
-            const auto* from = reinterpret_cast<const unsigned char*>(data + slot * each);
+            const auto* from = reinterpret_cast<const unsigned char*>(data + seq * each);
             bytes.insert(bytes.end(), from, from + static_cast<std::size_t>(each) * sizeof *data);
         };
-        add(ref.k, ref.rows * ref.dim_k);
-        add(ref.v, ref.rows * ref.dim_v);
+        add(ref.k, ref.rows * ref.head_dim_qk);
+        add(ref.v, ref.rows * ref.head_dim_vo);
         add(ref.position, ref.rows);
         add(ref.score, ref.rows);
-        add(ref.kept, ref.kv_heads);
+        add(ref.num_long_range, ref.kv_heads);
         add(ref.victim, ref.kv_heads);
         add(ref.state, ref.kv_heads * ref.state_size);
         add(ref.length, 1);
@@ -74,24 +75,24 @@ struct BoundCache {
     }
     /// The same without what differs between stepping and chunks, or means nothing: rows that are not in use, and the
     /// remembered victim.
-    [[nodiscard]] std::vector<unsigned char> content(std::int32_t layer, std::int32_t slot) const {
-        const auto ref = cache.ref(layer);
+    [[nodiscard]] std::vector<unsigned char> content(std::int32_t layer, std::int32_t seq) const {
+        const auto ref = cache.layer(layer);
         std::vector<unsigned char> bytes;
         const auto add = [&](const auto* data, std::int64_t first, std::int64_t count) {
             const auto* from = reinterpret_cast<const unsigned char*>(data + first);
             bytes.insert(bytes.end(), from, from + static_cast<std::size_t>(count) * sizeof *data);
         };
         for (std::int32_t head = 0; head < ref.kv_heads; ++head) {
-            const std::int64_t first = ref.first_row(slot, head);
-            const std::int64_t used = ref.used(slot, head);
-            add(ref.k, first * ref.dim_k, used * ref.dim_k);
-            add(ref.v, first * ref.dim_v, used * ref.dim_v);
+            const std::int64_t first = ref.first_row(seq, head);
+            const std::int64_t used = ref.used(seq, head);
+            add(ref.k, first * ref.head_dim_qk, used * ref.head_dim_qk);
+            add(ref.v, first * ref.head_dim_vo, used * ref.head_dim_vo);
             add(ref.position, first, used);
             add(ref.score, first, used);
         }
-        add(ref.kept, std::int64_t{slot} * ref.kv_heads, ref.kv_heads);
-        add(ref.state, std::int64_t{slot} * ref.kv_heads * ref.state_size, ref.kv_heads * ref.state_size);
-        add(ref.length, slot, 1);
+        add(ref.num_long_range, std::int64_t{seq} * ref.kv_heads, ref.kv_heads);
+        add(ref.state, std::int64_t{seq} * ref.kv_heads * ref.state_size, ref.kv_heads * ref.state_size);
+        add(ref.length, seq, 1);
         return bytes;
     }
 };
@@ -101,12 +102,12 @@ template <class P, class T, class Bound>
 void call(const kvpolicy::host& on, const Bound& under_test, std::int32_t layer, const kvpolicy::Batch& batch,
           kvpolicy::rows_view<const T> q, kvpolicy::rows_view<const T> k, kvpolicy::rows_view<const T> v,
           kvpolicy::rows_view<T> out, const kvpolicy::CacheExtras& extras, bool steps) {
-    const auto ref = under_test.cache.ref(layer);
-    std::int32_t longest = 1;
+    const auto ref = under_test.cache.layer(layer);
+    std::int32_t max_seq_len = 1;
     for (std::int32_t i = 0; i < batch.count; ++i) {
-        longest = std::max(longest, batch.tokens(i));
+        max_seq_len = std::max(max_seq_len, batch.tokens(i));
     }
-    Workspace workspace(kvpolicy::cache_workspace_bytes(on, ref, batch.count, longest));
+    Workspace workspace(kvpolicy::cache_workspace_bytes(on, ref, batch.count, max_seq_len));
     if (steps) {
         kvpolicy::step(on, ref, batch, q, k, v, out, workspace, nullptr, wanted_by<P>(extras));
     } else {

@@ -1,4 +1,4 @@
-// A DualCache with the memory that it is bound to and the slabs that it was lent: exactly as much as it asks for, poisoned.
+// A DualCache with the memory that it is bound to and the slabs that it was given: exactly as much as it asks for, poisoned.
 #pragma once
 
 #include <kvpolicy/caches/dual.hpp>
@@ -22,7 +22,7 @@ struct BoundDual {
     BoundDual(const kvpolicy::host& on, const kvpolicy::CacheShape& shape, const kvpolicy::PoolShape& pool,
               const P& policy = P{}, const typename P::scorer_type* scorers = nullptr,
               kvpolicy::position_t rebase_limit = kvpolicy::rebase_limit,
-              const kvpolicy::Attention& attention = {})
+              const kvpolicy::AttentionParams& attention = {})
         : cache(shape, pool, policy, scorers, attention), memory(cache.bytes().total(), poison) {
         cache.rebase_limit(rebase_limit);
         cache.bind(on, memory.data(), memory.size());
@@ -39,7 +39,7 @@ struct BoundDual {
         }
     }
 
-    /// All memory that was lent, byte for byte.
+    /// All memory that was attached, byte for byte.
     [[nodiscard]] std::vector<unsigned char> everything() const {
         std::vector<unsigned char> bytes = memory;
         for (const auto& slab : slabs) {
@@ -47,41 +47,41 @@ struct BoundDual {
         }
         return bytes;
     }
-    [[nodiscard]] std::vector<kvpolicy::position_t> sorted(std::int32_t layer, std::int32_t slot,
+    [[nodiscard]] std::vector<kvpolicy::position_t> sorted(std::int32_t layer, std::int32_t seq,
                                                            std::int32_t head) const {
         std::vector<kvpolicy::position_t> held(
-            static_cast<std::size_t>(cache.occupancy(layer, slot, head).rows()));
-        cache.retained(layer, slot, head, held.data());
+            static_cast<std::size_t>(cache.usage(layer, seq, head).size()));
+        cache.retained(layer, seq, head, held.data());
         std::sort(held.begin(), held.end());
         return held;
     }
 };
 
-/// What one slot of one layer holds, row by row, wherever the rows lie; for caches of any kind. With a selection's bounds behind a head's
+/// What one sequence of one layer holds, row by row, wherever the rows lie; for caches of any kind. With a selection's bounds behind a head's
 /// rows where `bounds` says so.
 template <class Ref>
-std::vector<unsigned char> content_of(const Ref& ref, std::int32_t slot, bool bounds = false) {
+std::vector<unsigned char> content_of(const Ref& ref, std::int32_t seq, bool bounds = false) {
     std::vector<unsigned char> bytes;
     const auto add = [&](const auto* data, std::int64_t count) {
         const auto* from = reinterpret_cast<const unsigned char*>(data);
         bytes.insert(bytes.end(), from, from + static_cast<std::size_t>(count) * sizeof *data);
     };
     for (std::int32_t head = 0; head < ref.kv_heads; ++head) {
-        const auto rows = ref.head_rows(slot, head);
-        for (std::int32_t r = 0; r < ref.used(slot, head); ++r) {
-            add(rows.k(r), ref.dim_k);
-            add(rows.v(r), ref.dim_v);
+        const auto rows = ref.head_rows(seq, head);
+        for (std::int32_t r = 0; r < ref.used(seq, head); ++r) {
+            add(rows.k(r), ref.head_dim_qk);
+            add(rows.v(r), ref.head_dim_vo);
             add(&rows.position(r), 1);
             add(&rows.score(r), 1);
         }
-        const std::int32_t size = ref.selection.page_rows();
-        for (std::int32_t page = 0; bounds && page * size < ref.used(slot, head); ++page) {
-            add(rows.bounds(page), 2 * std::int64_t{ref.dim_k});
+        const std::int32_t size = ref.selection.page_size();
+        for (std::int32_t page = 0; bounds && page * size < ref.used(seq, head); ++page) {
+            add(rows.bounds(page), 2 * std::int64_t{ref.head_dim_qk});
         }
     }
-    add(ref.kept + std::int64_t{slot} * ref.kv_heads, ref.kv_heads);
-    add(ref.state + std::int64_t{slot} * ref.kv_heads * ref.state_size, ref.kv_heads * ref.state_size);
-    add(ref.length + slot, 1);
+    add(ref.num_long_range + std::int64_t{seq} * ref.kv_heads, ref.kv_heads);
+    add(ref.state + std::int64_t{seq} * ref.kv_heads * ref.state_size, ref.kv_heads * ref.state_size);
+    add(ref.length + seq, 1);
     return bytes;
 }
 
@@ -91,11 +91,11 @@ void call_ref(const kvpolicy::host& on, const Ref& ref, const kvpolicy::Batch& b
               kvpolicy::rows_view<const T> q, kvpolicy::rows_view<const T> k, kvpolicy::rows_view<const T> v,
               kvpolicy::rows_view<T> out, const kvpolicy::CacheExtras& extras, bool steps,
               std::uint32_t* status = nullptr) {
-    std::int32_t longest = 1;
+    std::int32_t max_seq_len = 1;
     for (std::int32_t i = 0; i < batch.count; ++i) {
-        longest = std::max(longest, batch.tokens(i));
+        max_seq_len = std::max(max_seq_len, batch.tokens(i));
     }
-    Workspace workspace(kvpolicy::cache_workspace_bytes(on, ref, batch.count, longest));
+    Workspace workspace(kvpolicy::cache_workspace_bytes(on, ref, batch.count, max_seq_len));
     if (steps) {
         kvpolicy::step<P, T>(on, ref, batch, q, k, v, out, workspace, status, wanted_by<P>(extras));
     } else {

@@ -40,14 +40,14 @@ struct AttentionResult {
 };
 
 /// What ranks a key: design, section 2, "Ranking".
-inline double reference_rank(const kvpolicy::HeadRule& rule, float score, kvpolicy::position_t t,
+inline double reference_rank(const kvpolicy::HeadParams& head_params, float score, kvpolicy::position_t t,
                              kvpolicy::position_t q, kvpolicy::position_t rebase_limit) {
-    const double slope = rule.log_gamma;
-    if (rule.decay_step == 1) {
+    const double slope = head_params.log_gamma;
+    if (head_params.decay_step == 1) {
         const kvpolicy::position_t base = q / rebase_limit * rebase_limit;
         return double(score) - double(t - base) * slope;
     }
-    const kvpolicy::position_t periods = (q - t) / rule.decay_step;
+    const kvpolicy::position_t periods = (q - t) / head_params.decay_step;
     return double(score) + double(periods) * slope;
 }
 
@@ -60,7 +60,7 @@ class NaiveHead {
         bool long_range;  // has left the window and holds a place
     };
 
-    kvpolicy::HeadRule rule;
+    kvpolicy::HeadParams head_params;
     std::function<bool(float)> open = [](float) { return true; };
     kvpolicy::position_t rebase_limit = kvpolicy::rebase_limit;
     kvpolicy::position_t length = 0;
@@ -102,7 +102,7 @@ class NaiveHead {
                 mass[j] += of_group[j];
             }
         }
-        // The worst first: the lowest among neighbours, of equal ones the newer.
+        // The worst first: the lowest among neighbors, of equal ones the newer.
         std::vector<std::pair<double, kvpolicy::position_t>> candidates;
         const auto reach = static_cast<std::ptrdiff_t>(part.pool / 2),
                    last = static_cast<std::ptrdiff_t>(n) - 1;
@@ -131,14 +131,14 @@ class NaiveHead {
                 const std::function<float(kvpolicy::position_t)>& score_of) {
         const kvpolicy::position_t q = length++;
         rows.push_back({q, std::move(key), std::move(value), 0.0f, false});
-        const kvpolicy::position_t u = q - rule.window;
-        if (u >= rule.sinks) {
+        const kvpolicy::position_t u = q - head_params.window;
+        if (u >= head_params.sinks) {
             leave(u, q, score_of);
         }
     }
 
     [[nodiscard]] AttentionResult attend(const std::vector<double>& query, double scale,
-                                         double softcap = 0.0) const {
+                                         double logits_soft_cap = 0.0) const {
         AttentionResult result;
         if (rows.empty()) {
             return result;
@@ -151,8 +151,8 @@ class NaiveHead {
                 dot += query[d] * row.k[d];
             }
             double logit = scale * dot;
-            if (softcap > 0.0) {
-                logit = softcap * std::tanh(logit / softcap);
+            if (logits_soft_cap > 0.0) {
+                logit = logits_soft_cap * std::tanh(logit / logits_soft_cap);
             }
             logits.push_back(logit);
             top = std::max(top, logit);
@@ -189,13 +189,13 @@ class NaiveHead {
         const iterator leaver =
             std::find_if(rows.begin(), rows.end(), [&](const Row& r) { return r.position == u; });
         const float score = score_of(u);
-        if (rule.budget == 0 || !open(score)) {
+        if (head_params.budget == 0 || !open(score)) {
             rows.erase(leaver);
             return;
         }
         leaver->score = score;
         leaver->long_range = true;
-        // All places and the newcomer compete; whoever is worst goes once there are more than k of them.
+        // All places and the candidate compete; whoever is worst goes once there are more than k of them.
         std::int32_t kept = 0;
         iterator worst = leaver;
         for (iterator row = rows.begin(); row != rows.end(); ++row) {
@@ -203,13 +203,13 @@ class NaiveHead {
                 continue;
             }
             ++kept;
-            const double mine = reference_rank(rule, row->score, row->position, q, rebase_limit);
-            const double least = reference_rank(rule, worst->score, worst->position, q, rebase_limit);
+            const double mine = reference_rank(head_params, row->score, row->position, q, rebase_limit);
+            const double least = reference_rank(head_params, worst->score, worst->position, q, rebase_limit);
             if (mine < least || (mine == least && row->position > worst->position)) {
                 worst = row;
             }
         }
-        if (kept > rule.budget) {
+        if (kept > head_params.budget) {
             rows.erase(worst);
         }
     }

@@ -1,9 +1,9 @@
 // Caches of observed policies under test: what they are fed, and how.
 #pragma once
 
+#include "baseline_cases.hpp"
 #include "bound_cache.hpp"
 #include "bound_dual.hpp"
-#include "baseline_cases.hpp"
 
 #include <algorithm>
 
@@ -18,16 +18,16 @@ Tensor<T> tensor(const BaselineCase& one, std::uint64_t array) {
     return made;
 }
 
-inline CacheShape shape_of(const BaselineCase& one, std::int32_t slots = 1) {
-    return {.slots = slots,
+inline CacheShape shape_of(const BaselineCase& one, std::int32_t max_sequences = 1) {
+    return {.max_sequences = max_sequences,
             .query_heads = one.heads(),
             .kv_heads = one.kv_heads,
-            .dim_k = one.dim,
-            .dim_v = one.dim,
-            .page_rows = 4};
+            .head_dim_qk = one.dim,
+            .head_dim_vo = one.dim,
+            .page_size = 4};
 }
 
-inline constexpr PoolShape pool{.slab_pages = 3, .most_slabs = 400, .longest = 200};
+inline constexpr PoolShape pool{.slab_pages = 3, .max_slabs = 400, .max_seq_len = 200};
 
 inline BaselineCase random_case(std::int32_t seed, std::int32_t kv_heads, std::int32_t group,
                                 std::int32_t length) {
@@ -36,20 +36,20 @@ inline BaselineCase random_case(std::int32_t seed, std::int32_t kv_heads, std::i
     return one;
 }
 
-/// Tokens [from, to) of `one` into slot `slot`.
+/// Tokens [from, to) of `one` into sequence `seq`.
 template <class P, class Bound>
-Tensor<float> feed(const host& on, const BaselineCase& one, Bound& bound, std::int32_t slot,
-                   std::int32_t from, std::int32_t to, bool steps) {
+Tensor<float> feed(const host& on, const BaselineCase& one, Bound& bound, std::int32_t seq, std::int32_t from,
+                   std::int32_t to, bool steps) {
     constexpr bool pooled = requires { bound.reserve(on, Batch{}); };
     const Tensor<float> q = tensor<float>(one, 0), k = tensor<float>(one, 1), v = tensor<float>(one, 2);
     Tensor<float> out(1, one.heads(), one.length, one.dim);
     for (std::int32_t at = from; at < to;) {
         const std::int32_t count = steps ? 1 : to - from;
-        const Batch batch{.count = 1, .slots = &slot, .length = count};
+        const Batch batch{.count = 1, .seq_ids = &seq, .length = count};
         if constexpr (pooled) {
             bound.reserve(on, batch);
         }
-        call_ref<P, float>(on, bound.cache.ref(0), batch, q.tokens(at, count), k.tokens(at, count),
+        call_ref<P, float>(on, bound.cache.layer(0), batch, q.tokens(at, count), k.tokens(at, count),
                            v.tokens(at, count), out.tokens(at, count), {}, steps);
         bound.cache.advance(on, batch);
         at += count;
@@ -58,8 +58,8 @@ Tensor<float> feed(const host& on, const BaselineCase& one, Bound& bound, std::i
 }
 
 template <class Bound>
-std::vector<unsigned char> content(const Bound& bound, std::int32_t slot) {
-    return content_of(bound.cache.ref(0), slot);
+std::vector<unsigned char> content(const Bound& bound, std::int32_t seq) {
+    return content_of(bound.cache.layer(0), seq);
 }
 
 }  // namespace test

@@ -31,56 +31,57 @@ template <class P, class T>
 class Shadow {
   public:
     Shadow(const P& policy, const kvpolicy::CacheShape& shape, std::int32_t layer = 0,
-           kvpolicy::Attention attention = {}, kvpolicy::position_t rebase_limit = kvpolicy::rebase_limit)
+           kvpolicy::AttentionParams attention = {},
+           kvpolicy::position_t rebase_limit = kvpolicy::rebase_limit)
         : heads_(shape.kv_heads),
           group_(shape.query_heads / shape.kv_heads),
-          dim_k_(shape.dim_k),
-          dim_v_(shape.dim_v) {
+          head_dim_qk_(shape.head_dim_qk),
+          head_dim_vo_(shape.head_dim_vo) {
         // The scale is an fp32 number, for double storage too.
-        scale_ =
-            attention.scale != 0.0f ? attention.scale : 1.0f / std::sqrt(static_cast<float>(shape.dim_k));
-        softcap_ = attention.softcap;
-        for (std::int32_t slot = 0; slot < shape.slots; ++slot) {
+        scale_ = attention.sm_scale != 0.0f ? attention.sm_scale
+                                            : 1.0f / std::sqrt(static_cast<float>(shape.head_dim_qk));
+        logits_soft_cap_ = attention.logits_soft_cap;
+        for (std::int32_t seq = 0; seq < shape.max_sequences; ++seq) {
             for (std::int32_t h = 0; h < heads_; ++h) {
                 NaiveHead one;
-                one.rule = policy.rule(layer, h);
+                one.head_params = policy.params(layer, h);
                 one.rebase_limit = rebase_limit;
                 const auto gate = policy.gate();
-                const kvpolicy::HeadRule rule = one.rule;
-                one.open = [gate, rule](float score) { return gate.open(score, rule); };
+                const kvpolicy::HeadParams head_params = one.head_params;
+                one.open = [gate, head_params](float score) { return gate.open(score, head_params); };
                 all_.push_back(one);
             }
         }
         scores_.resize(all_.size());
     }
 
-    [[nodiscard]] std::size_t index(std::int32_t slot, std::int32_t h) const {
-        return static_cast<std::size_t>(slot) * static_cast<std::size_t>(heads_) +
-               static_cast<std::size_t>(h);
+    [[nodiscard]] std::size_t index(std::int32_t seq, std::int32_t h) const {
+        return static_cast<std::size_t>(seq) * static_cast<std::size_t>(heads_) + static_cast<std::size_t>(h);
     }
-    NaiveHead& head(std::int32_t slot, std::int32_t h) { return all_[index(slot, h)]; }
+    NaiveHead& head(std::int32_t seq, std::int32_t h) { return all_[index(seq, h)]; }
 
-    void clear(std::int32_t slot) {
+    void clear(std::int32_t seq) {
         for (std::int32_t h = 0; h < heads_; ++h) {
-            head(slot, h).rows.clear();
-            head(slot, h).length = 0;
-            scores_[index(slot, h)].clear();
+            head(seq, h).rows.clear();
+            head(seq, h).length = 0;
+            scores_[index(seq, h)].clear();
         }
     }
 
-    /// Appends token j of entry i to a slot. `scores` may be empty (then every score is 0).
-    void append(std::int32_t slot, std::int32_t i, std::int32_t j, kvpolicy::rows_view<const T> k,
+    /// Appends token j of entry i to a sequence. `scores` may be empty (then every score is 0).
+    void append(std::int32_t seq, std::int32_t i, std::int32_t j, kvpolicy::rows_view<const T> k,
                 kvpolicy::rows_view<const T> v, kvpolicy::plane_view<const float> scores) {
         for (std::int32_t h = 0; h < heads_; ++h) {
-            std::vector<float>& known = scores_[index(slot, h)];
+            std::vector<float>& known = scores_[index(seq, h)];
             known.push_back(scores ? scores.head(i, h)[j] : 0.0f);
-            head(slot, h).append(real_row(k.row(i, h, j), dim_k_), real_row(v.row(i, h, j), dim_v_),
-                                 [&](kvpolicy::position_t t) { return known[static_cast<std::size_t>(t)]; });
+            head(seq, h).append(real_row(k.row(i, h, j), head_dim_qk_),
+                                real_row(v.row(i, h, j), head_dim_vo_),
+                                [&](kvpolicy::position_t t) { return known[static_cast<std::size_t>(t)]; });
         }
     }
 
     /// How far the outputs of token j of entry i are off, in units of what is allowed; and the log-sum-exps, if given.
-    double off(std::int32_t slot, std::int32_t i, std::int32_t j, kvpolicy::rows_view<const T> q,
+    double off(std::int32_t seq, std::int32_t i, std::int32_t j, kvpolicy::rows_view<const T> q,
                kvpolicy::rows_view<const T> out, kvpolicy::plane_view<const float> lse = {}) {
         double worst = 0.0;
         const auto note = [&](double got, double wanted, double allowed) {
@@ -88,9 +89,10 @@ class Shadow {
             worst = ratio <= worst ? worst : ratio == ratio ? ratio : std::numeric_limits<double>::infinity();
         };
         for (std::int32_t hq = 0; hq < heads_ * group_; ++hq) {
-            const NaiveHead& mine = head(slot, hq / group_);
-            const AttentionResult wanted = mine.attend(real_row(q.row(i, hq, j), dim_k_), scale_, softcap_);
-            for (std::int32_t c = 0; c < dim_v_; ++c) {
+            const NaiveHead& mine = head(seq, hq / group_);
+            const AttentionResult wanted =
+                mine.attend(real_row(q.row(i, hq, j), head_dim_qk_), scale_, logits_soft_cap_);
+            for (std::int32_t c = 0; c < head_dim_vo_; ++c) {
                 const double value = wanted.out.empty() ? 0.0 : wanted.out[static_cast<std::size_t>(c)];
                 note(real(out.row(i, hq, j)[c]), value, compute_error<T> + storage_unit<T> * std::abs(value));
             }
@@ -102,9 +104,9 @@ class Shadow {
     }
 
     /// Whether the cache holds the positions that it must.
-    bool same_sets(const BoundCache<P, T>& under_test, std::int32_t layer, std::int32_t slot) {
+    bool same_sets(const BoundCache<P, T>& under_test, std::int32_t layer, std::int32_t seq) {
         for (std::int32_t h = 0; h < heads_; ++h) {
-            if (under_test.sorted(layer, slot, h) != head(slot, h).positions()) {
+            if (under_test.sorted(layer, seq, h) != head(seq, h).positions()) {
                 return false;
             }
         }
@@ -112,24 +114,26 @@ class Shadow {
     }
 
   private:
-    std::int32_t heads_, group_, dim_k_, dim_v_;
-    double scale_, softcap_;
+    std::int32_t heads_, group_, head_dim_qk_, head_dim_vo_;
+    double scale_, logits_soft_cap_;
     std::vector<NaiveHead> all_;
     std::vector<std::vector<float>> scores_;
 };
 
-/// Runs `length` random tokens through a cache of one slot, cut into chunks by `sizes` (chunks_of; one token goes
+/// Runs `length` random tokens through a cache of one sequence, cut into chunks by `sizes` (chunks_of; one token goes
 /// through step where `steps`), beside its shadow. Returns the worst error in units of what is allowed; infinity where
 /// the sets differ.
 template <class T, class P>
 double run_beside_shadow(const kvpolicy::host& on, const P& policy, kvpolicy::CacheShape shape,
                          std::int32_t length, const std::vector<std::int32_t>& sizes, bool steps,
-                         std::uint32_t seed, const kvpolicy::Attention& attention = {},
+                         std::uint32_t seed, const kvpolicy::AttentionParams& attention = {},
                          kvpolicy::position_t rebase_limit = kvpolicy::rebase_limit) {
     std::mt19937 generator(seed);
-    shape.slots = 1;
-    Tensor<T> q(1, shape.query_heads, length, shape.dim_k), k(1, shape.kv_heads, length, shape.dim_k);
-    Tensor<T> v(1, shape.kv_heads, length, shape.dim_v), out(1, shape.query_heads, length, shape.dim_v);
+    shape.max_sequences = 1;
+    Tensor<T> q(1, shape.query_heads, length, shape.head_dim_qk),
+        k(1, shape.kv_heads, length, shape.head_dim_qk);
+    Tensor<T> v(1, shape.kv_heads, length, shape.head_dim_vo),
+        out(1, shape.query_heads, length, shape.head_dim_vo);
     q.fill_normal(generator);
     k.fill_normal(generator);
     v.fill_normal(generator);

@@ -94,18 +94,18 @@ DeviceCache make_device_random(const DeviceSetting& setting, const DeviceBudget&
 }
 
 DeviceCache make_device_given(const DeviceSetting& setting, const DeviceBudget& budget,
-                              std::span<const float> scores, std::int64_t longest) {
+                              std::span<const float> scores, std::int64_t max_seq_len) {
     const std::int64_t heads = std::int64_t{setting.config.layers} * setting.config.kv_heads;
-    if (longest < 0 || static_cast<std::int64_t>(scores.size()) != heads * longest) {
+    if (max_seq_len < 0 || static_cast<std::int64_t>(scores.size()) != heads * max_seq_len) {
         throw std::invalid_argument("scores: " + std::to_string(scores.size()) +
                                     " numbers are not allowed; they must be one for each of " +
                                     std::to_string(heads) + " KV heads of all layers and each of " +
-                                    std::to_string(longest) + " tokens");
+                                    std::to_string(max_seq_len) + " tokens");
     }
     std::vector<llama::DeviceArray<float>> kept;
     const float* const on_device = kept.emplace_back(scores).data();
     return make_ranked(setting, budget, 0.0f,
-                       {.kind = ScoreSource::Kind::given, .scores = on_device, .longest = longest},
+                       {.kind = ScoreSource::Kind::given, .scores = on_device, .max_seq_len = max_seq_len},
                        std::move(kept));
 }
 
@@ -128,7 +128,7 @@ DeviceCache make_device_trained(const DeviceSetting& setting, const DeviceBudget
     }
     if (trained.spec.delay == 0) {
         throw std::invalid_argument(
-            "scorers: an mLSTM that is read on arrival is not allowed on a card; it must be an MLP, or an "
+            "scorers: an mLSTM that is read on arrival is not allowed on a GPU; it must be an MLP, or an "
             "mLSTM "
             "with a delayed read");
     }

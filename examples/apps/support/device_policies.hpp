@@ -1,4 +1,4 @@
-// Caches on a CUDA card for the policies that the example programs offer by name. Plain C++: the kernels are in
+// Caches on a CUDA GPU for the policies that the example programs offer by name. Plain C++: the kernels are in
 // device_policies.cu.
 #pragma once
 
@@ -17,7 +17,7 @@ struct CUstream_st;
 
 namespace examples {
 
-/// What a cache on a card is made for.
+/// What a cache on a GPU is made for.
 struct DeviceSetting {
     CUstream_st* stream = nullptr;
     const llama::Config& config;  ///< must outlive the cache
@@ -38,16 +38,16 @@ DeviceCache make_device_window(const DeviceSetting& setting, const DeviceBudget&
 DeviceCache make_device_keynorm(const DeviceSetting& setting, const DeviceBudget& budget, float log_gamma);
 DeviceCache make_device_random(const DeviceSetting& setting, const DeviceBudget& budget, std::uint64_t seed);
 
-/// KVpop's rule on scores [layers, kv_heads, longest] of the caller, which are copied to the card; what comes after `longest` tokens has
+/// KVpop's rule on scores [layers, kv_heads, longest] of the caller, which are copied to the GPU; what comes after `longest` tokens has
 /// a score of 0.
 DeviceCache make_device_given(const DeviceSetting& setting, const DeviceBudget& budget,
-                              std::span<const float> scores, std::int64_t longest);
+                              std::span<const float> scores, std::int64_t max_seq_len);
 
 /// LTE's rule on the keys' norms, in a cache of the whole budget. `thresholds` [layers, kv_heads] must outlive it.
 DeviceCache make_device_capped(const DeviceSetting& setting, const DeviceBudget& budget,
                                const std::vector<float>& thresholds);
 
-/// KVpop's rule on trained scorers, which must outlive the cache; their weights are copied to the card. Refuses an mLSTM that is
+/// KVpop's rule on trained scorers, which must outlive the cache; their weights are copied to the GPU. Refuses an mLSTM that is
 /// read on arrival.
 DeviceCache make_device_trained(const DeviceSetting& setting, const DeviceBudget& budget,
                                 const TrainedScorers& trained);

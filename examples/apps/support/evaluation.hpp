@@ -71,9 +71,9 @@ class SequenceScorer {
 
 /// Feeds one held-out sequence through `attention` in chunks and scores the predictions; with a `prompt` its tokens come in
 /// one call instead, and those after it one by one. The attention must be empty: fresh, or cleared.
-template <llama::AttentionFunction Attention>
-void run_sequence(llama::Engine& engine, Attention&& attention, const HeldOut& data, std::size_t sequence,
-                  std::int32_t chunk, SequenceScorer& scorer, std::int32_t prompt = 0) {
+template <llama::AttentionFunction AttentionParams>
+void run_sequence(llama::Engine& engine, AttentionParams&& attention, const HeldOut& data,
+                  std::size_t sequence, std::int32_t chunk, SequenceScorer& scorer, std::int32_t prompt = 0) {
     const std::vector<std::int32_t>& tokens = data.tokens[sequence];
     std::vector<std::int64_t> positions(static_cast<std::size_t>(data.length));
     for (std::size_t i = 0; i < positions.size(); ++i) {

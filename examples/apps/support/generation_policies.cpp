@@ -6,8 +6,8 @@
 #include <kvpolicy/uniform.hpp>
 #include <kvpolicy/wgkv.hpp>
 
-#include "keeping.hpp"
 #include "policies.hpp"
+#include "retention.hpp"
 #include "trained.hpp"
 
 #include <fmt/format.h>
@@ -34,9 +34,9 @@ template <class Float, class Half, class P>
 std::unique_ptr<llama::KvAttention> make(const PolicySetting& setting, const P& policy) {
     const llama::Config& config = setting.model.config;
     if (setting.options.rows == llama::DType::f32) {
-        return std::make_unique<Float>(setting.on, config, policy, nullptr, setting.longest);
+        return std::make_unique<Float>(setting.on, config, policy, nullptr, setting.max_seq_len);
     }
-    return std::make_unique<Half>(setting.on, config, policy, nullptr, setting.longest);
+    return std::make_unique<Half>(setting.on, config, policy, nullptr, setting.max_seq_len);
 }
 template <class P>
 std::unique_ptr<llama::KvAttention> fixed(const PolicySetting& setting, const P& policy) {
@@ -111,7 +111,7 @@ kvpolicy::ThresholdGate<Comparison> gate(const PolicySetting& setting) {
 
 std::unique_ptr<llama::KvAttention> dense(PolicySetting& setting) {
     using Dense = kvpolicy::Policy<Window<>>;
-    return fixed(setting, Dense{Window<>{setting.longest}});
+    return fixed(setting, Dense{Window<>{setting.max_seq_len}});
 }
 
 /// The window of StreamingLLM, which has the whole budget but for the sinks.
@@ -148,7 +148,7 @@ std::unique_ptr<llama::KvAttention> random(PolicySetting& setting) {
 std::unique_ptr<llama::KvAttention> stride(PolicySetting& setting) {
     const PolicyOptions& options = setting.options;
     // A density of 0 keeps position 0 alone.
-    const double step = std::min(1.0 / options.density, static_cast<double>(setting.longest));
+    const double step = std::min(1.0 / options.density, static_cast<double>(setting.max_seq_len));
     const auto n = static_cast<std::int32_t>(std::max<std::int64_t>(std::llround(step), 1));
     return growing(setting, kvpolicy::UniformStride<>{Sink<>{options.sinks}, Window<>{options.window},
                                                       kvpolicy::Stride<>{n}});
@@ -190,14 +190,14 @@ std::unique_ptr<llama::KvAttention> kvpop(PolicySetting& setting) {
                         {"", options.budget, options.sinks, options.window}, false, options.rows);
 }
 
-// ---- on a card -------------------------------------------------------------------------------------------------------
+// ---- on a GPU -------------------------------------------------------------------------------------------------------
 
 #if KVPOLICY_EXAMPLES_CUDA
 DeviceBudget device_budget(const PolicyOptions& options) {
     return {options.sinks, options.window, long_range(options)};
 }
 DeviceCache device_dense(PolicySetting& setting, const DeviceSetting& device) {
-    return make_device_window(device, {0, setting.longest, 0});
+    return make_device_window(device, {0, setting.max_seq_len, 0});
 }
 DeviceCache device_streaming(PolicySetting& setting, const DeviceSetting& device) {
     return make_device_window(device, {setting.options.sinks, streaming_window(setting.options), 0});

@@ -46,7 +46,7 @@ struct PolicySetting {
     const kvpolicy::host& on;
     const llama::Model& model;
     std::span<const std::int32_t> prompt;  ///< thresholds are set so that `density` of its keys pass
-    std::int32_t longest = 0;              ///< tokens of prompt and text together
+    std::int32_t max_seq_len = 0;          ///< tokens of prompt and text together
     PolicyOptions options;
     std::vector<float> thresholds{};          ///< [layers, kv_heads], of a gate
     std::optional<TrainedScorers> scorers{};  ///< what options.scorers names
@@ -57,13 +57,13 @@ struct NamedPolicy {
     std::string_view summary;
     unsigned uses;  ///< policy_flag
     std::unique_ptr<llama::KvAttention> (*make)(PolicySetting& setting);
-    /// The same in a cache on a CUDA card; null where there is none, or where this program was built without CUDA.
+    /// The same in a cache on a CUDA GPU; null where there is none, or where this program was built without CUDA.
     DeviceCache (*make_on_device)(PolicySetting& setting, const DeviceSetting& device) = nullptr;
 };
 
 std::span<const NamedPolicy> generation_policies();
 
-/// Names of those that run on a card, for messages.
+/// Names of those that run on a GPU, for messages.
 std::vector<std::string_view> device_policy_names();
 
 /// Refuses a name that is not in the table.

@@ -50,12 +50,12 @@ class Oracle {
     std::span<const float> keys(int layer) const { return k_.at(static_cast<std::size_t>(layer)); }
     std::span<const float> values(int layer) const { return v_.at(static_cast<std::size_t>(layer)); }
 
-    /// Scores [layers][kv_heads][length]: the future-attention target with the exact dense normaliser (KVpop, eq. 3).
+    /// Scores [layers][kv_heads][length]: the future-attention target with the exact dense normalizer (KVpop, eq. 3).
     std::vector<float> scores(const kvpolicy::host& on, const kvpolicy::FutureMassOptions& options) {
         const std::int32_t length = this->length();
         const auto plane = static_cast<std::size_t>(length) * static_cast<std::size_t>(config_.heads);
         const auto kv_plane = static_cast<std::size_t>(length) * static_cast<std::size_t>(config_.kv_heads);
-        const bool first = lse_.empty();  // the normalisers do not depend on the options
+        const bool first = lse_.empty();  // the normalizers do not depend on the options
         lse_.resize(plane * static_cast<std::size_t>(config_.layers));
         std::vector<float> scores(kv_plane * static_cast<std::size_t>(config_.layers));
         std::vector<unsigned char> workspace;
@@ -66,14 +66,14 @@ class Oracle {
             const auto k = kvpolicy::view_bshd<const float>(k_[layer].data(), 1, length, config_.kv_heads,
                                                             config_.head_dim);
             workspace.resize(kvpolicy::future_mass_workspace_bytes<float>(on, q, k));
-            const kvpolicy::workspace_view room{workspace.data(), workspace.size()};
+            const kvpolicy::workspace_view scratch{workspace.data(), workspace.size()};
             const auto lse = kvpolicy::view_bhs(lse_.data() + layer * plane, 1, config_.heads, length);
             if (first) {
-                kvpolicy::causal_lse<float>(on, {}, q, k, sequences, lse, room);
+                kvpolicy::causal_lse<float>(on, {}, q, k, sequences, lse, scratch);
             }
             kvpolicy::future_mass<float>(
                 on, {}, q, k, lse, sequences, options,
-                kvpolicy::view_bhs(scores.data() + layer * kv_plane, 1, config_.kv_heads, length), room);
+                kvpolicy::view_bhs(scores.data() + layer * kv_plane, 1, config_.kv_heads, length), scratch);
         }
         return scores;
     }

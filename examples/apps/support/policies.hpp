@@ -47,13 +47,13 @@ inline constexpr std::string_view policy_names = "dense, streaming, keynorm, giv
 /// the caller). Refuses an unknown name, and a budget under sinks + window (streaming: under sinks + 1).
 template <class T>
 std::unique_ptr<llama::KvAttention> make_attention(const kvpolicy::host& on, const llama::Config& config,
-                                                   const PolicyChoice& choice, std::int32_t longest) {
+                                                   const PolicyChoice& choice, std::int32_t max_seq_len) {
     using kvpolicy::Sink;
     using kvpolicy::TopKBudget;
     using kvpolicy::Window;
     if (choice.name == "dense") {
         using Dense = kvpolicy::Policy<Window<>>;
-        return std::make_unique<llama::CacheAttention<Dense, T>>(on, config, Dense{Window<>{longest}});
+        return std::make_unique<llama::CacheAttention<Dense, T>>(on, config, Dense{Window<>{max_seq_len}});
     }
     if (choice.name == "streaming") {
         if (choice.budget <= choice.sinks) {

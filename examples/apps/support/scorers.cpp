@@ -15,12 +15,12 @@ namespace examples {
 namespace {
 
 Mlp sized(const ScorerSpec& spec, Mlp scorer) {
-    scorer.heads = spec.heads, scorer.dim_k = spec.dim_k, scorer.dim_v = spec.dim_v;
+    scorer.heads = spec.heads, scorer.head_dim_qk = spec.head_dim_qk, scorer.head_dim_vo = spec.head_dim_vo;
     scorer.hidden = spec.hidden;
     return scorer;
 }
 Mlstm sized(const ScorerSpec& spec, Mlstm scorer) {
-    scorer.heads = spec.heads, scorer.dim_k = spec.dim_k, scorer.dim_v = spec.dim_v;
+    scorer.heads = spec.heads, scorer.head_dim_qk = spec.head_dim_qk, scorer.head_dim_vo = spec.head_dim_vo;
     scorer.d_qk = spec.d_qk, scorer.d_v = spec.d_v, scorer.gate_softcap = spec.gate_softcap;
     return scorer;
 }
@@ -38,8 +38,8 @@ const char* number_names[] = {"layers", "heads", "dim_k", "dim_v", "hidden",
                               "d_qk",   "d_v",   "delay", "sinks", "window"};
 
 std::int32_t* number(ScorerSpec& spec, std::size_t i) {
-    std::int32_t* fields[] = {&spec.layers, &spec.heads, &spec.dim_k, &spec.dim_v, &spec.hidden,
-                              &spec.d_qk,   &spec.d_v,   &spec.delay, &spec.sinks, &spec.window};
+    std::int32_t* fields[] = {&spec.layers, &spec.heads, &spec.head_dim_qk, &spec.head_dim_vo, &spec.hidden,
+                              &spec.d_qk,   &spec.d_v,   &spec.delay,       &spec.sinks,       &spec.window};
     return fields[i];
 }
 
@@ -50,8 +50,8 @@ bool reads_inputs(std::string_view name) {
 }
 
 std::string ScorerSpec::architecture() const {
-    const std::string sizes =
-        fmt::format("{} layers, {} KV heads, keys of {}, values of {}", layers, heads, dim_k, dim_v);
+    const std::string sizes = fmt::format("{} layers, {} KV heads, keys of {}, values of {}", layers, heads,
+                                          head_dim_qk, head_dim_vo);
     if (kind == "mlp") {
         return fmt::format("mlp: {}, {} hidden", sizes, hidden);
     }
@@ -268,12 +268,12 @@ TrainedScorers load_scorers(const std::filesystem::path& path) {
 void check_fits(const TrainedScorers& scorers, std::int32_t layers, std::int32_t heads, std::int32_t head_dim,
                 const std::string& file) {
     const ScorerSpec& s = scorers.spec;
-    if (s.layers != layers || s.heads != heads || s.dim_k != head_dim || s.dim_v != head_dim) {
+    if (s.layers != layers || s.heads != heads || s.head_dim_qk != head_dim || s.head_dim_vo != head_dim) {
         llama::fail(
             "{}: has scorers for {} layers, {} KV heads, keys of {} and values of {}; the model has {} "
             "layers, "
             "{} KV heads and a head_dim of {}",
-            file, s.layers, s.heads, s.dim_k, s.dim_v, layers, heads, head_dim);
+            file, s.layers, s.heads, s.head_dim_qk, s.head_dim_vo, layers, heads, head_dim);
     }
 }
 

@@ -18,7 +18,7 @@ namespace examples {
 /// What scorers are, and what they were trained for.
 struct ScorerSpec {
     std::string kind = "mlp";  ///< mlp or mlstm
-    std::int32_t layers = 0, heads = 0, dim_k = 0, dim_v = 0;
+    std::int32_t layers = 0, heads = 0, head_dim_qk = 0, head_dim_vo = 0;
     std::int32_t hidden = 128;                    ///< mlp
     std::int32_t d_qk = 64, d_v = 32;             ///< mlstm: features (Hedgehog), width of v~
     float gate_softcap = 15.0f;                   ///< mlstm; 0: none
@@ -60,7 +60,7 @@ class ScorerStack {
     std::vector<typename S::template parameters<float>> parameters;  ///< [layers], the same arrays
 };
 
-/// Whether the array of this name, [heads, any, dim_k + dim_v], is multiplied with [k; v].
+/// Whether the array of this name, [heads, any, head_dim_qk + head_dim_vo], is multiplied with [k; v].
 bool reads_inputs(std::string_view name);
 
 /// What a file holds.

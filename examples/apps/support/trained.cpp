@@ -5,7 +5,7 @@
 #include <kvpolicy/wgkv.hpp>
 
 #include "immediate.hpp"
-#include "keeping.hpp"
+#include "retention.hpp"
 
 #include <llama/error.hpp>
 
@@ -75,7 +75,7 @@ std::unique_ptr<llama::KvAttention> make_trained(const kvpolicy::host& on, const
 
 std::unique_ptr<llama::KvAttention> make_gated(const kvpolicy::host& on, const llama::Config& config,
                                                const TrainedScorers& trained, const PolicyChoice& choice,
-                                               std::int32_t length, std::int32_t longest) {
+                                               std::int32_t length, std::int32_t max_seq_len) {
     check_fits(trained, config.layers, config.kv_heads, config.head_dim, "scorers");
     const auto* mlp = std::get_if<ScorerStack<Mlp>>(&trained.stack);
     if (mlp == nullptr) {
@@ -91,7 +91,7 @@ std::unique_ptr<llama::KvAttention> make_gated(const kvpolicy::host& on, const l
                             kvpolicy::per_head(thresholds.data(), config.layers, config.kv_heads)},
                         mlp->scorers.front()};
     auto cache = std::make_unique<llama::CacheAttention<Policy, kvpolicy::bf16, kvpolicy::DualCache>>(
-        on, config, policy, mlp->scorers.data(), longest);
+        on, config, policy, mlp->scorers.data(), max_seq_len);
     return std::make_unique<Keeping<std::vector<float>>>(std::move(thresholds), std::move(cache));
 }
 

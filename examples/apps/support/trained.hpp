@@ -29,6 +29,6 @@ std::unique_ptr<llama::KvAttention> make_trained(const kvpolicy::host& on, const
 /// training text; what is held here depends on the text. Refuses other scorers, and files without quantiles.
 std::unique_ptr<llama::KvAttention> make_gated(const kvpolicy::host& on, const llama::Config& config,
                                                const TrainedScorers& trained, const PolicyChoice& choice,
-                                               std::int32_t length, std::int32_t longest);
+                                               std::int32_t length, std::int32_t max_seq_len);
 
 }  // namespace examples

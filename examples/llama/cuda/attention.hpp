@@ -1,4 +1,4 @@
-// The seam between the engine on a card and whatever keeps keys and values there.
+// The seam between the engine on a GPU and whatever keeps keys and values there.
 #pragma once
 
 #include "../safetensors.hpp"

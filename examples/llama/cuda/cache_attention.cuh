@@ -1,4 +1,4 @@
-// The engine's attention seam over a kvpolicy cache on a card: what cache_attention.hpp is on the host, and as short. One cache
+// The engine's attention seam over a kvpolicy cache on a GPU: what cache_attention.hpp is on the host, and as short. One cache
 // object for the model, one ref a layer; queries, keys and values are slices of the fused rows that the projections wrote.
 #pragma once
 
@@ -30,7 +30,7 @@ struct ScoreSource {
     std::uint64_t seed = 0;         ///< random: kvpolicy::RandomScorer's numbers,
     std::int32_t window = 0;        ///< which are drawn when a key leaves a window of this size
     const float* scores = nullptr;  ///< given: [layers, kv_heads, longest], device memory
-    std::int64_t longest = 0;
+    std::int64_t max_seq_len = 0;
 };
 
 namespace detail {
@@ -55,9 +55,10 @@ __global__ void score_kernel(ScoreSource source, const T* keys, std::int64_t row
     }
     if (source.kind == ScoreSource::Kind::given) {
         const std::int64_t position = *length + t;
-        scores[i] = position < source.longest
-                        ? source.scores[(std::int64_t{layer} * kv_heads + head) * source.longest + position]
-                        : 0.0f;
+        scores[i] =
+            position < source.max_seq_len
+                ? source.scores[(std::int64_t{layer} * kv_heads + head) * source.max_seq_len + position]
+                : 0.0f;
         return;
     }
     const T* const key = keys + t * row_stride + std::int64_t{head} * head_dim;
@@ -89,11 +90,11 @@ class DeviceCacheAttention final : public DeviceAttention {
           weights_(std::move(weights)),
           scorers_(std::move(scorers)),
           cache_({.layers = config.layers,
-                  .slots = 1,
+                  .max_sequences = 1,
                   .query_heads = config.heads,
                   .kv_heads = config.kv_heads,
-                  .dim_k = config.head_dim,
-                  .dim_v = config.head_dim},
+                  .head_dim_qk = config.head_dim,
+                  .head_dim_vo = config.head_dim},
                  policy, scorers_.empty() ? nullptr : scorers_.data()),
           memory_(cache_.bytes().total()),
           status_(1),
@@ -104,10 +105,10 @@ class DeviceCacheAttention final : public DeviceAttention {
     }
 
     DType rows() const override { return std::is_same_v<T, float> ? DType::f32 : DType::bf16; }
-    const std::int64_t* length_on_device() const override { return cache_.ref(0).length; }
+    const std::int64_t* length_on_device() const override { return cache_.layer(0).length; }
 
     void operator()(int layer, int count, const void* qkv, void* out) override {
-        const auto ref = cache_.ref(layer);
+        const auto ref = cache_.layer(layer);
         const auto* const rows = static_cast<const T*>(qkv);
         const std::int64_t row = std::int64_t{config_.heads + 2 * config_.kv_heads} * config_.head_dim;
         const auto heads_from = [&](int first, int heads) {
@@ -143,7 +144,7 @@ class DeviceCacheAttention final : public DeviceAttention {
     void advance(int count) override { cache_.advance(on_, {.count = 1, .length = count}, status_.data()); }
     void clear() override { cache_.clear(on_, 0); }
 
-    std::int64_t length() const override { return fetch(cache_.ref(0).length, 1)[0]; }
+    std::int64_t length() const override { return fetch(cache_.layer(0).length, 1)[0]; }
     double rows_per_head() const override {
         double sum = 0.0;
         for (int layer = 0; layer < config_.layers; ++layer) {
@@ -154,7 +155,7 @@ class DeviceCacheAttention final : public DeviceAttention {
         return sum / (config_.layers * config_.kv_heads);
     }
     std::vector<std::int64_t> retained(int layer, int head) const override {
-        const auto ref = cache_.ref(layer);
+        const auto ref = cache_.layer(layer);
         std::int64_t first = 0;
         for (int h = 0; h < head; ++h) {
             first += capacity(layer, h);
@@ -184,18 +185,19 @@ class DeviceCacheAttention final : public DeviceAttention {
         return values;
     }
     std::int64_t capacity(int layer, int head) const {
-        const kvpolicy::HeadRule rule = policy_.rule(layer, head);
-        return std::int64_t{rule.sinks} + rule.window + (P::has_budget ? rule.budget : 0);
+        const kvpolicy::HeadParams head_params = policy_.params(layer, head);
+        return std::int64_t{head_params.sinks} + head_params.window +
+               (P::has_budget ? head_params.budget : 0);
     }
     /// Rows in use of every KV head of a layer.
     std::vector<std::int32_t> used(int layer) const {
-        const auto ref = cache_.ref(layer);
+        const auto ref = cache_.layer(layer);
         const std::int64_t tokens = length();
-        std::vector<std::int32_t> rows = fetch(ref.kept, config_.kv_heads);
+        std::vector<std::int32_t> rows = fetch(ref.num_long_range, config_.kv_heads);
         for (int head = 0; head < config_.kv_heads; ++head) {
-            const kvpolicy::HeadRule rule = policy_.rule(layer, head);
+            const kvpolicy::HeadParams head_params = policy_.params(layer, head);
             std::int32_t& kept = rows[static_cast<std::size_t>(head)];
-            kept = kvpolicy::HeadRows{rule.sinks, rule.window}.used(tokens, kept);
+            kept = kvpolicy::HeadRows{head_params.sinks, head_params.window}.used(tokens, kept);
         }
         return rows;
     }

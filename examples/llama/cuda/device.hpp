@@ -1,4 +1,4 @@
-// What the CUDA backend of this engine owns on a card: memory, a stream, a graph. Every failing call throws.
+// What the CUDA backend of this engine owns on a GPU: memory, a stream, a graph. Every failing call throws.
 #pragma once
 
 #include <cuda_runtime_api.h>

@@ -13,7 +13,7 @@
 namespace llama {
 namespace {
 
-/// Matrices of one width below each other, on the card.
+/// Matrices of one width below each other, on the GPU.
 DeviceMatrix upload(DType type, std::initializer_list<const Matrix*> parts) {
     DeviceMatrix all;
     all.type = type;
@@ -45,7 +45,7 @@ std::size_t size(int count, int width) {
     return static_cast<std::size_t>(count) * static_cast<std::size_t>(width);
 }
 
-/// Text that the card is writing: host memory, -1 where no token is yet.
+/// Text that the GPU is writing: host memory, -1 where no token is yet.
 std::int32_t wait_for(const SharedArray<std::int32_t>& text, std::size_t at, cudaStream_t stream) {
     const volatile std::int32_t* const place = text.data() + at;
     for (;;) {
@@ -56,7 +56,7 @@ std::int32_t wait_for(const SharedArray<std::int32_t>& text, std::size_t at, cud
         if (state != cudaErrorNotReady) {
             ok(state, "decode step");
             if (*place == -1) {
-                fail("the card has finished its work, but token {} of the text is not there", at);
+                fail("the GPU has finished its work, but token {} of the text is not there", at);
             }
         }
         std::this_thread::yield();
@@ -73,7 +73,7 @@ double seconds_since(Clock::time_point begin) {
 
 DeviceEngine::DeviceEngine(const Model& model, DType weights) : config_(model.config), type_(weights) {
     if (weights != DType::f32 && weights != DType::bf16)
-        fail("weights: {} is not allowed on a card; it must be F32 or BF16", name_of(weights));
+        fail("weights: {} is not allowed on a GPU; it must be F32 or BF16", name_of(weights));
     embedding_ = upload(type_, {&model.embedding});
     if (!config_.tied_embeddings) lm_head_ = upload(type_, {&model.lm_head});
     for (const llama::Layer& layer : model.layers) {
@@ -207,8 +207,8 @@ int DeviceEngine::write(std::span<const std::int32_t> prompt, DeviceAttention& a
     if (options.temperature > 0) {
         sampling.top_k =
             options.top_k == 0 ? config_.vocab_size : std::min(options.top_k, config_.vocab_size);
-        if (sampling.top_k > most_candidates)
-            fail("top_k is {}, on a card it must be from 1 to {}", options.top_k, most_candidates);
+        if (sampling.top_k > max_candidates)
+            fail("top_k is {}, on a GPU it must be from 1 to {}", options.top_k, max_candidates);
     }
     if (count == 0) return 0;
 
@@ -243,7 +243,7 @@ int DeviceEngine::write(std::span<const std::int32_t> prompt, DeviceAttention& a
     prompt_seconds_ = seconds_since(begin);
 
     const auto start = Clock::now();
-    constexpr int ahead = 16;  // steps that the card may be in front of the reader
+    constexpr int ahead = 16;  // steps that the GPU may be in front of the reader
     int enqueued = 1, taken = 0;
     while (taken < count) {
         for (; enqueued < count && enqueued < taken + ahead; ++enqueued) {

@@ -1,4 +1,4 @@
-// The engine on a CUDA card: matrix products by cuBLASLt, attention and cache by whoever stands behind DeviceAttention, a few
+// The engine on a CUDA GPU: matrix products by cuBLASLt, attention and cache by whoever stands behind DeviceAttention, a few
 // kernels for the rest. A decode step is enqueued once, captured, and launched for every token.
 #pragma once
 
@@ -16,7 +16,7 @@
 
 namespace llama {
 
-/// How the decode steps of a text reach the card.
+/// How the decode steps of a text reach the GPU.
 enum class Replay { graph, eager };
 
 class DeviceEngine {
@@ -30,9 +30,9 @@ class DeviceEngine {
     cudaStream_t stream() const noexcept { return stream_.get(); }
 
     /// Reads a prompt of one token or more, then writes up to `count` tokens. Each is given to take(token) in its order, as soon as
-    /// it is there. Where take says false the text ends; the card is up to 16 steps ahead by then, which the sequence keeps. Returns
+    /// it is there. Where take says false the text ends; the GPU is up to 16 steps ahead by then, which the sequence keeps. Returns
     /// how many tokens were taken. The greedy token is the largest logit, the smaller id of equals; samples are Sampler's: the same
-    /// generator, and the same arithmetic in double (exp may differ in its last bit). Refuses a top_k above most_candidates, tokens
+    /// generator, and the same arithmetic in double (exp may differ in its last bit). Refuses a top_k above max_candidates, tokens
     /// that there are not, and NaN among the logits.
     ///
     /// The prompt's last token is a decode step: it loads the kernels, so that the step can be captured before the first token

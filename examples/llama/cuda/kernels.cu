@@ -29,7 +29,7 @@ void with_type(DType type, const Body& body) {
             body(type_tag<bf16>{});
             break;
         default:
-            throw std::invalid_argument("type: F16 is not allowed on a card; it must be F32 or BF16");
+            throw std::invalid_argument("type: F16 is not allowed on a GPU; it must be F32 or BF16");
     }
 }
 
@@ -144,19 +144,19 @@ __device__ float logit_of(std::uint64_t candidate) {
 }
 
 /// The largest number of a block, in all threads. `room` is [warps].
-__device__ std::uint64_t block_largest(std::uint64_t x, std::uint64_t* room) {
+__device__ std::uint64_t block_largest(std::uint64_t x, std::uint64_t* workspace) {
     for (int step = 16; step > 0; step /= 2) {
         const std::uint64_t other = __shfl_xor_sync(~0u, x, step);
         x = other > x ? other : x;
     }
     __syncthreads();  // the room may still be read from the round before
     if (threadIdx.x % 32 == 0) {
-        room[threadIdx.x / 32] = x;
+        workspace[threadIdx.x / 32] = x;
     }
     __syncthreads();
-    x = room[0];
+    x = workspace[0];
     for (int i = 1; i < warps; ++i) {
-        x = room[i] > x ? room[i] : x;
+        x = workspace[i] > x ? workspace[i] : x;
     }
     return x;
 }
@@ -164,7 +164,7 @@ __device__ std::uint64_t block_largest(std::uint64_t x, std::uint64_t* room) {
 /// The `kept` best of every tile of the logits, best first; 0 where a tile has fewer.
 __global__ void __launch_bounds__(threads)
     candidates_kernel(const float* logits, int vocab, int kept, std::uint64_t* candidates) {
-    __shared__ std::uint64_t room[warps];
+    __shared__ std::uint64_t workspace[warps];
     constexpr int each = candidate_tile / threads;
     std::uint64_t mine[each];
     for (int i = 0; i < each; ++i) {
@@ -177,7 +177,7 @@ __global__ void __launch_bounds__(threads)
         for (int i = 0; i < each; ++i) {
             best = mine[i] > best ? mine[i] : best;
         }
-        best = block_largest(best, room);
+        best = block_largest(best, workspace);
         for (int i = 0; i < each; ++i) {
             mine[i] = mine[i] == best ? 0 : mine[i];
         }
@@ -232,8 +232,8 @@ __device__ int pick(const std::uint64_t* best, int count, const DeviceSampling& 
 /// One block: the best of all tiles' candidates, and one of them.
 __global__ void __launch_bounds__(threads)
     pick_kernel(std::uint64_t* candidates, int count, DeviceSampling how, TextState text) {
-    __shared__ std::uint64_t room[warps], best[most_candidates];
-    __shared__ double weights[most_candidates];
+    __shared__ std::uint64_t workspace[warps], best[max_candidates];
+    __shared__ double weights[max_candidates];
     int kept = 0;
     for (; kept < how.top_k; ++kept) {
         std::uint64_t mine = 0;
@@ -244,7 +244,7 @@ __global__ void __launch_bounds__(threads)
                 at = i;
             }
         }
-        const std::uint64_t largest = block_largest(mine, room);
+        const std::uint64_t largest = block_largest(mine, workspace);
         if (largest == 0) {
             break;  // fewer tokens than top_k
         }

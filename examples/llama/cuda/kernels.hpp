@@ -46,12 +46,12 @@ struct MersenneTwister {
     explicit MersenneTwister(std::uint64_t seed);
 };
 
-inline constexpr int most_candidates = 64;  ///< the largest top_k of a card's sampler
+inline constexpr int max_candidates = 64;  ///< the largest top_k of a GPU's sampler
 inline constexpr int candidate_tile = 1024;
 
 struct DeviceSampling {
     double temperature = 0.0;  ///< 0: the largest logit, the smaller id of equals
-    int top_k = 1;             ///< 1 to most_candidates
+    int top_k = 1;             ///< 1 to max_candidates
     double top_p = 1.0;
 };
 
@@ -59,7 +59,7 @@ struct DeviceSampling {
 struct TextState {
     std::int32_t* token = nullptr;    ///< the token that the next step reads
     std::int64_t* written = nullptr;  ///< how many were written
-    std::int32_t* text = nullptr;     ///< host memory that a card writes to, [capacity]
+    std::int32_t* text = nullptr;     ///< host memory that a GPU writes to, [capacity]
     std::int64_t capacity = 0;        ///< what comes after that is not written
     MersenneTwister* random = nullptr;
 };

@@ -16,13 +16,13 @@ namespace kvpolicy {
 /// Bytes of workspace for the attend call with the same arguments, and for every call that differs from it only by fewer
 /// queries or keys: one workspace for the longest call serves them all.
 template <Storage T>
-std::size_t attend_workspace_bytes(const host& on, const Attention& attention,
-                                   std::type_identity_t<rows_view<const T>> q, const keys<T>& all,
+std::size_t attend_workspace_bytes(const host& on, const AttentionParams& attention,
+                                   std::type_identity_t<rows_view<const T>> q, const kv_view<T>& all,
                                    const Sequences& sequences);
 template <Storage T>
-std::size_t attend_workspace_bytes(const host& on, const Attention& attention,
-                                   std::type_identity_t<rows_view<const T>> q, const keys<T>& past,
-                                   const keys<T>& self, const Sequences& sequences);
+std::size_t attend_workspace_bytes(const host& on, const AttentionParams& attention,
+                                   std::type_identity_t<rows_view<const T>> q, const kv_view<T>& past,
+                                   const kv_view<T>& self, const Sequences& sequences);
 
 /// Attention with lifetimes, for query i of head h * G + g at position p = start_b + i (start_b = sequences.starts[b], 0
 /// where null, negative allowed) and the keys t of KV head h at positions pos(t):
@@ -50,8 +50,8 @@ std::size_t attend_workspace_bytes(const host& on, const Attention& attention,
 /// null data, lengths below 0, beyond the view or beyond 2^30, positions that 31 bits do not hold, a negative bias_from or softcap, a
 /// scale that is not finite, too little workspace.
 template <Storage T>
-void attend(const host& on, const Attention& attention, std::type_identity_t<rows_view<const T>> q,
-            const keys<T>& all, const Sequences& sequences, std::type_identity_t<rows_view<T>> out,
+void attend(const host& on, const AttentionParams& attention, std::type_identity_t<rows_view<const T>> q,
+            const kv_view<T>& all, const Sequences& sequences, std::type_identity_t<rows_view<T>> out,
             plane_view<float> lse, workspace_view workspace);
 
 /// A chunk attends to the rows of a cache and to itself, as if both were one list of keys. `past` is as above, with
@@ -59,15 +59,15 @@ void attend(const host& on, const Attention& attention, std::type_identity_t<row
 /// unless it brings positions, only the first sequences.lengths[b] rows count, and its `first` and `lengths` stay unset.
 /// Packed segments are refused.
 template <Storage T>
-void attend(const host& on, const Attention& attention, std::type_identity_t<rows_view<const T>> q,
-            const keys<T>& past, const keys<T>& self, const Sequences& sequences,
+void attend(const host& on, const AttentionParams& attention, std::type_identity_t<rows_view<const T>> q,
+            const kv_view<T>& past, const kv_view<T>& self, const Sequences& sequences,
             std::type_identity_t<rows_view<T>> out, plane_view<float> lse, workspace_view workspace);
 
 /// Bytes of workspace for the attend_backward call with the same arguments. O(Skv (Dk + Dv)), at most 16 copies of the keys'
 /// and values' gradients of a head.
 template <Storage T>
-std::size_t attend_backward_workspace_bytes(const host& on, const Attention& attention,
-                                            std::type_identity_t<rows_view<const T>> q, const keys<T>& all,
+std::size_t attend_backward_workspace_bytes(const host& on, const AttentionParams& attention,
+                                            std::type_identity_t<rows_view<const T>> q, const kv_view<T>& all,
                                             const Sequences& sequences);
 
 /// Gradients of attend() through the mask, at a cost proportional to the live pairs. With P = exp(logit - lse) and
@@ -85,9 +85,10 @@ std::size_t attend_backward_workspace_bytes(const host& on, const Attention& att
 /// Refuses, before anything is written: what attend refuses, shapes that disagree, a number that is not finite in q, out,
 /// d_out, or a k, v or log_bias that some query sees (named with batch, head and position), a NaN lse.
 template <Storage T>
-void attend_backward(const host& on, const Attention& attention, std::type_identity_t<rows_view<const T>> q,
-                     const keys<T>& all, const Sequences& sequences, const AttendGradient<T>& given,
-                     const AttendGradients<T>& into, workspace_view workspace);
+void attend_backward(const host& on, const AttentionParams& attention,
+                     std::type_identity_t<rows_view<const T>> q, const kv_view<T>& all,
+                     const Sequences& sequences, const SavedForward<T>& saved, const AttentionGrads<T>& grads,
+                     workspace_view workspace);
 
 }  // namespace kvpolicy
 

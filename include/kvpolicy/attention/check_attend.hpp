@@ -10,7 +10,7 @@
 #include <cstdint>
 #include <string>
 
-namespace kvpolicy::host_backend {
+namespace kvpolicy::checks {
 
 /// Positions stay within this of 0, and lengths as well, so that the sum of a position and a length fits 32 bits.
 inline constexpr std::int32_t position_limit = 1 << 30;
@@ -40,7 +40,7 @@ inline void require_head_dim(const char* name, std::int32_t dim) {
 }
 
 template <class T>
-void check_keys(const char* name, const rows_view<const T>& q, const keys<T>& all) {
+void check_keys(const char* name, const rows_view<const T>& q, const kv_view<T>& all) {
     const rows_view<const T>& k = all.k;
     const auto named = [name](const char* part) { return [=] { return std::string(name) + part; }; };
     const auto indexed = [name](const char* part, std::int32_t i) {
@@ -77,13 +77,13 @@ void check_keys(const char* name, const rows_view<const T>& q, const keys<T>& al
 }
 
 template <class T>
-void check_queries(const Attention& attention, const rows_view<const T>& q, std::int32_t dim_v,
+void check_queries(const AttentionParams& attention, const rows_view<const T>& q, std::int32_t head_dim_vo,
                    const Sequences& sequences) {
     check_sequences(sequences, q.batch, q.length);
     detail::require(sequences.length <= position_limit, "sequences.length", sequences.length,
                     "at most 2^30 queries");
     require_head_dim("q.dim", q.dim);
-    require_head_dim("v.dim", dim_v);
+    require_head_dim("v.dim", head_dim_vo);
     detail::require(q.heads >= 1, "q.heads", q.heads, "1 or more");
     require_shape("q", q, q.batch, q.heads, q.length);
     check_attention(attention);
@@ -96,11 +96,11 @@ void check_queries(const Attention& attention, const rows_view<const T>& q, std:
 }
 
 template <class T>
-void check_results(const rows_view<const T>& q, std::int32_t dim_v, const rows_view<T>& out,
+void check_results(const rows_view<const T>& q, std::int32_t head_dim_vo, const rows_view<T>& out,
                    const plane_view<float>& lse) {
     require_shape("out", out, q.batch, q.heads, q.length);
-    detail::require(out.dim == dim_v, "out.dim", out.dim,
-                    [&] { return detail::text("the head_dim of v, ", dim_v); });
+    detail::require(out.dim == head_dim_vo, "out.dim", out.dim,
+                    [&] { return detail::text("the head_dim of v, ", head_dim_vo); });
     if (lse) {
         require_shape("lse", lse, q.batch, q.heads, q.length);
     }
@@ -108,7 +108,7 @@ void check_results(const rows_view<const T>& q, std::int32_t dim_v, const rows_v
 
 /// What packed segments exclude.
 template <class T>
-void check_packed(const keys<T>& past, const keys<T>* self, const Sequences& sequences) {
+void check_packed(const kv_view<T>& past, const kv_view<T>* self, const Sequences& sequences) {
     if (sequences.cu_seqlens != nullptr) {
         detail::require(self == nullptr, "sequences.cu_seqlens", "given",
                         "null where there are two segments of keys");
@@ -123,8 +123,8 @@ void check_packed(const keys<T>& past, const keys<T>* self, const Sequences& seq
 }
 
 template <class T>
-void check_attend(const Attention& attention, const rows_view<const T>& q, const keys<T>& past,
-                  const keys<T>* self, const Sequences& sequences) {
+void check_attend(const AttentionParams& attention, const rows_view<const T>& q, const kv_view<T>& past,
+                  const kv_view<T>* self, const Sequences& sequences) {
     check_queries(attention, q, past.v.dim, sequences);
     check_keys(self != nullptr ? "past" : "keys", q, past);
     if (self != nullptr) {
@@ -143,4 +143,4 @@ void check_attend(const Attention& attention, const rows_view<const T>& q, const
     check_packed(past, self, sequences);
 }
 
-}  // namespace kvpolicy::host_backend
+}  // namespace kvpolicy::checks

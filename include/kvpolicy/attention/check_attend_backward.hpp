@@ -13,7 +13,7 @@
 #include <cstdint>
 #include <limits>
 
-namespace kvpolicy::host_backend {
+namespace kvpolicy::checks {
 
 inline bool good_number(bool good, bool refuse, const char* name, std::int64_t b, std::int64_t h,
                         std::int64_t t, float value, const char* allowed) {
@@ -25,16 +25,16 @@ inline bool good_number(bool good, bool refuse, const char* name, std::int64_t b
 
 /// Numbers that take part must be finite; what no query sees may hold anything.
 template <class T>
-void check_gradient_numbers(const host& on, const rows_view<const T>& q, const keys<T>& all,
-                            const Sequences& sequences, const AttendGradient<T>& given) {
+void check_gradient_numbers(const host& on, const rows_view<const T>& q, const kv_view<T>& all,
+                            const Sequences& sequences, const SavedForward<T>& saved) {
     constexpr float infinite = std::numeric_limits<float>::infinity();
     check_in_parallel(on, std::int64_t{q.batch} * q.heads, [&](std::int64_t task, bool refuse) {
         const std::int64_t b = task / q.heads, h = task % q.heads;
         bool good = true;
         for (std::int32_t i = 0; good && i < sequences.length_of(b); ++i) {
-            const float lse = given.lse.head(b, h)[i];
-            good = good_row(refuse, "q", q, b, h, i) && good_row(refuse, "out", given.out, b, h, i) &&
-                   good_row(refuse, "d_out", given.d_out, b, h, i) &&
+            const float lse = saved.lse.head(b, h)[i];
+            good = good_row(refuse, "q", q, b, h, i) && good_row(refuse, "out", saved.out, b, h, i) &&
+                   good_row(refuse, "d_out", saved.d_out, b, h, i) &&
                    good_number(lse < infinite, refuse, "lse", b, h, i, lse, "a number, or -inf");
         }
         return good;
@@ -46,10 +46,11 @@ void check_gradient_numbers(const host& on, const rows_view<const T>& q, const k
         const std::int64_t start = sequences.start_of(b), end = start + sequences.length_of(b);
         bool good = true;
         for (std::int32_t t = 0; good && t < count; ++t) {
-            const std::int64_t born = all.position ? all.position.head(b, h)[t] : std::int64_t{all.first} + t;
+            const std::int64_t begins =
+                all.position ? all.position.head(b, h)[t] : std::int64_t{all.first} + t;
             std::int64_t expires = all.mask.expiry ? all.mask.expiry.head(b, h)[t] : never;
             if (all.mask.log_bias) {
-                const std::int64_t biased = born + all.mask.bias_from_of(h);
+                const std::int64_t biased = begins + all.mask.bias_from_of(h);
                 const float bias = all.mask.log_bias.head(b, h)[t];
                 const bool counts = std::max(biased, start) < std::min(expires, end);
                 if (bias == -infinite) {
@@ -58,7 +59,7 @@ void check_gradient_numbers(const host& on, const rows_view<const T>& q, const k
                 good = good_number(!counts || bias < infinite, refuse, "log_bias", b, h, t, bias,
                                    "a number, or -inf");
             }
-            if (!good || std::max(born, start) >= std::min(expires, end)) {
+            if (!good || std::max(begins, start) >= std::min(expires, end)) {
                 continue;
             }
             good = good_row(refuse, "k", all.k, b, h, t) && good_row(refuse, "v", all.v, b, h, t);
@@ -68,8 +69,8 @@ void check_gradient_numbers(const host& on, const rows_view<const T>& q, const k
 }
 
 template <class T>
-void check_backward_shapes(const rows_view<const T>& q, const keys<T>& all, const AttendGradient<T>& given,
-                           const AttendGradients<T>& into) {
+void check_backward_shapes(const rows_view<const T>& q, const kv_view<T>& all, const SavedForward<T>& saved,
+                           const AttentionGrads<T>& grads) {
     const rows_view<const T>& k = all.k;
     const auto rows = [](const char* name, const auto& view, std::int32_t batch, std::int32_t heads,
                          std::int32_t length, std::int32_t dim) {
@@ -78,19 +79,19 @@ void check_backward_shapes(const rows_view<const T>& q, const keys<T>& all, cons
             view.dim == dim, [&] { return detail::text(name, ".dim"); }, view.dim,
             [&] { return detail::text("a head_dim of ", dim); });
     };
-    rows("out", given.out, q.batch, q.heads, q.length, all.v.dim);
-    rows("d_out", given.d_out, q.batch, q.heads, q.length, all.v.dim);
-    require_shape("lse", given.lse, q.batch, q.heads, q.length);
-    rows("d_q", into.d_q, q.batch, q.heads, q.length, q.dim);
-    rows("d_k", into.d_k, q.batch, k.heads, k.length, k.dim);
-    rows("d_v", into.d_v, q.batch, k.heads, k.length, all.v.dim);
+    rows("out", saved.out, q.batch, q.heads, q.length, all.v.dim);
+    rows("d_out", saved.d_out, q.batch, q.heads, q.length, all.v.dim);
+    require_shape("lse", saved.lse, q.batch, q.heads, q.length);
+    rows("d_q", grads.d_q, q.batch, q.heads, q.length, q.dim);
+    rows("d_k", grads.d_k, q.batch, k.heads, k.length, k.dim);
+    rows("d_v", grads.d_v, q.batch, k.heads, k.length, all.v.dim);
     detail::require(k.row_stride != 0 || k.length <= 1, "keys.k.row_stride", k.row_stride,
                     "other than 0, since every key has a gradient of its own");
-    if (into.d_log_bias) {
-        require_shape("d_log_bias", into.d_log_bias, q.batch, k.heads, k.length);
+    if (grads.d_log_bias) {
+        require_shape("d_log_bias", grads.d_log_bias, q.batch, k.heads, k.length);
         detail::require(static_cast<bool>(all.mask.log_bias), "d_log_bias", "given",
                         "empty where the mask has no log_bias");
     }
 }
 
-}  // namespace kvpolicy::host_backend
+}  // namespace kvpolicy::checks

@@ -10,7 +10,7 @@
 #include <cmath>
 #include <cstdint>
 
-namespace kvpolicy::host_backend {
+namespace kvpolicy::checks {
 
 /// Heads and widths of a pass over one sequence; reads no memory of the call, so that it serves every backend.
 template <class T>
@@ -61,4 +61,4 @@ void check_mass_options(const Options& options, std::int32_t kv_heads) {
     }
 }
 
-}  // namespace kvpolicy::host_backend
+}  // namespace kvpolicy::checks

@@ -31,25 +31,25 @@ enum class attend_copies : std::uint8_t {
 /// What a caller may change about a call. Results agree to rounding whatever it says.
 struct AttendOptions {
     attend_path path = attend_path::automatic;
-    bool portable = false;  ///< the kernels of compute capability 8.0 on any card
+    bool portable = false;  ///< the kernels of compute capability 8.0 on any GPU
     attend_copies copies = attend_copies::automatic;
     std::uint32_t* status = nullptr;  ///< [B], device memory, OR-ed into: status_bad_length
 };
 
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 
-/// Bytes of device workspace for the attend call with the same arguments, and for every call on the same card that differs
+/// Bytes of device workspace for the attend call with the same arguments, and for every call on the same GPU that differs
 /// from it only by fewer queries or keys. With `gather` at most 256 bytes a row of a KV head (448 with biases) and 8 bytes a
 /// query of a KV head (12 where a group fills a tile of queries: 64 heads and more); nearly nothing with `scan`. Shapes and strides
 /// count; nothing is read, but no view may be null: before tensors exist any address at a multiple of 16 bytes stands for them.
 template <Storage T, class Dims = all_head_dims>
-std::size_t attend_workspace_bytes(const cuda& on, const Attention& attention,
-                                   std::type_identity_t<rows_view<const T>> q, const keys<T>& all,
+std::size_t attend_workspace_bytes(const cuda& on, const AttentionParams& attention,
+                                   std::type_identity_t<rows_view<const T>> q, const kv_view<T>& all,
                                    const Sequences& sequences, const AttendOptions& options = {});
 template <Storage T, class Dims = all_head_dims>
-std::size_t attend_workspace_bytes(const cuda& on, const Attention& attention,
-                                   std::type_identity_t<rows_view<const T>> q, const keys<T>& past,
-                                   const keys<T>& self, const Sequences& sequences,
+std::size_t attend_workspace_bytes(const cuda& on, const AttentionParams& attention,
+                                   std::type_identity_t<rows_view<const T>> q, const kv_view<T>& past,
+                                   const kv_view<T>& self, const Sequences& sequences,
                                    const AttendOptions& options = {});
 
 /// The host's attend (attention/attend.hpp has the equation and the shapes) on CUDA. All tensors, planes and arrays of numbers
@@ -74,14 +74,14 @@ std::size_t attend_workspace_bytes(const cuda& on, const Attention& attention,
 /// Refuses, before anything is enqueued: what the host refuses as far as no device memory must be read, a head_dim beyond
 /// Dims, rows that are not aligned, too little workspace. Failing CUDA calls throw kvpolicy::cuda_error.
 template <Storage T, class Dims = all_head_dims>
-void attend(const cuda& on, const Attention& attention, std::type_identity_t<rows_view<const T>> q,
-            const keys<T>& all, const Sequences& sequences, std::type_identity_t<rows_view<T>> out,
+void attend(const cuda& on, const AttentionParams& attention, std::type_identity_t<rows_view<const T>> q,
+            const kv_view<T>& all, const Sequences& sequences, std::type_identity_t<rows_view<T>> out,
             plane_view<float> lse, workspace_view workspace, const AttendOptions& options = {});
 
 /// Two segments of keys, as on the host: the rows of a cache, and the chunk's own.
 template <Storage T, class Dims = all_head_dims>
-void attend(const cuda& on, const Attention& attention, std::type_identity_t<rows_view<const T>> q,
-            const keys<T>& past, const keys<T>& self, const Sequences& sequences,
+void attend(const cuda& on, const AttentionParams& attention, std::type_identity_t<rows_view<const T>> q,
+            const kv_view<T>& past, const kv_view<T>& self, const Sequences& sequences,
             std::type_identity_t<rows_view<T>> out, plane_view<float> lse, workspace_view workspace,
             const AttendOptions& options = {});
 

@@ -16,7 +16,7 @@ inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 // grids depend on shapes alone. A length in device memory that no view holds counts as 0.
 //
 // bf16 and fp16 with head_dim up to the largest of Dims go to the tensor cores (wgmma where the binary has code for compute capability 9.0a
-// and the card is one, mma.sync else), if the views' data and strides are multiples of 16 bytes; everything else (fp32,
+// and the GPU is one, mma.sync else), if the views' data and strides are multiples of 16 bytes; everything else (fp32,
 // double, other heads, odd strides) takes a plain kernel, which is for checking. Sums are taken in the same order in every
 // run: results are the same bits. Rows beyond a sequence's length may hold anything. The others must be finite: the host refuses a
 // NaN, here results that it takes part in are anything.
@@ -29,7 +29,7 @@ std::size_t future_mass_workspace_bytes(const cuda& on, rows_view<const T> q, in
 /// As the host's causal_lse: lse [B, Hq, S] (natural log) of q [B, Hq, S, D] and k [B, Hkv, S, D]. Overwrites it for the
 /// sequences' lengths. O(S^2) time.
 template <Storage T, class Dims = all_head_dims>
-void causal_lse(const cuda& on, const Attention& attention, rows_view<const T> q, input_rows<T> k,
+void causal_lse(const cuda& on, const AttentionParams& attention, rows_view<const T> q, input_rows<T> k,
                 const Sequences& sequences, plane_view<float> lse, workspace_view workspace);
 
 /// As the host's future_mass: target [B, Hkv, S] of q [B, Hq, S, D], k [B, Hkv, S, D] and lse [B, Hq, S] (eq. 2, 3, 8, 14-16),
@@ -37,7 +37,7 @@ void causal_lse(const cuda& on, const Attention& attention, rows_view<const T> q
 /// a sparse lse, or a small epsilon with a large beta, loses nothing that the host's result has; where fp32 does not hold
 /// p^beta itself, keys take a second pass that costs more.
 template <Storage T, class Dims = all_head_dims>
-void future_mass(const cuda& on, const Attention& attention, rows_view<const T> q, input_rows<T> k,
+void future_mass(const cuda& on, const AttentionParams& attention, rows_view<const T> q, input_rows<T> k,
                  plane_view<const float> lse, const Sequences& sequences, const FutureMassOptions& options,
                  plane_view<float> target, workspace_view workspace);
 
@@ -47,12 +47,12 @@ std::size_t future_mass_workspace_bytes(const cuda& on, rows_view<T> q, input_ro
     return future_mass_workspace_bytes(on, input_rows<T>(q), k);
 }
 template <Storage T, class Dims = all_head_dims>
-void causal_lse(const cuda& on, const Attention& attention, rows_view<T> q, input_rows<T> k,
+void causal_lse(const cuda& on, const AttentionParams& attention, rows_view<T> q, input_rows<T> k,
                 const Sequences& sequences, plane_view<float> lse, workspace_view workspace) {
     causal_lse<T, Dims>(on, attention, input_rows<T>(q), k, sequences, lse, workspace);
 }
 template <Storage T, class Dims = all_head_dims>
-void future_mass(const cuda& on, const Attention& attention, rows_view<T> q, input_rows<T> k,
+void future_mass(const cuda& on, const AttentionParams& attention, rows_view<T> q, input_rows<T> k,
                  plane_view<const float> lse, const Sequences& sequences, const FutureMassOptions& options,
                  plane_view<float> target, workspace_view workspace) {
     future_mass<T, Dims>(on, attention, input_rows<T>(q), k, lse, sequences, options, target, workspace);

@@ -14,7 +14,7 @@ namespace kvpolicy {
 
 /// Options of the target. The defaults are the paper's.
 struct FutureMassOptions {
-    HeadValues<std::int32_t> window{1};   ///< w, by head; a key is scored on queries d >= t + w
+    PerHead<std::int32_t> window{1};      ///< w, by head; a key is scored on queries d >= t + w
     std::int32_t look_ahead = unlimited;  ///< L: only queries d <= t + w + L count
     bool normalize = true;                ///< divide by N_t; false gives the workshop paper's sum
     float epsilon = 1e-8f;                ///< eps, also what a key without future queries gets: log(eps)
@@ -30,11 +30,11 @@ struct FutureMassOptions {
 template <Storage T>
 std::size_t future_mass_workspace_bytes(const host& on, rows_view<const T> q, input_rows<T> k);
 
-/// lse[b][hq][d] = log sum_{t <= d} exp(logit(d, t)), the dense causal normaliser (eq. 28), natural log. q [B, Hq, S, Dk], k
+/// lse[b][hq][d] = log sum_{t <= d} exp(logit(d, t)), the dense causal normalizer (eq. 28), natural log. q [B, Hq, S, Dk], k
 /// [B, Hkv, S, Dk], lse [B, Hq, S]: overwritten for the sequences' lengths. Synchronous, O(S^2) time, no S x S array. Refuses
 /// what future_mass refuses.
 template <Storage T>
-void causal_lse(const host& on, const Attention& attention, rows_view<const T> q, input_rows<T> k,
+void causal_lse(const host& on, const AttentionParams& attention, rows_view<const T> q, input_rows<T> k,
                 const Sequences& sequences, plane_view<float> lse, workspace_view workspace);
 
 /// Writes target [B, Hkv, S] from q [B, Hq, S, Dk], k [B, Hkv, S, Dk] and lse [B, Hq, S] (natural log; dense from causal_lse,
@@ -49,7 +49,7 @@ void causal_lse(const host& on, const Attention& attention, rows_view<const T> q
 /// Synchronous, O(S^2) time, no S x S array. Refuses: shapes that disagree, null data, no query heads, beta < 1, epsilon < 0 or infinite,
 /// window < 1, look_ahead < 0, packed segments, starts, too little workspace. A window of S or more leaves every key without future queries.
 template <Storage T>
-void future_mass(const host& on, const Attention& attention, rows_view<const T> q, input_rows<T> k,
+void future_mass(const host& on, const AttentionParams& attention, rows_view<const T> q, input_rows<T> k,
                  plane_view<const float> lse, const Sequences& sequences, const FutureMassOptions& options,
                  plane_view<float> target, workspace_view workspace);
 
@@ -59,12 +59,12 @@ std::size_t future_mass_workspace_bytes(const host& on, rows_view<T> q, input_ro
     return future_mass_workspace_bytes(on, input_rows<T>(q), k);
 }
 template <Storage T>
-void causal_lse(const host& on, const Attention& attention, rows_view<T> q, input_rows<T> k,
+void causal_lse(const host& on, const AttentionParams& attention, rows_view<T> q, input_rows<T> k,
                 const Sequences& sequences, plane_view<float> lse, workspace_view workspace) {
     causal_lse(on, attention, input_rows<T>(q), k, sequences, lse, workspace);
 }
 template <Storage T>
-void future_mass(const host& on, const Attention& attention, rows_view<T> q, input_rows<T> k,
+void future_mass(const host& on, const AttentionParams& attention, rows_view<T> q, input_rows<T> k,
                  plane_view<const float> lse, const Sequences& sequences, const FutureMassOptions& options,
                  plane_view<float> target, workspace_view workspace) {
     future_mass(on, attention, input_rows<T>(q), k, lse, sequences, options, target, workspace);

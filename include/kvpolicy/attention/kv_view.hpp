@@ -10,10 +10,10 @@
 
 namespace kvpolicy {
 
-/// The keys of an attention call: views and a frame of positions, nothing owned. Start with keys{k, v} (dense causal) or
-/// keys{k, v, mask}.
+/// The keys of an attention call: views and a frame of positions, nothing owned. Start with kv_view{k, v} (dense causal) or
+/// kv_view{k, v, mask}.
 template <class T>
-struct keys {
+struct kv_view {
     rows_view<const T> k;  ///< [B, Hkv, Skv, Dk]
     rows_view<const T> v;  ///< [B, Hkv, Skv, Dv]
     /// Lifetimes and log-biases, [B, Hkv, Skv]; empty: every key lives on.
@@ -27,6 +27,6 @@ struct keys {
 };
 
 template <class K, class V, class... Rest>
-keys(rows_view<K>, rows_view<V>, Rest...) -> keys<std::remove_const_t<K>>;
+kv_view(rows_view<K>, rows_view<V>, Rest...) -> kv_view<std::remove_const_t<K>>;
 
 }  // namespace kvpolicy

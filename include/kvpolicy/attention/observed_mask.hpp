@@ -35,9 +35,10 @@ std::size_t build_observed_mask_workspace_bytes(const host& on, const P& policy,
 /// segments, starts, a q or k that is not finite (named), rules that differ between the heads of a layer that is averaged
 /// (TOVA), too little workspace.
 template <AnyPolicy P, Storage T>
-void build_observed_mask(const host& on, const P& policy, const Attention& attention, rows_view<const T> q,
-                         input_rows<T> k, const Sequences& sequences, plane_view<expiry_t> expiry,
-                         workspace_view workspace, const ObservedMaskOptions& options = {});
+void build_observed_mask(const host& on, const P& policy, const AttentionParams& attention,
+                         rows_view<const T> q, input_rows<T> k, const Sequences& sequences,
+                         plane_view<expiry_t> expiry, workspace_view workspace,
+                         const ObservedMaskOptions& options = {});
 
 // The same of queries that may be written.
 template <Storage T, AnyPolicy P>
@@ -46,7 +47,7 @@ std::size_t build_observed_mask_workspace_bytes(const host& on, const P& policy,
     return build_observed_mask_workspace_bytes(on, policy, input_rows<T>(q), k);
 }
 template <AnyPolicy P, Storage T>
-void build_observed_mask(const host& on, const P& policy, const Attention& attention, rows_view<T> q,
+void build_observed_mask(const host& on, const P& policy, const AttentionParams& attention, rows_view<T> q,
                          input_rows<T> k, const Sequences& sequences, plane_view<expiry_t> expiry,
                          workspace_view workspace, const ObservedMaskOptions& options = {}) {
     build_observed_mask(on, policy, attention, input_rows<T>(q), k, sequences, expiry, workspace, options);

@@ -33,7 +33,7 @@ std::size_t received_mass_workspace_bytes(const host& on, rows_view<const T> q, 
 /// Synchronous, O(queries * S), no array of that size; the bits do not depend on the number of threads. Refuses: shapes that
 /// disagree, null data, queries below 0, packed segments, starts, too little workspace.
 template <Storage T>
-void received_mass(const host& on, const Attention& attention, rows_view<const T> q, input_rows<T> k,
+void received_mass(const host& on, const AttentionParams& attention, rows_view<const T> q, input_rows<T> k,
                    const mask_view& mask, const Sequences& sequences, const ReceivedMassOptions& options,
                    plane_view<float> received, workspace_view workspace);
 
@@ -43,7 +43,7 @@ std::size_t received_mass_workspace_bytes(const host& on, rows_view<T> q, input_
     return received_mass_workspace_bytes(on, input_rows<T>(q), k);
 }
 template <Storage T>
-void received_mass(const host& on, const Attention& attention, rows_view<T> q, input_rows<T> k,
+void received_mass(const host& on, const AttentionParams& attention, rows_view<T> q, input_rows<T> k,
                    const mask_view& mask, const Sequences& sequences, const ReceivedMassOptions& options,
                    plane_view<float> received, workspace_view workspace) {
     received_mass(on, attention, input_rows<T>(q), k, mask, sequences, options, received, workspace);

@@ -23,7 +23,7 @@ struct softmax_state {
     Real sum = Real(0);
 };
 
-/// What a merge multiplies the two unnormalised (running form) or normalised (lse form) outputs by.
+/// What a merge multiplies the two unnormalized (running form) or normalized (lse form) outputs by.
 template <class Real>
 struct merge_weights {
     Real a = Real(0);
@@ -46,7 +46,7 @@ KVPOLICY_HOST_DEVICE inline Real lse_of(const softmax_state<Real>& state) {
     return state.sum == Real(0) ? softmax_state<Real>::nothing : state.max + std::log(state.sum);
 }
 
-/// Merges two states of disjoint keys. The merged unnormalised output is weights.a * out_a + weights.b * out_b, where a
+/// Merges two states of disjoint keys. The merged unnormalized output is weights.a * out_a + weights.b * out_b, where a
 /// weight of 0 stands for "leave it out" (its output may be anything).
 template <class Real>
 KVPOLICY_HOST_DEVICE inline softmax_state<Real> merge(const softmax_state<Real>& a,
@@ -70,7 +70,7 @@ KVPOLICY_HOST_DEVICE inline softmax_state<Real> merge(const softmax_state<Real>&
     return {b.max, weights.a * a.sum + b.sum};
 }
 
-/// Merges two log-sum-exps. The merged normalised output is weights.a * out_a + weights.b * out_b; the weights add up to
+/// Merges two log-sum-exps. The merged normalized output is weights.a * out_a + weights.b * out_b; the weights add up to
 /// 1, or are both 0 where neither has seen a key.
 template <class Real>
 KVPOLICY_HOST_DEVICE inline Real merge_lse(Real lse_a, Real lse_b, merge_weights<Real>& weights) {

@@ -1,4 +1,4 @@
-// The calls that every kind of cache takes: step, prefill, attend, propose and commit, and the export of its pages.
+// The calls that every kind of cache takes: step, prefill, attend, append_draft and accept, and the export of its pages.
 #pragma once
 
 #include <kvpolicy/caches/layer_ref.hpp>
@@ -13,7 +13,7 @@
 
 namespace kvpolicy {
 
-/// Bytes of workspace for step, prefill, attend, propose and commit with at most `count` entries of at most `tokens` tokens.
+/// Bytes of workspace for step, prefill, attend, append_draft and accept with at most `count` entries of at most `tokens` tokens.
 /// Refuses counts below 0.
 template <class P, Storage T, template <class, class> class Ref>
 requires CacheRef<Ref<P, T>> std::size_t cache_workspace_bytes(const host& on, const Ref<P, T>& cache,
@@ -23,7 +23,7 @@ requires CacheRef<Ref<P, T>> std::size_t cache_workspace_bytes(const host& on, c
 template <class C>
 concept CacheObject = requires(const C& cache) {
     cache.shape().layers;
-    { cache.ref(0) } -> CacheRef;
+    { cache.layer(0) } -> CacheRef;
 };
 
 /// The same for all layers of a cache: the most that any of them needs, where budgets differ by layer.
@@ -32,7 +32,7 @@ std::size_t cache_workspace_bytes(const host& on, const Cache& cache, std::int32
                                   std::int32_t tokens) {
     std::size_t most = 0;
     for (std::int32_t layer = 0; layer < cache.shape().layers; ++layer) {
-        const std::size_t bytes = cache_workspace_bytes(on, cache.ref(layer), count, tokens);
+        const std::size_t bytes = cache_workspace_bytes(on, cache.layer(layer), count, tokens);
         most = bytes > most ? bytes : most;
     }
     return most;
@@ -40,18 +40,18 @@ std::size_t cache_workspace_bytes(const host& on, const Cache& cache, std::int32
 
 /// One decode step of one layer, for the batch's sequences (0 or 1 token each). q [count, Hq, 1, Dk], k and v
 /// [count, Hkv, 1, D], out [count, Hq, 1, Dv]: overwritten for entries with a token, untouched for others. For each KV
-/// head, at position q = the slot's length (docs/concepts.md, the order of a step):
+/// head, at position q = the sequence's length (docs/concepts.md, the order of a step):
 ///   1. (k_q, v_q) is appended, 2. a stateful scorer absorbs [k_q; v_q], 3. the key u = q - w, if u >= s, leaves the window
-///   and competes for the long-range places, 4. the query heads attend to sinks, window (q - w + 1 .. q) and long-range keys.
+///   and competes for the top-k slots, 4. the query heads attend to sinks, window (q - w + 1 .. q) and long-range keys.
 /// A key that loses at 3 is invisible to q already. Synchronous, no allocation. Refuses before anything is written: shapes
-/// that disagree, more than one token, slots out of range or named twice, a NaN score that is read (given or computed), too
+/// that disagree, more than one token, sequences out of range or named twice, a NaN score that is read (given or computed), too
 /// little workspace, a second call of the same layer before advance(), which would keep the token twice.
 ///
 /// A policy that ranks keys by the attention they receive (H2O, TOVA, SnapKV; scorers/observed.hpp) decides in 3 by the masses
 /// up to q - 1, and adds the query's own after 4. Its q and k must be finite: a number that is not is refused.
 ///
 /// A cache with a pool of pages (DualCache) may run out of them. The step is then a no-op for that sequence in this layer:
-/// its out is 0, its lse -inf, and status[i] of its entry gets status_pool_exhausted. Lend a slab and call this layer
+/// its out is 0, its lse -inf, and status[i] of its entry gets status_pool_exhausted. Add a slab and call this layer
 /// again for that entry. `status` [count] is OR-ed into; where it is null, exhaustion is refused instead, before anything is
 /// written.
 template <class P, Storage T, template <class, class> class Ref>
@@ -76,39 +76,40 @@ void prefill(const host& on, const Ref<P, T>& cache, const Batch& batch, input_r
              const CacheExtras& extras = {});
 
 /// Speculation: what prefill(tokens) would give as out and lse, while the cache keeps its rows: in-place replacement cannot
-/// be undone, so nothing is decided before commit. The tokens, at most CacheShape::proposals a sequence, wait in spare
-/// rows; a second propose, a step or a prefill of the slot forgets them. Errors as for prefill; takes no pages. Not for
+/// be undone, so nothing is decided before accept(). The tokens, at most CacheShape::max_draft_tokens a sequence, wait in spare
+/// rows; a second append_draft, a step or a prefill of the sequence forgets them. Errors as for prefill; takes no pages. Not for
 /// policies that rank keys by the attention they receive: they do not compile here.
 template <class P, Storage T, template <class, class> class Ref>
 requires CacheRef<Ref<P, T>>
-void propose(const host& on, const Ref<P, T>& cache, const Batch& batch, input_rows<T> q, input_rows<T> k,
-             input_rows<T> v, output_rows<T> out, workspace_view workspace, const CacheExtras& extras = {});
+void append_draft(const host& on, const Ref<P, T>& cache, const Batch& batch, input_rows<T> q,
+                  input_rows<T> k, input_rows<T> v, output_rows<T> out, workspace_view workspace,
+                  const CacheExtras& extras = {});
 
 /// Applies the first batch.tokens(i) of the tokens that a sequence proposed in this layer, as prefill would have (evictions,
 /// promotions, scorer state), and forgets the others; 0 forgets all. Once a layer, then CacheOwner::advance(batch) once.
-/// Workspace as for that many tokens. Refuses more than was proposed, and proposals made at another length. Exhaustion as
-/// for step: the proposals then stay, and the commit can be tried again.
+/// Workspace as for that many tokens. Refuses more than was proposed, and draft tokens made at another length. Exhaustion as
+/// for step: the draft tokens then stay, and the call of accept() can be tried again.
 template <class P, Storage T, template <class, class> class Ref>
 requires CacheRef<Ref<P, T>>
-void commit(const host& on, const Ref<P, T>& cache, const Batch& batch, workspace_view workspace,
+void accept(const host& on, const Ref<P, T>& cache, const Batch& batch, workspace_view workspace,
             std::uint32_t* status = nullptr);
 
-/// Attention of q [count, Hq, 1, Dk] over the rows that the named slots hold now in this layer, those of a token that it has taken before
-/// advance() among them; changes nothing. Entries with q_len 0 are untouched; a slot without rows gives 0 and LSE = -inf.
+/// Attention of q [count, Hq, 1, Dk] over the rows that the named sequences hold now in this layer, those of a token that it has taken before
+/// advance() among them; changes nothing. Entries with q_len 0 are untouched; a sequence without rows gives 0 and LSE = -inf.
 template <class P, Storage T, template <class, class> class Ref>
 requires CacheRef<Ref<P, T>>
 void attend(const host& on, const Ref<P, T>& cache, const Batch& batch, input_rows<T> q, output_rows<T> out,
             plane_view<float> lse, workspace_view workspace);
 
-/// A cache as "heads as sequences", for a paged attention kernel to read without a copy: pages of page_rows rows of one
+/// A cache as "heads as sequences", for a paged attention kernel to read without a copy: pages of page_size rows of one
 /// head. Entry i of the batch, head h is sequence i * Hkv + h with one KV head. indptr [count * Hkv + 1], indices [indptr's
-/// last], last_page_rows [count * Hkv] (0 for an empty head). In a FixedBudgetCache page p starts at k + p * page_rows * dim_k;
+/// last], last_page_len [count * Hkv] (0 for an empty head). In a FixedBudgetCache page p starts at k + p * page_size * head_dim_qk;
 /// in a DualCache page p is page p mod slab_pages of slab p / slab_pages. Rows in use come first, so only the last page is
 /// partial.
 struct HeadPages {
     std::int32_t* indptr = nullptr;
     std::int32_t* indices = nullptr;
-    std::int32_t* last_page_rows = nullptr;
+    std::int32_t* last_page_len = nullptr;
     std::int64_t indices_capacity = 0;
 };
 

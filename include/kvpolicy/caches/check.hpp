@@ -10,7 +10,7 @@
 #include <cstdint>
 #include <limits>
 
-namespace kvpolicy::host_backend {
+namespace kvpolicy::checks {
 
 /// Scores that nobody would read.
 template <class P>
@@ -30,10 +30,10 @@ void check_head_pages(const Cache& cache, const Batch& batch, const Pages& pages
     detail::require(pages.indptr != nullptr, "pages.indptr", "null", "an array of batch.count * Hkv + 1");
     detail::require(pages.indices != nullptr || needed == 0, "pages.indices", "null",
                     "an array of indices_capacity");
-    detail::require(pages.last_page_rows != nullptr || batch.count == 0, "pages.last_page_rows", "null",
+    detail::require(pages.last_page_len != nullptr || batch.count == 0, "pages.last_page_len", "null",
                     "an array of batch.count * Hkv");
     detail::require(cache.page_count() <= std::numeric_limits<std::int32_t>::max(), "pages of the layer",
                     cache.page_count(), "below 2^31, as indices are 32 bits");
 }
 
-}  // namespace kvpolicy::host_backend
+}  // namespace kvpolicy::checks

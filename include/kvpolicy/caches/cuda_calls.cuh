@@ -18,7 +18,7 @@ struct DualRef;
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 
 // All calls below take the ref of a cache that was bound with a cuda context (bind of its owner). Tensors, planes, status,
-// scorer weights, and of `batch` the arrays slots and q_len are device memory. Work is enqueued on the context's stream; nothing
+// scorer weights, and of `batch` the arrays sequences and q_len are device memory. Work is enqueued on the context's stream; nothing
 // is allocated, nothing waited for. Grids depend on shapes and capacities, and whatever changes from step to step is read from
 // device memory when the work runs, so one captured graph serves all later steps.
 //
@@ -31,10 +31,10 @@ inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 // check others with.
 //
 // What a host would refuse but a device finds too late: a NaN score ranks last and sets status_nan_score; a token count that
-// the call does not take, or a slot that the cache does not have, counts as no token and sets status_bad_length (an entry of slot -1 is
+// the call does not take, or a sequence that the cache does not have, counts as no token and sets status_bad_length (an entry of sequence -1 is
 // padding: it brings no token, and nothing is wrong); tokens for a layer that has taken some already, before advance() has counted them,
-// count as none and set status_taken_twice, and advance() does not move a sequence that some layer has not taken (status_not_taken). Not
-// detected: slots named twice in a batch.
+// count as none and set status_layer_repeated, and advance() does not move a sequence that some layer has not taken (status_layer_skipped). Not
+// detected: sequences named twice in a batch.
 // `status` [count], where given, is OR-ed into.
 //
 // A DualCache takes the same calls. Where its pool has no pages for an entry, the entry is left as it is, its out is 0, its lse -inf, and
@@ -58,7 +58,7 @@ std::size_t cache_workspace_bytes(const cuda& on, const Cache& cache, std::int32
                                   std::int32_t tokens) {
     std::size_t most = 0;
     for (std::int32_t layer = 0; layer < cache.shape().layers; ++layer) {
-        const std::size_t bytes = cache_workspace_bytes<Dims>(on, cache.ref(layer), count, tokens);
+        const std::size_t bytes = cache_workspace_bytes<Dims>(on, cache.layer(layer), count, tokens);
         most = bytes > most ? bytes : most;
     }
     return most;
@@ -67,7 +67,7 @@ template <class Dims = all_head_dims, CacheObject Cache>
 std::size_t step_workspace_bytes(const cuda& on, const Cache& cache, std::int32_t count) {
     std::size_t most = 0;
     for (std::int32_t layer = 0; layer < cache.shape().layers; ++layer) {
-        const std::size_t bytes = step_workspace_bytes<Dims>(on, cache.ref(layer), count);
+        const std::size_t bytes = step_workspace_bytes<Dims>(on, cache.layer(layer), count);
         most = bytes > most ? bytes : most;
     }
     return most;
@@ -82,46 +82,47 @@ void step(const cuda& on, const FixedBudgetRef<P, T>& cache, const Batch& batch,
 
 /// A chunk of up to n tokens a sequence, as the host's prefill: what as many steps would keep. Entry i brings batch.q_len[i] tokens,
 /// or batch.length. q [count, Hq, n, Dk], k and v [count, Hkv, n, D], out [count, Hq, n, Dv]; n is the length of q. Contests run one
-/// after another, in one warp a head: a newcomer that wins costs about half a microsecond (with a decay step above 1 every newcomer
+/// after another, in one warp a head: a candidate that wins costs about half a microsecond (with a decay step above 1 every candidate
 /// looks at all places). An mLSTM absorbs token by token.
 template <class Dims = all_head_dims, class P, Storage T>
 void prefill(const cuda& on, const FixedBudgetRef<P, T>& cache, const Batch& batch, input_rows<T> q,
              input_rows<T> k, input_rows<T> v, output_rows<T> out, workspace_view workspace,
              std::uint32_t* status = nullptr, const CacheExtras& extras = {});
 
-/// As the host's propose; n is at most CacheShape::proposals.
+/// As the host's propose; n is at most CacheShape::max_draft_tokens.
 template <class Dims = all_head_dims, class P, Storage T>
-void propose(const cuda& on, const FixedBudgetRef<P, T>& cache, const Batch& batch, input_rows<T> q,
-             input_rows<T> k, input_rows<T> v, output_rows<T> out, workspace_view workspace,
-             std::uint32_t* status = nullptr, const CacheExtras& extras = {});
+void append_draft(const cuda& on, const FixedBudgetRef<P, T>& cache, const Batch& batch, input_rows<T> q,
+                  input_rows<T> k, input_rows<T> v, output_rows<T> out, workspace_view workspace,
+                  std::uint32_t* status = nullptr, const CacheExtras& extras = {});
 
 /// The host's form of it, for code that is compiled for both.
 template <class Dims = all_head_dims, class P, Storage T>
-void propose(const cuda& on, const FixedBudgetRef<P, T>& cache, const Batch& batch, input_rows<T> q,
-             input_rows<T> k, input_rows<T> v, output_rows<T> out, workspace_view workspace,
-             const CacheExtras& extras) {
-    propose<Dims>(on, cache, batch, q, k, v, out, workspace, static_cast<std::uint32_t*>(nullptr), extras);
+void append_draft(const cuda& on, const FixedBudgetRef<P, T>& cache, const Batch& batch, input_rows<T> q,
+                  input_rows<T> k, input_rows<T> v, output_rows<T> out, workspace_view workspace,
+                  const CacheExtras& extras) {
+    append_draft<Dims>(on, cache, batch, q, k, v, out, workspace, static_cast<std::uint32_t*>(nullptr),
+                       extras);
 }
 
 /// As the host's commit. An entry of more tokens than were proposed, or proposed at another length, counts as one of no token
 /// (which forgets what was proposed) and sets status_bad_length.
 template <class Dims = all_head_dims, class P, Storage T>
-void commit(const cuda& on, const FixedBudgetRef<P, T>& cache, const Batch& batch, workspace_view workspace,
+void accept(const cuda& on, const FixedBudgetRef<P, T>& cache, const Batch& batch, workspace_view workspace,
             std::uint32_t* status = nullptr);
 
-/// As the host's attend: attention of q [count, Hq, 1, Dk] over the rows that the named slots hold now; changes nothing.
+/// As the host's attend: attention of q [count, Hq, 1, Dk] over the rows that the named sequences hold now; changes nothing.
 template <class Dims = all_head_dims, class P, Storage T>
 void attend(const cuda& on, const FixedBudgetRef<P, T>& cache, const Batch& batch, input_rows<T> q,
             output_rows<T> out, plane_view<float> lse, workspace_view workspace,
             std::uint32_t* status = nullptr);
 
-/// Fills `pages`, device memory, as the host's export_heads does. Refuses a capacity below what the batch's slots could ever need,
-/// count * rows / page_rows. A slot that there is not has no pages.
+/// Fills `pages`, device memory, as the host's export_heads does. Refuses a capacity below what the batch's sequences could ever need,
+/// count * rows / page_size. A sequence that there is not has no pages.
 template <class P, Storage T>
 void export_heads(const cuda& on, const FixedBudgetRef<P, T>& cache, const Batch& batch,
                   const HeadPages& pages);
 
-// The same for a DualCache. A step is two launches: one block takes pages and lays out the work, then all blocks of the card share the
+// The same for a DualCache. A step is two launches: one block takes pages and lays out the work, then all blocks of the GPU share the
 // rows of all heads evenly, however ragged they are.
 
 template <class Dims = all_head_dims, class P, Storage T>
@@ -144,18 +145,20 @@ void prefill(const cuda& on, const DualRef<P, T>& cache, const Batch& batch, inp
              const CacheExtras& extras = {});
 
 template <class Dims = all_head_dims, class P, Storage T>
-void propose(const cuda& on, const DualRef<P, T>& cache, const Batch& batch, input_rows<T> q, input_rows<T> k,
-             input_rows<T> v, output_rows<T> out, workspace_view workspace, std::uint32_t* status = nullptr,
-             const CacheExtras& extras = {});
+void append_draft(const cuda& on, const DualRef<P, T>& cache, const Batch& batch, input_rows<T> q,
+                  input_rows<T> k, input_rows<T> v, output_rows<T> out, workspace_view workspace,
+                  std::uint32_t* status = nullptr, const CacheExtras& extras = {});
 
 template <class Dims = all_head_dims, class P, Storage T>
-void propose(const cuda& on, const DualRef<P, T>& cache, const Batch& batch, input_rows<T> q, input_rows<T> k,
-             input_rows<T> v, output_rows<T> out, workspace_view workspace, const CacheExtras& extras) {
-    propose<Dims>(on, cache, batch, q, k, v, out, workspace, static_cast<std::uint32_t*>(nullptr), extras);
+void append_draft(const cuda& on, const DualRef<P, T>& cache, const Batch& batch, input_rows<T> q,
+                  input_rows<T> k, input_rows<T> v, output_rows<T> out, workspace_view workspace,
+                  const CacheExtras& extras) {
+    append_draft<Dims>(on, cache, batch, q, k, v, out, workspace, static_cast<std::uint32_t*>(nullptr),
+                       extras);
 }
 
 template <class Dims = all_head_dims, class P, Storage T>
-void commit(const cuda& on, const DualRef<P, T>& cache, const Batch& batch, workspace_view workspace,
+void accept(const cuda& on, const DualRef<P, T>& cache, const Batch& batch, workspace_view workspace,
             std::uint32_t* status = nullptr);
 
 template <class Dims = all_head_dims, class P, Storage T>
@@ -163,7 +166,7 @@ void attend(const cuda& on, const DualRef<P, T>& cache, const Batch& batch, inpu
             output_rows<T> out, plane_view<float> lse, workspace_view workspace,
             std::uint32_t* status = nullptr);
 
-/// Refuses a capacity below the pages of the pool, most_slabs * slab_pages. Forks share pages, so a batch of them may name more: indptr
+/// Refuses a capacity below the pages of the pool, max_slabs * slab_pages. Forks share pages, so a batch of them may name more: indptr
 /// says how many, and those beyond the capacity are not written.
 template <class P, Storage T>
 void export_heads(const cuda& on, const DualRef<P, T>& cache, const Batch& batch, const HeadPages& pages);

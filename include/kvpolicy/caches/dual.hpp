@@ -20,101 +20,105 @@
 
 namespace kvpolicy {
 
-/// One layer of a DualCache. Every (slot, head) has a page table; its rows are numbered as in a FixedBudgetCache,
-/// [sinks | ring | long-range], and row r lies in page r / page_rows of the table. Pages are taken as rows come into use.
+/// One layer of a DualCache. Every (sequence, head) has a page table; its rows are numbered as in a FixedBudgetCache,
+/// [sinks | ring | long-range], and row r lies in page r / page_size of the table. Pages are taken as rows come into use.
 template <class P, class T>
 struct DualRef : LayerRef<P, T> {
     /// Whether rows come from a pool that may be exhausted.
     static constexpr bool pooled = true;
 
     PagePool<T> pool;
-    std::int32_t* table = nullptr;               // [slots, table_offset[kv_heads]]: page ids
+    std::int32_t* table = nullptr;               // [max_sequences, table_offset[kv_heads]]: page ids
     const std::int64_t* table_offset = nullptr;  // [kv_heads + 1]
-    std::int32_t* held = nullptr;                // [slots, kv_heads]: pages that the table names
-    position_t* reserved = nullptr;  // [slots], of all layers: the length up to which reserve() gave pages
-    PlainRows<T> spare;              // [slots, kv_heads, proposals]
-    std::int32_t most_slabs = 0;
+    std::int32_t* held = nullptr;                // [max_sequences, kv_heads]: pages that the table names
+    position_t* reserved =
+        nullptr;         // [max_sequences], of all layers: the length up to which reserve() gave pages
+    PlainRows<T> spare;  // [max_sequences, kv_heads, max_draft_tokens]
+    std::int32_t max_slabs = 0;
     bool limited = false;  // whether some head's rows are bounded by `longest` only
-    position_t longest = 0;
-    std::int64_t most_rows = 0;       // the largest capacity(head): a number that a device's host may read
-    std::int64_t most_contested = 0;  // the same, of heads with a budget
+    position_t max_seq_len = 0;
+    std::int64_t max_rows = 0;       // the largest capacity(head): a number that a device's host may read
+    std::int64_t max_contested = 0;  // the same, of heads with a budget
     // What calls on a device keep between launches, as in a FixedBudgetRef; records are of heads with a budget.
     const std::int64_t* tile_offset = nullptr;  // [kv_heads + 1]
-    std::uint32_t* arrivals = nullptr;          // [slots, kv_heads]
-    std::int32_t* tile_victims = nullptr;       // [slots, tile_offset[kv_heads]]
+    std::uint32_t* arrivals = nullptr;          // [max_sequences, kv_heads]
+    std::int32_t* tile_victims = nullptr;       // [max_sequences, tile_offset[kv_heads]]
 
-    KVPOLICY_HOST_DEVICE constexpr std::int32_t* pages(std::int64_t slot, std::int32_t head) const {
-        return table + slot * table_offset[this->kv_heads] + table_offset[head];
+    KVPOLICY_HOST_DEVICE constexpr std::int32_t* pages(std::int64_t seq, std::int32_t head) const {
+        return table + seq * table_offset[this->kv_heads] + table_offset[head];
     }
-    KVPOLICY_HOST_DEVICE constexpr PagedRows<T> head_rows(std::int64_t slot, std::int32_t head) const {
-        return {pages(slot, head),
+    KVPOLICY_HOST_DEVICE constexpr PagedRows<T> head_rows(std::int64_t seq, std::int32_t head) const {
+        return {pages(seq, head),
                 pool.slabs,
                 pool.slab_pages,
-                pool.page_rows,
-                this->dim_k,
-                this->dim_v,
-                this->selection.page_rows(),
+                pool.page_size,
+                this->head_dim_qk,
+                this->head_dim_vo,
+                this->selection.page_size(),
                 pool.strides};
     }
-    /// The rows that proposed tokens wait in; they are not of the pool.
-    KVPOLICY_HOST_DEVICE constexpr PlainRows<T> spare_rows(std::int64_t slot, std::int32_t head) const {
-        const std::int64_t first = this->head_index(slot, head) * this->proposals;
-        return {spare.k(first),           spare.v(first), spare.position_data + first,
-                spare.score_data + first, this->dim_k,    this->dim_v};
+    /// The rows that draft tokens wait in; they are not of the pool.
+    KVPOLICY_HOST_DEVICE constexpr PlainRows<T> spare_rows(std::int64_t seq, std::int32_t head) const {
+        const std::int64_t first = this->head_index(seq, head) * this->max_draft_tokens;
+        return {spare.k(first),           spare.v(first),    spare.position_data + first,
+                spare.score_data + first, this->head_dim_qk, this->head_dim_vo};
     }
     /// The most rows that a head can have in use.
     KVPOLICY_HOST_DEVICE constexpr std::int64_t capacity(std::int32_t head) const {
-        return capacity_of(this->rules[head], longest);
+        return capacity_of(this->all_params[head], max_seq_len);
     }
-    KVPOLICY_HOST_DEVICE static constexpr std::int64_t capacity_of(const HeadRule& rule, position_t longest) {
-        if (P::has_keep || P::grows || rule.budget == unlimited) {
-            return longest;
+    KVPOLICY_HOST_DEVICE static constexpr std::int64_t capacity_of(const HeadParams& head_params,
+                                                                   position_t max_seq_len) {
+        if (P::has_keep || P::grows || head_params.budget == unlimited) {
+            return max_seq_len;
         }
-        const std::int64_t bound = std::int64_t{rule.sinks} + rule.window + rule.budget;
-        return bound < longest ? bound : longest;
+        const std::int64_t bound = std::int64_t{head_params.sinks} + head_params.window + head_params.budget;
+        return bound < max_seq_len ? bound : max_seq_len;
     }
-    /// The rows that may expire while a chunk runs: sinks and ring, and the long-range rows of a head that contests them.
-    KVPOLICY_HOST_DEVICE constexpr std::int64_t mortal_rows(std::int32_t head) const {
-        const HeadRule& rule = this->rules[head];
-        const std::int64_t recent = std::int64_t{rule.sinks} + rule.window;
-        const std::int64_t mortal =
-            rule.budget == unlimited || rule.budget == 0 || capacity(head) < recent ? recent : capacity(head);
-        return mortal < longest ? mortal : longest;  // a window may be longer than any sequence
+    /// The rows that may expire while a chunk runs: sinks and ring, and the long-range rows of a head that top-k updates them.
+    KVPOLICY_HOST_DEVICE constexpr std::int64_t expirable_entries(std::int32_t head) const {
+        const HeadParams& head_params = this->all_params[head];
+        const std::int64_t recent = std::int64_t{head_params.sinks} + head_params.window;
+        const std::int64_t expirable =
+            head_params.budget == unlimited || head_params.budget == 0 || capacity(head) < recent
+                ? recent
+                : capacity(head);
+        return expirable < max_seq_len ? expirable : max_seq_len;  // a window may be longer than any sequence
     }
-    KVPOLICY_HOST_DEVICE constexpr std::int64_t page_id(std::int64_t slot, std::int32_t head,
+    KVPOLICY_HOST_DEVICE constexpr std::int64_t page_id(std::int64_t seq, std::int32_t head,
                                                         std::int64_t page) const {
-        return pages(slot, head)[page];
+        return pages(seq, head)[page];
     }
     KVPOLICY_HOST_DEVICE constexpr std::int64_t page_count() const {
-        return std::int64_t{pool.slab_pages} * most_slabs;
+        return std::int64_t{pool.slab_pages} * max_slabs;
     }
 
-    /// Rows that a head may have in use once its slot has the length `until`. Each token that the layer has not taken yet adds at most
+    /// Rows that a head may have in use once its sequence has the length `until`. Each token that the layer has not taken yet adds at most
     /// one: to the ring until it is full, to the global part from then on.
-    KVPOLICY_HOST_DEVICE constexpr std::int64_t rows_until(std::int64_t slot, std::int32_t head,
+    KVPOLICY_HOST_DEVICE constexpr std::int64_t rows_until(std::int64_t seq, std::int32_t head,
                                                            position_t until) const {
-        const position_t ahead = until - this->length[slot] - this->pending(slot, head);
-        const std::int64_t rows = this->used(slot, head) + (ahead > 0 ? ahead : 0), most = capacity(head);
+        const position_t ahead = until - this->length[seq] - this->num_appended(seq, head);
+        const std::int64_t rows = this->used(seq, head) + (ahead > 0 ? ahead : 0), most = capacity(head);
         return rows < most ? rows : most;
     }
     /// Pages of a head that hold rows, or that what is left of a reservation can need.
-    KVPOLICY_HOST_DEVICE constexpr std::int64_t pages_wanted(std::int64_t slot, std::int32_t head) const {
-        return (rows_until(slot, head, reserved[slot]) + this->page_rows - 1) / this->page_rows;
+    KVPOLICY_HOST_DEVICE constexpr std::int64_t pages_wanted(std::int64_t seq, std::int32_t head) const {
+        return (rows_until(seq, head, reserved[seq]) + this->page_size - 1) / this->page_size;
     }
 
     /// Pages that a head lacks for `rows` rows.
-    [[nodiscard]] KVPOLICY_HOST_DEVICE constexpr std::int64_t pages_missing(std::int64_t slot,
+    [[nodiscard]] KVPOLICY_HOST_DEVICE constexpr std::int64_t pages_missing(std::int64_t seq,
                                                                             std::int32_t head,
                                                                             std::int64_t rows) const {
-        const std::int64_t pages = (rows + pool.page_rows - 1) / pool.page_rows;
-        const std::int64_t have = held[this->head_index(slot, head)];
+        const std::int64_t pages = (rows + pool.page_size - 1) / pool.page_size;
+        const std::int64_t have = held[this->head_index(seq, head)];
         return pages > have ? pages - have : 0;
     }
     /// Takes them; the pool must have them.
-    void take_pages(std::int64_t slot, std::int32_t head, std::int64_t rows) const {
-        std::int32_t& have = held[this->head_index(slot, head)];
-        for (std::int64_t missing = pages_missing(slot, head, rows); missing > 0; --missing) {
-            pages(slot, head)[have++] = pool.take();
+    void take_pages(std::int64_t seq, std::int32_t head, std::int64_t rows) const {
+        std::int32_t& have = held[this->head_index(seq, head)];
+        for (std::int64_t missing = pages_missing(seq, head, rows); missing > 0; --missing) {
+            pages(seq, head)[have++] = pool.take();
         }
     }
 };
@@ -133,17 +137,17 @@ struct EvictionReport {
 };
 
 /// One object a model. It owns bookkeeping only. The caller lends two kinds of memory: bytes() for tables and states, once,
-/// with bind(); and slabs of slab_bytes(), with add_slab(), whenever the pool needs to grow. All layers, slots and heads
+/// with bind(); and slabs of slab_bytes(), with add_slab(), whenever the pool needs to grow. All layers, sequences and heads
 /// share the pool, so heads of different density share memory.
 ///
-///     kvpolicy::DualCache<WGKV, kvpolicy::bf16> cache{shape, {.slab_pages = 4096, .most_slabs = 64, .longest = 131072}, policy};
+///     kvpolicy::DualCache<WGKV, kvpolicy::bf16> cache{shape, {.slab_pages = 4096, .max_slabs = 64, .max_seq_len = 131072}, policy};
 ///     cache.bind(on, tables, cache.bytes().total());
 ///     while (cache.reserve(on, batch) > 0) { cache.add_slab(on, memory, cache.slab_bytes()); }    // batch: what comes next
-///     for (layer...) kvpolicy::step(on, cache.ref(layer), batch, q, k, v, out, workspace);
+///     for (layer...) kvpolicy::step(on, cache.layer(layer), batch, q, k, v, out, workspace);
 ///     cache.advance(on, batch);
 ///
 /// A key is promoted to the global part when it leaves the window and its gate is open (Policy: min(gate, budget), keep
-/// parts). clear(slot) returns the slot's pages. One stream or thread at a time per cache object.
+/// parts). clear(seq) returns the sequence's pages. One stream or thread at a time per cache object.
 template <AnyPolicy P, Storage T>
 class DualCache : public CacheOwner<DualCache<P, T>, P, T> {
     using base = CacheOwner<DualCache<P, T>, P, T>;
@@ -156,32 +160,32 @@ class DualCache : public CacheOwner<DualCache<P, T>, P, T> {
     /// than 2^31 - 1 pages or rows of a head, a slab of spared pages, some strides without the others or shorter than a row, and
     /// strides beside a selection.
     DualCache(const CacheShape& shape, const PoolShape& pool, const P& policy = P{},
-              const scorer_type* scorers = nullptr, const Attention& attention = {});
+              const scorer_type* scorers = nullptr, const AttentionParams& attention = {});
 
     [[nodiscard]] const PoolShape& pool() const { return pool_; }
     /// Bytes of what add_pages() wants beside keys and values: positions and scores, and a selection's bounds.
     [[nodiscard]] std::size_t notes_bytes() const { return notes_bytes_; }
-    /// Bytes of one slab: slab_pages * page_rows * (row of k, row of v, position, score), and alignment.
+    /// Bytes of one slab: slab_pages * page_size * (row of k, row of v, position, score), and alignment.
     [[nodiscard]] std::size_t slab_bytes() const { return slab_bytes_; }
 
     /// Takes `buffer`, at least bytes().total() long and of any alignment, for the bookkeeping, the scorer states and the
-    /// spare rows; empties every slot and the pool.
+    /// spare rows; empties every sequence and the pool.
     void bind(const host& on, void* buffer, std::size_t buffer_bytes);
     void bind(const host& on, HostBuffer& buffer) { bind(on, buffer.data(), buffer.size()); }
-    /// Lends slab_bytes() more to the pool. Refs stay valid. The memory is not written, and must outlive the cache's use; it must not
-    /// overlap a slab that was lent before.
+    /// Attaches slab_bytes() more to the pool. Refs stay valid. The memory is not written, and must outlive the cache's use; it must not
+    /// overlap a slab that was attached before.
     void add_slab(const host& on, void* buffer, std::size_t buffer_bytes);
     void add_slab(const host& on, HostBuffer& buffer) { add_slab(on, buffer.data(), buffer.size()); }
-    /// Lends pages that an engine owns, as one slab: row r of its page p is at k + p * k_page + r * k_row, and v likewise (PoolShape::strides).
+    /// Attaches pages that an engine owns, as one slab: row r of its page p is at k + p * k_page + r * k_row, and v likewise (PoolShape::strides).
     /// `notes`: notes_bytes() of memory for positions and scores. As a page here is one KV head's, an engine's pool of pages of several heads
-    /// is a slab for each of them: of FlashInfer's pages [P, 2, page_rows, H, D] (NHD) slab h begins at base + h * D, with strides
-    /// 2 * page_rows * H * D and H * D, of [P, 2, H, page_rows, D] (HND) at base + h * page_rows * D, with row stride D; values
-    /// page_rows * H * D further on. Slabs must not share rows; that is not checked. Pages that a call takes are written, no others.
+    /// is a slab for each of them: of FlashInfer's pages [P, 2, page_size, H, D] (NHD) slab h begins at base + h * D, with strides
+    /// 2 * page_size * H * D and H * D, of [P, 2, H, page_size, D] (HND) at base + h * page_size * D, with row stride D; values
+    /// page_size * H * D further on. Slabs must not share rows; that is not checked. Pages that a call takes are written, no others.
     void add_pages(const host& on, T* k, T* v, void* notes, std::size_t notes_bytes);
-    [[nodiscard]] std::int32_t slabs() const { return static_cast<std::int32_t>(lent_.size()); }
-    /// Pages that nobody holds, and pages that were lent (without the spared ones).
+    [[nodiscard]] std::int32_t slabs() const { return static_cast<std::int32_t>(attached_.size()); }
+    /// Pages that nobody holds, and pages that were attached (without the spared ones).
     [[nodiscard]] std::int64_t free_pages() const;
-    [[nodiscard]] std::int64_t lent_pages() const {
+    [[nodiscard]] std::int64_t attached_pages() const {
         std::int64_t pages = 0;
         for (std::int32_t slab = 0; slab < slabs(); ++slab) {
             pages += pool_.slab_pages - spared_of(slab);
@@ -189,32 +193,32 @@ class DualCache : public CacheOwner<DualCache<P, T>, P, T> {
         return pages;
     }
 
-    /// Gives the named slots the pages that batch.tokens(i) further tokens can need at most, in all layers, so that steps,
-    /// chunks and commits of so many tokens cannot fail. Tokens that some layer has taken before advance() do not count as further
+    /// Gives the named sequences the pages that batch.tokens(i) further tokens can need at most, in all layers, so that steps,
+    /// chunks and calls of accept() of so many tokens cannot fail. Tokens that some layer has taken before advance() do not count as further
     /// ones, in any layer. Returns 0; or how many more slabs it takes, with nothing changed.
-    /// Pages stay with their slot until it is cleared; evict() gives back only what the rest of the reservation cannot need. A copy of
-    /// the slot (fork, reorder, restore) has no reservation. Refuses tokens beyond pool().longest.
+    /// Pages stay with their sequence until it is cleared; evict() gives back only what the rest of the reservation cannot need. A copy of
+    /// the sequence (fork, reorder, restore) has no reservation. Refuses tokens beyond pool().max_seq_len.
     [[nodiscard]] std::int64_t reserve(const host& on, const Batch& batch);
 
-    /// Bytes of workspace that evict needs. Depends on the threads of `on` and on the slabs that were lent.
+    /// Bytes of workspace that evict needs. Depends on the threads of `on` and on the slabs that were attached.
     [[nodiscard]] std::size_t evict_workspace_bytes(const host& on) const requires P::has_eviction;
-    /// For a policy with an eviction part: looks at the named slots that have tokens in the batch, and makes those that hold too
+    /// For a policy with an eviction part: looks at the named sequences that have tokens in the batch, and makes those that hold too
     /// much drop rows of all their heads (policies/eviction.hpp says which), until they do not or cannot. Rows that stay keep
     /// their order; pages that fall free go back to the pool, but for those of a reservation. Once a step or chunk, after advance(batch): refuses
-    /// a slot some of whose layers have taken tokens that advance() has not counted. `reports` [count], where given, says what
+    /// a sequence some of whose layers have taken tokens that advance() has not counted. `reports` [count], where given, says what
     /// happened. Synchronous; the bits do not depend on the number of threads.
     void evict(const host& on, const Batch& batch, workspace_view workspace,
                EvictionReport* reports = nullptr) requires P::has_eviction;
 
     /// The layer's view, for the calls of caches/calls.hpp. Valid until the next bind.
-    [[nodiscard]] ref_type ref(std::int32_t layer) const;
+    [[nodiscard]] ref_type layer(std::int32_t layer) const;
 
-    /// Empties one slot and returns its pages.
-    void clear(const host& on, std::int32_t slot);
+    /// Empties one sequence and returns its pages.
+    void clear(const host& on, std::int32_t seq);
 
 #if defined(__CUDACC__)
     // The same on a device (kvpolicy/cuda.cuh has the bodies); FixedBudgetCache says what holds for all of them. Tables, states and
-    // slabs are device memory. page_rows must be a multiple of 16, and the rows of a selection's page, too.
+    // slabs are device memory. page_size must be a multiple of 16, and the rows of a selection's page, too.
     using base::advance;
     using base::fork;
     using base::reorder;
@@ -222,10 +226,10 @@ class DualCache : public CacheOwner<DualCache<P, T>, P, T> {
     using base::snapshot;
     using base::snapshot_bytes;
 
-    /// Takes device memory for the bookkeeping, and empties every slot and the pool. Waits for the stream; not to be captured.
+    /// Takes device memory for the bookkeeping, and empties every sequence and the pool. Waits for the stream; not to be captured.
     template <class Build = cuda_build>
     void bind(const cuda& on, void* buffer, std::size_t buffer_bytes);
-    /// Lends slab_bytes() of device memory. A graph captured before finds the new pages too. Waits for the stream; not to be captured.
+    /// Attaches slab_bytes() of device memory. A graph captured before finds the new pages too. Waits for the stream; not to be captured.
     template <class Build = cuda_build>
     void add_slab(const cuda& on, void* buffer, std::size_t buffer_bytes);
     /// As the host's, of device memory; 16-bit rows begin at multiples of 16 bytes, so strides are multiples of 8.
@@ -234,25 +238,25 @@ class DualCache : public CacheOwner<DualCache<P, T>, P, T> {
     /// Waits for the stream.
     template <class Build = cuda_build>
     [[nodiscard]] std::int64_t free_pages(const cuda& on) const;
-    /// As the host's; `batch`'s arrays are device memory. Entries that the host would refuse (bad slots and counts, tokens beyond
-    /// pool().longest) get nothing. No two entries may name the same slot, which is not looked for. Waits for the stream; not to be
+    /// As the host's; `batch`'s arrays are device memory. Entries that the host would refuse (bad sequences and counts, tokens beyond
+    /// pool().max_seq_len) get nothing. No two entries may name the same sequence, which is not looked for. Waits for the stream; not to be
     /// captured: call it between steps, and the next ones cannot fail inside a graph.
     template <class Build = cuda_build>
     [[nodiscard]] std::int64_t reserve(const cuda& on, const Batch& batch);
     template <class Build = cuda_build>
-    void clear(const cuda& on, std::int32_t slot);
-    /// Bytes of workspace that evict needs. Depends on the slabs that were lent.
+    void clear(const cuda& on, std::int32_t seq);
+    /// Bytes of workspace that evict needs. Depends on the slabs that were attached.
     template <class Build = cuda_build>
     [[nodiscard]] std::size_t evict_workspace_bytes(const cuda& on) const requires P::has_eviction;
-    /// As the host's, to rounding of the masses; the batch's arrays, `reports` [count] and `status` [count] are device memory. A slot in the
-    /// middle of a token stays as it is, and sets status_not_taken. One launch,
-    /// which waits for nothing and may be captured; a graph that captured it knows the workspace of the slabs lent until then, so lend
+    /// As the host's, to rounding of the masses; the batch's arrays, `reports` [count] and `status` [count] are device memory. A sequence in the
+    /// middle of a token stays as it is, and sets status_layer_skipped. One launch,
+    /// which waits for nothing and may be captured; a graph that captured it knows the workspace of the slabs attached until then, so lend
     /// them before: a sequence with more rows is left alone, and sets status_small_workspace.
     template <class Build = cuda_build>
     void evict(const cuda& on, const Batch& batch, workspace_view workspace,
                EvictionReport* reports = nullptr, std::uint32_t* status = nullptr) requires P::has_eviction;
-    /// A slot one of whose layers has not taken the tokens stays where it is, and sets status_pool_exhausted where the layer found no
-    /// page (lend a slab), else status_not_taken: call that layer, then advance again.
+    /// A sequence one of whose layers has not taken the tokens stays where it is, and sets status_pool_exhausted where the layer found no
+    /// page (add a slab), else status_layer_skipped: call that layer, then advance again.
     template <class Build = cuda_build>
     void advance(const cuda& on, const Batch& batch, std::uint32_t* status = nullptr);
     /// `status`: one word of device memory.
@@ -262,39 +266,39 @@ class DualCache : public CacheOwner<DualCache<P, T>, P, T> {
     template <class Build = cuda_build>
     void reorder(const cuda& on, const std::int32_t* sources, std::int32_t count,
                  std::uint32_t* status = nullptr);
-    // Snapshots allocate host memory of one slot, and device memory for its rows, and wait for the stream. Blobs are the host's, and
-    // those of any kind of cache. As on the host a slot in the middle of a token is refused.
+    // Snapshots allocate host memory of one sequence, and device memory for its rows, and wait for the stream. Blobs are the host's, and
+    // those of any kind of cache. As on the host a sequence in the middle of a token is refused.
     template <class Build = cuda_build>
-    [[nodiscard]] std::size_t snapshot_bytes(const cuda& on, std::int32_t slot) const;
+    [[nodiscard]] std::size_t snapshot_bytes(const cuda& on, std::int32_t seq) const;
     /// `buffer` is host memory.
     template <class Build = cuda_build>
-    std::size_t snapshot(const cuda& on, std::int32_t slot, void* buffer, std::size_t buffer_bytes) const;
+    std::size_t snapshot(const cuda& on, std::int32_t seq, void* buffer, std::size_t buffer_bytes) const;
     /// `blob` and `status` are host memory.
     template <class Build = cuda_build>
-    void restore(const cuda& on, std::int32_t slot, const void* blob, std::size_t blob_bytes,
+    void restore(const cuda& on, std::int32_t seq, const void* blob, std::size_t blob_bytes,
                  std::uint32_t* status = nullptr);
 #endif
 
   private:
 #if defined(__CUDACC__)
     template <class Build>
-    void require_device_slot(std::int32_t slot, const char* name) const;
+    void require_device_seq(std::int32_t seq, const char* name) const;
     template <class Build>
-    void lend(const cuda& on, const Slab<T>& slab);
+    void attach(const cuda& on, const Slab<T>& slab);
     template <class Build>
-    struct slot_copy;
+    struct sequence_copy;
     template <class Build>
-    auto counted_slot(const cuda& on, std::int32_t slot) const;
-    [[nodiscard]] PoolShape one_slot_pool(std::int64_t rows) const {
+    auto counted_sequence(const cuda& on, std::int32_t seq) const;
+    [[nodiscard]] PoolShape one_sequence_pool(std::int64_t rows) const {
         const std::int64_t heads = std::int64_t{this->shape_.layers} * this->shape_.kv_heads;
-        return {static_cast<std::int32_t>(rows / this->shape_.page_rows + heads + 1), 1, pool_.longest};
+        return {static_cast<std::int32_t>(rows / this->shape_.page_size + heads + 1), 1, pool_.max_seq_len};
     }
-    /// Calls visit(rows of a head, row, number of the row among all) for the rows of a slot_copy.
+    /// Calls visit(rows of a head, row, number of the row among all) for the rows of a sequence_copy.
     template <class Copy, class Visit>
     static void for_each_row(const Copy& copy, const Visit& visit) {
         for (std::size_t x = 0; x + 1 < copy.first.size(); ++x) {
             const auto heads = static_cast<std::size_t>(copy.cache.shape().kv_heads);
-            const auto rows = copy.cache.ref(static_cast<std::int32_t>(x / heads))
+            const auto rows = copy.cache.layer(static_cast<std::int32_t>(x / heads))
                                   .head_rows(0, static_cast<std::int32_t>(x % heads));
             for (std::int64_t at = copy.first[x]; at < copy.first[x + 1]; ++at) {
                 visit(rows, static_cast<std::int32_t>(at - copy.first[x]), at);
@@ -307,24 +311,24 @@ class DualCache : public CacheOwner<DualCache<P, T>, P, T> {
                static_cast<std::size_t>(head);
     }
     void plan();
-    /// How long a slot may get: where budgets bound all heads of all layers, nothing bounds it.
-    [[nodiscard]] position_t longest_slot() const {
+    /// How long a sequence may get: where budgets bound all heads of all layers, nothing bounds it.
+    [[nodiscard]] position_t max_seq_len() const {
         for (const char limited : limited_) {
             if (limited != 0) {
-                return pool_.longest;
+                return pool_.max_seq_len;
             }
         }
         return std::numeric_limits<position_t>::max();
     }
-    /// The most rows that a head can hold: no more than its tokens, and what fits in the pages that were lent.
-    [[nodiscard]] std::int64_t most_rows() const;
+    /// The most rows that a head can hold: no more than its tokens, and what fits in the pages that were attached.
+    [[nodiscard]] std::int64_t max_rows() const;
     /// Bytes of the selection's bounds of so many rows.
     [[nodiscard]] std::size_t bounds_bytes(std::size_t rows) const {
-        return P::has_selection ? rows / static_cast<std::size_t>(this->policy_.selection().page_rows()) * 2 *
-                                      static_cast<std::size_t>(this->shape_.dim_k) * sizeof(T)
+        return P::has_selection ? rows / static_cast<std::size_t>(this->policy_.selection().page_size()) * 2 *
+                                      static_cast<std::size_t>(this->shape_.head_dim_qk) * sizeof(T)
                                 : 0;
     }
-    void give_pages(const ref_type& cache, std::int32_t slot) const;
+    void give_pages(const ref_type& cache, std::int32_t seq) const;
     /// Slabs that so many more pages take.
     [[nodiscard]] std::int64_t slabs_of(std::int64_t pages) const {
         const std::int64_t first = pool_.slab_pages - spared_of(slabs()),
@@ -335,23 +339,24 @@ class DualCache : public CacheOwner<DualCache<P, T>, P, T> {
     [[nodiscard]] std::int32_t spared_of(std::int32_t slab) const {
         return slab == 0 || strides_given_ ? pool_.spared_pages : 0;
     }
-    /// The arrays of a slab in memory that may be lent.
+    /// The arrays of a slab in memory that may be attached.
     [[nodiscard]] Slab<T> slab_in(void* buffer, std::size_t buffer_bytes) const;
     [[nodiscard]] Slab<T> slab_of(T* k, T* v, void* notes, std::size_t notes_bytes) const;
     void require_room() const;
     /// Positions, scores and bounds of a slab, from `memory` on.
     void place_notes(typename base::layout& layout, std::byte* memory, Slab<T>& slab) const;
-    void lend(const Slab<T>& slab);
+    void attach(const Slab<T>& slab);
     /// Whether pages and rows follow one another.
     [[nodiscard]] bool own_layout() const {
-        return pool_.strides.k_row == this->shape_.dim_k && pool_.strides.v_row == this->shape_.dim_v &&
-               pool_.strides.k_page == std::int64_t{this->shape_.page_rows} * this->shape_.dim_k &&
-               pool_.strides.v_page == std::int64_t{this->shape_.page_rows} * this->shape_.dim_v;
+        return pool_.strides.k_row == this->shape_.head_dim_qk &&
+               pool_.strides.v_row == this->shape_.head_dim_vo &&
+               pool_.strides.k_page == std::int64_t{this->shape_.page_size} * this->shape_.head_dim_qk &&
+               pool_.strides.v_page == std::int64_t{this->shape_.page_size} * this->shape_.head_dim_vo;
     }
-    /// No slab is lent, and lending one will not allocate. Not before bind(): the owner's buffer grows with most_slabs, too.
+    /// No slab is attached, and attaching one will not allocate. Not before bind(): the owner's buffer grows with max_slabs, too.
     void forget_slabs() {
-        lent_.clear();
-        lent_.reserve(static_cast<std::size_t>(pool_.most_slabs));
+        attached_.clear();
+        attached_.reserve(static_cast<std::size_t>(pool_.max_slabs));
     }
 
     /// Byte offsets of one layer's arrays in the buffer.
@@ -361,12 +366,12 @@ class DualCache : public CacheOwner<DualCache<P, T>, P, T> {
     };
 
     PoolShape pool_;
-    bool strides_given_ = false;                // also where they are those of rows that follow one another
-    std::vector<std::int64_t> table_offset_;    // [layers, kv_heads + 1]
-    std::vector<std::int64_t> tile_offset_;     // [layers, kv_heads + 1]
-    std::vector<std::int64_t> most_rows_;       // [layers]
-    std::vector<std::int64_t> most_contested_;  // [layers]: of heads with a budget
-    std::vector<Slab<T>> lent_;
+    bool strides_given_ = false;               // also where they are those of rows that follow one another
+    std::vector<std::int64_t> table_offset_;   // [layers, kv_heads + 1]
+    std::vector<std::int64_t> tile_offset_;    // [layers, kv_heads + 1]
+    std::vector<std::int64_t> max_rows_;       // [layers]
+    std::vector<std::int64_t> max_contested_;  // [layers]: of heads with a budget
+    std::vector<Slab<T>> attached_;
     std::vector<layer_plan> plan_;
     std::vector<char> limited_;  // [layers]
     std::size_t slab_bytes_ = 0;
@@ -375,7 +380,7 @@ class DualCache : public CacheOwner<DualCache<P, T>, P, T> {
     std::size_t tiles_at_ = 0;
     std::size_t refs_at_ = 0;    // [layers]: the refs, for kernels that serve all layers
     std::size_t answer_at_ = 0;  // [1]: what a call on a device answers
-    std::size_t claims_at_ = 0;  // [slots]: of reserve() on a device
+    std::size_t claims_at_ = 0;  // [max_sequences]: of reserve() on a device
     std::size_t slabs_at_ = 0;
     std::size_t free_at_ = 0;
     std::size_t count_at_ = 0;

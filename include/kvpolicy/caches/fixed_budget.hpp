@@ -19,14 +19,14 @@
 namespace kvpolicy {
 
 /// One object a model. It owns bookkeeping only: bytes() says how much memory the keys, values, positions, scores and
-/// scorer states need; the caller lends it with bind(). ref(layer) is what calls take (caches/calls.hpp).
+/// scorer states need; the caller lends it with bind(). layer(layer) is what calls take (caches/calls.hpp).
 ///
 ///     kvpolicy::FixedBudgetCache<KVpop, kvpolicy::bf16> cache{shape, policy, scorers};
 ///     cache.bind(on, buffer, cache.bytes().total());
-///     for (layer...) kvpolicy::step(on, cache.ref(layer), batch, q, k, v, out, workspace);
+///     for (layer...) kvpolicy::step(on, cache.layer(layer), batch, q, k, v, out, workspace);
 ///     cache.advance(on, batch);                    // once a step, after the last layer
 ///
-/// A sequence joins by clear(slot) (or a fresh bind) and a prefill or step that names its slot; it leaves by not being
+/// A sequence joins by clear(seq) (or a fresh bind) and a prefill or step that names its sequence; it leaves by not being
 /// named any more. One stream or thread at a time per cache object.
 template <AnyPolicy P, Storage T>
 class FixedBudgetCache : public CacheOwner<FixedBudgetCache<P, T>, P, T> {
@@ -54,9 +54,9 @@ class FixedBudgetCache : public CacheOwner<FixedBudgetCache<P, T>, P, T> {
     /// `scorers` are one value per layer, or null: then the policy's own scorer serves every layer. Both, and the weights
     /// that they view, stay with the caller. Refuses: counts below 1, query heads that kv_heads does not divide, a
     /// head_dim that attention does not support, numbers that no policy can have, an unlimited budget, a scorer that does not
-    /// fit the shape. bytes().keys_and_values is exact: rows(layer) summed over layers, times the row sizes and slots.
+    /// fit the shape. bytes().keys_and_values is exact: rows(layer) summed over layers, times the row sizes and sequences.
     explicit FixedBudgetCache(const CacheShape& shape, const P& policy = P{},
-                              const scorer_type* scorers = nullptr, const Attention& attention = {});
+                              const scorer_type* scorers = nullptr, const AttentionParams& attention = {});
 
     /// Rows of one sequence in one layer, over all heads (with spare rows and page rounding). Needs no bind().
     [[nodiscard]] std::int64_t rows(std::int32_t layer) const {
@@ -64,22 +64,22 @@ class FixedBudgetCache : public CacheOwner<FixedBudgetCache<P, T>, P, T> {
         return row_offset_[offset_index(layer, this->shape_.kv_heads)];
     }
 
-    /// Takes `buffer`, at least bytes().total() long, and empties every slot. Any alignment will do: bytes() includes the
+    /// Takes `buffer`, at least bytes().total() long, and empties every sequence. Any alignment will do: bytes() includes the
     /// room to align it. The bookkeeping and the scorer states are written, keys and values are not. The buffer stays the
     /// caller's and must outlive the cache's use.
     void bind(const host& on, void* buffer, std::size_t buffer_bytes);
     void bind(const host& on, HostBuffer& buffer) { bind(on, buffer.data(), buffer.size()); }
 
     /// The layer's view, for the calls of caches/calls.hpp. Valid until the next bind.
-    [[nodiscard]] ref_type ref(std::int32_t layer) const;
+    [[nodiscard]] ref_type layer(std::int32_t layer) const;
 
-    /// Empties one slot: its next token has position 0. O(heads) and O(scorer state).
-    void clear(const host& on, std::int32_t slot);
+    /// Empties one sequence: its next token has position 0. O(heads) and O(scorer state).
+    void clear(const host& on, std::int32_t seq);
 
 #if defined(__CUDACC__)
     // The same on a device (kvpolicy/cuda.cuh has the bodies). A cache belongs to the context that bound it last: calls with
     // the other one are refused. Nobody gives `Build`. Where it says nothing else, a call enqueues work on the stream and can
-    // be captured; what would be refused but lies in device memory leaves a slot as it is and sets status_bad_length.
+    // be captured; what would be refused but lies in device memory leaves a sequence as it is and sets status_bad_length.
     using base::advance;
     using base::fork;
     using base::reorder;
@@ -87,14 +87,14 @@ class FixedBudgetCache : public CacheOwner<FixedBudgetCache<P, T>, P, T> {
     using base::snapshot;
     using base::snapshot_bytes;
 
-    /// Takes device memory, at least bytes().total() long, and empties every slot. Waits for the stream; not to be captured. Refuses a
+    /// Takes device memory, at least bytes().total() long, and empties every sequence. Waits for the stream; not to be captured. Refuses a
     /// selection whose pages are no multiple of 16 rows.
     template <class Build = cuda_build>
     void bind(const cuda& on, void* buffer, std::size_t buffer_bytes);
     template <class Build = cuda_build>
-    void clear(const cuda& on, std::int32_t slot);
-    /// `batch`'s arrays are device memory, as in calls. `status` [count] is OR-ed into. A slot one of whose layers has not taken the
-    /// tokens, or has taken others, stays where it is and sets status_not_taken: call that layer, then advance again.
+    void clear(const cuda& on, std::int32_t seq);
+    /// `batch`'s arrays are device memory, as in calls. `status` [count] is OR-ed into. A sequence one of whose layers has not taken the
+    /// tokens, or has taken others, stays where it is and sets status_layer_skipped: call that layer, then advance again.
     template <class Build = cuda_build>
     void advance(const cuda& on, const Batch& batch, std::uint32_t* status = nullptr);
     template <class Build = cuda_build>
@@ -103,28 +103,28 @@ class FixedBudgetCache : public CacheOwner<FixedBudgetCache<P, T>, P, T> {
     template <class Build = cuda_build>
     void reorder(const cuda& on, const std::int32_t* sources, std::int32_t count,
                  std::uint32_t* status = nullptr);
-    // Snapshots go through host memory of one slot, which these calls allocate, and wait for the stream; of its rows only those in use are
+    // Snapshots go through host memory of one sequence, which these calls allocate, and wait for the stream; of its rows only those in use are
     // copied. Blobs are the host's: a snapshot of a cache on a device can be restored in one on the host, and the other way round.
     template <class Build = cuda_build>
-    [[nodiscard]] std::size_t snapshot_bytes(const cuda& on, std::int32_t slot) const;
+    [[nodiscard]] std::size_t snapshot_bytes(const cuda& on, std::int32_t seq) const;
     /// `buffer` is host memory.
     template <class Build = cuda_build>
-    std::size_t snapshot(const cuda& on, std::int32_t slot, void* buffer, std::size_t buffer_bytes) const;
+    std::size_t snapshot(const cuda& on, std::int32_t seq, void* buffer, std::size_t buffer_bytes) const;
     /// `blob` is host memory.
     template <class Build = cuda_build>
-    void restore(const cuda& on, std::int32_t slot, const void* blob, std::size_t blob_bytes);
+    void restore(const cuda& on, std::int32_t seq, const void* blob, std::size_t blob_bytes);
 #endif
 
   private:
 #if defined(__CUDACC__)
     template <class Build>
-    void require_device_slot(std::int32_t slot, const char* name) const;
+    void require_device_seq(std::int32_t seq, const char* name) const;
     template <class Build>
-    struct slot_copy;
+    struct sequence_copy;
     template <class Build>
-    auto counted_slot(const cuda& on, std::int32_t slot) const;
+    auto counted_sequence(const cuda& on, std::int32_t seq) const;
     template <class Build, class Copy>
-    void for_each_slice(const FixedBudgetCache& other, std::int32_t slot, const Copy& copy) const;
+    void for_each_slice(const FixedBudgetCache& other, std::int32_t seq, const Copy& copy) const;
 #endif
     [[nodiscard]] std::size_t offset_index(std::int32_t layer, std::int32_t head) const {
         return static_cast<std::size_t>(layer) * static_cast<std::size_t>(this->shape_.kv_heads + 1) +

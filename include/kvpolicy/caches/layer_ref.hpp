@@ -16,19 +16,19 @@ namespace kvpolicy {
 /// The sizes of a model's cache.
 struct CacheShape {
     std::int32_t layers = 1;
-    std::int32_t slots = 1;  ///< sequences that can be held at once
+    std::int32_t max_sequences = 1;  ///< sequences that can be held at once
     std::int32_t query_heads = 0;
     std::int32_t kv_heads = 0;  ///< query_heads = G * kv_heads
-    std::int32_t dim_k = 0;
-    std::int32_t dim_v = 0;
-    std::int32_t page_rows =
+    std::int32_t head_dim_qk = 0;
+    std::int32_t head_dim_vo = 0;
+    std::int32_t page_size =
         1;  ///< a head's rows are rounded up to this many, so that it can be exported in pages
-    std::int32_t proposals =
+    std::int32_t max_draft_tokens =
         0;  ///< n_max: the most tokens a sequence may propose at once (spare rows of every head)
 };
 
 /// Where the rows of one KV head lie, counted from the head's first row: [sinks | ring | long-range]. Token t < s has
-/// row t; token t >= s of the window has row s + (t - s) mod w; long-range place p has row s + w + p. Sinks fill before
+/// row t; token t >= s of the window has row s + (t - s) mod w; top-k slot p has row s + w + p. Sinks fill before
 /// the ring and the ring before the long-range part, so the rows in use are always the first ones.
 struct HeadRows {
     std::int32_t sinks = 0;
@@ -38,25 +38,25 @@ struct HeadRows {
         return t < sinks ? static_cast<std::int32_t>(t)
                          : sinks + static_cast<std::int32_t>((t - sinks) % window);
     }
-    KVPOLICY_HOST_DEVICE constexpr std::int32_t place(std::int32_t p) const { return sinks + window + p; }
-    /// Rows in use after `length` tokens, `kept` of them in long-range places.
-    KVPOLICY_HOST_DEVICE constexpr std::int32_t used(position_t length, std::int32_t kept) const {
+    KVPOLICY_HOST_DEVICE constexpr std::int32_t slot(std::int32_t p) const { return sinks + window + p; }
+    /// Rows in use after `length` tokens, `kept` of them in top-k slots.
+    KVPOLICY_HOST_DEVICE constexpr std::int32_t used(position_t length, std::int32_t num_long_range) const {
         const position_t recent_rows = static_cast<position_t>(sinks) + window;
-        return static_cast<std::int32_t>(length < recent_rows ? length : recent_rows) + kept;
+        return static_cast<std::int32_t>(length < recent_rows ? length : recent_rows) + num_long_range;
     }
 };
 
 namespace detail {
 
-/// What LayerRef::taken says of tokens that have rows: nothing where a call found no pages.
-KVPOLICY_HOST_DEVICE constexpr std::int32_t pending_tokens(std::int32_t taken) {
-    return taken > 0 ? taken : 0;
+/// What LayerRef::appended says of tokens that have rows: nothing where a call found no pages.
+KVPOLICY_HOST_DEVICE constexpr std::int32_t appended_tokens(std::int32_t appended) {
+    return appended > 0 ? appended : 0;
 }
 
 /// Long-range places of which a cache on a device remembers the worst.
-inline constexpr std::int32_t place_tile = 64;
-KVPOLICY_HOST_DEVICE constexpr std::int32_t tiles_of_places(std::int32_t places) {
-    return places / place_tile + (places % place_tile != 0 ? 1 : 0);
+inline constexpr std::int32_t slot_tile = 64;
+KVPOLICY_HOST_DEVICE constexpr std::int32_t tiles_of_slots(std::int32_t slots) {
+    return slots / slot_tile + (slots % slot_tile != 0 ? 1 : 0);
 }
 
 }  // namespace detail
@@ -64,21 +64,21 @@ KVPOLICY_HOST_DEVICE constexpr std::int32_t tiles_of_places(std::int32_t places)
 /// Rows of one head that lie together.
 template <Storage T>
 struct PlainRows {
-    T* k_data = nullptr;                  // [rows, dim_k]
-    T* v_data = nullptr;                  // [rows, dim_v]
+    T* k_data = nullptr;                  // [rows, head_dim_qk]
+    T* v_data = nullptr;                  // [rows, head_dim_vo]
     position_t* position_data = nullptr;  // [rows]
     float* score_data = nullptr;          // [rows]
-    std::int32_t dim_k = 0;
-    std::int32_t dim_v = 0;
-    T* bounds_data = nullptr;  // [rows / bound_rows, 2, dim_k], for selection
+    std::int32_t head_dim_qk = 0;
+    std::int32_t head_dim_vo = 0;
+    T* bounds_data = nullptr;  // [rows / bound_rows, 2, head_dim_qk], for selection
     std::int32_t bound_rows = 1;
 
     /// The smallest and largest number of every dimension of the keys of the selection's page `page`.
     KVPOLICY_HOST_DEVICE constexpr T* bounds(std::int64_t page) const {
-        return bounds_data + page * 2 * dim_k;
+        return bounds_data + page * 2 * head_dim_qk;
     }
-    KVPOLICY_HOST_DEVICE constexpr T* k(std::int64_t row) const { return k_data + row * dim_k; }
-    KVPOLICY_HOST_DEVICE constexpr T* v(std::int64_t row) const { return v_data + row * dim_v; }
+    KVPOLICY_HOST_DEVICE constexpr T* k(std::int64_t row) const { return k_data + row * head_dim_qk; }
+    KVPOLICY_HOST_DEVICE constexpr T* v(std::int64_t row) const { return v_data + row * head_dim_vo; }
     KVPOLICY_HOST_DEVICE constexpr position_t& position(std::int64_t row) const { return position_data[row]; }
     KVPOLICY_HOST_DEVICE constexpr float& score(std::int64_t row) const { return score_data[row]; }
     /// The first row after `row` that does not follow on its predecessor in memory; at most `end`.
@@ -96,28 +96,28 @@ struct LayerRef {
     using scorer_type = typename P::scorer_type;
 
     std::int32_t layer = 0;
-    std::int32_t slots = 0;
+    std::int32_t max_sequences = 0;
     std::int32_t kv_heads = 0;
     std::int32_t group = 0;
-    std::int32_t dim_k = 0;
-    std::int32_t dim_v = 0;
-    std::int32_t page_rows = 1;
-    std::int32_t proposals = 0;
-    std::int32_t device = -1;  // the card whose memory the pointers are; -1: the host's
-    Attention attention;
+    std::int32_t head_dim_qk = 0;
+    std::int32_t head_dim_vo = 0;
+    std::int32_t page_size = 1;
+    std::int32_t max_draft_tokens = 0;
+    std::int32_t device = -1;  // the GPU whose memory the pointers are; -1: the host's
+    AttentionParams attention;
     position_t rebase_limit = kvpolicy::rebase_limit;
 
-    const HeadRule* rules = nullptr;  // [kv_heads]
-    position_t* length = nullptr;     // [slots], shared by all layers
-    std::int32_t* kept = nullptr;     // [slots, kv_heads]: long-range places in use
-    std::int32_t* pinned =
-        nullptr;  // [slots, kv_heads]: of these, keys that a keep part holds; null without one
-    std::int32_t* victim = nullptr;    // [slots, kv_heads]: the worst place, or -1 where not known
-    std::int32_t* proposed = nullptr;  // [slots]: tokens that wait in the spare rows
-    // Tokens that advance() has not counted: [slots] on the host; [slots, kv_heads] on a device, where the heads of a step do not wait
+    const HeadParams* all_params = nullptr;  // [kv_heads]
+    position_t* length = nullptr;            // [max_sequences], shared by all layers
+    std::int32_t* num_long_range = nullptr;  // [max_sequences, kv_heads]: top-k slots in use
+    std::int32_t* num_protected =
+        nullptr;  // [max_sequences, kv_heads]: of these, keys that a keep part holds; null without one
+    std::int32_t* victim = nullptr;  // [max_sequences, kv_heads]: the worst top-k slot, or -1 where not known
+    std::int32_t* num_draft = nullptr;  // [max_sequences]: tokens that wait in the spare rows
+    // Tokens that advance() has not counted: [max_sequences] on the host; [max_sequences, kv_heads] on a device, where the heads of a step do not wait
     // for each other, and -1 says that a call found no pages.
-    std::int32_t* taken = nullptr;
-    float* state = nullptr;  // [slots, kv_heads, state_size]
+    std::int32_t* appended = nullptr;
+    float* state = nullptr;  // [max_sequences, kv_heads, state_size]
     std::int64_t state_size = 0;
     scorer_type scorer;
     typename P::gate_type gate;
@@ -126,32 +126,33 @@ struct LayerRef {
     typename P::eviction_type eviction;
     const std::int32_t* read_pages =
         nullptr;  // [kv_heads], for selection: selection.pages where a device can read it
-    // For an eviction part: the last queries of every head, that of position t in row t mod observing, and those of proposed tokens.
-    T* queries = nullptr;        // [slots, kv_heads, observing, group, dim_k]
-    T* spare_queries = nullptr;  // [slots, kv_heads, proposals, group, dim_k]
+    // For an eviction part: the last queries of every head, that of position t in row t mod observing, and those of draft tokens.
+    T* queries = nullptr;        // [max_sequences, kv_heads, observing, group, head_dim_qk]
+    T* spare_queries = nullptr;  // [max_sequences, kv_heads, max_draft_tokens, group, head_dim_qk]
 
-    KVPOLICY_HOST_DEVICE constexpr T* query_row(std::int64_t slot, std::int32_t head, position_t t) const {
+    KVPOLICY_HOST_DEVICE constexpr T* query_row(std::int64_t seq, std::int32_t head, position_t t) const {
         return queries +
-               (head_index(slot, head) * eviction.observing + t % eviction.observing) * group * dim_k;
+               (head_index(seq, head) * eviction.observing + t % eviction.observing) * group * head_dim_qk;
     }
-    KVPOLICY_HOST_DEVICE constexpr T* spare_query_row(std::int64_t slot, std::int32_t head,
+    KVPOLICY_HOST_DEVICE constexpr T* spare_query_row(std::int64_t seq, std::int32_t head,
                                                       std::int64_t j) const {
-        return spare_queries + (head_index(slot, head) * proposals + j) * group * dim_k;
+        return spare_queries + (head_index(seq, head) * max_draft_tokens + j) * group * head_dim_qk;
     }
     KVPOLICY_HOST_DEVICE constexpr HeadRows layout(std::int32_t head) const {
-        return {rules[head].sinks, rules[head].window};
+        return {all_params[head].sinks, all_params[head].window};
     }
-    KVPOLICY_HOST_DEVICE constexpr std::int64_t head_index(std::int64_t slot, std::int32_t head) const {
-        return slot * kv_heads + head;
+    KVPOLICY_HOST_DEVICE constexpr std::int64_t head_index(std::int64_t seq, std::int32_t head) const {
+        return seq * kv_heads + head;
     }
-    /// Tokens that the layer has taken and advance() has not counted: of a slot in the middle of a token.
-    KVPOLICY_HOST_DEVICE constexpr std::int32_t pending(std::int64_t slot, std::int32_t head) const {
-        return detail::pending_tokens(taken[device >= 0 ? head_index(slot, head) : slot]);
+    /// Tokens that the layer has taken and advance() has not counted: of a sequence in the middle of a token.
+    KVPOLICY_HOST_DEVICE constexpr std::int32_t num_appended(std::int64_t seq, std::int32_t head) const {
+        return detail::appended_tokens(appended[device >= 0 ? head_index(seq, head) : seq]);
     }
-    /// Rows that head `head` of slot `slot` has in use now, those of tokens that the layer has taken among them, whether advance() has
+    /// Rows that head `head` of sequence `seq` has in use now, those of tokens that the layer has taken among them, whether advance() has
     /// counted these or not.
-    KVPOLICY_HOST_DEVICE constexpr std::int32_t used(std::int64_t slot, std::int32_t head) const {
-        return layout(head).used(length[slot] + pending(slot, head), kept[head_index(slot, head)]);
+    KVPOLICY_HOST_DEVICE constexpr std::int32_t used(std::int64_t seq, std::int32_t head) const {
+        return layout(head).used(length[seq] + num_appended(seq, head),
+                                 num_long_range[head_index(seq, head)]);
     }
 };
 
@@ -162,14 +163,14 @@ struct Slab;
 template <Storage T>
 struct PlacedPages {
     Slab<T>* slab = nullptr;               // [1]
-    std::int32_t* table = nullptr;         // [slots, rows / page_rows]
-    std::int32_t* held = nullptr;          // [slots, kv_heads]
+    std::int32_t* table = nullptr;         // [max_sequences, rows / page_size]
+    std::int32_t* held = nullptr;          // [max_sequences, kv_heads]
     std::int32_t* free_count = nullptr;    // [1]: 0, nothing is ever taken
     std::int64_t* table_offset = nullptr;  // [kv_heads + 1]
     std::int64_t* tile_offset = nullptr;   // [kv_heads + 1]
 };
 
-/// One layer of a FixedBudgetCache. Rows are [slots, row_offset[kv_heads], D]: head h of slot b has the rows
+/// One layer of a FixedBudgetCache. Rows are [max_sequences, row_offset[kv_heads], D]: head h of sequence b has the rows
 /// b * rows + row_offset[h] ... row_offset[h + 1], [sinks | ring | long-range | spare]. Every row has its logical position
 /// and its score; rows that are not in use may hold anything.
 template <class P, class T>
@@ -178,77 +179,79 @@ struct FixedBudgetRef : LayerRef<P, T> {
     static constexpr bool pooled = false;
 
     const std::int64_t* row_offset = nullptr;  // [kv_heads + 1]
-    std::int64_t rows = 0;                     // of one slot
-    T* k = nullptr;                            // [slots, rows, dim_k]
-    T* v = nullptr;                            // [slots, rows, dim_v]
-    position_t* position = nullptr;            // [slots, rows]
-    float* score = nullptr;                    // [slots, rows]
-    T* bounds = nullptr;       // [slots, rows / selection.page_rows(), 2, dim_k]; null without selection
-    std::int64_t longest = 0;  // the largest capacity(head): a number that a device's host may read
-    // What calls on a device keep between launches: how many blocks of a head are done (0 outside of a launch), and the worst place of
-    // each tile of places, true where `victim` is known.
-    std::uint32_t* arrivals = nullptr;     // [slots, kv_heads]
-    std::int32_t* tile_victims = nullptr;  // [slots, tiles(rows, kv_heads)]
+    std::int64_t rows = 0;                     // of one sequence
+    T* k = nullptr;                            // [max_sequences, rows, head_dim_qk]
+    T* v = nullptr;                            // [max_sequences, rows, head_dim_vo]
+    position_t* position = nullptr;            // [max_sequences, rows]
+    float* score = nullptr;                    // [max_sequences, rows]
+    T* bounds =
+        nullptr;  // [max_sequences, rows / selection.page_size(), 2, head_dim_qk]; null without selection
+    std::int64_t max_capacity = 0;  // the largest capacity(head): a number that a device's host may read
+    // What calls on a device keep between launches: how many blocks of a head are done (0 outside of a launch), and the worst top-k slot of
+    // each tile of top-k slots, true where `victim` is known.
+    std::uint32_t* arrivals = nullptr;     // [max_sequences, kv_heads]
+    std::int32_t* tile_victims = nullptr;  // [max_sequences, tiles(rows, kv_heads)]
     PlacedPages<T> placed;                 // with a selection
 
-    /// Tiles of one slot, with one more for every head, since its rows begin anywhere in a tile.
+    /// Tiles of one sequence, with one more for every head, since its rows begin anywhere in a tile.
     KVPOLICY_HOST_DEVICE static constexpr std::int64_t tiles(std::int64_t rows, std::int64_t heads) {
-        return rows / detail::place_tile + heads;
+        return rows / detail::slot_tile + heads;
     }
-    KVPOLICY_HOST_DEVICE constexpr std::int64_t first_tile(std::int64_t slot, std::int32_t head) const {
-        return slot * tiles(rows, this->kv_heads) + row_offset[head] / detail::place_tile + head;
+    KVPOLICY_HOST_DEVICE constexpr std::int64_t first_tile(std::int64_t seq, std::int32_t head) const {
+        return seq * tiles(rows, this->kv_heads) + row_offset[head] / detail::slot_tile + head;
     }
-    KVPOLICY_HOST_DEVICE constexpr std::int64_t first_row(std::int64_t slot, std::int32_t head) const {
-        return slot * rows + row_offset[head];
+    KVPOLICY_HOST_DEVICE constexpr std::int64_t first_row(std::int64_t seq, std::int32_t head) const {
+        return seq * rows + row_offset[head];
     }
-    KVPOLICY_HOST_DEVICE constexpr PlainRows<T> head_rows(std::int64_t slot, std::int32_t head) const {
-        return rows_from(first_row(slot, head));
+    KVPOLICY_HOST_DEVICE constexpr PlainRows<T> head_rows(std::int64_t seq, std::int32_t head) const {
+        return rows_from(first_row(seq, head));
     }
-    /// The rows that proposed tokens wait in.
-    KVPOLICY_HOST_DEVICE constexpr PlainRows<T> spare_rows(std::int64_t slot, std::int32_t head) const {
-        return rows_from(first_row(slot, head) + capacity(head));
+    /// The rows that draft tokens wait in.
+    KVPOLICY_HOST_DEVICE constexpr PlainRows<T> spare_rows(std::int64_t seq, std::int32_t head) const {
+        return rows_from(first_row(seq, head) + capacity(head));
     }
     /// The most rows that a head can have in use, s + w + k.
     KVPOLICY_HOST_DEVICE constexpr std::int64_t capacity(std::int32_t head) const {
-        return std::int64_t{this->rules[head].sinks} + this->rules[head].window + this->rules[head].budget;
+        return std::int64_t{this->all_params[head].sinks} + this->all_params[head].window +
+               this->all_params[head].budget;
     }
     /// The rows that may expire while a chunk runs: here, all of them.
-    KVPOLICY_HOST_DEVICE constexpr std::int64_t mortal_rows(std::int32_t head) const {
+    KVPOLICY_HOST_DEVICE constexpr std::int64_t expirable_entries(std::int32_t head) const {
         return capacity(head);
     }
     /// Where page `page` of a head lies in the pool that export_heads describes.
-    KVPOLICY_HOST_DEVICE constexpr std::int64_t page_id(std::int64_t slot, std::int32_t head,
+    KVPOLICY_HOST_DEVICE constexpr std::int64_t page_id(std::int64_t seq, std::int32_t head,
                                                         std::int64_t page) const {
-        return first_row(slot, head) / this->page_rows + page;
+        return first_row(seq, head) / this->page_size + page;
     }
     KVPOLICY_HOST_DEVICE constexpr std::int64_t page_count() const {
-        return std::int64_t{this->slots} * rows / this->page_rows;
+        return std::int64_t{this->max_sequences} * rows / this->page_size;
     }
 
   private:
     KVPOLICY_HOST_DEVICE constexpr PlainRows<T> rows_from(std::int64_t first) const {
-        const std::int32_t page = this->selection.page_rows();
-        return {k + first * this->dim_k,
-                v + first * this->dim_v,
+        const std::int32_t page = this->selection.page_size();
+        return {k + first * this->head_dim_qk,
+                v + first * this->head_dim_vo,
                 position + first,
                 score + first,
-                this->dim_k,
-                this->dim_v,
-                P::has_selection ? bounds + first / page * 2 * this->dim_k : nullptr,
+                this->head_dim_qk,
+                this->head_dim_vo,
+                P::has_selection ? bounds + first / page * 2 * this->head_dim_qk : nullptr,
                 page};
     }
 };
 
 /// One layer of a cache, as calls take it: what LayerRef has, and how the rows of a head are found.
 template <class R>
-concept CacheRef = requires(const R& ref, std::int64_t slot, std::int32_t head) {
+concept CacheRef = requires(const R& ref, std::int64_t seq, std::int32_t head) {
     { R::pooled } -> std::convertible_to<bool>;
-    { ref.head_rows(slot, head).k(0) } -> std::same_as<typename R::value_type*>;
-    { ref.spare_rows(slot, head).k(0) } -> std::same_as<typename R::value_type*>;
+    { ref.head_rows(seq, head).k(0) } -> std::same_as<typename R::value_type*>;
+    { ref.spare_rows(seq, head).k(0) } -> std::same_as<typename R::value_type*>;
     { ref.capacity(head) } -> std::same_as<std::int64_t>;
-    { ref.mortal_rows(head) } -> std::same_as<std::int64_t>;
-    { ref.page_id(slot, head, slot) } -> std::same_as<std::int64_t>;
-    { ref.used(slot, head) } -> std::same_as<std::int32_t>;
+    { ref.expirable_entries(head) } -> std::same_as<std::int64_t>;
+    { ref.page_id(seq, head, seq) } -> std::same_as<std::int64_t>;
+    { ref.used(seq, head) } -> std::same_as<std::int32_t>;
 };
 
 /// What a call on a cache may take or give beside its tensors.
@@ -263,7 +266,7 @@ struct CacheExtras {
     /// For prefill and propose of a packed batch: the edges [count + 1], rising from 0, of the entries' tokens in tensors of one
     /// sequence. q is then [1, Hq, total, Dk], and likewise k, v, out, scores, lse and hidden; entry i is the tokens
     /// cu_seqlens[i] .. cu_seqlens[i + 1] - 1, as many as batch.tokens(i). Whether samples of a pack see each other is a question of
-    /// slots: one entry keeps attention across them, an entry and a slot for each resets it.
+    /// sequences: one entry keeps attention across them, an entry and a sequence for each resets it.
     const std::int32_t* cu_seqlens = nullptr;
 };
 

@@ -1,7 +1,7 @@
-// Who wins a long-range place, as kernels decide it: bodies for a group of threads, which a plain C++ compiler runs as a
+// Who wins a top-k slot, as kernels decide it: bodies for a group of threads, which a plain C++ compiler runs as a
 // group of one. Host calls have their own (caches/host/entries.hpp, masks/top_k_set.hpp); tests demand identical results.
 //
-// The worst key of a head is not searched anew in every step: places are cut into tiles, and a cache records the worst place
+// The worst key of a head is not searched anew in every step: places are cut into tiles, and a cache records the worst top-k slot
 // of each. A winner changes one tile's record, and the worst of all is found among the records.
 #pragma once
 
@@ -21,11 +21,11 @@
 
 namespace kvpolicy::detail {
 
-/// A key in a long-range place, as it ranks at some query. place -1: nobody.
-struct ranked_place {
+/// A key in a top-k slot, as it ranks at some query. place -1: nobody.
+struct ranked_slot {
     double value = 0.0;
     position_t position = 0;
-    std::int32_t place = -1;
+    std::int32_t slot = -1;
 };
 
 /// A gate with a keep part beside it, whose keys have places outside of gate and budget.
@@ -34,8 +34,8 @@ struct held_gate {
     Gate gate;
     Keep keep;
 
-    KVPOLICY_HOST_DEVICE constexpr bool open(float score, const HeadRule& rule) const {
-        return gate.open(score, rule);
+    KVPOLICY_HOST_DEVICE constexpr bool open(float score, const HeadParams& head_params) const {
+        return gate.open(score, head_params);
     }
     KVPOLICY_HOST_DEVICE constexpr bool keeps(position_t t) const { return keep.keeps(t); }
 };
@@ -55,58 +55,59 @@ KVPOLICY_HOST_DEVICE constexpr bool holds([[maybe_unused]] const Gate& gate, [[m
 }
 
 /// Whether a makes room before b; nobody never does.
-KVPOLICY_HOST_DEVICE inline bool gives_way(const ranked_place& a, const ranked_place& b) {
-    if (a.place < 0 || b.place < 0) {
-        return b.place < 0 && a.place >= 0;
+KVPOLICY_HOST_DEVICE inline bool gives_way(const ranked_slot& a, const ranked_slot& b) {
+    if (a.slot < 0 || b.slot < 0) {
+        return b.slot < 0 && a.slot >= 0;
     }
     return ranks_before(b.value, b.position, a.value, a.position);
 }
 
-/// Scores and positions of one head's long-range places. What follows takes this or another type with rule, rank() and at().
-struct head_places {
-    HeadRule rule;
+/// Scores and positions of one head's top-k slots. What follows takes this or another type with rule, rank() and at().
+struct head_slots {
+    HeadParams head_params;
     position_t rebase_limit = kvpolicy::rebase_limit;
     float* score = nullptr;          // [budget], from place 0 on
     position_t* position = nullptr;  // [budget]
 
-    KVPOLICY_HOST_DEVICE ranked_place rank(float s, position_t t, std::int32_t place, position_t q) const {
-        return {rank_value(rule, s, t, q, rebase_limit), t, place};
+    KVPOLICY_HOST_DEVICE ranked_slot rank(float s, position_t t, std::int32_t slot, position_t q) const {
+        return {rank_value(head_params, s, t, q, rebase_limit), t, slot};
     }
-    KVPOLICY_HOST_DEVICE ranked_place at(std::int32_t place, position_t q) const {
-        return rank(score[place], position[place], place, q);
+    KVPOLICY_HOST_DEVICE ranked_slot at(std::int32_t slot, position_t q) const {
+        return rank(score[slot], position[slot], slot, q);
     }
 };
 
-/// Places some of whose keys do not compete; nobody stands in place -1, the record of a tile without competitors.
-template <class Places, class Gate>
-struct contested_places : Places {
+/// Sequences some of whose keys do not compete; nobody stands in place -1, the record of a tile without competitors.
+template <class Slots, class Gate>
+struct contested_slots : Slots {
     Gate gate;
-    KVPOLICY_HOST_DEVICE ranked_place at(std::int32_t place, position_t q) const {
-        if (place < 0) {
+    KVPOLICY_HOST_DEVICE ranked_slot at(std::int32_t slot, position_t q) const {
+        if (slot < 0) {
             return {};
         }
-        const ranked_place one = Places::at(place, q);
-        return gate.keeps(one.position) ? ranked_place{} : one;
+        const ranked_slot one = Slots::at(slot, q);
+        return gate.keeps(one.position) ? ranked_slot{} : one;
     }
 };
-template <class Places, class Gate>
-KVPOLICY_HOST_DEVICE auto contested(const Places& places, [[maybe_unused]] const Gate& gate) {
+template <class Slots, class Gate>
+KVPOLICY_HOST_DEVICE auto competing(const Slots& slots, [[maybe_unused]] const Gate& gate) {
     if constexpr (holds_keys<Gate>) {
-        return contested_places<Places, Gate>{places, gate};
+        return contested_slots<Slots, Gate>{slots, gate};
     } else {
-        return places;
+        return slots;
     }
 }
 
 /// The worst of a tile of `kept` places at query q. `changed` stands for what its place holds.
-template <class Group, class Places>
-KVPOLICY_HOST_DEVICE ranked_place worst_of_tile(const Group& group, const Places& places, std::int32_t tile,
-                                                std::int32_t kept, position_t q,
-                                                const ranked_place& changed = {}) {
-    const std::int32_t end = kept - tile * place_tile < place_tile ? kept : (tile + 1) * place_tile;
-    ranked_place worst;
-    for (std::int32_t p = tile * place_tile + group.rank(); p < end; p += group.size()) {
-        const ranked_place one = p == changed.place ? changed : places.at(p, q);
+template <class Group, class Slots>
+KVPOLICY_HOST_DEVICE ranked_slot worst_of_tile(const Group& group, const Slots& slots, std::int32_t tile,
+                                               std::int32_t num_long_range, position_t q,
+                                               const ranked_slot& changed = {}) {
+    const std::int32_t end =
+        num_long_range - tile * slot_tile < slot_tile ? num_long_range : (tile + 1) * slot_tile;
+    ranked_slot worst;
+    for (std::int32_t p = tile * slot_tile + group.rank(); p < end; p += group.size()) {
+        const ranked_slot one = p == changed.slot ? changed : slots.at(p, q);
         if (gives_way(one, worst)) {
             worst = one;
         }
@@ -115,15 +116,15 @@ KVPOLICY_HOST_DEVICE ranked_place worst_of_tile(const Group& group, const Places
 }
 
 /// Records the worst of every stride-th tile from `first` on, where `record` is not null, and returns the worst of them.
-template <class Group, class Places>
-KVPOLICY_HOST_DEVICE ranked_place worst_of_tiles(const Group& group, const Places& places,
-                                                 std::int32_t* record, std::int32_t first,
-                                                 std::int32_t stride, std::int32_t kept, position_t q) {
-    ranked_place worst;
-    for (std::int32_t tile = first; tile < tiles_of_places(kept); tile += stride) {
-        const ranked_place one = worst_of_tile(group, places, tile, kept, q);
+template <class Group, class Slots>
+KVPOLICY_HOST_DEVICE ranked_slot worst_of_tiles(const Group& group, const Slots& slots, std::int32_t* record,
+                                                std::int32_t first, std::int32_t stride,
+                                                std::int32_t num_long_range, position_t q) {
+    ranked_slot worst;
+    for (std::int32_t tile = first; tile < tiles_of_slots(num_long_range); tile += stride) {
+        const ranked_slot one = worst_of_tile(group, slots, tile, num_long_range, q);
         if (record != nullptr && group.rank() == 0) {
-            record[tile] = one.place;
+            record[tile] = one.slot;
         }
         if (gives_way(one, worst)) {
             worst = one;
@@ -134,17 +135,18 @@ KVPOLICY_HOST_DEVICE ranked_place worst_of_tiles(const Group& group, const Place
 
 /// The worst of `kept` places once `changed` is in its place, from the tiles' records; updates the record of its tile. Records
 /// are those of query q's priorities.
-template <class Group, class Places>
-KVPOLICY_HOST_DEVICE ranked_place worst_after(const Group& group, const Places& places, std::int32_t* record,
-                                              std::int32_t kept, position_t q, const ranked_place& changed) {
-    const std::int32_t tile = changed.place / place_tile;
-    const ranked_place fresh = worst_of_tile(group, places, tile, kept, q, changed);
+template <class Group, class Slots>
+KVPOLICY_HOST_DEVICE ranked_slot worst_after(const Group& group, const Slots& slots, std::int32_t* record,
+                                             std::int32_t num_long_range, position_t q,
+                                             const ranked_slot& changed) {
+    const std::int32_t tile = changed.slot / slot_tile;
+    const ranked_slot fresh = worst_of_tile(group, slots, tile, num_long_range, q, changed);
     if (group.rank() == 0) {
-        record[tile] = fresh.place;
+        record[tile] = fresh.slot;
     }
-    ranked_place worst;
-    for (std::int32_t t = group.rank(); t < tiles_of_places(kept); t += group.size()) {
-        const ranked_place one = t == tile ? fresh : places.at(record[t], q);
+    ranked_slot worst;
+    for (std::int32_t t = group.rank(); t < tiles_of_slots(num_long_range); t += group.size()) {
+        const ranked_slot one = t == tile ? fresh : slots.at(record[t], q);
         if (gives_way(one, worst)) {
             worst = one;
         }
@@ -154,193 +156,195 @@ KVPOLICY_HOST_DEVICE ranked_place worst_after(const Group& group, const Places& 
 
 /// The worst places beside a known one, of its tile and of all others: worst_after(), as far as it can be known before what comes into
 /// that place.
-struct place_rivals {
-    ranked_place in_tile, elsewhere;
+struct next_victims {
+    ranked_slot in_tile, elsewhere;
 };
-template <class Group, class Places>
-KVPOLICY_HOST_DEVICE place_rivals rivals_of(const Group& group, const Places& places,
-                                            const std::int32_t* record, std::int32_t kept, position_t q,
-                                            std::int32_t known) {
-    const std::int32_t tile = known / place_tile,
-                       end = kept - tile * place_tile < place_tile ? kept : (tile + 1) * place_tile;
-    place_rivals rivals;
-    for (std::int32_t p = tile * place_tile + group.rank(); p < end; p += group.size()) {
-        const ranked_place one = p == known ? ranked_place{} : places.at(p, q);
-        if (gives_way(one, rivals.in_tile)) {
-            rivals.in_tile = one;
+template <class Group, class Slots>
+KVPOLICY_HOST_DEVICE next_victims find_next_victims(const Group& group, const Slots& slots,
+                                                    const std::int32_t* record, std::int32_t num_long_range,
+                                                    position_t q, std::int32_t known) {
+    const std::int32_t tile = known / slot_tile, end = num_long_range - tile * slot_tile < slot_tile
+                                                           ? num_long_range
+                                                           : (tile + 1) * slot_tile;
+    next_victims victims;
+    for (std::int32_t p = tile * slot_tile + group.rank(); p < end; p += group.size()) {
+        const ranked_slot one = p == known ? ranked_slot{} : slots.at(p, q);
+        if (gives_way(one, victims.in_tile)) {
+            victims.in_tile = one;
         }
     }
-    for (std::int32_t t = group.rank(); t < tiles_of_places(kept); t += group.size()) {
-        const ranked_place one = t == tile ? ranked_place{} : places.at(record[t], q);
-        if (gives_way(one, rivals.elsewhere)) {
-            rivals.elsewhere = one;
+    for (std::int32_t t = group.rank(); t < tiles_of_slots(num_long_range); t += group.size()) {
+        const ranked_slot one = t == tile ? ranked_slot{} : slots.at(record[t], q);
+        if (gives_way(one, victims.elsewhere)) {
+            victims.elsewhere = one;
         }
     }
-    return {group.worst(rivals.in_tile), group.worst(rivals.elsewhere)};
+    return {group.worst(victims.in_tile), group.worst(victims.elsewhere)};
 }
 /// worst_after() from them.
 template <class Group>
-KVPOLICY_HOST_DEVICE ranked_place worst_after(const Group& group, const place_rivals& rivals,
-                                              std::int32_t* record, const ranked_place& changed) {
-    const ranked_place fresh = gives_way(rivals.in_tile, changed) ? rivals.in_tile : changed;
+KVPOLICY_HOST_DEVICE ranked_slot worst_after(const Group& group, const next_victims& victims,
+                                             std::int32_t* record, const ranked_slot& changed) {
+    const ranked_slot fresh = gives_way(victims.in_tile, changed) ? victims.in_tile : changed;
     if (group.rank() == 0) {
-        record[changed.place / place_tile] = fresh.place;
+        record[changed.slot / slot_tile] = fresh.slot;
     }
-    return gives_way(rivals.elsewhere, fresh) ? rivals.elsewhere : fresh;
+    return gives_way(victims.elsewhere, fresh) ? victims.elsewhere : fresh;
 }
 
 /// What one step does to the rows of one head.
 struct step_decision {
-    std::int32_t used = 0;       ///< rows in use before
-    std::int32_t newest = 0;     ///< the row that the newcomer gets
-    std::int32_t promoted = -1;  ///< the row that u, the key that leaves the window, gets; or -1
-    std::int32_t kept = 0;       ///< long-range places in use afterwards
-    std::int32_t known = -1;     ///< the worst place, or -1 where it must be searched
-    bool full = false;           ///< u contests the worst place: settle_step() has the last word
+    std::int32_t used = 0;            ///< rows in use before
+    std::int32_t newest = 0;          ///< the row that the candidate gets
+    std::int32_t promoted = -1;       ///< the row that u, the key that leaves the window, gets; or -1
+    std::int32_t num_long_range = 0;  ///< top-k slots in use afterwards
+    std::int32_t known = -1;          ///< the worst top-k slot, or -1 where it must be searched
+    bool full = false;  ///< u top-k updates the worst top-k slot: resolve_eviction() has the last word
     bool replaced = false;
-    bool pinned = false;     ///< u has its place for its position
-    position_t leaving = 0;  ///< u
+    bool num_protected = false;  ///< u has its place for its position
+    position_t leaving = 0;      ///< u
 };
 
-/// The worst place at query q, if `victim`, what the step before left as such, still is; else -1.
-KVPOLICY_HOST_DEVICE inline std::int32_t known_worst(const HeadRule& rule, position_t rebase_limit,
+/// The worst top-k slot at query q, if `victim`, what the step before left as such, still is; else -1.
+KVPOLICY_HOST_DEVICE inline std::int32_t known_worst(const HeadParams& head_params, position_t rebase_limit,
                                                      position_t q, std::int32_t victim) {
-    return rule.decay_step == 1 && priority_base(q, rebase_limit) == priority_base(q - 1, rebase_limit)
+    return head_params.decay_step == 1 && priority_base(q, rebase_limit) == priority_base(q - 1, rebase_limit)
                ? victim
                : -1;
 }
 
-/// Query `q`, the slot's length, brings a key. `victim` is what the step before left as the worst place; `score` is u's; `pinned` of
-/// the `kept` places do not compete. All of the decision but the contest for the worst place, if there is one.
+/// Query `q`, the sequence's length, brings a key. `victim` is what the step before left as the worst top-k slot; `score` is u's; `pinned` of
+/// the `kept` places do not compete. All of the decision but the top-k update for the worst top-k slot, if there is one.
 template <class Gate>
-KVPOLICY_HOST_DEVICE step_decision begin_step(const HeadRule& rule, const Gate& gate, position_t rebase_limit,
-                                              position_t q, std::int32_t kept, std::int32_t victim,
-                                              float score, std::int32_t pinned = 0) {
-    const HeadRows layout{rule.sinks, rule.window};
+KVPOLICY_HOST_DEVICE step_decision begin_step(const HeadParams& head_params, const Gate& gate,
+                                              position_t rebase_limit, position_t q,
+                                              std::int32_t num_long_range, std::int32_t victim, float score,
+                                              std::int32_t num_protected = 0) {
+    const HeadRows layout{head_params.sinks, head_params.window};
     step_decision step;
-    step.used = layout.used(q, kept);
+    step.used = layout.used(q, num_long_range);
     step.newest = layout.recent(q);
-    step.kept = kept;
-    step.leaving = q - rule.window;
-    if (step.leaving < rule.sinks) {
+    step.num_long_range = num_long_range;
+    step.leaving = q - head_params.window;
+    if (step.leaving < head_params.sinks) {
         return step;
     }
     if (holds(gate, step.leaving)) {
         step.promoted =
-            layout.place(step.kept++);  // perhaps in a tile that has no record yet: `known` stays -1
-        step.pinned = true;
+            layout.slot(step.num_long_range++);  // perhaps in a tile that has no record yet: `known` stays -1
+        step.num_protected = true;
         return step;
     }
-    step.known = known_worst(rule, rebase_limit, q, victim);
-    if (rule.budget == 0 || !gate.open(score, rule)) {
+    step.known = known_worst(head_params, rebase_limit, q, victim);
+    if (head_params.budget == 0 || !gate.open(score, head_params)) {
         return step;
     }
-    step.full = kept - pinned >= rule.budget;
+    step.full = num_long_range - num_protected >= head_params.budget;
     if (!step.full) {
-        step.promoted = layout.place(step.kept++);
+        step.promoted = layout.slot(step.num_long_range++);
         step.known = -1;
     }
     return step;
 }
 
-/// The contest of u, as it ranks at the query, for the worst place.
-KVPOLICY_HOST_DEVICE inline void settle_step(step_decision& step, const HeadRule& rule,
-                                             const ranked_place& newcomer, const ranked_place& worst) {
-    step.known = worst.place;
-    step.replaced = ranks_before(newcomer.value, newcomer.position, worst.value, worst.position);
+/// The top-k update with u, as it ranks at the query, for the worst top-k slot.
+KVPOLICY_HOST_DEVICE inline void resolve_eviction(step_decision& step, const HeadParams& head_params,
+                                                  const ranked_slot& candidate, const ranked_slot& worst) {
+    step.known = worst.slot;
+    step.replaced = ranks_before(candidate.value, candidate.position, worst.value, worst.position);
     if (step.replaced) {
-        step.promoted = HeadRows{rule.sinks, rule.window}.place(worst.place);
+        step.promoted = HeadRows{head_params.sinks, head_params.window}.slot(worst.slot);
     }
 }
 
-/// The worst place for the next step to know, after this one; -1 where it has to search. Only one group may call it, and only
-/// once u's newcomer has been settled; the rows need not have changed yet.
-template <class Group, class Places>
-KVPOLICY_HOST_DEVICE std::int32_t next_victim(const Group& group, const Places& places, std::int32_t* record,
-                                              const step_decision& step, const ranked_place& newcomer,
+/// The worst top-k slot for the next step to know, after this one; -1 where it has to search. Only one group may call it, and only
+/// once u's candidate has been settled; the rows need not have changed yet.
+template <class Group, class Slots>
+KVPOLICY_HOST_DEVICE std::int32_t next_victim(const Group& group, const Slots& slots, std::int32_t* record,
+                                              const step_decision& step, const ranked_slot& candidate,
                                               position_t q) {
-    if (places.rule.decay_step != 1 || !step.replaced) {
-        return places.rule.decay_step == 1 ? step.known : -1;
+    if (slots.head_params.decay_step != 1 || !step.replaced) {
+        return slots.head_params.decay_step == 1 ? step.known : -1;
     }
-    ranked_place winner = newcomer;
-    winner.place = step.known;
-    return worst_after(group, places, record, step.kept, q, winner).place;
+    ranked_slot admitted = candidate;
+    admitted.slot = step.known;
+    return worst_after(group, slots, record, step.num_long_range, q, admitted).slot;
 }
 
-/// The same where rivals_of() the worst place, if it is known, have been found.
+/// The same where find_next_victims() the worst top-k slot, if it is known, have been found.
 template <class Group>
-KVPOLICY_HOST_DEVICE std::int32_t next_victim(const Group& group, const HeadRule& rule,
-                                              const place_rivals& rivals, std::int32_t* record,
-                                              const step_decision& step, const ranked_place& newcomer) {
-    if (rule.decay_step != 1 || !step.replaced) {
-        return rule.decay_step == 1 ? step.known : -1;
+KVPOLICY_HOST_DEVICE std::int32_t next_victim(const Group& group, const HeadParams& head_params,
+                                              const next_victims& victims, std::int32_t* record,
+                                              const step_decision& step, const ranked_slot& candidate) {
+    if (head_params.decay_step != 1 || !step.replaced) {
+        return head_params.decay_step == 1 ? step.known : -1;
     }
-    ranked_place winner = newcomer;
-    winner.place = step.known;
-    return worst_after(group, rivals, record, winner).place;
+    ranked_slot admitted = candidate;
+    admitted.slot = step.known;
+    return worst_after(group, victims, record, admitted).slot;
 }
 
-/// What a chunk of tokens leaves of one head's contests, in memory of the caller's. Keys have names, as in the host's chunk
+/// What a chunk of tokens leaves of one head's top-k updates, in memory of the caller's. Keys have names, as in the host's chunk
 /// plan: a row r of the cache is r, token j of the chunk is rows + j, where `rows` is the head's capacity.
-struct chunk_places {
-    head_places of;                    // copies of the cache's, which the contests change
+struct chunk_slots {
+    head_slots of;                     // copies of the cache's, which the top-k updates change
     std::int32_t* holder = nullptr;    // [budget]: the name of the key in each place
-    std::int32_t* record = nullptr;    // [tiles_of_places(budget)]
+    std::int32_t* record = nullptr;    // [tiles_of_slots(budget)]
     expiry_t* past_expiry = nullptr;   // of the cache's rows
     expiry_t* chunk_expiry = nullptr;  // of the chunk's tokens
 };
 
-/// Runs the contests of a chunk of `tokens` tokens from position `base` on. score(j) is that of the key that leaves the window
+/// Runs the top-k updates of a chunk of `tokens` tokens from position `base` on. score(j) is that of the key that leaves the window
 /// at token j; name(u) of key u. Expiries, relative to `base`, have been filled in for keys that leave with their window.
 /// Returns the places in use; `pinned`: those of keys that do not compete, before and after.
 ///
-/// With decay step 1 the worst key only gets better, so a group looks at as many newcomers at once as it has threads, and only
+/// With decay step 1 the worst key only gets better, so a group looks at as many candidates at once as it has threads, and only
 /// those that beat the worst take their turn.
 template <class Group, class Gate, class Score, class Name>
-KVPOLICY_HOST_DEVICE std::int32_t contest_chunk(const Group& group, const chunk_places& chunk,
-                                                const Gate& gate, position_t base, std::int32_t tokens,
-                                                std::int32_t kept, Score&& score, Name&& name,
-                                                std::int32_t rows, std::int32_t* pinned = nullptr) {
-    const HeadRule& rule = chunk.of.rule;
+KVPOLICY_HOST_DEVICE std::int32_t update_top_k(const Group& group, const chunk_slots& chunk, const Gate& gate,
+                                               position_t base, std::int32_t tokens,
+                                               std::int32_t num_long_range, Score&& score, Name&& name,
+                                               std::int32_t rows, std::int32_t* num_protected = nullptr) {
+    const HeadParams& head_params = chunk.of.head_params;
     const position_t limit = chunk.of.rebase_limit;
-    const bool still = rule.decay_step == 1;
+    const bool still = head_params.decay_step == 1;
     const position_t first =
-        position_t{rule.sinks} + rule.window - base;  // the first token at which a key leaves
-    if ((rule.budget == 0 && !holds_keys<Gate>) || first >= tokens) {
-        return kept;
+        position_t{head_params.sinks} + head_params.window - base;  // the first token at which a key leaves
+    if ((head_params.budget == 0 && !holds_keys<Gate>) || first >= tokens) {
+        return num_long_range;
     }
-    const auto places = contested(chunk.of, gate);
-    [[maybe_unused]] std::int32_t outside = pinned != nullptr ? *pinned : 0;
-    ranked_place worst;
+    const auto slots = competing(chunk.of, gate);
+    [[maybe_unused]] std::int32_t outside = num_protected != nullptr ? *num_protected : 0;
+    ranked_slot worst;
     position_t known_for = -1;  // the base of priorities that `worst` and the records belong to
     for (std::int32_t j = first > 0 ? static_cast<std::int32_t>(first) : 0; j < tokens;) {
-        // A batch has one base of priorities; a step that ranks anew has one newcomer.
+        // A batch has one base of priorities; a step that ranks anew has one candidate.
         const position_t q = base + j, next_base = priority_base(q, limit) + limit;
         position_t count = still ? group.size() : 1;
         count = count < tokens - j ? count : tokens - j;
         count = count < next_base - q ? count : next_base - q;
-        ranked_place mine;
+        ranked_slot mine;
         float my_score = 0.0f;
         bool waits = group.rank() < count;
         [[maybe_unused]] bool stays = false;
         if (waits) {
-            const position_t u = q + group.rank() - rule.window;
+            const position_t u = q + group.rank() - head_params.window;
             my_score = score(j + group.rank());
             mine = chunk.of.rank(my_score, u, -1, q + group.rank());
             stays = holds(gate, u);
-            waits = !stays && rule.budget != 0 && gate.open(my_score, rule);
+            waits = !stays && head_params.budget != 0 && gate.open(my_score, head_params);
         }
-        const auto put = [&](std::int32_t place, position_t u, float s) {
+        const auto put = [&](std::int32_t slot, position_t u, float s) {
             const std::int32_t key = name(u);
             (key < rows ? chunk.past_expiry[key] : chunk.chunk_expiry[key - rows]) = never;
-            chunk.holder[place] = key;
-            chunk.of.score[place] = s;
-            chunk.of.position[place] = u;
+            chunk.holder[slot] = key;
+            chunk.of.score[slot] = s;
+            chunk.of.position[slot] = u;
         };
-        if (holds_keys<Gate> || kept < rule.budget) {
-            // The first of those that wait take the free places, all at once.
+        if (holds_keys<Gate> || num_long_range < head_params.budget) {
+            // The first of those that wait take the free top-k slots, all at once.
             std::int32_t before = group.before(waits), waiting = group.count(waits);
-            std::int32_t free = rule.budget - kept;
+            std::int32_t free = head_params.budget - num_long_range;
             if constexpr (holds_keys<Gate>) {
                 free += outside;
             }
@@ -348,64 +352,65 @@ KVPOLICY_HOST_DEVICE std::int32_t contest_chunk(const Group& group, const chunk_
             std::int32_t taken = waiting < free ? waiting : free;
             if constexpr (holds_keys<Gate>) {
                 before = group.before(takes || stays);
-                const std::int32_t staying = group.count(stays), tiles = tiles_of_places(kept);
+                const std::int32_t staying = group.count(stays), tiles = tiles_of_slots(num_long_range);
                 outside += staying;
                 taken += staying;
                 if (group.rank() == 0) {  // tiles of keys that do not compete
-                    for (std::int32_t tile = tiles; tile < tiles_of_places(kept + taken); ++tile) {
+                    for (std::int32_t tile = tiles; tile < tiles_of_slots(num_long_range + taken); ++tile) {
                         chunk.record[tile] = -1;
                     }
                 }
             }
             if (takes || stays) {
-                put(kept + before, q + group.rank() - rule.window, my_score);
+                put(num_long_range + before, q + group.rank() - head_params.window, my_score);
             }
             group.sync();
-            kept += taken;
+            num_long_range += taken;
             waits = waits && !takes;
         }
         while (group.count(waits) != 0) {
             if (!still || known_for != priority_base(q, limit)) {
-                worst = worst_of_tiles(group, places, chunk.record, 0, 1, kept, q);
+                worst = worst_of_tiles(group, slots, chunk.record, 0, 1, num_long_range, q);
                 group.sync();
                 known_for = priority_base(q, limit);
             }
-            const std::int32_t winner =
+            const std::int32_t admitted =
                 group.first(waits && ranks_before(mine.value, mine.position, worst.value, worst.position));
-            if (winner >= group.size()) {
+            if (admitted >= group.size()) {
                 break;
             }
-            const float s = group.from(winner, my_score);
-            const std::int32_t place = worst.place;
+            const float s = group.from(admitted, my_score);
+            const std::int32_t slot = worst.slot;
             if (group.rank() == 0) {
-                const std::int32_t loser = chunk.holder[place];
-                (loser < rows ? chunk.past_expiry[loser] : chunk.chunk_expiry[loser - rows]) = j + winner;
-                put(place, q + winner - rule.window, s);
+                const std::int32_t evicted = chunk.holder[slot];
+                (evicted < rows ? chunk.past_expiry[evicted] : chunk.chunk_expiry[evicted - rows]) =
+                    j + admitted;
+                put(slot, q + admitted - head_params.window, s);
             }
             group.sync();
             if (still) {
-                worst = worst_after(group, places, chunk.record, kept, q, chunk.of.at(place, q));
+                worst = worst_after(group, slots, chunk.record, num_long_range, q, chunk.of.at(slot, q));
                 group.sync();
             }
-            waits = waits && group.rank() > winner;
+            waits = waits && group.rank() > admitted;
         }
         j += static_cast<std::int32_t>(count);
     }
     if constexpr (holds_keys<Gate>) {
-        if (pinned != nullptr) {
-            *pinned = outside;
+        if (num_protected != nullptr) {
+            *num_protected = outside;
         }
     }
-    return kept;
+    return num_long_range;
 }
 
 /// A group of one thread. All threads of a group call its members together: rank() below size(); the worst of all; the first
 /// thread for which something is so, or size(), how many threads before this one it is so for, and for how many in all; the number of
 /// one of them; sync() shows what they wrote to each other.
-struct lone_group {
+struct single_thread_group {
     KVPOLICY_HOST_DEVICE static std::int32_t rank() { return 0; }
     KVPOLICY_HOST_DEVICE static std::int32_t size() { return 1; }
-    KVPOLICY_HOST_DEVICE static ranked_place worst(const ranked_place& mine) { return mine; }
+    KVPOLICY_HOST_DEVICE static ranked_slot worst(const ranked_slot& mine) { return mine; }
     KVPOLICY_HOST_DEVICE static std::int32_t first(bool is) { return is ? 0 : 1; }
     KVPOLICY_HOST_DEVICE static std::int32_t before(bool /*is*/) { return 0; }
     KVPOLICY_HOST_DEVICE static std::int32_t count(bool is) { return is ? 1 : 0; }

@@ -1,4 +1,4 @@
-// What the compiler says where a call that takes one layer, cache.ref(layer), is given the whole cache: one sentence, instead of a
+// What the compiler says where a call that takes one layer, cache.layer(layer), is given the whole cache: one sentence, instead of a
 // list of templates that do not match. None of these is ever called; caches/calls.hpp has the calls.
 #pragma once
 
@@ -12,7 +12,7 @@ namespace detail {
 template <class Cache>
 constexpr void require_layer() {
     static_assert(sizeof(Cache) == 0,
-                  "kvpolicy: this call takes one layer of a cache: cache.ref(layer) in place of cache");
+                  "kvpolicy: this call takes one layer of a cache: cache.layer(layer) in place of cache");
 }
 template <CacheObject Cache>
 using value_of = typename Cache::ref_type::value_type;
@@ -34,19 +34,20 @@ void prefill(const Context&, const Cache&, const Batch&, input_rows<detail::valu
     detail::require_layer<Cache>();
 }
 template <class Dims = void, class Context, CacheObject Cache>
-void propose(const Context&, const Cache&, const Batch&, input_rows<detail::value_of<Cache>>,
-             input_rows<detail::value_of<Cache>>, input_rows<detail::value_of<Cache>>,
-             output_rows<detail::value_of<Cache>>, workspace_view, const CacheExtras& = {}) {
+void append_draft(const Context&, const Cache&, const Batch&, input_rows<detail::value_of<Cache>>,
+                  input_rows<detail::value_of<Cache>>, input_rows<detail::value_of<Cache>>,
+                  output_rows<detail::value_of<Cache>>, workspace_view, const CacheExtras& = {}) {
     detail::require_layer<Cache>();
 }
 template <class Dims = void, class Context, CacheObject Cache>
-void propose(const Context&, const Cache&, const Batch&, input_rows<detail::value_of<Cache>>,
-             input_rows<detail::value_of<Cache>>, input_rows<detail::value_of<Cache>>,
-             output_rows<detail::value_of<Cache>>, workspace_view, std::uint32_t*, const CacheExtras& = {}) {
+void append_draft(const Context&, const Cache&, const Batch&, input_rows<detail::value_of<Cache>>,
+                  input_rows<detail::value_of<Cache>>, input_rows<detail::value_of<Cache>>,
+                  output_rows<detail::value_of<Cache>>, workspace_view, std::uint32_t*,
+                  const CacheExtras& = {}) {
     detail::require_layer<Cache>();
 }
 template <class Dims = void, class Context, CacheObject Cache>
-void commit(const Context&, const Cache&, const Batch&, workspace_view, std::uint32_t* = nullptr) {
+void accept(const Context&, const Cache&, const Batch&, workspace_view, std::uint32_t* = nullptr) {
     detail::require_layer<Cache>();
 }
 template <class Dims = void, class Context, CacheObject Cache>

@@ -14,7 +14,7 @@
 #include <string>
 #include <type_traits>
 
-namespace kvpolicy::host_backend {
+namespace kvpolicy::checks {
 
 /// Lengths and packed edges of a call, against the views' batch and length.
 inline void check_sequences(const Sequences& sequences, std::int32_t batch, std::int32_t length) {
@@ -88,11 +88,11 @@ void check_extents(const char* name, const View& view) {
 }
 
 /// The numbers of an attention call.
-inline void check_attention(const Attention& attention) {
-    detail::require(std::isfinite(attention.scale), "attention.scale", attention.scale,
+inline void check_attention(const AttentionParams& attention) {
+    detail::require(std::isfinite(attention.sm_scale), "attention.sm_scale", attention.sm_scale,
                     "finite (0: 1 / sqrt(head_dim))");
-    detail::require(attention.softcap >= 0.0f && std::isfinite(attention.softcap), "attention.softcap",
-                    attention.softcap, "0 (none) or positive");
+    detail::require(attention.logits_soft_cap >= 0.0f && std::isfinite(attention.logits_soft_cap),
+                    "attention.logits_soft_cap", attention.logits_soft_cap, "0 (none) or positive");
 }
 
 /// Where a metric is written.
@@ -101,7 +101,7 @@ void check_metric(const char* name, const T* out, std::int32_t batch, std::int32
     detail::require(out != nullptr || batch == 0 || length == 0, name, "null", "a pointer to the results");
 }
 
-/// The lent memory of a call.
+/// The workspace of a call.
 inline void check_workspace(workspace_view workspace, std::size_t needed) {
     if (workspace.bytes < needed) {
         detail::refuse("workspace.bytes", workspace.bytes,
@@ -161,52 +161,55 @@ void check_plane(const char* name, plane_view<T> view, std::int32_t batch, std::
     check_strides(name, view);
 }
 
-/// The first entry whose slot an entry before it names too, or `count`. All slots are in [0, slots). One pass over the
-/// entries for every 4096 slots, and no memory but the stack's.
-inline std::int32_t first_named_twice(const std::int32_t* named, std::int32_t count, std::int32_t slots) {
+/// The first entry whose sequence an entry before it names too, or `count`. All sequences are in [0, max_sequences). One pass over the
+/// entries for every 4096 sequences, and no memory but the stack's.
+inline std::int32_t first_named_twice(const std::int32_t* named, std::int32_t count,
+                                      std::int32_t max_sequences) {
     constexpr std::int32_t range = 4096, word_bits = 64;
     std::int32_t first = count;
-    for (std::int32_t begin = 0; begin < slots; begin += std::min(range, slots - begin)) {
+    for (std::int32_t begin = 0; begin < max_sequences; begin += std::min(range, max_sequences - begin)) {
         std::uint64_t seen[range / word_bits];
-        std::fill_n(seen, (std::min(range, slots - begin) + word_bits - 1) / word_bits, std::uint64_t{0});
+        std::fill_n(seen, (std::min(range, max_sequences - begin) + word_bits - 1) / word_bits,
+                    std::uint64_t{0});
         for (std::int32_t i = 0; i < first; ++i) {
-            const std::int32_t slot = named[i] - begin;
-            if (slot < 0 || slot >= range) {
+            const std::int32_t seq = named[i] - begin;
+            if (seq < 0 || seq >= range) {
                 continue;
             }
-            const std::uint64_t bit = std::uint64_t{1} << (slot % word_bits);
-            if ((seen[slot / word_bits] & bit) != 0) {
+            const std::uint64_t bit = std::uint64_t{1} << (seq % word_bits);
+            if ((seen[seq / word_bits] & bit) != 0) {
                 first = i;
             }
-            seen[slot / word_bits] |= bit;
+            seen[seq / word_bits] |= bit;
         }
     }
     return first;
 }
 
-/// Slots and token counts of a batch. Returns the largest token count.
-inline std::int32_t check_batch(const Batch& batch, std::int32_t slots, std::int32_t most,
-                                const char* most_name) {
-    if (batch.count < 0 || batch.count > slots) {
-        detail::refuse("batch.count", batch.count, detail::text("0 to the cache's slots, ", slots));
+/// Sequences and token counts of a batch. Returns the largest token count.
+inline std::int32_t check_batch(const Batch& batch, std::int32_t max_sequences, std::int32_t most,
+                                const char* max_name) {
+    if (batch.count < 0 || batch.count > max_sequences) {
+        detail::refuse("batch.count", batch.count,
+                       detail::text("0 to the cache's max_sequences, ", max_sequences));
     }
     const auto refuse = [](std::int32_t i, const char* what, std::int32_t value, const std::string& allowed) {
         detail::refuse(detail::text(what, "[", i, "]").c_str(), value, allowed);
     };
     std::int32_t longest = 0;
     for (std::int32_t i = 0; i < batch.count; ++i) {
-        if (batch.slot(i) < 0 || batch.slot(i) >= slots) {
-            refuse(i, "batch.slots", batch.slot(i), detail::text("0 to ", slots - 1));
+        if (batch.seq(i) < 0 || batch.seq(i) >= max_sequences) {
+            refuse(i, "batch.seq_ids", batch.seq(i), detail::text("0 to ", max_sequences - 1));
         }
         if (batch.tokens(i) < 0 || batch.tokens(i) > most) {
-            refuse(i, "batch tokens", batch.tokens(i), detail::text("0 to ", most, " (", most_name, ")"));
+            refuse(i, "batch tokens", batch.tokens(i), detail::text("0 to ", most, " (", max_name, ")"));
         }
         longest = std::max(longest, batch.tokens(i));
     }
-    if (batch.slots != nullptr && batch.count > 1) {
-        const std::int32_t twice = first_named_twice(batch.slots, batch.count, slots);
+    if (batch.seq_ids != nullptr && batch.count > 1) {
+        const std::int32_t twice = first_named_twice(batch.seq_ids, batch.count, max_sequences);
         if (twice < batch.count) {
-            refuse(twice, "batch.slots", batch.slots[twice], "a slot that no other entry names");
+            refuse(twice, "batch.seq_ids", batch.seq_ids[twice], "a sequence that no other entry names");
         }
     }
     return longest;
@@ -247,4 +250,4 @@ void check_in_parallel(const host& on, std::int64_t count, Good&& good) {
     }
 }
 
-}  // namespace kvpolicy::host_backend
+}  // namespace kvpolicy::checks

@@ -12,7 +12,7 @@
 
 namespace kvpolicy {
 
-/// The instruction sets that the host backend has bodies for. `portable` is plain C++ that the compiler vectorises for
+/// The instruction sets that the host backend has bodies for. `portable` is plain C++ that the compiler vectorizes for
 /// its baseline; `avx2` needs AVX2, FMA and F16C.
 enum class isa : std::uint8_t { portable, avx2 };
 

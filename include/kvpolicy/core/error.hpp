@@ -97,7 +97,7 @@ void require(bool condition, const Argument& argument, const Value& value, const
 }  // namespace detail
 
 /// Installs the handler that receives refusals in builds without exceptions, and returns the previous one. It has no
-/// effect on builds with exceptions. Not synchronised: call it once at start-up.
+/// effect on builds with exceptions. Not synchronized: call it once at start-up.
 inline error_handler set_error_handler(error_handler handler) noexcept {
     error_handler previous = detail::installed_error_handler();
     detail::installed_error_handler() = handler;

@@ -8,7 +8,7 @@
 #include <cstdint>
 #include <limits>
 
-namespace kvpolicy::host_backend {
+namespace kvpolicy::checks {
 
 template <class T>
 bool finite_row(const T* row, std::int32_t dim) {
@@ -58,4 +58,4 @@ void check_finite_rows(const host& on, const char* name, const rows_view<const T
     });
 }
 
-}  // namespace kvpolicy::host_backend
+}  // namespace kvpolicy::checks

@@ -18,10 +18,10 @@ namespace kvpolicy {
 ///     kvpolicy::HostBuffer memory{cache.bytes().total()};
 ///     cache.bind(on, memory);
 ///     kvpolicy::HostBuffer workspace{kvpolicy::cache_workspace_bytes(on, cache.ref(0), 1, 1)};
-///     kvpolicy::step(on, cache.ref(layer), batch, q, k, v, out, workspace);
+///     kvpolicy::step(on, cache.layer(layer), batch, q, k, v, out, workspace);
 ///
 /// The bytes are not written, as a std::vector's would be: a cache's rows cost physical memory when they come into use, on
-/// the memory node of the thread that writes them. Movable, and data() stays where it is; what it is lent to must not
+/// the memory node of the thread that writes them. Movable, and data() stays where it is; what it is attached to must not
 /// outlive it.
 class HostBuffer {
   public:
@@ -43,7 +43,7 @@ class HostBuffer {
     }
 
     /// Makes room for at least `bytes`: does nothing where there is, and gives up what the buffer holds otherwise. For a
-    /// workspace whose chunks differ in length; not for memory that is lent at the moment. Refuses as the constructor, with
+    /// workspace whose chunks differ in length; not for memory that is attached at the moment. Refuses as the constructor, with
     /// the buffer as it was.
     void grow(std::size_t bytes) {
         if (bytes > size_) {

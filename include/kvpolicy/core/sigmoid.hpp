@@ -5,7 +5,7 @@
 
 #include <cmath>
 
-namespace kvpolicy::host_backend {
+namespace kvpolicy::detail {
 
 /// sigmoid, exact in relative terms at both ends.
 template <class Real>
@@ -14,4 +14,4 @@ KVPOLICY_HOST_DEVICE Real sigmoid(Real z) {
     return (z < Real(0) ? e : Real(1)) / (Real(1) + e);
 }
 
-}  // namespace kvpolicy::host_backend
+}  // namespace kvpolicy::detail

@@ -16,11 +16,11 @@ enum status_bits : std::uint32_t {
         1u << 3,  ///< a NaN or infinity in what a backward pass reads; its results mean nothing
     status_bad_index = 1u << 4,  ///< a label or index in device memory was outside its row: left out
     /// A layer of a cache was called again before advance(): the second call left this sequence alone.
-    status_taken_twice = 1u << 5,
+    status_layer_repeated = 1u << 5,
     /// advance(): a layer of a cache has not taken these tokens, or has taken others: the sequence did not move. evict(): some layer has
     /// taken tokens that advance() has not counted: the sequence was left as it is.
-    status_not_taken = 1u << 6,
-    /// evict() in a graph captured before slabs were lent: the sequence has more rows than its workspace is for; nothing was evicted.
+    status_layer_skipped = 1u << 6,
+    /// evict() in a graph captured before slabs were attached: the sequence has more rows than its workspace is for; nothing was evicted.
     status_small_workspace = 1u << 7,
 };
 
@@ -32,14 +32,15 @@ constexpr const char* status_sentence(std::uint32_t bit) {
         case status_pool_exhausted:
             return "no page was left: lend a slab (add_slab) and call the layer again for this sequence";
         case status_bad_length:
-            return "a length, token count or slot in device memory was out of range: it counted as no token";
+            return "a length, token count or sequence in device memory was out of range: it counted as no "
+                   "token";
         case status_not_finite:
             return "what a backward pass reads was NaN or infinite: its results mean nothing";
         case status_bad_index:
             return "a label or index in device memory was outside its row, and left out";
-        case status_taken_twice:
+        case status_layer_repeated:
             return "a layer was called again before advance(): the second call left this sequence alone";
-        case status_not_taken:
+        case status_layer_skipped:
             return "the layers have not all taken the same tokens: advance() did not move the sequence, and "
                    "evict() left it alone; call the layers that lack them, then advance() again";
         case status_small_workspace:

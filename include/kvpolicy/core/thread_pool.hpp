@@ -19,7 +19,7 @@
 namespace kvpolicy::detail {
 
 /// Runs index ranges on `threads` threads (the caller is one of them). One range at a time: concurrent callers of one
-/// pool are serialised. A worker spins a moment before it sleeps, since a decode step asks for a range every few
+/// pool are serialized. A worker spins a moment before it sleeps, since a decode step asks for a range every few
 /// microseconds. What an index throws is thrown again to the caller, the lowest index first, after all have ended.
 ///
 /// A range that an index asks for runs on the thread of that index, one after the other, under that thread's number: the

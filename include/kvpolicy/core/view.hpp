@@ -119,22 +119,22 @@ struct Sequences {
     }
 };
 
-/// The active sequences of one call on a cache. Entry i of q, k, v and out belongs to cache slot slots[i] (default: i)
-/// and brings q_len[i] tokens (default: `length`); 0 leaves that slot untouched. Slots that no entry names are untouched. Where
+/// The active sequences of one call on a cache. Entry i of q, k, v and out belongs to cache sequence sequences[i] (default: i)
+/// and brings q_len[i] tokens (default: `length`); 0 leaves that sequence untouched. Sequences that no entry names are untouched. Where
 /// neither is set an entry brings one token; a call that takes chunks then refuses tensors of more.
 struct Batch {
     static constexpr std::int32_t not_set = std::numeric_limits<std::int32_t>::min();
-    /// On a device, the slot of an entry that is only padding (as in vLLM's slot_mapping): it brings no token, whatever q_len says. A
+    /// On a device, the sequence of an entry that is only padding (as in vLLM's slot_mapping): it brings no token, whatever q_len says. A
     /// host's batch leaves such entries out.
-    static constexpr std::int32_t no_slot = -1;
+    static constexpr std::int32_t no_seq = -1;
 
     std::int32_t count = 0;
-    const std::int32_t* slots = nullptr;  // [count], all different
-    const std::int32_t* q_len = nullptr;  // [count], 0 to the views' length
+    const std::int32_t* seq_ids = nullptr;  // [count], all different
+    const std::int32_t* q_len = nullptr;    // [count], 0 to the views' length
     std::int32_t length = not_set;
 
-    KVPOLICY_HOST_DEVICE constexpr std::int32_t slot(std::int64_t i) const {
-        return slots ? slots[i] : static_cast<std::int32_t>(i);
+    KVPOLICY_HOST_DEVICE constexpr std::int32_t seq(std::int64_t i) const {
+        return seq_ids ? seq_ids[i] : static_cast<std::int32_t>(i);
     }
     KVPOLICY_HOST_DEVICE constexpr std::int32_t tokens(std::int64_t i) const {
         return q_len ? q_len[i] : length_or_one();
@@ -147,9 +147,9 @@ struct Batch {
 /// The numbers of an attention call that are not tensors. logit = scale * <q, k>, then softcap * tanh(logit / softcap)
 /// where softcap > 0. scale = 0 stands for 1 / sqrt(head_dim of the keys). (The tensor cores' kernels on CUDA take tanh from an
 /// exponential, off by about 2^-21 of the softcap: one of thousands, which bounds nothing, costs digits. Say 0 for none.)
-struct Attention {
-    float scale = 0.0f;
-    float softcap = 0.0f;
+struct AttentionParams {
+    float sm_scale = 0.0f;
+    float logits_soft_cap = 0.0f;
 };
 
 }  // namespace kvpolicy

@@ -1,4 +1,4 @@
-// How a call lays out the workspace that it was lent.
+// How a call lays out the workspace that it was given.
 #pragma once
 
 #include <kvpolicy/core/check.hpp>
@@ -6,7 +6,7 @@
 #include <cstddef>
 #include <cstdint>
 
-namespace kvpolicy::host_backend {
+namespace kvpolicy::detail {
 
 /// The first address at or after `data` that is aligned to 64 bytes, and how many bytes the alignment may cost.
 inline constexpr std::size_t alignment = 64;
@@ -19,20 +19,20 @@ constexpr std::size_t aligned_size(std::size_t bytes) {
 }
 
 /// The most bytes that a plan may come to: a quarter of the address space, so that sums of a few such cannot wrap.
-inline constexpr std::size_t most_bytes = static_cast<std::size_t>(-1) / 4;
-/// The product of sizes, none of them negative, or most_bytes + 1 where it is more than that: a plan of sizes that nobody
+inline constexpr std::size_t max_bytes = static_cast<std::size_t>(-1) / 4;
+/// The product of sizes, none of them negative, or max_bytes + 1 where it is more than that: a plan of sizes that nobody
 /// has must not wrap to a small one.
 template <class... Sizes>
 constexpr std::size_t product_of(Sizes... sizes) {
     std::size_t product = 1;
     bool fits = true;
     const auto times = [&](std::size_t size) {
-        fits = fits && (size == 0 || product <= most_bytes / size);
+        fits = fits && (size == 0 || product <= max_bytes / size);
         product = fits ? product * size : product;
     };
     const bool empty = ((static_cast<std::size_t>(sizes) == 0) || ...);
     (times(static_cast<std::size_t>(sizes)), ...);
-    return empty ? 0 : fits ? product : most_bytes + 1;
+    return empty ? 0 : fits ? product : max_bytes + 1;
 }
 
 /// Memory taken piece by piece; with null it only counts.
@@ -58,4 +58,4 @@ class arena {
     std::size_t bytes_ = 0;
 };
 
-}  // namespace kvpolicy::host_backend
+}  // namespace kvpolicy::detail

@@ -39,15 +39,15 @@ inline void check_sequences(const Sequences& sequences, std::int32_t batch, std:
                     sequences.segments, "1 or more where cu_seqlens is given");
 }
 inline void check_whole_sequences(const Sequences& sequences, std::int32_t batch, std::int32_t length) {
-    host_backend::check_no_starts(sequences);
+    checks::check_no_starts(sequences);
     check_sequences(sequences, batch, length);
 }
 
 /// The longest sequence that kernels take: token indices of the last block stay below 2^31.
 inline constexpr std::int32_t longest_sequence = 0x7f000000;
 
-/// Slots of a plane (mask_problem::first_slot).
-inline std::int64_t slots_of(const Sequences& sequences) {
+/// Slots of a plane (mask_params::first_chunk).
+inline std::int64_t chunks_of(const Sequences& sequences) {
     return sequences.cu_seqlens == nullptr ? (std::int64_t{sequences.length} + mask_chunk - 1) / mask_chunk
                                            : std::int64_t{sequences.length} / mask_chunk + sequences.segments;
 }
@@ -61,10 +61,10 @@ inline void check_shape(const Sequences& sequences, std::int32_t heads) {
     detail::require(sequences.cu_seqlens == nullptr || sequences.segments >= 1, "sequences.segments",
                     sequences.segments, "1 or more where cu_seqlens is given");
     const std::int64_t planes = std::int64_t{sequences.batch} * heads;
-    const std::int64_t slots = std::max<std::int64_t>(1, slots_of(sequences));
+    const std::int64_t chunks = std::max<std::int64_t>(1, chunks_of(sequences));
     detail::require(
-        planes <= 0x7fffffff / slots, "batch x heads x chunks",
-        [&] { return detail::text(sequences.batch, " x ", heads, " x ", slots); },
+        planes <= 0x7fffffff / chunks, "batch x heads x chunks",
+        [&] { return detail::text(sequences.batch, " x ", heads, " x ", chunks); },
         "below 2^31 (a chunk: 512 tokens of a segment): split the batch");
 }
 
@@ -85,7 +85,7 @@ void check_plane(const char* name, const plane_view<T>& plane, std::int32_t batc
         [&] { return detail::text(batch, " x ", heads, " x at least ", length); });
     detail::require(plane.data != nullptr || batch == 0 || heads == 0 || length == 0, name, "null",
                     "device memory");
-    host_backend::check_strides(name, plane);
+    checks::check_strides(name, plane);
 }
 
 /// Rows of 16-bit elements are copied 16 bytes at a time.

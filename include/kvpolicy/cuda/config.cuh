@@ -1,7 +1,7 @@
 // Where device code lives. A kernel, and every function that may reach one, is hidden and stands in an inline namespace
 // made of the library's version and of the architectures that nvcc was asked for. So two libraries of one process that
-// use different versions, or were built for different cards, each run their own code: without this the dynamic linker
-// would give one of them the other's launch stubs, whose binary may lack code for the card.
+// use different versions, or were built for different GPUs, each run their own code: without this the dynamic linker
+// would give one of them the other's launch stubs, whose binary may lack code for the GPU.
 //
 // Policies, views, contexts and errors stay outside of it: they are what users' signatures mention.
 #pragma once
@@ -44,7 +44,7 @@
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
 #error \
-    "kvpolicy: needs nvcc -arch=sm_80 or later, CUDA_ARCHITECTURES in CMake (the default, and native where there is no card, is sm_75)"
+    "kvpolicy: needs nvcc -arch=sm_80 or later, CUDA_ARCHITECTURES in CMake (the default, and native where there is no GPU, is sm_75)"
 #endif
 
 // The architectures of this translation unit, as a list and as text.

@@ -20,7 +20,7 @@ namespace kvpolicy {
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 namespace cuda_backend {
 
-/// Reports a failed call with its name and the place of this check. A binary without code for the card is named as such,
+/// Reports a failed call with its name and the place of this check. A binary without code for the GPU is named as such,
 /// since CUDA's own text for it is easily misread.
 inline void check(cudaError_t error, const char* call,
                   std::source_location where = std::source_location::current()) {
@@ -30,7 +30,7 @@ inline void check(cudaError_t error, const char* call,
     static_cast<void>(
         cudaGetLastError());  // the error is reported here, so the next call must not see it again
     std::string text = std::string(cudaGetErrorName(error)) + ", " + cudaGetErrorString(error);
-    // Relocatable device code without code for the card is a symbol that was not found: we launch kernels, and name no others.
+    // Relocatable device code without code for the GPU is a symbol that was not found: we launch kernels, and name no others.
     if (error == cudaErrorNoKernelImageForDevice || error == cudaErrorInvalidDeviceFunction ||
         error == cudaErrorUnsupportedPtxVersion || error == cudaErrorSymbolNotFound) {
         int device = 0;
@@ -40,7 +40,7 @@ inline void check(cudaError_t error, const char* call,
             cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) == cudaSuccess &&
             cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device) == cudaSuccess) {
             const std::string here = std::to_string(major) + std::to_string(minor);
-            text += "; this binary has no code that runs on the present card of compute capability " +
+            text += "; this binary has no code that runs on the present GPU of compute capability " +
                     std::to_string(major) + "." + std::to_string(minor) + ": it was compiled for " +
                     KVPOLICY_CUDA_ARCHS_TEXT + ", add -gencode arch=compute_" + here + ",code=sm_" + here;
         }
@@ -48,15 +48,15 @@ inline void check(cudaError_t error, const char* call,
     detail::fail_cuda(text, static_cast<int>(error), call, where.file_name(), where.line());
 }
 
-#if defined(KVPOLICY_TEST_CARD)
-/// Where not 0, calls run as on a card of compute capability 8 whose blocks have at most so many bytes of shared memory: for tests, which define
-/// KVPOLICY_TEST_CARD in a program's only translation unit.
+#if defined(KVPOLICY_TEST_GPU)
+/// Where not 0, calls run as on a GPU of compute capability 8 whose blocks have at most so many bytes of shared memory: for tests, which define
+/// KVPOLICY_TEST_GPU in a program's only translation unit.
 inline int test_shared_limit = 0;
 #endif
 
 /// What the driver says of a device.
 inline int attribute_of(int device, cudaDeviceAttr which) {
-#if defined(KVPOLICY_TEST_CARD)
+#if defined(KVPOLICY_TEST_GPU)
     if (test_shared_limit != 0 && which == cudaDevAttrMaxSharedMemoryPerBlockOptin) {
         return test_shared_limit;
     }
@@ -132,7 +132,7 @@ inline void check_device_memory(const device_scope& device, const char* name, co
 }
 
 /// Bytes of dynamic shared memory that a block of a kernel can have on this device.
-inline std::size_t shared_room(const device_scope& device, const char* name, const void* kernel) {
+inline std::size_t shared_capacity(const device_scope& device, const char* name, const void* kernel) {
     cudaFuncAttributes code{};
     check(cudaFuncGetAttributes(&code, kernel), name);
     return device.shared_limit() - code.sharedSizeBytes;
@@ -140,14 +140,15 @@ inline std::size_t shared_room(const device_scope& device, const char* name, con
 /// Whether it can have so many.
 inline bool shared_fits(const device_scope& device, const char* name, const void* kernel,
                         std::size_t shared_bytes) {
-    return shared_bytes <= shared_room(device, name, kernel);
+    return shared_bytes <= shared_capacity(device, name, kernel);
 }
 
-/// Refuses an argument that makes a kernel want more than `room` bytes of shared memory a block, before anything is enqueued.
-inline void require_shared(const char* argument, std::int32_t value, std::size_t wanted, std::size_t room) {
-    detail::require(wanted <= room, argument, value, [&] {
+/// Refuses an argument that makes a kernel want more than `capacity` bytes of shared memory a block, before anything is enqueued.
+inline void require_shared(const char* argument, std::int32_t value, std::size_t wanted,
+                           std::size_t capacity) {
+    detail::require(wanted <= capacity, argument, value, [&] {
         return detail::text("less on this device for rows of this type: a block needs ", wanted,
-                            " bytes of shared memory for it, and has at most ", room);
+                            " bytes of shared memory for it, and has at most ", capacity);
     });
 }
 
@@ -231,15 +232,15 @@ void launch(const char* name, void (*kernel)(Parameters...), std::int64_t blocks
 /// tells questions apart.
 template <auto Kernel, int Which, class Ask>
 int asked_once(const device_scope& device, const Ask& ask) {
-#if defined(KVPOLICY_TEST_CARD)
+#if defined(KVPOLICY_TEST_GPU)
     if (test_shared_limit != 0) {
-        return ask();  // another card than the one that answered before
+        return ask();  // another GPU than the one that answered before
     }
 #endif
-    constexpr int most_devices = 64;
-    static std::array<std::atomic<int>, most_devices> answers{};  // one more than the answer
+    constexpr int max_devices = 64;
+    static std::array<std::atomic<int>, max_devices> answers{};  // one more than the answer
     const int number = device.number();
-    if (number >= most_devices) {
+    if (number >= max_devices) {
         return ask();
     }
     std::atomic<int>& answer = answers[static_cast<std::size_t>(number)];
@@ -264,7 +265,7 @@ bool runs_as_hopper(const device_scope& device) {
            }) != 0;
 }
 
-/// The most blocks of a cluster that every card of compute capability 9.0 or later takes; more must be allowed by kernel and context.
+/// The most blocks of a cluster that every GPU of compute capability 9.0 or later takes; more must be allowed by kernel and context.
 inline constexpr unsigned portable_cluster = 8;
 template <auto Kernel>
 void allow_cluster(const char* name, unsigned blocks) {
@@ -276,7 +277,7 @@ void allow_cluster(const char* name, unsigned blocks) {
 }
 
 /// The most blocks of a kernel, up to `most` and always of these sizes, that a device runs as a cluster; 1: it has no clusters, or
-/// no room for one (a part of a card, as MIG and MPS lend it).
+/// no room for one (a part of a GPU, as MIG and MPS give it).
 template <auto Kernel>
 int largest_cluster(const device_scope& device, int most, int threads, std::size_t shared_bytes) {
     if (!runs_as_hopper<Kernel>(device)) {
@@ -335,10 +336,10 @@ int clusters_at_once(const device_scope& device, int blocks, int threads, std::s
     });
 }
 
-/// A multiprocessor runs blocks of two kernels at once only where both want the same cut between its L1 cache and shared memory:
+/// An SM runs blocks of two kernels at once only where both want the same cut between its L1 cache and shared memory:
 /// those that shall run beside each other ask for as much shared memory as there is.
 template <auto Kernel>
-void share_multiprocessors(const device_scope& device) {
+void share_sms(const device_scope& device) {
     asked_once<Kernel, 2>(device, [] {
         check(cudaFuncSetAttribute(reinterpret_cast<const void*>(Kernel),
                                    cudaFuncAttributePreferredSharedMemoryCarveout,
@@ -349,7 +350,7 @@ void share_multiprocessors(const device_scope& device) {
 }
 
 /// As launch(), but the kernel may begin once all blocks of the one before in the stream have called let_next_kernel_start(), and
-/// must call wait_for_kernel_before() where it needs what that one wrote. Where the card or the kernel's code is older
+/// must call wait_for_kernel_before() where it needs what that one wrote. Where the GPU or the kernel's code is older
 /// than compute capability 9.0, it begins when the other has ended.
 template <auto Kernel, class... Arguments>
 void launch_early(const char* name, std::int64_t blocks, int threads, std::size_t shared_bytes,
@@ -379,14 +380,14 @@ __device__ inline void wait_for_kernel_before() {
 #endif
 }
 
-/// Enqueues a kernel whose blocks wait for each other: up to `most` of them on every multiprocessor, all at once.
+/// Enqueues a kernel whose blocks wait for each other: up to `most` of them on every SM, all at once.
 template <class... Parameters, class... Arguments>
 void launch_cooperative(const char* name, void (*kernel)(Parameters...), int most, const device_scope& device,
                         int threads, std::size_t shared_bytes, const cuda& on, Arguments... arguments) {
     allow_shared(name, reinterpret_cast<const void*>(kernel), shared_bytes);
     int fit = 0;
     check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&fit, kernel, threads, shared_bytes), name);
-    detail::require(fit > 0, name, "no room for a block on a multiprocessor", [&] {
+    detail::require(fit > 0, name, "no room for a block on a SM", [&] {
         return detail::text("a device with ", shared_bytes, " bytes of shared memory for it");
     });
     const int each = fit < most ? fit : most;

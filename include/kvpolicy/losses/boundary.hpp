@@ -49,13 +49,13 @@ struct BoundaryValue : LossValue {
 };
 
 /// Eq. 7 on effective scores. At a sampled query q of a head, with t_new = q - w, t_bnd the worst of the k keys that the
-/// teacher holds after q's contest, y = +1 where it holds t_new and else -1:
+/// teacher holds after q's top-k update, y = +1 where it holds t_new and else -1:
 ///
 ///     delta = r_{t_new}(q) - r_{t_bnd}(q),   r_t(q) = r_t + floor((q - t) / n) log gamma            (student, eq. 5)
 ///     loss  = scale * mean over examples of omega_margin omega_balance softplus(-y delta / temperature)
 ///
 /// Teacher and student share gamma; labels and weights are constants, as if detached. Where t_bnd = t_new the two sides
-/// of the comparison are one key: the position counts nothing. The teacher's set is the policy's own running contest on
+/// of the comparison are one key: the position counts nothing. The teacher's set is the policy's own running top-k update on
 /// the target (masks/top_k_set.hpp), so labels are what a cache with the target's scores would do, for any decay step and
 /// with the same tie rule. The paper says the decay cancels in delta; it does so only for keys of the same age, and what
 /// remains, floor((q - t_new) / n) - floor((q - t_bnd) / n), is the gradient of log gamma: so the decay is learned.

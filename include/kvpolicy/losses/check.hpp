@@ -5,7 +5,7 @@
 
 #include <cmath>
 
-namespace kvpolicy::host_backend {
+namespace kvpolicy::checks {
 
 /// The numbers of a BoundaryLoss.
 template <class Loss>
@@ -35,4 +35,4 @@ inline void check_temperature(float temperature, float scale) {
 
 inline void check_gate_scale(float scale) { detail::require(std::isfinite(scale), "scale", scale, "finite"); }
 
-}  // namespace kvpolicy::host_backend
+}  // namespace kvpolicy::checks

@@ -28,7 +28,7 @@ struct BoundaryOptions {
     /// is learned stays on the device. Must be <= 0.
     const float* log_gamma = nullptr;
     /// Recorded where `scores` are ready, when another stream makes them: only what needs them waits for it, so that ranking the target, which
-    /// a few multiprocessors do, runs beside the scorer's forward pass. Null: they are ready.
+    /// a few SMs do, runs beside the scorer's forward pass. Null: they are ready.
     cudaEvent_t scores_ready = nullptr;
 };
 

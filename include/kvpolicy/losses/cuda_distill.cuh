@@ -25,7 +25,7 @@ inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 // label or index outside its row, which is left out.
 
 /// The most logits of a token that top_logits and TopDistillation take on a device.
-inline constexpr std::int32_t most_top_logits = 4096;
+inline constexpr std::int32_t max_top_logits = 4096;
 
 /// Bytes of device workspace that the losses need: for stored top logits, CrossEntropy and L2Distillation.
 template <class L>
@@ -44,7 +44,7 @@ std::size_t top_distillation_workspace_bytes(const cuda& on, const TopDistillati
 }
 
 /// The host's top_logits: the same logits and indices in the same order. logits [B, 1, S, V]; overwrites values and indices
-/// [B, 1, S, K] for the sequences' lengths. K is 1 to V, and at most most_top_logits. No workspace.
+/// [B, 1, S, K] for the sequences' lengths. K is 1 to V, and at most max_top_logits. No workspace.
 template <Storage T>
 void top_logits(const cuda& on, std::type_identity_t<rows_view<const T>> logits, const Sequences& sequences,
                 rows_view<T> values, rows_view<std::int32_t> indices, std::uint32_t* status = nullptr);

@@ -25,7 +25,7 @@ void top_logits(const host& on, std::type_identity_t<rows_view<const Real>> logi
 /// Bytes of workspace for top_logits.
 std::size_t top_logits_workspace_bytes(const host& on, std::int32_t vocabulary);
 
-/// KL over the teacher's top logits, both sides renormalised over that set: with p and s the softmaxes of teacher and
+/// KL over the teacher's top logits, both sides renormalized over that set: with p and s the softmaxes of teacher and
 /// student logits / temperature over the set,
 ///
 ///     forward:  sum p (log p - log s)         d z = (s - p) / temperature

@@ -40,7 +40,7 @@ struct GateSparsity {
                          const Sequences& sequences, plane_view<Real> d_scores) const;
 };
 
-/// SP-KV's density regulariser (eq. 13): -scale * mean of u, as the paper has the sign: minimising it raises density. A
+/// SP-KV's density regularizer (eq. 13): -scale * mean of u, as the paper has the sign: minimizing it raises density. A
 /// negative scale lowers it.
 struct GateDensity {
     float scale = 1.0f;  ///< lambda_aux, over the number of layers

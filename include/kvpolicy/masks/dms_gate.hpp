@@ -22,9 +22,8 @@ struct DmsGate {
     template <class Real>
     KVPOLICY_HOST_DEVICE gate_value<Real> operator()(Real z, gate_place place = {}) const {
         const double x = relaxed(static_cast<double>(z), place);
-        return host_backend::rounded<Real>({host_backend::log_sigmoid_of(-x),
-                                            -host_backend::sigmoid(x) / static_cast<double>(temperature),
-                                            true});
+        return host_backend::rounded<Real>(
+            {host_backend::log_sigmoid_of(-x), -detail::sigmoid(x) / static_cast<double>(temperature), true});
     }
     /// (z + n) / temperature, the logit of the relaxed decision: alpha = sigmoid of it.
     [[nodiscard]] KVPOLICY_HOST_DEVICE double relaxed(double z, gate_place place = {}) const {

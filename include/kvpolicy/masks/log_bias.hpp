@@ -128,7 +128,7 @@ void windows_of(const P& policy, std::int32_t heads, std::int32_t* out, std::int
     policy.check_layer(layer, heads);
     detail::require(out != nullptr || heads <= 0, "out", "null", "an array by head");
     for (std::int32_t h = 0; h < heads; ++h) {
-        out[h] = policy.rule(layer, h).window;
+        out[h] = policy.params(layer, h).window;
     }
 }
 

@@ -18,9 +18,9 @@ namespace kvpolicy {
 /// overwrites live for the sequences' lengths. Synchronous, O(S) a head.
 inline void live_keys(const host& on, plane_view<const expiry_t> expiry, const Sequences& sequences,
                       plane_view<std::int32_t> live) {
-    host_backend::check_whole_sequences(sequences, expiry.batch, expiry.length);
-    host_backend::check_plane("expiry", expiry, expiry.batch, expiry.heads, sequences.length);
-    host_backend::check_plane("live", live, expiry.batch, expiry.heads, sequences.length);
+    checks::check_whole_sequences(sequences, expiry.batch, expiry.length);
+    checks::check_plane("expiry", expiry, expiry.batch, expiry.heads, sequences.length);
+    checks::check_plane("live", live, expiry.batch, expiry.heads, sequences.length);
     on.parallel_for(std::int64_t{expiry.batch} * expiry.heads, [&](std::int64_t task) {
         const std::int64_t b = task / expiry.heads, h = task % expiry.heads;
         const std::int32_t length = sequences.length_of(b);
@@ -45,10 +45,10 @@ inline void live_keys(const host& on, plane_view<const expiry_t> expiry, const S
 /// density[b * Hkv + h]: the share of visible pairs among the S (S + 1) / 2 causal ones; 1 is dense attention, 0 for S = 0.
 inline void density(const host& on, plane_view<const expiry_t> expiry, const Sequences& sequences,
                     double* out) {
-    host_backend::check_whole_sequences(sequences, expiry.batch, expiry.length);
-    host_backend::check_not_packed(sequences);
-    host_backend::check_plane("expiry", expiry, expiry.batch, expiry.heads, sequences.length);
-    host_backend::check_metric("out", out, expiry.batch, 1);
+    checks::check_whole_sequences(sequences, expiry.batch, expiry.length);
+    checks::check_not_packed(sequences);
+    checks::check_plane("expiry", expiry, expiry.batch, expiry.heads, sequences.length);
+    checks::check_metric("out", out, expiry.batch, 1);
     on.parallel_for(std::int64_t{expiry.batch} * expiry.heads, [&](std::int64_t task) {
         const std::int64_t b = task / expiry.heads;
         const std::int64_t length = sequences.length_of(b);
@@ -67,20 +67,20 @@ inline void density(const host& on, plane_view<const expiry_t> expiry, const Seq
 template <AnyPolicy P>
 void evict_ratio(const host& on, const P& policy, plane_view<const expiry_t> expiry,
                  const Sequences& sequences, double* out, std::int32_t layer = 0) {
-    host_backend::check_whole_sequences(sequences, expiry.batch, expiry.length);
-    host_backend::check_not_packed(sequences);
+    checks::check_whole_sequences(sequences, expiry.batch, expiry.length);
+    checks::check_not_packed(sequences);
     policy.check_layer(layer, expiry.heads);
-    host_backend::check_plane("expiry", expiry, expiry.batch, expiry.heads, sequences.length);
-    host_backend::check_metric("out", out, expiry.batch, 1);
+    checks::check_plane("expiry", expiry, expiry.batch, expiry.heads, sequences.length);
+    checks::check_metric("out", out, expiry.batch, 1);
     on.parallel_for(std::int64_t{expiry.batch} * expiry.heads, [&](std::int64_t task) {
         const std::int64_t b = task / expiry.heads;
         const auto h = static_cast<std::int32_t>(task % expiry.heads);
         const std::int64_t length = sequences.length_of(b);
-        const HeadRule rule = policy.rule(layer, h);
+        const HeadParams head_params = policy.params(layer, h);
         const expiry_t* e = expiry.head(b, h);
         std::int64_t pairs = 0, gone = 0;
-        for (std::int64_t t = rule.sinks; t + rule.window < length; ++t) {
-            const std::int64_t eligible = t + rule.window;
+        for (std::int64_t t = head_params.sinks; t + head_params.window < length; ++t) {
+            const std::int64_t eligible = t + head_params.window;
             pairs += length - eligible;
             gone += length - std::clamp<std::int64_t>(e[t], eligible, length);
         }

@@ -27,11 +27,11 @@ struct Recall {
 /// Bytes of workspace that oracle_recall needs.
 inline std::size_t oracle_recall_workspace_bytes(const host&, plane_view<const expiry_t> teacher,
                                                  const Sequences& sequences) {
-    host_backend::check_shape(sequences, teacher.heads);
+    checks::check_shape(sequences, teacher.heads);
     const std::size_t row =
-        host_backend::aligned_size(static_cast<std::size_t>(sequences.length) * 3 * sizeof(std::int32_t));
+        detail::aligned_size(static_cast<std::size_t>(sequences.length) * 3 * sizeof(std::int32_t));
     return static_cast<std::size_t>(teacher.batch) * static_cast<std::size_t>(teacher.heads) * row +
-           host_backend::alignment;
+           detail::alignment;
 }
 
 /// out[b * Hkv + h] from two masks [B, Hkv, S] of the same policy (sinks, windows and budgets of `layer`), of whole sequences
@@ -40,21 +40,21 @@ template <AnyPolicy P>
 void oracle_recall(const host& on, const P& policy, plane_view<const expiry_t> teacher,
                    plane_view<const expiry_t> student, const Sequences& sequences, Recall* out,
                    workspace_view workspace, std::int32_t layer = 0) {
-    host_backend::check_whole_sequences(sequences, teacher.batch, teacher.length);
-    host_backend::check_not_packed(sequences);
+    checks::check_whole_sequences(sequences, teacher.batch, teacher.length);
+    checks::check_not_packed(sequences);
     policy.check_layer(layer, teacher.heads);
-    host_backend::check_plane("teacher", teacher, teacher.batch, teacher.heads, sequences.length);
-    host_backend::check_plane("student", student, teacher.batch, teacher.heads, sequences.length);
-    host_backend::check_metric("out", out, teacher.batch, 1);
-    host_backend::check_workspace(workspace, oracle_recall_workspace_bytes(on, teacher, sequences));
+    checks::check_plane("teacher", teacher, teacher.batch, teacher.heads, sequences.length);
+    checks::check_plane("student", student, teacher.batch, teacher.heads, sequences.length);
+    checks::check_metric("out", out, teacher.batch, 1);
+    checks::check_workspace(workspace, oracle_recall_workspace_bytes(on, teacher, sequences));
     const std::size_t row =
-        host_backend::aligned_size(static_cast<std::size_t>(sequences.length) * 3 * sizeof(std::int32_t));
-    std::byte* memory = host_backend::aligned(workspace.data);
+        detail::aligned_size(static_cast<std::size_t>(sequences.length) * 3 * sizeof(std::int32_t));
+    std::byte* memory = detail::aligned(workspace.data);
     on.parallel_for(std::int64_t{teacher.batch} * teacher.heads, [&](std::int64_t task) {
         const std::int64_t b = task / teacher.heads;
         const auto h = static_cast<std::int32_t>(task % teacher.heads);
         const std::int64_t length = sequences.length_of(b);
-        const HeadRule rule = policy.rule(layer, h);
+        const HeadParams head_params = policy.params(layer, h);
         const expiry_t* of_teacher = teacher.head(b, h);
         const expiry_t* of_student = student.head(b, h);
         auto* both = reinterpret_cast<std::int32_t*>(memory + static_cast<std::size_t>(task) * row);
@@ -70,13 +70,13 @@ void oracle_recall(const host& on, const P& policy, plane_view<const expiry_t> t
                 --live[to];
             }
         };
-        for (std::int64_t t = rule.sinks; t + rule.window < length; ++t) {
-            const std::int64_t from = t + rule.window;
+        for (std::int64_t t = head_params.sinks; t + head_params.window < length; ++t) {
+            const std::int64_t from = t + head_params.window;
             count(both, from, std::min(of_teacher[t], of_student[t]));
             count(kept, from, of_teacher[t]);
             count(tried, from, of_student[t]);
         }
-        const std::int64_t first = std::int64_t{rule.sinks} + rule.window + rule.budget;
+        const std::int64_t first = std::int64_t{head_params.sinks} + head_params.window + head_params.budget;
         Recall result;
         double recall_sum = 0.0, chance_sum = 0.0;
         for (std::int64_t q = 0; q < length; ++q) {
@@ -85,7 +85,8 @@ void oracle_recall(const host& on, const P& policy, plane_view<const expiry_t> t
                 kept[q] += kept[q - 1];
                 tried[q] += tried[q - 1];
             }
-            const std::int64_t eligible = std::max<std::int64_t>(0, q - rule.window + 1 - rule.sinks);
+            const std::int64_t eligible =
+                std::max<std::int64_t>(0, q - head_params.window + 1 - head_params.sinks);
             result.last = kept[q] == 0 ? 1.0 : static_cast<double>(both[q]) / kept[q];
             result.chance_last =
                 eligible == 0 ? 1.0 : static_cast<double>(tried[q]) / static_cast<double>(eligible);

@@ -14,9 +14,9 @@ namespace kvpolicy {
 /// (position in the mask's frame); 0 for t > query. `S` is sequences.length. Overwrites. Synchronous.
 inline void retention_map(const host& on, plane_view<const expiry_t> expiry, const Sequences& sequences,
                           std::int32_t query, std::int32_t* heads_holding) {
-    host_backend::check_whole_sequences(sequences, expiry.batch, expiry.length);
-    host_backend::check_plane("expiry", expiry, expiry.batch, expiry.heads, sequences.length);
-    host_backend::check_metric("heads_holding", heads_holding, expiry.batch, sequences.length);
+    checks::check_whole_sequences(sequences, expiry.batch, expiry.length);
+    checks::check_plane("expiry", expiry, expiry.batch, expiry.heads, sequences.length);
+    checks::check_metric("heads_holding", heads_holding, expiry.batch, sequences.length);
     detail::require(query >= 0, "query", query, "0 or more");
     on.parallel_for(expiry.batch, [&](std::int64_t b) {
         std::int32_t* out = heads_holding + b * sequences.length;

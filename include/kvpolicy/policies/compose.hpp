@@ -36,8 +36,8 @@ struct part_of<Kind, Default, First, Rest...> {
 /// A gate that is always open, for policies without one.
 struct no_gate {
     static constexpr part_kind kind = part_kind::gate;
-    KVPOLICY_HOST_DEVICE constexpr void write(HeadRule&, std::int32_t, std::int32_t) const {}
-    KVPOLICY_HOST_DEVICE constexpr bool open(float, const HeadRule&) const { return true; }
+    KVPOLICY_HOST_DEVICE constexpr void write(HeadParams&, std::int32_t, std::int32_t) const {}
+    KVPOLICY_HOST_DEVICE constexpr bool open(float, const HeadParams&) const { return true; }
 };
 
 /// Whether a scorer leaves what is decoded alone.
@@ -53,7 +53,7 @@ constexpr bool keeps_decoded() {
 /// For policies that read everything, and for those that leave what is written.
 struct no_selection {
     static constexpr part_kind kind = part_kind::selection;
-    KVPOLICY_HOST_DEVICE constexpr std::int32_t page_rows() const { return 1; }
+    KVPOLICY_HOST_DEVICE constexpr std::int32_t page_size() const { return 1; }
 };
 struct no_eviction {
     static constexpr part_kind kind = part_kind::eviction;
@@ -166,7 +166,7 @@ constexpr auto make_keep_set(const First& first, const Rest&... rest) {
 /// constructor. A policy with a budget or a gate and no scorer takes scores from its caller (GivenScores).
 ///
 /// Lifetimes, for KV head h (docs/concepts.md): sinks and kept keys never expire; every key is visible for w queries;
-/// a key that leaves the window with its gate open competes for the k long-range places. Without gate and budget a key
+/// a key that leaves the window with its gate open competes for the k top-k slots. Without gate and budget a key
 /// expires with its window (StreamingLLM).
 template <class... Parts>
 class Policy {
@@ -219,19 +219,19 @@ class Policy {
                   "kvpolicy: a policy that ranks keys by the attention they receive takes a TopKBudget, and "
                   "no gate, decay "
                   "or keep part");
-    static_assert(
-        Gate<gate_type>,
-        "kvpolicy: a gate needs `bool open(float score, const HeadRule&) const` and `void write(HeadRule&, "
-        "int layer, int head) const`");
+    static_assert(Gate<gate_type>,
+                  "kvpolicy: a gate needs `bool open(float score, const HeadParams&) const` and `void "
+                  "write(HeadParams&, "
+                  "int layer, int head) const`");
     static_assert(((Parts::kind == part_kind::keep || Parts::kind == part_kind::scorer ||
                     Parts::kind == part_kind::eviction || Parts::kind == part_kind::selection ||
                     RulePart<Parts>)&&...),
-                  "kvpolicy: a part of this kind needs `void write(HeadRule&, int layer, int head) const`");
+                  "kvpolicy: a part of this kind needs `void write(HeadParams&, int layer, int head) const`");
     static_assert(((Parts::kind != part_kind::eviction || EvictionPart<Parts>)&&...),
                   "kvpolicy: an eviction part needs average, share, observing, pool and aggregate");
     static_assert(
         ((Parts::kind != part_kind::selection || SelectionPart<Parts>)&&...),
-        "kvpolicy: a selection part needs `page_rows()`, `pages` by layer and head, and `aggregate`");
+        "kvpolicy: a selection part needs `page_size()`, `pages` by layer and head, and `aggregate`");
     static_assert(!observed || (!has_eviction && !has_selection),
                   "kvpolicy: a policy that ranks keys by the attention they receive evicts already, and must "
                   "read all keys: no "
@@ -242,7 +242,7 @@ class Policy {
     static_assert(
         Scorer<scorer_type>,
         "kvpolicy: a scorer needs `kind = part_kind::scorer`, `when`, and either `score(head, key, "
-        "value)`, or state_size, reset, absorb and read, or score_span for one that reads neighbours, or "
+        "value)`, or state_size, reset, absorb and read, or score_span for one that reads neighbors, or "
         "observation and evicts_at_steps");
 
     /// A policy whose parts are all fixed (or whose run-time parts keep their defaults).
@@ -251,13 +251,13 @@ class Policy {
     constexpr explicit Policy(Parts... parts) requires(sizeof...(Parts) > 0) : parts_(parts...) {}
 
     /// The numbers for one KV head. Not checked: check() does that once, where a policy meets a shape.
-    constexpr HeadRule rule(std::int32_t layer, std::int32_t head) const {
-        HeadRule rule;
-        std::apply([&](const auto&... part) { (write_part(part, rule, layer, head), ...); }, parts_);
+    constexpr HeadParams params(std::int32_t layer, std::int32_t head) const {
+        HeadParams head_params;
+        std::apply([&](const auto&... part) { (write_part(part, head_params, layer, head), ...); }, parts_);
         if (has_gate && !has_budget) {
-            rule.budget = unlimited;
+            head_params.budget = unlimited;
         }
-        return rule;
+        return head_params;
     }
 
     constexpr gate_type gate() const {
@@ -321,16 +321,16 @@ class Policy {
         detail::require(layer >= 0 && layer < never, "layer", layer, "0 or more, and below 2^31 - 1");
         std::apply([&](const auto&... part) { (check_values(part, layer + 1, heads), ...); }, parts_);
         for (std::int32_t head = 0; head < heads; ++head) {
-            check(rule(layer, head), layer, head);
+            check(params(layer, head), layer, head);
         }
     }
 
   private:
     template <class Part>
-    static constexpr void write_part(const Part& part, HeadRule& rule, std::int32_t layer,
+    static constexpr void write_part(const Part& part, HeadParams& head_params, std::int32_t layer,
                                      std::int32_t head) {
         if constexpr (RulePart<Part>) {
-            part.write(rule, layer, head);
+            part.write(head_params, layer, head);
         }
     }
     template <class Part>
@@ -348,7 +348,7 @@ class Policy {
         }
     }
 
-    static void check(const HeadRule& rule, std::int32_t layer, std::int32_t head) {
+    static void check(const HeadParams& head_params, std::int32_t layer, std::int32_t head) {
         // The text is made only where it is needed: a mask is checked at every call.
         const auto require = [&](bool condition, const char* argument, auto value, const char* allowed) {
             if (condition) [[likely]] {
@@ -357,17 +357,19 @@ class Policy {
             const std::string name = detail::text(argument, " of layer ", layer, ", head ", head);
             detail::refuse(name.c_str(), value, allowed);
         };
-        require(rule.sinks >= 0, "sinks", rule.sinks, "0 or more");
-        require(rule.window >= 1, "window", rule.window, "1 or more, since a query sees itself");
-        require(rule.budget >= 0, "budget k", rule.budget, "0 or more, or kvpolicy::unlimited");
-        require(rule.decay_step >= 1, "decay step n", rule.decay_step, "1 or more");
-        require(rule.log_gamma <= 0.0f && std::isfinite(rule.log_gamma), "log gamma", rule.log_gamma,
-                "finite and at most 0 (0 < gamma <= 1)");
-        require(rule.threshold == rule.threshold, "tau", rule.threshold, "a number");
+        require(head_params.sinks >= 0, "sinks", head_params.sinks, "0 or more");
+        require(head_params.window >= 1, "window", head_params.window,
+                "1 or more, since a query sees itself");
+        require(head_params.budget >= 0, "budget k", head_params.budget, "0 or more, or kvpolicy::unlimited");
+        require(head_params.decay_step >= 1, "decay step n", head_params.decay_step, "1 or more");
+        require(head_params.log_gamma <= 0.0f && std::isfinite(head_params.log_gamma), "log gamma",
+                head_params.log_gamma, "finite and at most 0 (0 < gamma <= 1)");
+        require(head_params.threshold == head_params.threshold, "tau", head_params.threshold, "a number");
         if constexpr (ranked && scorer_type::when == score_time::in_window) {
             constexpr std::int32_t least = 2 * scorer_type::reach + 1;
-            if (rule.window < least) [[unlikely]] {
-                detail::refuse(detail::text("window of layer ", layer, ", head ", head).c_str(), rule.window,
+            if (head_params.window < least) [[unlikely]] {
+                detail::refuse(detail::text("window of layer ", layer, ", head ", head).c_str(),
+                               head_params.window,
                                detail::text(least, " or more, since the scorer reads ", scorer_type::reach,
                                             " keys on either side of a key while the window holds them"));
             }

@@ -1,5 +1,5 @@
 // What a part of a policy is. A policy is a list of parts; each part says its kind and writes its numbers into the
-// HeadRule of a head. A part of one's own needs nothing else.
+// HeadParams of a head. A part of one's own needs nothing else.
 #pragma once
 
 #include <kvpolicy/policies/parameters.hpp>
@@ -14,7 +14,7 @@ enum class part_kind : std::uint8_t {
     sink,       ///< the first keys never leave
     window,     ///< the most recent keys are always visible
     keep,       ///< keys that never leave, by position: bool keeps(position_t) const
-    gate,       ///< admission at the window's edge: bool open(float score, const HeadRule&) const
+    gate,       ///< admission at the window's edge: bool open(float score, const HeadParams&) const
     budget,     ///< eviction: the k best eligible keys
     decay,      ///< how scores age
     scorer,     ///< where scores come from
@@ -23,25 +23,25 @@ enum class part_kind : std::uint8_t {
 };
 
 /// A part that writes numbers: Sink, Window, TopKBudget, Decay, and gates with a threshold. A part that reads arrays may
-/// have `void check_values(int layers, int heads) const`, which refuses arrays of another shape (HeadValues::check).
+/// have `void check_values(int layers, int heads) const`, which refuses arrays of another shape (PerHead::check).
 template <class P>
-concept RulePart = requires(const P& part, HeadRule& rule, std::int32_t layer, std::int32_t head) {
+concept RulePart = requires(const P& part, HeadParams& head_params, std::int32_t layer, std::int32_t head) {
     { P::kind } -> std::convertible_to<part_kind>;
-    {part.write(rule, layer, head)};
+    {part.write(head_params, layer, head)};
 };
 
 /// An admission gate: says from a key's score (a raw logit) whether it is kept when it leaves the window.
 template <class P>
-concept Gate = RulePart<P> &&
-               P::kind == part_kind::gate&& requires(const P& part, float score, const HeadRule& rule) {
-    { part.open(score, rule) } -> std::same_as<bool>;
+concept Gate = RulePart<P> && P::kind ==
+               part_kind::gate&& requires(const P& part, float score, const HeadParams& head_params) {
+    { part.open(score, head_params) } -> std::same_as<bool>;
 };
 
-/// Which pages of rows a decoded token reads: page_rows() rows each, pages.at(layer, head) of them, by bounds that `aggregate`
+/// Which pages of rows a decoded token reads: page_size() rows each, pages.at(layer, head) of them, by bounds that `aggregate`
 /// joins over the query heads of a KV head (policies/selection.hpp).
 template <class P>
 concept SelectionPart = P::kind == part_kind::selection&& requires(const P& part, std::int32_t at) {
-    { part.page_rows() } -> std::same_as<std::int32_t>;
+    { part.page_size() } -> std::same_as<std::int32_t>;
     { part.pages.at(at, at) } -> std::convertible_to<std::int32_t>;
     { part.aggregate } -> std::convertible_to<group_aggregate>;
 };

@@ -25,9 +25,9 @@ inline constexpr std::int32_t open_cutoff = never;
 /// open_cutoff while there are fewer than k, and -1 for k = 0. Eligible key t is visible iff rank[t] <= cutoff[q].
 template <class C>
 concept Cutoff = requires(const C& cutoff, const std::int32_t* rank, std::int32_t length,
-                          const HeadRule& rule, std::int32_t* out, void* scratch) {
+                          const HeadParams& head_params, std::int32_t* out, void* scratch) {
     { C::scratch_bytes(length) } -> std::same_as<std::size_t>;
-    {cutoff(rank, length, rule, out, scratch)};
+    {cutoff(rank, length, head_params, out, scratch)};
 };
 
 /// Algorithm 2 of the paper: a Fenwick tree over ranks, the k-th by binary lifting. O(S log S) time, 4 S bytes.
@@ -36,8 +36,9 @@ struct FenwickCutoff {
         return (static_cast<std::size_t>(length) + 1) * sizeof(std::int32_t);
     }
 
-    KVPOLICY_HOST_DEVICE void operator()(const std::int32_t* rank, std::int32_t length, const HeadRule& rule,
-                                         std::int32_t* cutoff, void* scratch) const {
+    KVPOLICY_HOST_DEVICE void operator()(const std::int32_t* rank, std::int32_t length,
+                                         const HeadParams& head_params, std::int32_t* cutoff,
+                                         void* scratch) const {
         auto* tree =
             static_cast<std::int32_t*>(scratch);  // 1-based: tree[i] counts ranks in (i - lowbit(i), i]
         for (std::int32_t i = 0; i <= length; ++i) {
@@ -49,20 +50,20 @@ struct FenwickCutoff {
         }
         std::int32_t eligible = 0;
         for (std::int32_t q = 0; q < length; ++q) {
-            const std::int32_t t = q >= rule.window ? q - rule.window : -1;
+            const std::int32_t t = q >= head_params.window ? q - head_params.window : -1;
             if (t >= 0 && rank[t] != no_rank) {
                 for (std::int32_t i = rank[t] + 1; i <= length; i += i & -i) {
                     ++tree[i];
                 }
                 ++eligible;
             }
-            if (rule.budget == 0) {
+            if (head_params.budget == 0) {
                 cutoff[q] = -1;
-            } else if (eligible < rule.budget) {
+            } else if (eligible < head_params.budget) {
                 cutoff[q] = open_cutoff;
             } else {
                 std::int32_t index = 0;  // the largest prefix with fewer than k entries
-                std::int32_t missing = rule.budget;
+                std::int32_t missing = head_params.budget;
                 for (std::int32_t step = top; step > 0; step /= 2) {
                     if (step <= length - index && tree[index + step] < missing) {
                         index += step;
@@ -82,8 +83,9 @@ struct LinkedCutoff {
         return 2 * (static_cast<std::size_t>(length) + 2) * sizeof(std::int32_t);
     }
 
-    KVPOLICY_HOST_DEVICE void operator()(const std::int32_t* rank, std::int32_t length, const HeadRule& rule,
-                                         std::int32_t* cutoff, void* scratch) const {
+    KVPOLICY_HOST_DEVICE void operator()(const std::int32_t* rank, std::int32_t length,
+                                         const HeadParams& head_params, std::int32_t* cutoff,
+                                         void* scratch) const {
         // Node r + 1 is rank r; 0 and length + 1 are the ends. A rank that never becomes eligible is not in the list.
         auto* next = static_cast<std::int32_t*>(scratch);
         auto* previous = next + length + 2;
@@ -91,7 +93,7 @@ struct LinkedCutoff {
             next[i] = absent;
         }
         std::int32_t present = 0;
-        for (std::int32_t t = 0; t + std::int64_t{rule.window} < length; ++t) {
+        for (std::int32_t t = 0; t + std::int64_t{head_params.window} < length; ++t) {
             if (rank[t] != no_rank) {
                 next[rank[t] + 1] = 0;
                 ++present;
@@ -107,14 +109,14 @@ struct LinkedCutoff {
             last = i;
         }
         std::int32_t kth = 0;
-        if (present >= rule.budget) {
-            for (std::int32_t i = 0; i < rule.budget; ++i) {
+        if (present >= head_params.budget) {
+            for (std::int32_t i = 0; i < head_params.budget; ++i) {
                 kth = next[kth];
             }
         }
         for (std::int32_t q = length - 1; q >= 0; --q) {
-            cutoff[q] = rule.budget == 0 ? -1 : present < rule.budget ? open_cutoff : kth - 1;
-            const std::int32_t t = q >= rule.window ? q - rule.window : -1;
+            cutoff[q] = head_params.budget == 0 ? -1 : present < head_params.budget ? open_cutoff : kth - 1;
+            const std::int32_t t = q >= head_params.window ? q - head_params.window : -1;
             if (t < 0 || rank[t] == no_rank) {
                 continue;
             }

@@ -14,15 +14,16 @@ template <std::int32_t Step = 1>
 struct Decay {
     static_assert(Step >= 1, "kvpolicy: Decay<n> needs a step n >= 1");
     static constexpr part_kind kind = part_kind::decay;
-    HeadValues<float> log_gamma;
+    PerHead<float> log_gamma;
 
     constexpr Decay() = default;
     /// `log_gamma_values` are natural logs, <= 0, by layer and head or one for all.
-    constexpr explicit Decay(HeadValues<float> log_gamma_values) : log_gamma(log_gamma_values) {}
+    constexpr explicit Decay(PerHead<float> log_gamma_values) : log_gamma(log_gamma_values) {}
 
-    KVPOLICY_HOST_DEVICE constexpr void write(HeadRule& rule, std::int32_t layer, std::int32_t head) const {
-        rule.decay_step = Step;
-        rule.log_gamma = log_gamma.at(layer, head);
+    KVPOLICY_HOST_DEVICE constexpr void write(HeadParams& head_params, std::int32_t layer,
+                                              std::int32_t head) const {
+        head_params.decay_step = Step;
+        head_params.log_gamma = log_gamma.at(layer, head);
     }
     void check_values(std::int32_t layers, std::int32_t heads) const {
         log_gamma.check("array of log gammas", layers, heads);
@@ -33,16 +34,17 @@ struct Decay {
 template <>
 struct Decay<dynamic> {
     static constexpr part_kind kind = part_kind::decay;
-    HeadValues<float> log_gamma;
-    HeadValues<std::int32_t> step{dynamic};
+    PerHead<float> log_gamma;
+    PerHead<std::int32_t> step{dynamic};
 
     constexpr Decay() = default;
-    constexpr Decay(HeadValues<float> log_gamma_values, HeadValues<std::int32_t> steps)
+    constexpr Decay(PerHead<float> log_gamma_values, PerHead<std::int32_t> steps)
         : log_gamma(log_gamma_values), step(steps) {}
 
-    KVPOLICY_HOST_DEVICE constexpr void write(HeadRule& rule, std::int32_t layer, std::int32_t head) const {
-        rule.decay_step = step.at(layer, head);
-        rule.log_gamma = log_gamma.at(layer, head);
+    KVPOLICY_HOST_DEVICE constexpr void write(HeadParams& head_params, std::int32_t layer,
+                                              std::int32_t head) const {
+        head_params.decay_step = step.at(layer, head);
+        head_params.log_gamma = log_gamma.at(layer, head);
     }
     void check_values(std::int32_t layers, std::int32_t heads) const {
         step.check_set("decay step n",

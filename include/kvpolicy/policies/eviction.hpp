@@ -14,7 +14,7 @@ namespace kvpolicy {
 ///     S_j = max over the `pool` keys around j of  sum over the last `observing` queries i of  max_h A_ij,
 ///     A = softmax(q k^T scale) over the keys that the head holds up to query i
 ///
-/// with h over the head's G query heads (or their mean), and neighbours in logical order among the keys that are held. Sinks, the
+/// with h over the head's G query heads (or their mean), and neighbors in logical order among the keys that are held. Sinks, the
 /// window and keys that a keep part holds are exempt. A head of N rows drops floor(share N), at least one, and no more than
 /// are not exempt; of equal scores the newer key goes. A round is repeated, with the scores of what is left, until the budget
 /// holds or nothing can be dropped.

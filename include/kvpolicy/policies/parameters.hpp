@@ -13,16 +13,15 @@ namespace kvpolicy {
 /// A parameter's value: one number for all, or an array [layers, heads] that the caller keeps alive. Made implicitly
 /// from a number: Window<>{256}; from an array: Window<>{per_head(array, layers, heads)}.
 template <class T>
-struct HeadValues {
+struct PerHead {
     T value{};
     const T* array = nullptr;
     std::int32_t layers = 0;
     std::int32_t heads = 0;
 
-    constexpr HeadValues() = default;
-    KVPOLICY_HOST_DEVICE constexpr HeadValues(T one) : value(one) {}  // implicit: a number is the common case
-    KVPOLICY_HOST_DEVICE constexpr HeadValues(const T* values, std::int32_t layer_count,
-                                              std::int32_t head_count)
+    constexpr PerHead() = default;
+    KVPOLICY_HOST_DEVICE constexpr PerHead(T one) : value(one) {}  // implicit: a number is the common case
+    KVPOLICY_HOST_DEVICE constexpr PerHead(const T* values, std::int32_t layer_count, std::int32_t head_count)
         : array(values), layers(layer_count), heads(head_count) {}
 
     /// The value for one head. Arrays with one layer (or one head) serve every layer (or head).
@@ -62,7 +61,7 @@ struct HeadValues {
 
 /// Values by layer and head: array[layer * heads + head].
 template <class T>
-constexpr HeadValues<T> per_head(const T* array, std::int32_t layers, std::int32_t heads) {
+constexpr PerHead<T> per_head(const T* array, std::int32_t layers, std::int32_t heads) {
     return {array, layers, heads};
 }
 
@@ -71,7 +70,7 @@ enum class group_aggregate : std::uint8_t { max, mean };
 
 /// All numbers that decide a key's lifetime, for one KV head. What a policy's type leaves out has its neutral value:
 /// no sinks, a window of 1, no long-range budget, gamma = 1, decay step 1.
-struct HeadRule {
+struct HeadParams {
     std::int32_t sinks = 0;       ///< s >= 0
     std::int32_t window = 1;      ///< w >= 1; a query sees its w most recent keys, itself included
     std::int32_t budget = 0;      ///< k >= 0 long-range keys, or `unlimited`

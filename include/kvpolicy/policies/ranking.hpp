@@ -44,10 +44,11 @@ KVPOLICY_HOST_DEVICE inline double effective_score(float score, float log_gamma,
 }
 
 /// What ranks a key at query q: its static priority for step 1, its effective score otherwise.
-KVPOLICY_HOST_DEVICE inline double rank_value(const HeadRule& rule, float score, position_t t, position_t q,
-                                              position_t limit = rebase_limit) {
-    return rule.decay_step == 1 ? static_priority(score, rule.log_gamma, t, priority_base(q, limit))
-                                : effective_score(score, rule.log_gamma, rule.decay_step, t, q);
+KVPOLICY_HOST_DEVICE inline double rank_value(const HeadParams& head_params, float score, position_t t,
+                                              position_t q, position_t limit = rebase_limit) {
+    return head_params.decay_step == 1
+               ? static_priority(score, head_params.log_gamma, t, priority_base(q, limit))
+               : effective_score(score, head_params.log_gamma, head_params.decay_step, t, q);
 }
 
 /// True where key a ranks strictly before key b: the larger value, then the older key; a NaN ranks after every number.

@@ -32,7 +32,7 @@ enum class score_time : std::uint8_t {
     given,        ///< the caller brings it with the key (injected scores, predictors on hidden states)
     on_arrival,   ///< from the key and value alone; stored with the row
     from_hidden,  ///< from the hidden state that the caller brings with the token, for all heads at once
-    in_window,  ///< between two ages, from the key's neighbours: once the later ones have come, while the earlier are stored
+    in_window,  ///< between two ages, from the key's neighbors: once the later ones have come, while the earlier are stored
     on_leaving,  ///< when the key leaves the window, from a state that has absorbed all tokens up to then
     observed,  ///< from the attention that the key has received so far: anew after every query (scorers/observed.hpp)
 };
@@ -128,13 +128,13 @@ concept BlockScorer = StatelessScorer<S> &&
 /// The most tokens that score_block is given at once, and the chunk of a chunkwise pass.
 inline constexpr std::int32_t scorer_block = 64;
 
-/// A scorer that can say what is wrong with it: check(heads, dim_k, dim_v) refuses missing weights and widths that do
+/// A scorer that can say what is wrong with it: check(heads, head_dim_qk, head_dim_vo) refuses missing weights and widths that do
 /// not fit the keys and values of a layer. Optional: sequence calls and caches call it where it is there, so that score,
 /// absorb and read need not check.
 template <class S>
-concept CheckedScorer = requires(const S& scorer, std::int32_t heads, std::int32_t dim_k,
-                                 std::int32_t dim_v) {
-    {scorer.check(heads, dim_k, dim_v)};
+concept CheckedScorer = requires(const S& scorer, std::int32_t heads, std::int32_t head_dim_qk,
+                                 std::int32_t head_dim_vo) {
+    {scorer.check(heads, head_dim_qk, head_dim_vo)};
 };
 
 template <class S>

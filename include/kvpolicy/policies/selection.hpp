@@ -19,24 +19,23 @@ namespace kvpolicy {
 /// of the row space [sinks | ring | long-range] (docs/architecture.md); a head with no more pages in use reads all.
 /// `unlimited` pages, by layer and head where the paper reads everything (its first two layers), read all too.
 ///
-/// A page of rows must lie in a page of the cache: `rows` divides CacheShape::page_rows; on a device it is a multiple of 16. Only step and
+/// A page of rows must lie in a page of the cache: `rows` divides CacheShape::page_size; on a device it is a multiple of 16. Only step and
 /// attend select; prefill and propose read everything, and so do masks.
 template <std::int32_t Rows = dynamic>
 struct QuestPages {
     static_assert(Rows >= 1, "kvpolicy: QuestPages<r> needs r >= 1");
     static constexpr part_kind kind = part_kind::selection;
-    HeadValues<std::int32_t> pages{unlimited};
+    PerHead<std::int32_t> pages{unlimited};
     group_aggregate aggregate = group_aggregate::max;
 
     constexpr QuestPages() = default;
-    constexpr explicit QuestPages(HeadValues<std::int32_t> read,
-                                  group_aggregate of_heads = group_aggregate::max)
+    constexpr explicit QuestPages(PerHead<std::int32_t> read, group_aggregate of_heads = group_aggregate::max)
         : pages(read), aggregate(of_heads) {}
 
-    KVPOLICY_HOST_DEVICE constexpr std::int32_t page_rows() const { return Rows; }
+    KVPOLICY_HOST_DEVICE constexpr std::int32_t page_size() const { return Rows; }
     void check_values(std::int32_t layers, std::int32_t heads) const { check_pages(pages, layers, heads); }
 
-    static void check_pages(const HeadValues<std::int32_t>& pages, std::int32_t layers, std::int32_t heads) {
+    static void check_pages(const PerHead<std::int32_t>& pages, std::int32_t layers, std::int32_t heads) {
         pages.check("array of pages", layers, heads);
         for (std::int32_t layer = 0; layer < layers; ++layer) {
             for (std::int32_t head = 0; head < heads; ++head) {
@@ -54,15 +53,15 @@ template <>
 struct QuestPages<dynamic> {
     static constexpr part_kind kind = part_kind::selection;
     std::int32_t rows = 16;
-    HeadValues<std::int32_t> pages{unlimited};
+    PerHead<std::int32_t> pages{unlimited};
     group_aggregate aggregate = group_aggregate::max;
 
     constexpr QuestPages() = default;
-    constexpr QuestPages(std::int32_t page, HeadValues<std::int32_t> read,
+    constexpr QuestPages(std::int32_t page, PerHead<std::int32_t> read,
                          group_aggregate of_heads = group_aggregate::max)
         : rows(page), pages(read), aggregate(of_heads) {}
 
-    KVPOLICY_HOST_DEVICE constexpr std::int32_t page_rows() const { return rows; }
+    KVPOLICY_HOST_DEVICE constexpr std::int32_t page_size() const { return rows; }
     void check_values(std::int32_t layers, std::int32_t heads) const {
         detail::require(rows >= 1, "rows of a page", rows, "1 or more");
         QuestPages<1>::check_pages(pages, layers, heads);

@@ -12,21 +12,22 @@ struct Sink {
     static_assert(Count >= 0, "kvpolicy: Sink<s> needs s >= 0");
     static constexpr part_kind kind = part_kind::sink;
 
-    KVPOLICY_HOST_DEVICE constexpr void write(HeadRule& rule, std::int32_t, std::int32_t) const {
-        rule.sinks = Count;
+    KVPOLICY_HOST_DEVICE constexpr void write(HeadParams& head_params, std::int32_t, std::int32_t) const {
+        head_params.sinks = Count;
     }
 };
 
 template <>
 struct Sink<dynamic> {
     static constexpr part_kind kind = part_kind::sink;
-    HeadValues<std::int32_t> count{dynamic};
+    PerHead<std::int32_t> count{dynamic};
 
     constexpr Sink() = default;
-    constexpr explicit Sink(HeadValues<std::int32_t> sinks) : count(sinks) {}
+    constexpr explicit Sink(PerHead<std::int32_t> sinks) : count(sinks) {}
 
-    KVPOLICY_HOST_DEVICE constexpr void write(HeadRule& rule, std::int32_t layer, std::int32_t head) const {
-        rule.sinks = count.at(layer, head);
+    KVPOLICY_HOST_DEVICE constexpr void write(HeadParams& head_params, std::int32_t layer,
+                                              std::int32_t head) const {
+        head_params.sinks = count.at(layer, head);
     }
     void check_values(std::int32_t layers, std::int32_t heads) const {
         count.check_set("sinks", "a number or an array by layer and head: Sink<>{s}");

@@ -26,25 +26,26 @@ struct ThresholdGate {
     static_assert(std::is_same_v<Comparison, at_least> || std::is_same_v<Comparison, above>,
                   "kvpolicy: ThresholdGate<c> needs c = at_least or above");
     static constexpr part_kind kind = part_kind::gate;
-    HeadValues<float> threshold;
+    PerHead<float> threshold;
 
     constexpr ThresholdGate() = default;
     /// `logits` are thresholds on raw scores, by layer and head or one for all.
-    constexpr explicit ThresholdGate(HeadValues<float> logits) : threshold(logits) {}
+    constexpr explicit ThresholdGate(PerHead<float> logits) : threshold(logits) {}
     /// The gate for a threshold on sigmoid(score).
-    static ThresholdGate probability(double tau) { return ThresholdGate(HeadValues<float>(logit_of(tau))); }
+    static ThresholdGate probability(double tau) { return ThresholdGate(PerHead<float>(logit_of(tau))); }
 
-    KVPOLICY_HOST_DEVICE constexpr void write(HeadRule& rule, std::int32_t layer, std::int32_t head) const {
-        rule.threshold = threshold.at(layer, head);
+    KVPOLICY_HOST_DEVICE constexpr void write(HeadParams& head_params, std::int32_t layer,
+                                              std::int32_t head) const {
+        head_params.threshold = threshold.at(layer, head);
     }
     void check_values(std::int32_t layers, std::int32_t heads) const {
         threshold.check("array of thresholds", layers, heads);
     }
-    KVPOLICY_HOST_DEVICE constexpr bool open(float score, const HeadRule& rule) const {
+    KVPOLICY_HOST_DEVICE constexpr bool open(float score, const HeadParams& head_params) const {
         if constexpr (std::is_same_v<Comparison, at_least>) {
-            return score >= rule.threshold;
+            return score >= head_params.threshold;
         } else {
-            return score > rule.threshold;
+            return score > head_params.threshold;
         }
     }
 };

@@ -13,21 +13,22 @@ struct TopKBudget {
     static_assert(Keys >= 0, "kvpolicy: TopKBudget<k> needs k >= 0");
     static constexpr part_kind kind = part_kind::budget;
 
-    KVPOLICY_HOST_DEVICE constexpr void write(HeadRule& rule, std::int32_t, std::int32_t) const {
-        rule.budget = Keys;
+    KVPOLICY_HOST_DEVICE constexpr void write(HeadParams& head_params, std::int32_t, std::int32_t) const {
+        head_params.budget = Keys;
     }
 };
 
 template <>
 struct TopKBudget<dynamic> {
     static constexpr part_kind kind = part_kind::budget;
-    HeadValues<std::int32_t> keys{dynamic};
+    PerHead<std::int32_t> keys{dynamic};
 
     constexpr TopKBudget() = default;
-    constexpr explicit TopKBudget(HeadValues<std::int32_t> k) : keys(k) {}
+    constexpr explicit TopKBudget(PerHead<std::int32_t> k) : keys(k) {}
 
-    KVPOLICY_HOST_DEVICE constexpr void write(HeadRule& rule, std::int32_t layer, std::int32_t head) const {
-        rule.budget = keys.at(layer, head);
+    KVPOLICY_HOST_DEVICE constexpr void write(HeadParams& head_params, std::int32_t layer,
+                                              std::int32_t head) const {
+        head_params.budget = keys.at(layer, head);
     }
     void check_values(std::int32_t layers, std::int32_t heads) const {
         keys.check_set("budget k", "a number or an array by layer and head: TopKBudget<>{k}");

@@ -12,21 +12,22 @@ struct Window {
     static_assert(Width >= 1, "kvpolicy: Window<w> needs w >= 1, since a query always sees itself");
     static constexpr part_kind kind = part_kind::window;
 
-    KVPOLICY_HOST_DEVICE constexpr void write(HeadRule& rule, std::int32_t, std::int32_t) const {
-        rule.window = Width;
+    KVPOLICY_HOST_DEVICE constexpr void write(HeadParams& head_params, std::int32_t, std::int32_t) const {
+        head_params.window = Width;
     }
 };
 
 template <>
 struct Window<dynamic> {
     static constexpr part_kind kind = part_kind::window;
-    HeadValues<std::int32_t> width{dynamic};
+    PerHead<std::int32_t> width{dynamic};
 
     constexpr Window() = default;
-    constexpr explicit Window(HeadValues<std::int32_t> window) : width(window) {}
+    constexpr explicit Window(PerHead<std::int32_t> window) : width(window) {}
 
-    KVPOLICY_HOST_DEVICE constexpr void write(HeadRule& rule, std::int32_t layer, std::int32_t head) const {
-        rule.window = width.at(layer, head);
+    KVPOLICY_HOST_DEVICE constexpr void write(HeadParams& head_params, std::int32_t layer,
+                                              std::int32_t head) const {
+        head_params.window = width.at(layer, head);
     }
     void check_values(std::int32_t layers, std::int32_t heads) const {
         width.check_set("window", "a number or an array by layer and head: Window<>{w}");

@@ -43,7 +43,7 @@ void backward(const host& on, const BasicMlpScorer<Input, Act, D>& scorer, const
               MlpParameters<compute_t<T>> gradients, workspace_view workspace);
 
 /// Chunkwise, with the states before each chunk computed again (scorers/host/mlstm_backward_stream.hpp has the equations). The
-/// stabiliser cancels in h, and is a constant to the gradient where the clamp of the divisor acts.
+/// stabilizer cancels in h, and is a constant to the gradient where the clamp of the divisor acts.
 template <std::int32_t D, class Feature, class Values, Storage T>
 void backward(const host& on, const mLSTMScorer<D, Feature, Values>& scorer, const ScoreBackward<T>& call,
               mLSTMParameters<compute_t<T>> gradients, workspace_view workspace);

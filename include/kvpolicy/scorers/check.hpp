@@ -8,7 +8,7 @@
 #include <cstdint>
 #include <string>
 
-namespace kvpolicy::host_backend {
+namespace kvpolicy::checks {
 
 /// Refuses heads and widths that are not those of the layer.
 template <class Scorer>
@@ -19,13 +19,15 @@ void check_scorer_shape(const char* name, std::int32_t fixed, const Scorer& scor
                     detail::text("the layer's KV heads, ", kv_heads));
     if (fixed != dynamic) {
         const std::string width = detail::text(fixed, ", as ", of, "<", fixed, "> says");
-        detail::require(scorer.dim_k == fixed, (of + ".dim_k").c_str(), scorer.dim_k, width);
-        detail::require(scorer.dim_v == fixed, (of + ".dim_v").c_str(), scorer.dim_v, width);
+        detail::require(scorer.head_dim_qk == fixed, (of + ".head_dim_qk").c_str(), scorer.head_dim_qk,
+                        width);
+        detail::require(scorer.head_dim_vo == fixed, (of + ".head_dim_vo").c_str(), scorer.head_dim_vo,
+                        width);
     }
-    detail::require(key_dim >= 1 && scorer.dim_k == key_dim, (of + ".dim_k").c_str(), scorer.dim_k,
-                    detail::text("the width of the keys, ", key_dim));
-    detail::require(value_dim >= 1 && scorer.dim_v == value_dim, (of + ".dim_v").c_str(), scorer.dim_v,
-                    detail::text("the width of the values, ", value_dim));
+    detail::require(key_dim >= 1 && scorer.head_dim_qk == key_dim, (of + ".head_dim_qk").c_str(),
+                    scorer.head_dim_qk, detail::text("the width of the keys, ", key_dim));
+    detail::require(value_dim >= 1 && scorer.head_dim_vo == value_dim, (of + ".head_dim_vo").c_str(),
+                    scorer.head_dim_vo, detail::text("the width of the values, ", value_dim));
 }
 
 /// Refuses weights that are null where the scorer needs them.
@@ -39,4 +41,4 @@ void check_parameters(const char* name, const Scorer& scorer, Parameters paramet
                        });
 }
 
-}  // namespace kvpolicy::host_backend
+}  // namespace kvpolicy::checks

@@ -10,7 +10,7 @@
 #include <algorithm>
 #include <cstdint>
 
-namespace kvpolicy::host_backend {
+namespace kvpolicy::checks {
 
 /// Refuses hidden states of another shape than the call's.
 inline void check_hidden(const char* name, const HiddenRows& hidden, std::int32_t batch, std::int32_t length,
@@ -49,4 +49,4 @@ void check_hidden_call(const S& scorer, const HiddenRows& hidden, const Sequence
     }
 }
 
-}  // namespace kvpolicy::host_backend
+}  // namespace kvpolicy::checks

@@ -14,7 +14,7 @@
 #include <string>
 #include <type_traits>
 
-namespace kvpolicy::host_backend {
+namespace kvpolicy::checks {
 
 template <class S>
 inline constexpr bool has_chunkwise = false;
@@ -94,4 +94,4 @@ void check_score_call(const S& scorer, rows_view<const T> k, rows_view<const T> 
     }
 }
 
-}  // namespace kvpolicy::host_backend
+}  // namespace kvpolicy::checks

@@ -1,4 +1,4 @@
-// LTE's scorer: a small convolution over a key's neighbours (LTE, 3.1.1 and appendix A).
+// LTE's scorer: a small convolution over a key's neighbors (LTE, 3.1.1 and appendix A).
 #pragma once
 
 #include <kvpolicy/core/context.hpp>
@@ -13,7 +13,7 @@
 
 namespace kvpolicy {
 
-/// What a ConvScorer learns, with the widths C0 = dim_k + dim_v and Cl = C(l-1) / 2, rounded down. A layer's weight
+/// What a ConvScorer learns, with the widths C0 = head_dim_qk + head_dim_vo and Cl = C(l-1) / 2, rounded down. A layer's weight
 /// [heads, Cl, 3, C(l-1)] has the three taps t - 2, t, t + 2 before the channels: a Conv1d weight of one group with its
 /// last two dimensions exchanged.
 template <class Float>
@@ -44,7 +44,7 @@ struct ConvParameters {
 /// (m + 1) L + 5 comes, L = min(batch, w - 12); 0 stands for w - 12, as late as possible, which costs least (3.1.3, lazy
 /// scoring), 1 scores every token as soon as it can be. The scores are the same bits.
 ///
-/// D is the width of keys and values, fixed at compile time, or dynamic: dim_k and dim_v at run time. One object serves
+/// D is the width of keys and values, fixed at compile time, or dynamic: head_dim_qk and head_dim_vo at run time. One object serves
 /// one layer; the weights are fp32, the caller's, and must outlive it. May be called from several threads at once.
 template <std::int32_t D = dynamic>
 struct ConvScorer {
@@ -56,15 +56,15 @@ struct ConvScorer {
     using parameters = ConvParameters<Float>;
 
     std::int32_t heads = 0;
-    std::int32_t dim_k = D == dynamic ? 0 : D;
-    std::int32_t dim_v = D == dynamic ? 0 : D;
+    std::int32_t head_dim_qk = D == dynamic ? 0 : D;
+    std::int32_t head_dim_vo = D == dynamic ? 0 : D;
     ConvParameters<const float> weights{};
     Rope rope{};
     std::int32_t batch = 0;
 
     /// C0 .. C3.
     [[nodiscard]] constexpr std::int32_t channels(std::int32_t layer) const {
-        return (dim_k + dim_v) >> layer;
+        return (head_dim_qk + head_dim_vo) >> layer;
     }
 
     [[nodiscard]] constexpr std::int32_t tokens_at_once(std::int32_t window) const {

@@ -66,7 +66,7 @@ std::size_t backward_workspace_bytes(const cuda& on, const S& scorer, const Scor
 
 /// As the host's score_sequence_backward (scorers/backward.hpp): gradients of parameters are added to, call.d_k and call.d_v are
 /// overwritten for the lengths, null arrays are left out. The same bits in every run: sums over tokens are made in parts whose order
-/// depends on shapes alone, and on which kernels the card has (Hopper's or portable ones; a convolution's by its blocks' shared memory).
+/// depends on shapes alone, and on which kernels the GPU has (Hopper's or portable ones; a convolution's by its blocks' shared memory).
 /// Hidden numbers' gradients are rounded to 16 bits before they are multiplied. For fp16 rows they are scaled by the power of two that
 /// brings each head's largest |d_scores| to [1, 2), and sums are scaled back, so d_scores of any size lose as little as those near 1;
 /// that takes 4 bytes of workspace a token and head.

@@ -1,5 +1,5 @@
 // Feature maps of the mLSTM scorer: phi in q~ = phi(Wq x), k~ = phi(Wk x) (KVpop, E.3). Features are positive, so
-// the read's normaliser q~ z is a weighted mean of positive numbers.
+// the read's normalizer q~ z is a weighted mean of positive numbers.
 #pragma once
 
 #include <kvpolicy/core/context.hpp>

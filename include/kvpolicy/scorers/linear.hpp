@@ -14,13 +14,13 @@ namespace kvpolicy {
 /// What a LinearScorer learns. Float is const float for a scorer's weights, float for what fills or trains them.
 template <class Float>
 struct LinearParameters {
-    Float* weight = nullptr;  // [heads, dim_k + dim_v]: a
+    Float* weight = nullptr;  // [heads, head_dim_qk + head_dim_vo]: a
     Float* bias = nullptr;    // [heads]: b; null stands for 0
 };
 
 /// r = a . [k; v] + b, with k and v as they are cached (keys after RoPE).
 ///
-/// D is the width of both, fixed at compile time; LinearScorer<> takes dim_k and dim_v at run time. One object serves one
+/// D is the width of both, fixed at compile time; LinearScorer<> takes head_dim_qk and head_dim_vo at run time. One object serves one
 /// layer; the weights are fp32, the caller's, and must outlive it. score() may be called from several threads at once.
 template <std::int32_t D = dynamic>
 struct LinearScorer {
@@ -31,8 +31,8 @@ struct LinearScorer {
     using parameters = LinearParameters<Float>;
 
     std::int32_t heads = 0;
-    std::int32_t dim_k = D == dynamic ? 0 : D;
-    std::int32_t dim_v = D == dynamic ? 0 : D;
+    std::int32_t head_dim_qk = D == dynamic ? 0 : D;
+    std::int32_t head_dim_vo = D == dynamic ? 0 : D;
     LinearParameters<const float> weights{};
 
     /// Real is float, or double for checks. `scratch` is not used and may be null. The instruction set changes no bit.
@@ -61,7 +61,8 @@ static_assert(Scorer<LinearScorer<>> && std::is_trivially_copyable_v<LinearScore
 template <std::int32_t D, class Float, class Visit>
 void for_each_parameter(const LinearScorer<D>& scorer, LinearParameters<Float>& parameters, Visit&& visit) {
     const auto heads = static_cast<std::size_t>(scorer.heads);
-    visit("weight", parameters.weight, heads * static_cast<std::size_t>(scorer.dim_k + scorer.dim_v), false);
+    visit("weight", parameters.weight,
+          heads * static_cast<std::size_t>(scorer.head_dim_qk + scorer.head_dim_vo), false);
     visit("bias", parameters.bias, heads, true);
 }
 

@@ -17,10 +17,10 @@
 
 namespace kvpolicy {
 
-/// What an MLP sees of a token: size(dim_k, dim_v) numbers, which gather(isa, head, key, value, dim_k, dim_v, x) writes.
+/// What an MLP sees of a token: size(head_dim_qk, head_dim_vo) numbers, which gather(isa, head, key, value, head_dim_qk, head_dim_vo, x) writes.
 /// per_head says whether each KV head has a hidden layer of its own or all share one. An input may hold values (norm
 /// gains, say); it is copied with the scorer. An input that depends on the token's position has at(t), which returns the input for
-/// that position; one that can be wrong has check(name of the scorer, dim_k).
+/// that position; one that can be wrong has check(name of the scorer, head_dim_qk).
 template <class I>
 concept MlpInput = std::is_trivially_copyable_v<I> &&
     requires(const I& input, isa set, std::int32_t head, const float* key, const float* value,
@@ -34,23 +34,23 @@ concept MlpInput = std::is_trivially_copyable_v<I> &&
 struct KeyValueInput {
     static constexpr bool per_head = true;
 
-    [[nodiscard]] constexpr std::int32_t size(std::int32_t dim_k, std::int32_t dim_v) const {
-        return dim_k + dim_v;
+    [[nodiscard]] constexpr std::int32_t size(std::int32_t head_dim_qk, std::int32_t head_dim_vo) const {
+        return head_dim_qk + head_dim_vo;
     }
 
     template <class Real>
-    constexpr void gather(isa, std::int32_t /*head*/, const Real* key, const Real* value, std::int32_t dim_k,
-                          std::int32_t dim_v, Real* x) const {
-        std::copy_n(key, dim_k, x);
-        std::copy_n(value, dim_v, x + dim_k);
+    constexpr void gather(isa, std::int32_t /*head*/, const Real* key, const Real* value,
+                          std::int32_t head_dim_qk, std::int32_t head_dim_vo, Real* x) const {
+        std::copy_n(key, head_dim_qk, x);
+        std::copy_n(value, head_dim_vo, x + head_dim_qk);
     }
 
     template <class Real>
     constexpr void pull_back(isa, std::int32_t /*head*/, const Real* /*key*/, const Real* /*value*/,
-                             std::int32_t dim_k, std::int32_t dim_v, const Real* d_x, Real* d_key,
+                             std::int32_t head_dim_qk, std::int32_t head_dim_vo, const Real* d_x, Real* d_key,
                              Real* d_value) const {
-        std::copy_n(d_x, dim_k, d_key);
-        std::copy_n(d_x + dim_k, dim_v, d_value);
+        std::copy_n(d_x, head_dim_qk, d_key);
+        std::copy_n(d_x + head_dim_qk, head_dim_vo, d_value);
     }
 };
 
@@ -96,22 +96,22 @@ struct NormalizedInput {
     static constexpr bool per_head = true;
     RootMeanSquare norm;
 
-    [[nodiscard]] constexpr std::int32_t size(std::int32_t dim_k, std::int32_t dim_v) const {
-        return dim_k + dim_v;
+    [[nodiscard]] constexpr std::int32_t size(std::int32_t head_dim_qk, std::int32_t head_dim_vo) const {
+        return head_dim_qk + head_dim_vo;
     }
 
     template <class Real>
-    void gather(isa, std::int32_t /*head*/, const Real* key, const Real* value, std::int32_t dim_k,
-                std::int32_t dim_v, Real* x) const {
-        norm.normalize(key, dim_k, x);
-        norm.normalize(value, dim_v, x + dim_k);
+    void gather(isa, std::int32_t /*head*/, const Real* key, const Real* value, std::int32_t head_dim_qk,
+                std::int32_t head_dim_vo, Real* x) const {
+        norm.normalize(key, head_dim_qk, x);
+        norm.normalize(value, head_dim_vo, x + head_dim_qk);
     }
 
     template <class Real>
-    void pull_back(isa, std::int32_t /*head*/, const Real* key, const Real* value, std::int32_t dim_k,
-                   std::int32_t dim_v, const Real* d_x, Real* d_key, Real* d_value) const {
-        norm.pull_back(key, dim_k, d_x, d_key);
-        norm.pull_back(value, dim_v, d_x + dim_k, d_value);
+    void pull_back(isa, std::int32_t /*head*/, const Real* key, const Real* value, std::int32_t head_dim_qk,
+                   std::int32_t head_dim_vo, const Real* d_x, Real* d_key, Real* d_value) const {
+        norm.pull_back(key, head_dim_qk, d_x, d_key);
+        norm.pull_back(value, head_dim_vo, d_x + head_dim_qk, d_value);
     }
 };
 
@@ -125,43 +125,44 @@ struct WriteGateInput {
     position_t position = 0;
 
     [[nodiscard]] constexpr WriteGateInput at(position_t t) const { return {rope, norm, t}; }
-    [[nodiscard]] constexpr std::int32_t size(std::int32_t dim_k, std::int32_t /*dim_v*/) const {
-        return 2 * dim_k;
+    [[nodiscard]] constexpr std::int32_t size(std::int32_t head_dim_qk, std::int32_t /*head_dim_vo*/) const {
+        return 2 * head_dim_qk;
     }
-    void check(const std::string& of, std::int32_t dim_k) const {
+    void check(const std::string& of, std::int32_t head_dim_qk) const {
         detail::require(
             rope.layout != rope_layout::none, [&] { return of + ".input.rope.layout"; }, "none",
             "how keys are rotated, since the gate reads them before and after RoPE");
-        rope.check((of + ".input").c_str(), dim_k);
+        rope.check((of + ".input").c_str(), head_dim_qk);
     }
 
     template <class Real>
-    void gather(isa, std::int32_t /*head*/, const Real* key, const Real* /*value*/, std::int32_t dim_k,
-                std::int32_t /*dim_v*/, Real* x) const {
-        before(key, dim_k, x);
-        norm.normalize(x, dim_k, x);
-        norm.normalize(key, dim_k, x + dim_k);
+    void gather(isa, std::int32_t /*head*/, const Real* key, const Real* /*value*/, std::int32_t head_dim_qk,
+                std::int32_t /*head_dim_vo*/, Real* x) const {
+        before(key, head_dim_qk, x);
+        norm.normalize(x, head_dim_qk, x);
+        norm.normalize(key, head_dim_qk, x + head_dim_qk);
     }
 
     /// d value is 0.
     template <class Real>
-    void pull_back(isa, std::int32_t /*head*/, const Real* key, const Real* /*value*/, std::int32_t dim_k,
-                   std::int32_t dim_v, const Real* d_x, Real* d_key, Real* d_value) const {
+    void pull_back(isa, std::int32_t /*head*/, const Real* key, const Real* /*value*/,
+                   std::int32_t head_dim_qk, std::int32_t head_dim_vo, const Real* d_x, Real* d_key,
+                   Real* d_value) const {
         // Rotations keep lengths, so RMSNorm(k before RoPE) is RMSNorm(k) rotated back.
-        std::copy_n(d_x, dim_k, d_key);
-        rope.apply(position, dim_k, nullptr, d_key);
-        for (std::int32_t i = 0; i < dim_k; ++i) {
-            d_key[i] += d_x[dim_k + i];
+        std::copy_n(d_x, head_dim_qk, d_key);
+        rope.apply(position, head_dim_qk, nullptr, d_key);
+        for (std::int32_t i = 0; i < head_dim_qk; ++i) {
+            d_key[i] += d_x[head_dim_qk + i];
         }
-        norm.pull_back(key, dim_k, d_key, d_key);
-        std::fill_n(d_value, dim_v, Real(0));
+        norm.pull_back(key, head_dim_qk, d_key, d_key);
+        std::fill_n(d_value, head_dim_vo, Real(0));
     }
 
   private:
     template <class Real>
-    void before(const Real* key, std::int32_t dim_k, Real* x) const {
-        std::copy_n(key, dim_k, x);
-        rope.undo(position, dim_k, nullptr, x);
+    void before(const Real* key, std::int32_t head_dim_qk, Real* x) const {
+        std::copy_n(key, head_dim_qk, x);
+        rope.undo(position, head_dim_qk, nullptr, x);
     }
 };
 
@@ -187,8 +188,8 @@ inline constexpr bool takes_hidden_state = requires {
     requires I::hidden_state;
 };
 
-/// An input that a gradient can go back through: pull_back(isa, head, key, value, dim_k, dim_v, d_x, d_key, d_value)
-/// overwrites d_key[dim_k] and d_value[dim_v].
+/// An input that a gradient can go back through: pull_back(isa, head, key, value, head_dim_qk, head_dim_vo, d_x, d_key, d_value)
+/// overwrites d_key[head_dim_qk] and d_value[head_dim_vo].
 template <class I>
 concept DifferentiableInput = MlpInput<I> &&
     requires(const I& input, isa set, std::int32_t head, const float* row, std::int32_t dim, float* d) {
@@ -198,7 +199,7 @@ concept DifferentiableInput = MlpInput<I> &&
 static_assert(DifferentiableInput<KeyValueInput> && DifferentiableInput<NormalizedInput> &&
               DifferentiableInput<WriteGateInput> && MlpInput<HiddenInput>);
 
-/// What an MLP learns, with X = input.size(dim_k, dim_v) and layers = heads where the input is per head, else 1.
+/// What an MLP learns, with X = input.size(head_dim_qk, head_dim_vo) and layers = heads where the input is per head, else 1.
 template <class Float>
 struct MlpParameters {
     Float* w1 = nullptr;  // [layers, hidden, X]
@@ -209,7 +210,7 @@ struct MlpParameters {
 
 /// r = w2 . act(W1 x + b1) + b2, x from Input.
 ///
-/// D is the width of keys and values, fixed at compile time, or dynamic: dim_k and dim_v at run time. One object serves
+/// D is the width of keys and values, fixed at compile time, or dynamic: head_dim_qk and head_dim_vo at run time. One object serves
 /// one layer; the weights are fp32, the caller's, and must outlive it. score() may be called from several threads at
 /// once.
 template <MlpInput Input, Activation Act, std::int32_t D = dynamic>
@@ -222,13 +223,13 @@ struct BasicMlpScorer {
     using parameters = MlpParameters<Float>;
 
     std::int32_t heads = 0;
-    std::int32_t dim_k = D == dynamic ? 0 : D;
-    std::int32_t dim_v = D == dynamic ? 0 : D;
+    std::int32_t head_dim_qk = D == dynamic ? 0 : D;
+    std::int32_t head_dim_vo = D == dynamic ? 0 : D;
     std::int32_t hidden = 0;
     MlpParameters<const float> weights{};
     Input input{};
 
-    [[nodiscard]] std::int32_t input_size() const { return input.size(dim_k, dim_v); }
+    [[nodiscard]] std::int32_t input_size() const { return input.size(head_dim_qk, head_dim_vo); }
 
     /// Real is float, or double for checks; `scratch` is scratch_size() of them. The instruction set changes no bit. The
     /// position matters to inputs that have at(t).
@@ -272,7 +273,7 @@ template <std::int32_t D = dynamic>
 using WriteGateScorer = BasicMlpScorer<WriteGateInput, GeluErf, D>;
 
 /// SP-KV's utility predictor: u = sigmoid(r), r_h = w2_h . SiLU(W1 x + b1) + b2_h of the hidden state x, with one hidden
-/// layer for all heads. input.width is the model's; dim_k and dim_v are not used.
+/// layer for all heads. input.width is the model's; head_dim_qk and head_dim_vo are not used.
 using UtilityPredictor = BasicMlpScorer<HiddenInput, Silu>;
 
 static_assert(BlockScorer<WriteGateScorer<>> && HiddenScorer<UtilityPredictor> && Scorer<UtilityPredictor>);

@@ -15,12 +15,12 @@ namespace kvpolicy {
 /// v~ = Wv x, by default half as wide as the values.
 struct ProjectedValues {
     static constexpr bool projected = true;
-    static constexpr std::int32_t default_width(std::int32_t dim_v) { return dim_v / 2; }
+    static constexpr std::int32_t default_width(std::int32_t head_dim_vo) { return head_dim_vo / 2; }
 };
 /// v~ = v, the cached value itself.
 struct DirectValues {
     static constexpr bool projected = false;
-    static constexpr std::int32_t default_width(std::int32_t dim_v) { return dim_v; }
+    static constexpr std::int32_t default_width(std::int32_t head_dim_vo) { return head_dim_vo; }
 };
 
 template <class V>
@@ -28,7 +28,7 @@ concept ValuePath = std::is_same_v<V, ProjectedValues> || std::is_same_v<V, Dire
 
 static_assert(ValuePath<ProjectedValues> && ValuePath<DirectValues>);
 
-/// What an mLSTMScorer learns, all row-major, with X = dim_k + dim_v and P the feature map's projection width (d_qk for
+/// What an mLSTMScorer learns, all row-major, with X = head_dim_qk + head_dim_vo and P the feature map's projection width (d_qk for
 /// Softmax, d_qk / 2 for Hedgehog). Float is const float for a scorer's weights, float for what fills or trains them.
 template <class Float>
 struct mLSTMParameters {
@@ -56,7 +56,7 @@ struct mLSTMParameters {
 /// c tanh(y / c) with c = gate_softcap > 0, or nothing with 0. Norm is an RMS norm over d_v with a learned gain and
 /// epsilon 1e-6, or nothing.
 ///
-/// **The stabilised frame.** Only (C, z) scaled by exp(-m) are stored, with
+/// **The stabilized frame.** Only (C, z) scaled by exp(-m) are stored, with
 ///
 ///     m_t = max(log f_t + m_{t-1}, log i_t),  m before the first token = -infinity
 ///
@@ -67,7 +67,7 @@ struct mLSTMParameters {
 /// **State** per (sequence, head), state_size() numbers: C [d_qk][d_v], z [d_qk], then m as a sum of two numbers (the
 /// second holds what rounding took off the first: with forget gates near 1, m moves by less than a float can show).
 ///
-/// D is the width of keys and values, fixed at compile time; dynamic takes dim_k and dim_v at run time. One object serves
+/// D is the width of keys and values, fixed at compile time; dynamic takes head_dim_qk and head_dim_vo at run time. One object serves
 /// one layer; the weights are fp32, the caller's, and must outlive it. Calls on different states may run at once.
 template <std::int32_t D = dynamic, FeatureMap Feature = Hedgehog, ValuePath Values = ProjectedValues>
 struct mLSTMScorer {
@@ -78,23 +78,26 @@ struct mLSTMScorer {
     using parameters = mLSTMParameters<Float>;
     using feature_map = Feature;
     using value_path = Values;
-    static constexpr double clamp = 1e-6;         ///< the least divisor of a read, in the stabilised frame
+    static constexpr double clamp = 1e-6;         ///< the least divisor of a read, in the stabilized frame
     static constexpr double norm_epsilon = 1e-6;  ///< added to the mean square
     /// log f is at least this, whose exponential is 0: so a gate that is shut, a bias of -infinity, is a number that chunks can add up.
     static constexpr double least_log_forget = -1000.0;
 
     std::int32_t heads = 0;
-    std::int32_t dim_k = D == dynamic ? 0 : D;
-    std::int32_t dim_v = D == dynamic ? 0 : D;
-    std::int32_t d_qk = 0;  ///< number of features; 0 stands for dim_k
-    std::int32_t d_v = 0;   ///< width of v~; 0 stands for dim_v / 2 (ProjectedValues) or dim_v (DirectValues)
+    std::int32_t head_dim_qk = D == dynamic ? 0 : D;
+    std::int32_t head_dim_vo = D == dynamic ? 0 : D;
+    std::int32_t d_qk = 0;  ///< number of features; 0 stands for head_dim_qk
+    std::int32_t d_v =
+        0;  ///< width of v~; 0 stands for head_dim_vo / 2 (ProjectedValues) or head_dim_vo (DirectValues)
     float gate_softcap = 0.0f;
     mLSTMParameters<const float> weights{};
 
-    [[nodiscard]] std::int32_t input_size() const { return dim_k + dim_v; }
-    [[nodiscard]] std::int32_t features() const { return d_qk != 0 ? d_qk : dim_k; }
+    [[nodiscard]] std::int32_t input_size() const { return head_dim_qk + head_dim_vo; }
+    [[nodiscard]] std::int32_t features() const { return d_qk != 0 ? d_qk : head_dim_qk; }
     [[nodiscard]] std::int32_t projection() const { return Feature::projection(features()); }
-    [[nodiscard]] std::int32_t value_width() const { return d_v != 0 ? d_v : Values::default_width(dim_v); }
+    [[nodiscard]] std::int32_t value_width() const {
+        return d_v != 0 ? d_v : Values::default_width(head_dim_vo);
+    }
 
     [[nodiscard]] std::size_t state_size() const {
         return static_cast<std::size_t>(features()) * (static_cast<std::size_t>(value_width()) + 1) + 2;

@@ -31,7 +31,7 @@ struct ObservedPrefill {
     static constexpr ObservedPrefill stepwise() { return {1}; }
 };
 
-/// How SnapKV smooths masses over neighbouring keys before it chooses. Keys are neighbours in logical order, among those that
+/// How SnapKV smooths masses over neighboring keys before it chooses. Keys are neighbors in logical order, among those that
 /// the choice is about; beyond the ends there is 0.
 struct MassPooling {
     std::int32_t width = 1;  ///< odd; 1: no pooling

@@ -27,59 +27,60 @@ struct Rope {
     /// f_i [dims / 2], the caller's, where they are not the powers of a base (scaled RoPE); null otherwise.
     const float* frequencies = nullptr;
 
-    [[nodiscard]] std::int32_t rotated(std::int32_t dim_k) const {
-        return layout == rope_layout::none ? 0 : dims == 0 ? dim_k : dims;
+    [[nodiscard]] std::int32_t rotated(std::int32_t head_dim_qk) const {
+        return layout == rope_layout::none ? 0 : dims == 0 ? head_dim_qk : dims;
     }
 
     /// f_i: a power where no frequencies are given, so who turns many keys fills an array first.
-    [[nodiscard]] float frequency(std::int32_t dim_k, std::int32_t i) const {
+    [[nodiscard]] float frequency(std::int32_t head_dim_qk, std::int32_t i) const {
         return frequencies != nullptr
                    ? frequencies[i]
-                   : static_cast<float>(std::pow(static_cast<double>(base), -2.0 * i / rotated(dim_k)));
+                   : static_cast<float>(std::pow(static_cast<double>(base), -2.0 * i / rotated(head_dim_qk)));
     }
-    /// Writes f_i to out [rotated(dim_k) / 2].
-    void fill_frequencies(std::int32_t dim_k, float* out) const {
-        for (std::int32_t i = 0; i < rotated(dim_k) / 2; ++i) {
-            out[i] = frequency(dim_k, i);
+    /// Writes f_i to out [rotated(head_dim_qk) / 2].
+    void fill_frequencies(std::int32_t head_dim_qk, float* out) const {
+        for (std::int32_t i = 0; i < rotated(head_dim_qk) / 2; ++i) {
+            out[i] = frequency(head_dim_qk, i);
         }
     }
 
     /// Turns one key back, in place: from after RoPE at position t to before it. `f` are the frequencies, or null.
     template <class Real>
-    void undo(position_t t, std::int32_t dim_k, const float* f, Real* key) const {
-        turn<-1>(t, dim_k, f, key);
+    void undo(position_t t, std::int32_t head_dim_qk, const float* f, Real* key) const {
+        turn<-1>(t, head_dim_qk, f, key);
     }
     /// Rotates one key, in place; also what takes a gradient back through undo(), since rotations are orthogonal.
     template <class Real>
-    void apply(position_t t, std::int32_t dim_k, const float* f, Real* key) const {
-        turn<1>(t, dim_k, f, key);
+    void apply(position_t t, std::int32_t head_dim_qk, const float* f, Real* key) const {
+        turn<1>(t, head_dim_qk, f, key);
     }
 
     /// Refuses a layout, a number of dims or a base that keys of this width cannot have. `of` is the scorer's name.
-    void check(const char* of, std::int32_t dim_k) const {
+    void check(const char* of, std::int32_t head_dim_qk) const {
         if (layout == rope_layout::none) {
             return;
         }
         const auto name = [&](const char* what) { return [=] { return detail::text(of, ".rope.", what); }; };
         detail::require(layout <= rope_layout::half_split, name("layout"), static_cast<std::int32_t>(layout),
                         "a rope_layout");
-        detail::require(rotated(dim_k) % 2 == 0 && rotated(dim_k) >= 2 && rotated(dim_k) <= dim_k,
-                        name("dims"), rotated(dim_k),
-                        [&] { return detail::text("an even number up to the keys' ", dim_k); });
+        detail::require(
+            rotated(head_dim_qk) % 2 == 0 && rotated(head_dim_qk) >= 2 && rotated(head_dim_qk) <= head_dim_qk,
+            name("dims"), rotated(head_dim_qk),
+            [&] { return detail::text("an even number up to the keys' ", head_dim_qk); });
         detail::require(frequencies != nullptr || (base > 0.0f && std::isfinite(base)), name("base"), base,
                         "a positive number");
     }
 
   private:
     template <int Sign, class Real>
-    void turn(position_t t, std::int32_t dim_k, const float* f, Real* key) const {
-        const std::int32_t pairs = rotated(dim_k) / 2;
+    void turn(position_t t, std::int32_t head_dim_qk, const float* f, Real* key) const {
+        const std::int32_t pairs = rotated(head_dim_qk) / 2;
         const std::int32_t apart = layout == rope_layout::interleaved ? 1 : pairs;
         const std::int32_t step = layout == rope_layout::interleaved ? 2 : 1;
         for (std::int32_t i = 0; i < pairs; ++i) {
             // Cosine and sine of the fp32 angle, in double: no library's fp32 functions show in a score.
             const Real angle =
-                static_cast<Real>(t) * static_cast<Real>(f != nullptr ? f[i] : frequency(dim_k, i));
+                static_cast<Real>(t) * static_cast<Real>(f != nullptr ? f[i] : frequency(head_dim_qk, i));
             const auto c = static_cast<Real>(std::cos(static_cast<double>(angle)));
             const auto s = static_cast<Real>(Sign * std::sin(static_cast<double>(angle)));
             Real& a = key[std::ptrdiff_t{i} * step];

@@ -48,19 +48,19 @@ std::size_t score_sequence_workspace_bytes(
 /// A stateless scorer writes scores[b][h][t] for every t < length of the sequence; `delay` is not used. A stateful one
 /// absorbs token after token, and right after token q it reads token t = q - delay (the window's w for KVpop; 0 reads
 /// each token as it comes): scores[b][h][t] is written where t + delay < length. **Nothing else is written**: the entry
-/// of a key that never leaves its window keeps what it held, and nobody may read it. A scorer that reads neighbours
+/// of a key that never leaves its window keeps what it held, and nobody may read it. A scorer that reads neighbors
 /// (ConvScorer) writes the same entries, for a window of `delay` keys. With cu_seqlens the state is empty at each segment's
 /// start, where positions count from 0 again, and t and t + delay are of one segment.
 ///
 /// Continued sequences: with starts[b] = s > 0 the call brings tokens s .. s + length - 1 of sequence b, in rows of the
 /// same numbers; the rows before s are tokens of earlier calls. A stateless scorer does not touch those. A stateful
 /// one takes up options.states, where an earlier call left it, and reads the last `delay` of them as they leave; one that
-/// reads neighbours reads the last delay + reach. starts and cu_seqlens do not go together.
+/// reads neighbors reads the last delay + reach. starts and cu_seqlens do not go together.
 ///
 /// Synchronous, on the threads of `on`; scores depend neither on their number nor on the instruction set. A NaN in what a
 /// scorer looks at makes the scores NaN that see it: the token's own, those read after a stateful scorer absorbed it, those
-/// whose neighbour it is. Nothing is refused for it here. Refuses, before anything is written: views that disagree, lengths below 0 or over S, a scorer that does not fit
-/// (check()), a delay below 0 (2 reach + 1 where neighbours are read), starts > 0 without states, a form or dropout that the
+/// whose neighbor it is. Nothing is refused for it here. Refuses, before anything is written: views that disagree, lengths below 0 or over S, a scorer that does not fit
+/// (check()), a delay below 0 (2 reach + 1 where neighbors are read), starts > 0 without states, a form or dropout that the
 /// scorer lacks, too little workspace.
 template <Scorer S, class K, class V>
 void score_sequence(const host& on, const S& scorer, rows_view<K> k, rows_view<V> v,

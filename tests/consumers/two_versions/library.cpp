@@ -15,17 +15,17 @@ extern "C" [[gnu::visibility("default")]] int KVPOLICY_TEST_LIBRARY(char* text, 
     kvp::CacheShape shape;
     shape.query_heads = 1;
     shape.kv_heads = 1;
-    shape.dim_k = dim;
-    shape.dim_v = dim;
+    shape.head_dim_qk = dim;
+    shape.head_dim_vo = dim;
     kvp::FixedBudgetCache<Policy, float> cache{shape};
     kvp::HostBuffer memory{cache.bytes().total()};
     cache.bind(on, memory);
-    kvp::HostBuffer workspace{kvp::cache_workspace_bytes(on, cache.ref(0), 1, 1)};
+    kvp::HostBuffer workspace{kvp::cache_workspace_bytes(on, cache.layer(0), 1, 1)};
     std::vector<float> x(dim, 1.0f), out(dim);
     for (int t = 0; t < 100; ++t) {
         const float score = static_cast<float>(t % 10);
         const auto row = kvp::view_bhsd<const float>(x.data(), 1, 1, 1, dim);
-        kvp::step(on, cache.ref(0), {.count = 1}, row, row, row, kvp::view_bhsd(out.data(), 1, 1, 1, dim),
+        kvp::step(on, cache.layer(0), {.count = 1}, row, row, row, kvp::view_bhsd(out.data(), 1, 1, 1, dim),
                   workspace, nullptr, {.scores = kvp::view_bhs(&score, 1, 1, 1)});
         cache.advance(on, {.count = 1});
     }
@@ -36,5 +36,5 @@ extern "C" [[gnu::visibility("default")]] int KVPOLICY_TEST_LIBRARY(char* text, 
         std::strncat(text, ": ", size - std::strlen(text) - 1);
         std::strncat(text, error.what(), size - std::strlen(text) - 1);
     }
-    return cache.occupancy(0, 0, 0).rows();
+    return cache.usage(0, 0, 0).size();
 }

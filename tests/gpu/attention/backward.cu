@@ -46,8 +46,8 @@ TEST_CASE("head_dims") {
     for (const auto& [k, v] :
          {std::pair{64, 64}, {80, 80}, {96, 96}, {8, 8}, {32, 64}, {128, 64}, {72, 120}}) {
         Case c = plain(("head_dim " + std::to_string(k) + " and " + std::to_string(v)).c_str(), 230, 3);
-        c.dim_k = k;
-        c.dim_v = v;
+        c.head_dim_qk = k;
+        c.head_dim_vo = v;
         c.draw_expiry(30, 300);
         check_case<bf16, head_dims<64, 128>>(c);
     }
@@ -68,12 +68,12 @@ TEST_CASE("biases") {
     }
 }
 
-TEST_CASE("softcap, scale") {
-    Case c = plain("softcap", 300, 4);
-    c.attention.softcap = 5.0f;
+TEST_CASE("logits_soft_cap, scale") {
+    Case c = plain("logits_soft_cap", 300, 4);
+    c.attention.logits_soft_cap = 5.0f;
     c.draw_expiry(60, 300);
     check_case<bf16>(c);
-    c.name = "softcap and bias";
+    c.name = "logits_soft_cap and bias";
     c.draw_bias(20);
     check_case<bf16>(c);
     c.name = "scale";
@@ -160,8 +160,8 @@ TEST_CASE("NaN in keys and values reaches nobody but those who see them") {
         c.spoilt[t] = t % 60 == 7 ? 1 : (t % 60 == 41 ? 2 : 0);
     }
     check_case<bf16>(c);
-    c.name = "spoilt keys, softcap and biases";
-    c.attention.softcap = 5.0f;
+    c.name = "spoilt keys, logits_soft_cap and biases";
+    c.attention.logits_soft_cap = 5.0f;
     c.draw_bias(5);
     check_case<bf16>(c);
     c = plain("spoilt last keys, dense", 300, 4);
@@ -205,7 +205,7 @@ TEST_CASE("logits of 60000") {
     Case c = plain("logits of +-60000", 200, 2);
     c.carrier = 0;
     c.draw_expiry(50, 200);
-    c.attention.scale = 1.0f;
+    c.attention.sm_scale = 1.0f;
     c.edit = [](std::vector<double>& q, std::vector<double>& k, std::vector<double>&) {
         for (std::size_t i = 0; i < q.size(); ++i) {
             q[i] = i % 128 == 0 ? 256.0 : (i % 128 < 9 ? q[i] * 0.25 : 0.0);

@@ -44,12 +44,13 @@ double widened(T x) {
 /// A call. Empty vectors: not given. Planes are [B][Hkv][rows].
 struct Case {
     std::string name;
-    std::int32_t batch = 1, kv_heads = 1, group = 1, queries = 64, rows = 64, dim_k = 128, dim_v = 128;
+    std::int32_t batch = 1, kv_heads = 1, group = 1, queries = 64, rows = 64, head_dim_qk = 128,
+                 head_dim_vo = 128;
     std::vector<expiry_t> expiry;
     std::vector<float> log_bias;
     std::vector<std::int32_t> bias_from, position, starts, lengths, key_lengths, edges;
     std::int32_t first = 0;
-    Attention attention;
+    AttentionParams attention;
     bool interleaved = false;  // [batch, length, heads, dim], with a gap after every row
     double spread = 1.0;
     unsigned seed = 1;
@@ -200,10 +201,10 @@ struct Inputs {
             }
         };
         const std::int64_t query_rows = std::int64_t{c.batch} * c.heads() * c.queries;
-        fill(q, query_rows * c.dim_k);
-        fill(k, static_cast<std::int64_t>(c.planes()) * c.dim_k);
-        fill(v, static_cast<std::int64_t>(c.planes()) * c.dim_v);
-        fill(d_out, query_rows * c.dim_v);
+        fill(q, query_rows * c.head_dim_qk);
+        fill(k, static_cast<std::int64_t>(c.planes()) * c.head_dim_qk);
+        fill(v, static_cast<std::int64_t>(c.planes()) * c.head_dim_vo);
+        fill(d_out, query_rows * c.head_dim_vo);
         if (c.edit) {
             c.edit(q, k, v);
         }
@@ -220,9 +221,9 @@ inline const host& oracle() {
     return on;
 }
 
-inline keys<double> host_keys(const Case& c, const std::vector<double>& k, const std::vector<double>& v) {
-    keys<double> all{view_bhsd<const double>(k.data(), c.batch, c.kv_heads, c.rows, c.dim_k),
-                     view_bhsd<const double>(v.data(), c.batch, c.kv_heads, c.rows, c.dim_v)};
+inline kv_view<double> host_keys(const Case& c, const std::vector<double>& k, const std::vector<double>& v) {
+    kv_view<double> all{view_bhsd<const double>(k.data(), c.batch, c.kv_heads, c.rows, c.head_dim_qk),
+                        view_bhsd<const double>(v.data(), c.batch, c.kv_heads, c.rows, c.head_dim_vo)};
     const auto plane = [&](const auto& values) {
         return view_bhs(values.data(), c.batch, c.kv_heads, c.rows);
     };
@@ -246,12 +247,12 @@ inline keys<double> host_keys(const Case& c, const std::vector<double>& k, const
 /// The host's gradients in double; fills in out (rounded to T) and lse.
 template <class T>
 Gradients expected(const Case& c, Inputs<T>& in) {
-    const keys<double> all = host_keys(c, in.k, in.v);
+    const kv_view<double> all = host_keys(c, in.k, in.v);
     const Sequences sequences = c.sequences(c.lengths.data(), c.starts.data(), c.edges.data());
-    const auto q = view_bhsd<const double>(in.q.data(), c.batch, c.heads(), c.queries, c.dim_k);
+    const auto q = view_bhsd<const double>(in.q.data(), c.batch, c.heads(), c.queries, c.head_dim_qk);
     in.out.assign(in.d_out.size(), 0.0);
     in.lse.assign(static_cast<std::size_t>(std::int64_t{c.batch} * c.heads() * c.queries), 0.0f);
-    const auto out = view_bhsd(in.out.data(), c.batch, c.heads(), c.queries, c.dim_v);
+    const auto out = view_bhsd(in.out.data(), c.batch, c.heads(), c.queries, c.head_dim_vo);
     const auto lse = view_bhs(in.lse.data(), c.batch, c.heads(), c.queries);
     std::vector<unsigned char> memory(attend_workspace_bytes(oracle(), c.attention, q, all, sequences));
     attend(oracle(), c.attention, q, all, sequences, out, lse, {memory.data(), memory.size()});
@@ -263,16 +264,16 @@ Gradients expected(const Case& c, Inputs<T>& in) {
     g.k.assign(in.k.size(), untouched);
     g.v.assign(in.v.size(), untouched);
     g.bias.assign(c.log_bias.empty() ? 0 : c.planes(), untouched);
-    AttendGradients<double> into{view_bhsd(g.q.data(), c.batch, c.heads(), c.queries, c.dim_k),
-                                 view_bhsd(g.k.data(), c.batch, c.kv_heads, c.rows, c.dim_k),
-                                 view_bhsd(g.v.data(), c.batch, c.kv_heads, c.rows, c.dim_v)};
+    AttentionGrads<double> grads{view_bhsd(g.q.data(), c.batch, c.heads(), c.queries, c.head_dim_qk),
+                                 view_bhsd(g.k.data(), c.batch, c.kv_heads, c.rows, c.head_dim_qk),
+                                 view_bhsd(g.v.data(), c.batch, c.kv_heads, c.rows, c.head_dim_vo)};
     if (!c.log_bias.empty()) {
-        into.d_log_bias = view_bhs(g.bias.data(), c.batch, c.kv_heads, c.rows);
+        grads.d_log_bias = view_bhs(g.bias.data(), c.batch, c.kv_heads, c.rows);
     }
-    const AttendGradient<double> given{
-        out, lse, view_bhsd<const double>(in.d_out.data(), c.batch, c.heads(), c.queries, c.dim_v)};
+    const SavedForward<double> saved{
+        out, lse, view_bhsd<const double>(in.d_out.data(), c.batch, c.heads(), c.queries, c.head_dim_vo)};
     memory.assign(attend_backward_workspace_bytes(oracle(), c.attention, q, all, sequences), 0);
-    attend_backward(oracle(), c.attention, q, all, sequences, given, into, {memory.data(), memory.size()});
+    attend_backward(oracle(), c.attention, q, all, sequences, saved, grads, {memory.data(), memory.size()});
     return g;
 }
 
@@ -285,21 +286,21 @@ struct OnDevice {
     Device<compute_t<T>> d_bias;
     Device<expiry_t> expiry;
     Device<std::int32_t> bias_from, position, starts, lengths, key_lengths, edges;
-    keys<T> all;
+    kv_view<T> all;
     Sequences sequences;
-    AttendGradient<T> given;
-    AttendGradients<T> into;
+    SavedForward<T> saved;
+    AttentionGrads<T> grads;
 
     OnDevice(const Case& problem, const Inputs<T>& in)
         : c(problem),
-          q(c, in.q, c.heads(), c.queries, c.dim_k),
-          k(c, in.k, c.kv_heads, c.rows, c.dim_k),
-          v(c, in.v, c.kv_heads, c.rows, c.dim_v),
-          out(c, in.out, c.heads(), c.queries, c.dim_v),
-          d_out(c, in.d_out, c.heads(), c.queries, c.dim_v),
-          d_q(c, std::vector<double>(in.q.size(), untouched), c.heads(), c.queries, c.dim_k),
-          d_k(c, std::vector<double>(in.k.size(), untouched), c.kv_heads, c.rows, c.dim_k),
-          d_v(c, std::vector<double>(in.v.size(), untouched), c.kv_heads, c.rows, c.dim_v),
+          q(c, in.q, c.heads(), c.queries, c.head_dim_qk),
+          k(c, in.k, c.kv_heads, c.rows, c.head_dim_qk),
+          v(c, in.v, c.kv_heads, c.rows, c.head_dim_vo),
+          out(c, in.out, c.heads(), c.queries, c.head_dim_vo),
+          d_out(c, in.d_out, c.heads(), c.queries, c.head_dim_vo),
+          d_q(c, std::vector<double>(in.q.size(), untouched), c.heads(), c.queries, c.head_dim_qk),
+          d_k(c, std::vector<double>(in.k.size(), untouched), c.kv_heads, c.rows, c.head_dim_qk),
+          d_v(c, std::vector<double>(in.v.size(), untouched), c.kv_heads, c.rows, c.head_dim_vo),
           lse(in.lse),
           log_bias(c.log_bias),
           d_bias(std::vector<compute_t<T>>(c.log_bias.size(), static_cast<compute_t<T>>(untouched))),
@@ -312,14 +313,14 @@ struct OnDevice {
           edges(c.edges),
           all{q.view, q.view},
           sequences(c.sequences(lengths.data(), starts.data(), edges.data())) {
-        all = keys<T>{k.view, v.view};
+        all = kv_view<T>{k.view, v.view};
         const auto plane = [&](auto* data) { return view_bhs(data, c.batch, c.kv_heads, c.rows); };
         if (!c.expiry.empty()) {
             all.mask.expiry = plane(static_cast<const expiry_t*>(expiry.data()));
         }
         if (!c.log_bias.empty()) {
             all.mask.log_bias = plane(static_cast<const float*>(log_bias.data()));
-            into.d_log_bias = plane(d_bias.data());
+            grads.d_log_bias = plane(d_bias.data());
         }
         if (!c.bias_from.empty()) {
             all.mask.bias_from = bias_from.data();
@@ -329,10 +330,10 @@ struct OnDevice {
         }
         all.first = c.first;
         all.lengths = c.key_lengths.empty() ? nullptr : key_lengths.data();
-        given = {out.view, view_bhs<const float>(lse.data(), c.batch, c.heads(), c.queries), d_out.view};
-        into.d_q = d_q.view;
-        into.d_k = d_k.view;
-        into.d_v = d_v.view;
+        saved = {out.view, view_bhs<const float>(lse.data(), c.batch, c.heads(), c.queries), d_out.view};
+        grads.d_q = d_q.view;
+        grads.d_k = d_k.view;
+        grads.d_v = d_v.view;
     }
 
     [[nodiscard]] std::size_t bytes(const BackwardOptions& options) const {
@@ -340,7 +341,7 @@ struct OnDevice {
                                                         options);
     }
     void run(const kvpolicy::cuda& on, const BackwardOptions& options, workspace_view workspace) const {
-        attend_backward<T, Dims>(on, c.attention, q.view, all, sequences, given, into, workspace, options);
+        attend_backward<T, Dims>(on, c.attention, q.view, all, sequences, saved, grads, workspace, options);
     }
     [[nodiscard]] Gradients read() const {
         Gradients g{d_q.read(c), d_k.read(c), d_v.read(c), {}};
@@ -404,7 +405,7 @@ void spoil(const Case& c, Inputs<T>& in) {
     const double nan = std::numeric_limits<double>::quiet_NaN();
     for (std::size_t t = 0; t < c.spoilt.size(); ++t) {
         std::vector<double>& rows = c.spoilt[t] == 2 ? in.v : in.k;
-        const auto dim = static_cast<std::size_t>(c.spoilt[t] == 2 ? c.dim_v : c.dim_k);
+        const auto dim = static_cast<std::size_t>(c.spoilt[t] == 2 ? c.head_dim_vo : c.head_dim_qk);
         std::fill_n(rows.begin() + static_cast<std::ptrdiff_t>(t * dim), c.spoilt[t] == 0 ? 0 : dim, nan);
     }
 }
@@ -420,8 +421,8 @@ inline void forgive(const Case& c, Gradients& got, const Gradients& wanted) {
         if (c.spoilt[t] == 0) {
             continue;
         }
-        replace(got.k, wanted.k, t, c.dim_k);
-        replace(got.v, wanted.v, t, c.dim_v);
+        replace(got.k, wanted.k, t, c.head_dim_qk);
+        replace(got.v, wanted.v, t, c.head_dim_vo);
         if (!got.bias.empty()) {
             got.bias[t] = wanted.bias[t];
         }
@@ -432,7 +433,8 @@ inline void forgive(const Case& c, Gradients& got, const Gradients& wanted) {
                 const std::size_t head =
                     t / rows * static_cast<std::size_t>(c.group) + static_cast<std::size_t>(g);
                 replace(got.q, wanted.q,
-                        head * static_cast<std::size_t>(c.queries) + static_cast<std::size_t>(q), c.dim_k);
+                        head * static_cast<std::size_t>(c.queries) + static_cast<std::size_t>(q),
+                        c.head_dim_qk);
             }
         }
     }
@@ -454,7 +456,7 @@ void check_case(const Case& c, Tolerance allowed = {tolerance<T>()}) {
         call.run({}, options, workspace);
         Gradients got = call.read();
         for (std::size_t i = 0; c.carrier >= 0 && i < got.q.size(); ++i) {
-            if (static_cast<std::int32_t>(i % static_cast<std::size_t>(c.dim_k)) == c.carrier) {
+            if (static_cast<std::int32_t>(i % static_cast<std::size_t>(c.head_dim_qk)) == c.carrier) {
                 got.q[i] = wanted.q[i];
             }
         }

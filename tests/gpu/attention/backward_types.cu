@@ -14,7 +14,7 @@ Case small(const char* name, std::int32_t dim) {
     c.queries = c.rows = 230;
     c.group = 3;
     c.kv_heads = 2;
-    c.dim_k = c.dim_v = dim;
+    c.head_dim_qk = c.head_dim_vo = dim;
     c.draw_expiry(40, 300);
     return c;
 }
@@ -39,7 +39,7 @@ TEST_CASE("fp32, plain loops") {
     Case c = small("fp32", 80);
     check_case<float>(c);
     c.draw_bias(30);
-    c.attention.softcap = 4.0f;
+    c.attention.logits_soft_cap = 4.0f;
     check_case<float>(c);
     c = small("fp32 of several super-tiles", 64);
     c.kv_heads = 1;
@@ -57,15 +57,15 @@ TEST_CASE("head_dims up to 256") {
     using Dims = head_dims<256>;
     Case c = small("head_dim 256", 256);
     check_case<bf16, Dims>(c);
-    c.attention.softcap = 5.0f;
-    c.name = "head_dim 256, softcap";
+    c.attention.logits_soft_cap = 5.0f;
+    c.name = "head_dim 256, logits_soft_cap";
     check_case<bf16, Dims>(c);
-    c.dim_v = 136;
+    c.head_dim_vo = 136;
     c.draw_bias(30);
-    c.name = "head_dims 256 and 136, softcap and biases";
+    c.name = "head_dims 256 and 136, logits_soft_cap and biases";
     check_case<bf16, Dims>(c);
-    c.attention.softcap = 0.0f;
-    c.dim_k = 192;
+    c.attention.logits_soft_cap = 0.0f;
+    c.head_dim_qk = 192;
     c.interleaved = true;
     c.name = "head_dims 192 and 136, biases";
     check_case<bf16, Dims>(c);
@@ -147,7 +147,7 @@ TEST_CASE("a captured graph serves other lengths") {
     test::ok(cudaMemcpy(call.lengths.data(), c.lengths.data(), 8, cudaMemcpyHostToDevice));
     const Gradients wanted = expected(c, in);
     test::ok(cudaMemcpy(call.out.memory.data(),
-                        Rows<bf16>::spread(c, in.out, c.heads(), c.queries, c.dim_v).data(),
+                        Rows<bf16>::spread(c, in.out, c.heads(), c.queries, c.head_dim_vo).data(),
                         call.out.memory.bytes(), cudaMemcpyHostToDevice));
     test::ok(cudaMemcpy(call.lse.data(), in.lse.data(), call.lse.bytes(), cudaMemcpyHostToDevice));
     test::ok(cudaGraphLaunch(exec, stream));
@@ -193,11 +193,11 @@ TEST_CASE("fewer keys take no more workspace, none at all included") {
     const auto q = view_bhsd<const bf16>(rows, 1, 2, queries, 64);
     std::size_t before = 0;
     for (const std::int32_t length : {0, 1, 500, 5000, 100000}) {
-        keys<bf16> all{view_bhsd<const bf16>(rows, 1, 1, length, 64),
-                       view_bhsd<const bf16>(rows, 1, 1, length, 64)};
+        kv_view<bf16> all{view_bhsd<const bf16>(rows, 1, 1, length, 64),
+                          view_bhsd<const bf16>(rows, 1, 1, length, 64)};
         all.position = view_bhs<const std::int32_t>(positions, 1, 1, length);
         const std::size_t bytes = attend_backward_workspace_bytes<bf16, head_dims<128>>(
-            kvpolicy::cuda{}, Attention{}, q, all, {.batch = 1, .length = queries});
+            kvpolicy::cuda{}, AttentionParams{}, q, all, {.batch = 1, .length = queries});
         CHECK_MESSAGE(bytes >= before, length);
         before = bytes;
     }
@@ -211,35 +211,35 @@ TEST_CASE("refusals") {
     const Device<unsigned char> workspace(call.bytes({}));
     const rows_view<const bf16> q = call.q.view;
     const auto refused = [&](auto&& change, const char* text) {
-        keys<bf16> all = call.all;
-        Attention attention;
-        AttendGradient<bf16> given = call.given;
-        AttendGradients<bf16> into = call.into;
+        kv_view<bf16> all = call.all;
+        AttentionParams attention;
+        SavedForward<bf16> saved = call.saved;
+        AttentionGrads<bf16> grads = call.grads;
         workspace_view memory = workspace;
-        change(all, attention, given, into, memory);
+        change(all, attention, saved, grads, memory);
         const std::string got = test::refusal_of([&] {
-            attend_backward<bf16, head_dims<128>>(kvpolicy::cuda{}, attention, q, all, call.sequences, given,
-                                                  into, memory);
+            attend_backward<bf16, head_dims<128>>(kvpolicy::cuda{}, attention, q, all, call.sequences, saved,
+                                                  grads, memory);
         });
         CHECK_MESSAGE(got.find(text) != std::string::npos, got);
     };
     refused([](auto&, auto&, auto&, auto&, auto& memory) { memory.bytes -= 1; }, "workspace.bytes");
     refused([](auto& all, auto&, auto&, auto&, auto&) { all.k.dim = 120; }, "keys.k.dim");
     refused([](auto& all, auto&, auto&, auto&, auto&) { all.k.row_stride += 1; }, "aligned to 16 bytes");
-    refused([](auto&, auto& attention, auto&, auto&, auto&) { attention.softcap = -1.0f; },
-            "attention.softcap");
-    refused([](auto&, auto&, auto& given, auto&, auto&) { given.lse = {}; }, "lse");
-    refused([](auto&, auto&, auto&, auto& into, auto&) { into.d_v.heads = 1; }, "d_v");
+    refused([](auto&, auto& attention, auto&, auto&, auto&) { attention.logits_soft_cap = -1.0f; },
+            "attention.logits_soft_cap");
+    refused([](auto&, auto&, auto& saved, auto&, auto&) { saved.lse = {}; }, "lse");
+    refused([](auto&, auto&, auto&, auto& grads, auto&) { grads.d_v.heads = 1; }, "d_v");
     CHECK_MESSAGE(test::refusal_of([&] {
                       static_cast<void>(attend_backward_workspace_bytes<bf16, head_dims<64>>(
-                          kvpolicy::cuda{}, Attention{}, q, call.all, call.sequences));
+                          kvpolicy::cuda{}, AttentionParams{}, q, call.all, call.sequences));
                   }).find("head_dim") != std::string::npos,
                   "the head_dim to compile for");
     rows_view<const bf16> many = q;
     many.heads = 2 * 8192;
     CHECK_MESSAGE(test::refusal_of([&] {
                       static_cast<void>(attend_backward_workspace_bytes<bf16, head_dims<128>>(
-                          kvpolicy::cuda{}, Attention{}, many, call.all, call.sequences));
+                          kvpolicy::cuda{}, AttentionParams{}, many, call.all, call.sequences));
                   }).find("8191") != std::string::npos,
                   "query heads a KV head");
 }

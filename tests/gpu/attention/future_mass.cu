@@ -1,4 +1,4 @@
-// The future-attention target and the dense normaliser on CUDA against the host in double (KVpop, 3.1, 3.2, D).
+// The future-attention target and the dense normalizer on CUDA against the host in double (KVpop, 3.1, 3.2, D).
 #include "../../support/refusal.hpp"
 #include "../support/mass_check.hpp"
 
@@ -31,7 +31,7 @@ void check_kernels(std::int32_t dim) {
 
 /// A quick pass that overflows, the careful one after it, and the largest exponents alone, at a size for compute-sanitizer:
 /// tiles in whose pairs all count, and others.
-void check_small(band_path path) {
+void check_small(qk_reduce_path path) {
     MassCase c{.length = 300, .dim = 64, .options = options_of(9), .lse = Lse::far_below, .spread = 1.5f};
     MassTest<bf16>(c).check(path);
     c.options = options_of(9, infinity);
@@ -40,8 +40,8 @@ void check_small(band_path path) {
 
 }  // namespace
 
-TEST_CASE("small future masses by Hopper's kernel") { check_small(band_path::hopper); }
-TEST_CASE("small future masses by the portable kernel") { check_small(band_path::portable); }
+TEST_CASE("small future masses by Hopper's kernel") { check_small(qk_reduce_path::hopper); }
+TEST_CASE("small future masses by the portable kernel") { check_small(qk_reduce_path::portable); }
 TEST_CASE("small future masses by the plain kernels") {
     const std::vector<std::int32_t> windows = {3, 300};
     FutureMassOptions by_head;
@@ -81,7 +81,7 @@ TEST_CASE("future mass with every option") {
     }
 }
 
-TEST_CASE("future mass of any group and head_dim, with softcap and scale") {
+TEST_CASE("future mass of any group and head_dim, with logits_soft_cap and scale") {
     for (const std::int32_t group : {1, 3, 5, 12}) {
         check_mass<bf16>({.length = 200, .kv_heads = 2, .group = group, .dim = 64, .options = options_of(5)});
     }
@@ -91,14 +91,14 @@ TEST_CASE("future mass of any group and head_dim, with softcap and scale") {
                           .group = 2,
                           .dim = dim,
                           .options = options_of(5),
-                          .softcap = 5.0f,
+                          .logits_soft_cap = 5.0f,
                           .spread = 2.0f});
     }
     check_mass<bf16>({.length = 300, .dim = 128, .options = options_of(5), .scale = -0.2f});
     check_mass<bf16>(
-        {.length = 300, .dim = 128, .options = options_of(5, 2.0f), .softcap = 30.0f, .scale = 0.3f});
+        {.length = 300, .dim = 128, .options = options_of(5, 2.0f), .logits_soft_cap = 30.0f, .scale = 0.3f});
     check_mass<float>(
-        {.length = 150, .group = 2, .dim = 40, .options = options_of(5, 3.0f), .softcap = 5.0f});
+        {.length = 150, .group = 2, .dim = 40, .options = options_of(5, 3.0f), .logits_soft_cap = 5.0f});
 }
 
 TEST_CASE("future mass where exponentials leave fp32") {
@@ -131,12 +131,12 @@ TEST_CASE("future mass where exponentials leave fp32") {
         {.length = 290, .group = 2, .dim = 128, .options = options_of(9), .logits = Logits::huge});
 }
 
-TEST_CASE("normalisers of logits that grow along the sequence, and of some that fall") {
+TEST_CASE("normalizers of logits that grow along the sequence, and of some that fall") {
     for (const std::int32_t dim : {64, 128, 256}) {
         for (const float most : {30.0f, 60.0f, 90.0f, 400.0f, -90.0f, -400.0f}) {
             MassCase c{.length = 700, .group = 2, .dim = dim, .options = options_of(9), .slope = most};
             MassTest<bf16> test(c);
-            for (const band_path path : {band_path::portable, band_path::hopper}) {
+            for (const qk_reduce_path path : {qk_reduce_path::portable, qk_reduce_path::hopper}) {
                 test.check(path);
             }
         }
@@ -144,17 +144,17 @@ TEST_CASE("normalisers of logits that grow along the sequence, and of some that 
 }
 
 // These have a kernel of their own on Hopper.
-TEST_CASE("normalisers of long sequences, one of them with logits that grow") {
+TEST_CASE("normalizers of long sequences, one of them with logits that grow") {
     for (const float most : {0.0f, 400.0f}) {
         MassCase c{.length = 8200, .dim = 128, .options = options_of(9), .slope = most};
         c.lengths = {8191};
-        MassTest<bf16>(c).check(band_path::hopper);
+        MassTest<bf16>(c).check(qk_reduce_path::hopper);
     }
 }
 
 // Some exponentials go by a polynomial that would make a number of it.
-TEST_CASE("a key that is not a number reaches every normaliser that sees it") {
-    const auto check = [](band_path path, std::int32_t length, std::int32_t dim, std::int32_t spoilt) {
+TEST_CASE("a key that is not a number reaches every normalizer that sees it") {
+    const auto check = [](qk_reduce_path path, std::int32_t length, std::int32_t dim, std::int32_t spoilt) {
         std::mt19937 generator(7);
         Tensor<bf16> q(1, 1, length, dim), k(1, 1, length, dim);
         q.fill_normal(generator, 1.0f);
@@ -178,7 +178,7 @@ TEST_CASE("a key that is not a number reaches every normaliser that sees it") {
         CHECK_MESSAGE(wrong == 0, "path ", static_cast<int>(path), ", length ", length, ", head_dim ", dim,
                       ", key ", spoilt, ": ", wrong, " wrong");
     };
-    for (const band_path path : all_paths) {
+    for (const qk_reduce_path path : all_paths) {
         for (const std::int32_t dim : {64, 128, 256}) {
             for (std::int32_t spoilt = 0; spoilt < 16; ++spoilt) {
                 check(path, 700, dim, spoilt);
@@ -187,7 +187,7 @@ TEST_CASE("a key that is not a number reaches every normaliser that sees it") {
         }
     }
     for (const std::int32_t spoilt : {9, 4000, 4009, 8190}) {
-        check(band_path::hopper, 8200, 128, spoilt);
+        check(qk_reduce_path::hopper, 8200, 128, spoilt);
     }
 }
 
@@ -225,7 +225,7 @@ TEST_CASE("future mass of sequences of different lengths, of strided views, and 
 }
 
 TEST_CASE(
-    "future mass of more rows than the card takes at once, of which some overflow and some sequences are "
+    "future mass of more rows than the GPU takes at once, of which some overflow and some sequences are "
     "short") {
     MassCase c{.batch = 6,
                .length = 600,
@@ -257,7 +257,7 @@ TEST_CASE("future mass gives the same bits every time") {
                          .dim = 128,
                          .options = options_of(64),
                          .lse = Lse::sparse});
-    for (const band_path path : {band_path::portable, band_path::hopper}) {
+    for (const qk_reduce_path path : {qk_reduce_path::portable, qk_reduce_path::hopper}) {
         const std::vector<float> first = test.check(path);
         bool same = true;
         for (int i = 0; i < 100; ++i) {
@@ -274,11 +274,11 @@ TEST_CASE("future mass on CUDA refuses what the host refuses") {
     const kvpolicy::cuda on{};
     const Sequences sequences{.batch = 1, .length = 8};
     const Device<unsigned char> memory(4096);
-    const auto call = [&](const FutureMassOptions& options, workspace_view lent, std::int32_t dim = 16) {
+    const auto call = [&](const FutureMassOptions& options, workspace_view provided, std::int32_t dim = 16) {
         future_mass<bf16>(on, {}, view_bhsd<const bf16>(q.data(), 1, 4, 8, dim),
                           view_bhsd<const bf16>(k.data(), 1, 2, 8, dim),
                           view_bhs<const float>(lse.data(), 1, 4, 8), sequences, options,
-                          view_bhs(target.data(), 1, 2, 8), lent);
+                          view_bhs(target.data(), 1, 2, 8), provided);
     };
     FutureMassOptions options;
     options.beta = 0.5f;
@@ -294,10 +294,11 @@ TEST_CASE("future mass on CUDA refuses what the host refuses") {
     CHECK_REFUSED(call(options, memory), "epsilon: -1");
     CHECK_REFUSED(call({}, workspace_view{}), "workspace.bytes: 0");
     CHECK_REFUSED(call({}, memory, 12), "head_dim: 12");
-    CHECK_REFUSED(causal_lse<bf16>(on, {.softcap = -1.0f}, view_bhsd<const bf16>(q.data(), 1, 4, 8, 16),
-                                   view_bhsd<const bf16>(k.data(), 1, 2, 8, 16), sequences,
-                                   view_bhs(lse.data(), 1, 4, 8), memory),
-                  "softcap");
+    CHECK_REFUSED(
+        causal_lse<bf16>(on, {.logits_soft_cap = -1.0f}, view_bhsd<const bf16>(q.data(), 1, 4, 8, 16),
+                         view_bhsd<const bf16>(k.data(), 1, 2, 8, 16), sequences,
+                         view_bhs(lse.data(), 1, 4, 8), memory),
+        "logits_soft_cap");
     CHECK_REFUSED(causal_lse<bf16>(on, {}, view_bhsd<const bf16>(q.data(), 1, 4, 8, 16),
                                    view_bhsd<const bf16>(nullptr, 1, 2, 8, 16), sequences,
                                    view_bhs(lse.data(), 1, 4, 8), memory),

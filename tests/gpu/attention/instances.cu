@@ -10,32 +10,32 @@ template std::size_t cache_workspace_bytes<Dims>(const cuda&, const Cache&, std:
 template void prefill<Dims>(const cuda&, const Cache&, const Batch&, rows_view<const bf16>,
                             rows_view<const bf16>, rows_view<const bf16>, rows_view<bf16>, workspace_view,
                             std::uint32_t*, const CacheExtras&);
-template void propose<Dims>(const cuda&, const Cache&, const Batch&, rows_view<const bf16>,
-                            rows_view<const bf16>, rows_view<const bf16>, rows_view<bf16>, workspace_view,
-                            std::uint32_t*, const CacheExtras&);
-template void commit<Dims>(const cuda&, const Cache&, const Batch&, workspace_view, std::uint32_t*);
-template std::size_t attend_workspace_bytes<bf16, Dims>(const cuda&, const Attention&, rows_view<const bf16>,
-                                                        const keys<bf16>&, const Sequences&,
-                                                        const AttendOptions&);
-template void attend<bf16, Dims>(const cuda&, const Attention&, rows_view<const bf16>, const keys<bf16>&,
-                                 const Sequences&, rows_view<bf16>, plane_view<float>, workspace_view,
-                                 const AttendOptions&);
-template void attend<bf16, Dims>(const cuda&, const Attention&, rows_view<const bf16>, const keys<bf16>&,
-                                 const keys<bf16>&, const Sequences&, rows_view<bf16>, plane_view<float>,
+template void append_draft<Dims>(const cuda&, const Cache&, const Batch&, rows_view<const bf16>,
+                                 rows_view<const bf16>, rows_view<const bf16>, rows_view<bf16>,
+                                 workspace_view, std::uint32_t*, const CacheExtras&);
+template void accept<Dims>(const cuda&, const Cache&, const Batch&, workspace_view, std::uint32_t*);
+template std::size_t attend_workspace_bytes<bf16, Dims>(const cuda&, const AttentionParams&,
+                                                        rows_view<const bf16>, const kv_view<bf16>&,
+                                                        const Sequences&, const AttendOptions&);
+template void attend<bf16, Dims>(const cuda&, const AttentionParams&, rows_view<const bf16>,
+                                 const kv_view<bf16>&, const Sequences&, rows_view<bf16>, plane_view<float>,
                                  workspace_view, const AttendOptions&);
-template std::size_t attend_backward_workspace_bytes<bf16, Dims>(const cuda&, const Attention&,
-                                                                 rows_view<const bf16>, const keys<bf16>&,
+template void attend<bf16, Dims>(const cuda&, const AttentionParams&, rows_view<const bf16>,
+                                 const kv_view<bf16>&, const kv_view<bf16>&, const Sequences&,
+                                 rows_view<bf16>, plane_view<float>, workspace_view, const AttendOptions&);
+template std::size_t attend_backward_workspace_bytes<bf16, Dims>(const cuda&, const AttentionParams&,
+                                                                 rows_view<const bf16>, const kv_view<bf16>&,
                                                                  const Sequences&, const BackwardOptions&);
-template void attend_backward<bf16, Dims>(const cuda&, const Attention&, rows_view<const bf16>,
-                                          const keys<bf16>&, const Sequences&, const AttendGradient<bf16>&,
-                                          const AttendGradients<bf16>&, workspace_view,
+template void attend_backward<bf16, Dims>(const cuda&, const AttentionParams&, rows_view<const bf16>,
+                                          const kv_view<bf16>&, const Sequences&, const SavedForward<bf16>&,
+                                          const AttentionGrads<bf16>&, workspace_view,
                                           const BackwardOptions&);
 template std::size_t future_mass_workspace_bytes<bf16>(const cuda&, rows_view<const bf16>,
                                                        rows_view<const bf16>);
-template void causal_lse<bf16, Dims>(const cuda&, const Attention&, rows_view<const bf16>,
+template void causal_lse<bf16, Dims>(const cuda&, const AttentionParams&, rows_view<const bf16>,
                                      rows_view<const bf16>, const Sequences&, plane_view<float>,
                                      workspace_view);
-template void future_mass<bf16, Dims>(const cuda&, const Attention&, rows_view<const bf16>,
+template void future_mass<bf16, Dims>(const cuda&, const AttentionParams&, rows_view<const bf16>,
                                       rows_view<const bf16>, plane_view<const float>, const Sequences&,
                                       const FutureMassOptions&, plane_view<float>, workspace_view);
 }  // namespace kvpolicy

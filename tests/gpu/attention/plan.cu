@@ -37,7 +37,7 @@ struct Case {
 };
 
 struct Row {
-    std::int32_t row, born, dies, from;
+    std::int32_t row, begin, expiry, from;
     float bias;
 };
 
@@ -56,7 +56,7 @@ std::vector<Row> naive(const Case& c, std::int32_t b, std::int32_t h, std::int64
             const auto at = static_cast<std::size_t>((std::int64_t{b} * c.heads + h) * s->rows + t);
             const std::int64_t position =
                 !s->position.empty() ? s->position[at] : (own ? start : std::int64_t{s->first}) + t;
-            std::int32_t born = span, dies = 0;
+            std::int32_t begin = span, expiry = 0;
             bool seen = false;
             for (std::int32_t i = 0; i < span && first + i < length; ++i) {
                 const std::int64_t p = start + first + i;
@@ -65,9 +65,9 @@ std::vector<Row> naive(const Case& c, std::int32_t b, std::int32_t h, std::int64
                     sees = (c.edges[e] <= p && p < c.edges[e + 1]) == (c.edges[e] <= t && t < c.edges[e + 1]);
                 }
                 if (sees) {
-                    born = seen ? born : i;
+                    begin = seen ? begin : i;
                     seen = true;
-                    dies = i + 1;
+                    expiry = i + 1;
                 }
             }
             if (!seen) {
@@ -81,8 +81,8 @@ std::vector<Row> naive(const Case& c, std::int32_t b, std::int32_t h, std::int64
                     std::min<std::int64_t>(end, *std::upper_bound(c.edges.begin(), c.edges.end(), t) - first);
             }
             const auto limit = static_cast<std::int32_t>(std::min<std::int64_t>(end, span));
-            CHECK(limit >= dies);
-            Row row{own ? static_cast<std::int32_t>(c.past.rows + t) : static_cast<std::int32_t>(t), born,
+            CHECK(limit >= expiry);
+            Row row{own ? static_cast<std::int32_t>(c.past.rows + t) : static_cast<std::int32_t>(t), begin,
                     limit, span, 0.0f};
             if (!s->log_bias.empty()) {
                 row.bias = s->log_bias[at];
@@ -95,11 +95,11 @@ std::vector<Row> naive(const Case& c, std::int32_t b, std::int32_t h, std::int64
         }
     }
     std::stable_sort(rows.begin(), rows.end(), [span](const Row& a, const Row& b) {
-        const auto part = [span](const Row& r) { return r.born == 0 ? 0 : r.dies == span ? 1 : 2; };
+        const auto part = [span](const Row& r) { return r.begin == 0 ? 0 : r.expiry == span ? 1 : 2; };
         if (part(a) != part(b)) {
             return part(a) < part(b);
         }
-        return a.born == 0 ? a.dies > b.dies : a.born < b.born;
+        return a.begin == 0 ? a.expiry > b.expiry : a.begin < b.begin;
     });
     return rows;
 }
@@ -185,13 +185,13 @@ void check(const Case& c, const std::string& what) {
                     const std::string name =
                         what + ", list " + std::to_string(list) + " of round " + std::to_string(rounds);
                     REQUIRE_MESSAGE(total[list] == static_cast<std::int32_t>(wanted.size()), name);
-                    const auto is_old = [](const Row& r) { return r.born == 0; };
+                    const auto is_old = [](const Row& r) { return r.begin == 0; };
                     const auto wanted_old = std::count_if(wanted.begin(), wanted.end(), is_old);
                     CHECK_MESSAGE(old[list] == wanted_old, name);
-                    const auto stays = [&round](const Row& r) { return r.dies == round.super_q; };
+                    const auto stays = [&round](const Row& r) { return r.expiry == round.super_q; };
                     CHECK_MESSAGE(
                         lasting[list] == std::count_if(wanted.begin(), wanted.end(),
-                                                       [&](const Row& r) { return r.born > 0 && stays(r); }),
+                                                       [&](const Row& r) { return r.begin > 0 && stays(r); }),
                         name);
                     std::vector<std::int32_t> staying;
                     for (const Row& r : wanted) {
@@ -211,7 +211,7 @@ void check(const Case& c, const std::string& what) {
                     const auto at = static_cast<std::size_t>(head * round.entries_a_head() + round.before(j));
                     // Entries behind the list's end are nobody's.
                     const auto row = read(round.row + at, wanted.size());
-                    const auto life = read(round.life + at, wanted.size());
+                    const auto interval = read(round.interval + at, wanted.size());
                     const auto bias =
                         read(with_bias ? round.bias + at : nullptr, with_bias ? wanted.size() : 0);
                     const auto bias_begin =
@@ -220,8 +220,8 @@ void check(const Case& c, const std::string& what) {
                     std::size_t where = 0;
                     for (std::size_t i = wanted.size(); i-- > 0;) {
                         const bool same =
-                            row[i] == wanted[i].row && life[i].born == wanted[i].born &&
-                            life[i].dies == wanted[i].dies &&
+                            row[i] == wanted[i].row && interval[i].begin == wanted[i].begin &&
+                            interval[i].expiry == wanted[i].expiry &&
                             (!with_bias || (bias[i] == wanted[i].bias &&
                                             (wanted[i].bias == 0.0f || bias_begin[i] == wanted[i].from)));
                         where = same ? where : i;
@@ -233,16 +233,16 @@ void check(const Case& c, const std::string& what) {
                     for (std::size_t i = 0; i < boundaries; ++i) {
                         const auto e = static_cast<std::int32_t>(i) * round.tile_q;
                         const auto lives = std::count_if(wanted.begin(), wanted.end(), [&](const Row& r) {
-                            return r.born == 0 && r.dies >= e;
+                            return r.begin == 0 && r.expiry >= e;
                         });
-                        const auto born = [&](bool lasts) {
+                        const auto begin = [&](bool lasts) {
                             return std::count_if(wanted.begin(), wanted.end(), [&](const Row& r) {
-                                return r.born > 0 && r.born < e && stays(r) == lasts;
+                                return r.begin > 0 && r.begin < e && stays(r) == lasts;
                             });
                         };
                         CHECK_MESSAGE(through[list * boundaries + i] == lives, name, ", boundary ", i);
-                        CHECK_MESSAGE(known[list * boundaries + i] == born(true), name, ", boundary ", i);
-                        CHECK_MESSAGE(passing[list * boundaries + i] == born(false), name, ", boundary ", i);
+                        CHECK_MESSAGE(known[list * boundaries + i] == begin(true), name, ", boundary ", i);
+                        CHECK_MESSAGE(passing[list * boundaries + i] == begin(false), name, ", boundary ", i);
                     }
                 }
             }
@@ -364,9 +364,9 @@ TEST_CASE("rows that share positions") {
     c.past.rows = 5000;
     for (std::int32_t i = 0; i < c.heads * c.past.rows; ++i) {
         c.past.position.push_back(static_cast<std::int32_t>(generator() % 900));
-        const unsigned life = generator() % 500;
-        c.past.expiry.push_back(life < 100 ? never
-                                           : c.past.position.back() + static_cast<std::int32_t>(life - 100));
+        const unsigned interval = generator() % 500;
+        c.past.expiry.push_back(
+            interval < 100 ? never : c.past.position.back() + static_cast<std::int32_t>(interval - 100));
     }
     check(c, "shared positions");
 }

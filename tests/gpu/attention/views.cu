@@ -87,7 +87,7 @@ Results everything(const Tensors& in, const Device<expiry_t>& expiry, bool maske
     const std::int32_t length = in.q.length;
     const kvpolicy::cuda on{};
     const Sequences sequences{batch, length};
-    keys<bf16> all{in.k, in.v, {}};
+    kv_view<bf16> all{in.k, in.v, {}};
     if (masked) {
         all.mask.expiry = view_bhs<const expiry_t>(expiry.data(), batch, kv_heads, length);
     }
@@ -99,25 +99,25 @@ Results everything(const Tensors& in, const Device<expiry_t>& expiry, bool maske
     AttendOptions options;
     options.portable = portable;
     {
-        const Device<unsigned char> room(
+        const Device<unsigned char> workspace(
             attend_workspace_bytes<bf16, Dims>(on, {}, in.q, all, sequences, options));
-        attend<bf16, Dims>(on, {}, in.q, all, sequences, in.out, lse_view, room, options);
+        attend<bf16, Dims>(on, {}, in.q, all, sequences, in.out, lse_view, workspace, options);
     }
     BackwardOptions backward;
     backward.deterministic = true;
     backward.portable = portable;
     {
-        const Device<unsigned char> room(
+        const Device<unsigned char> workspace(
             attend_backward_workspace_bytes<bf16, Dims>(on, {}, in.q, all, sequences, backward));
         attend_backward<bf16, Dims>(on, {}, in.q, all, sequences, {in.out, lse_view, in.d_out},
-                                    {in.d_q, in.d_k, in.d_v}, room, backward);
+                                    {in.d_q, in.d_k, in.d_v}, workspace, backward);
     }
-    const Device<unsigned char> room(future_mass_workspace_bytes<bf16>(on, in.q, in.k));
-    causal_lse<bf16, Dims>(on, {}, in.q, in.k, sequences, dense_view, room);
+    const Device<unsigned char> workspace(future_mass_workspace_bytes<bf16>(on, in.q, in.k));
+    causal_lse<bf16, Dims>(on, {}, in.q, in.k, sequences, dense_view, workspace);
     FutureMassOptions of;
     of.window = 40;
     future_mass<bf16, Dims>(on, {}, in.q, in.k, dense_view, sequences, of,
-                            view_bhs(target.data(), batch, kv_heads, length), room);
+                            view_bhs(target.data(), batch, kv_heads, length), workspace);
     ok(cudaDeviceSynchronize());
     return {Packed<bf16>(in.out).memory.read(),
             Packed<bf16>(in.d_q).memory.read(),
@@ -272,17 +272,17 @@ TEST_CASE("nothing to do, with nothing lent") {
             return view_bhsd(static_cast<bf16*>(nullptr), b, n, s, dim);
         };
         const Sequences sequences{b, s};
-        const keys<bf16> all{rows(kv_heads), rows(kv_heads), {}};
+        const kv_view<bf16> all{rows(kv_heads), rows(kv_heads), {}};
         const auto lse = view_bhs(static_cast<float*>(nullptr), b, heads, s);
-        const Device<unsigned char> room(std::size_t{1} << 20);
-        attend<bf16, Dims>(on, {}, rows(heads), all, sequences, rows(heads), lse, room);
+        const Device<unsigned char> workspace(std::size_t{1} << 20);
+        attend<bf16, Dims>(on, {}, rows(heads), all, sequences, rows(heads), lse, workspace);
         attend_backward<bf16, Dims>(on, {}, rows(heads), all, sequences, {rows(heads), lse, rows(heads)},
-                                    {rows(heads), rows(kv_heads), rows(kv_heads)}, room);
-        causal_lse<bf16, Dims>(on, {}, rows(heads), rows(kv_heads), sequences, lse, room);
+                                    {rows(heads), rows(kv_heads), rows(kv_heads)}, workspace);
+        causal_lse<bf16, Dims>(on, {}, rows(heads), rows(kv_heads), sequences, lse, workspace);
         FutureMassOptions of;
         of.window = 3;
         future_mass<bf16, Dims>(on, {}, rows(heads), rows(kv_heads), lse, sequences, of,
-                                view_bhs(static_cast<float*>(nullptr), b, kv_heads, s), room);
+                                view_bhs(static_cast<float*>(nullptr), b, kv_heads, s), workspace);
         ok(cudaDeviceSynchronize());
     }
 }

@@ -20,7 +20,7 @@
 
 namespace test {
 
-/// Half the distance of neighbours near 1.
+/// Half the distance of neighbors near 1.
 template <class T>
 constexpr double unit_roundoff() {
     return std::is_same_v<T, kvpolicy::bf16>   ? 0x1p-9
@@ -45,9 +45,9 @@ struct CallTensors {
 
     CallTensors(const kvpolicy::CacheShape& shape, std::int32_t count, std::int32_t length, Scores kind,
                 std::mt19937& generator)
-        : q(count, shape.query_heads, length, shape.dim_k),
-          k(count, shape.kv_heads, length, shape.dim_k),
-          v(count, shape.kv_heads, length, shape.dim_v),
+        : q(count, shape.query_heads, length, shape.head_dim_qk),
+          k(count, shape.kv_heads, length, shape.head_dim_qk),
+          v(count, shape.kv_heads, length, shape.head_dim_vo),
           scores(count, shape.kv_heads, length) {
         q.fill_normal(generator);
         k.fill_normal(generator);
@@ -143,13 +143,13 @@ struct NearHost {
     float tolerance;
     bool near = true;
 
-    void score(std::int32_t /*slot*/, std::int32_t /*head*/, kvpolicy::position_t /*position*/,
+    void score(std::int32_t /*sequence*/, std::int32_t /*head*/, kvpolicy::position_t /*position*/,
                float of_device, float of_host) {
         note(of_device, of_host);
     }
     /// One head's state.
-    void states(std::int32_t /*slot*/, std::int32_t /*head*/, const float* of_device, const float* of_host,
-                std::int64_t count) {
+    void states(std::int32_t /*sequence*/, std::int32_t /*head*/, const float* of_device,
+                const float* of_host, std::int64_t count) {
         for (std::int64_t x = 0; x < count; ++x) {
             note(of_device[x], of_host[x]);
         }
@@ -162,7 +162,7 @@ struct NearHost {
     }
 };
 
-enum class Mode { step, prefill, propose };
+enum class Mode { step, prefill, append_draft };
 
 /// Without `Chunks` calls of one token only: the others take long to compile.
 template <class P, class T, class Dims = kvpolicy::all_head_dims, bool Chunks = true>
@@ -179,7 +179,7 @@ class BothCaches {
     explicit BothCaches(const kvpolicy::CacheShape& of, const P& policy = P{},
                         const typename P::scorer_type* scorers = nullptr,
                         const typename P::scorer_type* device_scorers = nullptr,
-                        const kvpolicy::Attention& attention = {},
+                        const kvpolicy::AttentionParams& attention = {},
                         kvpolicy::position_t rebase_limit = kvpolicy::rebase_limit)
         : shape(of),
           oracle(on, of, policy, scorers, attention, rebase_limit),
@@ -191,22 +191,23 @@ class BothCaches {
     }
 
     /// Gives the tokens to both, all layers alike, and advances; `commit` of proposed ones.
-    void call(Mode mode, const std::vector<std::int32_t>& slots, const std::vector<std::int32_t>& q_len,
+    void call(Mode mode, const std::vector<std::int32_t>& seq_ids, const std::vector<std::int32_t>& q_len,
               const CallTensors<T>& in, const std::vector<std::int32_t>& accepted = {}) {
-        const auto count = static_cast<std::int32_t>(slots.size());
+        const auto count = static_cast<std::int32_t>(seq_ids.size());
         const std::int32_t length = in.q.length;
-        const kvpolicy::Batch batch{count, slots.data(), q_len.data(), length};
-        const Device<std::int32_t> device_slots(slots), device_len(q_len);
-        const kvpolicy::Batch device_batch{count, device_slots.data(), device_len.data(), length};
+        const kvpolicy::Batch batch{count, seq_ids.data(), q_len.data(), length};
+        const Device<std::int32_t> device_seq_ids(seq_ids), device_len(q_len);
+        const kvpolicy::Batch device_batch{count, device_seq_ids.data(), device_len.data(), length};
         const Device<T> q(in.q.data), k(in.k.data), v(in.v.data);
         const Device<float> scores(in.scores.data);
         const std::int32_t heads = shape.kv_heads, query_heads = shape.query_heads;
-        const auto q_view = kvpolicy::view_bhsd<const T>(q.data(), count, query_heads, length, shape.dim_k);
-        const auto k_view = kvpolicy::view_bhsd<const T>(k.data(), count, heads, length, shape.dim_k);
-        const auto v_view = kvpolicy::view_bhsd<const T>(v.data(), count, heads, length, shape.dim_v);
-        const std::vector<std::uint32_t> no_status(slots.size(), 0);
+        const auto q_view =
+            kvpolicy::view_bhsd<const T>(q.data(), count, query_heads, length, shape.head_dim_qk);
+        const auto k_view = kvpolicy::view_bhsd<const T>(k.data(), count, heads, length, shape.head_dim_qk);
+        const auto v_view = kvpolicy::view_bhsd<const T>(v.data(), count, heads, length, shape.head_dim_vo);
+        const std::vector<std::uint32_t> no_status(seq_ids.size(), 0);
         for (std::int32_t layer = 0; layer < shape.layers; ++layer) {
-            Tensor<T> wanted(count, query_heads, length, shape.dim_v);
+            Tensor<T> wanted(count, query_heads, length, shape.head_dim_vo);
             wanted.fill(7.0f);
             Plane<float> wanted_lse(count, query_heads, length, 7.0f);
             const Device<T> out(wanted.data);
@@ -222,7 +223,7 @@ class BothCaches {
                         kvpolicy::view_bhs<const float>(scores.data(), count, heads, length);
                 }
             }
-            const auto ref = cache.ref(layer);
+            const auto ref = cache.layer(layer);
             std::size_t needed = kvpolicy::step_workspace_bytes<Dims>(device, ref, count);
             if constexpr (Chunks) {
                 if (mode != Mode::step) {
@@ -230,84 +231,85 @@ class BothCaches {
                 }
             }
             const Device<unsigned char> workspace(needed);
-            const auto out_view = kvpolicy::view_bhsd(out.data(), count, query_heads, length, shape.dim_v);
+            const auto out_view =
+                kvpolicy::view_bhsd(out.data(), count, query_heads, length, shape.head_dim_vo);
             Workspace host_workspace(
-                kvpolicy::cache_workspace_bytes(on, oracle.cache.ref(layer), count, length));
+                kvpolicy::cache_workspace_bytes(on, oracle.cache.layer(layer), count, length));
             if (mode == Mode::step) {
                 kvpolicy::step<Dims>(device, ref, device_batch, q_view, k_view, v_view, out_view, workspace,
                                      status.data(), device_extras);
-                kvpolicy::step(on, oracle.cache.ref(layer), batch, in.q.view(), in.k.view(), in.v.view(),
+                kvpolicy::step(on, oracle.cache.layer(layer), batch, in.q.view(), in.k.view(), in.v.view(),
                                wanted.view(), host_workspace, nullptr, extras);
             } else if constexpr (!Chunks) {
                 FAIL("a chunk in a test of steps");
             } else if (mode == Mode::prefill) {
                 kvpolicy::prefill<Dims>(device, ref, device_batch, q_view, k_view, v_view, out_view,
                                         workspace, status.data(), device_extras);
-                kvpolicy::prefill(on, oracle.cache.ref(layer), batch, in.q.view(), in.k.view(), in.v.view(),
+                kvpolicy::prefill(on, oracle.cache.layer(layer), batch, in.q.view(), in.k.view(), in.v.view(),
                                   wanted.view(), host_workspace, nullptr, extras);
             } else {
-                kvpolicy::propose<Dims>(device, ref, device_batch, q_view, k_view, v_view, out_view,
-                                        workspace, status.data(), device_extras);
-                kvpolicy::propose(on, oracle.cache.ref(layer), batch, in.q.view(), in.k.view(), in.v.view(),
-                                  wanted.view(), host_workspace, extras);
-                const kvpolicy::Batch some{count, slots.data(), accepted.data(), shape.proposals};
+                kvpolicy::append_draft<Dims>(device, ref, device_batch, q_view, k_view, v_view, out_view,
+                                             workspace, status.data(), device_extras);
+                kvpolicy::append_draft(on, oracle.cache.layer(layer), batch, in.q.view(), in.k.view(),
+                                       in.v.view(), wanted.view(), host_workspace, extras);
+                const kvpolicy::Batch some{count, seq_ids.data(), accepted.data(), shape.max_draft_tokens};
                 const Device<std::int32_t> device_accepted(accepted);
-                const kvpolicy::Batch device_some{count, device_slots.data(), device_accepted.data(),
-                                                  shape.proposals};
+                const kvpolicy::Batch device_some{count, device_seq_ids.data(), device_accepted.data(),
+                                                  shape.max_draft_tokens};
                 const Device<unsigned char> more(
-                    kvpolicy::cache_workspace_bytes<Dims>(device, ref, count, shape.proposals));
-                kvpolicy::commit<Dims>(device, ref, device_some, more, status.data());
-                Workspace host_more(
-                    kvpolicy::cache_workspace_bytes(on, oracle.cache.ref(layer), count, shape.proposals));
-                kvpolicy::commit(on, oracle.cache.ref(layer), some, host_more);
+                    kvpolicy::cache_workspace_bytes<Dims>(device, ref, count, shape.max_draft_tokens));
+                kvpolicy::accept<Dims>(device, ref, device_some, more, status.data());
+                Workspace host_more(kvpolicy::cache_workspace_bytes(on, oracle.cache.layer(layer), count,
+                                                                    shape.max_draft_tokens));
+                kvpolicy::accept(on, oracle.cache.layer(layer), some, host_more);
             }
             CHECK(status.read() == no_status);
             check_.compare(out.read(), wanted, lse.read(), wanted_lse, q_len, in.v);
         }
-        const std::vector<std::int32_t>& moved = mode == Mode::propose ? accepted : q_len;
+        const std::vector<std::int32_t>& moved = mode == Mode::append_draft ? accepted : q_len;
         const Device<std::int32_t> device_moved(moved);
         const Device<std::uint32_t> status(no_status);
-        oracle.cache.advance(on, {count, slots.data(), moved.data(), length});
-        cache.advance(device, {count, device_slots.data(), device_moved.data(), length}, status.data());
+        oracle.cache.advance(on, {count, seq_ids.data(), moved.data(), length});
+        cache.advance(device, {count, device_seq_ids.data(), device_moved.data(), length}, status.data());
         CHECK(status.read() == no_status);
     }
 
     /// Whether both hold the same keys, values, positions and scores in the same rows, and the same counters, byte for byte.
     void same_rows(const std::string& when) const {
         for (std::int32_t layer = 0; layer < shape.layers; ++layer) {
-            for (std::int32_t slot = 0; slot < shape.slots; ++slot) {
-                const bool same = content(layer, slot) == without_state(layer, slot);
+            for (std::int32_t seq = 0; seq < shape.max_sequences; ++seq) {
+                const bool same = content(layer, seq) == without_state(layer, seq);
                 CAPTURE(when);
                 CAPTURE(layer);
-                CAPTURE(slot);
+                CAPTURE(seq);
                 CHECK(same);
             }
         }
     }
 
     /// What BoundCache::content is, read from the device, but for the scorer's state.
-    [[nodiscard]] std::vector<unsigned char> content(std::int32_t layer, std::int32_t slot) const {
-        const auto ref = cache.ref(layer);
+    [[nodiscard]] std::vector<unsigned char> content(std::int32_t layer, std::int32_t seq) const {
+        const auto ref = cache.layer(layer);
         std::vector<unsigned char> bytes;
         const auto add = [&](const auto* data, std::int64_t first, std::int64_t count) {
             const auto values = fetch(data + first, count);
             const auto* from = reinterpret_cast<const unsigned char*>(values.data());
             bytes.insert(bytes.end(), from, from + values.size() * sizeof values[0]);
         };
-        const auto host_ref = oracle.cache.ref(layer);
-        const auto length = fetch(ref.length + slot, 1)[0];
-        const auto kept = fetch(ref.kept + std::int64_t{slot} * shape.kv_heads, shape.kv_heads);
+        const auto host_ref = oracle.cache.layer(layer);
+        const auto length = fetch(ref.length + seq, 1)[0];
+        const auto kept = fetch(ref.num_long_range + std::int64_t{seq} * shape.kv_heads, shape.kv_heads);
         for (std::int32_t head = 0; head < shape.kv_heads; ++head) {
-            const std::int64_t first = host_ref.first_row(slot, head);
+            const std::int64_t first = host_ref.first_row(seq, head);
             const std::int64_t used =
                 host_ref.layout(head).used(length, kept[static_cast<std::size_t>(head)]);
-            add(ref.k, first * ref.dim_k, used * ref.dim_k);
-            add(ref.v, first * ref.dim_v, used * ref.dim_v);
+            add(ref.k, first * ref.head_dim_qk, used * ref.head_dim_qk);
+            add(ref.v, first * ref.head_dim_vo, used * ref.head_dim_vo);
             add(ref.position, first, used);
             add(ref.score, first, used);
         }
-        add(ref.kept, std::int64_t{slot} * shape.kv_heads, shape.kv_heads);
-        add(ref.length, slot, 1);
+        add(ref.num_long_range, std::int64_t{seq} * shape.kv_heads, shape.kv_heads);
+        add(ref.length, seq, 1);
         return bytes;
     }
 
@@ -317,9 +319,9 @@ class BothCaches {
     }
 
   private:
-    [[nodiscard]] std::vector<unsigned char> without_state(std::int32_t layer, std::int32_t slot) const {
-        std::vector<unsigned char> bytes = oracle.content(layer, slot);
-        const auto ref = oracle.cache.ref(layer);
+    [[nodiscard]] std::vector<unsigned char> without_state(std::int32_t layer, std::int32_t seq) const {
+        std::vector<unsigned char> bytes = oracle.content(layer, seq);
+        const auto ref = oracle.cache.layer(layer);
         const auto end = bytes.end() - static_cast<std::ptrdiff_t>(sizeof(kvpolicy::position_t));
         bytes.erase(
             end - static_cast<std::ptrdiff_t>(ref.kv_heads * ref.state_size * std::int64_t{sizeof(float)}),
@@ -330,7 +332,7 @@ class BothCaches {
     OutputCheck<T> check_;
 };
 
-/// Random calls on random slots: steps, chunks, proposals, forks, reorders, snapshots, clears.
+/// Random calls on random sequences: steps, chunks, max_draft_tokens, forks, reorders, snapshots, clears.
 template <class Dims = kvpolicy::all_head_dims, class P, class T>
 void random_life(BothCaches<P, T, Dims>& both, Scores kind, std::int32_t calls, std::mt19937& generator) {
     CAPTURE(name(kind));
@@ -340,16 +342,16 @@ void random_life(BothCaches<P, T, Dims>& both, Scores kind, std::int32_t calls, 
     };
     for (std::int32_t turn = 0; turn < calls; ++turn) {
         const std::int32_t what = pick(24);
-        const std::int32_t a = pick(shape.slots), b = pick(shape.slots);
+        const std::int32_t a = pick(shape.max_sequences), b = pick(shape.max_sequences);
         std::string done;
         if (what == 0) {
             both.oracle.cache.fork(both.on, a, b);
             both.cache.fork(both.device, a, b);
             done = "fork";
         } else if (what == 1) {
-            std::vector<std::int32_t> sources(static_cast<std::size_t>(1 + pick(shape.slots)));
+            std::vector<std::int32_t> sources(static_cast<std::size_t>(1 + pick(shape.max_sequences)));
             for (std::int32_t& source : sources) {
-                source = pick(shape.slots);
+                source = pick(shape.max_sequences);
             }
             const auto count = static_cast<std::int32_t>(sources.size());
             both.oracle.cache.reorder(both.on, sources.data(), count);
@@ -368,26 +370,28 @@ void random_life(BothCaches<P, T, Dims>& both, Scores kind, std::int32_t calls, 
             both.cache.clear(both.device, a);
             done = "clear";
         } else {
-            std::vector<std::int32_t> slots(static_cast<std::size_t>(shape.slots));
-            for (std::size_t i = 0; i < slots.size(); ++i) {
-                slots[i] = static_cast<std::int32_t>(i);
+            std::vector<std::int32_t> seq_ids(static_cast<std::size_t>(shape.max_sequences));
+            for (std::size_t i = 0; i < seq_ids.size(); ++i) {
+                seq_ids[i] = static_cast<std::int32_t>(i);
             }
-            std::shuffle(slots.begin(), slots.end(), generator);
-            slots.resize(static_cast<std::size_t>(1 + pick(shape.slots)));
-            const Mode mode = what < 14                           ? Mode::step
-                              : what < 20 || shape.proposals == 0 ? Mode::prefill
-                                                                  : Mode::propose;
-            const std::int32_t most = mode == Mode::step      ? 1
-                                      : mode == Mode::propose ? shape.proposals
-                                                              : 1 + pick(90);
+            std::shuffle(seq_ids.begin(), seq_ids.end(), generator);
+            seq_ids.resize(static_cast<std::size_t>(1 + pick(shape.max_sequences)));
+            const Mode mode = what < 14                                  ? Mode::step
+                              : what < 20 || shape.max_draft_tokens == 0 ? Mode::prefill
+                                                                         : Mode::append_draft;
+            const std::int32_t most = mode == Mode::step           ? 1
+                                      : mode == Mode::append_draft ? shape.max_draft_tokens
+                                                                   : 1 + pick(90);
             std::vector<std::int32_t> q_len, accepted;
-            for (std::size_t i = 0; i < slots.size(); ++i) {
+            for (std::size_t i = 0; i < seq_ids.size(); ++i) {
                 q_len.push_back(pick(most + 1));
                 accepted.push_back(pick(q_len.back() + 1));
             }
-            const CallTensors<T> in(shape, static_cast<std::int32_t>(slots.size()), most, kind, generator);
-            both.call(mode, slots, q_len, in, accepted);
-            done = mode == Mode::step ? "step" : mode == Mode::prefill ? "prefill" : "propose and commit";
+            const CallTensors<T> in(shape, static_cast<std::int32_t>(seq_ids.size()), most, kind, generator);
+            both.call(mode, seq_ids, q_len, in, accepted);
+            done = mode == Mode::step      ? "step"
+                   : mode == Mode::prefill ? "prefill"
+                                           : "append_draft and accept";
         }
         both.same_rows(done + " at turn " + std::to_string(turn));
     }

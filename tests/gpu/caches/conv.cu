@@ -1,14 +1,14 @@
 // ConvScorer inside caches' calls: keys get their scores in batches, in the window; those of a device decide as the host's do. 16-bit scores agree to
 // 16-bit rounding, so there nothing is evicted.
-#define KVPOLICY_TEST_CARD
+#define KVPOLICY_TEST_GPU
 #include <kvpolicy/policies/sink.hpp>
 #include <kvpolicy/policies/topk_budget.hpp>
 #include <kvpolicy/policies/window.hpp>
 #include <kvpolicy/scorers/conv.hpp>
 
-#include "../support/lesser_card.hpp"
+#include "../support/lesser_gpu.hpp"
 #include "cache_case.hpp"
-#include "dual_case.hpp"
+#include "paged_case.hpp"
 #include "two_scorers.hpp"
 
 #include <algorithm>
@@ -21,69 +21,70 @@ using namespace test;
 
 namespace {
 
-ConvScorer<> convolution(std::int32_t dim_k, std::int32_t dim_v, std::int32_t batch, rope_layout layout) {
+ConvScorer<> convolution(std::int32_t head_dim_qk, std::int32_t head_dim_vo, std::int32_t batch,
+                         rope_layout layout) {
     ConvScorer<> scorer;
     scorer.heads = 2;
-    scorer.dim_k = dim_k;
-    scorer.dim_v = dim_v;
+    scorer.head_dim_qk = head_dim_qk;
+    scorer.head_dim_vo = head_dim_vo;
     scorer.batch = batch;
     scorer.rope = {layout, 10000.0f, 0, nullptr};
     return scorer;
 }
 
-CacheShape shaped(const ConvScorer<>& sizes, std::int32_t slots, std::int32_t page_rows) {
+CacheShape shaped(const ConvScorer<>& sizes, std::int32_t max_sequences, std::int32_t page_size) {
     return {.layers = 1,
-            .slots = slots,
+            .max_sequences = max_sequences,
             .query_heads = 4,
             .kv_heads = 2,
-            .dim_k = sizes.dim_k,
-            .dim_v = sizes.dim_v,
-            .page_rows = page_rows,
-            .proposals = 6};
+            .head_dim_qk = sizes.head_dim_qk,
+            .head_dim_vo = sizes.head_dim_vo,
+            .page_size = page_size,
+            .max_draft_tokens = 6};
 }
 
-/// Steps, chunks and proposals in turn; see(turn) after each.
+/// Steps, chunks and draft tokens in turn; see(turn) after each.
 template <class T, class Both, class See>
-void live(Both& both, const CacheShape& shape, std::int32_t turns, std::int32_t longest,
+void live(Both& both, const CacheShape& shape, std::int32_t turns, std::int32_t max_seq_len,
           std::mt19937& generator, const See& see) {
     for (std::int32_t turn = 0; turn < turns; ++turn) {
-        const Mode mode = turn % 3 == 0 ? Mode::prefill : turn % 3 == 1 ? Mode::step : Mode::propose;
-        const std::int32_t most = mode == Mode::step ? 1 : mode == Mode::propose ? 6 : longest;
+        const Mode mode = turn % 3 == 0 ? Mode::prefill : turn % 3 == 1 ? Mode::step : Mode::append_draft;
+        const std::int32_t most = mode == Mode::step ? 1 : mode == Mode::append_draft ? 6 : max_seq_len;
         const auto some = [&](std::int32_t limit) {
             return static_cast<std::int32_t>(generator() % static_cast<std::uint32_t>(limit + 1));
         };
-        std::vector<std::int32_t> slots, q_len, accepted;
-        for (std::int32_t i = 0; i < shape.slots; ++i) {
-            slots.push_back((i + 1) % shape.slots);
+        std::vector<std::int32_t> seq_ids, q_len, accepted;
+        for (std::int32_t i = 0; i < shape.max_sequences; ++i) {
+            seq_ids.push_back((i + 1) % shape.max_sequences);
             q_len.push_back(some(most));
             accepted.push_back(some(q_len.back()));
         }
-        const CallTensors<T> in(shape, shape.slots, most, Scores::random, generator);
-        both.call(mode, slots, q_len, in, accepted);
+        const CallTensors<T> in(shape, shape.max_sequences, most, Scores::random, generator);
+        both.call(mode, seq_ids, q_len, in, accepted);
         CAPTURE(turn);
         see();
     }
 }
 
 template <std::int32_t Width, std::int32_t Budget, class T, class Dims = all_head_dims>
-void check_fixed(const ConvScorer<>& sizes, std::int32_t turns, std::int32_t longest, float tolerance) {
+void check_fixed(const ConvScorer<>& sizes, std::int32_t turns, std::int32_t max_seq_len, float tolerance) {
     using P = Policy<Sink<2>, Window<Width>, TopKBudget<Budget>, ConvScorer<>>;
     std::mt19937 generator(11);
     const TwoScorers<ConvScorer<>> scorers(sizes, true, generator);
     const P policy{Sink<2>{}, Window<Width>{}, TopKBudget<Budget>{}, scorers.of_host};
     const CacheShape shape = shaped(sizes, 3, 1);
     BothCaches<P, T, Dims> both(shape, policy, &scorers.of_host, &scorers.of_device);
-    live<T>(both, shape, turns, longest, generator, [&] {
-        const auto ref = both.cache.ref(0), host_ref = both.oracle.cache.ref(0);
-        const auto position = both.fetch(ref.position, ref.slots * ref.rows);
-        const auto score = both.fetch(ref.score, ref.slots * ref.rows);
+    live<T>(both, shape, turns, max_seq_len, generator, [&] {
+        const auto ref = both.cache.layer(0), host_ref = both.oracle.cache.layer(0);
+        const auto position = both.fetch(ref.position, ref.max_sequences * ref.rows);
+        const auto score = both.fetch(ref.score, ref.max_sequences * ref.rows);
         bool same = true;
         float worst = 0.0f;
         double error = 0.0, size = 0.0;
-        for (std::int32_t slot = 0; slot < shape.slots; ++slot) {
+        for (std::int32_t seq = 0; seq < shape.max_sequences; ++seq) {
             for (std::int32_t h = 0; h < shape.kv_heads; ++h) {
-                const auto first = static_cast<std::size_t>(host_ref.first_row(slot, h));
-                for (std::size_t r = first; r < first + static_cast<std::size_t>(host_ref.used(slot, h));
+                const auto first = static_cast<std::size_t>(host_ref.first_row(seq, h));
+                for (std::size_t r = first; r < first + static_cast<std::size_t>(host_ref.used(seq, h));
                      ++r) {
                     same = same && position[r] == host_ref.position[r];
                     // A key without a score has 0 in both.
@@ -122,9 +123,9 @@ TEST_CASE("FixedBudgetCache, bf16: tiles") {
                                                  1e-2f);
 }
 
-TEST_CASE("cards with less shared memory") {
-    for (const int card : {test::small_card, test::middle_card}) {
-        const LesserCard as(card);
+TEST_CASE("GPUs with less shared memory") {
+    for (const int gpu : {test::small_gpu, test::middle_gpu}) {
+        const LesserGpu as(gpu);
         check_fixed<20, 30, float, head_dims<128>>(convolution(128, 128, 0, rope_layout::half_split), 30, 90,
                                                    5e-5f);
         check_fixed<150, 4000, bf16, head_dims<128>>(convolution(128, 128, 0, rope_layout::half_split), 15,
@@ -141,7 +142,7 @@ TEST_CASE("DualCache, whose pool runs out") {
     const P policy{Sink<2>{}, Window<20>{}, TopKBudget<>{per_head(budgets, 1, 2)}, scorers.of_host};
     const CacheShape shape = shaped(sizes, 3, 16);
     BothDuals<P, float, all_head_dims, true> both(shape,
-                                                  {.slab_pages = 3, .most_slabs = 100, .longest = 2000},
+                                                  {.slab_pages = 3, .max_slabs = 100, .max_seq_len = 2000},
                                                   policy, &scorers.of_host, &scorers.of_device);
     live<float>(both, shape, 60, 40, generator, [&] { both.near_rows(5e-5f); });
 }
@@ -154,7 +155,7 @@ TEST_CASE("DualCache, bf16: tiles") {
     const P policy{Sink<2>{}, Window<150>{}, TopKBudget<>{unlimited}, scorers.of_host};
     const CacheShape shape = shaped(sizes, 3, 16);
     BothDuals<P, bf16, head_dims<64>, true> both(shape,
-                                                 {.slab_pages = 64, .most_slabs = 100, .longest = 4000},
+                                                 {.slab_pages = 64, .max_slabs = 100, .max_seq_len = 4000},
                                                  policy, &scorers.of_host, &scorers.of_device);
     // Of single scores, whose root mean square is 1.9, bf16 alone is off by up to 0.018 (1 + |score|).
     live<bf16>(both, shape, 18, 200, generator, [&] { both.near_rows(4e-2f); });

@@ -6,7 +6,7 @@
 #include <kvpolicy/policies/window.hpp>
 
 #include "../../support/refusal.hpp"
-#include "dual_case.hpp"
+#include "paged_case.hpp"
 
 using namespace kvpolicy;
 using namespace test;
@@ -16,28 +16,28 @@ namespace {
 using Budget = Policy<Sink<>, Window<>, TopKBudget<>>;
 using Gated = Policy<Sink<>, Window<>, ThresholdGate<at_least>, TopKBudget<>>;
 
-CacheShape shape_of(std::int32_t group, std::int32_t dim, std::int32_t page_rows = 1) {
+CacheShape shape_of(std::int32_t group, std::int32_t dim, std::int32_t page_size = 1) {
     return {.layers = 2,
-            .slots = 3,
+            .max_sequences = 3,
             .query_heads = 2 * group,
             .kv_heads = 2,
-            .dim_k = dim,
-            .dim_v = dim,
-            .page_rows = page_rows,
-            .proposals = 4};
+            .head_dim_qk = dim,
+            .head_dim_vo = dim,
+            .page_size = page_size,
+            .max_draft_tokens = 4};
 }
 
 /// A device's step and chunk, of which nothing remains to be done.
 template <class Cache>
 void check_nothing(Cache& cache, std::int32_t dim, std::int32_t heads) {
     const kvpolicy::cuda on{};
-    const auto ref = cache.ref(0);
-    const Device<unsigned char> room(cache_workspace_bytes<head_dims<64>>(on, ref, 3, 4));
+    const auto ref = cache.layer(0);
+    const Device<unsigned char> workspace(cache_workspace_bytes<head_dims<64>>(on, ref, 3, 4));
     const Device<float> rows(
         std::vector<float>(std::size_t{3} * 4 * static_cast<std::size_t>(heads * dim), 1.0f));
     const Device<float> out(std::vector<float>(rows.size(), 5.0f));
     const Device<std::int32_t> none(std::vector<std::int32_t>{0, 0, 0}),
-        nobody(std::vector<std::int32_t>{Batch::no_slot, Batch::no_slot, Batch::no_slot});
+        nobody(std::vector<std::int32_t>{Batch::no_seq, Batch::no_seq, Batch::no_seq});
     const Device<std::uint32_t> status(std::vector<std::uint32_t>(3, 0));
     const CacheExtras extras{.scores = view_bhs<const float>(rows.data(), 3, 2, 1)};
     const auto view = [&](std::int32_t n, std::int32_t length) {
@@ -55,10 +55,10 @@ void check_nothing(Cache& cache, std::int32_t dim, std::int32_t heads) {
         const auto k = empty ? view_bhsd<const float>(nullptr, 0, 2, 1, dim) : view(2, 1);
         const auto to = view_bhsd(empty ? nullptr : out.data(), empty ? 0 : 3, heads, 1, dim);
         const CacheExtras given = empty ? CacheExtras{} : extras;
-        step<head_dims<64>>(on, ref, batch, q, k, k, to, room, status.data(), given);
-        prefill<head_dims<64>>(on, ref, batch, q, k, k, to, room, status.data(), given);
-        propose<head_dims<64>>(on, ref, batch, q, k, k, to, room, status.data(), given);
-        commit<head_dims<64>>(on, ref, batch, room, status.data());
+        step<head_dims<64>>(on, ref, batch, q, k, k, to, workspace, status.data(), given);
+        prefill<head_dims<64>>(on, ref, batch, q, k, k, to, workspace, status.data(), given);
+        append_draft<head_dims<64>>(on, ref, batch, q, k, k, to, workspace, status.data(), given);
+        accept<head_dims<64>>(on, ref, batch, workspace, status.data());
         cache.advance(on, batch, status.data());
     }
     CHECK(status.read() == std::vector<std::uint32_t>(3, 0));
@@ -81,7 +81,7 @@ TEST_CASE("a row a head; windows and budgets that no sequence fills; heads witho
     }
     std::mt19937 generator(4);
     BothDuals<Budget, float, all_head_dims, true> dual(
-        shape_of(2, 8, 16), {.slab_pages = 7, .most_slabs = 300, .longest = 6000}, policy);
+        shape_of(2, 8, 16), {.slab_pages = 7, .max_slabs = 300, .max_seq_len = 6000}, policy);
     random_life(dual, Scores::random, 60, generator);
 }
 
@@ -92,7 +92,7 @@ TEST_CASE("calls that bring nothing change nothing") {
     fixed.bind(on, memory.data(), memory.size());
     check_nothing(fixed, 8, 4);
     DualCache<Gated, float> dual(
-        shape_of(2, 8, 16), {.slab_pages = 1, .most_slabs = 1, .longest = 100},
+        shape_of(2, 8, 16), {.slab_pages = 1, .max_slabs = 1, .max_seq_len = 100},
         Gated{Sink<>{1}, Window<>{2}, ThresholdGate<at_least>{0.0f}, TopKBudget<>{unlimited}});
     const Device<unsigned char> other(dual.bytes().total());
     dual.bind(on, other.data(), other.size());
@@ -105,7 +105,12 @@ TEST_CASE("steps of very large groups") {
         CAPTURE(group);
         std::mt19937 generator(static_cast<unsigned>(group));
         BothCaches<Budget, bf16, head_dims<128>, false> both(
-            {.layers = 1, .slots = 2, .query_heads = 2 * group, .kv_heads = 2, .dim_k = 128, .dim_v = 80},
+            {.layers = 1,
+             .max_sequences = 2,
+             .query_heads = 2 * group,
+             .kv_heads = 2,
+             .head_dim_qk = 128,
+             .head_dim_vo = 80},
             Budget{Sink<>{2}, Window<>{9}, TopKBudget<>{100}});
         for (std::int32_t t = 0; t < 150; ++t) {
             const CallTensors<bf16> in(both.shape, 2, 1, Scores::random, generator);
@@ -118,14 +123,18 @@ TEST_CASE("steps of very large groups") {
 TEST_CASE("keys and values that heads share; outputs that they would") {
     constexpr std::int32_t group = 2, dim = 64;
     const kvpolicy::cuda on{};
-    const CacheShape shape{
-        .layers = 1, .slots = 2, .query_heads = 2 * group, .kv_heads = 2, .dim_k = dim, .dim_v = dim};
+    const CacheShape shape{.layers = 1,
+                           .max_sequences = 2,
+                           .query_heads = 2 * group,
+                           .kv_heads = 2,
+                           .head_dim_qk = dim,
+                           .head_dim_vo = dim};
     const Budget policy{Sink<>{2}, Window<>{9}, TopKBudget<>{20}};
     FixedBudgetCache<Budget, bf16> shared(shape, policy), apart(shape, policy);
     const Device<unsigned char> a(shared.bytes().total()), b(apart.bytes().total());
     shared.bind(on, a.data(), a.size());
     apart.bind(on, b.data(), b.size());
-    const Device<unsigned char> room(step_workspace_bytes<head_dims<64>>(on, shared.ref(0), 2));
+    const Device<unsigned char> workspace(step_workspace_bytes<head_dims<64>>(on, shared.layer(0), 2));
     std::mt19937 generator(6);
     for (std::int32_t t = 0; t < 60; ++t) {
         CallTensors<bf16> in(shape, 2, 1, Scores::random, generator);
@@ -140,19 +149,19 @@ TEST_CASE("keys and values that heads share; outputs that they would") {
         const auto q_view = view_bhsd<const bf16>(q.data(), 2, 2 * group, 1, dim);
         const rows_view<const bf16> one_k{k.data(), 2, 2, 1, dim, 0, 0, 0},
             one_v{v.data(), 2, 2, 1, dim, 0, 0, 0};
-        step<head_dims<64>>(on, shared.ref(0), {2}, q_view, one_k, one_v,
-                            view_bhsd(out.data(), 2, 2 * group, 1, dim), room, nullptr, extras);
+        step<head_dims<64>>(on, shared.layer(0), {2}, q_view, one_k, one_v,
+                            view_bhsd(out.data(), 2, 2 * group, 1, dim), workspace, nullptr, extras);
         shared.advance(on, {2});
-        step<head_dims<64>>(on, apart.ref(0), {2}, q_view, view_bhsd<const bf16>(k.data(), 2, 2, 1, dim),
+        step<head_dims<64>>(on, apart.layer(0), {2}, q_view, view_bhsd<const bf16>(k.data(), 2, 2, 1, dim),
                             view_bhsd<const bf16>(v.data(), 2, 2, 1, dim),
-                            view_bhsd(other.data(), 2, 2 * group, 1, dim), room, nullptr, extras);
+                            view_bhsd(other.data(), 2, 2 * group, 1, dim), workspace, nullptr, extras);
         apart.advance(on, {2});
         const auto x = out.read(), y = other.read();
         CHECK(std::equal(x.begin(), x.end(), y.begin(), [](bf16 i, bf16 j) { return i.bits == j.bits; }));
         rows_view<bf16> to = view_bhsd(out.data(), 2, 2 * group, 1, dim);
         to.head_stride = 0;
-        CHECK_REFUSED(
-            (step<head_dims<64>>(on, shared.ref(0), {2}, q_view, one_k, one_v, to, room, nullptr, extras)),
-            "out: a head stride of 0");
+        CHECK_REFUSED((step<head_dims<64>>(on, shared.layer(0), {2}, q_view, one_k, one_v, to, workspace,
+                                           nullptr, extras)),
+                      "out: a head stride of 0");
     }
 }

@@ -21,13 +21,13 @@ void check(std::int32_t dim, std::int32_t group, std::int32_t budget) {
     const Budget policy{Sink<>{4}, Window<>{21}, TopKBudget<>{budget}, Decay<1>{-0.01f}};
     for (const Scores kind : {Scores::random, Scores::few_values, Scores::improving}) {
         BothCaches<Budget, T, head_dims<64>> both({.layers = 1,
-                                                   .slots = 3,
+                                                   .max_sequences = 3,
                                                    .query_heads = 2 * group,
                                                    .kv_heads = 2,
-                                                   .dim_k = dim,
-                                                   .dim_v = dim,
-                                                   .page_rows = 16,
-                                                   .proposals = 4},
+                                                   .head_dim_qk = dim,
+                                                   .head_dim_vo = dim,
+                                                   .page_size = 16,
+                                                   .max_draft_tokens = 4},
                                                   policy);
         random_life(both, kind, 60, generator);
     }
@@ -39,13 +39,13 @@ TEST_CASE("few calls") {
     const Budget policy{Sink<>{4}, Window<>{21}, TopKBudget<>{30}, Decay<1>{-0.01f}};
     std::mt19937 generator(2);
     BothCaches<Budget, bf16, head_dims<64>> both({.layers = 1,
-                                                  .slots = 3,
+                                                  .max_sequences = 3,
                                                   .query_heads = 6,
                                                   .kv_heads = 2,
-                                                  .dim_k = 40,
-                                                  .dim_v = 64,
-                                                  .page_rows = 16,
-                                                  .proposals = 4},
+                                                  .head_dim_qk = 40,
+                                                  .head_dim_vo = 64,
+                                                  .page_size = 16,
+                                                  .max_draft_tokens = 4},
                                                  policy);
     random_life(both, Scores::random, 16, generator);
 }

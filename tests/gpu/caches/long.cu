@@ -17,9 +17,13 @@ template <class T, class P>
 void check(const P& policy, std::int32_t group, Scores kind,
            position_t rebase_limit = kvpolicy::rebase_limit) {
     CAPTURE(group);
-    BothCaches<P, T, head_dims<64>> both(
-        {.layers = 1, .slots = 1, .query_heads = 2 * group, .kv_heads = 2, .dim_k = 8, .dim_v = 8}, policy,
-        nullptr, nullptr, {}, rebase_limit);
+    BothCaches<P, T, head_dims<64>> both({.layers = 1,
+                                          .max_sequences = 1,
+                                          .query_heads = 2 * group,
+                                          .kv_heads = 2,
+                                          .head_dim_qk = 8,
+                                          .head_dim_vo = 8},
+                                         policy, nullptr, nullptr, {}, rebase_limit);
     check_long<head_dims<64>, T>(both, kind, [](std::int32_t) {});
 }
 

@@ -6,8 +6,8 @@
 #include <kvpolicy/policies/topk_budget.hpp>
 #include <kvpolicy/policies/window.hpp>
 
-#include "dual_case.hpp"
 #include "long_case.hpp"
+#include "paged_case.hpp"
 
 using namespace kvpolicy;
 using namespace test;
@@ -18,12 +18,12 @@ constexpr std::int32_t sinks[] = {0, 3}, windows[] = {9, 1}, budgets[] = {30, 70
 
 CacheShape shape_of(std::int32_t group) {
     return {.layers = 1,
-            .slots = 1,
+            .max_sequences = 1,
             .query_heads = 2 * group,
             .kv_heads = 2,
-            .dim_k = 8,
-            .dim_v = 8,
-            .page_rows = 32};
+            .head_dim_qk = 8,
+            .head_dim_vo = 8,
+            .page_size = 32};
 }
 
 }  // namespace
@@ -42,7 +42,7 @@ TEST_CASE_TEMPLATE("a DualCache", T, bf16, float) {
     const P policy{Sink<>{per_head(sinks, 1, 2)}, Window<>{per_head(windows, 1, 2)},
                    ThresholdGate<at_least>{per_head(thresholds, 1, 2)}, QuestPages<16>{3}};
     BothDuals<P, T, head_dims<64>> both(
-        shape_of(3), {.slab_pages = 64, .most_slabs = 200, .longest = long_steps + 1000}, policy);
+        shape_of(3), {.slab_pages = 64, .max_slabs = 200, .max_seq_len = long_steps + 1000}, policy);
     check_long<head_dims<64>, T>(both, Scores::random,
                                  [&](std::int32_t ahead) { REQUIRE(both.reserve({0}, {ahead})); });
 }

@@ -6,7 +6,7 @@
 //
 // - A sum of n products adds the squares of u times its partial sums, in the order of the numbers. A device adds sixteen products in
 //   tensor cores, which cut off, then those sums: fewer roundings of the same partial sums.
-// - Projections y of dim_k + dim_v products go on as values v~ with derivative 1, as gates through cap(y), whose derivative is
+// - Projections y of head_dim_qk + head_dim_vo products go on as values v~ with derivative 1, as gates through cap(y), whose derivative is
 //   1 - (cap(y) / c)^2, and log sigmoid; as features through a softmax, whose relative change is dy_f - sum_g p_g dy_g.
 // - With W_t = exp(b_t - m) <q~, k~_t>, b_t = log i_t + the log f after t, and D = max(sum_t W_t, clamp), h = sum_t W_t v~_t / D. A relative
 //   change w of W_t moves h by w W_t (v~_t - h) / D: relative to h, since the divisor moves too (not where the clamp is it). That of a gate's
@@ -63,8 +63,9 @@ class mLSTMRounding {
     void take(const T* key, const T* value) {
         tokens_.push_back(token_of(key, value));
         const Token& now = tokens_.back();
-        const double before = stabiliser();
-        scorer_.absorb(head_, state_.data(), now.x.data(), now.x.data() + scorer_.dim_k, scratch_.data());
+        const double before = stabilizer();
+        scorer_.absorb(head_, state_.data(), now.x.data(), now.x.data() + scorer_.head_dim_qk,
+                       scratch_.data());
         decay(now, before);
         const auto u = static_cast<std::int64_t>(tokens_.size()) - 1 - window_;
         if (u >= 0) {
@@ -75,9 +76,9 @@ class mLSTMRounding {
     [[nodiscard]] const std::vector<RoundedNumber>& scores() const { return scores_; }
     /// Number x of the state.
     [[nodiscard]] RoundedNumber state(std::size_t x) const {
-        const bool number = x < off_.size();  // else the stabiliser
-        return {number ? state_[x] : stabiliser(),
-                deviations * std::sqrt(number ? off_[x] : off_stabiliser_)};
+        const bool number = x < off_.size();  // else the stabilizer
+        return {number ? state_[x] : stabilizer(),
+                deviations * std::sqrt(number ? off_[x] : off_stabilizer_)};
     }
     [[nodiscard]] std::size_t state_size() const { return off_.size() + 1; }
 
@@ -96,7 +97,7 @@ class mLSTMRounding {
 
     static std::size_t size(std::int32_t n) { return static_cast<std::size_t>(n); }
     static double square(double x) { return x * x; }
-    [[nodiscard]] double stabiliser() const { return state_[state_.size() - 2] + state_[state_.size() - 1]; }
+    [[nodiscard]] double stabilizer() const { return state_[state_.size() - 2] + state_[state_.size() - 1]; }
     [[nodiscard]] static constexpr std::size_t parts() {
         return std::is_same_v<typename S::feature_map, kvpolicy::Hedgehog> ? 2 : 1;
     }
@@ -160,16 +161,16 @@ class mLSTMRounding {
     template <class T>
     [[nodiscard]] Token token_of(const T* key, const T* value) const {
         Token token;
-        for (std::int32_t i = 0; i < scorer_.dim_k; ++i) {
+        for (std::int32_t i = 0; i < scorer_.head_dim_qk; ++i) {
             token.x.push_back(static_cast<double>(static_cast<float>(key[i])));
         }
-        for (std::int32_t i = 0; i < scorer_.dim_v; ++i) {
+        for (std::int32_t i = 0; i < scorer_.head_dim_vo; ++i) {
             token.x.push_back(static_cast<double>(static_cast<float>(value[i])));
         }
         const auto& weights = scorer_.weights;
         features_of(token.x, weights.w_k, token.features, token.of_projection, token.own);
         for (std::size_t e = 0; e < width_; ++e) {
-            Sum sum{token.x[size(scorer_.dim_k) + (S::value_path::projected ? 0 : e)], 0.0};
+            Sum sum{token.x[size(scorer_.head_dim_qk) + (S::value_path::projected ? 0 : e)], 0.0};
             if constexpr (S::value_path::projected) {
                 sum = dot(token.x.data(), rows(weights.w_v, width_) + e * inputs_, inputs_);
             }
@@ -189,7 +190,7 @@ class mLSTMRounding {
 
     /// What the newest token does to the roundings of the state.
     void decay(const Token& token, double before) {
-        const double m = stabiliser(), kept = token.forget.value + before;
+        const double m = stabilizer(), kept = token.forget.value + before;
         const double f = std::exp(kept - m), i = std::exp(token.input.value - m);
         const double of_f = of_factor(std::isfinite(kept) ? kept - m : 0.0),
                      of_i = of_factor(token.input.value - m);
@@ -198,9 +199,9 @@ class mLSTMRounding {
         last.forget.variance += of_f;
         last.behind = (tokens_.size() > 1 ? tokens_[tokens_.size() - 2].behind : 0.0) + token.forget.value;
         // In the frame of m one of the factors is 1, and exact: the other has the variance of both logarithms.
-        const double apart = token.forget.variance + token.input.variance + off_stabiliser_;
+        const double apart = token.forget.variance + token.input.variance + off_stabilizer_;
         const double factor_f = kept < m ? apart : 0.0, factor_i = kept < m ? 0.0 : apart;
-        off_stabiliser_ = kept < m ? token.input.variance : off_stabiliser_ + token.forget.variance;
+        off_stabilizer_ = kept < m ? token.input.variance : off_stabilizer_ + token.forget.variance;
         double mean = 0.0;
         for (std::size_t j = 0; j < projection_; ++j) {
             mean += square(token.features[j]) * token.of_projection[j];
@@ -225,7 +226,7 @@ class mLSTMRounding {
     [[nodiscard]] RoundedNumber read(const Token& leaving) {
         const auto& weights = scorer_.weights;
         const double score = scorer_.read(head_, state_.data(), leaving.x.data(),
-                                          leaving.x.data() + scorer_.dim_k, scratch_.data());
+                                          leaving.x.data() + scorer_.head_dim_qk, scratch_.data());
         std::vector<double> q, of_query, own;
         features_of(leaving.x, weights.w_q, q, of_query, own);
         const double* const z = state_.data() + features_ * width_;
@@ -265,7 +266,7 @@ class mLSTMRounding {
             along += j[e] * h[e];
             common += slope * y;
             sum += a * y * sigmoid;
-            // 1 + exp(-y), exp by the card's own 2^x of a rounded product, a quotient, two products.
+            // 1 + exp(-y), exp by the GPU's own 2^x of a rounded product, a quotient, two products.
             variance += square((function + unit * std::fabs(y) * 2.0) * a * y * sigmoid) +
                         square(2.0 * unit * slope * y) + square(unit * sum);
         }
@@ -322,7 +323,7 @@ class mLSTMRounding {
     /// What the tokens' features, values and gates do.
     [[nodiscard]] double of_tokens(const std::vector<double>& q, const std::vector<double>& j, double centre,
                                    double d) const {
-        const double m = stabiliser(), behind = tokens_.back().behind;
+        const double m = stabilizer(), behind = tokens_.back().behind;
         double variance = 0.0,
                before = 0.0;  // `before`: what a relative change of all tokens up to here does
         for (std::size_t t = 0; t < tokens_.size(); ++t) {
@@ -365,7 +366,7 @@ class mLSTMRounding {
     std::vector<double> state_, scratch_;
     std::vector<double> rounded_,
         off_;  // [features, width], [features]: variances by the state's own roundings, and by all
-    double off_stabiliser_ = 0.0;
+    double off_stabilizer_ = 0.0;
     std::vector<Token> tokens_;
     std::vector<RoundedNumber> scores_;
 };

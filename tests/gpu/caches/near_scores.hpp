@@ -16,7 +16,7 @@
 
 namespace test {
 
-/// For sequences in the slots of a cache with Sink<2> and Window<7>.
+/// For sequences in the sequences of a cache with Sink<2> and Window<7>.
 template <class S>
 class NearScores : public NearHost {
   public:
@@ -33,26 +33,26 @@ class NearScores<kvpolicy::mLSTMScorer<D, Feature, Values>> {
 
   public:
     NearScores(const S& scorer, const kvpolicy::CacheShape& shape) : heads_(shape.kv_heads) {
-        for (std::int32_t x = 0; x < shape.slots * heads_; ++x) {
+        for (std::int32_t x = 0; x < shape.max_sequences * heads_; ++x) {
             exact_.emplace_back(scorer, x % heads_, 2, 7);
         }
     }
     template <class T>
-    void take(const std::vector<std::int32_t>& slots, const std::vector<std::int32_t>& q_len,
+    void take(const std::vector<std::int32_t>& seq_ids, const std::vector<std::int32_t>& q_len,
               const CallTensors<T>& in) {
         const auto k = in.k.view(), v = in.v.view();
-        for (std::size_t i = 0; i < slots.size(); ++i) {
+        for (std::size_t i = 0; i < seq_ids.size(); ++i) {
             for (std::int32_t h = 0; h < heads_; ++h) {
                 for (std::int32_t t = 0; t < q_len[i]; ++t) {
                     const auto entry = static_cast<std::int64_t>(i);
-                    of(slots[i], h).take(k.row(entry, h, t), v.row(entry, h, t));
+                    of(seq_ids[i], h).take(k.row(entry, h, t), v.row(entry, h, t));
                 }
             }
         }
     }
-    void score(std::int32_t slot, std::int32_t head, kvpolicy::position_t position, float of_device,
+    void score(std::int32_t seq, std::int32_t head, kvpolicy::position_t position, float of_device,
                float of_host) {
-        const std::vector<RoundedNumber>& wanted = of(slot, head).scores();
+        const std::vector<RoundedNumber>& wanted = of(seq, head).scores();
         const auto t = static_cast<std::size_t>(position);
         if (position >= 2 && t < wanted.size()) {
             scores_ = std::max(scores_, share(static_cast<double>(of_device), wanted[t]));
@@ -61,10 +61,10 @@ class NearScores<kvpolicy::mLSTMScorer<D, Feature, Values>> {
             CHECK(of_device == of_host);
         }
     }
-    void states(std::int32_t slot, std::int32_t head, const float* of_device, const float* of_host,
+    void states(std::int32_t seq, std::int32_t head, const float* of_device, const float* of_host,
                 std::int64_t /*count*/) {
-        const mLSTMRounding<S>& wanted = of(slot, head);
-        const std::size_t last = wanted.state_size() - 1;  // the stabiliser, two numbers
+        const mLSTMRounding<S>& wanted = of(seq, head);
+        const std::size_t last = wanted.state_size() - 1;  // the stabilizer, two numbers
         const auto number = [&](const float* from, std::size_t x) {
             return static_cast<double>(from[x]) + (x == last ? static_cast<double>(from[x + 1]) : 0.0);
         };
@@ -82,8 +82,8 @@ class NearScores<kvpolicy::mLSTMScorer<D, Feature, Values>> {
     }
 
   private:
-    mLSTMRounding<S>& of(std::int32_t slot, std::int32_t head) {
-        return exact_[static_cast<std::size_t>(slot * heads_ + head)];
+    mLSTMRounding<S>& of(std::int32_t seq, std::int32_t head) {
+        return exact_[static_cast<std::size_t>(seq * heads_ + head)];
     }
     /// Numbers below 1e-30 lose digits. A NaN is the worst.
     static double share(double got, const RoundedNumber& wanted) {

@@ -29,7 +29,7 @@ __global__ void __launch_bounds__(threads)
     choose(const Key* keys, std::int32_t count, std::int32_t wanted, std::int32_t* chosen) {
     __shared__ cb::find_memory<Key, threads> memory;
     cb::find_largest(memory, keys, count, wanted,
-                     [&](std::int32_t place, std::int32_t rank) { chosen[rank] = place; });
+                     [&](std::int32_t slot, std::int32_t rank) { chosen[rank] = slot; });
 }
 
 template <class Key>

@@ -23,18 +23,18 @@ constexpr float slopes[] = {0.0f, 0.0f, -0.1f, -0.4f, -0.02f, 0.0f};
 
 CacheShape shape_of(std::int32_t group) {
     return {.layers = layers,
-            .slots = 4,
+            .max_sequences = 4,
             .query_heads = kv_heads * group,
             .kv_heads = kv_heads,
-            .dim_k = 8,
-            .dim_v = 16,
-            .page_rows = 1,
-            .proposals = 5};
+            .head_dim_qk = 8,
+            .head_dim_vo = 16,
+            .page_size = 1,
+            .max_draft_tokens = 5};
 }
 
 template <class P>
 void check(const P& policy, position_t rebase_limit = kvpolicy::rebase_limit,
-           const Attention& attention = {}) {
+           const AttentionParams& attention = {}) {
     std::mt19937 generator(7);
     for (const Scores kind : all_scores) {
         BothCaches<P, float> both(shape_of(kind == Scores::random ? 3 : 1), policy, nullptr, nullptr,
@@ -69,11 +69,11 @@ TEST_CASE("decay steps by layer and head, rebased often") {
         11);
 }
 
-TEST_CASE("capped gates, with a softcap") {
+TEST_CASE("capped gates, with a logits_soft_cap") {
     check(
         Policy<Sink<2>, Window<4>, ThresholdGate<above>, TopKBudget<66>>{
             Sink<2>{}, Window<4>{}, ThresholdGate<above>{-0.5f}, TopKBudget<66>{}},
-        kvpolicy::rebase_limit, {.scale = 0.3f, .softcap = 2.0f});
+        kvpolicy::rebase_limit, {.sm_scale = 0.3f, .logits_soft_cap = 2.0f});
 }
 
 TEST_CASE("sinks and a window alone") { check(Policy<Sink<3>, Window<20>>{}); }
@@ -85,9 +85,13 @@ TEST_CASE("fp64, thousands of steps") {
     const P policy{Sink<1>{}, Window<5>{}, TopKBudget<200>{}, Decay<1>{-0.01f}};
     std::mt19937 generator(3);
     for (const Scores kind : {Scores::random, Scores::equal, Scores::improving, Scores::few_values}) {
-        BothCaches<P, double> both(
-            {.layers = 1, .slots = 2, .query_heads = 2, .kv_heads = 2, .dim_k = 8, .dim_v = 8}, policy,
-            nullptr, nullptr, {}, 777);
+        BothCaches<P, double> both({.layers = 1,
+                                    .max_sequences = 2,
+                                    .query_heads = 2,
+                                    .kv_heads = 2,
+                                    .head_dim_qk = 8,
+                                    .head_dim_vo = 8},
+                                   policy, nullptr, nullptr, {}, 777);
         const CallTensors<double> in(both.shape, 2, 1, kind, generator);
         for (std::int32_t t = 0; t < 1500; ++t) {
             CallTensors<double> one = in;

@@ -17,13 +17,13 @@ using namespace test;
 namespace {
 
 using P = Policy<Sink<2>, Window<5>, ThresholdGate<at_least>>;
-constexpr std::int32_t pages = 60, heads = 2, group = 2, rows = 16, dim = 64, slots = 3;
-constexpr CacheShape shape{.slots = slots,
+constexpr std::int32_t pages = 60, heads = 2, group = 2, rows = 16, dim = 64, max_sequences = 3;
+constexpr CacheShape shape{.max_sequences = max_sequences,
                            .query_heads = heads * group,
                            .kv_heads = heads,
-                           .dim_k = dim,
-                           .dim_v = dim,
-                           .page_rows = rows};
+                           .head_dim_qk = dim,
+                           .head_dim_vo = dim,
+                           .page_size = rows};
 
 /// [pages, 2, rows, heads, dim] or [pages, 2, heads, rows, dim].
 template <class T>
@@ -47,48 +47,51 @@ void check(bool nhd) {
     const P policy{{}, {}, ThresholdGate<at_least>{0.0f}};
     const EnginePages<T> engine{nhd};
     ok(cudaMemset(engine.numbers.data(), 0x5a, engine.numbers.bytes()));
-    const PoolShape pool{.slab_pages = pages, .most_slabs = heads, .longest = 400, .spared_pages = 1};
+    const PoolShape pool{.slab_pages = pages, .max_slabs = heads, .max_seq_len = 400, .spared_pages = 1};
     PoolShape strided = pool;
     strided.strides = engine.strides();
     DualCache<P, T> own(shape, pool, policy), theirs(shape, strided, policy);
     const Device<unsigned char> memory(own.bytes().total()), other(theirs.bytes().total());
     own.bind(on, memory.data(), memory.size());
     theirs.bind(on, other.data(), other.size());
-    std::vector<std::unique_ptr<Device<unsigned char>>> lent;
+    std::vector<std::unique_ptr<Device<unsigned char>>> provided;
     for (std::int32_t h = 0; h < heads; ++h) {
-        lent.push_back(std::make_unique<Device<unsigned char>>(own.slab_bytes()));
-        own.add_slab(on, lent.back()->data(), lent.back()->size());
-        lent.push_back(std::make_unique<Device<unsigned char>>(theirs.notes_bytes()));
-        theirs.add_pages(on, engine.keys(h), engine.values(h), lent.back()->data(), lent.back()->size());
+        provided.push_back(std::make_unique<Device<unsigned char>>(own.slab_bytes()));
+        own.add_slab(on, provided.back()->data(), provided.back()->size());
+        provided.push_back(std::make_unique<Device<unsigned char>>(theirs.notes_bytes()));
+        theirs.add_pages(on, engine.keys(h), engine.values(h), provided.back()->data(),
+                         provided.back()->size());
     }
-    CHECK(theirs.lent_pages() == heads * (pages - 1));
-    CHECK(theirs.free_pages(on) == theirs.lent_pages());
+    CHECK(theirs.attached_pages() == heads * (pages - 1));
+    CHECK(theirs.free_pages(on) == theirs.attached_pages());
     std::mt19937 generator(5);
     constexpr std::int32_t most = 9;
-    std::size_t needed = step_workspace_bytes<head_dims<64>>(on, theirs, slots);
+    std::size_t needed = step_workspace_bytes<head_dims<64>>(on, theirs, max_sequences);
     if constexpr (Chunks) {
-        needed = cache_workspace_bytes<head_dims<64>>(on, theirs, slots, most);
+        needed = cache_workspace_bytes<head_dims<64>>(on, theirs, max_sequences, most);
     }
     const Device<unsigned char> workspace(needed);
     for (std::int32_t turn = 0; turn < 60; ++turn) {
         const std::int32_t n = Chunks && turn % 3 == 0 ? most : 1;
-        const CallTensors<T> in(shape, slots, n, Scores::random, generator);
+        const CallTensors<T> in(shape, max_sequences, n, Scores::random, generator);
         const Device<T> q(in.q.data), k(in.k.data), v(in.v.data), out(in.q.data.size());
         const Device<float> scores(in.scores.data);
-        // The second entry is padding now and then; slots move around.
-        const Device<std::int32_t> named(std::vector<std::int32_t>{2, turn % 2 == 0 ? Batch::no_slot : 0, 1});
-        const Device<std::uint32_t> status(std::vector<std::uint32_t>(slots, 0));
-        const Batch batch{.count = slots, .slots = named.data(), .length = n};
+        // The second entry is padding now and then; sequences move around.
+        const Device<std::int32_t> named(std::vector<std::int32_t>{2, turn % 2 == 0 ? Batch::no_seq : 0, 1});
+        const Device<std::uint32_t> status(std::vector<std::uint32_t>(max_sequences, 0));
+        const Batch batch{.count = max_sequences, .seq_ids = named.data(), .length = n};
         CacheExtras extras;
-        extras.scores = view_bhs<const float>(scores.data(), slots, heads, n);
+        extras.scores = view_bhs<const float>(scores.data(), max_sequences, heads, n);
         std::vector<std::vector<T>> outputs;
         for (DualCache<P, T>* const cache : {&own, &theirs}) {
             ok(cudaMemset(out.data(), 0x11, out.bytes()));
             const auto call = [&](auto&& make) {
-                make(on, cache->ref(0), batch, view_bhsd<const T>(q.data(), slots, heads * group, n, dim),
-                     view_bhsd<const T>(k.data(), slots, heads, n, dim),
-                     view_bhsd<const T>(v.data(), slots, heads, n, dim),
-                     view_bhsd(out.data(), slots, heads * group, n, dim), workspace, status.data(), extras);
+                make(on, cache->layer(0), batch,
+                     view_bhsd<const T>(q.data(), max_sequences, heads * group, n, dim),
+                     view_bhsd<const T>(k.data(), max_sequences, heads, n, dim),
+                     view_bhsd<const T>(v.data(), max_sequences, heads, n, dim),
+                     view_bhsd(out.data(), max_sequences, heads * group, n, dim), workspace, status.data(),
+                     extras);
             };
             if (n == 1) {
                 call([](auto&&... of) { step<head_dims<64>>(of...); });
@@ -98,10 +101,10 @@ void check(bool nhd) {
             cache->advance(on, batch, status.data());
             outputs.push_back(out.read());
         }
-        CHECK(status.read() == std::vector<std::uint32_t>(slots, 0));
+        CHECK(status.read() == std::vector<std::uint32_t>(max_sequences, 0));
         CHECK(std::memcmp(outputs[0].data(), outputs[1].data(), out.bytes()) == 0);
         if (turn % 2 == 0) {  // nothing was written for padding
-            const std::size_t each = out.size() / slots;
+            const std::size_t each = out.size() / max_sequences;
             T untouched;
             std::memset(&untouched, 0x11, sizeof untouched);
             CHECK(std::memcmp(&outputs[0][each], &untouched, sizeof untouched) == 0);
@@ -111,10 +114,10 @@ void check(bool nhd) {
             theirs.fork(on, 2, 0);
         }
     }
-    for (std::int32_t slot = 0; slot < slots; ++slot) {
-        std::vector<unsigned char> a(own.snapshot_bytes(on, slot)), b(theirs.snapshot_bytes(on, slot));
-        own.snapshot(on, slot, a.data(), a.size());
-        theirs.snapshot(on, slot, b.data(), b.size());
+    for (std::int32_t seq = 0; seq < max_sequences; ++seq) {
+        std::vector<unsigned char> a(own.snapshot_bytes(on, seq)), b(theirs.snapshot_bytes(on, seq));
+        own.snapshot(on, seq, a.data(), a.size());
+        theirs.snapshot(on, seq, b.data(), b.size());
         CHECK(a == b);
     }
     // The engine's first page is as it was.
@@ -129,7 +132,7 @@ void check(bool nhd) {
     theirs.clear(on, 0);
     theirs.clear(on, 1);
     theirs.clear(on, 2);
-    CHECK(theirs.free_pages(on) == theirs.lent_pages());
+    CHECK(theirs.free_pages(on) == theirs.attached_pages());
 }
 
 }  // namespace
@@ -147,7 +150,7 @@ TEST_CASE("steps and chunks of floats") {
 TEST_CASE("rows that kernels cannot read are refused") {
     const kvpolicy::cuda on{};
     DualCache<P, bf16> cache(
-        shape, {.slab_pages = pages, .most_slabs = 1, .longest = 400, .strides = {2048, 2048, 68, 64}},
+        shape, {.slab_pages = pages, .max_slabs = 1, .max_seq_len = 400, .strides = {2048, 2048, 68, 64}},
         P{{}, {}, ThresholdGate<at_least>{0.0f}});
     const Device<unsigned char> memory(cache.bytes().total()), notes(cache.notes_bytes());
     const Device<bf16> numbers(std::size_t{64});

@@ -18,8 +18,12 @@ using namespace test;
 
 namespace {
 
-constexpr CacheShape shape{
-    .slots = 2, .query_heads = 2, .kv_heads = 2, .dim_k = 8, .dim_v = 8, .proposals = 5};
+constexpr CacheShape shape{.max_sequences = 2,
+                           .query_heads = 2,
+                           .kv_heads = 2,
+                           .head_dim_qk = 8,
+                           .head_dim_vo = 8,
+                           .max_draft_tokens = 5};
 constexpr std::int32_t length = 5;
 
 /// A cache on the device, and tensors of two sequences of up to five tokens.
@@ -39,17 +43,17 @@ struct Calls {
     }
     /// 0: a step, 1: a prefill, 2: a proposal.
     void call(int which, const Batch& batch, const CacheExtras& extras) {
-        const auto ref = cache.ref(0);
-        const Device<unsigned char> lent(cache_workspace_bytes(on, ref, 2, length));
+        const auto ref = cache.layer(0);
+        const Device<unsigned char> provided(cache_workspace_bytes(on, ref, 2, length));
         const Device<float> result(rows.size());
         const auto in = view_bhsd<const float>(rows.data(), 2, 2, length, 8);
         const auto out = view_bhsd(result.data(), 2, 2, length, 8);
         if (which == 0) {
-            step(on, ref, batch, in, in, in, out, lent, nullptr, extras);
+            step(on, ref, batch, in, in, in, out, provided, nullptr, extras);
         } else if (which == 1) {
-            prefill(on, ref, batch, in, in, in, out, lent, nullptr, extras);
+            prefill(on, ref, batch, in, in, in, out, provided, nullptr, extras);
         } else {
-            propose(on, ref, batch, in, in, in, out, lent, extras);
+            append_draft(on, ref, batch, in, in, in, out, provided, extras);
         }
         ok(cudaDeviceSynchronize());
     }
@@ -111,12 +115,12 @@ TEST_CASE("another device than the cache's, and memory that is not a device's") 
     CHECK(calls.cache.length(mine, 1) == 0);
     calls.cache.advance(mine, {.count = 2});
     CHECK(calls.cache.length(mine, 1) == 1);
-    const Occupancy full = calls.cache.occupancy(mine, 0, 1, 1);
+    const HeadUsage full = calls.cache.usage(mine, 0, 1, 1);
     CHECK(full.sinks == 1);
-    CHECK(full.rows() == 1);
+    CHECK(full.size() == 1);
     CHECK(full.capacity == 6);
-    CHECK_REFUSED(static_cast<void>(calls.cache.occupancy(mine, 0, 1, 2)), "head: 2");
-    CHECK_REFUSED(static_cast<void>(calls.cache.length(mine, 2)), "slot: 2");
+    CHECK_REFUSED(static_cast<void>(calls.cache.usage(mine, 0, 1, 2)), "head: 2");
+    CHECK_REFUSED(static_cast<void>(calls.cache.length(mine, 2)), "seq: 2");
     CHECK_REFUSED(static_cast<void>(calls.cache.length(1)), "a call with a cuda context");
     CHECK_REFUSED(calls.cache.retained(0, 0, 0, nullptr), "export_heads");
 }
@@ -160,7 +164,7 @@ TEST_CASE("what attention refuses of a chunk's keys is refused before the cache 
     FixedBudgetCache<P, bf16> cache(shape);
     const Device<unsigned char> memory(cache.bytes().total());
     cache.bind(on, memory.data(), memory.size());
-    const Device<unsigned char> workspace(cache_workspace_bytes<Dims>(on, cache.ref(0), 2, length));
+    const Device<unsigned char> workspace(cache_workspace_bytes<Dims>(on, cache.layer(0), 2, length));
     const Device<bf16> rows(std::vector<bf16>(2 * 2 * length * 8, bf16{0.5f})), result(rows.size());
     const Device<float> scores(std::vector<float>(2 * 2 * length));
     const CacheExtras extras{.scores = view_bhs<const float>(scores.data(), 2, 2, length)};
@@ -174,9 +178,9 @@ TEST_CASE("what attention refuses of a chunk's keys is refused before the cache 
     for (const bool proposes : {false, true}) {
         const auto call = [&](const Batch& of, const auto& k, const auto& v) {
             if (proposes) {
-                propose<Dims>(on, cache.ref(0), of, in, k, v, out, workspace, extras);
+                append_draft<Dims>(on, cache.layer(0), of, in, k, v, out, workspace, extras);
             } else {
-                prefill<Dims>(on, cache.ref(0), of, in, k, v, out, workspace, nullptr, extras);
+                prefill<Dims>(on, cache.layer(0), of, in, k, v, out, workspace, nullptr, extras);
             }
         };
         CHECK_REFUSED(call(batch, backwards, in), "k: a view with a row stride of -8 is not allowed");

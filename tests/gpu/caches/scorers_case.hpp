@@ -16,15 +16,15 @@ template <class S>
 using Scored = kvpolicy::Policy<kvpolicy::Sink<2>, kvpolicy::Window<7>, kvpolicy::TopKBudget<40>, S>;
 
 template <class S>
-kvpolicy::CacheShape scored_shape(const S& sizes, std::int32_t slots, std::int32_t proposals) {
+kvpolicy::CacheShape scored_shape(const S& sizes, std::int32_t max_sequences, std::int32_t max_draft_tokens) {
     return {.layers = 1,
-            .slots = slots,
+            .max_sequences = max_sequences,
             .query_heads = 4,
             .kv_heads = 2,
-            .dim_k = sizes.dim_k,
-            .dim_v = sizes.dim_v,
-            .page_rows = 1,
-            .proposals = proposals};
+            .head_dim_qk = sizes.head_dim_qk,
+            .head_dim_vo = sizes.head_dim_vo,
+            .page_size = 1,
+            .max_draft_tokens = max_draft_tokens};
 }
 
 /// Both caches with a scorer's weights at random. 16-bit rows are compiled for head_dims up to 64.
@@ -33,10 +33,10 @@ struct BothScored {
     TwoScorers<S> scorers;
     BothCaches<Scored<S>, T, kvpolicy::head_dims<64>> both;
 
-    BothScored(const S& sizes, bool optional, std::int32_t slots, std::int32_t proposals,
+    BothScored(const S& sizes, bool optional, std::int32_t max_sequences, std::int32_t max_draft_tokens,
                std::mt19937& generator)
         : scorers(sizes, optional, generator),
-          both(scored_shape(sizes, slots, proposals), Scored<S>{{}, {}, {}, scorers.of_host},
+          both(scored_shape(sizes, max_sequences, max_draft_tokens), Scored<S>{{}, {}, {}, scorers.of_host},
                &scorers.of_host, &scorers.of_device) {}
 };
 
@@ -48,36 +48,36 @@ void check_scorer(const S& sizes, bool optional, std::int32_t count = 3, std::in
     const kvpolicy::CacheShape& shape = both.shape;
     NearScores<S> near(scored.scorers.of_host, shape);
     for (std::int32_t turn = 0; turn < turns; ++turn) {
-        const Mode mode = turn % 3 == 0 ? Mode::step : turn % 3 == 1 ? Mode::prefill : Mode::propose;
-        const std::int32_t most = mode == Mode::step ? 1 : mode == Mode::propose ? 6 : 25;
+        const Mode mode = turn % 3 == 0 ? Mode::step : turn % 3 == 1 ? Mode::prefill : Mode::append_draft;
+        const std::int32_t most = mode == Mode::step ? 1 : mode == Mode::append_draft ? 6 : 25;
         const auto some = [&](std::int32_t limit) {
             return static_cast<std::int32_t>(generator() % static_cast<std::uint32_t>(limit + 1));
         };
         std::vector<std::int32_t> q_len, accepted;
-        std::vector<std::int32_t> slots;
+        std::vector<std::int32_t> seq_ids;
         for (std::int32_t i = 0; i < count; ++i) {
-            slots.push_back((i + 1) % count);
+            seq_ids.push_back((i + 1) % count);
             q_len.push_back(some(most));
             accepted.push_back(some(q_len.back()));
         }
         const CallTensors<T> in(shape, count, most, Scores::random, generator);
-        both.call(mode, slots, q_len, in, accepted);
-        const auto ref = both.cache.ref(0), host_ref = both.oracle.cache.ref(0);
-        const auto position = both.fetch(ref.position, ref.slots * ref.rows);
-        const auto score = both.fetch(ref.score, ref.slots * ref.rows);
-        near.take(slots, mode == Mode::propose ? accepted : q_len, in);
-        const auto state = both.fetch(ref.state, ref.slots * ref.kv_heads * ref.state_size);
+        both.call(mode, seq_ids, q_len, in, accepted);
+        const auto ref = both.cache.layer(0), host_ref = both.oracle.cache.layer(0);
+        const auto position = both.fetch(ref.position, ref.max_sequences * ref.rows);
+        const auto score = both.fetch(ref.score, ref.max_sequences * ref.rows);
+        near.take(seq_ids, mode == Mode::append_draft ? accepted : q_len, in);
+        const auto state = both.fetch(ref.state, ref.max_sequences * ref.kv_heads * ref.state_size);
         bool same = true;
-        for (std::int32_t slot = 0; slot < shape.slots; ++slot) {
+        for (std::int32_t seq = 0; seq < shape.max_sequences; ++seq) {
             for (std::int32_t h = 0; h < shape.kv_heads; ++h) {
-                const auto first = static_cast<std::size_t>(host_ref.first_row(slot, h));
-                for (std::size_t r = first; r < first + static_cast<std::size_t>(host_ref.used(slot, h));
+                const auto first = static_cast<std::size_t>(host_ref.first_row(seq, h));
+                for (std::size_t r = first; r < first + static_cast<std::size_t>(host_ref.used(seq, h));
                      ++r) {
                     same = same && position[r] == host_ref.position[r];
-                    near.score(slot, h, host_ref.position[r], score[r], host_ref.score[r]);
+                    near.score(seq, h, host_ref.position[r], score[r], host_ref.score[r]);
                 }
-                const std::int64_t of_head = host_ref.head_index(slot, h) * ref.state_size;
-                near.states(slot, h, state.data() + of_head, host_ref.state + of_head, ref.state_size);
+                const std::int64_t of_head = host_ref.head_index(seq, h) * ref.state_size;
+                near.states(seq, h, state.data() + of_head, host_ref.state + of_head, ref.state_size);
             }
         }
         CAPTURE(turn);

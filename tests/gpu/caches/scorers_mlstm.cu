@@ -13,7 +13,7 @@ using namespace test;
 
 namespace {
 
-/// Gates of a token whose input gate is at -1500, while the memory's stabiliser is 0 and the forget gate as low as it gets.
+/// Gates of a token whose input gate is at -1500, while the memory's stabilizer is 0 and the forget gate as low as it gets.
 __global__ void low_gates(float* const result) {
     cuda_backend::mlstm_gates gates;
     const bool input = threadIdx.x % 2 == 0;
@@ -66,13 +66,13 @@ TEST_CASE("mLSTMScorer, many sequences") {
 
 TEST_CASE("mLSTMScorer, large heads") {
     auto usual = sized<mLSTMScorer<>>();
-    usual.dim_k = usual.dim_v = 128;
+    usual.head_dim_qk = usual.head_dim_vo = 128;
     check_scorer(usual, true, 5, 30);
     check_scorer(usual, true, 33, 12);
     usual.d_v = 128;
     check_scorer(usual, false, 2, 15);
     auto wide = sized<mLSTMScorer<dynamic, Softmax, DirectValues>>();
-    wide.dim_k = wide.dim_v = 128;
+    wide.head_dim_qk = wide.head_dim_vo = 128;
     check_scorer(wide, true, 2, 15);
     wide.d_qk = 256;
     check_scorer(wide, false, 2, 6);
@@ -106,13 +106,13 @@ void check_bits(std::int32_t count) {
     auto &together = first.both, &alone = second.both;
     const CacheShape& shape = together.shape;
     const std::vector<std::int32_t> ones(static_cast<std::size_t>(count), 1);
-    std::vector<std::int32_t> slots;
+    std::vector<std::int32_t> seq_ids;
     for (std::int32_t i = 0; i < count; ++i) {
-        slots.push_back(i);
+        seq_ids.push_back(i);
     }
     for (int turn = 0; turn < 15; ++turn) {
         const CallTensors<float> in(shape, count, 1, Scores::random, generator);
-        together.call(Mode::step, slots, ones, in);
+        together.call(Mode::step, seq_ids, ones, in);
         for (std::int32_t i = 0; i < count; ++i) {
             CallTensors<float> one(shape, 1, 1, Scores::random, generator);
             const auto part = [i](const auto& from, auto& to) {
@@ -128,9 +128,9 @@ void check_bits(std::int32_t count) {
         const auto same = [](const std::vector<float>& a, const std::vector<float>& b) {
             return std::memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0;
         };
-        const auto x = together.cache.ref(0), y = alone.cache.ref(0);
-        const std::int64_t states = std::int64_t{x.slots} * x.kv_heads * x.state_size,
-                           rows = x.slots * x.rows;
+        const auto x = together.cache.layer(0), y = alone.cache.layer(0);
+        const std::int64_t states = std::int64_t{x.max_sequences} * x.kv_heads * x.state_size,
+                           rows = x.max_sequences * x.rows;
         CAPTURE(turn);
         CHECK(same(together.fetch(x.state, states), alone.fetch(y.state, states)));
         CHECK(same(together.fetch(x.score, rows), alone.fetch(y.score, rows)));

@@ -21,15 +21,15 @@ Budget policy_of(std::int32_t rows, group_aggregate of_heads = group_aggregate::
     return Budget{Sink<>{per_head(sinks, 2, 3)}, Window<>{per_head(windows, 2, 3)},
                   TopKBudget<>{per_head(budgets, 2, 3)}, QuestPages<>{rows, per_head(pages, 2, 3), of_heads}};
 }
-CacheShape shape_of(std::int32_t group, std::int32_t page_rows, std::int32_t dim) {
+CacheShape shape_of(std::int32_t group, std::int32_t page_size, std::int32_t dim) {
     return {.layers = 2,
-            .slots = 4,
+            .max_sequences = 4,
             .query_heads = 3 * group,
             .kv_heads = 3,
-            .dim_k = dim,
-            .dim_v = dim,
-            .page_rows = page_rows,
-            .proposals = 5};
+            .head_dim_qk = dim,
+            .head_dim_vo = dim,
+            .page_size = page_size,
+            .max_draft_tokens = 5};
 }
 
 }  // namespace
@@ -61,7 +61,7 @@ TEST_CASE("16-bit rows") {
 }
 
 TEST_CASE("groups whose queries leave shared memory for fewer warps, or for none") {
-    // On a card whose blocks have 227 KB 4, 2 and 1 warps; on others with less, fewer or a refusal.
+    // On a GPU whose blocks have 227 KB 4, 2 and 1 warps; on others with less, fewer or a refusal.
     for (const std::int32_t group : {30, 90, 100}) {
         CAPTURE(group);
         std::mt19937 generator(3);
@@ -76,7 +76,7 @@ TEST_CASE("groups whose queries leave shared memory for fewer warps, or for none
     const kvpolicy::cuda on{};
     const Device<unsigned char> memory(cache.bytes().total());
     cache.bind(on, memory.data(), memory.size());
-    CHECK_REFUSED(static_cast<void>(step_workspace_bytes<head_dims<256>>(on, cache.ref(0), 1)),
+    CHECK_REFUSED(static_cast<void>(step_workspace_bytes<head_dims<256>>(on, cache.layer(0), 1)),
                   "bound_pages_kernel");
 }
 

@@ -1,4 +1,4 @@
-// A slot of a FixedBudgetCache goes through a blob with the rows that it uses, and no others.
+// A sequence of a FixedBudgetCache goes through a blob with the rows that it uses, and no others.
 #include <kvpolicy/policies/selection.hpp>
 #include <kvpolicy/policies/sink.hpp>
 #include <kvpolicy/policies/topk_budget.hpp>
@@ -17,13 +17,13 @@ namespace {
 template <class P>
 void check(const P& policy) {
     const CacheShape shape{.layers = 2,
-                           .slots = 3,
+                           .max_sequences = 3,
                            .query_heads = 3,
                            .kv_heads = 3,
-                           .dim_k = 8,
-                           .dim_v = 16,
-                           .page_rows = 16,
-                           .proposals = 3};
+                           .head_dim_qk = 8,
+                           .head_dim_vo = 16,
+                           .page_size = 16,
+                           .max_draft_tokens = 3};
     const host on(1);
     const kvpolicy::cuda device{};
     BoundCache<P, float> oracle(on, shape, policy);
@@ -34,16 +34,16 @@ void check(const P& policy) {
     std::int32_t length = 0;
     for (const std::int32_t more :
          {0, 1, 5, 14, 60}) {  // empty; in the sinks; the ring; some budgets; all of them
-        const std::int32_t slot = 1;
+        const std::int32_t seq = 1;
         for (std::int32_t t = 0; t < more; ++t) {
             const CallTensors<float> in(shape, 1, 1, Scores::random, generator);
             for (std::int32_t layer = 0; layer < shape.layers; ++layer) {
-                Tensor<float> out(1, shape.query_heads, 1, shape.dim_v);
-                Workspace room(cache_workspace_bytes(on, oracle.cache.ref(layer), 1, 1));
-                step(on, oracle.cache.ref(layer), {1, &slot}, in.q.view(), in.k.view(), in.v.view(),
-                     out.view(), room, nullptr, CacheExtras{.scores = in.scores.view()});
+                Tensor<float> out(1, shape.query_heads, 1, shape.head_dim_vo);
+                Workspace workspace(cache_workspace_bytes(on, oracle.cache.layer(layer), 1, 1));
+                step(on, oracle.cache.layer(layer), {1, &seq}, in.q.view(), in.k.view(), in.v.view(),
+                     out.view(), workspace, nullptr, CacheExtras{.scores = in.scores.view()});
             }
-            oracle.cache.advance(on, {1, &slot});
+            oracle.cache.advance(on, {1, &seq});
         }
         length += more;
         CAPTURE(length);
@@ -51,10 +51,10 @@ void check(const P& policy) {
         oracle.cache.snapshot(on, 1, blob.data(), blob.size());
         ok(cudaDeviceSynchronize());
         for (std::int32_t layer = 0; layer < shape.layers; ++layer) {
-            const auto ref = cache.ref(layer);
-            const std::int64_t rows = ref.slots * ref.rows;
-            ok(cudaMemset(ref.k, 0x5a, static_cast<std::size_t>(rows * ref.dim_k) * sizeof(float)));
-            ok(cudaMemset(ref.v, 0x5a, static_cast<std::size_t>(rows * ref.dim_v) * sizeof(float)));
+            const auto ref = cache.layer(layer);
+            const std::int64_t rows = ref.max_sequences * ref.rows;
+            ok(cudaMemset(ref.k, 0x5a, static_cast<std::size_t>(rows * ref.head_dim_qk) * sizeof(float)));
+            ok(cudaMemset(ref.v, 0x5a, static_cast<std::size_t>(rows * ref.head_dim_vo) * sizeof(float)));
             ok(cudaMemset(ref.position, 0x5a, static_cast<std::size_t>(rows) * sizeof(position_t)));
         }
         cache.restore(device, 2, blob.data(), blob.size());
@@ -62,31 +62,32 @@ void check(const P& policy) {
         std::vector<unsigned char> again(blob.size(), 0);
         cache.snapshot(device, 2, again.data(), again.size());
         CHECK(again == blob);
-        // What it does not use, and other slots, are as they were.
+        // What it does not use, and other sequences, are as they were.
         float untouched = 0.0f;
         std::memset(&untouched, 0x5a, sizeof untouched);
         for (std::int32_t layer = 0; layer < shape.layers; ++layer) {
-            const auto ref = cache.ref(layer), host_ref = oracle.cache.ref(layer);
-            const auto k = fetch_from(ref.k, ref.slots * ref.rows * ref.dim_k);
-            const auto v = fetch_from(ref.v, ref.slots * ref.rows * ref.dim_v);
-            std::vector<char> mine(static_cast<std::size_t>(ref.slots * ref.rows), 0);
+            const auto ref = cache.layer(layer), host_ref = oracle.cache.layer(layer);
+            const auto k = fetch_from(ref.k, ref.max_sequences * ref.rows * ref.head_dim_qk);
+            const auto v = fetch_from(ref.v, ref.max_sequences * ref.rows * ref.head_dim_vo);
+            std::vector<char> mine(static_cast<std::size_t>(ref.max_sequences * ref.rows), 0);
             for (std::int32_t head = 0; head < shape.kv_heads; ++head) {
                 const std::int64_t from = host_ref.first_row(1, head), to = host_ref.first_row(2, head);
                 const std::int32_t used = host_ref.used(1, head);
                 std::fill_n(mine.begin() + to, used, char{1});
-                CHECK(std::memcmp(k.data() + to * ref.dim_k, host_ref.k + from * ref.dim_k,
-                                  static_cast<std::size_t>(used * ref.dim_k) * sizeof(float)) == 0);
-                CHECK(std::memcmp(v.data() + to * ref.dim_v, host_ref.v + from * ref.dim_v,
-                                  static_cast<std::size_t>(used * ref.dim_v) * sizeof(float)) == 0);
+                CHECK(std::memcmp(k.data() + to * ref.head_dim_qk, host_ref.k + from * ref.head_dim_qk,
+                                  static_cast<std::size_t>(used * ref.head_dim_qk) * sizeof(float)) == 0);
+                CHECK(std::memcmp(v.data() + to * ref.head_dim_vo, host_ref.v + from * ref.head_dim_vo,
+                                  static_cast<std::size_t>(used * ref.head_dim_vo) * sizeof(float)) == 0);
             }
             std::int64_t written = 0;
-            for (std::int64_t r = 0; r < ref.slots * ref.rows; ++r) {
-                written +=
-                    mine[static_cast<std::size_t>(r)] == 0 &&
-                            (std::memcmp(&k[static_cast<std::size_t>(r * ref.dim_k)], &untouched, 4) != 0 ||
-                             std::memcmp(&v[static_cast<std::size_t>(r * ref.dim_v)], &untouched, 4) != 0)
-                        ? 1
-                        : 0;
+            for (std::int64_t r = 0; r < ref.max_sequences * ref.rows; ++r) {
+                written += mine[static_cast<std::size_t>(r)] == 0 &&
+                                   (std::memcmp(&k[static_cast<std::size_t>(r * ref.head_dim_qk)], &untouched,
+                                                4) != 0 ||
+                                    std::memcmp(&v[static_cast<std::size_t>(r * ref.head_dim_vo)], &untouched,
+                                                4) != 0)
+                               ? 1
+                               : 0;
             }
             CHECK(written == 0);
         }

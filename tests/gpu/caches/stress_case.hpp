@@ -1,4 +1,4 @@
-// Random operations on caches on a device, beside caches in which nothing is clever (support/naive_slots.hpp): the same keys after each of
+// Random operations on caches on a device, beside caches in which nothing is clever (support/naive_sequences.hpp): the same keys after each of
 // them, and the same outputs. A watchdog ends the program where a kernel hangs, and says in which operation.
 #pragma once
 
@@ -12,7 +12,7 @@
 #include <kvpolicy/policies/window.hpp>
 
 #include "../../support/bound_dual.hpp"
-#include "../../support/naive_slots.hpp"
+#include "../../support/naive_sequences.hpp"
 #include "../support/device.hpp"
 
 #include <atomic>
@@ -29,8 +29,10 @@ namespace stress {
 using namespace kvpolicy;
 using namespace test;
 
-constexpr std::int32_t dim = 8, heads = 2, group = 2, slots = 3, proposals = 4, longest = 300;
-constexpr Attention attention{.scale = 0.375f};  // exact, so that masses do not depend on who rounds it
+constexpr std::int32_t dim = 8, heads = 2, group = 2, max_sequences = 3, max_draft_tokens = 4,
+                       max_seq_len = 300;
+constexpr AttentionParams attention{.sm_scale =
+                                        0.375f};  // exact, so that masses do not depend on who rounds it
 
 /// Ends the program when an operation takes more than a minute.
 class Watchdog {
@@ -110,17 +112,17 @@ struct Tokens {
 };
 
 CacheShape shape_of(std::int32_t of_slots) {
-    return {.slots = of_slots,
+    return {.max_sequences = of_slots,
             .query_heads = heads * group,
             .kv_heads = heads,
-            .dim_k = dim,
-            .dim_v = dim,
-            .page_rows = 16,
-            .proposals = proposals};
+            .head_dim_qk = dim,
+            .head_dim_vo = dim,
+            .page_size = 16,
+            .max_draft_tokens = max_draft_tokens};
 }
-constexpr PoolShape pool{.slab_pages = 5, .most_slabs = 14, .longest = longest};
+constexpr PoolShape pool{.slab_pages = 5, .max_slabs = 14, .max_seq_len = max_seq_len};
 
-/// A cache of either kind on the device, with what it was lent.
+/// A cache of either kind on the device, with what it was attached.
 template <class P, class Cache>
 struct Bound {
     static constexpr bool pooled = Cache::ref_type::pooled;
@@ -131,9 +133,9 @@ struct Bound {
 
     static Cache make(const P& policy) {
         if constexpr (pooled) {
-            return Cache(shape_of(slots), pool, policy, nullptr, attention);
+            return Cache(shape_of(max_sequences), pool, policy, nullptr, attention);
         } else {
-            return Cache(shape_of(slots), policy, nullptr, attention);
+            return Cache(shape_of(max_sequences), policy, nullptr, attention);
         }
     }
     Bound(const P& policy, position_t rebase) : cache(make(policy)), memory(cache.bytes().total()) {
@@ -143,7 +145,7 @@ struct Bound {
     }
     bool add_slab() {
         if constexpr (pooled) {
-            if (cache.slabs() < pool.most_slabs) {
+            if (cache.slabs() < pool.max_slabs) {
                 slabs.push_back(std::make_unique<Device<unsigned char>>(cache.slab_bytes()));
                 ok(cudaMemset(slabs.back()->data(), 0xff, slabs.back()->bytes()));
                 cache.add_slab(on, slabs.back()->data(), slabs.back()->size());
@@ -159,33 +161,33 @@ struct Bound {
             cache.fork(on, from, to);
         }
     }
-    void restore(std::int32_t slot, const std::vector<unsigned char>& blob, std::uint32_t* status) {
+    void restore(std::int32_t seq, const std::vector<unsigned char>& blob, std::uint32_t* status) {
         if constexpr (pooled) {
-            cache.restore(on, slot, blob.data(), blob.size(), status);
+            cache.restore(on, seq, blob.data(), blob.size(), status);
         } else {
-            cache.restore(on, slot, blob.data(), blob.size());
+            cache.restore(on, seq, blob.data(), blob.size());
         }
     }
-    std::vector<unsigned char> snapshot(std::int32_t slot) const {
-        std::vector<unsigned char> blob(cache.snapshot_bytes(on, slot));
-        cache.snapshot(on, slot, blob.data(), blob.size());
+    std::vector<unsigned char> snapshot(std::int32_t seq) const {
+        std::vector<unsigned char> blob(cache.snapshot_bytes(on, seq));
+        cache.snapshot(on, seq, blob.data(), blob.size());
         return blob;
     }
 };
 
-/// Whether a slot holds the keys that it must, with their keys and values: through a snapshot that a host cache takes.
+/// Whether a sequence holds the keys that it must, with their keys and values: through a snapshot that a host cache takes.
 template <class P, class Cache, class T>
-bool same(const Bound<P, Cache>& bound, const NaiveSlots<P>& model, std::int32_t slot,
+bool same(const Bound<P, Cache>& bound, const NaiveSequences<P>& model, std::int32_t seq,
           BoundDual<P, T>& reader) {
     const host on{1};
-    const std::vector<unsigned char> blob = bound.snapshot(slot);
+    const std::vector<unsigned char> blob = bound.snapshot(seq);
     reader.cache.restore(on, 0, blob.data(), blob.size());
-    if (reader.cache.length(0) != model.length(slot)) {
+    if (reader.cache.length(0) != model.length(seq)) {
         return false;
     }
-    const auto ref = reader.cache.ref(0);
+    const auto ref = reader.cache.layer(0);
     for (std::int32_t h = 0; h < heads; ++h) {
-        const NaiveHead& wanted = model.head[model.at(slot, h)];
+        const NaiveHead& wanted = model.head[model.at(seq, h)];
         if (reader.sorted(0, 0, h) != wanted.positions()) {
             return false;
         }
@@ -206,7 +208,7 @@ bool same(const Bound<P, Cache>& bound, const NaiveSlots<P>& model, std::int32_t
 template <class P, class Cache>
 void run(const P& policy, std::uint32_t seed, std::int32_t operations) {
     using T = typename Cache::ref_type::value_type;
-    using Model = NaiveSlots<P>;
+    using Model = NaiveSequences<P>;
     std::mt19937 generator(seed);
     const auto pick = [&](std::int32_t below) {
         return static_cast<std::int32_t>(generator() % static_cast<std::uint32_t>(below));
@@ -217,21 +219,20 @@ void run(const P& policy, std::uint32_t seed, std::int32_t operations) {
     Bound<P, Cache> bound(policy, rebase);
     auto& cache = bound.cache;
     const kvpolicy::cuda& on = bound.on;
-    const auto ref = cache.ref(0);
-    Model model(policy, slots, heads, dim, rebase);
-    BoundDual<P, T> reader(host{1}, shape_of(1), {.slab_pages = 100, .most_slabs = 1, .longest = longest},
-                           policy, nullptr, rebase, attention);
+    const auto ref = cache.layer(0);
+    Model model(policy, max_sequences, heads, dim, rebase);
+    BoundDual<P, T> reader(host{1}, shape_of(1),
+                           {.slab_pages = 100, .max_slabs = 1, .max_seq_len = max_seq_len}, policy, nullptr,
+                           rebase, attention);
     reader.add_slab(host{1});
     Model saved = model;
     std::vector<unsigned char> blob;
-    std::unique_ptr<Tokens<T>> proposed;  // of proposed_slot, if any
-    std::int32_t proposed_slot = -1;
-    const auto forget = [&](std::int32_t slot) {
-        proposed_slot = slot == proposed_slot ? -1 : proposed_slot;
-    };
+    std::unique_ptr<Tokens<T>> num_draft;  // of draft_seq, if any
+    std::int32_t draft_seq = -1;
+    const auto forget = [&](std::int32_t seq) { draft_seq = seq == draft_seq ? -1 : draft_seq; };
     double worst = 0.0;
     // Tells the model what an entry of a call brought, and compares the outputs of every token.
-    const auto follow = [&](Model& of, const Tokens<T>& call, std::int32_t entry, std::int32_t slot,
+    const auto follow = [&](Model& of, const Tokens<T>& call, std::int32_t entry, std::int32_t seq,
                             std::int32_t n, const std::vector<T>& out) {
         const auto at = [&](std::int32_t row, std::int32_t j) {
             return static_cast<std::ptrdiff_t>((row * call.length + j) * dim);
@@ -239,17 +240,17 @@ void run(const P& policy, std::uint32_t seed, std::int32_t operations) {
         for (std::int32_t j = 0; j < n; ++j) {
             for (std::int32_t h = 0; h < heads; ++h) {
                 const std::int32_t row = entry * heads + h;
-                of.append(slot, h, call.k.data() + at(row, j), call.v.data() + at(row, j),
+                of.append(seq, h, call.k.data() + at(row, j), call.v.data() + at(row, j),
                           call.score[static_cast<std::size_t>(row * call.length + j)]);
                 for (std::int32_t g = 0; P::has_eviction && g < group; ++g) {
                     const T* const query = call.q.data() + at(row * group + g, j);
-                    of.head[of.at(slot, h)].asked(g, {query, query + dim});
+                    of.head[of.at(seq, h)].asked(g, {query, query + dim});
                 }
             }
             for (std::int32_t hq = 0; !out.empty() && hq < heads * group; ++hq) {
                 const T* const query = call.q.data() + at(entry * heads * group + hq, j);
                 const auto wanted =
-                    of.head[of.at(slot, hq / group)].attend({query, query + dim}, attention.scale);
+                    of.head[of.at(seq, hq / group)].attend({query, query + dim}, attention.sm_scale);
                 for (std::int32_t c = 0; c < dim; ++c) {
                     const double got = static_cast<double>(
                         out[static_cast<std::size_t>(at(entry * heads * group + hq, j) + c)]);
@@ -260,7 +261,7 @@ void run(const P& policy, std::uint32_t seed, std::int32_t operations) {
         }
     };
     std::int64_t dropped = 0;
-    // Both look at what the named slots hold; slots without tokens are left alone.
+    // Both look at what the named sequences hold; sequences without tokens are left alone.
     const auto evict = [&](const std::vector<std::int32_t>& named, const std::vector<std::int32_t>& n,
                            std::int32_t number) {
         if constexpr (P::has_eviction) {
@@ -268,15 +269,15 @@ void run(const P& policy, std::uint32_t seed, std::int32_t operations) {
             std::vector<EvictionReport> wanted(named.size());
             const Device<EvictionReport> reports(wanted);
             const Device<std::int32_t> of_named(named), of_n(n);
-            const Device<std::uint32_t> status(std::vector<std::uint32_t>(slots, 0));
-            const Device<unsigned char> room(cache.evict_workspace_bytes(on));
-            cache.evict(on, {static_cast<std::int32_t>(named.size()), of_named.data(), of_n.data(), 1}, room,
-                        reports.data(), status.data());
+            const Device<std::uint32_t> status(std::vector<std::uint32_t>(max_sequences, 0));
+            const Device<unsigned char> workspace(cache.evict_workspace_bytes(on));
+            cache.evict(on, {static_cast<std::int32_t>(named.size()), of_named.data(), of_n.data(), 1},
+                        workspace, reports.data(), status.data());
             const auto found = reports.read();
-            CHECK(status.read() == std::vector<std::uint32_t>(slots, 0));
+            CHECK(status.read() == std::vector<std::uint32_t>(max_sequences, 0));
             for (std::size_t i = 0; i < named.size(); ++i) {
                 if (n[i] != 0) {
-                    wanted[i] = model.evict(named[i], policy.eviction(), attention.scale);
+                    wanted[i] = model.evict(named[i], policy.eviction(), attention.sm_scale);
                 }
                 REQUIRE(found[i].rounds == wanted[i].rounds);
                 REQUIRE(found[i].dropped == wanted[i].dropped);
@@ -289,21 +290,21 @@ void run(const P& policy, std::uint32_t seed, std::int32_t operations) {
         }
     };
     for (std::int32_t number = 0; number < operations; ++number) {
-        const std::int32_t slot = pick(slots), other = pick(slots), what = pick(12);
+        const std::int32_t seq = pick(max_sequences), other = pick(max_sequences), what = pick(12);
         const char* name = "a call";
-        Device<std::uint32_t> status(std::vector<std::uint32_t>(slots, 0));
+        Device<std::uint32_t> status(std::vector<std::uint32_t>(max_sequences, 0));
         std::uint32_t word = 0;
         if (what < 5) {
             const bool steps = pick(2) == 0;
             name = steps ? "steps" : "a chunk";
             watchdog.begins(name, number);
             std::vector<std::int32_t> named{0, 1, 2}, n;
-            std::swap(named[0], named[static_cast<std::size_t>(slot)]);
-            named.resize(static_cast<std::size_t>(1 + pick(slots)));
+            std::swap(named[0], named[static_cast<std::size_t>(seq)]);
+            named.resize(static_cast<std::size_t>(1 + pick(max_sequences)));
             std::int32_t most = 1;
             for (const std::int32_t s : named) {
                 const std::int32_t tokens = pick(steps ? 2 : 24);
-                if (model.length(s) + tokens > longest) {  // it leaves, and another joins
+                if (model.length(s) + tokens > max_seq_len) {  // it leaves, and another joins
                     cache.clear(on, s);
                     model.clear(s);
                     forget(s);
@@ -314,7 +315,7 @@ void run(const P& policy, std::uint32_t seed, std::int32_t operations) {
             const auto count = static_cast<std::int32_t>(named.size());
             const Tokens<T> call(generator, count, most);
             const Device<std::int32_t> of_slots(named);
-            const Device<unsigned char> room(cache_workspace_bytes<head_dims<64>>(on, ref, count, most));
+            const Device<unsigned char> workspace(cache_workspace_bytes<head_dims<64>>(on, ref, count, most));
             std::vector<std::int32_t> left = n;
             for (bool again = true; again;) {
                 again = false;
@@ -323,10 +324,10 @@ void run(const P& policy, std::uint32_t seed, std::int32_t operations) {
                 ok(cudaMemset(status.data(), 0, status.bytes()));
                 if (steps) {
                     step<head_dims<64>>(on, ref, batch, call.queries(), call.keys(), call.values(),
-                                        call.outputs(), room, status.data(), call.extras());
+                                        call.outputs(), workspace, status.data(), call.extras());
                 } else {
                     prefill<head_dims<64>>(on, ref, batch, call.queries(), call.keys(), call.values(),
-                                           call.outputs(), room, status.data(), call.extras());
+                                           call.outputs(), workspace, status.data(), call.extras());
                 }
                 const auto found = status.read();
                 const auto out = call.out->read();
@@ -362,75 +363,77 @@ void run(const P& policy, std::uint32_t seed, std::int32_t operations) {
             const Device<std::int32_t> of_n(n);
             ok(cudaMemset(status.data(), 0, status.bytes()));
             cache.advance(on, {count, of_slots.data(), of_n.data(), most}, status.data());
-            REQUIRE(status.read() == std::vector<std::uint32_t>(slots, 0));
+            REQUIRE(status.read() == std::vector<std::uint32_t>(max_sequences, 0));
             if (pick(4) != 0) {
                 evict(named, n, number);
             }
         } else if (what == 5 || what == 6) {
-            const std::int32_t n = 1 + pick(proposals);
-            if (model.length(slot) + n <= longest) {
-                watchdog.begins(name = "propose", number);
-                const Device<std::int32_t> of_slot(std::vector<std::int32_t>{slot});
-                const Batch batch{.count = 1, .slots = of_slot.data(), .length = n};
-                proposed = std::make_unique<Tokens<T>>(generator, 1, n);
-                const Device<unsigned char> room(cache_workspace_bytes<head_dims<64>>(on, ref, 1, proposals));
-                propose<head_dims<64>>(on, ref, batch, proposed->queries(), proposed->keys(),
-                                       proposed->values(), proposed->outputs(), room, status.data(),
-                                       proposed->extras());
+            const std::int32_t n = 1 + pick(max_draft_tokens);
+            if (model.length(seq) + n <= max_seq_len) {
+                watchdog.begins(name = "append_draft", number);
+                const Device<std::int32_t> of_seq(std::vector<std::int32_t>{seq});
+                const Batch batch{.count = 1, .seq_ids = of_seq.data(), .length = n};
+                num_draft = std::make_unique<Tokens<T>>(generator, 1, n);
+                const Device<unsigned char> workspace(
+                    cache_workspace_bytes<head_dims<64>>(on, ref, 1, max_draft_tokens));
+                append_draft<head_dims<64>>(on, ref, batch, num_draft->queries(), num_draft->keys(),
+                                            num_draft->values(), num_draft->outputs(), workspace,
+                                            status.data(), num_draft->extras());
                 REQUIRE(status.read()[0] == 0);
                 Model ahead = model;
-                follow(ahead, *proposed, 0, slot, n, proposed->out->read());
-                proposed_slot = slot;
+                follow(ahead, *num_draft, 0, seq, n, num_draft->out->read());
+                draft_seq = seq;
                 const std::int32_t some = pick(n + 1);
-                watchdog.begins(name = "commit", number);
+                watchdog.begins(name = "accept", number);
                 for (bool again = pick(4) != 0; again;) {
                     again = false;
-                    const Batch first{.count = 1, .slots = of_slot.data(), .length = some};
+                    const Batch first{.count = 1, .seq_ids = of_seq.data(), .length = some};
                     ok(cudaMemset(status.data(), 0, status.bytes()));
-                    commit<head_dims<64>>(on, ref, first, room, status.data());
+                    accept<head_dims<64>>(on, ref, first, workspace, status.data());
                     const std::uint32_t found = status.read()[0];
                     if (found == status_pool_exhausted && pooled) {
                         again = bound.add_slab();
                         if (!again) {
-                            cache.clear(on, slot);
-                            model.clear(slot);
+                            cache.clear(on, seq);
+                            model.clear(seq);
                         }
                     } else {
                         REQUIRE(found == 0);
-                        follow(model, *proposed, 0, slot, some, {});
+                        follow(model, *num_draft, 0, seq, some, {});
                         cache.advance(on, first, status.data());
                         REQUIRE(status.read()[0] == 0);
-                        evict({slot}, {some}, number);
+                        evict({seq}, {some}, number);
                     }
-                    forget(slot);
+                    forget(seq);
                 }
             }
         } else if (what == 7) {  // of more than was proposed
-            watchdog.begins(name = "a commit too many", number);
+            watchdog.begins(name = "a accept too many", number);
             std::int32_t waiting = 0;
-            ok(cudaMemcpy(&waiting, ref.proposed + slot, sizeof waiting, cudaMemcpyDeviceToHost));
-            if (waiting < proposals) {
-                const std::vector<unsigned char> before = bound.snapshot(slot);
-                const Device<std::int32_t> of_slot(std::vector<std::int32_t>{slot});
-                const Batch batch{.count = 1, .slots = of_slot.data(), .length = waiting + 1};
-                const Device<unsigned char> room(cache_workspace_bytes<head_dims<64>>(on, ref, 1, proposals));
-                commit<head_dims<64>>(on, ref, batch, room, status.data());
+            ok(cudaMemcpy(&waiting, ref.num_draft + seq, sizeof waiting, cudaMemcpyDeviceToHost));
+            if (waiting < max_draft_tokens) {
+                const std::vector<unsigned char> before = bound.snapshot(seq);
+                const Device<std::int32_t> of_seq(std::vector<std::int32_t>{seq});
+                const Batch batch{.count = 1, .seq_ids = of_seq.data(), .length = waiting + 1};
+                const Device<unsigned char> workspace(
+                    cache_workspace_bytes<head_dims<64>>(on, ref, 1, max_draft_tokens));
+                accept<head_dims<64>>(on, ref, batch, workspace, status.data());
                 CHECK(status.read()[0] == status_bad_length);
-                CHECK(bound.snapshot(slot) == before);
-                forget(slot);  // a commit that is refused forgets them
+                CHECK(bound.snapshot(seq) == before);
+                forget(seq);  // a commit that is refused forgets them
             }
         } else if (what == 8) {
             watchdog.begins(name = "fork", number);
-            bound.fork(slot, other, status.data());
-            if (status.read()[0] == 0 && slot != other) {
-                model.copy(model, slot, other);
+            bound.fork(seq, other, status.data());
+            if (status.read()[0] == 0 && seq != other) {
+                model.copy(model, seq, other);
                 forget(other);
             }
         } else if (what == 9) {
             watchdog.begins(name = "reorder", number);
-            std::vector<std::int32_t> sources(static_cast<std::size_t>(1 + pick(slots)));
+            std::vector<std::int32_t> sources(static_cast<std::size_t>(1 + pick(max_sequences)));
             for (std::int32_t& one : sources) {
-                one = pick(slots);
+                one = pick(max_sequences);
             }
             const Device<std::int32_t> of_sources(sources);
             cache.reorder(on, of_sources.data(), static_cast<std::int32_t>(sources.size()), status.data());
@@ -444,44 +447,44 @@ void run(const P& policy, std::uint32_t seed, std::int32_t operations) {
         } else if (what == 10) {
             if (blob.empty() || pick(2) == 0) {
                 watchdog.begins(name = "snapshot", number);
-                blob = bound.snapshot(slot);
-                saved.copy(model, slot, 0);
+                blob = bound.snapshot(seq);
+                saved.copy(model, seq, 0);
             } else {
                 watchdog.begins(name = "restore", number);
-                bound.restore(slot, blob, &word);
+                bound.restore(seq, blob, &word);
                 if (word == 0) {
-                    model.copy(saved, 0, slot);
-                    forget(slot);
+                    model.copy(saved, 0, seq);
+                    forget(seq);
                 }
             }
         } else {
             watchdog.begins(name = "leave", number);
             if (pick(3) == 0) {
-                cache.clear(on, slot);
-                model.clear(slot);
-                forget(slot);
+                cache.clear(on, seq);
+                model.clear(seq);
+                forget(seq);
             } else if constexpr (pooled) {
-                const Device<std::int32_t> of_slot(std::vector<std::int32_t>{slot});
-                if (model.length(slot) + 5 <= longest &&
-                    cache.reserve(on, {.count = 1, .slots = of_slot.data(), .length = 5}) > 0) {
+                const Device<std::int32_t> of_seq(std::vector<std::int32_t>{seq});
+                if (model.length(seq) + 5 <= max_seq_len &&
+                    cache.reserve(on, {.count = 1, .seq_ids = of_seq.data(), .length = 5}) > 0) {
                     bound.add_slab();
                 }
             }
         }
         CAPTURE(number);
         CAPTURE(name);
-        for (std::int32_t s = 0; s < slots; ++s) {
+        for (std::int32_t s = 0; s < max_sequences; ++s) {
             CAPTURE(s);
-            REQUIRE((s != slot && what < 8 && number % 4 != 3 ? true : same(bound, model, s, reader)));
+            REQUIRE((s != seq && what < 8 && number % 4 != 3 ? true : same(bound, model, s, reader)));
         }
         REQUIRE(worst < 5e-5);  // fp32 sums of 8 products and of a few hundred weights
     }
     CHECK((!P::has_eviction || dropped > operations / 10));
     if constexpr (pooled) {
-        for (std::int32_t slot = 0; slot < slots; ++slot) {
-            cache.clear(on, slot);
+        for (std::int32_t seq = 0; seq < max_sequences; ++seq) {
+            cache.clear(on, seq);
         }
-        CHECK(cache.free_pages(on) == cache.lent_pages());
+        CHECK(cache.free_pages(on) == cache.attached_pages());
     }
 }
 

@@ -8,11 +8,11 @@ namespace {
 
 using P = Policy<Sink<>, Window<>, ThresholdGate<above>, TopKBudget<>, Decay<dynamic>, SnapKVEviction>;
 
-void check(std::uint32_t seed, std::int32_t operations, const SnapKVEviction& rule) {
+void check(std::uint32_t seed, std::int32_t operations, const SnapKVEviction& head_params) {
     const std::int32_t sinks[] = {2, 0}, windows[] = {5, 9}, budgets[] = {unlimited, 40};
     run<P, DualCache<P, double>>(P{Sink<>{per_head(sinks, 1, heads)}, Window<>{per_head(windows, 1, heads)},
                                    ThresholdGate<above>{-1.0f}, TopKBudget<>{per_head(budgets, 1, heads)},
-                                   Decay<dynamic>{-0.01f, seed % 2 == 0 ? 1 : 3}, rule},
+                                   Decay<dynamic>{-0.01f, seed % 2 == 0 ? 1 : 3}, head_params},
                                  seed, operations);
 }
 

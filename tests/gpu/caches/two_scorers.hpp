@@ -74,8 +74,8 @@ template <class S>
 S sized() {
     S scorer{};
     scorer.heads = 2;
-    scorer.dim_k = 16;
-    scorer.dim_v = 24;
+    scorer.head_dim_qk = 16;
+    scorer.head_dim_vo = 24;
     return scorer;
 }
 

@@ -70,15 +70,15 @@ TEST_CASE("a failed call throws its name, CUDA's text, file and line, and leaves
         } catch (const cuda_error& error) {
             const std::string text = error.what();
             CAPTURE(text);
-            CHECK(text.find("has no code that runs on the present card") != std::string::npos);
+            CHECK(text.find("has no code that runs on the present GPU") != std::string::npos);
         }
     }
-    // A failure that CUDA itself reports: more threads than a block can have. More shared memory than any card has is refused before.
+    // A failure that CUDA itself reports: more threads than a block can have. More shared memory than any GPU has is refused before.
     const auto launched = [](int threads, std::size_t shared_bytes) {
-        const cuda_backend::mask_problem<detail::no_gate, detail::keep_set<>> problem{};
+        const cuda_backend::mask_params<detail::no_gate, detail::keep_set<>> params{};
         cuda_backend::launch("expire_kernel",
                              cuda_backend::expire_kernel<std::uint16_t, detail::no_gate, detail::keep_set<>>,
-                             1, threads, shared_bytes, kvpolicy::cuda{}, problem,
+                             1, threads, shared_bytes, kvpolicy::cuda{}, params,
                              cuda_backend::ranking<std::uint16_t>{}, cuda_backend::mask_output{});
     };
     try {

@@ -37,25 +37,25 @@ constexpr bool cache_takes = requires(const kvpolicy::cuda& on, Rows rows, Plane
                                       const typename Cache::ref_type& cache, const Batch& batch) {
     step(on, cache, batch, rows, rows, rows, out, workspace, nullptr, CacheExtras{.scores = plane});
     prefill(on, cache, batch, rows, rows, rows, out, workspace, nullptr, CacheExtras{.scores = plane});
-    propose(on, cache, batch, rows, rows, rows, out, workspace, CacheExtras{.scores = plane});
+    append_draft(on, cache, batch, rows, rows, rows, out, workspace, CacheExtras{.scores = plane});
     attend(on, cache, batch, rows, out, written, workspace);
 };
 
 /// Whether every public call on a device that reads rows or planes takes these.
 template <class Rows, class Plane, class Words>
-constexpr bool takes = requires(const kvpolicy::cuda& on, const Attention& attention, Rows rows, Plane plane,
-                                Words words, const Sequences& sequences, rows_view<bf16> out,
+constexpr bool takes = requires(const kvpolicy::cuda& on, const AttentionParams& attention, Rows rows,
+                                Plane plane, Words words, const Sequences& sequences, rows_view<bf16> out,
                                 plane_view<float> written, plane_view<std::int32_t> integers,
                                 workspace_view workspace, double* doubles, Recall* recalls, LossValue* value,
                                 BoundaryValue* boundary, EvictionSums* sums, const Budget& budget,
                                 const Gated& gated, const LinearScorer<8>& linear,
                                 LinearParameters<float> linear_gradients, rows_view<std::int32_t> indices) {
-    attend_workspace_bytes(on, attention, rows, keys{rows, rows}, sequences);
-    attend(on, attention, rows, keys{rows, rows, mask_view{words, plane}}, sequences, out, written,
+    attend_workspace_bytes(on, attention, rows, kv_view{rows, rows}, sequences);
+    attend(on, attention, rows, kv_view{rows, rows, mask_view{words, plane}}, sequences, out, written,
            workspace);
-    attend_backward_workspace_bytes(on, attention, rows, keys{rows, rows}, sequences);
-    attend_backward(on, attention, rows, keys{rows, rows}, sequences, AttendGradient{rows, plane, rows},
-                    AttendGradients<bf16>{out, out, out}, workspace);
+    attend_backward_workspace_bytes(on, attention, rows, kv_view{rows, rows}, sequences);
+    attend_backward(on, attention, rows, kv_view{rows, rows}, sequences, SavedForward{rows, plane, rows},
+                    AttentionGrads<bf16>{out, out, out}, workspace);
     future_mass_workspace_bytes(on, rows, rows);
     causal_lse(on, attention, rows, rows, sequences, written, workspace);
     future_mass(on, attention, rows, rows, plane, sequences, FutureMassOptions{}, written, workspace);

@@ -1,8 +1,8 @@
-// The byte model on a card: the text that the host writes, with every policy that a card has; and one captured graph against
+// The byte model on a GPU: the text that the host writes, with every policy that a GPU has; and one captured graph against
 // eager calls, for ten thousand tokens.
 #include "support/device_policies.hpp"
-#include "support/keeping.hpp"
 #include "support/policies.hpp"
+#include "support/retention.hpp"
 #include "support/trained.hpp"
 
 #include <doctest/doctest.h>
@@ -67,9 +67,9 @@ Written on_host(llama::KvAttention& attention, std::int32_t count) {
     return written;
 }
 
-std::vector<std::int32_t> on_card(llama::DeviceEngine& engine, llama::DeviceAttention& attention,
-                                  std::int32_t count, llama::Replay how = llama::Replay::graph,
-                                  const llama::SamplerOptions& sampler = {}) {
+std::vector<std::int32_t> on_gpu(llama::DeviceEngine& engine, llama::DeviceAttention& attention,
+                                 std::int32_t count, llama::Replay how = llama::Replay::graph,
+                                 const llama::SamplerOptions& sampler = {}) {
     std::vector<std::int32_t> tokens;
     const auto take = [&](std::int32_t token) {
         tokens.push_back(token);
@@ -86,7 +86,7 @@ void check_same_text(const std::string& name, const HostCache& host_cache, const
     CAPTURE(name);
     constexpr std::int32_t count = 200;
     const Written expected = on_host(*host_cache, count);
-    const std::vector<std::int32_t> got = on_card(engine, *device_cache, count);
+    const std::vector<std::int32_t> got = on_gpu(engine, *device_cache, count);
     std::size_t at = 0;
     while (at < got.size() && got[at] == expected.tokens[at]) {
         ++at;
@@ -115,13 +115,13 @@ TEST_CASE("the host's text, rows and weights in fp32") {
     const DeviceSetting device = device_setting(engine, llama::DType::f32);
     const PolicyChoice choice{"", 128, 4, 64};
     const DeviceBudget budget{4, 64, 60};
-    const auto longest = static_cast<std::int32_t>(m.prompt.size()) + 200;
+    const auto max_seq_len = static_cast<std::int32_t>(m.prompt.size()) + 200;
     const auto host_cache = [&](const char* name) {
         PolicyChoice named = choice;
         named.name = name;
-        return make_attention<float>(m.on, config, named, longest);
+        return make_attention<float>(m.on, config, named, max_seq_len);
     };
-    check_same_text("dense", host_cache("dense"), make_device_window(device, {0, longest, 0}), engine);
+    check_same_text("dense", host_cache("dense"), make_device_window(device, {0, max_seq_len, 0}), engine);
     check_same_text("streaming", host_cache("streaming"), make_device_window(device, {4, 124, 0}), engine);
     check_same_text("keynorm", host_cache("keynorm"), make_device_keynorm(device, budget, 0.0f), engine);
     check_same_text("random", make_random<float>(m.on, config, choice, 3),
@@ -143,8 +143,8 @@ TEST_CASE("one graph writes what eager calls write, for 10,000 tokens") {
         const llama::SamplerOptions sampler{.temperature = 0.9, .top_k = 40, .top_p = 0.95, .seed = 7};
         const DeviceCache eager = make_device_keynorm(device, budget, -0.01f),
                           replayed = make_device_keynorm(device, budget, -0.01f);
-        const auto expected = on_card(engine, *eager, count, llama::Replay::eager, sampler);
-        CHECK(on_card(engine, *replayed, count, llama::Replay::graph, sampler) == expected);
+        const auto expected = on_gpu(engine, *eager, count, llama::Replay::eager, sampler);
+        CHECK(on_gpu(engine, *replayed, count, llama::Replay::graph, sampler) == expected);
         CHECK(replayed->length() == static_cast<std::int64_t>(m.prompt.size()) + count - 1);
         CHECK(replayed->rows_per_head() == 32.0);
         CHECK(replayed->retained(3, 1) == eager->retained(3, 1));
@@ -157,9 +157,9 @@ TEST_CASE("samples are the host's") {
     const llama::SamplerOptions sampler{.temperature = 0.7, .top_k = 20, .top_p = 0.95, .seed = 11};
     const DeviceCache cache = make_device_window(device_setting(engine, llama::DType::f32), {0, 1 << 12, 0});
     // More than the generator has words.
-    const auto got = on_card(engine, *cache, 400, llama::Replay::graph, sampler);
+    const auto got = on_gpu(engine, *cache, 400, llama::Replay::graph, sampler);
 
-    // Logits of the card's own text, so that a near-tie parts nothing.
+    // Logits of the GPU's own text, so that a near-tie parts nothing.
     llama::Engine host_engine(m.model);
     const auto attention = make_attention<float>(m.on, m.model.config, {"dense", 0, 4, 64}, 1 << 12);
     std::vector<std::int32_t> text = m.prompt;
@@ -210,6 +210,6 @@ TEST_CASE("logits in bf16 weights, and refusals") {
     };
     CHECK(refused({}, {}) == "prompt: 0 tokens are not allowed; there must be 1 or more");
     CHECK(refused({1, 256}, {}) == "prompt[1] is 256, it must be from 0 to 255");
-    CHECK(refused({1}, {.temperature = 1.0}) == "top_k is 0, on a card it must be from 1 to 64");
+    CHECK(refused({1}, {.temperature = 1.0}) == "top_k is 0, on a GPU it must be from 1 to 64");
     CHECK(refused({1}, {.temperature = -1.0}) == "temperature is -1, it must be finite and at least 0");
 }

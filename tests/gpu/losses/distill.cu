@@ -89,7 +89,7 @@ void check_top(std::int32_t length, std::int32_t vocabulary, std::int32_t top, f
     const Device<std::int32_t> of_lengths(lengths);
     const Sequences on_host{
         .batch = batch, .length = length, .lengths = lengths.empty() ? nullptr : lengths.data()};
-    const Sequences on_card{
+    const Sequences on_gpu{
         .batch = batch, .length = length, .lengths = lengths.empty() ? nullptr : of_lengths.data()};
     const host host_context(1);
     const kvpolicy::cuda on{};
@@ -105,7 +105,7 @@ void check_top(std::int32_t length, std::int32_t vocabulary, std::int32_t top, f
                           {memory.data(), memory.size()});
         const Device<T> got(std::vector<T>(values.size(), static_cast<T>(untouched)));
         const Device<std::int32_t> index(std::vector<std::int32_t>(values.size(), -9));
-        top_logits<T>(on, teacher.view(static_cast<const T*>(of_teacher.data())), on_card,
+        top_logits<T>(on, teacher.view(static_cast<const T*>(of_teacher.data())), on_gpu,
                       values.view(got.data()), values.view(index.data()));
         CHECK(index.read() == wanted_index);
         const std::vector<T> read = got.read();
@@ -126,8 +126,8 @@ void check_top(std::int32_t length, std::int32_t vocabulary, std::int32_t top, f
         const Device<LossValue> result(1);
         const Device<std::uint32_t> status(std::vector<std::uint32_t>(static_cast<std::size_t>(batch), 0u));
         const auto rows = teacher.view(static_cast<const T*>(of_teacher.data()));
-        const Device<unsigned char> workspace(top_distillation_workspace_bytes<T>(on, loss, rows, on_card));
-        row_loss<T>(on, loss, rows, student.view(static_cast<const T*>(of_student.data())), on_card,
+        const Device<unsigned char> workspace(top_distillation_workspace_bytes<T>(on, loss, rows, on_gpu));
+        row_loss<T>(on, loss, rows, student.view(static_cast<const T*>(of_student.data())), on_gpu,
                     student.view(d.data()), result.data(), workspace, status.data());
         same(result, value, 1e-11);
         close(d, wanted, 1e-7);
@@ -360,8 +360,8 @@ TEST_CASE("refusals") {
     const kvpolicy::cuda on{};
     const Sequences sequences{.batch = 1, .length = 2};
     const auto in = rows.view(static_cast<const float*>(of_rows.data()));
-    const auto call = [&](const TopDistillation& loss, workspace_view room) {
-        row_loss<float>(on, loss, in, in, sequences, rows.view(d.data()), result.data(), room);
+    const auto call = [&](const TopDistillation& loss, workspace_view scratch) {
+        row_loss<float>(on, loss, in, in, sequences, rows.view(d.data()), result.data(), scratch);
     };
     CHECK_THROWS_WITH_AS(call({4097}, workspace), doctest::Contains("at most 4096"), invalid_argument);
     CHECK_THROWS_AS(call({0}, workspace), invalid_argument);

@@ -74,7 +74,7 @@ void close(const std::vector<float>& got, const std::vector<float>& wanted) {
 
 /// `loss` for the host, and the same with device memory where it has pointers.
 template <class L, class P>
-void check_loss(const L& loss, const L& on_card, const P& policy, const Case& c) {
+void check_loss(const L& loss, const L& on_gpu, const P& policy, const Case& c) {
     const host on_host(1);
     std::vector<float> wanted(c.count(), untouched);
     const LossValue value = loss(on_host, policy, c.plane(c.scores.data()),
@@ -86,7 +86,7 @@ void check_loss(const L& loss, const L& on_card, const P& policy, const Case& c)
     const Sequences sequences = c.sequences(lengths.data(), edges.data());
     const kvpolicy::cuda on{};
     const Device<unsigned char> workspace(gate_loss_workspace_bytes(on, policy, sequences, c.heads));
-    gate_loss(on, on_card, policy, c.plane(static_cast<const float*>(scores.data())), sequences,
+    gate_loss(on, on_gpu, policy, c.plane(static_cast<const float*>(scores.data())), sequences,
               c.plane(d.data()), result.data(), workspace, status.data());
     const LossValue got = result.read()[0];
     CHECK(got.count == value.count);
@@ -101,12 +101,12 @@ void check_losses(const P& policy, const Case& c) {
     for (std::size_t h = 0; h < lambda.size(); ++h) {
         lambda[h] = 0.25f * static_cast<float>(h + 1);
     }
-    const Device<float> on_card(lambda);
+    const Device<float> on_gpu(lambda);
     for (const gate_scope scope : {gate_scope::all, gate_scope::decided}) {
         check_loss(GateSparsity{0.5f, scope}, GateSparsity{0.5f, scope}, policy, c);
         check_loss(GateDensity{2.0f, scope}, GateDensity{2.0f, scope}, policy, c);
-        check_loss(RetentionPenalty{lambda.data(), 3.0f, scope},
-                   RetentionPenalty{on_card.data(), 3.0f, scope}, policy, c);
+        check_loss(RetentionPenalty{lambda.data(), 3.0f, scope}, RetentionPenalty{on_gpu.data(), 3.0f, scope},
+                   policy, c);
     }
     // Counts.
     const host on_host(1);
@@ -145,8 +145,8 @@ void check_straight_through(const P& policy, const Case& c, std::int32_t dim) {
     const Sequences sequences = c.sequences(lengths.data(), edges.data());
     const kvpolicy::cuda on{};
     const Device<unsigned char> workspace(gate_loss_workspace_bytes(on, policy, sequences, c.heads));
-    const auto of_card = [&](T* data) { return view_bhsd(data, c.batch, c.heads, c.length, dim); };
-    straight_through_values(on, policy, c.plane(scores.data()), of_card(of_v.data()), of_card(of_d_v.data()),
+    const auto of_gpu = [&](T* data) { return view_bhsd(data, c.batch, c.heads, c.length, dim); };
+    straight_through_values(on, policy, c.plane(scores.data()), of_gpu(of_v.data()), of_gpu(of_d_v.data()),
                             sequences, c.plane(d.data()), workspace);
     const std::vector<float> got = d.read();
     for (std::size_t i = 0; i < got.size(); ++i) {
@@ -171,9 +171,9 @@ void check_compression(const CompressionLoss& loss, const P& policy, const Case&
     const Device<unsigned char> workspace(gate_loss_workspace_bytes(on, policy, sequences, c.heads));
     const Device<EvictionSums> sums(std::vector<EvictionSums>(1));
     const Device<LossValue> result(1);
-    const auto of_card = c.plane(static_cast<const float*>(scores.data()));
+    const auto of_gpu = c.plane(static_cast<const float*>(scores.data()));
     for (int i = 0; i < 2; ++i) {
-        compression_sums(on, loss, policy, of_card, sequences, sums.data(), workspace);
+        compression_sums(on, loss, policy, of_gpu, sequences, sums.data(), workspace);
     }
     both.evicted *= 2.0;
     both.keys *= 2;
@@ -187,7 +187,7 @@ void check_compression(const CompressionLoss& loss, const P& policy, const Case&
         std::vector<float> wanted(c.count(), untouched);
         const LossValue value = one(on_host, policy, in, of_host, c.plane(wanted.data()));
         one.total = i == 2 ? EvictionSums{} : one.total;
-        compression_loss(on, one, policy, of_card, sequences, c.plane(d.data()), result.data(), workspace,
+        compression_loss(on, one, policy, of_gpu, sequences, c.plane(d.data()), result.data(), workspace,
                          i == 2 ? sums.data() : nullptr);
         CHECK(result.read()[0].count == value.count);
         CHECK(std::fabs(result.read()[0].value - value.value) <= 1e-12);

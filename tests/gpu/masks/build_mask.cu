@@ -28,12 +28,12 @@ namespace {
 struct BelowGate {
     static constexpr part_kind kind = part_kind::gate;
     float tau = 0.0f;
-    KVPOLICY_HOST_DEVICE constexpr void write(HeadRule& rule, std::int32_t, std::int32_t) const {
-        rule.threshold = tau;
+    KVPOLICY_HOST_DEVICE constexpr void write(HeadParams& head_params, std::int32_t, std::int32_t) const {
+        head_params.threshold = tau;
     }
     // True for NaN: whether NaN competes is the gate's to say.
-    KVPOLICY_HOST_DEVICE constexpr bool open(float score, const HeadRule& rule) const {
-        return !(score > rule.threshold);
+    KVPOLICY_HOST_DEVICE constexpr bool open(float score, const HeadParams& head_params) const {
+        return !(score > head_params.threshold);
     }
 };
 
@@ -203,7 +203,7 @@ TEST_CASE("more segments than one round of counting holds") {
         input.cu_seqlens.push_back(input.cu_seqlens.back() + static_cast<std::int32_t>(generator() % 7));
     }
     input.cu_seqlens.push_back(30000);
-    REQUIRE(input.cu_seqlens.size() > cuda_backend::counted_slots);
+    REQUIRE(input.cu_seqlens.size() > cuda_backend::counted_chunks);
     check_mask(budget(0, 1, 2), input, "short segments");
     check_mask(budget(1, 2, 30, -0.01f), input, "short segments, decay");
 }

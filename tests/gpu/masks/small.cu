@@ -42,7 +42,7 @@ void check_way(const P& policy, MaskCase& input, std::size_t way, const std::str
 
 }  // namespace
 
-// rank_block_kernel in its three sizes, with runs of equal keys both short (repaired) and long (sorted again); expire_kernel.
+// rank_kernel in its three sizes, with runs of equal keys both short (repaired) and long (sorted again); expire_kernel.
 TEST_CASE("ranks by block") {
     std::mt19937 generator(4);
     for (const std::int32_t length : {1500, 3000, 5000}) {
@@ -54,8 +54,8 @@ TEST_CASE("ranks by block") {
     }
 }
 
-// make_keys_kernel, settle_runs_kernel, sort_long_runs_kernel (the whole grid for runs of several tiles, single blocks for
-// shorter ones), invert_and_count_kernel, anchors_kernel, expire_kernel.
+// make_sort_keys_kernel, fix_ties_kernel, sort_long_ties_kernel (the whole grid for runs of several tiles, single blocks for
+// shorter ones), invert_and_count_kernel, cutoff_checkpoints_kernel, expire_kernel.
 TEST_CASE("ranks over the device") {
     std::mt19937 generator(4);
     for (const std::int32_t length : {3000, 12000}) {
@@ -69,7 +69,7 @@ TEST_CASE("ranks over the device") {
     check_way(budget(300, 0.0f), input, 1, "without decay");
 }
 
-// check_edges_kernel, write_rules_kernel, and every kernel above with segments.
+// check_edges_kernel, write_head_params_kernel, and every kernel above with segments.
 TEST_CASE("packed segments, lengths, numbers by head") {
     const std::vector<std::int32_t> budgets{100, 0, unlimited}, steps{1, 4, 1};
     const std::vector<float> decays{-0.01f, -0.01f, 0.0f};
@@ -81,7 +81,7 @@ TEST_CASE("packed segments, lengths, numbers by head") {
     check_mask(policy, input, "packed");
 }
 
-// survivors_kernel with 128 and 512 threads' registers, and with memory.
+// decayed_top_k_kernel with 128 and 512 threads' registers, and with memory.
 TEST_CASE("contests by survivors") {
     for (const std::int32_t k : {50, 1200, 4200}) {
         MaskCase input = case_of(1, 1, k + 200);

@@ -1,8 +1,8 @@
 // ConvScorer on the device against the host's in double.
-#define KVPOLICY_TEST_CARD
+#define KVPOLICY_TEST_GPU
 #include <kvpolicy/scorers/cuda/library_scorers.cuh>
 
-#include "../support/lesser_card.hpp"
+#include "../support/lesser_gpu.hpp"
 #include "scorer_case.hpp"
 
 #include <algorithm>
@@ -11,7 +11,7 @@
 
 using namespace kvpolicy;
 using namespace scorer_test;
-using test::LesserCard;
+using test::LesserGpu;
 
 namespace {
 
@@ -39,8 +39,8 @@ Draw without_biases(const std::string& name) {
 ConvScorer<> shaped(const Case& c, rope_layout layout, std::int32_t rotated = 0) {
     ConvScorer<> scorer;
     scorer.heads = c.heads;
-    scorer.dim_k = c.dim_k;
-    scorer.dim_v = c.dim_v;
+    scorer.head_dim_qk = c.head_dim_qk;
+    scorer.head_dim_vo = c.head_dim_vo;
     scorer.rope = {layout, 10000.0f, rotated, nullptr};
     return scorer;
 }
@@ -50,8 +50,8 @@ Case sized(std::int32_t length, std::int32_t delay, std::int32_t dim) {
     c.name = "length " + std::to_string(length) + ", delay " + std::to_string(delay);
     c.length = length;
     c.delay = delay;
-    c.dim_k = dim;
-    c.dim_v = dim;
+    c.head_dim_qk = dim;
+    c.head_dim_vo = dim;
     return c;
 }
 
@@ -124,12 +124,12 @@ TEST_CASE("lengths and windows") {
 TEST_CASE("widths") {
     Case c = sized(150, 20, 128);
     check<bf16>(c, "bf16, 128", shaped(c, rope_layout::half_split));
-    c.dim_k = 40;
-    c.dim_v = 24;
+    c.head_dim_qk = 40;
+    c.head_dim_vo = 24;
     check<bf16>(c, "bf16, 40 and 24", shaped(c, rope_layout::half_split, 16), without_biases);
     check<fp16>(c, "fp16, 40 and 24", shaped(c, rope_layout::none));
-    c.dim_k = 14;
-    c.dim_v = 7;
+    c.head_dim_qk = 14;
+    c.head_dim_vo = 7;
     check<float>(c, "float, 14 and 7", shaped(c, rope_layout::interleaved));
 }
 
@@ -148,7 +148,7 @@ TEST_CASE("tiles of the Hopper kernel: edges, widths, both halves of RoPE") {
         check<fp16>(dropped, "fp16, dropout", shaped(small, rope_layout::half_split));
     }
     Case c = sized(300, 20, 128);
-    c.dim_v = 64;
+    c.head_dim_vo = 64;
     check<bf16>(c, "bf16, 128 and 64", shaped(c, rope_layout::half_split, 96), without_biases);
     c = sized(270, 33, 96);
     c.heads = 3;
@@ -181,12 +181,12 @@ TEST_CASE("a number that is not finite is reported, whether a score reads it or 
     const Inputs<bf16> in(c);
     const Device<float> d_scores(std::vector<float>(static_cast<std::size_t>(c.plane()), 1.0f));
     const kvpolicy::cuda on{};
-    for (const int card : {0, test::small_card}) {  // 0: the present one's own kernels
-        const LesserCard as(card);
+    for (const int gpu : {0, test::small_gpu}) {  // 0: the present one's own kernels
+        const LesserGpu as(gpu);
         for (const std::int32_t delay : {20, 256, 1000}) {
             for (const std::int32_t place : {-1, 0, 17, 700, 749, 750, 900, 999}) {
                 for (const bool key : {true, false}) {
-                    CAPTURE(card);
+                    CAPTURE(gpu);
                     CAPTURE(delay);
                     CAPTURE(place);
                     CAPTURE(key);
@@ -212,24 +212,24 @@ TEST_CASE("a number that is not finite is reported, whether a score reads it or 
 
 namespace {
 
-/// What a block of the portable kernels has on a card that lends it `bytes`: tiles of 16 rows and columns of a slab, forward and backward.
+/// What a block of the portable kernels has on a GPU that lends it `bytes`: tiles of 16 rows and columns of a slab, forward and backward.
 template <class T>
 std::array<std::int32_t, 3> sizes_on(std::int32_t dim, std::size_t bytes) {
     namespace cb = cuda_backend;
     const Case c = sized(64, 0, dim);
     const rows_view<const T> rows = view_bhsd<const T>(nullptr, 1, c.heads, 64, dim);
     cb::workspace_parts parts(nullptr);
-    const cb::conv_call<T> call(shaped(c, rope_layout::none), rows, rows, Sequences{1, 64}, 0, Dropout{},
+    const cb::conv_plan<T> call(shaped(c, rope_layout::none), rows, rows, Sequences{1, 64}, 0, Dropout{},
                                 parts);
-    const cb::conv_size forward = cb::fitting_conv_size<false>(call.problem, bytes, cb::conv_columns<T>);
-    return {forward.tiles, forward.columns, cb::fitting_conv_size<true>(call.problem, bytes, 64).tiles};
+    const cb::conv_size forward = cb::fitting_conv_size<false>(call.params, bytes, cb::conv_columns<T>);
+    return {forward.tiles, forward.columns, cb::fitting_conv_size<true>(call.params, bytes, 64).tiles};
 }
 
 template <class T>
-std::vector<float> scores_on(int card, const Case& c, const Weights<ConvScorer<>>& weights) {
-    const LesserCard as(card);
+std::vector<float> scores_on(int gpu, const Case& c, const Weights<ConvScorer<>>& weights) {
+    const LesserGpu as(gpu);
     const Inputs<T> in(c);
-    const Rows<T> k(c, in.k, c.dim_k), v(c, in.v, c.dim_v);
+    const Rows<T> k(c, in.k, c.head_dim_qk), v(c, in.v, c.head_dim_vo);
     const Device<std::int32_t> lengths(c.lengths), starts(c.starts), edges(c.edges);
     const Sequences sequences = c.sequences(lengths.data(), starts.data(), edges.data());
     const Device<float> scores(std::vector<float>(static_cast<std::size_t>(c.plane()), -77.0f));
@@ -243,94 +243,95 @@ std::vector<float> scores_on(int card, const Case& c, const Weights<ConvScorer<>
     return scores.read();
 }
 
-/// On cards with less: the same bits of scores as with the largest blocks, and gradients.
+/// On GPUs with less: the same bits of scores as with the largest blocks, and gradients.
 template <class T>
-void check_on(int card, Case c, const std::string& name, const ConvScorer<>& shape) {
-    const Drawing how = drawn_for(c.dim_k);
+void check_on(int gpu, Case c, const std::string& name, const ConvScorer<>& shape) {
+    const Drawing how = drawn_for(c.head_dim_qk);
     const Weights<ConvScorer<>> weights(shape, how, c.seed);
-    CHECK_MESSAGE(scores_on<T>(card, c, weights) == scores_on<T>(test::large_card, c, weights), name, ", ",
+    CHECK_MESSAGE(scores_on<T>(gpu, c, weights) == scores_on<T>(test::large_gpu, c, weights), name, ", ",
                   c.name);
-    const LesserCard as(card);
-    check<T>(c, name + " on " + std::to_string(card) + " bytes", shape, how);
+    const LesserGpu as(gpu);
+    check<T>(c, name + " on " + std::to_string(gpu) + " bytes", shape, how);
 }
 
 }  // namespace
 
-TEST_CASE("what a block has on cards with less shared memory") {
+TEST_CASE("what a block has on GPUs with less shared memory") {
     using sizes = std::array<std::int32_t, 3>;
     constexpr std::int32_t conv_few = cuda_backend::conv_few_tiles<bf16>;
     for (const std::int32_t dim : {64, 72, 96, 120, 128}) {
-        CHECK(sizes_on<bf16>(dim, test::small_card) ==
+        CHECK(sizes_on<bf16>(dim, test::small_gpu) ==
               (dim < 120 ? sizes{5, 128, 5} : sizes{5, 64, conv_few}));
-        CHECK(sizes_on<float>(dim, test::small_card) == sizes{2, 64, 2});
-        CHECK(sizes_on<bf16>(dim, test::middle_card) == sizes{5, 128, 5});
+        CHECK(sizes_on<float>(dim, test::small_gpu) == sizes{2, 64, 2});
+        CHECK(sizes_on<bf16>(dim, test::middle_gpu) == sizes{5, 128, 5});
     }
     for (const std::int32_t dim : {160, 192, 256}) {
-        CHECK(sizes_on<bf16>(dim, test::small_card) == sizes{conv_few, 64, conv_few});
+        CHECK(sizes_on<bf16>(dim, test::small_gpu) == sizes{conv_few, 64, conv_few});
     }
-    CHECK(sizes_on<bf16>(192, test::middle_card) == sizes{5, 128, 5});
-    CHECK(sizes_on<bf16>(256, test::middle_card) == sizes{conv_few, 64, conv_few});
-    CHECK(sizes_on<bf16>(256, test::large_card) == sizes{5, 128, 5});
-    CHECK(sizes_on<float>(64, test::middle_card) == sizes{5, 64, 5});
-    CHECK(sizes_on<float>(128, test::middle_card) == sizes{2, 64, 2});
-    CHECK(sizes_on<float>(256, test::middle_card) == sizes{2, 64, 2});
-    CHECK(sizes_on<float>(128, test::large_card) == sizes{5, 64, 5});
-    CHECK(sizes_on<float>(256, test::large_card) == sizes{2, 64, 2});
+    CHECK(sizes_on<bf16>(192, test::middle_gpu) == sizes{5, 128, 5});
+    CHECK(sizes_on<bf16>(256, test::middle_gpu) == sizes{conv_few, 64, conv_few});
+    CHECK(sizes_on<bf16>(256, test::large_gpu) == sizes{5, 128, 5});
+    CHECK(sizes_on<float>(64, test::middle_gpu) == sizes{5, 64, 5});
+    CHECK(sizes_on<float>(128, test::middle_gpu) == sizes{2, 64, 2});
+    CHECK(sizes_on<float>(256, test::middle_gpu) == sizes{2, 64, 2});
+    CHECK(sizes_on<float>(128, test::large_gpu) == sizes{5, 64, 5});
+    CHECK(sizes_on<float>(256, test::large_gpu) == sizes{2, 64, 2});
 }
 
-TEST_CASE("cards with less shared memory") {
-    for (const int card : {test::small_card, test::middle_card}) {
+TEST_CASE("GPUs with less shared memory") {
+    for (const int gpu : {test::small_gpu, test::middle_gpu}) {
         for (const auto& [length, delay] :
              {std::pair{1, 13}, {14, 13}, {45, 13}, {46, 13}, {78, 13}, {200, 70}, {300, 14}}) {
             const Case c = sized(length, delay, 128);
-            check_on<bf16>(card, c, "bf16, 128", shaped(c, rope_layout::half_split));
-            check_on<float>(card, c, "float, 128", shaped(c, rope_layout::interleaved));
+            check_on<bf16>(gpu, c, "bf16, 128", shaped(c, rope_layout::half_split));
+            check_on<float>(gpu, c, "float, 128", shaped(c, rope_layout::interleaved));
         }
         for (const auto& [length, delay] : {std::pair{14, 13}, {45, 13}, {46, 13}, {150, 20}, {140, 15}}) {
             const Case c = sized(length, delay, 256);
-            check_on<bf16>(card, c, "bf16, 256", shaped(c, rope_layout::half_split));
-            if (card != test::small_card) {
-                check_on<float>(card, c, "float, 256", shaped(c, rope_layout::half_split));
+            check_on<bf16>(gpu, c, "bf16, 256", shaped(c, rope_layout::half_split));
+            if (gpu != test::small_gpu) {
+                check_on<float>(gpu, c, "float, 256", shaped(c, rope_layout::half_split));
             }
         }
         Case c = sized(150, 20, 96);
-        check_on<fp16>(card, c, "fp16, 96", shaped(c, rope_layout::none));
+        check_on<fp16>(gpu, c, "fp16, 96", shaped(c, rope_layout::none));
         c = sized(100, 13, 160);
-        check_on<fp16>(card, c, "fp16, 160", shaped(c, rope_layout::half_split));
+        check_on<fp16>(gpu, c, "fp16, 160", shaped(c, rope_layout::half_split));
         c = sized(150, 13, 256);
         c.edges = {0, 60, 61, 61, 150};
         c.dropout = {0.3f, 77};
-        check_on<bf16>(card, c, "bf16, 256, dropout", shaped(c, rope_layout::interleaved));
+        check_on<bf16>(gpu, c, "bf16, 256, dropout", shaped(c, rope_layout::interleaved));
         for (Case one : {ragged(sized(150, 14, 256), 80), packed(sized(200, 13, 256), {1, 33, 65, 65}),
                          continued(sized(70, 20, 256), 90)}) {
-            check_on<bf16>(card, one, "bf16, 256", shaped(one, rope_layout::half_split));
-            one.dim_k = one.dim_v = 72;
-            check_on<float>(card, one, "float, 72", shaped(one, rope_layout::half_split));
+            check_on<bf16>(gpu, one, "bf16, 256", shaped(one, rope_layout::half_split));
+            one.head_dim_qk = one.head_dim_vo = 72;
+            check_on<float>(gpu, one, "float, 72", shaped(one, rope_layout::half_split));
         }
     }
 }
 
-TEST_CASE("a small card, in few words") {  // for compute-sanitizer
+TEST_CASE("a small GPU, in few words") {  // for compute-sanitizer
     Case c = sized(100, 13, 256);
     c.edges = {0, 1, 33, 100};
-    check_on<bf16>(test::small_card, c, "bf16, 256", shaped(c, rope_layout::half_split));
-    c.dim_k = c.dim_v = 72;
-    check_on<float>(test::small_card, c, "float, 72", shaped(c, rope_layout::interleaved));
+    check_on<bf16>(test::small_gpu, c, "bf16, 256", shaped(c, rope_layout::half_split));
+    c.head_dim_qk = c.head_dim_vo = 72;
+    check_on<float>(test::small_gpu, c, "float, 72", shaped(c, rope_layout::interleaved));
 }
 
-TEST_CASE("a scorer too wide for a card's blocks is refused before anything is enqueued") {
-    const LesserCard as(test::small_card);
+TEST_CASE("a scorer too wide for a GPU's blocks is refused before anything is enqueued") {
+    const LesserGpu as(test::small_gpu);
     const Case c = sized(100, 13, 256);
     const Weights<ConvScorer<>> weights(shaped(c, rope_layout::half_split), drawn, c.seed);
     const Inputs<float> in(c);
-    const Rows<float> k(c, in.k, c.dim_k), v(c, in.v, c.dim_v);
+    const Rows<float> k(c, in.k, c.head_dim_qk), v(c, in.v, c.head_dim_vo);
     const Device<float> scores(std::vector<float>(static_cast<std::size_t>(c.plane()), -77.0f));
     const kvpolicy::cuda on{};
     const Device<std::uint32_t> status(std::vector<std::uint32_t>{0u});
     const Device<unsigned char> workspace(
         score_sequence_workspace_bytes(on, weights.on_device(), k.view, v.view, c.on_host()));
     const auto text = doctest::Contains(
-        "ConvScorer.dim_k + dim_v: 512 is not allowed; it must be less on this device for rows of this type: "
+        "ConvScorer.head_dim_qk + head_dim_vo: 512 is not allowed; it must be less on this device for rows "
+        "of this type: "
         "a "
         "block needs 141312 bytes of shared memory for it, and has at most 101376");
     CHECK_THROWS_WITH_AS(

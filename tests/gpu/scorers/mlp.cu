@@ -31,11 +31,11 @@ Draw drawn(const std::string& name) {
 }
 Draw without_biases(const std::string& name) { return name[0] == 'b' ? Draw{-1.0} : drawn(name); }
 
-std::vector<Case> cases(std::int32_t dim_k, std::int32_t dim_v) {
+std::vector<Case> cases(std::int32_t head_dim_qk, std::int32_t head_dim_vo) {
     std::vector<Case> all;
     Case plain;
-    plain.dim_k = dim_k;
-    plain.dim_v = dim_v;
+    plain.head_dim_qk = head_dim_qk;
+    plain.head_dim_vo = head_dim_vo;
     for (const std::int32_t length : {1, 64, 150}) {
         Case c = plain;
         c.length = length;
@@ -69,7 +69,7 @@ std::vector<Case> cases(std::int32_t dim_k, std::int32_t dim_v) {
 template <class T, class S>
 void check(const S& shape, const std::string& what, const Drawing& drawing = drawn,
            const std::vector<Case>& all = {}) {
-    for (Case c : all.empty() ? cases(shape.dim_k, shape.dim_v) : all) {
+    for (Case c : all.empty() ? cases(shape.head_dim_qk, shape.head_dim_vo) : all) {
         c.name = what + ", " + c.name;
         const Weights<S> weights(shape, drawing, c.seed);
         check_scores<T>(c, weights, tolerance<T>());
@@ -78,16 +78,16 @@ void check(const S& shape, const std::string& what, const Drawing& drawing = dra
 }
 
 template <class S>
-S shaped(std::int32_t heads, std::int32_t dim_k, std::int32_t dim_v) {
+S shaped(std::int32_t heads, std::int32_t head_dim_qk, std::int32_t head_dim_vo) {
     S scorer;
     scorer.heads = heads;
-    scorer.dim_k = dim_k;
-    scorer.dim_v = dim_v;
+    scorer.head_dim_qk = head_dim_qk;
+    scorer.head_dim_vo = head_dim_vo;
     return scorer;
 }
 template <class S>
-S shaped(std::int32_t heads, std::int32_t dim_k, std::int32_t dim_v, std::int32_t hidden) {
-    S scorer = shaped<S>(heads, dim_k, dim_v);
+S shaped(std::int32_t heads, std::int32_t head_dim_qk, std::int32_t head_dim_vo, std::int32_t hidden) {
+    S scorer = shaped<S>(heads, head_dim_qk, head_dim_vo);
     scorer.hidden = hidden;
     return scorer;
 }
@@ -111,9 +111,9 @@ TEST_CASE("MLPs of keys and values") {
 TEST_CASE("wide MLPs") {
     Case c;
     c.name = "length 150";
-    c.dim_k = c.dim_v = 128;
+    c.head_dim_qk = c.head_dim_vo = 128;
     check<bf16>(shaped<MlpScorer<>>(2, 128, 128, 512), "bf16, 128, hidden 512", drawn, {c});
-    c.dim_k = c.dim_v = 512;  // d x of whole rows would not fit a block's shared memory
+    c.head_dim_qk = c.head_dim_vo = 512;  // d x of whole rows would not fit a block's shared memory
     check<bf16>(shaped<MlpScorer<>>(2, 512, 512, 64), "bf16, 512", drawn, {c});
 }
 
@@ -166,7 +166,7 @@ TEST_CASE("a captured step of training serves later lengths and weights") {
                          });
 }
 
-TEST_CASE("normalised inputs") {
+TEST_CASE("normalized inputs") {
     using Normalized = BasicMlpScorer<NormalizedInput, GeluErf>;
     check<bf16>(shaped<Normalized>(2, 64, 32, 64), "bf16");
     check<float>(shaped<Normalized>(2, 20, 13, 30), "float");
@@ -252,7 +252,7 @@ TEST_CASE("what is too wide for a block is refused before gradients are added to
     Case c;
     c.batch = 1;
     c.length = 64;
-    c.dim_k = 2048;
+    c.head_dim_qk = 2048;
     auto shape = shaped<WriteGateScorer<>>(2, 2048, 64, 64);
     shape.input.rope.layout = rope_layout::half_split;
     const Weights<WriteGateScorer<>> weights(shape, drawn, 1);
@@ -274,7 +274,7 @@ TEST_CASE("what is too wide for a block is refused before gradients are added to
     CHECK_THROWS_WITH_AS(score_sequence_backward(on, weights.on_device(), call, gradients, workspace),
                          doctest::Contains("2 k.dim: 4096 is not allowed; it must be at most"),
                          invalid_argument);
-    // Where scores fit (on most cards), gradients of keys still do not.
+    // Where scores fit (on most GPUs), gradients of keys still do not.
     auto half = shaped<WriteGateScorer<>>(2, 448, 64, 64);
     half.input.rope.layout = rope_layout::half_split;
     const Weights<WriteGateScorer<>> fitting(half, drawn, 1);
@@ -290,7 +290,7 @@ TEST_CASE("what is too wide for a block is refused before gradients are added to
 TEST_CASE("the keys that a tenth of the rows keeps") {
     Case c;
     c.length = 1 << 14;
-    c.dim_k = c.dim_v = 128;
+    c.head_dim_qk = c.head_dim_vo = 128;
     c.kept = 0.97;
     c.name = "MLP, 16k";
     check_scores<bf16>(c, Weights<MlpScorer<>>(shaped<MlpScorer<>>(2, 128, 128, 128), drawn, c.seed),

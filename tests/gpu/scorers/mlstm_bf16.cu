@@ -1,6 +1,6 @@
 // mLSTMScorer of bf16 rows on the device.
-#define KVPOLICY_TEST_CARD
-#include "../support/lesser_card.hpp"
+#define KVPOLICY_TEST_GPU
+#include "../support/lesser_gpu.hpp"
 #include "mlstm_case.hpp"
 
 using namespace mlstm_test;
@@ -31,7 +31,7 @@ TEST_CASE("128 features and values") {
 
 TEST_CASE("odd widths") {
     Case c = sized(150, 10, 40);
-    c.dim_v = 24;
+    c.head_dim_vo = 24;
     check<bf16>(c, "bf16", shaped<Plain>(c, 20, 12), drawing({}, true, true));
     check<bf16>(c, "bf16, softmax", shaped<SoftmaxDirect>(c, 70), drawing({}, true, true));
 }
@@ -219,18 +219,18 @@ TEST_CASE("many planes, which have no segments") {
 
 TEST_CASE("a backward pass goes on from what the scores left") {
     Case c = sized(1100, 100, 64);
-    check_kept<bf16>(c, shaped<Plain>(c), drawing({}, true, true));
+    check_num_long_range<bf16>(c, shaped<Plain>(c), drawing({}, true, true));
     c.batch = 2;
     c.name = "packed";
     c.edges = {0, 1, 65, 65, 500, 1099, 1100};
     c.lengths = {1100, 530};
-    check_kept<bf16>(c, shaped<Plain>(c), drawing({}, true, true));
+    check_num_long_range<bf16>(c, shaped<Plain>(c), drawing({}, true, true));
     c.name = "lengths that cannot be";
     c.edges = {};
     c.lengths = {1101, -1};
-    check_kept<bf16>(c, shaped<Plain>(c), drawing({}, true, true));
+    check_num_long_range<bf16>(c, shaped<Plain>(c), drawing({}, true, true));
     const Case wide = sized(300, 20, 128);
-    check_kept<bf16>(wide, shaped<SoftmaxDirect>(wide), drawing({}, false, false));
+    check_num_long_range<bf16>(wide, shaped<SoftmaxDirect>(wide), drawing({}, false, false));
 }
 
 TEST_CASE("forget gates that are shut, or wide open") {
@@ -253,10 +253,10 @@ TEST_CASE("a delay beyond every sequence: nothing is scored") {
     }
 }
 
-TEST_CASE("cards with less shared memory") {
-    for (const int card : {test::small_card, test::middle_card}) {
-        const test::LesserCard as(card);
-        const std::string on = "bf16 on " + std::to_string(card) + " bytes";
+TEST_CASE("GPUs with less shared memory") {
+    for (const int gpu : {test::small_gpu, test::middle_gpu}) {
+        const test::LesserGpu as(gpu);
+        const std::string on = "bf16 on " + std::to_string(gpu) + " bytes";
         for (const auto& [length, delay] : {std::pair{65, 1}, {300, 130}}) {
             const Case narrow = sized(length, delay, 64), wide = sized(length, delay, 128);
             check<bf16>(narrow, on + ", 64 and 64", shaped<Plain>(narrow), drawing({}, true, true));
@@ -268,7 +268,7 @@ TEST_CASE("cards with less shared memory") {
         packed.edges = {0, 1, 65, 65, 499, 500};
         check<bf16>(packed, on, shaped<SoftmaxDirect>(packed), drawing({}, true, true));
         const Case kept = sized(300, 20, 128);
-        check_kept<bf16>(kept, shaped<SoftmaxDirect>(kept), drawing({}, false, false));
+        check_num_long_range<bf16>(kept, shaped<SoftmaxDirect>(kept), drawing({}, false, false));
     }
 }
 
@@ -289,7 +289,7 @@ TEST_CASE("refusals") {
     CHECK_THROWS_WITH_AS(score_sequence(on, fitting.on_device(), k.view, v.view, c.on_host(), 4,
                                         view_bhs(scores.data(), 1, 2, 64), workspace_view{}, options),
                          doctest::Contains("options.how: form::recurrent"), invalid_argument);
-    const test::LesserCard as(48 * 1024);
+    const test::LesserGpu as(48 * 1024);
     const Device<unsigned char> workspace(
         score_sequence_workspace_bytes(on, fitting.on_device(), k.view, v.view, c.on_host()));
     CHECK_THROWS_WITH_AS(score_sequence(on, fitting.on_device(), k.view, v.view, c.on_host(), 4,

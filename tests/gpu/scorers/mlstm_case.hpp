@@ -57,8 +57,8 @@ template <class S>
 S shaped(const Case& c, std::int32_t d_qk = 0, std::int32_t d_v = 0, float softcap = 0.0f) {
     S scorer;
     scorer.heads = c.heads;
-    scorer.dim_k = c.dim_k;
-    scorer.dim_v = c.dim_v;
+    scorer.head_dim_qk = c.head_dim_qk;
+    scorer.head_dim_vo = c.head_dim_vo;
     scorer.d_qk = d_qk;
     scorer.d_v = d_v;
     scorer.gate_softcap = softcap;
@@ -86,17 +86,17 @@ inline Case sized(std::int32_t length, std::int32_t delay, std::int32_t dim) {
     c.name = "length " + std::to_string(length) + ", delay " + std::to_string(delay);
     c.length = length;
     c.delay = delay;
-    c.dim_k = dim;
-    c.dim_v = dim;
+    c.head_dim_qk = dim;
+    c.head_dim_vo = dim;
     return c;
 }
 
 /// Scores and then gradients from what the scores left in the workspace: the same numbers as two calls that know nothing of each other.
 template <class T, class S>
-void check_kept(const Case& c, const S& shape, const Drawing& how) {
+void check_num_long_range(const Case& c, const S& shape, const Drawing& how) {
     const Weights<S> weights(shape, how, c.seed);
     const Inputs<T> in(c);
-    const Rows<T> k(c, in.k, c.dim_k), v(c, in.v, c.dim_v);
+    const Rows<T> k(c, in.k, c.head_dim_qk), v(c, in.v, c.head_dim_vo);
     const Device<std::int32_t> lengths(c.lengths), starts(c.starts), edges(c.edges);
     const std::vector<std::uint32_t> none(static_cast<std::size_t>(c.batch), 0u);
     std::vector<std::uint32_t> bad = none;  // what the backward pass says of lengths
@@ -111,8 +111,8 @@ void check_kept(const Case& c, const S& shape, const Drawing& how) {
     for (const bool kept : {false, true}) {
         const Device<float> scores(
             std::vector<float>(static_cast<std::size_t>(c.plane()), static_cast<float>(untouched)));
-        const Rows<float> to_k(c, std::vector<double>(in.k.size(), untouched), c.dim_k);
-        const Rows<float> to_v(c, std::vector<double>(in.v.size(), untouched), c.dim_v);
+        const Rows<float> to_k(c, std::vector<double>(in.k.size(), untouched), c.head_dim_qk);
+        const Rows<float> to_v(c, std::vector<double>(in.v.size(), untouched), c.head_dim_vo);
         ScoreBackward<T> call{k.view,
                               v.view,
                               sequences,

@@ -42,7 +42,7 @@ T stored(double x) {
 /// A call. Empty vectors: not given.
 struct Case {
     std::string name;
-    std::int32_t batch = 1, heads = 2, length = 150, dim_k = 64, dim_v = 64, delay = 0;
+    std::int32_t batch = 1, heads = 2, length = 150, head_dim_qk = 64, head_dim_vo = 64, delay = 0;
     std::int32_t rows = 0;  // of the views; 0: the length
     std::vector<std::int32_t> lengths, starts, edges;
     bool interleaved = false;  // [batch, length, heads, dim], with a gap after every row
@@ -194,8 +194,8 @@ struct Inputs {
                 x = spread * normal(generator);
             }
         };
-        fill(k, c.plane() * c.dim_k, c.spread);
-        fill(v, c.plane() * c.dim_v, c.spread);
+        fill(k, c.plane() * c.head_dim_qk, c.spread);
+        fill(v, c.plane() * c.head_dim_vo, c.spread);
         fill(d_scores, c.plane(), c.gradient_spread);
         if (c.edit) {
             c.edit(k, v);
@@ -210,10 +210,10 @@ struct Inputs {
         }
     }
     [[nodiscard]] rows_view<const double> keys(const Case& c) const {
-        return view_bhsd(k.data(), c.batch, c.heads, c.all_rows(), c.dim_k);
+        return view_bhsd(k.data(), c.batch, c.heads, c.all_rows(), c.head_dim_qk);
     }
     [[nodiscard]] rows_view<const double> values(const Case& c) const {
-        return view_bhsd(v.data(), c.batch, c.heads, c.all_rows(), c.dim_v);
+        return view_bhsd(v.data(), c.batch, c.heads, c.all_rows(), c.head_dim_vo);
     }
 };
 
@@ -307,7 +307,7 @@ void check_scores(const Case& c, const Weights<S>& weights, Tolerance allowed,
                    view_bhs(wanted.data(), c.batch, c.heads, c.all_rows()), {memory.data(), memory.size()},
                    options);
 
-    const Rows<T> k(c, in.k, c.dim_k), v(c, in.v, c.dim_v);
+    const Rows<T> k(c, in.k, c.head_dim_qk), v(c, in.v, c.head_dim_vo);
     const Device<std::int32_t> lengths(c.lengths), starts(c.starts), edges(c.edges);
     const Sequences sequences = c.sequences(lengths.data(), starts.data(), edges.data());
     const Device<float> scores(std::vector<float>(size, static_cast<float>(untouched)));
@@ -370,8 +370,8 @@ void check_gradients(const Case& c, const Weights<S>& weights, Tolerance allowed
     ScoreBackward<double> call{in.keys(c), in.values(c), c.on_host(), c.delay,
                                view_bhs(in.d_scores.data(), c.batch, c.heads, c.all_rows())};
     if (c.with_inputs) {
-        call.d_k = view_bhsd(d_k.data(), c.batch, c.heads, c.all_rows(), c.dim_k);
-        call.d_v = view_bhsd(d_v.data(), c.batch, c.heads, c.all_rows(), c.dim_v);
+        call.d_k = view_bhsd(d_k.data(), c.batch, c.heads, c.all_rows(), c.head_dim_qk);
+        call.d_v = view_bhsd(d_v.data(), c.batch, c.heads, c.all_rows(), c.head_dim_vo);
     }
     call.dropout = c.dropout;
     const S host_scorer = weights.on_host();
@@ -396,8 +396,8 @@ void check_gradients(const Case& c, const Weights<S>& weights, Tolerance allowed
         });
         std::vector<double> unread_k(d_k.size()), unread_v(d_v.size());
         if (c.with_inputs) {
-            call.d_k = view_bhsd(unread_k.data(), c.batch, c.heads, c.all_rows(), c.dim_k);
-            call.d_v = view_bhsd(unread_v.data(), c.batch, c.heads, c.all_rows(), c.dim_v);
+            call.d_k = view_bhsd(unread_k.data(), c.batch, c.heads, c.all_rows(), c.head_dim_qk);
+            call.d_v = view_bhsd(unread_v.data(), c.batch, c.heads, c.all_rows(), c.head_dim_vo);
         }
         score_sequence_backward(oracle(), host_scorer, call, into, {memory.data(), memory.size()});
         for (std::size_t i = 0; i < gradients.size(); ++i) {
@@ -410,9 +410,9 @@ void check_gradients(const Case& c, const Weights<S>& weights, Tolerance allowed
         x = std::sqrt(x);
     }
 
-    const Rows<T> k(c, in.k, c.dim_k), v(c, in.v, c.dim_v);
-    const Rows<float> to_k(c, std::vector<double>(in.k.size(), untouched), c.dim_k);
-    const Rows<float> to_v(c, std::vector<double>(in.v.size(), untouched), c.dim_v);
+    const Rows<T> k(c, in.k, c.head_dim_qk), v(c, in.v, c.head_dim_vo);
+    const Rows<float> to_k(c, std::vector<double>(in.k.size(), untouched), c.head_dim_qk);
+    const Rows<float> to_v(c, std::vector<double>(in.v.size(), untouched), c.head_dim_vo);
     const Device<std::int32_t> lengths(c.lengths), starts(c.starts), edges(c.edges);
     const Device<float> d_scores(std::vector<float>(in.d_scores.begin(), in.d_scores.end()));
     const Device<std::uint32_t> status(std::vector<std::uint32_t>(static_cast<std::size_t>(c.batch), 0u));
@@ -481,12 +481,12 @@ void check_captured(const Case& c, const S& shape, const Drawing& drawing,
                     const std::vector<std::int32_t>& other_lengths, const Loss& loss) {
     const Weights<S> first(shape, drawing, 1), second(shape, drawing, 2);
     const Inputs<T> in(c);
-    const Rows<T> k(c, in.k, c.dim_k), v(c, in.v, c.dim_v);
+    const Rows<T> k(c, in.k, c.head_dim_qk), v(c, in.v, c.head_dim_vo);
     const Device<std::int32_t> lengths(c.lengths);
     const Sequences sequences = c.sequences(lengths.data(), nullptr, nullptr);
     const auto size = static_cast<std::size_t>(c.plane());
-    const Rows<float> to_k(c, std::vector<double>(in.k.size(), untouched), c.dim_k);
-    const Rows<float> to_v(c, std::vector<double>(in.v.size(), untouched), c.dim_v);
+    const Rows<float> to_k(c, std::vector<double>(in.k.size(), untouched), c.head_dim_qk);
+    const Rows<float> to_v(c, std::vector<double>(in.v.size(), untouched), c.head_dim_vo);
     const Device<float> scores(size), d_scores(size);
     const Device<std::uint32_t> status(static_cast<std::size_t>(c.batch));
     std::vector<std::unique_ptr<Device<float>>> arrays;

@@ -1,4 +1,4 @@
-// causal_lse and future_mass on CUDA against the host's double path, every way a card has.
+// causal_lse and future_mass on CUDA against the host's double path, every way a GPU has.
 #pragma once
 
 #include <kvpolicy/attention/cuda/dispatch_future_mass.cuh>
@@ -21,11 +21,11 @@
 namespace test {
 
 using namespace kvpolicy;
-using cuda_backend::band_path;
+using cuda_backend::qk_reduce_path;
 
 inline constexpr float infinity = std::numeric_limits<float>::infinity();
 
-/// How the normaliser that future_mass gets differs from the dense one.
+/// How the normalizer that future_mass gets differs from the dense one.
 enum class Lse { dense, sparse, far_below, partly_nothing, nothing };
 
 /// What the tensors hold: normal numbers; one nonzero element a row, with logits up to +-6e4.
@@ -34,7 +34,7 @@ enum class Logits { normal, huge };
 struct MassCase {
     std::int32_t batch = 1, length = 64, kv_heads = 1, group = 1, dim = 64;
     FutureMassOptions options;
-    float softcap = 0.0f;
+    float logits_soft_cap = 0.0f;
     float scale = 0.0f;
     Lse lse = Lse::dense;
     Logits logits = Logits::normal;
@@ -54,8 +54,8 @@ inline std::string text_of(const MassCase& c) {
     if (c.options.look_ahead != unlimited) {
         text += ", L " + std::to_string(c.options.look_ahead);
     }
-    if (c.softcap != 0.0f) {
-        text += ", softcap " + std::to_string(c.softcap);
+    if (c.logits_soft_cap != 0.0f) {
+        text += ", logits_soft_cap " + std::to_string(c.logits_soft_cap);
     }
     const char* const lse[] = {"", ", sparse lse", ", lse far below", ", lse partly -inf", ", lse -inf"};
     return text + lse[static_cast<int>(c.lse)] + (c.logits == Logits::huge ? ", huge logits" : "") +
@@ -85,7 +85,7 @@ class MassTest {
     }
 
     /// Runs one path and compares. Returns the target's words, for comparisons of runs.
-    std::vector<float> check(band_path path, bool compare = true) {
+    std::vector<float> check(qk_reduce_path path, bool compare = true) {
         const std::int32_t hq = q_heads(), s = c.length + c.extra;
         const Device<T> q(spread_out(q_)), k(spread_out(k_));
         const Device<float> lse_out(
@@ -125,7 +125,9 @@ class MassTest {
 
   private:
     [[nodiscard]] std::int32_t q_heads() const { return c.kv_heads * c.group; }
-    [[nodiscard]] Attention attention() const { return {.scale = c.scale, .softcap = c.softcap}; }
+    [[nodiscard]] AttentionParams attention() const {
+        return {.sm_scale = c.scale, .logits_soft_cap = c.logits_soft_cap};
+    }
     [[nodiscard]] double scale() const {
         return c.scale != 0.0f ? static_cast<double>(c.scale) : 1.0 / std::sqrt(static_cast<double>(c.dim));
     }
@@ -174,7 +176,7 @@ class MassTest {
     }
 
     void bound_logits() {
-        const auto longest = [&](const Tensor<T>& tensor) {
+        const auto max_seq_len = [&](const Tensor<T>& tensor) {
             double most = 0.0;
             for (std::size_t row = 0; row < tensor.data.size() / static_cast<std::size_t>(c.dim); ++row) {
                 double sum = 0.0;
@@ -187,8 +189,8 @@ class MassTest {
             }
             return std::sqrt(most);
         };
-        most_logit_ = std::abs(scale()) * longest(q_) *
-                      longest(k_);  // Cauchy-Schwarz: of the sum of absolute products too
+        most_logit_ = std::abs(scale()) * max_seq_len(q_) *
+                      max_seq_len(k_);  // Cauchy-Schwarz: of the sum of absolute products too
     }
 
     void run_host(std::mt19937& generator) {
@@ -224,7 +226,7 @@ class MassTest {
     /// softcap's tanh, 4 x 2^-23 of the cap.
     [[nodiscard]] double error_of_logit() const {
         const double sums = c.logits == Logits::huge ? 0.0 : (c.dim / 16 + 1) * 0x1p-22;
-        return most_logit_ * (sums + 0x1p-22) + static_cast<double>(c.softcap) * 0x1p-20;
+        return most_logit_ * (sums + 0x1p-22) + static_cast<double>(c.logits_soft_cap) * 0x1p-20;
     }
     /// Of a sum of exponentials, relative: 7.5e-5 of the cubic (2 ulp otherwise), and one rounding an addition of a thread.
     [[nodiscard]] double error_of_sum() const { return 8e-5 + (64 + c.length / 64.0) * 0x1p-24; }
@@ -267,12 +269,13 @@ class MassTest {
     Plane<float> lse_host, target_host;
 };
 
-inline constexpr band_path all_paths[] = {band_path::plain, band_path::portable, band_path::hopper};
+inline constexpr qk_reduce_path all_paths[] = {qk_reduce_path::plain, qk_reduce_path::portable,
+                                               qk_reduce_path::hopper};
 
 template <class T>
 void check_mass(const MassCase& c) {
     MassTest<T> test(c);
-    for (const band_path path : all_paths) {
+    for (const qk_reduce_path path : all_paths) {
         test.check(path);
     }
 }

@@ -53,14 +53,14 @@ void compare(const std::string& kind, bool fp32_rows, bool leave_out, double nea
     s.length = 160, s.dim = 16;
     const auto file = write_qkv(folder, "qkv", s, as_it_is);
     const Options options = run_of(kind, fp32_rows, s);
-    TargetOptions on_card = options.target;
-    on_card.leave_out = leave_out;
+    TargetOptions on_gpu = options.target;
+    on_gpu.leave_out = leave_out;
     const kvpolicy::host on{2};
     const auto source = file_source(on, file, options.target),
-               held_out = file_source(on, file, options.target), card_source = file_source(on, file, on_card),
-               card_held_out = file_source(on, file, on_card);
+               held_out = file_source(on, file, options.target), gpu_source = file_source(on, file, on_gpu),
+               gpu_held_out = file_source(on, file, on_gpu);
     Trainer<S> host(on, options, *source, held_out.get());
-    DeviceTrainer<S> card(on, options, *card_source, card_held_out.get());
+    DeviceTrainer<S> gpu(on, options, *gpu_source, gpu_held_out.get());
     // Targets from queries and keys of 16 bits rank some keys otherwise, and a key that meets itself is no
     // decision.
     const std::int64_t apart = leave_out && !fp32_rows ? 8 : 0;
@@ -68,7 +68,7 @@ void compare(const std::string& kind, bool fp32_rows, bool leave_out, double nea
         CHECK(std::abs(a.count - b.count) <= apart);
     };
     const auto look = [&] {
-        const auto a = host.evaluate(), b = card.evaluate();
+        const auto a = host.evaluate(), b = gpu.evaluate();
         REQUIRE(a.size() == b.size());
         for (std::size_t i = 0; i < a.size(); ++i) {
             same_count(a[i].loss, b[i].loss);
@@ -82,16 +82,16 @@ void compare(const std::string& kind, bool fp32_rows, bool leave_out, double nea
     for (std::int64_t i = 0; i < steps; ++i) {
         CAPTURE(i);
         host.step();
-        card.step();
-        const LossSums a = host.take(), b = card.take();
+        gpu.step();
+        const LossSums a = host.take(), b = gpu.take();
         CHECK(a.steps == b.steps);
         same_count(a, b);
         CHECK(b.loss == doctest::Approx(a.loss).epsilon(near));
-        CHECK(card.last_gradient_norm() == doctest::Approx(host.last_gradient_norm()).epsilon(10.0 * near));
+        CHECK(gpu.last_gradient_norm() == doctest::Approx(host.last_gradient_norm()).epsilon(10.0 * near));
     }
     look();
-    card.round_weights();
-    CHECK(largest_difference(weights(host), weights(card)) <= near_weights);
+    gpu.round_weights();
+    CHECK(largest_difference(weights(host), weights(gpu)) <= near_weights);
 }
 
 /// n steps and a resumed n, and a checkpoint that goes from one backend to the other.
@@ -171,7 +171,7 @@ TEST_CASE("a file of scorers is the host's") {
     CHECK(read.alpha == trainer.alpha());
     CHECK(read.alpha.size() == 4);
     REQUIRE(read.quantiles.size() == 4 * 257);
-    // Quantiles of the card's scores are those of the same weights on the host, to 16-bit rounding.
+    // Quantiles of the GPU's scores are those of the same weights on the host, to 16-bit rounding.
     Trainer<examples::Mlp> host(on, options, *source, nullptr);
     trainer.save_checkpoint((folder.path() / "one").string());
     host.resume((folder.path() / "one").string());
@@ -214,18 +214,18 @@ TEST_CASE("a sequence without a decision leaves the weights as they are; a gradi
                          "the gradient is not finite"));
 }
 
-TEST_CASE("a model shows the host's queries, keys and values on a card") {
+TEST_CASE("a model shows the host's queries, keys and values on a GPU") {
     const llama::Model model = llama::load_model(TEST_BYTE_MODEL);
     const std::vector<std::int32_t> text = examples::read_held_out(TEST_BYTE_MODEL).tokens.at(0);
     const kvpolicy::host on{2};
-    const Observer host = host_observer(on, model), card = device_observer(model),
+    const Observer host = host_observer(on, model), gpu = device_observer(model),
                    bf16 = device_observer(model, llama::DType::bf16);
     for (const std::ptrdiff_t length : {700, 90, 1030}) {  // chunks, a shorter sequence, a longer one
         CAPTURE(length);
         const std::vector<std::int32_t> tokens(text.begin(), text.begin() + length);
         examples::Oracle a(model.config), b(model.config), c(model.config);
         host(tokens, a);
-        card(tokens, b);
+        gpu(tokens, b);
         bf16(tokens, c);
         REQUIRE(b.length() == length);
         REQUIRE(c.length() == length);

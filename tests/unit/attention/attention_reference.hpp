@@ -54,7 +54,8 @@ constexpr double compute_rounding() {
 }
 
 struct Shape {
-    std::int32_t batch = 1, kv_heads = 1, group = 1, queries = 1, rows = 1, dim_k = 64, dim_v = 64;
+    std::int32_t batch = 1, kv_heads = 1, group = 1, queries = 1, rows = 1, head_dim_qk = 64,
+                 head_dim_vo = 64;
 };
 
 /// A call with memory of its own. Everything optional is off until it is filled.
@@ -65,7 +66,7 @@ struct Problem {
     std::vector<expiry_t> expiry;
     std::vector<float> log_bias;
     std::vector<std::int32_t> bias_from, position, starts, lengths, edges;
-    Attention attention;
+    AttentionParams attention;
     std::int32_t first = 0;
 
     explicit Problem(const Shape& s, unsigned seed = 1, double spread = 1.0) : shape(s) {
@@ -78,9 +79,9 @@ struct Problem {
             }
         };
         const std::int64_t heads = std::int64_t{s.batch} * s.kv_heads;
-        fill(q, heads * s.group * s.queries * s.dim_k);
-        fill(k, heads * s.rows * s.dim_k);
-        fill(v, heads * s.rows * s.dim_v);
+        fill(q, heads * s.group * s.queries * s.head_dim_qk);
+        fill(k, heads * s.rows * s.head_dim_qk);
+        fill(v, heads * s.rows * s.head_dim_vo);
     }
 
     [[nodiscard]] std::size_t planes() const {
@@ -116,12 +117,12 @@ struct Problem {
 
     [[nodiscard]] rows_view<const T> q_view() const {
         return view_bhsd<const T>(q.data(), shape.batch, shape.kv_heads * shape.group, shape.queries,
-                                  shape.dim_k);
+                                  shape.head_dim_qk);
     }
-    [[nodiscard]] kvpolicy::keys<T> key_views() const {
-        kvpolicy::keys<T> all{
-            view_bhsd<const T>(k.data(), shape.batch, shape.kv_heads, shape.rows, shape.dim_k),
-            view_bhsd<const T>(v.data(), shape.batch, shape.kv_heads, shape.rows, shape.dim_v)};
+    [[nodiscard]] kvpolicy::kv_view<T> key_views() const {
+        kvpolicy::kv_view<T> all{
+            view_bhsd<const T>(k.data(), shape.batch, shape.kv_heads, shape.rows, shape.head_dim_qk),
+            view_bhsd<const T>(v.data(), shape.batch, shape.kv_heads, shape.rows, shape.head_dim_vo)};
         const auto plane = [&](const auto& values) {
             return view_bhs(values.data(), shape.batch, shape.kv_heads, shape.rows);
         };
@@ -166,19 +167,21 @@ struct Result {
 
     explicit Result(const Shape& s)
         : shape(s),
-          out(static_cast<std::size_t>(std::int64_t{s.batch} * s.kv_heads * s.group * s.queries * s.dim_v),
+          out(static_cast<std::size_t>(std::int64_t{s.batch} * s.kv_heads * s.group * s.queries *
+                                       s.head_dim_vo),
               stored<T>(-77.0)),
           lse(static_cast<std::size_t>(std::int64_t{s.batch} * s.kv_heads * s.group * s.queries), -77.0f) {}
 
     rows_view<T> out_view() {
-        return view_bhsd(out.data(), shape.batch, shape.kv_heads * shape.group, shape.queries, shape.dim_v);
+        return view_bhsd(out.data(), shape.batch, shape.kv_heads * shape.group, shape.queries,
+                         shape.head_dim_vo);
     }
     plane_view<float> lse_view() {
         return view_bhs(lse.data(), shape.batch, shape.kv_heads * shape.group, shape.queries);
     }
     [[nodiscard]] const T* row(std::int32_t b, std::int32_t head, std::int32_t i) const {
-        return out.data() +
-               ((std::int64_t{b} * shape.kv_heads * shape.group + head) * shape.queries + i) * shape.dim_v;
+        return out.data() + ((std::int64_t{b} * shape.kv_heads * shape.group + head) * shape.queries + i) *
+                                shape.head_dim_vo;
     }
     [[nodiscard]] float sum(std::int32_t b, std::int32_t head, std::int32_t i) const {
         return lse[static_cast<std::size_t>(
@@ -215,33 +218,34 @@ Expected expect(const Problem<T>& p, std::int32_t b, std::int32_t head, std::int
     const Shape& s = p.shape;
     const std::int32_t h = head / s.group;
     const std::int32_t at = (p.starts.empty() ? 0 : p.starts[static_cast<std::size_t>(b)]) + i;
-    const double scale = p.attention.scale != 0.0f
-                             ? static_cast<double>(p.attention.scale)
-                             : static_cast<double>(1.0f / std::sqrt(static_cast<float>(s.dim_k)));
-    const double cap = static_cast<double>(p.attention.softcap);
+    const double scale = p.attention.sm_scale != 0.0f
+                             ? static_cast<double>(p.attention.sm_scale)
+                             : static_cast<double>(1.0f / std::sqrt(static_cast<float>(s.head_dim_qk)));
+    const double cap = static_cast<double>(p.attention.logits_soft_cap);
     const double u = compute_rounding<T>();
-    const T* q = p.q.data() + ((std::int64_t{b} * s.kv_heads * s.group + head) * s.queries + i) * s.dim_k;
+    const T* q =
+        p.q.data() + ((std::int64_t{b} * s.kv_heads * s.group + head) * s.queries + i) * s.head_dim_qk;
 
     std::vector<double> logits;
     std::vector<std::int32_t> keys;
     double magnitude = 0.0, largest = -infinity, largest_value = 0.0;
     for (std::int32_t t = 0; t < s.rows; ++t) {
         const std::size_t at_plane = p.plane_at(b, h, t);
-        const std::int32_t born = p.position.empty() ? p.first + t : p.position[at_plane];
-        if (born > at || (!p.expiry.empty() && at >= p.expiry[at_plane])) {
+        const std::int32_t begins = p.position.empty() ? p.first + t : p.position[at_plane];
+        if (begins > at || (!p.expiry.empty() && at >= p.expiry[at_plane])) {
             continue;
         }
         if (!p.edges.empty()) {
             const auto segment = [&](std::int32_t x) {
                 return std::upper_bound(p.edges.begin(), p.edges.end(), x) - p.edges.begin();
             };
-            if (segment(born) != segment(at)) {
+            if (segment(begins) != segment(at)) {
                 continue;
             }
         }
-        const T* k = p.k.data() + static_cast<std::int64_t>(at_plane) * s.dim_k;
+        const T* k = p.k.data() + static_cast<std::int64_t>(at_plane) * s.head_dim_qk;
         double product = 0.0, sum = 0.0;
-        for (std::int32_t d = 0; d < s.dim_k; ++d) {
+        for (std::int32_t d = 0; d < s.head_dim_qk; ++d) {
             product += number(q[d]) * number(k[d]);
             sum += std::fabs(number(q[d]) * number(k[d]));
         }
@@ -251,21 +255,21 @@ Expected expect(const Problem<T>& p, std::int32_t b, std::int32_t head, std::int
         }
         if (!p.log_bias.empty()) {
             const std::int32_t from = p.bias_from.empty() ? 0 : p.bias_from[static_cast<std::size_t>(h)];
-            if (at - born >= from) {
+            if (at - begins >= from) {
                 logit += static_cast<double>(p.log_bias[at_plane]);
             }
         }
         if (logit == -infinity) {
             continue;
         }
-        magnitude = std::max(magnitude, 2.0 * std::sqrt(s.dim_k) * u * std::fabs(scale) * sum +
+        magnitude = std::max(magnitude, 2.0 * std::sqrt(s.head_dim_qk) * u * std::fabs(scale) * sum +
                                             4.0 * u * (std::fabs(logit) + cap));
         largest = std::max(largest, logit);
         logits.push_back(logit);
         keys.push_back(t);
     }
     Expected e;
-    e.out.assign(static_cast<std::size_t>(s.dim_v), 0.0);
+    e.out.assign(static_cast<std::size_t>(s.head_dim_vo), 0.0);
     e.seen = static_cast<std::int32_t>(keys.size());
     if (keys.empty()) {
         return e;
@@ -276,8 +280,8 @@ Expected expect(const Problem<T>& p, std::int32_t b, std::int32_t head, std::int
     }
     for (std::size_t n = 0; n < keys.size(); ++n) {
         const double weight = std::exp(logits[n] - largest) / total;
-        const T* v = p.v.data() + static_cast<std::int64_t>(p.plane_at(b, h, keys[n])) * s.dim_v;
-        for (std::int32_t c = 0; c < s.dim_v; ++c) {
+        const T* v = p.v.data() + static_cast<std::int64_t>(p.plane_at(b, h, keys[n])) * s.head_dim_vo;
+        for (std::int32_t c = 0; c < s.head_dim_vo; ++c) {
             e.out[static_cast<std::size_t>(c)] += weight * number(v[c]);
             largest_value = std::max(largest_value, std::fabs(number(v[c])));
         }
@@ -306,14 +310,14 @@ void check(const Problem<T>& problem, const Result<T>& result) {
                 bool right = true;
                 if (i >= problem.tokens(b)) {
                     right = lse == -77.0;
-                    for (std::int32_t c = 0; c < s.dim_v; ++c) {
+                    for (std::int32_t c = 0; c < s.head_dim_vo; ++c) {
                         right = right && number(row[c]) == -77.0;
                     }
                 } else {
                     const Expected e = expect(problem, b, head, i);
                     empty += e.seen == 0;
                     right = e.seen == 0 ? lse == -infinity : std::fabs(lse - e.lse) <= e.lse_tolerance;
-                    for (std::int32_t c = 0; c < s.dim_v; ++c) {
+                    for (std::int32_t c = 0; c < s.head_dim_vo; ++c) {
                         const double difference =
                             std::fabs(number(row[c]) - e.out[static_cast<std::size_t>(c)]);
                         right =
@@ -333,8 +337,8 @@ void check(const Problem<T>& problem, const Result<T>& result) {
     CAPTURE(s.group);
     CAPTURE(s.queries);
     CAPTURE(s.rows);
-    CAPTURE(s.dim_k);
-    CAPTURE(s.dim_v);
+    CAPTURE(s.head_dim_qk);
+    CAPTURE(s.head_dim_vo);
     CAPTURE(empty);
     CAPTURE(first);
     CHECK(wrong == 0);

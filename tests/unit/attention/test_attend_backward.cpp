@@ -23,7 +23,7 @@ std::vector<T> draw_d_out(const Problem<T>& p, unsigned seed) {
     std::mt19937 generator(seed);
     std::normal_distribution<double> normal;
     std::vector<T> d(static_cast<std::size_t>(std::int64_t{p.shape.batch} * p.shape.kv_heads * p.shape.group *
-                                              p.shape.queries * p.shape.dim_v));
+                                              p.shape.queries * p.shape.head_dim_vo));
     for (T& x : d) {
         x = stored<T>(normal(generator));
     }
@@ -42,17 +42,18 @@ Gradients<T> run_backward(const host& on, const Problem<T>& p, Result<T>& forwar
     out.d_bias.assign(p.planes(), -77);
     const auto all = p.key_views();
     const Sequences sequences = p.sequences();
-    const AttendGradient<T> given{forward.out_view(), forward.lse_view(),
-                                  view_bhsd<const T>(d_out.data(), s.batch, heads, s.queries, s.dim_v)};
-    AttendGradients<T> into{view_bhsd(out.d_q.data(), s.batch, heads, s.queries, s.dim_k),
-                            view_bhsd(out.d_k.data(), s.batch, s.kv_heads, s.rows, s.dim_k),
-                            view_bhsd(out.d_v.data(), s.batch, s.kv_heads, s.rows, s.dim_v)};
+    const SavedForward<T> saved{forward.out_view(), forward.lse_view(),
+                                view_bhsd<const T>(d_out.data(), s.batch, heads, s.queries, s.head_dim_vo)};
+    AttentionGrads<T> grads{view_bhsd(out.d_q.data(), s.batch, heads, s.queries, s.head_dim_qk),
+                            view_bhsd(out.d_k.data(), s.batch, s.kv_heads, s.rows, s.head_dim_qk),
+                            view_bhsd(out.d_v.data(), s.batch, s.kv_heads, s.rows, s.head_dim_vo)};
     if (!p.log_bias.empty()) {
-        into.d_log_bias = view_bhs(out.d_bias.data(), s.batch, s.kv_heads, s.rows);
+        grads.d_log_bias = view_bhs(out.d_bias.data(), s.batch, s.kv_heads, s.rows);
     }
     std::vector<unsigned char> memory(
         attend_backward_workspace_bytes(on, p.attention, p.q_view(), all, sequences), 0xff);
-    attend_backward(on, p.attention, p.q_view(), all, sequences, given, into, {memory.data(), memory.size()});
+    attend_backward(on, p.attention, p.q_view(), all, sequences, saved, grads,
+                    {memory.data(), memory.size()});
     return out;
 }
 
@@ -78,9 +79,10 @@ Reference reference(const Problem<T>& p, const Result<T>& forward, const std::ve
     r.d_k.resize(p.k.size());
     r.d_v.resize(p.v.size());
     r.d_bias.resize(p.planes());
-    const double scale = static_cast<double>(
-        p.attention.scale != 0.0f ? p.attention.scale : 1.0f / std::sqrt(static_cast<float>(s.dim_k)));
-    const double cap = static_cast<double>(p.attention.softcap);
+    const double scale = static_cast<double>(p.attention.sm_scale != 0.0f
+                                                 ? p.attention.sm_scale
+                                                 : 1.0f / std::sqrt(static_cast<float>(s.head_dim_qk)));
+    const double cap = static_cast<double>(p.attention.logits_soft_cap);
     for (std::int32_t b = 0; b < s.batch; ++b) {
         for (std::int32_t head = 0; head < s.kv_heads * s.group; ++head) {
             const std::int32_t h = head / s.group;
@@ -93,38 +95,37 @@ Reference reference(const Problem<T>& p, const Result<T>& forward, const std::ve
                     continue;
                 }
                 double delta = 0.0, delta_size = 0.0;
-                for (std::int32_t c = 0; c < s.dim_v; ++c) {
+                for (std::int32_t c = 0; c < s.head_dim_vo; ++c) {
                     const std::size_t o =
-                        q_at * static_cast<std::size_t>(s.dim_v) + static_cast<std::size_t>(c);
+                        q_at * static_cast<std::size_t>(s.head_dim_vo) + static_cast<std::size_t>(c);
                     delta += number(forward.out[o]) * number(d_out[o]);
                     delta_size += std::fabs(number(forward.out[o]) * number(d_out[o]));
                 }
                 for (std::int32_t t = 0; t < s.rows; ++t) {
                     const std::size_t k_at = p.plane_at(b, h, t);
-                    const std::int32_t born = p.position.empty() ? p.first + t : p.position[k_at];
-                    if (born > at || (!p.expiry.empty() && at >= p.expiry[k_at])) {
+                    const std::int32_t begins = p.position.empty() ? p.first + t : p.position[k_at];
+                    if (begins > at || (!p.expiry.empty() && at >= p.expiry[k_at])) {
                         continue;
                     }
                     const auto segment = [&](std::int32_t x) {
                         return std::upper_bound(p.edges.begin(), p.edges.end(), x) - p.edges.begin();
                     };
-                    if (!p.edges.empty() && segment(born) != segment(at)) {
+                    if (!p.edges.empty() && segment(begins) != segment(at)) {
                         continue;
                     }
                     double x = 0.0, dp = 0.0, dp_size = 0.0;
-                    for (std::int32_t c = 0; c < s.dim_k; ++c) {
-                        x +=
-                            scale *
-                            number(
-                                p.q[q_at * static_cast<std::size_t>(s.dim_k) + static_cast<std::size_t>(c)]) *
-                            number(
-                                p.k[k_at * static_cast<std::size_t>(s.dim_k) + static_cast<std::size_t>(c)]);
+                    for (std::int32_t c = 0; c < s.head_dim_qk; ++c) {
+                        x += scale *
+                             number(p.q[q_at * static_cast<std::size_t>(s.head_dim_qk) +
+                                        static_cast<std::size_t>(c)]) *
+                             number(p.k[k_at * static_cast<std::size_t>(s.head_dim_qk) +
+                                        static_cast<std::size_t>(c)]);
                     }
                     const double y = cap > 0.0 ? std::tanh(x / cap) : 0.0;
                     double logit = cap > 0.0 ? cap * y : x;
                     const bool biased =
                         !p.log_bias.empty() &&
-                        at - born >= (p.bias_from.empty() ? 0 : p.bias_from[static_cast<std::size_t>(h)]);
+                        at - begins >= (p.bias_from.empty() ? 0 : p.bias_from[static_cast<std::size_t>(h)]);
                     if (biased) {
                         logit += static_cast<double>(p.log_bias[k_at]);
                     }
@@ -132,11 +133,11 @@ Reference reference(const Problem<T>& p, const Result<T>& forward, const std::ve
                         continue;
                     }
                     const double weight = std::exp(logit - lse);
-                    for (std::int32_t c = 0; c < s.dim_v; ++c) {
+                    for (std::int32_t c = 0; c < s.head_dim_vo; ++c) {
                         const std::size_t o =
-                            q_at * static_cast<std::size_t>(s.dim_v) + static_cast<std::size_t>(c);
+                            q_at * static_cast<std::size_t>(s.head_dim_vo) + static_cast<std::size_t>(c);
                         const std::size_t v =
-                            k_at * static_cast<std::size_t>(s.dim_v) + static_cast<std::size_t>(c);
+                            k_at * static_cast<std::size_t>(s.head_dim_vo) + static_cast<std::size_t>(c);
                         dp += number(d_out[o]) * number(p.v[v]);
                         dp_size += std::fabs(number(d_out[o]) * number(p.v[v]));
                         r.d_v[v].add(weight * number(d_out[o]), std::fabs(weight * number(d_out[o])));
@@ -146,11 +147,11 @@ Reference reference(const Problem<T>& p, const Result<T>& forward, const std::ve
                         r.d_bias[k_at].add(d, size);
                     }
                     const double slope = scale * (1.0 - y * y);
-                    for (std::int32_t c = 0; c < s.dim_k; ++c) {
+                    for (std::int32_t c = 0; c < s.head_dim_qk; ++c) {
                         const std::size_t q =
-                            q_at * static_cast<std::size_t>(s.dim_k) + static_cast<std::size_t>(c);
+                            q_at * static_cast<std::size_t>(s.head_dim_qk) + static_cast<std::size_t>(c);
                         const std::size_t k =
-                            k_at * static_cast<std::size_t>(s.dim_k) + static_cast<std::size_t>(c);
+                            k_at * static_cast<std::size_t>(s.head_dim_qk) + static_cast<std::size_t>(c);
                         r.d_q[q].add(d * slope * number(p.k[k]), std::fabs(size * scale * number(p.k[k])));
                         r.d_k[k].add(d * slope * number(p.q[q]), std::fabs(size * scale * number(p.q[q])));
                     }
@@ -190,7 +191,7 @@ void check_problem(const Problem<T>& p, unsigned seed) {
         Reference expected = reference(p, forward, d_out);
         // Beyond a sequence's length nothing is written.
         for (std::size_t i = 0; i < got.d_q.size(); ++i) {
-            const auto row = static_cast<std::int32_t>(i / static_cast<std::size_t>(p.shape.dim_k));
+            const auto row = static_cast<std::int32_t>(i / static_cast<std::size_t>(p.shape.head_dim_qk));
             const std::int32_t b = row / p.shape.queries / (p.shape.kv_heads * p.shape.group);
             if (row % p.shape.queries >= p.tokens(b)) {
                 expected.d_q[i].value = -77.0;
@@ -204,7 +205,7 @@ void check_problem(const Problem<T>& p, unsigned seed) {
             compare("d_log_bias", got.d_bias, expected.d_bias, wrong);
         }
         CAPTURE(p.shape.queries);
-        CAPTURE(p.shape.dim_k);
+        CAPTURE(p.shape.head_dim_qk);
         CHECK(wrong == 0);
     }
 }
@@ -233,7 +234,7 @@ std::vector<Problem<T>> problems() {
     all.emplace_back(Shape{1, 2, 2, 200, 200, 64, 8}, 4u);
     all.back().random_expiry(5);
     add_bias(all.back(), 6);
-    all.back().attention.softcap = 3.0f;
+    all.back().attention.logits_soft_cap = 3.0f;
     all.emplace_back(Shape{1, 1, 5, 33, 300, 8, 64}, 7u);  // a chunk that follows a prefix
     all.back().starts = {267};
     all.back().random_expiry(8);
@@ -243,7 +244,7 @@ std::vector<Problem<T>> problems() {
     add_bias(all.back(), 11);
     all.emplace_back(Shape{1, 2, 1, 3, 40, 16, 16}, 12u);  // rows in no order
     all.back().starts = {20};
-    all.back().attention.scale = 0.5f;
+    all.back().attention.sm_scale = 0.5f;
     for (std::int32_t i = 0; i < 80; ++i) {
         all.back().position.push_back((i * 13) % 41 - 3);
     }
@@ -367,22 +368,22 @@ TEST_CASE("attention gradients: unseen garbage, rows that see nothing, any threa
     CHECK_REFUSED(call(), "lse[0][0][7]: nan");
     forward.lse[7] = 0.0f;
     const auto all = p.key_views();
-    Gradients<float> into = got;
-    AttendGradient<float> given{forward.out_view(), forward.lse_view(),
-                                view_bhsd<const float>(d_out.data(), 1, 2, 60, 16)};
-    AttendGradients<float> where{view_bhsd(into.d_q.data(), 1, 2, 60, 16),
-                                 view_bhsd(into.d_k.data(), 1, 1, 60, 16),
-                                 view_bhsd(into.d_v.data(), 1, 1, 60, 16)};
+    Gradients<float> grads = got;
+    SavedForward<float> saved{forward.out_view(), forward.lse_view(),
+                              view_bhsd<const float>(d_out.data(), 1, 2, 60, 16)};
+    AttentionGrads<float> where{view_bhsd(grads.d_q.data(), 1, 2, 60, 16),
+                                view_bhsd(grads.d_k.data(), 1, 1, 60, 16),
+                                view_bhsd(grads.d_v.data(), 1, 1, 60, 16)};
     const auto direct = [&] {
-        attend_backward(on, p.attention, p.q_view(), all, p.sequences(), given, where, {});
+        attend_backward(on, p.attention, p.q_view(), all, p.sequences(), saved, where, {});
     };
     CHECK_REFUSED(direct(), "workspace.bytes: 0");
-    where.d_log_bias = view_bhs(into.d_bias.data(), 1, 1, 60);
+    where.d_log_bias = view_bhs(grads.d_bias.data(), 1, 1, 60);
     CHECK_REFUSED(direct(), "d_log_bias: given");
     where.d_log_bias = {};
     where.d_k.length = 59;
     CHECK_REFUSED(direct(), "d_k: [1, 1, 59]");
     where.d_k.length = 60;
-    given.d_out.dim = 8;
+    saved.d_out.dim = 8;
     CHECK_REFUSED(direct(), "d_out.dim: 8");
 }

@@ -222,14 +222,14 @@ TEST_CASE("two segments are one list of keys") {
             const Shape& s = p.shape;
             const auto all = p.key_views();
             const auto rows = [&](std::int32_t from, std::int32_t count) {
-                kvpolicy::keys<float> part = all;
+                kvpolicy::kv_view<float> part = all;
                 const auto cut = [&](auto& view, std::int64_t step) {
                     view.data += from * step, view.length = count;
                 };
                 cut(part.k, part.k.row_stride), cut(part.v, part.v.row_stride), cut(part.mask.expiry, 1);
                 return part;
             };
-            const kvpolicy::keys<float> past = rows(0, before), self = rows(before, chunk);
+            const kvpolicy::kv_view<float> past = rows(0, before), self = rows(before, chunk);
             for (const isa set : instruction_sets()) {
                 const host on(1, set);
                 Result<float> result(s);

@@ -21,7 +21,7 @@ TEST_CASE("logits of +-6e4") {
     for (const std::int32_t queries : {1, 40}) {
         Problem<float> p({1, 1, 2, queries, 100, 64, 64}, 1);
         p.starts = {100 - queries};
-        p.attention.scale = 1.0f;
+        p.attention.sm_scale = 1.0f;
         std::mt19937 generator(2);
         std::fill(p.q.begin(), p.q.end(), 0.0f);
         for (std::size_t i = 0; i < p.q.size(); i += 64) {
@@ -38,7 +38,7 @@ TEST_CASE("logits of +-6e4") {
         check_all(p);
         Problem<fp16> half({1, 1, 3, queries, 100, 64, 64}, 3);
         half.starts = {100 - queries};
-        half.attention.scale = 1.0f;
+        half.attention.sm_scale = 1.0f;
         for (std::size_t i = 0; i < half.k.size(); ++i) {
             half.k[i] = fp16(i % 64 == 0 ? (i % 128 == 0 ? 6.0e4f : -6.0e4f) : 0.0f);
         }
@@ -49,7 +49,7 @@ TEST_CASE("logits of +-6e4") {
     }
 }
 
-TEST_CASE("logit softcap, and scales of any sign") {
+TEST_CASE("logit logits_soft_cap, and scales of any sign") {
     unsigned seed = 10;
     for (const float cap : {1.0f, 30.0f, 50.0f}) {
         for (const float scale : {0.0f, 0.02f, 3.0f, -0.3f}) {
@@ -61,7 +61,7 @@ TEST_CASE("logit softcap, and scales of any sign") {
                     p.random_expiry(seed);
                 }
                 check_all(p);
-                p.attention.softcap = 0.0f;
+                p.attention.logits_soft_cap = 0.0f;
                 check_all(p);
             }
         }

@@ -9,18 +9,18 @@ namespace {
 struct Call {
     Problem<float> problem{Shape{2, 2, 3, 8, 8, 64, 64}, 1};
     host on{1};
-    kvpolicy::keys<float> all = problem.key_views();
+    kvpolicy::kv_view<float> all = problem.key_views();
     rows_view<const float> q = problem.q_view();
     Sequences sequences = problem.sequences();
     Result<float> result{problem.shape};
     rows_view<float> out = result.out_view();
     plane_view<float> lse = result.lse_view();
-    Attention attention;
+    AttentionParams attention;
     std::vector<unsigned char> memory =
         std::vector<unsigned char>(attend_workspace_bytes(on, attention, q, all, sequences));
 
     void run() { attend(on, attention, q, all, sequences, out, lse, {memory.data(), memory.size()}); }
-    void run(const kvpolicy::keys<float>& self) {
+    void run(const kvpolicy::kv_view<float>& self) {
         attend(on, attention, q, all, self, sequences, out, lse, {memory.data(), memory.size()});
     }
     [[nodiscard]] bool untouched() const {
@@ -126,9 +126,11 @@ TEST_CASE("lengths whose positions 31 bits do not hold") {
 }
 
 TEST_CASE("numbers, memory and null pointers") {
-    refused("attention.scale", [](Call& c) { c.attention.scale = std::numeric_limits<float>::quiet_NaN(); });
-    refused("attention.scale", [](Call& c) { c.attention.scale = std::numeric_limits<float>::infinity(); });
-    refused("attention.softcap", [](Call& c) { c.attention.softcap = -1.0f; });
+    refused("attention.sm_scale",
+            [](Call& c) { c.attention.sm_scale = std::numeric_limits<float>::quiet_NaN(); });
+    refused("attention.sm_scale",
+            [](Call& c) { c.attention.sm_scale = std::numeric_limits<float>::infinity(); });
+    refused("attention.logits_soft_cap", [](Call& c) { c.attention.logits_soft_cap = -1.0f; });
     static const float bias[32] = {};
     static const std::int32_t bias_from[2] = {0, -4};
     refused("bias_from[1]: -4", [](Call& c) {
@@ -167,19 +169,20 @@ TEST_CASE("results that many would write to; inputs that many read are fine") {
 TEST_CASE("the two segments of a chunk") {
     const auto refused_self = [](const char* names, auto&& change) {
         Call call;
-        kvpolicy::keys<float> self = call.problem.key_views();
+        kvpolicy::kv_view<float> self = call.problem.key_views();
         change(call, self);
         CHECK_REFUSED(call.run(self), names);
         CHECK(call.untouched());
     };
     refused_self("self.k.length",
-                 [](Call&, kvpolicy::keys<float>& self) { self.k.length = self.v.length = 7; });
-    refused_self("self.first", [](Call&, kvpolicy::keys<float>& self) { self.first = 3; });
+                 [](Call&, kvpolicy::kv_view<float>& self) { self.k.length = self.v.length = 7; });
+    refused_self("self.first", [](Call&, kvpolicy::kv_view<float>& self) { self.first = 3; });
     static std::int32_t counts[2] = {8, 8};
-    refused_self("self.lengths", [](Call&, kvpolicy::keys<float>& self) { self.lengths = counts; });
-    refused_self("self.k.heads", [](Call&, kvpolicy::keys<float>& self) { self.k.heads = self.v.heads = 1; });
+    refused_self("self.lengths", [](Call&, kvpolicy::kv_view<float>& self) { self.lengths = counts; });
+    refused_self("self.k.heads",
+                 [](Call&, kvpolicy::kv_view<float>& self) { self.k.heads = self.v.heads = 1; });
     static std::int32_t edges[2] = {0, 8};
-    refused_self("cu_seqlens", [](Call& c, kvpolicy::keys<float>&) {
+    refused_self("cu_seqlens", [](Call& c, kvpolicy::kv_view<float>&) {
         c.sequences.cu_seqlens = edges, c.sequences.segments = 1;
     });
 }

@@ -34,7 +34,7 @@ TEST_CASE("every group size, fp32") { shapes_of_type<float>(); }
 TEST_CASE("every group size, double") { shapes_of_type<double>(); }
 
 TEST_CASE("a workspace for the longest call serves every shorter one") {
-    const std::int32_t most_queries = 1200, most_keys = 30000;
+    const std::int32_t max_queries = 1200, max_keys = 30000;
     const auto bytes = [](const host& on, std::int32_t heads, std::int32_t queries, std::int32_t rows,
                           bool two_segments) {
         // Sizes alone count: nothing is read.
@@ -42,8 +42,8 @@ TEST_CASE("a workspace for the longest call serves every shorter one") {
         const auto view = [&](std::int32_t h, std::int32_t length) {
             return view_bhsd<const float>(&number, 1, h, length, 64);
         };
-        const keys<float> past{.k = view(heads, rows), .v = view(heads, rows)};
-        const keys<float> self{.k = view(heads, queries), .v = view(heads, queries)};
+        const kv_view<float> past{.k = view(heads, rows), .v = view(heads, rows)};
+        const kv_view<float> self{.k = view(heads, queries), .v = view(heads, queries)};
         const Sequences sequences{.batch = 1, .length = queries};
         const rows_view<const float> q = view(2 * heads, queries);
         return two_segments ? attend_workspace_bytes(on, {}, q, past, self, sequences)
@@ -53,11 +53,11 @@ TEST_CASE("a workspace for the longest call serves every shorter one") {
         const host on(threads);
         for (const std::int32_t heads : {1, 3, 8, 31, 32}) {
             for (const bool two_segments : {false, true}) {
-                const std::size_t most = bytes(on, heads, most_queries, most_keys, two_segments);
+                const std::size_t most = bytes(on, heads, max_queries, max_keys, two_segments);
                 std::size_t before = 0;
                 bool enough = true, rises = true;
-                for (std::int32_t queries = 0; queries <= most_queries; queries += queries < 260 ? 1 : 47) {
-                    const std::size_t now = bytes(on, heads, queries, most_keys, two_segments);
+                for (std::int32_t queries = 0; queries <= max_queries; queries += queries < 260 ? 1 : 47) {
+                    const std::size_t now = bytes(on, heads, queries, max_keys, two_segments);
                     rises = rises && now >= before;
                     before = now;
                     for (const std::int32_t rows : {0, 1, 2047, 4096, 9000, 20480}) {
@@ -75,22 +75,23 @@ TEST_CASE("a workspace for the longest call serves every shorter one") {
 
 TEST_CASE("head dimensions, and values narrower or wider than keys") {
     unsigned seed = 100;
-    for (const auto& [dim_k, dim_v] : std::vector<std::pair<std::int32_t, std::int32_t>>{{64, 64},
-                                                                                         {80, 80},
-                                                                                         {96, 96},
-                                                                                         {128, 128},
-                                                                                         {256, 256},
-                                                                                         {72, 72},
-                                                                                         {8, 8},
-                                                                                         {192, 128},
-                                                                                         {64, 40},
-                                                                                         {16, 264}}) {
+    for (const auto& [head_dim_qk, head_dim_vo] :
+         std::vector<std::pair<std::int32_t, std::int32_t>>{{64, 64},
+                                                            {80, 80},
+                                                            {96, 96},
+                                                            {128, 128},
+                                                            {256, 256},
+                                                            {72, 72},
+                                                            {8, 8},
+                                                            {192, 128},
+                                                            {64, 40},
+                                                            {16, 264}}) {
         for (const std::int32_t queries : {1, 40}) {
-            Problem<float> p({1, 1, 3, queries, 100, dim_k, dim_v}, ++seed);
+            Problem<float> p({1, 1, 3, queries, 100, head_dim_qk, head_dim_vo}, ++seed);
             p.starts = {100 - queries};
             p.random_expiry(seed);
             check_all(p);
-            Problem<bf16> half({1, 1, 1, queries, 70, dim_k, dim_v}, ++seed);
+            Problem<bf16> half({1, 1, 1, queries, 70, head_dim_qk, head_dim_vo}, ++seed);
             half.starts = {70 - queries};
             check_all(half);
         }

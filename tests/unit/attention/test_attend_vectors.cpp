@@ -58,7 +58,7 @@ void check_vectors() {
                     const auto sum = static_cast<double>(result.sum(0, head, i));
                     wrong += sum != *expected_lse && !(std::fabs(sum - *expected_lse) <= e.lse_tolerance);
                     disagreements += e.lse != *expected_lse && !(std::fabs(e.lse - *expected_lse) <= 1e-11);
-                    for (std::int32_t c = 0; c < p.shape.dim_v; c += column_step, ++expected_out) {
+                    for (std::int32_t c = 0; c < p.shape.head_dim_vo; c += column_step, ++expected_out) {
                         const double x = number(result.row(0, head, i)[c]);
                         wrong += !(std::fabs(x - *expected_out) <= e.out_tolerance);
                         disagreements +=

@@ -20,25 +20,25 @@ struct Case {
     float beta;
     bool normalize;
     group_aggregate aggregate;
-    float softcap = 0.0f;
+    float logits_soft_cap = 0.0f;
 };
 
 double logit(const test::Tensor<double>& q, const test::Tensor<double>& k, std::int32_t hq, std::int32_t hk,
-             std::int32_t d, std::int32_t t, const Attention& attention) {
+             std::int32_t d, std::int32_t t, const AttentionParams& attention) {
     double sum = 0.0;
     for (std::int32_t i = 0; i < q.dim; ++i) {
         sum += q.view().row(0, hq, d)[i] * k.view().row(0, hk, t)[i];
     }
     const double scale =
-        attention.scale != 0.0f ? static_cast<double>(attention.scale) : 1.0 / std::sqrt(q.dim);
-    const double cap = static_cast<double>(attention.softcap);
+        attention.sm_scale != 0.0f ? static_cast<double>(attention.sm_scale) : 1.0 / std::sqrt(q.dim);
+    const double cap = static_cast<double>(attention.logits_soft_cap);
     return cap > 0.0 ? cap * std::tanh(scale * sum / cap) : scale * sum;
 }
 
 /// By the definition; `lse` [Hq, S] as given to the call under test.
 double reference(const Case& c, const test::Tensor<double>& q, const test::Tensor<double>& k,
-                 const test::Plane<float>& lse, std::int32_t h, std::int32_t t, const Attention& attention,
-                 double epsilon) {
+                 const test::Plane<float>& lse, std::int32_t h, std::int32_t t,
+                 const AttentionParams& attention, double epsilon) {
     double best = 0.0, sum = 0.0;
     for (std::int32_t g = 0; g < c.group; ++g) {
         const std::int32_t hq = h * c.group + g;
@@ -85,7 +85,7 @@ void check(const host& on, const Case& c, double tolerance, std::mt19937& genera
         k64.data[i] = static_cast<double>(static_cast<compute_t<T>>(k.data[i]));
     }
 
-    const Attention attention{.softcap = c.softcap};
+    const AttentionParams attention{.logits_soft_cap = c.logits_soft_cap};
     const Sequences sequences{.batch = 1, .length = c.length};
     test::Workspace workspace(future_mass_workspace_bytes<T>(on, q.view(), k.view()));
     test::Plane<float> lse(1, q.heads, c.length, -7.0f), target(1, k.heads, c.length, -7.0f);
@@ -106,7 +106,7 @@ void check(const host& on, const Case& c, double tolerance, std::mt19937& genera
     }  // sees nothing
     if (c.length > 5) {
         lse.at(0, 0, c.length - 4) -= 3.0f;
-    }  // a sparse normaliser: masses above 1
+    }  // a sparse normalizer: masses above 1
 
     FutureMassOptions options;
     options.window = c.window;
@@ -155,8 +155,9 @@ TEST_CASE("future mass refuses what it cannot mean") {
     test::Plane<float> lse(1, 4, 8), target(1, 2, 8);
     Sequences sequences{.batch = 1, .length = 8};
     test::Workspace workspace(future_mass_workspace_bytes<float>(on, q.view(), k.view()));
-    const auto call = [&](const FutureMassOptions& options, workspace_view lent) {
-        future_mass<float>(on, {}, q.view(), k.view(), lse.view(), sequences, options, target.view(), lent);
+    const auto call = [&](const FutureMassOptions& options, workspace_view provided) {
+        future_mass<float>(on, {}, q.view(), k.view(), lse.view(), sequences, options, target.view(),
+                           provided);
     };
     FutureMassOptions options;
     options.beta = 0.5f;

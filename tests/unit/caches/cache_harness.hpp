@@ -44,14 +44,14 @@ struct CacheUnderTest {
 
     CacheUnderTest(const kvpolicy::host& on, const Sizes& sizes, const P& policy,
                    kvpolicy::position_t rebase_limit, const typename P::scorer_type* scorers = nullptr,
-                   std::int32_t page_rows = 1)
+                   std::int32_t page_size = 1)
         : cache(make(kvpolicy::CacheShape{.layers = 1,
-                                          .slots = sizes.batch,
+                                          .max_sequences = sizes.batch,
                                           .query_heads = sizes.kv_heads * sizes.group,
                                           .kv_heads = sizes.kv_heads,
-                                          .dim_k = sizes.dim,
-                                          .dim_v = sizes.dim,
-                                          .page_rows = page_rows},
+                                          .head_dim_qk = sizes.dim,
+                                          .head_dim_vo = sizes.dim,
+                                          .page_size = page_size},
                      sizes, policy, scorers)),
           memory(cache.bytes().total(), 0xff) {
         cache.rebase_limit(rebase_limit);
@@ -63,10 +63,9 @@ struct CacheUnderTest {
         cache.add_slab(on, slabs.back()->data(), slabs.back()->size());
     }
 
-    std::vector<kvpolicy::position_t> sorted_positions(std::int32_t slot, std::int32_t head) const {
-        std::vector<kvpolicy::position_t> kept(
-            static_cast<std::size_t>(cache.occupancy(0, slot, head).rows()));
-        cache.retained(0, slot, head, kept.data());
+    std::vector<kvpolicy::position_t> sorted_positions(std::int32_t seq, std::int32_t head) const {
+        std::vector<kvpolicy::position_t> kept(static_cast<std::size_t>(cache.usage(0, seq, head).size()));
+        cache.retained(0, seq, head, kept.data());
         std::sort(kept.begin(), kept.end());
         return kept;
     }
@@ -78,7 +77,7 @@ struct CacheUnderTest {
             const std::int32_t heads = sizes.batch * sizes.kv_heads;
             return Kind<P, T>(
                 shape,
-                {.slab_pages = 3, .most_slabs = heads * (sizes.length + 1), .longest = sizes.length + 1},
+                {.slab_pages = 3, .max_slabs = heads * (sizes.length + 1), .max_seq_len = sizes.length + 1},
                 policy, scorers);
         } else {
             return Kind<P, T>(shape, policy, scorers);
@@ -134,7 +133,7 @@ template <class P, class T, template <class, class> class Kind>
 void feed(const kvpolicy::host& on, CacheUnderTest<P, T, Kind>& under_test, const Inputs<T>& in,
           Tensor<T>& out, std::int32_t from, std::int32_t count, bool as_step) {
     const kvpolicy::Batch batch{.count = in.q.batch, .length = count};
-    const auto ref = under_test.cache.ref(0);
+    const auto ref = under_test.cache.layer(0);
     Workspace workspace(kvpolicy::cache_workspace_bytes(on, ref, in.q.batch, count));
     kvpolicy::CacheExtras extras;
     if constexpr (P::ranked && P::scorer_type::when == kvpolicy::score_time::given) {
@@ -181,12 +180,12 @@ inline constexpr double output_tolerance = 64 * 1.2e-7 * 5.0;
 template <template <class, class> class Kind, class T = float, class P>
 void check_policy_in(const kvpolicy::host& on, const P& policy, const Sizes& sizes, Scores kind,
                      std::mt19937& generator, kvpolicy::position_t rebase_limit = kvpolicy::rebase_limit,
-                     std::int32_t page_rows = 1) {
+                     std::int32_t page_size = 1) {
     CAPTURE(name(kind));
     CAPTURE(sizes.length);
-    CAPTURE(page_rows);
+    CAPTURE(page_size);
     const auto fresh = [&] {
-        return CacheUnderTest<P, T, Kind>(on, sizes, policy, rebase_limit, nullptr, page_rows);
+        return CacheUnderTest<P, T, Kind>(on, sizes, policy, rebase_limit, nullptr, page_size);
     };
     const Inputs<T> in(sizes, kind, generator);
     const kvpolicy::Sequences sequences{.batch = sizes.batch, .length = sizes.length};
@@ -198,10 +197,10 @@ void check_policy_in(const kvpolicy::host& on, const P& policy, const Sizes& siz
     kvpolicy::build_mask(on, policy, in.scores.view(), sequences, expiry.view(), mask_workspace, options);
 
     Tensor<T> by_mask(sizes.batch, sizes.kv_heads * sizes.group, sizes.length, sizes.dim);
-    const kvpolicy::keys<T> keys{.k = in.k.view(), .v = in.v.view(), .mask = {.expiry = expiry.view()}};
+    const kvpolicy::kv_view<T> keys{.k = in.k.view(), .v = in.v.view(), .mask = {.expiry = expiry.view()}};
     Workspace attention_workspace(
-        kvpolicy::attend_workspace_bytes(on, kvpolicy::Attention{}, in.q.view(), keys, sequences));
-    kvpolicy::attend(on, kvpolicy::Attention{}, in.q.view(), keys, sequences, by_mask.view(), {},
+        kvpolicy::attend_workspace_bytes(on, kvpolicy::AttentionParams{}, in.q.view(), keys, sequences));
+    kvpolicy::attend(on, kvpolicy::AttentionParams{}, in.q.view(), keys, sequences, by_mask.view(), {},
                      attention_workspace);
 
     CacheUnderTest<P, T, Kind> stepped = fresh();
@@ -244,20 +243,20 @@ void check_policy_in(const kvpolicy::host& on, const P& policy, const Sizes& siz
         CHECK(equal);
         CHECK(difference(by_mask, out) <= output_tolerance);
         // The rows themselves stand where stepping would have put them, and hold the same keys, values and scores.
-        const auto a = chunked.cache.ref(0), b = stepped.cache.ref(0);
+        const auto a = chunked.cache.layer(0), b = stepped.cache.layer(0);
         bool rows_equal = true;
-        for (std::int32_t slot = 0; slot < sizes.batch; ++slot) {
+        for (std::int32_t seq = 0; seq < sizes.batch; ++seq) {
             for (std::int32_t h = 0; h < sizes.kv_heads; ++h) {
-                const std::int32_t used = a.used(slot, h);
-                rows_equal = rows_equal && used == b.used(slot, h);
-                const auto x = a.head_rows(slot, h), y = b.head_rows(slot, h);
+                const std::int32_t used = a.used(seq, h);
+                rows_equal = rows_equal && used == b.used(seq, h);
+                const auto x = a.head_rows(seq, h), y = b.head_rows(seq, h);
                 const auto same_number = [](T m, T n) {
                     return static_cast<float>(m) == static_cast<float>(n);
                 };
                 for (std::int32_t r = 0; r < used && rows_equal; ++r) {
                     rows_equal = x.position(r) == y.position(r) && x.score(r) == y.score(r) &&
-                                 std::equal(x.k(r), x.k(r) + a.dim_k, y.k(r), same_number) &&
-                                 std::equal(x.v(r), x.v(r) + a.dim_v, y.v(r), same_number);
+                                 std::equal(x.k(r), x.k(r) + a.head_dim_qk, y.k(r), same_number) &&
+                                 std::equal(x.v(r), x.v(r) + a.head_dim_vo, y.v(r), same_number);
                 }
             }
         }
@@ -278,7 +277,7 @@ void check_policy_in(const kvpolicy::host& on, const P& policy, const Sizes& siz
 template <class P>
 bool bounded(const P& policy, std::int32_t kv_heads) {
     for (std::int32_t h = 0; h < kv_heads; ++h) {
-        if (policy.rule(0, h).budget == kvpolicy::unlimited) {
+        if (policy.params(0, h).budget == kvpolicy::unlimited) {
             return false;
         }
     }

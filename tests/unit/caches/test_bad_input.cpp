@@ -46,7 +46,7 @@ TEST_CASE("a cache that was moved from is unbound, and the other goes on") {
     FixedBudgetCache<P, float> to(std::move(from));
     CHECK(to.length(0) == 0);
     // What is left of it is what this test is about.
-    CHECK_REFUSED(from.ref(0), "cache: unbound");                     // NOLINT(bugprone-use-after-move)
+    CHECK_REFUSED(from.layer(0), "cache: unbound");                   // NOLINT(bugprone-use-after-move)
     CHECK_REFUSED(from.advance(on, {.count = 1}), "cache: unbound");  // NOLINT(bugprone-use-after-move)
     CHECK_REFUSED(from.length(0), "cache: unbound");                  // NOLINT(bugprone-use-after-move)
     CHECK_REFUSED(from.bind(on, memory.data(), memory.size()),        // NOLINT(bugprone-use-after-move)
@@ -58,34 +58,35 @@ TEST_CASE("a cache that was moved from is unbound, and the other goes on") {
     from = std::move(to);
     from.clear(on, 0);
     CHECK(from.length(0) == 0);
-    CHECK_REFUSED(to.ref(0), "cache: unbound");  // NOLINT(bugprone-use-after-move)
+    CHECK_REFUSED(to.layer(0), "cache: unbound");  // NOLINT(bugprone-use-after-move)
 }
 
 TEST_CASE("a cache of a shape that cannot be") {
     using Cache = FixedBudgetCache<P, float>;
     const P p = policy();
     CHECK_REFUSED(Cache(with(&CacheShape::layers, 0), p), "layers: 0 is not allowed; it must be 1 or more");
-    CHECK_REFUSED(Cache(with(&CacheShape::slots, 0), p), "slots: 0 is not allowed; it must be 1 or more");
+    CHECK_REFUSED(Cache(with(&CacheShape::max_sequences, 0), p),
+                  "max_sequences: 0 is not allowed; it must be 1 or more");
     CHECK_REFUSED(Cache(with(&CacheShape::kv_heads, 0), p),
                   "kv_heads: 0 is not allowed; it must be 1 or more");
     CHECK_REFUSED(Cache(with(&CacheShape::query_heads, 5), p),
                   "query_heads: 5 is not allowed; it must be a multiple of kv_heads = 2");
     CHECK_REFUSED(Cache(with(&CacheShape::query_heads, 0), p), "query_heads: 0");
     CHECK_REFUSED(Cache(with(&CacheShape::query_heads, 1), p), "query_heads: 1");
-    CHECK_REFUSED(Cache(with(&CacheShape::page_rows, 0), p),
-                  "page_rows: 0 is not allowed; it must be 1 or more");
+    CHECK_REFUSED(Cache(with(&CacheShape::page_size, 0), p),
+                  "page_size: 0 is not allowed; it must be 1 or more");
     for (const std::int32_t dim : {-8, 0, 1, 4, 65, 100, 1032, 2048}) {
         const std::string value =
             std::to_string(dim) + " is not allowed; it must be a multiple of 8 up to 1024";
-        CHECK_REFUSED(Cache(with(&CacheShape::dim_k, dim), p), "head_dim of keys: " + value);
-        CHECK_REFUSED(Cache(with(&CacheShape::dim_v, dim), p), "head_dim of values: " + value);
+        CHECK_REFUSED(Cache(with(&CacheShape::head_dim_qk, dim), p), "head_dim of keys: " + value);
+        CHECK_REFUSED(Cache(with(&CacheShape::head_dim_vo, dim), p), "head_dim of values: " + value);
     }
     const float infinity = std::numeric_limits<float>::infinity();
-    CHECK_REFUSED(Cache(good, p, nullptr, Attention{infinity, 0.0f}), "scale");
-    CHECK_REFUSED(Cache(good, p, nullptr, Attention{-infinity, 0.0f}), "scale");
-    CHECK_REFUSED(Cache(good, p, nullptr, Attention{std::nanf(""), 0.0f}), "scale");
-    CHECK_REFUSED(Cache(good, p, nullptr, Attention{0.0f, -1.0f}), "softcap: -1");
-    CHECK_REFUSED(Cache(good, p, nullptr, Attention{0.0f, std::nanf("")}), "softcap");
+    CHECK_REFUSED(Cache(good, p, nullptr, AttentionParams{infinity, 0.0f}), "scale");
+    CHECK_REFUSED(Cache(good, p, nullptr, AttentionParams{-infinity, 0.0f}), "scale");
+    CHECK_REFUSED(Cache(good, p, nullptr, AttentionParams{std::nanf(""), 0.0f}), "scale");
+    CHECK_REFUSED(Cache(good, p, nullptr, AttentionParams{0.0f, -1.0f}), "logits_soft_cap: -1");
+    CHECK_REFUSED(Cache(good, p, nullptr, AttentionParams{0.0f, std::nanf("")}), "logits_soft_cap");
 }
 
 TEST_CASE("a cache for numbers that no policy can have, by layer and head") {
@@ -101,14 +102,15 @@ TEST_CASE("a cache for numbers that no policy can have, by layer and head") {
                   "budget k of layer 0, head 0: unlimited is not allowed");
     CHECK_REFUSED(
         Cache(good, policy(2000000000, 3, 2000000000)),
-        "sinks + window + proposals + budget k of layer 0, head 0: 4000000003 is not allowed; it must be "
+        "sinks + window + draft tokens + budget k of layer 0, head 0: 4000000003 is not allowed; it must be "
         "2147483646 at most, 2^31 - 1 less a page");
     CHECK_REFUSED(Cache(good, policy(1, 3, std::numeric_limits<std::int32_t>::max() - 4)),
                   "2147483647 is not");
-    CHECK_REFUSED(Cache(with(&CacheShape::page_rows, std::numeric_limits<std::int32_t>::max()), policy()),
+    CHECK_REFUSED(Cache(with(&CacheShape::page_size, std::numeric_limits<std::int32_t>::max()), policy()),
                   "head 0: 8 is not allowed; it must be 0 at most");
-    CHECK_REFUSED(Cache(with(&CacheShape::proposals, std::numeric_limits<std::int32_t>::max()), policy()),
-                  "head 0: 2147483655 is not allowed");
+    CHECK_REFUSED(
+        Cache(with(&CacheShape::max_draft_tokens, std::numeric_limits<std::int32_t>::max()), policy()),
+        "head 0: 2147483655 is not allowed");
 
     const std::int32_t budgets[] = {4, 4, 4, -7};  // [2 layers, 2 heads]
     CHECK_REFUSED(Cache(good, P{Sink<>{1}, Window<>{3}, TopKBudget<>{per_head(budgets, 2, 2)}}),
@@ -140,31 +142,33 @@ TEST_CASE("a cache for numbers that no policy can have, by layer and head") {
 
 TEST_CASE("sizes whose product no address space holds do not wrap to small ones") {
     const std::string text =
-        " is not allowed; it must be less: layers, slots, heads, rows and head_dim multiply";
-    // 2^21 slots x 2 heads x 2^31 rows x 16 numbers x 4 bytes = 2^59, and with 2^24 slots 2^62.
+        " is not allowed; it must be less: layers, sequences, heads, rows and head_dim multiply";
+    // 2^21 sequences x 2 heads x 2^31 rows x 16 numbers x 4 bytes = 2^59, and with 2^24 sequences 2^62.
     const P large = policy(0, 1, std::numeric_limits<std::int32_t>::max() - 3);
     using Cache = FixedBudgetCache<P, float>;
-    const Cache fits(with(&CacheShape::slots, 1 << 20), large);
+    const Cache fits(with(&CacheShape::max_sequences, 1 << 20), large);
     CHECK(fits.bytes().total() > std::size_t{1} << 58);
-    // bytes() answers before anything is allocated that grows with the slots.
-    const Cache crowded(with(&CacheShape::slots, std::numeric_limits<std::int32_t>::max()), policy());
+    // bytes() answers before anything is allocated that grows with the sequences.
+    const Cache crowded(with(&CacheShape::max_sequences, std::numeric_limits<std::int32_t>::max()), policy());
     CHECK(crowded.bytes().total() > std::size_t{1} << 41);
-    CHECK_REFUSED(Cache(with(&CacheShape::slots, 1 << 24), large), "bytes of the cache: 2^62 or more" + text);
+    CHECK_REFUSED(Cache(with(&CacheShape::max_sequences, 1 << 24), large),
+                  "bytes of the cache: 2^62 or more" + text);
     constexpr std::int32_t huge = 1 << 30;
-    CHECK(host_backend::product_of(std::int64_t{huge}, huge, 4) == host_backend::most_bytes + 1);
-    CHECK(host_backend::product_of(std::size_t{huge}, huge, 3) == (std::size_t{3} << 60));
-    CHECK(host_backend::product_of(std::size_t{huge}, huge, huge, 0) == 0);
-    CHECK(host_backend::product_of(7) == 7);
+    CHECK(detail::product_of(std::int64_t{huge}, huge, 4) == detail::max_bytes + 1);
+    CHECK(detail::product_of(std::size_t{huge}, huge, 3) == (std::size_t{3} << 60));
+    CHECK(detail::product_of(std::size_t{huge}, huge, huge, 0) == 0);
+    CHECK(detail::product_of(7) == 7);
 }
 
 TEST_CASE("memory: unbound, null, too small by a byte") {
     const host on(1);
     FixedBudgetCache<P, float> cache(good, policy());
-    CHECK_REFUSED(cache.ref(0), "cache: unbound is not allowed; it must be bound to memory by bind() first");
+    CHECK_REFUSED(cache.layer(0),
+                  "cache: unbound is not allowed; it must be bound to memory by bind() first");
     CHECK_REFUSED(cache.length(0), "cache: unbound");
     CHECK_REFUSED(cache.clear(on, 0), "cache: unbound");
     CHECK_REFUSED(cache.advance(on, {.count = 1}), "cache: unbound");
-    CHECK_REFUSED(cache.occupancy(0, 0, 0), "cache: unbound");
+    CHECK_REFUSED(cache.usage(0, 0, 0), "cache: unbound");
     CHECK_REFUSED(cache.retained(0, 0, 0, nullptr), "cache: unbound");
     std::vector<unsigned char> memory(cache.bytes().total(), 0xab);
     CHECK_REFUSED(cache.bind(on, nullptr, memory.size()),
@@ -173,68 +177,73 @@ TEST_CASE("memory: unbound, null, too small by a byte") {
         cache.bind(on, memory.data(), memory.size() - 1),
         "buffer_bytes: " + std::to_string(memory.size() - 1) +
             " is not allowed; it must be at least bytes().total() = " + std::to_string(memory.size()));
-    CHECK_REFUSED(cache.ref(0), "cache: unbound");
+    CHECK_REFUSED(cache.layer(0), "cache: unbound");
     CHECK(std::count(memory.begin(), memory.end(), 0xab) == std::ssize(memory));
     CHECK_REFUSED(cache.rebase_limit(0), "rebase_limit: 0 is not allowed; it must be 1 to 2^29");
     CHECK_REFUSED(cache.rebase_limit(rebase_limit + 1), "rebase_limit: 536870913");
     CHECK_REFUSED(cache.rebase_limit(-5), "rebase_limit: -5");
 }
 
-TEST_CASE("layers, slots and heads out of range") {
+TEST_CASE("layers, sequences and heads out of range") {
     const host on(1);
     test::BoundCache<P, float> under_test(on, good, policy());
     const std::vector<unsigned char> before = under_test.memory;
     auto& cache = under_test.cache;
-    CHECK_REFUSED(cache.ref(2), "layer: 2 is not allowed; it must be 0 to 1");
-    CHECK_REFUSED(cache.ref(-1), "layer: -1");
+    CHECK_REFUSED(cache.layer(2), "layer: 2 is not allowed; it must be 0 to 1");
+    CHECK_REFUSED(cache.layer(-1), "layer: -1");
     CHECK_REFUSED(cache.rows(2), "layer: 2 is not allowed; it must be 0 to 1");
     CHECK_REFUSED(cache.rows(-1), "layer: -1");
-    CHECK_REFUSED(cache_workspace_bytes(on, cache.ref(0), -1, 1),
+    CHECK_REFUSED(cache_workspace_bytes(on, cache.layer(0), -1, 1),
                   "count: -1 is not allowed; it must be 0 or more");
-    CHECK_REFUSED(cache_workspace_bytes(on, cache.ref(0), 1, -2), "tokens: -2");
-    CHECK_REFUSED(cache.length(3), "slot: 3 is not allowed; it must be 0 to 2");
-    CHECK_REFUSED(cache.clear(on, -1), "slot: -1");
-    CHECK_REFUSED(cache.occupancy(0, 0, 2), "head: 2 is not allowed; it must be 0 to 1");
-    CHECK_REFUSED(cache.occupancy(2, 0, 0), "layer: 2");
-    CHECK_REFUSED(cache.occupancy(0, 3, 0), "slot: 3");
+    CHECK_REFUSED(cache_workspace_bytes(on, cache.layer(0), 1, -2), "tokens: -2");
+    CHECK_REFUSED(cache.length(3), "seq: 3 is not allowed; it must be 0 to 2");
+    CHECK_REFUSED(cache.clear(on, -1), "seq: -1");
+    CHECK_REFUSED(cache.usage(0, 0, 2), "head: 2 is not allowed; it must be 0 to 1");
+    CHECK_REFUSED(cache.usage(2, 0, 0), "layer: 2");
+    CHECK_REFUSED(cache.usage(0, 3, 0), "seq: 3");
     CHECK_REFUSED(cache.retained(0, 0, -1, nullptr), "head: -1");
     const std::int32_t far[] = {0, 3}, twice[] = {1, 1}, negative[] = {1, -2};
-    CHECK_REFUSED(cache.advance(on, {.count = 2, .slots = far}),
-                  "batch.slots[1]: 3 is not allowed; it must be 0 to 2");
-    CHECK_REFUSED(cache.advance(on, {.count = 2, .slots = twice}),
-                  "batch.slots[1]: 1 is not allowed; it must be a slot that no other entry names");
+    CHECK_REFUSED(cache.advance(on, {.count = 2, .seq_ids = far}),
+                  "batch.seq_ids[1]: 3 is not allowed; it must be 0 to 2");
+    CHECK_REFUSED(cache.advance(on, {.count = 2, .seq_ids = twice}),
+                  "batch.seq_ids[1]: 1 is not allowed; it must be a sequence that no other entry names");
     CHECK_REFUSED(cache.advance(on, {.count = 2, .q_len = negative}), "batch tokens[1]: -2");
     CHECK_REFUSED(cache.advance(on, {.count = 4}),
-                  "batch.count: 4 is not allowed; it must be 0 to the cache's slots, 3");
+                  "batch.count: 4 is not allowed; it must be 0 to the cache's max_sequences, 3");
     CHECK_REFUSED(cache.advance(on, {.count = -1}), "batch.count: -1");
     CHECK(under_test.memory == before);
 }
 
-TEST_CASE("slots named twice are found among any number of them, the first entry first") {
+TEST_CASE("max_sequences named twice are found among any number of them, the first entry first") {
     const host on(1);
     using One = Policy<Window<1>>;
-    for (const std::int32_t slots : {63, 64, 65, 4096, 4097, 9000}) {
-        test::BoundCache<One, float> under_test(
-            on, {.slots = slots, .query_heads = 1, .kv_heads = 1, .dim_k = 8, .dim_v = 8});
-        std::vector<std::int32_t> named(static_cast<std::size_t>(slots));
-        for (std::int32_t i = 0; i < slots; ++i) {
-            named[static_cast<std::size_t>(i)] = slots - 1 - i;
+    for (const std::int32_t max_sequences : {63, 64, 65, 4096, 4097, 9000}) {
+        test::BoundCache<One, float> under_test(on, {.max_sequences = max_sequences,
+                                                     .query_heads = 1,
+                                                     .kv_heads = 1,
+                                                     .head_dim_qk = 8,
+                                                     .head_dim_vo = 8});
+        std::vector<std::int32_t> named(static_cast<std::size_t>(max_sequences));
+        for (std::int32_t i = 0; i < max_sequences; ++i) {
+            named[static_cast<std::size_t>(i)] = max_sequences - 1 - i;
         }
-        const Batch batch{.count = slots, .slots = named.data(), .length = 0};
+        const Batch batch{.count = max_sequences, .seq_ids = named.data(), .length = 0};
         under_test.cache.advance(on, batch);
         named[40] = named[17];
         named[30] = named[29];
         CHECK_REFUSED(under_test.cache.advance(on, batch),
-                      "batch.slots[30]: " + std::to_string(named[29]) +
-                          " is not allowed; it must be a slot that no other entry names");
-        named[30] = slots - 1;
-        CHECK_REFUSED(under_test.cache.advance(on, batch), "batch.slots[30]: " + std::to_string(slots - 1));
-        named[30] = slots - 1 - 30;
-        named[40] = slots - 1 - 40;
-        named.back() = named[0];
+                      "batch.seq_ids[30]: " + std::to_string(named[29]) +
+                          " is not allowed; it must be a sequence that no other entry names");
+        named[30] = max_sequences - 1;
         CHECK_REFUSED(under_test.cache.advance(on, batch),
-                      "batch.slots[" + std::to_string(slots - 1) + "]: " + std::to_string(slots - 1));
-        CHECK(under_test.cache.length(slots - 1) == 0);
+                      "batch.seq_ids[30]: " + std::to_string(max_sequences - 1));
+        named[30] = max_sequences - 1 - 30;
+        named[40] = max_sequences - 1 - 40;
+        named.back() = named[0];
+        CHECK_REFUSED(
+            under_test.cache.advance(on, batch),
+            "batch.seq_ids[" + std::to_string(max_sequences - 1) + "]: " + std::to_string(max_sequences - 1));
+        CHECK(under_test.cache.length(max_sequences - 1) == 0);
     }
 }
 
@@ -271,16 +280,18 @@ class Refusals {
         Arguments start(bytes());
         const Batch batch{.count = 3, .length = 5};
         for (std::int32_t layer = 0; layer < 2; ++layer) {
-            prefill<P, float>(on_, cache_.cache.ref(layer), batch, start.q_view, start.k_view, start.v_view,
+            prefill<P, float>(on_, cache_.cache.layer(layer), batch, start.q_view, start.k_view, start.v_view,
                               start.out_view, start.workspace, nullptr, start.extras);
         }
         cache_.cache.advance(on_, batch);
     }
-    [[nodiscard]] std::size_t bytes() const { return cache_workspace_bytes(on_, cache_.cache.ref(1), 3, 5); }
+    [[nodiscard]] std::size_t bytes() const {
+        return cache_workspace_bytes(on_, cache_.cache.layer(1), 3, 5);
+    }
 
     void check(const std::string& text, const std::function<void(Arguments&)>& spoil, bool for_step = true,
                bool for_prefill = true, bool for_attend = true) {
-        const auto ref = cache_.cache.ref(1);
+        const auto ref = cache_.cache.layer(1);
         const std::vector<unsigned char> before = cache_.memory;
         for (int which = 0; which < 3; ++which) {
             Arguments a(bytes());
@@ -315,16 +326,16 @@ constexpr std::int32_t minus_one[] = {1, -1, 0}, six[] = {1, 6, 0};
 
 }  // namespace
 
-TEST_CASE("batches: counts, slots and lengths") {
+TEST_CASE("batches: counts, sequences and lengths") {
     Refusals refusals;
-    refusals.check("batch.count: 4 is not allowed; it must be 0 to the cache's slots, 3",
+    refusals.check("batch.count: 4 is not allowed; it must be 0 to the cache's max_sequences, 3",
                    [](Arguments& a) { a.batch.count = 4; });
     refusals.check("batch.count: -1", [](Arguments& a) { a.batch.count = -1; });
-    refusals.check("batch.slots[2]: 3 is not allowed; it must be 0 to 2",
-                   [](Arguments& a) { a.batch.slots = two_and_far; });
-    refusals.check("batch.slots[1]: -1", [](Arguments& a) { a.batch.slots = below; });
-    refusals.check("batch.slots[2]: 0 is not allowed; it must be a slot that no other entry names",
-                   [](Arguments& a) { a.batch.slots = twice; });
+    refusals.check("batch.seq_ids[2]: 3 is not allowed; it must be 0 to 2",
+                   [](Arguments& a) { a.batch.seq_ids = two_and_far; });
+    refusals.check("batch.seq_ids[1]: -1", [](Arguments& a) { a.batch.seq_ids = below; });
+    refusals.check("batch.seq_ids[2]: 0 is not allowed; it must be a sequence that no other entry names",
+                   [](Arguments& a) { a.batch.seq_ids = twice; });
     refusals.check("batch tokens[1]: -1 is not allowed; it must be 0 to",
                    [](Arguments& a) { a.batch.q_len = minus_one; });
     refusals.check("batch tokens[0]: -3", [](Arguments& a) { a.batch.length = -3; });
@@ -341,8 +352,8 @@ TEST_CASE("batches: counts, slots and lengths") {
 
 TEST_CASE("a chunk whose length nobody said") {
     const host on(1);
-    test::BoundCache<P, float> under_test(on, with(&CacheShape::proposals, 5), policy());
-    const auto ref = under_test.cache.ref(0);
+    test::BoundCache<P, float> under_test(on, with(&CacheShape::max_draft_tokens, 5), policy());
+    const auto ref = under_test.cache.layer(0);
     Arguments a(cache_workspace_bytes(on, ref, 3, 5));
     const std::string text =
         "batch.length: not set is not allowed; it must be the tokens of every entry (q has room for 5), or "
@@ -350,14 +361,14 @@ TEST_CASE("a chunk whose length nobody said") {
     CHECK_REFUSED((prefill<P, float>(on, ref, {.count = 3}, a.q_view, a.k_view, a.v_view, a.out_view,
                                      a.workspace, nullptr, a.extras)),
                   text);
-    CHECK_REFUSED((propose<P, float>(on, ref, {.count = 3}, a.q_view, a.k_view, a.v_view, a.out_view,
-                                     a.workspace, a.extras)),
+    CHECK_REFUSED((append_draft<P, float>(on, ref, {.count = 3}, a.q_view, a.k_view, a.v_view, a.out_view,
+                                          a.workspace, a.extras)),
                   text);
     // A tensor of one token says it.
     a.q_view.length = 1;
     prefill<P, float>(on, ref, {.count = 3}, a.q_view, a.k_view, a.v_view, a.out_view, a.workspace, nullptr,
                       a.extras);
-    CHECK(ref.taken[0] == 1);
+    CHECK(ref.appended[0] == 1);
 }
 
 TEST_CASE("run-time parts that nobody set") {
@@ -378,26 +389,26 @@ TEST_CASE("run-time parts that nobody set") {
 
 TEST_CASE("a layer takes a token once, and every layer does") {
     const host on(1);
-    test::BoundCache<P, float> under_test(on, with(&CacheShape::proposals, 5), policy());
+    test::BoundCache<P, float> under_test(on, with(&CacheShape::max_draft_tokens, 5), policy());
     auto& cache = under_test.cache;
-    Arguments a(cache_workspace_bytes(on, cache.ref(0), 3, 5));
+    Arguments a(cache_workspace_bytes(on, cache.layer(0), 3, 5));
     const Batch two{.count = 2}, three{.count = 3};
     const auto take = [&](std::int32_t layer, const Batch& batch) {
         a.q_view.batch = a.k_view.batch = a.v_view.batch = a.out_view.batch = batch.count;
         a.extras.scores.batch = a.extras.lse.batch = batch.count;
-        step<P, float>(on, cache.ref(layer), batch, a.q_view, a.k_view, a.v_view, a.out_view, a.workspace,
+        step<P, float>(on, cache.layer(layer), batch, a.q_view, a.k_view, a.v_view, a.out_view, a.workspace,
                        nullptr, a.extras);
     };
     take(0, two);
     const std::vector<unsigned char> before = under_test.memory;
     const std::string again =
-        "tokens of entry 0: 1 is not allowed; it must be 0, since layer 0 has taken 1 of slot 0 "
+        "tokens of entry 0: 1 is not allowed; it must be 0, since layer 0 has taken 1 of sequence 0 "
         "already: advance(batch) once, after the last layer";
     CHECK_REFUSED(take(0, two), again);
-    CHECK_REFUSED((prefill<P, float>(on, cache.ref(0), two, a.q_view, a.k_view, a.v_view, a.out_view,
+    CHECK_REFUSED((prefill<P, float>(on, cache.layer(0), two, a.q_view, a.k_view, a.v_view, a.out_view,
                                      a.workspace, nullptr, a.extras)),
                   "batch.length: not set");
-    CHECK_REFUSED((prefill<P, float>(on, cache.ref(0), {.count = 2, .length = 1}, a.q_view, a.k_view,
+    CHECK_REFUSED((prefill<P, float>(on, cache.layer(0), {.count = 2, .length = 1}, a.q_view, a.k_view,
                                      a.v_view, a.out_view, a.workspace, nullptr, a.extras)),
                   again);
     CHECK_REFUSED(cache.advance(on, two),
@@ -412,28 +423,28 @@ TEST_CASE("a layer takes a token once, and every layer does") {
     cache.advance(on, two);
     CHECK_REFUSED(cache.advance(on, two),
                   "tokens of entry 0: 1 is not allowed; it must be the 0 that layer 0");
-    // Slots are apart, and a slot that is cleared begins anew.
+    // Sequences are apart, and a sequence that is cleared begins anew.
     take(0, three);
     cache.clear(on, 1);
-    CHECK_REFUSED(take(0, three), "has taken 1 of slot 0");
+    CHECK_REFUSED(take(0, three), "has taken 1 of sequence 0");
     const std::int32_t second[] = {1};
-    take(0, {.count = 1, .slots = second});
+    take(0, {.count = 1, .seq_ids = second});
     take(1, three);
     cache.advance(on, three);
     CHECK(cache.length(0) == 2);
     CHECK(cache.length(1) == 1);
-    // Proposals are no tokens until they are committed.
+    // MaxDraftTokens are no tokens until they are committed.
     a.q_view.batch = a.k_view.batch = a.v_view.batch = a.out_view.batch = 3;
     a.extras.scores.batch = a.extras.lse.batch = 3;
     const Batch four{.count = 3, .length = 4};
     for (std::int32_t layer = 0; layer < 2; ++layer) {
         for (int turn = 0; turn < 2; ++turn) {
-            propose<P, float>(on, cache.ref(layer), four, a.q_view, a.k_view, a.v_view, a.out_view,
-                              a.workspace, a.extras);
+            append_draft<P, float>(on, cache.layer(layer), four, a.q_view, a.k_view, a.v_view, a.out_view,
+                                   a.workspace, a.extras);
         }
-        commit<P, float>(on, cache.ref(layer), three, a.workspace);
-        CHECK_REFUSED((commit<P, float>(on, cache.ref(layer), three, a.workspace)),
-                      "0 to the 0 that slot 0 has proposed");
+        accept<P, float>(on, cache.layer(layer), three, a.workspace);
+        CHECK_REFUSED((accept<P, float>(on, cache.layer(layer), three, a.workspace)),
+                      "0 to the 0 that sequence 0 has proposed");
     }
     cache.advance(on, three);
     CHECK(cache.length(0) == 3);
@@ -442,10 +453,11 @@ TEST_CASE("a layer takes a token once, and every layer does") {
 TEST_CASE("scores beside a policy's own scorer") {
     using Own = Policy<Window<3>, TopKBudget<4>, LinearScorer<>>;
     const std::vector<float> weight(2 * 24, 0.5f);
-    const Own own{{}, {}, {.heads = 2, .dim_k = 16, .dim_v = 8, .weights = {.weight = weight.data()}}};
+    const Own own{
+        {}, {}, {.heads = 2, .head_dim_qk = 16, .head_dim_vo = 8, .weights = {.weight = weight.data()}}};
     const host on(1);
     test::BoundCache<Own, float> under_test(on, good, own);
-    const auto ref = under_test.cache.ref(0);
+    const auto ref = under_test.cache.layer(0);
     Arguments a(cache_workspace_bytes(on, ref, 3, 5));
     const std::string text =
         "extras.scores: given is not allowed; it must be nothing, since this policy has a scorer of its own";
@@ -479,22 +491,22 @@ TEST_CASE("a NaN score of a key that its position keeps is never read, as in a m
             visible.push_back(t);
         }
     }
-    const CacheShape shape{.query_heads = 1, .kv_heads = 1, .dim_k = 8, .dim_v = 8};
+    const CacheShape shape{.query_heads = 1, .kv_heads = 1, .head_dim_qk = 8, .head_dim_vo = 8};
     for (const bool steps : {true, false}) {
-        test::BoundDual<Kept, float> bound(on, shape, {.slab_pages = 20, .most_slabs = 1, .longest = 20},
+        test::BoundDual<Kept, float> bound(on, shape, {.slab_pages = 20, .max_slabs = 1, .max_seq_len = 20},
                                            policy, nullptr);
         bound.add_slab(on);
-        const auto ref = bound.cache.ref(0);
-        test::Workspace room(cache_workspace_bytes(on, ref, 1, tokens));
+        const auto ref = bound.cache.layer(0);
+        test::Workspace scratch(cache_workspace_bytes(on, ref, 1, tokens));
         const auto take = [&](std::int32_t first, std::int32_t count) {
             const auto rows = view_bhsd(std::as_const(x).data(), 1, 1, count, 8);
             const auto to = view_bhsd(out.data(), 1, 1, count, 8);
             const Batch batch{.count = 1, .length = count};
             const CacheExtras extras{.scores = view_bhs(std::as_const(scores).data() + first, 1, 1, count)};
             if (steps) {
-                step<Kept, float>(on, ref, batch, rows, rows, rows, to, room, nullptr, extras);
+                step<Kept, float>(on, ref, batch, rows, rows, rows, to, scratch, nullptr, extras);
             } else {
-                prefill<Kept, float>(on, ref, batch, rows, rows, rows, to, room, nullptr, extras);
+                prefill<Kept, float>(on, ref, batch, rows, rows, rows, to, scratch, nullptr, extras);
             }
             bound.cache.advance(on, batch);
         };
@@ -507,14 +519,14 @@ TEST_CASE("a NaN score of a key that its position keeps is never read, as in a m
         CHECK(bound.sorted(0, 0, 0) == visible);
     }
     // Others are read, and refused by their place.
-    test::BoundDual<Kept, float> bound(on, shape, {.slab_pages = 20, .most_slabs = 1, .longest = 20}, policy,
-                                       nullptr);
+    test::BoundDual<Kept, float> bound(on, shape, {.slab_pages = 20, .max_slabs = 1, .max_seq_len = 20},
+                                       policy, nullptr);
     bound.add_slab(on);
-    test::Workspace room(cache_workspace_bytes(on, bound.cache.ref(0), 1, tokens));
+    test::Workspace scratch(cache_workspace_bytes(on, bound.cache.layer(0), 1, tokens));
     scores[5] = nan;
     const auto rows = view_bhsd(std::as_const(x).data(), 1, 1, tokens, 8);
-    CHECK_REFUSED((prefill<Kept, float>(on, bound.cache.ref(0), {.count = 1, .length = tokens}, rows, rows,
-                                        rows, view_bhsd(out.data(), 1, 1, tokens, 8), room, nullptr,
+    CHECK_REFUSED((prefill<Kept, float>(on, bound.cache.layer(0), {.count = 1, .length = tokens}, rows, rows,
+                                        rows, view_bhsd(out.data(), 1, 1, tokens, 8), scratch, nullptr,
                                         {.scores = view_bhs(std::as_const(scores).data(), 1, 1, tokens)})),
                   "extras.scores[0][0][5]: NaN");
 }
@@ -558,7 +570,7 @@ TEST_CASE("tensors: shapes and null pointers, each by name") {
 TEST_CASE("a workspace that is too small by a byte") {
     const host on(2);
     test::BoundCache<P, float> under_test(on, good, policy());
-    const auto ref = under_test.cache.ref(0);
+    const auto ref = under_test.cache.layer(0);
     Arguments a(cache_workspace_bytes(on, ref, 3, 5));
     const std::size_t for_step = cache_workspace_bytes(on, ref, 3, 1),
                       for_chunk = cache_workspace_bytes(on, ref, 3, 5);
@@ -582,12 +594,12 @@ TEST_CASE("a workspace that is too small by a byte") {
 TEST_CASE("an export without arrays") {
     const host on(1);
     test::BoundCache<P, float> under_test(on, good, policy());
-    const auto ref = under_test.cache.ref(0);
+    const auto ref = under_test.cache.layer(0);
     std::vector<std::int32_t> numbers(7, -9);
     CHECK_REFUSED(export_heads(on, ref, {.count = 3}, {nullptr, numbers.data(), numbers.data(), 7}),
                   "pages.indptr: null");
     CHECK_REFUSED(export_heads(on, ref, {.count = 3}, {numbers.data(), nullptr, nullptr, 0}),
-                  "pages.last_page_rows: null");
+                  "pages.last_page_len: null");
     CHECK_REFUSED(export_heads(on, ref, {.count = 3}, {numbers.data(), nullptr, numbers.data(), -1}),
                   "pages.indices_capacity: -1");
     CHECK_REFUSED(export_heads(on, ref, {.count = 4}, {numbers.data(), numbers.data(), numbers.data(), 7}),
@@ -598,7 +610,7 @@ TEST_CASE("an export without arrays") {
 TEST_CASE("an empty batch and empty entries are no error") {
     const host on(1);
     test::BoundCache<P, float> under_test(on, good, policy());
-    const auto ref = under_test.cache.ref(0);
+    const auto ref = under_test.cache.layer(0);
     const std::vector<unsigned char> before = under_test.memory;
     test::Workspace workspace(cache_workspace_bytes(on, ref, 3, 1));
     const rows_view<const float> no_q{nullptr, 0, 4, 0, 16}, no_k{nullptr, 0, 2, 0, 16},

@@ -19,7 +19,7 @@ using namespace kvpolicy;
 
 namespace {
 
-constexpr std::int32_t layers = 2, slots = 5, kv_heads = 3, group = 2, dim = 8;
+constexpr std::int32_t layers = 2, seq_ids = 5, kv_heads = 3, group = 2, dim = 8;
 constexpr std::int32_t query_heads = kv_heads * group;
 constexpr float quiet_nan = std::numeric_limits<float>::quiet_NaN();
 
@@ -73,56 +73,56 @@ struct Call {
 template <class T, class P>
 void check_joins_and_leaves(const host& on, const P& policy, std::uint32_t seed, position_t rebase_limit) {
     std::mt19937 generator(seed);
-    const CacheShape shape{layers, slots, query_heads, kv_heads, dim, dim, 3};
+    const CacheShape shape{layers, seq_ids, query_heads, kv_heads, dim, dim, 3};
     CacheShape one = shape;
-    one.slots = 1;
+    one.max_sequences = 1;
     test::BoundCache<P, T> batched(on, shape, policy, nullptr, {}, rebase_limit);
     std::vector<test::Shadow<P, T>> shadows;
     for (std::int32_t layer = 0; layer < layers; ++layer) {
-        shadows.emplace_back(policy, shape, layer, Attention{}, rebase_limit);
+        shadows.emplace_back(policy, shape, layer, AttentionParams{}, rebase_limit);
     }
     std::vector<std::unique_ptr<test::BoundCache<P, T>>> alone;
-    for (std::int32_t slot = 0; slot < slots; ++slot) {
-        alone.push_back(
-            std::make_unique<test::BoundCache<P, T>>(on, one, policy, nullptr, Attention{}, rebase_limit));
+    for (std::int32_t seq = 0; seq < seq_ids; ++seq) {
+        alone.push_back(std::make_unique<test::BoundCache<P, T>>(on, one, policy, nullptr, AttentionParams{},
+                                                                 rebase_limit));
     }
-    std::vector<position_t> lengths(slots, 0);
+    std::vector<position_t> lengths(seq_ids, 0);
 
     double worst = 0.0;
     bool untouched = true, same_as_alone = true, same_sets = true, same_lengths = true;
     for (int round = 0; round < 80; ++round) {
-        if (generator() % 6 == 0) {  // somebody leaves, and another sequence takes the slot
-            const auto slot = static_cast<std::int32_t>(generator() % slots);
+        if (generator() % 6 == 0) {  // somebody leaves, and another sequence takes the sequence
+            const auto seq = static_cast<std::int32_t>(generator() % seq_ids);
             std::vector<std::vector<unsigned char>> before;
-            for (std::int32_t other = 0; other < slots; ++other) {
+            for (std::int32_t other = 0; other < seq_ids; ++other) {
                 before.push_back(batched.slot_bytes(0, other));
             }
-            batched.cache.clear(on, slot);
-            alone[static_cast<std::size_t>(slot)]->cache.clear(on, 0);
+            batched.cache.clear(on, seq);
+            alone[static_cast<std::size_t>(seq)]->cache.clear(on, 0);
             for (auto& shadow : shadows) {
-                shadow.clear(slot);
+                shadow.clear(seq);
             }
-            lengths[static_cast<std::size_t>(slot)] = 0;
-            for (std::int32_t other = 0; other < slots; ++other) {
-                untouched = untouched && (other == slot || before[static_cast<std::size_t>(other)] ==
-                                                               batched.slot_bytes(0, other));
+            lengths[static_cast<std::size_t>(seq)] = 0;
+            for (std::int32_t other = 0; other < seq_ids; ++other) {
+                untouched = untouched && (other == seq || before[static_cast<std::size_t>(other)] ==
+                                                              batched.slot_bytes(0, other));
             }
         }
-        std::vector<std::int32_t> named(slots);
+        std::vector<std::int32_t> named(seq_ids);
         std::iota(named.begin(), named.end(), 0);
         std::shuffle(named.begin(), named.end(), generator);
-        const auto count = static_cast<std::int32_t>(generator() % (slots + 1));
+        const auto count = static_cast<std::int32_t>(generator() % (seq_ids + 1));
         const bool as_steps = generator() % 2 == 0;
         const auto length = static_cast<std::int32_t>(as_steps ? 1 : 1 + generator() % 7);
-        std::vector<std::int32_t> q_len(slots, 0);
+        std::vector<std::int32_t> q_len(seq_ids, 0);
         for (std::int32_t i = 0; i < count; ++i) {
             q_len[static_cast<std::size_t>(i)] =
                 static_cast<std::int32_t>(generator() % static_cast<std::uint32_t>(length + 1));
         }
-        const Batch batch{.count = count, .slots = named.data(), .q_len = q_len.data(), .length = length};
-        const auto tokens_of = [&](std::int32_t slot) {
+        const Batch batch{.count = count, .seq_ids = named.data(), .q_len = q_len.data(), .length = length};
+        const auto tokens_of = [&](std::int32_t seq) {
             for (std::int32_t i = 0; i < count; ++i) {
-                if (named[static_cast<std::size_t>(i)] == slot) {
+                if (named[static_cast<std::size_t>(i)] == seq) {
                     return q_len[static_cast<std::size_t>(i)];
                 }
             }
@@ -136,27 +136,27 @@ void check_joins_and_leaves(const host& on, const P& policy, std::uint32_t seed,
             Call<T> in(count, length, q_len.data(), generator);
             std::vector<std::vector<unsigned char>> before;
             for (std::int32_t l = 0; l < layers; ++l) {
-                for (std::int32_t slot = 0; slot < slots; ++slot) {
-                    before.push_back(batched.slot_bytes(l, slot));
+                for (std::int32_t seq = 0; seq < seq_ids; ++seq) {
+                    before.push_back(batched.slot_bytes(l, seq));
                 }
             }
             test::call<P, T>(on, batched, layer, batch, in.q.view(), in.k.view(), in.v.view(), in.out.view(),
                              {.scores = in.scores.view(), .lse = in.lse.view()}, as_steps);
             for (std::int32_t l = 0; l < layers; ++l) {
-                for (std::int32_t slot = 0; slot < slots; ++slot) {
+                for (std::int32_t seq = 0; seq < seq_ids; ++seq) {
                     const bool same =
-                        before[static_cast<std::size_t>(l) * slots + static_cast<std::size_t>(slot)] ==
-                        batched.slot_bytes(l, slot);
-                    untouched = untouched && same == (l != layer || tokens_of(slot) == 0);
+                        before[static_cast<std::size_t>(l) * seq_ids + static_cast<std::size_t>(seq)] ==
+                        batched.slot_bytes(l, seq);
+                    untouched = untouched && same == (l != layer || tokens_of(seq) == 0);
                     same_lengths =
-                        same_lengths && batched.cache.length(slot) == lengths[static_cast<std::size_t>(slot)];
+                        same_lengths && batched.cache.length(seq) == lengths[static_cast<std::size_t>(seq)];
                 }
             }
             for (std::int32_t i = 0; i < count; ++i) {
-                const std::int32_t slot = named[static_cast<std::size_t>(i)],
+                const std::int32_t seq = named[static_cast<std::size_t>(i)],
                                    mine = q_len[static_cast<std::size_t>(i)];
                 // The same sequence alone.
-                auto& single = *alone[static_cast<std::size_t>(slot)];
+                auto& single = *alone[static_cast<std::size_t>(seq)];
                 const auto entry = [&](auto view) {
                     view.data += i * view.batch_stride;
                     view.batch = 1;
@@ -173,10 +173,10 @@ void check_joins_and_leaves(const host& on, const P& policy, std::uint32_t seed,
                                 std::memcmp(batch_out, out.data.data(), out.data.size() * sizeof(T)) == 0;
                 for (std::int32_t j = 0; j < length; ++j) {
                     if (j < mine) {
-                        shadows[static_cast<std::size_t>(layer)].append(slot, i, j, in.k.view(), in.v.view(),
+                        shadows[static_cast<std::size_t>(layer)].append(seq, i, j, in.k.view(), in.v.view(),
                                                                         in.scores.view());
                         worst = std::max(worst, shadows[static_cast<std::size_t>(layer)].off(
-                                                    slot, i, j, in.q.view(), in.out.view(), in.lse.view()));
+                                                    seq, i, j, in.q.view(), in.out.view(), in.lse.view()));
                     } else {
                         for (std::int32_t h = 0; h < query_heads; ++h) {
                             untouched = untouched && in.lse.at(i, h, j) == -55.0f;
@@ -191,19 +191,19 @@ void check_joins_and_leaves(const host& on, const P& policy, std::uint32_t seed,
         }
         batched.cache.advance(on, batch);
         for (std::int32_t i = 0; i < count; ++i) {
-            const std::int32_t slot = named[static_cast<std::size_t>(i)],
+            const std::int32_t seq = named[static_cast<std::size_t>(i)],
                                mine = q_len[static_cast<std::size_t>(i)];
-            lengths[static_cast<std::size_t>(slot)] += mine;
-            alone[static_cast<std::size_t>(slot)]->cache.advance(on, {.count = 1, .length = mine});
+            lengths[static_cast<std::size_t>(seq)] += mine;
+            alone[static_cast<std::size_t>(seq)]->cache.advance(on, {.count = 1, .length = mine});
         }
-        for (std::int32_t slot = 0; slot < slots; ++slot) {
+        for (std::int32_t seq = 0; seq < seq_ids; ++seq) {
             same_lengths =
-                same_lengths && batched.cache.length(slot) == lengths[static_cast<std::size_t>(slot)];
+                same_lengths && batched.cache.length(seq) == lengths[static_cast<std::size_t>(seq)];
             for (std::int32_t layer = 0; layer < layers; ++layer) {
                 same_sets =
-                    same_sets && shadows[static_cast<std::size_t>(layer)].same_sets(batched, layer, slot);
-                same_as_alone = same_as_alone && batched.content(layer, slot) ==
-                                                     alone[static_cast<std::size_t>(slot)]->content(layer, 0);
+                    same_sets && shadows[static_cast<std::size_t>(layer)].same_sets(batched, layer, seq);
+                same_as_alone = same_as_alone && batched.content(layer, seq) ==
+                                                     alone[static_cast<std::size_t>(seq)]->content(layer, 0);
             }
         }
     }
@@ -229,22 +229,22 @@ TEST_CASE("sequences join and leave, in any order, with any number of tokens") {
     check_joins_and_leaves<float>(on, Policy<Sink<1>, Window<4>>{}, 7, rebase_limit);
 }
 
-TEST_CASE("occupancy: rows in use, and a length that no count of rows can tell") {
+TEST_CASE("usage: rows in use, and a length that no count of rows can tell") {
     const host on(1);
     using P = Policy<Sink<3>, Window<4>, TopKBudget<8>>;
     test::BoundCache<P, float> under_test(
-        on, {.query_heads = 1, .kv_heads = 1, .dim_k = 8, .dim_v = 8, .page_rows = 4});
+        on, {.query_heads = 1, .kv_heads = 1, .head_dim_qk = 8, .head_dim_vo = 8, .page_size = 4});
     std::mt19937 generator(2);
     test::Tensor<float> x(1, 1, 1, 8), out(1, 1, 1, 8);
     test::Plane<float> scores(1, 1, 1);
     for (std::int32_t t = 0; t < 40; ++t) {
-        const Occupancy now = under_test.cache.occupancy(0, 0, 0);
+        const HeadUsage now = under_test.cache.usage(0, 0, 0);
         CHECK(now.length == t);
         CHECK(under_test.cache.length(0) == t);
         CHECK(now.sinks == std::min(t, 3));
         CHECK(now.window == std::clamp(t - 3, 0, 4));
         CHECK(now.long_range == std::clamp(t - 7, 0, 8));
-        CHECK(now.rows() == std::min(t, 15));
+        CHECK(now.size() == std::min(t, 15));
         CHECK(now.capacity == 15);
         x.fill_normal(generator);
         scores.data[0] = static_cast<float>(generator() % 5);
@@ -263,7 +263,8 @@ TEST_CASE("occupancy: rows in use, and a length that no count of rows can tell")
 TEST_CASE("the rows in use come first: [sinks | ring | long-range]") {
     const host on(1);
     using P = Policy<Sink<2>, Window<3>, TopKBudget<2>>;
-    test::BoundCache<P, float> under_test(on, {.query_heads = 1, .kv_heads = 1, .dim_k = 8, .dim_v = 8});
+    test::BoundCache<P, float> under_test(
+        on, {.query_heads = 1, .kv_heads = 1, .head_dim_qk = 8, .head_dim_vo = 8});
     test::Tensor<float> x(1, 1, 1, 8), out(1, 1, 1, 8);
     test::Plane<float> scores(1, 1, 1);
     // Scores by position: 0 and 1 are sinks, 4 and 6 are the best of the rest.
@@ -288,7 +289,7 @@ TEST_CASE("the rows in use come first: [sinks | ring | long-range]") {
                              {.scores = scores.view()}, true);
         under_test.cache.advance(on, {.count = 1});
         CHECK(under_test.positions(0, 0, 0) == rows[t]);
-        const auto ref = under_test.cache.ref(0);
+        const auto ref = under_test.cache.layer(0);
         for (std::size_t r = 0; r < rows[t].size(); ++r) {
             CHECK(ref.k[r * 8 + 3] == static_cast<float>(rows[t][r]));
             CHECK(ref.v[r * 8 + 7] == static_cast<float>(rows[t][r]));
@@ -298,7 +299,7 @@ TEST_CASE("the rows in use come first: [sinks | ring | long-range]") {
 }
 
 TEST_CASE("bytes() is the formula, bind keeps inside the buffer wherever that starts") {
-    const CacheShape shape{layers, slots, query_heads, kv_heads, 16, 8, 4};
+    const CacheShape shape{layers, seq_ids, query_heads, kv_heads, 16, 8, 4};
     const host on(1);
     FixedBudgetCache<Budget, bf16> cache(shape, budget_policy());
     std::size_t values = 0;
@@ -309,7 +310,7 @@ TEST_CASE("bytes() is the formula, bind keeps inside the buffer wherever that st
             rows += (sinks[at] + windows[at] + budgets[at] + 3) / 4 * 4;
         }
         CHECK(cache.rows(layer) == rows);
-        values += static_cast<std::size_t>(rows) * slots * (16 + 8) * 2;
+        values += static_cast<std::size_t>(rows) * seq_ids * (16 + 8) * 2;
     }
     CHECK(cache.bytes().keys_and_values == values);
     CHECK(cache.bytes().scorer_state == 0);
@@ -321,18 +322,18 @@ TEST_CASE("bytes() is the formula, bind keeps inside the buffer wherever that st
         std::vector<unsigned char> memory(cache.bytes().total() + shift + 64, 0xab);
         cache.bind(on, memory.data() + shift, cache.bytes().total());
         std::mt19937 generator(1);
-        test::Tensor<bf16> q(slots, query_heads, 9, 16), k(slots, kv_heads, 9, 16), v(slots, kv_heads, 9, 8),
-            out(slots, query_heads, 9, 8);
+        test::Tensor<bf16> q(seq_ids, query_heads, 9, 16), k(seq_ids, kv_heads, 9, 16),
+            v(seq_ids, kv_heads, 9, 8), out(seq_ids, query_heads, 9, 8);
         q.fill_normal(generator);
         k.fill_normal(generator);
         v.fill_normal(generator);
-        test::Plane<float> scores(slots, kv_heads, 9);
+        test::Plane<float> scores(seq_ids, kv_heads, 9);
         test::fill_scores(scores, test::Scores::random, generator);
-        const Batch batch{.count = slots, .length = 9};
+        const Batch batch{.count = seq_ids, .length = 9};
         for (int round = 0; round < 12; ++round) {
             for (std::int32_t layer = 0; layer < layers; ++layer) {
-                const auto ref = cache.ref(layer);
-                const std::size_t needed = cache_workspace_bytes(on, ref, slots, 9);
+                const auto ref = cache.layer(layer);
+                const std::size_t needed = cache_workspace_bytes(on, ref, seq_ids, 9);
                 // The workspace may start anywhere too.
                 std::vector<unsigned char> workspace(needed + shift + 64, 0xab);
                 prefill<Budget, bf16>(on, ref, batch, q.view(), k.view(), v.view(), out.view(),
@@ -348,66 +349,67 @@ TEST_CASE("bytes() is the formula, bind keeps inside the buffer wherever that st
         CHECK(std::count(memory.end() - 64, memory.end(), 0xab) == 64);
         CHECK(cache.length(4) == 108);
     }
-    // A bind empties every slot.
+    // A bind empties every sequence.
     std::vector<unsigned char> memory(cache.bytes().total(), 0xff);
     cache.bind(on, memory.data(), memory.size());
     CHECK(cache.length(4) == 0);
-    CHECK(cache.occupancy(1, 4, 2).rows() == 0);
+    CHECK(cache.usage(1, 4, 2).size() == 0);
 }
 
 namespace {
 
 /// Attention by somebody who knows pages and nothing else.
 template <class T>
-std::vector<double> paged_attention(const T* k, const T* v, std::int32_t page_rows, std::int32_t dim_k,
-                                    std::int32_t dim_v, const std::int32_t* indptr,
+std::vector<double> paged_attention(const T* k, const T* v, std::int32_t page_size, std::int32_t head_dim_qk,
+                                    std::int32_t head_dim_vo, const std::int32_t* indptr,
                                     const std::int32_t* indices, const std::int32_t* last,
                                     std::int64_t sequence, const T* query) {
     test::NaiveHead rows;
     for (std::int32_t at = indptr[sequence]; at < indptr[sequence + 1]; ++at) {
-        const std::int32_t used = at + 1 < indptr[sequence + 1] ? page_rows : last[sequence];
+        const std::int32_t used = at + 1 < indptr[sequence + 1] ? page_size : last[sequence];
         for (std::int32_t r = 0; r < used; ++r) {
-            const std::int64_t row = std::int64_t{indices[at]} * page_rows + r;
-            rows.rows.push_back({0, test::real_row(k + row * dim_k, dim_k),
-                                 test::real_row(v + row * dim_v, dim_v), 0, false});
+            const std::int64_t row = std::int64_t{indices[at]} * page_size + r;
+            rows.rows.push_back({0, test::real_row(k + row * head_dim_qk, head_dim_qk),
+                                 test::real_row(v + row * head_dim_vo, head_dim_vo), 0, false});
         }
     }
-    return rows.attend(test::real_row(query, dim_k), 1.0f / std::sqrt(static_cast<float>(dim_k))).out;
+    return rows.attend(test::real_row(query, head_dim_qk), 1.0f / std::sqrt(static_cast<float>(head_dim_qk)))
+        .out;
 }
 
 }  // namespace
 
 TEST_CASE("exported pages cover exactly the rows in use, and paged attention over them is attend()") {
     const host on(2);
-    for (const std::int32_t page_rows : {1, 4, 16}) {
-        CAPTURE(page_rows);
-        const CacheShape shape{layers, slots, query_heads, kv_heads, 16, 8, page_rows};
+    for (const std::int32_t page_size : {1, 4, 16}) {
+        CAPTURE(page_size);
+        const CacheShape shape{layers, seq_ids, query_heads, kv_heads, 16, 8, page_size};
         test::BoundCache<Budget, bf16> under_test(on, shape, budget_policy());
         std::mt19937 generator(9);
-        constexpr std::int32_t longest = 23;
+        constexpr std::int32_t max_seq_len = 23;
         const std::int32_t q_len[] = {23, 0, 1, 9, 4};
-        test::Tensor<bf16> q(slots, query_heads, longest, 16), k(slots, kv_heads, longest, 16),
-            v(slots, kv_heads, longest, 8), out(slots, query_heads, longest, 8);
+        test::Tensor<bf16> q(seq_ids, query_heads, max_seq_len, 16), k(seq_ids, kv_heads, max_seq_len, 16),
+            v(seq_ids, kv_heads, max_seq_len, 8), out(seq_ids, query_heads, max_seq_len, 8);
         q.fill_normal(generator);
         k.fill_normal(generator);
         v.fill_normal(generator);
-        test::Plane<float> scores(slots, kv_heads, longest);
+        test::Plane<float> scores(seq_ids, kv_heads, max_seq_len);
         test::fill_scores(scores, test::Scores::random, generator);
-        const Batch batch{.count = slots, .q_len = q_len, .length = longest};
+        const Batch batch{.count = seq_ids, .q_len = q_len, .length = max_seq_len};
         for (std::int32_t layer = 0; layer < layers; ++layer) {
             test::call<Budget, bf16>(on, under_test, layer, batch, q.view(), k.view(), v.view(), out.view(),
                                      {.scores = scores.view()}, false);
         }
         under_test.cache.advance(on, batch);
 
-        const std::int32_t order[] = {3, 1, 0, 4};  // some slots, in another order; slot 1 is empty
-        const Batch named{.count = 4, .slots = order};
+        const std::int32_t order[] = {3, 1, 0, 4};  // some sequences, in another order; sequence 1 is empty
+        const Batch named{.count = 4, .seq_ids = order};
         for (std::int32_t layer = 0; layer < layers; ++layer) {
-            const auto ref = under_test.cache.ref(layer);
+            const auto ref = under_test.cache.layer(layer);
             std::int64_t pages = 0;
-            for (const std::int32_t slot : order) {
+            for (const std::int32_t seq : order) {
                 for (std::int32_t h = 0; h < kv_heads; ++h) {
-                    pages += (under_test.cache.occupancy(layer, slot, h).rows() + page_rows - 1) / page_rows;
+                    pages += (under_test.cache.usage(layer, seq, h).size() + page_size - 1) / page_size;
                 }
             }
             std::vector<std::int32_t> indptr(4 * kv_heads + 1, -9),
@@ -433,21 +435,21 @@ TEST_CASE("exported pages cover exactly the rows in use, and paged attention ove
                     const auto at = static_cast<std::size_t>(sequence);
                     std::vector<std::int64_t> rows;
                     for (std::int32_t page = indptr[at]; page < indptr[at + 1]; ++page) {
-                        const std::int32_t used = page + 1 < indptr[at + 1] ? page_rows : last[at];
-                        covered = covered && used >= 1 && used <= page_rows;
+                        const std::int32_t used = page + 1 < indptr[at + 1] ? page_size : last[at];
+                        covered = covered && used >= 1 && used <= page_size;
                         for (std::int32_t r = 0; r < used; ++r) {
-                            rows.push_back(std::int64_t{indices[static_cast<std::size_t>(page)]} * page_rows +
+                            rows.push_back(std::int64_t{indices[static_cast<std::size_t>(page)]} * page_size +
                                            r);
                         }
                     }
                     std::vector<std::int64_t> wanted(
-                        static_cast<std::size_t>(under_test.cache.occupancy(layer, order[i], h).rows()));
+                        static_cast<std::size_t>(under_test.cache.usage(layer, order[i], h).size()));
                     std::iota(wanted.begin(), wanted.end(), ref.first_row(order[i], h));
                     covered = covered && rows == wanted && (!rows.empty() || last[at] == 0);
                     for (std::int32_t g = 0; g < group; ++g) {
                         const std::int32_t hq = h * group + g;
                         std::vector<double> by_pages = paged_attention(
-                            ref.k, ref.v, page_rows, 16, 8, indptr.data(), indices.data(), last.data(),
+                            ref.k, ref.v, page_size, 16, 8, indptr.data(), indices.data(), last.data(),
                             sequence, std::as_const(queries).view().row(i, hq, 0));
                         by_pages.resize(8, 0.0);  // an empty head: 0 and -inf
                         for (std::int32_t c = 0; c < 8; ++c) {
@@ -483,13 +485,13 @@ TEST_CASE("attend changes nothing, and leaves entries without a query alone") {
     out.fill(-55.0f);
     test::Plane<float> lse(3, query_heads, 1, -55.0f);
     const std::int32_t ask[] = {1, 1, 0};
-    test::Workspace workspace(cache_workspace_bytes(on, under_test.cache.ref(0), 3, 1));
-    attend<P, float>(on, under_test.cache.ref(0), {.count = 3, .q_len = ask}, q.view(), out.view(),
+    test::Workspace workspace(cache_workspace_bytes(on, under_test.cache.layer(0), 3, 1));
+    attend<P, float>(on, under_test.cache.layer(0), {.count = 3, .q_len = ask}, q.view(), out.view(),
                      lse.view(), workspace);
     CHECK(under_test.memory == before);
     for (std::int32_t h = 0; h < query_heads; ++h) {
         CHECK(std::isfinite(lse.at(0, h, 0)));
-        CHECK(lse.at(1, h, 0) == -std::numeric_limits<float>::infinity());  // a slot without rows
+        CHECK(lse.at(1, h, 0) == -std::numeric_limits<float>::infinity());  // a sequence without rows
         CHECK(lse.at(2, h, 0) == -55.0f);
         for (std::int32_t c = 0; c < dim; ++c) {
             CHECK(out.view().row(1, h, 0)[c] == 0.0f);

@@ -100,27 +100,27 @@ TEST_CASE("a rebase that reorders two keys changes the next victim, in every way
     std::vector<float> out(8 * length);
     for (const std::int32_t chunk : {1, 2, 5, 11, length}) {
         CAPTURE(chunk);
-        FixedBudgetCache<Budget, float> cache{{.query_heads = 1, .kv_heads = 1, .dim_k = 8, .dim_v = 8},
-                                              policy};
+        FixedBudgetCache<Budget, float> cache{
+            {.query_heads = 1, .kv_heads = 1, .head_dim_qk = 8, .head_dim_vo = 8}, policy};
         cache.rebase_limit(8);
         HostBuffer memory{cache.bytes().total()};
         cache.bind(on, memory);
-        HostBuffer room{cache_workspace_bytes(on, cache.ref(0), 1, length)};
+        HostBuffer workspace{cache_workspace_bytes(on, cache.layer(0), 1, length)};
         for (std::int32_t t = 0; t < length; t += chunk) {
             const std::int32_t n = std::min(chunk, length - t);
             const Batch batch{.count = 1, .length = n};
             const auto rows = view_bshd(ones.data(), 1, n, 1, 8);
             const CacheExtras extras{.scores = view_bhs<const float>(scores + t, 1, 1, n)};
             if (n == 1) {
-                step(on, cache.ref(0), batch, rows, rows, rows, view_bshd(out.data(), 1, n, 1, 8), room,
-                     nullptr, extras);
+                step(on, cache.layer(0), batch, rows, rows, rows, view_bshd(out.data(), 1, n, 1, 8),
+                     workspace, nullptr, extras);
             } else {
-                prefill(on, cache.ref(0), batch, rows, rows, rows, view_bshd(out.data(), 1, n, 1, 8), room,
-                        nullptr, extras);
+                prefill(on, cache.layer(0), batch, rows, rows, rows, view_bshd(out.data(), 1, n, 1, 8),
+                        workspace, nullptr, extras);
             }
             cache.advance(on, batch);
         }
-        std::vector<position_t> kept(static_cast<std::size_t>(cache.occupancy(0, 0, 0).rows()));
+        std::vector<position_t> kept(static_cast<std::size_t>(cache.usage(0, 0, 0).size()));
         cache.retained(0, 0, 0, kept.data());
         std::ranges::sort(kept);
         CHECK(kept == std::vector<position_t>{7, 15, 17});

@@ -31,7 +31,7 @@ const vectors& file() {
 std::int32_t length() { return static_cast<std::int32_t>(file().get<float>("q").shape[1]); }
 std::int32_t case_count() { return static_cast<std::int32_t>(file().get<std::int32_t>("rules").shape[0]); }
 
-LifetimeCase rule_of(std::int32_t index, std::int32_t head) {
+LifetimeCase head_params_of(std::int32_t index, std::int32_t head) {
     return LifetimeCase::from(file().get<std::int32_t>("rules").row(index) + head * LifetimeCase::columns,
                               file().get<float>("levels").row(index) + std::int64_t{head} * 2);
 }
@@ -43,25 +43,25 @@ bool with_case(std::int32_t index, Body&& body) {
     std::int32_t sinks[heads], windows[heads], budgets[heads], steps[heads];
     float slopes[heads], thresholds[heads];
     for (std::int32_t h = 0; h < heads; ++h) {
-        const LifetimeCase rule = rule_of(index, h);
-        if (rule.keep_every != 0) {
+        const LifetimeCase head_params = head_params_of(index, h);
+        if (head_params.keep_every != 0) {
             return false;
         }
-        sinks[h] = rule.sinks;
-        windows[h] = rule.window;
-        budgets[h] = rule.budget;
-        steps[h] = rule.decay_step;
-        slopes[h] = rule.log_gamma;
-        thresholds[h] = rule.threshold;
+        sinks[h] = head_params.sinks;
+        windows[h] = head_params.window;
+        budgets[h] = head_params.budget;
+        steps[h] = head_params.decay_step;
+        slopes[h] = head_params.log_gamma;
+        thresholds[h] = head_params.threshold;
     }
-    const LifetimeCase first = rule_of(index, 0);
-    REQUIRE(first.gate == rule_of(index, 1).gate);
-    REQUIRE(first.rebase_limit == rule_of(index, 1).rebase_limit);
+    const LifetimeCase first = head_params_of(index, 0);
+    REQUIRE(first.gate == head_params_of(index, 1).gate);
+    REQUIRE(first.rebase_limit == head_params_of(index, 1).rebase_limit);
     const Sink<> sink{per_head(sinks, 1, heads)};
     const Window<> window{per_head(windows, 1, heads)};
     const TopKBudget<> budget{per_head(budgets, 1, heads)};
     const Decay<dynamic> decay{per_head(slopes, 1, heads), per_head(steps, 1, heads)};
-    const HeadValues<float> tau = per_head(thresholds, 1, heads);
+    const PerHead<float> tau = per_head(thresholds, 1, heads);
     if (first.has_budget && first.gate == gate_kind::none) {
         body(Policy<Sink<>, Window<>, TopKBudget<>, Decay<dynamic>>(sink, window, budget, decay));
         return true;
@@ -122,15 +122,15 @@ constexpr double storage_unit = std::is_same_v<T, double>  ? 0x1p-53
 /// and logits are exact in fp32. What remains for a weight: one exp (a few units), and with a softcap the error of tanh
 /// times the cap. An output is a mean of n values below 3.03: n additions and the weights' errors. Then it is stored.
 template <class T>
-double output_tolerance(double keys, double softcap, double value) {
-    const double weight_error = 2.0 * (8.0 + 4.0 * softcap) * compute_unit<T>;
+double output_tolerance(double keys, double logits_soft_cap, double value) {
+    const double weight_error = 2.0 * (8.0 + 4.0 * logits_soft_cap) * compute_unit<T>;
     const double subnormal = std::is_same_v<T, fp16> ? 0x1p-25 : 0.0;
     return 3.03 * (weight_error + (keys + 8.0) * compute_unit<T>)+storage_unit<T> * std::abs(value) +
            subnormal;
 }
 template <class T>
-double lse_tolerance(double keys, double softcap, double value) {
-    return (8.0 + 4.0 * softcap + keys) * compute_unit<T> + 0x1p-24 * (std::abs(value) + 1.0);
+double lse_tolerance(double keys, double logits_soft_cap, double value) {
+    return (8.0 + 4.0 * logits_soft_cap + keys) * compute_unit<T> + 0x1p-24 * (std::abs(value) + 1.0);
 }
 
 template <class T>
@@ -142,12 +142,12 @@ void check_case(const host& on, std::int32_t index, const std::vector<std::int32
     const float* given = file().get<float>("scores").row(index);
     std::copy_n(given, scores.data.size(), scores.data.begin());
     const float* numbers = file().get<float>("attention").row(index);
-    const Attention attention{numbers[0], numbers[1]};
+    const AttentionParams attention{numbers[0], numbers[1]};
     const bool bounded = with_case<std::is_same_v<T, float>>(index, [&](const auto& policy) {
         using P = std::decay_t<decltype(policy)>;
         test::BoundCache<P, T> under_test(
-            on, {.query_heads = heads * group, .kv_heads = heads, .dim_k = dim, .dim_v = dim}, policy,
-            nullptr, attention, rule_of(index, 0).rebase_limit);
+            on, {.query_heads = heads * group, .kv_heads = heads, .head_dim_qk = dim, .head_dim_vo = dim},
+            policy, nullptr, attention, head_params_of(index, 0).rebase_limit);
         test::Tensor<T> out(1, heads * group, length(), dim);
         out.fill(std::numeric_limits<float>::quiet_NaN());
         test::Plane<float> lse(1, heads * group, length(), std::numeric_limits<float>::quiet_NaN());
@@ -192,7 +192,7 @@ void check_case(const host& on, std::int32_t index, const std::vector<std::int32
                     const double wanted = wanted_out[(hq * queries.size() + i) * dim + c];
                     const double got = test::real(out.view().row(0, hq, queries[i])[c]);
                     const double off =
-                        std::abs(got - wanted) / output_tolerance<T>(keys, attention.softcap, wanted);
+                        std::abs(got - wanted) / output_tolerance<T>(keys, attention.logits_soft_cap, wanted);
                     worst_out = off <= worst_out ? worst_out : off;  // a NaN counts
                     if (off != off) {
                         worst_out = std::numeric_limits<double>::infinity();
@@ -202,7 +202,7 @@ void check_case(const host& on, std::int32_t index, const std::vector<std::int32
             for (std::int32_t step = 0; step < length(); ++step) {
                 const double wanted = wanted_lse[hq * length() + step];
                 const double off = std::abs(static_cast<double>(lse.at(0, hq, step)) - wanted) /
-                                   lse_tolerance<T>(live(step), attention.softcap, wanted);
+                                   lse_tolerance<T>(live(step), attention.logits_soft_cap, wanted);
                 worst_lse = std::max(worst_lse, off == off ? off : std::numeric_limits<double>::infinity());
             }
         }
@@ -210,7 +210,7 @@ void check_case(const host& on, std::int32_t index, const std::vector<std::int32
         CHECK(worst_lse <= 1.0);
     });
     if (std::is_same_v<T, float>) {
-        CHECK(bounded == (rule_of(index, 0).keep_every == 0));
+        CHECK(bounded == (head_params_of(index, 0).keep_every == 0));
     }
 }
 

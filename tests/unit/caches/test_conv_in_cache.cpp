@@ -1,4 +1,4 @@
-// ConvScorer in caches: the keys that a mask of the same scores keeps, by steps, chunks, proposals and copies, however late
+// ConvScorer in caches: the keys that a mask of the same scores keeps, by steps, chunks, draft tokens and copies, however late
 // the scores are computed.
 #include <kvpolicy/masks/build.hpp>
 #include <kvpolicy/policies/sink.hpp>
@@ -57,14 +57,14 @@ struct Weights {
     }
 };
 
-constexpr CacheShape shape{.slots = 3,
+constexpr CacheShape shape{.max_sequences = 3,
                            .query_heads = heads * group,
                            .kv_heads = heads,
-                           .dim_k = dim,
-                           .dim_v = dim,
-                           .page_rows = 4,
-                           .proposals = 6};
-constexpr PoolShape pool{.slab_pages = 400, .most_slabs = 1, .longest = 200};
+                           .head_dim_qk = dim,
+                           .head_dim_vo = dim,
+                           .page_size = 4,
+                           .max_draft_tokens = 6};
+constexpr PoolShape pool{.slab_pages = 400, .max_slabs = 1, .max_seq_len = 200};
 
 /// The positions that the mask of score_sequence and build_mask leaves visible to the last of `length` queries.
 template <class T, class P>
@@ -78,15 +78,15 @@ std::vector<std::vector<position_t>> masked(const host& on, const P& policy, con
     k.data = k.row(b, 0, 0), v.data = v.row(b, 0, 0), k.batch = v.batch = 1;
     for (std::int32_t h = 0; h < heads; ++h) {
         // A window a head: the mask of each is one call of its own.
-        const std::int32_t window = policy.rule(0, h).window;
-        test::Workspace room(score_sequence_workspace_bytes(on, policy.scorer(), k, v, sequences));
+        const std::int32_t window = policy.params(0, h).window;
+        test::Workspace workspace(score_sequence_workspace_bytes(on, policy.scorer(), k, v, sequences));
         test::Plane<float> mine(1, heads, in.k.length, std::numeric_limits<float>::quiet_NaN());
-        score_sequence(on, policy.scorer(), k, v, sequences, window, mine.view(), room);
+        score_sequence(on, policy.scorer(), k, v, sequences, window, mine.view(), workspace);
         std::copy_n(mine.view().head(0, h), length, scores.view().head(0, h));
     }
     const test::Plane<float>& known = scores;
-    test::Workspace room(build_mask_workspace_bytes(on, policy, sequences, heads));
-    build_mask(on, policy, known.view(), sequences, expiry.view(), room);
+    test::Workspace workspace(build_mask_workspace_bytes(on, policy, sequences, heads));
+    build_mask(on, policy, known.view(), sequences, expiry.view(), workspace);
     for (std::int32_t h = 0; h < heads; ++h) {
         seen.emplace_back();
         for (std::int32_t t = 0; t < length; ++t) {
@@ -102,7 +102,7 @@ template <class T, class P, class Cache>
 bool holds(const host& on, const P& policy, const Cache& cache, const Tokens<T>& in, std::int32_t length) {
     const auto wanted = masked<T>(on, policy, in, 0, length);
     for (std::int32_t h = 0; h < heads; ++h) {
-        std::vector<position_t> held(static_cast<std::size_t>(cache.occupancy(0, 0, h).rows()));
+        std::vector<position_t> held(static_cast<std::size_t>(cache.usage(0, 0, h).size()));
         cache.retained(0, 0, h, held.data());
         std::sort(held.begin(), held.end());
         if (held != wanted[static_cast<std::size_t>(h)]) {
@@ -124,7 +124,7 @@ void check_paths(const P& eager, const P& lazy, const P& some, std::int32_t leng
         stepped.add_slab(on);
         bool right = true;
         for (std::int32_t t = 0; t < length; ++t) {
-            in.template run<P>(on, stepped.cache.ref(0), one, t, 1, true);
+            in.template run<P>(on, stepped.cache.layer(0), one, t, 1, true);
             stepped.cache.advance(on, one);
             right = right && holds(on, policy, stepped.cache, in, t + 1);
         }
@@ -142,14 +142,14 @@ void check_paths(const P& eager, const P& lazy, const P& some, std::int32_t leng
             std::int32_t at = 0;
             for (const std::int32_t n : test::chunks_of(length, sizes)) {
                 const Batch batch{.count = 1, .length = n};
-                again.template run<P>(on, chunked.cache.ref(0), batch, at, n, false);
+                again.template run<P>(on, chunked.cache.layer(0), batch, at, n, false);
                 chunked.cache.advance(on, batch);
                 at += n;
                 CHECK(holds(on, policy, chunked.cache, again, at));
             }
-            CHECK(test::content_of(chunked.cache.ref(0), 0) == test::content_of(stepped.cache.ref(0), 0));
+            CHECK(test::content_of(chunked.cache.layer(0), 0) == test::content_of(stepped.cache.layer(0), 0));
         }
-        // By proposals of which some are taken.
+        // By draft tokens of which some are taken.
         test::BoundDual<P, T> guessed(on, shape, pool, policy);
         guessed.add_slab(on);
         Tokens<T> third(1, length, 3);
@@ -157,23 +157,24 @@ void check_paths(const P& eager, const P& lazy, const P& some, std::int32_t leng
         for (std::int32_t at = 0; at < length;) {
             const std::int32_t n =
                 std::min<std::int32_t>(length - at, 1 + static_cast<std::int32_t>(generator() % 6));
-            const std::int32_t taken = static_cast<std::int32_t>(generator() % static_cast<unsigned>(n + 1));
-            const auto ref = guessed.cache.ref(0);
-            test::Workspace room(cache_workspace_bytes(on, ref, 1, n));
-            propose(on, ref, {.count = 1, .length = n}, std::as_const(third.q).tokens(at, n),
-                    std::as_const(third.k).tokens(at, n), std::as_const(third.v).tokens(at, n),
-                    third.out.tokens(at, n), room);
-            commit(on, ref, {.count = 1, .length = taken}, room);
-            guessed.cache.advance(on, {.count = 1, .length = taken});
-            at += taken;
+            const std::int32_t appended =
+                static_cast<std::int32_t>(generator() % static_cast<unsigned>(n + 1));
+            const auto ref = guessed.cache.layer(0);
+            test::Workspace workspace(cache_workspace_bytes(on, ref, 1, n));
+            append_draft(on, ref, {.count = 1, .length = n}, std::as_const(third.q).tokens(at, n),
+                         std::as_const(third.k).tokens(at, n), std::as_const(third.v).tokens(at, n),
+                         third.out.tokens(at, n), workspace);
+            accept(on, ref, {.count = 1, .length = appended}, workspace);
+            guessed.cache.advance(on, {.count = 1, .length = appended});
+            at += appended;
         }
-        CHECK(test::content_of(guessed.cache.ref(0), 0) == test::content_of(stepped.cache.ref(0), 0));
+        CHECK(test::content_of(guessed.cache.layer(0), 0) == test::content_of(stepped.cache.layer(0), 0));
     }
 }
 
 }  // namespace
 
-TEST_CASE("eager and lazy scores, steps, chunks and proposals keep what the mask keeps") {
+TEST_CASE("eager and lazy scores, steps, chunks and draft tokens keep what the mask keeps") {
     const Weights weights;
     // Windows of two heads: the least there is, and one that gives batches of several keys.
     const std::int32_t windows[] = {13, 21}, budgets[] = {5, 9}, sinks[] = {3, 0};
@@ -208,36 +209,36 @@ TEST_CASE(
     std::mt19937 generator(2);
     bool same = true;
     for (std::uint32_t round = 0; round < 80; ++round) {
-        const auto slot = static_cast<std::int32_t>(generator() % 3);
+        const auto seq = static_cast<std::int32_t>(generator() % 3);
         switch (generator() % 8) {
             case 0:
-                fixed.cache.clear(on, slot);
-                dual.cache.clear(on, slot);
+                fixed.cache.clear(on, seq);
+                dual.cache.clear(on, seq);
                 break;
             case 1:
-                fixed.cache.fork(on, slot, (slot + 1) % 3);
-                dual.cache.fork(on, slot, (slot + 1) % 3);
+                fixed.cache.fork(on, seq, (seq + 1) % 3);
+                dual.cache.fork(on, seq, (seq + 1) % 3);
                 break;
             case 2: {
-                std::vector<unsigned char> blob(fixed.cache.snapshot_bytes(slot));
-                fixed.cache.snapshot(on, slot, blob.data(), blob.size());
-                dual.cache.restore(on, (slot + 2) % 3, blob.data(), blob.size());
-                fixed.cache.restore(on, (slot + 2) % 3, blob.data(), blob.size());
+                std::vector<unsigned char> blob(fixed.cache.snapshot_bytes(seq));
+                fixed.cache.snapshot(on, seq, blob.data(), blob.size());
+                dual.cache.restore(on, (seq + 2) % 3, blob.data(), blob.size());
+                fixed.cache.restore(on, (seq + 2) % 3, blob.data(), blob.size());
                 break;
             }
             default:
                 break;
         }
-        std::int32_t slots[] = {0, 1, 2}, lengths[3];
-        std::shuffle(slots, slots + 3, generator);
+        std::int32_t seq_ids[] = {0, 1, 2}, lengths[3];
+        std::shuffle(seq_ids, seq_ids + 3, generator);
         const bool steps = generator() % 2 == 0;
         for (std::int32_t& n : lengths) {
             n = static_cast<std::int32_t>(generator() % (steps ? 2 : 12));
         }
         Tokens<float> a(3, 12, round), b(3, 12, round);
-        const Batch batch{.count = 3, .slots = slots, .q_len = lengths, .length = 12};
-        a.run<Capped>(on, fixed.cache.ref(0), batch, 0, 12, steps);
-        b.run<Capped>(on, dual.cache.ref(0), batch, 0, 12, steps);
+        const Batch batch{.count = 3, .seq_ids = seq_ids, .q_len = lengths, .length = 12};
+        a.run<Capped>(on, fixed.cache.layer(0), batch, 0, 12, steps);
+        b.run<Capped>(on, dual.cache.layer(0), batch, 0, 12, steps);
         fixed.cache.advance(on, batch);
         dual.cache.advance(on, batch);
         for (std::int32_t i = 0; i < 3; ++i) {
@@ -245,14 +246,15 @@ TEST_CASE(
                 fixed.cache.clear(on, i);
                 dual.cache.clear(on, i);
             }
-            same = same && test::content_of(fixed.cache.ref(0), i) == test::content_of(dual.cache.ref(0), i);
+            same =
+                same && test::content_of(fixed.cache.layer(0), i) == test::content_of(dual.cache.layer(0), i);
         }
         same = same && a.out.data == b.out.data;
     }
     CHECK(same);
 }
 
-TEST_CASE("windows below 13, and NaN in a neighbour, are refused with nothing changed") {
+TEST_CASE("windows below 13, and NaN in a neighbor, are refused with nothing changed") {
     const Weights weights;
     const std::int32_t windows[] = {13, 12};
     const Budget narrow{Sink<>{0}, Window<>{per_head(windows, 1, 2)}, TopKBudget<>{3}, weights.scorer(0)};
@@ -269,19 +271,19 @@ TEST_CASE("windows below 13, and NaN in a neighbour, are refused with nothing ch
         in.v.view().row(0, 1, 20)[3] = std::numeric_limits<float>::quiet_NaN();
         if (steps) {
             for (std::int32_t t = 0; t < 20; ++t) {
-                in.run<Budget>(on, cache.cache.ref(0), {.count = 1}, t, 1, true);
+                in.run<Budget>(on, cache.cache.layer(0), {.count = 1}, t, 1, true);
                 cache.cache.advance(on, {.count = 1});
             }
-            const auto before = test::content_of(cache.cache.ref(0), 0);
+            const auto before = test::content_of(cache.cache.layer(0), 0);
             // Token 14 is the first that sees token 20.
-            CHECK_REFUSED(in.run<Budget>(on, cache.cache.ref(0), {.count = 1}, 20, 1, true),
+            CHECK_REFUSED(in.run<Budget>(on, cache.cache.layer(0), {.count = 1}, 20, 1, true),
                           "score of entry 0, head 1, position 14: NaN");
-            CHECK(test::content_of(cache.cache.ref(0), 0) == before);
+            CHECK(test::content_of(cache.cache.layer(0), 0) == before);
         } else {
-            CHECK_REFUSED(in.run<Budget>(on, cache.cache.ref(0), {.count = 1, .length = 30}, 0, 30, false),
+            CHECK_REFUSED(in.run<Budget>(on, cache.cache.layer(0), {.count = 1, .length = 30}, 0, 30, false),
                           "score of entry 0, head 1, position 14: NaN");
             CHECK(cache.cache.length(0) == 0);
-            CHECK(cache.cache.occupancy(0, 0, 1).long_range == 0);
+            CHECK(cache.cache.usage(0, 0, 1).long_range == 0);
         }
     }
 }
@@ -303,7 +305,7 @@ TEST_CASE("a pool that runs out leaves scores unwritten; grown, the call gives w
     const host on{1};
     const Open policy{Sink<>{2}, Window<>{15}, ThresholdGate<above>{-0.5f}, weights.scorer(0)};
     for (const bool steps : {true, false}) {
-        test::BoundDual<Open, float> tight(on, shape, {.slab_pages = 3, .most_slabs = 200, .longest = 200},
+        test::BoundDual<Open, float> tight(on, shape, {.slab_pages = 3, .max_slabs = 200, .max_seq_len = 200},
                                            policy),
             ample(on, shape, pool, policy);
         ample.add_slab(on);
@@ -311,21 +313,21 @@ TEST_CASE("a pool that runs out leaves scores unwritten; grown, the call gives w
         std::int32_t refused = 0;
         for (std::int32_t t = 0, n = 0; t < 70; t += n) {
             n = steps ? 1 : std::min(70 - t, 1 + t % 20);  // chunks longer than the window among them
-            b.run<Open>(on, ample.cache.ref(0), {.count = 3, .length = n}, t, n, steps);
+            b.run<Open>(on, ample.cache.layer(0), {.count = 3, .length = n}, t, n, steps);
             std::int32_t left[] = {n, n, n};
             for (bool again = true; again;) {
                 std::uint32_t status[3] = {};
-                const std::vector<unsigned char> before = test::content_of(tight.cache.ref(0), 2);
-                test::call_ref<Open, float>(on, tight.cache.ref(0), {.count = 3, .q_len = left, .length = n},
-                                            std::as_const(a.q).tokens(t, n), std::as_const(a.k).tokens(t, n),
-                                            std::as_const(a.v).tokens(t, n), a.out.tokens(t, n), {}, steps,
-                                            status);
+                const std::vector<unsigned char> before = test::content_of(tight.cache.layer(0), 2);
+                test::call_ref<Open, float>(
+                    on, tight.cache.layer(0), {.count = 3, .q_len = left, .length = n},
+                    std::as_const(a.q).tokens(t, n), std::as_const(a.k).tokens(t, n),
+                    std::as_const(a.v).tokens(t, n), a.out.tokens(t, n), {}, steps, status);
                 again = false;
                 for (std::int32_t i = 0; i < 3; ++i) {
                     if (left[i] != 0 && status[i] != 0) {
                         again = true;
                         ++refused;
-                        CHECK((i != 2 || test::content_of(tight.cache.ref(0), 2) == before));
+                        CHECK((i != 2 || test::content_of(tight.cache.layer(0), 2) == before));
                     } else {
                         left[i] = 0;
                     }
@@ -336,9 +338,9 @@ TEST_CASE("a pool that runs out leaves scores unwritten; grown, the call gives w
             }
             tight.cache.advance(on, {.count = 3, .length = n});
             ample.cache.advance(on, {.count = 3, .length = n});
-            for (std::int32_t slot = 0; slot < 3; ++slot) {
-                CHECK(test::content_of(tight.cache.ref(0), slot) ==
-                      test::content_of(ample.cache.ref(0), slot));
+            for (std::int32_t seq = 0; seq < 3; ++seq) {
+                CHECK(test::content_of(tight.cache.layer(0), seq) ==
+                      test::content_of(ample.cache.layer(0), seq));
             }
         }
         CHECK(refused > 5);
@@ -355,10 +357,10 @@ TEST_CASE("one token, a prompt twice the budget, a budget of 0: LTE holds what i
     for (const std::int32_t length : {1, 2, 13, 14, 15, 16, 20, 21, 22, 42}) {  // 21 rows of the second head
         test::BoundCache<Capped, float> cache(on, shape, policy);
         Tokens<float> in(1, length, 6);
-        in.run<Capped>(on, cache.cache.ref(0), {.count = 1, .length = length}, 0, length, length == 1);
+        in.run<Capped>(on, cache.cache.layer(0), {.count = 1, .length = length}, 0, length, length == 1);
         cache.cache.advance(on, {.count = 1, .length = length});
         CHECK(holds(on, policy, cache.cache, in, length));
-        CHECK(cache.cache.occupancy(0, 0, 0).long_range == 0);
-        CHECK(cache.cache.occupancy(0, 0, 1).long_range == std::clamp(length - 15, 0, 6));
+        CHECK(cache.cache.usage(0, 0, 0).long_range == 0);
+        CHECK(cache.cache.usage(0, 0, 1).long_range == std::clamp(length - 15, 0, 6));
     }
 }

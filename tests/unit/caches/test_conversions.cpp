@@ -20,7 +20,8 @@ void check_values(const host& on, bool steps) {
         v.data[i].bits = static_cast<std::uint16_t>(i);
     }
     using P = Policy<Window<1>>;
-    test::BoundCache<P, T> under_test(on, {.query_heads = 1, .kv_heads = 1, .dim_k = dim, .dim_v = dim});
+    test::BoundCache<P, T> under_test(
+        on, {.query_heads = 1, .kv_heads = 1, .head_dim_qk = dim, .head_dim_vo = dim});
     std::int32_t at = 0;
     for (const std::int32_t chunk : test::chunks_of(length, {steps ? 1 : 0})) {
         const Batch batch{.count = 1, .length = chunk};

@@ -64,8 +64,13 @@ struct Tokens {
     }
 };
 
-constexpr CacheShape small{
-    .layers = 1, .slots = 3, .query_heads = 4, .kv_heads = 2, .dim_k = 8, .dim_v = 8, .page_rows = 4};
+constexpr CacheShape small{.layers = 1,
+                           .max_sequences = 3,
+                           .query_heads = 4,
+                           .kv_heads = 2,
+                           .head_dim_qk = 8,
+                           .head_dim_vo = 8,
+                           .page_size = 4};
 
 }  // namespace
 
@@ -73,10 +78,10 @@ TEST_CASE("exhaustion leaves the sequence alone: out 0, lse -inf, status set, no
     const host on(2);
     for (const bool steps : {true, false}) {
         CAPTURE(steps);
-        test::BoundDual<Gated, float> tight(on, small, {.slab_pages = 4, .most_slabs = 30, .longest = 100},
+        test::BoundDual<Gated, float> tight(on, small, {.slab_pages = 4, .max_slabs = 30, .max_seq_len = 100},
                                             gated(1, 5));
-        test::BoundDual<Gated, float> ample(on, small, {.slab_pages = 200, .most_slabs = 1, .longest = 100},
-                                            gated(1, 5));
+        test::BoundDual<Gated, float> ample(
+            on, small, {.slab_pages = 200, .max_slabs = 1, .max_seq_len = 100}, gated(1, 5));
         tight.add_slab(on);
         ample.add_slab(on);
         Tokens<> a(3, 2, 2, 60, 8, 1), b(3, 2, 2, 60, 8, 1);
@@ -84,12 +89,12 @@ TEST_CASE("exhaustion leaves the sequence alone: out 0, lse -inf, status set, no
         bool same = true, unchanged = true, cleared = true;
         for (std::int32_t t = 0, n = 1; t < 60; t += n) {
             n = steps ? 1 : std::min(60 - t, 1 + t % 7);
-            b.run<Gated>(on, ample.cache.ref(0), {.count = 3, .length = n}, t, n, steps);
+            b.run<Gated>(on, ample.cache.layer(0), {.count = 3, .length = n}, t, n, steps);
             std::int32_t left[3] = {n, n, n};
             for (bool again = true; again;) {
                 const std::vector<unsigned char> before = tight.everything();
                 std::uint32_t status[3] = {0, 8, 0};
-                a.run<Gated>(on, tight.cache.ref(0), {.count = 3, .q_len = left, .length = n}, t, n, steps,
+                a.run<Gated>(on, tight.cache.layer(0), {.count = 3, .q_len = left, .length = n}, t, n, steps,
                              status);
                 again = false;
                 std::int32_t served = 0;
@@ -124,9 +129,9 @@ TEST_CASE("exhaustion leaves the sequence alone: out 0, lse -inf, status set, no
             }
             tight.cache.advance(on, {.count = 3, .length = n});
             ample.cache.advance(on, {.count = 3, .length = n});
-            for (std::int32_t slot = 0; slot < 3; ++slot) {
-                same = same && test::content_of(tight.cache.ref(0), slot) ==
-                                   test::content_of(ample.cache.ref(0), slot);
+            for (std::int32_t seq = 0; seq < 3; ++seq) {
+                same = same && test::content_of(tight.cache.layer(0), seq) ==
+                                   test::content_of(ample.cache.layer(0), seq);
             }
         }
         CHECK(refused > 5);
@@ -141,23 +146,23 @@ TEST_CASE("exhaustion leaves the sequence alone: out 0, lse -inf, status set, no
 
 TEST_CASE("without a status array exhaustion is refused, and nobody's state changes") {
     const host on(1);
-    test::BoundDual<Gated, float> tight(on, small, {.slab_pages = 4, .most_slabs = 3, .longest = 100},
+    test::BoundDual<Gated, float> tight(on, small, {.slab_pages = 4, .max_slabs = 3, .max_seq_len = 100},
                                         gated(1, 5));
     Tokens<> a(3, 2, 2, 9, 8, 2);
     const std::vector<unsigned char> empty = tight.everything();
-    CHECK_REFUSED((a.run<Gated>(on, tight.cache.ref(0), {.count = 3}, 0, 1, true)),
+    CHECK_REFUSED((a.run<Gated>(on, tight.cache.layer(0), {.count = 3}, 0, 1, true)),
                   "free pages of the pool: 0 is not allowed; it must be at least the 6 that the call needs "
                   "(add_slab lends "
                   "more), or the call takes a status array");
     CHECK(tight.everything() == empty);
     tight.add_slab(on);  // enough for two of the three
     const std::vector<unsigned char> before = tight.everything();
-    CHECK_REFUSED((a.run<Gated>(on, tight.cache.ref(0), {.count = 3, .length = 3}, 0, 3, false)),
+    CHECK_REFUSED((a.run<Gated>(on, tight.cache.layer(0), {.count = 3, .length = 3}, 0, 3, false)),
                   "free pages of the pool: 4");
     CHECK(tight.everything() == before);
     CHECK(std::all_of(a.out.data.begin(), a.out.data.end(), [](float x) { return x == -55.0f; }));
     tight.add_slab(on);
-    a.run<Gated>(on, tight.cache.ref(0), {.count = 3, .length = 3}, 0, 3, false);
+    a.run<Gated>(on, tight.cache.layer(0), {.count = 3, .length = 3}, 0, 3, false);
     CHECK(tight.cache.free_pages() == 2);
 }
 
@@ -168,10 +173,10 @@ TEST_CASE("after reserve(n) n tokens cannot fail, whatever the gates say") {
     const std::int32_t budgets[] = {unlimited, 3, 0, unlimited};
     const Capped policy{Sink<>{2}, Window<>{3}, ThresholdGate<above>{-100.0f},
                         TopKBudget<>{per_head(budgets, 2, 2)}, Decay<dynamic>{0.0f, 1}};
-    for (const std::int32_t page_rows : {1, 3, 16}) {
-        shape.page_rows = page_rows;
-        test::BoundDual<Capped, float> cache(on, shape, {.slab_pages = 5, .most_slabs = 200, .longest = 64},
-                                             policy);
+    for (const std::int32_t page_size : {1, 3, 16}) {
+        shape.page_size = page_size;
+        test::BoundDual<Capped, float> cache(on, shape,
+                                             {.slab_pages = 5, .max_slabs = 200, .max_seq_len = 64}, policy);
         Tokens<> a(3, 2, 2, 64, 8, 3);
         std::mt19937 generator(7);
         std::int32_t at = 0;
@@ -194,8 +199,8 @@ TEST_CASE("after reserve(n) n tokens cannot fail, whatever the gates say") {
             for (std::int32_t done = 0; done < n;) {
                 const std::int32_t chunk = std::min(n - done, 1 + static_cast<std::int32_t>(generator() % 4));
                 for (std::int32_t layer = 0; layer < 2; ++layer) {
-                    a.run<Capped>(on, cache.cache.ref(layer), {.count = 3, .length = chunk}, at + done, chunk,
-                                  chunk == 1);
+                    a.run<Capped>(on, cache.cache.layer(layer), {.count = 3, .length = chunk}, at + done,
+                                  chunk, chunk == 1);
                 }
                 cache.cache.advance(on, {.count = 3, .length = chunk});
                 done += chunk;
@@ -203,67 +208,67 @@ TEST_CASE("after reserve(n) n tokens cannot fail, whatever the gates say") {
             CHECK(cache.cache.free_pages() == free);
             at += n;
         }
-        CHECK(cache.cache.occupancy(0, 0, 0).rows() == 64);
-        CHECK(cache.cache.occupancy(0, 0, 1).rows() == 8);
-        CHECK(cache.cache.occupancy(1, 0, 0).rows() == 5);
-        CHECK(cache.cache.occupancy(0, 0, 0).capacity == 64);
-        CHECK(cache.cache.occupancy(0, 0, 1).capacity == 8);
-        CHECK_REFUSED(
-            (a.run<Capped>(on, cache.cache.ref(0), {.count = 3}, 0, 1, true)),
-            "length of slot 0 after the call: 65 is not allowed; it must be at most the cache's longest, 64");
-        CHECK_REFUSED(cache.cache.reserve(on, {.count = 1}), "length of slot 0 after the call: 65");
+        CHECK(cache.cache.usage(0, 0, 0).size() == 64);
+        CHECK(cache.cache.usage(0, 0, 1).size() == 8);
+        CHECK(cache.cache.usage(1, 0, 0).size() == 5);
+        CHECK(cache.cache.usage(0, 0, 0).capacity == 64);
+        CHECK(cache.cache.usage(0, 0, 1).capacity == 8);
+        CHECK_REFUSED((a.run<Capped>(on, cache.cache.layer(0), {.count = 3}, 0, 1, true)),
+                      "length of sequence 0 after the call: 65 is not allowed; it must be at most the "
+                      "cache's max_seq_len, 64");
+        CHECK_REFUSED(cache.cache.reserve(on, {.count = 1}), "length of sequence 0 after the call: 65");
     }
 }
 
 TEST_CASE("a capped cache goes on beyond the longest length that bounds unlimited heads") {
     const host on(1);
-    test::BoundDual<Capped, float> cache(on, small, {.slab_pages = 24, .most_slabs = 1, .longest = 16},
+    test::BoundDual<Capped, float> cache(on, small, {.slab_pages = 24, .max_slabs = 1, .max_seq_len = 16},
                                          capped(1, 5, 6));
     cache.add_slab(on);
     Tokens<> a(3, 2, 2, 100, 8, 3);
     for (std::int32_t t = 0; t < 100; ++t) {
-        a.run<Capped>(on, cache.cache.ref(0), {.count = 3}, t, 1, true);
+        a.run<Capped>(on, cache.cache.layer(0), {.count = 3}, t, 1, true);
         cache.cache.advance(on, {.count = 3});
     }
     CHECK(cache.cache.length(2) == 100);
-    CHECK(cache.cache.occupancy(0, 2, 1).rows() == 12);
+    CHECK(cache.cache.usage(0, 2, 1).size() == 12);
 }
 
 TEST_CASE("pages go back when a sequence is cleared, and whoever gets them next sees nothing of it") {
     const host on(1);
-    test::BoundDual<Gated, float> reused(on, small, {.slab_pages = 16, .most_slabs = 40, .longest = 100},
+    test::BoundDual<Gated, float> reused(on, small, {.slab_pages = 16, .max_slabs = 40, .max_seq_len = 100},
                                          gated(2, 3));
     std::mt19937 generator(5);
     for (std::uint32_t round = 0; round < 12; ++round) {
-        test::BoundDual<Gated, float> fresh(on, small, {.slab_pages = 200, .most_slabs = 1, .longest = 100},
-                                            gated(2, 3));
+        test::BoundDual<Gated, float> fresh(
+            on, small, {.slab_pages = 200, .max_slabs = 1, .max_seq_len = 100}, gated(2, 3));
         fresh.add_slab(on);
-        const auto slot = static_cast<std::int32_t>(generator() % 3);
-        reused.cache.clear(on, slot);
-        CHECK(reused.cache.length(slot) == 0);
+        const auto seq = static_cast<std::int32_t>(generator() % 3);
+        reused.cache.clear(on, seq);
+        CHECK(reused.cache.length(seq) == 0);
         Tokens<> a(1, 2, 2, 40, 8, round), b(1, 2, 2, 40, 8, round);
         bool equal = true;
         for (std::int32_t t = 0, n = 0; t < 40; t += n) {
             n = std::min(40 - t, 1 + static_cast<std::int32_t>(generator() % 5));
-            const Batch batch{.count = 1, .slots = &slot, .length = n};
+            const Batch batch{.count = 1, .seq_ids = &seq, .length = n};
             reused.reserve(on, batch);
-            a.run<Gated>(on, reused.cache.ref(0), batch, t, n, n == 1);
-            b.run<Gated>(on, fresh.cache.ref(0), batch, t, n, n == 1);
+            a.run<Gated>(on, reused.cache.layer(0), batch, t, n, n == 1);
+            b.run<Gated>(on, fresh.cache.layer(0), batch, t, n, n == 1);
             reused.cache.advance(on, batch);
             fresh.cache.advance(on, batch);
-            equal = equal &&
-                    test::content_of(reused.cache.ref(0), slot) == test::content_of(fresh.cache.ref(0), slot);
+            equal = equal && test::content_of(reused.cache.layer(0), seq) ==
+                                 test::content_of(fresh.cache.layer(0), seq);
         }
         CHECK(equal);
         CHECK(a.out.data == b.out.data);
         CHECK(std::all_of(a.out.data.begin(), a.out.data.end(), [](float x) { return std::isfinite(x); }));
     }
-    for (std::int32_t slot = 0; slot < 3; ++slot) {
-        reused.cache.clear(on, slot);
+    for (std::int32_t seq = 0; seq < 3; ++seq) {
+        reused.cache.clear(on, seq);
     }
-    CHECK(reused.cache.free_pages() == reused.cache.lent_pages());
+    CHECK(reused.cache.free_pages() == reused.cache.attached_pages());
     // Every page is free exactly once.
-    const auto pool = reused.cache.ref(0).pool;
+    const auto pool = reused.cache.layer(0).pool;
     std::vector<std::int32_t> ids(pool.free_ids, pool.free_ids + pool.free_pages());
     std::sort(ids.begin(), ids.end());
     std::vector<std::int32_t> all(ids.size());
@@ -278,22 +283,22 @@ TEST_CASE("beside a cache of fixed size: the same rows and the same bits, in bat
                         Decay<dynamic>{-0.1f, 1}};
     CacheShape shape = small;
     shape.layers = 2;
-    for (const std::int32_t page_rows : {1, 4, 7, 64}) {
-        const host on(1 + page_rows % 2);
-        shape.page_rows = page_rows;
-        test::BoundDual<Capped, bf16> dual(on, shape, {.slab_pages = 7, .most_slabs = 500, .longest = 1000},
-                                           policy, nullptr, 11);
+    for (const std::int32_t page_size : {1, 4, 7, 64}) {
+        const host on(1 + page_size % 2);
+        shape.page_size = page_size;
+        test::BoundDual<Capped, bf16> dual(
+            on, shape, {.slab_pages = 7, .max_slabs = 500, .max_seq_len = 1000}, policy, nullptr, 11);
         test::BoundCache<Capped, bf16> fixed(on, shape, policy, nullptr, {}, 11);
-        std::mt19937 generator(static_cast<std::uint32_t>(page_rows));
+        std::mt19937 generator(static_cast<std::uint32_t>(page_size));
         bool same_rows = true, same_bits = true;
         for (std::uint32_t round = 0; round < 60; ++round) {
             if (generator() % 8 == 0) {
-                const auto slot = static_cast<std::int32_t>(generator() % 3);
-                dual.cache.clear(on, slot);
-                fixed.cache.clear(on, slot);
+                const auto seq = static_cast<std::int32_t>(generator() % 3);
+                dual.cache.clear(on, seq);
+                fixed.cache.clear(on, seq);
             }
-            std::int32_t slots[] = {0, 1, 2}, lengths[3];
-            std::shuffle(slots, slots + 3, generator);
+            std::int32_t seq_ids[] = {0, 1, 2}, lengths[3];
+            std::shuffle(seq_ids, seq_ids + 3, generator);
             for (std::int32_t& n : lengths) {
                 n = static_cast<std::int32_t>(generator() % 6);
             }
@@ -301,12 +306,12 @@ TEST_CASE("beside a cache of fixed size: the same rows and the same bits, in bat
             for (std::int32_t& n : lengths) {
                 n = steps ? std::min(n, 1) : n;
             }
-            const Batch batch{.count = 3, .slots = slots, .q_len = lengths, .length = 6};
+            const Batch batch{.count = 3, .seq_ids = seq_ids, .q_len = lengths, .length = 6};
             dual.reserve(on, batch);
             for (std::int32_t layer = 0; layer < 2; ++layer) {
                 Tokens<bf16> a(3, 2, 2, 6, 8, round), b(3, 2, 2, 6, 8, round);
-                a.run<Capped>(on, dual.cache.ref(layer), batch, 0, 6, steps);
-                b.run<Capped>(on, fixed.cache.ref(layer), batch, 0, 6, steps);
+                a.run<Capped>(on, dual.cache.layer(layer), batch, 0, 6, steps);
+                b.run<Capped>(on, fixed.cache.layer(layer), batch, 0, 6, steps);
                 same_bits = same_bits &&
                             std::memcmp(a.out.data.data(), b.out.data.data(), a.out.data.size() * 2) == 0 &&
                             a.lse.data == b.lse.data;
@@ -314,9 +319,9 @@ TEST_CASE("beside a cache of fixed size: the same rows and the same bits, in bat
             dual.cache.advance(on, batch);
             fixed.cache.advance(on, batch);
             for (std::int32_t layer = 0; layer < 2; ++layer) {
-                for (std::int32_t slot = 0; slot < 3; ++slot) {
-                    same_rows = same_rows && test::content_of(dual.cache.ref(layer), slot) ==
-                                                 test::content_of(fixed.cache.ref(layer), slot);
+                for (std::int32_t seq = 0; seq < 3; ++seq) {
+                    same_rows = same_rows && test::content_of(dual.cache.layer(layer), seq) ==
+                                                 test::content_of(fixed.cache.layer(layer), seq);
                 }
             }
         }
@@ -356,7 +361,7 @@ void check_scorer() {
     const P policy{{}, {}, ThresholdGate<above>{-1.0f}, {}, {}};
     const Open open{{}, {}, ThresholdGate<above>{-1.0f}, TopKBudget<>{unlimited}, {}};
     const host on(2);
-    const PoolShape pool{.slab_pages = 400, .most_slabs = 1, .longest = 80};
+    const PoolShape pool{.slab_pages = 400, .max_slabs = 1, .max_seq_len = 80};
     test::BoundDual<P, float> dual(on, small, pool, policy);
     test::BoundCache<P, float> fixed(on, small, policy);
     test::BoundDual<Open, float> stepped(on, small, pool, open), chunked(on, small, pool, open);
@@ -367,33 +372,33 @@ void check_scorer() {
     for (std::int32_t t = 0, n = 0; t < 60; t += n) {
         n = std::min(60 - t, t % 3 == 0 ? 1 : 7);
         const Batch batch{.count = 3, .length = n};
-        a.template run<P>(on, dual.cache.ref(0), batch, t, n, n == 1);
-        b.template run<P>(on, fixed.cache.ref(0), batch, t, n, n == 1);
+        a.template run<P>(on, dual.cache.layer(0), batch, t, n, n == 1);
+        b.template run<P>(on, fixed.cache.layer(0), batch, t, n, n == 1);
         dual.cache.advance(on, batch);
         fixed.cache.advance(on, batch);
-        c.template run<Open>(on, chunked.cache.ref(0), batch, t, n, false);
+        c.template run<Open>(on, chunked.cache.layer(0), batch, t, n, false);
         chunked.cache.advance(on, batch);
     }
     CHECK(a.out.data == b.out.data);
     for (std::int32_t t = 0; t < 60; ++t) {
-        a.template run<Open>(on, stepped.cache.ref(0), {.count = 3}, t, 1, true);
+        a.template run<Open>(on, stepped.cache.layer(0), {.count = 3}, t, 1, true);
         stepped.cache.advance(on, {.count = 3});
     }
-    for (std::int32_t slot = 0; slot < 3; ++slot) {
-        CHECK(test::content_of(dual.cache.ref(0), slot) == test::content_of(fixed.cache.ref(0), slot));
-        CHECK(test::content_of(stepped.cache.ref(0), slot) == test::content_of(chunked.cache.ref(0), slot));
+    for (std::int32_t seq = 0; seq < 3; ++seq) {
+        CHECK(test::content_of(dual.cache.layer(0), seq) == test::content_of(fixed.cache.layer(0), seq));
+        CHECK(test::content_of(stepped.cache.layer(0), seq) == test::content_of(chunked.cache.layer(0), seq));
     }
     std::int32_t most = 0;
-    for (std::int32_t slot = 0; slot < 3; ++slot) {
-        most = std::max(most, stepped.cache.occupancy(0, slot, 0).long_range);
+    for (std::int32_t seq = 0; seq < 3; ++seq) {
+        most = std::max(most, stepped.cache.usage(0, seq, 0).long_range);
     }
     CHECK(most > 6);
     // A NaN score is refused with nothing changed, pages included.
     const std::vector<unsigned char> before = stepped.everything();
     a.k.fill(std::numeric_limits<float>::quiet_NaN());
-    CHECK_REFUSED((a.template run<Open>(on, stepped.cache.ref(0), {.count = 3}, 0, 1, true)),
+    CHECK_REFUSED((a.template run<Open>(on, stepped.cache.layer(0), {.count = 3}, 0, 1, true)),
                   "score of entry 0, head 0");
-    CHECK_REFUSED((a.template run<Open>(on, stepped.cache.ref(0), {.count = 3, .length = 9}, 0, 9, false)),
+    CHECK_REFUSED((a.template run<Open>(on, stepped.cache.layer(0), {.count = 3, .length = 9}, 0, 9, false)),
                   "score of entry 0");
     CHECK(stepped.everything() == before);
 }
@@ -408,9 +413,10 @@ TEST_CASE("scorers that run on arrival and on leaving") {
 TEST_CASE("one-hot values: exactly sinks, window and open keys have weight") {
     const host on(1);
     constexpr std::int32_t length = 40, dim = 40;
-    const CacheShape shape{.query_heads = 1, .kv_heads = 1, .dim_k = 8, .dim_v = dim, .page_rows = 3};
+    const CacheShape shape{
+        .query_heads = 1, .kv_heads = 1, .head_dim_qk = 8, .head_dim_vo = dim, .page_size = 3};
     for (const std::int32_t chunk : {1, 7, 40}) {
-        test::BoundDual<Gated, float> cache(on, shape, {.slab_pages = 30, .most_slabs = 1, .longest = 40},
+        test::BoundDual<Gated, float> cache(on, shape, {.slab_pages = 30, .max_slabs = 1, .max_seq_len = 40},
                                             gated(2, 4));
         cache.add_slab(on);
         test::Tensor<float> q(1, 1, length, 8), k(1, 1, length, 8), v(1, 1, length, dim),
@@ -427,7 +433,7 @@ TEST_CASE("one-hot values: exactly sinks, window and open keys have weight") {
         for (std::int32_t t = 0, n = 0; t < length; t += n) {
             n = std::min(chunk, length - t);
             const Batch batch{.count = 1, .length = n};
-            test::call_ref<Gated, float>(on, cache.cache.ref(0), batch, std::as_const(q).tokens(t, n),
+            test::call_ref<Gated, float>(on, cache.cache.layer(0), batch, std::as_const(q).tokens(t, n),
                                          std::as_const(k).tokens(t, n), std::as_const(v).tokens(t, n),
                                          out.tokens(t, n), {.scores = scores.tokens(t, n)}, n == 1);
             cache.cache.advance(on, batch);
@@ -445,7 +451,7 @@ TEST_CASE("one-hot values: exactly sinks, window and open keys have weight") {
 
 TEST_CASE("heads filled to their cap and to one below it, in the same step") {
     const host on(1);
-    test::BoundDual<Capped, float> cache(on, small, {.slab_pages = 60, .most_slabs = 1, .longest = 60},
+    test::BoundDual<Capped, float> cache(on, small, {.slab_pages = 60, .max_slabs = 1, .max_seq_len = 60},
                                          capped(1, 3, 5));
     test::BoundCache<Capped, float> fixed(on, small, capped(1, 3, 5));
     cache.add_slab(on);
@@ -456,17 +462,17 @@ TEST_CASE("heads filled to their cap and to one below it, in the same step") {
             one->scores.at(0, 1, t) = t == 2 ? -1.0f : static_cast<float>(t % 5);
         }
     }
-    const std::int32_t slot = 1;
-    const Batch one{.count = 1, .slots = &slot};
+    const std::int32_t seq = 1;
+    const Batch one{.count = 1, .seq_ids = &seq};
     bool edge = false;
     for (std::int32_t t = 0; t < 20; ++t) {
-        a.run<Capped>(on, cache.cache.ref(0), one, t, 1, true);
-        b.run<Capped>(on, fixed.cache.ref(0), one, t, 1, true);
+        a.run<Capped>(on, cache.cache.layer(0), one, t, 1, true);
+        b.run<Capped>(on, fixed.cache.layer(0), one, t, 1, true);
         cache.cache.advance(on, one);
         fixed.cache.advance(on, one);
-        edge = edge || (cache.cache.occupancy(0, 1, 0).long_range == 5 &&
-                        cache.cache.occupancy(0, 1, 1).long_range == 4);
-        CHECK(test::content_of(cache.cache.ref(0), 1) == test::content_of(fixed.cache.ref(0), 1));
+        edge = edge ||
+               (cache.cache.usage(0, 1, 0).long_range == 5 && cache.cache.usage(0, 1, 1).long_range == 4);
+        CHECK(test::content_of(cache.cache.layer(0), 1) == test::content_of(fixed.cache.layer(0), 1));
     }
     CHECK(edge);
     CHECK(a.out.data == b.out.data);
@@ -475,17 +481,18 @@ TEST_CASE("heads filled to their cap and to one below it, in the same step") {
 TEST_CASE("many rows on few heads: decode is cut into parts across pages") {
     const host on(3);
     constexpr std::int32_t length = 9000;
-    const CacheShape shape{.query_heads = 2, .kv_heads = 1, .dim_k = 8, .dim_v = 8, .page_rows = 48};
+    const CacheShape shape{
+        .query_heads = 2, .kv_heads = 1, .head_dim_qk = 8, .head_dim_vo = 8, .page_size = 48};
     using Keep = Policy<Sink<2>, Window<5>, TopKBudget<>>;
-    test::BoundDual<Keep, float> dual(on, shape, {.slab_pages = 200, .most_slabs = 1, .longest = length},
+    test::BoundDual<Keep, float> dual(on, shape, {.slab_pages = 200, .max_slabs = 1, .max_seq_len = length},
                                       Keep{{}, {}, TopKBudget<>{unlimited}});
     test::BoundCache<Keep, float> fixed(on, shape, Keep{{}, {}, TopKBudget<>{length}});
     dual.add_slab(on);
     Tokens<> a(1, 1, 2, length, 8, 6), b(1, 1, 2, length, 8, 6);
     for (std::int32_t t = 0, n = 0; t < length; t += n) {
         n = t + 10 < length ? std::min(700, length - 10 - t) : 1;
-        a.run<Keep>(on, dual.cache.ref(0), {.count = 1, .length = n}, t, n, n == 1);
-        b.run<Keep>(on, fixed.cache.ref(0), {.count = 1, .length = n}, t, n, n == 1);
+        a.run<Keep>(on, dual.cache.layer(0), {.count = 1, .length = n}, t, n, n == 1);
+        b.run<Keep>(on, fixed.cache.layer(0), {.count = 1, .length = n}, t, n, n == 1);
         dual.cache.advance(on, {.count = 1, .length = n});
         fixed.cache.advance(on, {.count = 1, .length = n});
     }
@@ -496,26 +503,26 @@ TEST_CASE("many rows on few heads: decode is cut into parts across pages") {
             std::max(most, std::abs(static_cast<double>(a.out.data[i]) - static_cast<double>(b.out.data[i])));
     }
     CHECK(most < 1e-5);
-    CHECK(dual.cache.occupancy(0, 0, 0).rows() == length);
+    CHECK(dual.cache.usage(0, 0, 0).size() == length);
 }
 
 TEST_CASE("an export is the page table; tails of pages stay poisoned and nobody reads them") {
     const host on(1);
-    test::BoundDual<Gated, float> cache(on, small, {.slab_pages = 8, .most_slabs = 20, .longest = 100},
+    test::BoundDual<Gated, float> cache(on, small, {.slab_pages = 8, .max_slabs = 20, .max_seq_len = 100},
                                         gated(1, 4));
     Tokens<> a(2, 2, 2, 30, 8, 8);
-    const std::int32_t slots[] = {2, 0};
-    const Batch batch{.count = 2, .slots = slots, .length = 30};
+    const std::int32_t seq_ids[] = {2, 0};
+    const Batch batch{.count = 2, .seq_ids = seq_ids, .length = 30};
     cache.reserve(on, batch);
-    a.run<Gated>(on, cache.cache.ref(0), batch, 0, 30, false);
+    a.run<Gated>(on, cache.cache.layer(0), batch, 0, 30, false);
     cache.cache.advance(on, batch);
     CHECK(std::all_of(a.out.data.begin(), a.out.data.end(), [](float x) { return std::isfinite(x); }));
-    const auto ref = cache.cache.ref(0);
+    const auto ref = cache.cache.layer(0);
     std::vector<std::int32_t> indptr(5), indices(100), last(4);
     export_heads(on, ref, batch, {indptr.data(), indices.data(), last.data(), 100});
     bool exact = true, poisoned = true;
     for (std::int32_t sequence = 0; sequence < 4; ++sequence) {
-        const std::int32_t slot = slots[sequence / 2], head = sequence % 2;
+        const std::int32_t seq = seq_ids[sequence / 2], head = sequence % 2;
         const auto at = static_cast<std::size_t>(sequence);
         std::vector<position_t> found;
         for (std::int32_t page = indptr[at]; page < indptr[at + 1]; ++page) {
@@ -534,7 +541,7 @@ TEST_CASE("an export is the page table; tails of pages stay poisoned and nobody 
             }
         }
         std::sort(found.begin(), found.end());
-        exact = exact && found == cache.sorted(0, slot, head);
+        exact = exact && found == cache.sorted(0, seq, head);
     }
     CHECK(exact);
     CHECK(poisoned);
@@ -542,14 +549,14 @@ TEST_CASE("an export is the page table; tails of pages stay poisoned and nobody 
                   "pages.indices_capacity: 3");
 }
 
-TEST_CASE("a slot whose token found no page does not move on before it has one") {
+TEST_CASE("a sequence whose token found no page does not move on before it has one") {
     const host on(1);
     CacheShape shape = small;
     shape.layers = 2;
-    shape.slots = 2;
+    shape.max_sequences = 2;
     shape.query_heads = shape.kv_heads = 1;
-    // A page for each layer of one slot.
-    test::BoundDual<Gated, float> cache(on, shape, {.slab_pages = 2, .most_slabs = 2, .longest = 100},
+    // A page for each layer of one sequence.
+    test::BoundDual<Gated, float> cache(on, shape, {.slab_pages = 2, .max_slabs = 2, .max_seq_len = 100},
                                         gated(1, 5));
     cache.add_slab(on);
     test::Tensor<float> x(2, 1, 1, 8), out(2, 1, 1, 8);
@@ -557,7 +564,7 @@ TEST_CASE("a slot whose token found no page does not move on before it has one")
     x.fill(42.0f);
     std::fill_n(x.view().row(1, 0, 0), 8, -1.0f);
     const auto step = [&](std::int32_t layer, const Batch& batch, std::uint32_t* status) {
-        test::call_ref<Gated, float>(on, cache.cache.ref(layer), batch, std::as_const(x).view(),
+        test::call_ref<Gated, float>(on, cache.cache.layer(layer), batch, std::as_const(x).view(),
                                      std::as_const(x).view(), std::as_const(x).view(), out.view(),
                                      {.scores = std::as_const(scores).view()}, true, status);
     };
@@ -574,9 +581,9 @@ TEST_CASE("a slot whose token found no page does not move on before it has one")
     cache.add_slab(on);
     std::uint32_t again[2] = {};
     for (std::int32_t layer = 0; layer < 2; ++layer) {
-        for (std::int32_t slot = 0; slot < 2; ++slot) {
-            if (cache.cache.ref(layer).held[slot] == 0) {
-                const std::int32_t tokens[2] = {slot == 0 ? 1 : 0, slot};
+        for (std::int32_t seq = 0; seq < 2; ++seq) {
+            if (cache.cache.layer(layer).held[seq] == 0) {
+                const std::int32_t tokens[2] = {seq == 0 ? 1 : 0, seq};
                 step(layer, {.count = 2, .q_len = tokens}, again);
             }
         }
@@ -590,40 +597,40 @@ TEST_CASE("a slot whose token found no page does not move on before it has one")
 TEST_CASE("a pool and slabs that cannot be") {
     using Cache = DualCache<Gated, float>;
     const Gated p = gated(1, 4);
-    CHECK_REFUSED(Cache(small, {.slab_pages = 0, .most_slabs = 1, .longest = 9}, p),
+    CHECK_REFUSED(Cache(small, {.slab_pages = 0, .max_slabs = 1, .max_seq_len = 9}, p),
                   "slab_pages: 0 is not allowed; it must be 1 or more");
-    CHECK_REFUSED(Cache(small, {.slab_pages = 4, .most_slabs = 0, .longest = 9}, p),
-                  "most_slabs: 0 is not allowed; it must be 1 or more");
-    CHECK_REFUSED(Cache(small, {.slab_pages = 4, .most_slabs = 1, .longest = 0}, p),
-                  "longest: 0 is not allowed; it must be 1 to " +
-                      std::to_string(std::numeric_limits<std::int32_t>::max() - small.page_rows) +
+    CHECK_REFUSED(Cache(small, {.slab_pages = 4, .max_slabs = 0, .max_seq_len = 9}, p),
+                  "max_slabs: 0 is not allowed; it must be 1 or more");
+    CHECK_REFUSED(Cache(small, {.slab_pages = 4, .max_slabs = 1, .max_seq_len = 0}, p),
+                  "max_seq_len: 0 is not allowed; it must be 1 to " +
+                      std::to_string(std::numeric_limits<std::int32_t>::max() - small.page_size) +
                       ", 2^31 - 1 less a page");
-    CHECK_REFUSED(Cache(small, {.slab_pages = 4, .most_slabs = 1, .longest = position_t{1} << 31}, p),
-                  "longest: 2147483648");
-    CHECK_REFUSED(Cache(small, {.slab_pages = 1 << 16, .most_slabs = 1 << 16, .longest = 9}, p),
-                  "slab_pages * most_slabs: 4294967296");
+    CHECK_REFUSED(Cache(small, {.slab_pages = 4, .max_slabs = 1, .max_seq_len = position_t{1} << 31}, p),
+                  "max_seq_len: 2147483648");
+    CHECK_REFUSED(Cache(small, {.slab_pages = 1 << 16, .max_slabs = 1 << 16, .max_seq_len = 9}, p),
+                  "slab_pages * max_slabs: 4294967296");
     CHECK_REFUSED(
-        Cache(small, {.slab_pages = 4, .most_slabs = 1, .longest = 9}, gated(2000000000, 2000000000)),
+        Cache(small, {.slab_pages = 4, .max_slabs = 1, .max_seq_len = 9}, gated(2000000000, 2000000000)),
         "sinks + window of layer 0, head 0: 4000000000");
     constexpr std::int32_t most = std::numeric_limits<std::int32_t>::max();
     CacheShape odd = small;
-    odd.page_rows = most - 9;
-    CHECK_REFUSED(Cache(odd, {.slab_pages = most, .most_slabs = 1, .longest = 9}, p),
+    odd.page_size = most - 9;
+    CHECK_REFUSED(Cache(odd, {.slab_pages = most, .max_slabs = 1, .max_seq_len = 9}, p),
                   "bytes of a slab: 2^62 or more is not allowed; it must be less");
     odd = small;
-    odd.proposals = most;
-    odd.slots = 1 << 24;
-    CHECK_REFUSED(Cache(odd, {.slab_pages = 4, .most_slabs = 1, .longest = 9}, p),
+    odd.max_draft_tokens = most;
+    odd.max_sequences = 1 << 24;
+    CHECK_REFUSED(Cache(odd, {.slab_pages = 4, .max_slabs = 1, .max_seq_len = 9}, p),
                   "bytes of the cache: 2^62 or more is not allowed; it must be less");
     odd = small;
-    odd.page_rows = 0;
-    CHECK_REFUSED(Cache(odd, {.slab_pages = 4, .most_slabs = 1, .longest = 9}, p), "page_rows: 0");
+    odd.page_size = 0;
+    CHECK_REFUSED(Cache(odd, {.slab_pages = 4, .max_slabs = 1, .max_seq_len = 9}, p), "page_size: 0");
     odd = small;
-    odd.proposals = -1;
-    CHECK_REFUSED(Cache(odd, {.slab_pages = 4, .most_slabs = 1, .longest = 9}, p), "proposals: -1");
+    odd.max_draft_tokens = -1;
+    CHECK_REFUSED(Cache(odd, {.slab_pages = 4, .max_slabs = 1, .max_seq_len = 9}, p), "max_draft_tokens: -1");
 
     const host on(1);
-    Cache cache(small, {.slab_pages = 4, .most_slabs = 1, .longest = 9}, p);
+    Cache cache(small, {.slab_pages = 4, .max_slabs = 1, .max_seq_len = 9}, p);
     std::vector<unsigned char> tables(cache.bytes().total(), 0xab), slab(cache.slab_bytes(), 0xab);
     CHECK_REFUSED(cache.add_slab(on, slab.data(), slab.size()), "cache: unbound");
     CHECK_REFUSED(cache.reserve(on, {.count = 1}), "cache: unbound");
@@ -635,9 +642,9 @@ TEST_CASE("a pool and slabs that cannot be") {
     CHECK_REFUSED(cache.add_slab(on, slab.data(), slab.size() - 1), "bytes of the slab: ");
     cache.add_slab(on, slab.data(), slab.size());
     CHECK_REFUSED(cache.add_slab(on, slab.data(), slab.size()),
-                  "slabs: 2 is not allowed; it must be at most most_slabs = 1");
+                  "slabs: 2 is not allowed; it must be at most max_slabs = 1");
     CHECK(std::count(slab.begin(), slab.end(), 0xab) == std::ssize(slab));
-    Cache two(small, {.slab_pages = 4, .most_slabs = 2, .longest = 9}, p);
+    Cache two(small, {.slab_pages = 4, .max_slabs = 2, .max_seq_len = 9}, p);
     std::vector<unsigned char> others(two.bytes().total());
     two.bind(on, others.data(), others.size());
     std::vector<unsigned char> both(2 * two.slab_bytes());
@@ -647,9 +654,9 @@ TEST_CASE("a pool and slabs that cannot be") {
                       "slab: memory of slab 0 is not allowed; it must be memory that no slab has yet");
     }
     two.add_slab(on, both.data() + two.slab_bytes(), two.slab_bytes());
-    CHECK(cache.lent_pages() == 4);
+    CHECK(cache.attached_pages() == 4);
     CHECK(cache.free_pages() == 4);
-    CHECK_REFUSED(cache.clear(on, 3), "slot: 3");
+    CHECK_REFUSED(cache.clear(on, 3), "seq: 3");
     CHECK_REFUSED(cache.reserve(on, {.count = 4}), "batch.count: 4");
     cache.bind(on, tables.data(), tables.size());
     CHECK(cache.slabs() == 0);
@@ -661,18 +668,23 @@ TEST_CASE("the workspace of a cache is that of the layer that needs most") {
     using P = Policy<Sink<>, Window<>, TopKBudget<>>;
     constexpr std::int32_t budgets[] = {10, 900, 40};
     const P policy{Sink<>{1}, Window<>{4}, TopKBudget<>{per_head(budgets, 3, 1)}};
-    const CacheShape shape{
-        .layers = 3, .slots = 2, .query_heads = 2, .kv_heads = 1, .dim_k = 8, .dim_v = 8, .page_rows = 4};
+    const CacheShape shape{.layers = 3,
+                           .max_sequences = 2,
+                           .query_heads = 2,
+                           .kv_heads = 1,
+                           .head_dim_qk = 8,
+                           .head_dim_vo = 8,
+                           .page_size = 4};
     const test::BoundCache<P, float> fixed(on, shape, policy);
-    const test::BoundDual<P, float> dual(on, shape, {.slab_pages = 4, .most_slabs = 1, .longest = 2000},
+    const test::BoundDual<P, float> dual(on, shape, {.slab_pages = 4, .max_slabs = 1, .max_seq_len = 2000},
                                          policy);
     const auto check = [&](const auto& cache) {
         std::size_t most = 0;
         for (std::int32_t layer = 0; layer < 3; ++layer) {
-            most = std::max(most, cache_workspace_bytes(on, cache.ref(layer), 2, 50));
+            most = std::max(most, cache_workspace_bytes(on, cache.layer(layer), 2, 50));
         }
         CHECK(cache_workspace_bytes(on, cache, 2, 50) == most);
-        CHECK(most > cache_workspace_bytes(on, cache.ref(0), 2, 50));
+        CHECK(most > cache_workspace_bytes(on, cache.layer(0), 2, 50));
     };
     check(fixed.cache);
     check(dual.cache);
@@ -681,20 +693,25 @@ TEST_CASE("the workspace of a cache is that of the layer that needs most") {
 TEST_CASE("a window longer than any sequence costs what one of that length does") {
     const host on(1);
     using P = Policy<Sink<2>, Window<>, TopKBudget<8>>;
-    constexpr std::int32_t longest = 1024;
+    constexpr std::int32_t max_seq_len = 1024;
     const auto cache_of = [&](std::int32_t window) {
         const std::int32_t windows[] = {16, window};  // a head that never evicts beside one that does
         const P policy{{}, Window<>{per_head(windows, 1, 2)}, {}};
         auto bound = std::make_unique<test::BoundDual<P, float>>(
             on,
-            CacheShape{.slots = 1, .query_heads = 2, .kv_heads = 2, .dim_k = 8, .dim_v = 8, .page_rows = 16},
-            PoolShape{.slab_pages = 70, .most_slabs = 2, .longest = longest}, policy);
+            CacheShape{.max_sequences = 1,
+                       .query_heads = 2,
+                       .kv_heads = 2,
+                       .head_dim_qk = 8,
+                       .head_dim_vo = 8,
+                       .page_size = 16},
+            PoolShape{.slab_pages = 70, .max_slabs = 2, .max_seq_len = max_seq_len}, policy);
         bound->add_slab(on);
         return bound;
     };
-    const auto least = cache_of(longest), most = cache_of(1 << 30);
-    CHECK(cache_workspace_bytes(on, most->cache.ref(0), 1, 16) ==
-          cache_workspace_bytes(on, least->cache.ref(0), 1, 16));
+    const auto least = cache_of(max_seq_len), most = cache_of(1 << 30);
+    CHECK(cache_workspace_bytes(on, most->cache.layer(0), 1, 16) ==
+          cache_workspace_bytes(on, least->cache.layer(0), 1, 16));
     std::mt19937 generator(1);
     for (const std::int32_t n : {1, 16, 700, 1, 200, 16}) {
         test::Tensor<float> q(1, 2, n, 8), k(1, 2, n, 8), v(1, 2, n, 8), a(1, 2, n, 8), b(1, 2, n, 8);
@@ -705,11 +722,11 @@ TEST_CASE("a window longer than any sequence costs what one of that length does"
         test::fill_scores(scores, test::Scores::random, generator);
         const Batch batch{.count = 1, .length = n};
         for (const auto& [bound, out] : {std::pair{least.get(), &a}, std::pair{most.get(), &b}}) {
-            test::call_ref<P, float>(on, bound->cache.ref(0), batch, q.view(), k.view(), v.view(),
+            test::call_ref<P, float>(on, bound->cache.layer(0), batch, q.view(), k.view(), v.view(),
                                      out->view(), {.scores = scores.view()}, n == 1);
             bound->cache.advance(on, batch);
         }
         CHECK(a.data == b.data);
-        CHECK(test::content_of(least->cache.ref(0), 0) == test::content_of(most->cache.ref(0), 0));
+        CHECK(test::content_of(least->cache.layer(0), 0) == test::content_of(most->cache.layer(0), 0));
     }
 }

@@ -1,4 +1,4 @@
-// SP-KV's predictor and WG-KV's gate in caches: the scores of the sequence calls, by steps, chunks and proposals.
+// SP-KV's predictor and WG-KV's gate in caches: the scores of the sequence calls, by steps, chunks and draft tokens.
 #include <kvpolicy/scorers/hidden.hpp>
 #include <kvpolicy/scorers/sequence.hpp>
 #include <kvpolicy/spkv.hpp>
@@ -17,14 +17,14 @@ using namespace kvpolicy;
 namespace {
 
 constexpr std::int32_t dim = 8, heads = 2, group = 2, width = 12, length = 70;
-constexpr CacheShape shape{.slots = 2,
+constexpr CacheShape shape{.max_sequences = 2,
                            .query_heads = heads * group,
                            .kv_heads = heads,
-                           .dim_k = dim,
-                           .dim_v = dim,
-                           .page_rows = 4,
-                           .proposals = 5};
-constexpr PoolShape pool{.slab_pages = 200, .most_slabs = 1, .longest = 100};
+                           .head_dim_qk = dim,
+                           .head_dim_vo = dim,
+                           .page_size = 4,
+                           .max_draft_tokens = 5};
+constexpr PoolShape pool{.slab_pages = 200, .max_slabs = 1, .max_seq_len = 100};
 
 template <class T>
 struct Tokens {
@@ -66,7 +66,7 @@ struct Mlp {
     }
 };
 
-/// `policy` beside the same policy with scores given; steps, chunks, and proposals of which some are taken.
+/// `policy` beside the same policy with scores given; steps, chunks, and draft tokens of which some are taken.
 template <class T, class Own, class Given>
 void check_beside_given(const Own& own, const Given& given, const test::Plane<float>& scores) {
     const host on{2};
@@ -74,11 +74,11 @@ void check_beside_given(const Own& own, const Given& given, const test::Plane<fl
     wanted.add_slab(on);
     Tokens<T> reference(4);
     for (std::int32_t t = 0; t < length; ++t) {
-        reference.run(on, wanted.cache.ref(0), t, 1, true, &scores);
+        reference.run(on, wanted.cache.layer(0), t, 1, true, &scores);
         wanted.cache.advance(on, {.count = 1});
     }
-    CHECK(wanted.cache.occupancy(0, 0, 0).long_range + wanted.cache.occupancy(0, 0, 1).long_range > 10);
-    CHECK(wanted.cache.occupancy(0, 0, 0).rows() + wanted.cache.occupancy(0, 0, 1).rows() < 2 * length - 10);
+    CHECK(wanted.cache.usage(0, 0, 0).long_range + wanted.cache.usage(0, 0, 1).long_range > 10);
+    CHECK(wanted.cache.usage(0, 0, 0).size() + wanted.cache.usage(0, 0, 1).size() < 2 * length - 10);
     for (const std::vector<std::int32_t>& sizes : {std::vector<std::int32_t>{1}, {0}, {9, 1, 30}}) {
         for (const bool steps : {true, false}) {
             if (steps && sizes[0] != 1) {
@@ -89,11 +89,11 @@ void check_beside_given(const Own& own, const Given& given, const test::Plane<fl
             Tokens<T> in(4);
             std::int32_t at = 0;
             for (const std::int32_t n : test::chunks_of(length, sizes)) {
-                in.run(on, cache.cache.ref(0), at, n, steps);
+                in.run(on, cache.cache.layer(0), at, n, steps);
                 cache.cache.advance(on, {.count = 1, .length = n});
                 at += n;
             }
-            CHECK(test::content_of(cache.cache.ref(0), 0) == test::content_of(wanted.cache.ref(0), 0));
+            CHECK(test::content_of(cache.cache.layer(0), 0) == test::content_of(wanted.cache.layer(0), 0));
             if (steps) {
                 const bool same = std::memcmp(in.out.data.data(), reference.out.data.data(),
                                               in.out.data.size() * sizeof(T)) == 0;
@@ -105,17 +105,17 @@ void check_beside_given(const Own& own, const Given& given, const test::Plane<fl
     guessed.add_slab(on);
     Tokens<T> in(4);
     for (std::int32_t at = 0, round = 0; at < length; ++round) {
-        const std::int32_t n = std::min(length - at, 1 + round % 5), taken = std::min(n, 1 + round % 3);
-        const auto ref = guessed.cache.ref(0);
-        test::Workspace room(cache_workspace_bytes(on, ref, 1, n));
-        propose(on, ref, {.count = 1, .length = n}, std::as_const(in.q).tokens(at, n),
-                std::as_const(in.k).tokens(at, n), std::as_const(in.v).tokens(at, n), in.out.tokens(at, n),
-                room, {.hidden = std::as_const(in.hidden).tokens(at, n)});
-        commit(on, ref, {.count = 1, .length = taken}, room);
-        guessed.cache.advance(on, {.count = 1, .length = taken});
-        at += taken;
+        const std::int32_t n = std::min(length - at, 1 + round % 5), appended = std::min(n, 1 + round % 3);
+        const auto ref = guessed.cache.layer(0);
+        test::Workspace workspace(cache_workspace_bytes(on, ref, 1, n));
+        append_draft(on, ref, {.count = 1, .length = n}, std::as_const(in.q).tokens(at, n),
+                     std::as_const(in.k).tokens(at, n), std::as_const(in.v).tokens(at, n),
+                     in.out.tokens(at, n), workspace, {.hidden = std::as_const(in.hidden).tokens(at, n)});
+        accept(on, ref, {.count = 1, .length = appended}, workspace);
+        guessed.cache.advance(on, {.count = 1, .length = appended});
+        at += appended;
     }
-    CHECK(test::content_of(guessed.cache.ref(0), 0) == test::content_of(wanted.cache.ref(0), 0));
+    CHECK(test::content_of(guessed.cache.layer(0), 0) == test::content_of(wanted.cache.layer(0), 0));
 }
 
 }  // namespace
@@ -130,8 +130,8 @@ TEST_CASE("SP-KV with its predictor is SP-KV with the predictor's scores") {
     const Sequences sequences{.batch = 1, .length = length};
     test::Plane<float> scores(1, heads, length);
     const host on{1};
-    test::Workspace room(score_hidden_workspace_bytes(on, scorer, sequences));
-    score_hidden(on, scorer, in.hidden.view(), sequences, scores.view(), room);
+    test::Workspace workspace(score_hidden_workspace_bytes(on, scorer, sequences));
+    score_hidden(on, scorer, in.hidden.view(), sequences, scores.view(), workspace);
     using Own = SPKV<6, UtilityPredictor, 2>;
     using Given = SPKV<6, GivenScores, 2>;
     const Own own{{}, {}, {}, scorer};
@@ -149,8 +149,9 @@ TEST_CASE("WG-KV with its gate is WG-KV with the gate's scores of the stored key
     const Tokens<fp16> in(4);
     const Sequences sequences{.batch = 1, .length = length};
     test::Plane<float> scores(1, heads, length);
-    test::Workspace room(score_sequence_workspace_bytes(on, scorer, in.k.view(), in.v.view(), sequences));
-    score_sequence(on, scorer, in.k.view(), in.v.view(), sequences, 0, scores.view(), room);
+    test::Workspace workspace(
+        score_sequence_workspace_bytes(on, scorer, in.k.view(), in.v.view(), sequences));
+    score_sequence(on, scorer, in.k.view(), in.v.view(), sequences, 0, scores.view(), workspace);
     const auto gate = ThresholdGate<at_least>::probability(0.5);
     check_beside_given<fp16>(WGKV<6, WriteGateScorer<dim>>{{}, {}, gate, scorer}, WGKV<6>{{}, {}, gate, {}},
                              scores);
@@ -168,7 +169,7 @@ TEST_CASE("hidden states that are missing, of another shape or NaN are refused w
     cache.add_slab(on);
     Tokens<float> in(4);
     const auto before = cache.everything();
-    const auto ref = cache.cache.ref(0);
+    const auto ref = cache.cache.layer(0);
     const test::Plane<float> none(0, 0, 0);
     CHECK_REFUSED(
         in.run(on, ref, 0, 1, true, &none),

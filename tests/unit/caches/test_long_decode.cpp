@@ -55,10 +55,10 @@ void decode(const float (&slopes)[heads], position_t limit, std::int32_t steps, 
     const host on(1);
     const P policy{{}, {}, TopKBudget<>{per_head(budgets, 1, heads)}, Decay<1>{per_head(slopes, 1, heads)}};
     test::BoundCache<P, float> under_test(
-        on, {.query_heads = heads, .kv_heads = heads, .dim_k = dim, .dim_v = dim}, policy, nullptr, {},
-        limit);
+        on, {.query_heads = heads, .kv_heads = heads, .head_dim_qk = dim, .head_dim_vo = dim}, policy,
+        nullptr, {}, limit);
     CHECK(under_test.memory.size() < 10000);
-    const auto ref = under_test.cache.ref(0);
+    const auto ref = under_test.cache.layer(0);
     test::Workspace workspace(cache_workspace_bytes(on, ref, 1, 1));
     test::Tensor<float> x(1, heads, 1, dim), out(1, heads, 1, dim);
     test::Plane<float> scores(1, heads, 1);
@@ -115,8 +115,8 @@ std::pair<std::vector<position_t>, std::vector<float>> run_shifted(position_t sh
     using Q = Policy<Sink<2>, Window<4>, TopKBudget<9>, Decay<1>>;
     const host on(1);
     const Q policy{{}, {}, {}, Decay<1>{-0x1p-10f}};
-    test::BoundCache<Q, float> under_test(on, {.query_heads = 2, .kv_heads = 1, .dim_k = dim, .dim_v = dim},
-                                          policy);
+    test::BoundCache<Q, float> under_test(
+        on, {.query_heads = 2, .kv_heads = 1, .head_dim_qk = dim, .head_dim_vo = dim}, policy);
     std::mt19937 generator(4);
     test::Tensor<float> q(1, 2, length, dim), k(1, 1, length, dim), v(1, 1, length, dim),
         out(1, 2, length, dim);
@@ -136,7 +136,7 @@ std::pair<std::vector<position_t>, std::vector<float>> run_shifted(position_t sh
         under_test.cache.advance(on, batch);
     };
     feed(0, 40, false);
-    const auto ref = under_test.cache.ref(0);
+    const auto ref = under_test.cache.layer(0);
     ref.length[0] += shift;
     // Sinks are found by their rows, the ring by position mod w: a shift by a multiple of w keeps both.
     for (std::int32_t r = 0; r < ref.used(0, 0); ++r) {

@@ -63,30 +63,32 @@ TEST_CASE("no call of a cache allocates") {
     for (const int threads : {1, 2}) {
         const host on(threads);
         test::BoundCache<P, float> under_test(
-            on, {.slots = count, .query_heads = 2, .kv_heads = 2, .dim_k = 8, .dim_v = 8}, policy);
-        const auto ref = under_test.cache.ref(0);
+            on, {.max_sequences = count, .query_heads = 2, .kv_heads = 2, .head_dim_qk = 8, .head_dim_vo = 8},
+            policy);
+        const auto ref = under_test.cache.layer(0);
         test::Workspace workspace(cache_workspace_bytes(on, ref, count, 4));
         const Sequences sequences{.batch = count, .length = 4};
         test::Workspace mask_workspace(build_mask_workspace_bytes(on, policy, sequences, 2));
-        const keys<float> masked{.k = k.view(), .v = v.view(), .mask = {.expiry = expiry.view()}};
+        const kv_view<float> masked{.k = k.view(), .v = v.view(), .mask = {.expiry = expiry.view()}};
         const std::int32_t lengths[count] = {4, 3, 2, 1, 0, 4, 4, 4, 4, 4, 4, 4};
         const Sequences ragged{.batch = count, .length = 4, .lengths = lengths, .starts = lengths};
         test::Workspace attention_workspace(
-            attend_workspace_bytes(on, Attention{}, q.view(), masked, ragged));
+            attend_workspace_bytes(on, AttentionParams{}, q.view(), masked, ragged));
         const Batch chunk{.count = count, .length = 4}, token{.count = count, .length = 1};
         const CacheExtras extras{.scores = scores.view(), .lse = lse.view()};
         const long before = allocations.load();
         for (int round = 0; round < 5; ++round) {
-            prefill<P, float>(on, under_test.cache.ref(0), chunk, q.view(), k.view(), v.view(), out.view(),
+            prefill<P, float>(on, under_test.cache.layer(0), chunk, q.view(), k.view(), v.view(), out.view(),
                               workspace, nullptr, extras);
             under_test.cache.advance(on, chunk);
-            step<P, float>(on, under_test.cache.ref(0), token, q.view(), k.view(), v.view(), out.view(),
+            step<P, float>(on, under_test.cache.layer(0), token, q.view(), k.view(), v.view(), out.view(),
                            workspace, nullptr, extras);
             under_test.cache.advance(on, token);
             attend<P, float>(on, ref, token, q.view(), out.view(), lse.view(), workspace);
             export_heads(on, ref, token, exported);
             build_mask(on, policy, scores.view(), sequences, expiry.view(), mask_workspace);
-            attend(on, Attention{}, q.view(), masked, ragged, out.view(), lse.view(), attention_workspace);
+            attend(on, AttentionParams{}, q.view(), masked, ragged, out.view(), lse.view(),
+                   attention_workspace);
         }
         const long after = allocations.load();
         CHECK(after - before == 0);
@@ -106,12 +108,17 @@ TEST_CASE("no call of a cache with a pool allocates, growing included") {
     test::Plane<float> scores(count, 2, 4), lse(count, 2, 4);
     test::fill_scores(scores, test::Scores::random, generator);
     const host on(2);
-    test::BoundDual<P, float> under_test(
-        on, {.slots = count, .query_heads = 2, .kv_heads = 2, .dim_k = 8, .dim_v = 8, .page_rows = 3},
-        {.slab_pages = 20, .most_slabs = 20, .longest = 100}, policy);
+    test::BoundDual<P, float> under_test(on,
+                                         {.max_sequences = count,
+                                          .query_heads = 2,
+                                          .kv_heads = 2,
+                                          .head_dim_qk = 8,
+                                          .head_dim_vo = 8,
+                                          .page_size = 3},
+                                         {.slab_pages = 20, .max_slabs = 20, .max_seq_len = 100}, policy);
     std::vector<std::vector<unsigned char>> slabs(20,
                                                   std::vector<unsigned char>(under_test.cache.slab_bytes()));
-    const auto ref = under_test.cache.ref(0);
+    const auto ref = under_test.cache.layer(0);
     test::Workspace workspace(cache_workspace_bytes(on, ref, count, 4));
     constexpr std::size_t heads = std::size_t{count} * 2;
     std::vector<std::int32_t> indptr(heads + 1), pages(heads * 12), last(heads);
@@ -120,14 +127,14 @@ TEST_CASE("no call of a cache with a pool allocates, growing included") {
                              static_cast<std::int64_t>(pages.size())};
     const Batch chunk{.count = count, .length = 4}, token{.count = count, .length = 1};
     const CacheExtras extras{.scores = scores.view(), .lse = lse.view()};
-    std::size_t lent = 0;
+    std::size_t provided = 0;
     const long before = allocations.load();
     prefill<P, float>(on, ref, chunk, q.view(), k.view(), v.view(), out.view(), workspace, status.data(),
                       extras);
     for (int round = 0; round < 5; ++round) {
         while (under_test.cache.reserve(on, chunk) > 0) {
-            under_test.cache.add_slab(on, slabs[lent].data(), slabs[lent].size());
-            ++lent;
+            under_test.cache.add_slab(on, slabs[provided].data(), slabs[provided].size());
+            ++provided;
         }
         prefill<P, float>(on, ref, chunk, q.view(), k.view(), v.view(), out.view(), workspace, nullptr,
                           extras);
@@ -138,7 +145,7 @@ TEST_CASE("no call of a cache with a pool allocates, growing included") {
         for (std::int32_t i = 0; i < count; ++i) {
             const std::int32_t one = 1;
             if (found[static_cast<std::size_t>(i)] == status_ok) {
-                under_test.cache.advance(on, {.count = 1, .slots = &i, .q_len = &one});
+                under_test.cache.advance(on, {.count = 1, .seq_ids = &i, .q_len = &one});
             }
         }
         attend<P, float>(on, ref, token, q.view(), out.view(), lse.view(), workspace);
@@ -164,12 +171,18 @@ TEST_CASE("no call of an observed policy allocates") {
         using P = std::remove_cvref_t<decltype(policy)>;
         for (const int threads : {1, 2}) {
             const host on(threads);
-            test::BoundDual<P, float> under_test(
-                on, {.slots = count, .query_heads = 4, .kv_heads = 2, .dim_k = 8, .dim_v = 8, .page_rows = 3},
-                {.slab_pages = 600, .most_slabs = 2, .longest = 100}, policy);
+            test::BoundDual<P, float> under_test(on,
+                                                 {.max_sequences = count,
+                                                  .query_heads = 4,
+                                                  .kv_heads = 2,
+                                                  .head_dim_qk = 8,
+                                                  .head_dim_vo = 8,
+                                                  .page_size = 3},
+                                                 {.slab_pages = 600, .max_slabs = 2, .max_seq_len = 100},
+                                                 policy);
             under_test.add_slab(on);
             under_test.add_slab(on);
-            const auto ref = under_test.cache.ref(0);
+            const auto ref = under_test.cache.layer(0);
             test::Workspace workspace(cache_workspace_bytes(on, ref, count, 16));
             test::Workspace mask_workspace(build_observed_mask_workspace_bytes(
                 on, policy, std::as_const(q).view(), std::as_const(k).view()));
@@ -199,8 +212,8 @@ TEST_CASE("no call of an observed policy allocates") {
 TEST_CASE("a pool of the most slabs that page ids reach costs an object nothing") {
     using P = Policy<Sink<2>, Window<5>, ThresholdGate<at_least>>;
     const std::size_t before = allocated_bytes;
-    const DualCache<P, float> cache({.query_heads = 2, .kv_heads = 2, .dim_k = 8, .dim_v = 8},
-                                    {.slab_pages = 1, .most_slabs = 0x7ffffffe, .longest = 9},
+    const DualCache<P, float> cache({.query_heads = 2, .kv_heads = 2, .head_dim_qk = 8, .head_dim_vo = 8},
+                                    {.slab_pages = 1, .max_slabs = 0x7ffffffe, .max_seq_len = 9},
                                     P{{}, {}, ThresholdGate<at_least>{0.0f}});
     CHECK(allocated_bytes - before < 16384);
     CHECK(cache.bytes().total() > std::size_t{0x7ffffffe} * sizeof(Slab<float>));

@@ -41,7 +41,7 @@ void follow(const host& on, const BaselineCase& one, Cache& bound, const Tensor<
             bound.reserve(on, batch);
         }
         using P = std::remove_cvref_t<decltype(bound.cache.policy())>;
-        test::call_ref<P, T>(on, bound.cache.ref(0), batch, q.tokens(at, count), k.tokens(at, count),
+        test::call_ref<P, T>(on, bound.cache.layer(0), batch, q.tokens(at, count), k.tokens(at, count),
                              v.tokens(at, count), out.tokens(at, count), {}, !prompt);
         bound.cache.advance(on, batch);
         at += count;
@@ -87,7 +87,7 @@ void check_caches() {
                 end = end == one.length ? never : end;
             }
             const mask_view mask{view_bhs<const expiry_t>(expiry.data(), 1, one.kv_heads, one.length)};
-            const keys<T> all{k.view(), v.view(), mask};
+            const kv_view<T> all{k.view(), v.view(), mask};
             const Sequences sequences{.batch = 1, .length = one.length};
             test::Workspace workspace(attend_workspace_bytes<T>(on, one.attention, q.view(), all, sequences));
             attend<T>(on, one.attention, q.view(), all, sequences, expected.view(), {}, workspace);

@@ -26,13 +26,13 @@ namespace {
 using Budget = Policy<Sink<1>, Window<4>, TopKBudget<6>>;
 using Gated = Policy<Sink<1>, Window<4>, ThresholdGate<at_least>>;
 constexpr std::int32_t heads = 2, group = 2, dim = 8, width = 6;
-constexpr CacheShape shape{.slots = 4,
+constexpr CacheShape shape{.max_sequences = 4,
                            .query_heads = heads * group,
                            .kv_heads = heads,
-                           .dim_k = dim,
-                           .dim_v = dim,
-                           .page_rows = 4,
-                           .proposals = 6};
+                           .head_dim_qk = dim,
+                           .head_dim_vo = dim,
+                           .page_size = 4,
+                           .max_draft_tokens = 6};
 
 /// Tokens in one row, with scores and hidden states; `all` holds n of them.
 struct Row {
@@ -78,10 +78,10 @@ void run(const host& on, const Ref& ref, const Batch& batch, Row& row, std::int3
                              row.out.tokens(from, n), extras, steps, status);
 }
 
-constexpr std::int32_t edges[] = {0, 17, 17, 40, 49}, lengths[] = {17, 0, 23, 9}, slots[] = {2, 0, 3, 1},
+constexpr std::int32_t edges[] = {0, 17, 17, 40, 49}, lengths[] = {17, 0, 23, 9}, seq_ids[] = {2, 0, 3, 1},
                        total = 49;
 
-/// A pack of four entries beside the same entries one by one, twice in a row, and then proposals.
+/// A pack of four entries beside the same entries one by one, twice in a row, and then draft tokens.
 template <class P, class Bound>
 void check_pack(Bound& packed, Bound& alone, bool states) {
     const host on{2};
@@ -89,43 +89,46 @@ void check_pack(Bound& packed, Bound& alone, bool states) {
         Row a(total, round), b(total, round);
         CacheExtras extras = a.extras(states, 0, total);
         extras.cu_seqlens = edges;
-        const Batch batch{.count = 4, .slots = slots, .q_len = lengths, .length = total};
-        run<P>(on, packed.cache.ref(0), batch, a, 0, total, extras);
+        const Batch batch{.count = 4, .seq_ids = seq_ids, .q_len = lengths, .length = total};
+        run<P>(on, packed.cache.layer(0), batch, a, 0, total, extras);
         packed.cache.advance(on, batch);
         for (std::int32_t i = 0; i < 4; ++i) {
-            const Batch one{.count = 1, .slots = slots + i, .length = lengths[i]};
-            run<P>(on, alone.cache.ref(0), one, b, edges[i], lengths[i],
+            const Batch one{.count = 1, .seq_ids = seq_ids + i, .length = lengths[i]};
+            run<P>(on, alone.cache.layer(0), one, b, edges[i], lengths[i],
                    b.extras(states, edges[i], lengths[i]));
             alone.cache.advance(on, one);
         }
         CHECK(a.out.data == b.out.data);
         CHECK(a.lse.data == b.lse.data);
-        for (std::int32_t slot = 0; slot < 4; ++slot) {
-            CHECK(test::content_of(packed.cache.ref(0), slot) == test::content_of(alone.cache.ref(0), slot));
+        for (std::int32_t seq = 0; seq < 4; ++seq) {
+            CHECK(test::content_of(packed.cache.layer(0), seq) ==
+                  test::content_of(alone.cache.layer(0), seq));
         }
     }
-    const std::int32_t few[] = {0, 6, 7, 7, 10}, guesses[] = {6, 1, 0, 3}, taken[] = {2, 1, 0, 3};
+    const std::int32_t few[] = {0, 6, 7, 7, 10}, guesses[] = {6, 1, 0, 3}, appended[] = {2, 1, 0, 3};
     Row a(10, 9), b(10, 9);
     CacheExtras extras = a.extras(states, 0, 10);
     extras.cu_seqlens = few;
-    const auto ref = packed.cache.ref(0), other = alone.cache.ref(0);
-    test::Workspace room(cache_workspace_bytes(on, ref, 4, 10));
-    propose(on, ref, {.count = 4, .slots = slots, .q_len = guesses, .length = 10}, std::as_const(a.q).view(),
-            std::as_const(a.k).view(), std::as_const(a.v).view(), a.out.view(), room, extras);
-    commit(on, ref, {.count = 4, .slots = slots, .q_len = taken, .length = 10}, room);
+    const auto ref = packed.cache.layer(0), other = alone.cache.layer(0);
+    test::Workspace workspace(cache_workspace_bytes(on, ref, 4, 10));
+    append_draft(on, ref, {.count = 4, .seq_ids = seq_ids, .q_len = guesses, .length = 10},
+                 std::as_const(a.q).view(), std::as_const(a.k).view(), std::as_const(a.v).view(),
+                 a.out.view(), workspace, extras);
+    accept(on, ref, {.count = 4, .seq_ids = seq_ids, .q_len = appended, .length = 10}, workspace);
     for (std::int32_t i = 0; i < 4; ++i) {
-        const Batch one{.count = 1, .slots = slots + i, .length = guesses[i]};
-        propose(on, other, one, std::as_const(b.q).tokens(few[i], guesses[i]),
-                std::as_const(b.k).tokens(few[i], guesses[i]), std::as_const(b.v).tokens(few[i], guesses[i]),
-                b.out.tokens(few[i], guesses[i]), room, b.extras(states, few[i], guesses[i]));
-        commit(on, other, {.count = 1, .slots = slots + i, .length = taken[i]}, room);
+        const Batch one{.count = 1, .seq_ids = seq_ids + i, .length = guesses[i]};
+        append_draft(on, other, one, std::as_const(b.q).tokens(few[i], guesses[i]),
+                     std::as_const(b.k).tokens(few[i], guesses[i]),
+                     std::as_const(b.v).tokens(few[i], guesses[i]), b.out.tokens(few[i], guesses[i]),
+                     workspace, b.extras(states, few[i], guesses[i]));
+        accept(on, other, {.count = 1, .seq_ids = seq_ids + i, .length = appended[i]}, workspace);
     }
     CHECK(a.out.data == b.out.data);
-    const Batch batch{.count = 4, .slots = slots, .q_len = taken, .length = 10};
+    const Batch batch{.count = 4, .seq_ids = seq_ids, .q_len = appended, .length = 10};
     packed.cache.advance(on, batch);
     alone.cache.advance(on, batch);
-    for (std::int32_t slot = 0; slot < 4; ++slot) {
-        CHECK(test::content_of(packed.cache.ref(0), slot) == test::content_of(alone.cache.ref(0), slot));
+    for (std::int32_t seq = 0; seq < 4; ++seq) {
+        CHECK(test::content_of(packed.cache.layer(0), seq) == test::content_of(alone.cache.layer(0), seq));
     }
 }
 
@@ -133,7 +136,7 @@ void check_pack(Bound& packed, Bound& alone, bool states) {
 
 TEST_CASE("a packed batch is its entries one by one, on both kinds of caches, with scores or hidden states") {
     const host on{1};
-    const PoolShape pool{.slab_pages = 200, .most_slabs = 1, .longest = 200};
+    const PoolShape pool{.slab_pages = 200, .max_slabs = 1, .max_seq_len = 200};
     {
         test::BoundCache<Budget, float> packed(on, shape, {}), alone(on, shape, {});
         check_pack<Budget>(packed, alone, false);
@@ -159,7 +162,8 @@ TEST_CASE("a packed batch is its entries one by one, on both kinds of caches, wi
 }
 
 TEST_CASE(
-    "samples of a pack that are slots of their own are reset; a pack in one slot keeps attention: as masks "
+    "samples of a pack that are sequences of their own are reset; a pack in one sequence keeps attention: as "
+    "masks "
     "have it") {
     const host on{2};
     Row row(total, 4), one(total, 4);
@@ -172,10 +176,10 @@ TEST_CASE(
             sequences.segments = 3;
         }
         test::Plane<expiry_t> expiry(1, heads, total);
-        test::Workspace room(build_mask_workspace_bytes(on, policy, sequences, heads));
-        build_mask(on, policy, std::as_const(row.scores).view(), sequences, expiry.view(), room);
+        test::Workspace workspace(build_mask_workspace_bytes(on, policy, sequences, heads));
+        build_mask(on, policy, std::as_const(row.scores).view(), sequences, expiry.view(), workspace);
         test::Tensor<float> wanted(1, heads * group, total, dim);
-        const keys<float> masked{
+        const kv_view<float> masked{
             std::as_const(row.k).view(), std::as_const(row.v).view(), {std::as_const(expiry).view()}};
         test::Workspace more(attend_workspace_bytes(on, {}, std::as_const(row.q).view(), masked, sequences));
         attend(on, {}, std::as_const(row.q).view(), masked, sequences, wanted.view(), {}, more);
@@ -185,7 +189,7 @@ TEST_CASE(
         CacheExtras extras = row.extras(false, 0, total);
         extras.cu_seqlens = reset ? cuts : all;
         const Batch batch{.count = reset ? 3 : 1, .q_len = reset ? own : all + 1, .length = total};
-        run<Budget>(on, cache.cache.ref(0), batch, row, 0, total, extras);
+        run<Budget>(on, cache.cache.layer(0), batch, row, 0, total, extras);
         cache.cache.advance(on, batch);
         double worst = 0.0;
         for (std::size_t i = 0; i < wanted.data.size(); ++i) {
@@ -210,16 +214,16 @@ TEST_CASE(
 
 TEST_CASE("a packed entry without pages is left alone, and the others are served") {
     const host on{1};
-    test::BoundDual<Gated, float> cache(on, shape, {.slab_pages = 12, .most_slabs = 20, .longest = 100});
+    test::BoundDual<Gated, float> cache(on, shape, {.slab_pages = 12, .max_slabs = 20, .max_seq_len = 100});
     cache.add_slab(on);
     Row row(total, 6), other(total, 6);
     row.scores.data.assign(row.scores.data.size(), 1.0f);  // all is kept: 10, 0, 12 and 6 pages
     other.scores = row.scores;
     CacheExtras extras = row.extras(false, 0, total);
     extras.cu_seqlens = edges;
-    const Batch batch{.count = 4, .slots = slots, .q_len = lengths, .length = total};
+    const Batch batch{.count = 4, .seq_ids = seq_ids, .q_len = lengths, .length = total};
     std::uint32_t status[4] = {};
-    run<Gated>(on, cache.cache.ref(0), batch, row, 0, total, extras, false, status);
+    run<Gated>(on, cache.cache.layer(0), batch, row, 0, total, extras, false, status);
     CHECK((status[0] == 0 && status[1] == 0));
     CHECK((status[2] == status_pool_exhausted && status[3] == status_pool_exhausted));
     for (std::int32_t t = 0; t < total; ++t) {
@@ -228,21 +232,21 @@ TEST_CASE("a packed entry without pages is left alone, and the others are served
         CHECK(std::isinf(row.lse.at(0, 1, t)) == !served);
     }
     const std::int32_t left[] = {0, 0, 23, 9}, rest[] = {0, 0, 0, 23, 32};
-    cache.reserve(on, {.count = 4, .slots = slots, .q_len = left, .length = total});
+    cache.reserve(on, {.count = 4, .seq_ids = seq_ids, .q_len = left, .length = total});
     CacheExtras again = row.extras(false, 17, 32);
     again.cu_seqlens = rest;
-    run<Gated>(on, cache.cache.ref(0), {.count = 4, .slots = slots, .q_len = left, .length = 32}, row, 17, 32,
-               again);
+    run<Gated>(on, cache.cache.layer(0), {.count = 4, .seq_ids = seq_ids, .q_len = left, .length = 32}, row,
+               17, 32, again);
     cache.cache.advance(on, batch);
-    test::BoundDual<Gated, float> ample(on, shape, {.slab_pages = 100, .most_slabs = 1, .longest = 100});
+    test::BoundDual<Gated, float> ample(on, shape, {.slab_pages = 100, .max_slabs = 1, .max_seq_len = 100});
     ample.add_slab(on);
     CacheExtras whole = other.extras(false, 0, total);
     whole.cu_seqlens = edges;
-    run<Gated>(on, ample.cache.ref(0), batch, other, 0, total, whole);
+    run<Gated>(on, ample.cache.layer(0), batch, other, 0, total, whole);
     ample.cache.advance(on, batch);
     CHECK(row.out.data == other.out.data);
-    for (std::int32_t slot = 0; slot < 4; ++slot) {
-        CHECK(test::content_of(cache.cache.ref(0), slot) == test::content_of(ample.cache.ref(0), slot));
+    for (std::int32_t seq = 0; seq < 4; ++seq) {
+        CHECK(test::content_of(cache.cache.layer(0), seq) == test::content_of(ample.cache.layer(0), seq));
     }
 }
 
@@ -253,8 +257,8 @@ TEST_CASE("edges that do not fit the batch are refused") {
     const auto call = [&](const std::int32_t* cu, const std::int32_t* q_len, std::int32_t n = total) {
         CacheExtras extras = row.extras(false, 0, n);
         extras.cu_seqlens = cu;
-        run<Budget>(on, cache.cache.ref(0), {.count = 4, .slots = slots, .q_len = q_len, .length = n}, row, 0,
-                    n, extras);
+        run<Budget>(on, cache.cache.layer(0), {.count = 4, .seq_ids = seq_ids, .q_len = q_len, .length = n},
+                    row, 0, n, extras);
     };
     const std::int32_t late[] = {1, 17, 17, 40, 49}, other[] = {0, 17, 17, 39, 49}, less[] = {17, 0, 22, 9};
     CHECK_REFUSED(call(late, lengths), "extras.cu_seqlens[0]: 1 is not allowed; it must be 0");
@@ -266,7 +270,7 @@ TEST_CASE("edges that do not fit the batch are refused") {
                   "q: 1 x 4 x 48 x 8 is not allowed; it must be 1 x 4 x at least 49 x 8");
     CacheExtras extras = row.extras(false, 0, 1);
     extras.cu_seqlens = edges;
-    CHECK_REFUSED(run<Budget>(on, cache.cache.ref(0), {.count = 1}, row, 0, 1, extras, true),
+    CHECK_REFUSED(run<Budget>(on, cache.cache.layer(0), {.count = 1}, row, 0, 1, extras, true),
                   "extras.cu_seqlens: given is not allowed; it must be null in a step");
     CHECK(cache.cache.length(2) == 0);
 }
@@ -274,41 +278,42 @@ TEST_CASE("edges that do not fit the batch are refused") {
 TEST_CASE(
     "sequences that join and leave while others run are as if they were alone, and leave no page behind") {
     const host on{2};
-    for (const std::int32_t page_rows : {1, 5}) {
+    for (const std::int32_t page_size : {1, 5}) {
         CacheShape sizes = shape;
-        sizes.page_rows = page_rows;
-        test::BoundDual<Gated, float> shared(on, sizes, {.slab_pages = 9, .most_slabs = 100, .longest = 80});
+        sizes.page_size = page_size;
+        test::BoundDual<Gated, float> shared(on, sizes,
+                                             {.slab_pages = 9, .max_slabs = 100, .max_seq_len = 80});
         struct Running {
             std::int32_t id = -1, at = 0, length = 0;
         } running[4];
-        std::mt19937 generator(static_cast<std::uint32_t>(page_rows));
+        std::mt19937 generator(static_cast<std::uint32_t>(page_size));
         std::int32_t next = 0, finished = 0;
         while (finished < 25) {
             std::int32_t named[4], tokens[4], count = 0;
             std::vector<Row> rows;
             const bool steps = generator() % 2 == 0;
-            for (std::int32_t slot = 0; slot < 4; ++slot) {
-                Running& mine = running[slot];
+            for (std::int32_t seq = 0; seq < 4; ++seq) {
+                Running& mine = running[seq];
                 if (mine.id < 0 && generator() % 2 == 0) {  // joins
                     mine = {next++, 0, 1 + static_cast<std::int32_t>(generator() % 60)};
                 }
                 if (mine.id < 0 || generator() % 4 == 0) {
                     continue;  // not there, or sits out this call
                 }
-                named[count] = slot;
+                named[count] = seq;
                 tokens[count++] =
                     std::min(mine.length - mine.at, steps ? 1 : static_cast<std::int32_t>(generator() % 9));
             }
             std::shuffle(named, named + count, generator);
-            std::int32_t longest = 1;
+            std::int32_t max_seq_len = 1;
             for (std::int32_t i = 0; i < count; ++i) {
                 const Running& mine = running[named[i]];
                 tokens[i] = std::min(mine.length - mine.at, steps ? 1 : tokens[i]);
-                longest = std::max(longest, tokens[i]);
+                max_seq_len = std::max(max_seq_len, tokens[i]);
             }
-            test::Tensor<float> q(count, heads * group, longest, dim), k(count, heads, longest, dim),
-                v(count, heads, longest, dim), out(count, heads * group, longest, dim);
-            test::Plane<float> scores(count, heads, longest);
+            test::Tensor<float> q(count, heads * group, max_seq_len, dim), k(count, heads, max_seq_len, dim),
+                v(count, heads, max_seq_len, dim), out(count, heads * group, max_seq_len, dim);
+            test::Plane<float> scores(count, heads, max_seq_len);
             for (std::int32_t i = 0; i < count; ++i) {
                 const Running& mine = running[named[i]];
                 const Row whole(60, static_cast<std::uint32_t>(mine.id));
@@ -323,9 +328,9 @@ TEST_CASE(
                     }
                 }
             }
-            const Batch batch{.count = count, .slots = named, .q_len = tokens, .length = longest};
+            const Batch batch{.count = count, .seq_ids = named, .q_len = tokens, .length = max_seq_len};
             shared.reserve(on, batch);
-            test::call_ref<Gated, float>(on, shared.cache.ref(0), batch, std::as_const(q).view(),
+            test::call_ref<Gated, float>(on, shared.cache.layer(0), batch, std::as_const(q).view(),
                                          std::as_const(k).view(), std::as_const(v).view(), out.view(),
                                          {.scores = std::as_const(scores).view()}, steps);
             shared.cache.advance(on, batch);
@@ -337,14 +342,14 @@ TEST_CASE(
                 }
                 // It leaves; alone it would have held the same.
                 test::BoundDual<Gated, float> alone(on, sizes,
-                                                    {.slab_pages = 400, .most_slabs = 1, .longest = 80});
+                                                    {.slab_pages = 400, .max_slabs = 1, .max_seq_len = 80});
                 alone.add_slab(on);
                 Row row(60, static_cast<std::uint32_t>(mine.id));
-                run<Gated>(on, alone.cache.ref(0), {.count = 1, .length = mine.length}, row, 0, mine.length,
+                run<Gated>(on, alone.cache.layer(0), {.count = 1, .length = mine.length}, row, 0, mine.length,
                            row.extras(false, 0, mine.length));
                 alone.cache.advance(on, {.count = 1, .length = mine.length});
-                CHECK(test::content_of(alone.cache.ref(0), 0) ==
-                      test::content_of(shared.cache.ref(0), named[i]));
+                CHECK(test::content_of(alone.cache.layer(0), 0) ==
+                      test::content_of(shared.cache.layer(0), named[i]));
                 if (tokens[i] > 0) {
                     const float got = out.view().row(i, 3, tokens[i] - 1)[5],
                                 wanted = row.out.view().row(0, 3, mine.length - 1)[5];
@@ -355,9 +360,9 @@ TEST_CASE(
                 ++finished;
             }
         }
-        for (std::int32_t slot = 0; slot < 4; ++slot) {
-            shared.cache.clear(on, slot);
+        for (std::int32_t seq = 0; seq < 4; ++seq) {
+            shared.cache.clear(on, seq);
         }
-        CHECK(shared.cache.free_pages() == shared.cache.lent_pages());
+        CHECK(shared.cache.free_pages() == shared.cache.attached_pages());
     }
 }

@@ -45,13 +45,13 @@ P policy(std::int32_t s, std::int32_t w, std::int32_t k, float log_gamma = 0.0f,
     return P{Sink<>{s}, Window<>{w}, TopKBudget<>{k}, Decay<dynamic>{log_gamma, n}};
 }
 
-constexpr CacheShape one_head{.query_heads = 1, .kv_heads = 1, .dim_k = 8, .dim_v = 8};
+constexpr CacheShape one_head{.query_heads = 1, .kv_heads = 1, .head_dim_qk = 8, .head_dim_vo = 8};
 
 /// Held positions after `length` tokens with the scores that score_of(t) gives, fed in chunks.
 template <class ScoreOf>
-std::vector<position_t> held(const host& on, const P& rule, std::int32_t length,
+std::vector<position_t> held(const host& on, const P& head_params, std::int32_t length,
                              const std::vector<std::int32_t>& sizes, bool steps, ScoreOf&& score_of) {
-    test::BoundCache<P, float> under_test(on, one_head, rule);
+    test::BoundCache<P, float> under_test(on, one_head, head_params);
     test::Tensor<float> x(1, 1, length, 8), out(1, 1, length, 8);
     x.fill(0.5f);
     test::Plane<float> scores(1, 1, length);
@@ -123,7 +123,8 @@ TEST_CASE("3, 9: a page of 4 rows, 13 tokens, NaN in the tail, pages in any orde
     // Whoever reads exported pages may move them: a pool with permuted ids gives the same rows.
     const host on(1);
     test::BoundCache<P, float> under_test(
-        on, {.query_heads = 1, .kv_heads = 1, .dim_k = 8, .dim_v = 8, .page_rows = 4}, policy(2, 5, 9));
+        on, {.query_heads = 1, .kv_heads = 1, .head_dim_qk = 8, .head_dim_vo = 8, .page_size = 4},
+        policy(2, 5, 9));
     std::mt19937 generator(1);
     test::Tensor<float> q(1, 1, 13, 8), k(1, 1, 13, 8), v(1, 1, 13, 8), out(1, 1, 13, 8);
     q.fill_normal(generator);
@@ -135,7 +136,7 @@ TEST_CASE("3, 9: a page of 4 rows, 13 tokens, NaN in the tail, pages in any orde
                          std::as_const(v).view(), out.view(), {.scores = scores.view()}, false);
     under_test.cache.advance(on, batch);
     CHECK(std::all_of(out.data.begin(), out.data.end(), [](float x) { return std::isfinite(x); }));
-    const auto ref = under_test.cache.ref(0);
+    const auto ref = under_test.cache.layer(0);
     CHECK(std::isnan(ref.k[std::int64_t{13} * 8]));  // the tail of the last page is still poisoned
     std::int32_t indptr[2], indices[4], last[1];
     export_heads(on, ref, {.count = 1}, {indptr, indices, last, 4});
@@ -224,18 +225,18 @@ TEST_CASE("19: the window has as many keys in a mask as in prefill and in decode
     constexpr std::int32_t length = 40;
     for (const std::int32_t w : {1, 2, 4, 16, 39, 40, 41, 100}) {
         CAPTURE(w);
-        const P rule = policy(0, w, 0);
+        const P head_params = policy(0, w, 0);
         const Sequences sequences{.batch = 1, .length = length};
         test::Plane<expiry_t> expiry(1, 1, length);
         test::Plane<float> scores(1, 1, length);
         test::Plane<std::int32_t> live(1, 1, length);
-        test::Workspace workspace(build_mask_workspace_bytes(on, rule, sequences, 1));
-        build_mask(on, rule, std::as_const(scores).view(), sequences, expiry.view(), workspace);
+        test::Workspace workspace(build_mask_workspace_bytes(on, head_params, sequences, 1));
+        build_mask(on, head_params, std::as_const(scores).view(), sequences, expiry.view(), workspace);
         live_keys(on, std::as_const(expiry).view(), sequences, live.view());
         for (const Way& way : ways) {
             for (std::int32_t n = 1; n <= length; n += 3) {
                 const std::vector<position_t> kept =
-                    held(on, rule, n, way.sizes, way.steps, [](position_t) { return 0.0f; });
+                    held(on, head_params, n, way.sizes, way.steps, [](position_t) { return 0.0f; });
                 const std::vector<position_t> wanted = range(std::max(0, n - w), n);
                 if (kept != wanted) {
                     CHECK(kept == wanted);
@@ -251,9 +252,10 @@ TEST_CASE("19: the window has as many keys in a mask as in prefill and in decode
 TEST_CASE("20: two heads of one layer, one with its long-range part full and one not, in the same step") {
     const host on(2);
     const std::int32_t budgets[] = {3, 500};
-    const P rule{Sink<>{1}, Window<>{4}, TopKBudget<>{per_head(budgets, 1, 2)}, Decay<dynamic>{-0.01f, 1}};
-    const CacheShape shape{.query_heads = 4, .kv_heads = 2, .dim_k = 16, .dim_v = 16};
-    CHECK(test::run_beside_shadow<float>(on, rule, shape, 100, {1}, true, 1) <= 1.0);
-    CHECK(test::run_beside_shadow<float>(on, rule, shape, 100, {50, 1, 1, 7}, true, 2) <= 1.0);
-    CHECK(test::run_beside_shadow<bf16>(on, rule, shape, 100, {3, 1, 20}, false, 3) <= 1.0);
+    const P head_params{Sink<>{1}, Window<>{4}, TopKBudget<>{per_head(budgets, 1, 2)},
+                        Decay<dynamic>{-0.01f, 1}};
+    const CacheShape shape{.query_heads = 4, .kv_heads = 2, .head_dim_qk = 16, .head_dim_vo = 16};
+    CHECK(test::run_beside_shadow<float>(on, head_params, shape, 100, {1}, true, 1) <= 1.0);
+    CHECK(test::run_beside_shadow<float>(on, head_params, shape, 100, {50, 1, 1, 7}, true, 2) <= 1.0);
+    CHECK(test::run_beside_shadow<bf16>(on, head_params, shape, 100, {3, 1, 20}, false, 3) <= 1.0);
 }

@@ -1,4 +1,4 @@
-// What reserve() promises: so many further tokens of a slot cannot fail, whatever happens in between; and pages that are not the pool's.
+// What reserve() promises: so many further tokens of a sequence cannot fail, whatever happens in between; and pages that are not the pool's.
 #include <kvpolicy/policies/eviction.hpp>
 #include <kvpolicy/policies/sink.hpp>
 #include <kvpolicy/policies/threshold_gate.hpp>
@@ -18,36 +18,37 @@ namespace {
 
 using Evicting = Policy<Sink<>, Window<>, ThresholdGate<at_least>, SnapKVEviction>;
 constexpr CacheShape shape{
-    .slots = 3, .query_heads = 1, .kv_heads = 1, .dim_k = 8, .dim_v = 8, .page_rows = 16};
+    .max_sequences = 3, .query_heads = 1, .kv_heads = 1, .head_dim_qk = 8, .head_dim_vo = 8, .page_size = 16};
 
 Evicting evicting(float share) {
     return Evicting{Sink<>{4}, Window<>{9}, ThresholdGate<at_least>{-100.0f},
                     SnapKVEviction{.average = 40, .share = share, .observing = 8}};
 }
 
-/// A token of one slot, which must find its pages, and an eviction; returns its rounds.
-std::int32_t token(const host& on, test::BoundDual<Evicting, float>& bound, std::int32_t slot,
+/// A token of one sequence, which must find its pages, and an eviction; returns its rounds.
+std::int32_t token(const host& on, test::BoundDual<Evicting, float>& bound, std::int32_t seq,
                    std::mt19937& generator) {
     test::Tensor<float> q(1, 1, 1, 8), k(1, 1, 1, 8), v(1, 1, 1, 8), out(1, 1, 1, 8);
     q.fill_normal(generator);
     k.fill_normal(generator);
     v.fill_normal(generator);
     const test::Plane<float> scores(1, 1, 1, 0.0f);
-    const Batch batch{.count = 1, .slots = &slot};
-    test::call_ref<Evicting, float>(on, bound.cache.ref(0), batch, q.view(), k.view(), v.view(), out.view(),
+    const Batch batch{.count = 1, .seq_ids = &seq};
+    test::call_ref<Evicting, float>(on, bound.cache.layer(0), batch, q.view(), k.view(), v.view(), out.view(),
                                     {.scores = scores.view()}, true);
     bound.cache.advance(on, batch);
-    test::Workspace room(bound.cache.evict_workspace_bytes(on));
+    test::Workspace workspace(bound.cache.evict_workspace_bytes(on));
     EvictionReport report;
-    bound.cache.evict(on, batch, room, &report);
+    bound.cache.evict(on, batch, workspace, &report);
     return report.rounds;
 }
 
-/// Gives a slot all pages that are free.
-void drain(const host& on, test::BoundDual<Evicting, float>& bound, std::int32_t slot, std::int32_t& taken) {
+/// Gives a sequence all pages that are free.
+void drain(const host& on, test::BoundDual<Evicting, float>& bound, std::int32_t seq,
+           std::int32_t& appended) {
     while (bound.cache.free_pages() != 0) {
-        taken += 16;
-        REQUIRE(bound.cache.reserve(on, {.count = 1, .slots = &slot, .length = taken}) == 0);
+        appended += 16;
+        REQUIRE(bound.cache.reserve(on, {.count = 1, .seq_ids = &seq, .length = appended}) == 0);
     }
 }
 
@@ -58,45 +59,45 @@ TEST_CASE("a reservation holds across evictions") {
     for (const float share : {0.05f, 0.3f, 0.7f}) {
         CAPTURE(share);
         test::BoundDual<Evicting, float> bound(
-            on, shape, {.slab_pages = 12, .most_slabs = 1, .longest = 2000}, evicting(share));
+            on, shape, {.slab_pages = 12, .max_slabs = 1, .max_seq_len = 2000}, evicting(share));
         bound.add_slab(on);
         std::mt19937 generator(3);
         std::int32_t rounds = 0;
         for (std::int32_t round = 0; round < 20; ++round) {
-            const std::int32_t slot = 0, ahead = 11 + round;
-            REQUIRE(bound.cache.reserve(on, {.count = 1, .slots = &slot, .length = ahead}) == 0);
-            std::int32_t taken = 0;
-            drain(on, bound, 1, taken);
+            const std::int32_t seq = 0, ahead = 11 + round;
+            REQUIRE(bound.cache.reserve(on, {.count = 1, .seq_ids = &seq, .length = ahead}) == 0);
+            std::int32_t appended = 0;
+            drain(on, bound, 1, appended);
             for (std::int32_t t = 0; t < ahead; ++t) {
-                rounds += token(on, bound, slot, generator);  // would be refused without a page
-                drain(on, bound, 1, taken);
+                rounds += token(on, bound, seq, generator);  // would be refused without a page
+                drain(on, bound, 1, appended);
             }
             bound.cache.clear(on, 1);
         }
         CHECK(rounds > 10);
         bound.cache.clear(on, 0);
-        CHECK(bound.cache.free_pages() == bound.cache.lent_pages());
+        CHECK(bound.cache.free_pages() == bound.cache.attached_pages());
     }
 }
 
 TEST_CASE("what is no longer reserved goes back with an eviction; copies have no reservation") {
     const host on(1);
-    test::BoundDual<Evicting, float> bound(on, shape, {.slab_pages = 40, .most_slabs = 1, .longest = 2000},
+    test::BoundDual<Evicting, float> bound(on, shape, {.slab_pages = 40, .max_slabs = 1, .max_seq_len = 2000},
                                            evicting(0.2f));
     bound.add_slab(on);
     std::mt19937 generator(3);
-    const std::int32_t slot = 0;
-    REQUIRE(bound.cache.reserve(on, {.count = 1, .slots = &slot, .length = 60}) == 0);
+    const std::int32_t seq = 0;
+    REQUIRE(bound.cache.reserve(on, {.count = 1, .seq_ids = &seq, .length = 60}) == 0);
     std::int32_t t = 0;
     for (; t < 60; ++t) {
-        token(on, bound, slot, generator);
+        token(on, bound, seq, generator);
     }
-    while (token(on, bound, slot, generator) == 0) {
+    while (token(on, bound, seq, generator) == 0) {
     }
-    const auto ref = bound.cache.ref(0);
+    const auto ref = bound.cache.layer(0);
     const auto pages = [&](std::int32_t of) { return (ref.used(of, 0) + 15) / 16; };
     CHECK(ref.held[0] == pages(0));
-    REQUIRE(bound.cache.reserve(on, {.count = 1, .slots = &slot, .length = 200}) == 0);
+    REQUIRE(bound.cache.reserve(on, {.count = 1, .seq_ids = &seq, .length = 200}) == 0);
     const std::int32_t held = ref.held[0];
     bound.cache.fork(on, 0, 1);
     CHECK(ref.held[1] == pages(1));
@@ -121,23 +122,23 @@ TEST_CASE("in the middle of a token a reservation is for those after it") {
     using P = Policy<Sink<1>, Window<4>, ThresholdGate<at_least>>;
     CacheShape two = shape;
     two.layers = 2;
-    two.page_rows = 1;  // every token shows
+    two.page_size = 1;  // every token shows
     for (const std::int32_t ahead : {1, 3}) {
         // No page more than what is reserved.
         test::BoundDual<P, float> bound(on, two,
-                                        {.slab_pages = 2 * (13 + ahead), .most_slabs = 1, .longest = 100},
+                                        {.slab_pages = 2 * (13 + ahead), .max_slabs = 1, .max_seq_len = 100},
                                         P{{}, {}, ThresholdGate<at_least>{-100.0f}});
         bound.add_slab(on);
         std::mt19937 generator(3);
-        const std::int32_t slot = 0;
-        const Batch one{.count = 1, .slots = &slot};
+        const std::int32_t seq = 0;
+        const Batch one{.count = 1, .seq_ids = &seq};
         const test::Plane<float> scores(1, 1, 1, 0.0f);
         const auto take = [&](std::int32_t layer) {
             test::Tensor<float> q(1, 1, 1, 8), k(1, 1, 1, 8), v(1, 1, 1, 8), out(1, 1, 1, 8);
             q.fill_normal(generator);
             k.fill_normal(generator);
             v.fill_normal(generator);
-            test::call_ref<P, float>(on, bound.cache.ref(layer), one, q.view(), k.view(), v.view(),
+            test::call_ref<P, float>(on, bound.cache.layer(layer), one, q.view(), k.view(), v.view(),
                                      out.view(), {.scores = scores.view()}, true);
         };
         const auto token = [&] {
@@ -149,19 +150,19 @@ TEST_CASE("in the middle of a token a reservation is for those after it") {
             token();
         }
         take(1);  // layers in any order
-        REQUIRE(bound.cache.reserve(on, {.count = 1, .slots = &slot, .length = ahead}) == 0);
-        CHECK(bound.cache.ref(0).held[0] == 13 + ahead);
-        CHECK(bound.cache.ref(1).held[0] == 13 + ahead);
+        REQUIRE(bound.cache.reserve(on, {.count = 1, .seq_ids = &seq, .length = ahead}) == 0);
+        CHECK(bound.cache.layer(0).held[0] == 13 + ahead);
+        CHECK(bound.cache.layer(1).held[0] == 13 + ahead);
         take(0);
         bound.cache.advance(on, one);
         for (std::int32_t t = 0; t < ahead; ++t) {
             token();
         }
         CHECK(bound.cache.free_pages() == 0);
-        CHECK(bound.cache.reserve(on, {.count = 1, .slots = &slot, .length = 87 - ahead}) > 0);
+        CHECK(bound.cache.reserve(on, {.count = 1, .seq_ids = &seq, .length = 87 - ahead}) > 0);
         CHECK_REFUSED(
-            static_cast<void>(bound.cache.reserve(on, {.count = 1, .slots = &slot, .length = 88 - ahead})),
-            "length of slot 0 after the call: 101 is not allowed");
+            static_cast<void>(bound.cache.reserve(on, {.count = 1, .seq_ids = &seq, .length = 88 - ahead})),
+            "length of sequence 0 after the call: 101 is not allowed");
     }
 }
 
@@ -172,27 +173,27 @@ TEST_CASE("a token that any layer has taken counts against the longest sequence 
     two.layers = 2;
     constexpr std::int32_t budgets[] = {unlimited,
                                         6};  // so that only layer 0 is bounded by the longest sequence
-    test::BoundDual<P, float> bound(on, two, {.slab_pages = 60, .most_slabs = 1, .longest = 30},
+    test::BoundDual<P, float> bound(on, two, {.slab_pages = 60, .max_slabs = 1, .max_seq_len = 30},
                                     P{{}, {}, TopKBudget<>{per_head(budgets, 2, 1)}});
     bound.add_slab(on);
-    const std::int32_t slot = 0;
-    const Batch one{.count = 1, .slots = &slot};
+    const std::int32_t seq = 0;
+    const Batch one{.count = 1, .seq_ids = &seq};
     const test::Plane<float> scores(1, 1, 1, 0.0f);
     const test::Tensor<float> in(1, 1, 1, 8);
     test::Tensor<float> out(1, 1, 1, 8);
-    test::call_ref<P, float>(on, bound.cache.ref(1), one, in.view(), in.view(), in.view(), out.view(),
+    test::call_ref<P, float>(on, bound.cache.layer(1), one, in.view(), in.view(), in.view(), out.view(),
                              {.scores = scores.view()}, true);
     const auto before = bound.everything();
-    CHECK_REFUSED(
-        static_cast<void>(bound.cache.reserve(on, {.count = 1, .slots = &slot, .length = 30})),
-        "length of slot 0 after the call: 31 is not allowed; it must be at most the cache's longest, 30");
+    CHECK_REFUSED(static_cast<void>(bound.cache.reserve(on, {.count = 1, .seq_ids = &seq, .length = 30})),
+                  "length of sequence 0 after the call: 31 is not allowed; it must be at most the cache's "
+                  "max_seq_len, 30");
     CHECK(bound.everything() == before);
-    CHECK(bound.cache.reserve(on, {.count = 1, .slots = &slot, .length = 29}) == 0);
+    CHECK(bound.cache.reserve(on, {.count = 1, .seq_ids = &seq, .length = 29}) == 0);
 }
 
 TEST_CASE("an eviction is between two tokens") {
     const host on(1);
-    test::BoundDual<Evicting, float> bound(on, shape, {.slab_pages = 12, .most_slabs = 1, .longest = 2000},
+    test::BoundDual<Evicting, float> bound(on, shape, {.slab_pages = 12, .max_slabs = 1, .max_seq_len = 2000},
                                            evicting(0.3f));
     bound.add_slab(on);
     std::mt19937 generator(3);
@@ -201,20 +202,20 @@ TEST_CASE("an eviction is between two tokens") {
     }
     test::Tensor<float> q(1, 1, 1, 8), k(1, 1, 1, 8), v(1, 1, 1, 8), out(1, 1, 1, 8);
     const test::Plane<float> scores(1, 1, 1, 0.0f);
-    const std::int32_t slot = 0, none = 0;
-    const Batch one{.count = 1, .slots = &slot};
-    test::call_ref<Evicting, float>(on, bound.cache.ref(0), one, q.view(), k.view(), v.view(), out.view(),
+    const std::int32_t seq = 0, none = 0;
+    const Batch one{.count = 1, .seq_ids = &seq};
+    test::call_ref<Evicting, float>(on, bound.cache.layer(0), one, q.view(), k.view(), v.view(), out.view(),
                                     {.scores = scores.view()}, true);
-    test::Workspace room(bound.cache.evict_workspace_bytes(on));
+    test::Workspace workspace(bound.cache.evict_workspace_bytes(on));
     const std::vector<unsigned char> before = bound.everything();
     CHECK_REFUSED(
-        bound.cache.evict(on, one, room),
-        "slot of entry 0: 0 is not allowed; it must be a slot between two tokens: layer 0 has taken "
+        bound.cache.evict(on, one, workspace),
+        "sequence of entry 0: 0 is not allowed; it must be a sequence between two tokens: layer 0 has taken "
         "some that advance() has not counted");
     CHECK(bound.everything() == before);
-    bound.cache.evict(on, {.count = 1, .slots = &slot, .q_len = &none}, room);  // which names nobody
+    bound.cache.evict(on, {.count = 1, .seq_ids = &seq, .q_len = &none}, workspace);  // which names nobody
     bound.cache.advance(on, one);
-    bound.cache.evict(on, one, room);
+    bound.cache.evict(on, one, workspace);
 }
 
 TEST_CASE("spared pages are never handed out, nor written") {
@@ -222,30 +223,30 @@ TEST_CASE("spared pages are never handed out, nor written") {
     using P = Policy<Window<4>, ThresholdGate<at_least>>;
     const P policy{{}, ThresholdGate<at_least>{-1.0f}};
     test::BoundDual<P, float> bound(
-        on, shape, {.slab_pages = 6, .most_slabs = 2, .longest = 2000, .spared_pages = 2}, policy);
-    const std::int32_t slot = 0;
-    const Batch ahead{.count = 1, .slots = &slot, .length = 16 * 5};
-    CHECK(bound.cache.lent_pages() == 0);
+        on, shape, {.slab_pages = 6, .max_slabs = 2, .max_seq_len = 2000, .spared_pages = 2}, policy);
+    const std::int32_t seq = 0;
+    const Batch ahead{.count = 1, .seq_ids = &seq, .length = 16 * 5};
+    CHECK(bound.cache.attached_pages() == 0);
     CHECK(bound.cache.reserve(on, ahead) == 2);  // 5 pages and the two of the first slab
     bound.add_slab(on);
-    CHECK(bound.cache.lent_pages() == 4);
+    CHECK(bound.cache.attached_pages() == 4);
     CHECK(bound.cache.free_pages() == 4);
     CHECK(bound.cache.reserve(on, ahead) == 1);
     bound.add_slab(on);
     CHECK(bound.cache.free_pages() == 10);
     CHECK(bound.cache.reserve(on, ahead) == 0);
-    const auto ref = bound.cache.ref(0);
+    const auto ref = bound.cache.layer(0);
     for (std::int32_t page = 0; page < ref.held[0]; ++page) {
         CHECK(ref.pages(0, 0)[page] >= 2);
     }
-    const PoolShape wrong{.slab_pages = 6, .most_slabs = 2, .longest = 2000, .spared_pages = 6};
+    const PoolShape wrong{.slab_pages = 6, .max_slabs = 2, .max_seq_len = 2000, .spared_pages = 6};
     CHECK_REFUSED((DualCache<P, float>(shape, wrong, policy)),
                   "spared_pages: 6 is not allowed; it must be 0 to 5, less than a slab");
 }
 
 namespace {
 
-/// FlashInfer's pages [P, 2, page_rows, H, D] (NHD) or [P, 2, H, page_rows, D] (HND).
+/// FlashInfer's pages [P, 2, page_size, H, D] (NHD) or [P, 2, H, page_size, D] (HND).
 struct EnginePages {
     static constexpr std::int32_t pages = 60, heads = 2, rows = 16, dim = 8;
     bool nhd;
@@ -270,12 +271,17 @@ TEST_CASE("pages that an engine keeps to itself: of every slab, also where its r
     const host on(1);
     using P = Policy<Sink<2>, Window<5>, ThresholdGate<at_least>>;
     const P policy{{}, {}, ThresholdGate<at_least>{0.0f}};
-    const CacheShape one{
-        .layers = 2, .slots = 2, .query_heads = 2, .kv_heads = 1, .dim_k = 8, .dim_v = 8, .page_rows = 16};
+    const CacheShape one{.layers = 2,
+                         .max_sequences = 2,
+                         .query_heads = 2,
+                         .kv_heads = 1,
+                         .head_dim_qk = 8,
+                         .head_dim_vo = 8,
+                         .page_size = 16};
     DualCache<P, float> cache(one,
                               {.slab_pages = 8,
-                               .most_slabs = 2,
-                               .longest = 100,
+                               .max_slabs = 2,
+                               .max_seq_len = 100,
                                .spared_pages = 1,
                                .strides = {.k_page = 128, .v_page = 128, .k_row = 8, .v_row = 8}},
                               policy);
@@ -288,8 +294,8 @@ TEST_CASE("pages that an engine keeps to itself: of every slab, also where its r
         values[layer].assign(8 * 128, -7.0f);
         cache.add_pages(on, keys[layer].data(), values[layer].data(), notes[layer].data(),
                         notes[layer].size());
-        CHECK(cache.lent_pages() == 7 * (layer + 1));
-        CHECK(cache.free_pages() == cache.lent_pages());
+        CHECK(cache.attached_pages() == 7 * (layer + 1));
+        CHECK(cache.free_pages() == cache.attached_pages());
     }
     // 12 of the 14 pages come into use, of both slabs.
     constexpr std::int32_t tokens = 48;
@@ -298,17 +304,17 @@ TEST_CASE("pages that an engine keeps to itself: of every slab, also where its r
     std::fill(scores.data.begin(), scores.data.end(), 1.0f);
     const Batch batch{.count = 2, .length = tokens};
     for (std::int32_t layer = 0; layer < 2; ++layer) {
-        test::call_ref<P, float>(on, cache.ref(layer), batch, q.view(), k.view(), v.view(), out.view(),
+        test::call_ref<P, float>(on, cache.layer(layer), batch, q.view(), k.view(), v.view(), out.view(),
                                  {.scores = scores.view()}, false);
     }
     cache.advance(on, batch);
     CHECK(cache.free_pages() == 2);
     for (std::int32_t layer = 0; layer < 2; ++layer) {
-        const auto ref = cache.ref(layer);
-        for (std::int32_t slot = 0; slot < 2; ++slot) {
-            REQUIRE(ref.used(slot, 0) == tokens);
+        const auto ref = cache.layer(layer);
+        for (std::int32_t seq = 0; seq < 2; ++seq) {
+            REQUIRE(ref.used(seq, 0) == tokens);
             for (std::int32_t page = 0; page < tokens / 16; ++page) {
-                CHECK(ref.pages(slot, 0)[page] % 8 != 0);
+                CHECK(ref.pages(seq, 0)[page] % 8 != 0);
             }
         }
         const auto kept = [](const std::vector<float>& slab) {
@@ -323,18 +329,24 @@ TEST_CASE("an engine's pool: FlashInfer's pages, NHD and HND, with a page that i
     const host on(1);
     using P = Policy<Sink<2>, Window<5>, ThresholdGate<at_least>>;
     const P policy{{}, {}, ThresholdGate<at_least>{0.0f}};
-    const CacheShape two{
-        .slots = 3, .query_heads = 4, .kv_heads = 2, .dim_k = 8, .dim_v = 8, .page_rows = 16, .proposals = 3};
+    const CacheShape two{.max_sequences = 3,
+                         .query_heads = 4,
+                         .kv_heads = 2,
+                         .head_dim_qk = 8,
+                         .head_dim_vo = 8,
+                         .page_size = 16,
+                         .max_draft_tokens = 3};
     for (const bool nhd : {true, false}) {
         CAPTURE(nhd);
         EnginePages engine{nhd};
-        test::BoundDual<P, float> own(on, two, {.slab_pages = 60, .most_slabs = 2, .longest = 400}, policy);
+        test::BoundDual<P, float> own(on, two, {.slab_pages = 60, .max_slabs = 2, .max_seq_len = 400},
+                                      policy);
         own.add_slab(on);
         own.add_slab(on);
         DualCache<P, float> theirs(two,
                                    {.slab_pages = 60,
-                                    .most_slabs = 2,
-                                    .longest = 400,
+                                    .max_slabs = 2,
+                                    .max_seq_len = 400,
                                     .spared_pages = 1,
                                     .strides = engine.strides()},
                                    policy);
@@ -347,8 +359,8 @@ TEST_CASE("an engine's pool: FlashInfer's pages, NHD and HND, with a page that i
         for (std::int32_t h = 0; h < 2; ++h) {
             notes[h].assign(theirs.notes_bytes(), test::poison);
             theirs.add_pages(on, engine.keys(h), engine.values(h), notes[h].data(), notes[h].size());
-            CHECK(theirs.lent_pages() == 59 * (h + 1));
-            CHECK(theirs.free_pages() == theirs.lent_pages());
+            CHECK(theirs.attached_pages() == 59 * (h + 1));
+            CHECK(theirs.free_pages() == theirs.attached_pages());
         }
         std::mt19937 generator(5);
         for (std::int32_t turn = 0; turn < 40; ++turn) {
@@ -361,9 +373,9 @@ TEST_CASE("an engine's pool: FlashInfer's pages, NHD and HND, with a page that i
             test::fill_scores(scores, test::Scores::random, generator);
             const std::int32_t q_len[] = {n, turn % 2, n};
             const Batch batch{.count = 3, .q_len = q_len, .length = n};
-            test::call_ref<P, float>(on, own.cache.ref(0), batch, q.view(), k.view(), v.view(), a.view(),
+            test::call_ref<P, float>(on, own.cache.layer(0), batch, q.view(), k.view(), v.view(), a.view(),
                                      {.scores = scores.view()}, n == 1);
-            test::call_ref<P, float>(on, theirs.ref(0), batch, q.view(), k.view(), v.view(), b.view(),
+            test::call_ref<P, float>(on, theirs.layer(0), batch, q.view(), k.view(), v.view(), b.view(),
                                      {.scores = scores.view()}, n == 1);
             own.cache.advance(on, batch);
             theirs.advance(on, batch);
@@ -377,14 +389,14 @@ TEST_CASE("an engine's pool: FlashInfer's pages, NHD and HND, with a page that i
                 own.cache.fork(on, 0, 1);
                 theirs.fork(on, 0, 1);
             }
-            for (std::int32_t slot = 0; slot < 3; ++slot) {
+            for (std::int32_t seq = 0; seq < 3; ++seq) {
                 const bool same =
-                    test::content_of(own.cache.ref(0), slot) == test::content_of(theirs.ref(0), slot);
+                    test::content_of(own.cache.layer(0), seq) == test::content_of(theirs.layer(0), seq);
                 CHECK(same);
             }
         }
         // Rows are where the engine's own kernels look for them, and page 0 is as it was.
-        const auto ref = theirs.ref(0);
+        const auto ref = theirs.layer(0);
         for (std::int32_t h = 0; h < 2; ++h) {
             const auto rows = ref.head_rows(0, h);
             for (std::int32_t r = 0; r < ref.used(0, h); ++r) {
@@ -404,7 +416,8 @@ TEST_CASE("an engine's pool: FlashInfer's pages, NHD and HND, with a page that i
             theirs.add_slab(on, notes[0].data(), notes[0].size()),
             "slab: memory without strides is not allowed; it must be pages by add_pages(), since the pool's "
             "strides are an engine's");
-        const PoolShape some{.slab_pages = 60, .most_slabs = 2, .longest = 400, .strides = {256, 256, 4, 8}};
+        const PoolShape some{
+            .slab_pages = 60, .max_slabs = 2, .max_seq_len = 400, .strides = {256, 256, 4, 8}};
         CHECK_REFUSED((DualCache<P, float>(two, some, policy)), "strides.k_row: 4");
     }
 }

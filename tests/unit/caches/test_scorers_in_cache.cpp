@@ -140,7 +140,8 @@ Scored<S> scored(std::int32_t s, std::int32_t w, std::int32_t k, const S& scorer
     return Scored<S>{Sink<>{s}, Window<>{w}, TopKBudget<>{k}, Decay<dynamic>{log_gamma, n}, scorer};
 }
 
-constexpr CacheShape shape{.query_heads = query_heads, .kv_heads = kv_heads, .dim_k = dim, .dim_v = dim};
+constexpr CacheShape shape{
+    .query_heads = query_heads, .kv_heads = kv_heads, .head_dim_qk = dim, .head_dim_vo = dim};
 
 template <class P, class T>
 void feed(const host& on, test::BoundCache<P, T>& under_test, Tokens<T>& in, std::int32_t from,
@@ -169,7 +170,7 @@ void check_scorer(const P& policy, std::int32_t length) {
         for (std::int32_t h = 0; h < kv_heads; ++h) {
             shadow.head(0, h).append(
                 test::real_row(in.k.view().row(0, h, t), dim), test::real_row(in.v.view().row(0, h, t), dim),
-                [&](position_t u) { return in.score(scorer, h, u, policy.rule(0, h).window); });
+                [&](position_t u) { return in.score(scorer, h, u, policy.params(0, h).window); });
         }
         sets = sets && shadow.same_sets(stepped, 0, 0);
         worst = std::max(worst, shadow.off(0, 0, t, in.q.view(), in.out.view()));
@@ -246,20 +247,20 @@ TEST_CASE("the order of a step: every token is absorbed once, and read once, whe
 }
 
 TEST_CASE(
-    "the state stands still between refs, belongs to slot, layer and head, and starts anew after clear") {
+    "the state stands still between refs, belongs to sequence, layer and head, and starts anew after clear") {
     const host on(2);
     using P = Scored<CountingScorer>;
     const CountingScorer scorers[] = {{3}, {7}};  // one a layer
     const P policy = scored(1, 3, 4, CountingScorer{});
     CacheShape two = shape;
     two.layers = 2;
-    two.slots = 2;
+    two.max_sequences = 2;
     test::BoundCache<P, float> under_test(on, two, policy, scorers);
     CHECK(under_test.cache.bytes().scorer_state == std::size_t{2} * 2 * kv_heads * 2 * sizeof(float));
-    for (std::int32_t slot = 0; slot < 2; ++slot) {
+    for (std::int32_t seq = 0; seq < 2; ++seq) {
         for (std::int32_t layer = 0; layer < 2; ++layer) {
             for (std::int32_t i = 0; i < kv_heads * 2; i += 2) {
-                CHECK(under_test.cache.ref(layer).state[slot * kv_heads * 2 + i] == fresh);
+                CHECK(under_test.cache.layer(layer).state[seq * kv_heads * 2 + i] == fresh);
             }
         }
     }
@@ -284,34 +285,35 @@ TEST_CASE(
             }
         }
         CHECK(sets);
-        // Slot 1 has seen nothing.
-        CHECK(under_test.cache.ref(1).state[std::int64_t{kv_heads} * 2] == fresh);
+        // Sequence 1 has seen nothing.
+        CHECK(under_test.cache.layer(1).state[std::int64_t{kv_heads} * 2] == fresh);
         CHECK(under_test.cache.length(1) == 0);
-        CHECK(under_test.cache.ref(0).state[0] == fresh + static_cast<float>(length));
+        CHECK(under_test.cache.layer(0).state[0] == fresh + static_cast<float>(length));
         under_test.cache.clear(on, 0);
-        CHECK(under_test.cache.ref(0).state[0] == fresh);
-        CHECK(under_test.cache.ref(1).state[2] == fresh);
+        CHECK(under_test.cache.layer(0).state[0] == fresh);
+        CHECK(under_test.cache.layer(1).state[2] == fresh);
     }
 }
 
 TEST_CASE("sequences of a batch have states of their own, whoever takes part in a call") {
     using Q = Scored<CountingScorer>;
-    constexpr std::int32_t slots = 3, length = 60;
+    constexpr std::int32_t max_sequences = 3, length = 60;
     const host on(2);
-    const Q rule = scored(1, 3, 4, CountingScorer{3});
+    const Q head_params = scored(1, 3, 4, CountingScorer{3});
     CacheShape many = shape;
-    many.slots = slots;
-    test::BoundCache<Q, float> batched(on, many, rule);
-    Tokens<float> all(length, 12,
-                      slots);  // sequence b belongs to slot b, which takes from it at its own pace
-    std::int32_t at[slots] = {0, 0, 0};
+    many.max_sequences = max_sequences;
+    test::BoundCache<Q, float> batched(on, many, head_params);
+    Tokens<float> all(
+        length, 12,
+        max_sequences);  // sequence b belongs to sequence b, which takes from it at its own pace
+    std::int32_t at[max_sequences] = {0, 0, 0};
     std::mt19937 generator(3);
     bool sets = true;
-    test::Shadow<Q, float> shadow(rule, many);
-    while (*std::min_element(at, at + slots) < length) {
-        std::int32_t named[slots] = {0, 1, 2}, q_len[slots];
-        std::shuffle(named, named + slots, generator);
-        const auto count = static_cast<std::int32_t>(1 + generator() % slots);
+    test::Shadow<Q, float> shadow(head_params, many);
+    while (*std::min_element(at, at + max_sequences) < length) {
+        std::int32_t named[max_sequences] = {0, 1, 2}, q_len[max_sequences];
+        std::shuffle(named, named + max_sequences, generator);
+        const auto count = static_cast<std::int32_t>(1 + generator() % max_sequences);
         const bool steps = generator() % 2 == 0;
         for (std::int32_t i = 0; i < count; ++i) {
             const auto wish = static_cast<std::int32_t>(generator() % (steps ? 2 : 6));
@@ -319,32 +321,32 @@ TEST_CASE("sequences of a batch have states of their own, whoever takes part in 
         }
         Tokens<float> call(5, 1, count);
         for (std::int32_t i = 0; i < count; ++i) {
-            const std::int32_t slot = named[i];
+            const std::int32_t seq = named[i];
             for (std::int32_t j = 0; j < q_len[i]; ++j) {
                 for (std::int32_t h = 0; h < kv_heads; ++h) {
-                    std::copy_n(all.k.view().row(slot, h, at[slot] + j), dim, call.k.view().row(i, h, j));
-                    std::copy_n(all.v.view().row(slot, h, at[slot] + j), dim, call.v.view().row(i, h, j));
+                    std::copy_n(all.k.view().row(seq, h, at[seq] + j), dim, call.k.view().row(i, h, j));
+                    std::copy_n(all.v.view().row(seq, h, at[seq] + j), dim, call.v.view().row(i, h, j));
                 }
             }
         }
-        const Batch batch{.count = count, .slots = named, .q_len = q_len, .length = 5};
+        const Batch batch{.count = count, .seq_ids = named, .q_len = q_len, .length = 5};
         test::call<Q, float>(on, batched, 0, batch, std::as_const(call.q).view(),
                              std::as_const(call.k).view(), std::as_const(call.v).view(), call.out.view(), {},
                              steps);
         batched.cache.advance(on, batch);
         for (std::int32_t i = 0; i < count; ++i) {
-            const std::int32_t slot = named[i];
-            for (std::int32_t j = 0; j < q_len[i]; ++j, ++at[slot]) {
+            const std::int32_t seq = named[i];
+            for (std::int32_t j = 0; j < q_len[i]; ++j, ++at[seq]) {
                 for (std::int32_t h = 0; h < kv_heads; ++h) {
-                    shadow.head(slot, h).append(
-                        test::real_row(all.k.view().row(slot, h, at[slot]), dim),
-                        test::real_row(all.v.view().row(slot, h, at[slot]), dim),
-                        [&](position_t u) { return all.score(rule.scorer(), h, u, 3, slot); });
+                    shadow.head(seq, h).append(
+                        test::real_row(all.k.view().row(seq, h, at[seq]), dim),
+                        test::real_row(all.v.view().row(seq, h, at[seq]), dim),
+                        [&](position_t u) { return all.score(head_params.scorer(), h, u, 3, seq); });
                 }
             }
         }
-        for (std::int32_t slot = 0; slot < slots; ++slot) {
-            sets = sets && shadow.same_sets(batched, 0, slot);
+        for (std::int32_t seq = 0; seq < max_sequences; ++seq) {
+            sets = sets && shadow.same_sets(batched, 0, seq);
         }
     }
     CHECK(sets);
@@ -377,7 +379,7 @@ void check_refused_calls(const S& scorer, std::int32_t trapped_head, const char*
                 feed(on, under_test, good, t, 1, true);
                 feed(on, untroubled, good, t, 1, true);
             }
-            const auto ref = under_test.cache.ref(0);
+            const auto ref = under_test.cache.layer(0);
             float* cached = nullptr;
             if (trapped < from) {
                 for (std::int64_t r = ref.first_row(0, trapped_head); r < ref.row_offset[trapped_head + 1];
@@ -477,7 +479,7 @@ void check_set(isa set, float wanted) {
         for (std::int32_t t = 0; t < 5; t += steps ? 1 : 5) {
             feed(on, under_test, in, t, steps ? 1 : 5, steps);
         }
-        const auto ref = under_test.cache.ref(0);
+        const auto ref = under_test.cache.layer(0);
         CHECK(ref.used(0, 0) == 3);
         CHECK(ref.head_rows(0, 0).score(2) == wanted);
     }
@@ -498,7 +500,7 @@ TEST_CASE("a given score that is NaN refuses the call, names its place and leave
     const host on(1);
     using P = Policy<Sink<1>, Window<3>, TopKBudget<4>>;
     CacheShape two = shape;
-    two.slots = 2;
+    two.max_sequences = 2;
     test::BoundCache<P, float> under_test(on, two);
     Tokens<float> in(6, 4, 2);
     test::Plane<float> scores(2, kv_heads, 6, 1.0f);

@@ -69,13 +69,13 @@ struct Case {
     /// Pages of the cache of one or several of the selection's.
     [[nodiscard]] CacheShape shape(std::int32_t factor) const {
         return {.layers = layers,
-                .slots = 3,
+                .max_sequences = 3,
                 .query_heads = heads * group,
                 .kv_heads = heads,
-                .dim_k = dim,
-                .dim_v = dim,
-                .page_rows = page * factor,
-                .proposals = 6};
+                .head_dim_qk = dim,
+                .head_dim_vo = dim,
+                .page_size = page * factor,
+                .max_draft_tokens = 6};
     }
 };
 
@@ -84,9 +84,9 @@ struct Tokens {
     std::vector<test::Tensor<T>> q, k, v, out;
     std::vector<test::Plane<float>> scores, lse;
     explicit Tokens(const Case& c) {
-        const auto stream = [&](std::uint64_t place, std::int64_t count, float scale) {
-            return test::draw(static_cast<std::uint64_t>(c.seed) * 32 + place,
-                              static_cast<std::size_t>(count), scale);
+        const auto stream = [&](std::uint64_t slot, std::int64_t count, float scale) {
+            return test::draw(static_cast<std::uint64_t>(c.seed) * 32 + slot, static_cast<std::size_t>(count),
+                              scale);
         };
         const std::int64_t rows = std::int64_t{c.layers} * c.heads * c.length;
         const auto all_q = stream(0, rows * c.group * c.dim, 2.0f), all_k = stream(1, rows * c.dim, 2.0f),
@@ -111,13 +111,13 @@ struct Tokens {
         }
     }
     template <class P, class Cache>
-    void run(const host& on, Cache& cache, std::int32_t slot, std::int32_t from, std::int32_t n, bool steps) {
-        const Batch batch{.count = 1, .slots = &slot, .length = n};
+    void run(const host& on, Cache& cache, std::int32_t seq, std::int32_t from, std::int32_t n, bool steps) {
+        const Batch batch{.count = 1, .seq_ids = &seq, .length = n};
         for (std::size_t l = 0; l < q.size(); ++l) {
             plane_view<float> sums = lse[l].view();
             sums.data += from;
             sums.length = n;
-            test::call_ref<P, T>(on, cache.ref(static_cast<std::int32_t>(l)), batch,
+            test::call_ref<P, T>(on, cache.layer(static_cast<std::int32_t>(l)), batch,
                                  std::as_const(q[l]).tokens(from, n), std::as_const(k[l]).tokens(from, n),
                                  std::as_const(v[l]).tokens(from, n), out[l].tokens(from, n),
                                  {.scores = std::as_const(scores[l]).tokens(from, n), .lse = sums}, steps);
@@ -127,10 +127,10 @@ struct Tokens {
 };
 
 template <class Cache>
-EvictionReport evict(const host& on, Cache& cache, std::int32_t slot) {
-    test::Workspace room(cache.evict_workspace_bytes(on));
+EvictionReport evict(const host& on, Cache& cache, std::int32_t seq) {
+    test::Workspace workspace(cache.evict_workspace_bytes(on));
     EvictionReport report;
-    cache.evict(on, {.count = 1, .slots = &slot}, room, &report);
+    cache.evict(on, {.count = 1, .seq_ids = &seq}, workspace, &report);
     return report;
 }
 
@@ -155,16 +155,16 @@ void compare(double tolerance) {
         const host on{1 + i % 3};
         const std::int32_t factor = 1 + i++ % 3;
         const CacheShape shape = c.shape(factor);
-        test::BoundDual<All, T> cache(on, shape, {.slab_pages = 40, .most_slabs = 40, .longest = c.length},
+        test::BoundDual<All, T> cache(on, shape, {.slab_pages = 40, .max_slabs = 40, .max_seq_len = c.length},
                                       c.policy());
         Tokens<T> in(c);
         const std::int32_t words = (c.length + 31) / 32;
         bool same_sets = true, same_rounds = true;
         double worst = 0.0;
         for (std::int32_t t = 0; t < c.length; ++t) {
-            const std::int32_t slot = 1;
-            cache.reserve(on, {.count = 1, .slots = &slot});
-            in.template run<All>(on, cache.cache, slot, t, 1, true);
+            const std::int32_t seq = 1;
+            cache.reserve(on, {.count = 1, .seq_ids = &seq});
+            in.template run<All>(on, cache.cache, seq, t, 1, true);
             for (std::int32_t l = 0; l < c.layers; ++l) {
                 for (std::int32_t h = 0; h < c.heads * c.group; ++h) {
                     const float got = in.lse[static_cast<std::size_t>(l)].view().head(0, h)[t];
@@ -200,21 +200,22 @@ void compare(double tolerance) {
         CHECK(worst <= tolerance);
         const std::int64_t free = cache.cache.free_pages();
         cache.cache.clear(on, 1);
-        CHECK(cache.cache.free_pages() == cache.cache.lent_pages());
-        CHECK(free < cache.cache.lent_pages());
+        CHECK(cache.cache.free_pages() == cache.cache.attached_pages());
+        CHECK(free < cache.cache.attached_pages());
     }
 }
 
 /// What one head holds, bounds of pages included.
 template <class Ref>
-std::vector<unsigned char> with_bounds(const Ref& ref, std::int32_t slot) {
-    std::vector<unsigned char> bytes = test::content_of(ref, slot);
+std::vector<unsigned char> with_bounds(const Ref& ref, std::int32_t seq) {
+    std::vector<unsigned char> bytes = test::content_of(ref, seq);
     for (std::int32_t h = 0; h < ref.kv_heads; ++h) {
-        const std::int32_t pages = host_backend::pages_of_rows(ref, ref.used(slot, h));
+        const std::int32_t pages = host_backend::pages_of_rows(ref, ref.used(seq, h));
         for (std::int32_t page = 0; page < pages; ++page) {
-            const auto* data = reinterpret_cast<const unsigned char*>(ref.head_rows(slot, h).bounds(page));
-            bytes.insert(bytes.end(), data,
-                         data + 2 * static_cast<std::size_t>(ref.dim_k) * sizeof(*ref.head_rows(0, 0).k(0)));
+            const auto* data = reinterpret_cast<const unsigned char*>(ref.head_rows(seq, h).bounds(page));
+            bytes.insert(
+                bytes.end(), data,
+                data + 2 * static_cast<std::size_t>(ref.head_dim_qk) * sizeof(*ref.head_rows(0, 0).k(0)));
         }
     }
     return bytes;
@@ -228,18 +229,18 @@ TEST_CASE("the reference's rows, rounds and outputs, in double") { compare<doubl
 // Logits of up to 8 * 4 / 8^(1/2) with errors of 8 of their 2^-24; outputs likewise, of values below 2.
 TEST_CASE("the reference's rows, rounds and outputs, in fp32") { compare<float>(2e-5); }
 
-TEST_CASE("chunks, proposals, copies and snapshots leave the same bounds, queries and keys as steps") {
+TEST_CASE("chunks, draft tokens, copies and snapshots leave the same bounds, queries and keys as steps") {
     const auto file = kvpolicy_test::vectors::load("selection.kvpv");
     const Case c = all_cases(file).back();
     const CacheShape shape = c.shape(2);
-    const PoolShape pool{.slab_pages = 400, .most_slabs = 1, .longest = c.length};
+    const PoolShape pool{.slab_pages = 400, .max_slabs = 1, .max_seq_len = c.length};
     const host on{2};
     test::BoundDual<All, float> stepped(on, shape, pool, c.policy()), other(on, shape, pool, c.policy());
     stepped.add_slab(on);
     other.add_slab(on);
     Tokens<float> a(c), b(c);
     std::mt19937 generator(5);
-    std::int32_t slot = 0;
+    std::int32_t seq = 0;
     std::int64_t dropped = 0;
     for (std::int32_t t = 0; t < c.length;) {
         const std::int32_t n = std::min(c.length - t, 1 + static_cast<std::int32_t>(generator() % 6));
@@ -248,53 +249,53 @@ TEST_CASE("chunks, proposals, copies and snapshots leave the same bounds, querie
         }
         switch (generator() % 3) {
             case 0:
-                b.run<All>(on, other.cache, slot, t, n, false);
+                b.run<All>(on, other.cache, seq, t, n, false);
                 break;
             case 1:
                 for (std::int32_t j = 0; j < n; ++j) {
-                    b.run<All>(on, other.cache, slot, t + j, 1, true);
+                    b.run<All>(on, other.cache, seq, t + j, 1, true);
                 }
                 break;
             default: {
                 const std::int32_t guess = std::min(6, c.length - t);
-                const Batch batch{.count = 1, .slots = &slot, .length = guess},
-                    taken{.count = 1, .slots = &slot, .length = n};
+                const Batch batch{.count = 1, .seq_ids = &seq, .length = guess},
+                    appended{.count = 1, .seq_ids = &seq, .length = n};
                 for (std::size_t l = 0; l < b.q.size(); ++l) {
-                    const auto ref = other.cache.ref(static_cast<std::int32_t>(l));
-                    test::Workspace room(cache_workspace_bytes(on, ref, 1, guess));
-                    propose(on, ref, batch, std::as_const(b.q[l]).tokens(t, guess),
-                            std::as_const(b.k[l]).tokens(t, guess), std::as_const(b.v[l]).tokens(t, guess),
-                            b.out[l].tokens(t, guess), room,
-                            {.scores = std::as_const(b.scores[l]).tokens(t, guess)});
-                    commit(on, ref, taken, room);
+                    const auto ref = other.cache.layer(static_cast<std::int32_t>(l));
+                    test::Workspace workspace(cache_workspace_bytes(on, ref, 1, guess));
+                    append_draft(on, ref, batch, std::as_const(b.q[l]).tokens(t, guess),
+                                 std::as_const(b.k[l]).tokens(t, guess),
+                                 std::as_const(b.v[l]).tokens(t, guess), b.out[l].tokens(t, guess), workspace,
+                                 {.scores = std::as_const(b.scores[l]).tokens(t, guess)});
+                    accept(on, ref, appended, workspace);
                 }
-                other.cache.advance(on, taken);
+                other.cache.advance(on, appended);
                 break;
             }
         }
         t += n;
-        const EvictionReport one = evict(on, stepped.cache, 0), two = evict(on, other.cache, slot);
+        const EvictionReport one = evict(on, stepped.cache, 0), two = evict(on, other.cache, seq);
         dropped += one.dropped;
         CHECK(one.rounds == two.rounds);
         for (std::int32_t l = 0; l < c.layers; ++l) {
-            CHECK(with_bounds(stepped.cache.ref(l), 0) == with_bounds(other.cache.ref(l), slot));
+            CHECK(with_bounds(stepped.cache.layer(l), 0) == with_bounds(other.cache.layer(l), seq));
         }
-        // On to another slot, by one way or another; what was there is somebody else's.
-        const std::int32_t next = (slot + 1) % 3;
+        // On to another sequence, by one way or another; what was there is somebody else's.
+        const std::int32_t next = (seq + 1) % 3;
         if (generator() % 2 == 0) {
-            other.cache.fork(on, slot, next);
-            other.cache.clear(on, slot);
+            other.cache.fork(on, seq, next);
+            other.cache.clear(on, seq);
         } else if (generator() % 2 == 0) {
             std::int32_t sources[] = {0, 1, 2};
-            std::swap(sources[slot], sources[next]);
+            std::swap(sources[seq], sources[next]);
             other.cache.reorder(on, sources, 3);
         } else {
-            std::vector<unsigned char> blob(other.cache.snapshot_bytes(slot));
-            other.cache.snapshot(on, slot, blob.data(), blob.size());
-            other.cache.clear(on, slot);
+            std::vector<unsigned char> blob(other.cache.snapshot_bytes(seq));
+            other.cache.snapshot(on, seq, blob.data(), blob.size());
+            other.cache.clear(on, seq);
             other.cache.restore(on, next, blob.data(), blob.size());
         }
-        slot = next;
+        seq = next;
     }
     CHECK(dropped > 50);
 }
@@ -305,7 +306,8 @@ TEST_CASE(
     const auto policy = [](std::int32_t pages) {
         return Fixed{Sink<>{2}, Window<>{5}, TopKBudget<>{13}, QuestPages<>{4, pages}};
     };
-    const CacheShape shape{.query_heads = 4, .kv_heads = 2, .dim_k = 8, .dim_v = 8, .page_rows = 4};
+    const CacheShape shape{
+        .query_heads = 4, .kv_heads = 2, .head_dim_qk = 8, .head_dim_vo = 8, .page_size = 4};
     const host on{2};
     std::mt19937 generator(3);
     test::Tensor<float> q(1, 4, 80, 8), k(1, 2, 80, 8), v(1, 2, 80, 8), out(1, 4, 80, 8), all(1, 4, 80, 8);
@@ -325,7 +327,7 @@ TEST_CASE(
                                      into.tokens(t, n), {.scores = std::as_const(scores).tokens(t, n)},
                                      n == 1);
             cache.cache.advance(on, batch);
-            const auto ref = cache.cache.ref(0);
+            const auto ref = cache.cache.layer(0);
             for (std::int32_t h = 0; h < 2; ++h) {
                 const auto rows = ref.head_rows(0, h);
                 for (std::int32_t r = 0; r < ref.used(0, h); ++r) {
@@ -356,9 +358,9 @@ TEST_CASE(
                              std::as_const(k).tokens(70, 1), std::as_const(v).tokens(70, 1),
                              out.tokens(70, 1), {.scores = std::as_const(scores).tokens(70, 1)}, true);
     cache.cache.advance(on, {.count = 1});
-    test::Workspace room(cache_workspace_bytes(on, cache.cache.ref(0), 1, 1));
-    attend<Fixed, float>(on, cache.cache.ref(0), {.count = 1}, std::as_const(q).tokens(70, 1), looked.view(),
-                         {}, room);
+    test::Workspace workspace(cache_workspace_bytes(on, cache.cache.layer(0), 1, 1));
+    attend<Fixed, float>(on, cache.cache.layer(0), {.count = 1}, std::as_const(q).tokens(70, 1),
+                         looked.view(), {}, workspace);
     for (std::int32_t h = 0; h < 4; ++h) {
         CHECK(
             std::equal(looked.view().row(0, h, 0), looked.view().row(0, h, 0) + 8, out.view().row(0, h, 70)));
@@ -367,9 +369,10 @@ TEST_CASE(
 
 TEST_CASE("Quest as a system: a full cache, of which a needle's page is read") {
     const Quest<16> policy{{}, {}, QuestPages<16>{3}};
-    const CacheShape shape{.query_heads = 1, .kv_heads = 1, .dim_k = 8, .dim_v = 8, .page_rows = 16};
+    const CacheShape shape{
+        .query_heads = 1, .kv_heads = 1, .head_dim_qk = 8, .head_dim_vo = 8, .page_size = 16};
     const host on{1};
-    test::BoundDual<Quest<16>, float> cache(on, shape, {.slab_pages = 40, .most_slabs = 1, .longest = 600},
+    test::BoundDual<Quest<16>, float> cache(on, shape, {.slab_pages = 40, .max_slabs = 1, .max_seq_len = 600},
                                             policy);
     cache.add_slab(on);
     std::mt19937 generator(1);
@@ -381,12 +384,12 @@ TEST_CASE("Quest as a system: a full cache, of which a needle's page is read") {
     v.view().row(0, 0, 123)[0] = 1.0f;
     q.view().row(0, 0, 499)[0] = 20.0f;
     for (std::int32_t t = 0, n = 499; t < 500; t += n, n = 1) {
-        test::call_ref<Quest<16>, float>(on, cache.cache.ref(0), {.count = 1, .length = n},
+        test::call_ref<Quest<16>, float>(on, cache.cache.layer(0), {.count = 1, .length = n},
                                          std::as_const(q).tokens(t, n), std::as_const(k).tokens(t, n),
                                          std::as_const(v).tokens(t, n), out.tokens(t, n), {}, n == 1);
         cache.cache.advance(on, {.count = 1, .length = n});
     }
-    CHECK(cache.cache.occupancy(0, 0, 0).rows() == 500);
+    CHECK(cache.cache.usage(0, 0, 0).size() == 500);
     CHECK(out.view().row(0, 0, 499)[0] > 0.99f);
 }
 
@@ -398,7 +401,7 @@ TEST_CASE("what a keep part keeps is not evicted") {
     const Kept policy{Sink<>{2}, Window<>{5}, Stride<>{9}, ThresholdGate<at_least>{-infinity}, c.eviction()};
     const host on{1};
     test::BoundDual<Kept, float> cache(on, c.shape(1),
-                                       {.slab_pages = 400, .most_slabs = 1, .longest = c.length}, policy);
+                                       {.slab_pages = 400, .max_slabs = 1, .max_seq_len = c.length}, policy);
     cache.add_slab(on);
     Tokens<float> in(c);
     std::int64_t rounds = 0;
@@ -421,14 +424,15 @@ TEST_CASE("what a keep part keeps is not evicted") {
 }
 
 TEST_CASE("what cannot be is refused") {
-    const CacheShape shape{.query_heads = 1, .kv_heads = 1, .dim_k = 8, .dim_v = 8, .page_rows = 24};
-    const PoolShape pool{.slab_pages = 4, .most_slabs = 1, .longest = 100};
+    const CacheShape shape{
+        .query_heads = 1, .kv_heads = 1, .head_dim_qk = 8, .head_dim_vo = 8, .page_size = 24};
+    const PoolShape pool{.slab_pages = 4, .max_slabs = 1, .max_seq_len = 100};
     using Cache = DualCache<All, float>;
     const auto with = [](SnapKVEviction eviction, QuestPages<> selection) {
         return All{Sink<>{0}, Window<>{4}, ThresholdGate<at_least>{0.0f}, eviction, selection};
     };
     CHECK_REFUSED(Cache(shape, pool, with({}, {16, 4})),
-                  "page_rows: 24 is not allowed; it must be a multiple of the 16 rows of a page that the "
+                  "page_size: 24 is not allowed; it must be a multiple of the 16 rows of a page that the "
                   "policy's selection");
     CHECK_REFUSED(Cache(shape, pool, with({}, {0, 4})), "rows of a page: 0");
     CHECK_REFUSED(
@@ -445,16 +449,18 @@ TEST_CASE("what cannot be is refused") {
     CHECK_REFUSED(cache.cache.evict(on, {.count = 2}, {}), "batch.count: 2");
     using Full = FixedBudgetCache<Policy<Window<4>, TopKBudget<8>, QuestPages<8>>, float>;
     CacheShape one = shape;
-    one.page_rows = 1;
-    CHECK_REFUSED(Full(one), "page_rows: 1 is not allowed; it must be a multiple of the 8 rows");
+    one.page_size = 1;
+    CHECK_REFUSED(Full(one), "page_size: 1 is not allowed; it must be a multiple of the 8 rows");
 }
 
 TEST_CASE("dropping rows gives their pages back, and leaves what was reserved") {
-    const CacheShape shape{.query_heads = 1, .kv_heads = 1, .dim_k = 8, .dim_v = 8, .page_rows = 2};
+    const CacheShape shape{
+        .query_heads = 1, .kv_heads = 1, .head_dim_qk = 8, .head_dim_vo = 8, .page_size = 2};
     const All policy{Sink<>{0}, Window<>{4}, ThresholdGate<at_least>{-infinity},
                      SnapKVEviction{.average = 20, .share = 0.5f}, QuestPages<>{2, unlimited}};
     const host on{1};
-    test::BoundDual<All, float> cache(on, shape, {.slab_pages = 40, .most_slabs = 1, .longest = 100}, policy);
+    test::BoundDual<All, float> cache(on, shape, {.slab_pages = 40, .max_slabs = 1, .max_seq_len = 100},
+                                      policy);
     cache.add_slab(on);
     const Case sizes(std::vector<std::int32_t>{0, 4, 0, 2, 0, 0, 0, 4, 1, 1, 1, 1, 8, 30, 1}.data(), 0.5f);
     Tokens<float> in(sizes);

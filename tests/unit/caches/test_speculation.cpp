@@ -1,4 +1,4 @@
-// propose and commit, in both kinds of caches: proposed tokens get what stepping would give them, nothing changes before
+// append_draft and accept, in both kinds of caches: draft tokens get what stepping would give them, nothing changes before
 // the commit, and a commit of the first m leaves what m steps would leave.
 #include <kvpolicy/policies/decay.hpp>
 #include <kvpolicy/policies/sink.hpp>
@@ -20,14 +20,14 @@ namespace {
 
 constexpr std::int32_t most = 6;
 constexpr CacheShape shape{.layers = 2,
-                           .slots = 3,
+                           .max_sequences = 3,
                            .query_heads = 4,
                            .kv_heads = 2,
-                           .dim_k = 8,
-                           .dim_v = 16,
-                           .page_rows = 3,
-                           .proposals = most};
-constexpr PoolShape pool{.slab_pages = 2, .most_slabs = 600, .longest = 400};
+                           .head_dim_qk = 8,
+                           .head_dim_vo = 16,
+                           .page_size = 3,
+                           .max_draft_tokens = most};
+constexpr PoolShape pool{.slab_pages = 2, .max_slabs = 600, .max_seq_len = 400};
 
 /// A cache of either kind.
 template <class P, bool Pooled>
@@ -36,7 +36,7 @@ struct Bound : std::conditional_t<Pooled, test::BoundDual<P, float>, test::Bound
         : test::BoundDual<P, float>(on, shape, pool, policy) {}
     Bound(const host& on, const P& policy) requires(!Pooled)
         : test::BoundCache<P, float>(on, shape, policy) {}
-    void room(const host& on, const Batch& batch) {
+    void workspace(const host& on, const Batch& batch) {
         if constexpr (Pooled) {
             this->reserve(on, batch);
         }
@@ -63,10 +63,10 @@ struct Call {
 };
 
 template <class P, class Ref>
-void propose_call(const host& on, const Ref& ref, const Batch& batch, Call& in) {
-    test::Workspace room(cache_workspace_bytes(on, ref, batch.count, most));
-    propose<P, float>(on, ref, batch, in.q.view(), in.k.view(), in.v.view(), in.out.view(), room,
-                      test::wanted_by<P>(in.extras()));
+void append_draft_call(const host& on, const Ref& ref, const Batch& batch, Call& in) {
+    test::Workspace workspace(cache_workspace_bytes(on, ref, batch.count, most));
+    append_draft<P, float>(on, ref, batch, in.q.view(), in.k.view(), in.v.view(), in.out.view(), workspace,
+                           test::wanted_by<P>(in.extras()));
 }
 
 template <bool Pooled, class P>
@@ -77,39 +77,39 @@ void check_speculation(const P& policy, std::uint32_t seed) {
     bool same_rows = true, unchanged = true;
     double off = 0.0;
     for (int round = 0; round < 25; ++round) {
-        std::int32_t proposed[3], accepted[3];
+        std::int32_t num_draft[3], accepted[3];
         for (std::size_t i = 0; i < 3; ++i) {
-            proposed[i] = static_cast<std::int32_t>(generator() % (most + 1));
+            num_draft[i] = static_cast<std::int32_t>(generator() % (most + 1));
             accepted[i] =
-                static_cast<std::int32_t>(generator() % static_cast<std::uint32_t>(proposed[i] + 1));
+                static_cast<std::int32_t>(generator() % static_cast<std::uint32_t>(num_draft[i] + 1));
         }
-        const Batch guess{.count = 3, .q_len = proposed, .length = most},
-            taken{.count = 3, .q_len = accepted, .length = most};
-        stepping.room(on, taken);
+        const Batch guess{.count = 3, .q_len = num_draft, .length = most},
+            appended{.count = 3, .q_len = accepted, .length = most};
+        stepping.workspace(on, appended);
         std::vector<std::unique_ptr<Call>> calls;
         for (std::int32_t layer = 0; layer < 2; ++layer) {
             calls.push_back(std::make_unique<Call>(most, generator));
             std::vector<std::vector<unsigned char>> before;
-            for (std::int32_t slot = 0; slot < 3; ++slot) {
-                before.push_back(test::content_of(guessing.cache.ref(layer), slot));
+            for (std::int32_t seq = 0; seq < 3; ++seq) {
+                before.push_back(test::content_of(guessing.cache.layer(layer), seq));
             }
             if (round % 3 == 0) {  // a guess that nobody takes up
                 Call wrong(most, generator);
-                propose_call<P>(on, guessing.cache.ref(layer), guess, wrong);
+                append_draft_call<P>(on, guessing.cache.layer(layer), guess, wrong);
             }
-            propose_call<P>(on, guessing.cache.ref(layer), guess, *calls.back());
-            for (std::int32_t slot = 0; slot < 3; ++slot) {
-                unchanged = unchanged && before[static_cast<std::size_t>(slot)] ==
-                                             test::content_of(guessing.cache.ref(layer), slot);
+            append_draft_call<P>(on, guessing.cache.layer(layer), guess, *calls.back());
+            for (std::int32_t seq = 0; seq < 3; ++seq) {
+                unchanged = unchanged && before[static_cast<std::size_t>(seq)] ==
+                                             test::content_of(guessing.cache.layer(layer), seq);
             }
         }
         for (std::int32_t layer = 0; layer < 2; ++layer) {
-            const auto ref = guessing.cache.ref(layer);
-            test::Workspace room(cache_workspace_bytes(on, ref, 3, most));
+            const auto ref = guessing.cache.layer(layer);
+            test::Workspace workspace(cache_workspace_bytes(on, ref, 3, most));
             std::int32_t left[3] = {accepted[0], accepted[1], accepted[2]};
             for (bool again = true; again;) {
                 std::uint32_t status[3] = {};
-                commit(on, ref, {.count = 3, .q_len = left, .length = most}, room, status);
+                accept(on, ref, {.count = 3, .q_len = left, .length = most}, workspace, status);
                 again = false;
                 std::vector<std::int32_t> failed;
                 for (std::int32_t i = 0; i < 3; ++i) {
@@ -129,7 +129,7 @@ void check_speculation(const P& policy, std::uint32_t seed) {
                 }
             }
         }
-        guessing.cache.advance(on, taken);
+        guessing.cache.advance(on, appended);
         for (std::int32_t j = 0; j < most; ++j) {
             std::int32_t now[3];
             for (std::size_t i = 0; i < 3; ++i) {
@@ -140,10 +140,10 @@ void check_speculation(const P& policy, std::uint32_t seed) {
                 Call& in = *calls[static_cast<std::size_t>(layer)];
                 test::Tensor<float> out(3, 4, 1, 16);
                 test::Plane<float> lse(3, 4, 1);
-                test::call_ref<P, float>(on, stepping.cache.ref(layer), one, std::as_const(in.q).tokens(j, 1),
-                                         std::as_const(in.k).tokens(j, 1), std::as_const(in.v).tokens(j, 1),
-                                         out.view(), {.scores = in.scores.tokens(j, 1), .lse = lse.view()},
-                                         true);
+                test::call_ref<P, float>(on, stepping.cache.layer(layer), one,
+                                         std::as_const(in.q).tokens(j, 1), std::as_const(in.k).tokens(j, 1),
+                                         std::as_const(in.v).tokens(j, 1), out.view(),
+                                         {.scores = in.scores.tokens(j, 1), .lse = lse.view()}, true);
                 for (std::int32_t i = 0; i < 3; ++i) {
                     for (std::int32_t h = 0; now[i] != 0 && h < 4; ++h) {
                         off = std::max(off,
@@ -158,9 +158,9 @@ void check_speculation(const P& policy, std::uint32_t seed) {
             stepping.cache.advance(on, one);
         }
         for (std::int32_t layer = 0; layer < 2; ++layer) {
-            for (std::int32_t slot = 0; slot < 3; ++slot) {
-                same_rows = same_rows && test::content_of(guessing.cache.ref(layer), slot) ==
-                                             test::content_of(stepping.cache.ref(layer), slot);
+            for (std::int32_t seq = 0; seq < 3; ++seq) {
+                same_rows = same_rows && test::content_of(guessing.cache.layer(layer), seq) ==
+                                             test::content_of(stepping.cache.layer(layer), seq);
             }
         }
     }
@@ -193,7 +193,7 @@ Budget budget(std::int32_t s, std::int32_t w, std::int32_t k) {
 
 }  // namespace
 
-TEST_CASE("proposals: equal to stepping, and nothing is decided before the commit") {
+TEST_CASE("max_draft_tokens: equal to stepping, and nothing is decided before the accept") {
     for (const Budget& policy : {budget(0, 1, 3), budget(2, 4, 5), budget(1, 3, 0), budget(1, 30, 9)}) {
         check_speculation<false>(policy, 1);
         check_speculation<true>(policy, 2);
@@ -211,78 +211,80 @@ template <bool Pooled>
 void check_refusals() {
     const host on(1);
     Bound<Budget, Pooled> bound(on, budget(1, 3, 4));
-    bound.room(on, {.count = 3, .length = 50});
-    const auto ref = bound.cache.ref(0);
+    bound.workspace(on, {.count = 3, .length = 50});
+    const auto ref = bound.cache.layer(0);
     std::mt19937 generator(1);
     Call in(8, generator);
-    test::Workspace room(cache_workspace_bytes(on, ref, 3, 8));
+    test::Workspace workspace(cache_workspace_bytes(on, ref, 3, 8));
     const auto guess = [&](const Batch& batch) {
-        propose<Budget, float>(on, ref, batch, in.q.view(), in.k.view(), in.v.view(), in.out.view(), room,
-                               in.extras());
+        append_draft<Budget, float>(on, ref, batch, in.q.view(), in.k.view(), in.v.view(), in.out.view(),
+                                    workspace, in.extras());
     };
     CHECK_REFUSED(guess({.count = 3, .length = 7}),
-                  "batch tokens[0]: 7 is not allowed; it must be 0 to 6 (the cache's proposals");
-    CHECK_REFUSED(commit(on, ref, {.count = 3, .length = 1}, room),
-                  "batch tokens[0]: 1 is not allowed; it must be 0 to the 0 that slot 0 has proposed");
-    const std::int32_t proposed[] = {3, 4, 2}, slots[] = {2, 0, 1};
-    guess({.count = 3, .slots = slots, .q_len = proposed, .length = 6});
+                  "batch tokens[0]: 7 is not allowed; it must be 0 to 6 (the cache's max_draft_tokens");
+    CHECK_REFUSED(accept(on, ref, {.count = 3, .length = 1}, workspace),
+                  "batch tokens[0]: 1 is not allowed; it must be 0 to the 0 that sequence 0 has proposed");
+    const std::int32_t num_draft[] = {3, 4, 2}, seq_ids[] = {2, 0, 1};
+    guess({.count = 3, .seq_ids = seq_ids, .q_len = num_draft, .length = 6});
     const std::int32_t too_many[] = {3, 5, 2};
     const std::vector<unsigned char> before = test::content_of(ref, 0);
-    CHECK_REFUSED(commit(on, ref, {.count = 3, .slots = slots, .q_len = too_many}, room),
-                  "batch tokens[1]: 5 is not allowed; it must be 0 to the 4 that slot 0 has proposed");
-    CHECK_REFUSED(commit(on, ref, {.count = 1, .length = 7}, room), "batch tokens[0]: 7");
-    CHECK_REFUSED(commit(on, ref, {.count = 1, .length = 2}, {nullptr, 0}), "workspace.bytes: 0");
+    CHECK_REFUSED(accept(on, ref, {.count = 3, .seq_ids = seq_ids, .q_len = too_many}, workspace),
+                  "batch tokens[1]: 5 is not allowed; it must be 0 to the 4 that sequence 0 has proposed");
+    CHECK_REFUSED(accept(on, ref, {.count = 1, .length = 7}, workspace), "batch tokens[0]: 7");
+    CHECK_REFUSED(accept(on, ref, {.count = 1, .length = 2}, {nullptr, 0}), "workspace.bytes: 0");
     CHECK(test::content_of(ref, 0) == before);
     // Another layer proposed nothing.
-    CHECK_REFUSED(commit(on, bound.cache.ref(1), {.count = 1}, room),
+    CHECK_REFUSED(accept(on, bound.cache.layer(1), {.count = 1}, workspace),
                   "batch tokens[0]: 1 is not allowed; it must be 0 to the 0");
-    // Proposals wait at one length only; a step forgets them, and so does a commit of none.
+    // MaxDraftTokens wait at one length only; a step forgets them, and so does a commit of none.
     ++ref.length[0];
     CHECK_REFUSED(
-        commit(on, ref, {.count = 1}, room),
-        "length of slot 0: 1 is not allowed; it must be what it was when the tokens were proposed, 0");
+        accept(on, ref, {.count = 1}, workspace),
+        "length of sequence 0: 1 is not allowed; it must be what it was when the tokens were proposed, 0");
     bound.cache.clear(on, 0);
-    CHECK_REFUSED(commit(on, ref, {.count = 1}, room), "0 to the 0 that slot 0");
-    guess({.count = 3, .q_len = proposed, .length = 6});
+    CHECK_REFUSED(accept(on, ref, {.count = 1}, workspace), "0 to the 0 that sequence 0");
+    guess({.count = 3, .q_len = num_draft, .length = 6});
     const auto one = [](auto view) {
         view.batch = 1;
         return view;
     };
     step<Budget, float>(on, ref, {.count = 1}, one(in.q.view()), one(in.k.view()), one(in.v.view()),
-                        one(in.out.view()), room, nullptr, {.scores = one(std::as_const(in.scores).view())});
-    CHECK_REFUSED(commit(on, ref, {.count = 1}, room), "0 to the 0 that slot 0");
-    commit(on, ref, {.count = 2, .slots = slots, .length = 0}, room);
-    CHECK_REFUSED(commit(on, ref, {.count = 1, .slots = slots}, room), "0 to the 0 that slot 2");
+                        one(in.out.view()), workspace, nullptr,
+                        {.scores = one(std::as_const(in.scores).view())});
+    CHECK_REFUSED(accept(on, ref, {.count = 1}, workspace), "0 to the 0 that sequence 0");
+    accept(on, ref, {.count = 2, .seq_ids = seq_ids, .length = 0}, workspace);
+    CHECK_REFUSED(accept(on, ref, {.count = 1, .seq_ids = seq_ids}, workspace), "0 to the 0 that sequence 2");
     const std::int32_t last = 1;
-    commit(on, ref, {.count = 1, .slots = &last, .length = 4}, room);
+    accept(on, ref, {.count = 1, .seq_ids = &last, .length = 4}, workspace);
 }
 
-TEST_CASE("what a commit refuses") {
+TEST_CASE("what a accept refuses") {
     check_refusals<false>();
     check_refusals<true>();
 }
 
-TEST_CASE("a commit without pages is a no-op that can be tried again") {
+TEST_CASE("a accept without pages is a no-op that can be tried again") {
     const host on(1);
     CacheShape one = shape;
     one.layers = 1;
-    test::BoundDual<Gated, float> bound(on, one, {.slab_pages = 4, .most_slabs = 9, .longest = 50}, Gated{});
-    const auto ref = bound.cache.ref(0);
+    test::BoundDual<Gated, float> bound(on, one, {.slab_pages = 4, .max_slabs = 9, .max_seq_len = 50},
+                                        Gated{});
+    const auto ref = bound.cache.layer(0);
     std::mt19937 generator(1);
     Call in(6, generator);
-    propose_call<Gated>(on, ref, {.count = 3, .length = 5}, in);
-    test::Workspace room(cache_workspace_bytes(on, ref, 3, 5));
+    append_draft_call<Gated>(on, ref, {.count = 3, .length = 5}, in);
+    test::Workspace workspace(cache_workspace_bytes(on, ref, 3, 5));
     const std::vector<unsigned char> before = bound.everything();
-    CHECK_REFUSED(commit(on, ref, {.count = 3, .length = 5}, room), "free pages of the pool: 0");
+    CHECK_REFUSED(accept(on, ref, {.count = 3, .length = 5}, workspace), "free pages of the pool: 0");
     std::uint32_t status[3] = {};
-    commit(on, ref, {.count = 3, .length = 5}, room, status);
+    accept(on, ref, {.count = 3, .length = 5}, workspace, status);
     CHECK((status[0] == status_pool_exhausted && status[1] == status_pool_exhausted &&
            status[2] == status_pool_exhausted));
     CHECK(bound.everything() == before);
     for (int i = 0; i < 3; ++i) {
         bound.add_slab(on);
     }
-    commit(on, ref, {.count = 3, .length = 5}, room);
+    accept(on, ref, {.count = 3, .length = 5}, workspace);
     bound.cache.advance(on, {.count = 3, .length = 5});
-    CHECK(bound.cache.occupancy(0, 2, 1).rows() == 5);
+    CHECK(bound.cache.usage(0, 2, 1).size() == 5);
 }

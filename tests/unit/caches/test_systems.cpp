@@ -19,15 +19,16 @@ static_assert(
     std::is_same_v<LTE<>, Policy<Sink<>, Window<>, ThresholdGate<above>, TopKBudget<>, ConvScorer<>>>);
 
 TEST_CASE("the examples of the pages") {
-    const CacheShape shape{.query_heads = 2, .kv_heads = 1, .dim_k = 8, .dim_v = 8, .page_rows = 16};
-    const PoolShape pool{.slab_pages = 64, .most_slabs = 64, .longest = 131072};
+    const CacheShape shape{
+        .query_heads = 2, .kv_heads = 1, .head_dim_qk = 8, .head_dim_vo = 8, .page_size = 16};
+    const PoolShape pool{.slab_pages = 64, .max_slabs = 64, .max_seq_len = 131072};
     const SPKV<128> spkv;
     const DualCache<SPKV<128>, bf16> a{shape, pool, spkv};
-    CHECK(spkv.rule(0, 0).threshold == 0.0f);  // tau = 0.5
+    CHECK(spkv.params(0, 0).threshold == 0.0f);  // tau = 0.5
     const auto gate = ThresholdGate<at_least>::probability(0.1);
     const WGKV<256> wgkv{Sink<0>{}, Window<256>{}, gate, GivenScores{}};
     const DualCache<WGKV<256>, bf16> b{shape, pool, wgkv};
-    CHECK(wgkv.rule(0, 0).threshold == doctest::Approx(-2.1972246));
+    CHECK(wgkv.params(0, 0).threshold == doctest::Approx(-2.1972246));
     using Conv = LTE<4, 768, 512, ConvScorer<8>>;
     std::vector<float> weights(8 * 3 * 16 + 4 * 3 * 8 + 2 * 3 * 4 + 2);
     ConvScorer<8> scorer;
@@ -39,8 +40,8 @@ TEST_CASE("the examples of the pages") {
     const FixedBudgetCache<Conv, bf16> all{shape, Conv{}, &scorer};
     const DualCache<Conv, bf16> grown{shape, pool, Conv{}, &scorer};
     CHECK(all.rows(0) == 1280);
-    CHECK(!Conv{}.gate().open(0.0f, Conv{}.rule(0, 0)));  // r = 0.5 is not above
-    CHECK(spkv.gate().open(0.0f, spkv.rule(0, 0)));
+    CHECK(!Conv{}.gate().open(0.0f, Conv{}.params(0, 0)));  // r = 0.5 is not above
+    CHECK(spkv.gate().open(0.0f, spkv.params(0, 0)));
 }
 
 TEST_CASE("mask, steps and chunks agree for every system") {

@@ -36,7 +36,7 @@ void check_one_hot(const host& on, const P& policy, std::int32_t length) {
     }
     test::Plane<float> scores(1, 1, length);
     test::fill_scores(scores, test::Scores::random, generator);
-    const CacheShape shape{.query_heads = 2, .kv_heads = 1, .dim_k = 8, .dim_v = dim};
+    const CacheShape shape{.query_heads = 2, .kv_heads = 1, .head_dim_qk = 8, .head_dim_vo = dim};
     for (std::size_t way = 0; way < chunkings.size(); ++way) {
         CAPTURE(way);
         test::BoundCache<P, T> under_test(on, shape, policy);
@@ -66,14 +66,14 @@ void check_one_hot(const host& on, const P& policy, std::int32_t length) {
                     all_agree = all_agree && seen(out.view().row(0, hq, at)) == wanted;
                 }
                 if constexpr (!P::ranked) {
-                    const HeadRule rule = policy.rule(0, 0);
+                    const HeadParams head_params = policy.params(0, 0);
                     all_agree = all_agree && static_cast<std::int32_t>(wanted.size()) ==
-                                                 std::min(at + 1, rule.sinks + rule.window);
+                                                 std::min(at + 1, head_params.sinks + head_params.window);
                 }
             }
             // A query that brings no token sees what is held.
-            test::Workspace workspace(cache_workspace_bytes(on, under_test.cache.ref(0), 1, 1));
-            attend<P, T>(on, under_test.cache.ref(0), {.count = 1}, q.tokens(at - 1, 1), again.view(), {},
+            test::Workspace workspace(cache_workspace_bytes(on, under_test.cache.layer(0), 1, 1));
+            attend<P, T>(on, under_test.cache.layer(0), {.count = 1}, q.tokens(at - 1, 1), again.view(), {},
                          workspace);
             all_agree = all_agree && seen(again.view().row(0, 0, 0)) == under_test.sorted(0, 0, 0);
         }
@@ -131,8 +131,9 @@ void check_poisoned_token(bool in_value, const std::vector<std::int32_t>& sizes,
     k.fill_normal(generator);
     v.fill_normal(generator);
     (in_value ? v : k).view().row(0, 0, poisoned)[5] = static_cast<T>(quiet_nan);
-    test::BoundCache<P, T> under_test(on, {.query_heads = group, .kv_heads = 1, .dim_k = 16, .dim_v = 16},
-                                      P{Sink<>{2}, Window<>{window}});
+    test::BoundCache<P, T> under_test(
+        on, {.query_heads = group, .kv_heads = 1, .head_dim_qk = 16, .head_dim_vo = 16},
+        P{Sink<>{2}, Window<>{window}});
     std::int32_t at = 0;
     for (const std::int32_t chunk : test::chunks_of(length, sizes)) {
         const Batch batch{.count = 1, .length = chunk};
@@ -172,11 +173,15 @@ TEST_CASE("a NaN reaches the queries that see its key, and no others") {
     }
 }
 
-TEST_CASE("a slot that held NaN is clean after clear, and so are rows that were never written") {
+TEST_CASE("a sequence that held NaN is clean after clear, and so are rows that were never written") {
     const host on(1);
     using P = Policy<Sink<1>, Window<6>, TopKBudget<8>>;
-    const CacheShape shape{
-        .slots = 2, .query_heads = 2, .kv_heads = 1, .dim_k = 8, .dim_v = 8, .page_rows = 5};
+    const CacheShape shape{.max_sequences = 2,
+                           .query_heads = 2,
+                           .kv_heads = 1,
+                           .head_dim_qk = 8,
+                           .head_dim_vo = 8,
+                           .page_size = 5};
     test::BoundCache<P, float> under_test(on, shape);
     test::Tensor<float> q(2, 2, 1, 8), k(2, 1, 1, 8), v(2, 1, 1, 8), out(2, 2, 1, 8);
     test::Plane<float> scores(2, 1, 1, 1.0f);
@@ -206,7 +211,7 @@ TEST_CASE("a slot that held NaN is clean after clear, and so are rows that were 
         CHECK(shadow.off(0, 0, 0, q.view(), out.view()) <= 1.0);
         CHECK(shadow.same_sets(under_test, 0, 0));
     }
-    // The other slot keeps its NaN in sink and long-range rows: nobody touched it.
+    // The other sequence keeps its NaN in sink and long-range rows: nobody touched it.
     CHECK(std::isnan(out.view().row(1, 0, 0)[0]));
 }
 
@@ -248,9 +253,11 @@ struct Layouts {
     /// Outputs [batch, query_heads, length, dim] from inputs in any layout, into a view of any layout.
     void run(const host& on, rows_view<const T> qs, rows_view<const T> ks, rows_view<const T> vs,
              rows_view<T> out, const std::vector<std::int32_t>& sizes, bool steps) const {
-        test::BoundCache<P, T> under_test(
-            on,
-            {.slots = batch, .query_heads = query_heads, .kv_heads = kv_heads, .dim_k = dim, .dim_v = dim});
+        test::BoundCache<P, T> under_test(on, {.max_sequences = batch,
+                                               .query_heads = query_heads,
+                                               .kv_heads = kv_heads,
+                                               .head_dim_qk = dim,
+                                               .head_dim_vo = dim});
         std::int32_t at = 0;
         for (const std::int32_t chunk : test::chunks_of(length, sizes)) {
             const Batch entries{.count = batch, .length = chunk};
@@ -353,7 +360,7 @@ TEST_CASE("any number of query heads a KV head") {
     const host on(1);
     for (const std::int32_t group : {1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 64}) {
         CAPTURE(group);
-        const CacheShape shape{.query_heads = 2 * group, .kv_heads = 2, .dim_k = 16, .dim_v = 16};
+        const CacheShape shape{.query_heads = 2 * group, .kv_heads = 2, .head_dim_qk = 16, .head_dim_vo = 16};
         CHECK(test::run_beside_shadow<float>(on, P{}, shape, 30, {1}, true, 1) <= 1.0);
         CHECK(test::run_beside_shadow<float>(on, P{}, shape, 30, {13, 1, 4}, false, 2) <= 1.0);
         CHECK(test::run_beside_shadow<bf16>(on, P{}, shape, 30, {5, 1, 9}, true, 3) <= 1.0);
@@ -368,7 +375,7 @@ TEST_CASE("head dimensions that are multiples of 8, and D_k != D_v; other ones a
     for (const auto& dim : dims) {
         CAPTURE(dim[0]);
         CAPTURE(dim[1]);
-        const CacheShape shape{.query_heads = 3, .kv_heads = 1, .dim_k = dim[0], .dim_v = dim[1]};
+        const CacheShape shape{.query_heads = 3, .kv_heads = 1, .head_dim_qk = dim[0], .head_dim_vo = dim[1]};
         CHECK(test::run_beside_shadow<float>(on, P{}, shape, 24, {1}, true, 1) <= 1.0);
         CHECK(test::run_beside_shadow<bf16>(on, P{}, shape, 24, {9, 1, 4}, false, 2) <= 1.0);
         CHECK(test::run_beside_shadow<float>(host(1, isa::portable), P{}, shape, 24, {9, 1, 4}, false, 2) <=
@@ -376,11 +383,12 @@ TEST_CASE("head dimensions that are multiples of 8, and D_k != D_v; other ones a
     }
 }
 
-TEST_CASE("scale and softcap are the call's own") {
+TEST_CASE("scale and logits_soft_cap are the call's own") {
     using P = Policy<Sink<1>, Window<6>, TopKBudget<8>>;
     const host on(1);
-    const CacheShape shape{.query_heads = 4, .kv_heads = 2, .dim_k = 32, .dim_v = 32};
-    for (const Attention attention : {Attention{0.3f, 0.0f}, Attention{0.0f, 2.0f}, Attention{0.5f, 20.0f}}) {
+    const CacheShape shape{.query_heads = 4, .kv_heads = 2, .head_dim_qk = 32, .head_dim_vo = 32};
+    for (const AttentionParams attention :
+         {AttentionParams{0.3f, 0.0f}, AttentionParams{0.0f, 2.0f}, AttentionParams{0.5f, 20.0f}}) {
         CHECK(test::run_beside_shadow<float>(on, P{}, shape, 30, {1}, true, 4, attention) <= 1.0);
         CHECK(test::run_beside_shadow<bf16>(on, P{}, shape, 30, {7, 2}, false, 5, attention) <= 1.0);
     }

@@ -58,7 +58,7 @@ TEST_CASE("policies, fixed and at run time") {
           "Sink 0 + Window 4 + TopKBudget 5 + RandomScorer (seed 3, layer 1)");
     CHECK(text(Policy<Window<16>, KeepAll>{}) == "Window 16 + KeepAll");
     MlpScorer<> mlp;
-    mlp.dim_k = 64, mlp.dim_v = 32, mlp.hidden = 16;
+    mlp.head_dim_qk = 64, mlp.head_dim_vo = 32, mlp.hidden = 16;
     CHECK(text(Policy<TopKBudget<8>, MlpScorer<>>{TopKBudget<8>{}, mlp}) ==
           "TopKBudget 8 + MlpScorer (64 + 32, hidden 16)");
     CHECK(text(Policy<Window<3>, QuestPages<16>, SnapKVEviction>{Window<3>{}, QuestPages<16>{4},
@@ -79,15 +79,19 @@ TEST_CASE("shapes, rules and numbers") {
     float x[48] = {};
     CHECK(text(view_bhsd(x, 1, 2, 3, 8)) == "[1, 2, 3, 8]");
     CHECK(text(view_bhs<const float>(x, 1, 2, 3)) == "[1, 2, 3]");
-    CHECK(text(KVpop<4, 256, 3836>{}.rule(0, 0)) ==
+    CHECK(text(KVpop<4, 256, 3836>{}.params(0, 0)) ==
           "sinks 4, window 256, budget 3836, decay step 1, log gamma 0, threshold 0");
-    CHECK(text(SPKV<128>{}.rule(0, 0)) ==
+    CHECK(text(SPKV<128>{}.params(0, 0)) ==
           "sinks 0, window 128, budget unlimited, decay step 1, log gamma 0, threshold 0");
-    CHECK(text(HeadValues<float>{0.5f}) == "0.5");
-    CHECK(text(CacheShape{
-              .layers = 6, .slots = 2, .query_heads = 8, .kv_heads = 2, .dim_k = 64, .dim_v = 32}) ==
-          "6 layers, 2 slots, 8 query heads on 2 KV heads, 64 + 32 wide, pages of 1");
-    CHECK(text(PoolShape{.slab_pages = 16, .most_slabs = 4, .longest = 4096}) ==
+    CHECK(text(PerHead<float>{0.5f}) == "0.5");
+    CHECK(text(CacheShape{.layers = 6,
+                          .max_sequences = 2,
+                          .query_heads = 8,
+                          .kv_heads = 2,
+                          .head_dim_qk = 64,
+                          .head_dim_vo = 32}) ==
+          "6 layers, 2 sequences, 8 query heads on 2 KV heads, 64 + 32 wide, pages of 1");
+    CHECK(text(PoolShape{.slab_pages = 16, .max_slabs = 4, .max_seq_len = 4096}) ==
           "up to 4 slabs of 16 pages, sequences of up to 4096 tokens");
     CHECK(text(bf16(1.5f)) == "1.5");
     CHECK(fmt::format("{:.3f}", fp16(0.25f)) == "0.250");
@@ -98,13 +102,13 @@ TEST_CASE("reports") {
           "3.00 MiB (keys and values 3.00 MiB, scorer state 0 B, bookkeeping 512 B)");
     CHECK(text(CacheBytes{2048, 1536, 0}) ==
           "3.50 KiB (keys and values 2.00 KiB, scorer state 1.50 KiB, bookkeeping 0 B)");
-    CHECK(text(Occupancy{.length = 5000, .sinks = 4, .window = 256, .long_range = 764, .capacity = 1024}) ==
+    CHECK(text(HeadUsage{.length = 5000, .sinks = 4, .window = 256, .long_range = 764, .capacity = 1024}) ==
           "1024 rows (4 sinks, 256 window, 764 long-range) of 5000 tokens");
     CHECK(text(LossValue{0.125, 42}) == "0.125 over 42");
     CHECK(text(Recall{10, 0.75, 0.25, 1.0, 0.5}) ==
           "recall 0.7500 (chance 0.2500) over 10 queries, at the end 1.0000 (chance 0.5000)");
     const FixedBudgetCache<KVpop<1, 2, 3>, float> cache(
-        {.query_heads = 1, .kv_heads = 1, .dim_k = 8, .dim_v = 8});
+        {.query_heads = 1, .kv_heads = 1, .head_dim_qk = 8, .head_dim_vo = 8});
     CHECK(text(cache.policy()) == text(KVpop<1, 2, 3>{}));
     // Specs of a string.
     CHECK(fmt::format("{:>24}|", Policy<Window<3>>{}) == "                Window 3|");

@@ -95,14 +95,14 @@ TEST_CASE("more than the system gives is refused with a sentence, and nothing ha
 
 TEST_CASE("both caches and their calls take buffers") {
     const host on{1};
-    const CacheShape shape{.layers = 2, .query_heads = 2, .kv_heads = 1, .dim_k = 8, .dim_v = 8};
+    const CacheShape shape{.layers = 2, .query_heads = 2, .kv_heads = 1, .head_dim_qk = 8, .head_dim_vo = 8};
     std::vector<float> q(16, 0.5f), k(8, 0.5f), v(8, 3.0f), out(16);
     const float score = 1.0f;
     const auto run = [&](auto& cache, HostBuffer& workspace) {
         for (int token = 0; token < 9; ++token) {
             for (int layer = 0; layer < 2; ++layer) {
                 std::fill(out.begin(), out.end(), 0.0f);
-                step(on, cache.ref(layer), Batch{.count = 1}, view_bshd(q.data(), 1, 1, 2, 8),
+                step(on, cache.layer(layer), Batch{.count = 1}, view_bshd(q.data(), 1, 1, 2, 8),
                      view_bshd(k.data(), 1, 1, 1, 8), view_bshd(v.data(), 1, 1, 1, 8),
                      view_bshd(out.data(), 1, 1, 2, 8), workspace, nullptr,
                      {.scores = view_bhs(&score, 1, 1, 1)});
@@ -111,20 +111,20 @@ TEST_CASE("both caches and their calls take buffers") {
             }
             cache.advance(on, Batch{.count = 1});
         }
-        return cache.occupancy(1, 0, 0).rows();
+        return cache.usage(1, 0, 0).size();
     };
 
     FixedBudgetCache<Small, float> fixed{shape};
     HostBuffer memory{fixed.bytes().total()};
     fixed.bind(on, memory);
-    HostBuffer workspace{cache_workspace_bytes(on, fixed.ref(0), 1, 1)};
+    HostBuffer workspace{cache_workspace_bytes(on, fixed.layer(0), 1, 1)};
     CHECK(run(fixed, workspace) == 6);
 
-    DualCache<WGKV<2>, float> dual{shape, {.slab_pages = 64, .longest = 16}};
+    DualCache<WGKV<2>, float> dual{shape, {.slab_pages = 64, .max_seq_len = 16}};
     HostBuffer tables{dual.bytes().total()}, slab{dual.slab_bytes()};
     dual.bind(on, tables);
     dual.add_slab(on, slab);
-    workspace.grow(cache_workspace_bytes(on, dual.ref(0), 1, 1));
+    workspace.grow(cache_workspace_bytes(on, dual.layer(0), 1, 1));
     CHECK(run(dual, workspace) == 9);
 
     HostBuffer small{fixed.bytes().total() - 1};

@@ -43,7 +43,7 @@ using Cache = FixedBudgetCache<Budget, float>;
 
 /// Whether every public call that reads rows or planes takes `Rows` and `Plane`, of const numbers or not.
 template <class Rows, class Plane, class Words>
-constexpr bool takes = requires(const host& on, const Attention& attention, Rows rows, Plane plane,
+constexpr bool takes = requires(const host& on, const AttentionParams& attention, Rows rows, Plane plane,
                                 Words words, const Sequences& sequences, rows_view<float> out,
                                 plane_view<float> written, plane_view<std::int32_t> integers,
                                 workspace_view workspace, double* doubles, Recall* recalls,
@@ -51,11 +51,11 @@ constexpr bool takes = requires(const host& on, const Attention& attention, Rows
                                 const Cache::ref_type& cache, const Batch& batch,
                                 const LinearScorer<8>& linear, const UtilityPredictor& predictor,
                                 LinearParameters<float> linear_gradients, rows_view<std::int32_t> indices) {
-    attend_workspace_bytes(on, attention, rows, keys{rows, rows}, sequences);
-    attend(on, attention, rows, keys{rows, rows, mask_view{words, plane}}, sequences, out, written,
+    attend_workspace_bytes(on, attention, rows, kv_view{rows, rows}, sequences);
+    attend(on, attention, rows, kv_view{rows, rows, mask_view{words, plane}}, sequences, out, written,
            workspace);
-    attend_backward(on, attention, rows, keys{rows, rows}, sequences, AttendGradient{rows, plane, rows},
-                    AttendGradients<float>{out, out, out}, workspace);
+    attend_backward(on, attention, rows, kv_view{rows, rows}, sequences, SavedForward{rows, plane, rows},
+                    AttentionGrads<float>{out, out, out}, workspace);
     future_mass_workspace_bytes(on, rows, rows);
     causal_lse(on, attention, rows, rows, sequences, written, workspace);
     future_mass(on, attention, rows, rows, plane, sequences, FutureMassOptions{}, written, workspace);
@@ -94,14 +94,14 @@ constexpr bool takes = requires(const host& on, const Attention& attention, Rows
     score_hidden(on, predictor, rows, sequences, written, workspace);
     step(on, cache, batch, rows, rows, rows, out, workspace, nullptr, CacheExtras{.scores = plane});
     prefill(on, cache, batch, rows, rows, rows, out, workspace, nullptr, CacheExtras{.scores = plane});
-    propose(on, cache, batch, rows, rows, rows, out, workspace, CacheExtras{.scores = plane});
+    append_draft(on, cache, batch, rows, rows, rows, out, workspace, CacheExtras{.scores = plane});
     attend(on, cache, batch, rows, out, written, workspace);
 };
 static_assert(takes<rows_view<const float>, plane_view<const float>, plane_view<const std::int32_t>>);
 static_assert(takes<rows_view<float>, plane_view<float>, plane_view<std::int32_t>>);
 // Some of which may be written, some not.
-static_assert(std::is_same_v<decltype(keys{rows_view<float>{}, rows_view<const float>{}}), keys<float>>);
-static_assert(std::is_same_v<decltype(keys{rows_view<const float>{}, rows_view<float>{}}), keys<float>>);
+static_assert(std::is_same_v<decltype(keys{rows_view<float>{}, rows_view<const float>{}}), kv_view<float>>);
+static_assert(std::is_same_v<decltype(keys{rows_view<const float>{}, rows_view<float>{}}), kv_view<float>>);
 static_assert(requires(const host& on, rows_view<float> may, rows_view<const float> may_not,
                        const Sequences& sequences, plane_view<float> written, workspace_view workspace) {
     causal_lse(on, {}, may, may_not, sequences, written, workspace);
@@ -165,24 +165,24 @@ TEST_CASE("what may be written is read like the rest") {
         });
     };
     checked([&](auto& to, auto a, auto b, auto, auto) {
-        test::Workspace room(future_mass_workspace_bytes(on, a, b));
-        causal_lse(on, {}, a, b, sequences, lse.view(), room);
+        test::Workspace scratch(future_mass_workspace_bytes(on, a, b));
+        causal_lse(on, {}, a, b, sequences, lse.view(), scratch);
         add(to, lse.data);
         test::Plane<float> target(batch, heads, length);
-        future_mass(on, {}, a, b, lse.view(), sequences, {.window = 3}, target.view(), room);
+        future_mass(on, {}, a, b, lse.view(), sequences, {.window = 3}, target.view(), scratch);
         add(to, target.data);
     });
     checked([&](auto& to, auto a, auto b, auto, auto) {
-        test::Workspace room(received_mass_workspace_bytes(on, a, b));
+        test::Workspace scratch(received_mass_workspace_bytes(on, a, b));
         test::Plane<float> received(batch, heads, length);
-        received_mass(on, {}, a, b, {}, sequences, {}, received.view(), room);
+        received_mass(on, {}, a, b, {}, sequences, {}, received.view(), scratch);
         add(to, received.data);
     });
     checked([&](auto& to, auto a, auto b, auto, auto) {
         const Observed policy{};
-        test::Workspace room(build_observed_mask_workspace_bytes(on, policy, a, b));
+        test::Workspace scratch(build_observed_mask_workspace_bytes(on, policy, a, b));
         test::Plane<expiry_t> expiry(batch, heads, length);
-        build_observed_mask(on, policy, {}, a, b, sequences, expiry.view(), room);
+        build_observed_mask(on, policy, {}, a, b, sequences, expiry.view(), scratch);
         add(to, expiry.data);
     });
     const Gated gated{{}, {}, ThresholdGate<at_least>{0.0f}};

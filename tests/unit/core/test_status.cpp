@@ -22,7 +22,7 @@ TEST_CASE("every bit has a sentence of its own") {
 
 TEST_CASE("a word says its bits, and nothing else") {
     std::vector<std::string> said;
-    for_each_status(status_taken_twice | status_nan_score | 1u << 30,
+    for_each_status(status_layer_repeated | status_nan_score | 1u << 30,
                     [&](const char* sentence) { said.emplace_back(sentence); });
     CHECK(said == std::vector<std::string>{
                       "a score was NaN, and ranked last",

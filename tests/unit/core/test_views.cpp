@@ -20,15 +20,16 @@ constexpr bool plain = std::is_trivially_copyable_v<T>&& std::is_standard_layout
 
 static_assert(plain<rows_view<bf16>> && plain<plane_view<const float>> && plain<workspace_view> &&
               plain<Sequences>);
-static_assert(plain<Batch> && plain<Attention> && plain<mask_view> && plain<CacheShape> && plain<HeadRule>);
-static_assert(plain<HeadPages> && plain<CacheExtras> && plain<HeadValues<float>>);
+static_assert(plain<Batch> && plain<AttentionParams> && plain<mask_view> && plain<CacheShape> &&
+              plain<HeadParams>);
+static_assert(plain<HeadPages> && plain<CacheExtras> && plain<PerHead<float>>);
 using P = Policy<Sink<>, Window<>, TopKBudget<>, Decay<dynamic>>;
 static_assert(std::is_trivially_copyable_v<FixedBudgetRef<P, bf16>>);
 
 // The layout that nvcc must agree with: pointers, then 32-bit numbers, then 64-bit strides.
 static_assert(sizeof(rows_view<float>) == 48 && offsetof(rows_view<float>, batch_stride) == 24);
 static_assert(sizeof(plane_view<float>) == 40 && offsetof(plane_view<float>, batch_stride) == 24);
-static_assert(sizeof(Batch) == 32 && sizeof(Sequences) == 40 && sizeof(HeadRule) == 24 &&
+static_assert(sizeof(Batch) == 32 && sizeof(Sequences) == 40 && sizeof(HeadParams) == 24 &&
               sizeof(CacheShape) == 32);
 }  // namespace
 
@@ -68,11 +69,11 @@ TEST_CASE("planes, batches and sequences by default and by array") {
     CHECK(static_cast<bool>(plane));
     CHECK_FALSE(static_cast<bool>(plane_view<float>{}));
 
-    const std::int32_t slots[] = {3, 0}, lens[] = {0, 5};
-    const Batch plain_batch{.count = 2}, named{.count = 2, .slots = slots, .q_len = lens, .length = 9};
-    CHECK(plain_batch.slot(1) == 1);
+    const std::int32_t seq_ids[] = {3, 0}, lens[] = {0, 5};
+    const Batch plain_batch{.count = 2}, named{.count = 2, .seq_ids = seq_ids, .q_len = lens, .length = 9};
+    CHECK(plain_batch.seq(1) == 1);
     CHECK(plain_batch.tokens(1) == 1);
-    CHECK(named.slot(0) == 3);
+    CHECK(named.seq(0) == 3);
     CHECK(named.tokens(0) == 0);
     CHECK(named.tokens(1) == 5);
 

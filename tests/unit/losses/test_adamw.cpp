@@ -1,4 +1,4 @@
-// The optimiser of the training examples: against its formula, the schedule, resuming, and a scorer that learns.
+// The optimizer of the training examples: against its formula, the schedule, resuming, and a scorer that learns.
 #include <kvpolicy/losses/boundary.hpp>
 #include <kvpolicy/policies/decay.hpp>
 #include <kvpolicy/scorers/backward.hpp>
@@ -154,9 +154,9 @@ TEST_CASE("scorers learn a target that their input holds, with the library's los
         CHECK(static_cast<double>(after.agreed) > 0.93 * static_cast<double>(after.count));
     };
     MlpScorer<> mlp;
-    mlp.heads = heads, mlp.dim_k = mlp.dim_v = dim, mlp.hidden = 32;
+    mlp.heads = heads, mlp.head_dim_qk = mlp.head_dim_vo = dim, mlp.hidden = 32;
     learn(mlp, 0);
     mLSTMScorer<> mlstm;
-    mlstm.heads = heads, mlstm.dim_k = mlstm.dim_v = dim, mlstm.d_qk = 8, mlstm.d_v = 8;
+    mlstm.heads = heads, mlstm.head_dim_qk = mlstm.head_dim_vo = dim, mlstm.d_qk = 8, mlstm.d_v = 8;
     learn(mlstm, 8);
 }

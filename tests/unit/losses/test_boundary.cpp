@@ -79,24 +79,24 @@ Run<double> reference(const Case& c, const test::Plane<double>& scores, const te
     const Any policy = c.policy();
     for (std::int32_t b = 0; b < c.batch; ++b) {
         for (std::int32_t h = 0; h < c.heads; ++h) {
-            const HeadRule rule = policy.rule(0, h);
-            const double gamma = static_cast<double>(rule.log_gamma);
+            const HeadParams head_params = policy.params(0, h);
+            const double gamma = static_cast<double>(head_params.log_gamma);
             const std::int32_t length = c.sequences().length_of(b);
             std::vector<std::int32_t> edges =
                 c.edges.empty() ? std::vector<std::int32_t>{0, length} : c.edges;
             for (std::size_t part = 0; part + 1 < edges.size(); ++part) {
                 const std::int32_t begin = edges[part], end = std::min(edges[part + 1], length);
                 std::vector<std::int32_t> held;
-                for (std::int32_t q = begin + rule.sinks + rule.window; q < end; ++q) {
-                    const std::int32_t fresh = q - rule.window;
+                for (std::int32_t q = begin + head_params.sinks + head_params.window; q < end; ++q) {
+                    const std::int32_t fresh = q - head_params.window;
                     const auto effective = [&](const auto& plane, std::int32_t t) {
-                        const std::int32_t periods = (q - t) / rule.decay_step;
+                        const std::int32_t periods = (q - t) / head_params.decay_step;
                         return static_cast<double>(plane.view().head(b, h)[t]) +
                                static_cast<double>(periods) * gamma;
                     };
-                    if (rule.decay_step == 1) {  // from scratch
+                    if (head_params.decay_step == 1) {  // from scratch
                         held.clear();
-                        for (std::int32_t t = begin + rule.sinks; t <= fresh; ++t) {
+                        for (std::int32_t t = begin + head_params.sinks; t <= fresh; ++t) {
                             held.push_back(t);
                         }
                     } else {
@@ -106,10 +106,11 @@ Run<double> reference(const Case& c, const test::Plane<double>& scores, const te
                         const double ex = effective(target, x), ey = effective(target, y);
                         return ex > ey || (ex == ey && x < y);
                     });
-                    if (static_cast<std::int32_t>(held.size()) > rule.budget) {
-                        held.resize(static_cast<std::size_t>(rule.budget));
+                    if (static_cast<std::int32_t>(held.size()) > head_params.budget) {
+                        held.resize(static_cast<std::size_t>(head_params.budget));
                     }
-                    if (q - begin < rule.sinks + rule.window + rule.budget || held.empty()) {
+                    if (q - begin < head_params.sinks + head_params.window + head_params.budget ||
+                        held.empty()) {
                         continue;
                     }
                     const std::int32_t old = held.back();
@@ -117,7 +118,8 @@ Run<double> reference(const Case& c, const test::Plane<double>& scores, const te
                         continue;
                     }
                     const double y = std::find(held.begin(), held.end(), fresh) != held.end() ? 1.0 : -1.0;
-                    const std::int32_t age = (q - fresh) / rule.decay_step - (q - old) / rule.decay_step;
+                    const std::int32_t age =
+                        (q - fresh) / head_params.decay_step - (q - old) / head_params.decay_step;
                     examples.push_back(
                         {b, h, fresh, old, y, y * (effective(target, fresh) - effective(target, old)),
                          effective(scores, fresh) - effective(scores, old), static_cast<double>(age)});
@@ -308,11 +310,12 @@ TEST_CASE("boundary loss samples positions by seed") {
     CHECK(run<double>(on, c, in.scores, in.target).value.value != a.value.value);
     // All late: the mean of the later of two uniform places is 2/3 of the way.
     std::vector<std::int32_t> drawn(60000);
-    HeadRule rule;
-    rule.sinks = 4, rule.window = 8, rule.budget = 88;
+    HeadParams head_params;
+    head_params.sinks = 4, head_params.window = 8, head_params.budget = 88;
     const Sequences one{.batch = 1, .length = 60000};
     for (const float late : {0.0f, 1.0f}) {
-        CHECK(host_backend::draw_positions<Any>({4000, late, 1}, rule, one, 0, 0, drawn.data()) == 4000);
+        CHECK(host_backend::draw_positions<Any>({4000, late, 1}, head_params, one, 0, 0, drawn.data()) ==
+              4000);
         double mean = 0.0;
         for (std::size_t q = 0; q < drawn.size(); ++q) {
             mean += static_cast<double>(drawn[q]) * static_cast<double>(q);

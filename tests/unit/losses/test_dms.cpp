@@ -109,15 +109,15 @@ TEST_CASE("hard decisions: the mask and the cache evict what asks for it, after 
     CHECK(expiry.at(0, 0, 5) == never);
     CHECK(expiry.at(0, 0, 6) == 10);
     test::BoundDual<DMS<4>, float> bound(
-        on, {.query_heads = 1, .kv_heads = 1, .dim_k = 8, .dim_v = 8, .page_rows = 4},
-        {.slab_pages = 4, .most_slabs = 20, .longest = 40}, policy);
+        on, {.query_heads = 1, .kv_heads = 1, .head_dim_qk = 8, .head_dim_vo = 8, .page_size = 4},
+        {.slab_pages = 4, .max_slabs = 20, .max_seq_len = 40}, policy);
     test::Tensor<float> x(1, 1, 30, 8), out(1, 1, 30, 8);
     x.fill_normal(generator);
     const test::Tensor<float>& in = x;
     for (std::int32_t q = 0; q < 30; ++q) {
         bound.reserve(on, {.count = 1});
-        test::call_ref<DMS<4>, float>(on, bound.cache.ref(0), {.count = 1}, in.tokens(q, 1), in.tokens(q, 1),
-                                      in.tokens(q, 1), out.tokens(q, 1),
+        test::call_ref<DMS<4>, float>(on, bound.cache.layer(0), {.count = 1}, in.tokens(q, 1),
+                                      in.tokens(q, 1), in.tokens(q, 1), out.tokens(q, 1),
                                       {.scores = std::as_const(scores).tokens(q, 1)}, true);
         bound.cache.advance(on, {.count = 1});
         std::vector<position_t> held;
@@ -130,7 +130,7 @@ TEST_CASE("hard decisions: the mask and the cache evict what asks for it, after 
     }
     // A threshold of one's own, and a NaN.
     CHECK(EvictionGate::probability(0.9).threshold.value == doctest::Approx(2.1972246));
-    CHECK(!EvictionGate{}.open(std::numeric_limits<float>::quiet_NaN(), HeadRule{}));
+    CHECK(!EvictionGate{}.open(std::numeric_limits<float>::quiet_NaN(), HeadParams{}));
     scores.at(0, 0, 2) = std::numeric_limits<float>::quiet_NaN();
     CHECK_REFUSED(build_mask(on, policy, scores.view(), {.batch = 1, .length = 30}, expiry.view(), {}),
                   "scores[0][0][2]");

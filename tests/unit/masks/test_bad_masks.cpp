@@ -28,7 +28,7 @@ P policy(std::int32_t s = 1, std::int32_t w = 2, std::int32_t k = 3, float log_g
 struct Call {
     static constexpr std::int32_t batch = 2, heads = 3, length = 12;
     const host on{1};
-    P rule = policy();
+    P head_params = policy();
     test::Plane<float> score_memory{batch, heads, length, 0.5f};
     test::Plane<expiry_t> expiry_memory{batch, heads, length, -77};
     test::Plane<std::int32_t> rank_memory{batch, heads, length, -77},
@@ -42,10 +42,12 @@ struct Call {
     workspace_view workspace{memory.data(), memory.size()};
     std::uint32_t status[batch] = {8, 8};
 
-    void build() { build_mask(on, rule, scores, sequences, expiry, workspace, options, status); }
-    void cutoffs() { build_cutoffs(on, rule, scores, sequences, rank, cutoff, workspace, options.layer); }
+    void build() { build_mask(on, head_params, scores, sequences, expiry, workspace, options, status); }
+    void cutoffs() {
+        build_cutoffs(on, head_params, scores, sequences, rank, cutoff, workspace, options.layer);
+    }
     void convert() {
-        expiry_from_cutoffs(on, rule, plane_view<const std::int32_t>(rank),
+        expiry_from_cutoffs(on, head_params, plane_view<const std::int32_t>(rank),
                             plane_view<const std::int32_t>(cutoff), sequences, expiry, options.layer);
     }
     [[nodiscard]] bool untouched() const {
@@ -72,19 +74,21 @@ constexpr float quiet_nan = std::numeric_limits<float>::quiet_NaN();
 
 TEST_CASE("numbers that no policy can have, of the layer that is asked for") {
     check_both("sinks of layer 0, head 0: -1 is not allowed; it must be 0 or more",
-               [](Call& c) { c.rule = policy(-1); });
+               [](Call& c) { c.head_params = policy(-1); });
     check_both("window of layer 0, head 0: 0 is not allowed; it must be 1 or more",
-               [](Call& c) { c.rule = policy(1, 0); });
-    check_both("budget k of layer 0, head 0: -2", [](Call& c) { c.rule = policy(1, 2, -2); });
+               [](Call& c) { c.head_params = policy(1, 0); });
+    check_both("budget k of layer 0, head 0: -2", [](Call& c) { c.head_params = policy(1, 2, -2); });
     check_both("log gamma of layer 0, head 0: 0.25 is not allowed; it must be finite and at most 0",
-               [](Call& c) { c.rule = policy(1, 2, 3, 0.25f); });
-    check_both("log gamma of layer 0, head 0", [](Call& c) { c.rule = policy(1, 2, 3, quiet_nan); });
-    check_both("decay step n of layer 0, head 0: 0", [](Call& c) { c.rule = policy(1, 2, 3, 0.0f, 0); });
+               [](Call& c) { c.head_params = policy(1, 2, 3, 0.25f); });
+    check_both("log gamma of layer 0, head 0", [](Call& c) { c.head_params = policy(1, 2, 3, quiet_nan); });
+    check_both("decay step n of layer 0, head 0: 0",
+               [](Call& c) { c.head_params = policy(1, 2, 3, 0.0f, 0); });
     check_both("layer: -1 is not allowed; it must be 0 or more", [](Call& c) { c.options.layer = -1; });
 
     static constexpr std::int32_t windows[] = {1, 2, 3, 4, 5, 0, 7, 8, -9};  // [3 layers, 3 heads]
     const auto per_layer = [](Call& c) {
-        c.rule = P{Sink<>{1}, Window<>{per_head(windows, 3, 3)}, TopKBudget<>{3}, Decay<dynamic>{0.0f, 1}};
+        c.head_params =
+            P{Sink<>{1}, Window<>{per_head(windows, 3, 3)}, TopKBudget<>{3}, Decay<dynamic>{0.0f, 1}};
     };
     check_both("window of layer 2, head 2: -9", [&](Call& c) {
         per_layer(c);
@@ -198,10 +202,10 @@ TEST_CASE("null and small outputs, small workspaces, limits of rebasing") {
     CHECK_REFUSED(call.convert(), "rank: 2 x 3 x 11 is not allowed");
     call.rank = call.rank_memory.view();
 
-    call.workspace.bytes = build_mask_workspace_bytes(call.on, call.rule, call.sequences, 3) - 1;
+    call.workspace.bytes = build_mask_workspace_bytes(call.on, call.head_params, call.sequences, 3) - 1;
     CHECK_REFUSED(call.build(),
                   "workspace.bytes: " + std::to_string(call.workspace.bytes) + " is not allowed");
-    call.workspace.bytes = build_cutoffs_workspace_bytes(call.on, call.rule, call.sequences, 3) - 1;
+    call.workspace.bytes = build_cutoffs_workspace_bytes(call.on, call.head_params, call.sequences, 3) - 1;
     CHECK_REFUSED(call.cutoffs(), "workspace.bytes: " + std::to_string(call.workspace.bytes));
     call.workspace = {nullptr, 100000};
     CHECK_REFUSED(call.build(), "workspace.data: null");
@@ -217,9 +221,9 @@ TEST_CASE("null and small outputs, small workspaces, limits of rebasing") {
 
 TEST_CASE("cutoffs are for whole sequences and decay step 1") {
     Call call;
-    call.rule = policy(1, 2, 3, -0.1f, 2);
+    call.head_params = policy(1, 2, 3, -0.1f, 2);
     CHECK_REFUSED(call.cutoffs(), "decay step n: 2 is not allowed; it must be 1");
-    call.rule = policy();
+    call.head_params = policy();
     const std::int32_t edges[] = {0, 12};
     call.sequences.cu_seqlens = edges;
     call.sequences.segments = 1;
@@ -285,12 +289,13 @@ TEST_CASE("sequences of no tokens, and views longer than the sequences") {
 
 TEST_CASE("a workspace is not asked for shapes that cannot be") {
     const std::int32_t budgets[2] = {3, 4};
-    const P rule{Sink<>{1}, Window<>{2}, TopKBudget<>{per_head(budgets, 1, 2)}, Decay<dynamic>{0.0f, 1}};
+    const P head_params{Sink<>{1}, Window<>{2}, TopKBudget<>{per_head(budgets, 1, 2)},
+                        Decay<dynamic>{0.0f, 1}};
     const host on{1};
-    CHECK(build_mask_workspace_bytes(on, rule, {1, 12}, 2) > 0);
-    CHECK_REFUSED(build_mask_workspace_bytes(on, rule, {1, 12}, 3), "array of budgets");
-    CHECK_REFUSED(build_mask_workspace_bytes(on, rule, {1, 12}, -1), "heads");
-    CHECK_REFUSED(build_mask_workspace_bytes(on, rule, {-1, 12}, 2), "sequences.batch");
-    CHECK_REFUSED(build_mask_workspace_bytes(on, rule, {1, -1}, 2), "sequences.length");
-    CHECK_REFUSED(build_cutoffs_workspace_bytes(on, rule, {1, -1}, 2), "sequences.length");
+    CHECK(build_mask_workspace_bytes(on, head_params, {1, 12}, 2) > 0);
+    CHECK_REFUSED(build_mask_workspace_bytes(on, head_params, {1, 12}, 3), "array of budgets");
+    CHECK_REFUSED(build_mask_workspace_bytes(on, head_params, {1, 12}, -1), "heads");
+    CHECK_REFUSED(build_mask_workspace_bytes(on, head_params, {-1, 12}, 2), "sequences.batch");
+    CHECK_REFUSED(build_mask_workspace_bytes(on, head_params, {1, -1}, 2), "sequences.length");
+    CHECK_REFUSED(build_cutoffs_workspace_bytes(on, head_params, {1, -1}, 2), "sequences.length");
 }

@@ -73,21 +73,21 @@ TEST_CASE_TEMPLATE("ranks, cutoffs and what they imply equal the reference's", C
 namespace {
 
 /// By the definition: among the keys t <= q - w that compete, the rank of the k-th best.
-std::int32_t cutoff_at(const std::vector<std::int32_t>& rank, std::int32_t q, const HeadRule& rule) {
-    if (rule.budget == 0) {
+std::int32_t cutoff_at(const std::vector<std::int32_t>& rank, std::int32_t q, const HeadParams& head_params) {
+    if (head_params.budget == 0) {
         return -1;
     }
     std::vector<std::int32_t> eligible;
-    for (std::int64_t t = 0; t <= std::int64_t{q} - rule.window; ++t) {
+    for (std::int64_t t = 0; t <= std::int64_t{q} - head_params.window; ++t) {
         if (rank[static_cast<std::size_t>(t)] != no_rank) {
             eligible.push_back(rank[static_cast<std::size_t>(t)]);
         }
     }
-    if (static_cast<std::int64_t>(eligible.size()) < rule.budget) {
+    if (static_cast<std::int64_t>(eligible.size()) < head_params.budget) {
         return open_cutoff;
     }
-    std::nth_element(eligible.begin(), eligible.begin() + rule.budget - 1, eligible.end());
-    return eligible[static_cast<std::size_t>(rule.budget - 1)];
+    std::nth_element(eligible.begin(), eligible.begin() + head_params.budget - 1, eligible.end());
+    return eligible[static_cast<std::size_t>(head_params.budget - 1)];
 }
 
 }  // namespace
@@ -98,12 +98,12 @@ TEST_CASE_TEMPLATE("the running cutoff of any ranks, memory exactly as asked for
     int wrong = 0;
     for (int round = 0; round < 400; ++round) {
         const auto length = static_cast<std::int32_t>(generator() % 40);
-        HeadRule rule;
-        rule.window = static_cast<std::int32_t>(1 + generator() % 9);
-        rule.budget = round % 10 == 0 ? unlimited : static_cast<std::int32_t>(generator() % 12);
+        HeadParams head_params;
+        head_params.window = static_cast<std::int32_t>(1 + generator() % 9);
+        head_params.budget = round % 10 == 0 ? unlimited : static_cast<std::int32_t>(generator() % 12);
         // Some keys compete; their ranks are a permutation.
         std::vector<std::int32_t> rank(static_cast<std::size_t>(length), no_rank), competing;
-        for (std::int32_t t = 0; t + rule.window < length; ++t) {
+        for (std::int32_t t = 0; t + head_params.window < length; ++t) {
             if (generator() % 3 != 0) {
                 competing.push_back(t);
             }
@@ -114,9 +114,9 @@ TEST_CASE_TEMPLATE("the running cutoff of any ranks, memory exactly as asked for
         }
         std::vector<std::int32_t> cutoff(static_cast<std::size_t>(length), -9);
         std::vector<std::int32_t> scratch(C::scratch_bytes(length) / sizeof(std::int32_t), -123456);
-        C{}(rank.data(), length, rule, cutoff.data(), scratch.data());
+        C{}(rank.data(), length, head_params, cutoff.data(), scratch.data());
         for (std::int32_t q = 0; q < length; ++q) {
-            wrong += cutoff[static_cast<std::size_t>(q)] == cutoff_at(rank, q, rule) ? 0 : 1;
+            wrong += cutoff[static_cast<std::size_t>(q)] == cutoff_at(rank, q, head_params) ? 0 : 1;
         }
     }
     CHECK(wrong == 0);

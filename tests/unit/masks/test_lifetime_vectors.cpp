@@ -291,7 +291,7 @@ TEST_CASE("heads of one call have their own numbers") {
             }
             CHECK(mask.guards_untouched());
         };
-        const HeadValues<float> tau = per_head(thresholds.data(), 1, heads);
+        const PerHead<float> tau = per_head(thresholds.data(), 1, heads);
         switch (static_cast<gate_kind>(group.first.first)) {
             case gate_kind::none:
                 check(Policy<Sink<>, Window<>, TopKBudget<>, Decay<dynamic>>(sink, window, budget, decay));

@@ -21,8 +21,8 @@ constexpr float infinity = std::numeric_limits<float>::infinity();
 /// A part of one's own: the window grows with the head.
 struct GrowingWindow {
     static constexpr part_kind kind = part_kind::window;
-    constexpr void write(HeadRule& rule, std::int32_t layer, std::int32_t head) const {
-        rule.window = 1 + layer * 10 + head;
+    constexpr void write(HeadParams& head_params, std::int32_t layer, std::int32_t head) const {
+        head_params.window = 1 + layer * 10 + head;
     }
 };
 struct EveryThird {
@@ -37,20 +37,20 @@ struct EveryFifth {
 }  // namespace
 
 TEST_CASE("a policy without a part has the part's neutral number") {
-    constexpr HeadRule nothing = Policy<>{}.rule(3, 4);
+    constexpr HeadParams nothing = Policy<>{}.params(3, 4);
     static_assert(nothing.sinks == 0 && nothing.window == 1 && nothing.budget == 0 &&
                   nothing.decay_step == 1);
     static_assert(nothing.log_gamma == 0.0f && !Policy<>::ranked && !Policy<>::has_keep);
     static_assert(std::is_same_v<Policy<>::scorer_type, GivenScores>);
-    constexpr HeadRule open = Policy<Window<4>, ThresholdGate<above>>{}.rule(0, 0);
+    constexpr HeadParams open = Policy<Window<4>, ThresholdGate<above>>{}.params(0, 0);
     static_assert(open.budget == unlimited && open.window == 4);
-    static_assert(Policy<Window<4>, ThresholdGate<above>, TopKBudget<7>>{}.rule(0, 0).budget == 7);
+    static_assert(Policy<Window<4>, ThresholdGate<above>, TopKBudget<7>>{}.params(0, 0).budget == 7);
     CHECK(Policy<>{}.gate().open(-infinity, nothing));
     CHECK_FALSE(Policy<>{}.keeps(0));
 }
 
 TEST_CASE("parts in any order, at compile time or at run time, by layer and head") {
-    static_assert(Policy<TopKBudget<5>, Sink<2>, Decay<3>, Window<9>>{}.rule(0, 0).sinks == 2);
+    static_assert(Policy<TopKBudget<5>, Sink<2>, Decay<3>, Window<9>>{}.params(0, 0).sinks == 2);
     const std::int32_t sinks[] = {1, 2, 3, 4, 5, 6};  // [2 layers, 3 heads]
     const std::int32_t by_head[] = {7, 8, 9};         // one layer for all
     const std::int32_t by_layer[] = {10, 20};         // one head for all
@@ -59,16 +59,16 @@ TEST_CASE("parts in any order, at compile time or at run time, by layer and head
                                                         Sink<>{per_head(sinks, 2, 3)}};
     for (std::int32_t layer = 0; layer < 2; ++layer) {
         for (std::int32_t head = 0; head < 3; ++head) {
-            const HeadRule rule = policy.rule(layer, head);
-            CHECK(rule.sinks == sinks[layer * 3 + head]);
-            CHECK(rule.window == by_layer[layer]);
-            CHECK(rule.budget == by_head[head]);
+            const HeadParams head_params = policy.params(layer, head);
+            CHECK(head_params.sinks == sinks[layer * 3 + head]);
+            CHECK(head_params.window == by_layer[layer]);
+            CHECK(head_params.budget == by_head[head]);
         }
     }
     policy.check(2, 3);
     CHECK_REFUSED(policy.check(3, 3), "array of windows: 2 layers x 1 heads is not allowed");
     CHECK_REFUSED(policy.check(2, 4), "layers x 3 heads is not allowed");
-    CHECK(Policy<GrowingWindow>{}.rule(2, 3).window == 24);
+    CHECK(Policy<GrowingWindow>{}.params(2, 3).window == 24);
     const Policy<EveryThird, Sink<1>, EveryFifth> keep;
     static_assert(Policy<EveryThird, Sink<1>, EveryFifth>::has_keep);
     for (position_t t = 0; t < 40; ++t) {
@@ -81,9 +81,9 @@ TEST_CASE("the systems are the compositions that they name") {
                                  Policy<Sink<4>, Window<256>, TopKBudget<3836>, Decay<1>, GivenScores>>);
     static_assert(std::is_same_v<StreamingLLM<4, 1020>, Policy<Sink<4>, Window<1020>>>);
     const KVpop<> run_time{Sink<>{4}, Window<>{256}, TopKBudget<>{3836}, Decay<1>{-0.5f}, {}};
-    CHECK(run_time.rule(5, 6).budget == 3836);
-    CHECK(run_time.rule(5, 6).log_gamma == -0.5f);
-    CHECK(StreamingLLM<>{Sink<>{3}, Window<>{5}}.rule(0, 0).window == 5);
+    CHECK(run_time.params(5, 6).budget == 3836);
+    CHECK(run_time.params(5, 6).log_gamma == -0.5f);
+    CHECK(StreamingLLM<>{Sink<>{3}, Window<>{5}}.params(0, 0).window == 5);
 }
 
 TEST_CASE("a total budget is sinks + window + k") {
@@ -118,23 +118,23 @@ TEST_CASE("a threshold becomes a logit once") {
 }
 
 TEST_CASE("gates at the edge, by their comparison") {
-    HeadRule rule;
+    HeadParams head_params;
     for (const float tau : {0.0f, -0.0f, 0.5f, -3.0f, infinity, -infinity}) {
-        rule.threshold = tau;
+        head_params.threshold = tau;
         const ThresholdGate<at_least> at{tau};
         const ThresholdGate<above> over{tau};
-        CHECK(at.open(tau, rule));
-        CHECK_FALSE(over.open(tau, rule));
-        CHECK(at.open(infinity, rule));
-        CHECK(over.open(infinity, rule) == (tau != infinity));
-        CHECK(at.open(-infinity, rule) == (tau == -infinity));
-        CHECK_FALSE(over.open(-infinity, rule));
-        CHECK_FALSE(at.open(std::nanf(""), rule));
-        CHECK_FALSE(over.open(std::nanf(""), rule));
+        CHECK(at.open(tau, head_params));
+        CHECK_FALSE(over.open(tau, head_params));
+        CHECK(at.open(infinity, head_params));
+        CHECK(over.open(infinity, head_params) == (tau != infinity));
+        CHECK(at.open(-infinity, head_params) == (tau == -infinity));
+        CHECK_FALSE(over.open(-infinity, head_params));
+        CHECK_FALSE(at.open(std::nanf(""), head_params));
+        CHECK_FALSE(over.open(std::nanf(""), head_params));
     }
-    rule.threshold = 0.0f;
-    CHECK(ThresholdGate<at_least>{}.open(-0.0f, rule));
-    CHECK_FALSE(ThresholdGate<above>{}.open(-0.0f, rule));
+    head_params.threshold = 0.0f;
+    CHECK(ThresholdGate<at_least>{}.open(-0.0f, head_params));
+    CHECK_FALSE(ThresholdGate<above>{}.open(-0.0f, head_params));
 }
 
 TEST_CASE("log gamma from its unconstrained parameter (eq. 21)") {
@@ -209,12 +209,12 @@ TEST_CASE("priorities: exact below 2^29, rebased at its multiples, one rounding 
     CHECK(effective_score(1.0f, -0.5f, 4, 10, 13) == 1.0);
     CHECK(effective_score(1.0f, -0.5f, 4, 10, 14) == 0.5);
     CHECK(effective_score(1.0f, -0.5f, 1, 10, 14) == -1.0);
-    HeadRule rule;
-    rule.log_gamma = -0.5f;
-    CHECK(rank_value(rule, 1.0f, 10, 14) == 6.0);
-    CHECK(rank_value(rule, 1.0f, 10, 14, 8) == 2.0);
-    rule.decay_step = 4;
-    CHECK(rank_value(rule, 1.0f, 10, 14, 8) == 0.5);
+    HeadParams head_params;
+    head_params.log_gamma = -0.5f;
+    CHECK(rank_value(head_params, 1.0f, 10, 14) == 6.0);
+    CHECK(rank_value(head_params, 1.0f, 10, 14, 8) == 2.0);
+    head_params.decay_step = 4;
+    CHECK(rank_value(head_params, 1.0f, 10, 14, 8) == 0.5);
 }
 
 TEST_CASE("static priorities and effective scores order keys alike") {

@@ -33,16 +33,16 @@ TEST_CASE("random keys are those of the reference, in masks and in caches") {
         const test::Tensor<float>& in = x;
         test::Plane<float> scores(1, heads, length);
         const Sequences sequences{.batch = 1, .length = length};
-        test::Workspace room(score_sequence_workspace_bytes(on, scorer, in.view(), in.view(), sequences));
-        score_sequence(on, scorer, in.view(), in.view(), sequences, c[4], scores.view(), room);
+        test::Workspace scratch(score_sequence_workspace_bytes(on, scorer, in.view(), in.view(), sequences));
+        score_sequence(on, scorer, in.view(), in.view(), sequences, c[4], scores.view(), scratch);
         test::Plane<expiry_t> expiry(1, heads, length);
         test::Workspace workspace(build_mask_workspace_bytes(on, policy, sequences, heads));
         build_mask(on, policy, scores.view(), sequences, expiry.view(), workspace);
 
         test::BoundCache<RandomKeys<>, float> steps(
-            on, {.query_heads = heads, .kv_heads = heads, .dim_k = 8, .dim_v = 8}, policy);
+            on, {.query_heads = heads, .kv_heads = heads, .head_dim_qk = 8, .head_dim_vo = 8}, policy);
         test::BoundCache<RandomKeys<>, float> chunk(
-            on, {.query_heads = heads, .kv_heads = heads, .dim_k = 8, .dim_v = 8}, policy);
+            on, {.query_heads = heads, .kv_heads = heads, .head_dim_qk = 8, .head_dim_vo = 8}, policy);
         for (std::int32_t q = 0; q < length; ++q) {
             CHECK(std::min(expiry.at(0, head, q), length) == expected[static_cast<std::size_t>(q)]);
             test::call<RandomKeys<>, float>(on, steps, 0, {.count = 1}, in.tokens(q, 1), in.tokens(q, 1),

@@ -11,7 +11,7 @@
 namespace test {
 
 struct conv_case {
-    std::int32_t dim_k = 8, dim_v = 8, heads = 2, length = 60, delay = 13;
+    std::int32_t head_dim_qk = 8, head_dim_vo = 8, heads = 2, length = 60, delay = 13;
     kvpolicy::rope_layout layout = kvpolicy::rope_layout::half_split;
     std::int32_t dims = 0;
     bool biases = true;
@@ -21,8 +21,8 @@ struct conv_case {
 
     conv_case() = default;
     conv_case(const std::int32_t* n, float theta, std::vector<std::int32_t> edges)
-        : dim_k(n[0]),
-          dim_v(n[1]),
+        : head_dim_qk(n[0]),
+          head_dim_vo(n[1]),
           heads(n[2]),
           length(n[3]),
           delay(n[4]),
@@ -42,10 +42,10 @@ struct conv_case {
         return all;
     }
     [[nodiscard]] std::vector<float> keys() const {
-        return draw(seed, array::k, std::int64_t{heads} * length * dim_k, 2.0f);
+        return draw(seed, array::k, std::int64_t{heads} * length * head_dim_qk, 2.0f);
     }
     [[nodiscard]] std::vector<float> values() const {
-        return draw(seed, array::v, std::int64_t{heads} * length * dim_v, 2.0f);
+        return draw(seed, array::v, std::int64_t{heads} * length * head_dim_vo, 2.0f);
     }
 };
 
@@ -56,7 +56,7 @@ struct conv_weights {
 
     explicit conv_weights(const conv_case& one, float scale = 0.5f) : c(one) {
         const array names[3][2] = {{array::w1, array::b1}, {array::w2, array::b2}, {array::w3, array::b3}};
-        std::int64_t in = c.dim_k + c.dim_v;
+        std::int64_t in = c.head_dim_qk + c.head_dim_vo;
         for (int l = 0; l < 3; ++l) {
             const std::int64_t out = in / 2;
             w[l] = draw(c.seed, names[l][0], c.heads * out * 3 * in, scale);
@@ -71,8 +71,8 @@ struct conv_weights {
     [[nodiscard]] kvpolicy::ConvScorer<> scorer() const {
         kvpolicy::ConvScorer<> s;
         s.heads = c.heads;
-        s.dim_k = c.dim_k;
-        s.dim_v = c.dim_v;
+        s.head_dim_qk = c.head_dim_qk;
+        s.head_dim_vo = c.head_dim_vo;
         s.rope = {c.layout, c.base, c.dims};
         s.weights = {w[0].data(), b[0].data(), w[1].data(),    b[1].data(),
                      w[2].data(), b[2].data(), readout.data(), readout_bias.data()};

@@ -50,15 +50,15 @@ inline std::vector<float> draw(std::int32_t seed, array name, std::int64_t count
 /// One mLSTM case: structure, sizes and how its weights are drawn.
 struct mlstm_case {
     bool hedgehog = true, projected = true;
-    std::int32_t dim_k = 16, dim_v = 16, d_qk = 16, d_v = 8, heads = 2, length = 150, delay = 10;
+    std::int32_t head_dim_qk = 16, head_dim_vo = 16, d_qk = 16, d_v = 8, heads = 2, length = 150, delay = 10;
     bool norm = false, skip = false, biases = true;
     std::int32_t seed = 1;
     float softcap = 0.0f, weight_scale = 1.0f, input_scale = 0.5f, input_bias = 0.0f, forget_scale = 0.5f,
           forget_bias = 3.0f, value_scale = 1.0f;
     std::vector<std::int32_t> cu;
 
-    [[nodiscard]] std::int64_t keys() const { return std::int64_t{heads} * length * dim_k; }
-    [[nodiscard]] std::int64_t values() const { return std::int64_t{heads} * length * dim_v; }
+    [[nodiscard]] std::int64_t keys() const { return std::int64_t{heads} * length * head_dim_qk; }
+    [[nodiscard]] std::int64_t values() const { return std::int64_t{heads} * length * head_dim_vo; }
     [[nodiscard]] kvpolicy::Sequences sequences() const {
         kvpolicy::Sequences all{1, length, nullptr, nullptr, nullptr, 0};
         if (!cu.empty()) {
@@ -80,7 +80,7 @@ struct mlstm_weights {
     std::vector<float> w_q, w_k, w_v, w_i, b_i, w_f, b_f, norm_gain, readout, readout_bias, skip;
 
     explicit mlstm_weights(const mlstm_case& one) : c(one) {
-        const std::int64_t inputs = c.dim_k + c.dim_v;
+        const std::int64_t inputs = c.head_dim_qk + c.head_dim_vo;
         const std::int64_t rows = std::int64_t{c.heads} * (c.hedgehog ? c.d_qk / 2 : c.d_qk);
         const std::int64_t wide = std::int64_t{c.heads} * c.d_v;
         w_q = draw(c.seed, array::w_q, rows * inputs, c.weight_scale);
@@ -103,8 +103,8 @@ struct mlstm_weights {
     [[nodiscard]] Scorer scorer() const {
         Scorer s;
         s.heads = c.heads;
-        s.dim_k = c.dim_k;
-        s.dim_v = c.dim_v;
+        s.head_dim_qk = c.head_dim_qk;
+        s.head_dim_vo = c.head_dim_vo;
         s.d_qk = c.d_qk;
         s.d_v = c.d_v;
         s.gate_softcap = c.softcap;

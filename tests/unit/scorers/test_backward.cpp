@@ -136,12 +136,12 @@ void check_against_differences(const S& scorer, const Result<S, double>& got, te
 template <class S>
 std::vector<double> mlstm_reference(const S& s, const test::mlstm_case& c, const test::Tensor<double>& k,
                                     const test::Tensor<double>& v, std::int32_t* clamped = nullptr) {
-    const std::int32_t inputs = c.dim_k + c.dim_v, features = c.d_qk, half = c.d_qk / 2;
+    const std::int32_t inputs = c.head_dim_qk + c.head_dim_vo, features = c.d_qk, half = c.d_qk / 2;
     const std::int32_t rows = c.hedgehog ? half : features;
     std::vector<double> scores(static_cast<std::size_t>(c.heads * c.length), std::nan(""));
     for (std::int32_t h = 0; h < c.heads; ++h) {
         const auto x = [&](std::int32_t t, std::int32_t i) {
-            return i < c.dim_k ? k.view().row(0, h, t)[i] : v.view().row(0, h, t)[i - c.dim_k];
+            return i < c.head_dim_qk ? k.view().row(0, h, t)[i] : v.view().row(0, h, t)[i - c.head_dim_qk];
         };
         const auto times = [&](const float* w, std::int32_t r, std::int32_t t) {
             double sum = 0.0;
@@ -245,7 +245,9 @@ struct mlstm_inputs {
     test::Tensor<double> k, v;
     test::Plane<double> d;
     explicit mlstm_inputs(const test::mlstm_case& c, unsigned seed)
-        : k(1, c.heads, c.length, c.dim_k), v(1, c.heads, c.length, c.dim_v), d(1, c.heads, c.length) {
+        : k(1, c.heads, c.length, c.head_dim_qk),
+          v(1, c.heads, c.length, c.head_dim_vo),
+          d(1, c.heads, c.length) {
         std::mt19937 generator(seed);
         k.fill_normal(generator, c.value_scale);
         v.fill_normal(generator, c.value_scale);
@@ -286,7 +288,7 @@ std::vector<test::mlstm_case> mlstm_cases() {
     all[4].delay = 0, all[4].length = 70, all[4].skip = true, all[4].biases = false;
     all[5].delay = 100, all[5].softcap = 1.5f;
     all[6].cu = {0, 40, 45, 150}, all[6].norm = true;
-    all[7].dim_k = 5, all[7].dim_v = 7, all[7].d_qk = 6, all[7].d_v = 3, all[7].input_bias = 8.0f,
+    all[7].head_dim_qk = 5, all[7].head_dim_vo = 7, all[7].d_qk = 6, all[7].d_v = 3, all[7].input_bias = 8.0f,
     all[7].forget_bias = 0.0f;
     all[8].length = 9, all[8].delay = 10;  // nothing leaves
     for (std::size_t i = 0; i < all.size(); ++i) {
@@ -308,10 +310,10 @@ struct stateless_case {
 };
 
 template <class S>
-stateless_case<S> mlp_case(std::int32_t heads, std::int32_t dim_k, std::int32_t dim_v, std::int32_t hidden,
-                           std::int32_t layers) {
+stateless_case<S> mlp_case(std::int32_t heads, std::int32_t head_dim_qk, std::int32_t head_dim_vo,
+                           std::int32_t hidden, std::int32_t layers) {
     stateless_case<S> c;
-    const std::int32_t inputs = dim_k + dim_v;
+    const std::int32_t inputs = head_dim_qk + head_dim_vo;
     c.w1 = test::draw(1, test::array::w1, std::int64_t{layers} * hidden * inputs, 0.5f);
     c.b1 = test::draw(1, test::array::b1, std::int64_t{layers} * hidden, 1.0f);
     c.w2 = test::draw(1, test::array::w2, std::int64_t{heads} * hidden, 1.0f);
@@ -319,7 +321,8 @@ stateless_case<S> mlp_case(std::int32_t heads, std::int32_t dim_k, std::int32_t 
     for (std::vector<float>* array : {&c.w1, &c.b1, &c.w2, &c.b2}) {
         quantize(*array);
     }
-    c.scorer.heads = heads, c.scorer.dim_k = dim_k, c.scorer.dim_v = dim_v, c.scorer.hidden = hidden;
+    c.scorer.heads = heads, c.scorer.head_dim_qk = head_dim_qk, c.scorer.head_dim_vo = head_dim_vo,
+    c.scorer.hidden = hidden;
     c.scorer.weights = {c.w1.data(), c.b1.data(), c.w2.data(), c.b2.data()};
     return c;
 }
@@ -327,10 +330,10 @@ stateless_case<S> mlp_case(std::int32_t heads, std::int32_t dim_k, std::int32_t 
 template <class S, class Act>
 void check_mlp(bool shared, bool normalized, Act&& act) {
     const host on{2};
-    const std::int32_t heads = 2, dim_k = 10, dim_v = 6, hidden = 21, length = 80;
-    auto c = mlp_case<S>(heads, dim_k, dim_v, hidden, shared ? 1 : heads);
+    const std::int32_t heads = 2, head_dim_qk = 10, head_dim_vo = 6, hidden = 21, length = 80;
+    auto c = mlp_case<S>(heads, head_dim_qk, head_dim_vo, hidden, shared ? 1 : heads);
     std::mt19937 generator(4);
-    test::Tensor<double> k(2, heads, length, dim_k), v(2, heads, length, dim_v);
+    test::Tensor<double> k(2, heads, length, head_dim_qk), v(2, heads, length, head_dim_vo);
     k.fill_normal(generator);
     v.fill_normal(generator);
     test::Plane<double> d(2, heads, length);
@@ -348,7 +351,7 @@ void check_mlp(bool shared, bool normalized, Act&& act) {
                     const double* halves[] = {k.view().row(b, h, t), v.view().row(b, h, t)};
                     std::vector<double> x;
                     for (int half = 0; half < 2; ++half) {
-                        const std::int32_t dim = half == 0 ? dim_k : dim_v;
+                        const std::int32_t dim = half == 0 ? head_dim_qk : head_dim_vo;
                         double squares = 0.0;
                         for (std::int32_t i = 0; i < dim; ++i) {
                             squares += halves[half][i] * halves[half][i] / dim;
@@ -521,7 +524,7 @@ TEST_CASE("linear and MLP scorers: gradients by differences") {
     std::vector<float> weight = test::draw(1, test::array::w2, 16, 1.0f),
                        bias = test::draw(1, test::array::b2, 2, 1.0f);
     LinearScorer<> scorer;
-    scorer.heads = 2, scorer.dim_k = 5, scorer.dim_v = 3;
+    scorer.heads = 2, scorer.head_dim_qk = 5, scorer.head_dim_vo = 3;
     scorer.weights = {weight.data(), bias.data()};
     const Sequences sequences{.batch = 1, .length = 66};
     const auto got = run_backward<double>(on, scorer, k, v, sequences, 0, d);

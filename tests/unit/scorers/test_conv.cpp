@@ -35,8 +35,8 @@ void compare(double tolerance) {
         const double* want = file.get<double>("scores").data() + file.get<std::int32_t>("offsets")[i];
         const auto keys = test::converted<T>(c.keys());
         const auto values = test::converted<T>(c.values());
-        const auto k = view_bhsd<const T>(keys.data(), 1, c.heads, c.length, c.dim_k);
-        const auto v = view_bhsd<const T>(values.data(), 1, c.heads, c.length, c.dim_v);
+        const auto k = view_bhsd<const T>(keys.data(), 1, c.heads, c.length, c.head_dim_qk);
+        const auto v = view_bhsd<const T>(values.data(), 1, c.heads, c.length, c.head_dim_vo);
         std::vector<T> first;
         for (const isa set : {isa::portable, detected_isa()}) {
             for (const int threads : {1, 3}) {
@@ -62,8 +62,8 @@ struct Inputs {
     test::Tensor<double> k, v;
     test::Plane<double> d;
     Inputs(const conv_case& c, std::int32_t batch, unsigned seed)
-        : k(batch, c.heads, c.length, c.dim_k),
-          v(batch, c.heads, c.length, c.dim_v),
+        : k(batch, c.heads, c.length, c.head_dim_qk),
+          v(batch, c.heads, c.length, c.head_dim_vo),
           d(batch, c.heads, c.length) {
         std::mt19937 generator(seed);
         k.fill_normal(generator);
@@ -132,7 +132,8 @@ void check_gradients(conv_case c, const Dropout& dropout, std::int32_t batch = 1
     sequences.lengths = lengths;
     const auto loss = [&] { return loss_of(on, scorer, in, sequences, c.delay, dropout); };
     Gradients got(scorer);
-    test::Tensor<double> d_k(batch, c.heads, c.length, c.dim_k), d_v(batch, c.heads, c.length, c.dim_v);
+    test::Tensor<double> d_k(batch, c.heads, c.length, c.head_dim_qk),
+        d_v(batch, c.heads, c.length, c.head_dim_vo);
     d_k.fill(-3.0f);
     d_v.fill(-3.0f);
     const Inputs& fixed = in;
@@ -216,8 +217,8 @@ TEST_CASE("a span gives the same bits however it is cut") {
     const conv_weights weights(c);
     const ConvScorer<> scorer = weights.scorer();
     const auto keys = c.keys(), values = c.values();
-    const auto k = view_bhsd(keys.data(), 1, c.heads, c.length, c.dim_k);
-    const auto v = view_bhsd(values.data(), 1, c.heads, c.length, c.dim_v);
+    const auto k = view_bhsd(keys.data(), 1, c.heads, c.length, c.head_dim_qk);
+    const auto v = view_bhsd(values.data(), 1, c.heads, c.length, c.head_dim_vo);
     const auto whole =
         test::score_all<ConvScorer<>, float>(host{1}, scorer, k, v, c.sequences(), 13, form::fastest, mark);
     std::vector<float> scratch(scorer.span_scratch_size());
@@ -239,16 +240,16 @@ TEST_CASE("a score sees six tokens to either side, every other one, and zeros be
     c.length = 40;
     const conv_weights weights(c);
     const auto values = c.values();
-    const auto v = view_bhsd(values.data(), 1, 1, c.length, c.dim_v);
+    const auto v = view_bhsd(values.data(), 1, 1, c.length, c.head_dim_vo);
     const auto run = [&](const std::vector<float>& keys) {
         return test::score_all<ConvScorer<>, float>(host{1}, weights.scorer(),
-                                                    view_bhsd(keys.data(), 1, 1, c.length, c.dim_k), v,
+                                                    view_bhsd(keys.data(), 1, 1, c.length, c.head_dim_qk), v,
                                                     c.sequences(), 13, form::fastest, mark);
     };
     const auto before = run(c.keys());
     for (const std::int32_t changed : {0, 3, 11, 26, 30, 39}) {
         auto keys = c.keys();
-        keys[static_cast<std::size_t>(std::int64_t{changed} * c.dim_k)] += 1.0f;
+        keys[static_cast<std::size_t>(std::int64_t{changed} * c.head_dim_qk)] += 1.0f;
         const auto after = run(keys);
         for (std::int32_t t = 0; t + 13 < c.length; ++t) {
             const std::int32_t away = std::abs(t - changed);
@@ -264,7 +265,7 @@ TEST_CASE("chunks of a sequence get the scores of the whole, batches and lengths
     const conv_weights weights(c);
     const ConvScorer<> scorer = weights.scorer();
     const host on{2};
-    test::Tensor<bf16> k(2, c.heads, c.length, c.dim_k), v(2, c.heads, c.length, c.dim_v);
+    test::Tensor<bf16> k(2, c.heads, c.length, c.head_dim_qk), v(2, c.heads, c.length, c.head_dim_vo);
     std::mt19937 generator(4);
     k.fill_normal(generator);
     v.fill_normal(generator);
@@ -281,8 +282,9 @@ TEST_CASE("chunks of a sequence get the scores of the whole, batches and lengths
                 const std::int32_t lengths[] = {std::min(chunk, 100 - starts[0]),
                                                 std::min(chunk, 57 - starts[1])};
                 const Sequences part{.batch = 2, .length = chunk, .lengths = lengths, .starts = starts};
-                test::Workspace room(score_sequence_workspace_bytes(on, scorer, ck.view(), cv.view(), part));
-                score_sequence(on, scorer, ck.view(), cv.view(), part, delay, scores.view(), room);
+                test::Workspace memory(
+                    score_sequence_workspace_bytes(on, scorer, ck.view(), cv.view(), part));
+                score_sequence(on, scorer, ck.view(), cv.view(), part, delay, scores.view(), memory);
             }
             CHECK(test::same_bits(scores.data, whole));
         }
@@ -335,15 +337,15 @@ TEST_CASE("dropout: by seed, at its rate, and with the mean kept") {
     const conv_weights weights(c);
     const ConvScorer<> scorer = weights.scorer();
     const auto keys = c.keys(), values = c.values();
-    const auto k = view_bhsd(keys.data(), 1, 1, c.length, c.dim_k);
-    const auto v = view_bhsd(values.data(), 1, 1, c.length, c.dim_v);
+    const auto k = view_bhsd(keys.data(), 1, 1, c.length, c.head_dim_qk);
+    const auto v = view_bhsd(values.data(), 1, 1, c.length, c.head_dim_vo);
     const auto run = [&](float rate, std::uint64_t seed, int threads) {
         const host on{threads};
         ScoreOptions options;
         options.dropout = {rate, seed};
         std::vector<float> scores(static_cast<std::size_t>(c.length), 0.0f);
-        test::Workspace room(score_sequence_workspace_bytes(on, scorer, k, v, c.sequences(), options));
-        score_sequence(on, scorer, k, v, c.sequences(), 13, view_bhs(scores.data(), 1, 1, c.length), room,
+        test::Workspace memory(score_sequence_workspace_bytes(on, scorer, k, v, c.sequences(), options));
+        score_sequence(on, scorer, k, v, c.sequences(), 13, view_bhs(scores.data(), 1, 1, c.length), memory,
                        options);
         return scores;
     };
@@ -372,8 +374,8 @@ TEST_CASE("gradients of weights and inputs by differences, with and without drop
     c.length = 34;
     check_gradients(c, {});
     check_gradients(c, {0.25f, 9});
-    c.seed = 3, c.layout = rope_layout::interleaved, c.dim_k = 10, c.dim_v = 6, c.dims = 4, c.biases = false,
-    c.delay = 15;
+    c.seed = 3, c.layout = rope_layout::interleaved, c.head_dim_qk = 10, c.head_dim_vo = 6, c.dims = 4,
+    c.biases = false, c.delay = 15;
     check_gradients(c, {0.1f, 2});
     c.seed = 4, c.cu = {0, 4, 18, 34};
     check_gradients(c, {0.5f, 3});
@@ -388,15 +390,15 @@ TEST_CASE("bad input to ConvScorer gets a sentence") {
     const conv_weights weights(c);
     ConvScorer<> scorer = weights.scorer();
     const auto keys = c.keys(), values = c.values();
-    const auto k = view_bhsd(keys.data(), 1, c.heads, c.length, c.dim_k);
-    const auto v = view_bhsd(values.data(), 1, c.heads, c.length, c.dim_v);
+    const auto k = view_bhsd(keys.data(), 1, c.heads, c.length, c.head_dim_qk);
+    const auto v = view_bhsd(values.data(), 1, c.heads, c.length, c.head_dim_vo);
     std::int32_t delay = 13;
     ScoreOptions options;
     const auto run = [&] {
         const host on{1};
         test::Plane<float> scores(1, c.heads, c.length);
-        test::Workspace room(score_sequence_workspace_bytes(on, scorer, k, v, c.sequences(), options));
-        score_sequence(on, scorer, k, v, c.sequences(), delay, scores.view(), room, options);
+        test::Workspace memory(score_sequence_workspace_bytes(on, scorer, k, v, c.sequences(), options));
+        score_sequence(on, scorer, k, v, c.sequences(), delay, scores.view(), memory, options);
     };
     run();
     delay = 12;
@@ -429,20 +431,20 @@ TEST_CASE("bad input to ConvScorer gets a sentence") {
     CHECK_REFUSED(run(), "ConvScorer.heads: 3");
 
     // A scorer without dropout says so.
-    std::vector<float> weight(static_cast<std::size_t>(c.heads * (c.dim_k + c.dim_v)));
+    std::vector<float> weight(static_cast<std::size_t>(c.heads * (c.head_dim_qk + c.head_dim_vo)));
     LinearScorer<> linear;
-    linear.heads = c.heads, linear.dim_k = c.dim_k, linear.dim_v = c.dim_v;
+    linear.heads = c.heads, linear.head_dim_qk = c.head_dim_qk, linear.head_dim_vo = c.head_dim_vo;
     linear.weights.weight = weight.data();
     options.dropout.rate = 0.1f;
     test::Plane<float> scores(1, c.heads, c.length);
-    test::Workspace room(1 << 16);
-    CHECK_REFUSED(score_sequence(host{1}, linear, k, v, c.sequences(), 0, scores.view(), room, options),
+    test::Workspace memory(1 << 16);
+    CHECK_REFUSED(score_sequence(host{1}, linear, k, v, c.sequences(), 0, scores.view(), memory, options),
                   "dropout.rate: 0.1 is not allowed; it must be 0, since this scorer has no dropout");
 }
 
 TEST_CASE("a start: scores of 0, activations of a steady size, by seed") {
     conv_case c;
-    c.dim_k = c.dim_v = 32;
+    c.head_dim_qk = c.head_dim_vo = 32;
     conv_weights weights(c);
     ConvScorer<> scorer = weights.scorer();
     const auto into = [&] {

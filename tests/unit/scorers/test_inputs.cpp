@@ -52,7 +52,7 @@ struct input_case {
     }
     [[nodiscard]] WriteGateScorer<> gate() const {
         WriteGateScorer<> s;
-        s.heads = heads, s.dim_k = dim, s.dim_v = 4, s.hidden = hidden;
+        s.heads = heads, s.head_dim_qk = dim, s.head_dim_vo = 4, s.hidden = hidden;
         s.weights = {w1.data(), b1.data(), w2.data(), b2.data()};
         s.input.rope = {static_cast<rope_layout>(layout), 10000.0f, dims};
         return s;
@@ -72,9 +72,9 @@ std::vector<compute_t<T>> run_hidden(const host& on, const UtilityPredictor& sco
                                      std::int32_t length) {
     using Real = compute_t<T>;
     std::vector<Real> scores(static_cast<std::size_t>(scorer.heads * length), Real(-77));
-    test::Workspace room(score_hidden_workspace_bytes<UtilityPredictor, Real>(on, scorer, sequences));
+    test::Workspace workspace(score_hidden_workspace_bytes<UtilityPredictor, Real>(on, scorer, sequences));
     score_hidden(on, scorer, view_bhsd(states.data(), 1, 1, length, scorer.input.width), sequences,
-                 view_bhs(scores.data(), 1, scorer.heads, length), room);
+                 view_bhs(scores.data(), 1, scorer.heads, length), workspace);
     return scores;
 }
 
@@ -189,9 +189,9 @@ TEST_CASE("the write gate: gradients by differences, through both norms and the 
         ScoreBackward<double> call{k(), v, c.sequences(), 0, fixed.view()};
         call.d_k = d_k.view();
         call.d_v = d_v.view();
-        test::Workspace room(backward_workspace_bytes(on, scorer, call));
+        test::Workspace workspace(backward_workspace_bytes(on, scorer, call));
         score_sequence_backward(on, scorer, call,
-                                {got[0].data(), got[1].data(), got[2].data(), got[3].data()}, room);
+                                {got[0].data(), got[1].data(), got[2].data(), got[3].data()}, workspace);
         check_weights(c, got, loss);
         const double scale = largest(d_k.data);
         for (std::size_t at = 0; at < keys.size(); at += 7) {
@@ -223,9 +223,9 @@ TEST_CASE("the predictor: gradients by differences, of states of any batch and s
     const host on{2};
     const auto loss = [&] {
         test::Plane<double> scores(2, c.heads, length);
-        test::Workspace room(
+        test::Workspace workspace(
             score_hidden_workspace_bytes<UtilityPredictor, double>(on, c.predictor(), sequences));
-        score_hidden(on, c.predictor(), std::as_const(states).view(), sequences, scores.view(), room);
+        score_hidden(on, c.predictor(), std::as_const(states).view(), sequences, scores.view(), workspace);
         double sum = 0.0;
         for (std::size_t t = 0; t < scores.data.size(); ++t) {
             sum += scores.data[t] * d.data[t];
@@ -240,9 +240,9 @@ TEST_CASE("the predictor: gradients by differences, of states of any batch and s
         if (d_hidden != nullptr) {
             call.d_hidden = d_hidden->view();
         }
-        test::Workspace room(score_hidden_backward_workspace_bytes(with, c.predictor(), call));
+        test::Workspace workspace(score_hidden_backward_workspace_bytes(with, c.predictor(), call));
         score_hidden_backward(with, c.predictor(), call,
-                              {got[0].data(), got[1].data(), got[2].data(), got[3].data()}, room);
+                              {got[0].data(), got[1].data(), got[2].data(), got[3].data()}, workspace);
         return got;
     };
     test::Tensor<double> d_hidden(2, 1, length, c.dim);
@@ -290,10 +290,10 @@ TEST_CASE("hidden states of every storage type are the same states") {
         }
         std::vector<float> out(static_cast<std::size_t>(c.heads * c.length));
         const host on{1};
-        test::Workspace room(
+        test::Workspace workspace(
             score_hidden_workspace_bytes<UtilityPredictor>(on, c.predictor(), c.sequences()));
         score_hidden(on, c.predictor(), view_bhsd<const T>(rows.data(), 1, 1, c.length, c.dim), c.sequences(),
-                     view_bhs(out.data(), 1, c.heads, c.length), room);
+                     view_bhs(out.data(), 1, c.heads, c.length), workspace);
         return out;
     };
     const auto plain = scores(0.0f);
@@ -309,9 +309,9 @@ TEST_CASE("what does not fit gets a sentence; a predictor starts open") {
     std::vector<float> out(static_cast<std::size_t>(c.heads * c.length));
     std::int32_t width = c.dim, heads = c.heads;
     const auto run = [&] {
-        test::Workspace room(score_hidden_workspace_bytes<UtilityPredictor>(on, scorer, c.sequences()));
+        test::Workspace workspace(score_hidden_workspace_bytes<UtilityPredictor>(on, scorer, c.sequences()));
         score_hidden(on, scorer, view_bhsd<const float>(c.k.data(), 1, 1, c.length, width), c.sequences(),
-                     view_bhs(out.data(), 1, heads, c.length), room);
+                     view_bhs(out.data(), 1, heads, c.length), workspace);
     };
     run();
     width = 3;
@@ -331,7 +331,7 @@ TEST_CASE("what does not fit gets a sentence; a predictor starts open") {
     initialize(scorer, into, 3);
     CHECK(c.b2[1] == 5.0f);  // sigmoid(5) = 0.993
     WriteGateScorer<> gate;
-    gate.heads = 2, gate.dim_k = 8, gate.dim_v = 8, gate.hidden = 4;
+    gate.heads = 2, gate.head_dim_qk = 8, gate.head_dim_vo = 8, gate.hidden = 4;
     CHECK_REFUSED(gate.check(2, 8, 8), "MlpScorer.input.rope.layout: none");
     gate.input.rope = {rope_layout::half_split, 10000.0f, 9};
     CHECK_REFUSED(gate.check(2, 8, 8), "MlpScorer.input.rope.dims: 9");

@@ -50,8 +50,8 @@ std::vector<compute_t<T>> scores_of(const test::mlstm_weights& weights, const st
     std::vector<compute_t<T>> scores;
     test::with_mlstm(weights, [&](const auto& scorer) {
         scores = test::score_all<std::decay_t<decltype(scorer)>, T>(
-            on, scorer, view_bhsd(keys.data(), 1, c.heads, c.length, c.dim_k),
-            view_bhsd(values.data(), 1, c.heads, c.length, c.dim_v), c.sequences(), c.delay, how, mark);
+            on, scorer, view_bhsd(keys.data(), 1, c.heads, c.length, c.head_dim_qk),
+            view_bhsd(values.data(), 1, c.heads, c.length, c.head_dim_vo), c.sequences(), c.delay, how, mark);
     });
     return scores;
 }

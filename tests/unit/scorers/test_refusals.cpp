@@ -123,8 +123,8 @@ TEST_CASE("no workspace is asked for sequences whose length nobody said") {
 TEST_CASE("scorers that do not fit the layer are refused") {
     refused("mLSTMScorer.heads: 3 is not allowed; it must be the layer's KV heads, 2",
             [](call& c) { c.scorer.heads = 3; });
-    refused("mLSTMScorer.dim_k: 0", [](call& c) { c.scorer.dim_k = 0; });
-    refused("mLSTMScorer.dim_v: 17", [](call& c) { c.scorer.dim_v = 17; });
+    refused("mLSTMScorer.head_dim_qk: 0", [](call& c) { c.scorer.head_dim_qk = 0; });
+    refused("mLSTMScorer.head_dim_vo: 17", [](call& c) { c.scorer.head_dim_vo = 17; });
     refused("mLSTMScorer.d_qk: 7 is not allowed; it must be 2 or more, and even",
             [](call& c) { c.scorer.d_qk = 7; });
     refused("mLSTMScorer.d_qk: -4", [](call& c) { c.scorer.d_qk = -4; });
@@ -139,8 +139,8 @@ TEST_CASE("scorers that do not fit the layer are refused") {
     mLSTMScorer<64> fixed;
     fixed.heads = 1;
     CHECK_REFUSED(fixed.check(1, 128, 128),
-                  "mLSTMScorer.dim_k: 64 is not allowed; it must be the width of the keys, 128");
-    fixed.dim_k = 128;
+                  "mLSTMScorer.head_dim_qk: 64 is not allowed; it must be the width of the keys, 128");
+    fixed.head_dim_qk = 128;
     CHECK_REFUSED(fixed.check(1, 128, 128), "as mLSTMScorer<64> says");
     mLSTMScorer<8, Hedgehog, DirectValues> direct;
     direct.heads = 1;
@@ -153,9 +153,9 @@ TEST_CASE("scorers that do not fit the layer are refused") {
     CHECK_REFUSED(mlp.check(1, 8, 8),
                   "MlpScorer.weights.w1: null is not allowed; it must be an array of 64 floats");
     LinearScorer<> linear;
-    CHECK_REFUSED(linear.check(0, 0, 8), "LinearScorer.dim_k: 0");
+    CHECK_REFUSED(linear.check(0, 0, 8), "LinearScorer.head_dim_qk: 0");
     linear.heads = 2;
-    linear.dim_k = linear.dim_v = 8;
+    linear.head_dim_qk = linear.head_dim_vo = 8;
     CHECK_REFUSED(linear.check(2, 8, 8),
                   "LinearScorer.weights.weight: null is not allowed; it must be an array of 32");
 }

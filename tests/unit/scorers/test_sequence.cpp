@@ -20,8 +20,8 @@ struct inputs {
     explicit inputs(const mlstm_case& c, std::int32_t batch = 1)
         : k(test::draw(c.seed, test::array::k, batch * c.keys(), c.value_scale)),
           v(test::draw(c.seed, test::array::v, batch * c.values(), c.value_scale)) {
-        keys = view_bhsd<const float>(k.data(), batch, c.heads, c.length, c.dim_k);
-        values = view_bhsd<const float>(v.data(), batch, c.heads, c.length, c.dim_v);
+        keys = view_bhsd<const float>(k.data(), batch, c.heads, c.length, c.head_dim_qk);
+        values = view_bhsd<const float>(v.data(), batch, c.heads, c.length, c.head_dim_vo);
     }
     inputs(const inputs&) = delete;
     inputs& operator=(const inputs&) = delete;
@@ -45,7 +45,7 @@ TEST_CASE("the recurrent form is absorb and read, bit for bit, on every instruct
             mlstm_case c;
             c.hedgehog = hedgehog;
             c.projected = hedgehog;
-            c.d_v = hedgehog ? 11 : c.dim_v;  // no multiple of a vector
+            c.d_v = hedgehog ? 11 : c.head_dim_vo;  // no multiple of a vector
             c.delay = delay;
             c.norm = true;
             c.skip = true;
@@ -135,7 +135,7 @@ TEST_CASE("rows past a sequence's length are not read") {
         const auto before = score_all(on, scorer, in.keys, in.values, sequences, c.delay, how, mark);
         for (std::int32_t h = 0; h < c.heads; ++h) {
             for (std::int32_t t = length; t < c.length; ++t) {
-                in.k[test::at(h * c.length + t, c.dim_k, 0)] = std::numeric_limits<float>::quiet_NaN();
+                in.k[test::at(h * c.length + t, c.head_dim_qk, 0)] = std::numeric_limits<float>::quiet_NaN();
             }
         }
         CHECK(same_bits(before, score_all(on, scorer, in.keys, in.values, sequences, c.delay, how, mark)));
@@ -359,7 +359,7 @@ TEST_CASE_TEMPLATE("16-bit keys and values score as the numbers they hold", T, b
 
 TEST_CASE("forget gates near 1 forget at their own pace over 100,000 tokens, in fp32") {
     // One head, the first token e^5 times as heavy as each of the others, and 1 - f = 3.05e-6 of everything forgotten at
-    // each step. The stabiliser moves by as little from 30, where floats stand 1.9e-6 apart: kept in one float, it would
+    // each step. The stabilizer moves by as little from 30, where floats stand 1.9e-6 apart: kept in one float, it would
     // forget at a rate that is off by a third.
     const float w_i[2] = {5.0f, 0.0f};
     const float zero[2] = {0.0f, 0.0f};

@@ -16,21 +16,21 @@ const kvpolicy_test::vectors& file() {
 }
 
 struct mlp_case {
-    std::int32_t activation, dim_k, dim_v, hidden, heads, length, biases, seed;
+    std::int32_t activation, head_dim_qk, head_dim_vo, hidden, heads, length, biases, seed;
     std::vector<float> k, v, w1, b1, w2, b2;
 
     explicit mlp_case(const std::int32_t* n)
         : activation(n[0]),
-          dim_k(n[1]),
-          dim_v(n[2]),
+          head_dim_qk(n[1]),
+          head_dim_vo(n[2]),
           hidden(n[3]),
           heads(n[4]),
           length(n[5]),
           biases(n[6]),
           seed(n[7]) {
-        const std::int32_t inputs = dim_k + dim_v;
-        k = test::draw(seed, test::array::k, std::int64_t{heads} * length * dim_k, 2.0f);
-        v = test::draw(seed, test::array::v, std::int64_t{heads} * length * dim_v, 2.0f);
+        const std::int32_t inputs = head_dim_qk + head_dim_vo;
+        k = test::draw(seed, test::array::k, std::int64_t{heads} * length * head_dim_qk, 2.0f);
+        v = test::draw(seed, test::array::v, std::int64_t{heads} * length * head_dim_vo, 2.0f);
         w1 = test::draw(seed, test::array::w1, std::int64_t{heads} * hidden * inputs, 0.5f);
         b1 = test::draw(seed, test::array::b1, std::int64_t{heads} * hidden, 1.0f);
         w2 = test::draw(seed, test::array::w2, std::int64_t{heads} * (activation == 0 ? inputs : hidden),
@@ -42,8 +42,8 @@ struct mlp_case {
     S mlp() const {
         S s;
         s.heads = heads;
-        s.dim_k = dim_k;
-        s.dim_v = dim_v;
+        s.head_dim_qk = head_dim_qk;
+        s.head_dim_vo = head_dim_vo;
         s.hidden = hidden;
         s.weights.w1 = w1.data();
         s.weights.w2 = w2.data();
@@ -59,8 +59,8 @@ struct mlp_case {
         if (activation == 0) {
             LinearScorer<> s;
             s.heads = heads;
-            s.dim_k = dim_k;
-            s.dim_v = dim_v;
+            s.head_dim_qk = head_dim_qk;
+            s.head_dim_vo = head_dim_vo;
             s.weights = {w2.data(), biases != 0 ? b2.data() : nullptr};
             visit(s);
         } else if (activation == 1) {
@@ -82,8 +82,8 @@ void compare(double tolerance) {
             file().get<double>("mlp_scores").data() + file().get<std::int32_t>("mlp_offsets")[i];
         const auto keys = test::converted<T>(c.k);
         const auto values = test::converted<T>(c.v);
-        const auto k = view_bhsd(keys.data(), 1, c.heads, c.length, c.dim_k);
-        const auto v = view_bhsd(values.data(), 1, c.heads, c.length, c.dim_v);
+        const auto k = view_bhsd(keys.data(), 1, c.heads, c.length, c.head_dim_qk);
+        const auto v = view_bhsd(values.data(), 1, c.heads, c.length, c.head_dim_vo);
         c.with_scorer([&](const auto& scorer) {
             using S = std::decay_t<decltype(scorer)>;
             const auto got = test::score_all<S, T>(on, scorer, k, v, {1, c.length}, 3, form::fastest, T(-77));
@@ -144,10 +144,10 @@ struct KeyNormInput {
     float scale = 1.0f;
     [[nodiscard]] std::int32_t size(std::int32_t, std::int32_t) const { return 1; }
     template <class Real>
-    void gather(isa, std::int32_t, const Real* key, const Real*, std::int32_t dim_k, std::int32_t,
+    void gather(isa, std::int32_t, const Real* key, const Real*, std::int32_t head_dim_qk, std::int32_t,
                 Real* x) const {
         Real sum = 0;
-        for (std::int32_t i = 0; i < dim_k; ++i) {
+        for (std::int32_t i = 0; i < head_dim_qk; ++i) {
             sum += key[i] * key[i];
         }
         x[0] = static_cast<Real>(scale) * std::sqrt(sum);

@@ -17,11 +17,11 @@ namespace {
 struct KeyNorm {
     static constexpr part_kind kind = part_kind::scorer;
     static constexpr score_time when = score_time::on_arrival;
-    std::int32_t dim_k = 0;
+    std::int32_t head_dim_qk = 0;
 
     float score(std::int32_t, const float* key, const float*, float*) const {
         float sum = 0.0f;
-        for (std::int32_t i = 0; i < dim_k; ++i) {
+        for (std::int32_t i = 0; i < head_dim_qk; ++i) {
             sum += key[i] * key[i];
         }
         return -std::sqrt(sum);
@@ -60,7 +60,7 @@ TEST_CASE("a user's scorers score sequences and fit a policy") {
     CHECK(above == std::vector<float>{0, -3.5f, 9, 9});
 
     const Policy<Sink<1>, Window<2>, TopKBudget<1>, KeyNorm> policy{{}, {}, {}, KeyNorm{2}};
-    CHECK(policy.scorer().dim_k == 2);
+    CHECK(policy.scorer().head_dim_qk == 2);
 }
 
 TEST_CASE("a user's scorer has no chunkwise form, and says so") {

@@ -1,8 +1,8 @@
-// An attention call as its kernels see it, and the plan that turns lifetimes into lists of rows.
+// An attention call as its kernels see it, and the plan that turns visible intervals into lists of rows.
 //
 // Attention kernels know nothing of positions, frames, packed segments or policies. The plan has settled all that: for
 // every super-tile (super_q consecutive queries of one KV head of one sequence) it lists the rows that some query of it
-// sees, each with its life in the super-tile's own frame. A row's number counts through both key segments of the call: rows of
+// sees, each with its visible interval in the super-tile's own frame. A row's number counts through both key segments of the call: rows of
 // `past` come first, then rows of `self`.
 #pragma once
 
@@ -40,7 +40,7 @@ struct key_rows {
 
 /// The numbers of a call.
 template <class T>
-struct attention_problem {
+struct attention_params {
     rows_view<const T> q;  // [B, Hq, S, Dk]
     key_rows<T> rows;
     std::int32_t batch = 0;
@@ -49,7 +49,7 @@ struct attention_problem {
     std::int32_t length = 0;                // queries a sequence, at most
     const std::int32_t* lengths = nullptr;  // [B], device memory; null: length
     float scale = 0.0f;                     // resolved: never 0 for "default"
-    float softcap = 0.0f;                   // 0: none
+    float logits_soft_cap = 0.0f;           // 0: none
 
     __device__ std::int32_t length_of(std::int64_t b) const {
         // A length that no view holds counts as an empty sequence, as everywhere on a device.
@@ -58,41 +58,41 @@ struct attention_problem {
     }
 };
 
-/// A row's life among the queries of a super-tile: query i of it (0 <= i < super_q) sees the row iff born <= i < dies. Both are
-/// clamped to [0, super_q]; born < dies for every row of a list.
-struct alignas(4) row_life {
-    std::uint16_t born;
-    std::uint16_t dies;
+/// A row's visible interval among the queries of a super-tile: query i of it (0 <= i < super_q) sees the row iff begin <= i < expiry. Both are
+/// clamped to [0, super_q]; begin < expiry for every row of a list.
+struct alignas(4) row_interval {
+    std::uint16_t begin;
+    std::uint16_t expiry;
 };
 
 /// The lists of a round: super-tiles [first, first + supers) of every KV head. (Memory holds so many lists at a time; a call
 /// with more of them goes in several rounds of plan and attention.) List number L = head * supers + j, head = b * kv_heads + h,
 /// is for queries [(first + j) super_q, (first + j + 1) super_q) of the sequence; its entries stand at offset(head, j). The first
-/// old[L] entries are rows born at or before the super-tile's first query (born = 0), by falling `dies`, so that the rows that
-/// live through it come first; the others, up to total[L], were born inside it: first the lasting[L] rows that outlive it, then
-/// those that die inside it, both by rising `born`. Ties go by row number. Lists are the same in every run.
+/// old[L] entries are rows that begin at or before the super-tile's first query (begin = 0), by falling `expiry`, so that the rows that
+/// are visible through it come first; the others, up to total[L], begin inside it: first the lasting[L] rows that outlast it, then
+/// those that expire inside it, both by rising `begin`. Ties go by row number. Lists are the same in every run.
 ///
 /// For query tiles of tile_q queries (super_q is a multiple of it) and boundaries e = i tile_q, i = 0 .. super_q / tile_q:
-///   through[L * boundaries + i] = how many old rows have dies >= e: they are a prefix of the list, and live through all queries
+///   through[L * boundaries + i] = how many old rows have expiry >= e: they are a prefix of the list, and are visible through all queries
 ///                                 before e;
-///   known[L * boundaries + i]   = how many lasting young rows have born < e;
-///   passing[L * boundaries + i] = how many of the other young rows have born < e.
-/// runs[L] says whether rows that outlive the super-tile mostly follow one another: in runs of 32 or more, on average.
-/// So of the old rows, a tile [a, e) sees the first through[e] in full; those from there to through[a] may die inside it. Of the
+///   known[L * boundaries + i]   = how many lasting young rows have begin < e;
+///   passing[L * boundaries + i] = how many of the other young rows have begin < e.
+/// runs[L] says whether rows that outlast the super-tile mostly follow one another: in runs of 32 or more, on average.
+/// So of the old rows, a tile [a, e) sees the first through[e] in full; those from there to through[a] may expire inside it. Of the
 /// lasting young rows it sees the first known[a] in full, and of the others only those up to known[e] matter; of the passing ones the
-/// first passing[e], less those with dies <= a. `dies` = super_q says that a row outlives the
+/// first passing[e], less those with expiry <= a. `expiry` = super_q says that a row outlasts the
 /// super-tile, or the sequence.
 struct attention_plan {
     std::int32_t super_q = 0;
     std::int32_t tile_q = 0;
-    std::int32_t first = 0;       // the round's first super-tile
-    std::int32_t supers = 0;      // super-tiles of the round
-    std::int32_t boundaries = 0;  // super_q / tile_q + 1
-    std::int32_t rows = 0;        // rows of both segments
-    bool triangular = false;      // plain frame: super-tile i needs only the first (i + 1) super_q rows
-    std::int32_t* row = nullptr;  // entries: row numbers
-    row_life* life = nullptr;     // entries
-    float* bias = nullptr;        // entries: log-bias, natural log; null where the mask has none
+    std::int32_t first = 0;            // the round's first super-tile
+    std::int32_t supers = 0;           // super-tiles of the round
+    std::int32_t boundaries = 0;       // super_q / tile_q + 1
+    std::int32_t rows = 0;             // rows of both segments
+    bool triangular = false;           // plain frame: super-tile i needs only the first (i + 1) super_q rows
+    std::int32_t* row = nullptr;       // entries: row numbers
+    row_interval* interval = nullptr;  // entries
+    float* bias = nullptr;             // entries: log-bias, natural log; null where the mask has none
     std::uint16_t* bias_from = nullptr;  // entries: the bias counts for queries i >= this; in [0, super_q]
     std::int32_t* old = nullptr;         // [lists]
     std::int32_t* total = nullptr;       // [lists]

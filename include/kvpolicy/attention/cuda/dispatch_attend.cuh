@@ -1,9 +1,9 @@
 // The dispatch of attention/cuda_attend.cuh's forward calls: checks, sizes, workspace, launches.
 #pragma once
 
-#include <kvpolicy/attention/cuda/attend_call.cuh>
 #include <kvpolicy/attention/cuda/forward/kernel_forward.cuh>
 #include <kvpolicy/attention/cuda/kernel_plan.cuh>
+#include <kvpolicy/attention/cuda/make_attention_params.cuh>
 #include <kvpolicy/attention/cuda_attend.cuh>
 #include <kvpolicy/core/status.hpp>
 #include <kvpolicy/cuda/check.cuh>
@@ -23,10 +23,11 @@ namespace cuda_backend {
 
 /// A checked forward call.
 template <class T, class Dims>
-class attend_call {
+class attend_plan {
   public:
-    attend_call(const cuda& on, const Attention& attention, const rows_view<const T>& q, const keys<T>& past,
-                const keys<T>* self, const Sequences& sequences, const AttendOptions& options)
+    attend_plan(const cuda& on, const AttentionParams& attention, const rows_view<const T>& q,
+                const kv_view<T>& past, const kv_view<T>* self, const Sequences& sequences,
+                const AttendOptions& options)
         : on_(on), device_(on), sequences_(sequences), options_(options) {
         check_attend(attention, q, past, self, sequences);
         check_aligned("q", q);
@@ -34,12 +35,12 @@ class attend_call {
         if (self != nullptr) {
             check_key_rows("self.k", "self.v", *self);
         }
-        call_.problem = problem_of(attention, q, past, self, sequences);
+        call_.params = params_of(attention, q, past, self, sequences);
         call_.frames = frames_of(past, self, sequences, nullptr);
         rows_ = std::int64_t{past.k.length} + (self != nullptr ? self->k.length : 0);
         detail::require(rows_ < 0x7fffffff, "rows of keys", rows_, "below 2^31");
         biased_ = past.mask.log_bias || (self != nullptr && self->mask.log_bias);
-        const auto marked = [](const keys<T>& all) { return all.mask.expiry || all.position; };
+        const auto marked = [](const kv_view<T>& all) { return all.mask.expiry || all.position; };
         call_.causal_rows =
             !marked(past) && (self == nullptr || !marked(*self)) && sequences.cu_seqlens == nullptr;
         plain_frame_ = is_plain_frame(past, self, sequences);
@@ -62,7 +63,7 @@ class attend_call {
     }
 
     /// Says where the rows of the first segment begin, by head: key_rows::first_row.
-    void past_begins(const std::int64_t* first_row) { call_.problem.rows.first_row = first_row; }
+    void past_begins(const std::int64_t* first_row) { call_.params.rows.first_row = first_row; }
 
     /// Takes the parts of the workspace; with null only measures.
     std::size_t lay_out(void* memory) {
@@ -77,7 +78,7 @@ class attend_call {
     }
 
     void run(const rows_view<T>& out, const plane_view<float>& lse, workspace_view workspace) {
-        host_backend::check_results(call_.problem.q, call_.problem.rows.v.dim, out, lse);
+        checks::check_results(call_.params.q, call_.params.rows.v.dim, out, lse);
         check_aligned("out", out);
         check_workspace(workspace, lay_out(nullptr));
         lay_out(workspace.data);
@@ -87,7 +88,7 @@ class attend_call {
             return;
         }
         launch_edges(on_, sequences_, edges_, options_.status);
-        launch("attend_begin_kernel", attend_begin_kernel<key_frames>, 1, 256, 0, on_, call_.frames,
+        launch("forward_begin_kernel", forward_begin_kernel<key_frames>, 1, 256, 0, on_, call_.frames,
                sequences_.batch, options_.status, counters_, is_half<T> ? counters() : 0);
         if constexpr (is_half<T>) {
             call_.not_finite = counters_ + (counters() - 1);
@@ -98,41 +99,41 @@ class attend_call {
                     run_rounds<decltype(dim)::value, false>();
                 }
             });
-            const std::int64_t queries = heads() * call_.problem.group * call_.problem.length;
-            launch("attend_mend_kernel", attend_mend_kernel<T>,
-                   std::min<std::int64_t>((queries + plain_warps - 1) / plain_warps, mend_blocks),
+            const std::int64_t queries = heads() * call_.params.group * call_.params.length;
+            launch("forward_fix_nonfinite_kernel", forward_fix_nonfinite_kernel<T>,
+                   std::min<std::int64_t>((queries + plain_warps - 1) / plain_warps, fix_blocks),
                    32 * plain_warps, 0, on_, call_);
         } else {
-            const attention_problem<T>& problem = call_.problem;
-            const std::int64_t queries = heads() * problem.group * problem.length;
-            launch("attend_plain_kernel", attend_plain_kernel<T>, (queries + plain_warps - 1) / plain_warps,
-                   32 * plain_warps, 0, on_, call_, static_cast<double>(problem.scale),
-                   static_cast<double>(problem.softcap));
+            const attention_params<T>& params = call_.params;
+            const std::int64_t queries = heads() * params.group * params.length;
+            launch("forward_plain_kernel", forward_plain_kernel<T>, (queries + plain_warps - 1) / plain_warps,
+                   32 * plain_warps, 0, on_, call_, static_cast<double>(params.scale),
+                   static_cast<double>(params.logits_soft_cap));
         }
     }
 
   private:
-    static constexpr std::int64_t mend_blocks = 1024;
+    static constexpr std::int64_t fix_blocks = 1024;
 
     /// One for each round's tiles, and one that says whether outputs were finite.
     [[nodiscard]] std::int32_t counters() const { return std::max(call_.plan.supers, 1) + 1; }
     [[nodiscard]] std::int64_t heads() const {
-        return std::int64_t{call_.problem.batch} * call_.problem.kv_heads;
+        return std::int64_t{call_.params.batch} * call_.params.kv_heads;
     }
 
     void set_slope() {
         constexpr float log2_e = 1.44269504088896340736f;
-        const float scale = call_.problem.scale;
-        const float softcap = call_.problem.softcap;
+        const float scale = call_.params.scale;
+        const float logits_soft_cap = call_.params.logits_soft_cap;
         call_.slope = scale * log2_e;
-        if (softcap > 0.0f) {
-            call_.slope = 2.0f * log2_e * (scale / softcap);
-            call_.cap = softcap * log2_e;
+        if (logits_soft_cap > 0.0f) {
+            call_.slope = 2.0f * log2_e * (scale / logits_soft_cap);
+            call_.cap = logits_soft_cap * log2_e;
         }
-        general_ = softcap > 0.0f || biased_ || call_.slope <= 0.0f;
+        general_ = logits_soft_cap > 0.0f || biased_ || call_.slope <= 0.0f;
     }
 
-    /// Which kernel the card gets, and so how many rows a tile has.
+    /// Which kernel the GPU gets, and so how many rows a tile has.
     template <int Dim>
     void choose() {
         if (general_) {
@@ -143,30 +144,30 @@ class attend_call {
     }
     template <int Dim, bool General>
     void choose() {
-        using Hopper = attend_hopper_sizes<T, Dim, General>;
-        using Portable = attend_block_sizes<T, Dim, General>;
-        hopper_ = !options_.portable && has_hopper_code(device_, attend_hopper_kernel<Hopper>);
+        using Hopper = forward_hopper_sizes<T, Dim, General>;
+        using Portable = forward_portable_sizes<T, Dim, General>;
+        hopper_ = !options_.portable && has_hopper_code(device_, forward_hopper_kernel<Hopper>);
         const std::int32_t rows = hopper_ ? Hopper::rows : Portable::rows;
-        const std::int32_t group = call_.problem.group;
+        const std::int32_t group = call_.params.group;
         call_.parts = (group + rows - 1) / rows;
         call_.heads = (group + call_.parts - 1) / call_.parts;
         call_.tile_q = rows / call_.heads;
     }
 
     /// Maps of the first segment, where a call may use them and TMA can read it.
-    [[nodiscard]] attend_boxes boxes() const {
-        attend_boxes maps;
-        const key_rows<T>& rows = call_.problem.rows;
+    [[nodiscard]] forward_boxes boxes() const {
+        forward_boxes maps;
+        const key_rows<T>& rows = call_.params.rows;
         maps.always = options_.copies == attend_copies::boxes;
         maps.there = !general_ && tile_ <= 128 && options_.copies != attend_copies::rows &&
-                     rows.first_row == nullptr && make_tensor_map(rows.k, attend_boxes::box_rows, maps.k) &&
-                     make_tensor_map(rows.v, attend_boxes::box_rows, maps.v);
+                     rows.first_row == nullptr && make_tensor_map(rows.k, forward_boxes::box_rows, maps.k) &&
+                     make_tensor_map(rows.v, forward_boxes::box_rows, maps.v);
         return maps;
     }
 
     template <int Dim, bool General>
     void run_rounds() {
-        const std::int32_t tiles = (call_.problem.length + call_.tile_q - 1) / call_.tile_q;
+        const std::int32_t tiles = (call_.params.length + call_.tile_q - 1) / call_.tile_q;
         if (!call_.listed) {
             call_.first_tile = 0;
             call_.tiles = tiles;
@@ -177,7 +178,7 @@ class attend_call {
         const std::int32_t tiles_a_super = whole.super_q / whole.tile_q;
         for (std::int32_t first = 0, i = 0; first < whole.supers; ++i) {
             call_.plan = plan_round(whole, heads(), first);
-            launch_plan(on_, call_.frames, call_.plan, call_.problem.batch, call_.problem.kv_heads);
+            launch_plan(on_, call_.frames, call_.plan, call_.params.batch, call_.params.kv_heads);
             call_.first_tile = first * tiles_a_super;
             call_.tiles = std::min(call_.plan.supers * tiles_a_super, tiles - call_.first_tile);
             run_tiles<Dim, General>(i);
@@ -187,17 +188,17 @@ class attend_call {
 
     template <int Dim, bool General>
     void run_tiles(std::int32_t round) {
-        using Hopper = attend_hopper_sizes<T, Dim, General>;
-        using Portable = attend_block_sizes<T, Dim, General>;
+        using Hopper = forward_hopper_sizes<T, Dim, General>;
+        using Portable = forward_portable_sizes<T, Dim, General>;
         const std::int64_t count = call_.count();
         if (hopper_) {
             const std::int64_t processors = device_.attribute(cudaDevAttrMultiProcessorCount);
-            launch("attend_hopper_kernel", attend_hopper_kernel<Hopper>, std::min(count, processors),
-                   Hopper::threads, attend_hopper_shared_bytes<Hopper>(), on_, call_, boxes(),
+            launch("forward_hopper_kernel", forward_hopper_kernel<Hopper>, std::min(count, processors),
+                   Hopper::threads, forward_hopper_shared_bytes<Hopper>(), on_, call_, boxes(),
                    counters_ + round);
         } else {
-            launch("attend_kernel", attend_kernel<Portable>, count, Portable::threads,
-                   attend_block_shared_bytes<Portable>(), on_, call_);
+            launch("forward_portable_kernel", forward_portable_kernel<Portable>, count, Portable::threads,
+                   forward_portable_shared_bytes<Portable>(), on_, call_);
         }
     }
 
@@ -205,7 +206,7 @@ class attend_call {
     device_scope device_;
     Sequences sequences_;
     AttendOptions options_;
-    attend_launch<T> call_;
+    forward_params<T> call_;
     std::int64_t rows_ = 0;
     std::int32_t dim_ = 0;
     int tile_ = 0;
@@ -220,36 +221,36 @@ class attend_call {
 }  // namespace cuda_backend
 
 template <Storage T, class Dims>
-std::size_t attend_workspace_bytes(const cuda& on, const Attention& attention,
-                                   std::type_identity_t<rows_view<const T>> q, const keys<T>& all,
+std::size_t attend_workspace_bytes(const cuda& on, const AttentionParams& attention,
+                                   std::type_identity_t<rows_view<const T>> q, const kv_view<T>& all,
                                    const Sequences& sequences, const AttendOptions& options) {
-    return cuda_backend::attend_call<T, Dims>(on, attention, q, all, nullptr, sequences, options)
+    return cuda_backend::attend_plan<T, Dims>(on, attention, q, all, nullptr, sequences, options)
         .lay_out(nullptr);
 }
 
 template <Storage T, class Dims>
-std::size_t attend_workspace_bytes(const cuda& on, const Attention& attention,
-                                   std::type_identity_t<rows_view<const T>> q, const keys<T>& past,
-                                   const keys<T>& self, const Sequences& sequences,
+std::size_t attend_workspace_bytes(const cuda& on, const AttentionParams& attention,
+                                   std::type_identity_t<rows_view<const T>> q, const kv_view<T>& past,
+                                   const kv_view<T>& self, const Sequences& sequences,
                                    const AttendOptions& options) {
-    return cuda_backend::attend_call<T, Dims>(on, attention, q, past, &self, sequences, options)
+    return cuda_backend::attend_plan<T, Dims>(on, attention, q, past, &self, sequences, options)
         .lay_out(nullptr);
 }
 
 template <Storage T, class Dims>
-void attend(const cuda& on, const Attention& attention, std::type_identity_t<rows_view<const T>> q,
-            const keys<T>& all, const Sequences& sequences, std::type_identity_t<rows_view<T>> out,
+void attend(const cuda& on, const AttentionParams& attention, std::type_identity_t<rows_view<const T>> q,
+            const kv_view<T>& all, const Sequences& sequences, std::type_identity_t<rows_view<T>> out,
             plane_view<float> lse, workspace_view workspace, const AttendOptions& options) {
-    cuda_backend::attend_call<T, Dims>(on, attention, q, all, nullptr, sequences, options)
+    cuda_backend::attend_plan<T, Dims>(on, attention, q, all, nullptr, sequences, options)
         .run(out, lse, workspace);
 }
 
 template <Storage T, class Dims>
-void attend(const cuda& on, const Attention& attention, std::type_identity_t<rows_view<const T>> q,
-            const keys<T>& past, const keys<T>& self, const Sequences& sequences,
+void attend(const cuda& on, const AttentionParams& attention, std::type_identity_t<rows_view<const T>> q,
+            const kv_view<T>& past, const kv_view<T>& self, const Sequences& sequences,
             std::type_identity_t<rows_view<T>> out, plane_view<float> lse, workspace_view workspace,
             const AttendOptions& options) {
-    cuda_backend::attend_call<T, Dims>(on, attention, q, past, &self, sequences, options)
+    cuda_backend::attend_plan<T, Dims>(on, attention, q, past, &self, sequences, options)
         .run(out, lse, workspace);
 }
 

@@ -2,7 +2,6 @@
 #pragma once
 
 #include <kvpolicy/attention/check_attend_backward.hpp>
-#include <kvpolicy/attention/cuda/attend_call.cuh>
 #include <kvpolicy/attention/cuda/backward/backward_params.cuh>
 #include <kvpolicy/attention/cuda/backward/kernel_backward_hopper.cuh>
 #include <kvpolicy/attention/cuda/backward/kernel_backward_hopper_wide.cuh>
@@ -13,6 +12,7 @@
 #include <kvpolicy/attention/cuda/dispatch_attend.cuh>
 #include <kvpolicy/attention/cuda/kernel_plan.cuh>
 #include <kvpolicy/attention/cuda/key_frame.cuh>
+#include <kvpolicy/attention/cuda/make_attention_params.cuh>
 #include <kvpolicy/attention/cuda_attend_backward.cuh>
 #include <kvpolicy/cuda/check.cuh>
 #include <kvpolicy/cuda/hopper.cuh>
@@ -29,8 +29,8 @@ namespace cuda_backend {
 
 /// A call's numbers and memory, all rounds of super-tiles considered.
 template <class T>
-struct backward_call {
-    backward_problem<T> problem{};
+struct backward_plan {
+    backward_params<T> params{};
     key_frames frames{};
     attention_plan whole{};
     std::int32_t* edges = nullptr;
@@ -40,33 +40,33 @@ struct backward_call {
     bool with_bias = false;
     bool want_bias = false;
 
-    backward_call(const Attention& attention, const rows_view<const T>& q, const keys<T>& all,
+    backward_plan(const AttentionParams& attention, const rows_view<const T>& q, const kv_view<T>& all,
                   const Sequences& sequences, const BackwardOptions& options, std::int32_t dim,
                   bool wants_bias, void* memory, std::size_t& bytes)
         : tile(dim) {
-        problem.call = problem_of(attention, q, all, static_cast<const keys<T>*>(nullptr), sequences);
-        const attention_problem<T>& call = problem.call;
+        params.call = params_of(attention, q, all, static_cast<const kv_view<T>*>(nullptr), sequences);
+        const attention_params<T>& call = params.call;
         constexpr double log2_e = 1.4426950408889634;
-        problem.slope =
-            static_cast<float>(attention.softcap > 0.0f ? double{call.scale} / double{attention.softcap}
-                                                        : double{call.scale} * log2_e);
-        problem.height = static_cast<float>(double{attention.softcap} * log2_e);
+        params.slope = static_cast<float>(attention.logits_soft_cap > 0.0f
+                                              ? double{call.scale} / double{attention.logits_soft_cap}
+                                              : double{call.scale} * log2_e);
+        params.height = static_cast<float>(double{attention.logits_soft_cap} * log2_e);
         heads = std::int64_t{q.batch} * all.k.heads;
         with_bias = static_cast<bool>(all.mask.log_bias);
         want_bias = wants_bias;
         lists = all.mask.expiry || all.position || sequences.cu_seqlens != nullptr;
         whole = shape_plan(all.k.length, sequences.length, packed_tile,
-                           is_plain_frame(all, static_cast<const keys<T>*>(nullptr), sequences));
-        problem.starts = sequences.starts;
-        problem.first = all.first;
-        problem.mask = all.mask;
-        problem.key_lengths = all.lengths;
-        problem.super_rows = whole.super_q * call.group;
-        problem.padded_rows = (problem.super_rows + 127) / 128 * 128;
+                           is_plain_frame(all, static_cast<const kv_view<T>*>(nullptr), sequences));
+        params.starts = sequences.starts;
+        params.first = all.first;
+        params.mask = all.mask;
+        params.key_lengths = all.lengths;
+        params.super_rows = whole.super_q * call.group;
+        params.padded_rows = (params.super_rows + 127) / 128 * 128;
 
         workspace_parts parts(memory);
         edges = parts.take<std::int32_t>(edges_needed(sequences));
-        frames = frames_of(all, static_cast<const keys<T>*>(nullptr), sequences, edges);
+        frames = frames_of(all, static_cast<const kv_view<T>*>(nullptr), sequences, edges);
         std::int32_t most = whole.supers;  // super-tiles of a round
         if (lists) {
             take_plan(parts, whole, heads, with_bias);
@@ -79,39 +79,39 @@ struct backward_call {
         }
         const std::int64_t count = heads * most;
         if (lists) {
-            // Rows that have positions of their own may all be born at one query; else no two are.
-            problem.most_young = all.position ? all.k.length : whole.super_q;
-            problem.young = parts.take<std::int32_t>(count * problem.most_young);
-            problem.brief = parts.take<std::int32_t>(count);
+            // Rows that have positions of their own may all be begin at one query; else no two are.
+            params.max_young = all.position ? all.k.length : whole.super_q;
+            params.young = parts.take<std::int32_t>(count * params.max_young);
+            params.brief = parts.take<std::int32_t>(count);
         }
-        problem.items = parts.take<std::int32_t>(count + 1);
-        problem.taken = parts.take<std::int32_t>(most);
-        problem.not_finite = parts.take<std::uint32_t>(1);
+        params.items = parts.take<std::int32_t>(count + 1);
+        params.taken = parts.take<std::int32_t>(most);
+        params.not_finite = parts.take<std::uint32_t>(1);
         if constexpr (is_half<T>) {
-            const std::int64_t lines = count * problem.padded_rows;
-            problem.packed_q = parts.take<T>(lines * tile);
-            problem.packed_d_out = parts.take<T>(lines * tile);
-            problem.lse2 = parts.take<float>(lines);
-            problem.delta = parts.take<float>(lines);
-            problem.sum_q = options.deterministic ? nullptr : parts.take<float>(lines * tile);
+            const std::int64_t lines = count * params.padded_rows;
+            params.packed_q = parts.take<T>(lines * tile);
+            params.packed_d_out = parts.take<T>(lines * tile);
+            params.lse2 = parts.take<float>(lines);
+            params.delta = parts.take<float>(lines);
+            params.sum_q = options.deterministic ? nullptr : parts.take<float>(lines * tile);
             const std::int64_t rows = heads * all.k.length;
-            problem.sum_k = parts.take<float>(rows * tile);
-            problem.sum_v = parts.take<float>(rows * tile);
-            problem.sum_bias = with_bias ? parts.take<float>(rows) : nullptr;
+            params.sum_k = parts.take<float>(rows * tile);
+            params.sum_v = parts.take<float>(rows * tile);
+            params.sum_bias = with_bias ? parts.take<float>(rows) : nullptr;
         }
         bytes = parts.bytes();
     }
 
-    void use(const AttendGradient<T>& given, const AttendGradients<T>& into) {
-        problem.out = given.out;
-        problem.d_out = given.d_out;
-        problem.lse = given.lse;
-        problem.d_q = into.d_q;
-        problem.d_k = into.d_k;
-        problem.d_v = into.d_v;
-        problem.d_log_bias = into.d_log_bias;
+    void use(const SavedForward<T>& saved, const AttentionGrads<T>& grads) {
+        params.out = saved.out;
+        params.d_out = saved.d_out;
+        params.lse = saved.lse;
+        params.d_q = grads.d_q;
+        params.d_k = grads.d_k;
+        params.d_v = grads.d_v;
+        params.d_log_bias = grads.d_log_bias;
         if (!want_bias) {
-            problem.sum_bias = nullptr;
+            params.sum_bias = nullptr;
         }
     }
 
@@ -120,19 +120,19 @@ struct backward_call {
     void for_rounds(const cuda& on, const Sequences& sequences, const BackwardOptions& options, Body body) {
         launch_edges(on, sequences, edges, options.status);
         if (options.status != nullptr) {
-            launch("attend_begin_kernel", attend_begin_kernel<key_frames>, 1, 256, 0, on, frames,
+            launch("forward_begin_kernel", forward_begin_kernel<key_frames>, 1, 256, 0, on, frames,
                    sequences.batch, options.status, static_cast<std::uint32_t*>(nullptr), 0);
         }
         for (std::int32_t first = 0; first < whole.supers;) {
             attention_plan round = whole;
             if (lists) {
                 round = plan_round(whole, heads, first);
-                launch_plan(on, frames, round, problem.call.batch, problem.call.kv_heads);
+                launch_plan(on, frames, round, params.call.batch, params.call.kv_heads);
             }
-            problem.plan = round;
+            params.plan = round;
             if (lists) {
                 launch("backward_young_kernel", backward_young_kernel<T>, heads * round.supers, pack_threads,
-                       0, on, problem);
+                       0, on, params);
             }
             first += round.supers;
             body();
@@ -159,10 +159,10 @@ constexpr auto hopper_keys_kernel() {
 
 /// The kernels of one tile of head_dims.
 template <class T, int Dim, bool Bias, bool Softcap>
-void run_backward(const cuda& on, const device_scope& device, backward_call<T>& call,
+void run_backward(const cuda& on, const device_scope& device, backward_plan<T>& call,
                   const Sequences& sequences, const BackwardOptions& options) {
     using S = portable_sizes<Dim>;
-    backward_problem<T>& p = call.problem;
+    backward_params<T>& p = call.params;
     const int processors = device.attribute(cudaDevAttrMultiProcessorCount);
     const std::size_t shared = sizeof(portable_memory<Dim>) + 128;
     const std::int64_t rows = call.heads * p.call.rows.k.length;
@@ -218,10 +218,10 @@ void run_backward(const cuda& on, const device_scope& device, backward_call<T>& 
             }
             queries_pass(lines, items_pass);
         }
-        constexpr std::int64_t mend_blocks = 1024;
+        constexpr std::int64_t fix_blocks = 1024;
         constexpr int warps = plain_threads / 32;
-        launch("backward_mend_kernel", backward_mend_kernel<T>,
-               std::min((std::int64_t{lists} * p.super_rows + warps - 1) / warps, mend_blocks), plain_threads,
+        launch("backward_fix_nonfinite_kernel", backward_fix_nonfinite_kernel<T>,
+               std::min((std::int64_t{lists} * p.super_rows + warps - 1) / warps, fix_blocks), plain_threads,
                0, on, p);
     });
     launch("backward_finish_keys_kernel", backward_finish_keys_kernel<T, Dim>,
@@ -230,9 +230,9 @@ void run_backward(const cuda& on, const device_scope& device, backward_call<T>& 
 
 /// float and double: sums go straight into the outputs.
 template <class T>
-void run_backward_plain(const cuda& on, backward_call<T>& call, const Sequences& sequences,
+void run_backward_plain(const cuda& on, backward_plan<T>& call, const Sequences& sequences,
                         const BackwardOptions& options) {
-    backward_problem<T>& p = call.problem;
+    backward_params<T>& p = call.params;
     constexpr int warps = plain_threads / 32;
     const std::int64_t rows = call.heads * p.call.rows.k.length;
     launch("backward_plain_zero_kernel", backward_plain_zero_kernel<T>, (rows + warps - 1) / warps,
@@ -249,9 +249,9 @@ void run_backward_plain(const cuda& on, backward_call<T>& call, const Sequences&
 }
 
 template <class T, int Dim>
-void choose_backward(const cuda& on, const device_scope& device, backward_call<T>& call,
+void choose_backward(const cuda& on, const device_scope& device, backward_plan<T>& call,
                      const Sequences& sequences, const BackwardOptions& options) {
-    if (call.problem.call.softcap > 0.0f) {
+    if (call.params.call.logits_soft_cap > 0.0f) {
         run_backward<T, Dim, true, true>(on, device, call, sequences, options);
     } else if (call.with_bias) {
         run_backward<T, Dim, true, false>(on, device, call, sequences, options);
@@ -262,9 +262,9 @@ void choose_backward(const cuda& on, const device_scope& device, backward_call<T
 
 /// Checks what can be checked on the host; the compiled head_dim that the call takes, 0 for plain kernels.
 template <class T, class Dims>
-std::int32_t check_backward(const Attention& attention, const rows_view<const T>& q, const keys<T>& all,
-                            const Sequences& sequences) {
-    check_attend(attention, q, all, static_cast<const keys<T>*>(nullptr), sequences);
+std::int32_t check_backward(const AttentionParams& attention, const rows_view<const T>& q,
+                            const kv_view<T>& all, const Sequences& sequences) {
+    check_attend(attention, q, all, static_cast<const kv_view<T>*>(nullptr), sequences);
     check_aligned("q", q);
     check_aligned("keys.k", all.k);
     check_aligned("keys.v", all.v);
@@ -286,36 +286,36 @@ std::int32_t check_backward(const Attention& attention, const rows_view<const T>
 }  // namespace cuda_backend
 
 template <Storage T, class Dims>
-std::size_t attend_backward_workspace_bytes(const cuda&, const Attention& attention,
-                                            std::type_identity_t<rows_view<const T>> q, const keys<T>& all,
+std::size_t attend_backward_workspace_bytes(const cuda&, const AttentionParams& attention,
+                                            std::type_identity_t<rows_view<const T>> q, const kv_view<T>& all,
                                             const Sequences& sequences, const BackwardOptions& options) {
     namespace backend = cuda_backend;
     const std::int32_t tile = backend::check_backward<T, Dims>(attention, q, all, sequences);
     std::size_t bytes = 0;
-    backend::backward_call<T>(attention, q, all, sequences, options, tile, false, nullptr, bytes);
+    backend::backward_plan<T>(attention, q, all, sequences, options, tile, false, nullptr, bytes);
     return bytes;
 }
 
 template <Storage T, class Dims>
-void attend_backward(const cuda& on, const Attention& attention, std::type_identity_t<rows_view<const T>> q,
-                     const keys<T>& all, const Sequences& sequences, const AttendGradient<T>& given,
-                     const AttendGradients<T>& into, workspace_view workspace,
-                     const BackwardOptions& options) {
+void attend_backward(const cuda& on, const AttentionParams& attention,
+                     std::type_identity_t<rows_view<const T>> q, const kv_view<T>& all,
+                     const Sequences& sequences, const SavedForward<T>& saved, const AttentionGrads<T>& grads,
+                     workspace_view workspace, const BackwardOptions& options) {
     namespace backend = cuda_backend;
     const std::int32_t tile = backend::check_backward<T, Dims>(attention, q, all, sequences);
-    host_backend::check_backward_shapes(q, all, given, into);
-    backend::check_aligned("out", given.out);
-    backend::check_aligned("d_out", given.d_out);
-    backend::check_aligned("d_q", into.d_q);
-    backend::check_aligned("d_k", into.d_k);
-    backend::check_aligned("d_v", into.d_v);
+    checks::check_backward_shapes(q, all, saved, grads);
+    backend::check_aligned("out", saved.out);
+    backend::check_aligned("d_out", saved.d_out);
+    backend::check_aligned("d_q", grads.d_q);
+    backend::check_aligned("d_k", grads.d_k);
+    backend::check_aligned("d_v", grads.d_v);
     backend::check_workspace(
         workspace, attend_backward_workspace_bytes<T, Dims>(on, attention, q, all, sequences, options));
     const backend::device_scope device(on);
     std::size_t bytes = 0;
-    backend::backward_call<T> call(attention, q, all, sequences, options, tile,
-                                   static_cast<bool>(into.d_log_bias), workspace.data, bytes);
-    call.use(given, into);
+    backend::backward_plan<T> call(attention, q, all, sequences, options, tile,
+                                   static_cast<bool>(grads.d_log_bias), workspace.data, bytes);
+    call.use(saved, grads);
     if constexpr (backend::is_half<T>) {
         backend::with_tile(Dims{}, tile, [&](auto dim) {
             backend::choose_backward<T, decltype(dim)::value>(on, device, call, sequences, options);

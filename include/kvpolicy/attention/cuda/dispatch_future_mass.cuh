@@ -26,10 +26,10 @@ inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 namespace cuda_backend {
 
 /// Which kernels a call takes. Tests name one; a call that cannot have it takes the next below.
-enum class band_path { plain, portable, hopper };
+enum class qk_reduce_path { plain, portable, hopper };
 
 /// Numbers by head as a launch's parameters.
-struct head_numbers {
+struct head_values {
     static constexpr std::int32_t capacity = 256;
     std::int32_t values[capacity];
     std::int32_t first = 0;
@@ -37,7 +37,7 @@ struct head_numbers {
 };
 
 template <class Number>
-__global__ void write_head_numbers_kernel(const head_numbers batch, Number* const table) {
+__global__ void write_head_values_kernel(const head_values batch, Number* const table) {
     if (static_cast<std::int32_t>(threadIdx.x) < batch.count) {
         table[batch.first + static_cast<std::int32_t>(threadIdx.x)] = batch.values[threadIdx.x];
     }
@@ -45,7 +45,7 @@ __global__ void write_head_numbers_kernel(const head_numbers batch, Number* cons
 
 /// The workspace's parts: a flag for every item of the longer grid, causal_lse's (the fewest rows an item are 128), the number of
 /// the next one, windows, and biases.
-struct band_workspace {
+struct qk_reduce_workspace {
     std::int32_t* flags;
     std::int32_t* next;
     std::int32_t* windows;
@@ -55,8 +55,8 @@ struct band_workspace {
     static std::int64_t bias_stride(std::int64_t length) { return (length + 127) / 128 * 128; }
 
     template <class T>
-    static band_workspace take(workspace_parts& parts, const rows_view<const T>& q,
-                               const rows_view<const T>& k) {
+    static qk_reduce_workspace take(workspace_parts& parts, const rows_view<const T>& q,
+                                    const rows_view<const T>& k) {
         const std::int64_t tiles = (std::int64_t{q.length} + 127) / 128;
         return {parts.take<std::int32_t>(tiles * q.batch * q.heads), parts.take<std::int32_t>(1),
                 parts.take<std::int32_t>(k.heads),
@@ -65,24 +65,24 @@ struct band_workspace {
 };
 
 template <class T>
-void check_band_rows(const char* name, const rows_view<const T>& rows, const Sequences& sequences) {
+void check_qk_rows(const char* name, const rows_view<const T>& rows, const Sequences& sequences) {
     detail::require(rows.data != nullptr || rows.batch == 0 || rows.heads == 0 || sequences.length == 0, name,
                     "null", "device memory");
 }
 
 template <class T>
-void check_mass_call(const Attention& attention, rows_view<const T> q, rows_view<const T> k,
+void check_mass_call(const AttentionParams& attention, rows_view<const T> q, rows_view<const T> k,
                      plane_view<const float> lse, const Sequences& sequences) {
-    host_backend::check_attention(attention);
+    checks::check_attention(attention);
     check_whole_sequences(sequences, q.batch, q.length);
     detail::require(sequences.length <= longest_sequence, "sequences.length", sequences.length,
                     "at most 2^31 - 2^24");
     detail::require(sequences.cu_seqlens == nullptr, "sequences.cu_seqlens", "given", "null");
-    host_backend::check_mass_heads(q, k);
+    checks::check_mass_heads(q, k);
     detail::require(k.length >= sequences.length, "k.length", k.length,
                     [&] { return detail::text("at least sequences.length = ", sequences.length); });
-    check_band_rows("q", q, sequences);
-    check_band_rows("k", k, sequences);
+    check_qk_rows("q", q, sequences);
+    check_qk_rows("k", k, sequences);
     check_plane("lse", lse, q.batch, q.heads, sequences.length);
 }
 
@@ -95,14 +95,15 @@ bool copies_of_16(const rows_view<const T>& rows) {
 }
 
 template <class C>
-band_exponents<C> exponents_of(const Attention& attention, std::int32_t dim, double beta) {
+qk_reduce_exponents<C> exponents_of(const AttentionParams& attention, std::int32_t dim, double beta) {
     constexpr double log2_e = 1.4426950408889634;
-    const double scale = attention.scale != 0.0f ? static_cast<double>(attention.scale)
-                                                 : 1.0 / std::sqrt(static_cast<double>(dim));
-    band_exponents<C> e;
-    e.cap = static_cast<C>(attention.softcap);
-    e.scale = static_cast<C>(attention.softcap > 0.0f ? beta * log2_e : beta * log2_e * scale);
-    e.inner = static_cast<C>(attention.softcap > 0.0f ? scale / static_cast<double>(attention.softcap) : 0.0);
+    const double scale = attention.sm_scale != 0.0f ? static_cast<double>(attention.sm_scale)
+                                                    : 1.0 / std::sqrt(static_cast<double>(dim));
+    qk_reduce_exponents<C> e;
+    e.cap = static_cast<C>(attention.logits_soft_cap);
+    e.scale = static_cast<C>(attention.logits_soft_cap > 0.0f ? beta * log2_e : beta * log2_e * scale);
+    e.inner = static_cast<C>(
+        attention.logits_soft_cap > 0.0f ? scale / static_cast<double>(attention.logits_soft_cap) : 0.0);
     e.of_lse = static_cast<C>(-beta * log2_e);
     return e;
 }
@@ -117,177 +118,181 @@ inline float shift_of(float epsilon, float beta, std::int32_t length) {
 }
 
 template <class Pass, class T, class C>
-void launch_plain(const cuda& on, const band_problem<T, C>& problem) {
-    constexpr int rows = band_plain_sizes::rows;
-    launch("band_plain_kernel", band_plain_kernel<T, Pass>,
-           (std::int64_t{problem.length} + rows - 1) / rows * problem.batch * problem.row_heads,
-           band_plain_sizes::threads, 0, on, problem);
+void launch_plain(const cuda& on, const qk_reduce_params<T, C>& params) {
+    constexpr int rows = qk_reduce_plain_sizes::rows;
+    launch("qk_reduce_plain_kernel", qk_reduce_plain_kernel<T, Pass>,
+           (std::int64_t{params.length} + rows - 1) / rows * params.batch * params.row_heads,
+           qk_reduce_plain_sizes::threads, 0, on, params);
 }
 
 template <class Pass, int Dim, class T>
-void launch_tiles(const cuda& on, const device_scope& device, band_path path,
-                  const band_problem<T>& problem) {
-    const std::int64_t heads = std::int64_t{problem.batch} * problem.row_heads;
+void launch_tiles(const cuda& on, const device_scope& device, qk_reduce_path path,
+                  const qk_reduce_params<T>& params) {
+    const std::int64_t heads = std::int64_t{params.batch} * params.row_heads;
     CUtensorMap rows, columns;
-    if (path == band_path::hopper && has_hopper_code(device, band_hopper_kernel<T, Dim, Pass>) &&
-        make_tensor_map(problem.rows, 64, rows) &&
-        make_tensor_map(problem.columns, band_hopper_sizes<Dim>::columns, columns)) {
-        using sizes = band_hopper_sizes<Dim>;
-        const std::int64_t items = (std::int64_t{problem.length} + sizes::rows - 1) / sizes::rows * heads;
-        const bool again = Pass::fold == row_fold::running && problem.flags != nullptr;  // after a quick pass
+    if (path == qk_reduce_path::hopper && has_hopper_code(device, qk_reduce_hopper_kernel<T, Dim, Pass>) &&
+        make_tensor_map(params.rows, 64, rows) &&
+        make_tensor_map(params.columns, qk_reduce_hopper_sizes<Dim>::columns, columns)) {
+        using sizes = qk_reduce_hopper_sizes<Dim>;
+        const std::int64_t items = (std::int64_t{params.length} + sizes::rows - 1) / sizes::rows * heads;
+        const bool again =
+            Pass::reduce == row_reduce::running && params.flags != nullptr;  // after a quick pass
         if constexpr (std::is_same_v<Pass, lse_pass> && Dim > 64) {
-            if (problem.length >= 8192) {
-                launch("normaliser_hopper_kernel", normaliser_hopper_kernel<T, Dim>, items, sizes::threads,
-                       sizes::shared, on, problem, rows, columns);
+            if (params.length >= 8192) {
+                launch("normalizer_hopper_kernel", lse_hopper_kernel<T, Dim>, items, sizes::threads,
+                       sizes::shared, on, params, rows, columns);
                 return;
             }
         }
         if constexpr (Pass::mass) {
             if (!again) {  // also says that no item has been handed out
-                launch("band_bias_kernel", band_bias_kernel<T>,
-                       std::int64_t{problem.batch} * problem.columns.heads *
-                           ((problem.bias_stride + bias_columns - 1) / bias_columns),
-                       256, 0, on, problem);
+                launch("qk_reduce_bias_kernel", qk_reduce_bias_kernel<T>,
+                       std::int64_t{params.batch} * params.columns.heads *
+                           ((params.bias_stride + bias_columns - 1) / bias_columns),
+                       256, 0, on, params);
             }
         } else if (!again) {
-            check(cudaMemsetAsync(problem.next, 0, sizeof(std::int32_t), on.stream), "cudaMemsetAsync");
+            check(cudaMemsetAsync(params.next, 0, sizeof(std::int32_t), on.stream), "cudaMemsetAsync");
         }
-        launch("band_hopper_kernel", band_hopper_kernel<T, Dim, Pass>,
+        launch("qk_reduce_hopper_kernel", qk_reduce_hopper_kernel<T, Dim, Pass>,
                std::min(items, std::int64_t{device.attribute(cudaDevAttrMultiProcessorCount)}),
-               sizes::threads, sizes::shared, on, problem, rows, columns, static_cast<std::int32_t>(items));
+               sizes::threads, sizes::shared, on, params, rows, columns, static_cast<std::int32_t>(items));
     } else {
-        using sizes = band_portable_sizes<Dim>;
-        launch("band_portable_kernel", band_portable_kernel<T, Dim, Pass>,
-               (std::int64_t{problem.length} + sizes::rows - 1) / sizes::rows * heads, sizes::threads,
-               sizes::shared, on, problem);
+        using sizes = qk_reduce_portable_sizes<Dim>;
+        launch("qk_reduce_portable_kernel", qk_reduce_portable_kernel<T, Dim, Pass>,
+               (std::int64_t{params.length} + sizes::rows - 1) / sizes::rows * heads, sizes::threads,
+               sizes::shared, on, params);
     }
 }
 
 template <class Pass, class Dims, class T>
-void launch_band(const cuda& on, const device_scope& device, band_path path, const band_problem<T>& problem) {
-    with_tile(Dims{}, fitting_tile(Dims{}, problem.rows.dim),
-              [&](auto dim) { launch_tiles<Pass, decltype(dim)::value>(on, device, path, problem); });
+void launch_qk_reduce(const cuda& on, const device_scope& device, qk_reduce_path path,
+                      const qk_reduce_params<T>& params) {
+    with_tile(Dims{}, fitting_tile(Dims{}, params.rows.dim),
+              [&](auto dim) { launch_tiles<Pass, decltype(dim)::value>(on, device, path, params); });
 }
 
 template <class T>
 constexpr bool has_tiles = std::is_same_v<T, bf16> || std::is_same_v<T, fp16>;
 
 template <class Dims, class T>
-bool takes_tiles(band_path path, const rows_view<const T>& q, const rows_view<const T>& k) {
-    return path != band_path::plain && fitting_tile(Dims{}, q.dim) != 0 && copies_of_16(q) && copies_of_16(k);
+bool takes_tiles(qk_reduce_path path, const rows_view<const T>& q, const rows_view<const T>& k) {
+    return path != qk_reduce_path::plain && fitting_tile(Dims{}, q.dim) != 0 && copies_of_16(q) &&
+           copies_of_16(k);
 }
 
 /// causal_lse by a path of one's choice.
 template <class T, class Dims = all_head_dims>
-void causal_lse_by(const cuda& on, band_path path, const Attention& attention, rows_view<const T> q,
-                   rows_view<const T> k, const Sequences& sequences, plane_view<float> lse,
-                   workspace_view workspace) {
+void causal_lse_by(const cuda& on, qk_reduce_path path, const AttentionParams& attention,
+                   rows_view<const T> q, rows_view<const T> k, const Sequences& sequences,
+                   plane_view<float> lse, workspace_view workspace) {
     using C = compute_t<T>;
     const device_scope device(on);
     workspace_parts parts(workspace.data);
-    band_problem<T, C> problem;
-    problem.rows = q;
-    problem.columns = k;
-    problem.out = lse;
-    problem.batch = q.batch;
-    problem.row_heads = q.heads;
-    problem.share = q.heads / k.heads;
-    problem.length = sequences.length;
-    problem.lengths = sequences.lengths;
-    problem.exponents = exponents_of<C>(attention, q.dim, 1.0);
+    qk_reduce_params<T, C> params;
+    params.rows = q;
+    params.columns = k;
+    params.out = lse;
+    params.batch = q.batch;
+    params.row_heads = q.heads;
+    params.share = q.heads / k.heads;
+    params.length = sequences.length;
+    params.lengths = sequences.lengths;
+    params.exponents = exponents_of<C>(attention, q.dim, 1.0);
     if constexpr (has_tiles<T>) {
         if (takes_tiles<Dims>(path, q, k)) {
-            const band_workspace memory = band_workspace::take(parts, q, k);
-            problem.flags = memory.flags;
-            problem.next = memory.next;
-            launch_band<lse_pass, Dims>(on, device, path, problem);
-            launch_band<careful_lse_pass, Dims>(on, device, path, problem);
+            const qk_reduce_workspace memory = qk_reduce_workspace::take(parts, q, k);
+            params.flags = memory.flags;
+            params.next = memory.next;
+            launch_qk_reduce<lse_pass, Dims>(on, device, path, params);
+            launch_qk_reduce<careful_lse_pass, Dims>(on, device, path, params);
             return;
         }
     }
-    launch_plain<careful_lse_pass>(on, problem);
+    launch_plain<careful_lse_pass>(on, params);
 }
 
 /// Windows of all heads: one number, or a table that is written here.
 template <class T, class C>
 void set_windows(const cuda& on, const FutureMassOptions& options, std::int32_t* table,
-                 band_problem<T, C>& problem) {
+                 qk_reduce_params<T, C>& params) {
     const auto window = [&](std::int32_t h) { return options.window.at(options.layer, h); };
-    problem.window = window(0);
+    params.window = window(0);
     bool same = true;
-    for (std::int32_t h = 1; h < problem.row_heads; ++h) {
-        same = same && window(h) == problem.window;
+    for (std::int32_t h = 1; h < params.row_heads; ++h) {
+        same = same && window(h) == params.window;
     }
     if (same) {
         return;
     }
-    problem.windows = table;
-    for (std::int32_t first = 0; first < problem.row_heads; first += head_numbers::capacity) {
-        head_numbers batch;
+    params.windows = table;
+    for (std::int32_t first = 0; first < params.row_heads; first += head_values::capacity) {
+        head_values batch;
         batch.first = first;
-        batch.count = std::min(problem.row_heads - first, head_numbers::capacity);
+        batch.count = std::min(params.row_heads - first, head_values::capacity);
         for (std::int32_t i = 0; i < batch.count; ++i) {
             batch.values[i] = window(first + i);
         }
-        launch("write_head_numbers_kernel", write_head_numbers_kernel<std::int32_t>, 1,
-               head_numbers::capacity, 0, on, batch, table);
+        launch("write_head_values_kernel", write_head_values_kernel<std::int32_t>, 1, head_values::capacity,
+               0, on, batch, table);
     }
 }
 
 /// future_mass by a path of one's choice.
 template <class T, class Dims = all_head_dims>
-void future_mass_by(const cuda& on, band_path path, const Attention& attention, rows_view<const T> q,
-                    rows_view<const T> k, plane_view<const float> lse, const Sequences& sequences,
-                    const FutureMassOptions& options, plane_view<float> target, workspace_view workspace) {
+void future_mass_by(const cuda& on, qk_reduce_path path, const AttentionParams& attention,
+                    rows_view<const T> q, rows_view<const T> k, plane_view<const float> lse,
+                    const Sequences& sequences, const FutureMassOptions& options, plane_view<float> target,
+                    workspace_view workspace) {
     using C = compute_t<T>;
     const device_scope device(on);
     workspace_parts parts(workspace.data);
-    const band_workspace memory = band_workspace::take(parts, q, k);
+    const qk_reduce_workspace memory = qk_reduce_workspace::take(parts, q, k);
     const bool largest = std::isinf(options.beta);
     const float beta = largest ? 1.0f : options.beta;
-    band_problem<T, C> problem;
-    problem.rows = k;
-    problem.columns = q;
-    problem.lse = lse;
-    problem.out = target;
-    problem.batch = k.batch;
-    problem.row_heads = k.heads;
-    problem.streams = q.heads / k.heads;
-    problem.length = sequences.length;
-    problem.lengths = sequences.lengths;
-    problem.look_ahead = options.look_ahead;
-    problem.exponents = exponents_of<C>(attention, q.dim, static_cast<double>(beta));
-    problem.rule.over_beta = static_cast<C>(1.0 / static_cast<double>(beta));
-    problem.rule.log_epsilon = static_cast<C>(std::log(static_cast<double>(options.epsilon)));
-    problem.rule.normalize = options.normalize && !largest;
-    problem.rule.mean = options.aggregate == group_aggregate::mean;
-    if (problem.batch == 0 || problem.length == 0) {
+    qk_reduce_params<T, C> params;
+    params.rows = k;
+    params.columns = q;
+    params.lse = lse;
+    params.out = target;
+    params.batch = k.batch;
+    params.row_heads = k.heads;
+    params.streams = q.heads / k.heads;
+    params.length = sequences.length;
+    params.lengths = sequences.lengths;
+    params.look_ahead = options.look_ahead;
+    params.exponents = exponents_of<C>(attention, q.dim, static_cast<double>(beta));
+    params.mass.over_beta = static_cast<C>(1.0 / static_cast<double>(beta));
+    params.mass.log_epsilon = static_cast<C>(std::log(static_cast<double>(options.epsilon)));
+    params.mass.normalize = options.normalize && !largest;
+    params.mass.mean = options.aggregate == group_aggregate::mean;
+    if (params.batch == 0 || params.length == 0) {
         return;
     }
-    set_windows(on, options, memory.windows, problem);
-    problem.bias = memory.bias;
-    problem.next = memory.next;
-    problem.bias_stride = band_workspace::bias_stride(q.length);
+    set_windows(on, options, memory.windows, params);
+    params.bias = memory.bias;
+    params.next = memory.next;
+    params.bias_stride = qk_reduce_workspace::bias_stride(q.length);
     if constexpr (has_tiles<T>) {
         if (takes_tiles<Dims>(path, q, k)) {
             if (largest) {
-                launch_band<largest_mass_pass, Dims>(on, device, path, problem);
+                launch_qk_reduce<largest_mass_pass, Dims>(on, device, path, params);
                 return;
             }
-            const float shift = shift_of(options.epsilon, beta, problem.length);
+            const float shift = shift_of(options.epsilon, beta, params.length);
             if (shift >= 0.0f) {
-                problem.exponents.shift = shift;
-                problem.flags = memory.flags;
-                launch_band<mass_pass, Dims>(on, device, path, problem);
+                params.exponents.shift = shift;
+                params.flags = memory.flags;
+                launch_qk_reduce<mass_pass, Dims>(on, device, path, params);
             }
-            launch_band<careful_mass_pass, Dims>(on, device, path, problem);
+            launch_qk_reduce<careful_mass_pass, Dims>(on, device, path, params);
             return;
         }
     }
     if (largest) {
-        launch_plain<largest_mass_pass>(on, problem);
+        launch_plain<largest_mass_pass>(on, params);
     } else {
-        launch_plain<careful_mass_pass>(on, problem);
+        launch_plain<careful_mass_pass>(on, params);
     }
 }
 
@@ -296,32 +301,32 @@ void future_mass_by(const cuda& on, band_path path, const Attention& attention, 
 template <Storage T>
 std::size_t future_mass_workspace_bytes(const cuda& on, rows_view<const T> q, input_rows<T> k) {
     static_cast<void>(on);
-    host_backend::check_mass_heads(q, k);
+    checks::check_mass_heads(q, k);
     cuda_backend::workspace_parts parts(nullptr);
-    static_cast<void>(cuda_backend::band_workspace::take(parts, q, k));
+    static_cast<void>(cuda_backend::qk_reduce_workspace::take(parts, q, k));
     return parts.bytes();
 }
 
 template <Storage T, class Dims>
-void causal_lse(const cuda& on, const Attention& attention, rows_view<const T> q, input_rows<T> k,
+void causal_lse(const cuda& on, const AttentionParams& attention, rows_view<const T> q, input_rows<T> k,
                 const Sequences& sequences, plane_view<float> lse, workspace_view workspace) {
     namespace cb = cuda_backend;
     cb::check_mass_call(attention, q, k, plane_view<const float>(lse), sequences);
     cb::check_workspace(workspace, future_mass_workspace_bytes<T>(on, q, k));
-    cb::causal_lse_by<T, Dims>(on, cb::band_path::hopper, attention, q, k, sequences, lse, workspace);
+    cb::causal_lse_by<T, Dims>(on, cb::qk_reduce_path::hopper, attention, q, k, sequences, lse, workspace);
 }
 
 template <Storage T, class Dims>
-void future_mass(const cuda& on, const Attention& attention, rows_view<const T> q, input_rows<T> k,
+void future_mass(const cuda& on, const AttentionParams& attention, rows_view<const T> q, input_rows<T> k,
                  plane_view<const float> lse, const Sequences& sequences, const FutureMassOptions& options,
                  plane_view<float> target, workspace_view workspace) {
     namespace cb = cuda_backend;
     cb::check_mass_call(attention, q, k, lse, sequences);
     cb::check_plane("target", target, q.batch, k.heads, sequences.length);
-    host_backend::check_mass_options(options, k.heads);
+    checks::check_mass_options(options, k.heads);
     cb::check_workspace(workspace, future_mass_workspace_bytes<T>(on, q, k));
-    cb::future_mass_by<T, Dims>(on, cb::band_path::hopper, attention, q, k, lse, sequences, options, target,
-                                workspace);
+    cb::future_mass_by<T, Dims>(on, cb::qk_reduce_path::hopper, attention, q, k, lse, sequences, options,
+                                target, workspace);
 }
 
 }  // namespace KVPOLICY_HIDDEN

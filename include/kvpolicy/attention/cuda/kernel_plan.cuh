@@ -16,16 +16,16 @@ namespace kvpolicy {
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 namespace cuda_backend {
 
-/// Of a block, where there are few rows, and where there are many and the card lends a block the memory to count them.
-inline constexpr int plan_warps = 8, plan_most_warps = 16;
+/// Of a block, where there are few rows, and where there are many and the GPU gives a block the memory to count them.
+inline constexpr int plan_warps = 8, plan_max_warps = 16;
 inline constexpr std::int32_t plan_many_rows = 4096;
-/// Queries a super-tile, about: lists are read by all its query tiles, and a row's life takes 16 bits.
+/// Queries a super-tile, about: lists are read by all its query tiles, and a row's visible interval takes 16 bits.
 inline constexpr std::int32_t plan_queries = 1024;
 /// Lists of all rows that a round may take, by KV head: 8 bytes an entry (14 with biases) make at most 256 (448) a row.
 inline constexpr std::int64_t plan_full_lists = 32;
 
-// Bins: 0 .. super_q - 1 for old rows, super_q - dies; then, born being 1 to super_q - 1, super_q - 1 + born for young rows that
-// outlive the super-tile, and 2 super_q - 2 + born for the others.
+// Bins: 0 .. super_q - 1 for old rows, super_q - expires; then, begin being 1 to super_q - 1, super_q - 1 + begin for young rows that
+// outlast the super-tile, and 2 super_q - 2 + begin for the others.
 inline constexpr std::int32_t plan_bins = 3;  // times super_q
 static_assert(plan_queries * plan_bins * plan_warps * sizeof(std::int32_t) + 1024 <= 99 * 1024,
               "a block of compute capability 8.6 and 8.9 has no more");
@@ -34,8 +34,8 @@ inline std::size_t plan_shared_bytes(const attention_plan& plan, int warps) {
            sizeof(std::int32_t);
 }
 
-/// Calls body(x, time) for this warp's share of the rows, in order, 32 at a time, with a time that is never (dies = 0) for
-/// lanes past the end. All lanes call it together. time_of(x) says when row x lives.
+/// Calls body(x, time) for this warp's share of the rows, in order, 32 at a time, with a time that is never (expiry = 0) for
+/// lanes past the end. All lanes call it together. time_of(x) says when row x is visible.
 template <int Warps, class TimeOf, class Body>
 __device__ inline void for_rows_of_warp(const TimeOf& time_of, std::int32_t rows, std::int32_t queries,
                                         Body body) {
@@ -51,8 +51,8 @@ __device__ inline void for_rows_of_warp(const TimeOf& time_of, std::int32_t rows
         for (std::int32_t i = 0; i < ahead; ++i) {
             const std::int64_t x = first + 32 * i + lane_id();
             time[i] = x < end ? time_of(static_cast<std::int32_t>(x)) : row_time{0, 0};
-            if (time[i].born >= queries) {
-                time[i].dies = 0;  // born after the last query
+            if (time[i].begin >= queries) {
+                time[i].expiry = 0;  // that begins after the last query
             }
         }
 #pragma unroll
@@ -68,7 +68,7 @@ __global__ void __launch_bounds__(32 * Warps)
     attention_plan_kernel(const __grid_constant__ Frames frames, const __grid_constant__ attention_plan plan,
                           const std::int32_t kv_heads, const std::int32_t heads) {
     __shared__ std::int32_t totals[Warps];
-    __shared__ std::int32_t staying[Warps];    // rows that outlive the super-tile, and
+    __shared__ std::int32_t staying[Warps];    // rows that outlast the super-tile, and
     __shared__ std::int32_t following[Warps];  // how many of them come right after another of the same 32
     auto* const counts = reinterpret_cast<std::int32_t*>(dynamic_shared());  // [bin][warp]
     const auto block = static_cast<std::int32_t>(blockIdx.x);
@@ -96,14 +96,14 @@ __global__ void __launch_bounds__(32 * Warps)
     };
     const std::int32_t warp = warp_id();
     const auto thread = static_cast<std::int32_t>(threadIdx.x);
-    const std::int32_t slots = plan_bins * super_q * Warps;
+    const std::int32_t bins = plan_bins * super_q * Warps;
     const auto bin_of = [super_q](const row_time& time) {
-        return time.born == 0         ? super_q - time.dies
-               : time.dies == super_q ? super_q - 1 + time.born
-                                      : 2 * super_q - 2 + time.born;
+        return time.begin == 0          ? super_q - time.expiry
+               : time.expiry == super_q ? super_q - 1 + time.begin
+                                        : 2 * super_q - 2 + time.begin;
     };
 
-    for (std::int32_t i = thread; i < slots; i += 32 * Warps) {
+    for (std::int32_t i = thread; i < bins; i += 32 * Warps) {
         counts[i] = 0;
     }
     __syncthreads();
@@ -111,10 +111,10 @@ __global__ void __launch_bounds__(32 * Warps)
     std::int32_t stay = 0;
     std::int32_t follow = 0;
     for_rows_of_warp<Warps>(time_of, rows, queries, [&](std::int32_t, const row_time& time) {
-        const bool seen = time.born < time.dies;
-        const bool lasts = seen && time.born == 0 && time.dies == super_q;
+        const bool seen = time.begin < time.expiry;
+        const bool lasts = seen && time.begin == 0 && time.expiry == super_q;
         through += __popc(__ballot_sync(all_lanes, lasts));
-        const unsigned stays = __ballot_sync(all_lanes, seen && time.dies == super_q);
+        const unsigned stays = __ballot_sync(all_lanes, seen && time.expiry == super_q);
         stay += __popc(stays);
         follow += __popc(stays & (stays << 1));
         if (seen && !lasts) {
@@ -182,11 +182,11 @@ __global__ void __launch_bounds__(32 * Warps)
     std::int32_t next_through = counts[warp];
     __syncwarp();
     for_rows_of_warp<Warps>(time_of, rows, queries, [&](std::int32_t x, const row_time& time) {
-        const bool seen = time.born < time.dies;
+        const bool seen = time.begin < time.expiry;
         if (__ballot_sync(all_lanes, seen) == 0) {
             return;
         }
-        const bool lasts = seen && time.born == 0 && time.dies == super_q;
+        const bool lasts = seen && time.begin == 0 && time.expiry == super_q;
         const unsigned lasting = __ballot_sync(all_lanes, lasts);
         std::int32_t place = next_through + __popc(lasting & lanes_before(lane_id()));
         next_through += __popc(lasting);
@@ -204,8 +204,8 @@ __global__ void __launch_bounds__(32 * Warps)
         __syncwarp();  // other lanes may have the same bin next time
         if (seen) {
             plan.row[offset + place] = Plain ? x : head.row_of(x);
-            plan.life[offset + place] = {static_cast<std::uint16_t>(time.born),
-                                         static_cast<std::uint16_t>(time.dies)};
+            plan.interval[offset + place] = {static_cast<std::uint16_t>(time.begin),
+                                             static_cast<std::uint16_t>(time.expiry)};
             if (!Plain && plan.bias != nullptr) {
                 std::int32_t from = 0;
                 plan.bias[offset + place] = head.bias_of(x, base, super_q, from);
@@ -238,7 +238,7 @@ inline void take_plan(workspace_parts& parts, attention_plan& plan, std::int64_t
     const std::int64_t entries = plan_capacity(plan, heads);
     const std::int64_t lists = heads * plan.supers;
     plan.row = parts.take<std::int32_t>(entries);
-    plan.life = parts.take<row_life>(entries);
+    plan.interval = parts.take<row_interval>(entries);
     plan.bias = with_bias ? parts.take<float>(entries) : nullptr;
     plan.bias_from = with_bias ? parts.take<std::uint16_t>(entries) : nullptr;
     plan.old = parts.take<std::int32_t>(lists);
@@ -272,7 +272,7 @@ inline void launch_plan(const cuda& on, const key_frames& frames, const attentio
     const bool plain = plain_frame::fits(frames) && round.bias == nullptr;
     const device_scope device(on);
     const bool many = round.rows >= plan_many_rows &&
-                      plan_shared_bytes(round, plan_most_warps) + 1024 <=
+                      plan_shared_bytes(round, plan_max_warps) + 1024 <=
                           static_cast<std::size_t>(device.attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin));
     const auto go = [&](auto warps) {
         constexpr int Warps = decltype(warps)::value;
@@ -283,7 +283,7 @@ inline void launch_plan(const cuda& on, const key_frames& frames, const attentio
                round, kv_heads, heads);
     };
     if (many) {
-        go(std::integral_constant<int, plan_most_warps>{});
+        go(std::integral_constant<int, plan_max_warps>{});
     } else {
         go(std::integral_constant<int, plan_warps>{});
     }

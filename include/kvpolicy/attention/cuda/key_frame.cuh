@@ -1,4 +1,4 @@
-// Where keys stand in time: positions, lifetimes and biases of a call's rows, as the plan and the scanning kernels read them.
+// Where keys stand in time: positions, visible intervals and biases of a call's rows, as the plan and the scanning kernels read them.
 //
 // Numbers that a host would refuse arrive here from device memory: a length that no view holds counts as 0, and all sums of
 // positions are taken in 64 bits.
@@ -46,8 +46,8 @@ __device__ inline float minus_infinity() { return __int_as_float(static_cast<int
 
 /// When a row is seen by the queries of a frame.
 struct row_time {
-    std::int32_t born;  // clamped to [0, span]: the first query that sees it
-    std::int32_t dies;  // clamped to [0, span]: the first that no longer does
+    std::int32_t begin;   // clamped to [0, span]: the first query that sees it
+    std::int32_t expiry;  // clamped to [0, span]: the first that no longer does
 };
 
 /// One KV head of one sequence. Rows that count are numbered through: index x in [0, count()) is row row_of(x).
@@ -67,24 +67,24 @@ class head_frame {
         return x < past_ ? x : frames_.past.rows + (x - past_);
     }
 
-    /// The life of row x among `span` queries of which the first has position `base`. A bias of -inf ends it.
+    /// The visible interval of row x among `span` queries of which the first has position `base`. A bias of -inf ends it.
     [[nodiscard]] __device__ row_time time_of(std::int32_t x, std::int64_t base, std::int32_t span) const {
         const bool own = x >= past_;
         const segment_frame& segment = own ? frames_.self : frames_.past;
         const std::int32_t t = own ? x - past_ : x;
-        const std::int64_t born = position(segment, own, t) - base;
-        row_time time{clamped(born, span), span};
+        const std::int64_t begin = position(segment, own, t) - base;
+        row_time time{clamped(begin, span), span};
         if (segment.expiry) {
             const expiry_t expiry = segment.expiry.head(b_, h_)[t];
-            time.dies = expiry == never ? span : clamped(expiry - base, span);
+            time.expiry = expiry == never ? span : clamped(expiry - base, span);
         }
         if (segment.log_bias && segment.log_bias.head(b_, h_)[t] == minus_infinity()) {
-            const std::int32_t hidden = clamped(born + age(segment), span);
-            time.dies = hidden < time.dies ? hidden : time.dies;
+            const std::int32_t hidden = clamped(begin + age(segment), span);
+            time.expiry = hidden < time.expiry ? hidden : time.expiry;
         }
         if (frames_.edges != nullptr) {
             const std::int32_t end = clamped(segment_end(t) - base, span);
-            time.dies = end < time.dies ? end : time.dies;
+            time.expiry = end < time.expiry ? end : time.expiry;
         }
         return time;
     }
@@ -160,13 +160,13 @@ class plain_frame {
         row_time time{0, span_};
         if (t > shift_) {
             const std::uint32_t later = static_cast<std::uint32_t>(t) - static_cast<std::uint32_t>(shift_);
-            time.born = later < static_cast<std::uint32_t>(span_) ? static_cast<std::int32_t>(later) : span_;
+            time.begin = later < static_cast<std::uint32_t>(span_) ? static_cast<std::int32_t>(later) : span_;
         }
         if (expiry_ != nullptr) {
             const expiry_t expiry = expiry_[t];
             if (expiry < end_) {  // so it is not `never`
                 // Not (expiry > first_ ? expiry - first_ : 0): nvcc subtracts first, which wraps for expiries near -2^31.
-                time.dies = (expiry > first_ ? expiry : first_) - first_;
+                time.expiry = (expiry > first_ ? expiry : first_) - first_;
             }
         }
         return time;

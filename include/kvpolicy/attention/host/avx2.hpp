@@ -28,7 +28,7 @@ struct avx2_kernels : avx2_direct<T> {
         seen_rows seen;
         std::int32_t r = 0;
         for (; r + 8 <= count; r += 8) {
-            const __m256i born =
+            const __m256i begins =
                 position != nullptr
                     ? _mm256_loadu_si256(reinterpret_cast<const __m256i*>(position + r))
                     : _mm256_add_epi32(_mm256_set1_epi32(static_cast<std::int32_t>(first + r)), lane);
@@ -36,10 +36,10 @@ struct avx2_kernels : avx2_direct<T> {
                                         ? _mm256_loadu_si256(reinterpret_cast<const __m256i*>(expiry + r))
                                         : _mm256_set1_epi32(never);
             const __m256i some =
-                _mm256_andnot_si256(_mm256_cmpgt_epi32(born, last_of_tile),
+                _mm256_andnot_si256(_mm256_cmpgt_epi32(begins, last_of_tile),
                                     _mm256_and_si256(_mm256_cmpgt_epi32(expires, first_of_tile),
-                                                     _mm256_cmpgt_epi32(expires, born)));
-            const __m256i all = _mm256_andnot_si256(_mm256_cmpgt_epi32(born, first_of_tile),
+                                                     _mm256_cmpgt_epi32(expires, begins)));
+            const __m256i all = _mm256_andnot_si256(_mm256_cmpgt_epi32(begins, first_of_tile),
                                                     _mm256_cmpgt_epi32(expires, last_of_tile));
             seen.some |= bits_of(some) << r;
             seen.all |= bits_of(all) << r;
@@ -161,12 +161,12 @@ struct avx2_kernels : avx2_direct<T> {
     KVPOLICY_AVX2 static void softmax(const attention_shape& shape, const key_block<T>* mask,
                                       std::int32_t rows, std::int32_t count, const strip_state<float>& state,
                                       float* scores) {
-        if (shape.softcap > 0.0f) {
+        if (shape.logits_soft_cap > 0.0f) {
             for (std::int64_t r = 0; r < rows; ++r) {
                 cap_row(shape, count, scores + r * block_keys);
             }
         }
-        const float scale = shape.softcap > 0.0f ? 1.0f : shape.scale;
+        const float scale = shape.logits_soft_cap > 0.0f ? 1.0f : shape.scale;
         for (std::int32_t r = 0; r < rows; ++r, scores += block_keys) {
             const __m256 largest = mask != nullptr
                                        ? masked_logits(scale, *mask, state.position[r], count, scores)
@@ -199,7 +199,7 @@ struct avx2_kernels : avx2_direct<T> {
 
     KVPOLICY_AVX2_INLINE static void cap_row(const attention_shape& shape, std::int32_t count,
                                              float* scores) {
-        const __m256 cap = _mm256_set1_ps(shape.softcap);
+        const __m256 cap = _mm256_set1_ps(shape.logits_soft_cap);
         const __m256 scale = _mm256_set1_ps(shape.scale);
         for (std::int32_t j = 0; j < count; j += 8) {
             const __m256 x = _mm256_mul_ps(scale, _mm256_loadu_ps(scores + j));
@@ -241,10 +241,10 @@ struct avx2_kernels : avx2_direct<T> {
                 x = _mm256_add_ps(x,
                                   _mm256_andnot_ps(_mm256_castsi256_ps(_mm256_cmpgt_epi32(start, p)), bias));
             }
-            const __m256i born = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(mask.born + j));
+            const __m256i begins = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(mask.begins + j));
             const __m256i expires = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(mask.expires + j));
             const __m256 seen = _mm256_castsi256_ps(
-                _mm256_andnot_si256(_mm256_cmpgt_epi32(born, p), _mm256_cmpgt_epi32(expires, p)));
+                _mm256_andnot_si256(_mm256_cmpgt_epi32(begins, p), _mm256_cmpgt_epi32(expires, p)));
             // A choice, not an addition: the product may be NaN where nobody is to see it.
             x = _mm256_blendv_ps(_mm256_set1_ps(nothing), x, _mm256_and_ps(seen, lanes_below(count, j)));
             _mm256_storeu_ps(scores + j, x);

@@ -20,16 +20,16 @@ struct avx2_direct {
                                         std::int32_t rows, const float* q, float* scores) {
         std::int64_t r = 0;
         for (; takes_four(rows - r); r += 4) {
-            products<4, 2>(shape, keys, q + r * shape.dim_k, scores + r * block_keys, r == 0);
+            products<4, 2>(shape, keys, q + r * shape.head_dim_qk, scores + r * block_keys, r == 0);
         }
         for (; rows - r >= 3; r += 3) {
-            products<3, 2>(shape, keys, q + r * shape.dim_k, scores + r * block_keys, r == 0);
+            products<3, 2>(shape, keys, q + r * shape.head_dim_qk, scores + r * block_keys, r == 0);
         }
         if (rows - r == 2) {
-            products<2, 4>(shape, keys, q + r * shape.dim_k, scores + r * block_keys, r == 0);
+            products<2, 4>(shape, keys, q + r * shape.head_dim_qk, scores + r * block_keys, r == 0);
         }
         if (rows - r == 1) {
-            products<1, 8>(shape, keys, q + r * shape.dim_k, scores + r * block_keys, r == 0);
+            products<1, 8>(shape, keys, q + r * shape.head_dim_qk, scores + r * block_keys, r == 0);
         }
     }
 
@@ -74,7 +74,7 @@ struct avx2_direct {
         for (std::int32_t j = 0; j < block.count; j += K) {
             if (first) {
                 for (std::int32_t i = j; i < j + K && i < block.count; ++i) {
-                    fetch(block.v[i], shape.dim_v);
+                    fetch(block.v[i], shape.head_dim_vo);
                 }
             }
             const T* const* keys = block.k + j;
@@ -83,7 +83,7 @@ struct avx2_direct {
             for (int i = 0; i < 8; ++i) {
                 sum[i] = _mm256_setzero_ps();
             }
-            for (std::int32_t d = 0; d < shape.dim_k; d += 8) {
+            for (std::int32_t d = 0; d < shape.head_dim_qk; d += 8) {
                 __m256 x[K];
                 KVPOLICY_UNROLL
                 for (int i = 0; i < K; ++i) {
@@ -91,7 +91,7 @@ struct avx2_direct {
                 }
                 KVPOLICY_UNROLL
                 for (std::int64_t r = 0; r < R; ++r) {
-                    const __m256 y = avx2::in_register(_mm256_loadu_ps(q + r * shape.dim_k + d));
+                    const __m256 y = avx2::in_register(_mm256_loadu_ps(q + r * shape.head_dim_qk + d));
                     KVPOLICY_UNROLL
                     for (int i = 0; i < K; ++i) {
                         sum[r * K + i] = _mm256_fmadd_ps(x[i], y, sum[r * K + i]);
@@ -123,7 +123,7 @@ struct avx2_direct {
     KVPOLICY_AVX2_INLINE static void mixtures(const attention_shape& shape, const key_block<T>& block,
                                               const float* weights, const float* decay, float* out,
                                               std::int32_t stride, bool first) {
-        const std::int32_t dim = shape.dim_v;
+        const std::int32_t dim = shape.head_dim_vo;
         std::int32_t c = 0;
         for (; c + 8 * V <= dim; c += 8 * V) {
             mixture<R, V>(shape, block, weights, decay, out, stride, c, first && c == 0);
@@ -154,7 +154,7 @@ struct avx2_direct {
         const T* ahead = first ? block.ahead : nullptr;
         for (std::int32_t j = 0; j < block.count; ++j) {
             if (ahead != nullptr) {
-                fetch(ahead, shape.dim_k);
+                fetch(ahead, shape.head_dim_qk);
                 ahead += block.ahead_stride;
             }
             const T* row = block.v[j] + column;

@@ -46,7 +46,7 @@ class backward_tile {
     using real = compute_t<T>;
 
     static std::size_t scratch_bytes(const attention_shape& shape, std::int32_t group, std::int32_t queries) {
-        arena counter(nullptr);
+        detail::arena counter(nullptr);
         backward_tile(shape, queries * group).lay_out(counter);
         return counter.bytes();
     }
@@ -61,7 +61,7 @@ class backward_tile {
         begin_ = begin;
         keys_ = &keys;
         sums_ = sums;
-        arena from(scratch);
+        detail::arena from(scratch);
         lay_out(from);
         load(end - begin);
     }
@@ -74,7 +74,7 @@ class backward_tile {
             const std::int64_t i = begin_ + r / block_->group, g = r % block_->group;
             T* to = gradients_->d_q + i * gradients_->d_q_row_stride + g * gradients_->d_q_head_stride;
             const real* from = d_q_ + std::int64_t{r} * columns_k_;
-            for (std::int32_t c = 0; c < shape_.dim_k; ++c) {
+            for (std::int32_t c = 0; c < shape_.head_dim_qk; ++c) {
                 to[c] = static_cast<T>(from[c]);
             }
         }
@@ -85,13 +85,13 @@ class backward_tile {
         for (std::int32_t j = keys.count; j % panel_lanes != 0; ++j) {
             keys.v[j] = keys.v[keys.count - 1];
         }
-        Kernels::pack_keys(keys.k, keys.count, shape_.dim_k, k_);
-        Kernels::pack_keys(keys.v, keys.count, shape_.dim_v, v_);
-        Kernels::pack_values(keys.k, keys.count, shape_.dim_k, k_values_);
+        Kernels::pack_keys(keys.k, keys.count, shape_.head_dim_qk, k_);
+        Kernels::pack_keys(keys.v, keys.count, shape_.head_dim_vo, v_);
+        Kernels::pack_values(keys.k, keys.count, shape_.head_dim_qk, k_values_);
         constexpr std::int32_t always = std::numeric_limits<std::int32_t>::min();
         for (std::int32_t j = 0; j < block_keys; ++j) {
             const bool plain = !keys.masked, real_key = j < keys.count;
-            born_[j] = plain ? always : keys.born[j];
+            begins_[j] = plain ? always : keys.begins[j];
             expires_[j] = !real_key ? always : plain ? never : keys.expires[j];
             bias_start_[j] = plain || !real_key ? never : keys.bias_start[j];
             log_bias_[j] = plain || !real_key ? real(0) : static_cast<real>(keys.bias[j]);
@@ -117,23 +117,23 @@ class backward_tile {
         : shape_(shape),
           rows_(rows),
           padded_(static_cast<std::int32_t>(rounded_up(rows, panel_rows))),
-          columns_k_(static_cast<std::int32_t>(rounded_up(shape.dim_k, panel_lanes))),
-          columns_v_(static_cast<std::int32_t>(rounded_up(shape.dim_v, panel_lanes))) {}
+          columns_k_(static_cast<std::int32_t>(rounded_up(shape.head_dim_qk, panel_lanes))),
+          columns_v_(static_cast<std::int32_t>(rounded_up(shape.head_dim_vo, panel_lanes))) {}
 
-    void lay_out(arena& from) {
+    void lay_out(detail::arena& from) {
         const auto take = [&](std::int64_t count) {
             return from.take<real>(static_cast<std::size_t>(count));
         };
         const std::int64_t strips = (rows_ + backward_strip - 1) / backward_strip;
-        q_ = take(std::int64_t{padded_} * shape_.dim_k);
-        d_out_ = take(std::int64_t{padded_} * shape_.dim_v);
+        q_ = take(std::int64_t{padded_} * shape_.head_dim_qk);
+        d_out_ = take(std::int64_t{padded_} * shape_.head_dim_vo);
         q_values_ = take(strips * block_keys * columns_k_);
         d_out_values_ = take(strips * block_keys * columns_v_);
         d_q_ = take(std::int64_t{padded_} * columns_k_);
         lse_ = take(padded_);
         delta_ = take(padded_);
-        k_ = take(std::int64_t{block_keys} * shape_.dim_k);
-        v_ = take(std::int64_t{block_keys} * shape_.dim_v);
+        k_ = take(std::int64_t{block_keys} * shape_.head_dim_qk);
+        v_ = take(std::int64_t{block_keys} * shape_.head_dim_vo);
         k_values_ = take(std::int64_t{block_keys} * columns_k_);
         s_ = take(std::int64_t{backward_strip} * block_keys);
         g_ = take(std::int64_t{backward_strip} * block_keys);
@@ -163,20 +163,20 @@ class backward_tile {
             const bool counts = r < rows_ && lse > -std::numeric_limits<float>::infinity();
             lse_[r] = counts ? static_cast<real>(lse) : std::numeric_limits<real>::infinity();
             double delta = 0.0;
-            for (std::int32_t c = 0; counts && c < shape_.dim_v; ++c) {
+            for (std::int32_t c = 0; counts && c < shape_.head_dim_vo; ++c) {
                 delta += static_cast<double>(to_compute(out[c])) * static_cast<double>(to_compute(d_out[c]));
             }
             delta_[r] = static_cast<real>(delta);
-            panel_row(q, shape_.dim_k, r, q_);
-            panel_row(d_out, shape_.dim_v, r, d_out_);
+            panel_row(q, shape_.head_dim_qk, r, q_);
+            panel_row(d_out, shape_.head_dim_vo, r, d_out_);
             const std::int32_t in_strip = r % backward_strip;
             q_rows[in_strip] = q;
             d_rows[in_strip] = d_out;
             if (r < rows_ && (in_strip + 1 == backward_strip || r + 1 == rows_)) {
                 const std::int64_t strip = r / backward_strip;
-                Kernels::pack_values(q_rows, in_strip + 1, shape_.dim_k,
+                Kernels::pack_values(q_rows, in_strip + 1, shape_.head_dim_qk,
                                      q_values_ + strip * block_keys * columns_k_);
-                Kernels::pack_values(d_rows, in_strip + 1, shape_.dim_v,
+                Kernels::pack_values(d_rows, in_strip + 1, shape_.head_dim_vo,
                                      d_out_values_ + strip * block_keys * columns_v_);
             }
         }
@@ -203,10 +203,12 @@ class backward_tile {
             return;
         }
         const std::int32_t panels = padded / panel_rows;
-        Kernels::multiply_qk(q_ + std::int64_t{row} * shape_.dim_k, panels, shape_.dim_k, k_, count, s_);
-        Kernels::multiply_qk(d_out_ + std::int64_t{row} * shape_.dim_v, panels, shape_.dim_v, v_, count, g_);
+        Kernels::multiply_qk(q_ + std::int64_t{row} * shape_.head_dim_qk, panels, shape_.head_dim_qk, k_,
+                             count, s_);
+        Kernels::multiply_qk(d_out_ + std::int64_t{row} * shape_.head_dim_vo, panels, shape_.head_dim_vo, v_,
+                             count, g_);
         const backward_weights::arguments<real> arguments{
-            shape_,     born_,        expires_, log_bias_, bias_start_, position_ + row,
+            shape_,     begins_,      expires_, log_bias_, bias_start_, position_ + row,
             lse_ + row, delta_ + row, padded,   count,     s_,          g_,
             p_t_,       x_t_,         bias_};
         run_kernel<backward_weights>(set_, &arguments);
@@ -238,7 +240,7 @@ class backward_tile {
          *s_ = nullptr, *g_ = nullptr, *p_t_ = nullptr, *x_t_ = nullptr, *d_k_ = nullptr, *d_v_ = nullptr,
          *ones_ = nullptr;
     std::int32_t* position_ = nullptr;
-    std::int32_t born_[block_keys], bias_start_[block_keys];
+    std::int32_t begins_[block_keys], bias_start_[block_keys];
     expiry_t expires_[block_keys];
     real log_bias_[block_keys], bias_[block_keys];
 };

@@ -21,7 +21,7 @@ struct backward_weights {
     template <class Real>
     struct arguments {
         attention_shape shape;
-        const std::int32_t* born;
+        const std::int32_t* begins;
         const expiry_t* expires;
         const Real* log_bias;
         const std::int32_t* bias_start;
@@ -36,7 +36,7 @@ struct backward_weights {
     [[gnu::always_inline]] static inline void run(const arguments<Real>* all) {
         const arguments<Real>& a = *all;
         const Real scale = static_cast<Real>(a.shape.scale);
-        const Real cap = static_cast<Real>(a.shape.softcap);
+        const Real cap = static_cast<Real>(a.shape.logits_soft_cap);
         for (std::int32_t r = 0; r < a.rows; ++r) {
             for (std::int32_t j = 0; j < a.count; j += panel_lanes) {
                 group<Set>(a, scale, cap, r, j);
@@ -54,12 +54,12 @@ struct backward_weights {
         const std::int32_t at = a.position[r];
         const Real lse = a.lse[r], delta = a.delta[r];
         Real x[n], slope[n], p[n], g[n], d[n], log_bias[n], bias[n], applies[n];
-        std::int32_t born[n], expires[n], start[n];
+        std::int32_t begins[n], expires[n], start[n];
         std::memcpy(x, a.s + r * block_keys + j, sizeof x);
         std::memcpy(g, a.g + r * block_keys + j, sizeof g);
         std::memcpy(log_bias, a.log_bias + j, sizeof log_bias);
         std::memcpy(bias, a.bias + j, sizeof bias);
-        std::memcpy(born, a.born + j, sizeof born);
+        std::memcpy(begins, a.begins + j, sizeof begins);
         std::memcpy(expires, a.expires + j, sizeof expires);
         std::memcpy(start, a.bias_start + j, sizeof start);
         for (std::int32_t i = 0; i < n; ++i) {
@@ -83,7 +83,7 @@ struct backward_weights {
             x[i] += applies[i] * log_bias[i] - lse;
         }
         for (std::int32_t i = 0; i < n; ++i) {
-            x[i] = born[i] <= at ? x[i] : nothing;
+            x[i] = begins[i] <= at ? x[i] : nothing;
         }
         for (std::int32_t i = 0; i < n; ++i) {
             x[i] = expires[i] > at ? x[i] : nothing;
@@ -98,7 +98,7 @@ struct backward_weights {
             d[i] = p[i] * (g[i] - delta);
         }
         for (std::int32_t i = 0; i < n; ++i) {
-            d[i] = born[i] <= at ? d[i] : Real(0);
+            d[i] = begins[i] <= at ? d[i] : Real(0);
         }
         for (std::int32_t i = 0; i < n; ++i) {
             d[i] = expires[i] > at ? d[i] : Real(0);

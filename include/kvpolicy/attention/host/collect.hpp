@@ -25,10 +25,10 @@ inline seen_rows scan_rows(const expiry_t* expiry, const std::int32_t* position,
                            std::int32_t count, std::int32_t first_query, std::int32_t last_query) {
     seen_rows seen;
     for (std::int32_t r = 0; r < count; ++r) {
-        const std::int64_t born = position != nullptr ? position[r] : first + r;
+        const std::int64_t begins = position != nullptr ? position[r] : first + r;
         const expiry_t expires = expiry != nullptr ? expiry[r] : never;
-        const bool some = born <= last_query && expires > first_query && born < expires;
-        const bool all = born <= first_query && expires > last_query;
+        const bool some = begins <= last_query && expires > first_query && begins < expires;
+        const bool all = begins <= first_query && expires > last_query;
         seen.some |= static_cast<std::uint64_t>(some) << r;
         seen.all |= static_cast<std::uint64_t>(all) << r;
     }
@@ -52,8 +52,8 @@ class key_collector {
     void take(const key_segment<T>& segment, std::int32_t begin, std::int32_t end) {
         if (segment.position == nullptr) {
             // Positions rise, so what is born after the tile is a tail.
-            const std::int64_t unborn = std::int64_t{last_query_} - segment.first + 1;
-            end = static_cast<std::int32_t>(std::clamp<std::int64_t>(unborn, begin, end));
+            const std::int64_t not_begun = std::int64_t{last_query_} - segment.first + 1;
+            end = static_cast<std::int32_t>(std::clamp<std::int64_t>(not_begun, begin, end));
         }
         for (std::int32_t row = begin; row < end; row += block_keys) {
             take_group(segment, row, std::min(end - row, block_keys));
@@ -114,17 +114,17 @@ class key_collector {
 
     void take_masked(const key_segment<T>& segment, std::int32_t r) {
         constexpr std::int32_t no_query = std::numeric_limits<std::int32_t>::max();
-        const std::int32_t born = segment.position != nullptr ? segment.position[r] : segment.first + r;
+        const std::int32_t begins = segment.position != nullptr ? segment.position[r] : segment.first + r;
         expiry_t expires = segment.expiry != nullptr ? segment.expiry[r] : never;
         float bias = 0.0f;
         std::int32_t bias_start = no_query;
         if (segment.log_bias != nullptr) {
             const auto start = static_cast<std::int32_t>(
-                std::min<std::int64_t>(std::int64_t{born} + std::max(segment.bias_from, 0), no_query));
+                std::min<std::int64_t>(std::int64_t{begins} + std::max(segment.bias_from, 0), no_query));
             if (segment.log_bias[r] == -std::numeric_limits<float>::infinity()) {
                 // Hidden from then on is what expiring means; no -inf is ever added.
                 expires = std::min(expires, start);
-                if (expires <= std::max(first_query_, born)) {
+                if (expires <= std::max(first_query_, begins)) {
                     return;
                 }
             } else {
@@ -136,7 +136,7 @@ class key_collector {
         const std::int32_t i = masked_.count++;
         masked_.k[i] = segment.k + r * segment.k_stride;
         masked_.v[i] = segment.v + r * segment.v_stride;
-        masked_.born[i] = born;
+        masked_.begins[i] = begins;
         masked_.expires[i] = expires;
         masked_.bias[i] = bias;
         masked_.bias_start[i] = bias_start;
@@ -181,12 +181,12 @@ strip_extent extent_of(const key_block<T>& block, std::int32_t first_query, std:
     strip_extent extent;
     bool all = !block.biased;
     for (std::int32_t i = 0; i < block.count; ++i) {
-        if (block.born[i] <= last_query && block.expires[i] > first_query) {
+        if (block.begins[i] <= last_query && block.expires[i] > first_query) {
             extent.count = i + 1;
         }
     }
     for (std::int32_t i = 0; i < extent.count; ++i) {
-        all = all && block.born[i] <= first_query && block.expires[i] > last_query;
+        all = all && block.begins[i] <= first_query && block.expires[i] > last_query;
     }
     extent.all = all;
     return extent;

@@ -15,12 +15,14 @@ namespace kvpolicy {
 namespace host_backend {
 
 template <class T>
-attention_shape resolve(const Attention& attention, const rows_view<const T>& q, const keys<T>& all) {
+attention_shape resolve(const AttentionParams& attention, const rows_view<const T>& q,
+                        const kv_view<T>& all) {
     attention_shape shape;
-    shape.dim_k = q.dim;
-    shape.dim_v = all.v.dim;
-    shape.scale = attention.scale != 0.0f ? attention.scale : 1.0f / std::sqrt(static_cast<float>(q.dim));
-    shape.softcap = attention.softcap;
+    shape.head_dim_qk = q.dim;
+    shape.head_dim_vo = all.v.dim;
+    shape.scale =
+        attention.sm_scale != 0.0f ? attention.sm_scale : 1.0f / std::sqrt(static_cast<float>(q.dim));
+    shape.logits_soft_cap = attention.logits_soft_cap;
     return shape;
 }
 
@@ -36,17 +38,18 @@ struct attend_plan {
     attend_plan(const attention_shape& shape, std::int32_t batch, std::int32_t kv_heads, std::int32_t group,
                 std::int32_t queries, std::int64_t key_rows, bool may_split) {
         const auto out_bytes = [&](std::int64_t parts) {
-            return aligned_size(static_cast<std::size_t>(parts * rows * shape.dim_v) * sizeof(compute_t<T>));
+            return detail::aligned_size(static_cast<std::size_t>(parts * rows * shape.head_dim_vo) *
+                                        sizeof(compute_t<T>));
         };
         const auto lse_bytes = [&](std::int64_t parts) {
-            return aligned_size(static_cast<std::size_t>(parts * rows) * sizeof(float));
+            return detail::aligned_size(static_cast<std::size_t>(parts * rows) * sizeof(float));
         };
         tile = std::min(attend_tile<T>(shape, group), std::max(queries, 1));
         tiles = (queries + tile - 1) / tile;
         heads = std::int64_t{batch} * kv_heads;
         splits = may_split ? attend_splits(heads * tiles, key_rows) : 1;
         rows = std::int64_t{tile} * group;
-        scratch = aligned_size(attend_scratch_bytes<T>(shape, group, tile, key_rows));
+        scratch = detail::aligned_size(attend_scratch_bytes<T>(shape, group, tile, key_rows));
         out = out_bytes(splits);
         lse = lse_bytes(splits);
         // With fewer tiles each is split into more parts, so a shorter call may need more than this one. Fewer keys, or
@@ -61,13 +64,13 @@ struct attend_plan {
 
     /// For this call and all shorter ones.
     std::size_t bytes(int threads) const {
-        return static_cast<std::size_t>(threads) * scratch + partial + alignment;
+        return static_cast<std::size_t>(threads) * scratch + partial + detail::alignment;
     }
 };
 
 template <class T>
-attend_plan<T> plan_of(const attention_shape& shape, const rows_view<const T>& q, const keys<T>& past,
-                       const keys<T>* self, const Sequences& sequences) {
+attend_plan<T> plan_of(const attention_shape& shape, const rows_view<const T>& q, const kv_view<T>& past,
+                       const kv_view<T>* self, const Sequences& sequences) {
     const std::int64_t key_rows = std::int64_t{past.k.length} + (self != nullptr ? self->k.length : 0);
     return {shape,
             q.batch,
@@ -80,7 +83,7 @@ attend_plan<T> plan_of(const attention_shape& shape, const rows_view<const T>& q
 
 /// The keys of one KV head of one sequence. `first` is the position of row 0 where none are given.
 template <class T>
-key_segment<T> segment_of(const keys<T>& all, std::int32_t b, std::int32_t h, std::int32_t first,
+key_segment<T> segment_of(const kv_view<T>& all, std::int32_t b, std::int32_t h, std::int32_t first,
                           std::int32_t count) {
     key_segment<T> segment;
     segment.k = all.k.row(b, h, 0);
@@ -126,8 +129,9 @@ template <Storage T>
 class attend_call {
   public:
     attend_call(const host& on, const attention_shape& shape, const rows_view<const T>& q,
-                const keys<T>& past, const keys<T>* self, const Sequences& sequences, const rows_view<T>& out,
-                const plane_view<float>& lse, const attend_plan<T>& plan, void* memory)
+                const kv_view<T>& past, const kv_view<T>* self, const Sequences& sequences,
+                const rows_view<T>& out, const plane_view<float>& lse, const attend_plan<T>& plan,
+                void* memory)
         : on_(on),
           shape_(shape),
           q_(q),
@@ -138,7 +142,7 @@ class attend_call {
           lse_(lse),
           plan_(plan),
           group_(q.heads / past.k.heads),
-          scratch_(aligned(memory)),
+          scratch_(detail::aligned(memory)),
           partials_(scratch_ + static_cast<std::size_t>(on.threads()) * plan.scratch) {}
 
     void run() {
@@ -223,8 +227,9 @@ class attend_call {
             const std::int64_t step = (rows + plan_.splits - 1) / plan_.splits;
             const std::int64_t first_row = split * std::int64_t{at.end - at.begin} * group_;
             attend_head_split<T>(on_.instructions(), shape_, segments, count, block, at.begin, at.end,
-                                 split * step, (split + 1) * step, partial_out(i) + first_row * shape_.dim_v,
-                                 partial_lse(i) + first_row, scratch);
+                                 split * step, (split + 1) * step,
+                                 partial_out(i) + first_row * shape_.head_dim_vo, partial_lse(i) + first_row,
+                                 scratch);
         }
     }
 
@@ -247,8 +252,8 @@ class attend_call {
     const host& on_;
     attention_shape shape_;
     rows_view<const T> q_;
-    const keys<T>& past_;
-    const keys<T>* self_;
+    const kv_view<T>& past_;
+    const kv_view<T>* self_;
     const Sequences& sequences_;
     rows_view<T> out_;
     plane_view<float> lse_;
@@ -259,19 +264,19 @@ class attend_call {
 };
 
 template <class T>
-attend_plan<T> checked_plan(const Attention& attention, const rows_view<const T>& q, const keys<T>& past,
-                            const keys<T>* self, const Sequences& sequences) {
-    check_attend(attention, q, past, self, sequences);
+attend_plan<T> checked_plan(const AttentionParams& attention, const rows_view<const T>& q,
+                            const kv_view<T>& past, const kv_view<T>* self, const Sequences& sequences) {
+    checks::check_attend(attention, q, past, self, sequences);
     return plan_of(resolve(attention, q, past), q, past, self, sequences);
 }
 
 template <class T>
-void attend(const host& on, const Attention& attention, const rows_view<const T>& q, const keys<T>& past,
-            const keys<T>* self, const Sequences& sequences, const rows_view<T>& out,
-            const plane_view<float>& lse, workspace_view workspace) {
+void attend(const host& on, const AttentionParams& attention, const rows_view<const T>& q,
+            const kv_view<T>& past, const kv_view<T>* self, const Sequences& sequences,
+            const rows_view<T>& out, const plane_view<float>& lse, workspace_view workspace) {
     const attend_plan<T> plan = checked_plan(attention, q, past, self, sequences);
-    check_results(q, past.v.dim, out, lse);
-    check_workspace(workspace, plan.bytes(on.threads()));
+    checks::check_results(q, past.v.dim, out, lse);
+    checks::check_workspace(workspace, plan.bytes(on.threads()));
     if (plan.heads * plan.tiles == 0) {
         return;
     }
@@ -282,29 +287,29 @@ void attend(const host& on, const Attention& attention, const rows_view<const T>
 }  // namespace host_backend
 
 template <Storage T>
-std::size_t attend_workspace_bytes(const host& on, const Attention& attention,
-                                   std::type_identity_t<rows_view<const T>> q, const keys<T>& all,
+std::size_t attend_workspace_bytes(const host& on, const AttentionParams& attention,
+                                   std::type_identity_t<rows_view<const T>> q, const kv_view<T>& all,
                                    const Sequences& sequences) {
     return host_backend::checked_plan<T>(attention, q, all, nullptr, sequences).bytes(on.threads());
 }
 
 template <Storage T>
-std::size_t attend_workspace_bytes(const host& on, const Attention& attention,
-                                   std::type_identity_t<rows_view<const T>> q, const keys<T>& past,
-                                   const keys<T>& self, const Sequences& sequences) {
+std::size_t attend_workspace_bytes(const host& on, const AttentionParams& attention,
+                                   std::type_identity_t<rows_view<const T>> q, const kv_view<T>& past,
+                                   const kv_view<T>& self, const Sequences& sequences) {
     return host_backend::checked_plan<T>(attention, q, past, &self, sequences).bytes(on.threads());
 }
 
 template <Storage T>
-void attend(const host& on, const Attention& attention, std::type_identity_t<rows_view<const T>> q,
-            const keys<T>& all, const Sequences& sequences, std::type_identity_t<rows_view<T>> out,
+void attend(const host& on, const AttentionParams& attention, std::type_identity_t<rows_view<const T>> q,
+            const kv_view<T>& all, const Sequences& sequences, std::type_identity_t<rows_view<T>> out,
             plane_view<float> lse, workspace_view workspace) {
     host_backend::attend<T>(on, attention, q, all, nullptr, sequences, out, lse, workspace);
 }
 
 template <Storage T>
-void attend(const host& on, const Attention& attention, std::type_identity_t<rows_view<const T>> q,
-            const keys<T>& past, const keys<T>& self, const Sequences& sequences,
+void attend(const host& on, const AttentionParams& attention, std::type_identity_t<rows_view<const T>> q,
+            const kv_view<T>& past, const kv_view<T>& self, const Sequences& sequences,
             std::type_identity_t<rows_view<T>> out, plane_view<float> lse, workspace_view workspace) {
     host_backend::attend<T>(on, attention, q, past, &self, sequences, out, lse, workspace);
 }

@@ -25,7 +25,7 @@ struct backward_plan {
     std::int64_t heads;
     std::size_t scratch;
 
-    backward_plan(const attention_shape& shape, const rows_view<const T>& q, const keys<T>& all,
+    backward_plan(const attention_shape& shape, const rows_view<const T>& q, const kv_view<T>& all,
                   const Sequences& sequences) {
         constexpr std::int64_t enough = 16;
         group = q.heads / all.k.heads;
@@ -35,8 +35,8 @@ struct backward_plan {
         const std::int64_t wanted = heads > 0 ? (enough + heads - 1) / heads : 1;
         splits = static_cast<std::int32_t>(std::clamp<std::int64_t>(wanted, 1, std::max(tiles, 1)));
         rows = all.k.length;
-        columns_k = static_cast<std::int32_t>(rounded_up(shape.dim_k, panel_lanes));
-        columns_v = static_cast<std::int32_t>(rounded_up(shape.dim_v, panel_lanes));
+        columns_k = static_cast<std::int32_t>(rounded_up(shape.head_dim_qk, panel_lanes));
+        columns_v = static_cast<std::int32_t>(rounded_up(shape.head_dim_vo, panel_lanes));
         scratch = backward_tile<portable_kernels<T>, T>::scratch_bytes(shape, group, tile);
     }
 
@@ -46,10 +46,10 @@ struct backward_plan {
         std::size_t bytes;
     };
     memory lay_out(void* data, int threads) const {
-        arena from(data);
+        detail::arena from(data);
         const auto sums = static_cast<std::size_t>(heads * splits) * static_cast<std::size_t>(rows);
         memory all{};
-        all.scratch = from.take<std::byte>(aligned_size(scratch) * static_cast<std::size_t>(threads));
+        all.scratch = from.take<std::byte>(detail::aligned_size(scratch) * static_cast<std::size_t>(threads));
         all.k = from.take<real>(sums * static_cast<std::size_t>(columns_k));
         all.v = from.take<real>(sums * static_cast<std::size_t>(columns_v));
         all.bias = from.take<real>(sums);
@@ -65,22 +65,22 @@ class backward_call {
     using real = compute_t<T>;
 
     backward_call(const host& on, const attention_shape& shape, const rows_view<const T>& q,
-                  const keys<T>& all, const Sequences& sequences, const AttendGradient<T>& given,
-                  const AttendGradients<T>& into, const backward_plan<T>& plan, void* data)
+                  const kv_view<T>& all, const Sequences& sequences, const SavedForward<T>& saved,
+                  const AttentionGrads<T>& grads, const backward_plan<T>& plan, void* data)
         : on_(on),
           shape_(shape),
           q_(q),
           all_(all),
           sequences_(sequences),
-          given_(given),
-          into_(into),
+          saved_(saved),
+          grads_(grads),
           plan_(plan),
           memory_(plan.lay_out(data, on.threads())) {}
 
     void run() {
         on_.parallel_for(plan_.heads * plan_.splits, [this](std::int64_t i, int thread) {
             task(i / plan_.splits, static_cast<std::int32_t>(i % plan_.splits),
-                 memory_.scratch + static_cast<std::size_t>(thread) * aligned_size(plan_.scratch));
+                 memory_.scratch + static_cast<std::size_t>(thread) * detail::aligned_size(plan_.scratch));
         });
         on_.parallel_for(plan_.heads, [this](std::int64_t head) { add_up(head); });
     }
@@ -107,10 +107,10 @@ class backward_call {
         block.group = plan_.group;
         block.first = sequences_.start_of(b);
         const gradient_block<T> gradients{
-            given_.out.row(b, first, 0),   given_.out.row_stride,   given_.out.head_stride,
-            given_.d_out.row(b, first, 0), given_.d_out.row_stride, given_.d_out.head_stride,
-            given_.lse.head(b, first),     given_.lse.head_stride,  into_.d_q.row(b, first, 0),
-            into_.d_q.row_stride,          into_.d_q.head_stride};
+            saved_.out.row(b, first, 0),   saved_.out.row_stride,   saved_.out.head_stride,
+            saved_.d_out.row(b, first, 0), saved_.d_out.row_stride, saved_.d_out.head_stride,
+            saved_.lse.head(b, first),     saved_.lse.head_stride,  grads_.d_q.row(b, first, 0),
+            grads_.d_q.row_stride,         grads_.d_q.head_stride};
         const key_segment<T> keys =
             segment_of(all_, b, h, all_.first, all_.lengths != nullptr ? all_.lengths[b] : all_.k.length);
         // Dealt out in turn: with causal keys, late tiles cost more.
@@ -166,14 +166,14 @@ class backward_call {
             add(total.bias, part.bias, count);
         }
         for (std::int64_t t = 0; t < count; ++t) {
-            for (std::int32_t c = 0; c < shape_.dim_k; ++c) {
-                into_.d_k.row(b, h, t)[c] = static_cast<T>(total.k[t * plan_.columns_k + c]);
+            for (std::int32_t c = 0; c < shape_.head_dim_qk; ++c) {
+                grads_.d_k.row(b, h, t)[c] = static_cast<T>(total.k[t * plan_.columns_k + c]);
             }
-            for (std::int32_t c = 0; c < shape_.dim_v; ++c) {
-                into_.d_v.row(b, h, t)[c] = static_cast<T>(total.v[t * plan_.columns_v + c]);
+            for (std::int32_t c = 0; c < shape_.head_dim_vo; ++c) {
+                grads_.d_v.row(b, h, t)[c] = static_cast<T>(total.v[t * plan_.columns_v + c]);
             }
-            if (into_.d_log_bias) {
-                into_.d_log_bias.head(b, h)[t] = total.bias[t];
+            if (grads_.d_log_bias) {
+                grads_.d_log_bias.head(b, h)[t] = total.bias[t];
             }
         }
     }
@@ -181,10 +181,10 @@ class backward_call {
     const host& on_;
     attention_shape shape_;
     rows_view<const T> q_;
-    const keys<T>& all_;
+    const kv_view<T>& all_;
     const Sequences& sequences_;
-    const AttendGradient<T>& given_;
-    const AttendGradients<T>& into_;
+    const SavedForward<T>& saved_;
+    const AttentionGrads<T>& grads_;
     backward_plan<T> plan_;
     typename backward_plan<T>::memory memory_;
 };
@@ -192,28 +192,29 @@ class backward_call {
 }  // namespace host_backend
 
 template <Storage T>
-std::size_t attend_backward_workspace_bytes(const host& on, const Attention& attention,
-                                            std::type_identity_t<rows_view<const T>> q, const keys<T>& all,
+std::size_t attend_backward_workspace_bytes(const host& on, const AttentionParams& attention,
+                                            std::type_identity_t<rows_view<const T>> q, const kv_view<T>& all,
                                             const Sequences& sequences) {
     namespace hb = host_backend;
-    hb::check_attend<T>(attention, q, all, nullptr, sequences);
+    checks::check_attend<T>(attention, q, all, nullptr, sequences);
     return hb::backward_plan<T>(hb::resolve(attention, q, all), q, all, sequences)
         .lay_out(nullptr, on.threads())
         .bytes;
 }
 
 template <Storage T>
-void attend_backward(const host& on, const Attention& attention, std::type_identity_t<rows_view<const T>> q,
-                     const keys<T>& all, const Sequences& sequences, const AttendGradient<T>& given,
-                     const AttendGradients<T>& into, workspace_view workspace) {
+void attend_backward(const host& on, const AttentionParams& attention,
+                     std::type_identity_t<rows_view<const T>> q, const kv_view<T>& all,
+                     const Sequences& sequences, const SavedForward<T>& saved, const AttentionGrads<T>& grads,
+                     workspace_view workspace) {
     namespace hb = host_backend;
     const std::size_t needed = attend_backward_workspace_bytes<T>(on, attention, q, all, sequences);
-    hb::check_backward_shapes(q, all, given, into);
-    hb::check_workspace(workspace, needed);
-    hb::check_gradient_numbers(on, q, all, sequences, given);
+    checks::check_backward_shapes(q, all, saved, grads);
+    checks::check_workspace(workspace, needed);
+    checks::check_gradient_numbers(on, q, all, sequences, saved);
     const hb::attention_shape shape = hb::resolve(attention, q, all);
     const hb::backward_plan<T> plan(shape, q, all, sequences);
-    hb::backward_call<T>(on, shape, q, all, sequences, given, into, plan, workspace.data).run();
+    hb::backward_call<T>(on, shape, q, all, sequences, saved, grads, plan, workspace.data).run();
 }
 
 }  // namespace kvpolicy

@@ -16,18 +16,19 @@ namespace kvpolicy {
 namespace host_backend {
 
 /// The numbers of a pass without values.
-inline attention_shape valueless_shape(const Attention& attention, std::int32_t dim_k) {
+inline attention_shape valueless_shape(const AttentionParams& attention, std::int32_t head_dim_qk) {
     attention_shape shape;
-    shape.dim_k = dim_k;
-    shape.dim_v = 0;
-    shape.scale = attention.scale != 0.0f ? attention.scale : 1.0f / std::sqrt(static_cast<float>(dim_k));
-    shape.softcap = attention.softcap;
+    shape.head_dim_qk = head_dim_qk;
+    shape.head_dim_vo = 0;
+    shape.scale =
+        attention.sm_scale != 0.0f ? attention.sm_scale : 1.0f / std::sqrt(static_cast<float>(head_dim_qk));
+    shape.logits_soft_cap = attention.logits_soft_cap;
     return shape;
 }
 
 template <class T>
 std::size_t mass_scratch_bytes(const attention_shape& shape) {
-    return aligned_size(attend_scratch_bytes<T>(shape, 1, attend_tile<T>(shape, 1)));
+    return detail::aligned_size(attend_scratch_bytes<T>(shape, 1, attend_tile<T>(shape, 1)));
 }
 
 /// Log-sums of one query head for keys [begin, end): out[t - begin] = log sum_d exp(beta (logit - lse_d)), or the largest
@@ -71,29 +72,30 @@ void mass_tile(isa set, const attention_shape& shape, const T* q_last, std::int6
 template <Storage T>
 std::size_t future_mass_workspace_bytes(const host& on, rows_view<const T> q, input_rows<T> k) {
     namespace hb = host_backend;
-    hb::check_mass_heads(q, k);
+    checks::check_mass_heads(q, k);
     const hb::attention_shape shape = hb::valueless_shape({}, q.dim);
     const auto length = static_cast<std::size_t>(q.length);
     const std::size_t heads = static_cast<std::size_t>(q.batch) * static_cast<std::size_t>(q.heads);
     const std::size_t arrays =
-        2 * heads * hb::aligned_size(length * sizeof(float)) +  // biases, log-sums
-        hb::aligned_size(length * sizeof(expiry_t)) * static_cast<std::size_t>(q.batch);
-    return arrays + static_cast<std::size_t>(on.threads()) * hb::mass_scratch_bytes<T>(shape) + hb::alignment;
+        2 * heads * detail::aligned_size(length * sizeof(float)) +  // biases, log-sums
+        detail::aligned_size(length * sizeof(expiry_t)) * static_cast<std::size_t>(q.batch);
+    return arrays + static_cast<std::size_t>(on.threads()) * hb::mass_scratch_bytes<T>(shape) +
+           detail::alignment;
 }
 
 template <Storage T>
-void causal_lse(const host& on, const Attention& attention, rows_view<const T> q, input_rows<T> k,
+void causal_lse(const host& on, const AttentionParams& attention, rows_view<const T> q, input_rows<T> k,
                 const Sequences& sequences, plane_view<float> lse, workspace_view workspace) {
     namespace hb = host_backend;
-    hb::check_attention(attention);
-    hb::check_mass_call(q, k, plane_view<const float>(lse), sequences);
-    hb::check_workspace(workspace, future_mass_workspace_bytes<T>(on, q, k));
+    checks::check_attention(attention);
+    checks::check_mass_call(q, k, plane_view<const float>(lse), sequences);
+    checks::check_workspace(workspace, future_mass_workspace_bytes<T>(on, q, k));
     const hb::attention_shape shape = hb::valueless_shape(attention, q.dim);
     const std::int32_t group = q.heads / k.heads;
     const std::int32_t tile = hb::attend_tile<T>(shape, 1);
     const std::int64_t tiles = (sequences.length + tile - 1) / tile;
     const std::int64_t heads = std::int64_t{q.batch} * q.heads;
-    std::byte* memory = hb::aligned(workspace.data);
+    std::byte* memory = detail::aligned(workspace.data);
     on.parallel_for(tiles * heads, [&](std::int64_t task, int thread) {
         const auto begin = static_cast<std::int32_t>((tiles - 1 - task / heads) * tile);
         const std::int64_t b = task % heads / q.heads, h = task % q.heads;
@@ -117,25 +119,25 @@ void causal_lse(const host& on, const Attention& attention, rows_view<const T> q
 }
 
 template <Storage T>
-void future_mass(const host& on, const Attention& attention, rows_view<const T> q, input_rows<T> k,
+void future_mass(const host& on, const AttentionParams& attention, rows_view<const T> q, input_rows<T> k,
                  plane_view<const float> lse, const Sequences& sequences, const FutureMassOptions& options,
                  plane_view<float> target, workspace_view workspace) {
     namespace hb = host_backend;
-    hb::check_attention(attention);
-    hb::check_mass_call(q, k, lse, sequences);
-    hb::check_plane("target", target, q.batch, k.heads, sequences.length);
-    hb::check_mass_options(options, k.heads);
-    hb::check_workspace(workspace, future_mass_workspace_bytes<T>(on, q, k));
+    checks::check_attention(attention);
+    checks::check_mass_call(q, k, lse, sequences);
+    checks::check_plane("target", target, q.batch, k.heads, sequences.length);
+    checks::check_mass_options(options, k.heads);
+    checks::check_workspace(workspace, future_mass_workspace_bytes<T>(on, q, k));
 
     const bool largest = std::isinf(options.beta);
     const float beta = largest ? 1.0f : options.beta;
     hb::attention_shape shape = hb::valueless_shape(attention, q.dim);
     shape.scale *= beta;
-    shape.softcap *= beta;  // beta cap tanh(x / cap) = (beta cap) tanh(beta x / (beta cap))
+    shape.logits_soft_cap *= beta;  // beta cap tanh(x / cap) = (beta cap) tanh(beta x / (beta cap))
 
     const std::int64_t heads = std::int64_t{q.batch} * q.heads;
-    const std::size_t row = hb::aligned_size(static_cast<std::size_t>(q.length) * sizeof(float));
-    std::byte* memory = hb::aligned(workspace.data);
+    const std::size_t row = detail::aligned_size(static_cast<std::size_t>(q.length) * sizeof(float));
+    std::byte* memory = detail::aligned(workspace.data);
     const auto bias_of = [&](std::int64_t head) {
         return reinterpret_cast<float*>(memory + static_cast<std::size_t>(head) * row);
     };

@@ -29,43 +29,44 @@ inline std::int32_t observed_block_end(const Observation& seen, std::int32_t a, 
 template <Storage T, AnyPolicy P>
 std::size_t build_observed_mask_workspace_bytes(const host& on, const P&, rows_view<const T> q,
                                                 input_rows<T> k) {
-    host_backend::check_mass_heads(q, k);
+    checks::check_mass_heads(q, k);
     const std::int32_t keys = q.length;
     const std::size_t tasks = static_cast<std::size_t>(q.batch) * static_cast<std::size_t>(k.heads);
     return tasks * host_backend::observed_head<T>::bytes(keys) +
            static_cast<std::size_t>(on.threads()) *
                host_backend::mass_scratch<T>(nullptr, q.dim, keys).bytes +
-           host_backend::alignment;
+           detail::alignment;
 }
 
 template <AnyPolicy P, Storage T>
-void build_observed_mask(const host& on, const P& policy, const Attention& attention, rows_view<const T> q,
-                         input_rows<T> k, const Sequences& sequences, plane_view<expiry_t> expiry,
-                         workspace_view workspace, const ObservedMaskOptions& options) {
+void build_observed_mask(const host& on, const P& policy, const AttentionParams& attention,
+                         rows_view<const T> q, input_rows<T> k, const Sequences& sequences,
+                         plane_view<expiry_t> expiry, workspace_view workspace,
+                         const ObservedMaskOptions& options) {
     namespace hb = host_backend;
     static_assert(P::observed,
                   "kvpolicy: build_observed_mask takes a policy whose scorer is an ObservedScorer; "
                   "build_mask takes the others");
     const Observation seen = policy.scorer().observation();
     const std::int32_t heads = k.heads;
-    hb::check_attention(attention);
-    hb::check_mass_shapes(q, k, sequences);
+    checks::check_attention(attention);
+    checks::check_mass_shapes(q, k, sequences);
     detail::require(options.prompt >= 0, "prompt", options.prompt, "0 or more, or kvpolicy::unlimited");
     policy.check_layer(options.layer, heads);
     policy.scorer().check(heads, k.dim, k.dim);
-    hb::check_plane("expiry", expiry, q.batch, heads, sequences.length);
-    const auto rule_of = [&](std::int32_t h) { return policy.rule(options.layer, h); };
-    hb::check_same_rules(seen, heads, rule_of);
-    hb::check_workspace(workspace, build_observed_mask_workspace_bytes<T>(on, policy, q, k));
+    checks::check_plane("expiry", expiry, q.batch, heads, sequences.length);
+    const auto head_params_of = [&](std::int32_t h) { return policy.params(options.layer, h); };
+    hb::check_same_params(seen, heads, head_params_of);
+    checks::check_workspace(workspace, build_observed_mask_workspace_bytes<T>(on, policy, q, k));
     const auto tokens = [&](std::int64_t b) { return sequences.length_of(b); };
-    hb::check_finite_rows(on, "q", q, tokens);
-    hb::check_finite_rows(on, "k", k, tokens);
+    checks::check_finite_rows(on, "q", q, tokens);
+    checks::check_finite_rows(on, "k", k, tokens);
 
     const hb::attention_shape shape = hb::valueless_shape(attention, q.dim);
     const std::int32_t group = q.heads / heads;
     const std::size_t each = hb::observed_head<T>::bytes(q.length);
     const std::size_t scratch_bytes = hb::mass_scratch<T>(nullptr, q.dim, q.length).bytes;
-    std::byte* const memory = hb::aligned(workspace.data);
+    std::byte* const memory = detail::aligned(workspace.data);
     std::byte* const scratch =
         memory + static_cast<std::size_t>(q.batch) * static_cast<std::size_t>(heads) * each;
     // Heads that are averaged go side by side, the others on their own.
@@ -91,7 +92,8 @@ void build_observed_mask(const host& on, const P& policy, const Attention& atten
                 hb::observed_list<T>& list = one(h).list;
                 expiry_t* const ends = expiry.head(b, h);
                 if (P::scorer_type::evicts_at_steps) {
-                    list.choose(rule_of(h), seen, a, [&](std::int32_t i) { ends[list.position[i]] = a; });
+                    list.choose(head_params_of(h), seen, a,
+                                [&](std::int32_t i) { ends[list.position[i]] = a; });
                 }
                 list.own = list.count;
                 for (std::int32_t t = a; t < end; ++t) {
@@ -103,7 +105,7 @@ void build_observed_mask(const host& on, const P& policy, const Attention& atten
                 queries.head_stride = q.head_stride;
                 queries.end = end - a;
                 queries.group = group;
-                hb::observe(on.instructions(), shape, seen, rule_of(h), queries, list,
+                hb::observe(on.instructions(), shape, seen, head_params_of(h), queries, list,
                             scratch + static_cast<std::size_t>(thread) * scratch_bytes, q.length);
             }
             if (seen.whole_layer) {
@@ -115,7 +117,7 @@ void build_observed_mask(const host& on, const P& policy, const Attention& atten
                 expiry_t* const ends = expiry.head(b, h);
                 list.take_masses(seen);
                 if (prompt) {
-                    list.choose(rule_of(h), seen, std::int64_t{end} - 1,
+                    list.choose(head_params_of(h), seen, std::int64_t{end} - 1,
                                 [&](std::int32_t i) { ends[list.position[i]] = end; });
                 }
             }

@@ -39,11 +39,11 @@ struct mass_memory {
     std::size_t bytes;
 
     mass_memory(void* data, std::int32_t dim, std::int32_t keys) {
-        arena memory(data);
+        detail::arena memory(data);
         key = memory.take<const T*>(static_cast<std::size_t>(keys));
         sum = memory.take<double>(static_cast<std::size_t>(keys));
         scratch = memory.take<std::byte>(mass_scratch<T>(nullptr, dim, keys).bytes);
-        bytes = aligned_size(memory.bytes());
+        bytes = detail::aligned_size(memory.bytes());
     }
 };
 
@@ -51,32 +51,32 @@ struct mass_memory {
 
 template <Storage T>
 std::size_t received_mass_workspace_bytes(const host& on, rows_view<const T> q, input_rows<T> k) {
-    host_backend::check_mass_heads(q, k);
+    checks::check_mass_heads(q, k);
     return static_cast<std::size_t>(on.threads()) *
                host_backend::mass_memory<T>(nullptr, q.dim, q.length).bytes +
-           host_backend::alignment;
+           detail::alignment;
 }
 
 template <Storage T>
-void received_mass(const host& on, const Attention& attention, rows_view<const T> q, input_rows<T> k,
+void received_mass(const host& on, const AttentionParams& attention, rows_view<const T> q, input_rows<T> k,
                    const mask_view& mask, const Sequences& sequences, const ReceivedMassOptions& options,
                    plane_view<float> received, workspace_view workspace) {
     namespace hb = host_backend;
-    hb::check_attention(attention);
-    hb::check_mass_shapes(q, k, sequences);
+    checks::check_attention(attention);
+    checks::check_mass_shapes(q, k, sequences);
     detail::require(options.queries >= 0, "queries", options.queries, "0 or more, or kvpolicy::unlimited");
-    hb::check_plane("received", received, q.batch, k.heads, sequences.length);
+    checks::check_plane("received", received, q.batch, k.heads, sequences.length);
     if (mask.expiry) {
-        hb::check_plane("mask.expiry", mask.expiry, q.batch, k.heads, sequences.length);
+        checks::check_plane("mask.expiry", mask.expiry, q.batch, k.heads, sequences.length);
     }
     if (mask.log_bias) {
-        hb::check_plane("mask.log_bias", mask.log_bias, q.batch, k.heads, sequences.length);
+        checks::check_plane("mask.log_bias", mask.log_bias, q.batch, k.heads, sequences.length);
     }
-    hb::check_workspace(workspace, received_mass_workspace_bytes<T>(on, q, k));
+    checks::check_workspace(workspace, received_mass_workspace_bytes<T>(on, q, k));
     const hb::attention_shape shape = hb::valueless_shape(attention, q.dim);
     const std::int32_t group = q.heads / k.heads;
     const std::size_t each = hb::mass_memory<T>(nullptr, q.dim, q.length).bytes;
-    std::byte* const memory = hb::aligned(workspace.data);
+    std::byte* const memory = detail::aligned(workspace.data);
     on.parallel_for(std::int64_t{q.batch} * k.heads, [&](std::int64_t task, int thread) {
         const std::int64_t b = task / k.heads, h = task % k.heads;
         const std::int32_t length = sequences.length_of(b);

@@ -31,7 +31,7 @@ namespace kvpolicy::host_backend {
 /// of keys stay in a second-level cache. Depends on the shape only.
 template <Storage T>
 std::int32_t attend_tile(const attention_shape& shape, std::int32_t group) {
-    const std::int32_t widest = std::max(shape.dim_k, shape.dim_v);
+    const std::int32_t widest = std::max(shape.head_dim_qk, shape.head_dim_vo);
     const std::int32_t rows = std::clamp(10 * 128 / std::max(widest, 1), 2, 10) * strip_rows;
     return std::max(rows / std::max(group, 1), 1);
 }
@@ -142,16 +142,16 @@ void merge_splits(const attention_shape& shape, const query_block<T>& block, std
     using real = compute_t<T>;
     const std::int64_t rows = std::int64_t{query_end - query_begin} * block.group;
     for (std::int64_t r = 0; r < rows; ++r) {
-        real* merged = out + r * shape.dim_v;
+        real* merged = out + r * shape.head_dim_vo;
         real merged_lse = static_cast<real>(lse[r]);
         for (std::int32_t s = 1; s < splits; ++s) {
-            merge_output(merged, merged_lse, out + (s * rows + r) * shape.dim_v,
-                         static_cast<real>(lse[s * rows + r]), shape.dim_v);
+            merge_output(merged, merged_lse, out + (s * rows + r) * shape.head_dim_vo,
+                         static_cast<real>(lse[s * rows + r]), shape.head_dim_vo);
         }
         const std::int64_t i = query_begin + r / block.group;
         const std::int64_t g = r % block.group;
         T* to = block.out + i * block.out_row_stride + g * block.out_head_stride;
-        for (std::int32_t c = 0; c < shape.dim_v; ++c) {
+        for (std::int32_t c = 0; c < shape.head_dim_vo; ++c) {
             to[c] = static_cast<T>(merged[c]);
         }
         if (block.lse != nullptr) {

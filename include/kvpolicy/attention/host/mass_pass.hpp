@@ -45,7 +45,7 @@ struct mass_scratch {
     std::size_t bytes = 0;
 
     mass_scratch(void* data, std::int32_t dim, std::int64_t keys) {
-        arena memory(data);
+        detail::arena memory(data);
         const std::int64_t padded = rounded_up(keys, block_keys);
         q = memory.take<real>(static_cast<std::size_t>(direct_rows) * static_cast<std::size_t>(dim));
         logits = memory.take<real>(static_cast<std::size_t>(padded * direct_rows));
@@ -63,8 +63,8 @@ void add_mass_rows(const attention_shape& shape, group_aggregate aggregate, cons
     using real = compute_t<T>;
     constexpr real nothing = -std::numeric_limits<real>::infinity();
     constexpr real most = std::numeric_limits<real>::max();
-    const mass_scratch<T> scratch(memory, shape.dim_k, capacity);
-    const real scale = static_cast<real>(shape.scale), cap = static_cast<real>(shape.softcap);
+    const mass_scratch<T> scratch(memory, shape.head_dim_qk, capacity);
+    const real scale = static_cast<real>(shape.scale), cap = static_cast<real>(shape.logits_soft_cap);
     const std::int32_t group = queries.group;
     const std::int64_t end = std::int64_t{queries.end} * group;
     for (std::int64_t row = std::int64_t{queries.begin} * group; row < end; row += direct_rows) {
@@ -73,8 +73,8 @@ void add_mass_rows(const attention_shape& shape, group_aggregate aggregate, cons
         for (std::int32_t r = 0; r < rows; ++r) {
             const std::int64_t i = (row + r) / group, g = (row + r) % group;
             const T* from = queries.q + i * queries.row_stride + g * queries.head_stride;
-            for (std::int32_t d = 0; d < shape.dim_k; ++d) {
-                scratch.q[r * shape.dim_k + d] = to_compute(from[d]);
+            for (std::int32_t d = 0; d < shape.head_dim_qk; ++d) {
+                scratch.q[r * shape.head_dim_qk + d] = to_compute(from[d]);
             }
             count = std::max(count, seen.count(static_cast<std::int32_t>(i)));
         }

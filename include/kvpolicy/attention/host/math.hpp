@@ -1,5 +1,5 @@
 // exp and tanh for the softmax of the host backend: short polynomials of our own, the same in the scalar and the AVX2
-// bodies, without branches so that a compiler can vectorise them.
+// bodies, without branches so that a compiler can vectorize them.
 #pragma once
 
 #include <kvpolicy/core/config.hpp>

@@ -35,7 +35,7 @@ class observed_list {
 
     observed_list() = default;
     /// Takes the memory for `capacity` keys from an arena that may only count.
-    observed_list(arena& memory, std::int64_t capacity) {
+    observed_list(detail::arena& memory, std::int64_t capacity) {
         const auto n = static_cast<std::size_t>(capacity);
         key = memory.take<const T*>(n);
         position = memory.take<position_t>(n);
@@ -61,22 +61,22 @@ class observed_list {
     /// The keys up to q - w compete for the head's places: the k with the largest (pooled) masses stay, ties to the older
     /// key. The others leave the list, each after lost(i).
     template <class Lost>
-    void choose(const HeadRule& rule, const Observation& seen, position_t q, Lost&& lost) {
+    void choose(const HeadParams& head_params, const Observation& seen, position_t q, Lost&& lost) {
         std::int32_t competing = 0;
         for (std::int32_t i = 0; i < count; ++i) {
-            if (position[i] >= rule.sinks && position[i] <= q - rule.window) {
+            if (position[i] >= head_params.sinks && position[i] <= q - head_params.window) {
                 order_[competing++] = i;
             }
         }
-        if (competing <= rule.budget) {
+        if (competing <= head_params.budget) {
             return;
         }
         value(seen, competing);
         const auto better = [this](std::int32_t a, std::int32_t b) {
             return ranks_before(value_[a], position[a], value_[b], position[b]);
         };
-        std::int32_t* const places = order_ + rule.budget;
-        if (competing == rule.budget + 1) {
+        std::int32_t* const places = order_ + head_params.budget;
+        if (competing == head_params.budget + 1) {
             std::iter_swap(places, std::max_element(order_, order_ + competing, better));
         } else {
             std::nth_element(order_, places, order_ + competing, better);
@@ -158,22 +158,22 @@ struct observed_head {
 
   private:
     static std::size_t lay_out(void* memory, observed_head* head, std::int64_t keys) {
-        arena parts(memory);
+        detail::arena parts(memory);
         static_cast<void>(parts.take<observed_head>(1));
         observed_head made;
         made.list = observed_list<T>(parts, keys);
         if (head != nullptr) {
             *head = made;
         }
-        return aligned_size(parts.bytes());
+        return detail::aligned_size(parts.bytes());
     }
 };
 
 /// Part 2 of a block of n tokens: mass[i] of every key of the list. `queries` are the block's.
 template <Storage T>
-void observe(isa set, const attention_shape& shape, const Observation& seen, const HeadRule& rule,
+void observe(isa set, const attention_shape& shape, const Observation& seen, const HeadParams& head_params,
              mass_queries<T> queries, observed_list<T>& list, std::byte* scratch, std::int64_t capacity) {
-    const std::int32_t counted = seen.queries == 0 ? rule.window : seen.queries;
+    const std::int32_t counted = seen.queries == 0 ? head_params.window : seen.queries;
     queries.begin = counted < queries.end ? queries.end - counted : 0;
     std::fill_n(list.mass, list.count, 0.0);
     add_mass(set, shape, seen.aggregate, queries, list.key, sees_prefix{list.own}, list.mass, scratch,
@@ -195,10 +195,10 @@ void average_masses(std::int32_t heads, ListOf&& list) {
 }
 
 /// Refuses rules that differ within a layer whose heads are to keep the same keys.
-template <class RuleOf>
-void check_same_rules(const Observation& seen, std::int32_t heads, RuleOf&& rule_of) {
+template <class HeadParamsOf>
+void check_same_params(const Observation& seen, std::int32_t heads, HeadParamsOf&& head_params_of) {
     for (std::int32_t h = 1; seen.whole_layer && h < heads; ++h) {
-        const HeadRule a = rule_of(0), b = rule_of(h);
+        const HeadParams a = head_params_of(0), b = head_params_of(h);
         if (a.sinks == b.sinks && a.window == b.window && a.budget == b.budget) {
             continue;
         }

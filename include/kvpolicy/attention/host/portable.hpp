@@ -1,5 +1,5 @@
 // The passes of host attention in plain C++ loops: for processors without AVX2, for double, and as the oracle of the
-// vectorised bodies. Loops have constant trip counts where it matters, so that compilers vectorise them.
+// vectorized bodies. Loops have constant trip counts where it matters, so that compilers vectorize them.
 #pragma once
 
 #include <kvpolicy/attention/host/collect.hpp>
@@ -101,7 +101,7 @@ struct portable_kernels {
                         std::int32_t count, const strip_state<real>& state, real* scores) {
         constexpr real nothing = -std::numeric_limits<real>::infinity();
         const real scale = static_cast<real>(shape.scale);
-        const real cap = static_cast<real>(shape.softcap);
+        const real cap = static_cast<real>(shape.logits_soft_cap);
         for (std::int32_t r = 0; r < rows; ++r, scores += block_keys) {
             const std::int32_t p = state.position[r];
             real largest = state.max[r];
@@ -115,7 +115,7 @@ struct portable_kernels {
                         x += static_cast<real>(mask->bias[j]);
                     }
                     // A choice, not an addition: the product may be NaN where nobody is to see it.
-                    x = mask->born[j] <= p && p < mask->expires[j] ? x : nothing;
+                    x = mask->begins[j] <= p && p < mask->expires[j] ? x : nothing;
                 }
                 scores[j] = x;
                 largest = x > largest ? x : largest;
@@ -137,7 +137,7 @@ struct portable_kernels {
     /// scores[rows][0..count) = q[rows][Dk] . keys, read in place.
     static void direct_qk(const attention_shape& shape, const key_block<T>& keys, std::int32_t rows,
                           const real* q, real* scores) {
-        const std::int32_t dim = shape.dim_k;
+        const std::int32_t dim = shape.head_dim_qk;
         for (std::int32_t j = 0; j < keys.count; ++j) {
             for (std::int32_t r = 0; r < rows; ++r) {
                 real sum[8] = {};
@@ -156,7 +156,7 @@ struct portable_kernels {
     static void direct_pv(const attention_shape& shape, const key_block<T>& keys, std::int32_t rows,
                           const real* weights, const real* decay, real* out, std::int32_t stride) {
         for (std::int32_t r = 0; r < rows; ++r) {
-            for (std::int32_t c = 0; c < shape.dim_v; c += 8) {
+            for (std::int32_t c = 0; c < shape.head_dim_vo; c += 8) {
                 real sum[8] = {};
                 for (std::int32_t j = 0; j < keys.count; ++j) {
                     for (std::int32_t lane = 0; lane < 8; ++lane) {

@@ -42,27 +42,27 @@ struct tile_scratch {
 
     /// Lays the parts out from `data`, or only counts their bytes where that is null.
     tile_scratch(void* data, const attention_shape& shape, std::int64_t rows) {
-        std::byte* at = data != nullptr ? aligned(data) : nullptr;
+        std::byte* at = data != nullptr ? detail::aligned(data) : nullptr;
         const bool packed = rows > direct_rows;
         const std::int64_t padded = rounded_up(rows, panel_rows);
-        const std::int64_t columns = rounded_up(shape.dim_v, panel_lanes);
-        take(at, q, padded * shape.dim_k);
+        const std::int64_t columns = rounded_up(shape.head_dim_vo, panel_lanes);
+        take(at, q, padded * shape.head_dim_qk);
         take(at, out, padded * columns);
         take(at, scores, std::int64_t{strip_rows} * block_keys);
-        take(at, keys, packed ? std::int64_t{block_keys} * shape.dim_k : 0);
+        take(at, keys, packed ? std::int64_t{block_keys} * shape.head_dim_qk : 0);
         take(at, values, packed ? block_keys * columns : 0);
         take(at, max, padded);
         take(at, sum, padded);
         take(at, decay, padded);
         take(at, position, padded);
-        take(at, zeros, shape.dim_v);
-        bytes += alignment;
+        take(at, zeros, shape.head_dim_vo);
+        bytes += detail::alignment;
     }
 
   private:
     template <class Part>
     void take(std::byte*& at, Part*& part, std::int64_t count) {
-        const std::size_t size = aligned_size(static_cast<std::size_t>(count) * sizeof(Part));
+        const std::size_t size = detail::aligned_size(static_cast<std::size_t>(count) * sizeof(Part));
         bytes += size;
         if (at != nullptr) {
             part = reinterpret_cast<Part*>(at);
@@ -85,7 +85,7 @@ class tile_pass {
           queries_(end - begin),
           rows_((end - begin) * block.group),
           padded_(static_cast<std::int32_t>(rounded_up(rows_, panel_rows))),
-          columns_(static_cast<std::int32_t>(rounded_up(shape.dim_v, panel_lanes))),
+          columns_(static_cast<std::int32_t>(rounded_up(shape.head_dim_vo, panel_lanes))),
           packed_(rows_ > direct_rows),
           memory_(scratch, shape, rows_) {
         load_queries();
@@ -96,7 +96,7 @@ class tile_pass {
         }
         std::fill_n(memory_.out, std::int64_t{padded_} * columns_, real(0));
         // T{} would do, but the storage types are trivial on purpose.
-        std::fill_n(memory_.zeros, shape.dim_v, static_cast<T>(0.0f));
+        std::fill_n(memory_.zeros, shape.head_dim_vo, static_cast<T>(0.0f));
     }
 
     /// Runs over rows [key_begin, key_end) of all segments put end to end. `segments(visit)` hands each key_segment to
@@ -133,8 +133,8 @@ class tile_pass {
             }
             return;
         }
-        Kernels::pack_keys(keys.k, keys.count, shape_.dim_k, memory_.keys);
-        Kernels::pack_values(keys.v, keys.count, shape_.dim_v, memory_.values);
+        Kernels::pack_keys(keys.k, keys.count, shape_.head_dim_qk, memory_.keys);
+        Kernels::pack_values(keys.v, keys.count, shape_.head_dim_vo, memory_.values);
         for (std::int32_t row = 0; row < padded_; row += strip_rows) {
             take_strip(keys, row);
         }
@@ -148,7 +148,7 @@ class tile_pass {
             T* out = block_.out + i * block_.out_row_stride + g * block_.out_head_stride;
             const real* from = memory_.out + std::int64_t{r} * columns_;
             const real inverse = inverse_sum(r);
-            for (std::int32_t c = 0; c < shape_.dim_v; ++c) {
+            for (std::int32_t c = 0; c < shape_.head_dim_vo; ++c) {
                 out[c] = static_cast<T>(from[c] * inverse);
             }
             if (block_.lse != nullptr) {
@@ -159,10 +159,10 @@ class tile_pass {
 
     /// Writes a partial result: out [rows][Dv] and lse [rows], row = (query - begin) * group + head.
     void store_partial(real* out, float* lse_out) const {
-        for (std::int32_t r = 0; r < rows_; ++r, out += shape_.dim_v) {
+        for (std::int32_t r = 0; r < rows_; ++r, out += shape_.head_dim_vo) {
             const real* from = memory_.out + std::int64_t{r} * columns_;
             const real inverse = inverse_sum(r);
-            for (std::int32_t c = 0; c < shape_.dim_v; ++c) {
+            for (std::int32_t c = 0; c < shape_.head_dim_vo; ++c) {
                 out[c] = from[c] * inverse;
             }
             lse_out[r] = log_sum(r);
@@ -183,10 +183,10 @@ class tile_pass {
             const T* from = block_.q + i * block_.row_stride + (r % block_.group) * block_.head_stride;
             // Packed: panels of [Dk][6]. In place: rows.
             const std::int64_t step = packed_ ? panel_rows : 1;
-            real* to = packed_ ? memory_.q + std::int64_t{r / panel_rows} * panel_rows * shape_.dim_k +
+            real* to = packed_ ? memory_.q + std::int64_t{r / panel_rows} * panel_rows * shape_.head_dim_qk +
                                      r % panel_rows
-                               : memory_.q + std::int64_t{r} * shape_.dim_k;
-            for (std::int32_t d = 0; d < shape_.dim_k; ++d) {
+                               : memory_.q + std::int64_t{r} * shape_.head_dim_qk;
+            for (std::int32_t d = 0; d < shape_.head_dim_qk; ++d) {
                 to[d * step] = r < rows_ ? to_compute(from[d]) : real(0);
             }
         }
@@ -202,8 +202,8 @@ class tile_pass {
                                       memory_.decay + row};
         const std::int32_t panels = rows / panel_rows;
         real* out = memory_.out + std::int64_t{row} * columns_;
-        Kernels::multiply_qk(memory_.q + std::int64_t{row} * shape_.dim_k, panels, shape_.dim_k, memory_.keys,
-                             extent.count, memory_.scores);
+        Kernels::multiply_qk(memory_.q + std::int64_t{row} * shape_.head_dim_qk, panels, shape_.head_dim_qk,
+                             memory_.keys, extent.count, memory_.scores);
         Kernels::softmax(shape_, extent.all ? nullptr : &keys, rows, extent.count, state, memory_.scores);
         Kernels::multiply_pv(memory_.scores, panels, memory_.values, extent.count, state.decay, out,
                              columns_);
@@ -230,7 +230,7 @@ class tile_pass {
     /// somebody else. Such values leave the products and reach only the rows that see them.
     void set_poison_aside(key_block<T>& keys) {
         for (std::int32_t j = 0; j < keys.count; ++j) {
-            if (finite(keys.v[j], shape_.dim_v)) {
+            if (finite(keys.v[j], shape_.head_dim_vo)) {
                 continue;
             }
             poison_[poisoned_] = keys.v[j];
@@ -246,12 +246,12 @@ class tile_pass {
                 continue;
             }
             for (std::int32_t r = 0; r < rows; ++r) {
-                if (!visible(memory_.position[row + r], keys.born[j], keys.expires[j])) {
+                if (!visible(memory_.position[row + r], keys.begins[j], keys.expires[j])) {
                     continue;
                 }
                 real* out = memory_.out + std::int64_t{row + r} * columns_;
                 const real weight = memory_.scores[r * block_keys + j];
-                for (std::int32_t c = 0; c < shape_.dim_v; ++c) {
+                for (std::int32_t c = 0; c < shape_.head_dim_vo; ++c) {
                     out[c] += weight * to_compute(poison_[n][c]);
                 }
             }

@@ -49,10 +49,10 @@ struct query_block {
 
 /// The numbers of an attention call, resolved: scale is the factor itself, softcap 0 means none.
 struct attention_shape {
-    std::int32_t dim_k = 0;
-    std::int32_t dim_v = 0;
+    std::int32_t head_dim_qk = 0;
+    std::int32_t head_dim_vo = 0;
     float scale = 1.0f;
-    float softcap = 0.0f;
+    float logits_soft_cap = 0.0f;
 };
 
 // Sizes of the passes. A panel is what one register block of the matrix products reads.
@@ -70,7 +70,7 @@ struct key_block {
     const T* k[block_keys];  // repeats the last one up to a multiple of panel_lanes
     const T* v[block_keys];
     // Read only where the block is `masked`: not every row of the tile sees every key as it is.
-    std::int32_t born[block_keys];
+    std::int32_t begins[block_keys];
     expiry_t expires[block_keys];
     float bias[block_keys];
     std::int32_t bias_start[block_keys];  // the first query position that the bias applies to

@@ -2,7 +2,7 @@
 //
 // A warp copies its own tiles and reads nobody else's, so it waits for no other: what it found, a softmax state a query
 // head, is merged at the end. Rows beyond those in use are never read. Rows whose key may leave in this step are passed over
-// (`stream_hidden`); one warp adds those that stay, and the newcomer, which is in no row yet (`stream_extra`).
+// (`stream_hidden`); one warp adds those that stay, and the candidate, which is in no row yet (`stream_extra`).
 #pragma once
 
 #include <kvpolicy/attention/cuda/key_frame.cuh>
@@ -22,10 +22,10 @@ namespace cuda_backend {
 /// The rows of a head, and the part of them that a warp takes.
 template <class T>
 struct stream_rows {
-    const T* k;  // [used, dim_k]
-    const T* v;  // [used, dim_v]
-    std::int32_t dim_k;
-    std::int32_t dim_v;
+    const T* k;  // [used, head_dim_qk]
+    const T* v;  // [used, head_dim_vo]
+    std::int32_t head_dim_qk;
+    std::int32_t head_dim_vo;
     std::int32_t used;
     std::int32_t begin, end;  // tiles
 };
@@ -46,7 +46,7 @@ struct stream_hidden {
     [[nodiscard]] __device__ bool has(std::int32_t row) const { return row == a || row == b; }
 };
 
-/// Keys that may be attended to beside the rows: the newcomer, and the hidden rows. All are asked for before it is known which
+/// Keys that may be attended to beside the rows: the candidate, and the hidden rows. All are asked for before it is known which
 /// count.
 template <class T>
 struct stream_extra {
@@ -88,16 +88,18 @@ struct tensor_rows {
     static constexpr int half_bytes = stream_tile * Dim * 2;  // the keys of a tile, or the values
     static constexpr int tile_bytes = 2 * half_bytes;
     // The instructions of a tile wait for each other, so it is warps that hide this, not copies under way: three blocks a
-    // multiprocessor, where it has the memory.
+    // SM, where it has the memory.
     static constexpr int blocks = 3;
     static constexpr int stages = 64 * 1024 / warps / tile_bytes;
     static constexpr int region_bytes = stages * tile_bytes;
     static_assert(stages >= 2 && 2 * stream_state<heads>::size(Dim + 4) * 4 <= region_bytes);
-    __host__ __device__ static constexpr std::int32_t width(std::int32_t /*dim_v*/) {
+    __host__ __device__ static constexpr std::int32_t width(std::int32_t /*head_dim_vo*/) {
         return stream_state<heads>::width(Dim);
     }
     /// Shared memory of one warp.
-    __host__ __device__ static constexpr int shared_bytes(std::int32_t /*dim_v*/) { return region_bytes; }
+    __host__ __device__ static constexpr int shared_bytes(std::int32_t /*head_dim_vo*/) {
+        return region_bytes;
+    }
 };
 
 /// Sizes for everything else: one query head at a time, in the precision of T.
@@ -110,11 +112,11 @@ struct plain_rows {
     static constexpr int warps = 4;
     static constexpr int threads = 32 * warps;
     static constexpr int blocks = 2;
-    __host__ __device__ static constexpr std::int32_t width(std::int32_t dim_v) {
-        return stream_state<heads>::width(dim_v);
+    __host__ __device__ static constexpr std::int32_t width(std::int32_t head_dim_vo) {
+        return stream_state<heads>::width(head_dim_vo);
     }
-    __host__ __device__ static constexpr int shared_bytes(std::int32_t dim_v) {
-        return static_cast<int>(stream_state<heads>::size(width(dim_v)) * sizeof(Compute));
+    __host__ __device__ static constexpr int shared_bytes(std::int32_t head_dim_vo) {
+        return static_cast<int>(stream_state<heads>::size(width(head_dim_vo)) * sizeof(Compute));
     }
 };
 
@@ -177,7 +179,7 @@ class tensor_stream {
   public:
     __device__ tensor_stream(unsigned char* region, const stream_rows<T>& rows)
         : rows_(rows), region_(region), shared_(shared_address(region)) {
-        exact_ = rows.dim_k == S::Dim && rows.dim_v == S::Dim;
+        exact_ = rows.head_dim_qk == S::Dim && rows.head_dim_vo == S::Dim;
     }
 
     /// Sets the first copies on their way.
@@ -189,7 +191,9 @@ class tensor_stream {
     }
 
     /// Sets out to read the queries.
-    __device__ void ask(const stream_queries<T>& queries) { load_tensor_queries(queries, rows_.dim_k, q_); }
+    __device__ void ask(const stream_queries<T>& queries) {
+        load_tensor_queries(queries, rows_.head_dim_qk, q_);
+    }
 
     /// Reads all tiles.
     __device__ void finish(const stream_queries<T>& /*queries*/, const stream_hidden& hidden,
@@ -240,9 +244,9 @@ class tensor_stream {
                 const bool there = extra.k[r] != nullptr;
                 const std::uint32_t at = shared_ + r * S::Dim * 2 + ((chunk ^ (r % 8)) << 4);
                 copy_16(at, (there ? extra.k[r] : extra.k[0]) + 8 * chunk,
-                        there && 8 * chunk < rows_.dim_k ? 16 : 0);
+                        there && 8 * chunk < rows_.head_dim_qk ? 16 : 0);
                 copy_16(at + S::half_bytes, (there ? extra.v[r] : extra.v[0]) + 8 * chunk,
-                        there && 8 * chunk < rows_.dim_v ? 16 : 0);
+                        there && 8 * chunk < rows_.head_dim_vo ? 16 : 0);
             }
         }
         copy_commit();
@@ -374,8 +378,8 @@ class tensor_stream {
         constexpr int chunks = S::Dim / 8, rows = 32 / chunks;  // at once
         const int chunk = lane_id() % chunks, first = lane_id() / chunks;
         const std::int32_t row = tile * stream_tile + first;
-        const T* k = rows_.k + std::int64_t{row} * rows_.dim_k + 8 * chunk;
-        const T* v = rows_.v + std::int64_t{row} * rows_.dim_v + 8 * chunk;
+        const T* k = rows_.k + std::int64_t{row} * rows_.head_dim_qk + 8 * chunk;
+        const T* v = rows_.v + std::int64_t{row} * rows_.head_dim_vo + 8 * chunk;
         const std::uint32_t to = shared_ + stage * S::tile_bytes + first * S::Dim * 2;
         if (tile >= rows_.end) {
         } else if (exact_ && (tile + 1) * stream_tile <= rows_.used) {
@@ -386,16 +390,16 @@ class tensor_stream {
                 copy_16(at + S::half_bytes, v + i * S::Dim);
             }
         } else {
-            const std::uint32_t of_k = 8 * chunk < rows_.dim_k ? 16 : 0,
-                                of_v = 8 * chunk < rows_.dim_v ? 16 : 0;
+            const std::uint32_t of_k = 8 * chunk < rows_.head_dim_qk ? 16 : 0,
+                                of_v = 8 * chunk < rows_.head_dim_vo ? 16 : 0;
 #pragma unroll 1
             for (int i = 0; i < stream_tile; i += rows) {
                 const bool in_use = row + i < rows_.used;
                 const std::uint32_t at = to + i * S::Dim * 2 + ((chunk ^ ((first + i) % 8)) << 4);
                 copy_16(at, k, in_use ? of_k : 0);
                 copy_16(at + S::half_bytes, v, in_use ? of_v : 0);
-                k += rows * rows_.dim_k;
-                v += rows * rows_.dim_v;
+                k += rows * rows_.head_dim_qk;
+                v += rows * rows_.head_dim_vo;
             }
         }
         copy_commit();
@@ -411,7 +415,7 @@ class tensor_stream {
         }
     }
     __device__ void put_value(int r, const T* from, int stage) const {
-        put(r, from, rows_.dim_v, stage * S::tile_bytes + S::half_bytes);
+        put(r, from, rows_.head_dim_vo, stage * S::tile_bytes + S::half_bytes);
     }
     static_assert(S::Dim / 8 <= 32, "a lane a chunk of a row");
 
@@ -433,7 +437,8 @@ class plain_softmax {
     static constexpr int most = 32;  // columns a lane: head_dims up to 1024
 
   public:
-    __device__ plain_softmax(std::int32_t dim_k, std::int32_t dim_v) : dim_k_(dim_k), dim_v_(dim_v) {
+    __device__ plain_softmax(std::int32_t head_dim_qk, std::int32_t head_dim_vo)
+        : head_dim_qk_(head_dim_qk), head_dim_vo_(head_dim_vo) {
 #pragma unroll
         for (int i = 0; i < most; ++i) {
             o_[i] = T(0);
@@ -452,7 +457,7 @@ class plain_softmax {
             if (row < end && !hidden(row)) {
                 const T* const key = key_of(row);
                 T sum = T(0);
-                for (std::int32_t d = 0; d < dim_k_; ++d) {
+                for (std::int32_t d = 0; d < head_dim_qk_; ++d) {
                     sum += queries.q[d] * key[d];
                 }
                 logit = cap != T(0) ? cap - T(2) * cap / (T(1) + exp2(sum * slope)) : sum * slope;
@@ -480,7 +485,7 @@ class plain_softmax {
 #pragma unroll
                 for (int i = 0; i < most; ++i) {
                     const std::int32_t column = 32 * i + lane_id();
-                    if (column < dim_v_) {
+                    if (column < head_dim_vo_) {
                         o_[i] += w * value[column];
                     }
                 }
@@ -502,7 +507,7 @@ class plain_softmax {
 #pragma unroll
         for (int i = 0; i < most; ++i) {
             const std::int32_t column = 32 * i + lane_id();
-            if (column < dim_v_) {
+            if (column < head_dim_vo_) {
                 state[stream_state<S::heads>::header + column] = o_[i];
             }
         }
@@ -511,7 +516,7 @@ class plain_softmax {
   private:
     __device__ static T nothing() { return static_cast<T>(minus_infinity()); }
 
-    std::int32_t dim_k_, dim_v_;
+    std::int32_t head_dim_qk_, head_dim_vo_;
     T max_ = nothing();
     T sum_ = T(0);
     T o_[most];
@@ -524,7 +529,7 @@ class plain_stream {
 
   public:
     __device__ plain_stream(unsigned char* region, const stream_rows<T>& rows)
-        : rows_(rows), region_(region), softmax_(rows.dim_k, rows.dim_v) {}
+        : rows_(rows), region_(region), softmax_(rows.head_dim_qk, rows.head_dim_vo) {}
 
     __device__ void start() {}
     __device__ void ask(const stream_queries<T>& /*queries*/) {}
@@ -535,8 +540,8 @@ class plain_stream {
         softmax_.take(
             rows_.begin * stream_tile, last < rows_.used ? last : rows_.used, queries, logits,
             [&](std::int32_t row) { return hidden.has(row); },
-            [&](std::int32_t row) { return rows_.k + std::int64_t{row} * rows_.dim_k; },
-            [&](std::int32_t row) { return rows_.v + std::int64_t{row} * rows_.dim_v; });
+            [&](std::int32_t row) { return rows_.k + std::int64_t{row} * rows_.head_dim_qk; },
+            [&](std::int32_t row) { return rows_.v + std::int64_t{row} * rows_.head_dim_vo; });
     }
 
     __device__ void bring(const stream_extra<T>& /*extra*/) const {}

@@ -13,7 +13,7 @@ namespace cuda_backend {
 
 /// Rows: sizes of the stream; Gate and Scorer: the policy's; View: the cache.
 template <class Rows_, class Gate_, class Scorer_, class View_>
-struct step_arguments {
+struct decode_params {
     using Rows = Rows_;
     using Gate = Gate_;
     using Scorer = Scorer_;
@@ -28,8 +28,8 @@ struct step_arguments {
     rows_view<const T> v{};  // [count, Hkv, 1, Dv]
     rows_view<T> out{};      // [count, Hq, 1, Dv]
     plane_view<float> lse{};
-    plane_view<const float> scores{};  // the newcomers', where they are given
-    const float* computed = nullptr;   // [count, Hkv], of a scorer that is scored_before: see score_launch
+    plane_view<const float> scores{};  // the candidates', where they are given
+    const float* computed = nullptr;   // [count, Hkv], of a scorer that is scored_before: see score_params
     Compute* states = nullptr;         // of blocks that share a head
     std::uint32_t* status = nullptr;   // [count]
     std::int32_t parts = 1;            // of a group of query heads, Rows::heads each

@@ -2,7 +2,7 @@
 #pragma once
 
 #include <kvpolicy/attention/cuda/dispatch_attend.cuh>
-#include <kvpolicy/caches/cuda/cache_call.cuh>
+#include <kvpolicy/caches/cuda/check_cache_call.cuh>
 #include <kvpolicy/caches/cuda/contiguous/dispatch_contiguous_decode.cuh>
 #include <kvpolicy/caches/cuda/kernel_prefill.cuh>
 #include <kvpolicy/caches/cuda/paged/dispatch_paged_decode.cuh>
@@ -22,22 +22,22 @@ inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 namespace cuda_backend {
 
 template <class P, class T>
-cache_view<T> view_of(const FixedBudgetRef<P, T>& cache) {
-    return cache_view<T>(cache);
+contiguous_view<T> view_of(const FixedBudgetRef<P, T>& cache) {
+    return contiguous_view<T>(cache);
 }
 template <class P, class T>
-dual_view<T> view_of(const DualRef<P, T>& cache) {
-    return dual_view<T>(cache);
+paged_view<T> view_of(const DualRef<P, T>& cache) {
+    return paged_view<T>(cache);
 }
 
 /// The most rows of a head whose places change hands.
 template <class P, class T>
-std::int64_t most_contested_of(const FixedBudgetRef<P, T>& cache) {
-    return cache.longest;
+std::int64_t max_top_k_slots_of(const FixedBudgetRef<P, T>& cache) {
+    return cache.max_capacity;
 }
 template <class P, class T>
-std::int64_t most_contested_of(const DualRef<P, T>& cache) {
-    return cache.most_contested;
+std::int64_t max_top_k_slots_of(const DualRef<P, T>& cache) {
+    return cache.max_contested;
 }
 
 /// Bytes of keys and values of a DualCache that a chunk brings together at once, unless a single entry can have more.
@@ -49,7 +49,7 @@ inline constexpr std::int64_t gathered_bytes = std::int64_t{1} << 30;
 
 /// A chunk of at most `tokens` tokens an entry.
 template <class Cache, class Dims>
-class cache_chunk_call {
+class prefill_plan {
     using P = typename Cache::policy_type;
     using T = typename Cache::value_type;
     using View = decltype(view_of(std::declval<const Cache&>()));
@@ -57,10 +57,10 @@ class cache_chunk_call {
     static constexpr bool scored = scored_before<Scorer> || scores_by_warp<Scorer>, late = scored_late<P>;
     static constexpr bool paged = Cache::pooled;
     static constexpr bool retains = P::ranked || P::has_keep;  // keys may live on after their window
-    static constexpr std::int64_t most_together = 0x7fffffff;  // rows
+    static constexpr std::int64_t max_together = 0x7fffffff;   // rows
 
   public:
-    cache_chunk_call(const cuda& on, const Cache& cache, std::int32_t count, std::int32_t tokens)
+    prefill_plan(const cuda& on, const Cache& cache, std::int32_t count, std::int32_t tokens)
         : on_(on),
           device_(on, cache.device),
           ref_(cache),
@@ -73,28 +73,29 @@ class cache_chunk_call {
         call_.on_leaving = late || Scorer::when == score_time::on_leaving;
         if constexpr (P::has_selection && !paged) {
             call_.bounds = cache.bounds;
-            call_.bound_rows = cache.selection.page_rows();
+            call_.bound_rows = cache.selection.page_size();
         }
-        call_.longest = static_cast<std::int32_t>(most_rows_of(cache));
-        call_.places = static_cast<std::int32_t>(
-            std::max<std::int64_t>(most_contested_of(cache), std::min(tokens, call_.longest)));
-        call_.tiles = detail::tiles_of_places(call_.longest);
-        constexpr std::size_t most_shared = 96 * 1024;  // what every card has
-        call_.contest_in_shared = retains && contest_bytes(call_.places, call_.tiles) <= most_shared;
+        call_.max_entries = static_cast<std::int32_t>(max_rows_of(cache));
+        call_.slots = static_cast<std::int32_t>(
+            std::max<std::int64_t>(max_top_k_slots_of(cache), std::min(tokens, call_.max_entries)));
+        call_.tiles = detail::tiles_of_slots(call_.max_entries);
+        constexpr std::size_t max_shared = 96 * 1024;  // what every GPU has
+        call_.top_k_in_shared = retains && top_k_bytes(call_.slots, call_.tiles) <= max_shared;
         detail::require(heads() * std::max<std::int64_t>(tokens, 1) <= 0x7fffffff, "entries x heads x tokens",
                         heads() * tokens, "below 2^31: split the batch");
         call_.together = count;
         if constexpr (paged) {
             // No more rows of an entry than its heads can have, and than the pool has: its pages are all different.
-            of_entry_ = std::max<std::int64_t>(std::min(std::int64_t{call_.cache.kv_heads} * call_.longest,
-                                                        ref_.page_count() * ref_.page_rows),
-                                               1);
-            detail::require(of_entry_ <= most_together, "rows of an entry, at most", of_entry_, "below 2^31");
-            const std::int64_t row =
-                (std::int64_t{call_.cache.dim_k} + call_.cache.dim_v) * static_cast<std::int64_t>(sizeof(T));
+            of_entry_ =
+                std::max<std::int64_t>(std::min(std::int64_t{call_.cache.kv_heads} * call_.max_entries,
+                                                ref_.page_count() * ref_.page_size),
+                                       1);
+            detail::require(of_entry_ <= max_together, "rows of an entry, at most", of_entry_, "below 2^31");
+            const std::int64_t row = (std::int64_t{call_.cache.head_dim_qk} + call_.cache.head_dim_vo) *
+                                     static_cast<std::int64_t>(sizeof(T));
             call_.together = static_cast<std::int32_t>(std::min<std::int64_t>(
-                std::max<std::int64_t>(
-                    std::min(gathered_bytes / (of_entry_ * row), most_together / of_entry_), 1),
+                std::max<std::int64_t>(std::min(gathered_bytes / (of_entry_ * row), max_together / of_entry_),
+                                       1),
                 count));
         }
     }
@@ -102,35 +103,35 @@ class cache_chunk_call {
     /// Takes the parts of the workspace; with null only measures.
     std::size_t lay_out(void* memory) {
         workspace_parts parts(memory);
-        const std::int64_t rows = heads() * call_.longest, tokens = heads() * call_.tokens.most;
-        const std::int64_t places = retains ? heads() * call_.places : 0;
-        call_.taken = parts.take<std::int32_t>(call_.batch.count);
+        const std::int64_t rows = heads() * call_.max_entries, tokens = heads() * call_.tokens.most;
+        const std::int64_t slots = retains ? heads() * call_.slots : 0;
+        call_.appended = parts.take<std::int32_t>(call_.batch.count);
         call_.first_row = parts.take<std::int64_t>(heads());
         call_.position = parts.take<std::int32_t>(rows);
         call_.past_expiry = parts.take<expiry_t>(rows);
         call_.chunk_expiry = parts.take<expiry_t>(tokens);
-        call_.place_score = parts.take<float>(places);
-        call_.place_position = parts.take<position_t>(places);
-        call_.holder = parts.take<std::int32_t>(places);
+        call_.slot_score = parts.take<float>(slots);
+        call_.slot_position = parts.take<position_t>(slots);
+        call_.holder = parts.take<std::int32_t>(slots);
         call_.record = parts.take<std::int32_t>(retains ? heads() * call_.tiles : 0);
-        call_.kept = parts.take<std::int32_t>(heads());
+        call_.num_long_range = parts.take<std::int32_t>(heads());
         if constexpr (P::has_keep) {
-            call_.pinned = parts.take<std::int32_t>(heads());
+            call_.num_protected = parts.take<std::int32_t>(heads());
         }
         if constexpr (P::has_selection) {
-            call_.kept_before = parts.take<std::int32_t>(heads());
+            call_.num_long_range_before = parts.take<std::int32_t>(heads());
         }
         computed_ = parts.take<float>(scored || late ? tokens : 0);
         if constexpr (late) {
             of_tokens_ = parts.take<float>(tokens);
             late_.emplace(device_, ref_.scorer, call_.cache, gate_, call_.batch.count, call_.tokens.most,
-                          call_.longest, parts);
+                          call_.max_entries, parts);
         }
         state_ = parts.take<float>(heads() * call_.cache.state_size);
         if constexpr (paged) {
             missing_ = parts.take<std::int32_t>(heads());
-            k_ = parts.take<T>(call_.together * of_entry_ * call_.cache.dim_k);
-            v_ = parts.take<T>(call_.together * of_entry_ * call_.cache.dim_v);
+            k_ = parts.take<T>(call_.together * of_entry_ * call_.cache.head_dim_qk);
+            v_ = parts.take<T>(call_.together * of_entry_ * call_.cache.head_dim_vo);
         }
         attention_bytes_ = 0;
         each_round([this](std::int32_t first, std::int32_t count) {
@@ -149,27 +150,27 @@ class cache_chunk_call {
         bring(k, v, extras);
         decide(true);
         if constexpr (paged) {
-            launch("dual_chunk_refuse_kernel", dual_chunk_refuse_kernel<T>, batch.count, chunk_threads, 0,
-                   on_, call_, batch.q_len, out, extras.lse);
+            launch("paged_prefill_refuse_kernel", paged_prefill_refuse_kernel<T>, batch.count,
+                   prefill_threads, 0, on_, call_, batch.q_len, out, extras.lse);
         }
         attend(q, out, extras.lse);
         write();
         remember(q, false);
     }
 
-    void propose(const Batch& batch, const rows_view<const T>& q, const rows_view<const T>& k,
-                 const rows_view<const T>& v, const rows_view<T>& out, workspace_view workspace,
-                 std::uint32_t* status, const CacheExtras& extras) {
+    void append_draft(const Batch& batch, const rows_view<const T>& q, const rows_view<const T>& k,
+                      const rows_view<const T>& v, const rows_view<T>& out, workspace_view workspace,
+                      std::uint32_t* status, const CacheExtras& extras) {
         begin(batch, workspace, status);
         bring(k, v, extras);
         decide(false);
         attend(q, out, extras.lse);
-        launch("chunk_propose_kernel", chunk_propose_kernel<View>, heads() * chunk_pieces, chunk_threads, 0,
+        launch("prefill_draft_kernel", prefill_draft_kernel<View>, heads() * chunk_pieces, prefill_threads, 0,
                on_, call_);
         remember(q, true);
     }
 
-    void commit(const Batch& batch, workspace_view workspace, std::uint32_t* status) {
+    void accept(const Batch& batch, workspace_view workspace, std::uint32_t* status) {
         begin(batch, workspace, status);
         call_.tokens.spare = true;
         decide(true);
@@ -188,7 +189,7 @@ class cache_chunk_call {
             const std::int32_t least = call_.together;
             for (std::int32_t together = call_.batch.count; together > least; together = (together + 1) / 2) {
                 call_.together = together;
-                if (together * of_entry_ <= most_together && lay_out(nullptr) <= workspace.bytes) {
+                if (together * of_entry_ <= max_together && lay_out(nullptr) <= workspace.bytes) {
                     break;
                 }
                 call_.together = least;
@@ -213,12 +214,12 @@ class cache_chunk_call {
         if constexpr (Scorer::when == score_time::on_leaving) {
             call_.advanced = writes ? state : nullptr;
         }
-        launch("chunk_begin_kernel", chunk_begin_kernel<View>, call_.batch.count == 0 ? 0 : 1, chunk_threads,
-               0, on_, call_);
-        call_.batch.q_len = call_.taken;
+        launch("prefill_begin_kernel", prefill_begin_kernel<View>, call_.batch.count == 0 ? 0 : 1,
+               prefill_threads, 0, on_, call_);
+        call_.batch.q_len = call_.appended;
         if constexpr (scored) {
             call_.computed = computed_;
-            launch_scores(on_, score_launch<View, Scorer>{.cache = call_.cache,
+            launch_scores(on_, score_params<View, Scorer>{.cache = call_.cache,
                                                           .batch = call_.batch,
                                                           .tokens = call_.tokens,
                                                           .scores = computed_,
@@ -231,11 +232,11 @@ class cache_chunk_call {
             late_->begin(on_, device_, call_.batch, call_.tokens, call_.status);
             late_->decide(on_, device_, computed_, writes ? of_tokens_ : nullptr);
         }
-        const std::size_t shared = call_.contest_in_shared ? contest_bytes(call_.places, call_.tiles) : 0;
-        launch("chunk_decide_kernel", chunk_decide_kernel<View, gate_of<P>>, heads(), chunk_threads, shared,
-               on_, call_, gate_);
+        const std::size_t shared = call_.top_k_in_shared ? top_k_bytes(call_.slots, call_.tiles) : 0;
+        launch("prefill_decide_kernel", prefill_decide_kernel<View, gate_of<P>>, heads(), prefill_threads,
+               shared, on_, call_, gate_);
         if constexpr (paged) {
-            launch("dual_chunk_plan_kernel", dual_chunk_plan_kernel<T>, call_.batch.count == 0 ? 0 : 1,
+            launch("paged_prefill_plan_kernel", paged_prefill_plan_kernel<T>, call_.batch.count == 0 ? 0 : 1,
                    admit_threads, 0, on_, call_, missing_, writes);
         }
     }
@@ -245,21 +246,21 @@ class cache_chunk_call {
             late_->in_rows(on_, device_, call_.batch);
         }
         if constexpr (retains) {
-            launch("chunk_places_kernel", chunk_places_kernel<View>, heads() * chunk_pieces, chunk_threads, 0,
-                   on_, call_);
+            launch("prefill_top_k_kernel", prefill_top_k_kernel<View>, heads() * chunk_pieces,
+                   prefill_threads, 0, on_, call_);
         }
-        launch("chunk_recent_kernel", chunk_recent_kernel<View>, heads() * chunk_pieces, chunk_threads, 0,
-               on_, call_);
+        launch("prefill_recent_kernel", prefill_recent_kernel<View>, heads() * chunk_pieces, prefill_threads,
+               0, on_, call_);
         if constexpr (P::has_selection) {
-            launch("chunk_bounds_kernel", chunk_bounds_kernel<View>, heads() * chunk_pieces, chunk_threads, 0,
-                   on_, call_);
+            launch("prefill_bounds_kernel", prefill_bounds_kernel<View>, heads() * chunk_pieces,
+                   prefill_threads, 0, on_, call_);
         }
     }
     /// Keeps the tokens' queries for an eviction part: those of a call, or without any the proposed ones.
-    void remember([[maybe_unused]] const rows_view<const T>& q, [[maybe_unused]] bool proposed) {
+    void remember([[maybe_unused]] const rows_view<const T>& q, [[maybe_unused]] bool num_draft) {
         if constexpr (P::has_eviction) {
-            launch("chunk_queries_kernel", chunk_queries_kernel<View>, heads() * chunk_pieces, chunk_threads,
-                   0, on_, call_, q, proposed);
+            launch("prefill_queries_kernel", prefill_queries_kernel<View>, heads() * chunk_pieces,
+                   prefill_threads, 0, on_, call_, q, num_draft);
         }
     }
 
@@ -276,7 +277,7 @@ class cache_chunk_call {
         } while (first < count);
     }
 
-    /// Calls body(attend_call) for attention of entries of the chunk over the cache's rows and themselves; with null queries for its sizes
+    /// Calls body(attend_plan) for attention of entries of the chunk over the cache's rows and themselves; with null queries for its sizes
     /// only.
     template <class Body>
     auto attention(const rows_view<const T>* queries, std::int32_t first, std::int32_t count,
@@ -295,27 +296,29 @@ class cache_chunk_call {
             k = any = call_.cache.k;
             v = call_.cache.v;
         }
-        rows_view<const T> q = queries != nullptr
-                                   ? entries(*queries, first, count)
-                                   : view_bhsd(any, count, kv_heads * ref_.group, most, call_.cache.dim_k);
+        rows_view<const T> q =
+            queries != nullptr ? entries(*queries, first, count)
+                               : view_bhsd(any, count, kv_heads * ref_.group, most, call_.cache.head_dim_qk);
         q.length = most;
-        keys<T> past, self;
-        past.k = {k, count, kv_heads, call_.longest, call_.cache.dim_k, 0, 0, call_.cache.dim_k};
-        past.v = {v, count, kv_heads, call_.longest, call_.cache.dim_v, 0, 0, call_.cache.dim_v};
-        past.position = view_bhs<const std::int32_t>(call_.position, count, kv_heads, call_.longest);
-        past.mask.expiry = view_bhs<const expiry_t>(call_.past_expiry, count, kv_heads, call_.longest);
+        kv_view<T> past, self;
+        past.k = {
+            k, count, kv_heads, call_.max_entries, call_.cache.head_dim_qk, 0, 0, call_.cache.head_dim_qk};
+        past.v = {
+            v, count, kv_heads, call_.max_entries, call_.cache.head_dim_vo, 0, 0, call_.cache.head_dim_vo};
+        past.position = view_bhs<const std::int32_t>(call_.position, count, kv_heads, call_.max_entries);
+        past.mask.expiry = view_bhs<const expiry_t>(call_.past_expiry, count, kv_heads, call_.max_entries);
         self.k = queries != nullptr ? entries(call_.tokens.k, first, count)
-                                    : view_bhsd(any, count, kv_heads, most, call_.cache.dim_k);
+                                    : view_bhsd(any, count, kv_heads, most, call_.cache.head_dim_qk);
         self.v = queries != nullptr ? entries(call_.tokens.v, first, count)
-                                    : view_bhsd(any, count, kv_heads, most, call_.cache.dim_v);
+                                    : view_bhsd(any, count, kv_heads, most, call_.cache.head_dim_vo);
         self.mask.expiry = view_bhs<const expiry_t>(call_.chunk_expiry, count, kv_heads, most);
         Sequences sequences;
         sequences.batch = count;
         sequences.length = most;
-        sequences.lengths = call_.taken;
+        sequences.lengths = call_.appended;
         if (queries != nullptr) {
-            past.position.data += head * call_.longest;
-            past.mask.expiry.data += head * call_.longest;
+            past.position.data += head * call_.max_entries;
+            past.mask.expiry.data += head * call_.max_entries;
             self.mask.expiry.data += head * most;
             sequences.lengths += first;
         }
@@ -323,7 +326,7 @@ class cache_chunk_call {
             const auto* const there = reinterpret_cast<const std::int32_t*>(any);
             past.position.data = past.mask.expiry.data = self.mask.expiry.data = there;
         }
-        attend_call<T, Dims> call(on_, ref_.attention, q, past, &self, sequences, AttendOptions{});
+        attend_plan<T, Dims> call(on_, ref_.attention, q, past, &self, sequences, AttendOptions{});
         call.past_begins(call_.first_row + (queries != nullptr ? head : 0));
         return body(call);
     }
@@ -345,9 +348,9 @@ class cache_chunk_call {
         const auto round = [&](std::int32_t first, std::int32_t count) {
             if constexpr (paged) {
                 constexpr std::int32_t pieces = 32;  // blocks that share the rows of a head
-                launch("dual_chunk_gather_kernel", dual_chunk_gather_kernel<T>,
-                       std::int64_t{count} * call_.cache.kv_heads * pieces, chunk_threads, 0, on_, call_, k_,
-                       v_, first * call_.cache.kv_heads, pieces);
+                launch("paged_prefill_gather_kernel", paged_prefill_gather_kernel<T>,
+                       std::int64_t{count} * call_.cache.kv_heads * pieces, prefill_threads, 0, on_, call_,
+                       k_, v_, first * call_.cache.kv_heads, pieces);
             }
             attention(&q, first, count, [&](auto& call) {
                 call.run(entries(to, first, count), entries(sums, first, count),
@@ -360,7 +363,7 @@ class cache_chunk_call {
     const cuda& on_;
     device_scope device_;
     const Cache& ref_;
-    chunk_launch<View> call_;
+    prefill_params<View> call_;
     gate_of<P> gate_;
     Scorer scorer_;
     std::optional<late_scores<View, gate_of<P>>> late_;
@@ -376,7 +379,7 @@ class cache_chunk_call {
 };
 
 /// The most tokens that an entry of a call may bring.
-inline std::int32_t most_tokens(const Batch& batch, std::int32_t length) {
+inline std::int32_t max_tokens(const Batch& batch, std::int32_t length) {
     return batch.q_len != nullptr ? length : std::min(length, std::max(batch.length_or_one(), 0));
 }
 
@@ -402,48 +405,50 @@ std::size_t chunk_workspace_bytes(const cuda& on, const Cache& cache, std::int32
     check_on_device(cache);
     detail::require(tokens >= 0, "tokens", tokens, "0 or more");
     const std::size_t step = step_workspace_bytes<Dims>(on, cache, count);
-    return std::max(step, cache_chunk_call<Cache, Dims>(on, cache, count, tokens).lay_out(nullptr));
+    return std::max(step, prefill_plan<Cache, Dims>(on, cache, count, tokens).lay_out(nullptr));
 }
 
 template <class Dims, class Cache, class T>
 void prefill_chunk(const cuda& on, const Cache& cache, const Batch& batch, const rows_view<const T>& q,
                    const rows_view<const T>& k, const rows_view<const T>& v, const rows_view<T>& out,
                    workspace_view workspace, std::uint32_t* status, const CacheExtras& extras) {
-    host_backend::check_chunk_length(batch, q.length);
-    const std::int32_t tokens = most_tokens(batch, q.length);
+    checks::check_chunk_length(batch, q.length);
+    const std::int32_t tokens = max_tokens(batch, q.length);
     check_cache_call(cache, batch, tokens, q, k, v, out, extras);
     check_chunk_keys<T>(batch.count, tokens, k, v);
-    cache_chunk_call<Cache, Dims>(on, cache, batch.count, tokens)
+    prefill_plan<Cache, Dims>(on, cache, batch.count, tokens)
         .prefill(batch, q, k, v, out, workspace, status, extras);
 }
 
 template <class Dims, class Cache, class T>
-void propose_chunk(const cuda& on, const Cache& cache, const Batch& batch, const rows_view<const T>& q,
-                   const rows_view<const T>& k, const rows_view<const T>& v, const rows_view<T>& out,
-                   workspace_view workspace, std::uint32_t* status, const CacheExtras& extras) {
-    host_backend::check_chunk_length(batch, q.length);
-    const std::int32_t tokens = most_tokens(batch, q.length);
-    detail::require(tokens <= cache.proposals, "q.length", tokens, [&] {
-        return detail::text("at most the cache's proposals, ", cache.proposals, " (CacheShape::proposals)");
+void append_draft_chunk(const cuda& on, const Cache& cache, const Batch& batch, const rows_view<const T>& q,
+                        const rows_view<const T>& k, const rows_view<const T>& v, const rows_view<T>& out,
+                        workspace_view workspace, std::uint32_t* status, const CacheExtras& extras) {
+    checks::check_chunk_length(batch, q.length);
+    const std::int32_t tokens = max_tokens(batch, q.length);
+    detail::require(tokens <= cache.max_draft_tokens, "q.length", tokens, [&] {
+        return detail::text("at most the cache's max_draft_tokens, ", cache.max_draft_tokens,
+                            " (CacheShape::draft tokens)");
     });
     check_cache_call(cache, batch, tokens, q, k, v, out, extras);
     check_chunk_keys<T>(batch.count, tokens, k, v);
-    cache_chunk_call<Cache, Dims>(on, cache, batch.count, tokens)
-        .propose(batch, q, k, v, out, workspace, status, extras);
+    prefill_plan<Cache, Dims>(on, cache, batch.count, tokens)
+        .append_draft(batch, q, k, v, out, workspace, status, extras);
 }
 
 template <class Dims, class Cache>
-void commit_chunk(const cuda& on, const Cache& cache, const Batch& batch, workspace_view workspace,
+void accept_chunk(const cuda& on, const Cache& cache, const Batch& batch, workspace_view workspace,
                   std::uint32_t* status) {
     check_on_device(cache);
-    detail::require(batch.count >= 0 && batch.count <= cache.slots, "batch.count", batch.count,
-                    [&] { return detail::text("0 to the cache's slots, ", cache.slots); });
-    detail::require(
-        batch.q_len != nullptr || (batch.length_or_one() >= 0 && batch.length_or_one() <= cache.proposals),
-        "batch.length", batch.length_or_one(),
-        [&] { return detail::text("0 to the cache's proposals, ", cache.proposals); });
-    cache_chunk_call<Cache, Dims>(on, cache, batch.count, most_tokens(batch, cache.proposals))
-        .commit(batch, workspace, status);
+    detail::require(batch.count >= 0 && batch.count <= cache.max_sequences, "batch.count", batch.count,
+                    [&] { return detail::text("0 to the cache's max_sequences, ", cache.max_sequences); });
+    detail::require(batch.q_len != nullptr ||
+                        (batch.length_or_one() >= 0 && batch.length_or_one() <= cache.max_draft_tokens),
+                    "batch.length", batch.length_or_one(), [&] {
+                        return detail::text("0 to the cache's max_draft_tokens, ", cache.max_draft_tokens);
+                    });
+    prefill_plan<Cache, Dims>(on, cache, batch.count, max_tokens(batch, cache.max_draft_tokens))
+        .accept(batch, workspace, status);
 }
 
 }  // namespace cuda_backend
@@ -463,17 +468,17 @@ void prefill(const cuda& on, const FixedBudgetRef<P, T>& cache, const Batch& bat
 }
 
 template <class Dims, class P, Storage T>
-void propose(const cuda& on, const FixedBudgetRef<P, T>& cache, const Batch& batch, input_rows<T> q,
-             input_rows<T> k, input_rows<T> v, output_rows<T> out, workspace_view workspace,
-             std::uint32_t* status, const CacheExtras& extras) {
-    cuda_backend::propose_chunk<Dims, FixedBudgetRef<P, T>, T>(on, cache, batch, q, k, v, out, workspace,
-                                                               status, extras);
+void append_draft(const cuda& on, const FixedBudgetRef<P, T>& cache, const Batch& batch, input_rows<T> q,
+                  input_rows<T> k, input_rows<T> v, output_rows<T> out, workspace_view workspace,
+                  std::uint32_t* status, const CacheExtras& extras) {
+    cuda_backend::append_draft_chunk<Dims, FixedBudgetRef<P, T>, T>(on, cache, batch, q, k, v, out, workspace,
+                                                                    status, extras);
 }
 
 template <class Dims, class P, Storage T>
-void commit(const cuda& on, const FixedBudgetRef<P, T>& cache, const Batch& batch, workspace_view workspace,
+void accept(const cuda& on, const FixedBudgetRef<P, T>& cache, const Batch& batch, workspace_view workspace,
             std::uint32_t* status) {
-    cuda_backend::commit_chunk<Dims>(on, cache, batch, workspace, status);
+    cuda_backend::accept_chunk<Dims>(on, cache, batch, workspace, status);
 }
 
 template <class Dims, class P, Storage T>
@@ -491,17 +496,17 @@ void prefill(const cuda& on, const DualRef<P, T>& cache, const Batch& batch, inp
 }
 
 template <class Dims, class P, Storage T>
-void propose(const cuda& on, const DualRef<P, T>& cache, const Batch& batch, input_rows<T> q, input_rows<T> k,
-             input_rows<T> v, output_rows<T> out, workspace_view workspace, std::uint32_t* status,
-             const CacheExtras& extras) {
-    cuda_backend::propose_chunk<Dims, DualRef<P, T>, T>(on, cache, batch, q, k, v, out, workspace, status,
-                                                        extras);
+void append_draft(const cuda& on, const DualRef<P, T>& cache, const Batch& batch, input_rows<T> q,
+                  input_rows<T> k, input_rows<T> v, output_rows<T> out, workspace_view workspace,
+                  std::uint32_t* status, const CacheExtras& extras) {
+    cuda_backend::append_draft_chunk<Dims, DualRef<P, T>, T>(on, cache, batch, q, k, v, out, workspace,
+                                                             status, extras);
 }
 
 template <class Dims, class P, Storage T>
-void commit(const cuda& on, const DualRef<P, T>& cache, const Batch& batch, workspace_view workspace,
+void accept(const cuda& on, const DualRef<P, T>& cache, const Batch& batch, workspace_view workspace,
             std::uint32_t* status) {
-    cuda_backend::commit_chunk<Dims>(on, cache, batch, workspace, status);
+    cuda_backend::accept_chunk<Dims>(on, cache, batch, workspace, status);
 }
 
 }  // namespace KVPOLICY_HIDDEN

@@ -1,7 +1,7 @@
 // A chunk of tokens into a cache on a device: who leaves and who stays, and, after attention, the rows.
 //
-// The contests of a head run in one warp, on copies in the workspace; they give attention the lifetimes of all rows, and the
-// kernels at the end the key of every place. A surviving row stays where it is, so only newcomers are copied: to places
+// The top-k updates of a head run in one warp, on copies in the workspace; they give attention the lifetimes of all rows, and the
+// kernels at the end the key of every place. A surviving row stays where it is, so only candidates are copied: to places
 // first, since they may come from the ring, then to the ring.
 #pragma once
 
@@ -22,72 +22,74 @@ namespace kvpolicy {
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 namespace cuda_backend {
 
-inline constexpr int chunk_threads = 128;
+inline constexpr int prefill_threads = 128;
 inline constexpr std::int32_t chunk_pieces = 8;  // blocks that share the copies of a head
 
 /// What the kernels of a chunk share.
 template <class View_>
-struct chunk_launch {
+struct prefill_params {
     using View = View_;
     using T = typename View::value_type;
 
     View cache;
-    Batch batch{};  // q_len: `taken`, once chunk_begin_kernel has run
-    chunk_tokens<T> tokens{};
+    Batch batch{};  // q_len: `taken`, once prefill_begin_kernel has run
+    prefill_tokens<T> tokens{};
     plane_view<const float> scores{};  // of the new tokens, where they come with them
-    float* computed = nullptr;         // [count, Hkv, most]: see score_launch; null: none
+    float* computed = nullptr;         // [count, Hkv, most]: see score_params; null: none
     bool on_leaving = false;           // `computed` are those of the keys that leave
     const float* late =
         nullptr;  // [count, Hkv, most]: of the new tokens, where those are of the keys that leave
     std::uint32_t* status = nullptr;  // [count]
-    std::int32_t longest = 0;         // the most rows of a head
-    std::int32_t places = 0;  // the most of a head that a chunk may write: those contested, else the new ones
-    std::int32_t tiles = 0;   // of all its places
-    bool contest_in_shared = false;  // places and records fit into shared memory
-    std::int32_t together = 1;       // entries whose rows are brought together at once, of a DualCache
-    // Made by chunk_begin_kernel and chunk_decide_kernel.
-    std::int32_t* taken = nullptr;         // [count]: tokens that count
-    std::int64_t* first_row = nullptr;     // [count, Hkv]
-    std::int32_t* position = nullptr;      // [count, Hkv, longest], from the chunk's first token on
-    expiry_t* past_expiry = nullptr;       // [count, Hkv, longest]
-    expiry_t* chunk_expiry = nullptr;      // [count, Hkv, most]
-    float* place_score = nullptr;          // [count, Hkv, places], from first_contested on
-    position_t* place_position = nullptr;  // [count, Hkv, places], the same
-    std::int32_t* holder = nullptr;        // [count, Hkv, places], the same: see detail::chunk_places
-    std::int32_t* record = nullptr;        // [count, Hkv, tiles]
-    std::int32_t* kept = nullptr;          // [count, Hkv]: places in use after the chunk
-    std::int32_t* pinned = nullptr;  // [count, Hkv], with a keep part: of these, keys that do not compete
-    std::int32_t* kept_before = nullptr;  // [count, Hkv], with a selection
+    std::int32_t max_entries = 0;     // the most rows of a head
+    std::int32_t slots = 0;  // the most of a head that a chunk may write: those contested, else the new ones
+    std::int32_t tiles = 0;  // of all its places
+    bool top_k_in_shared = false;  // places and records fit into shared memory
+    std::int32_t together = 1;     // entries whose rows are brought together at once, of a DualCache
+    // Made by prefill_begin_kernel and prefill_decide_kernel.
+    std::int32_t* appended = nullptr;        // [count]: tokens that count
+    std::int64_t* first_row = nullptr;       // [count, Hkv]
+    std::int32_t* position = nullptr;        // [count, Hkv, longest], from the chunk's first token on
+    expiry_t* past_expiry = nullptr;         // [count, Hkv, longest]
+    expiry_t* chunk_expiry = nullptr;        // [count, Hkv, most]
+    float* slot_score = nullptr;             // [count, Hkv, places], from first_contested on
+    position_t* slot_position = nullptr;     // [count, Hkv, places], the same
+    std::int32_t* holder = nullptr;          // [count, Hkv, places], the same: see detail::chunk_slots
+    std::int32_t* record = nullptr;          // [count, Hkv, tiles]
+    std::int32_t* num_long_range = nullptr;  // [count, Hkv]: places in use after the chunk
+    std::int32_t* num_protected =
+        nullptr;  // [count, Hkv], with a keep part: of these, keys that do not compete
+    std::int32_t* num_long_range_before = nullptr;  // [count, Hkv], with a selection
     const float* advanced =
-        nullptr;          // [count, Hkv, state_size]: the scorer's states after it, if not in the cache
-    T* bounds = nullptr;  // [slots, rows / bound_rows, 2, dim_k], of a FixedBudgetCache with a selection
+        nullptr;  // [count, Hkv, state_size]: the scorer's states after it, if not in the cache
+    T* bounds =
+        nullptr;  // [max_sequences, rows / bound_rows, 2, head_dim_qk], of a FixedBudgetCache with a selection
     std::int32_t bound_rows = 1;
 };
 
-/// Shared memory of a head's contests: positions, scores, records.
-inline std::size_t contest_bytes(std::int64_t places, std::int64_t tiles) {
-    return static_cast<std::size_t>(places) * (sizeof(position_t) + sizeof(float)) +
+/// Shared memory of a head's top-k updates: positions, scores, records.
+inline std::size_t top_k_bytes(std::int64_t slots, std::int64_t tiles) {
+    return static_cast<std::size_t>(slots) * (sizeof(position_t) + sizeof(float)) +
            static_cast<std::size_t>(tiles) * sizeof(std::int32_t);
 }
 
 /// One head of an entry.
 template <class View>
-struct chunk_head {
+struct prefill_head {
     std::int32_t pair, entry, head;
     active_entry active;
     typename View::head_type rows;
     position_t base;
 
-    __device__ chunk_head(const chunk_launch<View>& call, std::int32_t number)
+    __device__ prefill_head(const prefill_params<View>& call, std::int32_t number)
         : pair(number),
           entry(number / call.cache.kv_heads),
           head(number % call.cache.kv_heads),
           active(call.cache, call.batch, entry, call.tokens.most),
-          rows(call.cache, active.slot, head),
-          base(active.there ? call.cache.length[active.slot] : 0) {}
+          rows(call.cache, active.seq, head),
+          base(active.there ? call.cache.length[active.seq] : 0) {}
 
     /// The score of token j, as its row will keep it.
-    __device__ float score(const chunk_launch<View>& call, std::int32_t j) const {
+    __device__ float score(const prefill_params<View>& call, std::int32_t j) const {
         float score = 0.0f;
         if (call.computed != nullptr) {
             const float* const from = call.on_leaving ? call.late : call.computed;
@@ -97,19 +99,19 @@ struct chunk_head {
         } else if (call.scores) {
             score = call.scores.head(entry, head)[j];
         }
-        const bool counts = base + j >= rows.rule.sinks;
+        const bool counts = base + j >= rows.head_params.sinks;
         return counts ? score : call.computed == nullptr && score == score ? score : 0.0f;
     }
     /// The score of the key that leaves the window when token j comes.
-    __device__ float leaving_score(const chunk_launch<View>& call, std::int32_t j) const {
-        const position_t u = base + j - rows.rule.window;
+    __device__ float leaving_score(const prefill_params<View>& call, std::int32_t j) const {
+        const position_t u = base + j - rows.head_params.window;
         if (call.on_leaving && call.computed != nullptr) {
             return call.computed[std::int64_t{pair} * call.tokens.most + j];
         }
         return u < base ? rows.score_of(rows.layout.recent(u))
                         : score(call, static_cast<std::int32_t>(u - base));
     }
-    /// The name of key u, which leaves the window: see detail::chunk_places.
+    /// The name of key u, which leaves the window: see detail::chunk_slots.
     __device__ std::int32_t name(position_t u) const {
         return u < base ? rows.layout.recent(u) : rows.capacity() + static_cast<std::int32_t>(u - base);
     }
@@ -117,50 +119,50 @@ struct chunk_head {
 
 /// Which entries take how many tokens: at most `most`; from the spare rows, at most as many as were proposed here. One block.
 template <class View>
-__global__ void __launch_bounds__(chunk_threads)
-    chunk_begin_kernel(const __grid_constant__ chunk_launch<View> call) {
-    for (auto i = static_cast<std::int32_t>(threadIdx.x); i < call.batch.count; i += chunk_threads) {
+__global__ void __launch_bounds__(prefill_threads)
+    prefill_begin_kernel(const __grid_constant__ prefill_params<View> call) {
+    for (auto i = static_cast<std::int32_t>(threadIdx.x); i < call.batch.count; i += prefill_threads) {
         active_entry active = active_entry(call.cache, call.batch, i, call.tokens.most).once(call.cache);
         if (call.tokens.spare && active.tokens != 0) {
-            const typename View::head_type head(call.cache, active.slot, 0);
-            if (active.tokens > call.cache.proposed[active.slot] ||
-                head.spare_position(0) != call.cache.length[active.slot]) {
+            const typename View::head_type head(call.cache, active.seq, 0);
+            if (active.tokens > call.cache.num_draft[active.seq] ||
+                head.spare_position(0) != call.cache.length[active.seq]) {
                 active.refuse(status_bad_length);
             }
         }
-        call.taken[i] = active.tokens;
+        call.appended[i] = active.tokens;
         active.report(call.status, i);
     }
 }
 
 /// The first of `kept` places that may change hands: without a budget a key keeps its place for good, and so does one that has it
 /// for its position.
-__device__ inline std::int32_t first_contested(const HeadRule& rule, std::int32_t kept) {
-    return rule.budget == unlimited || rule.budget == 0 ? kept : 0;
+__device__ inline std::int32_t first_contested(const HeadParams& head_params, std::int32_t num_long_range) {
+    return head_params.budget == unlimited || head_params.budget == 0 ? num_long_range : 0;
 }
 
-/// Lifetimes of all rows and tokens, and the contests. A block a head.
+/// Lifetimes of all rows and tokens, and the top-k updates. A block a head.
 template <class View, class Gate>
-__global__ void __launch_bounds__(chunk_threads)
-    chunk_decide_kernel(const __grid_constant__ chunk_launch<View> call, const Gate gate) {
-    const chunk_head<View> at(call, static_cast<std::int32_t>(blockIdx.x));
+__global__ void __launch_bounds__(prefill_threads)
+    prefill_decide_kernel(const __grid_constant__ prefill_params<View> call, const Gate gate) {
+    const prefill_head<View> at(call, static_cast<std::int32_t>(blockIdx.x));
     const auto thread = static_cast<std::int32_t>(threadIdx.x);
-    const HeadRule& rule = at.rows.rule;
+    const HeadParams& head_params = at.rows.head_params;
     const std::int32_t tokens = at.active.tokens;
-    const std::int64_t plane = std::int64_t{at.pair} * call.longest;
-    const std::int32_t kept = tokens != 0 ? call.cache.kept[at.rows.index] : 0;
-    const std::int32_t used = tokens != 0 ? at.rows.layout.used(at.base, kept) : 0;
+    const std::int64_t plane = std::int64_t{at.pair} * call.max_entries;
+    const std::int32_t num_long_range = tokens != 0 ? call.cache.num_long_range[at.rows.index] : 0;
+    const std::int32_t used = tokens != 0 ? at.rows.layout.used(at.base, num_long_range) : 0;
     constexpr expiry_t dead = -never - 1;
     if constexpr (detail::holds_keys<Gate>) {
         // Keys that are held for their position have no score.
-        for (std::int32_t j = thread; call.computed != nullptr && j < tokens; j += chunk_threads) {
-            if (gate.keeps(at.base + j - (call.on_leaving ? rule.window : 0))) {
+        for (std::int32_t j = thread; call.computed != nullptr && j < tokens; j += prefill_threads) {
+            if (gate.keeps(at.base + j - (call.on_leaving ? head_params.window : 0))) {
                 call.computed[std::int64_t{at.pair} * call.tokens.most + j] = 0.0f;
             }
         }
         __syncthreads();
     }
-    for (std::int32_t r = thread; r < call.longest; r += chunk_threads) {
+    for (std::int32_t r = thread; r < call.max_entries; r += prefill_threads) {
         std::int32_t position = 0;
         expiry_t expiry = dead;
         if (r < used) {
@@ -168,76 +170,76 @@ __global__ void __launch_bounds__(chunk_threads)
             const position_t t = at.rows.position_of(r), distance = t - at.base,
                              least = -(position_t{1} << 30);
             position = static_cast<std::int32_t>(distance > least ? distance : least);
-            const bool recent = r >= rule.sinks && r < at.rows.layout.place(0);
-            const position_t leaves = distance + rule.window;
+            const bool recent = r >= head_params.sinks && r < at.rows.layout.slot(0);
+            const position_t leaves = distance + head_params.window;
             expiry = recent && leaves < never ? static_cast<expiry_t>(leaves) : never;
         }
         call.position[plane + r] = position;
         call.past_expiry[plane + r] = expiry;
     }
-    for (std::int32_t j = thread; j < tokens; j += chunk_threads) {
-        const std::int64_t leaves = std::int64_t{j} + rule.window;
+    for (std::int32_t j = thread; j < tokens; j += prefill_threads) {
+        const std::int64_t leaves = std::int64_t{j} + head_params.window;
         call.chunk_expiry[std::int64_t{at.pair} * call.tokens.most + j] =
-            at.base + j < rule.sinks || leaves > never ? never : static_cast<expiry_t>(leaves);
+            at.base + j < head_params.sinks || leaves > never ? never : static_cast<expiry_t>(leaves);
         const float score = at.score(call, j);
-        const bool leaver = at.base + j - rule.window >= rule.sinks;
+        const bool leaver = at.base + j - head_params.window >= head_params.sinks;
         const float of_leaver = call.on_leaving && leaver ? at.leaving_score(call, j) : 0.0f;
         if (call.status != nullptr && (score != score || of_leaver != of_leaver)) {
             atomicOr(call.status + at.entry, static_cast<std::uint32_t>(status_nan_score));
         }
     }
     // Named by place, of which those before `contested` are never looked at.
-    const std::int32_t contested = first_contested(rule, kept);
-    const std::int64_t places = std::int64_t{at.pair} * call.places - contested;
-    float* const of_score = call.place_score + places;
-    position_t* const of_position = call.place_position + places;
-    detail::chunk_places chunk{{rule, call.cache.rebase_limit, of_score, of_position},
-                               call.holder + places,
-                               call.record + std::int64_t{at.pair} * call.tiles,
-                               call.past_expiry + plane,
-                               call.chunk_expiry + std::int64_t{at.pair} * call.tokens.most};
-    if (call.contest_in_shared) {
+    const std::int32_t competing = first_contested(head_params, num_long_range);
+    const std::int64_t slots = std::int64_t{at.pair} * call.slots - competing;
+    float* const of_score = call.slot_score + slots;
+    position_t* const of_position = call.slot_position + slots;
+    detail::chunk_slots chunk{{head_params, call.cache.rebase_limit, of_score, of_position},
+                              call.holder + slots,
+                              call.record + std::int64_t{at.pair} * call.tiles,
+                              call.past_expiry + plane,
+                              call.chunk_expiry + std::int64_t{at.pair} * call.tokens.most};
+    if (call.top_k_in_shared) {
         auto* const in_shared = reinterpret_cast<position_t*>(dynamic_shared());
-        auto* const score_in_shared = reinterpret_cast<float*>(in_shared + call.places);
-        chunk.of.position = in_shared - contested;
-        chunk.of.score = score_in_shared - contested;
-        chunk.record = reinterpret_cast<std::int32_t*>(score_in_shared + call.places);
+        auto* const score_in_shared = reinterpret_cast<float*>(in_shared + call.slots);
+        chunk.of.position = in_shared - competing;
+        chunk.of.score = score_in_shared - competing;
+        chunk.record = reinterpret_cast<std::int32_t*>(score_in_shared + call.slots);
     }
-    for (std::int32_t p = contested + thread; p < kept; p += chunk_threads) {
-        const std::int32_t row = at.rows.layout.place(p);
+    for (std::int32_t p = competing + thread; p < num_long_range; p += prefill_threads) {
+        const std::int32_t row = at.rows.layout.slot(p);
         chunk.of.score[p] = at.rows.score_of(row);
         chunk.of.position[p] = at.rows.position_of(row);
         chunk.holder[p] = row;
     }
-    if constexpr (std::is_same_v<View, cache_view<typename View::value_type>>) {
+    if constexpr (std::is_same_v<View, contiguous_view<typename View::value_type>>) {
         if (thread == 0) {
-            call.first_row[at.pair] = at.active.slot * call.cache.rows + call.cache.row_offset[at.head];
+            call.first_row[at.pair] = at.active.seq * call.cache.rows + call.cache.row_offset[at.head];
         }
     }
     __syncthreads();
     if (warp_id() == 0) {
-        std::int32_t pinned = 0;
+        std::int32_t num_protected = 0;
         if constexpr (detail::holds_keys<Gate>) {
-            pinned = tokens != 0 ? call.cache.pinned[at.rows.index] : 0;
+            num_protected = tokens != 0 ? call.cache.num_protected[at.rows.index] : 0;
         }
-        const std::int32_t after = detail::contest_chunk(
-            warp_group{}, chunk, gate, at.base, tokens, kept,
+        const std::int32_t after = detail::update_top_k(
+            warp_group{}, chunk, gate, at.base, tokens, num_long_range,
             [&](std::int32_t j) { return at.leaving_score(call, j); },
-            [&](position_t u) { return at.name(u); }, at.rows.capacity(), &pinned);
+            [&](position_t u) { return at.name(u); }, at.rows.capacity(), &num_protected);
         if (lane_id() == 0) {
-            call.kept[at.pair] = after;
-            if (call.pinned != nullptr) {
-                call.pinned[at.pair] = pinned;
+            call.num_long_range[at.pair] = after;
+            if (call.num_protected != nullptr) {
+                call.num_protected[at.pair] = num_protected;
             }
-            if (call.kept_before != nullptr) {
-                call.kept_before[at.pair] = kept;
+            if (call.num_long_range_before != nullptr) {
+                call.num_long_range_before[at.pair] = num_long_range;
             }
         }
     }
-    if (call.contest_in_shared) {
+    if (call.top_k_in_shared) {
         __syncthreads();
-        const std::int32_t after = call.kept[at.pair];
-        for (std::int32_t p = contested + thread; p < after; p += chunk_threads) {
+        const std::int32_t after = call.num_long_range[at.pair];
+        for (std::int32_t p = competing + thread; p < after; p += prefill_threads) {
             of_score[p] = chunk.of.score[p];
             of_position[p] = chunk.of.position[p];
         }
@@ -256,84 +258,84 @@ __device__ void copy_row(const T* from, T* to, std::int32_t dim) {
 
 /// Writes token j of a chunk to a row, by a warp.
 template <class View, class T>
-__device__ void put_token(const chunk_launch<View>& call, const chunk_head<View>& at, std::int32_t j, T* key,
-                          T* value, position_t& position, float& score) {
-    copy_row(call.tokens.key(at.rows, at.entry, at.head, j), key, call.cache.dim_k);
-    copy_row(call.tokens.value(at.rows, at.entry, at.head, j), value, call.cache.dim_v);
+__device__ void put_token(const prefill_params<View>& call, const prefill_head<View>& at, std::int32_t j,
+                          T* key, T* value, position_t& position, float& score) {
+    copy_row(call.tokens.key(at.rows, at.entry, at.head, j), key, call.cache.head_dim_qk);
+    copy_row(call.tokens.value(at.rows, at.entry, at.head, j), value, call.cache.head_dim_vo);
     if (lane_id() == 0) {
         position = at.base + j;
         score = at.score(call, j);
     }
 }
 
-/// Newcomers to long-range places. chunk_pieces blocks a head, a warp a place.
+/// Candidates to top-k slots. chunk_pieces blocks a head, a warp a place.
 template <class View>
-__global__ void __launch_bounds__(chunk_threads)
-    chunk_places_kernel(const __grid_constant__ chunk_launch<View> call) {
-    const chunk_head<View> at(call, static_cast<std::int32_t>(blockIdx.x) / chunk_pieces);
+__global__ void __launch_bounds__(prefill_threads)
+    prefill_top_k_kernel(const __grid_constant__ prefill_params<View> call) {
+    const prefill_head<View> at(call, static_cast<std::int32_t>(blockIdx.x) / chunk_pieces);
     if (at.active.tokens == 0) {
         return;
     }
-    constexpr std::int32_t warps = chunk_threads / 32;
+    constexpr std::int32_t warps = prefill_threads / 32;
     const std::int32_t piece = static_cast<std::int32_t>(blockIdx.x) % chunk_pieces;
-    const std::int32_t kept = call.kept[at.pair], capacity = at.rows.capacity();
+    const std::int32_t num_long_range = call.num_long_range[at.pair], capacity = at.rows.capacity();
     const View& cache = call.cache;
-    const std::int32_t first = first_contested(at.rows.rule, cache.kept[at.rows.index]);
-    const std::int64_t places = std::int64_t{at.pair} * call.places - first;
-    for (std::int32_t p = first + piece * warps + warp_id(); p < kept; p += chunk_pieces * warps) {
-        const std::int32_t holder = call.holder[places + p];
-        const std::int32_t row = at.rows.layout.place(p);
+    const std::int32_t first = first_contested(at.rows.head_params, cache.num_long_range[at.rows.index]);
+    const std::int64_t slots = std::int64_t{at.pair} * call.slots - first;
+    for (std::int32_t p = first + piece * warps + warp_id(); p < num_long_range; p += chunk_pieces * warps) {
+        const std::int32_t holder = call.holder[slots + p];
+        const std::int32_t row = at.rows.layout.slot(p);
         if (holder == row) {
             continue;  // it held its place already
         }
         const bool of_ring = holder < capacity;
         const std::int32_t j = holder - capacity;
         copy_row(of_ring ? at.rows.key(holder) : call.tokens.key(at.rows, at.entry, at.head, j),
-                 at.rows.key(row), cache.dim_k);
+                 at.rows.key(row), cache.head_dim_qk);
         copy_row(of_ring ? at.rows.value(holder) : call.tokens.value(at.rows, at.entry, at.head, j),
-                 at.rows.value(row), cache.dim_v);
+                 at.rows.value(row), cache.head_dim_vo);
         if (lane_id() == 0) {
-            at.rows.position_of(row) = call.place_position[places + p];
-            at.rows.score_of(row) = call.place_score[places + p];
+            at.rows.position_of(row) = call.slot_position[slots + p];
+            at.rows.score_of(row) = call.slot_score[slots + p];
         }
     }
 }
 
 /// Sinks, ring and counters, after the places. chunk_pieces blocks a head, a warp a token.
 template <class View>
-__global__ void __launch_bounds__(chunk_threads)
-    chunk_recent_kernel(const __grid_constant__ chunk_launch<View> call) {
-    const chunk_head<View> at(call, static_cast<std::int32_t>(blockIdx.x) / chunk_pieces);
+__global__ void __launch_bounds__(prefill_threads)
+    prefill_recent_kernel(const __grid_constant__ prefill_params<View> call) {
+    const prefill_head<View> at(call, static_cast<std::int32_t>(blockIdx.x) / chunk_pieces);
     const std::int32_t piece = static_cast<std::int32_t>(blockIdx.x) % chunk_pieces;
     const std::int32_t tokens = at.active.tokens;
     const View& cache = call.cache;
     if (piece == 0 && threadIdx.x == 0 && at.active.there) {
         if (tokens != 0) {
-            cache.taken[at.rows.index] = tokens;
-            cache.kept[at.rows.index] = call.kept[at.pair];
+            cache.appended[at.rows.index] = tokens;
+            cache.num_long_range[at.rows.index] = call.num_long_range[at.pair];
             cache.victim[at.rows.index] = -1;
-            if constexpr (requires { cache.pinned; }) {
-                if (call.pinned != nullptr) {
-                    cache.pinned[at.rows.index] = call.pinned[at.pair];
+            if constexpr (requires { cache.num_protected; }) {
+                if (call.num_protected != nullptr) {
+                    cache.num_protected[at.rows.index] = call.num_protected[at.pair];
                 }
             }
         }
-        // No tokens: a commit forgets what was proposed, a prefill leaves the slot alone.
+        // No tokens: a commit forgets what was proposed, a prefill leaves the sequence alone.
         if (at.head == 0 && (tokens != 0 || call.tokens.spare)) {
-            cache.proposed[at.active.slot] = 0;
+            cache.num_draft[at.active.seq] = 0;
         }
     }
     if (call.advanced != nullptr && tokens != 0) {
         const std::int64_t size = cache.state_size;
-        for (std::int64_t i = piece * chunk_threads + static_cast<std::int32_t>(threadIdx.x); i < size;
-             i += chunk_pieces * chunk_threads) {
+        for (std::int64_t i = piece * prefill_threads + static_cast<std::int32_t>(threadIdx.x); i < size;
+             i += chunk_pieces * prefill_threads) {
             cache.state[at.rows.index * size + i] = call.advanced[at.pair * size + i];
         }
     }
-    constexpr std::int32_t warps = chunk_threads / 32;
+    constexpr std::int32_t warps = prefill_threads / 32;
     for (std::int32_t j = piece * warps + warp_id(); j < tokens; j += chunk_pieces * warps) {
         const position_t t = at.base + j;
-        if (t >= at.rows.rule.sinks && j + std::int64_t{at.rows.rule.window} < tokens) {
+        if (t >= at.rows.head_params.sinks && j + std::int64_t{at.rows.head_params.window} < tokens) {
             continue;  // it has left the window
         }
         const std::int32_t row = at.rows.layout.recent(t);
@@ -344,16 +346,16 @@ __global__ void __launch_bounds__(chunk_threads)
 
 /// Proposed tokens into the spare rows. chunk_pieces blocks a head, a warp a token.
 template <class View>
-__global__ void __launch_bounds__(chunk_threads)
-    chunk_propose_kernel(const __grid_constant__ chunk_launch<View> call) {
-    const chunk_head<View> at(call, static_cast<std::int32_t>(blockIdx.x) / chunk_pieces);
+__global__ void __launch_bounds__(prefill_threads)
+    prefill_draft_kernel(const __grid_constant__ prefill_params<View> call) {
+    const prefill_head<View> at(call, static_cast<std::int32_t>(blockIdx.x) / chunk_pieces);
     const std::int32_t piece = static_cast<std::int32_t>(blockIdx.x) % chunk_pieces;
     const std::int32_t tokens = at.active.tokens;
     const View& cache = call.cache;
     if (piece == 0 && at.head == 0 && threadIdx.x == 0 && tokens != 0) {
-        cache.proposed[at.active.slot] = tokens;
+        cache.num_draft[at.active.seq] = tokens;
     }
-    constexpr std::int32_t warps = chunk_threads / 32;
+    constexpr std::int32_t warps = prefill_threads / 32;
     for (std::int32_t j = piece * warps + warp_id(); j < tokens; j += chunk_pieces * warps) {
         put_token(call, at, j, at.rows.spare_key(j), at.rows.spare_value(j), at.rows.spare_position(j),
                   at.rows.spare_score(j));
@@ -362,41 +364,42 @@ __global__ void __launch_bounds__(chunk_threads)
 
 /// The rows of a head, with the bounds of their pages.
 template <class View>
-__device__ auto bounded_rows(const chunk_launch<View>& call, const typename View::head_type& head) {
+__device__ auto bounded_rows(const prefill_params<View>& call, const typename View::head_type& head) {
     if constexpr (requires { head.rows; }) {
         return head.rows;
     } else {
         const std::int64_t first = head.position - call.cache.position;
-        return PlainRows<typename View::value_type>{head.k,
-                                                    head.v,
-                                                    head.position,
-                                                    head.score,
-                                                    head.dim_k,
-                                                    head.dim_v,
-                                                    call.bounds + first / call.bound_rows * 2 * head.dim_k,
-                                                    call.bound_rows};
+        return PlainRows<typename View::value_type>{
+            head.k,
+            head.v,
+            head.position,
+            head.score,
+            head.head_dim_qk,
+            head.head_dim_vo,
+            call.bounds + first / call.bound_rows * 2 * head.head_dim_qk,
+            call.bound_rows};
     }
 }
 
 /// Bounds of the pages of rows that a chunk wrote: those that may change hands, and new places. chunk_pieces blocks a head, a warp a
 /// page.
 template <class View>
-__global__ void __launch_bounds__(chunk_threads)
-    chunk_bounds_kernel(const __grid_constant__ chunk_launch<View> call) {
-    const chunk_head<View> at(call, static_cast<std::int32_t>(blockIdx.x) / chunk_pieces);
+__global__ void __launch_bounds__(prefill_threads)
+    prefill_bounds_kernel(const __grid_constant__ prefill_params<View> call) {
+    const prefill_head<View> at(call, static_cast<std::int32_t>(blockIdx.x) / chunk_pieces);
     if (at.active.tokens == 0) {
         return;
     }
-    constexpr std::int32_t warps = chunk_threads / 32;
+    constexpr std::int32_t warps = prefill_threads / 32;
     const std::int32_t warp = static_cast<std::int32_t>(blockIdx.x) % chunk_pieces * warps + warp_id();
-    const HeadRule& rule = at.rows.rule;
-    const std::int32_t used = at.rows.layout.used(at.base + at.active.tokens, call.kept[at.pair]);
-    const bool contests = rule.budget != unlimited && rule.budget != 0;
-    const std::int32_t mortal = contests ? used : at.rows.layout.place(0);
-    const std::int32_t fresh = at.rows.layout.place(call.kept_before[at.pair]);
+    const HeadParams& head_params = at.rows.head_params;
+    const std::int32_t used = at.rows.layout.used(at.base + at.active.tokens, call.num_long_range[at.pair]);
+    const bool updates = head_params.budget != unlimited && head_params.budget != 0;
+    const std::int32_t expirable = updates ? used : at.rows.layout.slot(0);
+    const std::int32_t fresh = at.rows.layout.slot(call.num_long_range_before[at.pair]);
     const auto rows = bounded_rows(call, at.rows);
-    refresh_pages(rows, 0, mortal, used, warp, chunk_pieces * warps);
-    if (mortal < used) {
+    refresh_pages(rows, 0, expirable, used, warp, chunk_pieces * warps);
+    if (expirable < used) {
         // A page that both ranges have is the same, whoever writes it.
         refresh_pages(rows, fresh, used, used, warp, chunk_pieces * warps);
     }
@@ -405,24 +408,25 @@ __global__ void __launch_bounds__(chunk_threads)
 /// Queries of a chunk's tokens for an eviction part: of the last `observing` into the ring, where there are none in `q` from the
 /// proposed ones; of all into the spare rows, where they are `proposed`. chunk_pieces blocks a head, a warp a row.
 template <class View>
-__global__ void __launch_bounds__(chunk_threads)
-    chunk_queries_kernel(const __grid_constant__ chunk_launch<View> call,
-                         const rows_view<const typename View::value_type> q, const bool proposed) {
+__global__ void __launch_bounds__(prefill_threads)
+    prefill_queries_kernel(const __grid_constant__ prefill_params<View> call,
+                           const rows_view<const typename View::value_type> q, const bool num_draft) {
     using T = typename View::value_type;
-    const chunk_head<View> at(call, static_cast<std::int32_t>(blockIdx.x) / chunk_pieces);
+    const prefill_head<View> at(call, static_cast<std::int32_t>(blockIdx.x) / chunk_pieces);
     const View& cache = call.cache;
-    constexpr std::int32_t warps = chunk_threads / 32;
+    constexpr std::int32_t warps = prefill_threads / 32;
     const std::int32_t tokens = at.active.tokens, group = cache.group;
-    const std::int32_t first = proposed || tokens < cache.observing ? 0 : tokens - cache.observing;
+    const std::int32_t first = num_draft || tokens < cache.observing ? 0 : tokens - cache.observing;
     for (std::int32_t x =
              first * group + static_cast<std::int32_t>(blockIdx.x) % chunk_pieces * warps + warp_id();
          x < tokens * group; x += chunk_pieces * warps) {
         const std::int32_t j = x / group, g = x % group;
-        T* const spare = cache.spare_query_row(at.rows.index, j) + std::int64_t{g} * cache.dim_k;
+        T* const spare = cache.spare_query_row(at.rows.index, j) + std::int64_t{g} * cache.head_dim_qk;
         const T* const from = q.data != nullptr ? q.row(at.entry, at.head * group + g, j) : spare;
-        T* const to =
-            proposed ? spare : cache.query_row(at.rows.index, at.base + j) + std::int64_t{g} * cache.dim_k;
-        copy_row<T>(from, to, cache.dim_k);
+        T* const to = num_draft
+                          ? spare
+                          : cache.query_row(at.rows.index, at.base + j) + std::int64_t{g} * cache.head_dim_qk;
+        copy_row<T>(from, to, cache.head_dim_qk);
     }
 }
 

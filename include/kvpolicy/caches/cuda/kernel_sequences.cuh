@@ -1,4 +1,4 @@
-// Slots of a cache on a device: emptied, advanced, copied; and its pages.
+// Sequences of a cache on a device: emptied, advanced, copied; and its pages.
 #pragma once
 
 #include <kvpolicy/caches/calls.hpp>
@@ -15,25 +15,25 @@ namespace kvpolicy {
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 namespace cuda_backend {
 
-inline constexpr int slot_threads = 128;
+inline constexpr int sequence_threads = 128;
 inline constexpr int advance_threads = 512;
-inline constexpr std::int32_t most_reordered = 512;
+inline constexpr std::int32_t max_reordered = 512;
 
-/// Empties `count` slots from `first` on: a block a head of a slot of a layer. Pages go back to the pool, but where the memory is
+/// Empties `count` sequences from `first` on: a block a head of a sequence of a layer. Pages go back to the pool, but where the memory is
 /// `fresh` and names none.
 template <class Ref>
-__global__ void __launch_bounds__(slot_threads)
-    clear_slots_kernel(const Ref* const refs, const std::int32_t kv_heads, const std::int32_t first,
-                       const std::int32_t count, const bool fresh) {
+__global__ void __launch_bounds__(sequence_threads)
+    clear_sequences_kernel(const Ref* const refs, const std::int32_t kv_heads, const std::int32_t first,
+                           const std::int32_t count, const bool fresh) {
     const auto head = static_cast<std::int32_t>(blockIdx.x) % kv_heads;
     const std::int32_t rest = static_cast<std::int32_t>(blockIdx.x) / kv_heads;
-    const std::int32_t slot = first + rest % count, layer = rest / count;
+    const std::int32_t seq = first + rest % count, layer = rest / count;
     const Ref& cache = refs[layer];
-    const std::int64_t index = cache.head_index(slot, head);
+    const std::int64_t index = cache.head_index(seq, head);
     if constexpr (Ref::pooled) {
         const std::int32_t held = fresh ? 0 : cache.held[index];
-        for (auto page = static_cast<std::int32_t>(threadIdx.x); page < held; page += slot_threads) {
-            const std::int32_t id = cache.pages(slot, head)[page];
+        for (auto page = static_cast<std::int32_t>(threadIdx.x); page < held; page += sequence_threads) {
+            const std::int32_t id = cache.pages(seq, head)[page];
             if (atomicSub(cache.pool.names + id, 1) == 1) {
                 cache.pool.free_ids[atomicAdd(cache.pool.free_count, 1)] = id;
             }
@@ -44,47 +44,49 @@ __global__ void __launch_bounds__(slot_threads)
         }
     }
     float* const state = cache.state + index * cache.state_size;
-    for (std::int64_t i = threadIdx.x; i < cache.state_size; i += slot_threads) {
-        // The only scorer with a state is the mLSTM, whose stabiliser is -inf at first, in the last number but one.
+    for (std::int64_t i = threadIdx.x; i < cache.state_size; i += sequence_threads) {
+        // The only scorer with a state is the mLSTM, whose stabilizer is -inf at first, in the last number but one.
         state[i] = i == cache.state_size - 2 ? -INFINITY : 0.0f;
     }
     if (threadIdx.x != 0) {
         return;
     }
-    cache.kept[index] = 0;
+    cache.num_long_range[index] = 0;
     if constexpr (Ref::policy_type::has_keep) {
-        cache.pinned[index] = 0;
+        cache.num_protected[index] = 0;
     }
     cache.victim[index] = -1;
-    cache.taken[index] = 0;
+    cache.appended[index] = 0;
     cache.arrivals[index] = 0;
     if (head == 0) {
-        cache.proposed[slot] = 0;
+        cache.num_draft[seq] = 0;
         if (layer == 0) {
-            cache.length[slot] = 0;
+            cache.length[seq] = 0;
             if constexpr (Ref::pooled) {
-                cache.reserved[slot] = 0;
+                cache.reserved[seq] = 0;
             }
         }
     }
 }
 
 /// What advance() needs of a cache: all in few reads, since nothing else runs meanwhile.
-struct advance_launch {
-    position_t* length = nullptr;   // [slots]
-    std::int32_t* taken = nullptr;  // [layers, slots, kv_heads]
+struct advance_params {
+    position_t* length = nullptr;      // [max_sequences]
+    std::int32_t* appended = nullptr;  // [layers, max_sequences, kv_heads]
     std::int32_t layers = 0;
-    std::int32_t slots = 0;
+    std::int32_t max_sequences = 0;
     std::int32_t kv_heads = 0;
-    position_t longest = 0;  // of a slot
+    position_t max_seq_len = 0;  // of a sequence
     Batch batch{};
     std::uint32_t* status = nullptr;  // [count]
 
     /// Tokens beyond `longest` no layer has taken.
-    [[nodiscard]] __device__ bool takes(std::int32_t /*slot*/, std::int32_t /*tokens*/) const { return true; }
+    [[nodiscard]] __device__ bool takes(std::int32_t /*sequence*/, std::int32_t /*tokens*/) const {
+        return true;
+    }
 };
 
-/// Moves slots on, if every head of every layer has taken the tokens. A block an entry. Call: advance_launch.
+/// Moves sequences on, if every head of every layer has taken the tokens. A block an entry. Call: advance_params.
 template <class Call>
 __global__ void __launch_bounds__(advance_threads) advance_kernel(const __grid_constant__ Call call) {
     const auto i = static_cast<std::int32_t>(blockIdx.x);
@@ -96,62 +98,63 @@ __global__ void __launch_bounds__(advance_threads) advance_kernel(const __grid_c
         return;
     }
     const std::int32_t tokens = active.tokens, heads = call.layers * call.kv_heads;
-    const auto taken_by = [&](std::int32_t x) -> std::int32_t& {
-        return call.taken[(std::int64_t{x / call.kv_heads} * call.slots + active.slot) * call.kv_heads +
-                          x % call.kv_heads];
+    const auto appended_by = [&](std::int32_t x) -> std::int32_t& {
+        return call
+            .appended[(std::int64_t{x / call.kv_heads} * call.max_sequences + active.seq) * call.kv_heads +
+                      x % call.kv_heads];
     };
-    const position_t before = call.length[active.slot];
+    const position_t before = call.length[active.seq];
     bool differs = false, lacks = false;
     for (auto x = static_cast<std::int32_t>(threadIdx.x); x < heads; x += advance_threads) {
-        const std::int32_t taken = taken_by(x);  // -1: it found no pages
-        differs |= tokens != 0 ? taken != tokens : taken > 0;
-        lacks |= tokens != 0 && taken < 0;
+        const std::int32_t appended = appended_by(x);  // -1: it found no pages
+        differs |= tokens != 0 ? appended != tokens : appended > 0;
+        lacks |= tokens != 0 && appended < 0;
     }
     if (__syncthreads_or(differs ? 1 : 0) != 0) {
         const bool exhausted = __syncthreads_or(lacks ? 1 : 0) != 0;
         if (threadIdx.x == 0 && call.status != nullptr) {
-            const status_bits why = before + tokens > call.longest ? status_bad_length
-                                    : exhausted                    ? status_pool_exhausted
-                                                                   : status_not_taken;
+            const status_bits why = before + tokens > call.max_seq_len ? status_bad_length
+                                    : exhausted                        ? status_pool_exhausted
+                                                                       : status_layer_skipped;
             atomicOr(call.status + i, static_cast<std::uint32_t>(why));
         }
         return;
     }
     for (auto x = static_cast<std::int32_t>(threadIdx.x); x < heads; x += advance_threads) {
-        taken_by(x) = 0;
+        appended_by(x) = 0;
     }
     if (threadIdx.x == 0) {
-        call.length[active.slot] = before + tokens;
+        call.length[active.seq] = before + tokens;
     }
 }
 
-/// Which slots become what others were: slot i what sources[i] was for i < count, or with null sources slot `to` what
-/// slot `from` was.
-struct slot_moves {
+/// Which sequences become what others were: sequence i what sources[i] was for i < count, or with null sources sequence `to` what
+/// sequence `from` was.
+struct sequence_moves {
     const std::int32_t* sources = nullptr;
     std::int32_t count = 1;
     std::int32_t from = 0;
     std::int32_t to = 0;
 
     __device__ std::int32_t target(std::int32_t i) const { return sources != nullptr ? i : to; }
-    /// A source that there is not leaves the slot as it is.
-    __device__ std::int32_t source(std::int32_t i, std::int32_t slots) const {
-        const std::int32_t slot = sources != nullptr ? sources[i] : from;
-        return slot >= 0 && slot < slots ? slot : target(i);
+    /// A source that there is not leaves the sequence as it is.
+    __device__ std::int32_t source(std::int32_t i, std::int32_t max_sequences) const {
+        const std::int32_t seq = sources != nullptr ? sources[i] : from;
+        return seq >= 0 && seq < max_sequences ? seq : target(i);
     }
 };
 
 /// A move as a block sees it, in shared memory.
-struct slot_move {
+struct sequence_move {
     std::int32_t from, to;  // alike: nothing to do
     std::int32_t used;      // rows of `from`
 };
 
-/// Moves words x = first, first + stride, ... of an array: at(slot) is a slot's, count(move) how many of them move. All slots'
+/// Moves words x = first, first + stride, ... of an array: at(seq) is a sequence's, count(move) how many of them move. All sequences'
 /// words are read before any is written, each by the thread that writes it, so that no thread waits for another. A thread's
-/// words wait in its own `Room`s, one a move, in `scratch`: the same ones whatever the word, since a neighbour may be a call ahead.
+/// words wait in its own `Room`s, one a move, in `scratch`: the same ones whatever the word, since a neighbor may be a call ahead.
 template <class Word, class Room, class At, class Count>
-__device__ void move_words(const slot_move* moves, std::int32_t number, void* scratch, std::int64_t first,
+__device__ void move_words(const sequence_move* moves, std::int32_t number, void* scratch, std::int64_t first,
                            std::int64_t stride, std::int64_t most, const At& at, const Count& count) {
     static_assert(sizeof(Word) <= sizeof(Room));
     const auto threads = static_cast<std::int32_t>(blockDim.x);
@@ -175,15 +178,15 @@ __device__ void move_words(const slot_move* moves, std::int32_t number, void* sc
 }
 
 /// Room for the moves, before a word for every thread and move.
-inline constexpr std::size_t moves_bytes = most_reordered * sizeof(slot_move);
+inline constexpr std::size_t moves_bytes = max_reordered * sizeof(sequence_move);
 static_assert(moves_bytes % 16 == 0);
 
 /// Rows, positions, scores and states: `pieces` blocks a head of a layer.
 template <class Word, class P, class T>
-__global__ void __launch_bounds__(slot_threads)
-    move_rows_kernel(const FixedBudgetRef<P, T>* const refs, const slot_moves moves,
+__global__ void __launch_bounds__(sequence_threads)
+    move_rows_kernel(const FixedBudgetRef<P, T>* const refs, const sequence_moves moves,
                      const std::int32_t pieces) {
-    auto* const all = reinterpret_cast<slot_move*>(dynamic_shared());
+    auto* const all = reinterpret_cast<sequence_move*>(dynamic_shared());
     void* const scratch = dynamic_shared() + moves_bytes;
     const std::int32_t piece = static_cast<std::int32_t>(blockIdx.x) % pieces;
     const std::int32_t rest = static_cast<std::int32_t>(blockIdx.x) / pieces;
@@ -191,7 +194,7 @@ __global__ void __launch_bounds__(slot_threads)
     const FixedBudgetRef<P, T> cache = refs[rest / kv_heads];
     for (auto i = static_cast<std::int32_t>(threadIdx.x); i < moves.count;
          i += static_cast<std::int32_t>(blockDim.x)) {
-        const std::int32_t from = moves.source(i, cache.slots);
+        const std::int32_t from = moves.source(i, cache.max_sequences);
         all[i] = {from, moves.target(i), cache.used(from, head)};
     }
     __syncthreads();
@@ -202,50 +205,51 @@ __global__ void __launch_bounds__(slot_threads)
             each * static_cast<std::int64_t>(sizeof *array) / static_cast<std::int64_t>(sizeof(Unit));
         move_words<Unit, Word>(
             all, moves.count, scratch, first, stride, cache.capacity(head) * words,
-            [&](std::int32_t slot) { return array + cache.first_row(slot, head) * each; },
-            [&](const slot_move& move) { return move.used * words; });
+            [&](std::int32_t seq) { return array + cache.first_row(seq, head) * each; },
+            [&](const sequence_move& move) { return move.used * words; });
     };
-    rows(Word{}, cache.k, cache.dim_k);
-    rows(Word{}, cache.v, cache.dim_v);
+    rows(Word{}, cache.k, cache.head_dim_qk);
+    rows(Word{}, cache.v, cache.head_dim_vo);
     rows(std::uint32_t{}, cache.position, 1);
     rows(std::uint32_t{}, cache.score, 1);
     if constexpr (P::has_selection) {
-        const std::int32_t size = cache.selection.page_rows();
+        const std::int32_t size = cache.selection.page_size();
         const auto pages = [&](std::int64_t of) { return (of + size - 1) / size; };
-        const std::int64_t words =
-            2 * cache.dim_k * static_cast<std::int64_t>(sizeof(T)) / static_cast<std::int64_t>(sizeof(Word));
+        const std::int64_t words = 2 * cache.head_dim_qk * static_cast<std::int64_t>(sizeof(T)) /
+                                   static_cast<std::int64_t>(sizeof(Word));
         move_words<Word, Word>(
             all, moves.count, scratch, first, stride, pages(cache.capacity(head)) * words,
-            [&](std::int32_t slot) {
-                return cache.bounds + cache.first_row(slot, head) / size * 2 * cache.dim_k;
+            [&](std::int32_t seq) {
+                return cache.bounds + cache.first_row(seq, head) / size * 2 * cache.head_dim_qk;
             },
-            [&](const slot_move& move) { return pages(move.used) * words; });
+            [&](const sequence_move& move) { return pages(move.used) * words; });
     }
     move_words<std::uint32_t, Word>(
         all, moves.count, scratch, first, stride, cache.state_size,
-        [&](std::int32_t slot) { return cache.state + cache.head_index(slot, head) * cache.state_size; },
-        [&](const slot_move&) { return cache.state_size; });
+        [&](std::int32_t seq) { return cache.state + cache.head_index(seq, head) * cache.state_size; },
+        [&](const sequence_move&) { return cache.state_size; });
 }
 
 /// Writes what PlacedPages point to. A block a layer.
 template <class P, class T>
-__global__ void __launch_bounds__(slot_threads) place_pages_kernel(const FixedBudgetRef<P, T>* const refs) {
+__global__ void __launch_bounds__(sequence_threads)
+    lay_out_pages_kernel(const FixedBudgetRef<P, T>* const refs) {
     const FixedBudgetRef<P, T>& cache = refs[blockIdx.x];
     const PlacedPages<T>& pages = cache.placed;
     const auto thread = static_cast<std::int32_t>(threadIdx.x);
     const std::int64_t count = cache.page_count();
-    for (std::int64_t page = thread; page < count; page += slot_threads) {
+    for (std::int64_t page = thread; page < count; page += sequence_threads) {
         pages.table[page] = static_cast<std::int32_t>(page);
     }
-    for (std::int32_t head = thread; head <= cache.kv_heads; head += slot_threads) {
-        pages.table_offset[head] = cache.row_offset[head] / cache.page_rows;
+    for (std::int32_t head = thread; head <= cache.kv_heads; head += sequence_threads) {
+        pages.table_offset[head] = cache.row_offset[head] / cache.page_size;
         pages.tile_offset[head] =
             head < cache.kv_heads ? cache.first_tile(0, head) : cache.tiles(cache.rows, cache.kv_heads);
     }
-    for (std::int32_t x = thread; x < cache.slots * cache.kv_heads; x += slot_threads) {
+    for (std::int32_t x = thread; x < cache.max_sequences * cache.kv_heads; x += sequence_threads) {
         const std::int32_t head = x % cache.kv_heads;
         pages.held[x] = static_cast<std::int32_t>((cache.row_offset[head + 1] - cache.row_offset[head]) /
-                                                  cache.page_rows);
+                                                  cache.page_size);
     }
     if (thread == 0) {
         *pages.slab = {cache.k, cache.v, cache.position, cache.score, cache.bounds};
@@ -255,20 +259,20 @@ __global__ void __launch_bounds__(slot_threads) place_pages_kernel(const FixedBu
 
 /// Counters, after the rows: a block a layer.
 template <class P, class T>
-__global__ void __launch_bounds__(slot_threads)
-    move_counters_kernel(const FixedBudgetRef<P, T>* const refs, const slot_moves moves,
+__global__ void __launch_bounds__(sequence_threads)
+    move_counters_kernel(const FixedBudgetRef<P, T>* const refs, const sequence_moves moves,
                          std::uint32_t* const status) {
-    auto* const all = reinterpret_cast<slot_move*>(dynamic_shared());
+    auto* const all = reinterpret_cast<sequence_move*>(dynamic_shared());
     void* const scratch = dynamic_shared() + moves_bytes;
     const FixedBudgetRef<P, T>& cache = refs[blockIdx.x];
     const auto thread = static_cast<std::int32_t>(threadIdx.x),
                threads = static_cast<std::int32_t>(blockDim.x);
     for (std::int32_t i = thread; i < moves.count; i += threads) {
-        all[i] = {moves.source(i, cache.slots), moves.target(i), 0};
+        all[i] = {moves.source(i, cache.max_sequences), moves.target(i), 0};
         for (std::int32_t head = 0; head < cache.kv_heads; ++head) {
             cache.victim[cache.head_index(all[i].to, head)] = -1;
         }
-        cache.proposed[all[i].to] = 0;
+        cache.num_draft[all[i].to] = 0;
         const bool bad = moves.sources != nullptr && moves.sources[i] != all[i].from;
         if (bad && status != nullptr && blockIdx.x == 0) {
             atomicOr(status, static_cast<std::uint32_t>(status_bad_length));
@@ -277,47 +281,47 @@ __global__ void __launch_bounds__(slot_threads)
     __syncthreads();
     move_words<std::uint32_t, std::uint32_t>(
         all, moves.count, scratch, thread, threads, cache.kv_heads,
-        [&](std::int32_t slot) { return cache.kept + cache.head_index(slot, 0); },
-        [&](const slot_move&) { return std::int64_t{cache.kv_heads}; });
+        [&](std::int32_t seq) { return cache.num_long_range + cache.head_index(seq, 0); },
+        [&](const sequence_move&) { return std::int64_t{cache.kv_heads}; });
     move_words<std::uint32_t, std::uint32_t>(
         all, moves.count, scratch, thread, threads, cache.kv_heads,
-        [&](std::int32_t slot) { return cache.taken + cache.head_index(slot, 0); },
-        [&](const slot_move&) { return std::int64_t{cache.kv_heads}; });
+        [&](std::int32_t seq) { return cache.appended + cache.head_index(seq, 0); },
+        [&](const sequence_move&) { return std::int64_t{cache.kv_heads}; });
     if (blockIdx.x == 0) {
         move_words<std::uint32_t, std::uint32_t>(
             all, moves.count, scratch, thread, threads, 2,
-            [&](std::int32_t slot) { return cache.length + slot; },
-            [](const slot_move&) { return std::int64_t{2}; });
+            [&](std::int32_t seq) { return cache.length + seq; },
+            [](const sequence_move&) { return std::int64_t{2}; });
     }
 }
 
-/// Counts the pages of all heads of a batch: indptr and last_page_rows. One block.
+/// Counts the pages of all heads of a batch: indptr and last_page_len. One block.
 template <class T>
-__global__ void __launch_bounds__(slot_threads)
-    count_pages_kernel(const __grid_constant__ cache_view<T> cache, const Batch batch,
-                       const std::int32_t page_rows, const HeadPages pages) {
-    __shared__ int totals[2][slot_threads / 32];
+__global__ void __launch_bounds__(sequence_threads)
+    count_pages_kernel(const __grid_constant__ contiguous_view<T> cache, const Batch batch,
+                       const std::int32_t page_size, const HeadPages pages) {
+    __shared__ int totals[2][sequence_threads / 32];
     const std::int32_t heads = batch.count * cache.kv_heads;
     int before = 0;
-    for (std::int32_t first = 0, turn = 0; first < heads; first += slot_threads, turn ^= 1) {
+    for (std::int32_t first = 0, turn = 0; first < heads; first += sequence_threads, turn ^= 1) {
         const std::int32_t x = first + static_cast<std::int32_t>(threadIdx.x);
         std::int32_t used = 0;
         if (x < heads) {
-            const std::int32_t slot = batch.slot(x / cache.kv_heads);
-            if (slot >= 0 && slot < cache.slots) {
-                const head_view<T> head(cache, slot, x % cache.kv_heads);
-                used = rows_now(cache, head, slot);
+            const std::int32_t seq = batch.seq(x / cache.kv_heads);
+            if (seq >= 0 && seq < cache.max_sequences) {
+                const contiguous_head<T> head(cache, seq, x % cache.kv_heads);
+                used = rows_now(cache, head, seq);
             }
         }
-        const int mine = (used + page_rows - 1) / page_rows, through = warp_inclusive_sum(mine);
+        const int mine = (used + page_size - 1) / page_size, through = warp_inclusive_sum(mine);
         if (lane_id() == 31) {
             totals[turn][warp_id()] = through;
         }
         __syncthreads();  // two arrays in turn: nobody writes one that others still read
-        const block_sum of_block = sum_of_warps<slot_threads / 32>(totals[turn]);
+        const block_sum of_block = sum_of_warps<sequence_threads / 32>(totals[turn]);
         if (x < heads) {
             pages.indptr[x + 1] = before + of_block.before + through;
-            pages.last_page_rows[x] = used == 0 ? 0 : (used - 1) % page_rows + 1;
+            pages.last_page_len[x] = used == 0 ? 0 : (used - 1) % page_size + 1;
         }
         before += of_block.total;
     }
@@ -328,17 +332,17 @@ __global__ void __launch_bounds__(slot_threads)
 
 /// Writes the pages of a head: a block a head.
 template <class T>
-__global__ void __launch_bounds__(slot_threads)
-    fill_pages_kernel(const __grid_constant__ cache_view<T> cache, const Batch batch,
-                      const std::int32_t page_rows, const HeadPages pages) {
+__global__ void __launch_bounds__(sequence_threads)
+    fill_pages_kernel(const __grid_constant__ contiguous_view<T> cache, const Batch batch,
+                      const std::int32_t page_size, const HeadPages pages) {
     const auto x = static_cast<std::int32_t>(blockIdx.x);
-    const std::int32_t slot = batch.slot(x / cache.kv_heads);
+    const std::int32_t seq = batch.seq(x / cache.kv_heads);
     const std::int32_t begin = pages.indptr[x], count = pages.indptr[x + 1] - begin;
     if (count == 0) {
         return;
     }
-    const std::int64_t first = (slot * cache.rows + cache.row_offset[x % cache.kv_heads]) / page_rows;
-    for (auto page = static_cast<std::int32_t>(threadIdx.x); page < count; page += slot_threads) {
+    const std::int64_t first = (seq * cache.rows + cache.row_offset[x % cache.kv_heads]) / page_size;
+    for (auto page = static_cast<std::int32_t>(threadIdx.x); page < count; page += sequence_threads) {
         pages.indices[begin + page] = static_cast<std::int32_t>(first + page);
     }
 }

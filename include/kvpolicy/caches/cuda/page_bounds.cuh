@@ -22,15 +22,15 @@ __device__ void refresh_page(const Rows& rows, std::int32_t page, std::int32_t u
     auto* const least = rows.bounds(page);
     using T = std::remove_pointer_t<decltype(least)>;
     using Real = compute_t<T>;
-    for (std::int32_t d = rank; d < rows.dim_k; d += size) {
+    for (std::int32_t d = rank; d < rows.head_dim_qk; d += size) {
         T low = key[d], high = low;
         for (std::int32_t r = 1; r < count; ++r) {
-            const T x = key[std::int64_t{r} * rows.dim_k + d];
+            const T x = key[std::int64_t{r} * rows.head_dim_qk + d];
             low = static_cast<Real>(x) < static_cast<Real>(low) ? x : low;
             high = static_cast<Real>(x) > static_cast<Real>(high) ? x : high;
         }
         least[d] = low;
-        least[rows.dim_k + d] = high;
+        least[rows.head_dim_qk + d] = high;
     }
 }
 

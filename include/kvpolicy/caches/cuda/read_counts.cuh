@@ -11,13 +11,13 @@ namespace kvpolicy {
 
 template <class Derived, AnyPolicy P, Storage T>
 template <class Build>
-position_t CacheOwner<Derived, P, T>::length(const cuda& on, std::int32_t slot) const {
+position_t CacheOwner<Derived, P, T>::length(const cuda& on, std::int32_t seq) const {
     namespace cb = cuda_backend;
     require_memory(true);
-    require_slot_number(slot, "slot");
+    require_seq_number(seq, "seq");
     const cb::device_scope device(on, device_);
     position_t result = 0;
-    cb::check(cudaMemcpyAsync(&result, at<const position_t>(length_at_) + slot, sizeof result,
+    cb::check(cudaMemcpyAsync(&result, at<const position_t>(length_at_) + seq, sizeof result,
                               cudaMemcpyDeviceToHost, on.stream),
               "cudaMemcpyAsync");
     cb::check(cudaStreamSynchronize(on.stream), "cudaStreamSynchronize");
@@ -26,25 +26,25 @@ position_t CacheOwner<Derived, P, T>::length(const cuda& on, std::int32_t slot) 
 
 template <class Derived, AnyPolicy P, Storage T>
 template <class Build>
-Occupancy CacheOwner<Derived, P, T>::occupancy(const cuda& on, std::int32_t layer, std::int32_t slot,
-                                               std::int32_t head) const {
+HeadUsage CacheOwner<Derived, P, T>::usage(const cuda& on, std::int32_t layer, std::int32_t seq,
+                                           std::int32_t head) const {
     namespace cb = cuda_backend;
     require_memory(true);
-    require_slot_number(slot, "slot");
+    require_seq_number(seq, "seq");
     check_layer(layer);
     require_head(head);
     const cb::device_scope device(on, device_);
-    const auto cache = self().ref(layer);
+    const auto cache = self().layer(layer);
     const auto fetch = [&](std::int32_t& to, const std::int32_t* from) {
-        cb::check(cudaMemcpyAsync(&to, from + cache.head_index(slot, head), sizeof to, cudaMemcpyDeviceToHost,
+        cb::check(cudaMemcpyAsync(&to, from + cache.head_index(seq, head), sizeof to, cudaMemcpyDeviceToHost,
                                   on.stream),
                   "cudaMemcpyAsync");
     };
-    std::int32_t kept = 0, taken = 0;
-    fetch(kept, cache.kept);
-    fetch(taken, cache.taken);
-    const position_t tokens = length(on, slot);  // which waits
-    return occupancy_of(layer, head, tokens, detail::pending_tokens(taken), kept);
+    std::int32_t num_long_range = 0, appended = 0;
+    fetch(num_long_range, cache.num_long_range);
+    fetch(appended, cache.appended);
+    const position_t tokens = length(on, seq);  // which waits
+    return usage_of(layer, head, tokens, detail::appended_tokens(appended), num_long_range);
 }
 
 }  // namespace kvpolicy

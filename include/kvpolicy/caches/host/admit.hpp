@@ -16,28 +16,28 @@ namespace kvpolicy::host_backend {
 template <class Cache>
 std::size_t admission_bytes([[maybe_unused]] const Cache& cache, [[maybe_unused]] std::int32_t count) {
     if constexpr (Cache::pooled) {
-        return aligned_size(static_cast<std::size_t>(count) * sizeof(std::int32_t));
+        return detail::aligned_size(static_cast<std::size_t>(count) * sizeof(std::int32_t));
     }
     return 0;
 }
 
-/// Refuses a slot that a call would make longer than it may get.
-inline void require_longest(std::int32_t slot, position_t after, position_t longest) {
-    if (after > longest) {
-        detail::refuse(detail::text("length of slot ", slot, " after the call").c_str(), after,
-                       detail::text("at most the cache's longest, ", longest));
+/// Refuses a sequence that a call would make longer than it may get.
+inline void require_max_seq_len(std::int32_t seq, position_t after, position_t max_seq_len) {
+    if (after > max_seq_len) {
+        detail::refuse(detail::text("length of sequence ", seq, " after the call").c_str(), after,
+                       detail::text("at most the cache's max_seq_len, ", max_seq_len));
     }
 }
 
 /// Refuses tokens beyond what the page tables of unbounded heads can name.
 template <class Cache>
-void check_longest([[maybe_unused]] const Cache& cache, [[maybe_unused]] const Batch& batch) {
+void check_max_seq_len([[maybe_unused]] const Cache& cache, [[maybe_unused]] const Batch& batch) {
     if constexpr (Cache::pooled) {
         for (std::int32_t i = 0; cache.limited && i < batch.count; ++i) {
-            const std::int32_t slot = batch.slot(i);
-            const position_t after = cache.length[slot] + cache.pending(slot, 0) + batch.tokens(i);
+            const std::int32_t seq = batch.seq(i);
+            const position_t after = cache.length[seq] + cache.num_appended(seq, 0) + batch.tokens(i);
             if (batch.tokens(i) != 0) {
-                require_longest(slot, after, cache.longest);
+                require_max_seq_len(seq, after, cache.max_seq_len);
             }
         }
     }
@@ -61,7 +61,7 @@ Batch admit([[maybe_unused]] const Cache& cache, const Batch& batch, [[maybe_unu
             }
             std::int64_t mine = 0;
             for (std::int32_t h = 0; h < cache.kv_heads; ++h) {
-                mine += cache.pages_missing(batch.slot(i), h, rows_after(i, h));
+                mine += cache.pages_missing(batch.seq(i), h, rows_after(i, h));
             }
             needed += mine;
             if (mine > left) {
@@ -85,10 +85,10 @@ Batch admit([[maybe_unused]] const Cache& cache, const Batch& batch, [[maybe_unu
         }
         for (std::int32_t i = 0; i < batch.count; ++i) {
             for (std::int32_t h = 0; tokens[i] != 0 && h < cache.kv_heads; ++h) {
-                cache.take_pages(batch.slot(i), h, rows_after(i, h));
+                cache.take_pages(batch.seq(i), h, rows_after(i, h));
             }
         }
-        return {.count = batch.count, .slots = batch.slots, .q_len = tokens, .length = batch.length};
+        return {.count = batch.count, .seq_ids = batch.seq_ids, .q_len = tokens, .length = batch.length};
     }
 }
 
@@ -106,7 +106,7 @@ void clear_refused([[maybe_unused]] const Cache& cache, [[maybe_unused]] const B
             for (std::int32_t h = 0; h < cache.kv_heads * cache.group; ++h) {
                 for (std::int32_t j = 0; j < all.tokens(i); ++j) {
                     // T{} would do, but the storage types are trivial on purpose.
-                    std::fill_n(entry_rows(out, cu_seqlens, i).row(i, h, j), cache.dim_v,
+                    std::fill_n(entry_rows(out, cu_seqlens, i).row(i, h, j), cache.head_dim_vo,
                                 static_cast<T>(0.0f));
                     if (lse) {
                         entry_plane(lse, cu_seqlens, i).head(i, h)[j] =

@@ -16,11 +16,11 @@ namespace kvpolicy::host_backend {
 template <class Cache>
 attention_shape shape_of(const Cache& cache) {
     attention_shape shape;
-    shape.dim_k = cache.dim_k;
-    shape.dim_v = cache.dim_v;
-    shape.scale = cache.attention.scale != 0.0f ? cache.attention.scale
-                                                : 1.0f / std::sqrt(static_cast<float>(cache.dim_k));
-    shape.softcap = cache.attention.softcap;
+    shape.head_dim_qk = cache.head_dim_qk;
+    shape.head_dim_vo = cache.head_dim_vo;
+    shape.scale = cache.attention.sm_scale != 0.0f ? cache.attention.sm_scale
+                                                   : 1.0f / std::sqrt(static_cast<float>(cache.head_dim_qk));
+    shape.logits_soft_cap = cache.attention.logits_soft_cap;
     return shape;
 }
 
@@ -51,10 +51,10 @@ template <class T>
 struct decode_part {
     std::size_t out, lse, scratch;
     decode_part(const attention_shape& shape, std::int32_t group)
-        : out(aligned_size(static_cast<std::size_t>(group) * static_cast<std::size_t>(shape.dim_v) *
-                           sizeof(compute_t<T>))),
-          lse(aligned_size(static_cast<std::size_t>(group) * sizeof(float))),
-          scratch(aligned_size(attend_scratch_bytes<T>(shape, group, 1))) {}
+        : out(detail::aligned_size(static_cast<std::size_t>(group) *
+                                   static_cast<std::size_t>(shape.head_dim_vo) * sizeof(compute_t<T>))),
+          lse(detail::aligned_size(static_cast<std::size_t>(group) * sizeof(float))),
+          scratch(detail::aligned_size(attend_scratch_bytes<T>(shape, group, 1))) {}
 };
 
 /// What a query of one head reads: the first `pages` of its chosen pages, `rows` rows in all.
@@ -62,29 +62,29 @@ struct page_choice {
     std::int32_t pages, rows;
 };
 
-inline constexpr std::int32_t most_decode_parts = 32;  // attend_splits never makes more than this many in all
+inline constexpr std::int32_t max_decode_parts = 32;  // attend_splits never makes more than this many in all
 
 template <class Cache>
 std::size_t decode_bytes(const host& on, const Cache& cache, std::int32_t count) {
     const decode_part<typename Cache::value_type> part(shape_of(cache), cache.group);
     const std::size_t tasks = static_cast<std::size_t>(count) * static_cast<std::size_t>(cache.kv_heads);
-    return std::max<std::size_t>(tasks, most_decode_parts) * (part.out + part.lse) +
+    return std::max<std::size_t>(tasks, max_decode_parts) * (part.out + part.lse) +
            static_cast<std::size_t>(on.threads()) * part.scratch +
-           tasks * (selection_bytes(cache) + aligned_size(sizeof(page_choice)));
+           tasks * (selection_bytes(cache) + detail::aligned_size(sizeof(page_choice)));
 }
 
 /// Hands rows [begin, end) of a head to visit(segment, first_row), a segment for each run of rows that lie together. Every
 /// row lies before the query at 0; the caller may say otherwise in the segment.
 template <class Rows, class Visit>
-void visit_rows(const Rows& rows, std::int32_t begin, std::int32_t end, std::int32_t dim_k,
-                std::int32_t dim_v, Visit&& visit) {
+void visit_rows(const Rows& rows, std::int32_t begin, std::int32_t end, std::int32_t head_dim_qk,
+                std::int32_t head_dim_vo, Visit&& visit) {
     for (std::int32_t row = begin; row < end;) {
         const std::int32_t stop = rows.run_end(row, end);
         key_segment<std::remove_pointer_t<decltype(rows.k(0))>> segment;
         segment.k = rows.k(row);
-        segment.k_stride = dim_k;
+        segment.k_stride = head_dim_qk;
         segment.v = rows.v(row);
-        segment.v_stride = dim_v;
+        segment.v_stride = head_dim_vo;
         segment.count = stop - row;
         segment.first = -segment.count;
         visit(segment, row);
@@ -102,12 +102,13 @@ void attend_rows(const host& on, const Cache& cache, const Batch& batch, rows_vi
     const auto entry_of = [&](std::int64_t task) { return static_cast<std::int32_t>(task / cache.kv_heads); };
     const auto head_of = [&](std::int64_t task) { return static_cast<std::int32_t>(task % cache.kv_heads); };
     const auto held = [&](std::int64_t task) {
-        const std::int32_t slot = batch.slot(entry_of(task)), head = head_of(task);
-        return cache.layout(head).used(cache.length[slot] + cache.pending(slot, head) + added,
-                                       cache.kept[cache.head_index(slot, head)]);
+        const std::int32_t seq = batch.seq(entry_of(task)), head = head_of(task);
+        return cache.layout(head).used(cache.length[seq] + cache.num_appended(seq, head) + added,
+                                       cache.num_long_range[cache.head_index(seq, head)]);
     };
     using real = compute_t<T>;
-    const std::size_t chosen_bytes = selection_bytes(cache), choice_bytes = aligned_size(sizeof(page_choice));
+    const std::size_t chosen_bytes = selection_bytes(cache),
+                      choice_bytes = detail::aligned_size(sizeof(page_choice));
     std::byte* const choices = memory;
     const auto choice_of = [&](std::int64_t task) -> page_choice& {
         return *reinterpret_cast<page_choice*>(choices + static_cast<std::size_t>(task) *
@@ -125,13 +126,13 @@ void attend_rows(const host& on, const Cache& cache, const Batch& batch, rows_vi
             if (batch.tokens(i) == 0 || rows == 0) {
                 return;
             }
-            const std::int32_t slot = batch.slot(i);
+            const std::int32_t seq = batch.seq(i);
             const std::int32_t newest =
-                cache.layout(h).recent(cache.length[slot] + cache.pending(slot, h) + added - 1);
+                cache.layout(h).recent(cache.length[seq] + cache.num_appended(seq, h) + added - 1);
             choice.pages =
-                choose_pages(cache, cache.head_rows(slot, h), h, rows, newest, static_cast<real>(shape.scale),
+                choose_pages(cache, cache.head_rows(seq, h), h, rows, newest, static_cast<real>(shape.scale),
                              q.row(i, h * cache.group, 0), q.head_stride, chosen_of(task));
-            const std::int32_t size = cache.selection.page_rows();
+            const std::int32_t size = cache.selection.page_size();
             const std::int32_t last = chosen_of(task)[choice.pages - 1].page;
             choice.rows = (choice.pages - 1) * size + std::min(size, rows - last * size);
         });
@@ -154,16 +155,16 @@ void attend_rows(const host& on, const Cache& cache, const Batch& batch, rows_vi
     const auto segments_of = [&](std::int64_t task) {
         const page_bound<real>* const chosen = Cache::policy_type::has_selection ? chosen_of(task) : nullptr;
         const std::int32_t pages = Cache::policy_type::has_selection ? choice_of(task).pages : 0;
-        return [&cache, rows = cache.head_rows(batch.slot(entry_of(task)), head_of(task)), count = held(task),
+        return [&cache, rows = cache.head_rows(batch.seq(entry_of(task)), head_of(task)), count = held(task),
                 chosen, pages](auto&& visit) {
             static_cast<void>(chosen), static_cast<void>(pages);  // without a selection
             const auto pass = [&](std::int32_t begin, std::int32_t end) {
-                visit_rows(rows, begin, end, cache.dim_k, cache.dim_v,
+                visit_rows(rows, begin, end, cache.head_dim_qk, cache.head_dim_vo,
                            [&](const key_segment<T>& segment, std::int32_t) { visit(segment); });
             };
             if constexpr (Cache::policy_type::has_selection) {
                 // Pages that follow one another are read as one.
-                const std::int32_t size = cache.selection.page_rows();
+                const std::int32_t size = cache.selection.page_size();
                 for (std::int32_t i = 0; i < pages;) {
                     std::int32_t next = i + 1;
                     for (; next < pages && chosen[next].page == chosen[next - 1].page + 1; ++next) {
@@ -201,7 +202,7 @@ void attend_rows(const host& on, const Cache& cache, const Batch& batch, rows_vi
         const std::int64_t step = (count + splits - 1) / splits;
         attend_head_split<T>(on.instructions(), shape, segments_of(task), block(task), 0, 1, split * step,
                              std::min((split + 1) * step, count),
-                             out_of(task) + split * cache.group * cache.dim_v,
+                             out_of(task) + split * cache.group * cache.head_dim_vo,
                              lse_of(task) + split * cache.group, mine);
     });
     if (splits == 1) {
@@ -220,7 +221,8 @@ std::size_t chunk_attention_bytes(const host& on, const Cache& cache) {
     using T = typename Cache::value_type;
     const attention_shape shape = shape_of(cache);
     return static_cast<std::size_t>(on.threads()) *
-           aligned_size(attend_scratch_bytes<T>(shape, cache.group, attend_tile<T>(shape, cache.group)));
+           detail::aligned_size(
+               attend_scratch_bytes<T>(shape, cache.group, attend_tile<T>(shape, cache.group)));
 }
 
 /// A chunk's queries over the segments that segments_of(entry, head, visit) hands to visit.
@@ -232,7 +234,7 @@ void attend_chunk(const host& on, const Cache& cache, const Batch& batch, rows_v
     const std::int32_t tile = attend_tile<T>(shape, cache.group);
     const std::int64_t tiles = (longest + tile - 1) / tile;
     const std::int64_t heads = std::int64_t{batch.count} * cache.kv_heads;
-    const std::size_t scratch = aligned_size(attend_scratch_bytes<T>(shape, cache.group, tile));
+    const std::size_t scratch = detail::aligned_size(attend_scratch_bytes<T>(shape, cache.group, tile));
     on.parallel_for(tiles * heads, [&](std::int64_t task, int thread) {
         // Late tiles see the most keys: they go first, so that no thread is left with a long one at the end.
         const auto begin = static_cast<std::int32_t>((tiles - 1 - task / heads) * tile);

@@ -75,22 +75,22 @@ inline std::int32_t check_packed(const Batch& batch, const std::int32_t* cu_seql
 
 /// Refuses tokens for a layer that has taken some which advance() has not counted.
 template <class Cache>
-void check_taken(const Cache& cache, const Batch& batch) {
+void check_appended(const Cache& cache, const Batch& batch) {
     for (std::int32_t i = 0; i < batch.count; ++i) {
-        if (batch.tokens(i) != 0 && cache.taken[batch.slot(i)] != 0) [[unlikely]] {
+        if (batch.tokens(i) != 0 && cache.appended[batch.seq(i)] != 0) [[unlikely]] {
             detail::refuse(detail::text("tokens of entry ", i).c_str(), batch.tokens(i),
                            detail::text("0, since layer ", cache.layer, " has taken ",
-                                        cache.taken[batch.slot(i)], " of slot ", batch.slot(i),
+                                        cache.appended[batch.seq(i)], " of sequence ", batch.seq(i),
                                         " already: advance(batch) once, after the last layer"));
         }
     }
 }
 /// Remembers the tokens of a call that is done.
 template <class Cache>
-void mark_taken(const Cache& cache, const Batch& batch) {
+void mark_appended(const Cache& cache, const Batch& batch) {
     for (std::int32_t i = 0; i < batch.count; ++i) {
         if (batch.tokens(i) != 0) {
-            cache.taken[batch.slot(i)] = batch.tokens(i);
+            cache.appended[batch.seq(i)] = batch.tokens(i);
         }
     }
 }
@@ -106,15 +106,15 @@ void check_cache_call(const Cache& cache, const Batch& batch, std::int32_t longe
     const std::int32_t count = packed ? 1 : batch.count;
     detail::require(!packed || !P::observed, "extras.cu_seqlens", "given",
                     "null, since this policy ranks keys by the attention that they receive");
-    check_rows("q", q, count, cache.kv_heads * cache.group, rows, cache.dim_k);
-    check_rows("k", k, count, cache.kv_heads, rows, cache.dim_k);
-    check_rows("v", v, count, cache.kv_heads, rows, cache.dim_v);
-    check_rows("out", out, count, cache.kv_heads * cache.group, rows, cache.dim_v);
-    check_lse(extras.lse, count, cache.kv_heads * cache.group, rows);
-    check_scores_wanted<P>(extras);
+    checks::check_rows("q", q, count, cache.kv_heads * cache.group, rows, cache.head_dim_qk);
+    checks::check_rows("k", k, count, cache.kv_heads, rows, cache.head_dim_qk);
+    checks::check_rows("v", v, count, cache.kv_heads, rows, cache.head_dim_vo);
+    checks::check_rows("out", out, count, cache.kv_heads * cache.group, rows, cache.head_dim_vo);
+    checks::check_lse(extras.lse, count, cache.kv_heads * cache.group, rows);
+    checks::check_scores_wanted<P>(extras);
     if constexpr (P::ranked && P::scorer_type::when == score_time::from_hidden) {
         if (longest != 0) {
-            check_hidden("extras.hidden", extras.hidden, count, rows, cache.scorer.hidden_width());
+            checks::check_hidden("extras.hidden", extras.hidden, count, rows, cache.scorer.hidden_width());
         }
     }
     if constexpr (P::ranked && P::scorer_type::when == score_time::given) {
@@ -131,7 +131,8 @@ void check_cache_call(const Cache& cache, const Batch& batch, std::int32_t longe
             for (std::int32_t h = 0; h < cache.kv_heads; ++h) {
                 const float* score = entry_plane(scores, extras.cu_seqlens, i).head(i, h);
                 // The score of a sink, or of a key that is kept by position, is never read.
-                const position_t first = cache.length[batch.slot(i)], sinks = cache.rules[h].sinks - first;
+                const position_t first = cache.length[batch.seq(i)],
+                                 sinks = cache.all_params[h].sinks - first;
                 for (std::int32_t j = 0; j < batch.tokens(i); ++j) {
                     if (score[j] != score[j] && j >= sinks && !cache.keep.keeps(first + j)) [[unlikely]] {
                         detail::refuse(detail::text("extras.scores[", i, "][", h, "][", j, "]").c_str(),
@@ -160,16 +161,16 @@ void copy_row(const T* from, std::int32_t dim, T* to) {
 /// Keeps the queries of tokens from position `first` on, all heads of KV head `head`, for an eviction part: q.row(entry, query
 /// head, j) are those of token first + j.
 template <class Cache, class T>
-void remember_queries([[maybe_unused]] const Cache& cache, [[maybe_unused]] std::int32_t slot,
+void remember_queries([[maybe_unused]] const Cache& cache, [[maybe_unused]] std::int32_t seq,
                       [[maybe_unused]] std::int32_t head, [[maybe_unused]] position_t first,
                       [[maybe_unused]] std::int32_t tokens, [[maybe_unused]] const rows_view<const T>& q,
                       [[maybe_unused]] std::int32_t entry) {
     if constexpr (Cache::policy_type::has_eviction) {
         for (std::int32_t j = std::max(0, tokens - cache.eviction.observing); j < tokens; ++j) {
-            T* const to = cache.query_row(slot, head, first + j);
+            T* const to = cache.query_row(seq, head, first + j);
             for (std::int32_t g = 0; g < cache.group; ++g) {
-                copy_row(q.row(entry, head * cache.group + g, j), cache.dim_k,
-                         to + std::int64_t{g} * cache.dim_k);
+                copy_row(q.row(entry, head * cache.group + g, j), cache.head_dim_qk,
+                         to + std::int64_t{g} * cache.head_dim_qk);
             }
         }
     }
@@ -187,15 +188,15 @@ struct head_state {
 
     const Cache& cache;
     decltype(std::declval<const Cache&>().head_rows(0, 0)) rows;
-    std::int64_t index;  // slot * kv_heads + head
-    HeadRule rule;
+    std::int64_t index;  // sequence * kv_heads + head
+    HeadParams head_params;
     HeadRows layout;
 
-    head_state(const Cache& ref, std::int32_t slot, std::int32_t head)
+    head_state(const Cache& ref, std::int32_t seq, std::int32_t head)
         : cache(ref),
-          rows(ref.head_rows(slot, head)),
-          index(ref.head_index(slot, head)),
-          rule(ref.rules[head]),
+          rows(ref.head_rows(seq, head)),
+          index(ref.head_index(seq, head)),
+          head_params(ref.all_params[head]),
           layout(ref.layout(head)) {}
 
     T* k(std::int32_t row) const { return rows.k(row); }
@@ -204,8 +205,8 @@ struct head_state {
     float& score(std::int32_t row) const { return rows.score(row); }
 
     void put(std::int32_t row, const T* key, const T* value, position_t t, float s) const {
-        copy_row(key, cache.dim_k, k(row));
-        copy_row(value, cache.dim_v, v(row));
+        copy_row(key, cache.head_dim_qk, k(row));
+        copy_row(value, cache.head_dim_vo, v(row));
         position(row) = t;
         score(row) = s;
     }
@@ -220,36 +221,36 @@ struct head_state {
     }
     /// Long-range places whose keys compete.
     std::int32_t competitors() const {
-        std::int32_t count = cache.kept[index];
+        std::int32_t count = cache.num_long_range[index];
         if constexpr (P::has_keep) {
-            count -= cache.pinned[index];
+            count -= cache.num_protected[index];
         }
         return count;
     }
     /// Whether key t, leaving the window with score s, gets a place without taking it from another.
-    bool takes_new_place(position_t t, float s) const {
+    bool takes_new_slot(position_t t, float s) const {
         if (keeps(t)) {
             return true;
         }
-        return rule.budget != 0 && cache.gate.open(s, rule) &&
-               (rule.budget == unlimited || competitors() < rule.budget);
+        return head_params.budget != 0 && cache.gate.open(s, head_params) &&
+               (head_params.budget == unlimited || competitors() < head_params.budget);
     }
 
-    /// The worst long-range place at query q: the one found before, while ranks stand still.
-    std::int32_t worst_place(position_t q) const {
+    /// The worst top-k slot at query q: the one found before, while ranks stand still.
+    std::int32_t worst_slot(position_t q) const {
         std::int32_t& known = cache.victim[index];
-        if (known >= 0 && rule.decay_step == 1) {
+        if (known >= 0 && head_params.decay_step == 1) {
             return known;
         }
         std::int32_t worst = -1;
         double worst_value = 0.0;
-        for (std::int32_t p = 0; p < cache.kept[index]; ++p) {
-            if (keeps(position(layout.place(p)))) {
+        for (std::int32_t p = 0; p < cache.num_long_range[index]; ++p) {
+            if (keeps(position(layout.slot(p)))) {
                 continue;
             }
             const double value = value_of(p, q);
             if (worst < 0 ||
-                ranks_before(worst_value, position(layout.place(worst)), value, position(layout.place(p)))) {
+                ranks_before(worst_value, position(layout.slot(worst)), value, position(layout.slot(p)))) {
                 worst = p;
                 worst_value = value;
             }
@@ -257,41 +258,41 @@ struct head_state {
         return known = worst;
     }
 
-    double value_of(std::int32_t place, position_t q) const {
-        const std::int32_t row = layout.place(place);
-        return rank_value(rule, score(row), position(row), q, cache.rebase_limit);
+    double value_of(std::int32_t slot, position_t q) const {
+        const std::int32_t row = layout.slot(slot);
+        return rank_value(head_params, score(row), position(row), q, cache.rebase_limit);
     }
 
-    /// The key in ring row `row` leaves the window at query q with score s: it takes a free place, takes the worst place,
+    /// The key in ring row `row` leaves the window at query q with score s: it takes a free top-k slot, takes the worst top-k slot,
     /// or goes. Returns the row that it has now, or -1.
     std::int32_t leave(std::int32_t row, float s, position_t q) const {
         if (priority_base(q, cache.rebase_limit) != priority_base(q - 1, cache.rebase_limit)) {
             cache.victim[index] = -1;  // priorities are rounded anew, which may reorder near-equal keys
         }
         const position_t t = position(row);
-        if (takes_new_place(t, s)) {
-            const std::int32_t taken = layout.place(cache.kept[index]++);
+        if (takes_new_slot(t, s)) {
+            const std::int32_t taken = layout.slot(cache.num_long_range[index]++);
             put(taken, k(row), v(row), t, s);
             if constexpr (P::has_keep) {
                 if (keeps(t)) {
-                    ++cache.pinned[index];
+                    ++cache.num_protected[index];
                     return taken;
                 }
             }
             cache.victim[index] = -1;
             return taken;
         }
-        if (rule.budget == 0 || !cache.gate.open(s, rule)) {
+        if (head_params.budget == 0 || !cache.gate.open(s, head_params)) {
             return -1;
         }
-        const std::int32_t worst = worst_place(q);
-        const double value = rank_value(rule, s, t, q, cache.rebase_limit);
-        if (!ranks_before(value, t, value_of(worst, q), position(layout.place(worst)))) {
+        const std::int32_t worst = worst_slot(q);
+        const double value = rank_value(head_params, s, t, q, cache.rebase_limit);
+        if (!ranks_before(value, t, value_of(worst, q), position(layout.slot(worst)))) {
             return -1;
         }
-        put(layout.place(worst), k(row), v(row), t, s);
+        put(layout.slot(worst), k(row), v(row), t, s);
         cache.victim[index] = -1;
-        return layout.place(worst);
+        return layout.slot(worst);
     }
 };
 

@@ -38,7 +38,7 @@ struct eviction_memory {
     std::size_t bytes = 0;
 
     eviction_memory(void* data, std::int32_t dim, std::int64_t rows, std::int32_t observing) {
-        arena memory(data);
+        detail::arena memory(data);
         const auto n = static_cast<std::size_t>(rows);
         row = memory.take<std::int32_t>(n);
         key = memory.take<const T*>(n);
@@ -48,23 +48,23 @@ struct eviction_memory {
         lost = memory.take<unsigned char>(n);
         seen = memory.take<std::int32_t>(static_cast<std::size_t>(observing));
         pass = memory.take<std::byte>(mass_scratch<T>(nullptr, dim, rows).bytes);
-        bytes = aligned_size(memory.bytes());
+        bytes = detail::aligned_size(memory.bytes());
     }
 };
 
 /// One round of one head: drops its lowest rows and returns how many. `keys` is the most rows that the memory is for.
 template <class Cache>
-std::int32_t evict_lowest(isa set, const Cache& cache, std::int32_t slot, std::int32_t head, std::byte* data,
+std::int32_t evict_lowest(isa set, const Cache& cache, std::int32_t seq, std::int32_t head, std::byte* data,
                           std::int64_t keys) {
     using T = typename Cache::value_type;
-    const auto& rule = cache.eviction;
-    const head_state<Cache> rows(cache, slot, head);
-    const std::int32_t used = cache.used(slot, head), long_range = rows.layout.place(0);
+    const auto& head_params = cache.eviction;
+    const head_state<Cache> rows(cache, seq, head);
+    const std::int32_t used = cache.used(seq, head), long_range = rows.layout.slot(0);
     if (used <= long_range) {
         return 0;
     }
-    const position_t length = cache.length[slot];
-    const eviction_memory<T> memory(data, cache.dim_k, keys, rule.observing);
+    const position_t length = cache.length[seq];
+    const eviction_memory<T> memory(data, cache.head_dim_qk, keys, head_params.observing);
     std::iota(memory.row, memory.row + used, 0);
     std::sort(memory.row, memory.row + used,
               [&](std::int32_t a, std::int32_t b) { return rows.position(a) < rows.position(b); });
@@ -73,19 +73,20 @@ std::int32_t evict_lowest(isa set, const Cache& cache, std::int32_t slot, std::i
         memory.mass[j] = 0.0;
     }
     // The ring of queries: that of position t in row t mod observing.
-    const auto queries = static_cast<std::int32_t>(std::min<position_t>(length, rule.observing));
+    const auto queries = static_cast<std::int32_t>(std::min<position_t>(length, head_params.observing));
     for (position_t t = length - queries; t < length; ++t) {
         const auto* const after =
             std::upper_bound(memory.row, memory.row + used, t,
                              [&](position_t at, std::int32_t r) { return at < rows.position(r); });
-        memory.seen[t % rule.observing] = static_cast<std::int32_t>(after - memory.row);
+        memory.seen[t % head_params.observing] = static_cast<std::int32_t>(after - memory.row);
     }
-    const std::int64_t width = std::int64_t{cache.group} * cache.dim_k;
-    add_mass(set, shape_of(cache), rule.aggregate,
-             mass_queries<T>{cache.query_row(slot, head, 0), width, cache.dim_k, 0, queries, cache.group},
-             memory.key, sees_until{memory.seen}, memory.mass, memory.pass, keys);
+    const std::int64_t width = std::int64_t{cache.group} * cache.head_dim_qk;
+    add_mass(
+        set, shape_of(cache), head_params.aggregate,
+        mass_queries<T>{cache.query_row(seq, head, 0), width, cache.head_dim_qk, 0, queries, cache.group},
+        memory.key, sees_until{memory.seen}, memory.mass, memory.pass, keys);
 
-    const std::int32_t reach = rule.pool / 2;
+    const std::int32_t reach = head_params.pool / 2;
     std::int32_t candidates = 0;
     for (std::int32_t j = 0; j < used; ++j) {
         const std::int32_t begin = std::max(j - reach, 0);
@@ -95,7 +96,7 @@ std::int32_t evict_lowest(isa set, const Cache& cache, std::int32_t slot, std::i
             memory.order[candidates++] = j;
         }
     }
-    const auto wanted = static_cast<std::int32_t>(static_cast<double>(rule.share) * used);
+    const auto wanted = static_cast<std::int32_t>(static_cast<double>(head_params.share) * used);
     const std::int32_t drop = std::min(candidates, std::max(1, wanted));
     if (drop == 0) {
         return 0;
@@ -121,7 +122,7 @@ std::int32_t evict_lowest(isa set, const Cache& cache, std::int32_t slot, std::i
         }
         ++to;
     }
-    cache.kept[rows.index] -= drop;
+    cache.num_long_range[rows.index] -= drop;
     cache.victim[rows.index] = -1;
     refresh_bounds(cache, rows.rows, first, used - drop, used - drop);
     return drop;
@@ -135,15 +136,15 @@ std::size_t DualCache<P, T>::evict_workspace_bytes(const host& on) const require
     const auto heads =
         static_cast<std::size_t>(this->shape_.layers) * static_cast<std::size_t>(this->shape_.kv_heads);
     return static_cast<std::size_t>(on.threads()) *
-               host_backend::eviction_memory<T>(nullptr, this->shape_.dim_k, most_rows(),
+               host_backend::eviction_memory<T>(nullptr, this->shape_.head_dim_qk, max_rows(),
                                                 this->policy_.eviction().observing)
                    .bytes +
-           host_backend::aligned_size(heads * sizeof(std::int32_t)) + host_backend::alignment;
+           detail::aligned_size(heads * sizeof(std::int32_t)) + detail::alignment;
 }
 
 template <AnyPolicy P, Storage T>
-std::int64_t DualCache<P, T>::most_rows() const {
-    return std::min<std::int64_t>(lent_pages() * this->shape_.page_rows, pool_.longest);
+std::int64_t DualCache<P, T>::max_rows() const {
+    return std::min<std::int64_t>(attached_pages() * this->shape_.page_size, pool_.max_seq_len);
 }
 
 template <AnyPolicy P, Storage T>
@@ -151,31 +152,32 @@ void DualCache<P, T>::evict(const host& on, const Batch& batch, workspace_view w
                             EvictionReport* reports) requires P::has_eviction {
     namespace hb = host_backend;
     this->require_bound();
-    hb::check_batch(batch, this->shape_.slots, std::numeric_limits<std::int32_t>::max(), "any");
-    hb::check_workspace(workspace, evict_workspace_bytes(on));
+    checks::check_batch(batch, this->shape_.max_sequences, std::numeric_limits<std::int32_t>::max(), "any");
+    checks::check_workspace(workspace, evict_workspace_bytes(on));
     for (std::int32_t i = 0; i < batch.count; ++i) {
         if (batch.tokens(i) != 0) {
             // A token's key and query have taken the places of older ones, which its length does not say yet.
-            this->require_between_tokens(batch.slot(i), [&] { return detail::text("slot of entry ", i); });
+            this->require_between_tokens(batch.seq(i), [&] { return detail::text("sequence of entry ", i); });
         }
     }
     const std::int32_t layers = this->shape_.layers, kv_heads = this->shape_.kv_heads;
-    const std::int64_t heads = std::int64_t{layers} * kv_heads, keys = most_rows();
-    std::byte* const memory = hb::aligned(workspace.data);
+    const std::int64_t heads = std::int64_t{layers} * kv_heads, keys = max_rows();
+    std::byte* const memory = detail::aligned(workspace.data);
     auto* const dropped = reinterpret_cast<std::int32_t*>(memory);  // [layers, kv_heads]
     std::byte* const scratch =
-        memory + hb::aligned_size(static_cast<std::size_t>(heads) * sizeof(std::int32_t));
+        memory + detail::aligned_size(static_cast<std::size_t>(heads) * sizeof(std::int32_t));
     const std::size_t each =
-        hb::eviction_memory<T>(nullptr, this->shape_.dim_k, keys, this->policy_.eviction().observing).bytes;
+        hb::eviction_memory<T>(nullptr, this->shape_.head_dim_qk, keys, this->policy_.eviction().observing)
+            .bytes;
     for (std::int32_t i = 0; i < batch.count; ++i) {
         EvictionReport report;
-        const std::int32_t slot = batch.slot(i);
+        const std::int32_t seq = batch.seq(i);
         while (batch.tokens(i) != 0) {
             std::int64_t rows = 0;
             for (std::int32_t layer = 0; layer < layers; ++layer) {
-                const ref_type cache = ref(layer);
+                const ref_type cache = this->layer(layer);
                 for (std::int32_t h = 0; h < kv_heads; ++h) {
-                    rows += cache.used(slot, h);
+                    rows += cache.used(seq, h);
                 }
             }
             report.rows = rows;
@@ -184,20 +186,20 @@ void DualCache<P, T>::evict(const host& on, const Batch& batch, workspace_view w
                 break;
             }
             on.parallel_for(heads, [&](std::int64_t task, int thread) {
-                const ref_type cache = ref(static_cast<std::int32_t>(task / kv_heads));
-                dropped[task] = hb::evict_lowest(on.instructions(), cache, slot,
+                const ref_type cache = this->layer(static_cast<std::int32_t>(task / kv_heads));
+                dropped[task] = hb::evict_lowest(on.instructions(), cache, seq,
                                                  static_cast<std::int32_t>(task % kv_heads),
                                                  scratch + static_cast<std::size_t>(thread) * each, keys);
             });
             std::int64_t all = 0;
             for (std::int64_t task = 0; task < heads; ++task) {
                 // A head that dropped rows gives back what neither rows nor the rest of a reservation need.
-                const ref_type cache = ref(static_cast<std::int32_t>(task / kv_heads));
+                const ref_type cache = this->layer(static_cast<std::int32_t>(task / kv_heads));
                 const auto h = static_cast<std::int32_t>(task % kv_heads);
-                const std::int64_t wanted = cache.pages_wanted(slot, h);
-                std::int32_t& held = cache.held[cache.head_index(slot, h)];
+                const std::int64_t wanted = cache.pages_wanted(seq, h);
+                std::int32_t& held = cache.held[cache.head_index(seq, h)];
                 while (dropped[task] != 0 && held > wanted) {
-                    cache.pool.give(cache.pages(slot, h)[--held]);
+                    cache.pool.give(cache.pages(seq, h)[--held]);
                 }
                 all += dropped[task];
             }

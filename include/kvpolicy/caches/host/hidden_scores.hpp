@@ -23,8 +23,9 @@ std::size_t hidden_bytes([[maybe_unused]] const host& on, [[maybe_unused]] const
         const std::size_t scores = static_cast<std::size_t>(count) *
                                    static_cast<std::size_t>(cache.kv_heads) *
                                    static_cast<std::size_t>(tokens) * sizeof(float);
-        return aligned_size(scores) + static_cast<std::size_t>(on.threads()) *
-                                          aligned_size(hidden_block_reals(cache.scorer) * sizeof(float));
+        return detail::aligned_size(scores) +
+               static_cast<std::size_t>(on.threads()) *
+                   detail::aligned_size(hidden_block_reals(cache.scorer) * sizeof(float));
     }
     return 0;
 }
@@ -43,10 +44,11 @@ CacheExtras with_scores([[maybe_unused]] const host& on, [[maybe_unused]] const 
         scored.scores = plane;
         // The states of a packed batch lie one after another; their scores do not.
         const std::int32_t* const edges = extras.cu_seqlens;
-        std::byte* const scratch = memory + aligned_size(static_cast<std::size_t>(batch.count) *
-                                                         static_cast<std::size_t>(cache.kv_heads) *
-                                                         static_cast<std::size_t>(longest) * sizeof(float));
-        const std::size_t stride = aligned_size(hidden_block_reals(cache.scorer) * sizeof(float));
+        std::byte* const scratch =
+            memory + detail::aligned_size(static_cast<std::size_t>(batch.count) *
+                                          static_cast<std::size_t>(cache.kv_heads) *
+                                          static_cast<std::size_t>(longest) * sizeof(float));
+        const std::size_t stride = detail::aligned_size(hidden_block_reals(cache.scorer) * sizeof(float));
         const std::int64_t blocks = (std::int64_t{longest} + scorer_block - 1) / scorer_block;
         on.parallel_for(blocks * batch.count, [&](std::int64_t task, int thread) {
             const std::int64_t i = task / blocks, first = task % blocks * scorer_block;
@@ -62,10 +64,10 @@ CacheExtras with_scores([[maybe_unused]] const host& on, [[maybe_unused]] const 
         for (std::int32_t i = 0; i < batch.count; ++i) {
             for (std::int32_t h = 0; h < cache.kv_heads; ++h) {
                 const float* mine = plane.head(i, h);
-                const position_t base = cache.length[batch.slot(i)];
+                const position_t base = cache.length[batch.seq(i)];
                 for (std::int32_t j = 0; j < batch.tokens(i); ++j) {
-                    if (mine[j] != mine[j] && base + j >= cache.rules[h].sinks && !cache.keep.keeps(base + j))
-                        [[unlikely]] {
+                    if (mine[j] != mine[j] && base + j >= cache.all_params[h].sinks &&
+                        !cache.keep.keeps(base + j)) [[unlikely]] {
                         refuse_computed_score(i, h, base + j);
                     }
                 }

@@ -24,45 +24,47 @@ std::int64_t state_floats([[maybe_unused]] const typename P::scorer_type& scorer
 }
 
 inline void check_shape(const CacheShape& shape) {
-    const auto dims = [] { return detail::text("a multiple of 8 up to ", max_head_dim); };
+    const auto dims = [] { return detail::text("a multiple of 8 up to ", checks::max_head_dim); };
     detail::require(shape.layers >= 1, "layers", shape.layers, "1 or more");
-    detail::require(shape.slots >= 1, "slots", shape.slots, "1 or more");
+    detail::require(shape.max_sequences >= 1, "max_sequences", shape.max_sequences, "1 or more");
     detail::require(shape.kv_heads >= 1, "kv_heads", shape.kv_heads, "1 or more");
     detail::require(shape.query_heads >= 1 && shape.query_heads % shape.kv_heads == 0, "query_heads",
                     shape.query_heads,
                     [&] { return detail::text("a multiple of kv_heads = ", shape.kv_heads); });
-    detail::require(head_dim_supported(shape.dim_k), "head_dim of keys", shape.dim_k, dims);
-    detail::require(head_dim_supported(shape.dim_v), "head_dim of values", shape.dim_v, dims);
-    detail::require(shape.page_rows >= 1, "page_rows", shape.page_rows, "1 or more");
-    detail::require(shape.proposals >= 0, "proposals", shape.proposals, "0 or more");
+    detail::require(checks::head_dim_supported(shape.head_dim_qk), "head_dim of keys", shape.head_dim_qk,
+                    dims);
+    detail::require(checks::head_dim_supported(shape.head_dim_vo), "head_dim of values", shape.head_dim_vo,
+                    dims);
+    detail::require(shape.page_size >= 1, "page_size", shape.page_size, "1 or more");
+    detail::require(shape.max_draft_tokens >= 0, "max_draft_tokens", shape.max_draft_tokens, "0 or more");
 }
 
 }  // namespace host_backend
 
 template <class Derived, AnyPolicy P, Storage T>
 CacheOwner<Derived, P, T>::CacheOwner(const CacheShape& shape, const P& policy, const scorer_type* scorers,
-                                      const Attention& attention)
+                                      const AttentionParams& attention)
     : shape_(shape), policy_(policy), scorers_(scorers), attention_(attention) {
     host_backend::check_shape(shape);
-    host_backend::check_attention(attention);
+    checks::check_attention(attention);
     policy.check(shape.layers, shape.kv_heads);
     if constexpr (P::has_selection) {
-        const std::int32_t page = policy.selection().page_rows();
+        const std::int32_t page = policy.selection().page_size();
         detail::require(page >= 1, "rows of a selection's page", page, "1 or more");
-        detail::require(shape.page_rows % page == 0, "page_rows", shape.page_rows, [&] {
+        detail::require(shape.page_size % page == 0, "page_size", shape.page_size, [&] {
             return detail::text("a multiple of the ", page,
                                 " rows of a page that the policy's selection reads");
         });
     }
     for (std::int32_t layer = 0; layer < shape.layers; ++layer) {
         for (std::int32_t head = 0; head < shape.kv_heads; ++head) {
-            rules_.push_back(policy.rule(layer, head));
+            all_params_.push_back(policy.params(layer, head));
             if constexpr (P::has_selection) {
                 read_pages_.push_back(policy.selection().pages.at(layer, head));
             }
         }
         if constexpr (P::ranked && CheckedScorer<scorer_type>) {
-            scorer_of(layer).check(shape.kv_heads, shape.dim_k, shape.dim_v);
+            scorer_of(layer).check(shape.kv_heads, shape.head_dim_qk, shape.head_dim_vo);
         }
     }
 }
@@ -70,39 +72,39 @@ CacheOwner<Derived, P, T>::CacheOwner(const CacheShape& shape, const P& policy, 
 template <class Derived, AnyPolicy P, Storage T>
 std::size_t CacheOwner<Derived, P, T>::layout::take(std::size_t bytes) {
     const std::size_t here = at;
-    detail::require(here <= host_backend::most_bytes && bytes <= host_backend::most_bytes - here, name,
-                    "2^62 or more", "less: layers, slots, heads, rows and head_dim multiply");
-    at += host_backend::aligned_size(bytes);
+    detail::require(here <= detail::max_bytes && bytes <= detail::max_bytes - here, name, "2^62 or more",
+                    "less: layers, sequences, heads, rows and head_dim multiply");
+    at += detail::aligned_size(bytes);
     return here;
 }
 
 template <class Derived, AnyPolicy P, Storage T>
 void CacheOwner<Derived, P, T>::plan_common(layout& memory) {
-    rules_at_ = memory.take(rules_.size() * sizeof(HeadRule));
+    all_params_at_ = memory.take(all_params_.size() * sizeof(HeadParams));
     read_pages_at_ = memory.take(read_pages_.size() * sizeof(std::int32_t));
-    length_at_ = memory.take(static_cast<std::size_t>(shape_.slots) * sizeof(position_t));
-    taken_at_ = memory.take(
-        host_backend::product_of(shape_.layers, shape_.slots, shape_.kv_heads, sizeof(std::int32_t)));
+    length_at_ = memory.take(static_cast<std::size_t>(shape_.max_sequences) * sizeof(position_t));
+    appended_at_ = memory.take(
+        detail::product_of(shape_.layers, shape_.max_sequences, shape_.kv_heads, sizeof(std::int32_t)));
 }
 
 template <class Derived, AnyPolicy P, Storage T>
 typename CacheOwner<Derived, P, T>::common_plan CacheOwner<Derived, P, T>::plan_layer(layout& memory,
                                                                                       std::int32_t layer) {
-    const auto slots = static_cast<std::size_t>(shape_.slots);
-    const std::size_t heads = slots * static_cast<std::size_t>(shape_.kv_heads);
+    const auto max_sequences = static_cast<std::size_t>(shape_.max_sequences);
+    const std::size_t heads = max_sequences * static_cast<std::size_t>(shape_.kv_heads);
     const std::size_t state_bytes =
-        host_backend::product_of(heads, host_backend::state_floats<P>(scorer_of(layer)), sizeof(float));
+        detail::product_of(heads, host_backend::state_floats<P>(scorer_of(layer)), sizeof(float));
     common_plan plan{};
     plan.state = memory.take(state_bytes);
-    plan.kept = memory.take(heads * sizeof(std::int32_t));
-    plan.pinned = memory.take(P::has_keep ? heads * sizeof(std::int32_t) : 0);
+    plan.num_long_range = memory.take(heads * sizeof(std::int32_t));
+    plan.num_protected = memory.take(P::has_keep ? heads * sizeof(std::int32_t) : 0);
     plan.victim = memory.take(heads * sizeof(std::int32_t));
-    plan.proposed = memory.take(slots * sizeof(std::int32_t));
+    plan.num_draft = memory.take(max_sequences * sizeof(std::int32_t));
     if constexpr (P::has_eviction) {
         const std::size_t query =
-            host_backend::product_of(shape_.query_heads / shape_.kv_heads, shape_.dim_k, sizeof(T));
-        plan.queries = memory.take(host_backend::product_of(heads, policy_.eviction().observing, query));
-        plan.spare_queries = memory.take(host_backend::product_of(heads, shape_.proposals, query));
+            detail::product_of(shape_.query_heads / shape_.kv_heads, shape_.head_dim_qk, sizeof(T));
+        plan.queries = memory.take(detail::product_of(heads, policy_.eviction().observing, query));
+        plan.spare_queries = memory.take(detail::product_of(heads, shape_.max_draft_tokens, query));
     }
     bytes_.scorer_state += state_bytes;
     return plan;
@@ -111,23 +113,24 @@ typename CacheOwner<Derived, P, T>::common_plan CacheOwner<Derived, P, T>::plan_
 template <class Derived, AnyPolicy P, Storage T>
 void CacheOwner<Derived, P, T>::fill(LayerRef<P, T>& ref, std::int32_t layer, const common_plan& plan) const {
     ref.layer = layer;
-    ref.slots = shape_.slots;
+    ref.max_sequences = shape_.max_sequences;
     ref.kv_heads = shape_.kv_heads;
     ref.group = shape_.query_heads / shape_.kv_heads;
-    ref.dim_k = shape_.dim_k;
-    ref.dim_v = shape_.dim_v;
-    ref.page_rows = shape_.page_rows;
-    ref.proposals = shape_.proposals;
+    ref.head_dim_qk = shape_.head_dim_qk;
+    ref.head_dim_vo = shape_.head_dim_vo;
+    ref.page_size = shape_.page_size;
+    ref.max_draft_tokens = shape_.max_draft_tokens;
     ref.device = device_;
     ref.attention = attention_;
     ref.rebase_limit = rebase_limit_;
-    ref.rules = at<const HeadRule>(rules_at_) + std::int64_t{layer} * shape_.kv_heads;
+    ref.all_params = at<const HeadParams>(all_params_at_) + std::int64_t{layer} * shape_.kv_heads;
     ref.length = at<position_t>(length_at_);
-    ref.kept = at<std::int32_t>(plan.kept);
-    ref.pinned = P::has_keep ? at<std::int32_t>(plan.pinned) : nullptr;
+    ref.num_long_range = at<std::int32_t>(plan.num_long_range);
+    ref.num_protected = P::has_keep ? at<std::int32_t>(plan.num_protected) : nullptr;
     ref.victim = at<std::int32_t>(plan.victim);
-    ref.proposed = at<std::int32_t>(plan.proposed);
-    ref.taken = at<std::int32_t>(taken_at_) + std::int64_t{layer} * shape_.slots * shape_.kv_heads;
+    ref.num_draft = at<std::int32_t>(plan.num_draft);
+    ref.appended =
+        at<std::int32_t>(appended_at_) + std::int64_t{layer} * shape_.max_sequences * shape_.kv_heads;
     ref.state = at<float>(plan.state);
     ref.scorer = scorer_of(layer);
     ref.state_size = host_backend::state_floats<P>(ref.scorer);
@@ -146,30 +149,30 @@ void CacheOwner<Derived, P, T>::fill(LayerRef<P, T>& ref, std::int32_t layer, co
 
 template <class Derived, AnyPolicy P, Storage T>
 void CacheOwner<Derived, P, T>::bind_common(void* buffer, std::size_t buffer_bytes) {
-    detail::require(!rules_.empty(), "cache", "moved from", "one that still has its policy");
+    detail::require(!all_params_.empty(), "cache", "moved from", "one that still has its policy");
     detail::require(buffer != nullptr, "buffer", "null", "memory of bytes().total()");
     detail::require(buffer_bytes >= bytes_.total(), "buffer_bytes", buffer_bytes,
                     [&] { return detail::text("at least bytes().total() = ", bytes_.total()); });
-    // Not before: who only asks for bytes() may ask about any number of slots.
-    scratch_.resize(3 * static_cast<std::size_t>(shape_.slots));
-    memory_ = host_backend::aligned(buffer);
+    // Not before: who only asks for bytes() may ask about any number of sequences.
+    scratch_.resize(3 * static_cast<std::size_t>(shape_.max_sequences));
+    memory_ = detail::aligned(buffer);
     device_ = -1;
-    std::memcpy(memory_ + rules_at_, rules_.data(), rules_.size() * sizeof(HeadRule));
+    std::memcpy(memory_ + all_params_at_, all_params_.data(), all_params_.size() * sizeof(HeadParams));
     if (!read_pages_.empty()) {
         std::memcpy(memory_ + read_pages_at_, read_pages_.data(), read_pages_.size() * sizeof(std::int32_t));
     }
 }
 
 template <class Derived, AnyPolicy P, Storage T>
-void CacheOwner<Derived, P, T>::reset(const LayerRef<P, T>& ref, std::int32_t slot) {
-    ref.length[slot] = 0;
-    ref.proposed[slot] = 0;
-    ref.taken[slot] = 0;
+void CacheOwner<Derived, P, T>::reset(const LayerRef<P, T>& ref, std::int32_t seq) {
+    ref.length[seq] = 0;
+    ref.num_draft[seq] = 0;
+    ref.appended[seq] = 0;
     for (std::int32_t head = 0; head < ref.kv_heads; ++head) {
-        const std::int64_t index = ref.head_index(slot, head);
-        ref.kept[index] = 0;
+        const std::int64_t index = ref.head_index(seq, head);
+        ref.num_long_range[index] = 0;
         if constexpr (P::has_keep) {
-            ref.pinned[index] = 0;
+            ref.num_protected[index] = 0;
         }
         ref.victim[index] = -1;
         if constexpr (P::ranked && StatefulScorer<scorer_type>) {
@@ -193,23 +196,23 @@ void CacheOwner<Derived, P, T>::require_bound() const {
 }
 
 template <class Derived, AnyPolicy P, Storage T>
-void CacheOwner<Derived, P, T>::require_slot(std::int32_t slot, const char* name) const {
+void CacheOwner<Derived, P, T>::require_seq(std::int32_t seq, const char* name) const {
     require_bound();
-    require_slot_number(slot, name);
+    require_seq_number(seq, name);
 }
 
 template <class Derived, AnyPolicy P, Storage T>
-void CacheOwner<Derived, P, T>::require_slot_number(std::int32_t slot, const char* name) const {
-    detail::require(slot >= 0 && slot < shape_.slots, name, slot,
-                    [&] { return detail::text("0 to ", shape_.slots - 1); });
+void CacheOwner<Derived, P, T>::require_seq_number(std::int32_t seq, const char* name) const {
+    detail::require(seq >= 0 && seq < shape_.max_sequences, name, seq,
+                    [&] { return detail::text("0 to ", shape_.max_sequences - 1); });
 }
 
 template <class Derived, AnyPolicy P, Storage T>
 template <class Name>
-void CacheOwner<Derived, P, T>::require_between_tokens(std::int32_t slot, const Name& name) const {
+void CacheOwner<Derived, P, T>::require_between_tokens(std::int32_t seq, const Name& name) const {
     for (std::int32_t layer = 0; layer < shape_.layers; ++layer) {
-        detail::require(self().ref(layer).pending(slot, 0) == 0, name, slot, [&] {
-            return detail::text("a slot between two tokens: layer ", layer,
+        detail::require(self().layer(layer).num_appended(seq, 0) == 0, name, seq, [&] {
+            return detail::text("a sequence between two tokens: layer ", layer,
                                 " has taken some that advance() has not counted");
         });
     }
@@ -223,7 +226,7 @@ void CacheOwner<Derived, P, T>::require_layer(std::int32_t layer) const {
 
 template <class Derived, AnyPolicy P, Storage T>
 void CacheOwner<Derived, P, T>::check_layer(std::int32_t layer) const {
-    detail::require(!rules_.empty(), "cache", "moved from", "one that still has its policy");
+    detail::require(!all_params_.empty(), "cache", "moved from", "one that still has its policy");
     detail::require(layer >= 0 && layer < shape_.layers, "layer", layer,
                     [&] { return detail::text("0 to ", shape_.layers - 1); });
 }
@@ -231,18 +234,18 @@ void CacheOwner<Derived, P, T>::check_layer(std::int32_t layer) const {
 template <class Derived, AnyPolicy P, Storage T>
 void CacheOwner<Derived, P, T>::advance(const host&, const Batch& batch) {
     require_bound();
-    host_backend::check_batch(batch, shape_.slots, std::numeric_limits<std::int32_t>::max(), "any");
+    checks::check_batch(batch, shape_.max_sequences, std::numeric_limits<std::int32_t>::max(), "any");
     auto* length = at<position_t>(length_at_);
     // A row without a page would be read from pages of others.
     if constexpr (requires(typename Derived::ref_type cache) { cache.pages_missing(0, 0, 0); }) {
         for (std::int32_t layer = 0; layer < shape_.layers; ++layer) {
-            const auto cache = self().ref(layer);
+            const auto cache = self().layer(layer);
             for (std::int32_t i = 0; i < batch.count; ++i) {
-                const std::int32_t slot = batch.slot(i);
+                const std::int32_t seq = batch.seq(i);
                 for (std::int32_t head = 0; batch.tokens(i) != 0 && head < shape_.kv_heads; ++head) {
                     const std::int32_t rows = cache.layout(head).used(
-                        length[slot] + batch.tokens(i), cache.kept[cache.head_index(slot, head)]);
-                    const std::int64_t missing = cache.pages_missing(slot, head, rows);
+                        length[seq] + batch.tokens(i), cache.num_long_range[cache.head_index(seq, head)]);
+                    const std::int64_t missing = cache.pages_missing(seq, head, rows);
                     detail::require(
                         missing == 0, [&] { return detail::text("tokens of entry ", i); }, batch.tokens(i),
                         [&] {
@@ -255,32 +258,32 @@ void CacheOwner<Derived, P, T>::advance(const host&, const Batch& batch) {
         }
     }
     for (std::int32_t layer = 0; layer < shape_.layers; ++layer) {
-        const std::int32_t* const taken = self().ref(layer).taken;
+        const std::int32_t* const appended = self().layer(layer).appended;
         for (std::int32_t i = 0; i < batch.count; ++i) {
-            if (taken[batch.slot(i)] != batch.tokens(i)) [[unlikely]] {
+            if (appended[batch.seq(i)] != batch.tokens(i)) [[unlikely]] {
                 detail::refuse(
                     detail::text("tokens of entry ", i).c_str(), batch.tokens(i),
-                    detail::text("the ", taken[batch.slot(i)], " that layer ", layer,
+                    detail::text("the ", appended[batch.seq(i)], " that layer ", layer,
                                  " has taken: advance() takes the same Batch as the layers, and every "
                                  "layer takes a token once"));
             }
         }
     }
     for (std::int32_t layer = 0; layer < shape_.layers; ++layer) {
-        std::int32_t* const taken = self().ref(layer).taken;
+        std::int32_t* const appended = self().layer(layer).appended;
         for (std::int32_t i = 0; i < batch.count; ++i) {
-            taken[batch.slot(i)] = 0;
+            appended[batch.seq(i)] = 0;
         }
     }
     for (std::int32_t i = 0; i < batch.count; ++i) {
-        length[batch.slot(i)] += batch.tokens(i);
+        length[batch.seq(i)] += batch.tokens(i);
     }
 }
 
 template <class Derived, AnyPolicy P, Storage T>
-position_t CacheOwner<Derived, P, T>::length(std::int32_t slot) const {
-    require_slot(slot);
-    return at<const position_t>(length_at_)[slot];
+position_t CacheOwner<Derived, P, T>::length(std::int32_t seq) const {
+    require_seq(seq);
+    return at<const position_t>(length_at_)[seq];
 }
 
 template <class Derived, AnyPolicy P, Storage T>
@@ -290,39 +293,39 @@ void CacheOwner<Derived, P, T>::require_head(std::int32_t head) const {
 }
 
 template <class Derived, AnyPolicy P, Storage T>
-Occupancy CacheOwner<Derived, P, T>::occupancy_of(std::int32_t layer, std::int32_t head, position_t length,
-                                                  std::int32_t pending, std::int32_t kept) const {
-    auto cache = self().ref(layer);
-    cache.rules = &rule_of(layer, 0);  // the host's copy, wherever the cache is
-    const HeadRule& rule = cache.rules[head];
-    Occupancy result;
+HeadUsage CacheOwner<Derived, P, T>::usage_of(std::int32_t layer, std::int32_t head, position_t length,
+                                              std::int32_t num_appended, std::int32_t num_long_range) const {
+    auto cache = self().layer(layer);
+    cache.all_params = &head_params_of(layer, 0);  // the host's copy, wherever the cache is
+    const HeadParams& head_params = cache.all_params[head];
+    HeadUsage result;
     result.length = length;
-    const position_t taken = length + pending;
-    result.sinks = static_cast<std::int32_t>(std::min<position_t>(taken, rule.sinks));
-    result.window = static_cast<std::int32_t>(std::min<position_t>(taken - result.sinks, rule.window));
-    result.long_range = kept;
+    const position_t appended = length + num_appended;
+    result.sinks = static_cast<std::int32_t>(std::min<position_t>(appended, head_params.sinks));
+    result.window =
+        static_cast<std::int32_t>(std::min<position_t>(appended - result.sinks, head_params.window));
+    result.long_range = num_long_range;
     result.capacity = static_cast<std::int32_t>(cache.capacity(head));
     return result;
 }
 
 template <class Derived, AnyPolicy P, Storage T>
-Occupancy CacheOwner<Derived, P, T>::occupancy(std::int32_t layer, std::int32_t slot,
-                                               std::int32_t head) const {
-    require_slot(slot);
+HeadUsage CacheOwner<Derived, P, T>::usage(std::int32_t layer, std::int32_t seq, std::int32_t head) const {
+    require_seq(seq);
     require_head(head);
-    const auto cache = self().ref(layer);
-    return occupancy_of(layer, head, cache.length[slot], cache.pending(slot, head),
-                        cache.kept[cache.head_index(slot, head)]);
+    const auto cache = self().layer(layer);
+    return usage_of(layer, head, cache.length[seq], cache.num_appended(seq, head),
+                    cache.num_long_range[cache.head_index(seq, head)]);
 }
 
 template <class Derived, AnyPolicy P, Storage T>
-std::int32_t CacheOwner<Derived, P, T>::retained(std::int32_t layer, std::int32_t slot, std::int32_t head,
+std::int32_t CacheOwner<Derived, P, T>::retained(std::int32_t layer, std::int32_t seq, std::int32_t head,
                                                  position_t* out) const {
     detail::require(memory_ == nullptr || device_ < 0, "cache", "bound to a device's memory",
                     "bound to host memory (on a device export_heads says what a head's rows are)");
-    const std::int32_t count = occupancy(layer, slot, head).rows();
-    detail::require(out != nullptr || count == 0, "out", "null", "room for occupancy(...).rows() positions");
-    const auto rows = self().ref(layer).head_rows(slot, head);
+    const std::int32_t count = usage(layer, seq, head).size();
+    detail::require(out != nullptr || count == 0, "out", "null", "room for usage(...).size() positions");
+    const auto rows = self().layer(layer).head_rows(seq, head);
     for (std::int32_t r = 0; r < count; ++r) {
         out[r] = rows.position(r);
     }

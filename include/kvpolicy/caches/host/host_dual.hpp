@@ -15,64 +15,69 @@ namespace kvpolicy {
 
 template <AnyPolicy P, Storage T>
 DualCache<P, T>::DualCache(const CacheShape& shape, const PoolShape& pool, const P& policy,
-                           const scorer_type* scorers, const Attention& attention)
+                           const scorer_type* scorers, const AttentionParams& attention)
     : base(shape, policy, scorers, attention), pool_(pool) {
     constexpr std::int64_t most = std::numeric_limits<std::int32_t>::max();
     detail::require(pool.slab_pages >= 1, "slab_pages", pool.slab_pages, "1 or more");
-    detail::require(pool.most_slabs >= 1, "most_slabs", pool.most_slabs, "1 or more");
-    detail::require(pool.longest >= 1 && pool.longest <= most - shape.page_rows, "longest", pool.longest,
-                    [&] { return detail::text("1 to ", most - shape.page_rows, ", 2^31 - 1 less a page"); });
+    detail::require(pool.max_slabs >= 1, "max_slabs", pool.max_slabs, "1 or more");
+    detail::require(pool.max_seq_len >= 1 && pool.max_seq_len <= most - shape.page_size, "max_seq_len",
+                    pool.max_seq_len,
+                    [&] { return detail::text("1 to ", most - shape.page_size, ", 2^31 - 1 less a page"); });
     detail::require(pool.spared_pages >= 0 && pool.spared_pages < pool.slab_pages, "spared_pages",
                     pool.spared_pages,
                     [&] { return detail::text("0 to ", pool.slab_pages - 1, ", less than a slab"); });
-    const std::int64_t pages = std::int64_t{pool.slab_pages} * pool.most_slabs;
-    detail::require(pages <= most, "slab_pages * most_slabs", pages, "below 2^31, as page ids are 32 bits");
+    const std::int64_t pages = std::int64_t{pool.slab_pages} * pool.max_slabs;
+    detail::require(pages <= most, "slab_pages * max_slabs", pages, "below 2^31, as page ids are 32 bits");
     PageStrides& strides = pool_.strides;
     strides_given_ = strides.k_page != 0 || strides.v_page != 0 || strides.k_row != 0 || strides.v_row != 0;
     if (!strides_given_) {
-        strides = {std::int64_t{shape.page_rows} * shape.dim_k, std::int64_t{shape.page_rows} * shape.dim_v,
-                   shape.dim_k, shape.dim_v};
+        strides = {std::int64_t{shape.page_size} * shape.head_dim_qk,
+                   std::int64_t{shape.page_size} * shape.head_dim_vo, shape.head_dim_qk, shape.head_dim_vo};
     }
-    detail::require(strides.k_row >= shape.dim_k, "strides.k_row", strides.k_row,
-                    [&] { return detail::text("dim_k = ", shape.dim_k, " or more, or all strides 0"); });
-    detail::require(strides.v_row >= shape.dim_v, "strides.v_row", strides.v_row,
-                    [&] { return detail::text("dim_v = ", shape.dim_v, " or more, or all strides 0"); });
-    detail::require(strides.k_page >= shape.dim_k, "strides.k_page", strides.k_page,
-                    [&] { return detail::text("dim_k = ", shape.dim_k, " or more, or all strides 0"); });
-    detail::require(strides.v_page >= shape.dim_v, "strides.v_page", strides.v_page,
-                    [&] { return detail::text("dim_v = ", shape.dim_v, " or more, or all strides 0"); });
+    detail::require(strides.k_row >= shape.head_dim_qk, "strides.k_row", strides.k_row, [&] {
+        return detail::text("head_dim_qk = ", shape.head_dim_qk, " or more, or all strides 0");
+    });
+    detail::require(strides.v_row >= shape.head_dim_vo, "strides.v_row", strides.v_row, [&] {
+        return detail::text("head_dim_vo = ", shape.head_dim_vo, " or more, or all strides 0");
+    });
+    detail::require(strides.k_page >= shape.head_dim_qk, "strides.k_page", strides.k_page, [&] {
+        return detail::text("head_dim_qk = ", shape.head_dim_qk, " or more, or all strides 0");
+    });
+    detail::require(strides.v_page >= shape.head_dim_vo, "strides.v_page", strides.v_page, [&] {
+        return detail::text("head_dim_vo = ", shape.head_dim_vo, " or more, or all strides 0");
+    });
     detail::require(!P::has_selection || own_layout(), "strides", "given",
                     "0 for a policy with a selection, whose pages are parts of the pool's");
     for (std::int32_t layer = 0; layer < shape.layers; ++layer) {
-        std::int64_t table = 0, tiles = 0, most_rows = 0, most_contested = 0;
+        std::int64_t table = 0, tiles = 0, max_rows = 0, max_contested = 0;
         bool limited = false;
         for (std::int32_t head = 0; head < shape.kv_heads; ++head) {
-            const HeadRule& rule = this->rule_of(layer, head);
-            const std::int64_t recent = std::int64_t{rule.sinks} + rule.window;
+            const HeadParams& head_params = this->head_params_of(layer, head);
+            const std::int64_t recent = std::int64_t{head_params.sinks} + head_params.window;
             detail::require(
-                recent <= most - shape.page_rows,
+                recent <= most - shape.page_size,
                 [&] { return detail::text("sinks + window of layer ", layer, ", head ", head); }, recent,
-                [&] { return detail::text(most - shape.page_rows, " at most, 2^31 - 1 less a page"); });
-            const std::int64_t rows = ref_type::capacity_of(rule, pool.longest);
-            limited =
-                limited || P::has_keep || P::grows || rule.budget == unlimited || rows < recent + rule.budget;
+                [&] { return detail::text(most - shape.page_size, " at most, 2^31 - 1 less a page"); });
+            const std::int64_t rows = ref_type::capacity_of(head_params, pool.max_seq_len);
+            limited = limited || P::has_keep || P::grows || head_params.budget == unlimited ||
+                      rows < recent + head_params.budget;
             table_offset_.push_back(table);
-            table += (rows + shape.page_rows - 1) / shape.page_rows;
+            table += (rows + shape.page_size - 1) / shape.page_size;
             tile_offset_.push_back(tiles);
             // Keys that a keep part holds stand between those that compete.
-            const std::int64_t places = std::min<std::int64_t>(P::has_keep ? rows : rule.budget,
-                                                               std::max<std::int64_t>(rows - recent, 0));
-            tiles += rule.budget == unlimited || rule.budget == 0
+            const std::int64_t slots = std::min<std::int64_t>(P::has_keep ? rows : head_params.budget,
+                                                              std::max<std::int64_t>(rows - recent, 0));
+            tiles += head_params.budget == unlimited || head_params.budget == 0
                          ? 0
-                         : detail::tiles_of_places(static_cast<std::int32_t>(places));
-            most_rows = std::max(most_rows, rows);
-            most_contested =
-                std::max(most_contested, rule.budget == unlimited || rule.budget == 0 ? 0 : rows);
+                         : detail::tiles_of_slots(static_cast<std::int32_t>(slots));
+            max_rows = std::max(max_rows, rows);
+            max_contested = std::max(max_contested,
+                                     head_params.budget == unlimited || head_params.budget == 0 ? 0 : rows);
         }
         table_offset_.push_back(table);
         tile_offset_.push_back(tiles);
-        most_rows_.push_back(most_rows);
-        most_contested_.push_back(most_contested);
+        max_rows_.push_back(max_rows);
+        max_contested_.push_back(max_contested);
         limited_.push_back(limited ? 1 : 0);
     }
     plan();
@@ -83,54 +88,54 @@ void DualCache<P, T>::plan() {
     typename base::layout memory;
     const CacheShape& shape = this->shape_;
     this->plan_common(memory);
-    const auto slots = static_cast<std::size_t>(shape.slots);
-    const std::size_t heads = slots * static_cast<std::size_t>(shape.kv_heads);
-    const auto slabs = static_cast<std::size_t>(pool_.most_slabs);
+    const auto max_sequences = static_cast<std::size_t>(shape.max_sequences);
+    const std::size_t heads = max_sequences * static_cast<std::size_t>(shape.kv_heads);
+    const auto slabs = static_cast<std::size_t>(pool_.max_slabs);
     const std::size_t pages = slabs * static_cast<std::size_t>(pool_.slab_pages);
-    const std::size_t k_row = static_cast<std::size_t>(shape.dim_k) * sizeof(T);
-    const std::size_t v_row = static_cast<std::size_t>(shape.dim_v) * sizeof(T);
+    const std::size_t k_row = static_cast<std::size_t>(shape.head_dim_qk) * sizeof(T);
+    const std::size_t v_row = static_cast<std::size_t>(shape.head_dim_vo) * sizeof(T);
     offsets_at_ = memory.take(table_offset_.size() * sizeof(std::int64_t));
     tiles_at_ = memory.take(tile_offset_.size() * sizeof(std::int64_t));
     refs_at_ = memory.take(static_cast<std::size_t>(shape.layers) * sizeof(ref_type));
     answer_at_ = memory.take(sizeof(std::int64_t));
-    claims_at_ = memory.take(slots * sizeof(PageClaim));
+    claims_at_ = memory.take(max_sequences * sizeof(PageClaim));
     slabs_at_ = memory.take(slabs * sizeof(Slab<T>));
     free_at_ = memory.take(pages * sizeof(std::int32_t));
     count_at_ = memory.take(sizeof(std::int32_t));
     names_at_ = memory.take(pages * sizeof(std::int32_t));
-    reserved_at_ = memory.take(slots * sizeof(position_t));
-    const std::size_t spare = host_backend::product_of(heads, shape.proposals);
+    reserved_at_ = memory.take(max_sequences * sizeof(position_t));
+    const std::size_t spare = detail::product_of(heads, shape.max_draft_tokens);
     for (std::int32_t layer = 0; layer < shape.layers; ++layer) {
         const auto table = static_cast<std::size_t>(table_offset_[offset_index(layer, shape.kv_heads)]);
         layer_plan plan{};
-        plan.table = memory.take(host_backend::product_of(slots, table, sizeof(std::int32_t)));
+        plan.table = memory.take(detail::product_of(max_sequences, table, sizeof(std::int32_t)));
         plan.held = memory.take(heads * sizeof(std::int32_t));
         plan.arrivals = memory.take(heads * sizeof(std::uint32_t));
-        plan.tile_victims = memory.take(host_backend::product_of(
-            slots, tile_offset_[offset_index(layer, shape.kv_heads)], sizeof(std::int32_t)));
-        plan.spare_k = memory.take(host_backend::product_of(spare, k_row));
-        plan.spare_v = memory.take(host_backend::product_of(spare, v_row));
-        plan.spare_position = memory.take(host_backend::product_of(spare, sizeof(position_t)));
-        plan.spare_score = memory.take(host_backend::product_of(spare, sizeof(float)));
+        plan.tile_victims = memory.take(detail::product_of(
+            max_sequences, tile_offset_[offset_index(layer, shape.kv_heads)], sizeof(std::int32_t)));
+        plan.spare_k = memory.take(detail::product_of(spare, k_row));
+        plan.spare_v = memory.take(detail::product_of(spare, v_row));
+        plan.spare_position = memory.take(detail::product_of(spare, sizeof(position_t)));
+        plan.spare_score = memory.take(detail::product_of(spare, sizeof(float)));
         plan.common = this->plan_layer(memory, layer);
         plan_.push_back(plan);
         this->bytes_.keys_and_values += spare * (k_row + v_row);
     }
     this->bytes_.bookkeeping =
-        memory.at + host_backend::alignment - this->bytes_.keys_and_values - this->bytes_.scorer_state;
+        memory.at + detail::alignment - this->bytes_.keys_and_values - this->bytes_.scorer_state;
 
-    const std::size_t rows = host_backend::product_of(pool_.slab_pages, shape.page_rows);
+    const std::size_t rows = detail::product_of(pool_.slab_pages, shape.page_size);
     typename base::layout slab{.name = "bytes of a slab"};
-    slab.take(host_backend::product_of(rows, k_row));
-    slab.take(host_backend::product_of(rows, v_row));
+    slab.take(detail::product_of(rows, k_row));
+    slab.take(detail::product_of(rows, v_row));
     typename base::layout notes{.name = "bytes of a slab's notes"};
     for (typename base::layout* const of : {&slab, &notes}) {
-        of->take(host_backend::product_of(rows, sizeof(position_t)));
-        of->take(host_backend::product_of(rows, sizeof(float)));
+        of->take(detail::product_of(rows, sizeof(position_t)));
+        of->take(detail::product_of(rows, sizeof(float)));
         of->take(bounds_bytes(rows));
     }
-    slab_bytes_ = slab.at + host_backend::alignment;
-    notes_bytes_ = notes.at + host_backend::alignment;
+    slab_bytes_ = slab.at + detail::alignment;
+    notes_bytes_ = notes.at + detail::alignment;
 }
 
 template <AnyPolicy P, Storage T>
@@ -141,26 +146,26 @@ void DualCache<P, T>::bind(const host&, void* buffer, std::size_t buffer_bytes) 
     std::memcpy(this->memory_ + tiles_at_, tile_offset_.data(), tile_offset_.size() * sizeof(std::int64_t));
     forget_slabs();
     *this->template at<std::int32_t>(count_at_) = 0;
-    std::fill_n(this->template at<position_t>(reserved_at_), this->shape_.slots, position_t{0});
+    std::fill_n(this->template at<position_t>(reserved_at_), this->shape_.max_sequences, position_t{0});
     for (std::int32_t layer = 0; layer < this->shape_.layers; ++layer) {
-        const ref_type cache = ref(layer);
-        std::fill_n(cache.held, std::int64_t{cache.slots} * cache.kv_heads, 0);
-        for (std::int32_t slot = 0; slot < cache.slots; ++slot) {
-            this->reset(cache, slot);
+        const ref_type cache = this->layer(layer);
+        std::fill_n(cache.held, std::int64_t{cache.max_sequences} * cache.kv_heads, 0);
+        for (std::int32_t seq = 0; seq < cache.max_sequences; ++seq) {
+            this->reset(cache, seq);
         }
     }
 }
 
 template <AnyPolicy P, Storage T>
 void DualCache<P, T>::require_room() const {
-    detail::require(slabs() < pool_.most_slabs, "slabs", slabs() + 1,
-                    [&] { return detail::text("at most most_slabs = ", pool_.most_slabs); });
+    detail::require(slabs() < pool_.max_slabs, "slabs", slabs() + 1,
+                    [&] { return detail::text("at most max_slabs = ", pool_.max_slabs); });
 }
 
 template <AnyPolicy P, Storage T>
 void DualCache<P, T>::place_notes(typename base::layout& layout, std::byte* memory, Slab<T>& slab) const {
     const std::size_t rows =
-        static_cast<std::size_t>(pool_.slab_pages) * static_cast<std::size_t>(this->shape_.page_rows);
+        static_cast<std::size_t>(pool_.slab_pages) * static_cast<std::size_t>(this->shape_.page_size);
     slab.position = reinterpret_cast<position_t*>(memory + layout.take(rows * sizeof(position_t)));
     slab.score = reinterpret_cast<float*>(memory + layout.take(rows * sizeof(float)));
     slab.bounds = P::has_selection ? reinterpret_cast<T*>(memory + layout.take(bounds_bytes(rows))) : nullptr;
@@ -175,23 +180,23 @@ Slab<T> DualCache<P, T>::slab_in(void* buffer, std::size_t buffer_bytes) const {
                     [&] { return detail::text("at least slab_bytes() = ", slab_bytes_); });
     require_room();
     const std::size_t rows =
-        static_cast<std::size_t>(pool_.slab_pages) * static_cast<std::size_t>(this->shape_.page_rows);
-    std::byte* const memory = host_backend::aligned(buffer);
-    const std::size_t size = slab_bytes_ - host_backend::alignment;
-    for (std::size_t i = 0; i < lent_.size(); ++i) {
-        const auto* const other = reinterpret_cast<const std::byte*>(lent_[i].k);
+        static_cast<std::size_t>(pool_.slab_pages) * static_cast<std::size_t>(this->shape_.page_size);
+    std::byte* const memory = detail::aligned(buffer);
+    const std::size_t size = slab_bytes_ - detail::alignment;
+    for (std::size_t i = 0; i < attached_.size(); ++i) {
+        const auto* const other = reinterpret_cast<const std::byte*>(attached_[i].k);
         if (std::less<>{}(memory, other + size) && std::less<>{}(other, memory + size)) {
             detail::refuse("slab", detail::text("memory of slab ", i), "memory that no slab has yet");
         }
     }
     typename base::layout slab;
-    Slab<T> lent;
-    lent.k = reinterpret_cast<T*>(memory +
-                                  slab.take(rows * static_cast<std::size_t>(this->shape_.dim_k) * sizeof(T)));
-    lent.v = reinterpret_cast<T*>(memory +
-                                  slab.take(rows * static_cast<std::size_t>(this->shape_.dim_v) * sizeof(T)));
-    place_notes(slab, memory, lent);
-    return lent;
+    Slab<T> provided;
+    provided.k = reinterpret_cast<T*>(
+        memory + slab.take(rows * static_cast<std::size_t>(this->shape_.head_dim_qk) * sizeof(T)));
+    provided.v = reinterpret_cast<T*>(
+        memory + slab.take(rows * static_cast<std::size_t>(this->shape_.head_dim_vo) * sizeof(T)));
+    place_notes(slab, memory, provided);
+    return provided;
 }
 
 template <AnyPolicy P, Storage T>
@@ -203,15 +208,15 @@ Slab<T> DualCache<P, T>::slab_of(T* k, T* v, void* notes, std::size_t notes_byte
                     [&] { return detail::text("at least notes_bytes() = ", notes_bytes_); });
     require_room();
     typename base::layout layout;
-    Slab<T> lent;
-    lent.k = k;
-    lent.v = v;
-    place_notes(layout, host_backend::aligned(notes), lent);
-    return lent;
+    Slab<T> provided;
+    provided.k = k;
+    provided.v = v;
+    place_notes(layout, detail::aligned(notes), provided);
+    return provided;
 }
 
 template <AnyPolicy P, Storage T>
-void DualCache<P, T>::lend(const Slab<T>& slab) {
+void DualCache<P, T>::attach(const Slab<T>& slab) {
     this->template at<Slab<T>>(slabs_at_)[slabs()] = slab;
     // The stack hands out low ids first.
     auto* ids = this->template at<std::int32_t>(free_at_);
@@ -220,19 +225,19 @@ void DualCache<P, T>::lend(const Slab<T>& slab) {
     for (std::int32_t page = pool_.slab_pages - 1; page >= spared_of(slabs()); --page) {
         ids[count++] = first + page;
     }
-    lent_.push_back(slab);
+    attached_.push_back(slab);
 }
 
 template <AnyPolicy P, Storage T>
 void DualCache<P, T>::add_slab(const host&, void* buffer, std::size_t buffer_bytes) {
     this->require_bound();
-    lend(slab_in(buffer, buffer_bytes));
+    attach(slab_in(buffer, buffer_bytes));
 }
 
 template <AnyPolicy P, Storage T>
 void DualCache<P, T>::add_pages(const host&, T* k, T* v, void* notes, std::size_t notes_bytes) {
     this->require_bound();
-    lend(slab_of(k, v, notes, notes_bytes));
+    attach(slab_of(k, v, notes, notes_bytes));
 }
 
 template <AnyPolicy P, Storage T>
@@ -244,30 +249,30 @@ std::int64_t DualCache<P, T>::free_pages() const {
 template <AnyPolicy P, Storage T>
 std::int64_t DualCache<P, T>::reserve(const host&, const Batch& batch) {
     this->require_bound();
-    host_backend::check_batch(batch, this->shape_.slots, std::numeric_limits<std::int32_t>::max(), "any");
+    checks::check_batch(batch, this->shape_.max_sequences, std::numeric_limits<std::int32_t>::max(), "any");
     // Counted from the layer that is ahead: in the middle of a token the others take that one, too.
-    std::int32_t* const pending = this->scratch_.data();  // [count]
-    std::fill_n(pending, batch.count, 0);
+    std::int32_t* const num_appended = this->scratch_.data();  // [count]
+    std::fill_n(num_appended, batch.count, 0);
     for (std::int32_t layer = 0; layer < this->shape_.layers; ++layer) {
-        const ref_type cache = ref(layer);
+        const ref_type cache = this->layer(layer);
         for (std::int32_t i = 0; i < batch.count; ++i) {
-            pending[i] = std::max(pending[i], cache.pending(batch.slot(i), 0));
+            num_appended[i] = std::max(num_appended[i], cache.num_appended(batch.seq(i), 0));
         }
     }
     const auto until = [&](const ref_type& cache, std::int32_t i) {
-        return cache.length[batch.slot(i)] + pending[i] + batch.tokens(i);
+        return cache.length[batch.seq(i)] + num_appended[i] + batch.tokens(i);
     };
     for (std::int32_t i = 0; i < batch.count; ++i) {
         if (batch.tokens(i) != 0) {
-            host_backend::require_longest(batch.slot(i), until(ref(0), i), longest_slot());
+            host_backend::require_max_seq_len(batch.seq(i), until(this->layer(0), i), max_seq_len());
         }
     }
     const auto rows_after = [&](const ref_type& cache, std::int32_t i, std::int32_t h) {
-        return cache.rows_until(batch.slot(i), h, until(cache, i));
+        return cache.rows_until(batch.seq(i), h, until(cache, i));
     };
     const auto for_each_head = [&](auto&& visit) {
         for (std::int32_t layer = 0; layer < this->shape_.layers; ++layer) {
-            const ref_type cache = ref(layer);
+            const ref_type cache = this->layer(layer);
             for (std::int32_t i = 0; i < batch.count; ++i) {
                 for (std::int32_t h = 0; batch.tokens(i) != 0 && h < cache.kv_heads; ++h) {
                     visit(cache, i, h);
@@ -277,25 +282,25 @@ std::int64_t DualCache<P, T>::reserve(const host&, const Batch& batch) {
     };
     std::int64_t needed = 0;
     for_each_head([&](const ref_type& cache, std::int32_t i, std::int32_t h) {
-        needed += cache.pages_missing(batch.slot(i), h, rows_after(cache, i, h));
+        needed += cache.pages_missing(batch.seq(i), h, rows_after(cache, i, h));
     });
     const std::int64_t missing = needed - free_pages();
     if (missing > 0) {
         return slabs_of(missing);
     }
     for_each_head([&](const ref_type& cache, std::int32_t i, std::int32_t h) {
-        cache.take_pages(batch.slot(i), h, rows_after(cache, i, h));
+        cache.take_pages(batch.seq(i), h, rows_after(cache, i, h));
     });
-    const ref_type any = ref(0);
+    const ref_type any = this->layer(0);
     for (std::int32_t i = 0; i < batch.count; ++i) {
-        position_t& reserved = any.reserved[batch.slot(i)];
+        position_t& reserved = any.reserved[batch.seq(i)];
         reserved = std::max(reserved, batch.tokens(i) != 0 ? until(any, i) : 0);
     }
     return 0;
 }
 
 template <AnyPolicy P, Storage T>
-DualRef<P, T> DualCache<P, T>::ref(std::int32_t layer) const {
+DualRef<P, T> DualCache<P, T>::layer(std::int32_t layer) const {
     this->require_layer(layer);
     const layer_plan& plan = plan_[static_cast<std::size_t>(layer)];
     ref_type ref;
@@ -305,9 +310,9 @@ DualRef<P, T> DualCache<P, T>::ref(std::int32_t layer) const {
     ref.pool.free_count = this->template at<std::int32_t>(count_at_);
     ref.pool.names = this->template at<std::int32_t>(names_at_);
     ref.pool.slab_pages = pool_.slab_pages;
-    ref.pool.page_rows = this->shape_.page_rows;
-    ref.pool.dim_k = this->shape_.dim_k;
-    ref.pool.dim_v = this->shape_.dim_v;
+    ref.pool.page_size = this->shape_.page_size;
+    ref.pool.head_dim_qk = this->shape_.head_dim_qk;
+    ref.pool.head_dim_vo = this->shape_.head_dim_vo;
     ref.pool.strides = pool_.strides;
     ref.table = this->template at<std::int32_t>(plan.table);
     ref.table_offset = this->template at<const std::int64_t>(offsets_at_) +
@@ -318,39 +323,39 @@ DualRef<P, T> DualCache<P, T>::ref(std::int32_t layer) const {
                       static_cast<std::ptrdiff_t>(offset_index(layer, 0));
     ref.arrivals = this->template at<std::uint32_t>(plan.arrivals);
     ref.tile_victims = this->template at<std::int32_t>(plan.tile_victims);
-    ref.most_rows = most_rows_[static_cast<std::size_t>(layer)];
-    ref.most_contested = most_contested_[static_cast<std::size_t>(layer)];
+    ref.max_rows = max_rows_[static_cast<std::size_t>(layer)];
+    ref.max_contested = max_contested_[static_cast<std::size_t>(layer)];
     ref.spare = {this->template at<T>(plan.spare_k),
                  this->template at<T>(plan.spare_v),
                  this->template at<position_t>(plan.spare_position),
                  this->template at<float>(plan.spare_score),
-                 this->shape_.dim_k,
-                 this->shape_.dim_v};
-    ref.most_slabs = pool_.most_slabs;
+                 this->shape_.head_dim_qk,
+                 this->shape_.head_dim_vo};
+    ref.max_slabs = pool_.max_slabs;
     ref.limited = limited_[static_cast<std::size_t>(layer)] != 0;
-    ref.longest = pool_.longest;
+    ref.max_seq_len = pool_.max_seq_len;
     return ref;
 }
 
 template <AnyPolicy P, Storage T>
-void DualCache<P, T>::give_pages(const ref_type& cache, std::int32_t slot) const {
+void DualCache<P, T>::give_pages(const ref_type& cache, std::int32_t seq) const {
     for (std::int32_t head = 0; head < cache.kv_heads; ++head) {
-        std::int32_t& held = cache.held[cache.head_index(slot, head)];
+        std::int32_t& held = cache.held[cache.head_index(seq, head)];
         while (held > 0) {
-            cache.pool.give(cache.pages(slot, head)[--held]);
+            cache.pool.give(cache.pages(seq, head)[--held]);
         }
     }
 }
 
 template <AnyPolicy P, Storage T>
-void DualCache<P, T>::clear(const host&, std::int32_t slot) {
-    this->require_slot(slot);
+void DualCache<P, T>::clear(const host&, std::int32_t seq) {
+    this->require_seq(seq);
     for (std::int32_t layer = 0; layer < this->shape_.layers; ++layer) {
-        const ref_type cache = ref(layer);
-        give_pages(cache, slot);
-        this->reset(cache, slot);
+        const ref_type cache = this->layer(layer);
+        give_pages(cache, seq);
+        this->reset(cache, seq);
     }
-    this->template at<position_t>(reserved_at_)[slot] = 0;
+    this->template at<position_t>(reserved_at_)[seq] = 0;
 }
 
 }  // namespace kvpolicy

@@ -46,13 +46,13 @@ class observed_pass {
     observed_pass(const host& on, const Cache& cache, std::int32_t count, std::int32_t tokens,
                   std::byte* memory)
         : on_(on), cache_(cache), seen_(cache.scorer.observation()), shape_(shape_of(cache)) {
-        shape_.dim_v = 0;  // masses need no values
+        shape_.head_dim_vo = 0;  // masses need no values
         block_ = seen_.chunk == Observation::whole_call ? tokens : std::min(tokens, seen_.chunk);
         for (std::int32_t h = 0; h < cache.kv_heads; ++h) {
             keys_ = std::max(keys_, cache.capacity(h) + block_);
         }
         head_bytes_ = observed_head<T>::bytes(keys_);
-        scratch_bytes_ = mass_scratch<T>(nullptr, cache.dim_k, keys_).bytes;
+        scratch_bytes_ = mass_scratch<T>(nullptr, cache.head_dim_qk, keys_).bytes;
         // Lists wait for each other where a layer is averaged, and for attention where it is to leave out a row. Others are
         // made, used and forgotten head by head: those of policies that grow may be long.
         lists_wait_ = evicts_at_steps || seen_.whole_layer;
@@ -60,7 +60,7 @@ class observed_pass {
         const std::size_t lists =
             lists_wait_ ? static_cast<std::size_t>(count) * static_cast<std::size_t>(cache.kv_heads)
                         : threads;
-        arena parts(memory);
+        detail::arena parts(memory);
         tokens_ = parts.template take<std::int32_t>(static_cast<std::size_t>(count));
         heads_ = parts.template take<std::byte>(lists * head_bytes_);
         scratch_ = parts.template take<std::byte>(threads * scratch_bytes_);
@@ -73,26 +73,27 @@ class observed_pass {
 
     /// What can be wrong beside shapes, before anything is written.
     void check(const Batch& batch, const observed_call<T>& call) const {
-        check_same_rules(seen_, cache_.kv_heads, [&](std::int32_t h) { return cache_.rules[h]; });
+        check_same_params(seen_, cache_.kv_heads, [&](std::int32_t h) { return cache_.all_params[h]; });
         const auto tokens = [&](std::int64_t i) { return batch.tokens(i); };
-        check_finite_rows(on_, "q", call.q, tokens);
-        check_finite_rows(on_, "k", call.k, tokens);
+        checks::check_finite_rows(on_, "q", call.q, tokens);
+        checks::check_finite_rows(on_, "k", call.k, tokens);
     }
 
     /// Rows of a head after the call, which depend on counts only.
     [[nodiscard]] std::int32_t rows_after(const Batch& batch, bool prompt, std::int32_t i,
                                           std::int32_t h) const {
-        const std::int32_t slot = batch.slot(i);
-        const HeadRule& rule = cache_.rules[h];
-        const position_t before = cache_.length[slot], after = before + batch.tokens(i);
+        const std::int32_t seq = batch.seq(i);
+        const HeadParams& head_params = cache_.all_params[h];
+        const position_t before = cache_.length[seq], after = before + batch.tokens(i);
         const auto left = [&](position_t length) {
-            return std::max<position_t>(0, length - rule.sinks - rule.window);
+            return std::max<position_t>(0, length - head_params.sinks - head_params.window);
         };
-        position_t kept = cache_.kept[cache_.head_index(slot, h)] + left(after) - left(before);
+        position_t num_long_range =
+            cache_.num_long_range[cache_.head_index(seq, h)] + left(after) - left(before);
         if (evicts_at_steps || prompt) {
-            kept = std::min<position_t>(kept, rule.budget);
+            num_long_range = std::min<position_t>(num_long_range, head_params.budget);
         }
-        return cache_.layout(h).used(after, static_cast<std::int32_t>(kept));
+        return cache_.layout(h).used(after, static_cast<std::int32_t>(num_long_range));
     }
 
     void run(const Batch& batch, bool prompt, const observed_call<T>& call) {
@@ -106,18 +107,18 @@ class observed_pass {
                 tokens_[i] = std::clamp(batch.tokens(i) - done, 0, block_);
                 most = std::max(most, tokens_[i]);
             }
-            const Batch now{.count = batch.count, .slots = batch.slots, .q_len = tokens_, .length = most};
+            const Batch now{.count = batch.count, .seq_ids = batch.seq_ids, .q_len = tokens_, .length = most};
             run_block(now, prompt, done, most, call.at(done));
         }
     }
 
   private:
     observed_head<T>& head_at(std::int32_t i, std::int32_t h, int thread = 0) const {
-        const std::size_t place =
+        const std::size_t slot =
             lists_wait_ ? static_cast<std::size_t>(i) * static_cast<std::size_t>(cache_.kv_heads) +
                               static_cast<std::size_t>(h)
                         : static_cast<std::size_t>(thread);
-        return observed_head<T>::at(heads_ + place * head_bytes_);
+        return observed_head<T>::at(heads_ + slot * head_bytes_);
     }
     template <class Visit>
     void for_each_head(const Batch& batch, Visit&& visit) const {
@@ -138,7 +139,7 @@ class observed_pass {
                     cache_.kv_heads, [&](std::int32_t h) -> auto& { return head_at(i, h).list; });
             }
         }
-        // Steps, and blocks whose loser has gone already, attend to what is left; a block that prunes at its end, before that.
+        // Steps, and blocks whose evicted key has gone already, attend to what is left; a block that prunes at its end, before that.
         const bool before = longest > 1 || (prompt && !evicts_at_steps);
         if (before) {
             attend_chunk(on_, cache_, batch, call.q, call.out, call.lse, longest, attention_,
@@ -163,16 +164,17 @@ class observed_pass {
         observed_head<T>& head = head_at(i, h, thread);
         observed_head<T>::make(&head, keys_);
         observed_list<T>& list = head.list;
-        const std::int32_t slot = batch.slot(i);
-        const HeadRule& rule = cache_.rules[h];
-        const position_t base = cache_.length[slot] + done;
-        const auto rows = cache_.head_rows(slot, h);
-        const std::int32_t used = cache_.layout(h).used(base, cache_.kept[cache_.head_index(slot, h)]);
+        const std::int32_t seq = batch.seq(i);
+        const HeadParams& head_params = cache_.all_params[h];
+        const position_t base = cache_.length[seq] + done;
+        const auto rows = cache_.head_rows(seq, h);
+        const std::int32_t used =
+            cache_.layout(h).used(base, cache_.num_long_range[cache_.head_index(seq, h)]);
         for (std::int32_t r = 0; r < used; ++r) {
             list.add(rows.k(r), rows.position(r), rows.score(r), r);
         }
         if (evicts_at_steps) {
-            list.choose(rule, seen_, base, [&](std::int32_t lost) { head.excluded = list.row[lost]; });
+            list.choose(head_params, seen_, base, [&](std::int32_t lost) { head.excluded = list.row[lost]; });
         }
         list.own = list.count;
         for (std::int32_t j = 0; j < batch.tokens(i); ++j) {
@@ -188,7 +190,7 @@ class observed_pass {
         queries.head_stride = call.q.head_stride;
         queries.end = batch.tokens(i);
         queries.group = cache_.group;
-        observe(on_.instructions(), shape_, seen_, rule, queries, list,
+        observe(on_.instructions(), shape_, seen_, head_params, queries, list,
                 scratch_ + static_cast<std::size_t>(thread) * scratch_bytes_, keys_);
     }
 
@@ -196,14 +198,14 @@ class observed_pass {
     template <class Visit>
     void block_segments(const Batch& batch, std::int32_t done, const observed_call<T>& call, std::int32_t i,
                         std::int32_t h, Visit&& visit) const {
-        const std::int32_t slot = batch.slot(i), excluded = evicts_at_steps ? head_at(i, h).excluded : -1;
-        const auto rows = cache_.head_rows(slot, h);
-        const std::int32_t used =
-            cache_.layout(h).used(cache_.length[slot] + done, cache_.kept[cache_.head_index(slot, h)]);
+        const std::int32_t seq = batch.seq(i), excluded = evicts_at_steps ? head_at(i, h).excluded : -1;
+        const auto rows = cache_.head_rows(seq, h);
+        const std::int32_t used = cache_.layout(h).used(cache_.length[seq] + done,
+                                                        cache_.num_long_range[cache_.head_index(seq, h)]);
         const std::int32_t end = excluded < 0 ? used : excluded;
         const auto hand = [&](const key_segment<T>& segment, std::int32_t) { visit(segment); };
-        visit_rows(rows, 0, end, cache_.dim_k, cache_.dim_v, hand);
-        visit_rows(rows, end == used ? used : end + 1, used, cache_.dim_k, cache_.dim_v, hand);
+        visit_rows(rows, 0, end, cache_.head_dim_qk, cache_.head_dim_vo, hand);
+        visit_rows(rows, end == used ? used : end + 1, used, cache_.head_dim_qk, cache_.head_dim_vo, hand);
         key_segment<T> self;
         self.k = call.k.row(i, h, 0);
         self.k_stride = call.k.row_stride;
@@ -216,36 +218,36 @@ class observed_pass {
     /// Takes the masses, ends a prompt's block, and writes the survivors back.
     void decide(const Batch& batch, bool prompt, std::int32_t done, const observed_call<T>& call,
                 std::int32_t i, std::int32_t h, observed_list<T>& list) const {
-        const std::int32_t slot = batch.slot(i);
-        const position_t last = cache_.length[slot] + done + batch.tokens(i) - 1;
+        const std::int32_t seq = batch.seq(i);
+        const position_t last = cache_.length[seq] + done + batch.tokens(i) - 1;
         list.take_masses(seen_);
         if (prompt) {
-            list.choose(cache_.rules[h], seen_, last, [](std::int32_t) {});
+            list.choose(cache_.all_params[h], seen_, last, [](std::int32_t) {});
         }
-        write(slot, call, i, h, list, last);
+        write(seq, call, i, h, list, last);
         if (h == 0) {
-            cache_.proposed[slot] = 0;
+            cache_.num_draft[seq] = 0;
         }
     }
 
-    void write(std::int32_t slot, const observed_call<T>& call, std::int32_t i, std::int32_t h,
+    void write(std::int32_t seq, const observed_call<T>& call, std::int32_t i, std::int32_t h,
                const observed_list<T>& list, position_t last) const {
-        const head_state<Cache> rows(cache_, slot, h);
-        const HeadRule& rule = rows.rule;
-        const std::int32_t first = rows.layout.place(0);
+        const head_state<Cache> rows(cache_, seq, h);
+        const HeadParams& head_params = rows.head_params;
+        const std::int32_t first = rows.layout.slot(0);
         const auto old = [&](std::int32_t n) {
-            return list.position[n] >= rule.sinks && list.position[n] <= last - rule.window;
+            return list.position[n] >= head_params.sinks && list.position[n] <= last - head_params.window;
         };
-        // Keys in long-range places stay where they are, if that place is one of the first; the others take free places.
-        std::int32_t kept = 0;
+        // Keys in top-k slots stay where they are, if that place is one of the first; the others take free top-k slots.
+        std::int32_t num_long_range = 0;
         for (std::int32_t n = 0; n < list.count; ++n) {
-            kept += old(n) ? 1 : 0;
+            num_long_range += old(n) ? 1 : 0;
         }
         const auto placed = [&](std::int32_t n) {
-            return list.row[n] >= first && list.row[n] < first + kept;
+            return list.row[n] >= first && list.row[n] < first + num_long_range;
         };
         std::int32_t* const taken = list.scratch();
-        std::fill_n(taken, kept, 0);
+        std::fill_n(taken, num_long_range, 0);
         for (std::int32_t n = 0; n < list.count; ++n) {
             if (placed(n)) {
                 taken[list.row[n] - first] = 1;
@@ -260,7 +262,7 @@ class observed_pass {
                          list.score[n]);
             }
         };
-        std::int32_t place = 0;
+        std::int32_t slot = 0;
         for (std::int32_t n = 0; n < list.count; ++n) {
             if (!old(n)) {
                 continue;
@@ -269,10 +271,10 @@ class observed_pass {
                 rows.score(list.row[n]) = list.score[n];
                 continue;
             }
-            while (taken[place] != 0) {
-                ++place;
+            while (taken[slot] != 0) {
+                ++slot;
             }
-            put(first + place++, n);
+            put(first + slot++, n);
         }
         // Only now may the ring's rows be overwritten.
         for (std::int32_t n = 0; n < list.count; ++n) {
@@ -285,7 +287,7 @@ class observed_pass {
                 put(rows.layout.recent(list.position[n]), n);
             }
         }
-        cache_.kept[rows.index] = kept;
+        cache_.num_long_range[rows.index] = num_long_range;
         cache_.victim[rows.index] = -1;
     }
 
@@ -308,7 +310,7 @@ template <class Cache>
 std::size_t observed_workspace_bytes(const host& on, const Cache& cache, std::int32_t count,
                                      std::int32_t tokens) {
     return admission_bytes(cache, count) +
-           observed_pass<Cache>(on, cache, count, std::max(tokens, 1), nullptr).bytes() + alignment;
+           observed_pass<Cache>(on, cache, count, std::max(tokens, 1), nullptr).bytes() + detail::alignment;
 }
 
 /// The body of step and prefill.
@@ -322,7 +324,7 @@ void observed_tokens(const host& on, const Cache& cache, const Batch& all, std::
         return pass.rows_after(all, prompt, i, h);
     });
     pass.run(batch, prompt, call);
-    mark_taken(cache, batch);
+    mark_appended(cache, batch);
     clear_refused(cache, all, batch, call.out, call.lse);
 }
 

@@ -21,11 +21,11 @@ namespace host_backend {
 
 /// What a chunk will leave in one head.
 struct chunk_counts {
-    position_t bad;         // the first position whose score is NaN, or -1
-    std::int32_t keepers;   // keys that compete and hold a place
-    std::int32_t promoted;  // keys that got a place without a contest
-    std::int32_t pinned;    // of these, by a keep part
-    std::int32_t kept;      // long-range places in use
+    position_t bad;               // the first position whose score is NaN, or -1
+    std::int32_t keepers;         // keys that compete and hold a place
+    std::int32_t promoted;        // keys that got a place without a top-k update
+    std::int32_t num_protected;   // of these, by a keep part
+    std::int32_t num_long_range;  // top-k slots in use
     position_t
         scored_from;  // plan.score has the scores of tokens from here on; the chunk's first token, or one in the window
     position_t scored_end;  // and up to here
@@ -35,12 +35,12 @@ struct chunk_counts {
 /// while the chunk runs (in a head without a limit: sinks and ring). Keys have names: such a row r is r, token j of the
 /// chunk is mortal + j. Expiries and positions are relative to the chunk's first token.
 struct chunk_plan {
-    std::int32_t mortal;
-    std::int32_t* position;        // [mortal]
-    expiry_t* expiry;              // [mortal + n]
-    float* score;                  // [n], or [late + n]: scores of tokens from counts->scored_from on
-    detail::contestant* keepers;   // [places]: survivors of the contests after the chunk
-    detail::contestant* promoted;  // [n], for heads without a limit and keep parts
+    std::int32_t expirable;
+    std::int32_t* position;         // [expirable]
+    expiry_t* expiry;               // [expirable + n]
+    float* score;                   // [n], or [late + n]: scores of tokens from counts->scored_from on
+    detail::top_k_entry* keepers;   // [slots]: survivors of the top-k updates after the chunk
+    detail::top_k_entry* promoted;  // [n], for heads without a limit and keep parts
     chunk_counts* counts;
     float* state;  // a copy of the scorer's state
     std::size_t bytes;
@@ -48,22 +48,22 @@ struct chunk_plan {
 
 template <class Cache>
 chunk_plan plan_of(const Cache& cache, std::int32_t head, std::int32_t tokens, std::byte* memory) {
-    const HeadRule& rule = cache.rules[head];
-    const auto mortal = static_cast<std::size_t>(cache.mortal_rows(head));
-    const auto recent = static_cast<std::size_t>(std::int64_t{rule.sinks} + rule.window);
-    const std::size_t places = mortal > recent ? mortal - recent : 0;
+    const HeadParams& head_params = cache.all_params[head];
+    const auto expirable = static_cast<std::size_t>(cache.expirable_entries(head));
+    const auto recent = static_cast<std::size_t>(std::int64_t{head_params.sinks} + head_params.window);
+    const std::size_t slots = expirable > recent ? expirable - recent : 0;
     const auto n = static_cast<std::size_t>(tokens);
     chunk_plan plan{};
     std::size_t at = 0;
     const auto take = [&]<class Element>(Element*& array, std::size_t count) {
         array = memory == nullptr ? nullptr : reinterpret_cast<Element*>(memory + at);
-        at += aligned_size(count * sizeof(Element));
+        at += detail::aligned_size(count * sizeof(Element));
     };
-    plan.mortal = static_cast<std::int32_t>(mortal);
-    take(plan.position, mortal);
-    take(plan.expiry, mortal + n);
+    plan.expirable = static_cast<std::int32_t>(expirable);
+    take(plan.position, expirable);
+    take(plan.expiry, expirable + n);
     take(plan.score, n + static_cast<std::size_t>(late_scores(cache, head)));
-    take(plan.keepers, places);
+    take(plan.keepers, slots);
     take(plan.promoted, Cache::pooled ? n : 0);
     take(plan.counts, 1);
     take(plan.state, static_cast<std::size_t>(cache.state_size));
@@ -86,38 +86,39 @@ inline std::int32_t relative(position_t t, position_t base) {
     return static_cast<std::int32_t>(std::max<position_t>(t - base, -(position_t{1} << 30)));
 }
 
-/// Runs the chunk's contests without touching the cache, and fills the plan.
+/// Runs the chunk's top-k updates without touching the cache, and fills the plan.
 template <class Cache, class T>
-void decide_chunk([[maybe_unused]] isa set, const Cache& cache, std::int32_t slot, std::int32_t head,
+void decide_chunk([[maybe_unused]] isa set, const Cache& cache, std::int32_t seq, std::int32_t head,
                   std::int32_t tokens, [[maybe_unused]] rows_view<const T> k,
                   [[maybe_unused]] rows_view<const T> v, [[maybe_unused]] std::int32_t entry,
                   [[maybe_unused]] const float* given, const chunk_plan& plan,
                   [[maybe_unused]] std::byte* scratch) {
     using P = typename Cache::policy_type;
     using S = typename P::scorer_type;
-    const head_state<Cache> rows(cache, slot, head);
-    const HeadRule& rule = rows.rule;
-    const position_t base = cache.length[slot];
-    const std::int32_t used = std::min(cache.used(slot, head), plan.mortal);
+    const head_state<Cache> rows(cache, seq, head);
+    const HeadParams& head_params = rows.head_params;
+    const position_t base = cache.length[seq];
+    const std::int32_t used = std::min(cache.used(seq, head), plan.expirable);
 
-    detail::long_range_set places(plan.keepers, rule, cache.rebase_limit);
+    detail::top_k_set slots(plan.keepers, head_params, cache.rebase_limit);
     chunk_counts& counts = *plan.counts;
-    counts = {-1, 0, 0, 0, cache.kept[rows.index], base, base + tokens};
+    counts = {-1, 0, 0, 0, cache.num_long_range[rows.index], base, base + tokens};
     for (std::int32_t r = 0; r < used; ++r) {
         const position_t t = rows.position(r);
-        const bool recent = r >= rule.sinks && r < rule.sinks + rule.window;
+        const bool recent = r >= head_params.sinks && r < head_params.sinks + head_params.window;
         plan.position[r] = relative(t, base);
         plan.expiry[r] =
-            recent ? static_cast<expiry_t>(std::min<position_t>(t + rule.window - base, never)) : never;
-        if (r >= rows.layout.place(0) && !rows.keeps(t)) {
-            places.restore(t, rows.score(r), r, r - rows.layout.place(0));
+            recent ? static_cast<expiry_t>(std::min<position_t>(t + head_params.window - base, never))
+                   : never;
+        if (r >= rows.layout.slot(0) && !rows.keeps(t)) {
+            slots.restore(t, rows.score(r), r, r - rows.layout.slot(0));
         }
     }
     for (std::int32_t j = 0; j < tokens; ++j) {
-        const bool sink = base + j < rule.sinks;
-        plan.expiry[plan.mortal + j] =
+        const bool sink = base + j < head_params.sinks;
+        plan.expiry[plan.expirable + j] =
             sink ? never
-                 : static_cast<expiry_t>(std::min<std::int64_t>(std::int64_t{j} + rule.window, never));
+                 : static_cast<expiry_t>(std::min<std::int64_t>(std::int64_t{j} + head_params.window, never));
     }
     if constexpr (retains<P>) {
         if constexpr (S::when == score_time::on_leaving) {
@@ -136,8 +137,9 @@ void decide_chunk([[maybe_unused]] isa set, const Cache& cache, std::int32_t slo
         }
         if constexpr (P::ranked && S::when == score_time::on_arrival) {
             // A sink is never scored, and neither is a key that is kept for its position.
-            const auto from = static_cast<std::int32_t>(std::clamp<position_t>(rule.sinks - base, 0, tokens));
-            scorer_input<S, T> input(set, cache.scorer, head, cache.dim_k, cache.dim_v, scratch);
+            const auto from =
+                static_cast<std::int32_t>(std::clamp<position_t>(head_params.sinks - base, 0, tokens));
+            scorer_input<S, T> input(set, cache.scorer, head, cache.head_dim_qk, cache.head_dim_vo, scratch);
             input.score_all(k.row(entry, head, from), k.row_stride, v.row(entry, head, from), v.row_stride,
                             tokens - from, base + from, plan.score + from);
             for (std::int32_t j = from; j < tokens; ++j) {
@@ -150,8 +152,8 @@ void decide_chunk([[maybe_unused]] isa set, const Cache& cache, std::int32_t slo
             }
         }
         if constexpr (scores_late<P>) {
-            counts.scored_from = scored_until(cache.scorer, rule.window, base);
-            counts.scored_end = scored_until(cache.scorer, rule.window, base + tokens);
+            counts.scored_from = scored_until(cache.scorer, head_params.window, base);
+            counts.scored_end = scored_until(cache.scorer, head_params.window, base + tokens);
             counts.bad = score_late(set, cache, rows, head, counts.scored_from, counts.scored_end, key_at,
                                     value_at, plan.score, scratch);
             if (counts.bad >= 0) {
@@ -161,20 +163,22 @@ void decide_chunk([[maybe_unused]] isa set, const Cache& cache, std::int32_t slo
         for (std::int32_t j = 0; j < tokens; ++j) {
             const position_t q = base + j;
             if constexpr (P::ranked && S::when == score_time::on_leaving) {
-                scorer_input<S, T> input(set, cache.scorer, head, cache.dim_k, cache.dim_v, scratch);
+                scorer_input<S, T> input(set, cache.scorer, head, cache.head_dim_qk, cache.head_dim_vo,
+                                         scratch);
                 input.absorb(plan.state, k.row(entry, head, j), v.row(entry, head, j));
             }
-            const position_t u = q - rule.window;
-            if (u < rule.sinks) {
+            const position_t u = q - head_params.window;
+            if (u < head_params.sinks) {
                 continue;
             }
             const std::int32_t name =
-                u < base ? rows.layout.recent(u) : plan.mortal + static_cast<std::int32_t>(u - base);
-            const bool pinned = rows.keeps(u);
+                u < base ? rows.layout.recent(u) : plan.expirable + static_cast<std::int32_t>(u - base);
+            const bool num_protected = rows.keeps(u);
             float score = 0.0f;
             if constexpr (P::ranked && S::when == score_time::on_leaving) {
-                if (!pinned) {
-                    scorer_input<S, T> input(set, cache.scorer, head, cache.dim_k, cache.dim_v, scratch);
+                if (!num_protected) {
+                    scorer_input<S, T> input(set, cache.scorer, head, cache.head_dim_qk, cache.head_dim_vo,
+                                             scratch);
                     score = input.read(plan.state, key_at(u), value_at(u));
                 }
                 if (score != score) {
@@ -184,51 +188,51 @@ void decide_chunk([[maybe_unused]] isa set, const Cache& cache, std::int32_t slo
             } else {
                 score = u < counts.scored_from ? rows.score(name) : plan.score[u - counts.scored_from];
             }
-            if (!pinned && (rule.budget == 0 || !cache.gate.open(score, rule))) {
+            if (!num_protected && (head_params.budget == 0 || !cache.gate.open(score, head_params))) {
                 continue;
             }
             if constexpr (Cache::pooled) {
-                if (pinned || rule.budget == unlimited) {
-                    plan.promoted[counts.promoted++] = {0.0, u, score, name, counts.kept++};
-                    counts.pinned += pinned ? 1 : 0;
+                if (num_protected || head_params.budget == unlimited) {
+                    plan.promoted[counts.promoted++] = {0.0, u, score, name, counts.num_long_range++};
+                    counts.num_protected += num_protected ? 1 : 0;
                     plan.expiry[name] = never;
                     continue;
                 }
             }
-            const detail::contest_outcome outcome = places.contest(u, score, name, q, counts.kept);
-            if (outcome.kind != detail::contest_outcome::refused) {
+            const detail::top_k_outcome outcome = slots.update(u, score, name, q, counts.num_long_range);
+            if (outcome.kind != detail::top_k_outcome::refused) {
                 plan.expiry[name] = never;
             }
-            if (outcome.kind == detail::contest_outcome::replaced) {
+            if (outcome.kind == detail::top_k_outcome::replaced) {
                 plan.expiry[outcome.lost] = j;
             }
-            if (outcome.kind == detail::contest_outcome::took_free_place) {
-                ++counts.kept;
+            if (outcome.kind == detail::top_k_outcome::took_free_slot) {
+                ++counts.num_long_range;
             }
         }
     }
-    counts.keepers = places.size();
+    counts.keepers = slots.size();
 }
 
 /// Writes what the chunk leaves behind: new long-range rows first (they may come from ring rows), then sinks and ring.
 template <class Cache, class T>
-void commit_chunk(const Cache& cache, std::int32_t slot, std::int32_t head, std::int32_t tokens,
+void accept_chunk(const Cache& cache, std::int32_t seq, std::int32_t head, std::int32_t tokens,
                   rows_view<const T> k, rows_view<const T> v, std::int32_t entry, const chunk_plan& plan) {
     using P = typename Cache::policy_type;
-    const head_state<Cache> rows(cache, slot, head);
-    const HeadRule& rule = rows.rule;
-    const position_t base = cache.length[slot];
-    [[maybe_unused]] const std::int32_t kept_before = cache.kept[rows.index];
+    const head_state<Cache> rows(cache, seq, head);
+    const HeadParams& head_params = rows.head_params;
+    const position_t base = cache.length[seq];
+    [[maybe_unused]] const std::int32_t num_long_range_before = cache.num_long_range[rows.index];
     const chunk_counts& counts = *plan.counts;
-    const auto put = [&](const detail::contestant& keeper) {
-        const std::int32_t row = rows.layout.place(keeper.place);
-        if (keeper.key < plan.mortal) {
+    const auto put = [&](const detail::top_k_entry& keeper) {
+        const std::int32_t row = rows.layout.slot(keeper.slot);
+        if (keeper.key < plan.expirable) {
             if (keeper.key == row) {
                 return;
             }  // held its place already
             rows.put(row, rows.k(keeper.key), rows.v(keeper.key), keeper.position, keeper.score);
         } else {
-            const std::int32_t j = keeper.key - plan.mortal;
+            const std::int32_t j = keeper.key - plan.expirable;
             rows.put(row, k.row(entry, head, j), v.row(entry, head, j), keeper.position, keeper.score);
         }
     };
@@ -236,7 +240,7 @@ void commit_chunk(const Cache& cache, std::int32_t slot, std::int32_t head, std:
     std::for_each_n(plan.promoted, counts.promoted, put);
     for (std::int32_t j = 0; j < tokens; ++j) {
         const position_t t = base + j;
-        if (t < rule.sinks || t > base + tokens - 1 - rule.window) {
+        if (t < head_params.sinks || t > base + tokens - 1 - head_params.window) {
             const bool known = P::ranked && t < counts.scored_end;
             rows.put(rows.layout.recent(t), k.row(entry, head, j), v.row(entry, head, j), t,
                      known ? plan.score[t - counts.scored_from] : 0.0f);
@@ -245,19 +249,20 @@ void commit_chunk(const Cache& cache, std::int32_t slot, std::int32_t head, std:
     if constexpr (scores_late<P>) {
         // Keys that were in the window before the chunk, and still are.
         const position_t from =
-            std::max({counts.scored_from, base + tokens - rule.window, position_t{rule.sinks}});
+            std::max({counts.scored_from, base + tokens - head_params.window, position_t{head_params.sinks}});
         for (position_t t = from; t < std::min(base, counts.scored_end); ++t) {
             rows.score(rows.layout.recent(t)) = plan.score[t - counts.scored_from];
         }
     }
-    cache.kept[rows.index] = counts.kept;
+    cache.num_long_range[rows.index] = counts.num_long_range;
     if constexpr (P::has_keep) {
-        cache.pinned[rows.index] += counts.pinned;
+        cache.num_protected[rows.index] += counts.num_protected;
     }
     if constexpr (P::has_selection) {
-        const std::int32_t used = rows.layout.used(base + tokens, counts.kept);
-        refresh_bounds(cache, rows.rows, 0, plan.mortal, used);
-        refresh_bounds(cache, rows.rows, std::max(plan.mortal, rows.layout.place(kept_before)), used, used);
+        const std::int32_t used = rows.layout.used(base + tokens, counts.num_long_range);
+        refresh_bounds(cache, rows.rows, 0, plan.expirable, used);
+        refresh_bounds(cache, rows.rows, std::max(plan.expirable, rows.layout.slot(num_long_range_before)),
+                       used, used);
     }
     cache.victim[rows.index] = -1;
     if constexpr (P::ranked && StatefulScorer<typename P::scorer_type>) {
@@ -267,17 +272,18 @@ void commit_chunk(const Cache& cache, std::int32_t slot, std::int32_t head, std:
 
 /// What a chunk's queries see: the rows of the cache, and the chunk itself.
 template <class Cache, class T, class Visit>
-void chunk_segments(const Cache& cache, std::int32_t slot, std::int32_t head, std::int32_t tokens,
+void chunk_segments(const Cache& cache, std::int32_t seq, std::int32_t head, std::int32_t tokens,
                     rows_view<const T> k, rows_view<const T> v, std::int32_t entry, const chunk_plan& plan,
                     Visit&& visit) {
-    const auto rows = cache.head_rows(slot, head);
-    const std::int32_t used = cache.used(slot, head), mortal = std::min(used, plan.mortal);
-    visit_rows(rows, 0, mortal, cache.dim_k, cache.dim_v, [&](key_segment<T>& segment, std::int32_t row) {
-        segment.position = plan.position + row;
-        segment.expiry = plan.expiry + row;
-        visit(segment);
-    });
-    visit_rows(rows, mortal, used, cache.dim_k, cache.dim_v,
+    const auto rows = cache.head_rows(seq, head);
+    const std::int32_t used = cache.used(seq, head), expirable = std::min(used, plan.expirable);
+    visit_rows(rows, 0, expirable, cache.head_dim_qk, cache.head_dim_vo,
+               [&](key_segment<T>& segment, std::int32_t row) {
+                   segment.position = plan.position + row;
+                   segment.expiry = plan.expiry + row;
+                   visit(segment);
+               });
+    visit_rows(rows, expirable, used, cache.head_dim_qk, cache.head_dim_vo,
                [&](const key_segment<T>& segment, std::int32_t) { visit(segment); });
     key_segment<T> self;
     self.k = k.row(entry, head, 0);
@@ -285,7 +291,7 @@ void chunk_segments(const Cache& cache, std::int32_t slot, std::int32_t head, st
     self.v = v.row(entry, head, 0);
     self.v_stride = v.row_stride;
     self.count = tokens;
-    self.expiry = plan.expiry + plan.mortal;
+    self.expiry = plan.expiry + plan.expirable;
     visit(self);
 }
 
@@ -308,7 +314,7 @@ auto tensor_source(rows_view<const T> k, rows_view<const T> v, const CacheExtras
     };
 }
 
-/// A chunk of a batch on its way through a cache: decide, then attend and write back. What prefill, propose and commit
+/// A chunk of a batch on its way through a cache: decide, then attend and write back. What prefill, append_draft and accept
 /// share. `memory` has bytes(): plans, then what attention needs.
 template <class Cache>
 class chunk_pass {
@@ -349,7 +355,7 @@ class chunk_pass {
     void decide(const Batch& batch, const Source& source) const {
         for_each_head(batch, [&](std::int32_t i, std::int32_t h, int thread) {
             const chunk_source<T> from = source(i, h);
-            decide_chunk(on_.instructions(), cache_, batch.slot(i), h, batch.tokens(i), from.k, from.v, i,
+            decide_chunk(on_.instructions(), cache_, batch.seq(i), h, batch.tokens(i), from.k, from.v, i,
                          from.scores, plan(i, h),
                          scratch_ + static_cast<std::size_t>(thread) * thread_bytes_);
         });
@@ -370,7 +376,8 @@ class chunk_pass {
 
     /// Rows that a decided entry will have in use.
     std::int32_t rows_after(const Batch& batch, std::int32_t i, std::int32_t h) const {
-        return cache_.layout(h).used(cache_.length[batch.slot(i)] + batch.tokens(i), plan(i, h).counts->kept);
+        return cache_.layout(h).used(cache_.length[batch.seq(i)] + batch.tokens(i),
+                                     plan(i, h).counts->num_long_range);
     }
 
     template <class Source>
@@ -381,19 +388,19 @@ class chunk_pass {
             memory_ + static_cast<std::size_t>(batch.count) * entry_bytes_,
             [&](std::int32_t i, std::int32_t h, auto&& visit) {
                 const chunk_source<T> from = source(i, h);
-                chunk_segments(cache_, batch.slot(i), h, batch.tokens(i), from.k, from.v, i, plan(i, h),
+                chunk_segments(cache_, batch.seq(i), h, batch.tokens(i), from.k, from.v, i, plan(i, h),
                                visit);
             },
             extras.cu_seqlens);
     }
 
     template <class Source>
-    void commit(const Batch& batch, const Source& source) const {
+    void accept(const Batch& batch, const Source& source) const {
         for_each_head(batch, [&](std::int32_t i, std::int32_t h) {
             const chunk_source<T> from = source(i, h);
-            commit_chunk(cache_, batch.slot(i), h, batch.tokens(i), from.k, from.v, i, plan(i, h));
+            accept_chunk(cache_, batch.seq(i), h, batch.tokens(i), from.k, from.v, i, plan(i, h));
             if (h == 0) {
-                cache_.proposed[batch.slot(i)] = 0;
+                cache_.num_draft[batch.seq(i)] = 0;
             }
         });
     }
@@ -427,7 +434,7 @@ requires CacheRef<Ref<P, T>> std::size_t cache_workspace_bytes(const host& on, c
                      hb::decode_bytes(on, cache, count));
         const std::size_t chunk_bytes = hb::chunk_pass<Ref<P, T>>::bytes(on, cache, count, tokens);
         return hb::hidden_bytes(on, cache, count, std::max(tokens, 1)) + hb::admission_bytes(cache, count) +
-               std::max(step_bytes, chunk_bytes) + hb::alignment;
+               std::max(step_bytes, chunk_bytes) + detail::alignment;
     }
 }
 
@@ -445,15 +452,15 @@ void prefill_scored(const host& on, const Cache& cache, const Batch& batch, std:
         return pass.rows_after(batch, i, h);
     });
     pass.attend(admitted, q, source, out, extras);
-    pass.commit(admitted, source);
+    pass.accept(admitted, source);
     if constexpr (Cache::policy_type::has_eviction) {
         pass.for_each_head(admitted, [&](std::int32_t i, std::int32_t h) {
-            const std::int32_t slot = batch.slot(i);
-            remember_queries(cache, slot, h, cache.length[slot], batch.tokens(i),
+            const std::int32_t seq = batch.seq(i);
+            remember_queries(cache, seq, h, cache.length[seq], batch.tokens(i),
                              entry_rows(q, extras.cu_seqlens, i), i);
         });
     }
-    mark_taken(cache, admitted);
+    mark_appended(cache, admitted);
     clear_refused(cache, batch, admitted, out, extras.lse, extras.cu_seqlens);
 }
 
@@ -466,13 +473,13 @@ void prefill(const host& on, const Ref<P, T>& cache, const Batch& batch, input_r
              const CacheExtras& extras) {
     namespace hb = host_backend;
     hb::check_on_host(cache);
-    hb::check_chunk_length(batch, q.length);
-    const std::int32_t longest = hb::check_batch(batch, cache.slots, q.length, "the length of q");
+    checks::check_chunk_length(batch, q.length);
+    const std::int32_t longest = checks::check_batch(batch, cache.max_sequences, q.length, "the length of q");
     hb::check_cache_call(cache, batch, longest, q, k, v, out, extras);
-    hb::check_taken(cache, batch);
-    hb::check_longest(cache, batch);
-    hb::check_workspace(workspace, cache_workspace_bytes<P, T>(on, cache, batch.count, longest));
-    std::byte* const begin = hb::aligned(workspace.data);
+    hb::check_appended(cache, batch);
+    hb::check_max_seq_len(cache, batch);
+    checks::check_workspace(workspace, cache_workspace_bytes<P, T>(on, cache, batch.count, longest));
+    std::byte* const begin = detail::aligned(workspace.data);
     if constexpr (P::observed) {
         hb::observed_tokens(on, cache, batch, longest, true, {q, k, v, out, extras.lse}, begin, status);
     } else {

@@ -11,14 +11,14 @@
 
 namespace kvpolicy::host_backend {
 
-/// What phase one of a step found for one (entry, head): the scores of the newcomer and of the key that leaves, and those of
+/// What phase one of a step found for one (entry, head): the scores of the candidate and of the key that leaves, and those of
 /// keys in the window that are scored in this step, late_from .. late_end - 1. `bad` is a position whose score is NaN, or -1.
 struct step_scores {
     float arriving, leaving;
     position_t late_from, late_end, bad;
 };
 
-/// Memory of one (entry, head): step_scores, the state after the newcomer, late scores.
+/// Memory of one (entry, head): step_scores, the state after the candidate, late scores.
 struct step_task {
     step_scores* found;
     float* state;
@@ -31,13 +31,13 @@ std::size_t step_task_bytes(const Cache& cache) {
     for (std::int32_t h = 0; h < cache.kv_heads; ++h) {
         late = std::max(late, late_scores(cache, h));
     }
-    return aligned_size(sizeof(step_scores)) + state_bytes(cache) +
-           aligned_size(static_cast<std::size_t>(late) * sizeof(float));
+    return detail::aligned_size(sizeof(step_scores)) + state_bytes(cache) +
+           detail::aligned_size(static_cast<std::size_t>(late) * sizeof(float));
 }
 
 template <class Cache>
 step_task step_task_at(const Cache& cache, std::byte* memory) {
-    std::byte* const state = memory + aligned_size(sizeof(step_scores));
+    std::byte* const state = memory + detail::aligned_size(sizeof(step_scores));
     return {reinterpret_cast<step_scores*>(memory), reinterpret_cast<float*>(state),
             reinterpret_cast<float*>(state + state_bytes(cache))};
 }
@@ -49,13 +49,13 @@ position_t score_late(isa set, const Cache& cache, const head_state<Cache>& rows
                       position_t from, position_t end, KeyAt&& key_at, ValueAt&& value_at, float* scores,
                       std::byte* scratch) {
     using S = typename Cache::scorer_type;
-    scorer_input<S, typename Cache::value_type> input(set, cache.scorer, head, cache.dim_k, cache.dim_v,
-                                                      scratch);
+    scorer_input<S, typename Cache::value_type> input(set, cache.scorer, head, cache.head_dim_qk,
+                                                      cache.head_dim_vo, scratch);
     input.score_spans(from, end - from, key_at, value_at, scores);
     position_t bad = -1;
     for (position_t t = end - 1; t >= from; --t) {
         float& score = scores[t - from];
-        if (t < rows.rule.sinks || rows.keeps(t)) {
+        if (t < rows.head_params.sinks || rows.keeps(t)) {
             score = 0.0f;
         } else if (score != score) {
             bad = t;
@@ -66,7 +66,7 @@ position_t score_late(isa set, const Cache& cache, const head_state<Cache>& rows
 
 /// Scores of one (entry, head), computed without writing to the cache: a stateful scorer absorbs into a copy.
 template <class Cache, class T>
-void score_step([[maybe_unused]] isa set, const Cache& cache, std::int32_t slot, std::int32_t head,
+void score_step([[maybe_unused]] isa set, const Cache& cache, std::int32_t seq, std::int32_t head,
                 [[maybe_unused]] const T* key, [[maybe_unused]] const T* value,
                 [[maybe_unused]] const float* given, const step_task& task,
                 [[maybe_unused]] std::byte* scratch) {
@@ -76,24 +76,24 @@ void score_step([[maybe_unused]] isa set, const Cache& cache, std::int32_t slot,
     if constexpr (!Cache::policy_type::ranked) {
         return;
     }
-    const head_state<Cache> rows(cache, slot, head);
-    const position_t q = cache.length[slot];
-    const position_t u = q - rows.rule.window;
-    const bool leaves = u >= rows.rule.sinks;
+    const head_state<Cache> rows(cache, seq, head);
+    const position_t q = cache.length[seq];
+    const position_t u = q - rows.head_params.window;
+    const bool leaves = u >= rows.head_params.sinks;
     const std::int32_t row = leaves ? rows.layout.recent(u) : 0;
     if constexpr (scores_come_along<S>) {
         scores.arriving = given == nullptr ? 0.0f : stored_score(*given);
         scores.leaving = leaves ? rows.score(row) : 0.0f;
     } else if constexpr (S::when == score_time::on_arrival) {
-        scorer_input<S, T> input(set, cache.scorer, head, cache.dim_k, cache.dim_v, scratch);
-        if (q >= rows.rule.sinks && !rows.keeps(q)) {
+        scorer_input<S, T> input(set, cache.scorer, head, cache.head_dim_qk, cache.head_dim_vo, scratch);
+        if (q >= rows.head_params.sinks && !rows.keeps(q)) {
             scores.arriving = input.score(key, value, q);
         }
         scores.leaving = leaves ? rows.score(row) : 0.0f;
     } else if constexpr (S::when == score_time::in_window) {
         scores.leaving = leaves ? rows.score(row) : 0.0f;
-        scores.late_from = scored_until(cache.scorer, rows.rule.window, q);
-        scores.late_end = scored_until(cache.scorer, rows.rule.window, q + 1);
+        scores.late_from = scored_until(cache.scorer, rows.head_params.window, q);
+        scores.late_end = scored_until(cache.scorer, rows.head_params.window, q + 1);
         if (scores.late_from < scores.late_end) {
             scores.bad = score_late(
                 set, cache, rows, head, scores.late_from, scores.late_end,
@@ -102,7 +102,7 @@ void score_step([[maybe_unused]] isa set, const Cache& cache, std::int32_t slot,
                 scratch);
         }
     } else {
-        scorer_input<S, T> input(set, cache.scorer, head, cache.dim_k, cache.dim_v, scratch);
+        scorer_input<S, T> input(set, cache.scorer, head, cache.head_dim_qk, cache.head_dim_vo, scratch);
         std::copy_n(cache.state + rows.index * cache.state_size, cache.state_size, task.state);
         input.absorb(task.state, key, value);
         if (leaves && !rows.keeps(u)) {

@@ -14,7 +14,7 @@ namespace kvpolicy::host_backend {
 /// Pages of a selection that `rows` rows take.
 template <class Cache>
 std::int32_t pages_of_rows(const Cache& cache, std::int64_t rows) {
-    const std::int32_t page = cache.selection.page_rows();
+    const std::int32_t page = cache.selection.page_size();
     return static_cast<std::int32_t>((rows + page - 1) / page);
 }
 
@@ -23,16 +23,16 @@ template <class Cache, class Rows>
 void refresh_bounds(const Cache& cache, const Rows& rows, std::int32_t begin, std::int32_t end,
                     std::int32_t used) {
     if constexpr (Cache::policy_type::has_selection) {
-        const std::int32_t size = cache.selection.page_rows();
+        const std::int32_t size = cache.selection.page_size();
         for (std::int32_t page = begin / size; page * size < std::min(end, used); ++page) {
             auto* const least = rows.bounds(page);
-            auto* const most = least + cache.dim_k;
+            auto* const most = least + cache.head_dim_qk;
             const std::int32_t first = page * size, last = std::min(first + size, used);
-            std::copy_n(rows.k(first), cache.dim_k, least);
-            std::copy_n(rows.k(first), cache.dim_k, most);
+            std::copy_n(rows.k(first), cache.head_dim_qk, least);
+            std::copy_n(rows.k(first), cache.head_dim_qk, most);
             for (std::int32_t r = first + 1; r < last; ++r) {
                 const auto* const key = rows.k(r);
-                for (std::int32_t d = 0; d < cache.dim_k; ++d) {
+                for (std::int32_t d = 0; d < cache.head_dim_qk; ++d) {
                     least[d] = to_compute(key[d]) < to_compute(least[d]) ? key[d] : least[d];
                     most[d] = to_compute(key[d]) > to_compute(most[d]) ? key[d] : most[d];
                 }
@@ -59,8 +59,8 @@ std::size_t selection_bytes([[maybe_unused]] const Cache& cache) {
         for (std::int32_t h = 0; h < cache.kv_heads; ++h) {
             most = std::max<std::int64_t>(most, pages_of_rows(cache, cache.capacity(h)));
         }
-        return aligned_size(static_cast<std::size_t>(most) *
-                            sizeof(page_bound<compute_t<typename Cache::value_type>>));
+        return detail::aligned_size(static_cast<std::size_t>(most) *
+                                    sizeof(page_bound<compute_t<typename Cache::value_type>>));
     }
     return 0;
 }
@@ -78,15 +78,15 @@ std::int32_t choose_pages(const Cache& cache, const Rows& rows, std::int32_t hea
         }
         return pages;
     }
-    const std::int32_t current = newest / cache.selection.page_rows();
+    const std::int32_t current = newest / cache.selection.page_size();
     for (std::int32_t page = 0; page < pages; ++page) {
         const T* const least = rows.bounds(page);
-        const T* const most = least + cache.dim_k;
+        const T* const most = least + cache.head_dim_qk;
         Real joined = Real(0);
         for (std::int32_t g = 0; g < cache.group; ++g) {
             const T* const query = q + g * head_stride;
             Real bound = Real(0);
-            for (std::int32_t d = 0; d < cache.dim_k; ++d) {
+            for (std::int32_t d = 0; d < cache.head_dim_qk; ++d) {
                 const Real x = scale * static_cast<Real>(to_compute(query[d]));
                 bound += std::max(x * static_cast<Real>(to_compute(least[d])),
                                   x * static_cast<Real>(to_compute(most[d])));

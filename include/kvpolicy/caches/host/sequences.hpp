@@ -1,4 +1,4 @@
-// Slots of a cache copied, exchanged and dropped: fork and reorder.
+// Sequences of a cache copied, exchanged and dropped: fork and reorder.
 #pragma once
 
 #include <kvpolicy/caches/cache.hpp>
@@ -13,24 +13,24 @@ namespace kvpolicy {
 
 namespace host_backend {
 
-/// Pages of a head that another slot may name too: full, and of rows that are never written again.
+/// Pages of a head that another sequence may name too: full, and of rows that are never written again.
 template <class Cache>
-bool shareable(const Cache& cache, std::int32_t slot, std::int32_t head, std::int64_t page) {
+bool shareable(const Cache& cache, std::int32_t seq, std::int32_t head, std::int64_t page) {
     if (Cache::policy_type::has_eviction) {
         return false;  // gaps are closed in place
     }
-    const std::int64_t first = page * cache.page_rows;
-    return first >= cache.mortal_rows(head) && first + cache.page_rows <= cache.used(slot, head);
+    const std::int64_t first = page * cache.page_size;
+    return first >= cache.expirable_entries(head) && first + cache.page_size <= cache.used(seq, head);
 }
 
-/// Pages that a copy of a slot of one layer takes from the pool.
+/// Pages that a copy of a sequence of one layer takes from the pool.
 template <class Cache>
-std::int64_t pages_of_copy([[maybe_unused]] const Cache& cache, [[maybe_unused]] std::int32_t slot) {
+std::int64_t pages_of_copy([[maybe_unused]] const Cache& cache, [[maybe_unused]] std::int32_t seq) {
     std::int64_t pages = 0;
     if constexpr (Cache::pooled) {
         for (std::int32_t head = 0; head < cache.kv_heads; ++head) {
-            for (std::int64_t page = 0; page * cache.page_rows < cache.used(slot, head); ++page) {
-                pages += shareable(cache, slot, head, page) ? 0 : 1;
+            for (std::int64_t page = 0; page * cache.page_size < cache.used(seq, head); ++page) {
+                pages += shareable(cache, seq, head, page) ? 0 : 1;
             }
         }
     }
@@ -39,42 +39,42 @@ std::int64_t pages_of_copy([[maybe_unused]] const Cache& cache, [[maybe_unused]]
 
 /// Copies rows [begin, end) of a head, a run at a time.
 template <class From, class To>
-void copy_rows(const From& from, const To& to, std::int32_t begin, std::int32_t end, std::int32_t dim_k,
-               std::int32_t dim_v) {
+void copy_rows(const From& from, const To& to, std::int32_t begin, std::int32_t end, std::int32_t head_dim_qk,
+               std::int32_t head_dim_vo) {
     for (std::int32_t row = begin; row < end;) {
         const std::int32_t stop = std::min(from.run_end(row, end), to.run_end(row, end));
         const std::int64_t count = stop - row;
-        std::copy_n(from.k(row), count * dim_k, to.k(row));
-        std::copy_n(from.v(row), count * dim_v, to.v(row));
+        std::copy_n(from.k(row), count * head_dim_qk, to.k(row));
+        std::copy_n(from.v(row), count * head_dim_vo, to.v(row));
         std::copy_n(&from.position(row), count, &to.position(row));
         std::copy_n(&from.score(row), count, &to.score(row));
         row = stop;
     }
 }
 
-/// Calls visit(array, per_head) for each of the arrays [slots, kv_heads, per_head] of a layer.
+/// Calls visit(array, per_head) for each of the arrays [max_sequences, kv_heads, per_head] of a layer.
 template <class Cache, class Visit>
 void for_each_counter(const Cache& cache, Visit&& visit) {
-    visit(cache.kept, std::int64_t{1});
+    visit(cache.num_long_range, std::int64_t{1});
     visit(cache.victim, std::int64_t{1});
     if constexpr (Cache::policy_type::has_keep) {
-        visit(cache.pinned, std::int64_t{1});
+        visit(cache.num_protected, std::int64_t{1});
     }
     visit(cache.state, cache.state_size);
     if constexpr (Cache::policy_type::has_eviction) {
-        visit(cache.queries, std::int64_t{cache.eviction.observing} * cache.group * cache.dim_k);
+        visit(cache.queries, std::int64_t{cache.eviction.observing} * cache.group * cache.head_dim_qk);
     }
 }
 
-/// One layer of a slot, copied to a slot that names no pages. The pool must have what it takes.
+/// One layer of a sequence, copied to a sequence that names no pages. The pool must have what it takes.
 template <class Cache>
-void copy_slot(const Cache& cache, std::int32_t from, std::int32_t to) {
+void copy_sequence(const Cache& cache, std::int32_t from, std::int32_t to) {
     for (std::int32_t head = 0; head < cache.kv_heads; ++head) {
         const std::int32_t used = cache.used(from, head);
         const auto rows = cache.head_rows(from, head), copy = cache.head_rows(to, head);
         if constexpr (Cache::pooled) {
             std::int32_t& held = cache.held[cache.head_index(to, head)];
-            for (std::int64_t page = 0; page * cache.page_rows < used; ++page) {
+            for (std::int64_t page = 0; page * cache.page_size < used; ++page) {
                 if (shareable(cache, from, head, page)) {
                     const std::int32_t id = cache.pages(from, head)[page];
                     cache.pool.share(id);
@@ -82,13 +82,13 @@ void copy_slot(const Cache& cache, std::int32_t from, std::int32_t to) {
                     continue;
                 }
                 cache.pages(to, head)[held++] = cache.pool.take();
-                const auto first = static_cast<std::int32_t>(page * cache.page_rows);
-                const std::int32_t last = std::min(used, first + cache.page_rows);
-                copy_rows(rows, copy, first, last, cache.dim_k, cache.dim_v);
+                const auto first = static_cast<std::int32_t>(page * cache.page_size);
+                const std::int32_t last = std::min(used, first + cache.page_size);
+                copy_rows(rows, copy, first, last, cache.head_dim_qk, cache.head_dim_vo);
                 refresh_bounds(cache, copy, first, last, used);  // a shared page has its bounds
             }
         } else {
-            copy_rows(rows, copy, 0, used, cache.dim_k, cache.dim_v);
+            copy_rows(rows, copy, 0, used, cache.head_dim_qk, cache.head_dim_vo);
             refresh_bounds(cache, copy, 0, used, used);
         }
     }
@@ -96,15 +96,15 @@ void copy_slot(const Cache& cache, std::int32_t from, std::int32_t to) {
         const std::int64_t count = cache.kv_heads * each;
         std::copy_n(array + from * count, count, array + to * count);
     });
-    cache.taken[to] = cache.taken[from];
+    cache.appended[to] = cache.appended[from];
     if constexpr (Cache::pooled) {
         cache.reserved[to] = 0;
     }
 }
 
-/// One layer of two slots, exchanged. Lengths are the caller's.
+/// One layer of two sequences, exchanged. Lengths are the caller's.
 template <class Cache>
-void swap_slots(const Cache& cache, std::int32_t a, std::int32_t b) {
+void swap_sequences(const Cache& cache, std::int32_t a, std::int32_t b) {
     for (std::int32_t head = 0; head < cache.kv_heads; ++head) {
         if constexpr (Cache::pooled) {
             std::int32_t &held_a = cache.held[cache.head_index(a, head)],
@@ -128,34 +128,34 @@ void swap_slots(const Cache& cache, std::int32_t a, std::int32_t b) {
         const std::int64_t count = cache.kv_heads * each;
         std::swap_ranges(array + a * count, array + (a + 1) * count, array + b * count);
     });
-    std::swap(cache.taken[a], cache.taken[b]);
+    std::swap(cache.appended[a], cache.appended[b]);
 }
 
 }  // namespace host_backend
 
-/// Lets the named slots go of their pages, if the pool then has `needed()` of them. Otherwise nothing has changed, and it is
+/// Lets the named sequences go of their pages, if the pool then has `needed()` of them. Otherwise nothing has changed, and it is
 /// refused, or returns false with *status set.
 template <class Derived, AnyPolicy P, Storage T>
 template <class PagesNeeded>
-bool CacheOwner<Derived, P, T>::drop([[maybe_unused]] const std::int32_t* slots,
+bool CacheOwner<Derived, P, T>::drop([[maybe_unused]] const std::int32_t* seq_ids,
                                      [[maybe_unused]] std::int32_t count,
                                      [[maybe_unused]] PagesNeeded&& needed,
                                      [[maybe_unused]] std::uint32_t* status) const {
     if constexpr (Derived::ref_type::pooled) {
         const auto for_each_page = [&](auto&& visit) {
             for (std::int32_t layer = 0; layer < shape_.layers; ++layer) {
-                const auto cache = self().ref(layer);
+                const auto cache = self().layer(layer);
                 for (std::int32_t i = 0; i < count; ++i) {
                     for (std::int32_t head = 0; head < cache.kv_heads; ++head) {
-                        const std::int32_t held = cache.held[cache.head_index(slots[i], head)];
+                        const std::int32_t held = cache.held[cache.head_index(seq_ids[i], head)];
                         for (std::int32_t page = 0; page < held; ++page) {
-                            visit(cache.pages(slots[i], head)[page]);
+                            visit(cache.pages(seq_ids[i], head)[page]);
                         }
                     }
                 }
             }
         };
-        const auto pool = self().ref(0).pool;
+        const auto pool = self().layer(0).pool;
         const std::int32_t before = pool.free_pages();
         const std::int64_t wanted = needed();
         for_each_page([&](std::int32_t id) { pool.give(id); });
@@ -173,9 +173,9 @@ bool CacheOwner<Derived, P, T>::drop([[maybe_unused]] const std::int32_t* slots,
             return false;
         }
         for (std::int32_t layer = 0; layer < shape_.layers; ++layer) {
-            const auto cache = self().ref(layer);
+            const auto cache = self().layer(layer);
             for (std::int32_t i = 0; i < count; ++i) {
-                std::fill_n(cache.held + cache.head_index(slots[i], 0), cache.kv_heads, 0);
+                std::fill_n(cache.held + cache.head_index(seq_ids[i], 0), cache.kv_heads, 0);
             }
         }
     }
@@ -184,15 +184,15 @@ bool CacheOwner<Derived, P, T>::drop([[maybe_unused]] const std::int32_t* slots,
 
 template <class Derived, AnyPolicy P, Storage T>
 void CacheOwner<Derived, P, T>::fork(const host&, std::int32_t from, std::int32_t to, std::uint32_t* status) {
-    require_slot(from, "from");
-    require_slot(to, "to");
+    require_seq(from, "from");
+    require_seq(to, "to");
     if (from == to) {
         return;
     }
     const auto needed = [&] {
         std::int64_t pages = 0;
         for (std::int32_t layer = 0; layer < shape_.layers; ++layer) {
-            pages += host_backend::pages_of_copy(self().ref(layer), from);
+            pages += host_backend::pages_of_copy(self().layer(layer), from);
         }
         return pages;
     };
@@ -200,9 +200,9 @@ void CacheOwner<Derived, P, T>::fork(const host&, std::int32_t from, std::int32_
         return;
     }
     for (std::int32_t layer = 0; layer < shape_.layers; ++layer) {
-        const auto cache = self().ref(layer);
-        host_backend::copy_slot(cache, from, to);
-        cache.proposed[to] = 0;
+        const auto cache = self().layer(layer);
+        host_backend::copy_sequence(cache, from, to);
+        cache.num_draft[to] = 0;
     }
     auto* length = at<position_t>(length_at_);
     length[to] = length[from];
@@ -212,19 +212,22 @@ template <class Derived, AnyPolicy P, Storage T>
 void CacheOwner<Derived, P, T>::reorder(const host&, const std::int32_t* sources, std::int32_t count,
                                         std::uint32_t* status) {
     require_bound();
-    detail::require(count >= 0 && count <= shape_.slots, "count", count,
-                    [&] { return detail::text("0 to the cache's slots, ", shape_.slots); });
-    detail::require(sources != nullptr || count == 0, "sources", "null", "an array of count slots");
+    detail::require(count >= 0 && count <= shape_.max_sequences, "count", count,
+                    [&] { return detail::text("0 to the cache's max_sequences, ", shape_.max_sequences); });
+    detail::require(sources != nullptr || count == 0, "sources", "null", "an array of count sequences");
     for (std::int32_t i = 0; i < count; ++i) {
         detail::require(
-            sources[i] >= 0 && sources[i] < shape_.slots, [&] { return detail::text("sources[", i, "]"); },
-            sources[i], [&] { return detail::text("0 to ", shape_.slots - 1); });
+            sources[i] >= 0 && sources[i] < shape_.max_sequences,
+            [&] { return detail::text("sources[", i, "]"); }, sources[i],
+            [&] { return detail::text("0 to ", shape_.max_sequences - 1); });
     }
-    // One slot inherits a source's rows themselves: the source, if it stays, or the first that wants it. The rest get copies.
-    std::int32_t* const heir = scratch_.data();  // of each slot; -1: nobody's, or a slot that does not move
-    std::int32_t* const where = heir + shape_.slots;  // the slot that holds now what each slot held
-    std::int32_t* const lost = where + shape_.slots;
-    std::fill_n(heir, shape_.slots, -1);
+    // One sequence inherits a source's rows themselves: the source, if it stays, or the first that wants it. The rest get copies.
+    std::int32_t* const heir =
+        scratch_.data();  // of each sequence; -1: nobody's, or a sequence that does not move
+    std::int32_t* const where =
+        heir + shape_.max_sequences;  // the sequence that holds now what each sequence held
+    std::int32_t* const lost = where + shape_.max_sequences;
+    std::fill_n(heir, shape_.max_sequences, -1);
     for (std::int32_t i = count - 1; i >= 0; --i) {
         if (sources[i] < count && heir[sources[i]] != sources[i]) {
             heir[sources[i]] = i;
@@ -236,17 +239,17 @@ void CacheOwner<Derived, P, T>::reorder(const host&, const std::int32_t* sources
         }
     }
     std::int32_t lost_count = 0;
-    for (std::int32_t slot = 0; slot < shape_.slots; ++slot) {
-        where[slot] = slot;
-        if (slot < count && heir[slot] < 0) {
-            lost[lost_count++] = slot;
+    for (std::int32_t seq = 0; seq < shape_.max_sequences; ++seq) {
+        where[seq] = seq;
+        if (seq < count && heir[seq] < 0) {
+            lost[lost_count++] = seq;
         }
     }
     const auto inherits = [&](std::int32_t i) { return sources[i] < count && heir[sources[i]] == i; };
     const auto needed = [&] {
         std::int64_t pages = 0;
         for (std::int32_t layer = 0; layer < shape_.layers; ++layer) {
-            const auto cache = self().ref(layer);
+            const auto cache = self().layer(layer);
             for (std::int32_t i = 0; i < count; ++i) {
                 pages += inherits(i) ? 0 : host_backend::pages_of_copy(cache, sources[i]);
             }
@@ -266,20 +269,20 @@ void CacheOwner<Derived, P, T>::reorder(const host&, const std::int32_t* sources
             continue;
         }
         for (std::int32_t layer = 0; layer < shape_.layers; ++layer) {
-            host_backend::swap_slots(self().ref(layer), i, at_present);
+            host_backend::swap_sequences(self().layer(layer), i, at_present);
         }
         std::swap(length[i], length[at_present]);
         if constexpr (Derived::ref_type::pooled) {
-            auto* const reserved = self().ref(0).reserved;
+            auto* const reserved = self().layer(0).reserved;
             std::swap(reserved[i], reserved[at_present]);
         }
-        // Whatever was in slot i is where the inheritance was.
-        *std::find(where, where + shape_.slots, i) = at_present;
+        // Whatever was in sequence i is where the inheritance was.
+        *std::find(where, where + shape_.max_sequences, i) = at_present;
         where[sources[i]] = i;
     }
     for (std::int32_t layer = 0; layer < shape_.layers; ++layer) {
-        const auto cache = self().ref(layer);
-        std::fill_n(cache.proposed, count, 0);
+        const auto cache = self().layer(layer);
+        std::fill_n(cache.num_draft, count, 0);
     }
     for (std::int32_t i = 0; i < count; ++i) {
         if (inherits(i)) {
@@ -287,7 +290,7 @@ void CacheOwner<Derived, P, T>::reorder(const host&, const std::int32_t* sources
         }
         const std::int32_t from = where[sources[i]];
         for (std::int32_t layer = 0; layer < shape_.layers; ++layer) {
-            host_backend::copy_slot(self().ref(layer), from, i);
+            host_backend::copy_sequence(self().layer(layer), from, i);
         }
         length[i] = length[from];
     }

@@ -1,4 +1,4 @@
-// A slot as a blob of bytes, and back.
+// A sequence as a blob of bytes, and back.
 #pragma once
 
 #include <kvpolicy/caches/cache.hpp>
@@ -103,42 +103,42 @@ class blob_reader {
 
 /// Calls visit(queries, count) for the queries that an eviction part has of each head after `length` tokens.
 template <class Cache, class Visit>
-void for_each_query_ring([[maybe_unused]] const Cache& cache, [[maybe_unused]] std::int32_t slot,
+void for_each_query_ring([[maybe_unused]] const Cache& cache, [[maybe_unused]] std::int32_t seq,
                          [[maybe_unused]] position_t length, [[maybe_unused]] Visit&& visit) {
     if constexpr (Cache::policy_type::has_eviction) {
         const std::int64_t count =
-            std::min<position_t>(length, cache.eviction.observing) * cache.group * cache.dim_k;
+            std::min<position_t>(length, cache.eviction.observing) * cache.group * cache.head_dim_qk;
         for (std::int32_t head = 0; head < cache.kv_heads; ++head) {
-            visit(cache.query_row(slot, head, 0), count);
+            visit(cache.query_row(seq, head, 0), count);
         }
     }
 }
 
-/// One layer of a slot: for each head the places in use, positions and scores, then keys and values; then states.
+/// One layer of a sequence: for each head the places in use, positions and scores, then keys and values; then states.
 template <class Cache>
-void write_layer(const Cache& cache, std::int32_t slot, blob_writer& blob) {
+void write_layer(const Cache& cache, std::int32_t seq, blob_writer& blob) {
     for (std::int32_t head = 0; head < cache.kv_heads; ++head) {
-        const std::int32_t used = cache.used(slot, head);
-        const auto rows = cache.head_rows(slot, head);
-        blob.put(cache.kept + cache.head_index(slot, head), 1);
+        const std::int32_t used = cache.used(seq, head);
+        const auto rows = cache.head_rows(seq, head);
+        blob.put(cache.num_long_range + cache.head_index(seq, head), 1);
         for (std::int32_t r = 0; r < used; ++r) {
             blob.put(&rows.position(r), 1);
             blob.put(&rows.score(r), 1);
         }
         for (std::int32_t r = 0; r < used; ++r) {
-            blob.put(rows.k(r), cache.dim_k);
-            blob.put(rows.v(r), cache.dim_v);
+            blob.put(rows.k(r), cache.head_dim_qk);
+            blob.put(rows.v(r), cache.head_dim_vo);
         }
     }
-    blob.put(cache.state + slot * cache.kv_heads * cache.state_size, cache.kv_heads * cache.state_size);
-    for_each_query_ring(cache, slot, cache.length[slot],
+    blob.put(cache.state + seq * cache.kv_heads * cache.state_size, cache.kv_heads * cache.state_size);
+    for_each_query_ring(cache, seq, cache.length[seq],
                         [&](auto* queries, std::int64_t count) { blob.put(queries, count); });
 }
 
-/// Whether row r of a head with `kept` long-range places may hold position t after `length` tokens.
+/// Whether row r of a head with `kept` top-k slots may hold position t after `length` tokens.
 inline bool row_may_hold(const HeadRows& layout, std::int32_t r, position_t t, position_t length) {
     const position_t window_begin = std::max<position_t>(layout.sinks, length - layout.window);
-    if (r >= layout.place(0)) {
+    if (r >= layout.slot(0)) {
         return t >= layout.sinks && t < window_begin;
     }
     return t >= 0 && t < length && (t < layout.sinks || t >= window_begin) && layout.recent(t) == r;
@@ -148,18 +148,19 @@ inline bool row_may_hold(const HeadRows& layout, std::int32_t r, position_t t, p
 template <class Cache>
 bool read_past_layer(const Cache& cache, position_t length, blob_reader& blob, std::int64_t& pages) {
     for (std::int32_t head = 0; head < cache.kv_heads; ++head) {
-        const HeadRule& rule = cache.rules[head];
+        const HeadParams& head_params = cache.all_params[head];
         const HeadRows layout = cache.layout(head);
-        std::int32_t kept = 0, pinned = 0;
-        if (!blob.get(&kept, 1) || kept < 0) {
+        std::int32_t num_long_range = 0, num_protected = 0;
+        if (!blob.get(&num_long_range, 1) || num_long_range < 0) {
             return false;
         }
-        const position_t left = std::max<position_t>(0, length - rule.sinks - rule.window);
-        const position_t recent = std::min<position_t>(length, position_t{rule.sinks} + rule.window);
-        if (kept > left || recent + kept > cache.capacity(head)) {
+        const position_t left = std::max<position_t>(0, length - head_params.sinks - head_params.window);
+        const position_t recent =
+            std::min<position_t>(length, position_t{head_params.sinks} + head_params.window);
+        if (num_long_range > left || recent + num_long_range > cache.capacity(head)) {
             return false;
         }
-        const std::int32_t used = layout.used(length, kept);
+        const std::int32_t used = layout.used(length, num_long_range);
         for (std::int32_t r = 0; r < used; ++r) {
             position_t t = 0;
             float score = 0.0f;
@@ -167,16 +168,18 @@ bool read_past_layer(const Cache& cache, position_t length, blob_reader& blob, s
             if (!blob.get(&t, 1) || !blob.get(&score, 1) || !row_may_hold(layout, r, t, length)) {
                 return false;
             }
-            pinned += r >= layout.place(0) && cache.keep.keeps(t) ? 1 : 0;
+            num_protected += r >= layout.slot(0) && cache.keep.keeps(t) ? 1 : 0;
         }
-        if (!Cache::policy_type::grows && rule.budget != unlimited && kept - pinned > rule.budget) {
+        if (!Cache::policy_type::grows && head_params.budget != unlimited &&
+            num_long_range - num_protected > head_params.budget) {
             return false;
         }
         using T = typename Cache::value_type;
-        if (!blob.template skip<T>(std::int64_t{used} * (std::int64_t{cache.dim_k} + cache.dim_v))) {
+        if (!blob.template skip<T>(std::int64_t{used} *
+                                   (std::int64_t{cache.head_dim_qk} + cache.head_dim_vo))) {
             return false;
         }
-        pages += (used + cache.page_rows - 1) / cache.page_rows;
+        pages += (used + cache.page_size - 1) / cache.page_size;
     }
     bool there = blob.template skip<float>(cache.kv_heads * cache.state_size);
     for_each_query_ring(cache, 0, length, [&](auto* queries, std::int64_t count) {
@@ -185,41 +188,41 @@ bool read_past_layer(const Cache& cache, position_t length, blob_reader& blob, s
     return there;
 }
 
-/// Reads a layer into a slot that names no pages.
+/// Reads a layer into a sequence that names no pages.
 template <class Cache>
-void read_layer(const Cache& cache, std::int32_t slot, position_t length, blob_reader& blob) {
+void read_layer(const Cache& cache, std::int32_t seq, position_t length, blob_reader& blob) {
     for (std::int32_t head = 0; head < cache.kv_heads; ++head) {
-        const std::int64_t index = cache.head_index(slot, head);
+        const std::int64_t index = cache.head_index(seq, head);
         const HeadRows layout = cache.layout(head);
-        blob.get(cache.kept + index, 1);
+        blob.get(cache.num_long_range + index, 1);
         cache.victim[index] = -1;
-        const std::int32_t used = layout.used(length, cache.kept[index]);
+        const std::int32_t used = layout.used(length, cache.num_long_range[index]);
         if constexpr (Cache::pooled) {
-            cache.take_pages(slot, head, used);
+            cache.take_pages(seq, head, used);
         }
-        const auto rows = cache.head_rows(slot, head);
-        std::int32_t pinned = 0;
+        const auto rows = cache.head_rows(seq, head);
+        std::int32_t num_protected = 0;
         for (std::int32_t r = 0; r < used; ++r) {
             blob.get(&rows.position(r), 1);
             blob.get(&rows.score(r), 1);
-            pinned += r >= layout.place(0) && cache.keep.keeps(rows.position(r)) ? 1 : 0;
+            num_protected += r >= layout.slot(0) && cache.keep.keeps(rows.position(r)) ? 1 : 0;
         }
         for (std::int32_t r = 0; r < used; ++r) {
-            blob.get(rows.k(r), cache.dim_k);
-            blob.get(rows.v(r), cache.dim_v);
+            blob.get(rows.k(r), cache.head_dim_qk);
+            blob.get(rows.v(r), cache.head_dim_vo);
         }
         refresh_bounds(cache, rows, 0, used, used);
         if constexpr (Cache::policy_type::has_keep) {
-            cache.pinned[index] = pinned;
+            cache.num_protected[index] = num_protected;
         }
     }
-    blob.get(cache.state + slot * cache.kv_heads * cache.state_size, cache.kv_heads * cache.state_size);
-    for_each_query_ring(cache, slot, length,
+    blob.get(cache.state + seq * cache.kv_heads * cache.state_size, cache.kv_heads * cache.state_size);
+    for_each_query_ring(cache, seq, length,
                         [&](auto* queries, std::int64_t count) { blob.get(queries, count); });
-    cache.proposed[slot] = 0;
-    cache.taken[slot] = 0;
+    cache.num_draft[seq] = 0;
+    cache.appended[seq] = 0;
     if constexpr (Cache::pooled) {
-        cache.reserved[slot] = 0;
+        cache.reserved[seq] = 0;
     }
 }
 
@@ -238,31 +241,34 @@ template <class Derived, AnyPolicy P, Storage T>
 std::uint64_t CacheOwner<Derived, P, T>::fingerprint() const {
     host_backend::hash sum;
     sum.number(host_backend::storage_code<T>);
-    for (const std::int32_t number : {shape_.layers, shape_.kv_heads, shape_.dim_k, shape_.dim_v}) {
+    for (const std::int32_t number :
+         {shape_.layers, shape_.kv_heads, shape_.head_dim_qk, shape_.head_dim_vo}) {
         sum.number(number);
     }
     sum.number(rebase_limit_);
     constexpr float infinity = std::numeric_limits<float>::infinity();
     const auto gate = policy_.gate();
-    for (const HeadRule& rule : rules_) {
-        for (const std::int32_t number : {rule.sinks, rule.window, rule.budget, rule.decay_step}) {
+    for (const HeadParams& head_params : all_params_) {
+        for (const std::int32_t number :
+             {head_params.sinks, head_params.window, head_params.budget, head_params.decay_step}) {
             sum.number(number);
         }
-        sum.number(rule.log_gamma + 0.0f);  // -0 is 0
-        sum.number(rule.threshold + 0.0f);
+        sum.number(head_params.log_gamma + 0.0f);  // -0 is 0
+        sum.number(head_params.threshold + 0.0f);
         // Gates and keep parts have no names that two compilers agree on, but answers.
-        for (const float score : {-infinity, std::nextafter(rule.threshold, -infinity), rule.threshold,
-                                  std::nextafter(rule.threshold, infinity), infinity}) {
-            sum.number(gate.open(score, rule) ? 1 : 0);
+        for (const float score :
+             {-infinity, std::nextafter(head_params.threshold, -infinity), head_params.threshold,
+              std::nextafter(head_params.threshold, infinity), infinity}) {
+            sum.number(gate.open(score, head_params) ? 1 : 0);
         }
     }
     if constexpr (P::has_eviction) {
-        const auto rule = policy_.eviction();
-        sum.number(static_cast<std::int64_t>(rule.average));
-        sum.number(static_cast<float>(rule.share));
+        const auto head_params = policy_.eviction();
+        sum.number(static_cast<std::int64_t>(head_params.average));
+        sum.number(static_cast<float>(head_params.share));
         for (const std::int32_t number :
-             {static_cast<std::int32_t>(rule.observing), static_cast<std::int32_t>(rule.pool),
-              static_cast<std::int32_t>(rule.aggregate), shape_.query_heads}) {
+             {static_cast<std::int32_t>(head_params.observing), static_cast<std::int32_t>(head_params.pool),
+              static_cast<std::int32_t>(head_params.aggregate), shape_.query_heads}) {
             sum.number(number);
         }
     }
@@ -291,43 +297,43 @@ std::uint64_t CacheOwner<Derived, P, T>::fingerprint() const {
 }
 
 template <class Derived, AnyPolicy P, Storage T>
-std::size_t CacheOwner<Derived, P, T>::snapshot_bytes(std::int32_t slot) const {
-    require_slot(slot);
-    require_between_tokens(slot, "slot");
+std::size_t CacheOwner<Derived, P, T>::snapshot_bytes(std::int32_t seq) const {
+    require_seq(seq);
+    require_between_tokens(seq, "seq");
     host_backend::blob_writer blob(nullptr);
     for (std::int32_t layer = 0; layer < shape_.layers; ++layer) {
-        host_backend::write_layer(self().ref(layer), slot, blob);
+        host_backend::write_layer(self().layer(layer), seq, blob);
     }
     return sizeof(host_backend::snapshot_header) + blob.at();
 }
 
 template <class Derived, AnyPolicy P, Storage T>
-std::size_t CacheOwner<Derived, P, T>::snapshot(const host&, std::int32_t slot, void* buffer,
+std::size_t CacheOwner<Derived, P, T>::snapshot(const host&, std::int32_t seq, void* buffer,
                                                 std::size_t buffer_bytes) const {
     namespace hb = host_backend;
-    const std::size_t bytes = snapshot_bytes(slot);
-    detail::require(buffer != nullptr, "buffer", "null", "memory of snapshot_bytes(slot)");
+    const std::size_t bytes = snapshot_bytes(seq);
+    detail::require(buffer != nullptr, "buffer", "null", "memory of snapshot_bytes(sequence)");
     detail::require(buffer_bytes >= bytes, "buffer_bytes", buffer_bytes,
-                    [&] { return detail::text("at least snapshot_bytes(slot) = ", bytes); });
+                    [&] { return detail::text("at least snapshot_bytes(sequence) = ", bytes); });
     auto* const memory = static_cast<std::byte*>(buffer);
     hb::blob_writer blob(memory + sizeof(hb::snapshot_header));
     for (std::int32_t layer = 0; layer < shape_.layers; ++layer) {
-        hb::write_layer(self().ref(layer), slot, blob);
+        hb::write_layer(self().layer(layer), seq, blob);
     }
     hb::snapshot_header header;
     header.fingerprint = fingerprint();
     header.bytes = bytes;
-    header.length = length(slot);
+    header.length = length(seq);
     header.checksum = hb::checksum_of(header, memory, bytes);
     std::memcpy(memory, &header, sizeof header);
     return bytes;
 }
 
 template <class Derived, AnyPolicy P, Storage T>
-void CacheOwner<Derived, P, T>::restore(const host&, std::int32_t slot, const void* blob,
+void CacheOwner<Derived, P, T>::restore(const host&, std::int32_t seq, const void* blob,
                                         std::size_t blob_bytes, std::uint32_t* status) {
     namespace hb = host_backend;
-    require_slot(slot);
+    require_seq(seq);
     detail::require(blob != nullptr, "blob", "null", "a snapshot");
     const hb::snapshot_header ours;
     detail::require(blob_bytes >= sizeof ours, "blob_bytes", blob_bytes, "those of a snapshot");
@@ -349,24 +355,24 @@ void CacheOwner<Derived, P, T>::restore(const host&, std::int32_t slot, const vo
     std::int64_t pages = 0;
     hb::blob_reader reader(bytes + sizeof header, blob_bytes - sizeof header);
     for (std::int32_t layer = 0; sound && layer < shape_.layers; ++layer) {
-        const auto cache = self().ref(layer);
+        const auto cache = self().layer(layer);
         if constexpr (Derived::ref_type::pooled) {
-            detail::require(!cache.limited || header.length <= cache.longest, "length of the snapshot",
-                            header.length,
-                            [&] { return detail::text("at most the cache's longest, ", cache.longest); });
+            detail::require(
+                !cache.limited || header.length <= cache.max_seq_len, "length of the snapshot", header.length,
+                [&] { return detail::text("at most the cache's max_seq_len, ", cache.max_seq_len); });
         }
         sound = hb::read_past_layer(cache, header.length, reader, pages);
     }
     detail::require(sound && reader.at_end(), "blob", "damaged", "as it was written");
     if (!drop(
-            &slot, 1, [&] { return pages; }, status)) {
+            &seq, 1, [&] { return pages; }, status)) {
         return;
     }
     hb::blob_reader rows(bytes + sizeof header, blob_bytes - sizeof header);
     for (std::int32_t layer = 0; layer < shape_.layers; ++layer) {
-        hb::read_layer(self().ref(layer), slot, header.length, rows);
+        hb::read_layer(self().layer(layer), seq, header.length, rows);
     }
-    at<position_t>(length_at_)[slot] = header.length;
+    at<position_t>(length_at_)[seq] = header.length;
 }
 
 }  // namespace kvpolicy

@@ -14,19 +14,19 @@ namespace host_backend {
 
 /// Refuses counts that were not proposed, or not here.
 template <class Cache>
-void check_proposed(const Cache& cache, const Batch& batch) {
+void check_draft(const Cache& cache, const Batch& batch) {
     for (std::int32_t i = 0; i < batch.count; ++i) {
-        const std::int32_t slot = batch.slot(i), waiting = cache.proposed[slot];
+        const std::int32_t seq = batch.seq(i), waiting = cache.num_draft[seq];
         if (batch.tokens(i) == 0) {
             continue;
         }
         if (batch.tokens(i) > waiting) {
             detail::refuse(detail::text("batch tokens[", i, "]").c_str(), batch.tokens(i),
-                           detail::text("0 to the ", waiting, " that slot ", slot, " has proposed"));
+                           detail::text("0 to the ", waiting, " that sequence ", seq, " has proposed"));
         }
-        const position_t made_at = cache.spare_rows(slot, 0).position(0);
-        if (made_at != cache.length[slot]) {
-            detail::refuse(detail::text("length of slot ", slot).c_str(), cache.length[slot],
+        const position_t made_at = cache.spare_rows(seq, 0).position(0);
+        if (made_at != cache.length[seq]) {
+            detail::refuse(detail::text("length of sequence ", seq).c_str(), cache.length[seq],
                            detail::text("what it was when the tokens were proposed, ", made_at));
         }
     }
@@ -37,12 +37,13 @@ template <class Cache>
 auto spare_source(const Cache& cache, const Batch& batch) {
     using T = typename Cache::value_type;
     return [&cache, &batch](std::int32_t i, std::int32_t h) {
-        const PlainRows<T> rows = cache.spare_rows(batch.slot(i), h);
+        const PlainRows<T> rows = cache.spare_rows(batch.seq(i), h);
         // One (entry, head) at a time, so those strides are 0.
-        return chunk_source<T>{
-            {rows.k_data, batch.count, cache.kv_heads, cache.proposals, cache.dim_k, 0, 0, cache.dim_k},
-            {rows.v_data, batch.count, cache.kv_heads, cache.proposals, cache.dim_v, 0, 0, cache.dim_v},
-            rows.score_data};
+        return chunk_source<T>{{rows.k_data, batch.count, cache.kv_heads, cache.max_draft_tokens,
+                                cache.head_dim_qk, 0, 0, cache.head_dim_qk},
+                               {rows.v_data, batch.count, cache.kv_heads, cache.max_draft_tokens,
+                                cache.head_dim_vo, 0, 0, cache.head_dim_vo},
+                               rows.score_data};
     };
 }
 
@@ -50,20 +51,22 @@ auto spare_source(const Cache& cache, const Batch& batch) {
 
 template <class P, Storage T, template <class, class> class Ref>
 requires CacheRef<Ref<P, T>>
-void propose(const host& on, const Ref<P, T>& cache, const Batch& batch, input_rows<T> q, input_rows<T> k,
-             input_rows<T> v, output_rows<T> out, workspace_view workspace, const CacheExtras& extras) {
+void append_draft(const host& on, const Ref<P, T>& cache, const Batch& batch, input_rows<T> q,
+                  input_rows<T> k, input_rows<T> v, output_rows<T> out, workspace_view workspace,
+                  const CacheExtras& extras) {
     namespace hb = host_backend;
     static_assert(!P::observed,
-                  "kvpolicy: propose takes a policy whose scores do not change with every query");
+                  "kvpolicy: append_draft takes a policy whose scores do not change with every query");
     hb::check_on_host(cache);
-    hb::check_chunk_length(batch, q.length);
+    checks::check_chunk_length(batch, q.length);
     const std::int32_t longest =
-        hb::check_batch(batch, cache.slots, cache.proposals, "the cache's proposals, CacheShape::proposals");
-    hb::check_taken(cache, batch);
+        checks::check_batch(batch, cache.max_sequences, cache.max_draft_tokens,
+                            "the cache's max_draft_tokens, CacheShape::draft tokens");
+    hb::check_appended(cache, batch);
     hb::check_cache_call(cache, batch, longest, q, k, v, out, extras);
-    hb::check_longest(cache, batch);
-    hb::check_workspace(workspace, cache_workspace_bytes<P, T>(on, cache, batch.count, longest));
-    std::byte* const begin = hb::aligned(workspace.data);
+    hb::check_max_seq_len(cache, batch);
+    checks::check_workspace(workspace, cache_workspace_bytes<P, T>(on, cache, batch.count, longest));
+    std::byte* const begin = detail::aligned(workspace.data);
     const CacheExtras scored = hb::with_scores(on, cache, batch, longest, extras, begin);
     const hb::chunk_pass<Ref<P, T>> pass(on, cache, longest,
                                          begin + hb::hidden_bytes(on, cache, batch.count, longest));
@@ -71,65 +74,66 @@ void propose(const host& on, const Ref<P, T>& cache, const Batch& batch, input_r
     pass.decide(batch, source);
     pass.attend(batch, q, source, out, scored);
     pass.for_each_head(batch, [&](std::int32_t i, std::int32_t h) {
-        const std::int32_t slot = batch.slot(i);
-        const PlainRows<T> spare = cache.spare_rows(slot, h);
+        const std::int32_t seq = batch.seq(i);
+        const PlainRows<T> spare = cache.spare_rows(seq, h);
         const hb::chunk_source<T> from = source(i, h);
         for (std::int32_t j = 0; j < batch.tokens(i); ++j) {
-            hb::copy_row(from.k.row(i, h, j), cache.dim_k, spare.k(j));
-            hb::copy_row(from.v.row(i, h, j), cache.dim_v, spare.v(j));
-            spare.position(j) = cache.length[slot] + j;
+            hb::copy_row(from.k.row(i, h, j), cache.head_dim_qk, spare.k(j));
+            hb::copy_row(from.v.row(i, h, j), cache.head_dim_vo, spare.v(j));
+            spare.position(j) = cache.length[seq] + j;
             // A plane that nobody asked for has not been looked at.
             spare.score(j) = P::ranked && scores_come_along<typename P::scorer_type> ? from.scores[j] : 0.0f;
             if constexpr (P::has_eviction) {
                 for (std::int32_t g = 0; g < cache.group; ++g) {
                     hb::copy_row(hb::entry_rows(q, extras.cu_seqlens, i).row(i, h * cache.group + g, j),
-                                 cache.dim_k,
-                                 cache.spare_query_row(slot, h, j) + std::int64_t{g} * cache.dim_k);
+                                 cache.head_dim_qk,
+                                 cache.spare_query_row(seq, h, j) + std::int64_t{g} * cache.head_dim_qk);
                 }
             }
         }
         if (h == 0) {
-            cache.proposed[slot] = batch.tokens(i);
+            cache.num_draft[seq] = batch.tokens(i);
         }
     });
 }
 
 template <class P, Storage T, template <class, class> class Ref>
 requires CacheRef<Ref<P, T>>
-void commit(const host& on, const Ref<P, T>& cache, const Batch& batch, workspace_view workspace,
+void accept(const host& on, const Ref<P, T>& cache, const Batch& batch, workspace_view workspace,
             std::uint32_t* status) {
     namespace hb = host_backend;
     static_assert(!P::observed,
-                  "kvpolicy: commit takes a policy whose scores do not change with every query");
+                  "kvpolicy: accept takes a policy whose scores do not change with every query");
     hb::check_on_host(cache);
     const std::int32_t longest =
-        hb::check_batch(batch, cache.slots, cache.proposals, "the cache's proposals, CacheShape::proposals");
-    hb::check_proposed(cache, batch);
-    hb::check_taken(cache, batch);
-    hb::check_workspace(workspace, cache_workspace_bytes<P, T>(on, cache, batch.count, longest));
-    std::byte* const start = hb::aligned(workspace.data);
+        checks::check_batch(batch, cache.max_sequences, cache.max_draft_tokens,
+                            "the cache's max_draft_tokens, CacheShape::draft tokens");
+    hb::check_draft(cache, batch);
+    hb::check_appended(cache, batch);
+    checks::check_workspace(workspace, cache_workspace_bytes<P, T>(on, cache, batch.count, longest));
+    std::byte* const start = detail::aligned(workspace.data);
     const hb::chunk_pass<Ref<P, T>> pass(on, cache, longest, start + hb::admission_bytes(cache, batch.count));
     const auto source = hb::spare_source(cache, batch);
     pass.decide(batch, source);
     const Batch admitted = hb::admit(cache, batch, status, start, [&](std::int32_t i, std::int32_t h) {
         return pass.rows_after(batch, i, h);
     });
-    pass.commit(admitted, source);
-    hb::mark_taken(cache, admitted);
+    pass.accept(admitted, source);
+    hb::mark_appended(cache, admitted);
     if constexpr (P::has_eviction) {
         pass.for_each_head(admitted, [&](std::int32_t i, std::int32_t h) {
-            const std::int32_t slot = batch.slot(i);
-            const std::int64_t width = std::int64_t{cache.group} * cache.dim_k;
+            const std::int32_t seq = batch.seq(i);
+            const std::int64_t width = std::int64_t{cache.group} * cache.head_dim_qk;
             for (std::int32_t j = std::max(0, batch.tokens(i) - cache.eviction.observing);
                  j < batch.tokens(i); ++j) {
-                std::copy_n(cache.spare_query_row(slot, h, j), width,
-                            cache.query_row(slot, h, cache.length[slot] + j));
+                std::copy_n(cache.spare_query_row(seq, h, j), width,
+                            cache.query_row(seq, h, cache.length[seq] + j));
             }
         });
     }
     for (std::int32_t i = 0; i < batch.count; ++i) {
         if (batch.tokens(i) == 0) {
-            cache.proposed[batch.slot(i)] = 0;
+            cache.num_draft[batch.seq(i)] = 0;
         }
     }
 }

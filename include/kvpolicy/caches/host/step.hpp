@@ -43,7 +43,7 @@ void step_scored(const host& on, const Cache& cache, const Batch& batch, rows_vi
                 return;
             }
             const float* given = extras.scores ? extras.scores.head(i, h) : nullptr;
-            score_step(on.instructions(), cache, batch.slot(i), h, k.row(i, h, 0), v.row(i, h, 0), given,
+            score_step(on.instructions(), cache, batch.seq(i), h, k.row(i, h, 0), v.row(i, h, 0), given,
                        memory_of(task), rest + static_cast<std::size_t>(thread) * thread_bytes);
         });
         // Refused from here and not from a task: without exceptions a handler may jump out of the call.
@@ -58,16 +58,16 @@ void step_scored(const host& on, const Cache& cache, const Batch& batch, rows_vi
         }
     }
     const Batch admitted = admit(cache, batch, status, start, [&](std::int32_t i, std::int32_t h) {
-        const std::int32_t slot = batch.slot(i);
-        const head_state<Cache> rows(cache, slot, h);
-        const position_t u = cache.length[slot] - rows.rule.window;
+        const std::int32_t seq = batch.seq(i);
+        const head_state<Cache> rows(cache, seq, h);
+        const position_t u = cache.length[seq] - rows.head_params.window;
         bool grows = false;
         if constexpr (retains<P>) {
             const float score =
                 P::ranked ? memory_of(std::int64_t{i} * cache.kv_heads + h).found->leaving : 0.0f;
-            grows = u >= rows.rule.sinks && rows.takes_new_place(u, score);
+            grows = u >= rows.head_params.sinks && rows.takes_new_slot(u, score);
         }
-        return rows.layout.used(cache.length[slot] + 1, cache.kept[rows.index] + (grows ? 1 : 0));
+        return rows.layout.used(cache.length[seq] + 1, cache.num_long_range[rows.index] + (grows ? 1 : 0));
     });
 
     on.parallel_for(tasks, [&](std::int64_t task) {
@@ -75,9 +75,9 @@ void step_scored(const host& on, const Cache& cache, const Batch& batch, rows_vi
         if (admitted.tokens(i) == 0) {
             return;
         }
-        const std::int32_t slot = admitted.slot(i);
-        const head_state<Cache> rows(cache, slot, h);
-        const position_t position = cache.length[slot];
+        const std::int32_t seq = admitted.seq(i);
+        const head_state<Cache> rows(cache, seq, h);
+        const position_t position = cache.length[seq];
         step_scores scores{};
         if constexpr (P::ranked) {
             const step_task mine = memory_of(task);
@@ -85,32 +85,32 @@ void step_scored(const host& on, const Cache& cache, const Batch& batch, rows_vi
             if constexpr (StatefulScorer<typename P::scorer_type>) {
                 std::copy_n(mine.state, cache.state_size, cache.state + rows.index * cache.state_size);
             }
-            for (position_t t = std::max<position_t>(scores.late_from, rows.rule.sinks); t < scores.late_end;
-                 ++t) {
+            for (position_t t = std::max<position_t>(scores.late_from, rows.head_params.sinks);
+                 t < scores.late_end; ++t) {
                 rows.score(rows.layout.recent(t)) = mine.late[t - scores.late_from];
             }
         }
-        const position_t u = position - rows.rule.window;
+        const position_t u = position - rows.head_params.window;
         std::int32_t promoted = -1;
         if constexpr (retains<P>) {
-            if (u >= rows.rule.sinks) {
+            if (u >= rows.head_params.sinks) {
                 promoted = rows.leave(rows.layout.recent(u), scores.leaving, position);
             }
         }
         const std::int32_t newest = rows.layout.recent(position);
         rows.put(newest, k.row(i, h, 0), v.row(i, h, 0), position, scores.arriving);
-        const std::int32_t used = rows.layout.used(position + 1, cache.kept[rows.index]);
+        const std::int32_t used = rows.layout.used(position + 1, cache.num_long_range[rows.index]);
         refresh_bounds(cache, rows.rows, newest, newest + 1, used);
         if (promoted >= 0) {
             refresh_bounds(cache, rows.rows, promoted, promoted + 1, used);
         }
-        remember_queries(cache, slot, h, position, 1, q, i);
+        remember_queries(cache, seq, h, position, 1, q, i);
         if (h == 0) {
-            cache.proposed[slot] = 0;
+            cache.num_draft[seq] = 0;
         }
     });
     attend_rows(on, cache, admitted, q, out, extras.lse, 1, rest);
-    mark_taken(cache, admitted);
+    mark_appended(cache, admitted);
     clear_refused(cache, batch, admitted, out, extras.lse);
 }
 
@@ -124,14 +124,14 @@ void step(const host& on, const Ref<P, T>& cache, const Batch& batch, input_rows
     namespace hb = host_backend;
     hb::check_on_host(cache);
     const std::int32_t longest =
-        hb::check_batch(batch, cache.slots, 1, "a step takes one token; prefill takes chunks");
+        checks::check_batch(batch, cache.max_sequences, 1, "a step takes one token; prefill takes chunks");
     detail::require(extras.cu_seqlens == nullptr, "extras.cu_seqlens", "given",
                     "null in a step, whose entries have one token");
     hb::check_cache_call(cache, batch, longest, q, k, v, out, extras);
-    hb::check_taken(cache, batch);
-    hb::check_longest(cache, batch);
-    hb::check_workspace(workspace, cache_workspace_bytes<P, T>(on, cache, batch.count, 1));
-    std::byte* const begin = hb::aligned(workspace.data);
+    hb::check_appended(cache, batch);
+    hb::check_max_seq_len(cache, batch);
+    checks::check_workspace(workspace, cache_workspace_bytes<P, T>(on, cache, batch.count, 1));
+    std::byte* const begin = detail::aligned(workspace.data);
     if constexpr (P::observed) {
         hb::observed_tokens(on, cache, batch, longest, false, {q, k, v, out, extras.lse}, begin, status);
     } else {
@@ -147,42 +147,42 @@ void attend(const host& on, const Ref<P, T>& cache, const Batch& batch, input_ro
             plane_view<float> lse, workspace_view workspace) {
     namespace hb = host_backend;
     hb::check_on_host(cache);
-    const std::int32_t longest = hb::check_batch(batch, cache.slots, 1, "one query a sequence");
-    hb::check_rows("q", q, batch.count, cache.kv_heads * cache.group, longest, cache.dim_k);
-    hb::check_rows("out", out, batch.count, cache.kv_heads * cache.group, longest, cache.dim_v);
-    hb::check_lse(lse, batch.count, cache.kv_heads * cache.group, longest);
-    hb::check_workspace(workspace, cache_workspace_bytes<P, T>(on, cache, batch.count, 1));
-    hb::attend_rows(on, cache, batch, q, out, lse, 0, hb::aligned(workspace.data));
+    const std::int32_t longest = checks::check_batch(batch, cache.max_sequences, 1, "one query a sequence");
+    checks::check_rows("q", q, batch.count, cache.kv_heads * cache.group, longest, cache.head_dim_qk);
+    checks::check_rows("out", out, batch.count, cache.kv_heads * cache.group, longest, cache.head_dim_vo);
+    checks::check_lse(lse, batch.count, cache.kv_heads * cache.group, longest);
+    checks::check_workspace(workspace, cache_workspace_bytes<P, T>(on, cache, batch.count, 1));
+    hb::attend_rows(on, cache, batch, q, out, lse, 0, detail::aligned(workspace.data));
 }
 
 template <class P, Storage T, template <class, class> class Ref>
 requires CacheRef<Ref<P, T>>
 void export_heads(const host&, const Ref<P, T>& cache, const Batch& batch, const HeadPages& pages) {
     host_backend::check_on_host(cache);
-    host_backend::check_batch(batch, cache.slots, std::numeric_limits<std::int32_t>::max(), "any");
-    const std::int64_t page_rows = cache.page_rows;
+    checks::check_batch(batch, cache.max_sequences, std::numeric_limits<std::int32_t>::max(), "any");
+    const std::int64_t page_size = cache.page_size;
     std::int64_t needed = 0;
     const auto for_each_head = [&](auto&& visit) {
         for (std::int32_t i = 0; i < batch.count; ++i) {
             for (std::int32_t h = 0; h < cache.kv_heads; ++h) {
-                visit(batch.slot(i), h);
+                visit(batch.seq(i), h);
             }
         }
     };
-    for_each_head([&](std::int32_t slot, std::int32_t h) {
-        needed += (cache.used(slot, h) + page_rows - 1) / page_rows;
+    for_each_head([&](std::int32_t seq, std::int32_t h) {
+        needed += (cache.used(seq, h) + page_size - 1) / page_size;
     });
-    host_backend::check_head_pages(cache, batch, pages, needed, "the pages in use");
+    checks::check_head_pages(cache, batch, pages, needed, "the pages in use");
     std::int64_t at = 0;
     std::int64_t sequence = 0;
     pages.indptr[0] = 0;
-    for_each_head([&](std::int32_t slot, std::int32_t h) {
-        const std::int64_t used = cache.used(slot, h);
-        for (std::int64_t page = 0; page * page_rows < used; ++page) {
-            pages.indices[at++] = static_cast<std::int32_t>(cache.page_id(slot, h, page));
+    for_each_head([&](std::int32_t seq, std::int32_t h) {
+        const std::int64_t used = cache.used(seq, h);
+        for (std::int64_t page = 0; page * page_size < used; ++page) {
+            pages.indices[at++] = static_cast<std::int32_t>(cache.page_id(seq, h, page));
         }
-        pages.last_page_rows[sequence++] =
-            static_cast<std::int32_t>(used == 0 ? 0 : (used - 1) % page_rows + 1);
+        pages.last_page_len[sequence++] =
+            static_cast<std::int32_t>(used == 0 ? 0 : (used - 1) % page_size + 1);
         pages.indptr[sequence] = static_cast<std::int32_t>(at);
     });
 }

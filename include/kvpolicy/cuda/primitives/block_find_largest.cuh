@@ -87,7 +87,7 @@ __device__ void find_largest(find_memory<Key, Threads>& memory, const Key* keys,
         wanted = memory.wanted;  // of those that begin so
         known |= static_cast<Key>(Memory::digits - 1) << shift;
     }
-    // Above the threshold all are taken, of those that equal it the first. A thread has `each` neighbours.
+    // Above the threshold all are taken, of those that equal it the first. A thread has `each` neighbors.
     int larger = 0, equal = 0;  // before this turn
     for (std::int32_t first = 0, turn = 0; first < count; first += each * Threads, turn ^= 1) {
         const std::int32_t place = first + each * thread;

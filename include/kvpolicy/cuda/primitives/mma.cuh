@@ -1,4 +1,4 @@
-// Matrix products of one warp on any card from compute capability 8.0: fragments from shared memory, mma, and the small
+// Matrix products of one warp on any GPU from compute capability 8.0: fragments from shared memory, mma, and the small
 // arithmetic around it.
 //
 // Fragment layouts of mma.m16n8k16 (lane = 4 * group + pair): A is 16 x 16 row-major, registers 0..3 hold rows group and

@@ -1,4 +1,4 @@
-// The product of two swizzled tiles (cuda/primitives/wgmma.cuh) by one warp, on any card from compute capability 8.0.
+// The product of two swizzled tiles (cuda/primitives/wgmma.cuh) by one warp, on any GPU from compute capability 8.0.
 #pragma once
 
 #include <kvpolicy/cuda/config.cuh>

@@ -9,7 +9,7 @@
 #include <kvpolicy/losses/cuda/kernel_boundary.cuh>
 #include <kvpolicy/losses/cuda_boundary.cuh>
 #include <kvpolicy/masks/cuda/dispatch_build_mask.cuh>
-#include <kvpolicy/masks/cuda/mask_call.cuh>
+#include <kvpolicy/masks/cuda/make_mask_params.cuh>
 
 #include <cmath>
 #include <cstddef>
@@ -69,7 +69,7 @@ void boundary_loss(const cuda& on, const BoundaryLoss& loss, const P& policy, pl
     static_assert(P::has_budget && !P::has_gate,
                   "kvpolicy: BoundaryLoss needs a policy with a TopKBudget and without a gate");
     const std::int32_t heads = d_scores.heads;
-    host_backend::check_boundary(loss);
+    checks::check_boundary(loss);
     policy.check_layer(loss.layer, heads);
     detail::require(options.layers >= 1 && heads % options.layers == 0, "options.layers", options.layers,
                     [&] { return detail::text("1 or more, and a divisor of the ", heads, " heads"); });
@@ -95,12 +95,12 @@ void boundary_loss(const cuda& on, const BoundaryLoss& loss, const P& policy, pl
     };
     const std::int64_t planes = std::int64_t{sequences.batch} * heads;
     if (planes > 0 && sequences.length > 0) {
-        auto mask = cb::make_problem(on, policy, target, sequences, heads, loss.layer, memory.small, status);
-        mask.rules.log_gamma = options.log_gamma;
+        auto mask = cb::make_params(on, policy, target, sequences, heads, loss.layer, memory.small, status);
+        mask.all_params.log_gamma = options.log_gamma;
         using Gate = std::remove_cvref_t<decltype(mask.gate)>;
         using Keep = std::remove_cvref_t<decltype(mask.keep)>;
-        cb::boundary_problem<Gate, Keep> problem{mask, scores, d_scores, {}};
-        cb::boundary_numbers& numbers = problem.numbers;
+        cb::boundary_params<Gate, Keep> params{mask, scores, d_scores, {}};
+        cb::boundary_numbers& numbers = params.numbers;
         numbers.temperature = static_cast<double>(loss.temperature);
         numbers.omega_min = static_cast<double>(loss.margin.omega_min);
         numbers.margin_temperature = static_cast<double>(loss.margin.temperature);
@@ -114,34 +114,34 @@ void boundary_loss(const cuda& on, const BoundaryLoss& loss, const P& policy, pl
         numbers.seed = loss.sampler.seed;
         numbers.layer = loss.layer;
         numbers.heads = heads / options.layers;
-        problem.rank = memory.rank;
-        problem.cutoff = memory.cutoff;
-        problem.order = memory.order;
-        problem.drawn = memory.drawn;
-        problem.first = memory.first;
-        problem.last = memory.last;
-        problem.prefix = memory.prefix;
-        problem.slope = memory.slope;
-        problem.planes = memory.planes;
-        problem.tiles = memory.tiles;
-        problem.sums = memory.sums;
+        params.rank = memory.rank;
+        params.cutoff = memory.cutoff;
+        params.order = memory.order;
+        params.drawn = memory.drawn;
+        params.first = memory.first;
+        params.last = memory.last;
+        params.prefix = memory.prefix;
+        params.slope = memory.slope;
+        params.planes = memory.planes;
+        params.tiles = memory.tiles;
+        params.sums = memory.sums;
         const std::int64_t blocks = planes * memory.tiles;
         cb::launch("boundary_begin_kernel", cb::boundary_begin_kernel<Gate, Keep>, blocks,
-                   cb::boundary_threads, 0, on, problem);
+                   cb::boundary_threads, 0, on, params);
         if (numbers.count < sequences.length) {  // else all are drawn
             const std::int32_t of_plane = (numbers.count + cb::boundary_threads - 1) / cb::boundary_threads;
             cb::launch("boundary_draw_kernel", cb::boundary_draw_kernel<Gate, Keep>, planes * of_plane,
-                       cb::boundary_threads, 0, on, problem, of_plane);
+                       cb::boundary_threads, 0, on, params, of_plane);
         }
         cb::launch("boundary_examples_kernel", cb::boundary_examples_kernel<Gate, Keep>, blocks,
-                   cb::boundary_threads, 0, on, problem);
+                   cb::boundary_threads, 0, on, params);
         wait_for_scores();  // before this nobody reads them
         cb::launch("boundary_gradient_kernel", cb::boundary_gradient_kernel<Gate, Keep>, blocks,
-                   cb::boundary_threads, 0, on, problem);
+                   cb::boundary_threads, 0, on, params);
         cb::launch("boundary_carry_kernel", cb::boundary_carry_kernel<cb::boundary_tile>, planes, 32, 0, on,
                    memory.planes, memory.sums, memory.tiles);
         cb::launch("boundary_finish_kernel", cb::boundary_finish_kernel<Gate, Keep>, blocks,
-                   cb::boundary_threads, 0, on, problem);
+                   cb::boundary_threads, 0, on, params);
     } else {
         wait_for_scores();
     }

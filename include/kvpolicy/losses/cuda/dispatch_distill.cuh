@@ -26,26 +26,26 @@ template <class T>
 void check_row_call(const char* name, const rows_view<T>& rows, const Sequences& sequences) {
     static_assert(!std::is_same_v<T, double>, "kvpolicy: losses on CUDA take rows of fp32, bf16 or fp16");
     check_sequences(sequences, rows.batch, rows.length);
-    host_backend::check_rows(name, rows, sequences.batch, rows.heads, sequences.length, rows.dim);
+    checks::check_rows(name, rows, sequences.batch, rows.heads, sequences.length, rows.dim);
     detail::require(row_tokens(sequences, rows.heads) <= 0x7fffffff, "tokens",
                     row_tokens(sequences, rows.heads), "below 2^31: split the batch");
 }
 
-inline row_problem row_problem_of(const Sequences& sequences, std::int32_t heads, float scale,
-                                  std::uint32_t* status) {
-    row_problem problem{};
-    problem.batch = sequences.batch;
-    problem.heads = heads;
-    problem.length = sequences.length;
-    problem.lengths = sequences.lengths;
-    problem.status = status;
-    problem.scale = static_cast<double>(scale);
-    return problem;
+inline row_loss_params row_loss_params_of(const Sequences& sequences, std::int32_t heads, float scale,
+                                          std::uint32_t* status) {
+    row_loss_params params{};
+    params.batch = sequences.batch;
+    params.heads = heads;
+    params.length = sequences.length;
+    params.lengths = sequences.lengths;
+    params.status = status;
+    params.scale = static_cast<double>(scale);
+    return params;
 }
 
-inline void take_row_memory(row_problem& problem, workspace_parts& parts) {
-    problem.values = parts.take<double>(std::int64_t{problem.batch} * problem.heads * problem.length);
-    problem.count = parts.take<long long>(1);
+inline void take_row_memory(row_loss_params& params, workspace_parts& parts) {
+    params.values = parts.take<double>(std::int64_t{params.batch} * params.heads * params.length);
+    params.count = parts.take<long long>(1);
 }
 
 /// Counts tokens, enqueue(problem) where there are any, and adds values up.
@@ -57,13 +57,13 @@ void run_row_loss(const cuda& on, const L& loss, const Sequences& sequences, std
     check_workspace(workspace, row_loss_workspace_bytes(on, loss, sequences, heads));
     const device_scope device(on);
     workspace_parts parts(workspace.data);
-    row_problem problem = row_problem_of(sequences, heads, loss.scale, status);
-    take_row_memory(problem, parts);
-    launch("row_count_kernel", row_count_kernel<std::int32_t>, 1, row_threads, 0, on, problem, labels, dim);
+    row_loss_params params = row_loss_params_of(sequences, heads, loss.scale, status);
+    take_row_memory(params, parts);
+    launch("row_count_kernel", row_count_kernel<std::int32_t>, 1, row_threads, 0, on, params, labels, dim);
     if (row_tokens(sequences, heads) > 0) {
-        enqueue(problem, row_tokens(sequences, heads));
+        enqueue(params, row_tokens(sequences, heads));
     }
-    launch("row_value_kernel", row_value_kernel<LossValue>, 1, row_threads, 0, on, problem, value);
+    launch("row_value_kernel", row_value_kernel<LossValue>, 1, row_threads, 0, on, params, value);
 }
 
 inline std::int32_t top_count(const TopDistillation& loss, std::int32_t vocabulary) {
@@ -77,8 +77,9 @@ std::size_t row_loss_workspace_bytes(const cuda&, const L& loss, const Sequences
                                      std::int32_t heads) {
     cuda_backend::check_shape(sequences, heads);
     cuda_backend::workspace_parts parts(nullptr);
-    cuda_backend::row_problem problem = cuda_backend::row_problem_of(sequences, heads, loss.scale, nullptr);
-    cuda_backend::take_row_memory(problem, parts);
+    cuda_backend::row_loss_params params =
+        cuda_backend::row_loss_params_of(sequences, heads, loss.scale, nullptr);
+    cuda_backend::take_row_memory(params, parts);
     return parts.bytes();
 }
 
@@ -98,24 +99,24 @@ void top_logits(const cuda& on, std::type_identity_t<rows_view<const T>> logits,
                 rows_view<T> values, rows_view<std::int32_t> indices, std::uint32_t* status) {
     namespace cb = cuda_backend;
     cb::check_row_call("values", values, sequences);
-    detail::require(values.dim >= 1 && values.dim <= std::min(logits.dim, most_top_logits), "values.dim",
-                    values.dim, [&] {
-                        return detail::text("1 to the logits of a token, ", logits.dim, ", and at most ",
-                                            most_top_logits);
-                    });
-    host_backend::check_rows("logits", logits, sequences.batch, values.heads, sequences.length, logits.dim);
-    host_backend::check_rows("indices", indices, sequences.batch, values.heads, sequences.length, values.dim);
+    detail::require(
+        values.dim >= 1 && values.dim <= std::min(logits.dim, max_top_logits), "values.dim", values.dim, [&] {
+            return detail::text("1 to the logits of a token, ", logits.dim, ", and at most ", max_top_logits);
+        });
+    checks::check_rows("logits", logits, sequences.batch, values.heads, sequences.length, logits.dim);
+    checks::check_rows("indices", indices, sequences.batch, values.heads, sequences.length, values.dim);
     if (cb::row_tokens(sequences, values.heads) == 0) {
         return;
     }
     const cb::device_scope device(on);
-    int room = 1;
-    while (room < values.dim) {
-        room *= 2;
+    int capacity = 1;
+    while (capacity < values.dim) {
+        capacity *= 2;
     }
     cb::launch("top_logits_kernel", cb::top_logits_kernel<T>, cb::row_tokens(sequences, values.heads),
-               cb::row_threads, static_cast<std::size_t>(room) * sizeof(std::uint64_t), on,
-               cb::row_problem_of(sequences, values.heads, 1.0f, status), logits, values, indices, room);
+               cb::row_threads, static_cast<std::size_t>(capacity) * sizeof(std::uint64_t), on,
+               cb::row_loss_params_of(sequences, values.heads, 1.0f, status), logits, values, indices,
+               capacity);
 }
 
 template <Storage T>
@@ -124,13 +125,13 @@ void row_loss(const cuda& on, const TopDistillation& loss, std::type_identity_t<
               rows_view<T> d_student, LossValue* value, workspace_view workspace, std::uint32_t* status) {
     namespace cb = cuda_backend;
     detail::require(loss.top >= 1, "top", loss.top, "1 or more");
-    detail::require(cb::top_count(loss, d_student.dim) <= most_top_logits, "top", loss.top,
-                    [] { return detail::text("at most ", most_top_logits, " on a device"); });
-    host_backend::check_temperature(loss.temperature, loss.scale);
+    detail::require(cb::top_count(loss, d_student.dim) <= max_top_logits, "top", loss.top,
+                    [] { return detail::text("at most ", max_top_logits, " on a device"); });
+    checks::check_temperature(loss.temperature, loss.scale);
     cb::check_row_call("d_student", d_student, sequences);
     const std::int32_t batch = sequences.batch, heads = d_student.heads;
-    host_backend::check_rows("teacher", teacher, batch, heads, sequences.length, d_student.dim);
-    host_backend::check_rows("student", student, batch, heads, sequences.length, d_student.dim);
+    checks::check_rows("teacher", teacher, batch, heads, sequences.length, d_student.dim);
+    checks::check_rows("student", student, batch, heads, sequences.length, d_student.dim);
     cb::check_workspace(workspace, top_distillation_workspace_bytes<T>(on, loss, teacher, sequences));
     detail::require(value != nullptr, "value", "null", "device memory");
     const std::int32_t count = cb::top_count(loss, d_student.dim);
@@ -153,16 +154,16 @@ void row_loss(const cuda& on, const TopDistillation& loss, std::type_identity_t<
               const Sequences& sequences, rows_view<T> d_student, LossValue* value, workspace_view workspace,
               std::uint32_t* status) {
     namespace cb = cuda_backend;
-    host_backend::check_temperature(loss.temperature, loss.scale);
+    checks::check_temperature(loss.temperature, loss.scale);
     cb::check_row_call("d_student", d_student, sequences);
     const std::int32_t batch = sequences.batch, heads = d_student.heads;
-    host_backend::check_rows("student", student, batch, heads, sequences.length, d_student.dim);
-    host_backend::check_rows("values", values, batch, heads, sequences.length, values.dim);
-    host_backend::check_rows("indices", indices, batch, heads, sequences.length, values.dim);
+    checks::check_rows("student", student, batch, heads, sequences.length, d_student.dim);
+    checks::check_rows("values", values, batch, heads, sequences.length, values.dim);
+    checks::check_rows("indices", indices, batch, heads, sequences.length, values.dim);
     cb::run_row_loss(on, loss, sequences, heads, {}, 0, value, workspace, status,
-                     [&](const cb::row_problem& problem, std::int64_t tokens) {
+                     [&](const cb::row_loss_params& params, std::int64_t tokens) {
                          cb::launch("top_distillation_kernel", cb::top_distillation_kernel<T>, tokens,
-                                    cb::row_threads, 0, on, problem,
+                                    cb::row_threads, 0, on, params,
                                     1.0 / static_cast<double>(loss.temperature), loss.reverse, values,
                                     indices, student, d_student);
                      });
@@ -173,15 +174,15 @@ void row_loss(const cuda& on, const CrossEntropy& loss, plane_view<const std::in
               std::type_identity_t<rows_view<const T>> student, const Sequences& sequences,
               rows_view<T> d_student, LossValue* value, workspace_view workspace, std::uint32_t* status) {
     namespace cb = cuda_backend;
-    host_backend::check_temperature(1.0f, loss.scale);
+    checks::check_temperature(1.0f, loss.scale);
     cb::check_row_call("d_student", d_student, sequences);
     const std::int32_t batch = sequences.batch, heads = d_student.heads;
-    host_backend::check_rows("student", student, batch, heads, sequences.length, d_student.dim);
+    checks::check_rows("student", student, batch, heads, sequences.length, d_student.dim);
     cb::check_plane("labels", labels, batch, heads, sequences.length);
     cb::run_row_loss(on, loss, sequences, heads, labels, d_student.dim, value, workspace, status,
-                     [&](const cb::row_problem& problem, std::int64_t tokens) {
+                     [&](const cb::row_loss_params& params, std::int64_t tokens) {
                          cb::launch("cross_entropy_kernel", cb::cross_entropy_kernel<T>, tokens,
-                                    cb::row_threads, 0, on, problem, labels, student, d_student);
+                                    cb::row_threads, 0, on, params, labels, student, d_student);
                      });
 }
 
@@ -190,14 +191,14 @@ void row_loss(const cuda& on, const L2Distillation& loss, std::type_identity_t<r
               std::type_identity_t<rows_view<const T>> student, const Sequences& sequences,
               rows_view<T> d_student, LossValue* value, workspace_view workspace, std::uint32_t* status) {
     namespace cb = cuda_backend;
-    host_backend::check_temperature(1.0f, loss.scale);
+    checks::check_temperature(1.0f, loss.scale);
     cb::check_row_call("d_student", d_student, sequences);
     const std::int32_t batch = sequences.batch, heads = d_student.heads;
-    host_backend::check_rows("student", student, batch, heads, sequences.length, d_student.dim);
-    host_backend::check_rows("teacher", teacher, batch, heads, sequences.length, d_student.dim);
+    checks::check_rows("student", student, batch, heads, sequences.length, d_student.dim);
+    checks::check_rows("teacher", teacher, batch, heads, sequences.length, d_student.dim);
     cb::run_row_loss(on, loss, sequences, heads, {}, 0, value, workspace, status,
-                     [&](const cb::row_problem& problem, std::int64_t tokens) {
-                         cb::launch("l2_kernel", cb::l2_kernel<T>, tokens, cb::row_threads, 0, on, problem,
+                     [&](const cb::row_loss_params& params, std::int64_t tokens) {
+                         cb::launch("l2_kernel", cb::l2_kernel<T>, tokens, cb::row_threads, 0, on, params,
                                     teacher, student, d_student);
                      });
 }

@@ -9,7 +9,7 @@
 #include <kvpolicy/losses/cuda/kernel_gates.cuh>
 #include <kvpolicy/losses/cuda_dms.cuh>
 #include <kvpolicy/losses/cuda_gates.cuh>
-#include <kvpolicy/masks/cuda/mask_call.cuh>
+#include <kvpolicy/masks/cuda/make_mask_params.cuh>
 
 #include <algorithm>
 #include <cstdint>
@@ -29,7 +29,7 @@ struct gate_memory {
 
     gate_memory(const Sequences& sequences, std::int32_t heads, workspace_parts& parts)
         : small(small_numbers::take(parts, sequences, heads)),
-          blocks(slots_of(sequences) * sequences.batch * heads),
+          blocks(chunks_of(sequences) * sequences.batch * heads),
           shares(parts.take<long long>(blocks)),
           count(parts.take<long long>(1)),
           values(parts.take<double>(blocks)),
@@ -47,7 +47,7 @@ void check_gate_loss(const cuda& on, const P& policy, plane_view<const float> sc
 }
 
 template <class Controller>
-void launch_controller(const cuda& on, const Controller& controller, controller_call call,
+void launch_controller(const cuda& on, const Controller& controller, controller_action call,
                        const double* counts) {
     controller.check();
     const device_scope device(on);
@@ -56,12 +56,12 @@ void launch_controller(const cuda& on, const Controller& controller, controller_
 }
 
 /// Enqueues the count of keys that a loss is about, 0 where there is no key at all.
-template <class Problem>
-void launch_gate_count(const cuda& on, const gate_memory& memory, const Problem* problem, gate_scope scope) {
-    if (problem != nullptr) {
-        using Gate = std::remove_cvref_t<decltype(problem->gate)>;
-        using Keep = std::remove_cvref_t<decltype(problem->keep)>;
-        launch("gate_count_kernel", gate_count_kernel<Gate, Keep>, memory.blocks, mask_chunk, 0, on, *problem,
+template <class Params>
+void launch_gate_count(const cuda& on, const gate_memory& memory, const Params* params, gate_scope scope) {
+    if (params != nullptr) {
+        using Gate = std::remove_cvref_t<decltype(params->gate)>;
+        using Keep = std::remove_cvref_t<decltype(params->keep)>;
+        launch("gate_count_kernel", gate_count_kernel<Gate, Keep>, memory.blocks, mask_chunk, 0, on, *params,
                scope == gate_scope::all, false, memory.shares);
     }
     launch("gate_total_kernel", gate_total_kernel<long long>, 1, gate_sum_threads, 0, on,
@@ -69,14 +69,14 @@ void launch_gate_count(const cuda& on, const gate_memory& memory, const Problem*
 }
 
 /// Adds a call's decisions to *sums, or writes them there.
-template <class Problem>
-void launch_decisions(const cuda& on, const gate_memory& memory, const Problem* problem,
+template <class Params>
+void launch_decisions(const cuda& on, const gate_memory& memory, const Params* params,
                       const CompressionLoss& loss, bool add, EvictionSums* sums) {
-    launch_gate_count(on, memory, problem, loss.scope);
-    if (problem != nullptr) {
-        using Gate = std::remove_cvref_t<decltype(problem->gate)>;
-        using Keep = std::remove_cvref_t<decltype(problem->keep)>;
-        launch("decisions_kernel", decisions_kernel<Gate, Keep>, memory.blocks, mask_chunk, 0, on, *problem,
+    launch_gate_count(on, memory, params, loss.scope);
+    if (params != nullptr) {
+        using Gate = std::remove_cvref_t<decltype(params->gate)>;
+        using Keep = std::remove_cvref_t<decltype(params->keep)>;
+        launch("decisions_kernel", decisions_kernel<Gate, Keep>, memory.blocks, mask_chunk, 0, on, *params,
                loss, memory.values);
     }
     launch("decisions_total_kernel", decisions_total_kernel<EvictionSums>, 1, gate_sum_threads, 0, on,
@@ -99,7 +99,7 @@ void gate_loss(const cuda& on, const L& loss, const P& policy, plane_view<const 
                const Sequences& sequences, plane_view<float> d_scores, LossValue* value,
                workspace_view workspace, std::uint32_t* status) {
     namespace cb = cuda_backend;
-    host_backend::check_gate_scale(loss.scale);
+    checks::check_gate_scale(loss.scale);
     if constexpr (requires { loss.lambda; }) {
         detail::require(loss.lambda != nullptr || scores.heads == 0, "lambda", "null",
                         "an array by head in device memory");
@@ -110,18 +110,18 @@ void gate_loss(const cuda& on, const L& loss, const P& policy, plane_view<const 
     const cb::device_scope device(on);
     cb::workspace_parts parts(workspace.data);
     const cb::gate_memory memory(sequences, scores.heads, parts);
-    using Problem = decltype(cb::make_problem(on, policy, scores, sequences, scores.heads, loss.layer,
-                                              memory.small, status));
+    using Params = decltype(cb::make_params(on, policy, scores, sequences, scores.heads, loss.layer,
+                                            memory.small, status));
     if (memory.blocks > 0) {
-        const Problem problem =
-            cb::make_problem(on, policy, scores, sequences, scores.heads, loss.layer, memory.small, status);
-        using Gate = std::remove_cvref_t<decltype(problem.gate)>;
-        using Keep = std::remove_cvref_t<decltype(problem.keep)>;
-        cb::launch_gate_count(on, memory, &problem, loss.scope);
+        const Params params =
+            cb::make_params(on, policy, scores, sequences, scores.heads, loss.layer, memory.small, status);
+        using Gate = std::remove_cvref_t<decltype(params.gate)>;
+        using Keep = std::remove_cvref_t<decltype(params.keep)>;
+        cb::launch_gate_count(on, memory, &params, loss.scope);
         cb::launch("gate_loss_kernel", cb::gate_loss_kernel<L, Gate, Keep>, memory.blocks, cb::mask_chunk, 0,
-                   on, problem, loss, static_cast<const long long*>(memory.count), d_scores, memory.values);
+                   on, params, loss, static_cast<const long long*>(memory.count), d_scores, memory.values);
     } else {
-        cb::launch_gate_count(on, memory, static_cast<const Problem*>(nullptr), loss.scope);
+        cb::launch_gate_count(on, memory, static_cast<const Params*>(nullptr), loss.scope);
     }
     cb::launch("gate_value_kernel", cb::gate_value_kernel<LossValue>, 1, cb::gate_sum_threads, 0, on,
                static_cast<const double*>(memory.values), memory.blocks,
@@ -140,9 +140,9 @@ void compression_sums(const cuda& on, const CompressionLoss& loss, const P& poli
     cb::workspace_parts parts(workspace.data);
     const cb::gate_memory memory(sequences, scores.heads, parts);
     if (memory.blocks > 0) {
-        const auto problem =
-            cb::make_problem(on, policy, scores, sequences, scores.heads, loss.layer, memory.small, status);
-        cb::launch_decisions(on, memory, &problem, loss, true, sums);
+        const auto params =
+            cb::make_params(on, policy, scores, sequences, scores.heads, loss.layer, memory.small, status);
+        cb::launch_decisions(on, memory, &params, loss, true, sums);
     }
 }
 
@@ -152,7 +152,7 @@ void compression_loss(const cuda& on, const CompressionLoss& loss, const P& poli
                       LossValue* value, workspace_view workspace, const EvictionSums* total,
                       std::uint32_t* status) {
     namespace cb = cuda_backend;
-    host_backend::check_gate_scale(loss.scale);
+    checks::check_gate_scale(loss.scale);
     detail::require(loss.target >= 0.0f && loss.target <= 1.0f, "CompressionLoss.target", loss.target,
                     "0 to 1");
     loss.gate.check();
@@ -162,19 +162,19 @@ void compression_loss(const cuda& on, const CompressionLoss& loss, const P& poli
     const cb::device_scope device(on);
     cb::workspace_parts parts(workspace.data);
     const cb::gate_memory memory(sequences, scores.heads, parts);
-    using Problem = decltype(cb::make_problem(on, policy, scores, sequences, scores.heads, loss.layer,
-                                              memory.small, status));
+    using Params = decltype(cb::make_params(on, policy, scores, sequences, scores.heads, loss.layer,
+                                            memory.small, status));
     const EvictionSums* const all = total != nullptr || loss.total.keys != 0 ? total : memory.sums;
     if (memory.blocks > 0) {
-        const Problem problem =
-            cb::make_problem(on, policy, scores, sequences, scores.heads, loss.layer, memory.small, status);
-        using Gate = std::remove_cvref_t<decltype(problem.gate)>;
-        using Keep = std::remove_cvref_t<decltype(problem.keep)>;
-        cb::launch_decisions(on, memory, &problem, loss, false, memory.sums);
+        const Params params =
+            cb::make_params(on, policy, scores, sequences, scores.heads, loss.layer, memory.small, status);
+        using Gate = std::remove_cvref_t<decltype(params.gate)>;
+        using Keep = std::remove_cvref_t<decltype(params.keep)>;
+        cb::launch_decisions(on, memory, &params, loss, false, memory.sums);
         cb::launch("compression_kernel", cb::compression_kernel<Gate, Keep>, memory.blocks, cb::mask_chunk, 0,
-                   on, problem, loss, all, d_scores);
+                   on, params, loss, all, d_scores);
     } else {
-        cb::launch_decisions(on, memory, static_cast<const Problem*>(nullptr), loss, false, memory.sums);
+        cb::launch_decisions(on, memory, static_cast<const Params*>(nullptr), loss, false, memory.sums);
     }
     cb::launch("compression_value_kernel", cb::compression_value_kernel<LossValue>, 1, 32, 0, on, loss, all,
                static_cast<const long long*>(memory.count), value);
@@ -188,8 +188,8 @@ void straight_through_values(const cuda& on, const P& policy, plane_view<const f
     namespace cb = cuda_backend;
     cb::check_gate_loss(on, policy, scores, sequences, layer, workspace);
     cb::check_plane("d_scores", d_scores, sequences.batch, scores.heads, sequences.length);
-    host_backend::check_rows("v", v, sequences.batch, scores.heads, sequences.length, v.dim);
-    host_backend::check_rows("d_v", d_v, sequences.batch, scores.heads, sequences.length, v.dim);
+    checks::check_rows("v", v, sequences.batch, scores.heads, sequences.length, v.dim);
+    checks::check_rows("d_v", d_v, sequences.batch, scores.heads, sequences.length, v.dim);
     const std::int64_t keys = std::int64_t{sequences.batch} * scores.heads * sequences.length;
     if (keys == 0) {
         return;
@@ -197,12 +197,12 @@ void straight_through_values(const cuda& on, const P& policy, plane_view<const f
     const cb::device_scope device(on);
     cb::workspace_parts parts(workspace.data);
     const cb::gate_memory memory(sequences, scores.heads, parts);
-    const auto problem =
-        cb::make_problem(on, policy, scores, sequences, scores.heads, layer, memory.small, status);
-    using Gate = std::remove_cvref_t<decltype(problem.gate)>;
-    using Keep = std::remove_cvref_t<decltype(problem.keep)>;
+    const auto params =
+        cb::make_params(on, policy, scores, sequences, scores.heads, layer, memory.small, status);
+    using Gate = std::remove_cvref_t<decltype(params.gate)>;
+    using Keep = std::remove_cvref_t<decltype(params.keep)>;
     cb::launch("straight_through_kernel", cb::straight_through_kernel<T, Gate, Keep>, (keys + 7) / 8, 256, 0,
-               on, problem, v, d_v, d_scores);
+               on, params, v, d_v, d_scores);
 }
 
 template <AnyPolicy P>
@@ -216,12 +216,12 @@ void retention_counts(const cuda& on, const P& policy, plane_view<const float> s
     cb::workspace_parts parts(workspace.data);
     const cb::gate_memory memory(sequences, scores.heads, parts);
     if (memory.blocks > 0) {
-        const auto problem =
-            cb::make_problem(on, policy, scores, sequences, scores.heads, layer, memory.small, status);
-        using Gate = std::remove_cvref_t<decltype(problem.gate)>;
-        using Keep = std::remove_cvref_t<decltype(problem.keep)>;
+        const auto params =
+            cb::make_params(on, policy, scores, sequences, scores.heads, layer, memory.small, status);
+        using Gate = std::remove_cvref_t<decltype(params.gate)>;
+        using Keep = std::remove_cvref_t<decltype(params.keep)>;
         cb::launch("gate_count_kernel", cb::gate_count_kernel<Gate, Keep>, memory.blocks, cb::mask_chunk, 0,
-                   on, problem, false, true, memory.shares);
+                   on, params, false, true, memory.shares);
     }
     cb::launch("retention_counts_kernel", cb::retention_counts_kernel<double>, scores.heads,
                cb::gate_sum_threads, 0, on, static_cast<const long long*>(memory.shares), memory.blocks,
@@ -231,18 +231,18 @@ void retention_counts(const cuda& on, const P& policy, plane_view<const float> s
 template <class Controller>
 requires std::is_same_v<Controller, LambdaController>
 void controller_start(const cuda& on, const Controller& controller) {
-    cuda_backend::launch_controller(on, controller, cuda_backend::controller_call::start, nullptr);
+    cuda_backend::launch_controller(on, controller, cuda_backend::controller_action::start, nullptr);
 }
 template <class Controller>
 requires std::is_same_v<Controller, LambdaController>
 void controller_observe(const cuda& on, const Controller& controller, const double* counts) {
     detail::require(counts != nullptr || controller.heads == 0, "counts", "null", "device memory");
-    cuda_backend::launch_controller(on, controller, cuda_backend::controller_call::observe, counts);
+    cuda_backend::launch_controller(on, controller, cuda_backend::controller_action::observe, counts);
 }
 template <class Controller>
 requires std::is_same_v<Controller, LambdaController>
 void controller_update(const cuda& on, const Controller& controller) {
-    cuda_backend::launch_controller(on, controller, cuda_backend::controller_call::update, nullptr);
+    cuda_backend::launch_controller(on, controller, cuda_backend::controller_action::update, nullptr);
 }
 
 }  // namespace KVPOLICY_HIDDEN

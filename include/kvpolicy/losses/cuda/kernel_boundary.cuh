@@ -51,8 +51,8 @@ struct boundary_numbers {
 };
 
 template <class Gate, class Keep>
-struct boundary_problem {
-    mask_problem<Gate, Keep> mask;  // its scores are the target
+struct boundary_params {
+    mask_params<Gate, Keep> mask;  // its scores are the target
     plane_view<const float> scores;
     plane_view<float> d_scores;
     boundary_numbers numbers;
@@ -81,29 +81,31 @@ struct boundary_example {
 /// A plane, and one of its tiles, as a block sees them.
 template <class Gate, class Keep>
 struct boundary_row {
-    const boundary_problem<Gate, Keep>& p;
+    const boundary_params<Gate, Keep>& p;
     std::int64_t plane;
     std::int32_t tile;
     std::int64_t row;
     std::int32_t b, h, length;
-    HeadRule rule;
+    HeadParams head_params;
 
     /// Of `blocks` blocks a plane.
-    __device__ explicit boundary_row(const boundary_problem<Gate, Keep>& problem, std::int32_t blocks)
-        : p(problem),
+    __device__ explicit boundary_row(const boundary_params<Gate, Keep>& params, std::int32_t blocks)
+        : p(params),
           plane(blockIdx.x / static_cast<std::uint32_t>(blocks)),
           tile(static_cast<std::int32_t>(blockIdx.x % static_cast<std::uint32_t>(blocks))),
-          row(plane * problem.mask.length),
-          b(problem.mask.sequence_of(plane)),
-          h(problem.mask.head_of(plane)),
-          length(problem.mask.length_of(b)),
-          rule(problem.mask.rules.of(h)) {}
+          row(plane * params.mask.length),
+          b(params.mask.sequence_of(plane)),
+          h(params.mask.head_of(plane)),
+          length(params.mask.length_of(b)),
+          head_params(params.mask.all_params.of(h)) {}
 
     /// This thread's token of the tile; it may be beyond the length.
     __device__ std::int32_t token() const {
         return tile * boundary_threads + static_cast<std::int32_t>(threadIdx.x);
     }
-    __device__ std::int64_t saturated() const { return std::int64_t{rule.sinks} + rule.window + rule.budget; }
+    __device__ std::int64_t saturated() const {
+        return std::int64_t{head_params.sinks} + head_params.window + head_params.budget;
+    }
     /// Queries that may be drawn.
     __device__ std::int64_t valid() const { return length > saturated() ? length - saturated() : 0; }
     __device__ bool draws_all() const { return p.numbers.count >= valid(); }
@@ -114,7 +116,7 @@ struct boundary_row {
     }
     /// The boundary key at q: the worst of the k that are held, once they were k before q's contest.
     __device__ std::int32_t boundary(std::int32_t q) const {
-        if (q < saturated() || q >= length || q < 1 || rule.budget == 0) {
+        if (q < saturated() || q >= length || q < 1 || head_params.budget == 0) {
             return -1;
         }
         const std::int32_t now = p.cutoff[row + q];
@@ -126,8 +128,8 @@ struct boundary_row {
         if (e.old < 0) {
             return e;
         }
-        e.fresh = q - rule.window;
-        e.counts = p.drawn[row + q] > 0 && e.fresh != e.old && p.mask.leaves(rule, e.fresh, length);
+        e.fresh = q - head_params.window;
+        e.counts = p.drawn[row + q] > 0 && e.fresh != e.old && p.mask.leaves(head_params, e.fresh, length);
         e.keeps = e.counts && p.rank[row + e.fresh] <= p.cutoff[row + q];
         return e;
     }
@@ -136,19 +138,19 @@ struct boundary_row {
 /// The token of each rank, and everything else blank; a block a tile.
 template <class Gate, class Keep>
 __global__ void __launch_bounds__(boundary_threads)
-    boundary_begin_kernel(const boundary_problem<Gate, Keep> problem) {
-    const boundary_row<Gate, Keep> of(problem, problem.tiles);
+    boundary_begin_kernel(const boundary_params<Gate, Keep> params) {
+    const boundary_row<Gate, Keep> of(params, params.tiles);
     const std::int32_t t = of.token();
     if (t == 0) {
-        problem.planes[of.plane] = {
-            of.draws_all() ? of.valid() : problem.numbers.count, 0, 0, 0, 0.0, 0.0, 0.0};
+        params.planes[of.plane] = {
+            of.draws_all() ? of.valid() : params.numbers.count, 0, 0, 0, 0.0, 0.0, 0.0};
     }
     if (t < of.length) {
-        problem.drawn[of.row + t] = of.draws_all() && t >= of.saturated() ? 1 : 0;
-        problem.first[of.row + t] = -1;
-        problem.last[of.row + t] = -1;
-        if (problem.mask.leaves(of.rule, t, of.length)) {
-            problem.order[of.row + problem.rank[of.row + t]] = t;
+        params.drawn[of.row + t] = of.draws_all() && t >= of.saturated() ? 1 : 0;
+        params.first[of.row + t] = -1;
+        params.last[of.row + t] = -1;
+        if (params.mask.leaves(of.head_params, t, of.length)) {
+            params.order[of.row + params.rank[of.row + t]] = t;
         }
     }
 }
@@ -156,9 +158,9 @@ __global__ void __launch_bounds__(boundary_threads)
 /// Draws, where not all queries are; `blocks` blocks a plane, and a draw a thread.
 template <class Gate, class Keep>
 __global__ void __launch_bounds__(boundary_threads)
-    boundary_draw_kernel(const boundary_problem<Gate, Keep> problem, const std::int32_t blocks) {
-    const boundary_row<Gate, Keep> of(problem, blocks);
-    const boundary_numbers& numbers = problem.numbers;
+    boundary_draw_kernel(const boundary_params<Gate, Keep> params, const std::int32_t blocks) {
+    const boundary_row<Gate, Keep> of(params, blocks);
+    const boundary_numbers& numbers = params.numbers;
     const std::int32_t i = of.token();
     if (of.draws_all() || i >= numbers.count) {
         return;
@@ -174,26 +176,26 @@ __global__ void __launch_bounds__(boundary_threads)
         const std::uint32_t other = random_below(places, numbers.seed, stream, index + 1);
         place = other > place ? other : place;
     }
-    atomicAdd(problem.drawn + of.row + of.saturated() + place, 1);
+    atomicAdd(params.drawn + of.row + of.saturated() + place, 1);
 }
 
 /// Counts of a plane's examples; a block a tile.
 template <class Gate, class Keep>
 __global__ void __launch_bounds__(boundary_threads)
-    boundary_examples_kernel(const boundary_problem<Gate, Keep> problem) {
+    boundary_examples_kernel(const boundary_params<Gate, Keep> params) {
     __shared__ long long shared[boundary_threads / 32];
-    const boundary_row<Gate, Keep> of(problem, problem.tiles);
+    const boundary_row<Gate, Keep> of(params, params.tiles);
     const std::int32_t q = of.token();
     long long count = 0, kept = 0;
     if (q < of.length) {
         const boundary_example e = of.example(q);
-        count = e.counts ? problem.drawn[of.row + q] : 0;
-        kept = e.keeps ? problem.drawn[of.row + q] : 0;
+        count = e.counts ? params.drawn[of.row + q] : 0;
+        kept = e.keeps ? params.drawn[of.row + q] : 0;
     }
     count = sum_over_block<boundary_threads>(count, shared);
     kept = sum_over_block<boundary_threads>(kept, shared);
     if (threadIdx.x == 0 && count > 0) {
-        boundary_plane& mine = problem.planes[of.plane];
+        boundary_plane& mine = params.planes[of.plane];
         atomicAdd(reinterpret_cast<unsigned long long*>(&mine.count), static_cast<unsigned long long>(count));
         atomicAdd(reinterpret_cast<unsigned long long*>(&mine.kept), static_cast<unsigned long long>(kept));
     }
@@ -207,17 +209,17 @@ __device__ inline double boundary_sigmoid(double x) {
 /// d delta of a tile's queries, their prefix sums and the tile's sums.
 template <class Gate, class Keep>
 __global__ void __launch_bounds__(boundary_threads)
-    boundary_gradient_kernel(const boundary_problem<Gate, Keep> problem) {
+    boundary_gradient_kernel(const boundary_params<Gate, Keep> params) {
     constexpr int warps = boundary_threads / 32;
     __shared__ double shared[warps];
     __shared__ long long shared_counts[warps];
-    const boundary_row<Gate, Keep> of(problem, problem.tiles);
-    const boundary_numbers& numbers = problem.numbers;
+    const boundary_row<Gate, Keep> of(params, params.tiles);
+    const boundary_numbers& numbers = params.numbers;
     const auto thread = static_cast<std::int32_t>(threadIdx.x);
-    const std::int32_t heads = problem.mask.heads;
+    const std::int32_t heads = params.mask.heads;
     long long all = 0, count = 0, kept = 0;
-    for (std::int64_t plane = thread; plane < problem.mask.planes(); plane += boundary_threads) {
-        const boundary_plane& one = problem.planes[plane];
+    for (std::int64_t plane = thread; plane < params.mask.planes(); plane += boundary_threads) {
+        const boundary_plane& one = params.planes[plane];
         const auto h = static_cast<std::int32_t>(plane % heads);
         all += h / numbers.heads == of.h / numbers.heads ? one.count : 0;
         count += h == of.h ? one.count : 0;
@@ -236,8 +238,8 @@ __global__ void __launch_bounds__(boundary_threads)
         of_drops /= over;
         of_keeps /= over;
     }
-    const float* const goal = problem.mask.scores.head(of.b, of.h);
-    const float* const score = problem.scores.head(of.b, of.h);
+    const float* const goal = params.mask.scores.head(of.b, of.h);
+    const float* const score = params.scores.head(of.b, of.h);
     double value = 0.0, of_gamma = 0.0;
     long long agreed = 0;
     const std::int32_t q = of.token();
@@ -246,29 +248,29 @@ __global__ void __launch_bounds__(boundary_threads)
         const boundary_example e = of.example(q);
         if (e.old >= 0) {
             if (of.boundary(q - 1) != e.old) {
-                problem.first[of.row + e.old] = q;
+                params.first[of.row + e.old] = q;
             }
             if (of.boundary(q + 1) != e.old) {
-                problem.last[of.row + e.old] = q + 1;
+                params.last[of.row + e.old] = q + 1;
             }
         }
         if (e.counts) {
-            const double gamma = static_cast<double>(of.rule.log_gamma);
+            const double gamma = static_cast<double>(of.head_params.log_gamma);
             const double y = e.keeps ? 1.0 : -1.0;
             const std::int32_t age = e.old - e.fresh;
-            double margin = effective_score(goal[e.fresh], of.rule.log_gamma, 1, e.fresh, q) -
-                            effective_score(goal[e.old], of.rule.log_gamma, 1, e.old, q);
+            double margin = effective_score(goal[e.fresh], of.head_params.log_gamma, 1, e.fresh, q) -
+                            effective_score(goal[e.old], of.head_params.log_gamma, 1, e.old, q);
             margin = margin == margin ? margin : 0.0;  // two infinite targets of one sign are a tie
             const float fresh = score[e.fresh], old = score[e.old];
             if (!(fabsf(fresh) <= 3.402823466e38f && fabsf(old) <= 3.402823466e38f)) {
-                problem.mask.report(of.b, status_not_finite);
+                params.mask.report(of.b, status_not_finite);
             }
             const double delta =
                 static_cast<double>(fresh) - static_cast<double>(old) + static_cast<double>(age) * gamma;
             const double omega =
                 numbers.omega_min +
                 (1.0 - numbers.omega_min) * boundary_sigmoid(fabs(margin) / numbers.margin_temperature);
-            const std::int32_t times = problem.drawn[of.row + q];
+            const std::int32_t times = params.drawn[of.row + q];
             const double weight = mean * omega * (e.keeps ? of_keeps : of_drops) * times;
             const double x = -y * delta / numbers.temperature;
             value += weight * (fmax(x, 0.0) + log1p(exp(-fabs(x))));
@@ -293,14 +295,14 @@ __global__ void __launch_bounds__(boundary_threads)
         tile += shared[w];
     }
     if (q < of.length) {
-        problem.slope[of.row + q] = d_delta;
-        problem.prefix[of.row + q] = before + (sum - d_delta);
+        params.slope[of.row + q] = d_delta;
+        params.prefix[of.row + q] = before + (sum - d_delta);
     }
     value = sum_over_block<boundary_threads>(value, shared);
     of_gamma = sum_over_block<boundary_threads>(of_gamma, shared);
     agreed = sum_over_block<boundary_threads>(agreed, shared_counts);
     if (thread == 0) {
-        problem.sums[of.plane * problem.tiles + of.tile] = {tile, 0.0, value, of_gamma, agreed};
+        params.sums[of.plane * params.tiles + of.tile] = {tile, 0.0, value, of_gamma, agreed};
     }
 }
 
@@ -349,17 +351,17 @@ __global__ void __launch_bounds__(32)
 /// Gradients of a tile's scores.
 template <class Gate, class Keep>
 __global__ void __launch_bounds__(boundary_threads)
-    boundary_finish_kernel(const boundary_problem<Gate, Keep> problem) {
-    const boundary_row<Gate, Keep> of(problem, problem.tiles);
+    boundary_finish_kernel(const boundary_params<Gate, Keep> params) {
+    const boundary_row<Gate, Keep> of(params, params.tiles);
     const std::int32_t t = of.token();
     if (t < of.length) {
-        const std::int64_t leaves = std::int64_t{t} + of.rule.window;
-        double gradient = leaves < of.length ? problem.slope[of.row + leaves] : 0.0;
-        const std::int32_t first = problem.first[of.row + t], last = problem.last[of.row + t];
+        const std::int64_t leaves = std::int64_t{t} + of.head_params.window;
+        double gradient = leaves < of.length ? params.slope[of.row + leaves] : 0.0;
+        const std::int32_t first = params.first[of.row + t], last = params.last[of.row + t];
         if (first >= 0) {
             gradient -= of.prefix(last) - of.prefix(first);
         }
-        problem.d_scores.head(of.b, of.h)[t] = static_cast<float>(gradient);
+        params.d_scores.head(of.b, of.h)[t] = static_cast<float>(gradient);
     }
 }
 

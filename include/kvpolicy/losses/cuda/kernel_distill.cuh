@@ -20,7 +20,7 @@ inline constexpr int row_threads = 256;
 inline constexpr int row_warps = row_threads / 32;
 
 /// What kernels know of the rows of a call.
-struct row_problem {
+struct row_loss_params {
     std::int32_t batch = 0, heads = 0, length = 0;
     const std::int32_t* lengths = nullptr;
     std::uint32_t* status = nullptr;
@@ -44,7 +44,7 @@ struct row_token {
     std::int32_t b, h, t;
     bool inside;
 
-    __device__ explicit row_token(const row_problem& p) {
+    __device__ explicit row_token(const row_loss_params& p) {
         const std::int64_t plane = blockIdx.x / static_cast<unsigned>(p.length);
         t = static_cast<std::int32_t>(blockIdx.x % static_cast<unsigned>(p.length));
         b = static_cast<std::int32_t>(plane / p.heads);
@@ -118,7 +118,7 @@ __device__ inline void clear_numbers(T* row, std::int32_t count) {
 /// *count: tokens inside their sequences and, where labels are given, with a label of 0 to `vocabulary` - 1. One block.
 template <class Label>
 __global__ void __launch_bounds__(row_threads)
-    row_count_kernel(const row_problem p, const plane_view<const Label> labels,
+    row_count_kernel(const row_loss_params p, const plane_view<const Label> labels,
                      const std::int32_t vocabulary) {
     __shared__ long long shared[row_warps];
     long long count = 0;
@@ -147,7 +147,7 @@ __global__ void __launch_bounds__(row_threads)
 
 /// *value from the tokens' values. One block.
 template <class Value>
-__global__ void __launch_bounds__(row_threads) row_value_kernel(const row_problem p, Value* const value) {
+__global__ void __launch_bounds__(row_threads) row_value_kernel(const row_loss_params p, Value* const value) {
     __shared__ double shared[row_warps];
     double sum = 0.0;
     const std::int64_t tokens = std::int64_t{p.batch} * p.heads * p.length;
@@ -167,11 +167,11 @@ __device__ inline std::uint64_t logit_code(std::int32_t i, float logit) {
 }
 
 /// Radix selection on codes, from the highest digit on until a bucket ends where the count does, then a bitonic sort
-/// of what was selected. `room`: the power of two from count on; dynamic shared memory has as many codes.
+/// of what was selected. `capacity`: the power of two from count on; dynamic shared memory has as many codes.
 template <class T>
 __global__ void __launch_bounds__(row_threads)
-    top_logits_kernel(const row_problem p, const rows_view<const T> logits, const rows_view<T> values,
-                      const rows_view<std::int32_t> indices, const int room) {
+    top_logits_kernel(const row_loss_params p, const rows_view<const T> logits, const rows_view<T> values,
+                      const rows_view<std::int32_t> indices, const int capacity) {
     constexpr int bins = 256;
     __shared__ int histogram[bins];
     __shared__ int picked[3];  // the bucket, what is before it, what is in it
@@ -238,7 +238,7 @@ __global__ void __launch_bounds__(row_threads)
     if (bad) {
         p.report(token.b, status_not_finite);
     }
-    for (int i = thread; i < room; i += row_threads) {
+    for (int i = thread; i < capacity; i += row_threads) {
         codes[i] = ~std::uint64_t{0};
     }
     __syncthreads();
@@ -248,10 +248,10 @@ __global__ void __launch_bounds__(row_threads)
             codes[atomicAdd(&taken, 1)] = code;
         }
     });
-    for (int size = 2; size <= room; size *= 2) {
+    for (int size = 2; size <= capacity; size *= 2) {
         for (int step = size / 2; step > 0; step /= 2) {
             __syncthreads();
-            for (int i = thread; i < room / 2; i += row_threads) {
+            for (int i = thread; i < capacity / 2; i += row_threads) {
                 const int low = (i / step) * 2 * step + i % step;
                 const std::uint64_t a = codes[low], b = codes[low + step];
                 if ((a > b) == ((low & size) == 0)) {
@@ -292,7 +292,7 @@ __device__ inline double block_log_sum_exp(std::int32_t count, const Pick& at, c
 /// In double: there are few of a token's logits.
 template <class T>
 __global__ void __launch_bounds__(row_threads)
-    top_distillation_kernel(const row_problem p, const double inverse, const bool reverse,
+    top_distillation_kernel(const row_loss_params p, const double inverse, const bool reverse,
                             const rows_view<const T> values, const rows_view<const std::int32_t> indices,
                             const rows_view<const T> student, const rows_view<T> d_student) {
     __shared__ double shared[row_warps];
@@ -352,7 +352,7 @@ __global__ void __launch_bounds__(row_threads)
 
 template <class T>
 __global__ void __launch_bounds__(row_threads)
-    cross_entropy_kernel(const row_problem p, const plane_view<const std::int32_t> labels,
+    cross_entropy_kernel(const row_loss_params p, const plane_view<const std::int32_t> labels,
                          const rows_view<const T> student, const rows_view<T> d_student) {
     __shared__ float largest[row_warps];
     __shared__ double shared[row_warps];
@@ -406,7 +406,7 @@ __global__ void __launch_bounds__(row_threads)
 
 template <class T>
 __global__ void __launch_bounds__(row_threads)
-    l2_kernel(const row_problem p, const rows_view<const T> teacher, const rows_view<const T> student,
+    l2_kernel(const row_loss_params p, const rows_view<const T> teacher, const rows_view<const T> student,
               const rows_view<T> d_student) {
     __shared__ double shared[row_warps];
     const row_token token(p);

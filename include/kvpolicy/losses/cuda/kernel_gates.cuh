@@ -21,18 +21,18 @@ inline constexpr int gate_sum_threads = 512;
 /// shares[block] = keys of the block that the loss is about, and with `above` only those of them whose score is above 0.
 template <class Gate, class Keep>
 __global__ void __launch_bounds__(mask_chunk)
-    gate_count_kernel(const mask_problem<Gate, Keep> problem, const bool all, const bool above,
+    gate_count_kernel(const mask_params<Gate, Keep> params, const bool all, const bool above,
                       long long* const shares) {
     __shared__ long long shared[mask_chunk / 32];
-    const gated_key key = key_of_thread(problem);
-    if (blockIdx.x < static_cast<unsigned>(problem.planes()) && threadIdx.x == 0 && key.h == 0) {
-        problem.check_length(key.b);
+    const gated_key key = key_of_thread(params);
+    if (blockIdx.x < static_cast<unsigned>(params.planes()) && threadIdx.x == 0 && key.h == 0) {
+        params.check_length(key.b);
     }
     bool counts = key.inside && (all || key.decided);
     if (counts) {
-        const float score = problem.scores.head(key.b, key.h)[key.t];
+        const float score = params.scores.head(key.b, key.h)[key.t];
         if (score != score) {
-            problem.report(key.b, status_nan_score);
+            params.report(key.b, status_nan_score);
         }
         counts = !above || score > 0.0f;
     }
@@ -60,17 +60,17 @@ __global__ void __launch_bounds__(gate_sum_threads)
 /// Gradients, and values[block] = the block's part of the sum over keys.
 template <class L, class Gate, class Keep>
 __global__ void __launch_bounds__(mask_chunk)
-    gate_loss_kernel(const mask_problem<Gate, Keep> problem, const L loss, const long long* const count,
+    gate_loss_kernel(const mask_params<Gate, Keep> params, const L loss, const long long* const count,
                      const plane_view<float> d_scores, double* const values) {
     __shared__ double shared[mask_chunk / 32];
-    const gated_key key = key_of_thread(problem);
+    const gated_key key = key_of_thread(params);
     GateTerm one{0.0, 0.0};
     if (key.inside) {
-        const float score = problem.scores.head(key.b, key.h)[key.t];
+        const float score = params.scores.head(key.b, key.h)[key.t];
         if ((loss.scope == gate_scope::all || key.decided) && score == score) {
             one = loss.term(key.h, static_cast<double>(score));
         }
-        const double over = L::mean_over_keys ? static_cast<double>(*count) : problem.batch;
+        const double over = L::mean_over_keys ? static_cast<double>(*count) : params.batch;
         d_scores.head(key.b, key.h)[key.t] = *count == 0 ? 0.0f : static_cast<float>(one.slope / over);
     }
     const double sum = sum_over_block<mask_chunk>(one.value, shared);
@@ -100,16 +100,16 @@ __global__ void __launch_bounds__(gate_sum_threads)
 /// evicted[block] = the sum of the block's decisions to evict; their number comes from gate_count_kernel.
 template <class Gate, class Keep>
 __global__ void __launch_bounds__(mask_chunk)
-    decisions_kernel(const mask_problem<Gate, Keep> problem, const CompressionLoss loss,
+    decisions_kernel(const mask_params<Gate, Keep> params, const CompressionLoss loss,
                      double* const evicted) {
     __shared__ double shared[mask_chunk / 32];
-    const gated_key key = key_of_thread(problem);
+    const gated_key key = key_of_thread(params);
     double alpha = 0.0;
     if (key.inside && (loss.scope == gate_scope::all || key.decided)) {
-        const float score = problem.scores.head(key.b, key.h)[key.t];
+        const float score = params.scores.head(key.b, key.h)[key.t];
         if (score == score) {
             const double x = loss.gate.relaxed(static_cast<double>(score), key.place);
-            alpha = !loss.straight_through ? host_backend::sigmoid(x) : x > 0.0 ? 1.0 : 0.0;
+            alpha = !loss.straight_through ? detail::sigmoid(x) : x > 0.0 ? 1.0 : 0.0;
         }
     }
     const double sum = sum_over_block<mask_chunk>(alpha, shared);
@@ -143,21 +143,21 @@ __device__ inline double missing_decisions(const CompressionLoss& loss, const Ev
 
 template <class Gate, class Keep>
 __global__ void __launch_bounds__(mask_chunk)
-    compression_kernel(const mask_problem<Gate, Keep> problem, const CompressionLoss loss,
+    compression_kernel(const mask_params<Gate, Keep> params, const CompressionLoss loss,
                        const EvictionSums* const total, const plane_view<float> d_scores) {
-    const gated_key key = key_of_thread(problem);
+    const gated_key key = key_of_thread(params);
     if (!key.inside) {
         return;
     }
     const EvictionSums all = total == nullptr ? loss.total : *total;
     float slope = 0.0f;
     if ((loss.scope == gate_scope::all || key.decided) && missing_decisions(loss, all) > 0.0) {
-        const float score = problem.scores.head(key.b, key.h)[key.t];
+        const float score = params.scores.head(key.b, key.h)[key.t];
         if (score == score) {
             const double x = loss.gate.relaxed(static_cast<double>(score), key.place);
             const double over = static_cast<double>(all.keys) * static_cast<double>(loss.gate.temperature);
-            slope = static_cast<float>(-static_cast<double>(loss.scale) / over * host_backend::sigmoid(x) *
-                                       host_backend::sigmoid(-x));
+            slope = static_cast<float>(-static_cast<double>(loss.scale) / over * detail::sigmoid(x) *
+                                       detail::sigmoid(-x));
         }
     }
     d_scores.head(key.b, key.h)[key.t] = slope;
@@ -178,24 +178,24 @@ __global__ void __launch_bounds__(32)
 /// A warp a key, eight keys a block.
 template <class T, class Gate, class Keep>
 __global__ void __launch_bounds__(256)
-    straight_through_kernel(const mask_problem<Gate, Keep> problem, const rows_view<const T> v,
+    straight_through_kernel(const mask_params<Gate, Keep> params, const rows_view<const T> v,
                             const rows_view<const T> d_v, const plane_view<float> d_scores) {
     const std::int64_t task = std::int64_t{blockIdx.x} * 8 + warp_id();
-    const std::int64_t plane = task / problem.length;
-    if (plane >= problem.planes()) {
+    const std::int64_t plane = task / params.length;
+    if (plane >= params.planes()) {
         return;
     }
-    const auto at = static_cast<std::int32_t>(task % problem.length);
-    const std::int32_t b = problem.sequence_of(plane), h = problem.head_of(plane);
+    const auto at = static_cast<std::int32_t>(task % params.length);
+    const std::int32_t b = params.sequence_of(plane), h = params.head_of(plane);
     if (at == 0 && h == 0 && lane_id() == 0) {
-        problem.check_length(b);
+        params.check_length(b);
     }
-    if (at >= problem.length_of(b)) {
+    if (at >= params.length_of(b)) {
         return;
     }
-    const segment_range segment = problem.segment(b, problem.segment_of_token(at));
+    const segment_range segment = params.segment(b, params.segment_of_token(at));
     float slope = 0.0f;
-    if (problem.leaves(problem.rules.of(h), at - segment.begin, segment.length())) {
+    if (params.leaves(params.all_params.of(h), at - segment.begin, segment.length())) {
         double sum = 0.0;
         const T* const x = v.row(b, h, at);
         const T* const y = d_v.row(b, h, at);
@@ -207,16 +207,16 @@ __global__ void __launch_bounds__(256)
         for (int step = 16; step > 0; step /= 2) {
             sum += __shfl_xor_sync(all_lanes, sum, step);
         }
-        const float score = problem.scores.head(b, h)[at];
+        const float score = params.scores.head(b, h)[at];
         const auto z = static_cast<double>(score);
-        slope = static_cast<float>(sum * host_backend::sigmoid(z) * host_backend::sigmoid(-z));
+        slope = static_cast<float>(sum * detail::sigmoid(z) * detail::sigmoid(-z));
         if (lane_id() == 0 && !(fabs(sum) <= 1.7976931348623157e308)) {
-            problem.report(b, status_not_finite);
+            params.report(b, status_not_finite);
         }
         if (score != score) {
             slope = 0.0f;
             if (lane_id() == 0) {
-                problem.report(b, status_nan_score);
+                params.report(b, status_nan_score);
             }
         }
     }
@@ -225,7 +225,7 @@ __global__ void __launch_bounds__(256)
     }
 }
 
-/// counts[h] = the mean over sequences of what gate_count_kernel counted, a block a head. Shares are [slots, batch, heads].
+/// counts[h] = the mean over sequences of what gate_count_kernel counted, a block a head. Shares are [chunks, batch, heads].
 template <class Number>
 __global__ void __launch_bounds__(gate_sum_threads)
     retention_counts_kernel(const long long* const shares, const std::int64_t count, const std::int32_t batch,
@@ -242,19 +242,19 @@ __global__ void __launch_bounds__(gate_sum_threads)
     }
 }
 
-enum class controller_call : std::uint8_t { start, observe, update };
+enum class controller_action : std::uint8_t { start, observe, update };
 
 /// A thread a head.
 template <class Controller>
 __global__ void __launch_bounds__(128)
-    controller_kernel(const Controller controller, const controller_call call, const double* const counts) {
+    controller_kernel(const Controller controller, const controller_action call, const double* const counts) {
     const auto h = static_cast<std::int32_t>(blockIdx.x * 128 + threadIdx.x);
     if (h >= controller.heads) {
         return;
     }
-    if (call == controller_call::start) {
+    if (call == controller_action::start) {
         controller.start_head(h);
-    } else if (call == controller_call::observe) {
+    } else if (call == controller_action::observe) {
         controller.observe_head(h, counts[h]);
     } else {
         controller.update_head(h);

@@ -1,4 +1,4 @@
-// Bodies of losses/boundary.hpp on the host: one sweep of the teacher's contest collects the examples, a second pass over
+// Bodies of losses/boundary.hpp on the host: one sweep of the teacher's top-k update collects the examples, a second pass over
 // them gives value and gradient.
 #pragma once
 
@@ -30,23 +30,24 @@ struct boundary_rows {
     std::int32_t* boundary;  // t_bnd at q; -1: no example
     double* margin;          // Delta at q, with the sign of y
     double* gradient;        // d r_t
-    detail::contestant* contestants;
+    detail::top_k_entry* top_k_entries;
     static std::size_t bytes(std::int32_t length, std::int64_t capacity) {
         const auto count = static_cast<std::size_t>(length);
-        return 2 * aligned_size(count * sizeof(std::int32_t)) + 2 * aligned_size(count * sizeof(double)) +
-               aligned_size(static_cast<std::size_t>(capacity) * sizeof(detail::contestant));
+        return 2 * detail::aligned_size(count * sizeof(std::int32_t)) +
+               2 * detail::aligned_size(count * sizeof(double)) +
+               detail::aligned_size(static_cast<std::size_t>(capacity) * sizeof(detail::top_k_entry));
     }
     boundary_rows(std::byte* at, std::int32_t length) {
         const auto count = static_cast<std::size_t>(length);
         drawn = reinterpret_cast<std::int32_t*>(at);
-        at += aligned_size(count * sizeof(std::int32_t));
+        at += detail::aligned_size(count * sizeof(std::int32_t));
         boundary = reinterpret_cast<std::int32_t*>(at);
-        at += aligned_size(count * sizeof(std::int32_t));
+        at += detail::aligned_size(count * sizeof(std::int32_t));
         margin = reinterpret_cast<double*>(at);
-        at += aligned_size(count * sizeof(double));
+        at += detail::aligned_size(count * sizeof(double));
         gradient = reinterpret_cast<double*>(at);
-        at += aligned_size(count * sizeof(double));
-        contestants = reinterpret_cast<detail::contestant*>(at);
+        at += detail::aligned_size(count * sizeof(double));
+        top_k_entries = reinterpret_cast<detail::top_k_entry*>(at);
     }
 };
 
@@ -54,16 +55,17 @@ struct boundary_rows {
 inline double softplus(double x) { return std::max(x, 0.0) + std::log1p(std::exp(-std::abs(x))); }
 
 /// The first query of a segment with a saturated budget, relative to it.
-inline std::int64_t first_saturated(const HeadRule& rule) {
-    return std::int64_t{rule.sinks} + rule.window + rule.budget;
+inline std::int64_t first_saturated(const HeadParams& head_params) {
+    return std::int64_t{head_params.sinks} + head_params.window + head_params.budget;
 }
 
 /// Draws the query positions of one (sequence, head).
 template <class P>
-std::int64_t draw_positions(const BoundarySampler& sampler, const HeadRule& rule, const Sequences& sequences,
-                            std::int32_t b, std::uint64_t stream, std::int32_t* drawn) {
+std::int64_t draw_positions(const BoundarySampler& sampler, const HeadParams& head_params,
+                            const Sequences& sequences, std::int32_t b, std::uint64_t stream,
+                            std::int32_t* drawn) {
     std::int64_t valid = 0;
-    const std::int64_t from = first_saturated(rule);
+    const std::int64_t from = first_saturated(head_params);
     for_each_segment<P>(sequences, b, [&](std::int32_t begin, std::int32_t end) {
         valid += std::max<std::int64_t>(0, end - begin - from);
     });
@@ -84,13 +86,13 @@ std::int64_t draw_positions(const BoundarySampler& sampler, const HeadRule& rule
         // Shares are rounded up, so that no segment goes without.
         const std::int64_t count = (std::int64_t{sampler.count} * here + valid - 1) / valid;
         const auto late = std::llround(static_cast<double>(sampler.late) * static_cast<double>(count));
-        const auto places = static_cast<std::uint32_t>(here);
+        const auto slots = static_cast<std::uint32_t>(here);
         for (std::int64_t i = 0; i < count; ++i, index += 2) {
-            std::uint32_t place = random_below(places, sampler.seed, stream, index);
+            std::uint32_t slot = random_below(slots, sampler.seed, stream, index);
             if (i < late) {
-                place = std::max(place, random_below(places, sampler.seed, stream, index + 1));
+                slot = std::max(slot, random_below(slots, sampler.seed, stream, index + 1));
             }
-            ++first[place];
+            ++first[slot];
         }
         total += count;
     });
@@ -103,12 +105,12 @@ template <AnyPolicy P>
 std::size_t BoundaryLoss::workspace_bytes(const host&, const P& policy, const Sequences& sequences,
                                           std::int32_t heads) const {
     namespace hb = host_backend;
-    hb::check_shape(sequences, heads);
+    checks::check_shape(sequences, heads);
     policy.check_layer(layer, heads);
-    const std::int64_t capacity = hb::contest_capacity(policy, sequences, heads, layer);
+    const std::int64_t capacity = hb::top_k_capacity(policy, sequences, heads, layer);
     const auto tasks = static_cast<std::size_t>(sequences.batch) * static_cast<std::size_t>(heads);
     return tasks * hb::boundary_rows::bytes(sequences.length, capacity) +
-           hb::aligned_size(tasks * sizeof(hb::boundary_sums)) + hb::alignment;
+           detail::aligned_size(tasks * sizeof(hb::boundary_sums)) + detail::alignment;
 }
 
 template <AnyPolicy P, class Real>
@@ -122,19 +124,19 @@ BoundaryValue BoundaryLoss::operator()(const host& on, const P& policy,
                   "kvpolicy: BoundaryLoss needs a policy with a TopKBudget and without a gate");
     const std::int32_t heads = d_scores.heads;
     const std::int32_t batch = d_scores.batch;
-    hb::check_boundary(*this);
+    checks::check_boundary(*this);
     policy.check_layer(layer, heads);
-    hb::check_whole_sequences(sequences, batch, d_scores.length);
-    hb::check_plane("d_scores", d_scores, batch, heads, sequences.length);
-    hb::check_plane("scores", scores, batch, heads, sequences.length);
-    hb::check_plane("target", target, batch, heads, sequences.length);
+    checks::check_whole_sequences(sequences, batch, d_scores.length);
+    checks::check_plane("d_scores", d_scores, batch, heads, sequences.length);
+    checks::check_plane("scores", scores, batch, heads, sequences.length);
+    checks::check_plane("target", target, batch, heads, sequences.length);
     for (std::int32_t b = 0; b < batch; ++b) {
         for (std::int32_t h = 0; h < heads; ++h) {
             const float* of_teacher = target.head(b, h);
             const Real* of_student = scores.head(b, h);
             hb::for_each_segment<P>(sequences, b, [&](std::int32_t begin, std::int32_t end) {
                 hb::for_each_leaver(
-                    policy, policy.rule(layer, h), end - begin, [&](std::int32_t at, std::int32_t) {
+                    policy, policy.params(layer, h), end - begin, [&](std::int32_t at, std::int32_t) {
                         const std::int32_t t = begin + at;
                         hb::refuse_nan("target", b, h, t, of_teacher[t]);
                         if (std::isfinite(of_student[t])) [[likely]] {
@@ -146,12 +148,12 @@ BoundaryValue BoundaryLoss::operator()(const host& on, const P& policy,
             });
         }
     }
-    hb::check_workspace(workspace, workspace_bytes(on, policy, sequences, heads));
+    checks::check_workspace(workspace, workspace_bytes(on, policy, sequences, heads));
 
     const std::int64_t tasks = std::int64_t{batch} * heads;
     const std::size_t row =
-        hb::boundary_rows::bytes(sequences.length, hb::contest_capacity(policy, sequences, heads, layer));
-    std::byte* memory = hb::aligned(workspace.data);
+        hb::boundary_rows::bytes(sequences.length, hb::top_k_capacity(policy, sequences, heads, layer));
+    std::byte* memory = detail::aligned(workspace.data);
     auto* sums = reinterpret_cast<hb::boundary_sums*>(memory + static_cast<std::size_t>(tasks) * row);
     const auto rows_of = [&](std::int64_t task) {
         return hb::boundary_rows(memory + static_cast<std::size_t>(task) * row, sequences.length);
@@ -161,32 +163,33 @@ BoundaryValue BoundaryLoss::operator()(const host& on, const P& policy,
     on.parallel_for(tasks, [&](std::int64_t task) {
         const auto b = static_cast<std::int32_t>(task / heads);
         const auto h = static_cast<std::int32_t>(task % heads);
-        const HeadRule rule = policy.rule(layer, h);
+        const HeadParams head_params = policy.params(layer, h);
         const hb::boundary_rows rows = rows_of(task);
         const float* goal = target.head(b, h);
         const auto stream = (static_cast<std::uint64_t>(layer) << 40) + static_cast<std::uint64_t>(task);
         hb::boundary_sums mine{};
-        mine.sampled = hb::draw_positions<P>(sampler, rule, sequences, b, stream, rows.drawn);
+        mine.sampled = hb::draw_positions<P>(sampler, head_params, sequences, b, stream, rows.drawn);
         std::fill_n(rows.boundary, sequences.length_of(b), -1);
         hb::for_each_segment<P>(sequences, b, [&](std::int32_t begin, std::int32_t end) {
-            if (end - begin <= hb::first_saturated(rule) || rule.budget == 0) {
+            if (end - begin <= hb::first_saturated(head_params) || head_params.budget == 0) {
                 return;
             }
-            detail::long_range_set places(rows.contestants, rule, rebase_limit);
-            hb::for_each_leaver(policy, rule, end - begin, [&](std::int32_t t, std::int32_t at) {
-                const auto outcome = places.contest(t, goal[begin + t], t, at);
+            detail::top_k_set slots(rows.top_k_entries, head_params, rebase_limit);
+            hb::for_each_leaver(policy, head_params, end - begin, [&](std::int32_t t, std::int32_t at) {
+                const auto outcome = slots.update(t, goal[begin + t], t, at);
                 const std::int32_t q = begin + at;
-                if (rows.drawn[q] == 0 || outcome.kind == detail::contest_outcome::took_free_place) {
+                if (rows.drawn[q] == 0 || outcome.kind == detail::top_k_outcome::took_free_slot) {
                     return;
                 }
-                const detail::contestant& worst = places.worst();
+                const detail::top_k_entry& worst = slots.worst();
                 if (worst.key == t) {
                     return;
                 }
-                const bool keeps = outcome.kind == detail::contest_outcome::replaced;
+                const bool keeps = outcome.kind == detail::top_k_outcome::replaced;
                 const double margin =
-                    effective_score(goal[begin + t], rule.log_gamma, rule.decay_step, t, at) -
-                    effective_score(worst.score, rule.log_gamma, rule.decay_step, worst.key, at);
+                    effective_score(goal[begin + t], head_params.log_gamma, head_params.decay_step, t, at) -
+                    effective_score(worst.score, head_params.log_gamma, head_params.decay_step, worst.key,
+                                    at);
                 rows.boundary[q] = begin + worst.key;
                 // Two infinite targets of one sign are a tie. The sign bit carries the label, so -0 is a drop.
                 rows.margin[q] = std::copysign(margin == margin ? margin : 0.0, keeps ? 1.0 : -1.0);
@@ -210,7 +213,7 @@ BoundaryValue BoundaryLoss::operator()(const host& on, const P& policy,
     on.parallel_for(tasks, [&](std::int64_t task) {
         const auto b = static_cast<std::int32_t>(task / heads);
         const auto h = static_cast<std::int32_t>(task % heads);
-        const HeadRule rule = policy.rule(layer, h);
+        const HeadParams head_params = policy.params(layer, h);
         const hb::boundary_rows rows = rows_of(task);
         const Real* score = scores.head(b, h);
         const std::int32_t length = sequences.length_of(b);
@@ -239,19 +242,20 @@ BoundaryValue BoundaryLoss::operator()(const host& on, const P& policy,
                 if (old < 0) {
                     continue;
                 }
-                const std::int32_t fresh = q - rule.window;
+                const std::int32_t fresh = q - head_params.window;
                 const bool keeps = !std::signbit(rows.margin[q]);
                 const double y = keeps ? 1.0 : -1.0;
-                const std::int32_t age = (q - fresh) / rule.decay_step - (q - old) / rule.decay_step;
+                const std::int32_t age =
+                    (q - fresh) / head_params.decay_step - (q - old) / head_params.decay_step;
                 const double delta = static_cast<double>(score[fresh]) - static_cast<double>(score[old]) +
-                                     static_cast<double>(age) * static_cast<double>(rule.log_gamma);
+                                     static_cast<double>(age) * static_cast<double>(head_params.log_gamma);
                 const double omega =
                     static_cast<double>(margin.omega_min) +
                     (1.0 - static_cast<double>(margin.omega_min)) *
-                        hb::sigmoid(y * rows.margin[q] / static_cast<double>(margin.temperature));
+                        detail::sigmoid(y * rows.margin[q] / static_cast<double>(margin.temperature));
                 const double weight = mean * omega * weights[keeps ? 1 : 0] * rows.drawn[q];
                 mine.value += weight * hb::softplus(-y * delta / tau);
-                const double d_delta = -weight * y / tau * hb::sigmoid(-y * delta / tau);
+                const double d_delta = -weight * y / tau * detail::sigmoid(-y * delta / tau);
                 rows.gradient[fresh] += d_delta;
                 rows.gradient[old] -= d_delta;
                 mine.log_gamma += d_delta * age;

@@ -41,7 +41,7 @@ bool row_of_numbers(bool refuse, const char* name, std::int64_t b, std::int64_t 
 template <class Good>
 void check_tokens(const host& on, const Sequences& sequences, std::int32_t heads, Good&& good) {
     const std::int64_t length = sequences.length;
-    check_in_parallel(on, length * sequences.batch * heads, [&](std::int64_t task, bool refuse) {
+    checks::check_in_parallel(on, length * sequences.batch * heads, [&](std::int64_t task, bool refuse) {
         const std::int64_t b = task / length / heads, h = task / length % heads, t = task % length;
         return t >= sequences.length_of(b) || good(b, h, t, refuse);
     });
@@ -168,7 +168,7 @@ void select_top(const Real* logits, std::int32_t vocabulary, std::int32_t count,
 }
 
 inline std::size_t index_row_bytes(std::int32_t vocabulary) {
-    return aligned_size(static_cast<std::size_t>(vocabulary) * sizeof(std::int32_t));
+    return detail::aligned_size(static_cast<std::size_t>(vocabulary) * sizeof(std::int32_t));
 }
 
 }  // namespace host_backend
@@ -176,7 +176,7 @@ inline std::size_t index_row_bytes(std::int32_t vocabulary) {
 inline std::size_t top_logits_workspace_bytes(const host& on, std::int32_t vocabulary) {
     detail::require(vocabulary >= 0, "vocabulary", vocabulary, "0 or more");
     return static_cast<std::size_t>(on.threads()) * host_backend::index_row_bytes(vocabulary) +
-           host_backend::alignment;
+           detail::alignment;
 }
 
 template <class Real>
@@ -184,18 +184,18 @@ void top_logits(const host& on, std::type_identity_t<rows_view<const Real>> logi
                 const Sequences& sequences, rows_view<Real> values, rows_view<std::int32_t> indices,
                 workspace_view workspace) {
     namespace hb = host_backend;
-    hb::check_sequences(sequences, logits.batch, logits.length);
+    checks::check_sequences(sequences, logits.batch, logits.length);
     detail::require(values.dim >= 1 && values.dim <= logits.dim, "values.dim", values.dim,
                     [&] { return detail::text("1 to the logits of a token, ", logits.dim); });
-    hb::check_rows("logits", logits, values.batch, values.heads, sequences.length, logits.dim);
-    hb::check_rows("values", values, values.batch, values.heads, sequences.length, values.dim);
-    hb::check_rows("indices", indices, values.batch, values.heads, sequences.length, values.dim);
+    checks::check_rows("logits", logits, values.batch, values.heads, sequences.length, logits.dim);
+    checks::check_rows("values", values, values.batch, values.heads, sequences.length, values.dim);
+    checks::check_rows("indices", indices, values.batch, values.heads, sequences.length, values.dim);
     hb::check_tokens(
         on, sequences, logits.heads, [&](std::int64_t b, std::int64_t h, std::int64_t t, bool refuse) {
             return hb::row_of_numbers(refuse, "logits", b, h, t, logits.row(b, h, t), logits.dim);
         });
-    hb::check_workspace(workspace, top_logits_workspace_bytes(on, logits.dim));
-    std::byte* memory = hb::aligned(workspace.data);
+    checks::check_workspace(workspace, top_logits_workspace_bytes(on, logits.dim));
+    std::byte* memory = detail::aligned(workspace.data);
     const std::size_t stride = hb::index_row_bytes(logits.dim);
     hb::for_each_token(
         on, sequences, logits.heads, [&](std::int64_t b, std::int64_t h, std::int64_t t, int thread) {
@@ -211,11 +211,11 @@ void top_logits(const host& on, std::type_identity_t<rows_view<const Real>> logi
 template <class Real>
 std::size_t TopDistillation::workspace_bytes(const host& on, rows_view<Real> teacher) const {
     detail::require(top >= 1, "top", top, "1 or more");
-    host_backend::check_extents("teacher", teacher);
+    checks::check_extents("teacher", teacher);
     const auto count = static_cast<std::size_t>(std::clamp(top, 1, std::max(teacher.dim, 1)));
     const auto rows = static_cast<std::size_t>(teacher.batch) * static_cast<std::size_t>(teacher.heads) *
                       static_cast<std::size_t>(teacher.length);
-    return top_logits_workspace_bytes(on, teacher.dim) + host_backend::alignment +
+    return top_logits_workspace_bytes(on, teacher.dim) + detail::alignment +
            rows * count * (sizeof(Real) + sizeof(std::int32_t));
 }
 
@@ -226,10 +226,10 @@ LossValue TopDistillation::operator()(const host& on, std::type_identity_t<rows_
                                       workspace_view workspace) const {
     namespace hb = host_backend;
     detail::require(top >= 1, "top", top, "1 or more");
-    hb::check_temperature(temperature, scale);
-    hb::check_sequences(sequences, d_student.batch, d_student.length);
-    hb::check_rows("teacher", teacher, d_student.batch, d_student.heads, sequences.length, d_student.dim);
-    hb::check_workspace(workspace, workspace_bytes(on, teacher));
+    checks::check_temperature(temperature, scale);
+    checks::check_sequences(sequences, d_student.batch, d_student.length);
+    checks::check_rows("teacher", teacher, d_student.batch, d_student.heads, sequences.length, d_student.dim);
+    checks::check_workspace(workspace, workspace_bytes(on, teacher));
     hb::check_tokens(
         on, sequences, teacher.heads, [&](std::int64_t b, std::int64_t h, std::int64_t t, bool refuse) {
             return hb::row_of_numbers(refuse, "teacher", b, h, t, teacher.row(b, h, t), teacher.dim);
@@ -241,7 +241,7 @@ LossValue TopDistillation::operator()(const host& on, std::type_identity_t<rows_
     const std::size_t select = top_logits_workspace_bytes(on, teacher.dim);
     const auto rows = static_cast<std::size_t>(teacher.batch) * static_cast<std::size_t>(teacher.heads) *
                       static_cast<std::size_t>(teacher.length) * static_cast<std::size_t>(count);
-    auto* values = reinterpret_cast<Real*>(hb::aligned(static_cast<std::byte*>(workspace.data) + select));
+    auto* values = reinterpret_cast<Real*>(detail::aligned(static_cast<std::byte*>(workspace.data) + select));
     auto* indices = reinterpret_cast<std::int32_t*>(values + rows);
     const auto values_view = view_bhsd(values, teacher.batch, teacher.heads, teacher.length, count);
     const auto indices_view = view_bhsd(indices, teacher.batch, teacher.heads, teacher.length, count);
@@ -256,13 +256,13 @@ LossValue TopDistillation::operator()(const host& on, std::type_identity_t<rows_
                                       std::type_identity_t<rows_view<const Real>> student,
                                       const Sequences& sequences, rows_view<Real> d_student) const {
     namespace hb = host_backend;
-    hb::check_temperature(temperature, scale);
-    hb::check_sequences(sequences, d_student.batch, d_student.length);
+    checks::check_temperature(temperature, scale);
+    checks::check_sequences(sequences, d_student.batch, d_student.length);
     const std::int32_t heads = d_student.heads, vocabulary = d_student.dim;
-    hb::check_rows("d_student", d_student, d_student.batch, heads, sequences.length, vocabulary);
-    hb::check_rows("student", student, d_student.batch, heads, sequences.length, vocabulary);
-    hb::check_rows("values", values, d_student.batch, heads, sequences.length, values.dim);
-    hb::check_rows("indices", indices, d_student.batch, heads, sequences.length, values.dim);
+    checks::check_rows("d_student", d_student, d_student.batch, heads, sequences.length, vocabulary);
+    checks::check_rows("student", student, d_student.batch, heads, sequences.length, vocabulary);
+    checks::check_rows("values", values, d_student.batch, heads, sequences.length, values.dim);
+    checks::check_rows("indices", indices, d_student.batch, heads, sequences.length, values.dim);
     hb::check_tokens(on, sequences, heads, [&](std::int64_t b, std::int64_t h, std::int64_t t, bool refuse) {
         bool good = hb::row_of_numbers(refuse, "values", b, h, t, values.row(b, h, t), values.dim);
         for (std::int32_t i = 0; good && i < values.dim; ++i) {
@@ -299,12 +299,12 @@ LossValue CrossEntropy::operator()(const host& on, plane_view<const std::int32_t
                                    std::type_identity_t<rows_view<const Real>> student,
                                    const Sequences& sequences, rows_view<Real> d_student) const {
     namespace hb = host_backend;
-    hb::check_temperature(1.0f, scale);
-    hb::check_sequences(sequences, d_student.batch, d_student.length);
+    checks::check_temperature(1.0f, scale);
+    checks::check_sequences(sequences, d_student.batch, d_student.length);
     const std::int32_t heads = d_student.heads, vocabulary = d_student.dim;
-    hb::check_rows("d_student", d_student, d_student.batch, heads, sequences.length, vocabulary);
-    hb::check_rows("student", student, d_student.batch, heads, sequences.length, vocabulary);
-    hb::check_plane("labels", labels, d_student.batch, heads, sequences.length);
+    checks::check_rows("d_student", d_student, d_student.batch, heads, sequences.length, vocabulary);
+    checks::check_rows("student", student, d_student.batch, heads, sequences.length, vocabulary);
+    checks::check_plane("labels", labels, d_student.batch, heads, sequences.length);
     LossValue result;
     for (std::int32_t b = 0; b < labels.batch; ++b) {
         for (std::int32_t h = 0; h < heads; ++h) {
@@ -349,12 +349,12 @@ LossValue L2Distillation::operator()(const host& on, std::type_identity_t<rows_v
                                      const Sequences& sequences, rows_view<Real> d_student,
                                      workspace_view) const {
     namespace hb = host_backend;
-    hb::check_temperature(1.0f, scale);
-    hb::check_sequences(sequences, d_student.batch, d_student.length);
+    checks::check_temperature(1.0f, scale);
+    checks::check_sequences(sequences, d_student.batch, d_student.length);
     const std::int32_t heads = d_student.heads, dim = d_student.dim;
-    hb::check_rows("d_student", d_student, d_student.batch, heads, sequences.length, dim);
-    hb::check_rows("student", student, d_student.batch, heads, sequences.length, dim);
-    hb::check_rows("teacher", teacher, d_student.batch, heads, sequences.length, dim);
+    checks::check_rows("d_student", d_student, d_student.batch, heads, sequences.length, dim);
+    checks::check_rows("student", student, d_student.batch, heads, sequences.length, dim);
+    checks::check_rows("teacher", teacher, d_student.batch, heads, sequences.length, dim);
     hb::check_tokens(on, sequences, heads, [&](std::int64_t b, std::int64_t h, std::int64_t t, bool refuse) {
         return hb::row_of_numbers(refuse, "teacher", b, h, t, teacher.row(b, h, t), dim) &&
                hb::row_of_numbers(refuse, "student", b, h, t, student.row(b, h, t), dim);

@@ -17,7 +17,7 @@ void for_each_decision(const CompressionLoss& loss, const P& policy, const plane
     for (std::int32_t b = 0; b < scores.batch; ++b) {
         for (std::int32_t h = 0; h < scores.heads; ++h) {
             const auto stream = static_cast<std::uint64_t>(std::int64_t{b} * scores.heads + h);
-            for_each_in_scope(policy, loss.scope, policy.rule(loss.layer, h), sequences, b,
+            for_each_in_scope(policy, loss.scope, policy.params(loss.layer, h), sequences, b,
                               [&](std::int32_t t) {
                                   const Real z = scores.head(b, h)[t];
                                   refuse_nan("scores", b, h, t, z);
@@ -38,12 +38,12 @@ EvictionSums CompressionLoss::sums(const host& on, const P& policy, plane_view<c
     static_cast<void>(on);
     gate.check();
     policy.check_layer(layer, scores.heads);
-    hb::check_whole_sequences(sequences, scores.batch, scores.length);
-    hb::check_plane("scores", scores, scores.batch, scores.heads, sequences.length);
+    checks::check_whole_sequences(sequences, scores.batch, scores.length);
+    checks::check_plane("scores", scores, scores.batch, scores.heads, sequences.length);
     EvictionSums sum;
     hb::for_each_decision(*this, policy, scores, sequences,
                           [&](std::int32_t, std::int32_t, std::int32_t, double x) {
-                              sum.evicted += !straight_through ? hb::sigmoid(x) : x > 0.0 ? 1.0 : 0.0;
+                              sum.evicted += !straight_through ? detail::sigmoid(x) : x > 0.0 ? 1.0 : 0.0;
                               ++sum.keys;
                           });
     return sum;
@@ -54,10 +54,10 @@ LossValue CompressionLoss::operator()(const host& on, const P& policy,
                                       std::type_identity_t<plane_view<const Real>> scores,
                                       const Sequences& sequences, plane_view<Real> d_scores) const {
     namespace hb = host_backend;
-    hb::check_gate_scale(scale);
+    checks::check_gate_scale(scale);
     detail::require(target >= 0.0f && target <= 1.0f, "CompressionLoss.target", target, "0 to 1");
     const EvictionSums mine = sums(on, policy, scores, sequences);
-    hb::check_plane("d_scores", d_scores, scores.batch, scores.heads, sequences.length);
+    checks::check_plane("d_scores", d_scores, scores.batch, scores.heads, sequences.length);
     const EvictionSums all = total.keys == 0 ? mine : total;
     detail::require(all.keys >= mine.keys, "CompressionLoss.total.keys", all.keys,
                     [&] { return detail::text("0 (this call alone), or at least this call's ", mine.keys); });
@@ -79,7 +79,7 @@ LossValue CompressionLoss::operator()(const host& on, const P& policy,
     const double slope = -static_cast<double>(scale) / (keys * static_cast<double>(gate.temperature));
     hb::for_each_decision(
         *this, policy, scores, sequences, [&](std::int32_t b, std::int32_t h, std::int32_t t, double x) {
-            d_scores.head(b, h)[t] = static_cast<Real>(slope * hb::sigmoid(x) * hb::sigmoid(-x));
+            d_scores.head(b, h)[t] = static_cast<Real>(slope * detail::sigmoid(x) * detail::sigmoid(-x));
         });
     return result;
 }

@@ -16,15 +16,15 @@ namespace host_backend {
 
 /// Calls visit(t) for the keys of one (sequence, head) that a gate loss is about.
 template <class P, class Visit>
-void for_each_in_scope(const P& policy, gate_scope scope, const HeadRule& rule, const Sequences& sequences,
-                       std::int32_t b, Visit&& visit) {
+void for_each_in_scope(const P& policy, gate_scope scope, const HeadParams& head_params,
+                       const Sequences& sequences, std::int32_t b, Visit&& visit) {
     for_each_segment<P>(sequences, b, [&](std::int32_t begin, std::int32_t end) {
         if (scope == gate_scope::all) {
             for (std::int32_t t = begin; t < end; ++t) {
                 visit(t);
             }
         } else {
-            for_each_leaver(policy, rule, end - begin,
+            for_each_leaver(policy, head_params, end - begin,
                             [&](std::int32_t t, std::int32_t) { visit(begin + t); });
         }
     });
@@ -49,13 +49,13 @@ LossValue gate_loss(const L& loss, const P& policy, const plane_view<const Real>
                     const Sequences& sequences, const plane_view<Real>& d_scores) {
     const std::int32_t heads = d_scores.heads, batch = d_scores.batch;
     policy.check_layer(loss.layer, heads);
-    check_whole_sequences(sequences, batch, d_scores.length);
-    check_plane("d_scores", d_scores, batch, heads, sequences.length);
-    check_plane("scores", scores, batch, heads, sequences.length);
+    checks::check_whole_sequences(sequences, batch, d_scores.length);
+    checks::check_plane("d_scores", d_scores, batch, heads, sequences.length);
+    checks::check_plane("scores", scores, batch, heads, sequences.length);
     LossValue result;
     for (std::int32_t b = 0; b < batch; ++b) {
         for (std::int32_t h = 0; h < heads; ++h) {
-            for_each_in_scope(policy, loss.scope, policy.rule(loss.layer, h), sequences, b,
+            for_each_in_scope(policy, loss.scope, policy.params(loss.layer, h), sequences, b,
                               [&](std::int32_t t) {
                                   refuse_nan("scores", b, h, t, scores.head(b, h)[t]);
                                   ++result.count;
@@ -70,7 +70,7 @@ LossValue gate_loss(const L& loss, const P& policy, const plane_view<const Real>
             Real* d = d_scores.head(b, h);
             std::fill_n(d, sequences.length_of(b), Real(0));
             double sum = 0.0;
-            for_each_in_scope(policy, loss.scope, policy.rule(loss.layer, h), sequences, b,
+            for_each_in_scope(policy, loss.scope, policy.params(loss.layer, h), sequences, b,
                               [&](std::int32_t t) {
                                   const GateTerm one = loss.term(h, static_cast<double>(z[t]));
                                   sum += one.value;
@@ -85,28 +85,28 @@ LossValue gate_loss(const L& loss, const P& policy, const plane_view<const Real>
 }  // namespace host_backend
 
 KVPOLICY_HOST_DEVICE inline GateTerm GateSparsity::term(std::int32_t, double z) const {
-    const double g = host_backend::sigmoid(z), closed = host_backend::sigmoid(-z);
+    const double g = detail::sigmoid(z), closed = detail::sigmoid(-z);
     const auto factor = static_cast<double>(scale);
     return {factor * (g + g * closed), factor * 2.0 * closed * closed * g};
 }
 KVPOLICY_HOST_DEVICE inline GateTerm GateDensity::term(std::int32_t, double z) const {
-    const double u = host_backend::sigmoid(z), factor = -static_cast<double>(scale);
-    return {factor * u, factor * u * host_backend::sigmoid(-z)};
+    const double u = detail::sigmoid(z), factor = -static_cast<double>(scale);
+    return {factor * u, factor * u * detail::sigmoid(-z)};
 }
 KVPOLICY_HOST_DEVICE inline GateTerm RetentionPenalty::term(std::int32_t head, double z) const {
     if (!(z > 0.0)) {
         return {0.0, 0.0};
     }
-    const double r = host_backend::sigmoid(z);
+    const double r = detail::sigmoid(z);
     const double factor = static_cast<double>(scale) * static_cast<double>(lambda[head]);
-    return {factor * (r - 0.5), factor * r * host_backend::sigmoid(-z)};
+    return {factor * (r - 0.5), factor * r * detail::sigmoid(-z)};
 }
 
 template <AnyPolicy P, class Real>
 LossValue GateSparsity::operator()(const host&, const P& policy,
                                    std::type_identity_t<plane_view<const Real>> scores,
                                    const Sequences& sequences, plane_view<Real> d_scores) const {
-    host_backend::check_gate_scale(scale);
+    checks::check_gate_scale(scale);
     return host_backend::gate_loss(*this, policy, scores, sequences, d_scores);
 }
 
@@ -114,7 +114,7 @@ template <AnyPolicy P, class Real>
 LossValue GateDensity::operator()(const host&, const P& policy,
                                   std::type_identity_t<plane_view<const Real>> scores,
                                   const Sequences& sequences, plane_view<Real> d_scores) const {
-    host_backend::check_gate_scale(scale);
+    checks::check_gate_scale(scale);
     return host_backend::gate_loss(*this, policy, scores, sequences, d_scores);
 }
 
@@ -122,7 +122,7 @@ template <AnyPolicy P, class Real>
 LossValue RetentionPenalty::operator()(const host&, const P& policy,
                                        std::type_identity_t<plane_view<const Real>> scores,
                                        const Sequences& sequences, plane_view<Real> d_scores) const {
-    host_backend::check_gate_scale(scale);
+    checks::check_gate_scale(scale);
     detail::require(lambda != nullptr || d_scores.heads == 0, "lambda", "null", "an array by head");
     return host_backend::gate_loss(*this, policy, scores, sequences, d_scores);
 }
@@ -136,11 +136,11 @@ void straight_through_values(const host& on, const P& policy,
     using Real = compute_t<T>;
     const std::int32_t heads = d_scores.heads, batch = d_scores.batch;
     policy.check_layer(layer, heads);
-    hb::check_whole_sequences(sequences, batch, d_scores.length);
-    hb::check_plane("d_scores", d_scores, batch, heads, sequences.length);
-    hb::check_plane("scores", scores, batch, heads, sequences.length);
-    hb::check_rows("v", v, batch, heads, sequences.length, v.dim);
-    hb::check_rows("d_v", d_v, batch, heads, sequences.length, v.dim);
+    checks::check_whole_sequences(sequences, batch, d_scores.length);
+    checks::check_plane("d_scores", d_scores, batch, heads, sequences.length);
+    checks::check_plane("scores", scores, batch, heads, sequences.length);
+    checks::check_rows("v", v, batch, heads, sequences.length, v.dim);
+    checks::check_rows("d_v", d_v, batch, heads, sequences.length, v.dim);
     const auto dot = [&](std::int64_t b, std::int64_t h, std::int64_t t) {
         double sum = 0.0;
         for (std::int32_t i = 0; i < v.dim; ++i) {
@@ -151,7 +151,7 @@ void straight_through_values(const host& on, const P& policy,
     };
     for (std::int32_t b = 0; b < batch; ++b) {
         for (std::int32_t h = 0; h < heads; ++h) {
-            hb::for_each_in_scope(policy, gate_scope::decided, policy.rule(layer, h), sequences, b,
+            hb::for_each_in_scope(policy, gate_scope::decided, policy.params(layer, h), sequences, b,
                                   [&](std::int32_t t) {
                                       hb::refuse_nan("scores", b, h, t, scores.head(b, h)[t]);
                                       if (std::isfinite(dot(b, h, t))) [[likely]] {
@@ -167,11 +167,11 @@ void straight_through_values(const host& on, const P& policy,
         const auto h = static_cast<std::int32_t>(task % heads);
         Real* d = d_scores.head(b, h);
         std::fill_n(d, sequences.length_of(b), Real(0));
-        hb::for_each_in_scope(policy, gate_scope::decided, policy.rule(layer, h), sequences, b,
-                              [&](std::int32_t t) {
-                                  const double z = static_cast<double>(scores.head(b, h)[t]);
-                                  d[t] = static_cast<Real>(dot(b, h, t) * hb::sigmoid(z) * hb::sigmoid(-z));
-                              });
+        hb::for_each_in_scope(
+            policy, gate_scope::decided, policy.params(layer, h), sequences, b, [&](std::int32_t t) {
+                const double z = static_cast<double>(scores.head(b, h)[t]);
+                d[t] = static_cast<Real>(dot(b, h, t) * detail::sigmoid(z) * detail::sigmoid(-z));
+            });
     });
 }
 
@@ -180,13 +180,13 @@ void retention_counts(const host&, const P& policy, plane_view<const Real> score
                       double* counts, std::int32_t layer) {
     namespace hb = host_backend;
     policy.check_layer(layer, scores.heads);
-    hb::check_whole_sequences(sequences, scores.batch, scores.length);
-    hb::check_plane("scores", scores, scores.batch, scores.heads, sequences.length);
-    hb::check_metric("counts", counts, 1, scores.heads);
+    checks::check_whole_sequences(sequences, scores.batch, scores.length);
+    checks::check_plane("scores", scores, scores.batch, scores.heads, sequences.length);
+    checks::check_metric("counts", counts, 1, scores.heads);
     for (std::int32_t h = 0; h < scores.heads; ++h) {
         std::int64_t count = 0;
         for (std::int32_t b = 0; b < scores.batch; ++b) {
-            hb::for_each_in_scope(policy, gate_scope::decided, policy.rule(layer, h), sequences, b,
+            hb::for_each_in_scope(policy, gate_scope::decided, policy.params(layer, h), sequences, b,
                                   [&](std::int32_t t) { count += scores.head(b, h)[t] > Real(0) ? 1 : 0; });
         }
         counts[h] = scores.batch > 0 ? static_cast<double>(count) / static_cast<double>(scores.batch) : 0.0;

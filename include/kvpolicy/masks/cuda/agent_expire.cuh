@@ -2,10 +2,10 @@
 //
 // Let a chunk be the keys that leave the window one after another between two moments whose cutoffs are known: c0 before
 // it, c1 <= c0 after it (a cutoff only improves). A key of the chunk with a rank up to c1 is among the k best at the end,
-// so it won its place when it came; one with a rank beyond c0 lost at once. For those between (c1, c0] it takes a count of
+// so it was admitted when it came; one with a rank beyond c0 was rejected at once. For those between (c1, c0] it takes a count of
 // the better keys that came before. Who is evicted in the chunk is known as well: the keys with ranks in (c1, c0] that held
-// a place, old ones and winners of the chunk. And since every winner evicts the worst key of its moment, and the worst only
-// improves, the first winner evicts the worst of them, the second the next: two prefix sums, one over time and one over
+// a place, old ones and admitted keys of the chunk. And since every admitted key evicts the worst key of its moment, and the worst only
+// improves, the first admitted key evicts the worst of them, the second the next: two prefix sums, one over time and one over
 // ranks, pair them. No order of scores is worse than another, but for the length of the rank window (c1, c0], and the
 // windows of all chunks together are no longer than the number of keys.
 #pragma once
@@ -30,7 +30,7 @@ struct mask_output {
 };
 
 template <class Index>
-struct expire_block {
+struct agent_expire {
     static constexpr int chunk = mask_chunk;
     static constexpr int warps = chunk / 32;
     static constexpr int listed =
@@ -38,9 +38,9 @@ struct expire_block {
 
     struct shared {
         Index list[listed];  // tokens with ranks in (c1, c0] that came before the chunk's end, best first
-        std::uint16_t place[chunk];    // a token of the chunk -> its place in the list
-        std::uint16_t winner[chunk];   // the j-th winner, as an offset into the chunk
-        std::int32_t evicted[listed];  // the ranks of evicted keys, worst first (for cutoffs)
+        std::uint16_t list_index[chunk];       // a token of the chunk -> its index in the list
+        std::uint16_t admitted_offset[chunk];  // the j-th admitted key, as an offset into the chunk
+        std::int32_t evicted[listed];          // the ranks of evicted keys, worst first (for cutoffs)
         std::uint32_t admitted[warps];
         int total_a[warps];
         int total_b[warps];
@@ -48,18 +48,18 @@ struct expire_block {
     };
 
     template <class Gate, class Keep>
-    __device__ static void run(const mask_problem<Gate, Keep>& problem, const ranking<Index>& ranks,
+    __device__ static void run(const mask_params<Gate, Keep>& params, const ranking<Index>& ranks,
                                const mask_output& out, std::int64_t plane, const segment_range& segment,
                                std::int32_t first, shared& memory) {
-        const auto b = problem.sequence_of(plane);
-        const auto h = problem.head_of(plane);
+        const auto b = params.sequence_of(plane);
+        const auto h = params.head_of(plane);
         const std::int32_t n = segment.length();
-        const HeadRule rule = problem.rules.of(h);
-        const bool packed = problem.edges != nullptr;
+        const HeadParams head_params = params.all_params.of(h);
+        const bool packed = params.edges != nullptr;
         const int thread = static_cast<int>(threadIdx.x);
         const int lane = lane_id();
         const int warp = warp_id();
-        const std::int64_t row = plane * problem.length + segment.begin;
+        const std::int64_t row = plane * params.length + segment.begin;
         const Index* const order = ranks.order + row;
 
         const std::int32_t t = first + thread;
@@ -74,47 +74,48 @@ struct expire_block {
             }
         };
         const auto cut = [&](std::int32_t value) {
-            if (inside && t + std::int64_t{rule.window} < n) {
-                out.cutoff.head(b, h)[t + rule.window] = value;
+            if (inside && t + std::int64_t{head_params.window} < n) {
+                out.cutoff.head(b, h)[t + head_params.window] = value;
             }
         };
 
         if (out.rank && inside) {
             out.rank.head(b, h)[segment.begin + t] = competes ? rank : no_rank;
         }
-        if (out.cutoff && inside && t < rule.window) {
-            out.cutoff.head(b, h)[t] = rule.budget == 0 ? -1 : open_cutoff;
+        if (out.cutoff && inside && t < head_params.window) {
+            out.cutoff.head(b, h)[t] = head_params.budget == 0 ? -1 : open_cutoff;
         }
         if (inside && !competes) {
-            expire(t, problem.forever(rule, t) ? never : window_expiry(t, rule.window));
+            expire(t, params.forever(head_params, t) ? never : window_expiry(t, head_params.window));
         }
 
-        const std::int32_t competitors = ranks.competitors[plane * problem.segments + segment.index];
-        if (rule.budget == 0) {
+        const std::int32_t competitors = ranks.competitors[plane * params.segments + segment.index];
+        if (head_params.budget == 0) {
             if (competes) {
-                expire(t, window_expiry(t, rule.window));
+                expire(t, window_expiry(t, head_params.window));
             }
             if (out.cutoff) {
                 cut(-1);
             }
             return;
         }
-        if (competes && (rule.budget >= competitors || rank < rule.budget)) {
+        if (competes && (head_params.budget >= competitors || rank < head_params.budget)) {
             expire(t, never);
         }
-        if (rule.budget >= competitors && !out.cutoff) {
+        if (head_params.budget >= competitors && !out.cutoff) {
             return;
         }
 
-        const cutoff_anchor* const anchors =
-            ranks.anchors + plane * problem.slots + problem.first_slot(segment.index);
+        const cutoff_checkpoint* const checkpoints =
+            ranks.checkpoints + plane * params.chunks + params.first_chunk(segment.index);
         const int c = first / chunk;
-        const cutoff_anchor before = anchors[c];
-        const cutoff_anchor after =
+        const cutoff_checkpoint before = checkpoints[c];
+        const cutoff_checkpoint after =
             first + chunk < n
-                ? anchors[c + 1]
-                : cutoff_anchor{competitors >= rule.budget ? rule.budget - 1 : open_cutoff, competitors};
-        if (after.count <= rule.budget) {
+                ? checkpoints[c + 1]
+                : cutoff_checkpoint{competitors >= head_params.budget ? head_params.budget - 1 : open_cutoff,
+                                    competitors};
+        if (after.count <= head_params.budget) {
             // Every key so far found a free place.
             if (out.cutoff) {
                 const unsigned comes = __ballot_sync(all_lanes, competes);
@@ -124,18 +125,19 @@ struct expire_block {
                 __syncthreads();
                 const int count = before.count + sum_of_warps<warps>(memory.total_a).before +
                                   __popc(comes & lanes_before(lane)) + (competes ? 1 : 0);
-                cut(count < rule.budget ? open_cutoff : after.cutoff);
+                cut(count < head_params.budget ? open_cutoff : after.cutoff);
             }
             return;
         }
 
-        const std::int32_t free_places = before.count < rule.budget ? rule.budget - before.count : 0;
-        const std::int32_t worst = free_places > 0 ? competitors - 1 : before.cutoff;
+        const std::int32_t free_entries =
+            before.count < head_params.budget ? head_params.budget - before.count : 0;
+        const std::int32_t worst = free_entries > 0 ? competitors - 1 : before.cutoff;
         const bool certain = competes && rank <= after.cutoff;
         const bool refused = competes && rank > worst;
         const bool uncertain = competes && !certain && !refused;
         if (refused) {
-            expire(t, t + rule.window);
+            expire(t, t + head_params.window);
         }
 
         // The list: every warp takes an equal part of the rank window, counts, and writes behind the warps before it.
@@ -191,7 +193,7 @@ struct expire_block {
                     const int at = next + __popc(hits & lanes_before(lane));
                     memory.list[at] = static_cast<Index>(token);
                     if (token >= first) {
-                        memory.place[token - first] = static_cast<std::uint16_t>(at);
+                        memory.list_index[token - first] = static_cast<std::uint16_t>(at);
                     }
                 }
                 next += __popc(hits);
@@ -200,11 +202,11 @@ struct expire_block {
         __syncthreads();
 
         // An uncertain key wins iff fewer than k better ones came before it: those of the window, the certain ones, and
-        // the k - free_places - old_count that were better than the whole window all along.
+        // the k - free_entries - old_count that were better than the whole window all along.
         bool admitted = certain;
         const unsigned uncertain_lanes = __ballot_sync(all_lanes, uncertain);
         if (uncertain_lanes != 0u) {
-            const int mine = uncertain ? memory.place[thread] : 0;
+            const int mine = uncertain ? memory.list_index[thread] : 0;
             const std::int32_t warp_first = first + warp * 32;
             int better = 0;
             for (int base = 0; base < lists.total; base += 32) {
@@ -216,13 +218,13 @@ struct expire_block {
             }
             for (unsigned rest = uncertain_lanes; rest != 0u; rest &= rest - 1u) {
                 const int other = __ffs(static_cast<int>(rest)) - 1;
-                const int place = __shfl_sync(all_lanes, mine, other);
-                better += other < lane && place < mine ? 1 : 0;
+                const int list_index = __shfl_sync(all_lanes, mine, other);
+                better += other < lane && list_index < mine ? 1 : 0;
             }
             if (uncertain) {
-                admitted = better + certain_before < old_count + free_places;
+                admitted = better + certain_before < old_count + free_entries;
                 if (!admitted) {
-                    expire(t, t + rule.window);
+                    expire(t, t + head_params.window);
                 }
             }
         }
@@ -237,7 +239,7 @@ struct expire_block {
         const int won_and_came = sum_of_warps<warps>(memory.total_b).before;
         const int wins_before = (won_and_came & 0xffff) + __popc(admitted_lanes & lanes_before(lane));
         if (admitted) {
-            memory.winner[wins_before] = static_cast<std::uint16_t>(thread);
+            memory.admitted_offset[wins_before] = static_cast<std::uint16_t>(thread);
         }
         // Warp w looks at places 64 w .. 64 w + 63 of the list.
         unsigned leaving[2];
@@ -267,7 +269,7 @@ struct expire_block {
                                __popc(leaving[i] & lanes_before(lane));
             const int nth = evictions.total - 1 - better;  // 0: the worst, the first to leave
             const auto token = static_cast<std::int32_t>(memory.list[warp * 64 + i * 32 + lane]);
-            expire(token, first + memory.winner[nth + free_places] + rule.window);
+            expire(token, first + memory.admitted_offset[nth + free_entries] + head_params.window);
             if (out.cutoff) {
                 memory.evicted[nth] = static_cast<std::int32_t>(ranks.rank[row + token]);
             }
@@ -275,11 +277,11 @@ struct expire_block {
         if (out.cutoff) {
             __syncthreads();
             // The cutoff after key t is the worst rank that still has a place: the next one to leave.
-            const int gone = wins_before + (admitted ? 1 : 0) - free_places;
+            const int gone = wins_before + (admitted ? 1 : 0) - free_entries;
             const int count = before.count + came_before + (competes ? 1 : 0);
-            cut(count < rule.budget      ? open_cutoff
-                : gone < evictions.total ? memory.evicted[gone > 0 ? gone : 0]
-                                         : after.cutoff);
+            cut(count < head_params.budget ? open_cutoff
+                : gone < evictions.total   ? memory.evicted[gone > 0 ? gone : 0]
+                                           : after.cutoff);
         }
     }
 };

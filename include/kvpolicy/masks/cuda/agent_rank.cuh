@@ -15,14 +15,14 @@ namespace cuda_backend {
 
 /// Sorts up to Threads * Items tokens, `Bits` of the key a pass. Items must be even.
 template <int Threads, int Items, int Bits>
-struct rank_block {
+struct agent_rank {
     static constexpr int capacity = Threads * Items;
     static constexpr int warps = Threads / 32;
     static constexpr int chunks = (capacity + mask_chunk - 1) / mask_chunk;
     static_assert(capacity <= 65535 && Items % 2 == 0 && mask_chunk % 32 == 0);
 
     using index = std::uint16_t;
-    // Without memoised partial sums: they cost more in spilled registers than they save.
+    // Without memoized partial sums: they cost more in spilled registers than they save.
     using sorter = cub::BlockRadixSort<std::uint32_t, Threads, Items, index, Bits, false>;
     // A scan for a cutoff reads 256 ranks at a time.
     static constexpr int padded = (capacity + 255) / 256 * 256;
@@ -37,42 +37,42 @@ struct rank_block {
         alignas(16) index order[padded];
         index rank[capacity];
         int count[chunks];
-        HeadRule rule;  // here and not in registers, which the sort needs
+        HeadParams head_params;  // here and not in registers, which the sort needs
     };
 
     /// Item i of a thread is staged where neither order of access meets bank conflicts.
     __device__ static int staged_at(int t) { return t + t / 32; }
 
     template <class Gate, class Keep>
-    __device__ static void run(const mask_problem<Gate, Keep>& problem, const ranking<index>& out,
+    __device__ static void run(const mask_params<Gate, Keep>& params, const ranking<index>& out,
                                std::int64_t plane, const segment_range& segment, bool wants_ranks,
                                shared& memory) {
-        const auto b = problem.sequence_of(plane);
-        const auto h = problem.head_of(plane);
+        const auto b = params.sequence_of(plane);
+        const auto h = params.head_of(plane);
         const std::int32_t n = segment.length();
         const int thread = static_cast<int>(threadIdx.x);
-        const HeadRule& rule = memory.rule;
-        const auto score_of = [&](int t) { return problem.scores.head(b, h)[segment.begin + t]; };
+        const HeadParams& head_params = memory.head_params;
+        const auto score_of = [&](int t) { return params.scores.head(b, h)[segment.begin + t]; };
 
         if (thread < chunks) {
             memory.count[thread] = 0;
         }
         if (thread == 0) {
-            memory.rule = problem.rules.of(h);
+            memory.head_params = params.all_params.of(h);
         }
         __syncthreads();
 
-        // Who competes, and by which key. One warp reads 32 neighbours.
+        // Who competes, and by which key. One warp reads 32 neighbors.
         bool nan = false;
 #pragma unroll
         for (int i = 0; i < Items; ++i) {
             const int t = i * Threads + thread;
             std::uint32_t key = idle_key;
-            if (problem.leaves(rule, t, n)) {
+            if (params.leaves(head_params, t, n)) {
                 const float score = score_of(t);
                 nan = nan || score != score;
-                if (problem.gate.open(score, rule)) {
-                    key = priority_key(rule, score, t);
+                if (params.gate.open(score, head_params)) {
+                    key = priority_key(head_params, score, t);
                 }
             }
             memory.staged[staged_at(t)] = key;
@@ -82,7 +82,7 @@ struct rank_block {
             }
         }
         if (nan) {
-            problem.report(b, status_nan_score);
+            params.report(b, status_nan_score);
         }
         __syncthreads();
         int competitors = 0;
@@ -90,11 +90,11 @@ struct rank_block {
             competitors += memory.count[c];
         }
 
-        index* const rank_out = out.rank + plane * problem.length + segment.begin;
+        index* const rank_out = out.rank + plane * params.length + segment.begin;
         if (thread == 0) {
-            out.competitors[plane * problem.segments + segment.index] = competitors;
+            out.competitors[plane * params.segments + segment.index] = competitors;
         }
-        if (!wants_ranks && (rule.budget == 0 || rule.budget >= competitors)) {
+        if (!wants_ranks && (head_params.budget == 0 || head_params.budget >= competitors)) {
             // Nobody is evicted from the long-range places, or there are none: who competes is enough.
             for (int t = thread; t < n; t += Threads) {
                 rank_out[t] = memory.staged[staged_at(t)] == idle_key ? none : index{0};
@@ -103,11 +103,11 @@ struct rank_block {
         }
 
         const auto code_of = [&](int t) {
-            if (!problem.leaves(rule, t, n)) {
+            if (!params.leaves(head_params, t, n)) {
                 return idle_code;
             }
             const float score = score_of(t);
-            return problem.gate.open(score, rule) ? priority_code(rule, score, t) : idle_code;
+            return params.gate.open(score, head_params) ? priority_code(head_params, score, t) : idle_code;
         };
 
         std::uint32_t keys[Items];
@@ -118,13 +118,13 @@ struct rank_block {
         for (int pass = 0; pass < 3; ++pass) {
 #pragma unroll
             for (int i = 0; i < Items; ++i) {
-                const int slot = thread * Items + i;
+                const int chunk_index = thread * Items + i;
                 if (pass == 0) {
-                    keys[i] = memory.staged[staged_at(slot)];
-                    tokens[i] = static_cast<index>(slot);
+                    keys[i] = memory.staged[staged_at(chunk_index)];
+                    tokens[i] = static_cast<index>(chunk_index);
                 } else if (pass == 1) {
-                    keys[i] = static_cast<std::uint32_t>(code_of(slot));
-                    tokens[i] = static_cast<index>(slot);
+                    keys[i] = static_cast<std::uint32_t>(code_of(chunk_index));
+                    tokens[i] = static_cast<index>(chunk_index);
                 } else {
                     keys[i] = static_cast<std::uint32_t>(code_of(tokens[i]) >> 32);
                 }
@@ -142,10 +142,10 @@ struct rank_block {
                 memory.keys[r] = keys[i];
             }
             __syncthreads();
-            if (pass == 2 || rule.log_gamma == 0.0f) {
+            if (pass == 2 || head_params.log_gamma == 0.0f) {
                 break;
             }
-            if (settle_runs(memory, competitors, code_of)) {
+            if (fix_ties(memory, competitors, code_of)) {
                 break;
             }
         }
@@ -158,7 +158,7 @@ struct rank_block {
             memory.rank[memory.order[r]] = static_cast<index>(r);
         }
         __syncthreads();
-        index* const order_out = out.order + plane * problem.length + segment.begin;
+        index* const order_out = out.order + plane * params.length + segment.begin;
         for (int t = thread; t < n; t += Threads) {
             rank_out[t] = memory.rank[t];
             if (t < competitors) {
@@ -166,19 +166,19 @@ struct rank_block {
             }
         }
 
-        cutoff_anchor* const anchors =
-            out.anchors + plane * problem.slots + problem.first_slot(segment.index);
+        cutoff_checkpoint* const checkpoints =
+            out.checkpoints + plane * params.chunks + params.first_chunk(segment.index);
         for (int c = warp_id(); c * mask_chunk < n; c += warps) {
             int count = 0;
             for (int i = 0; i < c; ++i) {
                 count += memory.count[i];
             }
             const std::int32_t cutoff =
-                rule.budget > 0 && count >= rule.budget
-                    ? kth_before(memory.order, static_cast<index>(c * mask_chunk), rule.budget)
+                head_params.budget > 0 && count >= head_params.budget
+                    ? kth_before(memory.order, static_cast<index>(c * mask_chunk), head_params.budget)
                     : open_cutoff;
             if (lane_id() == 0) {
-                anchors[c] = {cutoff, count};
+                checkpoints[c] = {cutoff, count};
             }
         }
     }
@@ -188,7 +188,7 @@ struct rank_block {
 
     /// Puts runs of equal keys in the order of their codes. False where a run is too long for that.
     template <class Code>
-    __device__ static bool settle_runs(shared& memory, int competitors, const Code& code) {
+    __device__ static bool fix_ties(shared& memory, int competitors, const Code& code) {
         bool turned = false;
         bool too_long = false;
         for (int r = static_cast<int>(threadIdx.x); r + 1 < competitors; r += Threads) {
@@ -201,14 +201,14 @@ struct rank_block {
             }
             int first = r;
             int last = r + 1;
-            while (first > 0 && r - first < short_run && memory.keys[first - 1] == key) {
+            while (first > 0 && r - first < short_tie && memory.keys[first - 1] == key) {
                 --first;
             }
-            while (last + 1 < competitors && last - r < short_run && memory.keys[last + 1] == key) {
+            while (last + 1 < competitors && last - r < short_tie && memory.keys[last + 1] == key) {
                 ++last;
             }
             turned = true;
-            too_long = too_long || last - first + 1 > short_run;
+            too_long = too_long || last - first + 1 > short_tie;
         }
         if (__syncthreads_or(too_long ? 1 : 0) != 0) {
             return false;
@@ -222,11 +222,11 @@ struct rank_block {
                 continue;
             }
             int last = r + 1;
-            while (last + 1 < competitors && last - r < short_run && memory.keys[last + 1] == key) {
+            while (last + 1 < competitors && last - r < short_tie && memory.keys[last + 1] == key) {
                 ++last;
             }
             // A longer run is in order, or pass 0 would have been given up.
-            if (last - r + 1 <= short_run) {
+            if (last - r + 1 <= short_tie) {
                 insertion_sort(memory.order + r, last - r + 1, code);
             }
         }

@@ -7,7 +7,7 @@
 #include <kvpolicy/cuda/tuning.cuh>
 #include <kvpolicy/masks/cuda/dispatch_rank_and_expire.cuh>
 #include <kvpolicy/masks/cuda/kernel_cutoffs.cuh>
-#include <kvpolicy/masks/cuda/mask_call.cuh>
+#include <kvpolicy/masks/cuda/make_mask_params.cuh>
 #include <kvpolicy/masks/cuda_build.cuh>
 
 #include <cstdint>
@@ -27,13 +27,13 @@ void check_mask_call(const P& policy, plane_view<const float> scores, const Sequ
     }
 }
 
-/// The tuning for a context's card.
+/// The tuning for a context's GPU.
 inline mask_tuning mask_tuning_of(const cuda& on) {
     const device_scope device(on);
     return select_mask_tuning(device.capability());
 }
 
-// build_mask with a given tuning, so that tests can take every way on one card.
+// build_mask with a given tuning, so that tests can take every way on one GPU.
 
 template <class P>
 std::size_t mask_workspace_bytes(const cuda& on, const P& policy, const Sequences& sequences,
@@ -49,10 +49,10 @@ std::size_t mask_workspace_bytes(const cuda& on, const P& policy, const Sequence
         if (plan.ranked) {
             static_cast<void>(ranking_memory::take(parts, plan, sequences, heads, on));
         }
-        if (plan.survivors) {
+        if (plan.decayed_top_k) {
             const std::int64_t segments = sequences.cu_seqlens == nullptr ? 1 : sequences.segments;
             static_cast<void>(
-                parts.take<survivor>(std::int64_t{sequences.batch} * heads * segments * plan.most_places));
+                parts.take<top_k_entry>(std::int64_t{sequences.batch} * heads * segments * plan.max_entries));
         }
     }
     return parts.bytes();
@@ -75,25 +75,25 @@ void build_mask_tuned(const cuda& on, const P& policy, plane_view<const float> s
     const device_scope device(on);
     workspace_parts parts(workspace.data);
     const small_numbers small = small_numbers::take(parts, sequences, heads);
-    auto problem = make_problem(on, policy, scores, sequences, heads, options.layer, small, status);
-    problem.limit = options.rebase_limit;
-    using Gate = decltype(problem.gate);
-    using Keep = decltype(problem.keep);
-    const std::int64_t planes = std::int64_t{problem.batch} * heads;
+    auto params = make_params(on, policy, scores, sequences, heads, options.layer, small, status);
+    params.limit = options.rebase_limit;
+    using Gate = decltype(params.gate);
+    using Keep = decltype(params.keep);
+    const std::int64_t planes = std::int64_t{params.batch} * heads;
     if constexpr (!P::has_budget) {
-        launch("expire_alone_kernel", expire_alone_kernel<P::ranked, Gate, Keep>, planes * problem.slots,
-               mask_chunk, 0, on, problem, expiry);
+        launch("expire_alone_kernel", expire_alone_kernel<P::ranked, Gate, Keep>, planes * params.chunks,
+               mask_chunk, 0, on, params, expiry);
     } else {
         const mask_plan plan =
             plan_mask(policy, sequences, heads, options.layer, options.rebase_limit, tuning);
         if (plan.ranked) {
             const ranking_memory memory = ranking_memory::take(parts, plan, sequences, heads, on);
-            rank_and_expire(on, device, plan, problem, memory, {expiry, {}, {}}, false, tuning);
+            rank_and_expire(on, device, plan, params, memory, {expiry, {}, {}}, false, tuning);
         }
-        if (plan.survivors) {
-            const std::int64_t tasks = planes * problem.segments;
-            launch_survivors(on, problem, expiry, parts.take<survivor>(tasks * plan.most_places),
-                             plan.most_places);
+        if (plan.decayed_top_k) {
+            const std::int64_t tasks = planes * params.segments;
+            launch_decayed_top_k(on, params, expiry, parts.take<top_k_entry>(tasks * plan.max_entries),
+                                 plan.max_entries);
         }
     }
 }
@@ -124,7 +124,7 @@ std::size_t build_cutoffs_workspace_bytes(const cuda& on, const P&, const Sequen
     const device_scope device(on);
     workspace_parts parts(nullptr);
     static_cast<void>(small_numbers::take(parts, sequences, heads));
-    mask_plan plan;  // of the rules nothing matters: no call here contests survivors
+    mask_plan plan;  // of the rules nothing matters: no call here needs decayed_top_k
     plan.by_block = sequences.length <= select_mask_tuning(device.capability()).longest_block_sort;
     static_cast<void>(ranking_memory::take(parts, plan, sequences, heads, on));
     if constexpr (!std::is_same_v<C, ParallelCutoff>) {
@@ -152,7 +152,7 @@ void cutoffs_of(const cuda& on, const P& policy, const float* log_gamma, plane_v
                     "null (build_mask takes packed segments)");
     detail::require(sequences.length < rebase_limit, "sequences.length", sequences.length, "below 2^29");
     for (std::int32_t h = 0; h < heads; ++h) {
-        const std::int32_t step = policy.rule(layer, h).decay_step;
+        const std::int32_t step = policy.params(layer, h).decay_step;
         detail::require(step == 1, "decay step n", step, "1, since ranks are static only then");
     }
     check_workspace(workspace, build_cutoffs_workspace_bytes<C>(on, policy, sequences, heads));
@@ -164,23 +164,23 @@ void cutoffs_of(const cuda& on, const P& policy, const float* log_gamma, plane_v
     const mask_tuning tuning = select_mask_tuning(device.capability());
     workspace_parts parts(workspace.data);
     const small_numbers small = small_numbers::take(parts, sequences, heads);
-    auto problem = make_problem(on, policy, scores, sequences, heads, layer, small, status);
-    problem.rules.log_gamma = log_gamma;
+    auto params = make_params(on, policy, scores, sequences, heads, layer, small, status);
+    params.all_params.log_gamma = log_gamma;
     mask_plan plan = plan_mask(policy, sequences, heads, layer, rebase_limit, tuning);
     plan.decayed = plan.decayed || log_gamma != nullptr;
     const ranking_memory memory = ranking_memory::take(parts, plan, sequences, heads, on);
     constexpr bool parallel = std::is_same_v<C, ParallelCutoff>;
-    rank_and_expire(on, device, plan, problem, memory,
+    rank_and_expire(on, device, plan, params, memory,
                     {{}, rank, parallel ? cutoff : plane_view<std::int32_t>{}}, true, tuning);
     if constexpr (!parallel) {
-        using Gate = std::remove_cvref_t<decltype(problem.gate)>;
-        using Keep = std::remove_cvref_t<decltype(problem.keep)>;
+        using Gate = std::remove_cvref_t<decltype(params.gate)>;
+        using Keep = std::remove_cvref_t<decltype(params.keep)>;
         constexpr std::size_t unit = workspace_parts::alignment;
         const std::size_t each = (C::scratch_bytes(sequences.length) + unit - 1) / unit * unit;
         const std::int64_t planes = std::int64_t{sequences.batch} * heads;
         auto* const scratch = parts.take<unsigned char>(planes * static_cast<std::int64_t>(each));
         launch("sequential_cutoffs_kernel", sequential_cutoffs_kernel<C, Gate, Keep>,
-               (planes + plane_threads - 1) / plane_threads, plane_threads, 0, on, problem,
+               (planes + plane_threads - 1) / plane_threads, plane_threads, 0, on, params,
                plane_view<const std::int32_t>(rank), cutoff, scratch, each);
     }
 }
@@ -227,11 +227,11 @@ void expiry_from_cutoffs(const cuda& on, const P& policy, plane_view<const std::
     const device_scope device(on);
     workspace_parts parts(workspace.data);
     const small_numbers small = small_numbers::take(parts, sequences, heads);
-    const auto problem = make_problem(on, policy, {}, sequences, heads, layer, small, nullptr);
-    using Gate = std::remove_cvref_t<decltype(problem.gate)>;
-    using Keep = std::remove_cvref_t<decltype(problem.keep)>;
+    const auto params = make_params(on, policy, {}, sequences, heads, layer, small, nullptr);
+    using Gate = std::remove_cvref_t<decltype(params.gate)>;
+    using Keep = std::remove_cvref_t<decltype(params.keep)>;
     launch("expiry_from_cutoffs_kernel", expiry_from_cutoffs_kernel<Gate, Keep>,
-           std::int64_t{problem.batch} * heads * problem.slots, mask_chunk, 0, on, problem, rank, cutoff,
+           std::int64_t{params.batch} * heads * params.chunks, mask_chunk, 0, on, params, rank, cutoff,
            expiry);
 }
 

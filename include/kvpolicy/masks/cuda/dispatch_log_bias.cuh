@@ -5,7 +5,7 @@
 #include <kvpolicy/cuda/config.cuh>
 #include <kvpolicy/cuda/launch.cuh>
 #include <kvpolicy/masks/cuda/kernel_log_bias.cuh>
-#include <kvpolicy/masks/cuda/mask_call.cuh>
+#include <kvpolicy/masks/cuda/make_mask_params.cuh>
 #include <kvpolicy/masks/cuda_log_bias.cuh>
 
 #include <cstdint>
@@ -50,11 +50,11 @@ void build_log_bias(const cuda& on, const P& policy, const G& gate, plane_view<c
     const cb::device_scope device(on);
     cb::workspace_parts parts(workspace.data);
     const auto small = cb::small_numbers::take(parts, sequences, scores.heads);
-    const auto problem = cb::make_problem(on, policy, scores, sequences, scores.heads, layer, small, status);
-    using Gate = std::remove_cvref_t<decltype(problem.gate)>;
-    using Keep = std::remove_cvref_t<decltype(problem.keep)>;
+    const auto params = cb::make_params(on, policy, scores, sequences, scores.heads, layer, small, status);
+    using Gate = std::remove_cvref_t<decltype(params.gate)>;
+    using Keep = std::remove_cvref_t<decltype(params.keep)>;
     cb::launch("log_bias_kernel", cb::log_bias_kernel<G, Gate, Keep>,
-               std::int64_t{problem.batch} * problem.heads * problem.slots, cb::mask_chunk, 0, on, problem,
+               std::int64_t{params.batch} * params.heads * params.chunks, cb::mask_chunk, 0, on, params,
                cb::ready_gate<G>(gate), expiry, log_bias);
 }
 
@@ -73,11 +73,11 @@ void log_bias_backward(const cuda& on, const P& policy, const G& gate, plane_vie
     const cb::device_scope device(on);
     cb::workspace_parts parts(workspace.data);
     const auto small = cb::small_numbers::take(parts, sequences, scores.heads);
-    const auto problem = cb::make_problem(on, policy, scores, sequences, scores.heads, layer, small, nullptr);
-    using Gate = std::remove_cvref_t<decltype(problem.gate)>;
-    using Keep = std::remove_cvref_t<decltype(problem.keep)>;
+    const auto params = cb::make_params(on, policy, scores, sequences, scores.heads, layer, small, nullptr);
+    using Gate = std::remove_cvref_t<decltype(params.gate)>;
+    using Keep = std::remove_cvref_t<decltype(params.keep)>;
     cb::launch("log_bias_backward_kernel", cb::log_bias_backward_kernel<G, Gate, Keep>,
-               std::int64_t{problem.batch} * problem.heads * problem.slots, cb::mask_chunk, 0, on, problem,
+               std::int64_t{params.batch} * params.heads * params.chunks, cb::mask_chunk, 0, on, params,
                cb::ready_gate<G>(gate), d_log_bias, d_scores);
 }
 

@@ -1,5 +1,5 @@
 // The launches behind build_mask and build_cutoffs: which ways a call's budgets take, the memory of each, and the kernels
-// in their order. Which kernels run depends on the policy's parts, the shapes, the rules' numbers and the card, never on
+// in their order. Which kernels run depends on the policy's parts, the shapes, the rules' numbers and the GPU, never on
 // what is in device memory.
 #pragma once
 
@@ -14,7 +14,7 @@
 #include <kvpolicy/masks/cuda/kernel_make_sort_keys.cuh>
 #include <kvpolicy/masks/cuda/kernel_rank.cuh>
 #include <kvpolicy/masks/cuda/kernel_sort_long_ties.cuh>
-#include <kvpolicy/masks/cuda/mask_call.cuh>
+#include <kvpolicy/masks/cuda/make_mask_params.cuh>
 
 #include <cub/device/device_radix_sort.cuh>
 
@@ -29,28 +29,29 @@ namespace cuda_backend {
 
 /// Which of the ways a call's budgets take. Decided on the host from rules and shapes.
 struct mask_plan {
-    bool ranked = false;           // some head's contest is static: ranks and the expiry kernel
+    bool ranked = false;           // some head's top-k update is static: ranks and the expiry kernel
     bool decayed = false;          // some of those have gamma < 1: 32-bit keys may need repair
-    bool survivors = false;        // some head's is not
+    bool decayed_top_k = false;    // some head's is not
     bool by_block = false;         // ranks by one block a segment, not by a sort over the device
-    std::int64_t most_places = 0;  // of a head that contests survivors
+    std::int64_t max_entries = 0;  // of a head that needs decayed_top_k
 };
 
 template <class P>
 mask_plan plan_mask(const P& policy, const Sequences& sequences, std::int32_t heads, std::int32_t layer,
                     position_t limit, const mask_tuning& tuning) {
-    using problem = mask_problem<typename P::gate_type, decltype(policy.keep())>;
+    using params = mask_params<typename P::gate_type, decltype(policy.keep())>;
     mask_plan plan;
     for (std::int32_t h = 0; h < heads; ++h) {
-        const HeadRule rule = policy.rule(layer, h);
-        if (problem::contest_needs_survivors(rule, sequences.length, limit)) {
-            plan.survivors = true;
-            const std::int64_t leaving =
-                std::max<std::int64_t>(0, std::int64_t{sequences.length} - rule.sinks - rule.window);
-            plan.most_places = std::max(plan.most_places, std::min<std::int64_t>(rule.budget, leaving));
+        const HeadParams head_params = policy.params(layer, h);
+        if (params::needs_decayed_top_k(head_params, sequences.length, limit)) {
+            plan.decayed_top_k = true;
+            const std::int64_t leaving = std::max<std::int64_t>(
+                0, std::int64_t{sequences.length} - head_params.sinks - head_params.window);
+            plan.max_entries =
+                std::max(plan.max_entries, std::min<std::int64_t>(head_params.budget, leaving));
         } else {
             plan.ranked = true;
-            plan.decayed = plan.decayed || rule.log_gamma != 0.0f;
+            plan.decayed = plan.decayed || head_params.log_gamma != 0.0f;
         }
     }
     plan.by_block = sequences.length <= tuning.longest_block_sort;
@@ -62,27 +63,27 @@ struct ranking_memory {
     // Both ways.
     void* rank = nullptr;
     void* order = nullptr;
-    cutoff_anchor* anchors = nullptr;
+    cutoff_checkpoint* checkpoints = nullptr;
     std::int32_t* competitors = nullptr;
     // Over the device.
     sorted_keys sort[2];
-    run_list runs;
+    tie_list runs;
     std::uint64_t* cleared = nullptr;  // numbers of `runs` that begin as 0
     static constexpr std::int64_t cleared_numbers = 4;
-    arrival_counts counts;
+    cutoff_prefix_counts counts;
     void* cub = nullptr;
     std::size_t cub_bytes = 0;
 
-    /// `slots` and `segments` as in the problem.
+    /// `chunks` and `segments` as in the params.
     static ranking_memory take(workspace_parts& parts, const mask_plan& plan, const Sequences& sequences,
                                std::int32_t heads, const cuda& on) {
         ranking_memory memory;
         const bool packed = sequences.cu_seqlens != nullptr;
         const std::int64_t segments = packed ? sequences.segments : 1;
-        const std::int64_t slots = slots_of(sequences);
+        const std::int64_t chunks = chunks_of(sequences);
         const std::int64_t planes = std::int64_t{sequences.batch} * heads;
         const std::int64_t count = planes * sequences.length;
-        memory.anchors = parts.take<cutoff_anchor>(planes * slots);
+        memory.checkpoints = parts.take<cutoff_checkpoint>(planes * chunks);
         memory.competitors = parts.take<std::int32_t>(planes * segments);
         if (plan.by_block) {
             memory.rank = parts.take<std::uint16_t>(count);
@@ -97,22 +98,22 @@ struct ranking_memory {
             one.keys = parts.take<std::uint64_t>(count);
             one.tokens = parts.take<std::int32_t>(count);
         }
-        run_list& runs = memory.runs;
+        tie_list& runs = memory.runs;
         memory.cleared = parts.take<std::uint64_t>(cleared_numbers);
         runs.varies = memory.cleared;
         runs.counts = reinterpret_cast<std::int32_t*>(memory.cleared + 1);
-        runs.size = static_cast<std::int32_t>(run_list::most_runs(count));
+        runs.size = static_cast<std::int32_t>(tie_list::max_runs(count));
         runs.first = parts.take<std::int32_t>(runs.size);
         runs.length = parts.take<std::int32_t>(runs.size);
-        runs.first_tile = parts.take<std::int32_t>(run_list::most_tiled(count));
-        runs.key = parts.take<std::uint64_t>(run_list::most_tiled(count));
-        runs.run_of_tile = parts.take<std::int32_t>(run_list::most_tiles(count));
-        runs.digits = parts.take<std::int32_t>(256 * run_list::most_tiles(count));
+        runs.first_tile = parts.take<std::int32_t>(tie_list::max_tiled(count));
+        runs.key = parts.take<std::uint64_t>(tie_list::max_tiled(count));
+        runs.run_of_tile = parts.take<std::int32_t>(tie_list::max_tiles(count));
+        runs.digits = parts.take<std::int32_t>(256 * tie_list::max_tiles(count));
         // At most 256 buckets a plane, so that the counts are S / 2 numbers at most.
         constexpr std::int32_t least = 4096;
         memory.counts.bucket = std::max(least, (sequences.length / 256 + 256) / 256 * 256);
         memory.counts.buckets = (sequences.length + memory.counts.bucket - 1) / memory.counts.bucket;
-        memory.counts.before = parts.take<std::int32_t>(planes * memory.counts.buckets * slots);
+        memory.counts.before = parts.take<std::int32_t>(planes * memory.counts.buckets * chunks);
         cub::DoubleBuffer<std::uint64_t> keys(nullptr, nullptr);
         cub::DoubleBuffer<std::int32_t> tokens(nullptr, nullptr);
         // Enough for either, so that a workspace does not depend on which layer's rules decay.
@@ -138,67 +139,67 @@ struct ranking_memory {
 };
 
 template <int Threads, int Items, int Bits = 4, class Gate, class Keep>
-void launch_rank_block(const cuda& on, const mask_problem<Gate, Keep>& problem,
-                       const ranking<std::uint16_t>& out, bool wants_ranks) {
-    const std::int64_t blocks = std::int64_t{problem.batch} * problem.heads * problem.segments;
-    launch("rank_block_kernel", rank_block_kernel<Threads, Items, Bits, Gate, Keep>, blocks, Threads,
-           sizeof(typename rank_block<Threads, Items, Bits>::shared), on, problem, out, wants_ranks);
+void launch_rank(const cuda& on, const mask_params<Gate, Keep>& params, const ranking<std::uint16_t>& out,
+                 bool wants_ranks) {
+    const std::int64_t blocks = std::int64_t{params.batch} * params.heads * params.segments;
+    launch("rank_kernel", rank_kernel<Threads, Items, Bits, Gate, Keep>, blocks, Threads,
+           sizeof(typename agent_rank<Threads, Items, Bits>::shared), on, params, out, wants_ranks);
 }
 
 template <class Index, class Gate, class Keep>
-void launch_expire(const cuda& on, const mask_problem<Gate, Keep>& problem, const ranking<Index>& ranks,
+void launch_expire(const cuda& on, const mask_params<Gate, Keep>& params, const ranking<Index>& ranks,
                    const mask_output& out) {
-    const std::int64_t blocks = std::int64_t{problem.batch} * problem.heads * problem.slots;
+    const std::int64_t blocks = std::int64_t{params.batch} * params.heads * params.chunks;
     launch("expire_kernel", expire_kernel<Index, Gate, Keep>, blocks, mask_chunk,
-           sizeof(typename expire_block<Index>::shared), on, problem, ranks, out);
+           sizeof(typename agent_expire<Index>::shared), on, params, ranks, out);
 }
 
 /// The kernel that holds the places of the largest budget.
 template <class Gate, class Keep>
-void launch_survivors(const cuda& on, const mask_problem<Gate, Keep>& problem, plane_view<expiry_t> expiry,
-                      survivor* memory, std::int64_t most_places) {
-    const std::int64_t tasks = std::int64_t{problem.batch} * problem.heads * problem.segments;
-    const auto with = [&]<int Threads, class Places>(std::integral_constant<int, Threads>,
-                                                     std::type_identity<Places>) {
-        launch("survivors_kernel", survivors_kernel<Threads, Places, Gate, Keep>, tasks, Threads,
-               sizeof(survivors_shared<Threads>), on, problem, expiry, memory, most_places);
+void launch_decayed_top_k(const cuda& on, const mask_params<Gate, Keep>& params, plane_view<expiry_t> expiry,
+                          top_k_entry* memory, std::int64_t max_entries) {
+    const std::int64_t tasks = std::int64_t{params.batch} * params.heads * params.segments;
+    const auto with = [&]<int Threads, class Entries>(std::integral_constant<int, Threads>,
+                                                      std::type_identity<Entries>) {
+        launch("decayed_top_k_kernel", decayed_top_k_kernel<Threads, Entries, Gate, Keep>, tasks, Threads,
+               sizeof(decayed_top_k_shared<Threads>), on, params, expiry, memory, max_entries);
     };
-    if (most_places <= register_places<128>::capacity) {
-        with(std::integral_constant<int, 128>{}, std::type_identity<register_places<128>>{});
-    } else if (most_places <= register_places<512>::capacity) {
-        with(std::integral_constant<int, 512>{}, std::type_identity<register_places<512>>{});
+    if (max_entries <= register_entries<128>::capacity) {
+        with(std::integral_constant<int, 128>{}, std::type_identity<register_entries<128>>{});
+    } else if (max_entries <= register_entries<512>::capacity) {
+        with(std::integral_constant<int, 512>{}, std::type_identity<register_entries<512>>{});
     } else {
-        with(std::integral_constant<int, 512>{}, std::type_identity<memory_places<512>>{});
+        with(std::integral_constant<int, 512>{}, std::type_identity<memory_entries<512>>{});
     }
 }
 
 /// Ranks and what follows from them, for the heads whose ranks are static.
 template <class Gate, class Keep>
 void rank_and_expire(const cuda& on, const device_scope& device, const mask_plan& plan,
-                     const mask_problem<Gate, Keep>& problem, const ranking_memory& memory,
+                     const mask_params<Gate, Keep>& params, const ranking_memory& memory,
                      const mask_output& out, bool wants_ranks, const mask_tuning& tuning) {
     if (plan.by_block) {
         const ranking<std::uint16_t> ranks{static_cast<std::uint16_t*>(memory.rank),
-                                           static_cast<std::uint16_t*>(memory.order), memory.anchors,
+                                           static_cast<std::uint16_t*>(memory.order), memory.checkpoints,
                                            memory.competitors};
-        if (problem.length <= 2048) {
-            launch_rank_block<256, 8>(on, problem, ranks, wants_ranks);
-        } else if (problem.length <= 4096) {
-            launch_rank_block<512, 8>(on, problem, ranks, wants_ranks);
+        if (params.length <= 2048) {
+            launch_rank<256, 8>(on, params, ranks, wants_ranks);
+        } else if (params.length <= 4096) {
+            launch_rank<512, 8>(on, params, ranks, wants_ranks);
         } else {
-            launch_rank_block<1024, 16, 5>(on, problem, ranks, wants_ranks);
+            launch_rank<1024, 16, 5>(on, params, ranks, wants_ranks);
         }
-        launch_expire(on, problem, ranks, out);
+        launch_expire(on, params, ranks, out);
         return;
     }
-    const std::int64_t planes = std::int64_t{problem.batch} * problem.heads;
-    const std::int64_t count = planes * problem.length;
-    const std::int64_t parts = (problem.length + keys_of_block - 1) / keys_of_block;
-    const std::int64_t tasks = planes * problem.segments;
+    const std::int64_t planes = std::int64_t{params.batch} * params.heads;
+    const std::int64_t count = planes * params.length;
+    const std::int64_t parts = (params.length + keys_of_block - 1) / keys_of_block;
+    const std::int64_t tasks = planes * params.segments;
     const int bits = ranking_memory::prefix_bits(tasks, plan.decayed);
     const sorted_keys unsorted{memory.sort[0].keys, memory.sort[0].tokens, bits};
-    launch("make_keys_kernel", make_keys_kernel<Gate, Keep>, planes * parts, device_threads, 0, on, problem,
-           unsorted);
+    launch("make_sort_keys_kernel", make_sort_keys_kernel<Gate, Keep>, planes * parts, device_threads, 0, on,
+           params, unsorted);
     cub::DoubleBuffer<std::uint64_t> keys(memory.sort[0].keys, memory.sort[1].keys);
     cub::DoubleBuffer<std::int32_t> tokens(memory.sort[0].tokens, memory.sort[1].tokens);
     std::size_t cub_bytes = memory.cub_bytes;
@@ -212,25 +213,25 @@ void rank_and_expire(const cuda& on, const device_scope& device, const mask_plan
         check(cudaMemsetAsync(memory.cleared, 0, ranking_memory::cleared_numbers * sizeof(std::uint64_t),
                               on.stream),
               "cudaMemsetAsync");
-        constexpr std::int64_t settled = settled_keys * device_threads;
-        launch("settle_runs_kernel", settle_runs_kernel<Gate, Keep>, (count + settled - 1) / settled,
-               device_threads, 0, on, problem, sorted, memory.runs);
-        launch_cooperative("sort_long_runs_kernel", sort_long_runs_kernel<Gate, Keep>, tuning.list_blocks,
-                           device, device_threads, sizeof(radix_shared), on, problem, sorted, spare,
+        constexpr std::int64_t decided = fix_ties_keys * device_threads;
+        launch("fix_ties_kernel", fix_ties_kernel<Gate, Keep>, (count + decided - 1) / decided,
+               device_threads, 0, on, params, sorted, memory.runs);
+        launch_cooperative("sort_long_ties_kernel", sort_long_ties_kernel<Gate, Keep>, tuning.list_blocks,
+                           device, device_threads, sizeof(radix_shared), on, params, sorted, spare,
                            memory.runs);
     }
     // From here on the sort's other half is free.
     const ranking<std::int32_t> ranks{reinterpret_cast<std::int32_t*>(spare.keys),
-                                      problem.edges == nullptr ? sorted.tokens : spare.tokens, memory.anchors,
-                                      memory.competitors};
+                                      params.edges == nullptr ? sorted.tokens : spare.tokens,
+                                      memory.checkpoints, memory.competitors};
     launch("invert_and_count_kernel", invert_and_count_kernel<Gate, Keep>, planes * memory.counts.buckets,
            device_threads,
-           (32 + static_cast<std::size_t>(std::min(problem.slots, counted_slots))) * sizeof(std::int32_t), on,
-           problem, sorted, ranks, memory.counts);
-    launch("anchors_kernel", anchors_kernel<Gate, Keep>,
-           (planes * problem.slots + device_threads / 32 - 1) / (device_threads / 32), device_threads, 0, on,
-           problem, ranks, memory.counts);
-    launch_expire(on, problem, ranks, out);
+           (32 + static_cast<std::size_t>(std::min(params.chunks, counted_chunks))) * sizeof(std::int32_t),
+           on, params, sorted, ranks, memory.counts);
+    launch("cutoff_checkpoints_kernel", cutoff_checkpoints_kernel<Gate, Keep>,
+           (planes * params.chunks + device_threads / 32 - 1) / (device_threads / 32), device_threads, 0, on,
+           params, ranks, memory.counts);
+    launch_expire(on, params, ranks, out);
 }
 
 }  // namespace cuda_backend

@@ -14,73 +14,73 @@ namespace kvpolicy {
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 namespace cuda_backend {
 
-/// Counts of keys by bucket of ranks and chunk of arrival. A bucket is `bucket` neighbours of a plane's sorted part.
-struct arrival_counts {
+/// Counts of keys by bucket of ranks and chunk of arrival. A bucket is `bucket` neighbors of a plane's sorted part.
+struct cutoff_prefix_counts {
     std::int32_t* before =
-        nullptr;  // [planes, buckets, slots]: keys of the bucket that arrive in slots before this one
+        nullptr;  // [planes, buckets, chunks]: keys of the bucket that arrive in chunks before this one
     std::int32_t bucket = 0;
     std::int32_t buckets = 0;
 
-    __device__ const std::int32_t* row(std::int64_t plane, std::int32_t index, std::int32_t slots) const {
-        return before + (plane * buckets + index) * slots;
+    __device__ const std::int32_t* row(std::int64_t plane, std::int32_t index, std::int32_t chunks) const {
+        return before + (plane * buckets + index) * chunks;
     }
 };
 
-/// Slots that one round of counting holds in shared memory.
-inline constexpr int counted_slots = 8192;
+/// Chunks that one round of counting holds in shared memory.
+inline constexpr int counted_chunks = 8192;
 
 /// From the sorted order: the rank of every token, the order without the segments' offsets (without packed segments
 /// out.order is sorted.tokens itself), how many compete, and the counts. One block a bucket of a plane.
 template <class Gate, class Keep>
 __global__ void __launch_bounds__(device_threads)
-    invert_and_count_kernel(const mask_problem<Gate, Keep> problem, const sorted_keys sorted,
-                            const ranking<std::int32_t> out, const arrival_counts counts) {
+    invert_and_count_kernel(const mask_params<Gate, Keep> params, const sorted_keys sorted,
+                            const ranking<std::int32_t> out, const cutoff_prefix_counts counts) {
     constexpr int warps = device_threads / 32;
     auto* const total = reinterpret_cast<int*>(dynamic_shared());  // [warps]
-    auto* const count = total + 32;                                // [min(slots, counted_slots)]
+    auto* const count = total + 32;                                // [min(chunks, counted_chunks)]
     const std::int64_t plane = blockIdx.x / static_cast<unsigned>(counts.buckets);
     const auto index = static_cast<std::int32_t>(blockIdx.x % static_cast<unsigned>(counts.buckets));
     const int thread = static_cast<int>(threadIdx.x);
-    const std::int64_t row = plane * problem.length;
+    const std::int64_t row = plane * params.length;
     const std::int32_t from = index * counts.bucket;
-    const std::int32_t to = from + counts.bucket < problem.length ? from + counts.bucket : problem.length;
-    std::int32_t* const counted = counts.before + (plane * counts.buckets + index) * problem.slots;
+    const std::int32_t to = from + counts.bucket < params.length ? from + counts.bucket : params.length;
+    std::int32_t* const counted = counts.before + (plane * counts.buckets + index) * params.chunks;
     int so_far = 0;  // keys of the rounds before
-    for (std::int32_t round = 0; round < problem.slots; round += counted_slots) {
-        const std::int32_t slots =
-            problem.slots - round < counted_slots ? problem.slots - round : counted_slots;
-        for (int i = thread; i < slots; i += device_threads) {
+    for (std::int32_t round = 0; round < params.chunks; round += counted_chunks) {
+        const std::int32_t chunks =
+            params.chunks - round < counted_chunks ? params.chunks - round : counted_chunks;
+        for (int i = thread; i < chunks; i += device_threads) {
             count[i] = 0;
         }
         __syncthreads();
         const auto count_one = [&](std::int32_t x, std::uint64_t key, std::uint64_t next_key,
                                    std::int32_t token) {
             const auto segment =
-                problem.segments == 1
+                params.segments == 1
                     ? 0
-                    : static_cast<std::int32_t>(sorted.task_of(key) - plane * problem.segments);
-            const std::int32_t begin = problem.edges == nullptr ? 0 : problem.edges[segment];
+                    : static_cast<std::int32_t>(sorted.task_of(key) - plane * params.segments);
+            const std::int32_t begin = params.edges == nullptr ? 0 : params.edges[segment];
             const bool competes = sorted.prefix_of(key) != sorted.idle();
             if (round == 0) {
                 out.rank[row + token] = competes ? x - begin : no_rank;
                 if (out.order != sorted.tokens) {
                     out.order[row + x] = token - begin;
                 }
-                const std::int32_t end =
-                    problem.edges == nullptr ? problem.length : problem.edges[segment + 1];
+                const std::int32_t end = params.edges == nullptr ? params.length : params.edges[segment + 1];
                 // The border between those that compete and the others says how many do.
                 const bool next_idle = x + 1 >= end || sorted.prefix_of(next_key) == sorted.idle();
                 if (competes && next_idle) {
-                    out.competitors[plane * problem.segments + segment] = x + 1 - begin;
+                    out.competitors[plane * params.segments + segment] = x + 1 - begin;
                 }
                 if (!competes && x == begin) {
-                    out.competitors[plane * problem.segments + segment] = 0;
+                    out.competitors[plane * params.segments + segment] = 0;
                 }
             }
             if (competes) {
-                const std::int32_t slot = problem.first_slot(segment) + (token - begin) / mask_chunk - round;
-                if (slot >= 0 && slot < slots) {
-                    atomicAdd(&count[slot], 1);
+                const std::int32_t chunk_index =
+                    params.first_chunk(segment) + (token - begin) / mask_chunk - round;
+                if (chunk_index >= 0 && chunk_index < chunks) {
+                    atomicAdd(&count[chunk_index], 1);
                 }
             }
         };
@@ -95,7 +95,7 @@ __global__ void __launch_bounds__(device_threads)
                 const std::int32_t at = x + i * device_threads;
                 if (at < to) {
                     key[i] = sorted.keys[row + at];
-                    next_key[i] = at + 1 < problem.length ? sorted.keys[row + at + 1] : sorted.idle();
+                    next_key[i] = at + 1 < params.length ? sorted.keys[row + at + 1] : sorted.idle();
                     token[i] = sorted.tokens[row + at];
                 }
             }
@@ -108,10 +108,10 @@ __global__ void __launch_bounds__(device_threads)
             }
         }
         __syncthreads();
-        // Exclusive sums over the slots: a thread takes neighbours.
-        const std::int32_t each = (slots + device_threads - 1) / device_threads;
-        const std::int32_t first = thread * each < slots ? thread * each : slots;
-        const std::int32_t last = first + each < slots ? first + each : slots;
+        // Exclusive sums over the chunks: a thread takes neighbors.
+        const std::int32_t each = (chunks + device_threads - 1) / device_threads;
+        const std::int32_t first = thread * each < chunks ? thread * each : chunks;
+        const std::int32_t last = first + each < chunks ? first + each : chunks;
         int mine = 0;
         for (std::int32_t i = first; i < last; ++i) {
             mine += count[i];
@@ -130,35 +130,35 @@ __global__ void __launch_bounds__(device_threads)
         }
         so_far += sums.total;
         __syncthreads();
-        for (int i = thread; i < slots; i += device_threads) {
+        for (int i = thread; i < chunks; i += device_threads) {
             counted[round + i] = count[i];
         }
         __syncthreads();
     }
 }
 
-/// The cutoff at the begin of every slot, one warp each: first the bucket, then the rank in it.
+/// The cutoff at the begin of every chunk, one warp each: first the bucket, then the rank in it.
 template <class Gate, class Keep>
 __global__ void __launch_bounds__(device_threads)
-    anchors_kernel(const mask_problem<Gate, Keep> problem, const ranking<std::int32_t> ranks,
-                   const arrival_counts counts) {
+    cutoff_checkpoints_kernel(const mask_params<Gate, Keep> params, const ranking<std::int32_t> ranks,
+                              const cutoff_prefix_counts counts) {
     const std::int64_t task =
         (std::int64_t{blockIdx.x} * device_threads + static_cast<std::int64_t>(threadIdx.x)) / 32;
-    if (task >= problem.planes() * problem.slots) {
+    if (task >= params.planes() * params.chunks) {
         return;
     }
-    const std::int64_t plane = task / problem.slots;
-    const auto slot = static_cast<std::int32_t>(task % problem.slots);
-    const auto b = problem.sequence_of(plane);
+    const std::int64_t plane = task / params.chunks;
+    const auto chunk_index = static_cast<std::int32_t>(task % params.chunks);
+    const auto b = params.sequence_of(plane);
     const int lane = lane_id();
-    const segment_range segment = problem.segment(b, problem.segment_of_slot(slot));
-    const std::int32_t base = problem.first_slot(segment.index);
-    const std::int32_t edge = (slot - base) * mask_chunk;  // arrivals before it count
+    const segment_range segment = params.segment(b, params.segment_of_chunk(chunk_index));
+    const std::int32_t base = params.first_chunk(segment.index);
+    const std::int32_t edge = (chunk_index - base) * mask_chunk;  // keys that arrive before it count
     if (edge >= segment.length()) {
         return;
     }
-    const HeadRule rule = problem.rules.of(problem.head_of(plane));
-    const std::int32_t k = rule.budget;
+    const HeadParams head_params = params.all_params.of(params.head_of(plane));
+    const std::int32_t k = head_params.budget;
 
     const std::int32_t first = segment.begin / counts.bucket;
     const std::int32_t last = (segment.end - 1) / counts.bucket;
@@ -168,8 +168,8 @@ __global__ void __launch_bounds__(device_threads)
     for (std::int32_t bucket = first; bucket <= last; bucket += 32) {
         std::int32_t mine = 0;
         if (bucket + lane <= last) {
-            const std::int32_t* const row = counts.row(plane, bucket + lane, problem.slots);
-            mine = row[slot] - row[base];
+            const std::int32_t* const row = counts.row(plane, bucket + lane, params.chunks);
+            mine = row[chunk_index] - row[base];
         }
         const int through = warp_inclusive_sum(mine);
         const unsigned reached = __ballot_sync(all_lanes, count + through >= k);
@@ -182,8 +182,8 @@ __global__ void __launch_bounds__(device_threads)
     }
     std::int32_t cutoff = open_cutoff;
     if (k > 0 && count >= k) {
-        const std::int64_t row = plane * problem.length;
-        const std::int32_t competitors = ranks.competitors[plane * problem.segments + segment.index];
+        const std::int64_t row = plane * params.length;
+        const std::int32_t competitors = ranks.competitors[plane * params.segments + segment.index];
         const std::int32_t from =
             found * counts.bucket > segment.begin ? found * counts.bucket : segment.begin;
         const std::int32_t behind = segment.begin + competitors;
@@ -218,7 +218,7 @@ __global__ void __launch_bounds__(device_threads)
         }
     }
     if (lane == 0) {
-        ranks.anchors[plane * problem.slots + slot] = {cutoff, count};
+        ranks.checkpoints[plane * params.chunks + chunk_index] = {cutoff, count};
     }
 }
 

@@ -17,42 +17,41 @@ inline constexpr int plane_threads = 32;
 /// A Cutoff that takes one query after the other, one thread a plane.
 template <class C, class Gate, class Keep>
 __global__ void __launch_bounds__(plane_threads)
-    sequential_cutoffs_kernel(const mask_problem<Gate, Keep> problem,
-                              const plane_view<const std::int32_t> rank,
+    sequential_cutoffs_kernel(const mask_params<Gate, Keep> params, const plane_view<const std::int32_t> rank,
                               const plane_view<std::int32_t> cutoff, unsigned char* const scratch,
                               const std::size_t scratch_of_plane) {
     const std::int64_t plane =
         std::int64_t{blockIdx.x} * plane_threads + static_cast<std::int64_t>(threadIdx.x);
-    if (plane >= problem.planes()) {
+    if (plane >= params.planes()) {
         return;
     }
-    const auto b = problem.sequence_of(plane);
-    const auto h = problem.head_of(plane);
-    C{}(rank.head(b, h), problem.length_of(b), problem.rules.of(h), cutoff.head(b, h),
+    const auto b = params.sequence_of(plane);
+    const auto h = params.head_of(plane);
+    C{}(rank.head(b, h), params.length_of(b), params.all_params.of(h), cutoff.head(b, h),
         scratch + static_cast<std::size_t>(plane) * scratch_of_plane);
 }
 
 /// expiry_from_cutoffs: a key a thread, by binary search.
 template <class Gate, class Keep>
 __global__ void __launch_bounds__(mask_chunk)
-    expiry_from_cutoffs_kernel(const mask_problem<Gate, Keep> problem,
+    expiry_from_cutoffs_kernel(const mask_params<Gate, Keep> params,
                                const plane_view<const std::int32_t> rank,
                                const plane_view<const std::int32_t> cutoff,
                                const plane_view<expiry_t> expiry) {
-    const auto planes = static_cast<unsigned>(problem.planes());
+    const auto planes = static_cast<unsigned>(params.planes());
     const std::int64_t plane = blockIdx.x % planes;
-    const auto b = problem.sequence_of(plane);
-    const auto h = problem.head_of(plane);
-    const std::int32_t n = problem.length_of(b);
+    const auto b = params.sequence_of(plane);
+    const auto h = params.head_of(plane);
+    const std::int32_t n = params.length_of(b);
     const std::int64_t at =
         std::int64_t{blockIdx.x / planes} * mask_chunk + static_cast<std::int64_t>(threadIdx.x);
     if (at >= n) {
         return;
     }
     const auto t = static_cast<std::int32_t>(at);
-    const HeadRule rule = problem.rules.of(h);
+    const HeadParams head_params = params.all_params.of(h);
     const std::int32_t mine = rank.head(b, h)[t];
-    expiry_t result = problem.forever(rule, t) ? never : window_expiry(t, rule.window);
+    expiry_t result = params.forever(head_params, t) ? never : window_expiry(t, head_params.window);
     if (result < n && mine != no_rank) {
         // The first query, from t + w on, whose cutoff is better than this key's rank.
         const std::int32_t* const cutoffs = cutoff.head(b, h);

@@ -1,7 +1,7 @@
-// Contests whose order depends on the query: decay steps n > 1, and priorities whose base moves (rebase_limit). One block
-// a segment holds the places, each thread the same few of them from the first contest to the last, and settles one
-// newcomer after another. Exact and serial: O(S k / threads) a head, where static ranks take a sort. Up to
-// place_registers places a thread stay in registers, with their keys' present values: a value changes once in n queries.
+// Top-k updates whose order depends on the query: decay steps n > 1, and priorities whose base moves (rebase_limit). One block
+// a segment holds the entries, each thread the same few of them from the first top-k update to the last, and settles one
+// candidate after another. Exact and serial: O(S k / threads) a head, where static ranks take a sort. Up to
+// place_registers entries per thread stay in registers, with their keys' present values: a value changes once in n queries.
 #pragma once
 
 #include <kvpolicy/cuda/config.cuh>
@@ -15,24 +15,24 @@ namespace kvpolicy {
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 namespace cuda_backend {
 
-/// A key that holds a place.
-struct survivor {
+/// A key that holds an entry.
+struct top_k_entry {
     float score;
     std::int32_t token;
 };
 
 /// How bad a key is: the larger code loses, then the younger key. No key at all (token -1) is better than any.
-struct badness {
+struct eviction_order {
     std::uint64_t code = 0;
     std::int32_t token = -1;
 
-    __device__ bool worse_than(const badness& other) const {
+    __device__ bool worse_than(const eviction_order& other) const {
         return code != other.code ? code > other.code : token > other.token;
     }
 };
 
 /// The worst of a warp's, in every lane.
-__device__ inline badness worst_of_warp(const badness& mine) {
+__device__ inline eviction_order worst_of_warp(const eviction_order& mine) {
     const auto mine_high = static_cast<std::uint32_t>(mine.code >> 32);
     const std::uint32_t high = __reduce_max_sync(all_lanes, mine_high);
     const std::uint32_t mine_low = mine_high == high ? static_cast<std::uint32_t>(mine.code) : 0u;
@@ -47,23 +47,23 @@ struct present_value {
     std::uint64_t code;
     std::int64_t until;
 };
-__device__ inline present_value value_at(const HeadRule& rule, const survivor& key, position_t q,
+__device__ inline present_value value_at(const HeadParams& head_params, const top_k_entry& key, position_t q,
                                          position_t limit) {
-    if (rule.decay_step == 1) {
-        return {descending_code(rank_value(rule, key.score, key.token, q, limit)),
+    if (head_params.decay_step == 1) {
+        return {descending_code(rank_value(head_params, key.score, key.token, q, limit)),
                 priority_base(q, limit) + limit};
     }
     // effective_score with a 32-bit division. Its product is exact or its fma explicit, so one fma is both.
     const std::uint32_t age =
-        static_cast<std::uint32_t>(q - key.token) / static_cast<std::uint32_t>(rule.decay_step);
-    const double value = __fma_rn(static_cast<double>(age), static_cast<double>(rule.log_gamma),
+        static_cast<std::uint32_t>(q - key.token) / static_cast<std::uint32_t>(head_params.decay_step);
+    const double value = __fma_rn(static_cast<double>(age), static_cast<double>(head_params.log_gamma),
                                   static_cast<double>(key.score));
-    return {descending_code(value), key.token + (std::int64_t{age} + 1) * rule.decay_step};
+    return {descending_code(value), key.token + (std::int64_t{age} + 1) * head_params.decay_step};
 }
 
-/// A thread's places in registers: places thread, thread + Threads, ... of a head, `capacity` at most.
+/// A thread's entries in registers: entries thread, thread + Threads, ... of a head, `capacity` at most.
 template <int Threads>
-struct register_places {
+struct register_entries {
     static constexpr int each = 8;
     static constexpr std::int64_t capacity = std::int64_t{each} * Threads;
 
@@ -72,7 +72,7 @@ struct register_places {
     float scores[each];
     std::int32_t tokens[each];
 
-    __device__ explicit register_places(survivor*) {
+    __device__ explicit register_entries(top_k_entry*) {
 #pragma unroll
         for (int i = 0; i < each; ++i) {
             codes[i] = 0;
@@ -82,32 +82,33 @@ struct register_places {
         }
     }
 
-    /// Overwrites place i where `hit`. Selects, not branches: what is stored by a branch ends up in memory.
-    __device__ void set(int i, bool hit, const survivor& key) {
-        // Its value is asked for at the next contest.
+    /// Overwrites entry i where `hit`. Selects, not branches: what is stored by a branch ends up in memory.
+    __device__ void set(int i, bool hit, const top_k_entry& key) {
+        // Its value is asked for at the next top-k update.
         until[i] = hit ? -1 : until[i];
         scores[i] = hit ? key.score : scores[i];
         tokens[i] = hit ? key.token : tokens[i];
     }
 
-    __device__ void put(std::int32_t place, const survivor& key) {
+    __device__ void put(std::int32_t entry, const top_k_entry& key) {
 #pragma unroll
         for (int i = 0; i < each; ++i) {
-            set(i, i == place / Threads, key);
+            set(i, i == entry / Threads, key);
         }
     }
 
     /// The thread's worst at query q.
-    __device__ badness worst(const HeadRule& rule, position_t q, position_t limit, std::int32_t) {
-        badness result;
+    __device__ eviction_order worst(const HeadParams& head_params, position_t q, position_t limit,
+                                    std::int32_t) {
+        eviction_order result;
 #pragma unroll
         for (int i = 0; i < each; ++i) {
             if (q >= until[i]) {
-                const present_value now = value_at(rule, {scores[i], tokens[i]}, q, limit);
+                const present_value now = value_at(head_params, {scores[i], tokens[i]}, q, limit);
                 codes[i] = now.code;
                 until[i] = now.until < never ? static_cast<std::int32_t>(now.until) : never;
             }
-            const badness its{codes[i], tokens[i]};
+            const eviction_order its{codes[i], tokens[i]};
             if (its.worse_than(result)) {
                 result = its;
             }
@@ -115,8 +116,8 @@ struct register_places {
         return result;
     }
 
-    /// Gives the place of key `token`, if it is this thread's, to another. False if it is not.
-    __device__ bool replace(std::int32_t token, const survivor& by) {
+    /// Gives the entry of key `token`, if it is this thread's, to another. False if it is not.
+    __device__ bool replace(std::int32_t token, const top_k_entry& by) {
         bool found = false;
 #pragma unroll
         for (int i = 0; i < each; ++i) {
@@ -128,71 +129,72 @@ struct register_places {
     }
 };
 
-/// The same for any number of places, in memory.
+/// The same for any number of entries, in memory.
 template <int Threads>
-struct memory_places {
-    survivor* places;
-    std::int32_t worst_place = -1;  // at the last query asked
+struct memory_entries {
+    top_k_entry* entries;
+    std::int32_t worst_entry = -1;  // at the last query asked
 
-    __device__ explicit memory_places(survivor* memory) : places(memory) {}
+    __device__ explicit memory_entries(top_k_entry* memory) : entries(memory) {}
 
-    __device__ void put(std::int32_t place, const survivor& key) { places[place] = key; }
+    __device__ void put(std::int32_t entry, const top_k_entry& key) { entries[entry] = key; }
 
-    __device__ badness worst(const HeadRule& rule, position_t q, position_t limit, std::int32_t taken) {
-        badness result;
-        for (auto place = static_cast<std::int32_t>(threadIdx.x); place < taken; place += Threads) {
-            const survivor key = places[place];
-            const badness its{value_at(rule, key, q, limit).code, key.token};
+    __device__ eviction_order worst(const HeadParams& head_params, position_t q, position_t limit,
+                                    std::int32_t taken) {
+        eviction_order result;
+        for (auto entry = static_cast<std::int32_t>(threadIdx.x); entry < taken; entry += Threads) {
+            const top_k_entry key = entries[entry];
+            const eviction_order its{value_at(head_params, key, q, limit).code, key.token};
             if (its.worse_than(result)) {
                 result = its;
-                worst_place = place;
+                worst_entry = entry;
             }
         }
         return result;
     }
 
-    __device__ bool replace(std::int32_t token, const survivor& by) {
-        if (worst_place < 0 || places[worst_place].token != token) {
+    __device__ bool replace(std::int32_t token, const top_k_entry& by) {
+        if (worst_entry < 0 || entries[worst_entry].token != token) {
             return false;
         }
-        places[worst_place] = by;
+        entries[worst_entry] = by;
         return true;
     }
 };
 
 template <int Threads>
-struct survivors_shared {
-    badness worst[2][Threads / 32];  // in turns, so that one barrier a contest is enough
-    survivor arriving[Threads];
+struct decayed_top_k_shared {
+    eviction_order worst[2][Threads / 32];  // in turns, so that one barrier a top-k update is enough
+    top_k_entry arriving[Threads];
     int total[Threads / 32];
 };
 
 /// `memory` has `capacity` entries for every segment of every plane where Places needs them.
-template <int Threads, class Places, class Gate, class Keep>
+template <int Threads, class Entries, class Gate, class Keep>
 __global__ void __launch_bounds__(Threads)
-    survivors_kernel(const mask_problem<Gate, Keep> problem, const plane_view<expiry_t> out,
-                     survivor* const places_memory, const std::int64_t capacity) {
+    decayed_top_k_kernel(const mask_params<Gate, Keep> params, const plane_view<expiry_t> out,
+                         top_k_entry* const entries_memory, const std::int64_t capacity) {
     constexpr int warps = Threads / 32;
-    const std::int64_t plane = blockIdx.x / static_cast<unsigned>(problem.segments);
-    const auto index = static_cast<std::int32_t>(blockIdx.x % static_cast<unsigned>(problem.segments));
-    const auto b = problem.sequence_of(plane);
-    const auto h = problem.head_of(plane);
+    const std::int64_t plane = blockIdx.x / static_cast<unsigned>(params.segments);
+    const auto index = static_cast<std::int32_t>(blockIdx.x % static_cast<unsigned>(params.segments));
+    const auto b = params.sequence_of(plane);
+    const auto h = params.head_of(plane);
     const int thread = static_cast<int>(threadIdx.x);
     if (thread == 0 && index == 0 && h == 0) {
-        problem.check_length(b);
+        params.check_length(b);
     }
-    const segment_range segment = problem.segment(b, index);
-    const HeadRule rule = problem.rules.of(h);
+    const segment_range segment = params.segment(b, index);
+    const HeadParams head_params = params.all_params.of(h);
     const std::int32_t n = segment.length();
-    if (n == 0 || !problem.by_survivors(rule)) {
+    if (n == 0 || !params.by_decayed_top_k(head_params)) {
         return;
     }
 
-    auto& memory = *reinterpret_cast<survivors_shared<Threads>*>(dynamic_shared());
-    const bool packed = problem.edges != nullptr;
-    const float* const scores = problem.scores.head(b, h) + segment.begin;
+    auto& memory = *reinterpret_cast<decayed_top_k_shared<Threads>*>(dynamic_shared());
+    const bool packed = params.edges != nullptr;
+    const float* const scores = params.scores.head(b, h) + segment.begin;
     expiry_t* const expiry = out.head(b, h) + segment.begin;
-    Places places(places_memory + static_cast<std::int64_t>(blockIdx.x) * capacity);
+    Entries entries(entries_memory + static_cast<std::int64_t>(blockIdx.x) * capacity);
     const int lane = lane_id();
     const int warp = warp_id();
 
@@ -204,14 +206,15 @@ __global__ void __launch_bounds__(Threads)
         bool competes = false;
         float score = 0.0f;
         if (t < n) {
-            if (problem.leaves(rule, t, n)) {
+            if (params.leaves(head_params, t, n)) {
                 score = scores[t];
                 nan = nan || score != score;
-                competes = problem.gate.open(score, rule);
+                competes = params.gate.open(score, head_params);
             }
             if (!competes) {
-                expiry[t] = in_sequence(problem.forever(rule, t) ? never : window_expiry(t, rule.window),
-                                        segment, packed);
+                expiry[t] =
+                    in_sequence(params.forever(head_params, t) ? never : window_expiry(t, head_params.window),
+                                segment, packed);
             }
         }
         const unsigned coming = __ballot_sync(all_lanes, competes);
@@ -224,40 +227,40 @@ __global__ void __launch_bounds__(Threads)
             memory.arriving[arrivals.before + __popc(coming & lanes_before(lane))] = {score, t};
         }
         __syncthreads();
-        // Free places first; place p belongs to thread p % Threads for good.
-        int settled = 0;
-        while (settled < arrivals.total && taken < rule.budget) {
+        // Free entries first; entry p belongs to thread p % Threads for good.
+        int decided = 0;
+        while (decided < arrivals.total && taken < head_params.budget) {
             if (taken % Threads == thread) {
-                places.put(taken, memory.arriving[settled]);
-                expiry[memory.arriving[settled].token] = in_sequence(never, segment, packed);
+                entries.put(taken, memory.arriving[decided]);
+                expiry[memory.arriving[decided].token] = in_sequence(never, segment, packed);
             }
             ++taken;
-            ++settled;
+            ++decided;
         }
-        for (; settled < arrivals.total; ++settled) {
-            const survivor newcomer = memory.arriving[settled];
-            const position_t q = std::int64_t{newcomer.token} + rule.window;
-            const badness mine = worst_of_warp(places.worst(rule, q, problem.limit, taken));
+        for (; decided < arrivals.total; ++decided) {
+            const top_k_entry candidate = memory.arriving[decided];
+            const position_t q = std::int64_t{candidate.token} + head_params.window;
+            const eviction_order mine = worst_of_warp(entries.worst(head_params, q, params.limit, taken));
             if (lane == 0) {
                 memory.worst[turn][warp] = mine;
             }
             __syncthreads();
-            const badness worst = worst_of_warp(memory.worst[turn][lane < warps ? lane : 0]);
+            const eviction_order worst = worst_of_warp(memory.worst[turn][lane < warps ? lane : 0]);
             turn ^= 1;
-            const badness its{value_at(rule, newcomer, q, problem.limit).code, newcomer.token};
+            const eviction_order its{value_at(head_params, candidate, q, params.limit).code, candidate.token};
             if (!worst.worse_than(its)) {
                 if (thread == 0) {
-                    expiry[newcomer.token] = in_sequence(static_cast<expiry_t>(q), segment, packed);
+                    expiry[candidate.token] = in_sequence(static_cast<expiry_t>(q), segment, packed);
                 }
-            } else if (places.replace(worst.token, newcomer)) {
+            } else if (entries.replace(worst.token, candidate)) {
                 expiry[worst.token] = in_sequence(static_cast<expiry_t>(q), segment, packed);
-                expiry[newcomer.token] = in_sequence(never, segment, packed);
+                expiry[candidate.token] = in_sequence(never, segment, packed);
             }
         }
         __syncthreads();  // arriving is written again
     }
     if (nan) {
-        problem.report(b, status_nan_score);
+        params.report(b, status_nan_score);
     }
 }
 

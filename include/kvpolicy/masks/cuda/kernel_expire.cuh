@@ -11,53 +11,53 @@ namespace cuda_backend {
 /// One block for every chunk of every plane; early chunks first, since theirs are the longest rank windows.
 template <class Index, class Gate, class Keep>
 __global__ void __launch_bounds__(mask_chunk, 3)
-    expire_kernel(const mask_problem<Gate, Keep> problem, const ranking<Index> ranks, const mask_output out) {
-    const auto planes = static_cast<unsigned>(problem.planes());
-    const auto slot = static_cast<std::int32_t>(blockIdx.x / planes);
+    expire_kernel(const mask_params<Gate, Keep> params, const ranking<Index> ranks, const mask_output out) {
+    const auto planes = static_cast<unsigned>(params.planes());
+    const auto chunk_index = static_cast<std::int32_t>(blockIdx.x / planes);
     const std::int64_t plane = blockIdx.x % planes;
-    const auto b = problem.sequence_of(plane);
-    const segment_range segment = problem.segment(b, problem.segment_of_slot(slot));
-    const std::int32_t first = (slot - problem.first_slot(segment.index)) * mask_chunk;
-    const HeadRule rule = problem.rules.of(problem.head_of(plane));
-    if (first >= segment.length() || problem.by_survivors(rule)) {
+    const auto b = params.sequence_of(plane);
+    const segment_range segment = params.segment(b, params.segment_of_chunk(chunk_index));
+    const std::int32_t first = (chunk_index - params.first_chunk(segment.index)) * mask_chunk;
+    const HeadParams head_params = params.all_params.of(params.head_of(plane));
+    if (first >= segment.length() || params.by_decayed_top_k(head_params)) {
         return;
     }
-    expire_block<Index>::run(problem, ranks, out, plane, segment, first,
-                             *reinterpret_cast<typename expire_block<Index>::shared*>(dynamic_shared()));
+    agent_expire<Index>::run(params, ranks, out, plane, segment, first,
+                             *reinterpret_cast<typename agent_expire<Index>::shared*>(dynamic_shared()));
 }
 
 /// Policies without a budget: no key competes with another, so a key's own score decides.
 template <bool Ranked, class Gate, class Keep>
 __global__ void __launch_bounds__(mask_chunk)
-    expire_alone_kernel(const mask_problem<Gate, Keep> problem, const plane_view<expiry_t> out) {
-    const auto planes = static_cast<unsigned>(problem.planes());
-    const auto slot = static_cast<std::int32_t>(blockIdx.x / planes);
+    expire_alone_kernel(const mask_params<Gate, Keep> params, const plane_view<expiry_t> out) {
+    const auto planes = static_cast<unsigned>(params.planes());
+    const auto chunk_index = static_cast<std::int32_t>(blockIdx.x / planes);
     const std::int64_t plane = blockIdx.x % planes;
-    const auto b = problem.sequence_of(plane);
-    const auto h = problem.head_of(plane);
-    if (threadIdx.x == 0 && slot == 0 && h == 0) {
-        problem.check_length(b);
+    const auto b = params.sequence_of(plane);
+    const auto h = params.head_of(plane);
+    if (threadIdx.x == 0 && chunk_index == 0 && h == 0) {
+        params.check_length(b);
     }
-    const segment_range segment = problem.segment(b, problem.segment_of_slot(slot));
+    const segment_range segment = params.segment(b, params.segment_of_chunk(chunk_index));
     const std::int32_t n = segment.length();
-    const std::int32_t t =
-        (slot - problem.first_slot(segment.index)) * mask_chunk + static_cast<std::int32_t>(threadIdx.x);
+    const std::int32_t t = (chunk_index - params.first_chunk(segment.index)) * mask_chunk +
+                           static_cast<std::int32_t>(threadIdx.x);
     if (t >= n) {
         return;
     }
-    const HeadRule rule = problem.rules.of(h);
-    bool forever = problem.forever(rule, t);
+    const HeadParams head_params = params.all_params.of(h);
+    bool forever = params.forever(head_params, t);
     if constexpr (Ranked) {
-        if (problem.leaves(rule, t, n)) {
-            const float score = problem.scores.head(b, h)[segment.begin + t];
+        if (params.leaves(head_params, t, n)) {
+            const float score = params.scores.head(b, h)[segment.begin + t];
             if (score != score) {
-                problem.report(b, status_nan_score);
+                params.report(b, status_nan_score);
             }
-            forever = problem.gate.open(score, rule);
+            forever = params.gate.open(score, head_params);
         }
     }
     out.head(b, h)[segment.begin + t] =
-        in_sequence(forever ? never : window_expiry(t, rule.window), segment, problem.edges != nullptr);
+        in_sequence(forever ? never : window_expiry(t, head_params.window), segment, params.edges != nullptr);
 }
 
 }  // namespace cuda_backend

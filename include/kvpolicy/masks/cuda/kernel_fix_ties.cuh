@@ -13,52 +13,51 @@ namespace cuda_backend {
 
 /// Work lists of runs of equal keys that are too long for one thread. Runs above `tile` are cut into tiles for all
 /// blocks; the others are one block's each.
-struct run_list {
+struct tie_list {
     static constexpr std::int32_t tile = 4096;
 
     std::int32_t* counts = nullptr;   // [3]: runs for one block, runs in tiles, tiles; cleared before
     std::uint64_t* varies = nullptr;  // [1]: code bits that differ within some tiled run; cleared before
     std::int32_t* first = nullptr;  // where a run begins in the sorted arrays; tiled runs from the list's end
     std::int32_t* length = nullptr;
-    std::int32_t* first_tile = nullptr;   // [most_tiled], of tiled runs
-    std::uint64_t* key = nullptr;         // [most_tiled]
-    std::int32_t* run_of_tile = nullptr;  // [most_tiles]
-    std::int32_t* digits = nullptr;       // [most_tiles, 256]: how often, then where to
+    std::int32_t* first_tile = nullptr;   // [max_tiled], of tiled runs
+    std::uint64_t* key = nullptr;         // [max_tiled]
+    std::int32_t* run_of_tile = nullptr;  // [max_tiles]
+    std::int32_t* digits = nullptr;       // [max_tiles, 256]: how often, then where to
     std::int32_t size = 0;
 
     /// What `count` keys can give at most.
-    static std::int64_t most_runs(std::int64_t count) { return count / (short_run + 1) + 1; }
-    static std::int64_t most_tiled(std::int64_t count) { return count / (tile + 1) + 1; }
-    static std::int64_t most_tiles(std::int64_t count) { return 2 * most_tiled(count); }
+    static std::int64_t max_runs(std::int64_t count) { return count / (short_tie + 1) + 1; }
+    static std::int64_t max_tiled(std::int64_t count) { return count / (tile + 1) + 1; }
+    static std::int64_t max_tiles(std::int64_t count) { return 2 * max_tiled(count); }
 
     /// Where tiled run i is in `first` and `length`: they fill up from the end.
     __device__ std::int32_t tiled(std::int32_t i) const { return size - 1 - i; }
 };
 
-/// Keys that a thread of settle_runs_kernel looks at.
-inline constexpr int settled_keys = 4;
+/// Keys that a thread of fix_ties_kernel looks at.
+inline constexpr int fix_ties_keys = 4;
 
 /// The thread of a run's first key puts the run in the order of its codes, or on a list.
 template <class Gate, class Keep>
 __global__ void __launch_bounds__(device_threads)
-    settle_runs_kernel(const mask_problem<Gate, Keep> problem, const sorted_keys sorted,
-                       const run_list runs) {
-    const std::int64_t count = problem.planes() * problem.length;
+    fix_ties_kernel(const mask_params<Gate, Keep> params, const sorted_keys sorted, const tie_list runs) {
+    const std::int64_t count = params.planes() * params.length;
     const std::int64_t base =
-        settled_keys * (std::int64_t{blockIdx.x} * device_threads + static_cast<std::int64_t>(threadIdx.x));
+        fix_ties_keys * (std::int64_t{blockIdx.x} * device_threads + static_cast<std::int64_t>(threadIdx.x));
     if (base + 1 >= count) {
         return;
     }
     // The key before the first, and the one behind the last; idle keys stand in at the ends: no run of theirs counts.
-    std::uint64_t around[settled_keys + 2];
+    std::uint64_t around[fix_ties_keys + 2];
 #pragma unroll
-    for (int i = 0; i < settled_keys + 2; ++i) {
+    for (int i = 0; i < fix_ties_keys + 2; ++i) {
         const std::int64_t at = base + i - 1;
         around[i] = at >= 0 && at < count ? sorted.keys[at] : ~std::uint64_t{0};
     }
     unsigned begins = 0;
 #pragma unroll
-    for (int i = 0; i < settled_keys; ++i) {
+    for (int i = 0; i < fix_ties_keys; ++i) {
         const std::uint64_t key = around[i + 1];
         const bool run = around[i + 2] == key && around[i] != key && sorted.prefix_of(key) < sorted.nan();
         begins |= static_cast<unsigned>(run) << i;
@@ -66,17 +65,17 @@ __global__ void __launch_bounds__(device_threads)
     for (; begins != 0; begins &= begins - 1) {
         const std::int64_t at = base + __ffs(static_cast<int>(begins)) - 1;
         const std::uint64_t key = sorted.keys[at];
-        const sorted_segment segment = segment_of_task(problem, sorted.task_of(key));
-        if (segment.rule.log_gamma == 0.0f) {
+        const sorted_segment segment = segment_of_task(params, sorted.task_of(key));
+        if (segment.head_params.log_gamma == 0.0f) {
             continue;  // the key is exact
         }
         int length = 2;
-        while (length <= short_run && at + length < count && sorted.keys[at + length] == key) {
+        while (length <= short_tie && at + length < count && sorted.keys[at + length] == key) {
             ++length;
         }
-        if (length <= short_run) {
+        if (length <= short_tie) {
             insertion_sort(sorted.tokens + at, length,
-                           [&](std::int32_t token) { return code_of_token(problem, segment, token); });
+                           [&](std::int32_t token) { return code_of_token(params, segment, token); });
             continue;
         }
         std::int64_t low = at + length;  // the first key behind the run
@@ -91,11 +90,11 @@ __global__ void __launch_bounds__(device_threads)
         }
         const auto whole = static_cast<std::int32_t>(low - at);
         std::int32_t place;
-        if (whole <= run_list::tile) {
+        if (whole <= tie_list::tile) {
             place = atomicAdd(runs.counts, 1);
         } else {
             const std::int32_t index = atomicAdd(runs.counts + 1, 1);
-            const std::int32_t tiles = (whole + run_list::tile - 1) / run_list::tile;
+            const std::int32_t tiles = (whole + tie_list::tile - 1) / tie_list::tile;
             const std::int32_t first_tile = atomicAdd(runs.counts + 2, tiles);
             place = runs.tiled(index);
             runs.first_tile[index] = first_tile;

@@ -44,38 +44,38 @@ struct gated_key {
 
 /// One thread a key, one block a chunk of a plane.
 template <class Gate, class Keep>
-__device__ inline gated_key key_of_thread(const mask_problem<Gate, Keep>& problem) {
-    const auto planes = static_cast<unsigned>(problem.planes());
-    const auto slot = static_cast<std::int32_t>(blockIdx.x / planes);
+__device__ inline gated_key key_of_thread(const mask_params<Gate, Keep>& params) {
+    const auto planes = static_cast<unsigned>(params.planes());
+    const auto chunk_index = static_cast<std::int32_t>(blockIdx.x / planes);
     const std::int64_t plane = blockIdx.x % planes;
     gated_key key{};
-    key.b = problem.sequence_of(plane);
-    key.h = problem.head_of(plane);
-    const segment_range segment = problem.segment(key.b, problem.segment_of_slot(slot));
+    key.b = params.sequence_of(plane);
+    key.h = params.head_of(plane);
+    const segment_range segment = params.segment(key.b, params.segment_of_chunk(chunk_index));
     const std::int32_t n = segment.length();
-    const std::int32_t t =
-        (slot - problem.first_slot(segment.index)) * mask_chunk + static_cast<std::int32_t>(threadIdx.x);
+    const std::int32_t t = (chunk_index - params.first_chunk(segment.index)) * mask_chunk +
+                           static_cast<std::int32_t>(threadIdx.x);
     key.inside = t < n;
     if (!key.inside) {
         return key;
     }
-    const HeadRule rule = problem.rules.of(key.h);
-    const bool packed = problem.edges != nullptr;
+    const HeadParams head_params = params.all_params.of(key.h);
+    const bool packed = params.edges != nullptr;
     key.t = segment.begin + t;
-    key.decided = problem.leaves(rule, t, n);
+    key.decided = params.leaves(head_params, t, n);
     key.open_expiry = in_sequence(never, segment, packed);
-    key.closed_expiry = in_sequence(window_expiry(t, rule.window), segment, packed);
+    key.closed_expiry = in_sequence(window_expiry(t, head_params.window), segment, packed);
     key.place = {static_cast<std::uint64_t>(plane), static_cast<std::uint64_t>(key.t)};
     return key;
 }
 
 template <class G, class Gate, class Keep>
 __global__ void __launch_bounds__(mask_chunk)
-    log_bias_kernel(const mask_problem<Gate, Keep> problem, const ready_gate<G> gate,
+    log_bias_kernel(const mask_params<Gate, Keep> params, const ready_gate<G> gate,
                     const plane_view<expiry_t> expiry, const plane_view<float> log_bias) {
-    const gated_key key = key_of_thread(problem);
-    if (blockIdx.x < static_cast<unsigned>(problem.planes()) && threadIdx.x == 0 && key.h == 0) {
-        problem.check_length(key.b);
+    const gated_key key = key_of_thread(params);
+    if (blockIdx.x < static_cast<unsigned>(params.planes()) && threadIdx.x == 0 && key.h == 0) {
+        params.check_length(key.b);
     }
     if (!key.inside) {
         return;
@@ -83,9 +83,9 @@ __global__ void __launch_bounds__(mask_chunk)
     bool open = true;
     float bias = 0.0f;
     if (key.decided) {
-        const float score = problem.scores.head(key.b, key.h)[key.t];
+        const float score = params.scores.head(key.b, key.h)[key.t];
         if (score != score) {
-            problem.report(key.b, status_nan_score);
+            params.report(key.b, status_nan_score);
             open = false;
         } else {
             const gate_value<float> value = gate(score, key.place);
@@ -99,15 +99,15 @@ __global__ void __launch_bounds__(mask_chunk)
 
 template <class G, class Gate, class Keep>
 __global__ void __launch_bounds__(mask_chunk)
-    log_bias_backward_kernel(const mask_problem<Gate, Keep> problem, const ready_gate<G> gate,
+    log_bias_backward_kernel(const mask_params<Gate, Keep> params, const ready_gate<G> gate,
                              const plane_view<const float> d_log_bias, const plane_view<float> d_scores) {
-    const gated_key key = key_of_thread(problem);
+    const gated_key key = key_of_thread(params);
     if (!key.inside) {
         return;
     }
     float slope = 0.0f;
     if (key.decided) {
-        const float score = problem.scores.head(key.b, key.h)[key.t];
+        const float score = params.scores.head(key.b, key.h)[key.t];
         if (score == score) {
             slope = gate(score, key.place).derivative * d_log_bias.head(key.b, key.h)[key.t];
         }

@@ -11,47 +11,48 @@ namespace kvpolicy {
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 namespace cuda_backend {
 
-/// Tokens that a block of make_keys_kernel takes.
+/// Tokens that a block of make_sort_keys_kernel takes.
 inline constexpr int keys_of_block = 4 * device_threads;
 
 /// The keys that one sort over the device takes, for every token of every plane.
 template <class Gate, class Keep>
 __global__ void __launch_bounds__(device_threads)
-    make_keys_kernel(const mask_problem<Gate, Keep> problem, const sorted_keys out) {
-    const auto parts = static_cast<unsigned>((problem.length + keys_of_block - 1) / keys_of_block);
+    make_sort_keys_kernel(const mask_params<Gate, Keep> params, const sorted_keys out) {
+    const auto parts = static_cast<unsigned>((params.length + keys_of_block - 1) / keys_of_block);
     const std::int64_t plane = blockIdx.x / parts;
     const auto part = static_cast<std::int32_t>(blockIdx.x % parts);
-    const auto b = problem.sequence_of(plane);
-    const auto h = problem.head_of(plane);
+    const auto b = params.sequence_of(plane);
+    const auto h = params.head_of(plane);
     if (threadIdx.x == 0 && part == 0 && h == 0) {
-        problem.check_length(b);
+        params.check_length(b);
     }
-    const float* const scores = problem.scores.head(b, h);
+    const float* const scores = params.scores.head(b, h);
     bool nan = false;
 #pragma unroll
     for (int i = 0; i < keys_of_block / device_threads; ++i) {
         const std::int32_t token =
             part * keys_of_block + i * device_threads + static_cast<std::int32_t>(threadIdx.x);
-        if (token >= problem.length) {
+        if (token >= params.length) {
             break;
         }
-        const std::int64_t task = plane * problem.segments + problem.segment_of_token(token);
-        const sorted_segment segment = segment_of_task(problem, task);
+        const std::int64_t task = plane * params.segments + params.segment_of_token(token);
+        const sorted_segment segment = segment_of_task(params, task);
         const std::int32_t t = token - segment.begin;
         std::uint64_t key = out.idle();
-        if (!problem.by_survivors(segment.rule) && problem.leaves(segment.rule, t, segment.n)) {
+        if (!params.by_decayed_top_k(segment.head_params) &&
+            params.leaves(segment.head_params, t, segment.n)) {
             const float score = scores[token];
             nan = nan || score != score;
-            if (problem.gate.open(score, segment.rule)) {
-                key = priority_prefix(segment.rule, score, t, out.bits);
+            if (params.gate.open(score, segment.head_params)) {
+                key = priority_prefix(segment.head_params, score, t, out.bits);
             }
         }
-        const std::int64_t at = plane * problem.length + token;
+        const std::int64_t at = plane * params.length + token;
         out.keys[at] = static_cast<std::uint64_t>(task) << out.bits | key;
         out.tokens[at] = token;
     }
     if (nan) {
-        problem.report(b, status_nan_score);
+        params.report(b, status_nan_score);
     }
 }
 

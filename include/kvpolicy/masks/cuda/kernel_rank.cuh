@@ -11,21 +11,21 @@ namespace cuda_backend {
 /// One block for every segment of every plane.
 template <int Threads, int Items, int Bits, class Gate, class Keep>
 __global__ void __launch_bounds__(Threads)
-    rank_block_kernel(const mask_problem<Gate, Keep> problem, const ranking<std::uint16_t> out,
-                      const bool wants_ranks) {
-    using block = rank_block<Threads, Items, Bits>;
-    const std::int64_t plane = blockIdx.x / static_cast<unsigned>(problem.segments);
-    const auto index = static_cast<std::int32_t>(blockIdx.x % static_cast<unsigned>(problem.segments));
-    const auto b = problem.sequence_of(plane);
-    const segment_range segment = problem.segment(b, index);
-    if (threadIdx.x == 0 && index == 0 && problem.head_of(plane) == 0) {
-        problem.check_length(b);
+    rank_kernel(const mask_params<Gate, Keep> params, const ranking<std::uint16_t> out,
+                const bool wants_ranks) {
+    using block = agent_rank<Threads, Items, Bits>;
+    const std::int64_t plane = blockIdx.x / static_cast<unsigned>(params.segments);
+    const auto index = static_cast<std::int32_t>(blockIdx.x % static_cast<unsigned>(params.segments));
+    const auto b = params.sequence_of(plane);
+    const segment_range segment = params.segment(b, index);
+    if (threadIdx.x == 0 && index == 0 && params.head_of(plane) == 0) {
+        params.check_length(b);
     }
-    const HeadRule rule = problem.rules.of(problem.head_of(plane));
-    if (segment.length() == 0 || problem.by_survivors(rule)) {
+    const HeadParams head_params = params.all_params.of(params.head_of(plane));
+    if (segment.length() == 0 || params.by_decayed_top_k(head_params)) {
         return;
     }
-    block::run(problem, out, plane, segment, wants_ranks,
+    block::run(params, out, plane, segment, wants_ranks,
                *reinterpret_cast<typename block::shared*>(dynamic_shared()));
 }
 

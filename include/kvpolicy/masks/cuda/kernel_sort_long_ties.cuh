@@ -17,23 +17,23 @@ namespace cuda_backend {
 
 /// keys[0, length) = the tokens' codes. Returns the bits in which the threads' codes differ from `reference`.
 template <class Gate, class Keep>
-__device__ inline std::uint64_t write_codes(const mask_problem<Gate, Keep>& problem,
+__device__ inline std::uint64_t write_codes(const mask_params<Gate, Keep>& params,
                                             const sorted_segment& segment, const std::int32_t* tokens,
                                             std::uint64_t* keys, std::int32_t length,
                                             std::uint64_t reference) {
     std::uint64_t varies = 0;
     for (auto i = static_cast<std::int32_t>(threadIdx.x); i < length; i += device_threads) {
-        const std::uint64_t code = code_of_token(problem, segment, tokens[i]);
+        const std::uint64_t code = code_of_token(params, segment, tokens[i]);
         keys[i] = code;
         varies |= code ^ reference;
     }
     return varies;
 }
 
-/// Runs of up to run_list::tile keys, one block each.
+/// Runs of up to tie_list::tile keys, one block each.
 template <class Gate, class Keep>
-__device__ inline void sort_runs_by_block(const mask_problem<Gate, Keep>& problem, const sorted_keys& sorted,
-                                          const sorted_keys& spare, const run_list& runs,
+__device__ inline void sort_ties_by_block(const mask_params<Gate, Keep>& params, const sorted_keys& sorted,
+                                          const sorted_keys& spare, const tie_list& runs,
                                           radix_shared& memory) {
     const int thread = static_cast<int>(threadIdx.x);
     const std::int32_t listed = runs.counts[0];
@@ -42,17 +42,17 @@ __device__ inline void sort_runs_by_block(const mask_problem<Gate, Keep>& proble
         const std::int64_t first = runs.first[run];
         const std::int32_t length = runs.length[run];
         const std::uint64_t key = sorted.keys[first];
-        const sorted_segment segment = segment_of_task(problem, sorted.task_of(key));
+        const sorted_segment segment = segment_of_task(params, sorted.task_of(key));
         std::uint64_t* keys = sorted.keys + first;
         std::int32_t* tokens = sorted.tokens + first;
         std::uint64_t* other_keys = spare.keys + first;
         std::int32_t* other_tokens = spare.tokens + first;
-        const std::uint64_t reference = code_of_token(problem, segment, tokens[0]);
+        const std::uint64_t reference = code_of_token(params, segment, tokens[0]);
         if (thread == 0) {
             memory.varies = 0;
         }
         __syncthreads();
-        std::uint64_t varies = write_codes(problem, segment, tokens, keys, length, reference);
+        std::uint64_t varies = write_codes(params, segment, tokens, keys, length, reference);
         if (varies != 0) {
             atomicOr(reinterpret_cast<unsigned long long*>(&memory.varies), varies);
         }
@@ -85,13 +85,13 @@ __device__ inline void sort_runs_by_block(const mask_problem<Gate, Keep>& proble
 /// there is none, no block waits for another. `spare` is a second pair of arrays like `sorted`.
 template <class Gate, class Keep>
 __global__ void __launch_bounds__(device_threads)
-    sort_long_runs_kernel(const mask_problem<Gate, Keep> problem, const sorted_keys sorted,
-                          const sorted_keys spare, const run_list runs) {
+    sort_long_ties_kernel(const mask_params<Gate, Keep> params, const sorted_keys sorted,
+                          const sorted_keys spare, const tie_list runs) {
     auto& memory = *reinterpret_cast<radix_shared*>(dynamic_shared());
     const int thread = static_cast<int>(threadIdx.x);
     const auto blocks = static_cast<std::int32_t>(gridDim.x);
     const auto block = static_cast<std::int32_t>(blockIdx.x);
-    sort_runs_by_block(problem, sorted, spare, runs, memory);
+    sort_ties_by_block(params, sorted, spare, runs, memory);
     const std::int32_t tiled_runs = runs.counts[1];
     const std::int32_t tiles = runs.counts[2];
     if (tiled_runs == 0) {
@@ -107,18 +107,18 @@ __global__ void __launch_bounds__(device_threads)
     };
     const auto part_of = [&](std::int32_t tile) {
         const std::int32_t run = runs.run_of_tile[tile];
-        const std::int32_t at = (tile - runs.first_tile[run]) * run_list::tile;
+        const std::int32_t at = (tile - runs.first_tile[run]) * tie_list::tile;
         const std::int32_t rest = runs.length[runs.tiled(run)] - at;
         return part{run, std::int64_t{runs.first[runs.tiled(run)]} + at,
-                    rest < run_list::tile ? rest : run_list::tile};
+                    rest < tie_list::tile ? rest : tie_list::tile};
     };
 
     for (std::int32_t tile = block; tile < tiles; tile += blocks) {
         const part mine = part_of(tile);
-        const sorted_segment segment = segment_of_task(problem, sorted.task_of(runs.key[mine.run]));
+        const sorted_segment segment = segment_of_task(params, sorted.task_of(runs.key[mine.run]));
         const std::uint64_t reference =
-            code_of_token(problem, segment, sorted.tokens[runs.first[runs.tiled(mine.run)]]);
-        const std::uint64_t varies = write_codes(problem, segment, sorted.tokens + mine.begin,
+            code_of_token(params, segment, sorted.tokens[runs.first[runs.tiled(mine.run)]]);
+        const std::uint64_t varies = write_codes(params, segment, sorted.tokens + mine.begin,
                                                  sorted.keys + mine.begin, mine.length, reference);
         if (varies != 0) {
             atomicOr(reinterpret_cast<unsigned long long*>(runs.varies), varies);
@@ -143,7 +143,7 @@ __global__ void __launch_bounds__(device_threads)
         // Counts become places in the run: by digit, then by tile.
         for (std::int32_t run = block; run < tiled_runs; run += blocks) {
             const std::int32_t length = runs.length[runs.tiled(run)];
-            const std::int32_t of_run = (length + run_list::tile - 1) / run_list::tile;
+            const std::int32_t of_run = (length + tie_list::tile - 1) / tie_list::tile;
             std::int32_t* const digits = runs.digits + std::int64_t{runs.first_tile[run]} * 256 + thread;
             std::int32_t total = 0;
 #pragma unroll 8

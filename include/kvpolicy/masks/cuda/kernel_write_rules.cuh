@@ -11,19 +11,19 @@ inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 namespace cuda_backend {
 
 /// Rules that fit one launch's parameters: no copy from host memory that would have to outlive the call.
-struct rule_batch {
+struct head_params_batch {
     static constexpr std::int32_t capacity = 128;
-    HeadRule rules[capacity];
+    HeadParams all_params[capacity];
     std::int32_t first = 0;
     std::int32_t count = 0;
 };
 
 /// A template, so that including this header alone gives a program no kernel.
 template <class Rule>
-__global__ void write_rules_kernel(const rule_batch batch, Rule* const table) {
+__global__ void write_head_params_kernel(const head_params_batch batch, Rule* const table) {
     for (auto i = static_cast<std::int32_t>(threadIdx.x); i < batch.count;
          i += static_cast<std::int32_t>(blockDim.x)) {
-        table[batch.first + i] = batch.rules[i];
+        table[batch.first + i] = batch.all_params[i];
     }
 }
 

@@ -17,17 +17,17 @@ inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 namespace cuda_backend {
 
 /// The rules of a layer's heads: one for all, or a table in device memory.
-struct rule_table {
-    HeadRule common;
-    const HeadRule* table = nullptr;   // [heads]
-    const float* log_gamma = nullptr;  // [heads]: in place of the rules', where it is given
+struct head_params_table {
+    HeadParams common;
+    const HeadParams* table = nullptr;  // [heads]
+    const float* log_gamma = nullptr;   // [heads]: in place of the rules', where it is given
 
-    __device__ HeadRule of(std::int32_t head) const {
-        HeadRule rule = table == nullptr ? common : table[head];
+    __device__ HeadParams of(std::int32_t head) const {
+        HeadParams head_params = table == nullptr ? common : table[head];
         if (log_gamma != nullptr) {
-            rule.log_gamma = log_gamma[head];
+            head_params.log_gamma = log_gamma[head];
         }
-        return rule;
+        return head_params;
     }
 };
 
@@ -43,7 +43,7 @@ struct segment_range {
 /// Gate and Keep are the policy's gate and keep parts alone: policies that differ only in numbers, or in parts that
 /// write numbers, share their kernels.
 template <class Gate, class Keep>
-struct mask_problem {
+struct mask_params {
     plane_view<const float> scores;
     std::int32_t batch = 0;
     std::int32_t heads = 0;
@@ -51,8 +51,8 @@ struct mask_problem {
     const std::int32_t* lengths = nullptr;  // [batch] or null
     const std::int32_t* edges = nullptr;    // [segments + 1], checked, or null
     std::int32_t segments = 1;
-    std::int32_t slots = 0;  // chunks a plane; see first_slot
-    rule_table rules;
+    std::int32_t chunks = 0;  // chunks a plane; see first_chunk
+    head_params_table all_params;
     Gate gate;
     Keep keep;
     position_t limit = rebase_limit;
@@ -109,13 +109,13 @@ struct mask_problem {
     }
 
     /// Chunks of mask_chunk tokens start at every segment's first token, so a plane has at most S / chunk + segments of
-    /// them; segment i's begin at slot edges[i] / chunk + i.
-    __device__ std::int32_t first_slot(std::int32_t index) const {
+    /// them; segment i's begin at chunk edges[i] / chunk + i.
+    __device__ std::int32_t first_chunk(std::int32_t index) const {
         return edges == nullptr ? 0 : edges[index] / mask_chunk + index;
     }
-    /// The segment that a slot may belong to: the last whose first slot is not behind it.
-    __device__ std::int32_t segment_of_slot(std::int32_t slot) const {
-        return last_begun(segments, [&](std::int32_t i) { return first_slot(i) <= slot; });
+    /// The segment that a chunk may belong to: the last whose first chunk is not behind it.
+    __device__ std::int32_t segment_of_chunk(std::int32_t chunk_index) const {
+        return last_begun(segments, [&](std::int32_t i) { return first_chunk(i) <= chunk_index; });
     }
     /// The segment of token t of a plane.
     __device__ std::int32_t segment_of_token(std::int32_t t) const {
@@ -123,28 +123,28 @@ struct mask_problem {
     }
 
     /// Whether key t (from its segment's first token) never leaves because of where it stands.
-    __device__ bool forever(const HeadRule& rule, std::int32_t t) const {
-        return t < rule.sinks || keep.keeps(t);
+    __device__ bool forever(const HeadParams& head_params, std::int32_t t) const {
+        return t < head_params.sinks || keep.keeps(t);
     }
 
     /// Whether the score of key t is read: it leaves the window before its segment of n tokens ends, and may be evicted.
-    __device__ bool leaves(const HeadRule& rule, std::int32_t t, std::int32_t n) const {
-        return t < n - rule.window && !forever(rule, t);
+    __device__ bool leaves(const HeadParams& head_params, std::int32_t t, std::int32_t n) const {
+        return t < n - head_params.window && !forever(head_params, t);
     }
 
-    /// Whether this head's contest depends on the query, so that ranks are not static: decay steps above 1, and
+    /// Whether this head's top-k update depends on the query, so that ranks are not static: decay steps above 1, and
     /// priorities whose base moves inside the sequence. Without decay ranks are static whatever the step.
-    __device__ bool by_survivors(const HeadRule& rule) const {
-        return contest_needs_survivors(rule, length, limit);
+    __device__ bool by_decayed_top_k(const HeadParams& head_params) const {
+        return needs_decayed_top_k(head_params, length, limit);
     }
 
     /// The same on the host, which decides what is launched.
-    KVPOLICY_HOST_DEVICE static bool contest_needs_survivors(const HeadRule& rule, std::int32_t length,
-                                                             position_t limit) {
-        if (rule.budget == 0 || rule.budget == unlimited || rule.log_gamma == 0.0f) {
+    KVPOLICY_HOST_DEVICE static bool needs_decayed_top_k(const HeadParams& head_params, std::int32_t length,
+                                                         position_t limit) {
+        if (head_params.budget == 0 || head_params.budget == unlimited || head_params.log_gamma == 0.0f) {
             return false;
         }
-        return rule.decay_step != 1 || length > limit;
+        return head_params.decay_step != 1 || length > limit;
     }
 };
 
@@ -197,26 +197,27 @@ __device__ inline std::uint64_t descending_code(double value) {
 
 /// The 32-bit sort key of a priority. Exact for gamma = 1, where the priority is the score. Otherwise the priority
 /// rounded to fp32: rounding never turns two numbers around, so only runs of equal keys need the 64-bit code.
-__device__ inline std::uint32_t priority_key(const HeadRule& rule, float score, std::int32_t t) {
-    if (rule.log_gamma == 0.0f) {
+__device__ inline std::uint32_t priority_key(const HeadParams& head_params, float score, std::int32_t t) {
+    if (head_params.log_gamma == 0.0f) {
         return descending_key(score);
     }
-    return descending_key(__double2float_rn(static_priority(score, rule.log_gamma, t)));
+    return descending_key(__double2float_rn(static_priority(score, head_params.log_gamma, t)));
 }
 
-__device__ inline std::uint64_t priority_code(const HeadRule& rule, float score, std::int32_t t) {
-    return descending_code(static_priority(score, rule.log_gamma, t));
+__device__ inline std::uint64_t priority_code(const HeadParams& head_params, float score, std::int32_t t) {
+    return descending_code(static_priority(score, head_params.log_gamma, t));
 }
 
 /// A sort key of `bits` bits, 32 to 61, whose order is the priorities' but for runs of equal keys: sign, the exponents of
 /// fp32, and as much of the double's mantissa as there is room for. Exact for gamma = 1. Cut off, not rounded: either
 /// keeps the order. All ones stand for what does not compete, one less for NaN.
-__device__ inline std::uint64_t priority_prefix(const HeadRule& rule, float score, std::int32_t t, int bits) {
+__device__ inline std::uint64_t priority_prefix(const HeadParams& head_params, float score, std::int32_t t,
+                                                int bits) {
     const std::uint64_t half = std::uint64_t{1} << (bits - 1);
     if (score != score) {
         return 2 * half - 2;
     }
-    if (rule.log_gamma == 0.0f) {
+    if (head_params.log_gamma == 0.0f) {
         return static_cast<std::uint64_t>(descending_key(score)) << (bits - 32);
     }
     constexpr std::uint64_t sign = std::uint64_t{1} << 63;
@@ -224,7 +225,7 @@ __device__ inline std::uint64_t priority_prefix(const HeadRule& rule, float scor
                                     << 52;                    // what fp32 cannot tell from 0 is one run,
     constexpr std::uint64_t most = std::uint64_t{255} << 52;  // and so is what it takes for infinity
     const auto value =
-        static_cast<std::uint64_t>(__double_as_longlong(static_priority(score, rule.log_gamma, t)));
+        static_cast<std::uint64_t>(__double_as_longlong(static_priority(score, head_params.log_gamma, t)));
     std::uint64_t magnitude = value & ~sign;
     magnitude = magnitude < least ? 0 : magnitude - least < most ? magnitude - least : most;
     magnitude >>= 61 - bits;
@@ -233,7 +234,7 @@ __device__ inline std::uint64_t priority_prefix(const HeadRule& rule, float scor
 }
 
 /// Runs of equal sort keys up to this length are put right by one thread.
-inline constexpr int short_run = 32;
+inline constexpr int short_tie = 32;
 
 /// Sorts order[0, length) by code(order[i]), stable. For short runs.
 template <class Index, class Code>
@@ -252,7 +253,7 @@ __device__ inline void insertion_sort(Index* order, int length, const Code& code
 
 /// The cutoff when a chunk begins: the rank of the k-th best key that has left the window (open_cutoff while there are
 /// fewer than k), and how many have.
-struct cutoff_anchor {
+struct cutoff_checkpoint {
     std::int32_t cutoff;
     std::int32_t count;
 };
@@ -261,10 +262,10 @@ struct cutoff_anchor {
 /// order has `length` entries, of which segment [begin, end) owns its own.
 template <class Index>
 struct ranking {
-    Index* rank = nullptr;                // [planes, length]: rank of a token, or idle
-    Index* order = nullptr;               // [planes, length]: token of a rank, for the ranks there are
-    cutoff_anchor* anchors = nullptr;     // [planes, slots]
-    std::int32_t* competitors = nullptr;  // [planes, segments]: keys that compete
+    Index* rank = nullptr;                     // [planes, length]: rank of a token, or idle
+    Index* order = nullptr;                    // [planes, length]: token of a rank, for the ranks there are
+    cutoff_checkpoint* checkpoints = nullptr;  // [planes, chunks]
+    std::int32_t* competitors = nullptr;       // [planes, segments]: keys that compete
 
     static constexpr Index idle = static_cast<Index>(-1);
 };

@@ -37,31 +37,32 @@ struct sorted_segment {
     std::int64_t plane;
     std::int32_t begin;
     std::int32_t n;  // tokens that count
-    HeadRule rule;
+    HeadParams head_params;
 };
 
 template <class Gate, class Keep>
-__device__ inline sorted_segment segment_of_task(const mask_problem<Gate, Keep>& problem, std::int64_t task) {
-    const std::int64_t plane = problem.plane_of(task);
-    const auto index = problem.segment_of_task(task);
-    const auto b = problem.sequence_of(plane);
-    const segment_range range = problem.segment(b, index);
-    const std::int32_t begin = problem.edges == nullptr ? 0 : problem.edges[index];
-    return {plane, begin, range.length(), problem.rules.of(problem.head_of(plane))};
+__device__ inline sorted_segment segment_of_task(const mask_params<Gate, Keep>& params, std::int64_t task) {
+    const std::int64_t plane = params.plane_of(task);
+    const auto index = params.segment_of_task(task);
+    const auto b = params.sequence_of(plane);
+    const segment_range range = params.segment(b, index);
+    const std::int32_t begin = params.edges == nullptr ? 0 : params.edges[index];
+    return {plane, begin, range.length(), params.all_params.of(params.head_of(plane))};
 }
 
 /// The 64-bit code of an absolute token; what does not compete is last.
 template <class Gate, class Keep>
-__device__ inline std::uint64_t code_of_token(const mask_problem<Gate, Keep>& problem,
+__device__ inline std::uint64_t code_of_token(const mask_params<Gate, Keep>& params,
                                               const sorted_segment& segment, std::int32_t token) {
     const std::int32_t t = token - segment.begin;
-    if (!problem.leaves(segment.rule, t, segment.n)) {
+    if (!params.leaves(segment.head_params, t, segment.n)) {
         return idle_code;
     }
-    const auto b = problem.sequence_of(segment.plane);
-    const auto h = problem.head_of(segment.plane);
-    const float score = problem.scores.head(b, h)[token];
-    return problem.gate.open(score, segment.rule) ? priority_code(segment.rule, score, t) : idle_code;
+    const auto b = params.sequence_of(segment.plane);
+    const auto h = params.head_of(segment.plane);
+    const float score = params.scores.head(b, h)[token];
+    return params.gate.open(score, segment.head_params) ? priority_code(segment.head_params, score, t)
+                                                        : idle_code;
 }
 
 }  // namespace cuda_backend

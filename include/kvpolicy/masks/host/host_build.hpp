@@ -45,9 +45,9 @@ void for_each_segment(const Sequences& sequences, std::int32_t b, Visit&& visit)
 /// Calls visit(t, q) for every key t (relative to its segment) that leaves the window and competes unless its gate is
 /// closed: no sink, not kept by position. q = t + w is the query at which it leaves.
 template <class P, class Visit>
-void for_each_leaver(const P& policy, const HeadRule& rule, std::int32_t length, Visit&& visit) {
-    for (std::int64_t q = std::int64_t{rule.sinks} + rule.window; q < length; ++q) {
-        const auto t = static_cast<std::int32_t>(q - rule.window);
+void for_each_leaver(const P& policy, const HeadParams& head_params, std::int32_t length, Visit&& visit) {
+    for (std::int64_t q = std::int64_t{head_params.sinks} + head_params.window; q < length; ++q) {
+        const auto t = static_cast<std::int32_t>(q - head_params.window);
         if constexpr (P::has_keep) {
             if (policy.keeps(t)) {
                 continue;
@@ -64,9 +64,9 @@ void check_scores(const P& policy, plane_view<const float> scores, const Sequenc
     for (std::int32_t b = 0; b < sequences.batch; ++b) {
         for (std::int32_t h = 0; h < scores.heads; ++h) {
             const float* score = scores.head(b, h);
-            const HeadRule rule = policy.rule(layer, h);
+            const HeadParams head_params = policy.params(layer, h);
             for_each_segment<P>(sequences, b, [&](std::int32_t begin, std::int32_t end) {
-                for_each_leaver(policy, rule, end - begin, [&](std::int32_t t, std::int32_t) {
+                for_each_leaver(policy, head_params, end - begin, [&](std::int32_t t, std::int32_t) {
                     if (score[begin + t] != score[begin + t]) [[unlikely]] {
                         detail::refuse(detail::text("scores[", b, "][", h, "][", begin + t, "]").c_str(),
                                        "NaN", "a number (-inf and +inf are allowed)");
@@ -84,7 +84,7 @@ void check_mask_call(const P& policy, plane_view<const float> scores, const Sequ
                   "kvpolicy: build_mask needs scores that do not change with every query; "
                   "build_observed_mask takes policies that rank keys by the attention they receive");
     policy.check_layer(layer, heads);
-    check_whole_sequences(sequences, batch, length);
+    checks::check_whole_sequences(sequences, batch, length);
     if constexpr (P::ranked) {
         detail::require(static_cast<bool>(scores) || length == 0, "scores.data", "null",
                         "fp32 scores, since this policy ranks keys");
@@ -98,16 +98,16 @@ void check_mask_call(const P& policy, plane_view<const float> scores, const Sequ
 
 /// The entries that one head may need: the largest budget that a segment can fill.
 template <class P>
-std::int64_t contest_capacity(const P& policy, const Sequences& sequences, std::int32_t heads,
-                              std::int32_t layer) {
+std::int64_t top_k_capacity(const P& policy, const Sequences& sequences, std::int32_t heads,
+                            std::int32_t layer) {
     std::int64_t most = 0;
     if constexpr (P::has_budget) {
         for (std::int32_t h = 0; h < heads; ++h) {
-            const HeadRule rule = policy.rule(layer, h);
-            const std::int64_t competitors =
-                std::max<std::int64_t>(0, std::int64_t{sequences.length} - rule.sinks - rule.window);
-            if (rule.budget != unlimited) {
-                most = std::max(most, detail::long_range_set::capacity(rule, competitors));
+            const HeadParams head_params = policy.params(layer, h);
+            const std::int64_t competitors = std::max<std::int64_t>(
+                0, std::int64_t{sequences.length} - head_params.sinks - head_params.window);
+            if (head_params.budget != unlimited) {
+                most = std::max(most, detail::top_k_set::capacity(head_params, competitors));
             }
         }
     }
@@ -116,35 +116,36 @@ std::int64_t contest_capacity(const P& policy, const Sequences& sequences, std::
 
 /// Expiries of one segment of one head, relative to the segment. Returns status bits.
 template <class P>
-std::uint32_t segment_expiry(const P& policy, const HeadRule& rule, const float* score, std::int32_t length,
-                             expiry_t* expiry, detail::contestant* storage, position_t limit) {
+std::uint32_t segment_expiry(const P& policy, const HeadParams& head_params, const float* score,
+                             std::int32_t length, expiry_t* expiry, detail::top_k_entry* storage,
+                             position_t limit) {
     for (std::int32_t t = 0; t < length; ++t) {
-        bool forever = t < rule.sinks;
+        bool forever = t < head_params.sinks;
         if constexpr (P::has_keep) {
             forever = forever || policy.keeps(t);
         }
-        expiry[t] = forever ? never : window_expiry(t, rule.window);
+        expiry[t] = forever ? never : window_expiry(t, head_params.window);
     }
     std::uint32_t status = status_ok;
     if constexpr (P::ranked) {
-        detail::long_range_set places(storage, rule, limit);
+        detail::top_k_set slots(storage, head_params, limit);
         const auto gate = policy.gate();
-        for_each_leaver(policy, rule, length, [&](std::int32_t t, std::int32_t q) {
+        for_each_leaver(policy, head_params, length, [&](std::int32_t t, std::int32_t q) {
             if (score[t] != score[t]) {
                 status |= status_nan_score;
             }
-            if (!gate.open(score[t], rule)) {
+            if (!gate.open(score[t], head_params)) {
                 return;
             }
-            if (rule.budget == unlimited) {
+            if (head_params.budget == unlimited) {
                 expiry[t] = never;
                 return;
             }
-            const auto outcome = places.contest(t, score[t], t, q);
-            if (outcome.kind != detail::contest_outcome::refused) {
+            const auto outcome = slots.update(t, score[t], t, q);
+            if (outcome.kind != detail::top_k_outcome::refused) {
                 expiry[t] = never;
             }
-            if (outcome.kind == detail::contest_outcome::replaced) {
+            if (outcome.kind == detail::top_k_outcome::replaced) {
                 expiry[outcome.lost] = q;
             }
         });
@@ -157,12 +158,12 @@ std::uint32_t segment_expiry(const P& policy, const HeadRule& rule, const float*
 template <AnyPolicy P>
 std::size_t build_mask_workspace_bytes(const host&, const P& policy, const Sequences& sequences,
                                        std::int32_t heads, const MaskOptions& options) {
-    host_backend::check_shape(sequences, heads);
+    checks::check_shape(sequences, heads);
     policy.check_layer(options.layer, heads);
     const auto capacity =
-        static_cast<std::size_t>(host_backend::contest_capacity(policy, sequences, heads, options.layer));
+        static_cast<std::size_t>(host_backend::top_k_capacity(policy, sequences, heads, options.layer));
     const auto tasks = static_cast<std::size_t>(sequences.batch) * static_cast<std::size_t>(heads);
-    return capacity == 0 ? 0 : tasks * capacity * sizeof(detail::contestant) + host_backend::alignment;
+    return capacity == 0 ? 0 : tasks * capacity * sizeof(detail::top_k_entry) + detail::alignment;
 }
 
 template <AnyPolicy P>
@@ -175,7 +176,7 @@ void build_mask(const host& on, const P& policy, plane_view<const float> scores,
     const std::int32_t heads = expiry.heads;
     host_backend::check_mask_call(policy, scores, sequences, expiry.batch, heads, expiry.length,
                                   options.layer);
-    host_backend::check_plane("expiry", expiry, expiry.batch, heads, sequences.length);
+    checks::check_plane("expiry", expiry, expiry.batch, heads, sequences.length);
     detail::require(options.rebase_limit >= 1 && options.rebase_limit <= rebase_limit, "rebase_limit",
                     options.rebase_limit, "1 to 2^29");
     if constexpr (P::ranked) {
@@ -183,22 +184,20 @@ void build_mask(const host& on, const P& policy, plane_view<const float> scores,
             host_backend::check_scores(policy, scores, sequences, options.layer);
         }
     }
-    host_backend::check_workspace(workspace,
-                                  build_mask_workspace_bytes(on, policy, sequences, heads, options));
-    const std::int64_t capacity = host_backend::contest_capacity(policy, sequences, heads, options.layer);
-    auto* storage = capacity == 0
-                        ? nullptr
-                        : reinterpret_cast<detail::contestant*>(host_backend::aligned(workspace.data));
+    checks::check_workspace(workspace, build_mask_workspace_bytes(on, policy, sequences, heads, options));
+    const std::int64_t capacity = host_backend::top_k_capacity(policy, sequences, heads, options.layer);
+    auto* storage =
+        capacity == 0 ? nullptr : reinterpret_cast<detail::top_k_entry*>(detail::aligned(workspace.data));
     // One task per sequence and head; the heads of a sequence share its status word.
     on.parallel_for(std::int64_t{sequences.batch} * heads, [&](std::int64_t task) {
         const auto b = static_cast<std::int32_t>(task / heads);
         const auto h = static_cast<std::int32_t>(task % heads);
-        const HeadRule rule = policy.rule(options.layer, h);
+        const HeadParams head_params = policy.params(options.layer, h);
         std::uint32_t bits = status_ok;
         host_backend::for_each_segment<P>(sequences, b, [&](std::int32_t begin, std::int32_t end) {
             const float* score = P::ranked ? scores.head(b, h) + begin : nullptr;
             expiry_t* out = expiry.head(b, h) + begin;
-            bits |= host_backend::segment_expiry(policy, rule, score, end - begin, out,
+            bits |= host_backend::segment_expiry(policy, head_params, score, end - begin, out,
                                                  storage == nullptr ? nullptr : storage + task * capacity,
                                                  options.rebase_limit);
             if (sequences.cu_seqlens != nullptr) {
@@ -216,13 +215,13 @@ void build_mask(const host& on, const P& policy, plane_view<const float> scores,
 template <Cutoff C, AnyPolicy P>
 std::size_t build_cutoffs_workspace_bytes(const host&, const P&, const Sequences& sequences,
                                           std::int32_t heads) {
-    host_backend::check_shape(sequences, heads);
+    checks::check_shape(sequences, heads);
     const auto length = static_cast<std::size_t>(sequences.length);
-    const std::size_t per_head = host_backend::aligned_size(length * sizeof(double)) +
-                                 host_backend::aligned_size(length * sizeof(std::int32_t)) +
-                                 host_backend::aligned_size(C::scratch_bytes(sequences.length));
+    const std::size_t per_head = detail::aligned_size(length * sizeof(double)) +
+                                 detail::aligned_size(length * sizeof(std::int32_t)) +
+                                 detail::aligned_size(C::scratch_bytes(sequences.length));
     return static_cast<std::size_t>(sequences.batch) * static_cast<std::size_t>(heads) * per_head +
-           host_backend::alignment;
+           detail::alignment;
 }
 
 template <Cutoff C, AnyPolicy P>
@@ -232,28 +231,28 @@ void build_cutoffs(const host& on, const P& policy, plane_view<const float> scor
     static_assert(P::has_budget, "kvpolicy: build_cutoffs needs a policy with a TopKBudget");
     const std::int32_t heads = rank.heads;
     host_backend::check_mask_call(policy, scores, sequences, rank.batch, heads, rank.length, layer);
-    host_backend::check_plane("rank", rank, rank.batch, heads, sequences.length);
-    host_backend::check_plane("cutoff", cutoff, rank.batch, heads, sequences.length);
+    checks::check_plane("rank", rank, rank.batch, heads, sequences.length);
+    checks::check_plane("cutoff", cutoff, rank.batch, heads, sequences.length);
     detail::require(sequences.cu_seqlens == nullptr, "sequences.cu_seqlens", "given",
                     "null (build_mask takes packed segments)");
     detail::require(sequences.length < rebase_limit, "sequences.length", sequences.length, "below 2^29");
     for (std::int32_t h = 0; h < heads; ++h) {
-        const std::int32_t step = policy.rule(layer, h).decay_step;
+        const std::int32_t step = policy.params(layer, h).decay_step;
         detail::require(step == 1, "decay step n", step, "1, since ranks are static only then");
     }
     host_backend::check_scores(policy, scores, sequences, layer);
-    host_backend::check_workspace(workspace, build_cutoffs_workspace_bytes<C>(on, policy, sequences, heads));
+    checks::check_workspace(workspace, build_cutoffs_workspace_bytes<C>(on, policy, sequences, heads));
     const auto capacity = static_cast<std::size_t>(sequences.length);
-    const std::size_t value_bytes = host_backend::aligned_size(capacity * sizeof(double));
-    const std::size_t order_bytes = host_backend::aligned_size(capacity * sizeof(std::int32_t));
+    const std::size_t value_bytes = detail::aligned_size(capacity * sizeof(double));
+    const std::size_t order_bytes = detail::aligned_size(capacity * sizeof(std::int32_t));
     const std::size_t per_head =
-        value_bytes + order_bytes + host_backend::aligned_size(C::scratch_bytes(sequences.length));
-    std::byte* memory = host_backend::aligned(workspace.data);
+        value_bytes + order_bytes + detail::aligned_size(C::scratch_bytes(sequences.length));
+    std::byte* memory = detail::aligned(workspace.data);
     on.parallel_for(std::int64_t{sequences.batch} * heads, [&](std::int64_t task) {
         const std::int64_t b = task / heads;
         const auto h = static_cast<std::int32_t>(task % heads);
         const std::int32_t length = sequences.length_of(b);
-        const HeadRule rule = policy.rule(layer, h);
+        const HeadParams head_params = policy.params(layer, h);
         const auto gate = policy.gate();
         std::byte* mine = memory + static_cast<std::size_t>(task) * per_head;
         auto* value = reinterpret_cast<double*>(mine);
@@ -262,11 +261,11 @@ void build_cutoffs(const host& on, const P& policy, plane_view<const float> scor
         std::fill_n(ranks, length, no_rank);
         std::int32_t competing = 0;
         const float* score = scores.head(b, h);
-        host_backend::for_each_leaver(policy, rule, length, [&](std::int32_t t, std::int32_t) {
-            if (!gate.open(score[t], rule)) {
+        host_backend::for_each_leaver(policy, head_params, length, [&](std::int32_t t, std::int32_t) {
+            if (!gate.open(score[t], head_params)) {
                 return;
             }
-            value[t] = static_priority(score[t], rule.log_gamma, t);
+            value[t] = static_priority(score[t], head_params.log_gamma, t);
             order[competing++] = t;
         });
         std::sort(order, order + competing,
@@ -274,7 +273,7 @@ void build_cutoffs(const host& on, const P& policy, plane_view<const float> scor
         for (std::int32_t i = 0; i < competing; ++i) {
             ranks[order[i]] = i;
         }
-        C{}(ranks, length, rule, cutoff.head(b, h), mine + value_bytes + order_bytes);
+        C{}(ranks, length, head_params, cutoff.head(b, h), mine + value_bytes + order_bytes);
     });
 }
 
@@ -284,26 +283,26 @@ void expiry_from_cutoffs(const host& on, const P& policy, plane_view<const std::
                          plane_view<expiry_t> expiry, std::int32_t layer) {
     const std::int32_t heads = expiry.heads;
     policy.check_layer(layer, heads);
-    host_backend::check_whole_sequences(sequences, expiry.batch, expiry.length);
+    checks::check_whole_sequences(sequences, expiry.batch, expiry.length);
     detail::require(sequences.cu_seqlens == nullptr, "sequences.cu_seqlens", "given",
                     "null (build_mask takes packed segments)");
-    host_backend::check_plane("rank", rank, expiry.batch, heads, sequences.length);
-    host_backend::check_plane("cutoff", cutoff, expiry.batch, heads, sequences.length);
-    host_backend::check_plane("expiry", expiry, expiry.batch, heads, sequences.length);
+    checks::check_plane("rank", rank, expiry.batch, heads, sequences.length);
+    checks::check_plane("cutoff", cutoff, expiry.batch, heads, sequences.length);
+    checks::check_plane("expiry", expiry, expiry.batch, heads, sequences.length);
     on.parallel_for(std::int64_t{sequences.batch} * heads, [&](std::int64_t task) {
         const std::int64_t b = task / heads;
         const auto h = static_cast<std::int32_t>(task % heads);
         const std::int32_t length = sequences.length_of(b);
-        const HeadRule rule = policy.rule(layer, h);
+        const HeadParams head_params = policy.params(layer, h);
         const std::int32_t* ranks = rank.head(b, h);
         const std::int32_t* cutoffs = cutoff.head(b, h);
         expiry_t* out = expiry.head(b, h);
         for (std::int32_t t = 0; t < length; ++t) {
-            bool forever = t < rule.sinks;
+            bool forever = t < head_params.sinks;
             if constexpr (P::has_keep) {
                 forever = forever || policy.keeps(t);
             }
-            out[t] = forever ? never : host_backend::window_expiry(t, rule.window);
+            out[t] = forever ? never : host_backend::window_expiry(t, head_params.window);
             if (forever || ranks[t] == no_rank) {
                 continue;
             }

@@ -49,13 +49,13 @@ void check_gate_call(const P& policy, const G& gate, const plane_view<const Real
     static_assert(!P::has_budget, "kvpolicy: a soft gate takes a policy without a TopKBudget");
     gate.check();
     policy.check_layer(layer, scores.heads);
-    check_whole_sequences(sequences, scores.batch, scores.length);
-    check_plane("scores", scores, scores.batch, scores.heads, sequences.length);
+    checks::check_whole_sequences(sequences, scores.batch, scores.length);
+    checks::check_plane("scores", scores, scores.batch, scores.heads, sequences.length);
     for (std::int32_t b = 0; b < scores.batch; ++b) {
         for (std::int32_t h = 0; h < scores.heads; ++h) {
-            const HeadRule rule = policy.rule(layer, h);
+            const HeadParams head_params = policy.params(layer, h);
             for_each_segment<P>(sequences, b, [&](std::int32_t begin, std::int32_t end) {
-                for_each_leaver(policy, rule, end - begin, [&](std::int32_t t, std::int32_t) {
+                for_each_leaver(policy, head_params, end - begin, [&](std::int32_t t, std::int32_t) {
                     refuse_nan("scores", b, h, begin + t, scores.head(b, h)[begin + t]);
                 });
             });
@@ -65,12 +65,12 @@ void check_gate_call(const P& policy, const G& gate, const plane_view<const Real
 
 /// Calls visit(b, h, t, value) for every key that the gate decides.
 template <class P, class G, class Real, class Visit>
-void for_each_gated(const P& policy, const HeadRule& rule, const G& gate,
+void for_each_gated(const P& policy, const HeadParams& head_params, const G& gate,
                     const plane_view<const Real>& scores, const Sequences& sequences, std::int32_t b,
                     std::int32_t h, Visit&& visit) {
     const auto stream = static_cast<std::uint64_t>(std::int64_t{b} * scores.heads + h);
     for_each_segment<P>(sequences, b, [&](std::int32_t begin, std::int32_t end) {
-        for_each_leaver(policy, rule, end - begin, [&](std::int32_t at, std::int32_t leaves) {
+        for_each_leaver(policy, head_params, end - begin, [&](std::int32_t at, std::int32_t leaves) {
             const std::int32_t t = begin + at;
             visit(t, begin + leaves,
                   gate(scores.head(b, h)[t], gate_place{stream, static_cast<std::uint64_t>(t)}));
@@ -83,7 +83,7 @@ void for_each_gated(const P& policy, const HeadRule& rule, const G& gate,
 template <class Real>
 KVPOLICY_HOST_DEVICE gate_value<Real> SoftGate::operator()(Real z, gate_place) const {
     const double x = z;
-    return host_backend::rounded<Real>({host_backend::log_sigmoid_of(x), host_backend::sigmoid(-x), true});
+    return host_backend::rounded<Real>({host_backend::log_sigmoid_of(x), detail::sigmoid(-x), true});
 }
 
 template <class Real>
@@ -93,9 +93,9 @@ KVPOLICY_HOST_DEVICE gate_value<Real> SoftWriteGate::operator()(Real z, gate_pla
         return SoftGate{}(z);
     }
     const double x = z;
-    const double u = host_backend::sigmoid(x);
+    const double u = detail::sigmoid(x);
     const double total = u + static_cast<double>(epsilon);
-    return host_backend::rounded<Real>({std::log(total), u * host_backend::sigmoid(-x) / total, true});
+    return host_backend::rounded<Real>({std::log(total), u * detail::sigmoid(-x) / total, true});
 }
 inline void SoftWriteGate::check() const {
     detail::require(epsilon >= 0.0f && epsilon <= 1.0f, "SoftWriteGate.epsilon", epsilon, "0 to 1");
@@ -110,16 +110,15 @@ KVPOLICY_HOST_DEVICE gate_value<Real> AnnealedGate::at(Real z, float threshold) 
         if (alpha == 0.0f) {
             return SoftGate{}(z);
         }
-        const double u = host_backend::sigmoid(x);
+        const double u = detail::sigmoid(x);
         const double mixed = rest * u + a;
-        return host_backend::rounded<Real>(
-            {std::log(mixed), rest * u * host_backend::sigmoid(-x) / mixed, true});
+        return host_backend::rounded<Real>({std::log(mixed), rest * u * detail::sigmoid(-x) / mixed, true});
     }
     if (alpha == 1.0f) {
         return {Real(0), Real(0), false};
     }
     return host_backend::rounded<Real>(
-        {std::log1p(-a) + host_backend::log_sigmoid_of(x), host_backend::sigmoid(-x), true});
+        {std::log1p(-a) + host_backend::log_sigmoid_of(x), detail::sigmoid(-x), true});
 }
 template <class Real>
 gate_value<Real> AnnealedGate::operator()(Real z, gate_place) const {
@@ -148,13 +147,13 @@ inline void ThresholdSoftGate::check() const {
 }
 
 template <class Real>
-KVPOLICY_HOST_DEVICE gate_value<Real> BernoulliGate::operator()(Real z, gate_place place) const {
+KVPOLICY_HOST_DEVICE gate_value<Real> BernoulliGate::operator()(Real z, gate_place slot) const {
     const double x = z;
-    const double u = host_backend::sigmoid(x);
+    const double u = detail::sigmoid(x);
     const double p = clip;
     const double chance = u < p ? p : 1.0 - p < u ? 1.0 - p : u;
-    const bool open = random_unit(seed, place.stream, place.position) < chance;
-    return host_backend::rounded<Real>({0.0, host_backend::sigmoid(-x), open});
+    const bool open = random_unit(seed, slot.stream, slot.position) < chance;
+    return host_backend::rounded<Real>({0.0, detail::sigmoid(-x), open});
 }
 inline void BernoulliGate::check() const {
     host_backend::check_probability("BernoulliGate.clip", clip, 0.5f);
@@ -166,8 +165,8 @@ void build_log_bias(const host& on, const P& policy, const G& gate, plane_view<c
                     std::int32_t layer) {
     namespace hb = host_backend;
     hb::check_gate_call(policy, gate, scores, sequences, layer);
-    hb::check_plane("expiry", expiry, scores.batch, scores.heads, sequences.length);
-    hb::check_plane("log_bias", log_bias, scores.batch, scores.heads, sequences.length);
+    checks::check_plane("expiry", expiry, scores.batch, scores.heads, sequences.length);
+    checks::check_plane("log_bias", log_bias, scores.batch, scores.heads, sequences.length);
     on.parallel_for(std::int64_t{scores.batch} * scores.heads, [&](std::int64_t task) {
         const auto b = static_cast<std::int32_t>(task / scores.heads);
         const auto h = static_cast<std::int32_t>(task % scores.heads);
@@ -177,7 +176,7 @@ void build_log_bias(const host& on, const P& policy, const G& gate, plane_view<c
             std::fill(ends + begin, ends + end, sequences.cu_seqlens == nullptr ? never : end);
             std::fill(bias + begin, bias + end, 0.0f);
         });
-        hb::for_each_gated(policy, policy.rule(layer, h), gate, scores, sequences, b, h,
+        hb::for_each_gated(policy, policy.params(layer, h), gate, scores, sequences, b, h,
                            [&](std::int32_t t, std::int32_t leaves, const gate_value<Real>& value) {
                                if (!value.open) {
                                    ends[t] = leaves;
@@ -194,15 +193,15 @@ void log_bias_backward(const host& on, const P& policy, const G& gate,
                        plane_view<Real> d_scores, std::int32_t layer) {
     namespace hb = host_backend;
     hb::check_gate_call(policy, gate, scores, sequences, layer);
-    hb::check_plane("d_log_bias", d_log_bias, scores.batch, scores.heads, sequences.length);
-    hb::check_plane("d_scores", d_scores, scores.batch, scores.heads, sequences.length);
+    checks::check_plane("d_log_bias", d_log_bias, scores.batch, scores.heads, sequences.length);
+    checks::check_plane("d_scores", d_scores, scores.batch, scores.heads, sequences.length);
     on.parallel_for(std::int64_t{scores.batch} * scores.heads, [&](std::int64_t task) {
         const auto b = static_cast<std::int32_t>(task / scores.heads);
         const auto h = static_cast<std::int32_t>(task % scores.heads);
         const Real* from = d_log_bias.head(b, h);
         Real* to = d_scores.head(b, h);
         std::fill_n(to, sequences.length_of(b), Real(0));
-        hb::for_each_gated(policy, policy.rule(layer, h), gate, scores, sequences, b, h,
+        hb::for_each_gated(policy, policy.params(layer, h), gate, scores, sequences, b, h,
                            [&](std::int32_t t, std::int32_t, const gate_value<Real>& value) {
                                to[t] = value.derivative * from[t];
                            });

@@ -4,7 +4,7 @@
 #include <kvpolicy/cuda/check.cuh>
 #include <kvpolicy/cuda/config.cuh>
 #include <kvpolicy/cuda/launch.cuh>
-#include <kvpolicy/masks/cuda/mask_call.cuh>
+#include <kvpolicy/masks/cuda/make_mask_params.cuh>
 #include <kvpolicy/metrics/cuda/kernel_metrics.cuh>
 #include <kvpolicy/metrics/cuda_metrics.cuh>
 
@@ -26,16 +26,16 @@ inline void check_metric_call(plane_view<const expiry_t> expiry, const Sequences
 
 /// Calls enqueue(batch of rules, blocks) for as many heads at a time as a launch's parameters hold.
 template <class P, class Enqueue>
-void for_each_rule_batch(const P& policy, std::int32_t layer, std::int32_t batch, std::int32_t heads,
-                         const Enqueue& enqueue) {
-    for (std::int32_t first = 0; first < heads; first += rule_batch::capacity) {
-        rule_batch rules{};
-        rules.first = first;
-        rules.count = std::min(heads - first, rule_batch::capacity);
-        for (std::int32_t i = 0; i < rules.count; ++i) {
-            rules.rules[i] = policy.rule(layer, first + i);
+void for_each_head_params_batch(const P& policy, std::int32_t layer, std::int32_t batch, std::int32_t heads,
+                                const Enqueue& enqueue) {
+    for (std::int32_t first = 0; first < heads; first += head_params_batch::capacity) {
+        head_params_batch all_params{};
+        all_params.first = first;
+        all_params.count = std::min(heads - first, head_params_batch::capacity);
+        for (std::int32_t i = 0; i < all_params.count; ++i) {
+            all_params.all_params[i] = policy.params(layer, first + i);
         }
-        enqueue(rules, std::int64_t{batch} * rules.count);
+        enqueue(all_params, std::int64_t{batch} * all_params.count);
     }
 }
 
@@ -58,7 +58,7 @@ void density(const cuda& on, plane_view<const std::type_identity_t<Expiry>> expi
              const Sequences& sequences, double* out) {
     namespace cb = cuda_backend;
     cb::check_metric_call(expiry, sequences, "out", out);
-    host_backend::check_not_packed(sequences);
+    checks::check_not_packed(sequences);
     const cb::device_scope device(on);
     cb::launch("density_kernel", cb::density_kernel<Expiry>, std::int64_t{expiry.batch} * expiry.heads,
                cb::metric_threads, 0, on, expiry, sequences, out);
@@ -69,14 +69,15 @@ void evict_ratio(const cuda& on, const P& policy, plane_view<const expiry_t> exp
                  const Sequences& sequences, double* out, std::int32_t layer) {
     namespace cb = cuda_backend;
     cb::check_metric_call(expiry, sequences, "out", out);
-    host_backend::check_not_packed(sequences);
+    checks::check_not_packed(sequences);
     policy.check_layer(layer, expiry.heads);
     const cb::device_scope device(on);
-    cb::for_each_rule_batch(policy, layer, expiry.batch, expiry.heads,
-                            [&](const cb::rule_batch& rules, std::int64_t blocks) {
-                                cb::launch("evict_ratio_kernel", cb::evict_ratio_kernel<expiry_t>, blocks,
-                                           cb::metric_threads, 0, on, expiry, sequences, rules, out);
-                            });
+    cb::for_each_head_params_batch(policy, layer, expiry.batch, expiry.heads,
+                                   [&](const cb::head_params_batch& all_params, std::int64_t blocks) {
+                                       cb::launch("evict_ratio_kernel", cb::evict_ratio_kernel<expiry_t>,
+                                                  blocks, cb::metric_threads, 0, on, expiry, sequences,
+                                                  all_params, out);
+                                   });
 }
 
 inline std::size_t oracle_recall_workspace_bytes(const cuda&, plane_view<const expiry_t> teacher,
@@ -94,7 +95,7 @@ void oracle_recall(const cuda& on, const P& policy, plane_view<const expiry_t> t
                    workspace_view workspace, std::int32_t layer) {
     namespace cb = cuda_backend;
     cb::check_metric_call(teacher, sequences, "out", out);
-    host_backend::check_not_packed(sequences);
+    checks::check_not_packed(sequences);
     policy.check_layer(layer, teacher.heads);
     cb::check_plane("student", student, sequences.batch, teacher.heads, sequences.length);
     cb::check_workspace(workspace, oracle_recall_workspace_bytes(on, teacher, sequences));
@@ -102,11 +103,12 @@ void oracle_recall(const cuda& on, const P& policy, plane_view<const expiry_t> t
     cb::workspace_parts parts(workspace.data);
     auto* const counts =
         parts.take<std::int32_t>(std::int64_t{3} * teacher.batch * teacher.heads * sequences.length);
-    cb::for_each_rule_batch(
-        policy, layer, teacher.batch, teacher.heads, [&](const cb::rule_batch& rules, std::int64_t blocks) {
-            cb::launch("oracle_recall_kernel", cb::oracle_recall_kernel<expiry_t>, blocks, cb::metric_threads,
-                       0, on, teacher, student, sequences, rules, out, counts);
-        });
+    cb::for_each_head_params_batch(policy, layer, teacher.batch, teacher.heads,
+                                   [&](const cb::head_params_batch& all_params, std::int64_t blocks) {
+                                       cb::launch("oracle_recall_kernel", cb::oracle_recall_kernel<expiry_t>,
+                                                  blocks, cb::metric_threads, 0, on, teacher, student,
+                                                  sequences, all_params, out, counts);
+                                   });
 }
 
 }  // namespace KVPOLICY_HIDDEN

@@ -116,18 +116,18 @@ __global__ void __launch_bounds__(metric_threads)
 template <class Expiry>
 __global__ void __launch_bounds__(metric_threads)
     evict_ratio_kernel(const plane_view<const Expiry> expiry, const Sequences sequences,
-                       const rule_batch batch, double* const out) {
+                       const head_params_batch batch, double* const out) {
     __shared__ long long memory[2][metric_warps];
     const auto b = static_cast<std::int32_t>(blockIdx.x / static_cast<unsigned>(batch.count));
     const auto i = static_cast<std::int32_t>(blockIdx.x % static_cast<unsigned>(batch.count));
     const std::int32_t length = metric_length(sequences, b);
-    const HeadRule rule = batch.rules[i];
+    const HeadParams head_params = batch.all_params[i];
     const Expiry* const e = expiry.head(b, batch.first + i);
     long long pairs = 0;
     long long gone = 0;
-    for (std::int64_t t = std::int64_t{rule.sinks} + threadIdx.x; t + rule.window < length;
+    for (std::int64_t t = std::int64_t{head_params.sinks} + threadIdx.x; t + head_params.window < length;
          t += metric_threads) {
-        const auto eligible = static_cast<std::int32_t>(t + rule.window);
+        const auto eligible = static_cast<std::int32_t>(t + head_params.window);
         const std::int32_t end = e[t] < eligible ? eligible : e[t] < length ? e[t] : length;
         pairs += length - eligible;
         gone += length - end;
@@ -144,7 +144,7 @@ __global__ void __launch_bounds__(metric_threads)
 template <class Expiry>
 __global__ void __launch_bounds__(metric_threads)
     oracle_recall_kernel(const plane_view<const Expiry> teacher, const plane_view<const Expiry> student,
-                         const Sequences sequences, const rule_batch batch, Recall* const out,
+                         const Sequences sequences, const head_params_batch batch, Recall* const out,
                          std::int32_t* const counts) {
     __shared__ int memory[metric_warps];
     __shared__ double sums[metric_warps];
@@ -153,7 +153,7 @@ __global__ void __launch_bounds__(metric_threads)
     const auto i = static_cast<std::int32_t>(blockIdx.x % static_cast<unsigned>(batch.count));
     const std::int64_t plane = std::int64_t{b} * teacher.heads + batch.first + i;
     const std::int64_t length = metric_length(sequences, b);
-    const HeadRule rule = batch.rules[i];
+    const HeadParams head_params = batch.all_params[i];
     const Expiry* const of_teacher = teacher.head(b, batch.first + i);
     const Expiry* const of_student = student.head(b, batch.first + i);
     std::int32_t* const both = counts + plane * 3 * sequences.length;
@@ -177,14 +177,15 @@ __global__ void __launch_bounds__(metric_threads)
             atomicAdd(live + to, -1);
         }
     };
-    for (std::int64_t t = std::int64_t{rule.sinks} + thread; t + rule.window < length; t += metric_threads) {
-        const std::int64_t from = t + rule.window;
+    for (std::int64_t t = std::int64_t{head_params.sinks} + thread; t + head_params.window < length;
+         t += metric_threads) {
+        const std::int64_t from = t + head_params.window;
         count(both, from, of_teacher[t] < of_student[t] ? of_teacher[t] : of_student[t]);
         count(kept, from, of_teacher[t]);
         count(tried, from, of_student[t]);
     }
     __syncthreads();
-    const std::int64_t first = std::int64_t{rule.sinks} + rule.window + rule.budget;
+    const std::int64_t first = std::int64_t{head_params.sinks} + head_params.window + head_params.budget;
     running_sum in_both;
     running_sum in_kept;
     running_sum in_tried;
@@ -199,8 +200,9 @@ __global__ void __launch_bounds__(metric_threads)
         if (!inside) {
             continue;  // and so has every later tile of this thread, if there were one
         }
-        const std::int64_t eligible =
-            q - rule.window + 1 - rule.sinks > 0 ? q - rule.window + 1 - rule.sinks : 0;
+        const std::int64_t eligible = q - head_params.window + 1 - head_params.sinks > 0
+                                          ? q - head_params.window + 1 - head_params.sinks
+                                          : 0;
         const double recall =
             now_kept == 0 ? 1.0 : static_cast<double>(now_both) / static_cast<double>(now_kept);
         const double chance =

@@ -3,7 +3,7 @@
 
 #include <kvpolicy/cuda/config.cuh>
 #include <kvpolicy/cuda/launch.cuh>
-#include <kvpolicy/scorers/cuda/common/scorer_call.cuh>
+#include <kvpolicy/scorers/cuda/common/scorer_plan.cuh>
 #include <kvpolicy/scorers/cuda/dispatch_score_sequence.cuh>
 #include <kvpolicy/scorers/cuda_sequence.cuh>
 
@@ -35,8 +35,8 @@ void check_backward_call(const S& scorer, const ScoreBackward<T>& call) {
     detail::require(wanted == (call.d_v.data != nullptr), "d_v.data", wanted ? "null" : "given",
                     "given with d_k, or null with it");
     if (wanted) {
-        host_backend::check_rows("d_k", call.d_k, call.k.batch, call.k.heads, call.k.length, call.k.dim);
-        host_backend::check_rows("d_v", call.d_v, call.k.batch, call.k.heads, call.v.length, call.v.dim);
+        checks::check_rows("d_k", call.d_k, call.k.batch, call.k.heads, call.k.length, call.k.dim);
+        checks::check_rows("d_v", call.d_v, call.k.batch, call.k.heads, call.v.length, call.v.dim);
     }
 }
 

@@ -6,7 +6,7 @@
 #include <kvpolicy/scorers/backward.hpp>
 #include <kvpolicy/scorers/check_score.hpp>
 #include <kvpolicy/scorers/cuda/common/device_scorer.cuh>
-#include <kvpolicy/scorers/cuda/common/scorer_call.cuh>
+#include <kvpolicy/scorers/cuda/common/scorer_plan.cuh>
 #include <kvpolicy/scorers/cuda_sequence.cuh>
 
 #include <cstddef>
@@ -21,7 +21,7 @@ template <class T, class S>
 void check_sequence_call(const S& scorer, rows_view<const T> k, rows_view<const T> v,
                          const Sequences& sequences, std::int32_t delay, plane_view<float> scores,
                          const ScoreOptions& options) {
-    host_backend::check_score_call<T>(scorer, k, v, without_device_memory(sequences), delay, scores, options);
+    checks::check_score_call<T>(scorer, k, v, without_device_memory(sequences), delay, scores, options);
     detail::require(sequences.cu_seqlens == nullptr || sequences.segments >= 1, "sequences.segments",
                     sequences.segments, "1 or more where cu_seqlens is given");
     detail::require(sequences.starts == nullptr || sequences.cu_seqlens == nullptr, "sequences.starts",

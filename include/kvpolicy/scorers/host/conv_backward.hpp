@@ -54,7 +54,7 @@ struct conv_backward_memory {
 
     template <class S, Storage T>
     conv_backward_memory(const S& scorer, const ScoreBackward<T>& call, void* data) {
-        arena from(data);
+        detail::arena from(data);
         const std::size_t rows = static_cast<std::size_t>(call.k.batch) *
                                  static_cast<std::size_t>(call.k.heads) *
                                  static_cast<std::size_t>(std::max(call.sequences.length, 0));
@@ -71,7 +71,7 @@ struct conv_backward_memory {
             w[layer] = from.take<Real>(
                 convert ? static_cast<std::size_t>(scorer.heads) * width(layer) * 3 * width(layer - 1) : 0);
         }
-        frequencies = from.take<float>(static_cast<std::size_t>(scorer.dim_k));
+        frequencies = from.take<float>(static_cast<std::size_t>(scorer.head_dim_qk));
         bytes = from.bytes();
     }
 };
@@ -80,7 +80,7 @@ struct conv_backward_memory {
 
 template <std::int32_t D, Storage T>
 std::size_t backward_workspace_bytes(const host&, const ConvScorer<D>& scorer, const ScoreBackward<T>& call) {
-    host_backend::check_shape(call.sequences, call.k.heads);
+    checks::check_shape(call.sequences, call.k.heads);
     return host_backend::conv_backward_memory<compute_t<T>>(scorer, call, nullptr).bytes;
 }
 
@@ -90,10 +90,11 @@ void backward(const host& on, const ConvScorer<D>& scorer, const ScoreBackward<T
     namespace hb = host_backend;
     using Real = compute_t<T>;
     using stream = hb::conv_stream;
-    hb::check_workspace(workspace, backward_workspace_bytes(on, scorer, call));
+    checks::check_workspace(workspace, backward_workspace_bytes(on, scorer, call));
     const hb::conv_backward_memory<Real> memory(scorer, call, workspace.data);
     const isa set = on.instructions();
-    const std::int32_t heads = call.k.heads, dim_k = scorer.dim_k, dim_v = scorer.dim_v;
+    const std::int32_t heads = call.k.heads, head_dim_qk = scorer.head_dim_qk,
+                       head_dim_vo = scorer.head_dim_vo;
     const std::int64_t length = call.sequences.length;
     const bool inputs = call.d_k.data != nullptr;
     const auto width = [&](std::int32_t layer) { return std::ptrdiff_t{scorer.channels(layer)}; };
@@ -109,15 +110,15 @@ void backward(const host& on, const ConvScorer<D>& scorer, const ScoreBackward<T
         weights[layer] = hb::real_weights(
             all.w, static_cast<std::size_t>(heads * width(layer) * 3 * width(layer - 1)), memory.w[layer]);
     }
-    scorer.rope.fill_frequencies(dim_k, memory.frequencies);
+    scorer.rope.fill_frequencies(head_dim_qk, memory.frequencies);
 
     on.parallel_for(std::int64_t{call.k.batch} * heads, [&](std::int64_t task) {
         const std::int64_t b = task / heads, h = task % heads;
         const auto head = static_cast<std::int32_t>(h);
         if (inputs) {
             for (std::int64_t t = 0; t < call.sequences.length_of(b); ++t) {
-                std::fill_n(call.d_k.row(b, h, t), dim_k, Real(0));
-                std::fill_n(call.d_v.row(b, h, t), dim_v, Real(0));
+                std::fill_n(call.d_k.row(b, h, t), head_dim_qk, Real(0));
+                std::fill_n(call.d_v.row(b, h, t), head_dim_vo, Real(0));
             }
         }
         hb::for_each_conv_stream(call.sequences, b, call.delay, [&](const stream& s) {
@@ -130,9 +131,9 @@ void backward(const host& on, const ConvScorer<D>& scorer, const ScoreBackward<T
                     std::fill_n(row, width(0), Real(0));
                     continue;
                 }
-                hb::convert_row(call.k.row(b, h, s.begin + t), dim_k, row);
-                scorer.rope.undo(t, dim_k, memory.frequencies, row);
-                hb::convert_row(call.v.row(b, h, s.begin + t), dim_v, row + dim_k);
+                hb::convert_row(call.k.row(b, h, s.begin + t), head_dim_qk, row);
+                scorer.rope.undo(t, head_dim_qk, memory.frequencies, row);
+                hb::convert_row(call.v.row(b, h, s.begin + t), head_dim_vo, row + head_dim_qk);
             }
             const Real* in = x;
             for (std::int32_t layer = 1; layer <= 3; ++layer) {
@@ -191,9 +192,9 @@ void backward(const host& on, const ConvScorer<D>& scorer, const ScoreBackward<T
                 // Each token is in one stream.
                 const Real* d_x = rows_of(memory.d_x, 0, b, h, s) + i * width(0);
                 Real* d_k = call.d_k.row(b, h, s.begin + t);
-                std::copy_n(d_x, dim_k, d_k);
-                scorer.rope.apply(t, dim_k, memory.frequencies, d_k);
-                std::copy_n(d_x + dim_k, dim_v, call.d_v.row(b, h, s.begin + t));
+                std::copy_n(d_x, head_dim_qk, d_k);
+                scorer.rope.apply(t, head_dim_qk, memory.frequencies, d_k);
+                std::copy_n(d_x + head_dim_qk, head_dim_vo, call.d_v.row(b, h, s.begin + t));
             }
         });
     });

@@ -24,11 +24,11 @@ namespace host_backend {
 template <class T>
 void refuse_bad_rows(const host& on, const char* name, const rows_view<const T>& rows,
                      const Sequences& sequences) {
-    check_in_parallel(on, std::int64_t{rows.batch} * rows.heads, [&](std::int64_t task, bool refuse) {
+    checks::check_in_parallel(on, std::int64_t{rows.batch} * rows.heads, [&](std::int64_t task, bool refuse) {
         const std::int64_t b = task / rows.heads, h = task % rows.heads;
         const std::int64_t start = sequences.start_of(b);
         for (std::int64_t t = start; t < start + sequences.length_of(b); ++t) {
-            if (!good_row(refuse, name, rows, b, h, t)) {
+            if (!checks::good_row(refuse, name, rows, b, h, t)) {
                 return false;
             }
         }
@@ -73,13 +73,13 @@ void check_backward_call(const host& on, const S& scorer, const ScoreBackward<T>
     }
     BasicScoreOptions<Real> options;
     options.dropout = call.dropout;
-    check_score_call<T>(scorer, call.k, call.v, call.sequences, call.delay, as_scores, options);
+    checks::check_score_call<T>(scorer, call.k, call.v, call.sequences, call.delay, as_scores, options);
     const bool wanted = call.d_k.data != nullptr;
     detail::require(wanted == (call.d_v.data != nullptr), "d_v.data", wanted ? "null" : "given",
                     "given with d_k, or null with it");
     if (wanted) {
-        check_rows("d_k", call.d_k, call.k.batch, call.k.heads, call.k.length, call.k.dim);
-        check_rows("d_v", call.d_v, call.k.batch, call.k.heads, call.v.length, call.v.dim);
+        checks::check_rows("d_k", call.d_k, call.k.batch, call.k.heads, call.k.length, call.k.dim);
+        checks::check_rows("d_v", call.d_v, call.k.batch, call.k.heads, call.v.length, call.v.dim);
     }
     refuse_bad_rows(on, "k", call.k, call.sequences);
     refuse_bad_rows(on, "v", call.v, call.sequences);
@@ -109,20 +109,21 @@ void for_each_block(const Sequences& sequences, std::int64_t b, Body&& body) {
 /// What an MLP's backward pass needs.
 template <class Real>
 struct mlp_backward_memory {
-    Real* slots;       // a thread's x [block, X], d_x [block, X], rows [block, Dk + Dv]
-    Real* tokens;      // [B, Hkv, S, 2 hidden]: d y, then act(y)
-    Real* w1;          // converted weights, where they must be
-    std::size_t slot;  // numbers of one thread
+    Real* workers;            // a thread's x [block, X], d_x [block, X], rows [block, Dk + Dv]
+    Real* tokens;             // [B, Hkv, S, 2 hidden]: d y, then act(y)
+    Real* w1;                 // converted weights, where they must be
+    std::size_t worker_size;  // numbers of one thread
     std::size_t bytes;
 
     template <class S, Storage T>
     mlp_backward_memory(const host& on, const S& scorer, const ScoreBackward<T>& call, void* data) {
-        arena from(data);
+        detail::arena from(data);
         const auto inner = static_cast<std::size_t>(scorer.input_size());
-        const auto width = static_cast<std::size_t>(scorer.dim_k) + static_cast<std::size_t>(scorer.dim_v);
+        const auto width =
+            static_cast<std::size_t>(scorer.head_dim_qk) + static_cast<std::size_t>(scorer.head_dim_vo);
         const auto heads = static_cast<std::size_t>(call.k.batch) * static_cast<std::size_t>(call.k.heads);
-        slot = aligned_size(scorer_block * (2 * inner + width) * sizeof(Real)) / sizeof(Real);
-        slots = from.take<Real>(slot * static_cast<std::size_t>(on.threads()));
+        worker_size = detail::aligned_size(scorer_block * (2 * inner + width) * sizeof(Real)) / sizeof(Real);
+        workers = from.take<Real>(worker_size * static_cast<std::size_t>(on.threads()));
         tokens = from.take<Real>(heads * static_cast<std::size_t>(call.sequences.length) * 2 *
                                  static_cast<std::size_t>(scorer.hidden));
         const bool convert = !std::is_same_v<Real, float>;
@@ -135,11 +136,11 @@ struct mlp_backward_memory {
 
 template <std::int32_t D, Storage T>
 std::size_t backward_workspace_bytes(const host& on, const LinearScorer<D>&, const ScoreBackward<T>& call) {
-    host_backend::check_shape(call.sequences, call.k.heads);
+    checks::check_shape(call.sequences, call.k.heads);
     return static_cast<std::size_t>(on.threads()) *
-               host_backend::aligned_size(static_cast<std::size_t>(call.k.dim + call.v.dim) *
-                                          sizeof(compute_t<T>)) +
-           host_backend::alignment;
+               detail::aligned_size(static_cast<std::size_t>(call.k.dim + call.v.dim) *
+                                    sizeof(compute_t<T>)) +
+           detail::alignment;
 }
 
 template <std::int32_t D, Storage T>
@@ -147,10 +148,10 @@ void backward(const host& on, const LinearScorer<D>& scorer, const ScoreBackward
               LinearParameters<compute_t<T>> gradients, workspace_view workspace) {
     namespace hb = host_backend;
     using Real = compute_t<T>;
-    hb::check_workspace(workspace, backward_workspace_bytes(on, scorer, call));
-    const std::int32_t dim_k = call.k.dim, dim_v = call.v.dim, inner = dim_k + dim_v;
-    std::byte* memory = hb::aligned(workspace.data);
-    const std::size_t stride = hb::aligned_size(static_cast<std::size_t>(inner) * sizeof(Real));
+    checks::check_workspace(workspace, backward_workspace_bytes(on, scorer, call));
+    const std::int32_t head_dim_qk = call.k.dim, head_dim_vo = call.v.dim, inner = head_dim_qk + head_dim_vo;
+    std::byte* memory = detail::aligned(workspace.data);
+    const std::size_t stride = detail::aligned_size(static_cast<std::size_t>(inner) * sizeof(Real));
     on.parallel_for(call.k.heads, [&](std::int64_t h, int thread) {
         Real* x = reinterpret_cast<Real*>(memory + static_cast<std::size_t>(thread) * stride);
         Real* into = gradients.weight == nullptr ? nullptr : gradients.weight + h * inner;
@@ -163,8 +164,8 @@ void backward(const host& on, const LinearScorer<D>& scorer, const ScoreBackward
                     gradients.bias[h] += d;
                 }
                 if (into != nullptr) {
-                    hb::convert_row(call.k.row(b, h, t), dim_k, x);
-                    hb::convert_row(call.v.row(b, h, t), dim_v, x + dim_k);
+                    hb::convert_row(call.k.row(b, h, t), head_dim_qk, x);
+                    hb::convert_row(call.v.row(b, h, t), head_dim_vo, x + head_dim_qk);
                     for (std::int32_t i = 0; i < inner; ++i) {
                         into[i] += d * x[i];
                     }
@@ -174,11 +175,11 @@ void backward(const host& on, const LinearScorer<D>& scorer, const ScoreBackward
                 }
                 Real* d_k = call.d_k.row(b, h, t);
                 Real* d_v = call.d_v.row(b, h, t);
-                for (std::int32_t i = 0; i < dim_k; ++i) {
+                for (std::int32_t i = 0; i < head_dim_qk; ++i) {
                     d_k[i] = d * static_cast<Real>(w[i]);
                 }
-                for (std::int32_t i = 0; i < dim_v; ++i) {
-                    d_v[i] = d * static_cast<Real>(w[dim_k + i]);
+                for (std::int32_t i = 0; i < head_dim_vo; ++i) {
+                    d_v[i] = d * static_cast<Real>(w[head_dim_qk + i]);
                 }
             }
         }
@@ -188,7 +189,7 @@ void backward(const host& on, const LinearScorer<D>& scorer, const ScoreBackward
 template <class Input, class Act, std::int32_t D, Storage T>
 std::size_t backward_workspace_bytes(const host& on, const BasicMlpScorer<Input, Act, D>& scorer,
                                      const ScoreBackward<T>& call) {
-    host_backend::check_shape(call.sequences, call.k.heads);
+    checks::check_shape(call.sequences, call.k.heads);
     return host_backend::mlp_backward_memory<compute_t<T>>(on, scorer, call, nullptr).bytes;
 }
 
@@ -201,7 +202,7 @@ void backward(const host& on, const BasicMlpScorer<Input, Act, D>& scorer, const
                   "kvpolicy: this MLP's input has no pull_back, so it cannot be trained");
     static_assert(DifferentiableActivation<Act>,
                   "kvpolicy: this MLP's activation has no pull_back, so it cannot be trained");
-    hb::check_workspace(workspace, backward_workspace_bytes(on, scorer, call));
+    checks::check_workspace(workspace, backward_workspace_bytes(on, scorer, call));
     const hb::mlp_backward_memory<Real> memory(on, scorer, call, workspace.data);
     const isa set = on.instructions();
     const std::int32_t inner = scorer.input_size(), hidden = scorer.hidden, heads = call.k.heads;
@@ -221,15 +222,15 @@ void backward(const host& on, const BasicMlpScorer<Input, Act, D>& scorer, const
     };
     const auto gather = [&](std::int64_t b, std::int64_t h, std::int64_t first, std::int32_t count, Real* x,
                             Real* rows) {
-        const rows_of_block from{
-            hb::dense_rows(call.k, b, h, first, count, rows),
-            hb::dense_rows(call.v, b, h, first, count, rows + std::ptrdiff_t{scorer_block} * scorer.dim_k)};
+        const rows_of_block from{hb::dense_rows(call.k, b, h, first, count, rows),
+                                 hb::dense_rows(call.v, b, h, first, count,
+                                                rows + std::ptrdiff_t{scorer_block} * scorer.head_dim_qk)};
         for (std::int32_t t = 0; t < count; ++t) {
             const std::int64_t position = first + t - hb::origin_of(call.sequences, first + t);
             hb::input_at(scorer.input, position)
-                .gather(set, static_cast<std::int32_t>(h), from.keys + std::ptrdiff_t{t} * scorer.dim_k,
-                        from.values + std::ptrdiff_t{t} * scorer.dim_v, scorer.dim_k, scorer.dim_v,
-                        x + std::ptrdiff_t{t} * inner);
+                .gather(set, static_cast<std::int32_t>(h), from.keys + std::ptrdiff_t{t} * scorer.head_dim_qk,
+                        from.values + std::ptrdiff_t{t} * scorer.head_dim_vo, scorer.head_dim_qk,
+                        scorer.head_dim_vo, x + std::ptrdiff_t{t} * inner);
         }
         return from;
     };
@@ -245,7 +246,7 @@ void backward(const host& on, const BasicMlpScorer<Input, Act, D>& scorer, const
         }
         const std::int64_t first = call.sequences.start_of(b) + begin;
         const std::ptrdiff_t layer = Input::per_head ? h : 0;
-        Real* x = memory.slots + static_cast<std::size_t>(thread) * memory.slot;
+        Real* x = memory.workers + static_cast<std::size_t>(thread) * memory.worker_size;
         Real* d_x = x + std::ptrdiff_t{scorer_block} * inner;
         const rows_of_block from = gather(b, h, first, count, x, d_x + std::ptrdiff_t{scorer_block} * inner);
         Real* d_y = tokens_of(b, h) + begin * token;
@@ -275,9 +276,10 @@ void backward(const host& on, const BasicMlpScorer<Input, Act, D>& scorer, const
         for (std::int32_t t = 0; t < count; ++t) {
             const std::int64_t position = first + t - hb::origin_of(call.sequences, first + t);
             hb::input_at(scorer.input, position)
-                .pull_back(set, static_cast<std::int32_t>(h), from.keys + std::ptrdiff_t{t} * scorer.dim_k,
-                           from.values + std::ptrdiff_t{t} * scorer.dim_v, scorer.dim_k, scorer.dim_v,
-                           static_cast<const Real*>(d_x + std::ptrdiff_t{t} * inner),
+                .pull_back(set, static_cast<std::int32_t>(h),
+                           from.keys + std::ptrdiff_t{t} * scorer.head_dim_qk,
+                           from.values + std::ptrdiff_t{t} * scorer.head_dim_vo, scorer.head_dim_qk,
+                           scorer.head_dim_vo, static_cast<const Real*>(d_x + std::ptrdiff_t{t} * inner),
                            call.d_k.row(b, h, first + t), call.d_v.row(b, h, first + t));
         }
     });
@@ -288,15 +290,15 @@ void backward(const host& on, const BasicMlpScorer<Input, Act, D>& scorer, const
         const std::int64_t layer = task / parts;
         const auto r = static_cast<std::int32_t>(task % parts * rows);
         const std::int32_t some = std::min(rows, hidden - r);
-        Real* x = memory.slots + static_cast<std::size_t>(thread) * memory.slot;
-        Real* room = x + 2 * std::ptrdiff_t{scorer_block} * inner;
+        Real* x = memory.workers + static_cast<std::size_t>(thread) * memory.worker_size;
+        Real* buffer = x + 2 * std::ptrdiff_t{scorer_block} * inner;
         for (std::int64_t h = Input::per_head ? layer : 0; h < (Input::per_head ? layer + 1 : heads); ++h) {
             for (std::int64_t b = 0; b < call.k.batch; ++b) {
                 const std::int64_t start = call.sequences.start_of(b);
                 hb::for_each_block(call.sequences, b, [&](std::int64_t first, std::int32_t count) {
                     const Real* d_y = tokens_of(b, h) + (first - start) * token + r;
                     if (gradients.w1 != nullptr) {
-                        gather(b, h, first, count, x, room);
+                        gather(b, h, first, count, x, buffer);
                         hb::run_kernel<hb::combine_kernel>(set, d_y, std::ptrdiff_t{1}, token, some, count,
                                                            static_cast<const Real*>(x), std::ptrdiff_t{inner},
                                                            inner, gradients.w1 + (layer * hidden + r) * inner,
@@ -327,7 +329,7 @@ void score_sequence_backward(const host& on, const S& scorer, const ScoreBackwar
                              typename S::template parameters<compute_t<T>> gradients,
                              workspace_view workspace) {
     host_backend::check_backward_call(on, scorer, call);
-    host_backend::check_workspace(workspace, backward_workspace_bytes(on, scorer, call));
+    checks::check_workspace(workspace, backward_workspace_bytes(on, scorer, call));
     backward(on, scorer, call, gradients, workspace);
 }
 

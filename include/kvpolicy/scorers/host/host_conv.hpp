@@ -37,9 +37,9 @@ void conv_input(const ConvScorer<D>& scorer, position_t t, const Real* key, cons
         std::fill_n(x, scorer.channels(0), Real(0));
         return;
     }
-    std::copy_n(key, scorer.dim_k, x);
-    scorer.rope.undo(t, scorer.dim_k, frequencies, x);
-    std::copy_n(value, scorer.dim_v, x + scorer.dim_k);
+    std::copy_n(key, scorer.head_dim_qk, x);
+    scorer.rope.undo(t, scorer.head_dim_qk, frequencies, x);
+    std::copy_n(value, scorer.head_dim_vo, x + scorer.head_dim_qk);
 }
 
 /// One layer over one parity: out [rows, Cl] before the activation, from in [rows + 2, C(l-1)].
@@ -72,7 +72,7 @@ std::size_t ConvScorer<D>::span_scratch_size() const {
     constexpr std::size_t half = (scorer_block + 1) / 2;
     const auto width = [&](std::int32_t layer) { return static_cast<std::size_t>(channels(layer)); };
     return (half + 6) * width(0) + (half + 4) * width(1) + (half + 2) * width(2) + half * (width(3) + 1) +
-           static_cast<std::size_t>(dim_k);
+           static_cast<std::size_t>(head_dim_qk);
 }
 
 template <std::int32_t D>
@@ -88,7 +88,7 @@ void ConvScorer<D>::score_span(std::int32_t head, position_t first, std::int32_t
     Real* const y3 = y2 + std::ptrdiff_t{half + 2} * channels(2);
     Real* const found = y3 + std::ptrdiff_t{half} * channels(3);
     auto* const frequencies = reinterpret_cast<float*>(found + half);
-    rope.fill_frequencies(dim_k, frequencies);
+    rope.fill_frequencies(head_dim_qk, frequencies);
     for (std::int32_t parity = 0; parity < 2; ++parity) {
         const std::int32_t rows = (count - parity + 1) / 2;
         const position_t start = first + parity;  // row i of the output is token start + 2 i
@@ -97,8 +97,8 @@ void ConvScorer<D>::score_span(std::int32_t head, position_t first, std::int32_t
         }
         for (std::int32_t i = 0; i < rows + 6; ++i) {
             const std::ptrdiff_t row = 2 * std::ptrdiff_t{i} + parity;
-            conv_input(*this, start - reach + 2 * position_t{i}, keys + row * dim_k, values + row * dim_v,
-                       frequencies, x + std::ptrdiff_t{i} * channels(0));
+            conv_input(*this, start - reach + 2 * position_t{i}, keys + row * head_dim_qk,
+                       values + row * head_dim_vo, frequencies, x + std::ptrdiff_t{i} * channels(0));
         }
         conv_project(set, *this, 1, head, x, rows + 4, y1);
         conv_activate(set, *this, 1, start - 4, rows + 4, dropout, y1);
@@ -119,12 +119,12 @@ void ConvScorer<D>::score_span(std::int32_t head, position_t first, std::int32_t
 
 template <std::int32_t D>
 void ConvScorer<D>::check(std::int32_t kv_heads, std::int32_t key_dim, std::int32_t value_dim) const {
-    host_backend::check_scorer_shape("ConvScorer", D, *this, kv_heads, key_dim, value_dim);
-    detail::require(channels(0) >= 8, "ConvScorer.dim_k + dim_v", channels(0),
+    checks::check_scorer_shape("ConvScorer", D, *this, kv_heads, key_dim, value_dim);
+    detail::require(channels(0) >= 8, "ConvScorer.head_dim_qk + head_dim_vo", channels(0),
                     "8 or more, since every layer halves the channels");
     detail::require(batch >= 0, "ConvScorer.batch", batch, "0 (as late as the window allows) or more");
-    rope.check("ConvScorer", dim_k);
-    host_backend::check_parameters("ConvScorer", *this, weights);
+    rope.check("ConvScorer", head_dim_qk);
+    checks::check_parameters("ConvScorer", *this, weights);
 }
 
 }  // namespace kvpolicy

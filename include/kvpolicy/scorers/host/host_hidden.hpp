@@ -43,18 +43,18 @@ void score_hidden_tokens(isa set, const S& scorer, const HiddenRows& hidden, std
 template <HiddenScorer S, class Real>
 std::size_t score_hidden_workspace_bytes(const host& on, const S& scorer, const Sequences&) {
     return static_cast<std::size_t>(on.threads()) *
-               host_backend::aligned_size(host_backend::hidden_block_reals(scorer) * sizeof(Real)) +
-           host_backend::alignment;
+               detail::aligned_size(host_backend::hidden_block_reals(scorer) * sizeof(Real)) +
+           detail::alignment;
 }
 
 template <HiddenScorer S, class Real>
 void score_hidden(const host& on, const S& scorer, const HiddenRows& hidden, const Sequences& sequences,
                   plane_view<Real> scores, workspace_view workspace) {
     namespace hb = host_backend;
-    hb::check_hidden_call<S, Real>(scorer, hidden, sequences, scores, "scores");
-    hb::check_workspace(workspace, score_hidden_workspace_bytes<S, Real>(on, scorer, sequences));
-    std::byte* const memory = hb::aligned(workspace.data);
-    const std::size_t stride = hb::aligned_size(hb::hidden_block_reals(scorer) * sizeof(Real));
+    checks::check_hidden_call<S, Real>(scorer, hidden, sequences, scores, "scores");
+    checks::check_workspace(workspace, score_hidden_workspace_bytes<S, Real>(on, scorer, sequences));
+    std::byte* const memory = detail::aligned(workspace.data);
+    const std::size_t stride = detail::aligned_size(hb::hidden_block_reals(scorer) * sizeof(Real));
     const std::int64_t blocks = (std::int64_t{sequences.length} + scorer_block - 1) / scorer_block;
     on.parallel_for(blocks * hidden.batch, [&](std::int64_t task, int thread) {
         const std::int64_t b = task / blocks, begin = task % blocks * scorer_block;
@@ -81,7 +81,7 @@ struct hidden_backward_memory {
 
     template <class S>
     hidden_backward_memory(const S& scorer, const HiddenBackward<Real>& call, void* data) {
-        arena from(data);
+        detail::arena from(data);
         const auto inner = static_cast<std::size_t>(scorer.hidden_width());
         const auto hidden = static_cast<std::size_t>(scorer.hidden);
         const std::size_t rows = static_cast<std::size_t>(std::max(call.hidden.batch, 0)) *
@@ -99,7 +99,7 @@ struct hidden_backward_memory {
 template <class Input, class Act, std::int32_t D, class Real>
 requires takes_hidden_state<Input> std::size_t score_hidden_backward_workspace_bytes(
     const host&, const BasicMlpScorer<Input, Act, D>& scorer, const HiddenBackward<Real>& call) {
-    host_backend::check_shape(call.sequences, call.d_scores.heads);
+    checks::check_shape(call.sequences, call.d_scores.heads);
     return host_backend::hidden_backward_memory<Real>(scorer, call, nullptr).bytes;
 }
 
@@ -111,20 +111,20 @@ void score_hidden_backward(const host& on, const BasicMlpScorer<Input, Act, D>& 
     namespace hb = host_backend;
     static_assert(DifferentiableActivation<Act>,
                   "kvpolicy: this MLP's activation has no pull_back, so it cannot be trained");
-    hb::check_hidden_call<BasicMlpScorer<Input, Act, D>, Real>(scorer, call.hidden, call.sequences,
-                                                               call.d_scores, "d_scores");
+    checks::check_hidden_call<BasicMlpScorer<Input, Act, D>, Real>(scorer, call.hidden, call.sequences,
+                                                                   call.d_scores, "d_scores");
     const std::int32_t batch = call.hidden.batch, heads = scorer.heads, inner = scorer.input_size(),
                        hidden = scorer.hidden;
     const std::int64_t length = call.sequences.length;
     if (call.d_hidden.data != nullptr) {
-        hb::check_rows("d_hidden", call.d_hidden, batch, 1, call.hidden.length, inner);
+        checks::check_rows("d_hidden", call.d_hidden, batch, 1, call.hidden.length, inner);
     }
-    hb::check_workspace(workspace, score_hidden_backward_workspace_bytes(on, scorer, call));
+    checks::check_workspace(workspace, score_hidden_backward_workspace_bytes(on, scorer, call));
     const hb::hidden_backward_memory<Real> memory(scorer, call, workspace.data);
     const isa set = on.instructions();
     const auto row_of = [&](std::int64_t b, std::int64_t t) { return b * length + t; };
     // Looked at in the workspace, before anything of the caller's is written.
-    hb::check_in_parallel(on, batch * length, [&](std::int64_t task, bool refuse) {
+    checks::check_in_parallel(on, batch * length, [&](std::int64_t task, bool refuse) {
         const std::int64_t b = task / length, t = task % length;
         if (t >= call.sequences.length_of(b)) {
             return true;

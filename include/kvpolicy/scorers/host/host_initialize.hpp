@@ -64,15 +64,15 @@ template <std::int32_t D, class Feature, class Values>
 void initialize(const mLSTMScorer<D, Feature, Values>& scorer, mLSTMParameters<float> into,
                 std::uint64_t seed, const mLSTMStart& start) {
     using namespace host_backend;
-    check_parameters("mLSTMScorer", scorer, into);
+    checks::check_parameters("mLSTMScorer", scorer, into);
     const std::int32_t heads = scorer.heads;
     const std::int32_t inputs = scorer.input_size();
     const std::int64_t all = std::int64_t{heads} * inputs;
     const double noise = start.noise;
-    fill_identity(into.w_q, heads, scorer.projection(), inputs, 0, scorer.dim_k, {seed * 8}, noise);
-    fill_identity(into.w_k, heads, scorer.projection(), inputs, 0, scorer.dim_k, {seed * 8 + 1}, noise);
+    fill_identity(into.w_q, heads, scorer.projection(), inputs, 0, scorer.head_dim_qk, {seed * 8}, noise);
+    fill_identity(into.w_k, heads, scorer.projection(), inputs, 0, scorer.head_dim_qk, {seed * 8 + 1}, noise);
     if constexpr (Values::projected) {
-        fill_identity(into.w_v, heads, scorer.value_width(), inputs, scorer.dim_k, scorer.dim_v,
+        fill_identity(into.w_v, heads, scorer.value_width(), inputs, scorer.head_dim_qk, scorer.head_dim_vo,
                       {seed * 8 + 2}, noise);
     }
     fill_normal(into.w_i, all, {seed * 8 + 3}, noise);
@@ -91,7 +91,7 @@ void initialize(const mLSTMScorer<D, Feature, Values>& scorer, mLSTMParameters<f
 template <class Input, class Act, std::int32_t D>
 void initialize(const BasicMlpScorer<Input, Act, D>& scorer, MlpParameters<float> into, std::uint64_t seed) {
     using namespace host_backend;
-    check_parameters("MlpScorer", scorer, into);
+    checks::check_parameters("MlpScorer", scorer, into);
     const std::int64_t rows = std::int64_t{Input::per_head ? scorer.heads : 1} * scorer.hidden;
     fill_normal(into.w1, rows * scorer.input_size(), {seed},
                 1.0 / std::sqrt(static_cast<double>(scorer.input_size())));
@@ -107,7 +107,7 @@ void initialize(const BasicMlpScorer<Input, Act, D>& scorer, MlpParameters<float
 template <std::int32_t D>
 void initialize(const ConvScorer<D>& scorer, ConvParameters<float> into, std::uint64_t seed) {
     using namespace host_backend;
-    check_parameters("ConvScorer", scorer, into);
+    checks::check_parameters("ConvScorer", scorer, into);
     for (std::int32_t layer = 1; layer <= 3; ++layer) {
         const std::int64_t in = scorer.channels(layer - 1),
                            out = std::int64_t{scorer.heads} * scorer.channels(layer);
@@ -123,8 +123,8 @@ void initialize(const ConvScorer<D>& scorer, ConvParameters<float> into, std::ui
 template <std::int32_t D>
 void initialize(const LinearScorer<D>& scorer, LinearParameters<float> into, std::uint64_t /*seed*/) {
     using namespace host_backend;
-    check_parameters("LinearScorer", scorer, into);
-    fill_value(into.weight, std::int64_t{scorer.heads} * (scorer.dim_k + scorer.dim_v), 0.0f);
+    checks::check_parameters("LinearScorer", scorer, into);
+    fill_value(into.weight, std::int64_t{scorer.heads} * (scorer.head_dim_qk + scorer.head_dim_vo), 0.0f);
     fill_value(into.bias, scorer.heads, 0.0f);
 }
 

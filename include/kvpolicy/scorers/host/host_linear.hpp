@@ -21,8 +21,8 @@ template <class Real>
 void LinearScorer<D>::score_block(std::int32_t head, std::int32_t count, const Real* keys, const Real* values,
                                   Real* scores, Real* scratch, isa set) const {
     using namespace host_backend;
-    const std::int32_t k_dim = D == dynamic ? dim_k : D;
-    const std::int32_t v_dim = D == dynamic ? dim_v : D;
+    const std::int32_t k_dim = D == dynamic ? head_dim_qk : D;
+    const std::int32_t v_dim = D == dynamic ? head_dim_vo : D;
     const float* a = weights.weight + static_cast<std::ptrdiff_t>(head) * (k_dim + v_dim);
     const float* none = nullptr;
     run_kernel<project_kernel>(set, keys, std::ptrdiff_t{k_dim}, count, a, std::ptrdiff_t{0}, 1, k_dim, none,
@@ -37,8 +37,8 @@ void LinearScorer<D>::score_block(std::int32_t head, std::int32_t count, const R
 
 template <std::int32_t D>
 void LinearScorer<D>::check(std::int32_t kv_heads, std::int32_t key_dim, std::int32_t value_dim) const {
-    host_backend::check_scorer_shape("LinearScorer", D, *this, kv_heads, key_dim, value_dim);
-    host_backend::check_parameters("LinearScorer", *this, weights);
+    checks::check_scorer_shape("LinearScorer", D, *this, kv_heads, key_dim, value_dim);
+    checks::check_parameters("LinearScorer", *this, weights);
 }
 
 }  // namespace kvpolicy

@@ -37,8 +37,8 @@ void BasicMlpScorer<Input, Act, D>::score_block(std::int32_t head, std::int32_t 
                                                 const Real* values, Real* scores, Real* scratch, isa set,
                                                 position_t first) const requires(!takes_hidden_state<Input>) {
     using namespace host_backend;
-    const std::int32_t k_dim = D == dynamic ? dim_k : D;
-    const std::int32_t v_dim = D == dynamic ? dim_v : D;
+    const std::int32_t k_dim = D == dynamic ? head_dim_qk : D;
+    const std::int32_t v_dim = D == dynamic ? head_dim_vo : D;
     const std::int32_t inner = input.size(k_dim, v_dim);
     const std::ptrdiff_t layer = Input::per_head ? head : 0;
     Real* x = scratch;                                               // [count, inner]
@@ -94,13 +94,13 @@ void BasicMlpScorer<Input, Act, D>::check(std::int32_t kv_heads, [[maybe_unused]
         detail::require(input_size() >= 1, "MlpScorer.input.width", input_size(),
                         "the width of hidden states");
     } else {
-        host_backend::check_scorer_shape("MlpScorer", D, *this, kv_heads, key_dim, value_dim);
+        checks::check_scorer_shape("MlpScorer", D, *this, kv_heads, key_dim, value_dim);
     }
     if constexpr (requires { input.check("MlpScorer", key_dim); }) {
         input.check("MlpScorer", key_dim);
     }
     detail::require(hidden >= 1, "MlpScorer.hidden", hidden, "1 or more");
-    host_backend::check_parameters("MlpScorer", *this, weights);
+    checks::check_parameters("MlpScorer", *this, weights);
 }
 
 }  // namespace kvpolicy

@@ -14,7 +14,7 @@ namespace kvpolicy {
 
 namespace host_backend {
 
-/// Gates as logarithms, in double: log f near 0 must survive being added to a large stabiliser.
+/// Gates as logarithms, in double: log f near 0 must survive being added to a large stabilizer.
 struct mlstm_gates {
     double log_input;
     double log_forget;
@@ -96,12 +96,12 @@ struct mlstm_head {
 };
 
 template <class Real>
-double load_stabiliser(const Real* m) {
+double load_stabilizer(const Real* m) {
     return static_cast<double>(m[0]) + static_cast<double>(m[1]);
 }
 
 template <class Real>
-void store_stabiliser(double m, Real* to) {
+void store_stabilizer(double m, Real* to) {
     to[0] = static_cast<Real>(m);
     to[1] = std::isfinite(m) ? static_cast<Real>(m - static_cast<double>(to[0])) : Real(0);
 }
@@ -126,8 +126,8 @@ void mLSTMScorer<D, Feature, Values>::absorb(std::int32_t head, Real* state, con
     Real* y = x + of.inputs;
     Real* k = y + of.projection;
     Real* v = k + of.features;
-    std::copy_n(key, dim_k, x);
-    std::copy_n(value, dim_v, x + dim_k);
+    std::copy_n(key, head_dim_qk, x);
+    std::copy_n(value, head_dim_vo, x + head_dim_qk);
     of.project(set, x, 1, of.w_k(), of.projection, y);
     Feature::map(set, y, of.features, k);
     const Real* written = value;
@@ -140,13 +140,13 @@ void mLSTMScorer<D, Feature, Values>::absorb(std::int32_t head, Real* state, con
                        static_cast<double>(dot(set, x, of.w_f(), of.inputs, of.b_f())), gate_softcap);
 
     Real* z = state + static_cast<std::ptrdiff_t>(of.features) * of.width;
-    Real* stabiliser = z + of.features;
-    const double kept = gates.log_forget + load_stabiliser(stabiliser);
+    Real* stabilizer = z + of.features;
+    const double kept = gates.log_forget + load_stabilizer(stabilizer);
     const double m = mlstm_max(kept, gates.log_input);
     run_kernel<update_kernel>(set, static_cast<Real>(std::exp(kept - m)),
                               static_cast<Real>(std::exp(gates.log_input - m)), static_cast<const Real*>(k),
                               of.features, written, of.width, state, z);
-    store_stabiliser(m, stabiliser);
+    store_stabilizer(m, stabilizer);
 }
 
 template <std::int32_t D, FeatureMap Feature, ValuePath Values>
@@ -159,8 +159,8 @@ Real mLSTMScorer<D, Feature, Values>::read(std::int32_t head, const Real* state,
     Real* y = x + of.inputs;
     Real* q = y + of.projection;
     Real* h = q + of.features;
-    std::copy_n(key, dim_k, x);
-    std::copy_n(value, dim_v, x + dim_k);
+    std::copy_n(key, head_dim_qk, x);
+    std::copy_n(value, head_dim_vo, x + head_dim_qk);
     of.project(set, x, 1, of.w_q(), of.projection, y);
     Feature::map(set, y, of.features, q);
     const Real* z = state + static_cast<std::ptrdiff_t>(of.features) * of.width;
@@ -174,16 +174,16 @@ Real mLSTMScorer<D, Feature, Values>::read(std::int32_t head, const Real* state,
 template <std::int32_t D, FeatureMap Feature, ValuePath Values>
 void mLSTMScorer<D, Feature, Values>::check(std::int32_t kv_heads, std::int32_t key_dim,
                                             std::int32_t value_dim) const {
-    host_backend::check_scorer_shape("mLSTMScorer", D, *this, kv_heads, key_dim, value_dim);
+    checks::check_scorer_shape("mLSTMScorer", D, *this, kv_heads, key_dim, value_dim);
     detail::require(d_qk >= 0 && Feature::allows(features()), "mLSTMScorer.d_qk", features(),
                     Feature::allowed);
     detail::require(d_v >= 0 && value_width() >= 1, "mLSTMScorer.d_v", value_width(), "1 or more");
-    detail::require(
-        Values::projected || value_width() == dim_v, "mLSTMScorer.d_v", value_width(),
-        detail::text("the width of the values, ", dim_v, ", since DirectValues writes them as they are"));
+    detail::require(Values::projected || value_width() == head_dim_vo, "mLSTMScorer.d_v", value_width(),
+                    detail::text("the width of the values, ", head_dim_vo,
+                                 ", since DirectValues writes them as they are"));
     detail::require(gate_softcap >= 0.0f && std::isfinite(gate_softcap), "mLSTMScorer.gate_softcap",
                     gate_softcap, "a finite number above 0, or 0 for none");
-    host_backend::check_parameters("mLSTMScorer", *this, weights);
+    checks::check_parameters("mLSTMScorer", *this, weights);
 }
 
 }  // namespace kvpolicy

@@ -66,20 +66,20 @@ std::size_t block_scratch(const S& scorer) {
     }
 }
 
-/// Work items are taken by as many slots as there are threads, each with memory of its own; results depend on neither.
+/// Work items are taken by as many workers as there are threads, each with memory of its own; results depend on neither.
 template <class Body>
-void for_each_in_slots(const host& on, std::int64_t count, std::int64_t slots, Body&& body) {
+void for_each_by_worker(const host& on, std::int64_t count, std::int64_t workers, Body&& body) {
     std::atomic<std::int64_t> next{0};
-    on.parallel_for(slots, [&](std::int64_t slot) {
+    on.parallel_for(workers, [&](std::int64_t worker) {
         for (std::int64_t item; (item = next.fetch_add(1, std::memory_order_relaxed)) < count;) {
-            body(slot, item);
+            body(worker, item);
         }
     });
 }
 
 template <class Real, class S>
-std::size_t slot_reals(const S& scorer, std::int32_t dim_k, std::int32_t dim_v) {
-    std::size_t rows = static_cast<std::size_t>(dim_k) + static_cast<std::size_t>(dim_v);
+std::size_t worker_reals(const S& scorer, std::int32_t head_dim_qk, std::int32_t head_dim_vo) {
+    std::size_t rows = static_cast<std::size_t>(head_dim_qk) + static_cast<std::size_t>(head_dim_vo);
     std::size_t reals;
     if constexpr (S::when == score_time::on_arrival) {
         reals = (BlockScorer<S> ? scorer_block : 1) * rows + block_scratch(scorer);
@@ -88,7 +88,7 @@ std::size_t slot_reals(const S& scorer, std::int32_t dim_k, std::int32_t dim_v) 
     } else {
         reals = rows + scorer.scratch_size() + scorer.state_size();
     }
-    return aligned_size(reals * sizeof(Real)) / sizeof(Real);
+    return detail::aligned_size(reals * sizeof(Real)) / sizeof(Real);
 }
 
 /// The first token of the packed segment that token t of a sequence is in; 0 without segments.
@@ -125,9 +125,9 @@ void score_stateless(const host& on, const S& scorer, rows_view<const T> k, rows
                      const Sequences& sequences, plane_view<Real> scores, Real* memory) {
     const std::int64_t blocks = stateless_blocks(sequences);
     const std::int64_t count = blocks * k.batch * k.heads;
-    const std::int64_t slots = std::min<std::int64_t>(count, on.threads());
-    const auto stride = static_cast<std::ptrdiff_t>(slot_reals<Real>(scorer, k.dim, v.dim));
-    for_each_in_slots(on, count, slots, [&](std::int64_t slot, std::int64_t item) {
+    const std::int64_t workers = std::min<std::int64_t>(count, on.threads());
+    const auto stride = static_cast<std::ptrdiff_t>(worker_reals<Real>(scorer, k.dim, v.dim));
+    for_each_by_worker(on, count, workers, [&](std::int64_t worker, std::int64_t item) {
         const auto h = static_cast<std::int32_t>(item / blocks % k.heads);
         const std::int64_t b = item / blocks / k.heads;
         const std::int64_t begin = item % blocks * scorer_block;
@@ -137,10 +137,10 @@ void score_stateless(const host& on, const S& scorer, rows_view<const T> k, rows
             return;
         }
         const std::int64_t first = sequences.start_of(b) + begin;
-        constexpr std::ptrdiff_t room = BlockScorer<S> ? scorer_block : 1;
-        Real* keys = memory + slot * stride;
-        Real* values = keys + room * k.dim;
-        Real* scratch = values + room * v.dim;
+        constexpr std::ptrdiff_t capacity = BlockScorer<S> ? scorer_block : 1;
+        Real* keys = memory + worker * stride;
+        Real* values = keys + capacity * k.dim;
+        Real* scratch = values + capacity * v.dim;
         Real* out = scores.head(b, h);
         if constexpr (requires {
                           scorer.score_block(h, 1, keys, values, out, scratch, isa::portable, position_t{});
@@ -170,15 +170,15 @@ void score_recurrent(const host& on, const S& scorer, rows_view<const T> k, rows
                      Real* memory) {
     const std::int64_t segments = sequences.cu_seqlens == nullptr ? 1 : sequences.segments;
     const std::int64_t count = segments * k.batch * k.heads;
-    const std::int64_t slots = std::min<std::int64_t>(count, on.threads());
-    const auto stride = static_cast<std::ptrdiff_t>(slot_reals<Real>(scorer, k.dim, v.dim));
+    const std::int64_t workers = std::min<std::int64_t>(count, on.threads());
+    const auto stride = static_cast<std::ptrdiff_t>(worker_reals<Real>(scorer, k.dim, v.dim));
     const std::size_t size = scorer.state_size();
-    for_each_in_slots(on, count, slots, [&](std::int64_t slot, std::int64_t item) {
+    for_each_by_worker(on, count, workers, [&](std::int64_t worker, std::int64_t item) {
         const auto h = static_cast<std::int32_t>(item / segments % k.heads);
         const std::int64_t b = item / segments / k.heads;
         const stream_range range = segment_of(sequences, b, item % segments);
         const bool last = range.last;
-        Real* state = memory + slot * stride;
+        Real* state = memory + worker * stride;
         Real* key = state + size;
         Real* value = key + k.dim;
         Real* scratch = value + v.dim;
@@ -209,15 +209,15 @@ void score_recurrent(const host& on, const S& scorer, rows_view<const T> k, rows
 /// The rows of tokens first - reach .. first + count - 1 + reach, without gaps, of which those before `begin` hold anything.
 template <class T, class Real>
 const Real* rows_around(const rows_view<const T>& rows, std::int64_t b, std::int64_t h, std::int64_t begin,
-                        std::int64_t first, std::int32_t count, std::int32_t reach, Real* room) {
+                        std::int64_t first, std::int32_t count, std::int32_t reach, Real* buffer) {
     const std::int64_t from = first - reach;
     if (from >= begin) {
-        return dense_rows(rows, b, h, from, count + 2 * reach, room);
+        return dense_rows(rows, b, h, from, count + 2 * reach, buffer);
     }
     for (std::int64_t t = begin; t < first + count + reach; ++t) {
-        convert_row(rows.row(b, h, t), rows.dim, room + (t - from) * rows.dim);
+        convert_row(rows.row(b, h, t), rows.dim, buffer + (t - from) * rows.dim);
     }
-    return room;
+    return buffer;
 }
 
 /// The stream of dropout of one head's sequence or packed segment.
@@ -248,18 +248,18 @@ void score_in_window(const host& on, const S& scorer, rows_view<const T> k, rows
                      [[maybe_unused]] const Dropout& dropout, Real* memory) {
     const std::int64_t blocks = stateless_blocks(sequences);
     const std::int64_t count = blocks * k.batch * k.heads;
-    const std::int64_t slots = std::min<std::int64_t>(count, on.threads());
-    const auto stride = static_cast<std::ptrdiff_t>(slot_reals<Real>(scorer, k.dim, v.dim));
-    for_each_in_slots(on, count, slots, [&](std::int64_t slot, std::int64_t item) {
+    const std::int64_t workers = std::min<std::int64_t>(count, on.threads());
+    const auto stride = static_cast<std::ptrdiff_t>(worker_reals<Real>(scorer, k.dim, v.dim));
+    for_each_by_worker(on, count, workers, [&](std::int64_t worker, std::int64_t item) {
         const auto h = static_cast<std::int32_t>(item / blocks % k.heads);
         const std::int64_t b = item / blocks / k.heads;
         // The tokens that leave in this call are as many as it brings.
         const std::int64_t begin = std::max<std::int64_t>(0, std::int64_t{sequences.start_of(b)} - delay) +
                                    item % blocks * scorer_block;
-        constexpr std::ptrdiff_t room = scorer_block + 2 * S::reach;
-        Real* keys = memory + slot * stride;
-        Real* values = keys + room * k.dim;
-        Real* scratch = values + room * v.dim;
+        constexpr std::ptrdiff_t capacity = scorer_block + 2 * S::reach;
+        Real* keys = memory + worker * stride;
+        Real* values = keys + capacity * k.dim;
+        Real* scratch = values + capacity * v.dim;
         for_each_leaving(
             sequences, b, begin, begin + scorer_block, delay,
             [&](std::int64_t segment, std::int64_t origin, std::int64_t first, std::int64_t end) {
@@ -267,7 +267,7 @@ void score_in_window(const host& on, const S& scorer, rows_view<const T> k, rows
                 const Real* key = rows_around(k, b, h, origin, first, tokens, S::reach, keys);
                 const Real* value = rows_around(v, b, h, origin, first, tokens, S::reach, values);
                 Real* out = scores.head(b, h) + first;
-                if constexpr (has_dropout<S>) {
+                if constexpr (checks::has_dropout<S>) {
                     scorer.score_span(h, first - origin, tokens, key, value, out, scratch, on.instructions(),
                                       {dropout, dropout_stream(b, h, k.heads, segment)});
                 } else {
@@ -280,12 +280,13 @@ void score_in_window(const host& on, const S& scorer, rows_view<const T> k, rows
 
 template <class S>
 bool takes_chunks(const S&, form how) {
-    return has_chunkwise<S> && how != form::recurrent;
+    return checks::has_chunkwise<S> && how != form::recurrent;
 }
 
 template <class Real, class S>
-std::size_t score_sequence_bytes(const host& on, const S& scorer, std::int32_t heads, std::int32_t dim_k,
-                                 std::int32_t dim_v, const Sequences& sequences, form how) {
+std::size_t score_sequence_bytes(const host& on, const S& scorer, std::int32_t heads,
+                                 std::int32_t head_dim_qk, std::int32_t head_dim_vo,
+                                 const Sequences& sequences, form how) {
     const std::int64_t pairs = std::int64_t{sequences.batch} * heads;
     if (pairs <= 0 || sequences.length <= 0) {
         return 0;
@@ -294,16 +295,16 @@ std::size_t score_sequence_bytes(const host& on, const S& scorer, std::int32_t h
     std::int64_t items = 1;
     if constexpr (S::when == score_time::on_arrival || S::when == score_time::in_window) {
         items = pairs * stateless_blocks(sequences);
-    } else if constexpr (has_chunkwise<S>) {
+    } else if constexpr (checks::has_chunkwise<S>) {
         if (takes_chunks(scorer, how)) {
-            return mlstm_chunkwise_bytes<Real>(on, scorer, sequences, heads) + alignment;
+            return mlstm_chunkwise_bytes<Real>(on, scorer, sequences, heads) + detail::alignment;
         }
         items = pairs * segments;
     } else {
         items = pairs * segments;
     }
-    const auto slots = static_cast<std::size_t>(std::min<std::int64_t>(items, on.threads()));
-    return slots * slot_reals<Real>(scorer, dim_k, dim_v) * sizeof(Real) + alignment;
+    const auto workers = static_cast<std::size_t>(std::min<std::int64_t>(items, on.threads()));
+    return workers * worker_reals<Real>(scorer, head_dim_qk, head_dim_vo) * sizeof(Real) + detail::alignment;
 }
 
 }  // namespace host_backend
@@ -313,7 +314,7 @@ std::size_t score_sequence_workspace_bytes(
     const host& on, const S& scorer, rows_view<K> k, rows_view<V> v, const Sequences& sequences,
     const BasicScoreOptions<compute_t<std::remove_const_t<K>>>& options) {
     using Real = compute_t<std::remove_const_t<K>>;
-    host_backend::check_shape(sequences, k.heads);
+    checks::check_shape(sequences, k.heads);
     return host_backend::score_sequence_bytes<Real>(on, scorer, k.heads, k.dim, v.dim, sequences,
                                                     options.how);
 }
@@ -338,10 +339,10 @@ void score_sequence(const host& on, const S& scorer, rows_view<K> k, rows_view<V
         "kvpolicy: this scorer computes in float only; double rows need members that are templates on Real");
     const rows_view<const T> keys = k;
     const rows_view<const T> values = v;
-    host_backend::check_score_call<T>(scorer, keys, values, sequences, delay, scores, options);
+    checks::check_score_call<T>(scorer, keys, values, sequences, delay, scores, options);
     const std::size_t needed =
         host_backend::score_sequence_bytes<Real>(on, scorer, k.heads, k.dim, v.dim, sequences, options.how);
-    host_backend::check_workspace(workspace, needed);
+    checks::check_workspace(workspace, needed);
     Real* states = options.states;
     if constexpr (S::when == score_time::on_leaving) {
         // A sequence that has not begun leaves the state of one that has not begun.
@@ -357,14 +358,14 @@ void score_sequence(const host& on, const S& scorer, rows_view<K> k, rows_view<V
     if (needed == 0) {
         return;
     }
-    Real* memory = reinterpret_cast<Real*>(host_backend::aligned(workspace.data));
+    Real* memory = reinterpret_cast<Real*>(detail::aligned(workspace.data));
     if constexpr (S::when == score_time::on_arrival) {
         host_backend::score_stateless(on, scorer, keys, values, sequences, scores, memory);
     } else if constexpr (S::when == score_time::in_window) {
         host_backend::score_in_window(on, scorer, keys, values, sequences, delay, scores, options.dropout,
                                       memory);
     } else {
-        if constexpr (host_backend::has_chunkwise<S>) {
+        if constexpr (checks::has_chunkwise<S>) {
             if (host_backend::takes_chunks(scorer, options.how)) {
                 host_backend::score_chunkwise(on, scorer, keys, values, sequences, delay, scores, states,
                                               reinterpret_cast<std::byte*>(memory));

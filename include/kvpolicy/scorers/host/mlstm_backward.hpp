@@ -15,7 +15,7 @@ namespace kvpolicy {
 template <std::int32_t D, class Feature, class Values, Storage T>
 std::size_t backward_workspace_bytes(const host& on, const mLSTMScorer<D, Feature, Values>& scorer,
                                      const ScoreBackward<T>& call) {
-    host_backend::check_shape(call.sequences, call.k.heads);
+    checks::check_shape(call.sequences, call.k.heads);
     return host_backend::mlstm_backward_memory<mLSTMScorer<D, Feature, Values>, compute_t<T>>(on, scorer,
                                                                                               call, nullptr)
         .bytes;
@@ -29,7 +29,7 @@ void backward(const host& on, const mLSTMScorer<D, Feature, Values>& scorer, con
     using Scorer = mLSTMScorer<D, Feature, Values>;
     static_assert(DifferentiableFeatureMap<Feature>,
                   "kvpolicy: this feature map has no pull_back, so its scorer cannot be trained");
-    hb::check_workspace(workspace, backward_workspace_bytes(on, scorer, call));
+    checks::check_workspace(workspace, backward_workspace_bytes(on, scorer, call));
     const hb::mlstm_backward_memory<Scorer, Real> memory(on, scorer, call, workspace.data);
     const isa set = on.instructions();
     const hb::mlstm_token_row row(scorer);
@@ -124,13 +124,14 @@ void backward(const host& on, const mLSTMScorer<D, Feature, Values>& scorer, con
 
     // d x = sum over those rows of weight^T (token's row), and the value itself where it is written as it is.
     const Real* weights[part_count];
-    Real* room = memory.weights;
+    Real* buffer = memory.weights;
     for (std::int64_t i = 0; i < part_count; ++i) {
         const std::size_t count = static_cast<std::size_t>(heads) * static_cast<std::size_t>(parts[i].count) *
                                   static_cast<std::size_t>(inputs);
-        weights[i] = parts[i].weights == nullptr ? nullptr : hb::real_weights(parts[i].weights, count, room);
+        weights[i] =
+            parts[i].weights == nullptr ? nullptr : hb::real_weights(parts[i].weights, count, buffer);
         if (!std::is_same_v<Real, float>) {
-            room += count;
+            buffer += count;
         }
     }
     const std::int64_t blocks = (length + scorer_block - 1) / scorer_block;

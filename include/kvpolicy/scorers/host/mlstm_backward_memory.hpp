@@ -33,22 +33,22 @@ struct mlstm_backward_memory {
     Real* tokens;    // [B, Hkv, S][row]
     Real* readouts;  // [B, Hkv][2 d_v + 1]: d readout, d norm_gain, d readout_bias
     Real* weights;   // converted weights, where they must be: Wq, Wk, Wv, w_i, w_f, skip of every head
-    std::byte* slots;
-    std::size_t slot, bytes;
+    std::byte* workers;
+    std::size_t worker_size, bytes;
     std::int64_t chunks;  // of the longest stream
 
     // One thread's part.
     struct scratch {
         Real *states, *stack, *x, *y, *k, *v, *q, *xq, *s, *u, *h, *n, *dq, *dk, *dv, *dz;
-        double* stabilisers;
-        explicit scratch(arena& from, const Scorer& scorer, std::int64_t chunks) {
+        double* stabilizers;
+        explicit scratch(detail::arena& from, const Scorer& scorer, std::int64_t chunks) {
             constexpr std::size_t rows = scorer_block;
             const auto inputs = static_cast<std::size_t>(scorer.input_size());
             const auto features = static_cast<std::size_t>(scorer.features());
             const auto width = static_cast<std::size_t>(scorer.value_width());
             const auto projection = static_cast<std::size_t>(scorer.projection());
             states = from.take<Real>(static_cast<std::size_t>(chunks) * features * (width + 1));
-            stabilisers = from.take<double>(static_cast<std::size_t>(chunks));
+            stabilizers = from.take<double>(static_cast<std::size_t>(chunks));
             stack = from.take<Real>(features * (width + 1));  // (A, a)
             x = from.take<Real>(rows * inputs);
             y = from.take<Real>(rows * projection);
@@ -69,7 +69,7 @@ struct mlstm_backward_memory {
 
     template <Storage T>
     mlstm_backward_memory(const host& on, const Scorer& scorer, const ScoreBackward<T>& call, void* data) {
-        arena from(data);
+        detail::arena from(data);
         const auto heads = static_cast<std::size_t>(call.k.batch) * static_cast<std::size_t>(call.k.heads);
         const mlstm_token_row row(scorer);
         tokens = from.take<Real>(heads * static_cast<std::size_t>(call.sequences.length) *
@@ -81,14 +81,14 @@ struct mlstm_backward_memory {
                                                               static_cast<std::size_t>(row.size) *
                                                               static_cast<std::size_t>(scorer.input_size()));
         chunks = (call.sequences.length + scorer_block - 1) / scorer_block;
-        arena counter(nullptr);
+        detail::arena counter(nullptr);
         scratch(counter, scorer, chunks);
-        slot = counter.bytes();
-        slots = from.take<std::byte>(slot * static_cast<std::size_t>(on.threads()));
+        worker_size = counter.bytes();
+        workers = from.take<std::byte>(worker_size * static_cast<std::size_t>(on.threads()));
         bytes = from.bytes();
     }
     scratch of_thread(const Scorer& scorer, int thread) const {
-        arena from(slots + static_cast<std::size_t>(thread) * slot);
+        detail::arena from(workers + static_cast<std::size_t>(thread) * worker_size);
         return scratch(from, scorer, chunks);
     }
 };

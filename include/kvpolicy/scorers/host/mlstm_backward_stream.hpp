@@ -137,7 +137,7 @@ class mlstm_backward_head {
     void forward(const stream_range& range, std::int64_t chunks) {
         double m = -std::numeric_limits<double>::infinity();
         std::fill_n(m_.states, state_size_, Real(0));
-        m_.stabilisers[0] = m;
+        m_.stabilizers[0] = m;
         for (std::int64_t c = 0; c + 1 < chunks; ++c) {
             load(range.begin + c * scorer_block, scorer_block);
             const Real* before = m_.states + c * state_size_;
@@ -158,7 +158,7 @@ class mlstm_backward_head {
             }
             combine(m_.k, 1, of_.features, of_.features, count_, m_.v, of_.width, after, true);
             m = forgotten_ + most;
-            m_.stabilisers[c + 1] = m;
+            m_.stabilizers[c + 1] = m;
         }
     }
 
@@ -166,7 +166,7 @@ class mlstm_backward_head {
         const std::int64_t first = range.begin + c * scorer_block;
         load(first, static_cast<std::int32_t>(std::min<std::int64_t>(scorer_block, range.end - first)));
         const Real* state = m_.states + c * state_size_;
-        const double m = m_.stabilisers[c];
+        const double m = m_.stabilizers[c];
         const std::int32_t features = of_.features, width = of_.width;
         const double end = mlstm_max(m, top_[count_ - 1]);
         Real* a_z = m_.stack + std::ptrdiff_t{features} * width;

@@ -35,7 +35,7 @@ struct mlstm_chunk {
     bool taken_up;                ///< the state before it is options.states'
     bool left;                    ///< the state after it goes to options.states
     double keep, add;             ///< the scan's step: state <- keep * state + add * delta
-    double m;                     ///< stabiliser before it
+    double m;                     ///< stabilizer before it
     double source[scorer_block];  ///< s_j
     double top[scorer_block];     ///< max_{j <= l} s_j
     double forgotten;             ///< b at its last token
@@ -81,8 +81,9 @@ std::size_t mlstm_chunkwise_bytes(const host& on, const Scorer& scorer, const Se
                                   std::int32_t heads) {
     const auto round = static_cast<std::size_t>(mlstm_round(on, sequences, heads));
     const mlstm_chunk_layout layout(scorer);
-    return aligned_size(round * sizeof(mlstm_chunk)) + aligned_size(scorer.state_size() * sizeof(Real)) +
-           round * aligned_size(static_cast<std::size_t>(layout.total) * sizeof(Real));
+    return detail::aligned_size(round * sizeof(mlstm_chunk)) +
+           detail::aligned_size(scorer.state_size() * sizeof(Real)) +
+           round * detail::aligned_size(static_cast<std::size_t>(layout.total) * sizeof(Real));
 }
 
 template <class Scorer, class T, class Real>
@@ -103,12 +104,12 @@ class mlstm_chunkwise {
           layout_(scorer),
           round_(mlstm_round(on, sequences, k.heads)) {
         chunks_ = reinterpret_cast<mlstm_chunk*>(memory);
-        memory += aligned_size(static_cast<std::size_t>(round_) * sizeof(mlstm_chunk));
+        memory += detail::aligned_size(static_cast<std::size_t>(round_) * sizeof(mlstm_chunk));
         running_ = reinterpret_cast<Real*>(memory);
-        memory += aligned_size(scorer.state_size() * sizeof(Real));
+        memory += detail::aligned_size(scorer.state_size() * sizeof(Real));
         buffers_ = reinterpret_cast<Real*>(memory);
         stride_ = static_cast<std::ptrdiff_t>(
-            aligned_size(static_cast<std::size_t>(layout_.total) * sizeof(Real)) / sizeof(Real));
+            detail::aligned_size(static_cast<std::size_t>(layout_.total) * sizeof(Real)) / sizeof(Real));
     }
 
     void run() {
@@ -244,7 +245,7 @@ class mlstm_chunkwise {
                 m_ = -std::numeric_limits<double>::infinity();
             }
             if (chunk.taken_up) {
-                m_ = load_stabiliser(states_of(chunk) + size);
+                m_ = load_stabilizer(states_of(chunk) + size);
             }
             chunk.m = m_;
             const double top = chunk.top[chunk.count - 1];
@@ -253,7 +254,7 @@ class mlstm_chunkwise {
             chunk.add = std::exp(top - most);
             m_ = chunk.forgotten + most;
             if (chunk.left) {
-                store_stabiliser(m_, states_of(chunk) + size);
+                store_stabilizer(m_, states_of(chunk) + size);
             }
         }
         constexpr std::ptrdiff_t least = 1024;

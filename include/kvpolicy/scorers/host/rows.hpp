@@ -29,28 +29,28 @@ void convert_row(const T* from, std::int32_t dim, Real* to) {
 /// else `room`.
 template <class T, class Real>
 const Real* dense_rows(const rows_view<const T>& rows, std::int64_t b, std::int64_t h, std::int64_t t,
-                       std::int32_t count, Real* room) {
+                       std::int32_t count, Real* buffer) {
     if constexpr (std::is_same_v<T, Real>) {
         if (count == 1 || rows.row_stride == rows.dim) {
             return rows.row(b, h, t);
         }
     }
     for (std::int32_t i = 0; i < count; ++i) {
-        convert_row(rows.row(b, h, t + i), rows.dim, room + static_cast<std::ptrdiff_t>(i) * rows.dim);
+        convert_row(rows.row(b, h, t + i), rows.dim, buffer + static_cast<std::ptrdiff_t>(i) * rows.dim);
     }
-    return room;
+    return buffer;
 }
 
 /// Weights in the type that is computed in: themselves, or converted into `room`.
 template <class Real>
-const Real* real_weights(const float* weights, std::size_t count, Real* room) {
+const Real* real_weights(const float* weights, std::size_t count, Real* buffer) {
     if constexpr (std::is_same_v<Real, float>) {
         return weights;
     } else {
         for (std::size_t i = 0; i < count; ++i) {
-            room[i] = static_cast<Real>(weights[i]);
+            buffer[i] = static_cast<Real>(weights[i]);
         }
-        return room;
+        return buffer;
     }
 }
 

@@ -19,24 +19,25 @@ void convert_row(const T* row, std::int32_t dim, float* out) {
 }
 
 /// Reads rows as fp32 for a scorer: one token at a time, blocks of them where the scorer takes blocks, or spans of tokens
-/// with their neighbours.
+/// with their neighbors.
 template <class S, class T>
 class scorer_input {
   public:
-    static std::size_t bytes(const S& scorer, std::int32_t dim_k, std::int32_t dim_v) {
-        return rows_bytes(dim_k) + rows_bytes(dim_v) + aligned_size(scratch_floats(scorer) * sizeof(float));
+    static std::size_t bytes(const S& scorer, std::int32_t head_dim_qk, std::int32_t head_dim_vo) {
+        return rows_bytes(head_dim_qk) + rows_bytes(head_dim_vo) +
+               detail::aligned_size(scratch_floats(scorer) * sizeof(float));
     }
     /// `set` goes to the scorer where it takes one: built-in ones do, a user's own need not.
-    scorer_input(isa set, const S& scorer, std::int32_t head, std::int32_t dim_k, std::int32_t dim_v,
-                 std::byte* memory)
+    scorer_input(isa set, const S& scorer, std::int32_t head, std::int32_t head_dim_qk,
+                 std::int32_t head_dim_vo, std::byte* memory)
         : set_(set),
           scorer_(scorer),
           head_(head),
-          dim_k_(dim_k),
-          dim_v_(dim_v),
+          head_dim_qk_(head_dim_qk),
+          head_dim_vo_(head_dim_vo),
           k_(reinterpret_cast<float*>(memory)),
-          v_(reinterpret_cast<float*>(memory + rows_bytes(dim_k))),
-          scratch_(reinterpret_cast<float*>(memory + rows_bytes(dim_k) + rows_bytes(dim_v))) {}
+          v_(reinterpret_cast<float*>(memory + rows_bytes(head_dim_qk))),
+          scratch_(reinterpret_cast<float*>(memory + rows_bytes(head_dim_qk) + rows_bytes(head_dim_vo))) {}
 
     float score(const T* k, const T* v, position_t t) {
         load(k, v, 0);
@@ -108,7 +109,8 @@ class scorer_input {
     static constexpr std::int32_t block = rows_at_once();
 
     static std::size_t rows_bytes(std::int32_t dim) {
-        return aligned_size(static_cast<std::size_t>(block) * static_cast<std::size_t>(dim) * sizeof(float));
+        return detail::aligned_size(static_cast<std::size_t>(block) * static_cast<std::size_t>(dim) *
+                                    sizeof(float));
     }
     static std::size_t scratch_floats(const S& scorer) {
         if constexpr (ContextScorer<S>) {
@@ -129,12 +131,12 @@ class scorer_input {
         }
     }
     void load(const T* k, const T* v, std::int32_t r) {
-        convert_row(k, dim_k_, k_ + std::int64_t{r} * dim_k_);
-        convert_row(v, dim_v_, v_ + std::int64_t{r} * dim_v_);
+        convert_row(k, head_dim_qk_, k_ + std::int64_t{r} * head_dim_qk_);
+        convert_row(v, head_dim_vo_, v_ + std::int64_t{r} * head_dim_vo_);
     }
     isa set_;
     const S& scorer_;
-    std::int32_t head_, dim_k_, dim_v_;
+    std::int32_t head_, head_dim_qk_, head_dim_vo_;
     float* k_;
     float* v_;
     float* scratch_;
@@ -148,15 +150,15 @@ std::size_t scorer_thread_bytes(const Cache& cache) {
     if constexpr (!P::ranked || scores_come_along<S>) {
         return 0;
     } else {
-        return aligned_size(
-            scorer_input<S, typename Cache::value_type>::bytes(cache.scorer, cache.dim_k, cache.dim_v));
+        return detail::aligned_size(scorer_input<S, typename Cache::value_type>::bytes(
+            cache.scorer, cache.head_dim_qk, cache.head_dim_vo));
     }
 }
 
 /// A copy of one head's scorer state.
 template <class Cache>
 std::size_t state_bytes(const Cache& cache) {
-    return aligned_size(static_cast<std::size_t>(cache.state_size) * sizeof(float));
+    return detail::aligned_size(static_cast<std::size_t>(cache.state_size) * sizeof(float));
 }
 
 /// Whether keys get their scores while they are in the window.
@@ -174,7 +176,7 @@ position_t scored_until(const S& scorer, std::int32_t window, position_t length)
 template <class Cache>
 std::int32_t late_scores([[maybe_unused]] const Cache& cache, [[maybe_unused]] std::int32_t head) {
     if constexpr (scores_late<typename Cache::policy_type>) {
-        return cache.scorer.tokens_at_once(cache.rules[head].window);
+        return cache.scorer.tokens_at_once(cache.all_params[head].window);
     }
     return 0;
 }

@@ -33,11 +33,11 @@ std::vector<double> to_double(const std::vector<T>& values) {
     return wide;
 }
 
-keys<double> keys_of(const AttendCase& c, const KeyNumbers& n, const std::vector<double>& k,
-                     const std::vector<double>& v) {
-    keys<double> all;
-    all.k = rows_of<const double>(c, k.data(), c.kv_heads, n.rows, c.dim_k);
-    all.v = rows_of<const double>(c, v.data(), c.kv_heads, n.rows, c.dim_v);
+kv_view<double> keys_of(const AttendCase& c, const KeyNumbers& n, const std::vector<double>& k,
+                        const std::vector<double>& v) {
+    kv_view<double> all;
+    all.k = rows_of<const double>(c, k.data(), c.kv_heads, n.rows, c.head_dim_qk);
+    all.v = rows_of<const double>(c, v.data(), c.kv_heads, n.rows, c.head_dim_vo);
     const auto plane = [&](const auto& values) {
         return values.empty() ? plane_view<const std::remove_reference_t<decltype(values[0])>>{}
                               : view_bhs(values.data(), c.batch, c.kv_heads, n.rows);
@@ -69,15 +69,15 @@ AttendResult<double> on_host(const AttendCase& c, const AttendTensors<double>& t
     sequences.starts = c.starts.empty() ? nullptr : c.starts.data();
     sequences.cu_seqlens = c.edges.empty() ? nullptr : c.edges.data();
     sequences.segments = c.edges.empty() ? 0 : static_cast<std::int32_t>(c.edges.size()) - 1;
-    const auto q = rows_of<const double>(c, tensors.q.data(), c.heads(), c.queries, c.dim_k);
-    const keys<double> past = keys_of(c, c.past, tensors.k, tensors.v);
-    const keys<double> self = keys_of(c, c.self, tensors.self_k, tensors.self_v);
+    const auto q = rows_of<const double>(c, tensors.q.data(), c.heads(), c.queries, c.head_dim_qk);
+    const kv_view<double> past = keys_of(c, c.past, tensors.k, tensors.v);
+    const kv_view<double> self = keys_of(c, c.self, tensors.self_k, tensors.self_v);
     AttendResult<double> result;
-    result.out.assign(size_of(c, c.heads(), c.queries, c.dim_v), 0.0);
+    result.out.assign(size_of(c, c.heads(), c.queries, c.head_dim_vo), 0.0);
     result.lse.assign(static_cast<std::size_t>(c.batch) * static_cast<std::size_t>(c.heads()) *
                           static_cast<std::size_t>(c.queries),
                       0.0f);
-    const auto out = rows_of(c, result.out.data(), c.heads(), c.queries, c.dim_v);
+    const auto out = rows_of(c, result.out.data(), c.heads(), c.queries, c.head_dim_vo);
     const auto lse = view_bhs(result.lse.data(), c.batch, c.heads(), c.queries);
     if (c.self.rows != 0) {
         Workspace workspace(attend_workspace_bytes<double>(on, c.attention, q, past, self, sequences));
@@ -107,9 +107,9 @@ constexpr double tolerance() {
 template <class T>
 void compare(const AttendCase& c, const AttendResult<T>& got, const AttendResult<double>& wanted,
              const AttendResult<double>& magnitude, const std::string& what) {
-    const auto out = rows_of<const T>(c, got.out.data(), c.heads(), c.queries, c.dim_v);
-    const auto reference = rows_of<const double>(c, wanted.out.data(), c.heads(), c.queries, c.dim_v);
-    const auto size = rows_of<const double>(c, magnitude.out.data(), c.heads(), c.queries, c.dim_v);
+    const auto out = rows_of<const T>(c, got.out.data(), c.heads(), c.queries, c.head_dim_vo);
+    const auto reference = rows_of<const double>(c, wanted.out.data(), c.heads(), c.queries, c.head_dim_vo);
+    const auto size = rows_of<const double>(c, magnitude.out.data(), c.heads(), c.queries, c.head_dim_vo);
     std::int64_t wrong = 0, wrong_lse = 0, dirty = 0;
     std::string first, first_lse;
     double worst = 0.0;
@@ -125,7 +125,7 @@ void compare(const AttendCase& c, const AttendResult<T>& got, const AttendResult
                     "b " + std::to_string(b) + " h " + std::to_string(h) + " q " + std::to_string(i);
                 if (i >= length) {
                     dirty += untouched(got.lse[at]) ? 0 : 1;
-                    for (std::int32_t d = 0; d < c.dim_v; ++d) {
+                    for (std::int32_t d = 0; d < c.head_dim_vo; ++d) {
                         dirty += untouched(out.row(b, h, i)[d]) ? 0 : 1;
                     }
                     continue;
@@ -140,7 +140,7 @@ void compare(const AttendCase& c, const AttendResult<T>& got, const AttendResult
                     first_lse =
                         place + ": " + std::to_string(got.lse[at]) + " instead of " + std::to_string(lse);
                 }
-                for (std::int32_t d = 0; d < c.dim_v; ++d) {
+                for (std::int32_t d = 0; d < c.head_dim_vo; ++d) {
                     const double value = to_double(std::vector<T>{out.row(b, h, i)[d]})[0];
                     const double error = std::abs(value - reference.row(b, h, i)[d]);
                     const double scale = size.row(b, h, i)[d];
@@ -197,20 +197,20 @@ AttendTensors<T> random_tensors(const AttendCase& c, unsigned seed) {
         return values;
     };
     AttendTensors<T> tensors;
-    tensors.q = fill(size_of(c, c.heads(), c.queries, c.dim_k), c.scale_q);
-    tensors.k = fill(size_of(c, c.kv_heads, c.past.rows, c.dim_k), 1.0f);
-    tensors.v = fill(size_of(c, c.kv_heads, c.past.rows, c.dim_v), 1.0f);
-    tensors.self_k = fill(size_of(c, c.kv_heads, c.self.rows, c.dim_k), 1.0f);
-    tensors.self_v = fill(size_of(c, c.kv_heads, c.self.rows, c.dim_v), 1.0f);
+    tensors.q = fill(size_of(c, c.heads(), c.queries, c.head_dim_qk), c.scale_q);
+    tensors.k = fill(size_of(c, c.kv_heads, c.past.rows, c.head_dim_qk), 1.0f);
+    tensors.v = fill(size_of(c, c.kv_heads, c.past.rows, c.head_dim_vo), 1.0f);
+    tensors.self_k = fill(size_of(c, c.kv_heads, c.self.rows, c.head_dim_qk), 1.0f);
+    tensors.self_v = fill(size_of(c, c.kv_heads, c.self.rows, c.head_dim_vo), 1.0f);
     if (c.spoilt != 0) {
         const auto spoil = [&](std::vector<T>& data, std::int32_t count) {
-            const auto rows = rows_of<T>(c, data.data(), c.kv_heads, count, c.dim_v);
+            const auto rows = rows_of<T>(c, data.data(), c.kv_heads, count, c.head_dim_vo);
             for (std::int32_t b = 0; b < c.batch; ++b) {
                 for (std::int32_t h = 0; h < c.kv_heads; ++h) {
                     for (std::int32_t t = 0; t < count; ++t) {
                         const float with = generator() % 2 == 0 ? std::nanf("") : INFINITY;
                         if (generator() % c.spoilt == 0) {
-                            std::fill_n(rows.row(b, h, t) + generator() % 2, c.dim_v / 2,
+                            std::fill_n(rows.row(b, h, t) + generator() % 2, c.head_dim_vo / 2,
                                         static_cast<T>(with));
                         }
                     }
@@ -246,10 +246,10 @@ AttendTensors<T> random_tensors(const AttendCase& c, unsigned seed) {
                 }
             }
         };
-        poison(tensors.k, c.past, c.dim_k, false);
-        poison(tensors.v, c.past, c.dim_v, false);
-        poison(tensors.self_k, c.self, c.dim_k, true);
-        poison(tensors.self_v, c.self, c.dim_v, true);
+        poison(tensors.k, c.past, c.head_dim_qk, false);
+        poison(tensors.v, c.past, c.head_dim_vo, false);
+        poison(tensors.self_k, c.self, c.head_dim_qk, true);
+        poison(tensors.self_v, c.self, c.head_dim_vo, true);
     }
     return tensors;
 }

@@ -23,10 +23,10 @@ struct KeyNumbers {
 
 struct AttendCase {
     std::string what;
-    std::int32_t batch = 1, kv_heads = 1, group = 1, queries = 1, dim_k = 64, dim_v = 64;
+    std::int32_t batch = 1, kv_heads = 1, group = 1, queries = 1, head_dim_qk = 64, head_dim_vo = 64;
     bool by_token = false;  // [B, S, H, D] in memory, rows padded by 8 elements, rather than [B, H, S, D]
     float scale_q = 1.0f;   // of the random queries
-    Attention attention;
+    AttentionParams attention;
     KeyNumbers past;
     KeyNumbers self;  // rows = 0: one segment
     std::vector<std::int32_t> lengths, starts, edges, bias_from;

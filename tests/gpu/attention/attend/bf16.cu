@@ -6,15 +6,16 @@ template test::AttendResult<kvpolicy::bf16> test::attend_on_device(const AttendC
 
 // What calls.cu calls: it sees the declarations alone.
 namespace kvpolicy {
-template std::size_t attend_workspace_bytes<bf16>(const cuda&, const Attention&, rows_view<const bf16>,
-                                                  const keys<bf16>&, const Sequences&, const AttendOptions&);
-template std::size_t attend_workspace_bytes<bf16>(const cuda&, const Attention&, rows_view<const bf16>,
-                                                  const keys<bf16>&, const keys<bf16>&, const Sequences&,
+template std::size_t attend_workspace_bytes<bf16>(const cuda&, const AttentionParams&, rows_view<const bf16>,
+                                                  const kv_view<bf16>&, const Sequences&,
                                                   const AttendOptions&);
-template void attend<bf16>(const cuda&, const Attention&, rows_view<const bf16>, const keys<bf16>&,
+template std::size_t attend_workspace_bytes<bf16>(const cuda&, const AttentionParams&, rows_view<const bf16>,
+                                                  const kv_view<bf16>&, const kv_view<bf16>&,
+                                                  const Sequences&, const AttendOptions&);
+template void attend<bf16>(const cuda&, const AttentionParams&, rows_view<const bf16>, const kv_view<bf16>&,
                            const Sequences&, rows_view<bf16>, plane_view<float>, workspace_view,
                            const AttendOptions&);
-template void attend<bf16>(const cuda&, const Attention&, rows_view<const bf16>, const keys<bf16>&,
-                           const keys<bf16>&, const Sequences&, rows_view<bf16>, plane_view<float>,
+template void attend<bf16>(const cuda&, const AttentionParams&, rows_view<const bf16>, const kv_view<bf16>&,
+                           const kv_view<bf16>&, const Sequences&, rows_view<bf16>, plane_view<float>,
                            workspace_view, const AttendOptions&);
 }  // namespace kvpolicy

@@ -51,7 +51,7 @@ struct Call {
     [[nodiscard]] rows_view<const bf16> q_view() const {
         return view_bhsd<const bf16>(q.data(), batch, kv_heads * group, length, dim);
     }
-    [[nodiscard]] keys<bf16> all() const {
+    [[nodiscard]] kv_view<bf16> all() const {
         mask_view mask;
         mask.expiry = view_bhs<const expiry_t>(expiry.data(), batch, kv_heads, length);
         return {view_bhsd<const bf16>(k.data(), batch, kv_heads, length, dim),
@@ -162,7 +162,7 @@ TEST_CASE(
                                      Call::dim,
                                      row};
     };
-    keys<bf16> all = call.all();
+    kv_view<bf16> all = call.all();
     all.k = view(Call::kv_heads, Call::kv_heads * Call::group);
     all.v = view(Call::kv_heads, Call::kv_heads * (Call::group + 1));
     call.poison();
@@ -206,41 +206,42 @@ TEST_CASE("refusals: one sentence, before anything runs") {
     const auto out =
         view_bhsd(call.out.data(), Call::batch, Call::kv_heads * Call::group, Call::length, Call::dim);
     const plane_view<float> lse{};
-    const workspace_view lent = workspace;
+    const workspace_view provided = workspace;
     CHECK_REFUSED(
-        attend<bf16>(call.on, {}, call.q_view(), call.all(), call.sequences, out, lse, {lent.data, 8}),
+        attend<bf16>(call.on, {}, call.q_view(), call.all(), call.sequences, out, lse, {provided.data, 8}),
         "workspace.bytes");
     CHECK_REFUSED(
-        attend<bf16>(call.on, {-1.0f, -2.0f}, call.q_view(), call.all(), call.sequences, out, lse, lent),
-        "attention.softcap");
+        attend<bf16>(call.on, {-1.0f, -2.0f}, call.q_view(), call.all(), call.sequences, out, lse, provided),
+        "attention.logits_soft_cap");
     rows_view<const bf16> q = call.q_view();
     q.heads = 5;
-    CHECK_REFUSED(attend<bf16>(call.on, {}, q, call.all(), call.sequences, out, lse, lent), "q.heads");
+    CHECK_REFUSED(attend<bf16>(call.on, {}, q, call.all(), call.sequences, out, lse, provided), "q.heads");
     q = call.q_view();
     q.dim = 60;
-    CHECK_REFUSED(attend<bf16>(call.on, {}, q, call.all(), call.sequences, out, lse, lent), "q.dim");
+    CHECK_REFUSED(attend<bf16>(call.on, {}, q, call.all(), call.sequences, out, lse, provided), "q.dim");
     q = call.q_view();
     q.data += 1;
-    CHECK_REFUSED(attend<bf16>(call.on, {}, q, call.all(), call.sequences, out, lse, lent),
+    CHECK_REFUSED(attend<bf16>(call.on, {}, q, call.all(), call.sequences, out, lse, provided),
                   "aligned to 16 bytes");
     q = call.q_view();
     q.row_stride = 68;
-    CHECK_REFUSED(attend<bf16>(call.on, {}, q, call.all(), call.sequences, out, lse, lent),
+    CHECK_REFUSED(attend<bf16>(call.on, {}, q, call.all(), call.sequences, out, lse, provided),
                   "aligned to 16 bytes");
     q = call.q_view();
     q.dim = 264;
-    keys<bf16> all = call.all();
+    kv_view<bf16> all = call.all();
     all.k.dim = 264;
-    CHECK_REFUSED(attend<bf16>(call.on, {}, q, all, call.sequences, out, lse, lent), "head_dim");
+    CHECK_REFUSED(attend<bf16>(call.on, {}, q, all, call.sequences, out, lse, provided), "head_dim");
     Sequences sequences = call.sequences;
     sequences.length = 1501;
-    CHECK_REFUSED(attend<bf16>(call.on, {}, call.q_view(), call.all(), sequences, out, lse, lent),
+    CHECK_REFUSED(attend<bf16>(call.on, {}, call.q_view(), call.all(), sequences, out, lse, provided),
                   "sequences.length");
     sequences = call.sequences;
     sequences.cu_seqlens = call.lengths.data();
-    CHECK_REFUSED(attend<bf16>(call.on, {}, call.q_view(), call.all(), sequences, out, lse, lent),
+    CHECK_REFUSED(attend<bf16>(call.on, {}, call.q_view(), call.all(), sequences, out, lse, provided),
                   "segments");
     sequences.segments = 1;
-    CHECK_REFUSED(attend<bf16>(call.on, {}, call.q_view(), call.all(), call.all(), sequences, out, lse, lent),
-                  "cu_seqlens");
+    CHECK_REFUSED(
+        attend<bf16>(call.on, {}, call.q_view(), call.all(), call.all(), sequences, out, lse, provided),
+        "cu_seqlens");
 }

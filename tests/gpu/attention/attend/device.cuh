@@ -27,8 +27,8 @@ class KeysOnDevice {
     KeysOnDevice(const AttendCase& c, const KeyNumbers& n, const std::vector<T>& k, const std::vector<T>& v,
                  const std::int32_t* bias_from)
         : k_(k), v_(v), position_(n.position), lengths_(n.lengths), expiry_(n.expiry), bias_(n.log_bias) {
-        view.k = rows_of<const T>(c, k_.data(), c.kv_heads, n.rows, c.dim_k);
-        view.v = rows_of<const T>(c, v_.data(), c.kv_heads, n.rows, c.dim_v);
+        view.k = rows_of<const T>(c, k_.data(), c.kv_heads, n.rows, c.head_dim_qk);
+        view.v = rows_of<const T>(c, v_.data(), c.kv_heads, n.rows, c.head_dim_vo);
         const auto plane = [&](const auto& device) {
             return device.size() == 0 ? plane_view<const std::remove_reference_t<decltype(*device.data())>>{}
                                       : view_bhs<const std::remove_reference_t<decltype(*device.data())>>(
@@ -41,7 +41,7 @@ class KeysOnDevice {
         view.first = n.first;
         view.lengths = n.lengths.empty() ? nullptr : lengths_.data();
     }
-    keys<T> view;
+    kv_view<T> view;
 
   private:
     Device<T> k_, v_;
@@ -71,7 +71,7 @@ AttendResult<T> attend_on_device(const AttendCase& c, const AttendTensors<T>& te
                      : way.boxes ? attend_copies::boxes
                                  : attend_copies::rows;
     options.path = way.scan ? attend_path::scan : way.gather ? attend_path::gather : attend_path::automatic;
-    const auto q_view = rows_of<const T>(c, q.data(), c.heads(), c.queries, c.dim_k);
+    const auto q_view = rows_of<const T>(c, q.data(), c.heads(), c.queries, c.head_dim_qk);
     const kvpolicy::cuda on{};
     const bool two = c.self.rows != 0;
     const std::size_t bytes =
@@ -81,10 +81,10 @@ AttendResult<T> attend_on_device(const AttendCase& c, const AttendTensors<T>& te
     AttendResult<T> result;
     for (int i = 0; i < repeats; ++i) {
         const Device<unsigned char> workspace(bytes);
-        const Device<T> out(size_of(c, c.heads(), c.queries, c.dim_v));
+        const Device<T> out(size_of(c, c.heads(), c.queries, c.head_dim_vo));
         const Device<float> lse(static_cast<std::size_t>(c.batch) * static_cast<std::size_t>(c.heads()) *
                                 static_cast<std::size_t>(c.queries));
-        const auto out_view = rows_of<T>(c, out.data(), c.heads(), c.queries, c.dim_v);
+        const auto out_view = rows_of<T>(c, out.data(), c.heads(), c.queries, c.head_dim_vo);
         const auto lse_view = view_bhs(lse.data(), c.batch, c.heads(), c.queries);
         if (two) {
             attend<T, AttendDims>(on, c.attention, q_view, past.view, self.view, sequences, out_view,

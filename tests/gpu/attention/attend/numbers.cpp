@@ -21,7 +21,7 @@ AttendCase plain_case(std::string what, std::int32_t batch, std::int32_t kv_head
     c.group = group;
     c.queries = length;
     c.past.rows = length;
-    c.dim_k = c.dim_v = dim;
+    c.head_dim_qk = c.head_dim_vo = dim;
     return c;
 }
 
@@ -56,8 +56,8 @@ TEST_CASE("head_dims, one for keys and another for values") {
         expire(c, 40, 5, 300);
         check_attend<bf16>(c);
         check_attend<fp16>(c);
-        c.dim_v = dim == 8 ? 128 : dim / 16 * 8;
-        c.what += ", values " + std::to_string(c.dim_v);
+        c.head_dim_vo = dim == 8 ? 128 : dim / 16 * 8;
+        c.what += ", values " + std::to_string(c.head_dim_vo);
         check_attend<bf16>(c);
         c.by_token = true;
         c.what += ", by token";
@@ -124,7 +124,7 @@ TEST_CASE("gates in runs") {
             c.by_token = run == 29;
             check_attend<bf16>(c);
             c.what += ", another for values";
-            c.dim_v = dim - 8;
+            c.head_dim_vo = dim - 8;
             check_attend<fp16>(c);
         }
     }
@@ -220,10 +220,10 @@ TEST_CASE("values that are not finite reach nobody but those who see them") {
         }
         check_attend<bf16>(c);
         c.lengths = {700, 301};
-        c.attention.softcap = 10.0f;
+        c.attention.logits_soft_cap = 10.0f;
         c.past.log_bias = random_biases(c, 700, 8);
         c.bias_from = {5, 0};
-        c.what += ", biases and softcap";
+        c.what += ", biases and logits_soft_cap";
         check_attend<fp16>(c);
     }
     AttendCase c = plain_case("spoilt values, the last tokens of all", 1, 2, 4, 300, 128);
@@ -244,8 +244,8 @@ TEST_CASE("small: every kernel, at a size for compute-sanitizer") {
     c.edges.clear();
     c.past.log_bias = random_biases(c, 130, 8);
     c.bias_from = {20};
-    c.attention.softcap = 20.0f;
-    c.what = "small, biases and softcap";
+    c.attention.logits_soft_cap = 20.0f;
+    c.what = "small, biases and logits_soft_cap";
     check_attend<bf16>(c);
     c = plain_case("small, plain", 1, 1, 2, 40, 40);
     expire(c, 10, 4, 20);
@@ -253,27 +253,27 @@ TEST_CASE("small: every kernel, at a size for compute-sanitizer") {
     check_attend<double>(c);
 }
 
-TEST_CASE("softcap, scales of both signs, biases") {
+TEST_CASE("logits_soft_cap, scales of both signs, biases") {
     for (const std::int32_t dim : {64, 128, 256}) {
-        AttendCase c = plain_case("softcap, head_dim " + std::to_string(dim), 1, 2, 4, 400, dim);
+        AttendCase c = plain_case("logits_soft_cap, head_dim " + std::to_string(dim), 1, 2, 4, 400, dim);
         expire(c, 60, 4, 300);
-        c.attention.softcap = 5.0f;
+        c.attention.logits_soft_cap = 5.0f;
         c.scale_q = 3.0f;
         check_attend<bf16>(c);
-        c.attention.scale = -0.2f;
-        c.what = "softcap, negative scale";
+        c.attention.sm_scale = -0.2f;
+        c.what = "logits_soft_cap, negative scale";
         check_attend<bf16>(c);
-        c.attention.softcap = 0.0f;
+        c.attention.logits_soft_cap = 0.0f;
         c.what = "negative scale";
         check_attend<bf16>(c);
-        c.attention.scale = 0.3f;
+        c.attention.sm_scale = 0.3f;
         c.past.log_bias = random_biases(c, 400, 8);
         c.bias_from = {60, 3};
         c.what = "biases, head_dim " + std::to_string(dim);
         check_attend<bf16>(c);
         check_attend<fp16>(c);
-        c.attention.softcap = 20.0f;
-        c.what = "biases and softcap";
+        c.attention.logits_soft_cap = 20.0f;
+        c.what = "biases and logits_soft_cap";
         check_attend<bf16>(c);
         c.past.expiry.clear();
         c.what = "biases, dense";
@@ -294,7 +294,7 @@ TEST_CASE("logits of 6e4 of both signs") {
     for (const float scale : {6e3f, -6e3f}) {
         AttendCase c = plain_case("huge logits", 1, 1, 4, 300, 64);
         expire(c, 60, 4, 300);
-        c.attention.scale = scale / 8.0f;
+        c.attention.sm_scale = scale / 8.0f;
         check_attend<bf16>(c);
         c.past.log_bias = random_biases(c, 300, 9);
         c.what = "huge logits, biases";
@@ -332,11 +332,11 @@ TEST_CASE("fp32 and double by the plain kernels") {
     check_attend<double>(c);
     c.past.log_bias = random_biases(c, 200, 8);
     c.bias_from = {30, 3};
-    c.attention.softcap = 5.0f;
+    c.attention.logits_soft_cap = 5.0f;
     check_attend<float>(c);
     check_attend<double>(c);
     c = plain_case("plain, wide", 1, 1, 2, 70, 1024);
-    c.dim_v = 320;
+    c.head_dim_vo = 320;
     check_attend<float>(c);
 }
 

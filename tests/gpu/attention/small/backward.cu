@@ -11,7 +11,7 @@ Case small(std::int32_t queries, std::int32_t dim) {
     c.name = "small";
     c.queries = c.rows = queries;
     c.group = 2;
-    c.dim_k = c.dim_v = dim;
+    c.head_dim_qk = c.head_dim_vo = dim;
     c.draw_expiry(20, 60);
     return c;
 }
@@ -46,10 +46,10 @@ TEST_CASE("hopper backward, head_dim 128, dense") {
     run<bf16, head_dims<128>>(c, {});
 }
 TEST_CASE("hopper backward, head_dim 256") { run<bf16, head_dims<256>>(small(70, 256), {}); }
-TEST_CASE("hopper backward, head_dim 256, biases, softcap") {
+TEST_CASE("hopper backward, head_dim 256, biases, logits_soft_cap") {
     Case c = small(70, 256);
     c.draw_bias(5);
-    c.attention.softcap = 10.0f;
+    c.attention.logits_soft_cap = 10.0f;
     run<bf16, head_dims<256>>(c, {});
 }
 TEST_CASE("portable backward") { run<bf16, head_dims<64>>(small(40, 64), {.portable = true}); }

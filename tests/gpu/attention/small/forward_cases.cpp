@@ -27,8 +27,7 @@ void run(const AttendCase& c, const AttendWay& way) {
 }  // namespace
 
 TEST_CASE("hopper forward, lists") {
-    AttendCase c =
-        small(3, 290);  // a full block of rows alone, and tiles behind each other on one multiprocessor
+    AttendCase c = small(3, 290);  // a full block of rows alone, and tiles behind each other on one SM
     c.spoilt = 100;
     c.past.expiry.assign(290, never);
     run(c, {.gather = true});
@@ -40,10 +39,10 @@ TEST_CASE("hopper forward, logits that outgrow the first block's") {
     run(c, {.scan = true});
 }
 TEST_CASE("hopper forward, scans, one row at a time") { run(small(2, 70), {.scan = true, .boxes = false}); }
-TEST_CASE("hopper forward, biases and softcap, packed") {
+TEST_CASE("hopper forward, biases and logits_soft_cap, packed") {
     AttendCase c = small(2, 130);
     c.edges = {0, 40, 130};
-    c.attention.softcap = 20.0f;
+    c.attention.logits_soft_cap = 20.0f;
     c.past.log_bias.assign(130, -1.0f);
     c.past.log_bias[3] = -INFINITY;
     c.bias_from = {5};
@@ -53,7 +52,7 @@ TEST_CASE("portable forward, lists") { run(small(3, 130), {.gather = true, .port
 TEST_CASE("portable forward, scans") { run(small(3, 130), {.scan = true, .portable = true}); }
 TEST_CASE("plain forward") {
     AttendCase c = small(2, 30);
-    c.dim_k = c.dim_v = 24;
+    c.head_dim_qk = c.head_dim_vo = 24;
     const AttendTensors<float> tensors = random_tensors<float>(c, 1);
     static_cast<void>(attend_on_device(c, tensors, {}));
 }

@@ -10,5 +10,5 @@ using library_call = int(const float* scores, int heads, int length, int* expiry
 extern "C" {
 library_call kvpolicy_test_portable;  // PTX for compute capability 8.0
 library_call kvpolicy_test_native;    // the tree's architectures
-library_call kvpolicy_test_foreign;   // code for a card that nobody has
+library_call kvpolicy_test_foreign;   // code for a GPU that nobody has
 }

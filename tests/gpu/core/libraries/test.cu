@@ -43,7 +43,7 @@ TEST_CASE("libraries for different architectures in one process") {
         CHECK(run(kvpolicy_test_foreign, got) == 1);
         const std::string error = text.data();
         CAPTURE(error);
-        CHECK(error.find("this binary has no code that runs on the present card of compute capability") !=
+        CHECK(error.find("this binary has no code that runs on the present GPU of compute capability") !=
               std::string::npos);
         CHECK(error.find("it was compiled for 1200") != std::string::npos);
         CHECK(got == std::vector<expiry_t>(wanted.size(), untouched));

@@ -1,4 +1,4 @@
-// The products of the backward pass for one block of keys and one tile of queries, on any card from compute capability 8.0.
+// The products of the backward pass for one block of keys and one tile of queries, on any GPU from compute capability 8.0.
 //
 // Keys stand on the rows of S^T = K Q^T, so that the weights are P^T and the gradients of logits dS^T, [key][query] in shared
 // memory: dV += P^T dO and dK += dS^T Q read them as they are, dQ += dS K reads them transposed. Everything is stored as
@@ -26,7 +26,7 @@ struct portable_sizes {
     static constexpr int queries = keys;
     static constexpr int warps = Dim <= 128 ? 8 : 4;
     static constexpr int threads = 32 * warps;
-    static constexpr int blocks = 2;  // a multiprocessor: one computes while the other waits for its rows
+    static constexpr int blocks = 2;  // an SM: one computes while the other waits for its rows
     static constexpr int score_columns = queries / (warps / (keys / 16));  // of a warp, beside its 16 keys
     static constexpr int across = 4;  // warps beside each other in a product of Dim columns, 32 rows each
     static constexpr int columns = Dim / across;
@@ -46,22 +46,22 @@ struct portable_memory {
     float lse2[S::queries];
     float delta[S::queries];
     std::int32_t row[S::keys];
-    std::int32_t born[S::keys];
-    std::int32_t dies[S::keys];
+    std::int32_t begin[S::keys];
+    std::int32_t expiry[S::keys];
     std::int32_t from[S::keys];
     float bias[S::keys];
     float sum_bias[S::keys];
-    block_life life[S::keys / 32];
+    block_interval interval[S::keys / 32];
     backward_item item;
 };
 
 template <class T, int Dim, bool Bias, bool Softcap>
-struct portable_tile {
+struct agent_backward_tile {
     using S = portable_sizes<Dim>;
     static constexpr int product_columns = S::columns / 8;
     using product = float[2][product_columns][4];
 
-    const backward_problem<T>& p;
+    const backward_params<T>& p;
     portable_memory<Dim>& memory;
     const int thread = static_cast<int>(threadIdx.x);
     const int warp = warp_id();
@@ -71,24 +71,24 @@ struct portable_tile {
     const int product_row = warp / S::across * 32;
     const int product_column = warp % S::across * S::columns;
 
-    __device__ portable_tile(const backward_problem<T>& problem, portable_memory<Dim>& shared)
-        : p(problem), memory(shared) {}
+    __device__ agent_backward_tile(const backward_params<T>& params, portable_memory<Dim>& shared)
+        : p(params), memory(shared) {}
 
     /// Gathers an item's keys and values. Ends with a barrier, before which nothing may read what was there.
-    __device__ block_life load_keys(const backward_item& item) {
+    __device__ block_interval load_keys(const backward_item& item) {
         if (thread < S::keys) {
             const bool has = thread < item.count;
             backward_entry e{};
             if (has) {
                 e = p.entry_of(item.list, p.list_of(item.list), item.first + thread);
             }
-            memory.row[thread] = has && e.born < e.dies ? e.row : -1;
-            memory.born[thread] = e.born;
-            memory.dies[thread] = e.dies;
+            memory.row[thread] = has && e.begin < e.expiry ? e.row : -1;
+            memory.begin[thread] = e.begin;
+            memory.expiry[thread] = e.expiry;
             memory.from[thread] = e.from;
             memory.bias[thread] = e.bias;
             memory.sum_bias[thread] = 0.0f;
-            memory.life[thread / 32] = block_life::of_warp(e, has);
+            memory.interval[thread / 32] = block_interval::of_warp(e, has);
         }
         __syncthreads();
         const std::int32_t head = item.list / p.plan.supers;
@@ -106,14 +106,14 @@ struct portable_tile {
             copy_16(shared_address(memory.v) + at, p.call.rows.v.row(b, h, from) + (in_v ? chunk * 8 : 0),
                     in_v ? 16 : 0);
         }
-        block_life life = memory.life[0];
+        block_interval interval = memory.interval[0];
         for (int i = 1; i < S::keys / 32; ++i) {
-            life.join(memory.life[i]);
+            interval.join(memory.interval[i]);
         }
         copy_commit();
         copy_wait<0>();
         __syncthreads();
-        return life;
+        return interval;
     }
 
     /// Brings a tile of packed rows, of which `m` is the first. Ends with a barrier.
@@ -138,7 +138,7 @@ struct portable_tile {
     }
 
     /// P^T and dS^T of this tile into shared memory. Ends with a barrier.
-    __device__ void scores(std::int32_t m, const block_life& life) {
+    __device__ void scores(std::int32_t m, const block_interval& interval) {
         constexpr int wide = S::score_columns / 8;
         float s[1][wide][4] = {};
         float d[1][wide][4] = {};
@@ -146,13 +146,14 @@ struct portable_tile {
                                                     shared_address(memory.q), S::queries, own_queries);
         tile_product<T, 1, wide, Dim, false, false>(d, shared_address(memory.v), S::keys, own_keys,
                                                     shared_address(memory.d_out), S::queries, own_queries);
-        const bool whole = life.whole(m, m + S::queries);
+        const bool whole = interval.whole(m, m + S::queries);
         float sum_bias[2] = {};
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             const int key = own_keys + lane / 4 + 8 * r;
-            const std::int32_t born = memory.born[key], dies = memory.dies[key];
-            const packed_life sees{born, static_cast<std::uint32_t>(born < dies ? dies - born : 0)};
+            const std::int32_t begin = memory.begin[key], expiry = memory.expiry[key];
+            const packed_interval sees{begin,
+                                       static_cast<std::uint32_t>(begin < expiry ? expiry - begin : 0)};
             const float bias = Bias ? memory.bias[key] : 0.0f;
             const std::int32_t from = Bias ? memory.from[key] : 0;
 #pragma unroll

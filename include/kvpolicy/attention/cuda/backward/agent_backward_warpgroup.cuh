@@ -41,7 +41,7 @@ struct hopper_backward {
     static constexpr int lse2 = sums + consumers * 4 * 4096;               // [stages]
     static constexpr int delta = lse2 + stages * numbers_bytes;            // [stages]
     static constexpr int meta = delta + stages * numbers_bytes;            // [2]
-    static constexpr int meta_bytes = 32 + keys / 32 * 24 + keys * 5 * 4;  // item; lives; entries
+    static constexpr int meta_bytes = 32 + keys / 32 * 24 + keys * 5 * 4;  // item; intervals; entries
     static constexpr int barriers = meta + 2 * meta_bytes;
     static constexpr int bytes = barriers + 16 * 8;
     static constexpr int shared_bytes = bytes + 1024;
@@ -86,18 +86,18 @@ __device__ inline void store_four(std::uint32_t to, float a, float b, float c, f
 }
 
 template <class T, int Dim, bool Bias, bool Softcap>
-struct hopper_backward_warpgroup {
+struct agent_backward_warpgroup {
     using L = hopper_backward<Dim>;
     static constexpr int score_values = L::queries / 2;  // of a thread
     static constexpr int sum_values = Dim / 2;
 
-    const backward_problem<T>& p;
+    const backward_params<T>& p;
     unsigned char* const shared;
     const std::uint32_t base;
     const int thread = static_cast<int>(threadIdx.x) % 128;
 
-    __device__ hopper_backward_warpgroup(const backward_problem<T>& problem, unsigned char* memory)
-        : p(problem), shared(memory), base(shared_address(memory)) {}
+    __device__ agent_backward_warpgroup(const backward_params<T>& params, unsigned char* memory)
+        : p(params), shared(memory), base(shared_address(memory)) {}
 
     /// scores = a b^T, both K-major: a this warpgroup's 64 rows of a matrix of 128, b a tile of queries.
     __device__ void multiply_scores(float (&scores)[score_values], std::uint32_t a, std::uint32_t b) const {
@@ -148,7 +148,7 @@ struct hopper_backward_warpgroup {
         }
     }
 
-    __device__ void hide(float (&s)[score_values], std::int32_t m, const packed_life (&sees)[2]) const {
+    __device__ void hide(float (&s)[score_values], std::int32_t m, const packed_interval (&sees)[2]) const {
 #pragma unroll
         for (int i = 0; i < score_values; ++i) {
             if (!sees[i / 2 % 2].sees(m + i / 4 * 8 + 2 * (thread % 4) + i % 2)) {
@@ -173,8 +173,8 @@ struct hopper_backward_warpgroup {
     /// anything.
     template <bool Mixed, bool Masked>
     __device__ void to_gradients(float (&s)[score_values], const float (&d)[score_values], const float* delta,
-                                 std::int32_t m, const packed_life (&sees)[2], const std::int32_t (&from)[2],
-                                 float counts, float (&sum_bias)[2]) const {
+                                 std::int32_t m, const packed_interval (&sees)[2],
+                                 const std::int32_t (&from)[2], float counts, float (&sum_bias)[2]) const {
         const int column = 2 * (thread % 4);
 #pragma unroll
         for (int j = 0; j < score_values / 4; ++j) {
@@ -198,7 +198,7 @@ struct hopper_backward_warpgroup {
     }
     /// The same; a bias counts for all queries of the tile (biased), for some (mixed) or for none.
     __device__ void to_gradients(float (&s)[score_values], const float (&d)[score_values], const float* delta,
-                                 std::int32_t m, bool whole, const packed_life (&sees)[2], bool mixed,
+                                 std::int32_t m, bool whole, const packed_interval (&sees)[2], bool mixed,
                                  bool biased, const std::int32_t (&from)[2], float (&sum_bias)[2]) const {
         const float counts = biased ? 1.0f : 0.0f;
         if (Bias && mixed) {

@@ -2,11 +2,11 @@
 // paths share.
 //
 // Queries are packed: row m of a super-tile is query m / G and head m % G of its group, so one gathered key serves all of
-// them, and a key's life [born, dies) in queries is [born G, dies G) in packed rows. Queries, gradients of outputs and their
+// them, and a key's visible interval [begin, expiry) in queries is [begin G, expiry G) in packed rows. Queries, gradients of outputs and their
 // sums lie in the workspace in this order, in tiles of 64 rows that one bulk copy brings.
 //
 // A work item is a block of up to `block_keys` entries of one super-tile's list times the packed rows that any of them can
-// see. Entries of a block are alike: old ones by falling death, young ones by rising birth, those that live briefly apart.
+// see. Entries of a block are alike: old ones by falling expiry, young ones by rising begin, those that live briefly apart.
 #pragma once
 
 #include <kvpolicy/attention/cuda/attention_params.cuh>
@@ -27,25 +27,25 @@ inline constexpr int packed_tile = 64;
 /// Entries of one super-tile's list.
 struct backward_list {
     std::int64_t offset;  // of its entries in the plan; unused without lists
-    std::int32_t old;     // entries born at or before the super-tile's first query
+    std::int32_t old;     // entries that begin at or before the super-tile's first query
     std::int32_t brief;   // young entries that live briefly; they come before the others
     std::int32_t total;
-    std::int32_t shift;  // without lists: row t is born at query t + shift of the super-tile
+    std::int32_t shift;  // without lists: row t begins at query t + shift of the super-tile
 };
 
-/// A key of a list, in packed rows of the super-tile. Nobody sees it where dies <= born; then its row is not to be read.
+/// A key of a list, in packed rows of the super-tile. Nobody sees it where expiry <= begin; then its row is not to be read.
 struct backward_entry {
     std::int32_t row;
-    std::int32_t born;
-    std::int32_t dies;
+    std::int32_t begin;
+    std::int32_t expiry;
     std::int32_t from;  // the bias counts from here on
     float bias;         // times log2 e
     float natural_bias;
 };
 
 template <class T>
-struct backward_problem {
-    attention_problem<T> call;
+struct backward_params {
+    attention_params<T> call;
     rows_view<const T> out;
     rows_view<const T> d_out;
     plane_view<const float> lse;
@@ -76,12 +76,12 @@ struct backward_problem {
     float* sum_k = nullptr;         // [B][Hkv][rows][D]
     float* sum_v = nullptr;         // [B][Hkv][rows][D]
     float* sum_bias = nullptr;      // [B][Hkv][rows]; null: not wanted
-    std::int32_t* young = nullptr;  // [lists][most_young], the young entries in order; unused without lists
+    std::int32_t* young = nullptr;  // [lists][max_young], the young entries in order; unused without lists
     std::int32_t* brief = nullptr;  // [lists]
     std::int32_t* items = nullptr;  // [lists + 1], items before each list in the order of position_of
     std::int32_t* taken = nullptr;  // [supers], counters of items that were handed out
     std::uint32_t* not_finite = nullptr;  // set where some number of d_q is not finite
-    std::int32_t most_young = 0;          // young entries that a list may have
+    std::int32_t max_young = 0;           // young entries that a list may have
 
     __host__ __device__ std::int32_t heads() const { return call.batch * call.kv_heads; }
     __host__ __device__ std::int32_t lists() const { return heads() * plan.supers; }
@@ -122,18 +122,18 @@ struct backward_problem {
         constexpr float log2_e = 1.4426950408889634f;
         backward_entry e{};
         const auto hide = [&e] {  // a bias of -inf hides the key, whatever it holds
-            if (e.bias == -__int_as_float(0x7f800000) && e.from < e.dies) {
-                e.dies = e.from;
+            if (e.bias == -__int_as_float(0x7f800000) && e.from < e.expiry) {
+                e.expiry = e.from;
             }
         };
         if (plan.row != nullptr) {
             const std::int32_t place =
-                i < all.old ? i : young[static_cast<std::int64_t>(list) * most_young + i - all.old];
+                i < all.old ? i : young[static_cast<std::int64_t>(list) * max_young + i - all.old];
             const std::int64_t at = all.offset + place;
-            const row_life life = plan.life[at];
+            const row_interval interval = plan.interval[at];
             e.row = plan.row[at];
-            e.born = life.born * call.group;
-            e.dies = life.dies * call.group;
+            e.begin = interval.begin * call.group;
+            e.expiry = interval.expiry * call.group;
             if (plan.bias != nullptr) {
                 e.natural_bias = plan.bias[at];
                 e.bias = e.natural_bias * log2_e;
@@ -142,15 +142,15 @@ struct backward_problem {
             }
             return e;
         }
-        const std::int32_t born = i + all.shift;
+        const std::int32_t begin = i + all.shift;
         e.row = i;
-        e.born = (born < 0 ? 0 : born) * call.group;
-        e.dies = super_rows;
+        e.begin = (begin < 0 ? 0 : begin) * call.group;
+        e.expiry = super_rows;
         if (mask.log_bias) {
             const std::int32_t head = list / plan.supers;
             const std::int32_t b = head / call.kv_heads, h = head - b * call.kv_heads;
             std::int32_t from = mask.bias_from_of(h);
-            asm("add.sat.s32 %0, %0, %1;" : "+r"(from) : "r"(born));  // from 2^31 - 1 on it never counts
+            asm("add.sat.s32 %0, %0, %1;" : "+r"(from) : "r"(begin));  // from 2^31 - 1 on it never counts
             e.natural_bias = mask.log_bias.head(b, h)[i];
             e.bias = e.natural_bias * log2_e;
             e.from = (from < 0 ? 0 : (from > plan.super_q ? plan.super_q : from)) * call.group;
@@ -193,7 +193,7 @@ __device__ inline backward_item block_at(std::int32_t list, const backward_list&
 
 /// Item number i of all, in blocks of `block_keys` entries; i < items[lists].
 template <class T>
-__device__ backward_item item_at(const backward_problem<T>& p, std::int32_t i, std::int32_t block_keys) {
+__device__ backward_item item_at(const backward_params<T>& p, std::int32_t i, std::int32_t block_keys) {
     std::int32_t low = 0;  // items[low] <= i < items[high]
     std::int32_t high = p.lists();
     while (high - low > 1) {
@@ -204,27 +204,27 @@ __device__ backward_item item_at(const backward_problem<T>& p, std::int32_t i, s
     return block_at(list, p.list_of(list), i - p.items[low], block_keys);
 }
 
-/// What the lives of a block's entries have in common, in packed rows.
-struct block_life {
-    std::int32_t first_born, last_born, first_dies, last_dies;
+/// What the is visible of a block's entries have in common, in packed rows.
+struct block_interval {
+    std::int32_t first_begin, last_begin, first_expiry, last_expiry;
 
     /// One entry a lane; lanes without one say so. All lanes of the warp get the result.
-    __device__ static block_life of_warp(const backward_entry& e, bool has) {
+    __device__ static block_interval of_warp(const backward_entry& e, bool has) {
         constexpr unsigned all = 0xffffffffu;
         constexpr std::int32_t most = 0x7fffffff;
-        const bool seen = has && e.born < e.dies;
-        return {__reduce_min_sync(all, seen ? e.born : most), __reduce_max_sync(all, seen ? e.born : most),
-                __reduce_min_sync(all, seen ? e.dies : 0), __reduce_max_sync(all, seen ? e.dies : 0)};
+        const bool seen = has && e.begin < e.expiry;
+        return {__reduce_min_sync(all, seen ? e.begin : most), __reduce_max_sync(all, seen ? e.begin : most),
+                __reduce_min_sync(all, seen ? e.expiry : 0), __reduce_max_sync(all, seen ? e.expiry : 0)};
     }
-    __device__ void join(const block_life& other) {
-        first_born = min(first_born, other.first_born);
-        last_born = max(last_born, other.last_born);
-        first_dies = min(first_dies, other.first_dies);
-        last_dies = max(last_dies, other.last_dies);
+    __device__ void join(const block_interval& other) {
+        first_begin = min(first_begin, other.first_begin);
+        last_begin = max(last_begin, other.last_begin);
+        first_expiry = min(first_expiry, other.first_expiry);
+        last_expiry = max(last_expiry, other.last_expiry);
     }
     /// Whether all entries of the block see all packed rows of [begin, end).
     __device__ bool whole(std::int32_t begin, std::int32_t end) const {
-        return last_born <= begin && end <= first_dies;
+        return last_begin <= begin && end <= first_expiry;
     }
 };
 
@@ -274,11 +274,11 @@ __device__ inline float weight_of(float product, float slope, float height, floa
     }
 }
 
-/// Two numbers of a row's life, to test a packed row with one comparison.
-struct packed_life {
-    std::int32_t born;
+/// Two numbers of a row's visible interval, to test a packed row with one comparison.
+struct packed_interval {
+    std::int32_t begin;
     std::uint32_t span;
-    __device__ bool sees(std::int32_t m) const { return static_cast<std::uint32_t>(m - born) < span; }
+    __device__ bool sees(std::int32_t m) const { return static_cast<std::uint32_t>(m - begin) < span; }
 };
 
 }  // namespace cuda_backend

@@ -1,4 +1,4 @@
-// The backward pass on Hopper: one block a multiprocessor takes one work item after another. A producer warpgroup gathers
+// The backward pass on Hopper: one block an SM takes one work item after another. A producer warpgroup gathers
 // keys and values and streams tiles of packed queries; two warpgroups of 64 keys each multiply.
 //
 // S^T = K Q^T and dP^T = V dO^T have keys on the rows, so weights and gradients are register operands of dV += P^T dO and
@@ -29,30 +29,30 @@ struct hopper_item {
     std::int32_t b, h, head;
     std::int32_t valid;
     std::int32_t unused;
-    block_life life[Keys / 32];
+    block_interval interval[Keys / 32];
     std::int32_t first_from[Keys / 32];
     std::int32_t last_from[Keys / 32];
     std::int32_t row[Keys];
-    std::int32_t born[Keys];
-    std::int32_t dies[Keys];
+    std::int32_t begin[Keys];
+    std::int32_t expiry[Keys];
     std::int32_t from[Keys];
     float bias[Keys];
 
     /// Tiles of `queries` packed rows that any of its keys can see: [first, end).
-    __device__ void tiles(int queries, block_life& all, std::int32_t& first, std::int32_t& end) const {
-        all = life[0];
+    __device__ void tiles(int queries, block_interval& all, std::int32_t& first, std::int32_t& end) const {
+        all = interval[0];
         for (int i = 1; i < Keys / 32; ++i) {
-            all.join(life[i]);
+            all.join(interval[i]);
         }
-        const std::int32_t stop = min(all.last_dies, valid);
-        first = all.first_born < stop ? all.first_born / queries : 0;
-        end = all.first_born < stop ? (stop + queries - 1) / queries : 0;
+        const std::int32_t stop = min(all.last_expiry, valid);
+        first = all.first_begin < stop ? all.first_begin / queries : 0;
+        end = all.first_begin < stop ? (stop + queries - 1) / queries : 0;
     }
 };
 
 template <class T, int Dim, bool Bias, bool Softcap>
-struct hopper_backward_block : hopper_backward_warpgroup<T, Dim, Bias, Softcap> {
-    using warpgroup = hopper_backward_warpgroup<T, Dim, Bias, Softcap>;
+struct hopper_backward_block : agent_backward_warpgroup<T, Dim, Bias, Softcap> {
+    using warpgroup = agent_backward_warpgroup<T, Dim, Bias, Softcap>;
     using L = hopper_backward<Dim>;
     using item_type = hopper_item<L::keys>;
     using warpgroup::base, warpgroup::p, warpgroup::score_values, warpgroup::shared, warpgroup::sum_values,
@@ -71,8 +71,8 @@ struct hopper_backward_block : hopper_backward_warpgroup<T, Dim, Bias, Softcap> 
         return *reinterpret_cast<item_type*>(shared + L::meta + i * L::meta_bytes);
     }
 
-    __device__ hopper_backward_block(const backward_problem<T>& problem, unsigned char* memory)
-        : warpgroup(problem, memory) {
+    __device__ hopper_backward_block(const backward_params<T>& params, unsigned char* memory)
+        : warpgroup(params, memory) {
         static_assert(sizeof(item_type) <= L::meta_bytes);
         if (threadIdx.x == 0) {
             for (int i = 0; i < 2; ++i) {
@@ -132,14 +132,14 @@ struct hopper_backward_block : hopper_backward_warpgroup<T, Dim, Bias, Softcap> 
                 if (has) {
                     e = p.entry_of(own.list, all, own.first + i);
                 }
-                item.row[i] = has && e.born < e.dies ? e.row : -1;
-                item.born[i] = e.born;
-                item.dies[i] = e.dies;
+                item.row[i] = has && e.begin < e.expiry ? e.row : -1;
+                item.begin[i] = e.begin;
+                item.expiry[i] = e.expiry;
                 item.from[i] = e.from;
                 item.bias[i] = e.bias;
-                item.life[i / 32] = block_life::of_warp(e, has);
+                item.interval[i / 32] = block_interval::of_warp(e, has);
                 if constexpr (Bias) {
-                    const bool counts = has && e.born < e.dies;
+                    const bool counts = has && e.begin < e.expiry;
                     item.first_from[i / 32] = __reduce_min_sync(all_lanes, counts ? e.from : 0x7fffffff);
                     item.last_from[i / 32] = __reduce_max_sync(all_lanes, counts ? e.from : 0);
                 }
@@ -151,9 +151,9 @@ struct hopper_backward_block : hopper_backward_warpgroup<T, Dim, Bias, Softcap> 
             barrier_arrive_after_copies(full_k());
             gather(p.call.rows.v, item, base + L::v);
             barrier_arrive_after_copies(full_v());
-            block_life life;
+            block_interval interval;
             std::int32_t first, stop;
-            item.tiles(L::queries, life, first, stop);
+            item.tiles(L::queries, interval, first, stop);
             if (thread == 0) {
                 const std::int64_t line = static_cast<std::int64_t>(own.list) * p.padded_rows;
                 for (std::int32_t i = first; i < stop; ++i, ++tile_number) {
@@ -178,15 +178,15 @@ struct hopper_backward_block : hopper_backward_warpgroup<T, Dim, Bias, Softcap> 
 
     /// What a warpgroup knows of an item, whose keys `key` and key + 8 a thread has.
     struct item_view {
-        block_life life;
+        block_interval interval;
         std::int32_t first, stop;  // tiles
-        packed_life sees[2];
+        packed_interval sees[2];
         std::int32_t from[2];
         float bias[2];
         std::int32_t first_from, last_from;
 
         __device__ item_view(const item_type& item, int key) {
-            item.tiles(L::queries, life, first, stop);
+            item.tiles(L::queries, interval, first, stop);
             first_from = 0x7fffffff;
             last_from = 0;
             if constexpr (Bias) {
@@ -197,13 +197,13 @@ struct hopper_backward_block : hopper_backward_warpgroup<T, Dim, Bias, Softcap> 
             }
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
-                const std::int32_t born = item.born[key + 8 * r], dies = item.dies[key + 8 * r];
-                sees[r] = {born, static_cast<std::uint32_t>(born < dies ? dies - born : 0)};
+                const std::int32_t begin = item.begin[key + 8 * r], expiry = item.expiry[key + 8 * r];
+                sees[r] = {begin, static_cast<std::uint32_t>(begin < expiry ? expiry - begin : 0)};
                 from[r] = Bias ? item.from[key + 8 * r] : 0;
                 bias[r] = Bias ? item.bias[key + 8 * r] : 0.0f;
             }
         }
-        __device__ bool whole(std::int32_t m) const { return life.whole(m, m + L::queries); }
+        __device__ bool whole(std::int32_t m) const { return interval.whole(m, m + L::queries); }
         /// Whether biases count for every query of a tile; mixed: for some.
         __device__ bool biased(std::int32_t m) const { return Bias && m >= last_from; }
         __device__ bool mixed(std::int32_t m) const {
@@ -358,7 +358,7 @@ struct hopper_backward_block : hopper_backward_warpgroup<T, Dim, Bias, Softcap> 
 /// As backward_portable_kernel.
 template <class T, int Dim, bool Bias, bool Softcap>
 __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(hopper_backward<Dim>::threads), 1)
-    backward_hopper_kernel(const __grid_constant__ backward_problem<T> p, const std::int32_t begin,
+    backward_hopper_kernel(const __grid_constant__ backward_params<T> p, const std::int32_t begin,
                            const std::int32_t end, const std::int32_t counter) {
 #if KVPOLICY_HOPPER_CODE
     unsigned char* const memory = dynamic_shared() + (1024 - shared_address(dynamic_shared()) % 1024) % 1024;

@@ -41,8 +41,8 @@ struct hopper_backward_wide : hopper_backward_block<T, 256, Bias, Softcap> {
     using half_sums = float[2][64];  // of 64 keys, all 256 columns, a thread
     using operand = std::uint32_t[score_values / 8][4];
 
-    __device__ hopper_backward_wide(const backward_problem<T>& problem, unsigned char* memory)
-        : block(problem, memory) {}
+    __device__ hopper_backward_wide(const backward_params<T>& params, unsigned char* memory)
+        : block(params, memory) {}
 
     __device__ std::uint32_t tile(int part, int stage) const {
         return base + part + static_cast<std::uint32_t>(stage) * L::query_bytes;
@@ -352,7 +352,7 @@ struct hopper_backward_wide : hopper_backward_block<T, 256, Bias, Softcap> {
 /// As backward_portable_kernel, for head_dims up to 256.
 template <class T, bool Bias, bool Softcap>
 __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(hopper_backward<256>::threads), 1)
-    backward_hopper_wide_kernel(const __grid_constant__ backward_problem<T> p, const std::int32_t begin,
+    backward_hopper_wide_kernel(const __grid_constant__ backward_params<T> p, const std::int32_t begin,
                                 const std::int32_t end, const std::int32_t counter) {
 #if KVPOLICY_HOPPER_CODE
     unsigned char* const memory = dynamic_shared() + (1024 - shared_address(dynamic_shared()) % 1024) % 1024;

@@ -58,10 +58,10 @@ struct plain_pair {
     T weight, d_logit, d_product;
 
     template <class S>
-    __device__ plain_pair(const attention_problem<S>& call, T product, T bias, T lse, T d_weight, T delta) {
+    __device__ plain_pair(const attention_params<S>& call, T product, T bias, T lse, T d_weight, T delta) {
         T logit = product * static_cast<T>(call.scale), derivative = static_cast<T>(call.scale);
-        if (call.softcap > 0.0f) {
-            const T cap = static_cast<T>(call.softcap);
+        if (call.logits_soft_cap > 0.0f) {
+            const T cap = static_cast<T>(call.logits_soft_cap);
             const T t = tanh(logit / cap);
             logit = cap * t;
             derivative *= 1 - t * t;
@@ -74,7 +74,7 @@ struct plain_pair {
 
 /// d_q of a packed row, by one warp; sums run in the order of the list.
 template <class S>
-__device__ inline void plain_query_gradient(const backward_problem<S>& p, std::int32_t list, std::int32_t m,
+__device__ inline void plain_query_gradient(const backward_params<S>& p, std::int32_t list, std::int32_t m,
                                             const packed_row<S>& own) {
     using T = compute_t<S>;
     using row = spread_row<T>;
@@ -87,7 +87,7 @@ __device__ inline void plain_query_gradient(const backward_problem<S>& p, std::i
         const backward_list all = p.list_of(list);
         for (std::int32_t i = 0; i < all.total; ++i) {
             const backward_entry e = p.entry_of(list, all, i);
-            if (m < e.born || m >= e.dies) {
+            if (m < e.begin || m >= e.expiry) {
                 continue;
             }
             const row k = row::load(p.call.rows.k.row(own.b, h, e.row), p.call.q.dim);
@@ -110,7 +110,7 @@ __device__ inline void plain_query_gradient(const backward_problem<S>& p, std::i
 
 /// d_q, a warp a packed row.
 template <class T>
-__global__ void __launch_bounds__(plain_threads) backward_plain_queries_kernel(const backward_problem<T> p) {
+__global__ void __launch_bounds__(plain_threads) backward_plain_queries_kernel(const backward_params<T> p) {
     const std::int64_t line = static_cast<std::int64_t>(blockIdx.x) * (plain_threads / 32) + threadIdx.x / 32;
     if (line >= static_cast<std::int64_t>(p.lists()) * p.super_rows) {
         return;
@@ -123,10 +123,10 @@ __global__ void __launch_bounds__(plain_threads) backward_plain_queries_kernel(c
     }
 }
 
-/// As attend_mend_kernel: rows of d_q that are not finite once more, by what the query sees alone. (0 times a key that is not finite is
+/// As forward_fix_nonfinite_kernel: rows of d_q that are not finite once more, by what the query sees alone. (0 times a key that is not finite is
 /// a NaN in the sums of the other queries of a tile.)
 template <class T>
-__global__ void __launch_bounds__(plain_threads) backward_mend_kernel(const backward_problem<T> p) {
+__global__ void __launch_bounds__(plain_threads) backward_fix_nonfinite_kernel(const backward_params<T> p) {
     if (*p.not_finite == 0) {
         return;
     }
@@ -140,7 +140,7 @@ __global__ void __launch_bounds__(plain_threads) backward_mend_kernel(const back
             continue;
         }
         const T* const d_q = p.d_q.row(own.b, own.head, own.query);
-        // What the query itself brought, or its gradient (an overflow that a loss scaler will throw away), cannot be mended.
+        // What the query itself brought, or its gradient (an overflow that a loss scaler will throw away), cannot be fixed.
         if (!finite_row(d_q, p.d_q.dim) && finite_row(p.d_out.row(own.b, own.head, own.query), p.d_out.dim) &&
             finite_row(p.out.row(own.b, own.head, own.query), p.out.dim) &&
             finite_row(p.call.q.row(own.b, own.head, own.query), p.call.q.dim)) {
@@ -152,7 +152,7 @@ __global__ void __launch_bounds__(plain_threads) backward_mend_kernel(const back
 /// Adds to d_k, d_v and d_log_bias what the queries of super-tile j give, a warp an entry.
 template <class T>
 __global__ void __launch_bounds__(plain_threads)
-    backward_plain_keys_kernel(const backward_problem<T> p, const std::int32_t j) {
+    backward_plain_keys_kernel(const backward_params<T> p, const std::int32_t j) {
     using row = spread_row<T>;
     const std::int32_t rows = p.call.rows.k.length;
     const std::int64_t line = static_cast<std::int64_t>(blockIdx.x) * (plain_threads / 32) + threadIdx.x / 32;
@@ -168,15 +168,15 @@ __global__ void __launch_bounds__(plain_threads)
         return;
     }
     const backward_entry e = p.entry_of(list, all, i);
-    if (e.born >= e.dies) {
+    if (e.begin >= e.expiry) {
         return;
     }
     const row k = row::load(p.call.rows.k.row(b, h, e.row), p.call.q.dim);
     const row v = row::load(p.call.rows.v.row(b, h, e.row), p.d_out.dim);
     row d_k{}, d_v{};
     T d_bias = 0;
-    const std::int32_t stop = min(e.dies, p.valid_rows(b, j));
-    for (std::int32_t m = e.born; m < stop; ++m) {
+    const std::int32_t stop = min(e.expiry, p.valid_rows(b, j));
+    for (std::int32_t m = e.begin; m < stop; ++m) {
         const packed_row<T> other(p, list, m);
         if (!other.counts) {
             continue;
@@ -209,7 +209,7 @@ __global__ void __launch_bounds__(plain_threads)
 
 /// Zeroes d_k, d_v and d_log_bias for the rows that count, a warp a row.
 template <class T>
-__global__ void __launch_bounds__(plain_threads) backward_plain_zero_kernel(const backward_problem<T> p) {
+__global__ void __launch_bounds__(plain_threads) backward_plain_zero_kernel(const backward_params<T> p) {
     const std::int32_t rows = p.call.rows.k.length;
     const std::int64_t line = static_cast<std::int64_t>(blockIdx.x) * (plain_threads / 32) + threadIdx.x / 32;
     if (line >= static_cast<std::int64_t>(p.heads()) * rows) {

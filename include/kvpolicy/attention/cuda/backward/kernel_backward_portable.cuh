@@ -1,4 +1,4 @@
-// The backward pass on any card from compute capability 8.0: keys stationary for everything, or queries stationary for d_q
+// The backward pass on any GPU from compute capability 8.0: keys stationary for everything, or queries stationary for d_q
 // alone, which then needs no atomic additions.
 #pragma once
 
@@ -18,10 +18,10 @@ namespace cuda_backend {
 /// another. A row stands in a list once, so with one super-tile a launch every sum is added to once and in launch order.
 template <class T, int Dim, bool Bias, bool Softcap>
 __global__ void __launch_bounds__(portable_sizes<Dim>::threads, portable_sizes<Dim>::blocks)
-    backward_portable_kernel(const backward_problem<T> p, const std::int32_t begin, const std::int32_t end,
+    backward_portable_kernel(const backward_params<T> p, const std::int32_t begin, const std::int32_t end,
                              const std::int32_t counter) {
     using S = portable_sizes<Dim>;
-    using tile_type = portable_tile<T, Dim, Bias, Softcap>;
+    using tile_type = agent_backward_tile<T, Dim, Bias, Softcap>;
     auto& memory = *reinterpret_cast<portable_memory<Dim>*>(
         dynamic_shared() + (128 - shared_address(dynamic_shared()) % 128) % 128);
     const std::int32_t first_item = p.items[begin], items = p.items[end] - first_item;
@@ -41,14 +41,14 @@ __global__ void __launch_bounds__(portable_sizes<Dim>::threads, portable_sizes<D
         const backward_item item = memory.item;
         const std::int32_t head = item.list / p.plan.supers, j = item.list - head * p.plan.supers;
         tile_type tile(p, memory);
-        const block_life life = tile.load_keys(item);
+        const block_interval interval = tile.load_keys(item);
         const std::int32_t valid = p.valid_rows(head / p.call.kv_heads, j);
-        const std::int32_t stop = min(life.last_dies, valid);
+        const std::int32_t stop = min(interval.last_expiry, valid);
         typename tile_type::product d_k = {};
         typename tile_type::product d_v = {};
-        for (std::int32_t m = life.first_born / S::queries * S::queries; m < stop; m += S::queries) {
+        for (std::int32_t m = interval.first_begin / S::queries * S::queries; m < stop; m += S::queries) {
             tile.load_queries(item.list, m);
-            tile.scores(m, life);
+            tile.scores(m, interval);
             tile.add_values(d_v);
             tile.add_keys(d_k);
             if (p.sum_q != nullptr) {
@@ -96,9 +96,9 @@ __global__ void __launch_bounds__(portable_sizes<Dim>::threads, portable_sizes<D
 /// d_q without atomic additions, so the same in every run: one block a tile of packed rows, over all entries of its list.
 template <class T, int Dim, bool Bias, bool Softcap>
 __global__ void __launch_bounds__(portable_sizes<Dim>::threads, portable_sizes<Dim>::blocks)
-    backward_queries_kernel(const backward_problem<T> p) {
+    backward_queries_kernel(const backward_params<T> p) {
     using S = portable_sizes<Dim>;
-    using tile_type = portable_tile<T, Dim, Bias, Softcap>;
+    using tile_type = agent_backward_tile<T, Dim, Bias, Softcap>;
     auto& memory = *reinterpret_cast<portable_memory<Dim>*>(
         dynamic_shared() + (128 - shared_address(dynamic_shared()) % 128) % 128);
     const std::int32_t tiles = p.padded_rows / S::queries;
@@ -115,9 +115,9 @@ __global__ void __launch_bounds__(portable_sizes<Dim>::threads, portable_sizes<D
     tile.load_queries(list, m);
     typename tile_type::product d_q = {};
     for (std::int32_t i = begin; i < end; ++i) {
-        const block_life life = tile.load_keys(item_at(p, i, S::keys));
-        if (life.first_born < m + S::queries && life.last_dies > m) {
-            tile.scores(m, life);
+        const block_interval interval = tile.load_keys(item_at(p, i, S::keys));
+        if (interval.first_begin < m + S::queries && interval.last_expiry > m) {
+            tile.scores(m, interval);
             tile.add_queries(d_q);
         }
         __syncthreads();

@@ -23,7 +23,7 @@ struct packed_row {
     float lse;
     bool counts;
 
-    __device__ packed_row(const backward_problem<T>& p, std::int32_t list, std::int32_t m) {
+    __device__ packed_row(const backward_params<T>& p, std::int32_t list, std::int32_t m) {
         const std::int32_t kv_head = list / p.plan.supers, j = list - kv_head * p.plan.supers;
         b = kv_head / p.call.kv_heads;
         const std::int32_t local = m / p.call.group;
@@ -38,7 +38,7 @@ struct packed_row {
 /// Packs q and d_out and computes delta = <out, d_out>; one block a tile of 64 rows. Rows that take no part become zero, with
 /// an lse that makes every weight 0.
 template <class T, int Dim>
-__global__ void __launch_bounds__(pack_threads) backward_pack_kernel(const backward_problem<T> p) {
+__global__ void __launch_bounds__(pack_threads) backward_pack_kernel(const backward_params<T> p) {
     constexpr int chunks = Dim / 8;
     static_assert(chunks <= 32 && 32 % chunks == 0);
     const std::int32_t tiles = p.padded_rows / packed_tile;
@@ -80,7 +80,7 @@ __global__ void __launch_bounds__(pack_threads) backward_pack_kernel(const backw
         if (chunk == 0) {
             const std::int64_t to = static_cast<std::int64_t>(list) * p.padded_rows + m;
             // Multiplied by the very number that products are multiplied with, so that its rounding cancels.
-            const double per_logit = p.call.softcap > 0.0f
+            const double per_logit = p.call.logits_soft_cap > 0.0f
                                          ? 1.4426950408889634
                                          : static_cast<double>(p.slope) / static_cast<double>(p.call.scale);
             p.lse2[to] = row.counts ? static_cast<float>(static_cast<double>(row.lse) * per_logit)
@@ -91,20 +91,22 @@ __global__ void __launch_bounds__(pack_threads) backward_pack_kernel(const backw
 }
 
 /// Orders the young entries of every list: first those that live briefly and die inside the super-tile (keys that are dropped when
-/// they leave the window), then the others, by rising birth as they come: mixed, a block of them would be seen for long by
+/// they leave the window), then the others, by rising begin as they come: mixed, a block of them would be seen for long by
 /// few. One block a list.
 template <class T>
-__global__ void __launch_bounds__(pack_threads) backward_young_kernel(const backward_problem<T> p) {
+__global__ void __launch_bounds__(pack_threads) backward_young_kernel(const backward_params<T> p) {
     constexpr int warps = pack_threads / 32;
     __shared__ std::int32_t totals[warps];
     const auto list = static_cast<std::int32_t>(blockIdx.x);
     const auto thread = static_cast<std::int32_t>(threadIdx.x);
     const std::int32_t head = list / p.plan.supers, old = p.plan.old[list];
-    const row_life* const life = p.plan.life + p.plan.offset(head, list - head * p.plan.supers) + old;
+    const row_interval* const interval =
+        p.plan.interval + p.plan.offset(head, list - head * p.plan.supers) + old;
     const std::int32_t young = p.plan.total[list] - old, super_q = p.plan.super_q;
-    std::int32_t* const order = p.young + static_cast<std::int64_t>(list) * p.most_young;
-    const auto is_brief = [life, young, super_q](std::int32_t i) {
-        return i < young && life[i].dies < super_q && life[i].dies - life[i].born < super_q / 8 * 3;
+    std::int32_t* const order = p.young + static_cast<std::int64_t>(list) * p.max_young;
+    const auto is_brief = [interval, young, super_q](std::int32_t i) {
+        return i < young && interval[i].expiry < super_q &&
+               interval[i].expiry - interval[i].begin < super_q / 8 * 3;
     };
     std::int32_t brief = 0;
     for (std::int32_t first = 0; first < young; first += pack_threads) {
@@ -135,7 +137,7 @@ __global__ void __launch_bounds__(pack_threads) backward_young_kernel(const back
 /// Items before each list, for blocks of `block_keys` entries. One block.
 template <class T>
 __global__ void __launch_bounds__(1024)
-    backward_items_kernel(const backward_problem<T> p, const std::int32_t block_keys) {
+    backward_items_kernel(const backward_params<T> p, const std::int32_t block_keys) {
     __shared__ std::int32_t totals[32];
     const auto thread = static_cast<std::int32_t>(threadIdx.x);
     const std::int32_t lists = p.lists();
@@ -170,7 +172,7 @@ __global__ void __launch_bounds__(1024)
 
 /// d_q from its sums; one block a 64 x 64 tile of them.
 template <class T, int Dim>
-__global__ void __launch_bounds__(finish_threads) backward_finish_q_kernel(const backward_problem<T> p) {
+__global__ void __launch_bounds__(finish_threads) backward_finish_q_kernel(const backward_params<T> p) {
     constexpr int row_bytes = packed_tile * 2 + 16;
     __shared__ __align__(16) unsigned char lines[packed_tile * row_bytes];
     constexpr int blocks = Dim / 64;
@@ -215,7 +217,7 @@ __global__ void __launch_bounds__(finish_threads) backward_finish_q_kernel(const
 
 /// d_k, d_v and d_log_bias from their sums; a thread has eight numbers of a row.
 template <class T, int Dim>
-__global__ void __launch_bounds__(finish_threads) backward_finish_keys_kernel(const backward_problem<T> p) {
+__global__ void __launch_bounds__(finish_threads) backward_finish_keys_kernel(const backward_params<T> p) {
     constexpr int chunks = Dim / 8;
     const std::int32_t rows = p.call.rows.k.length;
     const std::int64_t i = static_cast<std::int64_t>(blockIdx.x) * finish_threads + threadIdx.x;

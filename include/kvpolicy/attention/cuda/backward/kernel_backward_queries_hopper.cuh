@@ -34,8 +34,8 @@ struct hopper_queries {
     static constexpr int v = k + stages * tile_bytes;     // [stages]
     static constexpr int meta = v + stages * tile_bytes;  // [stages]
     static constexpr int meta_bytes = 16 + keys * 5 * 4;
-    static constexpr int lives = meta + stages * meta_bytes;  // [2][2], of the producer's warps
-    static constexpr int barriers = lives + 4 * 16;
+    static constexpr int intervals = meta + stages * meta_bytes;  // [2][2], of the producer's warps
+    static constexpr int barriers = intervals + 4 * 16;
     static constexpr int bytes = barriers + (1 + 2 * stages) * 8;
     static constexpr int shared_bytes = bytes + 1024;
 };
@@ -47,8 +47,8 @@ struct queries_block_keys {
         kind;  // 0: some rows do not see some keys; 1: all see all; 2: there is no block, and none will come
     std::int32_t unused[3];
     std::int32_t row[64];
-    std::int32_t born[64];
-    std::int32_t dies[64];
+    std::int32_t begin[64];
+    std::int32_t expiry[64];
     std::int32_t from[64];
     float bias[64];
 };
@@ -58,7 +58,7 @@ struct hopper_queries_block {
     using L = hopper_queries<Dim>;
     static constexpr int sum_values = Dim / 2;
 
-    const backward_problem<T>& p;
+    const backward_params<T>& p;
     unsigned char* const shared;
     const std::uint32_t base;
     const std::int32_t list;
@@ -73,15 +73,15 @@ struct hopper_queries_block {
         return *reinterpret_cast<queries_block_keys*>(shared + L::meta + stage * L::meta_bytes);
     }
 
-    __device__ hopper_queries_block(const backward_problem<T>& problem, unsigned char* memory,
+    __device__ hopper_queries_block(const backward_params<T>& params, unsigned char* memory,
                                     std::int32_t at_list, std::int32_t row)
-        : p(problem),
+        : p(params),
           shared(memory),
           base(shared_address(memory)),
           list(at_list),
           first_row(row),
-          b(at_list / problem.plan.supers / problem.call.kv_heads),
-          h(at_list / problem.plan.supers % problem.call.kv_heads) {
+          b(at_list / params.plan.supers / params.call.kv_heads),
+          h(at_list / params.plan.supers % params.call.kv_heads) {
         static_assert(sizeof(queries_block_keys) <= L::meta_bytes);
         if (threadIdx.x == 0) {
             barrier_init(full_q(), 1);
@@ -118,7 +118,7 @@ struct hopper_queries_block {
         __syncwarp();
         const backward_list all = p.list_of(list);
         const std::int32_t blocks = list_blocks(all, L::keys).all;
-        auto* const lives = reinterpret_cast<block_life*>(shared + L::lives);
+        auto* const intervals = reinterpret_cast<block_interval*>(shared + L::intervals);
         std::uint32_t filled = 0;
         for (std::int32_t i = 0; i < blocks; ++i) {
             const backward_item item = block_at(list, all, i, L::keys);
@@ -128,12 +128,12 @@ struct hopper_queries_block {
                 if (has) {
                     e = p.entry_of(list, all, item.first + thread);
                 }
-                lives[i % 2 * 2 + thread / 32] = block_life::of_warp(e, has);
+                intervals[i % 2 * 2 + thread / 32] = block_interval::of_warp(e, has);
             }
             named_barrier(2, 128);
-            block_life life = lives[i % 2 * 2];
-            life.join(lives[i % 2 * 2 + 1]);
-            if (life.first_born >= first_row + L::rows || life.last_dies <= first_row) {
+            block_interval interval = intervals[i % 2 * 2];
+            interval.join(intervals[i % 2 * 2 + 1]);
+            if (interval.first_begin >= first_row + L::rows || interval.last_expiry <= first_row) {
                 continue;
             }
             const int stage = static_cast<int>(filled % L::stages);
@@ -141,14 +141,14 @@ struct hopper_queries_block {
             ++filled;
             queries_block_keys& keys = meta(stage);
             if (thread < L::keys) {
-                keys.row[thread] = has && e.born < e.dies ? e.row : -1;
-                keys.born[thread] = e.born;
-                keys.dies[thread] = e.dies;
+                keys.row[thread] = has && e.begin < e.expiry ? e.row : -1;
+                keys.begin[thread] = e.begin;
+                keys.expiry[thread] = e.expiry;
                 keys.from[thread] = e.from;
                 keys.bias[thread] = e.bias;
             }
             if (thread == 0) {
-                keys.kind = life.whole(first_row, first_row + L::rows) ? 1 : 0;
+                keys.kind = interval.whole(first_row, first_row + L::rows) ? 1 : 0;
             }
             named_barrier(2, 128);
             gather(p.call.rows.k, keys, base + L::k + stage * L::tile_bytes);
@@ -231,7 +231,7 @@ struct hopper_queries_block {
                 for (int i = 0; i < 32; ++i) {
                     const int c = i / 4 * 8 + column + i % 2;
                     const std::int32_t row = m + 8 * (i / 2 % 2);
-                    if (row < keys.born[c] || row >= keys.dies[c]) {
+                    if (row < keys.begin[c] || row >= keys.expiry[c]) {
                         s[i] = 0.0f;
                     }
                 }
@@ -283,7 +283,7 @@ struct hopper_queries_block {
 /// As backward_queries_kernel.
 template <class T, int Dim, bool Bias, bool Softcap>
 __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(384), 1)
-    backward_queries_hopper_kernel(const __grid_constant__ backward_problem<T> p) {
+    backward_queries_hopper_kernel(const __grid_constant__ backward_params<T> p) {
 #if KVPOLICY_HOPPER_CODE
     using L = hopper_queries<Dim>;
     const std::int32_t tiles = p.padded_rows / L::rows;

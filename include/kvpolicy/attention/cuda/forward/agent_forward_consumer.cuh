@@ -16,17 +16,17 @@ inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 namespace cuda_backend {
 
 template <class S>
-class attend_consumer : attend_ring<S> {
+class agent_forward_consumer : forward_pipeline<S> {
   public:
     using T = typename S::T;
 
-    __device__ explicit attend_consumer(const attend_ring<S>& ring) : attend_ring<S>(ring) {}
+    __device__ explicit agent_forward_consumer(const forward_pipeline<S>& ring) : forward_pipeline<S>(ring) {}
 
     /// Multiplies until the producer says that there are no more tiles.
     __device__ void consume(int group) const {
         const std::uint64_t queries = describe_k_major(queries_ + group * 64 * S::row_bytes);
         const int first_row = static_cast<int>(threadIdx.x) / 32 * 16 + lane_id() / 4;
-        ring_place<S::slots> ring;
+        pipeline_state<S::stages> ring;
         for (std::uint32_t parity = 0;; parity ^= 1) {
             barrier_wait(queries_full_, parity);
             const std::int32_t number = memory_->tile;
@@ -36,8 +36,8 @@ class attend_consumer : attend_ring<S> {
             // The frame of the notes: that of the super-tile where rows are listed, else that of the tile.
             std::uint32_t query[2];
             {
-                const tile_place place = place_of(call_, static_cast<std::uint32_t>(number));
-                const int begin = call_.listed ? place.first_query % call_.plan.super_q : 0;
+                const tile_coords coords = tile_coords_of(call_, static_cast<std::uint32_t>(number));
+                const int begin = call_.listed ? coords.first_query % call_.plan.super_q : 0;
                 query[0] = static_cast<std::uint32_t>(begin + first_row / call_.heads);
                 query[1] = static_cast<std::uint32_t>(begin + (first_row + 8) / call_.heads);
             }
@@ -58,11 +58,11 @@ class attend_consumer : attend_ring<S> {
 
             float inverse[2], lse[2];
             softmax.finish(S::General ? 1.0f : call_.slope, inverse, lse);
-            const tile_place place = place_of(call_, static_cast<std::uint32_t>(number));
+            const tile_coords coords = tile_coords_of(call_, static_cast<std::uint32_t>(number));
             T* rows[2];
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
-                rows[r] = row_to_store(call_, place, first_row + 8 * r, lse[r]);
+                rows[r] = row_to_store(call_, coords, first_row + 8 * r, lse[r]);
             }
 #pragma unroll
             for (int x = 0; x < parts; ++x) {
@@ -75,28 +75,28 @@ class attend_consumer : attend_ring<S> {
     }
 
   private:
-    using attend_ring<S>::call_;
-    using attend_ring<S>::memory_;
-    using attend_ring<S>::queries_;
-    using attend_ring<S>::ring_;
-    using attend_ring<S>::full_;
-    using attend_ring<S>::empty_;
-    using attend_ring<S>::queries_full_;
-    using attend_ring<S>::queries_empty_;
+    using forward_pipeline<S>::call_;
+    using forward_pipeline<S>::memory_;
+    using forward_pipeline<S>::queries_;
+    using forward_pipeline<S>::ring_;
+    using forward_pipeline<S>::full_;
+    using forward_pipeline<S>::empty_;
+    using forward_pipeline<S>::queries_full_;
+    using forward_pipeline<S>::queries_empty_;
 
     static constexpr int scores = S::keys / 2;
     static constexpr int parts = S::Dim / 128 > 0 ? S::Dim / 128 : 1;  // of the output's columns
     static constexpr int columns = S::Dim / 2 / parts;                 // of a part, a thread
 
-    /// This warp no longer needs a slot (or the queries): what its lanes have read comes before what the producer writes.
+    /// This warp no longer needs a stage (or the queries): what its lanes have read comes before what the producer writes.
     __device__ static void release(std::uint32_t barrier) { warp_arrive(barrier, lane_id()); }
 
     using Output = float[parts][columns];
     using Weights = std::uint32_t[S::keys / 16][4];
 
-    /// Enqueues s = Q K^T with the keys of a slot.
-    __device__ void multiply_keys(float (&s)[scores], std::uint64_t queries, int slot) const {
-        const std::uint64_t k = describe_k_major(ring_ + slot * S::tile_bytes);
+    /// Enqueues s = Q K^T with the keys of a stage.
+    __device__ void multiply_keys(float (&s)[scores], std::uint64_t queries, int stage) const {
+        const std::uint64_t k = describe_k_major(ring_ + stage * S::tile_bytes);
 #pragma unroll
         for (int step = 0; step < S::Dim / 16; ++step) {
             wgmma<T, 0, 0>(s, queries + ((step % 4) * 32 + (step / 4) * 64 * 128) / 16,
@@ -104,9 +104,9 @@ class attend_consumer : attend_ring<S> {
         }
         wgmma_commit();
     }
-    /// Enqueues o += P V with the values of a slot.
-    __device__ void multiply_values(Output& o, const Weights& p, int slot) const {
-        const std::uint64_t v = describe_mn_major(ring_ + slot * S::tile_bytes, S::keys * 128);
+    /// Enqueues o += P V with the values of a stage.
+    __device__ void multiply_values(Output& o, const Weights& p, int stage) const {
+        const std::uint64_t v = describe_mn_major(ring_ + stage * S::tile_bytes, S::keys * 128);
 #pragma unroll
         for (int step = 0; step < S::keys / 16; ++step) {
 #pragma unroll
@@ -132,9 +132,9 @@ class attend_consumer : attend_ring<S> {
         }
     }
 
-    /// From the scores of a slot to logits, as far as anything is to be done.
-    __device__ void to_slot_logits(float (&s)[scores], int slot, const std::uint32_t (&query)[2]) const {
-        const key_notes<S::keys, S::General>& notes = memory_->notes[slot];
+    /// From the scores of a stage to logits, as far as anything is to be done.
+    __device__ void to_stage_logits(float (&s)[scores], int stage, const std::uint32_t (&query)[2]) const {
+        const key_notes<S::keys, S::General>& notes = memory_->notes[stage];
         if constexpr (S::General) {
             to_logits(s, call_.slope, call_.cap, notes, query);
         }
@@ -144,57 +144,57 @@ class attend_consumer : attend_ring<S> {
     }
     __device__ float slope() const { return S::General ? 1.0f : call_.slope; }
 
-    /// Of the scores of a slot, by weigh() for settle().
+    /// Of the scores of a stage, by weigh() for settle().
     struct weighing {
         bool done;   // they are weights, or
-        bool last;   // (where the slot is released) the slot was the tile's last,
+        bool last;   // (where the stage is released) the stage was the tile's last,
         bool moves;  // and the output so far must be multiplied by `decay`
         float decay[2];
     };
     /// Whether weights are relative to the first maximum. Above head_dim 128 it moves lazily, which is 4% faster there.
     static constexpr bool anchors = S::Dim <= 128;
 
-    /// This warp no longer needs the keys of a slot. True where it was the tile's last.
-    __device__ bool release_keys(int slot) const {
-        const bool last = memory_->notes[slot].last != 0;
-        release(empty_ + 8 * slot);
+    /// This warp no longer needs the keys of a stage. True where it was the tile's last.
+    __device__ bool release_keys(int stage) const {
+        const bool last = memory_->notes[stage].last != 0;
+        release(empty_ + 8 * stage);
         if (last) {
             release(queries_empty_);
         }
         return last;
     }
 
-    /// From the scores of a slot to weights, in place, as far as the output need not be ready.
-    __device__ weighing weigh(float (&s)[scores], int slot, const std::uint32_t (&query)[2],
+    /// From the scores of a stage to weights, in place, as far as the output need not be ready.
+    __device__ weighing weigh(float (&s)[scores], int stage, const std::uint32_t (&query)[2],
                               online_softmax& softmax) const {
         weighing w{};
         if constexpr (anchors) {
             if (softmax.anchored) {
-                to_slot_logits(s, slot, query);
+                to_stage_logits(s, stage, query);
                 w.done = softmax.take_anchored(s, slope());
             }
         } else {
-            to_slot_logits(s, slot, query);
-            w.last = release_keys(slot);
+            to_stage_logits(s, stage, query);
+            w.last = release_keys(stage);
             w.moves = softmax.template take<true>(s, slope(), w.decay);
         }
         return w;
     }
-    /// After weigh(), with the output so far: s are weights, and the slot is released. True where it was the tile's last.
-    __device__ bool settle(float (&s)[scores], const weighing& w, int slot, const std::uint32_t (&query)[2],
+    /// After weigh(), with the output so far: s are weights, and the stage is released. True where it was the tile's last.
+    __device__ bool settle(float (&s)[scores], const weighing& w, int stage, const std::uint32_t (&query)[2],
                            online_softmax& softmax, Output& o) const {
         if constexpr (anchors) {
             if (!w.done) {
                 if (softmax.anchored) {
-                    multiply_again(s, slot);  // weigh() has written over them
+                    multiply_again(s, stage);  // weigh() has written over them
                 }
-                to_slot_logits(s, slot, query);
+                to_stage_logits(s, stage, query);
                 float decay[2];
                 if (softmax.template take<false>(s, slope(), decay)) {
                     rescale(o, decay);
                 }
             }
-            return release_keys(slot);
+            return release_keys(stage);
         } else {
             if (w.moves) {
                 rescale(o, w.decay);
@@ -204,14 +204,14 @@ class attend_consumer : attend_ring<S> {
     }
 
     /// s = Q K^T of this warp's rows once more, by the warp alone.
-    __device__ void multiply_again(float (&s)[scores], int slot) const {
+    __device__ void multiply_again(float (&s)[scores], int stage) const {
         // Volatile: what this hardly ever needs is not to be kept in registers.
         int thread;
         asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
         const int lane = thread % 32;
         const int warp = thread / 32;
         const std::uint32_t q = queries_ + warp / 4 * 64 * S::row_bytes;
-        const std::uint32_t k = ring_ + slot * S::tile_bytes;
+        const std::uint32_t k = ring_ + stage * S::tile_bytes;
 #pragma unroll
         for (int n = 0; n < S::keys / 16; ++n) {
             float sums[2][4] = {};
@@ -231,34 +231,34 @@ class attend_consumer : attend_ring<S> {
         }
     }
 
-    /// o += P V with the values at the ring's place, which are then released.
-    __device__ void take_values(ring_place<S::slots>& ring, Weights& p, Output& o) const {
-        barrier_wait(full_ + 8 * ring.slot, ring.parity);
+    /// o += P V with the values at the pipeline's stage, which are then released.
+    __device__ void take_values(pipeline_state<S::stages>& ring, Weights& p, Output& o) const {
+        barrier_wait(full_ + 8 * ring.stage, ring.parity);
         pin(p);
         pin_output(o);
         wgmma_fence();
-        multiply_values(o, p, ring.slot);
+        multiply_values(o, p, ring.stage);
         wgmma_wait<0>();
         pin_output(o);
-        release(empty_ + 8 * ring.slot);
+        release(empty_ + 8 * ring.stage);
         ring.advance();
     }
 
     /// One product after the other. The warpgroups are out of step, so the tensor cores still have work.
-    __device__ void attend_in_turn(ring_place<S::slots>& ring, std::uint64_t queries,
+    __device__ void attend_in_turn(pipeline_state<S::stages>& ring, std::uint64_t queries,
                                    const std::uint32_t (&query)[2], online_softmax& softmax,
                                    Output& o) const {
         bool last;
         do {
             float s[scores];
             Weights p;
-            barrier_wait(full_ + 8 * ring.slot, ring.parity);
+            barrier_wait(full_ + 8 * ring.stage, ring.parity);
             wgmma_fence();
-            multiply_keys(s, queries, ring.slot);
+            multiply_keys(s, queries, ring.stage);
             wgmma_wait<0>();
             pin(s);
-            const weighing w = weigh(s, ring.slot, query, softmax);
-            last = settle(s, w, ring.slot, query, softmax, o);
+            const weighing w = weigh(s, ring.stage, query, softmax);
+            last = settle(s, w, ring.stage, query, softmax, o);
             ring.advance();
             to_fragments<T>(p, s);
             take_values(ring, p, o);
@@ -266,37 +266,37 @@ class attend_consumer : attend_ring<S> {
     }
 
     /// Q K^T of the next block is multiplied beside the softmax of this one; takes the registers for scores and weights both.
-    __device__ void attend_overlapped(ring_place<S::slots>& ring, std::uint64_t queries,
+    __device__ void attend_overlapped(pipeline_state<S::stages>& ring, std::uint64_t queries,
                                       const std::uint32_t (&query)[2], online_softmax& softmax,
                                       Output& o) const {
         float s[scores];
         Weights p;
-        barrier_wait(full_ + 8 * ring.slot, ring.parity);
+        barrier_wait(full_ + 8 * ring.stage, ring.parity);
         wgmma_fence();
-        multiply_keys(s, queries, ring.slot);
+        multiply_keys(s, queries, ring.stage);
         wgmma_wait<0>();
         pin(s);
-        bool last = settle(s, weigh(s, ring.slot, query, softmax), ring.slot, query, softmax, o);
+        bool last = settle(s, weigh(s, ring.stage, query, softmax), ring.stage, query, softmax, o);
         to_fragments<T>(p, s);
         while (!last) {
             ring.advance();
-            const ring_place<S::slots> values = ring;
+            const pipeline_state<S::stages> values = ring;
             ring.advance();
-            barrier_wait(full_ + 8 * ring.slot, ring.parity);
-            barrier_wait(full_ + 8 * values.slot, values.parity);
+            barrier_wait(full_ + 8 * ring.stage, ring.parity);
+            barrier_wait(full_ + 8 * values.stage, values.parity);
             pin(p);
             pin_output(o);
             wgmma_fence();
-            multiply_keys(s, queries, ring.slot);
-            multiply_values(o, p, values.slot);
+            multiply_keys(s, queries, ring.stage);
+            multiply_values(o, p, values.stage);
             wgmma_wait<1>();
             pin(s);
-            const weighing w = weigh(s, ring.slot, query, softmax);
+            const weighing w = weigh(s, ring.stage, query, softmax);
             wgmma_wait<0>();
             pin_output(o);
             pin(p);
-            release(empty_ + 8 * values.slot);
-            last = settle(s, w, ring.slot, query, softmax, o);
+            release(empty_ + 8 * values.stage);
+            last = settle(s, w, ring.stage, query, softmax, o);
             to_fragments<T>(p, s);
         }
         ring.advance();

@@ -19,9 +19,10 @@ namespace cuda_backend {
 
 /// Tiles are taken from `next`, which is 0 when the first block begins.
 template <class S>
-__device__ inline void attend_warpgroups(const attend_launch<typename S::T>& call, const attend_boxes& boxes,
-                                         unsigned char* shared, std::uint32_t* next) {
-    const attend_ring<S> ring(call, shared);
+__device__ inline void agent_forward_hopper(const forward_params<typename S::T>& call,
+                                            const forward_boxes& boxes, unsigned char* shared,
+                                            std::uint32_t* next) {
+    const forward_pipeline<S> ring(call, shared);
     // The same for all lanes of a warp, and the compiler should know it.
     const int group = __shfl_sync(all_lanes, static_cast<int>(threadIdx.x) / 128, 0);
     if (threadIdx.x == 0) {
@@ -30,10 +31,10 @@ __device__ inline void attend_warpgroups(const attend_launch<typename S::T>& cal
     __syncthreads();
     if (group == S::consumers) {
         give_registers<S::tuning.producer_registers>();
-        attend_producer<S>(ring, boxes, next).produce();
+        agent_forward_producer<S>(ring, boxes, next).produce();
     } else {
         take_registers<S::tuning.consumer_registers>();
-        attend_consumer<S>(ring).consume(group);
+        agent_forward_consumer<S>(ring).consume(group);
     }
 }
 

@@ -15,7 +15,7 @@ namespace kvpolicy {
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 namespace cuda_backend {
 
-inline constexpr std::int32_t plain_most_dim = 1024;  // the host's limit
+inline constexpr std::int32_t plain_max_dim = 1024;  // the host's limit
 inline constexpr int plain_warps = 4;
 
 template <class T>
@@ -36,18 +36,19 @@ __device__ inline T sum_over_warp(T x) {
 
 /// Query `query` of query head `of_q`; `scale` and `softcap` as in Attention, values up to `Most` wide. All lanes of a warp.
 template <int Most, class S>
-__device__ inline void attend_plain(const attend_launch<S>& call, compute_t<S> scale, compute_t<S> softcap,
-                                    std::int32_t b, std::int32_t of_q, std::int32_t query) {
+__device__ inline void agent_forward_plain(const forward_params<S>& call, compute_t<S> scale,
+                                           compute_t<S> logits_soft_cap, std::int32_t b, std::int32_t of_q,
+                                           std::int32_t query) {
     using T = compute_t<S>;
     constexpr int most = Most / 32;
-    const attention_problem<S>& problem = call.problem;
+    const attention_params<S>& params = call.params;
     const T nothing = -static_cast<T>(INFINITY);
-    const std::int32_t h = of_q / problem.group;
+    const std::int32_t h = of_q / params.group;
     const head_frame head(call.frames, b, h);
     const std::int64_t base = head.start() + query;
     const std::int32_t count = head.count();
-    const std::int32_t dim_v = problem.rows.v.dim;
-    const S* const q = problem.q.row(b, of_q, query);
+    const std::int32_t head_dim_vo = params.rows.v.dim;
+    const S* const q = params.q.row(b, of_q, query);
     T max = nothing;
     T sum = T(0);
     T o[most];
@@ -58,21 +59,21 @@ __device__ inline void attend_plain(const attend_launch<S>& call, compute_t<S> s
     for (std::int32_t first = 0; first < count; first += 32) {
         const std::int32_t x = first + lane_id();
         const row_time time = x < count ? head.time_of(x, base, 1) : row_time{0, 0};
-        const bool seen = time.born < time.dies;
+        const bool seen = time.begin < time.expiry;
         unsigned votes = __ballot_sync(all_lanes, seen);
         if (votes == 0) {
             continue;
         }
         T logit = nothing;
         if (seen) {
-            const S* const k = problem.rows.key(b, h, head.row_of(x));
+            const S* const k = params.rows.key(b, h, head.row_of(x));
             logit = T(0);
-            for (std::int32_t d = 0; d < problem.q.dim; ++d) {
+            for (std::int32_t d = 0; d < params.q.dim; ++d) {
                 logit += static_cast<T>(q[d]) * static_cast<T>(k[d]);
             }
             logit *= scale;
-            if (softcap > T(0)) {
-                logit = softcap * tanh(logit / softcap);
+            if (logits_soft_cap > T(0)) {
+                logit = logits_soft_cap * tanh(logit / logits_soft_cap);
             }
             std::int32_t from = 1;
             const float bias = head.bias_of(x, base, 1, from);
@@ -93,11 +94,11 @@ __device__ inline void attend_plain(const attend_launch<S>& call, compute_t<S> s
         for (; votes != 0; votes &= votes - 1) {
             const int lane = __ffs(static_cast<int>(votes)) - 1;
             const T w = __shfl_sync(all_lanes, weight, lane);
-            const S* const v = problem.rows.value(b, h, head.row_of(first + lane));
+            const S* const v = params.rows.value(b, h, head.row_of(first + lane));
 #pragma unroll
             for (int i = 0; i < most; ++i) {
                 const std::int32_t column = 32 * i + lane_id();
-                if (column < dim_v) {
+                if (column < head_dim_vo) {
                     o[i] += w * static_cast<T>(v[column]);
                 }
             }
@@ -108,7 +109,7 @@ __device__ inline void attend_plain(const attend_launch<S>& call, compute_t<S> s
 #pragma unroll
     for (int i = 0; i < most; ++i) {
         const std::int32_t column = 32 * i + lane_id();
-        if (column < dim_v) {
+        if (column < head_dim_vo) {
             out[column] = static_cast<S>(sum == T(0) ? T(0) : o[i] / sum);
         }
     }

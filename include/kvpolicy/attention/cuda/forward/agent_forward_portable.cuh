@@ -1,4 +1,4 @@
-// The forward pass on any card from compute capability 8.0: one block of four warps a tile, mma.sync, keys and values
+// The forward pass on any GPU from compute capability 8.0: one block of four warps a tile, mma.sync, keys and values
 // gathered by cp.async into two stages.
 #pragma once
 
@@ -19,21 +19,21 @@ namespace cuda_backend {
 
 /// Sizes for head_dims up to Dim. `General` kernels know softcap, biases and slopes below 0.
 template <class Storage, int Dim_, bool General_>
-struct attend_block_sizes {
+struct forward_portable_sizes {
     using T = Storage;
     static constexpr int Dim = Dim_;
     static constexpr bool General = General_;
     static constexpr int threads = 128;
     static constexpr int rows_16 = Dim <= 128 ? 2 : 1;  // rows a warp, in units of 16
     static constexpr int rows = 64 * rows_16;
-    // What fits beside the queries in the 99 KB that every card since 8.0 lends a block.
+    // What fits beside the queries in the 99 KB that every GPU since 8.0 gives a block.
     static constexpr int keys = Dim <= 64 ? 64 : (Dim <= 128 ? 64 : 32) / (General ? 2 : 1);
     static constexpr int stages = 2;
     static constexpr int row_bytes = Dim * 2;
 };
 
 template <class S>
-struct attend_block_memory {
+struct forward_portable_memory {
     alignas(128) unsigned char q[S::rows * S::row_bytes];
     unsigned char k[S::stages][S::keys * S::row_bytes];
     unsigned char v[S::stages][S::keys * S::row_bytes];
@@ -47,33 +47,33 @@ struct attend_block_memory {
 
 /// What a launch asks for: dynamic shared memory is aligned to 16 bytes only.
 template <class S>
-constexpr std::size_t attend_block_shared_bytes() {
-    constexpr std::size_t bytes = sizeof(attend_block_memory<S>) + 112;
+constexpr std::size_t forward_portable_shared_bytes() {
+    constexpr std::size_t bytes = sizeof(forward_portable_memory<S>) + 112;
     static_assert(bytes <= 99 * 1024);
     return bytes;
 }
 
 template <class S>
-class attend_block {
+class agent_forward_portable {
   public:
     using T = typename S::T;
-    using Memory = attend_block_memory<S>;
+    using Memory = forward_portable_memory<S>;
 
-    __device__ attend_block(const attend_launch<T>& call, unsigned char* shared)
+    __device__ agent_forward_portable(const forward_params<T>& call, unsigned char* shared)
         : call_(call),
           memory_(*reinterpret_cast<Memory*>(shared + ((128 - (shared_address(shared) & 127)) & 127))),
           thread_(static_cast<int>(threadIdx.x)) {}
 
     __device__ void run(std::uint32_t number) {
-        const tile_place place = place_of(call_, number);
-        if (place.queries <= 0) {
+        const tile_coords coords = tile_coords_of(call_, number);
+        if (coords.queries <= 0) {
             return;
         }
-        load_queries(place);
+        load_queries(coords);
         if (call_.listed) {
-            attend(place, memory_.listed);
+            attend(coords, memory_.listed);
         } else {
-            attend(place, memory_.scanned);
+            attend(coords, memory_.scanned);
         }
     }
 
@@ -82,43 +82,43 @@ class attend_block {
     static constexpr int scores = S::keys / 2;
     static constexpr int columns = S::Dim / 2;
 
-    __device__ void load_queries(const tile_place& place) const {
+    __device__ void load_queries(const tile_coords& coords) const {
         const std::uint32_t to = shared_address(memory_.q);
-        const rows_view<const T>& q = call_.problem.q;
+        const rows_view<const T>& q = call_.params.q;
         for (int i = thread_; i < S::rows * chunks; i += S::threads) {
             const int row = i / chunks;
             const int chunk = i % chunks;
             const int query = row / call_.heads;
             const int head = row % call_.heads;
-            const bool there = query < place.queries && head < place.heads && 8 * chunk < q.dim;
+            const bool there = query < coords.queries && head < coords.heads && 8 * chunk < q.dim;
             const std::int64_t from_head =
-                std::int64_t{place.h} * call_.problem.group + place.first_head + (there ? head : 0);
-            const T* from = q.row(place.b, from_head, place.first_query + (there ? query : 0));
+                std::int64_t{coords.h} * call_.params.group + coords.first_head + (there ? head : 0);
+            const T* from = q.row(coords.b, from_head, coords.first_query + (there ? query : 0));
             copy_16(to + swizzled(S::rows, row, chunk), from + (there ? 8 * chunk : 0), there ? 16 : 0);
         }
     }
 
     /// Enqueues the copies of a block's keys and values. A pass of all threads takes some whole rows; what depends on the pass
     /// is a constant, as everywhere below: swizzling is an exclusive or of bits 4 to 6 of an address, and the rest of it adds.
-    __device__ void load_block(const tile_place& place, int stage) const {
-        if (call_.problem.rows.self_k.length != 0) {
-            load_block<true>(place, stage);
+    __device__ void load_block(const tile_coords& coords, int stage) const {
+        if (call_.params.rows.self_k.length != 0) {
+            load_block<true>(coords, stage);
         } else {
-            load_block<false>(place, stage);
+            load_block<false>(coords, stage);
         }
     }
     template <bool Two>
-    __device__ void load_block(const tile_place& place, int stage) const {
+    __device__ void load_block(const tile_coords& coords, int stage) const {
         constexpr int rows = S::threads / chunks;
         const key_offsets<S::keys>& offsets = memory_.offsets;
-        const key_rows<T>& all = call_.problem.rows;
+        const key_rows<T>& all = call_.params.rows;
         const int row = thread_ / chunks;
         const int chunk = thread_ % chunks;
         const std::uint32_t at = swizzled(S::keys, row, chunk);
         const std::uint32_t k = shared_address(memory_.k[stage]) + at;
         const std::uint32_t v = shared_address(memory_.v[stage]) + at;
-        const head_rows from_k = head_rows::keys_of(all, place.b, place.h);
-        const head_rows from_v = head_rows::values_of(all, place.b, place.h);
+        const head_rows from_k = head_rows::keys_of(all, coords.b, coords.h);
+        const head_rows from_v = head_rows::values_of(all, coords.b, coords.h);
         const std::uint32_t k_bytes = 8 * chunk < all.k.dim ? 16 : 0;
         const std::uint32_t v_bytes = 8 * chunk < all.v.dim ? 16 : 0;
 #pragma unroll
@@ -137,9 +137,9 @@ class attend_block {
     }
 
     template <class Source>
-    __device__ void attend(const tile_place& place,
+    __device__ void attend(const tile_coords& coords,
                            stream_memory<S::keys, S::General, Source>& stream_memory_) const {
-        row_stream<T, S::keys, S::General, Source> stream(call_, place, stream_memory_, thread_, 1);
+        row_stream<T, S::keys, S::General, Source> stream(call_, coords, stream_memory_, thread_, 1);
         stream.start();
         std::uint32_t query[S::rows_16][2];
 #pragma unroll
@@ -160,13 +160,13 @@ class attend_block {
             }
         }
         bool more = stream.next(memory_.offsets, memory_.notes[0]);
-        load_block(place, 0);
+        load_block(coords, 0);
         __syncthreads();  // the offsets are read
         for (int stage = 0;; stage ^= 1) {
             const bool last = !more;
             if (more) {
                 more = stream.next(memory_.offsets, memory_.notes[stage ^ 1]);
-                load_block(place, stage ^ 1);
+                load_block(coords, stage ^ 1);
                 copy_wait<1>();
             } else {
                 copy_wait<0>();
@@ -178,7 +178,7 @@ class attend_block {
                 break;
             }
         }
-        store(place, softmax, o);
+        store(coords, softmax, o);
     }
 
     [[nodiscard]] __device__ int row_of(int m, int r) const {
@@ -271,7 +271,7 @@ class attend_block {
         }
     }
 
-    __device__ void store(const tile_place& place, online_softmax (&softmax)[S::rows_16],
+    __device__ void store(const tile_coords& coords, online_softmax (&softmax)[S::rows_16],
                           const float (&o)[S::rows_16][columns]) const {
 #pragma unroll
         for (int m = 0; m < S::rows_16; ++m) {
@@ -280,7 +280,7 @@ class attend_block {
             T* rows[2];
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
-                rows[r] = row_to_store(call_, place, row_of(m, r), lse[r]);
+                rows[r] = row_to_store(call_, coords, row_of(m, r), lse[r]);
             }
             if (zero_if_finite(o[m]) != 0.0f) {
                 *call_.not_finite = 1;
@@ -289,7 +289,7 @@ class attend_block {
         }
     }
 
-    const attend_launch<T>& call_;
+    const forward_params<T>& call_;
     Memory& memory_;
     int thread_;
 };

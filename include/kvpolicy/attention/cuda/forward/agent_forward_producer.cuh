@@ -20,12 +20,13 @@ inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 namespace cuda_backend {
 
 template <class S>
-class attend_producer : attend_ring<S> {
+class agent_forward_producer : forward_pipeline<S> {
   public:
     using T = typename S::T;
 
-    __device__ attend_producer(const attend_ring<S>& ring, const attend_boxes& boxes, std::uint32_t* next)
-        : attend_ring<S>(ring), boxes_(boxes), next_(next) {}
+    __device__ agent_forward_producer(const forward_pipeline<S>& ring, const forward_boxes& boxes,
+                                      std::uint32_t* next)
+        : forward_pipeline<S>(ring), boxes_(boxes), next_(next) {}
 
     /// Takes tiles until there are none.
     __device__ void produce() {
@@ -50,14 +51,14 @@ class attend_producer : attend_ring<S> {
             if (state.thread == 0) {
                 ticket = atomicAdd(next_, 1u);
             }
-            const tile_place place = place_of(call_, static_cast<std::uint32_t>(number));
-            if (place.queries <= 0) {
+            const tile_coords coords = tile_coords_of(call_, static_cast<std::uint32_t>(number));
+            if (coords.queries <= 0) {
                 continue;
             }
             if (call_.listed) {
-                produce_tile(state, place, number, parity, memory_->listed);
+                produce_tile(state, coords, number, parity, memory_->listed);
             } else {
-                produce_tile(state, place, number, parity, memory_->scanned);
+                produce_tile(state, coords, number, parity, memory_->scanned);
             }
             parity ^= 1;
         }
@@ -70,17 +71,17 @@ class attend_producer : attend_ring<S> {
     }
 
   private:
-    using attend_ring<S>::call_;
-    using attend_ring<S>::memory_;
-    using attend_ring<S>::queries_;
-    using attend_ring<S>::ring_;
-    using attend_ring<S>::full_;
-    using attend_ring<S>::empty_;
-    using attend_ring<S>::queries_full_;
-    using attend_ring<S>::queries_empty_;
+    using forward_pipeline<S>::call_;
+    using forward_pipeline<S>::memory_;
+    using forward_pipeline<S>::queries_;
+    using forward_pipeline<S>::ring_;
+    using forward_pipeline<S>::full_;
+    using forward_pipeline<S>::empty_;
+    using forward_pipeline<S>::queries_full_;
+    using forward_pipeline<S>::queries_empty_;
 
     struct producer_state {
-        ring_place<S::slots> ring;
+        pipeline_state<S::stages> ring;
         std::uint32_t pending = 0;  // the barrier to tell of the copies before the latest; 0: none
         int thread = 0;
     };
@@ -107,21 +108,21 @@ class attend_producer : attend_ring<S> {
     }
 
     template <class Source>
-    __device__ void produce_tile(producer_state& state, const tile_place& place, std::uint32_t number,
+    __device__ void produce_tile(producer_state& state, const tile_coords& coords, std::uint32_t number,
                                  std::uint32_t parity,
                                  stream_memory<S::keys, S::General, Source>& stream_memory_) const {
         if (state.thread == 0) {  // the stream's first barrier shows it to the others
-            const key_rows<T>& all = call_.problem.rows;
-            memory_->k = head_rows::keys_of(all, place.b, place.h);
-            memory_->v = head_rows::values_of(all, place.b, place.h);
-            memory_->b = place.b;
-            memory_->h = place.h;
+            const key_rows<T>& all = call_.params.rows;
+            memory_->k = head_rows::keys_of(all, coords.b, coords.h);
+            memory_->v = head_rows::values_of(all, coords.b, coords.h);
+            memory_->b = coords.b;
+            memory_->h = coords.h;
         }
-        row_stream<T, S::keys, S::General, Source> stream(call_, place, stream_memory_, state.thread, 1);
+        row_stream<T, S::keys, S::General, Source> stream(call_, coords, stream_memory_, state.thread, 1);
         tell_last(state);  // of the tile before: its last values were under way in the meantime
         bool first = true;
         std::int32_t done = 0;
-        if (!S::General && call_.problem.rows.self_k.length == 0) {
+        if (!S::General && call_.params.rows.self_k.length == 0) {
             done = produce_full(state, number, parity, first, stream_memory_.source);
         }
         stream.start(done);
@@ -129,9 +130,9 @@ class attend_producer : attend_ring<S> {
         for (int buffer = 0; more; buffer ^= 1) {
 #pragma unroll 1
             for (int half = 0; half < 2; ++half) {  // keys, values
-                barrier_wait(empty_ + 8 * state.ring.slot, state.ring.parity ^ 1);
+                barrier_wait(empty_ + 8 * state.ring.stage, state.ring.parity ^ 1);
                 if (half == 0) {
-                    more = stream.next(memory_->offsets[buffer], memory_->notes[state.ring.slot]);
+                    more = stream.next(memory_->offsets[buffer], memory_->notes[state.ring.stage]);
                 } else if (first) {
                     first = false;
                     produce_queries(state, number, parity);
@@ -139,8 +140,8 @@ class attend_producer : attend_ring<S> {
                 const key_offsets<S::keys>& offsets = memory_->offsets[buffer];
                 const std::uint32_t* const rows = half == 0 ? offsets.k : offsets.v;
                 const head_rows& from = half == 0 ? memory_->k : memory_->v;
-                const std::int32_t dim = half == 0 ? call_.problem.rows.k.dim : call_.problem.rows.v.dim;
-                if (call_.problem.rows.self_k.length != 0) {
+                const std::int32_t dim = half == 0 ? call_.params.rows.k.dim : call_.params.rows.v.dim;
+                if (call_.params.rows.self_k.length != 0) {
                     gather<true>(rows, from, dim, state);
                 } else {
                     gather<false>(rows, from, dim, state);
@@ -155,7 +156,7 @@ class attend_producer : attend_ring<S> {
         if (state.thread == 0) {
             memory_->tile = static_cast<std::int32_t>(number);
         }
-        load_queries(place_of(call_, number), state.thread);
+        load_queries(tile_coords_of(call_, number), state.thread);
         tell(state, queries_full_);
     }
 
@@ -187,24 +188,24 @@ class attend_producer : attend_ring<S> {
             }
 #pragma unroll 1
             for (int half = 0; half < 2; ++half) {
-                barrier_wait(empty_ + 8 * state.ring.slot, state.ring.parity ^ 1);
+                barrier_wait(empty_ + 8 * state.ring.stage, state.ring.parity ^ 1);
                 if (half == 0 && state.thread == 0) {
-                    memory_->notes[state.ring.slot].masked = 0;
-                    memory_->notes[state.ring.slot].last = 0;
+                    memory_->notes[state.ring.stage].masked = 0;
+                    memory_->notes[state.ring.stage].last = 0;
                 }
                 if (half == 1 && first) {
                     first = false;
                     produce_queries(state, number, parity);
                 }
                 const std::uint32_t to =
-                    ring_ + state.ring.slot * S::tile_bytes + state.thread / 8 * each * 128;
+                    ring_ + state.ring.stage * S::tile_bytes + state.thread / 8 * each * 128;
                 if (has_boxes && together && lane < S::Dim / 64) {
-                    barrier_expect_more(full_ + 8 * state.ring.slot, attend_boxes::box_rows * 128);
+                    barrier_expect_more(full_ + 8 * state.ring.stage, forward_boxes::box_rows * 128);
                     copy_box(to + lane * S::keys * 128, half == 0 ? boxes_.k : boxes_.v, 64 * lane,
-                             row - lane, memory_->h, memory_->b, full_ + 8 * state.ring.slot);
+                             row - lane, memory_->h, memory_->b, full_ + 8 * state.ring.stage);
                 }
                 if (gathered) {
-                    const rows_view<const T>& view = half == 0 ? call_.problem.rows.k : call_.problem.rows.v;
+                    const rows_view<const T>& view = half == 0 ? call_.params.rows.k : call_.params.rows.v;
                     const std::uint64_t from = (half == 0 ? memory_->k.past : memory_->v.past) + 16 * lane;
                     const auto stride = static_cast<std::uint32_t>(view.row_stride) * 2;
                     const std::uint32_t chunk = to + ((lane ^ (state.thread / 8 * each % 8)) << 4);
@@ -223,7 +224,7 @@ class attend_producer : attend_ring<S> {
                         }
                     }
                 }
-                tell(state, full_ + 8 * state.ring.slot);
+                tell(state, full_ + 8 * state.ring.stage);
                 state.ring.advance();
             }
         }
@@ -241,7 +242,7 @@ class attend_producer : attend_ring<S> {
         // `each`, so that i only sets bits of the row, and flips bits of the chunk.
         static_assert(each == 4 || each == 8);
         const std::uint32_t to =
-            ring_ + state.ring.slot * S::tile_bytes + first * 128 + ((chunk ^ (first % 8)) << 4);
+            ring_ + state.ring.stage * S::tile_bytes + first * 128 + ((chunk ^ (first % 8)) << 4);
         const head_rows from{rows.past + 16 * chunk, rows.self + 16 * chunk};
         uint4 some[each / 4];
 #pragma unroll
@@ -260,25 +261,25 @@ class attend_producer : attend_ring<S> {
                         reinterpret_cast<const void*>(row + 128 * part), there ? 16 : 0);
             }
         }
-        tell(state, full_ + 8 * state.ring.slot);
+        tell(state, full_ + 8 * state.ring.stage);
         state.ring.advance();
     }
 
     /// The tile's queries into shared memory; zeros where a row has none. Eight threads share a row, 16 rows go at once, and
     /// (query, head) of a row follow from those 16 rows before without a division.
-    __device__ void load_queries(const tile_place& place, int thread) const {
-        const rows_view<const T>& q = call_.problem.q;
+    __device__ void load_queries(const tile_coords& coords, int thread) const {
+        const rows_view<const T>& q = call_.params.q;
         const int chunk = thread % 8;
         const int later = 16 / call_.heads;
         const int further = 16 % call_.heads;
         int query = thread / 8 / call_.heads;
         int head = thread / 8 % call_.heads;
-        const T* const base =
-            q.row(place.b, std::int64_t{place.h} * call_.problem.group + place.first_head, place.first_query);
+        const T* const base = q.row(coords.b, std::int64_t{coords.h} * call_.params.group + coords.first_head,
+                                    coords.first_query);
         std::uint32_t to = queries_ + swizzled(64, thread / 8, chunk);
 #pragma unroll 1
         for (int i = 0; i < S::rows / 16; ++i) {
-            const bool there = query < place.queries && head < place.heads;
+            const bool there = query < coords.queries && head < coords.heads;
             const T* const from = there ? base + head * q.head_stride + query * q.row_stride : base;
 #pragma unroll
             for (int part = 0; part < S::Dim / 64; ++part) {
@@ -299,7 +300,7 @@ class attend_producer : attend_ring<S> {
     /// Eight threads share as many rows as a box has, and they begin where the swizzle does.
     static constexpr bool has_boxes = !S::General && S::keys == 128;
 
-    const attend_boxes& boxes_;
+    const forward_boxes& boxes_;
     std::uint32_t* next_;
 };
 

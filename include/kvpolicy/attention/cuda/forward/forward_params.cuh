@@ -17,8 +17,8 @@ namespace cuda_backend {
 /// A tile is tile_q consecutive queries of the query heads of one KV head: row r of it is query r / heads of head
 /// r % heads. Groups larger than a tile's rows are cut into `parts` of `heads` query heads each.
 template <class T>
-struct attend_launch {
-    attention_problem<T> problem;
+struct forward_params {
+    attention_params<T> params;
     rows_view<T> out;          // [B, Hq, S, Dv]
     plane_view<float> lse;     // [B, Hq, S]; may be empty
     key_frames frames;         // read where rows are scanned
@@ -37,12 +37,12 @@ struct attend_launch {
     std::uint32_t* not_finite = nullptr;  // set where some output is not finite
 
     __host__ __device__ std::int64_t count() const {
-        return std::int64_t{problem.batch} * problem.kv_heads * parts * tiles;
+        return std::int64_t{params.batch} * params.kv_heads * parts * tiles;
     }
 };
 
 /// Rows that lie together come by TMA: maps of keys and values whose boxes are box_rows rows. Without them, every row is gathered.
-struct attend_boxes {
+struct forward_boxes {
     static constexpr std::uint32_t box_rows = 8;
     CUtensorMap k, v;
     bool there = false;
@@ -50,7 +50,7 @@ struct attend_boxes {
 };
 
 /// Where one tile lies.
-struct tile_place {
+struct tile_coords {
     std::int32_t b, h;        // sequence and KV head
     std::int32_t first_head;  // of the query heads of the group
     std::int32_t heads;       // that count
@@ -60,21 +60,21 @@ struct tile_place {
 
 /// Tiles of one head follow one another, so that what they gather stays in the L2 cache; those with most keys come first.
 template <class T>
-__device__ inline tile_place place_of(const attend_launch<T>& call, std::uint32_t number) {
+__device__ inline tile_coords tile_coords_of(const forward_params<T>& call, std::uint32_t number) {
     const auto tile = static_cast<std::int32_t>(number % static_cast<std::uint32_t>(call.tiles));
     const auto rest = static_cast<std::int32_t>(number / static_cast<std::uint32_t>(call.tiles));
     const std::int32_t part = rest % call.parts;
     const std::int32_t head = rest / call.parts;
-    tile_place place;
-    place.b = head / call.problem.kv_heads;
-    place.h = head % call.problem.kv_heads;
-    place.first_head = part * call.heads;
-    const std::int32_t left = call.problem.group - place.first_head;
-    place.heads = left < call.heads ? left : call.heads;
-    place.first_query = (call.first_tile + call.tiles - 1 - tile) * call.tile_q;
-    const std::int32_t queries = call.problem.length_of(place.b) - place.first_query;
-    place.queries = queries < call.tile_q ? queries : call.tile_q;
-    return place;
+    tile_coords coords;
+    coords.b = head / call.params.kv_heads;
+    coords.h = head % call.params.kv_heads;
+    coords.first_head = part * call.heads;
+    const std::int32_t left = call.params.group - coords.first_head;
+    coords.heads = left < call.heads ? left : call.heads;
+    coords.first_query = (call.first_tile + call.tiles - 1 - tile) * call.tile_q;
+    const std::int32_t queries = call.params.length_of(coords.b) - coords.first_query;
+    coords.queries = queries < call.tile_q ? queries : call.tile_q;
+    return coords;
 }
 
 }  // namespace cuda_backend

@@ -18,14 +18,14 @@ namespace cuda_backend {
 
 /// Sizes for head_dims up to Dim. `General` kernels know softcap, biases and slopes below 0.
 template <class Storage, int Dim_, bool General_>
-struct attend_hopper_sizes {
+struct forward_hopper_sizes {
     using T = Storage;
     static constexpr int Dim = Dim_;
     static constexpr bool General = General_;
-    static constexpr attend_hopper_tuning tuning = select_attend_hopper_tuning(Dim, General);
+    static constexpr forward_hopper_tuning tuning = select_forward_hopper_tuning(Dim, General);
     static constexpr int consumers = tuning.consumers;  // warpgroups
     static constexpr int keys = tuning.keys;
-    static constexpr int slots = tuning.slots;
+    static constexpr int stages = tuning.stages;
     static constexpr int rows = 64 * consumers;
     static constexpr int threads = 128 * (consumers + 1);
     static constexpr int row_bytes = Dim * 2;
@@ -35,10 +35,10 @@ struct attend_hopper_sizes {
 
 /// What stands in shared memory behind the queries and the ring.
 template <class S>
-struct attend_hopper_memory {
-    key_notes<S::keys, S::General> notes[S::slots];  // of the slots that hold keys
-    std::uint64_t full[S::slots];
-    std::uint64_t empty[S::slots];
+struct forward_hopper_memory {
+    key_notes<S::keys, S::General> notes[S::stages];  // of the stages that hold keys
+    std::uint64_t full[S::stages];
+    std::uint64_t empty[S::stages];
     std::uint64_t queries_full, queries_empty;
     key_offsets<S::keys> offsets[2];
     head_rows k, v;     // of the tile that the producer is at
@@ -52,23 +52,23 @@ struct attend_hopper_memory {
 };
 
 template <class S>
-constexpr std::size_t attend_hopper_shared_bytes() {
+constexpr std::size_t forward_hopper_shared_bytes() {
     constexpr std::size_t bytes =
-        1024 + static_cast<std::size_t>(S::rows * S::row_bytes + S::slots * S::tile_bytes) +
-        sizeof(attend_hopper_memory<S>);
+        1024 + static_cast<std::size_t>(S::rows * S::row_bytes + S::stages * S::tile_bytes) +
+        sizeof(forward_hopper_memory<S>);
     static_assert(bytes <= 232448);
     return bytes;
 }
 
-/// A place in the ring, and how often it came round.
-template <int Slots>
-struct ring_place {
-    int slot = 0;
+/// A stage of the pipeline, and how often it came round.
+template <int Stages>
+struct pipeline_state {
+    int stage = 0;
     std::uint32_t parity = 0;
 
     __device__ void advance() {
-        if (++slot == Slots) {
-            slot = 0;
+        if (++stage == Stages) {
+            stage = 0;
             parity ^= 1;
         }
     }
@@ -76,16 +76,16 @@ struct ring_place {
 
 /// A launch, and where its parts stand in this block's shared memory.
 template <class S>
-class attend_ring {
+class forward_pipeline {
   public:
     using T = typename S::T;
 
-    __device__ attend_ring(const attend_launch<T>& call, unsigned char* shared) : call_(call) {
+    __device__ forward_pipeline(const forward_params<T>& call, unsigned char* shared) : call_(call) {
         unsigned char* const aligned = shared + ((1024 - (shared_address(shared) & 1023)) & 1023);
         queries_ = shared_address(aligned);
         ring_ = queries_ + S::rows * S::row_bytes;
-        memory_ = reinterpret_cast<attend_hopper_memory<S>*>(aligned + S::rows * S::row_bytes +
-                                                             S::slots * S::tile_bytes);
+        memory_ = reinterpret_cast<forward_hopper_memory<S>*>(aligned + S::rows * S::row_bytes +
+                                                              S::stages * S::tile_bytes);
         full_ = shared_address(memory_->full);
         empty_ = shared_address(memory_->empty);
         queries_full_ = shared_address(&memory_->queries_full);
@@ -94,7 +94,7 @@ class attend_ring {
 
     /// One thread, before all others go on.
     __device__ void init_barriers() const {
-        for (int i = 0; i < S::slots; ++i) {
+        for (int i = 0; i < S::stages; ++i) {
             barrier_init(full_ + 8 * i, 4 * arrivals_of_warp);
             barrier_init(empty_ + 8 * i, 4 * S::consumers * arrivals_of_warp);
         }
@@ -104,8 +104,8 @@ class attend_ring {
     }
 
   protected:
-    const attend_launch<T>& call_;
-    attend_hopper_memory<S>* memory_;
+    const forward_params<T>& call_;
+    forward_hopper_memory<S>* memory_;
     std::uint32_t queries_, ring_, full_, empty_, queries_full_, queries_empty_;
 };
 

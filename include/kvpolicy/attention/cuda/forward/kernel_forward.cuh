@@ -19,36 +19,36 @@ namespace cuda_backend {
 /// One block a tile.
 template <class S>
 __global__ void __launch_bounds__(S::threads)
-    attend_kernel(const __grid_constant__ attend_launch<typename S::T> call) {
-    attend_block<S>(call, dynamic_shared()).run(blockIdx.x);
+    forward_portable_kernel(const __grid_constant__ forward_params<typename S::T> call) {
+    agent_forward_portable<S>(call, dynamic_shared()).run(blockIdx.x);
 }
 
 /// As many blocks as fit; each takes tiles from `next`, which is 0 at first.
 template <class S>
 __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(S::threads))
-    attend_hopper_kernel(const __grid_constant__ attend_launch<typename S::T> call,
-                         const __grid_constant__ attend_boxes boxes, std::uint32_t* const next) {
+    forward_hopper_kernel(const __grid_constant__ forward_params<typename S::T> call,
+                          const __grid_constant__ forward_boxes boxes, std::uint32_t* const next) {
 #if KVPOLICY_HOPPER_CODE
-    attend_warpgroups<S>(call, boxes, dynamic_shared(), next);
+    agent_forward_hopper<S>(call, boxes, dynamic_shared(), next);
 #endif
 }
 
 /// One warp a query of a head.
 template <class T>
 __global__ void __launch_bounds__(32 * plain_warps)
-    attend_plain_kernel(const __grid_constant__ attend_launch<T> call, const double scale,
-                        const double softcap) {
+    forward_plain_kernel(const __grid_constant__ forward_params<T> call, const double scale,
+                         const double logits_soft_cap) {
     using C = compute_t<T>;
-    const attention_problem<T>& problem = call.problem;
+    const attention_params<T>& params = call.params;
     const std::int64_t number = static_cast<std::int64_t>(blockIdx.x) * plain_warps + warp_id();
-    const auto query = static_cast<std::int32_t>(number % problem.length);
-    const auto head = static_cast<std::int32_t>(number / problem.length);
-    const std::int32_t query_heads = problem.kv_heads * problem.group;
-    if (head >= problem.batch * query_heads || query >= problem.length_of(head / query_heads)) {
+    const auto query = static_cast<std::int32_t>(number % params.length);
+    const auto head = static_cast<std::int32_t>(number / params.length);
+    const std::int32_t query_heads = params.kv_heads * params.group;
+    if (head >= params.batch * query_heads || query >= params.length_of(head / query_heads)) {
         return;
     }
-    attend_plain<plain_most_dim>(call, static_cast<C>(scale), static_cast<C>(softcap), head / query_heads,
-                                 head % query_heads, query);
+    agent_forward_plain<plain_max_dim>(call, static_cast<C>(scale), static_cast<C>(logits_soft_cap),
+                                       head / query_heads, head % query_heads, query);
 }
 
 /// A row whose key some queries of a tile see and others do not has weight 0 for the others, and 0 times a value that is not
@@ -56,35 +56,35 @@ __global__ void __launch_bounds__(32 * plain_warps)
 /// one warp a query of a head. Nearly always there is nothing to do.
 template <class T>
 __global__ void __launch_bounds__(32 * plain_warps)
-    attend_mend_kernel(const __grid_constant__ attend_launch<T> call) {
+    forward_fix_nonfinite_kernel(const __grid_constant__ forward_params<T> call) {
     if (*call.not_finite == 0) {
         return;
     }
-    const attention_problem<T>& problem = call.problem;
-    const std::int32_t query_heads = problem.kv_heads * problem.group;
-    const std::int64_t count = std::int64_t{problem.batch} * query_heads * problem.length;
+    const attention_params<T>& params = call.params;
+    const std::int32_t query_heads = params.kv_heads * params.group;
+    const std::int64_t count = std::int64_t{params.batch} * query_heads * params.length;
     for (std::int64_t number = static_cast<std::int64_t>(blockIdx.x) * plain_warps + warp_id();
          number < count; number += static_cast<std::int64_t>(gridDim.x) * plain_warps) {
-        const auto query = static_cast<std::int32_t>(number % problem.length);
-        const auto head = static_cast<std::int32_t>(number / problem.length);
-        if (query >= problem.length_of(head / query_heads)) {
+        const auto query = static_cast<std::int32_t>(number % params.length);
+        const auto head = static_cast<std::int32_t>(number / params.length);
+        if (query >= params.length_of(head / query_heads)) {
             continue;
         }
         const T* const out = call.out.row(head / query_heads, head % query_heads, query);
-        // What the query itself brought cannot be mended.
+        // What the query itself brought cannot be fixed.
         if (!finite_row(out, call.out.dim) &&
-            finite_row(problem.q.row(head / query_heads, head % query_heads, query), problem.q.dim)) {
-            attend_plain<256>(call, problem.scale, problem.softcap, head / query_heads, head % query_heads,
-                              query);
+            finite_row(params.q.row(head / query_heads, head % query_heads, query), params.q.dim)) {
+            agent_forward_plain<256>(call, params.scale, params.logits_soft_cap, head / query_heads,
+                                     head % query_heads, query);
         }
     }
 }
 
 /// Says which sequences have lengths that cannot be (they count as empty), and sets the tile counters of the launches to 0.
 template <class Frames>
-__global__ void attend_begin_kernel(const __grid_constant__ Frames frames, const std::int32_t batch,
-                                    std::uint32_t* const status, std::uint32_t* const counters,
-                                    const std::int32_t count) {
+__global__ void forward_begin_kernel(const __grid_constant__ Frames frames, const std::int32_t batch,
+                                     std::uint32_t* const status, std::uint32_t* const counters,
+                                     const std::int32_t count) {
     for (auto i = static_cast<std::int32_t>(threadIdx.x); i < count;
          i += static_cast<std::int32_t>(blockDim.x)) {
         counters[i] = 0;

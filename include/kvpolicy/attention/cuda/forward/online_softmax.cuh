@@ -55,24 +55,24 @@ __device__ inline void hide(float (&s)[N], const key_notes<Keys, Biased>& notes,
     if (notes.masked == masked_by_births) {
 #pragma unroll
         for (int n = 0; n < Keys / 8; ++n) {
-            const uint2 born = *reinterpret_cast<const uint2*>(notes.life + 8 * n + column);
+            const uint2 begin = *reinterpret_cast<const uint2*>(notes.interval + 8 * n + column);
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
-                s[4 * n + 2 * r] = query[r] >= born.x ? s[4 * n + 2 * r] : minus_infinity();
-                s[4 * n + 2 * r + 1] = query[r] >= born.y ? s[4 * n + 2 * r + 1] : minus_infinity();
+                s[4 * n + 2 * r] = query[r] >= begin.x ? s[4 * n + 2 * r] : minus_infinity();
+                s[4 * n + 2 * r + 1] = query[r] >= begin.y ? s[4 * n + 2 * r + 1] : minus_infinity();
             }
         }
         return;
     }
 #pragma unroll
     for (int n = 0; n < Keys / 8; ++n) {
-        const uint2 life = *reinterpret_cast<const uint2*>(notes.life + 8 * n + column);
+        const uint2 interval = *reinterpret_cast<const uint2*>(notes.interval + 8 * n + column);
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             s[4 * n + 2 * r] =
-                query[r] - (life.x & 0xffffu) < life.x >> 16 ? s[4 * n + 2 * r] : minus_infinity();
-            s[4 * n + 2 * r + 1] =
-                query[r] - (life.y & 0xffffu) < life.y >> 16 ? s[4 * n + 2 * r + 1] : minus_infinity();
+                query[r] - (interval.x & 0xffffu) < interval.x >> 16 ? s[4 * n + 2 * r] : minus_infinity();
+            s[4 * n + 2 * r + 1] = query[r] - (interval.y & 0xffffu) < interval.y >> 16 ? s[4 * n + 2 * r + 1]
+                                                                                        : minus_infinity();
         }
     }
 }
@@ -177,18 +177,19 @@ __device__ inline void to_fragments(std::uint32_t (&p)[N / 8][4], const float (&
 
 /// Where row `row` of a tile writes its output, null where it has none. Its lse is written here, by one lane of the quad.
 template <class T>
-__device__ inline T* row_to_store(const attend_launch<T>& call, const tile_place& place, int row, float lse) {
+__device__ inline T* row_to_store(const forward_params<T>& call, const tile_coords& coords, int row,
+                                  float lse) {
     const int query = row / call.heads;
     const int head = row % call.heads;
-    if (query >= place.queries || head >= place.heads) {
+    if (query >= coords.queries || head >= coords.heads) {
         return nullptr;
     }
-    const std::int64_t of_q = std::int64_t{place.h} * call.problem.group + place.first_head + head;
-    const std::int32_t at = place.first_query + query;
+    const std::int64_t of_q = std::int64_t{coords.h} * call.params.group + coords.first_head + head;
+    const std::int32_t at = coords.first_query + query;
     if (call.lse && lane_id() % 4 == 0) {
-        call.lse.head(place.b, of_q)[at] = lse;
+        call.lse.head(coords.b, of_q)[at] = lse;
     }
-    return call.out.row(place.b, of_q, at);
+    return call.out.row(coords.b, of_q, at);
 }
 
 /// Writes two rows' outputs, N / 2 columns a row of which `dim` count, times `inverse`. Null rows are left out. Each lane
@@ -196,7 +197,7 @@ __device__ inline T* row_to_store(const attend_launch<T>& call, const tile_place
 template <class T, int N>
 __device__ inline void store_rows(const float (&o)[N], const float (&inverse)[2], T* const (&row)[2],
                                   std::int32_t first, std::int32_t dim) {
-    const int place = lane_id() % 4;
+    const int quad_lane = lane_id() % 4;
 #pragma unroll
     for (int group = 0; group < N / 16; ++group) {  // 32 columns
 #pragma unroll
@@ -208,17 +209,17 @@ __device__ inline void store_rows(const float (&o)[N], const float (&inverse)[2]
                 w[j] = pack<T>(o[i] * inverse[r], o[i + 1] * inverse[r]);
             }
             // A 4 x 4 transpose over the quad.
-            const bool odd = (place & 1) != 0;
+            const bool odd = (quad_lane & 1) != 0;
             const std::uint32_t a = __shfl_xor_sync(all_lanes, odd ? w[0] : w[1], 1);
             const std::uint32_t b = __shfl_xor_sync(all_lanes, odd ? w[2] : w[3], 1);
             (odd ? w[0] : w[1]) = a;
             (odd ? w[2] : w[3]) = b;
-            const bool high = (place & 2) != 0;
+            const bool high = (quad_lane & 2) != 0;
             const std::uint32_t c = __shfl_xor_sync(all_lanes, high ? w[0] : w[2], 2);
             const std::uint32_t d = __shfl_xor_sync(all_lanes, high ? w[1] : w[3], 2);
             (high ? w[0] : w[2]) = c;
             (high ? w[1] : w[3]) = d;
-            const std::int32_t column = first + 32 * group + 8 * place;
+            const std::int32_t column = first + 32 * group + 8 * quad_lane;
             if (row[r] != nullptr && column < dim) {
                 *reinterpret_cast<uint4*>(row[r] + column) = make_uint4(w[0], w[1], w[2], w[3]);
             }

@@ -3,9 +3,9 @@
 //   full                          rows [0, full) are seen by every query of the tile;
 //   row(call, x)                  the number of such a row
 //   candidates                    rows [full, full + candidates) may be seen by some
-//   candidate(call, x)            the number and the life of one of them
+//   candidate(call, x)            the number and the visible interval of one of them
 //   bias(call, x, from)           a row's log-bias, and from which query on it counts
-//   begin, end                    the tile's queries, in the frame in which lives are given
+//   begin, end                    the tile's queries, in the frame in which is visible are given
 //   runs                          whether rows that all queries see mostly follow one another
 #pragma once
 
@@ -18,18 +18,18 @@ namespace kvpolicy {
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 namespace cuda_backend {
 
-/// A row's life in one word: born, and dies above (or how long, in notes for softmax).
-__device__ inline std::uint32_t life_of(std::int32_t born, std::int32_t dies) {
-    return static_cast<std::uint32_t>(born) | (static_cast<std::uint32_t>(dies) << 16);
+/// A row's visible interval in one word: begin, and expires above (or how long, in notes for softmax).
+__device__ inline std::uint32_t interval_of(std::int32_t begin, std::int32_t expiry) {
+    return static_cast<std::uint32_t>(begin) | (static_cast<std::uint32_t>(expiry) << 16);
 }
 
 struct candidate_row {
     std::int32_t row;
-    std::uint32_t life;
+    std::uint32_t interval;
 };
 
 /// Rows from the plan's list of the super-tile: old ones and young ones that the whole tile sees, then old ones that may die in
-/// it, young ones that outlive the super-tile, and those that do not.
+/// it, young ones that outlast the super-tile, and those that do not.
 struct listed_rows {
     std::int32_t full, candidates, begin, end;
     std::int64_t offset;
@@ -39,13 +39,13 @@ struct listed_rows {
 
     listed_rows() = default;
     template <class T>
-    __device__ listed_rows(const attend_launch<T>& call, const tile_place& place) {
+    __device__ listed_rows(const forward_params<T>& call, const tile_coords& coords) {
         const attention_plan& plan = call.plan;
-        const std::int64_t head = std::int64_t{place.b} * call.problem.kv_heads + place.h;
-        const std::int32_t super = place.first_query / plan.super_q;
+        const std::int64_t head = std::int64_t{coords.b} * call.params.kv_heads + coords.h;
+        const std::int32_t super = coords.first_query / plan.super_q;
         const std::int64_t list = head * plan.supers + (super - plan.first);
         offset = plan.offset(head, super - plan.first);
-        begin = place.first_query - super * plan.super_q;
+        begin = coords.first_query - super * plan.super_q;
         end = begin + plan.tile_q;
         const std::int64_t boundary = list * plan.boundaries + begin / plan.tile_q;
         const std::int32_t old = plan.old[list];
@@ -64,17 +64,17 @@ struct listed_rows {
     }
 
     template <class T>
-    [[nodiscard]] __device__ std::int32_t row(const attend_launch<T>& call, std::int32_t x) const {
+    [[nodiscard]] __device__ std::int32_t row(const forward_params<T>& call, std::int32_t x) const {
         return call.plan.row[offset + x + (x < full_old ? 0 : to_full)];
     }
     template <class T>
-    [[nodiscard]] __device__ candidate_row candidate(const attend_launch<T>& call, std::int32_t x) const {
-        static_assert(sizeof(row_life) == sizeof(std::uint32_t));
+    [[nodiscard]] __device__ candidate_row candidate(const forward_params<T>& call, std::int32_t x) const {
+        static_assert(sizeof(row_interval) == sizeof(std::uint32_t));
         const std::int64_t at = entry(x);
-        return {call.plan.row[at], reinterpret_cast<const std::uint32_t*>(call.plan.life)[at]};
+        return {call.plan.row[at], reinterpret_cast<const std::uint32_t*>(call.plan.interval)[at]};
     }
     template <class T>
-    [[nodiscard]] __device__ float bias(const attend_launch<T>& call, std::int32_t x,
+    [[nodiscard]] __device__ float bias(const forward_params<T>& call, std::int32_t x,
                                         std::int32_t& from) const {
         const std::int64_t at = entry(x);
         if (call.plan.bias == nullptr) {
@@ -104,8 +104,8 @@ struct scanned_rows {
 
     scanned_rows() = default;
     template <class T>
-    __device__ scanned_rows(const attend_launch<T>& call, const tile_place& place)
-        : begin(0), end(call.tile_q), b(place.b), h(place.h), first_query(place.first_query), runs(1) {
+    __device__ scanned_rows(const forward_params<T>& call, const tile_coords& coords)
+        : begin(0), end(call.tile_q), b(coords.b), h(coords.h), first_query(coords.first_query), runs(1) {
         const head_frame head(call.frames, b, h);
         const segment_frame& first = call.frames.past;
         const std::int64_t base = head.start() + first_query;
@@ -126,19 +126,19 @@ struct scanned_rows {
     }
 
     template <class T>
-    [[nodiscard]] __device__ std::int32_t row(const attend_launch<T>& call, std::int32_t x) const {
+    [[nodiscard]] __device__ std::int32_t row(const forward_params<T>& call, std::int32_t x) const {
         const std::int32_t i = index(x);
         return i < past ? i : call.frames.past.rows + (i - past);
     }
     template <class T>
-    [[nodiscard]] __device__ candidate_row candidate(const attend_launch<T>& call, std::int32_t x) const {
+    [[nodiscard]] __device__ candidate_row candidate(const forward_params<T>& call, std::int32_t x) const {
         const head_frame head(call.frames, b, h);
         const std::int32_t i = index(x);
         const row_time time = head.time_of(i, head.start() + first_query, end);
-        return {head.row_of(i), life_of(time.born, time.dies)};
+        return {head.row_of(i), interval_of(time.begin, time.expiry)};
     }
     template <class T>
-    [[nodiscard]] __device__ float bias(const attend_launch<T>& call, std::int32_t x,
+    [[nodiscard]] __device__ float bias(const forward_params<T>& call, std::int32_t x,
                                         std::int32_t& from) const {
         const head_frame head(call.frames, b, h);
         return head.bias_of(index(x), head.start() + first_query, end, from);

@@ -18,15 +18,15 @@ template <int Keys, bool Biased>
 struct key_notes {
     // Where masked is masked_by_births, query i sees key n iff i >= life[n]; else iff i - (life[n] & 0xffff), as an unsigned number, is
     // below life[n] >> 16.
-    std::uint32_t life[Keys];
+    std::uint32_t interval[Keys];
     float bias[Biased ? Keys : 1];               // in units of log 2
     std::uint32_t bias_from[Biased ? Keys : 1];  // the bias counts for queries i >= this
     std::uint32_t masked;  // some query of the tile does not see some key: read `life`; else 0
     std::uint32_t last;    // no block follows
 };
 
-/// What `masked` may be: keys that are there outlive the tile, or not all do.
-inline constexpr std::uint32_t masked_by_births = 1, masked_by_lives = 2;
+/// What `masked` may be: keys that are there outlast the tile, or not all do.
+inline constexpr std::uint32_t masked_by_births = 1, masked_by_intervals = 2;
 
 inline constexpr int stream_threads = 128;
 
@@ -74,7 +74,7 @@ struct stream_memory {
     std::int32_t sums[2][4];
     // Waiting rows.
     std::int32_t row[ring];
-    std::uint32_t life[ring];
+    std::uint32_t interval[ring];
     float bias[Biased ? ring : 1];
     std::int32_t bias_from[Biased ? ring : 1];
 };
@@ -87,11 +87,11 @@ class row_stream {
   public:
     using Memory = stream_memory<Keys, Biased, Source>;
 
-    __device__ row_stream(const attend_launch<T>& call, const tile_place& place, Memory& memory, int thread,
-                          int barrier)
+    __device__ row_stream(const forward_params<T>& call, const tile_coords& coords, Memory& memory,
+                          int thread, int barrier)
         : call_(call), memory_(memory), thread_(thread), barrier_(barrier) {
         if (thread == 0) {
-            memory.source = Source(call, place);
+            memory.source = Source(call, coords);
         }
         named_barrier(barrier, stream_threads);
     }
@@ -122,26 +122,26 @@ class row_stream {
             while (waiting_ < Keys && next_ < all()) {
                 take();
             }
-            std::uint32_t life = 0;
+            std::uint32_t interval = 0;
             std::uint32_t why = 0;
             bool present = false;
             if (thread_ < Keys) {
                 const int at = (head_ + thread_) % Memory::ring;
                 present = thread_ < waiting_;
-                life = present ? memory_.life[at] : 0;
+                interval = present ? memory_.interval[at] : 0;
                 put(offsets, present ? memory_.row[at] : -1);
                 note_bias(notes, present ? memory_.bias[at] : 0.0f, present ? memory_.bias_from[at] : 0);
-                const auto born = static_cast<std::int32_t>(life & 0xffffu);
-                const auto lasts = static_cast<std::int32_t>(life >> 16);
-                why = (!present || born > source.begin ? masked_by_births : 0) |
-                      (present && born + lasts < source.end ? masked_by_lives : 0);
+                const auto begin = static_cast<std::int32_t>(interval & 0xffffu);
+                const auto lasts = static_cast<std::int32_t>(interval >> 16);
+                why = (!present || begin > source.begin ? masked_by_births : 0) |
+                      (present && begin + lasts < source.end ? masked_by_intervals : 0);
             }
             why = any(why);
-            masked = (why & masked_by_lives) != 0 ? masked_by_lives : why;
+            masked = (why & masked_by_intervals) != 0 ? masked_by_intervals : why;
             if (thread_ < Keys) {
-                notes.life[thread_] = masked == masked_by_lives ? life
-                                      : present                 ? life & 0xffffu
-                                                                : 0xffffffffu;
+                notes.interval[thread_] = masked == masked_by_intervals ? interval
+                                          : present                     ? interval & 0xffffu
+                                                                        : 0xffffffffu;
             }
             const int taken = waiting_ < Keys ? waiting_ : Keys;
             head_ = (head_ + taken) % Memory::ring;
@@ -182,7 +182,7 @@ class row_stream {
             there = x < all();
             fetched_ = {-1, 0};
             if (x < source.full) {
-                fetched_ = {source.row(call_, x), life_of(source.begin, source.end)};
+                fetched_ = {source.row(call_, x), interval_of(source.begin, source.end)};
             } else if (there) {
                 fetched_ = source.candidate(call_, x);
             }
@@ -198,7 +198,7 @@ class row_stream {
     /// The dispatch has made sure that offsets fit in 31 bits.
     __device__ void put(key_offsets<Keys>& offsets, std::int32_t row) const {
         using offset = key_offsets<Keys>;
-        const key_rows<T>& all = call_.problem.rows;
+        const key_rows<T>& all = call_.params.rows;
         const auto times = [](std::int32_t x, const rows_view<const T>& view) {
             return static_cast<std::uint32_t>(x) * static_cast<std::uint32_t>(view.row_stride / 8);
         };
@@ -242,9 +242,9 @@ class row_stream {
     __device__ void take() {
         const Source& source = memory_.source;
         const candidate_row found = fetched_;
-        const auto born = static_cast<std::int32_t>(found.life & 0xffffu);
-        const auto dies = static_cast<std::int32_t>(found.life >> 16);
-        const bool seen = born < dies && dies > source.begin && born < source.end;
+        const auto begin = static_cast<std::int32_t>(found.interval & 0xffffu);
+        const auto expiry = static_cast<std::int32_t>(found.interval >> 16);
+        const bool seen = begin < expiry && expiry > source.begin && begin < source.end;
         const float bias = bias_;
         const std::int32_t bias_from = bias_from_;
         next_ += stream_threads;
@@ -262,7 +262,7 @@ class row_stream {
             const int at =
                 (head_ + waiting_ + before + __popc(votes & lanes_before(thread_ % 32))) % Memory::ring;
             memory_.row[at] = found.row;
-            memory_.life[at] = life_of(born, dies - born);
+            memory_.interval[at] = interval_of(begin, expiry - begin);
             if constexpr (Biased) {
                 memory_.bias[at] = bias;
                 memory_.bias_from[at] = bias_from;
@@ -272,7 +272,7 @@ class row_stream {
         named_barrier(barrier_, stream_threads);
     }
 
-    const attend_launch<T>& call_;
+    const forward_params<T>& call_;
     Memory& memory_;
     int thread_;
     int barrier_;

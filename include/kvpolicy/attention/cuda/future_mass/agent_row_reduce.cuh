@@ -51,7 +51,7 @@ struct row_constants {
     bool negate;
 };
 
-inline __device__ row_constants constants_of(const band_exponents<float>& exponents) {
+inline __device__ row_constants constants_of(const qk_reduce_exponents<float>& exponents) {
     row_constants c;
     c.scale = fabsf(exponents.scale);
     c.negate = exponents.scale < 0.0f;
@@ -77,19 +77,19 @@ __device__ inline void prepare(float (&s)[N], const row_constants& c) {
     }
 }
 
-/// What two rows have folded so far.
+/// What two rows have reduced so far.
 template <class Pass>
 struct row_state {
     float top[2];  // largest exponent: anchored (of the first tile), running and largest
     float sum[2];  // of exponentials, relative to `top` where there is one
 
     __device__ void clear() {
-        const float lowest = Pass::fold == row_fold::largest ? -INFINITY : no_exponent;
+        const float lowest = Pass::reduce == row_reduce::largest ? -INFINITY : no_exponent;
         top[0] = top[1] = lowest;
         sum[0] = sum[1] = 0.0f;
     }
 
-    /// Folds a tile in. `bias` [columns], shared memory, at the thread's first column (a mass's); `first` is that column less
+    /// Reduces a tile in. `bias` [columns], shared memory, at the thread's first column (a mass's); `first` is that column less
     /// the thread's first row, `left` how many columns there are from it on. Share: of 8 exponents, how many by polynomial. The logits are left
     /// alone: ptxas makes wgmmas wait for each other where other instructions write registers that are accumulators.
     template <bool Masked, int Share, int N>
@@ -107,7 +107,7 @@ struct row_state {
         };
         if constexpr (!Pass::mass) {
             absorb_logits<Masked, Share>(s, c.scale, seen);
-        } else if constexpr (Pass::fold == row_fold::sum) {
+        } else if constexpr (Pass::reduce == row_reduce::sum) {
             float part[2] = {0.0f, 0.0f};
 #pragma unroll
             for (int j = 0; j < N / 4; ++j) {
@@ -143,7 +143,7 @@ struct row_state {
                     most[e / 2] = fmaxf(most[e / 2], s[i]);
                 }
             }
-            if constexpr (Pass::fold == row_fold::running) {
+            if constexpr (Pass::reduce == row_reduce::running) {
 #pragma unroll
                 for (int r = 0; r < 2; ++r) {
                     sum[r] *= fast_exp2(top[r] - most[r]);
@@ -158,7 +158,7 @@ struct row_state {
         }
     }
 
-    /// Folds a part of a tile in whose pairs all count: values [4 begin, 4 end) of every row, in a quick pass and without a
+    /// Reduces a part of a tile in whose pairs all count: values [4 begin, 4 end) of every row, in a quick pass and without a
     /// softcap. `bias` and Share as above, `scale` with its sign. An anchored pass has had its first tile by absorb() before.
     template <int Share, int N>
     __device__ void absorb_part(const float (&s)[N], int begin, int end, const float* bias, float scale) {
@@ -190,24 +190,24 @@ struct row_state {
         for (int r = 0; r < 2; ++r) {
             overflow[r] = false;
             float most = top[r];
-            if constexpr (Pass::fold != row_fold::sum) {
+            if constexpr (Pass::reduce != row_reduce::sum) {
                 most = fmaxf(most, __shfl_xor_sync(all_lanes, most, 1));
                 most = fmaxf(most, __shfl_xor_sync(all_lanes, most, 2));
             }
-            if constexpr (Pass::fold == row_fold::largest) {
+            if constexpr (Pass::reduce == row_reduce::largest) {
                 result[r] = most;
             } else {
                 float total = sum[r];
-                if constexpr (Pass::fold == row_fold::anchored) {
+                if constexpr (Pass::reduce == row_reduce::anchored) {
                     // The thread of the largest anchor has a sum of 1 or more: what the others lose below is less than 2^-26.
                     overflow[r] = !(total < 0x1p100f);
                 }
-                if constexpr (!Pass::mass || Pass::fold == row_fold::running) {
+                if constexpr (!Pass::mass || Pass::reduce == row_reduce::running) {
                     total *= fast_exp2(top[r] - most);
                 }
                 total += __shfl_xor_sync(all_lanes, total, 1);
                 total += __shfl_xor_sync(all_lanes, total, 2);
-                if constexpr (Pass::fold == row_fold::sum) {
+                if constexpr (Pass::reduce == row_reduce::sum) {
                     overflow[r] = !(total < 0x1p126f);
                     result[r] = log2f(total);
                 } else {

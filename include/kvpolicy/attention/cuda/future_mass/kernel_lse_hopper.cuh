@@ -1,4 +1,4 @@
-// The normaliser's quick pass by wgmma (compute capability 9.0a), a block an item: as band_hopper_kernel, whose blocks stay. Where items are
+// The lse's quick pass by wgmma (compute capability 9.0a), a block an item: as qk_reduce_hopper_kernel, whose blocks stay. Where items are
 // long, and rows are wide, it is 3 to 5% faster.
 #pragma once
 
@@ -22,18 +22,18 @@ namespace cuda_backend {
 /// One block an item.
 template <class T, int Dim>
 __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(384), 1)
-    normaliser_hopper_kernel(const __grid_constant__ band_problem<T> problem,
-                             const __grid_constant__ CUtensorMap rows_map,
-                             const __grid_constant__ CUtensorMap columns) {
+    lse_hopper_kernel(const __grid_constant__ qk_reduce_params<T> params,
+                      const __grid_constant__ CUtensorMap rows_map,
+                      const __grid_constant__ CUtensorMap columns) {
 #if KVPOLICY_HOPPER_CODE
     using Pass = lse_pass;
-    using sizes = band_hopper_sizes<Dim>;
-    using tuning = band_hopper_tuning<Dim, Pass>;
-    const band_item item =
-        band_item_of<Pass, sizes::rows, sizes::columns>(problem, static_cast<std::int32_t>(blockIdx.x));
+    using sizes = qk_reduce_hopper_sizes<Dim>;
+    using tuning = qk_reduce_hopper_tuning<Dim, Pass>;
+    const qk_reduce_item item =
+        qk_reduce_item_of<Pass, sizes::rows, sizes::columns>(params, static_cast<std::int32_t>(blockIdx.x));
     if (item.first >= item.length) {
         if (threadIdx.x == 0) {
-            problem.flags[blockIdx.x] = 0;
+            params.flags[blockIdx.x] = 0;
         }
         return;
     }
@@ -67,19 +67,19 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(384), 1)
     if (group == 2) {  // the producer
         give_registers<sizes::alone_producer_registers>();
         if (thread == 0) {
-            const std::int32_t head = problem.column_head(item.head, 0);
+            const std::int32_t head = params.column_head(item.head, 0);
             int stage = 0;
             std::uint32_t parity = 1;
             if (turns > 0) {
                 barrier_expect(rows_filled, sizes::row_bytes);
-                fetch_band_rows<Dim>(rows, rows_map, item, rows_filled);
+                fetch_row_tiles<Dim>(rows, rows_map, item, rows_filled);
             }
             for (std::int32_t turn = 0; turn < turns; ++turn) {
-                const std::int32_t column = band_column<Pass, sizes::columns>(item, turn);
+                const std::int32_t column = qk_reduce_column<Pass, sizes::columns>(item, turn);
                 const std::uint32_t full = filled + static_cast<std::uint32_t>(stage) * 8;
                 barrier_wait(emptied + static_cast<std::uint32_t>(stage) * 8, parity);
                 barrier_expect(full, sizes::column_bytes);
-                fetch_band_columns<Dim>(ring + static_cast<std::uint32_t>(stage) * sizes::column_bytes,
+                fetch_column_tiles<Dim>(ring + static_cast<std::uint32_t>(stage) * sizes::column_bytes,
                                         columns, column, head, item.b, full);
                 if (++stage == sizes::stages) {
                     stage = 0;
@@ -90,11 +90,11 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(384), 1)
     } else {
         take_registers<sizes::alone_consumer_registers>();
         const int lane = thread % 32;
-        const band_place place{lane % 4, thread / 32 * 16 + lane / 4};
-        const row_constants constants = constants_of(problem.exponents);
+        const qk_reduce_thread place{lane % 4, thread / 32 * 16 + lane / 4};
+        const row_constants constants = constants_of(params.exponents);
         const std::int32_t first_row = item.first + 128 * group;
-        const band_rows<Dim, false> a0(rows + static_cast<std::uint32_t>(2 * group) * 64 * Dim * 2);
-        const band_rows<Dim, false> a1(rows + static_cast<std::uint32_t>(2 * group + 1) * 64 * Dim * 2);
+        const qk_operand_rows<Dim, false> a0(rows + static_cast<std::uint32_t>(2 * group) * 64 * Dim * 2);
+        const qk_operand_rows<Dim, false> a1(rows + static_cast<std::uint32_t>(2 * group + 1) * 64 * Dim * 2);
         constexpr int width = sizes::columns / 2;
         float s0[width], s1[width];
         row_state<Pass> state0, state1;
@@ -105,27 +105,27 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(384), 1)
         const auto tile_of = [&](int stage) {
             return describe_k_major(ring + static_cast<std::uint32_t>(stage) * sizes::column_bytes);
         };
-        const auto fold = [&](const float(&s)[width], row_state<Pass>& state, std::int32_t first,
-                              std::int32_t column) {
-            fold_band<Dim>(s, state, item, place, constants, first, column, nullptr, 0);
+        const auto reduce = [&](const float(&s)[width], row_state<Pass>& state, std::int32_t first,
+                                std::int32_t column) {
+            reduce_tile<Dim>(s, state, item, place, constants, first, column, nullptr, 0);
         };
-        // Most tiles: exponents go as they are, and all pairs count. `next` is multiplied beside the folding of s.
+        // Most tiles: exponents go as they are, and all pairs count. `next` is multiplied beside the reduction of s.
         const auto is_plain = [&](std::int32_t column) {
             return constants.cap == 0.0f && column != 0 && item.full(first_row, 128, column, sizes::columns);
         };
-        const auto fold_beside = [&](const float(&s)[width], row_state<Pass>& state, float(&next)[width],
-                                     const band_rows<Dim, false>& a, std::uint64_t b) {
+        const auto reduce_beside = [&](const float(&s)[width], row_state<Pass>& state, float(&next)[width],
+                                       const qk_operand_rows<Dim, false>& a, std::uint64_t b) {
             constexpr int steps = Dim / 16;
-            band_products<T>(next, a, b, [&](int k) {
+            qk_products<T>(next, a, b, [&](int k) {
                 state.template absorb_part<tuning::polynomial>(s, k * (width / 4) / steps,
                                                                (k + 1) * (width / 4) / steps, nullptr,
-                                                               problem.exponents.scale);
+                                                               params.exponents.scale);
             });
             wgmma_wait<0>();
             pin(next);
         };
         const auto finish = [&](row_state<Pass>& state, std::int32_t first) {
-            finish_band<Pass>(problem, item, place, state, first, totals, overflow);
+            finish_rows<Pass>(params, item, place, state, first, totals, overflow);
         };
 
         int stage = 0;
@@ -133,41 +133,41 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(384), 1)
         if (turns > 0) {
             barrier_wait(rows_filled, 0);
             barrier_wait(filled, 0);
-            band_products<T>(s0, a0, tile_of(0));
+            qk_products<T>(s0, a0, tile_of(0));
             wgmma_wait<0>();
             pin(s0);
             // At the head of the loop s0 is done and nothing is under way: ptxas takes products that cross its edge apart.
             for (std::int32_t turn = 1; turn < turns; ++turn) {
-                const std::int32_t column = band_column<Pass, sizes::columns>(item, turn - 1);
+                const std::int32_t column = qk_reduce_column<Pass, sizes::columns>(item, turn - 1);
                 const int next = stage + 1 == sizes::stages ? 0 : stage + 1;
                 parity ^= next == 0 ? 1u : 0u;
                 if (is_plain(column)) {
-                    fold_beside(s0, state0, s1, a1, tile_of(stage));
+                    reduce_beside(s0, state0, s1, a1, tile_of(stage));
                     barrier_wait(filled + next * 8, parity);
-                    fold_beside(s1, state1, s0, a0, tile_of(next));
+                    reduce_beside(s1, state1, s0, a0, tile_of(next));
                     warp_arrive(emptied + stage * 8, lane);
                     stage = next;
                     continue;
                 }
-                band_products<T>(s1, a1, tile_of(stage));
-                fold(s0, state0, first_row, column);
+                qk_products<T>(s1, a1, tile_of(stage));
+                reduce(s0, state0, first_row, column);
                 barrier_wait(filled + next * 8, parity);
-                band_products<T>(s0, a0, tile_of(next));
+                qk_products<T>(s0, a0, tile_of(next));
                 wgmma_wait<1>();
                 pin(s1);
-                fold(s1, state1, first_row + 64, column);
+                reduce(s1, state1, first_row + 64, column);
                 warp_arrive(emptied + stage * 8, lane);
                 wgmma_wait<0>();
                 pin(s0);
                 stage = next;
             }
-            const std::int32_t column = band_column<Pass, sizes::columns>(item, turns - 1);
-            band_products<T>(s1, a1, tile_of(stage));
-            fold(s0, state0, first_row, column);
+            const std::int32_t column = qk_reduce_column<Pass, sizes::columns>(item, turns - 1);
+            qk_products<T>(s1, a1, tile_of(stage));
+            reduce(s0, state0, first_row, column);
             finish(state0, first_row);
             wgmma_wait<0>();
             pin(s1);
-            fold(s1, state1, first_row + 64, column);
+            reduce(s1, state1, first_row + 64, column);
             finish(state1, first_row + 64);
         }
         if (overflow) {
@@ -175,7 +175,7 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(384), 1)
         }
         named_barrier(1, 256);
         // Consumers are the first 256 threads.
-        write_total<Pass>(problem, item, totals, static_cast<int>(threadIdx.x),
+        write_total<Pass>(params, item, totals, static_cast<int>(threadIdx.x),
                           static_cast<std::int32_t>(blockIdx.x), flag);
     }
 #endif

@@ -15,7 +15,7 @@ namespace kvpolicy {
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 namespace cuda_backend {
 
-struct band_plain_sizes {
+struct qk_reduce_plain_sizes {
     static constexpr int threads = 256;
     static constexpr int rows = 32;     // eight threads each
     static constexpr int columns = 32;  // a tile; four a thread
@@ -31,14 +31,15 @@ __device__ inline double tanh_of(double x) { return tanh(x); }
 
 /// Pass is careful_lse_pass, careful_mass_pass or largest_mass_pass.
 template <class T, class Pass>
-__global__ void __launch_bounds__(256) band_plain_kernel(const band_problem<T, compute_t<T>> problem) {
+__global__ void __launch_bounds__(256)
+    qk_reduce_plain_kernel(const qk_reduce_params<T, compute_t<T>> params) {
     using C = compute_t<T>;
-    using sizes = band_plain_sizes;
-    static_assert(Pass::fold != row_fold::sum);
+    using sizes = qk_reduce_plain_sizes;
+    static_assert(Pass::reduce != row_reduce::sum);
     __shared__ C rows[sizes::rows][sizes::dims + 1];
     __shared__ C columns[sizes::columns][sizes::dims + 1];
-    const band_item item =
-        band_item_of<Pass, sizes::rows, sizes::columns>(problem, static_cast<std::int32_t>(blockIdx.x));
+    const qk_reduce_item item =
+        qk_reduce_item_of<Pass, sizes::rows, sizes::columns>(params, static_cast<std::int32_t>(blockIdx.x));
     if (item.first >= item.length) {
         return;
     }
@@ -49,26 +50,26 @@ __global__ void __launch_bounds__(256) band_plain_kernel(const band_problem<T, c
     constexpr C lowest = static_cast<C>(-1e30);
     mass_total<C> total;
     total.clear();
-    for (std::int32_t stream = 0; stream < problem.streams && item.tiles > 0; ++stream) {
-        const std::int32_t of_columns = problem.column_head(item.head, stream);
-        C top = Pass::fold == row_fold::largest ? static_cast<C>(-INFINITY) : lowest;
+    for (std::int32_t stream = 0; stream < params.streams && item.tiles > 0; ++stream) {
+        const std::int32_t of_columns = params.column_head(item.head, stream);
+        C top = Pass::reduce == row_reduce::largest ? static_cast<C>(-INFINITY) : lowest;
         C sum = 0;
         for (std::int32_t turn = 0; turn < item.tiles; ++turn) {
-            const std::int32_t column = band_column<Pass, sizes::columns>(item, turn);
+            const std::int32_t column = qk_reduce_column<Pass, sizes::columns>(item, turn);
             C dot[4] = {0, 0, 0, 0};
-            for (std::int32_t from = 0; from < problem.rows.dim; from += sizes::dims) {
+            for (std::int32_t from = 0; from < params.rows.dim; from += sizes::dims) {
                 __syncthreads();
                 for (int i = thread; i < sizes::rows * sizes::dims; i += sizes::threads) {
                     const int r = i / sizes::dims;
                     const int x = i % sizes::dims;
-                    const bool inside = from + x < problem.rows.dim;
+                    const bool inside = from + x < params.rows.dim;
                     rows[r][x] =
                         inside && item.first + r < item.length
-                            ? static_cast<C>(problem.rows.row(item.b, item.head, item.first + r)[from + x])
+                            ? static_cast<C>(params.rows.row(item.b, item.head, item.first + r)[from + x])
                             : static_cast<C>(0);
                     columns[r][x] =
                         inside && column + r < item.length
-                            ? static_cast<C>(problem.columns.row(item.b, of_columns, column + r)[from + x])
+                            ? static_cast<C>(params.columns.row(item.b, of_columns, column + r)[from + x])
                             : static_cast<C>(0);
                 }
                 __syncthreads();
@@ -85,15 +86,15 @@ __global__ void __launch_bounds__(256) band_plain_kernel(const band_problem<T, c
                 if (c >= item.length || !item.full(row, 1, c, 1)) {
                     continue;
                 }
-                const band_exponents<C>& e = problem.exponents;
+                const qk_reduce_exponents<C>& e = params.exponents;
                 C x = e.scale * (e.cap > static_cast<C>(0) ? e.cap * tanh_of(dot[i] * e.inner) : dot[i]);
                 if constexpr (Pass::mass) {
-                    const float of = problem.lse.head(item.b, of_columns)[c];
+                    const float of = params.lse.head(item.b, of_columns)[c];
                     x = of == -INFINITY ? static_cast<C>(-INFINITY)
                                         : x + e.of_lse * static_cast<C>(of) + e.shift;
                 }
                 const C most = x > top ? x : top;
-                if constexpr (Pass::fold == row_fold::running) {
+                if constexpr (Pass::reduce == row_reduce::running) {
                     sum = sum * exp2_of(top - most) + exp2_of(x - most);
                 }
                 top = most;
@@ -105,7 +106,7 @@ __global__ void __launch_bounds__(256) band_plain_kernel(const band_problem<T, c
             most = other > most ? other : most;
         }
         C result = most;
-        if constexpr (Pass::fold == row_fold::running) {
+        if constexpr (Pass::reduce == row_reduce::running) {
             sum *= exp2_of(top - most);
             for (int step = 1; step < 8; step *= 2) {
                 sum += __shfl_xor_sync(all_lanes, sum, step);
@@ -113,14 +114,14 @@ __global__ void __launch_bounds__(256) band_plain_kernel(const band_problem<T, c
             result = sum == static_cast<C>(0) ? static_cast<C>(-INFINITY) : most + log2_of(sum);
         }
         if constexpr (Pass::mass) {
-            total.add(log_mass_of(problem, item, row, result), problem.rule.mean);
+            total.add(log_mass_of(params, item, row, result), params.mass.mean);
         } else {
             total.log_mass = result * ln_2<C>;
         }
     }
     if (part == 0 && row < item.length) {
-        problem.out.head(item.b, item.head)[row] =
-            static_cast<float>(Pass::mass ? target_of(problem, total) : total.log_mass);
+        params.out.head(item.b, item.head)[row] =
+            static_cast<float>(Pass::mass ? target_of(params, total) : total.log_mass);
     }
 }
 

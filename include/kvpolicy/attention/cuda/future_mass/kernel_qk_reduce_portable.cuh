@@ -1,4 +1,4 @@
-// The band pass by mma.sync, for any card from compute capability 8.0: bf16 and fp16, head_dim up to 256.
+// The band pass by mma.sync, for any GPU from compute capability 8.0: bf16 and fp16, head_dim up to 256.
 //
 // A block has 128 rows in shared memory and four warps of 32 rows; column tiles come by cp.async into one of two buffers
 // while the other is used.
@@ -19,9 +19,9 @@ namespace kvpolicy {
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 namespace cuda_backend {
 
-/// Sizes for head_dim up to Dim. Cards of 8.6 lend a block 99 KB.
+/// Sizes for head_dim up to Dim. GPUs of 8.6 give a block 99 KB.
 template <int Dim>
-struct band_portable_sizes {
+struct qk_reduce_portable_sizes {
     static constexpr int threads = 128;
     static constexpr int rows = 128;
     static constexpr int columns = Dim <= 128 ? 64 : 32;
@@ -34,9 +34,8 @@ struct band_portable_sizes {
 
 /// Copies `Count` rows of a head, from `first` on, into a swizzled tile, by `Threads` threads. What lies beyond `length` or head_dim becomes 0.
 template <int Count, int Dim, int Threads, class T>
-__device__ inline void copy_band_tile(std::uint32_t to, const rows_view<const T>& from, std::int64_t b,
-                                      std::int64_t head, std::int32_t first, std::int32_t length,
-                                      int thread) {
+__device__ inline void copy_qk_tile(std::uint32_t to, const rows_view<const T>& from, std::int64_t b,
+                                    std::int64_t head, std::int32_t first, std::int32_t length, int thread) {
     constexpr int chunks = Dim / 8;
     static_assert(Threads % chunks == 0);
     constexpr int at_once = Threads / chunks;  // rows
@@ -55,29 +54,29 @@ __device__ inline void copy_band_tile(std::uint32_t to, const rows_view<const T>
 
 /// The bias of a column, from its lse: -inf where it must not count.
 template <class T>
-__device__ inline float band_bias(const band_problem<T>& problem, const float* lse, std::int32_t column,
-                                  std::int32_t length) {
+__device__ inline float qk_reduce_bias(const qk_reduce_params<T>& params, const float* lse,
+                                       std::int32_t column, std::int32_t length) {
     if (column >= length) {
         return -INFINITY;
     }
     const float of = lse[column];
-    return of == -INFINITY ? of : fmaf(of, problem.exponents.of_lse, problem.exponents.shift);
+    return of == -INFINITY ? of : fmaf(of, params.exponents.of_lse, params.exponents.shift);
 }
 
 template <class T, int Dim, class Pass>
 __global__ void __launch_bounds__(128, Dim <= 128 ? 3 : 1)
-    band_portable_kernel(const band_problem<T> problem) {
-    using sizes = band_portable_sizes<Dim>;
-    if constexpr (Pass::fold == row_fold::running) {
-        if (problem.flags != nullptr && problem.flags[blockIdx.x] == 0) {
+    qk_reduce_portable_kernel(const qk_reduce_params<T> params) {
+    using sizes = qk_reduce_portable_sizes<Dim>;
+    if constexpr (Pass::reduce == row_reduce::running) {
+        if (params.flags != nullptr && params.flags[blockIdx.x] == 0) {
             return;
         }
     }
-    const band_item item =
-        band_item_of<Pass, sizes::rows, sizes::columns>(problem, static_cast<std::int32_t>(blockIdx.x));
+    const qk_reduce_item item =
+        qk_reduce_item_of<Pass, sizes::rows, sizes::columns>(params, static_cast<std::int32_t>(blockIdx.x));
     if (item.first >= item.length) {
         if (Pass::quick && threadIdx.x == 0) {
-            problem.flags[blockIdx.x] = 0;
+            params.flags[blockIdx.x] = 0;
         }
         return;
     }
@@ -98,10 +97,10 @@ __global__ void __launch_bounds__(128, Dim <= 128 ? 3 : 1)
     if (thread == 0) {
         *flag = 0;
     }
-    copy_band_tile<sizes::rows, Dim, sizes::threads>(rows, problem.rows, item.b, item.head, item.first,
-                                                     item.length, thread);
-    const std::int32_t turns = item.tiles * problem.streams;
-    const row_constants constants = constants_of(problem.exponents);
+    copy_qk_tile<sizes::rows, Dim, sizes::threads>(rows, params.rows, item.b, item.head, item.first,
+                                                   item.length, thread);
+    const std::int32_t turns = item.tiles * params.streams;
+    const row_constants constants = constants_of(params.exponents);
 
     // Column tile `turn`, and the bias of the one after it, which waits in a register.
     float next_bias = 0.0f;
@@ -109,19 +108,18 @@ __global__ void __launch_bounds__(128, Dim <= 128 ? 3 : 1)
         if constexpr (Pass::mass) {
             if (turn < turns && thread < sizes::columns) {
                 const std::int32_t column =
-                    band_column<Pass, sizes::columns>(item, turn % item.tiles) + thread;
-                const float* lse =
-                    problem.lse.head(item.b, problem.column_head(item.head, turn / item.tiles));
-                next_bias = band_bias(problem, lse, column, item.length);
+                    qk_reduce_column<Pass, sizes::columns>(item, turn % item.tiles) + thread;
+                const float* lse = params.lse.head(item.b, params.column_head(item.head, turn / item.tiles));
+                next_bias = qk_reduce_bias(params, lse, column, item.length);
             }
         }
     };
     const auto fetch = [&](std::int32_t turn) {
         if (turn < turns) {
-            copy_band_tile<sizes::columns, Dim, sizes::threads>(
-                columns + static_cast<std::uint32_t>(turn % 2) * sizes::column_bytes, problem.columns, item.b,
-                problem.column_head(item.head, turn / item.tiles),
-                band_column<Pass, sizes::columns>(item, turn % item.tiles), item.length, thread);
+            copy_qk_tile<sizes::columns, Dim, sizes::threads>(
+                columns + static_cast<std::uint32_t>(turn % 2) * sizes::column_bytes, params.columns, item.b,
+                params.column_head(item.head, turn / item.tiles),
+                qk_reduce_column<Pass, sizes::columns>(item, turn % item.tiles), item.length, thread);
             if (Pass::mass && thread < sizes::columns) {
                 bias[turn % 2 * sizes::columns + thread] = next_bias;
             }
@@ -141,7 +139,7 @@ __global__ void __launch_bounds__(128, Dim <= 128 ? 3 : 1)
         copy_wait<0>();
         __syncthreads();  // tile `turn` is there, and nobody reads the one before
         fetch(turn + 1);
-        const std::int32_t column = band_column<Pass, sizes::columns>(item, turn % item.tiles);
+        const std::int32_t column = qk_reduce_column<Pass, sizes::columns>(item, turn % item.tiles);
         if (item.any(first_row, 32, column, sizes::columns)) {
             float s[2][width];
 #pragma unroll
@@ -178,7 +176,7 @@ __global__ void __launch_bounds__(128, Dim <= 128 ? 3 : 1)
                 const std::int32_t left = item.length - (column + 2 * pair);
                 if (plain) {
                     if constexpr (Pass::quick) {
-                        state[m].template absorb_part<2>(s[m], 0, width / 4, of, problem.exponents.scale);
+                        state[m].template absorb_part<2>(s[m], 0, width / 4, of, params.exponents.scale);
                     }
                 } else if (whole) {
                     state[m].template absorb<false, 2>(s[m], of, constants, apart, left, item.low, item.span);
@@ -198,8 +196,7 @@ __global__ void __launch_bounds__(128, Dim <= 128 ? 3 : 1)
                 if (pair == 0) {
 #pragma unroll
                     for (int r = 0; r < 2; ++r) {
-                        add_to_total<Pass>(problem, item, totals, 32 * warp + 16 * m + 8 * r + own,
-                                           result[r]);
+                        add_to_total<Pass>(params, item, totals, 32 * warp + 16 * m + 8 * r + own, result[r]);
                     }
                 }
             }
@@ -212,7 +209,7 @@ __global__ void __launch_bounds__(128, Dim <= 128 ? 3 : 1)
     }
     copy_wait<0>();  // without tiles nobody has waited for the rows
     __syncthreads();
-    write_total<Pass>(problem, item, totals, thread, static_cast<std::int32_t>(blockIdx.x), flag);
+    write_total<Pass>(params, item, totals, thread, static_cast<std::int32_t>(blockIdx.x), flag);
 }
 
 }  // namespace cuda_backend

@@ -1,5 +1,5 @@
-// causal_lse and future_mass are one computation: rows stand still, columns stream past them, and every row folds the
-// exponentials of its logits over a band of columns. For the normaliser rows are queries and columns keys, t <= d; for the
+// causal_lse and future_mass are one computation: rows stand still, columns stream past them, and every row reduces the
+// exponentials of its logits over a band of columns. For the lse rows are queries and columns keys, t <= d; for the
 // future mass rows are keys and columns queries, t + w <= d <= t + w + L, once for each query head of the group. Neither
 // has a product with values.
 #pragma once
@@ -13,30 +13,30 @@ namespace kvpolicy {
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 namespace cuda_backend {
 
-/// What a row folds. `sum` takes exponents as they are: right as long as no term overflows, and none that counts
+/// What a row reduces. `sum` takes exponents as they are: right as long as no term overflows, and none that counts
 /// underflows. `anchored` takes them relative to the largest of the row's first tile, which is a term of the sum itself: right as
 /// long as no later one is so much larger that the sum overflows. `running` keeps the largest exponent so far beside the
 /// sum: always right, and slower. `largest` keeps the largest exponent alone (beta = infinity).
-enum class row_fold { sum, anchored, running, largest };
+enum class row_reduce { sum, anchored, running, largest };
 
 /// Which of the two a kernel is for, and how.
-template <bool Mass, row_fold Fold>
-struct band_pass {
+template <bool Mass, row_reduce Reduce>
+struct qk_reduce_pass {
     static constexpr bool mass = Mass;
-    static constexpr row_fold fold = Fold;
+    static constexpr row_reduce reduce = Reduce;
     /// Sums may overflow, and flags say where.
-    static constexpr bool quick = Fold == row_fold::sum || Fold == row_fold::anchored;
+    static constexpr bool quick = Reduce == row_reduce::sum || Reduce == row_reduce::anchored;
 };
-using lse_pass = band_pass<false, row_fold::anchored>;
-using careful_lse_pass = band_pass<false, row_fold::running>;
-using mass_pass = band_pass<true, row_fold::sum>;
-using careful_mass_pass = band_pass<true, row_fold::running>;
-using largest_mass_pass = band_pass<true, row_fold::largest>;
+using lse_pass = qk_reduce_pass<false, row_reduce::anchored>;
+using careful_lse_pass = qk_reduce_pass<false, row_reduce::running>;
+using mass_pass = qk_reduce_pass<true, row_reduce::sum>;
+using careful_mass_pass = qk_reduce_pass<true, row_reduce::running>;
+using largest_mass_pass = qk_reduce_pass<true, row_reduce::largest>;
 
 /// Exponents in base 2: x = scale * s for logits without a softcap, else scale * cap tanh(s inner), and for a mass
 /// + shift + of_lse * lse of the column. C is float, or double for double.
 template <class C>
-struct band_exponents {
+struct qk_reduce_exponents {
     C scale = 0;   // beta log2(e), times the logit's scale where there is no softcap
     C cap = 0;     // 0: no softcap
     C inner = 0;   // logit scale / softcap
@@ -46,7 +46,7 @@ struct band_exponents {
 
 /// What becomes of the sums of a mass.
 template <class C>
-struct mass_rule {
+struct mass_params {
     C over_beta = 1;        // 1 / beta; 1 for beta = infinity
     C log_epsilon = 0;      // -inf for epsilon = 0
     bool normalize = true;  // divide by N_t; false for beta = infinity
@@ -55,7 +55,7 @@ struct mass_rule {
 
 /// A call as its kernels see it.
 template <class T, class C = float>
-struct band_problem {
+struct qk_reduce_params {
     rows_view<const T> rows;      // [B, row_heads, S, D]
     rows_view<const T> columns;   // [B, Hc, S, D]
     plane_view<const float> lse;  // [B, Hc, S]; a mass's
@@ -63,14 +63,14 @@ struct band_problem {
     std::int32_t batch = 0;
     std::int32_t row_heads = 0;
     std::int32_t streams = 1;  // column heads that pass a row head one after the other: G for a mass
-    std::int32_t share = 1;    // row heads that share a column head: G for the normaliser
+    std::int32_t share = 1;    // row heads that share a column head: G for the lse
     std::int32_t length = 0;   // S
     const std::int32_t* lengths = nullptr;  // [B] or null
     const std::int32_t* windows = nullptr;  // [row_heads], or null where all are `window`
     std::int32_t window = 1;
     std::int32_t look_ahead = 0;
-    band_exponents<C> exponents;
-    mass_rule<C> rule;
+    qk_reduce_exponents<C> exponents;
+    mass_params<C> mass;
     /// Of a mass's columns: shift + of_lse * lse, -inf where lse is or where there is no column; rows of bias_stride. Only the
     /// Hopper kernel needs it made beforehand.
     float* bias = nullptr;
@@ -97,7 +97,7 @@ struct band_problem {
 
 /// Rows [first, first + Rows) of one row head of one sequence, and the tiles of columns that they meet. Row r sees column c
 /// iff low <= c - r <= low + span, where c < length.
-struct band_item {
+struct qk_reduce_item {
     std::int32_t b;
     std::int32_t head;
     std::int32_t first;
@@ -124,7 +124,7 @@ struct band_item {
 };
 
 /// Heads whose items are in flight together. Those with the longest way to go come first, across these heads, so that the
-/// card runs empty all at once; more heads together would stream more columns than the L2 cache holds.
+/// GPU runs empty all at once; more heads together would stream more columns than the L2 cache holds.
 __host__ __device__ inline std::int32_t heads_together(std::int32_t length) {
     constexpr std::int32_t columns = 8 * 16384;
     return length >= columns / 8 ? 8 : length <= columns / 64 ? 64 : columns / length;
@@ -133,29 +133,29 @@ __host__ __device__ inline std::int32_t heads_together(std::int32_t length) {
 /// The item of a block: groups of heads one after the other, within a group the longest items first. Lengths may be anything
 /// up to 2^31 - 1, so what could pass it is computed in 64 bits.
 template <class Pass, int Rows, int Columns, class T, class C>
-__device__ band_item band_item_of(const band_problem<T, C>& problem, std::int32_t block) {
-    const std::int32_t row_tiles = (problem.length + Rows - 1) / Rows;
-    const std::int32_t heads = problem.batch * problem.row_heads;
-    const std::int32_t most = heads_together(problem.length);
+__device__ qk_reduce_item qk_reduce_item_of(const qk_reduce_params<T, C>& params, std::int32_t block) {
+    const std::int32_t row_tiles = (params.length + Rows - 1) / Rows;
+    const std::int32_t heads = params.batch * params.row_heads;
+    const std::int32_t most = heads_together(params.length);
     const std::int32_t group = block / (row_tiles * most);
     const std::int32_t before = group * most;
     const std::int32_t together = heads - before < most ? heads - before : most;
     const std::int32_t inside = block - before * row_tiles;
     const std::int32_t head = before + inside % together;
     const std::int32_t tile = inside / together;
-    band_item item;
-    item.b = head / problem.row_heads;
-    item.head = head % problem.row_heads;
-    item.length = problem.length_of(item.b);
+    qk_reduce_item item;
+    item.b = head / params.row_heads;
+    item.head = head % params.row_heads;
+    item.length = params.length_of(item.b);
     // Early keys have the most queries, late queries the most keys.
     item.first = (Pass::mass ? tile : row_tiles - 1 - tile) * Rows;
-    std::int64_t low = -std::int64_t{problem.length};
+    std::int64_t low = -std::int64_t{params.length};
     std::int64_t high = 0;
     if constexpr (Pass::mass) {
-        low = problem.window_of(item.head);
-        high = low + problem.look_ahead;
-        if (high > problem.length) {
-            high = low > problem.length ? low : problem.length;
+        low = params.window_of(item.head);
+        high = low + params.look_ahead;
+        if (high > params.length) {
+            high = low > params.length ? low : params.length;
         }
     }
     item.low = static_cast<std::int32_t>(low);
@@ -171,9 +171,9 @@ __device__ band_item band_item_of(const band_problem<T, C>& problem, std::int32_
 }
 
 /// The first column of tile `turn` (0 to tiles - 1) in the order of the pass: from the far end of the sequence for a mass, from
-/// its beginning for the normaliser. So blocks that start together read the same columns, and the masked tiles come last.
+/// its beginning for the lse. So blocks that start together read the same columns, and the masked tiles come last.
 template <class Pass, int Columns>
-__device__ std::int32_t band_column(const band_item& item, std::int32_t turn) {
+__device__ std::int32_t qk_reduce_column(const qk_reduce_item& item, std::int32_t turn) {
     return (Pass::mass ? item.first_tile + item.tiles - 1 - turn : item.first_tile + turn) * Columns;
 }
 

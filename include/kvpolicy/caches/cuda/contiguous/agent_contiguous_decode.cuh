@@ -1,10 +1,10 @@
 // A decode step of one head, shared by several blocks.
 //
 // Every block streams its share of the rows as they were before the step, but for two that may lose their key: the one of
-// u, which leaves the window, and the worst long-range place. One of them, the decider, decides which of the two stays and
-// adds it, and the newcomer, to what it attends to; so no other block waits for a score. Where the card has room for one
-// more block a head, the decider has no rows of its own. Nothing of the cache is written before all blocks of a head have
-// arrived; the last to arrive merges their softmax states and writes the rows as the decider's note says. The decider also
+// u, which leaves the window, and the worst top-k slot. One of them, the leader block, decides which of the two stays and
+// adds it, and the candidate, to what it attends to; so no other block waits for a score. Where the GPU has room for one
+// more block a head, the leader block has no rows of its own. Nothing of the cache is written before all blocks of a head have
+// arrived; the last to arrive merges their softmax states and writes the rows as the leader block's note says. The leader block also
 // finds what the next step must know.
 #pragma once
 
@@ -32,29 +32,29 @@ inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 namespace cuda_backend {
 
 template <class Rows, class Gate, class Scorer>
-class step_block {
-    using Launch = step_launch<Rows, Gate, Scorer>;
+class agent_contiguous_decode {
+    using Launch = contiguous_params<Rows, Gate, Scorer>;
     using T = typename Rows::T;
     using Compute = typename Rows::Compute;
     using Four = four_columns<Compute>;
     static constexpr bool given = scores_come_along<Scorer>;
-    static constexpr bool finds_rivals = scored_before<Scorer>;
+    static constexpr bool finds_next_victims = scored_before<Scorer>;
     static constexpr bool on_leaving = Scorer::when == score_time::on_leaving;
 
   public:
     struct Memory {
-        detail::ranked_place worst[Rows::warps];
+        detail::ranked_slot worst[Rows::warps];
         std::uint32_t last;
         state_weights<Rows> weights;
         // Of a cluster:
         std::uint64_t all_states;  // a barrier
-        step_note note;
+        decode_note note;
     };
 
-    __device__ step_block(const Launch& call, Memory& memory, unsigned char* regions)
+    __device__ agent_contiguous_decode(const Launch& call, Memory& memory, unsigned char* regions)
         : call_(call),
           memory_(memory),
-          mixer_(memory.weights, call.width, call.cache.dim_v),
+          mixer_(memory.weights, call.width, call.cache.head_dim_vo),
           regions_(regions) {
         auto number = static_cast<std::int32_t>(blockIdx.x);
         split_ = number % call.blocks();
@@ -75,20 +75,21 @@ class step_block {
             leave(active);
             return;
         }
-        slot_ = active.slot;
-        const head_view<T> head(call_.cache, slot_, head_);
-        position_t q = call_.cache.length[slot_];
+        seq_ = active.seq;
+        const contiguous_head<T> head(call_.cache, seq_, head_);
+        position_t q = call_.cache.length[seq_];
         if (!call_.writes) {  // a step has none, and does not wait to learn it
-            q += pending_of(call_.cache, head.index);
+            q += num_appended_of(call_.cache, head.index);
         }
-        const std::int32_t kept = call_.cache.kept[head.index], victim = call_.cache.victim[head.index];
+        const std::int32_t num_long_range = call_.cache.num_long_range[head.index],
+                           victim = call_.cache.victim[head.index];
         // Counted by head: no other's block may say that the layer has taken the token while this one comes late.
-        const bool again = call_.writes && call_.cache.taken[head.index] > 0;
-        const std::int32_t used = head.layout.used(q, kept);
+        const bool again = call_.writes && call_.cache.appended[head.index] > 0;
+        const std::int32_t used = head.layout.used(q, num_long_range);
 
         const tile_share share = share_of(used);
-        const stream_rows<T> rows{head.k, head.v,      call_.cache.dim_k, call_.cache.dim_v,
-                                  used,   share.begin, share.end};
+        const stream_rows<T> rows{
+            head.k, head.v, call_.cache.head_dim_qk, call_.cache.head_dim_vo, used, share.begin, share.end};
         unsigned char* const region = regions_ + warp_id() * region_bytes();
         typename stream_of<Rows>::type stream(region, rows);
         stream.start();
@@ -101,13 +102,13 @@ class step_block {
         if (again) {  // only here, since the count has a long way, too
             copy_wait<0>();
             active_entry twice = active;
-            twice.refuse(status_taken_twice);
+            twice.refuse(status_layer_repeated);
             leave(twice);
             return;
         }
         if constexpr (compiled_for_clusters && Rows::clusters) {
             if (call_.clustered) {
-                if (decides() && threadIdx.x == 0) {
+                if (is_leader() && threadIdx.x == 0) {
                     const std::uint32_t barrier = shared_address(&memory_.all_states);
                     const std::int32_t senders = both_ways() ? call_.splits : call_.blocks();
                     barrier_init(barrier, 1);
@@ -121,39 +122,41 @@ class step_block {
         candidates found;
         stream_extra<T> extra;
         if (call_.writes) {
-            found = find_candidates(head, q, kept, victim);
-            const bool alone = decides() && call_.deciders != 0;  // a block without rows
-            if (decides()) {
+            found = find_candidates(head, q, num_long_range, victim);
+            const bool alone = is_leader() && call_.leader_blocks != 0;  // a block without rows
+            if (is_leader()) {
                 extra = extra_of(head, found);
                 if (alone && (warp_id() == 0 || (both_ways() && warp_id() == Rows::warps - 1))) {
                     stream.bring(extra);
                 }
-                rank_worst(head, q, found);
+                rank_victim(head, q, found);
                 if (alone && part_ == 0 && warp_id() == 1 && found.hidden.b >= 0) {
-                    if constexpr (finds_rivals) {  // there is time until the scores come
-                        rivals_ = detail::rivals_of(warp_group{}, head.places(call_.cache.rebase_limit),
-                                                    call_.cache.tile_victims + head.tile, kept, q,
-                                                    found.hidden.b - head.layout.place(0));
+                    if constexpr (finds_next_victims) {  // there is time until the scores come
+                        next_victims_ =
+                            detail::find_next_victims(warp_group{}, head.slots(call_.cache.rebase_limit),
+                                                      call_.cache.tile_victims + head.tile, num_long_range, q,
+                                                      found.hidden.b - head.layout.slot(0));
                     } else {
-                        warm_next_victim(head, kept, found);
+                        warm_next_victim(head, num_long_range, found);
                     }
                 }
                 if (!scored_before<Scorer>) {
-                    decide(head, q, kept, victim, found, extra);  // while the first rows are on their way
+                    decide(head, q, num_long_range, victim, found,
+                           extra);  // while the first rows are on their way
                 }
             }
             stream.finish(queries, found.hidden, call_.logits);
-            if (decides() && both_ways()) {
+            if (is_leader() && both_ways()) {
                 const bool first = warp_id() == 0;
                 if (first || warp_id() == Rows::warps - 1) {  // u stays, the worst stays
                     extra.counts[1] = first && found.hidden.a >= 0;
                     extra.counts[2] = !first && found.hidden.b >= 0;
                     stream.add(extra, queries, call_.logits);
                 }
-            } else if (decides()) {
+            } else if (is_leader()) {
                 if constexpr (scored_before<Scorer>) {
                     wait_for_kernel_before();  // no other block needs the scores
-                    decide(head, q, kept, victim, found, extra);
+                    decide(head, q, num_long_range, victim, found, extra);
                 }
                 if (warp_id() == 0) {
                     if (!alone) {
@@ -171,23 +174,23 @@ class step_block {
         const std::int64_t region_size = region_bytes() / static_cast<int>(sizeof(Compute));
         const auto* const of_warps = reinterpret_cast<const Compute*>(regions_);
         const states_of_warps<Compute> warps{of_warps, region_size};
-        const step_rows<Rows, Launch> moving(call_, entry_, head_, slot_);
+        const agent_write_entries<Rows, Launch> moving(call_, entry_, head_, seq_);
         if constexpr (compiled_for_clusters && Rows::clusters) {
             if (call_.clustered) {
                 if constexpr (scored_before<Scorer>) {
-                    if (decides() && both_ways()) {
-                        end_either_way(head, q, kept, victim, found, moving, warps);
+                    if (is_leader() && both_ways()) {
+                        end_either_way(head, q, num_long_range, victim, found, moving, warps);
                         return;
                     }
                 }
-                const moved_rows moved = decides() ? moving.fetch(head, q, memory_.note) : moved_rows{};
-                cluster_wait();  // all have begun, and the decider's barrier is ready
+                const moved_rows moved = is_leader() ? moving.fetch(head, q, memory_.note) : moved_rows{};
+                cluster_wait();  // all have begun, and the leader block's barrier is ready
                 const std::uint32_t barrier = shared_address(&memory_.all_states);
                 const Compute* const mine = inbox() + split_ * state_size();
                 mixer_.merge_warps(warps, queries.heads,
                                    state_in_cluster{cluster_address(shared_address(mine), call_.splits),
                                                     cluster_address(barrier, call_.splits)});
-                if (decides()) {
+                if (is_leader()) {
                     barrier_wait(barrier, 0);  // all have read the cache, and left their states
                     __syncthreads();           // the weights of this block's warps have been read
                     write_results(states_of_warps<Compute>{inbox(), state_size()}, call_.blocks(), 0);
@@ -237,16 +240,16 @@ class step_block {
         return {begin, split_ == call_.splits ? begin : begin + each + (worker < more ? 1 : 0)};
     }
 
-    [[nodiscard]] __device__ bool decides() const {
-        return split_ == (call_.deciders != 0 ? call_.splits : 0);
+    [[nodiscard]] __device__ bool is_leader() const {
+        return split_ == (call_.leader_blocks != 0 ? call_.splits : 0);
     }
-    /// Whether the decider, in a block without rows, attends both to the keys that there are if u stays and to those that there are if
+    /// Whether the leader block, in a block without rows, attends both to the keys that there are if u stays and to those that there are if
     /// the worst stays, while it waits for scores: its first warp and its last. See end_either_way().
     [[nodiscard]] __device__ bool both_ways() const {
         return scored_before<Scorer> && call_.writes && call_.clustered;
     }
-    [[nodiscard]] __device__ int region_bytes() const { return Rows::shared_bytes(call_.cache.dim_v); }
-    /// Where the decider of a cluster has the states of its blocks: behind the regions.
+    [[nodiscard]] __device__ int region_bytes() const { return Rows::shared_bytes(call_.cache.head_dim_vo); }
+    /// Where the leader block of a cluster has the states of its blocks: behind the regions.
     [[nodiscard]] __device__ Compute* inbox() const {
         return reinterpret_cast<Compute*>(regions_ + Rows::warps * region_bytes());
     }
@@ -260,30 +263,30 @@ class step_block {
 
     /// The keys that the step may drop, the same in every block and thread.
     struct candidates {
-        stream_hidden hidden;           // a: the row of u, b: the row of the worst place
-        detail::ranked_place worst{};   // where it had to be searched
-        detail::ranked_place ranked{};  // the worst in any case, if there is one: see rank_worst()
+        stream_hidden hidden;          // a: the row of u, b: the row of the worst top-k slot
+        detail::ranked_slot worst{};   // where it had to be searched
+        detail::ranked_slot ranked{};  // the worst in any case, if there is one: see rank_victim()
     };
 
-    __device__ candidates find_candidates(const head_view<T>& head, position_t q, std::int32_t kept,
-                                          std::int32_t victim) {
+    __device__ candidates find_candidates(const contiguous_head<T>& head, position_t q,
+                                          std::int32_t num_long_range, std::int32_t victim) {
         candidates found;
-        if (q - head.rule.window < head.rule.sinks) {
+        if (q - head.head_params.window < head.head_params.sinks) {
             return found;
         }
         found.hidden.a = head.layout.recent(q);
-        if (head.rule.budget == 0 || kept < head.rule.budget) {
+        if (head.head_params.budget == 0 || num_long_range < head.head_params.budget) {
             return found;
         }
         const position_t limit = call_.cache.rebase_limit;
-        std::int32_t place = detail::known_worst(head.rule, limit, q, victim);
-        if (place < 0) {
+        std::int32_t slot = detail::known_worst(head.head_params, limit, q, victim);
+        if (slot < 0) {
             // All warps of the block come here or none, since the numbers are the head's.
-            const detail::head_places places = head.places(limit);
+            const detail::head_slots slots = head.slots(limit);
             std::int32_t* const record =
-                part_ == 0 && decides() ? call_.cache.tile_victims + head.tile : nullptr;
-            found.worst =
-                detail::worst_of_tiles(warp_group{}, places, record, warp_id(), Rows::warps, kept, q);
+                part_ == 0 && is_leader() ? call_.cache.tile_victims + head.tile : nullptr;
+            found.worst = detail::worst_of_tiles(warp_group{}, slots, record, warp_id(), Rows::warps,
+                                                 num_long_range, q);
             if (lane_id() == 0) {
                 memory_.worst[warp_id()] = found.worst;
             }
@@ -294,22 +297,22 @@ class step_block {
                     found.worst = memory_.worst[i];
                 }
             }
-            place = found.worst.place;
+            slot = found.worst.slot;
         }
-        found.hidden.b = head.layout.place(place);
+        found.hidden.b = head.layout.slot(slot);
         return found;
     }
 
-    /// Sets out to read what decide() needs of the worst place.
-    __device__ void rank_worst(const head_view<T>& head, position_t q, candidates& found) const {
+    /// Sets out to read what decide() needs of the worst top-k slot.
+    __device__ void rank_victim(const contiguous_head<T>& head, position_t q, candidates& found) const {
         found.ranked = found.worst;
-        if (found.worst.place < 0 && found.hidden.b >= 0) {
-            found.ranked = head.places(call_.cache.rebase_limit).at(found.hidden.b - head.layout.place(0), q);
+        if (found.worst.slot < 0 && found.hidden.b >= 0) {
+            found.ranked = head.slots(call_.cache.rebase_limit).at(found.hidden.b - head.layout.slot(0), q);
         }
     }
 
-    /// The newcomer, u and the worst.
-    [[nodiscard]] __device__ stream_extra<T> extra_of(const head_view<T>& head,
+    /// The candidate, u and the worst.
+    [[nodiscard]] __device__ stream_extra<T> extra_of(const contiguous_head<T>& head,
                                                       const candidates& found) const {
         stream_extra<T> extra;
         extra.k[0] = call_.k.row(entry_, head_, 0);
@@ -327,70 +330,73 @@ class step_block {
         return extra;
     }
 
-    /// Asks the L2 cache for what next_victim() reads if u replaces the worst place, by a warp.
-    __device__ void warm_next_victim(const head_view<T>& head, std::int32_t kept,
+    /// Asks the L2 cache for what next_victim() reads if u replaces the worst top-k slot, by a warp.
+    __device__ void warm_next_victim(const contiguous_head<T>& head, std::int32_t num_long_range,
                                      const candidates& found) const {
-        const std::int32_t first = head.layout.place(0), b = found.hidden.b;
+        const std::int32_t first = head.layout.slot(0), b = found.hidden.b;
         const auto warm = [&](std::int32_t row) {
             asm volatile("prefetch.global.L2 [%0];" ::"l"(head.score + row));
             asm volatile("prefetch.global.L2 [%0];" ::"l"(head.position + row));
         };
-        const std::int32_t tile = (b - first) / detail::place_tile, tiles = detail::tiles_of_places(kept);
-        for (std::int32_t p = lane_id(); p < detail::place_tile; p += 32) {
-            if (tile * detail::place_tile + p < kept) {
-                warm(first + tile * detail::place_tile + p);
+        const std::int32_t tile = (b - first) / detail::slot_tile,
+                           tiles = detail::tiles_of_slots(num_long_range);
+        for (std::int32_t p = lane_id(); p < detail::slot_tile; p += 32) {
+            if (tile * detail::slot_tile + p < num_long_range) {
+                warm(first + tile * detail::slot_tile + p);
             }
         }
         const std::int32_t* const record = call_.cache.tile_victims + head.tile;
         for (std::int32_t t = lane_id(); t < tiles; t += 32) {
-            const std::int32_t place = record[t];
-            if (place >= 0 && place < kept) {
-                warm(first + place);
+            const std::int32_t slot = record[t];
+            if (slot >= 0 && slot < num_long_range) {
+                warm(first + slot);
             }
         }
     }
 
-    /// What the step does to the rows, by all threads of the decider, which writes its note, and what attention sees beside the rows
+    /// What the step does to the rows, by all threads of the leader block, which writes its note, and what attention sees beside the rows
     /// that are not hidden.
-    __device__ void decide(const head_view<T>& head, position_t q, std::int32_t kept, std::int32_t victim,
-                           const candidates& found, stream_extra<T>& extra) {
+    __device__ void decide(const contiguous_head<T>& head, position_t q, std::int32_t num_long_range,
+                           std::int32_t victim, const candidates& found, stream_extra<T>& extra) {
         const position_t limit = call_.cache.rebase_limit;
-        const position_t u = q - head.rule.window;
+        const position_t u = q - head.head_params.window;
         float score = 0.0f;
-        if (u >= head.rule.sinks) {
+        if (u >= head.head_params.sinks) {
             score = on_leaving ? call_.computed[pair_] : head.score[found.hidden.a];
         }
-        const detail::head_places places = head.places(limit);
-        detail::step_decision step = detail::begin_step(head.rule, call_.gate, limit, q, kept, victim, score);
-        const detail::ranked_place ranked = places.rank(score, u, -1, q);
-        if (found.worst.place >= 0) {
+        const detail::head_slots slots = head.slots(limit);
+        detail::step_decision step =
+            detail::begin_step(head.head_params, call_.gate, limit, q, num_long_range, victim, score);
+        const detail::ranked_slot ranked = slots.rank(score, u, -1, q);
+        if (found.worst.slot >= 0) {
             step.known =
-                found.worst.place;  // the search is for the next step, too, where a gate lets nobody in
+                found.worst.slot;  // the search is for the next step, too, where a gate lets nobody in
         }
         if (step.full) {
-            detail::settle_step(step, head.rule, ranked, found.ranked);
+            detail::resolve_eviction(step, head.head_params, ranked, found.ranked);
         }
         if (part_ == 0 && warp_id() == 1) {  // the first warp goes on to attention
             std::int32_t* const record = call_.cache.tile_victims + head.tile;
             std::int32_t next = -1;
-            if constexpr (finds_rivals) {
-                if (call_.deciders != 0) {
-                    next = detail::next_victim(warp_group{}, head.rule, rivals_, record, step, ranked);
+            if constexpr (finds_next_victims) {
+                if (call_.leader_blocks != 0) {
+                    next = detail::next_victim(warp_group{}, head.head_params, next_victims_, record, step,
+                                               ranked);
                 }
             }
-            if (!finds_rivals || call_.deciders == 0) {
-                next = detail::next_victim(warp_group{}, places, record, step, ranked, q);
+            if (!finds_next_victims || call_.leader_blocks == 0) {
+                next = detail::next_victim(warp_group{}, slots, record, step, ranked, q);
             }
             if (lane_id() == 0) {
-                step_note& note = note_to_write();
+                decode_note& note = note_to_write();
                 note.promoted = step.promoted;
-                note.kept = step.kept;
+                note.num_long_range = step.num_long_range;
                 note.victim = next;
                 note.leaving = score;
             }
         }
         if (part_ == 0 && warp_id() == Rows::warps - 1) {
-            const float arriving = arriving_score(q >= head.rule.sinks);
+            const float arriving = arriving_score(q >= head.head_params.sinks);
             if (lane_id() == 0) {
                 note_to_write().arriving = arriving;
             }
@@ -401,16 +407,16 @@ class step_block {
     }
 
     /// The end of both_ways(): when the scores come, outputs are chosen, and the rows that move.
-    __device__ void end_either_way(const head_view<T>& head, position_t q, std::int32_t kept,
+    __device__ void end_either_way(const contiguous_head<T>& head, position_t q, std::int32_t num_long_range,
                                    std::int32_t victim, const candidates& found,
-                                   const step_rows<Rows, Launch>& moving,
+                                   const agent_write_entries<Rows, Launch>& moving,
                                    const states_of_warps<Compute>& warps) {
         moved_rows moved = moving.fetch(head, q, {});
         cluster_wait();
         barrier_wait(shared_address(&memory_.all_states),
                      0);  // all have read the cache, and left their states
         const states_of_warps<Compute> blocks{inbox(), state_size()};
-        const std::int32_t heads = call_.cache.group, fours = call_.cache.dim_v / 4;
+        const std::int32_t heads = call_.cache.group, fours = call_.cache.head_dim_vo / 4;
         mixer_.weigh(blocks, call_.splits, heads);
         constexpr int most_blocks = 8, turns = Rows::heads * Rows::Dim / 4 / Rows::threads;
         output_columns<Compute> ways[2][turns];
@@ -429,7 +435,7 @@ class step_block {
         }
         wait_for_kernel_before();
         stream_extra<T> extra;
-        decide(head, q, kept, victim, found, extra);
+        decide(head, q, num_long_range, victim, found, extra);
 #pragma unroll
         for (int t = 0; t < turns; ++t) {
             const std::int32_t i = static_cast<std::int32_t>(threadIdx.x) + t * Rows::threads;
@@ -443,11 +449,11 @@ class step_block {
         moving.write(head, q, moved);
     }
 
-    [[nodiscard]] __device__ step_note& note_to_write() const {
+    [[nodiscard]] __device__ decode_note& note_to_write() const {
         return call_.clustered ? memory_.note : call_.notes[pair_];
     }
 
-    /// The newcomer's score as its row keeps it; a sink's is never read.
+    /// The candidate's score as its row keeps it; a sink's is never read.
     __device__ float arriving_score(bool counts) const {
         if constexpr (given) {
             const float score = call_.scores ? call_.scores.head(entry_, head_)[0] : 0.0f;
@@ -456,8 +462,8 @@ class step_block {
             return 0.0f;
         } else if constexpr (scores_by_warp<Scorer>) {
             return counts ? device_scorer<Scorer>::score(call_.scorer, head_, call_.k.row(entry_, head_, 0),
-                                                         call_.v.row(entry_, head_, 0), call_.cache.dim_k,
-                                                         call_.cache.dim_v)
+                                                         call_.v.row(entry_, head_, 0),
+                                                         call_.cache.head_dim_qk, call_.cache.head_dim_vo)
                           : 0.0f;
         } else {
             return counts ? call_.computed[pair_] : 0.0f;
@@ -486,7 +492,7 @@ class step_block {
     /// Outputs of all query heads of the group.
     template <class States>
     __device__ void write_results(States states, std::int32_t count, std::int64_t part_stride) const {
-        const std::int32_t fours = call_.cache.dim_v / 4;
+        const std::int32_t fours = call_.cache.head_dim_vo / 4;
         for (std::int32_t first = 0; first < call_.cache.group; first += Rows::heads) {
             const std::int32_t left = call_.cache.group - first,
                                heads = left < Rows::heads ? left : Rows::heads;
@@ -509,13 +515,13 @@ class step_block {
 
     const Launch& call_;
     Memory& memory_;
-    state_mixer<Rows> mixer_;
+    agent_merge_states<Rows> mixer_;
     unsigned char* regions_;
     std::int32_t split_, part_, pair_, entry_, head_;
-    std::int32_t slot_ = 0;
+    std::int32_t seq_ = 0;
     struct nothing {};
-    // Of the worst place, where they are found before the scores come.
-    std::conditional_t<finds_rivals, detail::place_rivals, nothing> rivals_;
+    // Of the worst top-k slot, where they are found before the scores come.
+    std::conditional_t<finds_next_victims, detail::next_victims, nothing> next_victims_;
 };
 
 }  // namespace cuda_backend

@@ -70,21 +70,21 @@ template <class Compute>
 struct state_in_memory {
     Compute* to;
 
-    __device__ void columns(std::int32_t place, const four_columns<Compute>& x) const {
-        *reinterpret_cast<four_columns<Compute>*>(to + place) = x;
+    __device__ void columns(std::int32_t slot, const four_columns<Compute>& x) const {
+        *reinterpret_cast<four_columns<Compute>*>(to + slot) = x;
     }
-    __device__ void number(std::int32_t place, Compute x) const { to[place] = x; }
+    __device__ void number(std::int32_t slot, Compute x) const { to[slot] = x; }
 };
 /// To shared memory of the block of a cluster that decides, whose barrier counts it.
 struct state_in_cluster {
     std::uint32_t to, barrier;
 
-    __device__ void columns(std::int32_t place, const four_columns<float>& x) const {
-        send_in_cluster(to + 4u * static_cast<std::uint32_t>(place),
+    __device__ void columns(std::int32_t slot, const four_columns<float>& x) const {
+        send_in_cluster(to + 4u * static_cast<std::uint32_t>(slot),
                         make_float4(x.x[0], x.x[1], x.x[2], x.x[3]), barrier);
     }
-    __device__ void number(std::int32_t place, float x) const {
-        send_in_cluster(to + 4u * static_cast<std::uint32_t>(place), x, barrier);
+    __device__ void number(std::int32_t slot, float x) const {
+        send_in_cluster(to + 4u * static_cast<std::uint32_t>(slot), x, barrier);
     }
 };
 
@@ -92,27 +92,27 @@ struct state_in_cluster {
 template <class Rows>
 struct state_weights {
     using Compute = typename Rows::Compute;
-    static constexpr std::int32_t most = most_splits + 1;
+    static constexpr std::int32_t most = max_splits + 1;
     Compute weight[Rows::heads][most];
     Compute top[Rows::heads], sum[Rows::heads];
 };
 
-/// Mixes states of `width` columns a head, dim_v of them in use, by all threads of a block.
+/// Mixes states of `width` columns a head, head_dim_vo of them in use, by all threads of a block.
 template <class Rows>
-class state_mixer {
+class agent_merge_states {
     using Compute = typename Rows::Compute;
     using Four = four_columns<Compute>;
-    static constexpr std::int32_t most_states = state_weights<Rows>::most;
+    static constexpr std::int32_t max_states = state_weights<Rows>::most;
 
   public:
-    __device__ state_mixer(state_weights<Rows>& memory, std::int32_t width, std::int32_t dim_v)
-        : memory_(memory), width_(width), dim_v_(dim_v) {}
+    __device__ agent_merge_states(state_weights<Rows>& memory, std::int32_t width, std::int32_t head_dim_vo)
+        : memory_(memory), width_(width), head_dim_vo_(head_dim_vo) {}
 
     /// What the softmax states of `count` warps or blocks weigh beside each other, for all threads to read. Instructions count here:
-    /// they are run once, by a cold cache, while the card has little else to do.
+    /// they are run once, by a cold cache, while the GPU has little else to do.
     template <class States>
     __device__ void weigh(const States& states, std::int32_t count, std::int32_t heads) const {
-        constexpr int turns = (most_states + 31) / 32;
+        constexpr int turns = (max_states + 31) / 32;
         for (std::int32_t head = warp_id(); head < heads; head += Rows::warps) {
             Compute m[turns], l[turns];
             Compute top = static_cast<Compute>(minus_infinity()), sum = Compute(0);
@@ -179,7 +179,7 @@ class state_mixer {
     template <class To>
     __device__ void merge_warps(const states_of_warps<Compute>& of_warps, std::int32_t heads,
                                 const To& to) const {
-        const std::int32_t fours = dim_v_ / 4;
+        const std::int32_t fours = head_dim_vo_ / 4;
         weigh(of_warps, Rows::warps, heads);
         for (std::int32_t i = static_cast<std::int32_t>(threadIdx.x); i < heads * fours; i += Rows::threads) {
             const std::int32_t head = i / fours, column = i % fours * 4;
@@ -193,12 +193,13 @@ class state_mixer {
     }
     /// Bytes that it hands on.
     [[nodiscard]] __device__ std::uint32_t merged_bytes(std::int32_t heads) const {
-        return static_cast<std::uint32_t>(heads * (dim_v_ + 2)) * static_cast<std::uint32_t>(sizeof(Compute));
+        return static_cast<std::uint32_t>(heads * (head_dim_vo_ + 2)) *
+               static_cast<std::uint32_t>(sizeof(Compute));
     }
 
   private:
     state_weights<Rows>& memory_;
-    std::int32_t width_, dim_v_;
+    std::int32_t width_, head_dim_vo_;
 };
 
 }  // namespace cuda_backend

@@ -1,4 +1,4 @@
-// The rows that a step writes: u goes to its place, the newcomer to u's row.
+// The rows that a step writes: u goes to its place, the candidate to u's row.
 #pragma once
 
 #include <kvpolicy/caches/cuda/contiguous/contiguous_params.cuh>
@@ -14,27 +14,28 @@ inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 namespace cuda_backend {
 
 /// What a thread moves, on its way while outputs are made: a piece of 16 bytes, where T is a 16-bit type, and what
-/// the decider found, thread 0.
+/// the leader block found, thread 0.
 struct moved_rows {
     uint4 leaving, arriving;
     std::int32_t newest;
-    step_note note;
+    decode_note note;
 };
 
-/// The rows of head `head` of entry `entry`, in slot `slot`, by all threads of a block.
+/// The rows of head `head` of entry `entry`, in sequence `seq`, by all threads of a block.
 template <class Rows, class Launch>
-class step_rows {
+class agent_write_entries {
     using T = typename Rows::T;
     static constexpr int piece = sizeof(T) == 2 ? 8 : 1;  // elements
     static constexpr bool on_leaving = decltype(Launch::scorer)::when == score_time::on_leaving;
 
   public:
-    __device__ step_rows(const Launch& call, std::int32_t entry, std::int32_t head, std::int32_t slot)
-        : call_(call), entry_(entry), head_(head), slot_(slot) {}
+    __device__ agent_write_entries(const Launch& call, std::int32_t entry, std::int32_t head,
+                                   std::int32_t seq)
+        : call_(call), entry_(entry), head_(head), seq_(seq) {}
 
     /// Sets out to read what write() moves: all of it at once, since it comes from afar.
-    [[nodiscard]] __device__ moved_rows fetch(const head_view<T>& head, position_t q,
-                                              const step_note& of_cluster) const {
+    [[nodiscard]] __device__ moved_rows fetch(const contiguous_head<T>& head, position_t q,
+                                              const decode_note& of_cluster) const {
         moved_rows moved{};
         if (!call_.writes) {
             return moved;
@@ -45,7 +46,7 @@ class step_rows {
             static_assert(Rows::threads >= 2 * Rows::Dim / piece, "a piece a thread");
             if (thread < pieces()) {
                 const row_piece mine = piece_of(head, thread);
-                moved.arriving = *reinterpret_cast<const uint4*>(mine.newcomer);
+                moved.arriving = *reinterpret_cast<const uint4*>(mine.candidate);
                 moved.leaving =
                     *reinterpret_cast<const uint4*>(mine.rows + std::int64_t{moved.newest} * mine.dim);
             }
@@ -54,10 +55,10 @@ class step_rows {
             moved.note = of_cluster;
             return moved;
         }
-        const step_note* const note = call_.notes + (std::int64_t{entry_} * call_.cache.kv_heads + head_);
+        const decode_note* const note = call_.notes + (std::int64_t{entry_} * call_.cache.kv_heads + head_);
         moved.note.promoted = __ldcg(&note->promoted);
         if (thread == 0) {
-            moved.note.kept = __ldcg(&note->kept);
+            moved.note.num_long_range = __ldcg(&note->num_long_range);
             moved.note.victim = __ldcg(&note->victim);
             moved.note.arriving = __ldcg(&note->arriving);
             moved.note.leaving = __ldcg(&note->leaving);
@@ -65,9 +66,9 @@ class step_rows {
         return moved;
     }
 
-    /// The key that leaves moves to its place, then the newcomer takes its row. Each thread moves pieces of its own, so
+    /// The key that leaves moves to its place, then the candidate takes its row. Each thread moves pieces of its own, so
     /// that no piece is overwritten before it is read.
-    __device__ void write(const head_view<T>& head, position_t q, const moved_rows& moved) const {
+    __device__ void write(const contiguous_head<T>& head, position_t q, const moved_rows& moved) const {
         const auto thread = static_cast<std::int32_t>(threadIdx.x);
         const std::int32_t to = moved.note.promoted;
         for (std::int32_t i = thread; i < pieces(); i += Rows::threads) {
@@ -83,7 +84,7 @@ class step_rows {
                 if (to >= 0) {
                     *promoted = *newest;
                 }
-                *newest = *mine.newcomer;
+                *newest = *mine.candidate;
             }
         }
         if (thread != 0) {
@@ -91,16 +92,16 @@ class step_rows {
         }
         const float arriving = moved.note.arriving, leaving = moved.note.leaving;
         if (to >= 0) {
-            head.position[to] = q - head.rule.window;
+            head.position[to] = q - head.head_params.window;
             head.score[to] = leaving;
         }
         head.position[moved.newest] = q;
         head.score[moved.newest] = arriving;
-        call_.cache.kept[head.index] = moved.note.kept;
+        call_.cache.num_long_range[head.index] = moved.note.num_long_range;
         call_.cache.victim[head.index] = moved.note.victim;
-        call_.cache.taken[head.index] = 1;
+        call_.cache.appended[head.index] = 1;
         if (head_ == 0) {
-            call_.cache.proposed[slot_] = 0;
+            call_.cache.num_draft[seq_] = 0;
         }
         const bool bad = arriving != arriving || (on_leaving && leaving != leaving);
         if (bad && call_.status != nullptr) {
@@ -112,23 +113,23 @@ class step_rows {
     /// Piece i of a row, those of the key before those of the value.
     struct row_piece {
         T* rows;
-        const T* newcomer;
+        const T* candidate;
         std::int32_t dim;
     };
-    [[nodiscard]] __device__ row_piece piece_of(const head_view<T>& head, std::int32_t i) const {
-        const std::int32_t of_k = call_.cache.dim_k / piece;
+    [[nodiscard]] __device__ row_piece piece_of(const contiguous_head<T>& head, std::int32_t i) const {
+        const std::int32_t of_k = call_.cache.head_dim_qk / piece;
         if (i < of_k) {
-            return {head.k + i * piece, call_.k.row(entry_, head_, 0) + i * piece, call_.cache.dim_k};
+            return {head.k + i * piece, call_.k.row(entry_, head_, 0) + i * piece, call_.cache.head_dim_qk};
         }
         i -= of_k;
-        return {head.v + i * piece, call_.v.row(entry_, head_, 0) + i * piece, call_.cache.dim_v};
+        return {head.v + i * piece, call_.v.row(entry_, head_, 0) + i * piece, call_.cache.head_dim_vo};
     }
     [[nodiscard]] __device__ std::int32_t pieces() const {
-        return (call_.cache.dim_k + call_.cache.dim_v) / piece;
+        return (call_.cache.head_dim_qk + call_.cache.head_dim_vo) / piece;
     }
 
     const Launch& call_;
-    std::int32_t entry_, head_, slot_;
+    std::int32_t entry_, head_, seq_;
 };
 
 }  // namespace cuda_backend

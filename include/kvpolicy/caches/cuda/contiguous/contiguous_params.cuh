@@ -11,29 +11,29 @@ namespace kvpolicy {
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 namespace cuda_backend {
 
-/// What the decider of a head tells the last block.
-struct step_note {
-    std::int32_t promoted;  // the row that u gets, or -1
-    std::int32_t kept;      // long-range places in use after the step
-    std::int32_t victim;    // the worst place after the step
-    float arriving;         // the newcomer's score
-    float leaving;          // u's
+/// What the leader block of a head tells the last block.
+struct decode_note {
+    std::int32_t promoted;        // the row that u gets, or -1
+    std::int32_t num_long_range;  // top-k slots in use after the step
+    std::int32_t victim;          // the worst top-k slot after the step
+    float arriving;               // the candidate's score
+    float leaving;                // u's
 };
 
 /// A launch. `states` are [count, Hkv, parts, blocks(), stream_state], null where parts * blocks() = 1.
 template <class Rows, class Gate, class Scorer>
-struct step_launch : step_arguments<Rows, Gate, Scorer, cache_view<typename Rows::T>> {
-    step_note* notes = nullptr;  // [count, Hkv]
-    std::int32_t splits = 1;     // blocks that share the rows of a head
-    std::int32_t deciders = 0;   // 1: one more, which has no rows
-    bool clustered = false;      // the blocks of a head are a cluster
+struct contiguous_params : decode_params<Rows, Gate, Scorer, contiguous_view<typename Rows::T>> {
+    decode_note* notes = nullptr;    // [count, Hkv]
+    std::int32_t splits = 1;         // blocks that share the rows of a head
+    std::int32_t leader_blocks = 0;  // 1: one more, which has no rows
+    bool clustered = false;          // the blocks of a head are a cluster
 
     /// Blocks of a head, of one part.
-    [[nodiscard]] __host__ __device__ std::int32_t blocks() const { return splits + deciders; }
+    [[nodiscard]] __host__ __device__ std::int32_t blocks() const { return splits + leader_blocks; }
 };
 
 /// The most blocks of a head that share its rows.
-inline constexpr std::int32_t most_splits = 32;
+inline constexpr std::int32_t max_splits = 32;
 
 }  // namespace cuda_backend
 }  // namespace KVPOLICY_HIDDEN

@@ -1,7 +1,7 @@
 // The dispatch of a cache's step and of attention over it: sizes, workspace, launches.
 #pragma once
 
-#include <kvpolicy/caches/cuda/cache_call.cuh>
+#include <kvpolicy/caches/cuda/check_cache_call.cuh>
 #include <kvpolicy/caches/cuda/contiguous/kernel_contiguous_decode.cuh>
 #include <kvpolicy/caches/cuda/paged/dispatch_paged_decode.cuh>
 #include <kvpolicy/caches/cuda/scoring/kernel_cache_score.cuh>
@@ -17,57 +17,59 @@ namespace kvpolicy {
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 namespace cuda_backend {
 
-/// Into how many blocks the `rows` rows of each of `heads` heads are cut: no more than keep the multiprocessors busy, since what blocks
+/// Into how many blocks the `rows` rows of each of `heads` heads are cut: no more than keep the SMs busy, since what blocks
 /// find has to be merged, and none of few rows. (Measured on an H100 at batch 1, 8 and 32: docs/performance.md.)
-inline std::int32_t step_splits(std::int64_t heads, std::int64_t rows, std::int64_t multiprocessors) {
+inline std::int32_t decode_splits(std::int64_t heads, std::int64_t rows, std::int64_t num_sms) {
     constexpr std::int64_t least_rows = 512;
-    const std::int64_t wanted = (multiprocessors * 7 / 5 + heads - 1) / heads;
-    const std::int64_t useful = std::clamp<std::int64_t>(rows / least_rows, 1, most_splits);
+    const std::int64_t wanted = (num_sms * 7 / 5 + heads - 1) / heads;
+    const std::int64_t useful = std::clamp<std::int64_t>(rows / least_rows, 1, max_splits);
     return static_cast<std::int32_t>(std::clamp<std::int64_t>(wanted, 1, useful));
 }
 
 /// A step, or attention alone, with kernels of these sizes.
 template <class Rows, class P>
-class cache_step_call {
+class contiguous_decode_plan {
     using T = typename Rows::T;
     using Gate = typename P::gate_type;
     using Scorer = asked_scorer<P>;
-    using Launch = step_launch<Rows, Gate, Scorer>;
-    static constexpr auto kernel = cache_step_kernel<Rows, Gate, Scorer>;
+    using Launch = contiguous_params<Rows, Gate, Scorer>;
+    static constexpr auto kernel = contiguous_decode_kernel<Rows, Gate, Scorer>;
 
   public:
-    cache_step_call(const cuda& on, const device_scope& device, const FixedBudgetRef<P, T>& cache,
-                    std::int32_t count)
+    contiguous_decode_plan(const cuda& on, const device_scope& device, const FixedBudgetRef<P, T>& cache,
+                           std::int32_t count)
         : on_(on),
           device_(device),
           ref_(cache),
-          call_{{.cache = cache_view<T>(cache), .gate = cache.gate, .scorer = scorer_of<P>(cache.scorer)}} {
+          call_{{.cache = contiguous_view<T>(cache),
+                 .gate = cache.gate,
+                 .scorer = scorer_of<P>(cache.scorer)}} {
         call_.batch.count = count;
-        call_.width = Rows::width(cache.dim_v);
-        call_.logits = logits_of<typename Rows::Compute>(cache.attention, cache.dim_k);
+        call_.width = Rows::width(cache.head_dim_vo);
+        call_.logits = logits_of<typename Rows::Compute>(cache.attention, cache.head_dim_qk);
         call_.parts = (cache.group + Rows::heads - 1) / Rows::heads;
-        shared_ = static_cast<std::size_t>(Rows::warps) * Rows::shared_bytes(cache.dim_v);
-        const std::int64_t multiprocessors = device.attribute(cudaDevAttrMultiProcessorCount);
+        shared_ = static_cast<std::size_t>(Rows::warps) * Rows::shared_bytes(cache.head_dim_vo);
+        const std::int64_t num_sms = device.attribute(cudaDevAttrMultiProcessorCount);
         const std::int64_t alone = std::max<std::int64_t>(heads() * call_.parts, 1);
-        call_.splits = step_splits(alone, cache.longest, multiprocessors);
-        call_.deciders = alone * (call_.splits + 1) <= 2 * multiprocessors ? 1 : 0;
-        cluster_if_few(alone, cache.longest, multiprocessors);
+        call_.splits = decode_splits(alone, cache.max_capacity, num_sms);
+        call_.leader_blocks = alone * (call_.splits + 1) <= 2 * num_sms ? 1 : 0;
+        cluster_if_few(alone, cache.max_capacity, num_sms);
         // Refused here, before the scorer's launch has moved its states.
-        allow_shared("cache_step_kernel", reinterpret_cast<const void*>(kernel), shared_);
+        allow_shared("contiguous_decode_kernel", reinterpret_cast<const void*>(kernel), shared_);
     }
 
     /// Takes the parts of the workspace; with null only measures.
     std::size_t lay_out(void* memory) {
         workspace_parts parts(memory);
-        call_.notes = parts.take<step_note>(heads());
+        call_.notes = parts.take<decode_note>(heads());
         computed_ = parts.take<float>(scored_before<Scorer> ? heads() : 0);
         const std::int64_t states =
             call_.clustered || call_.blocks() * call_.parts == 1 ? 0 : heads() * call_.parts * call_.blocks();
         call_.states =
             parts.take<typename Rows::Compute>(states * stream_state<Rows::heads>::size(call_.width));
         if constexpr (scored_late<P>) {
-            late_.emplace(device_, ref_.scorer, call_.cache, call_.gate, call_.batch.count, 1, ref_.longest,
-                          parts);
+            late_.emplace(device_, ref_.scorer, call_.cache, call_.gate, call_.batch.count, 1,
+                          ref_.max_capacity, parts);
         }
         return parts.bytes();
     }
@@ -87,12 +89,12 @@ class cache_step_call {
         call_.status = status;
         if constexpr (scored_before<Scorer>) {
             call_.computed = computed_;
-            launch_scores(on_, score_launch<cache_view<T>, Scorer>{.cache = call_.cache,
-                                                                   .batch = batch,
-                                                                   .tokens = {.k = k, .v = v},
-                                                                   .scores = computed_,
-                                                                   .scorer = call_.scorer,
-                                                                   .beside = true});
+            launch_scores(on_, score_params<contiguous_view<T>, Scorer>{.cache = call_.cache,
+                                                                        .batch = batch,
+                                                                        .tokens = {.k = k, .v = v},
+                                                                        .scores = computed_,
+                                                                        .scorer = call_.scorer,
+                                                                        .beside = true});
         }
         if constexpr (scored_late<P>) {
             late_->begin(on_, device_, batch, {.k = k, .v = v}, status);
@@ -122,22 +124,22 @@ class cache_step_call {
         const std::int64_t blocks = heads() * call_.parts * call_.blocks();
         const unsigned cluster = call_.clustered ? static_cast<unsigned>(call_.blocks()) : 1;
         if (call_.computed != nullptr) {
-            share_multiprocessors<kernel>(device_);  // rows are streamed while they are scored
+            share_sms<kernel>(device_);  // rows are streamed while they are scored
         }
-        launch_early<kernel>("cache_step_kernel", blocks, Rows::threads, shared_, device_, on_, cluster,
-                             call_);
+        launch_early<kernel>("contiguous_decode_kernel", blocks, Rows::threads, shared_, device_, on_,
+                             cluster, call_);
     }
 
     /// Few heads are shared by the blocks of a cluster each, which merge what they found without a way through memory. With more
     /// heads clusters wait for room, and cost more than that.
-    void cluster_if_few(std::int64_t alone, std::int64_t rows, std::int64_t multiprocessors) {
+    void cluster_if_few(std::int64_t alone, std::int64_t rows, std::int64_t num_sms) {
         if constexpr (Rows::clusters) {
             constexpr std::int64_t most = 8, least_rows = 256, heads_of_few = 4;
             const std::int64_t splits = std::clamp<std::int64_t>(rows / least_rows, 1, most);
-            if (call_.parts != 1 || alone * heads_of_few > multiprocessors) {
+            if (call_.parts != 1 || alone * heads_of_few > num_sms) {
                 return;
             }
-            // The decider has the states of all.
+            // The leader block has the states of all.
             const std::size_t shared =
                 shared_ +
                 static_cast<std::size_t>((most + 1) * stream_state<Rows::heads>::size(call_.width)) *
@@ -147,7 +149,7 @@ class cache_step_call {
             if (cluster > 1) {
                 shared_ = shared;
                 call_.splits = static_cast<std::int32_t>(std::min(splits, cluster - 1));
-                call_.deciders = 1;
+                call_.leader_blocks = 1;
                 call_.clustered = true;
             }
         }
@@ -157,28 +159,29 @@ class cache_step_call {
     const device_scope& device_;
     const FixedBudgetRef<P, T>& ref_;
     Launch call_;
-    std::optional<late_scores<cache_view<T>, Gate>> late_;
+    std::optional<late_scores<contiguous_view<T>, Gate>> late_;
     float* computed_ = nullptr;
     std::size_t shared_ = 0;
 };
 
-/// Calls body(call) with the cache_step_call that serves the cache.
+/// Calls body(call) with the contiguous_decode_plan that serves the cache.
 template <class Dims, class P, class T, class Body>
-void with_step_call(const cuda& on, const FixedBudgetRef<P, T>& cache, std::int32_t count, const Body& body) {
+void with_decode_plan(const cuda& on, const FixedBudgetRef<P, T>& cache, std::int32_t count,
+                      const Body& body) {
     require_device_policy<P>();
     const device_scope device(on, cache.device);
     if constexpr (P::has_selection) {
-        with_dual_step_call<Dims>(on, cache, count, body);  // chosen pages are read as a DualCache's
+        with_paged_decode_plan<Dims>(on, cache, count, body);  // chosen pages are read as a DualCache's
     } else if constexpr (is_half<T>) {
-        const std::int32_t dim = std::max(cache.dim_k, cache.dim_v);
+        const std::int32_t dim = std::max(cache.head_dim_qk, cache.head_dim_vo);
         const int tile = fitting_tile(Dims{}, dim);
         detail::require(tile != 0, "head_dim", dim, "at most the largest of the call's head_dims, and 256");
         with_tile(Dims{}, tile, [&](auto of) {
-            cache_step_call<tensor_rows<T, decltype(of)::value>, P> call(on, device, cache, count);
+            contiguous_decode_plan<tensor_rows<T, decltype(of)::value>, P> call(on, device, cache, count);
             body(call);
         });
     } else {
-        cache_step_call<plain_rows<T>, P> call(on, device, cache, count);
+        contiguous_decode_plan<plain_rows<T>, P> call(on, device, cache, count);
         body(call);
     }
 }
@@ -187,15 +190,15 @@ void with_step_call(const cuda& on, const FixedBudgetRef<P, T>& cache, std::int3
 
 template <class Dims, class P, Storage T>
 std::size_t step_workspace_bytes(const cuda& on, const FixedBudgetRef<P, T>& cache, std::int32_t count) {
-    detail::require(count >= 0 && count <= cache.slots, "count", count,
-                    [&] { return detail::text("0 to the cache's slots, ", cache.slots); });
+    detail::require(count >= 0 && count <= cache.max_sequences, "count", count,
+                    [&] { return detail::text("0 to the cache's max_sequences, ", cache.max_sequences); });
     std::size_t bytes = 0;
     const auto measure = [&](auto& call) { bytes = std::max(bytes, call.lay_out(nullptr)); };
-    cuda_backend::with_step_call<Dims>(on, cache, count, measure);
+    cuda_backend::with_decode_plan<Dims>(on, cache, count, measure);
     if constexpr (!P::has_selection) {
         // A batch of fewer entries may need more: its heads are cut among more blocks, each with a state.
         for (std::int32_t fewer = 1; fewer < count; ++fewer) {
-            cuda_backend::with_step_call<Dims>(on, cache, fewer, measure);
+            cuda_backend::with_decode_plan<Dims>(on, cache, fewer, measure);
         }
     }
     return bytes;
@@ -206,7 +209,7 @@ void step(const cuda& on, const FixedBudgetRef<P, T>& cache, const Batch& batch,
           input_rows<T> k, input_rows<T> v, output_rows<T> out, workspace_view workspace,
           std::uint32_t* status, const CacheExtras& extras) {
     cuda_backend::check_cache_call(cache, batch, 1, q, k, v, out, extras);
-    cuda_backend::with_step_call<Dims>(on, cache, batch.count, [&](auto& call) {
+    cuda_backend::with_decode_plan<Dims>(on, cache, batch.count, [&](auto& call) {
         call.step(batch, q, k, v, out, workspace, status, extras);
     });
 }
@@ -215,7 +218,7 @@ template <class Dims, class P, Storage T>
 void attend(const cuda& on, const FixedBudgetRef<P, T>& cache, const Batch& batch, input_rows<T> q,
             output_rows<T> out, plane_view<float> lse, workspace_view workspace, std::uint32_t* status) {
     cuda_backend::check_cache_call(cache, batch, 1, q, out, lse);
-    cuda_backend::with_step_call<Dims>(
+    cuda_backend::with_decode_plan<Dims>(
         on, cache, batch.count, [&](auto& call) { call.attend(batch, q, out, lse, workspace, status); });
 }
 

@@ -12,9 +12,9 @@ namespace cuda_backend {
 /// `splits` * `parts` blocks a head of an entry.
 template <class Rows, class Gate, class Scorer>
 __global__ void __launch_bounds__(Rows::threads, Rows::blocks)
-    cache_step_kernel(const __grid_constant__ step_launch<Rows, Gate, Scorer> call) {
-    __shared__ typename step_block<Rows, Gate, Scorer>::Memory memory;
-    step_block<Rows, Gate, Scorer>(call, memory, dynamic_shared()).run();
+    contiguous_decode_kernel(const __grid_constant__ contiguous_params<Rows, Gate, Scorer> call) {
+    __shared__ typename agent_contiguous_decode<Rows, Gate, Scorer>::Memory memory;
+    agent_contiguous_decode<Rows, Gate, Scorer>(call, memory, dynamic_shared()).run();
 }
 
 }  // namespace cuda_backend

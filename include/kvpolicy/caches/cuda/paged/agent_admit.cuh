@@ -56,16 +56,17 @@ __device__ int running_sums(admit_memory& memory, std::int32_t count, const Numb
 
 /// What an admission works with.
 struct admission {
-    std::int32_t most = 1;            // tokens an entry may bring
-    std::int32_t* taken = nullptr;    // [count]: tokens of the entries that go on; -1 for those without pages
+    std::int32_t most = 1;  // tokens an entry may bring
+    std::int32_t* appended =
+        nullptr;                      // [count]: tokens of the entries that go on; -1 for those without pages
     std::int32_t* missing = nullptr;  // [count, Hkv]: scratch
     std::uint32_t* status = nullptr;  // [count]
 };
 
-/// Takes the pages for rows_after(pair, slot, head) rows of every head of the entries that bring tokens. Returns whether some
+/// Takes the pages for rows_after(pair, sequence, head) rows of every head of the entries that bring tokens. Returns whether some
 /// entry was refused for want of pages.
 template <class T, class RowsAfter>
-__device__ bool admit_block(const dual_view<T>& cache, const Batch& batch, const admission& call,
+__device__ bool agent_admit(const paged_view<T>& cache, const Batch& batch, const admission& call,
                             admit_memory& memory, const RowsAfter& rows_after) {
     const std::int32_t pairs = batch.count * cache.kv_heads;
     const auto thread = static_cast<std::int32_t>(threadIdx.x);
@@ -76,14 +77,14 @@ __device__ bool admit_block(const dual_view<T>& cache, const Batch& batch, const
         const active_entry active = active_entry(cache, batch, entry, call.most).once(cache);
         std::int32_t pages = 0;
         if (active.tokens != 0) {
-            pages = cache.pages_of(rows_after(pair, active.slot, head)) -
-                    cache.held[std::int64_t{active.slot} * cache.kv_heads + head];
+            pages = cache.pages_of(rows_after(pair, active.seq, head)) -
+                    cache.held[std::int64_t{active.seq} * cache.kv_heads + head];
             pages = pages < 0 ? 0 : pages;
         }
         call.missing[pair] = pages;
         mine += pages;
         if (head == 0) {
-            call.taken[entry] = active.tokens;
+            call.appended[entry] = active.tokens;
             active.report(call.status, entry);
         }
     }
@@ -104,9 +105,9 @@ __device__ bool admit_block(const dual_view<T>& cache, const Batch& batch, const
                 }
                 for (std::int32_t head = 0; head < cache.kv_heads; ++head) {
                     pages[head] = 0;
-                    cache.taken[std::int64_t{batch.slot(entry)} * cache.kv_heads + head] = -1;
+                    cache.appended[std::int64_t{batch.seq(entry)} * cache.kv_heads + head] = -1;
                 }
-                call.taken[entry] = -1;
+                call.appended[entry] = -1;
                 if (call.status != nullptr) {
                     atomicOr(call.status + entry, static_cast<std::uint32_t>(status_pool_exhausted));
                 }
@@ -115,14 +116,14 @@ __device__ bool admit_block(const dual_view<T>& cache, const Batch& batch, const
         __syncthreads();
     }
     if (needed != 0) {
-        const int taken = running_sums(
+        const int appended = running_sums(
             memory, pairs, [&](std::int32_t pair) { return call.missing[pair]; },
             [&](std::int32_t pair, int before) {
                 const std::int32_t pages = call.missing[pair];
                 if (pages == 0) {
                     return;
                 }
-                const dual_head<T> head(cache, batch.slot(pair / cache.kv_heads), pair % cache.kv_heads);
+                const paged_head<T> head(cache, batch.seq(pair / cache.kv_heads), pair % cache.kv_heads);
                 const std::int32_t have = cache.held[head.index];
                 for (std::int32_t page = 0; page < pages; ++page) {
                     const std::int32_t id = cache.pool.free_ids[free - 1 - before - page];
@@ -132,7 +133,7 @@ __device__ bool admit_block(const dual_view<T>& cache, const Batch& batch, const
                 cache.held[head.index] = have + pages;
             });
         if (thread == 0) {
-            *cache.pool.free_count = free - taken;
+            *cache.pool.free_count = free - appended;
         }
     }
     return refuses;

@@ -1,7 +1,7 @@
 // How much a query can find in a page at most, for 32 pages at a time, one a lane: rows of 16 bits.
 //
 // A bound is a sum over the dimensions in their order, as on the host, so that a lane has a page to itself. Its numbers lie far
-// from its neighbour's, so a warp copies them into shared memory first, in lines of 128 bytes, one stage ahead.
+// from its neighbor's, so a warp copies them into shared memory first, in lines of 128 bytes, one stage ahead.
 #pragma once
 
 #include <kvpolicy/core/types.hpp>

@@ -1,5 +1,5 @@
-// A step of a DualCache. One block admits the entries (admit_block) and lays the tiles of all heads end to end; then every block
-// of the card takes the same number of them, wherever heads begin and end. So it does not matter how ragged the heads are.
+// A step of a DualCache. One block admits the entries (agent_admit) and lays the tiles of all heads end to end; then every block
+// of the GPU takes the same number of them, wherever heads begin and end. So it does not matter how ragged the heads are.
 #pragma once
 
 #include <kvpolicy/caches/cuda/paged/agent_admit.cuh>
@@ -15,10 +15,10 @@ inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 namespace cuda_backend {
 
 /// What the first launch says to the second. The tiles of a head come once for each part of its group.
-struct dual_work {
+struct paged_decode_work {
     static constexpr std::int32_t least = 8;  // tiles that a block takes at least
 
-    std::int32_t* taken = nullptr;       // [count]: see admission
+    std::int32_t* appended = nullptr;    // [count]: see admission
     std::int32_t* missing = nullptr;     // [count, Hkv]
     std::int32_t* first_tile = nullptr;  // [count * Hkv + 1]: tiles of all heads before, of one part
     std::int32_t* first_pair = nullptr;  // [blocks]: the head that a block begins in
@@ -29,36 +29,36 @@ struct dual_work {
 // the next the block or the part moves on, so all are different, and those of one part lie together.
 
 template <class Rows, class Gate, class Scorer, class View>
-using dual_step_launch = ragged::step_launch<Rows, Gate, Scorer, View, dual_work>;
+using paged_decode_params = paged::paged_params<Rows, Gate, Scorer, View, paged_decode_work>;
 
 /// Which entries take part, with pages for what a step writes; those that find none get empty outputs. One block.
 template <class Launch>
-__device__ void admit_dual_step(const Launch& call, admit_memory& memory) {
+__device__ void admit_paged_decode(const Launch& call, admit_memory& memory) {
     using T = typename Launch::T;
-    const dual_work& work = call.work;
+    const paged_decode_work& work = call.work;
     const std::int32_t kv_heads = call.cache.kv_heads;
     const auto thread = static_cast<std::int32_t>(threadIdx.x);
     bool refuses = false;
     if (call.writes) {
-        const admission wanted{1, work.taken, work.missing, call.status};
-        refuses = admit_block(call.cache, call.batch, wanted, memory,
-                              [&](std::int32_t pair, std::int32_t slot, std::int32_t h) {
-                                  const dual_head<T> head(call.cache, slot, h);
-                                  const position_t q = call.cache.length[slot], u = q - head.rule.window;
-                                  const std::int32_t kept = call.cache.kept[head.index];
-                                  float score = 0.0f;
-                                  if (u >= head.rule.sinks) {
-                                      score = call.leaving_score(head, pair, u);
-                                  }
-                                  const detail::step_decision step =
-                                      detail::begin_step(head.rule, call.gate, call.cache.rebase_limit, q,
-                                                         kept, -1, score, call.pinned(head.index));
-                                  return head.layout.used(q + 1, step.kept);
-                              });
+        const admission wanted{1, work.appended, work.missing, call.status};
+        refuses = agent_admit(
+            call.cache, call.batch, wanted, memory, [&](std::int32_t pair, std::int32_t seq, std::int32_t h) {
+                const paged_head<T> head(call.cache, seq, h);
+                const position_t q = call.cache.length[seq], u = q - head.head_params.window;
+                const std::int32_t num_long_range = call.cache.num_long_range[head.index];
+                float score = 0.0f;
+                if (u >= head.head_params.sinks) {
+                    score = call.leaving_score(head, pair, u);
+                }
+                const detail::step_decision step =
+                    detail::begin_step(head.head_params, call.gate, call.cache.rebase_limit, q,
+                                       num_long_range, -1, score, call.num_protected(head.index));
+                return head.layout.used(q + 1, step.num_long_range);
+            });
     } else {
         for (std::int32_t entry = thread; entry < call.batch.count; entry += admit_threads) {
             const active_entry active(call.cache, call.batch, entry, 1, false);
-            work.taken[entry] = active.tokens;
+            work.appended[entry] = active.tokens;
             active.report(call.status, entry);
         }
     }
@@ -66,11 +66,11 @@ __device__ void admit_dual_step(const Launch& call, admit_memory& memory) {
         return;
     }
     for (std::int32_t entry = 0; entry < call.batch.count; ++entry) {
-        if (work.taken[entry] >= 0) {
+        if (work.appended[entry] >= 0) {
             continue;
         }
         for (std::int32_t h = 0; h < kv_heads * call.cache.group; ++h) {
-            for (std::int32_t d = thread; d < call.cache.dim_v; d += admit_threads) {
+            for (std::int32_t d = thread; d < call.cache.head_dim_vo; d += admit_threads) {
                 call.out.row(entry, h, 0)[d] = T(0.0f);
             }
             if (thread == 0 && call.lse) {
@@ -82,33 +82,34 @@ __device__ void admit_dual_step(const Launch& call, admit_memory& memory) {
 
 /// The shares of all blocks. One block.
 template <class Launch>
-__device__ void share_dual_step(const Launch& call, admit_memory& memory) {
-    const dual_work& work = call.work;
+__device__ void share_paged_decode(const Launch& call, admit_memory& memory) {
+    const paged_decode_work& work = call.work;
     const std::int32_t kv_heads = call.cache.kv_heads, pairs = call.batch.count * kv_heads;
     const auto thread = static_cast<std::int32_t>(threadIdx.x);
     __syncthreads();  // `taken` is there
-    // A slot without rows has a tile as well: somebody must write its output.
+    // A sequence without rows has a tile as well: somebody must write its output.
     const std::int32_t total = running_sums(
         memory, pairs,
         [&](std::int32_t pair) {
             const std::int32_t entry = pair / kv_heads;
-            if (work.taken[entry] <= 0) {
+            if (work.appended[entry] <= 0) {
                 return 0;
             }
-            const std::int32_t slot = call.batch.slot(entry), h = pair % kv_heads;
-            const dual_head<typename Launch::T> head(call.cache, slot, h);
-            position_t queries = call.cache.length[slot];
+            const std::int32_t seq = call.batch.seq(entry), h = pair % kv_heads;
+            const paged_head<typename Launch::T> head(call.cache, seq, h);
+            position_t queries = call.cache.length[seq];
             if (!call.writes) {
-                queries += pending_of(call.cache, head.index);
+                queries += num_appended_of(call.cache, head.index);
             }
-            const std::int32_t used = call.cache.rows_read(head, pair, queries, call.cache.kept[head.index]);
-            const auto tiles = static_cast<std::int32_t>(ragged::step_tiles(used, call.writes));
+            const std::int32_t used =
+                call.cache.rows_read(head, pair, queries, call.cache.num_long_range[head.index]);
+            const auto tiles = static_cast<std::int32_t>(paged::decode_tiles(used, call.writes));
             return tiles == 0 ? 1 : tiles;
         },
         [&](std::int32_t pair, std::int32_t before) { work.first_tile[pair] = before; });
     const std::int64_t all = std::int64_t{total} * call.parts;
     const std::int64_t even = (all + work.blocks - 1) / work.blocks;
-    const std::int64_t share = even < dual_work::least ? dual_work::least : even;
+    const std::int64_t share = even < paged_decode_work::least ? paged_decode_work::least : even;
     if (thread == 0) {
         work.first_tile[pairs] = total;
         *work.share = static_cast<std::int32_t>(share);
@@ -125,7 +126,7 @@ __device__ void share_dual_step(const Launch& call, admit_memory& memory) {
 
 /// The tiles [begin, end) of a part of a head.
 template <class Launch>
-struct dual_share {
+struct paged_tile_range {
     using Compute = typename Launch::Compute;
     const Launch& call;
     std::int64_t each;   // tiles a block
@@ -135,8 +136,8 @@ struct dual_share {
     std::int32_t begin, end;
 
     [[nodiscard]] __device__ bool notes() const { return part == 0 && begin == 0; }
-    [[nodiscard]] __device__ ragged::tile_range tiles_of(std::int64_t /*tiles*/, int warp) const {
-        return ragged::tiles_of_warp<typename Launch::Rows>(begin, end, warp);
+    [[nodiscard]] __device__ paged::tile_range tiles_of(std::int64_t /*tiles*/, int warp) const {
+        return paged::tiles_of_warp<typename Launch::Rows>(begin, end, warp);
     }
     [[nodiscard]] __device__ std::int32_t blocks() const {
         std::int32_t sum = 0;
@@ -148,7 +149,7 @@ struct dual_share {
     [[nodiscard]] __device__ Compute* state() const {
         return state_at(static_cast<std::int32_t>(blockIdx.x), part);
     }
-    [[nodiscard]] __device__ ragged::part_states<Compute> states_of(std::int32_t of_part) const {
+    [[nodiscard]] __device__ paged::part_states<Compute> states_of(std::int32_t of_part) const {
         const std::int32_t block = first_block(of_part);
         return {state_at(block, of_part), last_block(of_part) - block + 1, state_size()};
     }
@@ -170,9 +171,9 @@ struct dual_share {
 
 /// One block's shares, head after head.
 template <class Launch>
-__device__ void run_dual_step(const Launch& call, typename ragged::step_head<Launch>::Memory& memory,
-                              unsigned char* regions) {
-    const dual_work& work = call.work;
+__device__ void run_paged_decode(const Launch& call, typename paged::agent_paged_head<Launch>::Memory& memory,
+                                 unsigned char* regions) {
+    const paged_decode_work& work = call.work;
     const std::int32_t pairs = call.batch.count * call.cache.kv_heads;
     const std::int64_t each = *work.share, all = std::int64_t{work.first_tile[pairs]} * call.parts;
     std::int64_t at = blockIdx.x * each;
@@ -188,11 +189,11 @@ __device__ void run_dual_step(const Launch& call, typename ragged::step_head<Lau
             const auto part = static_cast<std::int32_t>((at - first) / tiles);
             const std::int64_t begin = first + std::int64_t{part} * tiles;
             const std::int64_t stop = begin + tiles < end ? begin + tiles : end;
-            ragged::step_head<Launch>(call, memory, regions, pair, part,
-                                      call.batch.slot(pair / call.cache.kv_heads))
-                .run(dual_share<Launch>{call, each, first, tiles, pair, part,
-                                        static_cast<std::int32_t>(at - begin),
-                                        static_cast<std::int32_t>(stop - begin)});
+            paged::agent_paged_head<Launch>(call, memory, regions, pair, part,
+                                            call.batch.seq(pair / call.cache.kv_heads))
+                .run(paged_tile_range<Launch>{call, each, first, tiles, pair, part,
+                                              static_cast<std::int32_t>(at - begin),
+                                              static_cast<std::int32_t>(stop - begin)});
             __syncthreads();  // the shared memory is free again
             at = stop;
         }

@@ -1,7 +1,7 @@
 // A decode step of one head of a DualCache, shared by several blocks.
 //
 // Every block streams its share of the rows as they were before the step and decides for itself what the step does to
-// them: the decision takes a handful of numbers, and only says in whose place the newcomer is read. Nothing of the cache is
+// them: the decision takes a handful of numbers, and only says in whose place the candidate is read. Nothing of the cache is
 // written before all blocks of a head have arrived; the last to arrive merges their softmax states, however many they are, and writes
 // the rows. One block of a head also finds what the next step must know, while its rows are on their way.
 #pragma once
@@ -25,26 +25,26 @@
 namespace kvpolicy {
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 namespace cuda_backend {
-namespace ragged {
+namespace paged {
 
 /// What block 0 of a head tells the last block.
-struct step_note {
-    std::int32_t victim;  // the worst place after the step
-    float arriving;       // the newcomer's score
+struct decode_note {
+    std::int32_t victim;  // the worst top-k slot after the step
+    float arriving;       // the candidate's score
 };
 
 /// A launch. Work: how the cache's rows are cut among blocks.
 template <class Rows, class Gate, class Scorer, class View, class Work>
-struct step_launch : step_arguments<Rows, Gate, Scorer, View> {
+struct paged_params : decode_params<Rows, Gate, Scorer, View> {
     const float* advanced =
         nullptr;  // [count, Hkv, state_size]: the scorer's states after the step, if not in the cache
-    step_note* notes = nullptr;  // [count, Hkv]
+    decode_note* notes = nullptr;  // [count, Hkv]
     Work work{};
 
     /// The head's places whose keys do not compete.
-    [[nodiscard]] __device__ std::int32_t pinned(std::int64_t index) const {
+    [[nodiscard]] __device__ std::int32_t num_protected(std::int64_t index) const {
         if constexpr (detail::holds_keys<Gate>) {
-            return this->cache.pinned[index];
+            return this->cache.num_protected[index];
         } else {
             return 0;
         }
@@ -118,8 +118,8 @@ struct merged_state {
     }
 };
 
-/// The tiles of all rows, and of one more for a newcomer that no row makes room for.
-__device__ inline std::int64_t step_tiles(std::int32_t used, bool writes) {
+/// The tiles of all rows, and of one more for a candidate that no row makes room for.
+__device__ inline std::int64_t decode_tiles(std::int32_t used, bool writes) {
     return (std::int64_t{used} + (writes ? 1 : 0) + stream_tile - 1) / stream_tile;
 }
 
@@ -139,7 +139,7 @@ struct part_states {
 ///     state()                 where the block's own state goes
 ///     states_of(part)         those of all blocks of a part
 template <class Launch>
-class step_head {
+class agent_paged_head {
     using Rows = typename Launch::Rows;
     using Scorer = typename Launch::Scorer;
     using Head = typename Launch::View::head_type;
@@ -152,12 +152,12 @@ class step_head {
 
   public:
     struct Memory {
-        detail::ranked_place worst[Rows::warps];
+        detail::ranked_slot worst[Rows::warps];
         std::uint32_t last;
     };
 
-    __device__ step_head(const Launch& call, Memory& memory, unsigned char* regions, std::int32_t pair,
-                         std::int32_t part, std::int32_t slot)
+    __device__ agent_paged_head(const Launch& call, Memory& memory, unsigned char* regions, std::int32_t pair,
+                                std::int32_t part, std::int32_t seq)
         : call_(call),
           memory_(memory),
           regions_(regions),
@@ -165,22 +165,23 @@ class step_head {
           pair_(pair),
           entry_(pair / call.cache.kv_heads),
           head_(pair % call.cache.kv_heads),
-          slot_(slot) {}
+          seq_(seq) {}
 
     template <class Share>
     __device__ void run(const Share& share) {
-        const Head head(call_.cache, slot_, head_);
-        position_t q = call_.cache.length[slot_];
+        const Head head(call_.cache, seq_, head_);
+        position_t q = call_.cache.length[seq_];
         if (!call_.writes) {  // a step has none
-            q += pending_of(call_.cache, head.index);
+            q += num_appended_of(call_.cache, head.index);
         }
-        const std::int32_t kept = call_.cache.kept[head.index], victim = call_.cache.victim[head.index];
-        const std::int32_t used = call_.cache.rows_read(head, pair_, q, kept);
+        const std::int32_t num_long_range = call_.cache.num_long_range[head.index],
+                           victim = call_.cache.victim[head.index];
+        const std::int32_t used = call_.cache.rows_read(head, pair_, q, num_long_range);
 
         using Source = decltype(head.source(used));
-        const tile_range mine = share.tiles_of(step_tiles(used, call_.writes), warp_id());
-        const stream_rows<Source> rows{call_.cache.source(head, pair_, used), call_.cache.dim_k,
-                                       call_.cache.dim_v, used, mine};
+        const tile_range mine = share.tiles_of(decode_tiles(used, call_.writes), warp_id());
+        const stream_rows<Source> rows{call_.cache.source(head, pair_, used), call_.cache.head_dim_qk,
+                                       call_.cache.head_dim_vo, used, mine};
         unsigned char* const region = regions_ + warp_id() * region_bytes();
         typename stream_of<Rows, Source>::type stream(region, rows);
         stream.start();
@@ -188,20 +189,20 @@ class step_head {
         detail::step_decision step;
         step.used = used;
         float score = 0.0f;
-        stream_newcomer<T> newcomer{nullptr, nullptr, -1, used};
+        stream_candidate<T> candidate{nullptr, nullptr, -1, used};
         if (call_.writes) {
-            step = decide(head, q, kept, victim, score, share.notes());
-            // Whose key goes: the loser of the contest, or nobody's, where the newcomer or u takes a row that was not in use.
+            step = decide(head, q, num_long_range, victim, score, share.notes());
+            // Whose key goes: the evicted key of the top-k update, or nobody's, where the candidate or u takes a row that was not in use.
             const std::int32_t hole = step.promoted >= 0 ? step.promoted : step.newest;
-            newcomer = {call_.k.row(entry_, head_, 0), call_.v.row(entry_, head_, 0), hole,
-                        hole == used ? used + 1 : used};
+            candidate = {call_.k.row(entry_, head_, 0), call_.v.row(entry_, head_, 0), hole,
+                         hole == used ? used + 1 : used};
         }
         const std::int32_t first_head = part_ * Rows::heads;
         const std::int32_t heads_left = call_.cache.group - first_head;
         const stream_queries<T> queries{call_.q.row(entry_, head_ * call_.cache.group + first_head, 0),
                                         call_.q.head_stride,
                                         heads_left < Rows::heads ? heads_left : Rows::heads};
-        stream.finish(queries, newcomer, call_.logits);
+        stream.finish(queries, candidate, call_.logits);
         stream.store();
         __syncthreads();  // all warps' states are in shared memory
 
@@ -233,16 +234,17 @@ class step_head {
 
     /// The rows of a step alone, by one block a head: for a cache of which only chosen pages are then read.
     __device__ void write() {
-        const Head head(call_.cache, slot_, head_);
-        const position_t q = call_.cache.length[slot_];
-        const std::int32_t kept = call_.cache.kept[head.index], victim = call_.cache.victim[head.index];
+        const Head head(call_.cache, seq_, head_);
+        const position_t q = call_.cache.length[seq_];
+        const std::int32_t num_long_range = call_.cache.num_long_range[head.index],
+                           victim = call_.cache.victim[head.index];
         float score = 0.0f;
-        const detail::step_decision step = decide(head, q, kept, victim, score, true);
+        const detail::step_decision step = decide(head, q, num_long_range, victim, score, true);
         __syncthreads();  // the note is there, and all have read what changes now
         write_rows(head, q, step, score, fetch_rows(head, step));
         __syncthreads();  // the rows are there
         const auto thread = static_cast<std::int32_t>(threadIdx.x);
-        const std::int32_t used = head.layout.used(q + 1, step.kept), size = head.rows.bound_rows;
+        const std::int32_t used = head.layout.used(q + 1, step.num_long_range), size = head.rows.bound_rows;
         refresh_page(head.rows, step.newest / size, used, thread, Rows::threads);
         if (step.promoted >= 0 && step.promoted / size != step.newest / size) {
             refresh_page(head.rows, step.promoted / size, used, thread, Rows::threads);
@@ -250,28 +252,29 @@ class step_head {
     }
 
   private:
-    [[nodiscard]] __device__ int region_bytes() const { return Rows::shared_bytes(call_.cache.dim_v); }
+    [[nodiscard]] __device__ int region_bytes() const { return Rows::shared_bytes(call_.cache.head_dim_vo); }
     /// What the step does to the rows, the same in every block and thread; `score` is u's. One block `notes`.
-    __device__ detail::step_decision decide(const Head& head, position_t q, std::int32_t kept,
+    __device__ detail::step_decision decide(const Head& head, position_t q, std::int32_t num_long_range,
                                             std::int32_t victim, float& score, bool notes) {
         const position_t limit = call_.cache.rebase_limit;
-        const position_t u = q - head.rule.window;
-        if (u >= head.rule.sinks) {
+        const position_t u = q - head.head_params.window;
+        if (u >= head.head_params.sinks) {
             score = call_.leaving_score(head, pair_, u);
         }
-        detail::step_decision step = detail::begin_step(head.rule, call_.gate, limit, q, kept, victim, score,
-                                                        call_.pinned(head.index));
-        const auto places = detail::contested(head.places(limit), call_.gate);
-        const detail::ranked_place ranked = places.rank(score, u, -1, q);
+        detail::step_decision step =
+            detail::begin_step(head.head_params, call_.gate, limit, q, num_long_range, victim, score,
+                               call_.num_protected(head.index));
+        const auto slots = detail::competing(head.slots(limit), call_.gate);
+        const detail::ranked_slot ranked = slots.rank(score, u, -1, q);
         std::int32_t* const record = head.record;
         if (step.full) {
-            detail::ranked_place worst;
+            detail::ranked_slot worst;
             if (step.known >= 0) {
-                worst = places.at(step.known, q);
+                worst = slots.at(step.known, q);
             } else {
                 // All warps of the block come here or none, since the numbers are the head's.
-                worst = detail::worst_of_tiles(warp_group{}, places, notes ? record : nullptr, warp_id(),
-                                               Rows::warps, kept, q);
+                worst = detail::worst_of_tiles(warp_group{}, slots, notes ? record : nullptr, warp_id(),
+                                               Rows::warps, num_long_range, q);
                 if (lane_id() == 0) {
                     memory_.worst[warp_id()] = worst;
                 }
@@ -283,17 +286,17 @@ class step_head {
                     }
                 }
             }
-            detail::settle_step(step, head.rule, ranked, worst);
+            detail::resolve_eviction(step, head.head_params, ranked, worst);
         }
         if (notes && warp_id() == 0) {
-            const std::int32_t next = detail::next_victim(warp_group{}, places, record, step, ranked, q);
+            const std::int32_t next = detail::next_victim(warp_group{}, slots, record, step, ranked, q);
             if (lane_id() == 0) {
                 call_.notes[pair_].victim = next;
             }
         }
         if (notes && warp_id() == Rows::warps - 1) {
             const float arriving =
-                arriving_score(q >= head.rule.sinks && (given || !detail::holds(call_.gate, q)));
+                arriving_score(q >= head.head_params.sinks && (given || !detail::holds(call_.gate, q)));
             if (lane_id() == 0) {
                 call_.notes[pair_].arriving = arriving;
             }
@@ -301,7 +304,7 @@ class step_head {
         return step;
     }
 
-    /// The newcomer's score as its row keeps it; a sink's is never read, nor is a key's that is held for its position.
+    /// The candidate's score as its row keeps it; a sink's is never read, nor is a key's that is held for its position.
     __device__ float arriving_score(bool counts) const {
         if constexpr (given) {
             const float score = call_.scores ? call_.scores.head(entry_, head_)[0] : 0.0f;
@@ -310,8 +313,8 @@ class step_head {
             return 0.0f;
         } else if constexpr (scores_by_warp<Scorer>) {
             return counts ? device_scorer<Scorer>::score(call_.scorer, head_, call_.k.row(entry_, head_, 0),
-                                                         call_.v.row(entry_, head_, 0), call_.cache.dim_k,
-                                                         call_.cache.dim_v)
+                                                         call_.v.row(entry_, head_, 0),
+                                                         call_.cache.head_dim_qk, call_.cache.head_dim_vo)
                           : 0.0f;
         } else {
             return counts ? call_.computed[pair_] : 0.0f;
@@ -321,7 +324,7 @@ class step_head {
     /// The warps' states become the block's, in memory that the last block reads.
     __device__ void merge_warps(const Compute* of_warps, std::int64_t stride, std::int32_t heads,
                                 Compute* to) const {
-        const std::int32_t fours = call_.cache.dim_v / 4;
+        const std::int32_t fours = call_.cache.head_dim_vo / 4;
         for (std::int32_t i = static_cast<std::int32_t>(threadIdx.x); i < heads * fours; i += Rows::threads) {
             const std::int32_t head = i / fours, column = i % fours * 4;
             Merged all;
@@ -353,7 +356,7 @@ class step_head {
     /// Outputs of all query heads of the group, from states_of(part).
     template <int Batch, class StatesOf, class Load>
     __device__ void write_results(const StatesOf& states_of, const Load& load) const {
-        const std::int32_t fours = call_.cache.dim_v / 4;
+        const std::int32_t fours = call_.cache.head_dim_vo / 4;
         for (std::int32_t i = static_cast<std::int32_t>(threadIdx.x); i < call_.cache.group * fours;
              i += Rows::threads) {
             const std::int32_t head = i / fours, column = i % fours * 4;
@@ -370,22 +373,22 @@ class step_head {
     /// block 0 found, thread 0.
     struct moved_rows {
         uint4 leaving, arriving;
-        step_note note;
+        decode_note note;
     };
     static constexpr int piece = sizeof(T) == 2 ? 8 : 1;  // elements
 
-    /// Piece i of a row, those of the key before those of the value: in a row of the cache, and of the newcomer.
+    /// Piece i of a row, those of the key before those of the value: in a row of the cache, and of the candidate.
     [[nodiscard]] __device__ T* piece_of(const Head& head, std::int32_t row, std::int32_t i) const {
-        const std::int32_t of_k = call_.cache.dim_k / piece;
+        const std::int32_t of_k = call_.cache.head_dim_qk / piece;
         return i < of_k ? head.key(row) + i * piece : head.value(row) + (i - of_k) * piece;
     }
-    [[nodiscard]] __device__ const T* piece_of_newcomer(std::int32_t i) const {
-        const std::int32_t of_k = call_.cache.dim_k / piece;
+    [[nodiscard]] __device__ const T* piece_of_candidate(std::int32_t i) const {
+        const std::int32_t of_k = call_.cache.head_dim_qk / piece;
         return i < of_k ? call_.k.row(entry_, head_, 0) + i * piece
                         : call_.v.row(entry_, head_, 0) + (i - of_k) * piece;
     }
     [[nodiscard]] __device__ std::int32_t pieces() const {
-        return (call_.cache.dim_k + call_.cache.dim_v) / piece;
+        return (call_.cache.head_dim_qk + call_.cache.head_dim_vo) / piece;
     }
 
     [[nodiscard]] __device__ moved_rows fetch_rows(const Head& head,
@@ -398,7 +401,7 @@ class step_head {
         if constexpr (sizeof(T) == 2) {
             static_assert(Rows::threads >= 2 * Rows::Dim / piece, "a piece a thread");
             if (thread < pieces()) {
-                moved.arriving = *reinterpret_cast<const uint4*>(piece_of_newcomer(thread));
+                moved.arriving = *reinterpret_cast<const uint4*>(piece_of_candidate(thread));
                 if (step.promoted >= 0) {
                     moved.leaving = *reinterpret_cast<const uint4*>(piece_of(head, step.newest, thread));
                 }
@@ -410,7 +413,7 @@ class step_head {
         return moved;
     }
 
-    /// The key that leaves moves to its place, then the newcomer takes its row. Each thread moves pieces of its own, so
+    /// The key that leaves moves to its place, then the candidate takes its row. Each thread moves pieces of its own, so
     /// that no piece is overwritten before it is read.
     __device__ void write_rows(const Head& head, position_t q, const detail::step_decision& step, float score,
                                const moved_rows& moved) const {
@@ -428,11 +431,11 @@ class step_head {
             if constexpr (sizeof(T) == 2) {
                 *reinterpret_cast<uint4*>(newest) = moved.arriving;
             } else {
-                *newest = *piece_of_newcomer(i);
+                *newest = *piece_of_candidate(i);
             }
         }
         if (call_.cache.queries != nullptr) {
-            const std::int32_t dim = call_.cache.dim_k;
+            const std::int32_t dim = call_.cache.head_dim_qk;
             T* const to = call_.cache.query_row(head.index, q);
             for (std::int32_t i = thread; i < call_.cache.group * dim; i += Rows::threads) {
                 to[i] = call_.q.row(entry_, head_ * call_.cache.group + i / dim, 0)[i % dim];
@@ -455,14 +458,14 @@ class step_head {
         }
         head.position_of(step.newest) = q;
         head.score_of(step.newest) = moved.note.arriving;
-        call_.cache.kept[head.index] = step.kept;
+        call_.cache.num_long_range[head.index] = step.num_long_range;
         if constexpr (detail::holds_keys<typename Launch::Gate>) {
-            call_.cache.pinned[head.index] += step.pinned ? 1 : 0;
+            call_.cache.num_protected[head.index] += step.num_protected ? 1 : 0;
         }
         call_.cache.victim[head.index] = moved.note.victim;
-        call_.cache.taken[head.index] = 1;
+        call_.cache.appended[head.index] = 1;
         if (head_ == 0) {
-            call_.cache.proposed[slot_] = 0;
+            call_.cache.num_draft[seq_] = 0;
         }
         const float arriving = moved.note.arriving;
         const bool bad = arriving != arriving || (on_leaving && score != score);
@@ -474,10 +477,10 @@ class step_head {
     const Launch& call_;
     Memory& memory_;
     unsigned char* regions_;
-    std::int32_t part_, pair_, entry_, head_, slot_;
+    std::int32_t part_, pair_, entry_, head_, seq_;
 };
 
-}  // namespace ragged
+}  // namespace paged
 }  // namespace cuda_backend
 }  // namespace KVPOLICY_HIDDEN
 }  // namespace kvpolicy

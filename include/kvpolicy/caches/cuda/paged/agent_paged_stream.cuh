@@ -1,5 +1,5 @@
 // One warp's share of a DualCache's decode step: the rows of a head, in tiles of 16 that lie in pages, against the query heads of its
-// group. What stands in agent_decode_stream.cuh, but for where rows lie, how warps share them (in turn), and the newcomer: every block
+// group. What stands in agent_decode_stream.cuh, but for where rows lie, how warps share them (in turn), and the candidate: every block
 // knows what the step does, so it stands in the place of the row that attention must not see (`hole`), or behind the last.
 #pragma once
 
@@ -18,7 +18,7 @@
 namespace kvpolicy {
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 namespace cuda_backend {
-namespace ragged {
+namespace paged {
 
 /// Rows of a head in pages of whole tiles. The lanes of a warp hold where 32 pages lie, from `first` on, so that a page table is
 /// read once for all of them.
@@ -35,7 +35,7 @@ struct paged_source {
     const T* v_page = nullptr;
 
     __device__ tile_rows tile(std::int32_t number) {
-        const std::int32_t row = number * stream_tile, page = row / rows.page_rows;
+        const std::int32_t row = number * stream_tile, page = row / rows.page_size;
         if (page - first >= 32) {  // tiles come in rising order
             first = page;
             const std::int32_t mine = page + lane_id();
@@ -47,7 +47,7 @@ struct paged_source {
                 v_page = slab.v + in_slab * rows.strides.v_page;
             }
         }
-        const std::int64_t in_page = row - page * rows.page_rows;
+        const std::int64_t in_page = row - page * rows.page_size;
         return {of_lane(k_page, page - first) + in_page * rows.strides.k_row,
                 of_lane(v_page, page - first) + in_page * rows.strides.v_row};
     }
@@ -69,7 +69,7 @@ struct tile_range {
 };
 
 /// The share of a warp in a block's tiles. Where warps take tiles in turn, a block reads one stretch of memory. With a stretch a warp,
-/// caches of 8 GB were read at half the rate: presumably more pages of memory than the card's TLBs hold.
+/// caches of 8 GB were read at half the rate: presumably more pages of memory than the GPU's TLBs hold.
 template <class Rows>
 __device__ tile_range tiles_of_warp(std::int64_t begin, std::int64_t end, int warp) {
     if constexpr (Rows::in_turn) {
@@ -85,15 +85,15 @@ __device__ tile_range tiles_of_warp(std::int64_t begin, std::int64_t end, int wa
 template <class Source>
 struct stream_rows {
     Source source;
-    std::int32_t dim_k;
-    std::int32_t dim_v;
+    std::int32_t head_dim_qk;
+    std::int32_t head_dim_vo;
     std::int32_t used;
     tile_range tiles;
 };
 
 /// What is in place of row `hole` (-1: nothing). Rows below `limit` are seen.
 template <class T>
-struct stream_newcomer {
+struct stream_candidate {
     const T* k;
     const T* v;
     std::int32_t hole;
@@ -112,15 +112,17 @@ struct tensor_rows {
     static constexpr int threads = 32 * warps;
     static constexpr int half_bytes = stream_tile * Dim * 2;  // the keys of a tile, or the values
     static constexpr int tile_bytes = 2 * half_bytes;
-    // 96 KB a block: two blocks a multiprocessor, where it has the memory.
+    // 96 KB a block: two blocks an SM, where it has the memory.
     static constexpr int stages = 96 * 1024 / warps / tile_bytes;
     static constexpr int region_bytes = stages * tile_bytes;
     static_assert(stages >= 3 && stream_state<heads>::size(Dim + 4) * 4 <= region_bytes);
-    __host__ __device__ static constexpr std::int32_t width(std::int32_t /*dim_v*/) {
+    __host__ __device__ static constexpr std::int32_t width(std::int32_t /*head_dim_vo*/) {
         return stream_state<heads>::width(Dim);
     }
     /// Shared memory of one warp.
-    __host__ __device__ static constexpr int shared_bytes(std::int32_t /*dim_v*/) { return region_bytes; }
+    __host__ __device__ static constexpr int shared_bytes(std::int32_t /*head_dim_vo*/) {
+        return region_bytes;
+    }
 };
 
 /// Sizes for everything else: one query head at a time, in the precision of T.
@@ -132,11 +134,11 @@ struct plain_rows {
     static constexpr bool in_turn = false;  // a lane a row: two tiles at once
     static constexpr int warps = 4;
     static constexpr int threads = 32 * warps;
-    __host__ __device__ static constexpr std::int32_t width(std::int32_t dim_v) {
-        return stream_state<heads>::width(dim_v);
+    __host__ __device__ static constexpr std::int32_t width(std::int32_t head_dim_vo) {
+        return stream_state<heads>::width(head_dim_vo);
     }
-    __host__ __device__ static constexpr int shared_bytes(std::int32_t dim_v) {
-        return static_cast<int>(stream_state<heads>::size(width(dim_v)) * sizeof(Compute));
+    __host__ __device__ static constexpr int shared_bytes(std::int32_t head_dim_vo) {
+        return static_cast<int>(stream_state<heads>::size(width(head_dim_vo)) * sizeof(Compute));
     }
 };
 
@@ -160,11 +162,11 @@ class tensor_stream {
     }
 
     /// Reads the queries and all tiles.
-    __device__ void finish(const stream_queries<T>& queries, const stream_newcomer<T>& newcomer,
+    __device__ void finish(const stream_queries<T>& queries, const stream_candidate<T>& candidate,
                            const stream_logits<typename S::Compute>& logits) {
         const int lane = lane_id();
         std::uint32_t q[steps][2];
-        load_tensor_queries(queries, rows_.dim_k, q);
+        load_tensor_queries(queries, rows_.head_dim_qk, q);
 #pragma unroll
         for (int m = 0; m < steps; ++m) {
 #pragma unroll
@@ -184,22 +186,22 @@ class tensor_stream {
         for (std::int32_t tile = rows_.tiles.begin; tile < rows_.tiles.end; tile += rows_.tiles.stride) {
             copy_wait<S::stages - 1>();
             __syncwarp();
-            if (newcomer.hole >= 0 && newcomer.hole / stream_tile == tile) {
-                put(newcomer, stage);
+            if (candidate.hole >= 0 && candidate.hole / stream_tile == tile) {
+                put(candidate, stage);
                 __syncwarp();
             }
             const std::uint32_t at = stage * S::tile_bytes;
             float s[2][4] = {};
 #pragma unroll
             for (int k = 0; k < steps; ++k) {
-                if (16 * k < rows_.dim_k) {
+                if (16 * k < rows_.head_dim_qk) {
                     std::uint32_t a[4];
                     load_matrices(a, k_at + at + (k_flip ^ (k << 5)));
                     mma_16x8x16<T>(s[k % 2], a, q[k][0], q[k][1]);
                 }
             }
             float weight[4];
-            const std::int32_t seen = newcomer.limit - tile * stream_tile - lane / 4;
+            const std::int32_t seen = candidate.limit - tile * stream_tile - lane / 4;
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 const float x = s[0][i] + s[1][i];
@@ -227,7 +229,7 @@ class tensor_stream {
             const std::uint32_t p1 = transpose_8x8(pack<T>(weight[2], weight[3]));
 #pragma unroll
             for (int m = 0; m < steps; ++m) {
-                if (16 * m < rows_.dim_v) {
+                if (16 * m < rows_.head_dim_vo) {
                     std::uint32_t a[4];
                     load_matrices_transposed(a, v_at + at + (v_flip ^ (m << 5)));
 #pragma unroll
@@ -259,8 +261,8 @@ class tensor_stream {
             const std::int32_t k_row = rows_.source.k_row(), v_row = rows_.source.v_row();
             const T* k = from.k + first * k_row + 8 * chunk;
             const T* v = from.v + first * v_row + 8 * chunk;
-            const std::uint32_t of_k = 8 * chunk < rows_.dim_k ? 16 : 0,
-                                of_v = 8 * chunk < rows_.dim_v ? 16 : 0;
+            const std::uint32_t of_k = 8 * chunk < rows_.head_dim_qk ? 16 : 0,
+                                of_v = 8 * chunk < rows_.head_dim_vo ? 16 : 0;
             const std::uint32_t to = shared_ + stage * S::tile_bytes + first * S::Dim * 2;
 #pragma unroll
             for (int i = 0; i < stream_tile; i += rows) {
@@ -275,16 +277,16 @@ class tensor_stream {
         copy_commit();
     }
 
-    /// Writes the newcomer over its place in a tile that has come.
-    __device__ void put(const stream_newcomer<T>& newcomer, int stage) const {
-        const int chunk = lane_id(), r = newcomer.hole % stream_tile;
+    /// Writes the candidate over its place in a tile that has come.
+    __device__ void put(const stream_candidate<T>& candidate, int stage) const {
+        const int chunk = lane_id(), r = candidate.hole % stream_tile;
         unsigned char* const to = region_ + stage * S::tile_bytes + r * S::Dim * 2 + ((chunk ^ (r % 8)) << 4);
-        if (8 * chunk < rows_.dim_k) {
-            *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(newcomer.k + 8 * chunk);
+        if (8 * chunk < rows_.head_dim_qk) {
+            *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(candidate.k + 8 * chunk);
         }
-        if (8 * chunk < rows_.dim_v) {
+        if (8 * chunk < rows_.head_dim_vo) {
             *reinterpret_cast<uint4*>(to + S::half_bytes) =
-                *reinterpret_cast<const uint4*>(newcomer.v + 8 * chunk);
+                *reinterpret_cast<const uint4*>(candidate.v + 8 * chunk);
         }
     }
     static_assert(S::Dim / 8 <= 32, "a lane a chunk of a row");
@@ -304,18 +306,18 @@ class plain_stream {
 
   public:
     __device__ plain_stream(unsigned char* region, const stream_rows<Source>& rows)
-        : rows_(rows), region_(region), softmax_(rows.dim_k, rows.dim_v) {}
+        : rows_(rows), region_(region), softmax_(rows.head_dim_qk, rows.head_dim_vo) {}
 
     __device__ void start() {}
 
-    __device__ void finish(const stream_queries<T>& queries, const stream_newcomer<T>& newcomer,
+    __device__ void finish(const stream_queries<T>& queries, const stream_candidate<T>& candidate,
                            const stream_logits<typename S::Compute>& logits) {
         const std::int32_t last = rows_.tiles.end * stream_tile;
         softmax_.take(
-            rows_.tiles.begin * stream_tile, last < newcomer.limit ? last : newcomer.limit, queries, logits,
+            rows_.tiles.begin * stream_tile, last < candidate.limit ? last : candidate.limit, queries, logits,
             [](std::int32_t) { return false; },
-            [&](std::int32_t row) { return row == newcomer.hole ? newcomer.k : rows_.source.key(row); },
-            [&](std::int32_t row) { return row == newcomer.hole ? newcomer.v : rows_.source.value(row); });
+            [&](std::int32_t row) { return row == candidate.hole ? candidate.k : rows_.source.key(row); },
+            [&](std::int32_t row) { return row == candidate.hole ? candidate.v : rows_.source.value(row); });
     }
 
     __device__ void store() { softmax_.store(region_); }
@@ -337,7 +339,7 @@ struct stream_of<plain_rows<T>, Source> {
     using type = plain_stream<plain_rows<T>, Source>;
 };
 
-}  // namespace ragged
+}  // namespace paged
 }  // namespace cuda_backend
 }  // namespace KVPOLICY_HIDDEN
 }  // namespace kvpolicy

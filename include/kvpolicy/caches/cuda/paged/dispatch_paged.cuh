@@ -24,9 +24,9 @@ namespace kvpolicy {
 
 template <AnyPolicy P, Storage T>
 template <class Build>
-void DualCache<P, T>::require_device_slot(std::int32_t slot, const char* name) const {
+void DualCache<P, T>::require_device_seq(std::int32_t seq, const char* name) const {
     this->require_memory(true);
-    this->require_slot_number(slot, name);
+    this->require_seq_number(seq, name);
 }
 
 template <AnyPolicy P, Storage T>
@@ -34,29 +34,29 @@ template <class Build>
 void DualCache<P, T>::bind(const cuda& on, void* buffer, std::size_t buffer_bytes) {
     namespace cb = cuda_backend;
     cb::require_device_policy<P>();
-    detail::require(!this->rules_.empty(), "cache", "moved from", "one that still has its policy");
-    detail::require(this->shape_.page_rows % cb::stream_tile == 0, "page_rows", this->shape_.page_rows,
+    detail::require(!this->all_params_.empty(), "cache", "moved from", "one that still has its policy");
+    detail::require(this->shape_.page_size % cb::stream_tile == 0, "page_size", this->shape_.page_size,
                     [&] { return detail::text("a multiple of ", cb::stream_tile, " on CUDA"); });
-    cb::check_selection(this->policy_, this->shape_.page_rows,
-                        std::int64_t{pool_.slab_pages} * pool_.most_slabs);
+    cb::check_selection(this->policy_, this->shape_.page_size,
+                        std::int64_t{pool_.slab_pages} * pool_.max_slabs);
     detail::require(buffer != nullptr, "buffer", "null", "device memory of bytes().total()");
     detail::require(buffer_bytes >= this->bytes_.total(), "buffer_bytes", buffer_bytes,
                     [&] { return detail::text("at least bytes().total() = ", this->bytes_.total()); });
     const cb::device_scope device(on);
     cb::check_device_memory(device, "buffer", buffer);
-    this->memory_ = host_backend::aligned(buffer);
+    this->memory_ = detail::aligned(buffer);
     this->device_ = device.number();
     forget_slabs();
     std::vector<ref_type> refs;
     for (std::int32_t layer = 0; layer < this->shape_.layers; ++layer) {
-        refs.push_back(ref(layer));
+        refs.push_back(this->layer(layer));
     }
     const auto copy = [&](std::size_t to, const auto& from) {
         cb::check(cudaMemcpyAsync(this->memory_ + to, from.data(), from.size() * sizeof from[0],
                                   cudaMemcpyHostToDevice, on.stream),
                   "cudaMemcpyAsync");
     };
-    copy(this->rules_at_, this->rules_);
+    copy(this->all_params_at_, this->all_params_);
     if constexpr (P::has_selection) {
         copy(this->read_pages_at_, this->read_pages_);
     }
@@ -65,32 +65,33 @@ void DualCache<P, T>::bind(const cuda& on, void* buffer, std::size_t buffer_byte
     copy(refs_at_, refs);
     cb::check(cudaMemsetAsync(this->memory_ + count_at_, 0, sizeof(std::int32_t), on.stream),
               "cudaMemsetAsync");
-    const std::int64_t heads = std::int64_t{this->shape_.layers} * this->shape_.slots * this->shape_.kv_heads;
-    cb::launch("clear_slots_kernel", cb::clear_slots_kernel<ref_type>, heads, cb::slot_threads, 0, on,
-               this->template at<const ref_type>(refs_at_), this->shape_.kv_heads, 0, this->shape_.slots,
-               true);
+    const std::int64_t heads =
+        std::int64_t{this->shape_.layers} * this->shape_.max_sequences * this->shape_.kv_heads;
+    cb::launch("clear_sequences_kernel", cb::clear_sequences_kernel<ref_type>, heads, cb::sequence_threads, 0,
+               on, this->template at<const ref_type>(refs_at_), this->shape_.kv_heads, 0,
+               this->shape_.max_sequences, true);
     cb::check(cudaStreamSynchronize(on.stream), "cudaStreamSynchronize");  // `refs` may go
 }
 
 template <AnyPolicy P, Storage T>
 template <class Build>
-void DualCache<P, T>::lend(const cuda& on, const Slab<T>& slab) {
+void DualCache<P, T>::attach(const cuda& on, const Slab<T>& slab) {
     namespace cb = cuda_backend;
     const cb::device_scope device(on, this->device_);
     cb::check_device_memory(device, "keys of the slab", slab.k);
     cb::check_device_memory(device, "values of the slab", slab.v);
     cb::check_device_memory(device, "notes of the slab", slab.position);
-    cb::launch("lend_slab_kernel", cb::lend_slab_kernel<T>, 1, cb::admit_threads, 0, on, ref(0).pool,
-               this->template at<Slab<T>>(slabs_at_), slabs(), spared_of(slabs()), slab);
+    cb::launch("attach_slab_kernel", cb::attach_slab_kernel<T>, 1, cb::admit_threads, 0, on,
+               this->layer(0).pool, this->template at<Slab<T>>(slabs_at_), slabs(), spared_of(slabs()), slab);
     cb::check(cudaStreamSynchronize(on.stream), "cudaStreamSynchronize");
-    lent_.push_back(slab);
+    attached_.push_back(slab);
 }
 
 template <AnyPolicy P, Storage T>
 template <class Build>
 void DualCache<P, T>::add_slab(const cuda& on, void* buffer, std::size_t buffer_bytes) {
     this->require_memory(true);
-    this->template lend<Build>(on, slab_in(buffer, buffer_bytes));
+    this->template attach<Build>(on, slab_in(buffer, buffer_bytes));
 }
 
 template <AnyPolicy P, Storage T>
@@ -109,7 +110,7 @@ void DualCache<P, T>::add_pages(const cuda& on, T* k, T* v, void* notes, std::si
     };
     detail::require(unaligned(k) == 0, "k", "a row that is not aligned", "rows at multiples of 16 bytes");
     detail::require(unaligned(v) == 0, "v", "a row that is not aligned", "rows at multiples of 16 bytes");
-    this->template lend<Build>(on, slab_of(k, v, notes, notes_bytes));
+    this->template attach<Build>(on, slab_of(k, v, notes, notes_bytes));
 }
 
 template <AnyPolicy P, Storage T>
@@ -131,17 +132,18 @@ template <class Build>
 std::int64_t DualCache<P, T>::reserve(const cuda& on, const Batch& batch) {
     namespace cb = cuda_backend;
     this->require_memory(true);
-    detail::require(batch.count >= 0 && batch.count <= this->shape_.slots, "batch.count", batch.count,
-                    [&] { return detail::text("0 to the cache's slots, ", this->shape_.slots); });
+    detail::require(
+        batch.count >= 0 && batch.count <= this->shape_.max_sequences, "batch.count", batch.count,
+        [&] { return detail::text("0 to the cache's max_sequences, ", this->shape_.max_sequences); });
     if (batch.count == 0) {
         return 0;
     }
     const cb::device_scope device(on, this->device_);
     auto* const answer = this->template at<std::int64_t>(answer_at_);
-    const cb::reserve_launch<P, T> call{.refs = this->template at<const ref_type>(refs_at_),
+    const cb::reserve_params<P, T> call{.refs = this->template at<const ref_type>(refs_at_),
                                         .layers = this->shape_.layers,
-                                        .slots = this->shape_.slots,
-                                        .longest = longest_slot(),
+                                        .max_sequences = this->shape_.max_sequences,
+                                        .max_seq_len = max_seq_len(),
                                         .batch = batch,
                                         .claims = this->template at<PageClaim>(claims_at_),
                                         .answer = answer};
@@ -159,13 +161,13 @@ std::int64_t DualCache<P, T>::reserve(const cuda& on, const Batch& batch) {
 
 template <AnyPolicy P, Storage T>
 template <class Build>
-void DualCache<P, T>::clear(const cuda& on, std::int32_t slot) {
+void DualCache<P, T>::clear(const cuda& on, std::int32_t seq) {
     namespace cb = cuda_backend;
-    this->template require_device_slot<Build>(slot, "slot");
+    this->template require_device_seq<Build>(seq, "seq");
     const cb::device_scope device(on, this->device_);
-    cb::launch("clear_slots_kernel", cb::clear_slots_kernel<ref_type>,
-               std::int64_t{this->shape_.layers} * this->shape_.kv_heads, cb::slot_threads, 0, on,
-               this->template at<const ref_type>(refs_at_), this->shape_.kv_heads, slot, 1, false);
+    cb::launch("clear_sequences_kernel", cb::clear_sequences_kernel<ref_type>,
+               std::int64_t{this->shape_.layers} * this->shape_.kv_heads, cb::sequence_threads, 0, on,
+               this->template at<const ref_type>(refs_at_), this->shape_.kv_heads, seq, 1, false);
 }
 
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
@@ -192,7 +194,7 @@ template <AnyPolicy P, Storage T>
 template <class Build>
 std::size_t DualCache<P, T>::evict_workspace_bytes(const cuda& /*on*/) const requires P::has_eviction {
     this->require_memory(true);
-    cuda_backend::evict_memory<T> memory{.rows = most_rows()};
+    cuda_backend::evict_memory<T> memory{.rows = max_rows()};
     return cuda_backend::lay_out_eviction(memory, nullptr, this->shape_.kv_heads,
                                           std::int64_t{this->policy_.eviction().observing} *
                                               (this->shape_.query_heads / this->shape_.kv_heads));
@@ -204,24 +206,26 @@ void DualCache<P, T>::evict(const cuda& on, const Batch& batch, workspace_view w
                             EvictionReport* reports, std::uint32_t* status) requires P::has_eviction {
     namespace cb = cuda_backend;
     this->require_memory(true);
-    detail::require(batch.count >= 0 && batch.count <= this->shape_.slots, "batch.count", batch.count,
-                    [&] { return detail::text("0 to the cache's slots, ", this->shape_.slots); });
+    detail::require(
+        batch.count >= 0 && batch.count <= this->shape_.max_sequences, "batch.count", batch.count,
+        [&] { return detail::text("0 to the cache's max_sequences, ", this->shape_.max_sequences); });
     cb::check_workspace(workspace, this->template evict_workspace_bytes<Build>(on));
     if (batch.count == 0) {
         return;
     }
     const cb::device_scope device(on, this->device_);
     const std::int32_t group = this->shape_.query_heads / this->shape_.kv_heads;
-    const std::size_t row = static_cast<std::size_t>(this->shape_.dim_k + this->shape_.dim_v) * sizeof(T);
-    cb::evict_memory<T> memory{.rows = most_rows()};
+    const std::size_t row =
+        static_cast<std::size_t>(this->shape_.head_dim_qk + this->shape_.head_dim_vo) * sizeof(T);
+    cb::evict_memory<T> memory{.rows = max_rows()};
     memory.staged = static_cast<std::int32_t>(std::clamp<std::size_t>(16384 / row, 4, 32));
     cb::lay_out_eviction(memory, workspace.data, this->shape_.kv_heads,
                          std::int64_t{this->policy_.eviction().observing} * group);
     const std::size_t shared =
         std::max(static_cast<std::size_t>(memory.staged) * row,
-                 static_cast<std::size_t>(cb::evict_tile) * static_cast<std::size_t>(this->shape_.dim_k) *
-                     sizeof(compute_t<T>));
-    cb::launch_cooperative("dual_evict_kernel", cb::dual_evict_kernel<P, T>, 4, device, cb::admit_threads,
+                 static_cast<std::size_t>(cb::evict_tile) *
+                     static_cast<std::size_t>(this->shape_.head_dim_qk) * sizeof(compute_t<T>));
+    cb::launch_cooperative("paged_evict_kernel", cb::paged_evict_kernel<P, T>, 4, device, cb::admit_threads,
                            shared, on, this->template at<const ref_type>(refs_at_), this->shape_.layers,
                            batch, memory, reports, status);
 }
@@ -231,17 +235,18 @@ template <class Build>
 void DualCache<P, T>::advance(const cuda& on, const Batch& batch, std::uint32_t* status) {
     namespace cb = cuda_backend;
     this->require_memory(true);
-    detail::require(batch.count >= 0 && batch.count <= this->shape_.slots, "batch.count", batch.count,
-                    [&] { return detail::text("0 to the cache's slots, ", this->shape_.slots); });
+    detail::require(
+        batch.count >= 0 && batch.count <= this->shape_.max_sequences, "batch.count", batch.count,
+        [&] { return detail::text("0 to the cache's max_sequences, ", this->shape_.max_sequences); });
     const cb::device_scope device(on, this->device_);
-    cb::launch("advance_kernel", cb::advance_kernel<cb::advance_launch>, batch.count, cb::advance_threads, 0,
+    cb::launch("advance_kernel", cb::advance_kernel<cb::advance_params>, batch.count, cb::advance_threads, 0,
                on,
-               cb::advance_launch{.length = this->template at<position_t>(this->length_at_),
-                                  .taken = this->template at<std::int32_t>(this->taken_at_),
+               cb::advance_params{.length = this->template at<position_t>(this->length_at_),
+                                  .appended = this->template at<std::int32_t>(this->appended_at_),
                                   .layers = this->shape_.layers,
-                                  .slots = this->shape_.slots,
+                                  .max_sequences = this->shape_.max_sequences,
                                   .kv_heads = this->shape_.kv_heads,
-                                  .longest = longest_slot(),
+                                  .max_seq_len = max_seq_len(),
                                   .batch = batch,
                                   .status = status});
 }
@@ -251,31 +256,32 @@ namespace cuda_backend {
 
 /// The moves of fork and reorder, in all layers. `refused`: a word of the cache's.
 template <class P, class T>
-void move_dual_slots(const cuda& on, const DualRef<P, T>* refs, const DualRef<P, T>& any, std::int32_t layers,
-                     const slot_moves& moves, std::int64_t* refused, std::uint32_t* status) {
+void move_paged_sequences(const cuda& on, const DualRef<P, T>* refs, const DualRef<P, T>& any,
+                          std::int32_t layers, const sequence_moves& moves, std::int64_t* refused,
+                          std::uint32_t* status) {
     if (moves.count == 0) {
         return;
     }
     const device_scope device(on, any.device);
     const std::size_t a_thread = static_cast<std::size_t>(moves.count) * sizeof(std::uint32_t);
-    const int threads = a_thread * slot_threads <= 64 * 1024 ? slot_threads : 32;
+    const int threads = a_thread * sequence_threads <= 64 * 1024 ? sequence_threads : 32;
     const std::size_t scratch = a_thread * static_cast<std::size_t>(threads);
     const std::int64_t heads = std::int64_t{layers} * any.kv_heads;
     constexpr std::int32_t pieces = 16;  // blocks that share the rows of a head
-    launch("dual_drop_kernel", dual_drop_kernel<P, T>, 1, admit_threads, 0, on, refs, layers, moves, refused,
-           status);
-    launch("dual_inherit_kernel", dual_inherit_kernel<P, T>, heads, threads, 2 * moves_bytes + scratch, on,
+    launch("paged_drop_kernel", paged_drop_kernel<P, T>, 1, admit_threads, 0, on, refs, layers, moves,
+           refused, status);
+    launch("paged_inherit_kernel", paged_inherit_kernel<P, T>, heads, threads, 2 * moves_bytes + scratch, on,
            refs, moves, refused);
     if constexpr (P::has_eviction) {
-        launch("dual_queries_kernel", dual_queries_kernel<P, T>, heads * pieces, threads,
+        launch("paged_queries_kernel", paged_queries_kernel<P, T>, heads * pieces, threads,
                moves_bytes + scratch, on, refs, moves, pieces, refused);
     }
-    launch("dual_share_kernel", dual_share_kernel<P, T>, 1, admit_threads, 0, on, refs, layers, moves,
+    launch("paged_share_kernel", paged_share_kernel<P, T>, 1, admit_threads, 0, on, refs, layers, moves,
            refused);
-    launch("dual_copy_kernel", dual_copy_kernel<P, T>, heads * pieces, slot_threads, 0, on, refs, moves,
+    launch("paged_copy_kernel", paged_copy_kernel<P, T>, heads * pieces, sequence_threads, 0, on, refs, moves,
            pieces, refused);
-    launch("dual_lengths_kernel", dual_lengths_kernel<position_t>, 1, threads, moves_bytes + scratch, on,
-           any.length, any.slots, moves, refused);
+    launch("paged_lengths_kernel", paged_lengths_kernel<position_t>, 1, threads, moves_bytes + scratch, on,
+           any.length, any.max_sequences, moves, refused);
 }
 
 }  // namespace cuda_backend
@@ -284,12 +290,12 @@ void move_dual_slots(const cuda& on, const DualRef<P, T>* refs, const DualRef<P,
 template <AnyPolicy P, Storage T>
 template <class Build>
 void DualCache<P, T>::fork(const cuda& on, std::int32_t from, std::int32_t to, std::uint32_t* status) {
-    this->template require_device_slot<Build>(from, "from");
-    this->template require_device_slot<Build>(to, "to");
+    this->template require_device_seq<Build>(from, "from");
+    this->template require_device_seq<Build>(to, "to");
     if (from != to) {
-        cuda_backend::move_dual_slots<P, T>(on, this->template at<const ref_type>(refs_at_), ref(0),
-                                            this->shape_.layers, {nullptr, 1, from, to},
-                                            this->template at<std::int64_t>(answer_at_), status);
+        cuda_backend::move_paged_sequences<P, T>(on, this->template at<const ref_type>(refs_at_),
+                                                 this->layer(0), this->shape_.layers, {nullptr, 1, from, to},
+                                                 this->template at<std::int64_t>(answer_at_), status);
     }
 }
 
@@ -298,26 +304,27 @@ template <class Build>
 void DualCache<P, T>::reorder(const cuda& on, const std::int32_t* sources, std::int32_t count,
                               std::uint32_t* status) {
     this->require_memory(true);
-    const std::int32_t most = std::min(this->shape_.slots, cuda_backend::most_reordered);
-    detail::require(count >= 0 && count <= most, "count", count,
-                    [&] { return detail::text("0 to ", most, ", the cache's slots and at most 512"); });
-    detail::require(sources != nullptr || count == 0, "sources", "null", "device memory of count slots");
-    cuda_backend::move_dual_slots<P, T>(on, this->template at<const ref_type>(refs_at_), ref(0),
-                                        this->shape_.layers, {sources, count, 0, 0},
-                                        this->template at<std::int64_t>(answer_at_), status);
+    const std::int32_t most = std::min(this->shape_.max_sequences, cuda_backend::max_reordered);
+    detail::require(count >= 0 && count <= most, "count", count, [&] {
+        return detail::text("0 to ", most, ", the cache's max_sequences and at most 512");
+    });
+    detail::require(sources != nullptr || count == 0, "sources", "null", "device memory of count sequences");
+    cuda_backend::move_paged_sequences<P, T>(on, this->template at<const ref_type>(refs_at_), this->layer(0),
+                                             this->shape_.layers, {sources, count, 0, 0},
+                                             this->template at<std::int64_t>(answer_at_), status);
 }
 
-/// A cache of the same kind with one slot in host memory, and the numbers that say which rows it has.
+/// A cache of the same kind with one sequence in host memory, and the numbers that say which rows it has.
 template <AnyPolicy P, Storage T>
 template <class Build>
-struct DualCache<P, T>::slot_copy {
+struct DualCache<P, T>::sequence_copy {
     std::vector<unsigned char> tables, slab;
     std::vector<std::int64_t> first;  // [layers * kv_heads + 1]: rows of the heads before
     DualCache cache;
 
     /// With room for `rows` rows in heads of any lengths.
-    slot_copy(const DualCache& of, std::int64_t rows)
-        : cache(of.one_slot_shape(), of.one_slot_pool(rows), of.policy_, of.scorers_, of.attention_) {
+    sequence_copy(const DualCache& of, std::int64_t rows)
+        : cache(of.one_sequence_shape(), of.one_sequence_pool(rows), of.policy_, of.scorers_, of.attention_) {
         cache.rebase_limit(of.rebase_limit_);
         tables.resize(cache.bytes().total());
         slab.resize(cache.slab_bytes());
@@ -328,7 +335,7 @@ struct DualCache<P, T>::slot_copy {
     void count() {
         first.assign(1, 0);
         for (std::int32_t layer = 0; layer < cache.shape_.layers; ++layer) {
-            const ref_type ref = cache.ref(layer);
+            const ref_type ref = cache.layer(layer);
             for (std::int32_t head = 0; head < ref.kv_heads; ++head) {
                 first.push_back(first.back() + ref.used(0, head));
             }
@@ -338,38 +345,40 @@ struct DualCache<P, T>::slot_copy {
 
 template <AnyPolicy P, Storage T>
 template <class Build>
-auto DualCache<P, T>::counted_slot(const cuda& on, std::int32_t slot) const {
+auto DualCache<P, T>::counted_sequence(const cuda& on, std::int32_t seq) const {
     namespace cb = cuda_backend;
-    cb::check_between_tokens(on, this->shape_, this->template at<const std::int32_t>(this->taken_at_), slot);
+    cb::check_between_tokens(on, this->shape_, this->template at<const std::int32_t>(this->appended_at_),
+                             seq);
     // Rows in use depend on lengths and counters alone.
     const std::int32_t heads = this->shape_.kv_heads;
-    std::vector<std::int32_t> kept(static_cast<std::size_t>(this->shape_.layers) *
-                                   static_cast<std::size_t>(heads));
+    std::vector<std::int32_t> num_long_range(static_cast<std::size_t>(this->shape_.layers) *
+                                             static_cast<std::size_t>(heads));
     position_t length = 0;
     const auto fetch = [&](auto* to, const auto* from, std::int64_t count) {
         cb::check(cudaMemcpyAsync(to, from, static_cast<std::size_t>(count) * sizeof *to,
                                   cudaMemcpyDeviceToHost, on.stream),
                   "cudaMemcpyAsync");
     };
-    fetch(&length, ref(0).length + slot, 1);
+    fetch(&length, this->layer(0).length + seq, 1);
     for (std::int32_t layer = 0; layer < this->shape_.layers; ++layer) {
-        const ref_type of = ref(layer);
-        fetch(kept.data() + std::int64_t{layer} * heads, of.kept + std::int64_t{slot} * heads, heads);
+        const ref_type of = this->layer(layer);
+        fetch(num_long_range.data() + std::int64_t{layer} * heads,
+              of.num_long_range + std::int64_t{seq} * heads, heads);
     }
     cb::check(cudaStreamSynchronize(on.stream), "cudaStreamSynchronize");
     std::int64_t rows = 0;
     for (std::int32_t layer = 0; layer < this->shape_.layers; ++layer) {
         for (std::int32_t head = 0; head < heads; ++head) {
-            const HeadRule& rule = this->rule_of(layer, head);
-            rows += HeadRows{rule.sinks, rule.window}.used(
-                length, kept[static_cast<std::size_t>(layer * heads + head)]);
+            const HeadParams& head_params = this->head_params_of(layer, head);
+            rows += HeadRows{head_params.sinks, head_params.window}.used(
+                length, num_long_range[static_cast<std::size_t>(layer * heads + head)]);
         }
     }
-    slot_copy<Build> copy(*this, rows);
-    *copy.cache.ref(0).length = length;
+    sequence_copy<Build> copy(*this, rows);
+    *copy.cache.layer(0).length = length;
     for (std::int32_t layer = 0; layer < this->shape_.layers; ++layer) {
-        const ref_type of = copy.cache.ref(layer);
-        std::copy_n(kept.data() + std::int64_t{layer} * heads, heads, of.kept);
+        const ref_type of = copy.cache.layer(layer);
+        std::copy_n(num_long_range.data() + std::int64_t{layer} * heads, heads, of.num_long_range);
         for (std::int32_t head = 0; head < heads; ++head) {
             of.take_pages(0, head, of.used(0, head));
         }
@@ -381,13 +390,16 @@ auto DualCache<P, T>::counted_slot(const cuda& on, std::int32_t slot) const {
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 namespace cuda_backend {
 
-/// Rows of a slot in device memory of their own, which these calls alone allocate.
+/// Rows of a sequence in device memory of their own, which these calls alone allocate.
 template <class T>
 class staged_rows {
   public:
-    staged_rows(const cuda& on, const std::vector<std::int64_t>& first, std::int32_t dim_k,
-                std::int32_t dim_v)
-        : on_(on), rows_(static_cast<std::size_t>(first.back())), dim_k_(dim_k), dim_v_(dim_v) {
+    staged_rows(const cuda& on, const std::vector<std::int64_t>& first, std::int32_t head_dim_qk,
+                std::int32_t head_dim_vo)
+        : on_(on),
+          rows_(static_cast<std::size_t>(first.back())),
+          head_dim_qk_(head_dim_qk),
+          head_dim_vo_(head_dim_vo) {
         workspace_parts measure(nullptr);
         take(measure, first.size());
         check(cudaMalloc(&memory_, measure.bytes()), "cudaMalloc");
@@ -403,8 +415,8 @@ class staged_rows {
     template <class Move>
     void each(std::vector<T>& k, std::vector<T>& v, std::vector<position_t>& position,
               std::vector<float>& score, const Move& move) const {
-        k.resize(rows_ * static_cast<std::size_t>(dim_k_));
-        v.resize(rows_ * static_cast<std::size_t>(dim_v_));
+        k.resize(rows_ * static_cast<std::size_t>(head_dim_qk_));
+        v.resize(rows_ * static_cast<std::size_t>(head_dim_vo_));
         position.resize(rows_);
         score.resize(rows_);
         move(rows.k, k.data(), k.size());
@@ -424,14 +436,14 @@ class staged_rows {
     void take(workspace_parts& parts, std::size_t edges) {
         rows.first = parts.take<std::int64_t>(static_cast<std::int64_t>(edges));
         const auto count = static_cast<std::int64_t>(rows_);
-        rows.k = parts.take<T>(count * dim_k_);
-        rows.v = parts.take<T>(count * dim_v_);
+        rows.k = parts.take<T>(count * head_dim_qk_);
+        rows.v = parts.take<T>(count * head_dim_vo_);
         rows.position = parts.take<position_t>(count);
         rows.score = parts.take<float>(count);
     }
     const cuda& on_;
     std::size_t rows_;
-    std::int32_t dim_k_, dim_v_;
+    std::int32_t head_dim_qk_, head_dim_vo_;
     void* memory_ = nullptr;
 };
 
@@ -440,25 +452,26 @@ class staged_rows {
 
 template <AnyPolicy P, Storage T>
 template <class Build>
-std::size_t DualCache<P, T>::snapshot_bytes(const cuda& on, std::int32_t slot) const {
-    this->template require_device_slot<Build>(slot, "slot");
+std::size_t DualCache<P, T>::snapshot_bytes(const cuda& on, std::int32_t seq) const {
+    this->template require_device_seq<Build>(seq, "seq");
     const cuda_backend::device_scope device(on, this->device_);
-    return this->template counted_slot<Build>(on, slot).cache.snapshot_bytes(0);
+    return this->template counted_sequence<Build>(on, seq).cache.snapshot_bytes(0);
 }
 
 template <AnyPolicy P, Storage T>
 template <class Build>
-std::size_t DualCache<P, T>::snapshot(const cuda& on, std::int32_t slot, void* buffer,
+std::size_t DualCache<P, T>::snapshot(const cuda& on, std::int32_t seq, void* buffer,
                                       std::size_t buffer_bytes) const {
     namespace cb = cuda_backend;
-    this->template require_device_slot<Build>(slot, "slot");
+    this->template require_device_seq<Build>(seq, "seq");
     const cb::device_scope device(on, this->device_);
-    const auto copy = this->template counted_slot<Build>(on, slot);
-    const cb::staged_rows<T> staged(on, copy.first, this->shape_.dim_k, this->shape_.dim_v);
+    const auto copy = this->template counted_sequence<Build>(on, seq);
+    const cb::staged_rows<T> staged(on, copy.first, this->shape_.head_dim_qk, this->shape_.head_dim_vo);
     constexpr std::int32_t pieces = 16;  // blocks that share the rows of a head
     const std::int64_t heads = std::int64_t{this->shape_.layers} * this->shape_.kv_heads;
-    cb::launch("dual_slot_rows_kernel", cb::dual_slot_rows_kernel<P, T>, heads * pieces, cb::slot_threads, 0,
-               on, this->template at<const ref_type>(refs_at_), slot, staged.rows, pieces, false);
+    cb::launch("paged_sequence_rows_kernel", cb::paged_sequence_rows_kernel<P, T>, heads * pieces,
+               cb::sequence_threads, 0, on, this->template at<const ref_type>(refs_at_), seq, staged.rows,
+               pieces, false);
     std::vector<T> k, v;
     std::vector<position_t> position;
     std::vector<float> score;
@@ -466,18 +479,19 @@ std::size_t DualCache<P, T>::snapshot(const cuda& on, std::int32_t slot, void* b
         staged.copy(of_host, of_device, count);
     });
     for (std::int32_t layer = 0; layer < this->shape_.layers; ++layer) {
-        const ref_type a = ref(layer), b = copy.cache.ref(layer);
-        staged.copy(b.state, a.state + std::int64_t{slot} * a.kv_heads * a.state_size,
+        const ref_type a = this->layer(layer), b = copy.cache.layer(layer);
+        staged.copy(b.state, a.state + std::int64_t{seq} * a.kv_heads * a.state_size,
                     static_cast<std::size_t>(a.kv_heads * a.state_size));
         if constexpr (P::has_eviction) {
-            const std::int64_t queries = std::int64_t{a.kv_heads} * a.eviction.observing * a.group * a.dim_k;
-            staged.copy(b.queries, a.queries + slot * queries, static_cast<std::size_t>(queries));
+            const std::int64_t queries =
+                std::int64_t{a.kv_heads} * a.eviction.observing * a.group * a.head_dim_qk;
+            staged.copy(b.queries, a.queries + seq * queries, static_cast<std::size_t>(queries));
         }
     }
     cb::check(cudaStreamSynchronize(on.stream), "cudaStreamSynchronize");
     for_each_row(copy, [&](const auto& rows, std::int32_t r, std::int64_t at) {
-        std::copy_n(k.data() + at * this->shape_.dim_k, this->shape_.dim_k, rows.k(r));
-        std::copy_n(v.data() + at * this->shape_.dim_v, this->shape_.dim_v, rows.v(r));
+        std::copy_n(k.data() + at * this->shape_.head_dim_qk, this->shape_.head_dim_qk, rows.k(r));
+        std::copy_n(v.data() + at * this->shape_.head_dim_vo, this->shape_.head_dim_vo, rows.v(r));
         rows.position(r) = position[static_cast<std::size_t>(at)];
         rows.score(r) = score[static_cast<std::size_t>(at)];
     });
@@ -486,20 +500,22 @@ std::size_t DualCache<P, T>::snapshot(const cuda& on, std::int32_t slot, void* b
 
 template <AnyPolicy P, Storage T>
 template <class Build>
-void DualCache<P, T>::restore(const cuda& on, std::int32_t slot, const void* blob, std::size_t blob_bytes,
+void DualCache<P, T>::restore(const cuda& on, std::int32_t seq, const void* blob, std::size_t blob_bytes,
                               std::uint32_t* status) {
     namespace cb = cuda_backend;
-    this->template require_device_slot<Build>(slot, "slot");
+    this->template require_device_seq<Build>(seq, "seq");
     const cb::device_scope device(on, this->device_);
-    const std::size_t row = static_cast<std::size_t>(this->shape_.dim_k + this->shape_.dim_v) * sizeof(T);
-    slot_copy<Build> copy(*this, static_cast<std::int64_t>(blob_bytes / row));  // more rows do not fit in it
+    const std::size_t row =
+        static_cast<std::size_t>(this->shape_.head_dim_qk + this->shape_.head_dim_vo) * sizeof(T);
+    sequence_copy<Build> copy(*this,
+                              static_cast<std::int64_t>(blob_bytes / row));  // more rows do not fit in it
     copy.cache.restore(host{1}, 0, blob, blob_bytes);
     copy.count();
-    const cb::staged_rows<T> staged(on, copy.first, this->shape_.dim_k, this->shape_.dim_v);
+    const cb::staged_rows<T> staged(on, copy.first, this->shape_.head_dim_qk, this->shape_.head_dim_vo);
     auto* const answer = this->template at<std::int64_t>(answer_at_);
     const auto* const refs = this->template at<const ref_type>(refs_at_);
-    cb::launch("dual_refill_kernel", cb::dual_refill_kernel<P, T>, 1, cb::admit_threads, 0, on, refs,
-               this->shape_.layers, slot, staged.rows.first, answer);
+    cb::launch("paged_refill_kernel", cb::paged_refill_kernel<P, T>, 1, cb::admit_threads, 0, on, refs,
+               this->shape_.layers, seq, staged.rows.first, answer);
     std::int64_t lacking = 0;
     staged.copy(&lacking, answer, 1);
     cb::check(cudaStreamSynchronize(on.stream), "cudaStreamSynchronize");
@@ -515,8 +531,8 @@ void DualCache<P, T>::restore(const cuda& on, std::int32_t slot, const void* blo
     std::vector<float> score;
     staged.each(k, v, position, score, [](auto*, auto*, std::size_t) {});
     for_each_row(copy, [&](const auto& rows, std::int32_t r, std::int64_t at) {
-        std::copy_n(rows.k(r), this->shape_.dim_k, k.data() + at * this->shape_.dim_k);
-        std::copy_n(rows.v(r), this->shape_.dim_v, v.data() + at * this->shape_.dim_v);
+        std::copy_n(rows.k(r), this->shape_.head_dim_qk, k.data() + at * this->shape_.head_dim_qk);
+        std::copy_n(rows.v(r), this->shape_.head_dim_vo, v.data() + at * this->shape_.head_dim_vo);
         position[static_cast<std::size_t>(at)] = rows.position(r);
         score[static_cast<std::size_t>(at)] = rows.score(r);
     });
@@ -525,32 +541,33 @@ void DualCache<P, T>::restore(const cuda& on, std::int32_t slot, const void* blo
     });
     constexpr std::int32_t pieces = 16;  // blocks that share the rows of a head
     const std::int64_t heads = std::int64_t{this->shape_.layers} * this->shape_.kv_heads;
-    cb::launch("dual_slot_rows_kernel", cb::dual_slot_rows_kernel<P, T>, heads * pieces, cb::slot_threads, 0,
-               on, refs, slot, staged.rows, pieces, true);
+    cb::launch("paged_sequence_rows_kernel", cb::paged_sequence_rows_kernel<P, T>, heads * pieces,
+               cb::sequence_threads, 0, on, refs, seq, staged.rows, pieces, true);
     if constexpr (P::has_selection) {
-        cb::launch("dual_slot_bounds_kernel", cb::dual_slot_bounds_kernel<P, T>, heads * pieces,
-                   cb::slot_threads, 0, on, refs, slot, staged.rows.first, pieces);
+        cb::launch("paged_sequence_bounds_kernel", cb::paged_sequence_bounds_kernel<P, T>, heads * pieces,
+                   cb::sequence_threads, 0, on, refs, seq, staged.rows.first, pieces);
     }
     for (std::int32_t layer = 0; layer < this->shape_.layers; ++layer) {
-        const ref_type a = ref(layer), b = copy.cache.ref(layer);
-        const std::int64_t at = std::int64_t{slot} * a.kv_heads;
+        const ref_type a = this->layer(layer), b = copy.cache.layer(layer);
+        const std::int64_t at = std::int64_t{seq} * a.kv_heads;
         const auto count = static_cast<std::size_t>(a.kv_heads);
         staged.copy(a.state + at * a.state_size, b.state, count * static_cast<std::size_t>(a.state_size));
-        staged.copy(a.kept + at, b.kept, count);
+        staged.copy(a.num_long_range + at, b.num_long_range, count);
         staged.copy(a.victim + at, b.victim, count);
-        cb::check(cudaMemsetAsync(a.taken + at, 0, count * sizeof(std::int32_t), on.stream),
+        cb::check(cudaMemsetAsync(a.appended + at, 0, count * sizeof(std::int32_t), on.stream),
                   "cudaMemsetAsync");
-        staged.copy(a.proposed + slot, b.proposed, 1);
+        staged.copy(a.num_draft + seq, b.num_draft, 1);
         if constexpr (P::has_keep) {
-            staged.copy(a.pinned + at, b.pinned, count);
+            staged.copy(a.num_protected + at, b.num_protected, count);
         }
         if constexpr (P::has_eviction) {
-            const std::int64_t queries = std::int64_t{a.kv_heads} * a.eviction.observing * a.group * a.dim_k;
-            staged.copy(a.queries + slot * queries, b.queries, static_cast<std::size_t>(queries));
+            const std::int64_t queries =
+                std::int64_t{a.kv_heads} * a.eviction.observing * a.group * a.head_dim_qk;
+            staged.copy(a.queries + seq * queries, b.queries, static_cast<std::size_t>(queries));
         }
     }
-    staged.copy(ref(0).length + slot, copy.cache.ref(0).length, 1);
-    staged.copy(ref(0).reserved + slot, copy.cache.ref(0).reserved, 1);
+    staged.copy(this->layer(0).length + seq, copy.cache.layer(0).length, 1);
+    staged.copy(this->layer(0).reserved + seq, copy.cache.layer(0).reserved, 1);
     cb::check(cudaStreamSynchronize(on.stream), "cudaStreamSynchronize");  // host memory may go
 }
 
@@ -560,15 +577,14 @@ template <class P, Storage T>
 void export_heads(const cuda& on, const DualRef<P, T>& cache, const Batch& batch, const HeadPages& pages) {
     namespace cb = cuda_backend;
     cb::check_on_device(cache);
-    detail::require(batch.count >= 0 && batch.count <= cache.slots, "batch.count", batch.count,
-                    [&] { return detail::text("0 to the cache's slots, ", cache.slots); });
-    host_backend::check_head_pages(cache, batch, pages, cache.page_count(),
-                                   "the pages that the pool can have");
+    detail::require(batch.count >= 0 && batch.count <= cache.max_sequences, "batch.count", batch.count,
+                    [&] { return detail::text("0 to the cache's max_sequences, ", cache.max_sequences); });
+    checks::check_head_pages(cache, batch, pages, cache.page_count(), "the pages that the pool can have");
     const cb::device_scope device(on, cache.device);
-    const cb::dual_view<T> view(cache);
-    cb::launch("count_dual_pages_kernel", cb::count_dual_pages_kernel<T>, 1, cb::admit_threads, 0, on, view,
+    const cb::paged_view<T> view(cache);
+    cb::launch("count_paged_pages_kernel", cb::count_paged_pages_kernel<T>, 1, cb::admit_threads, 0, on, view,
                batch, pages);
-    cb::launch("fill_dual_pages_kernel", cb::fill_dual_pages_kernel<T>,
+    cb::launch("fill_paged_pages_kernel", cb::fill_paged_pages_kernel<T>,
                std::int64_t{batch.count} * cache.kv_heads, cb::admit_threads, 0, on, view, batch, pages);
 }
 

@@ -1,7 +1,7 @@
 // The dispatch of a DualCache's step and of attention over it: sizes, workspace, launches.
 #pragma once
 
-#include <kvpolicy/caches/cuda/cache_call.cuh>
+#include <kvpolicy/caches/cuda/check_cache_call.cuh>
 #include <kvpolicy/caches/cuda/paged/kernel_choose_pages.cuh>
 #include <kvpolicy/caches/cuda/paged/kernel_paged_decode.cuh>
 #include <kvpolicy/caches/cuda/scoring/kernel_cache_score.cuh>
@@ -38,95 +38,95 @@ gate_of<P> gate_in(const Cache& cache) {
 /// Pages of a selection that `rows` rows take.
 template <class Cache>
 std::int64_t bound_pages_of(const Cache& cache, std::int64_t rows) {
-    const std::int64_t size = cache.selection.page_rows();
+    const std::int64_t size = cache.selection.page_size();
     return (rows + size - 1) / size;
 }
 
 /// The most rows of a head.
 template <class P, class T>
-std::int64_t most_rows_of(const FixedBudgetRef<P, T>& cache) {
-    return cache.longest;
+std::int64_t max_rows_of(const FixedBudgetRef<P, T>& cache) {
+    return cache.max_seq_len;
 }
 template <class P, class T>
-std::int64_t most_rows_of(const DualRef<P, T>& cache) {
-    return cache.most_rows;
+std::int64_t max_rows_of(const DualRef<P, T>& cache) {
+    return cache.max_rows;
 }
 
 /// A step, or attention alone, with kernels of these sizes; of a FixedBudgetCache with a selection, too.
 template <class Rows, class Cache>
-class dual_step_call {
+class paged_decode_plan {
     using T = typename Rows::T;
     using P = typename Cache::policy_type;
     using Gate = gate_of<P>;
     using Scorer = asked_scorer<P>;
-    using View = std::conditional_t<P::has_selection, chosen_view<T>, dual_view<T>>;
-    using Launch = dual_step_launch<Rows, Gate, Scorer, View>;
-    static constexpr auto kernel = dual_step_kernel<Rows, Gate, Scorer, View>;
+    using View = std::conditional_t<P::has_selection, chosen_view<T>, paged_view<T>>;
+    using Launch = paged_decode_params<Rows, Gate, Scorer, View>;
+    static constexpr auto kernel = paged_decode_kernel<Rows, Gate, Scorer, View>;
     static constexpr bool on_leaving = Scorer::when == score_time::on_leaving;
 
   public:
-    dual_step_call(const cuda& on, const device_scope& device, const Cache& cache, std::int32_t count)
+    paged_decode_plan(const cuda& on, const device_scope& device, const Cache& cache, std::int32_t count)
         : on_(on),
           device_(device),
           ref_(cache),
           call_{{.cache = View(cache), .gate = gate_in<P>(cache), .scorer = scorer_of<P>(cache.scorer)}},
           choose_{choice_in(cache)} {
         call_.batch.count = count;
-        call_.width = Rows::width(cache.dim_v);
-        call_.logits = logits_of<typename Rows::Compute>(cache.attention, cache.dim_k);
+        call_.width = Rows::width(cache.head_dim_vo);
+        call_.logits = logits_of<typename Rows::Compute>(cache.attention, cache.head_dim_qk);
         call_.parts = (cache.group + Rows::heads - 1) / Rows::heads;
         detail::require(heads() * call_.parts <= 0x7fffffff, "entries x heads", heads(), "below 2^31");
-        shared_ = static_cast<std::size_t>(Rows::warps) * Rows::shared_bytes(cache.dim_v);
-        allow_shared("dual_step_kernel", reinterpret_cast<const void*>(kernel), shared_);
+        shared_ = static_cast<std::size_t>(Rows::warps) * Rows::shared_bytes(cache.head_dim_vo);
+        allow_shared("paged_decode_kernel", reinterpret_cast<const void*>(kernel), shared_);
         int fit = 0;
         check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&fit, kernel, Rows::threads, shared_),
-              "dual_step_kernel");
+              "paged_decode_kernel");
         const std::int64_t resident =
             std::int64_t{std::max(fit, 1)} * device.attribute(cudaDevAttrMultiProcessorCount);
         // As many as the fullest cache has work for.
-        const std::int64_t tiles = (most_rows_of(cache) + stream_tile) / stream_tile * heads() * call_.parts;
+        const std::int64_t tiles = (max_rows_of(cache) + stream_tile) / stream_tile * heads() * call_.parts;
         detail::require(tiles <= 0x7fffffff, "rows of the batch's heads, in tiles of 16", tiles,
                         "below 2^31: split the batch");
-        call_.work.blocks = static_cast<std::int32_t>(
-            std::clamp<std::int64_t>((tiles + dual_work::least - 1) / dual_work::least, 1, resident));
+        call_.work.blocks = static_cast<std::int32_t>(std::clamp<std::int64_t>(
+            (tiles + paged_decode_work::least - 1) / paged_decode_work::least, 1, resident));
         if constexpr (P::has_selection) {
-            choose_.most_pages = choose_.most_chosen = bound_pages_of(cache, most_rows_of(cache));
+            choose_.max_pages = choose_.max_chosen = bound_pages_of(cache, max_rows_of(cache));
             // Queries of large groups leave less shared memory for pages, so fewer warps.
             const auto* const bounds = reinterpret_cast<const void*>(bound_pages_kernel<T>);
             while (bound_warps_ > 1 && !shared_fits(device, "bound_pages_kernel", bounds, bound_bytes())) {
                 bound_warps_ /= 2;
             }
             allow_shared("bound_pages_kernel", bounds, bound_bytes());
-            const float scale = cache.attention.scale;
-            choose_.scale = scale != 0.0f ? scale : 1.0f / std::sqrt(static_cast<float>(cache.dim_k));
+            const float scale = cache.attention.sm_scale;
+            choose_.scale = scale != 0.0f ? scale : 1.0f / std::sqrt(static_cast<float>(cache.head_dim_qk));
         }
     }
 
     /// Takes the parts of the workspace; with null only measures.
     std::size_t lay_out(void* memory) {
         workspace_parts parts(memory);
-        call_.work.taken = parts.take<std::int32_t>(call_.batch.count);
+        call_.work.appended = parts.take<std::int32_t>(call_.batch.count);
         call_.work.missing = parts.take<std::int32_t>(heads());
         call_.work.first_tile = parts.take<std::int32_t>(heads() + 1);
         call_.work.first_pair = parts.take<std::int32_t>(call_.work.blocks);
         call_.work.share = parts.take<std::int32_t>(1);
-        call_.notes = parts.take<ragged::step_note>(heads());
+        call_.notes = parts.take<paged::decode_note>(heads());
         computed_ = parts.take<float>(scored_before<Scorer> ? heads() : 0);
         advanced_ = parts.take<float>(on_leaving ? heads() * call_.cache.state_size : 0);
         call_.states = parts.take<typename Rows::Compute>((call_.work.blocks + heads() * call_.parts) *
                                                           stream_state<Rows::heads>::size(call_.width));
         if constexpr (P::has_selection) {
-            choose_.keys = parts.take<typename choose_launch<T>::Key>(heads() * choose_.most_pages);
-            choose_.chosen = parts.take<std::int32_t>(heads() * choose_.most_chosen);
+            choose_.keys = parts.take<typename choose_params<T>::Key>(heads() * choose_.max_pages);
+            choose_.chosen = parts.take<std::int32_t>(heads() * choose_.max_chosen);
             choose_.chosen_rows = parts.take<std::int32_t>(heads());
-            choose_.taken = call_.work.taken;
+            choose_.appended = call_.work.appended;
             call_.cache.chosen = choose_.chosen;
             call_.cache.chosen_rows = choose_.chosen_rows;
-            call_.cache.most = choose_.most_chosen;
+            call_.cache.most = choose_.max_chosen;
         }
         if constexpr (scored_late<P>) {
-            late_.emplace(device_, ref_.scorer, dual_view<T>(ref_), call_.gate, call_.batch.count, 1,
-                          most_rows_of(ref_), parts);
+            late_.emplace(device_, ref_.scorer, paged_view<T>(ref_), call_.gate, call_.batch.count, 1,
+                          max_rows_of(ref_), parts);
         }
         return parts.bytes();
     }
@@ -142,7 +142,7 @@ class dual_step_call {
             // A state is the cache's only once the step has its pages.
             call_.computed = computed_;
             call_.advanced = on_leaving ? advanced_ : nullptr;
-            launch_scores(on_, score_launch<dual_view<T>, Scorer>{
+            launch_scores(on_, score_params<paged_view<T>, Scorer>{
                                    .cache = call_.cache,
                                    .batch = batch,
                                    .tokens = {.k = k, .v = v},
@@ -182,32 +182,32 @@ class dual_step_call {
             return;
         }
         if constexpr (P::has_selection) {
-            launch("dual_admit_kernel", dual_admit_kernel<Rows, Gate, Scorer, View>, 1, admit_threads, 0, on_,
-                   call_);
+            launch("paged_admit_kernel", paged_admit_kernel<Rows, Gate, Scorer, View>, 1, admit_threads, 0,
+                   on_, call_);
             score_late();
             if (call_.writes) {
-                launch("dual_write_kernel", dual_write_kernel<Rows, Gate, Scorer, View>, heads(),
+                launch("paged_write_kernel", paged_write_kernel<Rows, Gate, Scorer, View>, heads(),
                        Rows::threads, 0, on_, call_);
             }
             choose();
             call_.writes = false;  // what is left to do is attention
-            launch("dual_share_rows_kernel", dual_share_rows_kernel<Rows, Gate, Scorer, View>, 1,
+            launch("paged_share_rows_kernel", paged_share_rows_kernel<Rows, Gate, Scorer, View>, 1,
                    admit_threads, 0, on_, call_);
         } else {
-            launch("dual_plan_kernel", dual_plan_kernel<Rows, Gate, Scorer, View>, 1, admit_threads, 0, on_,
+            launch("paged_plan_kernel", paged_plan_kernel<Rows, Gate, Scorer, View>, 1, admit_threads, 0, on_,
                    call_);
             score_late();
         }
-        launch_early<kernel>("dual_step_kernel", call_.work.blocks, Rows::threads, shared_, device_, on_, 1,
-                             call_);
+        launch_early<kernel>("paged_decode_kernel", call_.work.blocks, Rows::threads, shared_, device_, on_,
+                             1, call_);
     }
     /// Scores of keys in rows are written once it is certain which sequences take their token.
     void score_late() {
         if constexpr (scored_late<P>) {
             if (call_.writes) {
-                Batch taken = call_.batch;
-                taken.q_len = call_.work.taken;
-                late_->in_rows(on_, device_, taken);
+                Batch appended = call_.batch;
+                appended.q_len = call_.work.appended;
+                late_->in_rows(on_, device_, appended);
             }
         }
     }
@@ -215,7 +215,7 @@ class dual_step_call {
     void choose() {
         choose_.batch = call_.batch;
         choose_.q = call_.q;
-        const std::int64_t threads = 32 * bound_warps_, pages = (choose_.most_pages + threads - 1) / threads,
+        const std::int64_t threads = 32 * bound_warps_, pages = (choose_.max_pages + threads - 1) / threads,
                            wanted = 8 * std::int64_t{device_.attribute(cudaDevAttrMultiProcessorCount)};
         const auto pieces =
             static_cast<std::int32_t>(std::clamp<std::int64_t>((wanted + heads() - 1) / heads(), 1, pages));
@@ -225,14 +225,14 @@ class dual_step_call {
     }
 
     [[nodiscard]] std::size_t bound_bytes() const {
-        return bound_shared_bytes<T>(bound_warps_, call_.cache.group, call_.cache.dim_k);
+        return bound_shared_bytes<T>(bound_warps_, call_.cache.group, call_.cache.head_dim_qk);
     }
 
     struct nothing {};
-    using Choose = std::conditional_t<P::has_selection, choose_launch<T>, nothing>;
+    using Choose = std::conditional_t<P::has_selection, choose_params<T>, nothing>;
     static Choose choice_in([[maybe_unused]] const Cache& cache) {
         if constexpr (P::has_selection) {
-            return {.cache = dual_view<T>(cache)};
+            return {.cache = paged_view<T>(cache)};
         } else {
             return {};
         }
@@ -241,7 +241,7 @@ class dual_step_call {
     const device_scope& device_;
     const Cache& ref_;
     Launch call_;
-    std::optional<late_scores<dual_view<T>, Gate>> late_;
+    std::optional<late_scores<paged_view<T>, Gate>> late_;
     Choose choose_;
     int bound_warps_ = bound_threads / 32;
     float* computed_ = nullptr;
@@ -249,40 +249,42 @@ class dual_step_call {
     std::size_t shared_ = 0;
 };
 
-/// Calls body(call) with the dual_step_call that serves the cache.
+/// Calls body(call) with the paged_decode_plan that serves the cache.
 template <class Dims, class Cache, class Body>
-void with_dual_step_call(const cuda& on, const Cache& cache, std::int32_t count, const Body& body) {
+void with_paged_decode_plan(const cuda& on, const Cache& cache, std::int32_t count, const Body& body) {
     using T = typename Cache::value_type;
     require_device_policy<typename Cache::policy_type>();
     check_on_device(cache);
     const device_scope device(on, cache.device);
     if constexpr (is_half<T>) {
-        const std::int32_t dim = std::max(cache.dim_k, cache.dim_v);
+        const std::int32_t dim = std::max(cache.head_dim_qk, cache.head_dim_vo);
         const int tile = fitting_tile(Dims{}, dim);
         detail::require(tile != 0, "head_dim", dim, "at most the largest of the call's head_dims, and 256");
         with_tile(Dims{}, tile, [&](auto of) {
-            dual_step_call<ragged::tensor_rows<T, decltype(of)::value>, Cache> call(on, device, cache, count);
+            paged_decode_plan<paged::tensor_rows<T, decltype(of)::value>, Cache> call(on, device, cache,
+                                                                                      count);
             body(call);
         });
     } else {
-        dual_step_call<ragged::plain_rows<T>, Cache> call(on, device, cache, count);
+        paged_decode_plan<paged::plain_rows<T>, Cache> call(on, device, cache, count);
         body(call);
     }
 }
 
 template <class Dims, class P, class T, class Body>
-void with_step_call(const cuda& on, const DualRef<P, T>& cache, std::int32_t count, const Body& body) {
-    with_dual_step_call<Dims>(on, cache, count, body);
+void with_decode_plan(const cuda& on, const DualRef<P, T>& cache, std::int32_t count, const Body& body) {
+    with_paged_decode_plan<Dims>(on, cache, count, body);
 }
 
 }  // namespace cuda_backend
 
 template <class Dims, class P, Storage T>
 std::size_t step_workspace_bytes(const cuda& on, const DualRef<P, T>& cache, std::int32_t count) {
-    detail::require(count >= 0 && count <= cache.slots, "count", count,
-                    [&] { return detail::text("0 to the cache's slots, ", cache.slots); });
+    detail::require(count >= 0 && count <= cache.max_sequences, "count", count,
+                    [&] { return detail::text("0 to the cache's max_sequences, ", cache.max_sequences); });
     std::size_t bytes = 0;
-    cuda_backend::with_step_call<Dims>(on, cache, count, [&](auto& call) { bytes = call.lay_out(nullptr); });
+    cuda_backend::with_decode_plan<Dims>(on, cache, count,
+                                         [&](auto& call) { bytes = call.lay_out(nullptr); });
     return bytes;
 }
 
@@ -292,7 +294,7 @@ void step(const cuda& on, const DualRef<P, T>& cache, const Batch& batch, input_
           const CacheExtras& extras) {
     cuda_backend::require_device_policy<P>();
     cuda_backend::check_cache_call(cache, batch, 1, q, k, v, out, extras);
-    cuda_backend::with_step_call<Dims>(on, cache, batch.count, [&](auto& call) {
+    cuda_backend::with_decode_plan<Dims>(on, cache, batch.count, [&](auto& call) {
         call.step(batch, q, k, v, out, workspace, status, extras);
     });
 }
@@ -301,7 +303,7 @@ template <class Dims, class P, Storage T>
 void attend(const cuda& on, const DualRef<P, T>& cache, const Batch& batch, input_rows<T> q,
             output_rows<T> out, plane_view<float> lse, workspace_view workspace, std::uint32_t* status) {
     cuda_backend::check_cache_call(cache, batch, 1, q, out, lse);
-    cuda_backend::with_step_call<Dims>(
+    cuda_backend::with_decode_plan<Dims>(
         on, cache, batch.count, [&](auto& call) { call.attend(batch, q, out, lse, workspace, status); });
 }
 

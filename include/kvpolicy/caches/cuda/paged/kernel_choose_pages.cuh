@@ -22,36 +22,36 @@ inline constexpr int bound_threads = 128, choose_threads = 512;
 
 /// What the kernels share.
 template <class T>
-struct choose_launch {
+struct choose_params {
     using Real = compute_t<T>;
     using Key = std::conditional_t<sizeof(Real) == 4, std::uint32_t, std::uint64_t>;
 
-    dual_view<T> cache;
+    paged_view<T> cache;
     Batch batch{};
-    rows_view<const T> q{};               // [count, Hq, 1, Dk]
-    const std::int32_t* taken = nullptr;  // [count]: entries above 0 take part
+    rows_view<const T> q{};                  // [count, Hq, 1, Dk]
+    const std::int32_t* appended = nullptr;  // [count]: entries above 0 take part
     Real scale{};
-    Key* keys = nullptr;                  // [count, Hkv, most_pages]: bounds as numbers of the same order
-    std::int32_t* chosen = nullptr;       // [count, Hkv, most_chosen]: see chosen_view
+    Key* keys = nullptr;                  // [count, Hkv, max_pages]: bounds as numbers of the same order
+    std::int32_t* chosen = nullptr;       // [count, Hkv, max_chosen]: see chosen_view
     std::int32_t* chosen_rows = nullptr;  // [count, Hkv]
-    std::int64_t most_pages = 0;
-    std::int64_t most_chosen = 0;
+    std::int64_t max_pages = 0;
+    std::int64_t max_chosen = 0;
 };
 
 /// One head of an entry, with its pages of bound_rows rows.
 template <class T>
 struct page_head {
-    std::int32_t pair, entry, head, slot;
-    dual_head<T> rows;
+    std::int32_t pair, entry, head, seq;
+    paged_head<T> rows;
     std::int32_t used, pages, read;
 
-    __device__ page_head(const choose_launch<T>& call, std::int32_t number)
+    __device__ page_head(const choose_params<T>& call, std::int32_t number)
         : pair(number),
           entry(number / call.cache.kv_heads),
           head(number % call.cache.kv_heads),
-          slot(call.batch.slot(entry)),
-          rows(call.cache, slot, head),
-          used(rows_now(call.cache, rows, slot)),
+          seq(call.batch.seq(entry)),
+          rows(call.cache, seq, head),
+          used(rows_now(call.cache, rows, seq)),
           pages((used + call.cache.bound_rows - 1) / call.cache.bound_rows),
           read(call.cache.read_pages[head]) {}
 };
@@ -59,16 +59,16 @@ struct page_head {
 /// Where a head's keys go.
 template <class T>
 struct page_keys {
-    typename choose_launch<T>::Key* keys;
+    typename choose_params<T>::Key* keys;
     std::int32_t newest;  // the page of the newest token, which leads whatever its bound
 
-    __device__ page_keys(const choose_launch<T>& call, const page_head<T>& at)
-        : keys(call.keys + at.pair * call.most_pages),
-          newest(
-              at.rows.layout.recent(call.cache.length[at.slot] + pending_of(call.cache, at.rows.index) - 1) /
-              call.cache.bound_rows) {}
-    __device__ void operator()(std::int32_t page, typename choose_launch<T>::Real bound) const {
-        keys[page] = page == newest ? ~typename choose_launch<T>::Key(0) : key_of_rank(bound);
+    __device__ page_keys(const choose_params<T>& call, const page_head<T>& at)
+        : keys(call.keys + at.pair * call.max_pages),
+          newest(at.rows.layout.recent(call.cache.length[at.seq] +
+                                       num_appended_of(call.cache, at.rows.index) - 1) /
+                 call.cache.bound_rows) {}
+    __device__ void operator()(std::int32_t page, typename choose_params<T>::Real bound) const {
+        keys[page] = page == newest ? ~typename choose_params<T>::Key(0) : key_of_rank(bound);
     }
 };
 
@@ -87,18 +87,18 @@ __host__ __device__ constexpr std::size_t bound_shared_bytes(int warps, std::int
 /// Bounds of all pages of the heads that have more than they read: `pieces` blocks a head, of up to bound_threads threads.
 template <class T>
 __global__ void __launch_bounds__(bound_threads)
-    bound_pages_kernel(const __grid_constant__ choose_launch<T> call, const std::int32_t pieces) {
-    using Real = typename choose_launch<T>::Real;
+    bound_pages_kernel(const __grid_constant__ choose_params<T> call, const std::int32_t pieces) {
+    using Real = typename choose_params<T>::Real;
     const std::int32_t pair = static_cast<std::int32_t>(blockIdx.x) / pieces,
                        piece = static_cast<std::int32_t>(blockIdx.x) % pieces;
-    if (call.taken[pair / call.cache.kv_heads] <= 0) {
+    if (call.appended[pair / call.cache.kv_heads] <= 0) {
         return;
     }
     const page_head<T> at(call, pair);
     if (at.pages <= at.read) {
         return;
     }
-    const std::int32_t dim = call.cache.dim_k, group = call.cache.group,
+    const std::int32_t dim = call.cache.head_dim_qk, group = call.cache.group,
                        threads = static_cast<std::int32_t>(blockDim.x);
     const page_keys<T> keys(call, at);
     const auto scaled = [&](std::int32_t g, std::int32_t d) {
@@ -138,16 +138,16 @@ __global__ void __launch_bounds__(bound_threads)
 /// Chooses: a block a head.
 template <class T>
 __global__ void __launch_bounds__(choose_threads)
-    choose_pages_kernel(const __grid_constant__ choose_launch<T> call) {
-    using Key = typename choose_launch<T>::Key;
+    choose_pages_kernel(const __grid_constant__ choose_params<T> call) {
+    using Key = typename choose_params<T>::Key;
     __shared__ find_memory<Key, choose_threads> memory;
     const auto pair = static_cast<std::int32_t>(blockIdx.x);
-    if (call.taken[pair / call.cache.kv_heads] <= 0) {
+    if (call.appended[pair / call.cache.kv_heads] <= 0) {
         return;
     }
     const page_head<T> at(call, pair);
-    const std::int32_t size = call.cache.bound_rows, parts = call.cache.pool.page_rows / size;
-    std::int32_t* const chosen = call.chosen + at.pair * call.most_chosen;
+    const std::int32_t size = call.cache.bound_rows, parts = call.cache.pool.page_size / size;
+    std::int32_t* const chosen = call.chosen + at.pair * call.max_chosen;
     const auto id_of = [&](std::int32_t page) { return at.rows.table[page / parts] * parts + page % parts; };
     if (at.pages <= at.read) {
         for (auto page = static_cast<std::int32_t>(threadIdx.x); page < at.pages; page += choose_threads) {
@@ -158,7 +158,7 @@ __global__ void __launch_bounds__(choose_threads)
         }
         return;
     }
-    find_largest(memory, call.keys + at.pair * call.most_pages, at.pages, at.read,
+    find_largest(memory, call.keys + at.pair * call.max_pages, at.pages, at.read,
                  [&](std::int32_t page, std::int32_t before) {
                      chosen[before] = id_of(page);
                      if (before == at.read - 1) {

@@ -1,6 +1,6 @@
-// Slots of a DualCache that become what others were: fork and reorder, as on the host (caches/host/sequences.hpp). Of the slots that want a
+// Sequences of a DualCache that become what others were: fork and reorder, as on the host (caches/host/sequences.hpp). Of the sequences that want a
 // source's rows one inherits its pages, the source if it stays, else the first; the others share the pages that never change
-// again, and copy the rest. Slots that become nobody's source are dropped, and their pages serve the copies.
+// again, and copy the rest. Sequences that become nobody's source are dropped, and their pages serve the copies.
 #pragma once
 
 #include <kvpolicy/caches/cuda/kernel_prefill.cuh>
@@ -18,9 +18,9 @@ inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 namespace cuda_backend {
 
 /// All moves, in shared memory.
-struct dual_moves {
-    std::int32_t source[most_reordered];  // of move i
-    std::int32_t heir[most_reordered];    // of slot i, if it is a target too; -1: nobody is
+struct paged_moves {
+    std::int32_t source[max_reordered];  // of move i
+    std::int32_t heir[max_reordered];    // of sequence i, if it is a target too; -1: nobody is
     std::int32_t count;
     const std::int32_t* sources;  // null: one move, which copies
     std::int32_t to;
@@ -29,7 +29,7 @@ struct dual_moves {
     [[nodiscard]] __device__ bool inherits(std::int32_t i) const {
         return sources != nullptr && source[i] < count && heir[source[i]] == i;
     }
-    /// Whether move i is a copy, and of which slot once heirs have their pages.
+    /// Whether move i is a copy, and of which sequence once heirs have their pages.
     [[nodiscard]] __device__ bool copies(std::int32_t i) const {
         return !inherits(i) && source[i] != target(i);
     }
@@ -40,7 +40,7 @@ struct dual_moves {
     [[nodiscard]] __device__ bool dropped(std::int32_t i) const { return sources == nullptr || heir[i] < 0; }
 };
 
-__device__ inline void load_moves(dual_moves& all, const slot_moves& moves, std::int32_t slots) {
+__device__ inline void load_moves(paged_moves& all, const sequence_moves& moves, std::int32_t max_sequences) {
     const auto thread = static_cast<std::int32_t>(threadIdx.x),
                threads = static_cast<std::int32_t>(blockDim.x);
     if (thread == 0) {
@@ -49,56 +49,56 @@ __device__ inline void load_moves(dual_moves& all, const slot_moves& moves, std:
         all.to = moves.to;
     }
     for (std::int32_t i = thread; i < moves.count; i += threads) {
-        all.source[i] = moves.source(i, slots);
+        all.source[i] = moves.source(i, max_sequences);
         all.heir[i] = -1;
     }
     __syncthreads();
-    for (std::int32_t slot = thread; slot < moves.count; slot += threads) {
+    for (std::int32_t seq = thread; seq < moves.count; seq += threads) {
         std::int32_t heir = -1;
         for (std::int32_t i = moves.count - 1; i >= 0; --i) {
-            heir = all.source[i] == slot ? i : heir;
+            heir = all.source[i] == seq ? i : heir;
         }
-        all.heir[slot] = all.source[slot] == slot ? slot : heir;
+        all.heir[seq] = all.source[seq] == seq ? seq : heir;
     }
     __syncthreads();
 }
 
-/// Rows of a head that is being copied to `to`, which has the counters of slot `source` already; lengths move last.
+/// Rows of a head that is being copied to `to`, which has the counters of sequence `source` already; lengths move last.
 template <class Ref>
 __device__ std::int32_t rows_of_copy(const Ref& cache, std::int32_t head, std::int32_t source,
                                      std::int32_t to) {
-    return cache.layout(head).used(cache.length[source] + cache.pending(to, head),
-                                   cache.kept[cache.head_index(to, head)]);
+    return cache.layout(head).used(cache.length[source] + cache.num_appended(to, head),
+                                   cache.num_long_range[cache.head_index(to, head)]);
 }
 
-/// Whether another slot may name a page of a head with `used` rows too: full, and of rows that are never written again.
+/// Whether another sequence may name a page of a head with `used` rows too: full, and of rows that are never written again.
 template <class Ref>
 __device__ bool page_is_shareable(const Ref& cache, std::int32_t head, std::int32_t used, std::int32_t page) {
     if (Ref::policy_type::has_eviction) {
         return false;  // gaps are closed in place
     }
-    const std::int64_t first = std::int64_t{page} * cache.page_rows;
-    return first >= cache.mortal_rows(head) && first + cache.page_rows <= used;
+    const std::int64_t first = std::int64_t{page} * cache.page_size;
+    return first >= cache.expirable_entries(head) && first + cache.page_size <= used;
 }
 /// Pages of a head that a copy takes from the pool.
 template <class Ref>
 __device__ std::int32_t pages_of_copy(const Ref& cache, std::int32_t head, std::int32_t used) {
     std::int32_t pages = 0;
-    for (std::int32_t page = 0; page * std::int64_t{cache.page_rows} < used; ++page) {
+    for (std::int32_t page = 0; page * std::int64_t{cache.page_size} < used; ++page) {
         pages += page_is_shareable(cache, head, used, page) ? 0 : 1;
     }
     return pages;
 }
 
-/// Drops the slots that nobody wants, if the pool then has the pages that copies take; else nothing changes, and `refused` is 1. One block.
+/// Drops the sequences that nobody wants, if the pool then has the pages that copies take; else nothing changes, and `refused` is 1. One block.
 template <class P, class T>
 __global__ void __launch_bounds__(admit_threads)
-    dual_drop_kernel(const DualRef<P, T>* const refs, const std::int32_t layers, const slot_moves moves,
-                     std::int64_t* const refused, std::uint32_t* const status) {
-    __shared__ dual_moves all;
+    paged_drop_kernel(const DualRef<P, T>* const refs, const std::int32_t layers, const sequence_moves moves,
+                      std::int64_t* const refused, std::uint32_t* const status) {
+    __shared__ paged_moves all;
     __shared__ unsigned long long needed;
     const DualRef<P, T>& any = refs[0];
-    load_moves(all, moves, any.slots);
+    load_moves(all, moves, any.max_sequences);
     const auto thread = static_cast<std::int32_t>(threadIdx.x);
     const std::int32_t each = layers * any.kv_heads;
     const std::int32_t before = *any.pool.free_count;
@@ -112,10 +112,10 @@ __global__ void __launch_bounds__(admit_threads)
                 continue;
             }
             const DualRef<P, T>& cache = refs[x % each / any.kv_heads];
-            const std::int32_t slot = all.target(x / each), head = x % any.kv_heads;
-            const std::int32_t held = cache.held[cache.head_index(slot, head)];
+            const std::int32_t seq = all.target(x / each), head = x % any.kv_heads;
+            const std::int32_t held = cache.held[cache.head_index(seq, head)];
             for (std::int32_t page = lane_id(); page < held; page += 32) {
-                visit(cache.pages(slot, head)[page]);
+                visit(cache.pages(seq, head)[page]);
             }
         }
     };
@@ -171,19 +171,19 @@ __global__ void __launch_bounds__(admit_threads)
 
 /// Heirs get their pages; all targets their counters and states. A block a head of a layer.
 template <class P, class T>
-__global__ void __launch_bounds__(slot_threads)
-    dual_inherit_kernel(const DualRef<P, T>* const refs, const slot_moves moves,
-                        const std::int64_t* const refused) {
-    __shared__ dual_moves all;
+__global__ void __launch_bounds__(sequence_threads)
+    paged_inherit_kernel(const DualRef<P, T>* const refs, const sequence_moves moves,
+                         const std::int64_t* const refused) {
+    __shared__ paged_moves all;
     if (*refused != 0) {
         return;
     }
-    auto* const inherited = reinterpret_cast<slot_move*>(dynamic_shared());
-    auto* const copied = inherited + most_reordered;
-    void* const scratch = copied + most_reordered;
+    auto* const inherited = reinterpret_cast<sequence_move*>(dynamic_shared());
+    auto* const copied = inherited + max_reordered;
+    void* const scratch = copied + max_reordered;
     const DualRef<P, T>& cache = refs[blockIdx.x / static_cast<unsigned>(refs[0].kv_heads)];
     const auto head = static_cast<std::int32_t>(blockIdx.x % static_cast<unsigned>(cache.kv_heads));
-    load_moves(all, moves, cache.slots);
+    load_moves(all, moves, cache.max_sequences);
     const auto thread = static_cast<std::int32_t>(threadIdx.x),
                threads = static_cast<std::int32_t>(blockDim.x);
     for (std::int32_t i = thread; i < all.count; i += threads) {
@@ -195,9 +195,9 @@ __global__ void __launch_bounds__(slot_threads)
     move_words<std::uint32_t, std::uint32_t>(
         inherited, all.count, scratch, thread, threads,
         cache.table_offset[head + 1] - cache.table_offset[head],
-        [&](std::int32_t slot) { return cache.pages(slot, head); },
-        [](const slot_move& move) { return std::int64_t{move.used}; });
-    // Dropped slots hold nothing any more, so that a target that is not an heir has 0 already, or stays as it is.
+        [&](std::int32_t seq) { return cache.pages(seq, head); },
+        [](const sequence_move& move) { return std::int64_t{move.used}; });
+    // Dropped sequences hold nothing any more, so that a target that is not an heir has 0 already, or stays as it is.
     for (std::int32_t i = thread; i < all.count; i += threads) {
         if (inherited[i].from != inherited[i].to) {
             cache.held[cache.head_index(inherited[i].to, head)] = inherited[i].used;
@@ -205,27 +205,27 @@ __global__ void __launch_bounds__(slot_threads)
             cache.held[cache.head_index(inherited[i].to, head)] = 0;
         }
     }
-    const auto one = [](const slot_move&) { return std::int64_t{1}; };
+    const auto one = [](const sequence_move&) { return std::int64_t{1}; };
     move_words<std::uint32_t, std::uint32_t>(
         copied, all.count, scratch, thread, threads, 1,
-        [&](std::int32_t slot) { return cache.kept + cache.head_index(slot, head); }, one);
+        [&](std::int32_t seq) { return cache.num_long_range + cache.head_index(seq, head); }, one);
     move_words<std::uint32_t, std::uint32_t>(
         copied, all.count, scratch, thread, threads, 1,
-        [&](std::int32_t slot) { return cache.taken + cache.head_index(slot, head); }, one);
+        [&](std::int32_t seq) { return cache.appended + cache.head_index(seq, head); }, one);
     if constexpr (P::has_keep) {
         move_words<std::uint32_t, std::uint32_t>(
             copied, all.count, scratch, thread, threads, 1,
-            [&](std::int32_t slot) { return cache.pinned + cache.head_index(slot, head); }, one);
+            [&](std::int32_t seq) { return cache.num_protected + cache.head_index(seq, head); }, one);
     }
     move_words<std::uint32_t, std::uint32_t>(
         copied, all.count, scratch, thread, threads, cache.state_size,
-        [&](std::int32_t slot) { return cache.state + cache.head_index(slot, head) * cache.state_size; },
-        [&](const slot_move&) { return cache.state_size; });
+        [&](std::int32_t seq) { return cache.state + cache.head_index(seq, head) * cache.state_size; },
+        [&](const sequence_move&) { return cache.state_size; });
     if (blockIdx.x == 0) {  // reservations go with the pages
         move_words<std::uint32_t, std::uint32_t>(
             inherited, all.count, scratch, thread, threads, 2,
-            [&](std::int32_t slot) { return cache.reserved + slot; },
-            [](const slot_move&) { return std::int64_t{2}; });
+            [&](std::int32_t seq) { return cache.reserved + seq; },
+            [](const sequence_move&) { return std::int64_t{2}; });
         __syncthreads();
     }
     for (std::int32_t i = thread; i < all.count; i += threads) {
@@ -234,7 +234,7 @@ __global__ void __launch_bounds__(slot_threads)
         }
         cache.victim[cache.head_index(all.target(i), head)] = -1;
         if (head == 0) {
-            cache.proposed[all.target(i)] = 0;
+            cache.num_draft[all.target(i)] = 0;
         }
     }
 }
@@ -242,21 +242,21 @@ __global__ void __launch_bounds__(slot_threads)
 /// Page tables of copies: pages that never change again are shared, the others taken. One block.
 template <class P, class T>
 __global__ void __launch_bounds__(admit_threads)
-    dual_share_kernel(const DualRef<P, T>* const refs, const std::int32_t layers, const slot_moves moves,
-                      const std::int64_t* const refused) {
-    __shared__ dual_moves all;
+    paged_share_kernel(const DualRef<P, T>* const refs, const std::int32_t layers, const sequence_moves moves,
+                       const std::int64_t* const refused) {
+    __shared__ paged_moves all;
     __shared__ admit_memory memory;
     if (*refused != 0) {
         return;
     }
     const DualRef<P, T>& any = refs[0];
-    load_moves(all, moves, any.slots);
+    load_moves(all, moves, any.max_sequences);
     const std::int32_t each = layers * any.kv_heads, free = *any.pool.free_count;
     const auto used_of = [&](std::int32_t x) {
         return rows_of_copy(refs[x % each / any.kv_heads], x % any.kv_heads, all.source[x / each],
                             all.target(x / each));
     };
-    const int taken = running_sums(
+    const int appended = running_sums(
         memory, all.count * each,
         [&](std::int32_t x) {
             return all.copies(x / each)
@@ -272,7 +272,7 @@ __global__ void __launch_bounds__(admit_threads)
             const std::int32_t* const of_source = cache.pages(all.holder(x / each), head);
             std::int32_t* const of_copy = cache.pages(to, head);
             std::int32_t page = 0, next = free - 1 - before;
-            for (; page * std::int64_t{cache.page_rows} < used; ++page) {
+            for (; page * std::int64_t{cache.page_size} < used; ++page) {
                 if (page_is_shareable(cache, head, used, page)) {
                     of_copy[page] = of_source[page];
                     atomicAdd(any.pool.names + of_source[page], 1);
@@ -285,20 +285,20 @@ __global__ void __launch_bounds__(admit_threads)
             cache.held[cache.head_index(to, head)] = page;
         });
     if (threadIdx.x == 0) {
-        *any.pool.free_count = free - taken;
+        *any.pool.free_count = free - appended;
     }
 }
 
 /// The queries that an eviction part remembers. `pieces` blocks a head of a layer.
 template <class P, class T>
-__global__ void __launch_bounds__(slot_threads)
-    dual_queries_kernel(const DualRef<P, T>* const refs, const slot_moves moves, const std::int32_t pieces,
-                        const std::int64_t* const refused) {
+__global__ void __launch_bounds__(sequence_threads)
+    paged_queries_kernel(const DualRef<P, T>* const refs, const sequence_moves moves,
+                         const std::int32_t pieces, const std::int64_t* const refused) {
     if (*refused != 0) {
         return;
     }
-    auto* const all = reinterpret_cast<slot_move*>(dynamic_shared());
-    void* const scratch = all + most_reordered;
+    auto* const all = reinterpret_cast<sequence_move*>(dynamic_shared());
+    void* const scratch = all + max_reordered;
     const std::int32_t piece = static_cast<std::int32_t>(blockIdx.x) % pieces;
     const std::int32_t rest = static_cast<std::int32_t>(blockIdx.x) / pieces;
     const DualRef<P, T>& cache = refs[rest / refs[0].kv_heads];
@@ -306,23 +306,23 @@ __global__ void __launch_bounds__(slot_threads)
     const auto thread = static_cast<std::int32_t>(threadIdx.x),
                threads = static_cast<std::int32_t>(blockDim.x);
     for (std::int32_t i = thread; i < moves.count; i += threads) {
-        all[i] = {moves.source(i, cache.slots), moves.target(i), 0};
+        all[i] = {moves.source(i, cache.max_sequences), moves.target(i), 0};
     }
     __syncthreads();
-    const std::int64_t words = std::int64_t{cache.eviction.observing} * cache.group * cache.dim_k *
+    const std::int64_t words = std::int64_t{cache.eviction.observing} * cache.group * cache.head_dim_qk *
                                static_cast<std::int64_t>(sizeof(T)) / 4;
     move_words<std::uint32_t, std::uint32_t>(
         all, moves.count, scratch, std::int64_t{piece} * threads + thread, std::int64_t{pieces} * threads,
-        words, [&](std::int32_t slot) { return cache.query_row(slot, head, 0); },
-        [&](const slot_move&) { return words; });
+        words, [&](std::int32_t seq) { return cache.query_row(seq, head, 0); },
+        [&](const sequence_move&) { return words; });
 }
 
 /// The rows of pages that copies do not share. `pieces` blocks a head of a layer, a warp a row.
 template <class P, class T>
-__global__ void __launch_bounds__(slot_threads)
-    dual_copy_kernel(const DualRef<P, T>* const refs, const slot_moves moves, const std::int32_t pieces,
-                     const std::int64_t* const refused) {
-    __shared__ dual_moves all;
+__global__ void __launch_bounds__(sequence_threads)
+    paged_copy_kernel(const DualRef<P, T>* const refs, const sequence_moves moves, const std::int32_t pieces,
+                      const std::int64_t* const refused) {
+    __shared__ paged_moves all;
     if (*refused != 0) {
         return;
     }
@@ -330,8 +330,8 @@ __global__ void __launch_bounds__(slot_threads)
     const std::int32_t rest = static_cast<std::int32_t>(blockIdx.x) / pieces;
     const DualRef<P, T>& cache = refs[rest / refs[0].kv_heads];
     const std::int32_t head = rest % cache.kv_heads;
-    load_moves(all, moves, cache.slots);
-    constexpr std::int32_t warps = slot_threads / 32;
+    load_moves(all, moves, cache.max_sequences);
+    constexpr std::int32_t warps = sequence_threads / 32;
     for (std::int32_t i = 0; i < all.count; ++i) {
         if (!all.copies(i)) {
             continue;
@@ -340,11 +340,11 @@ __global__ void __launch_bounds__(slot_threads)
         const std::int32_t used = rows_of_copy(cache, head, all.source[i], to);
         const auto rows = cache.head_rows(from, head), copy = cache.head_rows(to, head);
         for (std::int32_t r = piece * warps + warp_id(); r < used; r += pieces * warps) {
-            if (page_is_shareable(cache, head, used, r / cache.page_rows)) {
+            if (page_is_shareable(cache, head, used, r / cache.page_size)) {
                 continue;
             }
-            copy_row<T>(rows.k(r), copy.k(r), cache.dim_k);
-            copy_row<T>(rows.v(r), copy.v(r), cache.dim_v);
+            copy_row<T>(rows.k(r), copy.k(r), cache.head_dim_qk);
+            copy_row<T>(rows.v(r), copy.v(r), cache.head_dim_vo);
             if (lane_id() == 0) {
                 copy.position(r) = rows.position(r);
                 copy.score(r) = rows.score(r);
@@ -353,8 +353,8 @@ __global__ void __launch_bounds__(slot_threads)
         if constexpr (P::has_selection) {  // of rows that stand in both: a page of the cache has whole ones
             const std::int32_t size = rows.bound_rows;
             for (std::int32_t page = piece * warps + warp_id(); page * size < used; page += pieces * warps) {
-                if (!page_is_shareable(cache, head, used, page * size / cache.page_rows)) {
-                    copy_row<T>(rows.bounds(page), copy.bounds(page), 2 * cache.dim_k);
+                if (!page_is_shareable(cache, head, used, page * size / cache.page_size)) {
+                    copy_row<T>(rows.bounds(page), copy.bounds(page), 2 * cache.head_dim_qk);
                 }
             }
         }
@@ -363,23 +363,23 @@ __global__ void __launch_bounds__(slot_threads)
 
 /// Lengths, when nobody reads the old ones any more. One block.
 template <class Length>
-__global__ void __launch_bounds__(slot_threads)
-    dual_lengths_kernel(Length* const length, const std::int32_t slots, const slot_moves moves,
-                        const std::int64_t* const refused) {
+__global__ void __launch_bounds__(sequence_threads)
+    paged_lengths_kernel(Length* const length, const std::int32_t max_sequences, const sequence_moves moves,
+                         const std::int64_t* const refused) {
     if (*refused != 0) {
         return;
     }
-    auto* const all = reinterpret_cast<slot_move*>(dynamic_shared());
-    void* const scratch = all + most_reordered;
+    auto* const all = reinterpret_cast<sequence_move*>(dynamic_shared());
+    void* const scratch = all + max_reordered;
     const auto thread = static_cast<std::int32_t>(threadIdx.x),
                threads = static_cast<std::int32_t>(blockDim.x);
     for (std::int32_t i = thread; i < moves.count; i += threads) {
-        all[i] = {moves.source(i, slots), moves.target(i), 0};
+        all[i] = {moves.source(i, max_sequences), moves.target(i), 0};
     }
     __syncthreads();
     move_words<std::uint32_t, std::uint32_t>(
-        all, moves.count, scratch, thread, threads, 2, [&](std::int32_t slot) { return length + slot; },
-        [](const slot_move&) { return std::int64_t{2}; });
+        all, moves.count, scratch, thread, threads, 2, [&](std::int32_t seq) { return length + seq; },
+        [](const sequence_move&) { return std::int64_t{2}; });
 }
 
 }  // namespace cuda_backend

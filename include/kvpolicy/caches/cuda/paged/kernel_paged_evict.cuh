@@ -42,23 +42,23 @@ struct evict_memory {
 template <class P, class T>
 struct evicted_head {
     const DualRef<P, T>& cache;
-    std::int32_t slot, head;
+    std::int32_t seq, head;
     std::int64_t index;
     PagedRows<T> rows;
     HeadRows layout;
     position_t length;
     std::int32_t long_range, used;
 
-    __device__ evicted_head(const DualRef<P, T>& of, std::int32_t of_slot, std::int32_t of_head)
+    __device__ evicted_head(const DualRef<P, T>& of, std::int32_t of_seq, std::int32_t of_head)
         : cache(of),
-          slot(of_slot),
+          seq(of_seq),
           head(of_head),
-          index(of.head_index(of_slot, of_head)),
-          rows(of.head_rows(of_slot, of_head)),
+          index(of.head_index(of_seq, of_head)),
+          rows(of.head_rows(of_seq, of_head)),
           layout(of.layout(of_head)),
-          length(of.length[of_slot]),
-          long_range(layout.place(0)),
-          used(of.used(of_slot, of_head)) {}
+          length(of.length[of_seq]),
+          long_range(layout.slot(0)),
+          used(of.used(of_seq, of_head)) {}
     /// Sinks and the window are exempt.
     [[nodiscard]] __device__ bool takes_part() const { return used > long_range; }
     [[nodiscard]] __device__ std::int32_t queries() const {
@@ -73,15 +73,15 @@ struct evicted_head {
     /// The row of a long-range key or another, number j in logical order; only called for heads that take part, whose sinks and ring
     /// are full. `rank`: whether places stand in any order.
     [[nodiscard]] __device__ std::int32_t ring_row(std::int32_t j) const {
-        const std::int32_t places = used - long_range;
-        return j < layout.sinks ? j : layout.recent(length - layout.window + (j - layout.sinks - places));
+        const std::int32_t slots = used - long_range;
+        return j < layout.sinks ? j : layout.recent(length - layout.window + (j - layout.sinks - slots));
     }
 };
 
 /// The logits of a key against a tile of queries, which lie in shared memory as [dim][evict_tile].
 template <class T, class Real>
-__device__ void evict_logits(const T* key, const Real* queries, const Attention& attention, std::int32_t dim,
-                             Real (&logit)[evict_tile]) {
+__device__ void evict_logits(const T* key, const Real* queries, const AttentionParams& attention,
+                             std::int32_t dim, Real (&logit)[evict_tile]) {
     constexpr int each = sizeof(T) == 2 ? 8 : 1;
     struct alignas(each * sizeof(T)) numbers {
         T at[each];
@@ -103,8 +103,9 @@ __device__ void evict_logits(const T* key, const Real* queries, const Attention&
             }
         }
     }
-    const Real scale = attention.scale != 0.0f ? attention.scale : 1.0f / sqrtf(static_cast<float>(dim));
-    const Real cap = attention.softcap;
+    const Real scale =
+        attention.sm_scale != 0.0f ? attention.sm_scale : 1.0f / sqrtf(static_cast<float>(dim));
+    const Real cap = attention.logits_soft_cap;
     constexpr Real most = ::cuda::std::numeric_limits<Real>::max();
 #pragma unroll
     for (int i = 0; i < evict_tile; ++i) {
@@ -119,8 +120,8 @@ __device__ void evict_logits(const T* key, const Real* queries, const Attention&
 /// A tile of a head's queries into shared memory; 0 beyond the last. By the whole block.
 template <class P, class T, class Real>
 __device__ void load_evict_queries(const evicted_head<P, T>& at, std::int32_t first, Real* to) {
-    const std::int32_t dim = at.cache.dim_k, left = at.queries() - first;
-    const T* const from = at.cache.query_row(at.slot, at.head, 0) + std::int64_t{first} * dim;
+    const std::int32_t dim = at.cache.head_dim_qk, left = at.queries() - first;
+    const T* const from = at.cache.query_row(at.seq, at.head, 0) + std::int64_t{first} * dim;
     __syncthreads();  // the tile before has been read
     for (auto i = static_cast<std::int32_t>(threadIdx.x); i < evict_tile * dim; i += admit_threads) {
         to[i % dim * evict_tile + i / dim] = i / dim < left ? static_cast<Real>(from[i]) : Real(0);
@@ -131,22 +132,22 @@ __device__ void load_evict_queries(const evicted_head<P, T>& at, std::int32_t fi
 /// Rows in logical order. By all blocks.
 template <class P, class T>
 __device__ void evict_order(const evicted_head<P, T>& at, std::int32_t* order) {
-    const std::int32_t budget = at.cache.rules[at.head].budget, sinks = at.layout.sinks;
-    const std::int32_t places = at.used - at.long_range;
+    const std::int32_t budget = at.cache.all_params[at.head].budget, sinks = at.layout.sinks;
+    const std::int32_t slots = at.used - at.long_range;
     const auto step = static_cast<std::int32_t>(gridDim.x * admit_threads);
     for (auto j = static_cast<std::int32_t>(blockIdx.x * admit_threads + threadIdx.x); j < at.used;
          j += step) {
-        if (j < sinks || j >= sinks + places) {
+        if (j < sinks || j >= sinks + slots) {
             order[j] = at.ring_row(j);
             continue;
         }
-        const std::int32_t mine = at.layout.place(j - sinks);
-        std::int32_t rank = j - sinks;  // without a contest keys take their places in order
+        const std::int32_t mine = at.layout.slot(j - sinks);
+        std::int32_t rank = j - sinks;  // without a top-k update keys take their places in order
         if (budget != unlimited && budget != 0) {
             const position_t t = at.rows.position(mine);
             rank = 0;
-            for (std::int32_t p = 0; p < places; ++p) {
-                const position_t other = at.rows.position(at.layout.place(p));
+            for (std::int32_t p = 0; p < slots; ++p) {
+                const position_t other = at.rows.position(at.layout.slot(p));
                 rank += other < t || (other == t && p < j - sinks) ? 1 : 0;
             }
         }
@@ -177,7 +178,7 @@ __device__ void evict_sums(const evicted_head<P, T>& at, const evict_memory<T>& 
     for (auto r = static_cast<std::int32_t>(threadIdx.x); r < at.used; r += admit_threads) {
         const position_t t = at.rows.position(r);
         Real logit[evict_tile];
-        evict_logits(at.rows.k(r), queries, at.cache.attention, at.cache.dim_k, logit);
+        evict_logits(at.rows.k(r), queries, at.cache.attention, at.cache.head_dim_qk, logit);
 #pragma unroll
         for (int i = 0; i < evict_tile; ++i) {
             if (t <= seen[i]) {
@@ -247,7 +248,7 @@ __device__ void evict_masses(const evicted_head<P, T>& at, const evict_memory<T>
     for (std::int32_t tile = 0; tile < count; tile += evict_tile) {
         load_evict_queries(at, tile, queries);
         Real logit[evict_tile];
-        evict_logits(key, queries, at.cache.attention, at.cache.dim_k, logit);
+        evict_logits(key, queries, at.cache.attention, at.cache.head_dim_qk, logit);
 #pragma unroll
         for (int i = 0; i < evict_tile; ++i) {
             const std::int32_t x = tile + i;
@@ -315,7 +316,7 @@ __device__ void evict_rows(const evicted_head<P, T>& at, const evict_memory<T>& 
     __syncthreads();
     // Rows move towards the front, so that a few of them are read before as many are written.
     T* const staged = reinterpret_cast<T*>(staging);
-    const std::int32_t width = cache.dim_k + cache.dim_v, lane = lane_id();
+    const std::int32_t width = cache.head_dim_qk + cache.head_dim_vo, lane = lane_id();
     std::int32_t to = at.long_range, moved_from = -1;
     for (std::int32_t first = at.long_range; first < used; first += memory.staged) {
         const std::int32_t count = used - first < memory.staged ? used - first : memory.staged;
@@ -337,17 +338,18 @@ __device__ void evict_rows(const evicted_head<P, T>& at, const evict_memory<T>& 
         }
         for (std::int32_t i = warp_id(); i < count; i += admit_threads / 32) {
             if ((votes >> i & 1u) != 0) {
-                copy_row<T>(at.rows.k(first + i), staged + std::int64_t{i} * width, cache.dim_k);
-                copy_row<T>(at.rows.v(first + i), staged + std::int64_t{i} * width + cache.dim_k,
-                            cache.dim_v);
+                copy_row<T>(at.rows.k(first + i), staged + std::int64_t{i} * width, cache.head_dim_qk);
+                copy_row<T>(at.rows.v(first + i), staged + std::int64_t{i} * width + cache.head_dim_qk,
+                            cache.head_dim_vo);
             }
         }
         __syncthreads();
         for (std::int32_t i = warp_id(); i < count; i += admit_threads / 32) {
             if ((votes >> i & 1u) != 0) {
                 const std::int32_t row = to + __popc(votes & lanes_before(i));
-                copy_row<T>(staged + std::int64_t{i} * width, at.rows.k(row), cache.dim_k);
-                copy_row<T>(staged + std::int64_t{i} * width + cache.dim_k, at.rows.v(row), cache.dim_v);
+                copy_row<T>(staged + std::int64_t{i} * width, at.rows.k(row), cache.head_dim_qk);
+                copy_row<T>(staged + std::int64_t{i} * width + cache.head_dim_qk, at.rows.v(row),
+                            cache.head_dim_vo);
             }
         }
         if (warp_id() == 0 && stays) {
@@ -361,12 +363,12 @@ __device__ void evict_rows(const evicted_head<P, T>& at, const evict_memory<T>& 
         refresh_pages(at.rows, moved_from, to, to, warp_id(), admit_threads / 32);
     }
     if (thread == 0) {
-        cache.kept[at.index] -= drop;
+        cache.num_long_range[at.index] -= drop;
         cache.victim[at.index] = -1;
         // What neither rows nor the rest of a reservation need; no fork shares it.
-        const std::int64_t wanted = cache.pages_wanted(at.slot, at.head);
+        const std::int64_t wanted = cache.pages_wanted(at.seq, at.head);
         for (std::int32_t& held = cache.held[at.index]; held > wanted;) {
-            const std::int32_t id = cache.pages(at.slot, at.head)[--held];
+            const std::int32_t id = cache.pages(at.seq, at.head)[--held];
             if (atomicSub(cache.pool.names + id, 1) == 1) {
                 cache.pool.free_ids[atomicAdd(cache.pool.free_count, 1)] = id;
             }
@@ -378,9 +380,9 @@ __device__ void evict_rows(const evicted_head<P, T>& at, const evict_memory<T>& 
 /// All entries, one after another. Launched cooperatively; dynamic shared memory has a tile of queries, or the rows that move at once.
 template <class P, class T>
 __global__ void __launch_bounds__(admit_threads)
-    dual_evict_kernel(const DualRef<P, T>* const refs, const std::int32_t layers, const Batch batch,
-                      const evict_memory<T> memory, EvictionReport* const reports,
-                      std::uint32_t* const status) {
+    paged_evict_kernel(const DualRef<P, T>* const refs, const std::int32_t layers, const Batch batch,
+                       const evict_memory<T> memory, EvictionReport* const reports,
+                       std::uint32_t* const status) {
     __shared__ admit_memory sums;
     __shared__ largest_memory<std::uint64_t> largest;
     __shared__ unsigned long long total;
@@ -398,9 +400,9 @@ __global__ void __launch_bounds__(admit_threads)
     std::int32_t turn = 0;
     for (std::int32_t entry = 0; entry < batch.count; ++entry) {
         EvictionReport report;
-        const std::int32_t slot = batch.slot(entry), tokens = batch.tokens(entry);
-        const bool padding = slot == Batch::no_slot,
-                   bad = !padding && (slot < 0 || slot >= any.slots || tokens < 0);
+        const std::int32_t seq = batch.seq(entry), tokens = batch.tokens(entry);
+        const bool padding = seq == Batch::no_seq,
+                   bad = !padding && (seq < 0 || seq >= any.max_sequences || tokens < 0);
         if (leads && bad && status != nullptr) {
             atomicOr(status + entry, static_cast<std::uint32_t>(status_bad_length));
         }
@@ -409,11 +411,11 @@ __global__ void __launch_bounds__(admit_threads)
             // In the middle of a token a key and queries have taken the places of older ones, which the length does not say yet.
             bool amid = false;
             for (auto x = static_cast<std::int64_t>(threadIdx.x); x < heads; x += admit_threads) {
-                amid |= refs[x / kv_heads].pending(slot, static_cast<std::int32_t>(x % kv_heads)) != 0;
+                amid |= refs[x / kv_heads].num_appended(seq, static_cast<std::int32_t>(x % kv_heads)) != 0;
             }
             waits = __syncthreads_or(amid ? 1 : 0) != 0;
             if (leads && waits && status != nullptr) {
-                atomicOr(status + entry, static_cast<std::uint32_t>(status_not_taken));
+                atomicOr(status + entry, static_cast<std::uint32_t>(status_layer_skipped));
             }
         }
         while (!waits) {
@@ -426,7 +428,7 @@ __global__ void __launch_bounds__(admit_threads)
             unsigned long long mine = 0;
             for (auto x = static_cast<std::int64_t>(threadIdx.x); x < heads; x += admit_threads) {
                 const std::int32_t used =
-                    refs[x / kv_heads].used(slot, static_cast<std::int32_t>(x % kv_heads));
+                    refs[x / kv_heads].used(seq, static_cast<std::int32_t>(x % kv_heads));
                 mine += static_cast<unsigned long long>(used);
                 if (used > memory.rows) {
                     beyond = true;
@@ -438,7 +440,7 @@ __global__ void __launch_bounds__(admit_threads)
             if ((report.rows + heads - 1) / heads <= any.eviction.average) {
                 break;
             }
-            // A graph captured before slabs were lent has a workspace for fewer rows.
+            // A graph captured before slabs were attached has a workspace for fewer rows.
             if (beyond) {
                 if (leads && status != nullptr) {
                     atomicOr(status + entry, static_cast<std::uint32_t>(status_small_workspace));
@@ -450,7 +452,7 @@ __global__ void __launch_bounds__(admit_threads)
             }
             for (std::int32_t layer = 0; layer < layers; ++layer) {
                 const DualRef<P, T>& cache = refs[layer];
-                const auto head_of = [&](std::int32_t h) { return evicted_head<P, T>(cache, slot, h); };
+                const auto head_of = [&](std::int32_t h) { return evicted_head<P, T>(cache, seq, h); };
                 for (std::int32_t h = 0; h < kv_heads; ++h) {
                     if (const auto at = head_of(h); at.takes_part()) {
                         evict_order(at, memory.order + h * memory.rows);

@@ -17,19 +17,19 @@ namespace cuda_backend {
 /// end to end. One block.
 template <class T>
 __global__ void __launch_bounds__(admit_threads)
-    dual_chunk_plan_kernel(const __grid_constant__ chunk_launch<dual_view<T>> call,
-                           std::int32_t* const missing, const bool writes) {
+    paged_prefill_plan_kernel(const __grid_constant__ prefill_params<paged_view<T>> call,
+                              std::int32_t* const missing, const bool writes) {
     __shared__ admit_memory memory;
-    const dual_view<T>& cache = call.cache;
+    const paged_view<T>& cache = call.cache;
     const std::int32_t pairs = call.batch.count * cache.kv_heads;
     if (writes) {
-        const admission wanted{call.tokens.most, call.taken, missing, call.status};
-        admit_block(cache, call.batch, wanted, memory,
-                    [&](std::int32_t pair, std::int32_t slot, std::int32_t h) {
-                        const HeadRule& rule = cache.rules[h];
-                        return HeadRows{rule.sinks, rule.window}.used(
-                            cache.length[slot] + call.taken[pair / cache.kv_heads], call.kept[pair]);
-                    });
+        const admission wanted{call.tokens.most, call.appended, missing, call.status};
+        agent_admit(
+            cache, call.batch, wanted, memory, [&](std::int32_t pair, std::int32_t seq, std::int32_t h) {
+                const HeadParams& head_params = cache.all_params[h];
+                return HeadRows{head_params.sinks, head_params.window}.used(
+                    cache.length[seq] + call.appended[pair / cache.kv_heads], call.num_long_range[pair]);
+            });
     }
     for (std::int32_t first = 0; first < call.batch.count; first += call.together) {
         const std::int32_t begin = first * cache.kv_heads;
@@ -37,12 +37,12 @@ __global__ void __launch_bounds__(admit_threads)
             memory, min(call.together * cache.kv_heads, pairs - begin),
             [&](std::int32_t x) {
                 const std::int32_t pair = begin + x, entry = pair / cache.kv_heads;
-                if (call.taken[entry] <= 0) {
+                if (call.appended[entry] <= 0) {
                     return 0;
                 }
-                const std::int32_t slot = call.batch.slot(entry);
-                const dual_head<T> head(cache, slot, pair % cache.kv_heads);
-                return head.layout.used(cache.length[slot], cache.kept[head.index]);
+                const std::int32_t seq = call.batch.seq(entry);
+                const paged_head<T> head(cache, seq, pair % cache.kv_heads);
+                return head.layout.used(cache.length[seq], cache.num_long_range[head.index]);
             },
             [&](std::int32_t x, std::int32_t before) { call.first_row[begin + x] = before; });
     }
@@ -50,19 +50,19 @@ __global__ void __launch_bounds__(admit_threads)
 
 /// The outputs of entries that found no pages. A block an entry.
 template <class T>
-__global__ void __launch_bounds__(chunk_threads)
-    dual_chunk_refuse_kernel(const __grid_constant__ chunk_launch<dual_view<T>> call,
-                             const std::int32_t* const asked, const rows_view<T> out,
-                             const plane_view<float> lse) {
+__global__ void __launch_bounds__(prefill_threads)
+    paged_prefill_refuse_kernel(const __grid_constant__ prefill_params<paged_view<T>> call,
+                                const std::int32_t* const asked, const rows_view<T> out,
+                                const plane_view<float> lse) {
     const auto entry = static_cast<std::int32_t>(blockIdx.x);
-    if (call.taken[entry] >= 0) {
+    if (call.appended[entry] >= 0) {
         return;
     }
     const std::int32_t tokens = asked != nullptr ? asked[entry] : call.tokens.most;
     for (std::int32_t x = warp_id(); x < call.cache.kv_heads * call.cache.group * tokens;
-         x += chunk_threads / 32) {
+         x += prefill_threads / 32) {
         T* const row = out.row(entry, x / tokens, x % tokens);
-        for (std::int32_t d = lane_id(); d < call.cache.dim_v; d += 32) {
+        for (std::int32_t d = lane_id(); d < call.cache.head_dim_vo; d += 32) {
             row[d] = T(0.0f);
         }
         if (lane_id() == 0 && lse) {
@@ -73,21 +73,21 @@ __global__ void __launch_bounds__(chunk_threads)
 
 /// Copies the rows of heads to first_row and after, from head `begin` of all entries on. `pieces` blocks a head, a warp a row.
 template <class T>
-__global__ void __launch_bounds__(chunk_threads)
-    dual_chunk_gather_kernel(const __grid_constant__ chunk_launch<dual_view<T>> call, T* const k, T* const v,
-                             const std::int32_t begin, const std::int32_t pieces) {
-    const chunk_head<dual_view<T>> at(call, begin + static_cast<std::int32_t>(blockIdx.x) / pieces);
+__global__ void __launch_bounds__(prefill_threads)
+    paged_prefill_gather_kernel(const __grid_constant__ prefill_params<paged_view<T>> call, T* const k,
+                                T* const v, const std::int32_t begin, const std::int32_t pieces) {
+    const prefill_head<paged_view<T>> at(call, begin + static_cast<std::int32_t>(blockIdx.x) / pieces);
     if (at.active.tokens == 0) {
         return;
     }
-    const dual_view<T>& cache = call.cache;
-    const std::int32_t used = at.rows.layout.used(at.base, cache.kept[at.rows.index]);
-    constexpr std::int32_t warps = chunk_threads / 32;
+    const paged_view<T>& cache = call.cache;
+    const std::int32_t used = at.rows.layout.used(at.base, cache.num_long_range[at.rows.index]);
+    constexpr std::int32_t warps = prefill_threads / 32;
     const std::int64_t first = call.first_row[at.pair];
     for (std::int32_t row = static_cast<std::int32_t>(blockIdx.x) % pieces * warps + warp_id(); row < used;
          row += pieces * warps) {
-        copy_row<T>(at.rows.key(row), k + (first + row) * cache.dim_k, cache.dim_k);
-        copy_row<T>(at.rows.value(row), v + (first + row) * cache.dim_v, cache.dim_v);
+        copy_row<T>(at.rows.key(row), k + (first + row) * cache.head_dim_qk, cache.head_dim_qk);
+        copy_row<T>(at.rows.value(row), v + (first + row) * cache.head_dim_vo, cache.head_dim_vo);
     }
 }
 

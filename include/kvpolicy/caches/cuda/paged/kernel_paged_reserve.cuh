@@ -15,47 +15,46 @@ inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 namespace cuda_backend {
 
 template <class P, class T>
-struct reserve_launch {
+struct reserve_params {
     const DualRef<P, T>* refs = nullptr;  // [layers]
     std::int32_t layers = 0;
-    std::int32_t slots = 0;
-    position_t longest = 0;  // of a slot, where some layer has such a limit
+    std::int32_t max_sequences = 0;
+    position_t max_seq_len = 0;  // of a sequence, where some layer has such a limit
     Batch batch{};
     PageClaim* claims = nullptr;     // [count]
     std::int64_t* answer = nullptr;  // [1]: how many pages the pool lacks
 
     /// Tokens beyond `longest` are found where those of the layers are known.
-    [[nodiscard]] __device__ static constexpr bool takes(std::int32_t /*slot*/, std::int32_t /*tokens*/) {
+    [[nodiscard]] __device__ static constexpr bool takes(std::int32_t /*sequence*/, std::int32_t /*tokens*/) {
         return true;
     }
-    /// Pages that head x of all layers lacks until its slot has the length `until`.
-    [[nodiscard]] __device__ std::int32_t missing(std::int32_t slot, std::int32_t x, position_t until) const {
+    /// Pages that head x of all layers lacks until its sequence has the length `until`.
+    [[nodiscard]] __device__ std::int32_t missing(std::int32_t seq, std::int32_t x, position_t until) const {
         const DualRef<P, T>& cache = refs[x / refs[0].kv_heads];
         const std::int32_t head = x % cache.kv_heads;
-        return static_cast<std::int32_t>(
-            cache.pages_missing(slot, head, cache.rows_until(slot, head, until)));
+        return static_cast<std::int32_t>(cache.pages_missing(seq, head, cache.rows_until(seq, head, until)));
     }
 };
 
 /// What every entry lacks. A block an entry. Tokens that some layer has taken since advance() count as if all had.
 template <class P, class T>
 __global__ void __launch_bounds__(admit_threads)
-    count_reserved_kernel(const __grid_constant__ reserve_launch<P, T> call) {
+    count_reserved_kernel(const __grid_constant__ reserve_params<P, T> call) {
     __shared__ std::int32_t largest[admit_threads / 32];
     __shared__ std::int64_t sums[admit_threads / 32];
     const auto i = static_cast<std::int32_t>(blockIdx.x), thread = static_cast<std::int32_t>(threadIdx.x);
     const DualRef<P, T>& any = call.refs[0];
     const active_entry active(call, call.batch, i, never);
-    std::int32_t pending = 0;
+    std::int32_t num_appended = 0;
     for (std::int32_t layer = thread; layer < call.layers; layer += admit_threads) {
-        pending = max(pending, call.refs[layer].pending(active.slot, 0));
+        num_appended = max(num_appended, call.refs[layer].num_appended(active.seq, 0));
     }
-    pending = max_over_block<admit_threads>(pending, largest);
-    const position_t until = any.length[active.slot] + pending + active.tokens;
-    const bool counts = active.tokens != 0 && until <= call.longest;
+    num_appended = max_over_block<admit_threads>(num_appended, largest);
+    const position_t until = any.length[active.seq] + num_appended + active.tokens;
+    const bool counts = active.tokens != 0 && until <= call.max_seq_len;
     std::int64_t pages = 0;
     for (std::int32_t x = thread; counts && x < call.layers * any.kv_heads; x += admit_threads) {
-        pages += call.missing(active.slot, x, until);
+        pages += call.missing(active.seq, x, until);
     }
     pages = sum_over_block<admit_threads>(pages, sums);
     if (thread == 0) {
@@ -67,7 +66,7 @@ __global__ void __launch_bounds__(admit_threads)
 /// none. One block.
 template <class P, class T>
 __global__ void __launch_bounds__(admit_threads)
-    grant_reserved_kernel(const __grid_constant__ reserve_launch<P, T> call) {
+    grant_reserved_kernel(const __grid_constant__ reserve_params<P, T> call) {
     __shared__ admit_memory memory;
     __shared__ std::int64_t sums[admit_threads / 32];
     const auto thread = static_cast<std::int32_t>(threadIdx.x);
@@ -99,7 +98,7 @@ __global__ void __launch_bounds__(admit_threads)
             PageClaim& claim = call.claims[i];
             claim.pages = free - before;
             if (claim.until != 0) {
-                position_t& reserved = any.reserved[call.batch.slot(i)];
+                position_t& reserved = any.reserved[call.batch.seq(i)];
                 reserved = max(reserved, claim.until);
             }
         });
@@ -108,26 +107,26 @@ __global__ void __launch_bounds__(admit_threads)
 /// Takes what was granted. A block an entry.
 template <class P, class T>
 __global__ void __launch_bounds__(admit_threads)
-    take_reserved_kernel(const __grid_constant__ reserve_launch<P, T> call) {
+    take_reserved_kernel(const __grid_constant__ reserve_params<P, T> call) {
     __shared__ admit_memory memory;
     const PageClaim claim = call.claims[blockIdx.x];
     if (claim.until == 0) {
         return;
     }
     const DualRef<P, T>& any = call.refs[0];
-    const std::int32_t slot = call.batch.slot(static_cast<std::int32_t>(blockIdx.x));
-    const auto missing = [&](std::int32_t x) { return call.missing(slot, x, claim.until); };
+    const std::int32_t seq = call.batch.seq(static_cast<std::int32_t>(blockIdx.x));
+    const auto missing = [&](std::int32_t x) { return call.missing(seq, x, claim.until); };
     running_sums(memory, call.layers * any.kv_heads, missing, [&](std::int32_t x, int before) {
         const DualRef<P, T>& cache = call.refs[x / any.kv_heads];
         const std::int32_t head = x % any.kv_heads, pages = missing(x);
         if (pages == 0) {
             return;
         }
-        std::int32_t& held = cache.held[cache.head_index(slot, head)];
+        std::int32_t& held = cache.held[cache.head_index(seq, head)];
         for (std::int32_t page = 0; page < pages; ++page) {
             const std::int32_t id = any.pool.free_ids[claim.pages - 1 - before - page];
             any.pool.names[id] = 1;
-            cache.pages(slot, head)[held + page] = id;
+            cache.pages(seq, head)[held + page] = id;
         }
         held += pages;
     });

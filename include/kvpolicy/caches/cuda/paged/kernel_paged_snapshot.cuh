@@ -1,4 +1,4 @@
-// A slot of a DualCache as rows that lie together, and back: for snapshots, which go through a host cache of one slot.
+// A sequence of a DualCache as rows that lie together, and back: for snapshots, which go through a host cache of one sequence.
 #pragma once
 
 #include <kvpolicy/caches/cuda/kernel_prefill.cuh>
@@ -14,33 +14,33 @@ namespace kvpolicy {
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 namespace cuda_backend {
 
-/// The rows of all heads of all layers of one slot, one head after another.
+/// The rows of all heads of all layers of one sequence, one head after another.
 template <class T>
 struct slot_rows {
     const std::int64_t* first = nullptr;  // [layers * kv_heads + 1]
-    T* k = nullptr;                       // [rows, dim_k]
-    T* v = nullptr;                       // [rows, dim_v]
+    T* k = nullptr;                       // [rows, head_dim_qk]
+    T* v = nullptr;                       // [rows, head_dim_vo]
     position_t* position = nullptr;       // [rows]
     float* score = nullptr;               // [rows]
 };
 
 /// Copies them out of the cache, or into it. `pieces` blocks a head of a layer, a warp a row.
 template <class P, class T>
-__global__ void __launch_bounds__(slot_threads)
-    dual_slot_rows_kernel(const DualRef<P, T>* const refs, const std::int32_t slot, const slot_rows<T> rows,
-                          const std::int32_t pieces, const bool into_cache) {
+__global__ void __launch_bounds__(sequence_threads)
+    paged_sequence_rows_kernel(const DualRef<P, T>* const refs, const std::int32_t seq,
+                               const slot_rows<T> rows, const std::int32_t pieces, const bool into_cache) {
     const std::int32_t x = static_cast<std::int32_t>(blockIdx.x) / pieces;
     const DualRef<P, T>& cache = refs[x / refs[0].kv_heads];
-    const auto of_head = cache.head_rows(slot, x % cache.kv_heads);
-    constexpr std::int32_t warps = slot_threads / 32;
+    const auto of_head = cache.head_rows(seq, x % cache.kv_heads);
+    constexpr std::int32_t warps = sequence_threads / 32;
     const std::int64_t first = rows.first[x];
     const auto used = static_cast<std::int32_t>(rows.first[x + 1] - first);
     for (std::int32_t r = static_cast<std::int32_t>(blockIdx.x) % pieces * warps + warp_id(); r < used;
          r += pieces * warps) {
-        T* const k = rows.k + (first + r) * cache.dim_k;
-        T* const v = rows.v + (first + r) * cache.dim_v;
-        copy_row<T>(into_cache ? k : of_head.k(r), into_cache ? of_head.k(r) : k, cache.dim_k);
-        copy_row<T>(into_cache ? v : of_head.v(r), into_cache ? of_head.v(r) : v, cache.dim_v);
+        T* const k = rows.k + (first + r) * cache.head_dim_qk;
+        T* const v = rows.v + (first + r) * cache.head_dim_vo;
+        copy_row<T>(into_cache ? k : of_head.k(r), into_cache ? of_head.k(r) : k, cache.head_dim_qk);
+        copy_row<T>(into_cache ? v : of_head.v(r), into_cache ? of_head.v(r) : v, cache.head_dim_vo);
         if (lane_id() == 0) {
             if (into_cache) {
                 of_head.position(r) = rows.position[first + r];
@@ -53,37 +53,37 @@ __global__ void __launch_bounds__(slot_threads)
     }
 }
 
-/// Bounds of all pages of a selection in a slot whose rows have been written. `pieces` blocks a head of a layer, a warp a page.
+/// Bounds of all pages of a selection in a sequence whose rows have been written. `pieces` blocks a head of a layer, a warp a page.
 template <class P, class T>
-__global__ void __launch_bounds__(slot_threads)
-    dual_slot_bounds_kernel(const DualRef<P, T>* const refs, const std::int32_t slot,
-                            const std::int64_t* const first, const std::int32_t pieces) {
+__global__ void __launch_bounds__(sequence_threads)
+    paged_sequence_bounds_kernel(const DualRef<P, T>* const refs, const std::int32_t seq,
+                                 const std::int64_t* const first, const std::int32_t pieces) {
     const std::int32_t x = static_cast<std::int32_t>(blockIdx.x) / pieces;
     const DualRef<P, T>& cache = refs[x / refs[0].kv_heads];
-    constexpr std::int32_t warps = slot_threads / 32;
+    constexpr std::int32_t warps = sequence_threads / 32;
     const auto used = static_cast<std::int32_t>(first[x + 1] - first[x]);
-    refresh_pages(cache.head_rows(slot, x % cache.kv_heads), 0, used, used,
+    refresh_pages(cache.head_rows(seq, x % cache.kv_heads), 0, used, used,
                   static_cast<std::int32_t>(blockIdx.x) % pieces * warps + warp_id(), pieces * warps);
 }
 
-/// Gives a slot pages for first[x + 1] - first[x] rows of each head in place of those that it had. `answer`: how many pages the pool
+/// Gives a sequence pages for first[x + 1] - first[x] rows of each head in place of those that it had. `answer`: how many pages the pool
 /// lacks; then nothing changes. One block.
 template <class P, class T>
 __global__ void __launch_bounds__(admit_threads)
-    dual_refill_kernel(const DualRef<P, T>* const refs, const std::int32_t layers, const std::int32_t slot,
-                       const std::int64_t* const first, std::int64_t* const answer) {
+    paged_refill_kernel(const DualRef<P, T>* const refs, const std::int32_t layers, const std::int32_t seq,
+                        const std::int64_t* const first, std::int64_t* const answer) {
     __shared__ admit_memory memory;
     const DualRef<P, T>& any = refs[0];
     const std::int32_t heads = layers * any.kv_heads, before = *any.pool.free_count;
     const auto pages_of = [&](std::int32_t x) {
-        return static_cast<std::int32_t>((first[x + 1] - first[x] + any.page_rows - 1) / any.page_rows);
+        return static_cast<std::int32_t>((first[x + 1] - first[x] + any.page_size - 1) / any.page_size);
     };
     const auto for_each_page = [&](const auto& visit) {
         for (std::int32_t x = warp_id(); x < heads; x += admit_threads / 32) {
             const DualRef<P, T>& cache = refs[x / any.kv_heads];
-            const std::int32_t held = cache.held[cache.head_index(slot, x % any.kv_heads)];
+            const std::int32_t held = cache.held[cache.head_index(seq, x % any.kv_heads)];
             for (std::int32_t page = lane_id(); page < held; page += 32) {
-                visit(cache.pages(slot, x % any.kv_heads)[page]);
+                visit(cache.pages(seq, x % any.kv_heads)[page]);
             }
         }
     };
@@ -117,9 +117,9 @@ __global__ void __launch_bounds__(admit_threads)
         for (std::int32_t page = 0; page < pages; ++page) {
             const std::int32_t id = any.pool.free_ids[free - 1 - taken - page];
             any.pool.names[id] = 1;
-            cache.pages(slot, head)[page] = id;
+            cache.pages(seq, head)[page] = id;
         }
-        cache.held[cache.head_index(slot, head)] = pages;
+        cache.held[cache.head_index(seq, head)] = pages;
     });
     if (threadIdx.x == 0) {
         *any.pool.free_count = free - needed;

@@ -1,4 +1,4 @@
-// A layer of a DualCache as kernels see it: what cache_view is for a FixedBudgetCache. Rows lie in pages.
+// A layer of a DualCache as kernels see it: what contiguous_view is for a FixedBudgetCache. Rows lie in pages.
 #pragma once
 
 #include <kvpolicy/caches/cuda/paged/agent_paged_stream.cuh>
@@ -15,41 +15,41 @@ inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 namespace cuda_backend {
 
 template <class T>
-struct dual_head;
+struct paged_head;
 
 template <class T>
-struct dual_view {
+struct paged_view {
     using value_type = T;
-    using head_type = dual_head<T>;
+    using head_type = paged_head<T>;
 
-    const HeadRule* rules = nullptr;             // [kv_heads]
+    const HeadParams* all_params = nullptr;      // [kv_heads]
     const std::int64_t* table_offset = nullptr;  // [kv_heads + 1]
     const std::int64_t* tile_offset = nullptr;   // [kv_heads + 1]
-    position_t* length = nullptr;                // [slots]
-    std::int32_t* kept = nullptr;                // [slots, kv_heads]
-    std::int32_t* victim = nullptr;              // [slots, kv_heads]
-    std::int32_t* proposed = nullptr;            // [slots]
-    std::int32_t* taken = nullptr;               // [slots, kv_heads]
-    std::int32_t* table = nullptr;               // [slots, table_offset[kv_heads]]
-    std::int32_t* held = nullptr;                // [slots, kv_heads]
-    std::uint32_t* arrivals = nullptr;           // [slots, kv_heads]
-    std::int32_t* tile_victims = nullptr;        // [slots, tile_offset[kv_heads]]
-    float* state = nullptr;                      // [slots, kv_heads, state_size]
-    std::int32_t* pinned = nullptr;              // [slots, kv_heads], with a keep part
-    T* queries = nullptr;        // [slots, kv_heads, observing, group, dim_k], with an eviction part
-    T* spare_queries = nullptr;  // [slots, kv_heads, proposals, group, dim_k]
+    position_t* length = nullptr;                // [max_sequences]
+    std::int32_t* num_long_range = nullptr;      // [max_sequences, kv_heads]
+    std::int32_t* victim = nullptr;              // [max_sequences, kv_heads]
+    std::int32_t* num_draft = nullptr;           // [max_sequences]
+    std::int32_t* appended = nullptr;            // [max_sequences, kv_heads]
+    std::int32_t* table = nullptr;               // [max_sequences, table_offset[kv_heads]]
+    std::int32_t* held = nullptr;                // [max_sequences, kv_heads]
+    std::uint32_t* arrivals = nullptr;           // [max_sequences, kv_heads]
+    std::int32_t* tile_victims = nullptr;        // [max_sequences, tile_offset[kv_heads]]
+    float* state = nullptr;                      // [max_sequences, kv_heads, state_size]
+    std::int32_t* num_protected = nullptr;       // [max_sequences, kv_heads], with a keep part
+    T* queries = nullptr;  // [max_sequences, kv_heads, observing, group, head_dim_qk], with an eviction part
+    T* spare_queries = nullptr;  // [max_sequences, kv_heads, max_draft_tokens, group, head_dim_qk]
     const std::int32_t* read_pages = nullptr;  // [kv_heads], with a selection: pages of bound_rows rows
     PagePool<T> pool;
-    PlainRows<T> spare;  // [slots, kv_heads, proposals]
+    PlainRows<T> spare;  // [max_sequences, kv_heads, max_draft_tokens]
     std::int64_t state_size = 0;
-    position_t longest = 0;  // of a slot; where some head's rows are bounded by nothing else
+    position_t max_seq_len = 0;  // of a sequence; where some head's rows are bounded by nothing else
     position_t rebase_limit = kvpolicy::rebase_limit;
-    std::int32_t slots = 0;
+    std::int32_t max_sequences = 0;
     std::int32_t kv_heads = 0;
     std::int32_t group = 1;
-    std::int32_t dim_k = 0;
-    std::int32_t dim_v = 0;
-    std::int32_t proposals = 0;
+    std::int32_t head_dim_qk = 0;
+    std::int32_t head_dim_vo = 0;
+    std::int32_t max_draft_tokens = 0;
     std::int32_t observing = 1;
     std::int32_t bound_rows = 1;
     bool limited = false;
@@ -57,14 +57,14 @@ struct dual_view {
     bool mean_bound = false;  // of a group's query heads; else the largest
 
     template <class P>
-    __host__ __device__ explicit dual_view(const DualRef<P, T>& ref)
-        : dual_view(ref, {ref.table_offset, ref.tile_offset, ref.table, ref.held}) {
-        pinned = ref.pinned;
+    __host__ __device__ explicit paged_view(const DualRef<P, T>& ref)
+        : paged_view(ref, {ref.table_offset, ref.tile_offset, ref.table, ref.held}) {
+        num_protected = ref.num_protected;
         queries = ref.queries;
         spare_queries = ref.spare_queries;
         pool = ref.pool;
         spare = ref.spare;
-        proposals = ref.proposals;
+        max_draft_tokens = ref.max_draft_tokens;
         limited = ref.limited;
         unbounded = P::has_keep || P::grows;
         if constexpr (P::has_eviction) {
@@ -73,42 +73,42 @@ struct dual_view {
     }
     /// A FixedBudgetCache with a selection: its pages are all there, each in its place.
     template <class P>
-    __host__ __device__ explicit dual_view(const FixedBudgetRef<P, T>& ref)
-        : dual_view(ref,
-                    {ref.placed.table_offset, ref.placed.tile_offset, ref.placed.table, ref.placed.held}) {
+    __host__ __device__ explicit paged_view(const FixedBudgetRef<P, T>& ref)
+        : paged_view(ref,
+                     {ref.placed.table_offset, ref.placed.tile_offset, ref.placed.table, ref.placed.held}) {
         pool.slabs = ref.placed.slab;
         pool.free_count = ref.placed.free_count;
         pool.slab_pages = static_cast<std::int32_t>(ref.page_count());
-        pool.page_rows = ref.page_rows;
-        pool.dim_k = ref.dim_k;
-        pool.dim_v = ref.dim_v;
-        pool.strides = {std::int64_t{ref.page_rows} * ref.dim_k, std::int64_t{ref.page_rows} * ref.dim_v,
-                        ref.dim_k, ref.dim_v};
+        pool.page_size = ref.page_size;
+        pool.head_dim_qk = ref.head_dim_qk;
+        pool.head_dim_vo = ref.head_dim_vo;
+        pool.strides = {std::int64_t{ref.page_size} * ref.head_dim_qk,
+                        std::int64_t{ref.page_size} * ref.head_dim_vo, ref.head_dim_qk, ref.head_dim_vo};
     }
     /// Where the queries of the token at position t are remembered, and those of proposed token j.
     [[nodiscard]] __device__ T* query_row(std::int64_t index, position_t t) const {
-        return queries + (index * observing + t % observing) * group * dim_k;
+        return queries + (index * observing + t % observing) * group * head_dim_qk;
     }
     [[nodiscard]] __device__ T* spare_query_row(std::int64_t index, std::int64_t j) const {
-        return spare_queries + (index * proposals + j) * group * dim_k;
+        return spare_queries + (index * max_draft_tokens + j) * group * head_dim_qk;
     }
 
-    /// Whether a slot may become so much longer: its page tables can name no more.
-    [[nodiscard]] __device__ bool takes(std::int32_t slot, std::int32_t tokens) const {
-        return !limited || length[slot] + tokens <= longest;
+    /// Whether a sequence may become so much longer: its page tables can name no more.
+    [[nodiscard]] __device__ bool takes(std::int32_t seq, std::int32_t tokens) const {
+        return !limited || length[seq] + tokens <= max_seq_len;
     }
     /// How many rows of a head a query reads, and where they are: all that it has.
-    [[nodiscard]] __device__ std::int32_t rows_read(const dual_head<T>& head, std::int32_t /*pair*/,
-                                                    position_t queries, std::int32_t places) const {
-        return head.layout.used(queries, places);
+    [[nodiscard]] __device__ std::int32_t rows_read(const paged_head<T>& head, std::int32_t /*pair*/,
+                                                    position_t queries, std::int32_t slots) const {
+        return head.layout.used(queries, slots);
     }
-    [[nodiscard]] __device__ ragged::paged_source<T> source(const dual_head<T>& head, std::int32_t /*pair*/,
-                                                            std::int32_t used) const {
+    [[nodiscard]] __device__ paged::paged_source<T> source(const paged_head<T>& head, std::int32_t /*pair*/,
+                                                           std::int32_t used) const {
         return head.source(used);
     }
     /// Pages for so many rows.
     [[nodiscard]] __device__ std::int32_t pages_of(std::int32_t rows) const {
-        return rows / pool.page_rows + (rows % pool.page_rows != 0 ? 1 : 0);
+        return rows / pool.page_size + (rows % pool.page_size != 0 ? 1 : 0);
     }
 
   private:
@@ -120,15 +120,15 @@ struct dual_view {
     };
     /// What refs of both kinds have.
     template <class Ref>
-    __host__ __device__ dual_view(const Ref& ref, const page_tables& tables)
-        : rules(ref.rules),
+    __host__ __device__ paged_view(const Ref& ref, const page_tables& tables)
+        : all_params(ref.all_params),
           table_offset(tables.table_offset),
           tile_offset(tables.tile_offset),
           length(ref.length),
-          kept(ref.kept),
+          num_long_range(ref.num_long_range),
           victim(ref.victim),
-          proposed(ref.proposed),
-          taken(ref.taken),
+          num_draft(ref.num_draft),
+          appended(ref.appended),
           table(tables.table),
           held(tables.held),
           arrivals(ref.arrivals),
@@ -136,60 +136,60 @@ struct dual_view {
           state(ref.state),
           read_pages(ref.read_pages),
           state_size(ref.state_size),
-          longest(ref.longest),
+          max_seq_len(ref.max_seq_len),
           rebase_limit(ref.rebase_limit),
-          slots(ref.slots),
+          max_sequences(ref.max_sequences),
           kv_heads(ref.kv_heads),
           group(ref.group),
-          dim_k(ref.dim_k),
-          dim_v(ref.dim_v),
-          bound_rows(ref.selection.page_rows()) {
+          head_dim_qk(ref.head_dim_qk),
+          head_dim_vo(ref.head_dim_vo),
+          bound_rows(ref.selection.page_size()) {
         if constexpr (Ref::policy_type::has_selection) {
             mean_bound = ref.selection.aggregate == group_aggregate::mean;
         }
     }
 };
 
-/// Long-range places of a head whose rows lie in pages: see detail::head_places.
+/// Top-k slots of a head whose rows lie in pages: see detail::head_slots.
 template <class T>
-struct paged_places {
-    HeadRule rule;
+struct paged_top_k_slots {
+    HeadParams head_params;
     position_t rebase_limit;
     PagedRows<T> rows;
     std::int32_t first;  // the row of place 0
 
-    __device__ detail::ranked_place rank(float s, position_t t, std::int32_t place, position_t q) const {
-        return {rank_value(rule, s, t, q, rebase_limit), t, place};
+    __device__ detail::ranked_slot rank(float s, position_t t, std::int32_t slot, position_t q) const {
+        return {rank_value(head_params, s, t, q, rebase_limit), t, slot};
     }
-    __device__ detail::ranked_place at(std::int32_t place, position_t q) const {
-        return rank(rows.score(first + place), rows.position(first + place), place, q);
+    __device__ detail::ranked_slot at(std::int32_t slot, position_t q) const {
+        return rank(rows.score(first + slot), rows.position(first + slot), slot, q);
     }
 };
 
-/// One head of one slot: see head_view.
+/// One head of one sequence: see contiguous_head.
 template <class T>
-struct dual_head {
-    HeadRule rule;
+struct paged_head {
+    HeadParams head_params;
     HeadRows layout;
-    std::int64_t index;    // slot * kv_heads + head
+    std::int64_t index;    // sequence * kv_heads + head
     std::int32_t* record;  // the worst places of its tiles, where it has a budget
     std::int32_t* table;
     PagedRows<T> rows;
-    const dual_view<T>* cache;
+    const paged_view<T>* cache;
 
-    __device__ dual_head(const dual_view<T>& of, std::int32_t slot, std::int32_t head)
-        : rule(of.rules[head]), layout{rule.sinks, rule.window}, cache(&of) {
-        index = std::int64_t{slot} * of.kv_heads + head;
-        record = of.tile_victims + slot * of.tile_offset[of.kv_heads] + of.tile_offset[head];
-        table = of.table + slot * of.table_offset[of.kv_heads] + of.table_offset[head];
-        rows = {table,    of.pool.slabs, of.pool.slab_pages, of.pool.page_rows,
-                of.dim_k, of.dim_v,      of.bound_rows,      of.pool.strides};
+    __device__ paged_head(const paged_view<T>& of, std::int32_t seq, std::int32_t head)
+        : head_params(of.all_params[head]), layout{head_params.sinks, head_params.window}, cache(&of) {
+        index = std::int64_t{seq} * of.kv_heads + head;
+        record = of.tile_victims + seq * of.tile_offset[of.kv_heads] + of.tile_offset[head];
+        table = of.table + seq * of.table_offset[of.kv_heads] + of.table_offset[head];
+        rows = {table,          of.pool.slabs,  of.pool.slab_pages, of.pool.page_size,
+                of.head_dim_qk, of.head_dim_vo, of.bound_rows,      of.pool.strides};
     }
     [[nodiscard]] __device__ T* key(std::int32_t row) const { return rows.k(row); }
     [[nodiscard]] __device__ T* value(std::int32_t row) const { return rows.v(row); }
     [[nodiscard]] __device__ position_t& position_of(std::int32_t row) const { return rows.position(row); }
     [[nodiscard]] __device__ float& score_of(std::int32_t row) const { return rows.score(row); }
-    [[nodiscard]] __device__ ragged::paged_source<T> source(std::int32_t used) const {
+    [[nodiscard]] __device__ paged::paged_source<T> source(std::int32_t used) const {
         return {rows, cache->pages_of(used)};
     }
     [[nodiscard]] __device__ T* spare_key(std::int32_t j) const { return cache->spare.k(spare_row(j)); }
@@ -202,48 +202,50 @@ struct dual_head {
     }
     /// The most rows that the head can have in use: see DualRef::capacity_of.
     [[nodiscard]] __device__ std::int32_t capacity() const {
-        const std::int64_t bound = std::int64_t{rule.sinks} + rule.window + rule.budget;
-        return static_cast<std::int32_t>(
-            cache->unbounded || rule.budget == unlimited || bound > cache->longest ? cache->longest : bound);
+        const std::int64_t bound = std::int64_t{head_params.sinks} + head_params.window + head_params.budget;
+        return static_cast<std::int32_t>(cache->unbounded || head_params.budget == unlimited ||
+                                                 bound > cache->max_seq_len
+                                             ? cache->max_seq_len
+                                             : bound);
     }
-    [[nodiscard]] __device__ paged_places<T> places(position_t rebase_limit) const {
-        return {rule, rebase_limit, rows, layout.place(0)};
+    [[nodiscard]] __device__ paged_top_k_slots<T> slots(position_t rebase_limit) const {
+        return {head_params, rebase_limit, rows, layout.slot(0)};
     }
 
   private:
     [[nodiscard]] __device__ std::int64_t spare_row(std::int32_t j) const {
-        return index * cache->proposals + j;
+        return index * cache->max_draft_tokens + j;
     }
 };
 
 /// The same, where a query reads chosen pages of a head: those become the page table of a head of fewer rows.
 template <class T>
-struct chosen_view : dual_view<T> {
+struct chosen_view : paged_view<T> {
     const std::int32_t* chosen = nullptr;       // [pairs, most]: pages of bound_rows rows, rising
     const std::int32_t* chosen_rows = nullptr;  // [pairs]: rows in them
     std::int64_t most = 0;
 
-    using dual_view<T>::dual_view;
+    using paged_view<T>::paged_view;
 
     /// Pages of bound_rows rows in a page of the cache.
     [[nodiscard]] __host__ __device__ std::int32_t parts() const {
-        return this->pool.page_rows / this->bound_rows;
+        return this->pool.page_size / this->bound_rows;
     }
-    [[nodiscard]] __device__ std::int32_t rows_read(const dual_head<T>& /*head*/, std::int32_t pair,
+    [[nodiscard]] __device__ std::int32_t rows_read(const paged_head<T>& /*head*/, std::int32_t pair,
                                                     position_t /*queries*/, std::int32_t /*places*/) const {
         return chosen_rows[pair];
     }
-    [[nodiscard]] __device__ ragged::paged_source<T> source(const dual_head<T>& /*head*/, std::int32_t pair,
-                                                            std::int32_t used) const {
+    [[nodiscard]] __device__ paged::paged_source<T> source(const paged_head<T>& /*head*/, std::int32_t pair,
+                                                           std::int32_t used) const {
         return {{chosen + pair * most,
                  this->pool.slabs,
                  this->pool.slab_pages * parts(),
                  this->bound_rows,
-                 this->dim_k,
-                 this->dim_v,
+                 this->head_dim_qk,
+                 this->head_dim_vo,
                  this->bound_rows,
-                 {std::int64_t{this->bound_rows} * this->dim_k, std::int64_t{this->bound_rows} * this->dim_v,
-                  this->dim_k, this->dim_v}},
+                 {std::int64_t{this->bound_rows} * this->head_dim_qk,
+                  std::int64_t{this->bound_rows} * this->head_dim_vo, this->head_dim_qk, this->head_dim_vo}},
                 (used + this->bound_rows - 1) / this->bound_rows};
     }
 };

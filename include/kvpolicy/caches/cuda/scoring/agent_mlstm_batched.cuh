@@ -24,33 +24,33 @@ inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 namespace cuda_backend {
 
 template <class View, std::int32_t D, class Feature, class Values>
-class score_many {
+class agent_mlstm_batched {
     using Scorer = mLSTMScorer<D, Feature, Values>;
-    using Launch = score_launch<View, Scorer>;
+    using Launch = score_params<View, Scorer>;
     using T = typename View::value_type;
 
   public:
-    using Memory = many_memory<T>;
+    using Memory = mlstm_batched_memory<T>;
 
-    __device__ score_many(const Launch& call, unsigned char* shared)
+    __device__ agent_mlstm_batched(const Launch& call, unsigned char* shared)
         : call_(call),
           rows_{call.projection, Values::projected ? call.width : 0, call.scorer.weights.skip != nullptr},
-          inputs_(call.cache.dim_k + call.cache.dim_v),
+          inputs_(call.cache.head_dim_qk + call.cache.head_dim_vo),
           folds_(folds_of(call.features)),
-          memory_(shared, rows_.count(), call.features, call.width, call.cache.state_size, call.slots) {
-        const auto number = static_cast<std::int32_t>(blockIdx.x), cluster = number / many_blocks;
-        block_ = number % many_blocks;
+          memory_(shared, rows_.count(), call.features, call.width, call.cache.state_size, call.stages) {
+        const auto number = static_cast<std::int32_t>(blockIdx.x), cluster = number / batched_blocks;
+        block_ = number % batched_blocks;
         head_ = cluster % call.cache.kv_heads;
-        first_of_all_ = cluster / call.cache.kv_heads * many_blocks * call.together;
+        first_of_all_ = cluster / call.cache.kv_heads * batched_blocks * call.together;
         first_ = first_of_all_ + block_ * call.together;
         count_ = within(call.batch.count - first_, call.together);
-        all_ = within(call.batch.count - first_of_all_, many_blocks * call.together);
+        all_ = within(call.batch.count - first_of_all_, batched_blocks * call.together);
     }
 
     /// Asks the L2 cache for the block's weights, its first states, and its tokens. None of it need be what it will be after the kernels
     /// before.
     __device__ void ask_early() const {
-        if (warp_ < many_warps) {
+        if (warp_ < batched_warps) {
             const float* const row =
                 rows_.weights(call_.scorer.weights, head_, warp_ * mlstm_rows::tile + lane_id() / 2, inputs_);
             for (std::int32_t i = lane_id() % 2 * 32; i < Memory::columns; i += 64) {
@@ -58,16 +58,16 @@ class score_many {
                     ask_for_line(row + first_column() + i);
                 }
             }
-        } else if (warp_ == many_warps && call_.batch.slots == nullptr) {
-            if (lane_id() < many_early && lane_id() < count_) {
+        } else if (warp_ == batched_warps && call_.batch.seq_ids == nullptr) {
+            if (lane_id() < batched_early && lane_id() < count_) {
                 const whole_part part = whole_part_of(
                     call_.cache.state + (std::int64_t{first_ + lane_id()} * call_.cache.kv_heads + head_) *
                                             call_.cache.state_size);
                 prefetch_to_l2(part.from, part.bytes);
             }
-        } else if (warp_ == many_warps + 1 && count_ != 0) {
+        } else if (warp_ == batched_warps + 1 && count_ != 0) {
             ask_for_entries(call_.cache, call_.batch, head_, first_, call_.together);
-        } else if (warp_ == many_warps + 2) {
+        } else if (warp_ == batched_warps + 2) {
             ask_for_rows(call_.cache, call_.batch, call_.tokens, head_, first_, count_);
         }
     }
@@ -78,14 +78,14 @@ class score_many {
         cluster_arrive_relaxed();
         weight_quarter weight;  // on its way while tokens are
         tile_rows rows{};
-        if (warp_ < many_warps && warp_ < rows_.tiles()) {
+        if (warp_ < batched_warps && warp_ < rows_.tiles()) {
             rows = rows_of(warp_);
             weight.load(rows.first, rows.second, first_quarter(), inputs_);
         }
         __syncthreads();
-        if (warp_ < many_warps) {
+        if (warp_ < batched_warps) {
             work(weight, rows);
-        } else if (warp_ == many_warps) {
+        } else if (warp_ == batched_warps) {
             bring();
         } else {
             read();
@@ -128,17 +128,17 @@ class score_many {
     __device__ void begin() const {
         auto& all = *memory_.tokens;
         if (thread() == 0) {
-            for (int i = 0; i < call_.slots; ++i) {
+            for (int i = 0; i < call_.stages; ++i) {
                 barrier_init(shared_address(&all.full[i]),
                              2);  // a bulk copy, and what does not lie to 16 bytes
-                barrier_init(shared_address(&all.taken[i]), many_warps * arrivals_of_warp);
+                barrier_init(shared_address(&all.taken[i]), batched_warps * arrivals_of_warp);
             }
-            for (int i = 0; i < many_reads; ++i) {
-                barrier_init(shared_address(&all.summed[i]), many_warps * arrivals_of_warp);
+            for (int i = 0; i < batched_reads; ++i) {
+                barrier_init(shared_address(&all.summed[i]), batched_warps * arrivals_of_warp);
                 barrier_init(shared_address(&all.read[i]), arrivals_of_warp);
             }
             barrier_init(shared_address(&all.projected), 1);
-            barrier_init(shared_address(&all.joined), many_warps * arrivals_of_warp);
+            barrier_init(shared_address(&all.joined), batched_warps * arrivals_of_warp);
             barrier_init_fence();
             barrier_expect(shared_address(&all.projected),
                            static_cast<std::uint32_t>(4 * quarters() * count_ * rows_.count()));
@@ -156,7 +156,7 @@ class score_many {
         if (lane_id() < count_) {
             const active_entry entry = entry_of(lane_id());
             there = entry.tokens != 0;
-            slot = entry.slot;
+            slot = entry.seq;
         }
         return __ballot_sync(all_lanes, there);
     }
@@ -165,7 +165,7 @@ class score_many {
     }
 
     /// The warps that work, and the one that has the gates, by instructions of their own.
-    __device__ static void meet() { named_barrier_of_any(1, many_workers + 32); }
+    __device__ static void meet() { named_barrier_of_any(1, batched_workers + 32); }
 
     // The warp that brings states.
 
@@ -177,11 +177,11 @@ class score_many {
     [[nodiscard]] __device__ static std::uint32_t odd_bytes(const float* state) {
         return offset_of(state) % 16;
     }
-    [[nodiscard]] __device__ std::uint32_t slot_address(std::int32_t slot) const {
+    [[nodiscard]] __device__ std::uint32_t stage_address(std::int32_t stage) const {
         return shared_address(memory_.ring) +
-               static_cast<std::uint32_t>(slot * Memory::slot_bytes(call_.cache.state_size));
+               static_cast<std::uint32_t>(stage * Memory::stage_bytes(call_.cache.state_size));
     }
-    /// The part of a state that lies in whole pieces of 16 bytes: all but, perhaps, the first two numbers, or the stabiliser.
+    /// The part of a state that lies in whole pieces of 16 bytes: all but, perhaps, the first two numbers, or the stabilizer.
     struct whole_part {
         const unsigned char* from;
         std::uint32_t skipped, bytes;
@@ -194,9 +194,9 @@ class score_many {
     /// Sets out to bring a state, the block's n-th; one lane.
     __device__ void issue(const float* state, std::int32_t n) const {
         const whole_part part = whole_part_of(state);
-        const std::int32_t slot = n % call_.slots;
-        const std::uint32_t to = slot_address(slot) + offset_of(state),
-                            barrier = shared_address(&memory_.tokens->full[slot]);
+        const std::int32_t stage = n % call_.stages;
+        const std::uint32_t to = stage_address(stage) + offset_of(state),
+                            barrier = shared_address(&memory_.tokens->full[stage]);
         barrier_expect(barrier, part.bytes);
         fence_async_proxy();  // the eight bytes that one before may have had copied to where this one has others
         copy_bulk(to + part.skipped, part.from, part.bytes, barrier);
@@ -205,25 +205,25 @@ class score_many {
         }
         barrier_arrive_after_copies(barrier);
     }
-    /// Whether a state may go from its slot to where the new one goes by a bulk copy: both lie alike to 16 bytes.
+    /// Whether a state may go from its stage to where the new one goes by a bulk copy: both lie alike to 16 bytes.
     [[nodiscard]] __device__ static bool alike(const float* state, const float* to) {
         return odd_bytes(state) == odd_bytes(to);
     }
-    /// What it copies, behind the odd bytes: not the stabiliser, which is not the ring's.
+    /// What it copies, behind the odd bytes: not the stabilizer, which is not the ring's.
     [[nodiscard]] __device__ std::uint32_t stored_bytes(std::uint32_t odd) const {
         return (static_cast<std::uint32_t>(state_numbers() + call_.features) * 4 - odd) / 16 * 16;
     }
     /// Sets out to store the block's n-th state, of entry e, once it has taken in its token.
     __device__ void store(std::int32_t n, std::int32_t e, std::int32_t slot_of_entry) const {
-        const std::int32_t slot = n % call_.slots;
-        barrier_wait(shared_address(&memory_.tokens->taken[slot]),
-                     static_cast<std::uint32_t>(n / call_.slots) % 2);
+        const std::int32_t stage = n % call_.stages;
+        barrier_wait(shared_address(&memory_.tokens->taken[stage]),
+                     static_cast<std::uint32_t>(n / call_.stages) % 2);
         const float* const state = call_.cache.state + state_of(slot_of_entry);
         float* const to = new_states() + state_of(call_.state == nullptr ? slot_of_entry : first_ + e);
         if (lane_id() == 0 && alike(state, to)) {
             const std::uint32_t odd = odd_bytes(state);
             store_bulk(reinterpret_cast<unsigned char*>(to) + odd,
-                       slot_address(slot) + offset_of(state) + odd, stored_bytes(odd));
+                       stage_address(stage) + offset_of(state) + odd, stored_bytes(odd));
             bulk_commit();
         }
     }
@@ -231,7 +231,7 @@ class score_many {
         std::int32_t my_slot;
         const unsigned entries = find_own(my_slot);
         cluster_wait();
-        const std::int32_t free = Memory::free_slots(rows_.count(), call_.cache.state_size, call_.slots);
+        const std::int32_t free = Memory::free_stages(rows_.count(), call_.cache.state_size, call_.stages);
         std::int32_t n = 0, stored = 0;  // states so far
         std::int32_t mine = 0;           // lane n: the entry of the n-th
         const auto store_next = [&] {
@@ -247,7 +247,7 @@ class score_many {
             if (n == free) {
                 barrier_wait(shared_address(&memory_.tokens->joined), 0);
             }
-            if (n >= call_.slots) {
+            if (n >= call_.stages) {
                 store_next();
                 if (lane_id() == 0) {
                     bulk_wait_read<0>();
@@ -318,8 +318,9 @@ class score_many {
             for (int i = 0; i < turns; ++i) {
                 const std::int32_t column = first_column() + (lanes * i + lane_id() % lanes) * 4;
                 if (key != nullptr && column < inputs_) {
-                    part.at[i].load(column < call_.cache.dim_k ? key + column
-                                                               : value + (column - call_.cache.dim_k));
+                    part.at[i].load(column < call_.cache.head_dim_qk
+                                        ? key + column
+                                        : value + (column - call_.cache.head_dim_qk));
                 }
             }
             const std::int32_t mine = entry - first_;
@@ -328,7 +329,7 @@ class score_many {
                 if (leaving) {
                     all.leaves[mine] = key != nullptr ? 1 : 0;
                 } else {
-                    const std::int32_t slot = tokens != 0 ? known.active.slot : 0;
+                    const std::int32_t slot = tokens != 0 ? known.active.seq : 0;
                     all.count[mine] = tokens;
                     all.state[mine] = state_of(slot);
                     all.new_state[mine] = state_of(call_.state == nullptr ? slot : entry);
@@ -337,13 +338,13 @@ class score_many {
             }
         }
         auto* const to =
-            memory_.x + ((leaving ? many_tokens : 0) + token) * Memory::stride + lane_id() % lanes;
+            memory_.x + ((leaving ? batched_tokens : 0) + token) * Memory::stride + lane_id() % lanes;
 #pragma unroll
         for (int i = 0; i < turns; ++i) {
             to[lanes * i] = part.at[i];
         }
     }
-    /// The values of the block's newcomers, which are not projected. An entry a warp.
+    /// The values of the block's candidates, which are not projected. An entry a warp.
     __device__ void load_value() const {
         const T* const from = warp_ < count_ ? memory_.tokens->value[warp_] : nullptr;
         for (std::int32_t i = lane_id(); from != nullptr && i < call_.width; i += 32) {
@@ -361,13 +362,14 @@ class score_many {
     __device__ void project(weight_quarter& weight, tile_rows rows) const {
         const std::int32_t tiles = rows_.tiles();
 #pragma unroll 1
-        for (std::int32_t tile = warp_; tile < tiles; tile += many_warps) {
+        for (std::int32_t tile = warp_; tile < tiles; tile += batched_warps) {
             if (tile != warp_) {
                 rows = rows_of(tile);
             }
-            const auto* x = memory_.x +
-                            (tile * mlstm_rows::tile >= rows_.queries() ? many_tokens * Memory::stride : 0) +
-                            lane_id() / 4 * Memory::stride + lane_id() % 4;
+            const auto* x =
+                memory_.x +
+                (tile * mlstm_rows::tile >= rows_.queries() ? batched_tokens * Memory::stride : 0) +
+                lane_id() / 4 * Memory::stride + lane_id() % 4;
 #pragma unroll 1
             for (int i = 0; i < Memory::quarters_each && first_quarter() + i < quarters(); ++i) {
                 const std::int32_t quarter = first_quarter() + i;
@@ -405,20 +407,20 @@ class score_many {
                            row = (later ? 8 : 0) + lane_id() / 16 * 4;
         if (token < all_) {
             const std::int32_t block = token < call_.together ? 0 : 1, e = token - block * call_.together;
-            const float* const to = memory_.quarters +
-                                    ((quarter * rows_.tiles() + tile) * many_entries + e) * mlstm_rows::tile +
-                                    row;
+            const float* const to =
+                memory_.quarters +
+                ((quarter * rows_.tiles() + tile) * batched_entries + e) * mlstm_rows::tile + row;
             send_in_cluster(cluster_address(shared_address(to), block), rows,
                             cluster_address(shared_address(&memory_.tokens->projected), block));
         }
     }
     /// Projections of the block's tokens from their quarters.
     __device__ void join() const {
-        const std::int32_t fours = rows_.count() / 4 * many_entries, all = quarters();
+        const std::int32_t fours = rows_.count() / 4 * batched_entries, all = quarters();
         const auto* const from = reinterpret_cast<const float4*>(memory_.quarters);
-        for (std::int32_t i = thread(); i < fours; i += many_workers) {
+        for (std::int32_t i = thread(); i < fours; i += batched_workers) {
             constexpr std::int32_t each = mlstm_rows::tile / 4;  // of a token's
-            const std::int32_t e = i / each % many_entries, tile = i / (each * many_entries);
+            const std::int32_t e = i / each % batched_entries, tile = i / (each * batched_entries);
             if (e < count_) {
                 float4 part[4];
 #pragma unroll
@@ -437,7 +439,7 @@ class score_many {
             }
         }
         const std::int32_t padded = folds_ * fold_rows, row = padded - fold_rows + thread() % fold_rows;
-        if (thread() < many_entries * fold_rows && row >= call_.features) {
+        if (thread() < batched_entries * fold_rows && row >= call_.features) {
             memory_.k[thread() / fold_rows * padded + row] = memory_.q[thread() / fold_rows * padded + row] =
                 0.0f;
         }
@@ -446,10 +448,10 @@ class score_many {
     /// The thread's part of the next state, that of entry e, takes in its token.
     __device__ void take(std::int32_t e) {
         auto& all = *memory_.tokens;
-        const std::int32_t slot = taken_ % call_.slots, at = taken_ % many_reads;
-        barrier_wait(shared_address(&all.full[slot]), static_cast<std::uint32_t>(taken_ / call_.slots) % 2);
+        const std::int32_t stage = taken_ % call_.stages, at = taken_ % batched_reads;
+        barrier_wait(shared_address(&all.full[stage]), static_cast<std::uint32_t>(taken_ / call_.stages) % 2);
         auto* const from =
-            reinterpret_cast<float*>(memory_.ring + slot * Memory::slot_bytes(call_.cache.state_size) +
+            reinterpret_cast<float*>(memory_.ring + stage * Memory::stage_bytes(call_.cache.state_size) +
                                      offset_of(call_.cache.state + all.state[e]));
         const std::int32_t row = fold_ * fold_rows, left = call_.features - row;
         piece of;
@@ -459,7 +461,8 @@ class score_many {
         if (thread() < call_.features) {
             of.z = from[state_numbers() + thread()];
         }
-        barrier_wait(shared_address(&all.read[at]), static_cast<std::uint32_t>(taken_ / many_reads + 1) % 2);
+        barrier_wait(shared_address(&all.read[at]),
+                     static_cast<std::uint32_t>(taken_ / batched_reads + 1) % 2);
         ++taken_;
         const float write = memory_.gate[2 * e], forget = memory_.gate[2 * e + 1];
         float* const state = new_states() + all.new_state[e];
@@ -500,34 +503,34 @@ class score_many {
                 memory_.divisor[at * folds_ + thread() / fold_rows] = sum;
             }
         }
-        fence_async_proxy();  // a bulk copy takes the slot to memory
-        warp_arrive(shared_address(&all.taken[slot]), lane_id());
+        fence_async_proxy();  // a bulk copy takes the stage to memory
+        warp_arrive(shared_address(&all.taken[stage]), lane_id());
         warp_arrive(shared_address(&all.summed[at]), lane_id());
     }
 
     // The warps that read scores out. The first has the gates, a pair of lanes an entry.
 
     __device__ void read() {
-        const int reader = warp_ - many_warps - 1;
+        const int reader = warp_ - batched_warps - 1;
         if (reader == 0) {
             meet();
         }
         std::int32_t slot;
         const unsigned entries = find_own(slot);
         const auto& weights = call_.scorer.weights;
-        for (std::int32_t i = thread() - many_workers - 32; i < call_.width; i += 32 * many_readers) {
+        for (std::int32_t i = thread() - batched_workers - 32; i < call_.width; i += 32 * batched_readers) {
             const std::int64_t at = std::int64_t{head_} * call_.width + i;
             memory_.readout[i] = weights.readout[at];
             memory_.gain[i] = weights.norm_gain != nullptr ? weights.norm_gain[at] : 1.0f;
         }
-        named_barrier(3, 32 * many_readers);
+        named_barrier(3, 32 * batched_readers);
         cluster_wait();
         if (reader == 0 && count_ != 0) {
             find_gates(entries, slot);
         }
         for (std::int32_t e = 0; e < count_; ++e) {
             if (has(entries, e)) {
-                if (taken_ % many_readers == reader) {
+                if (taken_ % batched_readers == reader) {
                     read_one(e);
                 }
                 ++taken_;
@@ -539,10 +542,10 @@ class score_many {
         const bool there = mine < count_ && has(entries, mine);
         mlstm_gates gates;
         if (there) {
-            const float* const stabiliser =
+            const float* const stabilizer =
                 call_.cache.state + state_of(my_slot) + state_numbers() + call_.features;
-            gates.first = stabiliser[0];
-            gates.second = stabiliser[1];
+            gates.first = stabilizer[0];
+            gates.second = stabilizer[1];
         }
         meet();
         meet();
@@ -565,8 +568,8 @@ class score_many {
     /// The score of entry e.
     __device__ void read_one(std::int32_t e) const {
         auto& all = *memory_.tokens;
-        const std::int32_t at = taken_ % many_reads;
-        barrier_wait(shared_address(&all.summed[at]), static_cast<std::uint32_t>(taken_ / many_reads) % 2);
+        const std::int32_t at = taken_ % batched_reads;
+        barrier_wait(shared_address(&all.summed[at]), static_cast<std::uint32_t>(taken_ / batched_reads) % 2);
         const auto& weights = call_.scorer.weights;
         float score = 0.0f;
         if (all.leaves[e] != 0) {

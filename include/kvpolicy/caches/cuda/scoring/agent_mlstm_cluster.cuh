@@ -7,7 +7,7 @@
 // come. A cluster takes several sequences at once, always of one head: a tensor core multiplies by eight as soon as by one.
 //
 // The last warp also finds out where tokens are, and has the gates. There are no more than eight, two for every quarter of a
-// multiprocessor, so that a block of the step that runs meanwhile has its registers there, too.
+// SM, so that a block of the step that runs meanwhile has its registers there, too.
 #pragma once
 
 #include <kvpolicy/caches/cuda/contiguous/contiguous_view.cuh>
@@ -25,7 +25,7 @@ namespace cuda_backend {
 inline constexpr int cluster_blocks = 8;
 inline constexpr int cluster_warps = 8;  // of a block
 inline constexpr int cluster_threads = 32 * cluster_warps;
-/// Of a thread: beside two warps of so many a quarter of a multiprocessor has room for a warp of the step.
+/// Of a thread: beside two warps of so many a quarter of an SM has room for a warp of the step.
 inline constexpr int cluster_registers = 168;
 
 /// Sizes: the most sequences of a cluster at once, and folds of their states that a thread has.
@@ -41,8 +41,8 @@ struct cluster_sizes {
     /// Whether a scorer's sizes fit.
     __host__ __device__ static constexpr bool fit(std::int32_t inputs, std::int32_t features,
                                                   std::int32_t width) {
-        return inputs <= most_mlstm_inputs && inputs % 4 == 0 && width <= most_mlstm_width &&
-               features <= most_mlstm_features && width % 2 == 0 && features % 2 == 0 &&
+        return inputs <= max_mlstm_inputs && inputs % 4 == 0 && width <= max_mlstm_width &&
+               features <= max_mlstm_features && width % 2 == 0 && features % 2 == 0 &&
                Entries * folds_each(features) * (width / 2) <= Folds * cluster_threads &&
                Entries * folds_each(features) * fold_rows <= cluster_threads;
     }
@@ -56,7 +56,7 @@ struct cluster_memory {
     static constexpr int tile_numbers = sent_stride * Sizes::tokens;
 
     struct alignas(16) Tokens {
-        const T* from[Entries][2][2];  // the newcomer's key and value, those of the key that leaves
+        const T* from[Entries][2][2];  // the candidate's key and value, those of the key that leaves
         std::int64_t state[Entries], new_state[Entries];
         std::int32_t count[Entries], leaves[Entries];
         std::int32_t most;
@@ -64,7 +64,7 @@ struct cluster_memory {
     };
 
     Tokens* tokens;
-    float* x;               // [2, Sizes::tokens, token_stride]: newcomers, leaving keys
+    float* x;               // [2, Sizes::tokens, token_stride]: candidates, leaving keys
     float* sent;            // [cluster_warps, tile_numbers]: this block's quarters of projections
     float* y;               // [Entries, rows]: every projection, from all blocks
     float *k, *q;           // [Entries, padded]
@@ -98,19 +98,19 @@ struct cluster_memory {
 };
 
 template <class Sizes, class View, std::int32_t D, class Feature, class Values>
-class score_cluster {
+class agent_mlstm_cluster {
     using Scorer = mLSTMScorer<D, Feature, Values>;
-    using Launch = score_launch<View, Scorer>;
+    using Launch = score_params<View, Scorer>;
     using T = typename View::value_type;
     static constexpr int Entries = Sizes::Entries, Folds = Sizes::Folds;
 
   public:
     using Memory = cluster_memory<Sizes, T>;
 
-    __device__ score_cluster(const Launch& call, unsigned char* shared)
+    __device__ agent_mlstm_cluster(const Launch& call, unsigned char* shared)
         : call_(call),
           rows_{call.projection, Values::projected ? call.width : 0, call.scorer.weights.skip != nullptr},
-          inputs_(call.cache.dim_k + call.cache.dim_v),
+          inputs_(call.cache.head_dim_qk + call.cache.head_dim_vo),
           padded_(folds_of(call.features) * fold_rows),
           memory_(shared, inputs_, rows_.count(), call.features, call.width) {
         const auto number = static_cast<std::int32_t>(blockIdx.x);
@@ -128,7 +128,7 @@ class score_cluster {
         const auto& cache = call_.cache;
         const std::int32_t first =
             static_cast<std::int32_t>(blockIdx.x) / cluster_blocks / cache.kv_heads * call_.together;
-        const bool in_order = call_.batch.slots == nullptr;
+        const bool in_order = call_.batch.seq_ids == nullptr;
         {
             const std::int32_t row = weight_row(0) + lane_id() % 4 / 2 * 8;
             const std::int32_t column = warp_ % 4 * 64 + lane_id() % 2 * 32;
@@ -211,7 +211,7 @@ class score_cluster {
     __device__ void take(std::int32_t group, std::int32_t j, bool more, bool others) {
         store_tokens();
         if (minds()) {
-            await_stabilisers();
+            await_stabilizers();
         }
         __syncthreads();
         if (minds() && more) {
@@ -242,7 +242,7 @@ class score_cluster {
         if (!more) {
             store_state();
             if (minds()) {
-                store_stabiliser();
+                store_stabilizer();
             }
         }
         float skip = 0.0f;
@@ -292,13 +292,13 @@ class score_cluster {
     __device__ void find(std::int32_t group) {
         const std::int32_t entry = group * call_.together + my_entry();
         tokens_ = 0;
-        slot_ = 0;
+        seq_ = 0;
         base_ = 0;
         if (has_entry() && entry < call_.batch.count) {
             const token_entry<View> known(call_.cache, call_.batch, entry, call_.tokens.most, head_);
             tokens_ = known.active.tokens;
             if (tokens_ != 0) {
-                slot_ = known.active.slot;
+                seq_ = known.active.seq;
                 base_ = known.base;
             }
             point(known.rows, entry, 0);
@@ -310,9 +310,9 @@ class score_cluster {
         if (has_entry() && lane_id() % 4 == 0) {
             const std::int64_t heads = call_.cache.kv_heads, size = call_.cache.state_size;
             tokens.count[my_entry()] = tokens_;
-            tokens.state[my_entry()] = (slot_ * heads + head_) * size;
+            tokens.state[my_entry()] = (seq_ * heads + head_) * size;
             tokens.new_state[my_entry()] =
-                ((call_.state == nullptr ? std::int64_t{slot_} : std::int64_t{entry}) * heads + head_) * size;
+                ((call_.state == nullptr ? std::int64_t{seq_} : std::int64_t{entry}) * heads + head_) * size;
         }
         if (lane_id() == 0) {
             tokens.most = most;
@@ -320,15 +320,15 @@ class score_cluster {
         if (tokens_ != 0) {
             const float* const of_state =
                 call_.cache.state +
-                (slot_ * std::int64_t{call_.cache.kv_heads} + head_) * call_.cache.state_size +
+                (seq_ * std::int64_t{call_.cache.kv_heads} + head_) * call_.cache.state_size +
                 state_numbers() + call_.features;
             gates_.first = of_state[0];
             gates_.second = of_state[1];
         }
     }
-    /// Does not go on before the stabilisers are read: the first block writes new ones in their place as soon as it has all
+    /// Does not go on before the stabilizers are read: the first block writes new ones in their place as soon as it has all
     /// blocks' projections, which are sent after this.
-    __device__ void await_stabilisers() {
+    __device__ void await_stabilizers() {
         gates_.first = __shfl_sync(all_lanes, gates_.first, lane_id());
         gates_.second = __shfl_sync(all_lanes, gates_.second, lane_id());
     }
@@ -346,12 +346,11 @@ class score_cluster {
     }
     __device__ void point_again(std::int32_t group, std::int32_t j) const {
         if (has_entry()) {
-            point(typename View::head_type(call_.cache, slot_, head_), group * call_.together + my_entry(),
-                  j);
+            point(typename View::head_type(call_.cache, seq_, head_), group * call_.together + my_entry(), j);
         }
     }
     __device__ void take_gates(std::int32_t j) {
-        const HeadRule& rule = call_.cache.rules[head_];
+        const HeadParams& head_params = call_.cache.all_params[head_];
         const bool input = lane_id() % 2 == 0;
         const auto& weights = call_.scorer.weights;
         const float* const bias = input ? weights.b_i : weights.b_f;
@@ -361,10 +360,10 @@ class score_cluster {
         const float factor = gates_.take(gate, call_.scorer.gate_softcap, j < tokens_);
         if (has_entry() && lane_id() % 4 < 2) {
             memory_.gate[2 * my_entry() + lane_id() % 2] = factor;
-            memory_.tokens->leaves[my_entry()] = base_ + j - rule.window >= rule.sinks ? 1 : 0;
+            memory_.tokens->leaves[my_entry()] = base_ + j - head_params.window >= head_params.sinks ? 1 : 0;
         }
     }
-    __device__ void store_stabiliser() const {
+    __device__ void store_stabilizer() const {
         if (block_ == 0 && has_entry() && tokens_ != 0 && lane_id() % 4 < 2) {
             new_states()[memory_.tokens->new_state[my_entry()] + state_numbers() + call_.features +
                          lane_id() % 2] = lane_id() % 2 == 0 ? gates_.first : gates_.second;
@@ -390,7 +389,7 @@ class score_cluster {
     /// Sets out to read a token of the warp's entry, and the key that leaves.
     __device__ void fetch() {
         if (warp_ < call_.together) {
-            token_.load(memory_.tokens->from[warp_], call_.cache.dim_k, inputs_);
+            token_.load(memory_.tokens->from[warp_], call_.cache.head_dim_qk, inputs_);
         }
     }
     __device__ void store_tokens() const {
@@ -446,7 +445,7 @@ class score_cluster {
     }
 
     /// A piece of a thread: which entry's, which of all folds, which two columns. Entry < 0: none.
-    struct piece_place {
+    struct piece_coords {
         std::int32_t entry, fold, column;
     };
     __device__ void share_pieces() {
@@ -454,10 +453,10 @@ class score_cluster {
 #pragma unroll
         for (int i = 0; i < Folds; ++i) {
             const std::int32_t at = thread() + i * cluster_threads, line = at / pairs;
-            place_[i] = {-1, 0, (at - line * pairs) * 2};
+            slot_[i] = {-1, 0, (at - line * pairs) * 2};
             if (line < call_.together * folds_) {
-                place_[i].entry = line / folds_;
-                place_[i].fold = first_fold_ + line % folds_;
+                slot_[i].entry = line / folds_;
+                slot_[i].fold = first_fold_ + line % folds_;
             }
         }
         const std::int32_t rows = folds_ * fold_rows;
@@ -473,7 +472,7 @@ class score_cluster {
         const auto& tokens = *memory_.tokens;
 #pragma unroll
         for (int i = 0; i < Folds; ++i) {
-            const piece_place& at = place_[i];
+            const piece_coords& at = slot_[i];
             if (at.entry >= 0 && tokens.count[at.entry] != 0) {
                 const std::int32_t row = at.fold * fold_rows;
                 c_[i].load(call_.cache.state + tokens.state[at.entry] + row * call_.width + at.column,
@@ -488,7 +487,7 @@ class score_cluster {
         const auto& tokens = *memory_.tokens;
 #pragma unroll
         for (int i = 0; i < Folds; ++i) {
-            const piece_place& at = place_[i];
+            const piece_coords& at = slot_[i];
             if (at.entry >= 0 && tokens.count[at.entry] != 0) {
                 const std::int32_t row = at.fold * fold_rows;
                 c_[i].store(new_states() + tokens.new_state[at.entry] + row * call_.width + at.column,
@@ -505,12 +504,13 @@ class score_cluster {
         const auto& tokens = *memory_.tokens;
 #pragma unroll
         for (int i = 0; i < Folds; ++i) {
-            const piece_place& at = place_[i];
+            const piece_coords& at = slot_[i];
             if (at.entry >= 0 && j < tokens.count[at.entry]) {
                 const std::int32_t first = at.entry * padded_ + at.fold * fold_rows;
                 const float* const value =
-                    (Values::projected ? memory_.y + at.entry * rows_.count() + rows_.values()
-                                       : memory_.x + at.entry * token_stride(inputs_) + call_.cache.dim_k) +
+                    (Values::projected
+                         ? memory_.y + at.entry * rows_.count() + rows_.values()
+                         : memory_.x + at.entry * token_stride(inputs_) + call_.cache.head_dim_qk) +
                     at.column;
                 const float2 sum =
                     c_[i].take(memory_.gate[2 * at.entry], memory_.gate[2 * at.entry + 1], memory_.k + first,
@@ -559,14 +559,14 @@ class score_cluster {
     std::int32_t block_, head_, first_fold_, folds_;
     weight_quarter weight_;
     token_rows<T> token_;
-    piece_place place_[Folds];
+    piece_coords slot_[Folds];
     state_piece c_[Folds];
     std::int32_t z_entry_ = -1, z_row_ = 0;
     float z_ = 0.0f;
     std::uint32_t projections_ = 0, sums_ = 0;  // phases of the barriers
     // Of the last warp.
     mlstm_gates gates_;
-    std::int32_t slot_ = 0, tokens_ = 0;
+    std::int32_t seq_ = 0, tokens_ = 0;
     position_t base_ = 0;
 };
 

@@ -14,7 +14,7 @@ namespace kvpolicy {
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 namespace cuda_backend {
 
-/// Rows of all weights of a head, one after the other: w_k, w_v, w_i, w_f, which the newcomer meets; then, from the next tile on, w_q and
+/// Rows of all weights of a head, one after the other: w_k, w_v, w_i, w_f, which the candidate meets; then, from the next tile on, w_q and
 /// skip, which the leaving key meets.
 struct mlstm_rows {
     static constexpr std::int32_t tile = 16;
@@ -63,7 +63,7 @@ __host__ __device__ constexpr std::int32_t token_stride(std::int32_t inputs) {
     return (inputs + 31) / 32 * 32 + 16;
 }
 
-/// One number of eight neighbouring lanes. All lanes of a warp.
+/// One number of eight neighboring lanes. All lanes of a warp.
 template <class Join>
 __device__ float over_eight(float x, const Join& join) {
 #pragma unroll

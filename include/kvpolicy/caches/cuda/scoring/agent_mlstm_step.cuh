@@ -19,7 +19,7 @@ namespace kvpolicy {
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 namespace cuda_backend {
 
-inline constexpr std::int32_t most_mlstm_inputs = 256, most_mlstm_features = 256, most_mlstm_width = 128;
+inline constexpr std::int32_t max_mlstm_inputs = 256, max_mlstm_features = 256, max_mlstm_width = 128;
 /// Rows of a state that a thread takes in, one after the other; their sum is a number of its own until the read-out.
 inline constexpr std::int32_t fold_rows = 8;
 
@@ -109,10 +109,10 @@ __device__ void make_features(const float* y, const mlstm_rows& rows, std::int32
     }
 }
 
-/// Gates of one token, by a pair of lanes, the first with the input gate: what it writes and what it leaves of the state, and the stabiliser
+/// Gates of one token, by a pair of lanes, the first with the input gate: what it writes and what it leaves of the state, and the stabilizer
 /// after it, two numbers. All lanes of a warp.
 struct mlstm_gates {
-    float first = 0.0f, second = 0.0f;  // the stabiliser
+    float first = 0.0f, second = 0.0f;  // the stabilizer
 
     /// `gate`: this lane's projection, its bias included. Returns the factor: of what is written, or of what was there.
     __device__ float take(float gate, float cap, bool counts) {
@@ -120,7 +120,7 @@ struct mlstm_gates {
         if (cap > 0.0f) {
             gate = cap * tanhf(gate / cap);
         }
-        // Sums with the stabiliser in double: log f near 0 must survive being added to a large one.
+        // Sums with the stabilizer in double: log f near 0 must survive being added to a large one.
         double logarithm = gate;
         if (!input) {
             constexpr auto least = static_cast<float>(mLSTMScorer<>::least_log_forget);
@@ -202,7 +202,7 @@ __device__ float read_out(const float* h, const float* divisors, std::int32_t fo
         divisor += divisors[i];
     }
     const float scale = 1.0f / (divisor < least ? least : divisor);
-    constexpr int turns = most_mlstm_width / 32;
+    constexpr int turns = max_mlstm_width / 32;
     float read[turns];
     float squares = 0.0f;
 #pragma unroll
@@ -235,18 +235,18 @@ __device__ float read_out(const float* h, const float* divisors, std::int32_t fo
 /// The numbers of an entry's token and of its leaving key, by the lanes of a warp.
 template <class T>
 struct token_rows {
-    static constexpr int turns = most_mlstm_inputs / 128;
-    four_elements<T> newcomer[turns], leaving[turns];
+    static constexpr int turns = max_mlstm_inputs / 128;
+    four_elements<T> candidate[turns], leaving[turns];
 
     /// from[leaving][of value]
-    __device__ void load(const T* const (&from)[2][2], std::int32_t dim_k, std::int32_t inputs) {
+    __device__ void load(const T* const (&from)[2][2], std::int32_t head_dim_qk, std::int32_t inputs) {
 #pragma unroll
         for (int t = 0; t < turns; ++t) {
             const std::int32_t column = 128 * t + 4 * lane_id();
-            const int of_value = column >= dim_k ? 1 : 0;
-            const std::int32_t at = column - of_value * dim_k;
+            const int of_value = column >= head_dim_qk ? 1 : 0;
+            const std::int32_t at = column - of_value * head_dim_qk;
             if (column < inputs && from[0][of_value] != nullptr) {
-                newcomer[t].load(from[0][of_value] + at);
+                candidate[t].load(from[0][of_value] + at);
             }
             if (column < inputs && from[1][of_value] != nullptr) {
                 leaving[t].load(from[1][of_value] + at);
@@ -258,7 +258,7 @@ struct token_rows {
         for (int t = 0; t < turns; ++t) {
             const std::int32_t column = 128 * t + 4 * lane_id();
             if (column < inputs) {
-                *reinterpret_cast<float4*>(to + column) = newcomer[t].numbers();
+                *reinterpret_cast<float4*>(to + column) = candidate[t].numbers();
                 *reinterpret_cast<float4*>(to_leaving + column) = leaving[t].numbers();
             }
         }
@@ -270,13 +270,13 @@ template <class View>
 __device__ void ask_for_entries(const View& cache, const Batch& batch, std::int32_t head, std::int32_t first,
                                 std::int32_t count) {
     if (lane_id() == 0) {
-        ask_for_line(cache.rules + head);
-        ask_for_line(cache.length + (batch.slots == nullptr ? first : 0));
+        ask_for_line(cache.all_params + head);
+        ask_for_line(cache.length + (batch.seq_ids == nullptr ? first : 0));
         if constexpr (requires { cache.row_offset; }) {
             ask_for_line(cache.row_offset + head);
         }
-    } else if (batch.slots == nullptr && lane_id() <= count && first + lane_id() <= batch.count) {
-        ask_for_line(cache.taken + (first + lane_id() - 1) * std::int64_t{cache.kv_heads});
+    } else if (batch.seq_ids == nullptr && lane_id() <= count && first + lane_id() <= batch.count) {
+        ask_for_line(cache.appended + (first + lane_id() - 1) * std::int64_t{cache.kv_heads});
     }
 }
 
@@ -287,11 +287,11 @@ __device__ void ask_for_rows(const View& cache, const Batch& batch, const Tokens
                              std::int32_t first, std::int32_t count) {
     if constexpr (requires { cache.row_offset; }) {
         const std::int32_t entry = first + lane_id() / 2;
-        if (batch.slots != nullptr || lane_id() / 2 >= count || entry >= cache.slots) {
+        if (batch.seq_ids != nullptr || lane_id() / 2 >= count || entry >= cache.max_sequences) {
             return;
         }
         const bool of_value = lane_id() % 2 != 0;
-        const std::int32_t dim = of_value ? cache.dim_v : cache.dim_k;
+        const std::int32_t dim = of_value ? cache.head_dim_vo : cache.head_dim_qk;
         const auto ask = [&](const auto* row) {
             constexpr std::int32_t line = 128 / sizeof(*row);
             for (std::int32_t i = 0; i < dim; i += line) {
@@ -302,8 +302,8 @@ __device__ void ask_for_rows(const View& cache, const Batch& batch, const Tokens
             ask(of_value ? tokens.v.row(entry, head, 0) : tokens.k.row(entry, head, 0));
         }
         // Not through the L1 cache, which would keep what it finds until after.
-        const std::int32_t sinks = __ldcg(&cache.rules[head].sinks),
-                           window = __ldcg(&cache.rules[head].window);
+        const std::int32_t sinks = __ldcg(&cache.all_params[head].sinks),
+                           window = __ldcg(&cache.all_params[head].window);
         const position_t u = __ldcg(cache.length + entry) - window;
         if (window > 0 && u >= sinks) {
             const std::int64_t row = __ldcg(cache.row_offset + head) + HeadRows{sinks, window}.recent(u);
@@ -319,12 +319,12 @@ __device__ void ask_for_rows(const View& cache, const Batch& batch, const Tokens
 template <class View>
 struct token_entry {
     active_entry active;
-    position_t base;  // the slot's length
+    position_t base;  // the sequence's length
     typename View::head_type rows;
 
     __device__ token_entry(const View& cache, const Batch& batch, std::int32_t entry, std::int32_t most,
                            std::int32_t head)
-        : active(cache, batch, entry, most), base(cache.length[active.slot]), rows(cache, active.slot, head) {
+        : active(cache, batch, entry, most), base(cache.length[active.seq]), rows(cache, active.seq, head) {
         active = active.once(cache);
     }
 };
@@ -336,8 +336,8 @@ __device__ auto token_source(const Head& rows, const Tokens& tokens, std::int32_
     -> decltype(tokens.key(rows, entry, head, j)) {
     std::int32_t of_chunk = j;
     if (leaving) {
-        const position_t u = base + j - rows.rule.window;
-        if (u < rows.rule.sinks) {
+        const position_t u = base + j - rows.head_params.window;
+        if (u < rows.head_params.sinks) {
             return nullptr;
         }
         if (u < base) {

@@ -22,12 +22,12 @@ inline constexpr int score_batch = 8;  // tokens that a block of a stateless sco
 
 /// A launch that scores the tokens of a chunk (a step: of one token).
 template <class View, class Scorer>
-struct score_launch {
+struct score_params {
     using T = typename View::value_type;
 
     View cache;
     Batch batch{};
-    chunk_tokens<T> tokens{};
+    prefill_tokens<T> tokens{};
     // [count, Hkv, most]: of token j, or of the key that leaves when token j comes (0 where none does)
     float* scores = nullptr;
     float* state = nullptr;  // [count, Hkv, state_size]: where the advanced states go; null: the cache itself
@@ -37,7 +37,7 @@ struct score_launch {
     std::int32_t features = 0;
     std::int32_t width = 0;
     std::int32_t together = 1;  // sequences that blocks take at once
-    std::int32_t slots = 0;     // for states in a block's memory: see agent_mlstm_batched.cuh
+    std::int32_t stages = 0;    // for states in a block's memory: see agent_mlstm_batched.cuh
     bool beside = false;        // of a launch whose blocks run meanwhile
 };
 
@@ -47,19 +47,19 @@ __device__ inline float activate(GeluErf, float y) { return 0.5f * y * (1.0f + e
 
 /// What a block is to score: entry, head, and where its chunk begins.
 template <class View>
-struct score_place {
+struct scored_token {
     std::int32_t pair, entry, head;
     active_entry active;
     typename View::head_type rows;
     position_t base;
 
-    __device__ score_place(const View& cache, const Batch& batch, std::int32_t number, std::int32_t most)
+    __device__ scored_token(const View& cache, const Batch& batch, std::int32_t number, std::int32_t most)
         : pair(number),
           entry(number / cache.kv_heads),
           head(number % cache.kv_heads),
           active(active_entry(cache, batch, entry, most).once(cache)),
-          rows(cache, active.tokens != 0 ? active.slot : 0, head),
-          base(active.tokens != 0 ? cache.length[active.slot] : 0) {}
+          rows(cache, active.tokens != 0 ? active.seq : 0, head),
+          base(active.tokens != 0 ? cache.length[active.seq] : 0) {}
 };
 
 template <class T>
@@ -71,17 +71,17 @@ __device__ void to_floats(const T* from, std::int32_t count, float* to) {
 
 /// A scorer that one warp computes: a token per warp.
 template <class View, class Scorer>
-requires scores_by_warp<Scorer> __device__ void score_block(const score_launch<View, Scorer>& call,
-                                                            float* /*shared*/) {
+requires scores_by_warp<Scorer> __device__ void decode_scorer(const score_params<View, Scorer>& call,
+                                                              float* /*shared*/) {
     const std::int32_t pieces = (call.tokens.most + score_batch - 1) / score_batch;
     const auto number = static_cast<std::int32_t>(blockIdx.x);
-    const score_place<View> at(call.cache, call.batch, number / pieces, call.tokens.most);
+    const scored_token<View> at(call.cache, call.batch, number / pieces, call.tokens.most);
     const std::int32_t j = number % pieces * score_batch + warp_id();
     static_assert(score_batch <= score_warps);
     if (warp_id() < score_batch && j < at.active.tokens) {
         const float score = device_scorer<Scorer>::score(
             call.scorer, at.head, call.tokens.key(at.rows, at.entry, at.head, j),
-            call.tokens.value(at.rows, at.entry, at.head, j), call.cache.dim_k, call.cache.dim_v);
+            call.tokens.value(at.rows, at.entry, at.head, j), call.cache.head_dim_qk, call.cache.head_dim_vo);
         if (lane_id() == 0) {
             call.scores[std::int64_t{at.pair} * call.tokens.most + j] = score;
         }
@@ -90,23 +90,24 @@ requires scores_by_warp<Scorer> __device__ void score_block(const score_launch<V
 
 /// A few tokens share every row of the first layer's weights; a warp takes a hidden number at a time.
 template <class View, class Act, std::int32_t D>
-__device__ void score_block(const score_launch<View, BasicMlpScorer<KeyValueInput, Act, D>>& call,
-                            float* const shared) {
+__device__ void decode_scorer(const score_params<View, BasicMlpScorer<KeyValueInput, Act, D>>& call,
+                              float* const shared) {
     const std::int32_t pieces = (call.tokens.most + score_batch - 1) / score_batch;
     const auto number = static_cast<std::int32_t>(blockIdx.x);
-    const score_place<View> at(call.cache, call.batch, number / pieces, call.tokens.most);
+    const scored_token<View> at(call.cache, call.batch, number / pieces, call.tokens.most);
     const std::int32_t first = number % pieces * score_batch;
     const std::int32_t left = at.active.tokens - first, count = left < score_batch ? left : score_batch;
     if (count <= 0) {
         return;
     }
-    const std::int32_t inputs = call.cache.dim_k + call.cache.dim_v, hidden = call.scorer.hidden;
+    const std::int32_t inputs = call.cache.head_dim_qk + call.cache.head_dim_vo, hidden = call.scorer.hidden;
     float* const x = shared;                       // [score_batch, inputs]
     float* const sums = x + score_batch * inputs;  // [score_warps, score_batch]
     for (std::int32_t t = 0; t < count; ++t) {
-        to_floats(call.tokens.key(at.rows, at.entry, at.head, first + t), call.cache.dim_k, x + t * inputs);
-        to_floats(call.tokens.value(at.rows, at.entry, at.head, first + t), call.cache.dim_v,
-                  x + t * inputs + call.cache.dim_k);
+        to_floats(call.tokens.key(at.rows, at.entry, at.head, first + t), call.cache.head_dim_qk,
+                  x + t * inputs);
+        to_floats(call.tokens.value(at.rows, at.entry, at.head, first + t), call.cache.head_dim_vo,
+                  x + t * inputs + call.cache.head_dim_qk);
     }
     __syncthreads();
     const auto& weights = call.scorer.weights;
@@ -256,15 +257,16 @@ struct mlstm_memory {
 
 /// One head's tokens one after another, as a step absorbs them: the state is read and written once a token.
 template <class View, std::int32_t D, class Feature, class Values>
-__device__ void score_block(const score_launch<View, mLSTMScorer<D, Feature, Values>>& call,
-                            float* const shared) {
+__device__ void decode_scorer(const score_params<View, mLSTMScorer<D, Feature, Values>>& call,
+                              float* const shared) {
     using T = typename View::value_type;
-    const score_place<View> at(call.cache, call.batch, static_cast<std::int32_t>(blockIdx.x),
-                               call.tokens.most);
+    const scored_token<View> at(call.cache, call.batch, static_cast<std::int32_t>(blockIdx.x),
+                                call.tokens.most);
     if (at.active.tokens == 0) {
         return;
     }
-    const std::int32_t dim_k = call.cache.dim_k, dim_v = call.cache.dim_v, inputs = dim_k + dim_v;
+    const std::int32_t head_dim_qk = call.cache.head_dim_qk, head_dim_vo = call.cache.head_dim_vo,
+                       inputs = head_dim_qk + head_dim_vo;
     const std::int32_t features = call.features, width = call.width, projection = call.projection;
     const mlstm_memory memory(shared, inputs, projection, features, width);
     const auto& weights = call.scorer.weights;
@@ -280,21 +282,21 @@ __device__ void score_block(const score_launch<View, mLSTMScorer<D, Feature, Val
         __syncthreads();
     }
     float* const z = state + std::int64_t{features} * width;
-    float* const stabiliser = z + features;
+    float* const stabilizer = z + features;
     for (std::int32_t j = 0; j < at.active.tokens; ++j) {
-        const position_t u = at.base + j - at.rows.rule.window;
-        const bool leaves = u >= at.rows.rule.sinks;
+        const position_t u = at.base + j - at.rows.head_params.window;
+        const bool leaves = u >= at.rows.head_params.sinks;
         const T* const value = call.tokens.value(at.rows, at.entry, at.head, j);
-        to_floats(call.tokens.key(at.rows, at.entry, at.head, j), dim_k, memory.x);
-        to_floats(value, dim_v, memory.x + dim_k);
+        to_floats(call.tokens.key(at.rows, at.entry, at.head, j), head_dim_qk, memory.x);
+        to_floats(value, head_dim_vo, memory.x + head_dim_qk);
         if (leaves) {
             const bool stored = u < at.base;
             const std::int32_t row = stored ? at.rows.layout.recent(u) : 0;
             const auto of_chunk = static_cast<std::int32_t>(stored ? 0 : u - at.base);
             to_floats(stored ? at.rows.key(row) : call.tokens.key(at.rows, at.entry, at.head, of_chunk),
-                      dim_k, memory.of_leaving);
+                      head_dim_qk, memory.of_leaving);
             to_floats(stored ? at.rows.value(row) : call.tokens.value(at.rows, at.entry, at.head, of_chunk),
-                      dim_v, memory.of_leaving + dim_k);
+                      head_dim_vo, memory.of_leaving + head_dim_qk);
         }
         __syncthreads();
         project_rows(weights.w_k + head * projection * inputs, projection, memory.x, inputs, memory.y_k);
@@ -319,7 +321,7 @@ __device__ void score_block(const score_launch<View, mLSTMScorer<D, Feature, Val
         } else if (warp_id() == 1 && leaves) {
             warp_features(Feature{}, memory.y_q, features, memory.q);
         } else if (thread == 64) {
-            // Gates as logarithms in double: log f near 0 must survive being added to a large stabiliser.
+            // Gates as logarithms in double: log f near 0 must survive being added to a large stabilizer.
             double input = memory.numbers[0], forget = memory.numbers[1];
             input += weights.b_i != nullptr ? weights.b_i[head] : 0.0f;
             forget += weights.b_f != nullptr ? weights.b_f[head] : 0.0f;
@@ -333,12 +335,12 @@ __device__ void score_block(const score_launch<View, mLSTMScorer<D, Feature, Val
                 log_forget = mLSTMScorer<>::least_log_forget;
             }
             const double kept =
-                log_forget + (static_cast<double>(stabiliser[0]) + static_cast<double>(stabiliser[1]));
+                log_forget + (static_cast<double>(stabilizer[0]) + static_cast<double>(stabilizer[1]));
             const double m = kept > input ? kept : input;
             memory.numbers[3] = static_cast<float>(exp(kept - m));
             memory.numbers[4] = static_cast<float>(exp(input - m));
-            stabiliser[0] = static_cast<float>(m);
-            stabiliser[1] =
+            stabilizer[0] = static_cast<float>(m);
+            stabilizer[1] =
                 isfinite(m) ? static_cast<float>(m - static_cast<double>(static_cast<float>(m))) : 0.0f;
         }
         __syncthreads();

@@ -1,4 +1,4 @@
-// The dispatch of a cache's ConvScorer: workspace, and the launches before and after a call's contests.
+// The dispatch of a cache's ConvScorer: workspace, and the launches before and after a call's top-k updates.
 #pragma once
 
 #include <kvpolicy/caches/cuda/scoring/kernel_cache_conv.cuh>
@@ -29,8 +29,8 @@ class late_scores {
     template <class S>
     late_scores(const device_scope& device, const S& scorer, const View& cache, const Gate& gate,
                 std::int32_t count, std::int32_t most, std::int64_t longest, workspace_parts& parts)
-        : conv_(scorer, rows_of(cache, cache.dim_k), rows_of(cache, cache.dim_v), Sequences{1, 1}, 0, {},
-                parts),
+        : conv_(scorer, rows_of(cache, cache.head_dim_qk), rows_of(cache, cache.head_dim_vo), Sequences{1, 1},
+                0, {}, parts),
           call_{.cache = cache, .together = scorer.batch},
           gate_(gate),
           longest_(longest) {
@@ -43,19 +43,19 @@ class late_scores {
         // A scorer that no kernel has room for is refused here, before anything is enqueued.
         if (conv_.hopper_inputs() == 0 || device.attribute(cudaDevAttrComputeCapabilityMajor) != 9) {
             static_cast<void>(fitting_conv_size<false>(
-                conv_.problem, device.shared_limit() - sizeof(late_head<View>), conv_columns<T>));
+                conv_.params, device.shared_limit() - sizeof(late_head<View>), conv_columns<T>));
         }
     }
 
     /// Before a call's scores are asked for: `batch` says how many tokens count.
-    void begin(const cuda& on, const device_scope& device, const Batch& batch, const chunk_tokens<T>& tokens,
-               std::uint32_t* status) {
+    void begin(const cuda& on, const device_scope& device, const Batch& batch,
+               const prefill_tokens<T>& tokens, std::uint32_t* status) {
         call_.batch = batch;
         call_.tokens = tokens;
         call_.status = status;
-        call_.problem = conv_.problem;
-        call_.problem.source = conv_.call.source;
-        call_.problem.source.k.data = conv_.packed;  // rows that are not there have an address, too
+        call_.params = conv_.params;
+        call_.params.source = conv_.call.source;
+        call_.params.source.k.data = conv_.packed;  // rows that are not there have an address, too
         hopper_ = 0;
         if constexpr (is_half<T>) {
             const std::int32_t inputs = conv_.hopper_inputs();
@@ -67,19 +67,19 @@ class late_scores {
         }
         std::int64_t tile = conv_tile;
         if (hopper_ == 0) {
-            constexpr auto kernel = cache_conv_kernel<View, Gate, conv_most_tiles>;
+            constexpr auto kernel = cache_conv_kernel<View, Gate, conv_max_tiles>;
             size_ = fitting_conv_size<false>(
-                conv_.problem,
-                shared_room(device, "cache_conv_kernel", reinterpret_cast<const void*>(kernel)),
+                conv_.params,
+                shared_capacity(device, "cache_conv_kernel", reinterpret_cast<const void*>(kernel)),
                 conv_columns<T>);
-            call_.problem.columns = size_.columns;
+            call_.params.columns = size_.columns;
             with_conv_tiles<T>(size_.tiles, [&](auto tiles) { tile = conv_tiling<tiles>::tokens; });
         }
         const std::int64_t heads = this->heads(),
-                           room = 4 * std::int64_t{device.attribute(cudaDevAttrMultiProcessorCount)};
+                           capacity = 4 * std::int64_t{device.attribute(cudaDevAttrMultiProcessorCount)};
         call_.blocks = static_cast<std::int32_t>(
             std::min((longest_ + call_.tokens.most + tile - 1) / tile,
-                     std::max<std::int64_t>((room + heads - 1) / std::max<std::int64_t>(heads, 1), 1)));
+                     std::max<std::int64_t>((capacity + heads - 1) / std::max<std::int64_t>(heads, 1), 1)));
         if (heads == 0) {
             return;
         }
@@ -91,7 +91,7 @@ class late_scores {
             prepare<0>(on, device);
         }
     }
-    /// Scores that the contests need, and those of the call's own tokens (caches/cuda/scoring/kernel_cache_conv.cuh).
+    /// Scores that the top-k updates need, and those of the call's own tokens (caches/cuda/scoring/kernel_cache_conv.cuh).
     void decide(const cuda& on, const device_scope& device, float* leaving, float* late) {
         call_.in_rows = false;
         call_.leaving = leaving;
@@ -131,7 +131,7 @@ class late_scores {
         with_conv_tiles<T>(size_.tiles, [&](auto tiles) {
             constexpr auto kernel = cache_conv_kernel<View, Gate, tiles>;
             launch_early<kernel>("cache_conv_kernel", heads() * call_.blocks, 128,
-                                 conv_shared_bytes<false>(call_.problem, size_), device, on, 1, call_, gate_);
+                                 conv_shared_bytes<false>(call_.params, size_), device, on, 1, call_, gate_);
         });
     }
     template <int Inputs>
@@ -142,8 +142,8 @@ class late_scores {
                              static_cast<const T*>(conv_.packed));
     }
 
-    conv_call<T> conv_;
-    late_launch<View> call_;
+    conv_plan<T> conv_;
+    late_score_params<View> call_;
     Gate gate_;
     std::int64_t longest_;
     std::int32_t hopper_ = 0;

@@ -1,9 +1,9 @@
 // ConvScorer inside a cache: keys get their scores between two ages, a batch of them at once (ContextScorer), by the kernels that score sequences.
 //
 // Which keys a call of c tokens scores is a function of the length before it and of the window: those from scored_until(base) on, before
-// scored_until(base + c). They and their neighbours are in the window's rows, or come with the call. Of them
+// scored_until(base + c). They and their neighbors are in the window's rows, or come with the call. Of them
 //
-// - those that leave the window in the call are needed by its contests: `leaving`, by the token that they leave with, which also gets the stored
+// - those that leave the window in the call are needed by its top-k updates: `leaving`, by the token that they leave with, which also gets the stored
 //   scores of the other leavers;
 // - those that came with it and stay are written with their rows: `late`, 0 for who has no score yet;
 // - those that are in rows and stay there get theirs there, by a launch of its own (`in_rows`) once it is certain that the cache takes the
@@ -29,13 +29,13 @@ inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 namespace cuda_backend {
 
 template <class View>
-struct late_launch {
+struct late_score_params {
     using T = typename View::value_type;
 
     View cache;
     Batch batch{};
-    chunk_tokens<T> tokens{};
-    conv_problem<T> problem{};
+    prefill_tokens<T> tokens{};
+    conv_params<T> params{};
     std::int32_t together = 0;  // ConvScorer::batch
     std::int32_t blocks = 1;    // of a head
     bool in_rows = false;
@@ -55,8 +55,8 @@ __device__ inline position_t late_until(std::int32_t batch, std::int32_t window,
 /// the position of: those before it, back to `lowest`, are in rows.
 template <class View>
 struct late_head {
-    const late_launch<View>& call;
-    score_place<View> at;
+    const late_score_params<View>& call;
+    scored_token<View> at;
     std::int32_t tokens, sinks, window;
     std::int32_t lowest;        // of the window, and of the sequence
     std::int32_t first_ring;    // the first token behind the sinks, if the window has it
@@ -65,12 +65,12 @@ struct late_head {
     std::int32_t recent;        // the window's first token after the call
     std::int32_t from, end;
 
-    __device__ late_head(const late_launch<View>& launch, std::int32_t pair)
+    __device__ late_head(const late_score_params<View>& launch, std::int32_t pair)
         : call(launch), at(launch.cache, launch.batch, pair, launch.tokens.most) {
         const position_t base = at.base;
         tokens = at.active.tokens;
-        sinks = at.rows.rule.sinks;
-        window = at.rows.rule.window;
+        sinks = at.rows.head_params.sinks;
+        window = at.rows.head_params.window;
         lowest = -static_cast<std::int32_t>(base < window ? base : window);
         first_ring = base - sinks > window ? -window : static_cast<std::int32_t>(sinks - base);
         ring = base < sinks ? 0 : static_cast<std::int32_t>((base - sinks) % window);
@@ -133,7 +133,7 @@ struct late_head {
 
 /// A block's late_head, in shared memory: in registers it would leave too few for the products. Ends with a barrier.
 template <class View>
-__device__ inline const late_head<View>& shared_late_head(const late_launch<View>& call) {
+__device__ inline const late_head<View>& shared_late_head(const late_score_params<View>& call) {
     __shared__ alignas(late_head<View>) unsigned char memory[sizeof(late_head<View>)];
     if (threadIdx.x == 0) {
         new (static_cast<void*>(memory))
@@ -175,7 +175,7 @@ struct late_rows {
 /// Weights and frequencies, where some head of the call scores anything: most steps end here.
 template <class View, int Inputs>
 __global__ void __launch_bounds__(256)
-    late_prepare_kernel(const __grid_constant__ late_launch<View> call, const conv_weights from,
+    late_prepare_kernel(const __grid_constant__ late_score_params<View> call, const conv_weights from,
                         const float base, float* const frequencies, typename View::value_type* const to) {
     let_next_kernel_start();
     wait_for_kernel_before();
@@ -191,8 +191,8 @@ __global__ void __launch_bounds__(256)
         return;
     }
     if (frequencies != nullptr && blockIdx.x == 0) {
-        for (std::int32_t i = thread; i < call.problem.source.rotated / 2; i += 256) {
-            frequencies[i] = rope_frequency<float>(base, i, call.problem.source.rotated);
+        for (std::int32_t i = thread; i < call.params.source.rotated / 2; i += 256) {
+            frequencies[i] = rope_frequency<float>(base, i, call.params.source.rotated);
         }
     }
     const std::int64_t at = std::int64_t{blockIdx.x} * 256 + thread, all = std::int64_t{gridDim.x} * 256;
@@ -200,8 +200,8 @@ __global__ void __launch_bounds__(256)
         pack_conv<Inputs>(from, to, static_cast<std::uint32_t>(at), static_cast<std::uint32_t>(all));
     } else {
         for (int l = 0; l < 3; ++l) {
-            stack_conv(from.layer[l], from.heads, call.problem.layer[l],
-                       const_cast<T*>(call.problem.layer[l].weights), at, all);
+            stack_conv(from.layer[l], from.heads, call.params.layer[l],
+                       const_cast<T*>(call.params.layer[l].weights), at, all);
         }
     }
 }
@@ -209,7 +209,7 @@ __global__ void __launch_bounds__(256)
 /// call.blocks blocks a head.
 template <class View, class Gate, int Tiles>
 __global__ void __launch_bounds__(128)
-    cache_conv_kernel(const __grid_constant__ late_launch<View> call, const Gate gate) {
+    cache_conv_kernel(const __grid_constant__ late_score_params<View> call, const Gate gate) {
     let_next_kernel_start();
     wait_for_kernel_before();
     const late_head<View>& head = shared_late_head(call);
@@ -227,7 +227,7 @@ __global__ void __launch_bounds__(128)
         if (!head.any(first, tokens)) {
             continue;
         }
-        conv_block<Tiles>(call.problem, s, late_rows<View>{head}, first, 0, min(head.end - first, tokens),
+        conv_block<Tiles>(call.params, s, late_rows<View>{head}, first, 0, min(head.end - first, tokens),
                           [&](std::int32_t r, float score) {
                               head.write(first + r, score, detail::holds(gate, head.at.base + first + r));
                           });
@@ -257,7 +257,7 @@ struct late_tiles {
 
 template <class View, class Gate, int Inputs>
 __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(conv_consumers), 2)
-    cache_conv_hopper_kernel([[maybe_unused]] const __grid_constant__ late_launch<View> call,
+    cache_conv_hopper_kernel([[maybe_unused]] const __grid_constant__ late_score_params<View> call,
                              [[maybe_unused]] const Gate gate,
                              [[maybe_unused]] const typename View::value_type* const weights) {
 #if KVPOLICY_HOPPER_CODE
@@ -277,7 +277,7 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(conv_consumers), 2)
     if (tiles == 0 || (tiles == 1 && !head.any(first, conv_tile))) {
         return;
     }
-    conv_hopper_block<Inputs>(call.problem, weights, head.at.head,
+    conv_hopper_block<Inputs>(call.params, weights, head.at.head,
                               late_tiles<View, Gate>{head, gate, first, stride, tiles}, 0.0f, [] {});
 #endif
 }

@@ -17,36 +17,36 @@ namespace cuda_backend {
 
 template <class View, class Scorer>
 __global__ void __launch_bounds__(score_threads)
-    cache_score_kernel(const __grid_constant__ score_launch<View, Scorer> call) {
+    decode_scorer_kernel(const __grid_constant__ score_params<View, Scorer> call) {
     let_next_kernel_start();  // it may stream rows meanwhile, and waits for scores where it needs them
-    score_block(call, reinterpret_cast<float*>(dynamic_shared()));
+    decode_scorer(call, reinterpret_cast<float*>(dynamic_shared()));
 }
 
-/// cluster_blocks blocks a cluster, whose sequences score_cluster names.
+/// cluster_blocks blocks a cluster, whose sequences agent_mlstm_cluster names.
 template <class Sizes, class View, std::int32_t D, class Feature, class Values>
-__global__ void __maxnreg__(cluster_registers) cache_score_cluster_kernel(
-    const __grid_constant__ score_launch<View, mLSTMScorer<D, Feature, Values>> call) {
+__global__ void __maxnreg__(cluster_registers) mlstm_decode_cluster_kernel(
+    const __grid_constant__ score_params<View, mLSTMScorer<D, Feature, Values>> call) {
     if constexpr (compiled_for_clusters) {
-        score_cluster<Sizes, View, D, Feature, Values> score(call, dynamic_shared());
+        agent_mlstm_cluster<Sizes, View, D, Feature, Values> score(call, dynamic_shared());
         score.ask_early();
         wait_for_kernel_before();
-        let_next_kernel_start();  // see cache_score_kernel; only now, since it does not wait for the kernels before
+        let_next_kernel_start();  // see decode_scorer_kernel; only now, since it does not wait for the kernels before
         score.run();
     }
 }
 
-/// Sequences of a block beside a step, at least: its blocks need most of the card meanwhile.
-constexpr std::int64_t many_beside(std::int64_t count) {
+/// Sequences of a block beside a step, at least: its blocks need most of the GPU meanwhile.
+constexpr std::int64_t batched_beside(std::int64_t count) {
     constexpr std::int64_t of_more = 8;
-    return count <= many_tokens ? std::min<std::int64_t>(count, many_entries) : of_more;
+    return count <= batched_tokens ? std::min<std::int64_t>(count, batched_entries) : of_more;
 }
 
-/// many_blocks blocks a cluster; a block has call.together sequences of one head.
+/// batched_blocks blocks a cluster; a block has call.together sequences of one head.
 template <class View, std::int32_t D, class Feature, class Values>
-__global__ void __launch_bounds__(many_threads, 1) cache_score_many_kernel(
-    const __grid_constant__ score_launch<View, mLSTMScorer<D, Feature, Values>> call) {
+__global__ void __launch_bounds__(batched_threads, 1) mlstm_decode_batched_kernel(
+    const __grid_constant__ score_params<View, mLSTMScorer<D, Feature, Values>> call) {
     if constexpr (compiled_for_clusters) {  // for those that share its order of sums
-        score_many<View, D, Feature, Values> score(call, dynamic_shared());
+        agent_mlstm_batched<View, D, Feature, Values> score(call, dynamic_shared());
         score.ask_early();
         wait_for_kernel_before();
         let_next_kernel_start();
@@ -65,72 +65,74 @@ bool in_fours(const Weights& weights) {
 
 /// Enqueues a step's mLSTM scores of many sequences; launch_cluster serves their scorer, too.
 template <class View, std::int32_t D, class Feature, class Values>
-bool launch_many(const cuda& on, const device_scope& device,
-                 score_launch<View, mLSTMScorer<D, Feature, Values>> call, const mlstm_rows& rows) {
-    using Memory = many_memory<typename View::value_type>;
-    constexpr auto kernel = cache_score_many_kernel<View, D, Feature, Values>;
-    const std::int32_t inputs = call.cache.dim_k + call.cache.dim_v;
-    if (call.tokens.most != 1 || !many_fit(inputs, call.features, call.width)) {
+bool launch_batched(const cuda& on, const device_scope& device,
+                    score_params<View, mLSTMScorer<D, Feature, Values>> call, const mlstm_rows& rows) {
+    using Memory = mlstm_batched_memory<typename View::value_type>;
+    constexpr auto kernel = mlstm_decode_batched_kernel<View, D, Feature, Values>;
+    const std::int32_t inputs = call.cache.head_dim_qk + call.cache.head_dim_vo;
+    if (call.tokens.most != 1 || !batched_fits(inputs, call.features, call.width)) {
         return false;
     }
     const std::size_t most =
-        shared_room(device, "cache_score_many_kernel", reinterpret_cast<const void*>(kernel));
-    const auto bytes_with = [&](std::int32_t slots) {
+        shared_capacity(device, "mlstm_decode_batched_kernel", reinterpret_cast<const void*>(kernel));
+    const auto bytes_with = [&](std::int32_t stages) {
         return static_cast<std::size_t>(Memory::bytes(rows.count(), call.features, call.width,
-                                                      call.cache.state_size, slots, Values::projected));
+                                                      call.cache.state_size, stages, Values::projected));
     };
-    call.slots = many_slots;
-    while (call.slots >= many_least_slots && bytes_with(call.slots) > most) {
-        --call.slots;
+    call.stages = batched_stages;
+    while (call.stages >= batched_min_stages && bytes_with(call.stages) > most) {
+        --call.stages;
     }
-    const std::int64_t clusters = clusters_at_once<kernel>(device, many_blocks, many_threads, most),
+    const std::int64_t clusters = clusters_at_once<kernel>(device, batched_blocks, batched_threads, most),
                        heads = call.cache.kv_heads, count = call.batch.count;
-    if (call.slots < many_least_slots || clusters == 0) {
+    if (call.stages < batched_min_stages || clusters == 0) {
         return false;
     }
-    // Alone it takes the whole card.
-    const std::int64_t room = std::max<std::int64_t>(clusters / heads, 1) * many_blocks,
-                       least = call.beside ? many_beside(count) : 1,
-                       together = std::clamp<std::int64_t>((count + room - 1) / room, least, many_entries),
-                       each = together * many_blocks;
+    // Alone it takes the whole GPU.
+    const std::int64_t capacity = std::max<std::int64_t>(clusters / heads, 1) * batched_blocks,
+                       least = call.beside ? batched_beside(count) : 1,
+                       together = std::clamp<std::int64_t>((count + capacity - 1) / capacity, least,
+                                                           batched_entries),
+                       each = together * batched_blocks;
     call.together = static_cast<std::int32_t>(together);
-    share_multiprocessors<kernel>(device);
-    launch_early<kernel>("cache_score_many_kernel", (count + each - 1) / each * heads * many_blocks,
-                         many_threads, bytes_with(call.slots), device, on, many_blocks, call);
+    share_sms<kernel>(device);
+    launch_early<kernel>("mlstm_decode_batched_kernel", (count + each - 1) / each * heads * batched_blocks,
+                         batched_threads, bytes_with(call.stages), device, on, batched_blocks, call);
     return true;
 }
 
-/// Enqueues an mLSTM's scores by clusters, if they fit: the card, the scorer's sizes. There are no more clusters than run
+/// Enqueues an mLSTM's scores by clusters, if they fit: the GPU, the scorer's sizes. There are no more clusters than run
 /// at once: a step's blocks begin when all of this launch have begun.
 template <class Sizes, class View, std::int32_t D, class Feature, class Values>
 bool launch_cluster(const cuda& on, const device_scope& device,
-                    score_launch<View, mLSTMScorer<D, Feature, Values>> call) {
+                    score_params<View, mLSTMScorer<D, Feature, Values>> call) {
     using Memory = cluster_memory<Sizes, typename View::value_type>;
-    constexpr auto kernel = cache_score_cluster_kernel<Sizes, View, D, Feature, Values>;
-    const std::int32_t inputs = call.cache.dim_k + call.cache.dim_v;
+    constexpr auto kernel = mlstm_decode_cluster_kernel<Sizes, View, D, Feature, Values>;
+    const std::int32_t inputs = call.cache.head_dim_qk + call.cache.head_dim_vo;
     const mlstm_rows rows{call.projection, Values::projected ? call.width : 0,
                           call.scorer.weights.skip != nullptr};
     // Of the largest sizes that fit, so that the answer is one for all.
-    constexpr mlstm_rows most_rows{most_mlstm_features, most_mlstm_width, true};
-    constexpr auto most_shared = static_cast<std::size_t>(
-        Memory::bytes(most_mlstm_inputs, most_rows.count(), most_mlstm_features, most_mlstm_width));
+    constexpr mlstm_rows max_rows{max_mlstm_features, max_mlstm_width, true};
+    constexpr auto max_shared = static_cast<std::size_t>(
+        Memory::bytes(max_mlstm_inputs, max_rows.count(), max_mlstm_features, max_mlstm_width));
     if (!Sizes::fit(inputs, call.features, call.width) || !in_fours(call.scorer.weights) ||
-        largest_cluster<kernel>(device, cluster_blocks, cluster_threads, most_shared) < cluster_blocks) {
+        largest_cluster<kernel>(device, cluster_blocks, cluster_threads, max_shared) < cluster_blocks) {
         return false;
     }
     const std::int64_t heads = call.cache.kv_heads, count = call.batch.count;
     constexpr std::int64_t few = 16;  // sequences that clusters are quicker for
-    if (count > few && launch_many(on, device, call, rows)) {
+    if (count > few && launch_batched(on, device, call, rows)) {
         return true;
     }
     call.together = static_cast<std::int32_t>(std::clamp<std::int64_t>(count, 1, Sizes::Entries));
     const std::int64_t groups = (count + call.together - 1) / call.together;
-    constexpr std::int64_t each = 1;  // blocks of a multiprocessor
-    const std::int64_t room = each * device.attribute(cudaDevAttrMultiProcessorCount) / cluster_blocks;
-    const std::int64_t turns = std::clamp<std::int64_t>(room / heads, 1, std::max<std::int64_t>(groups, 1));
-    share_multiprocessors<kernel>(device);
+    constexpr std::int64_t each = 1;  // blocks of an SM
+    const std::int64_t capacity = each * device.attribute(cudaDevAttrMultiProcessorCount) / cluster_blocks;
+    const std::int64_t turns =
+        std::clamp<std::int64_t>(capacity / heads, 1, std::max<std::int64_t>(groups, 1));
+    share_sms<kernel>(device);
     launch_early<kernel>(
-        "cache_score_cluster_kernel", heads * turns * cluster_blocks, cluster_threads,
+        "mlstm_decode_cluster_kernel", heads * turns * cluster_blocks, cluster_threads,
         static_cast<std::size_t>(Memory::bytes(inputs, rows.count(), call.features, call.width)), device, on,
         cluster_blocks, call);
     return true;
@@ -138,10 +140,10 @@ bool launch_cluster(const cuda& on, const device_scope& device,
 
 /// Enqueues the scores of a chunk's tokens.
 template <class View, class Scorer>
-void launch_scores(const cuda& on, score_launch<View, Scorer> call) {
+void launch_scores(const cuda& on, score_params<View, Scorer> call) {
     const device_scope device(on);
     const std::int64_t heads = std::int64_t{call.batch.count} * call.cache.kv_heads;
-    const std::int32_t inputs = call.cache.dim_k + call.cache.dim_v;
+    const std::int32_t inputs = call.cache.head_dim_qk + call.cache.head_dim_vo;
     const std::int64_t pieces = (std::int64_t{call.tokens.most} + score_batch - 1) / score_batch;
     std::int64_t blocks = heads * pieces;
     std::size_t floats = std::size_t{score_batch} * static_cast<std::size_t>(inputs + score_warps);
@@ -150,7 +152,7 @@ void launch_scores(const cuda& on, score_launch<View, Scorer> call) {
         call.features = call.scorer.features();
         call.width = call.scorer.value_width();
         blocks = heads;
-        // Whether clusters take a token, or blocks whose sums have the same order, depends on sizes and the card alone, so that no batch
+        // Whether clusters take a token, or blocks whose sums have the same order, depends on sizes and the GPU alone, so that no batch
         // changes a score's last bit, nor does a prefill.
         if (blocks != 0 && (launch_cluster<cluster_sizes<8, 2>>(on, device, call) ||
                             launch_cluster<cluster_sizes<2, 2>>(on, device, call))) {
@@ -159,11 +161,11 @@ void launch_scores(const cuda& on, score_launch<View, Scorer> call) {
         floats = static_cast<std::size_t>(
             mlstm_memory::floats(inputs, call.projection, call.features, call.width));
     }
-    constexpr auto kernel = cache_score_kernel<View, Scorer>;
+    constexpr auto kernel = decode_scorer_kernel<View, Scorer>;
     if (call.tokens.most == 1) {
-        share_multiprocessors<kernel>(device);  // with the step that follows
+        share_sms<kernel>(device);  // with the step that follows
     }
-    launch("cache_score_kernel", kernel, blocks, score_threads, floats * sizeof(float), on, call);
+    launch("decode_scorer_kernel", kernel, blocks, score_threads, floats * sizeof(float), on, call);
 }
 
 }  // namespace cuda_backend

@@ -1,4 +1,4 @@
-// Gradients of scores times a power of two, so that what is made of them has a place in fp16 (scorer_call.cuh, score_gradients).
+// Gradients of scores times a power of two, so that what is made of them has a place in fp16 (scorer_plan.cuh, score_gradients).
 #pragma once
 
 #include <kvpolicy/core/cuda_context.hpp>
@@ -16,7 +16,7 @@ namespace cuda_backend {
 
 inline constexpr int scale_threads = 128;  // a warp a chunk
 inline std::int64_t scale_blocks(const scorer_streams& streams) {
-    const std::int64_t chunks = std::int64_t{streams.batch} * streams.heads * streams.slots;
+    const std::int64_t chunks = std::int64_t{streams.batch} * streams.heads * streams.chunks;
     return (chunks + scale_threads / 32 - 1) / (scale_threads / 32);
 }
 
@@ -25,9 +25,9 @@ template <class Body>
 __device__ inline scorer_span for_each_scored(const scorer_streams& streams, const Body& body) {
     const std::int64_t chunk = std::int64_t{blockIdx.x} * (scale_threads / 32) + warp_id();
     scorer_span s{};
-    if (chunk < std::int64_t{streams.batch} * streams.heads * streams.slots) {
-        s = streams.span(static_cast<std::int32_t>(chunk / streams.slots),
-                         static_cast<std::int32_t>(chunk % streams.slots));
+    if (chunk < std::int64_t{streams.batch} * streams.heads * streams.chunks) {
+        s = streams.span(static_cast<std::int32_t>(chunk / streams.chunks),
+                         static_cast<std::int32_t>(chunk % streams.chunks));
     }
     for (int r = lane_id(); r < s.count; r += 32) {
         if (s.first + r < s.end - streams.delay) {

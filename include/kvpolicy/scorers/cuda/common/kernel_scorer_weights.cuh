@@ -1,5 +1,5 @@
 // What the backward passes of all scorers share: weights as tiles take them, and the sums over tokens that become gradients of
-// weights and inputs. A scorer hands over rows d y [planes, slots * 64][width], what each token's loss says about the rows of a
+// weights and inputs. A scorer hands over rows d y [planes, chunks * 64][width], what each token's loss says about the rows of a
 // weight matrix, of which columns beyond weight_stack::used may hold anything. Sums are made in one fixed order: blocks write partial
 // sums, and one thread adds those up.
 #pragma once
@@ -61,7 +61,7 @@ template <class T>
 __global__ void __launch_bounds__(256)
     stack_weights_kernel(const weight_stack stack, const std::int32_t heads, const std::int32_t size,
                          const std::int32_t padded, T* const to) {
-    const std::int32_t across = padded / 8, lines = heads * stack.rows;  // eight neighbours a thread
+    const std::int32_t across = padded / 8, lines = heads * stack.rows;  // eight neighbors a thread
     for (std::int64_t i = std::int64_t{blockIdx.x} * 256 + threadIdx.x; i < std::int64_t{lines} * across;
          i += std::int64_t{gridDim.x} * 256) {
         const auto line = static_cast<std::int32_t>(i / across);
@@ -157,22 +157,22 @@ __global__ void __launch_bounds__(128)
     }
     item /= down;
     const std::int32_t h = item % streams.heads, split = item / streams.heads;
-    const std::int32_t chunks = streams.batch * streams.slots;
+    const std::int32_t chunks = streams.batch * streams.chunks;
     const std::int32_t each = (chunks + splits - 1) / splits;
     const std::int32_t last = min(chunks, (split + 1) * each);
     const int m0 = warp_id() / 2 * 32, n0 = warp_id() % 2 * 64;
     float acc[2][8][4];
     clear(acc);
-    std::int32_t chunk = split * each, b = chunk / streams.slots, slot = chunk % streams.slots;
+    std::int32_t chunk = split * each, b = chunk / streams.chunks, chunk_index = chunk % streams.chunks;
     scorer_span s{};
     // The next chunk that has rows, into s; false where there is none.
     const auto advance = [&] {
         while (chunk < last) {
-            s = streams.span_of(b, h, slot);
+            s = streams.span_of(b, h, chunk_index);
             ++chunk;
-            ++slot;
-            if (slot == streams.slots) {
-                slot = 0;
+            ++chunk_index;
+            if (chunk_index == streams.chunks) {
+                chunk_index = 0;
                 ++b;
             }
             if (max(0, s.begin + shift - s.first) < s.count) {
@@ -182,7 +182,7 @@ __global__ void __launch_bounds__(128)
         return false;
     };
     const auto load = [&](int stage) {
-        const T* const rows = d_rows + s.row(streams.slots) * width + row;
+        const T* const rows = d_rows + s.row(streams.chunks) * width + row;
         if constexpr (shared_tile<T>::plain) {
             copy_rows(d_y(stage), rows, width, 64, s.count, 128, stack.used - row);
         } else {
@@ -303,7 +303,7 @@ __global__ void __launch_bounds__(256)
     }
 }
 
-/// Numbers of chunks [batch, heads, slots][width], of which into[h][i] gets those at `at` + i, i < count, added up over the chunks of head h.
+/// Numbers of chunks [batch, heads, chunks][width], of which into[h][i] gets those at `at` + i, i < count, added up over the chunks of head h.
 struct chunk_sum {
     const float* partial = nullptr;
     float* into = nullptr;
@@ -332,7 +332,7 @@ struct chunk_sums {
 /// One warp a number.
 template <class Sums>
 __global__ void __launch_bounds__(128) add_sums_kernel(const scorer_streams streams, const Sums sums) {
-    const std::int32_t batch = streams.batch, heads = streams.heads, slots = streams.slots;
+    const std::int32_t batch = streams.batch, heads = streams.heads, chunks = streams.chunks;
     std::int64_t item = std::int64_t{blockIdx.x} * 4 + warp_id();
     for (int p = 0; p < sums.parts; ++p) {
         const chunk_sum& all = sums.part[p];
@@ -342,8 +342,8 @@ __global__ void __launch_bounds__(128) add_sums_kernel(const scorer_streams stre
         }
         const std::int64_t h = item / all.count, i = item % all.count;
         float sum = 0.0f;
-        for (std::int32_t c = lane_id(); c < batch * slots; c += 32) {
-            const std::int64_t chunk = (std::int64_t{c / slots} * heads + h) * slots + c % slots;
+        for (std::int32_t c = lane_id(); c < batch * chunks; c += 32) {
+            const std::int64_t chunk = (std::int64_t{c / chunks} * heads + h) * chunks + c % chunks;
             sum += all.partial[chunk * all.width + all.at + i];
         }
         sum = warp_sum(sum);
@@ -357,7 +357,7 @@ __global__ void __launch_bounds__(128) add_sums_kernel(const scorer_streams stre
 /// Rows d y whose weights lead back to the inputs: token t's row stands `shift` rows later, where its stream has that.
 template <class T>
 struct gradient_rows {
-    const T* rows = nullptr;     // [planes, slots * 64, width]
+    const T* rows = nullptr;     // [planes, chunks * 64, width]
     const T* weights = nullptr;  // [heads, width, padded]
     std::int32_t width = 0;
     std::int32_t used = 0;  // columns of d y, a multiple of 16; others count nothing
@@ -385,8 +385,8 @@ __global__ void __launch_bounds__(128)
     input_gradient_kernel(const scorer_streams streams, const scorer_source<T> source,
                           const gradient_rows<T> first, const gradient_rows<T> second,
                           const rows_view<float> d_k, const rows_view<float> d_v) {
-    const scorer_span s = streams.span(static_cast<std::int32_t>(blockIdx.x) / streams.slots,
-                                       static_cast<std::int32_t>(blockIdx.x) % streams.slots);
+    const scorer_span s = streams.span(static_cast<std::int32_t>(blockIdx.x) / streams.chunks,
+                                       static_cast<std::int32_t>(blockIdx.x) % streams.chunks);
     if (s.count == 0) {
         return;
     }
@@ -407,7 +407,7 @@ __global__ void __launch_bounds__(128)
             const gradient_rows<T>& group = g == 0 ? first : second;
             const std::int32_t there = min(s.count, s.end - group.shift - s.first);
             for (std::int32_t n = 0; n < group.used && there > 0; n += 64) {
-                copy_rows(d_y, group.rows + (s.row(streams.slots) + group.shift) * group.width + n,
+                copy_rows(d_y, group.rows + (s.row(streams.chunks) + group.shift) * group.width + n,
                           group.width, 64, there, 128, group.used - n);
                 copy_rows(w, group.weights + (std::int64_t{s.h} * group.width + n) * source.padded + column,
                           source.padded, min(128, source.padded - column), 64, 128);
@@ -454,7 +454,7 @@ __global__ void __launch_bounds__(128)
         float* const to_v = d_v.row(s.b, s.h, t);
         const T* const key = source.k.row(s.b, s.h, t);
         const T* const value = source.v.row(s.b, s.h, t);
-        const std::int32_t dim_k = source.k.dim, dim_v = source.v.dim;
+        const std::int32_t head_dim_qk = source.k.dim, head_dim_vo = source.v.dim;
         const auto plain = [&](std::int32_t c) { return of_row[c]; };
         // d y = scale (d x - x mean(d x . x)) with x = scale y, y the row before its norm
         const auto through_norm = [&](const T* y, float scale, std::int32_t dim, float* to, const auto& d) {
@@ -469,15 +469,17 @@ __global__ void __launch_bounds__(128)
         };
         if (source.input == scorer_input::write_gate) {
             // Rotations keep lengths, so RMSNorm(k before RoPE) is RMSNorm(k) turned back.
-            through_norm(key, scale_k[r], dim_k, to_k, [&](std::int32_t c) {
-                return source.turned(c, static_cast<float>(t - s.begin), 1.0f, plain) + of_row[dim_k + c];
+            through_norm(key, scale_k[r], head_dim_qk, to_k, [&](std::int32_t c) {
+                return source.turned(c, static_cast<float>(t - s.begin), 1.0f, plain) +
+                       of_row[head_dim_qk + c];
             });
-            for (std::int32_t c = lane; c < dim_v; c += 32) {
+            for (std::int32_t c = lane; c < head_dim_vo; c += 32) {
                 to_v[c] = 0.0f;
             }
         } else {
-            through_norm(key, scale_k[r], dim_k, to_k, plain);
-            through_norm(value, scale_v[r], dim_v, to_v, [&](std::int32_t c) { return of_row[dim_k + c]; });
+            through_norm(key, scale_k[r], head_dim_qk, to_k, plain);
+            through_norm(value, scale_v[r], head_dim_vo, to_v,
+                         [&](std::int32_t c) { return of_row[head_dim_qk + c]; });
         }
     }
 }

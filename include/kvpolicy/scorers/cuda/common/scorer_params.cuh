@@ -21,13 +21,13 @@ inline constexpr int scorer_chunk = 64;
 /// A chunk: `count` tokens of one stream (a sequence, or one packed segment of it) from `first` on. begin is where the
 /// stream's state is empty and positions are 0, from <= first the call's first token of the stream, end its last plus 1.
 struct scorer_span {
-    std::int32_t b, h, plane, slot;
+    std::int32_t b, h, plane, chunk_index;
     std::int32_t begin, from, end, first, count;
     std::int32_t segment;
 
-    /// Where rows of the chunk stand in arrays [planes, slots * scorer_chunk].
-    __device__ std::int64_t row(std::int32_t slots) const {
-        return (std::int64_t{plane} * slots + slot) * scorer_chunk;
+    /// Where rows of the chunk stand in arrays [planes, chunks * scorer_chunk].
+    __device__ std::int64_t row(std::int32_t chunks) const {
+        return (std::int64_t{plane} * chunks + chunk_index) * scorer_chunk;
     }
 };
 
@@ -40,7 +40,7 @@ __device__ inline float gradient_scale(std::uint32_t bits) {
                : __uint_as_float(static_cast<std::uint32_t>(min(max(254 - exponent, 1), 253)) << 23);
 }
 
-/// The streams of a call. Chunks begin at a stream's first token, so streams of a plane (a head of a sequence) have `slots`
+/// The streams of a call. Chunks begin at a stream's first token, so streams of a plane (a head of a sequence) have `chunks`
 /// chunks at most, some of them empty; the rows of a stream's chunks follow each other.
 struct scorer_streams {
     std::int32_t batch = 0, heads = 0;
@@ -50,7 +50,7 @@ struct scorer_streams {
     const std::int32_t* starts = nullptr;
     const std::int32_t* edges = nullptr;  // checked
     std::int32_t segments = 1;
-    std::int32_t slots = 0;
+    std::int32_t chunks = 0;
     std::int32_t delay = 0;
     std::uint32_t* status = nullptr;
     // Where gradients of scores are scaled: [heads], the bits of each head's largest (scorers/cuda/common/kernel_scale_gradients.cuh).
@@ -80,23 +80,23 @@ struct scorer_streams {
     __device__ std::int32_t start_of(std::int32_t b) const {
         return starts != nullptr && fits(b) ? starts[b] : 0;
     }
-    __device__ std::int32_t first_slot(std::int32_t segment, std::int32_t chunk = scorer_chunk) const {
+    __device__ std::int32_t first_chunk(std::int32_t segment, std::int32_t chunk = scorer_chunk) const {
         return edges == nullptr ? 0 : edges[segment] / chunk + segment;
     }
     /// The chunk of a plane; `chunk` is its tokens at most where a kernel cuts streams into others than scorer_chunk.
-    __device__ scorer_span span(std::int32_t plane, std::int32_t slot,
+    __device__ scorer_span span(std::int32_t plane, std::int32_t chunk_index,
                                 std::int32_t chunk = scorer_chunk) const {
-        return span_of(plane / heads, plane % heads, slot, chunk);
+        return span_of(plane / heads, plane % heads, chunk_index, chunk);
     }
-    __device__ scorer_span span_of(std::int32_t b, std::int32_t h, std::int32_t slot,
+    __device__ scorer_span span_of(std::int32_t b, std::int32_t h, std::int32_t chunk_index,
                                    std::int32_t chunk = scorer_chunk) const {
         scorer_span s;
         s.plane = b * heads + h;
-        s.slot = slot;
+        s.chunk_index = chunk_index;
         s.b = b;
         s.h = h;
         const std::int32_t n = length_of(s.b);
-        std::int32_t before = slot;
+        std::int32_t before = chunk_index;
         s.segment = 0;
         if (edges == nullptr) {
             s.begin = 0;
@@ -104,12 +104,12 @@ struct scorer_streams {
             s.end = s.from + n;
         } else {
             const std::int32_t low =
-                last_begun(segments, [&](std::int32_t i) { return first_slot(i, chunk) <= slot; });
+                last_begun(segments, [&](std::int32_t i) { return first_chunk(i, chunk) <= chunk_index; });
             s.segment = low;
             s.begin = edges[low] < n ? edges[low] : n;
             s.from = s.begin;
             s.end = edges[low + 1] < n ? edges[low + 1] : n;
-            before -= first_slot(low, chunk);
+            before -= first_chunk(low, chunk);
         }
         s.first = s.from + before * chunk;
         const std::int32_t left = s.end - s.first;
@@ -127,7 +127,7 @@ enum class scorer_input : std::uint8_t {
 };
 
 /// Up to this angle rope_sine_quick is exact to 1e-6.
-inline constexpr float most_quick_angle = 16777216.0f;
+inline constexpr float max_quick_angle = 16777216.0f;
 /// sin and cos by the special function unit, of an angle from which turns are taken first: angle - 2 pi k. The first step is exact: both terms are
 /// multiples of 2^-21, and little is left of them.
 __device__ inline void rope_sine_quick(float angle, float& sine, float& cosine) {
@@ -140,7 +140,7 @@ __device__ inline void rope_sine_quick(float angle, float& sine, float& cosine) 
 /// sin and cos of a RoPE angle for rows of T; where those are rounded to 16 bits, quickly.
 template <class T>
 __device__ inline void rope_sine(float angle, float& sine, float& cosine) {
-    if (std::is_same_v<T, float> || fabsf(angle) > most_quick_angle) {
+    if (std::is_same_v<T, float> || fabsf(angle) > max_quick_angle) {
         sincosf(angle, &sine, &cosine);
     } else {
         rope_sine_quick(angle, sine, cosine);
@@ -223,7 +223,7 @@ struct scorer_source {
         __syncthreads();
     }
 
-    /// Whether keys are turned in pairs of eight neighbours and the eight `rotated` / 2 columns further, which turn_eight does.
+    /// Whether keys are turned in pairs of eight neighbors and the eight `rotated` / 2 columns further, which turn_eight does.
     __device__ bool turns_eight() const {
         return !shared_tile<T>::plain && input == scorer_input::turned &&
                (rotated == 0 || layout == rope_layout::half_split) && rotated % 16 == 0;
@@ -261,7 +261,7 @@ struct scorer_source {
     }
 
     /// Columns [from, from + columns) of the inputs of tokens first + r into rows r of a tile, for r in [low, high); other rows and
-    /// columns beyond `size` become 0. By thread `thread` of `threads`. The caller synchronises (and waits for copies).
+    /// columns beyond `size` become 0. By thread `thread` of `threads`. The caller synchronizes (and waits for copies).
     __device__ void load(const scorer_span& s, std::int32_t first, int low, int high, const float* scale_k,
                          const float* scale_v, const shared_tile<T>& to, int from, int columns, int thread,
                          int threads) const {

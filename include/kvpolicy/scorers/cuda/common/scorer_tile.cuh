@@ -331,7 +331,7 @@ __device__ inline float sums_down(float (&x)[8]) {
 
 /// Rows [0, count) of `columns` (a multiple of 8) elements, `stride` apart in global memory, into a tile; the tile's other rows up
 /// to tile.rows become 0, and columns from `filled` (a multiple of 8) on. Rows begin at multiples of 16 bytes. The caller commits, waits
-/// and synchronises.
+/// and synchronizes.
 template <class T>
 __device__ inline void copy_rows(const shared_tile<T>& tile, const T* from, std::int64_t stride, int columns,
                                  int count, int threads, int filled = 1 << 30) {

@@ -5,8 +5,8 @@
 #include <kvpolicy/cuda/launch.cuh>
 #include <kvpolicy/cuda/primitives/warp.cuh>
 #include <kvpolicy/scorers/cuda/common/device_scorer.cuh>
-#include <kvpolicy/scorers/cuda/common/scorer_call.cuh>
 #include <kvpolicy/scorers/cuda/common/scorer_params.cuh>
+#include <kvpolicy/scorers/cuda/common/scorer_plan.cuh>
 
 #include <algorithm>
 #include <cstdint>
@@ -31,8 +31,8 @@ template <class S, class T>
 __global__ void __launch_bounds__(256)
     warp_scorer_kernel(const scorer_streams streams, const scorer_source<T> source, const S scorer,
                        const plane_view<float> scores) {
-    const scorer_span s = streams.span(static_cast<std::int32_t>(blockIdx.x) / streams.slots,
-                                       static_cast<std::int32_t>(blockIdx.x) % streams.slots);
+    const scorer_span s = streams.span(static_cast<std::int32_t>(blockIdx.x) / streams.chunks,
+                                       static_cast<std::int32_t>(blockIdx.x) % streams.chunks);
     for (int r = warp_id(); r < s.count; r += 8) {
         const std::int32_t t = s.first + r;
         const float score = device_scorer<S>::score(scorer, s.h, source.k.row(s.b, s.h, t),
@@ -55,7 +55,7 @@ struct warp_device_scorer : device_scorer_defaults {
     static void forward(const cuda& on, const S& scorer, const score_arguments<T>& call,
                         cuda_backend::workspace_parts& parts, bool measure, std::uint32_t* status) {
         namespace cb = cuda_backend;
-        cb::scorer_call<T> all(call.k, call.v, call.sequences, 0, parts);
+        cb::scorer_plan<T> all(call.k, call.v, call.sequences, 0, parts);
         if (measure) {
             return;
         }

@@ -34,7 +34,7 @@ struct conv_forward_shape : conv_hopper_shape<Inputs> {
     static constexpr int first_narrow = in_registers(2) ? 3 : 2;
     /// Numbers that stay in shared memory, of the layers from first_narrow on.
     static constexpr int narrow = base::weights_before(4) - base::weights_before(first_narrow);
-    /// Whether y_2 takes the place of y_1, so that two blocks fit on a multiprocessor.
+    /// Whether y_2 takes the place of y_1, so that two blocks fit on an SM.
     static constexpr bool overlaid = Inputs == 256;
     static constexpr int frequencies = Inputs / 2;
     static constexpr std::size_t layers_bytes = base::tile_bytes(1) + (overlaid ? 0 : base::tile_bytes(2));
@@ -42,7 +42,7 @@ struct conv_forward_shape : conv_hopper_shape<Inputs> {
         base::tile_bytes(0) + layers_bytes + 2 * narrow + (base::constants + frequencies) * sizeof(float);
     static_assert(base::channels(1) <= 128);
 };
-static_assert(conv_forward_shape<256>::shared_bytes <= 113 * 1024, "two blocks a multiprocessor");
+static_assert(conv_forward_shape<256>::shared_bytes <= 113 * 1024, "two blocks a SM");
 
 /// The at-th eight weights of a product as it takes them; pair(n, k) are those of result n and of numbers k and k + 1 of the three taps. From
 /// registers: [64 results][16 numbers][thread of a warpgroup][8]; from shared memory: [8 numbers][result][8].
@@ -111,13 +111,13 @@ __device__ inline void pack_conv(const conv_weights& from, T* to, std::uint32_t 
 #if KVPOLICY_HOPPER_CODE
 
 /// A thread's weights on their way into a product of `Results` channels, 64 or 128, of three taps of `Inputs` numbers; room for `Slots` groups of steps.
-template <int Results, int Inputs, int Slots = 4>
+template <int Results, int Inputs, int Chunks = 4>
 struct conv_fragments {
     static constexpr int steps = 3 * Inputs / 16, groups = steps / conv_group,
                          tokens = Results == 128 ? conv_tile_rows : conv_tile_rows / 2;
-    static_assert(steps % conv_group == 0 && groups >= Slots - 1);
+    static_assert(steps % conv_group == 0 && groups >= Chunks - 1);
 
-    std::uint32_t of[Slots][conv_group][4];
+    std::uint32_t of[Chunks][conv_group][4];
     const uint4* from;
 
     /// `weights`: the product's.
@@ -130,14 +130,14 @@ struct conv_fragments {
     /// Sends for the first of them.
     __device__ void begin() {
 #pragma unroll
-        for (int i = 0; i + 1 < Slots; ++i) {
+        for (int i = 0; i + 1 < Chunks; ++i) {
             load(i);
         }
     }
     __device__ void load(int group) {
 #pragma unroll
         for (int i = 0; i < conv_group; ++i) {
-            std::uint32_t(&to)[4] = of[group % Slots][i];
+            std::uint32_t(&to)[4] = of[group % Chunks][i];
             const uint4* const at = from + (group * conv_group + i) * 128;
             // Two warpgroups share the weights of 64 channels; others would only pass through L1.
             if constexpr (Results == 64) {
@@ -156,10 +156,10 @@ struct conv_fragments {
 };
 
 /// acc [64 channels][tokens] = sum over taps of weights times rows i + 2 tap of the tile at `in`. After begin().
-template <class T, int Results, int Inputs, int Slots, int N>
+template <class T, int Results, int Inputs, int Chunks, int N>
 __device__ inline void conv_product(float (&acc)[N], std::uint32_t in,
-                                    conv_fragments<Results, Inputs, Slots>& weights) {
-    using fragments = conv_fragments<Results, Inputs, Slots>;
+                                    conv_fragments<Results, Inputs, Chunks>& weights) {
+    using fragments = conv_fragments<Results, Inputs, Chunks>;
     static_assert(N == fragments::tokens / 2);
     constexpr int of_tap = Inputs / 16;
     const std::uint64_t rows = describe_columns(in, conv_pitch * 16);
@@ -175,21 +175,21 @@ __device__ inline void conv_product(float (&acc)[N], std::uint32_t in,
         for (int i = 0; i < conv_group; ++i) {
             const int step = g * conv_group + i;
             wgmma<T, 0>(
-                acc, weights.of[g % Slots][i],
+                acc, weights.of[g % Chunks][i],
                 rows + static_cast<std::uint64_t>(2 * (step / of_tap) + step % of_tap * 2 * conv_pitch), 1);
         }
         wgmma_commit();
         if (g > 0) {
             wgmma_wait<1>();
-            pin(weights.of[(g - 1) % Slots]);
+            pin(weights.of[(g - 1) % Chunks]);
         }
-        if (g + Slots - 1 < fragments::groups) {
-            weights.load(g + Slots - 1);
+        if (g + Chunks - 1 < fragments::groups) {
+            weights.load(g + Chunks - 1);
         }
     }
     wgmma_wait<0>();
     pin(acc);
-    pin(weights.of[(fragments::groups - 1) % Slots]);
+    pin(weights.of[(fragments::groups - 1) % Chunks]);
 }
 
 /// acc [64 tokens][Results] = sum over taps of rows i + 2 tap of the tile at `in` times weights in shared memory.

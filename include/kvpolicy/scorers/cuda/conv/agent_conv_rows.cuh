@@ -18,7 +18,7 @@ namespace cuda_backend {
 
 #if KVPOLICY_HOPPER_CODE
 
-/// Undoes RoPE of two columns and those that their sines are shared with, by angles of up to most_quick_angle.
+/// Undoes RoPE of two columns and those that their sines are shared with, by angles of up to max_quick_angle.
 template <class T>
 __device__ inline void turn_conv_pair(std::uint32_t& low, std::uint32_t& high, float position, float first,
                                       float second) {
@@ -32,7 +32,7 @@ __device__ inline void turn_conv_pair(std::uint32_t& low, std::uint32_t& high, f
     high = pack<T>(high0, y1 * cosine - x1 * sine);
 }
 
-/// Whether rows may come by begin_conv_rows(): the source turns_eight(), and no angle of tokens first to last is beyond most_quick_angle. By the whole
+/// Whether rows may come by begin_conv_rows(): the source turns_eight(), and no angle of tokens first to last is beyond max_quick_angle. By the whole
 /// block of conv_consumers threads.
 template <class T, class Rows>
 __device__ inline bool turns_conv_rows(const scorer_source<T>& source, const float* frequencies,
@@ -40,7 +40,7 @@ __device__ inline bool turns_conv_rows(const scorer_source<T>& source, const flo
     const float farthest = fmaxf(fabsf(rows.position(first)), fabsf(rows.position(last)));
     bool far = false;
     for (int i = thread; i < source.rotated / 2; i += conv_consumers) {
-        far = far || !(farthest * fabsf(frequencies[i]) <= most_quick_angle);
+        far = far || !(farthest * fabsf(frequencies[i]) <= max_quick_angle);
     }
     return source.turns_eight() && __syncthreads_or(far ? 1 : 0) == 0;
 }
@@ -50,7 +50,7 @@ __device__ inline bool turns_conv_rows(const scorer_source<T>& source, const flo
 template <int Inputs, class T, class Rows>
 __device__ inline void begin_conv_rows(const scorer_source<T>& source, const Rows& rows, std::int32_t t0,
                                        int begin, unsigned char* to, int thread) {
-    // Eight neighbours take two columns of four rows: whole sectors of memory, and all banks of the tile.
+    // Eight neighbors take two columns of four rows: whole sectors of memory, and all banks of the tile.
     constexpr int across = Inputs / 16, step = conv_consumers / (Inputs / 8);
     const int c = (thread % 2 + thread / 8 % across * 2) * 8,
               first = begin + thread / 2 % 4 + thread / (8 * across) * 4;

@@ -21,7 +21,7 @@ void conv_backward(const cuda& on, const S& scorer, const ScoreBackward<T>& call
                    const ConvParameters<float>& gradients, workspace_parts& parts, bool measure,
                    std::uint32_t* status) {
     const device_scope device(on);
-    conv_backward_call<T> conv(device, scorer, call, parts);
+    conv_backward_plan<T> conv(device, scorer, call, parts);
     if (measure) {
         return;
     }
@@ -46,13 +46,13 @@ struct device_scorer<ConvScorer<D>> : device_scorer_defaults {
     static void forward(const cuda& on, const scorer_type& scorer, const score_arguments<T>& call,
                         cuda_backend::workspace_parts& parts, bool measure, std::uint32_t* status) {
         namespace cb = cuda_backend;
-        cb::conv_call<T> conv(scorer, call.k, call.v, call.sequences, call.delay, call.options.dropout,
+        cb::conv_plan<T> conv(scorer, call.k, call.v, call.sequences, call.delay, call.options.dropout,
                               parts);
         if (measure) {
             return;
         }
         conv.call.streams.rows = std::min(conv.call.streams.rows, call.scores.length);
-        conv.problem.scores = call.scores;
+        conv.params.scores = call.scores;
         conv.run(on, cb::device_scope(on), status);
     }
     template <class Widths, class T>

@@ -6,7 +6,7 @@
 #include <kvpolicy/cuda/launch.cuh>
 #include <kvpolicy/scorers/backward.hpp>
 #include <kvpolicy/scorers/conv.hpp>
-#include <kvpolicy/scorers/cuda/common/scorer_call.cuh>
+#include <kvpolicy/scorers/cuda/common/scorer_plan.cuh>
 #include <kvpolicy/scorers/cuda/conv/kernel_conv.cuh>
 #include <kvpolicy/scorers/cuda/conv/kernel_conv_backward.cuh>
 #include <kvpolicy/scorers/cuda/conv/kernel_conv_backward_hopper.cuh>
@@ -37,45 +37,45 @@ struct conv_size {
 /// Calls body(std::integral_constant Tiles).
 template <class T, class Body>
 void with_conv_tiles(int tiles, Body body) {
-    if (tiles == conv_most_tiles) {
-        body(std::integral_constant<int, conv_most_tiles>{});
+    if (tiles == conv_max_tiles) {
+        body(std::integral_constant<int, conv_max_tiles>{});
     } else {
         body(std::integral_constant<int, conv_few_tiles<T>>{});
     }
 }
 template <bool Backward, class T>
-std::size_t conv_shared_bytes(const conv_problem<T>& problem, const conv_size& size) {
+std::size_t conv_shared_bytes(const conv_params<T>& params, const conv_size& size) {
     std::size_t bytes = 0;
     with_conv_tiles<T>(size.tiles, [&](auto tiles) {
-        bytes = conv_memory<T, tiles, Backward>(nullptr, problem, size.columns).bytes;
+        bytes = conv_memory<T, tiles, Backward>(nullptr, params, size.columns).bytes;
     });
     return bytes;
 }
-/// The largest that fits into `room` bytes of shared memory, with slabs of up to `columns` columns: sums of products have one order in all of them.
+/// The largest that fits into `capacity` bytes of shared memory, with slabs of up to `columns` columns: sums of products have one order in all of them.
 /// Refuses a scorer too wide for the smallest.
 template <bool Backward, class T>
-conv_size fitting_conv_size(const conv_problem<T>& problem, std::size_t room, std::int32_t columns) {
+conv_size fitting_conv_size(const conv_params<T>& params, std::size_t capacity, std::int32_t columns) {
     const conv_size smallest{conv_few_tiles<T>, 64};
-    for (const conv_size& size : {conv_size{conv_most_tiles, columns}, conv_size{conv_most_tiles, 64}}) {
-        if (conv_shared_bytes<Backward>(problem, size) <= room) {
+    for (const conv_size& size : {conv_size{conv_max_tiles, columns}, conv_size{conv_max_tiles, 64}}) {
+        if (conv_shared_bytes<Backward>(params, size) <= capacity) {
             return size;
         }
     }
-    require_shared("ConvScorer.dim_k + dim_v", problem.layer[0].inputs,
-                   conv_shared_bytes<Backward>(problem, smallest), room);
+    require_shared("ConvScorer.head_dim_qk + head_dim_vo", params.layer[0].inputs,
+                   conv_shared_bytes<Backward>(params, smallest), capacity);
     return smallest;
 }
 
 template <class T>
-struct conv_call {
-    scorer_call<T> call;
-    conv_problem<T> problem{};
+struct conv_plan {
+    scorer_plan<T> call;
+    conv_params<T> params{};
     T* stack[3] = {};
     T* packed = nullptr;  // the same weights for conv_hopper_kernel, in the same place
     const float* weights[3] = {};
 
     template <class S>
-    conv_call(const S& scorer, rows_view<const T> k, rows_view<const T> v, const Sequences& sequences,
+    conv_plan(const S& scorer, rows_view<const T> k, rows_view<const T> v, const Sequences& sequences,
               std::int32_t delay, const Dropout& dropout, workspace_parts& parts)
         : call(k, v, sequences, delay, parts) {
         call.source.input = scorer_input::turned;
@@ -87,7 +87,7 @@ struct conv_call {
         const auto padded = [](std::int32_t width) { return (width + 63) / 64 * 64; };
         std::int64_t each = 0;  // a head's weights
         for (int l = 0; l < 3; ++l) {
-            conv_layer_problem<T>& layer = problem.layer[l];
+            conv_layer_params<T>& layer = params.layer[l];
             layer.width = scorer.channels(l + 1);
             layer.padded = padded(layer.width);
             layer.inputs = scorer.channels(l);
@@ -102,20 +102,20 @@ struct conv_call {
         packed = parts.take<T>(k.heads * each);
         std::int64_t at = 0;
         for (int l = 0; l < 3; ++l) {
-            conv_layer_problem<T>& layer = problem.layer[l];
+            conv_layer_params<T>& layer = params.layer[l];
             stack[l] = packed + at;
             layer.weights = stack[l];
             at += std::int64_t{3} * k.heads * layer.padded * layer.padded_inputs;
         }
-        problem.readout = scorer.weights.readout;
-        problem.readout_bias = scorer.weights.readout_bias;
-        problem.rate = dropout.rate;
-        problem.seed = dropout.seed;
+        params.readout = scorer.weights.readout;
+        params.readout_bias = scorer.weights.readout_bias;
+        params.rate = dropout.rate;
+        params.seed = dropout.seed;
     }
 
     /// Numbers a token that a Hopper kernel of this scorer is compiled for; 0: there is none.
     [[nodiscard]] std::int32_t hopper_inputs() const {
-        const std::int32_t inputs = problem.layer[0].inputs;
+        const std::int32_t inputs = params.layer[0].inputs;
         return !is_half<T> || inputs > 256 ? 0 : inputs <= 128 ? 128 : 256;
     }
 
@@ -125,12 +125,12 @@ struct conv_call {
         call.frequencies = packs ? nullptr : frequencies;
         call.begin(on, status);
         call.frequencies = frequencies;
-        problem.streams = call.streams;
-        problem.source = call.source;
+        params.streams = call.streams;
+        params.source = call.source;
     }
     void stack_weights(const cuda& on) const {
         for (int l = 0; l < 3; ++l) {
-            const conv_layer_problem<T>& layer = problem.layer[l];
+            const conv_layer_params<T>& layer = params.layer[l];
             const std::int64_t count =
                 std::int64_t{call.streams.heads} * layer.padded * 3 * layer.padded_inputs;
             launch("stack_conv_kernel", stack_conv_kernel<T>,
@@ -143,8 +143,8 @@ struct conv_call {
         conv_weights from{};
         for (int l = 0; l < 3; ++l) {
             from.layer[l] = weights[l];
-            from.width[l] = problem.layer[l].width;
-            from.inputs[l] = problem.layer[l].inputs;
+            from.width[l] = params.layer[l].width;
+            from.inputs[l] = params.layer[l].inputs;
         }
         from.heads = call.streams.heads;
         return from;
@@ -160,30 +160,30 @@ struct conv_call {
     /// The whole forward pass.
     void run(const cuda& on, const device_scope& device, std::uint32_t* status) {
         if constexpr (is_half<T>) {
-            if (problem.rate == 0.0f && (hopper_inputs() == 128   ? hopper<128>(on, device, status)
-                                         : hopper_inputs() == 256 ? hopper<256>(on, device, status)
-                                                                  : false)) {
+            if (params.rate == 0.0f && (hopper_inputs() == 128   ? hopper<128>(on, device, status)
+                                        : hopper_inputs() == 256 ? hopper<256>(on, device, status)
+                                                                 : false)) {
                 return;
             }
         }
         const conv_size size = fitting_conv_size<false>(
-            problem,
-            shared_room(device, "conv_kernel",
-                        reinterpret_cast<const void*>(conv_kernel<T, conv_most_tiles>)),
+            params,
+            shared_capacity(device, "conv_kernel",
+                            reinterpret_cast<const void*>(conv_kernel<T, conv_max_tiles>)),
             conv_columns<T>);
         begin(on, status, false);
         stack_weights(on);
-        problem.columns = size.columns;
+        params.columns = size.columns;
         with_conv_tiles<T>(size.tiles, [&](auto tiles) {
-            problem.streams.slots = conv_tiles(call.sequences, conv_tiling<tiles>::tokens);
+            params.streams.chunks = conv_tiles(call.sequences, conv_tiling<tiles>::tokens);
             launch("conv_kernel", conv_kernel<T, tiles>,
-                   std::int64_t{call.streams.batch} * call.streams.heads * problem.streams.slots, 128,
-                   conv_shared_bytes<false>(problem, size), on, problem);
+                   std::int64_t{call.streams.batch} * call.streams.heads * params.streams.chunks, 128,
+                   conv_shared_bytes<false>(params, size), on, params);
         });
     }
 
   private:
-    /// False where the card would not run the kernel.
+    /// False where the GPU would not run the kernel.
     template <int Inputs>
     bool hopper(const cuda& on, const device_scope& device, std::uint32_t* status) {
         constexpr auto kernel = conv_hopper_kernel<T, Inputs>;
@@ -194,31 +194,33 @@ struct conv_call {
         pack_weights<Inputs>(on);
         // As many ranges as blocks run at once, or for many planes several rounds of them, but none shorter than a tile.
         const std::int64_t planes = std::int64_t{call.streams.batch} * call.streams.heads,
-                           room = 2 * std::int64_t{device.attribute(cudaDevAttrMultiProcessorCount)};
+                           capacity = 2 * std::int64_t{device.attribute(cudaDevAttrMultiProcessorCount)};
         const std::int64_t wanted =
-            planes == 0 ? 1 : std::max<std::int64_t>(planes <= room ? room / planes : 4 * room / planes, 1);
+            planes == 0
+                ? 1
+                : std::max<std::int64_t>(planes <= capacity ? capacity / planes : 4 * capacity / planes, 1);
         const auto tokens = static_cast<std::int32_t>(
             std::max<std::int64_t>((call.sequences.length + wanted - 1) / wanted, conv_tile));
-        conv_problem<T> ranges = problem;
-        ranges.streams.slots = conv_tiles(call.sequences, tokens);
-        share_multiprocessors<kernel>(device);
-        launch_early<kernel>("conv_hopper_kernel", planes * ranges.streams.slots, conv_consumers,
+        conv_params<T> ranges = params;
+        ranges.streams.chunks = conv_tiles(call.sequences, tokens);
+        share_sms<kernel>(device);
+        launch_early<kernel>("conv_hopper_kernel", planes * ranges.streams.chunks, conv_consumers,
                              conv_forward_shape<Inputs>::shared_bytes, device, on, 1, ranges, tokens,
                              call.frequencies != nullptr ? call.base : 0.0f, static_cast<const T*>(packed));
         return true;
     }
 };
 
-/// Blocks of a gradient of weights on Hopper. Parts of its sums depend on shapes alone, so that bits do not depend on the card: these are the 132
-/// multiprocessors of an H100.
+/// Blocks of a gradient of weights on Hopper. Parts of its sums depend on shapes alone, so that bits do not depend on the GPU: these are the 132
+/// SMs of an H100.
 inline constexpr std::int64_t conv_gradient_blocks = 132;
 
 /// The backward pass, with its part of the workspace.
 template <class T>
-struct conv_backward_call {
-    conv_call<T> conv;
-    conv_backward_problem<T> problem{};
-    conv_back_problem<T> tiles{};  // on Hopper, in place of it
+struct conv_backward_plan {
+    conv_plan<T> conv;
+    conv_backward_params<T> params{};
+    conv_backward_hopper_params<T> tiles{};  // on Hopper, in place of it
     T *back = nullptr, *back_inputs = nullptr;
     std::int32_t hopper = 0;  // numbers a token that its kernels are compiled for
     conv_size size{};         // of the portable kernels
@@ -227,10 +229,10 @@ struct conv_backward_call {
     score_gradients<T> d_scores;
 
     template <class S>
-    conv_backward_call(const device_scope& device, const S& scorer, const ScoreBackward<T>& from,
+    conv_backward_plan(const device_scope& device, const S& scorer, const ScoreBackward<T>& from,
                        workspace_parts& parts)
         : conv(scorer, from.k, from.v, from.sequences, from.delay, from.dropout, parts) {
-        detail::require(scorer.channels(3) <= 64, "ConvScorer.dim_k + dim_v", scorer.channels(0),
+        detail::require(scorer.channels(3) <= 64, "ConvScorer.head_dim_qk + head_dim_vo", scorer.channels(0),
                         "below 520 for gradients on CUDA");
         d_scores.take(conv.call, parts);
         if constexpr (is_half<T>) {
@@ -247,44 +249,44 @@ struct conv_backward_call {
             }
         }
         size = fitting_conv_size<true>(
-            conv.problem,
-            shared_room(device, "conv_backward_kernel",
-                        reinterpret_cast<const void*>(conv_backward_kernel<T, conv_most_tiles>)),
+            conv.params,
+            shared_capacity(device, "conv_backward_kernel",
+                            reinterpret_cast<const void*>(conv_backward_kernel<T, conv_max_tiles>)),
             64);
         std::int64_t rows = 0;  // of a chunk
         with_conv_tiles<T>(size.tiles, [&](auto tiles) {
             rows = conv_tiling<tiles>::rows;
-            conv.call.streams.slots = conv_tiles(from.sequences, conv_tiling<tiles>::tokens);
+            conv.call.streams.chunks = conv_tiles(from.sequences, conv_tiling<tiles>::tokens);
         });
         const std::int64_t chunks = conv.call.chunks();
         std::int64_t most = 0;
-        problem.sums_width = 1;
+        params.sums_width = 1;
         for (int l = 0; l < 3; ++l) {
-            const conv_layer_problem<T>& layer = conv.problem.layer[l];
+            const conv_layer_params<T>& layer = conv.params.layer[l];
             const std::int64_t tiles =
                 std::int64_t{conv.call.streams.heads} * (layer.padded / 64) * (layer.padded_inputs / 64);
             splits[l] = static_cast<std::int32_t>(std::clamp<std::int64_t>(
                 512 / std::max<std::int64_t>(tiles, 1), 1,
-                std::max<std::int64_t>(std::int64_t{conv.call.streams.batch} * conv.call.streams.slots, 1)));
+                std::max<std::int64_t>(std::int64_t{conv.call.streams.batch} * conv.call.streams.chunks, 1)));
             most = std::max(most, splits[l] * tiles * 64 * 64 * 3);
-            problem.in[l] = parts.take<T>(chunks * rows * layer.padded_inputs);
-            problem.d[l] = parts.take<T>(chunks * rows * layer.padded);
+            params.in[l] = parts.take<T>(chunks * rows * layer.padded_inputs);
+            params.d[l] = parts.take<T>(chunks * rows * layer.padded);
             if (l < 2) {
-                problem.slope[l] = parts.take<T>(chunks * rows * layer.padded);
+                params.slope[l] = parts.take<T>(chunks * rows * layer.padded);
             }
-            problem.sums_width += l < 2 ? layer.width : 2 * layer.width;
+            params.sums_width += l < 2 ? layer.width : 2 * layer.width;
         }
-        problem.sums = parts.take<float>(chunks * problem.sums_width);
+        params.sums = parts.take<float>(chunks * params.sums_width);
         partial = parts.take<float>(most);
         if (from.d_k.data != nullptr) {
-            problem.d_x = parts.take<float>(chunks * rows * conv.call.source.padded);
+            params.d_x = parts.take<float>(chunks * rows * conv.call.source.padded);
         }
     }
 
     void run(const cuda& on, const ConvParameters<float>& to, const ScoreBackward<T>& call,
              std::uint32_t* status) {
         conv.begin(on, status, hopper != 0);
-        problem.d_scores = tiles.d_scores = d_scores.of(on, conv.call, call.d_scores);
+        params.d_scores = tiles.d_scores = d_scores.of(on, conv.call, call.d_scores);
         if constexpr (is_half<T>) {
             if (hopper == 128) {
                 return run_tiles<128>(on, to, call);
@@ -301,16 +303,16 @@ struct conv_backward_call {
     void run_chunks(const cuda& on, const ConvParameters<float>& to, const ScoreBackward<T>& call) {
         using tiling = conv_tiling<Tiles>;
         conv.stack_weights(on);
-        problem.forward = conv.problem;
+        params.forward = conv.params;
         const scorer_streams& streams = conv.call.streams;
         launch("conv_backward_kernel", conv_backward_kernel<T, Tiles>, conv.call.chunks(), 128,
-               conv_shared_bytes<true>(conv.problem, size), on, problem);
+               conv_shared_bytes<true>(conv.params, size), on, params);
         float* const into[3] = {to.w1, to.w2, to.w3};
         float* const biases[3] = {to.b1, to.b2, to.b3};
         chunk_sums sums;
         std::int32_t at = 0;
         for (int l = 0; l < 3; ++l) {
-            const conv_layer_problem<T>& layer = conv.problem.layer[l];
+            const conv_layer_params<T>& layer = conv.params.layer[l];
             if (into[l] != nullptr) {
                 shared_parts shared(nullptr);
                 shared.tile<T>(tiling::rows, 64);
@@ -318,41 +320,41 @@ struct conv_backward_call {
                 launch("conv_weight_gradient_kernel", conv_weight_gradient_kernel<T, Tiles>,
                        std::int64_t{splits[l]} * streams.heads * (layer.padded / 64) *
                            (layer.padded_inputs / 64),
-                       128, shared.bytes(), on, streams, static_cast<const T*>(problem.d[l]), layer.padded,
-                       static_cast<const T*>(problem.in[l]), layer.padded_inputs, splits[l], partial);
+                       128, shared.bytes(), on, streams, static_cast<const T*>(params.d[l]), layer.padded,
+                       static_cast<const T*>(params.in[l]), layer.padded_inputs, splits[l], partial);
                 const std::int64_t count = std::int64_t{streams.heads} * layer.width * 3 * layer.inputs;
                 launch("add_conv_gradients_kernel", add_conv_gradients_kernel<float>,
                        std::min<std::int64_t>((count + 255) / 256, 4096), 256, 0, on, streams,
                        static_cast<const float*>(partial), splits[l], layer.width, layer.padded, layer.inputs,
                        layer.padded_inputs, into[l]);
             }
-            sums.add(problem.sums, problem.sums_width, at, layer.width, biases[l]);
+            sums.add(params.sums, params.sums_width, at, layer.width, biases[l]);
             at += layer.width;
         }
-        const std::int32_t last = conv.problem.layer[2].width;
-        sums.add(problem.sums, problem.sums_width, at, last, to.readout);
-        sums.add(problem.sums, problem.sums_width, at + last, 1, to.readout_bias);
+        const std::int32_t last = conv.params.layer[2].width;
+        sums.add(params.sums, params.sums_width, at, last, to.readout);
+        sums.add(params.sums, params.sums_width, at + last, 1, to.readout_bias);
         add_sums(on, streams, sums);
-        if (problem.d_x != nullptr) {
+        if (params.d_x != nullptr) {
             launch("conv_input_gradient_kernel", conv_input_gradient_kernel<T, Tiles>, conv.call.chunks(),
-                   128, 0, on, problem, call.d_k, call.d_v);
+                   128, 0, on, params, call.d_k, call.d_v);
         }
     }
 
     [[nodiscard]] std::int64_t tile_count() const {
         return std::int64_t{tiles.forward.streams.batch} * tiles.forward.streams.heads *
-               tiles.forward.streams.slots;
+               tiles.forward.streams.chunks;
     }
     template <int Inputs>
     void take_tiles(const device_scope& device, const ScoreBackward<T>& from, workspace_parts& parts) {
-        using shape = conv_back_shape<Inputs>;
+        using shape = conv_backward_hopper_shape<Inputs>;
         if (!has_hopper_code(device, conv_backward_hopper_kernel<T, Inputs>)) {
             return;
         }
         hopper = Inputs;
         const scorer_streams& streams = conv.call.streams;
         tiles.forward.streams = streams;
-        tiles.forward.streams.slots = conv_tiles(from.sequences, conv_back_tile);
+        tiles.forward.streams.chunks = conv_tiles(from.sequences, conv_backward_tile_rows);
         const std::int64_t count = tile_count();
         back = parts.take<T>(std::int64_t{streams.heads} * shape::weights);
         if (from.d_k.data != nullptr) {
@@ -361,14 +363,14 @@ struct conv_backward_call {
         tiles.sums_width = 1;
         std::int64_t most = 0;
         for (int l = 0; l < 3; ++l) {
-            const conv_layer_problem<T>& layer = conv.problem.layer[l];
+            const conv_layer_params<T>& layer = conv.params.layer[l];
             tiles.in[l] = parts.take<T>(count * shape::channels(l) * conv_back_inputs);
             tiles.d[l] = parts.take<T>(count * shape::channels(l + 1) * conv_back_rows);
             tiles.sums_width += l < 2 ? layer.width : 2 * layer.width;
             const std::int64_t blocks = std::int64_t{streams.heads} * ((shape::channels(l) + 63) / 64);
             splits[l] = static_cast<std::int32_t>(std::clamp<std::int64_t>(
                 conv_gradient_blocks / std::max<std::int64_t>(blocks, 1), 1,
-                std::max<std::int64_t>(std::int64_t{streams.batch} * tiles.forward.streams.slots, 1)));
+                std::max<std::int64_t>(std::int64_t{streams.batch} * tiles.forward.streams.chunks, 1)));
             most = std::max(most,
                             std::int64_t{splits[l]} * streams.heads * layer.padded * 3 * layer.padded_inputs);
         }
@@ -377,10 +379,10 @@ struct conv_backward_call {
     }
     template <int Inputs>
     void run_tiles(const cuda& on, const ConvParameters<float>& to, const ScoreBackward<T>& call) {
-        using shape = conv_back_shape<Inputs>;
-        const std::int32_t slots = tiles.forward.streams.slots;
-        tiles.forward = conv.problem;
-        tiles.forward.streams.slots = slots;
+        using shape = conv_backward_hopper_shape<Inputs>;
+        const std::int32_t chunks = tiles.forward.streams.chunks;
+        tiles.forward = conv.params;
+        tiles.forward.streams.chunks = chunks;
         const scorer_streams& streams = tiles.forward.streams;
         conv.template pack_weights<Inputs>(on);
         const std::int64_t eights = std::int64_t{streams.heads} * shape::weights / 8;
@@ -402,10 +404,10 @@ struct conv_backward_call {
         chunk_sums sums{};
         std::int32_t at = 0;
         for (int l = 0; l < 3; ++l) {
-            sums.add(tiles.sums, tiles.sums_width, at, conv.problem.layer[l].width, biases[l]);
-            at += conv.problem.layer[l].width;
+            sums.add(tiles.sums, tiles.sums_width, at, conv.params.layer[l].width, biases[l]);
+            at += conv.params.layer[l].width;
         }
-        const std::int32_t last = conv.problem.layer[2].width;
+        const std::int32_t last = conv.params.layer[2].width;
         sums.add(tiles.sums, tiles.sums_width, at, last, to.readout);
         sums.add(tiles.sums, tiles.sums_width, at + last, 1, to.readout_bias);
         add_sums(on, streams, sums);
@@ -414,13 +416,13 @@ struct conv_backward_call {
     void add_inputs(const cuda& on, const ScoreBackward<T>& call) {
         using shape = conv_input_shape<Inputs>;
         scorer_streams parts = tiles.forward.streams;
-        parts.slots = conv_tiles(call.sequences, conv_tile_rows);
+        parts.chunks = conv_tiles(call.sequences, conv_tile_rows);
         const std::int64_t eights = std::int64_t{parts.heads} * shape::weights / 8;
         launch("pack_conv_inputs_kernel", pack_conv_inputs_kernel<T, Inputs>,
                std::min<std::int64_t>((eights + 255) / 256, 4096), 256, 0, on, conv.to_pack(), back_inputs);
-        launch("conv_inputs_hopper_kernel", conv_inputs_hopper_kernel<T, Inputs>,
-               std::int64_t{parts.batch} * parts.heads * parts.slots, conv_consumers, shape::shared_bytes, on,
-               parts, tiles.forward.streams, tiles.forward.source, static_cast<const T*>(tiles.d[0]),
+        launch("conv_input_gradients_hopper_kernel", conv_input_gradients_hopper_kernel<T, Inputs>,
+               std::int64_t{parts.batch} * parts.heads * parts.chunks, conv_consumers, shape::shared_bytes,
+               on, parts, tiles.forward.streams, tiles.forward.source, static_cast<const T*>(tiles.d[0]),
                static_cast<const T*>(back_inputs), call.d_k, call.d_v);
     }
     /// into += d W of layer l + 1, whose inputs stand `shift` rows after its gradients.
@@ -429,9 +431,9 @@ struct conv_backward_call {
         if (into == nullptr) {
             return;
         }
-        const conv_layer_problem<T>& layer = conv.problem.layer[l];
+        const conv_layer_params<T>& layer = conv.params.layer[l];
         const scorer_streams& streams = tiles.forward.streams;
-        launch("conv_gradient_hopper_kernel", conv_gradient_hopper_kernel<T, Width>,
+        launch("conv_weight_gradients_hopper_kernel", conv_weight_gradients_hopper_kernel<T, Width>,
                std::int64_t{splits[l]} * streams.heads * ((inputs + 63) / 64), 3 * 128 + 32,
                conv_gradient_shared<Width>, on, streams, static_cast<const T*>(tiles.d[l]),
                static_cast<const T*>(tiles.in[l]), inputs, shift, splits[l], layer.padded,

@@ -3,7 +3,7 @@
 // A block scores up to 64 tokens of one head. With dilation 2 even and odd tokens never meet, so tiles hold the rows of one parity after
 // those of the other, 40 rows each: row 40 p + i of layer l is token t0 - 6 + 2 (l + i) + p, where t0 is the first that is scored,
 // and needs rows 40 p + i, + 1, + 2 of the layer before. There are 38, 36, 34 and 32 such rows of x, y_1, y_2, y_3; what stands behind them is
-// computed of rows of both parities, and not looked at. Those are five tiles of 16 rows; where a card's blocks have no room for them, three or two
+// computed of rows of both parities, and not looked at. Those are five tiles of 16 rows; where a GPU's blocks have no room for them, three or two
 // do the same for 32 or 16 tokens (conv_tiling).
 #pragma once
 
@@ -39,14 +39,14 @@ struct conv_tiling {
     }
 };
 /// The tiles of a block, and those where they do not fit. float's rows are twice as large.
-inline constexpr int conv_most_tiles = 5;
+inline constexpr int conv_max_tiles = 5;
 template <class T>
 inline constexpr int conv_few_tiles = std::is_same_v<T, float> ? 2 : 3;
-static_assert(conv_tiling<conv_most_tiles>::tokens == scorer_chunk);
+static_assert(conv_tiling<conv_max_tiles>::tokens == scorer_chunk);
 
 /// One layer, 1 to 3: `width` channels of `inputs`, both rounded up to 64 in the stack [heads, padded, 3, padded_inputs].
 template <class T>
-struct conv_layer_problem {
+struct conv_layer_params {
     const T* weights = nullptr;
     const float* bias = nullptr;  // [heads, width] or null
     std::int32_t width = 0, padded = 0;
@@ -60,10 +60,10 @@ __device__ __noinline__ inline float conv_drop(float rate, std::uint64_t seed, s
 }
 
 template <class T>
-struct conv_problem {
+struct conv_params {
     scorer_streams streams;
     scorer_source<T> source;
-    conv_layer_problem<T> layer[3];
+    conv_layer_params<T> layer[3];
     const float* readout = nullptr;       // [heads, width of the last]
     const float* readout_bias = nullptr;  // [heads] or null
     float rate = 0.0f;                    // dropout
@@ -86,9 +86,8 @@ struct conv_problem {
 
 /// to[h][n][tap][c] = weights[h][n][tap][c], 0 where there is none. By thread `thread` of `threads` of the grid.
 template <class T>
-__device__ inline void stack_conv(const float* weights, std::int32_t heads,
-                                  const conv_layer_problem<T>& layer, T* to, std::int64_t thread,
-                                  std::int64_t threads) {
+__device__ inline void stack_conv(const float* weights, std::int32_t heads, const conv_layer_params<T>& layer,
+                                  T* to, std::int64_t thread, std::int64_t threads) {
     const std::int32_t inputs = layer.inputs, padded_inputs = layer.padded_inputs;
     const std::int64_t count = std::int64_t{heads} * layer.padded * 3 * padded_inputs;
     for (std::int64_t i = thread; i < count; i += threads) {
@@ -102,7 +101,7 @@ __device__ inline void stack_conv(const float* weights, std::int32_t heads,
 }
 template <class T>
 __global__ void __launch_bounds__(256) stack_conv_kernel(const float* const weights, const std::int32_t heads,
-                                                         const conv_layer_problem<T> layer, T* const to) {
+                                                         const conv_layer_params<T> layer, T* const to) {
     stack_conv(weights, heads, layer, to, std::int64_t{blockIdx.x} * 256 + threadIdx.x,
                std::int64_t{gridDim.x} * 256);
 }
@@ -113,30 +112,30 @@ inline constexpr int conv_columns = std::is_same_v<T, float> ? 64 : 128;
 
 /// Rows of gradients begin behind so many rows of zeros. Where there are few tiles it is two, and the last two rows, which are no token's, have no place.
 template <int Tiles>
-inline constexpr int conv_lead = Tiles == conv_most_tiles ? 8 : 2;
+inline constexpr int conv_lead = Tiles == conv_max_tiles ? 8 : 2;
 
 /// Shared memory of a block: x, y_1, y_2, and two slabs of `columns` channels of weights. Tiles have rows to spare, since taps reach two beyond them.
 /// Where there are few, all is as small as can be: products read what stands behind a tile, and what they make of it is not looked at; y_2 takes
 /// x's place. (With five tiles that took 15% longer on an H200, though as many blocks fit.)
 template <class T, int Tiles, bool Backward = false>
 struct conv_memory {
-    static constexpr bool few = Tiles != conv_most_tiles;
+    static constexpr bool few = Tiles != conv_max_tiles;
     static constexpr int rows = conv_tiling<Tiles>::rows + (few ? 0 : 8 + (Backward ? conv_lead<Tiles> : 0));
 
     shared_tile<T> in[3];
     unsigned char* slabs;
     std::size_t bytes;
 
-    KVPOLICY_HOST_DEVICE conv_memory(unsigned char* memory, const conv_problem<T>& problem,
+    KVPOLICY_HOST_DEVICE conv_memory(unsigned char* memory, const conv_params<T>& params,
                                      std::int32_t columns) {
         shared_parts parts(memory);
-        in[0] = parts.tile<T>(rows, problem.layer[0].padded_inputs);
-        in[1] = parts.tile<T>(rows, problem.layer[1].padded_inputs);
+        in[0] = parts.tile<T>(rows, params.layer[0].padded_inputs);
+        in[1] = parts.tile<T>(rows, params.layer[1].padded_inputs);
         if (few) {
             in[2] = in[0];
             parts.tile<T>(2, 64);
         } else {
-            in[2] = parts.tile<T>(rows, problem.layer[2].padded_inputs);
+            in[2] = parts.tile<T>(rows, params.layer[2].padded_inputs);
         }
         slabs = parts.tile<T>(columns, 64).data;
         parts.tile<T>(columns, 64);
@@ -149,7 +148,7 @@ struct conv_memory {
 /// acc[i][j] = rows 16 i of W_l over the three taps, `columns` channels from `column` on, a quarter of them a warp. `in` has the layer
 /// before. Ends with a barrier.
 template <int NI, int Tiles, class T>
-__device__ inline void conv_product(float (&acc)[Tiles][NI][4], const conv_layer_problem<T>& layer,
+__device__ inline void conv_product(float (&acc)[Tiles][NI][4], const conv_layer_params<T>& layer,
                                     std::int32_t head, const shared_tile<T>& in, std::int32_t column,
                                     unsigned char* slabs) {
     constexpr int columns = 32 * NI;
@@ -197,7 +196,7 @@ __device__ inline void for_each_of_product(std::int32_t column, Visit visit) {
 }
 
 /// x of a chunk: what the rows lack (tokens before the stream's begin, and behind its end) is 0. `copy` [rows, padded], where given, gets it too. The
-/// caller synchronises.
+/// caller synchronizes.
 template <int Tiles, class T, class Rows>
 __device__ inline void load_conv_input(const scorer_source<T>& source, const Rows& rows, std::int32_t first,
                                        const shared_tile<T>& to, T* copy = nullptr) {
@@ -249,10 +248,10 @@ __device__ inline void load_conv_input(const scorer_source<T>& source, const Row
 
 /// One layer of a chunk: y = drop(SiLU(W in + b)) into its tile, or for the last layer its weighted sums into `sums`.
 template <bool Last, int NI, class T, int Tiles>
-__device__ inline void conv_layer_forward(const conv_problem<T>& problem, const scorer_span& s,
+__device__ inline void conv_layer_forward(const conv_params<T>& params, const scorer_span& s,
                                           std::int32_t first, int l, const conv_memory<T, Tiles>& memory,
                                           float (&sums)[Tiles][2]) {
-    const conv_layer_problem<T>& layer = problem.layer[l - 1];
+    const conv_layer_params<T>& layer = params.layer[l - 1];
     for (std::int32_t column = 0; column < layer.padded; column += 32 * NI) {
         float acc[Tiles][NI][4];
         conv_product<NI>(acc, layer, s.h, memory.in[l - 1], column, memory.slabs);
@@ -263,9 +262,9 @@ __device__ inline void conv_layer_forward(const conv_problem<T>& problem, const 
                     (layer.bias != nullptr ? layer.bias[std::int64_t{s.h} * layer.width + c] : 0.0f);
                 float slope;
                 y = activated<false>(scorer_activation::silu, y, slope) *
-                    problem.dropout(s, l, first - s.begin + conv_tiling<Tiles>::token(l, row), c);
+                    params.dropout(s, l, first - s.begin + conv_tiling<Tiles>::token(l, row), c);
                 if (Last) {
-                    sums[i][e / 2] += y * problem.readout[std::int64_t{s.h} * layer.width + c];
+                    sums[i][e / 2] += y * params.readout[std::int64_t{s.h} * layer.width + c];
                 }
             }
             acc[i][j][e] = y;
@@ -283,33 +282,33 @@ __device__ inline void conv_layer_forward(const conv_problem<T>& problem, const 
 
 /// A layer with as many columns at once as it has, and as slabs have room for.
 template <bool Last, class T, int Tiles>
-__device__ inline void conv_layer_forward(const conv_problem<T>& problem, const scorer_span& s,
+__device__ inline void conv_layer_forward(const conv_params<T>& params, const scorer_span& s,
                                           std::int32_t first, int l, const conv_memory<T, Tiles>& memory,
                                           float (&sums)[Tiles][2]) {
-    if constexpr (conv_columns<T> == 128 && Tiles == conv_most_tiles && !Last) {
-        if (problem.columns == 128 && problem.layer[l - 1].padded % 128 == 0) {
-            conv_layer_forward<Last, 4>(problem, s, first, l, memory, sums);
+    if constexpr (conv_columns<T> == 128 && Tiles == conv_max_tiles && !Last) {
+        if (params.columns == 128 && params.layer[l - 1].padded % 128 == 0) {
+            conv_layer_forward<Last, 4>(params, s, first, l, memory, sums);
             return;
         }
     }
-    conv_layer_forward<Last, 2>(problem, s, first, l, memory, sums);
+    conv_layer_forward<Last, 2>(params, s, first, l, memory, sums);
 }
 
 /// Scores of up to conv_tiling::tokens tokens from token `first` on of head s.h, by a block of 128 threads: write(r, score) for token
 /// first + r in [low, high). Dropout draws for span s.
 template <int Tiles, class T, class Rows, class Write>
-__device__ inline void conv_block(const conv_problem<T>& problem, const scorer_span& s, const Rows& rows,
+__device__ inline void conv_block(const conv_params<T>& params, const scorer_span& s, const Rows& rows,
                                   std::int32_t first, std::int32_t low, std::int32_t high,
                                   const Write& write) {
     using tiling = conv_tiling<Tiles>;
-    const conv_memory<T, Tiles> memory(aligned_dynamic_shared(), problem, problem.columns);
-    load_conv_input<Tiles>(problem.source, rows, first, memory.in[0]);
+    const conv_memory<T, Tiles> memory(aligned_dynamic_shared(), params, params.columns);
+    load_conv_input<Tiles>(params.source, rows, first, memory.in[0]);
     float sums[Tiles][2] = {};
 #pragma unroll 1
     for (int l = 1; l <= 2; ++l) {
-        conv_layer_forward<false>(problem, s, first, l, memory, sums);
+        conv_layer_forward<false>(params, s, first, l, memory, sums);
     }
-    conv_layer_forward<true>(problem, s, first, 3, memory, sums);
+    conv_layer_forward<true>(params, s, first, 3, memory, sums);
     const int lane = lane_id();
     float* const of_warps = memory.sums();
 #pragma unroll
@@ -326,7 +325,7 @@ __device__ inline void conv_block(const conv_problem<T>& problem, const scorer_s
     const auto r = static_cast<std::int32_t>(threadIdx.x);
     if (r >= low && r < high) {
         const int row = r % 2 * tiling::parity + r / 2;
-        float score = problem.readout_bias != nullptr ? problem.readout_bias[s.h] : 0.0f;
+        float score = params.readout_bias != nullptr ? params.readout_bias[s.h] : 0.0f;
         for (int w = 0; w < 4; ++w) {
             score += of_warps[w * tiling::rows + row];
         }
@@ -336,19 +335,18 @@ __device__ inline void conv_block(const conv_problem<T>& problem, const scorer_s
 
 /// Scores of the tokens that leave a window of streams.delay keys while those of the block come: streams are cut into conv_tiling::tokens.
 template <class T, int Tiles>
-__global__ void __launch_bounds__(128) conv_kernel(const conv_problem<T> problem) {
-    const scorer_streams& streams = problem.streams;
+__global__ void __launch_bounds__(128) conv_kernel(const conv_params<T> params) {
+    const scorer_streams& streams = params.streams;
     const scorer_span s =
-        streams.span(static_cast<std::int32_t>(blockIdx.x) / streams.slots,
-                     static_cast<std::int32_t>(blockIdx.x) % streams.slots, conv_tiling<Tiles>::tokens);
+        streams.span(static_cast<std::int32_t>(blockIdx.x) / streams.chunks,
+                     static_cast<std::int32_t>(blockIdx.x) % streams.chunks, conv_tiling<Tiles>::tokens);
     const std::int32_t skipped = max(0, s.begin + streams.delay - s.first);
     if (skipped >= s.count) {
         return;
     }
     const std::int32_t first = s.first - streams.delay;
-    conv_block<Tiles>(problem, s, scorer_rows<T>{problem.source.k, problem.source.v, s}, first, skipped,
-                      s.count,
-                      [&](std::int32_t r, float score) { problem.scores.head(s.b, s.h)[first + r] = score; });
+    conv_block<Tiles>(params, s, scorer_rows<T>{params.source.k, params.source.v, s}, first, skipped, s.count,
+                      [&](std::int32_t r, float score) { params.scores.head(s.b, s.h)[first + r] = score; });
 }
 
 }  // namespace cuda_backend

@@ -21,8 +21,8 @@ namespace cuda_backend {
 
 /// What the backward pass has besides the call: arrays of the workspace.
 template <class T>
-struct conv_backward_problem {
-    conv_problem<T> forward;  // streams.slots counts chunks of conv_tiling::tokens tokens
+struct conv_backward_params {
+    conv_params<T> forward;  // streams.chunks counts chunks of conv_tiling::tokens tokens
     plane_view<const float> d_scores;
     T* in[3] = {};          // chunks x rows x padded inputs of layer l + 1: x, y_1, y_2
     T* slope[2] = {};       // chunks x rows x padded of layers 1, 2: drop SiLU'
@@ -53,20 +53,21 @@ __device__ inline void put_conv_gradients(const shared_tile<T>& to, std::int32_t
 }
 
 template <class T, int Tiles>
-__global__ void __launch_bounds__(128) conv_backward_kernel(const conv_backward_problem<T> problem) {
+__global__ void __launch_bounds__(128) conv_backward_kernel(const conv_backward_params<T> params) {
     using tiling = conv_tiling<Tiles>;
     constexpr int NI = 2, columns = 64;
-    const conv_problem<T>& forward = problem.forward;
+    const conv_params<T>& forward = params.forward;
     const scorer_streams& streams = forward.streams;
-    const scorer_span s = streams.span(static_cast<std::int32_t>(blockIdx.x) / streams.slots,
-                                       static_cast<std::int32_t>(blockIdx.x) % streams.slots, tiling::tokens);
+    const scorer_span s =
+        streams.span(static_cast<std::int32_t>(blockIdx.x) / streams.chunks,
+                     static_cast<std::int32_t>(blockIdx.x) % streams.chunks, tiling::tokens);
     const std::int64_t chunk = blockIdx.x;
-    float* const sums = problem.sums + chunk * problem.sums_width;
+    float* const sums = params.sums + chunk * params.sums_width;
     const auto thread = static_cast<int>(threadIdx.x);
     const std::int32_t skipped = max(0, s.begin + streams.delay - s.first);
     report_bad_rows(streams, forward.source, s);
     if (skipped >= s.count) {
-        for (int i = thread; i < problem.sums_width; i += 128) {
+        for (int i = thread; i < params.sums_width; i += 128) {
             sums[i] = 0.0f;
         }
         return;
@@ -74,11 +75,11 @@ __global__ void __launch_bounds__(128) conv_backward_kernel(const conv_backward_
     const conv_memory<T, Tiles, true> memory(aligned_dynamic_shared(), forward, columns);
     const std::int32_t first = s.first - streams.delay;
     load_conv_input<Tiles>(forward.source, scorer_rows<T>{forward.source.k, forward.source.v, s}, first,
-                           memory.in[0], problem.in[0] + chunk * tiling::rows * forward.source.padded);
+                           memory.in[0], params.in[0] + chunk * tiling::rows * forward.source.padded);
     const int lane = lane_id();
 #pragma unroll 1
     for (int l = 1; l <= 2; ++l) {
-        const conv_layer_problem<T>& layer = forward.layer[l - 1];
+        const conv_layer_params<T>& layer = forward.layer[l - 1];
         const std::int64_t at = chunk * tiling::rows * layer.padded;
         for (std::int32_t column = 0; column < layer.padded; column += columns) {
             float acc[Tiles][NI][4];
@@ -92,8 +93,8 @@ __global__ void __launch_bounds__(128) conv_backward_kernel(const conv_backward_
                     y = drop * activated<true>(scorer_activation::silu, y, slope);
                     slope *= drop;
                 }
-                problem.in[l][at + std::int64_t{row} * layer.padded + c] = static_cast<T>(y);
-                problem.slope[l - 1][at + std::int64_t{row} * layer.padded + c] = static_cast<T>(slope);
+                params.in[l][at + std::int64_t{row} * layer.padded + c] = static_cast<T>(y);
+                params.slope[l - 1][at + std::int64_t{row} * layer.padded + c] = static_cast<T>(slope);
                 acc[i][j][e] = y;
             });
             for_each_of_product<Tiles, NI>(column, [&](int i, int j, int e, int row, std::int32_t c) {
@@ -108,7 +109,7 @@ __global__ void __launch_bounds__(128) conv_backward_kernel(const conv_backward_
     // The last layer, down to d y_3, which takes the place of y_2; one block of columns holds it.
     float* to_sums = sums + forward.layer[0].width + forward.layer[1].width;
     {
-        const conv_layer_problem<T>& layer = forward.layer[2];
+        const conv_layer_params<T>& layer = forward.layer[2];
         float acc[Tiles][NI][4];
         conv_product<NI>(acc, layer, s.h, memory.in[2], 0, memory.slabs);
         float of_readout[NI][2] = {}, of_bias[NI][2] = {};
@@ -116,7 +117,7 @@ __global__ void __launch_bounds__(128) conv_backward_kernel(const conv_backward_
             const std::int32_t r = tiling::token(3, row);
             float d = 0.0f;
             if (c < layer.width && row % tiling::parity < tiling::rows_of(3) && r >= skipped && r < s.count) {
-                const float d_score = gradient_of_score(streams, problem.d_scores, s, first + r);
+                const float d_score = gradient_of_score(streams, params.d_scores, s, first + r);
                 const float drop = forward.dropout(s, 3, first - s.begin + r, c);
                 const float y =
                     acc[i][j][e] +
@@ -131,7 +132,7 @@ __global__ void __launch_bounds__(128) conv_backward_kernel(const conv_backward_
         const shared_tile<T>& to = memory.in[2];
         put_conv_gradients<Tiles, NI>(to, 0, acc);
         for_each_of_product<Tiles, NI>(0, [&](int i, int j, int e, int row, std::int32_t c) {
-            problem.d[2][(chunk * tiling::rows + row) * layer.padded + c] = static_cast<T>(acc[i][j][e]);
+            params.d[2][(chunk * tiling::rows + row) * layer.padded + c] = static_cast<T>(acc[i][j][e]);
         });
 #pragma unroll
         for (int j = 0; j < NI; ++j) {
@@ -149,7 +150,7 @@ __global__ void __launch_bounds__(128) conv_backward_kernel(const conv_backward_
         if (thread == 0) {
             float sum = 0.0f;
             for (std::int32_t r = skipped; r < s.count; ++r) {
-                sum += problem.d_scores.head(s.b, s.h)[first + r];
+                sum += params.d_scores.head(s.b, s.h)[first + r];
             }
             to_sums[2 * layer.width] = sum;
         }
@@ -158,10 +159,10 @@ __global__ void __launch_bounds__(128) conv_backward_kernel(const conv_backward_
     // d y_2, d y_1 in place of y_1 and x, then d x.
 #pragma unroll 1
     for (int l = 2; l >= 0; --l) {
-        if (l == 0 && problem.d_x == nullptr) {
+        if (l == 0 && params.d_x == nullptr) {
             break;
         }
-        const conv_layer_problem<T>& above = forward.layer[l];
+        const conv_layer_params<T>& above = forward.layer[l];
         const shared_tile<T>& from = memory.in[l];
         for (int i = thread; i < conv_lead<Tiles> * above.padded / 2; i += 128) {
             from.set_pair(i / (above.padded / 2), i % (above.padded / 2) * 2, 0.0f, 0.0f);
@@ -197,19 +198,19 @@ __global__ void __launch_bounds__(128) conv_backward_kernel(const conv_backward_
             }
             if (l == 0) {
                 for_each_of_product<Tiles, NI>(column, [&](int i, int j, int e, int row, std::int32_t c) {
-                    problem.d_x[(chunk * tiling::rows + row) * padded + c] = acc[i][j][e];
+                    params.d_x[(chunk * tiling::rows + row) * padded + c] = acc[i][j][e];
                 });
                 continue;
             }
-            const conv_layer_problem<T>& layer = forward.layer[l - 1];
+            const conv_layer_params<T>& layer = forward.layer[l - 1];
             const shared_tile<T>& to = memory.in[l - 1];
             float of_bias[NI][2] = {};
             for_each_of_product<Tiles, NI>(column, [&](int i, int j, int e, int row, std::int32_t c) {
                 const std::int64_t at = (chunk * tiling::rows + row) * layer.padded + c;
-                const float slope = static_cast<float>(problem.slope[l - 1][at]);
+                const float slope = static_cast<float>(params.slope[l - 1][at]);
                 acc[i][j][e] = row % tiling::parity < tiling::rows_of(l) ? acc[i][j][e] * slope : 0.0f;
                 of_bias[j][e % 2] += acc[i][j][e];
-                problem.d[l - 1][at] = static_cast<T>(acc[i][j][e]);
+                params.d[l - 1][at] = static_cast<T>(acc[i][j][e]);
             });
             put_conv_gradients<Tiles, NI>(to, column, acc);
             float* const of_layer = sums + (l == 2 ? forward.layer[0].width : 0);
@@ -247,7 +248,7 @@ __global__ void __launch_bounds__(128)
     const std::int32_t row = item % down * 64;
     item /= down;
     const std::int32_t h = item % streams.heads, split = item / streams.heads;
-    const std::int32_t chunks = streams.batch * streams.slots;
+    const std::int32_t chunks = streams.batch * streams.chunks;
     const std::int32_t each = (chunks + splits - 1) / splits;
     const std::int32_t last = min(chunks, (split + 1) * each);
     const int m0 = warp_id() / 2 * 32, n0 = warp_id() % 2 * 32;
@@ -257,11 +258,11 @@ __global__ void __launch_bounds__(128)
     }
     for (std::int32_t i = split * each; i < last; ++i) {
         const scorer_span s =
-            streams.span(i / streams.slots * streams.heads + h, i % streams.slots, tiling::tokens);
+            streams.span(i / streams.chunks * streams.heads + h, i % streams.chunks, tiling::tokens);
         if (max(0, s.begin + streams.delay - s.first) >= s.count) {
             continue;
         }
-        const std::int64_t chunk = std::int64_t{s.plane} * streams.slots + s.slot;
+        const std::int64_t chunk = std::int64_t{s.plane} * streams.chunks + s.chunk_index;
         __syncthreads();  // the tiles are free
         copy_rows(d_y, d + chunk * tiling::rows * padded + row, padded, 64, tiling::rows, 128);
         copy_rows(x, in + chunk * tiling::rows * padded_inputs + column, padded_inputs, 64, tiling::rows,
@@ -317,14 +318,15 @@ __global__ void __launch_bounds__(256)
 /// d_k and d_v of a chunk's tokens, one warp a token: what the chunks that see a token say of it, turned back. Overwrites.
 template <class T, int Tiles>
 __global__ void __launch_bounds__(128)
-    conv_input_gradient_kernel(const conv_backward_problem<T> problem, const rows_view<float> d_k,
+    conv_input_gradient_kernel(const conv_backward_params<T> params, const rows_view<float> d_k,
                                const rows_view<float> d_v) {
     using tiling = conv_tiling<Tiles>;
     constexpr std::int32_t seen = tiling::tokens + 2 * conv_reach;  // by a chunk
-    const scorer_streams& streams = problem.forward.streams;
-    const scorer_source<T>& source = problem.forward.source;
-    const scorer_span s = streams.span(static_cast<std::int32_t>(blockIdx.x) / streams.slots,
-                                       static_cast<std::int32_t>(blockIdx.x) % streams.slots, tiling::tokens);
+    const scorer_streams& streams = params.forward.streams;
+    const scorer_source<T>& source = params.forward.source;
+    const scorer_span s =
+        streams.span(static_cast<std::int32_t>(blockIdx.x) / streams.chunks,
+                     static_cast<std::int32_t>(blockIdx.x) % streams.chunks, tiling::tokens);
     const float unscale = streams.unscale(s.h);
     const std::int64_t stream = blockIdx.x - (s.first - s.from) / tiling::tokens;  // its first chunk
     for (int r = warp_id(); r < s.count; r += 4) {
@@ -339,9 +341,9 @@ __global__ void __launch_bounds__(128)
                 const std::int32_t u = ahead - j * tiling::tokens;
                 if (left > 0 && max(0, s.begin + streams.delay - first) < min(left, tiling::tokens) &&
                     u < seen) {
-                    sum += problem.d_x[((stream + j) * tiling::rows + u % 2 * tiling::parity + u / 2) *
-                                           source.padded +
-                                       c];
+                    sum += params.d_x[((stream + j) * tiling::rows + u % 2 * tiling::parity + u / 2) *
+                                          source.padded +
+                                      c];
                 }
             }
             return sum * unscale;

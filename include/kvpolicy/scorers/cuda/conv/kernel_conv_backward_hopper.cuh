@@ -1,6 +1,6 @@
 // ConvScorer's gradients of weights on Hopper. A block has the tile of kernel_conv_hopper.cuh: the layers again, and back through them. It answers for 104 tokens'
 // scores, and for what the layers' results at these tokens (and up to 4 more at a stream's ends, where nobody else does) have as gradients: all that
-// these need, scores of the neighbours too, it computes itself, so that every gradient is there once and whole.
+// these need, scores of the neighbors too, it computes itself, so that every gradient is there once and whole.
 //
 // Row i is, from the first token a whose y_1 the tile answers for, token a - 10 + i of x, a - 8 + i of y_1, a - 6 + i of y_2, a - 4 + i of y_3 and d y_3,
 // a - 2 + i of d y_2, a + i of d y_1: so back, too, a row needs rows i, i + 2, i + 4, with weights transposed and taps the other way.
@@ -27,14 +27,14 @@ namespace kvpolicy {
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 namespace cuda_backend {
 
-inline constexpr int conv_back_tile = 104;  // tokens of a block
+inline constexpr int conv_backward_tile_rows = 104;  // tokens of a block
 inline constexpr int conv_back_rows =
     112;  // rows of gradients in memory: at most these have one that the tile answers for
 inline constexpr int conv_back_inputs = 120;  // rows of layers' results in memory
 
 /// Sizes beyond conv_forward_shape's.
 template <int Inputs>
-struct conv_back_shape : conv_forward_shape<Inputs> {
+struct conv_backward_hopper_shape : conv_forward_shape<Inputs> {
     using base = conv_forward_shape<Inputs>;
     /// Transposed weights of a head, layer 3 before layer 2: those of layer 3, and all.
     static constexpr int third = 3 * base::channels(3) * base::channels(2),
@@ -50,12 +50,12 @@ struct conv_back_shape : conv_forward_shape<Inputs> {
     static_assert(2 * base::tile_bytes(1) <= base::tile_bytes(0) &&
                   2 * base::tile_bytes(2) <= base::tile_bytes(1));
 };
-static_assert(conv_back_shape<256>::shared_bytes <= 113 * 1024, "two blocks a multiprocessor");
+static_assert(conv_backward_hopper_shape<256>::shared_bytes <= 113 * 1024, "two blocks a SM");
 
 /// What the tiles leave in memory: numbers of a tile are channels / 8 x rows x 8.
 template <class T>
-struct conv_back_problem {
-    conv_problem<T> forward;  // streams.slots counts tiles of conv_back_tile tokens
+struct conv_backward_hopper_params {
+    conv_params<T> forward;  // streams.chunks counts tiles of conv_backward_tile_rows tokens
     plane_view<const float> d_scores;
     T* in[3] = {};          // x, y_1, y_2: [tiles, channels / 8, 120, 8]
     T* d[3] = {};           // d y_1, d y_2, d y_3: [tiles, channels / 8, 112, 8]
@@ -64,7 +64,7 @@ struct conv_back_problem {
 };
 
 /// Which tokens a tile answers for.
-struct conv_back_span {
+struct conv_backward_span {
     scorer_span s;
     std::int32_t first;            // token of the first score
     std::int32_t low, high;        // scores first + low .. first + high - 1 are there
@@ -72,9 +72,9 @@ struct conv_back_span {
     std::int32_t lowest, highest;  // scores of the stream: [lowest, highest)
     bool any;
 
-    __device__ conv_back_span(const scorer_streams& streams, std::int64_t tile)
-        : s(streams.span(static_cast<std::int32_t>(tile / streams.slots),
-                         static_cast<std::int32_t>(tile % streams.slots), conv_back_tile)) {
+    __device__ conv_backward_span(const scorer_streams& streams, std::int64_t tile)
+        : s(streams.span(static_cast<std::int32_t>(tile / streams.chunks),
+                         static_cast<std::int32_t>(tile % streams.chunks), conv_backward_tile_rows)) {
         first = s.first - streams.delay;
         low = max(0, s.begin + streams.delay - s.first);
         high = s.count;
@@ -98,7 +98,7 @@ struct conv_back_span {
 
 /// Transposed weights of layer `Layer` of head `h`, taps the other way (conv_eight_weights).
 template <int Layer, class Shape, class T>
-__device__ inline uint4 conv_back_weights(const conv_weights& from, std::uint32_t h, std::uint32_t at) {
+__device__ inline uint4 conv_backward_weights(const conv_weights& from, std::uint32_t h, std::uint32_t at) {
     constexpr std::uint32_t of_tap = Shape::channels(Layer);
     const auto inputs = static_cast<std::uint32_t>(from.inputs[Layer - 1]),
                width = static_cast<std::uint32_t>(from.width[Layer - 1]);
@@ -114,13 +114,14 @@ __device__ inline uint4 conv_back_weights(const conv_weights& from, std::uint32_
 /// To [heads][W_3, then W_2].
 template <class T, int Inputs>
 __global__ void __launch_bounds__(256) pack_conv_backward_kernel(const conv_weights from, T* const to) {
-    using shape = conv_back_shape<Inputs>;
+    using shape = conv_backward_hopper_shape<Inputs>;
     constexpr std::uint32_t third = shape::third / 8, each = shape::weights / 8;
     const std::uint32_t count = static_cast<std::uint32_t>(from.heads) * each;
     for (std::uint32_t i = blockIdx.x * 256 + threadIdx.x; i < count; i += gridDim.x * 256) {
         const std::uint32_t h = i / each, at = i % each;
-        reinterpret_cast<uint4*>(to)[i] = at < third ? conv_back_weights<3, shape, T>(from, h, at)
-                                                     : conv_back_weights<2, shape, T>(from, h, at - third);
+        reinterpret_cast<uint4*>(to)[i] = at < third
+                                              ? conv_backward_weights<3, shape, T>(from, h, at)
+                                              : conv_backward_weights<2, shape, T>(from, h, at - third);
     }
 }
 
@@ -291,33 +292,34 @@ __device__ inline void store_conv_gradients_transposed(const float (&acc)[N], un
 }
 
 /// What a block has in shared memory besides the tile.
-struct conv_back_memory {
+struct conv_backward_hopper_memory {
     unsigned char *tile, *narrow, *back_narrow;
     float *constants, *frequencies, *columns, *d_score;
 };
 
 /// A block's tile. `weights` and `back` are the head's.
 template <int Inputs, class T>
-__device__ inline void conv_backward_tile(const conv_back_problem<T>& problem, const conv_back_span& span,
-                                          std::int64_t number, const T* weights, const T* back,
-                                          const conv_back_memory& memory) {
-    using shape = conv_back_shape<Inputs>;
+__device__ inline void conv_backward_tile(const conv_backward_hopper_params<T>& params,
+                                          const conv_backward_span& span, std::int64_t number,
+                                          const T* weights, const T* back,
+                                          const conv_backward_hopper_memory& memory) {
+    using shape = conv_backward_hopper_shape<Inputs>;
     constexpr int c1 = shape::channels(1), c2 = shape::channels(2), c3 = shape::channels(3);
     constexpr bool wide = shape::in_registers(2);
-    const conv_problem<T>& forward = problem.forward;
+    const conv_params<T>& forward = params.forward;
     unsigned char* const tile = memory.tile;
     const float* const constants = memory.constants;
     float* const d_score = memory.d_score;
     const auto thread = static_cast<int>(threadIdx.x);
     const std::int32_t a = span.origin();
     const auto image = [&](T* of, int channels, int rows) { return of + number * channels * rows; };
-    float* const sums = problem.sums + number * problem.sums_width;
+    float* const sums = params.sums + number * params.sums_width;
     conv_fragments<c1, Inputs, 2> weights_1(weights);
     weights_1.begin();
     for (int i = thread; i < conv_tile_rows; i += conv_consumers) {
         const std::int32_t t = a - 4 + i;
         const bool there = t >= span.lowest && t < span.highest;
-        const float d = there ? problem.d_scores.head(span.s.b, span.s.h)[t] : 0.0f;
+        const float d = there ? params.d_scores.head(span.s.b, span.s.h)[t] : 0.0f;
         if (there && i >= span.begin_of(3) && i < span.end_of(3) && !isfinite(d)) {
             forward.streams.report(span.s.b, status_not_finite);
         }
@@ -345,7 +347,7 @@ __device__ inline void conv_backward_tile(const conv_back_problem<T>& problem, c
     fence_async_proxy();
     named_barrier(1, conv_consumers);
     {
-        T* const x = image(problem.in[0], Inputs, conv_back_inputs);
+        T* const x = image(params.in[0], Inputs, conv_back_inputs);
         bool finite = true;
         for (int i = thread; i < Inputs / 8 * conv_back_inputs; i += conv_consumers) {
             const uint4 of = conv_eight(tile, i % conv_back_inputs + 8, i / conv_back_inputs * 8);
@@ -379,7 +381,7 @@ __device__ inline void conv_backward_tile(const conv_back_problem<T>& problem, c
     fence_async_proxy();
     named_barrier(1, conv_consumers);
     {
-        T* const y_1 = image(problem.in[1], c1, conv_back_inputs);
+        T* const y_1 = image(params.in[1], c1, conv_back_inputs);
         float acc[c2 / 2];
         if constexpr (wide) {
             conv_fragments<c2, c1, 2> weights_2(weights + shape::weights_before(2));
@@ -399,7 +401,7 @@ __device__ inline void conv_backward_tile(const conv_back_problem<T>& problem, c
     named_barrier(1, conv_consumers);
 
     // The last layer, down to d y_3, which takes the place of y_2.
-    copy_conv_image<c2, conv_back_inputs>(tile, 0, image(problem.in[2], c2, conv_back_inputs), 0,
+    copy_conv_image<c2, conv_back_inputs>(tile, 0, image(params.in[2], c2, conv_back_inputs), 0,
                                           conv_back_inputs, thread);
     {
         const int row = thread / 32 * 16 + thread % 32 / 4, pair = thread % 4;
@@ -463,7 +465,7 @@ __device__ inline void conv_backward_tile(const conv_back_problem<T>& problem, c
     }
     fence_async_proxy();
     named_barrier(1, conv_consumers);
-    copy_conv_image<c3, conv_back_rows>(tile, 0, image(problem.d[2], c3, conv_back_rows), span.begin_of(3),
+    copy_conv_image<c3, conv_back_rows>(tile, 0, image(params.d[2], c3, conv_back_rows), span.begin_of(3),
                                         span.end_of(3), thread);
     {
         float acc[c2 / 2];
@@ -494,7 +496,7 @@ __device__ inline void conv_backward_tile(const conv_back_problem<T>& problem, c
     if constexpr (wide) {
         add_halves(sums + w1, w2);
     }
-    copy_conv_image<c2, conv_back_rows>(tile, 0, image(problem.d[1], c2, conv_back_rows), span.begin_of(2),
+    copy_conv_image<c2, conv_back_rows>(tile, 0, image(params.d[1], c2, conv_back_rows), span.begin_of(2),
                                         span.end_of(2), thread);
     float acc[back_2.tokens / 2];
     conv_product<T>(acc, all + conv_offset(row_1, 0), back_2);
@@ -513,7 +515,7 @@ __device__ inline void conv_backward_tile(const conv_back_problem<T>& problem, c
     if constexpr (c1 == 64) {
         add_halves(sums, w1);
     }
-    copy_conv_image<c1, conv_back_rows>(tile, 0, image(problem.d[0], c1, conv_back_rows), 0, span.end_of(1),
+    copy_conv_image<c1, conv_back_rows>(tile, 0, image(params.d[0], c1, conv_back_rows), 0, span.end_of(1),
                                         thread);
 }
 
@@ -521,39 +523,38 @@ __device__ inline void conv_backward_tile(const conv_back_problem<T>& problem, c
 
 /// Reports tokens that are not finite and that no score reads, a block a tile: others are looked at as they are read.
 template <class T>
-__global__ void __launch_bounds__(128) conv_unread_kernel(const conv_problem<T> problem) {
-    const conv_back_span span(problem.streams, blockIdx.x);
+__global__ void __launch_bounds__(128) conv_unread_kernel(const conv_params<T> params) {
+    const conv_backward_span span(params.streams, blockIdx.x);
     scorer_span s = span.s;
     const std::int32_t end = s.first + s.count;
     s.first = max(s.first, max(s.begin, span.highest));
     s.count = end - s.first;
-    report_bad_rows(problem.streams, problem.source, s);
+    report_bad_rows(params.streams, params.source, s);
 }
 
 /// A block a tile. `weights` is pack_conv_kernel's, `back` pack_conv_backward_kernel's. No dropout.
 template <class T, int Inputs>
-__global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(conv_consumers), 2)
-    conv_backward_hopper_kernel([[maybe_unused]] const __grid_constant__ conv_back_problem<T> problem,
-                                [[maybe_unused]] const T* const weights,
-                                [[maybe_unused]] const T* const back) {
+__global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(conv_consumers), 2) conv_backward_hopper_kernel(
+    [[maybe_unused]] const __grid_constant__ conv_backward_hopper_params<T> params,
+    [[maybe_unused]] const T* const weights, [[maybe_unused]] const T* const back) {
 #if KVPOLICY_HOPPER_CODE
-    using shape = conv_back_shape<Inputs>;
+    using shape = conv_backward_hopper_shape<Inputs>;
     const std::int64_t number = blockIdx.x;
     // In shared memory: in registers it would leave too few for the products.
-    __shared__ alignas(conv_back_span) unsigned char span_memory[sizeof(conv_back_span)];
+    __shared__ alignas(conv_backward_span) unsigned char span_memory[sizeof(conv_backward_span)];
     if (threadIdx.x == 0) {
-        new (static_cast<void*>(span_memory)) conv_back_span(problem.forward.streams, number);
+        new (static_cast<void*>(span_memory)) conv_backward_span(params.forward.streams, number);
     }
     __syncthreads();
-    const auto& span = *reinterpret_cast<const conv_back_span*>(span_memory);
+    const auto& span = *reinterpret_cast<const conv_backward_span*>(span_memory);
     const auto thread = static_cast<std::int32_t>(threadIdx.x);
     if (!span.any) {
-        for (std::int32_t i = thread; i < problem.sums_width; i += conv_consumers) {
-            problem.sums[number * problem.sums_width + i] = 0.0f;
+        for (std::int32_t i = thread; i < params.sums_width; i += conv_consumers) {
+            params.sums[number * params.sums_width + i] = 0.0f;
         }
         return;
     }
-    conv_back_memory memory{};
+    conv_backward_hopper_memory memory{};
     memory.tile = dynamic_shared();
     memory.narrow = memory.tile + shape::tile_bytes(0);
     memory.back_narrow = memory.narrow + 2 * shape::narrow;
@@ -566,8 +567,8 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(conv_consumers), 2)
     copy_conv_weights(of_head + shape::weights_before(shape::first_narrow), shape::narrow, memory.narrow,
                       thread);
     copy_conv_weights(back_of_head, shape::back_narrow, memory.back_narrow, thread);
-    copy_conv_constants<Inputs>(problem.forward, span.s.h, memory.constants, weights, thread);
-    conv_backward_tile<Inputs>(problem, span, number, of_head, back_of_head, memory);
+    copy_conv_constants<Inputs>(params.forward, span.s.h, memory.constants, weights, thread);
+    conv_backward_tile<Inputs>(params, span, number, of_head, back_of_head, memory);
 #endif
 }
 

@@ -7,7 +7,7 @@
 // of each layer: so all tiles but the first have 128 tokens, whose rows stand behind those four.
 //
 // A layer is weights times tokens, with weights from registers (agent_conv_products.cuh). x of the next tile is copied when layer 1 has read this one's, and
-// its RoPE is undone in place. Two blocks fit on a multiprocessor, of which one turns keys or applies SiLU while the other multiplies.
+// its RoPE is undone in place. Two blocks fit on an SM, of which one turns keys or applies SiLU while the other multiplies.
 #pragma once
 
 #include <kvpolicy/cuda/config.cuh>
@@ -80,16 +80,16 @@ __device__ inline void store_conv_layer(float (&acc)[Width / 2], const float* bi
 
 /// Sends for biases and readout, 0 where a scorer is narrower. `somewhere` is any address that can be read.
 template <int Inputs, class T>
-__device__ inline void copy_conv_constants(const conv_problem<T>& problem, std::int32_t head,
-                                           float* constants, const void* somewhere, int thread) {
+__device__ inline void copy_conv_constants(const conv_params<T>& params, std::int32_t head, float* constants,
+                                           const void* somewhere, int thread) {
     using shape = conv_hopper_shape<Inputs>;
     constexpr int c1 = shape::channels(1), c2 = shape::channels(2), c3 = shape::channels(3);
     for (int i = thread; i < shape::constants; i += conv_consumers) {
         const int l = i < c1 ? 0 : i < c1 + c2 ? 1 : 2;
         const bool read = i >= c1 + c2 + c3;
         const int c = read ? i - c1 - c2 - c3 : i - (l == 0 ? 0 : l == 1 ? c1 : c1 + c2);
-        const float* const from = read ? problem.readout : problem.layer[l].bias;
-        const std::int32_t width = problem.layer[l].width;
+        const float* const from = read ? params.readout : params.layer[l].bias;
+        const std::int32_t width = params.layer[l].width;
         const bool there = from != nullptr && c < width;
         copy_4(shared_address(constants + i),
                there ? static_cast<const void*>(from + std::int64_t{head} * width + c) : somewhere,
@@ -114,7 +114,7 @@ __device__ inline uint4& conv_eight(unsigned char* tile, int row, int c) {
 
 /// The last layer's results times the readout: write(row of the tile, score).
 template <int Inputs, class T, int N, class Write>
-__device__ inline void write_conv_scores(const conv_problem<T>& problem, std::int32_t head,
+__device__ inline void write_conv_scores(const conv_params<T>& params, std::int32_t head,
                                          const float (&acc)[N], const float* constants, int thread,
                                          const Write& write) {
     using shape = conv_hopper_shape<Inputs>;
@@ -135,7 +135,7 @@ __device__ inline void write_conv_scores(const conv_problem<T>& problem, std::in
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
         const float sum =
-            row_sum(sums[r]) + (problem.readout_bias != nullptr ? problem.readout_bias[head] : 0.0f);
+            row_sum(sums[r]) + (params.readout_bias != nullptr ? params.readout_bias[head] : 0.0f);
         if (thread % 4 == 0) {
             write(thread / 32 * 16 + thread % 32 / 4 + 8 * r, sum);
         }
@@ -168,7 +168,7 @@ __device__ inline void store_conv_layer_transposed(float (&acc)[Tokens / 2], con
 /// tiles.write(i, r, score). Where tiles.follows(i), tile i - 1 is the one that ends where it begins. Weights are read after ready(), as is all of a
 /// source that does not turns_eight(); one that does has frequencies by `base`, or of its own where that is 0.
 template <int Inputs, class T, class Tiles, class Ready>
-__device__ inline void conv_hopper_block(const conv_problem<T>& problem, const T* weights, std::int32_t head,
+__device__ inline void conv_hopper_block(const conv_params<T>& params, const T* weights, std::int32_t head,
                                          const Tiles& tiles, float base, const Ready& ready) {
     using shape = conv_forward_shape<Inputs>;
     constexpr int c0 = shape::channels(0), c1 = shape::channels(1), c2 = shape::channels(2),
@@ -178,12 +178,12 @@ __device__ inline void conv_hopper_block(const conv_problem<T>& problem, const T
                          *const narrow = y_1 + shape::layers_bytes;
     auto* const constants = reinterpret_cast<float*>(narrow + 2 * shape::narrow);
     float* const frequencies = constants + shape::constants;
-    const scorer_source<T>& source = problem.source;
+    const scorer_source<T>& source = params.source;
     weights += std::int64_t{head} * shape::weights_before(4);
     auto thread = static_cast<int>(threadIdx.x);
 
     // The first rows come while others make the weights.
-    copy_conv_constants<Inputs>(problem, head, constants, source.k.data, thread);
+    copy_conv_constants<Inputs>(params, head, constants, source.k.data, thread);
     const auto origin = [&](int i) { return tiles.first(i) + (tiles.follows(i) ? 2 : -conv_reach); };
     bool early = source.turns_eight();
     if (early) {
@@ -299,7 +299,7 @@ __device__ inline void conv_hopper_block(const conv_problem<T>& problem, const T
             sums, shared_address(y_2) + conv_offset(half, 0),
             shared_address(narrow) +
                 2 * (shape::weights_before(3) - shape::weights_before(shape::first_narrow)));
-        write_conv_scores<Inputs>(problem, head, sums, constants, thread, [&](std::int32_t row, float score) {
+        write_conv_scores<Inputs>(params, head, sums, constants, thread, [&](std::int32_t row, float score) {
             if (row < tiles.high(tile)) {
                 tiles.write(tile, row, score);
             }
@@ -315,46 +315,46 @@ __device__ inline std::int32_t conv_tokens(int tiles) {
 /// The tiles of a range of a stream, whose scores are those of tokens from .. from + scores - 1.
 template <class T>
 struct conv_stream_tiles {
-    const conv_problem<T>& problem;
+    const conv_params<T>& params;
     scorer_span s;
     std::int32_t from, scores;
     int count;
 
-    __device__ conv_stream_tiles(const conv_problem<T>& of, const scorer_span& span, std::int32_t skipped)
-        : problem(of), s(span), from(span.first - of.streams.delay + skipped), scores(span.count - skipped) {
+    __device__ conv_stream_tiles(const conv_params<T>& of, const scorer_span& span, std::int32_t skipped)
+        : params(of), s(span), from(span.first - of.streams.delay + skipped), scores(span.count - skipped) {
         count = scores <= conv_tile ? 1 : 1 + (scores - conv_tile + conv_tile_rows - 1) / conv_tile_rows;
     }
-    __device__ scorer_rows<T> rows() const { return {problem.source.k, problem.source.v, s}; }
+    __device__ scorer_rows<T> rows() const { return {params.source.k, params.source.v, s}; }
     __device__ std::int32_t first(int tile) const { return from + conv_tokens(tile); }
     __device__ std::int32_t high(int tile) const {
         return min(scores - conv_tokens(tile), tile == 0 ? conv_tile : conv_tile_rows);
     }
     __device__ bool follows(int tile) const { return tile > 0; }
     __device__ void write(int tile, std::int32_t row, float score) const {
-        problem.scores.head(s.b, s.h)[first(tile) + row] = score;
+        params.scores.head(s.b, s.h)[first(tile) + row] = score;
     }
 };
 
 #endif
 
-/// Scores of the tokens that leave a window of streams.delay keys while those of a range of `tokens` come, of which streams.slots counts the
+/// Scores of the tokens that leave a window of streams.delay keys while those of a range of `tokens` come, of which streams.chunks counts the
 /// ranges of a plane. No dropout. `weights` is what pack_conv made.
 template <class T, int Inputs>
 __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(conv_consumers), 2)
-    conv_hopper_kernel([[maybe_unused]] const __grid_constant__ conv_problem<T> problem,
+    conv_hopper_kernel([[maybe_unused]] const __grid_constant__ conv_params<T> params,
                        [[maybe_unused]] const std::int32_t tokens, [[maybe_unused]] const float base,
                        [[maybe_unused]] const T* const weights) {
 #if KVPOLICY_HOPPER_CODE
-    const scorer_streams& streams = problem.streams;
-    const scorer_span s = streams.span(static_cast<std::int32_t>(blockIdx.x) / streams.slots,
-                                       static_cast<std::int32_t>(blockIdx.x) % streams.slots, tokens);
+    const scorer_streams& streams = params.streams;
+    const scorer_span s = streams.span(static_cast<std::int32_t>(blockIdx.x) / streams.chunks,
+                                       static_cast<std::int32_t>(blockIdx.x) % streams.chunks, tokens);
     const std::int32_t skipped = max(0, s.begin + streams.delay - s.first);
     if (skipped >= s.count) {
         wait_for_kernel_before();
         return;
     }
     // The kernel before makes the weights, and the frequencies of a Rope that gives a base. All else was there when that one began.
-    conv_hopper_block<Inputs>(problem, weights, s.h, conv_stream_tiles<T>(problem, s, skipped), base,
+    conv_hopper_block<Inputs>(params, weights, s.h, conv_stream_tiles<T>(params, s, skipped), base,
                               [] { wait_for_kernel_before(); });
 #endif
 }

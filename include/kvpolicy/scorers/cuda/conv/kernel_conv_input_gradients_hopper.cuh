@@ -2,7 +2,7 @@
 //
 // y_1 of token u is made of tokens u - 2, u and u + 2, so d x of token t is what W_1 makes of d y_1 of t + 2, t and t - 2: the product of
 // kernel_conv_hopper.cuh once more, with weights transposed and taps the other way. A block has 128 tokens of one head. Rows of d y_1 come from the images
-// of the tiles that answer for them (conv_back_span), two or three of them.
+// of the tiles that answer for them (conv_backward_span), two or three of them.
 #pragma once
 
 #include <kvpolicy/cuda/config.cuh>
@@ -23,8 +23,8 @@ namespace cuda_backend {
 inline constexpr int conv_input_width = 128;  // numbers of a token that a product gives
 
 template <int Inputs>
-struct conv_input_shape : conv_back_shape<Inputs> {
-    using base = conv_back_shape<Inputs>;
+struct conv_input_shape : conv_backward_hopper_shape<Inputs> {
+    using base = conv_backward_hopper_shape<Inputs>;
     static constexpr int c1 = base::channels(1), products = Inputs / conv_input_width;
     static constexpr int each = 3 * c1 * conv_input_width;  // weights of a product
     static constexpr int weights = products * each;         // of a head
@@ -40,7 +40,7 @@ __global__ void __launch_bounds__(256) pack_conv_inputs_kernel(const conv_weight
     constexpr std::uint32_t each = shape::weights / 8;
     const std::uint32_t count = static_cast<std::uint32_t>(from.heads) * each;
     for (std::uint32_t i = blockIdx.x * 256 + threadIdx.x; i < count; i += gridDim.x * 256) {
-        reinterpret_cast<uint4*>(to)[i] = conv_back_weights<1, shape, T>(from, i / each, i % each);
+        reinterpret_cast<uint4*>(to)[i] = conv_backward_weights<1, shape, T>(from, i / each, i % each);
     }
 }
 
@@ -53,7 +53,8 @@ struct conv_input_images {
 
     __device__ conv_input_images(const scorer_streams& tiles, const scorer_span& span)
         : s(span),
-          begin(std::int64_t{span.plane} * tiles.slots + tiles.first_slot(span.segment, conv_back_tile)),
+          begin(std::int64_t{span.plane} * tiles.chunks +
+                tiles.first_chunk(span.segment, conv_backward_tile_rows)),
           delay(tiles.delay),
           count(span.end - span.from),
           lowest(max(span.begin, span.from - tiles.delay)),
@@ -64,31 +65,33 @@ struct conv_input_images {
         if (at < -4 || at >= count + 4 || lowest >= highest) {
             return false;
         }
-        const std::int32_t number = min(max(at, 0), count - 1) / conv_back_tile,
-                           first = number * conv_back_tile;
+        const std::int32_t number = min(max(at, 0), count - 1) / conv_backward_tile_rows,
+                           first = number * conv_backward_tile_rows;
         tile = begin + number;
         row = at - first + (number == 0 ? 4 : 0);
         // A tile without a score near it has left nothing.
-        return s.from - delay + first + min(conv_back_tile, count - first) + 4 > lowest;
+        return s.from - delay + first + min(conv_backward_tile_rows, count - first) + 4 > lowest;
     }
 };
 #endif
 
-/// d_k and d_v of 128 tokens a block, of which streams.slots counts the parts of a plane; overwrites. `tiles`: those of conv_backward_hopper_kernel,
+/// d_k and d_v of 128 tokens a block, of which streams.chunks counts the parts of a plane; overwrites. `tiles`: those of conv_backward_hopper_kernel,
 /// which left d_y; `weights` is what pack_conv_inputs_kernel made. Keys have at most 128 numbers.
 template <class T, int Inputs>
 __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(conv_consumers), 2)
-    conv_inputs_hopper_kernel([[maybe_unused]] const scorer_streams streams,
-                              [[maybe_unused]] const scorer_streams tiles,
-                              [[maybe_unused]] const scorer_source<T> source,
-                              [[maybe_unused]] const T* const d_y, [[maybe_unused]] const T* const weights,
-                              [[maybe_unused]] const rows_view<float> d_k,
-                              [[maybe_unused]] const rows_view<float> d_v) {
+    conv_input_gradients_hopper_kernel([[maybe_unused]] const scorer_streams streams,
+                                       [[maybe_unused]] const scorer_streams tiles,
+                                       [[maybe_unused]] const scorer_source<T> source,
+                                       [[maybe_unused]] const T* const d_y,
+                                       [[maybe_unused]] const T* const weights,
+                                       [[maybe_unused]] const rows_view<float> d_k,
+                                       [[maybe_unused]] const rows_view<float> d_v) {
 #if KVPOLICY_HOPPER_CODE
     using shape = conv_input_shape<Inputs>;
     constexpr int c1 = shape::c1;
-    const scorer_span s = streams.span(static_cast<std::int32_t>(blockIdx.x) / streams.slots,
-                                       static_cast<std::int32_t>(blockIdx.x) % streams.slots, conv_tile_rows);
+    const scorer_span s =
+        streams.span(static_cast<std::int32_t>(blockIdx.x) / streams.chunks,
+                     static_cast<std::int32_t>(blockIdx.x) % streams.chunks, conv_tile_rows);
     if (s.count == 0) {
         return;
     }

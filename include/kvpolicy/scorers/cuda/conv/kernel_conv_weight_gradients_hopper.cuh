@@ -28,14 +28,14 @@ inline constexpr std::size_t conv_gradient_shared = conv_gradient_stages*(conv_g
 /// `splits` parts of a head's tiles; partial [splits, heads, padded, 3, padded_inputs] is overwritten.
 template <class T, int Width>
 __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(3 * 128 + 32))
-    conv_gradient_hopper_kernel([[maybe_unused]] const scorer_streams streams,
-                                [[maybe_unused]] const T* const d, [[maybe_unused]] const T* const in,
-                                [[maybe_unused]] const std::int32_t inputs,
-                                [[maybe_unused]] const std::int32_t shift,
-                                [[maybe_unused]] const std::int32_t splits,
-                                [[maybe_unused]] const std::int32_t padded,
-                                [[maybe_unused]] const std::int32_t padded_inputs,
-                                [[maybe_unused]] float* const partial) {
+    conv_weight_gradients_hopper_kernel([[maybe_unused]] const scorer_streams streams,
+                                        [[maybe_unused]] const T* const d, [[maybe_unused]] const T* const in,
+                                        [[maybe_unused]] const std::int32_t inputs,
+                                        [[maybe_unused]] const std::int32_t shift,
+                                        [[maybe_unused]] const std::int32_t splits,
+                                        [[maybe_unused]] const std::int32_t padded,
+                                        [[maybe_unused]] const std::int32_t padded_inputs,
+                                        [[maybe_unused]] float* const partial) {
 #if KVPOLICY_HOPPER_CODE
     constexpr std::uint32_t in_bytes = 64 * conv_back_inputs * 2, d_bytes = Width * conv_back_rows * 2;
     const std::uint32_t data = shared_address(dynamic_shared()),
@@ -56,15 +56,15 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(3 * 128 + 32))
     const std::int32_t parts = (inputs + 63) / 64, part = item % parts;
     item /= parts;
     const std::int32_t h = item % streams.heads, split = item / streams.heads;
-    const std::int32_t tiles = streams.batch * streams.slots, each = (tiles + splits - 1) / splits,
+    const std::int32_t tiles = streams.batch * streams.chunks, each = (tiles + splits - 1) / splits,
                        last = min(tiles, (split + 1) * each);
     int stage = 0;
     std::uint32_t parity = 0;
     const auto for_each_tile = [&](const auto& visit) {
         for (std::int32_t i = split * each; i < last; ++i) {
             const std::int64_t tile =
-                (std::int64_t{i / streams.slots} * streams.heads + h) * streams.slots + i % streams.slots;
-            if (conv_back_span(streams, tile).any) {
+                (std::int64_t{i / streams.chunks} * streams.heads + h) * streams.chunks + i % streams.chunks;
+            if (conv_backward_span(streams, tile).any) {
                 visit(tile);
                 if (++stage == conv_gradient_stages) {
                     stage = 0;

@@ -5,7 +5,7 @@
 #include <kvpolicy/cuda/launch.cuh>
 #include <kvpolicy/scorers/backward.hpp>
 #include <kvpolicy/scorers/cuda/common/device_scorer.cuh>
-#include <kvpolicy/scorers/cuda/common/scorer_call.cuh>
+#include <kvpolicy/scorers/cuda/common/scorer_plan.cuh>
 #include <kvpolicy/scorers/cuda/common/warp_scorer.cuh>
 #include <kvpolicy/scorers/cuda/mlp/kernel_linear.cuh>
 #include <kvpolicy/scorers/linear.hpp>
@@ -22,7 +22,7 @@ template <class T, class S>
 void linear_backward(const cuda& on, const S& scorer, const ScoreBackward<T>& call,
                      LinearParameters<float> gradients, workspace_parts& parts, bool measure,
                      std::uint32_t* status) {
-    scorer_call<T> all(call.k, call.v, call.sequences, 0, parts);
+    scorer_plan<T> all(call.k, call.v, call.sequences, 0, parts);
     const std::int32_t width = all.source.size + 1;
     auto* const sums = parts.take<float>(all.chunks() * width);
     if (measure) {
@@ -44,14 +44,14 @@ void linear_backward(const cuda& on, const S& scorer, const ScoreBackward<T>& ca
 /// a . [k; v] + b, by all lanes of a warp.
 template <std::int32_t D, class T>
 __device__ float warp_score(const LinearScorer<D>& scorer, std::int32_t head, const T* key, const T* value,
-                            std::int32_t dim_k, std::int32_t dim_v) {
-    const float* const a = scorer.weights.weight + std::int64_t{head} * (dim_k + dim_v);
+                            std::int32_t head_dim_qk, std::int32_t head_dim_vo) {
+    const float* const a = scorer.weights.weight + std::int64_t{head} * (head_dim_qk + head_dim_vo);
     float sum = 0.0f;
-    for (std::int32_t i = lane_id(); i < dim_k; i += 32) {
+    for (std::int32_t i = lane_id(); i < head_dim_qk; i += 32) {
         sum += a[i] * static_cast<float>(key[i]);
     }
-    for (std::int32_t i = lane_id(); i < dim_v; i += 32) {
-        sum += a[dim_k + i] * static_cast<float>(value[i]);
+    for (std::int32_t i = lane_id(); i < head_dim_vo; i += 32) {
+        sum += a[head_dim_qk + i] * static_cast<float>(value[i]);
     }
     sum = warp_total(sum);
     return scorer.weights.bias != nullptr ? sum + scorer.weights.bias[head] : sum;
@@ -70,7 +70,7 @@ struct device_scorer<LinearScorer<D>> : device_scorer_defaults {
     static void forward(const cuda& on, const scorer_type& scorer, const score_arguments<T>& call,
                         cuda_backend::workspace_parts& parts, bool measure, std::uint32_t* status) {
         namespace cb = cuda_backend;
-        cb::scorer_call<T> all(call.k, call.v, call.sequences, 0, parts);
+        cb::scorer_plan<T> all(call.k, call.v, call.sequences, 0, parts);
         if (measure) {
             return;
         }

@@ -5,7 +5,7 @@
 #include <kvpolicy/cuda/launch.cuh>
 #include <kvpolicy/scorers/backward.hpp>
 #include <kvpolicy/scorers/cuda/common/device_scorer.cuh>
-#include <kvpolicy/scorers/cuda/common/scorer_call.cuh>
+#include <kvpolicy/scorers/cuda/common/scorer_plan.cuh>
 #include <kvpolicy/scorers/cuda/mlp/kernel_mlp.cuh>
 #include <kvpolicy/scorers/mlp.hpp>
 
@@ -23,7 +23,7 @@ inline constexpr bool is_known_input =
     std::is_same_v<Input, WriteGateInput>;
 
 template <class T, class Input>
-void set_input(scorer_call<T>& call, const Input& input, workspace_parts& parts) {
+void set_input(scorer_plan<T>& call, const Input& input, workspace_parts& parts) {
     if constexpr (std::is_same_v<Input, NormalizedInput>) {
         call.source.input = scorer_input::normalized;
         call.source.epsilon = input.norm.epsilon;
@@ -35,40 +35,39 @@ void set_input(scorer_call<T>& call, const Input& input, workspace_parts& parts)
     }
 }
 
-/// An MLP's problem with its workspace, forward and backward.
+/// An MLP's params with its workspace, forward and backward.
 template <class T>
-struct mlp_call {
-    scorer_call<T> call;
-    mlp_problem<T> problem{};
+struct mlp_plan {
+    scorer_plan<T> call;
+    mlp_params<T> params{};
     weight_stack stack;
     T* w1 = nullptr;
 
     template <class Input, class Act, std::int32_t D>
-    mlp_call(const BasicMlpScorer<Input, Act, D>& scorer, rows_view<const T> k, rows_view<const T> v,
+    mlp_plan(const BasicMlpScorer<Input, Act, D>& scorer, rows_view<const T> k, rows_view<const T> v,
              const Sequences& sequences, float* d_w1, workspace_parts& parts)
         : call(k, v, sequences, 0, parts) {
         set_input(call, scorer.input, parts);
         stack.add(scorer.weights.w1, d_w1, scorer.hidden);
         w1 = take_stack<T>(parts, stack, k.heads, call.source.padded);
-        problem.w1 = w1;
-        problem.b1 = scorer.weights.b1;
-        problem.w2 = scorer.weights.w2;
-        problem.b2 = scorer.weights.b2;
-        problem.hidden = scorer.hidden;
-        problem.width = stack.rows;
-        problem.activation =
-            std::is_same_v<Act, Silu> ? scorer_activation::silu : scorer_activation::gelu_erf;
+        params.w1 = w1;
+        params.b1 = scorer.weights.b1;
+        params.w2 = scorer.weights.w2;
+        params.b2 = scorer.weights.b2;
+        params.hidden = scorer.hidden;
+        params.width = stack.rows;
+        params.activation = std::is_same_v<Act, Silu> ? scorer_activation::silu : scorer_activation::gelu_erf;
     }
     void begin(const cuda& on, std::uint32_t* status) {
         call.begin(on, status);
         fill_stack(on, stack, call, w1);
-        problem.streams = call.streams;
-        problem.source = call.source;
+        params.streams = call.streams;
+        params.source = call.source;
     }
     [[nodiscard]] std::size_t shared() const { return mlp_memory<T>(nullptr, call.source.padded).bytes; }
-    void check_room(const cuda& on) const {
-        check_input_room(on, call.source, "this scorer",
-                         [](std::int32_t padded) { return mlp_memory<T>(nullptr, padded).bytes; });
+    void check_shared_memory(const cuda& on) const {
+        check_input_shared_memory(on, call.source, "this scorer",
+                                  [](std::int32_t padded) { return mlp_memory<T>(nullptr, padded).bytes; });
     }
 };
 
@@ -77,12 +76,12 @@ template <class T, class S>
 void mlp_backward(const cuda& on, const S& scorer, const ScoreBackward<T>& call,
                   MlpParameters<float> gradients, workspace_parts& parts, bool measure,
                   std::uint32_t* status) {
-    mlp_call<T> mlp(scorer, call.k, call.v, call.sequences, gradients.w1, parts);
-    mlp.check_room(on);
+    mlp_plan<T> mlp(scorer, call.k, call.v, call.sequences, gradients.w1, parts);
+    mlp.check_shared_memory(on);
     if (call.d_k.data != nullptr) {
-        check_input_room(on, mlp.call.source, "gradients of keys and values", [&](std::int32_t padded) {
-            return input_gradient_shared<T>(mlp.call.source.input, padded);
-        });
+        check_input_shared_memory(
+            on, mlp.call.source, "gradients of keys and values",
+            [&](std::int32_t padded) { return input_gradient_shared<T>(mlp.call.source.input, padded); });
     }
     score_gradients<T> d_scores;
     d_scores.take(mlp.call, parts);
@@ -100,7 +99,7 @@ void mlp_backward(const cuda& on, const S& scorer, const ScoreBackward<T>& call,
     }
     mlp.begin(on, status);
     launch("mlp_backward_kernel", mlp_backward_kernel<T>, mlp.call.chunks(), 128, mlp.shared(), on,
-           mlp.problem, d_scores.of(on, mlp.call, call.d_scores), d_rows, sums);
+           mlp.params, d_scores.of(on, mlp.call, call.d_scores), d_rows, sums);
     if (gradients.w1 != nullptr) {
         add_weight_gradients(on, mlp.call, mlp.stack, static_cast<const T*>(d_rows), 0, partial);
     }
@@ -132,9 +131,9 @@ requires(cuda_backend::is_known_input<Input> &&
     static void forward(const cuda& on, const scorer_type& scorer, const score_arguments<T>& call,
                         cuda_backend::workspace_parts& parts, bool measure, std::uint32_t* status) {
         namespace cb = cuda_backend;
-        cb::mlp_call<T> mlp(scorer, call.k, call.v, call.sequences, nullptr, parts);
+        cb::mlp_plan<T> mlp(scorer, call.k, call.v, call.sequences, nullptr, parts);
         if (measure) {
-            mlp.check_room(on);
+            mlp.check_shared_memory(on);
             return;
         }
         mlp.call.streams.rows = std::min(mlp.call.streams.rows, call.scores.length);
@@ -143,7 +142,7 @@ requires(cuda_backend::is_known_input<Input> &&
             return;
         }
         mlp.begin(on, status);
-        cb::launch("mlp_kernel", cb::mlp_kernel<T>, mlp.call.chunks(), 128, mlp.shared(), on, mlp.problem,
+        cb::launch("mlp_kernel", cb::mlp_kernel<T>, mlp.call.chunks(), 128, mlp.shared(), on, mlp.params,
                    call.scores);
     }
     template <class Widths, class T>

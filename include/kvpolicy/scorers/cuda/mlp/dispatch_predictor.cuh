@@ -6,7 +6,7 @@
 #include <kvpolicy/cuda/launch.cuh>
 #include <kvpolicy/scorers/check_hidden.hpp>
 #include <kvpolicy/scorers/cuda/common/kernel_scale_gradients.cuh>
-#include <kvpolicy/scorers/cuda/common/scorer_call.cuh>
+#include <kvpolicy/scorers/cuda/common/scorer_plan.cuh>
 #include <kvpolicy/scorers/cuda/mlp/kernel_predictor.cuh>
 #include <kvpolicy/scorers/cuda_predictor.cuh>
 
@@ -42,7 +42,7 @@ template <class S, class T>
 void check_predictor_call(cublasLtHandle_t handle, const S& scorer, rows_view<const T> hidden,
                           const Sequences& sequences, const char* name, plane_view<const float> scores) {
     detail::require(handle != nullptr, "handle", "null", "what cublasLtCreate gave");
-    host_backend::check_hidden_call<S, float>(scorer, hidden, without_device_memory(sequences), scores, name);
+    checks::check_hidden_call<S, float>(scorer, hidden, without_device_memory(sequences), scores, name);
     check_shape(sequences, scores.heads);
     detail::require(hidden.heads == 1 && hidden.row_stride >= hidden.dim, "hidden.row_stride",
                     hidden.row_stride, [&] { return detail::text("at least the width, ", hidden.dim); });
@@ -51,71 +51,71 @@ void check_predictor_call(cublasLtHandle_t handle, const S& scorer, rows_view<co
 
 /// A call's parts: rows that are one product.
 template <class T>
-struct predictor_call {
+struct predictor_plan {
     static constexpr std::int64_t most = 8192;  // rows of a part
 
-    predictor_problem problem;
+    predictor_params params;
     rows_view<const T> hidden;
     const float* weights = nullptr;
-    bool ragged = false;            // some rows may be no token's
-    std::int64_t rows = 0;          // of all sequences
-    bool together = false;          // rows of all sequences are equally far apart
-    std::int64_t part = 0;          // rows of the largest part
-    T* w1 = nullptr;                // [padded, width]
-    float* y = nullptr;             // [part, padded]
-    unsigned char* room = nullptr;  // cuBLASLt's
+    bool ragged = false;                // some rows may be no token's
+    std::int64_t rows = 0;              // of all sequences
+    bool together = false;              // rows of all sequences are equally far apart
+    std::int64_t part = 0;              // rows of the largest part
+    T* w1 = nullptr;                    // [padded, width]
+    float* y = nullptr;                 // [part, padded]
+    unsigned char* capacity = nullptr;  // cuBLASLt's
 
     template <class S>
-    predictor_call(const S& scorer, rows_view<const T> from, const Sequences& sequences, std::int32_t heads,
+    predictor_plan(const S& scorer, rows_view<const T> from, const Sequences& sequences, std::int32_t heads,
                    const rows_view<float>& d_hidden, workspace_parts& parts)
         : hidden(from), weights(scorer.weights.w1) {
-        problem.streams.batch = sequences.batch;
-        problem.streams.heads = heads;
-        problem.streams.length = sequences.length;
-        problem.streams.lengths = sequences.lengths;
-        problem.streams.starts = sequences.starts;
-        problem.per = sequences.starts != nullptr ? from.length : sequences.length;
-        problem.streams.rows = from.length;
-        problem.hidden = scorer.hidden;
-        problem.padded = (scorer.hidden + 7) / 8 * 8;
-        problem.activation = activation_of<S>;
-        problem.b1 = scorer.weights.b1;
-        problem.w2 = scorer.weights.w2;
-        problem.b2 = scorer.weights.b2;
+        params.streams.batch = sequences.batch;
+        params.streams.heads = heads;
+        params.streams.length = sequences.length;
+        params.streams.lengths = sequences.lengths;
+        params.streams.starts = sequences.starts;
+        params.per = sequences.starts != nullptr ? from.length : sequences.length;
+        params.streams.rows = from.length;
+        params.hidden = scorer.hidden;
+        params.padded = (scorer.hidden + 7) / 8 * 8;
+        params.activation = activation_of<S>;
+        params.b1 = scorer.weights.b1;
+        params.w2 = scorer.weights.w2;
+        params.b2 = scorer.weights.b2;
         ragged = sequences.lengths != nullptr || sequences.starts != nullptr;
-        rows = std::int64_t{sequences.batch} * problem.per;
+        rows = std::int64_t{sequences.batch} * params.per;
         const auto evenly = [&](std::int64_t batch_stride, std::int64_t row_stride) {
-            return batch_stride == problem.per * row_stride;
+            return batch_stride == params.per * row_stride;
         };
         together =
             sequences.batch == 1 ||
             (evenly(from.batch_stride, from.row_stride) &&
              (d_hidden.data == nullptr || ragged || evenly(d_hidden.batch_stride, d_hidden.row_stride)));
-        part = std::min(most, together ? rows : problem.per);
-        w1 = parts.take<T>(std::int64_t{problem.padded} * from.dim);
-        y = parts.take<float>(part * problem.padded);
-        room = parts.take<unsigned char>(static_cast<std::int64_t>(cublaslt_bytes));
+        part = std::min(most, together ? rows : params.per);
+        w1 = parts.take<T>(std::int64_t{params.padded} * from.dim);
+        y = parts.take<float>(part * params.padded);
+        capacity = parts.take<unsigned char>(static_cast<std::int64_t>(cublaslt_bytes));
     }
 
     /// Reports lengths that cannot be.
     void check_streams(const cuda& on, std::uint32_t* status) {
-        problem.streams.status = status;
+        params.streams.status = status;
         if (status != nullptr) {
             launch("check_streams_kernel", check_streams_kernel<scorer_streams>, 1, 256, 0, on,
-                   problem.streams);
+                   params.streams);
         }
     }
     void begin(const cuda& on, std::uint32_t* status) {
         check_streams(on, status);
-        const std::int64_t all = std::int64_t{problem.padded} * hidden.dim;
+        const std::int64_t all = std::int64_t{params.padded} * hidden.dim;
         launch("cast_weights_kernel", cast_weights_kernel<T>, std::min<std::int64_t>((all + 255) / 256, 1024),
-               256, 0, on, weights, std::int64_t{problem.hidden} * hidden.dim, all, w1);
+               256, 0, on, weights, std::int64_t{params.hidden} * hidden.dim, all, w1);
     }
     /// visit(first row, rows) for every part.
     template <class Visit>
     void for_each_part(Visit visit) const {
         for (std::int64_t first = 0; first < rows;) {
-            const std::int64_t end = together ? rows : (first / problem.per + 1) * problem.per;
+            const std::int64_t end = together ? rows : (first / params.per + 1) * params.per;
             const std::int64_t count = std::min(most, end - first);
             visit(first, static_cast<std::int32_t>(count));
             first += count;
@@ -125,20 +125,20 @@ struct predictor_call {
     template <class V>
     [[nodiscard]] product_matrix rows_of(const rows_view<V>& view, std::int64_t first,
                                          std::int32_t count) const {
-        return matrix_of(view.row(first / problem.per, 0, first % problem.per), count, view.dim,
+        return matrix_of(view.row(first / params.per, 0, first % params.per), count, view.dim,
                          view.row_stride);
     }
     void project(const cuda& on, cublasLtHandle_t handle, const product_matrix& x) const {
-        multiply(on, handle, x, false, matrix_of(w1, problem.padded, hidden.dim, hidden.dim), true,
-                 matrix_of(y, x.rows, problem.padded, problem.padded), false, room);
+        multiply(on, handle, x, false, matrix_of(w1, params.padded, hidden.dim, hidden.dim), true,
+                 matrix_of(y, x.rows, params.padded, params.padded), false, capacity);
     }
 };
 
 template <class T>
-struct predictor_backward_call {
-    predictor_call<T> call;
+struct predictor_backward_plan {
+    predictor_plan<T> call;
     std::int64_t sums = 0, groups = 0;
-    // As score_gradients of scorer_call.cuh, but all heads have one hidden layer: one scale, where d_rows are rounded, out of
+    // As score_gradients of scorer_plan.cuh, but all heads have one hidden layer: one scale, where d_rows are rounded, out of
     // products again.
     static constexpr bool scales = std::is_same_v<T, fp16>;
     std::uint32_t* largest = nullptr;
@@ -149,11 +149,11 @@ struct predictor_backward_call {
     float* d_x = nullptr;      // the same
 
     template <class S>
-    predictor_backward_call(const S& scorer, const HiddenDeviceBackward<T>& from, workspace_parts& parts)
+    predictor_backward_plan(const S& scorer, const HiddenDeviceBackward<T>& from, workspace_parts& parts)
         : call(scorer, from.hidden, from.sequences, from.d_scores.heads, from.d_hidden, parts) {
         sums = predictor_sums(from.d_scores.heads, scorer.hidden);
         groups = (call.part + predictor_block - 1) / predictor_block;
-        d_rows = parts.take<T>(call.part * call.problem.padded);
+        d_rows = parts.take<T>(call.part * call.params.padded);
         partial = parts.take<float>(groups * sums);
         if (scales) {
             largest = parts.take<std::uint32_t>(1);
@@ -170,19 +170,19 @@ struct predictor_backward_call {
              const MlpParameters<float>& into, std::uint32_t* status) {
         call.begin(on, status);
         if constexpr (scales) {
-            scorer_streams streams = call.problem.streams;
-            streams.slots = (streams.length + scorer_chunk - 1) / scorer_chunk;
+            scorer_streams streams = call.params.streams;
+            streams.chunks = (streams.length + scorer_chunk - 1) / scorer_chunk;
             find_largest_gradients(on, streams, from.d_scores, 1, largest);
             launch("predictor_factors_kernel", predictor_factors_kernel<predictor_factors>, 1, 1, 0, on,
                    static_cast<const std::uint32_t*>(largest), factors);
         }
         const float* const of_products = scales ? &factors->product : nullptr;
-        const std::int32_t width = from.hidden.dim, padded = call.problem.padded,
-                           hidden = call.problem.hidden, heads = call.problem.streams.heads;
+        const std::int32_t width = from.hidden.dim, padded = call.params.padded, hidden = call.params.hidden,
+                           heads = call.params.streams.heads;
         call.for_each_part([&](std::int64_t first, std::int32_t count) {
             if (call.ragged || status != nullptr) {
                 launch("read_hidden_kernel", read_hidden_kernel<T>, std::min(count, 4096), 256, 0, on,
-                       call.problem, from.hidden, first, count, x);
+                       call.params, from.hidden, first, count, x);
             }
             const product_matrix rows =
                 call.ragged ? matrix_of(x, count, width, width) : call.rows_of(from.hidden, first, count);
@@ -190,7 +190,7 @@ struct predictor_backward_call {
             const std::int32_t these = (count + predictor_block - 1) / predictor_block;
             launch("predictor_backward_kernel", predictor_backward_kernel<T>,
                    std::int64_t{these} * ((padded + predictor_block - 1) / predictor_block), predictor_block,
-                   0, on, call.problem, static_cast<const float*>(call.y), first, count, from.d_scores,
+                   0, on, call.params, static_cast<const float*>(call.y), first, count, from.d_scores,
                    static_cast<const predictor_factors*>(factors), d_rows, partial);
             const auto add = [&](std::int64_t at, std::int64_t numbers, float* to) {
                 if (to != nullptr) {
@@ -204,16 +204,16 @@ struct predictor_backward_call {
             const product_matrix d_y = matrix_of(d_rows, count, padded, padded);
             if (into.w1 != nullptr) {
                 multiply(on, handle, matrix_of(d_rows, count, hidden, padded), true, rows, false,
-                         matrix_of(into.w1, hidden, width, width), true, call.room, of_products);
+                         matrix_of(into.w1, hidden, width, width), true, call.capacity, of_products);
             }
             if (from.d_hidden.data != nullptr) {
                 multiply(on, handle, d_y, false, matrix_of(call.w1, padded, width, width), false,
                          call.ragged ? matrix_of(d_x, count, width, width)
                                      : call.rows_of(from.d_hidden, first, count),
-                         false, call.room, of_products);
+                         false, call.capacity, of_products);
                 if (call.ragged) {
                     launch("write_hidden_kernel", write_hidden_kernel<float>, std::min(count, 4096), 256, 0,
-                           on, call.problem, static_cast<const float*>(d_x), first, count, from.d_hidden);
+                           on, call.params, static_cast<const float*>(d_x), first, count, from.d_hidden);
                 }
             }
         });
@@ -229,7 +229,7 @@ std::size_t score_hidden_workspace_bytes(const cuda&, const S& scorer, rows_view
     cb::check_predictor_types<S, std::remove_const_t<T>>();
     cb::check_shape(sequences, scorer.heads);
     cb::workspace_parts parts(nullptr);
-    const cb::predictor_call<std::remove_const_t<T>> call(scorer, hidden, sequences, scorer.heads, {}, parts);
+    const cb::predictor_plan<std::remove_const_t<T>> call(scorer, hidden, sequences, scorer.heads, {}, parts);
     return call.rows == 0 ? 0 : parts.bytes();
 }
 
@@ -244,8 +244,8 @@ void score_hidden(const cuda& on, cublasLtHandle_t handle, const S& scorer, rows
     cb::check_workspace(workspace, score_hidden_workspace_bytes(on, scorer, hidden, sequences));
     const cb::device_scope device(on);
     cb::workspace_parts parts(workspace.data);
-    cb::predictor_call<Element> call(scorer, hidden, sequences, scores.heads, {}, parts);
-    call.problem.streams.rows = std::min(call.problem.streams.rows, scores.length);
+    cb::predictor_plan<Element> call(scorer, hidden, sequences, scores.heads, {}, parts);
+    call.params.streams.rows = std::min(call.params.streams.rows, scores.length);
     if (call.rows == 0) {
         call.check_streams(on, status);
         return;
@@ -254,7 +254,7 @@ void score_hidden(const cuda& on, cublasLtHandle_t handle, const S& scorer, rows
     call.for_each_part([&](std::int64_t first, std::int32_t count) {
         call.project(on, handle, call.rows_of(call.hidden, first, count));
         cb::launch("predictor_scores_kernel", cb::predictor_scores_kernel<float>,
-                   (count + 8 * cb::predictor_rows - 1) / (8 * cb::predictor_rows), 256, 0, on, call.problem,
+                   (count + 8 * cb::predictor_rows - 1) / (8 * cb::predictor_rows), 256, 0, on, call.params,
                    static_cast<const float*>(call.y), first, count, scores);
     });
 }
@@ -266,7 +266,7 @@ std::size_t score_hidden_backward_workspace_bytes(const cuda&, const S& scorer,
     cb::check_predictor_types<S, T>();
     cb::check_shape(call.sequences, call.d_scores.heads);
     cb::workspace_parts parts(nullptr);
-    const cb::predictor_backward_call<T> backward(scorer, call, parts);
+    const cb::predictor_backward_plan<T> backward(scorer, call, parts);
     return backward.call.rows == 0 ? 0 : parts.bytes();
 }
 
@@ -278,8 +278,8 @@ void score_hidden_backward(const cuda& on, cublasLtHandle_t handle, const S& sco
     cb::check_predictor_types<S, T>();
     cb::check_predictor_call<S, T>(handle, scorer, call.hidden, call.sequences, "d_scores", call.d_scores);
     if (call.d_hidden.data != nullptr) {
-        host_backend::check_rows("d_hidden", call.d_hidden, call.hidden.batch, 1, call.hidden.length,
-                                 call.hidden.dim);
+        checks::check_rows("d_hidden", call.d_hidden, call.hidden.batch, 1, call.hidden.length,
+                           call.hidden.dim);
         detail::require(call.d_hidden.row_stride >= call.d_hidden.dim, "d_hidden.row_stride",
                         call.d_hidden.row_stride,
                         [&] { return detail::text("at least the width, ", call.d_hidden.dim); });
@@ -287,8 +287,8 @@ void score_hidden_backward(const cuda& on, cublasLtHandle_t handle, const S& sco
     cb::check_workspace(workspace, score_hidden_backward_workspace_bytes(on, scorer, call));
     const cb::device_scope device(on);
     cb::workspace_parts parts(workspace.data);
-    cb::predictor_backward_call<T> backward(scorer, call, parts);
-    std::int32_t& length = backward.call.problem.streams.rows;
+    cb::predictor_backward_plan<T> backward(scorer, call, parts);
+    std::int32_t& length = backward.call.params.streams.rows;
     length = std::min(length, call.d_scores.length);
     if (backward.call.rows == 0) {
         backward.call.check_streams(on, status);

@@ -18,8 +18,8 @@ template <class T>
 __global__ void __launch_bounds__(256)
     linear_kernel(const scorer_streams streams, const scorer_source<T> source, const float* const weight,
                   const float* const bias, const plane_view<float> scores) {
-    const scorer_span s = streams.span(static_cast<std::int32_t>(blockIdx.x) / streams.slots,
-                                       static_cast<std::int32_t>(blockIdx.x) % streams.slots);
+    const scorer_span s = streams.span(static_cast<std::int32_t>(blockIdx.x) / streams.chunks,
+                                       static_cast<std::int32_t>(blockIdx.x) % streams.chunks);
     const float* const w = weight + std::int64_t{s.h} * source.size;
     for (int r = warp_id(); r < s.count; r += 8) {
         const T* const key = source.k.row(s.b, s.h, s.first + r);
@@ -38,23 +38,24 @@ __global__ void __launch_bounds__(256)
     }
 }
 
-/// Inputs' gradients, and partial sums [planes, slots][size + 1] of the weight's and the bias's.
+/// Inputs' gradients, and partial sums [planes, chunks][size + 1] of the weight's and the bias's.
 template <class T>
 __global__ void __launch_bounds__(256)
     linear_backward_kernel(const scorer_streams streams, const scorer_source<T> source,
                            const plane_view<const float> d_scores, const float* const weight,
                            const rows_view<float> d_k, const rows_view<float> d_v, float* const partial) {
     __shared__ float d[scorer_chunk];
-    const scorer_span s = streams.span(static_cast<std::int32_t>(blockIdx.x) / streams.slots,
-                                       static_cast<std::int32_t>(blockIdx.x) % streams.slots);
+    const scorer_span s = streams.span(static_cast<std::int32_t>(blockIdx.x) / streams.chunks,
+                                       static_cast<std::int32_t>(blockIdx.x) % streams.chunks);
     const auto thread = static_cast<int>(threadIdx.x);
     if (thread < s.count) {
         d[thread] = gradient_of_score(streams, d_scores, s, s.first + thread);
     }
     __syncthreads();
     report_bad_rows(streams, source, s);
-    const std::int32_t dim_k = source.k.dim;
-    float* const sums = partial + (std::int64_t{s.plane} * streams.slots + s.slot) * (source.size + 1);
+    const std::int32_t head_dim_qk = source.k.dim;
+    float* const sums =
+        partial + (std::int64_t{s.plane} * streams.chunks + s.chunk_index) * (source.size + 1);
     for (int c = thread; c <= source.size; c += 256) {
         const float w = c < source.size ? weight[std::int64_t{s.h} * source.size + c] : 0.0f;
         float sum = 0.0f;
@@ -64,11 +65,11 @@ __global__ void __launch_bounds__(256)
                 sum += d[r];
                 continue;
             }
-            const bool of_key = c < dim_k;
+            const bool of_key = c < head_dim_qk;
             sum += d[r] * static_cast<float>(of_key ? source.k.row(s.b, s.h, t)[c]
-                                                    : source.v.row(s.b, s.h, t)[c - dim_k]);
+                                                    : source.v.row(s.b, s.h, t)[c - head_dim_qk]);
             if (d_k.data != nullptr) {
-                (of_key ? d_k.row(s.b, s.h, t)[c] : d_v.row(s.b, s.h, t)[c - dim_k]) = d[r] * w;
+                (of_key ? d_k.row(s.b, s.h, t)[c] : d_v.row(s.b, s.h, t)[c - head_dim_qk]) = d[r] * w;
             }
         }
         sums[c] = sum;

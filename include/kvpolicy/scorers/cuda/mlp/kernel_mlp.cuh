@@ -38,7 +38,7 @@ __device__ inline float activated(scorer_activation kind, float y, float& slope)
 
 /// The numbers of a hidden layer, and where its weights lie in device memory.
 template <class T>
-struct mlp_problem {
+struct mlp_params {
     scorer_streams streams;
     scorer_source<T> source;
     const T* w1 = nullptr;      // [heads, width, source.padded]
@@ -77,41 +77,41 @@ struct mlp_memory {
 /// Scores of a chunk. Four warps of 16 tokens each, 64 hidden numbers at a time.
 template <class T>
 __global__ void __launch_bounds__(128)
-    mlp_kernel(const mlp_problem<T> problem, const plane_view<float> scores) {
-    const scorer_streams& streams = problem.streams;
-    const scorer_span s = streams.span(static_cast<std::int32_t>(blockIdx.x) / streams.slots,
-                                       static_cast<std::int32_t>(blockIdx.x) % streams.slots);
+    mlp_kernel(const mlp_params<T> params, const plane_view<float> scores) {
+    const scorer_streams& streams = params.streams;
+    const scorer_span s = streams.span(static_cast<std::int32_t>(blockIdx.x) / streams.chunks,
+                                       static_cast<std::int32_t>(blockIdx.x) % streams.chunks);
     if (s.count == 0) {
         return;
     }
-    const scorer_source<T>& source = problem.source;
+    const scorer_source<T>& source = params.source;
     const mlp_memory<T> memory(aligned_dynamic_shared(), source.padded);
     source.norms(s, s.first, 0, s.count, memory.scale_k, memory.scale_v);
     source.load(s, s.first, 0, s.count, memory.scale_k, memory.scale_v, memory.x, 0, source.padded);
-    const std::int64_t at = std::int64_t{s.h} * problem.hidden;
+    const std::int64_t at = std::int64_t{s.h} * params.hidden;
     const int lane = lane_id();
     float score[2] = {};
-    for (std::int32_t n = 0; n < problem.width; n += 64) {
+    for (std::int32_t n = 0; n < params.width; n += 64) {
         float acc[1][8][4];
         clear(acc);
-        project<8>(acc, memory.x, problem.w1 + (std::int64_t{s.h} * problem.width + n) * source.padded,
+        project<8>(acc, memory.x, params.w1 + (std::int64_t{s.h} * params.width + n) * source.padded,
                    source.padded, memory.slabs);
 #pragma unroll
         for (int j = 0; j < 8; ++j) {
 #pragma unroll
             for (int e = 0; e < 4; ++e) {
                 const std::int32_t i = n + 8 * j + lane % 4 * 2 + e % 2;
-                if (i < problem.hidden) {
-                    const float y = acc[0][j][e] + (problem.b1 != nullptr ? problem.b1[at + i] : 0.0f);
+                if (i < params.hidden) {
+                    const float y = acc[0][j][e] + (params.b1 != nullptr ? params.b1[at + i] : 0.0f);
                     float slope;
-                    score[e / 2] += activated<false>(problem.activation, y, slope) * problem.w2[at + i];
+                    score[e / 2] += activated<false>(params.activation, y, slope) * params.w2[at + i];
                 }
             }
         }
     }
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-        const float sum = row_sum(score[i]) + (problem.b2 != nullptr ? problem.b2[s.h] : 0.0f);
+        const float sum = row_sum(score[i]) + (params.b2 != nullptr ? params.b2[s.h] : 0.0f);
         const int r = 16 * warp_id() + lane / 4 + 8 * i;
         if (lane % 4 == 0 && r < s.count) {
             scores.head(s.b, s.h)[s.first + r] = sum;
@@ -119,26 +119,26 @@ __global__ void __launch_bounds__(128)
     }
 }
 
-/// d y = d r w2 act'(y) of a chunk's tokens into d_rows [planes, slots * 64, width], and the chunk's sums [2 hidden + 1]: of d y
+/// d y = d r w2 act'(y) of a chunk's tokens into d_rows [planes, chunks * 64, width], and the chunk's sums [2 hidden + 1]: of d y
 /// (b1), of d r act(y) (w2), of d r (b2).
 template <class T>
 __global__ void __launch_bounds__(128)
-    mlp_backward_kernel(const mlp_problem<T> problem, const plane_view<const float> d_scores, T* const d_rows,
+    mlp_backward_kernel(const mlp_params<T> params, const plane_view<const float> d_scores, T* const d_rows,
                         float* const partial) {
-    const scorer_streams& streams = problem.streams;
-    const scorer_span s = streams.span(static_cast<std::int32_t>(blockIdx.x) / streams.slots,
-                                       static_cast<std::int32_t>(blockIdx.x) % streams.slots);
+    const scorer_streams& streams = params.streams;
+    const scorer_span s = streams.span(static_cast<std::int32_t>(blockIdx.x) / streams.chunks,
+                                       static_cast<std::int32_t>(blockIdx.x) % streams.chunks);
     const auto thread = static_cast<int>(threadIdx.x);
-    const std::int32_t hidden = problem.hidden;
+    const std::int32_t hidden = params.hidden;
     float* const sums =
-        partial + (std::int64_t{s.plane} * streams.slots + s.slot) * (2 * std::int64_t{hidden} + 1);
+        partial + (std::int64_t{s.plane} * streams.chunks + s.chunk_index) * (2 * std::int64_t{hidden} + 1);
     if (s.count == 0) {
         for (int i = thread; i <= 2 * hidden; i += 128) {
             sums[i] = 0.0f;
         }
         return;
     }
-    const scorer_source<T>& source = problem.source;
+    const scorer_source<T>& source = params.source;
     const mlp_memory<T> memory(aligned_dynamic_shared(), source.padded);
     if (thread < scorer_chunk) {
         memory.d[thread] =
@@ -150,11 +150,11 @@ __global__ void __launch_bounds__(128)
     const std::int64_t at = std::int64_t{s.h} * hidden;
     const int lane = lane_id(), row = 16 * warp_id() + lane / 4;
     const float d[2] = {memory.d[row], memory.d[row + 8]};
-    T* const to = d_rows + s.row(streams.slots) * problem.width;
-    for (std::int32_t n = 0; n < problem.width; n += 64) {
+    T* const to = d_rows + s.row(streams.chunks) * params.width;
+    for (std::int32_t n = 0; n < params.width; n += 64) {
         float acc[1][8][4];
         clear(acc);
-        project<8>(acc, memory.x, problem.w1 + (std::int64_t{s.h} * problem.width + n) * source.padded,
+        project<8>(acc, memory.x, params.w1 + (std::int64_t{s.h} * params.width + n) * source.padded,
                    source.padded, memory.slabs);
 #pragma unroll
         for (int j = 0; j < 8; ++j) {
@@ -165,17 +165,17 @@ __global__ void __launch_bounds__(128)
                 const std::int32_t i = n + column + e % 2;
                 d_y[e / 2][e % 2] = 0.0f;
                 if (i < hidden) {
-                    const float y = acc[0][j][e] + (problem.b1 != nullptr ? problem.b1[at + i] : 0.0f);
+                    const float y = acc[0][j][e] + (params.b1 != nullptr ? params.b1[at + i] : 0.0f);
                     float slope;
-                    of_act[e % 2] += d[e / 2] * activated<true>(problem.activation, y, slope);
-                    d_y[e / 2][e % 2] = d[e / 2] * problem.w2[at + i] * slope;
+                    of_act[e % 2] += d[e / 2] * activated<true>(params.activation, y, slope);
+                    d_y[e / 2][e % 2] = d[e / 2] * params.w2[at + i] * slope;
                     of_y[e % 2] += d_y[e / 2][e % 2];
                 }
             }
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
                 if (row + 8 * i < s.count) {
-                    T* const pair = to + std::int64_t{row + 8 * i} * problem.width + n + column;
+                    T* const pair = to + std::int64_t{row + 8 * i} * params.width + n + column;
                     pair[0] = static_cast<T>(d_y[i][0]);
                     pair[1] = static_cast<T>(d_y[i][1]);
                 }

@@ -19,7 +19,7 @@ namespace kvpolicy {
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 namespace cuda_backend {
 
-struct predictor_problem {
+struct predictor_params {
     scorer_streams streams;  // batch, heads, length, lengths, starts; no edges
     std::int32_t per = 0;
     std::int32_t hidden = 0, padded = 0;
@@ -56,7 +56,7 @@ inline constexpr int predictor_heads = 8;  // at once
 /// scores of rows first .. first + count - 1, all heads; a warp has four rows.
 template <class Float>
 __global__ void __launch_bounds__(256)
-    predictor_scores_kernel(const predictor_problem problem, const Float* const y, const std::int64_t first,
+    predictor_scores_kernel(const predictor_params params, const Float* const y, const std::int64_t first,
                             const std::int32_t count, const plane_view<Float> scores) {
     const int lane = lane_id();
     const std::int32_t begin = (static_cast<std::int32_t>(blockIdx.x) * 8 + warp_id()) * predictor_rows;
@@ -66,21 +66,21 @@ __global__ void __launch_bounds__(256)
     const Float* rows[predictor_rows];
 #pragma unroll
     for (int r = 0; r < predictor_rows; ++r) {
-        rows[r] = y + std::int64_t{min(begin + r, count - 1)} * problem.padded;
+        rows[r] = y + std::int64_t{min(begin + r, count - 1)} * params.padded;
     }
-    for (std::int32_t h0 = 0; h0 < problem.streams.heads; h0 += predictor_heads) {
+    for (std::int32_t h0 = 0; h0 < params.streams.heads; h0 += predictor_heads) {
         float sums[predictor_rows][predictor_heads] = {};
-        for (std::int32_t j = lane; j < problem.hidden; j += 32) {
-            const float bias = problem.b1 != nullptr ? problem.b1[j] : 0.0f;
+        for (std::int32_t j = lane; j < params.hidden; j += 32) {
+            const float bias = params.b1 != nullptr ? params.b1[j] : 0.0f;
             float act[predictor_rows], slope;
 #pragma unroll
             for (int r = 0; r < predictor_rows; ++r) {
-                act[r] = activated<false>(problem.activation, rows[r][j] + bias, slope);
+                act[r] = activated<false>(params.activation, rows[r][j] + bias, slope);
             }
 #pragma unroll
             for (int h = 0; h < predictor_heads; ++h) {
-                const float w = h0 + h < problem.streams.heads
-                                    ? problem.w2[std::int64_t{h0 + h} * problem.hidden + j]
+                const float w = h0 + h < params.streams.heads
+                                    ? params.w2[std::int64_t{h0 + h} * params.hidden + j]
                                     : 0.0f;
 #pragma unroll
                 for (int r = 0; r < predictor_rows; ++r) {
@@ -90,13 +90,12 @@ __global__ void __launch_bounds__(256)
         }
 #pragma unroll
         for (int r = 0; r < predictor_rows; ++r) {
-            const predictor_problem::token at = problem.token_of(first + min(begin + r, count - 1));
+            const predictor_params::token at = params.token_of(first + min(begin + r, count - 1));
 #pragma unroll
             for (int h = 0; h < predictor_heads; ++h) {
                 const float sum = warp_sum(sums[r][h]);
-                if (lane == h && begin + r < count && at.there && h0 + h < problem.streams.heads) {
-                    scores.head(at.b, h0 + h)[at.t] =
-                        sum + (problem.b2 != nullptr ? problem.b2[h0 + h] : 0.0f);
+                if (lane == h && begin + r < count && at.there && h0 + h < params.streams.heads) {
+                    scores.head(at.b, h0 + h)[at.t] = sum + (params.b2 != nullptr ? params.b2[h0 + h] : 0.0f);
                 }
             }
         }
@@ -128,26 +127,26 @@ __global__ void __launch_bounds__(32)
 /// column, blocks of one group of rows follow each other. fp16: d_rows times factors->scale.
 template <class T>
 __global__ void __launch_bounds__(predictor_block)
-    predictor_backward_kernel(const predictor_problem problem, const float* const y, const std::int64_t first,
+    predictor_backward_kernel(const predictor_params params, const float* const y, const std::int64_t first,
                               const std::int32_t count, const plane_view<const float> d_scores,
                               const predictor_factors* const factors, T* const d_rows, float* const partial) {
     __shared__ float d[predictor_strip][predictor_heads];
     __shared__ std::int32_t b_of[predictor_strip], t_of[predictor_strip];
-    const std::int32_t across = (problem.padded + predictor_block - 1) / predictor_block;
+    const std::int32_t across = (params.padded + predictor_block - 1) / predictor_block;
     const auto thread = static_cast<int>(threadIdx.x);
     const std::int32_t group = static_cast<std::int32_t>(blockIdx.x) / across;
     const std::int32_t j = static_cast<std::int32_t>(blockIdx.x) % across * predictor_block + thread;
-    const std::int32_t heads = problem.streams.heads, hidden = problem.hidden;
+    const std::int32_t heads = params.streams.heads, hidden = params.hidden;
     const bool column = j < hidden;
     float* const sums = partial + std::int64_t{group} * predictor_sums(heads, hidden);
-    const float bias = column && problem.b1 != nullptr ? problem.b1[j] : 0.0f;
+    const float bias = column && params.b1 != nullptr ? params.b1[j] : 0.0f;
     const float scale = std::is_same_v<T, fp16> ? factors->scale : 1.0f;
     for (std::int32_t strip = 0; strip < predictor_block; strip += predictor_strip) {
         const std::int32_t begin = group * predictor_block + strip;
         const bool begun = strip > 0;  // the sums hold something already
         __syncthreads();
         if (thread < predictor_strip) {
-            const predictor_problem::token at = problem.token_of(first + min(begin + thread, count - 1));
+            const predictor_params::token at = params.token_of(first + min(begin + thread, count - 1));
             b_of[thread] = at.b;
             t_of[thread] = begin + thread < count && at.there ? at.t : -1;
         }
@@ -160,7 +159,7 @@ __global__ void __launch_bounds__(predictor_block)
                 if (t_of[r] >= 0 && h0 + h < heads) {
                     x = d_scores.head(b_of[r], h0 + h)[t_of[r]];
                     if (sum && !isfinite(x)) {
-                        problem.streams.report(b_of[r], status_not_finite);
+                        params.streams.report(b_of[r], status_not_finite);
                     }
                 }
                 d[r][h] = x;
@@ -179,7 +178,7 @@ __global__ void __launch_bounds__(predictor_block)
         for (std::int32_t h0 = 0; h0 < heads; h0 += predictor_heads) {
             load(h0, j == thread);
             for (int h = 0; h < predictor_heads && h0 + h < heads; ++h) {
-                const float w = column ? problem.w2[std::int64_t{h0 + h} * hidden + j] : 0.0f;
+                const float w = column ? params.w2[std::int64_t{h0 + h} * hidden + j] : 0.0f;
 #pragma unroll
                 for (int r = 0; r < predictor_strip; ++r) {
                     d_act[r] += d[r][h] * w;
@@ -192,15 +191,15 @@ __global__ void __launch_bounds__(predictor_block)
             float slope = 0.0f;
             act[r] = 0.0f;
             if (column && t_of[r] >= 0) {
-                act[r] = activated<true>(problem.activation,
-                                         y[std::int64_t{begin + r} * problem.padded + j] + bias, slope);
+                act[r] = activated<true>(params.activation,
+                                         y[std::int64_t{begin + r} * params.padded + j] + bias, slope);
                 d_act[r] *= slope;
             } else {
                 d_act[r] = 0.0f;
             }
             of_bias += d_act[r];
-            if (j < problem.padded && begin + r < count) {
-                d_rows[std::int64_t{begin + r} * problem.padded + j] = static_cast<T>(d_act[r] * scale);
+            if (j < params.padded && begin + r < count) {
+                d_rows[std::int64_t{begin + r} * params.padded + j] = static_cast<T>(d_act[r] * scale);
             }
         }
         if (column) {
@@ -245,11 +244,11 @@ __global__ void __launch_bounds__(256)
 /// at. Reports those that are not finite.
 template <class T>
 __global__ void __launch_bounds__(256)
-    read_hidden_kernel(const predictor_problem problem, const rows_view<const T> hidden,
+    read_hidden_kernel(const predictor_params params, const rows_view<const T> hidden,
                        const std::int64_t first, const std::int32_t count, T* const to) {
     for (std::int32_t row = static_cast<std::int32_t>(blockIdx.x); row < count;
          row += static_cast<std::int32_t>(gridDim.x)) {
-        const predictor_problem::token at = problem.token_of(first + row);
+        const predictor_params::token at = params.token_of(first + row);
         const T* const from = hidden.row(at.b, 0, at.t);
         bool finite = true;
         for (auto i = static_cast<std::int32_t>(threadIdx.x); i < hidden.dim; i += 256) {
@@ -260,7 +259,7 @@ __global__ void __launch_bounds__(256)
             }
         }
         if (!finite) {
-            problem.streams.report(at.b, status_not_finite);
+            params.streams.report(at.b, status_not_finite);
         }
     }
 }
@@ -268,11 +267,11 @@ __global__ void __launch_bounds__(256)
 /// Gradients of hidden states [count, width] to the rows that are a token's.
 template <class Float>
 __global__ void __launch_bounds__(256)
-    write_hidden_kernel(const predictor_problem problem, const Float* const from, const std::int64_t first,
+    write_hidden_kernel(const predictor_params params, const Float* const from, const std::int64_t first,
                         const std::int32_t count, const rows_view<Float> to) {
     for (std::int32_t row = static_cast<std::int32_t>(blockIdx.x); row < count;
          row += static_cast<std::int32_t>(gridDim.x)) {
-        const predictor_problem::token at = problem.token_of(first + row);
+        const predictor_params::token at = params.token_of(first + row);
         for (auto i = static_cast<std::int32_t>(threadIdx.x); at.there && i < to.dim; i += 256) {
             to.row(at.b, 0, at.t)[i] = from[std::int64_t{row} * to.dim + i];
         }

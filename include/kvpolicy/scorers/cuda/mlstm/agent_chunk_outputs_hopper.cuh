@@ -1,4 +1,4 @@
-// A read of an mLSTM's chunk by one warpgroup, which the kernels that score (kernel_fused_states_outputs_hopper.cuh) and that make gradients
+// The outputs of an mLSTM's chunk by one warpgroup, which the kernels that score (kernel_fused_states_outputs_hopper.cuh) and that make gradients
 // (kernel_chunk_outputs_backward_hopper.cuh) share: what one thread needs of a row is in four lanes, weights of pairs go from one product to the next in
 // registers, and no two warps wait for each other but where tiles change hands.
 #pragma once
@@ -16,28 +16,28 @@ inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 namespace cuda_backend {
 
 inline constexpr int mlstm_warpgroup_threads = 128;
-/// Blocks that a multiprocessor has room for.
+/// Blocks that an SM has room for.
 template <int V>
-inline constexpr int mlstm_reads_blocks = V == 64 ? 3 : 2;
+inline constexpr int mlstm_chunk_outputs_blocks = V == 64 ? 3 : 2;
 
 /// Shared memory of a block that reads one chunk after another.
 template <class E, int F, int V>
-struct mlstm_read_tiles {
+struct mlstm_output_tiles {
     shared_tile<E> q, k, v, c;
     shared_tile<E> z_tile;  // z in two rows, rounded and what rounding takes away; of 8
     float* z;
-    float* rho;
+    float* ref_value;
     float2* numbers;  // [V]: the norm's gain, the readout's weight
     mlstm_exponents<E> exponents;
 
-    KVPOLICY_HOST_DEVICE explicit mlstm_read_tiles(shared_parts& parts) {
+    KVPOLICY_HOST_DEVICE explicit mlstm_output_tiles(shared_parts& parts) {
         q = parts.tile<E>(scorer_chunk, F);
         k = parts.tile<E>(scorer_chunk, F);
         v = parts.tile<E>(scorer_chunk, V);
         c = parts.tile<E>(F, V);
         z_tile = parts.tile<E>(8, F);
         z = parts.take<float>(F);
-        rho = parts.take<float>(V);
+        ref_value = parts.take<float>(V);
         numbers = parts.take<float2>(V);
         exponents.source = parts.take<typename mlstm_exponents<E>::number>(scorer_chunk);
         exponents.most = parts.take<typename mlstm_exponents<E>::number>(scorer_chunk);
@@ -52,25 +52,25 @@ struct mlstm_read_tiles {
         }
     }
     template <class T>
-    __device__ void load_state(const mlstm_problem<T>& problem, std::int32_t chunk) const {
+    __device__ void load_state(const mlstm_params<T>& params, std::int32_t chunk) const {
         copy_image<F * V, mlstm_warpgroup_threads>(
-            c, static_cast<const E*>(problem.memory) + std::int64_t{chunk} * (F * V));
+            c, static_cast<const E*>(params.memory) + std::int64_t{chunk} * (F * V));
         copy_slice<scorer_chunk, V, mlstm_warpgroup_threads>(
-            v, 0, static_cast<const E*>(problem.v) + std::int64_t{chunk} * (scorer_chunk * V), V);
+            v, 0, static_cast<const E*>(params.v) + std::int64_t{chunk} * (scorer_chunk * V), V);
     }
     template <class T>
-    __device__ void load_queries(const mlstm_problem<T>& problem, std::int32_t chunk) const {
+    __device__ void load_queries(const mlstm_params<T>& params, std::int32_t chunk) const {
         copy_slice<scorer_chunk, F, mlstm_warpgroup_threads>(
-            q, 0, static_cast<const E*>(problem.q) + std::int64_t{chunk} * (scorer_chunk * F), F);
+            q, 0, static_cast<const E*>(params.q) + std::int64_t{chunk} * (scorer_chunk * F), F);
     }
     template <class T>
-    __device__ void load_keys(const mlstm_problem<T>& problem, std::int32_t chunk) const {
+    __device__ void load_keys(const mlstm_params<T>& params, std::int32_t chunk) const {
         copy_slice<scorer_chunk, F, mlstm_warpgroup_threads>(
-            k, 0, static_cast<const E*>(problem.k) + std::int64_t{chunk} * (scorer_chunk * F), F);
+            k, 0, static_cast<const E*>(params.k) + std::int64_t{chunk} * (scorer_chunk * F), F);
     }
-    /// What does not come by copies, from registers. The caller synchronises.
+    /// What does not come by copies, from registers. The caller synchronizes.
     template <class T, class Numbers>
-    __device__ void store_numbers(const mlstm_problem<T>& problem, const Numbers& from) const {
+    __device__ void store_numbers(const mlstm_params<T>& params, const Numbers& from) const {
         const auto thread = static_cast<int>(threadIdx.x);
         if (thread < F) {
             const E rounded = static_cast<E>(from.z);
@@ -80,8 +80,8 @@ struct mlstm_read_tiles {
                 static_cast<E>(from.z - static_cast<float>(rounded));
         }
         if (thread < V) {
-            const bool gained = thread < problem.width && problem.norm_gain != nullptr;
-            rho[thread] = from.share * static_cast<float>(from.heavy);
+            const bool gained = thread < params.width && params.norm_gain != nullptr;
+            ref_value[thread] = from.ref_weight * static_cast<float>(from.ref_token);
             numbers[thread] = make_float2(gained ? from.gain : 1.0f, from.readout);
         }
         if (thread < scorer_chunk) {
@@ -91,72 +91,72 @@ struct mlstm_read_tiles {
 };
 
 /// What a block must know of a chunk before it loads anything of it.
-struct mlstm_read_frame {
+struct mlstm_output_stats {
     double m;
-    float share;
-    std::int32_t reads, count, bad, before;
+    float ref_weight;
+    std::int32_t first_output, count, bad, before;
 
     /// No tokens where there is no such chunk. What nobody asks for is not loaded, since its register would be waited for.
     template <bool Bad, bool Reference, class T>
-    __device__ void load(const mlstm_problem<T>& problem, std::int32_t chunk, std::int32_t chunks) {
-        const mlstm_frame* const frame = problem.frames + chunk;
+    __device__ void load(const mlstm_params<T>& params, std::int32_t chunk, std::int32_t chunks) {
+        const mlstm_chunk_stats* const stats = params.chunk_stats + chunk;
         const bool there = chunk < chunks;
-        m = load_if(there, &frame->m);
-        reads = load_if(there, &frame->reads);
-        count = load_if(there, &frame->count);
+        m = load_if(there, &stats->m);
+        first_output = load_if(there, &stats->first_output);
+        count = load_if(there, &stats->count);
         if constexpr (Bad) {
-            bad = load_if(there, &frame->bad);
+            bad = load_if(there, &stats->bad);
         }
         if constexpr (Reference) {
-            share = load_if(there, &frame->share);
-            before = load_if(there, &frame->before);
+            ref_weight = load_if(there, &stats->ref_weight);
+            before = load_if(there, &stats->before);
         }
     }
-    [[nodiscard]] __device__ bool reads_any() const { return reads < count; }
+    [[nodiscard]] __device__ bool has_outputs() const { return first_output < count; }
 };
 
 /// A thread's share of a chunk's numbers, on their way from global memory while the chunk before is still at work.
 template <class E, int F, int V>
-struct mlstm_read_numbers {
+struct mlstm_output_numbers {
     double source, top, last, m;
-    float z, share;
-    E heavy;              // of the value that is the reference
+    float z, ref_weight;
+    E ref_token;          // of the value that is the reference
     float gain, readout;  // the norm's gain, the readout's weight
 
     /// Nothing where the chunk does not read.
     template <class T>
-    __device__ void load(const mlstm_problem<T>& problem, std::int32_t chunk, const mlstm_read_frame& frame) {
+    __device__ void load(const mlstm_params<T>& params, std::int32_t chunk, const mlstm_output_stats& stats) {
         const auto thread = static_cast<int>(threadIdx.x);
-        const std::int32_t plane = chunk / problem.streams.slots, head = plane % problem.streams.heads;
+        const std::int32_t plane = chunk / params.streams.chunks, head = plane % params.streams.heads;
         const std::int64_t row = std::int64_t{chunk} * scorer_chunk;
-        const bool any = frame.reads_any(), of_row = any && thread < scorer_chunk,
-                   of_value = any && thread < problem.width;
-        m = frame.m;
-        source = load_if(of_row, problem.log_source + row + thread);
-        top = load_if(of_row, problem.log_top + row + thread);
-        last = load_if(of_row, problem.log_top + row + scorer_chunk - 1);
-        z = load_if(any && thread < F, problem.sums + std::int64_t{chunk} * F + thread);
-        const std::int64_t at = std::int64_t{head} * problem.width + thread;
-        gain = load_if(of_value && problem.norm_gain != nullptr, problem.norm_gain + at);
-        readout = load_if(of_value, problem.readout + at);
-        share = frame.share;
+        const bool any = stats.has_outputs(), of_row = any && thread < scorer_chunk,
+                   of_value = any && thread < params.width;
+        m = stats.m;
+        source = load_if(of_row, params.log_source + row + thread);
+        top = load_if(of_row, params.log_top + row + thread);
+        last = load_if(of_row, params.log_top + row + scorer_chunk - 1);
+        z = load_if(any && thread < F, params.sums + std::int64_t{chunk} * F + thread);
+        const std::int64_t at = std::int64_t{head} * params.width + thread;
+        gain = load_if(of_value && params.norm_gain != nullptr, params.norm_gain + at);
+        readout = load_if(of_value, params.readout + at);
+        ref_weight = stats.ref_weight;
         const std::int64_t reference =
-            std::int64_t{plane} * problem.streams.slots * scorer_chunk + frame.before;
-        heavy = load_if(any && thread < V && frame.before >= 0, problem.v + reference * V + thread);
+            std::int64_t{plane} * params.streams.chunks * scorer_chunk + stats.before;
+        ref_token = load_if(any && thread < V && stats.before >= 0, params.v + reference * V + thread);
     }
 };
 
 #if KVPOLICY_HOPPER_CODE
-/// A thread's two rows of a chunk's reads: N, its divisor, and what weights of pairs are made of.
+/// A thread's two rows of a chunk's outputs: N, its divisor, and what weights of pairs are made of.
 template <class E, int F, int V>
-struct mlstm_warpgroup_reads {
+struct mlstm_warpgroup_outputs {
     float n[V / 2];
     float divisor[2], kept[2], most[2];
     float weights[32];  // of pairs
 
     __device__ static int row(int r) { return 16 * (warp_id() % 4) + lane_id() / 4 + 8 * r; }
     __device__ static int column() { return lane_id() % 4 * 2; }
-    /// exp(s_j - M_l) of columns 8 j + column() and the next, 0 for a token after the read.
+    /// exp(s_j - M_l) of columns 8 j + column() and the next, 0 for a token after the output.
     template <class Memory>
     __device__ void weigh(const Memory& memory, int j, int r, float (&w)[2]) const {
         const float2 source = *reinterpret_cast<const float2*>(memory.exponents.source + 8 * j + column());
@@ -165,7 +165,7 @@ struct mlstm_warpgroup_reads {
     }
     /// All of it, once the tiles are there. Few: with few registers, one product after the other.
     template <bool Few = false, class Memory>
-    __device__ void read(const Memory& memory) {
+    __device__ void compute(const Memory& memory) {
         float pairs[32], of_z[4];
         std::uint32_t held[4][4];  // weights of pairs, rounded
         wgmma_fence();
@@ -215,11 +215,11 @@ struct mlstm_warpgroup_reads {
         pin(n);
 #pragma unroll
         for (int j = 0; j < V / 8; ++j) {
-            const float2 rho = *reinterpret_cast<const float2*>(memory.rho + 8 * j + column());
+            const float2 ref_value = *reinterpret_cast<const float2*>(memory.ref_value + 8 * j + column());
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
-                n[4 * j + 2 * r] = kept[r] * fmaf(qz[r], rho.x, n[4 * j + 2 * r]);
-                n[4 * j + 2 * r + 1] = kept[r] * fmaf(qz[r], rho.y, n[4 * j + 2 * r + 1]);
+                n[4 * j + 2 * r] = kept[r] * fmaf(qz[r], ref_value.x, n[4 * j + 2 * r]);
+                n[4 * j + 2 * r + 1] = kept[r] * fmaf(qz[r], ref_value.y, n[4 * j + 2 * r + 1]);
             }
         }
         pin(n);
@@ -233,8 +233,8 @@ struct mlstm_warpgroup_reads {
     }
     /// Scores of the rows, before bias and skip; numbers: the norm's gain and the readout's weight of each value.
     template <class T>
-    __device__ void score(const mlstm_problem<T>& problem, const float2* numbers, float (&score)[2]) const {
-        const bool norm = problem.norm_gain != nullptr;
+    __device__ void score(const mlstm_params<T>& params, const float2* numbers, float (&score)[2]) const {
+        const bool norm = params.norm_gain != nullptr;
         float scale[2];
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
@@ -247,7 +247,7 @@ struct mlstm_warpgroup_reads {
                     const float h = n[4 * (i / 2) + 2 * r + i % 2] * scale[r];
                     square = fmaf(h, h, square);
                 }
-                scale[r] *= rsqrtf(row_sum(square) / static_cast<float>(problem.width) + mlstm_norm_epsilon);
+                scale[r] *= rsqrtf(row_sum(square) / static_cast<float>(params.width) + mlstm_norm_epsilon);
             }
         }
 #pragma unroll

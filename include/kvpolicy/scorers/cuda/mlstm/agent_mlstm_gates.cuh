@@ -15,7 +15,7 @@ namespace cuda_backend {
 /// Numbers of gates' weights in shared memory stand so that what the two threads of a row read lies in different banks.
 KVPOLICY_HOST_DEVICE constexpr std::int32_t gate_weight(std::int32_t c) { return c + c / 32 * 4; }
 
-/// Sums of two arrays' products with an input, two threads (neighbours) a row of a tile; both get them. `finite` is 0 or NaN.
+/// Sums of two arrays' products with an input, two threads (neighbors) a row of a tile; both get them. `finite` is 0 or NaN.
 template <class T>
 __device__ inline void row_products(const shared_tile<T>& x, int row, int part, const float* weights,
                                     std::int32_t padded, float& first, float& second, float& finite) {
@@ -97,45 +97,44 @@ __device__ inline void split_products(const shared_tile<T>& x, int row, const T*
 /// A token's gates from its weights' products with the input: logarithms into shared memory, slopes where a backward pass wants them. A
 /// row that is not finite is marked, and counts as a token with open gates.
 template <class T>
-__device__ inline void compute_gates(const mlstm_problem<T>& problem, const scorer_span& s, int r,
-                                     float input, float forget, bool good, double& log_input,
-                                     double& log_forget) {
+__device__ inline void compute_gates(const mlstm_params<T>& params, const scorer_span& s, int r, float input,
+                                     float forget, bool good, double& log_input, double& log_forget) {
     log_input = -INFINITY;
     log_forget = 0.0;
-    const std::int64_t row = s.row(problem.streams.slots) + r;
+    const std::int64_t row = s.row(params.streams.chunks) + r;
     if (r < s.count && good) {
-        input += problem.b_i != nullptr ? problem.b_i[s.h] : 0.0f;
-        forget += problem.b_f != nullptr ? problem.b_f[s.h] : 0.0f;
+        input += params.b_i != nullptr ? params.b_i[s.h] : 0.0f;
+        forget += params.b_f != nullptr ? params.b_f[s.h] : 0.0f;
         float slope_i = 1.0f, slope_f = 1.0f;
-        if (problem.softcap > 0.0f) {
-            const float of_input = tanhf(input / problem.softcap);
-            const float of_forget = tanhf(forget / problem.softcap);
+        if (params.softcap > 0.0f) {
+            const float of_input = tanhf(input / params.softcap);
+            const float of_forget = tanhf(forget / params.softcap);
             slope_i = 1.0f - of_input * of_input;
             slope_f = 1.0f - of_forget * of_forget;
-            input = problem.softcap * of_input;
-            forget = problem.softcap * of_forget;
+            input = params.softcap * of_input;
+            forget = params.softcap * of_forget;
         }
         const float e = expf(-fabsf(forget));
         log_input = static_cast<double>(input);
         const float of_forget = (forget < 0.0f ? forget : 0.0f) - log1pf(e);
         constexpr auto least = static_cast<float>(mLSTMScorer<>::least_log_forget);
         log_forget = static_cast<double>(of_forget < least ? least : of_forget);
-        if (problem.slope_i != nullptr) {
-            problem.slope_i[row] = slope_i;
-            problem.slope_f[row] = slope_f * ((forget < 0.0f ? 1.0f : e) / (1.0f + e));  // 1 - sigmoid
+        if (params.slope_i != nullptr) {
+            params.slope_i[row] = slope_i;
+            params.slope_f[row] = slope_f * ((forget < 0.0f ? 1.0f : e) / (1.0f + e));  // 1 - sigmoid
         }
     } else if (r < s.count) {
         log_input = 0.0;
-        if (problem.slope_i != nullptr) {
-            problem.slope_i[row] = NAN;
-            problem.slope_f[row] = NAN;
+        if (params.slope_i != nullptr) {
+            params.slope_i[row] = NAN;
+            params.slope_f[row] = NAN;
         }
     }
 }
 
 /// s_j, top_l and the chunk's frame from its gates, by one warp; each lane has two tokens.
 template <class T>
-__device__ inline void scan_gates(const mlstm_problem<T>& problem, const scorer_span& s,
+__device__ inline void scan_gates(const mlstm_params<T>& params, const scorer_span& s,
                                   const double* log_input, const double* log_forget,
                                   const std::int32_t* bad) {
     const int lane = lane_id(), at = 2 * lane;
@@ -157,14 +156,14 @@ __device__ inline void scan_gates(const mlstm_problem<T>& problem, const scorer_
     const double earlier = __shfl_up_sync(all_lanes, most, 1u);
     const double first_top = lane > 0 && earlier > source[0] ? earlier : source[0];
     const double top = __shfl_sync(all_lanes, most, 31);
-    const std::int64_t row = s.row(problem.streams.slots) + at;
+    const std::int64_t row = s.row(params.streams.chunks) + at;
     float weights = 0.0f;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-        problem.log_source[row + i] = source[i];
-        problem.log_top[row + i] = i == 0 ? first_top : most;
+        params.log_source[row + i] = source[i];
+        params.log_top[row + i] = i == 0 ? first_top : most;
         const float weight = expf(static_cast<float>(source[i] - top));
-        problem.weight[row + i] = weight;
+        params.weight[row + i] = weight;
         weights += weight;
     }
     weights = warp_sum(weights);
@@ -177,13 +176,13 @@ __device__ inline void scan_gates(const mlstm_problem<T>& problem, const scorer_
     if (lane == 0) {
         const int first_even = even != 0u ? 2 * (__ffs(static_cast<int>(even)) - 1) : scorer_chunk;
         const int first_odd = odd != 0u ? 2 * (__ffs(static_cast<int>(odd)) - 1) + 1 : scorer_chunk;
-        mlstm_frame frame{};
-        frame.top = top;
-        frame.forgotten = forgotten;
-        frame.weights = weights;
-        frame.heavy = 2 * lane_of_top + second;
-        frame.bad = first_even < first_odd ? first_even : first_odd;
-        problem.frames[problem.chunk(s)] = frame;
+        mlstm_chunk_stats stats{};
+        stats.top = top;
+        stats.forgotten = forgotten;
+        stats.weights = weights;
+        stats.ref_token = 2 * lane_of_top + second;
+        stats.bad = first_even < first_odd ? first_even : first_odd;
+        params.chunk_stats[params.chunk(s)] = stats;
     }
 }
 

@@ -216,10 +216,10 @@ struct mlstm_state_part {
     }
     /// Calls body(numbers of the accumulators, index of the caller's state) for what is there of a state in the caller's order.
     template <int NI, class T, class Body>
-    __device__ void for_each_of_caller(const mlstm_problem<T>& problem, int F, const Body& body) const {
+    __device__ void for_each_of_caller(const mlstm_params<T>& params, int F, const Body& body) const {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            const std::int32_t feature_there = problem.feature_of(feature(r), F);
+            const std::int32_t feature_there = params.feature_of(feature(r), F);
             if (feature_there < 0) {
                 continue;
             }
@@ -227,8 +227,8 @@ struct mlstm_state_part {
             for (int j = 0; j < NI; ++j) {
 #pragma unroll
                 for (int e = 0; e < 2; ++e) {
-                    if (value(j) + e < problem.width) {
-                        body(j, 2 * r + e, std::int64_t{feature_there} * problem.width + value(j) + e);
+                    if (value(j) + e < params.width) {
+                        body(j, 2 * r + e, std::int64_t{feature_there} * params.width + value(j) + e);
                     }
                 }
             }
@@ -236,12 +236,12 @@ struct mlstm_state_part {
     }
     /// Takes up a state of the caller, [features][width], and its sums.
     template <int NI, class T>
-    __device__ void take(const mlstm_problem<T>& problem, int F, const float* state, const float* of_sums,
+    __device__ void take(const mlstm_params<T>& params, int F, const float* state, const float* of_sums,
                          float (&acc)[NI][4], float (&sums)[4]) const {
-        for_each_of_caller<NI>(problem, F, [&](int j, int e, std::int64_t at) { acc[j][e] = state[at]; });
+        for_each_of_caller<NI>(params, F, [&](int j, int e, std::int64_t at) { acc[j][e] = state[at]; });
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            const std::int32_t there = problem.feature_of(feature(r), F);
+            const std::int32_t there = params.feature_of(feature(r), F);
             if (there >= 0 && lane_id() % 4 == 0) {
                 sums[2 * r] = of_sums[there];
             }
@@ -249,13 +249,13 @@ struct mlstm_state_part {
     }
     /// Leaves one there.
     template <int NI, class T>
-    __device__ void leave(const mlstm_problem<T>& problem, int F, float* state, const float (&acc)[NI][4],
+    __device__ void leave(const mlstm_params<T>& params, int F, float* state, const float (&acc)[NI][4],
                           const float (&sums)[4]) const {
-        for_each_of_caller<NI>(problem, F, [&](int j, int e, std::int64_t at) { state[at] = acc[j][e]; });
-        float* const of_sums = state + std::int64_t{problem.features} * problem.width;
+        for_each_of_caller<NI>(params, F, [&](int j, int e, std::int64_t at) { state[at] = acc[j][e]; });
+        float* const of_sums = state + std::int64_t{params.features} * params.width;
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            const std::int32_t there = problem.feature_of(feature(r), F);
+            const std::int32_t there = params.feature_of(feature(r), F);
             if (there >= 0 && owns_sums && lane_id() % 4 == 0) {
                 of_sums[there] = sums[2 * r] + sums[2 * r + 1];
             }
@@ -263,9 +263,9 @@ struct mlstm_state_part {
     }
     /// Number `index` of partial_states.
     template <int F, int V, int NI, class T>
-    __device__ void write_partial(const mlstm_problem<T>& problem, std::int64_t index,
+    __device__ void write_partial(const mlstm_params<T>& params, std::int64_t index,
                                   const float (&acc)[NI][4], const float (&sums)[4]) const {
-        float* const to = problem.partial_states + index * (F * (V + 1));
+        float* const to = params.partial_states + index * (F * (V + 1));
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
 #pragma unroll
@@ -279,9 +279,9 @@ struct mlstm_state_part {
         }
     }
     template <int F, int V, int NI, class T>
-    __device__ void read_partial(const mlstm_problem<T>& problem, std::int64_t index, float (&acc)[NI][4],
+    __device__ void read_partial(const mlstm_params<T>& params, std::int64_t index, float (&acc)[NI][4],
                                  float (&sums)[4]) const {
-        const float* const from = problem.partial_states + index * (F * (V + 1));
+        const float* const from = params.partial_states + index * (F * (V + 1));
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
 #pragma unroll
@@ -295,38 +295,38 @@ struct mlstm_state_part {
             }
         }
     }
-    /// The state that segment `segment` of a plane's walk begins with; of a walk backwards, none comes in.
+    /// The state that segment `segment` of a plane's scan over chunks begins with; of a backward scan over chunks, none comes in.
     template <int F, int V, int NI, class T>
-    __device__ void begin(const mlstm_problem<T>& problem, std::int32_t plane, std::int32_t segment,
+    __device__ void begin(const mlstm_params<T>& params, std::int32_t plane, std::int32_t segment,
                           bool backward, float (&acc)[NI][4], float (&sums)[4]) const {
-        const bool taken = !backward && takes_state(problem, plane);
-        if (problem.segments == 1 && taken) {
-            take(problem, F, state_of(problem, plane),
-                 problem.partial_states + std::int64_t{plane} * problem.features, acc, sums);
+        const bool taken = !backward && takes_state(params, plane);
+        if (params.segments == 1 && taken) {
+            take(params, F, state_of(params, plane),
+                 params.partial_states + std::int64_t{plane} * params.features, acc, sums);
         } else if (segment > 0 ||
                    taken) {  // of several segments the last may leave its state while another begins
-            const std::int64_t first = std::int64_t{plane} * problem.segments;
-            read_partial<F, V>(problem, (first + segment) * problem.cuts, acc, sums);
+            const std::int64_t first = std::int64_t{plane} * params.segments;
+            read_partial<F, V>(params, (first + segment) * params.cuts, acc, sums);
         }
     }
     /// Leaves the state after a plane's last chunk with the caller; where the call's lengths cannot be, the caller's stays.
     template <int NI, class T>
-    __device__ void end(const mlstm_problem<T>& problem, std::int32_t plane, int F, const float (&acc)[NI][4],
+    __device__ void end(const mlstm_params<T>& params, std::int32_t plane, int F, const float (&acc)[NI][4],
                         const float (&sums)[4]) const {
-        const scorer_streams& streams = problem.streams;
+        const scorer_streams& streams = params.streams;
         const std::int32_t b = plane / streams.heads;
-        if (problem.states != nullptr && streams.sound(b) &&
+        if (params.states != nullptr && streams.sound(b) &&
             (streams.length_of(b) > 0 || streams.start_of(b) == 0)) {
-            leave(problem, F, state_of(problem, plane), acc, sums);
+            leave(params, F, state_of(params, plane), acc, sums);
         }
     }
     template <class T>
-    __device__ static bool takes_state(const mlstm_problem<T>& problem, std::int32_t plane) {
-        return problem.states != nullptr && problem.streams.start_of(plane / problem.streams.heads) > 0;
+    __device__ static bool takes_state(const mlstm_params<T>& params, std::int32_t plane) {
+        return params.states != nullptr && params.streams.start_of(plane / params.streams.heads) > 0;
     }
     template <class T>
-    __device__ static float* state_of(const mlstm_problem<T>& problem, std::int32_t plane) {
-        return problem.states + plane * (std::int64_t{problem.features} * (problem.width + 1) + 2);
+    __device__ static float* state_of(const mlstm_params<T>& params, std::int32_t plane) {
+        return params.states + plane * (std::int64_t{params.features} * (params.width + 1) + 2);
     }
 };
 

@@ -1,5 +1,5 @@
 // A chunk of an mLSTM as one warpgroup has it, in code for compute capability 9.0a: a thread has whole rows' share of a matrix of 64 rows,
-// which are tokens or reads, so that sums along rows stay in four lanes and no two warps wait for each other over a row. Products are
+// which are tokens or outputs, so that sums along rows stay in four lanes and no two warps wait for each other over a row. Products are
 // wgmma's, tiles are shared_tile's.
 //
 // Of N columns a thread has d[4 j + 2 r + e]: row 16 (warp) + lane / 4 + 8 r, column 8 j + lane % 4 * 2 + e. The same numbers rounded are
@@ -84,13 +84,13 @@ __device__ inline void store_rows_of(const shared_tile<E>& to, int k, const std:
 /// Gradients of features d[F / 2] through the feature map, in place: d y = p (d - p . d) for a softmax, and Hedgehog's second half with
 /// the other sign. `along`: p . d of each row, of the first half of the columns and of the second.
 template <int F, class T, class E>
-__device__ inline void through_feature_map(const mlstm_problem<T>& problem, float (&d)[F / 2],
+__device__ inline void through_feature_map(const mlstm_params<T>& params, float (&d)[F / 2],
                                            const shared_tile<E>& features, const float (&along)[2][2]) {
     float of[2][2];  // [half][r]
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-        of[0][r] = problem.hedgehog ? along[0][r] : along[0][r] + along[1][r];
-        of[1][r] = problem.hedgehog ? along[1][r] : of[0][r];
+        of[0][r] = params.hedgehog ? along[0][r] : along[0][r] + along[1][r];
+        of[1][r] = params.hedgehog ? along[1][r] : of[0][r];
     }
 #pragma unroll
     for (int k = 0; k < F / 32; ++k) {
@@ -106,7 +106,7 @@ __device__ inline void through_feature_map(const mlstm_problem<T>& problem, floa
             d[other] = high * (d[other] - of[1][r]);
         }
     }
-    if (problem.hedgehog) {
+    if (params.hedgehog) {
         asm volatile("" ::: "memory");  // a branch: no selection of every number
 #pragma unroll
         for (int i = 0; i < F / 4; ++i) {

@@ -22,12 +22,12 @@ void mlstm_backward(const cuda& on, const S& scorer, const ScoreBackward<T>& cal
                     const mLSTMParameters<float>& gradients, workspace_parts& parts, bool measure,
                     std::uint32_t* status) {
     check_mlstm<Widths, T>(scorer, true);
-    mlstm_call<Widths, T, is_hedgehog<S>> mlstm(scorer, call.k, call.v, call.sequences, call.delay,
+    mlstm_plan<Widths, T, is_hedgehog<S>> mlstm(scorer, call.k, call.v, call.sequences, call.delay,
                                                 &gradients, parts);
     if (measure) {
         return;
     }
-    mlstm.check_room(device_scope(on), false, true);
+    mlstm.check_shared_memory(device_scope(on), false, true);
     mlstm.call.streams.rows = std::min(mlstm.call.streams.rows, call.d_scores.length);
     if (mlstm.call.chunks() == 0) {
         mlstm.call.begin(on, status);
@@ -39,7 +39,7 @@ void mlstm_backward(const cuda& on, const S& scorer, const ScoreBackward<T>& cal
         mlstm.project(on, status);
         mlstm.states(on);
     }
-    mlstm.problem.d_scores = mlstm.d_scores.of(on, mlstm.call, call.d_scores);
+    mlstm.params.d_scores = mlstm.d_scores.of(on, mlstm.call, call.d_scores);
     mlstm.tokens_backward(on);
     mlstm.weights_backward(on, gradients);
     if (call.d_k.data != nullptr) {
@@ -66,15 +66,15 @@ struct device_scorer<mLSTMScorer<D, Feature, Values>> : device_scorer_defaults {
             cb::check_mlstm<Widths, T>(scorer, for_backward);
         }
         const mLSTMParameters<float> shape{};
-        cb::mlstm_call<Widths, T, cb::is_hedgehog<scorer_type>> mlstm(
+        cb::mlstm_plan<Widths, T, cb::is_hedgehog<scorer_type>> mlstm(
             scorer, call.k, call.v, call.sequences, call.delay, for_backward ? &shape : nullptr, parts);
         if (measure) {
             return;
         }
-        mlstm.check_room(cb::device_scope(on), for_backward, false);
+        mlstm.check_shared_memory(cb::device_scope(on), for_backward, false);
         mlstm.call.streams.rows = std::min(mlstm.call.streams.rows, call.scores.length);
-        mlstm.problem.scores = call.scores;
-        mlstm.problem.states = call.options.states;
+        mlstm.params.scores = call.scores;
+        mlstm.params.states = call.options.states;
         mlstm.project(on, status);
         mlstm.scores(on, for_backward);
     }

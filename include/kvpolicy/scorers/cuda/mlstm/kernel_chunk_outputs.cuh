@@ -1,4 +1,4 @@
-// The delayed reads of a chunk: h = N / max(g, clamp), then scores, or the gradients of what the reads depend on.
+// The delayed reads of a chunk: h = N / max(g, clamp), then scores, or the gradients of what the outputs depend on.
 //
 // Eight warps: warp i has rows 16 (i % 4) .. + 15 of the chunk and half i / 4 of whatever columns a product has; or, where Parts is 4, sixteen
 // warps and quarters. Sums along rows meet in shared memory.
@@ -15,7 +15,7 @@ inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 namespace cuda_backend {
 
 inline constexpr int mlstm_threads = 256;
-/// Blocks that a multiprocessor has room for: one loads while another multiplies.
+/// Blocks that an SM has room for: one loads while another multiplies.
 template <class T>
 inline constexpr int mlstm_blocks = shared_tile<T>::plain ? 1 : 2;
 
@@ -60,19 +60,19 @@ __device__ inline float sigmoid(float x) {
 /// Shared memory of a block that reads. Small, for gradients where blocks have less than the 110 KB that 128 features and values take: d N takes the
 /// place of the queries, which are loaded once more where the values were.
 template <class E, int F, int V, bool Backward, bool Small = false>
-struct mlstm_read_memory {
+struct mlstm_chunk_outputs_memory {
     static_assert(!Small || (Backward && F == V));
     shared_tile<E> q, k, v, c, weights, d_n;
     shared_tile<E> z_tile;  // z in two rows, rounded and what rounding takes away; of 16
     float* z;
-    float* rho;
+    float* ref_value;
     float* qz;
     float* d_score;
     mlstm_row_sums sums[5];
     mlstm_exponents<E> exponents;
     std::size_t bytes;
 
-    KVPOLICY_HOST_DEVICE explicit mlstm_read_memory(unsigned char* memory) {
+    KVPOLICY_HOST_DEVICE explicit mlstm_chunk_outputs_memory(unsigned char* memory) {
         shared_parts parts(memory);
         q = parts.tile<E>(scorer_chunk, F);
         k = parts.tile<E>(scorer_chunk, F);
@@ -87,7 +87,7 @@ struct mlstm_read_memory {
             d_n = q;
         }
         z = parts.take<float>(F);
-        rho = parts.take<float>(V);
+        ref_value = parts.take<float>(V);
         qz = parts.take<float>(scorer_chunk);
         d_score = parts.take<float>(scorer_chunk);
         for (mlstm_row_sums& one : sums) {
@@ -109,7 +109,7 @@ struct mlstm_read_memory {
 
 /// What a warp's reads give: N of its 16 rows and its part of the values, and the divisors.
 template <int V, int Parts = 2>
-struct mlstm_reads {
+struct mlstm_chunk_outputs {
     static constexpr int columns = V / Parts;
 
     float h[1][columns / 8][4];
@@ -151,7 +151,8 @@ __device__ inline void multiply_pairs(float (&products)[1][scorer_chunk / Parts 
                                       const shared_tile<E>& k) {
     constexpr int columns = scorer_chunk / Parts;
     clear(products);
-    if (columns * (warp_id() / 4) < 16 * (warp_id() % 4) + 16) {  // other pairs are of tokens after the reads
+    if (columns * (warp_id() / 4) <
+        16 * (warp_id() % 4) + 16) {  // other pairs are of tokens after the output
         query.template add<false>(products, k, columns * (warp_id() / 4));
     }
 }
@@ -191,52 +192,53 @@ __device__ inline void weigh_pairs(const Memory& memory, const Query& query,
 
 /// q~_l^T C of a warp's rows and its part of the values.
 template <int V, int Parts, class Query, class E>
-__device__ inline void multiply_state(mlstm_reads<V, Parts>& reads, const Query& query,
+__device__ inline void multiply_state(mlstm_chunk_outputs<V, Parts>& outputs, const Query& query,
                                       const shared_tile<E>& c) {
-    clear(reads.h);
-    query.template add<true>(reads.h, c, mlstm_reads<V, Parts>::columns * (warp_id() / 4));
+    clear(outputs.h);
+    query.template add<true>(outputs.h, c, mlstm_chunk_outputs<V, Parts>::columns * (warp_id() / 4));
 }
 
-/// Values of the reads from that and from what weigh_pairs left.
+/// Values of the outputs from that and from what weigh_pairs left.
 template <int V, int Parts, class Memory>
-__device__ inline void apply_pairs(const Memory& memory, mlstm_reads<V, Parts>& reads) {
-    constexpr int columns = mlstm_reads<V, Parts>::columns, NI = columns / 8;
+__device__ inline void apply_pairs(const Memory& memory, mlstm_chunk_outputs<V, Parts>& outputs) {
+    constexpr int columns = mlstm_chunk_outputs<V, Parts>::columns, NI = columns / 8;
     const int m0 = 16 * (warp_id() % 4), n0 = columns * (warp_id() / 4), lane = lane_id();
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
         const int l = m0 + lane / 4 + 8 * r;
         const float kept = memory.exponents.kept[l], of_state = kept * memory.qz[l];
-        reads.divisor[r] = of_state + memory.sums[0].get(l);
+        outputs.divisor[r] = of_state + memory.sums[0].get(l);
 #pragma unroll
         for (int j = 0; j < NI; ++j) {
 #pragma unroll
             for (int e = 0; e < 2; ++e) {
-                float& h = reads.h[0][j][2 * r + e];
-                h = kept * h + of_state * memory.rho[n0 + 8 * j + lane % 4 * 2 + e];
+                float& h = outputs.h[0][j][2 * r + e];
+                h = kept * h + of_state * memory.ref_value[n0 + 8 * j + lane % 4 * 2 + e];
             }
         }
     }
-    add_product<1, NI, scorer_chunk, false, true>(reads.h, memory.weights, m0, memory.v, n0);
+    add_product<1, NI, scorer_chunk, false, true>(outputs.h, memory.weights, m0, memory.v, n0);
 }
 
 /// Loads a chunk and reads it. w_lj (q~_l . k~_j) stays in memory.weights; divisors are sums of the weights as rounded there, so that h is
 /// a mean of values with the very weights that multiply them. The caller has d scores written before, if any.
 template <int F, int V, class T, class Memory>
-__device__ inline void read_chunk(const mlstm_problem<T>& problem, const scorer_span& s, const Memory& memory,
-                                  const mlstm_frame& frame, mlstm_reads<V>& reads) {
+__device__ inline void compute_chunk_outputs(const mlstm_params<T>& params, const scorer_span& s,
+                                             const Memory& memory, const mlstm_chunk_stats& stats,
+                                             mlstm_chunk_outputs<V>& outputs) {
     using E = mlstm_element<T>;
-    const std::int64_t row = s.row(problem.streams.slots), chunk = problem.chunk(s);
-    copy_slice<scorer_chunk, F, mlstm_threads>(memory.q, 0, static_cast<const E*>(problem.q + row * F), F);
-    copy_slice<scorer_chunk, F, mlstm_threads>(memory.k, 0, static_cast<const E*>(problem.k + row * F), F);
+    const std::int64_t row = s.row(params.streams.chunks), chunk = params.chunk(s);
+    copy_slice<scorer_chunk, F, mlstm_threads>(memory.q, 0, static_cast<const E*>(params.q + row * F), F);
+    copy_slice<scorer_chunk, F, mlstm_threads>(memory.k, 0, static_cast<const E*>(params.k + row * F), F);
     copy_commit();
-    copy_slice<F, V, mlstm_threads>(memory.c, 0, static_cast<const E*>(problem.memory + chunk * F * V), V);
-    copy_slice<scorer_chunk, V, mlstm_threads>(memory.v, 0, static_cast<const E*>(problem.v + row * V), V);
+    copy_slice<F, V, mlstm_threads>(memory.c, 0, static_cast<const E*>(params.memory + chunk * F * V), V);
+    copy_slice<scorer_chunk, V, mlstm_threads>(memory.v, 0, static_cast<const E*>(params.v + row * V), V);
     copy_commit();
-    mlstm_look_ahead<T> next(problem);
-    next.array(problem.q, scorer_chunk * F);
-    next.array(problem.k, scorer_chunk * F);
-    next.array(problem.v, scorer_chunk * V);
-    next.array(problem.memory, F * V);
+    mlstm_look_ahead<T> next(params);
+    next.array(params.q, scorer_chunk * F);
+    next.array(params.k, scorer_chunk * F);
+    next.array(params.v, scorer_chunk * V);
+    next.array(params.memory, F * V);
     const auto thread = static_cast<int>(threadIdx.x);
     for (int i = thread; i < 16 * F / 8; i += mlstm_threads) {
         const int r = i / (F / 8), c = i % (F / 8) * 8;
@@ -244,7 +246,7 @@ __device__ inline void read_chunk(const mlstm_problem<T>& problem, const scorer_
         if (r < 2) {
 #pragma unroll
             for (int e = 0; e < 8; e += 2) {
-                const float whole[2] = {problem.sums[chunk * F + c + e], problem.sums[chunk * F + c + e + 1]};
+                const float whole[2] = {params.sums[chunk * F + c + e], params.sums[chunk * F + c + e + 1]};
                 x[e] = whole[0];
                 x[e + 1] = whole[1];
                 round_pair<E>(x[e], x[e + 1]);
@@ -260,10 +262,10 @@ __device__ inline void read_chunk(const mlstm_problem<T>& problem, const scorer_
         memory.z_tile.set_eight(r, c, x);
     }
     if (thread < V) {
-        memory.rho[thread] =
-            reference_before(problem, frame, row - std::int64_t{s.slot} * scorer_chunk, V, thread);
+        memory.ref_value[thread] =
+            reference_before(params, stats, row - std::int64_t{s.chunk_index} * scorer_chunk, V, thread);
     }
-    memory.exponents.load(problem.log_source + row, problem.log_top + row, frame.m);
+    memory.exponents.load(params.log_source + row, params.log_top + row, stats.m);
     copy_wait<1>();
     __syncthreads();
     const mlstm_query_tile<E, F> query{memory.q};
@@ -272,33 +274,34 @@ __device__ inline void read_chunk(const mlstm_problem<T>& problem, const scorer_
     weigh_pairs<E, 2>(memory, query, products);
     copy_wait<0>();
     __syncthreads();
-    multiply_state(reads, query, memory.c);
-    apply_pairs(memory, reads);
+    multiply_state(outputs, query, memory.c);
+    apply_pairs(memory, outputs);
 }
 
 inline constexpr float mlstm_clamp = 1e-6f;
 inline constexpr float mlstm_norm_epsilon = 1e-6f;
 
-/// Writes the scores of a chunk's reads l from `skipped` to `count` to scores[l]. `number(i, gain, readout)` gives the norm's gain and
+/// Writes the scores of a chunk's outputs l from `skipped` to `count` to scores[l]. `number(i, gain, readout)` gives the norm's gain and
 /// the weight of value i, 0 beyond the width, and `added(l)` what a score has besides.
 template <class E, int V, int Parts, class T, class Memory, class Number, class Added>
-__device__ inline void score_reads(const mlstm_problem<T>& problem, const Memory& memory, float* scores,
-                                   std::int32_t skipped, std::int32_t count, std::int32_t bad,
-                                   mlstm_reads<V, Parts>& reads, const Number& number, const Added& added) {
-    constexpr int columns = mlstm_reads<V, Parts>::columns, NI = columns / 8;
+__device__ inline void score_outputs(const mlstm_params<T>& params, const Memory& memory, float* scores,
+                                     std::int32_t skipped, std::int32_t count, std::int32_t bad,
+                                     mlstm_chunk_outputs<V, Parts>& outputs, const Number& number,
+                                     const Added& added) {
+    constexpr int columns = mlstm_chunk_outputs<V, Parts>::columns, NI = columns / 8;
     const int m0 = 16 * (warp_id() % 4), n0 = columns * (warp_id() / 4), lane = lane_id();
-    const bool norm = problem.norm_gain != nullptr;
+    const bool norm = params.norm_gain != nullptr;
     float scale[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-        scale[r] = __fdividef(1.0f, reads.divisor[r] < mlstm_clamp ? mlstm_clamp : reads.divisor[r]);
+        scale[r] = __fdividef(1.0f, outputs.divisor[r] < mlstm_clamp ? mlstm_clamp : outputs.divisor[r]);
         float square = 0.0f;
 #pragma unroll
         for (int j = 0; j < NI; ++j) {
 #pragma unroll
             for (int e = 2 * r; e < 2 * r + 2; ++e) {
-                reads.h[0][j][e] *= scale[r];
-                square += reads.h[0][j][e] * reads.h[0][j][e];
+                outputs.h[0][j][e] *= scale[r];
+                square += outputs.h[0][j][e] * outputs.h[0][j][e];
             }
         }
         memory.sums[1].set(m0 + lane / 4 + 8 * r, row_sum(square));
@@ -308,10 +311,10 @@ __device__ inline void score_reads(const mlstm_problem<T>& problem, const Memory
     }
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-        scale[r] =
-            norm ? rsqrtf(memory.sums[1].get(m0 + lane / 4 + 8 * r) / static_cast<float>(problem.width) +
-                          mlstm_norm_epsilon)
-                 : 1.0f;
+        scale[r] = norm
+                       ? rsqrtf(memory.sums[1].get(m0 + lane / 4 + 8 * r) / static_cast<float>(params.width) +
+                                mlstm_norm_epsilon)
+                       : 1.0f;
     }
     float score[2] = {};
 #pragma unroll
@@ -322,7 +325,7 @@ __device__ inline void score_reads(const mlstm_problem<T>& problem, const Memory
             number(n0 + 8 * j + lane % 4 * 2 + e, gain, readout);
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
-                const float x = reads.h[0][j][2 * r + e] * scale[r] * gain;
+                const float x = outputs.h[0][j][2 * r + e] * scale[r] * gain;
                 score[r] += x * sigmoid<E>(x) * readout;
             }
         }
@@ -339,31 +342,31 @@ __device__ inline void score_reads(const mlstm_problem<T>& problem, const Memory
 /// Scores of the tokens that a chunk reads.
 template <class T, int F, int V>
 __global__ void __launch_bounds__(mlstm_threads, mlstm_blocks<T>)
-    mlstm_read_kernel(const mlstm_problem<T> problem) {
+    mlstm_chunk_outputs_kernel(const mlstm_params<T> params) {
     using E = mlstm_element<T>;
-    const scorer_streams& streams = problem.streams;
-    const scorer_span s = streams.span(static_cast<std::int32_t>(blockIdx.x) / streams.slots,
-                                       static_cast<std::int32_t>(blockIdx.x) % streams.slots);
+    const scorer_streams& streams = params.streams;
+    const scorer_span s = streams.span(static_cast<std::int32_t>(blockIdx.x) / streams.chunks,
+                                       static_cast<std::int32_t>(blockIdx.x) % streams.chunks);
     const std::int32_t skipped = max(0, s.begin + streams.delay - s.first);
     if (skipped >= s.count) {
         return;
     }
-    const mlstm_read_memory<E, F, V, false> memory(aligned_dynamic_shared());
-    const mlstm_frame& frame = problem.frames[problem.chunk(s)];
-    mlstm_reads<V> reads;
-    read_chunk<F, V>(problem, s, memory, frame, reads);
-    const std::int64_t at = std::int64_t{s.h} * problem.width;
+    const mlstm_chunk_outputs_memory<E, F, V, false> memory(aligned_dynamic_shared());
+    const mlstm_chunk_stats& stats = params.chunk_stats[params.chunk(s)];
+    mlstm_chunk_outputs<V> outputs;
+    compute_chunk_outputs<F, V>(params, s, memory, stats, outputs);
+    const std::int64_t at = std::int64_t{s.h} * params.width;
     const auto number = [&](int i, float& gain, float& readout) {
-        const bool there = i < problem.width;
-        gain = there && problem.norm_gain != nullptr ? problem.norm_gain[at + i] : 1.0f;
-        readout = there ? problem.readout[at + i] : 0.0f;
+        const bool there = i < params.width;
+        gain = there && params.norm_gain != nullptr ? params.norm_gain[at + i] : 1.0f;
+        readout = there ? params.readout[at + i] : 0.0f;
     };
     const auto added = [&](int l) {
-        const float bias = problem.readout_bias != nullptr ? problem.readout_bias[s.h] : 0.0f;
-        return bias + (problem.skip != nullptr ? problem.skipped[s.row(streams.slots) + l] : 0.0f);
+        const float bias = params.readout_bias != nullptr ? params.readout_bias[s.h] : 0.0f;
+        return bias + (params.skip != nullptr ? params.skipped[s.row(streams.chunks) + l] : 0.0f);
     };
-    score_reads<E>(problem, memory, problem.scores.head(s.b, s.h) + (s.first - streams.delay), skipped,
-                   s.count, frame.bad, reads, number, added);
+    score_outputs<E>(params, memory, params.scores.head(s.b, s.h) + (s.first - streams.delay), skipped,
+                     s.count, stats.bad, outputs, number, added);
 }
 
 }  // namespace cuda_backend

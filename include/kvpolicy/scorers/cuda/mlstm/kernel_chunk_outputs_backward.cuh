@@ -1,7 +1,7 @@
-// The backward pass of an mLSTM scorer (scorers/host/mlstm_backward_stream.hpp has the equations): the reads of each chunk, which
+// The backward pass of an mLSTM scorer (scorers/host/mlstm_backward_stream.hpp has the equations): the outputs of each chunk, which
 // give d N, d g and d q~; then, with the state A that runs backwards (kernel_chunk_states.cuh), the tokens it absorbed.
 //
-// A pair is a token j and a read l from it on; its share of the gradient is T_lj = w_lj (q~_l . k~_j) G_lj. d log i_j is the sum of
+// A pair is a token j and an output l from it on; its share of the gradient is T_lj = w_lj (q~_l . k~_j) G_lj. d log i_j is the sum of
 // its pairs, d log f_t that of all pairs with j < t <= l. Both are summed as they are, pairs that leave the chunk through the
 // states, so that what is small because few pairs count is not a difference of large sums: with d g_l = -d N_l . h_l of d N_l as it is
 // rounded, G_lj = d N_l . (v~_j - h_l) cancels where it should.
@@ -59,13 +59,13 @@ struct feature_gradients {
     }
     /// Through the feature map, in place: d y = p (d - p . d) for a softmax, and Hedgehog's second half with the other sign.
     template <class T, class E>
-    __device__ void through_map(const mlstm_problem<T>& problem, const shared_tile<E>& features, int m0,
+    __device__ void through_map(const mlstm_params<T>& params, const shared_tile<E>& features, int m0,
                                 const mlstm_row_sums& low, const mlstm_row_sums& high) {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             const int row = m0 + lane_id() / 4 + 8 * r;
             float along[2] = {low.get(row), high.get(row)};
-            if (!problem.hedgehog) {
+            if (!params.hedgehog) {
                 along[0] += along[1];
                 along[1] = along[0];
             }
@@ -83,13 +83,13 @@ struct feature_gradients {
                     for (int half = 0; half < 2; ++half) {
                         y[half] = p[half][e] * (of[half][0][j][2 * r + e] - along[half]);
                     }
-                    if (problem.hedgehog) {
+                    if (params.hedgehog) {
                         y[0] -= y[1];
                         y[1] = 0.0f;
                     }
 #pragma unroll
                     for (int half = 0; half < 2; ++half) {
-                        of[half][0][j][2 * r + e] = column(half, j) + e < problem.projection ? y[half] : 0.0f;
+                        of[half][0][j][2 * r + e] = column(half, j) + e < params.projection ? y[half] : 0.0f;
                     }
                 }
             }
@@ -139,41 +139,41 @@ __device__ inline void write_rows(T* rows, std::int32_t width, int count, const 
     write_columns(rows, width, 0, width / 8, count, static_cast<int>(threadIdx.x), mlstm_threads, get);
 }
 
-/// Of a chunk's reads: d N_l, d g_l, exp(m - M_l) and their pairs with tokens before the chunk into rows, d (Wq x) and d score into d_rows_q, and the chunk's sums of
+/// Of a chunk's outputs: d N_l, d g_l, exp(m - M_l) and their pairs with tokens before the chunk into rows, d (Wq x) and d score into d_rows_q, and the chunk's sums of
 /// the readout's gradients.
 template <class T, int F, int V, bool Small>
 __global__ void __launch_bounds__(mlstm_threads, mlstm_blocks<T>)
-    mlstm_reads_backward_kernel(const mlstm_problem<T> problem) {
+    mlstm_chunk_outputs_backward_kernel(const mlstm_params<T> params) {
     using E = mlstm_element<T>;
-    const scorer_streams& streams = problem.streams;
-    const scorer_span s = streams.span(static_cast<std::int32_t>(blockIdx.x) / streams.slots,
-                                       static_cast<std::int32_t>(blockIdx.x) % streams.slots);
-    const std::int32_t width = problem.width;
-    const std::int64_t row = s.row(streams.slots), chunk = problem.chunk(s);
-    float* const sums = problem.d_readout + chunk * (2 * width + 1);
-    T* const d_rows = problem.d_rows_q + row * problem.rows_q;
+    const scorer_streams& streams = params.streams;
+    const scorer_span s = streams.span(static_cast<std::int32_t>(blockIdx.x) / streams.chunks,
+                                       static_cast<std::int32_t>(blockIdx.x) % streams.chunks);
+    const std::int32_t width = params.width;
+    const std::int64_t row = s.row(streams.chunks), chunk = params.chunk(s);
+    float* const sums = params.d_readout + chunk * (2 * width + 1);
+    T* const d_rows = params.d_rows_q + row * params.rows_q;
     const auto thread = static_cast<int>(threadIdx.x);
     const std::int32_t skipped = max(0, s.begin + streams.delay - s.first);
     if (skipped >= s.count) {
         for (int i = thread; i <= 2 * width; i += mlstm_threads) {
             sums[i] = 0.0f;
         }
-        write_rows(d_rows, problem.rows_q, s.count, [](int, int, float(&)[8]) {});
+        write_rows(d_rows, params.rows_q, s.count, [](int, int, float(&)[8]) {});
         return;
     }
-    const mlstm_read_memory<E, F, V, true, Small> memory(aligned_dynamic_shared());
+    const mlstm_chunk_outputs_memory<E, F, V, true, Small> memory(aligned_dynamic_shared());
     if (thread < scorer_chunk) {
         memory.d_score[thread] =
             thread >= skipped && thread < s.count
-                ? gradient_of_score(streams, problem.d_scores, s, s.first + thread - streams.delay)
+                ? gradient_of_score(streams, params.d_scores, s, s.first + thread - streams.delay)
                 : 0.0f;
     }
-    mlstm_reads<V> reads;
-    read_chunk<F, V>(problem, s, memory, problem.frames[chunk], reads);
+    mlstm_chunk_outputs<V> outputs;
+    compute_chunk_outputs<F, V>(params, s, memory, params.chunk_stats[chunk], outputs);
 
     const int m0 = 16 * (warp_id() % 4), half = warp_id() / 4, lane = lane_id();
     const std::int64_t at = std::int64_t{s.h} * width;
-    const bool norm = problem.norm_gain != nullptr;
+    const bool norm = params.norm_gain != nullptr;
     float inverse[2], scale[2], d_score[2];
     bool in[2], clamped[2];
 #pragma unroll
@@ -181,15 +181,15 @@ __global__ void __launch_bounds__(mlstm_threads, mlstm_blocks<T>)
         const int l = m0 + lane / 4 + 8 * r;
         in[r] = l >= skipped && l < s.count;
         d_score[r] = memory.d_score[l];
-        clamped[r] = reads.divisor[r] < mlstm_clamp;
-        inverse[r] = __fdividef(1.0f, clamped[r] ? mlstm_clamp : reads.divisor[r]);
+        clamped[r] = outputs.divisor[r] < mlstm_clamp;
+        inverse[r] = __fdividef(1.0f, clamped[r] ? mlstm_clamp : outputs.divisor[r]);
         float square = 0.0f;
 #pragma unroll
         for (int j = 0; j < V / 16; ++j) {
 #pragma unroll
             for (int e = 2 * r; e < 2 * r + 2; ++e) {
-                reads.h[0][j][e] = in[r] ? reads.h[0][j][e] * inverse[r] : 0.0f;
-                square += reads.h[0][j][e] * reads.h[0][j][e];
+                outputs.h[0][j][e] = in[r] ? outputs.h[0][j][e] * inverse[r] : 0.0f;
+                square += outputs.h[0][j][e] * outputs.h[0][j][e];
             }
         }
         memory.sums[1].set(l, row_sum(square));
@@ -206,18 +206,18 @@ __global__ void __launch_bounds__(mlstm_threads, mlstm_blocks<T>)
 #pragma unroll
     for (int pair = 0; pair < V / 16; pair += 2) {
         float down
-            [8];  // sums of the readout's gradient and the gain's by columns: [2 x 8 columns][2 neighbours][which]
+            [8];  // sums of the readout's gradient and the gain's by columns: [2 x 8 columns][2 neighbors][which]
 #pragma unroll
         for (int n = 0; n < 4; ++n) {
             const int j = pair + n / 2, e = n % 2;
             const std::int32_t i = V / 2 * half + 8 * j + lane % 4 * 2 + e;
             const bool there = i < width;
-            const float gain = there && norm ? problem.norm_gain[at + i] : 1.0f;
-            const float readout = there ? problem.readout[at + i] : 0.0f;
+            const float gain = there && norm ? params.norm_gain[at + i] : 1.0f;
+            const float readout = there ? params.readout[at + i] : 0.0f;
             float of_readout = 0.0f, of_gain = 0.0f;
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
-                const float h = reads.h[0][j][2 * r + e], y = h * scale[r] * gain;
+                const float h = outputs.h[0][j][2 * r + e], y = h * scale[r] * gain;
                 const float open = sigmoid<E>(y);
                 of_readout += d_score[r] * y * open;
                 const float to = d_score[r] * readout * (open * (1.0f + y * (1.0f - open)));
@@ -253,7 +253,7 @@ __global__ void __launch_bounds__(mlstm_threads, mlstm_blocks<T>)
             sums[2 * width] = sum;
         }
     }
-    float of_divisor[2] = {}, of_state[2] = {};  // - d g_l, and d N_l . rho + d g_l
+    float of_divisor[2] = {}, of_state[2] = {};  // - d g_l, and d N_l . ref_value + d g_l
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
         const int l = m0 + lane / 4 + 8 * r;
@@ -266,14 +266,14 @@ __global__ void __launch_bounds__(mlstm_threads, mlstm_blocks<T>)
             float pair[2];
 #pragma unroll
             for (int e = 0; e < 2; ++e) {
-                pair[e] = scale[r] * (d[0][j][2 * r + e] - reads.h[0][j][2 * r + e] * back) * inverse[r];
+                pair[e] = scale[r] * (d[0][j][2 * r + e] - outputs.h[0][j][2 * r + e] * back) * inverse[r];
             }
             round_pair<E>(pair[0], pair[1]);
 #pragma unroll
             for (int e = 0; e < 2; ++e) {
-                const float h = reads.h[0][j][2 * r + e];
+                const float h = outputs.h[0][j][2 * r + e];
                 of_divisor[r] += pair[e] * h;
-                of_state[r] += pair[e] * (memory.rho[column + e] - (clamped[r] ? 0.0f : h));
+                of_state[r] += pair[e] * (memory.ref_value[column + e] - (clamped[r] ? 0.0f : h));
             }
             to_d_n.set(j, pair[0], pair[1]);
         }
@@ -284,7 +284,7 @@ __global__ void __launch_bounds__(mlstm_threads, mlstm_blocks<T>)
     for (int i = thread; i < scorer_chunk * V / 8; i += mlstm_threads) {
         float x[8];
         memory.d_n.get_eight(i / (V / 8), i % (V / 8) * 8, x);
-        store_eight(problem.d_n + row * V + i * 8, x);
+        store_eight(params.d_n + row * V + i * 8, x);
     }
 
     // w_lj G_lj, with G_lj = d N_l . v~_j + d g_l, takes the place of the weights.
@@ -296,7 +296,7 @@ __global__ void __launch_bounds__(mlstm_threads, mlstm_blocks<T>)
     const shared_tile<E> queries = memory.queries();
     if constexpr (Small) {
         __syncthreads();  // nobody reads values any more
-        copy_slice<scorer_chunk, F, mlstm_threads>(queries, 0, static_cast<const E*>(problem.q + row * F), F);
+        copy_slice<scorer_chunk, F, mlstm_threads>(queries, 0, static_cast<const E*>(params.q + row * F), F);
         copy_commit();
     }
 #pragma unroll
@@ -304,8 +304,8 @@ __global__ void __launch_bounds__(mlstm_threads, mlstm_blocks<T>)
         const int l = m0 + lane / 4 + 8 * r;
         const float d_g = clamped[r] ? 0.0f : -memory.sums[3].get(l);
         if (half == 0 && lane % 4 == 0) {
-            problem.d_g[row + l] = d_g;
-            problem.kept[row + l] = in[r] ? memory.exponents.kept[l] : 0.0f;
+            params.d_g[row + l] = d_g;
+            params.kept[row + l] = in[r] ? memory.exponents.kept[l] : 0.0f;
         }
         const auto weights = memory.weights.pairs_of(l, 32 * half + lane % 4 * 2);
 #pragma unroll
@@ -342,19 +342,19 @@ __global__ void __launch_bounds__(mlstm_threads, mlstm_blocks<T>)
     d_q.sum_along(queries, m0, memory.sums[0], memory.sums[1]);
     sync_rows();
     if (half == 0 && lane < 16) {
-        problem.carried[row + m0 + lane] = memory.sums[0].get(m0 + lane) + memory.sums[1].get(m0 + lane);
+        params.carried[row + m0 + lane] = memory.sums[0].get(m0 + lane) + memory.sums[1].get(m0 + lane);
     }
     d_q.template add<scorer_chunk, true>(memory.weights, m0, memory.k);
     d_q.sum_along(queries, m0, memory.sums[2], memory.sums[3]);
     __syncthreads();
-    d_q.through_map(problem, queries, m0, memory.sums[2], memory.sums[3]);
+    d_q.through_map(params, queries, m0, memory.sums[2], memory.sums[3]);
     const shared_tile<T> to{memory.k.data, scorer_chunk};
     d_q.store(to, m0);
     __syncthreads();
-    write_rows(d_rows, problem.rows_q, s.count, [&](int r, int c, float(&x)[8]) {
-        if (c < problem.at_skip) {
+    write_rows(d_rows, params.rows_q, s.count, [&](int r, int c, float(&x)[8]) {
+        if (c < params.at_skip) {
             to.get_eight(r, c, x);
-        } else if (c == problem.at_skip) {
+        } else if (c == params.at_skip) {
             x[0] = memory.d_score[r];
         }
     });

@@ -1,4 +1,4 @@
-// mlstm_reads_backward_kernel (kernel_chunk_outputs_backward.cuh has the equations) with a warpgroup a chunk; its reads are those of agent_chunk_outputs_hopper.cuh.
+// mlstm_chunk_outputs_backward_kernel (kernel_chunk_outputs_backward.cuh has the equations) with a warpgroup a chunk; its reads are those of agent_chunk_outputs_hopper.cuh.
 #pragma once
 
 #include <kvpolicy/cuda/config.cuh>
@@ -17,7 +17,7 @@ inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 namespace cuda_backend {
 
 template <class E, int F, int V>
-struct mlstm_reads_memory : mlstm_read_tiles<E, F, V> {
+struct mlstm_chunk_outputs_backward_memory : mlstm_output_tiles<E, F, V> {
     /// Whether d q~ has a tile of its own; else it takes that of k~.
     static constexpr bool apart = F == V;
 
@@ -25,20 +25,20 @@ struct mlstm_reads_memory : mlstm_read_tiles<E, F, V> {
     float* d_score;
     float* columns;  // [4][V][2]: sums down the columns of a warp's 16 rows
 
-    KVPOLICY_HOST_DEVICE explicit mlstm_reads_memory(shared_parts& parts)
-        : mlstm_read_tiles<E, F, V>(parts),
+    KVPOLICY_HOST_DEVICE explicit mlstm_chunk_outputs_backward_memory(shared_parts& parts)
+        : mlstm_output_tiles<E, F, V>(parts),
           d_n(parts.tile<E>(scorer_chunk, V)),
           d_score(parts.take<float>(scorer_chunk)),
           columns(parts.take<float>(4 * V * 2)) {}
     [[nodiscard]] static std::size_t bytes() {
         shared_parts parts(nullptr);
-        const mlstm_reads_memory all(parts);
+        const mlstm_chunk_outputs_backward_memory all(parts);
         return parts.bytes();
     }
 };
 
 #if KVPOLICY_HOPPER_CODE
-/// From a thread's h_l and d score to d N_l, which set_pair(j, r, rho, first, second) takes up, and the warp's sums of d readout
+/// From a thread's h_l and d score to d N_l, which set_pair(j, r, ref_value, first, second) takes up, and the warp's sums of d readout
 /// down its rows. First of a readout without a norm,
 template <class Memory, int N, class Set>
 __device__ inline void through_readout(const Memory& memory, const float (&n)[N], const float (&d_score)[2],
@@ -48,12 +48,12 @@ __device__ inline void through_readout(const Memory& memory, const float (&n)[N]
     const float slope[2] = {d_score[0] * inverse[0], d_score[1] * inverse[1]};
 #pragma unroll
     for (int four = 0; four < N / 4; four += 4) {
-        float down[8];  // of the readout's weight, by columns: [4 x 8 columns][2 neighbours]
+        float down[8];  // of the readout's weight, by columns: [4 x 8 columns][2 neighbors]
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             const int j = four + i;
             const float4 both = *reinterpret_cast<const float4*>(memory.numbers + 8 * j + c0);
-            const float2 rho = *reinterpret_cast<const float2*>(memory.rho + 8 * j + c0);
+            const float2 ref_value = *reinterpret_cast<const float2*>(memory.ref_value + 8 * j + c0);
             float to[2][2];
 #pragma unroll
             for (int e = 0; e < 2; ++e) {
@@ -70,7 +70,7 @@ __device__ inline void through_readout(const Memory& memory, const float (&n)[N]
             }
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
-                set_pair(j, r, rho, to[r][0], to[r][1]);
+                set_pair(j, r, ref_value, to[r][0], to[r][1]);
             }
         }
         const float sum = sums_down(down);
@@ -101,7 +101,7 @@ __device__ inline void through_norm(const Memory& memory, const float (&n)[N], c
     float d[N], along[2] = {};
 #pragma unroll
     for (int pair = 0; pair < N / 4; pair += 2) {
-        float down[8];  // of the readout's weight and of the gain: [2 x 8 columns][2 neighbours][which]
+        float down[8];  // of the readout's weight and of the gain: [2 x 8 columns][2 neighbors][which]
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             const int j = pair + i;
@@ -135,8 +135,8 @@ __device__ inline void through_norm(const Memory& memory, const float (&n)[N], c
         const float by = scale[r] * inverse[r];
 #pragma unroll
         for (int j = 0; j < N / 4; ++j) {
-            const float2 rho = *reinterpret_cast<const float2*>(memory.rho + 8 * j + c0);
-            set_pair(j, r, rho, by * fmaf(-n[4 * j + 2 * r], back, d[4 * j + 2 * r]),
+            const float2 ref_value = *reinterpret_cast<const float2*>(memory.ref_value + 8 * j + c0);
+            set_pair(j, r, ref_value, by * fmaf(-n[4 * j + 2 * r], back, d[4 * j + 2 * r]),
                      by * fmaf(-n[4 * j + 2 * r + 1], back, d[4 * j + 2 * r + 1]));
         }
     }
@@ -145,62 +145,63 @@ __device__ inline void through_norm(const Memory& memory, const float (&n)[N], c
 
 /// Norm: the readout has one.
 template <class T, int F, int V, bool Norm>
-__global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(mlstm_warpgroup_threads), mlstm_reads_blocks<V>)
-    mlstm_reads_hopper_kernel([[maybe_unused]] const mlstm_problem<T> problem) {
+__global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(mlstm_warpgroup_threads),
+                                  mlstm_chunk_outputs_blocks<V>)
+    mlstm_chunk_outputs_backward_hopper_kernel([[maybe_unused]] const mlstm_params<T> params) {
 #if KVPOLICY_HOPPER_CODE
     using E = mlstm_element<T>;
     static_assert(!shared_tile<E>::plain);
     constexpr int threads = mlstm_warpgroup_threads;
-    using memory_type = mlstm_reads_memory<E, F, V>;
+    using memory_type = mlstm_chunk_outputs_backward_memory<E, F, V>;
     shared_parts parts(aligned_dynamic_shared());
     const memory_type memory(parts);
-    const scorer_streams& streams = problem.streams;
-    const std::int32_t chunks = streams.batch * streams.heads * streams.slots, width = problem.width;
+    const scorer_streams& streams = params.streams;
+    const std::int32_t chunks = streams.batch * streams.heads * streams.chunks, width = params.width;
     const auto thread = static_cast<int>(threadIdx.x);
     const int lane = lane_id(), l0 = 16 * warp_id() + lane / 4, c0 = lane % 4 * 2;
 
     const auto load_all = [&](std::int32_t chunk) {
-        memory.load_state(problem, chunk);
-        memory.load_queries(problem, chunk);
-        memory.load_keys(problem, chunk);
+        memory.load_state(params, chunk);
+        memory.load_queries(params, chunk);
+        memory.load_keys(params, chunk);
     };
 
     memory.clear_sums();
     __syncthreads();
     const auto step = static_cast<std::int32_t>(gridDim.x);
     auto chunk = static_cast<std::int32_t>(blockIdx.x);
-    mlstm_read_frame frame, following;
-    mlstm_read_numbers<E, F, V> numbers;
+    mlstm_output_stats stats, following;
+    mlstm_output_numbers<E, F, V> numbers;
     float slope = 0.0f;  // d of the score that row `thread` has
-    const auto load_numbers = [&](std::int32_t of, const mlstm_read_frame& from) {
-        numbers.load(problem, of, from);
-        const bool in = thread >= from.reads && thread < from.count;
+    const auto load_numbers = [&](std::int32_t of, const mlstm_output_stats& from) {
+        numbers.load(params, of, from);
+        const bool in = thread >= from.first_output && thread < from.count;
         const float* at = nullptr;
         if (in) {
-            const scorer_span s = streams.span(of / streams.slots, of % streams.slots);
-            at = problem.d_scores.head(s.b, s.h) + (s.first + thread - streams.delay);
+            const scorer_span s = streams.span(of / streams.chunks, of % streams.chunks);
+            at = params.d_scores.head(s.b, s.h) + (s.first + thread - streams.delay);
         }
         slope = load_if(in, at);
     };
-    frame.load<false, true>(problem, chunk, chunks);
-    following.load<false, true>(problem, chunk + step, chunks);
-    if (frame.reads_any()) {
+    stats.load<false, true>(params, chunk, chunks);
+    following.load<false, true>(params, chunk + step, chunks);
+    if (stats.has_outputs()) {
         load_all(chunk);
     }
     copy_commit();
-    load_numbers(chunk, frame);
+    load_numbers(chunk, stats);
     for (; chunk < chunks; chunk += step) {
         const std::int32_t next = chunk + step;
-        const std::int32_t skipped = frame.reads, count = frame.count;
-        const bool there = frame.reads_any(), follows = following.reads_any();
+        const std::int32_t skipped = stats.first_output, count = stats.count;
+        const bool there = stats.has_outputs(), follows = following.has_outputs();
         const std::int64_t row = std::int64_t{chunk} * scorer_chunk;
-        float* const sums = problem.d_readout + std::int64_t{chunk} * (2 * width + 1);
-        T* const d_rows = problem.d_rows_q + row * problem.rows_q;
+        float* const sums = params.d_readout + std::int64_t{chunk} * (2 * width + 1);
+        T* const d_rows = params.d_rows_q + row * params.rows_q;
         if (!there) {
             for (int i = thread; i <= 2 * width; i += threads) {
                 sums[i] = 0.0f;
             }
-            for (int i = thread; i < count * problem.rows_q / 8; i += threads) {
+            for (int i = thread; i < count * params.rows_q / 8; i += threads) {
                 *reinterpret_cast<uint4*>(d_rows + std::int64_t{i} * 8) = make_uint4(0, 0, 0, 0);
             }
             load_numbers(next, following);
@@ -208,28 +209,28 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(mlstm_warpgroup_thread
                 load_all(next);
             }
             copy_commit();
-            frame = following;
-            following.load<false, true>(problem, next + step, chunks);
+            stats = following;
+            following.load<false, true>(params, next + step, chunks);
             continue;
         }
         if (thread < scorer_chunk) {
             memory.d_score[thread] = slope;
             if (!(fabsf(slope) <= 3.402823466e38f)) {
-                streams.report(chunk / streams.slots / streams.heads, status_not_finite);
+                streams.report(chunk / streams.chunks / streams.heads, status_not_finite);
             }
         }
-        memory.store_numbers(problem, numbers);
+        memory.store_numbers(params, numbers);
         mlstm_look_ahead<T> ahead(next, follows);
-        ahead.array(problem.q, scorer_chunk * F);
-        ahead.array(problem.k, scorer_chunk * F);
+        ahead.array(params.q, scorer_chunk * F);
+        ahead.array(params.k, scorer_chunk * F);
         copy_wait<0>();
         fence_async_proxy();
         __syncthreads();
 
-        mlstm_warpgroup_reads<E, F, V> reads;
-        reads.read(memory);
-        float(&n)[V / 2] = reads.n;
-        const float(&kept)[2] = reads.kept;
+        mlstm_warpgroup_outputs<E, F, V> outputs;
+        outputs.compute(memory);
+        float(&n)[V / 2] = outputs.n;
+        const float(&kept)[2] = outputs.kept;
         float d_score[2];
         bool in[2];
 #pragma unroll
@@ -242,8 +243,8 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(mlstm_warpgroup_thread
         float inverse[2];
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            clamped[r] = reads.divisor[r] < mlstm_clamp;
-            inverse[r] = __fdividef(1.0f, clamped[r] ? mlstm_clamp : reads.divisor[r]);
+            clamped[r] = outputs.divisor[r] < mlstm_clamp;
+            inverse[r] = __fdividef(1.0f, clamped[r] ? mlstm_clamp : outputs.divisor[r]);
         }
 
         // h_l
@@ -258,7 +259,7 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(mlstm_warpgroup_thread
                 }
             }
         }
-        // d N, as it is rounded; - d g_l, and d N_l . rho + d g_l
+        // d N, as it is rounded; - d g_l, and d N_l . ref_value + d g_l
         std::uint32_t to_n[V / 16][4];
         float of_divisor[2] = {}, of_state[2] = {}, d_g[2];
         float to_h[2];
@@ -267,7 +268,7 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(mlstm_warpgroup_thread
         for (int r = 0; r < 2; ++r) {
             to_h[r] = clamped[r] ? 0.0f : 1.0f;
         }
-        const auto set_pair = [&](int j, int r, const float2& rho, float first, float second) {
+        const auto set_pair = [&](int j, int r, const float2& ref_value, float first, float second) {
             const float h[2] = {n[4 * j + 2 * r], n[4 * j + 2 * r + 1]};
             rounded_pair<E> pair;
             pair.set(first, second);
@@ -275,8 +276,8 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(mlstm_warpgroup_thread
             first = pair.first();
             second = pair.second();
             of_divisor[r] = fmaf(first, h[0], fmaf(second, h[1], of_divisor[r]));
-            of_state[r] = fmaf(first, fmaf(-to_h[r], h[0], rho.x),
-                               fmaf(second, fmaf(-to_h[r], h[1], rho.y), of_state[r]));
+            of_state[r] = fmaf(first, fmaf(-to_h[r], h[0], ref_value.x),
+                               fmaf(second, fmaf(-to_h[r], h[1], ref_value.y), of_state[r]));
         };
         if constexpr (Norm) {
             through_norm(memory, n, d_score, inverse, width, of_warp, set_pair);
@@ -288,8 +289,8 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(mlstm_warpgroup_thread
             of_state[r] = row_sum(of_state[r]);
             d_g[r] = clamped[r] ? 0.0f : -row_sum(of_divisor[r]);
             if (lane % 4 == 0) {
-                problem.d_g[row + l0 + 8 * r] = d_g[r];
-                problem.kept[row + l0 + 8 * r] = in[r] ? kept[r] : 0.0f;
+                params.d_g[row + l0 + 8 * r] = d_g[r];
+                params.kept[row + l0 + 8 * r] = in[r] ? kept[r] : 0.0f;
             }
         }
         float d_q[F / 2], pairs[32];
@@ -311,7 +312,7 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(mlstm_warpgroup_thread
         for (int j = 0; j < 8; ++j) {
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
-                const float w[2] = {reads.weights[4 * j + 2 * r], reads.weights[4 * j + 2 * r + 1]};
+                const float w[2] = {outputs.weights[4 * j + 2 * r], outputs.weights[4 * j + 2 * r + 1]};
                 held[j / 2][j % 2 * 2 + r] = pack<E>(w[0] * (pairs[4 * j + 2 * r] + d_g[r]),
                                                      w[1] * (pairs[4 * j + 2 * r + 1] + d_g[r]));
             }
@@ -321,12 +322,12 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(mlstm_warpgroup_thread
         pin(to_n);
         __syncthreads();  // the state and the values have been read, d N and the columns' sums are there
         if (follows) {
-            memory.load_state(problem, next);
+            memory.load_state(params, next);
         }
         copy_commit();
         load_numbers(next, following);
-        frame = following;
-        following.load<false, true>(problem, next + step, chunks);
+        stats = following;
+        following.load<false, true>(params, next + step, chunks);
         // d q~ = exp(m - M_l) (C d N + z d g) + sum_j w_lj G_lj k~_j
 #pragma unroll
         for (int j = 0; j < F / 8; ++j) {
@@ -348,10 +349,10 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(mlstm_warpgroup_thread
         for (int r = 0; r < 2; ++r) {
             const float carried = row_sum(of_q[0][r] + of_q[1][r]);
             if (lane % 4 == 0) {
-                problem.carried[row + l0 + 8 * r] = carried;
+                params.carried[row + l0 + 8 * r] = carried;
             }
         }
-        write_columns_of<V, threads>(problem.d_n + row * V, V, memory.d_n, scorer_chunk, thread);
+        write_columns_of<V, threads>(params.d_n + row * V, V, memory.d_n, scorer_chunk, thread);
         for (int i = thread; i < (Norm ? 2 : 1) * width; i += threads) {
             const int at = i < width ? 2 * i : 2 * (i - width) + 1;
             float sum = 0.0f;
@@ -379,24 +380,24 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(mlstm_warpgroup_thread
                 whole[half][r] = row_sum(whole[half][r]);
             }
         }
-        through_feature_map<F>(problem, d_q, memory.q, whole);
+        through_feature_map<F>(params, d_q, memory.q, whole);
         __syncthreads();  // keys have been read, and d N
         const shared_tile<T> to{memory_type::apart ? memory.d_n.data : memory.k.data, scorer_chunk};
         store_rounded(to, d_q);
         __syncthreads();  // queries have been read, d q~ is there
         if (follows) {
-            memory.load_queries(problem, next);
+            memory.load_queries(params, next);
             if (memory_type::apart) {
-                memory.load_keys(problem, next);
+                memory.load_keys(params, next);
             }
         }
         copy_commit();
-        write_tile<threads>(d_rows, problem.rows_q, to, problem.at_skip, count, thread);
-        write_eighths<threads>(d_rows, problem.rows_q, problem.at_skip, problem.used_q, count, thread,
-                               [&](int r, int c) { return c == problem.at_skip ? memory.d_score[r] : 0.0f; });
+        write_tile<threads>(d_rows, params.rows_q, to, params.at_skip, count, thread);
+        write_eighths<threads>(d_rows, params.rows_q, params.at_skip, params.used_q, count, thread,
+                               [&](int r, int c) { return c == params.at_skip ? memory.d_score[r] : 0.0f; });
         __syncthreads();  // the next chunk's numbers may come
         if (follows && !memory_type::apart) {
-            memory.load_keys(problem, next);
+            memory.load_keys(params, next);
         }
         copy_commit();
     }

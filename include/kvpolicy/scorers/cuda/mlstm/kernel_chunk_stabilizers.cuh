@@ -1,4 +1,4 @@
-// An mLSTM's scan over the stabilisers of its chunks, before anything walks over them.
+// An mLSTM's scan over the stabilizers of its chunks, before anything scans them.
 #pragma once
 
 #include <kvpolicy/cuda/config.cuh>
@@ -11,67 +11,68 @@ namespace kvpolicy {
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 namespace cuda_backend {
 
-inline constexpr int mlstm_frames_threads = 256;
+inline constexpr int mlstm_chunk_stabilizers_threads = 256;
 
-/// Stabilisers before each chunk, the walks' steps, and the heaviest token before each chunk: a block a plane, a chunk a thread.
+/// Stabilizers before each chunk, the steps of the scan over chunks, and the token of the largest weight before each chunk: a block a plane, a chunk a thread.
 /// m' = forgotten + max(m, top) is max(m + a, b), and such maps compose. Continued sequences take up and leave the caller's m.
 template <class T>
-__global__ void __launch_bounds__(mlstm_frames_threads) mlstm_frames_kernel(const mlstm_problem<T> problem) {
-    const scorer_streams& streams = problem.streams;
+__global__ void __launch_bounds__(mlstm_chunk_stabilizers_threads)
+    mlstm_chunk_stabilizers_kernel(const mlstm_params<T> params) {
+    const scorer_streams& streams = params.streams;
     const auto plane = static_cast<std::int32_t>(blockIdx.x);
-    constexpr int threads = mlstm_frames_threads, warps = threads / 32;
-    // What a warp's chunks do to a stabiliser, and to the weights of the tokens before them.
+    constexpr int threads = mlstm_chunk_stabilizers_threads, warps = threads / 32;
+    // What a warp's chunks do to a stabilizer, and to the weights of the tokens before them.
     __shared__ double of_a[warps], of_b[warps];
-    __shared__ std::int32_t of_heavy[warps];
+    __shared__ std::int32_t of_ref_token[warps];
     __shared__ float of_keep[warps], of_add[warps];
     const int thread = static_cast<int>(threadIdx.x), lane = lane_id(), warp = warp_id();
-    const std::int64_t state = std::int64_t{problem.features} * (problem.width + 1) + 2;
-    float* const stabiliser = problem.states == nullptr ? nullptr : problem.states + (plane + 1) * state - 2;
+    const std::int64_t state = std::int64_t{params.features} * (params.width + 1) + 2;
+    float* const stabilizer = params.states == nullptr ? nullptr : params.states + (plane + 1) * state - 2;
     const std::int32_t start = streams.start_of(plane / streams.heads);
     double m = -INFINITY;
-    if (start > 0 && stabiliser != nullptr) {
-        m = static_cast<double>(stabiliser[0]) + static_cast<double>(stabiliser[1]);
-        // The sums that a walk in one segment begins with: several of its blocks do, and one leaves new ones, perhaps before others begin.
-        const float* const sums = stabiliser - problem.features;
-        for (std::int32_t i = thread; i < problem.features; i += threads) {
-            problem.partial_states[std::int64_t{plane} * problem.features + i] = sums[i];
+    if (start > 0 && stabilizer != nullptr) {
+        m = static_cast<double>(stabilizer[0]) + static_cast<double>(stabilizer[1]);
+        // The sums that a scan over chunks in one segment begins with: several of its blocks do, and one leaves new ones, perhaps before others begin.
+        const float* const sums = stabilizer - params.features;
+        for (std::int32_t i = thread; i < params.features; i += threads) {
+            params.partial_states[std::int64_t{plane} * params.features + i] = sums[i];
         }
     }
     bool any = false;
     float weights =
         1.0f;  // of all tokens before the next chunks, from m on; of the caller's state nothing is known
-    std::int32_t heavy = -1;
-    mlstm_frame next{};
-    if (thread < streams.slots) {
-        next = problem.frames[std::int64_t{plane} * streams.slots + thread];
+    std::int32_t ref_token = -1;
+    mlstm_chunk_stats next{};
+    if (thread < streams.chunks) {
+        next = params.chunk_stats[std::int64_t{plane} * streams.chunks + thread];
     }
-    for (std::int32_t first = 0; first < streams.slots; first += threads) {
-        const std::int32_t slot = first + thread;
+    for (std::int32_t first = 0; first < streams.chunks; first += threads) {
+        const std::int32_t chunk_index = first + thread;
         scorer_span s{};
-        if (slot < streams.slots) {
-            s = streams.span(plane, slot);
+        if (chunk_index < streams.chunks) {
+            s = streams.span(plane, chunk_index);
         }
-        mlstm_frame frame = next;
-        if (slot + threads < streams.slots) {
-            next = problem.frames[std::int64_t{plane} * streams.slots + slot + threads];
+        mlstm_chunk_stats stats = next;
+        if (chunk_index + threads < streams.chunks) {
+            next = params.chunk_stats[std::int64_t{plane} * streams.chunks + chunk_index + threads];
         }
         const bool there = s.count > 0;
         const bool fresh = there && s.first == s.begin;
         double a = 0.0, b = -INFINITY;
-        std::int32_t own_heavy = -1;  // what b is of
+        std::int32_t own_ref_token = -1;  // what b is of
         if (there) {
-            a = fresh ? -INFINITY : frame.forgotten;
-            b = frame.forgotten + frame.top;
-            own_heavy = slot * scorer_chunk + frame.heavy;
+            a = fresh ? -INFINITY : stats.forgotten;
+            b = stats.forgotten + stats.top;
+            own_ref_token = chunk_index * scorer_chunk + stats.ref_token;
         }
 #pragma unroll
         for (int step = 1; step < 32; step *= 2) {
             const double before_a = __shfl_up_sync(all_lanes, a, static_cast<unsigned>(step));
             const double before_b = __shfl_up_sync(all_lanes, b, static_cast<unsigned>(step));
-            const std::int32_t other = __shfl_up_sync(all_lanes, own_heavy, static_cast<unsigned>(step));
+            const std::int32_t other = __shfl_up_sync(all_lanes, own_ref_token, static_cast<unsigned>(step));
             if (lane >= step) {
                 const double moved = before_b + a;
-                own_heavy = moved > b ? other : own_heavy;
+                own_ref_token = moved > b ? other : own_ref_token;
                 b = moved > b ? moved : b;
                 a += before_a;
             }
@@ -79,37 +80,37 @@ __global__ void __launch_bounds__(mlstm_frames_threads) mlstm_frames_kernel(cons
         if (lane == 31) {
             of_a[warp] = a;
             of_b[warp] = b;
-            of_heavy[warp] = own_heavy;
+            of_ref_token[warp] = own_ref_token;
         }
         any = __syncthreads_or(there ? 1 : 0) != 0 || any;
         double begin = m;  // before the warp's chunks
-        std::int32_t begin_heavy = heavy;
+        std::int32_t begin_ref_token = ref_token;
 #pragma unroll
         for (int i = 0; i < warps; ++i) {
             if (i == warp) {
                 begin = m;
-                begin_heavy = heavy;
+                begin_ref_token = ref_token;
             }
             const double moved = m + of_a[i];
-            heavy = moved > of_b[i] ? heavy : of_heavy[i];
+            ref_token = moved > of_b[i] ? ref_token : of_ref_token[i];
             m = moved > of_b[i] ? moved : of_b[i];
         }
         const double moved = begin + a;
         const double after = moved > b ? moved : b;
-        const std::int32_t heavy_after = moved > b ? begin_heavy : own_heavy;
+        const std::int32_t ref_token_after = moved > b ? begin_ref_token : own_ref_token;
         const double before = __shfl_up_sync(all_lanes, after, 1u);
-        const std::int32_t heavy_before = __shfl_up_sync(all_lanes, heavy_after, 1u);
+        const std::int32_t ref_token_before = __shfl_up_sync(all_lanes, ref_token_after, 1u);
         const double own = fresh ? -INFINITY : lane == 0 ? begin : before;
-        frame.keep = 1.0f;
+        stats.keep = 1.0f;
         float add = 0.0f;
         if (there) {
-            const double most = own > frame.top ? own : frame.top;
-            frame.m = own;
-            frame.keep = expf(static_cast<float>(own - most));
-            add = expf(static_cast<float>(frame.top - most));
+            const double most = own > stats.top ? own : stats.top;
+            stats.m = own;
+            stats.keep = expf(static_cast<float>(own - most));
+            add = expf(static_cast<float>(stats.top - most));
         }
         // weights' = keep weights + add the chunk's
-        float keep_all = frame.keep, add_all = there ? add * frame.weights : 0.0f;
+        float keep_all = stats.keep, add_all = there ? add * stats.weights : 0.0f;
 #pragma unroll
         for (int step = 1; step < 32; step *= 2) {
             const float before_keep = __shfl_up_sync(all_lanes, keep_all, static_cast<unsigned>(step));
@@ -132,29 +133,29 @@ __global__ void __launch_bounds__(mlstm_frames_threads) mlstm_frames_kernel(cons
         }
         const float weights_after = keep_all * begin_weights + add_all;
         const float weights_before = __shfl_up_sync(all_lanes, weights_after, 1u);
-        frame.count = s.count;
-        frame.fresh = fresh ? 1 : 0;
-        frame.reads = scorer_chunk;
+        stats.count = s.count;
+        stats.fresh = fresh ? 1 : 0;
+        stats.first_output = scorer_chunk;
         if (there) {
             // A token that is not finite makes all later states NaN.
-            frame.add = frame.bad < s.count ? NAN : add;
+            stats.add = stats.bad < s.count ? NAN : add;
             const std::int32_t skipped = max(0, s.begin + streams.delay - s.first);
-            frame.reads = skipped < s.count ? skipped : scorer_chunk;
-            frame.before = fresh ? -1 : lane == 0 ? begin_heavy : heavy_before;
+            stats.first_output = skipped < s.count ? skipped : scorer_chunk;
+            stats.before = fresh ? -1 : lane == 0 ? begin_ref_token : ref_token_before;
             const float all = lane == 0 ? begin_weights : weights_before;
-            frame.share = frame.before >= 0 && all >= 0.5f ? 1.0f / all : 0.0f;
+            stats.ref_weight = stats.before >= 0 && all >= 0.5f ? 1.0f / all : 0.0f;
         } else {
-            frame.before = -1;
-            frame.share = 0.0f;
+            stats.before = -1;
+            stats.ref_weight = 0.0f;
         }
-        if (slot < streams.slots) {
-            problem.frames[std::int64_t{plane} * streams.slots + slot] = frame;
+        if (chunk_index < streams.chunks) {
+            params.chunk_stats[std::int64_t{plane} * streams.chunks + chunk_index] = stats;
         }
     }
-    if (thread == 0 && stabiliser != nullptr && (any || start == 0) && streams.sound(plane / streams.heads)) {
+    if (thread == 0 && stabilizer != nullptr && (any || start == 0) && streams.sound(plane / streams.heads)) {
         const auto high = static_cast<float>(m);
-        stabiliser[0] = high;
-        stabiliser[1] = fabs(m) <= 3.402823466e38 ? static_cast<float>(m - static_cast<double>(high)) : 0.0f;
+        stabilizer[0] = high;
+        stabilizer[1] = fabs(m) <= 3.402823466e38 ? static_cast<float>(m - static_cast<double>(high)) : 0.0f;
     }
 }
 

@@ -1,5 +1,5 @@
-// Scores of an mLSTM in one sweep: a block has the whole state of a plane's segment in its accumulators, and for one chunk after another reads
-// it, then adds the chunk to it. So states between chunks are never stored, which is what mlstm_walk_kernel and mlstm_read_kernel spend
+// Scores of an mLSTM in one fused kernel: a block has the whole state of a plane's segment in its accumulators, and for one chunk after another reads
+// it, then adds the chunk to it. So states between chunks are never stored, which is what mlstm_chunk_states_kernel and mlstm_chunk_outputs_kernel spend
 // their time on. Numbers and roundings are theirs.
 //
 // Of a chunk's two barriers for the whole block the first says that its rows have come and that the chunk before is done with its memory,
@@ -18,29 +18,29 @@ namespace kvpolicy {
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 namespace cuda_backend {
 
-/// Warps of a sweep: sixteen, so that it hides latencies that a block alone on its multiprocessor has.
-inline constexpr int mlstm_sweep_parts = 4, mlstm_sweep_threads = 128 * mlstm_sweep_parts;
+/// Warps of a fused kernel: sixteen, so that it hides latencies that a block alone on its SM has.
+inline constexpr int mlstm_fused_parts = 4, mlstm_fused_threads = 128 * mlstm_fused_parts;
 
-/// Shared memory of mlstm_sweep_kernel: what a read needs, its rows those of the present chunk, and the rows of two chunks.
+/// Shared memory of mlstm_fused_states_outputs_kernel: what an output needs, its rows those of the present chunk, and the rows of two chunks.
 template <class E, int F, int V>
-struct mlstm_sweep_memory {
-    static constexpr int stages = 2, frames_held = 4;
+struct mlstm_fused_memory {
+    static constexpr int stages = 2, stats_held = 4;
 
     shared_tile<E> q, k, v;  // of the present stage
     shared_tile<E> c, weights, z_tile;
-    float* rho;
+    float* ref_value;
     float* qz;
     float2* numbers;  // [V]: the norm's gain, the readout's weight
-    mlstm_sums_along<mlstm_sweep_parts> sums[3];
+    mlstm_sums_along<mlstm_fused_parts> sums[3];
     mlstm_exponents<E> exponents;
     shared_tile<E> first_q, first_k, first_v;  // of the first stage; the second's follow
     double *log_source, *log_top;              // [stages][64]
     float *weight, *skipped;                   // [stages][64]
-    E* heavy;                                  // [stages][V]
-    mlstm_frame* frames;                       // [frames_held]
+    E* ref_token;                              // [stages][V]
+    mlstm_chunk_stats* chunk_stats;            // [stats_held]
     std::size_t bytes;
 
-    KVPOLICY_HOST_DEVICE explicit mlstm_sweep_memory(unsigned char* memory) {
+    KVPOLICY_HOST_DEVICE explicit mlstm_fused_memory(unsigned char* memory) {
         shared_parts parts(memory);
         first_q = {parts.tile<E>(scorer_chunk, stages * F).data, scorer_chunk};
         first_k = {parts.tile<E>(scorer_chunk, stages * F).data, scorer_chunk};
@@ -48,11 +48,11 @@ struct mlstm_sweep_memory {
         c = parts.tile<E>(F, V);
         weights = parts.tile<E>(scorer_chunk, scorer_chunk);
         z_tile = parts.tile<E>(16, F);
-        rho = parts.take<float>(V);
+        ref_value = parts.take<float>(V);
         qz = parts.take<float>(scorer_chunk);
         numbers = parts.take<float2>(V);
-        for (mlstm_sums_along<mlstm_sweep_parts>& one : sums) {
-            one.of = parts.take<float>(mlstm_sweep_parts * scorer_chunk);
+        for (mlstm_sums_along<mlstm_fused_parts>& one : sums) {
+            one.of = parts.take<float>(mlstm_fused_parts * scorer_chunk);
         }
         exponents.source = parts.take<typename mlstm_exponents<E>::number>(scorer_chunk);
         exponents.most = parts.take<typename mlstm_exponents<E>::number>(scorer_chunk);
@@ -61,8 +61,8 @@ struct mlstm_sweep_memory {
         log_top = parts.take<double>(stages * scorer_chunk);
         weight = parts.take<float>(stages * scorer_chunk);
         skipped = parts.take<float>(stages * scorer_chunk);
-        heavy = parts.take<E>(stages * V);
-        frames = parts.take<mlstm_frame>(frames_held);
+        ref_token = parts.take<E>(stages * V);
+        chunk_stats = parts.take<mlstm_chunk_stats>(stats_held);
         bytes = parts.bytes();
     }
     __device__ void at_stage(int stage) {
@@ -73,59 +73,60 @@ struct mlstm_sweep_memory {
 };
 
 template <class T, int F, int V>
-__global__ void __launch_bounds__(mlstm_sweep_threads) mlstm_sweep_kernel(const mlstm_problem<T> problem) {
+__global__ void __launch_bounds__(mlstm_fused_threads)
+    mlstm_fused_states_outputs_kernel(const mlstm_params<T> params) {
     using E = mlstm_element<T>;
-    using memory_type = mlstm_sweep_memory<E, F, V>;
+    using memory_type = mlstm_fused_memory<E, F, V>;
     static_assert(!shared_tile<E>::plain);
-    constexpr int stages = memory_type::stages, frames_held = memory_type::frames_held;
-    constexpr int threads = mlstm_sweep_threads, parts = mlstm_sweep_parts;
+    constexpr int stages = memory_type::stages, stats_held = memory_type::stats_held;
+    constexpr int threads = mlstm_fused_threads, parts = mlstm_fused_parts;
     constexpr int WM = F / 16, WN = threads / 32 / WM, NI = V / 8 / WN;
-    const scorer_streams& streams = problem.streams;
+    const scorer_streams& streams = params.streams;
     memory_type memory(aligned_dynamic_shared());
     const auto block = static_cast<std::int32_t>(blockIdx.x);
-    const std::int32_t plane = block / problem.segments, segment = block % problem.segments;
-    const std::int32_t begun = segment * problem.segment_chunks;
-    const std::int32_t count = min(problem.segment_chunks, streams.slots - begun);
-    const std::int64_t first_chunk = std::int64_t{plane} * streams.slots;
+    const std::int32_t plane = block / params.segments, segment = block % params.segments;
+    const std::int32_t begun = segment * params.segment_chunks;
+    const std::int32_t count = min(params.segment_chunks, streams.chunks - begun);
+    const std::int64_t first_chunk = std::int64_t{plane} * streams.chunks;
     const int thread = static_cast<int>(threadIdx.x), lane = lane_id();
     const mlstm_state_part part{warp_id() % WM * 16, warp_id() / WM * (V / WN), warp_id() / WM == 0};
 
-    const auto copy_frame = [&](std::int32_t n) {  // by the last four threads
+    const auto copy_stats = [&](std::int32_t n) {  // by the last four threads
         const int i = thread - (threads - 4);
-        static_assert(sizeof(mlstm_frame) == 64);
+        static_assert(sizeof(mlstm_chunk_stats) == 64);
         if (n < count && i >= 0) {
-            copy_16(
-                shared_address(memory.frames + n % frames_held) + static_cast<std::uint32_t>(16 * i),
-                reinterpret_cast<const unsigned char*>(problem.frames + first_chunk + begun + n) + 16 * i);
+            copy_16(shared_address(memory.chunk_stats + n % stats_held) + static_cast<std::uint32_t>(16 * i),
+                    reinterpret_cast<const unsigned char*>(params.chunk_stats + first_chunk + begun + n) +
+                        16 * i);
         }
     };
     // Chunk n's rows, whose frame is there, and the next one's frame.
     const auto fetch = [&](std::int32_t n) {
-        copy_frame(n + 1);
+        copy_stats(n + 1);
         if (n < count) {
-            const mlstm_frame& frame = memory.frames[n % frames_held];
+            const mlstm_chunk_stats& stats = memory.chunk_stats[n % stats_held];
             const int stage = n % stages;
             const std::int64_t row = (first_chunk + begun + n) * scorer_chunk;
-            if (frame.count > 0) {
+            if (stats.count > 0) {
                 copy_slice<scorer_chunk, F, threads>(memory.first_k.from(stage * F), 0,
-                                                     static_cast<const E*>(problem.k) + row * F, F);
+                                                     static_cast<const E*>(params.k) + row * F, F);
                 copy_slice<scorer_chunk, V, threads>(memory.first_v.from(stage * V), 0,
-                                                     static_cast<const E*>(problem.v) + row * V, V);
-                copy_line(memory.weight + stage * scorer_chunk, problem.weight + row, scorer_chunk, 0);
+                                                     static_cast<const E*>(params.v) + row * V, V);
+                copy_line(memory.weight + stage * scorer_chunk, params.weight + row, scorer_chunk, 0);
             }
-            if (frame.reads < frame.count) {
+            if (stats.first_output < stats.count) {
                 copy_slice<scorer_chunk, F, threads>(memory.first_q.from(stage * F), 0,
-                                                     static_cast<const E*>(problem.q) + row * F, F);
-                copy_line(memory.log_source + stage * scorer_chunk, problem.log_source + row, scorer_chunk,
+                                                     static_cast<const E*>(params.q) + row * F, F);
+                copy_line(memory.log_source + stage * scorer_chunk, params.log_source + row, scorer_chunk,
                           32);
-                copy_line(memory.log_top + stage * scorer_chunk, problem.log_top + row, scorer_chunk, 64);
-                if (problem.skip != nullptr) {
-                    copy_line(memory.skipped + stage * scorer_chunk, problem.skipped + row, scorer_chunk, 96);
+                copy_line(memory.log_top + stage * scorer_chunk, params.log_top + row, scorer_chunk, 64);
+                if (params.skip != nullptr) {
+                    copy_line(memory.skipped + stage * scorer_chunk, params.skipped + row, scorer_chunk, 96);
                 }
-                if (frame.before >= 0) {
+                if (stats.before >= 0) {
                     copy_line(
-                        memory.heavy + stage * V,
-                        static_cast<const E*>(problem.v) + (first_chunk * scorer_chunk + frame.before) * V, V,
+                        memory.ref_token + stage * V,
+                        static_cast<const E*>(params.v) + (first_chunk * scorer_chunk + stats.before) * V, V,
                         128);
                 }
             }
@@ -133,61 +134,62 @@ __global__ void __launch_bounds__(mlstm_sweep_threads) mlstm_sweep_kernel(const 
         copy_commit();
     };
 
-    copy_frame(0);
+    copy_stats(0);
     copy_commit();
     {
         const float blank[8] = {};
         for (int i = thread; i < 16 * F / 8; i += threads) {
             memory.z_tile.set_eight(i / (F / 8), i % (F / 8) * 8, blank);
         }
-        const std::int64_t at = std::int64_t{plane % streams.heads} * problem.width;
+        const std::int64_t at = std::int64_t{plane % streams.heads} * params.width;
         for (int i = thread; i < V; i += threads) {
-            const bool there = i < problem.width;
+            const bool there = i < params.width;
             memory.numbers[i] =
-                make_float2(there && problem.norm_gain != nullptr ? problem.norm_gain[at + i] : 1.0f,
-                            there ? problem.readout[at + i] : 0.0f);
+                make_float2(there && params.norm_gain != nullptr ? params.norm_gain[at + i] : 1.0f,
+                            there ? params.readout[at + i] : 0.0f);
         }
     }
-    const float bias = problem.readout_bias != nullptr ? problem.readout_bias[plane % streams.heads] : 0.0f;
+    const float bias = params.readout_bias != nullptr ? params.readout_bias[plane % streams.heads] : 0.0f;
     scorer_span s = streams.span(plane, begun);
-    float* const scores = problem.scores.head(s.b, s.h);
+    float* const scores = params.scores.head(s.b, s.h);
     float acc[NI][4], of_sums[4];
     mlstm_state_part::clear(acc, of_sums);
     copy_wait<0>();
     __syncthreads();
     fetch(0);
-    part.template begin<F, V>(problem, plane, segment, false, acc, of_sums);
+    part.template begin<F, V>(params, plane, segment, false, acc, of_sums);
 
     for (std::int32_t n = 0; n < count; ++n) {
         copy_wait<0>();
         __syncthreads();
         fetch(n + 1);
-        const mlstm_frame& frame = memory.frames[n % frames_held];
-        if (frame.count == 0) {
+        const mlstm_chunk_stats& stats = memory.chunk_stats[n % stats_held];
+        if (stats.count == 0) {
             continue;
         }
         const int stage = n % stages;
         memory.at_stage(stage);
-        if (frame.fresh != 0) {
+        if (stats.fresh != 0) {
             mlstm_state_part::clear(acc, of_sums);
         }
-        const bool reads = frame.reads < frame.count;
-        mlstm_reads<V, parts> values;
-        if (reads) {
+        const bool has_outputs = stats.first_output < stats.count;
+        mlstm_chunk_outputs<V, parts> values;
+        if (has_outputs) {
             if (thread < V) {
-                memory.rho[thread] = frame.before >= 0
-                                         ? frame.share * static_cast<float>(memory.heavy[stage * V + thread])
-                                         : 0.0f;
+                memory.ref_value[thread] =
+                    stats.before >= 0
+                        ? stats.ref_weight * static_cast<float>(memory.ref_token[stage * V + thread])
+                        : 0.0f;
             }
             memory.exponents.load(memory.log_source + stage * scorer_chunk,
-                                  memory.log_top + stage * scorer_chunk, frame.m);
-            float rho[NI][2] = {};
-            if (frame.before >= 0) {
-                const E* const value = memory.heavy + stage * V;
+                                  memory.log_top + stage * scorer_chunk, stats.m);
+            float ref_value[NI][2] = {};
+            if (stats.before >= 0) {
+                const E* const value = memory.ref_token + stage * V;
 #pragma unroll
                 for (int j = 0; j < NI; ++j) {
-                    rho[j][0] = frame.share * static_cast<float>(value[part.value(j)]);
-                    rho[j][1] = frame.share * static_cast<float>(value[part.value(j) + 1]);
+                    ref_value[j][0] = stats.ref_weight * static_cast<float>(value[part.value(j)]);
+                    ref_value[j][1] = stats.ref_weight * static_cast<float>(value[part.value(j) + 1]);
                 }
             }
 #pragma unroll
@@ -197,7 +199,7 @@ __global__ void __launch_bounds__(mlstm_sweep_threads) mlstm_sweep_kernel(const 
 #pragma unroll
                 for (int j = 0; j < NI; ++j) {
                     static_assert(NI <= 8);
-                    row.set(j, acc[j][2 * r] - z * rho[j][0], acc[j][2 * r + 1] - z * rho[j][1]);
+                    row.set(j, acc[j][2 * r] - z * ref_value[j][0], acc[j][2 * r + 1] - z * ref_value[j][1]);
                 }
                 if (part.owns_sums && lane % 4 < 2) {  // z rounded, and what rounding takes away
                     const float rounded = static_cast<float>(static_cast<E>(z));
@@ -218,13 +220,13 @@ __global__ void __launch_bounds__(mlstm_sweep_threads) mlstm_sweep_kernel(const 
         for (int e = 0; e < 4; ++e) {
 #pragma unroll
             for (int j = 0; j < NI; ++j) {
-                acc[j][e] *= frame.keep;
+                acc[j][e] *= stats.keep;
             }
-            of_sums[e] *= frame.keep;
+            of_sums[e] *= stats.keep;
         }
         add_scaled_outer<NI>(acc, of_sums, memory.k, part.m0, memory.v, part.n0,
-                             memory.weight + stage * scorer_chunk, frame.add);
-        if (reads) {
+                             memory.weight + stage * scorer_chunk, stats.add);
+        if (has_outputs) {
             sync_rows<parts>();  // the weights of these rows are there
             apply_pairs(memory, values);
             if (streams.edges != nullptr) {
@@ -237,14 +239,14 @@ __global__ void __launch_bounds__(mlstm_sweep_threads) mlstm_sweep_kernel(const 
                 readout = memory.numbers[i].y;
             };
             const auto added = [&](int l) {
-                return bias + (problem.skip != nullptr ? memory.skipped[stage * scorer_chunk + l] : 0.0f);
+                return bias + (params.skip != nullptr ? memory.skipped[stage * scorer_chunk + l] : 0.0f);
             };
-            score_reads<E>(problem, memory, scores + (s.first - streams.delay), frame.reads, frame.count,
-                           frame.bad, values, number, added);
+            score_outputs<E>(params, memory, scores + (s.first - streams.delay), stats.first_output,
+                             stats.count, stats.bad, values, number, added);
         }
     }
-    if (segment == problem.segments - 1) {
-        part.end(problem, plane, F, acc, of_sums);
+    if (segment == params.segments - 1) {
+        part.end(params, plane, F, acc, of_sums);
     }
 }
 

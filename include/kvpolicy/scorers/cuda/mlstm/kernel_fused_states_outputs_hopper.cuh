@@ -20,48 +20,50 @@ namespace cuda_backend {
 
 /// Warpgroups of a block: two that read, one for every 64 features of the state, and one that brings rows.
 template <int F>
-struct mlstm_sweep_groups {
-    static constexpr int readers = 2, adders = F / 64, all = readers + adders + 1;
+struct mlstm_fused_warpgroups {
+    static constexpr int output_groups = 2, adders = F / 64, all = output_groups + adders + 1;
     static constexpr int threads = 128 * all;
-    static constexpr int first_adder = 128 * readers, first_loader = 128 * (readers + adders);  // threads
+    static constexpr int first_adder = 128 * output_groups,
+                         first_loader = 128 * (output_groups + adders);  // threads
     // Registers of a thread: what a launch of so many threads gives each, and who has how many of them then.
     static constexpr int at_first = all == 5 ? 96 : 128, of_adder = 112, of_loader = 32;
-    static constexpr int of_reader = (at_first * all - of_adder * adders - of_loader) / readers / 8 * 8;
-    static constexpr bool few = of_reader < 168;  // too few for two products of a read at once
+    static constexpr int of_output_group =
+        (at_first * all - of_adder * adders - of_loader) / output_groups / 8 * 8;
+    static constexpr bool few = of_output_group < 168;  // too few for two products of an output at once
 };
 template <int F>
-inline constexpr int mlstm_sweep_hopper_threads = mlstm_sweep_groups<F>::threads;
+inline constexpr int mlstm_fused_hopper_threads = mlstm_fused_warpgroups<F>::threads;
 
 /// A chunk's numbers in shared memory.
 template <int V>
-struct alignas(16) mlstm_sweep_chunk {
+struct alignas(16) mlstm_fused_chunk {
     float weight[scorer_chunk];
     float source[scorer_chunk], most[scorer_chunk], kept[scorer_chunk];
     float added[scorer_chunk];  // what a score has besides
-    float rho[V];
-    mlstm_frame frame;
+    float ref_value[V];
+    mlstm_chunk_stats stats;
 };
 
-/// Shared memory of mlstm_sweep_hopper_kernel: rings of chunks, and of states before them.
+/// Shared memory of mlstm_fused_states_outputs_hopper_kernel: rings of chunks, and of states before them.
 template <class E, int F, int V>
-struct mlstm_sweep_hopper_memory {
+struct mlstm_fused_hopper_memory {
     static constexpr int stages = 3, held = 2;
     static constexpr int tile_bytes = scorer_chunk * (2 * F + V) * 2;
 
     unsigned char* tiles;          // [stages]: q~, k~, v~
     unsigned char* states;         // [held]
     unsigned char* sums;           // [held][8][F]: z in two rows, rounded and what rounding takes away
-    mlstm_sweep_chunk<V>* chunks;  // [stages]
+    mlstm_fused_chunk<V>* chunks;  // [stages]
     float2* numbers;               // [V]: the norm's gain, the readout's weight
     std::uint64_t* barriers;       // chunks [stages] full, [stages] free, states [held] full, [held] free
     std::size_t bytes;
 
-    KVPOLICY_HOST_DEVICE explicit mlstm_sweep_hopper_memory(unsigned char* memory) {
+    KVPOLICY_HOST_DEVICE explicit mlstm_fused_hopper_memory(unsigned char* memory) {
         shared_parts parts(memory);
         tiles = parts.tile<E>(scorer_chunk, stages * (2 * F + V)).data;
         states = parts.tile<E>(F, held * V).data;
         sums = parts.tile<E>(8, held * F).data;
-        chunks = parts.take<mlstm_sweep_chunk<V>>(stages);
+        chunks = parts.take<mlstm_fused_chunk<V>>(stages);
         numbers = parts.take<float2>(V);
         barriers = parts.take<std::uint64_t>(2 * (stages + held));
         bytes = parts.bytes();
@@ -86,7 +88,7 @@ struct mlstm_sweep_hopper_memory {
 #if KVPOLICY_HOPPER_CODE
 /// A place in a ring of `Size`, and the parity of its turn.
 template <int Size>
-struct mlstm_ring_place {
+struct mlstm_pipeline_state {
     int at = 0;
     std::uint32_t parity = 0;
 
@@ -99,89 +101,89 @@ struct mlstm_ring_place {
 };
 
 /// Where a block is in its plane.
-struct mlstm_sweep_range {
+struct mlstm_fused_range {
     std::int32_t plane, segment, first, count;  // chunks of all planes, from first on
 };
 
 /// Brings one chunk after another. Numbers come a chunk ahead of their rows, in registers.
 template <class T, int F, int V>
-__device__ inline void load_of_sweep(const mlstm_problem<T>& problem, const mlstm_sweep_range& range,
-                                     const mlstm_sweep_hopper_memory<mlstm_element<T>, F, V>& memory) {
+__device__ inline void fused_load_rows(const mlstm_params<T>& params, const mlstm_fused_range& range,
+                                       const mlstm_fused_hopper_memory<mlstm_element<T>, F, V>& memory) {
     using E = mlstm_element<T>;
-    constexpr int base = mlstm_sweep_groups<F>::first_loader;
+    constexpr int base = mlstm_fused_warpgroups<F>::first_loader;
     const int thread = static_cast<int>(threadIdx.x) - base;
-    struct of_frame {
+    struct of_stats {
         double m;
-        float share;
-        std::int32_t before, reads, count;
+        float ref_weight;
+        std::int32_t before, first_output, count;
 
-        __device__ void load(const mlstm_problem<T>& of, const mlstm_sweep_range& in, std::int32_t n) {
+        __device__ void load(const mlstm_params<T>& of, const mlstm_fused_range& in, std::int32_t n) {
             const bool there = n < in.count;
-            const mlstm_frame* const frame = of.frames + (in.first + n);
-            m = load_if(there, &frame->m);
-            share = load_if(there, &frame->share);
-            before = load_if(there, &frame->before);
-            reads = load_if(there, &frame->reads);
-            count = load_if(there, &frame->count);
+            const mlstm_chunk_stats* const stats = of.chunk_stats + (in.first + n);
+            m = load_if(there, &stats->m);
+            ref_weight = load_if(there, &stats->ref_weight);
+            before = load_if(there, &stats->before);
+            first_output = load_if(there, &stats->first_output);
+            count = load_if(there, &stats->count);
         }
     };
     const float bias =
-        problem.readout_bias != nullptr ? problem.readout_bias[range.plane % problem.streams.heads] : 0.0f;
-    const std::int64_t plane_row = std::int64_t{range.plane} * problem.streams.slots * scorer_chunk;
+        params.readout_bias != nullptr ? params.readout_bias[range.plane % params.streams.heads] : 0.0f;
+    const std::int64_t plane_row = std::int64_t{range.plane} * params.streams.chunks * scorer_chunk;
     double source, top, last;
     float skipped;
-    E heavy;
-    const auto load_numbers = [&](std::int32_t n, const of_frame& frame) {
-        const bool any = problem.sweep_reads && frame.reads < frame.count,
+    E ref_token;
+    const auto load_numbers = [&](std::int32_t n, const of_stats& stats) {
+        const bool any = params.fused_writes_scores && stats.first_output < stats.count,
                    of_row = any && thread < scorer_chunk;
         const std::int64_t row = std::int64_t{range.first + n} * scorer_chunk;
-        source = load_if(of_row, problem.log_source + row + thread);
-        top = load_if(of_row, problem.log_top + row + thread);
-        last = load_if(of_row, problem.log_top + row + scorer_chunk - 1);
-        skipped = load_if(of_row && problem.skip != nullptr, problem.skipped + row + thread);
-        heavy = load_if(frame.count > 0 && thread < V && frame.before >= 0,
-                        static_cast<const E*>(problem.v) + (plane_row + frame.before) * V + thread);
+        source = load_if(of_row, params.log_source + row + thread);
+        top = load_if(of_row, params.log_top + row + thread);
+        last = load_if(of_row, params.log_top + row + scorer_chunk - 1);
+        skipped = load_if(of_row && params.skip != nullptr, params.skipped + row + thread);
+        ref_token = load_if(stats.count > 0 && thread < V && stats.before >= 0,
+                            static_cast<const E*>(params.v) + (plane_row + stats.before) * V + thread);
     };
-    of_frame frame, following;
-    frame.load(problem, range, 0);
-    following.load(problem, range, 1);
-    load_numbers(0, frame);
-    mlstm_ring_place<mlstm_sweep_hopper_memory<E, F, V>::stages> place;
+    of_stats stats, following;
+    stats.load(params, range, 0);
+    following.load(params, range, 1);
+    load_numbers(0, stats);
+    mlstm_pipeline_state<mlstm_fused_hopper_memory<E, F, V>::stages> pipe;
     for (std::int32_t n = 0; n < range.count; ++n) {
-        barrier_wait(memory.free(place.at), place.parity ^ 1u);
-        mlstm_sweep_chunk<V>& chunk = memory.chunks[place.at];
+        barrier_wait(memory.free(pipe.at), pipe.parity ^ 1u);
+        mlstm_fused_chunk<V>& chunk = memory.chunks[pipe.at];
         const std::int64_t row = std::int64_t{range.first + n} * scorer_chunk;
-        if (frame.count > 0) {
-            copy_slice<scorer_chunk, F, 128>(memory.keys(place.at), 0,
-                                             static_cast<const E*>(problem.k) + row * F, F, thread);
-            copy_slice<scorer_chunk, V, 128>(memory.values(place.at), 0,
-                                             static_cast<const E*>(problem.v) + row * V, V, thread);
-            copy_line(chunk.weight, problem.weight + row, scorer_chunk, base);
+        if (stats.count > 0) {
+            copy_slice<scorer_chunk, F, 128>(memory.keys(pipe.at), 0,
+                                             static_cast<const E*>(params.k) + row * F, F, thread);
+            copy_slice<scorer_chunk, V, 128>(memory.values(pipe.at), 0,
+                                             static_cast<const E*>(params.v) + row * V, V, thread);
+            copy_line(chunk.weight, params.weight + row, scorer_chunk, base);
         }
-        if (frame.count > 0 && thread < V) {
-            chunk.rho[thread] = frame.share * static_cast<float>(heavy);
+        if (stats.count > 0 && thread < V) {
+            chunk.ref_value[thread] = stats.ref_weight * static_cast<float>(ref_token);
         }
-        if (problem.sweep_reads && frame.reads < frame.count) {
-            copy_slice<scorer_chunk, F, 128>(memory.queries(place.at), 0,
-                                             static_cast<const E*>(problem.q) + row * F, F, thread);
+        if (params.fused_writes_scores && stats.first_output < stats.count) {
+            copy_slice<scorer_chunk, F, 128>(memory.queries(pipe.at), 0,
+                                             static_cast<const E*>(params.q) + row * F, F, thread);
             if (thread < scorer_chunk) {
-                mlstm_exponents<E>{chunk.source, chunk.most, chunk.kept}.set(source, top, last, frame.m,
+                mlstm_exponents<E>{chunk.source, chunk.most, chunk.kept}.set(source, top, last, stats.m,
                                                                              static_cast<unsigned>(thread));
                 chunk.added[thread] = bias + skipped;
             }
         }
-        static_assert(sizeof(mlstm_frame) == 64);
+        static_assert(sizeof(mlstm_chunk_stats) == 64);
         if (thread >= 124) {
             const int i = 16 * (thread - 124);
-            copy_16(shared_address(&chunk.frame) + static_cast<std::uint32_t>(i),
-                    reinterpret_cast<const unsigned char*>(problem.frames + (range.first + n)) + i);
+            copy_16(shared_address(&chunk.stats) + static_cast<std::uint32_t>(i),
+                    reinterpret_cast<const unsigned char*>(params.chunk_stats + (range.first + n)) + i);
         }
-        barrier_arrive_after_copies(memory.full(place.at));
-        barrier_arrive(memory.full(place.at));
-        frame = following;
-        load_numbers(n + 1, frame);
-        following.load(problem, range, n + 2);
-        place.next();
+        barrier_arrive_after_copies(memory.full(pipe.at));
+        barrier_arrive(memory.full(pipe.at));
+        stats = following;
+        load_numbers(n + 1, stats);
+        following.load(params, range, n + 2);
+        pipe.next();
     }
     copy_commit();
     copy_wait<0>();
@@ -189,39 +191,40 @@ __device__ inline void load_of_sweep(const mlstm_problem<T>& problem, const mlst
 
 /// Adds one chunk after another to 64 features of the state, and leaves the state before each that is read or kept.
 template <class T, int F, int V>
-__device__ inline void add_in_sweep(const mlstm_problem<T>& problem, const mlstm_sweep_range& range,
-                                    const mlstm_sweep_hopper_memory<mlstm_element<T>, F, V>& memory) {
+__device__ inline void fused_add_chunks(const mlstm_params<T>& params, const mlstm_fused_range& range,
+                                        const mlstm_fused_hopper_memory<mlstm_element<T>, F, V>& memory) {
     using E = mlstm_element<T>;
     constexpr int NI = V / 8;
-    const int lane = lane_id(), warp = warp_id() - mlstm_sweep_groups<F>::first_adder / 32;
+    const int lane = lane_id(), warp = warp_id() - mlstm_fused_warpgroups<F>::first_adder / 32;
     const mlstm_state_part part{16 * warp, 0, true};
     float acc[NI][4], of_sums[4];
     mlstm_state_part::clear(acc, of_sums);
-    part.template begin<F, V>(problem, range.plane, range.segment, false, acc, of_sums);
-    using memory_type = mlstm_sweep_hopper_memory<E, F, V>;
-    mlstm_ring_place<memory_type::stages> place;
-    mlstm_ring_place<memory_type::held> held;
+    part.template begin<F, V>(params, range.plane, range.segment, false, acc, of_sums);
+    using memory_type = mlstm_fused_hopper_memory<E, F, V>;
+    mlstm_pipeline_state<memory_type::stages> pipe;
+    mlstm_pipeline_state<memory_type::held> held;
     int turn = 0;  // of two places, where nobody reads
     for (std::int32_t n = 0; n < range.count; ++n) {
-        barrier_wait(memory.full(place.at), place.parity);
+        barrier_wait(memory.full(pipe.at), pipe.parity);
         fence_async_proxy();
-        const mlstm_sweep_chunk<V>& chunk = memory.chunks[place.at];
-        if (chunk.frame.count > 0) {
-            if (chunk.frame.fresh != 0) {
+        const mlstm_fused_chunk<V>& chunk = memory.chunks[pipe.at];
+        if (chunk.stats.count > 0) {
+            if (chunk.stats.fresh != 0) {
                 asm volatile("" ::: "memory");  // a branch: no selection of every number in every step
                 mlstm_state_part::clear(acc, of_sums);
             }
-            const bool reads = problem.sweep_reads && chunk.frame.reads < chunk.frame.count;
-            if (reads || problem.sweep_keeps) {
+            const bool has_outputs =
+                params.fused_writes_scores && chunk.stats.first_output < chunk.stats.count;
+            if (has_outputs || params.fused_writes_states) {
                 barrier_wait(memory.free_state(held.at), held.parity ^ 1u);
                 int at = held.at;
-                if (problem.sweep_keeps) {  // what left from there has been read
-                    if (!problem.sweep_reads) {
+                if (params.fused_writes_states) {  // what left from there has been read
+                    if (!params.fused_writes_scores) {
                         at = turn;
                         turn ^= 1;
                     }
                     if (lane == 0) {
-                        if (problem.sweep_reads) {
+                        if (params.fused_writes_scores) {
                             bulk_wait_read<0>();
                         } else {
                             bulk_wait_read<1>();
@@ -243,11 +246,12 @@ __device__ inline void add_in_sweep(const mlstm_problem<T>& problem, const mlstm
 #pragma unroll
                     for (int i = 0; i < 2; ++i) {
                         const int j = 2 * k + i;
-                        const float2 rho = *reinterpret_cast<const float2*>(chunk.rho + 8 * j + lane % 4 * 2);
+                        const float2 ref_value =
+                            *reinterpret_cast<const float2*>(chunk.ref_value + 8 * j + lane % 4 * 2);
 #pragma unroll
                         for (int r = 0; r < 2; ++r) {
-                            rounded[2 * i + r] = pack<E>(fmaf(-z[r], rho.x, acc[j][2 * r]),
-                                                         fmaf(-z[r], rho.y, acc[j][2 * r + 1]));
+                            rounded[2 * i + r] = pack<E>(fmaf(-z[r], ref_value.x, acc[j][2 * r]),
+                                                         fmaf(-z[r], ref_value.y, acc[j][2 * r + 1]));
                         }
                     }
                     store_matrices(own_columns(own, F, k), rounded);
@@ -262,16 +266,16 @@ __device__ inline void add_in_sweep(const mlstm_problem<T>& problem, const mlstm
                     }
                 }
                 fence_async_proxy();
-                if (reads) {
+                if (has_outputs) {
                     warp_arrive(memory.full_state(held.at), lane);
                     held.next();
                 } else {
                     __syncwarp();
                 }
-                if (problem.sweep_keeps) {
+                if (params.fused_writes_states) {
                     const std::int64_t number = range.first + n;
                     if (lane == 0) {  // the warp's 16 rows
-                        E* const to = problem.memory + number * (F * V) + 16 * 64 * warp;
+                        E* const to = params.memory + number * (F * V) + 16 * 64 * warp;
                         const std::uint32_t from =
                             shared_address(state.data) + static_cast<std::uint32_t>(16 * 128 * warp);
 #pragma unroll
@@ -282,12 +286,12 @@ __device__ inline void add_in_sweep(const mlstm_problem<T>& problem, const mlstm
                         bulk_commit();
                     }
                     if (lane % 4 == 0) {
-                        problem.sums[number * F + part.feature(0)] = z[0];
-                        problem.sums[number * F + part.feature(1)] = z[1];
+                        params.sums[number * F + part.feature(0)] = z[0];
+                        params.sums[number * F + part.feature(1)] = z[1];
                     }
                 }
             }
-            const float keep = chunk.frame.keep;
+            const float keep = chunk.stats.keep;
 #pragma unroll
             for (int e = 0; e < 4; ++e) {
                 of_sums[e] *= keep;
@@ -297,146 +301,148 @@ __device__ inline void add_in_sweep(const mlstm_problem<T>& problem, const mlstm
                 }
             }
             mlstm_outer_product<E> product;
-            product.load(memory.keys(place.at), chunk.weight, chunk.frame.add, warp);
+            product.load(memory.keys(pipe.at), chunk.weight, chunk.stats.add, warp);
             product.add_sums(of_sums, nullptr);
-            product.start(acc, memory.values(place.at), 0);
+            product.start(acc, memory.values(pipe.at), 0);
             product.wait(acc);
         }
-        warp_arrive(memory.free(place.at), lane);
-        place.next();
+        warp_arrive(memory.free(pipe.at), lane);
+        pipe.next();
     }
-    if (problem.sweep_keeps && lane == 0) {
+    if (params.fused_writes_states && lane == 0) {
         bulk_wait_read<0>();
     }
-    if (range.segment == problem.segments - 1) {
-        part.end(problem, range.plane, F, acc, of_sums);
+    if (range.segment == params.segments - 1) {
+        part.end(params, range.plane, F, acc, of_sums);
     }
 }
 
 /// Reads one chunk after another, down to scores.
 template <class T, int F, int V>
-__device__ inline void read_in_sweep(const mlstm_problem<T>& problem, const mlstm_sweep_range& range,
-                                     const mlstm_sweep_hopper_memory<mlstm_element<T>, F, V>& memory) {
+__device__ inline void fused_score_chunks(const mlstm_params<T>& params, const mlstm_fused_range& range,
+                                          const mlstm_fused_hopper_memory<mlstm_element<T>, F, V>& memory) {
     using E = mlstm_element<T>;
     struct tiles_of_chunk {
         shared_tile<E> q, k, v, c, z_tile;
-        const float* rho;
+        const float* ref_value;
         mlstm_exponents<E> exponents;
     };
-    const scorer_streams& streams = problem.streams;
+    const scorer_streams& streams = params.streams;
     const int lane = lane_id();
-    const std::int32_t slot = range.first - range.plane * streams.slots;
-    constexpr int readers = mlstm_sweep_groups<F>::readers;
-    const int own = warp_id() / 4;  // of the readers
+    const std::int32_t chunk_index = range.first - range.plane * streams.chunks;
+    constexpr int output_groups = mlstm_fused_warpgroups<F>::output_groups;
+    const int own = warp_id() / 4;  // of the output groups
     int turn = 0;
-    scorer_span s = streams.span(range.plane, slot);
-    float* const scores = problem.scores.head(s.b, s.h);
-    using memory_type = mlstm_sweep_hopper_memory<E, F, V>;
-    mlstm_ring_place<memory_type::stages> place;
-    mlstm_ring_place<memory_type::held> held;
+    scorer_span s = streams.span(range.plane, chunk_index);
+    float* const scores = params.scores.head(s.b, s.h);
+    using memory_type = mlstm_fused_hopper_memory<E, F, V>;
+    mlstm_pipeline_state<memory_type::stages> pipe;
+    mlstm_pipeline_state<memory_type::held> held;
     for (std::int32_t n = 0; n < range.count; ++n) {
-        barrier_wait(memory.full(place.at), place.parity);
+        barrier_wait(memory.full(pipe.at), pipe.parity);
         fence_async_proxy();
-        mlstm_sweep_chunk<V>& chunk = memory.chunks[place.at];
-        const std::int32_t skipped = chunk.frame.reads, count = chunk.frame.count, bad = chunk.frame.bad;
-        const bool reads_any = skipped < count;
-        const bool mine = reads_any && turn == own;
-        if (reads_any) {
-            turn = turn + 1 == readers ? 0 : turn + 1;
+        mlstm_fused_chunk<V>& chunk = memory.chunks[pipe.at];
+        const std::int32_t skipped = chunk.stats.first_output, count = chunk.stats.count,
+                           bad = chunk.stats.bad;
+        const bool has_outputs = skipped < count;
+        const bool mine = has_outputs && turn == own;
+        if (has_outputs) {
+            turn = turn + 1 == output_groups ? 0 : turn + 1;
         }
         if (mine) {
-            const tiles_of_chunk tiles{memory.queries(place.at),
-                                       memory.keys(place.at),
-                                       memory.values(place.at),
+            const tiles_of_chunk tiles{memory.queries(pipe.at),
+                                       memory.keys(pipe.at),
+                                       memory.values(pipe.at),
                                        memory.state(held.at),
                                        memory.sums_of(held.at),
-                                       chunk.rho,
+                                       chunk.ref_value,
                                        {chunk.source, chunk.most, chunk.kept}};
             barrier_wait(memory.full_state(held.at), held.parity);
-            mlstm_warpgroup_reads<E, F, V> reads;
-            reads.template read<mlstm_sweep_groups<F>::few>(tiles);
+            mlstm_warpgroup_outputs<E, F, V> outputs;
+            outputs.template compute<mlstm_fused_warpgroups<F>::few>(tiles);
             warp_arrive(memory.free_state(held.at), lane);
             float added[2];
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
-                added[r] = chunk.added[reads.row(r)];
+                added[r] = chunk.added[outputs.row(r)];
             }
-            warp_arrive(memory.free(place.at), lane);
+            warp_arrive(memory.free(pipe.at), lane);
             float score[2];
-            reads.score(problem, memory.numbers, score);
+            outputs.score(params, memory.numbers, score);
             if (streams.edges != nullptr) {
-                s = streams.span(range.plane, slot + n);
+                s = streams.span(range.plane, chunk_index + n);
             } else {
-                s.first = s.from + (slot + n) * scorer_chunk;
+                s.first = s.from + (chunk_index + n) * scorer_chunk;
             }
             float* const to = scores + (s.first - streams.delay);
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
-                const int l = reads.row(r);
+                const int l = outputs.row(r);
                 if (lane % 4 == 0 && l >= skipped && l < count) {
                     to[l] = l < bad ? score[r] + added[r] : NAN;
                 }
             }
         } else {
-            warp_arrive(memory.free(place.at), lane);
+            warp_arrive(memory.free(pipe.at), lane);
         }
-        if (reads_any) {
+        if (has_outputs) {
             held.next();
         }
-        place.next();
+        pipe.next();
     }
 }
 #endif
 
 template <class T, int F, int V>
-__global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(mlstm_sweep_hopper_threads<F>), 1)
-    mlstm_sweep_hopper_kernel([[maybe_unused]] const mlstm_problem<T> problem) {
+__global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(mlstm_fused_hopper_threads<F>), 1)
+    mlstm_fused_states_outputs_hopper_kernel([[maybe_unused]] const mlstm_params<T> params) {
 #if KVPOLICY_HOPPER_CODE
     using E = mlstm_element<T>;
-    using memory_type = mlstm_sweep_hopper_memory<E, F, V>;
+    using memory_type = mlstm_fused_hopper_memory<E, F, V>;
     static_assert(!shared_tile<E>::plain);
-    constexpr int threads = mlstm_sweep_hopper_threads<F>;
-    const scorer_streams& streams = problem.streams;
+    constexpr int threads = mlstm_fused_hopper_threads<F>;
+    const scorer_streams& streams = params.streams;
     const memory_type memory(aligned_dynamic_shared());
     const auto block = static_cast<std::int32_t>(blockIdx.x);
-    const std::int32_t plane = block / problem.segments, segment = block % problem.segments;
-    const std::int32_t begun = segment * problem.segment_chunks;
-    const mlstm_sweep_range range{plane, segment, plane * streams.slots + begun,
-                                  min(problem.segment_chunks, streams.slots - begun)};
+    const std::int32_t plane = block / params.segments, segment = block % params.segments;
+    const std::int32_t begun = segment * params.segment_chunks;
+    const mlstm_fused_range range{plane, segment, plane * streams.chunks + begun,
+                                  min(params.segment_chunks, streams.chunks - begun)};
     const auto thread = static_cast<int>(threadIdx.x);
     for (int i = thread; i < memory_type::held * 8 * F / 8; i += threads) {
         reinterpret_cast<uint4*>(memory.sums)[i] = make_uint4(0u, 0u, 0u, 0u);
     }
-    const std::int64_t at = std::int64_t{plane % streams.heads} * problem.width;
+    const std::int64_t at = std::int64_t{plane % streams.heads} * params.width;
     for (int i = thread; i < V; i += threads) {
-        const bool there = i < problem.width;
+        const bool there = i < params.width;
         memory.numbers[i] =
-            make_float2(there && problem.norm_gain != nullptr ? problem.norm_gain[at + i] : 1.0f,
-                        there ? problem.readout[at + i] : 0.0f);
+            make_float2(there && params.norm_gain != nullptr ? params.norm_gain[at + i] : 1.0f,
+                        there ? params.readout[at + i] : 0.0f);
     }
-    using groups = mlstm_sweep_groups<F>;
+    using groups = mlstm_fused_warpgroups<F>;
     if (thread == 0) {
         constexpr std::uint32_t of_adders = 4 * groups::adders,
-                                of_reader = 4;  // warps of all adders, of one reader
+                                of_output_group = 4;  // warps of all adders, of one output group
 #pragma unroll
         for (int i = 0; i < memory_type::stages; ++i) {
             barrier_init(memory.full(i), 2 * 128);
             barrier_init(
                 memory.free(i),
-                (of_adders + (problem.sweep_reads ? groups::readers * of_reader : 0)) * arrivals_of_warp);
+                (of_adders + (params.fused_writes_scores ? groups::output_groups * of_output_group : 0)) *
+                    arrivals_of_warp);
         }
 #pragma unroll
         for (int i = 0; i < memory_type::held; ++i) {
             barrier_init(memory.full_state(i), of_adders * arrivals_of_warp);
-            barrier_init(memory.free_state(i), of_reader * arrivals_of_warp);
+            barrier_init(memory.free_state(i), of_output_group * arrivals_of_warp);
         }
         barrier_init_fence();
     }
     __syncthreads();
     if (thread < groups::first_adder) {
-        take_registers<groups::of_reader>();
-        if (problem.sweep_reads) {
-            read_in_sweep<T, F, V>(problem, range, memory);
+        take_registers<groups::of_output_group>();
+        if (params.fused_writes_scores) {
+            fused_score_chunks<T, F, V>(params, range, memory);
         }
     } else if (thread < groups::first_loader) {
         if constexpr (groups::of_adder > groups::at_first) {
@@ -444,10 +450,10 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(mlstm_sweep_hopper_thr
         } else {
             give_registers<groups::of_adder>();
         }
-        add_in_sweep<T, F, V>(problem, range, memory);
+        fused_add_chunks<T, F, V>(params, range, memory);
     } else {
         give_registers<groups::of_loader>();
-        load_of_sweep<T, F, V>(problem, range, memory);
+        fused_load_rows<T, F, V>(params, range, memory);
     }
 #endif
 }

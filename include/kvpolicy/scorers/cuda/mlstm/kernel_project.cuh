@@ -17,15 +17,15 @@ namespace kvpolicy {
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 namespace cuda_backend {
 
-/// Slabs of weights, 64 columns of `rows` rows, that are on their way at once: as many as leave room for two blocks on a multiprocessor. Blocks of one
+/// Slabs of weights, 64 columns of `rows` rows, that are on their way at once: as many as leave room for two blocks on an SM. Blocks of one
 /// chunk are those of wide inputs, which need the room themselves.
-template <class T, int Slots>
+template <class T, int Chunks>
 KVPOLICY_HOST_DEVICE constexpr int mlstm_slabs(int rows) {
-    return !shared_tile<T>::plain && Slots == 2 && rows <= 64 ? 4 : 2;
+    return !shared_tile<T>::plain && Chunks == 2 && rows <= 64 ? 4 : 2;
 }
 
-/// Shared memory of the projections of `Slots` neighbouring chunks: their inputs, slabs of weights, and the gates.
-template <class T, int Slots>
+/// Shared memory of the projections of `Chunks` neighboring chunks: their inputs, slabs of weights, and the gates.
+template <class T, int Chunks>
 struct mlstm_project_memory {
     shared_tile<T> x;  // of the first; the others' follow
     unsigned char* slabs;
@@ -41,18 +41,18 @@ struct mlstm_project_memory {
     KVPOLICY_HOST_DEVICE mlstm_project_memory(unsigned char* memory, std::int32_t padded,
                                               std::int32_t slab_rows) {
         shared_parts parts(memory);
-        x = {parts.tile<T>(scorer_chunk, Slots * padded).data, scorer_chunk};
+        x = {parts.tile<T>(scorer_chunk, Chunks * padded).data, scorer_chunk};
         slabs = parts.tile<T>(slab_rows, 64).data;
-        for (int i = 1; i < mlstm_slabs<T, Slots>(slab_rows); ++i) {
+        for (int i = 1; i < mlstm_slabs<T, Chunks>(slab_rows); ++i) {
             parts.tile<T>(slab_rows, 64);
         }
         weights = parts.take<float>(shared_tile<T>::plain ? 2 * gate_weight(padded) : 0);
         split = parts.take<T>(shared_tile<T>::plain ? 0 : 8 * (padded + 8));
-        log_input = parts.take<double>(Slots * scorer_chunk);
-        log_forget = parts.take<double>(Slots * scorer_chunk);
+        log_input = parts.take<double>(Chunks * scorer_chunk);
+        log_forget = parts.take<double>(Chunks * scorer_chunk);
         ones = parts.take<float>(scorer_chunk);
-        bad = parts.take<std::int32_t>(Slots * scorer_chunk);
-        stats = parts.take<float2>(Slots * 4 * scorer_chunk);
+        bad = parts.take<std::int32_t>(Chunks * scorer_chunk);
+        stats = parts.take<float2>(Chunks * 4 * scorer_chunk);
         bytes = parts.bytes();
     }
 };
@@ -181,9 +181,9 @@ __device__ inline void store_rows(const Product& warp, E* to, std::int64_t strid
 
 /// The weights of a block's one or two products, 16-bit rows of `padded` numbers, which go through shared memory in slabs of 64 columns, one after
 /// the other, as many at once as there is room for.
-template <int First, int Second, int SlabRows, int Slots, class T>
+template <int First, int Second, int SlabRows, int Chunks, class T>
 struct mlstm_weight_slabs {
-    static constexpr int ring = mlstm_slabs<T, Slots>(SlabRows), threads = 128 * Slots;
+    static constexpr int ring = mlstm_slabs<T, Chunks>(SlabRows), threads = 128 * Chunks;
     static_assert(First <= SlabRows && Second <= SlabRows);
 
     const T *first, *second;  // First and Second rows
@@ -217,7 +217,7 @@ struct mlstm_weight_slabs {
 /// y = W x of 64 inputs by each four warps, with one load of the weights for all chunks of the block: 16 NI rows, whose slabs are those from `begin`
 /// on. Warps whose chunk has nothing to do (`active` false) only help to load.
 template <int NI, class T, class Slabs>
-__device__ inline void project_slots(const mlstm_product<T, NI>& warp,
+__device__ inline void project_chunk(const mlstm_product<T, NI>& warp,
                                      typename mlstm_product<T, NI>::numbers& acc, const shared_tile<T>& x,
                                      bool active, const Slabs& slabs, std::int32_t begin) {
     constexpr int rows = 16 * NI;
@@ -262,7 +262,7 @@ __device__ inline void project_features(const shared_tile<T>& x, bool active, co
     constexpr int NI = (Hedgehog ? F / 2 : F) / 16;
     const mlstm_product<T, NI> warp;
     typename mlstm_product<T, NI>::numbers y;
-    project_slots(warp, y, x, active, slabs, 0);
+    project_chunk(warp, y, x, active, slabs, 0);
     if (!active) {
         return;
     }
@@ -275,34 +275,35 @@ __device__ inline void project_features(const shared_tile<T>& x, bool active, co
     store_rows(warp, to, F, 0, y);
 }
 
-/// Blocks for the tokens (k~, v~, gates) of `Slots` neighbouring chunks of a plane, four warps a chunk, and as many for their queries. Rows
+/// Blocks for the tokens (k~, v~, gates) of `Chunks` neighboring chunks of a plane, four warps a chunk, and as many for their queries. Rows
 /// without a token are made of inputs that are 0. direct_values: v~ are the values themselves.
-template <class T, int F, int V, bool Hedgehog, int Slots>
-__global__ void __launch_bounds__(128 * Slots, shared_tile<T>::plain || Slots == 1 ? 1 : 2)
-    mlstm_project_kernel(const mlstm_problem<T> problem, const bool direct_values) {
+template <class T, int F, int V, bool Hedgehog, int Chunks>
+__global__ void __launch_bounds__(128 * Chunks, shared_tile<T>::plain || Chunks == 1 ? 1 : 2)
+    mlstm_project_kernel(const mlstm_params<T> params, const bool direct_values) {
     constexpr int slab_rows = (Hedgehog ? F / 2 : F) > V ? (Hedgehog ? F / 2 : F) : V;
-    const scorer_streams& streams = problem.streams;
-    const std::int32_t groups = (streams.slots + Slots - 1) / Slots;
+    const scorer_streams& streams = params.streams;
+    const std::int32_t groups = (streams.chunks + Chunks - 1) / Chunks;
     const std::int32_t blocks = streams.batch * streams.heads * groups;
     const bool queries = static_cast<std::int32_t>(blockIdx.x) >= blocks;
     const std::int32_t block = static_cast<std::int32_t>(blockIdx.x) - (queries ? blocks : 0);
     const int own = warp_id() / 4, thread = static_cast<int>(threadIdx.x) % 128;
-    const std::int32_t slot = block % groups * Slots + own;
-    scorer_span s = streams.span(block / groups, slot < streams.slots ? slot : streams.slots - 1);
+    const std::int32_t chunk_index = block % groups * Chunks + own;
+    scorer_span s =
+        streams.span(block / groups, chunk_index < streams.chunks ? chunk_index : streams.chunks - 1);
     const std::int32_t skipped = queries ? max(0, s.begin + streams.delay - s.first) : 0;
-    const bool active = slot < streams.slots && skipped < s.count;
-    if (!queries && !active && slot < streams.slots && thread == 0) {
-        problem.frames[problem.chunk(s)] = mlstm_frame{};  // the scan over chunks reads all of them
+    const bool active = chunk_index < streams.chunks && skipped < s.count;
+    if (!queries && !active && chunk_index < streams.chunks && thread == 0) {
+        params.chunk_stats[params.chunk(s)] = mlstm_chunk_stats{};  // the scan over chunks reads all of them
     }
     if (__syncthreads_or(active ? 1 : 0) == 0) {
         return;
     }
-    const scorer_source<T>& source = problem.source;
-    const mlstm_project_memory<T, Slots> memory(aligned_dynamic_shared(), source.padded, slab_rows);
+    const scorer_source<T>& source = params.source;
+    const mlstm_project_memory<T, Chunks> memory(aligned_dynamic_shared(), source.padded, slab_rows);
     const shared_tile<T> x = memory.x.from(own * source.padded);
     float2* const stats = memory.stats + own * 4 * scorer_chunk;
     const std::int32_t first = s.first - (queries ? streams.delay : 0);
-    const std::int64_t row = s.row(streams.slots);
+    const std::int64_t row = s.row(streams.chunks);
     const auto load_inputs = [&] {
         if (active) {
             source.load(s, first, skipped, s.count, memory.ones, memory.ones, x, 0, source.padded, thread,
@@ -321,18 +322,18 @@ __global__ void __launch_bounds__(128 * Slots, shared_tile<T>::plain || Slots ==
     load_inputs();
     constexpr int of_features = Hedgehog ? F / 2 : F;
     const bool projects = !queries && (!direct_values || source.k.dim % 8 != 0);
-    const T* const weights = queries ? problem.stack_q + std::int64_t{s.h} * problem.rows_q * source.padded
-                                     : problem.stack_k + std::int64_t{s.h} * problem.rows_k * source.padded;
-    const mlstm_weight_slabs<of_features, V, slab_rows, Slots, T> slabs{
-        weights, weights + std::int64_t{problem.at_v} * source.padded, source.padded,
+    const T* const weights = queries ? params.stack_q + std::int64_t{s.h} * params.rows_q * source.padded
+                                     : params.stack_k + std::int64_t{s.h} * params.rows_k * source.padded;
+    const mlstm_weight_slabs<of_features, V, slab_rows, Chunks, T> slabs{
+        weights, weights + std::int64_t{params.at_v} * source.padded, source.padded,
         source.padded / 64 * (projects ? 2 : 1), memory.slabs};
     slabs.begin();
     {
-        const float* const w = queries ? problem.skip : problem.w_i;
+        const float* const w = queries ? params.skip : params.w_i;
         const std::int64_t at = std::int64_t{s.h} * source.size;
-        for (auto c = static_cast<std::int32_t>(threadIdx.x); c < source.padded; c += 128 * Slots) {
+        for (auto c = static_cast<std::int32_t>(threadIdx.x); c < source.padded; c += 128 * Chunks) {
             const float of_first = w != nullptr && c < source.size ? w[at + c] : 0.0f;
-            const float of_second = !queries && c < source.size ? problem.w_f[at + c] : 0.0f;
+            const float of_second = !queries && c < source.size ? params.w_f[at + c] : 0.0f;
             if constexpr (shared_tile<T>::plain) {
                 memory.weights[gate_weight(c)] = of_first;
                 memory.weights[gate_weight(source.padded) + gate_weight(c)] = of_second;
@@ -363,10 +364,10 @@ __global__ void __launch_bounds__(128 * Slots, shared_tile<T>::plain || Slots ==
         }
     };
     if (queries) {
-        if (problem.skip != nullptr && active) {  // rows without a read have inputs that are 0
-            for_each_row([&](int r, float product, float, float) { problem.skipped[row + r] = product; });
+        if (params.skip != nullptr && active) {  // rows without an output have inputs that are 0
+            for_each_row([&](int r, float product, float, float) { params.skipped[row + r] = product; });
         }
-        project_features<F, Hedgehog>(x, active, slabs, problem.projection, stats, problem.q + row * F);
+        project_features<F, Hedgehog>(x, active, slabs, params.projection, stats, params.q + row * F);
         return;
     }
     double* const log_input = memory.log_input + own * scorer_chunk;
@@ -376,7 +377,7 @@ __global__ void __launch_bounds__(128 * Slots, shared_tile<T>::plain || Slots ==
         for_each_row([&](int r, float input, float forget, float finite) {
             const bool good = finite == 0.0f;
             double of_input, of_forget;
-            compute_gates(problem, s, r, input, forget, good, of_input, of_forget);
+            compute_gates(params, s, r, input, forget, good, of_input, of_forget);
             log_input[r] = of_input;
             log_forget[r] = of_forget;
             bad[r] = good ? 0 : 1;
@@ -384,7 +385,7 @@ __global__ void __launch_bounds__(128 * Slots, shared_tile<T>::plain || Slots ==
     }
     __syncthreads();
     if (active) {
-        // What is not finite must not reach the reads before it, not even multiplied by 0.
+        // What is not finite must not reach the outputs before it, not even multiplied by 0.
         for (int r = warp_id() % 4; r < s.count; r += 4) {
             if (bad[r] != 0) {
                 for (int c = 2 * lane_id(); c < source.padded; c += 64) {
@@ -394,11 +395,11 @@ __global__ void __launch_bounds__(128 * Slots, shared_tile<T>::plain || Slots ==
         }
     }
     __syncthreads();
-    project_features<F, Hedgehog>(x, active, slabs, problem.projection, stats, problem.k + row * F);
+    project_features<F, Hedgehog>(x, active, slabs, params.projection, stats, params.k + row * F);
     // Nobody waits for the scan any more.
     const auto scan = [&] {
         if (active && warp_id() % 4 == 0) {
-            scan_gates(problem, s, log_input, log_forget, bad);
+            scan_gates(params, s, log_input, log_forget, bad);
         }
     };
     if (!projects) {
@@ -406,14 +407,14 @@ __global__ void __launch_bounds__(128 * Slots, shared_tile<T>::plain || Slots ==
             for (int i = thread; i < scorer_chunk * V / 8; i += 128) {
                 const int r = i / (V / 8), c = i % (V / 8) * 8;
                 float of[8] = {};
-                if (c < problem.width) {
+                if (c < params.width) {
                     x.get_eight(r, source.k.dim + c, of);
 #pragma unroll
                     for (int e = 0; e < 8; ++e) {
-                        of[e] = c + e < problem.width ? of[e] : 0.0f;
+                        of[e] = c + e < params.width ? of[e] : 0.0f;
                     }
                 }
-                store_eight(problem.v + row * V + i * 8, of);
+                store_eight(params.v + row * V + i * 8, of);
             }
         }
         scan();
@@ -421,7 +422,7 @@ __global__ void __launch_bounds__(128 * Slots, shared_tile<T>::plain || Slots ==
     }
     const mlstm_product<T, V / 16> warp;
     typename mlstm_product<T, V / 16>::numbers y;
-    project_slots(warp, y, x, active, slabs, source.padded / 64);
+    project_chunk(warp, y, x, active, slabs, source.padded / 64);
     if (!active) {
         return;
     }
@@ -431,13 +432,13 @@ __global__ void __launch_bounds__(128 * Slots, shared_tile<T>::plain || Slots ==
         for (int j = 0; j < warp.across; ++j) {
 #pragma unroll
             for (int e = 0; e < 4; ++e) {
-                if (warp.column(j, e % 2) >= problem.width) {
+                if (warp.column(j, e % 2) >= params.width) {
                     rows[j][e] = 0.0f;  // the stack's next rows
                 }
             }
         }
     }
-    store_rows(warp, problem.v + row * V, V, 0, y);
+    store_rows(warp, params.v + row * V, V, 0, y);
     scan();
 }
 

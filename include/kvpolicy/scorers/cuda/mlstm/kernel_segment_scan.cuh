@@ -14,23 +14,23 @@ inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 namespace cuda_backend {
 
 /// From what segments add to the states that they begin with, in place: number i becomes keep of segment i - 1 times number i - 1, plus
-/// itself. Four neighbouring numbers of a plane's states a thread.
+/// itself. Four neighboring numbers of a plane's states a thread.
 template <class T, int F, int V>
 __global__ void __launch_bounds__(256)
-    mlstm_carry_kernel(const mlstm_problem<T> problem, const bool backward) {
+    mlstm_segment_scan_kernel(const mlstm_params<T> params, const bool backward) {
     constexpr int size = F * (V + 1) / 4;
     const std::int64_t i = std::int64_t{blockIdx.x} * 256 + threadIdx.x;
     const auto plane = static_cast<std::int32_t>(i / size);
     const auto column = static_cast<std::int32_t>(i % size);
-    const scorer_streams& streams = problem.streams;
+    const scorer_streams& streams = params.streams;
     if (plane >= streams.batch * streams.heads) {
         return;
     }
-    const std::int64_t first = std::int64_t{plane} * problem.segments * problem.cuts;
-    const std::int32_t last = (problem.segments - 1) * problem.cuts;
-    float4* const states = reinterpret_cast<float4*>(problem.partial_states) + first * size + column;
+    const std::int64_t first = std::int64_t{plane} * params.segments * params.cuts;
+    const std::int32_t last = (params.segments - 1) * params.cuts;
+    float4* const states = reinterpret_cast<float4*>(params.partial_states) + first * size + column;
     float4 all = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-    if (!backward && mlstm_state_part::takes_state(problem, plane)) {
+    if (!backward && mlstm_state_part::takes_state(params, plane)) {
         all = states[0];
     }
     constexpr int together = 8;  // loads that are under way at once
@@ -41,7 +41,7 @@ __global__ void __launch_bounds__(256)
         for (int x = 0; x < together; ++x) {
             if (from + x <= last) {
                 added[x] = states[std::int64_t{from + x} * size];
-                keeps[x] = problem.partial_keeps[first + from + x - 1];
+                keeps[x] = params.partial_keeps[first + from + x - 1];
             }
         }
 #pragma unroll

@@ -1,4 +1,4 @@
-// What segments of a walk add to a state, on Hopper, where each begins from nothing: unlike a walk that stores states it need not go from
+// What segments of a scan over chunks add to a state, on Hopper, where each begins from nothing: unlike a scan over chunks that stores states it need not go from
 // chunk to chunk. A chunk's rows are scaled by what the chunks after it keep of a state, and then all of a segment is one sum of products.
 #pragma once
 
@@ -17,30 +17,30 @@ namespace cuda_backend {
 
 /// Threads of a block: a warpgroup for every 64 features of the state.
 template <int F>
-inline constexpr int mlstm_ends_threads = 2 * F;
+inline constexpr int mlstm_segment_states_threads = 2 * F;
 
 /// A chunk's part in a segment.
-struct alignas(16) mlstm_ends_step {
+struct alignas(16) mlstm_segment_step {
     float keep, add;
     std::int32_t adds, fresh;
 };
 
 template <class E, int F, int V>
-struct mlstm_ends_memory {
+struct mlstm_segment_states_memory {
     static constexpr int stages = 3, batch = 64;
 
-    unsigned char* tiles;    // [stages]: k~ or q~, then v~ or d N
-    float* scale;            // [stages][64]
-    float* ratio;            // [stages][64]
-    mlstm_ends_step* steps;  // [2][batch]
+    unsigned char* tiles;       // [stages]: k~ or q~, then v~ or d N
+    float* scale;               // [stages][64]
+    float* ratio;               // [stages][64]
+    mlstm_segment_step* steps;  // [2][batch]
     std::size_t bytes;
 
-    KVPOLICY_HOST_DEVICE explicit mlstm_ends_memory(unsigned char* memory) {
+    KVPOLICY_HOST_DEVICE explicit mlstm_segment_states_memory(unsigned char* memory) {
         shared_parts parts(memory);
         tiles = parts.tile<E>(scorer_chunk, stages * (F + V)).data;
         scale = parts.take<float>(stages * scorer_chunk);
         ratio = parts.take<float>(stages * scorer_chunk);
-        steps = parts.take<mlstm_ends_step>(2 * batch);
+        steps = parts.take<mlstm_segment_step>(2 * batch);
         bytes = parts.bytes();
     }
     [[nodiscard]] __device__ shared_tile<E> tile(int stage) const {
@@ -48,40 +48,41 @@ struct mlstm_ends_memory {
     }
 };
 
-/// As mlstm_walk_kernel with Ends, a block a part of a segment (mlstm_problem::cuts).
+/// As mlstm_chunk_states_kernel with Ends, a block a part of a segment (mlstm_params::cuts).
 template <class T, int F, int V, bool Backward>
-__global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(mlstm_ends_threads<F>), 2)
-    mlstm_ends_hopper_kernel([[maybe_unused]] const mlstm_problem<T> problem) {
+__global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(mlstm_segment_states_threads<F>), 2)
+    mlstm_segment_states_hopper_kernel([[maybe_unused]] const mlstm_params<T> params) {
 #if KVPOLICY_HOPPER_CODE
     using E = mlstm_element<T>;
-    using memory_type = mlstm_ends_memory<E, F, V>;
+    using memory_type = mlstm_segment_states_memory<E, F, V>;
     static_assert(!shared_tile<E>::plain);
-    constexpr int threads = mlstm_ends_threads<F>, stages = memory_type::stages, batch = memory_type::batch;
+    constexpr int threads = mlstm_segment_states_threads<F>, stages = memory_type::stages,
+                  batch = memory_type::batch;
     constexpr int NI = V / 8;
-    const scorer_streams& streams = problem.streams;
+    const scorer_streams& streams = params.streams;
     const memory_type memory(aligned_dynamic_shared());
     const auto block = static_cast<std::int32_t>(blockIdx.x);
-    const std::int32_t walked = (problem.segments - 1) * problem.cuts;  // the last segment adds to nobody
-    const std::int32_t each = problem.segment_chunks / problem.cuts;
-    const std::int32_t plane = block / walked, cut = block % walked, begun = cut * each;
-    const std::int32_t count = min(each, streams.slots - begun);
-    const std::int64_t first_chunk = std::int64_t{plane} * streams.slots;
+    const std::int32_t num_segments = (params.segments - 1) * params.cuts;  // the last segment adds to nobody
+    const std::int32_t each = params.segment_chunks / params.cuts;
+    const std::int32_t plane = block / num_segments, cut = block % num_segments, begun = cut * each;
+    const std::int32_t count = min(each, streams.chunks - begun);
+    const std::int64_t first_chunk = std::int64_t{plane} * streams.chunks;
     const int thread = static_cast<int>(threadIdx.x), lane = lane_id();
     // Step n is the segment's last chunk but n.
-    const auto slot_of = [&](std::int32_t n) {
-        const std::int32_t slot = begun + count - 1 - n;
-        return Backward ? streams.slots - 1 - slot : slot;
+    const auto chunk_at = [&](std::int32_t n) {
+        const std::int32_t chunk_index = begun + count - 1 - n;
+        return Backward ? streams.chunks - 1 - chunk_index : chunk_index;
     };
     const auto load_steps = [&](std::int32_t base) {
         if (thread < batch) {
-            mlstm_ends_step step{1.0f, 0.0f, 0, 0};
+            mlstm_segment_step step{1.0f, 0.0f, 0, 0};
             if (base + thread < count) {
-                const mlstm_frame& frame = problem.frames[first_chunk + slot_of(base + thread)];
-                if (frame.count > 0) {
-                    step.keep = frame.keep;
-                    step.add = Backward ? 1.0f : frame.add;
-                    step.adds = !Backward || frame.reads < scorer_chunk ? 1 : 0;
-                    step.fresh = frame.fresh;
+                const mlstm_chunk_stats& stats = params.chunk_stats[first_chunk + chunk_at(base + thread)];
+                if (stats.count > 0) {
+                    step.keep = stats.keep;
+                    step.add = Backward ? 1.0f : stats.add;
+                    step.adds = !Backward || stats.first_output < scorer_chunk ? 1 : 0;
+                    step.fresh = stats.fresh;
                 }
             }
             memory.steps[base % (2 * batch) + thread] = step;
@@ -89,16 +90,16 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(mlstm_ends_threads<F>)
     };
     const auto prefetch = [&](std::int32_t n, int stage) {
         if (n < count && memory.steps[n % (2 * batch)].adds != 0) {
-            const std::int64_t row = (first_chunk + slot_of(n)) * scorer_chunk;
+            const std::int64_t row = (first_chunk + chunk_at(n)) * scorer_chunk;
             const shared_tile<E> tile = memory.tile(stage);
             copy_slice<scorer_chunk, F, threads>(
-                tile, 0, static_cast<const E*>(Backward ? problem.q : problem.k) + row * F, F);
+                tile, 0, static_cast<const E*>(Backward ? params.q : params.k) + row * F, F);
             copy_slice<scorer_chunk, V, threads>(
-                tile, F, static_cast<const E*>(Backward ? problem.d_n : problem.v) + row * V, V);
-            copy_line(memory.scale + stage * scorer_chunk, (Backward ? problem.kept : problem.weight) + row,
+                tile, F, static_cast<const E*>(Backward ? params.d_n : params.v) + row * V, V);
+            copy_line(memory.scale + stage * scorer_chunk, (Backward ? params.kept : params.weight) + row,
                       scorer_chunk, 0);
             if (Backward) {
-                copy_line(memory.ratio + stage * scorer_chunk, problem.d_g + row, scorer_chunk, 32);
+                copy_line(memory.ratio + stage * scorer_chunk, params.d_g + row, scorer_chunk, 32);
             }
         }
         copy_commit();
@@ -110,13 +111,13 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(mlstm_ends_threads<F>)
         prefetch(n, n);
     }
     const mlstm_state_part part{16 * warp_id(), 0, true};
-    const std::int64_t partial = std::int64_t{plane} * problem.segments * problem.cuts + cut;
+    const std::int64_t partial = std::int64_t{plane} * params.segments * params.cuts + cut;
     float acc[NI][4], of_sums[4];
     mlstm_state_part::clear(acc, of_sums);
-    if (!Backward && cut == 0 && part.takes_state(problem, plane)) {
-        const float* const state = part.state_of(problem, plane);
-        part.take(problem, F, state, state + std::int64_t{problem.features} * problem.width, acc, of_sums);
-        part.template write_partial<F, V>(problem, partial, acc, of_sums);
+    if (!Backward && cut == 0 && part.takes_state(params, plane)) {
+        const float* const state = part.state_of(params, plane);
+        part.take(params, F, state, state + std::int64_t{params.features} * params.width, acc, of_sums);
+        part.template write_partial<F, V>(params, partial, acc, of_sums);
         mlstm_state_part::clear(acc, of_sums);
     }
     float kept = 1.0f;    // of a state by the chunks after this one
@@ -127,8 +128,8 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(mlstm_ends_threads<F>)
         fence_async_proxy();
         __syncthreads();
         prefetch(n + stages - 1, stage == 0 ? stages - 1 : stage - 1);
-        const mlstm_ends_step step = memory.steps[n % (2 * batch)];
-        // Nothing goes back beyond a stream's first chunk, that chunk's own reads included.
+        const mlstm_segment_step step = memory.steps[n % (2 * batch)];
+        // Nothing goes back beyond a stream's first chunk, that chunk's own outputs included.
         begins = begins || (Backward && step.fresh != 0);
         if (step.adds != 0 && !begins) {
             mlstm_outer_product<E> product;
@@ -162,9 +163,9 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(mlstm_ends_threads<F>)
             load_steps(n - 1 + batch);
         }
     }
-    part.template write_partial<F, V>(problem, partial + 1, acc, of_sums);
+    part.template write_partial<F, V>(params, partial + 1, acc, of_sums);
     if (thread == 0) {
-        problem.partial_keeps[partial] = begins ? -1.0f : kept;
+        params.partial_keeps[partial] = begins ? -1.0f : kept;
     }
     copy_wait<0>();
 #endif

@@ -14,28 +14,28 @@ namespace kvpolicy {
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 namespace cuda_backend {
 
-/// Shared memory of mlstm_tokens_backward_kernel. Small, as in kernel_chunk_outputs.cuh: the state's upper 64 values take the place of the queries, which are
+/// Shared memory of mlstm_token_gradients_kernel. Small, as in kernel_chunk_outputs.cuh: the state's upper 64 values take the place of the queries, which are
 /// loaded once more where d N was.
 template <class E, int F, int V, bool Small = false>
-struct mlstm_tokens_memory {
+struct mlstm_token_gradients_memory {
     static_assert(!Small || (F == 128 && V == 128));
     shared_tile<E> q, d_n, k, v, a;
     shared_tile<E> pairs;  // w_lj (q~_l . k~_j), then w_lj G_lj, tokens on rows
     float* a_z;
     float* z;
-    float* rho;  // before the chunk
+    float* ref_value;  // before the chunk
     float* d_g;
     float* carried;
     float* columns;  // [4][64]: sums down the columns, of 16 rows each
     float* across;   // [8]
     float* d_gates;  // [64][2]
     float* slopes;   // [2][64]: of the input gates, of the forget gates
-    float* later;    // [64]: a token's pairs with reads after the chunk
+    float* later;    // [64]: a token's pairs with outputs after the chunk
     mlstm_row_sums inside, low, high;
     mlstm_exponents<E> exponents;
     std::size_t bytes;
 
-    KVPOLICY_HOST_DEVICE explicit mlstm_tokens_memory(unsigned char* memory) {
+    KVPOLICY_HOST_DEVICE explicit mlstm_token_gradients_memory(unsigned char* memory) {
         shared_parts parts(memory);
         if (Small) {
             a = parts.tile<E>(F, 64);  // and on into the queries
@@ -50,7 +50,7 @@ struct mlstm_tokens_memory {
         pairs = parts.tile<E>(scorer_chunk, scorer_chunk);
         a_z = parts.take<float>(F);
         z = parts.take<float>(F);
-        rho = parts.take<float>(V);
+        ref_value = parts.take<float>(V);
         d_g = parts.take<float>(scorer_chunk);
         carried = parts.take<float>(scorer_chunk);
         columns = parts.take<float>(4 * scorer_chunk);
@@ -68,21 +68,21 @@ struct mlstm_tokens_memory {
     }
 };
 
-/// The pairs of a chunk's tokens with its own reads, tokens on rows and reads on columns: w_lj (q~_l . k~_j) into memory.pairs, w_lj G_lj
+/// The pairs of a chunk's tokens with its own outputs, tokens on rows and outputs on columns: w_lj (q~_l . k~_j) into memory.pairs, w_lj G_lj
 /// into registers, sums over a token's pairs, and sums of pairs across tokens: a pair (j, l) is across t where j < t <= l. In either half of
 /// the columns, sums along rows from l to the half's end, then down the columns over j < l.
 template <class E, int F, int V, bool Small>
-__device__ inline void pairs_of_chunk(const mlstm_tokens_memory<E, F, V, Small>& memory,
+__device__ inline void pairs_of_chunk(const mlstm_token_gradients_memory<E, F, V, Small>& memory,
                                       rounded_pair<E> (&gradients)[4][2]) {
     const int m0 = 16 * (warp_id() % 4), half = warp_id() / 4, lane = lane_id();
     float products[1][4][4], g[1][4][4];
     clear(products);
     clear(g);
-    if (32 * half + 32 > m0) {  // other pairs are of tokens after the reads
+    if (32 * half + 32 > m0) {  // other pairs are of tokens after the output
         add_product<1, 4, F, false, false>(products, memory.k, m0, memory.q, 32 * half);
         add_product<1, 4, V, false, false>(g, memory.v, m0, memory.d_n, 32 * half);
     }
-    float down[8] = {};  // [8 columns][2 neighbours]
+    float down[8] = {};  // [8 columns][2 neighbors]
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
         const int j = m0 + lane / 4 + 8 * r;
@@ -99,7 +99,7 @@ __device__ inline void pairs_of_chunk(const mlstm_tokens_memory<E, F, V, Small>&
                 of_pair[e] = g[0][i][2 * r + e] + memory.d_g[l + e];
             }
             gradients[i][r].set(w[0] * of_pair[0], w[1] * of_pair[1]);
-            // Rounded as the read's, so that its pairs add up to what its quotient says.
+            // Rounded as the output's, so that its pairs add up to what its quotient says.
             round_pair<E>(weight[0], weight[1]);
             pairs.set(i, weight[0], weight[1]);
             const float second = weight[1] * of_pair[1], both = weight[0] * of_pair[0] + second;
@@ -122,13 +122,13 @@ __device__ inline void pairs_of_chunk(const mlstm_tokens_memory<E, F, V, Small>&
 }
 
 /// d of a chunk's gates from its pairs, by one warp, into memory.d_gates and the chunk's sums. `across`: pairs of a token before the chunk
-/// and a read after it; inside(j): token j's pairs with reads of the chunk; over(j): those that memory.columns leaves out for tokens after j, null
+/// and an output after it; inside(j): token j's pairs with outputs of the chunk; over(j): those that memory.columns leaves out for tokens after j, null
 /// where it has all.
 template <class T, class Memory, class Inside, class Over>
-__device__ inline void gate_gradients(const mlstm_problem<T>& problem, const scorer_span& s,
-                                      std::int64_t chunk, const Memory& memory, float across,
-                                      const Inside& inside, const Over& over) {
-    // d log f_t = pairs across the chunk + reads from t on of earlier tokens + tokens before t read later + those inside; two
+__device__ inline void gate_gradients(const mlstm_params<T>& params, const scorer_span& s, std::int64_t chunk,
+                                      const Memory& memory, float across, const Inside& inside,
+                                      const Over& over) {
+    // d log f_t = pairs across the chunk + outputs from t on of earlier tokens + tokens before t read later + those inside; two
     // tokens a lane.
     const int lane = lane_id(), at = 2 * lane;
     const float carried[2] = {memory.carried[at], memory.carried[at + 1]};
@@ -183,8 +183,8 @@ __device__ inline void gate_gradients(const mlstm_problem<T>& problem, const sco
         of_gates[1] += __shfl_xor_sync(all_lanes, of_gates[1], by);
     }
     if (lane == 0) {
-        problem.d_gates[chunk * 2] = of_gates[0];
-        problem.d_gates[chunk * 2 + 1] = of_gates[1];
+        params.d_gates[chunk * 2] = of_gates[0];
+        params.d_gates[chunk * 2 + 1] = of_gates[1];
     }
 }
 
@@ -192,70 +192,69 @@ __device__ inline void gate_gradients(const mlstm_problem<T>& problem, const sco
 /// in kernel_chunk_outputs.cuh.
 template <class T, int F, int V, bool Small>
 __global__ void __launch_bounds__(mlstm_threads, mlstm_blocks<T>)
-    mlstm_tokens_backward_kernel(const mlstm_problem<T> problem) {
+    mlstm_token_gradients_kernel(const mlstm_params<T> params) {
     using E = mlstm_element<T>;
-    const scorer_streams& streams = problem.streams;
-    const scorer_span s = streams.span(static_cast<std::int32_t>(blockIdx.x) / streams.slots,
-                                       static_cast<std::int32_t>(blockIdx.x) % streams.slots);
-    const std::int64_t row = s.row(streams.slots), chunk = problem.chunk(s);
+    const scorer_streams& streams = params.streams;
+    const scorer_span s = streams.span(static_cast<std::int32_t>(blockIdx.x) / streams.chunks,
+                                       static_cast<std::int32_t>(blockIdx.x) % streams.chunks);
+    const std::int64_t row = s.row(streams.chunks), chunk = params.chunk(s);
     const auto thread = static_cast<int>(threadIdx.x);
     if (s.count == 0) {
         if (thread < 2) {
-            problem.d_gates[chunk * 2 + thread] = 0.0f;
+            params.d_gates[chunk * 2 + thread] = 0.0f;
         }
         return;
     }
-    const mlstm_tokens_memory<E, F, V, Small> memory(aligned_dynamic_shared());
-    const mlstm_frame& frame = problem.frames[chunk];
-    const bool reads = frame.reads < scorer_chunk;
-    copy_slice<scorer_chunk, F, mlstm_threads>(memory.k, 0, static_cast<const E*>(problem.k + row * F), F);
-    copy_slice<scorer_chunk, V, mlstm_threads>(memory.v, 0, static_cast<const E*>(problem.v + row * V), V);
-    if (reads) {
-        copy_slice<scorer_chunk, F, mlstm_threads>(memory.q, 0, static_cast<const E*>(problem.q + row * F),
-                                                   F);
-        copy_slice<scorer_chunk, V, mlstm_threads>(memory.d_n, 0,
-                                                   static_cast<const E*>(problem.d_n + row * V), V);
+    const mlstm_token_gradients_memory<E, F, V, Small> memory(aligned_dynamic_shared());
+    const mlstm_chunk_stats& stats = params.chunk_stats[chunk];
+    const bool has_outputs = stats.first_output < scorer_chunk;
+    copy_slice<scorer_chunk, F, mlstm_threads>(memory.k, 0, static_cast<const E*>(params.k + row * F), F);
+    copy_slice<scorer_chunk, V, mlstm_threads>(memory.v, 0, static_cast<const E*>(params.v + row * V), V);
+    if (has_outputs) {
+        copy_slice<scorer_chunk, F, mlstm_threads>(memory.q, 0, static_cast<const E*>(params.q + row * F), F);
+        copy_slice<scorer_chunk, V, mlstm_threads>(memory.d_n, 0, static_cast<const E*>(params.d_n + row * V),
+                                                   V);
     }
     copy_commit();
-    const E* const a = problem.d_memory + chunk * F * V;
+    const E* const a = params.d_memory + chunk * F * V;
     copy_slice<F, Small ? 64 : V, mlstm_threads>(memory.a, 0, a, V);
     copy_commit();
-    mlstm_look_ahead<T> next(problem);
-    next.array(problem.q, scorer_chunk * F);
-    next.array(problem.d_n, scorer_chunk * V);
-    next.array(problem.k, scorer_chunk * F);
-    next.array(problem.v, scorer_chunk * V);
-    next.array(problem.d_memory, F * V);
-    next.array(problem.memory, F * V);
+    mlstm_look_ahead<T> next(params);
+    next.array(params.q, scorer_chunk * F);
+    next.array(params.d_n, scorer_chunk * V);
+    next.array(params.k, scorer_chunk * F);
+    next.array(params.v, scorer_chunk * V);
+    next.array(params.d_memory, F * V);
+    next.array(params.memory, F * V);
     for (int i = thread; i < F; i += mlstm_threads) {
         float sum = 0.0f;
 #pragma unroll 1
-        for (int part = 0; part < problem.sum_parts; ++part) {
-            sum += problem.d_sums[(chunk * problem.sum_parts + part) * F + i];
+        for (int part = 0; part < params.sum_parts; ++part) {
+            sum += params.d_sums[(chunk * params.sum_parts + part) * F + i];
         }
         memory.a_z[i] = sum;
-        memory.z[i] = problem.sums[chunk * F + i];
+        memory.z[i] = params.sums[chunk * F + i];
     }
     if (thread < V) {
-        memory.rho[thread] =
-            reference_before(problem, frame, row - std::int64_t{s.slot} * scorer_chunk, V, thread);
+        memory.ref_value[thread] =
+            reference_before(params, stats, row - std::int64_t{s.chunk_index} * scorer_chunk, V, thread);
     }
     if (thread < scorer_chunk) {
-        memory.d_g[thread] = reads ? problem.d_g[row + thread] : 0.0f;
-        memory.carried[thread] = reads ? problem.carried[row + thread] : 0.0f;
+        memory.d_g[thread] = has_outputs ? params.d_g[row + thread] : 0.0f;
+        memory.carried[thread] = has_outputs ? params.carried[row + thread] : 0.0f;
         const bool there = thread < s.count;
-        memory.slopes[thread] = there ? problem.slope_i[row + thread] : 0.0f;
-        memory.slopes[scorer_chunk + thread] = there ? problem.slope_f[row + thread] : 0.0f;
+        memory.slopes[thread] = there ? params.slope_i[row + thread] : 0.0f;
+        memory.slopes[scorer_chunk + thread] = there ? params.slope_f[row + thread] : 0.0f;
     }
-    memory.exponents.load(problem.log_source + row, problem.log_top + row, frame.m);
-    if (thread == 0 && frame.bad < s.count) {
+    memory.exponents.load(params.log_source + row, params.log_top + row, stats.m);
+    if (thread == 0 && stats.bad < s.count) {
         streams.report(s.b, status_not_finite);
     }
     const int m0 = 16 * (warp_id() % 4), half = warp_id() / 4, lane = lane_id();
     copy_wait<1>();
     __syncthreads();
     rounded_pair<E> gradients[4][2] = {};
-    if (reads) {
+    if (has_outputs) {
         pairs_of_chunk<E, F, V, Small>(memory, gradients);
     } else {
         memory.columns[thread] = 0.0f;
@@ -287,13 +286,13 @@ __global__ void __launch_bounds__(mlstm_threads, mlstm_blocks<T>)
             d_v[0][i][e] *= out[e / 2];
         }
     }
-    if (reads) {
+    if (has_outputs) {
         add_product<1, V / 16, scorer_chunk, false, true>(d_v, memory.pairs, m0, memory.d_n, V / 2 * half);
     }
     const shared_tile<E> queries = Small ? memory.d_n : memory.q;
-    if (Small && reads) {
+    if (Small && has_outputs) {
         __syncthreads();  // nor d N
-        copy_slice<scorer_chunk, F, mlstm_threads>(queries, 0, static_cast<const E*>(problem.q + row * F), F);
+        copy_slice<scorer_chunk, F, mlstm_threads>(queries, 0, static_cast<const E*>(params.q + row * F), F);
         copy_commit();
     }
     // d k~_j = sum_l w_lj G_lj q~_l + o_j (A v~_j + a)
@@ -330,12 +329,12 @@ __global__ void __launch_bounds__(mlstm_threads, mlstm_blocks<T>)
     } else {
         sync_rows();
     }
-    if (reads) {
+    if (has_outputs) {
         d_k.template add<scorer_chunk, true>(memory.pairs, m0, queries);
     }
     d_k.sum_along(memory.k, m0, memory.low, memory.high);
     __syncthreads();
-    d_k.through_map(problem, memory.k, m0, memory.low, memory.high);
+    d_k.through_map(params, memory.k, m0, memory.low, memory.high);
     // Into a warp's own places of k and v, which nobody else looks at any more.
     const shared_tile<T> to_k{memory.k.data, scorer_chunk}, to_v{memory.v.data, scorer_chunk};
     d_k.store(to_k, m0);
@@ -345,11 +344,11 @@ __global__ void __launch_bounds__(mlstm_threads, mlstm_blocks<T>)
 #pragma unroll
         for (int i = 0; i < V / 16; ++i) {
             const std::int32_t column = V / 2 * half + 8 * i + lane % 4 * 2;
-            to.set(i, column < problem.width ? d_v[0][i][2 * r] : 0.0f,
-                   column + 1 < problem.width ? d_v[0][i][2 * r + 1] : 0.0f);
+            to.set(i, column < params.width ? d_v[0][i][2 * r] : 0.0f,
+                   column + 1 < params.width ? d_v[0][i][2 * r + 1] : 0.0f);
         }
     }
-    // Pairs across the whole chunk: a token before it, a read after it. The state before it comes straight to registers, all of a
+    // Pairs across the whole chunk: a token before it, an output after it. The state before it comes straight to registers, all of a
     // thread's part at once.
     float across = 0.0f;
     {
@@ -357,7 +356,7 @@ __global__ void __launch_bounds__(mlstm_threads, mlstm_blocks<T>)
                                                                     : parts < 8           ? parts
                                                                                           : 8;
         static_assert(parts % together == 0);
-        const E* const before = problem.memory + chunk * F * V;
+        const E* const before = params.memory + chunk * F * V;
 #pragma unroll 1
         for (int first = 0; first < parts; first += together) {
             eight_of<E> states[together];
@@ -375,7 +374,7 @@ __global__ void __launch_bounds__(mlstm_threads, mlstm_blocks<T>)
                 memory.a.get_eight(f, column, y);
 #pragma unroll
                 for (int e = 0; e < 8; ++e) {
-                    across += (x[e] + z * memory.rho[column + e]) * y[e];
+                    across += (x[e] + z * memory.ref_value[column + e]) * y[e];
                 }
             }
         }
@@ -383,7 +382,7 @@ __global__ void __launch_bounds__(mlstm_threads, mlstm_blocks<T>)
     for (int i = thread; i < F; i += mlstm_threads) {
         across += memory.z[i] * memory.a_z[i];
     }
-    across = warp_sum(across) * frame.keep;
+    across = warp_sum(across) * stats.keep;
     if (lane == 0) {
         memory.across[warp_id()] = across;
     }
@@ -394,29 +393,29 @@ __global__ void __launch_bounds__(mlstm_threads, mlstm_blocks<T>)
         for (int i = 0; i < 8; ++i) {
             whole += memory.across[i];
         }
-        // Pairs of the first 32 tokens with reads of the second half.
+        // Pairs of the first 32 tokens with outputs of the second half.
         const auto over = [&](int j) {
             return j < scorer_chunk / 2 ? memory.inside.of[scorer_chunk + j] : 0.0f;
         };
         gate_gradients(
-            problem, s, chunk, memory, whole, [&](int j) { return memory.inside.get(j); }, over);
+            params, s, chunk, memory, whole, [&](int j) { return memory.inside.get(j); }, over);
     }
     // Meanwhile the other warps write what does not wait for the gates.
-    T* const rows = problem.d_rows_k + row * problem.rows_k;
+    T* const rows = params.d_rows_k + row * params.rows_k;
     if (warp_id() != 0) {
         constexpr int others = mlstm_threads - 32;
-        const std::int32_t across_k = problem.at_v / 8, across_v = (problem.at_i - problem.at_v) / 8;
-        write_columns(rows, problem.rows_k, 0, across_k, s.count, thread - 32, others,
+        const std::int32_t across_k = params.at_v / 8, across_v = (params.at_i - params.at_v) / 8;
+        write_columns(rows, params.rows_k, 0, across_k, s.count, thread - 32, others,
                       [&](int r, int c, float(&x)[8]) { to_k.get_eight(r, c, x); });
-        write_columns(rows, problem.rows_k, problem.at_v, across_v, s.count, thread - 32, others,
-                      [&](int r, int c, float(&x)[8]) { to_v.get_eight(r, c - problem.at_v, x); });
+        write_columns(rows, params.rows_k, params.at_v, across_v, s.count, thread - 32, others,
+                      [&](int r, int c, float(&x)[8]) { to_v.get_eight(r, c - params.at_v, x); });
     }
     __syncthreads();
-    write_columns(rows, problem.rows_k, problem.at_i, (problem.rows_k - problem.at_i) / 8, s.count, thread,
+    write_columns(rows, params.rows_k, params.at_i, (params.rows_k - params.at_i) / 8, s.count, thread,
                   mlstm_threads, [&](int r, int c, float(&x)[8]) {
-                      if (c == problem.at_i) {
+                      if (c == params.at_i) {
                           x[0] = memory.d_gates[2 * r];
-                      } else if (c == problem.at_f) {
+                      } else if (c == params.at_f) {
                           x[0] = memory.d_gates[2 * r + 1];
                       }
                   });

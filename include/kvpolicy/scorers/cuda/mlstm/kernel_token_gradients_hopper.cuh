@@ -1,4 +1,4 @@
-// mlstm_tokens_backward_kernel (kernel_chunk_outputs_backward.cuh has the equations) with a warpgroup a chunk, as kernel_chunk_outputs_backward_hopper.cuh.
+// mlstm_token_gradients_kernel (kernel_chunk_outputs_backward.cuh has the equations) with a warpgroup a chunk, as kernel_chunk_outputs_backward_hopper.cuh.
 #pragma once
 
 #include <kvpolicy/cuda/config.cuh>
@@ -15,15 +15,15 @@ namespace kvpolicy {
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 namespace cuda_backend {
 
-/// Blocks that a multiprocessor has room for.
-inline constexpr int mlstm_tokens_blocks = 2;
+/// Blocks that an SM has room for.
+inline constexpr int mlstm_token_gradients_blocks = 2;
 
-/// Parts of the sum of pairs across a chunk: blocks of a walk that have a head's state.
+/// Parts of the sum of pairs across a chunk: blocks of a scan over chunks that have a head's state.
 template <int F, int V>
 inline constexpr int mlstm_across_parts = F / 64 * (V / 64);
 
 template <class T, int F, int V>
-struct mlstm_tokens_hopper_memory {
+struct mlstm_token_gradients_hopper_memory {
     using E = mlstm_element<T>;
 
     shared_tile<E> q, d_n, k, v;
@@ -38,7 +38,7 @@ struct mlstm_tokens_hopper_memory {
     mlstm_exponents<E> exponents;
     std::size_t bytes;
 
-    KVPOLICY_HOST_DEVICE explicit mlstm_tokens_hopper_memory(unsigned char* memory) {
+    KVPOLICY_HOST_DEVICE explicit mlstm_token_gradients_hopper_memory(unsigned char* memory) {
         static_assert(F * V <= scorer_chunk * (F + V) && sizeof(T) == sizeof(E));
         shared_parts parts(memory);
         q = parts.tile<E>(scorer_chunk, F);
@@ -69,33 +69,33 @@ struct mlstm_token_numbers {
     double source, top, last, m;
     float a_z[V / 64], across;  // parts of sums
     float d_g, carried, slope_i, slope_f;
-    std::int32_t reads, count, bad;
+    std::int32_t first_output, count, bad;
 
     /// Nothing where there is no such chunk, or no token in it.
     template <class T>
-    __device__ void load(const mlstm_problem<T>& problem, std::int32_t chunk, const mlstm_read_frame& frame) {
+    __device__ void load(const mlstm_params<T>& params, std::int32_t chunk, const mlstm_output_stats& stats) {
         const auto thread = static_cast<int>(threadIdx.x);
         const std::int64_t row = std::int64_t{chunk} * scorer_chunk;
-        m = frame.m;
-        reads = frame.reads;
-        count = frame.count;
-        bad = frame.bad;
+        m = stats.m;
+        first_output = stats.first_output;
+        count = stats.count;
+        bad = stats.bad;
         const bool any = count > 0, of_row = any && thread < scorer_chunk,
-                   read = of_row && reads < scorer_chunk, there = thread < count;
-        source = load_if(of_row, problem.log_source + row + thread);
-        top = load_if(of_row, problem.log_top + row + thread);
-        last = load_if(of_row, problem.log_top + row + scorer_chunk - 1);
-        d_g = load_if(read, problem.d_g + row + thread);
-        carried = load_if(read, problem.carried + row + thread);
-        slope_i = load_if(there, problem.slope_i + row + thread);
-        slope_f = load_if(there, problem.slope_f + row + thread);
+                   has_output = of_row && first_output < scorer_chunk, there = thread < count;
+        source = load_if(of_row, params.log_source + row + thread);
+        top = load_if(of_row, params.log_top + row + thread);
+        last = load_if(of_row, params.log_top + row + scorer_chunk - 1);
+        d_g = load_if(has_output, params.d_g + row + thread);
+        carried = load_if(has_output, params.carried + row + thread);
+        slope_i = load_if(there, params.slope_i + row + thread);
+        slope_f = load_if(there, params.slope_f + row + thread);
 #pragma unroll
         for (int part = 0; part < V / 64; ++part) {
             a_z[part] = load_if(any && thread < F,
-                                problem.d_sums + (std::int64_t{chunk} * (V / 64) + part) * F + thread);
+                                params.d_sums + (std::int64_t{chunk} * (V / 64) + part) * F + thread);
         }
         constexpr int parts = mlstm_across_parts<F, V>;
-        across = load_if(any && thread < parts, problem.d_across + std::int64_t{chunk} * parts + thread);
+        across = load_if(any && thread < parts, params.d_across + std::int64_t{chunk} * parts + thread);
     }
     template <class Memory>
     __device__ void store(const Memory& memory) const {
@@ -122,7 +122,7 @@ struct mlstm_token_numbers {
 };
 
 #if KVPOLICY_HOPPER_CODE
-/// From q~_l . k~_j and d N_l . v~_j, tokens on rows and reads on columns: w_lj (q~_l . k~_j) and w_lj G_lj as they are rounded, a token's
+/// From q~_l . k~_j and d N_l . v~_j, tokens on rows and outputs on columns: w_lj (q~_l . k~_j) and w_lj G_lj as they are rounded, a token's
 /// sums over its pairs, and sums of pairs across tokens down the columns (pairs_of_chunk, scorers/cuda/mlstm/kernel_token_gradients.cuh).
 template <class E, class Memory>
 __device__ inline void weigh_pairs_of_tokens(const Memory& memory, const float (&products)[32],
@@ -134,7 +134,7 @@ __device__ inline void weigh_pairs_of_tokens(const Memory& memory, const float (
     float down[2][8] = {};
 #pragma unroll
     for (int i = 7; i >= 0; --i) {
-        if (i < 2 * warp_id()) {  // pairs of tokens after the reads
+        if (i < 2 * warp_id()) {  // pairs of tokens after the output
             weights[i / 2][i % 2 * 2] = weights[i / 2][i % 2 * 2 + 1] = 0u;
             gradients[i / 2][i % 2 * 2] = gradients[i / 2][i % 2 * 2 + 1] = 0u;
             continue;
@@ -149,7 +149,7 @@ __device__ inline void weigh_pairs_of_tokens(const Memory& memory, const float (
                                 j <= l + 1 ? fast_exp2(source[r] - most.y) : 0.0f};
             const float of_pair[2] = {g[4 * i + 2 * r] + d_g.x, g[4 * i + 2 * r + 1] + d_g.y};
             gradients[i / 2][i % 2 * 2 + r] = pack<E>(w[0] * of_pair[0], w[1] * of_pair[1]);
-            // Rounded as the read's, so that its pairs add up to what its quotient says.
+            // Rounded as the output's, so that its pairs add up to what its quotient says.
             rounded_pair<E> weight;
             weight.set(w[0] * products[4 * i + 2 * r], w[1] * products[4 * i + 2 * r + 1]);
             weights[i / 2][i % 2 * 2 + r] = weight.both;
@@ -182,25 +182,26 @@ __device__ inline void weigh_pairs_of_tokens(const Memory& memory, const float (
 #endif
 
 template <class T, int F, int V>
-__global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(mlstm_warpgroup_threads), mlstm_tokens_blocks)
-    mlstm_tokens_hopper_kernel([[maybe_unused]] const mlstm_problem<T> problem) {
+__global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(mlstm_warpgroup_threads),
+                                  mlstm_token_gradients_blocks)
+    mlstm_token_gradients_hopper_kernel([[maybe_unused]] const mlstm_params<T> params) {
 #if KVPOLICY_HOPPER_CODE
     using E = mlstm_element<T>;
     static_assert(!shared_tile<E>::plain);
     constexpr int threads = mlstm_warpgroup_threads;
-    const scorer_streams& streams = problem.streams;
-    const std::int32_t chunks = streams.batch * streams.heads * streams.slots;
+    const scorer_streams& streams = params.streams;
+    const std::int32_t chunks = streams.batch * streams.heads * streams.chunks;
     const auto steps = static_cast<std::int32_t>(gridDim.x);
     const auto thread = static_cast<int>(threadIdx.x);
-    const mlstm_tokens_hopper_memory<T, F, V> memory(aligned_dynamic_shared());
+    const mlstm_token_gradients_hopper_memory<T, F, V> memory(aligned_dynamic_shared());
     // Rows of a chunk, as soon as the tiles of the chunk before are free; nothing where it has no tokens.
-    const auto load_reads = [&](std::int32_t chunk, const mlstm_read_frame& frame) {
+    const auto load_output_rows = [&](std::int32_t chunk, const mlstm_output_stats& stats) {
         const std::int64_t row = std::int64_t{chunk} * scorer_chunk;
-        if (frame.count > 0 && frame.reads < scorer_chunk) {
-            copy_slice<scorer_chunk, F, threads>(memory.q, 0, static_cast<const E*>(problem.q) + row * F, F);
-            copy_slice<scorer_chunk, V, threads>(memory.d_n, 0, static_cast<const E*>(problem.d_n) + row * V,
+        if (stats.count > 0 && stats.first_output < scorer_chunk) {
+            copy_slice<scorer_chunk, F, threads>(memory.q, 0, static_cast<const E*>(params.q) + row * F, F);
+            copy_slice<scorer_chunk, V, threads>(memory.d_n, 0, static_cast<const E*>(params.d_n) + row * V,
                                                  V);
-        } else if (frame.count > 0) {  // no pairs: the same products of nothing
+        } else if (stats.count > 0) {  // no pairs: the same products of nothing
             const float blank[8] = {};
             for (int i = thread; i < scorer_chunk * F / 8; i += threads) {
                 memory.q.set_eight(i / (F / 8), i % (F / 8) * 8, blank);
@@ -210,41 +211,41 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(mlstm_warpgroup_thread
             }
         }
     };
-    const auto load_tokens = [&](std::int32_t chunk, const mlstm_read_frame& frame) {
+    const auto load_tokens = [&](std::int32_t chunk, const mlstm_output_stats& stats) {
         const std::int64_t row = std::int64_t{chunk} * scorer_chunk;
-        if (frame.count > 0) {
-            copy_slice<scorer_chunk, F, threads>(memory.k, 0, static_cast<const E*>(problem.k) + row * F, F);
-            copy_slice<scorer_chunk, V, threads>(memory.v, 0, static_cast<const E*>(problem.v) + row * V, V);
+        if (stats.count > 0) {
+            copy_slice<scorer_chunk, F, threads>(memory.k, 0, static_cast<const E*>(params.k) + row * F, F);
+            copy_slice<scorer_chunk, V, threads>(memory.v, 0, static_cast<const E*>(params.v) + row * V, V);
         }
     };
     const auto load_state = [&](std::int32_t chunk, std::int32_t count) {
         if (count > 0) {
             copy_image<F * V, threads>(
-                memory.a, static_cast<const E*>(problem.d_memory) + std::int64_t{chunk} * (F * V));
+                memory.a, static_cast<const E*>(params.d_memory) + std::int64_t{chunk} * (F * V));
         }
     };
-    mlstm_read_frame following;
+    mlstm_output_stats following;
     mlstm_token_numbers<E, F, V> numbers;
-    following.load<true, false>(problem, static_cast<std::int32_t>(blockIdx.x), chunks);
-    load_reads(static_cast<std::int32_t>(blockIdx.x), following);
+    following.load<true, false>(params, static_cast<std::int32_t>(blockIdx.x), chunks);
+    load_output_rows(static_cast<std::int32_t>(blockIdx.x), following);
     load_tokens(static_cast<std::int32_t>(blockIdx.x), following);
     copy_commit();
     load_state(static_cast<std::int32_t>(blockIdx.x), following.count);
     copy_commit();
-    numbers.load(problem, static_cast<std::int32_t>(blockIdx.x), following);
-    following.load<true, false>(problem, static_cast<std::int32_t>(blockIdx.x) + steps, chunks);
+    numbers.load(params, static_cast<std::int32_t>(blockIdx.x), following);
+    following.load<true, false>(params, static_cast<std::int32_t>(blockIdx.x) + steps, chunks);
     for (auto chunk = static_cast<std::int32_t>(blockIdx.x); chunk < chunks; chunk += steps) {
         const std::int32_t next = chunk + steps;
         // The next chunk's numbers, which nobody needs before this one is done.
         const auto load_next = [&] {
-            numbers.load(problem, next, following);
-            following.load<true, false>(problem, next + steps, chunks);
+            numbers.load(params, next, following);
+            following.load<true, false>(params, next + steps, chunks);
         };
         if (numbers.count == 0) {
             if (thread < 2) {
-                problem.d_gates[std::int64_t{chunk} * 2 + thread] = 0.0f;
+                params.d_gates[std::int64_t{chunk} * 2 + thread] = 0.0f;
             }
-            load_reads(next, following);
+            load_output_rows(next, following);
             load_tokens(next, following);
             copy_commit();
             load_state(next, following.count);
@@ -255,7 +256,7 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(mlstm_warpgroup_thread
         const std::int32_t count = numbers.count;
         numbers.store(memory);
         if (thread == 0 && numbers.bad < count) {
-            streams.report(chunk / streams.slots / streams.heads, status_not_finite);
+            streams.report(chunk / streams.chunks / streams.heads, status_not_finite);
         }
         const int lane = lane_id(), j0 = 16 * warp_id() + lane / 4, c0 = lane % 4 * 2;
         copy_wait<1>();
@@ -314,19 +315,19 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(mlstm_warpgroup_thread
                     to_v[k][i] = pack<T>(d_v[8 * k + 2 * i], d_v[8 * k + 2 * i + 1]);
                 }
             }
-            if (problem.width < V) {  // nothing beyond the values, whatever is there
+            if (params.width < V) {  // nothing beyond the values, whatever is there
 #pragma unroll
                 for (int k = 0; k < V / 16; ++k) {
 #pragma unroll
                     for (int i = 0; i < 4; ++i) {
-                        const std::int32_t left = problem.width - (16 * k + 8 * (i / 2) + c0);
+                        const std::int32_t left = params.width - (16 * k + 8 * (i / 2) + c0);
                         to_v[k][i] &= left >= 2 ? 0xffffffffu : left == 1 ? 0xffffu : 0u;
                     }
                 }
             }
         }
         __syncthreads();  // queries and d N have been read
-        load_reads(next, following);
+        load_output_rows(next, following);
         copy_commit();
         // + o_j (A v~_j + a)
         float later[2] = {}, along[2][2] = {};
@@ -367,7 +368,7 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(mlstm_warpgroup_thread
                 memory.later[j0 + 8 * r] = later[r];
             }
         }
-        through_feature_map<F>(problem, d_k, memory.k, along);
+        through_feature_map<F>(params, d_k, memory.k, along);
         __syncthreads();  // keys, values and the state have been read
         load_tokens(next, following);
         copy_commit();
@@ -378,7 +379,7 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(mlstm_warpgroup_thread
         }
         load_next();
         __syncthreads();
-        T* const rows = problem.d_rows_k + std::int64_t{chunk} * scorer_chunk * problem.rows_k;
+        T* const rows = params.d_rows_k + std::int64_t{chunk} * scorer_chunk * params.rows_k;
         if (warp_id() == 0) {
             float across = 0.0f;
 #pragma unroll
@@ -386,19 +387,19 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(mlstm_warpgroup_thread
                 across += memory.across[part];
             }
             gate_gradients(
-                problem, streams.span(chunk / streams.slots, chunk % streams.slots), std::int64_t{chunk},
+                params, streams.span(chunk / streams.chunks, chunk % streams.chunks), std::int64_t{chunk},
                 memory, across, [&](int j) { return memory.inside[j]; }, nullptr);
         } else {  // meanwhile the other warps write what does not wait for the gates
-            write_tile<threads - 32>(rows, problem.rows_k, memory.to_k, problem.at_v, count, thread - 32);
-            write_tile<threads - 32>(rows + problem.at_v, problem.rows_k, memory.to_v,
-                                     problem.at_i - problem.at_v, count, thread - 32);
+            write_tile<threads - 32>(rows, params.rows_k, memory.to_k, params.at_v, count, thread - 32);
+            write_tile<threads - 32>(rows + params.at_v, params.rows_k, memory.to_v,
+                                     params.at_i - params.at_v, count, thread - 32);
         }
         __syncthreads();
-        write_eighths<threads>(rows, problem.rows_k, problem.at_i, problem.used_k, count, thread,
+        write_eighths<threads>(rows, params.rows_k, params.at_i, params.used_k, count, thread,
                                [&](int r, int c) {
-                                   return c == problem.at_i   ? memory.d_gates[2 * r]
-                                          : c == problem.at_f ? memory.d_gates[2 * r + 1]
-                                                              : 0.0f;
+                                   return c == params.at_i   ? memory.d_gates[2 * r]
+                                          : c == params.at_f ? memory.d_gates[2 * r + 1]
+                                                             : 0.0f;
                                });
         __syncthreads();  // the next chunk's state and numbers may come
         load_state(next, numbers.count);

@@ -2,19 +2,19 @@
 //
 // Chunks of 64 tokens, as on the host (scorers/host/mlstm_chunkwise.hpp): with b_l the running sum of log f in the chunk,
 //
-//     s_j = log i_j - b_j,  top_l = max_{j <= l} s_j,  M_l = max(m, top_l)     m: the stabiliser before the chunk
+//     s_j = log i_j - b_j,  top_l = max_{j <= l} s_j,  M_l = max(m, top_l)     m: the stabilizer before the chunk
 //     q~^T C_l = exp(m - M_l) q~^T C + sum_{j <= l} exp(s_j - M_l) (q~ . k~_j) v~_j
 //
-// Read l of a chunk is the query of token first + l - delay, right after token first + l. Gates and stabilisers are doubles. Query
+// Output l of a chunk is the query of token first + l - delay, right after token first + l. Gates and stabilizers are doubles. Query
 // rows stand where they are read, so every kernel finds its chunk's rows together.
 //
-// States are stored in 16 bits, as deviations. Where one token has nearly all the weight, a read is that token's value, what the loss
+// States are stored in 16 bits, as deviations. Where one token has nearly all the weight, an output is that token's value, what the loss
 // says of the token's weight is a difference d N . (v~ - h) of nearly equal numbers, and the rounding of C and A would be all that
-// is left of it. So a chunk has a reference rho, the value of the heaviest token before it times that token's share of all weights:
+// is left of it. So a chunk has a reference value ref_value, the value of the token of the largest weight before it times that token's share of all weights:
 //
-//     stored are C - z rho^T, rounded, and z; of the state that runs backwards A, rounded, and a + (A - A rounded) rho
+//     stored are C - z ref_value^T, rounded, and z; of the state that runs backwards A, rounded, and a + (A - A rounded) ref_value
 //
-// whose errors go with v~ - rho, as the differences themselves do. Where no token is heavy, rho is near 0.
+// whose errors go with v~ - ref_value, as the differences themselves do. Where no token has most of the weight, ref_value is near 0.
 #pragma once
 
 #include <kvpolicy/core/types.hpp>
@@ -36,23 +36,24 @@ template <class T>
 using mlstm_element = std::conditional_t<std::is_same_v<T, float>, float, bf16>;
 
 /// A chunk's numbers. The scan over chunks: state <- keep * state + add * what the chunk adds.
-struct mlstm_frame {
+struct mlstm_chunk_stats {
     double top;        // of its last token
     double forgotten;  // b of its last token
-    double m;          // the stabiliser before it
+    double m;          // the stabilizer before it
     float keep, add;
-    float weights;        // of its tokens, sum of exp(s_j - top)
-    float share;          // of the heaviest token in the weights before it; 0 where there is none
-    std::int32_t heavy;   // its heaviest token
-    std::int32_t before;  // the heaviest token before it, a row of the plane; -1 where there is none
-    std::int32_t bad;     // its first token that is not finite; scorer_chunk where there is none
-    std::int32_t reads;   // the first l that reads a token; scorer_chunk where none does
-    std::int32_t count;   // its tokens
-    std::int32_t fresh;   // the state before it is empty
+    float weights;     // of its tokens, sum of exp(s_j - top)
+    float ref_weight;  // of the token of the largest weight in the weights before it; 0 where there is none
+    std::int32_t ref_token;  // its token of the largest weight
+    std::int32_t
+        before;  // the token of the largest weight before it, a row of the plane; -1 where there is none
+    std::int32_t bad;           // its first token that is not finite; scorer_chunk where there is none
+    std::int32_t first_output;  // the first l that reads a token; scorer_chunk where none does
+    std::int32_t count;         // its tokens
+    std::int32_t fresh;         // the state before it is empty
 };
 
 template <class T>
-struct mlstm_problem {
+struct mlstm_params {
     using E = mlstm_element<T>;
 
     scorer_streams streams;
@@ -72,22 +73,22 @@ struct mlstm_problem {
     float* states = nullptr;  // the caller's [B, Hkv, features (width + 1) + 2], or null
     plane_view<float> scores;
 
-    // Workspace. Rows are [planes, slots * 64], chunks [planes, slots]; F and V are the compiled widths.
+    // Workspace. Rows are [planes, chunks * 64], chunks [planes, chunks]; F and V are the compiled widths.
     E *q = nullptr, *k = nullptr, *v = nullptr;  // rows x F, F, V
     double *log_source = nullptr, *log_top = nullptr;
     float* weight = nullptr;   // exp(s_j - top of the last)
     float* skipped = nullptr;  // skip . x of the query
-    /// chunks x F V: C before them, less z rho^T; [F][V], for Hopper's kernels as it stands in their tiles.
+    /// chunks x F V: C before them, less z ref_value^T; [F][V], for Hopper's kernels as it stands in their tiles.
     E* memory = nullptr;
     float* sums = nullptr;  // chunks x F: z before them
-    mlstm_frame* frames = nullptr;
+    mlstm_chunk_stats* chunk_stats = nullptr;
 
-    // Walks over the chunks go in segments, all of them at once. The states that segments begin with, [planes, segments][F (V + 1)], the
+    // Scans over the chunks go in segments, all of them at once. The states that segments begin with, [planes, segments][F (V + 1)], the
     // sums last; before they are added up, number i is what segment i - 1 adds, and number 0 the caller's. And what segments keep.
     std::int32_t segments = 1, segment_chunks = 0;
     std::int32_t cuts = 1;  // parts of a segment that are added up apart, and then count as segments here
-    // What a sweep on Hopper is for: scores; states in `memory`.
-    bool sweep_reads = true, sweep_keeps = false;
+    // What the fused kernel on Hopper is for: scores; states in `memory`.
+    bool fused_writes_scores = true, fused_writes_states = false;
     float* partial_states = nullptr;
     float* partial_keeps = nullptr;  // [planes, segments]; below 0: a stream begins there, nothing
 
@@ -96,9 +97,9 @@ struct mlstm_problem {
     float *slope_i = nullptr, *slope_f = nullptr;  // rows: d log i / d preactivation, d log f alike
     E* d_n = nullptr;                              // rows x V: d N_l
     float *kept = nullptr, *d_g = nullptr;         // rows: exp(m - M_l), d g_l
-    float* carried = nullptr;                      // rows: pairs of a read with tokens before its chunk
-    E* d_memory = nullptr;       // chunks x F V, as memory: what later reads say of the state after them (A)
-    float* d_sums = nullptr;     // chunks x sum_parts x F: parts of a + (A - A rounded) rho
+    float* carried = nullptr;                      // rows: pairs of an output with tokens before its chunk
+    E* d_memory = nullptr;    // chunks x F V, as memory: what later outputs say of the state after them (A)
+    float* d_sums = nullptr;  // chunks x sum_parts x F: parts of a + (A - A rounded) ref_value
     std::int32_t sum_parts = 1;  // whose sum it is
     float* d_across = nullptr;   // chunks x F V / 4096, on Hopper: parts of the sum of pairs across the chunk
     /// rows x rows_q, rows_k, of which used_q, used_k are written: gradients of the stacks' products
@@ -107,7 +108,7 @@ struct mlstm_problem {
     float* d_gates = nullptr;    // chunks x 2: b_i, b_f
 
     [[nodiscard]] __device__ std::int64_t chunk(const scorer_span& s) const {
-        return std::int64_t{s.plane} * streams.slots + s.slot;
+        return std::int64_t{s.plane} * streams.chunks + s.chunk_index;
     }
     /// Features are kept in F columns; Hedgehog's halves begin at 0 and F / 2. The number of column i, or -1.
     __device__ std::int32_t feature_of(std::int32_t i, std::int32_t tile) const {
@@ -119,7 +120,7 @@ struct mlstm_problem {
     }
 };
 
-/// Two neighbouring elements of a row in global memory.
+/// Two neighboring elements of a row in global memory.
 template <class E>
 __device__ inline void store_pair(E* to, float first, float second) {
     if constexpr (std::is_same_v<E, float>) {
@@ -130,7 +131,7 @@ __device__ inline void store_pair(E* to, float first, float second) {
     }
 }
 
-/// Eight neighbouring elements of a row in global memory.
+/// Eight neighboring elements of a row in global memory.
 template <class E>
 __device__ inline void store_eight(E* to, const float (&x)[8]) {
     if constexpr (std::is_same_v<E, float>) {
@@ -144,7 +145,7 @@ __device__ inline void store_eight(E* to, const float (&x)[8]) {
     }
 }
 
-/// Eight neighbouring elements of a row in global memory, as they are until they are wanted.
+/// Eight neighboring elements of a row in global memory, as they are until they are wanted.
 template <class E>
 struct alignas(16) eight_of {
     E of[8];
@@ -196,12 +197,13 @@ __device__ inline void round_pair(float& first, float& second) {
     second = pair.second();
 }
 
-/// Number i of a chunk's reference rho: before it, or after it (before the next chunk of its stream).
-template <class T, class Frame = mlstm_frame>
-__device__ inline float reference_before(const mlstm_problem<T>& problem, const Frame& frame,
+/// Number i of a chunk's reference value ref_value: before it, or after it (before the next chunk of its stream).
+template <class T, class Stats = mlstm_chunk_stats>
+__device__ inline float reference_before(const mlstm_params<T>& params, const Stats& stats,
                                          std::int64_t plane_row, int V, int i) {
-    return frame.before >= 0 ? frame.share * static_cast<float>(problem.v[(plane_row + frame.before) * V + i])
-                             : 0.0f;
+    return stats.before >= 0
+               ? stats.ref_weight * static_cast<float>(params.v[(plane_row + stats.before) * V + i])
+               : 0.0f;
 }
 
 /// What stands there, or 0 without a look. Nobody waits for it before it is used: what a branch has loaded, ptxas may copy at the branch's end.
@@ -237,16 +239,16 @@ __device__ inline X load_if(bool there, const X* from) {
     return x;
 }
 
-/// Brings to the L2 cache what the block `problem.ahead` chunks later will load of some arrays [chunks, count]; one lane an array.
+/// Brings to the L2 cache what the block `params.ahead` chunks later will load of some arrays [chunks, count]; one lane an array.
 template <class T>
 struct mlstm_look_ahead {
     std::int64_t chunk;
     bool there;
     int lane = 0;
 
-    __device__ explicit mlstm_look_ahead(const mlstm_problem<T>& problem)
-        : chunk(std::int64_t{blockIdx.x} + problem.ahead),
-          there(problem.ahead > 0 && chunk < std::int64_t{gridDim.x} && warp_id() == 0) {}
+    __device__ explicit mlstm_look_ahead(const mlstm_params<T>& params)
+        : chunk(std::int64_t{blockIdx.x} + params.ahead),
+          there(params.ahead > 0 && chunk < std::int64_t{gridDim.x} && warp_id() == 0) {}
     /// For a block that knows its next chunk.
     __device__ mlstm_look_ahead(std::int64_t next, bool follows)
         : chunk(next), there(follows && warp_id() == 0) {}
@@ -290,7 +292,7 @@ struct mlstm_exponents {
             most[i] = static_cast<float>((top - last) * log2e);
         }
     }
-    /// exp(s_j - M_l), 0 for a token after the read.
+    /// exp(s_j - M_l), 0 for a token after the output.
     __device__ float weight(int l, int j) const {
         if constexpr (exact) {
             return j <= l ? expf(static_cast<float>(source[j] - most[l])) : 0.0f;

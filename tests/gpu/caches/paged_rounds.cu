@@ -6,7 +6,7 @@
 #include <kvpolicy/policies/threshold_gate.hpp>
 #include <kvpolicy/policies/window.hpp>
 
-#include "dual_case.hpp"
+#include "paged_case.hpp"
 
 using namespace kvpolicy;
 using namespace test;
@@ -14,7 +14,7 @@ using namespace test;
 namespace {
 
 /// `together`: entries at once, of rows of 3 heads of up to `longest` tokens, in fp32 24 numbers each.
-void check(std::int32_t together, std::int32_t slots, std::int32_t turns, std::size_t more = 0) {
+void check(std::int32_t together, std::int32_t max_sequences, std::int32_t turns, std::size_t more = 0) {
     CAPTURE(together);
     constexpr std::int32_t sinks[] = {0, 2, 1, 3, 0, 1}, windows[] = {1, 4, 17, 2, 40, 3};
     constexpr float gates[] = {-9.0f, 9.0f, 0.0f, -1.0f, 0.5f, 1.5f};
@@ -22,21 +22,21 @@ void check(std::int32_t together, std::int32_t slots, std::int32_t turns, std::s
     const P policy{Sink<>{per_head(sinks, 2, 3)}, Window<>{per_head(windows, 2, 3)},
                    ThresholdGate<at_least>{per_head(gates, 2, 3)}};
     const CacheShape shape{.layers = 2,
-                           .slots = slots,
+                           .max_sequences = max_sequences,
                            .query_heads = 3,
                            .kv_heads = 3,
-                           .dim_k = 8,
-                           .dim_v = 16,
-                           .page_rows = 16,
-                           .proposals = 5};
-    const position_t longest = KVPOLICY_TEST_GATHERED_BYTES / (3 * 24 * 4 * together);
+                           .head_dim_qk = 8,
+                           .head_dim_vo = 16,
+                           .page_size = 16,
+                           .max_draft_tokens = 5};
+    const position_t max_seq_len = KVPOLICY_TEST_GATHERED_BYTES / (3 * 24 * 4 * together);
     std::mt19937 generator(11);
     BothDuals<P, float, all_head_dims, true> ample(
-        shape, {.slab_pages = 40, .most_slabs = 400, .longest = longest}, policy);
+        shape, {.slab_pages = 40, .max_slabs = 400, .max_seq_len = max_seq_len}, policy);
     ample.more_workspace = more;
     CHECK(random_life(ample, Scores::random, turns, generator) != 0);
     BothDuals<P, float, all_head_dims, true> scarce(
-        shape, {.slab_pages = 100, .most_slabs = 2, .longest = longest}, policy);
+        shape, {.slab_pages = 100, .max_slabs = 2, .max_seq_len = max_seq_len}, policy);
     CHECK(random_life(scarce, Scores::few_values, turns, generator) != 0);
 }
 
@@ -59,16 +59,16 @@ TEST_CASE("a workspace does not grow with the entries' rows beyond a round's") {
     const kvpolicy::cuda on{};
     const auto bytes = [&](std::int32_t count) {
         DualCache<P, float> cache({.layers = 1,
-                                   .slots = 64,
+                                   .max_sequences = 64,
                                    .query_heads = 2,
                                    .kv_heads = 2,
-                                   .dim_k = 64,
-                                   .dim_v = 64,
-                                   .page_rows = 16},
-                                  {.slab_pages = 4000, .most_slabs = 100, .longest = 20000}, policy);
+                                   .head_dim_qk = 64,
+                                   .head_dim_vo = 64,
+                                   .page_size = 16},
+                                  {.slab_pages = 4000, .max_slabs = 100, .max_seq_len = 20000}, policy);
         const Device<unsigned char> memory(cache.bytes().total());
         cache.bind(on, memory.data(), memory.size());
-        return cache_workspace_bytes<head_dims<64>>(on, cache.ref(0), count, 16);
+        return cache_workspace_bytes<head_dims<64>>(on, cache.layer(0), count, 16);
     };
     // Of a row 512 bytes of keys and values, of one entry; and for every entry what the chunk decides of it.
     const std::size_t one = bytes(1), all = bytes(64);

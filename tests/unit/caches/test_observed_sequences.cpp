@@ -1,7 +1,7 @@
-// The life of a sequence in a cache of an observed policy: blocks and calls, rows, slots, forks, snapshots, refusals,
+// The life of a sequence in a cache of an observed policy: blocks and calls, rows, sequences, forks, snapshots, refusals,
 // exhaustion, threads.
-#include "../../support/refusal.hpp"
 #include "../../support/observed_harness.hpp"
+#include "../../support/refusal.hpp"
 
 #include <doctest/doctest.h>
 
@@ -54,22 +54,22 @@ TEST_CASE("rows: the budget and one, the budget, and what is decoded") {
     test::BoundCache<H2O<>, float> heavy(on, shape_of(one), h2o_for_total(10));
     CHECK(heavy.cache.bytes().keys_and_values == std::size_t{2} * 12 * 2 * 16 * 4);  // 11 rows in pages of 4
     feed<H2O<>>(on, one, heavy, 0, 0, 30, false);
-    CHECK(heavy.cache.occupancy(0, 0, 0).rows() == 11);
+    CHECK(heavy.cache.usage(0, 0, 0).size() == 11);
     CHECK(heavy.cache.length(0) == 30);
     test::BoundDual<SnapKV<>, float> snap(on, shape_of(one), pool, snapkv_for_total(12, 4));
     feed<SnapKV<>>(on, one, snap, 0, 0, 30, false);
-    CHECK(snap.cache.occupancy(0, 0, 1).rows() == 12);
+    CHECK(snap.cache.usage(0, 0, 1).size() == 12);
     feed<SnapKV<>>(on, one, snap, 0, 30, 45, true);
-    CHECK(snap.cache.occupancy(0, 0, 1).rows() == 27);
+    CHECK(snap.cache.usage(0, 0, 1).size() == 27);
     // A second prompt prunes what was decoded, too.
     feed<SnapKV<>>(on, one, snap, 0, 45, 60, false);
-    CHECK(snap.cache.occupancy(0, 0, 1).rows() == 12);
+    CHECK(snap.cache.usage(0, 0, 1).size() == 12);
     CHECK(snap.sorted(0, 0, 1)[8] == 56);
 }
 
-TEST_CASE("slots of one call are as if alone, and others are untouched") {
+TEST_CASE("max_sequences of one call are as if alone, and others are untouched") {
     const host on{2};
-    const std::int32_t slots[] = {2, 0}, q_len[] = {9, 23};
+    const std::int32_t seq_ids[] = {2, 0}, q_len[] = {9, 23};
     const auto check = [&](const auto& policy) {
         using P = std::remove_cvref_t<decltype(policy)>;
         const BaselineCase a = random_case(7, 2, 3, 40), b = random_case(8, 2, 3, 40);
@@ -87,9 +87,9 @@ TEST_CASE("slots of one call are as if alone, and others are untouched") {
             };
             fill(q, 0), fill(k, 1), fill(v, 2);
         }
-        const Batch batch{.count = 2, .slots = slots, .q_len = q_len, .length = 23};
+        const Batch batch{.count = 2, .seq_ids = seq_ids, .q_len = q_len, .length = 23};
         both.reserve(on, batch);
-        test::call_ref<P, float>(on, both.cache.ref(0), batch, q.view(), k.view(), v.view(), out.view(), {},
+        test::call_ref<P, float>(on, both.cache.layer(0), batch, q.view(), k.view(), v.view(), out.view(), {},
                                  false);
         both.cache.advance(on, batch);
         feed<P>(on, a, alone, 2, 0, 9, false);
@@ -99,9 +99,9 @@ TEST_CASE("slots of one call are as if alone, and others are untouched") {
         CHECK(content(both, 1) == bystander);
         // Steps, one of them of an entry that sits out.
         const std::int32_t ones[] = {1, 0};
-        const Batch step{.count = 2, .slots = slots, .q_len = ones};
+        const Batch step{.count = 2, .seq_ids = seq_ids, .q_len = ones};
         both.reserve(on, step);
-        test::call_ref<P, float>(on, both.cache.ref(0), step, q.tokens(10, 1), k.tokens(10, 1),
+        test::call_ref<P, float>(on, both.cache.layer(0), step, q.tokens(10, 1), k.tokens(10, 1),
                                  v.tokens(10, 1), out.tokens(0, 1), {}, true);
         both.cache.advance(on, step);
         CHECK(content(both, 0) == content(alone, 0));
@@ -155,45 +155,45 @@ TEST_CASE("a refused call and an exhausted pool change nothing") {
     for (const float x : bad) {
         k.view().row(0, 1, 29)[3] = x;
         const Batch batch{.count = 1, .length = 15};
-        CHECK_REFUSED(
-            (test::call_ref<TOVA<>, float>(on, bound.cache.ref(0), batch, q.tokens(20, 15), k.tokens(20, 15),
-                                           v.tokens(20, 15), out.tokens(20, 15), {}, false)),
-            "k[0][1][9]");
+        CHECK_REFUSED((test::call_ref<TOVA<>, float>(on, bound.cache.layer(0), batch, q.tokens(20, 15),
+                                                     k.tokens(20, 15), v.tokens(20, 15), out.tokens(20, 15),
+                                                     {}, false)),
+                      "k[0][1][9]");
         CHECK(bound.everything() == before);
     }
     const std::int32_t budgets[] = {3, 4};
     test::BoundCache<TOVA<>, float> uneven(
         on, shape_of(one), TOVA<>{Window<1>{}, TopKBudget<>{per_head(budgets, 1, 2)}, LastMass{}});
-    CHECK_REFUSED((test::call_ref<TOVA<>, float>(on, uneven.cache.ref(0), {.count = 1}, q.tokens(0, 1),
+    CHECK_REFUSED((test::call_ref<TOVA<>, float>(on, uneven.cache.layer(0), {.count = 1}, q.tokens(0, 1),
                                                  k.tokens(0, 1), v.tokens(0, 1), out.tokens(0, 1), {}, true)),
                   "head 1: 0, 1, 4 is not allowed");
 
     test::BoundDual<SnapKV<>, float> small(
-        on, shape_of(one), {.slab_pages = 4, .most_slabs = 8, .longest = 40}, snapkv_for_total(8, 4));
+        on, shape_of(one), {.slab_pages = 4, .max_slabs = 8, .max_seq_len = 40}, snapkv_for_total(8, 4));
     small.add_slab(on);
     const Tensor<float> good = tensor<float>(one, 1);
     std::uint32_t status = 0;
-    std::int32_t taken = 0;
-    for (; taken < 40 && status == 0; ++taken) {
-        test::call_ref<SnapKV<>, float>(on, small.cache.ref(0), {.count = 1}, q.tokens(taken, 1),
-                                        good.tokens(taken, 1), v.tokens(taken, 1), out.tokens(taken, 1), {},
-                                        true, &status);
+    std::int32_t appended = 0;
+    for (; appended < 40 && status == 0; ++appended) {
+        test::call_ref<SnapKV<>, float>(on, small.cache.layer(0), {.count = 1}, q.tokens(appended, 1),
+                                        good.tokens(appended, 1), v.tokens(appended, 1),
+                                        out.tokens(appended, 1), {}, true, &status);
         if (status == 0) {
             small.cache.advance(on, {.count = 1});
         }
     }
     CHECK(status == status_pool_exhausted);
-    CHECK(taken == 9);  // two heads, two pages of 4 rows each
+    CHECK(appended == 9);  // two heads, two pages of 4 rows each
     CHECK(out.view().row(0, 0, 8)[0] == 0.0f);
     const auto held = small.sorted(0, 0, 0);
     status = 0;
     small.add_slab(on);
-    test::call_ref<SnapKV<>, float>(on, small.cache.ref(0), {.count = 1}, q.tokens(8, 1), good.tokens(8, 1),
+    test::call_ref<SnapKV<>, float>(on, small.cache.layer(0), {.count = 1}, q.tokens(8, 1), good.tokens(8, 1),
                                     v.tokens(8, 1), out.tokens(8, 1), {}, true, &status);
     small.cache.advance(on, {.count = 1});
     CHECK(status == 0);
     CHECK(small.sorted(0, 0, 0).size() == held.size() + 1);
-    CHECK_REFUSED((feed<SnapKV<>>(on, one, small, 0, 9, 41, false)), "longest");
+    CHECK_REFUSED((feed<SnapKV<>>(on, one, small, 0, 9, 41, false)), "max_seq_len");
 }
 
 TEST_CASE("threads and instruction sets") {

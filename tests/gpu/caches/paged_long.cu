@@ -6,8 +6,8 @@
 #include <kvpolicy/policies/topk_budget.hpp>
 #include <kvpolicy/policies/window.hpp>
 
-#include "dual_case.hpp"
 #include "long_case.hpp"
+#include "paged_case.hpp"
 
 using namespace kvpolicy;
 using namespace test;
@@ -18,15 +18,16 @@ template <class T, class P>
 void check(const P& policy, std::int32_t group, Scores kind,
            position_t rebase_limit = kvpolicy::rebase_limit) {
     CAPTURE(group);
-    BothDuals<P, T, head_dims<64>> both({.layers = 1,
-                                         .slots = 1,
-                                         .query_heads = 2 * group,
-                                         .kv_heads = 2,
-                                         .dim_k = 8,
-                                         .dim_v = 8,
-                                         .page_rows = 16},
-                                        {.slab_pages = 64, .most_slabs = 200, .longest = long_steps + 1000},
-                                        policy, nullptr, nullptr, {}, rebase_limit);
+    BothDuals<P, T, head_dims<64>> both(
+        {.layers = 1,
+         .max_sequences = 1,
+         .query_heads = 2 * group,
+         .kv_heads = 2,
+         .head_dim_qk = 8,
+         .head_dim_vo = 8,
+         .page_size = 16},
+        {.slab_pages = 64, .max_slabs = 200, .max_seq_len = long_steps + 1000}, policy, nullptr, nullptr, {},
+        rebase_limit);
     check_long<head_dims<64>, T>(both, kind,
                                  [&](std::int32_t ahead) { REQUIRE(both.reserve({0}, {ahead})); });
 }

@@ -1,7 +1,7 @@
 // What the dispatches of a cache's calls share: which policies there are kernels for, and checks.
 #pragma once
 
-#include <kvpolicy/attention/cuda/attend_call.cuh>
+#include <kvpolicy/attention/cuda/make_attention_params.cuh>
 #include <kvpolicy/caches/check.hpp>
 #include <kvpolicy/caches/cuda/agent_decode_stream.cuh>
 #include <kvpolicy/caches/cuda/contiguous/contiguous_view.cuh>
@@ -48,21 +48,21 @@ void check_on_device(const Cache& cache) {
                     "one bound with a cuda context, or a call with a host context");
 }
 
-/// Refuses a slot some of whose layers have taken tokens that advance() has not counted. `taken`: [layers, slots, kv_heads] of device
+/// Refuses a sequence some of whose layers have taken tokens that advance() has not counted. `taken`: [layers, max_sequences, kv_heads] of device
 /// memory. Waits for the stream.
-inline void check_between_tokens(const cuda& on, const CacheShape& shape, const std::int32_t* taken,
-                                 std::int32_t slot) {
+inline void check_between_tokens(const cuda& on, const CacheShape& shape, const std::int32_t* appended,
+                                 std::int32_t seq) {
     const auto heads = static_cast<std::size_t>(shape.kv_heads);
-    std::vector<std::int32_t> of_slot(static_cast<std::size_t>(shape.layers) * heads);
+    std::vector<std::int32_t> of_seq(static_cast<std::size_t>(shape.layers) * heads);
     const std::size_t row = heads * sizeof(std::int32_t);
-    check(cudaMemcpy2DAsync(of_slot.data(), row, taken + std::int64_t{slot} * shape.kv_heads,
-                            row * static_cast<std::size_t>(shape.slots), row,
+    check(cudaMemcpy2DAsync(of_seq.data(), row, appended + std::int64_t{seq} * shape.kv_heads,
+                            row * static_cast<std::size_t>(shape.max_sequences), row,
                             static_cast<std::size_t>(shape.layers), cudaMemcpyDeviceToHost, on.stream),
           "cudaMemcpy2DAsync");
     check(cudaStreamSynchronize(on.stream), "cudaStreamSynchronize");
-    for (std::size_t x = 0; x < of_slot.size(); ++x) {
-        detail::require(of_slot[x] <= 0, "slot", slot, [&] {
-            return detail::text("a slot between two tokens: layer ", x / heads,
+    for (std::size_t x = 0; x < of_seq.size(); ++x) {
+        detail::require(of_seq[x] <= 0, "seq", seq, [&] {
+            return detail::text("a sequence between two tokens: layer ", x / heads,
                                 " has taken some that advance() has not counted");
         });
     }
@@ -84,13 +84,13 @@ constexpr void require_device_policy() {
 
 /// Refuses pages that kernels cannot read, of a pool of at most `pages` pages.
 template <class P>
-void check_selection([[maybe_unused]] const P& policy, [[maybe_unused]] std::int32_t page_rows,
+void check_selection([[maybe_unused]] const P& policy, [[maybe_unused]] std::int32_t page_size,
                      [[maybe_unused]] std::int64_t pages) {
     if constexpr (P::has_selection) {
-        const std::int32_t rows = policy.selection().page_rows();
+        const std::int32_t rows = policy.selection().page_size();
         detail::require(rows % stream_tile == 0, "rows of a selection's page", rows,
                         [] { return detail::text("a multiple of ", stream_tile, " on CUDA"); });
-        const std::int64_t all = pages * (page_rows / rows);
+        const std::int64_t all = pages * (page_size / rows);
         detail::require(all <= 0x7fffffff, "pages of the selection in a layer", all, "below 2^31");
     }
 }
@@ -101,14 +101,14 @@ void check_cache_call(const Cache& cache, const Batch& batch, std::int32_t token
                       const rows_view<const T>& q, const rows_view<T>& out, const plane_view<float>& lse) {
     const std::int32_t query_heads = cache.kv_heads * cache.group;
     check_on_device(cache);
-    detail::require(batch.count >= 0 && batch.count <= cache.slots, "batch.count", batch.count,
-                    [&] { return detail::text("0 to the cache's slots, ", cache.slots); });
+    detail::require(batch.count >= 0 && batch.count <= cache.max_sequences, "batch.count", batch.count,
+                    [&] { return detail::text("0 to the cache's max_sequences, ", cache.max_sequences); });
     const std::int32_t length = batch.length_or_one();
     detail::require(batch.q_len != nullptr || (length >= 0 && length <= tokens), "batch.length", length,
                     [&] { return detail::text("0 to ", tokens); });
-    host_backend::check_rows("q", q, batch.count, query_heads, tokens, cache.dim_k);
-    host_backend::check_rows("out", out, batch.count, query_heads, tokens, cache.dim_v);
-    host_backend::check_lse(lse, batch.count, query_heads, tokens);
+    checks::check_rows("q", q, batch.count, query_heads, tokens, cache.head_dim_qk);
+    checks::check_rows("out", out, batch.count, query_heads, tokens, cache.head_dim_vo);
+    checks::check_lse(lse, batch.count, query_heads, tokens);
     check_aligned("q", q);
     check_aligned("out", out);
 }
@@ -121,31 +121,31 @@ void check_cache_call(const Cache& cache, const Batch& batch, std::int32_t token
     using P = typename Cache::policy_type;
     require_device_policy<P>();
     check_cache_call(cache, batch, tokens, q, out, extras.lse);
-    host_backend::check_rows("k", k, batch.count, cache.kv_heads, tokens, cache.dim_k);
-    host_backend::check_rows("v", v, batch.count, cache.kv_heads, tokens, cache.dim_v);
+    checks::check_rows("k", k, batch.count, cache.kv_heads, tokens, cache.head_dim_qk);
+    checks::check_rows("v", v, batch.count, cache.kv_heads, tokens, cache.head_dim_vo);
     check_aligned("k", k);
     check_aligned("v", v);
     detail::require(extras.cu_seqlens == nullptr, "extras.cu_seqlens", "given",
                     "null on CUDA: entries of different lengths have batch.q_len");
-    host_backend::check_scores_wanted<P>(extras);
+    checks::check_scores_wanted<P>(extras);
     if constexpr (scores_given<P>) {
         if (batch.count != 0 && tokens != 0) {
             detail::require(static_cast<bool>(extras.scores), "extras.scores", "null",
                             "fp32 scores, since this policy's scores are given");
-            host_backend::check_plane("extras.scores", extras.scores, batch.count, cache.kv_heads, tokens);
+            checks::check_plane("extras.scores", extras.scores, batch.count, cache.kv_heads, tokens);
         }
     }
 }
 
 template <class Compute>
-stream_logits<Compute> logits_of(const Attention& attention, std::int32_t dim_k) {
+stream_logits<Compute> logits_of(const AttentionParams& attention, std::int32_t head_dim_qk) {
     constexpr double log2_e = 1.44269504088896340736;
-    const double scale = attention.scale != 0.0f ? static_cast<double>(attention.scale)
-                                                 : 1.0 / std::sqrt(static_cast<double>(dim_k));
-    const double softcap = attention.softcap;
-    const bool capped = softcap > 0.0;
-    return {static_cast<Compute>(capped ? 2.0 * log2_e * scale / softcap : scale * log2_e),
-            static_cast<Compute>(capped ? softcap * log2_e : 0.0)};
+    const double scale = attention.sm_scale != 0.0f ? static_cast<double>(attention.sm_scale)
+                                                    : 1.0 / std::sqrt(static_cast<double>(head_dim_qk));
+    const double logits_soft_cap = attention.logits_soft_cap;
+    const bool capped = logits_soft_cap > 0.0;
+    return {static_cast<Compute>(capped ? 2.0 * log2_e * scale / logits_soft_cap : scale * log2_e),
+            static_cast<Compute>(capped ? logits_soft_cap * log2_e : 0.0)};
 }
 
 }  // namespace cuda_backend

@@ -1,7 +1,7 @@
 // Keep parts in a DualCache on a device: keys that have a place for their position, outside of gate and budget.
 #include <kvpolicy/policies/decay.hpp>
 
-#include "dual_parts.hpp"
+#include "paged_parts.hpp"
 
 using namespace kvpolicy;
 using namespace test;
@@ -21,5 +21,5 @@ TEST_CASE("a stride beside budgets, with decay, rebased often") {
             Sink<>{of_parts(part_sinks)}, Window<>{of_parts(part_windows)}, ThresholdGate<above>{-0.5f},
             TopKBudget<>{of_parts(part_budgets)}, Decay<dynamic>{of_parts(slopes), of_parts(steps)},
             Stride<>{3}},
-        16, 120, 11, {.scale = 0.3f, .softcap = 2.0f});
+        16, 120, 11, {.sm_scale = 0.3f, .logits_soft_cap = 2.0f});
 }

@@ -3,7 +3,7 @@
 #include <kvpolicy/policies/threshold_gate.hpp>
 #include <kvpolicy/policies/window.hpp>
 
-#include "dual_case.hpp"
+#include "paged_case.hpp"
 
 using namespace kvpolicy;
 using namespace test;
@@ -16,14 +16,14 @@ void check(std::int32_t group, std::int32_t turns) {
     const P policy{Sink<>{4}, Window<>{21}, ThresholdGate<at_least>{per_head(thresholds, 1, 3)}};
     std::mt19937 generator(3);
     BothDuals<P, bf16, head_dims<64>, true> both({.layers = 1,
-                                                  .slots = 3,
+                                                  .max_sequences = 3,
                                                   .query_heads = 3 * group,
                                                   .kv_heads = 3,
-                                                  .dim_k = 64,
-                                                  .dim_v = 40,
-                                                  .page_rows = 32,
-                                                  .proposals = 4},
-                                                 {.slab_pages = 16, .most_slabs = 40, .longest = 5000},
+                                                  .head_dim_qk = 64,
+                                                  .head_dim_vo = 40,
+                                                  .page_size = 32,
+                                                  .max_draft_tokens = 4},
+                                                 {.slab_pages = 16, .max_slabs = 40, .max_seq_len = 5000},
                                                  policy);
     random_life(both, Scores::random, turns, generator);
 }

@@ -1,4 +1,4 @@
-// Slots as a whole, in both kinds of caches: fork, reorder, snapshot and restore.
+// Sequences as a whole, in both kinds of caches: fork, reorder, snapshot and restore.
 #include <kvpolicy/policies/decay.hpp>
 #include <kvpolicy/policies/sink.hpp>
 #include <kvpolicy/policies/threshold_gate.hpp>
@@ -18,16 +18,16 @@ using namespace kvpolicy;
 
 namespace {
 
-constexpr std::int32_t slots = 5, one = 1;
+constexpr std::int32_t max_sequences = 5, one = 1;
 constexpr CacheShape shape{.layers = 2,
-                           .slots = slots,
+                           .max_sequences = max_sequences,
                            .query_heads = 2,
                            .kv_heads = 2,
-                           .dim_k = 8,
-                           .dim_v = 16,
-                           .page_rows = 3,
-                           .proposals = 2};
-constexpr PoolShape pool{.slab_pages = 4, .most_slabs = 900, .longest = 300};
+                           .head_dim_qk = 8,
+                           .head_dim_vo = 16,
+                           .page_size = 3,
+                           .max_draft_tokens = 2};
+constexpr PoolShape pool{.slab_pages = 4, .max_slabs = 900, .max_seq_len = 300};
 
 template <class P, bool Pooled>
 struct Bound : std::conditional_t<Pooled, test::BoundDual<P, float>, test::BoundCache<P, float>> {
@@ -35,20 +35,20 @@ struct Bound : std::conditional_t<Pooled, test::BoundDual<P, float>, test::Bound
         : test::BoundDual<P, float>(on, size, pool, policy) {}
     explicit Bound(const host& on, const P& policy, const CacheShape& size = shape) requires(!Pooled)
         : test::BoundCache<P, float>(on, size, policy) {}
-    void room(const host& on, const Batch& batch) {
+    void scratch(const host& on, const Batch& batch) {
         if constexpr (Pooled) {
             this->reserve(on, batch);
         }
     }
-    /// All layers of a slot.
-    std::vector<unsigned char> content(std::int32_t slot) const {
-        std::vector<unsigned char> bytes = test::content_of(this->cache.ref(0), slot);
-        const std::vector<unsigned char> more = test::content_of(this->cache.ref(1), slot);
+    /// All layers of a sequence.
+    std::vector<unsigned char> content(std::int32_t seq) const {
+        std::vector<unsigned char> bytes = test::content_of(this->cache.layer(0), seq);
+        const std::vector<unsigned char> more = test::content_of(this->cache.layer(1), seq);
         bytes.insert(bytes.end(), more.begin(), more.end());
         return bytes;
     }
-    /// Gives one layer n tokens of a slot, drawn from `seed`; returns the outputs. Does not advance.
-    std::vector<float> take(const host& on, std::int32_t layer, std::int32_t slot, std::int32_t n,
+    /// Gives one layer n tokens of a sequence, drawn from `seed`; returns the outputs. Does not advance.
+    std::vector<float> take(const host& on, std::int32_t layer, std::int32_t seq, std::int32_t n,
                             std::uint32_t seed) {
         std::mt19937 generator(2 * seed + static_cast<std::uint32_t>(layer));
         test::Tensor<float> q(1, 2, n, 8), k(1, 2, n, 8), v(1, 2, n, 16), out(1, 2, n, 16);
@@ -57,40 +57,40 @@ struct Bound : std::conditional_t<Pooled, test::BoundDual<P, float>, test::Bound
         v.fill_normal(generator);
         test::Plane<float> scores(1, 2, n);
         test::fill_scores(scores, test::Scores::random, generator);
-        test::call_ref<P, float>(on, this->cache.ref(layer), {.count = 1, .slots = &slot, .length = n},
+        test::call_ref<P, float>(on, this->cache.layer(layer), {.count = 1, .seq_ids = &seq, .length = n},
                                  q.view(), k.view(), v.view(), out.view(), {.scores = scores.view()}, n == 1);
         return out.data;
     }
-    /// Feeds n tokens drawn from `seed` to one slot, in all layers; returns the outputs.
-    std::vector<float> feed(const host& on, std::int32_t slot, std::int32_t n, std::uint32_t seed) {
-        const Batch batch{.count = 1, .slots = &slot, .length = n};
-        room(on, batch);
-        std::vector<float> all = take(on, 0, slot, n, seed);
-        const std::vector<float> more = take(on, 1, slot, n, seed);
+    /// Feeds n tokens drawn from `seed` to one sequence, in all layers; returns the outputs.
+    std::vector<float> feed(const host& on, std::int32_t seq, std::int32_t n, std::uint32_t seed) {
+        const Batch batch{.count = 1, .seq_ids = &seq, .length = n};
+        scratch(on, batch);
+        std::vector<float> all = take(on, 0, seq, n, seed);
+        const std::vector<float> more = take(on, 1, seq, n, seed);
         all.insert(all.end(), more.begin(), more.end());
         this->cache.advance(on, batch);
         return all;
     }
-    /// The rows of all heads of a layer of a slot, as export_heads names them.
-    std::vector<position_t> exported(const host& on, std::int32_t layer, std::int32_t slot) const {
-        const auto ref = this->cache.ref(layer);
+    /// The rows of all heads of a layer of a sequence, as export_heads names them.
+    std::vector<position_t> exported(const host& on, std::int32_t layer, std::int32_t seq) const {
+        const auto ref = this->cache.layer(layer);
         std::int32_t indptr[3], last[2], indices[400];
-        export_heads(on, ref, {.count = 1, .slots = &slot}, {indptr, indices, last, 400});
+        export_heads(on, ref, {.count = 1, .seq_ids = &seq}, {indptr, indices, last, 400});
         std::vector<position_t> rows;
         for (std::int32_t h = 0; h < 2; ++h) {
             const std::int32_t pages = indptr[h + 1] - indptr[h];
-            const std::int32_t used = pages == 0 ? 0 : (pages - 1) * ref.page_rows + last[h];
+            const std::int32_t used = pages == 0 ? 0 : (pages - 1) * ref.page_size + last[h];
             rows.push_back(used);
             for (std::int32_t r = 0; r < used; ++r) {
-                rows.push_back(ref.head_rows(slot, h).position(r));
-                CHECK(indices[indptr[h] + r / ref.page_rows] == ref.page_id(slot, h, r / ref.page_rows));
+                rows.push_back(ref.head_rows(seq, h).position(r));
+                CHECK(indices[indptr[h] + r / ref.page_size] == ref.page_id(seq, h, r / ref.page_size));
             }
         }
         return rows;
     }
-    std::vector<unsigned char> saved(const host& on, std::int32_t slot) const {
-        std::vector<unsigned char> blob(this->cache.snapshot_bytes(slot));
-        CHECK(this->cache.snapshot(on, slot, blob.data(), blob.size()) == blob.size());
+    std::vector<unsigned char> saved(const host& on, std::int32_t seq) const {
+        std::vector<unsigned char> blob(this->cache.snapshot_bytes(seq));
+        CHECK(this->cache.snapshot(on, seq, blob.data(), blob.size()) == blob.size());
         return blob;
     }
 };
@@ -128,46 +128,46 @@ void check_forks(const P& policy, std::uint32_t seed) {
     Bound<P, Pooled> beams(on, policy), alone(on, policy);
     std::mt19937 generator(seed);
     bool same = true;
-    // Slot i of `alone` is told everything that beam i has ever seen.
-    std::vector<std::vector<std::pair<std::int32_t, std::uint32_t>>> told(slots);
+    // Sequence i of `alone` is told everything that beam i has ever seen.
+    std::vector<std::vector<std::pair<std::int32_t, std::uint32_t>>> told(max_sequences);
     for (int round = 0; round < 40; ++round) {
-        const auto slot = static_cast<std::int32_t>(generator() % slots);
+        const auto seq = static_cast<std::int32_t>(generator() % max_sequences);
         if (generator() % 3 == 0) {
-            const auto to = static_cast<std::int32_t>(generator() % slots);
+            const auto to = static_cast<std::int32_t>(generator() % max_sequences);
             if constexpr (Pooled) {
                 std::uint32_t status = 0;
-                beams.cache.fork(on, slot, to, &status);
+                beams.cache.fork(on, seq, to, &status);
                 while (status != 0) {
                     beams.add_slab(on);
                     status = 0;
-                    beams.cache.fork(on, slot, to, &status);
+                    beams.cache.fork(on, seq, to, &status);
                 }
             } else {
-                beams.cache.fork(on, slot, to);
+                beams.cache.fork(on, seq, to);
             }
-            told[static_cast<std::size_t>(to)] = told[static_cast<std::size_t>(slot)];
+            told[static_cast<std::size_t>(to)] = told[static_cast<std::size_t>(seq)];
         } else {
             const auto n = static_cast<std::int32_t>(1 + generator() % 9);
             const auto draw = static_cast<std::uint32_t>(generator());
-            beams.feed(on, slot, n, draw);
-            told[static_cast<std::size_t>(slot)].emplace_back(n, draw);
+            beams.feed(on, seq, n, draw);
+            told[static_cast<std::size_t>(seq)].emplace_back(n, draw);
         }
     }
-    for (std::int32_t slot = 0; slot < slots; ++slot) {
-        for (const auto& [n, draw] : told[static_cast<std::size_t>(slot)]) {
-            alone.feed(on, slot, n, draw);
+    for (std::int32_t seq = 0; seq < max_sequences; ++seq) {
+        for (const auto& [n, draw] : told[static_cast<std::size_t>(seq)]) {
+            alone.feed(on, seq, n, draw);
         }
-        same = same && beams.content(slot) == alone.content(slot) &&
-               beams.feed(on, slot, 1, 7) == alone.feed(on, slot, 1, 7);
+        same = same && beams.content(seq) == alone.content(seq) &&
+               beams.feed(on, seq, 1, 7) == alone.feed(on, seq, 1, 7);
     }
     CHECK(same);
     if constexpr (Pooled) {
-        CHECK(beams.cache.lent_pages() - beams.cache.free_pages() <
-              alone.cache.lent_pages() - alone.cache.free_pages() + 40);
-        for (std::int32_t slot = 0; slot < slots; ++slot) {
-            beams.cache.clear(on, slot);
+        CHECK(beams.cache.attached_pages() - beams.cache.free_pages() <
+              alone.cache.attached_pages() - alone.cache.free_pages() + 40);
+        for (std::int32_t seq = 0; seq < max_sequences; ++seq) {
+            beams.cache.clear(on, seq);
         }
-        CHECK(beams.cache.free_pages() == beams.cache.lent_pages());
+        CHECK(beams.cache.free_pages() == beams.cache.attached_pages());
     }
 }
 
@@ -177,23 +177,23 @@ void check_reorders(const P& policy, std::uint32_t seed) {
     Bound<P, Pooled> beams(on, policy);
     std::mt19937 generator(seed);
     bool same = true, same_lengths = true;
-    for (std::int32_t slot = 0; slot < slots; ++slot) {
-        beams.feed(on, slot, 3 + 11 * slot, static_cast<std::uint32_t>(slot));
+    for (std::int32_t seq = 0; seq < max_sequences; ++seq) {
+        beams.feed(on, seq, 3 + 11 * seq, static_cast<std::uint32_t>(seq));
     }
     for (int round = 0; round < 60; ++round) {
         std::vector<std::vector<unsigned char>> before;
         std::vector<position_t> lengths;
-        for (std::int32_t slot = 0; slot < slots; ++slot) {
-            before.push_back(beams.content(slot));
-            lengths.push_back(beams.cache.length(slot));
+        for (std::int32_t seq = 0; seq < max_sequences; ++seq) {
+            before.push_back(beams.content(seq));
+            lengths.push_back(beams.cache.length(seq));
         }
-        std::int32_t sources[slots];
-        const auto count = static_cast<std::int32_t>(generator() % (slots + 1));
+        std::int32_t sources[max_sequences];
+        const auto count = static_cast<std::int32_t>(generator() % (max_sequences + 1));
         for (std::int32_t& source : sources) {
-            source = static_cast<std::int32_t>(generator() % slots);
+            source = static_cast<std::int32_t>(generator() % max_sequences);
         }
         if (round % 3 == 0) {  // a permutation
-            for (std::int32_t i = 0; i < slots; ++i) {
+            for (std::int32_t i = 0; i < max_sequences; ++i) {
                 sources[i] = i;
             }
             std::shuffle(sources, sources + count, generator);
@@ -201,8 +201,8 @@ void check_reorders(const P& policy, std::uint32_t seed) {
         std::uint32_t status = 0;
         beams.cache.reorder(on, sources, count, &status);
         while (status != 0) {
-            for (std::int32_t slot = 0; slot < slots; ++slot) {
-                same = same && beams.content(slot) == before[static_cast<std::size_t>(slot)];
+            for (std::int32_t seq = 0; seq < max_sequences; ++seq) {
+                same = same && beams.content(seq) == before[static_cast<std::size_t>(seq)];
             }
             if constexpr (Pooled) {
                 beams.add_slab(on);
@@ -210,26 +210,27 @@ void check_reorders(const P& policy, std::uint32_t seed) {
             status = 0;
             beams.cache.reorder(on, sources, count, &status);
         }
-        for (std::int32_t slot = 0; slot < slots; ++slot) {
-            const auto source = static_cast<std::size_t>(slot < count ? sources[slot] : slot);
-            same = same && beams.content(slot) == before[source];
-            same_lengths = same_lengths && beams.cache.length(slot) == lengths[source];
+        for (std::int32_t seq = 0; seq < max_sequences; ++seq) {
+            const auto source = static_cast<std::size_t>(seq < count ? sources[seq] : seq);
+            same = same && beams.content(seq) == before[source];
+            same_lengths = same_lengths && beams.cache.length(seq) == lengths[source];
         }
-        beams.feed(on, static_cast<std::int32_t>(generator() % slots), 2, static_cast<std::uint32_t>(round));
+        beams.feed(on, static_cast<std::int32_t>(generator() % max_sequences), 2,
+                   static_cast<std::uint32_t>(round));
         if (round % 10 == 9) {  // variety is lost by copying
-            for (std::int32_t slot = 0; slot < slots; ++slot) {
-                beams.cache.clear(on, slot);
-                beams.feed(on, slot, 1 + 13 * slot, static_cast<std::uint32_t>(round + slot));
+            for (std::int32_t seq = 0; seq < max_sequences; ++seq) {
+                beams.cache.clear(on, seq);
+                beams.feed(on, seq, 1 + 13 * seq, static_cast<std::uint32_t>(round + seq));
             }
         }
     }
     CHECK(same);
     CHECK(same_lengths);
     if constexpr (Pooled) {
-        for (std::int32_t slot = 0; slot < slots; ++slot) {
-            beams.cache.clear(on, slot);
+        for (std::int32_t seq = 0; seq < max_sequences; ++seq) {
+            beams.cache.clear(on, seq);
         }
-        CHECK(beams.cache.free_pages() == beams.cache.lent_pages());
+        CHECK(beams.cache.free_pages() == beams.cache.attached_pages());
     }
 }
 
@@ -237,8 +238,8 @@ template <bool From, bool To, class P>
 void check_snapshots(const P& policy) {
     const host on(1);
     CacheShape other = shape;
-    other.slots = 2;
-    other.page_rows = 7;
+    other.max_sequences = 2;
+    other.page_size = 7;
     Bound<P, From> source(on, policy);
     Bound<P, To> target(on, policy, other);
     for (const std::int32_t n : {0, 1, 4, 9, 40}) {
@@ -284,16 +285,16 @@ TEST_CASE("a fork of a gated cache shares full pages, and pages are free when th
     const host on(1);
     Bound<Gated, true> beams(on, Gated{});
     beams.feed(on, 0, 200, 1);
-    const std::int64_t one = beams.cache.lent_pages() - beams.cache.free_pages();
+    const std::int64_t one = beams.cache.attached_pages() - beams.cache.free_pages();
     for (int i = 0; i < 20; ++i) {
         beams.add_slab(on);
     }
     const std::int64_t before = beams.cache.free_pages();
     beams.cache.fork(on, 0, 1);
-    const std::int64_t taken = before - beams.cache.free_pages();
-    CHECK(taken <=
+    const std::int64_t appended = before - beams.cache.free_pages();
+    CHECK(appended <=
           4 * 4);  // 4 heads: the two pages of sinks and ring, one that holds both kinds, one that is partial
-    CHECK(one > 4 * taken);
+    CHECK(one > 4 * appended);
     const std::vector<unsigned char> content = beams.content(1);
     beams.cache.clear(on, 0);
     CHECK(beams.content(1) == content);
@@ -303,7 +304,7 @@ TEST_CASE("a fork of a gated cache shares full pages, and pages are free when th
     CHECK(beams.content(1) == content);
 }
 
-TEST_CASE("reorder is a gather of all slots at once") {
+TEST_CASE("reorder is a gather of all sequences at once") {
     for (const std::uint32_t seed : {1u, 2u}) {
         check_reorders<false>(capped(), seed);
         check_reorders<true>(capped(), seed);
@@ -313,7 +314,7 @@ TEST_CASE("reorder is a gather of all slots at once") {
     }
 }
 
-/// Between a layer's call and advance() a slot is copied, exchanged, exported and attended to with the rows that the layer has taken, in
+/// Between a layer's call and advance() a sequence is copied, exchanged, exported and attended to with the rows that the layer has taken, in
 /// both kinds of caches; what was copied goes on with the other layer.
 template <bool Pooled, class P>
 void check_middle_of_a_token(const P& policy) {
@@ -332,9 +333,9 @@ void check_middle_of_a_token(const P& policy) {
             beams.feed(on, 1, 2, 9);  // dropped by the fork
             beams.feed(on, 2, 30, 3);
             const std::vector<unsigned char> other = beams.content(2);
-            const std::int32_t slot = 0, named[] = {1, 2, 3};
-            const Batch one{.count = 1, .slots = &slot, .length = tokens},
-                three{.count = 3, .slots = named, .length = tokens};
+            const std::int32_t seq = 0, named[] = {1, 2, 3};
+            const Batch one{.count = 1, .seq_ids = &seq, .length = tokens},
+                three{.count = 3, .seq_ids = named, .length = tokens};
             if constexpr (Pooled) {
                 while (beams.cache.free_pages() < 400) {
                     beams.add_slab(on);
@@ -345,13 +346,13 @@ void check_middle_of_a_token(const P& policy) {
             }
             const std::vector<float> out = beams.take(on, 0, 0, tokens, seed);
             CHECK(out == alone.take(on, 0, 0, tokens, seed));
-            const std::vector<position_t> taken = beams.exported(on, 0, 0);
+            const std::vector<position_t> appended = beams.exported(on, 0, 0);
             if (tokens == 1) {  // the same query over the same rows
                 std::mt19937 generator(2 * seed);
                 test::Tensor<float> q(1, 2, 1, 8), again(1, 2, 1, 16);
                 q.fill_normal(generator);
-                test::Workspace workspace(cache_workspace_bytes(on, beams.cache.ref(0), 1, 1));
-                attend(on, beams.cache.ref(0), one, q.view(), again.view(), {}, workspace);
+                test::Workspace workspace(cache_workspace_bytes(on, beams.cache.layer(0), 1, 1));
+                attend(on, beams.cache.layer(0), one, q.view(), again.view(), {}, workspace);
                 CHECK(again.data == out);
             }
             beams.cache.fork(on, 0, 1);
@@ -362,12 +363,12 @@ void check_middle_of_a_token(const P& policy) {
             const std::vector<float> rest = alone.take(on, 1, 0, tokens, seed);
             for (const std::int32_t beam : named) {
                 CHECK(beams.content(beam) == middle);
-                CHECK(beams.exported(on, 0, beam) == taken);
+                CHECK(beams.exported(on, 0, beam) == appended);
                 CHECK(beams.take(on, 1, beam, tokens, seed) == rest);
             }
             beams.cache.advance(on, three);
             alone.cache.advance(on, one);
-            CHECK(alone.exported(on, 0, 0) == taken);
+            CHECK(alone.exported(on, 0, 0) == appended);
             for (const std::int32_t beam : named) {
                 CHECK(beams.content(beam) == alone.content(0));
             }
@@ -379,10 +380,10 @@ void check_middle_of_a_token(const P& policy) {
                 }
             }
             if constexpr (Pooled) {
-                for (std::int32_t each = 0; each < slots; ++each) {
+                for (std::int32_t each = 0; each < max_sequences; ++each) {
                     beams.cache.clear(on, each);
                 }
-                CHECK(beams.cache.free_pages() == beams.cache.lent_pages());
+                CHECK(beams.cache.free_pages() == beams.cache.attached_pages());
             }
         }
     }
@@ -410,7 +411,7 @@ TEST_CASE("a snapshot is of a whole token, or refused") {
         bound.take(on, 1, 0, 1, 7);
         std::vector<unsigned char> blob(2 * good.size());
         const std::string sentence =
-            "slot: 0 is not allowed; it must be a slot between two tokens: layer 1 has taken some that "
+            "seq: 0 is not allowed; it must be a sequence between two tokens: layer 1 has taken some that "
             "advance() has not counted";
         CHECK_REFUSED(bound.cache.snapshot_bytes(0), sentence);
         CHECK_REFUSED(bound.cache.snapshot(on, 0, blob.data(), blob.size()), sentence);
@@ -430,10 +431,10 @@ TEST_CASE("a snapshot brings back scores that are no numbers, which a device sto
     const host on(1);
     const auto check = [&](auto& bound) {
         bound.feed(on, 0, 20, 1);
-        const auto rows = bound.cache.ref(1).head_rows(0, 0);
+        const auto rows = bound.cache.layer(1).head_rows(0, 0);
         rows.score(0) = rows.score(5) = std::numeric_limits<float>::quiet_NaN();
         const std::vector<unsigned char> blob = bound.saved(on, 0);
-        bound.room(on, {.count = 1, .slots = &one, .length = 20});
+        bound.scratch(on, {.count = 1, .seq_ids = &one, .length = 20});
         bound.cache.restore(on, 1, blob.data(), blob.size());
         CHECK(bound.content(1) == bound.content(0));
         bound.feed(on, 0, 30, 2);
@@ -500,17 +501,17 @@ TEST_CASE("what fork, reorder and snapshots refuse") {
     const std::int32_t sources[] = {0, 1, 5, 0, 0, 0};
     CHECK_REFUSED(cache.reorder(on, sources, 3), "sources[2]: 5 is not allowed; it must be 0 to 4");
     CHECK_REFUSED(cache.reorder(on, sources, 6),
-                  "count: 6 is not allowed; it must be 0 to the cache's slots, 5");
+                  "count: 6 is not allowed; it must be 0 to the cache's max_sequences, 5");
     CHECK_REFUSED(cache.reorder(on, sources, -1), "count: -1");
     CHECK_REFUSED(cache.reorder(on, nullptr, 1), "sources: null");
     cache.reorder(on, nullptr, 0);
-    CHECK_REFUSED(cache.snapshot_bytes(5), "slot: 5");
+    CHECK_REFUSED(cache.snapshot_bytes(5), "seq: 5");
 
     std::vector<unsigned char> blob = bound.saved(on, 0);
     CHECK_REFUSED(cache.snapshot(on, 0, nullptr, blob.size()), "buffer: null");
     CHECK_REFUSED(cache.snapshot(on, 0, blob.data(), blob.size() - 1), "buffer_bytes: ");
     CHECK_REFUSED(cache.restore(on, 1, nullptr, blob.size()), "blob: null");
-    CHECK_REFUSED(cache.restore(on, 5, blob.data(), blob.size()), "slot: 5");
+    CHECK_REFUSED(cache.restore(on, 5, blob.data(), blob.size()), "seq: 5");
     CHECK_REFUSED(cache.restore(on, 1, blob.data(), 7), "blob_bytes: 7");
     // Every byte counts, and so does the length.
     std::size_t accepted = 0;
@@ -557,16 +558,17 @@ TEST_CASE("what fork, reorder and snapshots refuse") {
     test::BoundCache<Capped, bf16> storage(on, shape, capped());
     CHECK_REFUSED(storage.cache.restore(on, 1, blob.data(), blob.size()), foreign);
     CacheShape heads = shape;
-    heads.dim_v = 8;
+    heads.head_dim_vo = 8;
     Bound<Capped, false> narrow(on, capped(), heads);
     CHECK_REFUSED(narrow.cache.restore(on, 1, blob.data(), blob.size()), foreign);
-    test::BoundDual<Gated, float> brief(on, shape, {.slab_pages = 50, .most_slabs = 1, .longest = 10},
+    test::BoundDual<Gated, float> brief(on, shape, {.slab_pages = 50, .max_slabs = 1, .max_seq_len = 10},
                                         Gated{});
     Bound<Gated, true> gated(on, Gated{});
     gated.feed(on, 0, 20, 1);
     const std::vector<unsigned char> long_one = gated.saved(on, 0);
-    CHECK_REFUSED(brief.cache.restore(on, 1, long_one.data(), long_one.size()),
-                  "length of the snapshot: 20 is not allowed; it must be at most the cache's longest, 10");
+    CHECK_REFUSED(
+        brief.cache.restore(on, 1, long_one.data(), long_one.size()),
+        "length of the snapshot: 20 is not allowed; it must be at most the cache's max_seq_len, 10");
 }
 
 TEST_CASE("forged snapshots, checksum and all, never write where they must not") {

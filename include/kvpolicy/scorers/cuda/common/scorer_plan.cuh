@@ -59,7 +59,7 @@ void check_scorer_rows(const char* name, const rows_view<const T>& rows) {
 }
 
 /// Chunks a plane has at most.
-inline std::int32_t scorer_slots(const Sequences& sequences) {
+inline std::int32_t scorer_chunks(const Sequences& sequences) {
     return sequences.cu_seqlens == nullptr ? (sequences.length + scorer_chunk - 1) / scorer_chunk
                                            : sequences.length / scorer_chunk + sequences.segments;
 }
@@ -67,16 +67,16 @@ inline std::int32_t scorer_slots(const Sequences& sequences) {
 /// Shapes that a workspace can be asked for, before anything is computed from them.
 inline void check_scorer_shape(const Sequences& sequences, std::int32_t heads) {
     check_shape(sequences, heads);
-    const std::int64_t chunks = std::int64_t{sequences.batch} * heads * std::max(1, scorer_slots(sequences));
+    const std::int64_t chunks = std::int64_t{sequences.batch} * heads * std::max(1, scorer_chunks(sequences));
     detail::require(
         chunks <= 0x7fffffff / 2, "batch x heads x chunks",
-        [&] { return detail::text(sequences.batch, " x ", heads, " x ", scorer_slots(sequences)); },
+        [&] { return detail::text(sequences.batch, " x ", heads, " x ", scorer_chunks(sequences)); },
         "below 2^30 (a chunk: 64 tokens of a segment): split the batch");
 }
 
 /// A call's streams and inputs, with the small arrays that they need of the workspace.
 template <class T>
-struct scorer_call {
+struct scorer_plan {
     scorer_streams streams;
     scorer_source<T> source;
     Sequences sequences;
@@ -84,7 +84,7 @@ struct scorer_call {
     float* frequencies = nullptr;  // where a kernel fills them in
     float base = 0.0f;
 
-    scorer_call(rows_view<const T> k, rows_view<const T> v, const Sequences& from, std::int32_t delay,
+    scorer_plan(rows_view<const T> k, rows_view<const T> v, const Sequences& from, std::int32_t delay,
                 workspace_parts& parts)
         : sequences(from) {
         check_scorer_shape(sequences, k.heads);
@@ -97,7 +97,7 @@ struct scorer_call {
         streams.rows = std::min(k.length, v.length);
         streams.lengths = sequences.lengths;
         streams.starts = sequences.starts;
-        streams.slots = scorer_slots(sequences);
+        streams.chunks = scorer_chunks(sequences);
         // Beyond every row nothing is scored, however late; sums with a position then fit 32 bits.
         streams.delay = std::min(delay, std::max(streams.rows, scorer_chunk));
         edges = parts.take<std::int32_t>(edges_needed(sequences));
@@ -122,7 +122,7 @@ struct scorer_call {
     }
 
     [[nodiscard]] std::int64_t chunks() const {
-        return std::int64_t{streams.batch} * streams.heads * streams.slots;
+        return std::int64_t{streams.batch} * streams.heads * streams.chunks;
     }
     [[nodiscard]] std::int64_t rows() const { return chunks() * scorer_chunk; }
 
@@ -143,16 +143,17 @@ struct scorer_call {
 /// Refuses inputs too wide for a block's shared memory, of which bytes(padded) says how much inputs of so many numbers, a multiple of 64,
 /// need. `what` says what for.
 template <class T, class Bytes>
-void check_input_room(const cuda& on, const scorer_source<T>& source, const char* what, const Bytes& bytes) {
-    const auto room =
+void check_input_shared_memory(const cuda& on, const scorer_source<T>& source, const char* what,
+                               const Bytes& bytes) {
+    const auto capacity =
         static_cast<std::size_t>(device_scope(on).attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin));
-    detail::require(bytes(source.padded) <= room,
+    detail::require(bytes(source.padded) <= capacity,
                     source.input == scorer_input::write_gate ? "2 k.dim" : "k.dim + v.dim", source.size, [&] {
                         std::int32_t most = source.padded;
-                        while (most > 0 && bytes(most) > room) {
+                        while (most > 0 && bytes(most) > capacity) {
                             most -= 64;
                         }
-                        return detail::text("at most ", most, " for ", what, ", by the ", room,
+                        return detail::text("at most ", most, " for ", what, ", by the ", capacity,
                                             " bytes of shared memory that a block has on this device");
                     });
 }
@@ -168,7 +169,7 @@ struct score_gradients {
     std::int32_t rows = 0;
 
     /// Its part of the workspace; the call's kernels take the scale out from then on.
-    void take(scorer_call<T>& call, workspace_parts& parts) {
+    void take(scorer_plan<T>& call, workspace_parts& parts) {
         if constexpr (scales) {
             rows = call.streams.rows;
             scaled = parts.take<float>(std::int64_t{call.streams.batch} * call.streams.heads * rows);
@@ -176,9 +177,9 @@ struct score_gradients {
             call.streams.largest = largest;
         }
     }
-    /// Enqueues the copy, after scorer_call::begin.
+    /// Enqueues the copy, after scorer_plan::begin.
     [[nodiscard]] plane_view<const float> of([[maybe_unused]] const cuda& on,
-                                             [[maybe_unused]] const scorer_call<T>& call,
+                                             [[maybe_unused]] const scorer_plan<T>& call,
                                              const plane_view<const float>& given) const {
         if constexpr (scales) {
             const scorer_streams& streams = call.streams;
@@ -199,31 +200,31 @@ T* take_stack(workspace_parts& parts, const weight_stack& stack, std::int32_t he
     return parts.take<T>(std::int64_t{heads} * stack.rows * padded);
 }
 template <class T>
-void fill_stack(const cuda& on, const weight_stack& stack, const scorer_call<T>& call, T* to) {
+void fill_stack(const cuda& on, const weight_stack& stack, const scorer_plan<T>& call, T* to) {
     const std::int64_t count = std::int64_t{call.streams.heads} * stack.rows * call.source.padded;
     launch("stack_weights_kernel", stack_weights_kernel<T>,
            std::min<std::int64_t>((count / 8 + 255) / 256, 1024), 256, 0, on, stack, call.streams.heads,
            call.source.size, call.source.padded, to);
 }
 
-/// Parts of a head's chunks whose weight gradients are summed apart, so that there is work for a whole card, and all of it at once: an H100 has room
+/// Parts of a head's chunks whose weight gradients are summed apart, so that there is work for a whole GPU, and all of it at once: an H100 has room
 /// for 396 blocks.
 template <class T>
-std::int32_t gradient_splits(const scorer_call<T>& call, const weight_stack& stack) {
+std::int32_t gradient_splits(const scorer_plan<T>& call, const weight_stack& stack) {
     const std::int64_t tiles =
         std::int64_t{call.streams.heads} * (stack.rows / 64) * ((call.source.padded + 127) / 128);
-    const std::int64_t most = std::int64_t{call.streams.batch} * call.streams.slots;
+    const std::int64_t most = std::int64_t{call.streams.batch} * call.streams.chunks;
     return static_cast<std::int32_t>(
         std::clamp<std::int64_t>(384 / std::max<std::int64_t>(tiles, 1), 1, std::max<std::int64_t>(most, 1)));
 }
 template <class T>
-float* take_gradient_parts(workspace_parts& parts, const scorer_call<T>& call, const weight_stack& stack) {
+float* take_gradient_parts(workspace_parts& parts, const scorer_plan<T>& call, const weight_stack& stack) {
     return parts.take<float>(std::int64_t{gradient_splits(call, stack)} * call.streams.heads * stack.rows *
                              call.source.padded);
 }
 /// Gradients of a stack's arrays from rows d y; inputs stand `shift` tokens before their rows.
 template <class T>
-void add_weight_gradients(const cuda& on, const scorer_call<T>& call, const weight_stack& stack,
+void add_weight_gradients(const cuda& on, const scorer_plan<T>& call, const weight_stack& stack,
                           const T* d_rows, std::int32_t shift, float* partial) {
     const std::int32_t splits = gradient_splits(call, stack);
     shared_parts shared(nullptr);
@@ -248,7 +249,7 @@ inline void add_sums(const cuda& on, const scorer_streams& streams, const chunk_
 }
 
 template <class T>
-void launch_input_gradients(const cuda& on, const scorer_call<T>& call, const gradient_rows<T>& first,
+void launch_input_gradients(const cuda& on, const scorer_plan<T>& call, const gradient_rows<T>& first,
                             const gradient_rows<T>& second, const ScoreBackward<T>& to) {
     launch("input_gradient_kernel", input_gradient_kernel<T>, call.chunks(), 128,
            input_gradient_shared<T>(call.source.input, call.source.padded), on, call.streams, call.source,

@@ -25,15 +25,15 @@ using namespace test;
 
 namespace {
 
-constexpr std::int32_t slots = 3, layers = 2, heads = 2, dim_k = 16, dim_v = 24, most = 5;
+constexpr std::int32_t max_sequences = 3, layers = 2, heads = 2, head_dim_qk = 16, head_dim_vo = 24, most = 5;
 constexpr CacheShape shape{.layers = layers,
-                           .slots = slots,
+                           .max_sequences = max_sequences,
                            .query_heads = 4,
                            .kv_heads = heads,
-                           .dim_k = dim_k,
-                           .dim_v = dim_v,
-                           .page_rows = 16,
-                           .proposals = most};
+                           .head_dim_qk = head_dim_qk,
+                           .head_dim_vo = head_dim_vo,
+                           .page_size = 16,
+                           .max_draft_tokens = most};
 using Words = std::vector<std::uint32_t>;
 
 /// A cache on a device with tensors for calls of up to `most` tokens.
@@ -45,14 +45,16 @@ struct Side {
     Cache cache;
     Device<unsigned char> memory;
     std::unique_ptr<Device<unsigned char>> slab, workspace;
-    Device<float> q{std::size_t{slots} * 4 * most * dim_k}, k{std::size_t{slots} * heads * most * dim_k},
-        v{std::size_t{slots} * heads * most * dim_v}, scores{std::size_t{slots} * heads * most},
-        out{std::size_t{slots} * 4 * most * dim_v};
-    Device<std::uint32_t> status{Words(slots, 0)};
+    Device<float> q{std::size_t{max_sequences} * 4 * most * head_dim_qk},
+        k{std::size_t{max_sequences} * heads * most * head_dim_qk},
+        v{std::size_t{max_sequences} * heads * most * head_dim_vo},
+        scores{std::size_t{max_sequences} * heads * most},
+        out{std::size_t{max_sequences} * 4 * most * head_dim_vo};
+    Device<std::uint32_t> status{Words(max_sequences, 0)};
 
     static Cache make(const P& policy, const typename P::scorer_type* scorers) {
         if constexpr (pooled) {
-            return Cache(shape, {.slab_pages = 200, .most_slabs = 1, .longest = 400}, policy, scorers);
+            return Cache(shape, {.slab_pages = 200, .max_slabs = 1, .max_seq_len = 400}, policy, scorers);
         } else {
             return Cache(shape, policy, scorers);
         }
@@ -65,71 +67,73 @@ struct Side {
             cache.add_slab(on, slab->data(), slab->size());
         }
         workspace = std::make_unique<Device<unsigned char>>(
-            cache_workspace_bytes<head_dims<64>>(on, cache.ref(0), slots, most));
+            cache_workspace_bytes<head_dims<64>>(on, cache.layer(0), max_sequences, most));
     }
-    bool alike = false;  // whether all slots get the same tokens
+    bool alike = false;  // whether all sequences get the same tokens
     void give(std::uint32_t seed) {
         std::mt19937 generator(seed);
         std::normal_distribution<float> normal;
         for (const Device<float>* array : {&q, &k, &v, &scores}) {
             std::vector<float> numbers(array->size());
-            const std::size_t each = numbers.size() / slots;
+            const std::size_t each = numbers.size() / max_sequences;
             for (std::size_t i = 0; i < numbers.size(); ++i) {
                 numbers[i] = alike && i >= each ? numbers[i - each] : normal(generator);
             }
             ok(cudaMemcpy(array->data(), numbers.data(), array->bytes(), cudaMemcpyHostToDevice));
         }
     }
-    /// One call of a layer with the tensors of `seed`: n tokens of each slot, or of the first `count`; its status words. An entry's tensors
+    /// One call of a layer with the tensors of `seed`: n tokens of each sequence, or of the first `count`; its status words. An entry's tensors
     /// are `most` tokens long, so that they do not depend on n.
     Words call(Mode mode, std::int32_t layer, std::int32_t n, std::uint32_t seed,
-               std::int32_t count = slots) {
+               std::int32_t count = max_sequences) {
         give(seed * 2 + static_cast<std::uint32_t>(layer));
         ok(cudaMemset(status.data(), 0, status.bytes()));
         const Batch batch{.count = count, .length = n};
         const auto rows = [&](const Device<float>& of, std::int32_t of_heads, std::int32_t dim) {
             return view_bhsd<const float>(of.data(), count, of_heads, most, dim);
         };
-        const auto to = view_bhsd(out.data(), count, 4, most, dim_v);
+        const auto to = view_bhsd(out.data(), count, 4, most, head_dim_vo);
         CacheExtras extras;
         if constexpr (P::scorer_type::when == score_time::given) {
             extras.scores = view_bhs<const float>(scores.data(), count, heads, most);
         }
-        const auto ref = cache.ref(layer);
+        const auto ref = cache.layer(layer);
         if (mode == Mode::step) {
-            step<head_dims<64>>(on, ref, batch, rows(q, 4, dim_k), rows(k, heads, dim_k),
-                                rows(v, heads, dim_v), to, *workspace, status.data(), extras);
+            step<head_dims<64>>(on, ref, batch, rows(q, 4, head_dim_qk), rows(k, heads, head_dim_qk),
+                                rows(v, heads, head_dim_vo), to, *workspace, status.data(), extras);
         } else if (mode == Mode::prefill) {
-            prefill<head_dims<64>>(on, ref, batch, rows(q, 4, dim_k), rows(k, heads, dim_k),
-                                   rows(v, heads, dim_v), to, *workspace, status.data(), extras);
+            prefill<head_dims<64>>(on, ref, batch, rows(q, 4, head_dim_qk), rows(k, heads, head_dim_qk),
+                                   rows(v, heads, head_dim_vo), to, *workspace, status.data(), extras);
         } else {
-            propose<head_dims<64>>(on, ref, batch, rows(q, 4, dim_k), rows(k, heads, dim_k),
-                                   rows(v, heads, dim_v), to, *workspace, status.data(), extras);
+            append_draft<head_dims<64>>(on, ref, batch, rows(q, 4, head_dim_qk), rows(k, heads, head_dim_qk),
+                                        rows(v, heads, head_dim_vo), to, *workspace, status.data(), extras);
         }
         return status.read();
     }
-    Words commit(std::int32_t layer, std::int32_t n) {
+    Words accept(std::int32_t layer, std::int32_t n) {
         ok(cudaMemset(status.data(), 0, status.bytes()));
-        kvpolicy::commit<head_dims<64>>(on, cache.ref(layer), {.count = slots, .length = n}, *workspace,
-                                        status.data());
+        kvpolicy::accept<head_dims<64>>(on, cache.layer(layer), {.count = max_sequences, .length = n},
+                                        *workspace, status.data());
         return status.read();
     }
     Words advance(std::int32_t n) {
         ok(cudaMemset(status.data(), 0, status.bytes()));
-        cache.advance(on, {.count = slots, .length = n}, status.data());
+        cache.advance(on, {.count = max_sequences, .length = n}, status.data());
         return status.read();
     }
-    [[nodiscard]] std::vector<position_t> lengths() const { return fetch_from(cache.ref(0).length, slots); }
-    /// All slots, with scorer states.
+    [[nodiscard]] std::vector<position_t> lengths() const {
+        return fetch_from(cache.layer(0).length, max_sequences);
+    }
+    /// All sequences, with scorer states.
     [[nodiscard]] std::vector<std::vector<unsigned char>> content() const {
         std::vector<std::vector<unsigned char>> blobs;
-        for (std::int32_t slot = 0; slot < slots; ++slot) {
-            blobs.emplace_back(cache.snapshot_bytes(on, slot));
-            cache.snapshot(on, slot, blobs.back().data(), blobs.back().size());
+        for (std::int32_t seq = 0; seq < max_sequences; ++seq) {
+            blobs.emplace_back(cache.snapshot_bytes(on, seq));
+            cache.snapshot(on, seq, blobs.back().data(), blobs.back().size());
         }
         return blobs;
     }
-    /// The same in the middle of a token, when there are no snapshots: what the slots' memory holds.
+    /// The same in the middle of a token, when there are no snapshots: what the sequences' memory holds.
     [[nodiscard]] std::vector<unsigned char> raw() const {
         std::vector<unsigned char> bytes = pooled ? slab->read() : std::vector<unsigned char>{};
         const auto add = [&](const auto* from, std::int64_t count) {
@@ -138,23 +142,23 @@ struct Side {
             bytes.insert(bytes.end(), begin, begin + values.size() * sizeof values[0]);
         };
         for (std::int32_t layer = 0; layer < layers; ++layer) {
-            const auto ref = cache.ref(layer);
+            const auto ref = cache.layer(layer);
             if constexpr (!pooled) {
-                add(ref.k, slots * ref.rows * dim_k);
-                add(ref.v, slots * ref.rows * dim_v);
-                add(ref.position, slots * ref.rows);
-                add(ref.score, slots * ref.rows);
+                add(ref.k, max_sequences * ref.rows * head_dim_qk);
+                add(ref.v, max_sequences * ref.rows * head_dim_vo);
+                add(ref.position, max_sequences * ref.rows);
+                add(ref.score, max_sequences * ref.rows);
             }
-            add(ref.kept, slots * heads);
-            add(ref.state, slots * heads * ref.state_size);
+            add(ref.num_long_range, max_sequences * heads);
+            add(ref.state, max_sequences * heads * ref.state_size);
         }
         return bytes;
     }
-    /// The pages of a layer of the first slot, with the rows in the last of each head.
+    /// The pages of a layer of the first sequence, with the rows in the last of each head.
     [[nodiscard]] std::vector<std::int32_t> exported(std::int32_t layer) const {
         const Device<std::int32_t> indptr(heads + 1), last(heads), indices(200);
         ok(cudaMemset(indices.data(), 0, indices.bytes()));
-        export_heads(on, cache.ref(layer), {.count = 1}, {indptr.data(), indices.data(), last.data(), 200});
+        export_heads(on, cache.layer(layer), {.count = 1}, {indptr.data(), indices.data(), last.data(), 200});
         std::vector<std::int32_t> all = indptr.read();
         const auto pages = static_cast<std::size_t>(all.back());
         const auto more = last.read(), named = indices.read();
@@ -165,24 +169,25 @@ struct Side {
     /// As it should be.
     void token(Mode mode, std::int32_t n, std::uint32_t seed) {
         for (std::int32_t layer = 0; layer < layers; ++layer) {
-            CHECK(call(mode, layer, n, seed) == Words(slots, 0));
-            if (mode == Mode::propose) {
-                CHECK(commit(layer, n) == Words(slots, 0));
+            CHECK(call(mode, layer, n, seed) == Words(max_sequences, 0));
+            if (mode == Mode::append_draft) {
+                CHECK(accept(layer, n) == Words(max_sequences, 0));
             }
         }
-        CHECK(advance(n) == Words(slots, 0));
+        CHECK(advance(n) == Words(max_sequences, 0));
     }
 };
 
 const std::string in_the_middle =
-    "slot: 2 is not allowed; it must be a slot between two tokens: layer 0 has taken some that advance() has "
+    "seq: 2 is not allowed; it must be a sequence between two tokens: layer 0 has taken some that advance() "
+    "has "
     "not counted";
 
-/// A slot is copied, exchanged, exported and attended to between the calls of its two layers.
+/// A sequence is copied, exchanged, exported and attended to between the calls of its two layers.
 template <class Cache>
 void check_middle(const typename Side<Cache>::P& policy,
                   const typename Side<Cache>::P::scorer_type* scorers = nullptr) {
-    const Words fine(slots, 0);
+    const Words fine(max_sequences, 0);
     for (const std::int32_t n : {0, 1, 6, 7, 16, 24}) {
         for (const Mode mode : {Mode::step, Mode::prefill}) {
             const std::int32_t tokens = mode == Mode::step ? 1 : 3;
@@ -198,21 +203,22 @@ void check_middle(const typename Side<Cache>::P& policy,
             beams.cache.clear(beams.on, 2);
             CHECK(alone.call(mode, 0, tokens, 7) == fine);
             const std::vector<std::int32_t> pages = alone.exported(0);
-            const Occupancy held = alone.cache.occupancy(alone.on, 0, 0, 1);
+            const HeadUsage held = alone.cache.usage(alone.on, 0, 0, 1);
             CHECK(held.length == n);
             CHECK(held.sinks + held.window == std::min(n + tokens, 7));
             if (mode == Mode::step) {  // the same query over the same rows
                 const std::vector<float> wanted = alone.out.read();
                 ok(cudaMemset(alone.out.data(), 0xff, alone.out.bytes()));
-                attend<head_dims<64>>(alone.on, alone.cache.ref(0), {.count = slots},
-                                      view_bhsd<const float>(alone.q.data(), slots, 4, most, dim_k),
-                                      view_bhsd(alone.out.data(), slots, 4, most, dim_v), {},
-                                      *alone.workspace);
+                attend<head_dims<64>>(
+                    alone.on, alone.cache.layer(0), {.count = max_sequences},
+                    view_bhsd<const float>(alone.q.data(), max_sequences, 4, most, head_dim_qk),
+                    view_bhsd(alone.out.data(), max_sequences, 4, most, head_dim_vo), {}, *alone.workspace);
                 const std::vector<float> got = alone.out.read();
                 double off = 0.0;
-                for (std::size_t row = 0; row < got.size() / dim_v; row += most) {
-                    for (std::size_t d = 0; d < dim_v; ++d) {
-                        const double gap = std::abs(got[row * dim_v + d] - wanted[row * dim_v + d]);
+                for (std::size_t row = 0; row < got.size() / head_dim_vo; row += most) {
+                    for (std::size_t d = 0; d < head_dim_vo; ++d) {
+                        const double gap =
+                            std::abs(got[row * head_dim_vo + d] - wanted[row * head_dim_vo + d]);
                         off = gap <= off ? off : gap == gap ? gap : 1e30;
                     }
                 }
@@ -243,11 +249,12 @@ void check_middle(const typename Side<Cache>::P& policy,
             }
             if constexpr (Side<Cache>::pooled) {  // further tokens than the one that layer 1 has taken
                 CHECK(beams.call(Mode::step, 1, 1, 10) == fine);
-                const auto ref = beams.cache.ref(0), other = beams.cache.ref(1);
+                const auto ref = beams.cache.layer(0), other = beams.cache.layer(1);
                 REQUIRE(beams.cache.reserve(beams.on, {.count = 1, .length = 2}) == 0);
                 const std::vector<position_t> length = beams.lengths();
                 for (const auto& [layer, ahead] : {std::pair{ref, 3}, std::pair{other, 2}}) {
-                    const auto kept = fetch_from(layer.kept, heads), held = fetch_from(layer.held, heads);
+                    const auto kept = fetch_from(layer.num_long_range, heads),
+                               held = fetch_from(layer.held, heads);
                     for (std::size_t h = 0; h < heads; ++h) {
                         const std::int32_t rows = HeadRows{2, 5}.used(length[0] + 3 - ahead, kept[h]) + ahead;
                         CHECK(held[h] >= (rows + 15) / 16);
@@ -264,14 +271,15 @@ void check_middle(const typename Side<Cache>::P& policy,
 template <class Cache>
 void check(const typename Side<Cache>::P& policy,
            const typename Side<Cache>::P::scorer_type* scorers = nullptr) {
-    const Words fine(slots, 0), twice(slots, status_taken_twice), missing(slots, status_not_taken);
+    const Words fine(max_sequences, 0), twice(max_sequences, status_layer_repeated),
+        missing(max_sequences, status_layer_skipped);
     Side<Cache> wrong(policy, scorers), right(policy, scorers);
     std::uint32_t seed = 1;
     for (std::int32_t t = 0; t < 30; ++t, ++seed) {
         right.token(Mode::step, 1, seed);
         wrong.token(Mode::step, 1, seed);
     }
-    for (const Mode mode : {Mode::step, Mode::prefill, Mode::propose}) {
+    for (const Mode mode : {Mode::step, Mode::prefill, Mode::append_draft}) {
         for (std::int32_t turn = 0; turn < 3; ++turn, ++seed) {
             const std::int32_t n = mode == Mode::step ? 1 : most - turn;
             CAPTURE(static_cast<int>(mode));
@@ -279,9 +287,9 @@ void check(const typename Side<Cache>::P& policy,
             right.token(mode, n, seed);
             CHECK(wrong.advance(n) == missing);  // too early
             CHECK(wrong.call(mode, 0, n, seed) == fine);
-            if (mode == Mode::propose) {
+            if (mode == Mode::append_draft) {
                 CHECK(wrong.advance(n) == missing);  // what is proposed is not taken
-                CHECK(wrong.commit(0, n) == fine);
+                CHECK(wrong.accept(0, n) == fine);
             }
             CHECK_REFUSED(static_cast<void>(wrong.cache.snapshot_bytes(wrong.on, 2)), in_the_middle);
             std::vector<unsigned char> nothing(100);
@@ -291,10 +299,10 @@ void check(const typename Side<Cache>::P& policy,
             // The layer again, by every kind of call, with other tokens: nothing changes, no output is written.
             ok(cudaMemset(wrong.out.data(), 0x11, wrong.out.bytes()));
             const std::vector<float> untouched = wrong.out.read();
-            for (const Mode again : {Mode::step, Mode::prefill, Mode::propose}) {
+            for (const Mode again : {Mode::step, Mode::prefill, Mode::append_draft}) {
                 CHECK(wrong.call(again, 0, again == Mode::step ? 1 : 3, 1000 + seed) == twice);
             }
-            CHECK(wrong.commit(0, n) == twice);
+            CHECK(wrong.accept(0, n) == twice);
             CHECK(wrong.out.read() == untouched);
             // Layer 1 is left out: advance moves nobody, how often it may be called, nor by another number of tokens.
             CHECK(wrong.advance(n) == missing);
@@ -302,20 +310,20 @@ void check(const typename Side<Cache>::P& policy,
             CHECK(wrong.lengths() == length);
             CHECK(wrong.raw() == before);
             CHECK(wrong.call(mode, 1, n, seed) == fine);
-            if (mode == Mode::propose) {
-                CHECK(wrong.commit(1, n) == fine);
+            if (mode == Mode::append_draft) {
+                CHECK(wrong.accept(1, n) == fine);
             }
             CHECK(wrong.advance(n + 1) == missing);
             CHECK(wrong.advance(n) == fine);
             CHECK(wrong.content() == right.content());
         }
     }
-    // A copy of a slot has taken what the slot has; an emptied or restored one nothing.
+    // A copy of a sequence has taken what the sequence has; an emptied or restored one nothing.
     std::vector<unsigned char> blob(wrong.cache.snapshot_bytes(wrong.on, 0));
     wrong.cache.snapshot(wrong.on, 0, blob.data(), blob.size());
     CHECK(wrong.call(Mode::step, 0, 1, seed) == fine);
     wrong.cache.clear(wrong.on, 1);
-    CHECK(wrong.call(Mode::step, 0, 1, seed) == Words{status_taken_twice, 0, status_taken_twice});
+    CHECK(wrong.call(Mode::step, 0, 1, seed) == Words{status_layer_repeated, 0, status_layer_repeated});
     wrong.cache.clear(wrong.on, 1);
     wrong.cache.fork(wrong.on, 0, 1);
     CHECK(wrong.call(Mode::step, 0, 1, seed) == twice);
@@ -326,7 +334,7 @@ void check(const typename Side<Cache>::P& policy,
     CHECK(wrong.advance(1) == fine);
     CHECK(wrong.call(Mode::step, 0, 1, seed) == fine);
     wrong.cache.restore(wrong.on, 2, blob.data(), blob.size());
-    CHECK(wrong.call(Mode::step, 0, 1, seed) == Words{status_taken_twice, status_taken_twice, 0});
+    CHECK(wrong.call(Mode::step, 0, 1, seed) == Words{status_layer_repeated, status_layer_repeated, 0});
     CHECK(wrong.call(Mode::step, 1, 1, seed) == fine);
     CHECK(wrong.advance(1) == fine);
 }

@@ -21,7 +21,7 @@ namespace cuda_backend {
 
 /// The same keys without what only the device may read.
 template <class T>
-keys<T> without_device_memory(keys<T> all) {
+kv_view<T> without_device_memory(kv_view<T> all) {
     all.lengths = nullptr;
     all.mask.bias_from = nullptr;
     return all;
@@ -29,15 +29,15 @@ keys<T> without_device_memory(keys<T> all) {
 
 /// What the host's attend refuses, as far as no device memory must be read.
 template <class T>
-void check_attend(const Attention& attention, const rows_view<const T>& q, const keys<T>& past,
-                  const keys<T>* self, const Sequences& sequences) {
+void check_attend(const AttentionParams& attention, const rows_view<const T>& q, const kv_view<T>& past,
+                  const kv_view<T>* self, const Sequences& sequences) {
     Sequences plain = sequences;
     plain.lengths = nullptr;
     plain.starts = nullptr;
     plain.cu_seqlens = nullptr;
-    const keys<T> bare_past = without_device_memory(past);
-    const keys<T> bare_self = self != nullptr ? without_device_memory(*self) : keys<T>{};
-    host_backend::check_attend(attention, q, bare_past, self != nullptr ? &bare_self : nullptr, plain);
+    const kv_view<T> bare_past = without_device_memory(past);
+    const kv_view<T> bare_self = self != nullptr ? without_device_memory(*self) : kv_view<T>{};
+    checks::check_attend(attention, q, bare_past, self != nullptr ? &bare_self : nullptr, plain);
     if (self != nullptr) {
         detail::require(self->lengths == nullptr, "self.lengths", "given",
                         "null, since sequences.lengths says it");
@@ -46,7 +46,7 @@ void check_attend(const Attention& attention, const rows_view<const T>& q, const
         detail::require(sequences.segments >= 1, "sequences.segments", sequences.segments,
                         "1 or more where cu_seqlens is given");
     }
-    host_backend::check_packed(past, self, sequences);
+    checks::check_packed(past, self, sequences);
 }
 
 /// A head's rows of keys and of values are named by 31 bits, in units of 16 bytes.
@@ -63,13 +63,13 @@ void check_key_rows(const char* name, const rows_view<const T>& view) {
     }
 }
 template <class T>
-void check_key_rows(const char* k_name, const char* v_name, const keys<T>& all) {
+void check_key_rows(const char* k_name, const char* v_name, const kv_view<T>& all) {
     check_key_rows(k_name, all.k);
     check_key_rows(v_name, all.v);
 }
 
 template <class T>
-segment_frame frame_of(const keys<T>& all) {
+segment_frame frame_of(const kv_view<T>& all) {
     segment_frame frame;
     frame.position = all.position;
     frame.expiry = all.mask.expiry;
@@ -83,7 +83,7 @@ segment_frame frame_of(const keys<T>& all) {
 
 /// `edges`: device memory for checked edges where the call is packed (edges_needed), filled by launch_edges.
 template <class T>
-key_frames frames_of(const keys<T>& past, const keys<T>* self, const Sequences& sequences,
+key_frames frames_of(const kv_view<T>& past, const kv_view<T>* self, const Sequences& sequences,
                      std::int32_t* edges) {
     key_frames frames;
     frames.past = frame_of(past);
@@ -103,29 +103,30 @@ key_frames frames_of(const keys<T>& past, const keys<T>* self, const Sequences& 
 /// Row numbers are positions: no positions, no starts, one segment that begins at 0. So a super-tile needs no row beyond its
 /// last query.
 template <class T>
-bool is_plain_frame(const keys<T>& past, const keys<T>* self, const Sequences& sequences) {
+bool is_plain_frame(const kv_view<T>& past, const kv_view<T>* self, const Sequences& sequences) {
     return self == nullptr && !past.position && past.first == 0 && sequences.starts == nullptr;
 }
 
 template <class T>
-attention_problem<T> problem_of(const Attention& attention, const rows_view<const T>& q, const keys<T>& past,
-                                const keys<T>* self, const Sequences& sequences) {
-    attention_problem<T> problem;
-    problem.q = q;
-    problem.rows.k = past.k;
-    problem.rows.v = past.v;
+attention_params<T> params_of(const AttentionParams& attention, const rows_view<const T>& q,
+                              const kv_view<T>& past, const kv_view<T>* self, const Sequences& sequences) {
+    attention_params<T> params;
+    params.q = q;
+    params.rows.k = past.k;
+    params.rows.v = past.v;
     if (self != nullptr) {
-        problem.rows.self_k = self->k;
-        problem.rows.self_v = self->v;
+        params.rows.self_k = self->k;
+        params.rows.self_v = self->v;
     }
-    problem.batch = q.batch;
-    problem.kv_heads = past.k.heads;
-    problem.group = q.heads / past.k.heads;
-    problem.length = sequences.length;
-    problem.lengths = sequences.lengths;
-    problem.scale = attention.scale != 0.0f ? attention.scale : 1.0f / std::sqrt(static_cast<float>(q.dim));
-    problem.softcap = attention.softcap;
-    return problem;
+    params.batch = q.batch;
+    params.kv_heads = past.k.heads;
+    params.group = q.heads / past.k.heads;
+    params.length = sequences.length;
+    params.lengths = sequences.lengths;
+    params.scale =
+        attention.sm_scale != 0.0f ? attention.sm_scale : 1.0f / std::sqrt(static_cast<float>(q.dim));
+    params.logits_soft_cap = attention.logits_soft_cap;
+    return params;
 }
 
 }  // namespace cuda_backend

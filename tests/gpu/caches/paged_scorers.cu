@@ -5,8 +5,8 @@
 #include <kvpolicy/policies/topk_budget.hpp>
 #include <kvpolicy/policies/window.hpp>
 
-#include "dual_case.hpp"
 #include "near_scores.hpp"
+#include "paged_case.hpp"
 #include "two_scorers.hpp"
 
 using namespace kvpolicy;
@@ -22,20 +22,20 @@ void check(const S& sizes, bool optional, std::int32_t turns = 60) {
     constexpr std::int32_t budgets[] = {40, unlimited};
     const P policy{Sink<2>{}, Window<7>{}, TopKBudget<>{per_head(budgets, 1, 2)}, scorers.of_host};
     const CacheShape shape{.layers = 1,
-                           .slots = 3,
+                           .max_sequences = 3,
                            .query_heads = 4,
                            .kv_heads = 2,
-                           .dim_k = 16,
-                           .dim_v = 24,
-                           .page_rows = 16,
-                           .proposals = 6};
+                           .head_dim_qk = 16,
+                           .head_dim_vo = 24,
+                           .page_size = 16,
+                           .max_draft_tokens = 6};
     BothDuals<P, float, all_head_dims, true> both(shape,
-                                                  {.slab_pages = 3, .most_slabs = 100, .longest = 2000},
+                                                  {.slab_pages = 3, .max_slabs = 100, .max_seq_len = 2000},
                                                   policy, &scorers.of_host, &scorers.of_device);
     NearScores<S> near(scorers.of_host, shape);
     for (std::int32_t turn = 0; turn < turns; ++turn) {
-        const Mode mode = turn % 3 == 0 ? Mode::step : turn % 3 == 1 ? Mode::prefill : Mode::propose;
-        const std::int32_t most = mode == Mode::step ? 1 : mode == Mode::propose ? 6 : 25;
+        const Mode mode = turn % 3 == 0 ? Mode::step : turn % 3 == 1 ? Mode::prefill : Mode::append_draft;
+        const std::int32_t most = mode == Mode::step ? 1 : mode == Mode::append_draft ? 6 : 25;
         const auto some = [&](std::int32_t limit) {
             return static_cast<std::int32_t>(generator() % static_cast<std::uint32_t>(limit + 1));
         };
@@ -46,7 +46,7 @@ void check(const S& sizes, bool optional, std::int32_t turns = 60) {
         }
         const CallTensors<float> in(shape, 3, most, Scores::random, generator);
         both.call(mode, {1, 2, 0}, q_len, in, accepted);
-        near.take({1, 2, 0}, mode == Mode::propose ? accepted : q_len, in);
+        near.take({1, 2, 0}, mode == Mode::append_draft ? accepted : q_len, in);
         CAPTURE(turn);
         both.near_rows(near);
     }

@@ -1,13 +1,13 @@
 // A proposal that is not committed must leave no trace, and masses are traces.
-// expect: kvpolicy: propose takes a policy whose scores do not change with every query
+// expect: kvpolicy: append_draft takes a policy whose scores do not change with every query
 #include <kvpolicy/tova.hpp>
 
 void make(const kvpolicy::host& on, const kvpolicy::FixedBudgetCache<kvpolicy::TOVA<8>, float>& cache,
           kvpolicy::rows_view<float> rows) {
     const kvpolicy::Batch batch{.count = 1};
 #ifndef KVPOLICY_CONTROL
-    kvpolicy::propose(on, cache.ref(0), batch, rows, rows, rows, rows, {});
+    kvpolicy::append_draft(on, cache.layer(0), batch, rows, rows, rows, rows, {});
 #else
-    kvpolicy::step(on, cache.ref(0), batch, rows, rows, rows, rows, {});
+    kvpolicy::step(on, cache.layer(0), batch, rows, rows, rows, rows, {});
 #endif
 }

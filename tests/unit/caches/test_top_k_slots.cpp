@@ -32,7 +32,7 @@ struct Exchange {
           number(worst.size()),
           is(worst.size(), 0) {}
     std::barrier<> meet;
-    std::vector<detail::ranked_place> worst;
+    std::vector<detail::ranked_slot> worst;
     std::vector<float> number;
     std::vector<char> is;
 };
@@ -55,7 +55,7 @@ class LaneGroup {
     LaneGroup(Exchange& all, std::int32_t rank) : all_(all), rank_(rank) {}
     [[nodiscard]] std::int32_t rank() const { return rank_; }
     [[nodiscard]] std::int32_t size() const { return static_cast<std::int32_t>(all_.worst.size()); }
-    [[nodiscard]] detail::ranked_place worst(const detail::ranked_place& mine) const {
+    [[nodiscard]] detail::ranked_slot worst(const detail::ranked_slot& mine) const {
         return exchange(all_.worst, mine, [](const auto& of) {
             return *std::min_element(of.begin(), of.end(),
                                      [](const auto& a, const auto& b) { return detail::gives_way(a, b); });
@@ -87,7 +87,7 @@ class LaneGroup {
 template <class Body>
 void on_group(std::int32_t threads, const Body& body) {
     if (threads == 1) {
-        body(detail::lone_group{});
+        body(detail::single_thread_group{});
         return;
     }
     Exchange all(threads);
@@ -114,58 +114,61 @@ auto gate_in(const P& policy) {
 /// One head of a cache as kernels keep it, without keys and values, of at most `longest` rows.
 template <class P>
 struct Emulated {
-    HeadRule rule;
+    HeadParams head_params;
     decltype(gate_in(std::declval<const P&>())) gate;
     position_t limit;
-    std::int32_t longest;
+    std::int32_t max_seq_len;
     position_t length = 0;
-    std::int32_t kept = 0, pinned = 0, victim = -1;
+    std::int32_t kept = 0, num_protected = 0, victim = -1;
     std::vector<float> score;
     std::vector<position_t> position;
     std::vector<std::int32_t> record;
 
     Emulated(const P& policy, position_t rebase_limit, std::int32_t most)
-        : rule(policy.rule(0, 0)),
+        : head_params(policy.params(0, 0)),
           gate(gate_in(policy)),
           limit(rebase_limit),
-          longest(most),
+          max_seq_len(most),
           score(capacity(), std::numeric_limits<float>::quiet_NaN()),
           position(capacity(), -1),
-          record(static_cast<std::size_t>(detail::tiles_of_places(P::has_keep ? most : rule.budget)), -9) {}
+          record(static_cast<std::size_t>(detail::tiles_of_slots(P::has_keep ? most : head_params.budget)),
+                 -9) {}
 
     [[nodiscard]] std::size_t capacity() const {
-        return static_cast<std::size_t>(std::int64_t{rule.sinks} + rule.window +
-                                        (P::has_keep ? longest : rule.budget));
+        return static_cast<std::size_t>(std::int64_t{head_params.sinks} + head_params.window +
+                                        (P::has_keep ? max_seq_len : head_params.budget));
     }
-    [[nodiscard]] HeadRows layout() const { return {rule.sinks, rule.window}; }
-    [[nodiscard]] auto places() {
-        return detail::contested(detail::head_places{rule, limit, score.data() + layout().place(0),
-                                                     position.data() + layout().place(0)},
+    [[nodiscard]] HeadRows layout() const { return {head_params.sinks, head_params.window}; }
+    [[nodiscard]] auto slots() {
+        return detail::competing(detail::head_slots{head_params, limit, score.data() + layout().slot(0),
+                                                    position.data() + layout().slot(0)},
                                  gate);
     }
 
-    void step(std::int32_t threads, float newcomer) {
-        const position_t q = length++, u = q - rule.window;
-        const float of_u = u >= rule.sinks ? score[static_cast<std::size_t>(layout().recent(u))] : 0.0f;
-        detail::step_decision step = detail::begin_step(rule, gate, limit, q, kept, victim, of_u, pinned);
-        const auto all = places();
+    void step(std::int32_t threads, float candidate) {
+        const position_t q = length++, u = q - head_params.window;
+        const float of_u =
+            u >= head_params.sinks ? score[static_cast<std::size_t>(layout().recent(u))] : 0.0f;
+        detail::step_decision step =
+            detail::begin_step(head_params, gate, limit, q, kept, victim, of_u, num_protected);
+        const auto all = slots();
         std::int32_t next = -2;
         on_group(threads, [&](const auto& group) {
             detail::step_decision mine = step;  // as every warp of a kernel does it
-            detail::place_rivals rivals;
-            const detail::ranked_place u_ranked = all.rank(of_u, u, -1, q);
+            detail::next_victims victims;
+            const detail::ranked_slot u_ranked = all.rank(of_u, u, -1, q);
             if (mine.full) {
-                const detail::ranked_place worst =
+                const detail::ranked_slot worst =
                     mine.known >= 0 ? all.at(mine.known, q)
                                     : detail::worst_of_tiles(group, all, record.data(), 0, 1, kept, q);
-                rivals = detail::rivals_of(group, all, record.data(), kept, q, worst.place);
-                detail::settle_step(mine, rule, u_ranked, worst);
+                victims = detail::find_next_victims(group, all, record.data(), kept, q, worst.slot);
+                detail::resolve_eviction(mine, head_params, u_ranked, worst);
             }
-            // The same from what was known before the contest.
+            // The same from what was known before the top-k update.
             std::vector<std::int32_t> records = record;
             std::int32_t early = -2;
             if (mine.full) {
-                early = detail::next_victim(group, rule, rivals, records.data(), mine, u_ranked);
+                early = detail::next_victim(group, head_params, victims, records.data(), mine, u_ranked);
             }
             group.sync();
             const std::int32_t found = detail::next_victim(group, all, record.data(), mine, u_ranked, q);
@@ -180,9 +183,10 @@ struct Emulated {
             }
         });
         // What a kernel attends to: the rows before the step but those of u and of the worst, the one of the two that stays,
-        // and the newcomer. That must be the keys of the rows afterwards.
-        const std::int32_t used_after = layout().used(q + 1, step.kept);
-        const std::int32_t of_worst = worst_row(q, kept), of_leaving = u >= rule.sinks ? step.newest : -1;
+        // and the candidate. That must be the keys of the rows afterwards.
+        const std::int32_t used_after = layout().used(q + 1, step.num_long_range);
+        const std::int32_t of_worst = worst_row(q, kept),
+                           of_leaving = u >= head_params.sinks ? step.newest : -1;
         std::vector<position_t> seen;
         for (std::int32_t row = 0; row < step.used; ++row) {
             if (row != of_worst && row != of_leaving) {
@@ -197,73 +201,75 @@ struct Emulated {
             score[static_cast<std::size_t>(step.promoted)] = of_u;
             position[static_cast<std::size_t>(step.promoted)] = u;
         }
-        score[static_cast<std::size_t>(step.newest)] = newcomer;
+        score[static_cast<std::size_t>(step.newest)] = candidate;
         position[static_cast<std::size_t>(step.newest)] = q;
         std::vector<position_t> held(position.begin(), position.begin() + used_after);
         std::sort(seen.begin(), seen.end());
         std::sort(held.begin(), held.end());
         CHECK(seen == held);
-        kept = step.kept;
-        pinned += step.pinned ? 1 : 0;
+        kept = step.num_long_range;
+        num_protected += step.num_protected ? 1 : 0;
         victim = next;
     }
 
-    /// The row of the worst long-range key at query q where a key that leaves has to contest it; -1: there is none.
+    /// The row of the worst long-range key at query q where a key that leaves has to top-k update it; -1: there is none.
     [[nodiscard]] std::int32_t worst_row(position_t q, std::int32_t places_used) {
-        const position_t u = q - rule.window;
-        if (u < rule.sinks || rule.budget == 0 || places_used - pinned < rule.budget ||
-            detail::holds(gate, u)) {
+        const position_t u = q - head_params.window;
+        if (u < head_params.sinks || head_params.budget == 0 ||
+            places_used - num_protected < head_params.budget || detail::holds(gate, u)) {
             return -1;
         }
-        detail::ranked_place worst;
+        detail::ranked_slot worst;
         for (std::int32_t p = 0; p < places_used; ++p) {
-            const detail::ranked_place one = places().at(p, q);
+            const detail::ranked_slot one = slots().at(p, q);
             worst = detail::gives_way(one, worst) ? one : worst;
         }
-        return layout().place(worst.place);
+        return layout().slot(worst.slot);
     }
 
     void chunk(std::int32_t threads, const std::vector<float>& scores) {
         const auto tokens = static_cast<std::int32_t>(scores.size());
         const auto rows = static_cast<std::int32_t>(capacity());
         const std::int32_t used = layout().used(length, kept);
-        std::vector<float> place_score(score.begin() + layout().place(0), score.end());
-        std::vector<position_t> place_position(position.begin() + layout().place(0), position.end());
-        std::vector<std::int32_t> holder(place_score.size());
+        std::vector<float> slot_score(score.begin() + layout().slot(0), score.end());
+        std::vector<position_t> slot_position(position.begin() + layout().slot(0), position.end());
+        std::vector<std::int32_t> holder(slot_score.size());
         for (std::size_t p = 0; p < holder.size(); ++p) {
-            holder[p] = layout().place(static_cast<std::int32_t>(p));
+            holder[p] = layout().slot(static_cast<std::int32_t>(p));
         }
         std::vector<expiry_t> past(capacity(), std::numeric_limits<expiry_t>::min()), own(scores.size());
         for (std::int32_t r = 0; r < used; ++r) {
-            const bool recent = r >= rule.sinks && r < rule.sinks + rule.window;
+            const bool recent = r >= head_params.sinks && r < head_params.sinks + head_params.window;
             past[static_cast<std::size_t>(r)] =
-                recent ? static_cast<expiry_t>(position[static_cast<std::size_t>(r)] + rule.window - length)
+                recent ? static_cast<expiry_t>(position[static_cast<std::size_t>(r)] + head_params.window -
+                                               length)
                        : never;
         }
         for (std::int32_t j = 0; j < tokens; ++j) {
-            own[static_cast<std::size_t>(j)] = length + j < rule.sinks ? never : j + rule.window;
+            own[static_cast<std::size_t>(j)] =
+                length + j < head_params.sinks ? never : j + head_params.window;
         }
-        const detail::chunk_places plan{{rule, limit, place_score.data(), place_position.data()},
-                                        holder.data(),
-                                        record.data(),
-                                        past.data(),
-                                        own.data()};
+        const detail::chunk_slots plan{{head_params, limit, slot_score.data(), slot_position.data()},
+                                       holder.data(),
+                                       record.data(),
+                                       past.data(),
+                                       own.data()};
         const auto name = [&](position_t u) {
             return u < length ? layout().recent(u) : rows + static_cast<std::int32_t>(u - length);
         };
         const auto score_at = [&](std::int32_t j) {
-            const position_t u = length + j - rule.window;
+            const position_t u = length + j - head_params.window;
             return u < length ? score[static_cast<std::size_t>(layout().recent(u))]
                               : scores[static_cast<std::size_t>(u - length)];
         };
-        std::int32_t after = 0, pinned_after = 0;
+        std::int32_t after = 0, num_protected_after = 0;
         on_group(threads, [&](const auto& group) {
-            std::int32_t outside = pinned;
-            const std::int32_t found = detail::contest_chunk(group, plan, gate, length, tokens, kept,
-                                                             score_at, name, rows, &outside);
+            std::int32_t outside = num_protected;
+            const std::int32_t found =
+                detail::update_top_k(group, plan, gate, length, tokens, kept, score_at, name, rows, &outside);
             if (group.rank() == 0) {
                 after = found;
-                pinned_after = outside;
+                num_protected_after = outside;
             }
         });
         // Visible after the chunk: whatever has not expired by then.
@@ -278,17 +284,17 @@ struct Emulated {
                 alive.push_back(length + j);
             }
         }
-        std::copy(place_score.begin(), place_score.end(), score.begin() + layout().place(0));
-        std::copy(place_position.begin(), place_position.end(), position.begin() + layout().place(0));
+        std::copy(slot_score.begin(), slot_score.end(), score.begin() + layout().slot(0));
+        std::copy(slot_position.begin(), slot_position.end(), position.begin() + layout().slot(0));
         for (std::int32_t j = 0; j < tokens; ++j) {
-            if (length + j < rule.sinks || j > tokens - 1 - rule.window) {
+            if (length + j < head_params.sinks || j > tokens - 1 - head_params.window) {
                 const auto row = static_cast<std::size_t>(layout().recent(length + j));
                 score[row] = scores[static_cast<std::size_t>(j)];
                 position[row] = length + j;
             }
         }
         kept = after;
-        pinned = pinned_after;
+        num_protected = num_protected_after;
         length += tokens;
         victim = -1;
         std::sort(alive.begin(), alive.end());
@@ -316,12 +322,12 @@ struct Oracle : test::BoundCache<P, float> {
 template <class P>
 requires P::has_keep struct Oracle<P> : test::BoundDual<P, float> {
     Oracle(const host& on, const CacheShape& shape, const P& policy, position_t limit, std::int32_t length)
-        : test::BoundDual<P, float>(on, shape, {.slab_pages = length, .most_slabs = 1, .longest = length},
+        : test::BoundDual<P, float>(on, shape, {.slab_pages = length, .max_slabs = 1, .max_seq_len = length},
                                     policy, nullptr, limit) {
         this->add_slab(on);
     }
     [[nodiscard]] std::vector<position_t> held() const {
-        std::vector<position_t> all(static_cast<std::size_t>(this->cache.occupancy(0, 0, 0).rows()));
+        std::vector<position_t> all(static_cast<std::size_t>(this->cache.usage(0, 0, 0).size()));
         this->cache.retained(0, 0, 0, all.data());
         return all;
     }
@@ -336,7 +342,13 @@ void check(const P& policy, test::Scores kind, std::int32_t length, std::int32_t
     CAPTURE(length);
     std::mt19937 generator(static_cast<unsigned>(length + threads));
     const host on{1};
-    Oracle<P> oracle(on, {.layers = 1, .slots = 1, .query_heads = 1, .kv_heads = 1, .dim_k = 8, .dim_v = 8},
+    Oracle<P> oracle(on,
+                     {.layers = 1,
+                      .max_sequences = 1,
+                      .query_heads = 1,
+                      .kv_heads = 1,
+                      .head_dim_qk = 8,
+                      .head_dim_vo = 8},
                      policy, limit, length);
     Emulated<P> emulated(policy, limit, length);
     const test::Tensor<float> rows(1, 1, length, 8);
@@ -346,9 +358,9 @@ void check(const P& policy, test::Scores kind, std::int32_t length, std::int32_t
     bool same = true;
     for (std::int32_t at = 0; at < length && same;) {
         const bool stepping = !chunks || generator() % 3 == 0;
-        const auto longest = static_cast<std::uint32_t>(generator() % 2 == 0 ? 7 : 2 * length / 3);
+        const auto max_seq_len = static_cast<std::uint32_t>(generator() % 2 == 0 ? 7 : 2 * length / 3);
         const std::int32_t count =
-            stepping ? 1 : std::min(length - at, 1 + static_cast<std::int32_t>(generator() % longest));
+            stepping ? 1 : std::min(length - at, 1 + static_cast<std::int32_t>(generator() % max_seq_len));
         const Batch batch{.count = 1, .length = count};
         CacheExtras extras;
         if constexpr (P::ranked) {

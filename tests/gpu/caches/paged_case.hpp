@@ -28,7 +28,7 @@ class BothDuals {
     BothDuals(const kvpolicy::CacheShape& of, const kvpolicy::PoolShape& pool, const P& policy = P{},
               const typename P::scorer_type* scorers = nullptr,
               const typename P::scorer_type* device_scorers = nullptr,
-              const kvpolicy::Attention& attention = {},
+              const kvpolicy::AttentionParams& attention = {},
               kvpolicy::position_t rebase_limit = kvpolicy::rebase_limit)
         : shape(of),
           oracle(on, of, pool, policy, scorers, rebase_limit, attention),
@@ -39,9 +39,9 @@ class BothDuals {
         cache.bind(device, memory.data(), memory.size());
     }
 
-    /// Lends both a slab; false where there have been as many as may be.
+    /// Attaches both a slab; false where there have been as many as may be.
     bool add_slab() {
-        if (cache.slabs() == cache.pool().most_slabs) {
+        if (cache.slabs() == cache.pool().max_slabs) {
             return false;
         }
         oracle.add_slab(on);
@@ -52,13 +52,13 @@ class BothDuals {
         return true;
     }
 
-    /// Reserves for tokens of the slots in both; false where the slabs do not suffice.
-    bool reserve(const std::vector<std::int32_t>& slots, const std::vector<std::int32_t>& tokens) {
-        const auto count = static_cast<std::int32_t>(slots.size());
-        const Device<std::int32_t> device_slots(slots), device_tokens(tokens);
+    /// Reserves for tokens of the sequences in both; false where the slabs do not suffice.
+    bool reserve(const std::vector<std::int32_t>& seq_ids, const std::vector<std::int32_t>& tokens) {
+        const auto count = static_cast<std::int32_t>(seq_ids.size());
+        const Device<std::int32_t> device_seq_ids(seq_ids), device_tokens(tokens);
         while (true) {
-            const std::int64_t wanted = oracle.cache.reserve(on, {count, slots.data(), tokens.data()});
-            CHECK(cache.reserve(device, {count, device_slots.data(), device_tokens.data()}) == wanted);
+            const std::int64_t wanted = oracle.cache.reserve(on, {count, seq_ids.data(), tokens.data()});
+            CHECK(cache.reserve(device, {count, device_seq_ids.data(), device_tokens.data()}) == wanted);
             if (wanted == 0) {
                 return true;
             }
@@ -71,35 +71,36 @@ class BothDuals {
     }
 
     /// Gives the tokens to both, all layers alike, and advances. Entries that find no page are tried again after more slabs have come, or,
-    /// where none may come, are given up in both by clearing a slot. Returns whether any was refused.
-    /// `accepted`: of proposed tokens.
-    bool call(Mode mode, const std::vector<std::int32_t>& slots, const std::vector<std::int32_t>& q_len,
+    /// where none may come, are given up in both by clearing a sequence. Returns whether any was refused.
+    /// `accepted`: of draft tokens.
+    bool call(Mode mode, const std::vector<std::int32_t>& seq_ids, const std::vector<std::int32_t>& q_len,
               const CallTensors<T>& in, const std::vector<std::int32_t>& accepted = {}) {
-        const auto count = static_cast<std::int32_t>(slots.size());
+        const auto count = static_cast<std::int32_t>(seq_ids.size());
         const std::int32_t length = in.q.length, heads = shape.kv_heads, query_heads = shape.query_heads;
-        const Device<std::int32_t> device_slots(slots);
+        const Device<std::int32_t> device_seq_ids(seq_ids);
         const Device<T> q(in.q.data), k(in.k.data), v(in.v.data);
         const Device<float> scores(in.scores.data);
-        const auto q_view = kvpolicy::view_bhsd<const T>(q.data(), count, query_heads, length, shape.dim_k);
-        const auto k_view = kvpolicy::view_bhsd<const T>(k.data(), count, heads, length, shape.dim_k);
-        const auto v_view = kvpolicy::view_bhsd<const T>(v.data(), count, heads, length, shape.dim_v);
+        const auto q_view =
+            kvpolicy::view_bhsd<const T>(q.data(), count, query_heads, length, shape.head_dim_qk);
+        const auto k_view = kvpolicy::view_bhsd<const T>(k.data(), count, heads, length, shape.head_dim_qk);
+        const auto v_view = kvpolicy::view_bhsd<const T>(v.data(), count, heads, length, shape.head_dim_vo);
         bool refused = false;
-        std::vector<std::int32_t> brought = q_len, moved = mode == Mode::propose ? accepted : q_len;
+        std::vector<std::int32_t> brought = q_len, moved = mode == Mode::append_draft ? accepted : q_len;
         for (std::int32_t layer = 0; layer < shape.layers; ++layer) {
             std::vector<std::int32_t> now = brought;
             bool committing = false;
             for (bool again = true; again;) {
-                const kvpolicy::Batch batch{count, slots.data(), now.data(),
-                                            committing ? shape.proposals : length};
+                const kvpolicy::Batch batch{count, seq_ids.data(), now.data(),
+                                            committing ? shape.max_draft_tokens : length};
                 const Device<std::int32_t> device_len(now);
-                const kvpolicy::Batch device_batch{count, device_slots.data(), device_len.data(),
+                const kvpolicy::Batch device_batch{count, device_seq_ids.data(), device_len.data(),
                                                    batch.length};
-                Tensor<T> wanted(count, query_heads, length, shape.dim_v);
+                Tensor<T> wanted(count, query_heads, length, shape.head_dim_vo);
                 wanted.fill(7.0f);
                 Plane<float> wanted_lse(count, query_heads, length, 7.0f);
                 const Device<T> out(wanted.data);
                 const Device<float> lse(wanted_lse.data);
-                std::vector<std::uint32_t> wanted_status(slots.size(), 0);
+                std::vector<std::uint32_t> wanted_status(seq_ids.size(), 0);
                 const Device<std::uint32_t> status(wanted_status);
                 kvpolicy::CacheExtras extras, device_extras;
                 extras.lse = wanted_lse.view();
@@ -111,10 +112,10 @@ class BothDuals {
                             kvpolicy::view_bhs<const float>(scores.data(), count, heads, length);
                     }
                 }
-                const auto ref = cache.ref(layer);
-                const auto host_ref = oracle.cache.ref(layer);
+                const auto ref = cache.layer(layer);
+                const auto host_ref = oracle.cache.layer(layer);
                 const auto out_view =
-                    kvpolicy::view_bhsd(out.data(), count, query_heads, length, shape.dim_v);
+                    kvpolicy::view_bhsd(out.data(), count, query_heads, length, shape.head_dim_vo);
                 if (mode == Mode::step) {
                     const Device<unsigned char> workspace(
                         kvpolicy::step_workspace_bytes<Dims>(device, ref, count));
@@ -129,18 +130,18 @@ class BothDuals {
                     Workspace host_workspace(
                         kvpolicy::cache_workspace_bytes(on, host_ref, count, batch.length));
                     if (committing) {
-                        kvpolicy::commit<Dims>(device, ref, device_batch, workspace, status.data());
-                        kvpolicy::commit(on, host_ref, batch, host_workspace, wanted_status.data());
+                        kvpolicy::accept<Dims>(device, ref, device_batch, workspace, status.data());
+                        kvpolicy::accept(on, host_ref, batch, host_workspace, wanted_status.data());
                     } else if (mode == Mode::prefill) {
                         kvpolicy::prefill<Dims>(device, ref, device_batch, q_view, k_view, v_view, out_view,
                                                 workspace, status.data(), device_extras);
                         kvpolicy::prefill(on, host_ref, batch, in.q.view(), in.k.view(), in.v.view(),
                                           wanted.view(), host_workspace, wanted_status.data(), extras);
                     } else {
-                        kvpolicy::propose<Dims>(device, ref, device_batch, q_view, k_view, v_view, out_view,
-                                                workspace, status.data(), device_extras);
-                        kvpolicy::propose(on, host_ref, batch, in.q.view(), in.k.view(), in.v.view(),
-                                          wanted.view(), host_workspace, extras);
+                        kvpolicy::append_draft<Dims>(device, ref, device_batch, q_view, k_view, v_view,
+                                                     out_view, workspace, status.data(), device_extras);
+                        kvpolicy::append_draft(on, host_ref, batch, in.q.view(), in.k.view(), in.v.view(),
+                                               wanted.view(), host_workspace, extras);
                     }
                 }
                 CHECK(status.read() == wanted_status);
@@ -148,13 +149,13 @@ class BothDuals {
                     check_.compare(out.read(), wanted, lse.read(), wanted_lse, now, in.v);
                 }
                 CHECK(cache.free_pages(device) == oracle.cache.free_pages());
-                if (mode == Mode::propose && !committing) {
+                if (mode == Mode::append_draft && !committing) {
                     committing = true;
                     now = moved;
                     continue;
                 }
                 again = false;
-                for (std::size_t i = 0; i < slots.size(); ++i) {
+                for (std::size_t i = 0; i < seq_ids.size(); ++i) {
                     if (wanted_status[i] == 0) {
                         now[i] = 0;
                     } else {
@@ -164,10 +165,10 @@ class BothDuals {
                 refused = refused || again;
                 if (again && !add_slab()) {
                     // The first that was refused gives way: what it had in other layers makes room for the rest.
-                    for (std::size_t i = 0; i < slots.size(); ++i) {
+                    for (std::size_t i = 0; i < seq_ids.size(); ++i) {
                         if (now[i] != 0) {
-                            oracle.cache.clear(on, slots[i]);
-                            cache.clear(device, slots[i]);
+                            oracle.cache.clear(on, seq_ids[i]);
+                            cache.clear(device, seq_ids[i]);
                             now[i] = moved[i] = brought[i] = 0;
                             break;
                         }
@@ -176,42 +177,42 @@ class BothDuals {
             }
         }
         const Device<std::int32_t> device_moved(moved);
-        oracle.cache.advance(on, {count, slots.data(), moved.data(), length});
-        const Device<std::uint32_t> status(std::vector<std::uint32_t>(slots.size(), 0));
-        cache.advance(device, {count, device_slots.data(), device_moved.data(), length}, status.data());
-        CHECK(status.read() == std::vector<std::uint32_t>(slots.size(), 0));
+        oracle.cache.advance(on, {count, seq_ids.data(), moved.data(), length});
+        const Device<std::uint32_t> status(std::vector<std::uint32_t>(seq_ids.size(), 0));
+        cache.advance(device, {count, device_seq_ids.data(), device_moved.data(), length}, status.data());
+        CHECK(status.read() == std::vector<std::uint32_t>(seq_ids.size(), 0));
         if constexpr (P::has_eviction) {
-            evict(slots, moved);
+            evict(seq_ids, moved);
         }
         return refused;
     }
 
-    /// Looks at the slots that took tokens, in both; rounds and rows agree.
-    void evict(const std::vector<std::int32_t>& slots, const std::vector<std::int32_t>& tokens) {
-        const auto count = static_cast<std::int32_t>(slots.size());
-        const Device<std::int32_t> device_slots(slots), device_tokens(tokens);
-        std::vector<kvpolicy::EvictionReport> wanted(slots.size());
+    /// Looks at the sequences that took tokens, in both; rounds and rows agree.
+    void evict(const std::vector<std::int32_t>& seq_ids, const std::vector<std::int32_t>& tokens) {
+        const auto count = static_cast<std::int32_t>(seq_ids.size());
+        const Device<std::int32_t> device_seq_ids(seq_ids), device_tokens(tokens);
+        std::vector<kvpolicy::EvictionReport> wanted(seq_ids.size());
         const Device<kvpolicy::EvictionReport> reports(wanted);
-        const Device<std::uint32_t> status(std::vector<std::uint32_t>(slots.size(), 0));
+        const Device<std::uint32_t> status(std::vector<std::uint32_t>(seq_ids.size(), 0));
         Workspace host_workspace(oracle.cache.evict_workspace_bytes(on));
         const Device<unsigned char> workspace(cache.evict_workspace_bytes(device));
         ok(cudaMemset(workspace.data(), 0xff, workspace.bytes()));
-        oracle.cache.evict(on, {count, slots.data(), tokens.data()}, host_workspace, wanted.data());
-        cache.evict(device, {count, device_slots.data(), device_tokens.data()}, workspace, reports.data(),
+        oracle.cache.evict(on, {count, seq_ids.data(), tokens.data()}, host_workspace, wanted.data());
+        cache.evict(device, {count, device_seq_ids.data(), device_tokens.data()}, workspace, reports.data(),
                     status.data());
         const auto found = reports.read();
-        for (std::size_t i = 0; i < slots.size(); ++i) {
+        for (std::size_t i = 0; i < seq_ids.size(); ++i) {
             CHECK(found[i].rounds == wanted[i].rounds);
             CHECK(found[i].dropped == wanted[i].dropped);
             CHECK(found[i].rows == wanted[i].rows);
             rounds += wanted[i].rounds;
         }
-        CHECK(status.read() == std::vector<std::uint32_t>(slots.size(), 0));
+        CHECK(status.read() == std::vector<std::uint32_t>(seq_ids.size(), 0));
         CHECK(cache.free_pages(device) == oracle.cache.free_pages());
     }
     std::int32_t rounds = 0;  // of evictions so far
 
-    /// Slot i becomes what sources[i] was; with two slots, `to` what `from` was. Status words agree.
+    /// Sequence i becomes what sources[i] was; with two sequences, `to` what `from` was. Status words agree.
     void reorder(const std::vector<std::int32_t>& sources) {
         std::uint32_t wanted = 0;
         const Device<std::uint32_t> status(std::vector<std::uint32_t>(1, 0));
@@ -229,7 +230,7 @@ class BothDuals {
         CHECK(status.read()[0] == wanted);
     }
 
-    /// Slot `to` becomes what `from` was, through a blob of the device's.
+    /// Sequence `to` becomes what `from` was, through a blob of the device's.
     void snapshot(std::int32_t from, std::int32_t to) {
         std::vector<unsigned char> blob(cache.snapshot_bytes(device, from));
         std::vector<unsigned char> of_host(oracle.cache.snapshot_bytes(from));
@@ -247,43 +248,43 @@ class BothDuals {
     }
 
     /// Attention over the rows as they are, in all layers.
-    void look(const std::vector<std::int32_t>& slots, const CallTensors<T>& in) {
-        const auto count = static_cast<std::int32_t>(slots.size());
-        const Device<std::int32_t> device_slots(slots);
+    void look(const std::vector<std::int32_t>& seq_ids, const CallTensors<T>& in) {
+        const auto count = static_cast<std::int32_t>(seq_ids.size());
+        const Device<std::int32_t> device_seq_ids(seq_ids);
         const Device<T> q(in.q.data);
         for (std::int32_t layer = 0; layer < shape.layers; ++layer) {
-            Tensor<T> wanted(count, shape.query_heads, 1, shape.dim_v);
+            Tensor<T> wanted(count, shape.query_heads, 1, shape.head_dim_vo);
             Plane<float> wanted_lse(count, shape.query_heads, 1, 7.0f);
             const Device<T> out(wanted.data);
             const Device<float> lse(wanted_lse.data);
-            const auto ref = cache.ref(layer);
+            const auto ref = cache.layer(layer);
             const Device<unsigned char> workspace(kvpolicy::step_workspace_bytes<Dims>(device, ref, count));
             kvpolicy::attend<Dims>(
-                device, ref, {count, device_slots.data()},
-                kvpolicy::view_bhsd<const T>(q.data(), count, shape.query_heads, 1, shape.dim_k),
-                kvpolicy::view_bhsd(out.data(), count, shape.query_heads, 1, shape.dim_v),
+                device, ref, {count, device_seq_ids.data()},
+                kvpolicy::view_bhsd<const T>(q.data(), count, shape.query_heads, 1, shape.head_dim_qk),
+                kvpolicy::view_bhsd(out.data(), count, shape.query_heads, 1, shape.head_dim_vo),
                 kvpolicy::view_bhs(lse.data(), count, shape.query_heads, 1), workspace);
-            const auto host_ref = oracle.cache.ref(layer);
+            const auto host_ref = oracle.cache.layer(layer);
             Workspace host_workspace(kvpolicy::cache_workspace_bytes(on, host_ref, count, 1));
-            kvpolicy::attend(on, host_ref, {count, slots.data()}, in.q.view(), wanted.view(),
+            kvpolicy::attend(on, host_ref, {count, seq_ids.data()}, in.q.view(), wanted.view(),
                              wanted_lse.view(), host_workspace);
             check_.compare(out.read(), wanted, lse.read(), wanted_lse,
-                           std::vector<std::int32_t>(slots.size(), 1), in.v);
+                           std::vector<std::int32_t>(seq_ids.size(), 1), in.v);
         }
     }
 
     /// Whether both hold the same keys, values, positions, scores and counters, byte for byte, wherever the pages are.
     void same_rows(const std::string& when) const {
-        std::vector<std::vector<unsigned char>> lent;
+        std::vector<std::vector<unsigned char>> provided;
         for (const auto& slab : slabs) {
-            lent.push_back(slab->read());
+            provided.push_back(slab->read());
         }
         CAPTURE(when);
         for (std::int32_t layer = 0; layer < shape.layers; ++layer) {
-            for (std::int32_t slot = 0; slot < shape.slots; ++slot) {
+            for (std::int32_t seq = 0; seq < shape.max_sequences; ++seq) {
                 CAPTURE(layer);
-                CAPTURE(slot);
-                const bool same = content(lent, layer, slot) == without_state(layer, slot);
+                CAPTURE(seq);
+                const bool same = content(provided, layer, seq) == without_state(layer, seq);
                 CHECK(same);
             }
         }
@@ -301,33 +302,34 @@ class BothDuals {
     void near_rows(Near& near) const {
         bool same = true;
         for (std::int32_t layer = 0; layer < shape.layers; ++layer) {
-            const auto ref = cache.ref(layer), host_ref = oracle.cache.ref(layer);
-            for (std::int32_t slot = 0; slot < shape.slots; ++slot) {
+            const auto ref = cache.layer(layer), host_ref = oracle.cache.layer(layer);
+            for (std::int32_t seq = 0; seq < shape.max_sequences; ++seq) {
                 for (std::int32_t head = 0; head < shape.kv_heads; ++head) {
-                    const std::int64_t index = host_ref.head_index(slot, head);
-                    same = same && fetch(ref.kept + index, 1)[0] == host_ref.kept[index];
-                    const auto table = table_of(layer, slot, head);
+                    const std::int64_t index = host_ref.head_index(seq, head);
+                    same = same && fetch(ref.num_long_range + index, 1)[0] == host_ref.kept[index];
+                    const auto table = table_of(layer, seq, head);
                     const auto arrays = fetch(ref.pool.slabs, cache.slabs());
-                    const auto rows = host_ref.head_rows(slot, head);
-                    const auto used = host_ref.used(slot, head);
+                    const auto rows = host_ref.head_rows(seq, head);
+                    const auto used = host_ref.used(seq, head);
                     for (std::size_t page = 0; page < table.size(); ++page) {
                         const auto& slab =
                             arrays[static_cast<std::size_t>(table[page] / ref.pool.slab_pages)];
                         const std::int64_t at =
-                            std::int64_t{table[page] % ref.pool.slab_pages} * shape.page_rows;
-                        const auto position = fetch(slab.position + at, shape.page_rows);
-                        const auto score = fetch(slab.score + at, shape.page_rows);
-                        const auto first = static_cast<std::int32_t>(page) * shape.page_rows;
-                        for (std::int32_t r = 0; r < shape.page_rows && first + r < used; ++r) {
+                            std::int64_t{table[page] % ref.pool.slab_pages} * shape.page_size;
+                        const auto position = fetch(slab.position + at, shape.page_size);
+                        const auto score = fetch(slab.score + at, shape.page_size);
+                        const auto first = static_cast<std::int32_t>(page) * shape.page_size;
+                        for (std::int32_t r = 0; r < shape.page_size && first + r < used; ++r) {
                             same = same && position[static_cast<std::size_t>(r)] == rows.position(first + r);
-                            near.score(slot, head, rows.position(first + r),
+                            near.score(seq, head, rows.position(first + r),
                                        score[static_cast<std::size_t>(r)], rows.score(first + r));
                         }
                     }
                 }
             }
-            const auto state = fetch(ref.state, std::int64_t{ref.slots} * ref.kv_heads * ref.state_size);
-            for (std::int32_t x = 0; x < ref.slots * ref.kv_heads; ++x) {
+            const auto state =
+                fetch(ref.state, std::int64_t{ref.max_sequences} * ref.kv_heads * ref.state_size);
+            for (std::int32_t x = 0; x < ref.max_sequences * ref.kv_heads; ++x) {
                 const std::int64_t first = x * ref.state_size;
                 near.states(x / ref.kv_heads, x % ref.kv_heads, state.data() + first, host_ref.state + first,
                             ref.state_size);
@@ -342,16 +344,16 @@ class BothDuals {
     }
 
   private:
-    [[nodiscard]] std::vector<std::int32_t> table_of(std::int32_t layer, std::int32_t slot,
+    [[nodiscard]] std::vector<std::int32_t> table_of(std::int32_t layer, std::int32_t seq,
                                                      std::int32_t head) const {
-        const auto ref = cache.ref(layer), host_ref = oracle.cache.ref(layer);
-        return fetch(ref.table + slot * host_ref.table_offset[shape.kv_heads] + host_ref.table_offset[head],
-                     fetch(ref.held + host_ref.head_index(slot, head), 1)[0]);
+        const auto ref = cache.layer(layer), host_ref = oracle.cache.layer(layer);
+        return fetch(ref.table + seq * host_ref.table_offset[shape.kv_heads] + host_ref.table_offset[head],
+                     fetch(ref.held + host_ref.head_index(seq, head), 1)[0]);
     }
-    [[nodiscard]] std::vector<unsigned char> content(const std::vector<std::vector<unsigned char>>& lent,
-                                                     std::int32_t layer, std::int32_t slot) const {
-        const auto ref = cache.ref(layer);
-        const auto host_ref = oracle.cache.ref(layer);
+    [[nodiscard]] std::vector<unsigned char> content(const std::vector<std::vector<unsigned char>>& provided,
+                                                     std::int32_t layer, std::int32_t seq) const {
+        const auto ref = cache.layer(layer);
+        const auto host_ref = oracle.cache.layer(layer);
         std::vector<unsigned char> bytes;
         const auto add = [&](const auto* data, std::int64_t count) {
             const auto* from = reinterpret_cast<const unsigned char*>(data);
@@ -363,35 +365,35 @@ class BothDuals {
             for (std::size_t s = 0; s < slabs.size(); ++s) {
                 const unsigned char* const begin = slabs[s]->data();
                 if (from >= begin && from < begin + slabs[s]->size()) {
-                    add(lent[s].data() + (from - begin), count * static_cast<std::int64_t>(sizeof *data));
+                    add(provided[s].data() + (from - begin), count * static_cast<std::int64_t>(sizeof *data));
                     return;
                 }
             }
             FAIL("a page outside of all slabs");
         };
-        const auto length = fetch(ref.length + slot, 1);
-        const auto kept = fetch(ref.kept + std::int64_t{slot} * shape.kv_heads, shape.kv_heads);
-        const auto held = fetch(ref.held + std::int64_t{slot} * shape.kv_heads, shape.kv_heads);
+        const auto length = fetch(ref.length + seq, 1);
+        const auto kept = fetch(ref.num_long_range + std::int64_t{seq} * shape.kv_heads, shape.kv_heads);
+        const auto held = fetch(ref.held + std::int64_t{seq} * shape.kv_heads, shape.kv_heads);
         const auto arrays = fetch(ref.pool.slabs, cache.slabs());
         for (std::int32_t head = 0; head < shape.kv_heads; ++head) {
             const auto h = static_cast<std::size_t>(head);
             const std::int32_t used = host_ref.layout(head).used(length[0], kept[h]);
-            CHECK(std::int64_t{held[h]} * shape.page_rows >= used);
-            CHECK(held[h] == host_ref.held[host_ref.head_index(slot, head)]);
-            const auto table = table_of(layer, slot, head);
+            CHECK(std::int64_t{held[h]} * shape.page_size >= used);
+            CHECK(held[h] == host_ref.held[host_ref.head_index(seq, head)]);
+            const auto table = table_of(layer, seq, head);
             const kvpolicy::PagedRows<T> rows{
-                table.data(), arrays.data(), ref.pool.slab_pages,       shape.page_rows,
-                ref.dim_k,    ref.dim_v,     ref.selection.page_rows(), ref.pool.strides};
-            for (std::int32_t r = 0; r < used && std::int64_t{held[h]} * shape.page_rows >= used; ++r) {
-                add_rows(rows.k(r), ref.dim_k);
-                add_rows(rows.v(r), ref.dim_v);
+                table.data(),    arrays.data(),   ref.pool.slab_pages,       shape.page_size,
+                ref.head_dim_qk, ref.head_dim_vo, ref.selection.page_size(), ref.pool.strides};
+            for (std::int32_t r = 0; r < used && std::int64_t{held[h]} * shape.page_size >= used; ++r) {
+                add_rows(rows.k(r), ref.head_dim_qk);
+                add_rows(rows.v(r), ref.head_dim_vo);
                 add_rows(&rows.position(r), 1);
                 add_rows(&rows.score(r), 1);
             }
             if constexpr (P::has_selection) {
-                const std::int32_t size = ref.selection.page_rows();
+                const std::int32_t size = ref.selection.page_size();
                 for (std::int32_t page = 0; page * size < used; ++page) {
-                    add_rows(rows.bounds(page), 2 * std::int64_t{ref.dim_k});
+                    add_rows(rows.bounds(page), 2 * std::int64_t{ref.head_dim_qk});
                 }
             }
         }
@@ -401,17 +403,17 @@ class BothDuals {
     }
     /// No page is free and held at once, or free twice; and pages know how many tables name them.
     void every_page_once() const {
-        const auto ref = cache.ref(0);
+        const auto ref = cache.layer(0);
         const auto free = fetch(ref.pool.free_ids, cache.free_pages(device));
-        std::vector<std::int32_t> names(static_cast<std::size_t>(cache.lent_pages()), 0);
-        const auto counted = fetch(ref.pool.names, cache.lent_pages());
+        std::vector<std::int32_t> names(static_cast<std::size_t>(cache.attached_pages()), 0);
+        const auto counted = fetch(ref.pool.names, cache.attached_pages());
         for (std::int32_t layer = 0; layer < shape.layers; ++layer) {
-            const auto of = cache.ref(layer);
-            const auto host_ref = oracle.cache.ref(layer);
-            const auto held = fetch(of.held, std::int64_t{shape.slots} * shape.kv_heads);
+            const auto of = cache.layer(layer);
+            const auto host_ref = oracle.cache.layer(layer);
+            const auto held = fetch(of.held, std::int64_t{shape.max_sequences} * shape.kv_heads);
             const std::int64_t each = host_ref.table_offset[shape.kv_heads];
-            const auto table = fetch(of.table, shape.slots * each);
-            for (std::int32_t x = 0; x < shape.slots * shape.kv_heads; ++x) {
+            const auto table = fetch(of.table, shape.max_sequences * each);
+            for (std::int32_t x = 0; x < shape.max_sequences * shape.kv_heads; ++x) {
                 for (std::int32_t page = 0; page < held[static_cast<std::size_t>(x)]; ++page) {
                     const std::int64_t at =
                         x / shape.kv_heads * each + host_ref.table_offset[x % shape.kv_heads] + page;
@@ -422,7 +424,7 @@ class BothDuals {
         std::vector<char> is_free(names.size(), 0);
         for (const std::int32_t id : free) {
             REQUIRE(id >= 0);
-            REQUIRE(id < cache.lent_pages());
+            REQUIRE(id < cache.attached_pages());
             const auto page = static_cast<std::size_t>(id);
             CHECK(names[page] == 0);
             CHECK(is_free[page] == 0);
@@ -435,9 +437,9 @@ class BothDuals {
         }
         CHECK(right);
     }
-    [[nodiscard]] std::vector<unsigned char> without_state(std::int32_t layer, std::int32_t slot) const {
-        const auto ref = oracle.cache.ref(layer);
-        std::vector<unsigned char> bytes = content_of(ref, slot, P::has_selection);
+    [[nodiscard]] std::vector<unsigned char> without_state(std::int32_t layer, std::int32_t seq) const {
+        const auto ref = oracle.cache.layer(layer);
+        std::vector<unsigned char> bytes = content_of(ref, seq, P::has_selection);
         const auto end = bytes.end() - static_cast<std::ptrdiff_t>(sizeof(kvpolicy::position_t));
         bytes.erase(
             end - static_cast<std::ptrdiff_t>(ref.kv_heads * ref.state_size * std::int64_t{sizeof(float)}),
@@ -448,7 +450,7 @@ class BothDuals {
     OutputCheck<T> check_;
 };
 
-/// Random calls on random slots: steps, looks, reservations, forks, reorders, snapshots, clears, and with `Chunks` prefills and proposals. Returns how many calls
+/// Random calls on random sequences: steps, looks, reservations, forks, reorders, snapshots, clears, and with `Chunks` prefills and draft tokens. Returns how many calls
 /// found no page at first.
 template <class P, class T, class Dims, bool Chunks>
 std::int32_t random_life(BothDuals<P, T, Dims, Chunks>& both, Scores kind, std::int32_t calls,
@@ -461,56 +463,56 @@ std::int32_t random_life(BothDuals<P, T, Dims, Chunks>& both, Scores kind, std::
     std::int32_t refused = 0;
     for (std::int32_t turn = 0; turn < calls; ++turn) {
         const std::int32_t what = pick(24);
-        std::vector<std::int32_t> slots(static_cast<std::size_t>(shape.slots)), q_len;
-        for (std::size_t i = 0; i < slots.size(); ++i) {
-            slots[i] = static_cast<std::int32_t>(i);
+        std::vector<std::int32_t> seq_ids(static_cast<std::size_t>(shape.max_sequences)), q_len;
+        for (std::size_t i = 0; i < seq_ids.size(); ++i) {
+            seq_ids[i] = static_cast<std::int32_t>(i);
         }
-        std::shuffle(slots.begin(), slots.end(), generator);
-        slots.resize(static_cast<std::size_t>(1 + pick(shape.slots)));
-        const Mode mode = what < 18 || !Chunks                ? Mode::step
-                          : what < 21 || shape.proposals == 0 ? Mode::prefill
-                                                              : Mode::propose;
-        const std::int32_t most = mode == Mode::step      ? 1
-                                  : mode == Mode::propose ? shape.proposals
-                                                          : 1 + pick(90);
+        std::shuffle(seq_ids.begin(), seq_ids.end(), generator);
+        seq_ids.resize(static_cast<std::size_t>(1 + pick(shape.max_sequences)));
+        const Mode mode = what < 18 || !Chunks                       ? Mode::step
+                          : what < 21 || shape.max_draft_tokens == 0 ? Mode::prefill
+                                                                     : Mode::append_draft;
+        const std::int32_t most = mode == Mode::step           ? 1
+                                  : mode == Mode::append_draft ? shape.max_draft_tokens
+                                                               : 1 + pick(90);
         std::vector<std::int32_t> accepted;
-        for (std::size_t i = 0; i < slots.size(); ++i) {
+        for (std::size_t i = 0; i < seq_ids.size(); ++i) {
             q_len.push_back(mode != Mode::step ? pick(most + 1) : pick(8) != 0 ? 1 : 0);
             accepted.push_back(pick(q_len.back() + 1));
         }
-        const auto count = static_cast<std::int32_t>(slots.size());
+        const auto count = static_cast<std::int32_t>(seq_ids.size());
         const CallTensors<T> in(shape, count, most, kind, generator);
         std::string done = mode == Mode::step      ? "step"
                            : mode == Mode::prefill ? "prefill"
-                                                   : "propose and commit";
+                                                   : "append_draft and accept";
         if (what == 0 && pick(4) == 0) {
-            both.oracle.cache.clear(both.on, slots[0]);
-            both.cache.clear(both.device, slots[0]);
+            both.oracle.cache.clear(both.on, seq_ids[0]);
+            both.cache.clear(both.device, seq_ids[0]);
             done = "clear";
         } else if (what == 1) {
             for (std::int32_t& tokens : q_len) {
                 tokens = pick(20);
             }
-            both.reserve(slots, q_len);
+            both.reserve(seq_ids, q_len);
             done = "reserve";
         } else if (what == 2) {
-            both.look(slots, in);
+            both.look(seq_ids, in);
             done = "attend";
         } else if (what == 3) {
-            both.fork(pick(shape.slots), pick(shape.slots));
+            both.fork(pick(shape.max_sequences), pick(shape.max_sequences));
             done = "fork";
         } else if (what == 4) {
-            std::vector<std::int32_t> sources(static_cast<std::size_t>(1 + pick(shape.slots)));
+            std::vector<std::int32_t> sources(static_cast<std::size_t>(1 + pick(shape.max_sequences)));
             for (std::int32_t& source : sources) {
-                source = pick(shape.slots);
+                source = pick(shape.max_sequences);
             }
             both.reorder(sources);
             done = "reorder";
         } else if (what == 5) {
-            both.snapshot(pick(shape.slots), pick(shape.slots));
+            both.snapshot(pick(shape.max_sequences), pick(shape.max_sequences));
             done = "snapshot";
         } else {
-            refused += both.call(mode, slots, q_len, in, accepted) ? 1 : 0;
+            refused += both.call(mode, seq_ids, q_len, in, accepted) ? 1 : 0;
         }
         if (turn % 8 == 7 || done != "step") {
             both.same_rows(done + " at turn " + std::to_string(turn));

@@ -1,6 +1,6 @@
 // Selection at the read of a DualCache on a device: the host's pages, bounds and outputs, whatever calls came before.
 #include "../../support/refusal.hpp"
-#include "dual_parts.hpp"
+#include "paged_parts.hpp"
 
 using namespace kvpolicy;
 using namespace test;
@@ -17,7 +17,7 @@ Gated gated(std::int32_t rows, group_aggregate of_heads) {
 
 /// Steps of 16-bit rows: heads that keep all, a half, hardly any.
 template <class T, int Tile>
-void check_half(std::int32_t dim, std::int32_t group, std::int32_t page_rows, std::int32_t rows) {
+void check_half(std::int32_t dim, std::int32_t group, std::int32_t page_size, std::int32_t rows) {
     CAPTURE(dim);
     CAPTURE(group);
     constexpr float thresholds[] = {-100.0f, 0.0f, 2.5f};
@@ -26,13 +26,14 @@ void check_half(std::int32_t dim, std::int32_t group, std::int32_t page_rows, st
                        ThresholdGate<at_least>{per_head(thresholds, 1, 3)},
                        QuestPages<>{rows, per_head(pages, 1, 3)}};
     BothDuals<Gated, T, head_dims<Tile>> both({.layers = 1,
-                                               .slots = 3,
+                                               .max_sequences = 3,
                                                .query_heads = 3 * group,
                                                .kv_heads = 3,
-                                               .dim_k = dim,
-                                               .dim_v = dim,
-                                               .page_rows = page_rows},
-                                              {.slab_pages = 64, .most_slabs = 20, .longest = 3000}, policy);
+                                               .head_dim_qk = dim,
+                                               .head_dim_vo = dim,
+                                               .page_size = page_size},
+                                              {.slab_pages = 64, .max_slabs = 20, .max_seq_len = 3000},
+                                              policy);
     std::mt19937 generator(static_cast<unsigned>(dim + group));
     for (std::int32_t t = 0; t < 150; ++t) {
         const CallTensors<T> in(both.shape, 3, 1, Scores::random, generator);
@@ -68,9 +69,15 @@ TEST_CASE("16-bit rows") {
 }
 
 TEST_CASE("pages of a selection that kernels cannot read are refused") {
-    DualCache<Gated, float> cache(
-        {.layers = 2, .slots = 1, .query_heads = 3, .kv_heads = 3, .dim_k = 8, .dim_v = 8, .page_rows = 16},
-        {.slab_pages = 1, .most_slabs = 1, .longest = 10}, gated(8, group_aggregate::max));
+    DualCache<Gated, float> cache({.layers = 2,
+                                   .max_sequences = 1,
+                                   .query_heads = 3,
+                                   .kv_heads = 3,
+                                   .head_dim_qk = 8,
+                                   .head_dim_vo = 8,
+                                   .page_size = 16},
+                                  {.slab_pages = 1, .max_slabs = 1, .max_seq_len = 10},
+                                  gated(8, group_aggregate::max));
     const Device<unsigned char> memory(cache.bytes().total());
     CHECK_REFUSED(cache.bind(kvpolicy::cuda{}, memory.data(), memory.size()), "rows of a selection's page");
 }

@@ -1,7 +1,7 @@
 // Eviction over all heads of a sequence in a DualCache on a device (WG-KV, appendix K): the host's rows, whatever calls came before.
 // In double, where masses agree so closely that the order of two keys never depends on who computed them; and few rounds of others.
 #include "../../support/refusal.hpp"
-#include "dual_parts.hpp"
+#include "paged_parts.hpp"
 
 #include <algorithm>
 #include <limits>
@@ -13,9 +13,9 @@ namespace {
 
 using Gated = Policy<Sink<>, Window<>, ThresholdGate<at_least>, SnapKVEviction>;
 
-Gated gated(const SnapKVEviction& rule) {
+Gated gated(const SnapKVEviction& head_params) {
     return Gated{Sink<>{of_parts(part_sinks)}, Window<>{of_parts(part_windows)},
-                 ThresholdGate<at_least>{of_parts(part_gates)}, rule};
+                 ThresholdGate<at_least>{of_parts(part_gates)}, head_params};
 }
 
 /// Steps of rows of type T, evicted by themselves.
@@ -26,13 +26,14 @@ void check_steps(std::int32_t group, float share) {
     const Gated policy{Sink<>{4}, Window<>{9}, ThresholdGate<at_least>{per_head(thresholds, 1, 3)},
                        SnapKVEviction{.average = 40, .share = share, .observing = 24}};
     BothDuals<Gated, T, head_dims<Dim>> both({.layers = 1,
-                                              .slots = 2,
+                                              .max_sequences = 2,
                                               .query_heads = 3 * group,
                                               .kv_heads = 3,
-                                              .dim_k = dim,
-                                              .dim_v = dim,
-                                              .page_rows = 32},
-                                             {.slab_pages = 64, .most_slabs = 20, .longest = 3000}, policy);
+                                              .head_dim_qk = dim,
+                                              .head_dim_vo = dim,
+                                              .page_size = 32},
+                                             {.slab_pages = 64, .max_slabs = 20, .max_seq_len = 3000},
+                                             policy);
     std::mt19937 generator(static_cast<unsigned>(dim + group));
     for (std::int32_t t = 0; t < 120; ++t) {
         const CallTensors<T> in(both.shape, 2, 1, Scores::random, generator);
@@ -48,14 +49,14 @@ TEST_CASE("few calls") { check_parts<float>(gated({.average = 20, .share = 0.2f,
 
 TEST_CASE("gates by layer and head") {
     // A scale that is exact: the host rounds the one of a head_dim to fp32.
-    const Attention attention{.scale = 0.375f};
+    const AttentionParams attention{.sm_scale = 0.375f};
     CHECK(check_parts<double>(gated({.average = 30, .share = 0.1f, .observing = 20}), 16, 100, rebase_limit,
                               attention) > 10);
     CHECK(check_parts<double>(gated({.average = 12, .share = 0.4f, .observing = 3, .pool = 1}), 32, 100,
                               rebase_limit, attention) > 10);
 }
 
-TEST_CASE("beside budgets, a stride and a selection; means of a group; with a softcap") {
+TEST_CASE("beside budgets, a stride and a selection; means of a group; with a logits_soft_cap") {
     CHECK(check_parts<double>(
               Policy<Sink<>, Window<>, TopKBudget<>, Stride<7>, QuestPages<16>, SnapKVEviction>{
                   Sink<>{of_parts(part_sinks)}, Window<>{of_parts(part_windows)},
@@ -65,7 +66,7 @@ TEST_CASE("beside budgets, a stride and a selection; means of a group; with a so
                                  .observing = 40,
                                  .pool = 3,
                                  .aggregate = group_aggregate::mean}},
-              32, 100, kvpolicy::rebase_limit, {.scale = 0.3f, .softcap = 2.0f}) > 10);
+              32, 100, kvpolicy::rebase_limit, {.sm_scale = 0.3f, .logits_soft_cap = 2.0f}) > 10);
 }
 
 TEST_CASE("floats and 16-bit rows") {
@@ -81,13 +82,13 @@ TEST_CASE("keys and queries that are no numbers") {
         const Gated policy{Sink<>{1}, Window<>{5}, ThresholdGate<at_least>{-100.0f},
                            SnapKVEviction{.average = 30, .share = 0.2f, .observing = 12}};
         BothDuals<Gated, double> both({.layers = 1,
-                                       .slots = 2,
+                                       .max_sequences = 2,
                                        .query_heads = 4,
                                        .kv_heads = 2,
-                                       .dim_k = 8,
-                                       .dim_v = 8,
-                                       .page_rows = 16},
-                                      {.slab_pages = 64, .most_slabs = 1, .longest = 300}, policy, nullptr,
+                                       .head_dim_qk = 8,
+                                       .head_dim_vo = 8,
+                                       .page_size = 16},
+                                      {.slab_pages = 64, .max_slabs = 1, .max_seq_len = 300}, policy, nullptr,
                                       nullptr, {.scale = 0.375f});
         both.add_slab();
         both.outputs_count = false;
@@ -108,21 +109,28 @@ TEST_CASE("keys and queries that are no numbers") {
 TEST_CASE("a reservation holds across evictions") {
     const Gated policy{Sink<>{4}, Window<>{9}, ThresholdGate<at_least>{-100.0f},
                        SnapKVEviction{.average = 40, .share = 0.3f, .observing = 8}};
-    BothDuals<Gated, double> both(
-        {.layers = 1, .slots = 2, .query_heads = 1, .kv_heads = 1, .dim_k = 8, .dim_v = 8, .page_rows = 16},
-        {.slab_pages = 12, .most_slabs = 1, .longest = 2000}, policy, nullptr, nullptr, {.scale = 0.375f});
+    BothDuals<Gated, double> both({.layers = 1,
+                                   .max_sequences = 2,
+                                   .query_heads = 1,
+                                   .kv_heads = 1,
+                                   .head_dim_qk = 8,
+                                   .head_dim_vo = 8,
+                                   .page_size = 16},
+                                  {.slab_pages = 12, .max_slabs = 1, .max_seq_len = 2000}, policy, nullptr,
+                                  nullptr, {.scale = 0.375f});
     both.add_slab();
     std::mt19937 generator(3);
-    // The other slot takes all pages that are free.
-    std::int32_t taken = 0;
+    // The other sequence takes all pages that are free.
+    std::int32_t appended = 0;
     const auto drain = [&] {
-        const Device<std::int32_t> slot(std::vector<std::int32_t>{1});
+        const Device<std::int32_t> seq(std::vector<std::int32_t>{1});
         const std::int32_t other = 1;
         while (both.oracle.cache.free_pages() != 0) {
-            taken += 16;
-            REQUIRE(both.oracle.cache.reserve(both.on, {.count = 1, .slots = &other, .length = taken}) == 0);
-            REQUIRE(both.cache.reserve(both.device, {.count = 1, .slots = slot.data(), .length = taken}) ==
+            appended += 16;
+            REQUIRE(both.oracle.cache.reserve(both.on, {.count = 1, .seq_ids = &other, .length = appended}) ==
                     0);
+            REQUIRE(both.cache.reserve(both.device,
+                                       {.count = 1, .seq_ids = seq.data(), .length = appended}) == 0);
         }
     };
     for (std::int32_t round = 0; round < 12; ++round) {
@@ -137,7 +145,7 @@ TEST_CASE("a reservation holds across evictions") {
         both.same_rows("round " + std::to_string(round));
         both.oracle.cache.clear(both.on, 1);
         both.cache.clear(both.device, 1);
-        taken = 0;
+        appended = 0;
     }
     CHECK(both.rounds > 10);
 }
@@ -145,44 +153,45 @@ TEST_CASE("a reservation holds across evictions") {
 TEST_CASE("one graph serves 10,000 steps, with evictions and selections") {
     using P = Policy<Sink<>, Window<>, ThresholdGate<at_least>, SnapKVEviction, QuestPages<16>>;
     using Dims = head_dims<64>;
-    constexpr std::int32_t slots = 2, heads = 2, group = 4, dim = 64;
+    constexpr std::int32_t max_sequences = 2, heads = 2, group = 4, dim = 64;
     struct Side {
         kvpolicy::cuda on{};
         DualCache<P, bf16> cache{
             {.layers = 1,
-             .slots = slots,
+             .max_sequences = max_sequences,
              .query_heads = heads * group,
              .kv_heads = heads,
-             .dim_k = dim,
-             .dim_v = dim,
-             .page_rows = 16},
-            {.slab_pages = 200, .most_slabs = 1, .longest = 11000},
+             .head_dim_qk = dim,
+             .head_dim_vo = dim,
+             .page_size = 16},
+            {.slab_pages = 200, .max_slabs = 1, .max_seq_len = 11000},
             P{Sink<>{4}, Window<>{20}, ThresholdGate<at_least>{0.0f},
               SnapKVEviction{.average = 90, .share = 0.2f, .observing = 16}, QuestPages<16>{3}}};
         Device<unsigned char> memory{cache.bytes().total()}, slab{cache.slab_bytes()};
-        Device<bf16> q{std::size_t{slots} * heads * group * dim}, k{std::size_t{slots} * heads * dim},
-            v{k.size()}, out{q.size()};
-        Device<float> scores{std::vector<float>(std::size_t{slots} * heads, 1.0f)};
-        Device<EvictionReport> reports{slots};
-        Device<std::uint32_t> status{std::vector<std::uint32_t>(slots, 0)};
+        Device<bf16> q{std::size_t{max_sequences} * heads * group * dim},
+            k{std::size_t{max_sequences} * heads * dim}, v{k.size()}, out{q.size()};
+        Device<float> scores{std::vector<float>(std::size_t{max_sequences} * heads, 1.0f)};
+        Device<EvictionReport> reports{max_sequences};
+        Device<std::uint32_t> status{std::vector<std::uint32_t>(max_sequences, 0)};
         std::unique_ptr<Device<unsigned char>> workspace, eviction;
         Side() {
             cache.bind(on, memory.data(), memory.size());
             cache.add_slab(on, slab.data(), slab.size());
-            workspace =
-                std::make_unique<Device<unsigned char>>(step_workspace_bytes<Dims>(on, cache.ref(0), slots));
+            workspace = std::make_unique<Device<unsigned char>>(
+                step_workspace_bytes<Dims>(on, cache.layer(0), max_sequences));
             eviction = std::make_unique<Device<unsigned char>>(cache.evict_workspace_bytes(on));
         }
         void token() {
             CacheExtras extras;
-            extras.scores = view_bhs<const float>(scores.data(), slots, heads, 1);
-            step<Dims>(
-                on, cache.ref(0), {slots}, view_bhsd<const bf16>(q.data(), slots, heads * group, 1, dim),
-                view_bhsd<const bf16>(k.data(), slots, heads, 1, dim),
-                view_bhsd<const bf16>(v.data(), slots, heads, 1, dim),
-                view_bhsd(out.data(), slots, heads * group, 1, dim), *workspace, status.data(), extras);
-            cache.advance(on, {slots}, status.data());
-            cache.evict(on, {slots}, *eviction, reports.data(), status.data());
+            extras.scores = view_bhs<const float>(scores.data(), max_sequences, heads, 1);
+            step<Dims>(on, cache.layer(0), {max_sequences},
+                       view_bhsd<const bf16>(q.data(), max_sequences, heads * group, 1, dim),
+                       view_bhsd<const bf16>(k.data(), max_sequences, heads, 1, dim),
+                       view_bhsd<const bf16>(v.data(), max_sequences, heads, 1, dim),
+                       view_bhsd(out.data(), max_sequences, heads * group, 1, dim), *workspace, status.data(),
+                       extras);
+            cache.advance(on, {max_sequences}, status.data());
+            cache.evict(on, {max_sequences}, *eviction, reports.data(), status.data());
         }
     } by_graph, by_hand;
     std::mt19937 generator(5);
@@ -227,7 +236,7 @@ TEST_CASE("one graph serves 10,000 steps, with evictions and selections") {
     }
     CHECK(same);
     CHECK(dropped > 10000);
-    CHECK(by_graph.status.read() == std::vector<std::uint32_t>(slots, 0));
+    CHECK(by_graph.status.read() == std::vector<std::uint32_t>(max_sequences, 0));
     CHECK(by_graph.cache.free_pages(by_graph.on) == by_hand.cache.free_pages(by_hand.on));
     ok(cudaGraphExecDestroy(executable));
     ok(cudaGraphDestroy(graph));
@@ -237,9 +246,14 @@ TEST_CASE("one graph serves 10,000 steps, with evictions and selections") {
 TEST_CASE("in the middle of a token nothing is evicted") {
     const Gated policy{Sink<>{4}, Window<>{9}, ThresholdGate<at_least>{-100.0f},
                        SnapKVEviction{.average = 40, .share = 0.3f, .observing = 8}};
-    DualCache<Gated, double> cache(
-        {.layers = 2, .slots = 1, .query_heads = 1, .kv_heads = 1, .dim_k = 8, .dim_v = 8, .page_rows = 16},
-        {.slab_pages = 20, .most_slabs = 1, .longest = 200}, policy);
+    DualCache<Gated, double> cache({.layers = 2,
+                                    .max_sequences = 1,
+                                    .query_heads = 1,
+                                    .kv_heads = 1,
+                                    .head_dim_qk = 8,
+                                    .head_dim_vo = 8,
+                                    .page_size = 16},
+                                   {.slab_pages = 20, .max_slabs = 1, .max_seq_len = 200}, policy);
     const kvpolicy::cuda on{};
     const Device<unsigned char> memory(cache.bytes().total()), slab(cache.slab_bytes());
     cache.bind(on, memory.data(), memory.size());
@@ -252,7 +266,7 @@ TEST_CASE("in the middle of a token nothing is evicted") {
     const Device<EvictionReport> report(1);
     const auto in = view_bhsd<const double>(rows.data(), 1, 1, 1, 8);
     const auto take = [&](std::int32_t layer) {
-        step(on, cache.ref(layer), {1}, in, in, in, view_bhsd(out.data(), 1, 1, 1, 8), workspace,
+        step(on, cache.layer(layer), {1}, in, in, in, view_bhsd(out.data(), 1, 1, 1, 8), workspace,
              status.data(), {.scores = view_bhs<const float>(score.data(), 1, 1, 1)});
     };
     for (std::int32_t t = 0; t < 60; ++t) {
@@ -264,11 +278,11 @@ TEST_CASE("in the middle of a token nothing is evicted") {
         take(1 - layer);
         const auto before = memory.read(), of_slab = slab.read();
         cache.evict(on, {1}, eviction, report.data(), status.data());
-        CHECK(status.read()[0] == status_not_taken);
+        CHECK(status.read()[0] == status_layer_skipped);
         CHECK(report.read()[0].rows == 0);
         CHECK(memory.read() == before);
         CHECK(slab.read() == of_slab);
-        CHECK_REFUSED(static_cast<void>(cache.snapshot_bytes(on, 0)), "a slot between two tokens");
+        CHECK_REFUSED(static_cast<void>(cache.snapshot_bytes(on, 0)), "a sequence between two tokens");
         ok(cudaMemset(status.data(), 0, status.bytes()));
         take(layer);
         cache.advance(on, {1}, status.data());
@@ -281,14 +295,19 @@ TEST_CASE("in the middle of a token nothing is evicted") {
 
 namespace {
 
-/// Slabs that are lent after a graph has captured an eviction. One head keeps all keys, the other what it must: 100 and 13 rows.
+/// Slabs that are attached after a graph has captured an eviction. One head keeps all keys, the other what it must: 100 and 13 rows.
 void check_captured(std::int32_t average, bool drops) {
     CAPTURE(average);
     const Gated policy{Sink<>{4}, Window<>{9}, ThresholdGate<at_least>{0.0f},
                        SnapKVEviction{.average = average, .share = 0.2f, .observing = 4}};
-    DualCache<Gated, float> cache(
-        {.layers = 1, .slots = 1, .query_heads = 2, .kv_heads = 2, .dim_k = 8, .dim_v = 8, .page_rows = 16},
-        {.slab_pages = 4, .most_slabs = 2, .longest = 200}, policy);
+    DualCache<Gated, float> cache({.layers = 1,
+                                   .max_sequences = 1,
+                                   .query_heads = 2,
+                                   .kv_heads = 2,
+                                   .head_dim_qk = 8,
+                                   .head_dim_vo = 8,
+                                   .page_size = 16},
+                                  {.slab_pages = 4, .max_slabs = 2, .max_seq_len = 200}, policy);
     cudaStream_t stream = nullptr;
     ok(cudaStreamCreate(&stream));
     const kvpolicy::cuda on{stream};
@@ -300,10 +319,10 @@ void check_captured(std::int32_t average, bool drops) {
     const Device<std::uint32_t> status(std::vector<std::uint32_t>(1, 0));
     const Device<EvictionReport> report(1);
     const auto in = view_bhsd<const float>(row.data(), 1, 2, 1, 8);
-    const Device<unsigned char> lent(step_workspace_bytes(on, cache.ref(0), 1));
+    const Device<unsigned char> provided(step_workspace_bytes(on, cache.layer(0), 1));
     const auto tokens = [&](int count) {
         for (int t = 0; t < count; ++t) {
-            step(on, cache.ref(0), {.count = 1}, in, in, in, view_bhsd(out.data(), 1, 2, 1, 8), lent,
+            step(on, cache.layer(0), {.count = 1}, in, in, in, view_bhsd(out.data(), 1, 2, 1, 8), provided,
                  status.data(), {.scores = view_bhs<const float>(score.data(), 1, 2, 1)});
             cache.advance(on, {.count = 1}, status.data());
         }
@@ -328,8 +347,8 @@ void check_captured(std::int32_t average, bool drops) {
     CHECK(report.read()[0].rows == 113);
     CHECK(report.read()[0].dropped == 0);
     CHECK(cache.length(on, 0) == 100);
-    CHECK(cache.occupancy(on, 0, 0, 0).long_range == 100 - 13);
-    CHECK(cache.occupancy(on, 0, 0, 1).long_range == 0);
+    CHECK(cache.usage(on, 0, 0, 0).long_range == 100 - 13);
+    CHECK(cache.usage(on, 0, 0, 1).long_range == 0);
     const auto left = workspace.read();
     CHECK(std::all_of(left.begin() + static_cast<std::ptrdiff_t>(bytes), left.end(),
                       [](unsigned char x) { return x == 0xa5; }));
@@ -354,9 +373,14 @@ TEST_CASE("nothing to drop beyond a captured eviction's workspace") { check_capt
 
 TEST_CASE("a workspace that is too small is refused") {
     const Gated policy = gated({.average = 30});
-    DualCache<Gated, float> cache(
-        {.layers = 2, .slots = 1, .query_heads = 3, .kv_heads = 3, .dim_k = 8, .dim_v = 8, .page_rows = 16},
-        {.slab_pages = 1, .most_slabs = 1, .longest = 10}, policy);
+    DualCache<Gated, float> cache({.layers = 2,
+                                   .max_sequences = 1,
+                                   .query_heads = 3,
+                                   .kv_heads = 3,
+                                   .head_dim_qk = 8,
+                                   .head_dim_vo = 8,
+                                   .page_size = 16},
+                                  {.slab_pages = 1, .max_slabs = 1, .max_seq_len = 10}, policy);
     const kvpolicy::cuda on{};
     const Device<unsigned char> memory(cache.bytes().total());
     cache.bind(on, memory.data(), memory.size());
