@@ -48,7 +48,7 @@ int main() {
     mask.expiry = kvp::view_bhs<const kvp::expiry_t>(expiry.data(), 1, heads, tokens);
 
     // 2. Attention through them, and its gradients.
-    const kvp::keys all{KV(k), KV(v), mask};
+    const kvp::kv_view all{KV(k), KV(v), mask};
     backend::memory workspace{
         std::max(kvp::attend_workspace_bytes<float>(on, {}, Q(q), all, sequences),
                  kvp::attend_backward_workspace_bytes<float>(on, {}, Q(q), all, sequences))};

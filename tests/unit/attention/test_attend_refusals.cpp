@@ -114,7 +114,7 @@ TEST_CASE("lengths whose positions 31 bits do not hold") {
     const auto bytes = [&](std::int32_t queries, std::int32_t rows) {
         const rows_view<const float> q{nullptr, 0, 2, queries, 8, 0, 0, 0},
             k{nullptr, 0, 1, rows, 8, 0, 0, 0};
-        const keys all{k, k};
+        const kv_view all{k, k};
         const Sequences sequences{.batch = 0, .length = queries};
         static_cast<void>(attend_backward_workspace_bytes<float>(on, {}, q, all, sequences));
         static_cast<void>(attend_workspace_bytes<float>(on, {}, q, all, sequences));

@@ -45,7 +45,7 @@ std::int64_t bound_pages_of(const Cache& cache, std::int64_t rows) {
 /// The most rows of a head.
 template <class P, class T>
 std::int64_t max_rows_of(const FixedBudgetRef<P, T>& cache) {
-    return cache.max_seq_len;
+    return cache.max_capacity;
 }
 template <class P, class T>
 std::int64_t max_rows_of(const DualRef<P, T>& cache) {
