@@ -142,7 +142,8 @@ void launch_rank_block(const cuda& on, const mask_problem<Gate, Keep>& problem,
                        const ranking<std::uint16_t>& out, bool wants_ranks) {
     const std::int64_t blocks = std::int64_t{problem.batch} * problem.heads * problem.segments;
     launch("rank_block_kernel", rank_block_kernel<Threads, Items, Bits, Gate, Keep>, blocks, Threads,
-           sizeof(typename rank_block<Threads, Items, Bits>::shared), on, problem, out, wants_ranks);
+           sizeof(typename rank_block<Threads, Items, Bits, Gate, Keep>::shared), on, problem, out,
+           wants_ranks);
 }
 
 template <class Index, class Gate, class Keep>
@@ -150,7 +151,7 @@ void launch_expire(const cuda& on, const mask_problem<Gate, Keep>& problem, cons
                    const mask_output& out) {
     const std::int64_t blocks = std::int64_t{problem.batch} * problem.heads * problem.slots;
     launch("expire_kernel", expire_kernel<Index, Gate, Keep>, blocks, mask_chunk,
-           sizeof(typename expire_block<Index>::shared), on, problem, ranks, out);
+           sizeof(typename expire_block<Index, Gate, Keep>::shared), on, problem, ranks, out);
 }
 
 /// The kernel that holds the places of the largest budget.

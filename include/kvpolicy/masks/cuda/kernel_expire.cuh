@@ -22,8 +22,10 @@ __global__ void __launch_bounds__(mask_chunk, 3)
     if (first >= segment.length() || problem.by_survivors(rule)) {
         return;
     }
-    expire_block<Index>::run(problem, ranks, out, plane, segment, first,
-                             *reinterpret_cast<typename expire_block<Index>::shared*>(dynamic_shared()));
+    using block = expire_block<Index, Gate, Keep>;
+    block(problem, ranks, out, plane, segment, first,
+          *reinterpret_cast<typename block::shared*>(dynamic_shared()))
+        .run(plane);
 }
 
 /// Policies without a budget: no key competes with another, so a key's own score decides.
