@@ -204,6 +204,41 @@ __device__ inline double boundary_sigmoid(double x) {
     return (x < 0.0 ? e : 1.0) / (1.0 + e);
 }
 
+/// Inclusive sum over the lanes of a warp.
+__device__ __forceinline__ double warp_inclusive_sum_of(double sum) {
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) {
+        const double other = __shfl_up_sync(all_lanes, sum, static_cast<unsigned>(step));
+        sum += lane_id() >= step ? other : 0.0;
+    }
+    return sum;
+}
+
+/// The examples of a call that a head weighs its own by: of its layer, of the head, and of those the kept ones.
+struct example_counts {
+    long long all = 0, count = 0, kept = 0;
+};
+
+/// By all threads of a block; `shared` has a number for each warp.
+template <class Gate, class Keep>
+__device__ __forceinline__ example_counts counts_of_head(const boundary_problem<Gate, Keep>& problem,
+                                                         std::int32_t own_head, long long* shared) {
+    const std::int32_t heads = problem.mask.heads;
+    const std::int32_t heads_of_layer = problem.numbers.heads;
+    example_counts counts;
+    for (std::int64_t plane = threadIdx.x; plane < problem.mask.planes(); plane += boundary_threads) {
+        const boundary_plane& one = problem.planes[plane];
+        const auto h = static_cast<std::int32_t>(plane % heads);
+        counts.all += h / heads_of_layer == own_head / heads_of_layer ? one.count : 0;
+        counts.count += h == own_head ? one.count : 0;
+        counts.kept += h == own_head ? one.kept : 0;
+    }
+    counts.all = sum_over_block<boundary_threads>(counts.all, shared);
+    counts.count = sum_over_block<boundary_threads>(counts.count, shared);
+    counts.kept = sum_over_block<boundary_threads>(counts.kept, shared);
+    return counts;
+}
+
 /// d delta of a tile's queries, their prefix sums and the tile's sums.
 template <class Gate, class Keep>
 __global__ void __launch_bounds__(boundary_threads)
@@ -214,18 +249,7 @@ __global__ void __launch_bounds__(boundary_threads)
     const boundary_row<Gate, Keep> of(problem, problem.tiles);
     const boundary_numbers& numbers = problem.numbers;
     const auto thread = static_cast<std::int32_t>(threadIdx.x);
-    const std::int32_t heads = problem.mask.heads;
-    long long all = 0, count = 0, kept = 0;
-    for (std::int64_t plane = thread; plane < problem.mask.planes(); plane += boundary_threads) {
-        const boundary_plane& one = problem.planes[plane];
-        const auto h = static_cast<std::int32_t>(plane % heads);
-        all += h / numbers.heads == of.h / numbers.heads ? one.count : 0;
-        count += h == of.h ? one.count : 0;
-        kept += h == of.h ? one.kept : 0;
-    }
-    all = sum_over_block<boundary_threads>(all, shared_counts);
-    count = sum_over_block<boundary_threads>(count, shared_counts);
-    kept = sum_over_block<boundary_threads>(kept, shared_counts);
+    const auto [all, count, kept] = counts_of_head(problem, of.h, shared_counts);
     const double mean = all > 0 ? numbers.scale / static_cast<double>(all) : 0.0;
     double of_drops = 1.0, of_keeps = 1.0;
     if (numbers.balance && kept > 0 && kept < count) {
@@ -277,12 +301,7 @@ __global__ void __launch_bounds__(boundary_threads)
             agreed += (delta > 0.0) == e.keeps ? times : 0;
         }
     }
-    double sum = d_delta;
-#pragma unroll
-    for (int step = 1; step < 32; step *= 2) {
-        const double other = __shfl_up_sync(all_lanes, sum, static_cast<unsigned>(step));
-        sum += lane_id() >= step ? other : 0.0;
-    }
+    const double sum = warp_inclusive_sum_of(d_delta);
     if (lane_id() == 31) {
         shared[warp_id()] = sum;
     }
@@ -317,12 +336,7 @@ __global__ void __launch_bounds__(32)
         if (i < tiles) {
             one = sums[i];
         }
-        double sum = one.slope;
-#pragma unroll
-        for (int step = 1; step < 32; step *= 2) {
-            const double other = __shfl_up_sync(all_lanes, sum, static_cast<unsigned>(step));
-            sum += lane_id() >= step ? other : 0.0;
-        }
+        const double sum = warp_inclusive_sum_of(one.slope);
         if (i < tiles) {
             sums[i].before = carried + (sum - one.slope);
         }

@@ -166,13 +166,54 @@ __device__ inline std::uint64_t logit_code(std::int32_t i, float logit) {
     return (static_cast<std::uint64_t>(descending_key(logit)) << 32) | static_cast<std::uint32_t>(i);
 }
 
+/// Buckets of a digit of a radix selection.
+inline constexpr int digit_buckets = 256;
+
+/// picked = the bucket in which the sum of the histogram reaches `wanted`, the sum before it, and what it holds. By one warp.
+__device__ __forceinline__ void pick_bucket(const int* histogram, int wanted, int* picked) {
+    constexpr int each = digit_buckets / 32;
+    int mine[each], sum = 0;
+#pragma unroll
+    for (int i = 0; i < each; ++i) {
+        mine[i] = histogram[lane_id() * each + i];
+        sum += mine[i];
+    }
+    int before = warp_inclusive_sum(sum) - sum;
+#pragma unroll
+    for (int i = 0; i < each; ++i) {
+        if (before < wanted && wanted <= before + mine[i]) {
+            picked[0] = lane_id() * each + i;
+            picked[1] = before;
+            picked[2] = mine[i];
+        }
+        before += mine[i];
+    }
+}
+
+/// Sorts `count` codes, a power of two, ascending: a bitonic sort by one block. A barrier comes before every step, none after the last.
+__device__ __forceinline__ void sort_codes(std::uint64_t* codes, int count) {
+    for (int size = 2; size <= count; size *= 2) {
+        for (int step = size / 2; step > 0; step /= 2) {
+            __syncthreads();
+            for (int i = static_cast<int>(threadIdx.x); i < count / 2; i += row_threads) {
+                const int low = (i / step) * 2 * step + i % step;
+                const std::uint64_t a = codes[low], b = codes[low + step];
+                if ((a > b) == ((low & size) == 0)) {
+                    codes[low] = b;
+                    codes[low + step] = a;
+                }
+            }
+        }
+    }
+}
+
 /// Radix selection on codes, from the highest digit on until a bucket ends where the count does, then a bitonic sort
 /// of what was selected. `room`: the power of two from count on; dynamic shared memory has as many codes.
 template <class T>
 __global__ void __launch_bounds__(row_threads)
     top_logits_kernel(const row_problem p, const rows_view<const T> logits, const rows_view<T> values,
                       const rows_view<std::int32_t> indices, const int room) {
-    constexpr int bins = 256;
+    constexpr int bins = digit_buckets;
     __shared__ int histogram[bins];
     __shared__ int picked[3];  // the bucket, what is before it, what is in it
     __shared__ int taken;
@@ -210,23 +251,7 @@ __global__ void __launch_bounds__(row_threads)
         });
         __syncthreads();
         if (warp_id() == 0) {
-            constexpr int each = bins / 32;
-            int mine[each], sum = 0;
-#pragma unroll
-            for (int i = 0; i < each; ++i) {
-                mine[i] = histogram[lane_id() * each + i];
-                sum += mine[i];
-            }
-            int before = warp_inclusive_sum(sum) - sum;
-#pragma unroll
-            for (int i = 0; i < each; ++i) {
-                if (before < wanted && wanted <= before + mine[i]) {
-                    picked[0] = lane_id() * each + i;
-                    picked[1] = before;
-                    picked[2] = mine[i];
-                }
-                before += mine[i];
-            }
+            pick_bucket(histogram, wanted, picked);
         }
         __syncthreads();
         prefix = (prefix << 8) | static_cast<std::uint64_t>(picked[0]);
@@ -248,19 +273,7 @@ __global__ void __launch_bounds__(row_threads)
             codes[atomicAdd(&taken, 1)] = code;
         }
     });
-    for (int size = 2; size <= room; size *= 2) {
-        for (int step = size / 2; step > 0; step /= 2) {
-            __syncthreads();
-            for (int i = thread; i < room / 2; i += row_threads) {
-                const int low = (i / step) * 2 * step + i % step;
-                const std::uint64_t a = codes[low], b = codes[low + step];
-                if ((a > b) == ((low & size) == 0)) {
-                    codes[low] = b;
-                    codes[low + step] = a;
-                }
-            }
-        }
-    }
+    sort_codes(codes, room);
     __syncthreads();
     for (int i = thread; i < values.dim; i += row_threads) {
         const auto at = static_cast<std::int32_t>(codes[i] & 0xffffffffu);

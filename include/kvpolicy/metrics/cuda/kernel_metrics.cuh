@@ -140,6 +140,18 @@ __global__ void __launch_bounds__(metric_threads)
     }
 }
 
+/// One more live key at the queries [from, to), as differences.
+__device__ __forceinline__ void add_interval(std::int32_t* live, std::int64_t from, std::int64_t to,
+                                             std::int64_t length) {
+    if (from >= (to < length ? to : length)) {
+        return;
+    }
+    atomicAdd(live + from, 1);
+    if (to < length) {
+        atomicAdd(live + to, -1);
+    }
+}
+
 /// Blocks as above. `counts` has 3 * sequences.length numbers for every plane of the views.
 template <class Expiry>
 __global__ void __launch_bounds__(metric_threads)
@@ -168,20 +180,11 @@ __global__ void __launch_bounds__(metric_threads)
         last[1] = 1.0;
     }
     __syncthreads();
-    const auto count = [&](std::int32_t* live, std::int64_t from, std::int64_t to) {
-        if (from >= (to < length ? to : length)) {
-            return;
-        }
-        atomicAdd(live + from, 1);
-        if (to < length) {
-            atomicAdd(live + to, -1);
-        }
-    };
     for (std::int64_t t = std::int64_t{rule.sinks} + thread; t + rule.window < length; t += metric_threads) {
         const std::int64_t from = t + rule.window;
-        count(both, from, of_teacher[t] < of_student[t] ? of_teacher[t] : of_student[t]);
-        count(kept, from, of_teacher[t]);
-        count(tried, from, of_student[t]);
+        add_interval(both, from, of_teacher[t] < of_student[t] ? of_teacher[t] : of_student[t], length);
+        add_interval(kept, from, of_teacher[t], length);
+        add_interval(tried, from, of_student[t], length);
     }
     __syncthreads();
     const std::int64_t first = std::int64_t{rule.sinks} + rule.window + rule.budget;

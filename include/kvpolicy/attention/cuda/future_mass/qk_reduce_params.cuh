@@ -177,6 +177,17 @@ __device__ std::int32_t band_column(const band_item& item, std::int32_t turn) {
     return (Pass::mass ? item.first_tile + item.tiles - 1 - turn : item.first_tile + turn) * Columns;
 }
 
+/// The bias of a column, from its lse: -inf where it must not count.
+template <class T>
+__device__ inline float band_bias(const band_problem<T>& problem, const float* lse, std::int32_t column,
+                                  std::int32_t length) {
+    if (column >= length) {
+        return -INFINITY;
+    }
+    const float of = lse[column];
+    return of == -INFINITY ? of : fmaf(of, problem.exponents.of_lse, problem.exponents.shift);
+}
+
 }  // namespace cuda_backend
 }  // namespace KVPOLICY_HIDDEN
 }  // namespace kvpolicy
