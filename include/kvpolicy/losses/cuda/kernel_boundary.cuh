@@ -131,6 +131,17 @@ struct boundary_row {
         e.keeps = e.counts && p.rank[row + e.fresh] <= p.cutoff[row + q];
         return e;
     }
+    /// Where the run of queries whose boundary is e.old begins or ends at q.
+    __device__ __forceinline__ void note_run(const boundary_example& e, std::int32_t q) const {
+        if (e.old >= 0) {
+            if (boundary(q - 1) != e.old) {
+                p.first[row + e.old] = q;
+            }
+            if (boundary(q + 1) != e.old) {
+                p.last[row + e.old] = q + 1;
+            }
+        }
+    }
 };
 
 /// The token of each rank, and everything else blank; a block a tile.
@@ -268,14 +279,7 @@ __global__ void __launch_bounds__(boundary_threads)
     double d_delta = 0.0;
     if (q < of.length) {
         const boundary_example e = of.example(q);
-        if (e.old >= 0) {
-            if (of.boundary(q - 1) != e.old) {
-                problem.first[of.row + e.old] = q;
-            }
-            if (of.boundary(q + 1) != e.old) {
-                problem.last[of.row + e.old] = q + 1;
-            }
-        }
+        of.note_run(e, q);
         if (e.counts) {
             const double gamma = static_cast<double>(of.rule.log_gamma);
             const double y = e.keeps ? 1.0 : -1.0;

@@ -140,6 +140,20 @@ __global__ void __launch_bounds__(metric_threads)
     }
 }
 
+/// Means over `queries` queries, and `last`: recall and chance of the last one.
+__device__ __forceinline__ Recall recall_of(double recall_sum, double chance_sum, const double* last,
+                                            std::int64_t queries) {
+    Recall result;
+    result.last = last[0];
+    result.chance_last = last[1];
+    result.queries = queries;
+    if (queries > 0) {
+        result.mean = recall_sum / static_cast<double>(queries);
+        result.chance_mean = chance_sum / static_cast<double>(queries);
+    }
+    return result;
+}
+
 /// One more live key at the queries [from, to), as differences.
 __device__ __forceinline__ void add_interval(std::int32_t* live, std::int64_t from, std::int64_t to,
                                              std::int64_t length) {
@@ -220,15 +234,7 @@ __global__ void __launch_bounds__(metric_threads)
     recall_sum = sum_of_block(recall_sum, sums);
     chance_sum = sum_of_block(chance_sum, sums);
     if (thread == 0) {
-        Recall result;
-        result.last = last[0];
-        result.chance_last = last[1];
-        result.queries = length > first ? length - first : 0;
-        if (result.queries > 0) {
-            result.mean = recall_sum / static_cast<double>(result.queries);
-            result.chance_mean = chance_sum / static_cast<double>(result.queries);
-        }
-        out[plane] = result;
+        out[plane] = recall_of(recall_sum, chance_sum, last, length > first ? length - first : 0);
     }
 }
 
