@@ -276,6 +276,21 @@ void allow_cluster(const char* name, unsigned blocks) {
 }
 
 /// The most blocks of a kernel, up to `most` and always of these sizes, that a device runs as a cluster; 1: it has no clusters, or
+/// How many clusters of so many blocks the current device runs at once; -1 where the driver has no answer.
+template <auto Kernel>
+int active_clusters(int blocks, int threads, std::size_t shared_bytes) {
+    launch_attributes attributes;
+    attributes.add_cluster(static_cast<unsigned>(blocks));
+    const cudaLaunchConfig_t config =
+        launch_config(static_cast<unsigned>(blocks), threads, shared_bytes, attributes);
+    int clusters = 0;
+    if (cudaOccupancyMaxActiveClusters(&clusters, Kernel, &config) != cudaSuccess) {
+        static_cast<void>(cudaGetLastError());
+        return -1;
+    }
+    return clusters;
+}
+
 /// no room for one (a part of a card, as MIG and MPS lend it).
 template <auto Kernel>
 int largest_cluster(const device_scope& device, int most, int threads, std::size_t shared_bytes) {
@@ -297,17 +312,8 @@ int largest_cluster(const device_scope& device, int most, int threads, std::size
             return 1;
         }
         for (blocks = blocks < most ? blocks : most; blocks > 1; --blocks) {
-            launch_attributes attributes;
-            attributes.add_cluster(static_cast<unsigned>(blocks));
-            const cudaLaunchConfig_t config =
-                launch_config(static_cast<unsigned>(blocks), threads, shared_bytes, attributes);
-            int clusters = 0;
-            if (cudaOccupancyMaxActiveClusters(&clusters, Kernel, &config) != cudaSuccess) {
-                static_cast<void>(cudaGetLastError());
-                return blocks;  // no answer: the first one stands
-            }
-            if (clusters > 0) {
-                return blocks;
+            if (active_clusters<Kernel>(blocks, threads, shared_bytes) != 0) {
+                return blocks;  // without an answer the first one stands
             }
         }
         return 1;
@@ -322,16 +328,8 @@ int clusters_at_once(const device_scope& device, int blocks, int threads, std::s
     }
     return asked_once<Kernel, 3>(device, [&] {
         allow_shared("cudaFuncSetAttribute", reinterpret_cast<const void*>(Kernel), shared_bytes);
-        launch_attributes attributes;
-        attributes.add_cluster(static_cast<unsigned>(blocks));
-        const cudaLaunchConfig_t config =
-            launch_config(static_cast<unsigned>(blocks), threads, shared_bytes, attributes);
-        int clusters = 0;
-        if (cudaOccupancyMaxActiveClusters(&clusters, Kernel, &config) != cudaSuccess) {
-            static_cast<void>(cudaGetLastError());  // there is a way without
-            return 0;
-        }
-        return clusters;
+        const int clusters = active_clusters<Kernel>(blocks, threads, shared_bytes);
+        return clusters > 0 ? clusters : 0;  // without an answer there is a way without clusters
     });
 }
 

@@ -1,11 +1,13 @@
 // Bodies of attention/cuda_future_mass.cuh: checks, and which kernel gets the call.
 #pragma once
 
+#include <kvpolicy/attention/cuda/future_mass/agent_qk_reduce_portable.cuh>
 #include <kvpolicy/attention/cuda/future_mass/kernel_lse_hopper.cuh>
 #include <kvpolicy/attention/cuda/future_mass/kernel_qk_reduce_hopper.cuh>
 #include <kvpolicy/attention/cuda/future_mass/kernel_qk_reduce_plain.cuh>
 #include <kvpolicy/attention/cuda/future_mass/kernel_qk_reduce_portable.cuh>
 #include <kvpolicy/attention/cuda/future_mass/qk_reduce_params.cuh>
+#include <kvpolicy/attention/cuda/future_mass/qk_reduce_pipeline.cuh>
 #include <kvpolicy/attention/cuda_future_mass.cuh>
 #include <kvpolicy/attention/host/host_future_mass.hpp>
 #include <kvpolicy/cuda/check.cuh>
@@ -176,6 +178,21 @@ bool takes_tiles(band_path path, const rows_view<const T>& q, const rows_view<co
     return path != band_path::plain && fitting_tile(Dims{}, q.dim) != 0 && copies_of_16(q) && copies_of_16(k);
 }
 
+/// A call whose rows and columns are these.
+template <class C, class T>
+band_problem<T, C> band_problem_of(rows_view<const T> rows, rows_view<const T> columns, plane_view<float> out,
+                                   const Sequences& sequences) {
+    band_problem<T, C> problem;
+    problem.rows = rows;
+    problem.columns = columns;
+    problem.out = out;
+    problem.batch = rows.batch;
+    problem.row_heads = rows.heads;
+    problem.length = sequences.length;
+    problem.lengths = sequences.lengths;
+    return problem;
+}
+
 /// causal_lse by a path of one's choice.
 template <class T, class Dims = all_head_dims>
 void causal_lse_by(const cuda& on, band_path path, const Attention& attention, rows_view<const T> q,
@@ -184,15 +201,8 @@ void causal_lse_by(const cuda& on, band_path path, const Attention& attention, r
     using C = compute_t<T>;
     const device_scope device(on);
     workspace_parts parts(workspace.data);
-    band_problem<T, C> problem;
-    problem.rows = q;
-    problem.columns = k;
-    problem.out = lse;
-    problem.batch = q.batch;
-    problem.row_heads = q.heads;
+    auto problem = band_problem_of<C>(q, k, lse, sequences);
     problem.share = q.heads / k.heads;
-    problem.length = sequences.length;
-    problem.lengths = sequences.lengths;
     problem.exponents = exponents_of<C>(attention, q.dim, 1.0);
     if constexpr (has_tiles<T>) {
         if (takes_tiles<Dims>(path, q, k)) {
@@ -244,16 +254,9 @@ void future_mass_by(const cuda& on, band_path path, const Attention& attention, 
     const band_workspace memory = band_workspace::take(parts, q, k);
     const bool largest = std::isinf(options.beta);
     const float beta = largest ? 1.0f : options.beta;
-    band_problem<T, C> problem;
-    problem.rows = k;
-    problem.columns = q;
+    auto problem = band_problem_of<C>(k, q, target, sequences);
     problem.lse = lse;
-    problem.out = target;
-    problem.batch = k.batch;
-    problem.row_heads = k.heads;
     problem.streams = q.heads / k.heads;
-    problem.length = sequences.length;
-    problem.lengths = sequences.lengths;
     problem.look_ahead = options.look_ahead;
     problem.exponents = exponents_of<C>(attention, q.dim, static_cast<double>(beta));
     problem.rule.over_beta = static_cast<C>(1.0 / static_cast<double>(beta));

@@ -41,16 +41,22 @@ __global__ void __launch_bounds__(mask_chunk)
     }
 }
 
+/// The sum of `count` shares, in every thread of a block of gate_sum_threads, in one order.
+template <class Number>
+__device__ __forceinline__ Number sum_of_shares(const Number* shares, std::int64_t count, Number* shared) {
+    Number sum = 0;
+    for (std::int64_t i = threadIdx.x; i < count; i += gate_sum_threads) {
+        sum += shares[i];
+    }
+    return sum_over_block<gate_sum_threads>(sum, shared);
+}
+
 /// *total = the sum of shares. One block.
 template <class Number>
 __global__ void __launch_bounds__(gate_sum_threads)
     gate_total_kernel(const Number* const shares, const std::int64_t count, Number* const total) {
     __shared__ Number shared[gate_sum_threads / 32];
-    Number sum = 0;
-    for (std::int64_t i = threadIdx.x; i < count; i += gate_sum_threads) {
-        sum += shares[i];
-    }
-    sum = sum_over_block<gate_sum_threads>(sum, shared);
+    const Number sum = sum_of_shares(shares, count, shared);
     if (threadIdx.x == 0) {
         *total = sum;
     }
@@ -84,11 +90,7 @@ __global__ void __launch_bounds__(gate_sum_threads)
     gate_value_kernel(const double* const values, const std::int64_t blocks, const long long* const count,
                       const double over, Value* const value) {
     __shared__ double shared[gate_sum_threads / 32];
-    double sum = 0.0;
-    for (std::int64_t i = threadIdx.x; i < blocks; i += gate_sum_threads) {
-        sum += values[i];
-    }
-    sum = sum_over_block<gate_sum_threads>(sum, shared);
+    const double sum = sum_of_shares(values, blocks, shared);
     if (threadIdx.x == 0) {
         const auto keys = static_cast<double>(*count);
         value->value = *count == 0 ? 0.0 : sum / (over > 0.0 ? over : keys);
@@ -123,11 +125,7 @@ __global__ void __launch_bounds__(gate_sum_threads)
     decisions_total_kernel(const double* const evicted, const std::int64_t blocks,
                            const long long* const count, const bool add, Sums* const sums) {
     __shared__ double shared[gate_sum_threads / 32];
-    double sum = 0.0;
-    for (std::int64_t i = threadIdx.x; i < blocks; i += gate_sum_threads) {
-        sum += evicted[i];
-    }
-    sum = sum_over_block<gate_sum_threads>(sum, shared);
+    const double sum = sum_of_shares(evicted, blocks, shared);
     if (threadIdx.x == 0) {
         sums->evicted = sum + (add ? sums->evicted : 0.0);
         sums->keys = *count + (add ? sums->keys : 0);

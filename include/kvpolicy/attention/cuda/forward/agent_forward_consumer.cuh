@@ -75,14 +75,9 @@ class attend_consumer : attend_ring<S> {
     }
 
   private:
-    using attend_ring<S>::call_;
-    using attend_ring<S>::memory_;
-    using attend_ring<S>::queries_;
-    using attend_ring<S>::ring_;
-    using attend_ring<S>::full_;
-    using attend_ring<S>::empty_;
-    using attend_ring<S>::queries_full_;
-    using attend_ring<S>::queries_empty_;
+    using shares = attend_ring<S>;
+    using shares::call_, shares::memory_, shares::queries_, shares::ring_, shares::full_, shares::empty_,
+        shares::queries_full_, shares::queries_empty_;
 
     static constexpr int scores = S::keys / 2;
     static constexpr int parts = S::Dim / 128 > 0 ? S::Dim / 128 : 1;  // of the output's columns

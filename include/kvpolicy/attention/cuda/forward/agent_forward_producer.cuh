@@ -70,14 +70,9 @@ class attend_producer : attend_ring<S> {
     }
 
   private:
-    using attend_ring<S>::call_;
-    using attend_ring<S>::memory_;
-    using attend_ring<S>::queries_;
-    using attend_ring<S>::ring_;
-    using attend_ring<S>::full_;
-    using attend_ring<S>::empty_;
-    using attend_ring<S>::queries_full_;
-    using attend_ring<S>::queries_empty_;
+    using shares = attend_ring<S>;
+    using shares::call_, shares::memory_, shares::queries_, shares::ring_, shares::full_, shares::empty_,
+        shares::queries_full_, shares::queries_empty_;
 
     struct producer_state {
         ring_place<S::slots> ring;

@@ -40,15 +40,7 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(384), 1)
     const qk_reduce_memory<Dim> memory(dynamic_shared());
     const int group = __shfl_sync(all_lanes, static_cast<int>(threadIdx.x) / 128, 0);
     const int thread = static_cast<int>(threadIdx.x) % 128;
-    if (threadIdx.x == 0) {
-        memory.init_barriers();
-        *memory.flag() = 0;
-        barrier_init_fence();
-    }
-    if (threadIdx.x < sizes::rows) {
-        memory.totals[threadIdx.x] = -INFINITY;
-    }
-    __syncthreads();
+    memory.template init<1>();
     if (group == 2) {
         give_registers<sizes::alone_producer_registers>();
         if (thread == 0) {

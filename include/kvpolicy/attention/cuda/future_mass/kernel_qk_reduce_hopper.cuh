@@ -6,7 +6,6 @@
 
 #include <kvpolicy/attention/cuda/future_mass/agent_qk_reduce_consumer.cuh>
 #include <kvpolicy/attention/cuda/future_mass/agent_qk_reduce_producer.cuh>
-#include <kvpolicy/attention/cuda/future_mass/kernel_qk_reduce_portable.cuh>
 #include <kvpolicy/attention/cuda/future_mass/qk_reduce_params.cuh>
 #include <kvpolicy/attention/cuda/future_mass/qk_reduce_pipeline.cuh>
 #include <kvpolicy/attention/cuda/future_mass/row_result.cuh>
@@ -96,16 +95,7 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(384), 1)
     const qk_reduce_memory<Dim> memory(dynamic_shared());
     const int group = __shfl_sync(all_lanes, static_cast<int>(threadIdx.x) / 128, 0);
     const int thread = static_cast<int>(threadIdx.x) % 128;
-    if (threadIdx.x == 0) {
-        memory.init_barriers();
-        barrier_init(memory.rows_emptied, 8 * arrivals_of_warp);
-        memory.taken()[0].overflow = memory.taken()[1].overflow = 0;
-        barrier_init_fence();
-    }
-    for (int i = static_cast<int>(threadIdx.x); i < 2 * sizes::rows; i += sizes::threads) {
-        memory.totals[i] = -INFINITY;
-    }
-    __syncthreads();
+    memory.template init<2>();
     if (group == 2) {
         give_registers<sizes::producer_registers>();
         if (thread == 0) {

@@ -103,13 +103,34 @@ struct qk_reduce_memory {
     /// The flag of a block with one item.
     __device__ __forceinline__ int* flag() const { return reinterpret_cast<int*>(shared + sizes::taken); }
 
-    /// Makes the barriers of the ring and of the rows. By one thread; a fence and __syncthreads follow.
-    __device__ __forceinline__ void init_barriers() const {
-        for (int i = 0; i < sizes::stages; ++i) {
-            barrier_init(filled + i * 8, 1);
-            barrier_init(emptied + i * 8, 8 * arrivals_of_warp);
+    /// Makes the barriers, and the totals and flags of `Items` items in turn: 1 where a block has one item,
+    /// else 2. By all threads.
+    template <int Items>
+    __device__ __forceinline__ void init() const {
+        if (threadIdx.x == 0) {
+            for (int i = 0; i < sizes::stages; ++i) {
+                barrier_init(filled + i * 8, 1);
+                barrier_init(emptied + i * 8, 8 * arrivals_of_warp);
+            }
+            barrier_init(rows_filled, 1);
+            if constexpr (Items == 1) {
+                *flag() = 0;
+            } else {
+                barrier_init(rows_emptied, 8 * arrivals_of_warp);
+                taken()[0].overflow = taken()[1].overflow = 0;
+            }
+            barrier_init_fence();
         }
-        barrier_init(rows_filled, 1);
+        if constexpr (Items == 1) {
+            if (threadIdx.x < sizes::rows) {
+                totals[threadIdx.x] = -INFINITY;
+            }
+        } else {
+            for (int i = static_cast<int>(threadIdx.x); i < Items * sizes::rows; i += sizes::threads) {
+                totals[i] = -INFINITY;
+            }
+        }
+        __syncthreads();
     }
 };
 
