@@ -21,7 +21,8 @@ namespace cuda_backend {
 inline constexpr std::int32_t plan_bins = 3;  // times super_q
 
 /// Calls body(x, time) for this warp's share of the rows, in order, 32 at a time, with a time that is never
-/// (dies = 0) for lanes past the end. All lanes call it together. time_of(x) says when row x lives.
+/// (dies = 0) for lanes past the end. All lanes call it together. time_of(x) is the visible interval of row
+/// x.
 template <int Warps, class TimeOf, class Body>
 __device__ inline void for_rows_of_warp(const TimeOf& time_of, std::int32_t rows, std::int32_t queries,
                                         Body body) {
@@ -38,7 +39,7 @@ __device__ inline void for_rows_of_warp(const TimeOf& time_of, std::int32_t rows
             const std::int64_t x = first + 32 * i + lane_id();
             time[i] = x < end ? time_of(static_cast<std::int32_t>(x)) : row_time{0, 0};
             if (time[i].born >= queries) {
-                time[i].dies = 0;  // born after the last query
+                time[i].dies = 0;  // it begins after the last query
             }
         }
 #pragma unroll
@@ -103,9 +104,13 @@ struct plan_block {
     }
 
     __device__ __forceinline__ void run() const {
+        // 1. Count.
         count_bins();
+        // 2. Scan.
         const std::int32_t behind = scan_bins();
+        // 3. Boundaries.
         write_boundaries(behind);
+        // 4. The list.
         write_list();
     }
 

@@ -37,6 +37,11 @@ struct head_numbers {
     std::int32_t count = 0;
 };
 
+/// table[batch.first + i] = batch.values[i] for i < batch.count: windows by head, which arrive as launch
+/// parameters.
+///
+/// Grid:
+/// 1. Block: head_numbers::capacity threads. Shared memory: none. Overwrites table [heads], int32.
 template <class Number>
 __global__ void write_head_numbers_kernel(const head_numbers batch, Number* const table) {
     if (static_cast<std::int32_t>(threadIdx.x) < batch.count) {
@@ -44,8 +49,8 @@ __global__ void write_head_numbers_kernel(const head_numbers batch, Number* cons
     }
 }
 
-/// The workspace's parts: a flag for every item of the longer grid, causal_lse's (the fewest rows an item are 128), the number of
-/// the next one, windows, and biases.
+/// The workspace's parts: a flag for every item of the longer grid, causal_lse's (the fewest rows per item
+/// are 128), the number of the next one, windows, and biases.
 struct band_workspace {
     std::int32_t* flags;
     std::int32_t* next;
@@ -108,8 +113,9 @@ band_exponents<C> exponents_of(const Attention& attention, std::int32_t dim, dou
     return e;
 }
 
-/// What to add to the exponents of the sum pass, so that what fp32 loses below 2^-125 is less than 2^-26 of epsilon in every
-/// mass; negative where no such shift leaves room above. A mass loses at most (S 2^-(125 + shift))^(1 / beta).
+/// What to add to the exponents of the sum pass, so that what fp32 loses below 2^-125 is less than 2^-26 of
+/// epsilon in every mass; negative where no such shift leaves room above. A mass loses at most (S 2^-(125 +
+/// shift))^(1 / beta).
 inline float shift_of(float epsilon, float beta, std::int32_t length) {
     constexpr double most = 90.0;  // masses up to 2^36 / S still fit; more is caught by the flags
     const double below = static_cast<double>(beta) * (26.0 - std::log2(static_cast<double>(epsilon)));

@@ -1,4 +1,5 @@
-// The plan of an attention call: a stable counting sort of every super-tile's rows, and how much memory that takes.
+// The plan of an attention call: a stable counting sort of every super-tile's rows, and how much memory that
+// takes.
 #pragma once
 
 #include <kvpolicy/attention/cuda/agent_plan.cuh>
@@ -16,12 +17,14 @@ namespace kvpolicy {
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 namespace cuda_backend {
 
-/// Of a block, where there are few rows, and where there are many and the card lends a block the memory to count them.
+/// Of a block, where there are few rows, and where there are many and the GPU gives a block the memory to
+/// count them.
 inline constexpr int plan_warps = 8, plan_most_warps = 16;
 inline constexpr std::int32_t plan_many_rows = 4096;
 /// Queries a super-tile, about: lists are read by all its query tiles, and a row's life takes 16 bits.
 inline constexpr std::int32_t plan_queries = 1024;
-/// Lists of all rows that a round may take, by KV head: 8 bytes an entry (14 with biases) make at most 256 (448) a row.
+/// Lists of all rows that a round may take, by KV head: 8 bytes per entry (14 with biases) make at most 256
+/// (448) a row.
 inline constexpr std::int64_t plan_full_lists = 32;
 
 static_assert(plan_queries * plan_bins * plan_warps * sizeof(std::int32_t) + 1024 <= 99 * 1024,
@@ -31,7 +34,19 @@ inline std::size_t plan_shared_bytes(const attention_plan& plan, int warps) {
            sizeof(std::int32_t);
 }
 
-/// One block a list; the last super-tiles, which have most rows, first. `Plain` where plain_frame fits.
+/// Makes the index lists of a round: for every super-tile (super_q consecutive queries of one KV head of one
+/// sequence) the keys that some query of it sees, each with its visible interval. Order:
+/// attention_params.cuh.
+///
+/// Grid: lists = B * Hkv * supers, the last super-tiles, which have most keys, first. Block: 32 * Warps
+/// threads. Shared memory: 3 * super_q * Warps counters (dynamic), plan_memory (static). Reads frames
+/// (expiry, positions, starts, lengths, packed edges, biases). `Plain`: plain_frame fits, and no biases.
+/// Overwrites plan.row, life and bias [entries], old, total, lasting and runs [lists], through, known and
+/// passing [lists, boundaries].
+/// 1. Count the keys of every bin, per warp.
+/// 2. Scan the counts.
+/// 3. Write the boundaries of query tiles.
+/// 4. Write every key to its place: the keys are read a second time.
 template <bool Plain, int Warps, class Frames>
 __global__ void __launch_bounds__(32 * Warps)
     attention_plan_kernel(const __grid_constant__ Frames frames, const __grid_constant__ attention_plan plan,
@@ -44,7 +59,8 @@ __global__ void __launch_bounds__(32 * Warps)
     agent.run();
 }
 
-/// A plan's sizes for `queries` queries a sequence in tiles of tile_q, without memory: all super-tiles in one round.
+/// A plan's sizes for `queries` queries per sequence in tiles of tile_q, without memory: all super-tiles in
+/// one round.
 inline attention_plan shape_plan(std::int64_t rows, std::int32_t queries, std::int32_t tile_q,
                                  bool triangular) {
     attention_plan plan;
@@ -85,7 +101,8 @@ inline attention_plan plan_round(const attention_plan& whole, std::int64_t heads
     attention_plan round = whole;
     round.first = first;
     round.supers = 1;  // plan_full_lists >= 1, so one list a head always fits
-    // Lists without rows take no memory, but what a caller has for each list must not grow where there are fewer rows.
+    // Lists without rows take no memory, but what a caller has for each list must not grow where there are
+    // fewer rows.
     const std::int64_t most = whole.rows > 0 ? whole.supers : plan_full_lists;
     while (first + round.supers < whole.supers && round.supers < most &&
            heads * round.before(round.supers + 1) <= capacity) {

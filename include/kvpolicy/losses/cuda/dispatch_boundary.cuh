@@ -1,4 +1,5 @@
-// Dispatch of the boundary loss: ranks and cutoffs of the target, then the kernels of losses/cuda/kernel_boundary.cuh.
+// Dispatch of the boundary loss: ranks and cutoffs of the target, then the kernels of
+// losses/cuda/kernel_boundary.cuh.
 #pragma once
 
 #include <kvpolicy/cuda/check.cuh>

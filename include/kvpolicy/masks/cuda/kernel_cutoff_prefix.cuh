@@ -165,9 +165,14 @@ struct invert_block {
     }
 };
 
-/// From the sorted order: the rank of every token, the order without the segments' offsets (without packed
-/// segments out.order is sorted.tokens itself), how many compete, and the counts. One block a bucket of a
-/// plane.
+/// From the sorted order: the rank of every token, the order per segment, how many keys compete, and arrivals
+/// by bucket of ranks and chunk of tokens. Without packed segments out.order is sorted.tokens itself.
+///
+/// Grid: planes * buckets. Block: device_threads. Shared memory: 32 + min(slots, counted_slots) int32
+/// (dynamic). Reads sorted.keys and tokens [planes, S]. Overwrites out.rank, out.order [planes, S],
+/// out.competitors [planes, segments] and counts.before [planes, buckets, slots], all int32.
+/// 1. Visit the keys of the bucket.
+/// 2. Scan its counts over the slots.
 template <class Gate, class Keep>
 __global__ void __launch_bounds__(device_threads)
     invert_and_count_kernel(const mask_problem<Gate, Keep> problem, const sorted_keys sorted,
@@ -248,7 +253,13 @@ __device__ __forceinline__ std::int32_t find_rank(const std::int32_t* order, std
     return rank;
 }
 
-/// The cutoff at the begin of every slot, one warp each: first the bucket, then the rank in it.
+/// cutoff_checkpoints: the cutoff at the begin of every chunk (slot), and how many keys have left the window
+/// before it.
+///
+/// Grid: planes * slots / (device_threads / 32), a warp per slot. Block: device_threads. Shared memory: none.
+/// Reads counts.before, ranks.order and competitors. Overwrites ranks.anchors [planes, slots].
+/// 1. Find the bucket in which the arrivals reach k.
+/// 2. Find the rank in it.
 template <class Gate, class Keep>
 __global__ void __launch_bounds__(device_threads)
     anchors_kernel(const mask_problem<Gate, Keep> problem, const ranking<std::int32_t> ranks,
@@ -270,8 +281,10 @@ __global__ void __launch_bounds__(device_threads)
     const HeadRule rule = problem.rules.of(problem.head_of(plane));
     const std::int32_t k = rule.budget;
 
+    // 1. The bucket.
     const bucket_of_kth found = find_bucket(counts, plane, segment, problem.slots, base, slot, k);
     std::int32_t cutoff = open_cutoff;
+    // 2. The rank in it.
     if (k > 0 && found.count >= k) {
         const std::int32_t competitors = ranks.competitors[plane * problem.segments + segment.index];
         const std::int32_t begin = found.bucket * counts.bucket;

@@ -1,8 +1,8 @@
-// Contests whose order depends on the query: decay steps n > 1, and priorities whose base moves
-// (rebase_limit). One block a segment holds the places, each thread the same few of them from the first
-// contest to the last, and settles one newcomer after another. Exact and serial: O(S k / threads) a head,
-// where static ranks take a sort. Up to place_registers places a thread stay in registers, with their keys'
-// present values: a value changes once in n queries.
+// Top-k updates whose order depends on the query: decay steps n > 1, and priorities whose base moves
+// (rebase_limit). One block per segment holds the top-k slots, each thread the same few of them from the
+// first update to the last, and takes one candidate after another. Exact and serial: O(S k / threads) per
+// head, where static ranks take a sort. Up to place_registers slots per thread stay in registers, with the
+// present values of their keys: a value changes once in n queries.
 #pragma once
 
 #include <kvpolicy/cuda/config.cuh>
@@ -86,7 +86,7 @@ struct register_places {
 
     /// Overwrites place i where `hit`. Selects, not branches: what is stored by a branch ends up in memory.
     __device__ void set(int i, bool hit, const survivor& key) {
-        // Its value is asked for at the next contest.
+        // Its value is asked for at the next update.
         until[i] = hit ? -1 : until[i];
         scores[i] = hit ? key.score : scores[i];
         tokens[i] = hit ? key.token : tokens[i];
@@ -164,7 +164,7 @@ struct memory_places {
 
 template <int Threads>
 struct survivors_shared {
-    badness worst[2][Threads / 32];  // in turns, so that one barrier a contest is enough
+    badness worst[2][Threads / 32];  // in turns, so that one barrier per update is enough
     survivor arriving[Threads];
     int total[Threads / 32];
 };
@@ -284,7 +284,15 @@ struct survivors_block {
     }
 };
 
-/// `memory` has `capacity` entries for every segment of every plane where Places needs them.
+/// decayed_top_k: expiries where the order of keys depends on the query. One top-k update after another.
+///
+/// Grid: planes * segments. Block: Threads. Shared memory: survivors_shared<Threads> (dynamic). Reads scores
+/// [B, Hkv, S], fp32. Overwrites out [B, Hkv, S], int32. `places_memory` [grid, capacity] holds the top-k
+/// slots where Places needs memory. Reports status_bad_length and status_nan_score.
+/// Per Threads tokens:
+/// 1. Gather the candidates.
+/// 2. Fill open slots.
+/// 3. Update: one candidate is admitted or evicted.
 template <int Threads, class Places, class Gate, class Keep>
 __global__ void __launch_bounds__(Threads)
     survivors_kernel(const mask_problem<Gate, Keep> problem, const plane_view<expiry_t> out,

@@ -214,16 +214,22 @@ struct tiled_runs_sorter {
     }
 };
 
-/// Sorts the runs of the lists by their codes, a radix sort of 8 bits a pass. Rare: many priorities that
-/// agree to 28 bits or more, but not to 53. Runs in tiles are sorted together by the whole grid, which is
-/// launched cooperatively; where there is none, no block waits for another. `spare` is a second pair of
-/// arrays like `sorted`.
+/// Sorts the long runs by their 64-bit codes, eight bits per pass. Rare: many priorities that agree to 28
+/// bits or more, but not to 53. `spare` is a second pair of arrays like `sorted`.
+///
+/// Grid: cooperative, as many blocks as fit. Block: device_threads. Shared memory: radix_shared (dynamic).
+/// Reads the run list. Reorders sorted.tokens [planes, S] within runs; uses sorted.keys for codes and
+/// restores them.
+/// 1. Runs of up to run_list::tile keys, one block each.
+/// 2. Longer runs, tile by tile, by the whole grid.
 template <class Gate, class Keep>
 __global__ void __launch_bounds__(device_threads)
     sort_long_runs_kernel(const mask_problem<Gate, Keep> problem, const sorted_keys sorted,
                           const sorted_keys spare, const run_list runs) {
     auto& memory = *reinterpret_cast<radix_shared*>(dynamic_shared());
+    // 1. Runs of one block each.
     sort_runs_by_block(problem, sorted, spare, runs, memory);
+    // 2. Longer runs, by the whole grid.
     const tiled_runs_sorter<Gate, Keep> sorter(problem, runs, memory);
     if (sorter.tiled_runs > 0) {
         sorter.run(sorted, spare);

@@ -1,5 +1,6 @@
-// What one warpgroup of the Hopper backward pass does with a tile of queries: products by wgmma, the arithmetic between
-// them in registers, and sums on their way out. attention/cuda/backward/kernel_backward_hopper.cuh puts it together.
+// What one warpgroup of the Hopper backward pass does with a tile of queries: products by wgmma, the
+// arithmetic between them in registers, and sums on their way out.
+// attention/cuda/backward/kernel_backward_hopper.cuh puts it together.
 #pragma once
 
 #include <kvpolicy/attention/cuda/backward/backward_params.cuh>
@@ -16,8 +17,8 @@ namespace kvpolicy {
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 namespace cuda_backend {
 
-/// Sizes and the layout of shared memory, in bytes from a multiple of 1024.
-/// Sizes of a block with `Keys` keys of head_dim up to Dim, and the beginning of its shared memory, in bytes from a multiple of 1024.
+/// Sizes and the layout of shared memory, in bytes from a multiple of 1024. Sizes of a block with `Keys` keys
+/// of head_dim up to Dim, and the beginning of its shared memory, in bytes from a multiple of 1024.
 template <int Dim, int Keys>
 struct hopper_backward_sizes {
     static constexpr int consumers = 2;  // warpgroups
@@ -55,8 +56,9 @@ struct hopper_backward : hopper_backward_sizes<Dim, 128> {
     static constexpr int shared_bytes = bytes + 1024;
 };
 
-/// Of head_dims above 128 a block has 64 keys, and their sums fill the registers of both warpgroups: one has those of d_v, the
-/// other those of d_k (attention/cuda/backward/kernel_backward_hopper_wide.cuh). Sums of d_q leave straight from registers.
+/// Of head_dims above 128 a block has 64 keys, and their sums fill the registers of both warpgroups: one has
+/// those of d_v, the other those of d_k (attention/cuda/backward/kernel_backward_hopper_wide.cuh). Sums of
+/// d_q leave straight from registers.
 template <>
 struct hopper_backward<256> : hopper_backward_sizes<256, 64> {
     static constexpr int consumer_registers = 240;
@@ -162,8 +164,8 @@ struct hopper_backward_warpgroup {
         }
     }
 
-    /// Weights to gradients of logits, dS^T = P^T (dP^T - delta). Masked: `sees` says of which pairs; products of others may be
-    /// anything.
+    /// Weights to gradients of logits, dS^T = P^T (dP^T - delta). Masked: `sees` says of which pairs;
+    /// products of others may be anything.
     template <bool Mixed, bool Masked>
     __device__ void to_gradients(float (&s)[score_values], const float (&d)[score_values], const float* delta,
                                  std::int32_t m, const packed_life (&sees)[2], const std::int32_t (&from)[2],
@@ -243,8 +245,9 @@ struct hopper_backward_warpgroup {
         wgmma_commit();
     }
 
-    /// Adds 64 x 64 sums by way of shared memory, where a bulk reduction of every warp's rows takes them from while the warps
-    /// go on. (Additions straight from registers are as fast in themselves, but warps wait for them to be taken.)
+    /// Adds 64 x 64 sums by way of shared memory, where a bulk reduction of every warp's rows takes them from
+    /// while the warps go on. (Additions straight from registers are as fast in themselves, but warps wait
+    /// for them to be taken.)
     __device__ void add_queries(float* to, const float (&d_q)[32], int group) const {
         const int warp = thread / 32, lane = thread % 32;
         const std::uint32_t at = base + L::sums + (group * 4 + warp) * 4096;

@@ -1,6 +1,7 @@
-// The forward pass written plainly, for fp32 and double inputs and any head_dim: a check on the fast kernels, not one of
-// them. One warp a query of one head; lanes share keys for the logits and columns for the sums. What a query does not see is not
-// read, so that fast kernels fall back on it for rows that a hidden value has spoilt.
+// The forward pass written plainly, for fp32 and double inputs and any head_dim: a check on the fast kernels,
+// not one of them. One warp per query of one head; lanes share keys for the logits and columns for the sums.
+// What a query does not see is not read, so that fast kernels fall back on it for rows that a hidden value
+// has spoilt.
 #pragma once
 
 #include <kvpolicy/attention/cuda/forward/forward_params.cuh>
@@ -50,7 +51,8 @@ __device__ __forceinline__ T plain_logit(const attention_problem<S>& problem, co
     return logit;
 }
 
-/// Query `query` of query head `of_q`; `scale` and `softcap` as in Attention, values up to `Most` wide. All lanes of a warp.
+/// Query `query` of query head `of_q`; `scale` and `softcap` as in Attention, values up to `Most` wide. All
+/// lanes of a warp.
 template <int Most, class S>
 __device__ inline void attend_plain(const attend_launch<S>& call, compute_t<S> scale, compute_t<S> softcap,
                                     std::int32_t b, std::int32_t of_q, std::int32_t query) {

@@ -1,5 +1,5 @@
-// The block of the portable qk_reduce pass: 128 rows in shared memory and four warps of 32 rows. Tiles of columns come by cp.async into
-// one of two buffers while the other is used.
+// The block of the portable qk_reduce pass: 128 rows in shared memory and four warps of 32 rows. Tiles of
+// columns come by cp.async into one of two buffers while the other is used.
 #pragma once
 
 #include <kvpolicy/attention/cuda/future_mass/agent_row_reduce.cuh>
@@ -17,7 +17,7 @@ namespace kvpolicy {
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 namespace cuda_backend {
 
-/// Sizes for head_dim up to Dim. Cards of 8.6 lend a block 99 KB.
+/// Sizes for head_dim up to Dim. GPUs of 8.6 give a block 99 KB.
 template <int Dim>
 struct band_portable_sizes {
     static constexpr int threads = 128;
@@ -30,7 +30,8 @@ struct band_portable_sizes {
     static constexpr int shared = totals + rows * 4 + 16;
 };
 
-/// Copies `Count` rows of a head, from `first` on, into a swizzled tile, by `Threads` threads. What lies beyond `length` or head_dim becomes 0.
+/// Copies `Count` rows of a head, from `first` on, into a swizzled tile, by `Threads` threads. What lies
+/// beyond `length` or head_dim becomes 0.
 template <int Count, int Dim, int Threads, class T>
 __device__ inline void copy_band_tile(std::uint32_t to, const rows_view<const T>& from, std::int64_t b,
                                       std::int64_t head, std::int32_t first, std::int32_t length,
@@ -82,7 +83,8 @@ __device__ __forceinline__ void multiply_band_tile(float (&s)[2][N], std::uint32
     }
 }
 
-/// Adds what a warp's rows came to over one column head. `row`: the thread's first row of the item; its rows are row + 8 r + 16 m.
+/// Adds what a warp's rows came to over one column head. `row`: the thread's first row of the item; its rows
+/// are row + 8 r + 16 m.
 template <class Pass, class T>
 __device__ __forceinline__ void finish_band_rows(const band_problem<T>& problem, const band_item& item,
                                                  row_state<Pass> (&state)[2], float* totals, int row,

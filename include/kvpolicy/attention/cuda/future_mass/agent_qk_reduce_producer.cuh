@@ -55,9 +55,12 @@ struct qk_reduce_producer {
             number = next_item<Pass>(problem, number, count);
         }
         for (std::uint32_t n = 0;; ++n) {
+            // 1. Take an item.
             band_item item;
             find_item(item, number, count);
             const bool more = number < count;
+            // 2., 3. Its rows and tiles. The first tiles come before the rows, which wait for the item
+            // before.
             fetch_item(item, number, count, n);
             if (!more) {
                 break;

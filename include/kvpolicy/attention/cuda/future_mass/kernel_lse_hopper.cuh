@@ -20,7 +20,16 @@ namespace kvpolicy {
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 namespace cuda_backend {
 
-/// One block an item.
+/// lse of every query over its causal keys, quick pass: exponents relative to the largest of the row's first
+/// tile.
+///
+/// Grid: items = B * Hq * S / 256, one per block. Block: 384 threads: two consumer warpgroups of 128 rows,
+/// one producer. Shared memory: band_hopper_sizes<Dim>::shared (dynamic). Reads q [B, Hq, S, Dim] and k [B,
+/// Hkv, S, Dim] in T through tensor maps. Overwrites out [B, Hq, S] in fp32 and flags [items]: whether a sum
+/// overflowed.
+/// 1. Fetch or wait for the rows.
+/// 2. Stream or reduce all tiles.
+/// 3. Write 256 rows.
 template <class T, int Dim>
 __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(384), 1)
     normaliser_hopper_kernel(const __grid_constant__ band_problem<T> problem,
@@ -49,13 +58,16 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(384), 1)
     } else {
         take_registers<sizes::alone_consumer_registers>();
         qk_reduce_consumer<T, Dim, Pass, false> consumer(problem, memory, group, thread);
+        // 1. Wait for the rows.
         if (item.tiles > 0) {
             barrier_wait(memory.rows_filled, 0);
         }
+        // 2. Reduce all tiles.
         consumer.reduce(item, memory.totals, item.tiles);
         if (consumer.overflow) {
             *memory.flag() = 1;
         }
+        // 3. Write.
         named_barrier(1, 256);
         // Consumers are the first 256 threads.
         write_total<Pass>(problem, item, memory.totals, static_cast<int>(threadIdx.x),

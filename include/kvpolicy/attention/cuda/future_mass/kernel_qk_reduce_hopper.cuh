@@ -25,7 +25,10 @@ namespace cuda_backend {
 /// Columns that a block of band_bias_kernel makes the biases of.
 inline constexpr std::int32_t bias_columns = 2048;
 
-/// Makes the biases of all columns. Blocks: for every column head as many as its row of biases takes.
+/// bias = shift + of_lse * lse of every column, -inf where it must not count. Also sets *next = 0.
+///
+/// Grid: B * Hc * bias_stride / bias_columns. Block: 256. Shared memory: none. Reads lse [B, Hc, S], fp32.
+/// Overwrites bias [B, Hc, bias_stride], fp32.
 template <class T>
 __global__ void __launch_bounds__(256) band_bias_kernel(const band_problem<T> problem) {
     const std::int64_t blocks = (problem.bias_stride + bias_columns - 1) / bias_columns;
@@ -54,11 +57,13 @@ __device__ __forceinline__ void consume_items(const band_problem<T>& problem,
     using sizes = band_hopper_sizes<Dim>;
     qk_reduce_consumer<T, Dim, Pass, true> consumer(problem, memory, group, thread);
     for (std::uint32_t n = 0;; ++n) {
+        // 1. Wait for the rows, or for the news that there are no more.
         barrier_wait(memory.rows_filled, n & 1);
         taken_item& its = memory.taken()[n & 1];
         if (its.number < 0) {
             break;
         }
+        // 2. Reduce all tiles.
         float* const totals = memory.totals + (n & 1) * sizes::rows;
         consumer.reduce(its.item, totals, its.item.tiles * problem.streams);
         if constexpr (Pass::quick) {
@@ -66,6 +71,7 @@ __device__ __forceinline__ void consume_items(const band_problem<T>& problem,
                 its.overflow = 1;
             }
         }
+        // 3. Write.
         named_barrier(1, 256);
         // Consumers are the first 256 threads. What a thread resets here is used again after the next item's
         // barrier.
@@ -79,7 +85,21 @@ __device__ __forceinline__ void consume_items(const band_problem<T>& problem,
 }
 #endif
 
-/// As many blocks as fit; each takes items as long as there are any of `count`.
+/// qk_reduce by wgmma and TMA: every row reduces the exponentials of its logits over its interval of columns.
+///
+/// Grid: as many blocks as fit; each takes items of 256 rows out of `count`. Block: 384 threads: two consumer
+/// warpgroups of 128 rows, one producer. Shared memory: band_hopper_sizes<Dim>::shared (dynamic;
+/// qk_reduce_memory). Reads rows [B, Hr, S, Dim] and columns [B, Hc, S, Dim] in T through tensor maps, bias
+/// (a mass), flags (a careful pass). Overwrites out [B, Hr, S] in fp32 and, in a quick pass, flags [items]:
+/// whether a sum overflowed. Adds to *next.
+/// Producer (agent_qk_reduce_producer.cuh):
+/// 1. Take an item.
+/// 2. Fetch its rows.
+/// 3. Stream its tiles.
+/// Consumers (agent_qk_reduce_consumer.cuh):
+/// 1. Wait for the rows.
+/// 2. Reduce all tiles.
+/// 3. Write 256 rows.
 template <class T, int Dim, class Pass>
 __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(384), 1)
     band_hopper_kernel(const __grid_constant__ band_problem<T> problem,

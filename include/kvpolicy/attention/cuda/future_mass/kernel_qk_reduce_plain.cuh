@@ -1,5 +1,5 @@
-// The band pass without matrix instructions: any storage type, any head_dim, any alignment. For fp32 and double inputs, which
-// exist for checking, and for views that 16-byte copies cannot read.
+// The qk_reduce pass without matrix instructions: any storage type, any head_dim, any alignment. For fp32 and
+// double inputs, which exist for checking, and for views that 16-byte copies cannot read.
 #pragma once
 
 #include <kvpolicy/attention/cuda/future_mass/qk_reduce_params.cuh>
@@ -22,7 +22,7 @@ struct band_plain_sizes {
     static constexpr int dims = 32;     // of rows and columns that are in shared memory at a time
 };
 
-/// Two tiles of `dims` numbers a row in shared memory.
+/// Two tiles of `dims` numbers per row in shared memory.
 template <class C>
 struct band_plain_memory {
     C rows[band_plain_sizes::rows][band_plain_sizes::dims + 1];
@@ -63,7 +63,16 @@ __device__ __forceinline__ void multiply_band_plain(const band_problem<T, C>& pr
     }
 }
 
-/// Pass is careful_lse_pass, careful_mass_pass or largest_mass_pass.
+/// qk_reduce without matrix instructions, in compute_t<T>. Pass is careful_lse_pass, careful_mass_pass or
+/// largest_mass_pass.
+///
+/// Grid: items = B * Hr * S / 32, one per block. Block: 256 threads, eight per row. Shared memory:
+/// band_plain_memory (static). Reads rows [B, Hr, S, D], columns [B, Hc, S, D] and, for a mass, lse [B, Hc,
+/// S]. Overwrites out [B, Hr, S] in fp32.
+/// 1. Per tile: 32 x 32 products.
+/// 2. Reduce them.
+/// 3. Join the threads of a row, and the heads of a group.
+/// 4. Write.
 template <class T, class Pass>
 __global__ void __launch_bounds__(256) band_plain_kernel(const band_problem<T, compute_t<T>> problem) {
     using C = compute_t<T>;
@@ -88,8 +97,10 @@ __global__ void __launch_bounds__(256) band_plain_kernel(const band_problem<T, c
         C sum = 0;
         for (std::int32_t turn = 0; turn < item.tiles; ++turn) {
             const std::int32_t column = band_column<Pass, sizes::columns>(item, turn);
+            // 1. Products.
             C dot[4] = {0, 0, 0, 0};
             multiply_band_plain(problem, item, of_columns, column, memory, dot);
+            // 2. Reduce them.
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 const std::int32_t c = column + part + 8 * i;
@@ -110,6 +121,7 @@ __global__ void __launch_bounds__(256) band_plain_kernel(const band_problem<T, c
                 top = most;
             }
         }
+        // 3. Join the threads of a row, and the heads of a group.
         C most = top;
         for (int step = 1; step < 8; step *= 2) {
             const C other = __shfl_xor_sync(all_lanes, most, step);
@@ -129,6 +141,7 @@ __global__ void __launch_bounds__(256) band_plain_kernel(const band_problem<T, c
             total.log_mass = result * ln_2<C>;
         }
     }
+    // 4. Write.
     if (part == 0 && row < item.length) {
         problem.out.head(item.b, item.head)[row] =
             static_cast<float>(Pass::mass ? target_of(problem, total) : total.log_mass);

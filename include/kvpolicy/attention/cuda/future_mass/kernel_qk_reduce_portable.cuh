@@ -16,6 +16,14 @@ namespace kvpolicy {
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 namespace cuda_backend {
 
+/// qk_reduce by mma.sync. In a careful pass after a quick one, only items whose flag is set.
+///
+/// Grid: items = B * Hr * S / 128, one per block. Block: 128 threads, 32 rows per warp. Shared memory:
+/// band_portable_sizes<Dim>::shared (dynamic). Reads rows [B, Hr, S, D] and columns [B, Hc, S, D] in T and,
+/// for a mass, lse [B, Hc, S]. Overwrites out [B, Hr, S] in fp32 and, in a quick pass, flags [items].
+/// 1. Copy the rows and the first tile.
+/// 2. Per tile: copy the next, multiply, reduce.
+/// 3. Write 128 rows.
 template <class T, int Dim, class Pass>
 __global__ void __launch_bounds__(128, Dim <= 128 ? 3 : 1)
     band_portable_kernel(const band_problem<T> problem) {
@@ -46,6 +54,7 @@ __global__ void __launch_bounds__(128, Dim <= 128 ? 3 : 1)
     const std::int32_t first_row = item.first + 32 * warp;
     const int own = lane / 4;  // this thread's rows: own + 8 r + 16 m
     const int pair = lane % 4;
+    // 1. Copy the rows and the first tile.
     totals[thread] = -INFINITY;  // 128 rows, 128 threads
     if (thread == 0) {
         *flag = 0;
@@ -89,6 +98,7 @@ __global__ void __launch_bounds__(128, Dim <= 128 ? 3 : 1)
     bool overflow = false;
     fetch_bias(0);
     fetch(0);
+    // 2. Copy the next tile, multiply and reduce this one.
     for (std::int32_t turn = 0; turn < turns; ++turn) {
         copy_wait<0>();
         __syncthreads();  // tile `turn` is there, and nobody reads the one before
@@ -125,6 +135,7 @@ __global__ void __launch_bounds__(128, Dim <= 128 ? 3 : 1)
             *flag = 1;
         }
     }
+    // 3. Write.
     copy_wait<0>();  // without tiles nobody has waited for the rows
     __syncthreads();
     write_total<Pass>(problem, item, totals, thread, static_cast<std::int32_t>(blockIdx.x), flag);

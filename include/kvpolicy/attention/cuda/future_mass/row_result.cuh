@@ -18,8 +18,8 @@ __device__ inline C log_add(C a, C b) {
     return low == static_cast<C>(-INFINITY) ? high : high + log1p(exp(low - high));
 }
 
-/// The masses of a key's group: their largest, or the logarithm of their sum. Never leaves the logarithmic domain, so that a
-/// sparse lse, with which a mass may exceed what fp32 holds, does no harm.
+/// The masses of a key's group: their largest, or the logarithm of their sum. Never leaves the logarithmic
+/// domain, so that a sparse lse, with which a mass may exceed what fp32 holds, does no harm.
 template <class C>
 struct mass_total {
     C log_mass;
