@@ -100,8 +100,8 @@ key_frames frames_of(const keys<T>& past, const keys<T>* self, const Sequences& 
     return frames;
 }
 
-/// Row numbers are positions: no positions, no starts, one segment that begins at 0. So a super-tile needs no row beyond its
-/// last query.
+/// Row numbers are positions: no positions, no starts, one segment that begins at 0. So a super-tile needs no
+/// row beyond its last query.
 template <class T>
 bool is_plain_frame(const keys<T>& past, const keys<T>* self, const Sequences& sequences) {
     return self == nullptr && !past.position && past.first == 0 && sequences.starts == nullptr;

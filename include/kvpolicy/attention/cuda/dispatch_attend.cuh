@@ -132,7 +132,7 @@ class attend_call {
         general_ = softcap > 0.0f || biased_ || call_.slope <= 0.0f;
     }
 
-    /// Which kernel the card gets, and so how many rows a tile has.
+    /// Which kernel the GPU gets, and so how many rows a tile has.
     template <int Dim>
     void choose() {
         if (general_) {

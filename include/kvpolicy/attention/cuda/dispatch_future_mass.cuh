@@ -2,11 +2,13 @@
 #pragma once
 
 #include <kvpolicy/attention/check_future_mass.hpp>
+#include <kvpolicy/attention/cuda/future_mass/agent_qk_reduce_portable.cuh>
 #include <kvpolicy/attention/cuda/future_mass/kernel_lse_hopper.cuh>
 #include <kvpolicy/attention/cuda/future_mass/kernel_qk_reduce_hopper.cuh>
 #include <kvpolicy/attention/cuda/future_mass/kernel_qk_reduce_plain.cuh>
 #include <kvpolicy/attention/cuda/future_mass/kernel_qk_reduce_portable.cuh>
 #include <kvpolicy/attention/cuda/future_mass/qk_reduce_params.cuh>
+#include <kvpolicy/attention/cuda/future_mass/qk_reduce_pipeline.cuh>
 #include <kvpolicy/attention/cuda_future_mass.cuh>
 #include <kvpolicy/attention/future_mass.hpp>
 #include <kvpolicy/cuda/check.cuh>
@@ -36,6 +38,11 @@ struct head_numbers {
     std::int32_t count = 0;
 };
 
+/// table[batch.first + i] = batch.values[i] for i < batch.count: windows by head, which arrive as launch
+/// parameters.
+///
+/// Grid:
+/// 1. Block: head_numbers::capacity threads. Shared memory: none. Overwrites table [heads], int32.
 template <class Number>
 __global__ void write_head_numbers_kernel(const head_numbers batch, Number* const table) {
     if (static_cast<std::int32_t>(threadIdx.x) < batch.count) {
@@ -43,8 +50,8 @@ __global__ void write_head_numbers_kernel(const head_numbers batch, Number* cons
     }
 }
 
-/// The workspace's parts: a flag for every item of the longer grid, causal_lse's (the fewest rows an item are 128), the number of
-/// the next one, windows, and biases.
+/// The workspace's parts: a flag for every item of the longer grid, causal_lse's (the fewest rows per item
+/// are 128), the number of the next one, windows, and biases.
 struct band_workspace {
     std::int32_t* flags;
     std::int32_t* next;
@@ -107,8 +114,9 @@ band_exponents<C> exponents_of(const Attention& attention, std::int32_t dim, dou
     return e;
 }
 
-/// What to add to the exponents of the sum pass, so that what fp32 loses below 2^-125 is less than 2^-26 of epsilon in every
-/// mass; negative where no such shift leaves room above. A mass loses at most (S 2^-(125 + shift))^(1 / beta).
+/// What to add to the exponents of the sum pass, so that what fp32 loses below 2^-125 is less than 2^-26 of
+/// epsilon in every mass; negative where no such shift leaves room above. A mass loses at most (S 2^-(125 +
+/// shift))^(1 / beta).
 inline float shift_of(float epsilon, float beta, std::int32_t length) {
     constexpr double most = 90.0;  // masses up to 2^36 / S still fit; more is caught by the flags
     const double below = static_cast<double>(beta) * (26.0 - std::log2(static_cast<double>(epsilon)));
@@ -177,6 +185,21 @@ bool takes_tiles(band_path path, const rows_view<const T>& q, const rows_view<co
     return path != band_path::plain && fitting_tile(Dims{}, q.dim) != 0 && copies_of_16(q) && copies_of_16(k);
 }
 
+/// A call whose rows and columns are these.
+template <class C, class T>
+band_problem<T, C> band_problem_of(rows_view<const T> rows, rows_view<const T> columns, plane_view<float> out,
+                                   const Sequences& sequences) {
+    band_problem<T, C> problem;
+    problem.rows = rows;
+    problem.columns = columns;
+    problem.out = out;
+    problem.batch = rows.batch;
+    problem.row_heads = rows.heads;
+    problem.length = sequences.length;
+    problem.lengths = sequences.lengths;
+    return problem;
+}
+
 /// causal_lse by a path of one's choice.
 template <class T, class Dims = all_head_dims>
 void causal_lse_by(const cuda& on, band_path path, const Attention& attention, rows_view<const T> q,
@@ -185,15 +208,8 @@ void causal_lse_by(const cuda& on, band_path path, const Attention& attention, r
     using C = compute_t<T>;
     const device_scope device(on);
     workspace_parts parts(workspace.data);
-    band_problem<T, C> problem;
-    problem.rows = q;
-    problem.columns = k;
-    problem.out = lse;
-    problem.batch = q.batch;
-    problem.row_heads = q.heads;
+    auto problem = band_problem_of<C>(q, k, lse, sequences);
     problem.share = q.heads / k.heads;
-    problem.length = sequences.length;
-    problem.lengths = sequences.lengths;
     problem.exponents = exponents_of<C>(attention, q.dim, 1.0);
     if constexpr (has_tiles<T>) {
         if (takes_tiles<Dims>(path, q, k)) {
@@ -245,16 +261,9 @@ void future_mass_by(const cuda& on, band_path path, const Attention& attention, 
     const band_workspace memory = band_workspace::take(parts, q, k);
     const bool largest = std::isinf(options.beta);
     const float beta = largest ? 1.0f : options.beta;
-    band_problem<T, C> problem;
-    problem.rows = k;
-    problem.columns = q;
+    auto problem = band_problem_of<C>(k, q, target, sequences);
     problem.lse = lse;
-    problem.out = target;
-    problem.batch = k.batch;
-    problem.row_heads = k.heads;
     problem.streams = q.heads / k.heads;
-    problem.length = sequences.length;
-    problem.lengths = sequences.lengths;
     problem.look_ahead = options.look_ahead;
     problem.exponents = exponents_of<C>(attention, q.dim, static_cast<double>(beta));
     problem.rule.over_beta = static_cast<C>(1.0 / static_cast<double>(beta));

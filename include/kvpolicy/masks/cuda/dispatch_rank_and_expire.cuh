@@ -1,6 +1,6 @@
-// The launches behind build_mask and build_cutoffs: which ways a call's budgets take, the memory of each, and the kernels
-// in their order. Which kernels run depends on the policy's parts, the shapes, the rules' numbers and the card, never on
-// what is in device memory.
+// The launches behind build_mask and build_cutoffs: which ways a call's budgets take, the memory of each, and
+// the kernels in their order. Which kernels run depends on the policy's parts, the shapes, the rules' numbers
+// and the GPU, never on what is in device memory.
 #pragma once
 
 #include <kvpolicy/cuda/check.cuh>
@@ -29,11 +29,11 @@ namespace cuda_backend {
 
 /// Which of the ways a call's budgets take. Decided on the host from rules and shapes.
 struct mask_plan {
-    bool ranked = false;           // some head's contest is static: ranks and the expiry kernel
+    bool ranked = false;           // some head's order is static: ranks and the expiry kernel
     bool decayed = false;          // some of those have gamma < 1: 32-bit keys may need repair
     bool survivors = false;        // some head's is not
-    bool by_block = false;         // ranks by one block a segment, not by a sort over the device
-    std::int64_t most_places = 0;  // of a head that contests survivors
+    bool by_block = false;         // ranks by one block per segment, not by a sort over the device
+    std::int64_t most_places = 0;  // of a head whose order is not
 };
 
 template <class P>
@@ -131,7 +131,8 @@ struct ranking_memory {
     static int task_bits(std::int64_t tasks) {
         return tasks <= 1 ? 0 : static_cast<int>(std::bit_width(static_cast<std::uint64_t>(tasks - 1)));
     }
-    /// 32 bits are all of a score. A priority has more, and what the sort's last pass of 8 bits has room for is free.
+    /// 32 bits are all of a score. A priority has more, and what the sort's last pass of 8 bits has room for
+    /// is free.
     static int prefix_bits(std::int64_t tasks, bool decayed) {
         return decayed ? (32 + task_bits(tasks) + 7) / 8 * 8 - task_bits(tasks) : 32;
     }
@@ -142,7 +143,8 @@ void launch_rank_block(const cuda& on, const mask_problem<Gate, Keep>& problem,
                        const ranking<std::uint16_t>& out, bool wants_ranks) {
     const std::int64_t blocks = std::int64_t{problem.batch} * problem.heads * problem.segments;
     launch("rank_block_kernel", rank_block_kernel<Threads, Items, Bits, Gate, Keep>, blocks, Threads,
-           sizeof(typename rank_block<Threads, Items, Bits>::shared), on, problem, out, wants_ranks);
+           sizeof(typename rank_block<Threads, Items, Bits, Gate, Keep>::shared), on, problem, out,
+           wants_ranks);
 }
 
 template <class Index, class Gate, class Keep>
@@ -150,7 +152,7 @@ void launch_expire(const cuda& on, const mask_problem<Gate, Keep>& problem, cons
                    const mask_output& out) {
     const std::int64_t blocks = std::int64_t{problem.batch} * problem.heads * problem.slots;
     launch("expire_kernel", expire_kernel<Index, Gate, Keep>, blocks, mask_chunk,
-           sizeof(typename expire_block<Index>::shared), on, problem, ranks, out);
+           sizeof(typename expire_block<Index, Gate, Keep>::shared), on, problem, ranks, out);
 }
 
 /// The kernel that holds the places of the largest budget.

@@ -1,7 +1,8 @@
-// Contests whose order depends on the query: decay steps n > 1, and priorities whose base moves (rebase_limit). One block
-// a segment holds the places, each thread the same few of them from the first contest to the last, and settles one
-// newcomer after another. Exact and serial: O(S k / threads) a head, where static ranks take a sort. Up to
-// place_registers places a thread stay in registers, with their keys' present values: a value changes once in n queries.
+// Top-k updates whose order depends on the query: decay steps n > 1, and priorities whose base moves
+// (rebase_limit). One block per segment holds the top-k slots, each thread the same few of them from the
+// first update to the last, and takes one candidate after another. Exact and serial: O(S k / threads) per
+// head, where static ranks take a sort. Up to place_registers slots per thread stay in registers, with the
+// present values of their keys: a value changes once in n queries.
 #pragma once
 
 #include <kvpolicy/cuda/config.cuh>
@@ -21,7 +22,8 @@ struct survivor {
     std::int32_t token;
 };
 
-/// How bad a key is: the larger code loses, then the younger key. No key at all (token -1) is better than any.
+/// How bad a key is: the larger code loses, then the younger key. No key at all (token -1) is better than
+/// any.
 struct badness {
     std::uint64_t code = 0;
     std::int32_t token = -1;
@@ -84,7 +86,7 @@ struct register_places {
 
     /// Overwrites place i where `hit`. Selects, not branches: what is stored by a branch ends up in memory.
     __device__ void set(int i, bool hit, const survivor& key) {
-        // Its value is asked for at the next contest.
+        // Its value is asked for at the next update.
         until[i] = hit ? -1 : until[i];
         scores[i] = hit ? key.score : scores[i];
         tokens[i] = hit ? key.token : tokens[i];
@@ -162,45 +164,67 @@ struct memory_places {
 
 template <int Threads>
 struct survivors_shared {
-    badness worst[2][Threads / 32];  // in turns, so that one barrier a contest is enough
+    badness worst[2][Threads / 32];  // in turns, so that one barrier per update is enough
     survivor arriving[Threads];
     int total[Threads / 32];
 };
 
-/// `memory` has `capacity` entries for every segment of every plane where Places needs them.
+/// One segment by one block.
 template <int Threads, class Places, class Gate, class Keep>
-__global__ void __launch_bounds__(Threads)
-    survivors_kernel(const mask_problem<Gate, Keep> problem, const plane_view<expiry_t> out,
-                     survivor* const places_memory, const std::int64_t capacity) {
-    constexpr int warps = Threads / 32;
-    const std::int64_t plane = blockIdx.x / static_cast<unsigned>(problem.segments);
-    const auto index = static_cast<std::int32_t>(blockIdx.x % static_cast<unsigned>(problem.segments));
-    const auto b = problem.sequence_of(plane);
-    const auto h = problem.head_of(plane);
-    const int thread = static_cast<int>(threadIdx.x);
-    if (thread == 0 && index == 0 && h == 0) {
-        problem.check_length(b);
-    }
-    const segment_range segment = problem.segment(b, index);
-    const HeadRule rule = problem.rules.of(h);
-    const std::int32_t n = segment.length();
-    if (n == 0 || !problem.by_survivors(rule)) {
-        return;
-    }
+struct survivors_block {
+    static constexpr int warps = Threads / 32;
 
-    auto& memory = *reinterpret_cast<survivors_shared<Threads>*>(dynamic_shared());
-    const bool packed = problem.edges != nullptr;
-    const float* const scores = problem.scores.head(b, h) + segment.begin;
-    expiry_t* const expiry = out.head(b, h) + segment.begin;
-    Places places(places_memory + static_cast<std::int64_t>(blockIdx.x) * capacity);
-    const int lane = lane_id();
-    const int warp = warp_id();
-
+    const mask_problem<Gate, Keep>& problem;
+    survivors_shared<Threads>& memory;
+    const segment_range& segment;
+    const HeadRule& rule;
+    const std::int32_t n;  // tokens of the segment
+    const bool packed;
+    const float* const scores;
+    expiry_t* const expiry;
+    Places places;
+    const int thread, lane, warp;
     bool nan = false;
-    std::int32_t taken = 0;
-    int turn = 0;
-    for (std::int32_t first = 0; first < n; first += Threads) {
-        const std::int32_t t = first + thread;
+
+    __device__ __forceinline__ survivors_block(const mask_problem<Gate, Keep>& call,
+                                               const plane_view<expiry_t>& out, std::int64_t plane,
+                                               const segment_range& range, const HeadRule& of_head,
+                                               survivors_shared<Threads>& shared, survivor* places_memory)
+        : problem(call),
+          memory(shared),
+          segment(range),
+          rule(of_head),
+          n(range.length()),
+          packed(call.edges != nullptr),
+          scores(call.scores.head(call.sequence_of(plane), call.head_of(plane)) + range.begin),
+          expiry(out.head(call.sequence_of(plane), call.head_of(plane)) + range.begin),
+          places(places_memory),
+          thread(static_cast<int>(threadIdx.x)),
+          lane(lane_id()),
+          warp(warp_id()) {}
+
+    __device__ __forceinline__ void run() {
+        std::int32_t taken = 0;  // top-k slots that hold a key
+        int turn = 0;            // of memory.worst
+        for (std::int32_t first = 0; first < n; first += Threads) {
+            const int arrivals = gather_candidates(first + thread);  // 1
+            int next = fill_open_slots(arrivals, taken);             // 2
+            for (; next < arrivals; ++next) {
+                update(memory.arriving[next], taken, turn);  // 3
+                turn ^= 1;
+            }
+            __syncthreads();  // arriving is written again
+        }
+    }
+
+  private:
+    __device__ __forceinline__ void expire(std::int32_t token, expiry_t value) const {
+        expiry[token] = in_sequence(value, segment, packed);
+    }
+
+    /// memory.arriving: the candidates among Threads tokens, token t this thread's. Writes the expiry of
+    /// those that do not compete. Returns how many there are.
+    __device__ __forceinline__ int gather_candidates(std::int32_t t) {
         bool competes = false;
         float score = 0.0f;
         if (t < n) {
@@ -210,8 +234,7 @@ __global__ void __launch_bounds__(Threads)
                 competes = problem.gate.open(score, rule);
             }
             if (!competes) {
-                expiry[t] = in_sequence(problem.forever(rule, t) ? never : window_expiry(t, rule.window),
-                                        segment, packed);
+                expire(t, problem.forever(rule, t) ? never : window_expiry(t, rule.window));
             }
         }
         const unsigned coming = __ballot_sync(all_lanes, competes);
@@ -224,39 +247,73 @@ __global__ void __launch_bounds__(Threads)
             memory.arriving[arrivals.before + __popc(coming & lanes_before(lane))] = {score, t};
         }
         __syncthreads();
-        // Free places first; place p belongs to thread p % Threads for good.
-        int settled = 0;
-        while (settled < arrivals.total && taken < rule.budget) {
-            if (taken % Threads == thread) {
-                places.put(taken, memory.arriving[settled]);
-                expiry[memory.arriving[settled].token] = in_sequence(never, segment, packed);
-            }
-            ++taken;
-            ++settled;
-        }
-        for (; settled < arrivals.total; ++settled) {
-            const survivor newcomer = memory.arriving[settled];
-            const position_t q = std::int64_t{newcomer.token} + rule.window;
-            const badness mine = worst_of_warp(places.worst(rule, q, problem.limit, taken));
-            if (lane == 0) {
-                memory.worst[turn][warp] = mine;
-            }
-            __syncthreads();
-            const badness worst = worst_of_warp(memory.worst[turn][lane < warps ? lane : 0]);
-            turn ^= 1;
-            const badness its{value_at(rule, newcomer, q, problem.limit).code, newcomer.token};
-            if (!worst.worse_than(its)) {
-                if (thread == 0) {
-                    expiry[newcomer.token] = in_sequence(static_cast<expiry_t>(q), segment, packed);
-                }
-            } else if (places.replace(worst.token, newcomer)) {
-                expiry[worst.token] = in_sequence(static_cast<expiry_t>(q), segment, packed);
-                expiry[newcomer.token] = in_sequence(never, segment, packed);
-            }
-        }
-        __syncthreads();  // arriving is written again
+        return arrivals.total;
     }
-    if (nan) {
+
+    /// Slot p belongs to thread p % Threads. Returns how many candidates found an open slot.
+    __device__ __forceinline__ int fill_open_slots(int arrivals, std::int32_t& taken) {
+        int settled = 0;
+        for (; settled < arrivals && taken < rule.budget; ++taken, ++settled) {
+            if (taken % Threads == thread) {
+                const survivor key = memory.arriving[settled];
+                places.put(taken, key);
+                expire(key.token, never);
+            }
+        }
+        return settled;
+    }
+
+    /// The top-k update of one candidate: it, or the worst key that holds a slot, is evicted.
+    __device__ __forceinline__ void update(const survivor candidate, std::int32_t taken, int turn) {
+        const position_t q = std::int64_t{candidate.token} + rule.window;
+        const badness mine = worst_of_warp(places.worst(rule, q, problem.limit, taken));
+        if (lane == 0) {
+            memory.worst[turn][warp] = mine;
+        }
+        __syncthreads();
+        const badness worst = worst_of_warp(memory.worst[turn][lane < warps ? lane : 0]);
+        const badness its{value_at(rule, candidate, q, problem.limit).code, candidate.token};
+        if (!worst.worse_than(its)) {
+            if (thread == 0) {
+                expire(candidate.token, static_cast<expiry_t>(q));
+            }
+        } else if (places.replace(worst.token, candidate)) {
+            expire(worst.token, static_cast<expiry_t>(q));
+            expire(candidate.token, never);
+        }
+    }
+};
+
+/// decayed_top_k: expiries where the order of keys depends on the query. One top-k update after another.
+///
+/// Grid: planes * segments. Block: Threads. Shared memory: survivors_shared<Threads> (dynamic). Reads scores
+/// [B, Hkv, S], fp32. Overwrites out [B, Hkv, S], int32. `places_memory` [grid, capacity] holds the top-k
+/// slots where Places needs memory. Reports status_bad_length and status_nan_score.
+/// Per Threads tokens:
+/// 1. Gather the candidates.
+/// 2. Fill open slots.
+/// 3. Update: one candidate is admitted or evicted.
+template <int Threads, class Places, class Gate, class Keep>
+__global__ void __launch_bounds__(Threads)
+    survivors_kernel(const mask_problem<Gate, Keep> problem, const plane_view<expiry_t> out,
+                     survivor* const places_memory, const std::int64_t capacity) {
+    const std::int64_t plane = blockIdx.x / static_cast<unsigned>(problem.segments);
+    const auto index = static_cast<std::int32_t>(blockIdx.x % static_cast<unsigned>(problem.segments));
+    const auto b = problem.sequence_of(plane);
+    const auto h = problem.head_of(plane);
+    if (threadIdx.x == 0 && index == 0 && h == 0) {
+        problem.check_length(b);
+    }
+    const segment_range segment = problem.segment(b, index);
+    const HeadRule rule = problem.rules.of(h);
+    if (segment.length() == 0 || !problem.by_survivors(rule)) {
+        return;
+    }
+    survivors_block<Threads, Places, Gate, Keep> block(
+        problem, out, plane, segment, rule, *reinterpret_cast<survivors_shared<Threads>*>(dynamic_shared()),
+        places_memory + static_cast<std::int64_t>(blockIdx.x) * capacity);
+    block.run();
+    if (block.nan) {
         problem.report(b, status_nan_score);
     }
 }

@@ -1,6 +1,7 @@
-// The forward pass written plainly, for fp32 and double inputs and any head_dim: a check on the fast kernels, not one of
-// them. One warp a query of one head; lanes share keys for the logits and columns for the sums. What a query does not see is not
-// read, so that fast kernels fall back on it for rows that a hidden value has spoilt.
+// The forward pass written plainly, for fp32 and double inputs and any head_dim: a check on the fast kernels,
+// not one of them. One warp per query of one head; lanes share keys for the logits and columns for the sums.
+// What a query does not see is not read, so that fast kernels fall back on it for rows that a hidden value
+// has spoilt.
 #pragma once
 
 #include <kvpolicy/attention/cuda/forward/forward_params.cuh>
@@ -34,7 +35,24 @@ __device__ inline T sum_over_warp(T x) {
     return x;
 }
 
-/// Query `query` of query head `of_q`; `scale` and `softcap` as in Attention, values up to `Most` wide. All lanes of a warp.
+/// The logit of query row `q` and key row `row` of KV head h, without its bias.
+template <class T, class S>
+__device__ __forceinline__ T plain_logit(const attention_problem<S>& problem, const S* q, std::int32_t b,
+                                         std::int32_t h, std::int32_t row, T scale, T softcap) {
+    const S* const k = problem.rows.key(b, h, row);
+    T logit = T(0);
+    for (std::int32_t d = 0; d < problem.q.dim; ++d) {
+        logit += static_cast<T>(q[d]) * static_cast<T>(k[d]);
+    }
+    logit *= scale;
+    if (softcap > T(0)) {
+        logit = softcap * tanh(logit / softcap);
+    }
+    return logit;
+}
+
+/// Query `query` of query head `of_q`; `scale` and `softcap` as in Attention, values up to `Most` wide. All
+/// lanes of a warp.
 template <int Most, class S>
 __device__ inline void attend_plain(const attend_launch<S>& call, compute_t<S> scale, compute_t<S> softcap,
                                     std::int32_t b, std::int32_t of_q, std::int32_t query) {
@@ -65,15 +83,7 @@ __device__ inline void attend_plain(const attend_launch<S>& call, compute_t<S> s
         }
         T logit = nothing;
         if (seen) {
-            const S* const k = problem.rows.key(b, h, head.row_of(x));
-            logit = T(0);
-            for (std::int32_t d = 0; d < problem.q.dim; ++d) {
-                logit += static_cast<T>(q[d]) * static_cast<T>(k[d]);
-            }
-            logit *= scale;
-            if (softcap > T(0)) {
-                logit = softcap * tanh(logit / softcap);
-            }
+            logit = plain_logit<T>(problem, q, b, h, head.row_of(x), scale, softcap);
             std::int32_t from = 1;
             const float bias = head.bias_of(x, base, 1, from);
             logit += from == 0 ? static_cast<T>(bias) : T(0);
