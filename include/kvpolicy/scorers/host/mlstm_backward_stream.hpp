@@ -240,17 +240,36 @@ class mlstm_backward_head {
 
     /// The reads of a chunk: scores again, and their gradients. Leaves d N in m_.n, d g in m_.dz and q~ in m_.q.
     void reads_backward(const Real* state, double m, std::int32_t begin, std::int32_t reads) {
+        const std::int64_t token = first_ + begin - call_.delay;
+        Real inter[scorer_block], divisor[scorer_block];
+        read_again(state, m, begin, reads, inter, divisor);
+        for (std::int32_t r = 0; r < reads; ++r) {
+            divide_backward(token + r, r, divisor[r]);
+        }
+        // m_.u becomes w_lj G_lj; m_.s is w_lj (q~ . k~_j).
+        for (std::int32_t r = 0; r < reads; ++r) {
+            Real* weight = m_.u + std::ptrdiff_t{r} * scorer_block;
+            for (std::int32_t j = 0; j <= begin + r; ++j) {
+                weight[j] *= dot(set_, read(m_.n + std::ptrdiff_t{r} * of_.width),
+                                 read(m_.v + std::ptrdiff_t{j} * of_.width), of_.width) +
+                             m_.dz[r];
+            }
+        }
+        add_read_gradients(state, begin, reads, token, inter);
+    }
+
+    /// Forward again: q~ in m_.q, w_lj in m_.u, w_lj (q~ . k~_j) in m_.s, N in m_.h, e_l in `inter`, g_l in `divisor`.
+    void read_again(const Real* state, double m, std::int32_t begin, std::int32_t reads, Real* inter,
+                    Real* divisor) {
         const std::int32_t features = of_.features, width = of_.width;
         const Real* z = state + std::ptrdiff_t{features} * width;
-        const std::int64_t token = first_ + begin - call_.delay;
-        gather(token, reads, m_.xq);
+        gather(first_ + begin - call_.delay, reads, m_.xq);
         map(of_.w_q(), m_.xq, reads, m_.q);
         combine(m_.q, features, 1, reads, features, state, width, m_.h, false);
         const float* none = nullptr;
         run_kernel<project_kernel>(set_, read(m_.q), std::ptrdiff_t{features}, reads, read(m_.k),
                                    std::ptrdiff_t{features}, count_, features, none, m_.s,
                                    std::ptrdiff_t{scorer_block});
-        Real inter[scorer_block], divisor[scorer_block];
         for (std::int32_t r = 0; r < reads; ++r) {
             const double most = mlstm_max(m, top_[begin + r]);
             inter[r] = static_cast<Real>(std::exp(m - most));
@@ -269,32 +288,33 @@ class mlstm_backward_head {
             }
         }
         combine(m_.s, scorer_block, 1, reads, count_, m_.v, width, m_.h, true);
-        for (std::int32_t r = 0; r < reads; ++r) {
-            Real* h = m_.h + std::ptrdiff_t{r} * width;
-            Real* n = m_.n + std::ptrdiff_t{r} * width;
-            const bool clamped = divisor[r] < static_cast<Real>(Scorer::clamp);
-            const Real scale = Real(1) / (clamped ? static_cast<Real>(Scorer::clamp) : divisor[r]);
-            for (std::int32_t e = 0; e < width; ++e) {
-                h[e] *= scale;
-            }
-            finish_backward(token + r, h, n);
-            Real along = Real(0);
-            for (std::int32_t e = 0; e < width; ++e) {
-                along += n[e] * h[e];
-                n[e] *= scale;
-            }
-            m_.dz[r] = clamped ? Real(0) : -along * scale;
-            clamped_[r] = clamped;
+    }
+
+    /// Read r, of token t: from d score to d N (in m_.n) and d g (in m_.dz).
+    void divide_backward(std::int64_t t, std::int32_t r, Real divisor) {
+        const std::int32_t width = of_.width;
+        Real* h = m_.h + std::ptrdiff_t{r} * width;
+        Real* n = m_.n + std::ptrdiff_t{r} * width;
+        const bool clamped = divisor < static_cast<Real>(Scorer::clamp);
+        const Real scale = Real(1) / (clamped ? static_cast<Real>(Scorer::clamp) : divisor);
+        for (std::int32_t e = 0; e < width; ++e) {
+            h[e] *= scale;
         }
-        // m_.u becomes w_lj G_lj; m_.s is w_lj (q~ . k~_j).
-        for (std::int32_t r = 0; r < reads; ++r) {
-            Real* weight = m_.u + std::ptrdiff_t{r} * scorer_block;
-            for (std::int32_t j = 0; j <= begin + r; ++j) {
-                weight[j] *= dot(set_, read(m_.n + std::ptrdiff_t{r} * width),
-                                 read(m_.v + std::ptrdiff_t{j} * width), width) +
-                             m_.dz[r];
-            }
+        finish_backward(t, h, n);
+        Real along = Real(0);
+        for (std::int32_t e = 0; e < width; ++e) {
+            along += n[e] * h[e];
+            n[e] *= scale;
         }
+        m_.dz[r] = clamped ? Real(0) : -along * scale;
+        clamped_[r] = clamped;
+    }
+
+    /// d q~, d k~ and d v~ of the reads, which begin with the one of `token`.
+    void add_read_gradients(const Real* state, std::int32_t begin, std::int32_t reads, std::int64_t token,
+                            const Real* inter) {
+        const std::int32_t features = of_.features, width = of_.width;
+        const Real* z = state + std::ptrdiff_t{features} * width;
         for (std::int32_t r = 0; r < reads; ++r) {
             for (std::int32_t i = 0; i < features; ++i) {
                 m_.dq[std::ptrdiff_t{r} * features + i] = z[i] * m_.dz[r];

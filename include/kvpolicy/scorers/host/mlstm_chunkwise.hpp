@@ -292,15 +292,11 @@ class mlstm_chunkwise {
         const mlstm_head<Scorer> of(scorer_, static_cast<std::int32_t>(chunk.head));
         const Real* c = buffer + layout_.state;
         const Real* z = c + static_cast<std::ptrdiff_t>(of.features) * of.width;
-        const Real* k = buffer + layout_.k;
-        const Real* v = buffer + layout_.v;
         Real* x = buffer + layout_.x;
         Real* q = buffer + layout_.q;
-        Real* s = buffer + layout_.s;
         Real* h = buffer + layout_.h;
         Real* old = buffer + layout_.weights;  // exp(m - M_l)
         Real* divisors = old + scorer_block;
-        Real* weights = divisors + scorer_block;  // exp(s_j - M_l) of one l
         gather(chunk, first, count, x);
         map(of, of.w_q(), x, count, buffer + layout_.y, q);
 
@@ -320,8 +316,28 @@ class mlstm_chunkwise {
                 row[e] *= old[i];
             }
         }
+        add_chunk_keys(of, chunk, buffer, begin, count);
+        Real* scores = scores_.head(chunk.batch, chunk.head) + first;
+        for (std::int32_t i = 0; i < count; ++i) {
+            Real* row = h + static_cast<std::ptrdiff_t>(i) * of.width;
+            of.divide(row, divisors[i]);
+            scores[i] = of.finish(set_, row, x + static_cast<std::ptrdiff_t>(i) * of.inputs);
+        }
+    }
+
+    /// Adds the own keys of the chunk to numerators and divisors of its queries, `count` of them from token `begin` on.
+    void add_chunk_keys(const mlstm_head<Scorer>& of, const mlstm_chunk& chunk, Real* buffer,
+                        std::int32_t begin, std::int32_t count) const {
+        const Real* k = buffer + layout_.k;
+        const Real* v = buffer + layout_.v;
+        const Real* queries = buffer + layout_.q;
+        Real* s = buffer + layout_.s;
+        Real* h = buffer + layout_.h;
+        Real* divisors = buffer + layout_.weights + scorer_block;
+        Real* weights = divisors + scorer_block;  // exp(s_j - M_l) of one l
+        constexpr std::int32_t block = 4;  // queries that share the products of the keys that all of them see
+        const float* no_bias = nullptr;
         // q~ . k~_j for the j <= l that each block of queries needs.
-        constexpr std::int32_t block = 4;
         for (std::int32_t i = 0; i < count; i += block) {
             const std::int32_t rows = std::min(block, count - i);
             run_kernel<project_kernel>(set_, queries + static_cast<std::ptrdiff_t>(i) * of.features,
@@ -361,12 +377,6 @@ class mlstm_chunkwise {
                     std::ptrdiff_t{of.width}, of.width, out + static_cast<std::ptrdiff_t>(r) * of.width,
                     std::ptrdiff_t{0}, true);
             }
-        }
-        Real* scores = scores_.head(chunk.batch, chunk.head) + first;
-        for (std::int32_t i = 0; i < count; ++i) {
-            Real* row = h + static_cast<std::ptrdiff_t>(i) * of.width;
-            of.divide(row, divisors[i]);
-            scores[i] = of.finish(set_, row, x + static_cast<std::ptrdiff_t>(i) * of.inputs);
         }
     }
 
