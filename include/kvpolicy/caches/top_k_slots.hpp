@@ -290,6 +290,39 @@ struct chunk_places {
     expiry_t* chunk_expiry = nullptr;  // of the chunk's tokens
 };
 
+/// The first threads of a group that wait take the free slots, all at once; keys that stay for their position get slots, too.
+template <class Group, class Gate, class Put>
+KVPOLICY_HOST_DEVICE void fill_free_places(const Group& group, [[maybe_unused]] const Gate& gate,
+                                           const chunk_places& chunk, std::int32_t& kept,
+                                           [[maybe_unused]] std::int32_t& outside, bool& waits,
+                                           [[maybe_unused]] bool stays, Put&& put) {
+    // The first of those that wait take the free places, all at once.
+    std::int32_t before = group.before(waits), waiting = group.count(waits);
+    std::int32_t free = chunk.of.rule.budget - kept;
+    if constexpr (holds_keys<Gate>) {
+        free += outside;
+    }
+    const bool takes = waits && before < free;
+    std::int32_t taken = waiting < free ? waiting : free;
+    if constexpr (holds_keys<Gate>) {
+        before = group.before(takes || stays);
+        const std::int32_t staying = group.count(stays), tiles = tiles_of_places(kept);
+        outside += staying;
+        taken += staying;
+        if (group.rank() == 0) {  // tiles of keys that do not compete
+            for (std::int32_t tile = tiles; tile < tiles_of_places(kept + taken); ++tile) {
+                chunk.record[tile] = -1;
+            }
+        }
+    }
+    if (takes || stays) {
+        put(kept + before);
+    }
+    group.sync();
+    kept += taken;
+    waits = waits && !takes;
+}
+
 /// Runs the contests of a chunk of `tokens` tokens from position `base` on. score(j) is that of the key that leaves the window
 /// at token j; name(u) of key u. Expiries, relative to `base`, have been filled in for keys that leave with their window.
 /// Returns the places in use; `pinned`: those of keys that do not compete, before and after.
@@ -338,31 +371,9 @@ KVPOLICY_HOST_DEVICE std::int32_t contest_chunk(const Group& group, const chunk_
             chunk.of.position[place] = u;
         };
         if (holds_keys<Gate> || kept < rule.budget) {
-            // The first of those that wait take the free places, all at once.
-            std::int32_t before = group.before(waits), waiting = group.count(waits);
-            std::int32_t free = rule.budget - kept;
-            if constexpr (holds_keys<Gate>) {
-                free += outside;
-            }
-            const bool takes = waits && before < free;
-            std::int32_t taken = waiting < free ? waiting : free;
-            if constexpr (holds_keys<Gate>) {
-                before = group.before(takes || stays);
-                const std::int32_t staying = group.count(stays), tiles = tiles_of_places(kept);
-                outside += staying;
-                taken += staying;
-                if (group.rank() == 0) {  // tiles of keys that do not compete
-                    for (std::int32_t tile = tiles; tile < tiles_of_places(kept + taken); ++tile) {
-                        chunk.record[tile] = -1;
-                    }
-                }
-            }
-            if (takes || stays) {
-                put(kept + before, q + group.rank() - rule.window, my_score);
-            }
-            group.sync();
-            kept += taken;
-            waits = waits && !takes;
+            fill_free_places(group, gate, chunk, kept, outside, waits, stays, [&](std::int32_t place) {
+                put(place, q + group.rank() - rule.window, my_score);
+            });
         }
         while (group.count(waits) != 0) {
             if (!still || known_for != priority_base(q, limit)) {

@@ -138,28 +138,15 @@ __device__ inline std::int32_t first_contested(const HeadRule& rule, std::int32_
     return rule.budget == unlimited || rule.budget == 0 ? kept : 0;
 }
 
-/// Lifetimes of all rows and tokens, and the contests. A block a head.
-template <class View, class Gate>
-__global__ void __launch_bounds__(chunk_threads)
-    chunk_decide_kernel(const __grid_constant__ chunk_launch<View> call, const Gate gate) {
-    const chunk_head<View> at(call, static_cast<std::int32_t>(blockIdx.x));
-    const auto thread = static_cast<std::int32_t>(threadIdx.x);
+/// Positions and expiries of all rows as they are before the chunk. By the whole block.
+template <class View>
+__device__ void fill_past_lifetimes(const chunk_launch<View>& call, const chunk_head<View>& at,
+                                    std::int32_t kept) {
     const HeadRule& rule = at.rows.rule;
-    const std::int32_t tokens = at.active.tokens;
     const std::int64_t plane = std::int64_t{at.pair} * call.longest;
-    const std::int32_t kept = tokens != 0 ? call.cache.kept[at.rows.index] : 0;
-    const std::int32_t used = tokens != 0 ? at.rows.layout.used(at.base, kept) : 0;
+    const std::int32_t used = at.active.tokens != 0 ? at.rows.layout.used(at.base, kept) : 0;
     constexpr expiry_t dead = -never - 1;
-    if constexpr (detail::holds_keys<Gate>) {
-        // Keys that are held for their position have no score.
-        for (std::int32_t j = thread; call.computed != nullptr && j < tokens; j += chunk_threads) {
-            if (gate.keeps(at.base + j - (call.on_leaving ? rule.window : 0))) {
-                call.computed[std::int64_t{at.pair} * call.tokens.most + j] = 0.0f;
-            }
-        }
-        __syncthreads();
-    }
-    for (std::int32_t r = thread; r < call.longest; r += chunk_threads) {
+    for (auto r = static_cast<std::int32_t>(threadIdx.x); r < call.longest; r += chunk_threads) {
         std::int32_t position = 0;
         expiry_t expiry = dead;
         if (r < used) {
@@ -174,7 +161,13 @@ __global__ void __launch_bounds__(chunk_threads)
         call.position[plane + r] = position;
         call.past_expiry[plane + r] = expiry;
     }
-    for (std::int32_t j = thread; j < tokens; j += chunk_threads) {
+}
+
+/// Expiries of the chunk's tokens if no top-k slot takes them, and a status for scores that are NaN. By the whole block.
+template <class View>
+__device__ void fill_chunk_lifetimes(const chunk_launch<View>& call, const chunk_head<View>& at) {
+    const HeadRule& rule = at.rows.rule;
+    for (auto j = static_cast<std::int32_t>(threadIdx.x); j < at.active.tokens; j += chunk_threads) {
         const std::int64_t leaves = std::int64_t{j} + rule.window;
         call.chunk_expiry[std::int64_t{at.pair} * call.tokens.most + j] =
             at.base + j < rule.sinks || leaves > never ? never : static_cast<expiry_t>(leaves);
@@ -185,6 +178,28 @@ __global__ void __launch_bounds__(chunk_threads)
             atomicOr(call.status + at.entry, static_cast<std::uint32_t>(status_nan_score));
         }
     }
+}
+
+/// Lifetimes of all rows and tokens, and the contests. A block a head.
+template <class View, class Gate>
+__global__ void __launch_bounds__(chunk_threads)
+    chunk_decide_kernel(const __grid_constant__ chunk_launch<View> call, const Gate gate) {
+    const chunk_head<View> at(call, static_cast<std::int32_t>(blockIdx.x));
+    const auto thread = static_cast<std::int32_t>(threadIdx.x);
+    const HeadRule& rule = at.rows.rule;
+    const std::int32_t tokens = at.active.tokens;
+    const std::int32_t kept = tokens != 0 ? call.cache.kept[at.rows.index] : 0;
+    if constexpr (detail::holds_keys<Gate>) {
+        // Keys that are held for their position have no score.
+        for (std::int32_t j = thread; call.computed != nullptr && j < tokens; j += chunk_threads) {
+            if (gate.keeps(at.base + j - (call.on_leaving ? rule.window : 0))) {
+                call.computed[std::int64_t{at.pair} * call.tokens.most + j] = 0.0f;
+            }
+        }
+        __syncthreads();
+    }
+    fill_past_lifetimes(call, at, kept);
+    fill_chunk_lifetimes(call, at);
     // Named by place, of which those before `contested` are never looked at.
     const std::int32_t contested = first_contested(rule, kept);
     const std::int64_t places = std::int64_t{at.pair} * call.places - contested;
@@ -193,7 +208,7 @@ __global__ void __launch_bounds__(chunk_threads)
     detail::chunk_places chunk{{rule, call.cache.rebase_limit, of_score, of_position},
                                call.holder + places,
                                call.record + std::int64_t{at.pair} * call.tiles,
-                               call.past_expiry + plane,
+                               call.past_expiry + std::int64_t{at.pair} * call.longest,
                                call.chunk_expiry + std::int64_t{at.pair} * call.tokens.most};
     if (call.contest_in_shared) {
         auto* const in_shared = reinterpret_cast<position_t*>(dynamic_shared());

@@ -104,63 +104,10 @@ class step_block {
             leave(twice);
             return;
         }
-        if constexpr (compiled_for_clusters && Rows::clusters) {
-            if (call_.clustered) {
-                if (decides() && threadIdx.x == 0) {
-                    const std::uint32_t barrier = shared_address(&memory_.all_states);
-                    const std::int32_t senders = both_ways() ? call_.splits : call_.blocks();
-                    barrier_init(barrier, 1);
-                    barrier_init_fence();
-                    barrier_expect(barrier, static_cast<std::uint32_t>(senders) *
-                                                mixer_.merged_bytes(call_.cache.group));
-                }
-                cluster_arrive_relaxed();
-            }
-        }
+        expect_states();
         candidates found;
-        stream_extra<T> extra;
         if (call_.writes) {
-            found = find_candidates(head, q, kept, victim);
-            const bool alone = decides() && call_.deciders != 0;  // a block without rows
-            if (decides()) {
-                extra = extra_of(head, found);
-                if (alone && (warp_id() == 0 || (both_ways() && warp_id() == Rows::warps - 1))) {
-                    stream.bring(extra);
-                }
-                rank_worst(head, q, found);
-                if (alone && part_ == 0 && warp_id() == 1 && found.hidden.b >= 0) {
-                    if constexpr (finds_rivals) {  // there is time until the scores come
-                        rivals_ = detail::rivals_of(warp_group{}, head.places(call_.cache.rebase_limit),
-                                                    call_.cache.tile_victims + head.tile, kept, q,
-                                                    found.hidden.b - head.layout.place(0));
-                    } else {
-                        warm_next_victim(head, kept, found);
-                    }
-                }
-                if (!scored_before<Scorer>) {
-                    decide(head, q, kept, victim, found, extra);  // while the first rows are on their way
-                }
-            }
-            stream.finish(queries, found.hidden, call_.logits);
-            if (decides() && both_ways()) {
-                const bool first = warp_id() == 0;
-                if (first || warp_id() == Rows::warps - 1) {  // u stays, the worst stays
-                    extra.counts[1] = first && found.hidden.a >= 0;
-                    extra.counts[2] = !first && found.hidden.b >= 0;
-                    stream.add(extra, queries, call_.logits);
-                }
-            } else if (decides()) {
-                if constexpr (scored_before<Scorer>) {
-                    wait_for_kernel_before();  // no other block needs the scores
-                    decide(head, q, kept, victim, found, extra);
-                }
-                if (warp_id() == 0) {
-                    if (!alone) {
-                        stream.bring(extra);
-                    }
-                    stream.add(extra, queries, call_.logits);
-                }
-            }
+            found = attend_and_decide(stream, queries, head, q, kept, victim);
         } else {
             stream.finish(queries, {}, call_.logits);
         }
@@ -179,40 +126,11 @@ class step_block {
                         return;
                     }
                 }
-                const moved_rows moved = decides() ? moving.fetch(head, q, memory_.note) : moved_rows{};
-                cluster_wait();  // all have begun, and the decider's barrier is ready
-                const std::uint32_t barrier = shared_address(&memory_.all_states);
-                const Compute* const mine = inbox() + split_ * state_size();
-                mixer_.merge_warps(warps, queries.heads,
-                                   state_in_cluster{cluster_address(shared_address(mine), call_.splits),
-                                                    cluster_address(barrier, call_.splits)});
-                if (decides()) {
-                    barrier_wait(barrier, 0);  // all have read the cache, and left their states
-                    __syncthreads();           // the weights of this block's warps have been read
-                    write_results(states_of_warps<Compute>{inbox(), state_size()}, call_.blocks(), 0);
-                    if (call_.writes) {
-                        moving.write(head, q, moved);
-                    }
-                }
+                end_in_cluster(head, q, queries.heads, moving, warps);
                 return;
             }
         }
-        moved_rows moved;
-        if (call_.blocks() * call_.parts == 1) {
-            moved = moving.fetch(head, q, memory_.note);
-            write_results(warps, Rows::warps, 0);
-        } else {
-            mixer_.merge_warps(warps, queries.heads, state_in_memory<Compute>{state(part_, split_)});
-            if (!arrives_last(head.index)) {
-                return;
-            }
-            moved = moving.fetch(head, q, memory_.note);
-            write_results(states_of_blocks<Compute>{state(0, 0), state_size()}, call_.blocks(),
-                          call_.blocks() * state_size());
-        }
-        if (call_.writes) {
-            moving.write(head, q, moved);
-        }
+        end_in_memory(head, q, queries.heads, moving, warps);
     }
 
   private:
@@ -263,6 +181,116 @@ class step_block {
         detail::ranked_place worst{};   // where it had to be searched
         detail::ranked_place ranked{};  // the worst in any case, if there is one: see rank_worst()
     };
+
+    /// The barrier of a cluster's leader block, at which the states of all blocks arrive.
+    __device__ void expect_states() {
+        if constexpr (compiled_for_clusters && Rows::clusters) {
+            if (call_.clustered) {
+                if (decides() && threadIdx.x == 0) {
+                    const std::uint32_t barrier = shared_address(&memory_.all_states);
+                    const std::int32_t senders = both_ways() ? call_.splits : call_.blocks();
+                    barrier_init(barrier, 1);
+                    barrier_init_fence();
+                    barrier_expect(barrier, static_cast<std::uint32_t>(senders) *
+                                                mixer_.merged_bytes(call_.cache.group));
+                }
+                cluster_arrive_relaxed();
+            }
+        }
+    }
+
+    /// A step's share of attention; the leader block decides meanwhile which of the two hidden entries stays.
+    template <class Stream>
+    __device__ candidates attend_and_decide(Stream& stream, const stream_queries<T>& queries,
+                                            const head_view<T>& head, position_t q, std::int32_t kept,
+                                            std::int32_t victim) {
+        stream_extra<T> extra;
+        candidates found = find_candidates(head, q, kept, victim);
+        const bool alone = decides() && call_.deciders != 0;  // a block without rows
+        if (decides()) {
+            extra = extra_of(head, found);
+            if (alone && (warp_id() == 0 || (both_ways() && warp_id() == Rows::warps - 1))) {
+                stream.bring(extra);
+            }
+            rank_worst(head, q, found);
+            if (alone && part_ == 0 && warp_id() == 1 && found.hidden.b >= 0) {
+                if constexpr (finds_rivals) {  // there is time until the scores come
+                    rivals_ = detail::rivals_of(warp_group{}, head.places(call_.cache.rebase_limit),
+                                                call_.cache.tile_victims + head.tile, kept, q,
+                                                found.hidden.b - head.layout.place(0));
+                } else {
+                    warm_next_victim(head, kept, found);
+                }
+            }
+            if (!scored_before<Scorer>) {
+                decide(head, q, kept, victim, found, extra);  // while the first rows are on their way
+            }
+        }
+        stream.finish(queries, found.hidden, call_.logits);
+        if (decides() && both_ways()) {
+            const bool first = warp_id() == 0;
+            if (first || warp_id() == Rows::warps - 1) {  // u stays, the worst stays
+                extra.counts[1] = first && found.hidden.a >= 0;
+                extra.counts[2] = !first && found.hidden.b >= 0;
+                stream.add(extra, queries, call_.logits);
+            }
+        } else if (decides()) {
+            if constexpr (scored_before<Scorer>) {
+                wait_for_kernel_before();  // no other block needs the scores
+                decide(head, q, kept, victim, found, extra);
+            }
+            if (warp_id() == 0) {
+                if (!alone) {
+                    stream.bring(extra);
+                }
+                stream.add(extra, queries, call_.logits);
+            }
+        }
+        return found;
+    }
+
+    /// Blocks of a cluster send their states to the leader block, which merges them and writes.
+    __device__ void end_in_cluster(const head_view<T>& head, position_t q, std::int32_t heads,
+                                   const step_rows<Rows, Launch>& moving,
+                                   const states_of_warps<Compute>& warps) {
+        const moved_rows moved = decides() ? moving.fetch(head, q, memory_.note) : moved_rows{};
+        cluster_wait();  // all have begun, and the decider's barrier is ready
+        const std::uint32_t barrier = shared_address(&memory_.all_states);
+        const Compute* const mine = inbox() + split_ * state_size();
+        mixer_.merge_warps(warps, heads,
+                           state_in_cluster{cluster_address(shared_address(mine), call_.splits),
+                                            cluster_address(barrier, call_.splits)});
+        if (decides()) {
+            barrier_wait(barrier, 0);  // all have read the cache, and left their states
+            __syncthreads();           // the weights of this block's warps have been read
+            write_results(states_of_warps<Compute>{inbox(), state_size()}, call_.blocks(), 0);
+            if (call_.writes) {
+                moving.write(head, q, moved);
+            }
+        }
+    }
+
+    /// Blocks leave their states in the workspace; the last to arrive merges them and writes.
+    __device__ void end_in_memory(const head_view<T>& head, position_t q, std::int32_t heads,
+                                  const step_rows<Rows, Launch>& moving,
+                                  const states_of_warps<Compute>& warps) {
+        moved_rows moved;
+        if (call_.blocks() * call_.parts == 1) {
+            moved = moving.fetch(head, q, memory_.note);
+            write_results(warps, Rows::warps, 0);
+        } else {
+            mixer_.merge_warps(warps, heads, state_in_memory<Compute>{state(part_, split_)});
+            if (!arrives_last(head.index)) {
+                return;
+            }
+            moved = moving.fetch(head, q, memory_.note);
+            write_results(states_of_blocks<Compute>{state(0, 0), state_size()}, call_.blocks(),
+                          call_.blocks() * state_size());
+        }
+        if (call_.writes) {
+            moving.write(head, q, moved);
+        }
+    }
 
     __device__ candidates find_candidates(const head_view<T>& head, position_t q, std::int32_t kept,
                                           std::int32_t victim) {
