@@ -43,28 +43,21 @@ struct load_of_block {
 
 /// Where softmax states are: those of a block's warps, or of the blocks of a cluster, in a block's shared memory, or those of blocks in
 /// the workspace, which are read past the L1 cache.
-template <class Compute>
-struct states_of_warps {
+template <class Compute, class Load>
+struct stored_states {
     const Compute* first;
     std::int64_t stride;
 
     __device__ const Compute* at(std::int32_t i) const { return first + i * stride; }
     template <class Value>
     __device__ static Value load(const Value* from) {
-        return load_of_block{}(from);
+        return Load{}(from);
     }
 };
 template <class Compute>
-struct states_of_blocks {
-    const Compute* first;
-    std::int64_t stride;
-
-    __device__ const Compute* at(std::int32_t i) const { return first + i * stride; }
-    template <class Value>
-    __device__ static Value load(const Value* from) {
-        return load_shared_between_blocks{}(from);
-    }
-};
+using states_of_warps = stored_states<Compute, load_of_block>;
+template <class Compute>
+using states_of_blocks = stored_states<Compute, load_shared_between_blocks>;
 /// Where the state of a block goes: to memory that the last block reads.
 template <class Compute>
 struct state_in_memory {

@@ -75,16 +75,10 @@ class cache_step_call {
     void step(const Batch& batch, const rows_view<const T>& q, const rows_view<const T>& k,
               const rows_view<const T>& v, const rows_view<T>& out, workspace_view workspace,
               std::uint32_t* status, const CacheExtras& extras) {
-        check_workspace(workspace, lay_out(nullptr));
-        lay_out(workspace.data);
-        call_.batch = batch;
-        call_.q = q;
+        begin(batch, q, out, extras.lse, workspace, status);
         call_.k = k;
         call_.v = v;
-        call_.out = out;
-        call_.lse = extras.lse;
         call_.scores = scores_given<P> ? extras.scores : plane_view<const float>{};
-        call_.status = status;
         if constexpr (scored_before<Scorer>) {
             call_.computed = computed_;
             launch_scores(on_, score_launch<cache_view<T>, Scorer>{.cache = call_.cache,
@@ -103,13 +97,7 @@ class cache_step_call {
 
     void attend(const Batch& batch, const rows_view<const T>& q, const rows_view<T>& out,
                 const plane_view<float>& lse, workspace_view workspace, std::uint32_t* status) {
-        check_workspace(workspace, lay_out(nullptr));
-        lay_out(workspace.data);
-        call_.batch = batch;
-        call_.q = q;
-        call_.out = out;
-        call_.lse = lse;
-        call_.status = status;
+        begin(batch, q, out, lse, workspace, status);
         call_.writes = false;
         run();
     }
@@ -117,6 +105,16 @@ class cache_step_call {
   private:
     [[nodiscard]] std::int64_t heads() const {
         return std::int64_t{call_.batch.count} * call_.cache.kv_heads;
+    }
+    void begin(const Batch& batch, const rows_view<const T>& q, const rows_view<T>& out,
+               const plane_view<float>& lse, workspace_view workspace, std::uint32_t* status) {
+        check_workspace(workspace, lay_out(nullptr));
+        lay_out(workspace.data);
+        call_.batch = batch;
+        call_.q = q;
+        call_.out = out;
+        call_.lse = lse;
+        call_.status = status;
     }
     void run() const {
         const std::int64_t blocks = heads() * call_.parts * call_.blocks();

@@ -255,7 +255,7 @@ struct mlstm_memory {
 /// state and of the token, and the new stabilizer. By one thread.
 template <class Weights>
 __device__ void mlstm_gate_factors(const Weights& weights, std::int64_t head, double cap, float* numbers,
-                            float* stabiliser) {
+                                   float* stabiliser) {
     double input = numbers[0], forget = numbers[1];
     input += weights.b_i != nullptr ? weights.b_i[head] : 0.0f;
     forget += weights.b_f != nullptr ? weights.b_f[head] : 0.0f;

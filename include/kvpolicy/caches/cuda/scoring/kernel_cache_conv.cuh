@@ -143,6 +143,23 @@ __device__ inline const late_head<View>& shared_late_head(const late_launch<View
     return *reinterpret_cast<const late_head<View>*>(memory);
 }
 
+/// The start of both kernels below: the block's head, or null where the entry has no tokens. Of a call whose scores do not go
+/// to the cache's entries, the first block of a head fills in what the others do not write. Ends with a barrier at least.
+template <class View>
+__device__ const late_head<View>* begin_late_block(const late_launch<View>& call, std::int32_t block,
+                                                   std::int32_t threads) {
+    let_next_kernel_start();
+    wait_for_kernel_before();
+    const late_head<View>& head = shared_late_head(call);
+    if (head.at.active.tokens == 0) {
+        return nullptr;
+    }
+    if (block == 0 && !call.in_rows) {
+        head.fill(static_cast<std::int32_t>(threadIdx.x), threads);
+    }
+    return &head;
+}
+
 /// Rows as a convolution reads them: of the window, or of the call.
 template <class View>
 struct late_rows {
@@ -210,16 +227,12 @@ __global__ void __launch_bounds__(256)
 template <class View, class Gate, int Tiles>
 __global__ void __launch_bounds__(128)
     cache_conv_kernel(const __grid_constant__ late_launch<View> call, const Gate gate) {
-    let_next_kernel_start();
-    wait_for_kernel_before();
-    const late_head<View>& head = shared_late_head(call);
     const std::int32_t block = static_cast<std::int32_t>(blockIdx.x) % call.blocks;
-    if (head.at.active.tokens == 0) {
+    const late_head<View>* const begun = begin_late_block(call, block, 128);
+    if (begun == nullptr) {
         return;
     }
-    if (block == 0 && !call.in_rows) {
-        head.fill(static_cast<std::int32_t>(threadIdx.x), 128);
-    }
+    const late_head<View>& head = *begun;
     constexpr std::int32_t tokens = conv_tiling<Tiles>::tokens;
     scorer_span s{};
     s.h = head.at.head;
@@ -261,16 +274,12 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(conv_consumers), 2)
                              [[maybe_unused]] const Gate gate,
                              [[maybe_unused]] const typename View::value_type* const weights) {
 #if KVPOLICY_HOPPER_CODE
-    let_next_kernel_start();
-    wait_for_kernel_before();
-    const late_head<View>& head = shared_late_head(call);
     const std::int32_t block = static_cast<std::int32_t>(blockIdx.x) % call.blocks;
-    if (head.at.active.tokens == 0) {
+    const late_head<View>* const begun = begin_late_block(call, block, conv_consumers);
+    if (begun == nullptr) {
         return;
     }
-    if (block == 0 && !call.in_rows) {
-        head.fill(static_cast<std::int32_t>(threadIdx.x), conv_consumers);
-    }
+    const late_head<View>& head = *begun;
     const std::int32_t first = head.from + block * conv_tile, stride = call.blocks * conv_tile;
     const std::int32_t tiles = first < head.end ? (head.end - first + stride - 1) / stride : 0;
     // One tile, mostly: those without a token to score are rare where there are several.
