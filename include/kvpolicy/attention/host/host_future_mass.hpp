@@ -23,7 +23,8 @@ inline attention_shape valueless_shape(const Attention& attention, std::int32_t 
     return shape;
 }
 
-/// Heads and widths of a pass over one sequence; reads no memory of the call, so that it serves every backend.
+/// Heads and widths of a pass over one sequence; reads no memory of the call, so that it serves every
+/// backend.
 template <class T>
 void check_mass_heads(const rows_view<const T>& q, const rows_view<const T>& k) {
     check_extents("q", q);
@@ -76,15 +77,15 @@ std::size_t mass_scratch_bytes(const attention_shape& shape) {
     return aligned_size(attend_scratch_bytes<T>(shape, 1, attend_tile<T>(shape, 1)));
 }
 
-/// Log-sums of one query head for keys [begin, end): out[t - begin] = log sum_d exp(beta (logit - lse_d)), or the largest
-/// exponent for beta = infinity. `bias` is -beta lse, the last query first.
+/// Log-sums of one query head for keys [begin, end): out[t - begin] = log sum_d exp(beta (logit - lse_d)), or
+/// the largest exponent for beta = infinity. `bias` is -beta lse, the last query first.
 template <class T>
 void mass_tile(isa set, const attention_shape& shape, const T* q_last, std::int64_t q_stride, const T* k,
                std::int64_t k_stride, const float* bias, const expiry_t* expiry, std::int32_t length,
                std::int32_t window, bool largest, std::int32_t begin, std::int32_t end, float* out,
                void* scratch) {
-    // Query d is a "key" at position -d, so key t at position -(t + w) sees it iff d >= t + w; walking the queries
-    // backwards keeps positions rising. The look-ahead ends it: visible while -(t + w) < -d + L + 1.
+    // Query d is a "key" at position -d, so key t at position -(t + w) sees it iff d >= t + w; walking the
+    // queries backwards keeps positions rising. The look-ahead ends it: visible while -(t + w) < -d + L + 1.
     key_segment<T> queries;
     queries.k = q_last;
     queries.k_stride = -q_stride;
@@ -248,7 +249,8 @@ void future_mass(const host& on, const Attention& attention, rows_view<const T> 
         if (begin >= length) {
             return;
         }
-        // A window beyond the sequence hides all of it; how far beyond does not matter, and has no room in 32 bits.
+        // A window beyond the sequence hides all of it; how far beyond does not matter, and has no room in 32
+        // bits.
         const std::int32_t window =
             std::min(options.window.at(options.layer, static_cast<std::int32_t>(h / group)), length);
         hb::mass_tile(on.instructions(), shape, q.row(b, h, length - 1), q.row_stride, k.row(b, h / group, 0),

@@ -23,8 +23,8 @@ inline std::int32_t observed_block_end(const Observation& seen, std::int32_t a, 
     return seen.chunk == Observation::whole_call || whole - a < seen.chunk ? whole : a + seen.chunk;
 }
 
-/// Heads [begin, end) of one sequence, block by block: observe() each head, average where a layer's heads go together,
-/// then settle() each.
+/// Heads [begin, end) of one sequence, block by block: observe() each head, average where a layer's heads go
+/// together, then settle() each.
 template <class P, class T>
 struct observed_mask_task {
     isa set;

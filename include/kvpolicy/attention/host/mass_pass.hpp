@@ -1,6 +1,6 @@
-// The mass that the keys of one KV head receive from a range of queries, with the products of decoding: up to 16 rows (a
-// query head at a position) go over keys that are read in place, wherever they lie. Logits of 16 rows are held at once, so a
-// weight is the exact softmax of its row and needs no log-sum-exp from elsewhere.
+// The mass that the keys of one KV head receive from a range of queries, with the products of decoding: up to
+// 16 rows (a query head at a position) go over keys that are read in place, wherever they lie. Logits of 16
+// rows are held at once, so a weight is the exact softmax of its row and needs no log-sum-exp from elsewhere.
 #pragma once
 
 #include <kvpolicy/attention/host/kernel.hpp>
@@ -54,9 +54,10 @@ struct mass_scratch {
     }
 };
 
-/// mass[t] += sum over queries of agg_g softmax(t). seen.count(i) keys concern query i; seen(i, t, logit) is the logit or
-/// -inf. A row whose weights are no numbers (logits that overflow) contributes nothing, like one that sees nothing.
-/// Rows are taken direct_rows at a time: load(), multiply(), then softmax() and add() of each.
+/// mass[t] += sum over queries of agg_g softmax(t). seen.count(i) keys concern query i; seen(i, t, logit) is
+/// the logit or -inf. A row whose weights are no numbers (logits that overflow) contributes nothing, like one
+/// that sees nothing. Rows are taken direct_rows at a time: load(), multiply(), then softmax() and add() of
+/// each.
 template <class Kernels, Storage T, class Seen>
 class mass_rows {
   public:
@@ -127,7 +128,8 @@ class mass_rows {
         }
     }
 
-    /// Turns the logits of row r, of query i, into exp(logit - largest); returns what makes weights of them, or 0.
+    /// Turns the logits of row r, of query i, into exp(logit - largest); returns what makes weights of them,
+    /// or 0.
     double softmax(std::int32_t r, std::int32_t i, std::int32_t count) const {
         const real scale = static_cast<real>(shape_.scale), cap = static_cast<real>(shape_.softcap);
         real largest = nothing;
@@ -156,7 +158,8 @@ class mass_rows {
         return sum > 0.0 ? 1.0 / sum : 0.0;
     }
 
-    /// Adds the weights of row r, which is query head g of its group: at once, or the group's largest after its last head.
+    /// Adds the weights of row r, which is query head g of its group: at once, or the group's largest after
+    /// its last head.
     void add(std::int32_t r, std::int32_t count, std::int32_t g, double weight) const {
         const std::int32_t group = queries_.group;
         double* const mass = mass_;

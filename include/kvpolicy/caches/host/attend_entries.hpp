@@ -1,4 +1,5 @@
-// Attention of a cache's calls on the host: one query a sequence over the rows in use, or a chunk over two segments.
+// Attention of a cache's calls on the host: one query per sequence over the rows in use, or a chunk over two
+// segments.
 #pragma once
 
 #include <kvpolicy/attention/host/kernel.hpp>
@@ -72,8 +73,8 @@ std::size_t decode_bytes(const host& on, const Cache& cache, std::int32_t count)
            tasks * (selection_bytes(cache) + aligned_size(sizeof(page_choice)));
 }
 
-/// Hands rows [begin, end) of a head to visit(segment, first_row), a segment for each run of rows that lie together. Every
-/// row lies before the query at 0; the caller may say otherwise in the segment.
+/// Hands rows [begin, end) of a head to visit(segment, first_row), a segment for each run of rows that lie
+/// together. Every row lies before the query at 0; the caller may say otherwise in the segment.
 template <class Rows, class Visit>
 void visit_rows(const Rows& rows, std::int32_t begin, std::int32_t end, std::int32_t dim_k,
                 std::int32_t dim_v, Visit&& visit) {
@@ -91,14 +92,15 @@ void visit_rows(const Rows& rows, std::int32_t begin, std::int32_t end, std::int
     }
 }
 
-/// One query per sequence over the entries in use: choose_pages() where the policy selects, then attend() of each split of
-/// each (sequence, KV head), then merge(). A task is one (entry of the batch, KV head).
+/// One query per sequence over the entries in use: choose_pages() where the policy selects, then attend() of
+/// each split of each (sequence, KV head), then merge(). A task is one (entry of the batch, KV head).
 template <class Cache, class T>
 class decode_attention {
   public:
     using real = compute_t<T>;
 
-    /// `added`: tokens of the present call whose rows are in already, but which the layer has not marked as appended yet.
+    /// `added`: tokens of the present call whose rows are in already, but which the layer has not marked as
+    /// appended yet.
     decode_attention(const host& on, const Cache& cache, const Batch& batch, rows_view<const T> q,
                      rows_view<T> out, plane_view<float> lse, std::int32_t added, std::byte* memory)
         : on_(on),

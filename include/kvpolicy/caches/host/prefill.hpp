@@ -22,23 +22,24 @@ namespace host_backend {
 struct chunk_counts {
     position_t bad;         // the first position whose score is NaN, or -1
     std::int32_t keepers;   // keys that compete and hold a place
-    std::int32_t promoted;  // keys that got a place without a contest
+    std::int32_t promoted;  // keys that got a place without a top-k update
     std::int32_t pinned;    // of these, by a keep part
-    std::int32_t kept;      // long-range places in use
-    position_t
-        scored_from;  // plan.score has the scores of tokens from here on; the chunk's first token, or one in the window
+    std::int32_t kept;      // top-k slots in use
+    // plan.score has the scores of tokens from here on: the chunk's first token, or one in the window.
+    position_t scored_from;
     position_t scored_end;  // and up to here
 };
 
-/// Arrays of one (entry, head) of a chunk of n tokens, in the caller's workspace. Only `mortal` rows of the cache can expire
-/// while the chunk runs (in a head without a limit: sinks and ring). Keys have names: such a row r is r, token j of the
-/// chunk is mortal + j. Expiries and positions are relative to the chunk's first token.
+/// Arrays of one (entry, head) of a chunk of n tokens, in the caller's workspace. Only `mortal` rows of the
+/// cache can expire while the chunk runs (in a head without a limit: sinks and ring). Keys have names: such a
+/// row r is r, token j of the chunk is mortal + j. Expiries and positions are relative to the chunk's first
+/// token.
 struct chunk_plan {
     std::int32_t mortal;
     std::int32_t* position;        // [mortal]
     expiry_t* expiry;              // [mortal + n]
     float* score;                  // [n], or [late + n]: scores of tokens from counts->scored_from on
-    detail::contestant* keepers;   // [places]: survivors of the contests after the chunk
+    detail::contestant* keepers;   // [places]: survivors of the top-k updates after the chunk
     detail::contestant* promoted;  // [n], for heads without a limit and keep parts
     chunk_counts* counts;
     float* state;  // a copy of the scorer's state
@@ -80,7 +81,8 @@ std::size_t chunk_bytes(const Cache& cache, std::int32_t tokens) {
     return bytes;
 }
 
-/// Relative to a chunk's first position; what lies further back than an int32 reaches is just as visible there.
+/// Relative to a chunk's first position; what lies further back than an int32 reaches is just as visible
+/// there.
 inline std::int32_t relative(position_t t, position_t base) {
     return static_cast<std::int32_t>(std::max<position_t>(t - base, -(position_t{1} << 30)));
 }
@@ -254,7 +256,8 @@ class chunk_decision {
     detail::long_range_set places_;
 };
 
-/// Writes what the chunk leaves behind: new long-range rows first (they may come from ring rows), then sinks and ring.
+/// Writes what the chunk leaves behind: new top-k entries first (they may come from ring rows), then sinks
+/// and ring.
 template <class Cache, class T>
 void commit_chunk(const Cache& cache, std::int32_t slot, std::int32_t head, std::int32_t tokens,
                   rows_view<const T> k, rows_view<const T> v, std::int32_t entry, const chunk_plan& plan) {
@@ -333,7 +336,8 @@ void chunk_segments(const Cache& cache, std::int32_t slot, std::int32_t head, st
     visit(self);
 }
 
-/// Where the tokens of one (entry, head) of a chunk are: k.row(entry, head, j), and scores[j] where they are given.
+/// Where the tokens of one (entry, head) of a chunk are: k.row(entry, head, j), and scores[j] where they are
+/// given.
 template <class T>
 struct chunk_source {
     rows_view<const T> k;
@@ -352,8 +356,8 @@ auto tensor_source(rows_view<const T> k, rows_view<const T> v, const CacheExtras
     };
 }
 
-/// A chunk of a batch on its way through a cache: decide, then attend and write back. What prefill, propose and commit
-/// share. `memory` has bytes(): plans, then what attention needs.
+/// A chunk of a batch on its way through a cache: decide, then attend and write back. What prefill, propose
+/// and commit share. `memory` has bytes(): plans, then what attention needs.
 template <class Cache>
 class chunk_pass {
     using P = typename Cache::policy_type;

@@ -131,8 +131,8 @@ void swap_slots(const Cache& cache, std::int32_t a, std::int32_t b) {
     std::swap(cache.taken[a], cache.taken[b]);
 }
 
-/// Which slots of a reorder inherit their source's entries themselves: per source one slot, the source if it stays, or the
-/// first that names it. The others get copies.
+/// Which slots of a reorder inherit their source's entries themselves: per source one slot, the source if it
+/// stays, or the first that names it. The others get copies.
 struct reorder_plan {
     const std::int32_t* sources;
     std::int32_t count, slots;
@@ -171,8 +171,8 @@ struct reorder_plan {
 
 }  // namespace host_backend
 
-/// Lets the named slots go of their pages, if the pool then has `needed()` of them. Otherwise nothing has changed, and it is
-/// refused, or returns false with *status set.
+/// Lets the named slots go of their pages, if the pool then has `needed()` of them. Otherwise nothing has
+/// changed, and it is refused, or returns false with *status set.
 template <class Derived, AnyPolicy P, Storage T>
 template <class PagesNeeded>
 bool CacheOwner<Derived, P, T>::drop([[maybe_unused]] const std::int32_t* slots,
@@ -198,7 +198,7 @@ bool CacheOwner<Derived, P, T>::drop([[maybe_unused]] const std::int32_t* slots,
         const std::int64_t wanted = needed();
         for_each_page([&](std::int32_t id) { pool.give(id); });
         if (pool.free_pages() < wanted) {
-            // Freed ids lie above what was free before; nobody has taken one.
+            // Freed ids lie above what was free before; none has been taken.
             const std::int32_t available = pool.free_pages();
             for_each_page([&](std::int32_t id) { pool.share(id); });
             *pool.free_count = before;

@@ -16,8 +16,9 @@ namespace kvpolicy {
 
 namespace host_backend {
 
-/// The body of step for policies whose scores stand when a key competes. Phase one, score(), only reads the cache: a NaN
-/// score, or a step that finds no pages and gives none up, changes no state. Phase two, append(), writes it.
+/// The body of step for policies whose scores stand when a key competes. Phase one, score(), only reads the
+/// cache: a NaN score, or a step that finds no pages and gives none up, changes no state. Phase two,
+/// append(), writes it.
 template <class Cache, class T>
 class scored_step {
   public:
@@ -175,7 +176,8 @@ void attend(const host& on, const Ref<P, T>& cache, const Batch& batch, input_ro
 
 namespace host_backend {
 
-/// The arrays of an export; reads no memory of the call, so that it serves every backend. `needed` pages, which are what `of` says.
+/// The arrays of an export; reads no memory of the call, so that it serves every backend. `needed` pages,
+/// which are what `of` says.
 template <class Cache>
 void check_head_pages(const Cache& cache, const Batch& batch, const HeadPages& pages, std::int64_t needed,
                       const char* of) {

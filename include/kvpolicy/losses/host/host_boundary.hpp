@@ -1,5 +1,5 @@
-// Bodies of losses/boundary.hpp on the host: one sweep of the teacher's contest collects the examples, a second pass over
-// them gives value and gradient.
+// Bodies of losses/boundary.hpp on the host: one pass over the teacher's top-k updates collects the examples,
+// a second pass over them gives value and gradient.
 #pragma once
 
 #include <kvpolicy/core/check.hpp>
@@ -113,8 +113,8 @@ std::int64_t draw_positions(const BoundarySampler& sampler, const HeadRule& rule
     return total;
 }
 
-/// One call of BoundaryLoss: check_inputs(), then collect_examples() of each (sequence, head), then differentiate() of each.
-/// `mean` is the factor of every example, once their count is known.
+/// One call of BoundaryLoss: check_inputs(), then collect_examples() of each (sequence, head), then
+/// differentiate() of each. `mean` is the factor of every example, once their count is known.
 template <class P, class Real>
 struct boundary_pass {
     const BoundaryLoss& loss;
@@ -159,7 +159,8 @@ struct boundary_pass {
         }
     }
 
-    /// Draws the positions of a task and runs the teacher's top-k updates, which give each drawn position its example.
+    /// Draws the positions of a task and runs the teacher's top-k updates, which give each drawn position its
+    /// example.
     void collect_examples(std::int64_t task) const {
         const std::int32_t b = batch_of(task), h = head_of(task);
         const HeadRule rule = policy.rule(loss.layer, h);
@@ -189,7 +190,8 @@ struct boundary_pass {
                     effective_score(goal[begin + t], rule.log_gamma, rule.decay_step, t, at) -
                     effective_score(worst.score, rule.log_gamma, rule.decay_step, worst.key, at);
                 rows.boundary[q] = begin + worst.key;
-                // Two infinite targets of one sign are a tie. The sign bit carries the label, so -0 is a drop.
+                // Two infinite targets of one sign are a tie. The sign bit carries the label, so -0 is a
+                // drop.
                 rows.margin[q] = std::copysign(margin == margin ? margin : 0.0, keeps ? 1.0 : -1.0);
                 mine.count += rows.drawn[q];
                 mine.kept += keeps ? rows.drawn[q] : 0;

@@ -66,8 +66,8 @@ void for_each_token(const host& on, const Sequences& sequences, std::int32_t hea
     });
 }
 
-/// The sum over tokens of body(b, h, t), each computed by whichever thread, added up in one order: every block of tokens is
-/// one term.
+/// The sum over tokens of body(b, h, t), each computed by whichever thread, added up in one order: every
+/// block of tokens is one term.
 template <class Body>
 double sum_over_tokens(const host& on, const Sequences& sequences, std::int32_t heads, Body&& body) {
     constexpr std::int64_t block = 16;

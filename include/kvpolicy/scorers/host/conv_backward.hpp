@@ -1,6 +1,7 @@
-// Gradients of ConvScorer. Every parity of every segment is a dense sequence (scorers/host/host_conv.hpp). Pass one
-// recomputes it layer by layer and pulls gradients back to its inputs. Pass two adds the weights' gradients, parallel over
-// the weights' rows and in order over the sequences, so sums do not depend on the threads.
+// Gradients of ConvScorer. Every parity of every segment is a dense sequence (scorers/host/host_conv.hpp).
+// Pass one recomputes it layer by layer and pulls gradients back to its inputs. Pass two adds the weights'
+// gradients, parallel over the weights' rows and in order over the sequences, so sums do not depend on the
+// threads.
 #pragma once
 
 #include <kvpolicy/core/workspace.hpp>
@@ -15,8 +16,9 @@ namespace kvpolicy {
 
 namespace host_backend {
 
-/// One parity of one segment of a sequence: outputs are tokens first, first + 2, ... (`rows` of them), counted from the
-/// segment's first token, which is token `begin` of the call. Its rows of x start at row `at` of the sequence's arrays.
+/// One parity of one segment of a sequence: outputs are tokens first, first + 2, ... (`rows` of them),
+/// counted from the segment's first token, which is token `begin` of the call. Its rows of x start at row
+/// `at` of the sequence's arrays.
 struct conv_stream {
     std::int64_t segment, begin, at;
     position_t first;
@@ -28,7 +30,8 @@ template <class Visit>
 void for_each_conv_stream(const Sequences& sequences, std::int64_t b, std::int32_t delay, Visit&& visit) {
     for_each_leaving(sequences, b, 0, sequences.length_of(b), delay,
                      [&](std::int64_t segment, std::int64_t begin, std::int64_t first, std::int64_t end) {
-                         // A segment has delay >= 13 tokens more than outputs, and 12 rows more than those here.
+                         // A segment has delay >= 13 tokens more than outputs, and 12 rows more than those
+                         // here.
                          std::int64_t at = begin;
                          for (std::int32_t parity = 0; parity < 2; ++parity) {
                              const auto rows = static_cast<std::int32_t>((end - first - parity + 1) / 2);
@@ -76,8 +79,8 @@ struct conv_backward_memory {
     }
 };
 
-/// One backward pass: recompute() and pull_back() of each (sequence, head), then add_weight_gradients() of each strip of
-/// weight rows.
+/// One backward pass: recompute() and pull_back() of each (sequence, head), then add_weight_gradients() of
+/// each strip of weight rows.
 template <std::int32_t D, Storage T>
 struct conv_backward_pass {
     using Real = compute_t<T>;
@@ -222,7 +225,8 @@ struct conv_backward_pass {
         }
     }
 
-    /// What all sequences add to rows [from, from + strip) of one layer's weights of one head, in their order.
+    /// What all sequences add to rows [from, from + strip) of one layer's weights of one head, in their
+    /// order.
     void add_weight_gradients(const ConvParameters<Real>& gradients, std::int64_t h, std::int32_t layer,
                               std::ptrdiff_t from) const {
         const auto some = static_cast<int>(std::min<std::ptrdiff_t>(strip, width(layer) - from));

@@ -73,7 +73,8 @@ struct mlstm_head {
         Scorer::feature_map::map(set, y, features, mapped);
     }
 
-    /// The score from h in place of a read's quotient (eq. 42); overwrites h. x is [k; v] of the token that is scored.
+    /// The score from h in place of a read's quotient (eq. 42); overwrites h. x is [k; v] of the token that
+    /// is scored.
     template <class Real>
     Real finish(isa set, Real* h, const Real* x) const {
         const auto& weights = scorer.weights;

@@ -76,7 +76,8 @@ std::size_t block_scratch(const S& scorer) {
     }
 }
 
-/// Work items are taken by as many slots as there are threads, each with memory of its own; results depend on neither.
+/// Work items are taken by as many slots as there are threads, each with memory of its own; results depend on
+/// neither.
 template <class Body>
 void for_each_in_slots(const host& on, std::int64_t count, std::int64_t slots, Body&& body) {
     std::atomic<std::int64_t> next{0};
@@ -130,7 +131,8 @@ inline std::int64_t stateless_blocks(const Sequences& sequences) {
     return (std::int64_t{sequences.length} + scorer_block - 1) / scorer_block;
 }
 
-/// Calls visit(memory of the slot, b, h, block) for the blocks of scorer_block tokens of all sequences and heads.
+/// Calls visit(memory of the slot, b, h, block) for the blocks of scorer_block tokens of all sequences and
+/// heads.
 template <class S, class T, class Real, class Visit>
 void for_each_scorer_block(const host& on, const S& scorer, const rows_view<const T>& k,
                            const rows_view<const T>& v, const Sequences& sequences, Real* memory,
@@ -228,7 +230,8 @@ void score_recurrent(const host& on, const S& scorer, rows_view<const T> k, rows
     });
 }
 
-/// The rows of tokens first - reach .. first + count - 1 + reach, without gaps, of which those before `begin` hold anything.
+/// The rows of tokens first - reach .. first + count - 1 + reach, without gaps, of which those before `begin`
+/// hold anything.
 template <class T, class Real>
 const Real* rows_around(const rows_view<const T>& rows, std::int64_t b, std::int64_t h, std::int64_t begin,
                         std::int64_t first, std::int32_t count, std::int32_t reach, Real* room) {
@@ -248,8 +251,8 @@ inline std::uint64_t dropout_stream(std::int64_t b, std::int64_t h, std::int32_t
     return (static_cast<std::uint64_t>(b * heads + h) << 30) + static_cast<std::uint64_t>(segment);
 }
 
-/// Tokens [begin, end) of a range that leave a window of `delay` keys in this call, by segments: visit(segment, begin of the
-/// segment, first, end).
+/// Tokens [begin, end) of a range that leave a window of `delay` keys in this call, by segments:
+/// visit(segment, begin of the segment, first, end).
 template <class Visit>
 void for_each_leaving(const Sequences& sequences, std::int64_t b, std::int64_t begin, std::int64_t end,
                       std::int32_t delay, Visit&& visit) {

@@ -1,5 +1,5 @@
-// Bodies of scorers/backward.hpp for the mLSTM on the host: the streams of each head, then what their tokens add to weights
-// and inputs. mlstm_backward_stream.hpp has the equations.
+// Bodies of scorers/backward.hpp for the mLSTM on the host: the streams of each head, then what their tokens
+// add to weights and inputs. mlstm_backward_stream.hpp has the equations.
 #pragma once
 
 #include <kvpolicy/core/check.hpp>
@@ -138,8 +138,8 @@ struct mlstm_backward_pass {
         return converted;
     }
 
-    /// d x of a block of tokens: the sum over the parts of weight^T (token's row), and the value itself where it is written
-    /// as it is.
+    /// d x of a block of tokens: the sum over the parts of weight^T (token's row), and the value itself where
+    /// it is written as it is.
     void add_input_gradients(const real_parts& converted, std::int64_t b, std::int64_t h, std::int64_t first,
                              std::int32_t count, int thread) const {
         Real* d_x = memory.of_thread(scorer, thread).x;

@@ -1,14 +1,16 @@
 // The chunkwise form of the mLSTM scorer on the host: matrix products over chunks of L = scorer_block tokens.
 //
-// Within a chunk that follows a state (C, z, m), with b_l the running sum of log f up to its token l, included:
+// Within a chunk that follows a state (C, z, m), with b_l the running sum of log f up to its token l,
+// included:
 //
 //     s_j = log i_j - b_j,  M_l = max(m, max_{j <= l} s_j),  m_l = b_l + M_l       (m_l as in the recurrence)
-//     q~^T C_l = exp(m - M_l) q~^T C + sum_{j <= l} exp(s_j - M_l) (q~ . k~_j) v~_j         z alike, v~ being 1
+//     q~^T C_l = exp(m - M_l) q~^T C + sum_{j <= l} exp(s_j - M_l) (q~ . k~_j) v~_j     z alike, v~ being 1
 //
-// Exponents are differences of doubles and at most 0. Chunks come in rounds of a few per thread. Each round is three
-// passes: what each chunk adds to a state, relative to its own largest s_j (parallel over chunks); the states before each
-// chunk (a scan over chunks, parallel over the elements of the state); the reads (parallel over chunks, whose query rows
-// stand `delay` earlier). Which tokens form a chunk depends on the sequence alone, so scores do not depend on the threads.
+// Exponents are differences of doubles and at most 0. Chunks come in rounds of a few per thread. Each round
+// is three passes: what each chunk adds to a state, relative to its own largest s_j (parallel over chunks);
+// the states before each chunk (a scan over chunks, parallel over the elements of the state); the reads
+// (parallel over chunks, whose query rows stand `delay` earlier). Which tokens form a chunk depends on the
+// sequence alone, so scores do not depend on the threads.
 #pragma once
 
 #include <kvpolicy/core/check.hpp>
@@ -325,7 +327,8 @@ class mlstm_chunkwise {
         }
     }
 
-    /// Adds the own keys of the chunk to numerators and divisors of its queries, `count` of them from token `begin` on.
+    /// Adds the own keys of the chunk to numerators and divisors of its queries, `count` of them from token
+    /// `begin` on.
     void add_chunk_keys(const mlstm_head<Scorer>& of, const mlstm_chunk& chunk, Real* buffer,
                         std::int32_t begin, std::int32_t count) const {
         const Real* k = buffer + layout_.k;
@@ -360,8 +363,8 @@ class mlstm_chunkwise {
             }
             divisors[i] += (sums[0] + sums[1]) + (sums[2] + sums[3]);
         }
-        // Blocks of queries share the keys that all of them see; the last few are each query's own, since a key after
-        // the query must not even be multiplied by 0 (it may be NaN).
+        // Blocks of queries share the keys that all of them see; the last few are each query's own, since a
+        // key after the query must not even be multiplied by 0 (it may be NaN).
         for (std::int32_t i = 0; i < count; i += block) {
             const std::int32_t rows = std::min(block, count - i);
             const std::int32_t shared = begin + i + 1;

@@ -1,11 +1,12 @@
 // A decode step of one head, shared by several blocks.
 //
-// Every block streams its share of the rows as they were before the step, but for two that may lose their key: the one of
-// u, which leaves the window, and the worst long-range place. One of them, the decider, decides which of the two stays and
-// adds it, and the newcomer, to what it attends to; so no other block waits for a score. Where the card has room for one
-// more block a head, the decider has no rows of its own. Nothing of the cache is written before all blocks of a head have
-// arrived; the last to arrive merges their softmax states and writes the rows as the decider's note says. The decider also
-// finds what the next step must know.
+// Every block streams its share of the rows as they were before the step, but for two that may lose their
+// key: the one of u, which leaves the window, and the worst top-k slot. One of them, the leader block,
+// decides which of the two stays and adds it, and the new token, to what it attends to; so no other block
+// waits for a score. Where the GPU has room for one more block per head, the leader block has no rows of its
+// own. Nothing of the cache is written before all blocks of a head have arrived; the last to arrive merges
+// their softmax states and writes the rows as the leader block's note says. The leader block also finds what
+// the next step must know.
 #pragma once
 
 #include <kvpolicy/caches/cuda/agent_decode_stream.cuh>
@@ -65,7 +66,8 @@ class step_block {
     }
 
     __device__ void run() {
-        // The launch of a scorer lets this one begin when all before it have ended, so only its scores are waited for, and late.
+        // The launch of a scorer lets this one begin when all before it have ended, so only its scores are
+        // waited for, and late.
         if (!scored_before<Scorer> || !call_.writes) {
             wait_for_kernel_before();
         }
@@ -81,10 +83,12 @@ class step_block {
             q += pending_of(call_.cache, head.index);
         }
         const std::int32_t kept = call_.cache.kept[head.index], victim = call_.cache.victim[head.index];
-        // Counted by head: no other's block may say that the layer has taken the token while this one comes late.
+        // Counted by head: no other's block may say that the layer has taken the token while this one comes
+        // late.
         const bool again = call_.writes && call_.cache.taken[head.index] > 0;
         const std::int32_t used = head.layout.used(q, kept);
 
+        // 1. Copies and queries.
         const tile_share share = share_of(used);
         const stream_rows<T> rows{head.k, head.v,      call_.cache.dim_k, call_.cache.dim_v,
                                   used,   share.begin, share.end};
@@ -114,6 +118,7 @@ class step_block {
         stream.store();
         __syncthreads();  // all warps' states are in shared memory
 
+        // 5 and 6. States are merged, results written.
         const std::int64_t region_size = region_bytes() / static_cast<int>(sizeof(Compute));
         const auto* const of_warps = reinterpret_cast<const Compute*>(regions_);
         const states_of_warps<Compute> warps{of_warps, region_size};
@@ -157,13 +162,14 @@ class step_block {
     [[nodiscard]] __device__ bool decides() const {
         return split_ == (call_.deciders != 0 ? call_.splits : 0);
     }
-    /// Whether the decider, in a block without rows, attends both to the keys that there are if u stays and to those that there are if
-    /// the worst stays, while it waits for scores: its first warp and its last. See end_either_way().
+    /// Whether the leader block, in a block without rows, attends both to the keys that there are if u stays
+    /// and to those that there are if the worst stays, while it waits for scores: its first warp and its
+    /// last. See end_either_way().
     [[nodiscard]] __device__ bool both_ways() const {
         return scored_before<Scorer> && call_.writes && call_.clustered;
     }
     [[nodiscard]] __device__ int region_bytes() const { return Rows::shared_bytes(call_.cache.dim_v); }
-    /// Where the decider of a cluster has the states of its blocks: behind the regions.
+    /// Where the leader block of a cluster has the states of its blocks: behind the regions.
     [[nodiscard]] __device__ Compute* inbox() const {
         return reinterpret_cast<Compute*>(regions_ + Rows::warps * region_bytes());
     }
@@ -177,7 +183,7 @@ class step_block {
 
     /// The keys that the step may drop, the same in every block and thread.
     struct candidates {
-        stream_hidden hidden;           // a: the row of u, b: the row of the worst place
+        stream_hidden hidden;           // a: the row of u, b: the row of the worst slot
         detail::ranked_place worst{};   // where it had to be searched
         detail::ranked_place ranked{};  // the worst in any case, if there is one: see rank_worst()
     };
@@ -205,6 +211,7 @@ class step_block {
                                             const head_view<T>& head, position_t q, std::int32_t kept,
                                             std::int32_t victim) {
         stream_extra<T> extra;
+        // 2. The two entries that may lose their key.
         candidates found = find_candidates(head, q, kept, victim);
         const bool alone = decides() && call_.deciders != 0;  // a block without rows
         if (decides()) {
@@ -223,9 +230,11 @@ class step_block {
                 }
             }
             if (!scored_before<Scorer>) {
+                // 3. Which of the two stays; with computed scores only after phase 4.
                 decide(head, q, kept, victim, found, extra);  // while the first rows are on their way
             }
         }
+        // 4. Attention over the warp's tiles, then over what the leader adds.
         stream.finish(queries, found.hidden, call_.logits);
         if (decides() && both_ways()) {
             const bool first = warp_id() == 0;
@@ -254,7 +263,7 @@ class step_block {
                                    const step_rows<Rows, Launch>& moving,
                                    const states_of_warps<Compute>& warps) {
         const moved_rows moved = decides() ? moving.fetch(head, q, memory_.note) : moved_rows{};
-        cluster_wait();  // all have begun, and the decider's barrier is ready
+        cluster_wait();  // all have begun, and the leader block's barrier is ready
         const std::uint32_t barrier = shared_address(&memory_.all_states);
         const Compute* const mine = inbox() + split_ * state_size();
         mixer_.merge_warps(warps, heads,
@@ -327,7 +336,7 @@ class step_block {
         return found;
     }
 
-    /// Sets out to read what decide() needs of the worst place.
+    /// Sets out to read what decide() needs of the worst slot.
     __device__ void rank_worst(const head_view<T>& head, position_t q, candidates& found) const {
         found.ranked = found.worst;
         if (found.worst.place < 0 && found.hidden.b >= 0) {
@@ -335,7 +344,7 @@ class step_block {
         }
     }
 
-    /// The newcomer, u and the worst.
+    /// The new token, u and the worst.
     [[nodiscard]] __device__ stream_extra<T> extra_of(const head_view<T>& head,
                                                       const candidates& found) const {
         stream_extra<T> extra;
@@ -354,7 +363,7 @@ class step_block {
         return extra;
     }
 
-    /// Asks the L2 cache for what next_victim() reads if u replaces the worst place, by a warp.
+    /// Asks the L2 cache for what next_victim() reads if u replaces the worst slot, by a warp.
     __device__ void warm_next_victim(const head_view<T>& head, std::int32_t kept,
                                      const candidates& found) const {
         const std::int32_t first = head.layout.place(0), b = found.hidden.b;
@@ -377,8 +386,8 @@ class step_block {
         }
     }
 
-    /// What the step does to the rows, by all threads of the decider, which writes its note, and what attention sees beside the rows
-    /// that are not hidden.
+    /// What the step does to the rows, by all threads of the leader block, which writes its note, and what
+    /// attention sees beside the rows that are not hidden.
     __device__ void decide(const head_view<T>& head, position_t q, std::int32_t kept, std::int32_t victim,
                            const candidates& found, stream_extra<T>& extra) {
         const position_t limit = call_.cache.rebase_limit;
@@ -391,8 +400,7 @@ class step_block {
         detail::step_decision step = detail::begin_step(head.rule, call_.gate, limit, q, kept, victim, score);
         const detail::ranked_place ranked = places.rank(score, u, -1, q);
         if (found.worst.place >= 0) {
-            step.known =
-                found.worst.place;  // the search is for the next step, too, where a gate lets nobody in
+            step.known = found.worst.place;  // the search is for the next step, too, where the gate is closed
         }
         if (step.full) {
             detail::settle_step(step, head.rule, ranked, found.ranked);
@@ -474,7 +482,7 @@ class step_block {
         return call_.clustered ? memory_.note : call_.notes[pair_];
     }
 
-    /// The newcomer's score as its row keeps it; a sink's is never read.
+    /// The new token's score as its row keeps it; a sink's is never read.
     __device__ float arriving_score(bool counts) const {
         if constexpr (given) {
             const float score = call_.scores ? call_.scores.head(entry_, head_)[0] : 0.0f;
@@ -490,8 +498,8 @@ class step_block {
         }
     }
 
-    /// Whether all other blocks of the head have arrived. What they wrote before is then visible to this one, and they
-    /// no longer read the cache. The counter is back at 0 for the next launch.
+    /// Whether all other blocks of the head have arrived. What they wrote before is then visible to this one,
+    /// and they no longer read the cache. The counter is back at 0 for the next launch.
     __device__ bool arrives_last(std::int64_t index) const {
         __syncthreads();  // the block's own work comes before its arrival
         if (threadIdx.x == 0) {
@@ -540,7 +548,7 @@ class step_block {
     std::int32_t split_, part_, pair_, entry_, head_;
     std::int32_t slot_ = 0;
     struct nothing {};
-    // Of the worst place, where they are found before the scores come.
+    // Of the worst slot, where they are found before the scores come.
     std::conditional_t<finds_rivals, detail::place_rivals, nothing> rivals_;
 };
 

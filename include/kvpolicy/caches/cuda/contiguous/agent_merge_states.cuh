@@ -41,8 +41,8 @@ struct load_of_block {
     }
 };
 
-/// Where softmax states are: those of a block's warps, or of the blocks of a cluster, in a block's shared memory, or those of blocks in
-/// the workspace, which are read past the L1 cache.
+/// Where softmax states are: those of a block's warps, or of the blocks of a cluster, in a block's shared
+/// memory, or those of blocks in the workspace, which are read past the L1 cache.
 template <class Compute, class Load>
 struct stored_states {
     const Compute* first;
@@ -101,8 +101,8 @@ class state_mixer {
     __device__ state_mixer(state_weights<Rows>& memory, std::int32_t width, std::int32_t dim_v)
         : memory_(memory), width_(width), dim_v_(dim_v) {}
 
-    /// What the softmax states of `count` warps or blocks weigh beside each other, for all threads to read. Instructions count here:
-    /// they are run once, by a cold cache, while the card has little else to do.
+    /// What the softmax states of `count` warps or blocks weigh beside each other, for all threads to read.
+    /// Instructions count here: they are run once, by a cold cache, while the GPU has little else to do.
     template <class States>
     __device__ void weigh(const States& states, std::int32_t count, std::int32_t heads) const {
         constexpr int turns = (most_states + 31) / 32;
@@ -168,7 +168,8 @@ class state_mixer {
         return all;
     }
 
-    /// The warps' states become the block's: to.columns(place in a state, four columns), to.number(place, its number).
+    /// The warps' states become the block's: to.columns(place in a state, four columns), to.number(place, its
+    /// number).
     template <class To>
     __device__ void merge_warps(const states_of_warps<Compute>& of_warps, std::int32_t heads,
                                 const To& to) const {

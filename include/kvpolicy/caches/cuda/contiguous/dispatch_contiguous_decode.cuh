@@ -17,8 +17,9 @@ namespace kvpolicy {
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 namespace cuda_backend {
 
-/// Into how many blocks the `rows` rows of each of `heads` heads are cut: no more than keep the multiprocessors busy, since what blocks
-/// find has to be merged, and none of few rows. (Measured on an H100 at batch 1, 8 and 32: docs/performance.md.)
+/// Into how many blocks the `rows` rows of each of `heads` heads are cut: no more than keep the SMs busy,
+/// since what blocks find has to be merged, and none of few rows. (Measured on an H100 at batch 1, 8 and 32:
+/// docs/performance.md.)
 inline std::int32_t step_splits(std::int64_t heads, std::int64_t rows, std::int64_t multiprocessors) {
     constexpr std::int64_t least_rows = 512;
     const std::int64_t wanted = (multiprocessors * 7 / 5 + heads - 1) / heads;
@@ -126,8 +127,8 @@ class cache_step_call {
                              call_);
     }
 
-    /// Few heads are shared by the blocks of a cluster each, which merge what they found without a way through memory. With more
-    /// heads clusters wait for room, and cost more than that.
+    /// Few heads are shared by the blocks of a cluster each, which merge what they found without a way
+    /// through memory. With more heads clusters wait for room, and cost more than that.
     void cluster_if_few(std::int64_t alone, std::int64_t rows, std::int64_t multiprocessors) {
         if constexpr (Rows::clusters) {
             constexpr std::int64_t most = 8, least_rows = 256, heads_of_few = 4;
@@ -135,7 +136,7 @@ class cache_step_call {
             if (call_.parts != 1 || alone * heads_of_few > multiprocessors) {
                 return;
             }
-            // The decider has the states of all.
+            // The leader block has the states of all.
             const std::size_t shared =
                 shared_ +
                 static_cast<std::size_t>((most + 1) * stream_state<Rows::heads>::size(call_.width)) *

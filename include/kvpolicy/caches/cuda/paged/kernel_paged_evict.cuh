@@ -1,5 +1,6 @@
-// Eviction over all heads of a sequence (policies/eviction.hpp) in one launch, whose blocks wait for each other: rounds of a layer after
-// another, until the sequence holds no more than it may. As on the host (caches/host/evict.hpp), masses to rounding.
+// Eviction over all heads of a sequence (policies/eviction.hpp) in one launch, whose blocks wait for each
+// other: rounds of a layer after another, until the sequence holds no more than it may. As on the host
+// (caches/host/evict.hpp), masses to rounding.
 #pragma once
 
 #include <kvpolicy/caches/cuda/kernel_prefill.cuh>
@@ -70,8 +71,8 @@ struct evicted_head {
         const position_t last = length - 1;
         return last - (last - i) % cache.eviction.observing;
     }
-    /// The row of a long-range key or another, number j in logical order; only called for heads that take part, whose sinks and ring
-    /// are full. `rank`: whether places stand in any order.
+    /// The row of a top-k key or another, number j in logical order; only called for heads that take part,
+    /// whose sinks and ring are full. `rank`: whether places stand in any order.
     [[nodiscard]] __device__ std::int32_t ring_row(std::int32_t j) const {
         const std::int32_t places = used - long_range;
         return j < layout.sinks ? j : layout.recent(length - layout.window + (j - layout.sinks - places));
@@ -141,7 +142,7 @@ __device__ void evict_order(const evicted_head<P, T>& at, std::int32_t* order) {
             continue;
         }
         const std::int32_t mine = at.layout.place(j - sinks);
-        std::int32_t rank = j - sinks;  // without a contest keys take their places in order
+        std::int32_t rank = j - sinks;  // without a top-k update keys take their places in order
         if (budget != unlimited && budget != 0) {
             const position_t t = at.rows.position(mine);
             rank = 0;
@@ -230,7 +231,7 @@ __device__ void evict_sums(const evicted_head<P, T>& at, const evict_memory<T>& 
     }
 }
 
-/// The mass of a block's keys, a thread a key: rows from `first` on. By one block.
+/// The mass of a block's keys, one thread per key: rows from `first` on. By one block.
 template <class P, class T>
 __device__ void evict_masses(const evicted_head<P, T>& at, const evict_memory<T>& memory, std::int32_t first,
                              compute_t<T>* queries) {
@@ -294,7 +295,8 @@ __device__ std::int32_t mark_lowest(const evicted_head<P, T>& at, const evict_me
         }
         const bool candidate = row >= at.long_range && !cache.keep.keeps(at.rows.position(row));
         mine += candidate ? 1 : 0;
-        // Larger for a lower score, and never ~0; what is exempt has the least. Of equal ones the newer goes, so it stands first.
+        // Larger for a lower score, and never ~0; what is exempt has the least. Of equal ones the newer goes,
+        // so it stands first.
         const auto bits = static_cast<std::uint64_t>(__double_as_longlong(score));
         keys[used - 1 - j] = candidate ? ~(bits + 1) : 0;
     }
@@ -315,13 +317,13 @@ __device__ std::int32_t mark_lowest(const evicted_head<P, T>& at, const evict_me
     return drop;
 }
 
-/// The first long-range entry of a head that moved or went, and the entries that are left.
+/// The first top-k entry of a head that moved or went, and the entries that are left.
 struct closed_gaps {
     std::int32_t from, used;
 };
 
-/// Moves entries towards the front over those that mark_lowest() marked; a few are read before as many are written. By one
-/// block.
+/// Moves entries towards the front over those that mark_lowest() marked; a few are read before as many are
+/// written. By one block.
 template <class P, class T>
 __device__ closed_gaps close_gaps(const evicted_head<P, T>& at, const evict_memory<T>& memory,
                                   unsigned char* staging) {
@@ -423,8 +425,9 @@ struct evict_grid {
         }
     }
 
-    /// Whether an entry is left alone: padding, a bad one, or one in the middle of a token, when a key and queries have
-    /// taken the places of older ones, which the length does not say yet. The same in all blocks.
+    /// Whether an entry is left alone: padding, a bad one, or one in the middle of a token, when a key and
+    /// queries have taken the places of older ones, which the length does not say yet. The same in all
+    /// blocks.
     [[nodiscard]] __device__ bool passes_over(const Batch& batch, std::int32_t entry,
                                               std::int32_t slot) const {
         const std::int32_t tokens = batch.tokens(entry);
@@ -475,6 +478,7 @@ struct evict_grid {
         auto* const queries = reinterpret_cast<compute_t<T>*>(dynamic_shared());
         const std::int32_t kv_heads = cache.kv_heads;
         const auto head_of = [&](std::int32_t h) { return evicted_head<P, T>(cache, slot, h); };
+        // 3.
         for (std::int32_t h = 0; h < kv_heads; ++h) {
             if (const auto at = head_of(h); at.takes_part()) {
                 evict_order(at, memory.order + h * memory.rows);
@@ -497,9 +501,11 @@ struct evict_grid {
         share([](const auto& at) { return at.queries(); }, evict_tile,
               [&](const auto& at, std::int32_t first) { evict_sums(at, memory, first, queries); });
         grid.sync();
+        // 4.
         share([](const auto& at) { return at.used; }, admit_threads,
               [&](const auto& at, std::int32_t first) { evict_masses(at, memory, first, queries); });
         grid.sync();
+        // 5.
         for (auto h = static_cast<std::int32_t>(blockIdx.x); h < kv_heads;
              h += static_cast<std::int32_t>(gridDim.x)) {
             if (const auto at = head_of(h); at.takes_part()) {
@@ -511,7 +517,28 @@ struct evict_grid {
     }
 };
 
-/// All entries, one after another. Launched cooperatively; dynamic shared memory has a tile of queries, or the rows that move at once.
+/// Eviction over all heads of each sequence (policies/eviction.hpp), in rounds, until the average number of
+/// entries per head is within the limit. One cooperative launch; the sequences of the batch come one after
+/// another.
+///
+///     mass(t) = sum over the kept queries of agg over the group of softmax(t)
+///
+/// A round drops the `share` of a head's entries with the lowest mass, max-pooled over `pool` neighbors in
+/// logical order. Sinks, window and held keys are exempt.
+///
+/// Grid: as many blocks as run at once. Block: admit_threads.
+/// Shared memory: sums, largest, total; dynamic: evict_tile queries [Dk][evict_tile] of compute_t<T>, or the
+/// entries that move at once.
+/// In: refs [layers], the queries that steps and chunks kept, all entries. Out: reports [count]; status
+/// [count] is OR-ed.
+/// Overwrites: entries (gaps are closed in place), kept, victim, bounds, page tables, refcounts, the stack
+/// of free pages; `memory` is scratch. Masses agree with the CPU backend to rounding.
+///
+/// Phases, per round (grid.sync() after 3, 4 and 5 of every layer):
+/// 1. passes_over: sequences that are left alone. 2. count_rows: whether the sequence exceeds its limit.
+/// 3. evict_order and evict_sums: entries in logical order; largest logit and sum of weights per query.
+/// 4. evict_masses: the mass of each entry. 5. evict_rows: the lowest entries go, the gaps close, pages are
+///    freed.
 template <class P, class T>
 __global__ void __launch_bounds__(admit_threads)
     dual_evict_kernel(const DualRef<P, T>* const refs, const std::int32_t layers, const Batch batch,
@@ -531,14 +558,16 @@ __global__ void __launch_bounds__(admit_threads)
     for (std::int32_t entry = 0; entry < batch.count; ++entry) {
         EvictionReport report;
         const std::int32_t slot = batch.slot(entry);
+        // 1.
         const bool runs = !all.passes_over(batch, entry, slot);
         while (runs) {
+            // 2.
             all.count_rows(slot);
             report.rows = static_cast<std::int64_t>(total);
             if ((report.rows + all.heads() - 1) / all.heads() <= refs[0].eviction.average) {
                 break;
             }
-            // A graph captured before slabs were lent has a workspace for fewer rows.
+            // A graph captured before slabs were added has a workspace for fewer rows.
             if (beyond) {
                 all.report(entry, static_cast<std::uint32_t>(status_small_workspace));
                 break;

@@ -172,7 +172,7 @@ struct dual_head {
     HeadRule rule;
     HeadRows layout;
     std::int64_t index;    // slot * kv_heads + head
-    std::int32_t* record;  // the worst places of its tiles, where it has a budget
+    std::int32_t* record;  // the worst slots of its tiles, where it has a budget
     std::int32_t* table;
     PagedRows<T> rows;
     const dual_view<T>* cache;

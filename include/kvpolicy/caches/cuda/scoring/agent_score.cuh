@@ -1,4 +1,5 @@
-// Scores of new tokens (on arrival), or of the keys that leave the window when they come (on leaving), by one block.
+// Scores of new tokens (on arrival), or of the keys that leave the window when they come (on leaving), by one
+// block.
 #pragma once
 
 #include <kvpolicy/caches/cuda/contiguous/contiguous_view.cuh>
@@ -67,7 +68,7 @@ __device__ void to_floats(const T* from, std::int32_t count, float* to) {
     }
 }
 
-/// A token a warp.
+/// One warp per token.
 template <class View, std::int32_t D>
 __device__ void score_block(const score_launch<View, LinearScorer<D>>& call, float* /*shared*/) {
     const std::int32_t pieces = (call.tokens.most + score_batch - 1) / score_batch;
@@ -151,8 +152,8 @@ __device__ inline float4 four_weights(const float* w, bool aligned) {
     return aligned ? *reinterpret_cast<const float4*>(w) : make_float4(w[0], w[1], w[2], w[3]);
 }
 
-/// out[i] = w_i . x for rows [0, count) of weights, a warp a row; warp `leader` has the first. `inputs` is a multiple of 8, as
-/// head_dims are, and x is aligned to 16 bytes.
+/// out[i] = w_i . x for rows [0, count) of weights, one warp per row; warp `leader` has the first. `inputs`
+/// is a multiple of 8, as head_dims are, and x is aligned to 16 bytes.
 __device__ inline void project_rows(const float* w, std::int32_t count, const float* x, std::int32_t inputs,
                                     float* out, int leader = 0) {
     constexpr int rows = 4, turns = 2;  // at once, so that their loads overlap: the weights come from afar
@@ -251,8 +252,8 @@ struct mlstm_memory {
           numbers(divisor + score_warps) {}
 };
 
-/// log f and log i in double, since log f near 0 must survive the sum with a large stabilizer. Writes the factors of the old
-/// state and of the token, and the new stabilizer. By one thread.
+/// log f and log i in double, since log f near 0 must survive the sum with a large stabilizer. Writes the
+/// factors of the old state and of the token, and the new stabilizer. By one thread.
 template <class Weights>
 __device__ void mlstm_gate_factors(const Weights& weights, std::int64_t head, double cap, float* numbers,
                                    float* stabiliser) {
@@ -276,7 +277,8 @@ __device__ void mlstm_gate_factors(const Weights& weights, std::int64_t head, do
     stabiliser[1] = isfinite(m) ? static_cast<float>(m - static_cast<double>(static_cast<float>(m))) : 0.0f;
 }
 
-/// C <- f C + i k~ v~^T and z <- f z + i k~, and each warp's part of q~ C and q~ z if a key `leaves`. By the whole block.
+/// C <- f C + i k~ v~^T and z <- f z + i k~, and each warp's part of q~ C and q~ z if a key `leaves`. By the
+/// whole block.
 __device__ inline void mlstm_absorb(const mlstm_memory& memory, float* state, std::int32_t features,
                                     std::int32_t width, bool leaves) {
     float* const z = state + std::int64_t{features} * width;
