@@ -23,8 +23,7 @@ struct CacheShape {
     std::int32_t dim_v = 0;
     std::int32_t page_rows =
         1;  ///< a head's rows are rounded up to this many, so that it can be exported in pages
-    std::int32_t proposals =
-        0;  ///< n_max: the most draft tokens per sequence (spare rows of every head)
+    std::int32_t proposals = 0;  ///< n_max: the most draft tokens per sequence (spare rows of every head)
 };
 
 /// Where the rows of one KV head lie, counted from the head's first row: [sinks | ring | top-k]. Token t < s

@@ -1,10 +1,9 @@
-// Which key is admitted to a top-k slot, as kernels decide it: bodies for a group of threads, which a plain
-// C++ compiler runs as a group of one. Host calls have their own (caches/host/entries.hpp,
-// masks/top_k_set.hpp); tests demand identical results.
+// Top-k updates as kernels run them: which key is admitted to a top-k slot. Bodies are for a group of
+// threads; a plain C++ compiler runs them as a group of one. The CPU backend has its own
+// (caches/host/entries.hpp, masks/top_k_set.hpp); tests require identical results.
 //
-// The worst key of a head is not searched anew in every step: places are cut into tiles, and a cache records
-// the worst slot of each. An admitted key changes one tile's record, and the worst of all is found among the
-// records.
+// A step does not search all slots for the worst key. Slots are cut into tiles, and a cache records the worst
+// slot of each tile. An admitted key changes one tile's record; the worst of all is found among the records.
 #pragma once
 
 #include <kvpolicy/caches/layer_ref.hpp>

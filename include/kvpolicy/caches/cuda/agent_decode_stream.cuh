@@ -1,9 +1,9 @@
-// One warp's share of a decode step's attention: the rows of a head, in tiles of 16, against the query heads
-// of its group.
+// One warp's share of decode attention over contiguous entries: tiles of 16 entries of a head against the
+// query heads of its group.
 //
-// A warp copies its own tiles and waits for no other warp: what it found, one softmax state per query head,
-// is merged at the end. Rows beyond those in use are never read. Rows whose key may leave in this step are
-// passed over (`stream_hidden`); one warp adds those that stay, and the new token, which is in no row yet
+// A warp copies and reads its own tiles only. It keeps one softmax state per query head; states are merged at
+// the end. Entries beyond those in use are not read. Entries whose key may be evicted in this step are
+// skipped (`stream_hidden`). One warp adds those that stay and the new token, which is in no entry yet
 // (`stream_extra`).
 #pragma once
 

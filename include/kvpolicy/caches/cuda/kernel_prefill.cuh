@@ -1,8 +1,9 @@
-// A chunk of tokens into a cache on a device: who leaves and who stays, and, after attention, the rows.
+// Kernels of a chunk of tokens: which keys stay, and after attention the entries.
 //
-// The top-k updates of a head run in one warp, on copies in the workspace; they give attention the lifetimes
-// of all rows, and the kernels at the end the key of every place. A surviving row stays where it is, so only
-// new tokens are copied: to places first, since they may come from the ring, then to the ring.
+// One warp runs the top-k updates of a head on copies in the workspace. They yield the visible interval of
+// every entry, which attention needs, and the key of every top-k slot, which the last kernels write. A key
+// that stays keeps its entry, so only admitted keys and new tokens are copied: admitted keys first, since
+// they may come from window entries.
 #pragma once
 
 #include <kvpolicy/caches/cuda/contiguous/contiguous_view.cuh>
@@ -217,8 +218,7 @@ __global__ void __launch_bounds__(chunk_threads)
     const std::int32_t tokens = at.active.tokens;
     const std::int32_t kept = tokens != 0 ? call.cache.kept[at.rows.index] : 0;
     if constexpr (detail::holds_keys<Gate>) {
-        // 1.
-        // Keys that are held for their position have no score.
+        // 1. Keys that are held for their position have no score.
         for (std::int32_t j = thread; call.computed != nullptr && j < tokens; j += chunk_threads) {
             if (gate.keeps(at.base + j - (call.on_leaving ? rule.window : 0))) {
                 call.computed[std::int64_t{at.pair} * call.tokens.most + j] = 0.0f;
@@ -226,11 +226,10 @@ __global__ void __launch_bounds__(chunk_threads)
         }
         __syncthreads();
     }
-    // 2 and 3.
+    // 2 and 3. Visible intervals.
     fill_past_lifetimes(call, at, kept);
     fill_chunk_lifetimes(call, at);
-    // 4.
-    // Named by place, of which those before `contested` are never looked at.
+    // 4. Named by place, of which those before `contested` are never looked at.
     const std::int32_t contested = first_contested(rule, kept);
     const std::int64_t places = std::int64_t{at.pair} * call.places - contested;
     float* const of_score = call.place_score + places;
@@ -259,7 +258,7 @@ __global__ void __launch_bounds__(chunk_threads)
         }
     }
     __syncthreads();
-    // 5.
+    // 5. The top-k updates, by one warp.
     if (warp_id() == 0) {
         std::int32_t pinned = 0;
         if constexpr (detail::holds_keys<Gate>) {
@@ -279,7 +278,7 @@ __global__ void __launch_bounds__(chunk_threads)
             }
         }
     }
-    // 6.
+    // 6. From shared memory to the workspace.
     if (call.contest_in_shared) {
         __syncthreads();
         const std::int32_t after = call.kept[at.pair];
@@ -366,7 +365,7 @@ __global__ void __launch_bounds__(chunk_threads)
     const std::int32_t piece = static_cast<std::int32_t>(blockIdx.x) % chunk_pieces;
     const std::int32_t tokens = at.active.tokens;
     const View& cache = call.cache;
-    // 1.
+    // 1. Counters.
     if (piece == 0 && threadIdx.x == 0 && at.active.there) {
         if (tokens != 0) {
             cache.taken[at.rows.index] = tokens;
@@ -383,7 +382,7 @@ __global__ void __launch_bounds__(chunk_threads)
             cache.proposed[at.active.slot] = 0;
         }
     }
-    // 2.
+    // 2. The scorer's state.
     if (call.advanced != nullptr && tokens != 0) {
         const std::int64_t size = cache.state_size;
         for (std::int64_t i = piece * chunk_threads + static_cast<std::int32_t>(threadIdx.x); i < size;
@@ -391,7 +390,7 @@ __global__ void __launch_bounds__(chunk_threads)
             cache.state[at.rows.index * size + i] = call.advanced[at.pair * size + i];
         }
     }
-    // 3.
+    // 3. Entries.
     constexpr std::int32_t warps = chunk_threads / 32;
     for (std::int32_t j = piece * warps + warp_id(); j < tokens; j += chunk_pieces * warps) {
         const position_t t = at.base + j;

@@ -1,4 +1,5 @@
-// Slots of a cache on a device: emptied, advanced, copied; and its pages.
+// Sequence operations of a cache on CUDA: clear, advance, fork and reorder of a FixedBudgetCache, page
+// export.
 #pragma once
 
 #include <kvpolicy/caches/calls.hpp>
@@ -114,14 +115,14 @@ __global__ void __launch_bounds__(advance_threads) advance_kernel(const __grid_c
                           x % call.kv_heads];
     };
     const position_t before = call.length[active.slot];
-    // 1.
+    // 1. Compare all heads' counts.
     bool differs = false, lacks = false;
     for (auto x = static_cast<std::int32_t>(threadIdx.x); x < heads; x += advance_threads) {
         const std::int32_t taken = taken_by(x);  // -1: it found no pages
         differs |= tokens != 0 ? taken != tokens : taken > 0;
         lacks |= tokens != 0 && taken < 0;
     }
-    // 2.
+    // 2. One differs: report it and stop.
     if (__syncthreads_or(differs ? 1 : 0) != 0) {
         const bool exhausted = __syncthreads_or(lacks ? 1 : 0) != 0;
         if (threadIdx.x == 0 && call.status != nullptr) {
@@ -132,7 +133,7 @@ __global__ void __launch_bounds__(advance_threads) advance_kernel(const __grid_c
         }
         return;
     }
-    // 3.
+    // 3. Reset the counts, add the tokens.
     for (auto x = static_cast<std::int32_t>(threadIdx.x); x < heads; x += advance_threads) {
         taken_by(x) = 0;
     }

@@ -1,12 +1,14 @@
 // A decode step of one head, shared by several blocks.
 //
-// Every block streams its share of the rows as they were before the step, but for two that may lose their
-// key: the one of u, which leaves the window, and the worst top-k slot. One of them, the leader block,
-// decides which of the two stays and adds it, and the new token, to what it attends to; so no other block
-// waits for a score. Where the GPU has room for one more block per head, the leader block has no rows of its
-// own. Nothing of the cache is written before all blocks of a head have arrived; the last to arrive merges
-// their softmax states and writes the rows as the leader block's note says. The leader block also finds what
-// the next step must know.
+// At most two entries of a head may lose their key in a step: that of u, the key that leaves the window, and
+// that of the worst top-k slot. All blocks attend to the entries as they were before the step, without these
+// two. The leader block decides which of the two keys stays; it attends to that key and to the new token. So
+// only the leader waits for a score. Where the GPU has room for one more block per head, the leader has no
+// entries of its own.
+//
+// The cache is written after all blocks of a head have arrived. The last to arrive (in a cluster the leader)
+// merges the softmax states and writes the entries that the leader's note names. The leader also finds the
+// victim of the next step.
 #pragma once
 
 #include <kvpolicy/caches/cuda/agent_decode_stream.cuh>
@@ -83,8 +85,7 @@ class step_block {
             q += pending_of(call_.cache, head.index);
         }
         const std::int32_t kept = call_.cache.kept[head.index], victim = call_.cache.victim[head.index];
-        // Counted by head: no other's block may say that the layer has taken the token while this one comes
-        // late.
+        // Counted per head, so that a block of another head cannot mark the token as appended too early.
         const bool again = call_.writes && call_.cache.taken[head.index] > 0;
         const std::int32_t used = head.layout.used(q, kept);
 
@@ -139,7 +140,7 @@ class step_block {
     }
 
   private:
-    /// An entry of no token.
+    /// The end for an entry of the batch without a token.
     __device__ void leave(const active_entry& active) const {
         if (head_ == 0 && part_ + split_ == 0 && threadIdx.x == 0) {
             active.report(call_.status, entry_);
@@ -162,14 +163,13 @@ class step_block {
     [[nodiscard]] __device__ bool decides() const {
         return split_ == (call_.deciders != 0 ? call_.splits : 0);
     }
-    /// Whether the leader block, in a block without rows, attends both to the keys that there are if u stays
-    /// and to those that there are if the worst stays, while it waits for scores: its first warp and its
-    /// last. See end_either_way().
+    /// Whether the leader block attends to both outcomes while it waits for scores: its first warp as if u
+    /// stays, its last as if the worst slot's key stays. See end_either_way().
     [[nodiscard]] __device__ bool both_ways() const {
         return scored_before<Scorer> && call_.writes && call_.clustered;
     }
     [[nodiscard]] __device__ int region_bytes() const { return Rows::shared_bytes(call_.cache.dim_v); }
-    /// Where the leader block of a cluster has the states of its blocks: behind the regions.
+    /// The states of a cluster's blocks in the leader's shared memory, behind the regions.
     [[nodiscard]] __device__ Compute* inbox() const {
         return reinterpret_cast<Compute*>(regions_ + Rows::warps * region_bytes());
     }
@@ -181,7 +181,7 @@ class step_block {
                ((std::int64_t{pair_} * call_.parts + part) * call_.blocks() + split) * state_size();
     }
 
-    /// The keys that the step may drop, the same in every block and thread.
+    /// The entries whose key the step may evict, the same in every block and thread.
     struct candidates {
         stream_hidden hidden;           // a: the row of u, b: the row of the worst slot
         detail::ranked_place worst{};   // where it had to be searched
@@ -336,7 +336,7 @@ class step_block {
         return found;
     }
 
-    /// Sets out to read what decide() needs of the worst slot.
+    /// Starts the loads that decide() needs of the worst slot.
     __device__ void rank_worst(const head_view<T>& head, position_t q, candidates& found) const {
         found.ranked = found.worst;
         if (found.worst.place < 0 && found.hidden.b >= 0) {
@@ -344,7 +344,7 @@ class step_block {
         }
     }
 
-    /// The new token, u and the worst.
+    /// The new token, u and the worst slot's key.
     [[nodiscard]] __device__ stream_extra<T> extra_of(const head_view<T>& head,
                                                       const candidates& found) const {
         stream_extra<T> extra;
@@ -363,7 +363,7 @@ class step_block {
         return extra;
     }
 
-    /// Asks the L2 cache for what next_victim() reads if u replaces the worst slot, by a warp.
+    /// Prefetches into L2 what next_victim() reads if u replaces the worst slot's key. By one warp.
     __device__ void warm_next_victim(const head_view<T>& head, std::int32_t kept,
                                      const candidates& found) const {
         const std::int32_t first = head.layout.place(0), b = found.hidden.b;
@@ -386,8 +386,8 @@ class step_block {
         }
     }
 
-    /// What the step does to the rows, by all threads of the leader block, which writes its note, and what
-    /// attention sees beside the rows that are not hidden.
+    /// Decides what the step does to the entries: into the note, and into `extra` what the leader block
+    /// attends to beside the entries. By all threads of the leader block.
     __device__ void decide(const head_view<T>& head, position_t q, std::int32_t kept, std::int32_t victim,
                            const candidates& found, stream_extra<T>& extra) {
         const position_t limit = call_.cache.rebase_limit;
@@ -435,7 +435,7 @@ class step_block {
         extra.counts[2] = step.promoted < 0 && found.hidden.b >= 0;
     }
 
-    /// The end of both_ways(): when the scores come, outputs are chosen, and the rows that move.
+    /// The end of both_ways(): merges both outcomes, waits for the scores, chooses one and writes.
     __device__ void end_either_way(const head_view<T>& head, position_t q, std::int32_t kept,
                                    std::int32_t victim, const candidates& found,
                                    const step_rows<Rows, Launch>& moving,
@@ -482,7 +482,7 @@ class step_block {
         return call_.clustered ? memory_.note : call_.notes[pair_];
     }
 
-    /// The new token's score as its row keeps it; a sink's is never read.
+    /// The new token's score as its entry stores it; a sink's is not used.
     __device__ float arriving_score(bool counts) const {
         if constexpr (given) {
             const float score = call_.scores ? call_.scores.head(entry_, head_)[0] : 0.0f;

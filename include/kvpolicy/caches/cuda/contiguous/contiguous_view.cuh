@@ -133,9 +133,9 @@ __device__ std::int32_t rows_now(const View& cache, const Head& head, std::int32
     return head.layout.used(cache.length[slot] + pending_of(cache, head.index), cache.kept[head.index]);
 }
 
-/// The tokens of an entry of a call of at most `most` tokens, and its slot. What a host would refuse counts
-/// as no token, and an entry of slot Batch::no_slot has none. Tokens that `grow` the slot must have room in
-/// it; a call that only looks brings none.
+/// The tokens of one entry of a batch, at most `most`, and its sequence. What the CPU backend would reject
+/// counts as no token, and an entry of Batch::no_slot has none. With `grow` the tokens must fit into the
+/// sequence.
 struct active_entry {
     std::int32_t slot;  // 0 where there is none
     std::int32_t tokens;
@@ -158,7 +158,7 @@ struct active_entry {
             refuse(status_bad_length);
         }
     }
-    /// For the layer: tokens are taken once before advance(). Of no use once the call has begun to write.
+    /// No tokens if the layer has appended some since the last advance(). Call it before the first write.
     template <class View>
     __device__ active_entry once(const View& cache) const {
         active_entry entry = *this;

@@ -1,4 +1,4 @@
-// Entry points of a cache's step.
+// The kernel of a decode step of a FixedBudgetCache, with its contract.
 #pragma once
 
 #include <kvpolicy/caches/cuda/contiguous/agent_contiguous_decode.cuh>

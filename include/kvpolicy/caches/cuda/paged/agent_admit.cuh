@@ -1,5 +1,6 @@
-// Pages for what a call is about to write, by one block: all that an entry needs, or the call leaves that
-// entry alone. Entries come first to last, as on the host, so that both refuse the same ones.
+// Pages for the entries that a call writes, by one block. A sequence gets all pages that it needs, or the
+// call leaves it unchanged. Sequences are served in the order of the batch, as in the CPU backend, so both
+// reject the same ones.
 #pragma once
 
 #include <kvpolicy/caches/cuda/contiguous/contiguous_view.cuh>

@@ -1,8 +1,7 @@
-// How much a query can find in a page at most, for 32 pages at a time, one a lane: rows of 16 bits.
+// Upper bounds of q . k per page, 32 pages at a time, one lane per page, for 16-bit keys.
 //
-// A bound is a sum over the dimensions in their order, as on the host, so that a lane has a page to itself.
-// Its numbers lie far from its neighbour's, so a warp copies them into shared memory first, in lines of 128
-// bytes, one stage ahead.
+// A bound is a sum over the dims in their order, as in the CPU backend. A lane's bounds lie far from its
+// neighbor's, so a warp copies them into shared memory in lines of 128 bytes, one stage ahead.
 #pragma once
 
 #include <kvpolicy/core/types.hpp>

@@ -1,6 +1,6 @@
-// A step of a DualCache. One block admits the entries (admit_block) and lays the tiles of all heads end to
-// end; then every block of the GPU takes the same number of them, wherever heads begin and end. So it does
-// not matter how ragged the heads are.
+// A decode step of a paged cache. One block takes the pages (admit_block) and lays the tiles of all heads end
+// to end. Then every block takes the same number of tiles, wherever heads begin and end, so ragged heads cost
+// no more than even ones.
 #pragma once
 
 #include <kvpolicy/caches/cuda/paged/agent_admit.cuh>

@@ -1,7 +1,7 @@
-// One warp's share of a DualCache's decode step: the rows of a head, in tiles of 16 that lie in pages,
-// against the query heads of its group. What stands in agent_decode_stream.cuh, but for where rows lie, how
-// warps share them (in turn), and the new token: every block knows what the step does, so it stands in the
-// place of the row that attention must not see (`hole`), or behind the last.
+// One warp's share of decode attention over paged entries: tiles of 16 entries, which lie in pages, against
+// the query heads of a group. As agent_decode_stream.cuh, with three differences: where entries lie; warps
+// take tiles in turn; and the new token is read in place of the entry that the step frees (`hole`), or behind
+// the last entry, since every block knows what the step does.
 #pragma once
 
 #include <kvpolicy/attention/cuda/key_frame.cuh>

@@ -1,5 +1,5 @@
-// The pages that a query reads of every head: bounds of all pages first, then the best of them, as the host
-// chooses (caches/host/select.hpp), with the same operations in the same order, so that both choose the same.
+// A selection's pages per head: bounds of all pages first, then the pages with the largest bounds. Operations
+// and their order are those of the CPU backend (caches/host/select.hpp), so both choose the same pages.
 #pragma once
 
 #include <kvpolicy/caches/cuda/paged/agent_bound_stream.cuh>
@@ -145,7 +145,8 @@ __global__ void __launch_bounds__(bound_threads)
     }
 }
 
-/// Chooses the read_pages[h] pages with the largest keys, by radix selection; ties go to the lower page number.
+/// Chooses the read_pages[h] pages with the largest keys, by radix selection. Of equal keys the lower page
+/// number wins.
 ///
 /// Grid: count * Hkv blocks. Block: choose_threads. Shared memory: find_memory.
 /// In: keys of bound_pages_kernel. Out: chosen [count, Hkv, most_chosen] int32 page ids, chosen_rows [count,

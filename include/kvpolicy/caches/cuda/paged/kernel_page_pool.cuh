@@ -1,4 +1,4 @@
-// The pool of a DualCache on a device: slabs added; and the pages of heads.
+// The page pool of a paged cache: adding slabs, and page export.
 #pragma once
 
 #include <kvpolicy/caches/calls.hpp>

@@ -1,7 +1,7 @@
-// Slots of a DualCache that become what others were: fork and reorder, as on the host
-// (caches/host/sequences.hpp). Of the slots that want a source's rows one inherits its pages, the source if
-// it stays, else the first; the others share the pages that never change again, and copy the rest. Slots that
-// are no target's source are dropped, and their pages serve the copies.
+// fork and reorder of a paged cache, as in the CPU backend (caches/host/sequences.hpp). Per source one target
+// inherits the pages: the source itself if it stays, else the first target. The other targets share the pages
+// that can no longer change, and copy the rest. Sequences that are no target's source are dropped, and their
+// pages serve the copies.
 #pragma once
 
 #include <kvpolicy/caches/cuda/kernel_prefill.cuh>
@@ -130,7 +130,7 @@ __global__ void __launch_bounds__(admit_threads)
             }
         }
     };
-    // 1.
+    // 1. Count the pages that copies take.
     unsigned long long mine = 0;
     for (std::int32_t x = thread; x < all.count * each; x += admit_threads) {
         if (all.copies(x / each)) {
@@ -141,8 +141,7 @@ __global__ void __launch_bounds__(admit_threads)
         }
     }
     atomicAdd(&needed, mine);
-    // 2.
-    // A fork to where it came from drops nothing.
+    // 2. A fork to where it came from drops nothing.
     const bool moves_at_all = moves.sources != nullptr || moves.from != moves.to;
     if (moves_at_all) {
         for_each_dropped_page([&](std::int32_t id) {
@@ -152,7 +151,7 @@ __global__ void __launch_bounds__(admit_threads)
         });
     }
     __syncthreads();
-    // 3.
+    // 3. Do they suffice?
     const bool refuses =
         static_cast<std::int64_t>(needed) > *static_cast<volatile std::int32_t*>(any.pool.free_count);
     __syncthreads();

@@ -1,4 +1,4 @@
-// Entry points of a DualCache's step.
+// Kernels of a decode step of a paged cache, with their contracts.
 #pragma once
 
 #include <kvpolicy/caches/cuda/paged/agent_paged_decode.cuh>

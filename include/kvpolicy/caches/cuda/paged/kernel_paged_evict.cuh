@@ -1,6 +1,6 @@
-// Eviction over all heads of a sequence (policies/eviction.hpp) in one launch, whose blocks wait for each
-// other: rounds of a layer after another, until the sequence holds no more than it may. As on the host
-// (caches/host/evict.hpp), masses to rounding.
+// Eviction over all heads of a sequence (policies/eviction.hpp) in one cooperative launch: rounds over all
+// layers, until the sequence is within its limit. Masses agree with the CPU backend (caches/host/evict.hpp)
+// to rounding.
 #pragma once
 
 #include <kvpolicy/caches/cuda/kernel_prefill.cuh>
@@ -478,7 +478,7 @@ struct evict_grid {
         auto* const queries = reinterpret_cast<compute_t<T>*>(dynamic_shared());
         const std::int32_t kv_heads = cache.kv_heads;
         const auto head_of = [&](std::int32_t h) { return evicted_head<P, T>(cache, slot, h); };
-        // 3.
+        // 3. Logical order, and the sums per query.
         for (std::int32_t h = 0; h < kv_heads; ++h) {
             if (const auto at = head_of(h); at.takes_part()) {
                 evict_order(at, memory.order + h * memory.rows);
@@ -501,11 +501,11 @@ struct evict_grid {
         share([](const auto& at) { return at.queries(); }, evict_tile,
               [&](const auto& at, std::int32_t first) { evict_sums(at, memory, first, queries); });
         grid.sync();
-        // 4.
+        // 4. Masses.
         share([](const auto& at) { return at.used; }, admit_threads,
               [&](const auto& at, std::int32_t first) { evict_masses(at, memory, first, queries); });
         grid.sync();
-        // 5.
+        // 5. The lowest entries go.
         for (auto h = static_cast<std::int32_t>(blockIdx.x); h < kv_heads;
              h += static_cast<std::int32_t>(gridDim.x)) {
             if (const auto at = head_of(h); at.takes_part()) {
@@ -558,10 +558,10 @@ __global__ void __launch_bounds__(admit_threads)
     for (std::int32_t entry = 0; entry < batch.count; ++entry) {
         EvictionReport report;
         const std::int32_t slot = batch.slot(entry);
-        // 1.
+        // 1. Sequences that are left alone.
         const bool runs = !all.passes_over(batch, entry, slot);
         while (runs) {
-            // 2.
+            // 2. Does the sequence exceed its limit?
             all.count_rows(slot);
             report.rows = static_cast<std::int64_t>(total);
             if ((report.rows + all.heads() - 1) / all.heads() <= refs[0].eviction.average) {

@@ -1,6 +1,6 @@
-// What a chunk of tokens into a DualCache has of its own: pages for what it will write, and the rows that it
-// attends to brought together, since the kernels of attention name rows by their distance from a head's
-// first.
+// What a chunk needs in a paged cache only: pages for the entries that it writes, and a contiguous copy of
+// the entries that it attends to, since the attention kernels name an entry by its distance from the first of
+// its head.
 #pragma once
 
 #include <kvpolicy/caches/cuda/kernel_prefill.cuh>
@@ -30,7 +30,7 @@ __global__ void __launch_bounds__(admit_threads)
     __shared__ admit_memory memory;
     const dual_view<T>& cache = call.cache;
     const std::int32_t pairs = call.batch.count * cache.kv_heads;
-    // 1.
+    // 1. Admission.
     if (writes) {
         const admission wanted{call.tokens.most, call.taken, missing, call.status};
         admit_block(cache, call.batch, wanted, memory,
@@ -40,7 +40,7 @@ __global__ void __launch_bounds__(admit_threads)
                             cache.length[slot] + call.taken[pair / cache.kv_heads], call.kept[pair]);
                     });
     }
-    // 2.
+    // 2. Where the entries of each head begin.
     for (std::int32_t first = 0; first < call.batch.count; first += call.together) {
         const std::int32_t begin = first * cache.kv_heads;
         running_sums(

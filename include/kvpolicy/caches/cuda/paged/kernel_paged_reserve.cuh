@@ -1,5 +1,5 @@
-// Pages for tokens that are to come, in all layers of a DualCache: counted by one block per entry, granted or
-// refused by one block, taken by one block per entry again.
+// Pages for future tokens, in all layers of a paged cache: counted by one block per entry of the batch,
+// granted or rejected by one block, taken by one block per entry.
 #pragma once
 
 #include <kvpolicy/caches/cuda/contiguous/contiguous_view.cuh>

@@ -1,5 +1,5 @@
-// A slot of a DualCache as rows that lie together, and back: for snapshots, which go through a host cache of
-// one slot.
+// One sequence of a paged cache as contiguous rows, and back. Snapshots go through a CPU cache of one
+// sequence.
 #pragma once
 
 #include <kvpolicy/caches/cuda/kernel_prefill.cuh>
@@ -101,13 +101,13 @@ __global__ void __launch_bounds__(admit_threads)
             }
         }
     };
-    // 1.
+    // 1. Count.
     int mine = 0;
     for (auto x = static_cast<std::int32_t>(threadIdx.x); x < heads; x += admit_threads) {
         mine += pages_of(x);
     }
     const int needed = block_total(memory, mine);  // no more than a host cache held
-    // 2.
+    // 2. Free the old pages.
     for_each_page([&](std::int32_t id) {
         if (atomicSub(any.pool.names + id, 1) == 1) {
             any.pool.free_ids[atomicAdd(any.pool.free_count, 1)] = id;
@@ -119,7 +119,7 @@ __global__ void __launch_bounds__(admit_threads)
     if (threadIdx.x == 0) {
         *answer = needed > free ? std::int64_t{needed} - free : 0;
     }
-    // 3.
+    // 3. Undo that where the pool lacks pages.
     if (needed > free) {
         // What lies above `before` on the stack was free for a moment only.
         for_each_page([&](std::int32_t id) { atomicAdd(any.pool.names + id, 1); });
@@ -128,7 +128,7 @@ __global__ void __launch_bounds__(admit_threads)
         }
         return;
     }
-    // 4.
+    // 4. Take the new pages.
     running_sums(memory, heads, pages_of, [&](std::int32_t x, int taken) {
         const DualRef<P, T>& cache = refs[x / any.kv_heads];
         const std::int32_t head = x % any.kv_heads, pages = pages_of(x);

@@ -1,4 +1,4 @@
-// A layer of a DualCache as kernels see it: what cache_view is for a FixedBudgetCache. Rows lie in pages.
+// A layer of a DualCache as kernels see it: as cache_view for a FixedBudgetCache, with entries in pages.
 #pragma once
 
 #include <kvpolicy/caches/cuda/paged/agent_paged_stream.cuh>

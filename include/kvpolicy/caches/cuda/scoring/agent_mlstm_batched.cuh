@@ -1,14 +1,14 @@
-// An mLSTM scorer's tokens of a step of many sequences, for compute capability 9.0. What costs is that every
-// state is read and written once; all else has to be done meanwhile. A block has some sequences of one head,
-// and streams their states through a ring in its shared memory: a warp of its own brings them by bulk copies,
-// as many as the ring holds, before anything is known of what happens to them.
+// mLSTM scores of a decode step with many sequences, for compute capability 9.0. Every state is read and
+// written once; that is the floor, so everything else must overlap with it. A block has some sequences of one
+// head and streams their states through a ring in shared memory. One warp brings states by bulk copies, as
+// many as the ring holds, before the tokens are known.
 //
-// Two blocks of one head are a cluster and share its weights: a block has half of their columns, meets with
-// them the tokens of both, and sends each block what its tokens gave. So no weight is read twice in a
-// cluster. (Of four blocks 30 clusters fit on an H200, 120 blocks of 132.)
+// Two blocks of one head are a cluster and share its weights: each has half of the columns, multiplies them
+// with the tokens of both, and sends the results to the block that needs them. So a cluster reads each weight
+// once. (Clusters of four blocks would leave 12 of an H200's 132 SMs idle.)
 //
-// A working warp has a few rows of every state, and waits for no other between one state and the next. Other
-// warps read the scores out, in turn, since one alone would not keep up; the first of them has the gates.
+// A worker warp has a few rows of every state and waits for no other warp between two states. Other warps
+// read the scores out in turn; the first of them computes the gates.
 #pragma once
 
 #include <kvpolicy/caches/cuda/contiguous/contiguous_view.cuh>

@@ -1,6 +1,6 @@
-// Projections of an mLSTM's tokens on the tensor cores, in pieces that a warp does, for the kernels of
-// agent_mlstm_cluster.cuh and agent_mlstm_batched.cuh: which rows of the weights there are, and a quarter of
-// their columns in parts whose products are exact.
+// Projections of an mLSTM's tokens on the tensor cores, in pieces of one warp, for agent_mlstm_cluster.cuh
+// and agent_mlstm_batched.cuh: the order of the weights' rows, and a quarter of their columns in parts whose
+// products are exact.
 #pragma once
 
 #include <kvpolicy/cuda/config.cuh>

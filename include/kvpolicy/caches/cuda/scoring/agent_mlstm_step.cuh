@@ -1,7 +1,6 @@
-// What one token asks of an mLSTM, in pieces that a warp or a thread does, for the kernels of
-// agent_mlstm_cluster.cuh and agent_mlstm_batched.cuh: features, gates, a few rows of the state, the read-out
-// (projections: agent_mlstm_projections.cuh). Their sums are taken in one order, so that a score has the same
-// bits whichever kernel takes its token, alone or among many.
+// One token of an mLSTM, in pieces of one warp or thread, for agent_mlstm_cluster.cuh and
+// agent_mlstm_batched.cuh: features, gates, a few rows of the state, the readout (projections:
+// agent_mlstm_projections.cuh). Sums have one order, so scores are batch-invariant and equal in both kernels.
 #pragma once
 
 #include <kvpolicy/caches/cuda/scoring/agent_mlstm_projections.cuh>

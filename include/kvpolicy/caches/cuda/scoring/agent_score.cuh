@@ -1,5 +1,5 @@
-// Scores of new tokens (on arrival), or of the keys that leave the window when they come (on leaving), by one
-// block.
+// Scores by one block: of new tokens (on arrival), or of the keys that leave the window when new tokens come
+// (on leaving).
 #pragma once
 
 #include <kvpolicy/caches/cuda/contiguous/contiguous_view.cuh>

@@ -1,4 +1,4 @@
-// Which scorers a cache runs on a device, and the one that a warp of a step computes on the side.
+// Which scorers have CUDA kernels in a cache, and the score that one warp of a decode kernel computes.
 #pragma once
 
 #include <kvpolicy/cuda/config.cuh>

@@ -1,4 +1,4 @@
-// The dispatch of a cache's ConvScorer: workspace, and the launches before and after a call's top-k updates.
+// Host side of a ConvScorer in a cache: workspace, and the launches before and after a call's top-k updates.
 #pragma once
 
 #include <kvpolicy/caches/cuda/scoring/kernel_cache_conv.cuh>

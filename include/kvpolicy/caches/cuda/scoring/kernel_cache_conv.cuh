@@ -211,7 +211,7 @@ __global__ void __launch_bounds__(256)
     using T = typename View::value_type;
     const std::int32_t pairs = call.batch.count * call.cache.kv_heads;
     const auto thread = static_cast<std::int32_t>(threadIdx.x);
-    // 1.
+    // 1. Is a key due?
     bool due = false;
     for (std::int32_t pair = thread; pair < pairs; pair += 256) {
         const late_head<View> head(call, pair);
@@ -220,13 +220,13 @@ __global__ void __launch_bounds__(256)
     if (__syncthreads_or(due) == 0) {
         return;
     }
-    // 2.
+    // 2. Frequencies.
     if (frequencies != nullptr && blockIdx.x == 0) {
         for (std::int32_t i = thread; i < call.problem.source.rotated / 2; i += 256) {
             frequencies[i] = rope_frequency<float>(base, i, call.problem.source.rotated);
         }
     }
-    // 3.
+    // 3. Weights.
     const std::int64_t at = std::int64_t{blockIdx.x} * 256 + thread, all = std::int64_t{gridDim.x} * 256;
     if constexpr (Inputs != 0) {
         pack_conv<Inputs>(from, to, static_cast<std::uint32_t>(at), static_cast<std::uint32_t>(all));
@@ -251,13 +251,13 @@ template <class View, class Gate, int Tiles>
 __global__ void __launch_bounds__(128)
     cache_conv_kernel(const __grid_constant__ late_launch<View> call, const Gate gate) {
     const std::int32_t block = static_cast<std::int32_t>(blockIdx.x) % call.blocks;
-    // 1.
+    // 1. Wait, and find the tokens.
     const late_head<View>* const begun = begin_late_block(call, block, 128);
     if (begun == nullptr) {
         return;
     }
     const late_head<View>& head = *begun;
-    // 2.
+    // 2. Tiles of tokens.
     constexpr std::int32_t tokens = conv_tiling<Tiles>::tokens;
     scorer_span s{};
     s.h = head.at.head;
@@ -305,13 +305,13 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(conv_consumers), 2)
                              [[maybe_unused]] const typename View::value_type* const weights) {
 #if KVPOLICY_HOPPER_CODE
     const std::int32_t block = static_cast<std::int32_t>(blockIdx.x) % call.blocks;
-    // 1.
+    // 1. Wait, and find the tokens.
     const late_head<View>* const begun = begin_late_block(call, block, conv_consumers);
     if (begun == nullptr) {
         return;
     }
     const late_head<View>& head = *begun;
-    // 2.
+    // 2. Tiles of tokens.
     const std::int32_t first = head.from + block * conv_tile, stride = call.blocks * conv_tile;
     const std::int32_t tiles = first < head.end ? (head.end - first + stride - 1) / stride : 0;
     // One tile, mostly: those without a token to score are rare where there are several.

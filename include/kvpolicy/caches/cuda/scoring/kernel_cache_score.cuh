@@ -1,4 +1,4 @@
-// The launch that scores tokens for a cache.
+// Kernels that score tokens for a cache, with their contracts, and their launches.
 #pragma once
 
 #include <kvpolicy/caches/cuda/scoring/agent_mlstm_batched.cuh>
@@ -46,7 +46,7 @@ template <class Sizes, class View, std::int32_t D, class Feature, class Values>
 __global__ void __maxnreg__(cluster_registers) cache_score_cluster_kernel(
     const __grid_constant__ score_launch<View, mLSTMScorer<D, Feature, Values>> call) {
     if constexpr (compiled_for_clusters) {
-        // 1 to 4.
+        // 1 to 4, as above.
         score_cluster<Sizes, View, D, Feature, Values> score(call, dynamic_shared());
         score.ask_early();
         wait_for_kernel_before();

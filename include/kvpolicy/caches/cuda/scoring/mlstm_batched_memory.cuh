@@ -1,5 +1,4 @@
-// Shared memory of a block that takes an mLSTM's tokens of a step of many sequences
-// (agent_mlstm_batched.cuh), and the sizes that it follows from.
+// Shared memory of a block of agent_mlstm_batched.cuh, and the sizes that it depends on.
 #pragma once
 
 #include <kvpolicy/caches/cuda/scoring/agent_mlstm_step.cuh>
