@@ -1,4 +1,5 @@
-// What the owners of all kinds of caches share: they hold bookkeeping on the host, and look at one layer's ref at a time.
+// What the owners of all kinds of caches share: they hold bookkeeping on the host, and look at one layer's
+// ref at a time.
 #pragma once
 
 #include <kvpolicy/caches/layer_ref.hpp>
@@ -29,7 +30,8 @@ struct CacheBytes {
     constexpr std::size_t total() const { return keys_and_values + scorer_state + bookkeeping; }
 };
 
-/// How full one head of one sequence is: with the rows of tokens that its layer has taken, whether advance() has counted them or not.
+/// How full one head of one sequence is: with the rows of tokens that its layer has taken, whether advance()
+/// has counted them or not.
 struct Occupancy {
     position_t length = 0;        ///< tokens seen: the next token's position, not the count of rows
     std::int32_t sinks = 0;       ///< rows in use
@@ -50,19 +52,21 @@ class CacheOwner {
     /// Memory that bind() takes from the caller.
     [[nodiscard]] const CacheBytes& bytes() const { return bytes_; }
 
-    /// Moves the named slots on by their tokens: once a step or chunk, after the last layer. Refuses slots out of range or
-    /// named twice, tokens that a layer has not taken (its call was not made, or found no page) or has taken more of.
+    /// Moves the named slots on by their tokens: once a step or chunk, after the last layer. Refuses slots
+    /// out of range or named twice, tokens that a layer has not taken (its call was not made, or found no
+    /// page) or has taken more of.
     void advance(const host& on, const Batch& batch);
 
     /// Tokens seen by a slot; the position of its next token.
     [[nodiscard]] position_t length(std::int32_t slot) const;
     [[nodiscard]] Occupancy occupancy(std::int32_t layer, std::int32_t slot, std::int32_t head) const;
-    /// The positions held by one head, in the order of its rows. `out` has room for occupancy(...).rows(); returns that. Host memory
-    /// alone: on a device export_heads() says what a head's rows are.
+    /// The positions held by one head, in the order of its rows. `out` has room for occupancy(...).rows();
+    /// returns that. Host memory alone: on a device export_heads() says what a head's rows are.
     std::int32_t retained(std::int32_t layer, std::int32_t slot, std::int32_t head, position_t* out) const;
 #if defined(__CUDACC__)
-    /// The same of a cache in device memory (kvpolicy/cuda.cuh has the bodies): a copy or two, for which they wait; not to be captured. A
-    /// call that must not wait reads ref(layer).length [slots] and .kept [slots, kv_heads].
+    /// The same of a cache in device memory (kvpolicy/cuda.cuh has the bodies): a copy or two, for which they
+    /// wait; not to be captured. A call that must not wait reads ref(layer).length [slots] and .kept [slots,
+    /// kv_heads].
     template <class Build = cuda_build>
     [[nodiscard]] position_t length(const cuda& on, std::int32_t slot) const;
     template <class Build = cuda_build>
@@ -70,45 +74,48 @@ class CacheOwner {
                                       std::int32_t head) const;
 #endif
 
-    /// Makes slot `to` a copy of slot `from`, in all layers: a beam that goes on in two ways. A DualCache shares the pages
-    /// that never change again (full ones of the global part, in heads without a budget), and copies the others. What
-    /// slot `to` held is dropped, proposals are not copied. Tokens that some layers have taken before advance() are copied as well: both
-    /// slots then go on with the other layers. Exhaustion is as for step: refused, or status_pool_exhausted in
-    /// *status, and nothing has changed.
+    /// Makes slot `to` a copy of slot `from`, in all layers: a beam that goes on in two ways. A DualCache
+    /// shares the pages that never change again (full ones of the global part, in heads without a budget),
+    /// and copies the others. What slot `to` held is dropped, proposals are not copied. Tokens that some
+    /// layers have taken before advance() are copied as well: both slots then go on with the other layers.
+    /// Exhaustion is as for step: refused, or status_pool_exhausted in *status, and nothing has changed.
     void fork(const host& on, std::int32_t from, std::int32_t to, std::uint32_t* status = nullptr);
 
-    /// Slot i becomes what slot sources[i] was, for all i < count at once; several may have the same source (beam search).
-    /// A slot that becomes nobody's source is dropped; slots from `count` on may be sources and do not change. Forgets
-    /// proposals; tokens that layers have taken before advance() go along, as in fork. Exhaustion as for fork.
+    /// Slot i becomes what slot sources[i] was, for all i < count at once; several may have the same source
+    /// (beam search). A slot that is no target's source is dropped; slots from `count` on may be sources and
+    /// do not change. Forgets proposals; tokens that layers have taken before advance() go along, as in fork.
+    /// Exhaustion as for fork.
     void reorder(const host& on, const std::int32_t* sources, std::int32_t count,
                  std::uint32_t* status = nullptr);
 
-    /// Bytes of the snapshot of a slot as it is now. Refuses, as snapshot does, a slot in the middle of a token: one that layers have
-    /// taken before advance().
+    /// Bytes of the snapshot of a slot as it is now. Refuses, as snapshot does, a slot in the middle of a
+    /// token: one that layers have taken before advance().
     [[nodiscard]] std::size_t snapshot_bytes(std::int32_t slot) const;
     [[nodiscard]] std::size_t snapshot_bytes(const host& /*on*/, std::int32_t slot) const {
         return snapshot_bytes(slot);
     }
-    /// Writes a slot to `buffer`: rows, positions, scores, scorer states, of all layers. The blob says which policy, shape
-    /// and version it is of, and carries a checksum. Scorer weights are not in it. Returns snapshot_bytes(slot).
+    /// Writes a slot to `buffer`: rows, positions, scores, scorer states, of all layers. The blob says which
+    /// policy, shape and version it is of, and carries a checksum. Scorer weights are not in it. Returns
+    /// snapshot_bytes(slot).
     std::size_t snapshot(const host& on, std::int32_t slot, void* buffer, std::size_t buffer_bytes) const;
-    /// Makes slot `slot` what the blob holds; on a cache of any kind, page size and number of slots. Refuses, before anything
-    /// is written: what is no snapshot, another version, another policy, shape or storage type, damage, a sequence longer
-    /// than the cache takes. Exhaustion as for fork.
+    /// Makes slot `slot` what the blob holds; on a cache of any kind, page size and number of slots. Refuses,
+    /// before anything is written: what is no snapshot, another version, another policy, shape or storage
+    /// type, damage, a sequence longer than the cache takes. Exhaustion as for fork.
     void restore(const host& on, std::int32_t slot, const void* blob, std::size_t blob_bytes,
                  std::uint32_t* status = nullptr);
-    /// What tells this cache's policy and shape from others in a snapshot: the numbers of all heads, what gates and keep parts
-    /// answer, the scorer's timing and state (and its fingerprint(), where it has one).
+    /// What tells this cache's policy and shape from others in a snapshot: the numbers of all heads, what
+    /// gates and keep parts answer, the scorer's timing and state (and its fingerprint(), where it has one).
     [[nodiscard]] std::uint64_t fingerprint() const;
 
-    /// Lowers the limit at which static priorities are rebased (tests; default 2^29, the largest). Same schedule as a
-    /// mask's. Counts from the next ref() on; set it before the first token.
+    /// Lowers the limit at which static priorities are rebased (tests; default 2^29, the largest). Same
+    /// schedule as a mask's. Counts from the next ref() on; set it before the first token.
     void rebase_limit(position_t limit) {
         detail::require(limit >= 1 && limit <= kvpolicy::rebase_limit, "rebase_limit", limit, "1 to 2^29");
         rebase_limit_ = limit;
     }
 
-    /// One owner a buffer: a cache may be moved, not copied. One that was moved from is unbound, and stays so.
+    /// One owner a buffer: a cache may be moved, not copied. One that was moved from is unbound, and stays
+    /// so.
     CacheOwner(const CacheOwner&) = delete;
     CacheOwner& operator=(const CacheOwner&) = delete;
     CacheOwner(CacheOwner&&) noexcept = default;
@@ -132,11 +139,13 @@ class CacheOwner {
     void require_slot(std::int32_t slot, const char* name = "slot") const;
     void require_slot_number(std::int32_t slot, const char* name) const;
     void require_layer(std::int32_t layer) const;
-    /// Of a head of a sequence of `length` tokens, and `pending` that its layer has taken since, that keeps `kept` rows in long-range places.
+    /// Of a head of a sequence of `length` tokens, and `pending` that its layer has taken since, that keeps
+    /// `kept` rows in top-k slots.
     [[nodiscard]] Occupancy occupancy_of(std::int32_t layer, std::int32_t head, position_t length,
                                          std::int32_t pending, std::int32_t kept) const;
     void check_layer(std::int32_t layer) const;
-    /// Refuses a slot some of whose layers have taken tokens that advance() has not counted: it is no state that a sequence can be in.
+    /// Refuses a slot some of whose layers have taken tokens that advance() has not counted: it is no state
+    /// that a sequence can be in.
     template <class Name>
     void require_between_tokens(std::int32_t slot, const Name& name) const;
     void require_head(std::int32_t head) const;
@@ -177,7 +186,7 @@ class CacheOwner {
     const scorer_type* scorers_;
     Attention attention_;
     position_t rebase_limit_ = kvpolicy::rebase_limit;
-    std::int32_t device_ = -1;              // the card whose memory_ it is; -1: the host's
+    std::int32_t device_ = -1;              // the GPU whose memory_ it is; -1: the host's
     std::vector<HeadRule> rules_;           // [layers, kv_heads]
     std::vector<std::int32_t> read_pages_;  // [layers, kv_heads], with a selection
     std::size_t rules_at_ = 0;

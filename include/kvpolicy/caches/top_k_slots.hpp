@@ -1,8 +1,9 @@
-// Who wins a long-range place, as kernels decide it: bodies for a group of threads, which a plain C++ compiler runs as a
-// group of one. Host calls have their own (caches/host/entries.hpp, masks/top_k_set.hpp); tests demand identical results.
+// Top-k updates as kernels run them: which key is admitted to a top-k slot. Bodies are for a group of
+// threads; a plain C++ compiler runs them as a group of one. The CPU backend has its own
+// (caches/host/entries.hpp, masks/top_k_set.hpp); tests require identical results.
 //
-// The worst key of a head is not searched anew in every step: places are cut into tiles, and a cache records the worst place
-// of each. A winner changes one tile's record, and the worst of all is found among the records.
+// A step does not search all slots for the worst key. Slots are cut into tiles, and a cache records the worst
+// slot of each tile. An admitted key changes one tile's record; the worst of all is found among the records.
 #pragma once
 
 #include <kvpolicy/caches/layer_ref.hpp>
@@ -13,7 +14,8 @@
 
 #include <cstdint>
 
-// An error of nvcc's in here: a gate's open() or a part's keeps() lacks KVPOLICY_HOST_DEVICE (policies/compose.hpp).
+// An error of nvcc's in here: a gate's open() or a part's keeps() lacks KVPOLICY_HOST_DEVICE
+// (policies/compose.hpp).
 #if defined(__NVCC__) && defined(__CUDACC__)
 #pragma nv_diagnostic push
 #pragma nv_diag_error 20011, 20013, 20014, 20015
@@ -21,7 +23,7 @@
 
 namespace kvpolicy::detail {
 
-/// A key in a long-range place, as it ranks at some query. place -1: nobody.
+/// A key in a top-k slot, as it ranks at some query. place -1: none.
 struct ranked_place {
     double value = 0.0;
     position_t position = 0;
@@ -54,7 +56,7 @@ KVPOLICY_HOST_DEVICE constexpr bool holds([[maybe_unused]] const Gate& gate, [[m
     }
 }
 
-/// Whether a makes room before b; nobody never does.
+/// Whether a evicts_before b; an empty slot never does.
 KVPOLICY_HOST_DEVICE inline bool gives_way(const ranked_place& a, const ranked_place& b) {
     if (a.place < 0 || b.place < 0) {
         return b.place < 0 && a.place >= 0;
@@ -62,7 +64,8 @@ KVPOLICY_HOST_DEVICE inline bool gives_way(const ranked_place& a, const ranked_p
     return ranks_before(b.value, b.position, a.value, a.position);
 }
 
-/// Scores and positions of one head's long-range places. What follows takes this or another type with rule, rank() and at().
+/// Scores and positions of one head's top-k slots. What follows takes this or another type with rule, rank()
+/// and at().
 struct head_places {
     HeadRule rule;
     position_t rebase_limit = kvpolicy::rebase_limit;
@@ -77,7 +80,7 @@ struct head_places {
     }
 };
 
-/// Places some of whose keys do not compete; nobody stands in place -1, the record of a tile without competitors.
+/// Places some of whose keys do not compete; place -1 is the record of a tile without competitors.
 template <class Places, class Gate>
 struct contested_places : Places {
     Gate gate;
@@ -114,7 +117,8 @@ KVPOLICY_HOST_DEVICE ranked_place worst_of_tile(const Group& group, const Places
     return group.worst(worst);
 }
 
-/// Records the worst of every stride-th tile from `first` on, where `record` is not null, and returns the worst of them.
+/// Records the worst of every stride-th tile from `first` on, where `record` is not null, and returns the
+/// worst of them.
 template <class Group, class Places>
 KVPOLICY_HOST_DEVICE ranked_place worst_of_tiles(const Group& group, const Places& places,
                                                  std::int32_t* record, std::int32_t first,
@@ -132,8 +136,8 @@ KVPOLICY_HOST_DEVICE ranked_place worst_of_tiles(const Group& group, const Place
     return worst;
 }
 
-/// The worst of `kept` places once `changed` is in its place, from the tiles' records; updates the record of its tile. Records
-/// are those of query q's priorities.
+/// The worst of `kept` places once `changed` is in its place, from the tiles' records; updates the record of
+/// its tile. Records are those of query q's priorities.
 template <class Group, class Places>
 KVPOLICY_HOST_DEVICE ranked_place worst_after(const Group& group, const Places& places, std::int32_t* record,
                                               std::int32_t kept, position_t q, const ranked_place& changed) {
@@ -152,8 +156,8 @@ KVPOLICY_HOST_DEVICE ranked_place worst_after(const Group& group, const Places& 
     return group.worst(worst);
 }
 
-/// The worst places beside a known one, of its tile and of all others: worst_after(), as far as it can be known before what comes into
-/// that place.
+/// The worst slots beside a known one, of its tile and of all others: worst_after(), as far as it can be
+/// known before what comes into that place.
 struct place_rivals {
     ranked_place in_tile, elsewhere;
 };
@@ -192,17 +196,17 @@ KVPOLICY_HOST_DEVICE ranked_place worst_after(const Group& group, const place_ri
 /// What one step does to the rows of one head.
 struct step_decision {
     std::int32_t used = 0;       ///< rows in use before
-    std::int32_t newest = 0;     ///< the row that the newcomer gets
+    std::int32_t newest = 0;     ///< the row that the new token gets
     std::int32_t promoted = -1;  ///< the row that u, the key that leaves the window, gets; or -1
-    std::int32_t kept = 0;       ///< long-range places in use afterwards
-    std::int32_t known = -1;     ///< the worst place, or -1 where it must be searched
-    bool full = false;           ///< u contests the worst place: settle_step() has the last word
+    std::int32_t kept = 0;       ///< top-k slots in use afterwards
+    std::int32_t known = -1;     ///< the worst slot, or -1 where it must be searched
+    bool full = false;           ///< u competes with the worst slot: settle_step() has the last word
     bool replaced = false;
     bool pinned = false;     ///< u has its place for its position
     position_t leaving = 0;  ///< u
 };
 
-/// The worst place at query q, if `victim`, what the step before left as such, still is; else -1.
+/// The worst slot at query q, if `victim`, what the step before left as such, still is; else -1.
 KVPOLICY_HOST_DEVICE inline std::int32_t known_worst(const HeadRule& rule, position_t rebase_limit,
                                                      position_t q, std::int32_t victim) {
     return rule.decay_step == 1 && priority_base(q, rebase_limit) == priority_base(q - 1, rebase_limit)
@@ -210,8 +214,9 @@ KVPOLICY_HOST_DEVICE inline std::int32_t known_worst(const HeadRule& rule, posit
                : -1;
 }
 
-/// Query `q`, the slot's length, brings a key. `victim` is what the step before left as the worst place; `score` is u's; `pinned` of
-/// the `kept` places do not compete. All of the decision but the contest for the worst place, if there is one.
+/// Query `q`, the slot's length, brings a key. `victim` is what the step before left as the worst slot;
+/// `score` is u's; `pinned` of the `kept` places do not compete. All of the decision but the top-k update for
+/// the worst slot, if there is one.
 template <class Gate>
 KVPOLICY_HOST_DEVICE step_decision begin_step(const HeadRule& rule, const Gate& gate, position_t rebase_limit,
                                               position_t q, std::int32_t kept, std::int32_t victim,
@@ -243,7 +248,7 @@ KVPOLICY_HOST_DEVICE step_decision begin_step(const HeadRule& rule, const Gate& 
     return step;
 }
 
-/// The contest of u, as it ranks at the query, for the worst place.
+/// The top-k update of u, as it ranks at the query, for the worst slot.
 KVPOLICY_HOST_DEVICE inline void settle_step(step_decision& step, const HeadRule& rule,
                                              const ranked_place& newcomer, const ranked_place& worst) {
     step.known = worst.place;
@@ -253,8 +258,8 @@ KVPOLICY_HOST_DEVICE inline void settle_step(step_decision& step, const HeadRule
     }
 }
 
-/// The worst place for the next step to know, after this one; -1 where it has to search. Only one group may call it, and only
-/// once u's newcomer has been settled; the rows need not have changed yet.
+/// The worst slot for the next step to know, after this one; -1 where it has to search. Only one group may
+/// call it, and only once u has been settled; the rows need not have changed yet.
 template <class Group, class Places>
 KVPOLICY_HOST_DEVICE std::int32_t next_victim(const Group& group, const Places& places, std::int32_t* record,
                                               const step_decision& step, const ranked_place& newcomer,
@@ -267,7 +272,7 @@ KVPOLICY_HOST_DEVICE std::int32_t next_victim(const Group& group, const Places& 
     return worst_after(group, places, record, step.kept, q, winner).place;
 }
 
-/// The same where rivals_of() the worst place, if it is known, have been found.
+/// The same where rivals_of() the worst slot, if it is known, have been found.
 template <class Group>
 KVPOLICY_HOST_DEVICE std::int32_t next_victim(const Group& group, const HeadRule& rule,
                                               const place_rivals& rivals, std::int32_t* record,
@@ -280,22 +285,58 @@ KVPOLICY_HOST_DEVICE std::int32_t next_victim(const Group& group, const HeadRule
     return worst_after(group, rivals, record, winner).place;
 }
 
-/// What a chunk of tokens leaves of one head's contests, in memory of the caller's. Keys have names, as in the host's chunk
-/// plan: a row r of the cache is r, token j of the chunk is rows + j, where `rows` is the head's capacity.
+/// What a chunk of tokens leaves of one head's top-k updates, in memory of the caller's. Keys have names, as
+/// in the host's chunk plan: a row r of the cache is r, token j of the chunk is rows + j, where `rows` is the
+/// head's capacity.
 struct chunk_places {
-    head_places of;                    // copies of the cache's, which the contests change
+    head_places of;                    // copies of the cache's, which the top-k updates change
     std::int32_t* holder = nullptr;    // [budget]: the name of the key in each place
     std::int32_t* record = nullptr;    // [tiles_of_places(budget)]
     expiry_t* past_expiry = nullptr;   // of the cache's rows
     expiry_t* chunk_expiry = nullptr;  // of the chunk's tokens
 };
 
-/// Runs the contests of a chunk of `tokens` tokens from position `base` on. score(j) is that of the key that leaves the window
-/// at token j; name(u) of key u. Expiries, relative to `base`, have been filled in for keys that leave with their window.
-/// Returns the places in use; `pinned`: those of keys that do not compete, before and after.
+/// The first threads of a group that wait take the free slots, all at once; keys that stay for their position
+/// get slots, too.
+template <class Group, class Gate, class Put>
+KVPOLICY_HOST_DEVICE void fill_free_places(const Group& group, [[maybe_unused]] const Gate& gate,
+                                           const chunk_places& chunk, std::int32_t& kept,
+                                           [[maybe_unused]] std::int32_t& outside, bool& waits,
+                                           [[maybe_unused]] bool stays, Put&& put) {
+    // The first of those that wait take the free places, all at once.
+    std::int32_t before = group.before(waits), waiting = group.count(waits);
+    std::int32_t free = chunk.of.rule.budget - kept;
+    if constexpr (holds_keys<Gate>) {
+        free += outside;
+    }
+    const bool takes = waits && before < free;
+    std::int32_t taken = waiting < free ? waiting : free;
+    if constexpr (holds_keys<Gate>) {
+        before = group.before(takes || stays);
+        const std::int32_t staying = group.count(stays), tiles = tiles_of_places(kept);
+        outside += staying;
+        taken += staying;
+        if (group.rank() == 0) {  // tiles of keys that do not compete
+            for (std::int32_t tile = tiles; tile < tiles_of_places(kept + taken); ++tile) {
+                chunk.record[tile] = -1;
+            }
+        }
+    }
+    if (takes || stays) {
+        put(kept + before);
+    }
+    group.sync();
+    kept += taken;
+    waits = waits && !takes;
+}
+
+/// Runs the top-k updates of a chunk of `tokens` tokens from position `base` on. score(j) is that of the key
+/// that leaves the window at token j; name(u) of key u. Expiries, relative to `base`, have been filled in for
+/// keys that leave with their window. Returns the places in use; `pinned`: those of keys that do not compete,
+/// before and after.
 ///
-/// With decay step 1 the worst key only gets better, so a group looks at as many newcomers at once as it has threads, and only
-/// those that beat the worst take their turn.
+/// With decay step 1 the worst key only gets better, so a group looks at as many candidates at once as it has
+/// threads, and only those that beat the worst take their turn.
 template <class Group, class Gate, class Score, class Name>
 KVPOLICY_HOST_DEVICE std::int32_t contest_chunk(const Group& group, const chunk_places& chunk,
                                                 const Gate& gate, position_t base, std::int32_t tokens,
@@ -314,7 +355,7 @@ KVPOLICY_HOST_DEVICE std::int32_t contest_chunk(const Group& group, const chunk_
     ranked_place worst;
     position_t known_for = -1;  // the base of priorities that `worst` and the records belong to
     for (std::int32_t j = first > 0 ? static_cast<std::int32_t>(first) : 0; j < tokens;) {
-        // A batch has one base of priorities; a step that ranks anew has one newcomer.
+        // A batch has one base of priorities; a step that ranks anew has one candidate.
         const position_t q = base + j, next_base = priority_base(q, limit) + limit;
         position_t count = still ? group.size() : 1;
         count = count < tokens - j ? count : tokens - j;
@@ -338,31 +379,9 @@ KVPOLICY_HOST_DEVICE std::int32_t contest_chunk(const Group& group, const chunk_
             chunk.of.position[place] = u;
         };
         if (holds_keys<Gate> || kept < rule.budget) {
-            // The first of those that wait take the free places, all at once.
-            std::int32_t before = group.before(waits), waiting = group.count(waits);
-            std::int32_t free = rule.budget - kept;
-            if constexpr (holds_keys<Gate>) {
-                free += outside;
-            }
-            const bool takes = waits && before < free;
-            std::int32_t taken = waiting < free ? waiting : free;
-            if constexpr (holds_keys<Gate>) {
-                before = group.before(takes || stays);
-                const std::int32_t staying = group.count(stays), tiles = tiles_of_places(kept);
-                outside += staying;
-                taken += staying;
-                if (group.rank() == 0) {  // tiles of keys that do not compete
-                    for (std::int32_t tile = tiles; tile < tiles_of_places(kept + taken); ++tile) {
-                        chunk.record[tile] = -1;
-                    }
-                }
-            }
-            if (takes || stays) {
-                put(kept + before, q + group.rank() - rule.window, my_score);
-            }
-            group.sync();
-            kept += taken;
-            waits = waits && !takes;
+            fill_free_places(group, gate, chunk, kept, outside, waits, stays, [&](std::int32_t place) {
+                put(place, q + group.rank() - rule.window, my_score);
+            });
         }
         while (group.count(waits) != 0) {
             if (!still || known_for != priority_base(q, limit)) {
@@ -399,9 +418,9 @@ KVPOLICY_HOST_DEVICE std::int32_t contest_chunk(const Group& group, const chunk_
     return kept;
 }
 
-/// A group of one thread. All threads of a group call its members together: rank() below size(); the worst of all; the first
-/// thread for which something is so, or size(), how many threads before this one it is so for, and for how many in all; the number of
-/// one of them; sync() shows what they wrote to each other.
+/// A group of one thread. All threads of a group call its members together: rank() below size(); the worst of
+/// all; the first thread for which something is so, or size(), how many threads before this one it is so for,
+/// and for how many in all; the number of one of them; sync() shows what they wrote to each other.
 struct lone_group {
     KVPOLICY_HOST_DEVICE static std::int32_t rank() { return 0; }
     KVPOLICY_HOST_DEVICE static std::int32_t size() { return 1; }

@@ -40,14 +40,15 @@ std::int64_t most_contested_of(const DualRef<P, T>& cache) {
     return cache.most_contested;
 }
 
-/// Bytes of keys and values of a DualCache that a chunk brings together at once, unless a single entry can have more.
+/// Bytes of keys and values of a DualCache that a chunk brings together at once, unless a single entry can
+/// have more.
 #if defined(KVPOLICY_TEST_GATHERED_BYTES)
 inline constexpr std::int64_t gathered_bytes = KVPOLICY_TEST_GATHERED_BYTES;  // so that tests have rounds
 #else
 inline constexpr std::int64_t gathered_bytes = std::int64_t{1} << 30;
 #endif
 
-/// A chunk of at most `tokens` tokens an entry.
+/// A chunk of at most `tokens` tokens per entry.
 template <class Cache, class Dims>
 class cache_chunk_call {
     using P = typename Cache::policy_type;
@@ -79,13 +80,14 @@ class cache_chunk_call {
         call_.places = static_cast<std::int32_t>(
             std::max<std::int64_t>(most_contested_of(cache), std::min(tokens, call_.longest)));
         call_.tiles = detail::tiles_of_places(call_.longest);
-        constexpr std::size_t most_shared = 96 * 1024;  // what every card has
+        constexpr std::size_t most_shared = 96 * 1024;  // what every GPU has
         call_.contest_in_shared = retains && contest_bytes(call_.places, call_.tiles) <= most_shared;
         detail::require(heads() * std::max<std::int64_t>(tokens, 1) <= 0x7fffffff, "entries x heads x tokens",
                         heads() * tokens, "below 2^31: split the batch");
         call_.together = count;
         if constexpr (paged) {
-            // No more rows of an entry than its heads can have, and than the pool has: its pages are all different.
+            // No more rows of an entry than its heads can have, and than the pool has: its pages are all
+            // different.
             of_entry_ = std::max<std::int64_t>(std::min(std::int64_t{call_.cache.kv_heads} * call_.longest,
                                                         ref_.page_count() * ref_.page_rows),
                                                1);
@@ -263,7 +265,8 @@ class cache_chunk_call {
         }
     }
 
-    /// Calls body(first, count) for entries that are attended to at once, in rounds; or once for every size of a round.
+    /// Calls body(first, count) for entries that are attended to at once, in rounds; or once for every size
+    /// of a round.
     template <class Body>
     void each_round(const Body& body, bool all = false) const {
         const std::int32_t count = call_.batch.count, together = call_.together;
@@ -276,8 +279,8 @@ class cache_chunk_call {
         } while (first < count);
     }
 
-    /// Calls body(attend_call) for attention of entries of the chunk over the cache's rows and themselves; with null queries for its sizes
-    /// only.
+    /// Calls body(attend_call) for attention of entries of the chunk over the cache's rows and themselves;
+    /// with null queries for its sizes only.
     template <class Body>
     auto attention(const rows_view<const T>* queries, std::int32_t first, std::int32_t count,
                    const Body& body) {
@@ -385,8 +388,9 @@ inline std::int32_t most_tokens(const Batch& batch, std::int32_t length) {
 /// The bodies of the calls below, for caches of either kind.
 namespace cuda_backend {
 
-/// What attention would refuse of a chunk's keys and values: here, under the caller's names and before anything is enqueued, since a
-/// scorer's states would have absorbed the chunk by then. (Its other checks are of sizes, which lay_out() makes, too.)
+/// What attention would refuse of a chunk's keys and values: here, under the caller's names and before
+/// anything is enqueued, since a scorer's states would have absorbed the chunk by then. (Its other checks are
+/// of sizes, which lay_out() makes, too.)
 template <class T>
 void check_chunk_keys(std::int32_t count, std::int32_t tokens, rows_view<const T> k, rows_view<const T> v) {
     if (count != 0) {

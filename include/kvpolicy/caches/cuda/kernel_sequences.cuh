@@ -1,4 +1,5 @@
-// Slots of a cache on a device: emptied, advanced, copied; and its pages.
+// Sequence operations of a cache on CUDA: clear, advance, fork and reorder of a FixedBudgetCache, page
+// export.
 #pragma once
 
 #include <kvpolicy/caches/calls.hpp>
@@ -19,8 +20,11 @@ inline constexpr int slot_threads = 128;
 inline constexpr int advance_threads = 512;
 inline constexpr std::int32_t most_reordered = 512;
 
-/// Empties `count` slots from `first` on: a block a head of a slot of a layer. Pages go back to the pool, but where the memory is
-/// `fresh` and names none.
+/// Empties `count` sequences from `first` on. Pages go back to the pool; `fresh` memory names none.
+///
+/// Grid: layers * count * Hkv blocks. Block: slot_threads.
+/// Overwrites: counters and scorer state [state_size] fp32 per head; length, reservation and draft count per
+/// sequence; refcounts and the stack of free pages.
 template <class Ref>
 __global__ void __launch_bounds__(slot_threads)
     clear_slots_kernel(const Ref* const refs, const std::int32_t kv_heads, const std::int32_t first,
@@ -45,7 +49,8 @@ __global__ void __launch_bounds__(slot_threads)
     }
     float* const state = cache.state + index * cache.state_size;
     for (std::int64_t i = threadIdx.x; i < cache.state_size; i += slot_threads) {
-        // The only scorer with a state is the mLSTM, whose stabiliser is -inf at first, in the last number but one.
+        // The only scorer with a state is the mLSTM, whose stabiliser is -inf at first, in the last number
+        // but one.
         state[i] = i == cache.state_size - 2 ? -INFINITY : 0.0f;
     }
     if (threadIdx.x != 0) {
@@ -84,7 +89,16 @@ struct advance_launch {
     [[nodiscard]] __device__ bool takes(std::int32_t /*slot*/, std::int32_t /*tokens*/) const { return true; }
 };
 
-/// Moves slots on, if every head of every layer has taken the tokens. A block an entry. Call: advance_launch.
+/// Adds the appended tokens to the lengths of sequences, if every head of every layer has appended them.
+/// Call: advance_launch.
+///
+/// Grid: count blocks. Block: advance_threads.
+/// In: taken [layers, seq, Hkv] int32 (-1: the head found no page). Out: length [seq] int64, taken back at
+/// 0; status [count] is OR-ed: status_bad_length, status_pool_exhausted, or status_not_taken where a layer
+/// was skipped.
+///
+/// Phases: 1. Compare all heads' counts with the batch's. 2. Where one differs, report and stop. 3. Reset
+/// the counts, add the tokens.
 template <class Call>
 __global__ void __launch_bounds__(advance_threads) advance_kernel(const __grid_constant__ Call call) {
     const auto i = static_cast<std::int32_t>(blockIdx.x);
@@ -101,12 +115,14 @@ __global__ void __launch_bounds__(advance_threads) advance_kernel(const __grid_c
                           x % call.kv_heads];
     };
     const position_t before = call.length[active.slot];
+    // 1. Compare all heads' counts.
     bool differs = false, lacks = false;
     for (auto x = static_cast<std::int32_t>(threadIdx.x); x < heads; x += advance_threads) {
         const std::int32_t taken = taken_by(x);  // -1: it found no pages
         differs |= tokens != 0 ? taken != tokens : taken > 0;
         lacks |= tokens != 0 && taken < 0;
     }
+    // 2. One differs: report it and stop.
     if (__syncthreads_or(differs ? 1 : 0) != 0) {
         const bool exhausted = __syncthreads_or(lacks ? 1 : 0) != 0;
         if (threadIdx.x == 0 && call.status != nullptr) {
@@ -117,6 +133,7 @@ __global__ void __launch_bounds__(advance_threads) advance_kernel(const __grid_c
         }
         return;
     }
+    // 3. Reset the counts, add the tokens.
     for (auto x = static_cast<std::int32_t>(threadIdx.x); x < heads; x += advance_threads) {
         taken_by(x) = 0;
     }
@@ -125,8 +142,8 @@ __global__ void __launch_bounds__(advance_threads) advance_kernel(const __grid_c
     }
 }
 
-/// Which slots become what others were: slot i what sources[i] was for i < count, or with null sources slot `to` what
-/// slot `from` was.
+/// Which slots become what others were: slot i what sources[i] was for i < count, or with null sources slot
+/// `to` what slot `from` was.
 struct slot_moves {
     const std::int32_t* sources = nullptr;
     std::int32_t count = 1;
@@ -147,9 +164,10 @@ struct slot_move {
     std::int32_t used;      // rows of `from`
 };
 
-/// Moves words x = first, first + stride, ... of an array: at(slot) is a slot's, count(move) how many of them move. All slots'
-/// words are read before any is written, each by the thread that writes it, so that no thread waits for another. A thread's
-/// words wait in its own `Room`s, one a move, in `scratch`: the same ones whatever the word, since a neighbour may be a call ahead.
+/// Moves words x = first, first + stride, ... of an array: at(slot) is a slot's, count(move) how many of them
+/// move. All slots' words are read before any is written, each by the thread that writes it, so that no
+/// thread waits for another. A thread's words wait in its own `Room`s, one a move, in `scratch`: the same
+/// ones whatever the word, since a neighbour may be a call ahead.
 template <class Word, class Room, class At, class Count>
 __device__ void move_words(const slot_move* moves, std::int32_t number, void* scratch, std::int64_t first,
                            std::int64_t stride, std::int64_t most, const At& at, const Count& count) {
@@ -178,7 +196,13 @@ __device__ void move_words(const slot_move* moves, std::int32_t number, void* sc
 inline constexpr std::size_t moves_bytes = most_reordered * sizeof(slot_move);
 static_assert(moves_bytes % 16 == 0);
 
-/// Rows, positions, scores and states: `pieces` blocks a head of a layer.
+/// fork and reorder of a FixedBudgetCache: entries, page bounds and scorer states of all targets become
+/// those of their sources. A thread reads its word of all sources before it writes any target, so moves may
+/// form cycles.
+///
+/// Grid: layers * Hkv * pieces blocks. Block: 32 or slot_threads.
+/// Shared memory: dynamic moves_bytes, then a Word per thread and move.
+/// In: moves. Overwrites: keys, values, positions, scores, bounds and states of the targets.
 template <class Word, class P, class T>
 __global__ void __launch_bounds__(slot_threads)
     move_rows_kernel(const FixedBudgetRef<P, T>* const refs, const slot_moves moves,
@@ -227,7 +251,11 @@ __global__ void __launch_bounds__(slot_threads)
         [&](const slot_move&) { return cache.state_size; });
 }
 
-/// Writes what PlacedPages point to. A block a layer.
+/// Writes the page tables of a FixedBudgetCache with a selection: page i is table entry i, and one slab has
+/// them all.
+///
+/// Grid: layers blocks. Block: slot_threads.
+/// Overwrites: table, table_offset, tile_offset, held, slab, free_count of PlacedPages.
 template <class P, class T>
 __global__ void __launch_bounds__(slot_threads) place_pages_kernel(const FixedBudgetRef<P, T>* const refs) {
     const FixedBudgetRef<P, T>& cache = refs[blockIdx.x];
@@ -253,7 +281,12 @@ __global__ void __launch_bounds__(slot_threads) place_pages_kernel(const FixedBu
     }
 }
 
-/// Counters, after the rows: a block a layer.
+/// fork and reorder of a FixedBudgetCache: counters and lengths, after move_rows_kernel has read the old
+/// ones.
+///
+/// Grid: layers blocks. Block: that of move_rows_kernel. Shared memory: as there.
+/// Overwrites: kept, taken, victim and draft counts of the targets; the first block also their lengths;
+/// status [1] is OR-ed.
 template <class P, class T>
 __global__ void __launch_bounds__(slot_threads)
     move_counters_kernel(const FixedBudgetRef<P, T>* const refs, const slot_moves moves,
@@ -291,7 +324,10 @@ __global__ void __launch_bounds__(slot_threads)
     }
 }
 
-/// Counts the pages of all heads of a batch: indptr and last_page_rows. One block.
+/// export_heads of a FixedBudgetCache: how many pages each head of a batch has.
+///
+/// Grid: 1 block. Block: slot_threads. Shared memory: two arrays of warp sums.
+/// In: lengths, kept. Out: indptr [count * Hkv + 1] and last_page_len [count * Hkv], int32.
 template <class T>
 __global__ void __launch_bounds__(slot_threads)
     count_pages_kernel(const __grid_constant__ cache_view<T> cache, const Batch batch,
@@ -313,7 +349,7 @@ __global__ void __launch_bounds__(slot_threads)
         if (lane_id() == 31) {
             totals[turn][warp_id()] = through;
         }
-        __syncthreads();  // two arrays in turn: nobody writes one that others still read
+        __syncthreads();  // two arrays in turn: no warp writes the one that others still read
         const block_sum of_block = sum_of_warps<slot_threads / 32>(totals[turn]);
         if (x < heads) {
             pages.indptr[x + 1] = before + of_block.before + through;
@@ -326,7 +362,10 @@ __global__ void __launch_bounds__(slot_threads)
     }
 }
 
-/// Writes the pages of a head: a block a head.
+/// export_heads of a FixedBudgetCache: the numbers of a head's pages.
+///
+/// Grid: count * Hkv blocks. Block: slot_threads.
+/// In: indptr of count_pages_kernel. Out: indices [indptr[count * Hkv]] int32.
 template <class T>
 __global__ void __launch_bounds__(slot_threads)
     fill_pages_kernel(const __grid_constant__ cache_view<T> cache, const Batch batch,

@@ -131,10 +131,48 @@ void swap_slots(const Cache& cache, std::int32_t a, std::int32_t b) {
     std::swap(cache.taken[a], cache.taken[b]);
 }
 
+/// Which slots of a reorder inherit their source's entries themselves: per source one slot, the source if it
+/// stays, or the first that names it. The others get copies.
+struct reorder_plan {
+    const std::int32_t* sources;
+    std::int32_t count, slots;
+    std::int32_t* heir;     // [slots]: the slot that inherits; -1: none, or a slot that does not move
+    std::int32_t* where;    // [slots]: the slot that holds now what each slot held
+    std::int32_t* dropped;  // [slots]: slots whose entries no slot asks for
+    std::int32_t dropped_count = 0;
+
+    reorder_plan(const std::int32_t* from, std::int32_t moved, std::int32_t all, std::int32_t* memory)
+        : sources(from), count(moved), slots(all), heir(memory), where(memory + all), dropped(where + all) {
+        std::fill_n(heir, slots, -1);
+        for (std::int32_t i = count - 1; i >= 0; --i) {
+            if (sources[i] < count && heir[sources[i]] != sources[i]) {
+                heir[sources[i]] = i;
+            }
+        }
+        for (std::int32_t i = 0; i < count; ++i) {
+            if (sources[i] == i) {
+                heir[i] = i;
+            }
+        }
+        for (std::int32_t slot = 0; slot < slots; ++slot) {
+            where[slot] = slot;
+            if (slot < count && heir[slot] < 0) {
+                dropped[dropped_count++] = slot;
+            }
+        }
+    }
+    [[nodiscard]] bool inherits(std::int32_t i) const { return sources[i] < count && heir[sources[i]] == i; }
+    /// Slot i has its inheritance, and slot `at_present`, which held it, what slot i held.
+    void swapped(std::int32_t i, std::int32_t at_present) {
+        *std::find(where, where + slots, i) = at_present;
+        where[sources[i]] = i;
+    }
+};
+
 }  // namespace host_backend
 
-/// Lets the named slots go of their pages, if the pool then has `needed()` of them. Otherwise nothing has changed, and it is
-/// refused, or returns false with *status set.
+/// Lets the named slots go of their pages, if the pool then has `needed()` of them. Otherwise nothing has
+/// changed, and it is refused, or returns false with *status set.
 template <class Derived, AnyPolicy P, Storage T>
 template <class PagesNeeded>
 bool CacheOwner<Derived, P, T>::drop([[maybe_unused]] const std::int32_t* slots,
@@ -160,7 +198,7 @@ bool CacheOwner<Derived, P, T>::drop([[maybe_unused]] const std::int32_t* slots,
         const std::int64_t wanted = needed();
         for_each_page([&](std::int32_t id) { pool.give(id); });
         if (pool.free_pages() < wanted) {
-            // Freed ids lie above what was free before; nobody has taken one.
+            // Freed ids lie above what was free before; none has been taken.
             const std::int32_t available = pool.free_pages();
             for_each_page([&](std::int32_t id) { pool.share(id); });
             *pool.free_count = before;
@@ -220,48 +258,23 @@ void CacheOwner<Derived, P, T>::reorder(const host&, const std::int32_t* sources
             sources[i] >= 0 && sources[i] < shape_.slots, [&] { return detail::text("sources[", i, "]"); },
             sources[i], [&] { return detail::text("0 to ", shape_.slots - 1); });
     }
-    // One slot inherits a source's rows themselves: the source, if it stays, or the first that wants it. The rest get copies.
-    std::int32_t* const heir = scratch_.data();  // of each slot; -1: nobody's, or a slot that does not move
-    std::int32_t* const where = heir + shape_.slots;  // the slot that holds now what each slot held
-    std::int32_t* const lost = where + shape_.slots;
-    std::fill_n(heir, shape_.slots, -1);
-    for (std::int32_t i = count - 1; i >= 0; --i) {
-        if (sources[i] < count && heir[sources[i]] != sources[i]) {
-            heir[sources[i]] = i;
-        }
-    }
-    for (std::int32_t i = 0; i < count; ++i) {
-        if (sources[i] == i) {
-            heir[i] = i;
-        }
-    }
-    std::int32_t lost_count = 0;
-    for (std::int32_t slot = 0; slot < shape_.slots; ++slot) {
-        where[slot] = slot;
-        if (slot < count && heir[slot] < 0) {
-            lost[lost_count++] = slot;
-        }
-    }
-    const auto inherits = [&](std::int32_t i) { return sources[i] < count && heir[sources[i]] == i; };
+    host_backend::reorder_plan plan(sources, count, shape_.slots, scratch_.data());
     const auto needed = [&] {
         std::int64_t pages = 0;
         for (std::int32_t layer = 0; layer < shape_.layers; ++layer) {
             const auto cache = self().ref(layer);
             for (std::int32_t i = 0; i < count; ++i) {
-                pages += inherits(i) ? 0 : host_backend::pages_of_copy(cache, sources[i]);
+                pages += plan.inherits(i) ? 0 : host_backend::pages_of_copy(cache, sources[i]);
             }
         }
         return pages;
     };
-    if (!drop(lost, lost_count, needed, status)) {
+    if (!drop(plan.dropped, plan.dropped_count, needed, status)) {
         return;
     }
     auto* length = at<position_t>(length_at_);
     for (std::int32_t i = 0; i < count; ++i) {
-        if (!inherits(i)) {
-            continue;
-        }
-        const std::int32_t at_present = where[sources[i]];
+        const std::int32_t at_present = plan.inherits(i) ? plan.where[sources[i]] : i;
         if (at_present == i) {
             continue;
         }
@@ -273,19 +286,17 @@ void CacheOwner<Derived, P, T>::reorder(const host&, const std::int32_t* sources
             auto* const reserved = self().ref(0).reserved;
             std::swap(reserved[i], reserved[at_present]);
         }
-        // Whatever was in slot i is where the inheritance was.
-        *std::find(where, where + shape_.slots, i) = at_present;
-        where[sources[i]] = i;
+        plan.swapped(i, at_present);
     }
     for (std::int32_t layer = 0; layer < shape_.layers; ++layer) {
         const auto cache = self().ref(layer);
         std::fill_n(cache.proposed, count, 0);
     }
     for (std::int32_t i = 0; i < count; ++i) {
-        if (inherits(i)) {
+        if (plan.inherits(i)) {
             continue;
         }
-        const std::int32_t from = where[sources[i]];
+        const std::int32_t from = plan.where[sources[i]];
         for (std::int32_t layer = 0; layer < shape_.layers; ++layer) {
             host_backend::copy_slot(self().ref(layer), from, i);
         }

@@ -78,7 +78,7 @@ void propose(const host& on, const Ref<P, T>& cache, const Batch& batch, input_r
             hb::copy_row(from.k.row(i, h, j), cache.dim_k, spare.k(j));
             hb::copy_row(from.v.row(i, h, j), cache.dim_v, spare.v(j));
             spare.position(j) = cache.length[slot] + j;
-            // A plane that nobody asked for has not been looked at.
+            // An output plane that is not given has not been checked.
             spare.score(j) = P::ranked && scores_come_along<typename P::scorer_type> ? from.scores[j] : 0.0f;
             if constexpr (P::has_eviction) {
                 for (std::int32_t g = 0; g < cache.group; ++g) {

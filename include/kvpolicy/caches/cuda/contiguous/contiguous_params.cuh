@@ -11,12 +11,12 @@ namespace kvpolicy {
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 namespace cuda_backend {
 
-/// What the decider of a head tells the last block.
+/// What the leader block of a head tells the last block.
 struct step_note {
     std::int32_t promoted;  // the row that u gets, or -1
-    std::int32_t kept;      // long-range places in use after the step
-    std::int32_t victim;    // the worst place after the step
-    float arriving;         // the newcomer's score
+    std::int32_t kept;      // top-k slots in use after the step
+    std::int32_t victim;    // the worst slot after the step
+    float arriving;         // the new token's score
     float leaving;          // u's
 };
 

@@ -1,5 +1,5 @@
-// A layer of a FixedBudgetCache as kernels see it: the ref without its policy, so that policies of the same structure share
-// their kernels.
+// A layer of a FixedBudgetCache as kernels see it: the ref without its policy, so that policies of the same
+// structure share their kernels.
 #pragma once
 
 #include <kvpolicy/caches/layer_ref.hpp>
@@ -133,8 +133,9 @@ __device__ std::int32_t rows_now(const View& cache, const Head& head, std::int32
     return head.layout.used(cache.length[slot] + pending_of(cache, head.index), cache.kept[head.index]);
 }
 
-/// The tokens of an entry of a call of at most `most` tokens, and its slot. What a host would refuse counts as no token, and an entry
-/// of slot Batch::no_slot has none. Tokens that `grow` the slot must have room in it; a call that only looks brings none.
+/// The tokens of one entry of a batch, at most `most`, and its sequence. What the CPU backend would reject
+/// counts as no token, and an entry of Batch::no_slot has none. With `grow` the tokens must fit into the
+/// sequence.
 struct active_entry {
     std::int32_t slot;  // 0 where there is none
     std::int32_t tokens;
@@ -157,7 +158,7 @@ struct active_entry {
             refuse(status_bad_length);
         }
     }
-    /// For the layer: tokens are taken once before advance(). Of no use once the call has begun to write.
+    /// No tokens if the layer has appended some since the last advance(). Call it before the first write.
     template <class View>
     __device__ active_entry once(const View& cache) const {
         active_entry entry = *this;
@@ -178,7 +179,8 @@ struct active_entry {
     }
 };
 
-/// Where the tokens of a chunk are: in a call's tensors, or in the spare rows of a cache, where proposals wait.
+/// Where the tokens of a chunk are: in a call's tensors, or in the spare rows of a cache, where proposals
+/// wait.
 template <class T>
 struct chunk_tokens {
     rows_view<const T> k{};  // [count, Hkv, most, Dk]
@@ -200,7 +202,8 @@ struct chunk_tokens {
 struct warp_group {
     __device__ static std::int32_t rank() { return lane_id(); }
     __device__ static std::int32_t size() { return 32; }
-    /// Values as integers of the same order, NaN first; the last of equal ones by position. Mostly the upper half decides.
+    /// Values as integers of the same order, NaN first; the last of equal ones by position. Mostly the upper
+    /// half decides.
     __device__ static detail::ranked_place worst(const detail::ranked_place& mine) {
         const bool there = mine.place >= 0;
         const auto bits = static_cast<std::uint64_t>(__double_as_longlong(mine.value + 0.0));  // -0 is 0

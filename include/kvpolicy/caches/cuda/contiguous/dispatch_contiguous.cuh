@@ -154,7 +154,7 @@ void FixedBudgetCache<P, T>::reorder(const cuda& on, const std::int32_t* sources
                                    {sources, count, 0, 0}, this->device_, status);
 }
 
-/// A cache of the same kind with one slot, in host memory. Rows that nobody uses are never touched there.
+/// A cache of the same kind with one slot, in host memory. Unused entries are not touched there.
 template <AnyPolicy P, Storage T>
 template <class Build>
 struct FixedBudgetCache<P, T>::slot_copy {
@@ -193,8 +193,8 @@ auto FixedBudgetCache<P, T>::counted_slot(const cuda& on, std::int32_t slot) con
     return copy;
 }
 
-/// Calls copy(array of slot `slot`, array of other's slot 0, bytes) for all that a slot consists of, of rows for those that other's slot
-/// uses. Heads that use all of theirs are one piece.
+/// Calls copy(array of slot `slot`, array of other's slot 0, bytes) for all that a slot consists of, of rows
+/// for those that other's slot uses. Heads that use all of theirs are one piece.
 template <AnyPolicy P, Storage T>
 template <class Build, class Copy>
 void FixedBudgetCache<P, T>::for_each_slice(const FixedBudgetCache& other, std::int32_t slot,

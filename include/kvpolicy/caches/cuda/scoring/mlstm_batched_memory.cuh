@@ -1,4 +1,4 @@
-// Shared memory of a block that takes an mLSTM's tokens of a step of many sequences (agent_mlstm_batched.cuh), and the sizes that it follows from.
+// Shared memory of a block of agent_mlstm_batched.cuh, and the sizes that it depends on.
 #pragma once
 
 #include <kvpolicy/caches/cuda/scoring/agent_mlstm_step.cuh>
@@ -43,7 +43,7 @@ struct many_memory {
     static constexpr std::int32_t stride = (columns + 16) / 4;
 
     struct alignas(16) Tokens {
-        const T* value[many_entries];  // the newcomers'
+        const T* value[many_entries];  // the new tokens'
         std::int64_t state[many_entries], new_state[many_entries];
         std::int32_t count[many_entries], leaves[many_entries];
         // Barriers: a state has come, has taken in its token; an entry may be read out, has been.
@@ -63,7 +63,8 @@ struct many_memory {
     float *readout, *gain;  // [width]
     float* value;           // [many_entries, width], if values are not projected
 
-    /// A state lies in a slot as in memory to lines: copies of whole lines are quicker. It begins at a multiple of 8 bytes.
+    /// A state lies in a slot as in memory to lines: copies of whole lines are quicker. It begins at a
+    /// multiple of 8 bytes.
     static constexpr std::int32_t line = 128;
     __host__ __device__ static constexpr std::int64_t slot_bytes(std::int64_t state_size) {
         return (state_size * 4 + line - 8 + line - 1) / line * line;
