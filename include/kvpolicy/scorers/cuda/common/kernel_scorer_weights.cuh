@@ -107,22 +107,17 @@ __device__ inline void project(float (&acc)[1][NI][4], const shared_tile<T>& x, 
     constexpr int rows = 8 * NI, threads = 128;
     const std::size_t slab = shared_tile<T>::bytes(rows, 64);
     const int count = padded / 64;
-    copy_rows(shared_tile<T>{slabs, rows}, weights, padded, 64, rows, threads);
-    copy_commit();
-    for (int i = 0; i < count; ++i) {
-        if (i + 1 < count) {
-            copy_rows(shared_tile<T>{slabs + slab * ((i + 1) % 2), rows}, weights + (i + 1) * 64, padded, 64,
-                      rows, threads);
+    for_each_slab(
+        count,
+        [&](int i) {
+            copy_rows(shared_tile<T>{slabs + slab * (i % 2), rows}, weights + i * 64, padded, 64, rows,
+                      threads);
             copy_commit();
-            copy_wait<1>();
-        } else {
-            copy_wait<0>();
-        }
-        __syncthreads();
-        add_product<1, NI, 64, false, false>(acc, x.from(64 * i), 16 * warp_id(),
-                                             shared_tile<T>{slabs + slab * (i % 2), rows}, 0);
-        __syncthreads();
-    }
+        },
+        [&](int i) {
+            add_product<1, NI, 64, false, false>(acc, x.from(64 * i), 16 * warp_id(),
+                                                 shared_tile<T>{slabs + slab * (i % 2), rows}, 0);
+        });
 }
 
 /// Chunks that a block of weight_gradient_kernel has in shared memory.
@@ -378,75 +373,33 @@ KVPOLICY_HOST_DEVICE std::size_t input_gradient_shared(scorer_input input, std::
     return parts.bytes();
 }
 
-/// d x = W^T d y of a chunk's tokens, summed over one or two groups of rows, and back through the norms and RoPE to d_k and d_v,
-/// which are overwritten.
+/// acc += d y W over the columns of one group of rows, 128 columns of W from `column` on.
 template <class T>
-__global__ void __launch_bounds__(128)
-    input_gradient_kernel(const scorer_streams streams, const scorer_source<T> source,
-                          const gradient_rows<T> first, const gradient_rows<T> second,
-                          const rows_view<float> d_k, const rows_view<float> d_v) {
-    const scorer_span s = streams.span(static_cast<std::int32_t>(blockIdx.x) / streams.slots,
-                                       static_cast<std::int32_t>(blockIdx.x) % streams.slots);
-    if (s.count == 0) {
-        return;
-    }
-    shared_parts parts(aligned_dynamic_shared());
-    const auto d_y = parts.tile<T>(scorer_chunk, 64);
-    const auto w = parts.tile<T>(64, 128);
-    const int pitch = input_gradient_columns(source.input, source.padded) + 4;
-    const bool whole = source.input != scorer_input::key_value;
-    const float unscale = streams.unscale(s.h);
-    auto* const d_x = parts.take<float>(scorer_chunk * pitch);
-    auto* const scale_k = parts.take<float>(2 * scorer_chunk);
-    float* const scale_v = scale_k + scorer_chunk;
-    const int lane = lane_id();
-    for (std::int32_t column = 0; column < source.padded; column += 128) {
-        float acc[1][16][4];
-        clear(acc);
-        for (int g = 0; g < 2; ++g) {
-            const gradient_rows<T>& group = g == 0 ? first : second;
-            const std::int32_t there = min(s.count, s.end - group.shift - s.first);
-            for (std::int32_t n = 0; n < group.used && there > 0; n += 64) {
-                copy_rows(d_y, group.rows + (s.row(streams.slots) + group.shift) * group.width + n,
-                          group.width, 64, there, 128, group.used - n);
-                copy_rows(w, group.weights + (std::int64_t{s.h} * group.width + n) * source.padded + column,
-                          source.padded, min(128, source.padded - column), 64, 128);
-                copy_commit();
-                copy_wait<0>();
-                __syncthreads();
-                add_product<1, 16, 64, false, true>(acc, d_y, 16 * warp_id(), w, 0);
-                __syncthreads();
-            }
-        }
-#pragma unroll
-        for (int j = 0; j < 16; ++j) {
-#pragma unroll
-            for (int e = 0; e < 4; ++e) {
-                const int r = 16 * warp_id() + lane / 4 + 8 * (e / 2);
-                const int c = 8 * j + lane % 4 * 2 + e % 2;
-                if (column + c < source.padded) {
-                    d_x[r * pitch + (whole ? column : 0) + c] = acc[0][j][e] * unscale;
-                }
-            }
-        }
-        if (whole) {
-            continue;
-        }
+__device__ __forceinline__ void add_input_gradients(float (&acc)[1][16][4], const scorer_streams& streams,
+                                                    const scorer_span& s, const scorer_source<T>& source,
+                                                    const gradient_rows<T>& group, std::int32_t column,
+                                                    const shared_tile<T>& d_y, const shared_tile<T>& w) {
+    const std::int32_t there = min(s.count, s.end - group.shift - s.first);
+    for (std::int32_t n = 0; n < group.used && there > 0; n += 64) {
+        copy_rows(d_y, group.rows + (s.row(streams.slots) + group.shift) * group.width + n, group.width, 64,
+                  there, 128, group.used - n);
+        copy_rows(w, group.weights + (std::int64_t{s.h} * group.width + n) * source.padded + column,
+                  source.padded, min(128, source.padded - column), 64, 128);
+        copy_commit();
+        copy_wait<0>();
         __syncthreads();
-        for (int r = warp_id(); r < s.count; r += 4) {
-            float* const to_k = d_k.row(s.b, s.h, s.first + r);
-            float* const to_v = d_v.row(s.b, s.h, s.first + r);
-            for (std::int32_t i = lane; i < min(128, source.size - column); i += 32) {
-                const std::int32_t c = column + i;
-                (c < source.k.dim ? to_k[c] : to_v[c - source.k.dim]) = d_x[r * pitch + i];
-            }
-        }
-        __syncthreads();  // d_x is free
+        add_product<1, 16, 64, false, true>(acc, d_y, 16 * warp_id(), w, 0);
+        __syncthreads();
     }
-    if (!whole) {
-        return;
-    }
-    source.norms(s, s.first, 0, s.count, scale_k, scale_v);  // its barrier is also d_x's
+}
+
+/// Rows of d_x back through the norms and RoPE to d_k and d_v, a warp per token. scale_k, scale_v: the norms' factors.
+template <class T>
+__device__ __forceinline__ void through_input_norms(const scorer_source<T>& source, const scorer_span& s,
+                                                    const float* d_x, int pitch, const float* scale_k,
+                                                    const float* scale_v, const rows_view<float>& d_k,
+                                                    const rows_view<float>& d_v) {
+    const int lane = lane_id();
     for (int r = warp_id(); r < s.count; r += 4) {
         const std::int32_t t = s.first + r;
         const float* const of_row = d_x + r * pitch;
@@ -480,6 +433,65 @@ __global__ void __launch_bounds__(128)
             through_norm(value, scale_v[r], dim_v, to_v, [&](std::int32_t c) { return of_row[dim_k + c]; });
         }
     }
+}
+
+/// d x = W^T d y of a chunk's tokens, summed over one or two groups of rows, and back through the norms and RoPE to d_k and d_v,
+/// which are overwritten.
+template <class T>
+__global__ void __launch_bounds__(128)
+    input_gradient_kernel(const scorer_streams streams, const scorer_source<T> source,
+                          const gradient_rows<T> first, const gradient_rows<T> second,
+                          const rows_view<float> d_k, const rows_view<float> d_v) {
+    const scorer_span s = streams.span_of_block();
+    if (s.count == 0) {
+        return;
+    }
+    shared_parts parts(aligned_dynamic_shared());
+    const auto d_y = parts.tile<T>(scorer_chunk, 64);
+    const auto w = parts.tile<T>(64, 128);
+    const int pitch = input_gradient_columns(source.input, source.padded) + 4;
+    const bool whole = source.input != scorer_input::key_value;
+    const float unscale = streams.unscale(s.h);
+    auto* const d_x = parts.take<float>(scorer_chunk * pitch);
+    auto* const scale_k = parts.take<float>(2 * scorer_chunk);
+    float* const scale_v = scale_k + scorer_chunk;
+    const int lane = lane_id();
+    for (std::int32_t column = 0; column < source.padded; column += 128) {
+        float acc[1][16][4];
+        clear(acc);
+        for (int g = 0; g < 2; ++g) {
+            add_input_gradients(acc, streams, s, source, g == 0 ? first : second, column, d_y, w);
+        }
+#pragma unroll
+        for (int j = 0; j < 16; ++j) {
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+                const int r = 16 * warp_id() + lane / 4 + 8 * (e / 2);
+                const int c = 8 * j + lane % 4 * 2 + e % 2;
+                if (column + c < source.padded) {
+                    d_x[r * pitch + (whole ? column : 0) + c] = acc[0][j][e] * unscale;
+                }
+            }
+        }
+        if (whole) {
+            continue;
+        }
+        __syncthreads();
+        for (int r = warp_id(); r < s.count; r += 4) {
+            float* const to_k = d_k.row(s.b, s.h, s.first + r);
+            float* const to_v = d_v.row(s.b, s.h, s.first + r);
+            for (std::int32_t i = lane; i < min(128, source.size - column); i += 32) {
+                const std::int32_t c = column + i;
+                (c < source.k.dim ? to_k[c] : to_v[c - source.k.dim]) = d_x[r * pitch + i];
+            }
+        }
+        __syncthreads();  // d_x is free
+    }
+    if (!whole) {
+        return;
+    }
+    source.norms(s, s.first, 0, s.count, scale_k, scale_v);  // its barrier is also d_x's
+    through_input_norms(source, s, d_x, pitch, scale_k, scale_v, d_k, d_v);
 }
 
 }  // namespace cuda_backend

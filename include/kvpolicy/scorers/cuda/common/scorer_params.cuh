@@ -116,6 +116,15 @@ struct scorer_streams {
         s.count = left < 0 ? 0 : left < chunk ? left : chunk;
         return s;
     }
+    /// The chunk of a block, where a grid has one block per chunk: blockIdx.x = plane * slots + slot.
+    __device__ scorer_span span_of_block(std::int32_t chunk = scorer_chunk) const {
+        return span(static_cast<std::int32_t>(blockIdx.x) / slots,
+                    static_cast<std::int32_t>(blockIdx.x) % slots, chunk);
+    }
+    /// The first row of a chunk that reads a score, `delay` tokens after the token; s.count or more: no row does.
+    __device__ std::int32_t first_read(const scorer_span& s) const {
+        return max(0, s.begin + delay - s.first);
+    }
 };
 
 /// What a scorer sees of a token.

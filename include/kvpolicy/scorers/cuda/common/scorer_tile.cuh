@@ -298,6 +298,24 @@ __device__ inline void clear(float (&acc)[MI][NI][4]) {
     }
 }
 
+/// A product over `count` slabs of its right side, two of them in shared memory: copy(i) starts the copies of slab i and
+/// commits them, multiply(i) uses it. All threads of the block call it. Ends with a barrier.
+template <class Copy, class Multiply>
+__device__ __forceinline__ void for_each_slab(int count, const Copy& copy, const Multiply& multiply) {
+    copy(0);
+    for (int i = 0; i < count; ++i) {
+        if (i + 1 < count) {
+            copy(i + 1);
+            copy_wait<1>();
+        } else {
+            copy_wait<0>();
+        }
+        __syncthreads();
+        multiply(i);
+        __syncthreads();
+    }
+}
+
 /// The sum over the four lanes that share a row of an accumulator.
 __device__ inline float row_sum(float x) {
     x += __shfl_xor_sync(all_lanes, x, 1);

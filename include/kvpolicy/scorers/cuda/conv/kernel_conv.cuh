@@ -163,20 +163,11 @@ __device__ inline void conv_product(float (&acc)[Tiles][NI][4], const conv_layer
         copy_commit();
     };
     clear(acc);
-    copy(0);
-    for (int i = 0; i < count; ++i) {
-        if (i + 1 < count) {
-            copy(i + 1);
-            copy_wait<1>();
-        } else {
-            copy_wait<0>();
-        }
-        __syncthreads();
+    for_each_slab(count, copy, [&](int i) {
         add_product<Tiles, NI, 64, false, false>(acc, in.from(64 * (i % across)), i / across,
                                                  shared_tile<T>{slabs + slab * (i % 2), columns},
                                                  8 * NI * warp_id());
-        __syncthreads();
-    }
+    });
 }
 
 /// Visits what this thread has of conv_product: visit(i, j, e, row, channel).
@@ -338,10 +329,8 @@ __device__ inline void conv_block(const conv_problem<T>& problem, const scorer_s
 template <class T, int Tiles>
 __global__ void __launch_bounds__(128) conv_kernel(const conv_problem<T> problem) {
     const scorer_streams& streams = problem.streams;
-    const scorer_span s =
-        streams.span(static_cast<std::int32_t>(blockIdx.x) / streams.slots,
-                     static_cast<std::int32_t>(blockIdx.x) % streams.slots, conv_tiling<Tiles>::tokens);
-    const std::int32_t skipped = max(0, s.begin + streams.delay - s.first);
+    const scorer_span s = streams.span_of_block(conv_tiling<Tiles>::tokens);
+    const std::int32_t skipped = streams.first_read(s);
     if (skipped >= s.count) {
         return;
     }

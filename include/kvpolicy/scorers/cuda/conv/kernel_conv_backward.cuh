@@ -52,32 +52,64 @@ __device__ inline void put_conv_gradients(const shared_tile<T>& to, std::int32_t
     });
 }
 
+/// The block of conv_backward_kernel: one chunk.
 template <class T, int Tiles>
-__global__ void __launch_bounds__(128) conv_backward_kernel(const conv_backward_problem<T> problem) {
+struct conv_backward_agent {
     using tiling = conv_tiling<Tiles>;
-    constexpr int NI = 2, columns = 64;
-    const conv_problem<T>& forward = problem.forward;
-    const scorer_streams& streams = forward.streams;
-    const scorer_span s = streams.span(static_cast<std::int32_t>(blockIdx.x) / streams.slots,
-                                       static_cast<std::int32_t>(blockIdx.x) % streams.slots, tiling::tokens);
-    const std::int64_t chunk = blockIdx.x;
-    float* const sums = problem.sums + chunk * problem.sums_width;
-    const auto thread = static_cast<int>(threadIdx.x);
-    const std::int32_t skipped = max(0, s.begin + streams.delay - s.first);
-    report_bad_rows(streams, forward.source, s);
-    if (skipped >= s.count) {
-        for (int i = thread; i < problem.sums_width; i += 128) {
-            sums[i] = 0.0f;
-        }
-        return;
-    }
-    const conv_memory<T, Tiles, true> memory(aligned_dynamic_shared(), forward, columns);
-    const std::int32_t first = s.first - streams.delay;
-    load_conv_input<Tiles>(forward.source, scorer_rows<T>{forward.source.k, forward.source.v, s}, first,
-                           memory.in[0], problem.in[0] + chunk * tiling::rows * forward.source.padded);
-    const int lane = lane_id();
+    static constexpr int NI = 2, columns = 64;
+    using product_type = float[Tiles][NI][4];
+    using column_sums = float[NI][2];
+
+    const conv_backward_problem<T>& problem;
+    const conv_problem<T>& forward;
+    const scorer_streams& streams;
+    const scorer_span& s;
+    const std::int64_t chunk;
+    float* const sums;
+    const int thread, lane;
+    const std::int32_t skipped, first;
+    // A reference: products index its tiles by layer, so it stays in local memory, and the agent must not.
+    const conv_memory<T, Tiles, true>& memory;
+
+    __device__ __forceinline__ conv_backward_agent(const conv_backward_problem<T>& of,
+                                                   const scorer_span& span,
+                                                   const conv_memory<T, Tiles, true>& shared)
+        : problem(of),
+          forward(of.forward),
+          streams(of.forward.streams),
+          s(span),
+          chunk(blockIdx.x),
+          sums(of.sums + chunk * of.sums_width),
+          thread(static_cast<int>(threadIdx.x)),
+          lane(lane_id()),
+          skipped(streams.first_read(span)),
+          first(span.first - streams.delay),
+          memory(shared) {}
+
+    /// The phases; the numbers are those of the kernel's contract.
+    __device__ __forceinline__ void run() {
+        load_conv_input<Tiles>(forward.source, scorer_rows<T>{forward.source.k, forward.source.v, s}, first,
+                               memory.in[0],
+                               problem.in[0] + chunk * tiling::rows * forward.source.padded);  // 1
 #pragma unroll 1
-    for (int l = 1; l <= 2; ++l) {
+        for (int l = 1; l <= 2; ++l) {  // 2
+            apply_layer(l);
+            __syncthreads();
+        }
+        through_layer_3();  // 3
+#pragma unroll 1
+        for (int l = 2; l >= 0; --l) {  // 4
+            if (l == 0 && problem.d_x == nullptr) {
+                break;
+            }
+            back_through(l);
+            __syncthreads();
+        }
+    }
+
+  private:
+    /// Phase 2: layer l again: y_l and its slope to memory, y_l into its tile.
+    __device__ __forceinline__ void apply_layer(int l) const {
         const conv_layer_problem<T>& layer = forward.layer[l - 1];
         const std::int64_t at = chunk * tiling::rows * layer.padded;
         for (std::int32_t column = 0; column < layer.padded; column += columns) {
@@ -102,12 +134,10 @@ __global__ void __launch_bounds__(128) conv_backward_kernel(const conv_backward_
                 }
             });
         }
-        __syncthreads();
     }
 
-    // The last layer, down to d y_3, which takes the place of y_2; one block of columns holds it.
-    float* to_sums = sums + forward.layer[0].width + forward.layer[1].width;
-    {
+    /// Phase 3: the last layer, down to d y_3, which takes the place of y_2; one block of columns holds it.
+    __device__ __forceinline__ void through_layer_3() const {
         const conv_layer_problem<T>& layer = forward.layer[2];
         float acc[Tiles][NI][4];
         conv_product<NI>(acc, layer, s.h, memory.in[2], 0, memory.slabs);
@@ -133,6 +163,12 @@ __global__ void __launch_bounds__(128) conv_backward_kernel(const conv_backward_
         for_each_of_product<Tiles, NI>(0, [&](int i, int j, int e, int row, std::int32_t c) {
             problem.d[2][(chunk * tiling::rows + row) * layer.padded + c] = static_cast<T>(acc[i][j][e]);
         });
+        sum_layer_3(layer, of_bias, of_readout);
+    }
+    __device__ __forceinline__ void sum_layer_3(const conv_layer_problem<T>& layer,
+                                                const column_sums& of_bias,
+                                                const column_sums& of_readout) const {
+        float* const to_sums = sums + forward.layer[0].width + forward.layer[1].width;
 #pragma unroll
         for (int j = 0; j < NI; ++j) {
 #pragma unroll
@@ -155,12 +191,8 @@ __global__ void __launch_bounds__(128) conv_backward_kernel(const conv_backward_
         }
     }
 
-    // d y_2, d y_1 in place of y_1 and x, then d x.
-#pragma unroll 1
-    for (int l = 2; l >= 0; --l) {
-        if (l == 0 && problem.d_x == nullptr) {
-            break;
-        }
+    /// Phase 4: l = 2, 1: d y_l in place of y_{l-1}, to memory, and the sums of its bias. l = 0: d x to memory.
+    __device__ __forceinline__ void back_through(int l) const {
         const conv_layer_problem<T>& above = forward.layer[l];
         const shared_tile<T>& from = memory.in[l];
         for (int i = thread; i < conv_lead<Tiles> * above.padded / 2; i += 128) {
@@ -168,65 +200,85 @@ __global__ void __launch_bounds__(128) conv_backward_kernel(const conv_backward_
         }
         __syncthreads();
         const std::int32_t padded = above.padded_inputs;
-        const std::size_t slab = shared_tile<T>::bytes(64, 64);
-        const std::int64_t stride = 3 * std::int64_t{padded};
-        const int down = above.padded / 64, count = 3 * down;
         for (std::int32_t column = 0; column < padded; column += columns) {
-            const T* const weights = above.weights + std::int64_t{s.h} * above.padded * stride + column;
-            const auto copy = [&](int i) {
-                copy_rows(shared_tile<T>{memory.slabs + slab * (i % 2), 64},
-                          weights + i % down * 64 * stride + std::int64_t{i / down} * padded, stride, 64, 64,
-                          128);
-                copy_commit();
-            };
-            float acc[Tiles][NI][4];
-            clear(acc);
-            copy(0);
-            for (int i = 0; i < count; ++i) {
-                if (i + 1 < count) {
-                    copy(i + 1);
-                    copy_wait<1>();
-                } else {
-                    copy_wait<0>();
-                }
-                __syncthreads();
-                add_product<Tiles, NI, 64, false, true>(
-                    acc, from.from(64 * (i % down)), conv_lead<Tiles> - i / down,
-                    shared_tile<T>{memory.slabs + slab * (i % 2), 64}, 8 * NI * warp_id());
-                __syncthreads();
-            }
+            product_type acc;
+            multiply_back(above, from, column, acc);
             if (l == 0) {
                 for_each_of_product<Tiles, NI>(column, [&](int i, int j, int e, int row, std::int32_t c) {
                     problem.d_x[(chunk * tiling::rows + row) * padded + c] = acc[i][j][e];
                 });
                 continue;
             }
-            const conv_layer_problem<T>& layer = forward.layer[l - 1];
-            const shared_tile<T>& to = memory.in[l - 1];
-            float of_bias[NI][2] = {};
-            for_each_of_product<Tiles, NI>(column, [&](int i, int j, int e, int row, std::int32_t c) {
-                const std::int64_t at = (chunk * tiling::rows + row) * layer.padded + c;
-                const float slope = static_cast<float>(problem.slope[l - 1][at]);
-                acc[i][j][e] = row % tiling::parity < tiling::rows_of(l) ? acc[i][j][e] * slope : 0.0f;
-                of_bias[j][e % 2] += acc[i][j][e];
-                problem.d[l - 1][at] = static_cast<T>(acc[i][j][e]);
+            store_gradients(l, column, acc);
+        }
+    }
+    /// acc = W_l^T d y_l of the taps, 64 columns of d y_{l-1} from `column` on.
+    __device__ __forceinline__ void multiply_back(const conv_layer_problem<T>& above,
+                                                  const shared_tile<T>& from, std::int32_t column,
+                                                  product_type& acc) const {
+        const std::int32_t padded = above.padded_inputs;
+        const std::size_t slab = shared_tile<T>::bytes(64, 64);
+        const std::int64_t stride = 3 * std::int64_t{padded};
+        const int down = above.padded / 64;
+        const T* const weights = above.weights + std::int64_t{s.h} * above.padded * stride + column;
+        clear(acc);
+        for_each_slab(
+            3 * down,
+            [&](int i) {
+                copy_rows(shared_tile<T>{memory.slabs + slab * (i % 2), 64},
+                          weights + i % down * 64 * stride + std::int64_t{i / down} * padded, stride, 64, 64,
+                          128);
+                copy_commit();
+            },
+            [&](int i) {
+                add_product<Tiles, NI, 64, false, true>(
+                    acc, from.from(64 * (i % down)), conv_lead<Tiles> - i / down,
+                    shared_tile<T>{memory.slabs + slab * (i % 2), 64}, 8 * NI * warp_id());
             });
-            put_conv_gradients<Tiles, NI>(to, column, acc);
-            float* const of_layer = sums + (l == 2 ? forward.layer[0].width : 0);
+    }
+    __device__ __forceinline__ void store_gradients(int l, std::int32_t column, product_type& acc) const {
+        const conv_layer_problem<T>& layer = forward.layer[l - 1];
+        const shared_tile<T>& to = memory.in[l - 1];
+        float of_bias[NI][2] = {};
+        for_each_of_product<Tiles, NI>(column, [&](int i, int j, int e, int row, std::int32_t c) {
+            const std::int64_t at = (chunk * tiling::rows + row) * layer.padded + c;
+            const float slope = static_cast<float>(problem.slope[l - 1][at]);
+            acc[i][j][e] = row % tiling::parity < tiling::rows_of(l) ? acc[i][j][e] * slope : 0.0f;
+            of_bias[j][e % 2] += acc[i][j][e];
+            problem.d[l - 1][at] = static_cast<T>(acc[i][j][e]);
+        });
+        put_conv_gradients<Tiles, NI>(to, column, acc);
+        float* const of_layer = sums + (l == 2 ? forward.layer[0].width : 0);
 #pragma unroll
-            for (int j = 0; j < NI; ++j) {
+        for (int j = 0; j < NI; ++j) {
 #pragma unroll
-                for (int e = 0; e < 2; ++e) {
-                    const std::int32_t c = column + 8 * (NI * warp_id() + j) + lane % 4 * 2 + e;
-                    const float bias = conv_column_sum(of_bias[j][e]);
-                    if (lane < 4 && c < layer.width) {
-                        of_layer[c] = bias;
-                    }
+            for (int e = 0; e < 2; ++e) {
+                const std::int32_t c = column + 8 * (NI * warp_id() + j) + lane % 4 * 2 + e;
+                const float bias = conv_column_sum(of_bias[j][e]);
+                if (lane < 4 && c < layer.width) {
+                    of_layer[c] = bias;
                 }
             }
         }
-        __syncthreads();
     }
+};
+
+/// No dropout draws differ from the forward pass.
+template <class T, int Tiles>
+__global__ void __launch_bounds__(128) conv_backward_kernel(const conv_backward_problem<T> problem) {
+    const scorer_streams& streams = problem.forward.streams;
+    const scorer_span s = streams.span_of_block(conv_tiling<Tiles>::tokens);
+    report_bad_rows(streams, problem.forward.source, s);
+    if (streams.first_read(s) >= s.count) {
+        float* const sums = problem.sums + std::int64_t{blockIdx.x} * problem.sums_width;
+        for (int i = static_cast<int>(threadIdx.x); i < problem.sums_width; i += 128) {
+            sums[i] = 0.0f;
+        }
+        return;
+    }
+    using agent = conv_backward_agent<T, Tiles>;
+    const conv_memory<T, Tiles, true> memory(aligned_dynamic_shared(), problem.forward, agent::columns);
+    agent(problem, s, memory).run();
 }
 
 /// Partial sums of d W_l[tap] = d y_l^T in[. + tap]: a block has 64 channels, 64 inputs, all taps, and one of `splits` parts of a head's
@@ -258,7 +310,7 @@ __global__ void __launch_bounds__(128)
     for (std::int32_t i = split * each; i < last; ++i) {
         const scorer_span s =
             streams.span(i / streams.slots * streams.heads + h, i % streams.slots, tiling::tokens);
-        if (max(0, s.begin + streams.delay - s.first) >= s.count) {
+        if (streams.first_read(s) >= s.count) {
             continue;
         }
         const std::int64_t chunk = std::int64_t{s.plane} * streams.slots + s.slot;
@@ -323,8 +375,7 @@ __global__ void __launch_bounds__(128)
     constexpr std::int32_t seen = tiling::tokens + 2 * conv_reach;  // by a chunk
     const scorer_streams& streams = problem.forward.streams;
     const scorer_source<T>& source = problem.forward.source;
-    const scorer_span s = streams.span(static_cast<std::int32_t>(blockIdx.x) / streams.slots,
-                                       static_cast<std::int32_t>(blockIdx.x) % streams.slots, tiling::tokens);
+    const scorer_span s = streams.span_of_block(tiling::tokens);
     const float unscale = streams.unscale(s.h);
     const std::int64_t stream = blockIdx.x - (s.first - s.from) / tiling::tokens;  // its first chunk
     for (int r = warp_id(); r < s.count; r += 4) {

@@ -346,9 +346,8 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(conv_consumers), 2)
                        [[maybe_unused]] const T* const weights) {
 #if KVPOLICY_HOPPER_CODE
     const scorer_streams& streams = problem.streams;
-    const scorer_span s = streams.span(static_cast<std::int32_t>(blockIdx.x) / streams.slots,
-                                       static_cast<std::int32_t>(blockIdx.x) % streams.slots, tokens);
-    const std::int32_t skipped = max(0, s.begin + streams.delay - s.first);
+    const scorer_span s = streams.span_of_block(tokens);
+    const std::int32_t skipped = streams.first_read(s);
     if (skipped >= s.count) {
         wait_for_kernel_before();
         return;

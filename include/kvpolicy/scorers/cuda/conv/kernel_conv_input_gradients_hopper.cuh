@@ -87,8 +87,7 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(conv_consumers), 2)
 #if KVPOLICY_HOPPER_CODE
     using shape = conv_input_shape<Inputs>;
     constexpr int c1 = shape::c1;
-    const scorer_span s = streams.span(static_cast<std::int32_t>(blockIdx.x) / streams.slots,
-                                       static_cast<std::int32_t>(blockIdx.x) % streams.slots, conv_tile_rows);
+    const scorer_span s = streams.span_of_block(conv_tile_rows);
     if (s.count == 0) {
         return;
     }

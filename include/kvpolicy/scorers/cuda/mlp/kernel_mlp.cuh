@@ -101,8 +101,7 @@ template <class T>
 __global__ void __launch_bounds__(256)
     linear_kernel(const scorer_streams streams, const scorer_source<T> source, const float* const weight,
                   const float* const bias, const plane_view<float> scores) {
-    const scorer_span s = streams.span(static_cast<std::int32_t>(blockIdx.x) / streams.slots,
-                                       static_cast<std::int32_t>(blockIdx.x) % streams.slots);
+    const scorer_span s = streams.span_of_block();
     const float* const w = weight + std::int64_t{s.h} * source.size;
     for (int r = warp_id(); r < s.count; r += 8) {
         const T* const key = source.k.row(s.b, s.h, s.first + r);
@@ -128,8 +127,7 @@ __global__ void __launch_bounds__(256)
                            const plane_view<const float> d_scores, const float* const weight,
                            const rows_view<float> d_k, const rows_view<float> d_v, float* const partial) {
     __shared__ float d[scorer_chunk];
-    const scorer_span s = streams.span(static_cast<std::int32_t>(blockIdx.x) / streams.slots,
-                                       static_cast<std::int32_t>(blockIdx.x) % streams.slots);
+    const scorer_span s = streams.span_of_block();
     const auto thread = static_cast<int>(threadIdx.x);
     if (thread < s.count) {
         d[thread] = gradient_of_score(streams, d_scores, s, s.first + thread);
@@ -203,8 +201,7 @@ template <class T>
 __global__ void __launch_bounds__(128)
     mlp_kernel(const mlp_problem<T> problem, const plane_view<float> scores) {
     const scorer_streams& streams = problem.streams;
-    const scorer_span s = streams.span(static_cast<std::int32_t>(blockIdx.x) / streams.slots,
-                                       static_cast<std::int32_t>(blockIdx.x) % streams.slots);
+    const scorer_span s = streams.span_of_block();
     if (s.count == 0) {
         return;
     }
@@ -243,6 +240,20 @@ __global__ void __launch_bounds__(128)
     }
 }
 
+/// Sums of 64 hidden columns from n on over the four warps: of d y to sums[0, hidden), of d r act(y) to the next.
+__device__ __forceinline__ void sum_hidden_columns(const float* of_warps, std::int32_t n, std::int32_t hidden,
+                                                   float* sums) {
+    const auto thread = static_cast<int>(threadIdx.x);
+    const int kind = thread / 64, i = thread % 64;
+    if (n + i < hidden) {
+        float sum = 0.0f;
+        for (int w = 0; w < 4; ++w) {
+            sum += of_warps[(w * 64 + i) * 2 + kind];
+        }
+        sums[kind * hidden + n + i] = sum;
+    }
+}
+
 /// d y = d r w2 act'(y) of a chunk's tokens into d_rows [planes, slots * 64, width], and the chunk's sums [2 hidden + 1]: of d y
 /// (b1), of d r act(y) (w2), of d r (b2).
 template <class T>
@@ -250,8 +261,7 @@ __global__ void __launch_bounds__(128)
     mlp_backward_kernel(const mlp_problem<T> problem, const plane_view<const float> d_scores, T* const d_rows,
                         float* const partial) {
     const scorer_streams& streams = problem.streams;
-    const scorer_span s = streams.span(static_cast<std::int32_t>(blockIdx.x) / streams.slots,
-                                       static_cast<std::int32_t>(blockIdx.x) % streams.slots);
+    const scorer_span s = streams.span_of_block();
     const auto thread = static_cast<int>(threadIdx.x);
     const std::int32_t hidden = problem.hidden;
     float* const sums =
@@ -316,14 +326,7 @@ __global__ void __launch_bounds__(128)
             }
         }
         __syncthreads();
-        const int kind = thread / 64, i = thread % 64;
-        if (n + i < hidden) {
-            float sum = 0.0f;
-            for (int w = 0; w < 4; ++w) {
-                sum += memory.sums[(w * 64 + i) * 2 + kind];
-            }
-            sums[kind * hidden + n + i] = sum;
-        }
+        sum_hidden_columns(memory.sums, n, hidden, sums);
         __syncthreads();
     }
     if (thread == 0) {

@@ -279,6 +279,18 @@ __device__ inline void read_chunk(const mlstm_problem<T>& problem, const scorer_
 inline constexpr float mlstm_clamp = 1e-6f;
 inline constexpr float mlstm_norm_epsilon = 1e-6f;
 
+/// Per value of a plane's head, the norm's gain and the readout's weight: (1, 0) beyond the width.
+template <int V, int Threads, class T>
+__device__ __forceinline__ void load_readout(const mlstm_problem<T>& problem, std::int32_t plane,
+                                             float2* numbers) {
+    const std::int64_t at = std::int64_t{plane % problem.streams.heads} * problem.width;
+    for (int i = static_cast<int>(threadIdx.x); i < V; i += Threads) {
+        const bool there = i < problem.width;
+        numbers[i] = make_float2(there && problem.norm_gain != nullptr ? problem.norm_gain[at + i] : 1.0f,
+                                 there ? problem.readout[at + i] : 0.0f);
+    }
+}
+
 /// Writes the scores of a chunk's reads l from `skipped` to `count` to scores[l]. `number(i, gain, readout)` gives the norm's gain and
 /// the weight of value i, 0 beyond the width, and `added(l)` what a score has besides.
 template <class E, int V, int Parts, class T, class Memory, class Number, class Added>
@@ -342,9 +354,8 @@ __global__ void __launch_bounds__(mlstm_threads, mlstm_blocks<T>)
     mlstm_read_kernel(const mlstm_problem<T> problem) {
     using E = mlstm_element<T>;
     const scorer_streams& streams = problem.streams;
-    const scorer_span s = streams.span(static_cast<std::int32_t>(blockIdx.x) / streams.slots,
-                                       static_cast<std::int32_t>(blockIdx.x) % streams.slots);
-    const std::int32_t skipped = max(0, s.begin + streams.delay - s.first);
+    const scorer_span s = streams.span_of_block();
+    const std::int32_t skipped = streams.first_read(s);
     if (skipped >= s.count) {
         return;
     }

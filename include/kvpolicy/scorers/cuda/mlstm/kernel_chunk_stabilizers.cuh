@@ -138,7 +138,7 @@ __global__ void __launch_bounds__(mlstm_frames_threads) mlstm_frames_kernel(cons
         if (there) {
             // A token that is not finite makes all later states NaN.
             frame.add = frame.bad < s.count ? NAN : add;
-            const std::int32_t skipped = max(0, s.begin + streams.delay - s.first);
+            const std::int32_t skipped = streams.first_read(s);
             frame.reads = skipped < s.count ? skipped : scorer_chunk;
             frame.before = fresh ? -1 : lane == 0 ? begin_heavy : heavy_before;
             const float all = lane == 0 ? begin_weights : weights_before;
