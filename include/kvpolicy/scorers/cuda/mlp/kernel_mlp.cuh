@@ -194,6 +194,11 @@ struct mlp_memory {
         sums = parts.take<float>(4 * 64 * 2);
         bytes = parts.bytes();
     }
+    /// The inputs of a chunk's tokens; project() waits for them.
+    __device__ __forceinline__ void load(const scorer_source<T>& source, const scorer_span& s) const {
+        source.norms(s, s.first, 0, s.count, scale_k, scale_v);
+        source.load(s, s.first, 0, s.count, scale_k, scale_v, x, 0, source.padded);
+    }
 };
 
 /// Scores of a chunk. Four warps of 16 tokens each, 64 hidden numbers at a time.
@@ -207,8 +212,7 @@ __global__ void __launch_bounds__(128)
     }
     const scorer_source<T>& source = problem.source;
     const mlp_memory<T> memory(aligned_dynamic_shared(), source.padded);
-    source.norms(s, s.first, 0, s.count, memory.scale_k, memory.scale_v);
-    source.load(s, s.first, 0, s.count, memory.scale_k, memory.scale_v, memory.x, 0, source.padded);
+    memory.load(source, s);
     const std::int64_t at = std::int64_t{s.h} * problem.hidden;
     const int lane = lane_id();
     float score[2] = {};
@@ -279,8 +283,7 @@ __global__ void __launch_bounds__(128)
             thread < s.count ? gradient_of_score(streams, d_scores, s, s.first + thread) : 0.0f;
     }
     report_bad_rows(streams, source, s);
-    source.norms(s, s.first, 0, s.count, memory.scale_k, memory.scale_v);
-    source.load(s, s.first, 0, s.count, memory.scale_k, memory.scale_v, memory.x, 0, source.padded);
+    memory.load(source, s);
     const std::int64_t at = std::int64_t{s.h} * hidden;
     const int lane = lane_id(), row = 16 * warp_id() + lane / 4;
     const float d[2] = {memory.d[row], memory.d[row + 8]};

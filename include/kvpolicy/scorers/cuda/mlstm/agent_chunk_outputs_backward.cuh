@@ -347,8 +347,7 @@ struct chunk_outputs_backward_agent {
         }
         if constexpr (Small) {
             __syncthreads();  // the values are free
-            copy_slice<scorer_chunk, F, mlstm_threads>(queries, 0, static_cast<const E*>(problem.q + row * F),
-                                                       F);
+            copy_chunk_rows<F>(queries, static_cast<const E*>(problem.q), row);
             copy_commit();
         }
 #pragma unroll

@@ -5,10 +5,10 @@
 #include <kvpolicy/cuda/config.cuh>
 #include <kvpolicy/cuda/launch.cuh>
 #include <kvpolicy/scorers/cuda/mlp/kernel_mlp.cuh>
+#include <kvpolicy/scorers/cuda/mlstm/agent_chunk_outputs_backward.cuh>
 #include <kvpolicy/scorers/cuda/mlstm/agent_chunk_outputs_hopper.cuh>
 #include <kvpolicy/scorers/cuda/mlstm/agent_mlstm_warpgroup.cuh>
 #include <kvpolicy/scorers/cuda/mlstm/kernel_chunk_outputs.cuh>
-#include <kvpolicy/scorers/cuda/mlstm/agent_chunk_outputs_backward.cuh>
 #include <kvpolicy/scorers/cuda/mlstm/mlstm_params.cuh>
 
 #include <cstdint>

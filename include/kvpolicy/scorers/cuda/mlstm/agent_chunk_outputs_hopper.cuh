@@ -39,9 +39,7 @@ struct mlstm_read_tiles {
         z = parts.take<float>(F);
         rho = parts.take<float>(V);
         numbers = parts.take<float2>(V);
-        exponents.source = parts.take<typename mlstm_exponents<E>::number>(scorer_chunk);
-        exponents.most = parts.take<typename mlstm_exponents<E>::number>(scorer_chunk);
-        exponents.kept = parts.take<float>(scorer_chunk);
+        exponents.take(parts);
     }
 
     /// Rows of z_tile that stay 0.

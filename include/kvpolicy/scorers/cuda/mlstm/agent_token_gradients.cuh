@@ -3,8 +3,8 @@
 
 #include <kvpolicy/cuda/config.cuh>
 #include <kvpolicy/cuda/launch.cuh>
-#include <kvpolicy/scorers/cuda/mlstm/kernel_chunk_outputs.cuh>
 #include <kvpolicy/scorers/cuda/mlstm/agent_chunk_outputs_backward.cuh>
+#include <kvpolicy/scorers/cuda/mlstm/kernel_chunk_outputs.cuh>
 #include <kvpolicy/scorers/cuda/mlstm/mlstm_params.cuh>
 
 #include <cstdint>
@@ -61,9 +61,7 @@ struct mlstm_tokens_memory {
         for (mlstm_row_sums* one : {&inside, &low, &high}) {
             one->of = parts.take<float>(2 * scorer_chunk);
         }
-        exponents.source = parts.take<typename mlstm_exponents<E>::number>(scorer_chunk);
-        exponents.most = parts.take<typename mlstm_exponents<E>::number>(scorer_chunk);
-        exponents.kept = parts.take<float>(scorer_chunk);
+        exponents.take(parts);
         bytes = parts.bytes();
     }
 };
@@ -239,8 +237,7 @@ struct token_gradients_agent {
         const shared_tile<E> queries = Small ? memory.d_n : memory.q;
         if (Small && reads) {
             __syncthreads();  // d N is free as well
-            copy_slice<scorer_chunk, F, mlstm_threads>(queries, 0, static_cast<const E*>(problem.q + row * F),
-                                                       F);
+            copy_chunk_rows<F>(queries, static_cast<const E*>(problem.q), row);
             copy_commit();
         }
         feature_gradients<F> d_k;
@@ -259,15 +256,11 @@ struct token_gradients_agent {
   private:
     /// Phase 1: the chunk's rows, the state after it, and its numbers.
     __device__ __forceinline__ void load() const {
-        copy_slice<scorer_chunk, F, mlstm_threads>(memory.k, 0, static_cast<const E*>(problem.k + row * F),
-                                                   F);
-        copy_slice<scorer_chunk, V, mlstm_threads>(memory.v, 0, static_cast<const E*>(problem.v + row * V),
-                                                   V);
+        copy_chunk_rows<F>(memory.k, static_cast<const E*>(problem.k), row);
+        copy_chunk_rows<V>(memory.v, static_cast<const E*>(problem.v), row);
         if (reads) {
-            copy_slice<scorer_chunk, F, mlstm_threads>(memory.q, 0,
-                                                       static_cast<const E*>(problem.q + row * F), F);
-            copy_slice<scorer_chunk, V, mlstm_threads>(memory.d_n, 0,
-                                                       static_cast<const E*>(problem.d_n + row * V), V);
+            copy_chunk_rows<F>(memory.q, static_cast<const E*>(problem.q), row);
+            copy_chunk_rows<V>(memory.d_n, static_cast<const E*>(problem.d_n), row);
         }
         copy_commit();
         copy_slice<F, Small ? 64 : V, mlstm_threads>(memory.a, 0, state_after(), V);

@@ -4,9 +4,9 @@
 
 #include <kvpolicy/cuda/config.cuh>
 #include <kvpolicy/cuda/launch.cuh>
-#include <kvpolicy/scorers/cuda/mlstm/agent_mlstm_warpgroup.cuh>
 #include <kvpolicy/scorers/cuda/mlstm/agent_chunk_outputs_backward.cuh>
 #include <kvpolicy/scorers/cuda/mlstm/agent_chunk_outputs_backward_hopper.cuh>
+#include <kvpolicy/scorers/cuda/mlstm/agent_mlstm_warpgroup.cuh>
 #include <kvpolicy/scorers/cuda/mlstm/agent_token_gradients.cuh>
 #include <kvpolicy/scorers/cuda/mlstm/mlstm_params.cuh>
 
@@ -57,9 +57,7 @@ struct mlstm_tokens_hopper_memory {
         across = parts.take<float>(mlstm_across_parts<F, V>);
         d_gates = parts.take<float>(2 * scorer_chunk);
         slopes = parts.take<float>(2 * scorer_chunk);
-        exponents.source = parts.take<typename mlstm_exponents<E>::number>(scorer_chunk);
-        exponents.most = parts.take<typename mlstm_exponents<E>::number>(scorer_chunk);
-        exponents.kept = parts.take<float>(scorer_chunk);
+        exponents.take(parts);
         bytes = parts.bytes();
     }
 };

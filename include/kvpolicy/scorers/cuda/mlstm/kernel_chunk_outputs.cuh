@@ -93,9 +93,7 @@ struct mlstm_read_memory {
         for (mlstm_row_sums& one : sums) {
             one.of = parts.take<float>(2 * scorer_chunk);
         }
-        exponents.source = parts.take<typename mlstm_exponents<E>::number>(scorer_chunk);
-        exponents.most = parts.take<typename mlstm_exponents<E>::number>(scorer_chunk);
-        exponents.kept = parts.take<float>(scorer_chunk);
+        exponents.take(parts);
         bytes = parts.bytes();
     }
     /// The queries once d N is there.
@@ -219,6 +217,12 @@ __device__ inline void apply_pairs(const Memory& memory, mlstm_reads<V, Parts>& 
     add_product<1, NI, scorer_chunk, false, true>(reads.h, memory.weights, m0, memory.v, n0);
 }
 
+/// Starts the copies of a chunk's rows, `Columns` numbers each, from row `row` of an array on.
+template <int Columns, class E>
+__device__ __forceinline__ void copy_chunk_rows(const shared_tile<E>& to, const E* of, std::int64_t row) {
+    copy_slice<scorer_chunk, Columns, mlstm_threads>(to, 0, of + row * Columns, Columns);
+}
+
 /// Loads a chunk and reads it. w_lj (q~_l . k~_j) stays in memory.weights; divisors are sums of the weights as rounded there, so that h is
 /// a mean of values with the very weights that multiply them. The caller has d scores written before, if any.
 template <int F, int V, class T, class Memory>
@@ -226,11 +230,11 @@ __device__ inline void read_chunk(const mlstm_problem<T>& problem, const scorer_
                                   const mlstm_frame& frame, mlstm_reads<V>& reads) {
     using E = mlstm_element<T>;
     const std::int64_t row = s.row(problem.streams.slots), chunk = problem.chunk(s);
-    copy_slice<scorer_chunk, F, mlstm_threads>(memory.q, 0, static_cast<const E*>(problem.q + row * F), F);
-    copy_slice<scorer_chunk, F, mlstm_threads>(memory.k, 0, static_cast<const E*>(problem.k + row * F), F);
+    copy_chunk_rows<F>(memory.q, static_cast<const E*>(problem.q), row);
+    copy_chunk_rows<F>(memory.k, static_cast<const E*>(problem.k), row);
     copy_commit();
     copy_slice<F, V, mlstm_threads>(memory.c, 0, static_cast<const E*>(problem.memory + chunk * F * V), V);
-    copy_slice<scorer_chunk, V, mlstm_threads>(memory.v, 0, static_cast<const E*>(problem.v + row * V), V);
+    copy_chunk_rows<V>(memory.v, static_cast<const E*>(problem.v), row);
     copy_commit();
     mlstm_look_ahead<T> next(problem);
     next.array(problem.q, scorer_chunk * F);

@@ -54,9 +54,7 @@ struct mlstm_sweep_memory {
         for (mlstm_sums_along<mlstm_sweep_parts>& one : sums) {
             one.of = parts.take<float>(mlstm_sweep_parts * scorer_chunk);
         }
-        exponents.source = parts.take<typename mlstm_exponents<E>::number>(scorer_chunk);
-        exponents.most = parts.take<typename mlstm_exponents<E>::number>(scorer_chunk);
-        exponents.kept = parts.take<float>(scorer_chunk);
+        exponents.take(parts);
         log_source = parts.take<double>(stages * scorer_chunk);
         log_top = parts.take<double>(stages * scorer_chunk);
         weight = parts.take<float>(stages * scorer_chunk);

@@ -270,6 +270,12 @@ struct mlstm_exponents {
     number* most;    // [64]: M_l
     float* kept;     // [64]: exp(m - M_l)
 
+    KVPOLICY_HOST_DEVICE void take(shared_parts& parts) {
+        source = parts.take<number>(scorer_chunk);
+        most = parts.take<number>(scorer_chunk);
+        kept = parts.take<float>(scorer_chunk);
+    }
+
     __device__ void load(const double* log_source, const double* log_top, double m) const {
         if (threadIdx.x < scorer_chunk) {
             set(log_source[threadIdx.x], log_top[threadIdx.x], log_top[scorer_chunk - 1], m);
