@@ -1,9 +1,10 @@
-// The backward pass of ConvScorer. A block computes its chunk's layers again and goes back through them for its own scores, which are
-// all that it answers for: what two chunks say about the 12 tokens that both see is added up afterwards. Layers' inputs and the gradients
-// d y_l before their activations go to memory, [chunks, rows, channels], for the gradients of the weights.
+// The backward pass of ConvScorer. A block computes its chunk's layers again and goes back through them for
+// its own scores, which are all that it answers for: what two chunks say about the 12 tokens that both see is
+// added up afterwards. Layers' inputs and the gradients d y_l before their activations go to memory, [chunks,
+// rows, channels], for the gradients of the weights.
 //
-// d y_{l-1}[i] = sum over taps of W_l[tap]^T d y_l[i - tap]: the product of kernel_conv.cuh with taps that go the other way, so tiles of
-// d y begin with rows of zeros (conv_lead), and rows that are no token's are 0.
+// d y_{l-1}[i] = sum over taps of W_l[tap]^T d y_l[i - tap]: the product of kernel_conv.cuh with taps that go
+// the other way, so tiles of d y begin with rows of zeros (conv_lead), and rows that are no token's are 0.
 #pragma once
 
 #include <kvpolicy/cuda/config.cuh>
@@ -191,7 +192,8 @@ struct conv_backward_agent {
         }
     }
 
-    /// Phase 4: l = 2, 1: d y_l in place of y_{l-1}, to memory, and the sums of its bias. l = 0: d x to memory.
+    /// Phase 4: l = 2, 1: d y_l in place of y_{l-1}, to memory, and the sums of its bias. l = 0: d x to
+    /// memory.
     __device__ __forceinline__ void back_through(int l) const {
         const conv_layer_problem<T>& above = forward.layer[l];
         const shared_tile<T>& from = memory.in[l];
@@ -263,7 +265,19 @@ struct conv_backward_agent {
     }
 };
 
-/// No dropout draws differ from the forward pass.
+/// The backward pass of ConvScorer, portable: the layers again and back through them, for the chunk's own
+/// scores.
+/// Grid: a block per chunk of conv_tiling<Tiles>::tokens tokens. Block: 128 threads. Shared memory:
+/// conv_memory, backward.
+/// In: problem.forward as in conv_kernel, d_scores [B, heads, S] fp32. Dropout draws are those of the forward
+/// pass.
+/// Out, all overwritten: in[l] [chunks, rows, padded] T (x, y_1, y_2), slope[l] alike, d[l] [chunks, rows,
+/// padded] T (d y_1 to d y_3), d_x [chunks, rows, source.padded] fp32 where wanted, sums [chunks, C1 + C2 + 2
+/// C3 + 1] fp32. A chunk without a score writes zeros to its sums.
+/// 1. x to its tile and to memory.
+/// 2. Layers 1 and 2 again: y_l and its slope to memory, y_l to its tile.
+/// 3. Layer 3 again, down to d y_3; sums of b3, readout, readout_bias.
+/// 4. d y_2, d y_1 and d x, with the taps reversed.
 template <class T, int Tiles>
 __global__ void __launch_bounds__(128) conv_backward_kernel(const conv_backward_problem<T> problem) {
     const scorer_streams& streams = problem.forward.streams;
@@ -281,8 +295,14 @@ __global__ void __launch_bounds__(128) conv_backward_kernel(const conv_backward_
     agent(problem, s, memory).run();
 }
 
-/// Partial sums of d W_l[tap] = d y_l^T in[. + tap]: a block has 64 channels, 64 inputs, all taps, and one of `splits` parts of a head's
-/// chunks; partial [splits, heads, padded, 3, padded_inputs] is overwritten.
+/// Partial sums over chunks of d W_l[tap] = d y_l^T in[. + tap], portable.
+/// Grid: splits x heads x (padded / 64) x (padded_inputs / 64), the inputs first. Block: 128 threads, 32 x 32
+/// numbers of each tap per warp. Shared memory: a tile of `rows` rows and one of rows + 8, 64 columns each.
+/// In: d [chunks, rows, padded] T, in [chunks, rows, padded_inputs] T, both of conv_backward_kernel.
+/// Out: partial [splits, heads, padded, 3, padded_inputs] fp32, overwritten.
+/// 1. Place of the block. 2.
+/// Per chunk of its part that has scores: both tiles, then three products.
+/// 3. The accumulators go to `partial`.
 template <class T, int Tiles>
 __global__ void __launch_bounds__(128)
     conv_weight_gradient_kernel(const scorer_streams streams, const T* const d, const std::int32_t padded,
@@ -292,6 +312,7 @@ __global__ void __launch_bounds__(128)
     shared_parts parts(aligned_dynamic_shared());
     const auto d_y = parts.tile<T>(tiling::rows, 64);
     const auto x = parts.tile<T>(tiling::rows + 8, 64);
+    // 1. Place of the block.
     const std::int32_t across = padded_inputs / 64, down = padded / 64;
     auto item = static_cast<std::int32_t>(blockIdx.x);
     const std::int32_t column = item % across * 64;
@@ -307,6 +328,7 @@ __global__ void __launch_bounds__(128)
     for (auto& of_tap : acc) {
         clear(of_tap);
     }
+    // 2. The chunks of its part.
     for (std::int32_t i = split * each; i < last; ++i) {
         const scorer_span s =
             streams.span(i / streams.slots * streams.heads + h, i % streams.slots, tiling::tokens);
@@ -326,6 +348,7 @@ __global__ void __launch_bounds__(128)
             add_product<2, 4, tiling::rows, true, true>(acc[tap], d_y, m0, x, n0, tap);
         }
     }
+    // 3. To `partial`.
     float* const to = partial + (std::int64_t{split} * streams.heads + h) * padded * 3 * padded_inputs;
     const int lane = lane_id();
 #pragma unroll
@@ -345,7 +368,10 @@ __global__ void __launch_bounds__(128)
     }
 }
 
-/// into[h][n][tap][c] += the partial sums.
+/// into[h][n][tap][c] += the partial sums, in one order: the same bits in every run.
+/// Grid: strided. Block: 256 threads, a number each. Shared memory: none.
+/// In: partial [splits, heads, padded, 3, padded_inputs].
+/// Out: into [heads, width, 3, inputs] fp32, accumulated, times the inverse of the head's scale.
 template <class Float>
 __global__ void __launch_bounds__(256)
     add_conv_gradients_kernel(const scorer_streams streams, const Float* const partial,
@@ -366,7 +392,11 @@ __global__ void __launch_bounds__(256)
     }
 }
 
-/// d_k and d_v of a chunk's tokens, one warp a token: what the chunks that see a token say of it, turned back. Overwrites.
+/// Gradients of keys and values of ConvScorer, portable: the chunks that see a token, added up, and RoPE
+/// reversed.
+/// Grid: a block per chunk. Block: 128 threads, a warp per token. Shared memory: none.
+/// In: problem.d_x [chunks, rows, source.padded] fp32 of conv_backward_kernel.
+/// Out: d_k [B, S, heads, dim_k] and d_v fp32, overwritten for the chunk's tokens.
 template <class T, int Tiles>
 __global__ void __launch_bounds__(128)
     conv_input_gradient_kernel(const conv_backward_problem<T> problem, const rows_view<float> d_k,

@@ -1,12 +1,16 @@
-// ConvScorer's gradients of weights on Hopper. A block has the tile of kernel_conv_hopper.cuh: the layers again, and back through them. It answers for 104 tokens'
-// scores, and for what the layers' results at these tokens (and up to 4 more at a stream's ends, where nobody else does) have as gradients: all that
-// these need, scores of the neighbours too, it computes itself, so that every gradient is there once and whole.
+// ConvScorer's gradients of weights on Hopper. A block has the tile of kernel_conv_hopper.cuh: the layers
+// again, and back through them. It answers for 104 tokens' scores, and for what the layers' results at these
+// tokens (and up to 4 more at a stream's ends, which no other tile answers for) have as gradients: all that
+// these need, scores of the neighbors too, it computes itself, so that every gradient is there once and
+// whole.
 //
-// Row i is, from the first token a whose y_1 the tile answers for, token a - 10 + i of x, a - 8 + i of y_1, a - 6 + i of y_2, a - 4 + i of y_3 and d y_3,
-// a - 2 + i of d y_2, a + i of d y_1: so back, too, a row needs rows i, i + 2, i + 4, with weights transposed and taps the other way.
+// Row i is, from the first token a whose y_1 the tile answers for, token a - 10 + i of x, a - 8 + i of y_1, a
+// - 6 + i of y_2, a - 4 + i of y_3 and d y_3, a - 2 + i of d y_2, a + i of d y_1: so back, too, a row needs
+// rows i, i + 2, i + 4, with weights transposed and taps the other way.
 //
-// x, y_1, y_2 and the gradients before activations go to memory, a tile after the other, in the layout of the tiles in shared memory. Gradients of weights
-// are products over tokens of these (kernel_conv_weight_gradients_hopper.cuh).
+// x, y_1, y_2 and the gradients before activations go to memory, a tile after the other, in the layout of the
+// tiles in shared memory. Gradients of weights are products over tokens of these
+// (kernel_conv_weight_gradients_hopper.cuh).
 #pragma once
 
 #include <kvpolicy/cuda/config.cuh>
@@ -111,7 +115,11 @@ __device__ inline uint4 conv_back_weights(const conv_weights& from, std::uint32_
                                c < inputs && n + 1 < width ? column[std::uint64_t{3} * inputs] : 0.0f);
         });
 }
-/// To [heads][W_3, then W_2].
+
+/// Weights of layers 3 and 2, transposed and with the taps reversed, in the order in which threads load them.
+/// Grid: strided. Block: 256 threads, eight numbers each. Shared memory: none.
+/// In: from (fp32 weights of all heads).
+/// Out: to [heads, conv_back_shape::weights] T (W_3, then W_2), overwritten.
 template <class T, int Inputs>
 __global__ void __launch_bounds__(256) pack_conv_backward_kernel(const conv_weights from, T* const to) {
     using shape = conv_back_shape<Inputs>;
@@ -140,8 +148,8 @@ __device__ inline bool finite_pair(std::uint32_t pair) {
     return (pair & exponent) != exponent && (pair >> 16 & exponent) != exponent;
 }
 
-/// The block's sums of columns: of_thread(j, e) is a thread's own sum of column 8 j + 2 (lane % 4) + e; into(c, sum). Begins and ends with a
-/// barrier of the consumers.
+/// The block's sums of columns: of_thread(j, e) is a thread's own sum of column 8 j + 2 (lane % 4) + e;
+/// into(c, sum). Begins and ends with a barrier of the consumers.
 template <int Width, class Of, class Into>
 __device__ inline void sum_conv_columns(float* memory, int thread, const Of& of_thread, const Into& into) {
     named_barrier(1, conv_consumers);
@@ -227,8 +235,8 @@ __device__ inline void store_conv_slopes_transposed(float (&acc)[N], const float
     }
 }
 
-/// Gradients of layer l after the product [64 tokens][channels]: times the slopes of rows + `shift`, 0 from row `valid` on, into the tile `to`. acc
-/// becomes those of rows [begin, end), for the sums of the biases.
+/// Gradients of layer l after the product [64 tokens][channels]: times the slopes of rows + `shift`, 0 from
+/// row `valid` on, into the tile `to`. acc becomes those of rows [begin, end), for the sums of the biases.
 template <int Width, class T>
 __device__ inline void store_conv_gradients(float (&acc)[Width / 2], const unsigned char* slopes, int shift,
                                             int valid, unsigned char* to, int thread, int begin, int end) {
@@ -251,7 +259,8 @@ __device__ inline void store_conv_gradients(float (&acc)[Width / 2], const unsig
         }
     }
 }
-/// The same of [64 channels][tokens]; of_rows(c, sum) gets the sum of the warpgroup's rows in [begin, end) for each of its channels.
+/// The same of [64 channels][tokens]; of_rows(c, sum) gets the sum of the warpgroup's rows in [begin, end)
+/// for each of its channels.
 template <class T, int N, class OfRows>
 __device__ inline void store_conv_gradients_transposed(const float (&acc)[N], unsigned char* slopes,
                                                        int shift, int valid, unsigned char* to, int thread,
@@ -380,8 +389,8 @@ struct conv_backward_hopper_agent {
             to[thread] = memory.columns[thread] + memory.columns[64 + thread];
         }
     }
-    /// One number for a warp, so that descriptors are made by its uniform registers. Of 128 channels it is the
-    /// warpgroup's first channel, else its first row.
+    /// One number for a warp, so that descriptors are made by its uniform registers. Of 128 channels it is
+    /// the warpgroup's first channel, else its first row.
     __device__ __forceinline__ void place_warpgroup() {
         half = __shfl_sync(all_lanes, thread / 128, 0) * 64;
         channel_1 = c1 == 128 ? half : 0;
@@ -417,7 +426,7 @@ struct conv_backward_hopper_agent {
             finish_conv_rows(source, memory.frequencies, x, a - 10, 0, tile, thread);
         } else {
             copy_wait<0>();
-            named_barrier(1, conv_consumers);  // no copy is under way any more
+            named_barrier(1, conv_consumers);  // all copies have arrived
             load_conv_rows<Inputs>(source, x, a - 10, 0, tile, thread);
         }
     }
@@ -439,7 +448,7 @@ struct conv_backward_hopper_agent {
     __device__ __forceinline__ void apply_layer_1(weights_1_type& weights_1) const {
         float acc[weights_1.tokens / 2];
         conv_product<T>(acc, all + conv_offset(row_1, 0), weights_1);
-        named_barrier(1, conv_consumers);  // nobody reads x any more
+        named_barrier(1, conv_consumers);  // x is free
         store_conv_slopes_transposed<T>(acc, constants, tile, slopes1, thread, channel_1, row_1);
     }
 
@@ -452,7 +461,7 @@ struct conv_backward_hopper_agent {
             weights_2.begin();
             copy_conv_image<c1, conv_back_inputs>(tile, 0, y_1, 0, conv_back_inputs, thread);
             conv_product<T>(acc, rows, weights_2);
-            named_barrier(1, conv_consumers);  // nor y_1
+            named_barrier(1, conv_consumers);  // y_1 is free
             store_conv_slopes_transposed<T>(acc, constants + c1, tile, slopes2, thread, 0, half);
         } else {
             copy_conv_image<c1, conv_back_inputs>(tile, 0, y_1, 0, conv_back_inputs, thread);
@@ -462,7 +471,8 @@ struct conv_backward_hopper_agent {
         }
     }
 
-    /// Phase 4: y_2 to memory; the last layer, and back to d y_3, in place of y_2. Sums of b3, readout, readout_bias.
+    /// Phase 4: y_2 to memory; the last layer, and back to d y_3, in place of y_2. Sums of b3, readout,
+    /// readout_bias.
     __device__ __forceinline__ void through_layer_3() const {
         copy_conv_image<c2, conv_back_inputs>(tile, 0, image(problem.in[2], c2, conv_back_inputs), 0,
                                               conv_back_inputs, thread);
@@ -474,7 +484,7 @@ struct conv_backward_hopper_agent {
             acc, rows,
             shared_address(memory.narrow) +
                 2 * (shape::weights_before(3) - shape::weights_before(shape::first_narrow)));
-        named_barrier(1, conv_consumers);  // nor y_2
+        named_barrier(1, conv_consumers);  // y_2 is free
         float of_readout[c3 / 4] = {}, of_bias[c3 / 4] = {};
 #pragma unroll
         for (int j = 0; j < c3 / 8; ++j) {
@@ -542,7 +552,7 @@ struct conv_backward_hopper_agent {
             conv_fragments<c2, c3, 2> back_3(back);
             back_3.begin();
             conv_product<T>(acc, rows, back_3);
-            named_barrier(1, conv_consumers);  // nobody reads d y_3 any more
+            named_barrier(1, conv_consumers);  // d y_3 is free
             store_conv_gradients_transposed<T>(acc, slopes2, 4, 116, tile, thread, 0, half, span.begin_of(2),
                                                span.end_of(2), [&](int c, float sum) { of_half(c, sum); });
         } else {
@@ -568,7 +578,7 @@ struct conv_backward_hopper_agent {
                                             span.begin_of(2), span.end_of(2), thread);
         float acc[back_2.tokens / 2];
         conv_product<T>(acc, all + conv_offset(row_1, 0), back_2);
-        named_barrier(1, conv_consumers);  // nobody reads d y_2 any more
+        named_barrier(1, conv_consumers);  // d y_2 is free
         store_conv_gradients_transposed<T>(acc, slopes1, 8, conv_back_rows, tile, thread, channel_1, row_1, 0,
                                            span.end_of(1), [&](int c, float sum) {
                                                if constexpr (c1 == 128) {
@@ -590,7 +600,10 @@ struct conv_backward_hopper_agent {
 
 #endif
 
-/// Reports tokens that are not finite and that no score reads, a block a tile: others are looked at as they are read.
+/// Reports tokens that are not finite and that no score reads; the other tokens are checked where they are
+/// read.
+/// Grid: a block per tile of conv_back_tile tokens. Block: 128 threads. Shared memory: none.
+/// Out: status_not_finite in streams.status, by atomic or.
 template <class T>
 __global__ void __launch_bounds__(128) conv_unread_kernel(const conv_problem<T> problem) {
     const conv_back_span span(problem.streams, blockIdx.x);
@@ -601,7 +614,19 @@ __global__ void __launch_bounds__(128) conv_unread_kernel(const conv_problem<T> 
     report_bad_rows(problem.streams, problem.source, s);
 }
 
-/// A block a tile. `weights` is pack_conv_kernel's, `back` pack_conv_backward_kernel's. No dropout.
+/// The backward pass of ConvScorer on Hopper: the layers of a tile again and back through them. No dropout.
+/// Grid: a block per tile of conv_back_tile tokens. Block: conv_consumers threads, two warpgroups; two blocks
+/// per multiprocessor. Shared memory: conv_back_shape<Inputs>::shared_bytes.
+/// In: problem.forward, d_scores [B, heads, S] fp32; weights [heads] of pack_conv_kernel, back of
+/// pack_conv_backward_kernel.
+/// Out, all overwritten: in[3] (x, y_1, y_2) [tiles, channels / 8, 120, 8] T, d[3] (d y_1 to d y_3) [tiles,
+/// channels / 8, 112, 8] T, sums [tiles, sums_width] fp32. A tile without a score writes zeros to its sums.
+/// 1. d score and x of the tile; x goes to memory.
+/// 2. Layer 1: y_1 and its slope.
+/// 3. Layer 2: y_2 and its slope; y_1 goes to memory.
+/// 4. Layer 3, down to d y_3; y_2 goes to memory.
+/// 5. d y_2; d y_3 goes to memory.
+/// 6. d y_1; d y_2 and d y_1 go to memory. Each result takes the place of the one before in the tile.
 template <class T, int Inputs>
 __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(conv_consumers), 2)
     conv_backward_hopper_kernel([[maybe_unused]] const __grid_constant__ conv_back_problem<T> problem,

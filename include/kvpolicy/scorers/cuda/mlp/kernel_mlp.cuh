@@ -1,4 +1,5 @@
-// Scorers without a memory: one weighted sum (LinearScorer), one hidden layer (BasicMlpScorer), and their gradients.
+// Scorers without a memory: one weighted sum (LinearScorer), one hidden layer (BasicMlpScorer), and their
+// gradients.
 #pragma once
 
 #include <kvpolicy/cuda/config.cuh>
@@ -13,7 +14,9 @@ namespace kvpolicy {
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 namespace cuda_backend {
 
-/// Reports sequences whose numbers cannot be. One block.
+/// Reports sequences whose length or start is out of range.
+/// Grid: one block. Block: 256 threads, a sequence each. Shared memory: none.
+/// Out: status_bad_length in streams.status, by atomic or.
 template <class Streams>
 __global__ void __launch_bounds__(256) check_streams_kernel(const Streams streams) {
     for (auto b = static_cast<std::int32_t>(threadIdx.x); b < streams.batch; b += 256) {
@@ -28,7 +31,10 @@ template <class Float>
 __device__ inline Float rope_frequency(float base, std::int32_t i, std::int32_t rotated) {
     return static_cast<Float>(pow(static_cast<double>(base), -2.0 * i / rotated));
 }
-/// The frequencies of such a Rope. One block.
+
+/// The frequencies of a Rope that gives a base.
+/// Grid: one block. Block: 256 threads. Shared memory: none.
+/// Out: frequencies [rotated / 2], overwritten.
 template <class Float>
 __global__ void __launch_bounds__(256)
     frequencies_kernel(const float base, const std::int32_t rotated, Float* const frequencies) {
@@ -94,9 +100,12 @@ __device__ inline float gradient_of_score(const scorer_streams& streams,
     return d;
 }
 
-// ---- linear ----------------------------------------------------------------------------------------------------------
+// ---- linear ----
 
-/// One warp a token.
+/// Scores of LinearScorer.
+/// Grid: a block per chunk of 64 tokens. Block: 256 threads, a warp per token. Shared memory: none.
+/// In: source (k, v) T, weight [heads, size] fp32, bias [heads] fp32 or null.
+/// Out: scores [B, heads, S] fp32, overwritten.
 template <class T>
 __global__ void __launch_bounds__(256)
     linear_kernel(const scorer_streams streams, const scorer_source<T> source, const float* const weight,
@@ -120,7 +129,13 @@ __global__ void __launch_bounds__(256)
     }
 }
 
-/// Inputs' gradients, and partial sums [planes, slots][size + 1] of the weight's and the bias's.
+/// Gradients of LinearScorer.
+/// Grid: a block per chunk of 64 tokens. Block: 256 threads. Shared memory: the chunk's d scores.
+/// In: source (k, v) T, d_scores [B, heads, S] fp32, weight [heads, size] fp32.
+/// Out: d_k, d_v fp32, overwritten where wanted; partial [planes, slots, size + 1] fp32 (weight, bias),
+/// overwritten.
+/// 1. d scores to shared memory.
+/// 2. Per column: its sum over the tokens, and the gradients of the inputs.
 template <class T>
 __global__ void __launch_bounds__(256)
     linear_backward_kernel(const scorer_streams streams, const scorer_source<T> source,
@@ -156,7 +171,7 @@ __global__ void __launch_bounds__(256)
     }
 }
 
-// ---- one hidden layer ------------------------------------------------------------------------------------------------
+// ---- one hidden layer ----
 
 /// The numbers of a hidden layer, and where its weights lie in device memory.
 template <class T>
@@ -201,7 +216,25 @@ struct mlp_memory {
     }
 };
 
-/// Scores of a chunk. Four warps of 16 tokens each, 64 hidden numbers at a time.
+/// acc = the hidden numbers [n, n + 64) of a chunk, before bias and activation.
+template <class T>
+__device__ __forceinline__ void project_hidden(float (&acc)[1][8][4], const mlp_problem<T>& problem,
+                                               const scorer_span& s, const mlp_memory<T>& memory,
+                                               std::int32_t n) {
+    const std::int32_t padded = problem.source.padded;
+    clear(acc);
+    project<8>(acc, memory.x, problem.w1 + (std::int64_t{s.h} * problem.width + n) * padded, padded,
+               memory.slabs);
+}
+
+/// Scores of MlpScorer.
+/// Grid: a block per chunk of 64 tokens. Block: 128 threads, four warps of 16 tokens. Shared memory:
+/// mlp_memory.
+/// In: source (k, v) T; w1 [heads, width, padded] T, b1, w2 [heads, hidden] fp32, b2 [heads] fp32.
+/// Out: scores [B, heads, S] fp32, overwritten.
+/// 1. The inputs of the chunk to shared memory.
+/// 2. Per 64 hidden numbers: the product, activation and the readout's sum.
+/// 3. Sums over the lanes of a row, to scores.
 template <class T>
 __global__ void __launch_bounds__(128)
     mlp_kernel(const mlp_problem<T> problem, const plane_view<float> scores) {
@@ -212,15 +245,15 @@ __global__ void __launch_bounds__(128)
     }
     const scorer_source<T>& source = problem.source;
     const mlp_memory<T> memory(aligned_dynamic_shared(), source.padded);
+    // 1. Inputs.
     memory.load(source, s);
     const std::int64_t at = std::int64_t{s.h} * problem.hidden;
     const int lane = lane_id();
     float score[2] = {};
+    // 2. 64 hidden numbers at a time.
     for (std::int32_t n = 0; n < problem.width; n += 64) {
         float acc[1][8][4];
-        clear(acc);
-        project<8>(acc, memory.x, problem.w1 + (std::int64_t{s.h} * problem.width + n) * source.padded,
-                   source.padded, memory.slabs);
+        project_hidden(acc, problem, s, memory, n);
 #pragma unroll
         for (int j = 0; j < 8; ++j) {
 #pragma unroll
@@ -236,6 +269,7 @@ __global__ void __launch_bounds__(128)
     }
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
+        // 3. To scores.
         const float sum = row_sum(score[i]) + (problem.b2 != nullptr ? problem.b2[s.h] : 0.0f);
         const int r = 16 * warp_id() + lane / 4 + 8 * i;
         if (lane % 4 == 0 && r < s.count) {
@@ -244,7 +278,8 @@ __global__ void __launch_bounds__(128)
     }
 }
 
-/// Sums of 64 hidden columns from n on over the four warps: of d y to sums[0, hidden), of d r act(y) to the next.
+/// Sums of 64 hidden columns from n on over the four warps: of d y to sums[0, hidden), of d r act(y) to the
+/// next.
 __device__ __forceinline__ void sum_hidden_columns(const float* of_warps, std::int32_t n, std::int32_t hidden,
                                                    float* sums) {
     const auto thread = static_cast<int>(threadIdx.x);
@@ -258,8 +293,16 @@ __device__ __forceinline__ void sum_hidden_columns(const float* of_warps, std::i
     }
 }
 
-/// d y = d r w2 act'(y) of a chunk's tokens into d_rows [planes, slots * 64, width], and the chunk's sums [2 hidden + 1]: of d y
-/// (b1), of d r act(y) (w2), of d r (b2).
+/// Gradients of MlpScorer down to d y, the hidden numbers before their activation.
+/// Grid: a block per chunk of 64 tokens. Block: 128 threads, four warps of 16 tokens. Shared memory:
+/// mlp_memory.
+/// In: as in mlp_kernel, d_scores [B, heads, S] fp32.
+/// Out: d_rows [planes, slots * 64, width] T; partial [planes, slots, 2 hidden + 1] fp32: sums of d y (b1),
+/// of d r act(y) (w2), of d r (b2). Both overwritten.
+/// 1. d scores and the inputs to shared memory.
+/// 2. Per 64 hidden numbers: the product, d y to d_rows, and the warps' sums of columns.
+/// 3. The warps' sums are added.
+/// 4. The sum of d r.
 template <class T>
 __global__ void __launch_bounds__(128)
     mlp_backward_kernel(const mlp_problem<T> problem, const plane_view<const float> d_scores, T* const d_rows,
@@ -278,6 +321,7 @@ __global__ void __launch_bounds__(128)
     }
     const scorer_source<T>& source = problem.source;
     const mlp_memory<T> memory(aligned_dynamic_shared(), source.padded);
+    // 1. d scores and inputs.
     if (thread < scorer_chunk) {
         memory.d[thread] =
             thread < s.count ? gradient_of_score(streams, d_scores, s, s.first + thread) : 0.0f;
@@ -288,11 +332,10 @@ __global__ void __launch_bounds__(128)
     const int lane = lane_id(), row = 16 * warp_id() + lane / 4;
     const float d[2] = {memory.d[row], memory.d[row + 8]};
     T* const to = d_rows + s.row(streams.slots) * problem.width;
+    // 2. 64 hidden numbers at a time: d y, and sums of columns.
     for (std::int32_t n = 0; n < problem.width; n += 64) {
         float acc[1][8][4];
-        clear(acc);
-        project<8>(acc, memory.x, problem.w1 + (std::int64_t{s.h} * problem.width + n) * source.padded,
-                   source.padded, memory.slabs);
+        project_hidden(acc, problem, s, memory, n);
 #pragma unroll
         for (int j = 0; j < 8; ++j) {
             const int column = 8 * j + lane % 4 * 2;
@@ -329,9 +372,11 @@ __global__ void __launch_bounds__(128)
             }
         }
         __syncthreads();
+        // 3. The warps' sums of columns.
         sum_hidden_columns(memory.sums, n, hidden, sums);
         __syncthreads();
     }
+    // 4. The sum of d r.
     if (thread == 0) {
         float sum = 0.0f;
         for (int r = 0; r < s.count; ++r) {

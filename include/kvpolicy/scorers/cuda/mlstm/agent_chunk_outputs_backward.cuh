@@ -13,7 +13,8 @@ namespace kvpolicy {
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 namespace cuda_backend {
 
-/// A warp's gradients of its 16 rows of features: the same F / 4 columns of either half, so that Hedgehog's pairs meet in a thread.
+/// A warp's gradients of its 16 rows of features: the same F / 4 columns of either half, so that Hedgehog's
+/// pairs meet in a thread.
 template <int F>
 struct feature_gradients {
     float of[2][1][F / 32][4];
@@ -30,7 +31,8 @@ struct feature_gradients {
         add_product<1, F / 32, Depth, false, TransB>(of[0], a, m0, b, F / 4 * (warp_id() / 4));
         add_product<1, F / 32, Depth, false, TransB>(of[1], a, m0, b, F / 2 + F / 4 * (warp_id() / 4));
     }
-    /// Of either half, sums over this warp's columns of features times gradients, to where a row's other warp's are.
+    /// Of either half, sums over this warp's columns of features times gradients, to where a row's other
+    /// warp's are.
     template <class E>
     __device__ void sum_along(const shared_tile<E>& features, int m0, const mlstm_row_sums& low,
                               const mlstm_row_sums& high) const {
@@ -51,7 +53,8 @@ struct feature_gradients {
             }
         }
     }
-    /// Through the feature map, in place: d y = p (d - p . d) for a softmax, and Hedgehog's second half with the other sign.
+    /// Through the feature map, in place: d y = p (d - p . d) for a softmax, and Hedgehog's second half with
+    /// the other sign.
     template <class T, class E>
     __device__ void through_map(const mlstm_problem<T>& problem, const shared_tile<E>& features, int m0,
                                 const mlstm_row_sums& low, const mlstm_row_sums& high) {
@@ -105,8 +108,8 @@ struct feature_gradients {
     }
 };
 
-/// Of rows [0, count) of `width` numbers, `across` times eight columns from `from` on (all multiples of 8), from get(row, column, x), by thread
-/// `thread` of `threads`.
+/// Of rows [0, count) of `width` numbers, `across` times eight columns from `from` on (all multiples of 8),
+/// from get(row, column, x), by thread `thread` of `threads`.
 template <class T, class Get>
 __device__ inline void write_columns(T* rows, std::int32_t width, std::int32_t from, std::int32_t across,
                                      int count, int thread, int threads, const Get& get) {
@@ -133,8 +136,8 @@ __device__ inline void write_rows(T* rows, std::int32_t width, int count, const 
     write_columns(rows, width, 0, width / 8, count, static_cast<int>(threadIdx.x), mlstm_threads, get);
 }
 
-/// Small: as in mlstm_read_memory. Eight warps: warp i has rows 16 (i % 4) to 16 (i % 4) + 15 and half i / 4 of the
-/// columns of each product.
+/// Small: as in mlstm_read_memory. Eight warps: warp i has rows 16 (i % 4) to 16 (i % 4) + 15 and half i / 4
+/// of the columns of each product.
 template <class T, int F, int V, bool Small>
 struct chunk_outputs_backward_agent {
     using E = mlstm_element<T>;
@@ -237,7 +240,8 @@ struct chunk_outputs_backward_agent {
         }
     }
 
-    /// Phase 2: back through the readout, SiLU and the norm's gain to d h; the sums of the readout's gradients.
+    /// Phase 2: back through the readout, SiLU and the norm's gain to d h; the sums of the readout's
+    /// gradients.
     __device__ __forceinline__ void through_scores(const mlstm_reads<V>& reads, row_numbers& rows,
                                                    values_type& d) const {
         const std::int64_t at = std::int64_t{s.h} * width;
@@ -251,7 +255,7 @@ struct chunk_outputs_backward_agent {
         }
 #pragma unroll
         for (int pair = 0; pair < V / 16; pair += 2) {
-            // Sums of the readout's gradient and the gain's by columns: [2 x 8 columns][2 neighbours][which].
+            // Sums of the readout's gradient and the gain's by columns: [2 x 8 columns][2 neighbors][which].
             float down[8];
 #pragma unroll
             for (int n = 0; n < 4; ++n) {

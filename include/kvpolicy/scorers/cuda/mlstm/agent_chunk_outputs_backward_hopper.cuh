@@ -1,5 +1,5 @@
-// The block of chunk_outputs_backward on Hopper: one warpgroup takes one chunk after another. The equations are those of
-// kernel_chunk_outputs_backward.cuh, the reads those of agent_chunk_outputs_hopper.cuh.
+// The block of chunk_outputs_backward on Hopper: one warpgroup takes one chunk after another. The equations
+// are those of kernel_chunk_outputs_backward.cuh, the reads those of agent_chunk_outputs_hopper.cuh.
 #pragma once
 
 #include <kvpolicy/cuda/config.cuh>
@@ -39,8 +39,8 @@ struct mlstm_reads_memory : mlstm_read_tiles<E, F, V> {
 };
 
 #if KVPOLICY_HOPPER_CODE
-/// From a thread's h_l and d score to d N_l, which set_pair(j, r, rho, first, second) takes up, and the warp's sums of d readout
-/// down its rows. First of a readout without a norm,
+/// From a thread's h_l and d score to d N_l, which set_pair(j, r, rho, first, second) takes up, and the
+/// warp's sums of d readout down its rows. First of a readout without a norm,
 template <class Memory, int N, class Set>
 __device__ inline void through_readout(const Memory& memory, const float (&n)[N], const float (&d_score)[2],
                                        const float (&inverse)[2], float* of_warp, const Set& set_pair) {
@@ -49,7 +49,7 @@ __device__ inline void through_readout(const Memory& memory, const float (&n)[N]
     const float slope[2] = {d_score[0] * inverse[0], d_score[1] * inverse[1]};
 #pragma unroll
     for (int four = 0; four < N / 4; four += 4) {
-        float down[8];  // of the readout's weight, by columns: [4 x 8 columns][2 neighbours]
+        float down[8];  // of the readout's weight, by columns: [4 x 8 columns][2 neighbors]
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             const int j = four + i;
@@ -102,7 +102,7 @@ __device__ inline void through_norm(const Memory& memory, const float (&n)[N], c
     float d[N], along[2] = {};
 #pragma unroll
     for (int pair = 0; pair < N / 4; pair += 2) {
-        float down[8];  // of the readout's weight and of the gain: [2 x 8 columns][2 neighbours][which]
+        float down[8];  // of the readout's weight and of the gain: [2 x 8 columns][2 neighbors][which]
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             const int j = pair + i;
@@ -145,8 +145,8 @@ __device__ inline void through_norm(const Memory& memory, const float (&n)[N], c
 #endif
 
 #if KVPOLICY_HOPPER_CODE
-/// Norm: the readout has a norm. While the warpgroup is at work on one chunk, the tiles of the next are loaded into the
-/// shared memory that is free already, and its numbers into registers.
+/// Norm: the readout has a norm. While the warpgroup is at work on one chunk, the tiles of the next are
+/// loaded into the shared memory that is free already, and its numbers into registers.
 template <class T, int F, int V, bool Norm>
 struct chunk_outputs_backward_hopper_agent {
     using E = mlstm_element<T>;
@@ -356,7 +356,8 @@ struct chunk_outputs_backward_hopper_agent {
         }
     }
 
-    /// Phase 5: C d N into d_q, and from d N_l . v~_j the gradients of pairs, w_lj G_lj with G_lj = d N_l . v~_j + d g_l.
+    /// Phase 5: C d N into d_q, and from d N_l . v~_j the gradients of pairs, w_lj G_lj with G_lj = d N_l .
+    /// v~_j + d g_l.
     __device__ __forceinline__ void multiply_values(const reads_type& reads, const row_numbers& rows,
                                                     d_n_type& to_n, float (&d_q)[F / 2],
                                                     held_type& held) const {
@@ -449,7 +450,8 @@ struct chunk_outputs_backward_hopper_agent {
         pin(held);
     }
 
-    /// Phase 7: d q~ through the feature map, to the chunk's rows of d_rows_q. The next chunk's rows are loaded.
+    /// Phase 7: d q~ through the feature map, to the chunk's rows of d_rows_q. The next chunk's rows are
+    /// loaded.
     __device__ __forceinline__ void through_features(float (&d_q)[F / 2], bool follows,
                                                      std::int32_t count) const {
         const std::int32_t next = chunk + step;

@@ -1,10 +1,10 @@
-// The block of the chunk_states kernel: one part of a state (FS features, VS values) goes through the chunks of a
-// segment, and the state before each chunk is written to memory.
+// The block of the chunk_states kernel: one part of a state (FS features, VS values) goes through the chunks
+// of a segment, and the state before each chunk is written to memory.
 //
-// A pass takes one chunk after another. With few planes this leaves multiprocessors idle. So the chunks of a plane are
-// cut into segments that run at the same time. A first pass (Ends) starts each segment from an empty state and leaves
-// what the segment adds and how much of a state it keeps. segment_scan adds these up. The second pass starts each
-// segment from the sum. The result is the same sum in another order, in fp32.
+// A pass takes one chunk after another. With few planes this leaves multiprocessors idle. So the chunks of a
+// plane are cut into segments that run at the same time. A first pass (Ends) starts each segment from an
+// empty state and leaves what the segment adds and how much of a state it keeps. segment_scan adds these up.
+// The second pass starts each segment from the sum. The result is the same sum in another order, in fp32.
 #pragma once
 
 #include <kvpolicy/cuda/config.cuh>
@@ -88,13 +88,14 @@ struct mlstm_walk_memory {
 ///
 ///     state <- keep state + sum_r scale_r a_r b_r^T,   sums <- keep sums + sum_r scale_r ratio_r a_r
 ///
-/// Forward: a is k~, b is v~, scale is the weight of a token, ratio is 1. Backward: a is q~, b is d N, scale is
-/// exp(m - M_l), ratio is d g_l; a chunk without reads adds nothing. Ends: the segment starts empty, and only what it
-/// adds and keeps is written. Hopper (backward, not Ends): the block also sums the pairs across each chunk, which the
-/// gradient of the forget gates needs: keep times the dot product of the state before the chunk and its own state.
+/// Forward: a is k~, b is v~, scale is the weight of a token, ratio is 1. Backward: a is q~, b is d N, scale
+/// is exp(m - M_l), ratio is d g_l; a chunk without reads adds nothing. Ends: the segment starts empty, and
+/// only what it adds and keeps is written. Hopper (backward, not Ends): the block also sums the pairs across
+/// each chunk, which the gradient of the forget gates needs: keep times the dot product of the state before
+/// the chunk and its own state.
 ///
-/// Continued sequences start from the caller's states and write them back, features (width + 1) + 2 numbers in the
-/// caller's order of features.
+/// Continued sequences start from the caller's states and write them back, features (width + 1) + 2 numbers
+/// in the caller's order of features.
 template <class T, int F, int V, int FS, int VS, bool Backward, bool Ends, bool Hopper>
 struct chunk_states_agent {
     // Other Hopper cases: kernel_fused_states_outputs_hopper.cuh, kernel_segment_states_hopper.cuh.
@@ -107,8 +108,8 @@ struct chunk_states_agent {
     static constexpr int NI = VS / 8 / WN, parts = F / FS * (V / VS);
     static constexpr int direction = Backward ? -scorer_chunk : scorer_chunk;
 
-    // Arrays in registers are objects of their own, which run() has: in one object with the members below they would
-    // keep all of it in memory until ptxas sees it.
+    // Arrays in registers are objects of their own, which run() has: in one object with the members below
+    // they would keep all of it in memory until ptxas sees it.
     using state_type = float[1][NI][4];
     using sums_type = float[4];  // every warp has the sums of its features
     using rounded_type = std::uint32_t[Hopper ? NI / 2 : 1][4];
@@ -333,7 +334,8 @@ struct chunk_states_agent {
         }
         copy_commit();
     }
-    /// Multiplies the rows of step n by their scales (on Hopper: on the way to the product), and splits its ratios.
+    /// Multiplies the rows of step n by their scales (on Hopper: on the way to the product), and splits its
+    /// ratios.
     __device__ __forceinline__ void scale_stage(std::int32_t n, const mlstm_step& step, int stage) const {
         if constexpr (Hopper) {  // ref_value of both references as well
             static_assert(threads == 2 * VS && !shared_tile<E>::plain);
@@ -419,8 +421,8 @@ struct chunk_states_agent {
         }
     }
 
-    /// Phase 4, Hopper: pairs of tokens before the chunk with reads after it, which are the dot product of the two
-    /// states, and the chunk's part of the sums.
+    /// Phase 4, Hopper: pairs of tokens before the chunk with reads after it, which are the dot product of
+    /// the two states, and the chunk's part of the sums.
     __device__ __forceinline__ void add_pairs_across(
         [[maybe_unused]] std::int32_t n, [[maybe_unused]] const mlstm_step& step, [[maybe_unused]] int stage,
         [[maybe_unused]] const state_type& acc, [[maybe_unused]] sums_type& of_sums,
@@ -490,8 +492,8 @@ struct chunk_states_agent {
         }
     }
 
-    /// Phase 5: the state before the chunk, rounded, to memory (on Hopper: to `rounded`). Backward: what rounding
-    /// loses along the reference.
+    /// Phase 5: the state before the chunk, rounded, to memory (on Hopper: to `rounded`). Backward: what
+    /// rounding loses along the reference.
     __device__ __forceinline__ void store_state(
         [[maybe_unused]] std::int32_t n, [[maybe_unused]] std::int64_t chunk,
         [[maybe_unused]] const mlstm_step& step, [[maybe_unused]] int stage,
@@ -561,7 +563,8 @@ struct chunk_states_agent {
         }
     }
 
-    /// Phase 6, Hopper: the chunk's outer products, and meanwhile(), work done while the tensor cores multiply.
+    /// Phase 6, Hopper: the chunk's outer products, and meanwhile(), work done while the tensor cores
+    /// multiply.
     template <class Meanwhile>
     __device__ __forceinline__ void multiply_beside([[maybe_unused]] const mlstm_step& step,
                                                     [[maybe_unused]] int stage,

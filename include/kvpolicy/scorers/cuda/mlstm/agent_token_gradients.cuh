@@ -14,8 +14,8 @@ namespace kvpolicy {
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 namespace cuda_backend {
 
-/// Shared memory of mlstm_tokens_backward_kernel. Small, as in kernel_chunk_outputs.cuh: the state's upper 64 values take the place of the queries, which are
-/// loaded once more where d N was.
+/// Shared memory of mlstm_tokens_backward_kernel. Small, as in kernel_chunk_outputs.cuh: the state's upper 64
+/// values take the place of the queries, which are loaded once more where d N was.
 template <class E, int F, int V, bool Small = false>
 struct mlstm_tokens_memory {
     static_assert(!Small || (F == 128 && V == 128));
@@ -66,9 +66,10 @@ struct mlstm_tokens_memory {
     }
 };
 
-/// The pairs of a chunk's tokens with its own reads, tokens on rows and reads on columns: w_lj (q~_l . k~_j) into memory.pairs, w_lj G_lj
-/// into registers, sums over a token's pairs, and sums of pairs across tokens: a pair (j, l) is across t where j < t <= l. In either half of
-/// the columns, sums along rows from l to the half's end, then down the columns over j < l.
+/// The pairs of a chunk's tokens with its own reads, tokens on rows and reads on columns: w_lj (q~_l . k~_j)
+/// into memory.pairs, w_lj G_lj into registers, sums over a token's pairs, and sums of pairs across tokens: a
+/// pair (j, l) is across t where j < t <= l. In either half of the columns, sums along rows from l to the
+/// half's end, then down the columns over j < l.
 template <class E, int F, int V, bool Small>
 __device__ inline void pairs_of_chunk(const mlstm_tokens_memory<E, F, V, Small>& memory,
                                       rounded_pair<E> (&gradients)[4][2]) {
@@ -80,7 +81,7 @@ __device__ inline void pairs_of_chunk(const mlstm_tokens_memory<E, F, V, Small>&
         add_product<1, 4, F, false, false>(products, memory.k, m0, memory.q, 32 * half);
         add_product<1, 4, V, false, false>(g, memory.v, m0, memory.d_n, 32 * half);
     }
-    float down[8] = {};  // [8 columns][2 neighbours]
+    float down[8] = {};  // [8 columns][2 neighbors]
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
         const int j = m0 + lane / 4 + 8 * r;
@@ -119,15 +120,15 @@ __device__ inline void pairs_of_chunk(const mlstm_tokens_memory<E, F, V, Small>&
         sum;
 }
 
-/// d of a chunk's gates from its pairs, by one warp, into memory.d_gates and the chunk's sums. `across`: pairs of a token before the chunk
-/// and a read after it; inside(j): token j's pairs with reads of the chunk; over(j): those that memory.columns leaves out for tokens after j, null
-/// where it has all.
+/// d of a chunk's gates from its pairs, by one warp, into memory.d_gates and the chunk's sums. `across`:
+/// pairs of a token before the chunk and a read after it; inside(j): token j's pairs with reads of the chunk;
+/// over(j): those that memory.columns leaves out for tokens after j, null where it has all.
 template <class T, class Memory, class Inside, class Over>
 __device__ inline void gate_gradients(const mlstm_problem<T>& problem, const scorer_span& s,
                                       std::int64_t chunk, const Memory& memory, float across,
                                       const Inside& inside, const Over& over) {
-    // d log f_t = pairs across the chunk + reads from t on of earlier tokens + tokens before t read later + those inside; two
-    // tokens a lane.
+    // d log f_t = pairs across the chunk + reads from t on of earlier tokens + tokens before t read later +
+    // those inside; two tokens a lane.
     const int lane = lane_id(), at = 2 * lane;
     const float carried[2] = {memory.carried[at], memory.carried[at + 1]};
     const float later[2] = {memory.later[at], memory.later[at + 1]};
@@ -186,8 +187,8 @@ __device__ inline void gate_gradients(const mlstm_problem<T>& problem, const sco
     }
 }
 
-/// Small: as in mlstm_tokens_memory. Eight warps, as in kernel_chunk_outputs.cuh: warp i has rows 16 (i % 4) to
-/// 16 (i % 4) + 15 and half i / 4 of the columns of each product.
+/// Small: as in mlstm_tokens_memory. Eight warps, as in kernel_chunk_outputs.cuh: warp i has rows 16 (i % 4)
+/// to 16 (i % 4) + 15 and half i / 4 of the columns of each product.
 template <class T, int F, int V, bool Small>
 struct token_gradients_agent {
     using E = mlstm_element<T>;
@@ -244,7 +245,7 @@ struct token_gradients_agent {
         multiply_keys(gradients, out, queries, d_k);  // 4
         __syncthreads();
         d_k.through_map(problem, memory.k, m0, memory.low, memory.high);
-        // To the warp's own places of k and v, which no other warp reads any more.
+        // To the warp's own places of k and v, which no other warp reads.
         const shared_tile<T> to_k{memory.k.data, scorer_chunk}, to_v{memory.v.data, scorer_chunk};
         d_k.store(to_k, m0);
         store_values(d_v, to_v);
@@ -387,8 +388,8 @@ struct token_gradients_agent {
         d_k.sum_along(memory.k, m0, memory.low, memory.high);
     }
 
-    /// Phase 5: the pairs across the whole chunk: a token before it, a read after it. The state before the chunk comes
-    /// straight to registers, all of a thread's part at once.
+    /// Phase 5: the pairs across the whole chunk: a token before it, a read after it. The state before the
+    /// chunk comes straight to registers, all of a thread's part at once.
     __device__ __forceinline__ void sum_pairs_across() const {
         float across = 0.0f;
         constexpr int parts = F * V / 8 / mlstm_threads, together = shared_tile<E>::plain ? 1
@@ -426,7 +427,8 @@ struct token_gradients_agent {
         }
     }
 
-    /// Phase 6: the gates' gradients by one warp; meanwhile the other warps write the columns that do not need them.
+    /// Phase 6: the gates' gradients by one warp; meanwhile the other warps write the columns that do not
+    /// need them.
     __device__ __forceinline__ void write_gradients(const shared_tile<T>& to_k,
                                                     const shared_tile<T>& to_v) const {
         if (warp_id() == 0) {

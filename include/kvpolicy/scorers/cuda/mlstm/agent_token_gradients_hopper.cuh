@@ -1,5 +1,5 @@
-// The block of token_gradients on Hopper: one warpgroup takes one chunk after another. The equations are those of
-// kernel_chunk_outputs_backward.cuh and kernel_token_gradients.cuh.
+// The block of token_gradients on Hopper: one warpgroup takes one chunk after another. The equations are
+// those of kernel_chunk_outputs_backward.cuh and kernel_token_gradients.cuh.
 #pragma once
 
 #include <kvpolicy/cuda/config.cuh>
@@ -16,10 +16,10 @@ namespace kvpolicy {
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 namespace cuda_backend {
 
-/// Blocks that a multiprocessor has room for.
+/// Blocks per multiprocessor.
 inline constexpr int mlstm_tokens_blocks = 2;
 
-/// Parts of the sum of pairs across a chunk: blocks of a walk that have a head's state.
+/// Parts of the sum of pairs across a chunk: blocks of chunk_states that share a plane's state.
 template <int F, int V>
 inline constexpr int mlstm_across_parts = F / 64 * (V / 64);
 
@@ -62,7 +62,8 @@ struct mlstm_tokens_hopper_memory {
     }
 };
 
-/// A thread's share of a chunk's numbers, on their way from global memory while the chunk before is still at work.
+/// A thread's share of a chunk's numbers, on their way from global memory while the chunk before is still at
+/// work.
 template <class E, int F, int V>
 struct mlstm_token_numbers {
     double source, top, last, m;
@@ -121,8 +122,9 @@ struct mlstm_token_numbers {
 };
 
 #if KVPOLICY_HOPPER_CODE
-/// From q~_l . k~_j and d N_l . v~_j, tokens on rows and reads on columns: w_lj (q~_l . k~_j) and w_lj G_lj as they are rounded, a token's
-/// sums over its pairs, and sums of pairs across tokens down the columns (pairs_of_chunk, scorers/cuda/mlstm/kernel_token_gradients.cuh).
+/// From q~_l . k~_j and d N_l . v~_j, tokens on rows and reads on columns: w_lj (q~_l . k~_j) and w_lj G_lj
+/// as they are rounded, a token's sums over its pairs, and sums of pairs across tokens down the columns
+/// (pairs_of_chunk, scorers/cuda/mlstm/kernel_token_gradients.cuh).
 template <class E, class Memory>
 __device__ inline void weigh_pairs_of_tokens(const Memory& memory, const float (&products)[32],
                                              const float (&g)[32], std::uint32_t (&weights)[4][4],
@@ -181,8 +183,8 @@ __device__ inline void weigh_pairs_of_tokens(const Memory& memory, const float (
 #endif
 
 #if KVPOLICY_HOPPER_CODE
-/// While the warpgroup is at work on one chunk, the tiles of the next are loaded into the shared memory that is free
-/// already, and its numbers into registers.
+/// While the warpgroup is at work on one chunk, the tiles of the next are loaded into the shared memory that
+/// is free already, and its numbers into registers.
 template <class T, int F, int V>
 struct token_gradients_hopper_agent {
     using E = mlstm_element<T>;
@@ -340,7 +342,8 @@ struct token_gradients_hopper_agent {
         weigh_pairs_of_tokens<E>(memory, products, g, weights, gradients);
     }
 
-    /// Phase 4: d v~_j = sum_l w_lj (q~_l . k~_j) d N_l + o_j A^T k~_j, and the first part of d k~_j, sum_l w_lj G_lj q~_l.
+    /// Phase 4: d v~_j = sum_l w_lj (q~_l . k~_j) d N_l + o_j A^T k~_j, and the first part of d k~_j, sum_l
+    /// w_lj G_lj q~_l.
     __device__ __forceinline__ void multiply_reads(pairs_type& weights, pairs_type& gradients,
                                                    const float (&out)[2], int c0, float (&d_k)[F / 2],
                                                    d_v_type& to_v) const {
@@ -384,8 +387,8 @@ struct token_gradients_hopper_agent {
         }
     }
 
-    /// Phase 5: the second part of d k~_j, o_j (A v~_j + a), the pairs of a token with reads after the chunk, and
-    /// d k~_j . k~_j of either half of the columns.
+    /// Phase 5: the second part of d k~_j, o_j (A v~_j + a), the pairs of a token with reads after the chunk,
+    /// and d k~_j . k~_j of either half of the columns.
     __device__ __forceinline__ void add_state_part(const float (&out)[2], int lane, int j0, int c0,
                                                    float (&d_k)[F / 2], float (&along)[2][2]) const {
         float later[2] = {};
@@ -437,7 +440,8 @@ struct token_gradients_hopper_agent {
         }
     }
 
-    /// Phase 7: the gates' gradients by one warp; meanwhile the other warps write the columns that do not need them.
+    /// Phase 7: the gates' gradients by one warp; meanwhile the other warps write the columns that do not
+    /// need them.
     __device__ __forceinline__ void write_gradients(std::int32_t chunk, std::int32_t count) const {
         T* const rows = problem.d_rows_k + std::int64_t{chunk} * scorer_chunk * problem.rows_k;
         if (warp_id() == 0) {

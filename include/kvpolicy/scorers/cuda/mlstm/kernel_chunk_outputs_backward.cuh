@@ -1,16 +1,15 @@
-// The backward pass of an mLSTM scorer (scorers/host/mlstm_backward_stream.hpp has the equations): the reads of each chunk, which
-// give d N, d g and d q~; then, with the state A that runs backwards (kernel_chunk_states.cuh), the tokens it absorbed.
+// The backward pass of an mLSTM scorer (scorers/host/mlstm_backward_stream.hpp has the equations): the reads
+// of each chunk, which give d N, d g and d q~; then, with the state A that runs backwards
+// (kernel_chunk_states.cuh), the tokens it absorbed.
 //
-// A pair is a token j and a read l from it on; its share of the gradient is T_lj = w_lj (q~_l . k~_j) G_lj. d log i_j is the sum of
-// its pairs, d log f_t that of all pairs with j < t <= l. Both are summed as they are, pairs that leave the chunk through the
-// states, so that what is small because few pairs count is not a difference of large sums: with d g_l = -d N_l . h_l of d N_l as it is
-// rounded, G_lj = d N_l . (v~_j - h_l) cancels where it should.
+// A pair is a token j and a read l from it on; its share of the gradient is T_lj = w_lj (q~_l . k~_j) G_lj. d
+// log i_j is the sum of its pairs, d log f_t that of all pairs with j < t <= l. Both are summed as they are,
+// pairs that leave the chunk through the states, so that what is small because few pairs count is not a
+// difference of large sums: with d g_l = -d N_l . h_l of d N_l as it is rounded, G_lj = d N_l . (v~_j - h_l)
+// cancels where it should.
 #pragma once
 
-#include <kvpolicy/cuda/config.cuh>
-#include <kvpolicy/cuda/launch.cuh>
 #include <kvpolicy/scorers/cuda/mlstm/agent_chunk_outputs_backward.cuh>
-#include <kvpolicy/scorers/cuda/mlstm/mlstm_params.cuh>
 
 #include <cstdint>
 
@@ -18,6 +17,19 @@ namespace kvpolicy {
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 namespace cuda_backend {
 
+/// chunk_outputs_backward, portable: of a chunk's reads d N_l, d g_l and d q~_l.
+/// Grid: a block per chunk. Block: 256 threads, eight warps; 16-bit rows: two blocks per multiprocessor.
+/// Shared memory: mlstm_read_memory<E, F, V, true, Small>. Small: for GPUs that give a block less.
+/// In: as chunk_outputs (kernel_chunk_outputs.cuh), and d_scores [B, heads, S] fp32.
+/// Out, all overwritten: rows d_n [.., V] E, d_g, kept, carried [..] fp32; d_rows_q [.., rows_q] T (d (Wq x)
+/// and d score); d_readout [chunks, 2 width + 1] fp32. A chunk without reads writes zeros to d_rows_q and
+/// d_readout.
+/// 1. The chunk is read again: h_l.
+/// 2. Back through readout, SiLU and gain: d h, and the sums of their gradients.
+/// 3. Back through the norm: d N, rounded, d g and d N . rho + d g.
+/// 4. w_lj G_lj in place of the weights.
+/// 5. d q~ from the state, then from the pairs.
+/// 6. d q~ through the feature map, to d_rows_q.
 template <class T, int F, int V, bool Small>
 __global__ void __launch_bounds__(mlstm_threads, mlstm_blocks<T>)
     mlstm_reads_backward_kernel(const mlstm_problem<T> problem) {

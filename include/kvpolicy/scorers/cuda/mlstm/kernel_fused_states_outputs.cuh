@@ -1,9 +1,11 @@
-// Scores of an mLSTM in one sweep: a block has the whole state of a plane's segment in its accumulators, and for one chunk after another reads
-// it, then adds the chunk to it. So states between chunks are never stored, which is what mlstm_walk_kernel and mlstm_read_kernel spend
-// their time on. Numbers and roundings are theirs.
+// fused_states_outputs: scores of an mLSTM in one pass. A block has the whole state of a plane's segment in
+// its accumulators. For each chunk it reads the state, then adds the chunk to it. So states between chunks
+// are not stored, which is what chunk_states and chunk_outputs spend their time on. Numbers and roundings are
+// theirs.
 //
-// Of a chunk's two barriers for the whole block the first says that its rows have come and that the chunk before is done with its memory,
-// the second that the state is in shared memory. The next chunk's rows come meanwhile.
+// A chunk has two barriers for the whole block. The first says that its rows have arrived and that the chunk
+// before is done with its shared memory; the second, that the state is in shared memory. Meanwhile the next
+// chunk's rows arrive.
 #pragma once
 
 #include <kvpolicy/cuda/config.cuh>
@@ -18,10 +20,11 @@ namespace kvpolicy {
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 namespace cuda_backend {
 
-/// Warps of a sweep: sixteen, so that it hides latencies that a block alone on its multiprocessor has.
+/// Sixteen warps, to hide the latencies of a block that is alone on its multiprocessor.
 inline constexpr int mlstm_sweep_parts = 4, mlstm_sweep_threads = 128 * mlstm_sweep_parts;
 
-/// Shared memory of mlstm_sweep_kernel: what a read needs, its rows those of the present chunk, and the rows of two chunks.
+/// Shared memory of mlstm_sweep_kernel: what a read needs, its rows those of the present chunk, and the rows
+/// of two chunks.
 template <class E, int F, int V>
 struct mlstm_sweep_memory {
     static constexpr int stages = 2, frames_held = 4;
@@ -70,7 +73,8 @@ struct mlstm_sweep_memory {
     }
 };
 
-/// One block: all of a plane's segment. WM x WN warps have the state in registers, 16 features and 8 NI values each.
+/// One block: all of a plane's segment. WM x WN warps have the state in registers, 16 features and 8 NI
+/// values each.
 template <class T, int F, int V>
 struct fused_states_outputs_agent {
     using E = mlstm_element<T>;
@@ -280,6 +284,19 @@ struct fused_states_outputs_agent {
     }
 };
 
+/// fused_states_outputs, portable, 16-bit rows: scores without states in memory.
+/// Grid: planes x segments. Block: 512 threads, sixteen warps. Shared memory: mlstm_sweep_memory<E, F, V>, 2
+/// stages.
+/// In: rows q, k [.., F], v [.., V] E; log_source, log_top, weight, skipped; frames; partial_states of
+/// segment_scan; readout, norm_gain, readout_bias.
+/// Out: scores [B, heads, S] fp32, overwritten. The last segment overwrites the caller's states.
+/// 1. The first frame, what all chunks share, and the state that the segment begins with.
+/// Per chunk: 2. the next chunk's rows are copied.
+/// 3. The state, less z rho^T and rounded, to shared memory.
+/// 4. The chunk's reads from the state and from its own tokens.
+/// 5. Decay, and the chunk's outer products.
+/// 6. Scores.
+/// 7. The caller's state.
 template <class T, int F, int V>
 __global__ void __launch_bounds__(mlstm_sweep_threads) mlstm_sweep_kernel(const mlstm_problem<T> problem) {
     mlstm_sweep_memory<mlstm_element<T>, F, V> memory(aligned_dynamic_shared());

@@ -1,7 +1,8 @@
-// An mLSTM's states and scores on Hopper. A block has the whole state of a plane's segment in the accumulators of warpgroups that do nothing
-// but add chunks to it. Before each chunk they leave it in shared memory, rounded, where other warpgroups read the chunk, down to scores,
-// while they go on. One more warpgroup brings rows and numbers. States go to memory only where a backward pass is to have them; where it
-// makes them by itself, nobody reads.
+// fused_states_outputs on Hopper. A block has the whole state of a plane's segment in the accumulators of
+// warpgroups that only add chunks to it. Before each chunk they leave it in shared memory, rounded. Other
+// warpgroups read the chunk from there, down to scores, while the first go on. One more warpgroup loads rows
+// and numbers. States go to memory only where a backward pass wants them. A backward pass that makes them
+// itself wants no scores.
 #pragma once
 
 #include <kvpolicy/cuda/config.cuh>
@@ -254,7 +255,8 @@ __device__ __forceinline__ void wait_for_kept_state(bool reads, int lane) {
     }
     __syncwarp();
 }
-/// Adds one chunk after another to 64 features of the state, and leaves the state before each that is read or kept.
+/// Adds one chunk after another to 64 features of the state, and leaves the state before each that is read or
+/// kept.
 template <class T, int F, int V>
 __device__ inline void add_in_sweep(const mlstm_problem<T>& problem, const mlstm_sweep_range& range,
                                     const mlstm_sweep_hopper_memory<mlstm_element<T>, F, V>& memory) {
@@ -268,7 +270,7 @@ __device__ inline void add_in_sweep(const mlstm_problem<T>& problem, const mlstm
     using memory_type = mlstm_sweep_hopper_memory<E, F, V>;
     mlstm_ring_place<memory_type::stages> place;
     mlstm_ring_place<memory_type::held> held;
-    int turn = 0;  // of two places, where nobody reads
+    int turn = 0;  // of two places, where no score is wanted
     for (std::int32_t n = 0; n < range.count; ++n) {
         barrier_wait(memory.full(place.at), place.parity);
         fence_async_proxy();
@@ -408,6 +410,18 @@ __device__ inline void read_in_sweep(const mlstm_problem<T>& problem, const mlst
 }
 #endif
 
+/// fused_states_outputs on Hopper, 16-bit rows: scores (sweep_reads), states in memory (sweep_keeps), or
+/// both.
+/// Grid: planes x segments. Block: mlstm_sweep_hopper_threads<F>: warpgroups that read (2), that add chunks
+/// (F / 64), and one that loads; one block per multiprocessor. Shared memory: mlstm_sweep_hopper_memory: 3
+/// chunks, 2 states.
+/// In: as mlstm_sweep_kernel.
+/// Out: scores [B, heads, S] fp32; memory [chunks, F V] E in the image of the tiles and sums [chunks, F]
+/// fp32. Overwritten. The last segment overwrites the caller's states.
+/// 1. What all chunks share; barriers. Then each role, per chunk: 2. load_of_sweep: rows and numbers to the
+///    ring. 3. add_in_sweep: the state before the chunk to shared memory (and to memory), then decay and the
+///    outer products. 4. read_in_sweep: the chunk's reads, down to scores. The roles wait for each other at
+///    mbarriers only.
 template <class T, int F, int V>
 __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(mlstm_sweep_hopper_threads<F>), 1)
     mlstm_sweep_hopper_kernel([[maybe_unused]] const mlstm_problem<T> problem) {
@@ -423,6 +437,7 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(mlstm_sweep_hopper_thr
     const std::int32_t begun = segment * problem.segment_chunks;
     const mlstm_sweep_range range{plane, segment, plane * streams.slots + begun,
                                   min(problem.segment_chunks, streams.slots - begun)};
+    // 1. What all chunks share; barriers.
     const auto thread = static_cast<int>(threadIdx.x);
     for (int i = thread; i < memory_type::held * 8 * F / 8; i += threads) {
         reinterpret_cast<uint4*>(memory.sums)[i] = make_uint4(0u, 0u, 0u, 0u);
@@ -450,6 +465,7 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(mlstm_sweep_hopper_thr
     if (thread < groups::first_adder) {
         take_registers<groups::of_reader>();
         if (problem.sweep_reads) {
+            // 4. Reads chunks.
             read_in_sweep<T, F, V>(problem, range, memory);
         }
     } else if (thread < groups::first_loader) {
@@ -458,9 +474,11 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(mlstm_sweep_hopper_thr
         } else {
             give_registers<groups::of_adder>();
         }
+        // 3. Adds chunks.
         add_in_sweep<T, F, V>(problem, range, memory);
     } else {
         give_registers<groups::of_loader>();
+        // 2. Loads.
         load_of_sweep<T, F, V>(problem, range, memory);
     }
 #endif

@@ -17,14 +17,15 @@ namespace kvpolicy {
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 namespace cuda_backend {
 
-/// Slabs of weights, 64 columns of `rows` rows, that are on their way at once: as many as leave room for two blocks on a multiprocessor. Blocks of one
-/// chunk are those of wide inputs, which need the room themselves.
+/// Slabs of weights, 64 columns of `rows` rows, that are on their way at once: as many as leave room for two
+/// blocks on a multiprocessor. Blocks of one chunk are those of wide inputs, which need the room themselves.
 template <class T, int Slots>
 KVPOLICY_HOST_DEVICE constexpr int mlstm_slabs(int rows) {
     return !shared_tile<T>::plain && Slots == 2 && rows <= 64 ? 4 : 2;
 }
 
-/// Shared memory of the projections of `Slots` neighbouring chunks: their inputs, slabs of weights, and the gates.
+/// Shared memory of the projections of `Slots` neighboring chunks: their inputs, slabs of weights, and the
+/// gates.
 template <class T, int Slots>
 struct mlstm_project_memory {
     shared_tile<T> x;  // of the first; the others' follow
@@ -57,11 +58,13 @@ struct mlstm_project_memory {
     }
 };
 
-/// Whether a product with 16 NI rows of weights is wgmma's: on Hopper the four warps of a chunk are a warpgroup.
+/// Whether a product with 16 NI rows of weights is wgmma's: on Hopper the four warps of a chunk are a
+/// warpgroup.
 template <class T, int NI>
 inline constexpr bool project_by_warpgroup = !shared_tile<T>::plain && KVPOLICY_HOPPER_CODE == 1 && NI >= 4;
 
-/// Where a warp's part of a product stands, four warps a chunk: 32 rows and half of the columns; of a warpgroup 16 rows and all columns.
+/// Where a warp's part of a product stands, four warps a chunk: 32 rows and half of the columns; of a
+/// warpgroup 16 rows and all columns.
 template <bool Warpgroup>
 struct mlstm_project_warp {
     static constexpr int down = Warpgroup ? 1 : 2;  // times 16 rows
@@ -89,9 +92,9 @@ struct mlstm_product : mlstm_project_warp<project_by_warpgroup<T, NI>> {
     }
 };
 
-/// softmax over the first `count` columns of sign * y; other columns become 0. y and p may be the same. What the two warps of a row must know
-/// of each other, maxima and sums, goes through `stats` [2][64]. Rounded is what the result will be rounded to: 16 bits are content with the
-/// special function unit's 2^x.
+/// softmax over the first `count` columns of sign * y; other columns become 0. y and p may be the same. What
+/// the two warps of a row must know of each other, maxima and sums, goes through `stats` [2][64]. Rounded is
+/// what the result will be rounded to: 16 bits are content with the special function unit's 2^x.
 template <class Rounded, class Product, int MI, int NI>
 __device__ inline void softmax_rows(const Product& warp, const float (&y)[MI][NI][4], float (&p)[MI][NI][4],
                                     float sign, std::int32_t count, float2* stats) {
@@ -179,8 +182,8 @@ __device__ inline void store_rows(const Product& warp, E* to, std::int64_t strid
     }
 }
 
-/// The weights of a block's one or two products, 16-bit rows of `padded` numbers, which go through shared memory in slabs of 64 columns, one after
-/// the other, as many at once as there is room for.
+/// The weights of a block's one or two products, 16-bit rows of `padded` numbers, which go through shared
+/// memory in slabs of 64 columns, one after the other, as many at once as fit.
 template <int First, int Second, int SlabRows, int Slots, class T>
 struct mlstm_weight_slabs {
     static constexpr int ring = mlstm_slabs<T, Slots>(SlabRows), threads = 128 * Slots;
@@ -214,8 +217,9 @@ struct mlstm_weight_slabs {
     }
 };
 
-/// y = W x of 64 inputs by each four warps, with one load of the weights for all chunks of the block: 16 NI rows, whose slabs are those from `begin`
-/// on. Warps whose chunk has nothing to do (`active` false) only help to load.
+/// y = W x of 64 inputs by each four warps, with one load of the weights for all chunks of the block: 16 NI
+/// rows, whose slabs are those from `begin` on. Warps whose chunk has nothing to do (`active` false) only
+/// help to load.
 template <int NI, class T, class Slabs>
 __device__ inline void project_slots(const mlstm_product<T, NI>& warp,
                                      typename mlstm_product<T, NI>::numbers& acc, const shared_tile<T>& x,
@@ -228,7 +232,7 @@ __device__ inline void project_slots(const mlstm_product<T, NI>& warp,
         if constexpr (project_by_warpgroup<T, NI>) {
             fence_async_proxy();
         }
-        __syncthreads();  // the slab is there, and nobody reads the one before any more
+        __syncthreads();  // the slab has arrived, and the one before is free
         slabs.bring(begin + i + Slabs::ring - 1);
         const shared_tile<T> of_weights{slabs.slab(begin + i), rows};
         if (!active) {
@@ -275,8 +279,8 @@ __device__ inline void project_features(const shared_tile<T>& x, bool active, co
     store_rows(warp, to, F, 0, y);
 }
 
-/// The block of mlstm_project_kernel: four warps per chunk, `Slots` neighboring chunks of a plane. queries: the chunks'
-/// queries; else their tokens (k~, v~, gates).
+/// The block of mlstm_project_kernel: four warps per chunk, `Slots` neighboring chunks of a plane. queries:
+/// the chunks' queries; else their tokens (k~, v~, gates).
 template <class T, int F, int V, bool Hedgehog, int Slots>
 struct project_agent {
     static constexpr int of_features = Hedgehog ? F / 2 : F;
@@ -472,6 +476,20 @@ struct project_agent {
     }
 };
 
+/// Features, values and gates of all tokens, and features of all queries.
+/// Grid: 2 x planes x ceil(slots / Slots): the tokens of `Slots` neighboring chunks of a plane, then as many
+/// blocks for their queries. Block: 128 Slots threads, four warps per chunk. Shared memory:
+/// mlstm_project_memory.
+/// In: source (k, v) T; stack_q [heads, rows_q, padded], stack_k [heads, rows_k, padded] T; w_i, b_i, w_f,
+/// b_f, skip fp32. direct_values: v~ are the values themselves.
+/// Out, overwritten: rows q, k [.., F], v [.., V] E; log_source, log_top fp64, weight, skipped fp32; slope_i,
+/// slope_f where a backward pass wants them; frames [planes, slots] with top, forgotten, weights, heavy and
+/// bad of each chunk. Rows without a token are made of inputs that are 0.
+/// 1. The inputs and the gates' weights to shared memory.
+/// 2. The gates of the tokens; tokens that are not finite become 0.
+/// 3. Features: projection and softmax.
+/// 4. Values.
+/// 5. The chunk's frame, by a scan over its gates. Queries: 1 and 3, and skip.
 template <class T, int F, int V, bool Hedgehog, int Slots>
 __global__ void __launch_bounds__(128 * Slots, shared_tile<T>::plain || Slots == 1 ? 1 : 2)
     mlstm_project_kernel(const mlstm_problem<T> problem, const bool direct_values) {

@@ -1,5 +1,8 @@
-// What segments of a walk add to a state, on Hopper, where each begins from nothing: unlike a walk that stores states it need not go from
-// chunk to chunk. A chunk's rows are scaled by what the chunks after it keep of a state, and then all of a segment is one sum of products.
+// segment_states on Hopper: what each segment adds to a state, starting from zero. chunk_states needs the
+// state before each chunk; here only the last one counts. So the rows of a chunk are scaled by what the
+// chunks after it keep, too, and a segment is one sum of products whose accumulators are not touched between
+// two products. A block has the whole state. Segments are cut further, into as many parts as blocks fit on
+// the GPU.
 #pragma once
 
 #include <kvpolicy/cuda/config.cuh>
@@ -198,6 +201,19 @@ struct segment_states_hopper_agent {
 };
 #endif
 
+/// segment_states on Hopper, 16-bit rows: what each segment adds to a state and how much of one it keeps,
+/// from zero.
+/// Grid: planes x (segments - 1) x cuts. Block: 2 F threads, a warpgroup per 64 features; two blocks per
+/// multiprocessor. Shared memory: mlstm_ends_memory<E, F, V>, 3 stages.
+/// In: frames; forward rows k, v E and weight fp32; backward rows q, d_n E, kept and d_g fp32; the caller's
+/// states.
+/// Out, overwritten: partial_states [planes, segments * cuts, F (V + 1)] fp32, partial_keeps [planes,
+/// segments * cuts] fp32.
+/// 1. The first stages of the ring.
+/// 2. The caller's state, to number 0 of its plane. 3.
+/// Per chunk, the last first: its outer products, times what the chunks after it keep; the accumulators are
+/// not touched between two products.
+/// 4. The sums and what the segment keeps.
 template <class T, int F, int V, bool Backward>
 __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(mlstm_ends_threads<F>), 2)
     mlstm_ends_hopper_kernel([[maybe_unused]] const mlstm_problem<T> problem) {
