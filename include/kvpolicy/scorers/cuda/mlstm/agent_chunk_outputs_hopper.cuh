@@ -1,5 +1,6 @@
-// A read of an mLSTM's chunk by one warpgroup, which the kernels that score (kernel_fused_states_outputs_hopper.cuh) and that make gradients
-// (kernel_chunk_outputs_backward_hopper.cuh) share: what one thread needs of a row is in four lanes, weights of pairs go from one product to the next in
+// A read of an mLSTM's chunk by one warpgroup, which the kernels that score
+// (kernel_fused_states_outputs_hopper.cuh) and that make gradients (kernel_chunk_outputs_backward_hopper.cuh)
+// share: what one thread needs of a row is in four lanes, weights of pairs go from one product to the next in
 // registers, and no two warps wait for each other but where tiles change hands.
 #pragma once
 
@@ -16,7 +17,7 @@ inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 namespace cuda_backend {
 
 inline constexpr int mlstm_warpgroup_threads = 128;
-/// Blocks that a multiprocessor has room for.
+/// Blocks per multiprocessor.
 template <int V>
 inline constexpr int mlstm_reads_blocks = V == 64 ? 3 : 2;
 
@@ -39,9 +40,7 @@ struct mlstm_read_tiles {
         z = parts.take<float>(F);
         rho = parts.take<float>(V);
         numbers = parts.take<float2>(V);
-        exponents.source = parts.take<typename mlstm_exponents<E>::number>(scorer_chunk);
-        exponents.most = parts.take<typename mlstm_exponents<E>::number>(scorer_chunk);
-        exponents.kept = parts.take<float>(scorer_chunk);
+        exponents.take(parts);
     }
 
     /// Rows of z_tile that stay 0.
@@ -96,7 +95,8 @@ struct mlstm_read_frame {
     float share;
     std::int32_t reads, count, bad, before;
 
-    /// No tokens where there is no such chunk. What nobody asks for is not loaded, since its register would be waited for.
+    /// No tokens where there is no such chunk. What is not used is not loaded, since its register would
+    /// be waited for.
     template <bool Bad, bool Reference, class T>
     __device__ void load(const mlstm_problem<T>& problem, std::int32_t chunk, std::int32_t chunks) {
         const mlstm_frame* const frame = problem.frames + chunk;
@@ -115,7 +115,8 @@ struct mlstm_read_frame {
     [[nodiscard]] __device__ bool reads_any() const { return reads < count; }
 };
 
-/// A thread's share of a chunk's numbers, on their way from global memory while the chunk before is still at work.
+/// A thread's share of a chunk's numbers, on their way from global memory while the chunk before is still at
+/// work.
 template <class E, int F, int V>
 struct mlstm_read_numbers {
     double source, top, last, m;
@@ -231,7 +232,8 @@ struct mlstm_warpgroup_reads {
         pin(n);
         pin(held);
     }
-    /// Scores of the rows, before bias and skip; numbers: the norm's gain and the readout's weight of each value.
+    /// Scores of the rows, before bias and skip; numbers: the norm's gain and the readout's weight of each
+    /// value.
     template <class T>
     __device__ void score(const mlstm_problem<T>& problem, const float2* numbers, float (&score)[2]) const {
         const bool norm = problem.norm_gain != nullptr;

@@ -77,7 +77,7 @@ void check_mlstm(const S& scorer, bool backward) {
                     scorer.value_width(), "at most 64 for gradients with fp32 rows on CUDA");
 }
 
-/// Whether gradients have kernels for cards that lend a block less: other widths need less anyway.
+/// Whether gradients have kernels for GPUs that give a block less shared memory: other widths need less.
 template <class E, int F, int V>
 inline constexpr bool mlstm_can_be_small = !shared_tile<E>::plain && F == 128 && V == 128;
 
@@ -156,8 +156,9 @@ struct mlstm_call {
         problem.readout_bias = weights.readout_bias;
     }
 
-    /// Refuses what the device's blocks have too little shared memory for, before anything is enqueued: `reads` scores chunk by
-    /// chunk, which a sweep may do without, `backward` makes gradients. Hopper's kernels fit into the 227 KB that its cards lend.
+    /// Refuses what the device's blocks have too little shared memory for, before anything is enqueued:
+    /// `reads` scores chunk by chunk, which the fused kernel may do without, `backward` makes gradients.
+    /// Hopper's kernels fit into the 227 KB that its GPUs give a block.
     void check_room(const device_scope& device, bool reads, bool backward) const {
         const std::size_t room = device.shared_limit();
         widths([&](auto features, auto values) {
@@ -206,7 +207,8 @@ struct mlstm_call {
                 launch("mlstm_project_kernel", mlstm_project_kernel<T, F, V, Hedgehog, Slots>,
                        2 * planes() * groups, 128 * Slots, shared, on, problem, direct_values);
             };
-            // Two chunks share what is loaded of the weights, where two such blocks fit on a large multiprocessor, and one on any.
+            // Two chunks share what is loaded of the weights, where two such blocks fit on a large
+            // multiprocessor, and one on any.
             const std::size_t room = device_scope(on).shared_limit(), both = project_bytes<F, V, 2>();
             if (both <= std::min<std::size_t>(room, 112 * 1024)) {
                 with(two{}, both);
@@ -354,23 +356,25 @@ struct mlstm_call {
     [[nodiscard]] std::int64_t planes() const {
         return std::int64_t{call.streams.batch} * call.streams.heads;
     }
-    // How planes are cut into segments depends on shapes alone, so that bits do not depend on the card. What it reckons with are the 132
-    // multiprocessors of an H100.
+    // How planes are cut into segments depends on shapes alone, so that bits do not depend on the GPU. What
+    // it reckons with are the 132 multiprocessors of an H100.
     static constexpr std::int64_t processors = 132;
-    /// Features and values that a block of a walk has.
+    /// Features and values of a block of chunk_states.
     static constexpr int walk_part = shared_tile<E>::plain ? 32 : 64;
     static constexpr std::int64_t walk_parts(int F, int V) {
         return std::int64_t{F / walk_part} * (V / walk_part);
     }
     static constexpr std::int64_t walks_at_once = (shared_tile<E>::plain ? 1 : 2) * processors;
 
-    /// Segments of a walk that stores states. Every chunk is walked over twice then, so it takes three to gain something.
+    /// Segments of chunk_states. Every chunk is added twice then, so it takes three to
+    /// gain something.
     [[nodiscard]] std::int32_t walk_segments(int F, int V) const {
         const std::int64_t blocks = std::max<std::int64_t>(1, planes() * walk_parts(F, V));
         const std::int64_t most = std::min<std::int64_t>(walks_at_once / blocks, call.streams.slots / 2);
         return most < 3 ? 1 : static_cast<std::int32_t>(most);
     }
-    /// Segments of a sweep, one block a multiprocessor: by what a chunk takes, and one that is added up before, in tenths of microseconds.
+    /// Segments of fused_states_outputs, one block per multiprocessor: by what a chunk takes, and one that is
+    /// added up before, in tenths of microseconds.
     [[nodiscard]] std::int32_t sweep_segments(int F, int V, bool hopper) const {
         const auto waves = [](std::int64_t blocks, std::int64_t at_once) {
             return (blocks + at_once - 1) / at_once;
@@ -411,7 +415,7 @@ struct mlstm_call {
         problem.segment_chunks = (slots + segments * cuts - 1) / (segments * cuts) * cuts;
         problem.segments = slots == 0 ? 1 : (slots + problem.segment_chunks - 1) / problem.segment_chunks;
     }
-    /// A sweep by code for Hopper, where there is such.
+    /// fused_states_outputs on Hopper; false where there is no code for it.
     bool sweep_on_hopper([[maybe_unused]] const cuda& on, [[maybe_unused]] bool reads,
                          [[maybe_unused]] bool keeps) {
         bool swept = false;
@@ -463,7 +467,7 @@ struct mlstm_call {
                mlstm_walk_threads<false>, mlstm_walk_memory<E, walk_part, walk_part, false>(nullptr).bytes,
                on, problem);
     }
-    /// The walk over the chunks that stores their states.
+    /// chunk_states: the states of all chunks.
     template <bool Backward>
     void walk(const cuda& on) {
         widths([&](auto features, auto values) {

@@ -1,4 +1,4 @@
-// An mLSTM's scan over the stabilisers of its chunks, before anything walks over them.
+// chunk_stabilizers: the scan over the chunks of each plane that comes before all other passes over them.
 #pragma once
 
 #include <kvpolicy/cuda/config.cuh>
@@ -13,25 +13,39 @@ namespace cuda_backend {
 
 inline constexpr int mlstm_frames_threads = 256;
 
-/// Stabilisers before each chunk, the walks' steps, and the heaviest token before each chunk: a block a plane, a chunk a thread.
-/// m' = forgotten + max(m, top) is max(m + a, b), and such maps compose. Continued sequences take up and leave the caller's m.
+/// chunk_stabilizers: what the states' kernels must know of each chunk before they go through the chunks.
+/// Grid: a block per plane. Block: 256 threads, a chunk per thread and round. Shared memory: 256 bytes,
+/// static.
+/// In: frames [planes, slots], with what mlstm_project_kernel left of each chunk (top, forgotten, weights,
+/// heavy, bad).
+/// Out: frames, completed in place: m, keep, add, reads, count, fresh, before (ref_token) and share
+/// (ref_weight). Continued sequences: the caller's m, overwritten; partial_states gets the caller's sums. m'
+/// = forgotten + max(m, top) is max(m + a, b), and such maps compose, so the scan is parallel.
+/// 1. The caller's m and sums.
+/// Per 256 chunks: 2. each chunk's map (a, b), scanned over the warp, then over the warps.
+/// 3. m before the chunk, keep and add.
+/// 4. The weights of all tokens, scanned alike: ref_weight.
+/// 5. The frame is written.
+/// 6. The caller's m.
 template <class T>
 __global__ void __launch_bounds__(mlstm_frames_threads) mlstm_frames_kernel(const mlstm_problem<T> problem) {
     const scorer_streams& streams = problem.streams;
     const auto plane = static_cast<std::int32_t>(blockIdx.x);
     constexpr int threads = mlstm_frames_threads, warps = threads / 32;
-    // What a warp's chunks do to a stabiliser, and to the weights of the tokens before them.
+    // What a warp's chunks do to a stabilizer, and to the weights of the tokens before them.
     __shared__ double of_a[warps], of_b[warps];
     __shared__ std::int32_t of_heavy[warps];
     __shared__ float of_keep[warps], of_add[warps];
     const int thread = static_cast<int>(threadIdx.x), lane = lane_id(), warp = warp_id();
     const std::int64_t state = std::int64_t{problem.features} * (problem.width + 1) + 2;
     float* const stabiliser = problem.states == nullptr ? nullptr : problem.states + (plane + 1) * state - 2;
+    // 1. The caller's m and sums.
     const std::int32_t start = streams.start_of(plane / streams.heads);
     double m = -INFINITY;
     if (start > 0 && stabiliser != nullptr) {
         m = static_cast<double>(stabiliser[0]) + static_cast<double>(stabiliser[1]);
-        // The sums that a walk in one segment begins with: several of its blocks do, and one leaves new ones, perhaps before others begin.
+        // The sums that chunk_states in one segment begins with: several of its blocks do, and one leaves new
+        // ones, perhaps before others begin.
         const float* const sums = stabiliser - problem.features;
         for (std::int32_t i = thread; i < problem.features; i += threads) {
             problem.partial_states[std::int64_t{plane} * problem.features + i] = sums[i];
@@ -57,6 +71,7 @@ __global__ void __launch_bounds__(mlstm_frames_threads) mlstm_frames_kernel(cons
         }
         const bool there = s.count > 0;
         const bool fresh = there && s.first == s.begin;
+        // 2. The chunk's map, scanned over the warp, then over the warps.
         double a = 0.0, b = -INFINITY;
         std::int32_t own_heavy = -1;  // what b is of
         if (there) {
@@ -94,6 +109,7 @@ __global__ void __launch_bounds__(mlstm_frames_threads) mlstm_frames_kernel(cons
             heavy = moved > of_b[i] ? heavy : of_heavy[i];
             m = moved > of_b[i] ? moved : of_b[i];
         }
+        // 3. m before the chunk, keep and add.
         const double moved = begin + a;
         const double after = moved > b ? moved : b;
         const std::int32_t heavy_after = moved > b ? begin_heavy : own_heavy;
@@ -108,6 +124,7 @@ __global__ void __launch_bounds__(mlstm_frames_threads) mlstm_frames_kernel(cons
             frame.keep = expf(static_cast<float>(own - most));
             add = expf(static_cast<float>(frame.top - most));
         }
+        // 4. The weights of all tokens, scanned alike.
         // weights' = keep weights + add the chunk's
         float keep_all = frame.keep, add_all = there ? add * frame.weights : 0.0f;
 #pragma unroll
@@ -132,13 +149,14 @@ __global__ void __launch_bounds__(mlstm_frames_threads) mlstm_frames_kernel(cons
         }
         const float weights_after = keep_all * begin_weights + add_all;
         const float weights_before = __shfl_up_sync(all_lanes, weights_after, 1u);
+        // 5. The frame.
         frame.count = s.count;
         frame.fresh = fresh ? 1 : 0;
         frame.reads = scorer_chunk;
         if (there) {
             // A token that is not finite makes all later states NaN.
             frame.add = frame.bad < s.count ? NAN : add;
-            const std::int32_t skipped = max(0, s.begin + streams.delay - s.first);
+            const std::int32_t skipped = streams.first_read(s);
             frame.reads = skipped < s.count ? skipped : scorer_chunk;
             frame.before = fresh ? -1 : lane == 0 ? begin_heavy : heavy_before;
             const float all = lane == 0 ? begin_weights : weights_before;
@@ -151,6 +169,7 @@ __global__ void __launch_bounds__(mlstm_frames_threads) mlstm_frames_kernel(cons
             problem.frames[std::int64_t{plane} * streams.slots + slot] = frame;
         }
     }
+    // 6. The caller's m.
     if (thread == 0 && stabiliser != nullptr && (any || start == 0) && streams.sound(plane / streams.heads)) {
         const auto high = static_cast<float>(m);
         stabiliser[0] = high;

@@ -1,7 +1,8 @@
-// An mLSTM's states and scores on Hopper. A block has the whole state of a plane's segment in the accumulators of warpgroups that do nothing
-// but add chunks to it. Before each chunk they leave it in shared memory, rounded, where other warpgroups read the chunk, down to scores,
-// while they go on. One more warpgroup brings rows and numbers. States go to memory only where a backward pass is to have them; where it
-// makes them by itself, nobody reads.
+// fused_states_outputs on Hopper. A block has the whole state of a plane's segment in the accumulators of
+// warpgroups that only add chunks to it. Before each chunk they leave it in shared memory, rounded. Other
+// warpgroups read the chunk from there, down to scores, while the first go on. One more warpgroup loads rows
+// and numbers. States go to memory only where a backward pass wants them. A backward pass that makes them
+// itself wants no scores.
 #pragma once
 
 #include <kvpolicy/cuda/config.cuh>
@@ -103,6 +104,24 @@ struct mlstm_sweep_range {
     std::int32_t plane, segment, first, count;  // chunks of all planes, from first on
 };
 
+/// What the loading warpgroup must know of a chunk before it loads its rows.
+struct fused_load_frame {
+    double m;
+    float share;
+    std::int32_t before, reads, count;
+
+    template <class T>
+    __device__ void load(const mlstm_problem<T>& of, const mlstm_sweep_range& in, std::int32_t n) {
+        const bool there = n < in.count;
+        const mlstm_frame* const frame = of.frames + (in.first + n);
+        m = load_if(there, &frame->m);
+        share = load_if(there, &frame->share);
+        before = load_if(there, &frame->before);
+        reads = load_if(there, &frame->reads);
+        count = load_if(there, &frame->count);
+    }
+};
+
 /// Brings one chunk after another. Numbers come a chunk ahead of their rows, in registers.
 template <class T, int F, int V>
 __device__ inline void load_of_sweep(const mlstm_problem<T>& problem, const mlstm_sweep_range& range,
@@ -110,28 +129,13 @@ __device__ inline void load_of_sweep(const mlstm_problem<T>& problem, const mlst
     using E = mlstm_element<T>;
     constexpr int base = mlstm_sweep_groups<F>::first_loader;
     const int thread = static_cast<int>(threadIdx.x) - base;
-    struct of_frame {
-        double m;
-        float share;
-        std::int32_t before, reads, count;
-
-        __device__ void load(const mlstm_problem<T>& of, const mlstm_sweep_range& in, std::int32_t n) {
-            const bool there = n < in.count;
-            const mlstm_frame* const frame = of.frames + (in.first + n);
-            m = load_if(there, &frame->m);
-            share = load_if(there, &frame->share);
-            before = load_if(there, &frame->before);
-            reads = load_if(there, &frame->reads);
-            count = load_if(there, &frame->count);
-        }
-    };
     const float bias =
         problem.readout_bias != nullptr ? problem.readout_bias[range.plane % problem.streams.heads] : 0.0f;
     const std::int64_t plane_row = std::int64_t{range.plane} * problem.streams.slots * scorer_chunk;
     double source, top, last;
     float skipped;
     E heavy;
-    const auto load_numbers = [&](std::int32_t n, const of_frame& frame) {
+    const auto load_numbers = [&](std::int32_t n, const fused_load_frame& frame) {
         const bool any = problem.sweep_reads && frame.reads < frame.count,
                    of_row = any && thread < scorer_chunk;
         const std::int64_t row = std::int64_t{range.first + n} * scorer_chunk;
@@ -142,7 +146,7 @@ __device__ inline void load_of_sweep(const mlstm_problem<T>& problem, const mlst
         heavy = load_if(frame.count > 0 && thread < V && frame.before >= 0,
                         static_cast<const E*>(problem.v) + (plane_row + frame.before) * V + thread);
     };
-    of_frame frame, following;
+    fused_load_frame frame, following;
     frame.load(problem, range, 0);
     following.load(problem, range, 1);
     load_numbers(0, frame);
@@ -187,7 +191,72 @@ __device__ inline void load_of_sweep(const mlstm_problem<T>& problem, const mlst
     copy_wait<0>();
 }
 
-/// Adds one chunk after another to 64 features of the state, and leaves the state before each that is read or kept.
+/// A warp's 16 rows of the state before a chunk, less z rho^T and rounded, and z, to shared memory.
+template <class E, int F, int NI>
+__device__ __forceinline__ void store_fused_state(const mlstm_state_part& part, int warp,
+                                                  const shared_tile<E>& state, const shared_tile<E>& sums,
+                                                  const float* rho_of_chunk, const float (&z)[2],
+                                                  const float (&acc)[NI][4]) {
+    const int lane = lane_id();
+    const std::uint32_t own = shared_address(state.data) + swizzled(F, 16 * warp + lane % 16, lane / 16);
+#pragma unroll
+    for (int k = 0; k < NI / 2; ++k) {
+        std::uint32_t rounded[4];
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const int j = 2 * k + i;
+            const float2 rho = *reinterpret_cast<const float2*>(rho_of_chunk + 8 * j + lane % 4 * 2);
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+                rounded[2 * i + r] =
+                    pack<E>(fmaf(-z[r], rho.x, acc[j][2 * r]), fmaf(-z[r], rho.y, acc[j][2 * r + 1]));
+            }
+        }
+        store_matrices(own_columns(own, F, k), rounded);
+    }
+    if (lane % 4 < 2) {  // z rounded, and what rounding takes away
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            const float whole = static_cast<float>(static_cast<E>(z[r]));
+            *reinterpret_cast<E*>(sums.data + sums.offset(lane % 4, part.feature(r))) =
+                static_cast<E>(lane % 4 == 0 ? z[r] : z[r] - whole);
+        }
+    }
+}
+/// The same rows from shared memory to the states in memory; the warp waits for the copy later.
+template <int F, int V, class T, class E>
+__device__ __forceinline__ void keep_fused_state(const mlstm_problem<T>& problem,
+                                                 const mlstm_state_part& part, int warp, std::int64_t number,
+                                                 const shared_tile<E>& state, const float (&z)[2]) {
+    const int lane = lane_id();
+    if (lane == 0) {  // the warp's 16 rows
+        E* const to = problem.memory + number * (F * V) + 16 * 64 * warp;
+        const std::uint32_t from = shared_address(state.data) + static_cast<std::uint32_t>(16 * 128 * warp);
+#pragma unroll
+        for (int panel = 0; panel < V / 64; ++panel) {
+            store_bulk(to + panel * (F * 64), from + static_cast<std::uint32_t>(panel * F * 128), 16 * 128);
+        }
+        bulk_commit();
+    }
+    if (lane % 4 == 0) {
+        problem.sums[number * F + part.feature(0)] = z[0];
+        problem.sums[number * F + part.feature(1)] = z[1];
+    }
+}
+
+/// Waits until the copy to memory that used this place of shared memory has read it.
+__device__ __forceinline__ void wait_for_kept_state(bool reads, int lane) {
+    if (lane == 0) {
+        if (reads) {
+            bulk_wait_read<0>();
+        } else {
+            bulk_wait_read<1>();
+        }
+    }
+    __syncwarp();
+}
+/// Adds one chunk after another to 64 features of the state, and leaves the state before each that is read or
+/// kept.
 template <class T, int F, int V>
 __device__ inline void add_in_sweep(const mlstm_problem<T>& problem, const mlstm_sweep_range& range,
                                     const mlstm_sweep_hopper_memory<mlstm_element<T>, F, V>& memory) {
@@ -201,7 +270,7 @@ __device__ inline void add_in_sweep(const mlstm_problem<T>& problem, const mlstm
     using memory_type = mlstm_sweep_hopper_memory<E, F, V>;
     mlstm_ring_place<memory_type::stages> place;
     mlstm_ring_place<memory_type::held> held;
-    int turn = 0;  // of two places, where nobody reads
+    int turn = 0;  // of two places, where no score is wanted
     for (std::int32_t n = 0; n < range.count; ++n) {
         barrier_wait(memory.full(place.at), place.parity);
         fence_async_proxy();
@@ -215,19 +284,12 @@ __device__ inline void add_in_sweep(const mlstm_problem<T>& problem, const mlstm
             if (reads || problem.sweep_keeps) {
                 barrier_wait(memory.free_state(held.at), held.parity ^ 1u);
                 int at = held.at;
-                if (problem.sweep_keeps) {  // what left from there has been read
+                if (problem.sweep_keeps) {
                     if (!problem.sweep_reads) {
                         at = turn;
                         turn ^= 1;
                     }
-                    if (lane == 0) {
-                        if (problem.sweep_reads) {
-                            bulk_wait_read<0>();
-                        } else {
-                            bulk_wait_read<1>();
-                        }
-                    }
-                    __syncwarp();
+                    wait_for_kept_state(problem.sweep_reads, lane);
                 }
                 float z[2];
 #pragma unroll
@@ -235,32 +297,7 @@ __device__ inline void add_in_sweep(const mlstm_problem<T>& problem, const mlstm
                     z[r] = __shfl_sync(all_lanes, of_sums[2 * r] + of_sums[2 * r + 1], lane & ~3);
                 }
                 const shared_tile<E> state = memory.state(at);
-                const std::uint32_t own =
-                    shared_address(state.data) + swizzled(F, 16 * warp + lane % 16, lane / 16);
-#pragma unroll
-                for (int k = 0; k < NI / 2; ++k) {
-                    std::uint32_t rounded[4];
-#pragma unroll
-                    for (int i = 0; i < 2; ++i) {
-                        const int j = 2 * k + i;
-                        const float2 rho = *reinterpret_cast<const float2*>(chunk.rho + 8 * j + lane % 4 * 2);
-#pragma unroll
-                        for (int r = 0; r < 2; ++r) {
-                            rounded[2 * i + r] = pack<E>(fmaf(-z[r], rho.x, acc[j][2 * r]),
-                                                         fmaf(-z[r], rho.y, acc[j][2 * r + 1]));
-                        }
-                    }
-                    store_matrices(own_columns(own, F, k), rounded);
-                }
-                if (lane % 4 < 2) {  // z rounded, and what rounding takes away
-                    const shared_tile<E> sums = memory.sums_of(at);
-#pragma unroll
-                    for (int r = 0; r < 2; ++r) {
-                        const float whole = static_cast<float>(static_cast<E>(z[r]));
-                        *reinterpret_cast<E*>(sums.data + sums.offset(lane % 4, part.feature(r))) =
-                            static_cast<E>(lane % 4 == 0 ? z[r] : z[r] - whole);
-                    }
-                }
+                store_fused_state<E, F>(part, warp, state, memory.sums_of(at), chunk.rho, z, acc);
                 fence_async_proxy();
                 if (reads) {
                     warp_arrive(memory.full_state(held.at), lane);
@@ -269,22 +306,7 @@ __device__ inline void add_in_sweep(const mlstm_problem<T>& problem, const mlstm
                     __syncwarp();
                 }
                 if (problem.sweep_keeps) {
-                    const std::int64_t number = range.first + n;
-                    if (lane == 0) {  // the warp's 16 rows
-                        E* const to = problem.memory + number * (F * V) + 16 * 64 * warp;
-                        const std::uint32_t from =
-                            shared_address(state.data) + static_cast<std::uint32_t>(16 * 128 * warp);
-#pragma unroll
-                        for (int panel = 0; panel < V / 64; ++panel) {
-                            store_bulk(to + panel * (F * 64),
-                                       from + static_cast<std::uint32_t>(panel * F * 128), 16 * 128);
-                        }
-                        bulk_commit();
-                    }
-                    if (lane % 4 == 0) {
-                        problem.sums[number * F + part.feature(0)] = z[0];
-                        problem.sums[number * F + part.feature(1)] = z[1];
-                    }
+                    keep_fused_state<F, V>(problem, part, warp, range.first + n, state, z);
                 }
             }
             const float keep = chunk.frame.keep;
@@ -388,6 +410,18 @@ __device__ inline void read_in_sweep(const mlstm_problem<T>& problem, const mlst
 }
 #endif
 
+/// fused_states_outputs on Hopper, 16-bit rows: scores (sweep_reads), states in memory (sweep_keeps), or
+/// both.
+/// Grid: planes x segments. Block: mlstm_sweep_hopper_threads<F>: warpgroups that read (2), that add chunks
+/// (F / 64), and one that loads; one block per multiprocessor. Shared memory: mlstm_sweep_hopper_memory: 3
+/// chunks, 2 states.
+/// In: as mlstm_sweep_kernel.
+/// Out: scores [B, heads, S] fp32; memory [chunks, F V] E in the image of the tiles and sums [chunks, F]
+/// fp32. Overwritten. The last segment overwrites the caller's states.
+/// 1. What all chunks share; barriers. Then each role, per chunk: 2. load_of_sweep: rows and numbers to the
+///    ring. 3. add_in_sweep: the state before the chunk to shared memory (and to memory), then decay and the
+///    outer products. 4. read_in_sweep: the chunk's reads, down to scores. The roles wait for each other at
+///    mbarriers only.
 template <class T, int F, int V>
 __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(mlstm_sweep_hopper_threads<F>), 1)
     mlstm_sweep_hopper_kernel([[maybe_unused]] const mlstm_problem<T> problem) {
@@ -403,17 +437,12 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(mlstm_sweep_hopper_thr
     const std::int32_t begun = segment * problem.segment_chunks;
     const mlstm_sweep_range range{plane, segment, plane * streams.slots + begun,
                                   min(problem.segment_chunks, streams.slots - begun)};
+    // 1. What all chunks share; barriers.
     const auto thread = static_cast<int>(threadIdx.x);
     for (int i = thread; i < memory_type::held * 8 * F / 8; i += threads) {
         reinterpret_cast<uint4*>(memory.sums)[i] = make_uint4(0u, 0u, 0u, 0u);
     }
-    const std::int64_t at = std::int64_t{plane % streams.heads} * problem.width;
-    for (int i = thread; i < V; i += threads) {
-        const bool there = i < problem.width;
-        memory.numbers[i] =
-            make_float2(there && problem.norm_gain != nullptr ? problem.norm_gain[at + i] : 1.0f,
-                        there ? problem.readout[at + i] : 0.0f);
-    }
+    load_readout<V, threads>(problem, plane, memory.numbers);
     using groups = mlstm_sweep_groups<F>;
     if (thread == 0) {
         constexpr std::uint32_t of_adders = 4 * groups::adders,
@@ -436,6 +465,7 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(mlstm_sweep_hopper_thr
     if (thread < groups::first_adder) {
         take_registers<groups::of_reader>();
         if (problem.sweep_reads) {
+            // 4. Reads chunks.
             read_in_sweep<T, F, V>(problem, range, memory);
         }
     } else if (thread < groups::first_loader) {
@@ -444,9 +474,11 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(mlstm_sweep_hopper_thr
         } else {
             give_registers<groups::of_adder>();
         }
+        // 3. Adds chunks.
         add_in_sweep<T, F, V>(problem, range, memory);
     } else {
         give_registers<groups::of_loader>();
+        // 2. Loads.
         load_of_sweep<T, F, V>(problem, range, memory);
     }
 #endif

@@ -1,18 +1,22 @@
 // What the kernels of an mLSTM scorer know of a call, and the notation they share.
 //
-// Chunks of 64 tokens, as on the host (scorers/host/mlstm_chunkwise.hpp): with b_l the running sum of log f in the chunk,
+// Chunks of 64 tokens, as on the host (scorers/host/mlstm_chunkwise.hpp): with b_l the running sum of log f
+// in the chunk,
 //
-//     s_j = log i_j - b_j,  top_l = max_{j <= l} s_j,  M_l = max(m, top_l)     m: the stabiliser before the chunk
+//     s_j = log i_j - b_j,  top_l = max_{j <= l} s_j,  M_l = max(m, top_l)   m: stabilizer before the chunk
 //     q~^T C_l = exp(m - M_l) q~^T C + sum_{j <= l} exp(s_j - M_l) (q~ . k~_j) v~_j
 //
-// Read l of a chunk is the query of token first + l - delay, right after token first + l. Gates and stabilisers are doubles. Query
-// rows stand where they are read, so every kernel finds its chunk's rows together.
+// Read l of a chunk is the query of token first + l - delay, right after token first + l. Gates and
+// stabilizers are doubles. Query rows stand where they are read, so every kernel finds its chunk's rows
+// together.
 //
-// States are stored in 16 bits, as deviations. Where one token has nearly all the weight, a read is that token's value, what the loss
-// says of the token's weight is a difference d N . (v~ - h) of nearly equal numbers, and the rounding of C and A would be all that
-// is left of it. So a chunk has a reference rho, the value of the heaviest token before it times that token's share of all weights:
+// States are stored in 16 bits, as deviations. Where one token has nearly all the weight, a read is that
+// token's value, what the loss says of the token's weight is a difference d N . (v~ - h) of nearly equal
+// numbers, and the rounding of C and A would be all that is left of it. So a chunk has a reference rho, the
+// value of the reference token before it (the one with the largest weight) times that token's share of all
+// weights:
 //
-//     stored are C - z rho^T, rounded, and z; of the state that runs backwards A, rounded, and a + (A - A rounded) rho
+//     stored: C - z rho^T, rounded, and z; of the backward state A, rounded, and a + (A - A rounded) rho
 //
 // whose errors go with v~ - rho, as the differences themselves do. Where no token is heavy, rho is near 0.
 #pragma once
@@ -30,8 +34,8 @@ namespace kvpolicy {
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 namespace cuda_backend {
 
-/// What features, values and states are stored in: bf16 for 16-bit rows of either kind, since a sum of many tokens may be larger
-/// than fp16's numbers.
+/// What features, values and states are stored in: bf16 for 16-bit rows of either kind, since a sum of many
+/// tokens may be larger than fp16's numbers.
 template <class T>
 using mlstm_element = std::conditional_t<std::is_same_v<T, float>, float, bf16>;
 
@@ -39,16 +43,18 @@ using mlstm_element = std::conditional_t<std::is_same_v<T, float>, float, bf16>;
 struct mlstm_frame {
     double top;        // of its last token
     double forgotten;  // b of its last token
-    double m;          // the stabiliser before it
+    double m;          // the stabilizer before it
     float keep, add;
-    float weights;        // of its tokens, sum of exp(s_j - top)
-    float share;          // of the heaviest token in the weights before it; 0 where there is none
-    std::int32_t heavy;   // its heaviest token
-    std::int32_t before;  // the heaviest token before it, a row of the plane; -1 where there is none
-    std::int32_t bad;     // its first token that is not finite; scorer_chunk where there is none
-    std::int32_t reads;   // the first l that reads a token; scorer_chunk where none does
-    std::int32_t count;   // its tokens
-    std::int32_t fresh;   // the state before it is empty
+    float weights;  // of its tokens, sum of exp(s_j - top)
+    // ref_weight: of the reference token in the weights before it; 0 where there is none
+    float share;
+    std::int32_t heavy;  // its token with the largest weight
+    // the reference token (ref_token) before it, a row of the plane; -1 where there is none
+    std::int32_t before;
+    std::int32_t bad;    // its first token that is not finite; scorer_chunk where there is none
+    std::int32_t reads;  // the first l that reads a token; scorer_chunk where none does
+    std::int32_t count;  // its tokens
+    std::int32_t fresh;  // the state before it is empty
 };
 
 template <class T>
@@ -82,11 +88,12 @@ struct mlstm_problem {
     float* sums = nullptr;  // chunks x F: z before them
     mlstm_frame* frames = nullptr;
 
-    // Walks over the chunks go in segments, all of them at once. The states that segments begin with, [planes, segments][F (V + 1)], the
-    // sums last; before they are added up, number i is what segment i - 1 adds, and number 0 the caller's. And what segments keep.
+    // Walks over the chunks go in segments, all of them at once. The states that segments begin with,
+    // [planes, segments][F (V + 1)], the sums last; before they are added up, number i is what segment i - 1
+    // adds, and number 0 the caller's. And what segments keep.
     std::int32_t segments = 1, segment_chunks = 0;
     std::int32_t cuts = 1;  // parts of a segment that are added up apart, and then count as segments here
-    // What a sweep on Hopper is for: scores; states in `memory`.
+    // What fused_states_outputs on Hopper makes: scores; states in `memory`.
     bool sweep_reads = true, sweep_keeps = false;
     float* partial_states = nullptr;
     float* partial_keeps = nullptr;  // [planes, segments]; below 0: a stream begins there, nothing
@@ -119,7 +126,7 @@ struct mlstm_problem {
     }
 };
 
-/// Two neighbouring elements of a row in global memory.
+/// Two neighboring elements of a row in global memory.
 template <class E>
 __device__ inline void store_pair(E* to, float first, float second) {
     if constexpr (std::is_same_v<E, float>) {
@@ -130,7 +137,7 @@ __device__ inline void store_pair(E* to, float first, float second) {
     }
 }
 
-/// Eight neighbouring elements of a row in global memory.
+/// Eight neighboring elements of a row in global memory.
 template <class E>
 __device__ inline void store_eight(E* to, const float (&x)[8]) {
     if constexpr (std::is_same_v<E, float>) {
@@ -144,7 +151,7 @@ __device__ inline void store_eight(E* to, const float (&x)[8]) {
     }
 }
 
-/// Eight neighbouring elements of a row in global memory, as they are until they are wanted.
+/// Eight neighboring elements of a row in global memory, as they are until they are wanted.
 template <class E>
 struct alignas(16) eight_of {
     E of[8];
@@ -204,7 +211,8 @@ __device__ inline float reference_before(const mlstm_problem<T>& problem, const 
                              : 0.0f;
 }
 
-/// What stands there, or 0 without a look. Nobody waits for it before it is used: what a branch has loaded, ptxas may copy at the branch's end.
+/// What stands there, or 0 without a look. Nobody waits for it before it is used: what a branch has loaded,
+/// ptxas may copy at the branch's end.
 template <class X>
 __device__ inline X load_if(bool there, const X* from) {
     X x;
@@ -237,7 +245,8 @@ __device__ inline X load_if(bool there, const X* from) {
     return x;
 }
 
-/// Brings to the L2 cache what the block `problem.ahead` chunks later will load of some arrays [chunks, count]; one lane an array.
+/// Brings to the L2 cache what the block `problem.ahead` chunks later will load of some arrays [chunks,
+/// count]; one lane an array.
 template <class T>
 struct mlstm_look_ahead {
     std::int64_t chunk;
@@ -259,8 +268,9 @@ struct mlstm_look_ahead {
     }
 };
 
-/// A chunk's exponents in shared memory: doubles for float rows; for others floats, in powers of 2 and from M of the last token, whose
-/// rounding costs a weight less than 1e-4 of itself even where exponents differ by hundreds.
+/// A chunk's exponents in shared memory: doubles for float rows; for others floats, in powers of 2 and from M
+/// of the last token, whose rounding costs a weight less than 1e-4 of itself even where exponents differ by
+/// hundreds.
 template <class E>
 struct mlstm_exponents {
     static constexpr bool exact = std::is_same_v<E, float>;
@@ -269,6 +279,12 @@ struct mlstm_exponents {
     number* source;  // [64]: s_j
     number* most;    // [64]: M_l
     float* kept;     // [64]: exp(m - M_l)
+
+    KVPOLICY_HOST_DEVICE void take(shared_parts& parts) {
+        source = parts.take<number>(scorer_chunk);
+        most = parts.take<number>(scorer_chunk);
+        kept = parts.take<float>(scorer_chunk);
+    }
 
     __device__ void load(const double* log_source, const double* log_top, double m) const {
         if (threadIdx.x < scorer_chunk) {
