@@ -100,8 +100,10 @@ constexpr bool takes = requires(const host& on, const AttentionParams& attention
 static_assert(takes<rows_view<const float>, plane_view<const float>, plane_view<const std::int32_t>>);
 static_assert(takes<rows_view<float>, plane_view<float>, plane_view<std::int32_t>>);
 // Some of which may be written, some not.
-static_assert(std::is_same_v<decltype(kv_view{rows_view<float>{}, rows_view<const float>{}}), kv_view<float>>);
-static_assert(std::is_same_v<decltype(kv_view{rows_view<const float>{}, rows_view<float>{}}), kv_view<float>>);
+static_assert(
+    std::is_same_v<decltype(kv_view{rows_view<float>{}, rows_view<const float>{}}), kv_view<float>>);
+static_assert(
+    std::is_same_v<decltype(kv_view{rows_view<const float>{}, rows_view<float>{}}), kv_view<float>>);
 static_assert(requires(const host& on, rows_view<float> may, rows_view<const float> may_not,
                        const Sequences& sequences, plane_view<float> written, workspace_view workspace) {
     causal_lse(on, {}, may, may_not, sequences, written, workspace);

@@ -1,5 +1,5 @@
-// Bodies of losses/boundary.hpp on the host: one sweep of the teacher's top-k update collects the examples, a second pass over
-// them gives value and gradient.
+// Bodies of losses/boundary.hpp on the host: one pass over the teacher's top-k updates collects the examples,
+// a second pass over them gives value and gradient.
 #pragma once
 
 #include <kvpolicy/core/check.hpp>
@@ -99,6 +99,171 @@ std::int64_t draw_positions(const BoundarySampler& sampler, const HeadParams& he
     return total;
 }
 
+/// One call of BoundaryLoss: check_inputs(), then collect_examples() of each (sequence, head), then
+/// differentiate() of each. `mean` is the factor of every example, once their count is known.
+template <class P, class Real>
+struct boundary_pass {
+    const BoundaryLoss& loss;
+    const P& policy;
+    const Sequences& sequences;
+    plane_view<const Real> scores;
+    plane_view<const float> target;
+    plane_view<Real> d_scores;
+    std::byte* memory;       // [tasks] of boundary_rows
+    std::size_t task_bytes;  // of one boundary_rows
+    boundary_sums* sums;     // [tasks]
+    double mean = 0.0;
+
+    [[nodiscard]] std::int32_t batch_of(std::int64_t task) const {
+        return static_cast<std::int32_t>(task / d_scores.heads);
+    }
+    [[nodiscard]] std::int32_t head_of(std::int64_t task) const {
+        return static_cast<std::int32_t>(task % d_scores.heads);
+    }
+    [[nodiscard]] boundary_rows rows_of(std::int64_t task) const {
+        return {memory + static_cast<std::size_t>(task) * task_bytes, sequences.length};
+    }
+
+    /// Keys that leave the window need a target that is a number, and a finite score.
+    void check_inputs() const {
+        for (std::int64_t task = 0; task < std::int64_t{d_scores.batch} * d_scores.heads; ++task) {
+            const std::int32_t b = batch_of(task), h = head_of(task);
+            const float* of_teacher = target.head(b, h);
+            const Real* of_student = scores.head(b, h);
+            for_each_segment<P>(sequences, b, [&](std::int32_t begin, std::int32_t end) {
+                for_each_leaver(policy, policy.params(loss.layer, h), end - begin,
+                                [&](std::int32_t at, std::int32_t) {
+                                    const std::int32_t t = begin + at;
+                                    refuse_nan("target", b, h, t, of_teacher[t]);
+                                    if (std::isfinite(of_student[t])) [[likely]] {
+                                        return;
+                                    }
+                                    detail::refuse(detail::text("scores[", b, "][", h, "][", t, "]").c_str(),
+                                                   of_student[t], "a finite number");
+                                });
+            });
+        }
+    }
+
+    /// Draws the positions of a task and runs the teacher's top-k updates, which give each drawn position its
+    /// example.
+    void collect_examples(std::int64_t task) const {
+        const std::int32_t b = batch_of(task), h = head_of(task);
+        const HeadParams head_params = policy.params(loss.layer, h);
+        const boundary_rows rows = rows_of(task);
+        const float* goal = target.head(b, h);
+        const auto stream = (static_cast<std::uint64_t>(loss.layer) << 40) + static_cast<std::uint64_t>(task);
+        boundary_sums mine{};
+        mine.sampled = draw_positions<P>(loss.sampler, head_params, sequences, b, stream, rows.drawn);
+        std::fill_n(rows.boundary, sequences.length_of(b), -1);
+        for_each_segment<P>(sequences, b, [&](std::int32_t begin, std::int32_t end) {
+            if (end - begin <= first_saturated(head_params) || head_params.budget == 0) {
+                return;
+            }
+            detail::top_k_set slots(rows.top_k_entries, head_params, rebase_limit);
+            for_each_leaver(policy, head_params, end - begin, [&](std::int32_t t, std::int32_t at) {
+                const auto outcome = slots.update(t, goal[begin + t], t, at);
+                const std::int32_t q = begin + at;
+                if (rows.drawn[q] == 0 || outcome.kind == detail::top_k_outcome::took_free_slot) {
+                    return;
+                }
+                const detail::top_k_entry& worst = slots.worst();
+                if (worst.key == t) {
+                    return;
+                }
+                const bool keeps = outcome.kind == detail::top_k_outcome::replaced;
+                const double margin =
+                    effective_score(goal[begin + t], head_params.log_gamma, head_params.decay_step, t, at) -
+                    effective_score(worst.score, head_params.log_gamma, head_params.decay_step, worst.key,
+                                    at);
+                rows.boundary[q] = begin + worst.key;
+                // Two infinite targets of one sign are a tie. The sign bit carries the label, so -0 is a
+                // drop.
+                rows.margin[q] = std::copysign(margin == margin ? margin : 0.0, keeps ? 1.0 : -1.0);
+                mine.count += rows.drawn[q];
+                mine.kept += keeps ? rows.drawn[q] : 0;
+            });
+        });
+        sums[task] = mine;
+    }
+
+    /// The weights of one head's examples by their label, over all sequences.
+    struct label_weights {
+        double drop = 1.0, keep = 1.0;
+    };
+    [[nodiscard]] label_weights balanced(std::int32_t h) const {
+        const auto& balance = loss.balance;
+        label_weights weights;
+        std::int64_t count = 0, kept = 0;
+        for (std::int32_t b = 0; b < d_scores.batch; ++b) {
+            count += sums[std::int64_t{b} * d_scores.heads + h].count;
+            kept += sums[std::int64_t{b} * d_scores.heads + h].kept;
+        }
+        if (balance.on && kept > 0 && kept < count) {
+            const double rho = static_cast<double>(kept) / static_cast<double>(count);
+            const auto clip = [&](double w) {
+                return std::clamp(w, static_cast<double>(balance.least), static_cast<double>(balance.most));
+            };
+            weights = {clip(0.5 / (1.0 - rho)), clip(0.5 / rho)};
+            const double over = (1.0 - rho) * weights.drop + rho * weights.keep;
+            weights.drop /= over;
+            weights.keep /= over;
+        }
+        return weights;
+    }
+
+    /// Value of a task's examples and the gradient of its scores.
+    void differentiate(std::int64_t task) const {
+        const std::int32_t b = batch_of(task), h = head_of(task);
+        const HeadParams head_params = policy.params(loss.layer, h);
+        const boundary_rows rows = rows_of(task);
+        const std::int32_t length = sequences.length_of(b);
+        const label_weights weights = balanced(h);
+        std::fill_n(rows.gradient, length, 0.0);
+        boundary_sums mine{};
+        for_each_segment<P>(sequences, b, [&](std::int32_t begin, std::int32_t end) {
+            for (std::int32_t q = begin; q < end; ++q) {
+                if (rows.boundary[q] >= 0) {
+                    add_example(head_params, rows, scores.head(b, h), weights, q, mine);
+                }
+            }
+        });
+        // Other threads read the counts of this struct meanwhile, so only the three sums are written.
+        sums[task].value = mine.value;
+        sums[task].agreed = mine.agreed;
+        sums[task].log_gamma = mine.log_gamma;
+        Real* to = d_scores.head(b, h);
+        for (std::int32_t t = 0; t < length; ++t) {
+            to[t] = static_cast<Real>(rows.gradient[t]);
+        }
+    }
+
+    /// Adds the example of query q: the key that leaves the window at q against the boundary key.
+    void add_example(const HeadParams& head_params, const boundary_rows& rows, const Real* score,
+                     const label_weights& weights, std::int32_t q, boundary_sums& mine) const {
+        const double tau = static_cast<double>(loss.temperature);
+        const auto omega_min = static_cast<double>(loss.margin.omega_min);
+        const std::int32_t old = rows.boundary[q];
+        const std::int32_t fresh = q - head_params.window;
+        const bool keeps = !std::signbit(rows.margin[q]);
+        const double y = keeps ? 1.0 : -1.0;
+        const std::int32_t age = (q - fresh) / head_params.decay_step - (q - old) / head_params.decay_step;
+        const double delta = static_cast<double>(score[fresh]) - static_cast<double>(score[old]) +
+                             static_cast<double>(age) * static_cast<double>(head_params.log_gamma);
+        const double omega =
+            omega_min +
+            (1.0 - omega_min) * detail::sigmoid(y * rows.margin[q] / static_cast<double>(loss.margin.temperature));
+        const double weight = mean * omega * (keeps ? weights.keep : weights.drop) * rows.drawn[q];
+        mine.value += weight * softplus(-y * delta / tau);
+        const double d_delta = -weight * y / tau * detail::sigmoid(-y * delta / tau);
+        rows.gradient[fresh] += d_delta;
+        rows.gradient[old] -= d_delta;
+        mine.log_gamma += d_delta * age;
+        // The boundary key is the older one, so it wins a tie.
+        mine.agreed += (delta > 0.0) == keeps ? rows.drawn[q] : 0;
+    }
+};
+
 }  // namespace host_backend
 
 template <AnyPolicy P>
@@ -130,153 +295,30 @@ BoundaryValue BoundaryLoss::operator()(const host& on, const P& policy,
     checks::check_plane("d_scores", d_scores, batch, heads, sequences.length);
     checks::check_plane("scores", scores, batch, heads, sequences.length);
     checks::check_plane("target", target, batch, heads, sequences.length);
-    for (std::int32_t b = 0; b < batch; ++b) {
-        for (std::int32_t h = 0; h < heads; ++h) {
-            const float* of_teacher = target.head(b, h);
-            const Real* of_student = scores.head(b, h);
-            hb::for_each_segment<P>(sequences, b, [&](std::int32_t begin, std::int32_t end) {
-                hb::for_each_leaver(
-                    policy, policy.params(layer, h), end - begin, [&](std::int32_t at, std::int32_t) {
-                        const std::int32_t t = begin + at;
-                        hb::refuse_nan("target", b, h, t, of_teacher[t]);
-                        if (std::isfinite(of_student[t])) [[likely]] {
-                            return;
-                        }
-                        detail::refuse(detail::text("scores[", b, "][", h, "][", t, "]").c_str(),
-                                       of_student[t], "a finite number");
-                    });
-            });
-        }
-    }
+    hb::boundary_pass<P, Real> pass{*this, policy, sequences, scores, target, d_scores, nullptr, 0, nullptr};
+    pass.check_inputs();
     checks::check_workspace(workspace, workspace_bytes(on, policy, sequences, heads));
-
     const std::int64_t tasks = std::int64_t{batch} * heads;
-    const std::size_t row =
+    pass.memory = detail::aligned(workspace.data);
+    pass.task_bytes =
         hb::boundary_rows::bytes(sequences.length, hb::top_k_capacity(policy, sequences, heads, layer));
-    std::byte* memory = detail::aligned(workspace.data);
-    auto* sums = reinterpret_cast<hb::boundary_sums*>(memory + static_cast<std::size_t>(tasks) * row);
-    const auto rows_of = [&](std::int64_t task) {
-        return hb::boundary_rows(memory + static_cast<std::size_t>(task) * row, sequences.length);
-    };
+    pass.sums =
+        reinterpret_cast<hb::boundary_sums*>(pass.memory + static_cast<std::size_t>(tasks) * pass.task_bytes);
 
-    // The examples.
-    on.parallel_for(tasks, [&](std::int64_t task) {
-        const auto b = static_cast<std::int32_t>(task / heads);
-        const auto h = static_cast<std::int32_t>(task % heads);
-        const HeadParams head_params = policy.params(layer, h);
-        const hb::boundary_rows rows = rows_of(task);
-        const float* goal = target.head(b, h);
-        const auto stream = (static_cast<std::uint64_t>(layer) << 40) + static_cast<std::uint64_t>(task);
-        hb::boundary_sums mine{};
-        mine.sampled = hb::draw_positions<P>(sampler, head_params, sequences, b, stream, rows.drawn);
-        std::fill_n(rows.boundary, sequences.length_of(b), -1);
-        hb::for_each_segment<P>(sequences, b, [&](std::int32_t begin, std::int32_t end) {
-            if (end - begin <= hb::first_saturated(head_params) || head_params.budget == 0) {
-                return;
-            }
-            detail::top_k_set slots(rows.top_k_entries, head_params, rebase_limit);
-            hb::for_each_leaver(policy, head_params, end - begin, [&](std::int32_t t, std::int32_t at) {
-                const auto outcome = slots.update(t, goal[begin + t], t, at);
-                const std::int32_t q = begin + at;
-                if (rows.drawn[q] == 0 || outcome.kind == detail::top_k_outcome::took_free_slot) {
-                    return;
-                }
-                const detail::top_k_entry& worst = slots.worst();
-                if (worst.key == t) {
-                    return;
-                }
-                const bool keeps = outcome.kind == detail::top_k_outcome::replaced;
-                const double margin =
-                    effective_score(goal[begin + t], head_params.log_gamma, head_params.decay_step, t, at) -
-                    effective_score(worst.score, head_params.log_gamma, head_params.decay_step, worst.key,
-                                    at);
-                rows.boundary[q] = begin + worst.key;
-                // Two infinite targets of one sign are a tie. The sign bit carries the label, so -0 is a drop.
-                rows.margin[q] = std::copysign(margin == margin ? margin : 0.0, keeps ? 1.0 : -1.0);
-                mine.count += rows.drawn[q];
-                mine.kept += keeps ? rows.drawn[q] : 0;
-            });
-        });
-        sums[task] = mine;
-    });
+    on.parallel_for(tasks, [&](std::int64_t task) { pass.collect_examples(task); });
     BoundaryValue result;
     for (std::int64_t task = 0; task < tasks; ++task) {
-        result.sampled += sums[task].sampled;
-        result.count += sums[task].count;
-        result.kept += sums[task].kept;
+        result.sampled += pass.sums[task].sampled;
+        result.count += pass.sums[task].count;
+        result.kept += pass.sums[task].kept;
     }
-
-    // Value and gradient.
-    const double mean =
-        result.count > 0 ? static_cast<double>(scale) / static_cast<double>(result.count) : 0.0;
-    const double tau = static_cast<double>(temperature);
-    on.parallel_for(tasks, [&](std::int64_t task) {
-        const auto b = static_cast<std::int32_t>(task / heads);
-        const auto h = static_cast<std::int32_t>(task % heads);
-        const HeadParams head_params = policy.params(layer, h);
-        const hb::boundary_rows rows = rows_of(task);
-        const Real* score = scores.head(b, h);
-        const std::int32_t length = sequences.length_of(b);
-        double weights[2] = {1.0, 1.0};  // of drops, of keeps
-        std::int64_t count = 0, kept = 0;
-        for (std::int32_t other = 0; other < batch; ++other) {
-            count += sums[std::int64_t{other} * heads + h].count;
-            kept += sums[std::int64_t{other} * heads + h].kept;
-        }
-        if (balance.on && kept > 0 && kept < count) {
-            const double rho = static_cast<double>(kept) / static_cast<double>(count);
-            const auto clip = [&](double w) {
-                return std::clamp(w, static_cast<double>(balance.least), static_cast<double>(balance.most));
-            };
-            weights[0] = clip(0.5 / (1.0 - rho));
-            weights[1] = clip(0.5 / rho);
-            const double over = (1.0 - rho) * weights[0] + rho * weights[1];
-            weights[0] /= over;
-            weights[1] /= over;
-        }
-        std::fill_n(rows.gradient, length, 0.0);
-        hb::boundary_sums mine{};
-        hb::for_each_segment<P>(sequences, b, [&](std::int32_t begin, std::int32_t end) {
-            for (std::int32_t q = begin; q < end; ++q) {
-                const std::int32_t old = rows.boundary[q];
-                if (old < 0) {
-                    continue;
-                }
-                const std::int32_t fresh = q - head_params.window;
-                const bool keeps = !std::signbit(rows.margin[q]);
-                const double y = keeps ? 1.0 : -1.0;
-                const std::int32_t age =
-                    (q - fresh) / head_params.decay_step - (q - old) / head_params.decay_step;
-                const double delta = static_cast<double>(score[fresh]) - static_cast<double>(score[old]) +
-                                     static_cast<double>(age) * static_cast<double>(head_params.log_gamma);
-                const double omega =
-                    static_cast<double>(margin.omega_min) +
-                    (1.0 - static_cast<double>(margin.omega_min)) *
-                        detail::sigmoid(y * rows.margin[q] / static_cast<double>(margin.temperature));
-                const double weight = mean * omega * weights[keeps ? 1 : 0] * rows.drawn[q];
-                mine.value += weight * hb::softplus(-y * delta / tau);
-                const double d_delta = -weight * y / tau * detail::sigmoid(-y * delta / tau);
-                rows.gradient[fresh] += d_delta;
-                rows.gradient[old] -= d_delta;
-                mine.log_gamma += d_delta * age;
-                // The boundary key is the older one, so it wins a tie.
-                mine.agreed += (delta > 0.0) == keeps ? rows.drawn[q] : 0;
-            }
-        });
-        // Not the whole struct: the other sequences of this head read its counts meanwhile.
-        sums[task].value = mine.value;
-        sums[task].agreed = mine.agreed;
-        sums[task].log_gamma = mine.log_gamma;
-        Real* to = d_scores.head(b, h);
-        for (std::int32_t t = 0; t < length; ++t) {
-            to[t] = static_cast<Real>(rows.gradient[t]);
-        }
-    });
+    pass.mean = result.count > 0 ? static_cast<double>(scale) / static_cast<double>(result.count) : 0.0;
+    on.parallel_for(tasks, [&](std::int64_t task) { pass.differentiate(task); });
     for (std::int64_t task = 0; task < tasks; ++task) {
-        result.value += sums[task].value;
-        result.agreed += sums[task].agreed;
+        result.value += pass.sums[task].value;
+        result.agreed += pass.sums[task].agreed;
         if (d_log_gamma != nullptr) {
-            d_log_gamma[task % heads] += sums[task].log_gamma;
+            d_log_gamma[task % heads] += pass.sums[task].log_gamma;
         }
     }
     return result;

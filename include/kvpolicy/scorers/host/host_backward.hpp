@@ -1,7 +1,8 @@
 // Bodies of scorers/backward.hpp on the host: checks, linear and MLP scorers.
 //
-// Tokens go in blocks of scorer_block. One pass over blocks gives what each token adds; a second one, parallel over the
-// rows of the weights and in order over the tokens, adds it up, so that sums do not depend on the threads.
+// Tokens go in blocks of scorer_block. One pass over blocks gives what each token adds; a second one,
+// parallel over the rows of the weights and in order over the tokens, adds it up, so that sums do not depend
+// on the threads.
 #pragma once
 
 #include <kvpolicy/core/check.hpp>

@@ -1,4 +1,4 @@
-// A layer of a DualCache as kernels see it: what contiguous_view is for a FixedBudgetCache. Rows lie in pages.
+// A layer of a DualCache as kernels see it: as contiguous_view for a FixedBudgetCache, with entries in pages.
 #pragma once
 
 #include <kvpolicy/caches/cuda/paged/agent_paged_stream.cuh>
@@ -172,7 +172,7 @@ struct paged_head {
     HeadParams head_params;
     HeadRows layout;
     std::int64_t index;    // sequence * kv_heads + head
-    std::int32_t* record;  // the worst places of its tiles, where it has a budget
+    std::int32_t* record;  // the worst sequences of its tiles, where it has a budget
     std::int32_t* table;
     PagedRows<T> rows;
     const paged_view<T>* cache;
