@@ -141,6 +141,14 @@ __global__ void __launch_bounds__(128)
     }
 }
 
+/// d scores of a chunk's tokens, added up in their order.
+__device__ __forceinline__ float sum_of_tokens(const float* d, int count) {
+    float sum = 0.0f;
+    for (int r = 0; r < count; ++r) {
+        sum += d[r];
+    }
+    return sum;
+}
 /// Sums of 64 hidden columns from n on over the four warps: of d y to sums[0, hidden), of d r act(y) to the
 /// next.
 __device__ __forceinline__ void sum_hidden_columns(const float* of_warps, std::int32_t n, std::int32_t hidden,
@@ -241,11 +249,7 @@ __global__ void __launch_bounds__(128)
     }
     // 4. The sum of d r.
     if (thread == 0) {
-        float sum = 0.0f;
-        for (int r = 0; r < s.count; ++r) {
-            sum += memory.d[r];
-        }
-        sums[2 * hidden] = sum;
+        sums[2 * hidden] = sum_of_tokens(memory.d, s.count);
     }
 }
 

@@ -201,7 +201,6 @@ struct token_gradients_agent {
     const scorer_span& s;
     const memory_type memory;
     const std::int64_t row, chunk;
-    const mlstm_chunk_stats& stats;
     const bool outputs;  // the chunk has reads
     const int thread, m0, half, lane;
 
@@ -211,8 +210,7 @@ struct token_gradients_agent {
           memory(aligned_dynamic_shared()),
           row(span.row(of.streams.chunks)),
           chunk(of.chunk(span)),
-          stats(of.chunk_stats[chunk]),
-          outputs(stats.first_output < scorer_chunk),
+          outputs(of.chunk_stats[chunk].first_output < scorer_chunk),
           thread(static_cast<int>(threadIdx.x)),
           m0(16 * (warp_id() % 4)),
           half(warp_id() / 4),
@@ -255,6 +253,7 @@ struct token_gradients_agent {
     }
 
   private:
+    __device__ __forceinline__ const mlstm_chunk_stats& stats() const { return params.chunk_stats[chunk]; }
     /// Phase 1: the chunk's rows, the state after it, and its numbers.
     __device__ __forceinline__ void load() const {
         copy_chunk_rows<F>(memory.k, static_cast<const E*>(params.k), row);
@@ -283,8 +282,8 @@ struct token_gradients_agent {
             memory.z[i] = params.sums[chunk * F + i];
         }
         if (thread < V) {
-            memory.ref_value[thread] =
-                reference_before(params, stats, row - std::int64_t{s.chunk_index} * scorer_chunk, V, thread);
+            memory.ref_value[thread] = reference_before(
+                params, stats(), row - std::int64_t{s.chunk_index} * scorer_chunk, V, thread);
         }
         if (thread < scorer_chunk) {
             memory.d_g[thread] = outputs ? params.d_g[row + thread] : 0.0f;
@@ -293,8 +292,8 @@ struct token_gradients_agent {
             memory.slopes[thread] = there ? params.slope_i[row + thread] : 0.0f;
             memory.slopes[scorer_chunk + thread] = there ? params.slope_f[row + thread] : 0.0f;
         }
-        memory.exponents.load(params.log_source + row, params.log_top + row, stats.m);
-        if (thread == 0 && stats.bad < s.count) {
+        memory.exponents.load(params.log_source + row, params.log_top + row, stats().m);
+        if (thread == 0 && stats().bad < s.count) {
             params.streams.report(s.b, status_not_finite);
         }
     }
@@ -421,7 +420,7 @@ struct token_gradients_agent {
         for (int i = thread; i < F; i += mlstm_threads) {
             across += memory.z[i] * memory.a_z[i];
         }
-        across = warp_sum(across) * stats.keep;
+        across = warp_sum(across) * stats().keep;
         if (lane == 0) {
             memory.across[warp_id()] = across;
         }
