@@ -114,7 +114,8 @@ def code(root, nvcc):
         path.write_text(source, encoding="utf-8")
         # The first front end stops at the lines that are rejected, so that no code is made.
         command = [nvcc, "-std=c++20", "-arch=sm_80", "-I", root / "include", "-c", "-o", "/dev/null", path]
-        result = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+        result = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                                check=False)
     rejected = {int(a or b) for a, b in REJECTED.findall(result.stdout)}
     faults = [f"docs/support.md: {row}, {column}: the code says {'no' if number in rejected else 'yes'}"
               for number, (row, column, compiles) in expected.items() if compiles == (number in rejected)]
