@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Draws docs/performance.md's plots of attention from a committed report of tools/gpu:
+"""Draws the plots of docs/performance.md from a committed report of tools/gpu:
 
     benchmarks/plot_attention.py benchmarks/results/library_h200_DATE.json docs/images
 
-writes attention-time.png (milliseconds against sequence length, beside FlexAttention and cuDNN), attention-density.png (rate
-against the share of live pairs) and attention-roofline.png. Needs matplotlib (pip install matplotlib, or Debian's
-python3-matplotlib). What the report has no numbers for is left out.
+writes attention-time.png (milliseconds against sequence length, beside FlexAttention and cuDNN),
+attention-density.png (rate against the share of visible pairs) and attention-roofline.png. Needs matplotlib
+(pip install matplotlib, or Debian's python3-matplotlib). What the report has no numbers for is left out.
 """
 import argparse
 import json
@@ -14,7 +14,7 @@ import sys
 
 LENGTHS = {"16k": 1 << 14, "32k": 1 << 15, "64k": 1 << 16, "128k": 1 << 17}
 PEAK_TFLOPS, PEAK_TBYTES = 989.0, {"H100": 3.35, "H200": 4.8}  # SXM: dense bf16; memory
-OURS, FLEX, DENSE, TARGET = "#0b6e4f", "#c1440e", "#3a5ba0", "#888888"
+OURS, FLEX, DENSE, LIMIT = "#0b6e4f", "#c1440e", "#3a5ba0", "#888888"
 
 
 def load(path):
@@ -33,12 +33,6 @@ def series(rows, template, value="median_ms"):
     """(lengths, values) of the rows that a name template with {} for the length finds."""
     found = [(length, rows[template.format(name)][value]) for name, length in LENGTHS.items()
              if template.format(name) in rows]
-    return [x for x, _ in found], [y for _, y in found]
-
-
-def targets(rows, template, which):
-    found = [(length, float(rows[template.format(name)][which])) for name, length in LENGTHS.items()
-             if str(rows.get(template.format(name), {}).get(which, "x"))[-1:].isdigit()]
     return [x for x, _ in found], [y for _, y in found]
 
 
@@ -62,8 +56,6 @@ def time_plot(plt, ours, baselines, caption, path):
             draw_line(axes, series(baselines, f"cuDNN dense {word} {{}}"), "cuDNN, dense", DENSE, "^-")
         if title == "forward":
             draw_line(axes, series(baselines, "FlexAttention block mask {}"), "FlexAttention's block mask", FLEX, "s:")
-        draw_line(axes, targets(ours, template, "pass"), "target", TARGET, "_--")
-        draw_line(axes, targets(ours, template, "stretch"), "stretch", TARGET, "_:")
         axes.set(title=title, xlabel="tokens", ylabel="ms", xscale="log", yscale="log")
         shown = [(name, length) for name, length in LENGTHS.items() if length in axes.lines[0].get_xdata()]
         axes.set_xticks([length for _, length in shown], [name for name, _ in shown])
@@ -93,8 +85,9 @@ def density_plot(plt, ours, baselines, caption, path):
         if row:  # it computes all causal pairs, whatever is alive
             dense = 4 * 128 * causal / row["median_ms"] * 1e-9
             axes.plot([100 * x for x, _ in points], [dense * x for x, _ in points], "--", color=color,
-                      label=f"{name}: live pairs over its time")
-    axes.set(xlabel="live pairs, % of causal", ylabel="TF/s over live pairs", title="forward, 32k tokens", ylim=(0, None))
+                      label=f"{name}: visible pairs over its time")
+    axes.set(xlabel="visible pairs, % of causal", ylabel="TF/s over visible pairs",
+             title="forward, 32k tokens", ylim=(0, None))
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8)
     finish(figure, caption, path)
@@ -107,7 +100,7 @@ def roofline_plot(plt, ours, card, caption, path):
     figure, axes = plt.subplots(figsize=(6.5, 4.4))
     name, tbytes = next(((name, tbytes) for name, tbytes in PEAK_TBYTES.items() if name in card), (None, None))
     if name:
-        axes.plot([10, PEAK_TFLOPS / tbytes, 1e6], [10 * tbytes, PEAK_TFLOPS, PEAK_TFLOPS], color=TARGET,
+        axes.plot([10, PEAK_TFLOPS / tbytes, 1e6], [10 * tbytes, PEAK_TFLOPS, PEAK_TFLOPS], color=LIMIT,
                   label=f"{name}: {PEAK_TFLOPS:g} TF/s, {tbytes:g} TB/s")
     for word, marker in (("forward + backward", "s"), ("forward", "o"), ("soft gates", "P"), ("future mass", "^"),
                          ("causal lse", "v")):
@@ -115,8 +108,8 @@ def roofline_plot(plt, ours, card, caption, path):
         if of:
             axes.plot([row["flops"] / row["tensor_bytes"] for row in of], [row["tflops"] for row in of], marker, ls="",
                       label=word)
-    axes.set(xlabel="FLOP a byte of the call's tensors", ylabel="TF/s over live pairs", xscale="log", yscale="log",
-             ylim=(10, 1500))
+    axes.set(xlabel="FLOP per byte of the call's tensors", ylabel="TF/s over visible pairs",
+             xscale="log", yscale="log", ylim=(10, 1500))
     axes.grid(alpha=0.3, which="both")
     axes.legend(fontsize=8)
     finish(figure, caption, path)
@@ -142,8 +135,8 @@ def main():
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    card = (report.get("card") or "an unknown card").split(",")[0]
-    caption = f"{card}, {report['date']}, bf16, 32 query and 8 KV heads, head_dim 128, cold caches"
+    card = (report.get("card") or "an unknown GPU").split(",")[0]
+    caption = f"{card}, bf16, 32 query and 8 KV heads, head_dim 128, cold caches"
     os.makedirs(arguments.folder, exist_ok=True)
     time_plot(plt, ours, baselines, caption, os.path.join(arguments.folder, "attention-time.png"))
     density_plot(plt, ours, baselines, caption, os.path.join(arguments.folder, "attention-density.png"))

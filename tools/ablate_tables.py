@@ -6,11 +6,14 @@ import re
 import shutil
 import statistics
 import struct
+import subprocess
+import sys
+import time
 
 ORDER = ['dense', 'streaming', 'keynorm', 'random', 'stride', 'h2o', 'tova',
          'snapkv', 'snapkv-prompt', 'oracle-1', 'oracle-2', 'oracle-4',
          'oracle-inf', 'gated-2']
-# The rows of the first table of docs/training.md, and what its plots show.
+# The rows of the table `compared`, and what the plots show.
 COMPARED = ['streaming', 'keynorm', 'h2o', 'tova', 'snapkv',
             'kvpop-mlp-beta1', 'kvpop-mlp', 'kvpop-mlp-beta4',
             'kvpop-mlp-betainf', 'kvpop-beta1', 'kvpop-immediate', 'kvpop',
@@ -38,6 +41,28 @@ def spread(rows, digits):
     return ', '.join(f'{statistics.mean(c):.{digits}f} ± '
                      f'{statistics.stdev(c):.{digits}f}'
                      for c in zip(*rows)) or '-'
+
+
+def said_by(command, root):
+    """The first line that a program prints, None without such a program."""
+    try:
+        done = subprocess.run(command, cwd=root, capture_output=True,
+                              text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return (done.stdout.splitlines() or [None])[0]
+
+
+def provenance(root):
+    card = said_by(['nvidia-smi', '--query-gpu=name,driver_version,'
+                    'clocks.max.sm,power.limit', '--format=csv,noheader'],
+                   root)
+    commit = said_by(['git', 'describe', '--always', '--dirty', '--abbrev=12',
+                      '--exclude=*'], root)
+    return {'card': card or 'none: CPU backend',
+            'date': time.strftime('%Y-%m-%d'),
+            **({'commit': commit} if commit else {}),
+            'command': ' '.join(['tools/ablate', *sys.argv[1:]])}
 
 
 def metadata(file):
@@ -126,9 +151,9 @@ class Tables:
     # ---- tables ------------------------------------------------------------
 
     def group(self, names):
-        """A line a scorer: held-out loss, oracle recall, bits, look-ups."""
-        lines = ['| scorer | held-out loss | oracle recall | bits a byte | '
-                 'look-ups right |', '| --- | --- | --- | --- | --- |']
+        """A line a scorer: held-out loss, oracle recall, bits, accuracy."""
+        lines = ['| scorer | held-out loss | oracle recall | bits per byte | '
+                 'retrieval accuracy |', '| --- | --- | --- | --- | --- |']
         for name in names:
             held = self.held_out(name)
             if not held and name not in self.measured:
@@ -151,8 +176,8 @@ class Tables:
     def seeds(self, shipped):
         """A scorer as shipped, as it came out here, and mean and standard
         deviation over seeds."""
-        lines = ['| scorer | | held-out loss | oracle recall | bits a byte | '
-                 'look-ups right |', '| --- | --- | --- | --- | --- | --- |']
+        lines = ['| scorer | | held-out loss | oracle recall | bits per byte | '
+                 'retrieval accuracy |', '| --- | --- | --- | --- | --- | --- |']
         for base in ('kvpop-mlp', 'kvpop-mlp-beta1', 'kvpop',
                      'kvpop-immediate', 'kvpop-decay-2'):
             held = self.held_out(base)
@@ -200,9 +225,9 @@ class Tables:
         return result['label'] + (f', window {window[1]}' if window else '')
 
     def compared(self):
-        """The caches beside each other, bits | look-ups at every budget."""
+        """The caches beside each other, bits | retrieval accuracy at every budget."""
         lines = ['| cache | ' + ' | | '.join(
-            f'{b} rows' for b in self.budgets) + ' | |',
+            f'{b} entries' for b in self.budgets) + ' | |',
                  '| --- |' + ' --- | --- |' * len(self.budgets)]
         for name in COMPARED:
             if name not in self.measured:
@@ -228,8 +253,8 @@ class Tables:
                     'held_out': [[round(a, 5), round(b, 5)] for a, b in held],
                     'measured': measured(name)}
         return {'what': 'tools/ablate; held_out: loss, oracle recall by '
-                        'budget; measured: bits a byte, look-ups right by '
-                        'rows',
+                        'budget; measured: bits per byte, retrieval accuracy '
+                        'by KV entries per head',
                 'budgets': self.budgets, 'scorers': scorers,
                 'others': {n: measured(n) for n in self.measured
                            if n not in self.chosen}}
@@ -238,7 +263,7 @@ class Tables:
         """ablation.md and .json, MODEL.md and .json; what is to be drawn."""
         sequences = max((d['sequences'] for _, d in self.parts), default=0)
         text = (f'{sequences} held-out sequences; at '
-                f'{", ".join(map(str, self.budgets))} rows, in this order.\n')
+                f'{", ".join(map(str, self.budgets))} KV entries per head, in this order.\n')
         if self.budgets:
             text += f'\n**compared**\n\n{self.compared()}'
         seeds = self.seeds(shipped)
@@ -254,7 +279,7 @@ class Tables:
         base = self.out / whole['model']
         base.with_suffix('.json').write_text(
             json.dumps(whole, separators=(',', ':')) + '\n')
-        head = ('| cache | less | bits a byte | look-ups right |\n'
+        head = ('| cache | less | bits per byte | retrieval accuracy |\n'
                 '| --- | ---: | ---: | ---: |\n')
         base.with_suffix('.md').write_text(head + ''.join(
             f"| {r['policy']} | {100 * r['compression']:.0f}% | "
@@ -267,28 +292,16 @@ class Tables:
         """What the plot of quality shows, of what was measured."""
         return [p for p in PLOTTED if p in self.measured]
 
-    def publish(self, shipped, root, name):
-        """Into docs/training.md between its marks, the numbers into
-        benchmarks/results/NAME.json, the plots into docs/images."""
-        page = root / 'docs' / 'training.md'
-        content = page.read_text()
-        for mark, text in (('compared', self.compared()),
-                           ('seeds', self.seeds(shipped)),
-                           ('groups', self.all_groups().lstrip('\n'))):
-            begin, end = f'<!-- table: {mark} -->\n', '<!-- end -->'
-            content, count = re.subn(
-                re.escape(begin) + '.*?' + re.escape(end),
-                lambda _, b=begin, t=text: b + t + end, content, count=1,
-                flags=re.DOTALL)
-            if count != 1:
-                raise RuntimeError(f'{page}: has no place for the table '
-                                   f'{mark}')
-        page.write_text(content)
-        shutil.copy(self.out / 'ablation.json',
-                    root / 'benchmarks' / 'results' / f'{name}.json')
+    def publish(self, root, name):
+        """The numbers into benchmarks/results/NAME.json with what they were
+        made by, plots into docs/images; tools/results makes the pages."""
+        numbers = {**self.numbers(), **provenance(root)}
+        (root / 'benchmarks' / 'results' / f'{name}.json').write_text(
+            json.dumps(numbers, indent=1, ensure_ascii=False) + '\n')
         for drawn, plot in (('ablation-quality', 'ablation-quality'),
                             ('byte-llama-oracle-recall',
                              'ablation-oracle-recall')):
             file = self.out / f'{drawn}.png'
             if file.exists():
                 shutil.copy(file, root / 'docs' / 'images' / f'{plot}.png')
+        subprocess.run([root / 'tools' / 'results'], check=True)

@@ -7,6 +7,7 @@ import glob
 import json
 import os
 import re
+import subprocess
 import sys
 import time
 import xml.etree.ElementTree
@@ -167,9 +168,24 @@ def operation_report(folder, operation):
     return report
 
 
+def provenance():
+    """Commit (KVPOLICY_COMMIT where the tree has no git folder) and command, which tools/results prints."""
+    commit = os.environ.get("KVPOLICY_COMMIT")
+    if not commit:
+        try:
+            command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+            commit = subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+        except (OSError, subprocess.CalledProcessError):
+            commit = None
+    only = os.environ.get("KVPOLICY_GPU_ONLY")
+    command = (f'KVPOLICY_GPU_ONLY="{only}" ' if only else "") + "tools/gpu out/gpu"
+    return {**({"commit": commit} if commit else {}), "command": command}
+
+
 def main():
     folder, target = sys.argv[1:]
-    report = {"date": time.strftime("%Y-%m-%d"), "card": (lines(folder, "card.txt") or [None])[0],
+    report = {"date": time.strftime("%Y-%m-%d"), **provenance(),
+              "card": (lines(folder, "card.txt") or [None])[0],
               "cards": len(lines(folder, "card.txt")),
               "stages": dict(line.split("\t") for line in lines(folder, "stages.txt")),
               "tests": tests(folder, "tests"), "portable_tests": tests(folder, "portable"), "operations": {}}

@@ -21,5 +21,4 @@
 #include <kvpolicy/masks/cuda/dispatch_build_mask.cuh>
 #include <kvpolicy/masks/cuda/dispatch_log_bias.cuh>
 #include <kvpolicy/metrics/cuda/dispatch_metrics.cuh>
-#include <kvpolicy/scorers/cuda/dispatch_score_backward.cuh>
-#include <kvpolicy/scorers/cuda/dispatch_score_sequence.cuh>
+#include <kvpolicy/scorers/cuda/library_scorers.cuh>

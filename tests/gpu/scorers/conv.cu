@@ -1,7 +1,6 @@
 // ConvScorer on the device against the host's in double.
 #define KVPOLICY_TEST_CARD
-#include <kvpolicy/scorers/cuda/dispatch_score_backward.cuh>
-#include <kvpolicy/scorers/cuda/dispatch_score_sequence.cuh>
+#include <kvpolicy/scorers/cuda/library_scorers.cuh>
 
 #include "../support/lesser_card.hpp"
 #include "scorer_case.hpp"

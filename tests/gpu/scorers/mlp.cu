@@ -4,8 +4,7 @@
 #include <kvpolicy/policies/sink.hpp>
 #include <kvpolicy/policies/topk_budget.hpp>
 #include <kvpolicy/policies/window.hpp>
-#include <kvpolicy/scorers/cuda/dispatch_score_backward.cuh>
-#include <kvpolicy/scorers/cuda/dispatch_score_sequence.cuh>
+#include <kvpolicy/scorers/cuda/library_scorers.cuh>
 
 #include "scorer_case.hpp"
 

@@ -1,8 +1,7 @@
 // mLSTMScorer on the device against the host's in double: what the translation units of each storage type run.
 #pragma once
 
-#include <kvpolicy/scorers/cuda/dispatch_score_backward.cuh>
-#include <kvpolicy/scorers/cuda/dispatch_score_sequence.cuh>
+#include <kvpolicy/scorers/cuda/library_scorers.cuh>
 
 #include "scorer_case.hpp"
 

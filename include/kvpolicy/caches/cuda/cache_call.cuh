@@ -4,7 +4,6 @@
 #include <kvpolicy/attention/cuda/attend_call.cuh>
 #include <kvpolicy/caches/cuda/agent_decode_stream.cuh>
 #include <kvpolicy/caches/cuda/contiguous/contiguous_view.cuh>
-#include <kvpolicy/caches/cuda/scoring/agent_score_row.cuh>
 #include <kvpolicy/caches/cuda/scoring/dispatch_cache_conv.cuh>
 #include <kvpolicy/caches/cuda_calls.cuh>
 #include <kvpolicy/core/check.hpp>
@@ -12,6 +11,8 @@
 #include <kvpolicy/cuda/check.cuh>
 #include <kvpolicy/cuda/config.cuh>
 #include <kvpolicy/cuda/head_tiles.cuh>
+#include <kvpolicy/scorers/cuda/common/device_scorer.cuh>
+#include <kvpolicy/scorers/cuda/common/warp_scorer.cuh>
 
 #include <algorithm>
 #include <cmath>
@@ -72,10 +73,12 @@ constexpr void require_device_policy() {
                   "kvpolicy: on CUDA a cache takes a policy whose scores do not come from attention (H2O, "
                   "TOVA and SnapKV "
                   "run on the host)");
-    static_assert(
-        has_device_scorer<asked_scorer<P>> && (!scored_late<P> || is_conv<typename P::scorer_type>),
-        "kvpolicy: on CUDA a cache takes given scores, a LinearScorer, an MlpScorer, an mLSTMScorer or "
-        "a ConvScorer");
+    static_assert(has_device_scorer<asked_scorer<P>> &&
+                      (!scored_late<P> || device_scorer<typename P::scorer_type>::in_window),
+                  "kvpolicy: on CUDA a cache takes given scores, or a scorer whose device_scorer "
+                  "(scorers/cuda/common/device_scorer.cuh) takes part in a step: LinearScorer, MlpScorer, "
+                  "mLSTMScorer and "
+                  "ConvScorer do");
 }
 
 /// Refuses pages that kernels cannot read, of a pool of at most `pages` pages.

@@ -14,7 +14,6 @@
 #include <kvpolicy/caches/cuda/contiguous/agent_write_entries.cuh>
 #include <kvpolicy/caches/cuda/contiguous/contiguous_params.cuh>
 #include <kvpolicy/caches/cuda/contiguous/contiguous_view.cuh>
-#include <kvpolicy/caches/cuda/scoring/agent_score_row.cuh>
 #include <kvpolicy/caches/top_k_slots.hpp>
 #include <kvpolicy/core/status.hpp>
 #include <kvpolicy/core/view.hpp>
@@ -22,6 +21,8 @@
 #include <kvpolicy/cuda/launch.cuh>
 #include <kvpolicy/cuda/primitives/async.cuh>
 #include <kvpolicy/cuda/primitives/cluster.cuh>
+#include <kvpolicy/scorers/cuda/common/device_scorer.cuh>
+#include <kvpolicy/scorers/cuda/common/warp_scorer.cuh>
 
 #include <cstdint>
 #include <type_traits>
@@ -454,8 +455,9 @@ class step_block {
         } else if constexpr (on_leaving) {
             return 0.0f;
         } else if constexpr (scores_by_warp<Scorer>) {
-            return counts ? warp_score(call_.scorer, head_, call_.k.row(entry_, head_, 0),
-                                       call_.v.row(entry_, head_, 0), call_.cache.dim_k, call_.cache.dim_v)
+            return counts ? device_scorer<Scorer>::score(call_.scorer, head_, call_.k.row(entry_, head_, 0),
+                                                         call_.v.row(entry_, head_, 0), call_.cache.dim_k,
+                                                         call_.cache.dim_v)
                           : 0.0f;
         } else {
             return counts ? call_.computed[pair_] : 0.0f;

@@ -12,11 +12,12 @@
 #include <kvpolicy/caches/cuda/decode_params.cuh>
 #include <kvpolicy/caches/cuda/page_bounds.cuh>
 #include <kvpolicy/caches/cuda/paged/agent_paged_stream.cuh>
-#include <kvpolicy/caches/cuda/scoring/agent_score_row.cuh>
 #include <kvpolicy/caches/top_k_slots.hpp>
 #include <kvpolicy/core/status.hpp>
 #include <kvpolicy/core/view.hpp>
 #include <kvpolicy/cuda/config.cuh>
+#include <kvpolicy/scorers/cuda/common/device_scorer.cuh>
+#include <kvpolicy/scorers/cuda/common/warp_scorer.cuh>
 
 #include <cstdint>
 #include <type_traits>
@@ -308,8 +309,9 @@ class step_head {
         } else if constexpr (on_leaving) {
             return 0.0f;
         } else if constexpr (scores_by_warp<Scorer>) {
-            return counts ? warp_score(call_.scorer, head_, call_.k.row(entry_, head_, 0),
-                                       call_.v.row(entry_, head_, 0), call_.cache.dim_k, call_.cache.dim_v)
+            return counts ? device_scorer<Scorer>::score(call_.scorer, head_, call_.k.row(entry_, head_, 0),
+                                                         call_.v.row(entry_, head_, 0), call_.cache.dim_k,
+                                                         call_.cache.dim_v)
                           : 0.0f;
         } else {
             return counts ? call_.computed[pair_] : 0.0f;

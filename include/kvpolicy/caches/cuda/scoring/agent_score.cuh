@@ -2,8 +2,10 @@
 #pragma once
 
 #include <kvpolicy/caches/cuda/contiguous/contiguous_view.cuh>
-#include <kvpolicy/caches/cuda/scoring/agent_score_row.cuh>
 #include <kvpolicy/cuda/config.cuh>
+#include <kvpolicy/scorers/cuda/common/device_scorer.cuh>
+#include <kvpolicy/scorers/cuda/common/warp_scorer.cuh>
+#include <kvpolicy/scorers/mlp.hpp>
 #include <kvpolicy/scorers/mlstm.hpp>
 
 #include <cmath>
@@ -67,18 +69,19 @@ __device__ void to_floats(const T* from, std::int32_t count, float* to) {
     }
 }
 
-/// A token a warp.
-template <class View, std::int32_t D>
-__device__ void score_block(const score_launch<View, LinearScorer<D>>& call, float* /*shared*/) {
+/// A scorer that one warp computes: a token per warp.
+template <class View, class Scorer>
+requires scores_by_warp<Scorer> __device__ void score_block(const score_launch<View, Scorer>& call,
+                                                            float* /*shared*/) {
     const std::int32_t pieces = (call.tokens.most + score_batch - 1) / score_batch;
     const auto number = static_cast<std::int32_t>(blockIdx.x);
     const score_place<View> at(call.cache, call.batch, number / pieces, call.tokens.most);
     const std::int32_t j = number % pieces * score_batch + warp_id();
     static_assert(score_batch <= score_warps);
     if (warp_id() < score_batch && j < at.active.tokens) {
-        const float score =
-            warp_score(call.scorer, at.head, call.tokens.key(at.rows, at.entry, at.head, j),
-                       call.tokens.value(at.rows, at.entry, at.head, j), call.cache.dim_k, call.cache.dim_v);
+        const float score = device_scorer<Scorer>::score(
+            call.scorer, at.head, call.tokens.key(at.rows, at.entry, at.head, j),
+            call.tokens.value(at.rows, at.entry, at.head, j), call.cache.dim_k, call.cache.dim_v);
         if (lane_id() == 0) {
             call.scores[std::int64_t{at.pair} * call.tokens.most + j] = score;
         }

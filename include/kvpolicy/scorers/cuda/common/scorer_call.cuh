@@ -6,15 +6,12 @@
 #include <kvpolicy/cuda/check.cuh>
 #include <kvpolicy/cuda/config.cuh>
 #include <kvpolicy/cuda/launch.cuh>
-#include <kvpolicy/scorers/conv.hpp>
+#include <kvpolicy/scorers/cuda/common/device_scorer.cuh>
 #include <kvpolicy/scorers/cuda/common/kernel_scale_gradients.cuh>
 #include <kvpolicy/scorers/cuda/common/kernel_scorer_weights.cuh>
+#include <kvpolicy/scorers/cuda/common/kernel_streams.cuh>
 #include <kvpolicy/scorers/cuda/common/scorer_params.cuh>
-#include <kvpolicy/scorers/cuda/mlp/kernel_mlp.cuh>
 #include <kvpolicy/scorers/host/host_sequence.hpp>
-#include <kvpolicy/scorers/linear.hpp>
-#include <kvpolicy/scorers/mlp.hpp>
-#include <kvpolicy/scorers/mlstm.hpp>
 
 #include <algorithm>
 #include <cstdint>
@@ -24,39 +21,21 @@ namespace kvpolicy {
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 namespace cuda_backend {
 
-template <class S>
-inline constexpr bool is_linear = false;
-template <std::int32_t D>
-inline constexpr bool is_linear<LinearScorer<D>> = true;
-template <class Input>
-inline constexpr bool is_known_input =
-    std::is_same_v<Input, KeyValueInput> || std::is_same_v<Input, NormalizedInput> ||
-    std::is_same_v<Input, WriteGateInput>;
-template <class S>
-inline constexpr bool is_mlp = false;
-template <class Input, class Act, std::int32_t D>
-inline constexpr bool is_mlp<BasicMlpScorer<Input, Act, D>> = is_known_input<Input> &&
-                                                              (std::is_same_v<Act, Silu> ||
-                                                               std::is_same_v<Act, GeluErf>);
-template <class S>
-inline constexpr bool is_mlstm = false;
-template <std::int32_t D, class Feature, class Values>
-inline constexpr bool is_mlstm<mLSTMScorer<D, Feature, Values>> =
-    std::is_same_v<Feature, Softmax> || std::is_same_v<Feature, Hedgehog>;
-
-template <class S>
-inline constexpr bool is_conv = false;
-template <std::int32_t D>
-inline constexpr bool is_conv<ConvScorer<D>> = true;
-
 template <class S, class T>
 constexpr void check_scorer_types() {
     static_assert(
-        is_linear<S> || is_mlp<S> || is_mlstm<S> || is_conv<S>,
-        "kvpolicy: on CUDA, sequences are scored by LinearScorer, MlpScorer, WriteGateScorer and other "
-        "BasicMlpScorers of keys and values, mLSTMScorer and ConvScorer");
+        device_scorer<S>::scores_sequences,
+        "kvpolicy: on CUDA, sequences are scored by scorers that specialize device_scorer "
+        "(scorers/cuda/common/device_scorer.cuh): LinearScorer, MlpScorer, WriteGateScorer and other "
+        "BasicMlpScorers of keys and values, mLSTMScorer and ConvScorer do");
     static_assert(!std::is_same_v<T, double>,
                   "kvpolicy: on CUDA, scorers take rows of bf16, fp16 or float; double is the host's");
+}
+template <class S>
+constexpr void check_scorer_gradients() {
+    static_assert(device_scorer<S>::has_gradients,
+                  "kvpolicy: the device_scorer of this scorer has no backward(): it scores, and is not "
+                  "trained on CUDA");
 }
 
 /// The call without what only the device may read.
@@ -130,19 +109,6 @@ struct scorer_call {
         source.size = size;
         source.padded = (size + 63) / 64 * 64;
     }
-    template <class Input>
-    void set_input(const Input& input, workspace_parts& parts) {
-        if constexpr (std::is_same_v<Input, NormalizedInput>) {
-            source.input = scorer_input::normalized;
-            source.epsilon = input.norm.epsilon;
-        } else if constexpr (std::is_same_v<Input, WriteGateInput>) {
-            source.input = scorer_input::write_gate;
-            source.epsilon = input.norm.epsilon;
-            set_rope(input.rope, parts);
-            set_size(2 * source.k.dim);
-        }
-    }
-
     void set_rope(const Rope& rope, workspace_parts& parts) {
         source.layout = rope.layout;
         source.rotated = rope.rotated(source.k.dim);

@@ -4,6 +4,8 @@
 #include <kvpolicy/cuda/config.cuh>
 #include <kvpolicy/cuda/hopper.cuh>
 #include <kvpolicy/cuda/launch.cuh>
+#include <kvpolicy/scorers/backward.hpp>
+#include <kvpolicy/scorers/conv.hpp>
 #include <kvpolicy/scorers/cuda/common/scorer_call.cuh>
 #include <kvpolicy/scorers/cuda/conv/kernel_conv.cuh>
 #include <kvpolicy/scorers/cuda/conv/kernel_conv_backward.cuh>

@@ -1,9 +1,10 @@
-// Scorers without a memory: one weighted sum (LinearScorer), one hidden layer (BasicMlpScorer), and their gradients.
+// BasicMlpScorer on CUDA: one hidden layer per head, and its gradients.
 #pragma once
 
 #include <kvpolicy/cuda/config.cuh>
 #include <kvpolicy/cuda/launch.cuh>
 #include <kvpolicy/scorers/cuda/common/kernel_scorer_weights.cuh>
+#include <kvpolicy/scorers/cuda/common/kernel_streams.cuh>
 #include <kvpolicy/scorers/cuda/common/scorer_params.cuh>
 #include <kvpolicy/scorers/cuda/common/scorer_tile.cuh>
 
@@ -12,30 +13,6 @@
 namespace kvpolicy {
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 namespace cuda_backend {
-
-/// Reports sequences whose numbers cannot be. One block.
-template <class Streams>
-__global__ void __launch_bounds__(256) check_streams_kernel(const Streams streams) {
-    for (auto b = static_cast<std::int32_t>(threadIdx.x); b < streams.batch; b += 256) {
-        if (!streams.fits(b)) {
-            streams.report(b, status_bad_length);
-        }
-    }
-}
-
-/// Frequency i of a Rope that gives a base: base^(-2 i / rotated), rounded once.
-template <class Float>
-__device__ inline Float rope_frequency(float base, std::int32_t i, std::int32_t rotated) {
-    return static_cast<Float>(pow(static_cast<double>(base), -2.0 * i / rotated));
-}
-/// The frequencies of such a Rope. One block.
-template <class Float>
-__global__ void __launch_bounds__(256)
-    frequencies_kernel(const float base, const std::int32_t rotated, Float* const frequencies) {
-    for (auto i = static_cast<std::int32_t>(threadIdx.x); i < rotated / 2; i += 256) {
-        frequencies[i] = rope_frequency<Float>(base, i, rotated);
-    }
-}
 
 enum class scorer_activation : std::uint8_t { silu, gelu_erf };
 
@@ -55,107 +32,6 @@ __device__ inline float activated(scorer_activation kind, float y, float& slope)
         slope = below + y * 0.39894228040143267794f * expf(-0.5f * y * y);
     }
     return y * below;
-}
-
-/// Reports a chunk's tokens that are not finite, all threads of a block together.
-template <class T>
-__device__ inline void report_bad_rows(const scorer_streams& streams, const scorer_source<T>& source,
-                                       const scorer_span& s) {
-    constexpr int each = shared_tile<T>::plain ? 1 : 8;  // 16-bit rows are multiples of 16 bytes
-    struct alignas(each * sizeof(T)) group {
-        T of[each];
-    };
-    float finite = 0.0f;  // or NaN
-    for (const rows_view<const T>& rows : {source.k, source.v}) {
-        const std::int32_t across = rows.dim / each;
-        for (auto i = static_cast<std::int32_t>(threadIdx.x); i < s.count * across;
-             i += static_cast<std::int32_t>(blockDim.x)) {
-            const group all =
-                *reinterpret_cast<const group*>(rows.row(s.b, s.h, s.first + i / across) + i % across * each);
-#pragma unroll
-            for (int e = 0; e < each; ++e) {
-                finite += static_cast<float>(all.of[e]) * 0.0f;
-            }
-        }
-    }
-    if (finite != 0.0f) {
-        streams.report(s.b, status_not_finite);
-    }
-}
-
-/// d loss / d score of token `t`; reported where it is not finite.
-__device__ inline float gradient_of_score(const scorer_streams& streams,
-                                          const plane_view<const float>& d_scores, const scorer_span& s,
-                                          std::int32_t t) {
-    const float d = d_scores.head(s.b, s.h)[t];
-    if (!(fabsf(d) <= 3.402823466e38f)) {
-        streams.report(s.b, status_not_finite);
-    }
-    return d;
-}
-
-// ---- linear ----------------------------------------------------------------------------------------------------------
-
-/// One warp a token.
-template <class T>
-__global__ void __launch_bounds__(256)
-    linear_kernel(const scorer_streams streams, const scorer_source<T> source, const float* const weight,
-                  const float* const bias, const plane_view<float> scores) {
-    const scorer_span s = streams.span(static_cast<std::int32_t>(blockIdx.x) / streams.slots,
-                                       static_cast<std::int32_t>(blockIdx.x) % streams.slots);
-    const float* const w = weight + std::int64_t{s.h} * source.size;
-    for (int r = warp_id(); r < s.count; r += 8) {
-        const T* const key = source.k.row(s.b, s.h, s.first + r);
-        const T* const value = source.v.row(s.b, s.h, s.first + r);
-        float sum = 0.0f;
-        for (int c = lane_id(); c < source.k.dim; c += 32) {
-            sum += static_cast<float>(key[c]) * w[c];
-        }
-        for (int c = lane_id(); c < source.v.dim; c += 32) {
-            sum += static_cast<float>(value[c]) * w[source.k.dim + c];
-        }
-        sum = warp_sum(sum);
-        if (lane_id() == 0) {
-            scores.head(s.b, s.h)[s.first + r] = sum + (bias != nullptr ? bias[s.h] : 0.0f);
-        }
-    }
-}
-
-/// Inputs' gradients, and partial sums [planes, slots][size + 1] of the weight's and the bias's.
-template <class T>
-__global__ void __launch_bounds__(256)
-    linear_backward_kernel(const scorer_streams streams, const scorer_source<T> source,
-                           const plane_view<const float> d_scores, const float* const weight,
-                           const rows_view<float> d_k, const rows_view<float> d_v, float* const partial) {
-    __shared__ float d[scorer_chunk];
-    const scorer_span s = streams.span(static_cast<std::int32_t>(blockIdx.x) / streams.slots,
-                                       static_cast<std::int32_t>(blockIdx.x) % streams.slots);
-    const auto thread = static_cast<int>(threadIdx.x);
-    if (thread < s.count) {
-        d[thread] = gradient_of_score(streams, d_scores, s, s.first + thread);
-    }
-    __syncthreads();
-    report_bad_rows(streams, source, s);
-    const std::int32_t dim_k = source.k.dim;
-    float* const sums = partial + (std::int64_t{s.plane} * streams.slots + s.slot) * (source.size + 1);
-    for (int c = thread; c <= source.size; c += 256) {
-        const float w = c < source.size ? weight[std::int64_t{s.h} * source.size + c] : 0.0f;
-        float sum = 0.0f;
-        for (int r = 0; r < s.count; ++r) {
-            const std::int32_t t = s.first + r;
-            if (c == source.size) {
-                sum += d[r];
-                continue;
-            }
-            const bool of_key = c < dim_k;
-            sum += d[r] * static_cast<float>(of_key ? source.k.row(s.b, s.h, t)[c]
-                                                    : source.v.row(s.b, s.h, t)[c - dim_k]);
-            if (d_k.data != nullptr) {
-                (of_key ? d_k.row(s.b, s.h, t)[c] : d_v.row(s.b, s.h, t)[c - dim_k]) = d[r] * w;
-            }
-        }
-        sums[c] = sum;
-    }
 }
 
 // ---- one hidden layer ------------------------------------------------------------------------------------------------

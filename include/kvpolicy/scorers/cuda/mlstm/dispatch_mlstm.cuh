@@ -4,6 +4,7 @@
 #include <kvpolicy/cuda/config.cuh>
 #include <kvpolicy/cuda/hopper.cuh>
 #include <kvpolicy/cuda/launch.cuh>
+#include <kvpolicy/scorers/backward.hpp>
 #include <kvpolicy/scorers/cuda/common/scorer_call.cuh>
 #include <kvpolicy/scorers/cuda/mlstm/agent_chunk_outputs_hopper.cuh>
 #include <kvpolicy/scorers/cuda/mlstm/kernel_chunk_outputs.cuh>
@@ -19,6 +20,7 @@
 #include <kvpolicy/scorers/cuda/mlstm/kernel_token_gradients.cuh>
 #include <kvpolicy/scorers/cuda/mlstm/kernel_token_gradients_hopper.cuh>
 #include <kvpolicy/scorers/cuda/mlstm/mlstm_params.cuh>
+#include <kvpolicy/scorers/mlstm.hpp>
 
 #include <algorithm>
 #include <cstddef>

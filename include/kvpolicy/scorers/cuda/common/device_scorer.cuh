@@ -1,0 +1,63 @@
+// device_scorer<S>: how a scorer runs on CUDA. A scorer is one folder: its kernels, and one specialization of this template
+// beside them. No shared file names a scorer, and a scorer of a user's own specializes it in the user's header
+// (examples/recipes/own_scorer_on_cuda.cu).
+#pragma once
+
+#include <kvpolicy/core/types.hpp>
+#include <kvpolicy/core/view.hpp>
+#include <kvpolicy/cuda/config.cuh>
+#include <kvpolicy/policies/scorer_concept.hpp>
+#include <kvpolicy/scorers/sequence.hpp>
+
+#include <cstdint>
+
+namespace kvpolicy {
+inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
+
+/// What a specialization may say. A scorer says nothing of what it lacks, by inheriting from this.
+struct device_scorer_defaults {
+    /// score_sequence: forward<Widths, T>(ctx, scorer, call, parts, measure, status) takes its memory from `parts`, returns where
+    /// `measure` is true, and else enqueues its kernels, which write call.scores as the host's score_sequence does.
+    static constexpr bool scores_sequences = false;
+    /// score_sequence_backward: backward<Widths, T>(ctx, scorer, call, gradients, parts, measure, status), alike.
+    static constexpr bool has_gradients = false;
+    /// One warp scores an entry inside a decode step: score(scorer, head, key, value, head_dim_qk, head_dim_vo), called by all
+    /// 32 lanes, with the score in each of them.
+    static constexpr bool by_warp = false;
+    /// A kernel of its own scores new tokens before a decode step (caches/cuda/scoring).
+    static constexpr bool before_step = false;
+    /// Keys get their scores while they are in the window (caches/cuda/scoring).
+    static constexpr bool in_window = false;
+};
+
+template <class S>
+struct device_scorer : device_scorer_defaults {};
+
+/// The arguments of score_sequence, of a call that is checked. k [B, Hkv, S, Dk], v [B, Hkv, S, Dv], scores [B, Hkv, S].
+template <class T>
+struct score_arguments {
+    rows_view<const T> k;
+    rows_view<const T> v;
+    Sequences sequences;
+    std::int32_t delay = 0;
+    plane_view<float> scores{};
+    ScoreOptions options{};
+};
+
+namespace cuda_backend {
+
+/// A scorer so small that a warp scores an entry beside other work.
+template <class S>
+inline constexpr bool scores_by_warp = device_scorer<S>::by_warp;
+/// A scorer that takes a launch of its own before a step.
+template <class S>
+inline constexpr bool scored_before = device_scorer<S>::before_step;
+
+template <class S>
+inline constexpr bool has_device_scorer =
+    S::when == score_time::given || scores_by_warp<S> || scored_before<S>;
+
+}  // namespace cuda_backend
+
+}  // namespace KVPOLICY_HIDDEN
+}  // namespace kvpolicy

@@ -1,0 +1,67 @@
+// How ConvScorer runs on CUDA.
+#pragma once
+
+#include <kvpolicy/cuda/config.cuh>
+#include <kvpolicy/cuda/launch.cuh>
+#include <kvpolicy/scorers/backward.hpp>
+#include <kvpolicy/scorers/conv.hpp>
+#include <kvpolicy/scorers/cuda/common/device_scorer.cuh>
+#include <kvpolicy/scorers/cuda/conv/dispatch_conv.cuh>
+
+#include <algorithm>
+#include <cstdint>
+
+namespace kvpolicy {
+inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
+namespace cuda_backend {
+
+/// ConvScorer, or with no memory only its workspace.
+template <class T, class S>
+void conv_backward(const cuda& on, const S& scorer, const ScoreBackward<T>& call,
+                   const ConvParameters<float>& gradients, workspace_parts& parts, bool measure,
+                   std::uint32_t* status) {
+    const device_scope device(on);
+    conv_backward_call<T> conv(device, scorer, call, parts);
+    if (measure) {
+        return;
+    }
+    conv.conv.call.streams.rows = std::min(conv.conv.call.streams.rows, call.d_scores.length);
+    if (conv.conv.call.chunks() == 0) {
+        conv.conv.call.begin(on, status);
+        return;
+    }
+    conv.run(on, gradients, call, status);
+}
+
+}  // namespace cuda_backend
+
+template <std::int32_t D>
+struct device_scorer<ConvScorer<D>> : device_scorer_defaults {
+    static constexpr bool scores_sequences = true;
+    static constexpr bool has_gradients = true;
+    static constexpr bool in_window = true;
+    using scorer_type = ConvScorer<D>;
+
+    template <class Widths, class T>
+    static void forward(const cuda& on, const scorer_type& scorer, const score_arguments<T>& call,
+                        cuda_backend::workspace_parts& parts, bool measure, std::uint32_t* status) {
+        namespace cb = cuda_backend;
+        cb::conv_call<T> conv(scorer, call.k, call.v, call.sequences, call.delay, call.options.dropout,
+                              parts);
+        if (measure) {
+            return;
+        }
+        conv.call.streams.rows = std::min(conv.call.streams.rows, call.scores.length);
+        conv.problem.scores = call.scores;
+        conv.run(on, cb::device_scope(on), status);
+    }
+    template <class Widths, class T>
+    static void backward(const cuda& on, const scorer_type& scorer, const ScoreBackward<T>& call,
+                         const ConvParameters<float>& gradients, cuda_backend::workspace_parts& parts,
+                         bool measure, std::uint32_t* status) {
+        cuda_backend::conv_backward<T>(on, scorer, call, gradients, parts, measure, status);
+    }
+};
+
+}  // namespace KVPOLICY_HIDDEN
+}  // namespace kvpolicy

@@ -1,0 +1,96 @@
+// How LinearScorer runs on CUDA.
+#pragma once
+
+#include <kvpolicy/cuda/config.cuh>
+#include <kvpolicy/cuda/launch.cuh>
+#include <kvpolicy/scorers/backward.hpp>
+#include <kvpolicy/scorers/cuda/common/device_scorer.cuh>
+#include <kvpolicy/scorers/cuda/common/scorer_call.cuh>
+#include <kvpolicy/scorers/cuda/common/warp_scorer.cuh>
+#include <kvpolicy/scorers/cuda/mlp/kernel_linear.cuh>
+#include <kvpolicy/scorers/linear.hpp>
+
+#include <algorithm>
+#include <cstdint>
+
+namespace kvpolicy {
+inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
+namespace cuda_backend {
+
+/// LinearScorer, or with no memory only its workspace.
+template <class T, class S>
+void linear_backward(const cuda& on, const S& scorer, const ScoreBackward<T>& call,
+                     LinearParameters<float> gradients, workspace_parts& parts, bool measure,
+                     std::uint32_t* status) {
+    scorer_call<T> all(call.k, call.v, call.sequences, 0, parts);
+    const std::int32_t width = all.source.size + 1;
+    auto* const sums = parts.take<float>(all.chunks() * width);
+    if (measure) {
+        return;
+    }
+    all.streams.rows = std::min(all.streams.rows, call.d_scores.length);
+    all.begin(on, status);
+    if (all.chunks() == 0) {
+        return;
+    }
+    launch("linear_backward_kernel", linear_backward_kernel<T>, all.chunks(), 256, 0, on, all.streams,
+           all.source, call.d_scores, scorer.weights.weight, call.d_k, call.d_v, sums);
+    chunk_sums all_sums;
+    all_sums.add(sums, width, 0, all.source.size, gradients.weight);
+    all_sums.add(sums, width, all.source.size, 1, gradients.bias);
+    add_sums(on, all.streams, all_sums);
+}
+
+/// a . [k; v] + b, by all lanes of a warp.
+template <std::int32_t D, class T>
+__device__ float warp_score(const LinearScorer<D>& scorer, std::int32_t head, const T* key, const T* value,
+                            std::int32_t dim_k, std::int32_t dim_v) {
+    const float* const a = scorer.weights.weight + std::int64_t{head} * (dim_k + dim_v);
+    float sum = 0.0f;
+    for (std::int32_t i = lane_id(); i < dim_k; i += 32) {
+        sum += a[i] * static_cast<float>(key[i]);
+    }
+    for (std::int32_t i = lane_id(); i < dim_v; i += 32) {
+        sum += a[dim_k + i] * static_cast<float>(value[i]);
+    }
+    sum = warp_total(sum);
+    return scorer.weights.bias != nullptr ? sum + scorer.weights.bias[head] : sum;
+}
+
+}  // namespace cuda_backend
+
+template <std::int32_t D>
+struct device_scorer<LinearScorer<D>> : device_scorer_defaults {
+    static constexpr bool scores_sequences = true;
+    static constexpr bool has_gradients = true;
+    static constexpr bool by_warp = true;
+    using scorer_type = LinearScorer<D>;
+
+    template <class Widths, class T>
+    static void forward(const cuda& on, const scorer_type& scorer, const score_arguments<T>& call,
+                        cuda_backend::workspace_parts& parts, bool measure, std::uint32_t* status) {
+        namespace cb = cuda_backend;
+        cb::scorer_call<T> all(call.k, call.v, call.sequences, 0, parts);
+        if (measure) {
+            return;
+        }
+        all.streams.rows = std::min(all.streams.rows, call.scores.length);
+        all.begin(on, status);
+        cb::launch("linear_kernel", cb::linear_kernel<T>, all.chunks(), 256, 0, on, all.streams, all.source,
+                   scorer.weights.weight, scorer.weights.bias, call.scores);
+    }
+    template <class Widths, class T>
+    static void backward(const cuda& on, const scorer_type& scorer, const ScoreBackward<T>& call,
+                         const LinearParameters<float>& gradients, cuda_backend::workspace_parts& parts,
+                         bool measure, std::uint32_t* status) {
+        cuda_backend::linear_backward<T>(on, scorer, call, gradients, parts, measure, status);
+    }
+    template <class T>
+    __device__ static float score(const scorer_type& scorer, std::int32_t head, const T* key, const T* value,
+                                  std::int32_t head_dim_qk, std::int32_t head_dim_vo) {
+        return cuda_backend::warp_score(scorer, head, key, value, head_dim_qk, head_dim_vo);
+    }
+};
+
+}  // namespace KVPOLICY_HIDDEN
+}  // namespace kvpolicy

@@ -1,0 +1,158 @@
+// How BasicMlpScorers of keys and values (MlpScorer, WriteGateScorer) run on CUDA.
+#pragma once
+
+#include <kvpolicy/cuda/config.cuh>
+#include <kvpolicy/cuda/launch.cuh>
+#include <kvpolicy/scorers/backward.hpp>
+#include <kvpolicy/scorers/cuda/common/device_scorer.cuh>
+#include <kvpolicy/scorers/cuda/common/scorer_call.cuh>
+#include <kvpolicy/scorers/cuda/mlp/kernel_mlp.cuh>
+#include <kvpolicy/scorers/mlp.hpp>
+
+#include <algorithm>
+#include <cstdint>
+#include <type_traits>
+
+namespace kvpolicy {
+inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
+namespace cuda_backend {
+
+template <class Input>
+inline constexpr bool is_known_input =
+    std::is_same_v<Input, KeyValueInput> || std::is_same_v<Input, NormalizedInput> ||
+    std::is_same_v<Input, WriteGateInput>;
+
+template <class T, class Input>
+void set_input(scorer_call<T>& call, const Input& input, workspace_parts& parts) {
+    if constexpr (std::is_same_v<Input, NormalizedInput>) {
+        call.source.input = scorer_input::normalized;
+        call.source.epsilon = input.norm.epsilon;
+    } else if constexpr (std::is_same_v<Input, WriteGateInput>) {
+        call.source.input = scorer_input::write_gate;
+        call.source.epsilon = input.norm.epsilon;
+        call.set_rope(input.rope, parts);
+        call.set_size(2 * call.source.k.dim);
+    }
+}
+
+/// An MLP's problem with its workspace, forward and backward.
+template <class T>
+struct mlp_call {
+    scorer_call<T> call;
+    mlp_problem<T> problem{};
+    weight_stack stack;
+    T* w1 = nullptr;
+
+    template <class Input, class Act, std::int32_t D>
+    mlp_call(const BasicMlpScorer<Input, Act, D>& scorer, rows_view<const T> k, rows_view<const T> v,
+             const Sequences& sequences, float* d_w1, workspace_parts& parts)
+        : call(k, v, sequences, 0, parts) {
+        set_input(call, scorer.input, parts);
+        stack.add(scorer.weights.w1, d_w1, scorer.hidden);
+        w1 = take_stack<T>(parts, stack, k.heads, call.source.padded);
+        problem.w1 = w1;
+        problem.b1 = scorer.weights.b1;
+        problem.w2 = scorer.weights.w2;
+        problem.b2 = scorer.weights.b2;
+        problem.hidden = scorer.hidden;
+        problem.width = stack.rows;
+        problem.activation =
+            std::is_same_v<Act, Silu> ? scorer_activation::silu : scorer_activation::gelu_erf;
+    }
+    void begin(const cuda& on, std::uint32_t* status) {
+        call.begin(on, status);
+        fill_stack(on, stack, call, w1);
+        problem.streams = call.streams;
+        problem.source = call.source;
+    }
+    [[nodiscard]] std::size_t shared() const { return mlp_memory<T>(nullptr, call.source.padded).bytes; }
+    void check_room(const cuda& on) const {
+        check_input_room(on, call.source, "this scorer",
+                         [](std::int32_t padded) { return mlp_memory<T>(nullptr, padded).bytes; });
+    }
+};
+
+/// BasicMlpScorer, or with no memory only its workspace.
+template <class T, class S>
+void mlp_backward(const cuda& on, const S& scorer, const ScoreBackward<T>& call,
+                  MlpParameters<float> gradients, workspace_parts& parts, bool measure,
+                  std::uint32_t* status) {
+    mlp_call<T> mlp(scorer, call.k, call.v, call.sequences, gradients.w1, parts);
+    mlp.check_room(on);
+    if (call.d_k.data != nullptr) {
+        check_input_room(on, mlp.call.source, "gradients of keys and values", [&](std::int32_t padded) {
+            return input_gradient_shared<T>(mlp.call.source.input, padded);
+        });
+    }
+    score_gradients<T> d_scores;
+    d_scores.take(mlp.call, parts);
+    const std::int32_t hidden = scorer.hidden, width = 2 * hidden + 1;
+    auto* const d_rows = parts.take<T>(mlp.call.rows() * mlp.stack.rows);
+    auto* const sums = parts.take<float>(mlp.call.chunks() * width);
+    auto* const partial = take_gradient_parts(parts, mlp.call, mlp.stack);
+    if (measure) {
+        return;
+    }
+    mlp.call.streams.rows = std::min(mlp.call.streams.rows, call.d_scores.length);
+    if (mlp.call.chunks() == 0) {
+        mlp.call.begin(on, status);
+        return;
+    }
+    mlp.begin(on, status);
+    launch("mlp_backward_kernel", mlp_backward_kernel<T>, mlp.call.chunks(), 128, mlp.shared(), on,
+           mlp.problem, d_scores.of(on, mlp.call, call.d_scores), d_rows, sums);
+    if (gradients.w1 != nullptr) {
+        add_weight_gradients(on, mlp.call, mlp.stack, static_cast<const T*>(d_rows), 0, partial);
+    }
+    chunk_sums all_sums;
+    all_sums.add(sums, width, 0, hidden, gradients.b1);
+    all_sums.add(sums, width, hidden, hidden, gradients.w2);
+    all_sums.add(sums, width, 2 * hidden, 1, gradients.b2);
+    add_sums(on, mlp.call.streams, all_sums);
+    if (call.d_k.data != nullptr) {
+        launch_input_gradients(on, mlp.call,
+                               gradient_rows<T>{d_rows, mlp.w1, mlp.stack.rows, mlp.stack.used, 0},
+                               gradient_rows<T>{}, call);
+    }
+}
+
+}  // namespace cuda_backend
+
+template <class Input, class Act, std::int32_t D>
+requires(cuda_backend::is_known_input<Input> &&
+         (std::is_same_v<Act, Silu> ||
+          std::is_same_v<Act, GeluErf>)) struct device_scorer<BasicMlpScorer<Input, Act, D>>
+    : device_scorer_defaults {
+    static constexpr bool scores_sequences = true;
+    static constexpr bool has_gradients = true;
+    static constexpr bool before_step = std::is_same_v<Input, KeyValueInput>;
+    using scorer_type = BasicMlpScorer<Input, Act, D>;
+
+    template <class Widths, class T>
+    static void forward(const cuda& on, const scorer_type& scorer, const score_arguments<T>& call,
+                        cuda_backend::workspace_parts& parts, bool measure, std::uint32_t* status) {
+        namespace cb = cuda_backend;
+        cb::mlp_call<T> mlp(scorer, call.k, call.v, call.sequences, nullptr, parts);
+        if (measure) {
+            mlp.check_room(on);
+            return;
+        }
+        mlp.call.streams.rows = std::min(mlp.call.streams.rows, call.scores.length);
+        if (mlp.call.chunks() == 0) {
+            mlp.call.begin(on, status);
+            return;
+        }
+        mlp.begin(on, status);
+        cb::launch("mlp_kernel", cb::mlp_kernel<T>, mlp.call.chunks(), 128, mlp.shared(), on, mlp.problem,
+                   call.scores);
+    }
+    template <class Widths, class T>
+    static void backward(const cuda& on, const scorer_type& scorer, const ScoreBackward<T>& call,
+                         const MlpParameters<float>& gradients, cuda_backend::workspace_parts& parts,
+                         bool measure, std::uint32_t* status) {
+        cuda_backend::mlp_backward<T>(on, scorer, call, gradients, parts, measure, status);
+    }
+};
+
+}  // namespace KVPOLICY_HIDDEN
+}  // namespace kvpolicy

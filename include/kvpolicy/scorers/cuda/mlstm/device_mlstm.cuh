@@ -1,0 +1,90 @@
+// How mLSTMScorer runs on CUDA.
+#pragma once
+
+#include <kvpolicy/cuda/config.cuh>
+#include <kvpolicy/cuda/launch.cuh>
+#include <kvpolicy/scorers/backward.hpp>
+#include <kvpolicy/scorers/cuda/common/device_scorer.cuh>
+#include <kvpolicy/scorers/cuda/mlstm/dispatch_mlstm.cuh>
+#include <kvpolicy/scorers/mlstm.hpp>
+
+#include <algorithm>
+#include <cstdint>
+#include <type_traits>
+
+namespace kvpolicy {
+inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
+namespace cuda_backend {
+
+/// mLSTMScorer, or with no memory only its workspace.
+template <class Widths, class T, class S>
+void mlstm_backward(const cuda& on, const S& scorer, const ScoreBackward<T>& call,
+                    const mLSTMParameters<float>& gradients, workspace_parts& parts, bool measure,
+                    std::uint32_t* status) {
+    check_mlstm<Widths, T>(scorer, true);
+    mlstm_call<Widths, T, is_hedgehog<S>> mlstm(scorer, call.k, call.v, call.sequences, call.delay,
+                                                &gradients, parts);
+    if (measure) {
+        return;
+    }
+    mlstm.check_room(device_scope(on), false, true);
+    mlstm.call.streams.rows = std::min(mlstm.call.streams.rows, call.d_scores.length);
+    if (mlstm.call.chunks() == 0) {
+        mlstm.call.begin(on, status);
+        return;
+    }
+    if (call.kept) {
+        mlstm.resume(on, status);
+    } else {
+        mlstm.project(on, status);
+        mlstm.states(on);
+    }
+    mlstm.problem.d_scores = mlstm.d_scores.of(on, mlstm.call, call.d_scores);
+    mlstm.tokens_backward(on);
+    mlstm.weights_backward(on, gradients);
+    if (call.d_k.data != nullptr) {
+        mlstm.inputs_backward(on, call);
+    }
+}
+
+}  // namespace cuda_backend
+
+template <std::int32_t D, class Feature, class Values>
+struct device_scorer<mLSTMScorer<D, Feature, Values>> : device_scorer_defaults {
+    static constexpr bool scores_sequences =
+        std::is_same_v<Feature, Softmax> || std::is_same_v<Feature, Hedgehog>;
+    static constexpr bool has_gradients = scores_sequences;
+    static constexpr bool before_step = true;
+    using scorer_type = mLSTMScorer<D, Feature, Values>;
+
+    template <class Widths, class T>
+    static void forward(const cuda& on, const scorer_type& scorer, const score_arguments<T>& call,
+                        cuda_backend::workspace_parts& parts, bool measure, std::uint32_t* status) {
+        namespace cb = cuda_backend;
+        const bool for_backward = call.options.for_backward;
+        if (measure) {
+            cb::check_mlstm<Widths, T>(scorer, for_backward);
+        }
+        const mLSTMParameters<float> shape{};
+        cb::mlstm_call<Widths, T, cb::is_hedgehog<scorer_type>> mlstm(
+            scorer, call.k, call.v, call.sequences, call.delay, for_backward ? &shape : nullptr, parts);
+        if (measure) {
+            return;
+        }
+        mlstm.check_room(cb::device_scope(on), for_backward, false);
+        mlstm.call.streams.rows = std::min(mlstm.call.streams.rows, call.scores.length);
+        mlstm.problem.scores = call.scores;
+        mlstm.problem.states = call.options.states;
+        mlstm.project(on, status);
+        mlstm.scores(on, for_backward);
+    }
+    template <class Widths, class T>
+    static void backward(const cuda& on, const scorer_type& scorer, const ScoreBackward<T>& call,
+                         const mLSTMParameters<float>& gradients, cuda_backend::workspace_parts& parts,
+                         bool measure, std::uint32_t* status) {
+        cuda_backend::mlstm_backward<Widths, T>(on, scorer, call, gradients, parts, measure, status);
+    }
+};
+
+}  // namespace KVPOLICY_HIDDEN
+}  // namespace kvpolicy
