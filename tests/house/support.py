@@ -159,9 +159,11 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=layout)
     parser.add_argument("--root", type=pathlib.Path, default=pathlib.Path(__file__).resolve().parents[2])
     parser.add_argument("--nvcc", default=shutil.which("nvcc"))
-    parser.add_argument("checks", nargs="*", choices=["pages", "code"], default=[])
+    parser.add_argument("checks", nargs="*", metavar="CHECK", help="pages, code")
     arguments = parser.parse_args()
     checks = {"pages": pages, "code": code}
+    if unknown := set(arguments.checks) - set(checks):
+        parser.error(f"there is no check {', '.join(sorted(unknown))}")
     wanted = arguments.checks or list(checks)
     if "code" in wanted and not arguments.nvcc:
         print("support.code: skipped, nvcc was not found")
