@@ -1,5 +1,5 @@
-"""A reader of C++ and CUDA sources for the checks: comments, strings, functions. It is no compiler, and does for
-this tree's style."""
+"""A reader of C++ and CUDA sources for the checks: comments, strings, functions. It is no compiler, and
+does for this tree's style."""
 
 import collections
 import re
@@ -12,13 +12,15 @@ TOKEN = re.compile(
 )
 # What has parentheses and names no function.
 NOT_A_NAME = re.compile(
-    r"\b(__launch_bounds__|__cluster_dims__|__attribute__|alignas|decltype|noexcept|explicit|requires|sizeof|if)"
+    r"\b(__launch_bounds__|__cluster_dims__|__attribute__|alignas|decltype|noexcept|explicit|requires"
+    r"|sizeof|if)"
     r"\s*$"
 )
 
 
 def blank(text, keep_strings=False):
-    """The text with comments and the insides of strings as spaces; each character keeps its line and column."""
+    """The text with comments and the insides of strings as spaces; each character keeps its line and
+    column."""
 
     def spaces(match):
         found = match.group()

@@ -32,7 +32,8 @@ def repository(start=pathlib.Path(__file__).resolve()):
 
 
 def files(root):
-    """The texts of the tree, {path: text}: what git tracks or would track; every file where there is no git."""
+    """The texts of the tree, {path: text}: what git tracks or would track; every
+    file where there is no git."""
     try:
         listing = (
             subprocess.run(

@@ -6,7 +6,8 @@
 
 arrows     A header includes its own folder or lower ones. Headers that include each other do so after their
            last line of code.
-bodies     The one way up: a public header includes the body of its own folder (host/, cuda/) after its last line
+bodies     The one way up: a public header includes the body of its own folder (host/, cuda/) after its last
+    line
            of code,
            and cuda.cuh includes dispatch_*.
 host_cuda  host/ does not include CUDA code, and CUDA code does not include host/.

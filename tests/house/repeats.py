@@ -1,6 +1,6 @@
-"""Repeated places of a tree: runs of at least LINES code lines that stand in two places, the same to the letter or
-of the same shape (with other names and numbers). Comments, blank lines, includes and lines of punctuation do not
-count; white space is folded. A run in more than PLACES places does not count either."""
+"""Repeated places of a tree: runs of at least LINES code lines that stand in two places, the same to the
+letter or of the same shape (with other names and numbers). Comments, blank lines, includes and lines of
+punctuation do not count; white space is folded. A run in more than PLACES places does not count either."""
 
 import collections
 import re

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""Words that the library does not use, with what to write instead, in include/, docs/, README.md, examples/ and
-tests/.
+"""Words that the library does not use, with what to write instead, in include/, docs/, README.md, examples/
+and tests/.
 
 A word that is right in its place stands in ALLOWED. Machine-readable files are not read."""
 
@@ -63,14 +63,14 @@ WORDS = (
     word(r"\bHead(Rule|Values)\b", "HeadParams, PerHead<T>"),
     word(r"\bengines?\.md\b", "integration.md, integration-cuda.md"),
     word(
-        r"\b\w*(initial|normal|standard|optim|serial|quant|random|synchron|minim|maxim|organ|general|recogn|vector"
-        r"|factor|real)is"
+        r"\b\w*(initial|normal|standard|optim|serial|quant|random|synchron|minim|maxim|organ|general"
+        r"|recogn|vector|factor|real)is"
         r"(e|es|ed|er|ers|ing|ation|ations)\b",
         "American spelling: -ize",
     ),
     word(
-        r"(?i)\b(behaviours?|colours?|neighbours?|neighbouring|licences?|centred?|favours?|analyse[ds]?|artefacts?"
-        r"|honours?)\b",
+        r"(?i)\b(behaviours?|colours?|neighbours?|neighbouring|licences?|centred?|favours?|analyse[ds]?"
+        r"|artefacts?|honours?)\b",
         "American spelling",
     ),
 )
