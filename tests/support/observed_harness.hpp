@@ -1,9 +1,9 @@
 // Caches of observed policies under test: what they are fed, and how.
 #pragma once
 
+#include "baseline_cases.hpp"
 #include "bound_cache.hpp"
 #include "bound_dual.hpp"
-#include "baseline_cases.hpp"
 
 #include <algorithm>
 
