@@ -9,6 +9,7 @@ endif()
 
 set(KVPOLICY_TEST_VARIANTS "plain" CACHE STRING
     "Build every unit test in each of these variants: ${kvpolicy_variants}")
+option(KVPOLICY_TESTS_TOGETHER "Compile several unit tests of a folder as one program, without --full" OFF)
 option(KVPOLICY_TEST_FULL "Also register the slow tests that tools/run test --full runs" OFF)
 
 set(kvpolicy_tests_dir ${PROJECT_SOURCE_DIR}/tests)
@@ -220,6 +221,86 @@ function(kvpolicy_add_test name)
             SKIP_RETURN_CODE ${kvpolicy_skip_code}
             ENVIRONMENT "${kvpolicy_environment_${variant}}")
         kvpolicy_test_options(${test})
+    endforeach()
+endfunction()
+
+# kvpolicy_add_tests_together(<variant> <name>...)
+#
+# As kvpolicy_add_test for one variant, with up to six tests of one folder as one program: what they
+# instantiate alike is compiled once. Each source stands in a namespace of its own, behind the headers of all,
+# and stays a ctest test, by doctest's filter. The property kvpolicy_source_<name> has the source, and
+# kvpolicy_slow_<name> the cases to leave out.
+function(kvpolicy_add_tests_together variant)
+    set(folders)
+    foreach(name IN LISTS ARGN)
+        string(REGEX REPLACE "\\..*" "" folder ${name})
+        list(APPEND folders ${folder})
+        list(APPEND names_${folder} ${name})
+    endforeach()
+    list(REMOVE_DUPLICATES folders)
+    foreach(folder IN LISTS folders)
+        set(number 0)
+        while(names_${folder})
+            list(SUBLIST names_${folder} 0 6 names)
+            list(REMOVE_ITEM names_${folder} ${names})
+            math(EXPR number "${number} + 1")
+            set(target test.${folder}.together_${number}.${variant})
+            set(includes)
+            set(bodies)
+            foreach(name IN LISTS names)
+                get_property(source GLOBAL PROPERTY kvpolicy_source_${name})
+                file(STRINGS ${source} lines REGEX "^#include ")
+                cmake_path(GET source PARENT_PATH parent)
+                foreach(line IN LISTS lines)
+                    # What stands beside the source is found from the common file, too.
+                    string(REGEX REPLACE "^#include \"(.*)\"" "${parent}/\\1" beside "${line}")
+                    if(EXISTS "${beside}")
+                        set(line "#include \"${beside}\"")
+                    endif()
+                    list(APPEND includes "${line}")
+                endforeach()
+                string(REPLACE "." "_" space ${name})
+                string(APPEND bodies "namespace test_of_${space} {\n#include \"${source}\"\n}\n")
+            endforeach()
+            list(REMOVE_DUPLICATES includes)
+            list(JOIN includes "\n" includes)
+            set(file ${PROJECT_BINARY_DIR}/tests/together/${target}.cpp)
+            file(CONFIGURE OUTPUT ${file} CONTENT "${includes}\n${bodies}" @ONLY)
+
+            add_executable(${target} ${file})
+            target_link_libraries(${target} PRIVATE
+                kvpolicy::kvpolicy kvpolicy_test_main_${variant} kvpolicy_warnings)
+            # g++ takes an included file for a header, whose unnamed namespaces it warns of.
+            target_compile_options(${target} PRIVATE
+                $<$<COMPILE_LANG_AND_ID:CXX,GNU>:-Wno-subobject-linkage>)
+            kvpolicy_compile_for_variant(${target} ${variant})
+            set_target_properties(${target} PROPERTIES
+                RUNTIME_OUTPUT_DIRECTORY ${PROJECT_BINARY_DIR}/tests/bin/${variant}
+                OUTPUT_NAME ${folder}.together_${number})
+            add_dependencies(kvpolicy_tests_${variant} ${target})
+            foreach(name IN LISTS names)
+                get_property(source GLOBAL PROPERTY kvpolicy_source_${name})
+                get_property(slow GLOBAL PROPERTY kvpolicy_slow_${name})
+                cmake_path(GET source FILENAME file)
+                set(arguments "--source-file=*/${file}")
+                set(test ${name}@${variant})
+                if(variant STREQUAL "plain")
+                    set(test ${name})
+                    add_custom_target(test.${name} DEPENDS ${target})
+                    add_dependencies(kvpolicy_tests_quick ${target})
+                endif()
+                if(slow)
+                    list(APPEND arguments "--test-case-exclude=${slow}")
+                endif()
+                add_test(NAME ${test} COMMAND $<TARGET_FILE:${target}> ${arguments}
+                         WORKING_DIRECTORY ${PROJECT_BINARY_DIR}/tests)
+                set_tests_properties(${test} PROPERTIES
+                    LABELS "unit;${variant}" TIMEOUT 600 SKIP_RETURN_CODE ${kvpolicy_skip_code}
+                    ENVIRONMENT "${kvpolicy_environment_${variant}}"
+                    # A filter that no case passes would succeed.
+                    FAIL_REGULAR_EXPRESSION "test cases: *0 ")
+            endforeach()
+        endwhile()
     endforeach()
 endfunction()
 
