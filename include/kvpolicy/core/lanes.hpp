@@ -35,53 +35,34 @@ template <int N, class Body>
 
 template <class Real, int Bytes>
 struct vector_of;
-template <>
-struct vector_of<float, 16> {
-    using type [[gnu::vector_size(16)]] = float;
-    using memory [[gnu::vector_size(16), gnu::aligned(alignof(float)), gnu::may_alias]] = float;
-    using mask [[gnu::vector_size(16)]] = std::int32_t;
-};
-template <>
-struct vector_of<float, 32> {
-    using type [[gnu::vector_size(32)]] = float;
-    using memory [[gnu::vector_size(32), gnu::aligned(alignof(float)), gnu::may_alias]] = float;
-    using mask [[gnu::vector_size(32)]] = std::int32_t;
-};
-template <>
-struct vector_of<double, 16> {
-    using type [[gnu::vector_size(16)]] = double;
-    using memory [[gnu::vector_size(16), gnu::aligned(alignof(double)), gnu::may_alias]] = double;
-    using mask [[gnu::vector_size(16)]] = std::int64_t;
-};
-template <>
-struct vector_of<double, 32> {
-    using type [[gnu::vector_size(32)]] = double;
-    using memory [[gnu::vector_size(32), gnu::aligned(alignof(double)), gnu::may_alias]] = double;
-    using mask [[gnu::vector_size(32)]] = std::int64_t;
-};
+#define KVPOLICY_VECTOR_OF(Real, Mask, Bytes)                                                         \
+    template <>                                                                                       \
+    struct vector_of<Real, Bytes> {                                                                   \
+        using type [[gnu::vector_size(Bytes)]] = Real;                                                \
+        using memory [[gnu::vector_size(Bytes), gnu::aligned(alignof(Real)), gnu::may_alias]] = Real; \
+        using mask [[gnu::vector_size(Bytes)]] = Mask;                                                \
+    }
+KVPOLICY_VECTOR_OF(float, std::int32_t, 16);
+KVPOLICY_VECTOR_OF(float, std::int32_t, 32);
+KVPOLICY_VECTOR_OF(double, std::int64_t, 16);
+KVPOLICY_VECTOR_OF(double, std::int64_t, 32);
+#undef KVPOLICY_VECTOR_OF
 
 /// sum += a * b, for numbers and vectors. Left to itself g++ fuses products and sums across statements where a translation
 /// unit may use FMA (under -march=native), in some loops and not in others; so such units fuse by intrinsics, all others
 /// never. (clang++ fuses within one expression only, so not here.)
 #if KVPOLICY_X86 && defined(__FMA__)
-[[gnu::always_inline]] inline void multiply_add(float& sum, const float& a, const float& b) {
-    sum = __builtin_fmaf(a, b, sum);
-}
-[[gnu::always_inline]] inline void multiply_add(double& sum, const double& a, const double& b) {
-    sum = __builtin_fma(a, b, sum);
-}
-[[gnu::always_inline]] inline void multiply_add(__m128& sum, const __m128& a, const __m128& b) {
-    sum = _mm_fmadd_ps(a, b, sum);
-}
-[[gnu::always_inline]] inline void multiply_add(__m256& sum, const __m256& a, const __m256& b) {
-    sum = _mm256_fmadd_ps(a, b, sum);
-}
-[[gnu::always_inline]] inline void multiply_add(__m128d& sum, const __m128d& a, const __m128d& b) {
-    sum = _mm_fmadd_pd(a, b, sum);
-}
-[[gnu::always_inline]] inline void multiply_add(__m256d& sum, const __m256d& a, const __m256d& b) {
-    sum = _mm256_fmadd_pd(a, b, sum);
-}
+#define KVPOLICY_MULTIPLY_ADD(X, fused)                                               \
+    [[gnu::always_inline]] inline void multiply_add(X& sum, const X& a, const X& b) { \
+        sum = fused(a, b, sum);                                                       \
+    }
+KVPOLICY_MULTIPLY_ADD(float, __builtin_fmaf)
+KVPOLICY_MULTIPLY_ADD(double, __builtin_fma)
+KVPOLICY_MULTIPLY_ADD(__m128, _mm_fmadd_ps)
+KVPOLICY_MULTIPLY_ADD(__m256, _mm256_fmadd_ps)
+KVPOLICY_MULTIPLY_ADD(__m128d, _mm_fmadd_pd)
+KVPOLICY_MULTIPLY_ADD(__m256d, _mm256_fmadd_pd)
+#undef KVPOLICY_MULTIPLY_ADD
 #elif !KVPOLICY_X86 && !defined(__CUDACC__) && defined(__GNUC__) && !defined(__clang__) && __GNUC__ >= 12
 template <class X>
 [[gnu::always_inline]] inline void multiply_add(X& sum, const X& a, const X& b) {

@@ -6,6 +6,7 @@
 #include <kvpolicy/core/context.hpp>
 #include <kvpolicy/core/types.hpp>
 #include <kvpolicy/core/view.hpp>
+#include <kvpolicy/metrics/each_head.hpp>
 #include <kvpolicy/policies/compose.hpp>
 
 #include <algorithm>
@@ -72,9 +73,7 @@ void evict_ratio(const host& on, const P& policy, plane_view<const expiry_t> exp
     policy.check_layer(layer, expiry.heads);
     checks::check_plane("expiry", expiry, expiry.batch, expiry.heads, sequences.length);
     checks::check_metric("out", out, expiry.batch, 1);
-    on.parallel_for(std::int64_t{expiry.batch} * expiry.heads, [&](std::int64_t task) {
-        const std::int64_t b = task / expiry.heads;
-        const auto h = static_cast<std::int32_t>(task % expiry.heads);
+    host_backend::for_each_head(on, expiry, [&](std::int64_t b, std::int32_t h, std::int64_t task) {
         const std::int64_t length = sequences.length_of(b);
         const HeadParams head_params = policy.params(layer, h);
         const expiry_t* e = expiry.head(b, h);

@@ -6,6 +6,7 @@
 #include <kvpolicy/core/types.hpp>
 #include <kvpolicy/core/view.hpp>
 #include <kvpolicy/core/workspace.hpp>
+#include <kvpolicy/metrics/each_head.hpp>
 #include <kvpolicy/policies/compose.hpp>
 
 #include <algorithm>
@@ -50,9 +51,7 @@ void oracle_recall(const host& on, const P& policy, plane_view<const expiry_t> t
     const std::size_t row =
         detail::aligned_size(static_cast<std::size_t>(sequences.length) * 3 * sizeof(std::int32_t));
     std::byte* memory = detail::aligned(workspace.data);
-    on.parallel_for(std::int64_t{teacher.batch} * teacher.heads, [&](std::int64_t task) {
-        const std::int64_t b = task / teacher.heads;
-        const auto h = static_cast<std::int32_t>(task % teacher.heads);
+    host_backend::for_each_head(on, teacher, [&](std::int64_t b, std::int32_t h, std::int64_t task) {
         const std::int64_t length = sequences.length_of(b);
         const HeadParams head_params = policy.params(layer, h);
         const expiry_t* of_teacher = teacher.head(b, h);

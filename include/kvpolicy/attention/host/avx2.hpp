@@ -94,6 +94,14 @@ struct avx2_kernels : avx2_direct<T> {
         }
     }
 
+    /// sum = 0, for a panel of rows and panel_lanes numbers each.
+    KVPOLICY_AVX2_INLINE static void clear(__m256 (&sum)[panel_rows][2]) {
+        KVPOLICY_UNROLL
+        for (auto& row : sum) {
+            row[0] = row[1] = _mm256_setzero_ps();
+        }
+    }
+
     KVPOLICY_AVX2 static void multiply_qk(const float* q, std::int32_t panels, std::int32_t dim,
                                           const float* k, std::int32_t count, float* scores) {
         for (std::int32_t j = 0; j < count; j += panel_lanes, k += std::int64_t{dim} * panel_lanes) {
@@ -101,10 +109,7 @@ struct avx2_kernels : avx2_direct<T> {
                 const float* rows = q + p * dim * panel_rows;
                 const float* keys = k;
                 __m256 sum[panel_rows][2];
-                KVPOLICY_UNROLL
-                for (int r = 0; r < panel_rows; ++r) {
-                    sum[r][0] = sum[r][1] = _mm256_setzero_ps();
-                }
+                clear(sum);
                 for (std::int32_t d = 0; d < dim; ++d, rows += panel_rows, keys += panel_lanes) {
                     const __m256 k0 = _mm256_loadu_ps(keys);
                     const __m256 k1 = _mm256_loadu_ps(keys + 8);
@@ -133,10 +138,7 @@ struct avx2_kernels : avx2_direct<T> {
                 const float* rows = weights + p * panel_rows * block_keys;
                 const float* values = v;
                 __m256 sum[panel_rows][2];
-                KVPOLICY_UNROLL
-                for (int r = 0; r < panel_rows; ++r) {
-                    sum[r][0] = sum[r][1] = _mm256_setzero_ps();
-                }
+                clear(sum);
                 for (std::int32_t j = 0; j < count; ++j, ++rows, values += panel_lanes) {
                     const __m256 v0 = _mm256_loadu_ps(values);
                     const __m256 v1 = _mm256_loadu_ps(values + 8);

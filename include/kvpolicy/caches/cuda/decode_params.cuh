@@ -4,6 +4,8 @@
 #include <kvpolicy/caches/cuda/agent_decode_stream.cuh>
 #include <kvpolicy/core/view.hpp>
 #include <kvpolicy/cuda/config.cuh>
+#include <kvpolicy/policies/scorer_concept.hpp>
+#include <kvpolicy/scorers/cuda/common/device_scorer.cuh>
 
 #include <cstdint>
 
@@ -39,6 +41,26 @@ struct decode_params {
     Gate gate;
     Scorer scorer;
 };
+
+/// The score of an entry's new token for a KV head (`pair`: of both), 0 where it does not count.
+template <class Params>
+__device__ inline float arriving_score_of(const Params& call, std::int32_t entry, std::int32_t head,
+                                          std::int64_t pair, bool counts) {
+    using Scorer = typename Params::Scorer;
+    if constexpr (scores_come_along<Scorer>) {
+        const float score = call.scores ? call.scores.head(entry, head)[0] : 0.0f;
+        return counts || score == score ? score : 0.0f;
+    } else if constexpr (Scorer::when == score_time::on_leaving) {
+        return 0.0f;
+    } else if constexpr (scores_by_warp<Scorer>) {
+        return counts ? device_scorer<Scorer>::score(call.scorer, head, call.k.row(entry, head, 0),
+                                                     call.v.row(entry, head, 0), call.cache.head_dim_qk,
+                                                     call.cache.head_dim_vo)
+                      : 0.0f;
+    } else {
+        return counts ? call.computed[pair] : 0.0f;
+    }
+}
 
 }  // namespace cuda_backend
 }  // namespace KVPOLICY_HIDDEN

@@ -301,8 +301,7 @@ std::int64_t DualCache<P, T>::reserve(const host&, const Batch& batch) {
 
 template <AnyPolicy P, Storage T>
 DualRef<P, T> DualCache<P, T>::layer(std::int32_t layer) const {
-    this->require_layer(layer);
-    const layer_plan& plan = plan_[static_cast<std::size_t>(layer)];
+    const layer_plan& plan = this->plan_of(plan_, layer);
     ref_type ref;
     this->fill(ref, layer, plan.common);
     ref.pool.slabs = this->template at<const Slab<T>>(slabs_at_);

@@ -90,8 +90,7 @@ void FixedBudgetCache<P, T>::bind(const host& on, void* buffer, std::size_t buff
 
 template <AnyPolicy P, Storage T>
 FixedBudgetRef<P, T> FixedBudgetCache<P, T>::layer(std::int32_t layer) const {
-    this->require_layer(layer);
-    const layer_plan& plan = plan_[static_cast<std::size_t>(layer)];
+    const layer_plan& plan = this->plan_of(plan_, layer);
     ref_type ref;
     this->fill(ref, layer, plan.common);
     ref.row_offset = this->template at<const std::int64_t>(offsets_at_) +

@@ -55,27 +55,23 @@ __device__ inline std::uint32_t transpose_8x8(std::uint32_t rows) {
     return columns;
 }
 
+#define KVPOLICY_MMA_16X8X16(type)                                                      \
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." type "." type                 \
+                 ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};" \
+                 : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])               \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1))
 /// sum += a b, a 16 x 16, b 16 x 8, fp32 sums. T is bf16 or fp16.
 template <class T>
 __device__ inline void mma_16x8x16(float (&sum)[4], const std::uint32_t (&a)[4], std::uint32_t b0,
                                    std::uint32_t b1) {
     static_assert(std::is_same_v<T, bf16> || std::is_same_v<T, fp16>);
     if constexpr (std::is_same_v<T, bf16>) {
-        asm volatile(
-            "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, "
-            "%9}, {%0, %1, "
-            "%2, %3};"
-            : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
-            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+        KVPOLICY_MMA_16X8X16("bf16");
     } else {
-        asm volatile(
-            "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-            "{%0, %1, "
-            "%2, %3};"
-            : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
-            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+        KVPOLICY_MMA_16X8X16("f16");
     }
 }
+#undef KVPOLICY_MMA_16X8X16
 
 /// Two numbers rounded to T, the first in the low half.
 template <class T>

@@ -6,6 +6,7 @@
 #include <kvpolicy/cuda/config.cuh>
 #include <kvpolicy/cuda/launch.cuh>
 #include <kvpolicy/cuda/tuning.cuh>
+#include <kvpolicy/masks/check_cutoffs.hpp>
 #include <kvpolicy/masks/cuda/dispatch_rank_and_expire.cuh>
 #include <kvpolicy/masks/cuda/kernel_cutoffs.cuh>
 #include <kvpolicy/masks/cuda/make_mask_params.cuh>
@@ -149,13 +150,7 @@ void cutoffs_of(const cuda& on, const P& policy, const float* log_gamma, plane_v
     check_mask_call(policy, scores, sequences, rank.batch, heads, rank.length, layer);
     check_plane("rank", rank, sequences.batch, heads, sequences.length);
     check_plane("cutoff", cutoff, sequences.batch, heads, sequences.length);
-    detail::require(sequences.cu_seqlens == nullptr, "sequences.cu_seqlens", "given",
-                    "null (build_mask takes packed segments)");
-    detail::require(sequences.length < rebase_limit, "sequences.length", sequences.length, "below 2^29");
-    for (std::int32_t h = 0; h < heads; ++h) {
-        const std::int32_t step = policy.params(layer, h).decay_step;
-        detail::require(step == 1, "decay step n", step, "1, since ranks are static only then");
-    }
+    checks::check_static_ranks(policy, sequences, heads, layer);
     check_workspace(workspace, build_cutoffs_workspace_bytes<C>(on, policy, sequences, heads));
     if (sequences.batch == 0 || heads == 0 || sequences.length == 0) {
         return;

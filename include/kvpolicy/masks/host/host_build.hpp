@@ -5,6 +5,7 @@
 #include <kvpolicy/core/status.hpp>
 #include <kvpolicy/core/workspace.hpp>
 #include <kvpolicy/masks/build.hpp>
+#include <kvpolicy/masks/check_cutoffs.hpp>
 #include <kvpolicy/masks/top_k_set.hpp>
 
 #include <algorithm>
@@ -233,13 +234,7 @@ void build_cutoffs(const host& on, const P& policy, plane_view<const float> scor
     host_backend::check_mask_call(policy, scores, sequences, rank.batch, heads, rank.length, layer);
     checks::check_plane("rank", rank, rank.batch, heads, sequences.length);
     checks::check_plane("cutoff", cutoff, rank.batch, heads, sequences.length);
-    detail::require(sequences.cu_seqlens == nullptr, "sequences.cu_seqlens", "given",
-                    "null (build_mask takes packed segments)");
-    detail::require(sequences.length < rebase_limit, "sequences.length", sequences.length, "below 2^29");
-    for (std::int32_t h = 0; h < heads; ++h) {
-        const std::int32_t step = policy.params(layer, h).decay_step;
-        detail::require(step == 1, "decay step n", step, "1, since ranks are static only then");
-    }
+    checks::check_static_ranks(policy, sequences, heads, layer);
     host_backend::check_scores(policy, scores, sequences, layer);
     checks::check_workspace(workspace, build_cutoffs_workspace_bytes<C>(on, policy, sequences, heads));
     const auto capacity = static_cast<std::size_t>(sequences.length);

@@ -3,6 +3,7 @@
 
 #include <kvpolicy/cuda/config.cuh>
 #include <kvpolicy/cuda/launch.cuh>
+#include <kvpolicy/scorers/check_backward.hpp>
 #include <kvpolicy/scorers/cuda/common/scorer_plan.cuh>
 #include <kvpolicy/scorers/cuda/dispatch_score_sequence.cuh>
 #include <kvpolicy/scorers/cuda_sequence.cuh>
@@ -18,26 +19,15 @@ namespace cuda_backend {
 /// What the host's check_backward_call refuses, as far as no device memory must be read.
 template <class S, class T>
 void check_backward_call(const S& scorer, const ScoreBackward<T>& call) {
-    const plane_view<float> as_scores{const_cast<float*>(call.d_scores.data),
-                                      call.d_scores.batch,
-                                      call.d_scores.heads,
-                                      call.d_scores.length,
-                                      call.d_scores.batch_stride,
-                                      call.d_scores.head_stride};
     if constexpr (S::when != score_time::on_arrival) {
         detail::require(call.sequences.starts == nullptr, "sequences.starts", "given",
                         "null in a backward pass");
     }
     ScoreOptions options;
     options.dropout = call.dropout;
-    check_sequence_call<T>(scorer, call.k, call.v, call.sequences, call.delay, as_scores, options);
-    const bool wanted = call.d_k.data != nullptr;
-    detail::require(wanted == (call.d_v.data != nullptr), "d_v.data", wanted ? "null" : "given",
-                    "given with d_k, or null with it");
-    if (wanted) {
-        checks::check_rows("d_k", call.d_k, call.k.batch, call.k.heads, call.k.length, call.k.dim);
-        checks::check_rows("d_v", call.d_v, call.k.batch, call.k.heads, call.v.length, call.v.dim);
-    }
+    check_sequence_call<T>(scorer, call.k, call.v, call.sequences, call.delay, checks::scores_of(call),
+                           options);
+    checks::check_row_gradients(call);
 }
 
 }  // namespace cuda_backend

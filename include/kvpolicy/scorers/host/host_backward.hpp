@@ -9,6 +9,7 @@
 #include <kvpolicy/core/finite_rows.hpp>
 #include <kvpolicy/core/workspace.hpp>
 #include <kvpolicy/scorers/backward.hpp>
+#include <kvpolicy/scorers/check_backward.hpp>
 #include <kvpolicy/scorers/host/host_sequence.hpp>
 #include <kvpolicy/scorers/host/kernels.hpp>
 #include <kvpolicy/scorers/host/rows.hpp>
@@ -58,13 +59,6 @@ void for_each_scored(const Sequences& sequences, std::int64_t b, std::int32_t de
 template <class S, Storage T>
 void check_backward_call(const host& on, const S& scorer, const ScoreBackward<T>& call) {
     using Real = compute_t<T>;
-    // The scores of the forward call have the shape of d_scores.
-    const plane_view<Real> as_scores{const_cast<Real*>(call.d_scores.data),
-                                     call.d_scores.batch,
-                                     call.d_scores.heads,
-                                     call.d_scores.length,
-                                     call.d_scores.batch_stride,
-                                     call.d_scores.head_stride};
     if constexpr (S::when != score_time::on_arrival) {
         for (std::int32_t b = 0; b < call.k.batch && call.sequences.batch == call.k.batch; ++b) {
             detail::require(
@@ -74,14 +68,9 @@ void check_backward_call(const host& on, const S& scorer, const ScoreBackward<T>
     }
     BasicScoreOptions<Real> options;
     options.dropout = call.dropout;
-    checks::check_score_call<T>(scorer, call.k, call.v, call.sequences, call.delay, as_scores, options);
-    const bool wanted = call.d_k.data != nullptr;
-    detail::require(wanted == (call.d_v.data != nullptr), "d_v.data", wanted ? "null" : "given",
-                    "given with d_k, or null with it");
-    if (wanted) {
-        checks::check_rows("d_k", call.d_k, call.k.batch, call.k.heads, call.k.length, call.k.dim);
-        checks::check_rows("d_v", call.d_v, call.k.batch, call.k.heads, call.v.length, call.v.dim);
-    }
+    checks::check_score_call<T>(scorer, call.k, call.v, call.sequences, call.delay, checks::scores_of(call),
+                                options);
+    checks::check_row_gradients(call);
     refuse_bad_rows(on, "k", call.k, call.sequences);
     refuse_bad_rows(on, "v", call.v, call.sequences);
     for (std::int32_t b = 0; b < call.k.batch; ++b) {

@@ -73,6 +73,20 @@ struct mlstm_head {
         Scorer::feature_map::map(set, y, features, mapped);
     }
 
+    /// map_token into `scratch`, which the rest of the token's numbers may use from `free` on.
+    template <class Real>
+    struct mapped_token {
+        Real *x, *features, *free;
+    };
+    template <class Real>
+    mapped_token<Real> map_token(isa set, const Real* key, const Real* value, const float* w,
+                                 Real* scratch) const {
+        Real* const y = scratch + inputs;
+        Real* const mapped = y + projection;
+        map_token(set, key, value, w, scratch, y, mapped);
+        return {scratch, mapped, mapped + features};
+    }
+
     /// The score from h in place of a read's quotient (eq. 42); overwrites h. x is [k; v] of the token that
     /// is scored.
     template <class Real>
@@ -133,11 +147,7 @@ void mLSTMScorer<D, Feature, Values>::absorb(std::int32_t head, Real* state, con
                                              const Real* value, Real* scratch, isa set) const {
     using namespace host_backend;
     const mlstm_head<mLSTMScorer> of(*this, head);
-    Real* x = scratch;
-    Real* y = x + of.inputs;
-    Real* k = y + of.projection;
-    Real* v = k + of.features;
-    of.map_token(set, key, value, of.w_k(), x, y, k);
+    const auto [x, k, v] = of.map_token(set, key, value, of.w_k(), scratch);
     const Real* written = value;
     if constexpr (Values::projected) {
         of.project(set, x, 1, of.w_v(), of.width, v);
@@ -163,11 +173,7 @@ Real mLSTMScorer<D, Feature, Values>::read(std::int32_t head, const Real* state,
                                            const Real* value, Real* scratch, isa set) const {
     using namespace host_backend;
     const mlstm_head<mLSTMScorer> of(*this, head);
-    Real* x = scratch;
-    Real* y = x + of.inputs;
-    Real* q = y + of.projection;
-    Real* h = q + of.features;
-    of.map_token(set, key, value, of.w_q(), x, y, q);
+    const auto [x, q, h] = of.map_token(set, key, value, of.w_q(), scratch);
     const Real* z = state + static_cast<std::ptrdiff_t>(of.features) * of.width;
     run_kernel<combine_kernel>(set, static_cast<const Real*>(q), std::ptrdiff_t{0}, std::ptrdiff_t{1}, 1,
                                of.features, state, std::ptrdiff_t{of.width}, of.width, h, std::ptrdiff_t{0},

@@ -50,20 +50,15 @@ struct mlstm_backward_memory {
             states = from.take<Real>(static_cast<std::size_t>(chunks) * features * (width + 1));
             stabilizers = from.take<double>(static_cast<std::size_t>(chunks));
             stack = from.take<Real>(features * (width + 1));  // (A, a)
-            x = from.take<Real>(rows * inputs);
-            y = from.take<Real>(rows * projection);
-            k = from.take<Real>(rows * features);
-            v = from.take<Real>(rows * width);
-            q = from.take<Real>(rows * features);
-            xq = from.take<Real>(rows * inputs);
-            s = from.take<Real>(rows * rows);
-            u = from.take<Real>(rows * rows);
-            h = from.take<Real>(rows * width);
-            n = from.take<Real>(rows * width);
-            dq = from.take<Real>(rows * features);
-            dk = from.take<Real>(rows * features);
-            dv = from.take<Real>(rows * width);
-            dz = from.take<Real>(rows);
+            const auto take_each = [&](std::size_t columns, auto*&... arrays) {
+                ((arrays = from.take<Real>(rows * columns)), ...);
+            };
+            take_each(inputs, x, xq);
+            take_each(projection, y);
+            take_each(features, q, k, dq, dk);
+            take_each(width, v, h, n, dv);
+            take_each(rows, s, u);
+            take_each(1, dz);
         }
     };
 

@@ -168,25 +168,32 @@ struct hopper_backward_wide : hopper_backward_block<T, 256, Bias, Softcap> {
         }
     }
 
+    /// Waits for the block's item n. False where there is none.
+    __device__ bool has_item(std::uint32_t n) const {
+        barrier_wait(this->full_meta(n % 2), n / 2 & 1);
+        return this->meta(n % 2).item.list >= 0;
+    }
+    /// Waits for the item's keys. False, and they are released, where no query sees them.
+    __device__ bool takes_keys(std::uint32_t n, const item_view& view, int lane) const {
+        barrier_wait(this->full_k(), n & 1);
+        barrier_wait(this->full_v(), n & 1);
+        fence_async_proxy();  // keys were written by cp.async
+        if (view.first < view.stop) {
+            return true;
+        }
+        warp_arrive(this->empty_keys(), lane);
+        return false;
+    }
+
     /// The first warpgroup.
     __device__ void consume_weights() const {
-        const int lane = thread % 32;
-        const int key = thread / 32 * 16 + lane / 4;  // and key + 8
-        std::uint32_t tile_number = 0;
-        for (std::uint32_t n = 0;; ++n) {
-            barrier_wait(this->full_meta(n % 2), n / 2 & 1);
+        const int lane = thread % 32, key = thread / 32 * 16 + lane / 4;  // and key + 8
+        for (std::uint32_t n = 0, tile_number = 0; has_item(n); ++n) {
             const item_type& item = this->meta(n % 2);
-            if (item.item.list < 0) {
-                return;
-            }
             const item_view view(item, key);
             half_sums d_v;
             clear(d_v);
-            barrier_wait(this->full_k(), n & 1);
-            barrier_wait(this->full_v(), n & 1);
-            fence_async_proxy();  // keys were written by cp.async
-            if (view.first >= view.stop) {
-                warp_arrive(this->empty_keys(), lane);
+            if (!takes_keys(n, view, lane)) {
                 continue;
             }
             float s[score_values];
@@ -252,24 +259,14 @@ struct hopper_backward_wide : hopper_backward_block<T, 256, Bias, Softcap> {
 
     /// The second warpgroup.
     __device__ void consume_gradients() const {
-        const int lane = thread % 32;
-        const int key = thread / 32 * 16 + lane / 4;  // and key + 8
-        std::uint32_t tile_number = 0;
-        for (std::uint32_t n = 0;; ++n) {
-            barrier_wait(this->full_meta(n % 2), n / 2 & 1);
+        const int lane = thread % 32, key = thread / 32 * 16 + lane / 4;  // and key + 8
+        for (std::uint32_t n = 0, tile_number = 0; has_item(n); ++n) {
             const item_type& item = this->meta(n % 2);
-            if (item.item.list < 0) {
-                return;
-            }
             const item_view view(item, key);
             float sum_bias[2] = {};
             half_sums d_k;
             clear(d_k);
-            barrier_wait(this->full_k(), n & 1);
-            barrier_wait(this->full_v(), n & 1);
-            fence_async_proxy();  // keys were written by cp.async
-            if (view.first >= view.stop) {
-                warp_arrive(this->empty_keys(), lane);
+            if (!takes_keys(n, view, lane)) {
                 continue;
             }
             float d[score_values];

@@ -157,6 +157,24 @@ __global__ void __launch_bounds__(plain_threads) backward_fix_nonfinite_kernel(c
     }
 }
 
+/// The (sequence, KV head) and the row that a warp of a kernel over all keys works on.
+struct plain_key {
+    bool beyond;  // there is none
+    std::int32_t head = 0, row = 0;
+
+    template <class T>
+    __device__ explicit plain_key(const backward_params<T>& p) {
+        const std::int32_t rows = p.call.rows.k.length;
+        const std::int64_t line =
+            static_cast<std::int64_t>(blockIdx.x) * (plain_threads / 32) + threadIdx.x / 32;
+        beyond = line >= static_cast<std::int64_t>(p.heads()) * rows;
+        if (!beyond) {
+            head = static_cast<std::int32_t>(line / rows);
+            row = static_cast<std::int32_t>(line % rows);
+        }
+    }
+};
+
 /// d_k, d_v and d_log_bias += what the queries of super-tile j give. Launches go super-tile by super-tile.
 ///
 /// Grid: B * Hkv * rows / (plain_threads / 32), a warp per list entry. Block: plain_threads. Shared memory:
@@ -165,13 +183,11 @@ template <class T>
 __global__ void __launch_bounds__(plain_threads)
     backward_plain_keys_kernel(const backward_params<T> p, const std::int32_t j) {
     using row = spread_row<T>;
-    const std::int32_t rows = p.call.rows.k.length;
-    const std::int64_t line = static_cast<std::int64_t>(blockIdx.x) * (plain_threads / 32) + threadIdx.x / 32;
-    if (line >= static_cast<std::int64_t>(p.heads()) * rows) {
+    const plain_key of(p);
+    if (of.beyond) {
         return;
     }
-    const auto head = static_cast<std::int32_t>(line / rows);
-    const auto i = static_cast<std::int32_t>(line % rows);
+    const std::int32_t head = of.head, i = of.row;
     const std::int32_t list = head * p.plan.supers + j;
     const std::int32_t b = head / p.call.kv_heads, h = head % p.call.kv_heads;
     const backward_list all = p.list_of(list);
@@ -224,13 +240,11 @@ __global__ void __launch_bounds__(plain_threads)
 /// Overwrites d_k, d_v [B, Hkv, rows, D] and d_log_bias [B, Hkv, rows].
 template <class T>
 __global__ void __launch_bounds__(plain_threads) backward_plain_zero_kernel(const backward_params<T> p) {
-    const std::int32_t rows = p.call.rows.k.length;
-    const std::int64_t line = static_cast<std::int64_t>(blockIdx.x) * (plain_threads / 32) + threadIdx.x / 32;
-    if (line >= static_cast<std::int64_t>(p.heads()) * rows) {
+    const plain_key of(p);
+    if (of.beyond) {
         return;
     }
-    const auto head = static_cast<std::int32_t>(line / rows);
-    const auto row = static_cast<std::int32_t>(line % rows);
+    const std::int32_t head = of.head, row = of.row;
     const std::int32_t b = head / p.call.kv_heads, h = head % p.call.kv_heads;
     if (row >= p.keys_of(b)) {
         return;

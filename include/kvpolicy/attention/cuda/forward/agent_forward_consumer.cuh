@@ -243,6 +243,16 @@ class agent_forward_consumer : forward_pipeline<S> {
         ring.advance();
     }
 
+    /// s = Q K^T with the keys at the pipeline's stage.
+    __device__ void take_keys(float (&s)[scores], std::uint64_t queries,
+                              const pipeline_state<S::stages>& ring) const {
+        barrier_wait(full_ + 8 * ring.stage, ring.parity);
+        wgmma_fence();
+        multiply_keys(s, queries, ring.stage);
+        wgmma_wait<0>();
+        pin(s);
+    }
+
     /// One product after the other. The warpgroups are out of step, so the tensor cores still have work.
     __device__ void attend_in_turn(pipeline_state<S::stages>& ring, std::uint64_t queries,
                                    const std::uint32_t (&query)[2], online_softmax& softmax,
@@ -251,11 +261,7 @@ class agent_forward_consumer : forward_pipeline<S> {
         do {
             float s[scores];
             Weights p;
-            barrier_wait(full_ + 8 * ring.stage, ring.parity);
-            wgmma_fence();
-            multiply_keys(s, queries, ring.stage);
-            wgmma_wait<0>();
-            pin(s);
+            take_keys(s, queries, ring);
             const weighing w = weigh(s, ring.stage, query, softmax);
             last = settle(s, w, ring.stage, query, softmax, o);
             ring.advance();
@@ -271,11 +277,7 @@ class agent_forward_consumer : forward_pipeline<S> {
                                       Output& o) const {
         float s[scores];
         Weights p;
-        barrier_wait(full_ + 8 * ring.stage, ring.parity);
-        wgmma_fence();
-        multiply_keys(s, queries, ring.stage);
-        wgmma_wait<0>();
-        pin(s);
+        take_keys(s, queries, ring);
         bool last = settle(s, weigh(s, ring.stage, query, softmax), ring.stage, query, softmax, o);
         to_fragments<T>(p, s);
         while (!last) {

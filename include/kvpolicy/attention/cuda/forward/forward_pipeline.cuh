@@ -7,6 +7,7 @@
 #include <kvpolicy/core/types.hpp>
 #include <kvpolicy/cuda/config.cuh>
 #include <kvpolicy/cuda/primitives/async.cuh>
+#include <kvpolicy/cuda/primitives/pipeline_state.cuh>
 #include <kvpolicy/cuda/primitives/warp.cuh>
 #include <kvpolicy/cuda/tuning.cuh>
 
@@ -60,20 +61,6 @@ constexpr std::size_t forward_hopper_shared_bytes() {
     static_assert(bytes <= 232448);
     return bytes;
 }
-
-/// A stage of the pipeline, and how often it came round.
-template <int Stages>
-struct pipeline_state {
-    int stage = 0;
-    std::uint32_t parity = 0;
-
-    __device__ void advance() {
-        if (++stage == Stages) {
-            stage = 0;
-            parity ^= 1;
-        }
-    }
-};
 
 /// A launch, and where its parts stand in this block's shared memory.
 template <class S>

@@ -79,6 +79,19 @@ __device__ inline void prepare(float (&s)[N], const row_constants& c) {
     }
 }
 
+/// visit(i, bias of logit i's column) for the N logits of a thread.
+template <int N, class Visit>
+__device__ inline void for_each_bias(const float* bias, const Visit& visit) {
+#pragma unroll
+    for (int j = 0; j < N / 4; ++j) {
+        const float2 of = *reinterpret_cast<const float2*>(bias + 8 * j);
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+            visit(4 * j + e, e % 2 == 0 ? of.x : of.y);
+        }
+    }
+}
+
 /// What two rows have reduced so far.
 template <class Pass>
 struct row_state {
@@ -112,40 +125,26 @@ struct row_state {
             absorb_logits<Masked, Share>(s, c.scale, seen);
         } else if constexpr (Pass::reduce == row_reduce::sum) {
             float part[2] = {0.0f, 0.0f};
-#pragma unroll
-            for (int j = 0; j < N / 4; ++j) {
-                const float2 of = *reinterpret_cast<const float2*>(bias + 8 * j);
-#pragma unroll
-                for (int e = 0; e < 4; ++e) {
-                    const int i = 4 * j + e;
-                    const float one = e % 2 == 0 ? of.x : of.y;
-                    float x = fmaf(s[i], c.scale, one);
-                    if constexpr (Masked) {
-                        x = seen(i) ? x : -INFINITY;
-                    }
-                    // A masked exponent is exactly 0, so these take the unit that makes it so.
-                    part[e / 2] +=
-                        !Masked && by_polynomial<Share>(i) ? polynomial_exp2<true>(x) : fast_exp2(x);
+            for_each_bias<N>(bias, [&](int i, float one) {
+                float x = fmaf(s[i], c.scale, one);
+                if constexpr (Masked) {
+                    x = seen(i) ? x : -INFINITY;
                 }
-            }
+                // A masked exponent is exactly 0, so these take the unit that makes it so.
+                part[i / 2 % 2] +=
+                    !Masked && by_polynomial<Share>(i) ? polynomial_exp2<true>(x) : fast_exp2(x);
+            });
             sum[0] += part[0];
             sum[1] += part[1];
         } else {
             float most[2] = {top[0], top[1]};
-#pragma unroll
-            for (int j = 0; j < N / 4; ++j) {
-                const float2 of = *reinterpret_cast<const float2*>(bias + 8 * j);
-#pragma unroll
-                for (int e = 0; e < 4; ++e) {
-                    const int i = 4 * j + e;
-                    const float one = e % 2 == 0 ? of.x : of.y;
-                    s[i] = fmaf(s[i], c.scale, one);
-                    if constexpr (Masked) {
-                        s[i] = seen(i) ? s[i] : -INFINITY;
-                    }
-                    most[e / 2] = fmaxf(most[e / 2], s[i]);
+            for_each_bias<N>(bias, [&](int i, float one) {
+                s[i] = fmaf(s[i], c.scale, one);
+                if constexpr (Masked) {
+                    s[i] = seen(i) ? s[i] : -INFINITY;
                 }
-            }
+                most[i / 2 % 2] = fmaxf(most[i / 2 % 2], s[i]);
+            });
             if constexpr (Pass::reduce == row_reduce::running) {
 #pragma unroll
                 for (int r = 0; r < 2; ++r) {

@@ -40,7 +40,6 @@ class agent_contiguous_decode {
     using T = typename Rows::T;
     using Compute = typename Rows::Compute;
     using Four = four_columns<Compute>;
-    static constexpr bool given = scores_come_along<Scorer>;
     static constexpr bool finds_next_victims = scored_before<Scorer>;
     static constexpr bool on_leaving = Scorer::when == score_time::on_leaving;
 
@@ -491,19 +490,7 @@ class agent_contiguous_decode {
 
     /// The new token's score as its entry stores it; a sink's is not used.
     __device__ float arriving_score(bool counts) const {
-        if constexpr (given) {
-            const float score = call_.scores ? call_.scores.head(entry_, head_)[0] : 0.0f;
-            return counts || score == score ? score : 0.0f;
-        } else if constexpr (on_leaving) {
-            return 0.0f;
-        } else if constexpr (scores_by_warp<Scorer>) {
-            return counts ? device_scorer<Scorer>::score(call_.scorer, head_, call_.k.row(entry_, head_, 0),
-                                                         call_.v.row(entry_, head_, 0),
-                                                         call_.cache.head_dim_qk, call_.cache.head_dim_vo)
-                          : 0.0f;
-        } else {
-            return counts ? call_.computed[pair_] : 0.0f;
-        }
+        return arriving_score_of(call_, entry_, head_, pair_, counts);
     }
 
     /// Whether all other blocks of the head have arrived. What they wrote before is then visible to this one,

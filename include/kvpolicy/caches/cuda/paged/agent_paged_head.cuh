@@ -148,7 +148,6 @@ class agent_paged_head {
     using Compute = typename Launch::Compute;
     using Merged = merged_state<Rows::heads, Compute>;
     using states_of_part = part_states<Compute>;
-    static constexpr bool given = scores_come_along<Scorer>;
     static constexpr bool on_leaving = Scorer::when == score_time::on_leaving;
 
   public:
@@ -302,8 +301,8 @@ class agent_paged_head {
             }
         }
         if (notes && warp_id() == Rows::warps - 1) {
-            const float arriving =
-                arriving_score(q >= head.head_params.sinks && (given || !detail::holds(call_.gate, q)));
+            const float arriving = arriving_score(
+                q >= head.head_params.sinks && (scores_come_along<Scorer> || !detail::holds(call_.gate, q)));
             if (lane_id() == 0) {
                 call_.notes[pair_].arriving = arriving;
             }
@@ -314,19 +313,7 @@ class agent_paged_head {
     /// The new token's score as its row keeps it; a sink's is never read, nor is a key's that is held for its
     /// position.
     __device__ float arriving_score(bool counts) const {
-        if constexpr (given) {
-            const float score = call_.scores ? call_.scores.head(entry_, head_)[0] : 0.0f;
-            return counts || score == score ? score : 0.0f;
-        } else if constexpr (on_leaving) {
-            return 0.0f;
-        } else if constexpr (scores_by_warp<Scorer>) {
-            return counts ? device_scorer<Scorer>::score(call_.scorer, head_, call_.k.row(entry_, head_, 0),
-                                                         call_.v.row(entry_, head_, 0),
-                                                         call_.cache.head_dim_qk, call_.cache.head_dim_vo)
-                          : 0.0f;
-        } else {
-            return counts ? call_.computed[pair_] : 0.0f;
-        }
+        return arriving_score_of(call_, entry_, head_, pair_, counts);
     }
 
     /// The warps' states become the block's, in memory that the last block reads.

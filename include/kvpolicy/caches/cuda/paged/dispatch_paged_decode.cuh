@@ -43,13 +43,13 @@ std::int64_t bound_pages_of(const Cache& cache, std::int64_t rows) {
 }
 
 /// The most rows of a head.
-template <class P, class T>
-std::int64_t max_rows_of(const FixedBudgetRef<P, T>& cache) {
-    return cache.max_capacity;
-}
-template <class P, class T>
-std::int64_t max_rows_of(const DualRef<P, T>& cache) {
-    return cache.max_rows;
+template <class Cache>
+std::int64_t max_rows_of(const Cache& cache) {
+    if constexpr (Cache::pooled) {
+        return cache.max_rows;
+    } else {
+        return cache.max_capacity;
+    }
 }
 
 /// A step, or attention alone, with kernels of these sizes; of a FixedBudgetCache with a selection, too.

@@ -468,33 +468,34 @@ class agent_mlstm_cluster {
         }
     }
 
-    /// The block's rows of the states: from memory, or to it.
-    __device__ void load_state() {
-        const auto& tokens = *memory_.tokens;
+    /// visit(i, coordinates, first row) for the thread's pieces of sequences with tokens.
+    template <class Visit>
+    __device__ void for_each_piece(const Visit& visit) const {
 #pragma unroll
         for (int i = 0; i < Folds; ++i) {
             const piece_coords& at = slot_[i];
-            if (at.entry >= 0 && tokens.count[at.entry] != 0) {
-                const std::int32_t row = at.fold * fold_rows;
-                c_[i].load(call_.cache.state + tokens.state[at.entry] + row * call_.width + at.column,
-                           call_.width, call_.features - row);
+            if (at.entry >= 0 && memory_.tokens->count[at.entry] != 0) {
+                visit(i, at, at.fold * fold_rows);
             }
         }
+    }
+    /// The block's rows of the states: from memory, or to it.
+    __device__ void load_state() {
+        const auto& tokens = *memory_.tokens;
+        for_each_piece([&](int i, const piece_coords& at, std::int32_t row) {
+            c_[i].load(call_.cache.state + tokens.state[at.entry] + row * call_.width + at.column,
+                       call_.width, call_.features - row);
+        });
         if (z_entry_ >= 0 && tokens.count[z_entry_] != 0 && z_row_ < call_.features) {
             z_ = call_.cache.state[tokens.state[z_entry_] + state_numbers() + z_row_];
         }
     }
     __device__ void store_state() const {
         const auto& tokens = *memory_.tokens;
-#pragma unroll
-        for (int i = 0; i < Folds; ++i) {
-            const piece_coords& at = slot_[i];
-            if (at.entry >= 0 && tokens.count[at.entry] != 0) {
-                const std::int32_t row = at.fold * fold_rows;
-                c_[i].store(new_states() + tokens.new_state[at.entry] + row * call_.width + at.column,
-                            call_.width, call_.features - row);
-            }
-        }
+        for_each_piece([&](int i, const piece_coords& at, std::int32_t row) {
+            c_[i].store(new_states() + tokens.new_state[at.entry] + row * call_.width + at.column,
+                        call_.width, call_.features - row);
+        });
         if (z_entry_ >= 0 && tokens.count[z_entry_] != 0 && z_row_ < call_.features) {
             new_states()[tokens.new_state[z_entry_] + state_numbers() + z_row_] = z_;
         }

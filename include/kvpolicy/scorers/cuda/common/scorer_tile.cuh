@@ -146,6 +146,11 @@ class shared_parts {
     KVPOLICY_HOST_DEVICE shared_tile<T> tile(int rows, int columns) {
         return {take_bytes(shared_tile<T>::bytes(rows, columns), 1024), rows};
     }
+    template <class T>
+    KVPOLICY_HOST_DEVICE void tiles(int rows, int columns, shared_tile<T>& a, shared_tile<T>& b) {
+        a = tile<T>(rows, columns);
+        b = tile<T>(rows, columns);
+    }
     template <class V>
     KVPOLICY_HOST_DEVICE V* take(int count) {
         return reinterpret_cast<V*>(take_bytes(sizeof(V) * static_cast<std::size_t>(count), 16));

@@ -43,6 +43,18 @@ __global__ void __launch_bounds__(256)
     }
 }
 
+/// A call's workspace; then, unless it is only measured, its streams, and enqueue(plan) for its chunks.
+template <class T, class Enqueue>
+void score_chunks(const cuda& ctx, const score_arguments<T>& call, workspace_parts& parts, bool measure,
+                  std::uint32_t* status, const Enqueue& enqueue) {
+    scorer_plan<T> all(call.k, call.v, call.sequences, 0, parts);
+    if (!measure) {
+        all.streams.rows = std::min(all.streams.rows, call.scores.length);
+        all.begin(ctx, status);
+        enqueue(all);
+    }
+}
+
 }  // namespace cuda_backend
 
 /// What the device_scorer of a scorer inherits that one warp computes: it adds score().
@@ -55,14 +67,10 @@ struct warp_device_scorer : device_scorer_defaults {
     static void forward(const cuda& on, const S& scorer, const score_arguments<T>& call,
                         cuda_backend::workspace_parts& parts, bool measure, std::uint32_t* status) {
         namespace cb = cuda_backend;
-        cb::scorer_plan<T> all(call.k, call.v, call.sequences, 0, parts);
-        if (measure) {
-            return;
-        }
-        all.streams.rows = std::min(all.streams.rows, call.scores.length);
-        all.begin(on, status);
-        cb::launch("warp_scorer_kernel", cb::warp_scorer_kernel<S, T>, all.chunks(), 256, 0, on, all.streams,
-                   all.source, scorer, call.scores);
+        cb::score_chunks(on, call, parts, measure, status, [&](const cb::scorer_plan<T>& all) {
+            cb::launch("warp_scorer_kernel", cb::warp_scorer_kernel<S, T>, all.chunks(), 256, 0, on,
+                       all.streams, all.source, scorer, call.scores);
+        });
     }
 };
 

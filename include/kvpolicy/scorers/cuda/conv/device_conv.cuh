@@ -13,28 +13,6 @@
 
 namespace kvpolicy {
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
-namespace cuda_backend {
-
-/// ConvScorer, or with no memory only its workspace.
-template <class T, class S>
-void conv_backward(const cuda& on, const S& scorer, const ScoreBackward<T>& call,
-                   const ConvParameters<float>& gradients, workspace_parts& parts, bool measure,
-                   std::uint32_t* status) {
-    const device_scope device(on);
-    conv_backward_plan<T> conv(device, scorer, call, parts);
-    if (measure) {
-        return;
-    }
-    conv.conv.call.streams.rows = std::min(conv.conv.call.streams.rows, call.d_scores.length);
-    if (conv.conv.call.chunks() == 0) {
-        conv.conv.call.begin(on, status);
-        return;
-    }
-    conv.run(on, gradients, call, status);
-}
-
-}  // namespace cuda_backend
-
 template <std::int32_t D>
 struct device_scorer<ConvScorer<D>> : device_scorer_defaults {
     static constexpr bool scores_sequences = true;
@@ -59,7 +37,18 @@ struct device_scorer<ConvScorer<D>> : device_scorer_defaults {
     static void backward(const cuda& on, const scorer_type& scorer, const ScoreBackward<T>& call,
                          const ConvParameters<float>& gradients, cuda_backend::workspace_parts& parts,
                          bool measure, std::uint32_t* status) {
-        cuda_backend::conv_backward<T>(on, scorer, call, gradients, parts, measure, status);
+        const cuda_backend::device_scope device(on);
+        cuda_backend::conv_backward_plan<T> plan(device, scorer, call, parts);
+        if (measure) {
+            return;
+        }
+        auto& all = plan.conv.call;
+        all.streams.rows = std::min(all.streams.rows, call.d_scores.length);
+        if (all.chunks() == 0) {
+            all.begin(on, status);
+            return;
+        }
+        plan.run(on, gradients, call, status);
     }
 };
 

@@ -60,34 +60,27 @@ __device__ float warp_score(const LinearScorer<D>& scorer, std::int32_t head, co
 }  // namespace cuda_backend
 
 template <std::int32_t D>
-struct device_scorer<LinearScorer<D>> : device_scorer_defaults {
-    static constexpr bool scores_sequences = true;
+struct device_scorer<LinearScorer<D>> : warp_device_scorer<LinearScorer<D>> {
     static constexpr bool has_gradients = true;
-    static constexpr bool by_warp = true;
-    using scorer_type = LinearScorer<D>;
 
     template <class Widths, class T>
-    static void forward(const cuda& on, const scorer_type& scorer, const score_arguments<T>& call,
+    static void forward(const cuda& on, const LinearScorer<D>& scorer, const score_arguments<T>& call,
                         cuda_backend::workspace_parts& parts, bool measure, std::uint32_t* status) {
         namespace cb = cuda_backend;
-        cb::scorer_plan<T> all(call.k, call.v, call.sequences, 0, parts);
-        if (measure) {
-            return;
-        }
-        all.streams.rows = std::min(all.streams.rows, call.scores.length);
-        all.begin(on, status);
-        cb::launch("linear_kernel", cb::linear_kernel<T>, all.chunks(), 256, 0, on, all.streams, all.source,
-                   scorer.weights.weight, scorer.weights.bias, call.scores);
+        cb::score_chunks(on, call, parts, measure, status, [&](const cb::scorer_plan<T>& all) {
+            cb::launch("linear_kernel", cb::linear_kernel<T>, all.chunks(), 256, 0, on, all.streams,
+                       all.source, scorer.weights.weight, scorer.weights.bias, call.scores);
+        });
     }
     template <class Widths, class T>
-    static void backward(const cuda& on, const scorer_type& scorer, const ScoreBackward<T>& call,
+    static void backward(const cuda& on, const LinearScorer<D>& scorer, const ScoreBackward<T>& call,
                          const LinearParameters<float>& gradients, cuda_backend::workspace_parts& parts,
                          bool measure, std::uint32_t* status) {
         cuda_backend::linear_backward<T>(on, scorer, call, gradients, parts, measure, status);
     }
     template <class T>
-    __device__ static float score(const scorer_type& scorer, std::int32_t head, const T* key, const T* value,
-                                  std::int32_t head_dim_qk, std::int32_t head_dim_vo) {
+    __device__ static float score(const LinearScorer<D>& scorer, std::int32_t head, const T* key,
+                                  const T* value, std::int32_t head_dim_qk, std::int32_t head_dim_vo) {
         return cuda_backend::warp_score(scorer, head, key, value, head_dim_qk, head_dim_vo);
     }
 };

@@ -58,11 +58,18 @@ struct mlp_plan {
         params.width = stack.rows;
         params.activation = std::is_same_v<Act, Silu> ? scorer_activation::silu : scorer_activation::gelu_erf;
     }
-    void begin(const cuda& on, std::uint32_t* status) {
+    /// The streams of a call of `length` tokens at most, and the weights as kernels take them. False where it
+    /// has no chunks.
+    bool begin(const cuda& on, std::int32_t length, std::uint32_t* status) {
+        call.streams.rows = std::min(call.streams.rows, length);
         call.begin(on, status);
+        if (call.chunks() == 0) {
+            return false;
+        }
         fill_stack(on, stack, call, w1);
         params.streams = call.streams;
         params.source = call.source;
+        return true;
     }
     [[nodiscard]] std::size_t shared() const { return mlp_memory<T>(nullptr, call.source.padded).bytes; }
     void check_shared_memory(const cuda& on) const {
@@ -92,12 +99,9 @@ void mlp_backward(const cuda& on, const S& scorer, const ScoreBackward<T>& call,
     if (measure) {
         return;
     }
-    mlp.call.streams.rows = std::min(mlp.call.streams.rows, call.d_scores.length);
-    if (mlp.call.chunks() == 0) {
-        mlp.call.begin(on, status);
+    if (!mlp.begin(on, call.d_scores.length, status)) {
         return;
     }
-    mlp.begin(on, status);
     launch("mlp_backward_kernel", mlp_backward_kernel<T>, mlp.call.chunks(), 128, mlp.shared(), on,
            mlp.params, d_scores.of(on, mlp.call, call.d_scores), d_rows, sums);
     if (gradients.w1 != nullptr) {
@@ -136,14 +140,10 @@ requires(cuda_backend::is_known_input<Input> &&
             mlp.check_shared_memory(on);
             return;
         }
-        mlp.call.streams.rows = std::min(mlp.call.streams.rows, call.scores.length);
-        if (mlp.call.chunks() == 0) {
-            mlp.call.begin(on, status);
-            return;
+        if (mlp.begin(on, call.scores.length, status)) {
+            cb::launch("mlp_kernel", cb::mlp_kernel<T>, mlp.call.chunks(), 128, mlp.shared(), on, mlp.params,
+                       call.scores);
         }
-        mlp.begin(on, status);
-        cb::launch("mlp_kernel", cb::mlp_kernel<T>, mlp.call.chunks(), 128, mlp.shared(), on, mlp.params,
-                   call.scores);
     }
     template <class Widths, class T>
     static void backward(const cuda& on, const scorer_type& scorer, const ScoreBackward<T>& call,

@@ -76,8 +76,7 @@ struct mlstm_chunk_outputs_memory {
 
     KVPOLICY_HOST_DEVICE explicit mlstm_chunk_outputs_memory(unsigned char* memory) {
         shared_parts parts(memory);
-        q = parts.tile<E>(scorer_chunk, F);
-        k = parts.tile<E>(scorer_chunk, F);
+        parts.tiles(scorer_chunk, F, q, k);
         v = parts.tile<E>(scorer_chunk, V);
         c = parts.tile<E>(F, V);
         weights = parts.tile<E>(scorer_chunk, scorer_chunk);
@@ -245,8 +244,7 @@ __device__ inline void compute_chunk_outputs(const mlstm_params<T>& params, cons
     copy_chunk_rows<V>(memory.v, static_cast<const E*>(params.v), row);
     copy_commit();
     mlstm_look_ahead<T> next(params);
-    next.array(params.q, scorer_chunk * F);
-    next.array(params.k, scorer_chunk * F);
+    next.arrays(scorer_chunk * F, params.q, params.k);
     next.array(params.v, scorer_chunk * V);
     next.array(params.memory, F * V);
     const auto thread = static_cast<int>(threadIdx.x);

@@ -8,6 +8,7 @@
 #include <kvpolicy/cuda/config.cuh>
 #include <kvpolicy/cuda/hopper.cuh>
 #include <kvpolicy/cuda/launch.cuh>
+#include <kvpolicy/cuda/primitives/pipeline_state.cuh>
 #include <kvpolicy/scorers/cuda/mlstm/agent_chunk_outputs_hopper.cuh>
 #include <kvpolicy/scorers/cuda/mlstm/agent_mlstm_state.cuh>
 #include <kvpolicy/scorers/cuda/mlstm/agent_mlstm_warpgroup.cuh>
@@ -87,20 +88,6 @@ struct mlstm_fused_hopper_memory {
 };
 
 #if KVPOLICY_HOPPER_CODE
-/// A place in a ring of `Size`, and the parity of its turn.
-template <int Size>
-struct mlstm_pipeline_state {
-    int at = 0;
-    std::uint32_t parity = 0;
-
-    __device__ void next() {
-        if (++at == Size) {
-            at = 0;
-            parity ^= 1u;
-        }
-    }
-};
-
 /// Where a block is in its plane.
 struct mlstm_fused_range {
     std::int32_t plane, segment, first, count;  // chunks of all planes, from first on
@@ -152,15 +139,15 @@ __device__ inline void fused_load_rows(const mlstm_params<T>& params, const mlst
     stats.load(params, range, 0);
     following.load(params, range, 1);
     load_numbers(0, stats);
-    mlstm_pipeline_state<mlstm_fused_hopper_memory<E, F, V>::stages> pipe;
+    pipeline_state<mlstm_fused_hopper_memory<E, F, V>::stages> pipe;
     for (std::int32_t n = 0; n < range.count; ++n) {
-        barrier_wait(memory.free(pipe.at), pipe.parity ^ 1u);
-        mlstm_fused_chunk<V>& chunk = memory.chunks[pipe.at];
+        barrier_wait(memory.free(pipe.stage), pipe.parity ^ 1u);
+        mlstm_fused_chunk<V>& chunk = memory.chunks[pipe.stage];
         const std::int64_t row = std::int64_t{range.first + n} * scorer_chunk;
         if (stats.count > 0) {
-            copy_slice<scorer_chunk, F, 128>(memory.keys(pipe.at), 0,
+            copy_slice<scorer_chunk, F, 128>(memory.keys(pipe.stage), 0,
                                              static_cast<const E*>(params.k) + row * F, F, thread);
-            copy_slice<scorer_chunk, V, 128>(memory.values(pipe.at), 0,
+            copy_slice<scorer_chunk, V, 128>(memory.values(pipe.stage), 0,
                                              static_cast<const E*>(params.v) + row * V, V, thread);
             copy_line(chunk.weight, params.weight + row, scorer_chunk, base);
         }
@@ -168,7 +155,7 @@ __device__ inline void fused_load_rows(const mlstm_params<T>& params, const mlst
             chunk.ref_value[thread] = stats.ref_weight * static_cast<float>(ref_token);
         }
         if (params.fused_writes_scores && stats.first_output < stats.count) {
-            copy_slice<scorer_chunk, F, 128>(memory.queries(pipe.at), 0,
+            copy_slice<scorer_chunk, F, 128>(memory.queries(pipe.stage), 0,
                                              static_cast<const E*>(params.q) + row * F, F, thread);
             if (thread < scorer_chunk) {
                 mlstm_exponents<E>{chunk.source, chunk.most, chunk.kept}.set(source, top, last, stats.m,
@@ -182,12 +169,12 @@ __device__ inline void fused_load_rows(const mlstm_params<T>& params, const mlst
             copy_16(shared_address(&chunk.stats) + static_cast<std::uint32_t>(i),
                     reinterpret_cast<const unsigned char*>(params.chunk_stats + (range.first + n)) + i);
         }
-        barrier_arrive_after_copies(memory.full(pipe.at));
-        barrier_arrive(memory.full(pipe.at));
+        barrier_arrive_after_copies(memory.full(pipe.stage));
+        barrier_arrive(memory.full(pipe.stage));
         stats = following;
         load_numbers(n + 1, stats);
         following.load(params, range, n + 2);
-        pipe.next();
+        pipe.advance();
     }
     copy_commit();
     copy_wait<0>();
@@ -270,13 +257,13 @@ __device__ inline void fused_add_chunks(const mlstm_params<T>& params, const mls
     mlstm_state_part::clear(acc, of_sums);
     part.template begin<F, V>(params, range.plane, range.segment, false, acc, of_sums);
     using memory_type = mlstm_fused_hopper_memory<E, F, V>;
-    mlstm_pipeline_state<memory_type::stages> pipe;
-    mlstm_pipeline_state<memory_type::held> held;
+    pipeline_state<memory_type::stages> pipe;
+    pipeline_state<memory_type::held> held;
     int turn = 0;  // of two places, where no score is wanted
     for (std::int32_t n = 0; n < range.count; ++n) {
-        barrier_wait(memory.full(pipe.at), pipe.parity);
+        barrier_wait(memory.full(pipe.stage), pipe.parity);
         fence_async_proxy();
-        const mlstm_fused_chunk<V>& chunk = memory.chunks[pipe.at];
+        const mlstm_fused_chunk<V>& chunk = memory.chunks[pipe.stage];
         if (chunk.stats.count > 0) {
             if (chunk.stats.fresh != 0) {
                 asm volatile("" ::: "memory");  // a branch: no selection of every number in every step
@@ -285,8 +272,8 @@ __device__ inline void fused_add_chunks(const mlstm_params<T>& params, const mls
             const bool has_outputs =
                 params.fused_writes_scores && chunk.stats.first_output < chunk.stats.count;
             if (has_outputs || params.fused_writes_states) {
-                barrier_wait(memory.free_state(held.at), held.parity ^ 1u);
-                int at = held.at;
+                barrier_wait(memory.free_state(held.stage), held.parity ^ 1u);
+                int at = held.stage;
                 if (params.fused_writes_states) {
                     if (!params.fused_writes_scores) {
                         at = turn;
@@ -303,8 +290,8 @@ __device__ inline void fused_add_chunks(const mlstm_params<T>& params, const mls
                 store_fused_state<E, F>(part, warp, state, memory.sums_of(at), chunk.ref_value, z, acc);
                 fence_async_proxy();
                 if (has_outputs) {
-                    warp_arrive(memory.full_state(held.at), lane);
-                    held.next();
+                    warp_arrive(memory.full_state(held.stage), lane);
+                    held.advance();
                 } else {
                     __syncwarp();
                 }
@@ -322,13 +309,13 @@ __device__ inline void fused_add_chunks(const mlstm_params<T>& params, const mls
                 }
             }
             mlstm_outer_product<E> product;
-            product.load(memory.keys(pipe.at), chunk.weight, chunk.stats.add, warp);
+            product.load(memory.keys(pipe.stage), chunk.weight, chunk.stats.add, warp);
             product.add_sums(of_sums, nullptr);
-            product.start(acc, memory.values(pipe.at), 0);
+            product.start(acc, memory.values(pipe.stage), 0);
             product.wait(acc);
         }
-        warp_arrive(memory.free(pipe.at), lane);
-        pipe.next();
+        warp_arrive(memory.free(pipe.stage), lane);
+        pipe.advance();
     }
     if (params.fused_writes_states && lane == 0) {
         bulk_wait_read<0>();
@@ -357,12 +344,12 @@ __device__ inline void fused_score_chunks(const mlstm_params<T>& params, const m
     scorer_span s = streams.span(range.plane, chunk_index);
     float* const scores = params.scores.head(s.b, s.h);
     using memory_type = mlstm_fused_hopper_memory<E, F, V>;
-    mlstm_pipeline_state<memory_type::stages> pipe;
-    mlstm_pipeline_state<memory_type::held> held;
+    pipeline_state<memory_type::stages> pipe;
+    pipeline_state<memory_type::held> held;
     for (std::int32_t n = 0; n < range.count; ++n) {
-        barrier_wait(memory.full(pipe.at), pipe.parity);
+        barrier_wait(memory.full(pipe.stage), pipe.parity);
         fence_async_proxy();
-        mlstm_fused_chunk<V>& chunk = memory.chunks[pipe.at];
+        mlstm_fused_chunk<V>& chunk = memory.chunks[pipe.stage];
         const std::int32_t skipped = chunk.stats.first_output, count = chunk.stats.count,
                            bad = chunk.stats.bad;
         const bool has_outputs = skipped < count;
@@ -371,23 +358,23 @@ __device__ inline void fused_score_chunks(const mlstm_params<T>& params, const m
             turn = turn + 1 == output_groups ? 0 : turn + 1;
         }
         if (mine) {
-            const tiles_of_chunk tiles{memory.queries(pipe.at),
-                                       memory.keys(pipe.at),
-                                       memory.values(pipe.at),
-                                       memory.state(held.at),
-                                       memory.sums_of(held.at),
+            const tiles_of_chunk tiles{memory.queries(pipe.stage),
+                                       memory.keys(pipe.stage),
+                                       memory.values(pipe.stage),
+                                       memory.state(held.stage),
+                                       memory.sums_of(held.stage),
                                        chunk.ref_value,
                                        {chunk.source, chunk.most, chunk.kept}};
-            barrier_wait(memory.full_state(held.at), held.parity);
+            barrier_wait(memory.full_state(held.stage), held.parity);
             mlstm_warpgroup_outputs<E, F, V> outputs;
             outputs.template compute<mlstm_fused_warpgroups<F>::few>(tiles);
-            warp_arrive(memory.free_state(held.at), lane);
+            warp_arrive(memory.free_state(held.stage), lane);
             float added[2];
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
                 added[r] = chunk.added[outputs.row(r)];
             }
-            warp_arrive(memory.free(pipe.at), lane);
+            warp_arrive(memory.free(pipe.stage), lane);
             float score[2];
             outputs.score(params, memory.numbers, score);
             if (streams.edges != nullptr) {
@@ -404,12 +391,12 @@ __device__ inline void fused_score_chunks(const mlstm_params<T>& params, const m
                 }
             }
         } else {
-            warp_arrive(memory.free(pipe.at), lane);
+            warp_arrive(memory.free(pipe.stage), lane);
         }
         if (has_outputs) {
-            held.next();
+            held.advance();
         }
-        pipe.next();
+        pipe.advance();
     }
 }
 #endif

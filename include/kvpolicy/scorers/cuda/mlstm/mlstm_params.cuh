@@ -267,6 +267,11 @@ struct mlstm_look_ahead {
         }
         ++lane;
     }
+    template <class E>
+    __device__ void arrays(int count, const E* of, const E* and_of) {
+        array(of, count);
+        array(and_of, count);
+    }
 };
 
 /// A chunk's exponents in shared memory: doubles for float rows; for others floats, in powers of 2 and from M
