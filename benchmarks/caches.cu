@@ -137,8 +137,7 @@ void decode(benchmark::State& state, const P& policy, std::int32_t batch, std::i
                                           .max_sequences = batch,
                                           .query_heads = heads * group,
                                           .kv_heads = heads,
-                                          .head_dim_qk = dim,
-                                          .head_dim_vo = dim},
+                                          .head_dim = dim},
                                          policy);
     const stream_of_calls calls;
     const kvp::cuda on{calls.stream};
@@ -148,23 +147,19 @@ void decode(benchmark::State& state, const P& policy, std::int32_t batch, std::i
     const Numbers q(row * group, 1), k(row, 2), v(row, 3);
     const buffer<bf16> out(row * group);
     const buffer<float> scores(std::int64_t{batch} * heads);
-    const std::size_t needed = kvp::step_workspace_bytes<Dims>(on, cache.layer(0), batch);
+    const std::size_t needed = cache.template step_workspace_bytes<Dims>(on, batch);
     const buffer<unsigned char> workspace(static_cast<std::int64_t>(needed));
-    kvp::CacheExtras extras;
+    kvp::StepIO<bf16> io = cache.hnd(q.memory.data(), k.memory.data(), v.memory.data(), out.data(),
+                                     {.batch = batch, .tokens = 1});
     if constexpr (P::scorer_type::when == kvp::score_time::given) {
-        extras.scores = kvp::view_bhs<const float>(scores.data(), batch, heads, 1);
+        io.scores = kvp::view_bhs<const float>(scores.data(), batch, heads, 1);
     }
     const auto token = [&] {
         next_scores<<<blocks_of(scores.count()), 256, 0, calls.stream>>>(
             scores.data(), static_cast<std::int32_t>(scores.count()), cache.layer(0).length,
             order == Order::improving);
         for (std::int32_t layer = 0; layer < layers; ++layer) {
-            kvp::step<Dims>(on, cache.layer(layer), {batch},
-                            kvp::view_bhsd<const bf16>(q.memory.data(), batch, heads * group, 1, dim),
-                            kvp::view_bhsd<const bf16>(k.memory.data(), batch, heads, 1, dim),
-                            kvp::view_bhsd<const bf16>(v.memory.data(), batch, heads, 1, dim),
-                            kvp::view_bhsd(out.data(), batch, heads * group, 1, dim),
-                            {workspace.data(), needed}, nullptr, extras);
+            kvp::step<Dims>(on, cache.layer(layer), io, {workspace.data(), needed});
         }
         cache.advance(on, {batch});
     };
@@ -195,13 +190,9 @@ void prompt(benchmark::State& state, std::int32_t length, Order order) {
     constexpr std::int32_t dim = 128;
     const kvp::Policy<kvp::Sink<>, kvp::Window<>, kvp::TopKBudget<>> policy{
         kvp::Sink<>{sinks}, kvp::Window<>{window}, kvp::TopKBudget<>{4096 - sinks - window}};
-    kvp::FixedBudgetCache<std::remove_const_t<decltype(policy)>, bf16> cache({.layers = 1,
-                                                                              .max_sequences = 1,
-                                                                              .query_heads = heads * group,
-                                                                              .kv_heads = heads,
-                                                                              .head_dim_qk = dim,
-                                                                              .head_dim_vo = dim},
-                                                                             policy);
+    kvp::FixedBudgetCache<std::remove_const_t<decltype(policy)>, bf16> cache(
+        {.layers = 1, .max_sequences = 1, .query_heads = heads * group, .kv_heads = heads, .head_dim = dim},
+        policy);
     const stream_of_calls calls;
     const kvp::cuda on{calls.stream};
     const buffer<unsigned char> memory(static_cast<std::int64_t>(cache.bytes().total()));
@@ -218,20 +209,16 @@ void prompt(benchmark::State& state, std::int32_t length, Order order) {
     }
     const buffer<float> scores(static_cast<std::int64_t>(given.size()));
     ok(cudaMemcpy(scores.data(), given.data(), given.size() * sizeof(float), cudaMemcpyHostToDevice));
-    const std::size_t needed = kvp::cache_workspace_bytes<Dims>(on, cache.layer(0), 1, length);
+    const std::size_t needed = cache.workspace_bytes<Dims>(on, {.batch = 1, .tokens = length});
     const buffer<unsigned char> workspace(static_cast<std::int64_t>(needed));
-    kvp::CacheExtras extras;
-    extras.scores = kvp::view_bhs<const float>(scores.data(), 1, heads, length);
+    kvp::StepIO<bf16> io = cache.hnd(q.memory.data(), k.memory.data(), v.memory.data(), out.data(),
+                                     {.batch = 1, .tokens = length});
+    io.scores = kvp::view_bhs<const float>(scores.data(), 1, heads, length);
     measure(
         state, calls.stream,
         [&] {
             cache.clear(on, 0);
-            kvp::prefill<Dims>(on, cache.layer(0), {.count = 1, .length = length},
-                               kvp::view_bhsd<const bf16>(q.memory.data(), 1, heads * group, length, dim),
-                               kvp::view_bhsd<const bf16>(k.memory.data(), 1, heads, length, dim),
-                               kvp::view_bhsd<const bf16>(v.memory.data(), 1, heads, length, dim),
-                               kvp::view_bhsd(out.data(), 1, heads * group, length, dim),
-                               {workspace.data(), needed}, nullptr, extras);
+            kvp::prefill<Dims>(on, cache.layer(0), io, {workspace.data(), needed});
         },
         needed);
 }
@@ -304,8 +291,7 @@ void score_alone(benchmark::State& state, std::int32_t batch) {
                                                .max_sequences = batch,
                                                .query_heads = heads * group,
                                                .kv_heads = heads,
-                                               .head_dim_qk = dim,
-                                               .head_dim_vo = dim},
+                                               .head_dim = dim},
                                               policy_of<Memory>(rows, scorer));
     const stream_of_calls calls;
     const kvp::cuda on{calls.stream};

@@ -57,8 +57,7 @@ struct Filled {
                  .max_sequences = 1,
                  .query_heads = sizes.kv_heads * sizes.group,
                  .kv_heads = sizes.kv_heads,
-                 .head_dim_qk = sizes.dim,
-                 .head_dim_vo = sizes.dim},
+                 .head_dim = sizes.dim},
                 policy),
           memory(cache.bytes().total()),
           chunk(prefill_tokens) {
@@ -71,7 +70,7 @@ struct Filled {
         v = random_rows<Storage>(elements, 3);
         scores = random_rows<float>(static_cast<std::size_t>(chunk) * heads, 4);
         out.resize(q.size());
-        workspace.resize(cache_workspace_bytes(on, cache.layer(0), 1, chunk));
+        workspace.resize(cache.workspace_bytes(on, {.batch = 1, .tokens = chunk}));
         for (std::int64_t at = 0; at < tokens; at += chunk) {
             feed(chunk);
         }
@@ -79,23 +78,17 @@ struct Filled {
 
     void feed(std::int32_t tokens) {
         const Batch batch{.count = 1, .length = tokens};
-        CacheExtras extras;
+        StepIO<Storage> io =
+            cache.nhd(q.data(), k.data(), v.data(), out.data(), {.batch = 1, .tokens = tokens});
         if constexpr (P::ranked) {
-            extras.scores = view_bhs<const float>(scores.data(), 1, model.kv_heads, tokens);
+            io.scores = view_bhs<const float>(scores.data(), 1, model.kv_heads, tokens);
         }
         const auto ref = cache.layer(0);
         const workspace_view scratch{workspace.data(), workspace.size()};
-        const auto in = [&](const std::vector<Storage>& rows, std::int32_t heads) {
-            return view_bshd<const Storage>(rows.data(), 1, tokens, heads, model.dim);
-        };
-        const std::int32_t query_heads = model.kv_heads * model.group;
-        const auto to = view_bshd(out.data(), 1, tokens, query_heads, model.dim);
         if (tokens == 1) {
-            step(on, ref, batch, in(q, query_heads), in(k, model.kv_heads), in(v, model.kv_heads), to,
-                 scratch, nullptr, extras);
+            step(on, ref, io, scratch);
         } else {
-            prefill(on, ref, batch, in(q, query_heads), in(k, model.kv_heads), in(v, model.kv_heads), to,
-                    scratch, nullptr, extras);
+            prefill(on, ref, io, scratch);
         }
         cache.advance(on, batch);
     }
@@ -113,9 +106,10 @@ void attention_over(benchmark::State& state) {
     Filled<Dense> filled(decode_model, Dense{Window<>{rows}}, rows, 256);
     constexpr std::int32_t query_heads = decode_model.kv_heads * decode_model.group;
     for ([[maybe_unused]] auto _ : state) {
-        attend(filled.on, filled.cache.layer(0), Batch{.count = 1},
-               view_bshd<const Storage>(filled.q.data(), 1, 1, query_heads, decode_model.dim),
-               view_bshd(filled.out.data(), 1, 1, query_heads, decode_model.dim), {},
+        attend(filled.on, filled.cache.layer(0),
+               {.q = view_bshd<const Storage>(filled.q.data(), 1, 1, query_heads, decode_model.dim),
+                .out = view_bshd(filled.out.data(), 1, 1, query_heads, decode_model.dim),
+                .batch = Batch{.count = 1}},
                {filled.workspace.data(), filled.workspace.size()});
     }
     state.SetBytesProcessed(state.iterations() * rows * decode_model.kv_heads * decode_model.dim * 2 *

@@ -6,7 +6,7 @@
 // one that the attention pass leaves behind.
 #include <kvpolicy/attention/attend.hpp>
 #include <kvpolicy/attention/future_mass.hpp>
-#include <kvpolicy/core/host_buffer.hpp>
+#include <kvpolicy/core/buffer.hpp>
 #include <kvpolicy/losses/boundary.hpp>
 #include <kvpolicy/policies/compose.hpp>
 #include <kvpolicy/policies/decay.hpp>
@@ -55,7 +55,7 @@ struct Layer {
     std::vector<float> scores = target, d_scores = target;
     Sequences sequences{.batch = 1, .length = length};
     Rules all_params{Sink<4>{}, Window<window>{}, TopKBudget<444>{}, Decay<1>{-1e-5f}};
-    HostBuffer workspace;
+    Buffer workspace;
     std::size_t max_room = 0;
 
     rows_view<const float> queries() const { return view_bhsd(q.data(), 1, query_heads, length, dim); }

@@ -72,10 +72,12 @@ struct Tensors {
         fill(k.data(), k.count());
         fill(v.data(), v.count());
     }
-    [[nodiscard]] kvp::CacheExtras extras() const {
-        kvp::CacheExtras extras;
-        extras.scores = kvp::view_bhs<const float>(scores.data(), batch, heads, 1);
-        return extras;
+    [[nodiscard]] kvp::StepIO<bf16> io() const {
+        return {.q = kvp::view_bhsd<const bf16>(q.data(), batch, heads * group, 1, dim),
+                .k = kvp::view_bhsd<const bf16>(k.data(), batch, heads, 1, dim),
+                .v = kvp::view_bhsd<const bf16>(v.data(), batch, heads, 1, dim),
+                .out = kvp::view_bhsd(out.data(), batch, heads * group, 1, dim),
+                .scores = kvp::view_bhs<const float>(scores.data(), batch, heads, 1)};
     }
 };
 
@@ -94,13 +96,8 @@ void time_steps(benchmark::State& state, Cache& cache, const stream_of_calls& ca
     const auto token = [&] {
         next_scores<<<1, static_cast<unsigned>(batch * heads), 0, calls.stream>>>(in.scores.data(),
                                                                                   batch * heads, ref.length);
-        kvp::step<Dims>(on, ref, {batch},
-                        kvp::view_bhsd<const bf16>(in.q.data(), batch, heads * group, 1, dim),
-                        kvp::view_bhsd<const bf16>(in.k.data(), batch, heads, 1, dim),
-                        kvp::view_bhsd<const bf16>(in.v.data(), batch, heads, 1, dim),
-                        kvp::view_bhsd(in.out.data(), batch, heads * group, 1, dim),
-                        {workspace.data(), needed}, status.data(), in.extras());
-        cache.advance(on, {batch}, status.data());
+        kvp::step<Dims>(on, ref, in.io(), {workspace.data(), needed}, {.status = status.data()});
+        cache.advance(on, {batch}, {.status = status.data()});
     };
     token();  // loads the kernels
     ok(cudaStreamSynchronize(calls.stream));
@@ -198,8 +195,7 @@ void dual(benchmark::State& state, const Size& size, const std::array<float, hea
                                    .max_sequences = batch,
                                    .query_heads = heads * group,
                                    .kv_heads = heads,
-                                   .head_dim_qk = dim,
-                                   .head_dim_vo = dim,
+                                   .head_dim = dim,
                                    .page_size = page_size},
                                   {.slab_pages = static_cast<std::int32_t>(pages),
                                    .max_slabs = 1,
@@ -245,8 +241,7 @@ inline void dense(benchmark::State& state, const Size& size) {
                                               .max_sequences = batch,
                                               .query_heads = heads * group,
                                               .kv_heads = heads,
-                                              .head_dim_qk = dim,
-                                              .head_dim_vo = dim},
+                                              .head_dim = dim},
                                              Dense{kvp::Window<>{static_cast<std::int32_t>(length)}});
     const stream_of_calls calls;
     const kvp::cuda on{calls.stream};

@@ -54,7 +54,7 @@ class CacheAttention final : public KvAttention {
         : on_(on),
           config_(config),
           cache_(make_cache(config, policy, scorers, max_seq_len)),
-          memory_(cache_.bytes().total()) {
+          memory_(on_, cache_.bytes()) {
         cache_.bind(on_, memory_);
     }
 
@@ -63,16 +63,12 @@ class CacheAttention final : public KvAttention {
         check_positions(positions);
         const auto tokens = static_cast<std::int32_t>(positions.size());
         const auto ref = cache_.layer(layer);
-        const kvpolicy::Batch batch{.count = 1, .length = tokens};
-        workspace_.grow(kvpolicy::cache_workspace_bytes(on_, ref, 1, tokens));
+        workspace_.grow(kvpolicy::workspace_bytes(on_, ref, {.batch = 1, .tokens = tokens}));
         if (out_.size() < out.size()) {
             out_.resize(out.size());
         }
 
-        const auto rows = [&]<class U>(U* data, int heads) {
-            return kvpolicy::view_bshd(data, 1, tokens, heads, config_.head_dim);
-        };
-        kvpolicy::CacheExtras extras;
+        kvpolicy::plane_view<const float> scores{};
         if (!scores_.empty()) {
             const std::int64_t first = cache_.length(0);
             if (first + tokens > score_length_) {
@@ -82,32 +78,29 @@ class CacheAttention final : public KvAttention {
             }
             const auto heads = static_cast<std::size_t>(config_.kv_heads);
             const auto length = static_cast<std::size_t>(score_length_);
-            extras.scores =
-                kvpolicy::view_bhs(scores_.data() + static_cast<std::size_t>(layer) * heads * length, 1,
-                                   config_.kv_heads, static_cast<std::int32_t>(score_length_));
-            extras.scores.data += first;
-            extras.scores.length -= static_cast<std::int32_t>(first);
+            scores = kvpolicy::view_bhs(scores_.data() + static_cast<std::size_t>(layer) * heads * length, 1,
+                                        config_.kv_heads, static_cast<std::int32_t>(score_length_));
+            scores.data += first;
+            scores.length -= static_cast<std::int32_t>(first);
         }
         const T* query = stored(q, q_);
         const T* key = stored(k, k_);
         const T* value = stored(v, v_);
         T* result = std::is_same_v<T, float> ? reinterpret_cast<T*>(out.data()) : out_.data();
+        kvpolicy::StepIO<T> io = cache_.nhd(query, key, value, result, {.batch = 1, .tokens = tokens});
+        io.scores = scores;
         const auto call = [&](std::uint32_t* status) {
             if (tokens == 1) {
-                kvpolicy::step(on_, ref, batch, rows(query, config_.heads), rows(key, config_.kv_heads),
-                               rows(value, config_.kv_heads), rows(result, config_.heads), workspace_, status,
-                               extras);
+                kvpolicy::step(on_, ref, io, workspace_, {.status = status});
             } else {
-                kvpolicy::prefill(on_, ref, batch, rows(query, config_.heads), rows(key, config_.kv_heads),
-                                  rows(value, config_.kv_heads), rows(result, config_.heads), workspace_,
-                                  status, extras);
+                kvpolicy::prefill(on_, ref, io, workspace_, {.status = status});
             }
         };
         if constexpr (pooled) {
             // Without a page the call changes nothing and says so: then it gets a slab and is made again.
             std::uint32_t status = 0;
             for (call(&status); (status & kvpolicy::status_pool_exhausted) != 0; call(&status)) {
-                cache_.add_slab(on_, slabs_.emplace_back(cache_.slab_bytes()));
+                cache_.add_slab(on_, slabs_.emplace_back(on_, cache_.slab_bytes()));
                 status = 0;
             }
         } else {
@@ -118,7 +111,7 @@ class CacheAttention final : public KvAttention {
                            [](T x) { return static_cast<float>(x); });
         }
         if (layer == config_.layers - 1) {
-            cache_.advance(on_, batch);
+            cache_.advance(on_);
         }
     }
 
@@ -172,8 +165,7 @@ class CacheAttention final : public KvAttention {
                                          .max_sequences = 1,
                                          .query_heads = config.heads,
                                          .kv_heads = config.kv_heads,
-                                         .head_dim_qk = config.head_dim,
-                                         .head_dim_vo = config.head_dim,
+                                         .head_dim = config.head_dim,
                                          .page_size = page_size};
         if constexpr (pooled) {
             constexpr std::int32_t slab_pages = 128;
@@ -215,8 +207,8 @@ class CacheAttention final : public KvAttention {
     const kvpolicy::host& on_;
     const Config& config_;
     cache_type cache_;
-    kvpolicy::HostBuffer memory_, workspace_;
-    std::vector<kvpolicy::HostBuffer> slabs_;
+    kvpolicy::Buffer memory_, workspace_;
+    std::vector<kvpolicy::Buffer> slabs_;
     std::vector<T> q_, k_, v_, out_;
     std::vector<float> scores_;
     std::int64_t score_length_ = 0;

@@ -1,7 +1,8 @@
-// The backend of the recipes that run on either: the host; or the GPU, where nvcc compiles them (nvcc -x cu recipe.cpp).
+// The backend of the recipes that run on either: the host; or the GPU, where nvcc compiles them (nvcc
+// -x cu recipe.cpp).
 //
-// Recipes look at what a call wrote, so on the GPU their memory is one that both can read. An engine has device memory and copies
-// (engine_contiguous.cu), and looks into a cache by a snapshot.
+// Recipes look at what a call wrote, so on the GPU their memory is one that both can read. An engine has
+// device memory and copies (engine_contiguous.cu), and looks into a cache by a snapshot.
 #pragma once
 
 #include <cstddef>
@@ -14,8 +15,8 @@
 #include <cstdio>
 #include <cstdlib>
 #endif
+#include <kvpolicy/core/buffer.hpp>
 #include <kvpolicy/core/context.hpp>
-#include <kvpolicy/core/host_buffer.hpp>
 
 namespace backend {
 
@@ -30,7 +31,8 @@ inline bool missing() {
     }
     return none;
 }
-/// Calls return before their work is done. Before the program reads what they write, or writes what they read:
+/// Calls return before their work is done. Before the program reads what they write, or
+/// writes what they read:
 inline void wait(const context& on) {
     if (const cudaError_t error = cudaStreamSynchronize(on.stream); error != cudaSuccess) {
         std::printf("%s\n", cudaGetErrorString(error));
@@ -57,7 +59,7 @@ using array = std::vector<T, allocator<T>>;
 /// Memory to lend to a cache or a call.
 class memory {
   public:
-    explicit memory(std::size_t bytes) : bytes_(bytes) {}
+    memory(const context& /*ctx*/, std::size_t bytes) : bytes_(bytes) {}
     void* data() { return bytes_.data(); }
     std::size_t size() const { return bytes_.size(); }
     operator kvpolicy::workspace_view() & { return {data(), size()}; }
@@ -73,7 +75,7 @@ inline bool missing() { return false; }
 inline void wait(const context&) {}  // calls are done when they return
 template <class T>
 using array = std::vector<T>;
-using memory = kvpolicy::HostBuffer;
+using memory = kvpolicy::Buffer;
 
 #endif
 

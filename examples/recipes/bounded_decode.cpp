@@ -1,7 +1,7 @@
 // Decode for as long as you like in memory that does not grow.
 //
-// The policy is a type: 4 sinks, the 16 newest keys, and of all others the 44 with the best scores. Scores come from one
-// trained vector a head here (LinearScorer); scorers/ has larger ones.
+// The policy is a type: 4 sinks, the 16 newest keys, and of all others the 44 with the best scores. Scores
+// come from one trained vector a head here (LinearScorer); scorers/ has larger ones.
 #include <kvpolicy/kvpop.hpp>
 
 #include "backend.hpp"
@@ -43,28 +43,23 @@ int main() {
                                                 .max_sequences = 1,
                                                 .query_heads = query_heads,
                                                 .kv_heads = kv_heads,
-                                                .head_dim_qk = dim,
-                                                .head_dim_vo = dim},
+                                                .head_dim = dim},
                                                Policy{},
                                                scorers.data()};
-    backend::memory memory{cache.bytes().total()};
+    backend::memory memory{on, cache.bytes()};
     cache.bind(on, memory.data(), memory.size());
-    backend::memory workspace{kvp::cache_workspace_bytes(on, cache.layer(0), 1, 1)};
+    backend::memory workspace{on, cache.workspace_bytes(on, {.batch = 1, .tokens = 1})};
 
-    const kvp::Batch one{.count = 1};  // sequence 0, one token
     backend::array<float> q(query_heads * dim), k(kv_heads * dim), v(kv_heads * dim), out(query_heads * dim);
     const auto ref = cache.layer(0);
     for (int token = 0; token < 3000; ++token) {
         for (int layer = 0; layer < layers; ++layer) {
             fill(q), fill(k), fill(v);  // what the layer's projections would give
             // Appends the key, decides who leaves, and attends to what is left. Nothing is allocated.
-            kvp::step(on, cache.layer(layer), one, kvp::view_bshd(q.data(), 1, 1, query_heads, dim),
-                      kvp::view_bshd(k.data(), 1, 1, kv_heads, dim),
-                      kvp::view_bshd(v.data(), 1, 1, kv_heads, dim),
-                      kvp::view_bshd(out.data(), 1, 1, query_heads, dim), workspace);
+            kvp::step(on, cache.layer(layer), cache.nhd(q.data(), k.data(), v.data(), out.data()), workspace);
             backend::wait(on);  // the next layer has other numbers in the same places
         }
-        cache.advance(on, one);  // once a token, after the last layer
+        cache.advance(on);  // once a token, after the last layer
         if ((token + 1) % 1000 == 0) {
             backend::wait(on);
             const auto full =

@@ -1,9 +1,10 @@
-// Plug the cache into an engine that keeps rows as its projections write them: [sequences, heads, head_dim] (NHD), a token's
-// queries, keys and values in one fused row. The engine owns all memory; sequences join and leave between steps.
+// Plug the cache into an engine that keeps rows as its projections write them: [sequences, heads, head_dim]
+// (NHD), a token's queries, keys and values in one fused row. The engine owns all memory; sequences join and
+// leave between steps.
 //
-// Nothing is copied on the way in: q, k and v are three views of the fused rows. Which sequences take a step, and in which sequences
-// they live, the engine writes into device memory.
-#include <kvpolicy/core/host_buffer.hpp>
+// Nothing is copied on the way in: q, k and v are three views of the fused rows. Which sequences take a step,
+// and in which sequences they live, the engine writes into device memory.
+#include <kvpolicy/core/buffer.hpp>
 #include <kvpolicy/cuda.cuh>  // the bodies, for the one file that instantiates them
 #include <kvpolicy/kvpop.hpp>
 
@@ -38,26 +39,21 @@ int main() {
         std::printf("there is no device\n");
         return 0;
     }
-    const kvp::CacheShape shape{.layers = layers,
-                                .max_sequences = 8,
-                                .query_heads = heads,
-                                .kv_heads = kv_heads,
-                                .head_dim_qk = dim,
-                                .head_dim_vo = dim};
+    const kvp::CacheShape shape{
+        .layers = layers, .max_sequences = 8, .query_heads = heads, .kv_heads = kv_heads, .head_dim = dim};
     const kvp::cuda on{};  // the default stream; kvp::cuda{stream} is another
     Cache cache{shape};
     thrust::device_vector<unsigned char> memory(cache.bytes().total());  // the engine's, lent
     cache.bind(on, raw(memory), memory.size());
-    thrust::device_vector<unsigned char> workspace(
-        kvp::step_workspace_bytes<Dims>(on, cache.layer(0), batch));
+    thrust::device_vector<unsigned char> workspace(cache.step_workspace_bytes<Dims>(on, batch));
     const kvp::workspace_view scratch{raw(workspace), workspace.size()};
 
     // The same on the host, to compare with.
     const kvp::host on_host{1};
     Cache host_cache{shape};
-    kvp::HostBuffer host_memory{host_cache.bytes().total()};
+    kvp::Buffer host_memory{on_host, host_cache.bytes()};
     host_cache.bind(on_host, host_memory);
-    kvp::HostBuffer host_room{kvp::cache_workspace_bytes(on_host, host_cache.layer(0), batch, 1)};
+    kvp::Buffer host_room{on_host, host_cache.workspace_bytes(on_host, {.batch = batch, .tokens = 1})};
 
     const std::vector<int> seq_ids{5, 0, 3};
     std::vector<int> q_len(batch);
@@ -90,12 +86,14 @@ int main() {
                 const auto q = heads_of(rows, 0, heads), k = heads_of(rows, heads, kv_heads),
                            v = heads_of(rows, heads + kv_heads, kv_heads);
                 const auto result = kvp::view_bshd(to, batch, 1, heads, dim);
-                const kvp::CacheExtras extras{.scores = kvp::view_bhs(given, batch, kv_heads, 1)};
-                if constexpr (std::is_same_v<std::decay_t<decltype(context)>, kvp::cuda>) {
-                    kvp::step<Dims>(context, ref, of, q, k, v, result, provided, nullptr, extras);
-                } else {
-                    kvp::step(context, ref, of, q, k, v, result, provided, nullptr, extras);
-                }
+                kvp::step<Dims>(context, ref,
+                                {.q = q,
+                                 .k = k,
+                                 .v = v,
+                                 .out = result,
+                                 .batch = of,
+                                 .scores = kvp::view_bhs(given, batch, kv_heads, 1)},
+                                provided);
             };
             step(on, cache.layer(layer), device_batch, raw(device_fused), raw(device_scores), raw(device_out),
                  scratch);

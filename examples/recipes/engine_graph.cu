@@ -1,8 +1,9 @@
-// Plug the cache into an engine that decodes by CUDA graph: the step of all layers is captured once and launched for every token.
+// Plug the cache into an engine that decodes by CUDA graph: the step of all layers is captured once and
+// launched for every token.
 //
-// What changes from token to token is in device memory (lengths, counters, the worst places), so the graph never changes, however
-// long the sequences grow and whatever is evicted. The engine's own numbers must be there too: here a kernel at the head of the
-// graph makes each layer's tensors from the cache's length.
+// What changes from token to token is in device memory (lengths, counters, the worst places), so the graph
+// never changes, however long the sequences grow and whatever is evicted. The engine's own numbers must be
+// there too: here a kernel at the head of the graph makes each layer's tensors from the cache's length.
 #include <kvpolicy/core/random.hpp>
 #include <kvpolicy/cuda.cuh>  // the bodies, for the one file that instantiates them
 #include <kvpolicy/kvpop.hpp>
@@ -26,7 +27,8 @@ T* raw(thrust::device_vector<T>& memory) {
     return thrust::raw_pointer_cast(memory.data());
 }
 
-// Stands for the engine's projections and its predictor: rows [batch, row_heads, dim] and scores [batch, kv_heads] of the next token.
+// Stands for the engine's projections and its predictor: rows [batch, row_heads, dim] and scores [batch,
+// kv_heads] of the next token.
 __global__ void next_token(int layer, const kvp::position_t* length, bf16* rows, float* scores) {
     const int i = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x);
     if (i < numbers) {
@@ -46,8 +48,7 @@ struct Decoder {
                  .max_sequences = batch,
                  .query_heads = heads,
                  .kv_heads = kv_heads,
-                 .head_dim_qk = dim,
-                 .head_dim_vo = dim}};
+                 .head_dim = dim}};
     thrust::device_vector<unsigned char> memory, workspace;
     thrust::device_vector<bf16> rows{numbers}, out{batch * heads * dim};
     thrust::device_vector<float> scores{batch * kv_heads};
@@ -55,7 +56,7 @@ struct Decoder {
 
     explicit Decoder(cudaStream_t stream) : memory(cache.bytes().total()), on{stream} {
         cache.bind(on, raw(memory), memory.size());
-        workspace.resize(kvp::step_workspace_bytes<Dims>(on, cache.layer(0), batch));
+        workspace.resize(cache.step_workspace_bytes<Dims>(on, batch));
         cudaDeviceSynchronize();  // Thrust works on the default stream
     }
     // Enqueues one token of every sequence.
@@ -68,11 +69,14 @@ struct Decoder {
                 return kvp::rows_view<const bf16>{raw(rows) + first * dim, batch, count, 1, dim,
                                                   row_heads * dim,         dim,   dim};
             };
-            kvp::step<Dims>(on, ref, {batch}, heads_from(0, heads), heads_from(heads, kv_heads),
-                            heads_from(heads + kv_heads, kv_heads),
-                            kvp::view_bhsd(raw(out), batch, heads, 1, dim),
-                            {raw(workspace), workspace.size()}, nullptr,
-                            {.scores = kvp::view_bhs<const float>(raw(scores), batch, kv_heads, 1)});
+            kvp::step<Dims>(on, ref,
+                            {.q = heads_from(0, heads),
+                             .k = heads_from(heads, kv_heads),
+                             .v = heads_from(heads + kv_heads, kv_heads),
+                             .out = kvp::view_bhsd(raw(out), batch, heads, 1, dim),
+                             .batch = {batch},
+                             .scores = kvp::view_bhs<const float>(raw(scores), batch, kv_heads, 1)},
+                            {raw(workspace), workspace.size()});
         }
         cache.advance(on, {batch});  // once a step, after the last layer
     }

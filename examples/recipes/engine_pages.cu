@@ -1,9 +1,11 @@
-// Plug the cache into an engine with a paged attention kernel of its own: every KV head is exported as a sequence with a page
-// table, as FlashInfer's and FlashAttention's paged kernels take it (one KV head a sequence), and no row is copied.
+// Plug the cache into an engine with a paged attention kernel of its own: every KV head is exported as a
+// sequence with a page table, as FlashInfer's and FlashAttention's paged kernels take it (one KV head a
+// sequence), and no row is copied.
 //
-// The cache then decides which rows there are, and the engine's kernel attends. Here a few lines stand in for that kernel. Its outputs make
-// the next layer's tokens, so a layer is exported right after its step, with the newest token's row, and advance() comes last. Tables
-// are device memory, so all of it can be captured in one graph.
+// The cache then decides which rows there are, and the engine's kernel attends. Here a few lines stand in
+// for that kernel. Its outputs make the next layer's tokens, so a layer is exported right after its step,
+// with the newest token's row, and advance() comes last. Tables are device memory, so all of it can be
+// captured in one graph.
 #include <kvpolicy/cuda.cuh>  // the bodies, for the one file that instantiates them
 #include <kvpolicy/kvpop.hpp>
 
@@ -29,7 +31,8 @@ T* raw(thrust::device_vector<T>& memory) {
     return thrust::raw_pointer_cast(memory.data());
 }
 
-// The engine's kernel, which knows pages and tables alone. Block (sequence, KV head) x query head of its group, a thread a dimension.
+// The engine's kernel, which knows pages and tables alone. Block (sequence, KV head) x query head of its
+// group, a thread a dimension.
 __global__ void paged_attention(const bf16* q, const bf16* k_pages, const bf16* v_pages,
                                 kvp::HeadPages tables, float* out) {
     const int sequence = static_cast<int>(blockIdx.x) / group, d = static_cast<int>(threadIdx.x);
@@ -75,13 +78,12 @@ int main() {
                                                .max_sequences = batch,
                                                .query_heads = heads,
                                                .kv_heads = kv_heads,
-                                               .head_dim_qk = dim,
-                                               .head_dim_vo = dim,
+                                               .head_dim = dim,
                                                .page_size = page_size},
                                               policy};
     thrust::device_vector<unsigned char> memory(cache.bytes().total());
     cache.bind(on, raw(memory), memory.size());
-    thrust::device_vector<unsigned char> workspace(kvp::step_workspace_bytes<Dims>(on, cache, batch));
+    thrust::device_vector<unsigned char> workspace(cache.step_workspace_bytes<Dims>(on, batch));
     const kvp::workspace_view scratch{raw(workspace), workspace.size()};
 
     // The engine's tables: as many pages as its sequences could ever use, in any layer.
@@ -124,8 +126,14 @@ int main() {
         for (int layer = 0; layer < layers; ++layer) {
             const auto ref = cache.layer(layer);
             // Appends, evicts, and attends as the library would,
-            kvp::step<Dims>(on, ref, {batch}, q, k, v, to, scratch, nullptr,
-                            {.scores = kvp::view_bhs<const float>(raw(scores), batch, kv_heads, 1)});
+            kvp::step<Dims>(on, ref,
+                            {.q = q,
+                             .k = k,
+                             .v = v,
+                             .out = to,
+                             .batch = {batch},
+                             .scores = kvp::view_bhs<const float>(raw(scores), batch, kv_heads, 1)},
+                            scratch);
             // and what the engine's kernel finds in the same rows.
             kvp::export_heads(on, ref, {batch}, tables);
             paged_attention<<<batch * heads, dim>>>(q.data, ref.k, ref.v, tables, raw(theirs));

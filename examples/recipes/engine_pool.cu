@@ -1,8 +1,9 @@
-// Plug the cache into an engine that has a pool of pages already: FlashInfer's [pages, 2, page_size, heads, dim] (NHD), keys and values
-// of all heads in one page. The cache's rows live in the engine's pages, and the engine's kernel reads them there.
+// Plug the cache into an engine that has a pool of pages already: FlashInfer's [pages, 2, page_size, heads,
+// dim] (NHD), keys and values of all heads in one page. The cache's rows live in the engine's pages, and the
+// engine's kernel reads them there.
 //
-// A page of the cache belongs to one KV head, so the pool is attached as a slab for each: strides say where its rows lie. The engine keeps
-// its first page to itself, and pads its batch with entries of sequence -1.
+// A page of the cache belongs to one KV head, so the pool is attached as a slab for each: strides say where
+// its rows lie. The engine keeps its first page to itself, and pads its batch with entries of sequence -1.
 #include <kvpolicy/cuda.cuh>  // the bodies, for the one file that instantiates them
 #include <kvpolicy/wgkv.hpp>
 
@@ -29,7 +30,8 @@ T* raw(thrust::device_vector<T>& memory) {
     return thrust::raw_pointer_cast(memory.data());
 }
 
-// The engine's kernel. Block (entry, query head), a thread a dimension. Table entry i is page i % pages of head i / pages of the pool.
+// The engine's kernel. Block (entry, query head), a thread a dimension. Table entry i is page i % pages of
+// head i / pages of the pool.
 __global__ void paged_attention(const bf16* q, const bf16* pool, kvp::HeadPages tables, float* out) {
     const int sequence = static_cast<int>(blockIdx.x) / group, d = static_cast<int>(threadIdx.x);
     __shared__ float parts[dim];
@@ -70,8 +72,7 @@ int main() {
     kvp::DualCache<Policy, bf16> cache{{.max_sequences = 4,
                                         .query_heads = heads,
                                         .kv_heads = kv_heads,
-                                        .head_dim_qk = dim,
-                                        .head_dim_vo = dim,
+                                        .head_dim = dim,
                                         .page_size = page_size},
                                        {.slab_pages = pages,
                                         .max_slabs = kv_heads,
@@ -86,8 +87,7 @@ int main() {
         bf16* const keys = raw(pool) + h * dim;
         cache.add_pages(on, keys, keys + page_size * row, raw(notes[h]), notes[h].size());
     }
-    thrust::device_vector<unsigned char> workspace(
-        kvp::step_workspace_bytes<Dims>(on, cache.layer(0), batch));
+    thrust::device_vector<unsigned char> workspace(cache.step_workspace_bytes<Dims>(on, batch));
     const kvp::workspace_view scratch{raw(workspace), workspace.size()};
 
     // The engine's tables, and its batch: two sequences, and an entry that is only padding.
@@ -118,9 +118,14 @@ int main() {
         thrust::copy(numbers.begin(), numbers.end(), rows.begin());
         thrust::copy(given.begin(), given.end(), scores.begin());
         // Appends, decides, and attends as the library would,
-        kvp::step<Dims>(on, cache.layer(0), sequences, q, k, v,
-                        kvp::view_bhsd(raw(out), batch, heads, 1, dim), scratch, nullptr,
-                        {.scores = kvp::view_bhs<const float>(raw(scores), batch, kv_heads, 1)});
+        kvp::step<Dims>(on, cache.layer(0),
+                        {.q = q,
+                         .k = k,
+                         .v = v,
+                         .out = kvp::view_bhsd(raw(out), batch, heads, 1, dim),
+                         .batch = sequences,
+                         .scores = kvp::view_bhs<const float>(raw(scores), batch, kv_heads, 1)},
+                        scratch);
         cache.advance(on, sequences);
         // and what the engine's kernel finds in its own pool.
         kvp::export_heads(on, cache.layer(0), sequences, tables);

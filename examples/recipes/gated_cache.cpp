@@ -1,8 +1,8 @@
-// A gate decides what is worth writing, so memory follows the text: two heads of one layer, and two sequences, share one pool
-// of pages.
+// A gate decides what is worth writing, so memory follows the text: two heads of one layer, and two
+// sequences, share one pool of pages.
 //
-// With WG-KV's rule a key whose gate is closed is gone when it leaves the window. No number bounds the others, so the cache is
-// a DualCache: it asks for slabs of pages when it needs them.
+// With WG-KV's rule a key whose gate is closed is gone when it leaves the window. No number bounds the
+// others, so the cache is a DualCache: it asks for slabs of pages when it needs them.
 #include <kvpolicy/wgkv.hpp>
 
 #include "backend.hpp"
@@ -20,16 +20,12 @@ int main() {
         return 0;
     }
     const backend::context on{};
-    kvp::DualCache<Policy, float> cache{{.max_sequences = 2,
-                                         .query_heads = heads,
-                                         .kv_heads = heads,
-                                         .head_dim_qk = dim,
-                                         .head_dim_vo = dim,
-                                         .page_size = 16},
-                                        {.slab_pages = 4, .max_slabs = 32, .max_seq_len = 1000}};
-    backend::memory tables{cache.bytes().total()};
+    kvp::DualCache<Policy, float> cache{
+        {.max_sequences = 2, .query_heads = heads, .kv_heads = heads, .head_dim = dim, .page_size = 16},
+        {.slab_pages = 4, .max_slabs = 32, .max_seq_len = 1000}};
+    backend::memory tables{on, cache.bytes()};
     cache.bind(on, tables.data(), tables.size());
-    backend::memory workspace{kvp::cache_workspace_bytes(on, cache.layer(0), 1, 1)};
+    backend::memory workspace{on, cache.workspace_bytes(on, {.batch = 1, .tokens = 1})};
     std::vector<backend::memory> slabs;
     backend::array<int> seq_ids(1);
     backend::array<float> x(heads * dim, 1.0f), out(heads * dim), gates(heads);
@@ -38,16 +34,23 @@ int main() {
         seq_ids[0] = seq;
         const kvp::Batch one{.count = 1, .seq_ids = seq_ids.data()};
         for (int t = 0; t < tokens; ++t) {
-            // What the next token can need at most. A step that finds no page would do nothing and say so in a status word.
+            // What the next token can need at most. A step that finds no page would do nothing and say so
+            // in a status word.
             while (cache.reserve(on, one) > 0) {
-                auto& slab = slabs.emplace_back(cache.slab_bytes());
+                auto& slab = slabs.emplace_back(on, cache.slab_bytes());
                 cache.add_slab(on, slab.data(), slab.size());
             }
             gates[0] = t % 2 == 0 ? 1.0f : -1.0f;   // head 0 keeps every second key,
             gates[1] = t % 20 == 0 ? 1.0f : -1.0f;  // head 1 every twentieth
             const auto rows = kvp::view_bhsd<const float>(x.data(), 1, heads, 1, dim);
-            kvp::step(on, cache.layer(0), one, rows, rows, rows, kvp::view_bhsd(out.data(), 1, heads, 1, dim),
-                      workspace, nullptr, {.scores = kvp::view_bhs<const float>(gates.data(), 1, heads, 1)});
+            kvp::step(on, cache.layer(0),
+                      {.q = rows,
+                       .k = rows,
+                       .v = rows,
+                       .out = kvp::view_bhsd(out.data(), 1, heads, 1, dim),
+                       .batch = one,
+                       .scores = kvp::view_bhs<const float>(gates.data(), 1, heads, 1)},
+                      workspace);
             cache.advance(on, one);
             backend::wait(on);  // the next token has other gates
         }

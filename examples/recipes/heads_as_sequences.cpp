@@ -1,8 +1,9 @@
-// Let a paged attention kernel read the cache where it lies: every KV head is exported as a sequence of its own, with a page
-// table, and no row is copied.
+// Let a paged attention kernel read the cache where it lies: every KV head is exported as a sequence of its
+// own, with a page table, and no row is copied.
 //
-// Heads of one layer hold different numbers of rows, which page tables by (sequence, head) can say: FlashInfer's and
-// FlashAttention's paged kernels take such a table with one KV head a sequence. Here a few lines stand in for the kernel.
+// Heads of one layer hold different numbers of rows, which page tables by (sequence, head) can say:
+// FlashInfer's and FlashAttention's paged kernels take such a table with one KV head a sequence. Here a few
+// lines stand in for the kernel.
 #include <kvpolicy/kvpop.hpp>
 
 #include "backend.hpp"
@@ -25,13 +26,9 @@ int main() {
     const std::int32_t budgets[heads] = {3, 12};  // by layer and head
     const Policy policy{kvp::Sink<1>{}, kvp::Window<6>{},
                         kvp::TopKBudget<>{kvp::per_head(budgets, 1, heads)}};
-    kvp::FixedBudgetCache<Policy, float> cache{{.query_heads = heads,
-                                                .kv_heads = heads,
-                                                .head_dim_qk = dim,
-                                                .head_dim_vo = dim,
-                                                .page_size = page_size},
-                                               policy};
-    backend::memory memory{cache.bytes().total()};
+    kvp::FixedBudgetCache<Policy, float> cache{
+        {.query_heads = heads, .kv_heads = heads, .head_dim = dim, .page_size = page_size}, policy};
+    backend::memory memory{on, cache.bytes()};
     cache.bind(on, memory.data(), memory.size());
 
     std::mt19937 generator(1);
@@ -43,23 +40,25 @@ int main() {
             x = normal(generator);
         }
     }
-    const kvp::Batch prompt{.count = 1, .length = tokens}, one{.count = 1};
-    backend::memory workspace{kvp::cache_workspace_bytes(on, cache.layer(0), 1, tokens)};
-    kvp::prefill(on, cache.layer(0), prompt, kvp::view_bhsd(q.data(), 1, heads, tokens, dim),
-                 kvp::view_bhsd(k.data(), 1, heads, tokens, dim),
-                 kvp::view_bhsd(v.data(), 1, heads, tokens, dim),
-                 kvp::view_bhsd(out.data(), 1, heads, tokens, dim), workspace, nullptr,
-                 {.scores = kvp::view_bhs(scores.data(), 1, heads, tokens)});
-    cache.advance(on, prompt);
+    const kvp::Batch one{.count = 1};
+    backend::memory workspace{on, cache.workspace_bytes(on, {.batch = 1, .tokens = tokens})};
+    auto io = cache.hnd(q.data(), k.data(), v.data(), out.data(), {.batch = 1, .tokens = tokens});
+    io.scores = kvp::view_bhs(scores.data(), 1, heads, tokens);
+    kvp::prefill(on, cache.layer(0), io, workspace);
+    cache.advance(on);
 
-    // Head h of entry i is sequence i * heads + h: pages indices[indptr[s]] .. indices[indptr[s + 1] - 1], the last partial.
+    // Head h of entry i is sequence i * heads + h: pages indices[indptr[s]] .. indices[indptr[s + 1] - 1],
+    // the last partial.
     backend::array<std::int32_t> indptr(heads + 1), indices(16), last_page_len(heads);
     kvp::export_heads(on, cache.layer(0), one, {indptr.data(), indices.data(), last_page_len.data(), 16});
 
     // What the library itself says about a query,
     backend::array<float> query(heads * dim, 0.5f), expected(heads * dim), lse(heads);
-    kvp::attend(on, cache.layer(0), one, kvp::view_bhsd(query.data(), 1, heads, 1, dim),
-                kvp::view_bhsd(expected.data(), 1, heads, 1, dim), kvp::view_bhs(lse.data(), 1, heads, 1),
+    kvp::attend(on, cache.layer(0),
+                {.q = kvp::view_bhsd(query.data(), 1, heads, 1, dim),
+                 .out = kvp::view_bhsd(expected.data(), 1, heads, 1, dim),
+                 .batch = one,
+                 .lse = kvp::view_bhs(lse.data(), 1, heads, 1)},
                 workspace);
     backend::wait(on);
     // and what a kernel finds that knows the tables alone.

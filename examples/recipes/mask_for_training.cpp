@@ -1,6 +1,7 @@
 // The policy of a cache as a mask for training: one integer a key, attention through it, and gradients.
 //
-// Whatever the policy was, attention reads the integers alone, and its cost goes with the pairs that see each other.
+// Whatever the policy was, attention reads the integers alone, and its cost goes with the pairs
+// that see each other.
 #include <kvpolicy/kvpop.hpp>
 
 #include "backend.hpp"
@@ -41,7 +42,7 @@ int main() {
 
     // 1. Scores become lifetimes.
     backend::array<kvp::expiry_t> expiry(heads * tokens);
-    backend::memory scratch{kvp::build_mask_workspace_bytes(on, policy, sequences, heads)};
+    backend::memory scratch{on, kvp::build_mask_workspace_bytes(on, policy, sequences, heads)};
     kvp::build_mask(on, policy, kvp::view_bhs<const float>(scores.data(), 1, heads, tokens), sequences,
                     kvp::view_bhs(expiry.data(), 1, heads, tokens), scratch);
     kvp::mask_view mask;
@@ -50,8 +51,8 @@ int main() {
     // 2. Attention through them, and its gradients.
     const kvp::kv_view all{KV(k), KV(v), mask};
     backend::memory workspace{
-        std::max(kvp::attend_workspace_bytes<float>(on, {}, Q(q), all, sequences),
-                 kvp::attend_backward_workspace_bytes<float>(on, {}, Q(q), all, sequences))};
+        on, std::max(kvp::attend_workspace_bytes<float>(on, {}, Q(q), all, sequences),
+                     kvp::attend_backward_workspace_bytes<float>(on, {}, Q(q), all, sequences))};
     kvp::attend<float>(on, {}, Q(q), all, sequences, Q(out),
                        kvp::view_bhs(lse.data(), 1, heads * group, tokens), workspace);
     kvp::attend_backward<float>(

@@ -1,8 +1,8 @@
 // mask_for_training.cpp's first step on a GPU: the same call with another context gives the same integers.
 //
-// Tensors are device memory, the policy is host memory. Nothing is allocated and nothing waited for inside the call, so it can
-// be captured in a graph.
-#include <kvpolicy/core/host_buffer.hpp>
+// Tensors are device memory, the policy is host memory. Nothing is allocated and nothing waited for inside
+// the call, so it can be captured in a graph.
+#include <kvpolicy/core/buffer.hpp>
 #include <kvpolicy/cuda.cuh>  // the bodies, for the one file that instantiates them
 #include <kvpolicy/masks/build.hpp>
 #include <kvpolicy/policies/sink.hpp>
@@ -37,7 +37,7 @@ int main() {
     // On the host.
     std::vector<kvp::expiry_t> expected(scores.size()), expiry(scores.size());
     const kvp::host on_host{2};
-    kvp::HostBuffer scratch{kvp::build_mask_workspace_bytes(on_host, policy, sequences, heads)};
+    kvp::Buffer scratch{on_host, kvp::build_mask_workspace_bytes(on_host, policy, sequences, heads)};
     kvp::build_mask(on_host, policy, kvp::view_bhs<const float>(scores.data(), 1, heads, tokens), sequences,
                     kvp::view_bhs(expected.data(), 1, heads, tokens), scratch);
 

@@ -1,7 +1,8 @@
-// A loss of your own: the mean squared distance of a scorer's logits to a target, over the keys that leave the window.
+// A loss of your own: the mean squared distance of a scorer's logits to a target, over the keys that
+// leave the window.
 //
-// A loss is a functor that returns its value and writes its gradient; score_sequence_backward takes that on to the scorer's
-// weights. (docs/training.md trains with the library's own boundary loss.)
+// A loss is a functor that returns its value and writes its gradient; score_sequence_backward takes that on
+// to the scorer's weights. (docs/training.md trains with the library's own boundary loss.)
 #include <kvpolicy/kvpop.hpp>
 #include <kvpolicy/losses/concept.hpp>
 #include <kvpolicy/scorers/backward.hpp>
@@ -21,8 +22,9 @@ struct SquaredDistance {
         return 0;
     }
 
-    // scores, target and d_scores [B, Hkv, S]; d_scores is overwritten. A key that never leaves the window is never ranked, so
-    // its score has no gradient. This loss does not move the decay, so d_log_gamma is left alone.
+    // scores, target and d_scores [B, Hkv, S]; d_scores is overwritten. A key that never leaves the
+    // window is never ranked, so its score has no gradient. This loss does not move the decay, so
+    // d_log_gamma is left alone.
     template <class P>
     kvp::LossValue operator()(const kvp::host&, const P& policy, kvp::plane_view<const float> scores,
                               kvp::plane_view<const float> target, const kvp::Sequences& sequences,
@@ -82,9 +84,9 @@ int main() {
     const kvp::LinearScorer<dim> scorer{.heads = 1, .weights = {.weight = weight.data()}};
     const kvp::ScoreBackward<float> call{keys, values, sequences, 0,
                                          kvp::view_bhs(d_scores.data(), 1, 1, tokens)};
-    kvp::HostBuffer workspace{
-        std::max(kvp::score_sequence_workspace_bytes(on, scorer, keys, values, sequences),
-                 kvp::backward_workspace_bytes(on, scorer, call))};
+    kvp::Buffer workspace{on,
+                          std::max(kvp::score_sequence_workspace_bytes(on, scorer, keys, values, sequences),
+                                   kvp::backward_workspace_bytes(on, scorer, call))};
     const SquaredDistance loss;
     double first = 0.0, last = 0.0;
     for (int step = 0; step < 60; ++step) {

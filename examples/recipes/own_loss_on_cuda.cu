@@ -1,6 +1,8 @@
-// own_loss.cpp on a GPU: a loss of your own is a kernel that writes d_scores, between the library's two calls.
+// own_loss.cpp on a GPU: a loss of your own is a kernel that writes d_scores, between the
+// library's two calls.
 //
-// Sixty training steps are enqueued without waiting once: scores, the loss, gradients of the weights, and their update.
+// Sixty training steps are enqueued without waiting once: scores, the loss, gradients of the weights,
+// and their update.
 #include <kvpolicy/cuda.cuh>  // the bodies, for the one file that instantiates them
 #include <kvpolicy/kvpop.hpp>
 #include <kvpolicy/scorers/backward.hpp>
@@ -23,9 +25,9 @@ T* raw(thrust::device_vector<T>& memory) {
     return thrust::raw_pointer_cast(memory.data());
 }
 
-// The mean squared distance of scores [tokens] to a target, over the keys that leave the window: value [1] and d_scores [tokens], both
-// overwritten. A key that never leaves is never ranked, so its score has no gradient. One block; sums in one order, the same bits in
-// every run.
+// The mean squared distance of scores [tokens] to a target, over the keys that leave the window: value [1]
+// and d_scores [tokens], both overwritten. A key that never leaves is never ranked, so its score has no
+// gradient. One block; sums in one order, the same bits in every run.
 __global__ void squared_distance(const float* scores, const float* target, float* d_scores, double* value) {
     __shared__ double parts[256];
     double sum = 0.0;
@@ -46,7 +48,8 @@ __global__ void squared_distance(const float* scores, const float* target, float
     }
 }
 
-// weight -= rate * gradient; the gradient begins at 0 again, since the library adds to gradients of parameters.
+// weight -= rate * gradient; the gradient begins at 0 again, since the library adds to
+// gradients of parameters.
 __global__ void descend(float* weight, float* gradient, float rate) {
     weight[threadIdx.x] -= rate * gradient[threadIdx.x];
     gradient[threadIdx.x] = 0.0f;

@@ -1,7 +1,7 @@
 // A rule of your own: tokens that the tokenizer marks (line ends, say) stay for good.
 //
-// A part is a struct with a kind. A keep part says for a position whether its key stays, and nothing else; it composes with the
-// parts that are there, as a mask for training and as a cache for decoding.
+// A part is a struct with a kind. A keep part says for a position whether its key stays, and nothing else; it
+// composes with the parts that are there, as a mask for training and as a cache for decoding.
 #include <kvpolicy/caches/dual.hpp>
 #include <kvpolicy/masks/build.hpp>
 #include <kvpolicy/policies/window.hpp>
@@ -36,7 +36,7 @@ int main() {
     // As a mask: for each key the first query that no longer sees it.
     backend::array<kvp::expiry_t> expiry(tokens);
     const kvp::Sequences sequences{.batch = 1, .length = tokens};
-    backend::memory scratch{kvp::build_mask_workspace_bytes(on, policy, sequences, 1)};
+    backend::memory scratch{on, kvp::build_mask_workspace_bytes(on, policy, sequences, 1)};
     kvp::build_mask(on, policy, {}, sequences, kvp::view_bhs(expiry.data(), 1, 1, tokens), scratch);
     backend::wait(on);
     std::printf("the last query sees:");
@@ -47,18 +47,22 @@ int main() {
     }
 
     // As a cache. No number bounds the rule, so it is one of pages.
-    kvp::DualCache<Policy, float> cache{
-        {.query_heads = 1, .kv_heads = 1, .head_dim_qk = dim, .head_dim_vo = dim, .page_size = 16},
-        {.slab_pages = 4, .max_slabs = 1, .max_seq_len = tokens},
-        policy};
-    backend::memory tables{cache.bytes().total()}, slab{cache.slab_bytes()};
+    kvp::DualCache<Policy, float> cache{{.query_heads = 1, .kv_heads = 1, .head_dim = dim, .page_size = 16},
+                                        {.slab_pages = 4, .max_slabs = 1, .max_seq_len = tokens},
+                                        policy};
+    backend::memory tables{on, cache.bytes()}, slab{on, cache.slab_bytes()};
     cache.bind(on, tables.data(), tables.size());
     cache.add_slab(on, slab.data(), slab.size());
-    backend::memory workspace{kvp::cache_workspace_bytes(on, cache.layer(0), 1, tokens)};
+    backend::memory workspace{on, cache.workspace_bytes(on, {.batch = 1, .tokens = tokens})};
     backend::array<float> x(tokens * dim, 1.0f), out(tokens * dim);
     const kvp::Batch prompt{.count = 1, .length = tokens};
     const auto rows = kvp::view_bhsd<const float>(x.data(), 1, 1, tokens, dim);
-    kvp::prefill(on, cache.layer(0), prompt, rows, rows, rows, kvp::view_bhsd(out.data(), 1, 1, tokens, dim),
+    kvp::prefill(on, cache.layer(0),
+                 {.q = rows,
+                  .k = rows,
+                  .v = rows,
+                  .out = kvp::view_bhsd(out.data(), 1, 1, tokens, dim),
+                  .batch = prompt},
                  workspace);
     cache.advance(on, prompt);
 

@@ -51,11 +51,10 @@ int main() {
     constexpr int dim = 8;
     const kvp::host on{1};
     const Policy policy{kvp::Window<4>{}, kvp::TopKBudget<3>{}, Novelty{dim}};
-    kvp::FixedBudgetCache<Policy, float> cache{
-        {.query_heads = 1, .kv_heads = 1, .head_dim_qk = dim, .head_dim_vo = dim}, policy};
-    kvp::HostBuffer memory{cache.bytes().total()};
+    kvp::FixedBudgetCache<Policy, float> cache{{.query_heads = 1, .kv_heads = 1, .head_dim = dim}, policy};
+    kvp::Buffer memory{on, cache.bytes()};
     cache.bind(on, memory);
-    kvp::HostBuffer workspace{kvp::cache_workspace_bytes(on, cache.layer(0), 1, 1)};
+    kvp::Buffer workspace{on, cache.workspace_bytes(on, {.batch = 1, .tokens = 1})};
 
     // Sixty tokens of the same key, and three others among them.
     for (int t = 0; t < 60; ++t) {
@@ -64,7 +63,12 @@ int main() {
             key.assign(dim, -1.0f);
         }
         const auto row = kvp::view_bhsd<const float>(key.data(), 1, 1, 1, dim);
-        kvp::step(on, cache.layer(0), {.count = 1}, row, row, row, kvp::view_bhsd(out.data(), 1, 1, 1, dim),
+        kvp::step(on, cache.layer(0),
+                  {.q = row,
+                   .k = row,
+                   .v = row,
+                   .out = kvp::view_bhsd(out.data(), 1, 1, 1, dim),
+                   .batch = {.count = 1}},
                   workspace);
         cache.advance(on, {.count = 1});
     }

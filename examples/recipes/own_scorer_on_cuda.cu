@@ -1,8 +1,11 @@
-// A scorer of your own on both contexts: a struct with a host score, and a specialization of device_scorer with a device score.
+// A scorer of your own on both contexts: a struct with a host score, and a specialization of device_scorer
+// with a device score.
 //
-// Keys of small norm tend to receive much attention, so this one keeps them: score(k) = -|k|. One warp computes it, so
-// warp_device_scorer brings score_sequence, and both caches call it inside their decode step. A scorer with kernels of its own
-// inherits device_scorer_defaults and adds forward() and backward() (include/kvpolicy/scorers/cuda/common/device_scorer.cuh).
+// Keys of small norm tend to receive much attention, so this one keeps them: score(k) = -|k|. One warp
+// computes it, so warp_device_scorer brings score_sequence, and both caches call it inside their decode step.
+// A scorer with kernels of its own inherits device_scorer_defaults and adds forward() and backward()
+// (include/kvpolicy/scorers/cuda/common/device_scorer.cuh).
+#include <kvpolicy/caches/dual.hpp>
 #include <kvpolicy/cuda.cuh>  // the bodies, for the one file that instantiates them
 #include <kvpolicy/kvpop.hpp>
 #include <kvpolicy/scorers/sequence.hpp>
@@ -67,28 +70,24 @@ std::vector<float> make_keys() {
     return keys;
 }
 
-// Feeds the keys to a cache on CUDA, and prints what a snapshot of it holds beside the window.
+// Feeds the keys to a bound cache on CUDA, and prints what a snapshot of it holds beside the window.
 template <class Cache>
 void run(const char* name, Cache& cache) {
     const kvp::cuda on{};
-    thrust::device_vector<unsigned char> memory(cache.bytes().total());
-    cache.bind(on, raw(memory), memory.size());
-    thrust::device_vector<unsigned char> workspace(kvp::step_workspace_bytes(on, cache.layer(0), 1));
+    kvp::Buffer workspace{on, cache.step_workspace_bytes(on, 1)};
     const std::vector<float> all = make_keys();
     thrust::device_vector<float> key(dim), out(dim);
     for (int t = 0; t < tokens; ++t) {
         key.assign(all.begin() + t * dim, all.begin() + (t + 1) * dim);
-        const auto row = kvp::view_bhsd<const float>(raw(key), 1, 1, 1, dim);
-        kvp::step(on, cache.layer(0), {.count = 1}, row, row, row, kvp::view_bhsd(raw(out), 1, 1, 1, dim),
-                  {raw(workspace), workspace.size()});
-        cache.advance(on, {.count = 1});
+        kvp::step(on, cache.layer(0), cache.nhd(raw(key), raw(key), raw(key), raw(out)), workspace);
+        cache.advance(on);
     }
     std::vector<unsigned char> blob(cache.snapshot_bytes(on, 0));
     cache.snapshot(on, 0, blob.data(), blob.size());
     const kvp::host on_host{1};
     kvp::FixedBudgetCache<Policy, float> seen{cache.shape(),
                                               Policy{kvp::Window<4>{}, kvp::TopKBudget<3>{}, SmallNorm{dim}}};
-    kvp::HostBuffer host_memory{seen.bytes().total()};
+    kvp::Buffer host_memory{on_host, seen.bytes()};
     seen.bind(on_host, host_memory);
     seen.restore(on_host, 0, blob.data(), blob.size());
     kvp::position_t held[7];
@@ -107,12 +106,20 @@ int main() {
         return 0;
     }
     const Policy policy{kvp::Window<4>{}, kvp::TopKBudget<3>{}, SmallNorm{dim}};
-    const kvp::CacheShape shape{.query_heads = 1, .kv_heads = 1, .head_dim_qk = dim, .head_dim_vo = dim};
+    const kvp::CacheShape shape{.query_heads = 1, .kv_heads = 1, .head_dim = dim, .page_size = 16};
+    const kvp::cuda on{};
     kvp::FixedBudgetCache<Policy, float> contiguous{shape, policy};
+    kvp::Buffer memory{on, contiguous.bytes()};
+    contiguous.bind(on, memory);
     run("FixedBudgetCache", contiguous);
 
+    kvp::DualCache<Policy, float> paged{shape, {.slab_pages = 8, .max_seq_len = tokens}, policy};
+    kvp::Buffer tables{on, paged.bytes()}, slab{on, paged.slab_bytes()};
+    paged.bind(on, tables);
+    paged.add_slab(on, slab);
+    run("DualCache", paged);
+
     // Whole sequences, for masks and training.
-    const kvp::cuda on{};
     const std::vector<float> keys = make_keys();
     thrust::device_vector<float> k(keys.begin(), keys.end()), scores(tokens);
     const auto rows = kvp::view_bhsd<const float>(raw(k), 1, 1, tokens, dim);
@@ -127,4 +134,5 @@ int main() {
 
 // Prints:
 // FixedBudgetCache, beside the window: 11 25 40
+// DualCache, beside the window: 11 25 40
 // score_sequence: -0.71 for key 25, -2.83 for key 0

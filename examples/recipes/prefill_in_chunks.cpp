@@ -18,19 +18,24 @@ using Policy = kvp::Policy<kvp::Sink<2>, kvp::Window<8>, kvp::TopKBudget<6>>;  /
 std::vector<kvp::position_t> held_after(int chunk, const backend::array<float>& rows,
                                         const backend::array<float>& scores) {
     const backend::context on{};
-    kvp::FixedBudgetCache<Policy, float> cache{
-        {.query_heads = 1, .kv_heads = 1, .head_dim_qk = dim, .head_dim_vo = dim}};
-    backend::memory memory{cache.bytes().total()};
+    kvp::FixedBudgetCache<Policy, float> cache{{.query_heads = 1, .kv_heads = 1, .head_dim = dim}};
+    backend::memory memory{on, cache.bytes()};
     cache.bind(on, memory.data(), memory.size());
-    backend::memory workspace{kvp::cache_workspace_bytes(on, cache.layer(0), 1, chunk)};
+    backend::memory workspace{on, cache.workspace_bytes(on, {.batch = 1, .tokens = chunk})};
     backend::array<float> out(static_cast<std::size_t>(chunk) * dim);
 
     for (int first = 0; first < tokens; first += chunk) {
         const int n = chunk < tokens - first ? chunk : tokens - first;
         const kvp::Batch batch{.count = 1, .length = n};
         const auto part = kvp::view_bhsd(rows.data() + first * dim, 1, 1, n, dim);
-        kvp::prefill(on, cache.layer(0), batch, part, part, part, kvp::view_bhsd(out.data(), 1, 1, n, dim),
-                     workspace, nullptr, {.scores = kvp::view_bhs(scores.data() + first, 1, 1, n)});
+        kvp::prefill(on, cache.layer(0),
+                     {.q = part,
+                      .k = part,
+                      .v = part,
+                      .out = kvp::view_bhsd(out.data(), 1, 1, n, dim),
+                      .batch = batch,
+                      .scores = kvp::view_bhs(scores.data() + first, 1, 1, n)},
+                     workspace);
         cache.advance(on, batch);
     }
     backend::wait(on);

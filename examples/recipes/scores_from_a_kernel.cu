@@ -1,8 +1,9 @@
 // A scorer of your own on a GPU: a kernel of yours in front of the step, whose scores the step takes.
 //
-// On the device the library runs its own scorers only. Any other is a kernel that writes one number a new key, [count, heads, 1], on the
-// same stream: nothing waits, and it is captured in the same graph. What it remembers is memory of yours. The score is wanted when a key
-// comes in, so this one says how little a key resembles what came before it (own_scorer.cpp, on the host, looks at what came after).
+// On the device the library runs its own scorers only. Any other is a kernel that writes one number a new
+// key, [count, heads, 1], on the same stream: nothing waits, and it is captured in the same graph. What it
+// remembers is memory of yours. The score is wanted when a key comes in, so this one says how little a key
+// resembles what came before it (own_scorer.cpp, on the host, looks at what came after).
 #include <kvpolicy/cuda.cuh>  // the bodies, for the one file that instantiates them
 #include <kvpolicy/kvpop.hpp>
 
@@ -22,7 +23,8 @@ T* raw(thrust::device_vector<T>& memory) {
     return thrust::raw_pointer_cast(memory.data());
 }
 
-// The distance of every head's new key [heads, dim] from a moving average of the keys before it; a block a head, a thread a number.
+// The distance of every head's new key [heads, dim] from a moving average of the keys before it; a block a
+// head, a thread a number.
 __global__ void novelty(const float* key, float* average, float* score) {
     __shared__ float squares[dim];
     const unsigned d = threadIdx.x, at = blockIdx.x * dim + d;
@@ -45,11 +47,10 @@ int main() {
         return 0;
     }
     const kvp::cuda on{};
-    kvp::FixedBudgetCache<Policy, float> cache{
-        {.query_heads = heads, .kv_heads = heads, .head_dim_qk = dim, .head_dim_vo = dim}};
+    kvp::FixedBudgetCache<Policy, float> cache{{.query_heads = heads, .kv_heads = heads, .head_dim = dim}};
     thrust::device_vector<unsigned char> memory(cache.bytes().total());
     cache.bind(on, raw(memory), memory.size());
-    thrust::device_vector<unsigned char> workspace(kvp::step_workspace_bytes(on, cache.layer(0), 1));
+    thrust::device_vector<unsigned char> workspace(cache.step_workspace_bytes(on, 1));
     thrust::device_vector<float> key(heads * dim), out(heads * dim), score(heads), average(heads * dim, 1.0f);
 
     // Sixty tokens of the same key, and three others among them.
@@ -58,9 +59,14 @@ int main() {
         thrust::fill(key.begin(), key.end(), other ? -1.0f : 1.0f);
         novelty<<<heads, dim, 0, on.stream>>>(raw(key), raw(average), raw(score));
         const auto row = kvp::view_bhsd<const float>(raw(key), 1, heads, 1, dim);
-        kvp::step(on, cache.layer(0), {.count = 1}, row, row, row, kvp::view_bhsd(raw(out), 1, heads, 1, dim),
-                  {raw(workspace), workspace.size()}, nullptr,
-                  {.scores = kvp::view_bhs<const float>(raw(score), 1, heads, 1)});
+        kvp::step(on, cache.layer(0),
+                  {.q = row,
+                   .k = row,
+                   .v = row,
+                   .out = kvp::view_bhsd(raw(out), 1, heads, 1, dim),
+                   .batch = {.count = 1},
+                   .scores = kvp::view_bhs<const float>(raw(score), 1, heads, 1)},
+                  {raw(workspace), workspace.size()});
         cache.advance(on, {.count = 1});
     }
 
@@ -69,7 +75,7 @@ int main() {
     cache.snapshot(on, 0, blob.data(), blob.size());
     const kvp::host on_host{1};
     kvp::FixedBudgetCache<Policy, float> seen{cache.shape()};
-    kvp::HostBuffer host_memory{seen.bytes().total()};
+    kvp::Buffer host_memory{on_host, seen.bytes()};
     seen.bind(on_host, host_memory);
     seen.restore(on_host, 0, blob.data(), blob.size());
     for (int head = 0; head < heads; ++head) {

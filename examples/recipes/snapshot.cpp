@@ -1,6 +1,8 @@
-// A sequence is put away and taken up again, in another cache: of another kind, with other pages, in another sequence.
+// A sequence is put away and taken up again, in another cache: of another kind, with other pages, in
+// another sequence.
 //
-// A snapshot holds rows, positions, scores and scorer states. It says which policy it is of, and another policy refuses it.
+// A snapshot holds rows, positions, scores and scorer states. It says which policy it is of, and another
+// policy refuses it.
 #include <kvpolicy/caches/dual.hpp>
 #include <kvpolicy/kvpop.hpp>
 
@@ -25,10 +27,16 @@ backend::array<float> next(const backend::context& on, Cache& cache, int seq, st
         number = normal(generator);
     }
     const kvp::Batch one{.count = 1, .seq_ids = seq_ids.data()};
-    backend::memory workspace{kvp::cache_workspace_bytes(on, cache.layer(0), 1, 1)};
+    backend::memory workspace{on, cache.workspace_bytes(on, {.batch = 1, .tokens = 1})};
     const auto row = kvp::view_bhsd<const float>(x.data(), 1, 1, 1, dim);
-    kvp::step(on, cache.layer(0), one, row, row, row, kvp::view_bhsd(out.data(), 1, 1, 1, dim), workspace,
-              nullptr, {.scores = kvp::view_bhs<const float>(score.data(), 1, 1, 1)});
+    kvp::step(on, cache.layer(0),
+              {.q = row,
+               .k = row,
+               .v = row,
+               .out = kvp::view_bhsd(out.data(), 1, 1, 1, dim),
+               .batch = one,
+               .scores = kvp::view_bhs<const float>(score.data(), 1, 1, 1)},
+              workspace);
     cache.advance(on, one);
     backend::wait(on);
     return out;
@@ -39,9 +47,8 @@ int main() {
         return 0;
     }
     const backend::context on{};
-    kvp::FixedBudgetCache<Policy, float> from{
-        {.query_heads = 1, .kv_heads = 1, .head_dim_qk = dim, .head_dim_vo = dim}};
-    backend::memory memory{from.bytes().total()};
+    kvp::FixedBudgetCache<Policy, float> from{{.query_heads = 1, .kv_heads = 1, .head_dim = dim}};
+    backend::memory memory{on, from.bytes()};
     from.bind(on, memory.data(), memory.size());
     std::mt19937 generator(1);
     for (int t = 0; t < 30; ++t) {
@@ -51,14 +58,10 @@ int main() {
     std::vector<unsigned char> blob(from.snapshot_bytes(on, 0));  // host memory
     from.snapshot(on, 0, blob.data(), blob.size());
 
-    kvp::DualCache<Policy, float> into{{.max_sequences = 3,
-                                        .query_heads = 1,
-                                        .kv_heads = 1,
-                                        .head_dim_qk = dim,
-                                        .head_dim_vo = dim,
-                                        .page_size = 16},
-                                       {.slab_pages = 16, .max_slabs = 1, .max_seq_len = 1000}};
-    backend::memory tables{into.bytes().total()}, slab{into.slab_bytes()};
+    kvp::DualCache<Policy, float> into{
+        {.max_sequences = 3, .query_heads = 1, .kv_heads = 1, .head_dim = dim, .page_size = 16},
+        {.slab_pages = 16, .max_slabs = 1, .max_seq_len = 1000}};
+    backend::memory tables{on, into.bytes()}, slab{on, into.slab_bytes()};
     into.bind(on, tables.data(), tables.size());
     into.add_slab(on, slab.data(), slab.size());
     into.restore(on, 2, blob.data(), blob.size());
@@ -77,9 +80,8 @@ int main() {
 
     // Another policy is another cache: its snapshots do not fit.
     using Larger = kvp::Policy<kvp::Sink<1>, kvp::Window<4>, kvp::TopKBudget<6>>;
-    kvp::FixedBudgetCache<Larger, float> larger{
-        {.query_heads = 1, .kv_heads = 1, .head_dim_qk = dim, .head_dim_vo = dim}};
-    backend::memory more{larger.bytes().total()};
+    kvp::FixedBudgetCache<Larger, float> larger{{.query_heads = 1, .kv_heads = 1, .head_dim = dim}};
+    backend::memory more{on, larger.bytes()};
     larger.bind(on, more.data(), more.size());
     try {
         larger.restore(on, 0, blob.data(), blob.size());

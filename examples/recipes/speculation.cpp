@@ -1,7 +1,8 @@
-// Speculative decoding: several guessed tokens are answered at once, and only those that turn out right are kept.
+// Speculative decoding: several guessed tokens are answered at once, and only those that turn
+// out right are kept.
 //
-// Eviction overwrites rows, so it cannot be undone: append_draft() decides nothing, and commit(m) does for the first m tokens what
-// m steps would have done.
+// Eviction overwrites rows, so it cannot be undone: append_draft() decides nothing, and commit(m) does for
+// the first m tokens what m steps would have done.
 #include <kvpolicy/kvpop.hpp>
 
 #include "backend.hpp"
@@ -25,10 +26,10 @@ int main() {
     const kvp::CacheShape shape{
         .query_heads = 1, .kv_heads = 1, .head_dim_qk = dim, .head_dim_vo = dim, .max_draft_tokens = guesses};
     Cache guessing{shape}, stepping{shape};
-    backend::memory memory{guessing.bytes().total()}, other{stepping.bytes().total()};
+    backend::memory memory{on, guessing.bytes()}, other{on, stepping.bytes()};
     guessing.bind(on, memory.data(), memory.size());
     stepping.bind(on, other.data(), other.size());
-    backend::memory workspace{kvp::cache_workspace_bytes(on, guessing.layer(0), 1, guesses)};
+    backend::memory workspace{on, guessing.workspace_bytes(on, {.batch = 1, .tokens = guesses})};
 
     std::mt19937 generator(1);
     std::normal_distribution<float> normal;
@@ -42,9 +43,14 @@ int main() {
             }
         }
         const auto rows = kvp::view_bhsd<const float>(x.data(), 1, 1, guesses, dim);
-        kvp::append_draft(on, guessing.layer(0), {.count = 1, .length = guesses}, rows, rows, rows,
-                          kvp::view_bhsd(out.data(), 1, 1, guesses, dim), workspace,
-                          {.scores = kvp::view_bhs(scores.data(), 1, 1, guesses)});
+        kvp::append_draft(on, guessing.layer(0),
+                          {.q = rows,
+                           .k = rows,
+                           .v = rows,
+                           .out = kvp::view_bhsd(out.data(), 1, 1, guesses, dim),
+                           .batch = {.count = 1, .length = guesses},
+                           .scores = kvp::view_bhs(scores.data(), 1, 1, guesses)},
+                          workspace);
 
         // The model looks at the outputs and accepts the first few.
         const kvp::Batch accepted{.count = 1, .length = 1 + round % guesses};
@@ -55,9 +61,14 @@ int main() {
         // The same tokens, one after another.
         for (int t = 0; t < accepted.length; ++t) {
             const auto row = kvp::view_bhsd<const float>(x.data() + t * dim, 1, 1, 1, dim);
-            kvp::step(on, stepping.layer(0), {.count = 1}, row, row, row,
-                      kvp::view_bhsd(alone.data(), 1, 1, 1, dim), workspace, nullptr,
-                      {.scores = kvp::view_bhs<const float>(&scores[t], 1, 1, 1)});
+            kvp::step(on, stepping.layer(0),
+                      {.q = row,
+                       .k = row,
+                       .v = row,
+                       .out = kvp::view_bhsd(alone.data(), 1, 1, 1, dim),
+                       .batch = {.count = 1},
+                       .scores = kvp::view_bhs<const float>(&scores[t], 1, 1, 1)},
+                      workspace);
             stepping.advance(on, {.count = 1});
             backend::wait(on);
             for (int d = 0; d < dim; ++d) {

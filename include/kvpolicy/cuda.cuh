@@ -15,6 +15,7 @@
 #include <kvpolicy/caches/cuda/dispatch_prefill.cuh>
 #include <kvpolicy/caches/cuda/paged/dispatch_paged.cuh>
 #include <kvpolicy/caches/cuda/paged/dispatch_paged_decode.cuh>
+#include <kvpolicy/cuda/buffer.cuh>
 #include <kvpolicy/losses/cuda/dispatch_boundary.cuh>
 #include <kvpolicy/losses/cuda/dispatch_distill.cuh>
 #include <kvpolicy/losses/cuda/dispatch_gates.cuh>

@@ -16,10 +16,12 @@
 // The utility is predicted from the hidden state, by a SiLU layer that all heads of a layer share (listing 1):
 //
 //     using SPKV = kvpolicy::SPKV<128, kvpolicy::UtilityPredictor>;
-//     kvpolicy::step(on, cache.layer(layer), batch, q, k, v, out, workspace, status, {.hidden = states});   // [count, 1, n, d_model]
+//     auto io = cache.nhd(q, k, v, out);
+//     io.hidden = states;                                             // [count, 1, n, d_model]
+//     kvpolicy::step(ctx, cache.layer(layer), io, workspace);
 //
 // and score_hidden (scorers/hidden.hpp) gives the scores of sequences for build_mask. Whoever has the utilities already takes
-// GivenScores, the default, and brings them as CacheExtras::scores.
+// GivenScores, the default, and brings them as StepIO::scores.
 //
 // Memory grows with the density of each head, so the cache is a DualCache (caches/dual.hpp); with a TopKBudget beside the gate
 // a FixedBudgetCache holds it too.

@@ -6,8 +6,9 @@ void make(const kvpolicy::host& on, const kvpolicy::FixedBudgetCache<kvpolicy::T
           kvpolicy::rows_view<float> rows) {
     const kvpolicy::Batch batch{.count = 1};
 #ifndef KVPOLICY_CONTROL
-    kvpolicy::append_draft(on, cache.layer(0), batch, rows, rows, rows, rows, {});
+    kvpolicy::append_draft(on, cache.layer(0), {.q = rows, .k = rows, .v = rows, .out = rows, .batch = batch},
+                           {});
 #else
-    kvpolicy::step(on, cache.layer(0), batch, rows, rows, rows, rows, {});
+    kvpolicy::step(on, cache.layer(0), {.q = rows, .k = rows, .v = rows, .out = rows, .batch = batch}, {});
 #endif
 }

@@ -6,11 +6,14 @@ namespace kvp = kvpolicy;
 using Cache = kvp::FixedBudgetCache<kvp::KVpop<4, 8, 16>, kvp::bf16>;
 
 void decode(const kvp::host& on, const Cache& cache, kvp::rows_view<kvp::bf16> rows,
-            kvp::plane_view<float> scores, kvp::HostBuffer& workspace) {
+            kvp::plane_view<float> scores, kvp::Buffer& workspace) {
 #ifndef KVPOLICY_CONTROL
-    kvp::step(on, cache, {.count = 1}, rows, rows, rows, rows, workspace, nullptr, {.scores = scores});
+    kvp::step(on, cache,
+              {.q = rows, .k = rows, .v = rows, .out = rows, .batch = {.count = 1}, .scores = scores},
+              workspace);
 #else
-    kvp::step(on, cache.layer(0), {.count = 1}, rows, rows, rows, rows, workspace, nullptr,
-              {.scores = scores});
+    kvp::step(on, cache.layer(0),
+              {.q = rows, .k = rows, .v = rows, .out = rows, .batch = {.count = 1}, .scores = scores},
+              workspace);
 #endif
 }

@@ -11,6 +11,7 @@
 #include "bytes.hpp"
 #include "support/bound_dual.hpp"
 #include "support/naive_sequences.hpp"
+#include "support/step_io.hpp"
 
 #include <algorithm>
 #include <memory>
@@ -64,7 +65,7 @@ struct Tokens {
     [[nodiscard]] rows_view<float> outputs() {
         return view_bhsd(out.data(), count, heads * group, length, dim);
     }
-    [[nodiscard]] CacheExtras extras() const {
+    [[nodiscard]] test::Extras extras() const {
         return {.scores = view_bhs(score.data(), count, heads, length)};
     }
 };
@@ -142,16 +143,21 @@ void run(Bytes& in, const host& on, Bound& bound, Model& model) {
                     longest_call = std::max(longest_call, n[i]);
                 }
                 Tokens call(in, count, std::max(1, longest_call));
-                test::Workspace workspace(cache_workspace_bytes(on, ref, count, std::max(1, longest_call)));
+                test::Workspace workspace(
+                    workspace_bytes(on, ref, {.batch = count, .tokens = std::max(1, longest_call)}));
                 for (std::int32_t tries = 0; tries < 200; ++tries) {
                     const Batch batch{.count = count, .seq_ids = named, .q_len = left, .length = call.length};
                     std::uint32_t found[max_sequences] = {};
                     if (steps) {
-                        step(on, ref, batch, call.queries(), call.keys(), call.values(), call.outputs(),
-                             workspace, found, call.extras());
+                        step(on, ref,
+                             test::step_io(batch, call.queries(), call.keys(), call.values(), call.outputs(),
+                                           call.extras()),
+                             workspace, {.status = found});
                     } else {
-                        prefill(on, ref, batch, call.queries(), call.keys(), call.values(), call.outputs(),
-                                workspace, found, call.extras());
+                        prefill(on, ref,
+                                test::step_io(batch, call.queries(), call.keys(), call.values(),
+                                              call.outputs(), call.extras()),
+                                workspace, {.status = found});
                     }
                     bool again = false;
                     for (std::int32_t i = 0; i < count; ++i) {
@@ -184,9 +190,11 @@ void run(Bytes& in, const host& on, Bound& bound, Model& model) {
                     break;
                 }
                 Tokens call(in, 1, n);
-                test::Workspace workspace(cache_workspace_bytes(on, ref, 1, n));
-                append_draft(on, ref, {.count = 1, .seq_ids = &seq, .length = n}, call.queries(), call.keys(),
-                             call.values(), call.outputs(), workspace, call.extras());
+                test::Workspace workspace(workspace_bytes(on, ref, {.batch = 1, .tokens = n}));
+                append_draft(on, ref,
+                             test::step_io({.count = 1, .seq_ids = &seq, .length = n}, call.queries(),
+                                           call.keys(), call.values(), call.outputs(), call.extras()),
+                             workspace);
                 Model copy = model;
                 std::swap(copy, model);
                 follow(call, 0, seq, n, true);
@@ -203,12 +211,12 @@ void run(Bytes& in, const host& on, Bound& bound, Model& model) {
             case 5: {  // commit, at times of more than was proposed
                 const std::int32_t n = in.below(max_draft_tokens + 1);
                 const Batch batch{.count = 1, .seq_ids = &seq, .length = n};
-                test::Workspace workspace(cache_workspace_bytes(on, ref, 1, max_draft_tokens));
+                test::Workspace workspace(workspace_bytes(on, ref, {.batch = 1, .tokens = max_draft_tokens}));
                 const bool valid = n == 0 || (seq == draft_seq && n <= num_draft_of);
                 for (std::int32_t tries = 0; tries < 200; ++tries) {
                     status = 0;
                     const bool was_refused =
-                        fuzz::refused([&] { accept(on, ref, batch, workspace, &status); });
+                        fuzz::refused([&] { accept(on, ref, batch, workspace, {.status = &status}); });
                     fuzz::check(was_refused != valid,
                                 "a accept of what was not proposed, or a refusal of what was");
                     if (was_refused || status == 0) {
@@ -228,7 +236,7 @@ void run(Bytes& in, const host& on, Bound& bound, Model& model) {
                 break;
             }
             case 6: {  // fork
-                cache.fork(on, seq, other, &status);
+                cache.fork(on, seq, other, {.status = &status});
                 if (status == 0 && seq != other) {
                     model.copy(model, seq, other);
                     forget(other);
@@ -241,7 +249,7 @@ void run(Bytes& in, const host& on, Bound& bound, Model& model) {
                 for (std::int32_t& one : sources) {
                     one = in.below(max_sequences);
                 }
-                cache.reorder(on, sources, count, &status);
+                cache.reorder(on, sources, count, {.status = &status});
                 if (status == 0) {
                     const Model before = model;
                     for (std::int32_t i = 0; i < count; ++i) {
@@ -260,7 +268,7 @@ void run(Bytes& in, const host& on, Bound& bound, Model& model) {
                     saved.scores.assign(model.scores.begin() + seq * heads,
                                         model.scores.begin() + (seq + 1) * heads);
                 } else {
-                    cache.restore(on, seq, saved.blob.data(), saved.blob.size(), &status);
+                    cache.restore(on, seq, saved.blob.data(), saved.blob.size(), {.status = &status});
                     if (status == 0) {
                         std::copy(saved.head.begin(), saved.head.end(), model.head.begin() + seq * heads);
                         std::copy(saved.scores.begin(), saved.scores.end(),

@@ -40,12 +40,15 @@ void feed(const host& on, test::BoundDual<Whole, float>& bound, std::int32_t seq
         const float scores[heads] = {static_cast<float>(t % 5 - 1), static_cast<float>(t % 3 - 1)};
         for (std::int32_t layer = 0; layer < shape.layers; ++layer) {
             const auto ref = bound.cache.layer(layer);
-            test::Workspace workspace(cache_workspace_bytes(on, ref, 1, 1));
-            step<Whole, float>(on, ref, one, view_bhsd<const float>(x.data(), 1, 4, 1, dim),
-                               view_bhsd<const float>(x.data(), 1, heads, 1, dim),
-                               view_bhsd<const float>(x.data(), 1, heads, 1, dim),
-                               view_bhsd(out.data(), 1, 4, 1, dim), workspace, &status,
-                               {.scores = view_bhs(scores, 1, heads, 1)});
+            test::Workspace workspace(workspace_bytes(on, ref, {.batch = 1, .tokens = 1}));
+            step(on, ref,
+                 {.q = view_bhsd<const float>(x.data(), 1, 4, 1, dim),
+                  .k = view_bhsd<const float>(x.data(), 1, heads, 1, dim),
+                  .v = view_bhsd<const float>(x.data(), 1, heads, 1, dim),
+                  .out = view_bhsd(out.data(), 1, 4, 1, dim),
+                  .batch = one,
+                  .scores = view_bhs(scores, 1, heads, 1)},
+                 workspace, {.status = &status});
         }
         bound.cache.advance(on, one);
         test::Workspace workspace(bound.cache.evict_workspace_bytes(on));
@@ -113,7 +116,8 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
     const auto before = test::content_of(bound->cache.layer(0), target),
                also = test::content_of(bound->cache.layer(1), target);
     std::uint32_t status = 0;
-    if (fuzz::refused([&] { bound->cache.restore(on, target, blob.data(), blob.size(), &status); })) {
+    if (fuzz::refused(
+            [&] { bound->cache.restore(on, target, blob.data(), blob.size(), {.status = &status}); })) {
         fuzz::check(blob != good, "a good snapshot was refused");
         fuzz::check(test::content_of(bound->cache.layer(0), target) == before &&
                         test::content_of(bound->cache.layer(1), target) == also,

@@ -5,6 +5,7 @@
 #include <kvpolicy/caches/fixed_budget.hpp>
 
 #include "support/cases.hpp"
+#include "support/step_io.hpp"
 
 #include <algorithm>
 #include <cstdint>
@@ -18,7 +19,7 @@ inline constexpr unsigned char poison = 0xff;
 
 /// For tests that bring scores for every policy: without them where the policy has a scorer of its own, which refuses them.
 template <class P>
-kvpolicy::CacheExtras wanted_by(kvpolicy::CacheExtras extras) {
+test::Extras wanted_by(test::Extras extras) {
     if constexpr (P::scorer_type::when != kvpolicy::score_time::given) {
         extras.scores = {};
     }
@@ -101,17 +102,17 @@ struct BoundCache {
 template <class P, class T, class Bound>
 void call(const kvpolicy::host& on, const Bound& under_test, std::int32_t layer, const kvpolicy::Batch& batch,
           kvpolicy::rows_view<const T> q, kvpolicy::rows_view<const T> k, kvpolicy::rows_view<const T> v,
-          kvpolicy::rows_view<T> out, const kvpolicy::CacheExtras& extras, bool steps) {
+          kvpolicy::rows_view<T> out, const test::Extras& extras, bool steps) {
     const auto ref = under_test.cache.layer(layer);
     std::int32_t max_seq_len = 1;
     for (std::int32_t i = 0; i < batch.count; ++i) {
         max_seq_len = std::max(max_seq_len, batch.tokens(i));
     }
-    Workspace workspace(kvpolicy::cache_workspace_bytes(on, ref, batch.count, max_seq_len));
+    Workspace workspace(kvpolicy::workspace_bytes(on, ref, {.batch = batch.count, .tokens = max_seq_len}));
     if (steps) {
-        kvpolicy::step(on, ref, batch, q, k, v, out, workspace, nullptr, wanted_by<P>(extras));
+        kvpolicy::step(on, ref, test::step_io(batch, q, k, v, out, wanted_by<P>(extras)), workspace);
     } else {
-        kvpolicy::prefill(on, ref, batch, q, k, v, out, workspace, nullptr, wanted_by<P>(extras));
+        kvpolicy::prefill(on, ref, test::step_io(batch, q, k, v, out, wanted_by<P>(extras)), workspace);
     }
 }
 

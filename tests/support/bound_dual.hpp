@@ -5,6 +5,7 @@
 
 #include "support/bound_cache.hpp"
 #include "support/cases.hpp"
+#include "support/step_io.hpp"
 
 #include <algorithm>
 #include <cstdint>
@@ -89,17 +90,19 @@ std::vector<unsigned char> content_of(const Ref& ref, std::int32_t seq, bool bou
 template <class P, class T, class Ref>
 void call_ref(const kvpolicy::host& on, const Ref& ref, const kvpolicy::Batch& batch,
               kvpolicy::rows_view<const T> q, kvpolicy::rows_view<const T> k, kvpolicy::rows_view<const T> v,
-              kvpolicy::rows_view<T> out, const kvpolicy::CacheExtras& extras, bool steps,
+              kvpolicy::rows_view<T> out, const test::Extras& extras, bool steps,
               std::uint32_t* status = nullptr) {
     std::int32_t max_seq_len = 1;
     for (std::int32_t i = 0; i < batch.count; ++i) {
         max_seq_len = std::max(max_seq_len, batch.tokens(i));
     }
-    Workspace workspace(kvpolicy::cache_workspace_bytes(on, ref, batch.count, max_seq_len));
+    Workspace workspace(kvpolicy::workspace_bytes(on, ref, {.batch = batch.count, .tokens = max_seq_len}));
     if (steps) {
-        kvpolicy::step<P, T>(on, ref, batch, q, k, v, out, workspace, status, wanted_by<P>(extras));
+        kvpolicy::step(on, ref, test::step_io(batch, q, k, v, out, wanted_by<P>(extras)), workspace,
+                       {.status = status});
     } else {
-        kvpolicy::prefill<P, T>(on, ref, batch, q, k, v, out, workspace, status, wanted_by<P>(extras));
+        kvpolicy::prefill(on, ref, test::step_io(batch, q, k, v, out, wanted_by<P>(extras)), workspace,
+                          {.status = status});
     }
 }
 

@@ -94,14 +94,14 @@ class DeviceCacheAttention final : public DeviceAttention {
                   .max_sequences = 1,
                   .query_heads = config.heads,
                   .kv_heads = config.kv_heads,
-                  .head_dim_qk = config.head_dim,
-                  .head_dim_vo = config.head_dim},
+                  .head_dim = config.head_dim},
                  policy, scorers_.empty() ? nullptr : scorers_.data()),
           memory_(cache_.bytes().total()),
           status_(1),
           scores_(static_cast<std::size_t>(config.kv_heads) * static_cast<std::size_t>(chunk)) {
         cache_.bind(on_, memory_.data(), memory_.size());
-        workspace_ = DeviceArray<unsigned char>(kvpolicy::cache_workspace_bytes<Dims>(on_, cache_, 1, chunk));
+        workspace_ = DeviceArray<unsigned char>(
+            cache_.template workspace_bytes<Dims>(on_, {.batch = 1, .tokens = chunk}));
         ok(cudaMemsetAsync(status_.data(), 0, sizeof(std::uint32_t), stream), "cudaMemsetAsync");
     }
 
@@ -125,24 +125,25 @@ class DeviceCacheAttention final : public DeviceAttention {
         const auto q = heads_from(0, config_.heads), k = heads_from(config_.heads, config_.kv_heads),
                    v = heads_from(config_.heads + config_.kv_heads, config_.kv_heads);
         const auto to = kvpolicy::view_bshd(static_cast<T*>(out), 1, count, config_.heads, config_.head_dim);
-        kvpolicy::CacheExtras extras;
+        kvpolicy::StepIO<T> io{.q = q, .k = k, .v = v, .out = to};
         if (source_.kind != ScoreSource::Kind::none) {
             const int keys = count * config_.kv_heads;
             detail::score_kernel<T><<<static_cast<unsigned>((keys + 127) / 128), 128, 0, on_.stream>>>(
                 source_, k.data, row, count, config_.kv_heads, config_.head_dim, layer, ref.length,
                 scores_.data());
             ok(cudaGetLastError(), "score_kernel");
-            extras.scores = kvpolicy::view_bhs<const float>(scores_.data(), 1, config_.kv_heads, count);
+            io.scores = kvpolicy::view_bhs<const float>(scores_.data(), 1, config_.kv_heads, count);
         }
-        const kvpolicy::Batch batch{.count = 1, .length = count};
         const kvpolicy::workspace_view workspace{workspace_.data(), workspace_.size()};
         if (count == 1) {
-            kvpolicy::step<Dims>(on_, ref, batch, q, k, v, to, workspace, status_.data(), extras);
+            kvpolicy::step<Dims>(on_, ref, io, workspace, {.status = status_.data()});
         } else {
-            kvpolicy::prefill<Dims>(on_, ref, batch, q, k, v, to, workspace, status_.data(), extras);
+            kvpolicy::prefill<Dims>(on_, ref, io, workspace, {.status = status_.data()});
         }
     }
-    void advance(int count) override { cache_.advance(on_, {.count = 1, .length = count}, status_.data()); }
+    void advance(int count) override {
+        cache_.advance(on_, {.count = 1, .length = count}, {.status = status_.data()});
+    }
     void clear() override { cache_.clear(on_, 0); }
 
     std::int64_t length() const override { return fetch(cache_.layer(0).length, 1)[0]; }

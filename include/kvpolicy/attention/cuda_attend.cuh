@@ -6,7 +6,7 @@
 #include <kvpolicy/core/types.hpp>
 #include <kvpolicy/core/view.hpp>
 #include <kvpolicy/cuda/config.cuh>
-#include <kvpolicy/cuda/head_dims.cuh>
+#include <kvpolicy/core/head_dims.hpp>
 
 #include <cstddef>
 #include <cstdint>

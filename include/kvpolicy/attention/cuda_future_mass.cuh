@@ -4,7 +4,7 @@
 #include <kvpolicy/attention/future_mass.hpp>
 #include <kvpolicy/core/cuda_context.hpp>
 #include <kvpolicy/cuda/config.cuh>
-#include <kvpolicy/cuda/head_dims.cuh>
+#include <kvpolicy/core/head_dims.hpp>
 
 #include <cstddef>
 

@@ -2,22 +2,28 @@
 // ref at a time.
 #pragma once
 
+#include <kvpolicy/caches/calls.hpp>
 #include <kvpolicy/caches/layer_ref.hpp>
+#include <kvpolicy/caches/step_io.hpp>
+#include <kvpolicy/core/buffer.hpp>
 #include <kvpolicy/core/context.hpp>
 #include <kvpolicy/core/error.hpp>
 #include <kvpolicy/core/owned_pointer.hpp>
 #include <kvpolicy/core/types.hpp>
 #include <kvpolicy/core/view.hpp>
+#include <kvpolicy/core/workspace.hpp>
 #include <kvpolicy/policies/compose.hpp>
 #if defined(__CUDACC__)
 #include <kvpolicy/core/cuda_context.hpp>
 #include <kvpolicy/cuda/config.cuh>
 #endif
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <limits>
 #include <string>
+#include <type_traits>
 #include <vector>
 
 namespace kvpolicy {
@@ -28,6 +34,7 @@ struct CacheBytes {
     std::size_t scorer_state = 0;
     std::size_t bookkeeping = 0;  ///< positions, scores, lengths, rules, page tables, alignment
     constexpr std::size_t total() const { return keys_and_values + scorer_state + bookkeeping; }
+    constexpr operator std::size_t() const { return total(); }
 };
 
 /// How full one head of one sequence is: with the rows of tokens that its layer has taken, whether advance()
@@ -41,6 +48,22 @@ struct HeadUsage {
     constexpr std::int32_t size() const { return sinks + window + long_range; }
 };
 
+namespace detail {
+
+// Functions, since a class's own workspace_bytes hides the calls of this name.
+template <class Dims, class Context, class Ref>
+std::size_t workspace_of(const Context& ctx, const Ref& cache, const CallSize& size) {
+    return workspace_bytes<Dims>(ctx, cache, size);
+}
+template <class Dims, class Context, class Ref>
+std::size_t step_workspace_of(const Context& ctx, const Ref& cache, std::int32_t batch) {
+    return step_workspace_bytes<Dims>(ctx, cache, batch);
+}
+template <class Ref>
+void measure_on(const host& /*ctx*/, Ref& /*cache*/) {}
+
+}  // namespace detail
+
 /// The members that FixedBudgetCache and DualCache have in common. `Derived` has layer(layer).
 template <class Derived, AnyPolicy P, Storage T>
 class CacheOwner {
@@ -52,57 +75,108 @@ class CacheOwner {
     /// Memory that bind() takes from the caller.
     [[nodiscard]] const CacheBytes& bytes() const { return bytes_; }
 
-    /// Moves the named sequences on by their tokens: once a step or chunk, after the last layer. Refuses sequences
-    /// out of range or named twice, tokens that a layer has not taken (its call was not made, or found no
-    /// page) or has taken more of.
-    void advance(const host& on, const Batch& batch);
+    /// Bytes of workspace for the calls of caches/calls.hpp on any of the layers, in the context's
+    /// memory: for at most size.batch entries of at most size.tokens tokens each. Needs no bind().
+    /// Refuses sizes below 0.
+    template <class Dims = all_head_dims, class Context>
+    [[nodiscard]] std::size_t workspace_bytes(const Context& ctx, const CallSize& size) const {
+        return max_of_layers(ctx,
+                             [&](const auto& cache) { return detail::workspace_of<Dims>(ctx, cache, size); });
+    }
+    /// The same for step and attend alone, of at most `batch` entries: on CUDA much less, and a program that
+    /// only decodes then compiles no kernel of prefill.
+    template <class Dims = all_head_dims, class Context>
+    [[nodiscard]] std::size_t step_workspace_bytes(const Context& ctx, std::int32_t batch) const {
+        return max_of_layers(
+            ctx, [&](const auto& cache) { return detail::step_workspace_of<Dims>(ctx, cache, batch); });
+    }
+
+    /// What step and prefill take, of contiguous tensors [batch, tokens, heads, head_dim], as projections
+    /// write them. Set more of it before a call: io.scores, io.lse, io.batch. For attend k and v may be null.
+    [[nodiscard]] StepIO<T> nhd(const T* q, const T* k, const T* v, T* out, const CallSize& size = {}) const {
+        checks::check_call_size(size);
+        const auto rows = [&](auto* data, std::int32_t heads, std::int32_t dim) {
+            return view_bshd(data, size.batch, size.tokens, heads, dim);
+        };
+        return {.q = rows(q, shape_.query_heads, shape_.head_dim_qk),
+                .k = rows(k, shape_.kv_heads, shape_.head_dim_qk),
+                .v = rows(v, shape_.kv_heads, shape_.head_dim_vo),
+                .out = rows(out, shape_.query_heads, shape_.head_dim_vo)};
+    }
+    /// The same of contiguous tensors [batch, heads, tokens, head_dim].
+    [[nodiscard]] StepIO<T> hnd(const T* q, const T* k, const T* v, T* out, const CallSize& size = {}) const {
+        checks::check_call_size(size);
+        const auto rows = [&](auto* data, std::int32_t heads, std::int32_t dim) {
+            return view_bhsd(data, size.batch, heads, size.tokens, dim);
+        };
+        return {.q = rows(q, shape_.query_heads, shape_.head_dim_qk),
+                .k = rows(k, shape_.kv_heads, shape_.head_dim_qk),
+                .v = rows(v, shape_.kv_heads, shape_.head_dim_vo),
+                .out = rows(out, shape_.query_heads, shape_.head_dim_vo)};
+    }
+
+    /// Moves sequences on by their tokens: once a step or chunk, after the last layer. Without a batch all
+    /// sequences, each by the tokens that its layers have appended (0 for a sequence that no call named). A
+    /// batch names sequences, and may say their tokens; where it does not, each moves by what its layers
+    /// have appended, at least one. Refuses sequences out of range or named twice, and tokens that some
+    /// layer has not appended (its call was not made, or found no page) or has appended more of. With
+    /// options.status [entries] the host does not refuse these, but leaves the sequence where it is and
+    /// sets status_layer_skipped, or status_pool_exhausted where a layer found no page: call that layer,
+    /// then advance again.
+    void advance(const host& ctx, const Batch& batch = {}, const StepOptions& options = {});
 
     /// Tokens seen by a sequence; the position of its next token.
     [[nodiscard]] position_t length(std::int32_t seq) const;
+    [[nodiscard]] position_t length(const host& /*ctx*/, std::int32_t seq) const { return length(seq); }
     [[nodiscard]] HeadUsage usage(std::int32_t layer, std::int32_t seq, std::int32_t head) const;
+    [[nodiscard]] HeadUsage usage(const host& /*ctx*/, std::int32_t layer, std::int32_t seq,
+                                  std::int32_t head) const {
+        return usage(layer, seq, head);
+    }
     /// The positions held by one head, in the order of its rows. `out` has room for usage(...).size();
     /// returns that. Host memory alone: on a device export_heads() says what a head's rows are.
     std::int32_t retained(std::int32_t layer, std::int32_t seq, std::int32_t head, position_t* out) const;
 #if defined(__CUDACC__)
     /// The same of a cache in device memory (kvpolicy/cuda.cuh has the bodies): a copy or two, for which they
-    /// wait; not to be captured. A call that must not wait reads layer(layer).length [max_sequences] and .num_long_range [max_sequences,
-    /// kv_heads].
+    /// wait; not to be captured. A call that must not wait reads layer(layer).length [max_sequences] and
+    /// .num_long_range [max_sequences, kv_heads].
     template <class Build = cuda_build>
-    [[nodiscard]] position_t length(const cuda& on, std::int32_t seq) const;
+    [[nodiscard]] position_t length(const cuda& ctx, std::int32_t seq) const;
     template <class Build = cuda_build>
-    [[nodiscard]] HeadUsage usage(const cuda& on, std::int32_t layer, std::int32_t seq,
+    [[nodiscard]] HeadUsage usage(const cuda& ctx, std::int32_t layer, std::int32_t seq,
                                   std::int32_t head) const;
 #endif
 
-    /// Makes sequence `to` a copy of sequence `from`, in all layers: a beam that goes on in two ways. A DualCache
-    /// shares the pages that never change again (full ones of the global part, in heads without a budget),
-    /// and copies the others. What sequence `to` held is dropped, draft tokens are not copied. Tokens that some
-    /// layers have taken before advance() are copied as well: both sequences then go on with the other layers.
-    /// Exhaustion is as for step: refused, or status_pool_exhausted in *status, and nothing has changed.
-    void fork(const host& on, std::int32_t from, std::int32_t to, std::uint32_t* status = nullptr);
+    /// Makes sequence `to` a copy of sequence `from`, in all layers: a beam that goes on in two ways. A
+    /// DualCache shares the pages that never change again (full ones of the global part, in heads without a
+    /// budget), and copies the others. What sequence `to` held is dropped, draft tokens are not copied.
+    /// Tokens that some layers have taken before advance() are copied as well: both sequences then go on with
+    /// the other layers. Exhaustion is as for step: refused, or status_pool_exhausted in *options.status, and
+    /// nothing has changed.
+    void fork(const host& ctx, std::int32_t from, std::int32_t to, const StepOptions& options = {});
 
-    /// Sequence i becomes what sequence sources[i] was, for all i < count at once; several may have the same source
-    /// (beam search). A sequence that is no target's source is dropped; sequences from `count` on may be sources and
-    /// do not change. Forgets draft tokens; tokens that layers have taken before advance() go along, as in fork.
-    /// Exhaustion as for fork.
-    void reorder(const host& on, const std::int32_t* sources, std::int32_t count,
-                 std::uint32_t* status = nullptr);
+    /// Sequence i becomes what sequence sources[i] was, for all i < count at once; several may have the same
+    /// source (beam search). A sequence that becomes nobody's source is dropped; sequences from `count` on
+    /// may be sources and do not change. Forgets draft tokens; tokens that layers have taken before advance()
+    /// go along, as in fork. Exhaustion as for fork.
+    void reorder(const host& ctx, const std::int32_t* sources, std::int32_t count,
+                 const StepOptions& options = {});
 
-    /// Bytes of the snapshot of a sequence as it is now. Refuses, as snapshot does, a sequence in the middle of a
-    /// token: one that layers have taken before advance().
+    /// Bytes of the snapshot of a sequence as it is now. Refuses, as snapshot does, a sequence in the middle
+    /// of a token: one that layers have taken before advance().
     [[nodiscard]] std::size_t snapshot_bytes(std::int32_t seq) const;
-    [[nodiscard]] std::size_t snapshot_bytes(const host& /*on*/, std::int32_t seq) const {
+    [[nodiscard]] std::size_t snapshot_bytes(const host& /*ctx*/, std::int32_t seq) const {
         return snapshot_bytes(seq);
     }
-    /// Writes a sequence to `buffer`: rows, positions, scores, scorer states, of all layers. The blob says which
-    /// policy, shape and version it is of, and carries a checksum. Scorer weights are not in it. Returns
-    /// snapshot_bytes(seq).
-    std::size_t snapshot(const host& on, std::int32_t seq, void* buffer, std::size_t buffer_bytes) const;
-    /// Makes sequence `seq` what the blob holds; on a cache of any kind, page size and number of sequences. Refuses,
-    /// before anything is written: what is no snapshot, another version, another policy, shape or storage
-    /// type, damage, a sequence longer than the cache takes. Exhaustion as for fork.
-    void restore(const host& on, std::int32_t seq, const void* blob, std::size_t blob_bytes,
-                 std::uint32_t* status = nullptr);
+    /// Writes a sequence to `buffer`: rows, positions, scores, scorer states, of all layers. The blob says
+    /// which policy, shape and version it is of, and carries a checksum. Scorer weights are not in it.
+    /// Returns snapshot_bytes(seq).
+    std::size_t snapshot(const host& ctx, std::int32_t seq, void* buffer, std::size_t buffer_bytes) const;
+    /// Makes sequence `seq` what the blob holds; on a cache of any kind, page size and number of sequences.
+    /// Refuses, before anything is written: what is no snapshot, another version, another policy, shape or
+    /// storage type, damage, a sequence longer than the cache takes. Exhaustion as for fork.
+    void restore(const host& ctx, std::int32_t seq, const void* blob, std::size_t blob_bytes,
+                 const StepOptions& options = {});
     /// What tells this cache's policy and shape from others in a snapshot: the numbers of all heads, what
     /// gates and keep parts answer, the scorer's timing and state (and its fingerprint(), where it has one).
     [[nodiscard]] std::uint64_t fingerprint() const;
@@ -134,10 +208,38 @@ class CacheOwner {
         return all_params_[static_cast<std::size_t>(layer) * static_cast<std::size_t>(shape_.kv_heads) +
                            static_cast<std::size_t>(head)];
     }
+    /// The most that measure(ref) says of any layer, where budgets differ by layer.
+    template <class Context, class Measure>
+    [[nodiscard]] std::size_t max_of_layers(const Context& ctx, const Measure& measure) const {
+        std::size_t most = 0;
+        for (std::int32_t layer = 0; layer < shape_.layers; ++layer) {
+            most = std::max(most, measure(measured_layer(ctx, layer)));
+        }
+        return most;
+    }
+    /// A layer to take sizes of, of a cache that may be unbound: its numbers and the host's copies of heads'
+    /// parameters are valid, other pointers need not be.
+    template <class Context>
+    [[nodiscard]] auto measured_layer(const Context& ctx, std::int32_t layer) const {
+        check_layer(layer);
+        if (memory_ != nullptr) {
+            require_memory(!std::is_same_v<Context, host>);
+        }
+        auto cache = self().ref_of(layer);
+        cache.all_params = &head_params_of(layer, 0);
+        cache.read_pages =
+            P::has_selection ? read_pages_.data() + std::int64_t{layer} * shape_.kv_heads : nullptr;
+        if (memory_ == nullptr) {
+            using detail::measure_on;
+            measure_on(ctx, cache);
+        }
+        return cache;
+    }
     void require_bound() const;
     void require_memory(bool on_device) const;
     void require_seq(std::int32_t seq, const char* name = "seq") const;
     void require_seq_number(std::int32_t seq, const char* name) const;
+    [[nodiscard]] bool between_tokens(std::int32_t seq) const;
     void require_layer(std::int32_t layer) const;
     /// The plan of a layer that the cache has.
     template <class Plan>
@@ -150,11 +252,19 @@ class CacheOwner {
     [[nodiscard]] HeadUsage usage_of(std::int32_t layer, std::int32_t head, position_t length,
                                      std::int32_t num_appended, std::int32_t num_long_range) const;
     void check_layer(std::int32_t layer) const;
-    /// Refuses a sequence some of whose layers have taken tokens that advance() has not counted: it is no state
-    /// that a sequence can be in.
+    /// Refuses a sequence some of whose layers have taken tokens that advance() has not counted: it is no
+    /// state that a sequence can be in.
     template <class Name>
     void require_between_tokens(std::int32_t seq, const Name& name) const;
     void require_head(std::int32_t head) const;
+    /// Tokens of every sequence that a layer has appended and advance() has not counted, of a cache in host
+    /// memory: [max_sequences].
+    [[nodiscard]] std::int32_t* appended_by(std::int32_t layer) const {
+        return at<std::int32_t>(appended_at_) + std::int64_t{layer} * shape_.max_sequences * shape_.kv_heads;
+    }
+    /// Why a sequence cannot move on by so many tokens: 0 where all layers have appended them.
+    [[nodiscard]] std::uint32_t advance_status(std::int32_t seq, std::int32_t tokens) const;
+    void require_appended(const Batch& batch, const std::int32_t* tokens_of) const;  // [count]
     template <class PagesNeeded>
     bool drop(const std::int32_t* seq_ids, std::int32_t count, PagesNeeded&& needed,
               std::uint32_t* status) const;
@@ -177,7 +287,10 @@ class CacheOwner {
     static void reset(const LayerRef<P, T>& ref, std::int32_t seq);
     template <class V>
     [[nodiscard]] V* at(std::size_t offset) const {
-        return reinterpret_cast<V*>(memory_ + offset);
+        // Of an unbound cache, in a ref of which only sizes are taken. NOLINTNEXTLINE(performance-no-int-to-ptr)
+        std::byte* const base =
+            memory_ != nullptr ? memory_ : reinterpret_cast<std::byte*>(detail::alignment);
+        return reinterpret_cast<V*>(base + offset);
     }
 
     /// That of a cache of one of these sequences.

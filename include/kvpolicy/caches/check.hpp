@@ -2,6 +2,7 @@
 #pragma once
 
 #include <kvpolicy/caches/layer_ref.hpp>
+#include <kvpolicy/caches/step_io.hpp>
 #include <kvpolicy/core/error.hpp>
 #include <kvpolicy/core/types.hpp>
 #include <kvpolicy/core/view.hpp>
@@ -14,14 +15,15 @@ namespace kvpolicy::checks {
 
 /// Scores that nobody would read.
 template <class P>
-void check_scores_wanted(const CacheExtras& extras) {
+void check_scores_wanted(const detail::step_extras& extras) {
     if constexpr (P::scorer_type::when != score_time::given) {
-        detail::require(!extras.scores, "extras.scores", "given",
+        detail::require(!extras.scores, "io.scores", "given",
                         "nothing, since this policy has a scorer of its own");
     }
 }
 
-/// The arrays of an export; reads no memory of the call, so that it serves every backend. `needed` pages, which are what `of` says.
+/// The arrays of an export; reads no memory of the call, so that it serves every backend. `needed` pages,
+/// which are what `of` says.
 template <class Cache, class Pages>
 void check_head_pages(const Cache& cache, const Batch& batch, const Pages& pages, std::int64_t needed,
                       const char* of) {

@@ -7,7 +7,7 @@
 #include <kvpolicy/caches/calls.hpp>
 #include <kvpolicy/caches/layer_ref.hpp>
 #include <kvpolicy/caches/page_pool.hpp>
-#include <kvpolicy/core/host_buffer.hpp>
+#include <kvpolicy/core/buffer.hpp>
 #if defined(__CUDACC__)
 #include <kvpolicy/core/cuda_context.hpp>
 #include <kvpolicy/cuda/config.cuh>
@@ -96,8 +96,8 @@ struct DualRef : LayerRef<P, T> {
         return std::int64_t{pool.slab_pages} * max_slabs;
     }
 
-    /// Rows that a head may have in use once its sequence has the length `until`. Each token that the layer has
-    /// not taken yet adds at most one: to the ring until it is full, to the global part from then on.
+    /// Rows that a head may have in use once its sequence has the length `until`. Each token that the layer
+    /// has not taken yet adds at most one: to the ring until it is full, to the global part from then on.
     KVPOLICY_HOST_DEVICE constexpr std::int64_t rows_until(std::int64_t seq, std::int32_t head,
                                                            position_t until) const {
         const position_t ahead = until - this->length[seq] - this->num_appended(seq, head);
@@ -139,17 +139,27 @@ struct EvictionReport {
     std::int64_t rows = 0;     ///< that are held now; 0 for an entry without tokens, which is not looked at
 };
 
-/// One object per model. It owns bookkeeping only. The caller provides two kinds of memory: bytes() for
-/// tables and states, once, with bind(); and slabs of slab_bytes(), with add_slab(), whenever the pool needs
-/// to grow. All layers, sequences and heads share the pool, so heads of different density share memory.
+/// Options of DualCache::evict.
+struct EvictOptions {
+    EvictionReport* reports = nullptr;  ///< [count]: what happened to each entry, in the context's memory
+    std::uint32_t* status = nullptr;    ///< as StepOptions::status
+};
+
+/// One object a model. It owns bookkeeping only. The caller lends two kinds of memory: bytes() for tables and
+/// states, once, with bind(); and slabs of slab_bytes(), with add_slab(), whenever the pool needs to grow.
+/// All layers, sequences and heads share the pool, so heads of different density share memory.
 ///
-///     kvpolicy::DualCache<WGKV, kvpolicy::bf16> cache{
-///         shape, {.slab_pages = 4096, .max_slabs = 64, .max_seq_len = 131072}, policy};
-///     cache.bind(on, tables, cache.bytes().total());
-///     // batch: what comes next
-///     while (cache.reserve(on, batch) > 0) { cache.add_slab(on, memory, cache.slab_bytes()); }
-///     for (layer...) kvpolicy::step(on, cache.layer(layer), batch, q, k, v, out, workspace);
-///     cache.advance(on, batch);
+///     kvpolicy::DualCache<WGKV, kvpolicy::bf16> cache{shape, {.slab_pages = 4096, .max_slabs = 64,
+///         .max_seq_len = 131072}, policy};
+///     kvpolicy::Buffer tables{ctx, cache.bytes()};
+///     cache.bind(ctx, tables);
+///     std::vector<kvpolicy::Buffer> slabs;
+///     while (cache.reserve(ctx, batch) > 0) {    // batch: what comes next
+///         slabs.emplace_back(ctx, cache.slab_bytes());
+///         cache.add_slab(ctx, slabs.back());
+///     }
+///     for (layer...) kvpolicy::step(ctx, cache.layer(layer), cache.nhd(q, k, v, out), workspace);
+///     cache.advance(ctx);
 ///
 /// A key is promoted to the global part when it leaves the window and its gate is open (Policy: min(gate,
 /// budget), keep parts). clear(seq) returns the sequence's pages. One stream or thread at a time per cache
@@ -177,12 +187,12 @@ class DualCache : public CacheOwner<DualCache<P, T>, P, T> {
 
     /// Takes `buffer`, at least bytes().total() long and of any alignment, for the bookkeeping, the scorer
     /// states and the spare rows; empties every sequence and the pool.
-    void bind(const host& on, void* buffer, std::size_t buffer_bytes);
-    void bind(const host& on, HostBuffer& buffer) { bind(on, buffer.data(), buffer.size()); }
-    /// Attaches slab_bytes() more to the pool. Refs stay valid. The memory is not written, and must outlive the
-    /// cache's use; it must not overlap a slab that was added before.
-    void add_slab(const host& on, void* buffer, std::size_t buffer_bytes);
-    void add_slab(const host& on, HostBuffer& buffer) { add_slab(on, buffer.data(), buffer.size()); }
+    void bind(const host& ctx, void* buffer, std::size_t buffer_bytes);
+    void bind(const host& ctx, Buffer& buffer) { bind(ctx, buffer.data(), buffer.size()); }
+    /// Attaches slab_bytes() more to the pool. Refs stay valid. The memory is not written, and must outlive
+    /// the cache's use; it must not overlap a slab that was attached before.
+    void add_slab(const host& ctx, void* buffer, std::size_t buffer_bytes);
+    void add_slab(const host& ctx, Buffer& buffer) { add_slab(ctx, buffer.data(), buffer.size()); }
     /// Attaches pages that an engine owns, as one slab: row r of its page p is at k + p * k_page + r * k_row,
     /// and v likewise (PoolShape::strides). `notes`: notes_bytes() of memory for positions and scores. As a
     /// page here is one KV head's, an engine's pool of pages of several heads is a slab for each of them: of
@@ -190,10 +200,11 @@ class DualCache : public CacheOwner<DualCache<P, T>, P, T> {
     /// page_size * H * D and H * D, of [P, 2, H, page_size, D] (HND) at base + h * page_size * D, with row
     /// stride D; values page_size * H * D further on. Slabs must not share rows; that is not checked. Pages
     /// that a call takes are written, no others.
-    void add_pages(const host& on, T* k, T* v, void* notes, std::size_t notes_bytes);
+    void add_pages(const host& ctx, T* k, T* v, void* notes, std::size_t notes_bytes);
     [[nodiscard]] std::int32_t slabs() const { return static_cast<std::int32_t>(attached_.size()); }
     /// Free pages, and pages that were added (without the spared ones).
     [[nodiscard]] std::int64_t free_pages() const;
+    [[nodiscard]] std::int64_t free_pages(const host& /*ctx*/) const { return free_pages(); }
     [[nodiscard]] std::int64_t attached_pages() const {
         std::int64_t pages = 0;
         for (std::int32_t slab = 0; slab < slabs(); ++slab) {
@@ -202,30 +213,36 @@ class DualCache : public CacheOwner<DualCache<P, T>, P, T> {
         return pages;
     }
 
-    /// Gives the named sequences the pages that batch.tokens(i) further tokens can need at most, in all layers,
-    /// so that steps, chunks and calls of accept() of so many tokens cannot fail. Tokens that some layer has taken
-    /// before advance() do not count as further ones, in any layer. Returns 0; or how many more slabs it
-    /// takes, with nothing changed. Pages stay with their sequence until it is cleared; evict() gives back only
-    /// what the rest of the reservation cannot need. A copy of the sequence (fork, reorder, restore) has no
-    /// reservation. Refuses tokens beyond pool().max_seq_len.
-    [[nodiscard]] std::int64_t reserve(const host& on, const Batch& batch);
+    /// Gives the named sequences the pages that batch.tokens(i) further tokens can need at most, in all
+    /// layers, so that steps, chunks and calls of accept() of so many tokens cannot fail. Tokens that some
+    /// layer has taken before advance() do not count as further ones, in any layer. Returns 0; or how many
+    /// more slabs it takes, with nothing changed.
+    /// Pages stay with their sequence until it is cleared; evict() gives back only what the rest of the
+    /// reservation cannot need. A copy of the sequence (fork, reorder, restore) has no reservation. Refuses
+    /// tokens beyond pool().max_seq_len.
+    [[nodiscard]] std::int64_t reserve(const host& ctx, const Batch& batch);
 
-    /// Bytes of workspace that evict needs. Depends on the threads of `on` and on the slabs that were added.
-    [[nodiscard]] std::size_t evict_workspace_bytes(const host& on) const requires P::has_eviction;
-    /// For a policy with an eviction part: looks at the named sequences that have tokens in the batch, and makes
-    /// those that hold too much drop rows of all their heads (policies/eviction.hpp says which), until they
-    /// do not or cannot. Rows that stay keep their order; pages that fall free go back to the pool, but for
-    /// those of a reservation. Once a step or chunk, after advance(batch): refuses a sequence some of whose
-    /// layers have taken tokens that advance() has not counted. `reports` [count], where given, says what
-    /// happened. Synchronous; the bits do not depend on the number of threads.
-    void evict(const host& on, const Batch& batch, workspace_view workspace,
-               EvictionReport* reports = nullptr) requires P::has_eviction;
+    /// Bytes of workspace that evict needs. Depends on the threads of `on` and on the slabs
+    /// that were attached.
+    [[nodiscard]] std::size_t evict_workspace_bytes(const host& ctx) const requires P::has_eviction;
+    /// For a policy with an eviction part: looks at the named sequences that have tokens in the batch, and
+    /// makes those that hold too much drop rows of all their heads (policies/eviction.hpp says which), until
+    /// they do not or cannot. Rows that stay keep their order; pages that fall free go back to the pool, but
+    /// for those of a reservation. Once a step or chunk, after advance(batch): refuses a sequence some of
+    /// whose layers have taken tokens that advance() has not counted. options.reports [count], where given,
+    /// says what happened. With options.status such a sequence is left as it is instead, and sets
+    /// status_layer_skipped. Synchronous; the bits do not depend on the number of threads.
+    void evict(const host& ctx, const Batch& batch, workspace_view workspace,
+               const EvictOptions& options = {}) requires P::has_eviction;
 
     /// The layer's view, for the calls of caches/calls.hpp. Valid until the next bind.
-    [[nodiscard]] ref_type layer(std::int32_t layer) const;
+    [[nodiscard]] ref_type layer(std::int32_t layer) const {
+        this->require_layer(layer);
+        return ref_of(layer);
+    }
 
     /// Empties one sequence and returns its pages.
-    void clear(const host& on, std::int32_t seq);
+    void clear(const host& ctx, std::int32_t seq);
 
 #if defined(__CUDACC__)
     // The same on a device (kvpolicy/cuda.cuh has the bodies); FixedBudgetCache says what holds for all of
@@ -238,64 +255,72 @@ class DualCache : public CacheOwner<DualCache<P, T>, P, T> {
     using base::snapshot;
     using base::snapshot_bytes;
 
-    /// Takes device memory for the bookkeeping, and empties every sequence and the pool. Waits for the stream;
-    /// not to be captured.
+    /// Takes device memory for the bookkeeping, and empties every sequence and the pool. Waits for the
+    /// stream; not to be captured.
     template <class Build = cuda_build>
-    void bind(const cuda& on, void* buffer, std::size_t buffer_bytes);
+    void bind(const cuda& ctx, void* buffer, std::size_t buffer_bytes);
+    template <class Build = cuda_build>
+    void bind(const cuda& ctx, Buffer& buffer) {
+        this->template bind<Build>(ctx, buffer.data(), buffer.size());
+    }
     /// Attaches slab_bytes() of device memory. A graph captured before finds the new pages too. Waits for the
     /// stream; not to be captured.
     template <class Build = cuda_build>
-    void add_slab(const cuda& on, void* buffer, std::size_t buffer_bytes);
-    /// As the host's, of device memory; 16-bit rows begin at multiples of 16 bytes, so strides are multiples
-    /// of 8.
+    void add_slab(const cuda& ctx, void* buffer, std::size_t buffer_bytes);
     template <class Build = cuda_build>
-    void add_pages(const cuda& on, T* k, T* v, void* notes, std::size_t notes_bytes);
+    void add_slab(const cuda& ctx, Buffer& buffer) {
+        this->template add_slab<Build>(ctx, buffer.data(), buffer.size());
+    }
+    /// As the host's, of device memory; 16-bit rows begin at multiples of 16 bytes, so strides
+    /// are multiples of 8.
+    template <class Build = cuda_build>
+    void add_pages(const cuda& ctx, T* k, T* v, void* notes, std::size_t notes_bytes);
     /// Waits for the stream.
     template <class Build = cuda_build>
-    [[nodiscard]] std::int64_t free_pages(const cuda& on) const;
-    /// As the host's; `batch`'s arrays are device memory. Entries that the host would refuse (bad sequences and
-    /// counts, tokens beyond pool().max_seq_len) get nothing. No two entries may name the same sequence, which is not
-    /// looked for. Waits for the stream; not to be captured: call it between steps, and the next ones cannot
-    /// fail inside a graph.
+    [[nodiscard]] std::int64_t free_pages(const cuda& ctx) const;
+    /// As the host's; `batch`'s arrays are device memory. Entries that the host would refuse (bad sequences
+    /// and counts, tokens beyond pool().max_seq_len) get nothing. No two entries may name the same sequence,
+    /// which is not looked for. Waits for the stream; not to be captured: call it between steps, and the next
+    /// ones cannot fail inside a graph.
     template <class Build = cuda_build>
-    [[nodiscard]] std::int64_t reserve(const cuda& on, const Batch& batch);
+    [[nodiscard]] std::int64_t reserve(const cuda& ctx, const Batch& batch);
     template <class Build = cuda_build>
-    void clear(const cuda& on, std::int32_t seq);
-    /// Bytes of workspace that evict needs. Depends on the slabs that were added.
+    void clear(const cuda& ctx, std::int32_t seq);
+    /// Bytes of workspace that evict needs. Depends on the slabs that were attached.
     template <class Build = cuda_build>
-    [[nodiscard]] std::size_t evict_workspace_bytes(const cuda& on) const requires P::has_eviction;
-    /// As the host's, to rounding of the masses; the batch's arrays, `reports` [count] and `status` [count]
-    /// are device memory. A sequence in the middle of a token stays as it is, and sets status_layer_skipped. One
-    /// launch, which waits for nothing and may be captured; a graph that captured it knows the workspace of
-    /// the slabs added until then, so add them before: a sequence with more rows is left alone, and sets
-    /// status_small_workspace.
+    [[nodiscard]] std::size_t evict_workspace_bytes(const cuda& ctx) const requires P::has_eviction;
+    /// As the host's, to rounding of the masses; the batch's arrays, options.reports [count] and
+    /// options.status [count] are device memory. A sequence in the middle of a token stays as it is, and sets
+    /// status_layer_skipped. One launch, which waits for nothing and may be captured; a graph that captured
+    /// it knows the workspace of the slabs attached until then, so lend them before: a sequence with more
+    /// rows is left alone, and sets status_small_workspace.
     template <class Build = cuda_build>
-    void evict(const cuda& on, const Batch& batch, workspace_view workspace,
-               EvictionReport* reports = nullptr, std::uint32_t* status = nullptr) requires P::has_eviction;
-    /// A sequence one of whose layers has not taken the tokens stays where it is, and sets status_pool_exhausted
-    /// where the layer found no page (add a slab), else status_layer_skipped: call that layer, then advance
-    /// again.
+    void evict(const cuda& ctx, const Batch& batch, workspace_view workspace,
+               const EvictOptions& options = {}) requires P::has_eviction;
+    /// A sequence one of whose layers has not taken the tokens stays where it is, and sets
+    /// status_pool_exhausted where the layer found no page (add a slab), else status_layer_skipped: call that
+    /// layer, then advance again.
     template <class Build = cuda_build>
-    void advance(const cuda& on, const Batch& batch, std::uint32_t* status = nullptr);
-    /// `status`: one word of device memory.
+    void advance(const cuda& ctx, const Batch& batch = {}, const StepOptions& options = {});
+    /// options.status: one word of device memory.
     template <class Build = cuda_build>
-    void fork(const cuda& on, std::int32_t from, std::int32_t to, std::uint32_t* status = nullptr);
-    /// `sources` [count] is device memory; count is at most 512. `status`: one word.
+    void fork(const cuda& ctx, std::int32_t from, std::int32_t to, const StepOptions& options = {});
+    /// `sources` [count] is device memory; count is at most 512. options.status: one word.
     template <class Build = cuda_build>
-    void reorder(const cuda& on, const std::int32_t* sources, std::int32_t count,
-                 std::uint32_t* status = nullptr);
-    // Snapshots allocate host memory of one sequence, and device memory for its rows, and wait for the stream.
-    // Blobs are the host's, and those of any kind of cache. As on the host a sequence in the middle of a token is
-    // refused.
+    void reorder(const cuda& ctx, const std::int32_t* sources, std::int32_t count,
+                 const StepOptions& options = {});
+    // Snapshots allocate host memory of one sequence, and device memory for its rows, and wait for the
+    // stream. Blobs are the host's, and those of any kind of cache. As on the host a sequence in the middle
+    // of a token is refused.
     template <class Build = cuda_build>
-    [[nodiscard]] std::size_t snapshot_bytes(const cuda& on, std::int32_t seq) const;
+    [[nodiscard]] std::size_t snapshot_bytes(const cuda& ctx, std::int32_t seq) const;
     /// `buffer` is host memory.
     template <class Build = cuda_build>
-    std::size_t snapshot(const cuda& on, std::int32_t seq, void* buffer, std::size_t buffer_bytes) const;
-    /// `blob` and `status` are host memory.
+    std::size_t snapshot(const cuda& ctx, std::int32_t seq, void* buffer, std::size_t buffer_bytes) const;
+    /// `blob` is host memory; options.status is one word of device memory, or of host memory.
     template <class Build = cuda_build>
-    void restore(const cuda& on, std::int32_t seq, const void* blob, std::size_t blob_bytes,
-                 std::uint32_t* status = nullptr);
+    void restore(const cuda& ctx, std::int32_t seq, const void* blob, std::size_t blob_bytes,
+                 const StepOptions& options = {});
 #endif
 
   private:
@@ -303,11 +328,11 @@ class DualCache : public CacheOwner<DualCache<P, T>, P, T> {
     template <class Build>
     void require_device_seq(std::int32_t seq, const char* name) const;
     template <class Build>
-    void attach(const cuda& on, const Slab<T>& slab);
+    void attach(const cuda& ctx, const Slab<T>& slab);
     template <class Build>
     struct sequence_copy;
     template <class Build>
-    auto counted_sequence(const cuda& on, std::int32_t seq) const;
+    auto counted_sequence(const cuda& ctx, std::int32_t seq) const;
     [[nodiscard]] PoolShape one_sequence_pool(std::int64_t rows) const {
         const std::int64_t heads = std::int64_t{this->shape_.layers} * this->shape_.kv_heads;
         return {static_cast<std::int32_t>(rows / this->shape_.page_size + heads + 1), 1, pool_.max_seq_len};
@@ -330,6 +355,9 @@ class DualCache : public CacheOwner<DualCache<P, T>, P, T> {
                static_cast<std::size_t>(head);
     }
     void plan();
+    /// layer() of a cache that may be unbound.
+    friend base;
+    [[nodiscard]] ref_type ref_of(std::int32_t layer) const;
     /// How long a sequence may get: where budgets bound all heads of all layers, nothing bounds it.
     [[nodiscard]] position_t max_seq_len() const {
         for (const char limited : limited_) {

@@ -7,7 +7,7 @@
 #include <kvpolicy/caches/calls.hpp>
 #include <kvpolicy/caches/layer_ref.hpp>
 #include <kvpolicy/caches/page_pool.hpp>
-#include <kvpolicy/core/host_buffer.hpp>
+#include <kvpolicy/core/buffer.hpp>
 #if defined(__CUDACC__)
 #include <kvpolicy/core/cuda_context.hpp>
 #include <kvpolicy/cuda/config.cuh>
@@ -24,12 +24,14 @@ namespace kvpolicy {
 /// (caches/calls.hpp).
 ///
 ///     kvpolicy::FixedBudgetCache<KVpop, kvpolicy::bf16> cache{shape, policy, scorers};
-///     cache.bind(on, buffer, cache.bytes().total());
-///     for (layer...) kvpolicy::step(on, cache.layer(layer), batch, q, k, v, out, workspace);
-///     cache.advance(on, batch);                    // once a step, after the last layer
+///     kvpolicy::Buffer memory{ctx, cache.bytes()}, workspace{ctx, cache.workspace_bytes(ctx, {.batch = 1,
+///         .tokens = 1})};
+///     cache.bind(ctx, memory);
+///     for (layer...) kvpolicy::step(ctx, cache.layer(layer), cache.nhd(q, k, v, out), workspace);
+///     cache.advance(ctx);                          // once a step, after the last layer
 ///
-/// A sequence joins by clear(seq) (or a fresh bind) and a prefill or step that names its sequence; it leaves by
-/// not being named any more. One stream or thread at a time per cache object.
+/// A sequence joins by clear(seq) (or a fresh bind) and a prefill or step that names its sequence; it leaves
+/// by not being named any more. One stream or thread at a time per cache object.
 template <AnyPolicy P, Storage T>
 class FixedBudgetCache : public CacheOwner<FixedBudgetCache<P, T>, P, T> {
     static_assert(
@@ -68,17 +70,20 @@ class FixedBudgetCache : public CacheOwner<FixedBudgetCache<P, T>, P, T> {
         return row_offset_[offset_index(layer, this->shape_.kv_heads)];
     }
 
-    /// Takes `buffer`, at least bytes().total() long, and empties every sequence. Any alignment will do: bytes()
-    /// includes the room to align it. The bookkeeping and the scorer states are written, keys and values are
-    /// not. The buffer stays the caller's and must outlive the cache's use.
-    void bind(const host& on, void* buffer, std::size_t buffer_bytes);
-    void bind(const host& on, HostBuffer& buffer) { bind(on, buffer.data(), buffer.size()); }
+    /// Takes `buffer`, at least bytes().total() long, and empties every sequence. Any alignment will do:
+    /// bytes() includes the room to align it. The bookkeeping and the scorer states are written, keys and
+    /// values are not. The buffer stays the caller's and must outlive the cache's use.
+    void bind(const host& ctx, void* buffer, std::size_t buffer_bytes);
+    void bind(const host& ctx, Buffer& buffer) { bind(ctx, buffer.data(), buffer.size()); }
 
     /// The layer's view, for the calls of caches/calls.hpp. Valid until the next bind.
-    [[nodiscard]] ref_type layer(std::int32_t layer) const;
+    [[nodiscard]] ref_type layer(std::int32_t layer) const {
+        this->require_layer(layer);
+        return ref_of(layer);
+    }
 
     /// Empties one sequence: its next token has position 0. O(heads) and O(scorer state).
-    void clear(const host& on, std::int32_t seq);
+    void clear(const host& ctx, std::int32_t seq);
 
 #if defined(__CUDACC__)
     // The same on a device (kvpolicy/cuda.cuh has the bodies). A cache belongs to the context that bound it
@@ -92,34 +97,39 @@ class FixedBudgetCache : public CacheOwner<FixedBudgetCache<P, T>, P, T> {
     using base::snapshot;
     using base::snapshot_bytes;
 
-    /// Takes device memory, at least bytes().total() long, and empties every sequence. Waits for the stream; not
-    /// to be captured. Refuses a selection whose pages are no multiple of 16 rows.
+    /// Takes device memory, at least bytes().total() long, and empties every sequence. Waits for the stream;
+    /// not to be captured. Refuses a selection whose pages are no multiple of 16 rows.
     template <class Build = cuda_build>
-    void bind(const cuda& on, void* buffer, std::size_t buffer_bytes);
+    void bind(const cuda& ctx, void* buffer, std::size_t buffer_bytes);
     template <class Build = cuda_build>
-    void clear(const cuda& on, std::int32_t seq);
-    /// `batch`'s arrays are device memory, as in calls. `status` [count] is OR-ed into. A sequence one of whose
-    /// layers has not taken the tokens, or has taken others, stays where it is and sets status_layer_skipped:
-    /// call that layer, then advance again.
+    void bind(const cuda& ctx, Buffer& buffer) {
+        this->template bind<Build>(ctx, buffer.data(), buffer.size());
+    }
     template <class Build = cuda_build>
-    void advance(const cuda& on, const Batch& batch, std::uint32_t* status = nullptr);
+    void clear(const cuda& ctx, std::int32_t seq);
+    /// The batch's arrays are device memory, as in calls. options.status [entries] is OR-ed into. A sequence
+    /// one of whose layers has not appended the tokens, or has appended others, stays where it is and sets
+    /// status_layer_skipped: call that layer, then advance again.
     template <class Build = cuda_build>
-    void fork(const cuda& on, std::int32_t from, std::int32_t to);
-    /// `sources` [count] is device memory; count is at most 512. `status`: one word.
+    void advance(const cuda& ctx, const Batch& batch = {}, const StepOptions& options = {});
     template <class Build = cuda_build>
-    void reorder(const cuda& on, const std::int32_t* sources, std::int32_t count,
-                 std::uint32_t* status = nullptr);
-    // Snapshots go through host memory of one sequence, which these calls allocate, and wait for the stream; of
-    // its rows only those in use are copied. Blobs are the host's: a snapshot of a cache on a device can be
-    // restored in one on the host, and the other way round.
+    void fork(const cuda& ctx, std::int32_t from, std::int32_t to, const StepOptions& options = {});
+    /// `sources` [count] is device memory; count is at most 512. options.status: one word.
     template <class Build = cuda_build>
-    [[nodiscard]] std::size_t snapshot_bytes(const cuda& on, std::int32_t seq) const;
+    void reorder(const cuda& ctx, const std::int32_t* sources, std::int32_t count,
+                 const StepOptions& options = {});
+    // Snapshots go through host memory of one sequence, which these calls allocate, and wait for the stream;
+    // of its rows only those in use are copied. Blobs are the host's: a snapshot of a cache on a device can
+    // be restored in one on the host, and the other way round.
+    template <class Build = cuda_build>
+    [[nodiscard]] std::size_t snapshot_bytes(const cuda& ctx, std::int32_t seq) const;
     /// `buffer` is host memory.
     template <class Build = cuda_build>
-    std::size_t snapshot(const cuda& on, std::int32_t seq, void* buffer, std::size_t buffer_bytes) const;
+    std::size_t snapshot(const cuda& ctx, std::int32_t seq, void* buffer, std::size_t buffer_bytes) const;
     /// `blob` is host memory.
     template <class Build = cuda_build>
-    void restore(const cuda& on, std::int32_t seq, const void* blob, std::size_t blob_bytes);
+    void restore(const cuda& ctx, std::int32_t seq, const void* blob, std::size_t blob_bytes,
+                 const StepOptions& options = {});
 #endif
 
   private:
@@ -129,7 +139,7 @@ class FixedBudgetCache : public CacheOwner<FixedBudgetCache<P, T>, P, T> {
     template <class Build>
     struct sequence_copy;
     template <class Build>
-    auto counted_sequence(const cuda& on, std::int32_t seq) const;
+    auto counted_sequence(const cuda& ctx, std::int32_t seq) const;
     template <class Build, class Copy>
     void for_each_slice(const FixedBudgetCache& other, std::int32_t seq, const Copy& copy) const;
 #endif
@@ -138,6 +148,9 @@ class FixedBudgetCache : public CacheOwner<FixedBudgetCache<P, T>, P, T> {
                static_cast<std::size_t>(head);
     }
     void plan();
+    /// layer() of a cache that may be unbound.
+    friend base;
+    [[nodiscard]] ref_type ref_of(std::int32_t layer) const;
 
     /// Byte offsets of one layer's arrays in the buffer.
     struct layer_plan {

@@ -1,7 +1,6 @@
 // What kernels and host code see of a cache: a trivially copyable set of pointers and sizes, for one layer.
 #pragma once
 
-#include <kvpolicy/core/hidden_rows.hpp>
 #include <kvpolicy/core/types.hpp>
 #include <kvpolicy/core/view.hpp>
 #include <kvpolicy/policies/parameters.hpp>
@@ -18,8 +17,9 @@ struct CacheShape {
     std::int32_t layers = 1;
     std::int32_t max_sequences = 1;  ///< sequences that can be held at once
     std::int32_t query_heads = 0;
-    std::int32_t kv_heads = 0;  ///< query_heads = G * kv_heads
-    std::int32_t head_dim_qk = 0;
+    std::int32_t kv_heads = 0;     ///< query_heads = G * kv_heads
+    std::int32_t head_dim = 0;     ///< sets head_dim_qk and head_dim_vo
+    std::int32_t head_dim_qk = 0;  ///< of queries and keys, where it differs from that of values and outputs
     std::int32_t head_dim_vo = 0;
     std::int32_t page_size =
         1;  ///< a head's rows are rounded up to this many, so that it can be exported in pages
@@ -114,8 +114,8 @@ struct LayerRef {
         nullptr;  // [max_sequences, kv_heads]: of these, keys that a keep part holds; null without one
     std::int32_t* victim = nullptr;  // [max_sequences, kv_heads]: the worst sequence, or -1 where not known
     std::int32_t* num_draft = nullptr;  // [max_sequences]: tokens that wait in the spare rows
-    // Tokens that advance() has not counted: [max_sequences] on the host; [max_sequences, kv_heads] on a device, where the
-    // heads of a step do not wait for each other, and -1 says that a call found no pages.
+    // Tokens that advance() has not counted: [max_sequences] on the host; [max_sequences, kv_heads] on a
+    // device, where the heads of a step do not wait for each other, and -1 says that a call found no pages.
     std::int32_t* appended = nullptr;
     float* state = nullptr;  // [max_sequences, kv_heads, state_size]
     std::int64_t state_size = 0;
@@ -172,9 +172,9 @@ struct PlacedPages {
     std::int64_t* tile_offset = nullptr;   // [kv_heads + 1]
 };
 
-/// One layer of a FixedBudgetCache. Rows are [max_sequences, row_offset[kv_heads], D]: head h of sequence b has the rows
-/// b * rows + row_offset[h] ... row_offset[h + 1], [sinks | ring | top-k | spare]. Every row has its logical
-/// position and its score; rows that are not in use may hold anything.
+/// One layer of a FixedBudgetCache. Rows are [max_sequences, row_offset[kv_heads], D]: head h of sequence b
+/// has the rows b * rows + row_offset[h] ... row_offset[h + 1], [sinks | ring | top-k | spare]. Every row has
+/// its logical position and its score; rows that are not in use may hold anything.
 template <class P, class T>
 struct FixedBudgetRef : LayerRef<P, T> {
     /// Whether rows come from a pool that may be exhausted.
@@ -254,23 +254,6 @@ concept CacheRef = requires(const R& ref, std::int64_t seq, std::int32_t head) {
     { ref.expirable_entries(head) } -> std::same_as<std::int64_t>;
     { ref.page_id(seq, head, seq) } -> std::same_as<std::int64_t>;
     { ref.used(seq, head) } -> std::same_as<std::int32_t>;
-};
-
-/// What a call on a cache may take or give beside its tensors.
-struct CacheExtras {
-    /// Scores of the new tokens [count, Hkv, n], for a policy whose scores are given (GivenScores).
-    plane_view<const float> scores{};
-    /// Where to write the log-sum-exp of every query [count, Hq, n] (natural log), if wanted.
-    plane_view<float> lse{};
-    /// Hidden states of the new tokens [count, n, width], of any storage type, for a policy whose scorer
-    /// reads them (SP-KV's UtilityPredictor).
-    HiddenRows hidden{};
-    /// For prefill and propose of a packed batch: the edges [count + 1], rising from 0, of the entries'
-    /// tokens in tensors of one sequence. q is then [1, Hq, total, Dk], and likewise k, v, out, scores, lse
-    /// and hidden; entry i is the tokens cu_seqlens[i] .. cu_seqlens[i + 1] - 1, as many as batch.tokens(i).
-    /// Whether samples of a pack see each other is a question of sequences: one entry keeps attention across
-    /// them, an entry and a sequence for each resets it.
-    const std::int32_t* cu_seqlens = nullptr;
 };
 
 }  // namespace kvpolicy

@@ -5,6 +5,7 @@
 
 #include <kvpolicy/caches/calls.hpp>
 
+#include <cstddef>
 #include <cstdint>
 
 namespace kvpolicy {
@@ -16,49 +17,47 @@ constexpr void require_layer() {
                   "kvpolicy: this call takes one layer of a cache: cache.layer(layer) in place of cache");
 }
 template <CacheObject Cache>
-using value_of = typename Cache::ref_type::value_type;
+using io_of = step_io<typename Cache::ref_type::value_type>;
 
 }  // namespace detail
 
 template <class Dims = void, class Context, CacheObject Cache>
-void step(const Context&, const Cache&, const Batch&, input_rows<detail::value_of<Cache>>,
-          input_rows<detail::value_of<Cache>>, input_rows<detail::value_of<Cache>>,
-          output_rows<detail::value_of<Cache>>, workspace_view, std::uint32_t* = nullptr,
-          const CacheExtras& = {}) {
+std::size_t workspace_bytes(const Context&, const Cache&, const CallSize&) {
+    detail::require_layer<Cache>();
+    return 0;
+}
+template <class Dims = void, class Context, CacheObject Cache>
+std::size_t step_workspace_bytes(const Context&, const Cache&, std::int32_t) {
+    detail::require_layer<Cache>();
+    return 0;
+}
+template <class Dims = void, class Context, CacheObject Cache>
+void step(const Context&, const Cache&, const detail::io_of<Cache>&, workspace_view,
+          const StepOptions& = {}) {
     detail::require_layer<Cache>();
 }
 template <class Dims = void, class Context, CacheObject Cache>
-void prefill(const Context&, const Cache&, const Batch&, input_rows<detail::value_of<Cache>>,
-             input_rows<detail::value_of<Cache>>, input_rows<detail::value_of<Cache>>,
-             output_rows<detail::value_of<Cache>>, workspace_view, std::uint32_t* = nullptr,
-             const CacheExtras& = {}) {
+void prefill(const Context&, const Cache&, const detail::io_of<Cache>&, workspace_view,
+             const StepOptions& = {}) {
     detail::require_layer<Cache>();
 }
 template <class Dims = void, class Context, CacheObject Cache>
-void append_draft(const Context&, const Cache&, const Batch&, input_rows<detail::value_of<Cache>>,
-                  input_rows<detail::value_of<Cache>>, input_rows<detail::value_of<Cache>>,
-                  output_rows<detail::value_of<Cache>>, workspace_view, const CacheExtras& = {}) {
+void append_draft(const Context&, const Cache&, const detail::io_of<Cache>&, workspace_view,
+                  const StepOptions& = {}) {
     detail::require_layer<Cache>();
 }
 template <class Dims = void, class Context, CacheObject Cache>
-void append_draft(const Context&, const Cache&, const Batch&, input_rows<detail::value_of<Cache>>,
-                  input_rows<detail::value_of<Cache>>, input_rows<detail::value_of<Cache>>,
-                  output_rows<detail::value_of<Cache>>, workspace_view, std::uint32_t*,
-                  const CacheExtras& = {}) {
+void accept(const Context&, const Cache&, const Batch&, workspace_view, const StepOptions& = {}) {
     detail::require_layer<Cache>();
 }
 template <class Dims = void, class Context, CacheObject Cache>
-void accept(const Context&, const Cache&, const Batch&, workspace_view, std::uint32_t* = nullptr) {
+void attend(const Context&, const Cache&, const detail::io_of<Cache>&, workspace_view,
+            const StepOptions& = {}) {
     detail::require_layer<Cache>();
 }
 template <class Dims = void, class Context, CacheObject Cache>
-void attend(const Context&, const Cache&, const Batch&, input_rows<detail::value_of<Cache>>,
-            output_rows<detail::value_of<Cache>>, plane_view<float>, workspace_view,
-            std::uint32_t* = nullptr) {
-    detail::require_layer<Cache>();
-}
-template <class Context, CacheObject Cache>
-void export_heads(const Context&, const Cache&, const Batch&, const HeadPages&) {
+void export_heads(const Context&, const Cache&, const Batch&, const HeadPages&, workspace_view = {},
+                  const StepOptions& = {}) {
     detail::require_layer<Cache>();
 }
 

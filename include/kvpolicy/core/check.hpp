@@ -215,15 +215,6 @@ inline std::int32_t check_batch(const Batch& batch, std::int32_t max_sequences, 
     return longest;
 }
 
-/// Whether a call that takes chunks of up to `length` tokens says how many it brings.
-inline void check_chunk_length(const Batch& batch, std::int32_t length) {
-    if (batch.q_len == nullptr && batch.length == Batch::not_set && length > 1) [[unlikely]] {
-        detail::refuse("batch.length", "not set",
-                       detail::text("the tokens of every entry (q has room for ", length,
-                                    "), or q_len with each one's"));
-    }
-}
-
 /// The plane for log-sum-exps, where one is given.
 inline void check_lse(plane_view<float> lse, std::int32_t batch, std::int32_t query_heads,
                       std::int32_t length) {

@@ -119,16 +119,19 @@ struct Sequences {
     }
 };
 
-/// The active sequences of one call on a cache. Entry i of q, k, v and out belongs to cache sequence sequences[i] (default: i)
-/// and brings q_len[i] tokens (default: `length`); 0 leaves that sequence untouched. Sequences that no entry names are untouched. Where
-/// neither is set an entry brings one token; a call that takes chunks then refuses tensors of more.
+/// The active sequences of one call on a cache. Entry i of q, k, v and out belongs to cache sequence seq_ids[i]
+/// (default: i) and brings q_len[i] tokens (default: `length`); 0 leaves that sequence untouched. Sequences that no
+/// entry names are untouched.
+///
+/// Nothing has to be set: without `count` the entries are all of q's, or in a call without tensors all of the cache's
+/// sequences; with neither q_len nor length every entry brings the tokens that q has, or in a call without tensors one.
 struct Batch {
     static constexpr std::int32_t not_set = std::numeric_limits<std::int32_t>::min();
     /// On a device, the sequence of an entry that is only padding (as in vLLM's slot_mapping): it brings no token, whatever q_len says. A
     /// host's batch leaves such entries out.
     static constexpr std::int32_t no_seq = -1;
 
-    std::int32_t count = 0;
+    std::int32_t count = not_set;
     const std::int32_t* seq_ids = nullptr;  // [count], all different
     const std::int32_t* q_len = nullptr;    // [count], 0 to the views' length
     std::int32_t length = not_set;

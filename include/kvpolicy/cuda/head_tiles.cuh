@@ -2,7 +2,7 @@
 #pragma once
 
 #include <kvpolicy/cuda/config.cuh>
-#include <kvpolicy/cuda/head_dims.cuh>
+#include <kvpolicy/core/head_dims.hpp>
 
 #include <cstdint>
 #include <type_traits>

@@ -6,7 +6,7 @@
 //     const std::size_t bytes = kvpolicy::score_hidden_workspace_bytes(on, predictor, hidden, sequences);
 //     kvpolicy::score_hidden(on, handle, predictor, hidden, sequences, scores, {memory, bytes});
 //
-// A cache on CUDA takes such scores as CacheExtras::scores of a policy with GivenScores.
+// A cache on CUDA takes such scores as StepIO::scores of a policy with GivenScores.
 #pragma once
 
 #include <kvpolicy/core/cuda_context.hpp>

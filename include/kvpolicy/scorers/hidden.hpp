@@ -1,5 +1,5 @@
 // Scores from hidden states (SP-KV), of whole sequences: for masks and training. Caches take the states themselves
-// (CacheExtras::hidden).
+// (StepIO::hidden).
 #pragma once
 
 #include <kvpolicy/core/context.hpp>

@@ -167,7 +167,7 @@ struct WriteGateInput {
 };
 
 /// SP-KV's input: the hidden state of the token, of `width` numbers, with one hidden layer for all heads. It comes with the
-/// token (CacheExtras::hidden, score_hidden), since no cache has it.
+/// token (StepIO::hidden, score_hidden), since no cache has it.
 struct HiddenInput {
     static constexpr bool per_head = false;
     static constexpr bool hidden_state = true;

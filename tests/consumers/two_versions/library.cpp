@@ -18,15 +18,21 @@ extern "C" [[gnu::visibility("default")]] int KVPOLICY_TEST_LIBRARY(char* text, 
     shape.head_dim_qk = dim;
     shape.head_dim_vo = dim;
     kvp::FixedBudgetCache<Policy, float> cache{shape};
-    kvp::HostBuffer memory{cache.bytes().total()};
+    kvp::Buffer memory{on, cache.bytes().total()};
     cache.bind(on, memory);
-    kvp::HostBuffer workspace{kvp::cache_workspace_bytes(on, cache.layer(0), 1, 1)};
+    kvp::Buffer workspace{on, kvp::workspace_bytes(on, cache.layer(0), {.batch = 1, .tokens = 1})};
     std::vector<float> x(dim, 1.0f), out(dim);
     for (int t = 0; t < 100; ++t) {
         const float score = static_cast<float>(t % 10);
         const auto row = kvp::view_bhsd<const float>(x.data(), 1, 1, 1, dim);
-        kvp::step(on, cache.layer(0), {.count = 1}, row, row, row, kvp::view_bhsd(out.data(), 1, 1, 1, dim),
-                  workspace, nullptr, {.scores = kvp::view_bhs(&score, 1, 1, 1)});
+        kvp::step(on, cache.layer(0),
+                  {.q = row,
+                   .k = row,
+                   .v = row,
+                   .out = kvp::view_bhsd(out.data(), 1, 1, 1, dim),
+                   .batch = {.count = 1},
+                   .scores = kvp::view_bhs(&score, 1, 1, 1)},
+                  workspace);
         cache.advance(on, {.count = 1});
     }
     try {

@@ -6,14 +6,12 @@
 namespace kvpolicy {
 using Dims = head_dims<64, 128>;
 using Cache = FixedBudgetRef<Policy<Sink<>, Window<>, TopKBudget<>>, bf16>;
-template std::size_t cache_workspace_bytes<Dims>(const cuda&, const Cache&, std::int32_t, std::int32_t);
-template void prefill<Dims>(const cuda&, const Cache&, const Batch&, rows_view<const bf16>,
-                            rows_view<const bf16>, rows_view<const bf16>, rows_view<bf16>, workspace_view,
-                            std::uint32_t*, const CacheExtras&);
-template void append_draft<Dims>(const cuda&, const Cache&, const Batch&, rows_view<const bf16>,
-                                 rows_view<const bf16>, rows_view<const bf16>, rows_view<bf16>,
-                                 workspace_view, std::uint32_t*, const CacheExtras&);
-template void accept<Dims>(const cuda&, const Cache&, const Batch&, workspace_view, std::uint32_t*);
+template std::size_t workspace_bytes<Dims>(const cuda&, const Cache&, const CallSize&);
+template void prefill<Dims>(const cuda&, const Cache&, const StepIO<bf16>&, workspace_view,
+                            const StepOptions&);
+template void append_draft<Dims>(const cuda&, const Cache&, const StepIO<bf16>&, workspace_view,
+                                 const StepOptions&);
+template void accept<Dims>(const cuda&, const Cache&, const Batch&, workspace_view, const StepOptions&);
 template std::size_t attend_workspace_bytes<bf16, Dims>(const cuda&, const AttentionParams&,
                                                         rows_view<const bf16>, const kv_view<bf16>&,
                                                         const Sequences&, const AttendOptions&);

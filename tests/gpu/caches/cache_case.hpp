@@ -6,6 +6,7 @@
 
 #include "../../support/bound_cache.hpp"
 #include "../support/device.hpp"
+#include "support/step_io.hpp"
 
 #include <doctest/doctest.h>
 
@@ -213,7 +214,7 @@ class BothCaches {
             const Device<T> out(wanted.data);
             const Device<float> lse(wanted_lse.data);
             const Device<std::uint32_t> status(no_status);
-            kvpolicy::CacheExtras extras, device_extras;
+            test::Extras extras, device_extras;
             extras.lse = wanted_lse.view();
             device_extras.lse = kvpolicy::view_bhs(lse.data(), count, query_heads, length);
             if constexpr (P::ranked) {
@@ -227,40 +228,49 @@ class BothCaches {
             std::size_t needed = kvpolicy::step_workspace_bytes<Dims>(device, ref, count);
             if constexpr (Chunks) {
                 if (mode != Mode::step) {
-                    needed = kvpolicy::cache_workspace_bytes<Dims>(device, ref, count, length);
+                    needed = kvpolicy::workspace_bytes<Dims>(device, ref, {.batch = count, .tokens = length});
                 }
             }
             const Device<unsigned char> workspace(needed);
             const auto out_view =
                 kvpolicy::view_bhsd(out.data(), count, query_heads, length, shape.head_dim_vo);
             Workspace host_workspace(
-                kvpolicy::cache_workspace_bytes(on, oracle.cache.layer(layer), count, length));
+                kvpolicy::workspace_bytes(on, oracle.cache.layer(layer), {.batch = count, .tokens = length}));
             if (mode == Mode::step) {
-                kvpolicy::step<Dims>(device, ref, device_batch, q_view, k_view, v_view, out_view, workspace,
-                                     status.data(), device_extras);
-                kvpolicy::step(on, oracle.cache.layer(layer), batch, in.q.view(), in.k.view(), in.v.view(),
-                               wanted.view(), host_workspace, nullptr, extras);
+                kvpolicy::step<Dims>(
+                    device, ref, test::step_io(device_batch, q_view, k_view, v_view, out_view, device_extras),
+                    workspace, {.status = status.data()});
+                kvpolicy::step(
+                    on, oracle.cache.layer(layer),
+                    test::step_io(batch, in.q.view(), in.k.view(), in.v.view(), wanted.view(), extras),
+                    host_workspace);
             } else if constexpr (!Chunks) {
                 FAIL("a chunk in a test of steps");
             } else if (mode == Mode::prefill) {
-                kvpolicy::prefill<Dims>(device, ref, device_batch, q_view, k_view, v_view, out_view,
-                                        workspace, status.data(), device_extras);
-                kvpolicy::prefill(on, oracle.cache.layer(layer), batch, in.q.view(), in.k.view(), in.v.view(),
-                                  wanted.view(), host_workspace, nullptr, extras);
+                kvpolicy::prefill<Dims>(
+                    device, ref, test::step_io(device_batch, q_view, k_view, v_view, out_view, device_extras),
+                    workspace, {.status = status.data()});
+                kvpolicy::prefill(
+                    on, oracle.cache.layer(layer),
+                    test::step_io(batch, in.q.view(), in.k.view(), in.v.view(), wanted.view(), extras),
+                    host_workspace);
             } else {
-                kvpolicy::append_draft<Dims>(device, ref, device_batch, q_view, k_view, v_view, out_view,
-                                             workspace, status.data(), device_extras);
-                kvpolicy::append_draft(on, oracle.cache.layer(layer), batch, in.q.view(), in.k.view(),
-                                       in.v.view(), wanted.view(), host_workspace, extras);
+                kvpolicy::append_draft<Dims>(
+                    device, ref, test::step_io(device_batch, q_view, k_view, v_view, out_view, device_extras),
+                    workspace, {.status = status.data()});
+                kvpolicy::append_draft(
+                    on, oracle.cache.layer(layer),
+                    test::step_io(batch, in.q.view(), in.k.view(), in.v.view(), wanted.view(), extras),
+                    host_workspace);
                 const kvpolicy::Batch some{count, seq_ids.data(), accepted.data(), shape.max_draft_tokens};
                 const Device<std::int32_t> device_accepted(accepted);
                 const kvpolicy::Batch device_some{count, device_seq_ids.data(), device_accepted.data(),
                                                   shape.max_draft_tokens};
-                const Device<unsigned char> more(
-                    kvpolicy::cache_workspace_bytes<Dims>(device, ref, count, shape.max_draft_tokens));
-                kvpolicy::accept<Dims>(device, ref, device_some, more, status.data());
-                Workspace host_more(kvpolicy::cache_workspace_bytes(on, oracle.cache.layer(layer), count,
-                                                                    shape.max_draft_tokens));
+                const Device<unsigned char> more(kvpolicy::workspace_bytes<Dims>(
+                    device, ref, {.batch = count, .tokens = shape.max_draft_tokens}));
+                kvpolicy::accept<Dims>(device, ref, device_some, more, {.status = {.status = status.data()}});
+                Workspace host_more(kvpolicy::workspace_bytes(
+                    on, oracle.cache.layer(layer), {.batch = count, .tokens = shape.max_draft_tokens}));
                 kvpolicy::accept(on, oracle.cache.layer(layer), some, host_more);
             }
             CHECK(status.read() == no_status);
@@ -270,7 +280,8 @@ class BothCaches {
         const Device<std::int32_t> device_moved(moved);
         const Device<std::uint32_t> status(no_status);
         oracle.cache.advance(on, {count, seq_ids.data(), moved.data(), length});
-        cache.advance(device, {count, device_seq_ids.data(), device_moved.data(), length}, status.data());
+        cache.advance(device, {count, device_seq_ids.data(), device_moved.data(), length},
+                      {.status = status.data()});
         CHECK(status.read() == no_status);
     }
 

@@ -7,6 +7,7 @@
 
 #include "../../support/refusal.hpp"
 #include "paged_case.hpp"
+#include "support/step_io.hpp"
 
 using namespace kvpolicy;
 using namespace test;
@@ -32,14 +33,14 @@ template <class Cache>
 void check_nothing(Cache& cache, std::int32_t dim, std::int32_t heads) {
     const kvpolicy::cuda on{};
     const auto ref = cache.layer(0);
-    const Device<unsigned char> workspace(cache_workspace_bytes<head_dims<64>>(on, ref, 3, 4));
+    const Device<unsigned char> workspace(workspace_bytes<head_dims<64>>(on, ref, {.batch = 3, .tokens = 4}));
     const Device<float> rows(
         std::vector<float>(std::size_t{3} * 4 * static_cast<std::size_t>(heads * dim), 1.0f));
     const Device<float> out(std::vector<float>(rows.size(), 5.0f));
     const Device<std::int32_t> none(std::vector<std::int32_t>{0, 0, 0}),
         nobody(std::vector<std::int32_t>{Batch::no_seq, Batch::no_seq, Batch::no_seq});
     const Device<std::uint32_t> status(std::vector<std::uint32_t>(3, 0));
-    const CacheExtras extras{.scores = view_bhs<const float>(rows.data(), 3, 2, 1)};
+    const test::Extras extras{.scores = view_bhs<const float>(rows.data(), 3, 2, 1)};
     const auto view = [&](std::int32_t n, std::int32_t length) {
         return view_bhsd<const float>(rows.data(), 3, n, length, dim);
     };
@@ -54,12 +55,15 @@ void check_nothing(Cache& cache, std::int32_t dim, std::int32_t heads) {
         const auto q = empty ? view_bhsd<const float>(nullptr, 0, heads, 1, dim) : view(heads, 1);
         const auto k = empty ? view_bhsd<const float>(nullptr, 0, 2, 1, dim) : view(2, 1);
         const auto to = view_bhsd(empty ? nullptr : out.data(), empty ? 0 : 3, heads, 1, dim);
-        const CacheExtras given = empty ? CacheExtras{} : extras;
-        step<head_dims<64>>(on, ref, batch, q, k, k, to, workspace, status.data(), given);
-        prefill<head_dims<64>>(on, ref, batch, q, k, k, to, workspace, status.data(), given);
-        append_draft<head_dims<64>>(on, ref, batch, q, k, k, to, workspace, status.data(), given);
-        accept<head_dims<64>>(on, ref, batch, workspace, status.data());
-        cache.advance(on, batch, status.data());
+        const test::Extras given = empty ? test::Extras{} : extras;
+        step<head_dims<64>>(on, ref, test::step_io(batch, q, k, k, to, given), workspace,
+                            {.status = status.data()});
+        prefill<head_dims<64>>(on, ref, test::step_io(batch, q, k, k, to, given), workspace,
+                               {.status = status.data()});
+        append_draft<head_dims<64>>(on, ref, test::step_io(batch, q, k, k, to, given), workspace,
+                                    {.status = status.data()});
+        accept<head_dims<64>>(on, ref, batch, workspace, {.status = status.data()});
+        cache.advance(on, batch, {.status = status.data()});
     }
     CHECK(status.read() == std::vector<std::uint32_t>(3, 0));
     CHECK(out.read() == std::vector<float>(rows.size(), 5.0f));
@@ -145,23 +149,27 @@ TEST_CASE("keys and values that heads share; outputs that they would") {
         }
         const Device<bf16> q(in.q.data), k(in.k.data), v(in.v.data), out(in.q.data.size()), other(out.size());
         const Device<float> scores(in.scores.data);
-        const CacheExtras extras{.scores = view_bhs<const float>(scores.data(), 2, 2, 1)};
+        const test::Extras extras{.scores = view_bhs<const float>(scores.data(), 2, 2, 1)};
         const auto q_view = view_bhsd<const bf16>(q.data(), 2, 2 * group, 1, dim);
         const rows_view<const bf16> one_k{k.data(), 2, 2, 1, dim, 0, 0, 0},
             one_v{v.data(), 2, 2, 1, dim, 0, 0, 0};
-        step<head_dims<64>>(on, shared.layer(0), {2}, q_view, one_k, one_v,
-                            view_bhsd(out.data(), 2, 2 * group, 1, dim), workspace, nullptr, extras);
+        step<head_dims<64>>(
+            on, shared.layer(0),
+            test::step_io({2}, q_view, one_k, one_v, view_bhsd(out.data(), 2, 2 * group, 1, dim), extras),
+            workspace);
         shared.advance(on, {2});
-        step<head_dims<64>>(on, apart.layer(0), {2}, q_view, view_bhsd<const bf16>(k.data(), 2, 2, 1, dim),
-                            view_bhsd<const bf16>(v.data(), 2, 2, 1, dim),
-                            view_bhsd(other.data(), 2, 2 * group, 1, dim), workspace, nullptr, extras);
+        step<head_dims<64>>(on, apart.layer(0),
+                            test::step_io({2}, q_view, view_bhsd<const bf16>(k.data(), 2, 2, 1, dim),
+                                          view_bhsd<const bf16>(v.data(), 2, 2, 1, dim),
+                                          view_bhsd(other.data(), 2, 2 * group, 1, dim), extras),
+                            workspace);
         apart.advance(on, {2});
         const auto x = out.read(), y = other.read();
         CHECK(std::equal(x.begin(), x.end(), y.begin(), [](bf16 i, bf16 j) { return i.bits == j.bits; }));
         rows_view<bf16> to = view_bhsd(out.data(), 2, 2 * group, 1, dim);
         to.head_stride = 0;
-        CHECK_REFUSED((step<head_dims<64>>(on, shared.layer(0), {2}, q_view, one_k, one_v, to, workspace,
-                                           nullptr, extras)),
+        CHECK_REFUSED((step<head_dims<64>>(on, shared.layer(0),
+                                           test::step_io({2}, q_view, one_k, one_v, to, extras), workspace)),
                       "out: a head stride of 0");
     }
 }

@@ -14,54 +14,51 @@ using Dims = head_dims<64, 128>;
 using Given = Policy<Sink<>, Window<>, TopKBudget<>>;
 using Ref = FixedBudgetRef<Given, bf16>;
 template std::size_t step_workspace_bytes<Dims>(const cuda&, const Ref&, std::int32_t);
-template void step<Dims>(const cuda&, const Ref&, const Batch&, rows_view<const bf16>, rows_view<const bf16>,
-                         rows_view<const bf16>, rows_view<bf16>, workspace_view, std::uint32_t*,
-                         const CacheExtras&);
-template void attend<Dims>(const cuda&, const Ref&, const Batch&, rows_view<const bf16>, rows_view<bf16>,
-                           plane_view<float>, workspace_view, std::uint32_t*);
-template void export_heads(const cuda&, const Ref&, const Batch&, const HeadPages&);
+template void step<Dims>(const cuda&, const Ref&, const StepIO<bf16>&, workspace_view, const StepOptions&);
+template void attend<Dims>(const cuda&, const Ref&, const StepIO<bf16>&, workspace_view, const StepOptions&);
+template void export_heads<Dims>(const cuda&, const Ref&, const Batch&, const HeadPages&, workspace_view,
+                                 const StepOptions&);
 
 template void FixedBudgetCache<Given, bf16>::bind<cuda_build>(const cuda&, void*, std::size_t);
 template void FixedBudgetCache<Given, bf16>::clear<cuda_build>(const cuda&, std::int32_t);
-template void FixedBudgetCache<Given, bf16>::advance<cuda_build>(const cuda&, const Batch&, std::uint32_t*);
-template void FixedBudgetCache<Given, bf16>::fork<cuda_build>(const cuda&, std::int32_t, std::int32_t);
+template void FixedBudgetCache<Given, bf16>::advance<cuda_build>(const cuda&, const Batch&,
+                                                                 const StepOptions&);
+template void FixedBudgetCache<Given, bf16>::fork<cuda_build>(const cuda&, std::int32_t, std::int32_t,
+                                                              const StepOptions&);
 template void FixedBudgetCache<Given, bf16>::reorder<cuda_build>(const cuda&, const std::int32_t*,
-                                                                 std::int32_t, std::uint32_t*);
+                                                                 std::int32_t, const StepOptions&);
 template std::size_t FixedBudgetCache<Given, bf16>::snapshot<cuda_build>(const cuda&, std::int32_t, void*,
                                                                          std::size_t) const;
 template void FixedBudgetCache<Given, bf16>::restore<cuda_build>(const cuda&, std::int32_t, const void*,
-                                                                 std::size_t);
+                                                                 std::size_t, const StepOptions&);
 
 using Gated = WGKV<256>;
 using Dual = DualRef<Gated, bf16>;
 template std::size_t step_workspace_bytes<Dims>(const cuda&, const Dual&, std::int32_t);
-template void step<Dims>(const cuda&, const Dual&, const Batch&, rows_view<const bf16>, rows_view<const bf16>,
-                         rows_view<const bf16>, rows_view<bf16>, workspace_view, std::uint32_t*,
-                         const CacheExtras&);
-template void attend<Dims>(const cuda&, const Dual&, const Batch&, rows_view<const bf16>, rows_view<bf16>,
-                           plane_view<float>, workspace_view, std::uint32_t*);
-template void export_heads(const cuda&, const Dual&, const Batch&, const HeadPages&);
+template void step<Dims>(const cuda&, const Dual&, const StepIO<bf16>&, workspace_view, const StepOptions&);
+template void attend<Dims>(const cuda&, const Dual&, const StepIO<bf16>&, workspace_view, const StepOptions&);
+template void export_heads<Dims>(const cuda&, const Dual&, const Batch&, const HeadPages&, workspace_view,
+                                 const StepOptions&);
 
 template void DualCache<Gated, bf16>::bind<cuda_build>(const cuda&, void*, std::size_t);
 template void DualCache<Gated, bf16>::add_slab<cuda_build>(const cuda&, void*, std::size_t);
 template std::int64_t DualCache<Gated, bf16>::free_pages<cuda_build>(const cuda&) const;
 template std::int64_t DualCache<Gated, bf16>::reserve<cuda_build>(const cuda&, const Batch&);
 template void DualCache<Gated, bf16>::clear<cuda_build>(const cuda&, std::int32_t);
-template void DualCache<Gated, bf16>::advance<cuda_build>(const cuda&, const Batch&, std::uint32_t*);
+template void DualCache<Gated, bf16>::advance<cuda_build>(const cuda&, const Batch&, const StepOptions&);
 template void DualCache<Gated, bf16>::fork<cuda_build>(const cuda&, std::int32_t, std::int32_t,
-                                                       std::uint32_t*);
+                                                       const StepOptions&);
 template void DualCache<Gated, bf16>::reorder<cuda_build>(const cuda&, const std::int32_t*, std::int32_t,
-                                                          std::uint32_t*);
+                                                          const StepOptions&);
 template std::size_t DualCache<Gated, bf16>::snapshot_bytes<cuda_build>(const cuda&, std::int32_t) const;
 template std::size_t DualCache<Gated, bf16>::snapshot<cuda_build>(const cuda&, std::int32_t, void*,
                                                                   std::size_t) const;
 template void DualCache<Gated, bf16>::restore<cuda_build>(const cuda&, std::int32_t, const void*, std::size_t,
-                                                          std::uint32_t*);
+                                                          const StepOptions&);
 
 using Parts = Policy<Sink<>, Window<>, TopKBudget<>, Stride<>, QuestPages<16>, SnapKVEviction>;
-template void step<head_dims<64>>(const cuda&, const DualRef<Parts, bf16>&, const Batch&,
-                                  rows_view<const bf16>, rows_view<const bf16>, rows_view<const bf16>,
-                                  rows_view<bf16>, workspace_view, std::uint32_t*, const CacheExtras&);
+template void step<head_dims<64>>(const cuda&, const DualRef<Parts, bf16>&, const StepIO<bf16>&,
+                                  workspace_view, const StepOptions&);
 template void DualCache<Parts, bf16>::evict<cuda_build>(const cuda&, const Batch&, workspace_view,
-                                                        EvictionReport*, std::uint32_t*);
+                                                        const EvictOptions&);
 }  // namespace kvpolicy

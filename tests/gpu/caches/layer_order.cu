@@ -10,6 +10,7 @@
 
 #include "cache_case.hpp"
 #include "support/refusal.hpp"
+#include "support/step_io.hpp"
 #include "two_scorers.hpp"
 
 #include <algorithm>
@@ -67,7 +68,7 @@ struct Side {
             cache.add_slab(on, slab->data(), slab->size());
         }
         workspace = std::make_unique<Device<unsigned char>>(
-            cache_workspace_bytes<head_dims<64>>(on, cache.layer(0), max_sequences, most));
+            workspace_bytes<head_dims<64>>(on, cache.layer(0), {.batch = max_sequences, .tokens = most}));
     }
     bool alike = false;  // whether all sequences get the same tokens
     void give(std::uint32_t seed) {
@@ -93,32 +94,39 @@ struct Side {
             return view_bhsd<const float>(of.data(), count, of_heads, most, dim);
         };
         const auto to = view_bhsd(out.data(), count, 4, most, head_dim_vo);
-        CacheExtras extras;
+        test::Extras extras;
         if constexpr (P::scorer_type::when == score_time::given) {
             extras.scores = view_bhs<const float>(scores.data(), count, heads, most);
         }
         const auto ref = cache.layer(layer);
         if (mode == Mode::step) {
-            step<head_dims<64>>(on, ref, batch, rows(q, 4, head_dim_qk), rows(k, heads, head_dim_qk),
-                                rows(v, heads, head_dim_vo), to, *workspace, status.data(), extras);
+            step<head_dims<64>>(on, ref,
+                                test::step_io(batch, rows(q, 4, head_dim_qk), rows(k, heads, head_dim_qk),
+                                              rows(v, heads, head_dim_vo), to, extras),
+                                *workspace, {.status = status.data()});
         } else if (mode == Mode::prefill) {
-            prefill<head_dims<64>>(on, ref, batch, rows(q, 4, head_dim_qk), rows(k, heads, head_dim_qk),
-                                   rows(v, heads, head_dim_vo), to, *workspace, status.data(), extras);
+            prefill<head_dims<64>>(on, ref,
+                                   test::step_io(batch, rows(q, 4, head_dim_qk), rows(k, heads, head_dim_qk),
+                                                 rows(v, heads, head_dim_vo), to, extras),
+                                   *workspace, {.status = status.data()});
         } else {
-            append_draft<head_dims<64>>(on, ref, batch, rows(q, 4, head_dim_qk), rows(k, heads, head_dim_qk),
-                                        rows(v, heads, head_dim_vo), to, *workspace, status.data(), extras);
+            append_draft<head_dims<64>>(
+                on, ref,
+                test::step_io(batch, rows(q, 4, head_dim_qk), rows(k, heads, head_dim_qk),
+                              rows(v, heads, head_dim_vo), to, extras),
+                *workspace, {.status = status.data()});
         }
         return status.read();
     }
     Words accept(std::int32_t layer, std::int32_t n) {
         ok(cudaMemset(status.data(), 0, status.bytes()));
         kvpolicy::accept<head_dims<64>>(on, cache.layer(layer), {.count = max_sequences, .length = n},
-                                        *workspace, status.data());
+                                        *workspace, {.status = {.status = status.data()}});
         return status.read();
     }
     Words advance(std::int32_t n) {
         ok(cudaMemset(status.data(), 0, status.bytes()));
-        cache.advance(on, {.count = max_sequences, .length = n}, status.data());
+        cache.advance(on, {.count = max_sequences, .length = n}, {.status = status.data()});
         return status.read();
     }
     [[nodiscard]] std::vector<position_t> lengths() const {
@@ -210,9 +218,11 @@ void check_middle(const typename Side<Cache>::P& policy,
                 const std::vector<float> wanted = alone.out.read();
                 ok(cudaMemset(alone.out.data(), 0xff, alone.out.bytes()));
                 attend<head_dims<64>>(
-                    alone.on, alone.cache.layer(0), {.count = max_sequences},
-                    view_bhsd<const float>(alone.q.data(), max_sequences, 4, most, head_dim_qk),
-                    view_bhsd(alone.out.data(), max_sequences, 4, most, head_dim_vo), {}, *alone.workspace);
+                    alone.on, alone.cache.layer(0),
+                    {.q = view_bhsd<const float>(alone.q.data(), max_sequences, 4, most, head_dim_qk),
+                     .out = view_bhsd(alone.out.data(), max_sequences, 4, most, head_dim_vo),
+                     .batch = {.count = max_sequences}},
+                    *alone.workspace);
                 const std::vector<float> got = alone.out.read();
                 double off = 0.0;
                 for (std::size_t row = 0; row < got.size() / head_dim_vo; row += most) {

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "cache_case.hpp"
+#include "support/step_io.hpp"
 
 #include <cstdint>
 #include <vector>
@@ -47,7 +48,8 @@ void check_long(Both& both, Scores kind, const Reserve& reserve) {
     const auto host_ref = both.oracle.cache.layer(0);
     const Device<unsigned char> workspace(
         kvpolicy::step_workspace_bytes<Dims>(both.device, ref, max_sequences));
-    Workspace host_workspace(kvpolicy::cache_workspace_bytes(both.on, host_ref, max_sequences, 1));
+    Workspace host_workspace(
+        kvpolicy::workspace_bytes(both.on, host_ref, {.batch = max_sequences, .tokens = 1}));
     const Device<std::uint32_t> status(
         std::vector<std::uint32_t>(static_cast<std::size_t>(max_sequences), 0));
     const kvpolicy::Batch batch{.count = max_sequences};
@@ -56,24 +58,29 @@ void check_long(Both& both, Scores kind, const Reserve& reserve) {
             reserve(ahead);
         }
         const CallTensors<T>& token = tokens[static_cast<std::size_t>(t % returning)];
-        kvpolicy::CacheExtras extras, device_extras;
+        test::Extras extras, device_extras;
         extras.scores = kvpolicy::view_bhs<const float>(given.data() + t * each, max_sequences, heads, 1);
         device_extras.scores =
             kvpolicy::view_bhs<const float>(scores.data() + t * each, max_sequences, heads, 1);
         const std::int64_t at = t % returning * each;
         kvpolicy::step<Dims>(
-            both.device, ref, batch,
-            kvpolicy::view_bhsd<const T>(q.data() + at * (query_heads / heads) * shape.head_dim_qk,
-                                         max_sequences, query_heads, 1, shape.head_dim_qk),
-            kvpolicy::view_bhsd<const T>(k.data() + at * shape.head_dim_qk, max_sequences, heads, 1,
-                                         shape.head_dim_qk),
-            kvpolicy::view_bhsd<const T>(v.data() + at * shape.head_dim_vo, max_sequences, heads, 1,
-                                         shape.head_dim_vo),
-            kvpolicy::view_bhsd(out.data(), max_sequences, query_heads, 1, shape.head_dim_vo), workspace,
-            status.data(), device_extras);
-        both.cache.advance(both.device, batch, status.data());
-        kvpolicy::step(both.on, host_ref, batch, token.q.view(), token.k.view(), token.v.view(),
-                       host_out.view(), host_workspace, nullptr, extras);
+            both.device, ref,
+            test::step_io(
+                batch,
+                kvpolicy::view_bhsd<const T>(q.data() + at * (query_heads / heads) * shape.head_dim_qk,
+                                             max_sequences, query_heads, 1, shape.head_dim_qk),
+                kvpolicy::view_bhsd<const T>(k.data() + at * shape.head_dim_qk, max_sequences, heads, 1,
+                                             shape.head_dim_qk),
+                kvpolicy::view_bhsd<const T>(v.data() + at * shape.head_dim_vo, max_sequences, heads, 1,
+                                             shape.head_dim_vo),
+                kvpolicy::view_bhsd(out.data(), max_sequences, query_heads, 1, shape.head_dim_vo),
+                device_extras),
+            workspace, {.status = status.data()});
+        both.cache.advance(both.device, batch, {.status = status.data()});
+        kvpolicy::step(
+            both.on, host_ref,
+            test::step_io(batch, token.q.view(), token.k.view(), token.v.view(), host_out.view(), extras),
+            host_workspace);
         both.oracle.cache.advance(both.on, batch);
         if (t % 5000 == 4999) {
             both.same_rows("after " + std::to_string(t + 1) + " steps");

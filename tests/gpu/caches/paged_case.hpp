@@ -6,6 +6,7 @@
 
 #include "../../support/bound_dual.hpp"
 #include "cache_case.hpp"
+#include "support/step_io.hpp"
 
 #include <memory>
 
@@ -102,7 +103,7 @@ class BothDuals {
                 const Device<float> lse(wanted_lse.data);
                 std::vector<std::uint32_t> wanted_status(seq_ids.size(), 0);
                 const Device<std::uint32_t> status(wanted_status);
-                kvpolicy::CacheExtras extras, device_extras;
+                test::Extras extras, device_extras;
                 extras.lse = wanted_lse.view();
                 device_extras.lse = kvpolicy::view_bhs(lse.data(), count, query_heads, length);
                 if constexpr (P::ranked) {
@@ -119,29 +120,42 @@ class BothDuals {
                 if (mode == Mode::step) {
                     const Device<unsigned char> workspace(
                         kvpolicy::step_workspace_bytes<Dims>(device, ref, count));
-                    kvpolicy::step<Dims>(device, ref, device_batch, q_view, k_view, v_view, out_view,
-                                         workspace, status.data(), device_extras);
+                    kvpolicy::step<Dims>(
+                        device, ref,
+                        test::step_io(device_batch, q_view, k_view, v_view, out_view, device_extras),
+                        workspace, {.status = status.data()});
                     call_ref<P, T>(on, host_ref, batch, in.q.view(), in.k.view(), in.v.view(), wanted.view(),
                                    extras, true, wanted_status.data());
                 } else if constexpr (Chunks) {
                     const Device<unsigned char> workspace(
-                        kvpolicy::cache_workspace_bytes<Dims>(device, ref, count, batch.length) +
+                        kvpolicy::workspace_bytes<Dims>(device, ref,
+                                                        {.batch = count, .tokens = batch.length}) +
                         more_workspace);
                     Workspace host_workspace(
-                        kvpolicy::cache_workspace_bytes(on, host_ref, count, batch.length));
+                        kvpolicy::workspace_bytes(on, host_ref, {.batch = count, .tokens = batch.length}));
                     if (committing) {
-                        kvpolicy::accept<Dims>(device, ref, device_batch, workspace, status.data());
-                        kvpolicy::accept(on, host_ref, batch, host_workspace, wanted_status.data());
+                        kvpolicy::accept<Dims>(device, ref, device_batch, workspace,
+                                               {.status = {.status = status.data()}});
+                        kvpolicy::accept(on, host_ref, batch, host_workspace,
+                                         {.status = {.status = wanted_status.data()}});
                     } else if (mode == Mode::prefill) {
-                        kvpolicy::prefill<Dims>(device, ref, device_batch, q_view, k_view, v_view, out_view,
-                                                workspace, status.data(), device_extras);
-                        kvpolicy::prefill(on, host_ref, batch, in.q.view(), in.k.view(), in.v.view(),
-                                          wanted.view(), host_workspace, wanted_status.data(), extras);
+                        kvpolicy::prefill<Dims>(
+                            device, ref,
+                            test::step_io(device_batch, q_view, k_view, v_view, out_view, device_extras),
+                            workspace, {.status = status.data()});
+                        kvpolicy::prefill(on, host_ref,
+                                          test::step_io(batch, in.q.view(), in.k.view(), in.v.view(),
+                                                        wanted.view(), extras),
+                                          host_workspace, {.status = wanted_status.data()});
                     } else {
-                        kvpolicy::append_draft<Dims>(device, ref, device_batch, q_view, k_view, v_view,
-                                                     out_view, workspace, status.data(), device_extras);
-                        kvpolicy::append_draft(on, host_ref, batch, in.q.view(), in.k.view(), in.v.view(),
-                                               wanted.view(), host_workspace, extras);
+                        kvpolicy::append_draft<Dims>(
+                            device, ref,
+                            test::step_io(device_batch, q_view, k_view, v_view, out_view, device_extras),
+                            workspace, {.status = status.data()});
+                        kvpolicy::append_draft(on, host_ref,
+                                               test::step_io(batch, in.q.view(), in.k.view(), in.v.view(),
+                                                             wanted.view(), extras),
+                                               host_workspace);
                     }
                 }
                 CHECK(status.read() == wanted_status);
@@ -179,7 +193,8 @@ class BothDuals {
         const Device<std::int32_t> device_moved(moved);
         oracle.cache.advance(on, {count, seq_ids.data(), moved.data(), length});
         const Device<std::uint32_t> status(std::vector<std::uint32_t>(seq_ids.size(), 0));
-        cache.advance(device, {count, device_seq_ids.data(), device_moved.data(), length}, status.data());
+        cache.advance(device, {count, device_seq_ids.data(), device_moved.data(), length},
+                      {.status = status.data()});
         CHECK(status.read() == std::vector<std::uint32_t>(seq_ids.size(), 0));
         if constexpr (P::has_eviction) {
             evict(seq_ids, moved);
@@ -197,9 +212,10 @@ class BothDuals {
         Workspace host_workspace(oracle.cache.evict_workspace_bytes(on));
         const Device<unsigned char> workspace(cache.evict_workspace_bytes(device));
         ok(cudaMemset(workspace.data(), 0xff, workspace.bytes()));
-        oracle.cache.evict(on, {count, seq_ids.data(), tokens.data()}, host_workspace, wanted.data());
-        cache.evict(device, {count, device_seq_ids.data(), device_tokens.data()}, workspace, reports.data(),
-                    status.data());
+        oracle.cache.evict(on, {count, seq_ids.data(), tokens.data()}, host_workspace,
+                           {.reports = wanted.data()});
+        cache.evict(device, {count, device_seq_ids.data(), device_tokens.data()}, workspace,
+                    {.reports = reports.data(), .status = status.data()});
         const auto found = reports.read();
         for (std::size_t i = 0; i < seq_ids.size(); ++i) {
             CHECK(found[i].rounds == wanted[i].rounds);
@@ -218,15 +234,15 @@ class BothDuals {
         const Device<std::uint32_t> status(std::vector<std::uint32_t>(1, 0));
         const Device<std::int32_t> of_device(sources);
         const auto count = static_cast<std::int32_t>(sources.size());
-        oracle.cache.reorder(on, sources.data(), count, &wanted);
-        cache.reorder(device, of_device.data(), count, status.data());
+        oracle.cache.reorder(on, sources.data(), count, {.status = &wanted});
+        cache.reorder(device, of_device.data(), count, {.status = status.data()});
         CHECK(status.read()[0] == wanted);
     }
     void fork(std::int32_t from, std::int32_t to) {
         std::uint32_t wanted = 0;
         const Device<std::uint32_t> status(std::vector<std::uint32_t>(1, 0));
-        oracle.cache.fork(on, from, to, &wanted);
-        cache.fork(device, from, to, status.data());
+        oracle.cache.fork(on, from, to, {.status = &wanted});
+        cache.fork(device, from, to, {.status = status.data()});
         CHECK(status.read()[0] == wanted);
     }
 
@@ -242,8 +258,8 @@ class BothDuals {
             CHECK(same);
         }
         std::uint32_t wanted = 0, status = 0;
-        oracle.cache.restore(on, to, blob.data(), blob.size(), &wanted);
-        cache.restore(device, to, blob.data(), blob.size(), &status);
+        oracle.cache.restore(on, to, blob.data(), blob.size(), {.status = &wanted});
+        cache.restore(device, to, blob.data(), blob.size(), {.status = &status});
         CHECK(status == wanted);
     }
 
@@ -260,14 +276,20 @@ class BothDuals {
             const auto ref = cache.layer(layer);
             const Device<unsigned char> workspace(kvpolicy::step_workspace_bytes<Dims>(device, ref, count));
             kvpolicy::attend<Dims>(
-                device, ref, {count, device_seq_ids.data()},
-                kvpolicy::view_bhsd<const T>(q.data(), count, shape.query_heads, 1, shape.head_dim_qk),
-                kvpolicy::view_bhsd(out.data(), count, shape.query_heads, 1, shape.head_dim_vo),
-                kvpolicy::view_bhs(lse.data(), count, shape.query_heads, 1), workspace);
+                device, ref,
+                {.q = kvpolicy::view_bhsd<const T>(q.data(), count, shape.query_heads, 1, shape.head_dim_qk),
+                 .out = kvpolicy::view_bhsd(out.data(), count, shape.query_heads, 1, shape.head_dim_vo),
+                 .batch = {count, device_seq_ids.data()},
+                 .lse = kvpolicy::view_bhs(lse.data(), count, shape.query_heads, 1)},
+                workspace);
             const auto host_ref = oracle.cache.layer(layer);
-            Workspace host_workspace(kvpolicy::cache_workspace_bytes(on, host_ref, count, 1));
-            kvpolicy::attend(on, host_ref, {count, seq_ids.data()}, in.q.view(), wanted.view(),
-                             wanted_lse.view(), host_workspace);
+            Workspace host_workspace(kvpolicy::workspace_bytes(on, host_ref, {.batch = count, .tokens = 1}));
+            kvpolicy::attend(on, host_ref,
+                             {.q = in.q.view(),
+                              .out = wanted.view(),
+                              .batch = {count, seq_ids.data()},
+                              .lse = wanted_lse.view()},
+                             host_workspace);
             check_.compare(out.read(), wanted, lse.read(), wanted_lse,
                            std::vector<std::int32_t>(seq_ids.size(), 1), in.v);
         }

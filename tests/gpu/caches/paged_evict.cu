@@ -2,6 +2,7 @@
 // In double, where masses agree so closely that the order of two keys never depends on who computed them; and few rounds of others.
 #include "../../support/refusal.hpp"
 #include "paged_parts.hpp"
+#include "support/step_io.hpp"
 
 #include <algorithm>
 #include <limits>
@@ -182,16 +183,17 @@ TEST_CASE("one graph serves 10,000 steps, with evictions and selections") {
             eviction = std::make_unique<Device<unsigned char>>(cache.evict_workspace_bytes(on));
         }
         void token() {
-            CacheExtras extras;
+            test::Extras extras;
             extras.scores = view_bhs<const float>(scores.data(), max_sequences, heads, 1);
-            step<Dims>(on, cache.layer(0), {max_sequences},
-                       view_bhsd<const bf16>(q.data(), max_sequences, heads * group, 1, dim),
-                       view_bhsd<const bf16>(k.data(), max_sequences, heads, 1, dim),
-                       view_bhsd<const bf16>(v.data(), max_sequences, heads, 1, dim),
-                       view_bhsd(out.data(), max_sequences, heads * group, 1, dim), *workspace, status.data(),
-                       extras);
-            cache.advance(on, {max_sequences}, status.data());
-            cache.evict(on, {max_sequences}, *eviction, reports.data(), status.data());
+            step<Dims>(on, cache.layer(0),
+                       test::step_io({max_sequences},
+                                     view_bhsd<const bf16>(q.data(), max_sequences, heads * group, 1, dim),
+                                     view_bhsd<const bf16>(k.data(), max_sequences, heads, 1, dim),
+                                     view_bhsd<const bf16>(v.data(), max_sequences, heads, 1, dim),
+                                     view_bhsd(out.data(), max_sequences, heads * group, 1, dim), extras),
+                       *workspace, {.status = status.data()});
+            cache.advance(on, {max_sequences}, {.status = status.data()});
+            cache.evict(on, {max_sequences}, *eviction, {.reports = reports.data(), .status = status.data()});
         }
     } by_graph, by_hand;
     std::mt19937 generator(5);
@@ -266,18 +268,24 @@ TEST_CASE("in the middle of a token nothing is evicted") {
     const Device<EvictionReport> report(1);
     const auto in = view_bhsd<const double>(rows.data(), 1, 1, 1, 8);
     const auto take = [&](std::int32_t layer) {
-        step(on, cache.layer(layer), {1}, in, in, in, view_bhsd(out.data(), 1, 1, 1, 8), workspace,
-             status.data(), {.scores = view_bhs<const float>(score.data(), 1, 1, 1)});
+        step(on, cache.layer(layer),
+             {.q = in,
+              .k = in,
+              .v = in,
+              .out = view_bhsd(out.data(), 1, 1, 1, 8),
+              .batch = {1},
+              .scores = view_bhs<const float>(score.data(), 1, 1, 1)},
+             workspace, {.status = status.data()});
     };
     for (std::int32_t t = 0; t < 60; ++t) {
         take(0);
         take(1);
-        cache.advance(on, {1}, status.data());
+        cache.advance(on, {1}, {.status = status.data()});
     }
     for (const std::int32_t layer : {0, 1}) {
         take(1 - layer);
         const auto before = memory.read(), of_slab = slab.read();
-        cache.evict(on, {1}, eviction, report.data(), status.data());
+        cache.evict(on, {1}, eviction, {.reports = report.data(), .status = status.data()});
         CHECK(status.read()[0] == status_layer_skipped);
         CHECK(report.read()[0].rows == 0);
         CHECK(memory.read() == before);
@@ -285,9 +293,9 @@ TEST_CASE("in the middle of a token nothing is evicted") {
         CHECK_REFUSED(static_cast<void>(cache.snapshot_bytes(on, 0)), "a sequence between two tokens");
         ok(cudaMemset(status.data(), 0, status.bytes()));
         take(layer);
-        cache.advance(on, {1}, status.data());
+        cache.advance(on, {1}, {.status = status.data()});
     }
-    cache.evict(on, {1}, eviction, report.data(), status.data());
+    cache.evict(on, {1}, eviction, {.reports = report.data(), .status = status.data()});
     CHECK(status.read()[0] == status_ok);
     CHECK(report.read()[0].rounds > 0);
     CHECK(report.read()[0].dropped > 20);
@@ -322,15 +330,23 @@ void check_captured(std::int32_t average, bool drops) {
     const Device<unsigned char> provided(step_workspace_bytes(on, cache.layer(0), 1));
     const auto tokens = [&](int count) {
         for (int t = 0; t < count; ++t) {
-            step(on, cache.layer(0), {.count = 1}, in, in, in, view_bhsd(out.data(), 1, 2, 1, 8), provided,
-                 status.data(), {.scores = view_bhs<const float>(score.data(), 1, 2, 1)});
-            cache.advance(on, {.count = 1}, status.data());
+            step(on, cache.layer(0),
+                 {.q = in,
+                  .k = in,
+                  .v = in,
+                  .out = view_bhsd(out.data(), 1, 2, 1, 8),
+                  .batch = {.count = 1},
+                  .scores = view_bhs<const float>(score.data(), 1, 2, 1)},
+                 provided, {.status = status.data()});
+            cache.advance(on, {.count = 1}, {.status = status.data()});
         }
         ok(cudaStreamSynchronize(stream));
     };
     const std::size_t bytes = cache.evict_workspace_bytes(on);
     const Device<unsigned char> workspace(std::vector<unsigned char>(bytes + 4096, 0xa5));
-    const auto evict = [&] { cache.evict(on, {1}, {workspace.data(), bytes}, report.data(), status.data()); };
+    const auto evict = [&] {
+        cache.evict(on, {1}, {workspace.data(), bytes}, {.reports = report.data(), .status = status.data()});
+    };
     evict();  // loads the kernel, which a capture may not
     cudaGraph_t graph = nullptr;
     cudaGraphExec_t captured = nullptr;
@@ -355,7 +371,7 @@ void check_captured(std::int32_t average, bool drops) {
     // Called by itself it is refused before anything happens; with the workspace that it asks for it evicts.
     CHECK_REFUSED(evict(), "workspace.bytes");
     const Device<unsigned char> larger(cache.evict_workspace_bytes(on));
-    cache.evict(on, {1}, larger, report.data(), status.data());
+    cache.evict(on, {1}, larger, {.reports = report.data(), .status = status.data()});
     ok(cudaStreamSynchronize(stream));
     CHECK((report.read()[0].dropped != 0) == drops);
     CHECK(report.read()[0].rows <= 2 * average);

@@ -68,7 +68,7 @@ TEST_CASE("a workspace does not grow with the entries' rows beyond a round's") {
                                   {.slab_pages = 4000, .max_slabs = 100, .max_seq_len = 20000}, policy);
         const Device<unsigned char> memory(cache.bytes().total());
         cache.bind(on, memory.data(), memory.size());
-        return cache_workspace_bytes<head_dims<64>>(on, cache.layer(0), count, 16);
+        return workspace_bytes<head_dims<64>>(on, cache.layer(0), {.batch = count, .tokens = 16});
     };
     // Of a row 512 bytes of keys and values, of one entry; and for every entry what the chunk decides of it.
     const std::size_t one = bytes(1), all = bytes(64);

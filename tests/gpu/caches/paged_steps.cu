@@ -9,6 +9,7 @@
 
 #include "../../support/refusal.hpp"
 #include "paged_case.hpp"
+#include "support/step_io.hpp"
 
 using namespace kvpolicy;
 using namespace test;
@@ -123,8 +124,8 @@ struct Call {
     [[nodiscard]] rows_view<bf16> out_view() const {
         return view_bhsd(out.data(), max_sequences, kv_heads * group, 1, dim);
     }
-    [[nodiscard]] CacheExtras extras() const {
-        CacheExtras extras;
+    [[nodiscard]] test::Extras extras() const {
+        test::Extras extras;
         extras.scores = view_bhs<const float>(scores.data(), max_sequences, kv_heads, 1);
         return extras;
     }
@@ -132,13 +133,13 @@ struct Call {
         return step_workspace_bytes(on, cache.layer(0), max_sequences);
     }
     void run(const Batch& batch, workspace_view workspace, std::int32_t layer = 0) const {
-        step(on, cache.layer(layer), batch, q_view(), k_view(), v_view(), out_view(), workspace,
-             status.data(), extras());
+        step(on, cache.layer(layer), test::step_io(batch, q_view(), k_view(), v_view(), out_view(), extras()),
+             workspace, {.status = status.data()});
     }
     void token(workspace_view workspace) {
         run({max_sequences}, workspace, 0);
         run({max_sequences}, workspace, 1);
-        cache.advance(on, {max_sequences}, status.data());
+        cache.advance(on, {max_sequences}, {.status = status.data()});
     }
 };
 
@@ -262,14 +263,14 @@ void check_scarce(std::int32_t tokens) {
             // An advance that should not be made moves nobody: it leaves out tokens that were taken, too.
             ok(cudaMemset(scarce.status.data(), 0, scarce.status.bytes()));
             scarce.cache.advance(scarce.on, {Call::max_sequences, nullptr, again.data()},
-                                 scarce.status.data());
+                                 {.status = scarce.status.data()});
             CHECK(scarce.status.read() == words);
             scarce.attach();
             ok(cudaMemset(scarce.status.data(), 0, scarce.status.bytes()));
             scarce.run({Call::max_sequences, nullptr, again.data()}, workspace, layer);
             CHECK(scarce.status.read() == none);
         }
-        scarce.cache.advance(scarce.on, {Call::max_sequences}, scarce.status.data());
+        scarce.cache.advance(scarce.on, {Call::max_sequences}, {.status = scarce.status.data()});
         CHECK(scarce.status.read() == none);
     }
     CHECK(BothDuals<Call::P, bf16>::fetch(scarce.cache.layer(0).length, Call::max_sequences) ==
@@ -293,7 +294,8 @@ TEST_CASE("pages of heads as sequences, and what a device finds too late") {
         for (std::int32_t layer = 0; layer < 2; ++layer) {
             call.run({Call::max_sequences, nullptr, lengths.data()}, workspace, layer);
         }
-        call.cache.advance(call.on, {Call::max_sequences, nullptr, lengths.data()}, call.status.data());
+        call.cache.advance(call.on, {Call::max_sequences, nullptr, lengths.data()},
+                           {.status = call.status.data()});
     }
     const auto capacity = static_cast<std::size_t>(call.cache.pool().max_slabs) * 32;
     const Device<std::int32_t> indptr(std::size_t{Call::max_sequences} * Call::kv_heads + 1),
@@ -317,7 +319,7 @@ TEST_CASE("pages of heads as sequences, and what a device finds too late") {
     call.run({Call::max_sequences, named.data()}, workspace);
     CHECK(call.status.read() == std::vector<std::uint32_t>{0, status_bad_length, status_bad_length});
     ok(cudaMemset(call.status.data(), 0, call.status.bytes()));
-    call.cache.advance(call.on, {Call::max_sequences, named.data()}, call.status.data());
+    call.cache.advance(call.on, {Call::max_sequences, named.data()}, {.status = call.status.data()});
     CHECK(call.status.read()[1] == status_bad_length);
 }
 
@@ -360,11 +362,14 @@ TEST_CASE("pages that begin around 2^31 and 2^32 bytes") {
             const CallTensors<bf16> in(cache.shape(), 2, 1, Scores::random, generator);
             const Device<bf16> q(in.q.data), k(in.k.data), v(in.v.data), out(in.q.data.size());
             const Device<float> scores(in.scores.data);
-            CacheExtras extras;
+            test::Extras extras;
             extras.scores = view_bhs<const float>(scores.data(), 2, 2, 1);
-            step(on, ref, {2}, view_bhsd<const bf16>(q.data(), 2, 4, 1, 128),
-                 view_bhsd<const bf16>(k.data(), 2, 2, 1, 128), view_bhsd<const bf16>(v.data(), 2, 2, 1, 128),
-                 view_bhsd(out.data(), 2, 4, 1, 128), workspace, nullptr, extras);
+            step(on, ref,
+                 test::step_io({2}, view_bhsd<const bf16>(q.data(), 2, 4, 1, 128),
+                               view_bhsd<const bf16>(k.data(), 2, 2, 1, 128),
+                               view_bhsd<const bf16>(v.data(), 2, 2, 1, 128),
+                               view_bhsd(out.data(), 2, 4, 1, 128), extras),
+                 workspace);
             cache.advance(on, {2});
             for (const bf16 x : out.read()) {
                 outputs.push_back(static_cast<float>(x));
@@ -399,19 +404,20 @@ TEST_CASE("a sequence ends at `longest`") {
     const Device<float> row(std::vector<float>(8, 1.0f)), out(8), score(std::vector<float>(1, 1.0f));
     const Device<std::uint32_t> status(std::vector<std::uint32_t>(1, 0));
     const Device<unsigned char> workspace(step_workspace_bytes(on, cache.layer(0), 1));
-    CacheExtras extras;
+    test::Extras extras;
     extras.scores = view_bhs<const float>(score.data(), 1, 1, 1);
     const auto rows = view_bhsd<const float>(row.data(), 1, 1, 1, 8);
     for (std::int32_t t = 0; t < 41; ++t) {
         CHECK(status.read()[0] == 0);
-        step(on, cache.layer(0), {1}, rows, rows, rows, view_bhsd(out.data(), 1, 1, 1, 8), workspace,
-             status.data(), extras);
-        cache.advance(on, {1}, status.data());
+        step(on, cache.layer(0),
+             test::step_io({1}, rows, rows, rows, view_bhsd(out.data(), 1, 1, 1, 8), extras), workspace,
+             {.status = status.data()});
+        cache.advance(on, {1}, {.status = status.data()});
         if (t == 39) {  // one that is full can be attended to as any other
             const std::vector<float> wanted = out.read();
             ok(cudaMemset(out.data(), 0xff, out.bytes()));
-            attend(on, cache.layer(0), {1}, rows, view_bhsd(out.data(), 1, 1, 1, 8), {}, workspace,
-                   status.data());
+            attend(on, cache.layer(0), {.q = rows, .out = view_bhsd(out.data(), 1, 1, 1, 8), .batch = {1}},
+                   workspace, {.status = status.data()});
             CHECK(out.read() == wanted);
         }
     }
@@ -425,13 +431,14 @@ TEST_CASE("refusals: one sentence, before anything runs") {
     const auto ref = call.cache.layer(0);
     const workspace_view provided = workspace;
     const auto run = [&](const Batch& batch, rows_view<const bf16> q, workspace_view memory,
-                         const CacheExtras& extras) {
-        step(call.on, ref, batch, q, call.k_view(), call.v_view(), call.out_view(), memory, nullptr, extras);
+                         const test::Extras& extras) {
+        step(call.on, ref, test::step_io(batch, q, call.k_view(), call.v_view(), call.out_view(), extras),
+             memory);
     };
     CHECK_REFUSED(run({Call::max_sequences}, call.q_view(), {provided.data, 8}, call.extras()),
                   "workspace.bytes");
     CHECK_REFUSED(run({Call::max_sequences + 1}, call.q_view(), provided, call.extras()), "batch.count");
-    CHECK_REFUSED(run({Call::max_sequences}, call.q_view(), provided, {}), "extras.scores");
+    CHECK_REFUSED(run({Call::max_sequences}, call.q_view(), provided, {}), "io.scores");
     CHECK_REFUSED(static_cast<void>(call.cache.free_pages()), "device's memory");
     CHECK_REFUSED(static_cast<void>(call.cache.reserve(host{1}, {1})), "device's memory");
     CHECK_REFUSED(call.cache.clear(host{1}, 0), "device's memory");

@@ -68,7 +68,7 @@ void check(bool nhd) {
     constexpr std::int32_t most = 9;
     std::size_t needed = step_workspace_bytes<head_dims<64>>(on, theirs, max_sequences);
     if constexpr (Chunks) {
-        needed = cache_workspace_bytes<head_dims<64>>(on, theirs, max_sequences, most);
+        needed = workspace_bytes<head_dims<64>>(on, theirs, {.batch = max_sequences, .tokens = most});
     }
     const Device<unsigned char> workspace(needed);
     for (std::int32_t turn = 0; turn < 60; ++turn) {
@@ -80,25 +80,19 @@ void check(bool nhd) {
         const Device<std::int32_t> named(std::vector<std::int32_t>{2, turn % 2 == 0 ? Batch::no_seq : 0, 1});
         const Device<std::uint32_t> status(std::vector<std::uint32_t>(max_sequences, 0));
         const Batch batch{.count = max_sequences, .seq_ids = named.data(), .length = n};
-        CacheExtras extras;
-        extras.scores = view_bhs<const float>(scores.data(), max_sequences, heads, n);
         std::vector<std::vector<T>> outputs;
         for (DualCache<P, T>* const cache : {&own, &theirs}) {
             ok(cudaMemset(out.data(), 0x11, out.bytes()));
-            const auto call = [&](auto&& make) {
-                make(on, cache->layer(0), batch,
-                     view_bhsd<const T>(q.data(), max_sequences, heads * group, n, dim),
-                     view_bhsd<const T>(k.data(), max_sequences, heads, n, dim),
-                     view_bhsd<const T>(v.data(), max_sequences, heads, n, dim),
-                     view_bhsd(out.data(), max_sequences, heads * group, n, dim), workspace, status.data(),
-                     extras);
-            };
+            StepIO<T> io =
+                cache->hnd(q.data(), k.data(), v.data(), out.data(), {.batch = max_sequences, .tokens = n});
+            io.batch = batch;
+            io.scores = view_bhs<const float>(scores.data(), max_sequences, heads, n);
             if (n == 1) {
-                call([](auto&&... of) { step<head_dims<64>>(of...); });
+                step<head_dims<64>>(on, cache->layer(0), io, workspace, {.status = status.data()});
             } else if constexpr (Chunks) {
-                call([](auto&&... of) { prefill<head_dims<64>>(of...); });
+                prefill<head_dims<64>>(on, cache->layer(0), io, workspace, {.status = status.data()});
             }
-            cache->advance(on, batch, status.data());
+            cache->advance(on, batch, {.status = status.data()});
             outputs.push_back(out.read());
         }
         CHECK(status.read() == std::vector<std::uint32_t>(max_sequences, 0));

@@ -8,6 +8,7 @@
 
 #include "../support/device.hpp"
 #include "support/refusal.hpp"
+#include "support/step_io.hpp"
 
 #include <doctest/doctest.h>
 
@@ -38,22 +39,22 @@ struct Calls {
     explicit Calls(const P& policy) : cache(shape, policy), memory(cache.bytes().total()) {
         cache.bind(on, memory.data(), memory.size());
     }
-    [[nodiscard]] CacheExtras given() const {
+    [[nodiscard]] test::Extras given() const {
         return {.scores = view_bhs<const float>(scores.data(), 2, 2, length)};
     }
     /// 0: a step, 1: a prefill, 2: a proposal.
-    void call(int which, const Batch& batch, const CacheExtras& extras) {
+    void call(int which, const Batch& batch, const test::Extras& extras) {
         const auto ref = cache.layer(0);
-        const Device<unsigned char> provided(cache_workspace_bytes(on, ref, 2, length));
+        const Device<unsigned char> provided(workspace_bytes(on, ref, {.batch = 2, .tokens = length}));
         const Device<float> result(rows.size());
         const auto in = view_bhsd<const float>(rows.data(), 2, 2, length, 8);
         const auto out = view_bhsd(result.data(), 2, 2, length, 8);
         if (which == 0) {
-            step(on, ref, batch, in, in, in, out, provided, nullptr, extras);
+            step(on, ref, test::step_io(batch, in, in, in, out, extras), provided);
         } else if (which == 1) {
-            prefill(on, ref, batch, in, in, in, out, provided, nullptr, extras);
+            prefill(on, ref, test::step_io(batch, in, in, in, out, extras), provided);
         } else {
-            append_draft(on, ref, batch, in, in, in, out, provided, extras);
+            append_draft(on, ref, test::step_io(batch, in, in, in, out, extras), provided);
         }
         ok(cudaDeviceSynchronize());
     }
@@ -72,7 +73,7 @@ TEST_CASE("a chunk whose length nobody said, and scores that are missing") {
     }
     for (const int which : {0, 1, 2}) {
         CHECK_REFUSED(calls.call(which, {.count = 2, .length = 1}, {}),
-                      "extras.scores: null is not allowed; it must be fp32 scores, since this policy's "
+                      "io.scores: null is not allowed; it must be fp32 scores, since this policy's "
                       "scores are given");
         CHECK_REFUSED(calls.call(which, {.count = 2, .length = 6}, calls.given()), "batch.length: 6");
         calls.call(which, {.count = 2, .length = 1}, calls.given());
@@ -131,7 +132,7 @@ TEST_CASE("scores beside a policy's own scorer") {
     Calls<P> calls(P{{}, {}, {}, {.heads = 2, .weights = {.weight = weight.data()}}});
     for (const int which : {0, 1, 2}) {
         CHECK_REFUSED(calls.call(which, {.count = 2, .length = 1}, calls.given()),
-                      "extras.scores: given is not allowed; it must be nothing, since this policy has a "
+                      "io.scores: given is not allowed; it must be nothing, since this policy has a "
                       "scorer of its own");
         calls.call(which, {.count = 2, .length = 1}, {});
     }
@@ -142,10 +143,10 @@ TEST_CASE("a plane for sums that is longer than the chunk") {
     for (const int which : {1, 2}) {
         const Device<float> lse(std::vector<float>(2 * 2 * length, 7.0f)), cut(lse.read());
         Calls<P> calls(P{}), other(P{});
-        CacheExtras extras = calls.given();
+        test::Extras extras = calls.given();
         extras.lse = view_bhs(lse.data(), 2, 2, length);
         calls.call(which, {.count = 2, .length = 2}, extras);
-        CacheExtras of_two = other.given();
+        test::Extras of_two = other.given();
         of_two.lse = {cut.data(), 2, 2, 2, 2 * length, length};
         other.call(which, {.count = 2, .length = 2}, of_two);
         CHECK(lse.read() == cut.read());
@@ -164,10 +165,11 @@ TEST_CASE("what attention refuses of a chunk's keys is refused before the cache 
     FixedBudgetCache<P, bf16> cache(shape);
     const Device<unsigned char> memory(cache.bytes().total());
     cache.bind(on, memory.data(), memory.size());
-    const Device<unsigned char> workspace(cache_workspace_bytes<Dims>(on, cache.layer(0), 2, length));
+    const Device<unsigned char> workspace(
+        workspace_bytes<Dims>(on, cache.layer(0), {.batch = 2, .tokens = length}));
     const Device<bf16> rows(std::vector<bf16>(2 * 2 * length * 8, bf16{0.5f})), result(rows.size());
     const Device<float> scores(std::vector<float>(2 * 2 * length));
-    const CacheExtras extras{.scores = view_bhs<const float>(scores.data(), 2, 2, length)};
+    const test::Extras extras{.scores = view_bhs<const float>(scores.data(), 2, 2, length)};
     const auto in = view_bhsd<const bf16>(rows.data(), 2, 2, length, 8);
     auto backwards = in;
     backwards.data += (length - 1) * 8;
@@ -178,9 +180,9 @@ TEST_CASE("what attention refuses of a chunk's keys is refused before the cache 
     for (const bool proposes : {false, true}) {
         const auto call = [&](const Batch& of, const auto& k, const auto& v) {
             if (proposes) {
-                append_draft<Dims>(on, cache.layer(0), of, in, k, v, out, workspace, extras);
+                append_draft<Dims>(on, cache.layer(0), test::step_io(of, in, k, v, out, extras), workspace);
             } else {
-                prefill<Dims>(on, cache.layer(0), of, in, k, v, out, workspace, nullptr, extras);
+                prefill<Dims>(on, cache.layer(0), test::step_io(of, in, k, v, out, extras), workspace);
             }
         };
         CHECK_REFUSED(call(batch, backwards, in), "k: a view with a row stride of -8 is not allowed");

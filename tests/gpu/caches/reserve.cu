@@ -4,6 +4,7 @@
 #include <kvpolicy/policies/window.hpp>
 
 #include "paged_case.hpp"
+#include "support/step_io.hpp"
 
 #include <array>
 
@@ -120,14 +121,16 @@ TEST_CASE("a layer that is ahead") {
         scores(in.scores.data);
     Tensor<float> host_out(1, 1, 1, 8);
     const auto rows = [](const Device<float>& of) { return view_bhsd<const float>(of.data(), 1, 1, 1, 8); };
-    CacheExtras extras, host_extras;
+    test::Extras extras, host_extras;
     extras.scores = view_bhs<const float>(scores.data(), 1, 1, 1);
     host_extras.scores = in.scores.view();
     const Device<std::uint32_t> status(std::vector<std::uint32_t>{0});
     const Device<unsigned char> workspace(
         step_workspace_bytes<all_head_dims>(both.device, both.cache.layer(1), 1));
-    step<all_head_dims>(both.device, both.cache.layer(1), {1, device_slot.data()}, rows(q), rows(k), rows(v),
-                        view_bhsd(out.data(), 1, 1, 1, 8), workspace, status.data(), extras);
+    step<all_head_dims>(both.device, both.cache.layer(1),
+                        test::step_io({1, device_slot.data()}, rows(q), rows(k), rows(v),
+                                      view_bhsd(out.data(), 1, 1, 1, 8), extras),
+                        workspace, {.status = status.data()});
     call_ref<P, float>(both.on, both.oracle.cache.layer(1), {1, seq.data()}, in.q.view(), in.k.view(),
                        in.v.view(), host_out.view(), host_extras, true);
     CHECK(status.read()[0] == 0);

@@ -39,9 +39,16 @@ void check(const P& policy) {
             const CallTensors<float> in(shape, 1, 1, Scores::random, generator);
             for (std::int32_t layer = 0; layer < shape.layers; ++layer) {
                 Tensor<float> out(1, shape.query_heads, 1, shape.head_dim_vo);
-                Workspace workspace(cache_workspace_bytes(on, oracle.cache.layer(layer), 1, 1));
-                step(on, oracle.cache.layer(layer), {1, &seq}, in.q.view(), in.k.view(), in.v.view(),
-                     out.view(), workspace, nullptr, CacheExtras{.scores = in.scores.view()});
+                Workspace workspace(
+                    workspace_bytes(on, oracle.cache.layer(layer), {.batch = 1, .tokens = 1}));
+                step(on, oracle.cache.layer(layer),
+                     {.q = in.q.view(),
+                      .k = in.k.view(),
+                      .v = in.v.view(),
+                      .out = out.view(),
+                      .batch = {1, &seq},
+                      .scores = in.scores.view()},
+                     workspace);
             }
             oracle.cache.advance(on, {1, &seq});
         }

@@ -7,6 +7,7 @@
 
 #include "../../support/refusal.hpp"
 #include "cache_case.hpp"
+#include "support/step_io.hpp"
 
 using namespace kvpolicy;
 using namespace test;
@@ -23,11 +24,12 @@ void fill(Both& both, const std::vector<std::int32_t>& lengths, const CallTensor
     const auto count = static_cast<std::int32_t>(lengths.size());
     const Batch batch{count, nullptr, lengths.data(), in.q.length};
     Tensor<T> out(count, both.shape.query_heads, in.q.length, both.shape.head_dim_vo);
-    Workspace workspace(cache_workspace_bytes(both.on, both.oracle.cache.layer(0), count, in.q.length));
-    CacheExtras extras;
+    Workspace workspace(
+        workspace_bytes(both.on, both.oracle.cache.layer(0), {.batch = count, .tokens = in.q.length}));
+    test::Extras extras;
     extras.scores = in.scores.view();
-    prefill(both.on, both.oracle.cache.layer(0), batch, in.q.view(), in.k.view(), in.v.view(), out.view(),
-            workspace, nullptr, extras);
+    prefill(both.on, both.oracle.cache.layer(0),
+            test::step_io(batch, in.q.view(), in.k.view(), in.v.view(), out.view(), extras), workspace);
     both.oracle.cache.advance(both.on, batch);
     for (std::int32_t seq = 0; seq < count; ++seq) {
         std::vector<unsigned char> blob(both.oracle.cache.snapshot_bytes(seq));
@@ -91,8 +93,8 @@ struct Call {
     [[nodiscard]] rows_view<bf16> out_view() const {
         return view_bhsd(out.data(), max_sequences, kv_heads * group, 1, dim);
     }
-    [[nodiscard]] CacheExtras extras() const {
-        CacheExtras extras;
+    [[nodiscard]] test::Extras extras() const {
+        test::Extras extras;
         extras.scores = view_bhs<const float>(scores.data(), max_sequences, kv_heads, 1);
         return extras;
     }
@@ -100,8 +102,8 @@ struct Call {
         return step_workspace_bytes(on, cache.layer(0), max_sequences);
     }
     void run(const Batch& batch, workspace_view workspace) const {
-        step(on, cache.layer(0), batch, q_view(), k_view(), v_view(), out_view(), workspace, status.data(),
-             extras());
+        step(on, cache.layer(0), test::step_io(batch, q_view(), k_view(), v_view(), out_view(), extras()),
+             workspace, {.status = status.data()});
     }
 };
 
@@ -194,7 +196,7 @@ TEST_CASE("what a host would refuse: counts, sequences and scores in device memo
     ok(cudaMemset(call.status.data(), 0, call.status.bytes()));
     ok(cudaMemset(call.out.data(), 0x11, call.out.bytes()));
     call.run({Call::max_sequences, padded.data()}, workspace);
-    call.cache.advance(call.on, {Call::max_sequences, padded.data()}, call.status.data());
+    call.cache.advance(call.on, {Call::max_sequences, padded.data()}, {.status = call.status.data()});
     CHECK(call.status.read() == std::vector<std::uint32_t>(Call::max_sequences, 0));
     const auto of_second = call.out.read();
     CHECK(of_second[0].bits == before[0].bits);
@@ -232,8 +234,12 @@ TEST_CASE("attention over rows, pages, an empty sequence") {
     const auto stepped = call.out.read();
     const Device<float> lse(std::size_t{Call::max_sequences} * Call::kv_heads * Call::group);
     ok(cudaMemset(call.out.data(), 0x11, call.out.bytes()));
-    attend(call.on, call.cache.layer(0), {Call::max_sequences}, call.q_view(), call.out_view(),
-           view_bhs(lse.data(), Call::max_sequences, Call::kv_heads * Call::group, 1), workspace);
+    attend(call.on, call.cache.layer(0),
+           {.q = call.q_view(),
+            .out = call.out_view(),
+            .batch = {Call::max_sequences},
+            .lse = view_bhs(lse.data(), Call::max_sequences, Call::kv_heads * Call::group, 1)},
+           workspace);
     const auto looked = call.out.read();
     const std::size_t each = looked.size() / Call::max_sequences;
     for (std::size_t x = 0; x < looked.size(); ++x) {
@@ -285,7 +291,7 @@ TEST_CASE("the workspace of a batch serves smaller ones, whose heads are cut amo
     const std::size_t first = step_workspace_bytes(on, uneven.layer(0), max_sequences),
                       second = step_workspace_bytes(on, uneven.layer(1), max_sequences);
     CHECK(first < second);
-    CHECK(step_workspace_bytes(on, uneven, max_sequences) == second);
+    CHECK(uneven.step_workspace_bytes(on, max_sequences) == second);
 }
 
 TEST_CASE("rows that begin beyond 2^31 and 2^32 bytes") {
@@ -314,16 +320,19 @@ TEST_CASE("rows that begin beyond 2^31 and 2^32 bytes") {
         const CallTensors<bf16> in(cache.shape(), 1, 1, Scores::random, generator);
         const Device<bf16> q(in.q.data), k(in.k.data), v(in.v.data);
         const Device<float> scores(in.scores.data);
-        CacheExtras extras;
+        test::Extras extras;
         extras.scores = view_bhs<const float>(scores.data(), 1, 2, 1);
         std::vector<std::uint16_t> first;
         for (std::int32_t seq = 0; seq < 3; ++seq) {
             const Device<std::int32_t> named(std::vector<std::int32_t>{seq});
             const Device<bf16> out(std::size_t{4} * 8);
-            step<head_dims<128>>(on, ref, {1, named.data()}, view_bhsd<const bf16>(q.data(), 1, 4, 1, 128),
-                                 view_bhsd<const bf16>(k.data(), 1, 2, 1, 128),
-                                 view_bhsd<const bf16>(v.data(), 1, 2, 1, 8),
-                                 view_bhsd(out.data(), 1, 4, 1, 8), workspace, nullptr, extras);
+            step<head_dims<128>>(
+                on, ref,
+                test::step_io({1, named.data()}, view_bhsd<const bf16>(q.data(), 1, 4, 1, 128),
+                              view_bhsd<const bf16>(k.data(), 1, 2, 1, 128),
+                              view_bhsd<const bf16>(v.data(), 1, 2, 1, 8), view_bhsd(out.data(), 1, 4, 1, 8),
+                              extras),
+                workspace);
             cache.advance(on, {1, named.data()});
             std::vector<std::uint16_t> bits;
             for (const bf16 x : out.read()) {
@@ -342,18 +351,19 @@ TEST_CASE("refusals: one sentence, before anything runs") {
     const auto ref = call.cache.layer(0);
     const workspace_view provided = workspace;
     const auto run = [&](const Batch& batch, rows_view<const bf16> q, workspace_view memory,
-                         const CacheExtras& extras) {
-        step(call.on, ref, batch, q, call.k_view(), call.v_view(), call.out_view(), memory, nullptr, extras);
+                         const test::Extras& extras) {
+        step(call.on, ref, test::step_io(batch, q, call.k_view(), call.v_view(), call.out_view(), extras),
+             memory);
     };
     CHECK_REFUSED(run({Call::max_sequences}, call.q_view(), {provided.data, 8}, call.extras()),
                   "workspace.bytes");
     CHECK_REFUSED(run({Call::max_sequences + 1}, call.q_view(), provided, call.extras()), "batch.count");
     CHECK_REFUSED(run({.count = Call::max_sequences, .length = 2}, call.q_view(), provided, call.extras()),
                   "batch.length");
-    CHECK_REFUSED(run({Call::max_sequences}, call.q_view(), provided, {}), "extras.scores");
-    CacheExtras packed = call.extras();
+    CHECK_REFUSED(run({Call::max_sequences}, call.q_view(), provided, {}), "io.scores");
+    test::Extras packed = call.extras();
     packed.cu_seqlens = reinterpret_cast<const std::int32_t*>(provided.data);
-    CHECK_REFUSED(run({Call::max_sequences}, call.q_view(), provided, packed), "extras.cu_seqlens");
+    CHECK_REFUSED(run({Call::max_sequences}, call.q_view(), provided, packed), "io.cu_seqlens");
     rows_view<const bf16> q = call.q_view();
     q.data += 1;
     CHECK_REFUSED(run({Call::max_sequences}, q, provided, call.extras()), "aligned to 16 bytes");
@@ -369,8 +379,10 @@ TEST_CASE("refusals: one sentence, before anything runs") {
     wide.bind(call.on, more.data(), more.size());
     CHECK_REFUSED(static_cast<void>(step_workspace_bytes<head_dims<64>>(call.on, wide.layer(0), 1)),
                   "head_dim");
-    CHECK_REFUSED(attend(host{1}, ref, {Call::max_sequences}, call.q_view(), call.out_view(), {}, provided),
-                  "device's memory");
+    CHECK_REFUSED(
+        attend(host{1}, ref, {.q = call.q_view(), .out = call.out_view(), .batch = {Call::max_sequences}},
+               provided),
+        "device's memory");
     CHECK_REFUSED(static_cast<void>(call.cache.length(0)), "device's memory");
     CHECK_REFUSED(call.cache.clear(host{1}, 0), "device's memory");
     CHECK_REFUSED(call.cache.clear(call.on, 3), "seq");

@@ -14,6 +14,7 @@
 #include "../../support/bound_dual.hpp"
 #include "../../support/naive_sequences.hpp"
 #include "../support/device.hpp"
+#include "support/step_io.hpp"
 
 #include <atomic>
 #include <chrono>
@@ -103,7 +104,7 @@ struct Tokens {
     [[nodiscard]] rows_view<T> outputs() const {
         return view_bhsd(out->data(), count, heads * group, length, dim);
     }
-    [[nodiscard]] CacheExtras extras() const {
+    [[nodiscard]] test::Extras extras() const {
         return {.scores = view_bhs<const float>(of_score->data(), count, heads, length)};
     }
     [[nodiscard]] rows_view<const T> rows(const T* data, std::int32_t of) const {
@@ -156,14 +157,14 @@ struct Bound {
     }
     void fork(std::int32_t from, std::int32_t to, std::uint32_t* status) {
         if constexpr (pooled) {
-            cache.fork(on, from, to, status);
+            cache.fork(on, from, to, {.status = status});
         } else {
             cache.fork(on, from, to);
         }
     }
     void restore(std::int32_t seq, const std::vector<unsigned char>& blob, std::uint32_t* status) {
         if constexpr (pooled) {
-            cache.restore(on, seq, blob.data(), blob.size(), status);
+            cache.restore(on, seq, blob.data(), blob.size(), {.status = status});
         } else {
             cache.restore(on, seq, blob.data(), blob.size());
         }
@@ -272,7 +273,7 @@ void run(const P& policy, std::uint32_t seed, std::int32_t operations) {
             const Device<std::uint32_t> status(std::vector<std::uint32_t>(max_sequences, 0));
             const Device<unsigned char> workspace(cache.evict_workspace_bytes(on));
             cache.evict(on, {static_cast<std::int32_t>(named.size()), of_named.data(), of_n.data(), 1},
-                        workspace, reports.data(), status.data());
+                        workspace, {.reports = reports.data(), .status = status.data()});
             const auto found = reports.read();
             CHECK(status.read() == std::vector<std::uint32_t>(max_sequences, 0));
             for (std::size_t i = 0; i < named.size(); ++i) {
@@ -315,7 +316,8 @@ void run(const P& policy, std::uint32_t seed, std::int32_t operations) {
             const auto count = static_cast<std::int32_t>(named.size());
             const Tokens<T> call(generator, count, most);
             const Device<std::int32_t> of_slots(named);
-            const Device<unsigned char> workspace(cache_workspace_bytes<head_dims<64>>(on, ref, count, most));
+            const Device<unsigned char> workspace(
+                workspace_bytes<head_dims<64>>(on, ref, {.batch = count, .tokens = most}));
             std::vector<std::int32_t> left = n;
             for (bool again = true; again;) {
                 again = false;
@@ -323,11 +325,15 @@ void run(const P& policy, std::uint32_t seed, std::int32_t operations) {
                 const Batch batch{count, of_slots.data(), of_left.data(), most};
                 ok(cudaMemset(status.data(), 0, status.bytes()));
                 if (steps) {
-                    step<head_dims<64>>(on, ref, batch, call.queries(), call.keys(), call.values(),
-                                        call.outputs(), workspace, status.data(), call.extras());
+                    step<head_dims<64>>(on, ref,
+                                        test::step_io(batch, call.queries(), call.keys(), call.values(),
+                                                      call.outputs(), call.extras()),
+                                        workspace, {.status = status.data()});
                 } else {
-                    prefill<head_dims<64>>(on, ref, batch, call.queries(), call.keys(), call.values(),
-                                           call.outputs(), workspace, status.data(), call.extras());
+                    prefill<head_dims<64>>(on, ref,
+                                           test::step_io(batch, call.queries(), call.keys(), call.values(),
+                                                         call.outputs(), call.extras()),
+                                           workspace, {.status = status.data()});
                 }
                 const auto found = status.read();
                 const auto out = call.out->read();
@@ -362,7 +368,7 @@ void run(const P& policy, std::uint32_t seed, std::int32_t operations) {
             }
             const Device<std::int32_t> of_n(n);
             ok(cudaMemset(status.data(), 0, status.bytes()));
-            cache.advance(on, {count, of_slots.data(), of_n.data(), most}, status.data());
+            cache.advance(on, {count, of_slots.data(), of_n.data(), most}, {.status = status.data()});
             REQUIRE(status.read() == std::vector<std::uint32_t>(max_sequences, 0));
             if (pick(4) != 0) {
                 evict(named, n, number);
@@ -375,10 +381,12 @@ void run(const P& policy, std::uint32_t seed, std::int32_t operations) {
                 const Batch batch{.count = 1, .seq_ids = of_seq.data(), .length = n};
                 num_draft = std::make_unique<Tokens<T>>(generator, 1, n);
                 const Device<unsigned char> workspace(
-                    cache_workspace_bytes<head_dims<64>>(on, ref, 1, max_draft_tokens));
-                append_draft<head_dims<64>>(on, ref, batch, num_draft->queries(), num_draft->keys(),
-                                            num_draft->values(), num_draft->outputs(), workspace,
-                                            status.data(), num_draft->extras());
+                    workspace_bytes<head_dims<64>>(on, ref, {.batch = 1, .tokens = max_draft_tokens}));
+                append_draft<head_dims<64>>(
+                    on, ref,
+                    test::step_io(batch, num_draft->queries(), num_draft->keys(), num_draft->values(),
+                                  num_draft->outputs(), num_draft->extras()),
+                    workspace, {.status = status.data()});
                 REQUIRE(status.read()[0] == 0);
                 Model ahead = model;
                 follow(ahead, *num_draft, 0, seq, n, num_draft->out->read());
@@ -389,7 +397,7 @@ void run(const P& policy, std::uint32_t seed, std::int32_t operations) {
                     again = false;
                     const Batch first{.count = 1, .seq_ids = of_seq.data(), .length = some};
                     ok(cudaMemset(status.data(), 0, status.bytes()));
-                    accept<head_dims<64>>(on, ref, first, workspace, status.data());
+                    accept<head_dims<64>>(on, ref, first, workspace, {.status = status.data()});
                     const std::uint32_t found = status.read()[0];
                     if (found == status_pool_exhausted && pooled) {
                         again = bound.add_slab();
@@ -400,7 +408,7 @@ void run(const P& policy, std::uint32_t seed, std::int32_t operations) {
                     } else {
                         REQUIRE(found == 0);
                         follow(model, *num_draft, 0, seq, some, {});
-                        cache.advance(on, first, status.data());
+                        cache.advance(on, first, {.status = status.data()});
                         REQUIRE(status.read()[0] == 0);
                         evict({seq}, {some}, number);
                     }
@@ -416,8 +424,8 @@ void run(const P& policy, std::uint32_t seed, std::int32_t operations) {
                 const Device<std::int32_t> of_seq(std::vector<std::int32_t>{seq});
                 const Batch batch{.count = 1, .seq_ids = of_seq.data(), .length = waiting + 1};
                 const Device<unsigned char> workspace(
-                    cache_workspace_bytes<head_dims<64>>(on, ref, 1, max_draft_tokens));
-                accept<head_dims<64>>(on, ref, batch, workspace, status.data());
+                    workspace_bytes<head_dims<64>>(on, ref, {.batch = 1, .tokens = max_draft_tokens}));
+                accept<head_dims<64>>(on, ref, batch, workspace, {.status = status.data()});
                 CHECK(status.read()[0] == status_bad_length);
                 CHECK(bound.snapshot(seq) == before);
                 forget(seq);  // a commit that is refused forgets them
@@ -436,7 +444,8 @@ void run(const P& policy, std::uint32_t seed, std::int32_t operations) {
                 one = pick(max_sequences);
             }
             const Device<std::int32_t> of_sources(sources);
-            cache.reorder(on, of_sources.data(), static_cast<std::int32_t>(sources.size()), status.data());
+            cache.reorder(on, of_sources.data(), static_cast<std::int32_t>(sources.size()),
+                          {.status = status.data()});
             if (status.read()[0] == 0) {
                 const Model before = model;
                 for (std::size_t i = 0; i < sources.size(); ++i) {

@@ -35,10 +35,16 @@ template <class Cache, class Rows, class Plane>
 constexpr bool cache_takes = requires(const kvpolicy::cuda& on, Rows rows, Plane plane, rows_view<bf16> out,
                                       plane_view<float> written, workspace_view workspace,
                                       const typename Cache::ref_type& cache, const Batch& batch) {
-    step(on, cache, batch, rows, rows, rows, out, workspace, nullptr, CacheExtras{.scores = plane});
-    prefill(on, cache, batch, rows, rows, rows, out, workspace, nullptr, CacheExtras{.scores = plane});
-    append_draft(on, cache, batch, rows, rows, rows, out, workspace, CacheExtras{.scores = plane});
-    attend(on, cache, batch, rows, out, written, workspace);
+    step(on, cache,
+         StepIO<bf16>{.q = rows, .k = rows, .v = rows, .out = out, .batch = batch, .scores = plane},
+         workspace);
+    prefill(on, cache,
+            StepIO<bf16>{.q = rows, .k = rows, .v = rows, .out = out, .batch = batch, .scores = plane},
+            workspace);
+    append_draft(on, cache,
+                 StepIO<bf16>{.q = rows, .k = rows, .v = rows, .out = out, .batch = batch, .scores = plane},
+                 workspace);
+    attend(on, cache, StepIO<bf16>{.q = rows, .out = out, .batch = batch, .lse = written}, workspace);
 };
 
 /// Whether every public call on a device that reads rows or planes takes these.

@@ -8,6 +8,7 @@
 #include <kvpolicy/masks/build.hpp>
 
 #include "../../support/cases.hpp"
+#include "support/step_io.hpp"
 
 #include <doctest/doctest.h>
 
@@ -134,8 +135,8 @@ void feed(const kvpolicy::host& on, CacheUnderTest<P, T, Kind>& under_test, cons
           Tensor<T>& out, std::int32_t from, std::int32_t count, bool as_step) {
     const kvpolicy::Batch batch{.count = in.q.batch, .length = count};
     const auto ref = under_test.cache.layer(0);
-    Workspace workspace(kvpolicy::cache_workspace_bytes(on, ref, in.q.batch, count));
-    kvpolicy::CacheExtras extras;
+    Workspace workspace(kvpolicy::workspace_bytes(on, ref, {.batch = in.q.batch, .tokens = count}));
+    test::Extras extras;
     if constexpr (P::ranked && P::scorer_type::when == kvpolicy::score_time::given) {
         extras.scores = in.scores.tokens(from, count);
     }
@@ -144,13 +145,15 @@ void feed(const kvpolicy::host& on, CacheUnderTest<P, T, Kind>& under_test, cons
         std::vector<std::uint32_t> status(tokens.size(), 0);
         const kvpolicy::Batch rest{.count = in.q.batch, .q_len = tokens.data(), .length = count};
         if (as_step) {
-            kvpolicy::step(on, ref, rest, in.q.tokens(from, count), in.k.tokens(from, count),
-                           in.v.tokens(from, count), out.tokens(from, count), workspace, status.data(),
-                           extras);
+            kvpolicy::step(on, ref,
+                           test::step_io(rest, in.q.tokens(from, count), in.k.tokens(from, count),
+                                         in.v.tokens(from, count), out.tokens(from, count), extras),
+                           workspace, {.status = status.data()});
         } else {
-            kvpolicy::prefill(on, ref, rest, in.q.tokens(from, count), in.k.tokens(from, count),
-                              in.v.tokens(from, count), out.tokens(from, count), workspace, status.data(),
-                              extras);
+            kvpolicy::prefill(on, ref,
+                              test::step_io(rest, in.q.tokens(from, count), in.k.tokens(from, count),
+                                            in.v.tokens(from, count), out.tokens(from, count), extras),
+                              workspace, {.status = status.data()});
         }
         again = false;
         for (std::size_t i = 0; i < status.size(); ++i) {

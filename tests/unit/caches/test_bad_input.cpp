@@ -11,6 +11,7 @@
 #include "support/bound_cache.hpp"
 #include "support/bound_dual.hpp"
 #include "support/refusal.hpp"
+#include "support/step_io.hpp"
 
 #include <doctest/doctest.h>
 
@@ -28,7 +29,13 @@ P policy(std::int32_t s = 1, std::int32_t w = 3, std::int32_t k = 4) {
     return P{Sink<>{s}, Window<>{w}, TopKBudget<>{k}};
 }
 
-constexpr CacheShape good{2, 3, 4, 2, 16, 8, 1};
+constexpr CacheShape good{.layers = 2,
+                          .max_sequences = 3,
+                          .query_heads = 4,
+                          .kv_heads = 2,
+                          .head_dim_qk = 16,
+                          .head_dim_vo = 8,
+                          .page_size = 1};
 
 CacheShape with(std::int32_t CacheShape::*member, std::int32_t value) {
     CacheShape shape = good;
@@ -120,7 +127,13 @@ TEST_CASE("a cache for numbers that no policy can have, by layer and head") {
         Cache(with(&CacheShape::layers, 3), P{Sink<>{1}, Window<>{3}, TopKBudget<>{per_head(budgets, 2, 2)}}),
         "array of budgets: 2 layers x 2 heads is not allowed; it must be 1 or at least 3 layers x 1 or at "
         "least 2");
-    CHECK_REFUSED(Cache(CacheShape{2, 3, 4, 4, 16, 8, 1},
+    CHECK_REFUSED(Cache(CacheShape{.layers = 2,
+                                   .max_sequences = 3,
+                                   .query_heads = 4,
+                                   .kv_heads = 4,
+                                   .head_dim_qk = 16,
+                                   .head_dim_vo = 8,
+                                   .page_size = 1},
                         P{Sink<>{per_head(budgets, 1, 2)}, Window<>{3}, TopKBudget<>{1}}),
                   "array of sinks: 1 layers x 2 heads");
     CHECK_REFUSED(Cache(good, P{Sink<>{1}, Window<>{per_head(budgets, 0, 2)}, TopKBudget<>{1}}),
@@ -193,9 +206,9 @@ TEST_CASE("layers, sequences and heads out of range") {
     CHECK_REFUSED(cache.layer(-1), "layer: -1");
     CHECK_REFUSED(cache.rows(2), "layer: 2 is not allowed; it must be 0 to 1");
     CHECK_REFUSED(cache.rows(-1), "layer: -1");
-    CHECK_REFUSED(cache_workspace_bytes(on, cache.layer(0), -1, 1),
-                  "count: -1 is not allowed; it must be 0 or more");
-    CHECK_REFUSED(cache_workspace_bytes(on, cache.layer(0), 1, -2), "tokens: -2");
+    CHECK_REFUSED(workspace_bytes(on, cache.layer(0), {.batch = -1, .tokens = 1}),
+                  "size.batch: -1 is not allowed; it must be 0 or more");
+    CHECK_REFUSED(workspace_bytes(on, cache.layer(0), {.batch = 1, .tokens = -2}), "size.tokens: -2");
     CHECK_REFUSED(cache.length(3), "seq: 3 is not allowed; it must be 0 to 2");
     CHECK_REFUSED(cache.clear(on, -1), "seq: -1");
     CHECK_REFUSED(cache.usage(0, 0, 2), "head: 2 is not allowed; it must be 0 to 1");
@@ -218,11 +231,8 @@ TEST_CASE("max_sequences named twice are found among any number of them, the fir
     const host on(1);
     using One = Policy<Window<1>>;
     for (const std::int32_t max_sequences : {63, 64, 65, 4096, 4097, 9000}) {
-        test::BoundCache<One, float> under_test(on, {.max_sequences = max_sequences,
-                                                     .query_heads = 1,
-                                                     .kv_heads = 1,
-                                                     .head_dim_qk = 8,
-                                                     .head_dim_vo = 8});
+        test::BoundCache<One, float> under_test(
+            on, {.max_sequences = max_sequences, .query_heads = 1, .kv_heads = 1, .head_dim = 8});
         std::vector<std::int32_t> named(static_cast<std::size_t>(max_sequences));
         for (std::int32_t i = 0; i < max_sequences; ++i) {
             named[static_cast<std::size_t>(i)] = max_sequences - 1 - i;
@@ -260,7 +270,7 @@ struct Arguments {
     rows_view<const float> q_view = std::as_const(q).view(), k_view = std::as_const(k).view(),
                            v_view = std::as_const(v).view();
     rows_view<float> out_view = out.view();
-    CacheExtras extras{.scores = scores.view(), .lse = lse.view()};
+    test::Extras extras{.scores = scores.view(), .lse = lse.view()};
     workspace_view workspace = memory;
 
     explicit Arguments(std::size_t bytes) : memory(bytes) {
@@ -280,13 +290,15 @@ class Refusals {
         Arguments start(bytes());
         const Batch batch{.count = 3, .length = 5};
         for (std::int32_t layer = 0; layer < 2; ++layer) {
-            prefill<P, float>(on_, cache_.cache.layer(layer), batch, start.q_view, start.k_view, start.v_view,
-                              start.out_view, start.workspace, nullptr, start.extras);
+            prefill(
+                on_, cache_.cache.layer(layer),
+                test::step_io(batch, start.q_view, start.k_view, start.v_view, start.out_view, start.extras),
+                start.workspace);
         }
         cache_.cache.advance(on_, batch);
     }
     [[nodiscard]] std::size_t bytes() const {
-        return cache_workspace_bytes(on_, cache_.cache.layer(1), 3, 5);
+        return workspace_bytes(on_, cache_.cache.layer(1), {.batch = 3, .tokens = 5});
     }
 
     void check(const std::string& text, const std::function<void(Arguments&)>& spoil, bool for_step = true,
@@ -298,16 +310,22 @@ class Refusals {
             spoil(a);
             CAPTURE(which);
             if (which == 0 && for_step) {
-                CHECK_REFUSED((step<P, float>(on_, ref, a.batch, a.q_view, a.k_view, a.v_view, a.out_view,
-                                              a.workspace, nullptr, a.extras)),
-                              text);
+                CHECK_REFUSED(
+                    (step(on_, ref,
+                          test::step_io(a.batch, a.q_view, a.k_view, a.v_view, a.out_view, a.extras),
+                          a.workspace)),
+                    text);
             } else if (which == 1 && for_prefill) {
-                CHECK_REFUSED((prefill<P, float>(on_, ref, a.batch, a.q_view, a.k_view, a.v_view, a.out_view,
-                                                 a.workspace, nullptr, a.extras)),
-                              text);
+                CHECK_REFUSED(
+                    (prefill(on_, ref,
+                             test::step_io(a.batch, a.q_view, a.k_view, a.v_view, a.out_view, a.extras),
+                             a.workspace)),
+                    text);
             } else if (which == 2 && for_attend) {
                 CHECK_REFUSED(
-                    (attend<P, float>(on_, ref, a.batch, a.q_view, a.out_view, a.extras.lse, a.workspace)),
+                    (attend(on_, ref,
+                            {.q = a.q_view, .out = a.out_view, .batch = a.batch, .lse = a.extras.lse},
+                            a.workspace)),
                     text);
             }
             CHECK(cache_.memory == before);
@@ -350,25 +368,69 @@ TEST_CASE("batches: counts, sequences and lengths") {
         "batch tokens[1]: 6", [](Arguments& a) { a.batch.q_len = six; }, false, true, false);
 }
 
-TEST_CASE("a chunk whose length nobody said") {
+TEST_CASE("what a batch leaves out is what q has") {
     const host on(1);
     test::BoundCache<P, float> under_test(on, with(&CacheShape::max_draft_tokens, 5), policy());
     const auto ref = under_test.cache.layer(0);
-    Arguments a(cache_workspace_bytes(on, ref, 3, 5));
-    const std::string text =
-        "batch.length: not set is not allowed; it must be the tokens of every entry (q has room for 5), or "
-        "q_len";
-    CHECK_REFUSED((prefill<P, float>(on, ref, {.count = 3}, a.q_view, a.k_view, a.v_view, a.out_view,
-                                     a.workspace, nullptr, a.extras)),
-                  text);
-    CHECK_REFUSED((append_draft<P, float>(on, ref, {.count = 3}, a.q_view, a.k_view, a.v_view, a.out_view,
-                                          a.workspace, a.extras)),
-                  text);
-    // A tensor of one token says it.
-    a.q_view.length = 1;
-    prefill<P, float>(on, ref, {.count = 3}, a.q_view, a.k_view, a.v_view, a.out_view, a.workspace, nullptr,
-                      a.extras);
-    CHECK(ref.appended[0] == 1);
+    Arguments a(workspace_bytes(on, ref, {.batch = 3, .tokens = 5}));
+    const auto io = [&](const Batch& batch) {
+        return test::step_io(batch, a.q_view, a.k_view, a.v_view, a.out_view, a.extras);
+    };
+    append_draft(on, ref, io({.count = 3}), a.workspace);
+    CHECK(ref.num_draft[2] == 5);
+    // A step takes one token: a chunk is not cut silently.
+    CHECK_REFUSED((step(on, ref, io({.count = 3}), a.workspace)),
+                  "batch tokens[0]: 5 is not allowed; it must be 0 to 1 (a step takes one token; prefill "
+                  "takes chunks)");
+    CHECK_REFUSED((attend(on, ref, io({}), a.workspace)), "batch tokens[0]: 5");
+    prefill(on, ref, io({}), a.workspace);
+    for (const std::int32_t seq : {0, 1, 2}) {
+        CHECK(ref.appended[seq] == 5);
+    }
+    CHECK_REFUSED((step(on, ref, StepIO<float>{}, a.workspace)),
+                  "q.batch: 0 is not allowed; it must be 1 or more where io.batch.count is not set");
+    const std::int32_t edges[] = {0, 5};
+    StepIO<float> packed = io({});
+    packed.cu_seqlens = edges;
+    CHECK_REFUSED((prefill(on, ref, packed, a.workspace)),
+                  "io.batch.count: not set is not allowed; it must be the entries that io.cu_seqlens packs");
+    packed.batch.count = 1;
+    CHECK_REFUSED((attend(on, ref, packed, a.workspace)), "io.cu_seqlens: given");
+}
+
+TEST_CASE("a head_dim and its parts that contradict each other") {
+    using Cache = FixedBudgetCache<P, float>;
+    CacheShape shape = good;
+    shape.head_dim = 16;  // head_dim_vo is 8
+    CHECK_REFUSED(Cache(shape, policy()),
+                  "head_dim_vo: 8 is not allowed; it must be head_dim = 16, or not set");
+    shape.head_dim = 8;
+    CHECK_REFUSED(Cache(shape, policy()), "head_dim_qk: 16 is not allowed; it must be head_dim = 8");
+    shape.head_dim_qk = shape.head_dim_vo = 0;
+    const Cache both(shape, policy());
+    CHECK(both.shape().head_dim_qk == 8);
+    CHECK(both.shape().head_dim_vo == 8);
+    shape.head_dim = 0;
+    CHECK_REFUSED(Cache(shape, policy()), "head_dim of keys: 0");
+}
+
+TEST_CASE("sizes that a workspace is asked for") {
+    const host on(1);
+    const FixedBudgetCache<P, float> unbound(good, policy());
+    CHECK_REFUSED(unbound.workspace_bytes(on, {.batch = -1}),
+                  "size.batch: -1 is not allowed; it must be 0 or more");
+    CHECK_REFUSED(unbound.workspace_bytes(on, {.tokens = -2}),
+                  "size.tokens: -2 is not allowed; it must be 0 or more");
+    CHECK_REFUSED(unbound.step_workspace_bytes(on, -3), "size.batch: -3");
+    CHECK_REFUSED(unbound.nhd(nullptr, nullptr, nullptr, nullptr, {.batch = -1}), "size.batch: -1");
+    CHECK_REFUSED(unbound.hnd(nullptr, nullptr, nullptr, nullptr, {.tokens = -1}), "size.tokens: -1");
+    // Needs no memory, and says what the bound cache says.
+    test::BoundCache<P, float> bound(on, good, policy());
+    CHECK(unbound.workspace_bytes(on, {.batch = 3, .tokens = 5}) ==
+          bound.cache.workspace_bytes(on, {.batch = 3, .tokens = 5}));
+    CHECK(unbound.workspace_bytes(on, {.batch = 3, .tokens = 5}) >=
+          workspace_bytes(on, bound.cache.layer(0), {.batch = 3, .tokens = 5}));
+    CHECK(unbound.step_workspace_bytes(on, 3) == bound.cache.step_workspace_bytes(on, 3));
 }
 
 TEST_CASE("run-time parts that nobody set") {
@@ -391,13 +453,13 @@ TEST_CASE("a layer takes a token once, and every layer does") {
     const host on(1);
     test::BoundCache<P, float> under_test(on, with(&CacheShape::max_draft_tokens, 5), policy());
     auto& cache = under_test.cache;
-    Arguments a(cache_workspace_bytes(on, cache.layer(0), 3, 5));
-    const Batch two{.count = 2}, three{.count = 3};
+    Arguments a(workspace_bytes(on, cache.layer(0), {.batch = 3, .tokens = 5}));
+    const Batch two{.count = 2, .length = 1}, three{.count = 3, .length = 1};
     const auto take = [&](std::int32_t layer, const Batch& batch) {
         a.q_view.batch = a.k_view.batch = a.v_view.batch = a.out_view.batch = batch.count;
         a.extras.scores.batch = a.extras.lse.batch = batch.count;
-        step<P, float>(on, cache.layer(layer), batch, a.q_view, a.k_view, a.v_view, a.out_view, a.workspace,
-                       nullptr, a.extras);
+        step(on, cache.layer(layer), test::step_io(batch, a.q_view, a.k_view, a.v_view, a.out_view, a.extras),
+             a.workspace);
     };
     take(0, two);
     const std::vector<unsigned char> before = under_test.memory;
@@ -405,12 +467,11 @@ TEST_CASE("a layer takes a token once, and every layer does") {
         "tokens of entry 0: 1 is not allowed; it must be 0, since layer 0 has taken 1 of sequence 0 "
         "already: advance(batch) once, after the last layer";
     CHECK_REFUSED(take(0, two), again);
-    CHECK_REFUSED((prefill<P, float>(on, cache.layer(0), two, a.q_view, a.k_view, a.v_view, a.out_view,
-                                     a.workspace, nullptr, a.extras)),
-                  "batch.length: not set");
-    CHECK_REFUSED((prefill<P, float>(on, cache.layer(0), {.count = 2, .length = 1}, a.q_view, a.k_view,
-                                     a.v_view, a.out_view, a.workspace, nullptr, a.extras)),
-                  again);
+    CHECK_REFUSED(
+        (prefill(on, cache.layer(0),
+                 test::step_io({.count = 2, .length = 1}, a.q_view, a.k_view, a.v_view, a.out_view, a.extras),
+                 a.workspace)),
+        again);
     CHECK_REFUSED(cache.advance(on, two),
                   "tokens of entry 0: 1 is not allowed; it must be the 0 that layer 1 has taken: advance() "
                   "takes the same "
@@ -428,7 +489,7 @@ TEST_CASE("a layer takes a token once, and every layer does") {
     cache.clear(on, 1);
     CHECK_REFUSED(take(0, three), "has taken 1 of sequence 0");
     const std::int32_t second[] = {1};
-    take(0, {.count = 1, .seq_ids = second});
+    take(0, {.count = 1, .seq_ids = second, .length = 1});
     take(1, three);
     cache.advance(on, three);
     CHECK(cache.length(0) == 2);
@@ -439,15 +500,54 @@ TEST_CASE("a layer takes a token once, and every layer does") {
     const Batch four{.count = 3, .length = 4};
     for (std::int32_t layer = 0; layer < 2; ++layer) {
         for (int turn = 0; turn < 2; ++turn) {
-            append_draft<P, float>(on, cache.layer(layer), four, a.q_view, a.k_view, a.v_view, a.out_view,
-                                   a.workspace, a.extras);
+            append_draft(on, cache.layer(layer),
+                         test::step_io(four, a.q_view, a.k_view, a.v_view, a.out_view, a.extras),
+                         a.workspace);
         }
-        accept<P, float>(on, cache.layer(layer), three, a.workspace);
-        CHECK_REFUSED((accept<P, float>(on, cache.layer(layer), three, a.workspace)),
+        accept(on, cache.layer(layer), three, a.workspace);
+        CHECK_REFUSED((accept(on, cache.layer(layer), three, a.workspace)),
                       "0 to the 0 that sequence 0 has proposed");
     }
     cache.advance(on, three);
     CHECK(cache.length(0) == 3);
+}
+
+TEST_CASE("advance without a batch, or without tokens, moves by what the layers have appended") {
+    const host on(1);
+    test::BoundCache<P, float> under_test(on, good, policy());
+    auto& cache = under_test.cache;
+    Arguments a(cache.workspace_bytes(on, {.batch = 3, .tokens = 5}));
+    const std::int32_t tokens[] = {5, 0, 2};
+    const auto take = [&](std::int32_t layer, const Batch& batch) {
+        prefill(on, cache.layer(layer),
+                test::step_io(batch, a.q_view, a.k_view, a.v_view, a.out_view, a.extras), a.workspace);
+    };
+    cache.advance(on);  // nothing was appended: nothing moves
+    take(0, {.q_len = tokens});
+    take(1, {.q_len = tokens});
+    cache.advance(on);
+    CHECK(cache.length(on, 0) == 5);
+    CHECK(cache.length(on, 1) == 0);
+    CHECK(cache.length(on, 2) == 2);
+    take(0, {});
+    CHECK_REFUSED(cache.advance(on),
+                  "tokens of entry 0: 5 is not allowed; it must be the 0 that layer 1 has taken");
+    CHECK_REFUSED(cache.advance(on, {.count = 1}), "tokens of entry 0: 5 is not allowed");
+    // With a status word per entry the sequences whose layers agree move, and the others say why they do not.
+    take(1, {.count = 3, .q_len = tokens});
+    std::uint32_t status[3] = {};
+    cache.advance(on, {}, {.status = status});
+    CHECK(status[0] == status_ok);
+    CHECK(status[1] == status_layer_skipped);
+    CHECK(status[2] == status_layer_skipped);
+    CHECK(cache.length(on, 0) == 10);
+    CHECK(cache.length(on, 1) == 0);
+    CHECK(cache.length(on, 2) == 2);
+    // A sequence that a batch names must have a token.
+    CHECK_REFUSED(cache.advance(on, {.count = 1}),
+                  "tokens of entry 0: 1 is not allowed; it must be the 0 that layer 0");
+    cache.advance(on, {.count = 1}, {.status = status});
+    CHECK(status[0] == status_layer_skipped);
 }
 
 TEST_CASE("scores beside a policy's own scorer") {
@@ -458,18 +558,23 @@ TEST_CASE("scores beside a policy's own scorer") {
     const host on(1);
     test::BoundCache<Own, float> under_test(on, good, own);
     const auto ref = under_test.cache.layer(0);
-    Arguments a(cache_workspace_bytes(on, ref, 3, 5));
+    Arguments a(workspace_bytes(on, ref, {.batch = 3, .tokens = 5}));
     const std::string text =
-        "extras.scores: given is not allowed; it must be nothing, since this policy has a scorer of its own";
-    CHECK_REFUSED((step<Own, float>(on, ref, {.count = 3}, a.q_view, a.k_view, a.v_view, a.out_view,
-                                    a.workspace, nullptr, a.extras)),
-                  text);
-    CHECK_REFUSED((prefill<Own, float>(on, ref, {.count = 3, .length = 5}, a.q_view, a.k_view, a.v_view,
-                                       a.out_view, a.workspace, nullptr, a.extras)),
-                  text);
+        "io.scores: given is not allowed; it must be nothing, since this policy has a scorer of its own";
+    CHECK_REFUSED(
+        (step(on, ref,
+              test::step_io({.count = 3, .length = 1}, a.q_view, a.k_view, a.v_view, a.out_view, a.extras),
+              a.workspace)),
+        text);
+    CHECK_REFUSED(
+        (prefill(on, ref,
+                 test::step_io({.count = 3, .length = 5}, a.q_view, a.k_view, a.v_view, a.out_view, a.extras),
+                 a.workspace)),
+        text);
     a.extras.scores = {};
-    step<Own, float>(on, ref, {.count = 3}, a.q_view, a.k_view, a.v_view, a.out_view, a.workspace, nullptr,
-                     a.extras);
+    step(on, ref,
+         test::step_io({.count = 3, .length = 1}, a.q_view, a.k_view, a.v_view, a.out_view, a.extras),
+         a.workspace);
 }
 
 TEST_CASE("a NaN score of a key that its position keeps is never read, as in a mask") {
@@ -497,16 +602,16 @@ TEST_CASE("a NaN score of a key that its position keeps is never read, as in a m
                                            policy, nullptr);
         bound.add_slab(on);
         const auto ref = bound.cache.layer(0);
-        test::Workspace scratch(cache_workspace_bytes(on, ref, 1, tokens));
+        test::Workspace scratch(workspace_bytes(on, ref, {.batch = 1, .tokens = tokens}));
         const auto take = [&](std::int32_t first, std::int32_t count) {
             const auto rows = view_bhsd(std::as_const(x).data(), 1, 1, count, 8);
             const auto to = view_bhsd(out.data(), 1, 1, count, 8);
             const Batch batch{.count = 1, .length = count};
-            const CacheExtras extras{.scores = view_bhs(std::as_const(scores).data() + first, 1, 1, count)};
+            const test::Extras extras{.scores = view_bhs(std::as_const(scores).data() + first, 1, 1, count)};
             if (steps) {
-                step<Kept, float>(on, ref, batch, rows, rows, rows, to, scratch, nullptr, extras);
+                step(on, ref, test::step_io(batch, rows, rows, rows, to, extras), scratch);
             } else {
-                prefill<Kept, float>(on, ref, batch, rows, rows, rows, to, scratch, nullptr, extras);
+                prefill(on, ref, test::step_io(batch, rows, rows, rows, to, extras), scratch);
             }
             bound.cache.advance(on, batch);
         };
@@ -522,13 +627,18 @@ TEST_CASE("a NaN score of a key that its position keeps is never read, as in a m
     test::BoundDual<Kept, float> bound(on, shape, {.slab_pages = 20, .max_slabs = 1, .max_seq_len = 20},
                                        policy, nullptr);
     bound.add_slab(on);
-    test::Workspace scratch(cache_workspace_bytes(on, bound.cache.layer(0), 1, tokens));
+    test::Workspace scratch(workspace_bytes(on, bound.cache.layer(0), {.batch = 1, .tokens = tokens}));
     scores[5] = nan;
     const auto rows = view_bhsd(std::as_const(x).data(), 1, 1, tokens, 8);
-    CHECK_REFUSED((prefill<Kept, float>(on, bound.cache.layer(0), {.count = 1, .length = tokens}, rows, rows,
-                                        rows, view_bhsd(out.data(), 1, 1, tokens, 8), scratch, nullptr,
-                                        {.scores = view_bhs(std::as_const(scores).data(), 1, 1, tokens)})),
-                  "extras.scores[0][0][5]: NaN");
+    CHECK_REFUSED((prefill(on, bound.cache.layer(0),
+                           {.q = rows,
+                            .k = rows,
+                            .v = rows,
+                            .out = view_bhsd(out.data(), 1, 1, tokens, 8),
+                            .batch = {.count = 1, .length = tokens},
+                            .scores = view_bhs(std::as_const(scores).data(), 1, 1, tokens)},
+                           scratch)),
+                  "io.scores[0][0][5]: NaN");
 }
 
 TEST_CASE("tensors: shapes and null pointers, each by name") {
@@ -560,34 +670,38 @@ TEST_CASE("tensors: shapes and null pointers, each by name") {
     of_k("k: 3 x 2 x 0 x 16", [](Arguments& a) { a.k_view.length = 0; });
     of_k("v: null", [](Arguments& a) { a.v_view.data = nullptr; });
     of_k("v: 3 x 2 x 5 x 16", [](Arguments& a) { a.v_view.dim = 16; });
-    of_k("extras.scores: null is not allowed; it must be fp32 scores",
+    of_k("io.scores: null is not allowed; it must be fp32 scores",
          [](Arguments& a) { a.extras.scores = {}; });
-    of_k("extras.scores: 3 x 1 x 5 is not allowed; it must be 3 x 2 x at least 1",
+    of_k("io.scores: 3 x 1 x 5 is not allowed; it must be 3 x 2 x at least 1",
          [](Arguments& a) { a.extras.scores.heads = 1; });
-    of_k("extras.scores: 3 x 2 x 0", [](Arguments& a) { a.extras.scores.length = 0; });
+    of_k("io.scores: 3 x 2 x 0", [](Arguments& a) { a.extras.scores.length = 0; });
 }
 
 TEST_CASE("a workspace that is too small by a byte") {
     const host on(2);
     test::BoundCache<P, float> under_test(on, good, policy());
     const auto ref = under_test.cache.layer(0);
-    Arguments a(cache_workspace_bytes(on, ref, 3, 5));
-    const std::size_t for_step = cache_workspace_bytes(on, ref, 3, 1),
-                      for_chunk = cache_workspace_bytes(on, ref, 3, 5);
+    Arguments a(workspace_bytes(on, ref, {.batch = 3, .tokens = 5}));
+    const std::size_t for_step = workspace_bytes(on, ref, {.batch = 3, .tokens = 1}),
+                      for_chunk = workspace_bytes(on, ref, {.batch = 3, .tokens = 5});
     const auto message = [](std::size_t bytes) {
         return "workspace.bytes: " + std::to_string(bytes - 1) + " is not allowed; it must be at least " +
                std::to_string(bytes);
     };
     const std::vector<unsigned char> before = under_test.memory;
-    CHECK_REFUSED((step<P, float>(on, ref, {.count = 3}, a.q_view, a.k_view, a.v_view, a.out_view,
-                                  {a.workspace.data, for_step - 1}, nullptr, a.extras)),
+    CHECK_REFUSED(
+        (step(on, ref,
+              test::step_io({.count = 3, .length = 1}, a.q_view, a.k_view, a.v_view, a.out_view, a.extras),
+              {a.workspace.data, for_step - 1})),
+        message(for_step));
+    CHECK_REFUSED((attend(on, ref, {.q = a.q_view, .out = a.out_view, .batch = {.count = 3, .length = 1}},
+                          {a.workspace.data, for_step - 1})),
                   message(for_step));
     CHECK_REFUSED(
-        (attend<P, float>(on, ref, {.count = 3}, a.q_view, a.out_view, {}, {a.workspace.data, for_step - 1})),
-        message(for_step));
-    CHECK_REFUSED((prefill<P, float>(on, ref, {.count = 3, .length = 5}, a.q_view, a.k_view, a.v_view,
-                                     a.out_view, {a.workspace.data, for_chunk - 1}, nullptr, a.extras)),
-                  message(for_chunk));
+        (prefill(on, ref,
+                 test::step_io({.count = 3, .length = 5}, a.q_view, a.k_view, a.v_view, a.out_view, a.extras),
+                 {a.workspace.data, for_chunk - 1})),
+        message(for_chunk));
     CHECK(under_test.memory == before);
 }
 
@@ -612,21 +726,23 @@ TEST_CASE("an empty batch and empty entries are no error") {
     test::BoundCache<P, float> under_test(on, good, policy());
     const auto ref = under_test.cache.layer(0);
     const std::vector<unsigned char> before = under_test.memory;
-    test::Workspace workspace(cache_workspace_bytes(on, ref, 3, 1));
+    test::Workspace workspace(workspace_bytes(on, ref, {.batch = 3, .tokens = 1}));
     const rows_view<const float> no_q{nullptr, 0, 4, 0, 16}, no_k{nullptr, 0, 2, 0, 16},
         no_v{nullptr, 0, 2, 0, 8};
     const rows_view<float> no_out{nullptr, 0, 4, 0, 8};
-    step<P, float>(on, ref, {.count = 0}, no_q, no_k, no_v, no_out, workspace);
-    prefill<P, float>(on, ref, {.count = 0}, no_q, no_k, no_v, no_out, workspace);
-    attend<P, float>(on, ref, {.count = 0}, no_q, no_out, {}, workspace);
+    step(on, ref, {.q = no_q, .k = no_k, .v = no_v, .out = no_out, .batch = {.count = 0}}, workspace);
+    prefill(on, ref, {.q = no_q, .k = no_k, .v = no_v, .out = no_out, .batch = {.count = 0}}, workspace);
+    attend(on, ref, {.q = no_q, .out = no_out, .batch = {.count = 0}}, workspace);
     under_test.cache.advance(on, {.count = 0});
     Arguments a(workspace.memory.size());
     const std::int32_t nothing[] = {0, 0, 0};
-    step<P, float>(on, ref, {.count = 3, .q_len = nothing}, a.q_view, a.k_view, a.v_view, a.out_view,
-                   workspace, nullptr, a.extras);
-    prefill<P, float>(on, ref, {.count = 3, .q_len = nothing}, a.q_view, a.k_view, a.v_view, a.out_view,
-                      workspace, nullptr, a.extras);
-    attend<P, float>(on, ref, {.count = 3, .q_len = nothing}, a.q_view, a.out_view, {}, workspace);
+    step(on, ref,
+         test::step_io({.count = 3, .q_len = nothing}, a.q_view, a.k_view, a.v_view, a.out_view, a.extras),
+         workspace);
+    prefill(on, ref,
+            test::step_io({.count = 3, .q_len = nothing}, a.q_view, a.k_view, a.v_view, a.out_view, a.extras),
+            workspace);
+    attend(on, ref, {.q = a.q_view, .out = a.out_view, .batch = {.count = 3, .q_len = nothing}}, workspace);
     CHECK(under_test.memory == before);
     CHECK(std::all_of(a.out.data.begin(), a.out.data.end(), [](float x) { return x == -55.0f; }));
 }

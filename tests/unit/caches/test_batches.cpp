@@ -73,7 +73,13 @@ struct Call {
 template <class T, class P>
 void check_joins_and_leaves(const host& on, const P& policy, std::uint32_t seed, position_t rebase_limit) {
     std::mt19937 generator(seed);
-    const CacheShape shape{layers, seq_ids, query_heads, kv_heads, dim, dim, 3};
+    const CacheShape shape{.layers = layers,
+                           .max_sequences = seq_ids,
+                           .query_heads = query_heads,
+                           .kv_heads = kv_heads,
+                           .head_dim_qk = dim,
+                           .head_dim_vo = dim,
+                           .page_size = 3};
     CacheShape one = shape;
     one.max_sequences = 1;
     test::BoundCache<P, T> batched(on, shape, policy, nullptr, {}, rebase_limit);
@@ -299,7 +305,13 @@ TEST_CASE("the rows in use come first: [sinks | ring | long-range]") {
 }
 
 TEST_CASE("bytes() is the formula, bind keeps inside the buffer wherever that starts") {
-    const CacheShape shape{layers, seq_ids, query_heads, kv_heads, 16, 8, 4};
+    const CacheShape shape{.layers = layers,
+                           .max_sequences = seq_ids,
+                           .query_heads = query_heads,
+                           .kv_heads = kv_heads,
+                           .head_dim_qk = 16,
+                           .head_dim_vo = 8,
+                           .page_size = 4};
     const host on(1);
     FixedBudgetCache<Budget, bf16> cache(shape, budget_policy());
     std::size_t values = 0;
@@ -333,11 +345,17 @@ TEST_CASE("bytes() is the formula, bind keeps inside the buffer wherever that st
         for (int round = 0; round < 12; ++round) {
             for (std::int32_t layer = 0; layer < layers; ++layer) {
                 const auto ref = cache.layer(layer);
-                const std::size_t needed = cache_workspace_bytes(on, ref, seq_ids, 9);
+                const std::size_t needed = workspace_bytes(on, ref, {.batch = seq_ids, .tokens = 9});
                 // The workspace may start anywhere too.
                 std::vector<unsigned char> workspace(needed + shift + 64, 0xab);
-                prefill<Budget, bf16>(on, ref, batch, q.view(), k.view(), v.view(), out.view(),
-                                      {workspace.data() + shift, needed}, nullptr, {.scores = scores.view()});
+                prefill(on, ref,
+                        {.q = q.view(),
+                         .k = k.view(),
+                         .v = v.view(),
+                         .out = out.view(),
+                         .batch = batch,
+                         .scores = scores.view()},
+                        {workspace.data() + shift, needed});
                 CHECK(std::count(workspace.begin(), workspace.begin() + static_cast<std::ptrdiff_t>(shift),
                                  0xab) == static_cast<std::ptrdiff_t>(shift));
                 CHECK(std::count(workspace.end() - 64, workspace.end(), 0xab) == 64);
@@ -383,7 +401,13 @@ TEST_CASE("exported pages cover exactly the rows in use, and paged attention ove
     const host on(2);
     for (const std::int32_t page_size : {1, 4, 16}) {
         CAPTURE(page_size);
-        const CacheShape shape{layers, seq_ids, query_heads, kv_heads, 16, 8, page_size};
+        const CacheShape shape{.layers = layers,
+                               .max_sequences = seq_ids,
+                               .query_heads = query_heads,
+                               .kv_heads = kv_heads,
+                               .head_dim_qk = 16,
+                               .head_dim_vo = 8,
+                               .page_size = page_size};
         test::BoundCache<Budget, bf16> under_test(on, shape, budget_policy());
         std::mt19937 generator(9);
         constexpr std::int32_t max_seq_len = 23;
@@ -423,11 +447,12 @@ TEST_CASE("exported pages cover exactly the rows in use, and paged attention ove
             CHECK(indptr.back() == pages);
             test::Tensor<bf16> seen(4, query_heads, 1, 8);
             seen.fill(-55.0f);
-            test::Workspace workspace(cache_workspace_bytes(on, ref, 4, 1));
+            test::Workspace workspace(workspace_bytes(on, ref, {.batch = 4, .tokens = 1}));
             test::Tensor<bf16> queries(4, query_heads, 1, 16);
             queries.fill_normal(generator);
             test::Plane<float> lse(4, query_heads, 1, -55.0f);
-            attend<Budget, bf16>(on, ref, named, queries.view(), seen.view(), lse.view(), workspace);
+            attend(on, ref, {.q = queries.view(), .out = seen.view(), .batch = named, .lse = lse.view()},
+                   workspace);
             bool covered = true, equal = true;
             for (std::int32_t i = 0; i < 4; ++i) {
                 for (std::int32_t h = 0; h < kv_heads; ++h) {
@@ -470,7 +495,13 @@ TEST_CASE("exported pages cover exactly the rows in use, and paged attention ove
 
 TEST_CASE("attend changes nothing, and leaves entries without a query alone") {
     const host on(1);
-    const CacheShape shape{1, 3, query_heads, kv_heads, dim, dim, 1};
+    const CacheShape shape{.layers = 1,
+                           .max_sequences = 3,
+                           .query_heads = query_heads,
+                           .kv_heads = kv_heads,
+                           .head_dim_qk = dim,
+                           .head_dim_vo = dim,
+                           .page_size = 1};
     using P = Policy<Sink<1>, Window<3>, TopKBudget<4>>;
     test::BoundCache<P, float> under_test(on, shape);
     std::mt19937 generator(4);
@@ -485,9 +516,10 @@ TEST_CASE("attend changes nothing, and leaves entries without a query alone") {
     out.fill(-55.0f);
     test::Plane<float> lse(3, query_heads, 1, -55.0f);
     const std::int32_t ask[] = {1, 1, 0};
-    test::Workspace workspace(cache_workspace_bytes(on, under_test.cache.layer(0), 3, 1));
-    attend<P, float>(on, under_test.cache.layer(0), {.count = 3, .q_len = ask}, q.view(), out.view(),
-                     lse.view(), workspace);
+    test::Workspace workspace(workspace_bytes(on, under_test.cache.layer(0), {.batch = 3, .tokens = 1}));
+    attend(on, under_test.cache.layer(0),
+           {.q = q.view(), .out = out.view(), .batch = {.count = 3, .q_len = ask}, .lse = lse.view()},
+           workspace);
     CHECK(under_test.memory == before);
     for (std::int32_t h = 0; h < query_heads; ++h) {
         CHECK(std::isfinite(lse.at(0, h, 0)));

@@ -8,6 +8,7 @@
 #include <kvpolicy/streaming_llm.hpp>
 
 #include "cache_harness.hpp"
+#include "support/step_io.hpp"
 
 #include <doctest/doctest.h>
 
@@ -89,7 +90,7 @@ TEST_CASE("a rebase that reorders two keys changes the next victim, in every way
     const Sequences sequences{.batch = 1, .length = length};
     const MaskOptions options{.rebase_limit = 8};
     std::int32_t expiry[length];
-    HostBuffer mask_room{build_mask_workspace_bytes(on, policy, sequences, 1, options)};
+    Buffer mask_room{on, build_mask_workspace_bytes(on, policy, sequences, 1, options)};
     build_mask(on, policy, view_bhs<const float>(scores, 1, 1, length), sequences,
                view_bhs(expiry, 1, 1, length), mask_room, options);
     CHECK(expiry[7] == never);
@@ -103,20 +104,22 @@ TEST_CASE("a rebase that reorders two keys changes the next victim, in every way
         FixedBudgetCache<Budget, float> cache{
             {.query_heads = 1, .kv_heads = 1, .head_dim_qk = 8, .head_dim_vo = 8}, policy};
         cache.rebase_limit(8);
-        HostBuffer memory{cache.bytes().total()};
+        Buffer memory{on, cache.bytes().total()};
         cache.bind(on, memory);
-        HostBuffer workspace{cache_workspace_bytes(on, cache.layer(0), 1, length)};
+        Buffer workspace{on, workspace_bytes(on, cache.layer(0), {.batch = 1, .tokens = length})};
         for (std::int32_t t = 0; t < length; t += chunk) {
             const std::int32_t n = std::min(chunk, length - t);
             const Batch batch{.count = 1, .length = n};
             const auto rows = view_bshd(ones.data(), 1, n, 1, 8);
-            const CacheExtras extras{.scores = view_bhs<const float>(scores + t, 1, 1, n)};
+            const test::Extras extras{.scores = view_bhs<const float>(scores + t, 1, 1, n)};
             if (n == 1) {
-                step(on, cache.layer(0), batch, rows, rows, rows, view_bshd(out.data(), 1, n, 1, 8),
-                     workspace, nullptr, extras);
+                step(on, cache.layer(0),
+                     test::step_io(batch, rows, rows, rows, view_bshd(out.data(), 1, n, 1, 8), extras),
+                     workspace);
             } else {
-                prefill(on, cache.layer(0), batch, rows, rows, rows, view_bshd(out.data(), 1, n, 1, 8),
-                        workspace, nullptr, extras);
+                prefill(on, cache.layer(0),
+                        test::step_io(batch, rows, rows, rows, view_bshd(out.data(), 1, n, 1, 8), extras),
+                        workspace);
             }
             cache.advance(on, batch);
         }

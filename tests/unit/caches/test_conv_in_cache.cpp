@@ -160,10 +160,14 @@ void check_paths(const P& eager, const P& lazy, const P& some, std::int32_t leng
             const std::int32_t appended =
                 static_cast<std::int32_t>(generator() % static_cast<unsigned>(n + 1));
             const auto ref = guessed.cache.layer(0);
-            test::Workspace workspace(cache_workspace_bytes(on, ref, 1, n));
-            append_draft(on, ref, {.count = 1, .length = n}, std::as_const(third.q).tokens(at, n),
-                         std::as_const(third.k).tokens(at, n), std::as_const(third.v).tokens(at, n),
-                         third.out.tokens(at, n), workspace);
+            test::Workspace workspace(workspace_bytes(on, ref, {.batch = 1, .tokens = n}));
+            append_draft(on, ref,
+                         {.q = std::as_const(third.q).tokens(at, n),
+                          .k = std::as_const(third.k).tokens(at, n),
+                          .v = std::as_const(third.v).tokens(at, n),
+                          .out = third.out.tokens(at, n),
+                          .batch = {.count = 1, .length = n}},
+                         workspace);
             accept(on, ref, {.count = 1, .length = appended}, workspace);
             guessed.cache.advance(on, {.count = 1, .length = appended});
             at += appended;

@@ -578,6 +578,11 @@ TEST_CASE("a sequence whose token found no page does not move on before it has o
         cache.cache.advance(on, {.count = 2}),
         "1 is not allowed; it must be 0 until layer 1 has taken them: it lacks 1 page (add_slab lends more");
     CHECK(cache.everything() == before);
+    // With status words nothing is refused: each says why its sequence stays.
+    std::uint32_t why[2] = {};
+    cache.cache.advance(on, {}, {.status = why});
+    CHECK((why[0] | why[1]) == status_pool_exhausted);
+    CHECK(cache.cache.length(0) + cache.cache.length(1) == ((why[0] & why[1]) != 0 ? 0 : 1));
     cache.add_slab(on);
     std::uint32_t again[2] = {};
     for (std::int32_t layer = 0; layer < 2; ++layer) {
@@ -681,10 +686,10 @@ TEST_CASE("the workspace of a cache is that of the layer that needs most") {
     const auto check = [&](const auto& cache) {
         std::size_t most = 0;
         for (std::int32_t layer = 0; layer < 3; ++layer) {
-            most = std::max(most, cache_workspace_bytes(on, cache.layer(layer), 2, 50));
+            most = std::max(most, workspace_bytes(on, cache.layer(layer), {.batch = 2, .tokens = 50}));
         }
-        CHECK(cache_workspace_bytes(on, cache, 2, 50) == most);
-        CHECK(most > cache_workspace_bytes(on, cache.layer(0), 2, 50));
+        CHECK(cache.workspace_bytes(on, {.batch = 2, .tokens = 50}) == most);
+        CHECK(most > workspace_bytes(on, cache.layer(0), {.batch = 2, .tokens = 50}));
     };
     check(fixed.cache);
     check(dual.cache);
@@ -710,8 +715,8 @@ TEST_CASE("a window longer than any sequence costs what one of that length does"
         return bound;
     };
     const auto least = cache_of(max_seq_len), most = cache_of(1 << 30);
-    CHECK(cache_workspace_bytes(on, most->cache.layer(0), 1, 16) ==
-          cache_workspace_bytes(on, least->cache.layer(0), 1, 16));
+    CHECK(workspace_bytes(on, most->cache.layer(0), {.batch = 1, .tokens = 16}) ==
+          workspace_bytes(on, least->cache.layer(0), {.batch = 1, .tokens = 16}));
     std::mt19937 generator(1);
     for (const std::int32_t n : {1, 16, 700, 1, 200, 16}) {
         test::Tensor<float> q(1, 2, n, 8), k(1, 2, n, 8), v(1, 2, n, 8), a(1, 2, n, 8), b(1, 2, n, 8);

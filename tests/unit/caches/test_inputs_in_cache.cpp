@@ -7,6 +7,7 @@
 #include "../scorers/scorer_cases.hpp"
 #include "support/bound_dual.hpp"
 #include "support/refusal.hpp"
+#include "support/step_io.hpp"
 
 #include <doctest/doctest.h>
 
@@ -42,7 +43,7 @@ struct Tokens {
     template <class P>
     void run(const host& on, const DualRef<P, T>& ref, std::int32_t from, std::int32_t n, bool steps,
              const test::Plane<float>* scores = nullptr) {
-        CacheExtras extras;
+        test::Extras extras;
         if (scores != nullptr) {
             extras.scores = scores->tokens(from, n);
         } else {
@@ -107,10 +108,15 @@ void check_beside_given(const Own& own, const Given& given, const test::Plane<fl
     for (std::int32_t at = 0, round = 0; at < length; ++round) {
         const std::int32_t n = std::min(length - at, 1 + round % 5), appended = std::min(n, 1 + round % 3);
         const auto ref = guessed.cache.layer(0);
-        test::Workspace workspace(cache_workspace_bytes(on, ref, 1, n));
-        append_draft(on, ref, {.count = 1, .length = n}, std::as_const(in.q).tokens(at, n),
-                     std::as_const(in.k).tokens(at, n), std::as_const(in.v).tokens(at, n),
-                     in.out.tokens(at, n), workspace, {.hidden = std::as_const(in.hidden).tokens(at, n)});
+        test::Workspace workspace(workspace_bytes(on, ref, {.batch = 1, .tokens = n}));
+        append_draft(on, ref,
+                     {.q = std::as_const(in.q).tokens(at, n),
+                      .k = std::as_const(in.k).tokens(at, n),
+                      .v = std::as_const(in.v).tokens(at, n),
+                      .out = in.out.tokens(at, n),
+                      .batch = {.count = 1, .length = n},
+                      .hidden = std::as_const(in.hidden).tokens(at, n)},
+                     workspace);
         accept(on, ref, {.count = 1, .length = appended}, workspace);
         guessed.cache.advance(on, {.count = 1, .length = appended});
         at += appended;
@@ -173,9 +179,9 @@ TEST_CASE("hidden states that are missing, of another shape or NaN are refused w
     const test::Plane<float> none(0, 0, 0);
     CHECK_REFUSED(
         in.run(on, ref, 0, 1, true, &none),
-        "extras.hidden: null is not allowed; it must be the tokens' hidden states, 1 x 1 x at least 1 x "
+        "io.hidden: null is not allowed; it must be the tokens' hidden states, 1 x 1 x at least 1 x "
         "12");
-    CHECK_REFUSED(in.run(on, ref, 0, 9, false, &none), "extras.hidden: null");
+    CHECK_REFUSED(in.run(on, ref, 0, 9, false, &none), "io.hidden: null");
     in.hidden.view().row(0, 0, 3)[1] = bf16(std::numeric_limits<float>::quiet_NaN());
     CHECK_REFUSED(in.run(on, ref, 0, 9, false), "score of entry 0, head 0, position 3: NaN");
     CHECK(cache.everything() == before);

@@ -59,7 +59,7 @@ void decode(const float (&slopes)[heads], position_t limit, std::int32_t steps, 
         nullptr, {}, limit);
     CHECK(under_test.memory.size() < 10000);
     const auto ref = under_test.cache.layer(0);
-    test::Workspace workspace(cache_workspace_bytes(on, ref, 1, 1));
+    test::Workspace workspace(workspace_bytes(on, ref, {.batch = 1, .tokens = 1}));
     test::Tensor<float> x(1, heads, 1, dim), out(1, heads, 1, dim);
     test::Plane<float> scores(1, heads, 1);
     std::vector<position_t> scratch;
@@ -69,8 +69,14 @@ void decode(const float (&slopes)[heads], position_t limit, std::int32_t steps, 
             x.view().row(0, h, 0)[0] = static_cast<float>(q % 7);
             scores.at(0, h, 0) = score_of(h, q);
         }
-        step<P, float>(on, ref, {.count = 1}, x.view(), x.view(), x.view(), out.view(), workspace, nullptr,
-                       {.scores = scores.view()});
+        step(on, ref,
+             {.q = x.view(),
+              .k = x.view(),
+              .v = x.view(),
+              .out = out.view(),
+              .batch = {.count = 1},
+              .scores = scores.view()},
+             workspace);
         under_test.cache.advance(on, {.count = 1});
         finite = finite && std::isfinite(out.data[0]);
         // Around rebasing too, where the default limit is not reached.

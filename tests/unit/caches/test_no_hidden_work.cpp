@@ -14,6 +14,7 @@
 
 #include "support/bound_cache.hpp"
 #include "support/bound_dual.hpp"
+#include "support/step_io.hpp"
 
 #include <doctest/doctest.h>
 
@@ -66,7 +67,7 @@ TEST_CASE("no call of a cache allocates") {
             on, {.max_sequences = count, .query_heads = 2, .kv_heads = 2, .head_dim_qk = 8, .head_dim_vo = 8},
             policy);
         const auto ref = under_test.cache.layer(0);
-        test::Workspace workspace(cache_workspace_bytes(on, ref, count, 4));
+        test::Workspace workspace(workspace_bytes(on, ref, {.batch = count, .tokens = 4}));
         const Sequences sequences{.batch = count, .length = 4};
         test::Workspace mask_workspace(build_mask_workspace_bytes(on, policy, sequences, 2));
         const kv_view<float> masked{.k = k.view(), .v = v.view(), .mask = {.expiry = expiry.view()}};
@@ -75,16 +76,16 @@ TEST_CASE("no call of a cache allocates") {
         test::Workspace attention_workspace(
             attend_workspace_bytes(on, AttentionParams{}, q.view(), masked, ragged));
         const Batch chunk{.count = count, .length = 4}, token{.count = count, .length = 1};
-        const CacheExtras extras{.scores = scores.view(), .lse = lse.view()};
+        const test::Extras extras{.scores = scores.view(), .lse = lse.view()};
         const long before = allocations.load();
         for (int round = 0; round < 5; ++round) {
-            prefill<P, float>(on, under_test.cache.layer(0), chunk, q.view(), k.view(), v.view(), out.view(),
-                              workspace, nullptr, extras);
+            prefill(on, under_test.cache.layer(0),
+                    test::step_io(chunk, q.view(), k.view(), v.view(), out.view(), extras), workspace);
             under_test.cache.advance(on, chunk);
-            step<P, float>(on, under_test.cache.layer(0), token, q.view(), k.view(), v.view(), out.view(),
-                           workspace, nullptr, extras);
+            step(on, under_test.cache.layer(0),
+                 test::step_io(token, q.view(), k.view(), v.view(), out.view(), extras), workspace);
             under_test.cache.advance(on, token);
-            attend<P, float>(on, ref, token, q.view(), out.view(), lse.view(), workspace);
+            attend(on, ref, {.q = q.view(), .out = out.view(), .batch = token, .lse = lse.view()}, workspace);
             export_heads(on, ref, token, exported);
             build_mask(on, policy, scores.view(), sequences, expiry.view(), mask_workspace);
             attend(on, AttentionParams{}, q.view(), masked, ragged, out.view(), lse.view(),
@@ -119,36 +120,35 @@ TEST_CASE("no call of a cache with a pool allocates, growing included") {
     std::vector<std::vector<unsigned char>> slabs(20,
                                                   std::vector<unsigned char>(under_test.cache.slab_bytes()));
     const auto ref = under_test.cache.layer(0);
-    test::Workspace workspace(cache_workspace_bytes(on, ref, count, 4));
+    test::Workspace workspace(workspace_bytes(on, ref, {.batch = count, .tokens = 4}));
     constexpr std::size_t heads = std::size_t{count} * 2;
     std::vector<std::int32_t> indptr(heads + 1), pages(heads * 12), last(heads);
     std::vector<std::uint32_t> status(count), found(count);
     const HeadPages exported{indptr.data(), pages.data(), last.data(),
                              static_cast<std::int64_t>(pages.size())};
     const Batch chunk{.count = count, .length = 4}, token{.count = count, .length = 1};
-    const CacheExtras extras{.scores = scores.view(), .lse = lse.view()};
+    const test::Extras extras{.scores = scores.view(), .lse = lse.view()};
     std::size_t provided = 0;
     const long before = allocations.load();
-    prefill<P, float>(on, ref, chunk, q.view(), k.view(), v.view(), out.view(), workspace, status.data(),
-                      extras);
+    prefill(on, ref, test::step_io(chunk, q.view(), k.view(), v.view(), out.view(), extras), workspace,
+            {.status = status.data()});
     for (int round = 0; round < 5; ++round) {
         while (under_test.cache.reserve(on, chunk) > 0) {
             under_test.cache.add_slab(on, slabs[provided].data(), slabs[provided].size());
             ++provided;
         }
-        prefill<P, float>(on, ref, chunk, q.view(), k.view(), v.view(), out.view(), workspace, nullptr,
-                          extras);
+        prefill(on, ref, test::step_io(chunk, q.view(), k.view(), v.view(), out.view(), extras), workspace);
         under_test.cache.advance(on, chunk);
         std::fill(found.begin(), found.end(), 0u);
-        step<P, float>(on, ref, token, q.view(), k.view(), v.view(), out.view(), workspace, found.data(),
-                       extras);
+        step(on, ref, test::step_io(token, q.view(), k.view(), v.view(), out.view(), extras), workspace,
+             {.status = found.data()});
         for (std::int32_t i = 0; i < count; ++i) {
             const std::int32_t one = 1;
             if (found[static_cast<std::size_t>(i)] == status_ok) {
                 under_test.cache.advance(on, {.count = 1, .seq_ids = &i, .q_len = &one});
             }
         }
-        attend<P, float>(on, ref, token, q.view(), out.view(), lse.view(), workspace);
+        attend(on, ref, {.q = q.view(), .out = out.view(), .batch = token, .lse = lse.view()}, workspace);
         export_heads(on, ref, token, exported);
     }
     under_test.cache.clear(on, 3);
@@ -183,7 +183,7 @@ TEST_CASE("no call of an observed policy allocates") {
             under_test.add_slab(on);
             under_test.add_slab(on);
             const auto ref = under_test.cache.layer(0);
-            test::Workspace workspace(cache_workspace_bytes(on, ref, count, 16));
+            test::Workspace workspace(workspace_bytes(on, ref, {.batch = count, .tokens = 16}));
             test::Workspace mask_workspace(build_observed_mask_workspace_bytes(
                 on, policy, std::as_const(q).view(), std::as_const(k).view()));
             test::Workspace mass_workspace(
@@ -191,9 +191,13 @@ TEST_CASE("no call of an observed policy allocates") {
             const Batch chunk{.count = count, .length = 16}, token{.count = count, .length = 1};
             const long before = allocations.load();
             for (int round = 0; round < 3; ++round) {
-                prefill<P, float>(on, ref, chunk, q.view(), k.view(), v.view(), out.view(), workspace);
+                prefill(on, ref,
+                        {.q = q.view(), .k = k.view(), .v = v.view(), .out = out.view(), .batch = chunk},
+                        workspace);
                 under_test.cache.advance(on, chunk);
-                step<P, float>(on, ref, token, q.view(), k.view(), v.view(), out.view(), workspace);
+                step(on, ref,
+                     {.q = q.view(), .k = k.view(), .v = v.view(), .out = out.view(), .batch = token},
+                     workspace);
                 under_test.cache.advance(on, token);
                 build_observed_mask(on, policy, {}, std::as_const(q).view(), std::as_const(k).view(),
                                     sequences, expiry.view(), mask_workspace, {.prompt = 8});

@@ -11,6 +11,7 @@
 #include "../scorers/scorer_cases.hpp"
 #include "support/bound_dual.hpp"
 #include "support/refusal.hpp"
+#include "support/step_io.hpp"
 
 #include <doctest/doctest.h>
 
@@ -55,8 +56,8 @@ struct Row {
         out.fill(-55.0f);
         test::fill_scores(scores, test::Scores::random, generator);
     }
-    [[nodiscard]] CacheExtras extras(bool states, std::int32_t from, std::int32_t n) {
-        CacheExtras one;
+    [[nodiscard]] test::Extras extras(bool states, std::int32_t from, std::int32_t n) {
+        test::Extras one;
         if (states) {
             one.hidden = std::as_const(hidden).tokens(from, n);
         } else {
@@ -72,7 +73,7 @@ struct Row {
 /// A call on tokens [from, from + n) of a row.
 template <class P, class Ref>
 void run(const host& on, const Ref& ref, const Batch& batch, Row& row, std::int32_t from, std::int32_t n,
-         const CacheExtras& extras, bool steps = false, std::uint32_t* status = nullptr) {
+         const test::Extras& extras, bool steps = false, std::uint32_t* status = nullptr) {
     test::call_ref<P, float>(on, ref, batch, std::as_const(row.q).tokens(from, n),
                              std::as_const(row.k).tokens(from, n), std::as_const(row.v).tokens(from, n),
                              row.out.tokens(from, n), extras, steps, status);
@@ -87,7 +88,7 @@ void check_pack(Bound& packed, Bound& alone, bool states) {
     const host on{2};
     for (std::uint32_t round = 0; round < 2; ++round) {
         Row a(total, round), b(total, round);
-        CacheExtras extras = a.extras(states, 0, total);
+        test::Extras extras = a.extras(states, 0, total);
         extras.cu_seqlens = edges;
         const Batch batch{.count = 4, .seq_ids = seq_ids, .q_len = lengths, .length = total};
         run<P>(on, packed.cache.layer(0), batch, a, 0, total, extras);
@@ -107,20 +108,24 @@ void check_pack(Bound& packed, Bound& alone, bool states) {
     }
     const std::int32_t few[] = {0, 6, 7, 7, 10}, guesses[] = {6, 1, 0, 3}, appended[] = {2, 1, 0, 3};
     Row a(10, 9), b(10, 9);
-    CacheExtras extras = a.extras(states, 0, 10);
+    test::Extras extras = a.extras(states, 0, 10);
     extras.cu_seqlens = few;
     const auto ref = packed.cache.layer(0), other = alone.cache.layer(0);
-    test::Workspace workspace(cache_workspace_bytes(on, ref, 4, 10));
-    append_draft(on, ref, {.count = 4, .seq_ids = seq_ids, .q_len = guesses, .length = 10},
-                 std::as_const(a.q).view(), std::as_const(a.k).view(), std::as_const(a.v).view(),
-                 a.out.view(), workspace, extras);
+    test::Workspace workspace(workspace_bytes(on, ref, {.batch = 4, .tokens = 10}));
+    append_draft(on, ref,
+                 test::step_io({.count = 4, .seq_ids = seq_ids, .q_len = guesses, .length = 10},
+                               std::as_const(a.q).view(), std::as_const(a.k).view(),
+                               std::as_const(a.v).view(), a.out.view(), extras),
+                 workspace);
     accept(on, ref, {.count = 4, .seq_ids = seq_ids, .q_len = appended, .length = 10}, workspace);
     for (std::int32_t i = 0; i < 4; ++i) {
         const Batch one{.count = 1, .seq_ids = seq_ids + i, .length = guesses[i]};
-        append_draft(on, other, one, std::as_const(b.q).tokens(few[i], guesses[i]),
-                     std::as_const(b.k).tokens(few[i], guesses[i]),
-                     std::as_const(b.v).tokens(few[i], guesses[i]), b.out.tokens(few[i], guesses[i]),
-                     workspace, b.extras(states, few[i], guesses[i]));
+        append_draft(on, other,
+                     test::step_io(one, std::as_const(b.q).tokens(few[i], guesses[i]),
+                                   std::as_const(b.k).tokens(few[i], guesses[i]),
+                                   std::as_const(b.v).tokens(few[i], guesses[i]),
+                                   b.out.tokens(few[i], guesses[i]), b.extras(states, few[i], guesses[i])),
+                     workspace);
         accept(on, other, {.count = 1, .seq_ids = seq_ids + i, .length = appended[i]}, workspace);
     }
     CHECK(a.out.data == b.out.data);
@@ -186,7 +191,7 @@ TEST_CASE(
 
         test::BoundCache<Budget, float> cache(on, shape, policy);
         const std::int32_t own[] = {17, 23, 9}, all[] = {0, total};
-        CacheExtras extras = row.extras(false, 0, total);
+        test::Extras extras = row.extras(false, 0, total);
         extras.cu_seqlens = reset ? cuts : all;
         const Batch batch{.count = reset ? 3 : 1, .q_len = reset ? own : all + 1, .length = total};
         run<Budget>(on, cache.cache.layer(0), batch, row, 0, total, extras);
@@ -219,7 +224,7 @@ TEST_CASE("a packed entry without pages is left alone, and the others are served
     Row row(total, 6), other(total, 6);
     row.scores.data.assign(row.scores.data.size(), 1.0f);  // all is kept: 10, 0, 12 and 6 pages
     other.scores = row.scores;
-    CacheExtras extras = row.extras(false, 0, total);
+    test::Extras extras = row.extras(false, 0, total);
     extras.cu_seqlens = edges;
     const Batch batch{.count = 4, .seq_ids = seq_ids, .q_len = lengths, .length = total};
     std::uint32_t status[4] = {};
@@ -233,14 +238,14 @@ TEST_CASE("a packed entry without pages is left alone, and the others are served
     }
     const std::int32_t left[] = {0, 0, 23, 9}, rest[] = {0, 0, 0, 23, 32};
     cache.reserve(on, {.count = 4, .seq_ids = seq_ids, .q_len = left, .length = total});
-    CacheExtras again = row.extras(false, 17, 32);
+    test::Extras again = row.extras(false, 17, 32);
     again.cu_seqlens = rest;
     run<Gated>(on, cache.cache.layer(0), {.count = 4, .seq_ids = seq_ids, .q_len = left, .length = 32}, row,
                17, 32, again);
     cache.cache.advance(on, batch);
     test::BoundDual<Gated, float> ample(on, shape, {.slab_pages = 100, .max_slabs = 1, .max_seq_len = 100});
     ample.add_slab(on);
-    CacheExtras whole = other.extras(false, 0, total);
+    test::Extras whole = other.extras(false, 0, total);
     whole.cu_seqlens = edges;
     run<Gated>(on, ample.cache.layer(0), batch, other, 0, total, whole);
     ample.cache.advance(on, batch);
@@ -255,23 +260,23 @@ TEST_CASE("edges that do not fit the batch are refused") {
     test::BoundCache<Budget, float> cache(on, shape, {});
     Row row(total, 1);
     const auto call = [&](const std::int32_t* cu, const std::int32_t* q_len, std::int32_t n = total) {
-        CacheExtras extras = row.extras(false, 0, n);
+        test::Extras extras = row.extras(false, 0, n);
         extras.cu_seqlens = cu;
         run<Budget>(on, cache.cache.layer(0), {.count = 4, .seq_ids = seq_ids, .q_len = q_len, .length = n},
                     row, 0, n, extras);
     };
     const std::int32_t late[] = {1, 17, 17, 40, 49}, other[] = {0, 17, 17, 39, 49}, less[] = {17, 0, 22, 9};
-    CHECK_REFUSED(call(late, lengths), "extras.cu_seqlens[0]: 1 is not allowed; it must be 0");
+    CHECK_REFUSED(call(late, lengths), "io.cu_seqlens[0]: 1 is not allowed; it must be 0");
     CHECK_REFUSED(call(other, lengths),
-                  "extras.cu_seqlens[3]: 39 is not allowed; it must be the edge before it, 17, and the "
+                  "io.cu_seqlens[3]: 39 is not allowed; it must be the edge before it, 17, and the "
                   "entry's 23 tokens");
-    CHECK_REFUSED(call(edges, less), "extras.cu_seqlens[3]: 40");
+    CHECK_REFUSED(call(edges, less), "io.cu_seqlens[3]: 40");
     CHECK_REFUSED(call(edges, lengths, 48),
                   "q: 1 x 4 x 48 x 8 is not allowed; it must be 1 x 4 x at least 49 x 8");
-    CacheExtras extras = row.extras(false, 0, 1);
+    test::Extras extras = row.extras(false, 0, 1);
     extras.cu_seqlens = edges;
     CHECK_REFUSED(run<Budget>(on, cache.cache.layer(0), {.count = 1}, row, 0, 1, extras, true),
-                  "extras.cu_seqlens: given is not allowed; it must be null in a step");
+                  "io.cu_seqlens: given is not allowed; it must be null in a step");
     CHECK(cache.cache.length(2) == 0);
 }
 

@@ -39,7 +39,7 @@ std::int32_t token(const host& on, test::BoundDual<Evicting, float>& bound, std:
     bound.cache.advance(on, batch);
     test::Workspace workspace(bound.cache.evict_workspace_bytes(on));
     EvictionReport report;
-    bound.cache.evict(on, batch, workspace, &report);
+    bound.cache.evict(on, batch, workspace, {.reports = &report});
     return report.rounds;
 }
 
@@ -212,6 +212,9 @@ TEST_CASE("an eviction is between two tokens") {
         bound.cache.evict(on, one, workspace),
         "sequence of entry 0: 0 is not allowed; it must be a sequence between two tokens: layer 0 has taken "
         "some that advance() has not counted");
+    std::uint32_t status = 0;
+    bound.cache.evict(on, one, workspace, {.status = &status});
+    CHECK(status == status_layer_skipped);
     CHECK(bound.everything() == before);
     bound.cache.evict(on, {.count = 1, .seq_ids = &seq, .q_len = &none}, workspace);  // which names nobody
     bound.cache.advance(on, one);

@@ -504,7 +504,7 @@ TEST_CASE("a given score that is NaN refuses the call, names its place and leave
     test::BoundCache<P, float> under_test(on, two);
     Tokens<float> in(6, 4, 2);
     test::Plane<float> scores(2, kv_heads, 6, 1.0f);
-    const Batch chunk{.count = 2, .length = 6}, token{.count = 2};
+    const Batch chunk{.count = 2, .length = 6}, token{.count = 2, .length = 1};
     const auto run = [&](const Batch& batch, bool steps) {
         test::call<P, float>(on, under_test, 0, batch, std::as_const(in.q).view(), std::as_const(in.k).view(),
                              std::as_const(in.v).view(), in.out.view(), {.scores = scores.view()}, steps);
@@ -514,11 +514,11 @@ TEST_CASE("a given score that is NaN refuses the call, names its place and leave
     in.out.fill(-55.0f);
     const std::vector<unsigned char> before = under_test.memory;
     scores.at(1, 1, 0) = quiet_nan;
-    CHECK_REFUSED(run(token, true), "extras.scores[1][1][0]: NaN is not allowed; it must be a number");
-    CHECK_REFUSED(run(chunk, false), "extras.scores[1][1][0]: NaN");
+    CHECK_REFUSED(run(token, true), "io.scores[1][1][0]: NaN is not allowed; it must be a number");
+    CHECK_REFUSED(run(chunk, false), "io.scores[1][1][0]: NaN");
     scores.at(1, 1, 0) = 0.0f;
     scores.at(0, 1, 5) = quiet_nan;
-    CHECK_REFUSED(run(chunk, false), "extras.scores[0][1][5]: NaN");
+    CHECK_REFUSED(run(chunk, false), "io.scores[0][1][5]: NaN");
     CHECK(under_test.memory == before);
     CHECK(std::all_of(in.out.data.begin(), in.out.data.end(), [](float x) { return x == -55.0f; }));
     // Beyond an entry's tokens it is not read.

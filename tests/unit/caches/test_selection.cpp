@@ -130,7 +130,7 @@ template <class Cache>
 EvictionReport evict(const host& on, Cache& cache, std::int32_t seq) {
     test::Workspace workspace(cache.evict_workspace_bytes(on));
     EvictionReport report;
-    cache.evict(on, {.count = 1, .seq_ids = &seq}, workspace, &report);
+    cache.evict(on, {.count = 1, .seq_ids = &seq}, workspace, {.reports = &report});
     return report;
 }
 
@@ -262,11 +262,15 @@ TEST_CASE("chunks, draft tokens, copies and snapshots leave the same bounds, que
                     appended{.count = 1, .seq_ids = &seq, .length = n};
                 for (std::size_t l = 0; l < b.q.size(); ++l) {
                     const auto ref = other.cache.layer(static_cast<std::int32_t>(l));
-                    test::Workspace workspace(cache_workspace_bytes(on, ref, 1, guess));
-                    append_draft(on, ref, batch, std::as_const(b.q[l]).tokens(t, guess),
-                                 std::as_const(b.k[l]).tokens(t, guess),
-                                 std::as_const(b.v[l]).tokens(t, guess), b.out[l].tokens(t, guess), workspace,
-                                 {.scores = std::as_const(b.scores[l]).tokens(t, guess)});
+                    test::Workspace workspace(workspace_bytes(on, ref, {.batch = 1, .tokens = guess}));
+                    append_draft(on, ref,
+                                 {.q = std::as_const(b.q[l]).tokens(t, guess),
+                                  .k = std::as_const(b.k[l]).tokens(t, guess),
+                                  .v = std::as_const(b.v[l]).tokens(t, guess),
+                                  .out = b.out[l].tokens(t, guess),
+                                  .batch = batch,
+                                  .scores = std::as_const(b.scores[l]).tokens(t, guess)},
+                                 workspace);
                     accept(on, ref, appended, workspace);
                 }
                 other.cache.advance(on, appended);
@@ -358,9 +362,9 @@ TEST_CASE(
                              std::as_const(k).tokens(70, 1), std::as_const(v).tokens(70, 1),
                              out.tokens(70, 1), {.scores = std::as_const(scores).tokens(70, 1)}, true);
     cache.cache.advance(on, {.count = 1});
-    test::Workspace workspace(cache_workspace_bytes(on, cache.cache.layer(0), 1, 1));
-    attend<Fixed, float>(on, cache.cache.layer(0), {.count = 1}, std::as_const(q).tokens(70, 1),
-                         looked.view(), {}, workspace);
+    test::Workspace workspace(workspace_bytes(on, cache.cache.layer(0), {.batch = 1, .tokens = 1}));
+    attend(on, cache.cache.layer(0),
+           {.q = std::as_const(q).tokens(70, 1), .out = looked.view(), .batch = {.count = 1}}, workspace);
     for (std::int32_t h = 0; h < 4; ++h) {
         CHECK(
             std::equal(looked.view().row(0, h, 0), looked.view().row(0, h, 0) + 8, out.view().row(0, h, 70)));

@@ -136,11 +136,11 @@ void check_forks(const P& policy, std::uint32_t seed) {
             const auto to = static_cast<std::int32_t>(generator() % max_sequences);
             if constexpr (Pooled) {
                 std::uint32_t status = 0;
-                beams.cache.fork(on, seq, to, &status);
+                beams.cache.fork(on, seq, to, {.status = &status});
                 while (status != 0) {
                     beams.add_slab(on);
                     status = 0;
-                    beams.cache.fork(on, seq, to, &status);
+                    beams.cache.fork(on, seq, to, {.status = &status});
                 }
             } else {
                 beams.cache.fork(on, seq, to);
@@ -199,7 +199,7 @@ void check_reorders(const P& policy, std::uint32_t seed) {
             std::shuffle(sources, sources + count, generator);
         }
         std::uint32_t status = 0;
-        beams.cache.reorder(on, sources, count, &status);
+        beams.cache.reorder(on, sources, count, {.status = &status});
         while (status != 0) {
             for (std::int32_t seq = 0; seq < max_sequences; ++seq) {
                 same = same && beams.content(seq) == before[static_cast<std::size_t>(seq)];
@@ -208,7 +208,7 @@ void check_reorders(const P& policy, std::uint32_t seed) {
                 beams.add_slab(on);
             }
             status = 0;
-            beams.cache.reorder(on, sources, count, &status);
+            beams.cache.reorder(on, sources, count, {.status = &status});
         }
         for (std::int32_t seq = 0; seq < max_sequences; ++seq) {
             const auto source = static_cast<std::size_t>(seq < count ? sources[seq] : seq);
@@ -250,13 +250,13 @@ void check_snapshots(const P& policy) {
         const std::vector<unsigned char> blob = source.saved(on, 3);
         target.feed(on, 1, 6, 9);  // something to be replaced
         std::uint32_t status = 0;
-        target.cache.restore(on, 1, blob.data(), blob.size(), &status);
+        target.cache.restore(on, 1, blob.data(), blob.size(), {.status = &status});
         while (status != 0) {
             if constexpr (To) {
                 target.add_slab(on);
             }
             status = 0;
-            target.cache.restore(on, 1, blob.data(), blob.size(), &status);
+            target.cache.restore(on, 1, blob.data(), blob.size(), {.status = &status});
         }
         CHECK(target.cache.length(1) == n);
         CHECK(target.content(1) == source.content(3));
@@ -351,8 +351,10 @@ void check_middle_of_a_token(const P& policy) {
                 std::mt19937 generator(2 * seed);
                 test::Tensor<float> q(1, 2, 1, 8), again(1, 2, 1, 16);
                 q.fill_normal(generator);
-                test::Workspace workspace(cache_workspace_bytes(on, beams.cache.layer(0), 1, 1));
-                attend(on, beams.cache.layer(0), one, q.view(), again.view(), {}, workspace);
+                test::Workspace workspace(
+                    workspace_bytes(on, beams.cache.layer(0), {.batch = 1, .tokens = 1}));
+                attend(on, beams.cache.layer(0), {.q = q.view(), .out = again.view(), .batch = one},
+                       workspace);
                 CHECK(again.data == out);
             }
             beams.cache.fork(on, 0, 1);
@@ -458,10 +460,10 @@ TEST_CASE("a fork or reorder without pages changes nothing") {
     const std::vector<unsigned char> before = beams.everything();
     const std::int32_t sources[] = {0, 0};
     std::uint32_t status = 0;
-    beams.cache.fork(on, 0, 1, &status);
+    beams.cache.fork(on, 0, 1, {.status = &status});
     CHECK(status == status_pool_exhausted);
     status = 4;
-    beams.cache.reorder(on, sources, 2, &status);
+    beams.cache.reorder(on, sources, 2, {.status = &status});
     CHECK(status == (status_pool_exhausted | 4u));
     CHECK_REFUSED(beams.cache.fork(on, 0, 1), "free pages of the pool: ");
     CHECK_REFUSED(beams.cache.reorder(on, sources, 2), "(add_slab lends more)");
@@ -473,7 +475,7 @@ TEST_CASE("a fork or reorder without pages changes nothing") {
     const std::vector<unsigned char> content = beams.content(1);
     beams.feed(on, 2, 9, 4);
     CHECK(beams.content(1) == content);
-    beams.cache.fork(on, 2, 1, &status);
+    beams.cache.fork(on, 2, 1, {.status = &status});
     CHECK(before.size() < beams.everything().size());
 }
 
@@ -600,7 +602,7 @@ TEST_CASE("forged snapshots, checksum and all, never write where they must not")
             std::memcpy(blob.data(), &header, sizeof header);
             std::uint32_t status = 0;
             refused += test::refusal_of([&] {
-                           bound.cache.restore(on, 1, blob.data(), blob.size(), &status);
+                           bound.cache.restore(on, 1, blob.data(), blob.size(), {.status = &status});
                        }).empty()
                            ? 0u
                            : 1u;

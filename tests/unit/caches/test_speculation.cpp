@@ -8,6 +8,7 @@
 
 #include "support/bound_dual.hpp"
 #include "support/refusal.hpp"
+#include "support/step_io.hpp"
 
 #include <doctest/doctest.h>
 
@@ -59,14 +60,16 @@ struct Call {
         v.fill_normal(generator);
         test::fill_scores(scores, test::Scores::random, generator);
     }
-    CacheExtras extras() { return {.scores = std::as_const(scores).view(), .lse = lse.view()}; }
+    test::Extras extras() { return {.scores = std::as_const(scores).view(), .lse = lse.view()}; }
 };
 
 template <class P, class Ref>
 void append_draft_call(const host& on, const Ref& ref, const Batch& batch, Call& in) {
-    test::Workspace workspace(cache_workspace_bytes(on, ref, batch.count, most));
-    append_draft<P, float>(on, ref, batch, in.q.view(), in.k.view(), in.v.view(), in.out.view(), workspace,
-                           test::wanted_by<P>(in.extras()));
+    test::Workspace workspace(workspace_bytes(on, ref, {.batch = batch.count, .tokens = most}));
+    append_draft(on, ref,
+                 test::step_io(batch, in.q.view(), in.k.view(), in.v.view(), in.out.view(),
+                               test::wanted_by<P>(in.extras())),
+                 workspace);
 }
 
 template <bool Pooled, class P>
@@ -105,11 +108,11 @@ void check_speculation(const P& policy, std::uint32_t seed) {
         }
         for (std::int32_t layer = 0; layer < 2; ++layer) {
             const auto ref = guessing.cache.layer(layer);
-            test::Workspace workspace(cache_workspace_bytes(on, ref, 3, most));
+            test::Workspace workspace(workspace_bytes(on, ref, {.batch = 3, .tokens = most}));
             std::int32_t left[3] = {accepted[0], accepted[1], accepted[2]};
             for (bool again = true; again;) {
                 std::uint32_t status[3] = {};
-                accept(on, ref, {.count = 3, .q_len = left, .length = most}, workspace, status);
+                accept(on, ref, {.count = 3, .q_len = left, .length = most}, workspace, {.status = status});
                 again = false;
                 std::vector<std::int32_t> failed;
                 for (std::int32_t i = 0; i < 3; ++i) {
@@ -215,10 +218,11 @@ void check_refusals() {
     const auto ref = bound.cache.layer(0);
     std::mt19937 generator(1);
     Call in(8, generator);
-    test::Workspace workspace(cache_workspace_bytes(on, ref, 3, 8));
+    test::Workspace workspace(workspace_bytes(on, ref, {.batch = 3, .tokens = 8}));
     const auto guess = [&](const Batch& batch) {
-        append_draft<Budget, float>(on, ref, batch, in.q.view(), in.k.view(), in.v.view(), in.out.view(),
-                                    workspace, in.extras());
+        append_draft(on, ref,
+                     test::step_io(batch, in.q.view(), in.k.view(), in.v.view(), in.out.view(), in.extras()),
+                     workspace);
     };
     CHECK_REFUSED(guess({.count = 3, .length = 7}),
                   "batch tokens[0]: 7 is not allowed; it must be 0 to 6 (the cache's max_draft_tokens");
@@ -248,9 +252,14 @@ void check_refusals() {
         view.batch = 1;
         return view;
     };
-    step<Budget, float>(on, ref, {.count = 1}, one(in.q.view()), one(in.k.view()), one(in.v.view()),
-                        one(in.out.view()), workspace, nullptr,
-                        {.scores = one(std::as_const(in.scores).view())});
+    step(on, ref,
+         {.q = one(in.q.view()),
+          .k = one(in.k.view()),
+          .v = one(in.v.view()),
+          .out = one(in.out.view()),
+          .batch = {.count = 1, .length = 1},
+          .scores = one(std::as_const(in.scores).view())},
+         workspace);
     CHECK_REFUSED(accept(on, ref, {.count = 1}, workspace), "0 to the 0 that sequence 0");
     accept(on, ref, {.count = 2, .seq_ids = seq_ids, .length = 0}, workspace);
     CHECK_REFUSED(accept(on, ref, {.count = 1, .seq_ids = seq_ids}, workspace), "0 to the 0 that sequence 2");
@@ -273,11 +282,11 @@ TEST_CASE("a accept without pages is a no-op that can be tried again") {
     std::mt19937 generator(1);
     Call in(6, generator);
     append_draft_call<Gated>(on, ref, {.count = 3, .length = 5}, in);
-    test::Workspace workspace(cache_workspace_bytes(on, ref, 3, 5));
+    test::Workspace workspace(workspace_bytes(on, ref, {.batch = 3, .tokens = 5}));
     const std::vector<unsigned char> before = bound.everything();
     CHECK_REFUSED(accept(on, ref, {.count = 3, .length = 5}, workspace), "free pages of the pool: 0");
     std::uint32_t status[3] = {};
-    accept(on, ref, {.count = 3, .length = 5}, workspace, status);
+    accept(on, ref, {.count = 3, .length = 5}, workspace, {.status = status});
     CHECK((status[0] == status_pool_exhausted && status[1] == status_pool_exhausted &&
            status[2] == status_pool_exhausted));
     CHECK(bound.everything() == before);

@@ -55,8 +55,9 @@ Run<T> run(const host& on, std::int32_t max_sequences, std::int32_t window, std:
     test::Tensor<T> query(max_sequences, query_heads, 1, dim), seen(max_sequences, query_heads, 1, dim);
     query.fill_normal(generator);
     const auto ref = under_test.cache.layer(0);
-    test::Workspace workspace(cache_workspace_bytes(on, ref, max_sequences, 1));
-    attend<P, T>(on, ref, {.count = max_sequences}, std::as_const(query).view(), seen.view(), {}, workspace);
+    test::Workspace workspace(workspace_bytes(on, ref, {.batch = max_sequences, .tokens = 1}));
+    attend(on, ref, {.q = std::as_const(query).view(), .out = seen.view(), .batch = {.count = max_sequences}},
+           workspace);
     double worst = 0.0;
     for (std::int32_t seq = 0; seq < max_sequences; ++seq) {
         for (std::int32_t h = 0; h < heads; ++h) {

@@ -10,6 +10,7 @@
 
 #include "support/bound_cache.hpp"
 #include "support/bound_dual.hpp"
+#include "support/step_io.hpp"
 
 #include <doctest/doctest.h>
 
@@ -362,7 +363,7 @@ void check(const P& policy, test::Scores kind, std::int32_t length, std::int32_t
         const std::int32_t count =
             stepping ? 1 : std::min(length - at, 1 + static_cast<std::int32_t>(generator() % max_seq_len));
         const Batch batch{.count = 1, .length = count};
-        CacheExtras extras;
+        test::Extras extras;
         if constexpr (P::ranked) {
             extras.scores = std::as_const(scores).tokens(at, count);
         }

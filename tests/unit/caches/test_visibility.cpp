@@ -72,9 +72,10 @@ void check_one_hot(const host& on, const P& policy, std::int32_t length) {
                 }
             }
             // A query that brings no token sees what is held.
-            test::Workspace workspace(cache_workspace_bytes(on, under_test.cache.layer(0), 1, 1));
-            attend<P, T>(on, under_test.cache.layer(0), {.count = 1}, q.tokens(at - 1, 1), again.view(), {},
-                         workspace);
+            test::Workspace workspace(
+                workspace_bytes(on, under_test.cache.layer(0), {.batch = 1, .tokens = 1}));
+            attend(on, under_test.cache.layer(0),
+                   {.q = q.tokens(at - 1, 1), .out = again.view(), .batch = {.count = 1}}, workspace);
             all_agree = all_agree && seen(again.view().row(0, 0, 0)) == under_test.sorted(0, 0, 0);
         }
         CHECK(all_agree);

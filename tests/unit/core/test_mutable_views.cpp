@@ -92,10 +92,13 @@ constexpr bool takes = requires(const host& on, const AttentionParams& attention
     score_sequence_backward(on, linear, ScoreBackward{rows, rows, sequences, 0, plane}, linear_gradients,
                             workspace);
     score_hidden(on, predictor, rows, sequences, written, workspace);
-    step(on, cache, batch, rows, rows, rows, out, workspace, nullptr, CacheExtras{.scores = plane});
-    prefill(on, cache, batch, rows, rows, rows, out, workspace, nullptr, CacheExtras{.scores = plane});
-    append_draft(on, cache, batch, rows, rows, rows, out, workspace, CacheExtras{.scores = plane});
-    attend(on, cache, batch, rows, out, written, workspace);
+    step(on, cache, {.q = rows, .k = rows, .v = rows, .out = out, .batch = batch, .scores = plane},
+         workspace);
+    prefill(on, cache, {.q = rows, .k = rows, .v = rows, .out = out, .batch = batch, .scores = plane},
+            workspace);
+    append_draft(on, cache, {.q = rows, .k = rows, .v = rows, .out = out, .batch = batch, .scores = plane},
+                 workspace);
+    attend(on, cache, {.q = rows, .out = out, .batch = batch, .lse = written}, workspace);
 };
 static_assert(takes<rows_view<const float>, plane_view<const float>, plane_view<const std::int32_t>>);
 static_assert(takes<rows_view<float>, plane_view<float>, plane_view<std::int32_t>>);

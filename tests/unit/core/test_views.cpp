@@ -22,7 +22,7 @@ static_assert(plain<rows_view<bf16>> && plain<plane_view<const float>> && plain<
               plain<Sequences>);
 static_assert(plain<Batch> && plain<AttentionParams> && plain<mask_view> && plain<CacheShape> &&
               plain<HeadParams>);
-static_assert(plain<HeadPages> && plain<CacheExtras> && plain<PerHead<float>>);
+static_assert(plain<HeadPages> && plain<StepIO<float>> && plain<PerHead<float>>);
 using P = Policy<Sink<>, Window<>, TopKBudget<>, Decay<dynamic>>;
 static_assert(std::is_trivially_copyable_v<FixedBudgetRef<P, bf16>>);
 
@@ -30,7 +30,7 @@ static_assert(std::is_trivially_copyable_v<FixedBudgetRef<P, bf16>>);
 static_assert(sizeof(rows_view<float>) == 48 && offsetof(rows_view<float>, batch_stride) == 24);
 static_assert(sizeof(plane_view<float>) == 40 && offsetof(plane_view<float>, batch_stride) == 24);
 static_assert(sizeof(Batch) == 32 && sizeof(Sequences) == 40 && sizeof(HeadParams) == 24 &&
-              sizeof(CacheShape) == 32);
+              sizeof(CacheShape) == 36);
 }  // namespace
 
 TEST_CASE("rows of HND and NHD tensors") {

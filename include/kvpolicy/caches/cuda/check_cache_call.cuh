@@ -49,18 +49,18 @@ void check_on_device(const Cache& cache) {
                     "one bound with a cuda context, or a call with a host context");
 }
 
-/// Refuses a sequence some of whose layers have taken tokens that advance() has not counted. `taken`: [layers,
-/// sequences, kv_heads] of device memory. Waits for the stream.
-inline void check_between_tokens(const cuda& on, const CacheShape& shape, const std::int32_t* appended,
+/// Refuses a sequence some of whose layers have taken tokens that advance() has not counted. `taken`:
+/// [layers, sequences, kv_heads] of device memory. Waits for the stream.
+inline void check_between_tokens(const cuda& ctx, const CacheShape& shape, const std::int32_t* appended,
                                  std::int32_t seq) {
     const auto heads = static_cast<std::size_t>(shape.kv_heads);
     std::vector<std::int32_t> of_seq(static_cast<std::size_t>(shape.layers) * heads);
     const std::size_t row = heads * sizeof(std::int32_t);
     check(cudaMemcpy2DAsync(of_seq.data(), row, appended + std::int64_t{seq} * shape.kv_heads,
                             row * static_cast<std::size_t>(shape.max_sequences), row,
-                            static_cast<std::size_t>(shape.layers), cudaMemcpyDeviceToHost, on.stream),
+                            static_cast<std::size_t>(shape.layers), cudaMemcpyDeviceToHost, ctx.stream),
           "cudaMemcpy2DAsync");
-    check(cudaStreamSynchronize(on.stream), "cudaStreamSynchronize");
+    check(cudaStreamSynchronize(ctx.stream), "cudaStreamSynchronize");
     for (std::size_t x = 0; x < of_seq.size(); ++x) {
         detail::require(of_seq[x] <= 0, "seq", seq, [&] {
             return detail::text("a sequence between two tokens: layer ", x / heads,
@@ -118,7 +118,7 @@ void check_cache_call(const Cache& cache, const Batch& batch, std::int32_t token
 template <class Cache, class T>
 void check_cache_call(const Cache& cache, const Batch& batch, std::int32_t tokens,
                       const rows_view<const T>& q, const rows_view<const T>& k, const rows_view<const T>& v,
-                      const rows_view<T>& out, const CacheExtras& extras) {
+                      const rows_view<T>& out, const detail::step_extras& extras) {
     using P = typename Cache::policy_type;
     require_device_policy<P>();
     check_cache_call(cache, batch, tokens, q, out, extras.lse);
@@ -126,14 +126,14 @@ void check_cache_call(const Cache& cache, const Batch& batch, std::int32_t token
     checks::check_rows("v", v, batch.count, cache.kv_heads, tokens, cache.head_dim_vo);
     check_aligned("k", k);
     check_aligned("v", v);
-    detail::require(extras.cu_seqlens == nullptr, "extras.cu_seqlens", "given",
+    detail::require(extras.cu_seqlens == nullptr, "io.cu_seqlens", "given",
                     "null on CUDA: entries of different lengths have batch.q_len");
     checks::check_scores_wanted<P>(extras);
     if constexpr (scores_given<P>) {
         if (batch.count != 0 && tokens != 0) {
-            detail::require(static_cast<bool>(extras.scores), "extras.scores", "null",
+            detail::require(static_cast<bool>(extras.scores), "io.scores", "null",
                             "fp32 scores, since this policy's scores are given");
-            checks::check_plane("extras.scores", extras.scores, batch.count, cache.kv_heads, tokens);
+            checks::check_plane("io.scores", extras.scores, batch.count, cache.kv_heads, tokens);
         }
     }
 }

@@ -61,9 +61,9 @@ class prefill_plan {
     static constexpr std::int64_t max_together = 0x7fffffff;   // rows
 
   public:
-    prefill_plan(const cuda& on, const Cache& cache, std::int32_t count, std::int32_t tokens)
-        : on_(on),
-          device_(on, cache.device),
+    prefill_plan(const cuda& ctx, const Cache& cache, std::int32_t count, std::int32_t tokens)
+        : ctx_(ctx),
+          device_(ctx, cache.device),
           ref_(cache),
           call_{.cache = view_of(cache)},
           gate_(gate_in<P>(cache)),
@@ -147,13 +147,13 @@ class prefill_plan {
 
     void prefill(const Batch& batch, const rows_view<const T>& q, const rows_view<const T>& k,
                  const rows_view<const T>& v, const rows_view<T>& out, workspace_view workspace,
-                 std::uint32_t* status, const CacheExtras& extras) {
+                 std::uint32_t* status, const detail::step_extras& extras) {
         begin(batch, workspace, status);
         bring(k, v, extras);
         decide(true);
         if constexpr (paged) {
             launch("paged_prefill_refuse_kernel", paged_prefill_refuse_kernel<T>, batch.count,
-                   prefill_threads, 0, on_, call_, batch.q_len, out, extras.lse);
+                   prefill_threads, 0, ctx_, call_, batch.q_len, out, extras.lse);
         }
         attend(q, out, extras.lse);
         write();
@@ -162,13 +162,13 @@ class prefill_plan {
 
     void append_draft(const Batch& batch, const rows_view<const T>& q, const rows_view<const T>& k,
                       const rows_view<const T>& v, const rows_view<T>& out, workspace_view workspace,
-                      std::uint32_t* status, const CacheExtras& extras) {
+                      std::uint32_t* status, const detail::step_extras& extras) {
         begin(batch, workspace, status);
         bring(k, v, extras);
         decide(false);
         attend(q, out, extras.lse);
         launch("prefill_draft_kernel", prefill_draft_kernel<View>, heads() * chunk_pieces, prefill_threads, 0,
-               on_, call_);
+               ctx_, call_);
         remember(q, true);
     }
 
@@ -202,7 +202,7 @@ class prefill_plan {
         call_.status = status;
     }
     /// The tokens are a call's tensors.
-    void bring(const rows_view<const T>& k, const rows_view<const T>& v, const CacheExtras& extras) {
+    void bring(const rows_view<const T>& k, const rows_view<const T>& v, const detail::step_extras& extras) {
         call_.tokens.k = k;
         call_.tokens.v = v;
         call_.tokens.k.length = call_.tokens.v.length = call_.tokens.most;
@@ -217,52 +217,52 @@ class prefill_plan {
             call_.advanced = writes ? state : nullptr;
         }
         launch("prefill_begin_kernel", prefill_begin_kernel<View>, call_.batch.count == 0 ? 0 : 1,
-               prefill_threads, 0, on_, call_);
+               prefill_threads, 0, ctx_, call_);
         call_.batch.q_len = call_.appended;
         if constexpr (scored) {
             call_.computed = computed_;
-            launch_scores(on_, score_params<View, Scorer>{.cache = call_.cache,
-                                                          .batch = call_.batch,
-                                                          .tokens = call_.tokens,
-                                                          .scores = computed_,
-                                                          .state = state,
-                                                          .scorer = scorer_});
+            launch_scores(ctx_, score_params<View, Scorer>{.cache = call_.cache,
+                                                           .batch = call_.batch,
+                                                           .tokens = call_.tokens,
+                                                           .scores = computed_,
+                                                           .state = state,
+                                                           .scorer = scorer_});
         }
         if constexpr (late) {
             call_.computed = computed_;
             call_.late = writes ? of_tokens_ : nullptr;
-            late_->begin(on_, device_, call_.batch, call_.tokens, call_.status);
-            late_->decide(on_, device_, computed_, writes ? of_tokens_ : nullptr);
+            late_->begin(ctx_, device_, call_.batch, call_.tokens, call_.status);
+            late_->decide(ctx_, device_, computed_, writes ? of_tokens_ : nullptr);
         }
         const std::size_t shared = call_.top_k_in_shared ? top_k_bytes(call_.slots, call_.tiles) : 0;
         launch("prefill_decide_kernel", prefill_decide_kernel<View, gate_of<P>>, heads(), prefill_threads,
-               shared, on_, call_, gate_);
+               shared, ctx_, call_, gate_);
         if constexpr (paged) {
             launch("paged_prefill_plan_kernel", paged_prefill_plan_kernel<T>, call_.batch.count == 0 ? 0 : 1,
-                   admit_threads, 0, on_, call_, missing_, writes);
+                   admit_threads, 0, ctx_, call_, missing_, writes);
         }
     }
 
     void write() {
         if constexpr (late) {
-            late_->in_rows(on_, device_, call_.batch);
+            late_->in_rows(ctx_, device_, call_.batch);
         }
         if constexpr (retains) {
             launch("prefill_top_k_kernel", prefill_top_k_kernel<View>, heads() * chunk_pieces,
-                   prefill_threads, 0, on_, call_);
+                   prefill_threads, 0, ctx_, call_);
         }
         launch("prefill_recent_kernel", prefill_recent_kernel<View>, heads() * chunk_pieces, prefill_threads,
-               0, on_, call_);
+               0, ctx_, call_);
         if constexpr (P::has_selection) {
             launch("prefill_bounds_kernel", prefill_bounds_kernel<View>, heads() * chunk_pieces,
-                   prefill_threads, 0, on_, call_);
+                   prefill_threads, 0, ctx_, call_);
         }
     }
     /// Keeps the tokens' queries for an eviction part: those of a call, or without any the proposed ones.
     void remember([[maybe_unused]] const rows_view<const T>& q, [[maybe_unused]] bool num_draft) {
         if constexpr (P::has_eviction) {
             launch("prefill_queries_kernel", prefill_queries_kernel<View>, heads() * chunk_pieces,
-                   prefill_threads, 0, on_, call_, q, num_draft);
+                   prefill_threads, 0, ctx_, call_, q, num_draft);
         }
     }
 
@@ -329,7 +329,7 @@ class prefill_plan {
             const auto* const there = reinterpret_cast<const std::int32_t*>(any);
             past.position.data = past.mask.expiry.data = self.mask.expiry.data = there;
         }
-        attend_plan<T, Dims> call(on_, ref_.attention, q, past, &self, sequences, AttendOptions{});
+        attend_plan<T, Dims> call(ctx_, ref_.attention, q, past, &self, sequences, AttendOptions{});
         call.past_begins(call_.first_row + (queries != nullptr ? head : 0));
         return body(call);
     }
@@ -352,7 +352,7 @@ class prefill_plan {
             if constexpr (paged) {
                 constexpr std::int32_t pieces = 32;  // blocks that share the rows of a head
                 launch("paged_prefill_gather_kernel", paged_prefill_gather_kernel<T>,
-                       std::int64_t{count} * call_.cache.kv_heads * pieces, prefill_threads, 0, on_, call_,
+                       std::int64_t{count} * call_.cache.kv_heads * pieces, prefill_threads, 0, ctx_, call_,
                        k_, v_, first * call_.cache.kv_heads, pieces);
             }
             attention(&q, first, count, [&](auto& call) {
@@ -363,7 +363,7 @@ class prefill_plan {
         each_round(round, true);
     }
 
-    const cuda& on_;
+    const cuda& ctx_;
     device_scope device_;
     const Cache& ref_;
     prefill_params<View> call_;
@@ -404,46 +404,47 @@ void check_chunk_keys(std::int32_t count, std::int32_t tokens, rows_view<const T
 }
 
 template <class Dims, class Cache>
-std::size_t chunk_workspace_bytes(const cuda& on, const Cache& cache, std::int32_t count,
-                                  std::int32_t tokens) {
+std::size_t chunk_workspace_bytes(const cuda& ctx, const Cache& cache, const CallSize& size) {
     check_on_device(cache);
-    detail::require(tokens >= 0, "tokens", tokens, "0 or more");
-    const std::size_t step = step_workspace_bytes<Dims>(on, cache, count);
-    return std::max(step, prefill_plan<Cache, Dims>(on, cache, count, tokens).lay_out(nullptr));
+    checks::check_call_size(size);
+    const std::int32_t count = size.batch, tokens = size.tokens;
+    const std::size_t step = step_workspace_bytes<Dims>(ctx, cache, count);
+    return std::max(step, prefill_plan<Cache, Dims>(ctx, cache, count, tokens).lay_out(nullptr));
 }
 
 template <class Dims, class Cache, class T>
-void prefill_chunk(const cuda& on, const Cache& cache, const Batch& batch, const rows_view<const T>& q,
-                   const rows_view<const T>& k, const rows_view<const T>& v, const rows_view<T>& out,
-                   workspace_view workspace, std::uint32_t* status, const CacheExtras& extras) {
-    checks::check_chunk_length(batch, q.length);
-    const std::int32_t tokens = max_tokens(batch, q.length);
-    check_cache_call(cache, batch, tokens, q, k, v, out, extras);
-    check_chunk_keys<T>(batch.count, tokens, k, v);
-    prefill_plan<Cache, Dims>(on, cache, batch.count, tokens)
-        .prefill(batch, q, k, v, out, workspace, status, extras);
+void prefill_chunk(const cuda& ctx, const Cache& cache, const StepIO<T>& io, workspace_view workspace,
+                   const StepOptions& options) {
+    const Batch batch = checks::batch_of(io);
+    const detail::step_extras extras = detail::extras_of(io);
+    const std::int32_t tokens = max_tokens(batch, io.q.length);
+    check_cache_call(cache, batch, tokens, io.q, io.k, io.v, io.out, extras);
+    check_chunk_keys<T>(batch.count, tokens, io.k, io.v);
+    prefill_plan<Cache, Dims>(ctx, cache, batch.count, tokens)
+        .prefill(batch, io.q, io.k, io.v, io.out, workspace, options.status, extras);
 }
 
 template <class Dims, class Cache, class T>
-void append_draft_chunk(const cuda& on, const Cache& cache, const Batch& batch, const rows_view<const T>& q,
-                        const rows_view<const T>& k, const rows_view<const T>& v, const rows_view<T>& out,
-                        workspace_view workspace, std::uint32_t* status, const CacheExtras& extras) {
-    checks::check_chunk_length(batch, q.length);
-    const std::int32_t tokens = max_tokens(batch, q.length);
+void append_draft_chunk(const cuda& ctx, const Cache& cache, const StepIO<T>& io, workspace_view workspace,
+                        const StepOptions& options) {
+    const Batch batch = checks::batch_of(io);
+    const detail::step_extras extras = detail::extras_of(io);
+    const std::int32_t tokens = max_tokens(batch, io.q.length);
     detail::require(tokens <= cache.max_draft_tokens, "q.length", tokens, [&] {
         return detail::text("at most the cache's max_draft_tokens, ", cache.max_draft_tokens,
                             " (CacheShape::draft tokens)");
     });
-    check_cache_call(cache, batch, tokens, q, k, v, out, extras);
-    check_chunk_keys<T>(batch.count, tokens, k, v);
-    prefill_plan<Cache, Dims>(on, cache, batch.count, tokens)
-        .append_draft(batch, q, k, v, out, workspace, status, extras);
+    check_cache_call(cache, batch, tokens, io.q, io.k, io.v, io.out, extras);
+    check_chunk_keys<T>(batch.count, tokens, io.k, io.v);
+    prefill_plan<Cache, Dims>(ctx, cache, batch.count, tokens)
+        .append_draft(batch, io.q, io.k, io.v, io.out, workspace, options.status, extras);
 }
 
 template <class Dims, class Cache>
-void accept_chunk(const cuda& on, const Cache& cache, const Batch& batch, workspace_view workspace,
-                  std::uint32_t* status) {
+void accept_chunk(const cuda& ctx, const Cache& cache, const Batch& named, workspace_view workspace,
+                  const StepOptions& options) {
     check_on_device(cache);
+    const Batch batch = checks::batch_of(named, cache.max_sequences);
     detail::require(batch.count >= 0 && batch.count <= cache.max_sequences, "batch.count", batch.count,
                     [&] { return detail::text("0 to the cache's max_sequences, ", cache.max_sequences); });
     detail::require(batch.q_len != nullptr ||
@@ -451,66 +452,56 @@ void accept_chunk(const cuda& on, const Cache& cache, const Batch& batch, worksp
                     "batch.length", batch.length_or_one(), [&] {
                         return detail::text("0 to the cache's max_draft_tokens, ", cache.max_draft_tokens);
                     });
-    prefill_plan<Cache, Dims>(on, cache, batch.count, max_tokens(batch, cache.max_draft_tokens))
-        .accept(batch, workspace, status);
+    prefill_plan<Cache, Dims>(ctx, cache, batch.count, max_tokens(batch, cache.max_draft_tokens))
+        .accept(batch, workspace, options.status);
 }
 
 }  // namespace cuda_backend
 
 template <class Dims, class P, Storage T>
-std::size_t cache_workspace_bytes(const cuda& on, const FixedBudgetRef<P, T>& cache, std::int32_t count,
-                                  std::int32_t tokens) {
-    return cuda_backend::chunk_workspace_bytes<Dims>(on, cache, count, tokens);
+std::size_t workspace_bytes(const cuda& ctx, const FixedBudgetRef<P, T>& cache, const CallSize& size) {
+    return cuda_backend::chunk_workspace_bytes<Dims>(ctx, cache, size);
 }
 
 template <class Dims, class P, Storage T>
-void prefill(const cuda& on, const FixedBudgetRef<P, T>& cache, const Batch& batch, input_rows<T> q,
-             input_rows<T> k, input_rows<T> v, output_rows<T> out, workspace_view workspace,
-             std::uint32_t* status, const CacheExtras& extras) {
-    cuda_backend::prefill_chunk<Dims, FixedBudgetRef<P, T>, T>(on, cache, batch, q, k, v, out, workspace,
-                                                               status, extras);
+void prefill(const cuda& ctx, const FixedBudgetRef<P, T>& cache, const step_io<T>& io,
+             workspace_view workspace, const StepOptions& options) {
+    cuda_backend::prefill_chunk<Dims, FixedBudgetRef<P, T>, T>(ctx, cache, io, workspace, options);
 }
 
 template <class Dims, class P, Storage T>
-void append_draft(const cuda& on, const FixedBudgetRef<P, T>& cache, const Batch& batch, input_rows<T> q,
-                  input_rows<T> k, input_rows<T> v, output_rows<T> out, workspace_view workspace,
-                  std::uint32_t* status, const CacheExtras& extras) {
-    cuda_backend::append_draft_chunk<Dims, FixedBudgetRef<P, T>, T>(on, cache, batch, q, k, v, out, workspace,
-                                                                    status, extras);
+void append_draft(const cuda& ctx, const FixedBudgetRef<P, T>& cache, const step_io<T>& io,
+                  workspace_view workspace, const StepOptions& options) {
+    cuda_backend::append_draft_chunk<Dims, FixedBudgetRef<P, T>, T>(ctx, cache, io, workspace, options);
 }
 
 template <class Dims, class P, Storage T>
-void accept(const cuda& on, const FixedBudgetRef<P, T>& cache, const Batch& batch, workspace_view workspace,
-            std::uint32_t* status) {
-    cuda_backend::accept_chunk<Dims>(on, cache, batch, workspace, status);
+void accept(const cuda& ctx, const FixedBudgetRef<P, T>& cache, const Batch& batch, workspace_view workspace,
+            const StepOptions& options) {
+    cuda_backend::accept_chunk<Dims>(ctx, cache, batch, workspace, options);
 }
 
 template <class Dims, class P, Storage T>
-std::size_t cache_workspace_bytes(const cuda& on, const DualRef<P, T>& cache, std::int32_t count,
-                                  std::int32_t tokens) {
-    return cuda_backend::chunk_workspace_bytes<Dims>(on, cache, count, tokens);
+std::size_t workspace_bytes(const cuda& ctx, const DualRef<P, T>& cache, const CallSize& size) {
+    return cuda_backend::chunk_workspace_bytes<Dims>(ctx, cache, size);
 }
 
 template <class Dims, class P, Storage T>
-void prefill(const cuda& on, const DualRef<P, T>& cache, const Batch& batch, input_rows<T> q, input_rows<T> k,
-             input_rows<T> v, output_rows<T> out, workspace_view workspace, std::uint32_t* status,
-             const CacheExtras& extras) {
-    cuda_backend::prefill_chunk<Dims, DualRef<P, T>, T>(on, cache, batch, q, k, v, out, workspace, status,
-                                                        extras);
+void prefill(const cuda& ctx, const DualRef<P, T>& cache, const step_io<T>& io, workspace_view workspace,
+             const StepOptions& options) {
+    cuda_backend::prefill_chunk<Dims, DualRef<P, T>, T>(ctx, cache, io, workspace, options);
 }
 
 template <class Dims, class P, Storage T>
-void append_draft(const cuda& on, const DualRef<P, T>& cache, const Batch& batch, input_rows<T> q,
-                  input_rows<T> k, input_rows<T> v, output_rows<T> out, workspace_view workspace,
-                  std::uint32_t* status, const CacheExtras& extras) {
-    cuda_backend::append_draft_chunk<Dims, DualRef<P, T>, T>(on, cache, batch, q, k, v, out, workspace,
-                                                             status, extras);
+void append_draft(const cuda& ctx, const DualRef<P, T>& cache, const step_io<T>& io, workspace_view workspace,
+                  const StepOptions& options) {
+    cuda_backend::append_draft_chunk<Dims, DualRef<P, T>, T>(ctx, cache, io, workspace, options);
 }
 
 template <class Dims, class P, Storage T>
-void accept(const cuda& on, const DualRef<P, T>& cache, const Batch& batch, workspace_view workspace,
-            std::uint32_t* status) {
-    cuda_backend::accept_chunk<Dims>(on, cache, batch, workspace, status);
+void accept(const cuda& ctx, const DualRef<P, T>& cache, const Batch& batch, workspace_view workspace,
+            const StepOptions& options) {
+    cuda_backend::accept_chunk<Dims>(ctx, cache, batch, workspace, options);
 }
 
 }  // namespace KVPOLICY_HIDDEN

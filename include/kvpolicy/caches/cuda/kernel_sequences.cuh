@@ -84,6 +84,8 @@ struct advance_params {
     position_t max_seq_len = 0;  // of a sequence
     Batch batch{};
     std::uint32_t* status = nullptr;  // [count]
+    bool says_tokens = true;  // whether the batch does; else an entry moves by what layer 0 has appended,
+    std::int32_t least = 1;   // and by so many at least
 
     /// Tokens beyond `longest` no layer has taken.
     [[nodiscard]] __device__ bool takes(std::int32_t /*sequence*/, std::int32_t /*tokens*/) const {
@@ -96,8 +98,8 @@ struct advance_params {
 ///
 /// Grid: count blocks. Block: advance_threads.
 /// In: taken [layers, seq, Hkv] int32 (-1: the head found no page). Out: length [seq] int64, taken back at
-/// 0; status [count] is OR-ed: status_bad_length, status_pool_exhausted, or status_layer_skipped where a layer
-/// was skipped.
+/// 0; status [count] is OR-ed: status_bad_length, status_pool_exhausted, or status_layer_skipped where a
+/// layer was skipped.
 ///
 /// Phases: 1. Compare all heads' counts with the batch's. 2. Where one differs, report and stop. 3. Reset
 /// the counts, add the tokens.
@@ -111,12 +113,14 @@ __global__ void __launch_bounds__(advance_threads) advance_kernel(const __grid_c
         }
         return;
     }
-    const std::int32_t tokens = active.tokens, heads = call.layers * call.kv_heads;
+    const std::int32_t heads = call.layers * call.kv_heads;
     const auto appended_by = [&](std::int32_t x) -> std::int32_t& {
         return call
             .appended[(std::int64_t{x / call.kv_heads} * call.max_sequences + active.seq) * call.kv_heads +
                       x % call.kv_heads];
     };
+    const std::int32_t first = appended_by(0);  // -1: it found no pages for at least one
+    const std::int32_t tokens = call.says_tokens ? active.tokens : first < 0 ? 1 : max(first, call.least);
     const position_t before = call.length[active.seq];
     // 1. Compare all heads' counts.
     bool differs = false, lacks = false;
@@ -145,8 +149,8 @@ __global__ void __launch_bounds__(advance_threads) advance_kernel(const __grid_c
     }
 }
 
-/// Which sequences become what others were: sequence i what sources[i] was for i < count, or with null sources sequence
-/// `to` what sequence `from` was.
+/// Which sequences become what others were: sequence i what sources[i] was for i < count, or with null
+/// sources sequence `to` what sequence `from` was.
 struct sequence_moves {
     const std::int32_t* sources = nullptr;
     std::int32_t count = 1;
@@ -167,9 +171,9 @@ struct sequence_move {
     std::int32_t used;      // rows of `from`
 };
 
-/// Moves words x = first, first + stride, ... of an array: at(seq) is a sequence's, count(move) how many of them
-/// move. All sequences' words are read before any is written, each by the thread that writes it, so that no
-/// thread waits for another. A thread's words wait in its own `Room`s, one a move, in `scratch`: the same
+/// Moves words x = first, first + stride, ... of an array: at(seq) is a sequence's, count(move) how many of
+/// them move. All sequences' words are read before any is written, each by the thread that writes it, so that
+/// no thread waits for another. A thread's words wait in its own `Room`s, one a move, in `scratch`: the same
 /// ones whatever the word, since a neighbor may be a call ahead.
 template <class Word, class Room, class At, class Count>
 __device__ void move_words(const sequence_move* moves, std::int32_t number, void* scratch, std::int64_t first,

@@ -66,11 +66,11 @@ struct page_choice {
 inline constexpr std::int32_t max_decode_parts = 32;  // attend_splits never makes more than this many in all
 
 template <class Cache>
-std::size_t decode_bytes(const host& on, const Cache& cache, std::int32_t count) {
+std::size_t decode_bytes(const host& ctx, const Cache& cache, std::int32_t count) {
     const decode_part<typename Cache::value_type> part(shape_of(cache), cache.group);
     const std::size_t tasks = static_cast<std::size_t>(count) * static_cast<std::size_t>(cache.kv_heads);
     return std::max<std::size_t>(tasks, max_decode_parts) * (part.out + part.lse) +
-           static_cast<std::size_t>(on.threads()) * part.scratch +
+           static_cast<std::size_t>(ctx.threads()) * part.scratch +
            tasks * (selection_bytes(cache) + detail::aligned_size(sizeof(page_choice)));
 }
 
@@ -102,9 +102,9 @@ class decode_attention {
 
     /// `added`: tokens of the present call whose rows are in already, but which the layer has not marked as
     /// appended yet.
-    decode_attention(const host& on, const Cache& cache, const Batch& batch, rows_view<const T> q,
+    decode_attention(const host& ctx, const Cache& cache, const Batch& batch, rows_view<const T> q,
                      rows_view<T> out, plane_view<float> lse, std::int32_t added, std::byte* memory)
-        : on_(on),
+        : ctx_(ctx),
           cache_(cache),
           batch_(batch),
           q_(q),
@@ -121,7 +121,7 @@ class decode_attention {
 
     void run() {
         if constexpr (selects) {
-            on_.parallel_for(tasks_, [&](std::int64_t task) { choose(task); });
+            ctx_.parallel_for(tasks_, [&](std::int64_t task) { choose(task); });
         }
         std::int64_t longest = 0;
         for (std::int64_t task = 0; task < tasks_; ++task) {
@@ -129,7 +129,7 @@ class decode_attention {
         }
         splits_ = attend_splits(tasks_, longest);
         scratch_ = parts_ + static_cast<std::size_t>(tasks_ * splits_) * (part_.out + part_.lse);
-        on_.parallel_for(tasks_ * splits_, [&](std::int64_t i, int thread) {
+        ctx_.parallel_for(tasks_ * splits_, [&](std::int64_t i, int thread) {
             const std::int64_t task = i / splits_;
             if (batch_.tokens(entry_of(task)) != 0) {
                 attend(task, i % splits_, scratch_ + static_cast<std::size_t>(thread) * part_.scratch);
@@ -232,18 +232,18 @@ class decode_attention {
 
     void attend(std::int64_t task, std::int64_t split, std::byte* scratch) const {
         if (splits_ == 1) {
-            attend_head<T>(on_.instructions(), shape_, segments_of(task), block(task), 0, 1, scratch);
+            attend_head<T>(ctx_.instructions(), shape_, segments_of(task), block(task), 0, 1, scratch);
             return;
         }
         const std::int64_t count = used(task);
         const std::int64_t step = (count + splits_ - 1) / splits_;
-        attend_head_split<T>(on_.instructions(), shape_, segments_of(task), block(task), 0, 1, split * step,
+        attend_head_split<T>(ctx_.instructions(), shape_, segments_of(task), block(task), 0, 1, split * step,
                              std::min((split + 1) * step, count),
                              out_of(task) + split * cache_.group * cache_.head_dim_vo,
                              lse_of(task) + split * cache_.group, scratch);
     }
 
-    const host& on_;
+    const host& ctx_;
     const Cache& cache_;
     const Batch& batch_;
     rows_view<const T> q_;
@@ -259,23 +259,23 @@ class decode_attention {
 
 /// Attention of one query per sequence over the entries in use.
 template <class Cache, class T>
-void attend_rows(const host& on, const Cache& cache, const Batch& batch, rows_view<const T> q,
+void attend_rows(const host& ctx, const Cache& cache, const Batch& batch, rows_view<const T> q,
                  rows_view<T> out, plane_view<float> lse, std::int32_t added, std::byte* memory) {
-    decode_attention<Cache, T>(on, cache, batch, q, out, lse, added, memory).run();
+    decode_attention<Cache, T>(ctx, cache, batch, q, out, lse, added, memory).run();
 }
 
 template <class Cache>
-std::size_t chunk_attention_bytes(const host& on, const Cache& cache) {
+std::size_t chunk_attention_bytes(const host& ctx, const Cache& cache) {
     using T = typename Cache::value_type;
     const attention_shape shape = shape_of(cache);
-    return static_cast<std::size_t>(on.threads()) *
+    return static_cast<std::size_t>(ctx.threads()) *
            detail::aligned_size(
                attend_scratch_bytes<T>(shape, cache.group, attend_tile<T>(shape, cache.group)));
 }
 
 /// A chunk's queries over the segments that segments_of(entry, head, visit) hands to visit.
 template <class Cache, class T, class SegmentsOf>
-void attend_chunk(const host& on, const Cache& cache, const Batch& batch, rows_view<const T> q,
+void attend_chunk(const host& ctx, const Cache& cache, const Batch& batch, rows_view<const T> q,
                   rows_view<T> out, plane_view<float> lse, std::int32_t longest, std::byte* memory,
                   SegmentsOf&& segments_of, const std::int32_t* cu_seqlens = nullptr) {
     const attention_shape shape = shape_of(cache);
@@ -283,7 +283,7 @@ void attend_chunk(const host& on, const Cache& cache, const Batch& batch, rows_v
     const std::int64_t tiles = (longest + tile - 1) / tile;
     const std::int64_t heads = std::int64_t{batch.count} * cache.kv_heads;
     const std::size_t scratch = detail::aligned_size(attend_scratch_bytes<T>(shape, cache.group, tile));
-    on.parallel_for(tiles * heads, [&](std::int64_t task, int thread) {
+    ctx.parallel_for(tiles * heads, [&](std::int64_t task, int thread) {
         // Late tiles see the most keys: they go first, so that no thread is left with a long one at the end.
         const auto begin = static_cast<std::int32_t>((tiles - 1 - task / heads) * tile);
         const auto i = static_cast<std::int32_t>(task % heads / cache.kv_heads);
@@ -293,7 +293,7 @@ void attend_chunk(const host& on, const Cache& cache, const Batch& batch, rows_v
             return;
         }
         attend_head<T>(
-            on.instructions(), shape, [&](auto&& visit) { segments_of(i, h, visit); },
+            ctx.instructions(), shape, [&](auto&& visit) { segments_of(i, h, visit); },
             block_of(cache, i, h, tokens, entry_rows(q, cu_seqlens, i), entry_rows(out, cu_seqlens, i),
                      entry_plane(lse, cu_seqlens, i)),
             begin, std::min(tokens, begin + tile), memory + static_cast<std::size_t>(thread) * scratch);

@@ -44,8 +44,8 @@ void check_on_host(const Cache& cache) {
 /// visit(entry, head) or visit(entry, head, thread) for every head of the entries that bring tokens, on all
 /// threads.
 template <class Visit>
-void for_each_head(const host& on, std::int32_t kv_heads, const Batch& batch, Visit&& visit) {
-    on.parallel_for(std::int64_t{batch.count} * kv_heads, [&](std::int64_t task, int thread) {
+void for_each_head(const host& ctx, std::int32_t kv_heads, const Batch& batch, Visit&& visit) {
+    ctx.parallel_for(std::int64_t{batch.count} * kv_heads, [&](std::int64_t task, int thread) {
         const auto i = static_cast<std::int32_t>(task / kv_heads);
         const auto h = static_cast<std::int32_t>(task % kv_heads);
         if (batch.tokens(i) != 0) {
@@ -63,10 +63,10 @@ inline std::int32_t check_packed(const Batch& batch, const std::int32_t* cu_seql
     for (std::int32_t i = 0; i < batch.count; ++i) {
         const std::int64_t tokens = std::int64_t{cu_seqlens[i + 1]} - cu_seqlens[i];
         if (i == 0 && cu_seqlens[0] != 0) {
-            detail::refuse("extras.cu_seqlens[0]", cu_seqlens[0], "0");
+            detail::refuse("io.cu_seqlens[0]", cu_seqlens[0], "0");
         }
         if (tokens != batch.tokens(i)) {
-            detail::refuse(detail::text("extras.cu_seqlens[", i + 1, "]").c_str(), cu_seqlens[i + 1],
+            detail::refuse(detail::text("io.cu_seqlens[", i + 1, "]").c_str(), cu_seqlens[i + 1],
                            detail::text("the edge before it, ", cu_seqlens[i], ", and the entry's ",
                                         batch.tokens(i), " tokens (batch.q_len or batch.length)"));
         }
@@ -100,12 +100,12 @@ void mark_appended(const Cache& cache, const Batch& batch) {
 template <class Cache, class T>
 void check_cache_call(const Cache& cache, const Batch& batch, std::int32_t longest, rows_view<const T> q,
                       rows_view<const T> k, rows_view<const T> v, rows_view<T> out,
-                      const CacheExtras& extras) {
+                      const detail::step_extras& extras) {
     using P = typename Cache::policy_type;
     const bool packed = extras.cu_seqlens != nullptr;
     const std::int32_t rows = packed ? check_packed(batch, extras.cu_seqlens) : longest;
     const std::int32_t count = packed ? 1 : batch.count;
-    detail::require(!packed || !P::observed, "extras.cu_seqlens", "given",
+    detail::require(!packed || !P::observed, "io.cu_seqlens", "given",
                     "null, since this policy ranks keys by the attention that they receive");
     checks::check_rows("q", q, count, cache.kv_heads * cache.group, rows, cache.head_dim_qk);
     checks::check_rows("k", k, count, cache.kv_heads, rows, cache.head_dim_qk);
@@ -115,17 +115,16 @@ void check_cache_call(const Cache& cache, const Batch& batch, std::int32_t longe
     checks::check_scores_wanted<P>(extras);
     if constexpr (P::ranked && P::scorer_type::when == score_time::from_hidden) {
         if (longest != 0) {
-            checks::check_hidden("extras.hidden", extras.hidden, count, rows, cache.scorer.hidden_width());
+            checks::check_hidden("io.hidden", extras.hidden, count, rows, cache.scorer.hidden_width());
         }
     }
     if constexpr (P::ranked && P::scorer_type::when == score_time::given) {
         const plane_view<const float> scores = extras.scores;
-        detail::require(static_cast<bool>(scores) || longest == 0, "extras.scores", "null",
+        detail::require(static_cast<bool>(scores) || longest == 0, "io.scores", "null",
                         "fp32 scores, since this policy's scores are given");
         const bool fits = scores.batch == count && scores.heads == cache.kv_heads && scores.length >= rows;
         if (longest != 0 && !fits) {
-            detail::refuse("extras.scores",
-                           detail::text(scores.batch, " x ", scores.heads, " x ", scores.length),
+            detail::refuse("io.scores", detail::text(scores.batch, " x ", scores.heads, " x ", scores.length),
                            detail::text(count, " x ", cache.kv_heads, " x at least ", rows));
         }
         for (std::int32_t i = 0; i < batch.count; ++i) {
@@ -136,8 +135,8 @@ void check_cache_call(const Cache& cache, const Batch& batch, std::int32_t longe
                                  sinks = cache.all_params[h].sinks - first;
                 for (std::int32_t j = 0; j < batch.tokens(i); ++j) {
                     if (score[j] != score[j] && j >= sinks && !cache.keep.keeps(first + j)) [[unlikely]] {
-                        detail::refuse(detail::text("extras.scores[", i, "][", h, "][", j, "]").c_str(),
-                                       "NaN", "a number (-inf and +inf are allowed)");
+                        detail::refuse(detail::text("io.scores[", i, "][", h, "][", j, "]").c_str(), "NaN",
+                                       "a number (-inf and +inf are allowed)");
                     }
                 }
             }
@@ -265,8 +264,8 @@ struct head_state {
         return rank_value(head_params, score(row), position(row), q, cache.rebase_limit);
     }
 
-    /// The key in ring row `row` leaves the window at query q with score s: it takes a free top-k slot, takes the
-    /// worst sequence, or goes. Returns the row that it has now, or -1.
+    /// The key in ring row `row` leaves the window at query q with score s: it takes a free top-k slot, takes
+    /// the worst sequence, or goes. Returns the row that it has now, or -1.
     std::int32_t leave(std::int32_t row, float s, position_t q) const {
         if (priority_base(q, cache.rebase_limit) != priority_base(q - 1, cache.rebase_limit)) {
             cache.victim[index] = -1;  // priorities are rounded anew, which may reorder near-equal keys

@@ -132,11 +132,11 @@ std::int32_t evict_lowest(isa set, const Cache& cache, std::int32_t seq, std::in
 }  // namespace host_backend
 
 template <AnyPolicy P, Storage T>
-std::size_t DualCache<P, T>::evict_workspace_bytes(const host& on) const requires P::has_eviction {
+std::size_t DualCache<P, T>::evict_workspace_bytes(const host& ctx) const requires P::has_eviction {
     this->require_bound();
     const auto heads =
         static_cast<std::size_t>(this->shape_.layers) * static_cast<std::size_t>(this->shape_.kv_heads);
-    return static_cast<std::size_t>(on.threads()) *
+    return static_cast<std::size_t>(ctx.threads()) *
                host_backend::eviction_memory<T>(nullptr, this->shape_.head_dim_qk, max_rows(),
                                                 this->policy_.eviction().observing)
                    .bytes +
@@ -149,14 +149,15 @@ std::int64_t DualCache<P, T>::max_rows() const {
 }
 
 template <AnyPolicy P, Storage T>
-void DualCache<P, T>::evict(const host& on, const Batch& batch, workspace_view workspace,
-                            EvictionReport* reports) requires P::has_eviction {
+void DualCache<P, T>::evict(const host& ctx, const Batch& named, workspace_view workspace,
+                            const EvictOptions& options) requires P::has_eviction {
     namespace hb = host_backend;
     this->require_bound();
+    const Batch batch = checks::batch_of(named, this->shape_.max_sequences);
     checks::check_batch(batch, this->shape_.max_sequences, std::numeric_limits<std::int32_t>::max(), "any");
-    checks::check_workspace(workspace, evict_workspace_bytes(on));
+    checks::check_workspace(workspace, evict_workspace_bytes(ctx));
     for (std::int32_t i = 0; i < batch.count; ++i) {
-        if (batch.tokens(i) != 0) {
+        if (batch.tokens(i) != 0 && options.status == nullptr) {
             // A token's key and query have taken the places of older ones, which its length does not say yet.
             this->require_between_tokens(batch.seq(i), [&] { return detail::text("sequence of entry ", i); });
         }
@@ -173,7 +174,11 @@ void DualCache<P, T>::evict(const host& on, const Batch& batch, workspace_view w
     for (std::int32_t i = 0; i < batch.count; ++i) {
         EvictionReport report;
         const std::int32_t seq = batch.seq(i);
-        while (batch.tokens(i) != 0) {
+        const bool between = options.status == nullptr || this->between_tokens(seq);
+        if (batch.tokens(i) != 0 && !between) {
+            options.status[i] |= status_layer_skipped;
+        }
+        while (batch.tokens(i) != 0 && between) {
             std::int64_t rows = 0;
             for (std::int32_t layer = 0; layer < layers; ++layer) {
                 const ref_type cache = this->layer(layer);
@@ -186,9 +191,9 @@ void DualCache<P, T>::evict(const host& on, const Batch& batch, workspace_view w
                 this->policy_.eviction().average) {  // any average, without overflow
                 break;
             }
-            on.parallel_for(heads, [&](std::int64_t task, int thread) {
+            ctx.parallel_for(heads, [&](std::int64_t task, int thread) {
                 const ref_type cache = this->layer(static_cast<std::int32_t>(task / kv_heads));
-                dropped[task] = hb::evict_lowest(on.instructions(), cache, seq,
+                dropped[task] = hb::evict_lowest(ctx.instructions(), cache, seq,
                                                  static_cast<std::int32_t>(task % kv_heads),
                                                  scratch + static_cast<std::size_t>(thread) * each, keys);
             });
@@ -210,8 +215,8 @@ void DualCache<P, T>::evict(const host& on, const Batch& batch, workspace_view w
             report.dropped += all;
             ++report.rounds;
         }
-        if (reports != nullptr) {
-            reports[i] = report;
+        if (options.reports != nullptr) {
+            options.reports[i] = report;
         }
     }
 }

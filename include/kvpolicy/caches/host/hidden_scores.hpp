@@ -18,14 +18,14 @@ inline constexpr bool reads_hidden = P::ranked&& P::scorer_type::when == score_t
 
 /// Workspace: scores [count, Hkv, tokens], then each thread's block.
 template <class Cache>
-std::size_t hidden_bytes([[maybe_unused]] const host& on, [[maybe_unused]] const Cache& cache,
+std::size_t hidden_bytes([[maybe_unused]] const host& ctx, [[maybe_unused]] const Cache& cache,
                          [[maybe_unused]] std::int32_t count, [[maybe_unused]] std::int32_t tokens) {
     if constexpr (reads_hidden<typename Cache::policy_type>) {
         const std::size_t scores = static_cast<std::size_t>(count) *
                                    static_cast<std::size_t>(cache.kv_heads) *
                                    static_cast<std::size_t>(tokens) * sizeof(float);
         return detail::aligned_size(scores) +
-               static_cast<std::size_t>(on.threads()) *
+               static_cast<std::size_t>(ctx.threads()) *
                    detail::aligned_size(hidden_block_reals(cache.scorer) * sizeof(float));
     }
     return 0;
@@ -33,14 +33,14 @@ std::size_t hidden_bytes([[maybe_unused]] const host& on, [[maybe_unused]] const
 
 /// The call's extras, with the scores of its tokens where they come from hidden states.
 template <class Cache>
-CacheExtras with_scores([[maybe_unused]] const host& on, [[maybe_unused]] const Cache& cache,
-                        [[maybe_unused]] const Batch& batch, [[maybe_unused]] std::int32_t longest,
-                        const CacheExtras& extras, [[maybe_unused]] std::byte* memory) {
+detail::step_extras with_scores([[maybe_unused]] const host& ctx, [[maybe_unused]] const Cache& cache,
+                                [[maybe_unused]] const Batch& batch, [[maybe_unused]] std::int32_t longest,
+                                const detail::step_extras& extras, [[maybe_unused]] std::byte* memory) {
     if constexpr (!reads_hidden<typename Cache::policy_type>) {
         return extras;
     } else {
         auto* const scores = reinterpret_cast<float*>(memory);
-        CacheExtras scored = extras;
+        detail::step_extras scored = extras;
         const plane_view<float> plane = view_bhs(scores, batch.count, cache.kv_heads, longest);
         scored.scores = plane;
         // The states of a packed batch lie one after another; their scores do not.
@@ -51,12 +51,12 @@ CacheExtras with_scores([[maybe_unused]] const host& on, [[maybe_unused]] const 
                                           static_cast<std::size_t>(longest) * sizeof(float));
         const std::size_t stride = detail::aligned_size(hidden_block_reals(cache.scorer) * sizeof(float));
         const std::int64_t blocks = (std::int64_t{longest} + scorer_block - 1) / scorer_block;
-        on.parallel_for(blocks * batch.count, [&](std::int64_t task, int thread) {
+        ctx.parallel_for(blocks * batch.count, [&](std::int64_t task, int thread) {
             const std::int64_t i = task / blocks, first = task % blocks * scorer_block;
             const std::int64_t count = std::min<std::int64_t>(scorer_block, batch.tokens(i) - first);
             if (count > 0) {
                 score_hidden_tokens(
-                    on.instructions(), cache.scorer, extras.hidden, edges != nullptr ? 0 : i,
+                    ctx.instructions(), cache.scorer, extras.hidden, edges != nullptr ? 0 : i,
                     (edges != nullptr ? edges[i] : 0) + first, count, plane.head(i, 0) + first,
                     plane.head_stride,
                     reinterpret_cast<float*>(scratch + static_cast<std::size_t>(thread) * stride));

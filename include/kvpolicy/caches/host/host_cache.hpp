@@ -4,6 +4,7 @@
 #include <kvpolicy/attention/host/types.hpp>
 #include <kvpolicy/caches/cache.hpp>
 #include <kvpolicy/core/check.hpp>
+#include <kvpolicy/core/status.hpp>
 #include <kvpolicy/core/workspace.hpp>
 
 #include <algorithm>
@@ -21,6 +22,34 @@ std::int64_t state_floats([[maybe_unused]] const typename P::scorer_type& scorer
     } else {
         return 0;
     }
+}
+
+/// The shape with head_dim_qk and head_dim_vo filled in from head_dim; refuses a contradiction.
+inline CacheShape with_head_dims(CacheShape shape) {
+    const auto fill = [&](const char* name, std::int32_t& dim) {
+        detail::require(shape.head_dim == 0 || dim == 0 || dim == shape.head_dim, name, dim,
+                        [&] { return detail::text("head_dim = ", shape.head_dim, ", or not set"); });
+        dim = dim == 0 ? shape.head_dim : dim;
+    };
+    fill("head_dim_qk", shape.head_dim_qk);
+    fill("head_dim_vo", shape.head_dim_vo);
+    return shape;
+}
+
+/// Pages that a head lacks for `tokens` further tokens: of the first head that lacks some.
+template <class Cache>
+std::int64_t pages_lacking([[maybe_unused]] const Cache& cache, [[maybe_unused]] std::int32_t seq,
+                           [[maybe_unused]] std::int32_t tokens) {
+    if constexpr (Cache::pooled) {
+        for (std::int32_t head = 0; tokens != 0 && head < cache.kv_heads; ++head) {
+            const std::int32_t rows = cache.layout(head).used(
+                cache.length[seq] + tokens, cache.num_long_range[cache.head_index(seq, head)]);
+            if (const std::int64_t missing = cache.pages_missing(seq, head, rows); missing != 0) {
+                return missing;
+            }
+        }
+    }
+    return 0;
 }
 
 inline void check_shape(const CacheShape& shape) {
@@ -44,8 +73,8 @@ inline void check_shape(const CacheShape& shape) {
 template <class Derived, AnyPolicy P, Storage T>
 CacheOwner<Derived, P, T>::CacheOwner(const CacheShape& shape, const P& policy, const scorer_type* scorers,
                                       const AttentionParams& attention)
-    : shape_(shape), policy_(policy), scorers_(scorers), attention_(attention) {
-    host_backend::check_shape(shape);
+    : shape_(host_backend::with_head_dims(shape)), policy_(policy), scorers_(scorers), attention_(attention) {
+    host_backend::check_shape(shape_);
     checks::check_attention(attention);
     policy.check(shape.layers, shape.kv_heads);
     if constexpr (P::has_selection) {
@@ -64,7 +93,7 @@ CacheOwner<Derived, P, T>::CacheOwner(const CacheShape& shape, const P& policy, 
             }
         }
         if constexpr (P::ranked && CheckedScorer<scorer_type>) {
-            scorer_of(layer).check(shape.kv_heads, shape.head_dim_qk, shape.head_dim_vo);
+            scorer_of(layer).check(shape_.kv_heads, shape_.head_dim_qk, shape_.head_dim_vo);
         }
     }
 }
@@ -208,6 +237,16 @@ void CacheOwner<Derived, P, T>::require_seq_number(std::int32_t seq, const char*
 }
 
 template <class Derived, AnyPolicy P, Storage T>
+bool CacheOwner<Derived, P, T>::between_tokens(std::int32_t seq) const {
+    for (std::int32_t layer = 0; layer < shape_.layers; ++layer) {
+        if (appended_by(layer)[seq] != 0) {
+            return false;
+        }
+    }
+    return true;
+}
+
+template <class Derived, AnyPolicy P, Storage T>
 template <class Name>
 void CacheOwner<Derived, P, T>::require_between_tokens(std::int32_t seq, const Name& name) const {
     for (std::int32_t layer = 0; layer < shape_.layers; ++layer) {
@@ -232,51 +271,82 @@ void CacheOwner<Derived, P, T>::check_layer(std::int32_t layer) const {
 }
 
 template <class Derived, AnyPolicy P, Storage T>
-void CacheOwner<Derived, P, T>::advance(const host&, const Batch& batch) {
-    require_bound();
-    checks::check_batch(batch, shape_.max_sequences, std::numeric_limits<std::int32_t>::max(), "any");
-    auto* length = at<position_t>(length_at_);
-    // A row without a page would be read from pages of others.
-    if constexpr (requires(typename Derived::ref_type cache) { cache.pages_missing(0, 0, 0); }) {
-        for (std::int32_t layer = 0; layer < shape_.layers; ++layer) {
-            const auto cache = self().layer(layer);
-            for (std::int32_t i = 0; i < batch.count; ++i) {
-                const std::int32_t seq = batch.seq(i);
-                for (std::int32_t head = 0; batch.tokens(i) != 0 && head < shape_.kv_heads; ++head) {
-                    const std::int32_t rows = cache.layout(head).used(
-                        length[seq] + batch.tokens(i), cache.num_long_range[cache.head_index(seq, head)]);
-                    const std::int64_t missing = cache.pages_missing(seq, head, rows);
-                    detail::require(
-                        missing == 0, [&] { return detail::text("tokens of entry ", i); }, batch.tokens(i),
-                        [&] {
-                            return detail::text("0 until layer ", layer, " has taken them: it lacks ",
-                                                missing, missing == 1 ? " page" : " pages",
-                                                " (add_slab lends more; then that layer's call again)");
-                        });
-                }
+std::uint32_t CacheOwner<Derived, P, T>::advance_status(std::int32_t seq, std::int32_t tokens) const {
+    bool skipped = false;
+    for (std::int32_t layer = 0; layer < shape_.layers; ++layer) {
+        if (appended_by(layer)[seq] != tokens) {
+            if (host_backend::pages_lacking(self().layer(layer), seq, tokens) != 0) {
+                return status_pool_exhausted;
             }
+            skipped = true;
+        }
+    }
+    return skipped ? status_layer_skipped : status_ok;
+}
+
+/// Refuses what advance_status() reports. A sequence without a page for a row would be read from
+/// pages of others.
+template <class Derived, AnyPolicy P, Storage T>
+void CacheOwner<Derived, P, T>::require_appended(const Batch& batch, const std::int32_t* tokens_of) const {
+    for (std::int32_t layer = 0; Derived::ref_type::pooled && layer < shape_.layers; ++layer) {
+        const auto cache = self().layer(layer);
+        for (std::int32_t i = 0; i < batch.count; ++i) {
+            const std::int64_t missing = host_backend::pages_lacking(cache, batch.seq(i), tokens_of[i]);
+            detail::require(
+                missing == 0, [&] { return detail::text("tokens of entry ", i); }, tokens_of[i],
+                [&] {
+                    return detail::text("0 until layer ", layer, " has taken them: it lacks ", missing,
+                                        missing == 1 ? " page" : " pages",
+                                        " (add_slab lends more; then that layer's call again)");
+                });
         }
     }
     for (std::int32_t layer = 0; layer < shape_.layers; ++layer) {
-        const std::int32_t* const appended = self().layer(layer).appended;
         for (std::int32_t i = 0; i < batch.count; ++i) {
-            if (appended[batch.seq(i)] != batch.tokens(i)) [[unlikely]] {
+            const std::int32_t appended = appended_by(layer)[batch.seq(i)];
+            if (appended != tokens_of[i]) [[unlikely]] {
                 detail::refuse(
-                    detail::text("tokens of entry ", i).c_str(), batch.tokens(i),
-                    detail::text("the ", appended[batch.seq(i)], " that layer ", layer,
+                    detail::text("tokens of entry ", i).c_str(), tokens_of[i],
+                    detail::text("the ", appended, " that layer ", layer,
                                  " has taken: advance() takes the same Batch as the layers, and every "
                                  "layer takes a token once"));
             }
         }
     }
-    for (std::int32_t layer = 0; layer < shape_.layers; ++layer) {
-        std::int32_t* const appended = self().layer(layer).appended;
+}
+
+template <class Derived, AnyPolicy P, Storage T>
+void CacheOwner<Derived, P, T>::advance(const host&, const Batch& named, const StepOptions& options) {
+    require_bound();
+    const Batch batch = checks::batch_of(named, shape_.max_sequences);
+    checks::check_batch(batch, shape_.max_sequences, std::numeric_limits<std::int32_t>::max(), "any");
+    const bool says_tokens = batch.q_len != nullptr || batch.length != Batch::not_set;
+    const std::int32_t least = named.count == Batch::not_set ? 0 : 1;
+    std::int32_t* const tokens_of = scratch_.data();  // [count]
+    for (std::int32_t i = 0; i < batch.count; ++i) {
+        tokens_of[i] = says_tokens ? batch.tokens(i) : least;
+    }
+    for (std::int32_t layer = 0; !says_tokens && layer < shape_.layers; ++layer) {
         for (std::int32_t i = 0; i < batch.count; ++i) {
-            appended[batch.seq(i)] = 0;
+            tokens_of[i] = std::max(tokens_of[i], appended_by(layer)[batch.seq(i)]);
         }
     }
+    if (options.status == nullptr) {
+        require_appended(batch, tokens_of);
+    }
+    auto* length = at<position_t>(length_at_);
     for (std::int32_t i = 0; i < batch.count; ++i) {
-        length[batch.seq(i)] += batch.tokens(i);
+        const std::int32_t seq = batch.seq(i), tokens = tokens_of[i];
+        if (options.status != nullptr) {
+            if (const std::uint32_t status = advance_status(seq, tokens); status != status_ok) {
+                options.status[i] |= status;
+                continue;
+            }
+        }
+        for (std::int32_t layer = 0; layer < shape_.layers; ++layer) {
+            appended_by(layer)[seq] = 0;
+        }
+        length[seq] += tokens;
     }
 }
 

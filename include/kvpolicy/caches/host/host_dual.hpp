@@ -14,9 +14,10 @@
 namespace kvpolicy {
 
 template <AnyPolicy P, Storage T>
-DualCache<P, T>::DualCache(const CacheShape& shape, const PoolShape& pool, const P& policy,
+DualCache<P, T>::DualCache(const CacheShape& sizes, const PoolShape& pool, const P& policy,
                            const scorer_type* scorers, const AttentionParams& attention)
-    : base(shape, policy, scorers, attention), pool_(pool) {
+    : base(sizes, policy, scorers, attention), pool_(pool) {
+    const CacheShape& shape = this->shape_;  // with its head_dims filled in
     constexpr std::int64_t most = std::numeric_limits<std::int32_t>::max();
     detail::require(pool.slab_pages >= 1, "slab_pages", pool.slab_pages, "1 or more");
     detail::require(pool.max_slabs >= 1, "max_slabs", pool.max_slabs, "1 or more");
@@ -247,8 +248,9 @@ std::int64_t DualCache<P, T>::free_pages() const {
 }
 
 template <AnyPolicy P, Storage T>
-std::int64_t DualCache<P, T>::reserve(const host&, const Batch& batch) {
+std::int64_t DualCache<P, T>::reserve(const host&, const Batch& named) {
     this->require_bound();
+    const Batch batch = checks::batch_of(named, this->shape_.max_sequences);
     checks::check_batch(batch, this->shape_.max_sequences, std::numeric_limits<std::int32_t>::max(), "any");
     // Counted from the layer that is ahead: in the middle of a token the others take that one, too.
     std::int32_t* const num_appended = this->scratch_.data();  // [count]
@@ -300,8 +302,8 @@ std::int64_t DualCache<P, T>::reserve(const host&, const Batch& batch) {
 }
 
 template <AnyPolicy P, Storage T>
-DualRef<P, T> DualCache<P, T>::layer(std::int32_t layer) const {
-    const layer_plan& plan = this->plan_of(plan_, layer);
+DualRef<P, T> DualCache<P, T>::ref_of(std::int32_t layer) const {
+    const layer_plan& plan = plan_[static_cast<std::size_t>(layer)];
     ref_type ref;
     this->fill(ref, layer, plan.common);
     ref.pool.slabs = this->template at<const Slab<T>>(slabs_at_);

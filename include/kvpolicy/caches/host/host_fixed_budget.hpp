@@ -80,17 +80,17 @@ void FixedBudgetCache<P, T>::plan() {
 }
 
 template <AnyPolicy P, Storage T>
-void FixedBudgetCache<P, T>::bind(const host& on, void* buffer, std::size_t buffer_bytes) {
+void FixedBudgetCache<P, T>::bind(const host& ctx, void* buffer, std::size_t buffer_bytes) {
     this->bind_common(buffer, buffer_bytes);
     std::memcpy(this->memory_ + offsets_at_, row_offset_.data(), row_offset_.size() * sizeof(std::int64_t));
     for (std::int32_t seq = 0; seq < this->shape_.max_sequences; ++seq) {
-        clear(on, seq);
+        clear(ctx, seq);
     }
 }
 
 template <AnyPolicy P, Storage T>
-FixedBudgetRef<P, T> FixedBudgetCache<P, T>::layer(std::int32_t layer) const {
-    const layer_plan& plan = this->plan_of(plan_, layer);
+FixedBudgetRef<P, T> FixedBudgetCache<P, T>::ref_of(std::int32_t layer) const {
+    const layer_plan& plan = plan_[static_cast<std::size_t>(layer)];
     ref_type ref;
     this->fill(ref, layer, plan.common);
     ref.row_offset = this->template at<const std::int64_t>(offsets_at_) +

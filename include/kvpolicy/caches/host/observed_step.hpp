@@ -43,9 +43,9 @@ class observed_pass {
 
   public:
     /// `memory`, if not null, has bytes() of room for `count` entries of at most `tokens` tokens.
-    observed_pass(const host& on, const Cache& cache, std::int32_t count, std::int32_t tokens,
+    observed_pass(const host& ctx, const Cache& cache, std::int32_t count, std::int32_t tokens,
                   std::byte* memory)
-        : on_(on), cache_(cache), seen_(cache.scorer.observation()), shape_(shape_of(cache)) {
+        : ctx_(ctx), cache_(cache), seen_(cache.scorer.observation()), shape_(shape_of(cache)) {
         shape_.head_dim_vo = 0;  // masses need no values
         block_ = seen_.chunk == Observation::whole_call ? tokens : std::min(tokens, seen_.chunk);
         for (std::int32_t h = 0; h < cache.kv_heads; ++h) {
@@ -56,7 +56,7 @@ class observed_pass {
         // Lists wait for each other where a layer is averaged, and for attention where it is to leave out a
         // row. Others are made, used and forgotten head by head: those of policies that grow may be long.
         lists_wait_ = evicts_at_steps || seen_.whole_layer;
-        const auto threads = static_cast<std::size_t>(on.threads());
+        const auto threads = static_cast<std::size_t>(ctx.threads());
         const std::size_t lists =
             lists_wait_ ? static_cast<std::size_t>(count) * static_cast<std::size_t>(cache.kv_heads)
                         : threads;
@@ -65,7 +65,7 @@ class observed_pass {
         heads_ = parts.template take<std::byte>(lists * head_bytes_);
         scratch_ = parts.template take<std::byte>(threads * scratch_bytes_);
         const std::size_t attention =
-            std::max(decode_bytes(on, cache, count), chunk_attention_bytes(on, cache));
+            std::max(decode_bytes(ctx, cache, count), chunk_attention_bytes(ctx, cache));
         attention_ = parts.template take<std::byte>(attention);
         bytes_ = parts.bytes();
     }
@@ -75,8 +75,8 @@ class observed_pass {
     void check(const Batch& batch, const observed_call<T>& call) const {
         check_same_params(seen_, cache_.kv_heads, [&](std::int32_t h) { return cache_.all_params[h]; });
         const auto tokens = [&](std::int64_t i) { return batch.tokens(i); };
-        checks::check_finite_rows(on_, "q", call.q, tokens);
-        checks::check_finite_rows(on_, "k", call.k, tokens);
+        checks::check_finite_rows(ctx_, "q", call.q, tokens);
+        checks::check_finite_rows(ctx_, "k", call.k, tokens);
     }
 
     /// Rows of a head after the call, which depend on counts only.
@@ -122,7 +122,7 @@ class observed_pass {
     }
     template <class Visit>
     void for_each_head(const Batch& batch, Visit&& visit) const {
-        host_backend::for_each_head(on_, cache_.kv_heads, batch, visit);
+        host_backend::for_each_head(ctx_, cache_.kv_heads, batch, visit);
     }
 
     void run_block(const Batch& batch, bool prompt, std::int32_t done, std::int32_t longest,
@@ -143,7 +143,7 @@ class observed_pass {
         // at its end, before that.
         const bool before = longest > 1 || (prompt && !evicts_at_steps);
         if (before) {
-            attend_chunk(on_, cache_, batch, call.q, call.out, call.lse, longest, attention_,
+            attend_chunk(ctx_, cache_, batch, call.q, call.out, call.lse, longest, attention_,
                          [&](std::int32_t i, std::int32_t h, auto&& visit) {
                              block_segments(batch, done, call, i, h, visit);
                          });
@@ -155,7 +155,7 @@ class observed_pass {
             decide(batch, prompt, done, call, i, h, head_at(i, h, thread).list);
         });
         if (!before) {
-            attend_rows(on_, cache_, batch, call.q, call.out, call.lse, done + 1, attention_);
+            attend_rows(ctx_, cache_, batch, call.q, call.out, call.lse, done + 1, attention_);
         }
     }
 
@@ -192,7 +192,7 @@ class observed_pass {
         queries.head_stride = call.q.head_stride;
         queries.end = batch.tokens(i);
         queries.group = cache_.group;
-        observe(on_.instructions(), shape_, seen_, head_params, queries, list,
+        observe(ctx_.instructions(), shape_, seen_, head_params, queries, list,
                 scratch_ + static_cast<std::size_t>(thread) * scratch_bytes_, keys_);
     }
 
@@ -294,7 +294,7 @@ class observed_pass {
         cache_.victim[rows.index] = -1;
     }
 
-    const host& on_;
+    const host& ctx_;
     const Cache& cache_;
     Observation seen_;
     attention_shape shape_;
@@ -310,17 +310,17 @@ class observed_pass {
 
 /// Workspace of step and prefill.
 template <class Cache>
-std::size_t observed_workspace_bytes(const host& on, const Cache& cache, std::int32_t count,
+std::size_t observed_workspace_bytes(const host& ctx, const Cache& cache, std::int32_t count,
                                      std::int32_t tokens) {
     return admission_bytes(cache, count) +
-           observed_pass<Cache>(on, cache, count, std::max(tokens, 1), nullptr).bytes() + detail::alignment;
+           observed_pass<Cache>(ctx, cache, count, std::max(tokens, 1), nullptr).bytes() + detail::alignment;
 }
 
 /// The body of step and prefill.
 template <class Cache, class T = typename Cache::value_type>
-void observed_tokens(const host& on, const Cache& cache, const Batch& all, std::int32_t longest, bool prompt,
+void observed_tokens(const host& ctx, const Cache& cache, const Batch& all, std::int32_t longest, bool prompt,
                      const observed_call<T>& call, std::byte* memory, std::uint32_t* status) {
-    observed_pass<Cache> pass(on, cache, all.count, std::max(longest, 1),
+    observed_pass<Cache> pass(ctx, cache, all.count, std::max(longest, 1),
                               memory + admission_bytes(cache, all.count));
     pass.check(all, call);
     const Batch batch = admit(cache, all, status, memory, [&](std::int32_t i, std::int32_t h) {

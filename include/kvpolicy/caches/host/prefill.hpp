@@ -352,7 +352,7 @@ struct chunk_source {
 
 /// A call's own tensors as a source.
 template <class T>
-auto tensor_source(rows_view<const T> k, rows_view<const T> v, const CacheExtras& extras,
+auto tensor_source(rows_view<const T> k, rows_view<const T> v, const detail::step_extras& extras,
                    bool scores_packed) {
     return [=, scores = extras.scores, edges = extras.cu_seqlens](std::int32_t i, std::int32_t h) {
         const plane_view<const float> mine = entry_plane(scores, scores_packed ? edges : nullptr, i);
@@ -369,19 +369,19 @@ class chunk_pass {
     using T = typename Cache::value_type;
 
   public:
-    chunk_pass(const host& on, const Cache& cache, std::int32_t longest, std::byte* memory)
-        : on_(on),
+    chunk_pass(const host& ctx, const Cache& cache, std::int32_t longest, std::byte* memory)
+        : ctx_(ctx),
           cache_(cache),
           longest_(longest),
           entry_bytes_(chunk_bytes(cache, longest)),
           thread_bytes_(scorer_thread_bytes(cache)),
           scratch_(memory),
-          memory_(memory + static_cast<std::size_t>(on.threads()) * thread_bytes_) {}
+          memory_(memory + static_cast<std::size_t>(ctx.threads()) * thread_bytes_) {}
 
-    static std::size_t bytes(const host& on, const Cache& cache, std::int32_t count, std::int32_t tokens) {
-        return static_cast<std::size_t>(on.threads()) * scorer_thread_bytes(cache) +
+    static std::size_t bytes(const host& ctx, const Cache& cache, std::int32_t count, std::int32_t tokens) {
+        return static_cast<std::size_t>(ctx.threads()) * scorer_thread_bytes(cache) +
                static_cast<std::size_t>(count) * chunk_bytes(cache, tokens) +
-               chunk_attention_bytes(on, cache);
+               chunk_attention_bytes(ctx, cache);
     }
 
     chunk_plan plan(std::int32_t i, std::int32_t h) const {
@@ -394,7 +394,7 @@ class chunk_pass {
 
     template <class Visit>
     void for_each_head(const Batch& batch, Visit&& visit) const {
-        host_backend::for_each_head(on_, cache_.kv_heads, batch, visit);
+        host_backend::for_each_head(ctx_, cache_.kv_heads, batch, visit);
     }
 
     /// Fills the plans of all heads; refuses a NaN score. source(i, h) says where the tokens of a head are.
@@ -403,7 +403,7 @@ class chunk_pass {
         for_each_head(batch, [&](std::int32_t i, std::int32_t h, int thread) {
             const chunk_source<T> from = source(i, h);
             const chunk_plan mine = plan(i, h);
-            chunk_decision<Cache, T>(on_.instructions(), cache_, batch.seq(i), h, batch.tokens(i), from.k,
+            chunk_decision<Cache, T>(ctx_.instructions(), cache_, batch.seq(i), h, batch.tokens(i), from.k,
                                      from.v, i, mine,
                                      scratch_ + static_cast<std::size_t>(thread) * thread_bytes_)
                 .run(from.scores);
@@ -431,9 +431,9 @@ class chunk_pass {
 
     template <class Source>
     void attend(const Batch& batch, rows_view<const T> q, const Source& source, rows_view<T> out,
-                const CacheExtras& extras) const {
+                const detail::step_extras& extras) const {
         attend_chunk(
-            on_, cache_, batch, q, out, extras.lse, longest_,
+            ctx_, cache_, batch, q, out, extras.lse, longest_,
             memory_ + static_cast<std::size_t>(batch.count) * entry_bytes_,
             [&](std::int32_t i, std::int32_t h, auto&& visit) {
                 const chunk_source<T> from = source(i, h);
@@ -455,7 +455,7 @@ class chunk_pass {
     }
 
   private:
-    const host& on_;
+    const host& ctx_;
     const Cache& cache_;
     std::int32_t longest_;
     std::size_t entry_bytes_;
@@ -466,35 +466,41 @@ class chunk_pass {
 
 }  // namespace host_backend
 
-template <class P, Storage T, template <class, class> class Ref>
-requires CacheRef<Ref<P, T>> std::size_t cache_workspace_bytes(const host& on, const Ref<P, T>& cache,
-                                                               std::int32_t count, std::int32_t tokens) {
+template <class Dims, class P, Storage T, template <class, class> class Ref>
+requires CacheRef<Ref<P, T>> std::size_t workspace_bytes(const host& ctx, const Ref<P, T>& cache,
+                                                         const CallSize& size) {
     namespace hb = host_backend;
     hb::check_on_host(cache);
-    detail::require(count >= 0, "count", count, "0 or more");
-    detail::require(tokens >= 0, "tokens", tokens, "0 or more");
+    checks::check_call_size(size);
+    const std::int32_t count = size.batch, tokens = size.tokens;
     if constexpr (P::observed) {
-        return hb::observed_workspace_bytes(on, cache, count, tokens);
+        return hb::observed_workspace_bytes(ctx, cache, count, tokens);
     } else {
         const std::size_t heads = static_cast<std::size_t>(count) * static_cast<std::size_t>(cache.kv_heads);
         const std::size_t step_bytes =
             heads * hb::step_task_bytes(cache) +
-            std::max(static_cast<std::size_t>(on.threads()) * hb::scorer_thread_bytes(cache),
-                     hb::decode_bytes(on, cache, count));
-        const std::size_t chunk_bytes = hb::chunk_pass<Ref<P, T>>::bytes(on, cache, count, tokens);
-        return hb::hidden_bytes(on, cache, count, std::max(tokens, 1)) + hb::admission_bytes(cache, count) +
+            std::max(static_cast<std::size_t>(ctx.threads()) * hb::scorer_thread_bytes(cache),
+                     hb::decode_bytes(ctx, cache, count));
+        const std::size_t chunk_bytes = hb::chunk_pass<Ref<P, T>>::bytes(ctx, cache, count, tokens);
+        return hb::hidden_bytes(ctx, cache, count, std::max(tokens, 1)) + hb::admission_bytes(cache, count) +
                std::max(step_bytes, chunk_bytes) + detail::alignment;
     }
+}
+
+template <class Dims, class P, Storage T, template <class, class> class Ref>
+requires CacheRef<Ref<P, T>> std::size_t step_workspace_bytes(const host& ctx, const Ref<P, T>& cache,
+                                                              std::int32_t batch) {
+    return workspace_bytes(ctx, cache, {.batch = batch, .tokens = 1});
 }
 
 namespace host_backend {
 
 /// The body of prefill for policies whose scores stand when a key competes.
 template <class Cache, class T>
-void prefill_scored(const host& on, const Cache& cache, const Batch& batch, std::int32_t longest,
+void prefill_scored(const host& ctx, const Cache& cache, const Batch& batch, std::int32_t longest,
                     rows_view<const T> q, rows_view<const T> k, rows_view<const T> v, rows_view<T> out,
-                    std::byte* start, std::uint32_t* status, const CacheExtras& extras) {
-    const chunk_pass<Cache> pass(on, cache, longest, start + admission_bytes(cache, batch.count));
+                    std::byte* start, std::uint32_t* status, const detail::step_extras& extras) {
+    const chunk_pass<Cache> pass(ctx, cache, longest, start + admission_bytes(cache, batch.count));
     const auto source = tensor_source(k, v, extras, !reads_hidden<typename Cache::policy_type>);
     pass.decide(batch, source);
     const Batch admitted = admit(cache, batch, status, start, [&](std::int32_t i, std::int32_t h) {
@@ -515,26 +521,30 @@ void prefill_scored(const host& on, const Cache& cache, const Batch& batch, std:
 
 }  // namespace host_backend
 
-template <class P, Storage T, template <class, class> class Ref>
+template <class Dims, class P, Storage T, template <class, class> class Ref>
 requires CacheRef<Ref<P, T>>
-void prefill(const host& on, const Ref<P, T>& cache, const Batch& batch, input_rows<T> q, input_rows<T> k,
-             input_rows<T> v, output_rows<T> out, workspace_view workspace, std::uint32_t* status,
-             const CacheExtras& extras) {
+void prefill(const host& ctx, const Ref<P, T>& cache, const step_io<T>& io, workspace_view workspace,
+             const StepOptions& options) {
     namespace hb = host_backend;
     hb::check_on_host(cache);
-    checks::check_chunk_length(batch, q.length);
-    const std::int32_t longest = checks::check_batch(batch, cache.max_sequences, q.length, "the length of q");
-    hb::check_cache_call(cache, batch, longest, q, k, v, out, extras);
+    const Batch batch = checks::batch_of(io);
+    const detail::step_extras extras = detail::extras_of(io);
+    const std::int32_t longest =
+        checks::check_batch(batch, cache.max_sequences, io.q.length, "the length of q");
+    hb::check_cache_call(cache, batch, longest, io.q, io.k, io.v, io.out, extras);
     hb::check_appended(cache, batch);
     hb::check_max_seq_len(cache, batch);
-    checks::check_workspace(workspace, cache_workspace_bytes<P, T>(on, cache, batch.count, longest));
+    checks::check_workspace(workspace,
+                            workspace_bytes(ctx, cache, {.batch = batch.count, .tokens = longest}));
     std::byte* const begin = detail::aligned(workspace.data);
     if constexpr (P::observed) {
-        hb::observed_tokens(on, cache, batch, longest, true, {q, k, v, out, extras.lse}, begin, status);
+        hb::observed_tokens(ctx, cache, batch, longest, true, {io.q, io.k, io.v, io.out, io.lse}, begin,
+                            options.status);
     } else {
-        const CacheExtras scored = hb::with_scores(on, cache, batch, longest, extras, begin);
-        hb::prefill_scored(on, cache, batch, longest, q, k, v, out,
-                           begin + hb::hidden_bytes(on, cache, batch.count, longest), status, scored);
+        const detail::step_extras scored = hb::with_scores(ctx, cache, batch, longest, extras, begin);
+        hb::prefill_scored(ctx, cache, batch, longest, io.q, io.k, io.v, io.out,
+                           begin + hb::hidden_bytes(ctx, cache, batch.count, longest), options.status,
+                           scored);
     }
 }
 

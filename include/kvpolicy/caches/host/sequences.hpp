@@ -131,8 +131,8 @@ void swap_sequences(const Cache& cache, std::int32_t a, std::int32_t b) {
     std::swap(cache.appended[a], cache.appended[b]);
 }
 
-/// Which sequences of a reorder inherit their source's entries themselves: per source one sequence, the source if it
-/// stays, or the first that names it. The others get copies.
+/// Which sequences of a reorder inherit their source's entries themselves: per source one sequence, the
+/// source if it stays, or the first that names it. The others get copies.
 struct reorder_plan {
     const std::int32_t* sources;
     std::int32_t count, seq_ids;
@@ -222,7 +222,8 @@ bool CacheOwner<Derived, P, T>::drop([[maybe_unused]] const std::int32_t* seq_id
 }
 
 template <class Derived, AnyPolicy P, Storage T>
-void CacheOwner<Derived, P, T>::fork(const host&, std::int32_t from, std::int32_t to, std::uint32_t* status) {
+void CacheOwner<Derived, P, T>::fork(const host&, std::int32_t from, std::int32_t to,
+                                     const StepOptions& options) {
     require_seq(from, "from");
     require_seq(to, "to");
     if (from == to) {
@@ -235,7 +236,7 @@ void CacheOwner<Derived, P, T>::fork(const host&, std::int32_t from, std::int32_
         }
         return pages;
     };
-    if (!drop(&to, 1, needed, status)) {
+    if (!drop(&to, 1, needed, options.status)) {
         return;
     }
     for (std::int32_t layer = 0; layer < shape_.layers; ++layer) {
@@ -249,7 +250,7 @@ void CacheOwner<Derived, P, T>::fork(const host&, std::int32_t from, std::int32_
 
 template <class Derived, AnyPolicy P, Storage T>
 void CacheOwner<Derived, P, T>::reorder(const host&, const std::int32_t* sources, std::int32_t count,
-                                        std::uint32_t* status) {
+                                        const StepOptions& options) {
     require_bound();
     detail::require(count >= 0 && count <= shape_.max_sequences, "count", count,
                     [&] { return detail::text("0 to the cache's max_sequences, ", shape_.max_sequences); });
@@ -271,7 +272,7 @@ void CacheOwner<Derived, P, T>::reorder(const host&, const std::int32_t* sources
         }
         return pages;
     };
-    if (!drop(plan.dropped, plan.dropped_count, needed, status)) {
+    if (!drop(plan.dropped, plan.dropped_count, needed, options.status)) {
         return;
     }
     auto* length = at<position_t>(length_at_);

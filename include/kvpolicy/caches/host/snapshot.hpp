@@ -335,7 +335,7 @@ std::size_t CacheOwner<Derived, P, T>::snapshot(const host&, std::int32_t seq, v
 
 template <class Derived, AnyPolicy P, Storage T>
 void CacheOwner<Derived, P, T>::restore(const host&, std::int32_t seq, const void* blob,
-                                        std::size_t blob_bytes, std::uint32_t* status) {
+                                        std::size_t blob_bytes, const StepOptions& options) {
     namespace hb = host_backend;
     require_seq(seq);
     detail::require(blob != nullptr, "blob", "null", "a snapshot");
@@ -370,7 +370,7 @@ void CacheOwner<Derived, P, T>::restore(const host&, std::int32_t seq, const voi
     }
     detail::require(sound && reader.at_end(), "blob", "damaged", "as it was written");
     if (!drop(
-            &seq, 1, [&] { return pages; }, status)) {
+            &seq, 1, [&] { return pages; }, options.status)) {
         return;
     }
     hb::blob_reader rows(bytes + sizeof header, blob_bytes - sizeof header);

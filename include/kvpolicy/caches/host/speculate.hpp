@@ -49,30 +49,31 @@ auto spare_source(const Cache& cache, const Batch& batch) {
 
 }  // namespace host_backend
 
-template <class P, Storage T, template <class, class> class Ref>
+template <class Dims, class P, Storage T, template <class, class> class Ref>
 requires CacheRef<Ref<P, T>>
-void append_draft(const host& on, const Ref<P, T>& cache, const Batch& batch, input_rows<T> q,
-                  input_rows<T> k, input_rows<T> v, output_rows<T> out, workspace_view workspace,
-                  const CacheExtras& extras) {
+void append_draft(const host& ctx, const Ref<P, T>& cache, const step_io<T>& io, workspace_view workspace,
+                  const StepOptions& /*options*/) {
     namespace hb = host_backend;
     static_assert(!P::observed,
                   "kvpolicy: append_draft takes a policy whose scores do not change with every query");
     hb::check_on_host(cache);
-    checks::check_chunk_length(batch, q.length);
+    const Batch batch = checks::batch_of(io);
+    const detail::step_extras extras = detail::extras_of(io);
     const std::int32_t longest =
         checks::check_batch(batch, cache.max_sequences, cache.max_draft_tokens,
                             "the cache's max_draft_tokens, CacheShape::draft tokens");
     hb::check_appended(cache, batch);
-    hb::check_cache_call(cache, batch, longest, q, k, v, out, extras);
+    hb::check_cache_call(cache, batch, longest, io.q, io.k, io.v, io.out, extras);
     hb::check_max_seq_len(cache, batch);
-    checks::check_workspace(workspace, cache_workspace_bytes<P, T>(on, cache, batch.count, longest));
+    checks::check_workspace(workspace,
+                            workspace_bytes(ctx, cache, {.batch = batch.count, .tokens = longest}));
     std::byte* const begin = detail::aligned(workspace.data);
-    const CacheExtras scored = hb::with_scores(on, cache, batch, longest, extras, begin);
-    const hb::chunk_pass<Ref<P, T>> pass(on, cache, longest,
-                                         begin + hb::hidden_bytes(on, cache, batch.count, longest));
-    const auto source = hb::tensor_source(k, v, scored, !hb::reads_hidden<P>);
+    const detail::step_extras scored = hb::with_scores(ctx, cache, batch, longest, extras, begin);
+    const hb::chunk_pass<Ref<P, T>> pass(ctx, cache, longest,
+                                         begin + hb::hidden_bytes(ctx, cache, batch.count, longest));
+    const auto source = hb::tensor_source(io.k, io.v, scored, !hb::reads_hidden<P>);
     pass.decide(batch, source);
-    pass.attend(batch, q, source, out, scored);
+    pass.attend(batch, io.q, source, io.out, scored);
     pass.for_each_head(batch, [&](std::int32_t i, std::int32_t h) {
         const std::int32_t seq = batch.seq(i);
         const PlainRows<T> spare = cache.spare_rows(seq, h);
@@ -85,7 +86,7 @@ void append_draft(const host& on, const Ref<P, T>& cache, const Batch& batch, in
             spare.score(j) = P::ranked && scores_come_along<typename P::scorer_type> ? from.scores[j] : 0.0f;
             if constexpr (P::has_eviction) {
                 for (std::int32_t g = 0; g < cache.group; ++g) {
-                    hb::copy_row(hb::entry_rows(q, extras.cu_seqlens, i).row(i, h * cache.group + g, j),
+                    hb::copy_row(hb::entry_rows(io.q, extras.cu_seqlens, i).row(i, h * cache.group + g, j),
                                  cache.head_dim_qk,
                                  cache.spare_query_row(seq, h, j) + std::int64_t{g} * cache.head_dim_qk);
                 }
@@ -97,27 +98,30 @@ void append_draft(const host& on, const Ref<P, T>& cache, const Batch& batch, in
     });
 }
 
-template <class P, Storage T, template <class, class> class Ref>
+template <class Dims, class P, Storage T, template <class, class> class Ref>
 requires CacheRef<Ref<P, T>>
-void accept(const host& on, const Ref<P, T>& cache, const Batch& batch, workspace_view workspace,
-            std::uint32_t* status) {
+void accept(const host& ctx, const Ref<P, T>& cache, const Batch& named, workspace_view workspace,
+            const StepOptions& options) {
     namespace hb = host_backend;
     static_assert(!P::observed,
                   "kvpolicy: accept takes a policy whose scores do not change with every query");
     hb::check_on_host(cache);
+    const Batch batch = checks::batch_of(named, cache.max_sequences);
     const std::int32_t longest =
         checks::check_batch(batch, cache.max_sequences, cache.max_draft_tokens,
                             "the cache's max_draft_tokens, CacheShape::draft tokens");
     hb::check_draft(cache, batch);
     hb::check_appended(cache, batch);
-    checks::check_workspace(workspace, cache_workspace_bytes<P, T>(on, cache, batch.count, longest));
+    checks::check_workspace(workspace,
+                            workspace_bytes(ctx, cache, {.batch = batch.count, .tokens = longest}));
     std::byte* const start = detail::aligned(workspace.data);
-    const hb::chunk_pass<Ref<P, T>> pass(on, cache, longest, start + hb::admission_bytes(cache, batch.count));
+    const hb::chunk_pass<Ref<P, T>> pass(ctx, cache, longest,
+                                         start + hb::admission_bytes(cache, batch.count));
     const auto source = hb::spare_source(cache, batch);
     pass.decide(batch, source);
-    const Batch admitted = hb::admit(cache, batch, status, start, [&](std::int32_t i, std::int32_t h) {
-        return pass.rows_after(batch, i, h);
-    });
+    const Batch admitted =
+        hb::admit(cache, batch, options.status, start,
+                  [&](std::int32_t i, std::int32_t h) { return pass.rows_after(batch, i, h); });
     pass.accept(admitted, source);
     hb::mark_appended(cache, admitted);
     if constexpr (P::has_eviction) {

@@ -26,9 +26,9 @@ class scored_step {
   public:
     using P = typename Cache::policy_type;
 
-    scored_step(const host& on, const Cache& cache, const Batch& batch, rows_view<const T> k,
+    scored_step(const host& ctx, const Cache& cache, const Batch& batch, rows_view<const T> k,
                 rows_view<const T> v, std::byte* memory)
-        : on_(on), cache_(cache), batch_(batch), k_(k), v_(v), memory_(memory) {}
+        : ctx_(ctx), cache_(cache), batch_(batch), k_(k), v_(v), memory_(memory) {}
 
     /// Memory behind the tasks' own.
     [[nodiscard]] std::byte* rest() const {
@@ -37,12 +37,12 @@ class scored_step {
     }
 
     /// Scores of the keys that arrive and leave; refuses a NaN.
-    void score(const CacheExtras& extras) const {
+    void score(const detail::step_extras& extras) const {
         const std::size_t thread_bytes = scorer_thread_bytes(cache_);
         std::byte* const scratch = rest();
-        for_each_head(on_, cache_.kv_heads, batch_, [&](std::int32_t i, std::int32_t h, int thread) {
+        for_each_head(ctx_, cache_.kv_heads, batch_, [&](std::int32_t i, std::int32_t h, int thread) {
             const float* given = extras.scores ? extras.scores.head(i, h) : nullptr;
-            score_step(on_.instructions(), cache_, batch_.seq(i), h, k_.row(i, h, 0), v_.row(i, h, 0), given,
+            score_step(ctx_.instructions(), cache_, batch_.seq(i), h, k_.row(i, h, 0), v_.row(i, h, 0), given,
                        task(i, h), scratch + static_cast<std::size_t>(thread) * thread_bytes);
         });
         // Refused from here and not from a task: without exceptions a handler may jump out of the call.
@@ -110,7 +110,7 @@ class scored_step {
             cache_, memory_ + static_cast<std::size_t>(std::int64_t{i} * cache_.kv_heads + h) * task_bytes_);
     }
 
-    const host& on_;
+    const host& ctx_;
     const Cache& cache_;
     const Batch& batch_;
     rows_view<const T> k_, v_;
@@ -119,67 +119,74 @@ class scored_step {
 };
 
 template <class Cache, class T>
-void step_scored(const host& on, const Cache& cache, const Batch& batch, rows_view<const T> q,
+void step_scored(const host& ctx, const Cache& cache, const Batch& batch, rows_view<const T> q,
                  rows_view<const T> k, rows_view<const T> v, rows_view<T> out, std::byte* start,
-                 std::uint32_t* status, const CacheExtras& extras) {
-    const scored_step<Cache, T> one(on, cache, batch, k, v, start + admission_bytes(cache, batch.count));
+                 std::uint32_t* status, const detail::step_extras& extras) {
+    const scored_step<Cache, T> one(ctx, cache, batch, k, v, start + admission_bytes(cache, batch.count));
     if constexpr (Cache::policy_type::ranked) {
         one.score(extras);
     }
     const Batch admitted = admit(cache, batch, status, start,
                                  [&](std::int32_t i, std::int32_t h) { return one.rows_after(i, h); });
-    for_each_head(on, cache.kv_heads, admitted,
+    for_each_head(ctx, cache.kv_heads, admitted,
                   [&](std::int32_t i, std::int32_t h) { one.append(admitted.seq(i), i, h, q); });
-    attend_rows(on, cache, admitted, q, out, extras.lse, 1, one.rest());
+    attend_rows(ctx, cache, admitted, q, out, extras.lse, 1, one.rest());
     mark_appended(cache, admitted);
     clear_refused(cache, batch, admitted, out, extras.lse);
 }
 
 }  // namespace host_backend
 
-template <class P, Storage T, template <class, class> class Ref>
+template <class Dims, class P, Storage T, template <class, class> class Ref>
 requires CacheRef<Ref<P, T>>
-void step(const host& on, const Ref<P, T>& cache, const Batch& batch, input_rows<T> q, input_rows<T> k,
-          input_rows<T> v, output_rows<T> out, workspace_view workspace, std::uint32_t* status,
-          const CacheExtras& extras) {
+void step(const host& ctx, const Ref<P, T>& cache, const step_io<T>& io, workspace_view workspace,
+          const StepOptions& options) {
     namespace hb = host_backend;
     hb::check_on_host(cache);
+    const Batch batch = checks::batch_of(io);
+    const detail::step_extras extras = detail::extras_of(io);
     const std::int32_t longest =
         checks::check_batch(batch, cache.max_sequences, 1, "a step takes one token; prefill takes chunks");
-    detail::require(extras.cu_seqlens == nullptr, "extras.cu_seqlens", "given",
+    detail::require(extras.cu_seqlens == nullptr, "io.cu_seqlens", "given",
                     "null in a step, whose entries have one token");
-    hb::check_cache_call(cache, batch, longest, q, k, v, out, extras);
+    hb::check_cache_call(cache, batch, longest, io.q, io.k, io.v, io.out, extras);
     hb::check_appended(cache, batch);
     hb::check_max_seq_len(cache, batch);
-    checks::check_workspace(workspace, cache_workspace_bytes<P, T>(on, cache, batch.count, 1));
+    checks::check_workspace(workspace, step_workspace_bytes(ctx, cache, batch.count));
     std::byte* const begin = detail::aligned(workspace.data);
     if constexpr (P::observed) {
-        hb::observed_tokens(on, cache, batch, longest, false, {q, k, v, out, extras.lse}, begin, status);
+        hb::observed_tokens(ctx, cache, batch, longest, false, {io.q, io.k, io.v, io.out, io.lse}, begin,
+                            options.status);
     } else {
-        const CacheExtras scored = hb::with_scores(on, cache, batch, longest, extras, begin);
-        hb::step_scored(on, cache, batch, q, k, v, out,
-                        begin + hb::hidden_bytes(on, cache, batch.count, longest), status, scored);
+        const detail::step_extras scored = hb::with_scores(ctx, cache, batch, longest, extras, begin);
+        hb::step_scored(ctx, cache, batch, io.q, io.k, io.v, io.out,
+                        begin + hb::hidden_bytes(ctx, cache, batch.count, longest), options.status, scored);
     }
 }
 
-template <class P, Storage T, template <class, class> class Ref>
+template <class Dims, class P, Storage T, template <class, class> class Ref>
 requires CacheRef<Ref<P, T>>
-void attend(const host& on, const Ref<P, T>& cache, const Batch& batch, input_rows<T> q, output_rows<T> out,
-            plane_view<float> lse, workspace_view workspace) {
+void attend(const host& ctx, const Ref<P, T>& cache, const step_io<T>& io, workspace_view workspace,
+            const StepOptions& /*options*/) {
     namespace hb = host_backend;
     hb::check_on_host(cache);
+    const Batch batch = checks::batch_of(io);
+    detail::require(io.cu_seqlens == nullptr, "io.cu_seqlens", "given",
+                    "null in attend, whose entries have one query");
     const std::int32_t longest = checks::check_batch(batch, cache.max_sequences, 1, "one query a sequence");
-    checks::check_rows("q", q, batch.count, cache.kv_heads * cache.group, longest, cache.head_dim_qk);
-    checks::check_rows("out", out, batch.count, cache.kv_heads * cache.group, longest, cache.head_dim_vo);
-    checks::check_lse(lse, batch.count, cache.kv_heads * cache.group, longest);
-    checks::check_workspace(workspace, cache_workspace_bytes<P, T>(on, cache, batch.count, 1));
-    hb::attend_rows(on, cache, batch, q, out, lse, 0, detail::aligned(workspace.data));
+    checks::check_rows("q", io.q, batch.count, cache.kv_heads * cache.group, longest, cache.head_dim_qk);
+    checks::check_rows("out", io.out, batch.count, cache.kv_heads * cache.group, longest, cache.head_dim_vo);
+    checks::check_lse(io.lse, batch.count, cache.kv_heads * cache.group, longest);
+    checks::check_workspace(workspace, step_workspace_bytes(ctx, cache, batch.count));
+    hb::attend_rows(ctx, cache, batch, io.q, io.out, io.lse, 0, detail::aligned(workspace.data));
 }
 
-template <class P, Storage T, template <class, class> class Ref>
+template <class Dims, class P, Storage T, template <class, class> class Ref>
 requires CacheRef<Ref<P, T>>
-void export_heads(const host&, const Ref<P, T>& cache, const Batch& batch, const HeadPages& pages) {
+void export_heads(const host&, const Ref<P, T>& cache, const Batch& named, const HeadPages& pages,
+                  workspace_view /*workspace*/, const StepOptions& /*options*/) {
     host_backend::check_on_host(cache);
+    const Batch batch = checks::batch_of(named, cache.max_sequences);
     checks::check_batch(batch, cache.max_sequences, std::numeric_limits<std::int32_t>::max(), "any");
     const std::int64_t page_size = cache.page_size;
     std::int64_t needed = 0;

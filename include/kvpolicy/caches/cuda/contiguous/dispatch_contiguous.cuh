@@ -28,7 +28,7 @@ void FixedBudgetCache<P, T>::require_device_seq(std::int32_t seq, const char* na
 
 template <AnyPolicy P, Storage T>
 template <class Build>
-void FixedBudgetCache<P, T>::bind(const cuda& on, void* buffer, std::size_t buffer_bytes) {
+void FixedBudgetCache<P, T>::bind(const cuda& ctx, void* buffer, std::size_t buffer_bytes) {
     namespace cb = cuda_backend;
     cb::require_device_policy<P>();
     detail::require(!this->all_params_.empty(), "cache", "moved from", "one that still has its policy");
@@ -39,7 +39,7 @@ void FixedBudgetCache<P, T>::bind(const cuda& on, void* buffer, std::size_t buff
     detail::require(buffer != nullptr, "buffer", "null", "device memory of bytes().total()");
     detail::require(buffer_bytes >= this->bytes_.total(), "buffer_bytes", buffer_bytes,
                     [&] { return detail::text("at least bytes().total() = ", this->bytes_.total()); });
-    const cb::device_scope device(on);
+    const cb::device_scope device(ctx);
     cb::check_device_memory(device, "buffer", buffer);
     this->memory_ = detail::aligned(buffer);
     this->device_ = device.number();
@@ -48,7 +48,7 @@ void FixedBudgetCache<P, T>::bind(const cuda& on, void* buffer, std::size_t buff
         refs.push_back(this->layer(layer));
     }
     const auto copy = [&](std::size_t to, const void* from, std::size_t bytes) {
-        cb::check(cudaMemcpyAsync(this->memory_ + to, from, bytes, cudaMemcpyHostToDevice, on.stream),
+        cb::check(cudaMemcpyAsync(this->memory_ + to, from, bytes, cudaMemcpyHostToDevice, ctx.stream),
                   "cudaMemcpyAsync");
     };
     copy(this->all_params_at_, this->all_params_.data(), this->all_params_.size() * sizeof(HeadParams));
@@ -57,38 +57,39 @@ void FixedBudgetCache<P, T>::bind(const cuda& on, void* buffer, std::size_t buff
     if constexpr (P::has_selection) {
         copy(this->read_pages_at_, this->read_pages_.data(), this->read_pages_.size() * sizeof(std::int32_t));
         cb::launch("lay_out_pages_kernel", cb::lay_out_pages_kernel<P, T>, this->shape_.layers,
-                   cb::sequence_threads, 0, on, this->template at<const ref_type>(refs_at_));
+                   cb::sequence_threads, 0, ctx, this->template at<const ref_type>(refs_at_));
     }
     const std::int64_t heads =
         std::int64_t{this->shape_.layers} * this->shape_.max_sequences * this->shape_.kv_heads;
     cb::launch("clear_sequences_kernel", cb::clear_sequences_kernel<ref_type>, heads, cb::sequence_threads, 0,
-               on, this->template at<const ref_type>(refs_at_), this->shape_.kv_heads, 0,
+               ctx, this->template at<const ref_type>(refs_at_), this->shape_.kv_heads, 0,
                this->shape_.max_sequences, true);
-    cb::check(cudaStreamSynchronize(on.stream), "cudaStreamSynchronize");  // `refs` may go
+    cb::check(cudaStreamSynchronize(ctx.stream), "cudaStreamSynchronize");  // `refs` may go
 }
 
 template <AnyPolicy P, Storage T>
 template <class Build>
-void FixedBudgetCache<P, T>::clear(const cuda& on, std::int32_t seq) {
+void FixedBudgetCache<P, T>::clear(const cuda& ctx, std::int32_t seq) {
     namespace cb = cuda_backend;
     this->template require_device_seq<Build>(seq, "seq");
-    const cb::device_scope device(on, this->device_);
+    const cb::device_scope device(ctx, this->device_);
     cb::launch("clear_sequences_kernel", cb::clear_sequences_kernel<ref_type>,
-               std::int64_t{this->shape_.layers} * this->shape_.kv_heads, cb::sequence_threads, 0, on,
+               std::int64_t{this->shape_.layers} * this->shape_.kv_heads, cb::sequence_threads, 0, ctx,
                this->template at<const ref_type>(refs_at_), this->shape_.kv_heads, seq, 1, false);
 }
 
 template <AnyPolicy P, Storage T>
 template <class Build>
-void FixedBudgetCache<P, T>::advance(const cuda& on, const Batch& batch, std::uint32_t* status) {
+void FixedBudgetCache<P, T>::advance(const cuda& ctx, const Batch& named, const StepOptions& options) {
     namespace cb = cuda_backend;
     this->require_memory(true);
+    const Batch batch = checks::batch_of(named, this->shape_.max_sequences);
     detail::require(
         batch.count >= 0 && batch.count <= this->shape_.max_sequences, "batch.count", batch.count,
         [&] { return detail::text("0 to the cache's max_sequences, ", this->shape_.max_sequences); });
-    const cb::device_scope device(on, this->device_);
+    const cb::device_scope device(ctx, this->device_);
     cb::launch("advance_kernel", cb::advance_kernel<cb::advance_params>, batch.count, cb::advance_threads, 0,
-               on,
+               ctx,
                cb::advance_params{.length = this->template at<position_t>(this->length_at_),
                                   .appended = this->template at<std::int32_t>(this->appended_at_),
                                   .layers = this->shape_.layers,
@@ -96,7 +97,9 @@ void FixedBudgetCache<P, T>::advance(const cuda& on, const Batch& batch, std::ui
                                   .kv_heads = this->shape_.kv_heads,
                                   .max_seq_len = std::numeric_limits<position_t>::max(),
                                   .batch = batch,
-                                  .status = status});
+                                  .status = options.status,
+                                  .says_tokens = batch.q_len != nullptr || batch.length != Batch::not_set,
+                                  .least = named.count == Batch::not_set ? 0 : 1});
 }
 
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
@@ -104,12 +107,12 @@ namespace cuda_backend {
 
 /// The moves of fork and reorder, in all layers, on the device that the cache is bound to.
 template <class P, class T>
-void move_sequences(const cuda& on, const FixedBudgetRef<P, T>* refs, const CacheShape& shape,
+void move_sequences(const cuda& ctx, const FixedBudgetRef<P, T>* refs, const CacheShape& shape,
                     const sequence_moves& moves, int bound, std::uint32_t* status) {
     if (moves.count == 0) {
         return;
     }
-    const device_scope device(on, bound);
+    const device_scope device(ctx, bound);
     constexpr std::size_t scratch = 64 * 1024;
     const auto run = [&]<class Word>(Word) {
         const std::size_t a_thread = static_cast<std::size_t>(moves.count) * sizeof(Word);
@@ -117,9 +120,9 @@ void move_sequences(const cuda& on, const FixedBudgetRef<P, T>* refs, const Cach
         const std::size_t shared = moves_bytes + a_thread * static_cast<std::size_t>(threads);
         constexpr std::int32_t pieces = 16;  // blocks that share the rows of a head
         launch("move_rows_kernel", move_rows_kernel<Word, P, T>,
-               std::int64_t{shape.layers} * shape.kv_heads * pieces, threads, shared, on, refs, moves,
+               std::int64_t{shape.layers} * shape.kv_heads * pieces, threads, shared, ctx, refs, moves,
                pieces);
-        launch("move_counters_kernel", move_counters_kernel<P, T>, shape.layers, threads, shared, on, refs,
+        launch("move_counters_kernel", move_counters_kernel<P, T>, shape.layers, threads, shared, ctx, refs,
                moves, status);
     };
     if (static_cast<std::size_t>(moves.count) * sizeof(uint4) * 32 <= scratch) {
@@ -134,27 +137,28 @@ void move_sequences(const cuda& on, const FixedBudgetRef<P, T>* refs, const Cach
 
 template <AnyPolicy P, Storage T>
 template <class Build>
-void FixedBudgetCache<P, T>::fork(const cuda& on, std::int32_t from, std::int32_t to) {
+void FixedBudgetCache<P, T>::fork(const cuda& ctx, std::int32_t from, std::int32_t to,
+                                  const StepOptions& /*options*/) {
     this->template require_device_seq<Build>(from, "from");
     this->template require_device_seq<Build>(to, "to");
     if (from != to) {
-        cuda_backend::move_sequences<P, T>(on, this->template at<const ref_type>(refs_at_), this->shape_,
+        cuda_backend::move_sequences<P, T>(ctx, this->template at<const ref_type>(refs_at_), this->shape_,
                                            {nullptr, 1, from, to}, this->device_, nullptr);
     }
 }
 
 template <AnyPolicy P, Storage T>
 template <class Build>
-void FixedBudgetCache<P, T>::reorder(const cuda& on, const std::int32_t* sources, std::int32_t count,
-                                     std::uint32_t* status) {
+void FixedBudgetCache<P, T>::reorder(const cuda& ctx, const std::int32_t* sources, std::int32_t count,
+                                     const StepOptions& options) {
     this->require_memory(true);
     const std::int32_t most = std::min(this->shape_.max_sequences, cuda_backend::max_reordered);
     detail::require(count >= 0 && count <= most, "count", count, [&] {
         return detail::text("0 to ", most, ", the cache's max_sequences and at most 512");
     });
     detail::require(sources != nullptr || count == 0, "sources", "null", "device memory of count sequences");
-    cuda_backend::move_sequences<P, T>(on, this->template at<const ref_type>(refs_at_), this->shape_,
-                                       {sources, count, 0, 0}, this->device_, status);
+    cuda_backend::move_sequences<P, T>(ctx, this->template at<const ref_type>(refs_at_), this->shape_,
+                                       {sources, count, 0, 0}, this->device_, options.status);
 }
 
 /// A cache of the same kind with one sequence, in host memory. Unused entries are not touched there.
@@ -176,14 +180,14 @@ struct FixedBudgetCache<P, T>::sequence_copy {
 /// A sequence's counters, which say what rows it has. Waits for the stream.
 template <AnyPolicy P, Storage T>
 template <class Build>
-auto FixedBudgetCache<P, T>::counted_sequence(const cuda& on, std::int32_t seq) const {
+auto FixedBudgetCache<P, T>::counted_sequence(const cuda& ctx, std::int32_t seq) const {
     namespace cb = cuda_backend;
-    cb::check_between_tokens(on, this->shape_, this->template at<const std::int32_t>(this->appended_at_),
+    cb::check_between_tokens(ctx, this->shape_, this->template at<const std::int32_t>(this->appended_at_),
                              seq);
     sequence_copy<Build> copy(*this);
     const auto fetch = [&](auto* to, const auto* from, std::int64_t count) {
         cb::check(cudaMemcpyAsync(to, from, static_cast<std::size_t>(count) * sizeof *to,
-                                  cudaMemcpyDeviceToHost, on.stream),
+                                  cudaMemcpyDeviceToHost, ctx.stream),
                   "cudaMemcpyAsync");
     };
     for (std::int32_t layer = 0; layer < this->shape_.layers; ++layer) {
@@ -193,12 +197,12 @@ auto FixedBudgetCache<P, T>::counted_sequence(const cuda& on, std::int32_t seq) 
             fetch(b.length, a.length + seq, 1);
         }
     }
-    cb::check(cudaStreamSynchronize(on.stream), "cudaStreamSynchronize");
+    cb::check(cudaStreamSynchronize(ctx.stream), "cudaStreamSynchronize");
     return copy;
 }
 
-/// Calls copy(array of sequence `seq`, array of other's sequence 0, bytes) for all that a sequence consists of, of rows
-/// for those that other's sequence uses. Heads that use all of theirs are one piece.
+/// Calls copy(array of sequence `seq`, array of other's sequence 0, bytes) for all that a sequence consists
+/// of, of rows for those that other's sequence uses. Heads that use all of theirs are one piece.
 template <AnyPolicy P, Storage T>
 template <class Build, class Copy>
 void FixedBudgetCache<P, T>::for_each_slice(const FixedBudgetCache& other, std::int32_t seq,
@@ -251,69 +255,75 @@ void FixedBudgetCache<P, T>::for_each_slice(const FixedBudgetCache& other, std::
 
 template <AnyPolicy P, Storage T>
 template <class Build>
-std::size_t FixedBudgetCache<P, T>::snapshot_bytes(const cuda& on, std::int32_t seq) const {
+std::size_t FixedBudgetCache<P, T>::snapshot_bytes(const cuda& ctx, std::int32_t seq) const {
     this->template require_device_seq<Build>(seq, "seq");
-    const cuda_backend::device_scope device(on, this->device_);
-    return this->template counted_sequence<Build>(on, seq).cache.snapshot_bytes(0);
+    const cuda_backend::device_scope device(ctx, this->device_);
+    return this->template counted_sequence<Build>(ctx, seq).cache.snapshot_bytes(0);
 }
 
 template <AnyPolicy P, Storage T>
 template <class Build>
-std::size_t FixedBudgetCache<P, T>::snapshot(const cuda& on, std::int32_t seq, void* buffer,
+std::size_t FixedBudgetCache<P, T>::snapshot(const cuda& ctx, std::int32_t seq, void* buffer,
                                              std::size_t buffer_bytes) const {
     namespace cb = cuda_backend;
     this->template require_device_seq<Build>(seq, "seq");
-    const cb::device_scope device(on, this->device_);
-    const auto copy = this->template counted_sequence<Build>(on, seq);
+    const cb::device_scope device(ctx, this->device_);
+    const auto copy = this->template counted_sequence<Build>(ctx, seq);
     this->template for_each_slice<Build>(
         copy.cache, seq, [&](const void* mine, void* theirs, std::size_t bytes) {
-            cb::check(cudaMemcpyAsync(theirs, mine, bytes, cudaMemcpyDeviceToHost, on.stream),
+            cb::check(cudaMemcpyAsync(theirs, mine, bytes, cudaMemcpyDeviceToHost, ctx.stream),
                       "cudaMemcpyAsync");
         });
-    cb::check(cudaStreamSynchronize(on.stream), "cudaStreamSynchronize");
+    cb::check(cudaStreamSynchronize(ctx.stream), "cudaStreamSynchronize");
     return copy.cache.snapshot(host{1}, 0, buffer, buffer_bytes);
 }
 
 template <AnyPolicy P, Storage T>
 template <class Build>
-void FixedBudgetCache<P, T>::restore(const cuda& on, std::int32_t seq, const void* blob,
-                                     std::size_t blob_bytes) {
+void FixedBudgetCache<P, T>::restore(const cuda& ctx, std::int32_t seq, const void* blob,
+                                     std::size_t blob_bytes, const StepOptions& /*options*/) {
     namespace cb = cuda_backend;
     this->template require_device_seq<Build>(seq, "seq");
-    const cb::device_scope device(on, this->device_);
+    const cb::device_scope device(ctx, this->device_);
     sequence_copy<Build> copy(*this);
     copy.cache.restore(host{1}, 0, blob, blob_bytes);
     this->template for_each_slice<Build>(
         copy.cache, seq, [&](void* mine, const void* theirs, std::size_t bytes) {
-            cb::check(cudaMemcpyAsync(mine, theirs, bytes, cudaMemcpyHostToDevice, on.stream),
+            cb::check(cudaMemcpyAsync(mine, theirs, bytes, cudaMemcpyHostToDevice, ctx.stream),
                       "cudaMemcpyAsync");
         });
     for (std::int32_t layer = 0; layer < this->shape_.layers; ++layer) {
         const ref_type of = this->layer(layer);
         cb::check(cudaMemsetAsync(of.appended + of.head_index(seq, 0), 0,
-                                  static_cast<std::size_t>(of.kv_heads) * sizeof(std::int32_t), on.stream),
+                                  static_cast<std::size_t>(of.kv_heads) * sizeof(std::int32_t), ctx.stream),
                   "cudaMemsetAsync");
     }
-    cb::check(cudaStreamSynchronize(on.stream), "cudaStreamSynchronize");  // host memory may go
+    cb::check(cudaStreamSynchronize(ctx.stream), "cudaStreamSynchronize");  // host memory may go
 }
 
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 
-template <class P, Storage T>
-void export_heads(const cuda& on, const FixedBudgetRef<P, T>& cache, const Batch& batch,
-                  const HeadPages& pages) {
+template <class Ref>
+void measure_on(const cuda& ctx, Ref& cache) {
+    cache.device = cuda_backend::device_scope(ctx).number();
+}
+
+template <class Dims, class P, Storage T>
+void export_heads(const cuda& ctx, const FixedBudgetRef<P, T>& cache, const Batch& named,
+                  const HeadPages& pages, workspace_view /*workspace*/, const StepOptions& /*options*/) {
     namespace cb = cuda_backend;
     cb::check_on_device(cache);
+    const Batch batch = checks::batch_of(named, cache.max_sequences);
     detail::require(batch.count >= 0 && batch.count <= cache.max_sequences, "batch.count", batch.count,
                     [&] { return detail::text("0 to the cache's max_sequences, ", cache.max_sequences); });
     const std::int64_t most = batch.count * (cache.rows / cache.page_size);
     checks::check_head_pages(cache, batch, pages, most, "the pages that the batch's sequences can have");
-    const cb::device_scope device(on, cache.device);
+    const cb::device_scope device(ctx, cache.device);
     const cb::contiguous_view<T> view(cache);
-    cb::launch("count_pages_kernel", cb::count_pages_kernel<T>, 1, cb::sequence_threads, 0, on, view, batch,
+    cb::launch("count_pages_kernel", cb::count_pages_kernel<T>, 1, cb::sequence_threads, 0, ctx, view, batch,
                cache.page_size, pages);
     cb::launch("fill_pages_kernel", cb::fill_pages_kernel<T>, std::int64_t{batch.count} * cache.kv_heads,
-               cb::sequence_threads, 0, on, view, batch, cache.page_size, pages);
+               cb::sequence_threads, 0, ctx, view, batch, cache.page_size, pages);
 }
 
 }  // namespace KVPOLICY_HIDDEN

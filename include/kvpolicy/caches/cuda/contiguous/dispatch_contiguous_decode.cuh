@@ -37,9 +37,9 @@ class contiguous_decode_plan {
     static constexpr auto kernel = contiguous_decode_kernel<Rows, Gate, Scorer>;
 
   public:
-    contiguous_decode_plan(const cuda& on, const device_scope& device, const FixedBudgetRef<P, T>& cache,
+    contiguous_decode_plan(const cuda& ctx, const device_scope& device, const FixedBudgetRef<P, T>& cache,
                            std::int32_t count)
-        : on_(on),
+        : ctx_(ctx),
           device_(device),
           ref_(cache),
           call_{{.cache = contiguous_view<T>(cache),
@@ -77,23 +77,23 @@ class contiguous_decode_plan {
 
     void step(const Batch& batch, const rows_view<const T>& q, const rows_view<const T>& k,
               const rows_view<const T>& v, const rows_view<T>& out, workspace_view workspace,
-              std::uint32_t* status, const CacheExtras& extras) {
+              std::uint32_t* status, const detail::step_extras& extras) {
         begin(batch, q, out, extras.lse, workspace, status);
         call_.k = k;
         call_.v = v;
         call_.scores = scores_given<P> ? extras.scores : plane_view<const float>{};
         if constexpr (scored_before<Scorer>) {
             call_.computed = computed_;
-            launch_scores(on_, score_params<contiguous_view<T>, Scorer>{.cache = call_.cache,
-                                                                        .batch = batch,
-                                                                        .tokens = {.k = k, .v = v},
-                                                                        .scores = computed_,
-                                                                        .scorer = call_.scorer,
-                                                                        .beside = true});
+            launch_scores(ctx_, score_params<contiguous_view<T>, Scorer>{.cache = call_.cache,
+                                                                         .batch = batch,
+                                                                         .tokens = {.k = k, .v = v},
+                                                                         .scores = computed_,
+                                                                         .scorer = call_.scorer,
+                                                                         .beside = true});
         }
         if constexpr (scored_late<P>) {
-            late_->begin(on_, device_, batch, {.k = k, .v = v}, status);
-            late_->in_rows(on_, device_, batch);
+            late_->begin(ctx_, device_, batch, {.k = k, .v = v}, status);
+            late_->in_rows(ctx_, device_, batch);
         }
         run();
     }
@@ -125,7 +125,7 @@ class contiguous_decode_plan {
         if (call_.computed != nullptr) {
             share_sms<kernel>(device_);  // rows are streamed while they are scored
         }
-        launch_early<kernel>("contiguous_decode_kernel", blocks, Rows::threads, shared_, device_, on_,
+        launch_early<kernel>("contiguous_decode_kernel", blocks, Rows::threads, shared_, device_, ctx_,
                              cluster, call_);
     }
 
@@ -154,7 +154,7 @@ class contiguous_decode_plan {
         }
     }
 
-    const cuda& on_;
+    const cuda& ctx_;
     const device_scope& device_;
     const FixedBudgetRef<P, T>& ref_;
     Launch call_;
@@ -165,22 +165,22 @@ class contiguous_decode_plan {
 
 /// Calls body(call) with the contiguous_decode_plan that serves the cache.
 template <class Dims, class P, class T, class Body>
-void with_decode_plan(const cuda& on, const FixedBudgetRef<P, T>& cache, std::int32_t count,
+void with_decode_plan(const cuda& ctx, const FixedBudgetRef<P, T>& cache, std::int32_t count,
                       const Body& body) {
     require_device_policy<P>();
-    const device_scope device(on, cache.device);
+    const device_scope device(ctx, cache.device);
     if constexpr (P::has_selection) {
-        with_paged_decode_plan<Dims>(on, cache, count, body);  // chosen pages are read as a DualCache's
+        with_paged_decode_plan<Dims>(ctx, cache, count, body);  // chosen pages are read as a DualCache's
     } else if constexpr (is_half<T>) {
         const std::int32_t dim = std::max(cache.head_dim_qk, cache.head_dim_vo);
         const int tile = fitting_tile(Dims{}, dim);
         detail::require(tile != 0, "head_dim", dim, "at most the largest of the call's head_dims, and 256");
         with_tile(Dims{}, tile, [&](auto of) {
-            contiguous_decode_plan<tensor_rows<T, decltype(of)::value>, P> call(on, device, cache, count);
+            contiguous_decode_plan<tensor_rows<T, decltype(of)::value>, P> call(ctx, device, cache, count);
             body(call);
         });
     } else {
-        contiguous_decode_plan<plain_rows<T>, P> call(on, device, cache, count);
+        contiguous_decode_plan<plain_rows<T>, P> call(ctx, device, cache, count);
         body(call);
     }
 }
@@ -188,37 +188,42 @@ void with_decode_plan(const cuda& on, const FixedBudgetRef<P, T>& cache, std::in
 }  // namespace cuda_backend
 
 template <class Dims, class P, Storage T>
-std::size_t step_workspace_bytes(const cuda& on, const FixedBudgetRef<P, T>& cache, std::int32_t count) {
-    detail::require(count >= 0 && count <= cache.max_sequences, "count", count,
+std::size_t step_workspace_bytes(const cuda& ctx, const FixedBudgetRef<P, T>& cache, std::int32_t count) {
+    detail::require(count >= 0 && count <= cache.max_sequences, "batch", count,
                     [&] { return detail::text("0 to the cache's max_sequences, ", cache.max_sequences); });
     std::size_t bytes = 0;
     const auto measure = [&](auto& call) { bytes = std::max(bytes, call.lay_out(nullptr)); };
-    cuda_backend::with_decode_plan<Dims>(on, cache, count, measure);
+    cuda_backend::with_decode_plan<Dims>(ctx, cache, count, measure);
     if constexpr (!P::has_selection) {
         // A batch of fewer entries may need more: its heads are cut among more blocks, each with a state.
         for (std::int32_t fewer = 1; fewer < count; ++fewer) {
-            cuda_backend::with_decode_plan<Dims>(on, cache, fewer, measure);
+            cuda_backend::with_decode_plan<Dims>(ctx, cache, fewer, measure);
         }
     }
     return bytes;
 }
 
 template <class Dims, class P, Storage T>
-void step(const cuda& on, const FixedBudgetRef<P, T>& cache, const Batch& batch, input_rows<T> q,
-          input_rows<T> k, input_rows<T> v, output_rows<T> out, workspace_view workspace,
-          std::uint32_t* status, const CacheExtras& extras) {
-    cuda_backend::check_cache_call(cache, batch, 1, q, k, v, out, extras);
-    cuda_backend::with_decode_plan<Dims>(on, cache, batch.count, [&](auto& call) {
-        call.step(batch, q, k, v, out, workspace, status, extras);
+void step(const cuda& ctx, const FixedBudgetRef<P, T>& cache, const step_io<T>& io, workspace_view workspace,
+          const StepOptions& options) {
+    const Batch batch = checks::batch_of(io);
+    const detail::step_extras extras = detail::extras_of(io);
+    cuda_backend::check_cache_call(cache, batch, 1, io.q, io.k, io.v, io.out, extras);
+    cuda_backend::with_decode_plan<Dims>(ctx, cache, batch.count, [&](auto& call) {
+        call.step(batch, io.q, io.k, io.v, io.out, workspace, options.status, extras);
     });
 }
 
 template <class Dims, class P, Storage T>
-void attend(const cuda& on, const FixedBudgetRef<P, T>& cache, const Batch& batch, input_rows<T> q,
-            output_rows<T> out, plane_view<float> lse, workspace_view workspace, std::uint32_t* status) {
-    cuda_backend::check_cache_call(cache, batch, 1, q, out, lse);
-    cuda_backend::with_decode_plan<Dims>(
-        on, cache, batch.count, [&](auto& call) { call.attend(batch, q, out, lse, workspace, status); });
+void attend(const cuda& ctx, const FixedBudgetRef<P, T>& cache, const step_io<T>& io,
+            workspace_view workspace, const StepOptions& options) {
+    const Batch batch = checks::batch_of(io);
+    detail::require(io.cu_seqlens == nullptr, "io.cu_seqlens", "given",
+                    "null in attend, whose entries have one query");
+    cuda_backend::check_cache_call(cache, batch, 1, io.q, io.out, io.lse);
+    cuda_backend::with_decode_plan<Dims>(ctx, cache, batch.count, [&](auto& call) {
+        call.attend(batch, io.q, io.out, io.lse, workspace, options.status);
+    });
 }
 
 }  // namespace KVPOLICY_HIDDEN

@@ -65,8 +65,8 @@ class paged_decode_plan {
     static constexpr bool on_leaving = Scorer::when == score_time::on_leaving;
 
   public:
-    paged_decode_plan(const cuda& on, const device_scope& device, const Cache& cache, std::int32_t count)
-        : on_(on),
+    paged_decode_plan(const cuda& ctx, const device_scope& device, const Cache& cache, std::int32_t count)
+        : ctx_(ctx),
           device_(device),
           ref_(cache),
           call_{{.cache = View(cache), .gate = gate_in<P>(cache), .scorer = scorer_of<P>(cache.scorer)}},
@@ -133,7 +133,7 @@ class paged_decode_plan {
 
     void step(const Batch& batch, const rows_view<const T>& q, const rows_view<const T>& k,
               const rows_view<const T>& v, const rows_view<T>& out, workspace_view workspace,
-              std::uint32_t* status, const CacheExtras& extras) {
+              std::uint32_t* status, const detail::step_extras& extras) {
         begin(batch, q, out, extras.lse, workspace, status);
         call_.k = k;
         call_.v = v;
@@ -142,16 +142,16 @@ class paged_decode_plan {
             // A state is the cache's only once the step has its pages.
             call_.computed = computed_;
             call_.advanced = on_leaving ? advanced_ : nullptr;
-            launch_scores(on_, score_params<paged_view<T>, Scorer>{
-                                   .cache = call_.cache,
-                                   .batch = batch,
-                                   .tokens = {.k = k, .v = v},
-                                   .scores = computed_,
-                                   .state = call_.advanced != nullptr ? advanced_ : nullptr,
-                                   .scorer = call_.scorer});
+            launch_scores(ctx_, score_params<paged_view<T>, Scorer>{
+                                    .cache = call_.cache,
+                                    .batch = batch,
+                                    .tokens = {.k = k, .v = v},
+                                    .scores = computed_,
+                                    .state = call_.advanced != nullptr ? advanced_ : nullptr,
+                                    .scorer = call_.scorer});
         }
         if constexpr (scored_late<P>) {
-            late_->begin(on_, device_, batch, {.k = k, .v = v}, status);
+            late_->begin(ctx_, device_, batch, {.k = k, .v = v}, status);
         }
         run();
     }
@@ -183,22 +183,22 @@ class paged_decode_plan {
         }
         if constexpr (P::has_selection) {
             launch("paged_admit_kernel", paged_admit_kernel<Rows, Gate, Scorer, View>, 1, admit_threads, 0,
-                   on_, call_);
+                   ctx_, call_);
             score_late();
             if (call_.writes) {
                 launch("paged_write_kernel", paged_write_kernel<Rows, Gate, Scorer, View>, heads(),
-                       Rows::threads, 0, on_, call_);
+                       Rows::threads, 0, ctx_, call_);
             }
             choose();
             call_.writes = false;  // what is left to do is attention
             launch("paged_share_rows_kernel", paged_share_rows_kernel<Rows, Gate, Scorer, View>, 1,
-                   admit_threads, 0, on_, call_);
+                   admit_threads, 0, ctx_, call_);
         } else {
-            launch("paged_plan_kernel", paged_plan_kernel<Rows, Gate, Scorer, View>, 1, admit_threads, 0, on_,
-                   call_);
+            launch("paged_plan_kernel", paged_plan_kernel<Rows, Gate, Scorer, View>, 1, admit_threads, 0,
+                   ctx_, call_);
             score_late();
         }
-        launch_early<kernel>("paged_decode_kernel", call_.work.blocks, Rows::threads, shared_, device_, on_,
+        launch_early<kernel>("paged_decode_kernel", call_.work.blocks, Rows::threads, shared_, device_, ctx_,
                              1, call_);
     }
     /// Scores of keys in rows are written once it is certain which sequences take their token.
@@ -207,7 +207,7 @@ class paged_decode_plan {
             if (call_.writes) {
                 Batch appended = call_.batch;
                 appended.q_len = call_.work.appended;
-                late_->in_rows(on_, device_, appended);
+                late_->in_rows(ctx_, device_, appended);
             }
         }
     }
@@ -220,8 +220,8 @@ class paged_decode_plan {
         const auto pieces =
             static_cast<std::int32_t>(std::clamp<std::int64_t>((wanted + heads() - 1) / heads(), 1, pages));
         launch("bound_pages_kernel", bound_pages_kernel<T>, heads() * pieces, static_cast<int>(threads),
-               bound_bytes(), on_, choose_, pieces);
-        launch("choose_pages_kernel", choose_pages_kernel<T>, heads(), choose_threads, 0, on_, choose_);
+               bound_bytes(), ctx_, choose_, pieces);
+        launch("choose_pages_kernel", choose_pages_kernel<T>, heads(), choose_threads, 0, ctx_, choose_);
     }
 
     [[nodiscard]] std::size_t bound_bytes() const {
@@ -237,7 +237,7 @@ class paged_decode_plan {
             return {};
         }
     }
-    const cuda& on_;
+    const cuda& ctx_;
     const device_scope& device_;
     const Cache& ref_;
     Launch call_;
@@ -251,60 +251,65 @@ class paged_decode_plan {
 
 /// Calls body(call) with the paged_decode_plan that serves the cache.
 template <class Dims, class Cache, class Body>
-void with_paged_decode_plan(const cuda& on, const Cache& cache, std::int32_t count, const Body& body) {
+void with_paged_decode_plan(const cuda& ctx, const Cache& cache, std::int32_t count, const Body& body) {
     using T = typename Cache::value_type;
     require_device_policy<typename Cache::policy_type>();
     check_on_device(cache);
-    const device_scope device(on, cache.device);
+    const device_scope device(ctx, cache.device);
     if constexpr (is_half<T>) {
         const std::int32_t dim = std::max(cache.head_dim_qk, cache.head_dim_vo);
         const int tile = fitting_tile(Dims{}, dim);
         detail::require(tile != 0, "head_dim", dim, "at most the largest of the call's head_dims, and 256");
         with_tile(Dims{}, tile, [&](auto of) {
-            paged_decode_plan<paged::tensor_rows<T, decltype(of)::value>, Cache> call(on, device, cache,
+            paged_decode_plan<paged::tensor_rows<T, decltype(of)::value>, Cache> call(ctx, device, cache,
                                                                                       count);
             body(call);
         });
     } else {
-        paged_decode_plan<paged::plain_rows<T>, Cache> call(on, device, cache, count);
+        paged_decode_plan<paged::plain_rows<T>, Cache> call(ctx, device, cache, count);
         body(call);
     }
 }
 
 template <class Dims, class P, class T, class Body>
-void with_decode_plan(const cuda& on, const DualRef<P, T>& cache, std::int32_t count, const Body& body) {
-    with_paged_decode_plan<Dims>(on, cache, count, body);
+void with_decode_plan(const cuda& ctx, const DualRef<P, T>& cache, std::int32_t count, const Body& body) {
+    with_paged_decode_plan<Dims>(ctx, cache, count, body);
 }
 
 }  // namespace cuda_backend
 
 template <class Dims, class P, Storage T>
-std::size_t step_workspace_bytes(const cuda& on, const DualRef<P, T>& cache, std::int32_t count) {
-    detail::require(count >= 0 && count <= cache.max_sequences, "count", count,
+std::size_t step_workspace_bytes(const cuda& ctx, const DualRef<P, T>& cache, std::int32_t count) {
+    detail::require(count >= 0 && count <= cache.max_sequences, "batch", count,
                     [&] { return detail::text("0 to the cache's max_sequences, ", cache.max_sequences); });
     std::size_t bytes = 0;
-    cuda_backend::with_decode_plan<Dims>(on, cache, count,
+    cuda_backend::with_decode_plan<Dims>(ctx, cache, count,
                                          [&](auto& call) { bytes = call.lay_out(nullptr); });
     return bytes;
 }
 
 template <class Dims, class P, Storage T>
-void step(const cuda& on, const DualRef<P, T>& cache, const Batch& batch, input_rows<T> q, input_rows<T> k,
-          input_rows<T> v, output_rows<T> out, workspace_view workspace, std::uint32_t* status,
-          const CacheExtras& extras) {
+void step(const cuda& ctx, const DualRef<P, T>& cache, const step_io<T>& io, workspace_view workspace,
+          const StepOptions& options) {
     cuda_backend::require_device_policy<P>();
-    cuda_backend::check_cache_call(cache, batch, 1, q, k, v, out, extras);
-    cuda_backend::with_decode_plan<Dims>(on, cache, batch.count, [&](auto& call) {
-        call.step(batch, q, k, v, out, workspace, status, extras);
+    const Batch batch = checks::batch_of(io);
+    const detail::step_extras extras = detail::extras_of(io);
+    cuda_backend::check_cache_call(cache, batch, 1, io.q, io.k, io.v, io.out, extras);
+    cuda_backend::with_decode_plan<Dims>(ctx, cache, batch.count, [&](auto& call) {
+        call.step(batch, io.q, io.k, io.v, io.out, workspace, options.status, extras);
     });
 }
 
 template <class Dims, class P, Storage T>
-void attend(const cuda& on, const DualRef<P, T>& cache, const Batch& batch, input_rows<T> q,
-            output_rows<T> out, plane_view<float> lse, workspace_view workspace, std::uint32_t* status) {
-    cuda_backend::check_cache_call(cache, batch, 1, q, out, lse);
-    cuda_backend::with_decode_plan<Dims>(
-        on, cache, batch.count, [&](auto& call) { call.attend(batch, q, out, lse, workspace, status); });
+void attend(const cuda& ctx, const DualRef<P, T>& cache, const step_io<T>& io, workspace_view workspace,
+            const StepOptions& options) {
+    const Batch batch = checks::batch_of(io);
+    detail::require(io.cu_seqlens == nullptr, "io.cu_seqlens", "given",
+                    "null in attend, whose entries have one query");
+    cuda_backend::check_cache_call(cache, batch, 1, io.q, io.out, io.lse);
+    cuda_backend::with_decode_plan<Dims>(ctx, cache, batch.count, [&](auto& call) {
+        call.attend(batch, io.q, io.out, io.lse, workspace, options.status);
+    });
 }
 
 }  // namespace KVPOLICY_HIDDEN

@@ -48,7 +48,7 @@ class late_scores {
     }
 
     /// Before a call's scores are asked for: `batch` says how many tokens count.
-    void begin(const cuda& on, const device_scope& device, const Batch& batch,
+    void begin(const cuda& ctx, const device_scope& device, const Batch& batch,
                const prefill_tokens<T>& tokens, std::uint32_t* status) {
         call_.batch = batch;
         call_.tokens = tokens;
@@ -84,26 +84,26 @@ class late_scores {
             return;
         }
         if (hopper_ == 128) {
-            prepare<128>(on, device);
+            prepare<128>(ctx, device);
         } else if (hopper_ == 256) {
-            prepare<256>(on, device);
+            prepare<256>(ctx, device);
         } else {
-            prepare<0>(on, device);
+            prepare<0>(ctx, device);
         }
     }
     /// Scores that the top-k updates need, and those of the call's own tokens
     /// (caches/cuda/scoring/kernel_cache_conv.cuh).
-    void decide(const cuda& on, const device_scope& device, float* leaving, float* late) {
+    void decide(const cuda& ctx, const device_scope& device, float* leaving, float* late) {
         call_.in_rows = false;
         call_.leaving = leaving;
         call_.late = late;
-        run(on, device);
+        run(ctx, device);
     }
     /// Scores of keys that are in rows and stay there, for the tokens that `batch` says are taken.
-    void in_rows(const cuda& on, const device_scope& device, const Batch& batch) {
+    void in_rows(const cuda& ctx, const device_scope& device, const Batch& batch) {
         call_.batch = batch;
         call_.in_rows = true;
-        run(on, device);
+        run(ctx, device);
     }
 
   private:
@@ -115,31 +115,31 @@ class late_scores {
     }
     // Each begins while the one before ends: mostly all that they do is to look at the lengths.
     template <int Inputs>
-    void prepare(const cuda& on, const device_scope& device) {
+    void prepare(const cuda& ctx, const device_scope& device) {
         constexpr auto kernel = late_prepare_kernel<View, Inputs>;
-        launch_early<kernel>("late_prepare_kernel", 256, 256, 0, device, on, 1, call_, conv_.to_pack(),
+        launch_early<kernel>("late_prepare_kernel", 256, 256, 0, device, ctx, 1, call_, conv_.to_pack(),
                              conv_.call.base, conv_.call.frequencies, conv_.packed);
     }
-    void run(const cuda& on, const device_scope& device) {
+    void run(const cuda& ctx, const device_scope& device) {
         if constexpr (is_half<T>) {
             if (hopper_ == 128) {
-                return run_hopper<128>(on, device);
+                return run_hopper<128>(ctx, device);
             }
             if (hopper_ == 256) {
-                return run_hopper<256>(on, device);
+                return run_hopper<256>(ctx, device);
             }
         }
         with_conv_tiles<T>(size_.tiles, [&](auto tiles) {
             constexpr auto kernel = cache_conv_kernel<View, Gate, tiles>;
             launch_early<kernel>("cache_conv_kernel", heads() * call_.blocks, 128,
-                                 conv_shared_bytes<false>(call_.params, size_), device, on, 1, call_, gate_);
+                                 conv_shared_bytes<false>(call_.params, size_), device, ctx, 1, call_, gate_);
         });
     }
     template <int Inputs>
-    void run_hopper(const cuda& on, const device_scope& device) {
+    void run_hopper(const cuda& ctx, const device_scope& device) {
         constexpr auto kernel = cache_conv_hopper_kernel<View, Gate, Inputs>;
         launch_early<kernel>("cache_conv_hopper_kernel", heads() * call_.blocks, conv_consumers,
-                             conv_forward_shape<Inputs>::shared_bytes, device, on, 1, call_, gate_,
+                             conv_forward_shape<Inputs>::shared_bytes, device, ctx, 1, call_, gate_,
                              static_cast<const T*>(conv_.packed));
     }
 

@@ -94,7 +94,7 @@ bool in_fours(const Weights& weights) {
 
 /// Enqueues a step's mLSTM scores of many sequences; launch_cluster serves their scorer, too.
 template <class View, std::int32_t D, class Feature, class Values>
-bool launch_batched(const cuda& on, const device_scope& device,
+bool launch_batched(const cuda& ctx, const device_scope& device,
                     score_params<View, mLSTMScorer<D, Feature, Values>> call, const mlstm_rows& rows) {
     using Memory = mlstm_batched_memory<typename View::value_type>;
     constexpr auto kernel = mlstm_decode_batched_kernel<View, D, Feature, Values>;
@@ -126,14 +126,14 @@ bool launch_batched(const cuda& on, const device_scope& device,
     call.together = static_cast<std::int32_t>(together);
     share_sms<kernel>(device);
     launch_early<kernel>("mlstm_decode_batched_kernel", (count + each - 1) / each * heads * batched_blocks,
-                         batched_threads, bytes_with(call.stages), device, on, batched_blocks, call);
+                         batched_threads, bytes_with(call.stages), device, ctx, batched_blocks, call);
     return true;
 }
 
 /// Enqueues an mLSTM's scores by clusters, if they fit: the GPU, the scorer's sizes. There are no more
 /// clusters than run at once: a step's blocks begin when all of this launch have begun.
 template <class Sizes, class View, std::int32_t D, class Feature, class Values>
-bool launch_cluster(const cuda& on, const device_scope& device,
+bool launch_cluster(const cuda& ctx, const device_scope& device,
                     score_params<View, mLSTMScorer<D, Feature, Values>> call) {
     using Memory = cluster_memory<Sizes, typename View::value_type>;
     constexpr auto kernel = mlstm_decode_cluster_kernel<Sizes, View, D, Feature, Values>;
@@ -150,7 +150,7 @@ bool launch_cluster(const cuda& on, const device_scope& device,
     }
     const std::int64_t heads = call.cache.kv_heads, count = call.batch.count;
     constexpr std::int64_t few = 16;  // sequences that clusters are quicker for
-    if (count > few && launch_batched(on, device, call, rows)) {
+    if (count > few && launch_batched(ctx, device, call, rows)) {
         return true;
     }
     call.together = static_cast<std::int32_t>(std::clamp<std::int64_t>(count, 1, Sizes::Entries));
@@ -162,15 +162,15 @@ bool launch_cluster(const cuda& on, const device_scope& device,
     share_sms<kernel>(device);
     launch_early<kernel>(
         "mlstm_decode_cluster_kernel", heads * turns * cluster_blocks, cluster_threads,
-        static_cast<std::size_t>(Memory::bytes(inputs, rows.count(), call.features, call.width)), device, on,
+        static_cast<std::size_t>(Memory::bytes(inputs, rows.count(), call.features, call.width)), device, ctx,
         cluster_blocks, call);
     return true;
 }
 
 /// Enqueues the scores of a chunk's tokens.
 template <class View, class Scorer>
-void launch_scores(const cuda& on, score_params<View, Scorer> call) {
-    const device_scope device(on);
+void launch_scores(const cuda& ctx, score_params<View, Scorer> call) {
+    const device_scope device(ctx);
     const std::int64_t heads = std::int64_t{call.batch.count} * call.cache.kv_heads;
     const std::int32_t inputs = call.cache.head_dim_qk + call.cache.head_dim_vo;
     const std::int64_t pieces = (std::int64_t{call.tokens.most} + score_batch - 1) / score_batch;
@@ -183,8 +183,8 @@ void launch_scores(const cuda& on, score_params<View, Scorer> call) {
         blocks = heads;
         // Whether clusters take a token, or blocks whose sums have the same order, depends on sizes and the
         // GPU alone, so that no batch changes a score's last bit, nor does a prefill.
-        if (blocks != 0 && (launch_cluster<cluster_sizes<8, 2>>(on, device, call) ||
-                            launch_cluster<cluster_sizes<2, 2>>(on, device, call))) {
+        if (blocks != 0 && (launch_cluster<cluster_sizes<8, 2>>(ctx, device, call) ||
+                            launch_cluster<cluster_sizes<2, 2>>(ctx, device, call))) {
             return;
         }
         floats = static_cast<std::size_t>(
@@ -194,7 +194,7 @@ void launch_scores(const cuda& on, score_params<View, Scorer> call) {
     if (call.tokens.most == 1) {
         share_sms<kernel>(device);  // with the step that follows
     }
-    launch("decode_scorer_kernel", kernel, blocks, score_threads, floats * sizeof(float), on, call);
+    launch("decode_scorer_kernel", kernel, blocks, score_threads, floats * sizeof(float), ctx, call);
 }
 
 }  // namespace cuda_backend

@@ -1,4 +1,5 @@
-// The head_dims that attention on CUDA is compiled for, as a template argument of its calls.
+// The head_dims that attention on CUDA is compiled for, as a template argument of calls. The host takes every
+// head_dim, accepts the argument and ignores it.
 #pragma once
 
 namespace kvpolicy {
