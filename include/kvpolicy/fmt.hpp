@@ -56,27 +56,13 @@ std::string values_text(const PerHead<Number>& values) {
 }
 
 inline const char* kind_text(part_kind kind) {
-    switch (kind) {
-        case part_kind::sink:
-            return "sinks of one's own";
-        case part_kind::window:
-            return "a window of one's own";
-        case part_kind::keep:
-            return "a keep part of one's own";
-        case part_kind::gate:
-            return "a gate of one's own";
-        case part_kind::budget:
-            return "a budget of one's own";
-        case part_kind::decay:
-            return "a decay of one's own";
-        case part_kind::eviction:
-            return "an eviction of one's own";
-        case part_kind::selection:
-            return "a selection of one's own";
-        case part_kind::scorer:
-            break;
-    }
-    return "a scorer of one's own";
+    constexpr const char* texts[] = {
+        // in the order of part_kind
+        "sinks of one's own",    "a window of one's own",    "a keep part of one's own",
+        "a gate of one's own",   "a budget of one's own",    "a decay of one's own",
+        "a scorer of one's own", "an eviction of one's own", "a selection of one's own",
+    };
+    return texts[static_cast<std::size_t>(kind)];
 }
 
 inline std::string prefill_text(ObservedPrefill prefill) {
@@ -103,29 +89,25 @@ std::string part_text(const Part& part) {
         return kind_text(Part::kind);
     }
 }
+template <part_kind Kind, std::int32_t HeadParams::*Member, std::int32_t Number>
+std::string head_number_text(const char* name, const head_number<Kind, Member, Number>& part) {
+    if constexpr (Number == dynamic) {
+        return fmt::format("{} {}", name, values_text(part.number));
+    } else {
+        return fmt::format("{} {}", name, number_text(Number));
+    }
+}
 template <std::int32_t Count>
 std::string part_text(const Sink<Count>& part) {
-    if constexpr (Count == dynamic) {
-        return fmt::format("Sink {}", values_text(part.count));
-    } else {
-        return fmt::format("Sink {}", Count);
-    }
+    return head_number_text("Sink", part);
 }
 template <std::int32_t Width>
 std::string part_text(const Window<Width>& part) {
-    if constexpr (Width == dynamic) {
-        return fmt::format("Window {}", values_text(part.width));
-    } else {
-        return fmt::format("Window {}", Width);
-    }
+    return head_number_text("Window", part);
 }
 template <std::int32_t Keys>
 std::string part_text(const TopKBudget<Keys>& part) {
-    if constexpr (Keys == dynamic) {
-        return fmt::format("TopKBudget {}", values_text(part.keys));
-    } else {
-        return fmt::format("TopKBudget {}", number_text(Keys));
-    }
+    return head_number_text("TopKBudget", part);
 }
 template <std::int32_t Step>
 std::string part_text(const Stride<Step>& part) {

@@ -9,6 +9,29 @@
 
 namespace kvpolicy {
 
+namespace detail {
+
+/// How many pages a query reads, and how the bounds of a group's query heads are joined.
+struct quest_budget {
+    static constexpr part_kind kind = part_kind::selection;
+    PerHead<std::int32_t> pages{unlimited};
+    group_aggregate aggregate = group_aggregate::max;
+
+    void check_pages(std::int32_t layers, std::int32_t heads) const {
+        pages.check("array of pages", layers, heads);
+        for (std::int32_t layer = 0; layer < layers; ++layer) {
+            for (std::int32_t head = 0; head < heads; ++head) {
+                detail::require(
+                    pages.at(layer, head) >= 1,
+                    [&] { return detail::text("pages of layer ", layer, ", head ", head); },
+                    pages.at(layer, head), "1 or more, since a query sees itself");
+            }
+        }
+    }
+};
+
+}  // namespace detail
+
 /// Quest (Tang et al., 2024): a head's rows are cut into pages of `rows` rows, each with the smallest and largest number of every
 /// dimension of its keys. A query's logits on a page are at most
 ///
@@ -22,49 +45,31 @@ namespace kvpolicy {
 /// A page of rows must lie in a page of the cache: `rows` divides CacheShape::page_size; on a device it is a multiple of 16. Only step and
 /// attend select; prefill and propose read everything, and so do masks.
 template <std::int32_t Rows = dynamic>
-struct QuestPages {
+struct QuestPages : detail::quest_budget {
     static_assert(Rows >= 1, "kvpolicy: QuestPages<r> needs r >= 1");
-    static constexpr part_kind kind = part_kind::selection;
-    PerHead<std::int32_t> pages{unlimited};
-    group_aggregate aggregate = group_aggregate::max;
 
     constexpr QuestPages() = default;
     constexpr explicit QuestPages(PerHead<std::int32_t> read, group_aggregate of_heads = group_aggregate::max)
-        : pages(read), aggregate(of_heads) {}
+        : quest_budget{read, of_heads} {}
 
     KVPOLICY_HOST_DEVICE constexpr std::int32_t page_size() const { return Rows; }
-    void check_values(std::int32_t layers, std::int32_t heads) const { check_pages(pages, layers, heads); }
-
-    static void check_pages(const PerHead<std::int32_t>& pages, std::int32_t layers, std::int32_t heads) {
-        pages.check("array of pages", layers, heads);
-        for (std::int32_t layer = 0; layer < layers; ++layer) {
-            for (std::int32_t head = 0; head < heads; ++head) {
-                detail::require(
-                    pages.at(layer, head) >= 1,
-                    [&] { return detail::text("pages of layer ", layer, ", head ", head); },
-                    pages.at(layer, head), "1 or more, since a query sees itself");
-            }
-        }
-    }
+    void check_values(std::int32_t layers, std::int32_t heads) const { check_pages(layers, heads); }
 };
 
 /// The same with a run-time page size: QuestPages<>{16, 64}.
 template <>
-struct QuestPages<dynamic> {
-    static constexpr part_kind kind = part_kind::selection;
+struct QuestPages<dynamic> : detail::quest_budget {
     std::int32_t rows = 16;
-    PerHead<std::int32_t> pages{unlimited};
-    group_aggregate aggregate = group_aggregate::max;
 
     constexpr QuestPages() = default;
     constexpr QuestPages(std::int32_t page, PerHead<std::int32_t> read,
                          group_aggregate of_heads = group_aggregate::max)
-        : rows(page), pages(read), aggregate(of_heads) {}
+        : quest_budget{read, of_heads}, rows(page) {}
 
     KVPOLICY_HOST_DEVICE constexpr std::int32_t page_size() const { return rows; }
     void check_values(std::int32_t layers, std::int32_t heads) const {
         detail::require(rows >= 1, "rows of a page", rows, "1 or more");
-        QuestPages<1>::check_pages(pages, layers, heads);
+        check_pages(layers, heads);
     }
 };
 
