@@ -4,25 +4,16 @@
 #include <kvpolicy/attention/cuda_attend.cuh>
 #include <kvpolicy/attention/gradients.hpp>
 #include <kvpolicy/core/cuda_context.hpp>
+#include <kvpolicy/core/head_dims.hpp>
 #include <kvpolicy/core/types.hpp>
 #include <kvpolicy/core/view.hpp>
 #include <kvpolicy/cuda/config.cuh>
-#include <kvpolicy/cuda/head_dims.cuh>
 
 #include <cstddef>
 #include <cstdint>
 #include <type_traits>
 
 namespace kvpolicy {
-
-/// What a caller may change about a call.
-struct BackwardOptions {
-    /// The same bits in every run. d_q then comes from a pass of its own, and super-tiles of about 1024 queries go one after
-    /// another for d_k and d_v: about twice the time, more where batch * KV heads is small.
-    bool deterministic = false;
-    bool portable = false;            ///< the kernels of compute capability 8.0 on any GPU
-    std::uint32_t* status = nullptr;  ///< [B], device memory, OR-ed into: status_bad_length
-};
 
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 

@@ -17,6 +17,8 @@ struct ObservedMaskOptions {
     std::int32_t layer = 0;
     /// The first so many tokens are the prompt, cut into blocks as the policy's scorer says; the rest is decoded.
     std::int32_t prompt = unlimited;
+    std::uint32_t* status =
+        nullptr;  ///< [B], OR-ed into: status_bad_length, for a length that then counts as 0
 };
 
 /// Bytes of workspace that build_observed_mask needs.

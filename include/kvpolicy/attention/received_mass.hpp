@@ -16,6 +16,8 @@ namespace kvpolicy {
 struct ReceivedMassOptions {
     std::int32_t queries = unlimited;  ///< the last so many of the sequence
     group_aggregate aggregate = group_aggregate::mean;
+    std::uint32_t* status =
+        nullptr;  ///< [B], OR-ed into: status_bad_length, for a length that then counts as 0
 };
 
 /// Bytes of workspace for received_mass.
@@ -34,8 +36,8 @@ std::size_t received_mass_workspace_bytes(const host& on, rows_view<const T> q, 
 /// disagree, null data, queries below 0, packed segments, starts, too little workspace.
 template <Storage T>
 void received_mass(const host& on, const AttentionParams& attention, rows_view<const T> q, input_rows<T> k,
-                   const mask_view& mask, const Sequences& sequences, const ReceivedMassOptions& options,
-                   plane_view<float> received, workspace_view workspace);
+                   const mask_view& mask, const Sequences& sequences, plane_view<float> mass,
+                   workspace_view workspace, const ReceivedMassOptions& options = {});
 
 // The same of queries that may be written.
 template <Storage T>
@@ -44,9 +46,9 @@ std::size_t received_mass_workspace_bytes(const host& on, rows_view<T> q, input_
 }
 template <Storage T>
 void received_mass(const host& on, const AttentionParams& attention, rows_view<T> q, input_rows<T> k,
-                   const mask_view& mask, const Sequences& sequences, const ReceivedMassOptions& options,
-                   plane_view<float> received, workspace_view workspace) {
-    received_mass(on, attention, input_rows<T>(q), k, mask, sequences, options, received, workspace);
+                   const mask_view& mask, const Sequences& sequences, plane_view<float> mass,
+                   workspace_view workspace, const ReceivedMassOptions& options = {}) {
+    received_mass(on, attention, input_rows<T>(q), k, mask, sequences, mass, workspace, options);
 }
 
 }  // namespace kvpolicy

@@ -4,8 +4,8 @@
 
 #include <kvpolicy/caches/calls.hpp>
 #include <kvpolicy/core/cuda_context.hpp>
+#include <kvpolicy/core/head_dims.hpp>
 #include <kvpolicy/cuda/config.cuh>
-#include <kvpolicy/cuda/head_dims.cuh>
 
 #include <cstddef>
 #include <cstdint>

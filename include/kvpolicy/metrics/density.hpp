@@ -14,10 +14,21 @@
 
 namespace kvpolicy {
 
+/// What the metrics take besides masks and sequences.
+struct MetricOptions {
+    std::int32_t layer = 0;  ///< the layer whose sinks, windows and budgets count
+    std::uint32_t* status =
+        nullptr;  ///< [B], OR-ed into: status_bad_length, for a length that then counts as 0
+};
+
 /// live[b][h][q] = |{t : t <= q < expiry[b][h][t]}|, the keys that query q sees. expiry and live are [B, Hkv, S];
 /// overwrites live for the sequences' lengths. Synchronous, O(S) a head.
 inline void live_keys(const host& on, plane_view<const expiry_t> expiry, const Sequences& sequences,
-                      plane_view<std::int32_t> live) {
+                      plane_view<std::int32_t> live, workspace_view workspace = {},
+                      const MetricOptions& options = {}) {
+    if (const checks::repaired_sequences repaired(sequences, options.status); repaired) {
+        return live_keys(on, expiry, repaired.sequences, live, workspace, options);
+    }
     checks::check_whole_sequences(sequences, expiry.batch, expiry.length);
     checks::check_plane("expiry", expiry, expiry.batch, expiry.heads, sequences.length);
     checks::check_plane("live", live, expiry.batch, expiry.heads, sequences.length);
@@ -44,7 +55,10 @@ inline void live_keys(const host& on, plane_view<const expiry_t> expiry, const S
 
 /// density[b * Hkv + h]: the share of visible pairs among the S (S + 1) / 2 causal ones; 1 is dense attention, 0 for S = 0.
 inline void density(const host& on, plane_view<const expiry_t> expiry, const Sequences& sequences,
-                    double* out) {
+                    double* out, workspace_view workspace = {}, const MetricOptions& options = {}) {
+    if (const checks::repaired_sequences repaired(sequences, options.status); repaired) {
+        return density(on, expiry, repaired.sequences, out, workspace, options);
+    }
     checks::check_whole_sequences(sequences, expiry.batch, expiry.length);
     checks::check_not_packed(sequences);
     checks::check_plane("expiry", expiry, expiry.batch, expiry.heads, sequences.length);
@@ -66,7 +80,12 @@ inline void density(const host& on, plane_view<const expiry_t> expiry, const Seq
 /// visible. 0 is dense attention, 1 means nothing beyond sinks and window; 0 where no such pair exists.
 template <AnyPolicy P>
 void evict_ratio(const host& on, const P& policy, plane_view<const expiry_t> expiry,
-                 const Sequences& sequences, double* out, std::int32_t layer = 0) {
+                 const Sequences& sequences, double* out, workspace_view workspace = {},
+                 const MetricOptions& options = {}) {
+    if (const checks::repaired_sequences repaired(sequences, options.status); repaired) {
+        return evict_ratio(on, policy, expiry, repaired.sequences, out, workspace, options);
+    }
+    const std::int32_t layer = options.layer;
     checks::check_whole_sequences(sequences, expiry.batch, expiry.length);
     checks::check_not_packed(sequences);
     policy.check_layer(layer, expiry.heads);

@@ -6,6 +6,7 @@
 #include <kvpolicy/core/types.hpp>
 #include <kvpolicy/core/view.hpp>
 #include <kvpolicy/core/workspace.hpp>
+#include <kvpolicy/metrics/density.hpp>
 #include <kvpolicy/policies/compose.hpp>
 
 #include <algorithm>
@@ -25,8 +26,9 @@ struct Recall {
 };
 
 /// Bytes of workspace that oracle_recall needs.
-inline std::size_t oracle_recall_workspace_bytes(const host&, plane_view<const expiry_t> teacher,
+inline std::size_t oracle_recall_workspace_bytes(const host& on, plane_view<const expiry_t> teacher,
                                                  const Sequences& sequences) {
+    static_cast<void>(on);
     checks::check_shape(sequences, teacher.heads);
     const std::size_t row =
         detail::aligned_size(static_cast<std::size_t>(sequences.length) * 3 * sizeof(std::int32_t));
@@ -39,7 +41,11 @@ inline std::size_t oracle_recall_workspace_bytes(const host&, plane_view<const e
 template <AnyPolicy P>
 void oracle_recall(const host& on, const P& policy, plane_view<const expiry_t> teacher,
                    plane_view<const expiry_t> student, const Sequences& sequences, Recall* out,
-                   workspace_view workspace, std::int32_t layer = 0) {
+                   workspace_view workspace, const MetricOptions& options = {}) {
+    if (const checks::repaired_sequences repaired(sequences, options.status); repaired) {
+        return oracle_recall(on, policy, teacher, student, repaired.sequences, out, workspace, options);
+    }
+    const std::int32_t layer = options.layer;
     checks::check_whole_sequences(sequences, teacher.batch, teacher.length);
     checks::check_not_packed(sequences);
     policy.check_layer(layer, teacher.heads);

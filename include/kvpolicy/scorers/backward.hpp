@@ -72,16 +72,22 @@ static_assert(DifferentiableScorer<ConvScorer<>>);
 static_assert(DifferentiableScorer<mLSTMScorer<>> &&
               DifferentiableScorer<mLSTMScorer<128, Softmax, DirectValues>>);
 
+/// Bytes of workspace that score_sequence_backward needs for a call with the same arguments: the scorer's
+/// backward_workspace_bytes.
+template <class Widths = all_mlstm_widths, DifferentiableScorer S, Storage T>
+std::size_t score_sequence_backward_workspace_bytes(const host& on, const S& scorer,
+                                                    const ScoreBackward<T>& call);
+
 /// backward() of any such scorer, after the checks that all share. Gradients of parameters are added to, so that batches
 /// and micro-batches add up; null arrays are left out. Synchronous; the bits do not depend on the number of threads.
 ///
 /// Refuses, before anything is written: views that disagree, continued sequences (starts above 0, since the past's
 /// gradient would be lost) of a scorer that looks at other tokens, a scorer that does not fit (check()), a NaN or infinity in k, v or
 /// d_scores (named with batch, head and position), too little workspace.
-template <DifferentiableScorer S, Storage T>
+template <class Widths = all_mlstm_widths, DifferentiableScorer S, Storage T>
 void score_sequence_backward(const host& on, const S& scorer, const ScoreBackward<T>& call,
                              typename S::template parameters<compute_t<T>> gradients,
-                             workspace_view workspace);
+                             workspace_view workspace, const ScoreBackwardOptions& options = {});
 
 }  // namespace kvpolicy
 

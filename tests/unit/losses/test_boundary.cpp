@@ -7,6 +7,7 @@
 
 #include "../../support/cases.hpp"
 #include "../../support/differences.hpp"
+#include "../../support/loss_value.hpp"
 #include "../../support/refusal.hpp"
 
 #include <doctest/doctest.h>
@@ -64,8 +65,10 @@ Run<Real> run(const host& on, const Case& c, const test::Plane<Real>& scores,
                   std::vector<double>(static_cast<std::size_t>(c.heads), 0.0)};
     const Any policy = c.policy();
     test::Workspace workspace(c.loss.workspace_bytes(on, policy, c.sequences(), c.heads));
-    out.value = c.loss(on, policy, scores.view(), target.view(), c.sequences(), out.d_scores.view(),
-                       out.d_log_gamma.data(), workspace);
+    out.value = test::value_of<BoundaryValue>([&](auto* into) {
+        c.loss(on, policy, scores.view(), target.view(), c.sequences(), out.d_scores.view(),
+               out.d_log_gamma.data(), into, workspace);
+    });
     return out;
 }
 
@@ -412,10 +415,14 @@ TEST_CASE("boundary loss refuses what it cannot mean") {
     test::Workspace workspace(c.loss.workspace_bytes(on, policy, c.sequences(), 2));
     const test::Plane<float>& other = shorter;
     const test::Plane<double>& scores = in.scores;
-    CHECK_REFUSED(
-        c.loss(on, policy, scores.view(), other.view(), c.sequences(), d.view(), nullptr, workspace),
-        "target: 2 x 2 x 30 is not allowed; it must be 2 x 2 x at least 60");
-    CHECK_REFUSED(c.loss(on, policy, scores.view(), std::as_const(in.target).view(), c.sequences(), d.view(),
-                         nullptr, {}),
+    CHECK_REFUSED(test::value_of<BoundaryValue>([&](auto* into) {
+                      c.loss(on, policy, scores.view(), other.view(), c.sequences(), d.view(), nullptr, into,
+                             workspace);
+                  }),
+                  "target: 2 x 2 x 30 is not allowed; it must be 2 x 2 x at least 60");
+    CHECK_REFUSED(test::value_of<BoundaryValue>([&](auto* into) {
+                      c.loss(on, policy, scores.view(), std::as_const(in.target).view(), c.sequences(),
+                             d.view(), nullptr, into, {});
+                  }),
                   "workspace.bytes: 0");
 }

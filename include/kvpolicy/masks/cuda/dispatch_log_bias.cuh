@@ -28,18 +28,22 @@ void check_gate_call(const P& policy, const G& gate, plane_view<const float> sco
 }  // namespace cuda_backend
 
 template <AnyPolicy P>
-std::size_t log_bias_workspace_bytes(const cuda&, const P&, const Sequences& sequences, std::int32_t heads) {
+std::size_t log_bias_workspace_bytes(const cuda&, const P&, const Sequences& sequences, std::int32_t heads,
+                                     const MaskOptions&) {
     cuda_backend::check_shape(sequences, heads);
     cuda_backend::workspace_parts parts(nullptr);
     static_cast<void>(cuda_backend::small_numbers::take(parts, sequences, heads));
     return parts.bytes();
 }
 
-template <AnyPolicy P, TrainingGate G>
-void build_log_bias(const cuda& on, const P& policy, const G& gate, plane_view<const float> scores,
+template <AnyPolicy P, TrainingGate G, class Real>
+void build_log_bias(const cuda& on, const P& policy, const G& gate, plane_view<Real> scores,
                     const Sequences& sequences, plane_view<expiry_t> expiry, plane_view<float> log_bias,
-                    workspace_view workspace, std::int32_t layer, std::uint32_t* status) {
+                    workspace_view workspace, const MaskOptions& options) {
     namespace cb = cuda_backend;
+    static_assert(std::is_same_v<std::remove_const_t<Real>, float>, "kvpolicy: scores on CUDA are fp32");
+    const std::int32_t layer = options.layer;
+    std::uint32_t* const status = options.status;
     cb::check_gate_call(policy, gate, scores, sequences, layer);
     cb::check_plane("expiry", expiry, sequences.batch, scores.heads, sequences.length);
     cb::check_plane("log_bias", log_bias, sequences.batch, scores.heads, sequences.length);
@@ -58,11 +62,14 @@ void build_log_bias(const cuda& on, const P& policy, const G& gate, plane_view<c
                cb::ready_gate<G>(gate), expiry, log_bias);
 }
 
-template <AnyPolicy P, TrainingGate G>
-void log_bias_backward(const cuda& on, const P& policy, const G& gate, plane_view<const float> scores,
-                       plane_view<const float> d_log_bias, const Sequences& sequences,
-                       plane_view<float> d_scores, workspace_view workspace, std::int32_t layer) {
+template <AnyPolicy P, TrainingGate G, class Real>
+void log_bias_backward(const cuda& on, const P& policy, const G& gate,
+                       std::type_identity_t<plane_view<const Real>> scores,
+                       std::type_identity_t<plane_view<const Real>> d_log_bias, const Sequences& sequences,
+                       plane_view<Real> d_scores, workspace_view workspace, const MaskOptions& options) {
     namespace cb = cuda_backend;
+    static_assert(std::is_same_v<Real, float>, "kvpolicy: scores on CUDA are fp32");
+    const std::int32_t layer = options.layer;
     cb::check_gate_call(policy, gate, scores, sequences, layer);
     cb::check_plane("d_log_bias", d_log_bias, sequences.batch, scores.heads, sequences.length);
     cb::check_plane("d_scores", d_scores, sequences.batch, scores.heads, sequences.length);
@@ -73,7 +80,8 @@ void log_bias_backward(const cuda& on, const P& policy, const G& gate, plane_vie
     const cb::device_scope device(on);
     cb::workspace_parts parts(workspace.data);
     const auto small = cb::small_numbers::take(parts, sequences, scores.heads);
-    const auto params = cb::make_params(on, policy, scores, sequences, scores.heads, layer, small, nullptr);
+    const auto params =
+        cb::make_params(on, policy, scores, sequences, scores.heads, layer, small, options.status);
     using Gate = std::remove_cvref_t<decltype(params.gate)>;
     using Keep = std::remove_cvref_t<decltype(params.keep)>;
     cb::launch("log_bias_backward_kernel", cb::log_bias_backward_kernel<G, Gate, Keep>,
