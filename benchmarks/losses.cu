@@ -87,7 +87,7 @@ void sparsity(benchmark::State& state) {
     const buffer<kvp::LossValue> value(1);
     const kvp::Sequences sequences{1, length};
     const Gated policy{};
-    const std::size_t bytes = kvp::gate_loss_workspace_bytes(on, policy, sequences, heads);
+    const std::size_t bytes = kvp::GateSparsity{}.workspace_bytes(on, policy, sequences, heads);
     const buffer<unsigned char> workspace(static_cast<std::int64_t>(bytes));
     measure(
         state, calls.stream,

@@ -120,7 +120,7 @@ void sort_variant(benchmark::State& state, const shape& of, float log_gamma) {
         state, calls.stream, [&] { launch_rank<Threads, Items, Bits>(on, params, ranks, false); }, 0);
     ok(cudaFree(ranks.rank));
     ok(cudaFree(ranks.order));
-    ok(cudaFree(ranks.anchors));
+    ok(cudaFree(ranks.checkpoints));
     ok(cudaFree(ranks.competitors));
 }
 

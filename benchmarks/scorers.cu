@@ -194,8 +194,8 @@ void without_projections(benchmark::State& state, const shape& of) {
     const buffer<unsigned char> workspace(static_cast<std::int64_t>(measured.bytes()));
     cb::workspace_parts parts(workspace.data());
     auto call = make(parts);
-    call.problem.scores = all.score_plane();
-    call.problem.d_scores =
+    call.params.scores = all.score_plane();
+    call.params.d_scores =
         kvp::view_bhs<const float>(all.d_scores->data(), of.batch, shape::heads, of.length);
     call.project(on, nullptr);
     measure(

@@ -1,4 +1,5 @@
-# Helper functions for tests. Any CMakeLists.txt of ours may call them (examples guard with KVPOLICY_BUILD_TESTS).
+# Helper functions for tests. Any CMakeLists.txt of ours may call them (examples
+# guard with KVPOLICY_BUILD_TESTS).
 
 find_package(doctest QUIET)
 if(NOT doctest_FOUND)
@@ -6,19 +7,23 @@ if(NOT doctest_FOUND)
                         "-DKVPOLICY_BUILD_TESTS=OFF")
 endif()
 
-set(KVPOLICY_TEST_VARIANTS "plain" CACHE STRING "Build every unit test in each of these variants: ${kvpolicy_variants}")
+set(KVPOLICY_TEST_VARIANTS "plain" CACHE STRING
+    "Build every unit test in each of these variants: ${kvpolicy_variants}")
+option(KVPOLICY_TESTS_TOGETHER "Compile several unit tests of a folder as one program, without --full" OFF)
 option(KVPOLICY_TEST_FULL "Also register the slow tests that tools/run test --full runs" OFF)
 
 set(kvpolicy_tests_dir ${PROJECT_SOURCE_DIR}/tests)
 # A test that exits with this is reported as skipped, not passed.
 set(kvpolicy_skip_code 77)
 
-# The compilers that header and compile-failure tests go through: the one of this tree, and the other of g++ and clang++.
+# The compilers that header and compile-failure tests go through: the one of this tree,
+# and the other of g++ and clang++.
 set(kvpolicy_compilers ${CMAKE_CXX_COMPILER})
 set(kvpolicy_compiler_names ${CMAKE_CXX_COMPILER_ID})
 if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
     set(kvpolicy_compiler_names g++ clang++)
-    find_program(KVPOLICY_CLANGXX NAMES clang++ clang++-19 clang++-18 clang++-17 clang++-16 clang++-15 clang++-14)
+    find_program(KVPOLICY_CLANGXX NAMES clang++ clang++-19 clang++-18 clang++-17 clang++-16 clang++-15
+        clang++-14)
     list(APPEND kvpolicy_compilers ${KVPOLICY_CLANGXX})
 else()
     set(kvpolicy_compiler_names clang++ g++)
@@ -28,23 +33,26 @@ endif()
 
 # A test whose tool is missing still appears, as skipped, so that nobody takes its absence for success.
 function(kvpolicy_add_skipped_test name reason)
-    add_test(NAME ${name} COMMAND ${CMAKE_COMMAND} -E env sh -c "echo '${reason}'; exit ${kvpolicy_skip_code}")
+    add_test(NAME ${name} COMMAND ${CMAKE_COMMAND} -E env sh -c
+        "echo '${reason}'; exit ${kvpolicy_skip_code}")
     set_tests_properties(${name} PROPERTIES SKIP_RETURN_CODE ${kvpolicy_skip_code})
 endfunction()
 
-# ---- variants --------------------------------------------------------------------------------------------------------
+# ---- variants ----------------------------------------------------------------------------------------------
 
-# Address-space randomization of more bits than the thread sanitizer of g++ 12 expects makes it abort at start; setarch
-# turns it off where that is allowed.
+# Address-space randomization of more bits than the thread sanitizer of g++ 12 expects makes it abort at
+# start; setarch turns it off where that is allowed.
 set(kvpolicy_launch_thread "")
 find_program(KVPOLICY_SETARCH setarch)
 if(KVPOLICY_SETARCH)
-    execute_process(COMMAND ${KVPOLICY_SETARCH} -R true RESULT_VARIABLE kvpolicy_result OUTPUT_QUIET ERROR_QUIET)
+    execute_process(COMMAND ${KVPOLICY_SETARCH} -R true RESULT_VARIABLE kvpolicy_result
+        OUTPUT_QUIET ERROR_QUIET)
     if(kvpolicy_result EQUAL 0)
         set(kvpolicy_launch_thread ${KVPOLICY_SETARCH} -R)
     endif()
 endif()
-set(kvpolicy_environment_sanitize "ASAN_OPTIONS=detect_stack_use_after_return=1" "UBSAN_OPTIONS=print_stacktrace=1")
+set(kvpolicy_environment_sanitize "ASAN_OPTIONS=detect_stack_use_after_return=1"
+    "UBSAN_OPTIONS=print_stacktrace=1")
 set(kvpolicy_environment_thread "TSAN_OPTIONS=second_deadlock_stack=1")
 # In a tree of one variant the tests are that variant, under their plain names.
 if(NOT KVPOLICY_VARIANT STREQUAL "plain")
@@ -65,50 +73,111 @@ foreach(variant IN LISTS KVPOLICY_TEST_VARIANTS)
         continue()
     endif()
     list(APPEND kvpolicy_test_variants ${variant})
+endforeach()
+# With --full all of plain is compiled as the library's users compile it.
+if(KVPOLICY_TEST_FULL)
+    list(REMOVE_ITEM kvpolicy_test_variants optimized)
+endif()
 
+# Most of our users build with -O2, which compiles these templates a third faster than -O3. Without
+# optimization they take a third of that: where the tree has the variant optimized, which is some tests of
+# each operation, plain does without.
+set(kvpolicy_test_flags_plain -O2)
+set(kvpolicy_test_flags_optimized -O2)
+if("optimized" IN_LIST kvpolicy_test_variants)
+    set(kvpolicy_test_flags_plain -O0)
+endif()
+
+# clang++ needs three fifths of g++'s time for the sanitizers' checks, so the variant sanitize is compiled by
+# it where it is there. With --full g++ compiles it, and so it does with -D KVPOLICY_SANITIZE_CLANGXX=OFF.
+option(KVPOLICY_SANITIZE_CLANGXX "Compile the variant sanitize with clang++, where there is one" ON)
+set(kvpolicy_sanitize_launcher "")
+if(KVPOLICY_SANITIZE_CLANGXX AND CMAKE_CXX_COMPILER_ID STREQUAL "GNU" AND
+    KVPOLICY_CLANGXX AND NOT KVPOLICY_TEST_FULL
+   AND "sanitize" IN_LIST kvpolicy_test_variants)
+    set(launcher ${PROJECT_SOURCE_DIR}/cmake/with_compiler.sh ${KVPOLICY_CLANGXX})
+    if(NOT DEFINED KVPOLICY_HAVE_CLANGXX_SANITIZERS)
+        set(probe ${PROJECT_BINARY_DIR}/CMakeFiles/sanitize_probe.cpp)
+        file(WRITE ${probe} "#include <vector>\nint main() { return std::vector<int>(3)[1]; }\n")
+        execute_process(COMMAND ${launcher} ${CMAKE_CXX_COMPILER} -std=c++20 ${kvpolicy_flags_sanitize}
+            ${probe} -o ${probe}.out
+                        RESULT_VARIABLE kvpolicy_result OUTPUT_QUIET ERROR_QUIET)
+        if(kvpolicy_result EQUAL 0)
+            execute_process(COMMAND ${probe}.out RESULT_VARIABLE kvpolicy_result OUTPUT_QUIET ERROR_QUIET)
+        endif()
+        string(COMPARE EQUAL "${kvpolicy_result}" 0 found)
+        set(KVPOLICY_HAVE_CLANGXX_SANITIZERS ${found} CACHE INTERNAL "")
+    endif()
+    if(KVPOLICY_HAVE_CLANGXX_SANITIZERS)
+        set(kvpolicy_sanitize_launcher ${launcher})
+    endif()
+endif()
+
+# kvpolicy_compile_for_variant(<target> <variant>): by the variant's compiler, with its precompiled header.
+function(kvpolicy_compile_for_variant target variant)
+    if(variant STREQUAL "sanitize" AND kvpolicy_sanitize_launcher)
+        set_target_properties(${target} PROPERTIES
+            CXX_COMPILER_LAUNCHER "${kvpolicy_sanitize_launcher}"
+            CXX_LINKER_LAUNCHER "${kvpolicy_sanitize_launcher}")
+    elseif(CMAKE_CXX_COMPILER_ID STREQUAL "GNU" AND NOT target STREQUAL "kvpolicy_test_main_${variant}")
+        target_precompile_headers(${target} REUSE_FROM kvpolicy_test_main_${variant})
+    endif()
+endfunction()
+
+foreach(variant IN LISTS kvpolicy_test_variants)
     # doctest's implementation is compiled once a variant.
     add_library(kvpolicy_test_main_${variant} OBJECT ${kvpolicy_tests_dir}/main.cpp)
     target_compile_features(kvpolicy_test_main_${variant} PUBLIC cxx_std_20)
-    # -O2 is what most of our users build with, and compiles these templates a third faster than -O3.
     target_compile_options(kvpolicy_test_main_${variant} PUBLIC
-        $<$<AND:$<CONFIG:Release>,$<STREQUAL:${variant},plain>>:-O2> ${kvpolicy_flags_${variant}})
+        "$<$<CONFIG:Release>:${kvpolicy_test_flags_${variant}}>" ${kvpolicy_flags_${variant}})
     target_link_options(kvpolicy_test_main_${variant} PUBLIC ${kvpolicy_flags_${variant}})
-    # (Warnings, because g++ defines other macros under -Wpedantic, and a precompiled header is for one set of them.)
+    # (Warnings, because g++ defines other macros under -Wpedantic, and a precompiled
+    # header is for one set of them.)
     target_link_libraries(kvpolicy_test_main_${variant} PUBLIC doctest::doctest PRIVATE kvpolicy_warnings)
     target_include_directories(kvpolicy_test_main_${variant} PUBLIC ${kvpolicy_tests_dir})
     if(variant STREQUAL "noexcept" OR KVPOLICY_VARIANT STREQUAL "noexcept")
         target_compile_definitions(kvpolicy_test_main_${variant}
             PUBLIC DOCTEST_CONFIG_NO_EXCEPTIONS_BUT_WITH_ALL_ASSERTS)
     endif()
-    # Every test begins with these: most of a second of each. None of the library's headers, so that a test says what it needs.
-    if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
+    kvpolicy_compile_for_variant(kvpolicy_test_main_${variant} ${variant})
+    # Every test begins with these: most of a second of each. None of the library's headers, so
+    # that a test says what it needs.
+    if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU" AND
+        NOT (variant STREQUAL "sanitize" AND kvpolicy_sanitize_launcher))
         target_precompile_headers(kvpolicy_test_main_${variant} PRIVATE
-            <doctest/doctest.h> <algorithm> <array> <cmath> <cstdint> <functional> <limits> <memory> <random> <span> <stdexcept> <string>
+            <doctest/doctest.h> <algorithm> <array> <cmath> <cstdint> <functional> <limits> <memory> <random>
+            <span> <stdexcept> <string>
             <thread> <vector>)
     endif()
 endforeach()
 
-# kvpolicy_tests builds all tests, kvpolicy_tests_<variant> those of one variant; programs that are no unit test count as
-# plain. tools/run test --quick builds the latter.
+# kvpolicy_tests builds all tests, kvpolicy_tests_<variant> those of one variant; programs that are no
+# unit test count as plain. kvpolicy_tests_quick is what tools/run test --quick builds: the unit tests of
+# plain, and the code of the texts.
 add_custom_target(kvpolicy_tests)
+add_custom_target(kvpolicy_tests_quick)
 foreach(variant IN LISTS kvpolicy_variants)
     add_custom_target(kvpolicy_tests_${variant})
     add_dependencies(kvpolicy_tests kvpolicy_tests_${variant})
 endforeach()
 
-# ---- functions -------------------------------------------------------------------------------------------------------
+# ---- functions ---------------------------------------------------------------------------------------------
 
-# kvpolicy_add_test(<name> SOURCES <file>... [LIBRARIES <target>...] [DEFINITIONS <def>...] [LABELS <label>...]
-#                   [VARIANTS <variant>...] [PLAIN_CASES <pattern>...] [TIMEOUT <seconds>] [PROCESSORS <n>])
+# kvpolicy_add_test(<name> SOURCES <file>... [LIBRARIES <target>...] [DEFINITIONS <def>...] [LABELS
+# <label>...]
+#                   [VARIANTS <variant>...] [SLOW_CASES <pattern>...] [TIMEOUT <seconds>] [PROCESSORS <n>])
 #
-# One doctest executable for each variant of the tree (or those of VARIANTS that the tree has), and one ctest test for
-# each: <name> for the plain one, <name>@<variant> for the others, with the variant as a label. tests/ is on the include
-# path. Target: test.<name>, or test.<name>@<variant>'s executable as test.<name>.<variant>. PLAIN_CASES: test cases that only
-# the plain variant runs, unless KVPOLICY_TEST_FULL is on.
+# One doctest executable for each variant of the tree (or those of VARIANTS that the tree has), and one ctest
+# test for each: <name> for the plain one, <name>@<variant> for the others, with the variant as a label.
+# tests/ is on the include path. Target: test.<name>, or test.<name>@<variant>'s executable as
+# test.<name>.<variant>. SLOW_CASES: test cases that only the variant optimized runs (plain where the test has
+# none), unless KVPOLICY_TEST_FULL is on.
 function(kvpolicy_add_test name)
-    cmake_parse_arguments(PARSE_ARGV 1 arg "" "TIMEOUT;PROCESSORS" "SOURCES;LIBRARIES;DEFINITIONS;LABELS;VARIANTS;PLAIN_CASES")
+    cmake_parse_arguments(PARSE_ARGV 1 arg "" "TIMEOUT;PROCESSORS"
+        "SOURCES;LIBRARIES;DEFINITIONS;LABELS;VARIANTS;SLOW_CASES")
     if(arg_UNPARSED_ARGUMENTS OR NOT arg_SOURCES)
-        message(FATAL_ERROR "kvpolicy_add_test(${name}): needs SOURCES; not understood: ${arg_UNPARSED_ARGUMENTS}")
+        message(FATAL_ERROR
+            "kvpolicy_add_test(${name}): needs SOURCES; not understood: ${arg_UNPARSED_ARGUMENTS}")
     endif()
     kvpolicy_claim_sources(${arg_SOURCES})
     foreach(variant IN LISTS kvpolicy_test_variants)
@@ -122,22 +191,27 @@ function(kvpolicy_add_test name)
         else()
             set(target test.${name}.${variant})
             set(test ${name}@${variant})
-            if(arg_PLAIN_CASES AND NOT KVPOLICY_TEST_FULL)
-                list(JOIN arg_PLAIN_CASES "," cases)
-                set(arguments "--test-case-exclude=${cases}")
-            endif()
+        endif()
+        set(fast plain)
+        if("optimized" IN_LIST kvpolicy_test_variants AND "optimized" IN_LIST arg_VARIANTS)
+            set(fast optimized)
+        endif()
+        if(arg_SLOW_CASES AND NOT KVPOLICY_TEST_FULL AND NOT variant STREQUAL fast)
+            list(JOIN arg_SLOW_CASES "," cases)
+            set(arguments "--test-case-exclude=${cases}")
         endif()
         add_executable(${target} ${arg_SOURCES})
         target_link_libraries(${target} PRIVATE
             kvpolicy::kvpolicy kvpolicy_test_main_${variant} kvpolicy_warnings ${arg_LIBRARIES})
         target_compile_definitions(${target} PRIVATE ${arg_DEFINITIONS})
-        if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
-            target_precompile_headers(${target} REUSE_FROM kvpolicy_test_main_${variant})
-        endif()
+        kvpolicy_compile_for_variant(${target} ${variant})
         set_target_properties(${target} PROPERTIES
             RUNTIME_OUTPUT_DIRECTORY ${PROJECT_BINARY_DIR}/tests/bin/${variant}
             OUTPUT_NAME ${name})
         add_dependencies(kvpolicy_tests_${variant} ${target})
+        if(variant STREQUAL "plain" AND NOT "program" IN_LIST arg_LABELS)
+            add_dependencies(kvpolicy_tests_quick ${target})
+        endif()
 
         add_test(NAME ${test} COMMAND ${kvpolicy_launch_${variant}} $<TARGET_FILE:${target}> ${arguments}
                  WORKING_DIRECTORY ${PROJECT_BINARY_DIR}/tests)
@@ -150,7 +224,88 @@ function(kvpolicy_add_test name)
     endforeach()
 endfunction()
 
-# kvpolicy_add_program_test(<name> TARGET <executable> [ARGS <argument>...] [LABELS <label>...] [TIMEOUT <seconds>]
+# kvpolicy_add_tests_together(<variant> <name>...)
+#
+# As kvpolicy_add_test for one variant, with up to six tests of one folder as one program: what they
+# instantiate alike is compiled once. Each source stands in a namespace of its own, behind the headers of all,
+# and stays a ctest test, by doctest's filter. The property kvpolicy_source_<name> has the source, and
+# kvpolicy_slow_<name> the cases to leave out.
+function(kvpolicy_add_tests_together variant)
+    set(folders)
+    foreach(name IN LISTS ARGN)
+        string(REGEX REPLACE "\\..*" "" folder ${name})
+        list(APPEND folders ${folder})
+        list(APPEND names_${folder} ${name})
+    endforeach()
+    list(REMOVE_DUPLICATES folders)
+    foreach(folder IN LISTS folders)
+        set(number 0)
+        while(names_${folder})
+            list(SUBLIST names_${folder} 0 6 names)
+            list(REMOVE_ITEM names_${folder} ${names})
+            math(EXPR number "${number} + 1")
+            set(target test.${folder}.together_${number}.${variant})
+            set(includes)
+            set(bodies)
+            foreach(name IN LISTS names)
+                get_property(source GLOBAL PROPERTY kvpolicy_source_${name})
+                file(STRINGS ${source} lines REGEX "^#include ")
+                cmake_path(GET source PARENT_PATH parent)
+                foreach(line IN LISTS lines)
+                    # What stands beside the source is found from the common file, too.
+                    string(REGEX REPLACE "^#include \"(.*)\"" "${parent}/\\1" beside "${line}")
+                    if(EXISTS "${beside}")
+                        set(line "#include \"${beside}\"")
+                    endif()
+                    list(APPEND includes "${line}")
+                endforeach()
+                string(REPLACE "." "_" space ${name})
+                string(APPEND bodies "namespace test_of_${space} {\n#include \"${source}\"\n}\n")
+            endforeach()
+            list(REMOVE_DUPLICATES includes)
+            list(JOIN includes "\n" includes)
+            set(file ${PROJECT_BINARY_DIR}/tests/together/${target}.cpp)
+            file(CONFIGURE OUTPUT ${file} CONTENT "${includes}\n${bodies}" @ONLY)
+
+            add_executable(${target} ${file})
+            target_link_libraries(${target} PRIVATE
+                kvpolicy::kvpolicy kvpolicy_test_main_${variant} kvpolicy_warnings)
+            # g++ takes an included file for a header, whose unnamed namespaces it warns of.
+            target_compile_options(${target} PRIVATE
+                $<$<COMPILE_LANG_AND_ID:CXX,GNU>:-Wno-subobject-linkage>)
+            kvpolicy_compile_for_variant(${target} ${variant})
+            set_target_properties(${target} PROPERTIES
+                RUNTIME_OUTPUT_DIRECTORY ${PROJECT_BINARY_DIR}/tests/bin/${variant}
+                OUTPUT_NAME ${folder}.together_${number})
+            add_dependencies(kvpolicy_tests_${variant} ${target})
+            foreach(name IN LISTS names)
+                get_property(source GLOBAL PROPERTY kvpolicy_source_${name})
+                get_property(slow GLOBAL PROPERTY kvpolicy_slow_${name})
+                cmake_path(GET source FILENAME file)
+                set(arguments "--source-file=*/${file}")
+                set(test ${name}@${variant})
+                if(variant STREQUAL "plain")
+                    set(test ${name})
+                    add_custom_target(test.${name} DEPENDS ${target})
+                    add_dependencies(kvpolicy_tests_quick ${target})
+                endif()
+                if(slow)
+                    list(APPEND arguments "--test-case-exclude=${slow}")
+                endif()
+                add_test(NAME ${test} COMMAND $<TARGET_FILE:${target}> ${arguments}
+                         WORKING_DIRECTORY ${PROJECT_BINARY_DIR}/tests)
+                set_tests_properties(${test} PROPERTIES
+                    LABELS "unit;${variant}" TIMEOUT 600 SKIP_RETURN_CODE ${kvpolicy_skip_code}
+                    ENVIRONMENT "${kvpolicy_environment_${variant}}"
+                    # A filter that no case passes would succeed.
+                    FAIL_REGULAR_EXPRESSION "test cases: *0 ")
+            endforeach()
+        endwhile()
+    endforeach()
+endfunction()
+
+# kvpolicy_add_program_test(<name> TARGET <executable> [ARGS <argument>...] [LABELS
+# <label>...] [TIMEOUT <seconds>]
 #                           [PROCESSORS <n>])
 #
 # Runs a program of ours, an example say, and sees it exit with 0 (or 77: skipped).
@@ -171,18 +326,22 @@ function(kvpolicy_add_program_test name)
     kvpolicy_test_options(${name})
 endfunction()
 
-# kvpolicy_add_gpu_test(<name> [HEAVY] SOURCES <file>... [LIBRARIES ...] [DEFINITIONS ...] [LABELS ...] [TIMEOUT ...])
+# kvpolicy_add_gpu_test(<name> [HEAVY] [ONE_ARCHITECTURE] SOURCES <file>... [LIBRARIES ...] [DEFINITIONS ...]
+#                       [LABELS ...] [TIMEOUT ...])
 #
-# One doctest executable, named gpu.<folder>.<...>, that runs on a CUDA device, with the label gpu. Where there is no
-# device it is reported as skipped. Nothing happens unless KVPOLICY_ENABLE_CUDA is on. HEAVY: takes minutes to compile, and
-# is built where KVPOLICY_TEST_FULL is on only.
+# One doctest executable, named gpu.<folder>.<...>, that runs on a CUDA device, with the label gpu. Where
+# there is no device it is reported as skipped. Nothing happens unless KVPOLICY_ENABLE_CUDA is on. HEAVY:
+# takes minutes to compile, and is built where KVPOLICY_TEST_FULL is on only. ONE_ARCHITECTURE: its kernels
+# are compiled for all elsewhere, so where CUDA code is only compiled it is for the last one.
 function(kvpolicy_add_gpu_test name)
     if(NOT KVPOLICY_ENABLE_CUDA)
         return()
     endif()
-    cmake_parse_arguments(PARSE_ARGV 1 arg "HEAVY" "TIMEOUT;PROCESSORS" "SOURCES;LIBRARIES;DEFINITIONS;LABELS")
+    cmake_parse_arguments(PARSE_ARGV 1 arg "HEAVY;ONE_ARCHITECTURE" "TIMEOUT;PROCESSORS"
+        "SOURCES;LIBRARIES;DEFINITIONS;LABELS")
     if(arg_UNPARSED_ARGUMENTS OR NOT arg_SOURCES)
-        message(FATAL_ERROR "kvpolicy_add_gpu_test(${name}): needs SOURCES; not understood: ${arg_UNPARSED_ARGUMENTS}")
+        message(FATAL_ERROR
+            "kvpolicy_add_gpu_test(${name}): needs SOURCES; not understood: ${arg_UNPARSED_ARGUMENTS}")
     endif()
     kvpolicy_claim_sources(${arg_SOURCES})
     if(arg_HEAVY AND NOT KVPOLICY_TEST_FULL)
@@ -199,6 +358,10 @@ function(kvpolicy_add_gpu_test name)
         RUNTIME_OUTPUT_DIRECTORY ${PROJECT_BINARY_DIR}/tests/bin/gpu
         OUTPUT_NAME ${name})
     add_dependencies(kvpolicy_tests_gpu ${target})
+    if(arg_ONE_ARCHITECTURE AND KVPOLICY_CUDA_COMPILED_ONLY AND NOT KVPOLICY_TEST_FULL)
+        list(GET CMAKE_CUDA_ARCHITECTURES -1 architecture)
+        set_target_properties(${target} PROPERTIES CUDA_ARCHITECTURES ${architecture})
+    endif()
     # All tests of one folder of tests/gpu: what tools/gpu builds when it is asked for one operation.
     string(REGEX REPLACE "^gpu\\.([^.]+)\\..*" "kvpolicy_tests_gpu_\\1" folder ${name})
     if(NOT TARGET ${folder})
@@ -221,7 +384,8 @@ function(kvpolicy_add_gpu_test name)
     kvpolicy_test_options(${name})
 endfunction()
 
-option(KVPOLICY_GPU_TESTS_TOGETHER "Let ctest --parallel run GPU tests at once: they need some 10 GB of the card" OFF)
+option(KVPOLICY_GPU_TESTS_TOGETHER
+    "Let ctest --parallel run GPU tests at once: they need some 10 GB of the card" OFF)
 if(KVPOLICY_ENABLE_CUDA)
     add_library(kvpolicy_gpu_test_main OBJECT ${kvpolicy_tests_dir}/main_gpu.cpp)
     target_compile_features(kvpolicy_gpu_test_main PUBLIC cxx_std_20)
@@ -249,8 +413,8 @@ function(kvpolicy_claim_sources)
     endforeach()
 endfunction()
 
-# kvpolicy_unclaimed_sources(<variable> <folder> <pattern>) lists the files of <folder> that no earlier test named.
-# CONFIGURE_DEPENDS makes the next build notice new files.
+# kvpolicy_unclaimed_sources(<variable> <folder> <pattern>) lists the files of <folder> that no earlier test
+# named. CONFIGURE_DEPENDS makes the next build notice new files.
 function(kvpolicy_unclaimed_sources variable folder pattern)
     file(GLOB_RECURSE sources CONFIGURE_DEPENDS ${folder}/${pattern})
     get_property(claimed GLOBAL PROPERTY kvpolicy_claimed_sources)
@@ -258,7 +422,8 @@ function(kvpolicy_unclaimed_sources variable folder pattern)
     set(${variable} ${sources} PARENT_SCOPE)
 endfunction()
 
-# kvpolicy_test_name(<variable> <folder> <source>): unit/policies/test_sink.cpp below <folder> becomes policies.sink
+# kvpolicy_test_name(<variable> <folder> <source>): unit/policies/test_sink.cpp below
+# <folder> becomes policies.sink
 function(kvpolicy_test_name variable folder source)
     cmake_path(RELATIVE_PATH source BASE_DIRECTORY ${folder} OUTPUT_VARIABLE name)
     cmake_path(REMOVE_EXTENSION name LAST_ONLY)

@@ -23,7 +23,7 @@ def table(name, major):
     line = "   "
     for first, last in ranges(major):
         item = f" {{0x{first:x}, 0x{last:x}}},"
-        if len(line) + len(item) > 118:
+        if len(line) + len(item) > 110:
             lines.append(line)
             line = "   "
         line += item

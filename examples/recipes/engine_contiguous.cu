@@ -117,7 +117,7 @@ int main() {
             host_blob(host_cache.snapshot_bytes(seq));
         cache.snapshot(on, seq, blob.data(), blob.size());
         host_cache.snapshot(on_host, seq, host_blob.data(), host_blob.size());
-        std::printf("slot %d: %d tokens seen, %s\n", seq, static_cast<int>(host_cache.length(seq)),
+        std::printf("sequence %d: %d tokens seen, %s\n", seq, static_cast<int>(host_cache.length(seq)),
                     blob == host_blob ? "the snapshot of the host's cache" : "another snapshot");
     }
     std::printf("%s\n", off < 0.03f ? "the same outputs" : "other outputs");

@@ -51,7 +51,7 @@ int main() {
             cache.advance(on, one);
             backend::wait(on);  // the next token has other gates
         }
-        std::printf("slot %d: %d and %d rows, %d slabs\n", seq, cache.layer(0).used(seq, 0),
+        std::printf("sequence %d: %d and %d rows, %d slabs\n", seq, cache.layer(0).used(seq, 0),
                     cache.layer(0).used(seq, 1), cache.slabs());
     };
     decode(0, 200);

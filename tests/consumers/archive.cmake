@@ -1,6 +1,7 @@
 # cmake -D SOURCE_DIR=... -D WORK_DIR=... -D GENERATOR=... -D CXX=... [-D PKG_CONFIG=...] -P archive.cmake
 #
-# The archive of tools/run package, unpacked elsewhere: by CMake, or where PKG_CONFIG is given by pkg-config alone.
+# The archive of tools/run package, unpacked elsewhere: by CMake, or where PKG_CONFIG is given by pkg-config
+# alone.
 
 cmake_minimum_required(VERSION 3.25)
 include(${CMAKE_CURRENT_LIST_DIR}/run.cmake)

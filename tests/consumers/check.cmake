@@ -1,5 +1,5 @@
-# cmake -D KIND=find_package|add_subdirectory|fetch_content -D LANGUAGE=cpp|cu -D SOURCE_DIR=... -D WORK_DIR=... -D GENERATOR=...
-#       -D CXX=... [-D NVCC=...] -P check.cmake
+# cmake -D KIND=find_package|add_subdirectory|fetch_content -D LANGUAGE=cpp|cu -D SOURCE_DIR=...
+#       -D WORK_DIR=... -D GENERATOR=... -D CXX=... [-D NVCC=...] -P check.cmake
 
 cmake_minimum_required(VERSION 3.25)
 
@@ -9,8 +9,8 @@ include(${CMAKE_CURRENT_LIST_DIR}/run.cmake)
 file(REMOVE_RECURSE ${WORK_DIR})
 file(MAKE_DIRECTORY ${WORK_DIR})
 
-# Both translation units of the consumer include every public header but the opt-in ones that need fmt: what is missing
-# from the package does not compile, and what is not inline is defined twice.
+# Both translation units of the consumer include every public header but the opt-in ones that need fmt: what
+# is missing from the package does not compile, and what is not inline is defined twice.
 file(GLOB_RECURSE headers RELATIVE ${SOURCE_DIR}/include ${SOURCE_DIR}/include/*.hpp)
 set(text "#pragma once\n")
 foreach(header IN LISTS headers)
@@ -35,7 +35,8 @@ if(KIND STREQUAL "find_package")
     endforeach()
     run(${CMAKE_COMMAND} --no-warn-unused-cli -S ${SOURCE_DIR} -B ${WORK_DIR}/library -G ${GENERATOR}
         -D CMAKE_CXX_COMPILER=${CXX} -D CMAKE_CUDA_COMPILER=${WORK_DIR}/no-such-compiler
-        -D KVPOLICY_BUILD_TESTS=OFF -D KVPOLICY_BUILD_EXAMPLES=OFF -D KVPOLICY_BUILD_BENCHMARKS=OFF ${forbidden})
+        -D KVPOLICY_BUILD_TESTS=OFF -D KVPOLICY_BUILD_EXAMPLES=OFF -D KVPOLICY_BUILD_BENCHMARKS=OFF
+        ${forbidden})
     run(${CMAKE_COMMAND} --install ${WORK_DIR}/library --prefix ${WORK_DIR}/installed)
     # What was installed must not know where.
     file(RENAME ${WORK_DIR}/installed ${WORK_DIR}/moved)
@@ -62,7 +63,8 @@ if(KIND STREQUAL "fetch_content")
     list(APPEND options -D CONSUMER_FETCH=ON)
 endif()
 
-run(${CMAKE_COMMAND} --no-warn-unused-cli -S ${CMAKE_CURRENT_LIST_DIR}/${project} -B ${WORK_DIR}/build ${options})
+run(${CMAKE_COMMAND} --no-warn-unused-cli -S ${CMAKE_CURRENT_LIST_DIR}/${project} -B ${WORK_DIR}/build
+    ${options})
 if(KIND STREQUAL "fetch_content")
     # From here on it is the same as add_subdirectory.
     return()

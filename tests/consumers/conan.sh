@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Makes the Conan package and builds its test_package. Conan comes from PyPI into WORK/venv; without it the test is skipped.
+# Makes the Conan package and builds its test_package. Conan comes from PyPI into WORK/venv;
+# without it the test is skipped.
 #
 #   conan.sh SOURCE WORK PYTHON SKIP_CODE
 set -euo pipefail
@@ -7,7 +8,8 @@ source=$1 work=$2 python=$3 skip=$4
 mkdir -p "$work"
 
 if ! "$work/venv/bin/conan" --version >/dev/null 2>&1; then
-    if ! { "$python" -m venv --clear "$work/venv" && "$work/venv/bin/pip" install --quiet 'conan>=2,<3'; } >"$work/pip.log" 2>&1; then
+    if ! { "$python" -m venv --clear "$work/venv" && "$work/venv/bin/pip" install --quiet 'conan>=2,<3'; } \
+        >"$work/pip.log" 2>&1; then
         cat "$work/pip.log"
         echo "conan cannot be installed from PyPI"
         exit "$skip"
@@ -22,7 +24,8 @@ create() { conan create "$source" --no-remote -c tools.cmake.cmake_layout:test_f
 
 create -s compiler.cppstd=20
 # What a scorer's headers would say in a hundred errors, the recipe says in one sentence.
-if create -s compiler.cppstd=17 >"$work/refused.log" 2>&1 || ! grep -q 'lower than the required C++ standard (20)' "$work/refused.log"; then
+if create -s compiler.cppstd=17 >"$work/refused.log" 2>&1 ||
+    ! grep -q 'lower than the required C++ standard (20)' "$work/refused.log"; then
     cat "$work/refused.log"
     echo "C++17 was not refused"
     exit 1

@@ -8,22 +8,23 @@ In a Markdown file,
     ...
     ```
 
-makes the block a program of that name (```cuda: a .cu, where CUDA is on). Blocks with the same name are joined in the
-order of the text. Code that the reader need not see stands in a comment, and is joined too:
+makes the block a program of that name (```cuda: a .cu, where CUDA is on). Blocks with the same name are
+joined in the order of the text. Code that the reader need not see stands in a comment, and is joined too:
 
     <!-- test-hidden: name
     std::vector<float> keys(1024);
     -->
 
-Without a main() the #include lines are moved to the top and the rest becomes the body of one. What the program prints
-is compared with
+Without a main() the #include lines are moved to the top and the rest becomes the body of one. What the
+program prints is compared with
 
     <!-- test-output: name -->
     ```text
     ...
     ```
 
-if there is such a block. A C++ block that is no program says so, with the reason: <!-- no test: a sketch of ... -->.
+if there is such a block. A C++ block that is no program says so, with the reason:
+<!-- no test: a sketch of ... -->.
 
     snippets.py extract FOLDER FILE...   writes the programs, prints a line "name extension" for each
     snippets.py check ROOT FILE...       every C++ block has a mark, every relative link a target
@@ -48,7 +49,8 @@ class Part:
 
 
 def blocks(path):
-    """Yields (mark, Part) for every fenced block and every hidden comment; mark is (kind, argument) or None."""
+    """Yields (mark, Part) for every fenced block and every hidden comment; mark is (kind, argument) or
+    None."""
     lines = path.read_text(encoding="utf-8").split("\n")
     mark = None
     i = 0
@@ -96,7 +98,9 @@ def collect(paths):
             parts.append(part)
     for name in outputs:
         if name not in programs:
-            sys.exit(f"{outputs[name][0].path}:{outputs[name][0].line}: output of {name}, which is not a program")
+            sys.exit(
+                f"{outputs[name][0].path}:{outputs[name][0].line}: output of {name}, which is not a program"
+            )
     return programs, outputs
 
 
@@ -130,13 +134,17 @@ def extract(folder, paths):
     for name, parts in programs.items():
         languages = {part.language for part in parts if part.language is not None}
         if len(languages) != 1 or not languages <= EXTENSIONS.keys():
-            sys.exit(f"{parts[0].path}:{parts[0].line}: {name} should be blocks of one language, cpp or cuda, "
-                     f"and has {sorted(languages)}")
+            sys.exit(
+                f"{parts[0].path}:{parts[0].line}: {name} should be blocks of one language, cpp or cuda, "
+                f"and has {sorted(languages)}"
+            )
         extension = EXTENSIONS[languages.pop()]
         write(folder / f"{name}.{extension}", program(parts))
         wanted.add(f"{name}.{extension}")
         if name in outputs:
-            write(folder / f"{name}.expected", "\n".join(sum((part.lines for part in outputs[name]), [])) + "\n")
+            write(
+                folder / f"{name}.expected", "\n".join(sum((part.lines for part in outputs[name]), [])) + "\n"
+            )
             wanted.add(f"{name}.expected")
         print(name, extension)
     for file in folder.iterdir():
@@ -150,7 +158,10 @@ def check(root, paths):
         shown = path.relative_to(root)
         for mark, part in blocks(path):
             if part.language in EXTENSIONS and mark is None:
-                faults.append(f"{shown}:{part.line}: a C++ block without <!-- test: name --> or <!-- no test: reason -->")
+                faults.append(
+                    f"{shown}:{part.line}: a C++ block without <!-- test: name --> or "
+                    "<!-- no test: reason -->"
+                )
         fenced = False
         for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):
             if re.match(r"\s*(```|~~~)", line):

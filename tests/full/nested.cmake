@@ -1,4 +1,5 @@
-# cmake -D PRESET=... -D SOURCE_DIR=... -D CTEST=... -P nested.cmake: configures, builds and runs the unit tests of a preset.
+# cmake -D PRESET=... -D SOURCE_DIR=... -D CTEST=... -P nested.cmake: configures, builds and
+# runs the unit tests of a preset.
 
 cmake_minimum_required(VERSION 3.25)
 

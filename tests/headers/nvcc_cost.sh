@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# What the CUDA parts cost a user's build: prints seconds of nvcc for one architecture, and fails where a limit is passed
-# (twice the documented one, since a busy machine is not the library's fault) or where kvpop.hpp reaches CUB. The seconds are a
-# processor's, and nvcc uses one at a time: so the three run beside each other, and beside anything else.
+# What the CUDA parts cost a user's build: prints seconds of nvcc for one architecture, and fails where a
+# limit is passed (twice the documented one, since a busy machine is not the library's fault) or where
+# kvpop.hpp reaches CUB. The seconds are a processor's, and nvcc uses one at a time: so the three run beside
+# each other, and beside anything else.
 #
 #   nvcc_cost.sh NVCC INCLUDE_FOLDER SCRATCH_FOLDER
 set -euo pipefail
@@ -12,7 +13,8 @@ status=0
 # compile NAME: $scratch/NAME.cu, seconds into NAME.seconds
 compile() {
     local TIMEFORMAT='%U %S'
-    { time "$nvcc" -std=c++20 -gencode arch=compute_80,code=sm_80 -I "$include" -c "$scratch/$1.cu" -o "$scratch/$1.o" \
+    local options=(-std=c++20 -gencode "arch=compute_80,code=sm_80" -I "$include")
+    { time "$nvcc" "${options[@]}" -c "$scratch/$1.cu" -o "$scratch/$1.o" \
         2>"$scratch/$1.log"; } 2>"$scratch/$1.seconds"
 }
 

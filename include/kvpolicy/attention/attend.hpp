@@ -49,11 +49,11 @@ struct BackwardOptions {
 /// Bytes of workspace for the attend call with the same arguments, and for every call that differs from it only by fewer
 /// queries or keys: one workspace for the longest call serves them all.
 template <Storage T, class Dims = all_head_dims>
-std::size_t attend_workspace_bytes(const host& on, const AttentionParams& attention,
+std::size_t attend_workspace_bytes(const host& ctx, const AttentionParams& attention,
                                    std::type_identity_t<rows_view<const T>> q, const kv_view<T>& all,
                                    const Sequences& sequences, const AttendOptions& options = {});
 template <Storage T, class Dims = all_head_dims>
-std::size_t attend_workspace_bytes(const host& on, const AttentionParams& attention,
+std::size_t attend_workspace_bytes(const host& ctx, const AttentionParams& attention,
                                    std::type_identity_t<rows_view<const T>> q, const kv_view<T>& past,
                                    const kv_view<T>& self, const Sequences& sequences,
                                    const AttendOptions& options = {});
@@ -84,7 +84,7 @@ std::size_t attend_workspace_bytes(const host& on, const AttentionParams& attent
 /// null data, lengths below 0, beyond the view or beyond 2^30, positions that 31 bits do not hold, a negative bias_from or softcap, a
 /// scale that is not finite, too little workspace.
 template <Storage T, class Dims = all_head_dims>
-void attend(const host& on, const AttentionParams& attention, std::type_identity_t<rows_view<const T>> q,
+void attend(const host& ctx, const AttentionParams& attention, std::type_identity_t<rows_view<const T>> q,
             const kv_view<T>& all, const Sequences& sequences, std::type_identity_t<rows_view<T>> out,
             plane_view<float> lse, workspace_view workspace, const AttendOptions& options = {});
 
@@ -93,7 +93,7 @@ void attend(const host& on, const AttentionParams& attention, std::type_identity
 /// unless it brings positions, only the first sequences.lengths[b] rows count, and its `first` and `lengths` stay unset.
 /// Packed segments are refused.
 template <Storage T, class Dims = all_head_dims>
-void attend(const host& on, const AttentionParams& attention, std::type_identity_t<rows_view<const T>> q,
+void attend(const host& ctx, const AttentionParams& attention, std::type_identity_t<rows_view<const T>> q,
             const kv_view<T>& past, const kv_view<T>& self, const Sequences& sequences,
             std::type_identity_t<rows_view<T>> out, plane_view<float> lse, workspace_view workspace,
             const AttendOptions& options = {});
@@ -101,7 +101,7 @@ void attend(const host& on, const AttentionParams& attention, std::type_identity
 /// Bytes of workspace for the attend_backward call with the same arguments. O(Skv (Dk + Dv)), at most 16 copies of the keys'
 /// and values' gradients of a head.
 template <Storage T, class Dims = all_head_dims>
-std::size_t attend_backward_workspace_bytes(const host& on, const AttentionParams& attention,
+std::size_t attend_backward_workspace_bytes(const host& ctx, const AttentionParams& attention,
                                             std::type_identity_t<rows_view<const T>> q, const kv_view<T>& all,
                                             const Sequences& sequences, const BackwardOptions& options = {});
 
@@ -120,7 +120,7 @@ std::size_t attend_backward_workspace_bytes(const host& on, const AttentionParam
 /// Refuses, before anything is written: what attend refuses, shapes that disagree, a number that is not finite in q, out,
 /// d_out, or a k, v or log_bias that some query sees (named with batch, head and position), a NaN lse.
 template <Storage T, class Dims = all_head_dims>
-void attend_backward(const host& on, const AttentionParams& attention,
+void attend_backward(const host& ctx, const AttentionParams& attention,
                      std::type_identity_t<rows_view<const T>> q, const kv_view<T>& all,
                      const Sequences& sequences, const SavedForward<T>& saved, const AttentionGrads<T>& grads,
                      workspace_view workspace, const BackwardOptions& options = {});

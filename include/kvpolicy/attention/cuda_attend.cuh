@@ -21,11 +21,11 @@ inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 /// query of a KV head (12 where a group fills a tile of queries: 64 heads and more); nearly nothing with `scan`. Shapes and strides
 /// count; nothing is read, but no view may be null: before tensors exist any address at a multiple of 16 bytes stands for them.
 template <Storage T, class Dims = all_head_dims>
-std::size_t attend_workspace_bytes(const cuda& on, const AttentionParams& attention,
+std::size_t attend_workspace_bytes(const cuda& ctx, const AttentionParams& attention,
                                    std::type_identity_t<rows_view<const T>> q, const kv_view<T>& all,
                                    const Sequences& sequences, const AttendOptions& options = {});
 template <Storage T, class Dims = all_head_dims>
-std::size_t attend_workspace_bytes(const cuda& on, const AttentionParams& attention,
+std::size_t attend_workspace_bytes(const cuda& ctx, const AttentionParams& attention,
                                    std::type_identity_t<rows_view<const T>> q, const kv_view<T>& past,
                                    const kv_view<T>& self, const Sequences& sequences,
                                    const AttendOptions& options = {});
@@ -52,13 +52,13 @@ std::size_t attend_workspace_bytes(const cuda& on, const AttentionParams& attent
 /// Refuses, before anything is enqueued: what the host refuses as far as no device memory must be read, a head_dim beyond
 /// Dims, rows that are not aligned, too little workspace. Failing CUDA calls throw kvpolicy::cuda_error.
 template <Storage T, class Dims = all_head_dims>
-void attend(const cuda& on, const AttentionParams& attention, std::type_identity_t<rows_view<const T>> q,
+void attend(const cuda& ctx, const AttentionParams& attention, std::type_identity_t<rows_view<const T>> q,
             const kv_view<T>& all, const Sequences& sequences, std::type_identity_t<rows_view<T>> out,
             plane_view<float> lse, workspace_view workspace, const AttendOptions& options = {});
 
 /// Two segments of keys, as on the host: the rows of a cache, and the chunk's own.
 template <Storage T, class Dims = all_head_dims>
-void attend(const cuda& on, const AttentionParams& attention, std::type_identity_t<rows_view<const T>> q,
+void attend(const cuda& ctx, const AttentionParams& attention, std::type_identity_t<rows_view<const T>> q,
             const kv_view<T>& past, const kv_view<T>& self, const Sequences& sequences,
             std::type_identity_t<rows_view<T>> out, plane_view<float> lse, workspace_view workspace,
             const AttendOptions& options = {});

@@ -21,7 +21,7 @@ inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 /// differs from it only by fewer queries or keys. O(S D): with D the head_dim that the kernels are compiled for, 8 D bytes a
 /// query and head (packed copies of q and d_out, and fp32 sums of d_q), 8 D a key and KV head, and the lists of live keys.
 template <Storage T, class Dims = all_head_dims>
-std::size_t attend_backward_workspace_bytes(const cuda& on, const AttentionParams& attention,
+std::size_t attend_backward_workspace_bytes(const cuda& ctx, const AttentionParams& attention,
                                             std::type_identity_t<rows_view<const T>> q, const kv_view<T>& all,
                                             const Sequences& sequences, const BackwardOptions& options = {});
 
@@ -47,7 +47,7 @@ std::size_t attend_backward_workspace_bytes(const cuda& on, const AttentionParam
 /// Refuses, before anything is enqueued: what the host refuses as far as no device memory must be read, a head_dim beyond
 /// Dims, rows that are not aligned, too little workspace. Failing CUDA calls throw kvpolicy::cuda_error.
 template <Storage T, class Dims = all_head_dims>
-void attend_backward(const cuda& on, const AttentionParams& attention,
+void attend_backward(const cuda& ctx, const AttentionParams& attention,
                      std::type_identity_t<rows_view<const T>> q, const kv_view<T>& all,
                      const Sequences& sequences, const SavedForward<T>& saved, const AttentionGrads<T>& grads,
                      workspace_view workspace, const BackwardOptions& options = {});

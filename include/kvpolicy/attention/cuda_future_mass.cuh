@@ -25,12 +25,12 @@ inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 /// Bytes of device workspace for causal_lse and future_mass: 4 bytes a query of a head, a word for every
 /// 128 of them, the windows, and a word for the next item of work.
 template <Storage T>
-std::size_t future_mass_workspace_bytes(const cuda& on, rows_view<const T> q, input_rows<T> k);
+std::size_t future_mass_workspace_bytes(const cuda& ctx, rows_view<const T> q, input_rows<T> k);
 
 /// As the host's causal_lse: lse [B, Hq, S] (natural log) of q [B, Hq, S, D] and k [B, Hkv, S, D]. Overwrites it for the
 /// sequences' lengths. O(S^2) time.
 template <Storage T, class Dims = all_head_dims>
-void causal_lse(const cuda& on, const AttentionParams& attention, rows_view<const T> q, input_rows<T> k,
+void causal_lse(const cuda& ctx, const AttentionParams& attention, rows_view<const T> q, input_rows<T> k,
                 const Sequences& sequences, plane_view<float> lse, workspace_view workspace,
                 const CausalLseOptions& options = {});
 
@@ -39,26 +39,26 @@ void causal_lse(const cuda& on, const AttentionParams& attention, rows_view<cons
 /// a sparse lse, or a small epsilon with a large beta, loses nothing that the host's result has; where fp32 does not hold
 /// p^beta itself, keys take a second pass that costs more.
 template <Storage T, class Dims = all_head_dims>
-void future_mass(const cuda& on, const AttentionParams& attention, rows_view<const T> q, input_rows<T> k,
+void future_mass(const cuda& ctx, const AttentionParams& attention, rows_view<const T> q, input_rows<T> k,
                  plane_view<const float> lse, const Sequences& sequences, plane_view<float> target,
                  workspace_view workspace, const FutureMassOptions& options = {});
 
 // The same of queries that may be written.
 template <Storage T>
-std::size_t future_mass_workspace_bytes(const cuda& on, rows_view<T> q, input_rows<T> k) {
-    return future_mass_workspace_bytes(on, input_rows<T>(q), k);
+std::size_t future_mass_workspace_bytes(const cuda& ctx, rows_view<T> q, input_rows<T> k) {
+    return future_mass_workspace_bytes(ctx, input_rows<T>(q), k);
 }
 template <Storage T, class Dims = all_head_dims>
-void causal_lse(const cuda& on, const AttentionParams& attention, rows_view<T> q, input_rows<T> k,
+void causal_lse(const cuda& ctx, const AttentionParams& attention, rows_view<T> q, input_rows<T> k,
                 const Sequences& sequences, plane_view<float> lse, workspace_view workspace,
                 const CausalLseOptions& options = {}) {
-    causal_lse<T, Dims>(on, attention, input_rows<T>(q), k, sequences, lse, workspace, options);
+    causal_lse<T, Dims>(ctx, attention, input_rows<T>(q), k, sequences, lse, workspace, options);
 }
 template <Storage T, class Dims = all_head_dims>
-void future_mass(const cuda& on, const AttentionParams& attention, rows_view<T> q, input_rows<T> k,
+void future_mass(const cuda& ctx, const AttentionParams& attention, rows_view<T> q, input_rows<T> k,
                  plane_view<const float> lse, const Sequences& sequences, plane_view<float> target,
                  workspace_view workspace, const FutureMassOptions& options = {}) {
-    future_mass<T, Dims>(on, attention, input_rows<T>(q), k, lse, sequences, target, workspace, options);
+    future_mass<T, Dims>(ctx, attention, input_rows<T>(q), k, lse, sequences, target, workspace, options);
 }
 
 }  // namespace KVPOLICY_HIDDEN

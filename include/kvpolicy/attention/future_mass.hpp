@@ -36,13 +36,13 @@ struct CausalLseOptions {
 
 /// Bytes of workspace for causal_lse and future_mass.
 template <Storage T>
-std::size_t future_mass_workspace_bytes(const host& on, rows_view<const T> q, input_rows<T> k);
+std::size_t future_mass_workspace_bytes(const host& ctx, rows_view<const T> q, input_rows<T> k);
 
 /// lse[b][hq][d] = log sum_{t <= d} exp(logit(d, t)), the dense causal normalizer (eq. 28), natural log. q [B, Hq, S, Dk], k
 /// [B, Hkv, S, Dk], lse [B, Hq, S]: overwritten for the sequences' lengths. Synchronous, O(S^2) time, no S x S array. Refuses
 /// what future_mass refuses.
 template <Storage T, class Dims = all_head_dims>
-void causal_lse(const host& on, const AttentionParams& attention, rows_view<const T> q, input_rows<T> k,
+void causal_lse(const host& ctx, const AttentionParams& attention, rows_view<const T> q, input_rows<T> k,
                 const Sequences& sequences, plane_view<float> lse, workspace_view workspace,
                 const CausalLseOptions& options = {});
 
@@ -58,26 +58,26 @@ void causal_lse(const host& on, const AttentionParams& attention, rows_view<cons
 /// Synchronous, O(S^2) time, no S x S array. Refuses: shapes that disagree, null data, no query heads, beta < 1, epsilon < 0 or infinite,
 /// window < 1, look_ahead < 0, packed segments, starts, too little workspace. A window of S or more leaves every key without future queries.
 template <Storage T, class Dims = all_head_dims>
-void future_mass(const host& on, const AttentionParams& attention, rows_view<const T> q, input_rows<T> k,
+void future_mass(const host& ctx, const AttentionParams& attention, rows_view<const T> q, input_rows<T> k,
                  plane_view<const float> lse, const Sequences& sequences, plane_view<float> target,
                  workspace_view workspace, const FutureMassOptions& options = {});
 
 // The same of queries that may be written.
 template <Storage T>
-std::size_t future_mass_workspace_bytes(const host& on, rows_view<T> q, input_rows<T> k) {
-    return future_mass_workspace_bytes(on, input_rows<T>(q), k);
+std::size_t future_mass_workspace_bytes(const host& ctx, rows_view<T> q, input_rows<T> k) {
+    return future_mass_workspace_bytes(ctx, input_rows<T>(q), k);
 }
 template <Storage T, class Dims = all_head_dims>
-void causal_lse(const host& on, const AttentionParams& attention, rows_view<T> q, input_rows<T> k,
+void causal_lse(const host& ctx, const AttentionParams& attention, rows_view<T> q, input_rows<T> k,
                 const Sequences& sequences, plane_view<float> lse, workspace_view workspace,
                 const CausalLseOptions& options = {}) {
-    causal_lse<T, Dims>(on, attention, input_rows<T>(q), k, sequences, lse, workspace, options);
+    causal_lse<T, Dims>(ctx, attention, input_rows<T>(q), k, sequences, lse, workspace, options);
 }
 template <Storage T, class Dims = all_head_dims>
-void future_mass(const host& on, const AttentionParams& attention, rows_view<T> q, input_rows<T> k,
+void future_mass(const host& ctx, const AttentionParams& attention, rows_view<T> q, input_rows<T> k,
                  plane_view<const float> lse, const Sequences& sequences, plane_view<float> target,
                  workspace_view workspace, const FutureMassOptions& options = {}) {
-    future_mass<T, Dims>(on, attention, input_rows<T>(q), k, lse, sequences, target, workspace, options);
+    future_mass<T, Dims>(ctx, attention, input_rows<T>(q), k, lse, sequences, target, workspace, options);
 }
 
 }  // namespace kvpolicy

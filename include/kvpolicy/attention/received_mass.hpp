@@ -22,7 +22,7 @@ struct ReceivedMassOptions {
 
 /// Bytes of workspace for received_mass.
 template <Storage T>
-std::size_t received_mass_workspace_bytes(const host& on, rows_view<const T> q, input_rows<T> k);
+std::size_t received_mass_workspace_bytes(const host& ctx, rows_view<const T> q, input_rows<T> k);
 
 /// Overwrites mass [B, Hkv, S] for the sequences' lengths. With p_q,g(t) = exp(logit(q, t) - lse_q) over the keys that query
 /// head g sees at q through the mask (attend.hpp has logit and seen), and q over the last options.queries queries:
@@ -35,20 +35,20 @@ std::size_t received_mass_workspace_bytes(const host& on, rows_view<const T> q, 
 /// Synchronous, O(queries * S), no array of that size; the bits do not depend on the number of threads. Refuses: shapes that
 /// disagree, null data, queries below 0, packed segments, starts, too little workspace.
 template <Storage T>
-void received_mass(const host& on, const AttentionParams& attention, rows_view<const T> q, input_rows<T> k,
+void received_mass(const host& ctx, const AttentionParams& attention, rows_view<const T> q, input_rows<T> k,
                    const mask_view& mask, const Sequences& sequences, plane_view<float> mass,
                    workspace_view workspace, const ReceivedMassOptions& options = {});
 
 // The same of queries that may be written.
 template <Storage T>
-std::size_t received_mass_workspace_bytes(const host& on, rows_view<T> q, input_rows<T> k) {
-    return received_mass_workspace_bytes(on, input_rows<T>(q), k);
+std::size_t received_mass_workspace_bytes(const host& ctx, rows_view<T> q, input_rows<T> k) {
+    return received_mass_workspace_bytes(ctx, input_rows<T>(q), k);
 }
 template <Storage T>
-void received_mass(const host& on, const AttentionParams& attention, rows_view<T> q, input_rows<T> k,
+void received_mass(const host& ctx, const AttentionParams& attention, rows_view<T> q, input_rows<T> k,
                    const mask_view& mask, const Sequences& sequences, plane_view<float> mass,
                    workspace_view workspace, const ReceivedMassOptions& options = {}) {
-    received_mass(on, attention, input_rows<T>(q), k, mask, sequences, mass, workspace, options);
+    received_mass(ctx, attention, input_rows<T>(q), k, mask, sequences, mass, workspace, options);
 }
 
 }  // namespace kvpolicy

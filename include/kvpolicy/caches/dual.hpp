@@ -1,6 +1,6 @@
-// DualCache: a local ring (sinks and window) and a global part that grows, in pages of one pool. For policies whose memory no
-// number bounds: gates (SP-KV, WG-KV), heads with unlimited budgets (DuoAttention's retrieval heads), keep parts. A budget
-// beside the gate caps it (LTE).
+// DualCache: a local ring (sinks and window) and a global part that grows, in pages of one pool. For policies
+// whose memory no number bounds: gates (SP-KV, WG-KV), heads with unlimited budgets (DuoAttention's retrieval
+// heads), keep parts. A budget beside the gate caps it (LTE).
 #pragma once
 
 #include <kvpolicy/caches/cache.hpp>
@@ -20,8 +20,9 @@
 
 namespace kvpolicy {
 
-/// One layer of a DualCache. Every (sequence, head) has a page table; its rows are numbered as in a FixedBudgetCache,
-/// [sinks | ring | long-range], and row r lies in page r / page_size of the table. Pages are taken as rows come into use.
+/// One layer of a DualCache. Every (sequence, head) has a page table; its rows are numbered as in a
+/// FixedBudgetCache, [sinks | ring | top-k], and row r lies in page r / page_size of the table. Pages are
+/// taken as rows come into use.
 template <class P, class T>
 struct DualRef : LayerRef<P, T> {
     /// Whether rows come from a pool that may be exhausted.
@@ -39,7 +40,8 @@ struct DualRef : LayerRef<P, T> {
     position_t max_seq_len = 0;
     std::int64_t max_rows = 0;       // the largest capacity(head): a number that a device's host may read
     std::int64_t max_contested = 0;  // the same, of heads with a budget
-    // What calls on a device keep between launches, as in a FixedBudgetRef; records are of heads with a budget.
+    // What calls on a device keep between launches, as in a FixedBudgetRef; records are of heads with a
+    // budget.
     const std::int64_t* tile_offset = nullptr;  // [kv_heads + 1]
     std::uint32_t* arrivals = nullptr;          // [max_sequences, kv_heads]
     std::int32_t* tile_victims = nullptr;       // [max_sequences, tile_offset[kv_heads]]
@@ -75,7 +77,8 @@ struct DualRef : LayerRef<P, T> {
         const std::int64_t bound = std::int64_t{head_params.sinks} + head_params.window + head_params.budget;
         return bound < max_seq_len ? bound : max_seq_len;
     }
-    /// The rows that may expire while a chunk runs: sinks and ring, and the long-range rows of a head that top-k updates them.
+    /// The rows that may expire while a chunk runs: sinks and ring, and the top-k entries of a head with a
+    /// budget.
     KVPOLICY_HOST_DEVICE constexpr std::int64_t expirable_entries(std::int32_t head) const {
         const HeadParams& head_params = this->all_params[head];
         const std::int64_t recent = std::int64_t{head_params.sinks} + head_params.window;
@@ -93,8 +96,8 @@ struct DualRef : LayerRef<P, T> {
         return std::int64_t{pool.slab_pages} * max_slabs;
     }
 
-    /// Rows that a head may have in use once its sequence has the length `until`. Each token that the layer has not taken yet adds at most
-    /// one: to the ring until it is full, to the global part from then on.
+    /// Rows that a head may have in use once its sequence has the length `until`. Each token that the layer has
+    /// not taken yet adds at most one: to the ring until it is full, to the global part from then on.
     KVPOLICY_HOST_DEVICE constexpr std::int64_t rows_until(std::int64_t seq, std::int32_t head,
                                                            position_t until) const {
         const position_t ahead = until - this->length[seq] - this->num_appended(seq, head);
@@ -136,18 +139,21 @@ struct EvictionReport {
     std::int64_t rows = 0;     ///< that are held now; 0 for an entry without tokens, which is not looked at
 };
 
-/// One object a model. It owns bookkeeping only. The caller lends two kinds of memory: bytes() for tables and states, once,
-/// with bind(); and slabs of slab_bytes(), with add_slab(), whenever the pool needs to grow. All layers, sequences and heads
-/// share the pool, so heads of different density share memory.
+/// One object per model. It owns bookkeeping only. The caller provides two kinds of memory: bytes() for
+/// tables and states, once, with bind(); and slabs of slab_bytes(), with add_slab(), whenever the pool needs
+/// to grow. All layers, sequences and heads share the pool, so heads of different density share memory.
 ///
-///     kvpolicy::DualCache<WGKV, kvpolicy::bf16> cache{shape, {.slab_pages = 4096, .max_slabs = 64, .max_seq_len = 131072}, policy};
+///     kvpolicy::DualCache<WGKV, kvpolicy::bf16> cache{
+///         shape, {.slab_pages = 4096, .max_slabs = 64, .max_seq_len = 131072}, policy};
 ///     cache.bind(on, tables, cache.bytes().total());
-///     while (cache.reserve(on, batch) > 0) { cache.add_slab(on, memory, cache.slab_bytes()); }    // batch: what comes next
+///     // batch: what comes next
+///     while (cache.reserve(on, batch) > 0) { cache.add_slab(on, memory, cache.slab_bytes()); }
 ///     for (layer...) kvpolicy::step(on, cache.layer(layer), batch, q, k, v, out, workspace);
 ///     cache.advance(on, batch);
 ///
-/// A key is promoted to the global part when it leaves the window and its gate is open (Policy: min(gate, budget), keep
-/// parts). clear(seq) returns the sequence's pages. One stream or thread at a time per cache object.
+/// A key is promoted to the global part when it leaves the window and its gate is open (Policy: min(gate,
+/// budget), keep parts). clear(seq) returns the sequence's pages. One stream or thread at a time per cache
+/// object.
 template <AnyPolicy P, Storage T>
 class DualCache : public CacheOwner<DualCache<P, T>, P, T> {
     using base = CacheOwner<DualCache<P, T>, P, T>;
@@ -156,34 +162,37 @@ class DualCache : public CacheOwner<DualCache<P, T>, P, T> {
     using ref_type = DualRef<P, T>;
     using scorer_type = typename P::scorer_type;
 
-    /// As a FixedBudgetCache, budgets may be unlimited. Refuses also: slabs without pages, no slab, longest below 1, more
-    /// than 2^31 - 1 pages or rows of a head, a slab of spared pages, some strides without the others or shorter than a row, and
-    /// strides beside a selection.
+    /// As a FixedBudgetCache, budgets may be unlimited. Refuses also: slabs without pages, no slab, longest
+    /// below 1, more than 2^31 - 1 pages or rows of a head, a slab of spared pages, some strides without the
+    /// others or shorter than a row, and strides beside a selection.
     DualCache(const CacheShape& shape, const PoolShape& pool, const P& policy = P{},
               const scorer_type* scorers = nullptr, const AttentionParams& attention = {});
 
     [[nodiscard]] const PoolShape& pool() const { return pool_; }
-    /// Bytes of what add_pages() wants beside keys and values: positions and scores, and a selection's bounds.
+    /// Bytes of what add_pages() wants beside keys and values: positions and scores, and a selection's
+    /// bounds.
     [[nodiscard]] std::size_t notes_bytes() const { return notes_bytes_; }
     /// Bytes of one slab: slab_pages * page_size * (row of k, row of v, position, score), and alignment.
     [[nodiscard]] std::size_t slab_bytes() const { return slab_bytes_; }
 
-    /// Takes `buffer`, at least bytes().total() long and of any alignment, for the bookkeeping, the scorer states and the
-    /// spare rows; empties every sequence and the pool.
+    /// Takes `buffer`, at least bytes().total() long and of any alignment, for the bookkeeping, the scorer
+    /// states and the spare rows; empties every sequence and the pool.
     void bind(const host& on, void* buffer, std::size_t buffer_bytes);
     void bind(const host& on, HostBuffer& buffer) { bind(on, buffer.data(), buffer.size()); }
-    /// Attaches slab_bytes() more to the pool. Refs stay valid. The memory is not written, and must outlive the cache's use; it must not
-    /// overlap a slab that was attached before.
+    /// Attaches slab_bytes() more to the pool. Refs stay valid. The memory is not written, and must outlive the
+    /// cache's use; it must not overlap a slab that was added before.
     void add_slab(const host& on, void* buffer, std::size_t buffer_bytes);
     void add_slab(const host& on, HostBuffer& buffer) { add_slab(on, buffer.data(), buffer.size()); }
-    /// Attaches pages that an engine owns, as one slab: row r of its page p is at k + p * k_page + r * k_row, and v likewise (PoolShape::strides).
-    /// `notes`: notes_bytes() of memory for positions and scores. As a page here is one KV head's, an engine's pool of pages of several heads
-    /// is a slab for each of them: of FlashInfer's pages [P, 2, page_size, H, D] (NHD) slab h begins at base + h * D, with strides
-    /// 2 * page_size * H * D and H * D, of [P, 2, H, page_size, D] (HND) at base + h * page_size * D, with row stride D; values
-    /// page_size * H * D further on. Slabs must not share rows; that is not checked. Pages that a call takes are written, no others.
+    /// Attaches pages that an engine owns, as one slab: row r of its page p is at k + p * k_page + r * k_row,
+    /// and v likewise (PoolShape::strides). `notes`: notes_bytes() of memory for positions and scores. As a
+    /// page here is one KV head's, an engine's pool of pages of several heads is a slab for each of them: of
+    /// FlashInfer's pages [P, 2, page_size, H, D] (NHD) slab h begins at base + h * D, with strides 2 *
+    /// page_size * H * D and H * D, of [P, 2, H, page_size, D] (HND) at base + h * page_size * D, with row
+    /// stride D; values page_size * H * D further on. Slabs must not share rows; that is not checked. Pages
+    /// that a call takes are written, no others.
     void add_pages(const host& on, T* k, T* v, void* notes, std::size_t notes_bytes);
     [[nodiscard]] std::int32_t slabs() const { return static_cast<std::int32_t>(attached_.size()); }
-    /// Pages that nobody holds, and pages that were attached (without the spared ones).
+    /// Free pages, and pages that were added (without the spared ones).
     [[nodiscard]] std::int64_t free_pages() const;
     [[nodiscard]] std::int64_t attached_pages() const {
         std::int64_t pages = 0;
@@ -193,19 +202,21 @@ class DualCache : public CacheOwner<DualCache<P, T>, P, T> {
         return pages;
     }
 
-    /// Gives the named sequences the pages that batch.tokens(i) further tokens can need at most, in all layers, so that steps,
-    /// chunks and calls of accept() of so many tokens cannot fail. Tokens that some layer has taken before advance() do not count as further
-    /// ones, in any layer. Returns 0; or how many more slabs it takes, with nothing changed.
-    /// Pages stay with their sequence until it is cleared; evict() gives back only what the rest of the reservation cannot need. A copy of
-    /// the sequence (fork, reorder, restore) has no reservation. Refuses tokens beyond pool().max_seq_len.
+    /// Gives the named sequences the pages that batch.tokens(i) further tokens can need at most, in all layers,
+    /// so that steps, chunks and calls of accept() of so many tokens cannot fail. Tokens that some layer has taken
+    /// before advance() do not count as further ones, in any layer. Returns 0; or how many more slabs it
+    /// takes, with nothing changed. Pages stay with their sequence until it is cleared; evict() gives back only
+    /// what the rest of the reservation cannot need. A copy of the sequence (fork, reorder, restore) has no
+    /// reservation. Refuses tokens beyond pool().max_seq_len.
     [[nodiscard]] std::int64_t reserve(const host& on, const Batch& batch);
 
-    /// Bytes of workspace that evict needs. Depends on the threads of `on` and on the slabs that were attached.
+    /// Bytes of workspace that evict needs. Depends on the threads of `on` and on the slabs that were added.
     [[nodiscard]] std::size_t evict_workspace_bytes(const host& on) const requires P::has_eviction;
-    /// For a policy with an eviction part: looks at the named sequences that have tokens in the batch, and makes those that hold too
-    /// much drop rows of all their heads (policies/eviction.hpp says which), until they do not or cannot. Rows that stay keep
-    /// their order; pages that fall free go back to the pool, but for those of a reservation. Once a step or chunk, after advance(batch): refuses
-    /// a sequence some of whose layers have taken tokens that advance() has not counted. `reports` [count], where given, says what
+    /// For a policy with an eviction part: looks at the named sequences that have tokens in the batch, and makes
+    /// those that hold too much drop rows of all their heads (policies/eviction.hpp says which), until they
+    /// do not or cannot. Rows that stay keep their order; pages that fall free go back to the pool, but for
+    /// those of a reservation. Once a step or chunk, after advance(batch): refuses a sequence some of whose
+    /// layers have taken tokens that advance() has not counted. `reports` [count], where given, says what
     /// happened. Synchronous; the bits do not depend on the number of threads.
     void evict(const host& on, const Batch& batch, workspace_view workspace,
                EvictionReport* reports = nullptr) requires P::has_eviction;
@@ -217,8 +228,9 @@ class DualCache : public CacheOwner<DualCache<P, T>, P, T> {
     void clear(const host& on, std::int32_t seq);
 
 #if defined(__CUDACC__)
-    // The same on a device (kvpolicy/cuda.cuh has the bodies); FixedBudgetCache says what holds for all of them. Tables, states and
-    // slabs are device memory. page_size must be a multiple of 16, and the rows of a selection's page, too.
+    // The same on a device (kvpolicy/cuda.cuh has the bodies); FixedBudgetCache says what holds for all of
+    // them. Tables, states and slabs are device memory. page_size must be a multiple of 16, and the rows of a
+    // selection's page, too.
     using base::advance;
     using base::fork;
     using base::reorder;
@@ -226,37 +238,43 @@ class DualCache : public CacheOwner<DualCache<P, T>, P, T> {
     using base::snapshot;
     using base::snapshot_bytes;
 
-    /// Takes device memory for the bookkeeping, and empties every sequence and the pool. Waits for the stream; not to be captured.
+    /// Takes device memory for the bookkeeping, and empties every sequence and the pool. Waits for the stream;
+    /// not to be captured.
     template <class Build = cuda_build>
     void bind(const cuda& on, void* buffer, std::size_t buffer_bytes);
-    /// Attaches slab_bytes() of device memory. A graph captured before finds the new pages too. Waits for the stream; not to be captured.
+    /// Attaches slab_bytes() of device memory. A graph captured before finds the new pages too. Waits for the
+    /// stream; not to be captured.
     template <class Build = cuda_build>
     void add_slab(const cuda& on, void* buffer, std::size_t buffer_bytes);
-    /// As the host's, of device memory; 16-bit rows begin at multiples of 16 bytes, so strides are multiples of 8.
+    /// As the host's, of device memory; 16-bit rows begin at multiples of 16 bytes, so strides are multiples
+    /// of 8.
     template <class Build = cuda_build>
     void add_pages(const cuda& on, T* k, T* v, void* notes, std::size_t notes_bytes);
     /// Waits for the stream.
     template <class Build = cuda_build>
     [[nodiscard]] std::int64_t free_pages(const cuda& on) const;
-    /// As the host's; `batch`'s arrays are device memory. Entries that the host would refuse (bad sequences and counts, tokens beyond
-    /// pool().max_seq_len) get nothing. No two entries may name the same sequence, which is not looked for. Waits for the stream; not to be
-    /// captured: call it between steps, and the next ones cannot fail inside a graph.
+    /// As the host's; `batch`'s arrays are device memory. Entries that the host would refuse (bad sequences and
+    /// counts, tokens beyond pool().max_seq_len) get nothing. No two entries may name the same sequence, which is not
+    /// looked for. Waits for the stream; not to be captured: call it between steps, and the next ones cannot
+    /// fail inside a graph.
     template <class Build = cuda_build>
     [[nodiscard]] std::int64_t reserve(const cuda& on, const Batch& batch);
     template <class Build = cuda_build>
     void clear(const cuda& on, std::int32_t seq);
-    /// Bytes of workspace that evict needs. Depends on the slabs that were attached.
+    /// Bytes of workspace that evict needs. Depends on the slabs that were added.
     template <class Build = cuda_build>
     [[nodiscard]] std::size_t evict_workspace_bytes(const cuda& on) const requires P::has_eviction;
-    /// As the host's, to rounding of the masses; the batch's arrays, `reports` [count] and `status` [count] are device memory. A sequence in the
-    /// middle of a token stays as it is, and sets status_layer_skipped. One launch,
-    /// which waits for nothing and may be captured; a graph that captured it knows the workspace of the slabs attached until then, so lend
-    /// them before: a sequence with more rows is left alone, and sets status_small_workspace.
+    /// As the host's, to rounding of the masses; the batch's arrays, `reports` [count] and `status` [count]
+    /// are device memory. A sequence in the middle of a token stays as it is, and sets status_layer_skipped. One
+    /// launch, which waits for nothing and may be captured; a graph that captured it knows the workspace of
+    /// the slabs added until then, so add them before: a sequence with more rows is left alone, and sets
+    /// status_small_workspace.
     template <class Build = cuda_build>
     void evict(const cuda& on, const Batch& batch, workspace_view workspace,
                EvictionReport* reports = nullptr, std::uint32_t* status = nullptr) requires P::has_eviction;
-    /// A sequence one of whose layers has not taken the tokens stays where it is, and sets status_pool_exhausted where the layer found no
-    /// page (add a slab), else status_layer_skipped: call that layer, then advance again.
+    /// A sequence one of whose layers has not taken the tokens stays where it is, and sets status_pool_exhausted
+    /// where the layer found no page (add a slab), else status_layer_skipped: call that layer, then advance
+    /// again.
     template <class Build = cuda_build>
     void advance(const cuda& on, const Batch& batch, std::uint32_t* status = nullptr);
     /// `status`: one word of device memory.
@@ -266,8 +284,9 @@ class DualCache : public CacheOwner<DualCache<P, T>, P, T> {
     template <class Build = cuda_build>
     void reorder(const cuda& on, const std::int32_t* sources, std::int32_t count,
                  std::uint32_t* status = nullptr);
-    // Snapshots allocate host memory of one sequence, and device memory for its rows, and wait for the stream. Blobs are the host's, and
-    // those of any kind of cache. As on the host a sequence in the middle of a token is refused.
+    // Snapshots allocate host memory of one sequence, and device memory for its rows, and wait for the stream.
+    // Blobs are the host's, and those of any kind of cache. As on the host a sequence in the middle of a token is
+    // refused.
     template <class Build = cuda_build>
     [[nodiscard]] std::size_t snapshot_bytes(const cuda& on, std::int32_t seq) const;
     /// `buffer` is host memory.
@@ -320,7 +339,8 @@ class DualCache : public CacheOwner<DualCache<P, T>, P, T> {
         }
         return std::numeric_limits<position_t>::max();
     }
-    /// The most rows that a head can hold: no more than its tokens, and what fits in the pages that were attached.
+    /// The most rows that a head can hold: no more than its tokens, and what fits in the pages that were
+    /// added.
     [[nodiscard]] std::int64_t max_rows() const;
     /// Bytes of the selection's bounds of so many rows.
     [[nodiscard]] std::size_t bounds_bytes(std::size_t rows) const {
@@ -339,7 +359,7 @@ class DualCache : public CacheOwner<DualCache<P, T>, P, T> {
     [[nodiscard]] std::int32_t spared_of(std::int32_t slab) const {
         return slab == 0 || strides_given_ ? pool_.spared_pages : 0;
     }
-    /// The arrays of a slab in memory that may be attached.
+    /// The arrays of a slab in memory that may be added.
     [[nodiscard]] Slab<T> slab_in(void* buffer, std::size_t buffer_bytes) const;
     [[nodiscard]] Slab<T> slab_of(T* k, T* v, void* notes, std::size_t notes_bytes) const;
     void require_room() const;
@@ -353,7 +373,8 @@ class DualCache : public CacheOwner<DualCache<P, T>, P, T> {
                pool_.strides.k_page == std::int64_t{this->shape_.page_size} * this->shape_.head_dim_qk &&
                pool_.strides.v_page == std::int64_t{this->shape_.page_size} * this->shape_.head_dim_vo;
     }
-    /// No slab is attached, and attaching one will not allocate. Not before bind(): the owner's buffer grows with max_slabs, too.
+    /// No slab is there, and adding one will not allocate. Not before bind(): the owner's buffer grows with
+    /// max_slabs, too.
     void forget_slabs() {
         attached_.clear();
         attached_.reserve(static_cast<std::size_t>(pool_.max_slabs));

@@ -1,5 +1,6 @@
-// FixedBudgetCache: s + w + k rows for each (sequence, KV head), the window a ring, the worst long-range row replaced in
-// place. Keys are stored as given (normally after RoPE, at their own positions), so the physical order means nothing.
+// FixedBudgetCache: s + w + k rows for each (sequence, KV head), the window a ring, the worst top-k entry
+// replaced in place. Keys are stored as given (normally after RoPE, at their own positions), so the physical
+// order means nothing.
 #pragma once
 
 #include <kvpolicy/caches/cache.hpp>
@@ -18,16 +19,17 @@
 
 namespace kvpolicy {
 
-/// One object a model. It owns bookkeeping only: bytes() says how much memory the keys, values, positions, scores and
-/// scorer states need; the caller lends it with bind(). layer(layer) is what calls take (caches/calls.hpp).
+/// One object per model. It owns bookkeeping only: bytes() says how much memory the keys, values, positions,
+/// scores and scorer states need; the caller provides it with bind(). layer(layer) is what calls take
+/// (caches/calls.hpp).
 ///
 ///     kvpolicy::FixedBudgetCache<KVpop, kvpolicy::bf16> cache{shape, policy, scorers};
 ///     cache.bind(on, buffer, cache.bytes().total());
 ///     for (layer...) kvpolicy::step(on, cache.layer(layer), batch, q, k, v, out, workspace);
 ///     cache.advance(on, batch);                    // once a step, after the last layer
 ///
-/// A sequence joins by clear(seq) (or a fresh bind) and a prefill or step that names its sequence; it leaves by not being
-/// named any more. One stream or thread at a time per cache object.
+/// A sequence joins by clear(seq) (or a fresh bind) and a prefill or step that names its sequence; it leaves by
+/// not being named any more. One stream or thread at a time per cache object.
 template <AnyPolicy P, Storage T>
 class FixedBudgetCache : public CacheOwner<FixedBudgetCache<P, T>, P, T> {
     static_assert(
@@ -51,22 +53,24 @@ class FixedBudgetCache : public CacheOwner<FixedBudgetCache<P, T>, P, T> {
     using ref_type = FixedBudgetRef<P, T>;
     using scorer_type = typename P::scorer_type;
 
-    /// `scorers` are one value per layer, or null: then the policy's own scorer serves every layer. Both, and the weights
-    /// that they view, stay with the caller. Refuses: counts below 1, query heads that kv_heads does not divide, a
-    /// head_dim that attention does not support, numbers that no policy can have, an unlimited budget, a scorer that does not
-    /// fit the shape. bytes().keys_and_values is exact: rows(layer) summed over layers, times the row sizes and sequences.
+    /// `scorers` are one value per layer, or null: then the policy's own scorer serves every layer. Both, and
+    /// the weights that they view, stay with the caller. Refuses: counts below 1, query heads that kv_heads
+    /// does not divide, a head_dim that attention does not support, numbers that no policy can have, an
+    /// unlimited budget, a scorer that does not fit the shape. bytes().keys_and_values is exact: rows(layer)
+    /// summed over layers, times the row sizes and sequences.
     explicit FixedBudgetCache(const CacheShape& shape, const P& policy = P{},
                               const scorer_type* scorers = nullptr, const AttentionParams& attention = {});
 
-    /// Rows of one sequence in one layer, over all heads (with spare rows and page rounding). Needs no bind().
+    /// Rows of one sequence in one layer, over all heads (with spare rows and page rounding). Needs no
+    /// bind().
     [[nodiscard]] std::int64_t rows(std::int32_t layer) const {
         this->check_layer(layer);
         return row_offset_[offset_index(layer, this->shape_.kv_heads)];
     }
 
-    /// Takes `buffer`, at least bytes().total() long, and empties every sequence. Any alignment will do: bytes() includes the
-    /// room to align it. The bookkeeping and the scorer states are written, keys and values are not. The buffer stays the
-    /// caller's and must outlive the cache's use.
+    /// Takes `buffer`, at least bytes().total() long, and empties every sequence. Any alignment will do: bytes()
+    /// includes the room to align it. The bookkeeping and the scorer states are written, keys and values are
+    /// not. The buffer stays the caller's and must outlive the cache's use.
     void bind(const host& on, void* buffer, std::size_t buffer_bytes);
     void bind(const host& on, HostBuffer& buffer) { bind(on, buffer.data(), buffer.size()); }
 
@@ -77,9 +81,10 @@ class FixedBudgetCache : public CacheOwner<FixedBudgetCache<P, T>, P, T> {
     void clear(const host& on, std::int32_t seq);
 
 #if defined(__CUDACC__)
-    // The same on a device (kvpolicy/cuda.cuh has the bodies). A cache belongs to the context that bound it last: calls with
-    // the other one are refused. Nobody gives `Build`. Where it says nothing else, a call enqueues work on the stream and can
-    // be captured; what would be refused but lies in device memory leaves a sequence as it is and sets status_bad_length.
+    // The same on a device (kvpolicy/cuda.cuh has the bodies). A cache belongs to the context that bound it
+    // last: calls with the other one are refused. `Build` is not given by callers. Where it says nothing
+    // else, a call enqueues work on the stream and can be captured; what would be refused but lies in device
+    // memory leaves a sequence as it is and sets status_bad_length.
     using base::advance;
     using base::fork;
     using base::reorder;
@@ -87,14 +92,15 @@ class FixedBudgetCache : public CacheOwner<FixedBudgetCache<P, T>, P, T> {
     using base::snapshot;
     using base::snapshot_bytes;
 
-    /// Takes device memory, at least bytes().total() long, and empties every sequence. Waits for the stream; not to be captured. Refuses a
-    /// selection whose pages are no multiple of 16 rows.
+    /// Takes device memory, at least bytes().total() long, and empties every sequence. Waits for the stream; not
+    /// to be captured. Refuses a selection whose pages are no multiple of 16 rows.
     template <class Build = cuda_build>
     void bind(const cuda& on, void* buffer, std::size_t buffer_bytes);
     template <class Build = cuda_build>
     void clear(const cuda& on, std::int32_t seq);
-    /// `batch`'s arrays are device memory, as in calls. `status` [count] is OR-ed into. A sequence one of whose layers has not taken the
-    /// tokens, or has taken others, stays where it is and sets status_layer_skipped: call that layer, then advance again.
+    /// `batch`'s arrays are device memory, as in calls. `status` [count] is OR-ed into. A sequence one of whose
+    /// layers has not taken the tokens, or has taken others, stays where it is and sets status_layer_skipped:
+    /// call that layer, then advance again.
     template <class Build = cuda_build>
     void advance(const cuda& on, const Batch& batch, std::uint32_t* status = nullptr);
     template <class Build = cuda_build>
@@ -103,8 +109,9 @@ class FixedBudgetCache : public CacheOwner<FixedBudgetCache<P, T>, P, T> {
     template <class Build = cuda_build>
     void reorder(const cuda& on, const std::int32_t* sources, std::int32_t count,
                  std::uint32_t* status = nullptr);
-    // Snapshots go through host memory of one sequence, which these calls allocate, and wait for the stream; of its rows only those in use are
-    // copied. Blobs are the host's: a snapshot of a cache on a device can be restored in one on the host, and the other way round.
+    // Snapshots go through host memory of one sequence, which these calls allocate, and wait for the stream; of
+    // its rows only those in use are copied. Blobs are the host's: a snapshot of a cache on a device can be
+    // restored in one on the host, and the other way round.
     template <class Build = cuda_build>
     [[nodiscard]] std::size_t snapshot_bytes(const cuda& on, std::int32_t seq) const;
     /// `buffer` is host memory.

@@ -24,12 +24,12 @@ struct CacheShape {
     std::int32_t page_size =
         1;  ///< a head's rows are rounded up to this many, so that it can be exported in pages
     std::int32_t max_draft_tokens =
-        0;  ///< n_max: the most tokens a sequence may propose at once (spare rows of every head)
+        0;  ///< n_max: the most draft tokens per sequence (spare rows of every head)
 };
 
-/// Where the rows of one KV head lie, counted from the head's first row: [sinks | ring | long-range]. Token t < s has
-/// row t; token t >= s of the window has row s + (t - s) mod w; top-k slot p has row s + w + p. Sinks fill before
-/// the ring and the ring before the long-range part, so the rows in use are always the first ones.
+/// Where the rows of one KV head lie, counted from the head's first row: [sinks | ring | top-k]. Token t < s
+/// has row t; token t >= s of the window has row s + (t - s) mod w; top-k sequence p has row s + w + p. Sinks
+/// fill before the ring and the ring before the top-k part, so the rows in use are always the first ones.
 struct HeadRows {
     std::int32_t sinks = 0;
     std::int32_t window = 1;
@@ -39,7 +39,7 @@ struct HeadRows {
                          : sinks + static_cast<std::int32_t>((t - sinks) % window);
     }
     KVPOLICY_HOST_DEVICE constexpr std::int32_t slot(std::int32_t p) const { return sinks + window + p; }
-    /// Rows in use after `length` tokens, `kept` of them in top-k slots.
+    /// Rows in use after `length` tokens, `kept` of them in top-k sequences.
     KVPOLICY_HOST_DEVICE constexpr std::int32_t used(position_t length, std::int32_t num_long_range) const {
         const position_t recent_rows = static_cast<position_t>(sinks) + window;
         return static_cast<std::int32_t>(length < recent_rows ? length : recent_rows) + num_long_range;
@@ -109,13 +109,13 @@ struct LayerRef {
 
     const HeadParams* all_params = nullptr;  // [kv_heads]
     position_t* length = nullptr;            // [max_sequences], shared by all layers
-    std::int32_t* num_long_range = nullptr;  // [max_sequences, kv_heads]: top-k slots in use
+    std::int32_t* num_long_range = nullptr;  // [max_sequences, kv_heads]: top-k sequences in use
     std::int32_t* num_protected =
         nullptr;  // [max_sequences, kv_heads]: of these, keys that a keep part holds; null without one
-    std::int32_t* victim = nullptr;  // [max_sequences, kv_heads]: the worst top-k slot, or -1 where not known
+    std::int32_t* victim = nullptr;  // [max_sequences, kv_heads]: the worst sequence, or -1 where not known
     std::int32_t* num_draft = nullptr;  // [max_sequences]: tokens that wait in the spare rows
-    // Tokens that advance() has not counted: [max_sequences] on the host; [max_sequences, kv_heads] on a device, where the heads of a step do not wait
-    // for each other, and -1 says that a call found no pages.
+    // Tokens that advance() has not counted: [max_sequences] on the host; [max_sequences, kv_heads] on a device, where the
+    // heads of a step do not wait for each other, and -1 says that a call found no pages.
     std::int32_t* appended = nullptr;
     float* state = nullptr;  // [max_sequences, kv_heads, state_size]
     std::int64_t state_size = 0;
@@ -126,7 +126,8 @@ struct LayerRef {
     typename P::eviction_type eviction;
     const std::int32_t* read_pages =
         nullptr;  // [kv_heads], for selection: selection.pages where a device can read it
-    // For an eviction part: the last queries of every head, that of position t in row t mod observing, and those of draft tokens.
+    // For an eviction part: the last queries of every head, that of position t in row t mod observing, and
+    // those of draft tokens.
     T* queries = nullptr;        // [max_sequences, kv_heads, observing, group, head_dim_qk]
     T* spare_queries = nullptr;  // [max_sequences, kv_heads, max_draft_tokens, group, head_dim_qk]
 
@@ -148,8 +149,8 @@ struct LayerRef {
     KVPOLICY_HOST_DEVICE constexpr std::int32_t num_appended(std::int64_t seq, std::int32_t head) const {
         return detail::appended_tokens(appended[device >= 0 ? head_index(seq, head) : seq]);
     }
-    /// Rows that head `head` of sequence `seq` has in use now, those of tokens that the layer has taken among them, whether advance() has
-    /// counted these or not.
+    /// Rows that head `head` of sequence `seq` has in use now, those of tokens that the layer has taken among
+    /// them, whether advance() has counted these or not.
     KVPOLICY_HOST_DEVICE constexpr std::int32_t used(std::int64_t seq, std::int32_t head) const {
         return layout(head).used(length[seq] + num_appended(seq, head),
                                  num_long_range[head_index(seq, head)]);
@@ -159,7 +160,8 @@ struct LayerRef {
 template <Storage T>
 struct Slab;
 
-/// The rows of a FixedBudgetCache as pages of one slab, each in its place, for calls on a device that read chosen pages.
+/// The rows of a FixedBudgetCache as pages of one slab, each in its place, for calls on a device that read
+/// chosen pages.
 template <Storage T>
 struct PlacedPages {
     Slab<T>* slab = nullptr;               // [1]
@@ -171,8 +173,8 @@ struct PlacedPages {
 };
 
 /// One layer of a FixedBudgetCache. Rows are [max_sequences, row_offset[kv_heads], D]: head h of sequence b has the rows
-/// b * rows + row_offset[h] ... row_offset[h + 1], [sinks | ring | long-range | spare]. Every row has its logical position
-/// and its score; rows that are not in use may hold anything.
+/// b * rows + row_offset[h] ... row_offset[h + 1], [sinks | ring | top-k | spare]. Every row has its logical
+/// position and its score; rows that are not in use may hold anything.
 template <class P, class T>
 struct FixedBudgetRef : LayerRef<P, T> {
     /// Whether rows come from a pool that may be exhausted.
@@ -187,8 +189,8 @@ struct FixedBudgetRef : LayerRef<P, T> {
     T* bounds =
         nullptr;  // [max_sequences, rows / selection.page_size(), 2, head_dim_qk]; null without selection
     std::int64_t max_capacity = 0;  // the largest capacity(head): a number that a device's host may read
-    // What calls on a device keep between launches: how many blocks of a head are done (0 outside of a launch), and the worst top-k slot of
-    // each tile of top-k slots, true where `victim` is known.
+    // What calls on a device keep between launches: how many blocks of a head are done (0 outside of a
+    // launch), and the worst sequence of each tile of top-k slots, true where `victim` is known.
     std::uint32_t* arrivals = nullptr;     // [max_sequences, kv_heads]
     std::int32_t* tile_victims = nullptr;  // [max_sequences, tiles(rows, kv_heads)]
     PlacedPages<T> placed;                 // with a selection
@@ -260,13 +262,14 @@ struct CacheExtras {
     plane_view<const float> scores{};
     /// Where to write the log-sum-exp of every query [count, Hq, n] (natural log), if wanted.
     plane_view<float> lse{};
-    /// Hidden states of the new tokens [count, n, width], of any storage type, for a policy whose scorer reads them (SP-KV's
-    /// UtilityPredictor).
+    /// Hidden states of the new tokens [count, n, width], of any storage type, for a policy whose scorer
+    /// reads them (SP-KV's UtilityPredictor).
     HiddenRows hidden{};
-    /// For prefill and propose of a packed batch: the edges [count + 1], rising from 0, of the entries' tokens in tensors of one
-    /// sequence. q is then [1, Hq, total, Dk], and likewise k, v, out, scores, lse and hidden; entry i is the tokens
-    /// cu_seqlens[i] .. cu_seqlens[i + 1] - 1, as many as batch.tokens(i). Whether samples of a pack see each other is a question of
-    /// sequences: one entry keeps attention across them, an entry and a sequence for each resets it.
+    /// For prefill and propose of a packed batch: the edges [count + 1], rising from 0, of the entries'
+    /// tokens in tensors of one sequence. q is then [1, Hq, total, Dk], and likewise k, v, out, scores, lse
+    /// and hidden; entry i is the tokens cu_seqlens[i] .. cu_seqlens[i + 1] - 1, as many as batch.tokens(i).
+    /// Whether samples of a pack see each other is a question of sequences: one entry keeps attention across
+    /// them, an entry and a sequence for each resets it.
     const std::int32_t* cu_seqlens = nullptr;
 };
 

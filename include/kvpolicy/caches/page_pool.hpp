@@ -1,5 +1,5 @@
-// A pool of pages that many sequences, heads and layers share. It grows by slabs of pages; a slab never moves, and kernels
-// find it through a table, so growing moves no page and invalidates no ref.
+// A pool of pages that many sequences, heads and layers share. It grows by slabs of pages; a slab never
+// moves, and kernels find it through a table, so growing moves no page and invalidates no ref.
 #pragma once
 
 #include <kvpolicy/core/config.hpp>
@@ -10,7 +10,8 @@
 
 namespace kvpolicy {
 
-/// Numbers of T from a page's first row to the next page's, and from a row to the next. All 0: pages and rows follow one another.
+/// Numbers of T from a page's first row to the next page's, and from a row to the next. All 0: pages and rows
+/// follow one another.
 struct PageStrides {
     std::int64_t k_page = 0;
     std::int64_t v_page = 0;
@@ -21,18 +22,20 @@ struct PageStrides {
 /// How a DualCache's memory comes in.
 struct PoolShape {
     std::int32_t slab_pages = 0;  ///< pages of a slab; a page is CacheShape::page_size rows of one head
-    std::int32_t max_slabs = 1;   ///< slabs that can be attached, ever
-    /// Tokens of the longest sequence. It bounds the page tables (4 bytes a page), and lengths where a head has no limit
-    /// of its own.
+    std::int32_t max_slabs = 1;   ///< the most slabs that can be added
+    /// Tokens of the longest sequence. It bounds the page tables (4 bytes per page), and lengths where a head
+    /// has no limit of its own.
     position_t max_seq_len = 0;
-    /// Pages 0 .. spared_pages - 1 of the first slab are never handed out and never written: an engine's own, as SGLang's sequence 0 is. Of every
-    /// slab where strides are given, since page p of each is then a head's part of the engine's page p.
+    /// Pages 0 .. spared_pages - 1 of the first slab are never handed out and never written: an engine's own,
+    /// as SGLang's sequence 0 is. Of every slab where strides are given, since page p of each is then a head's
+    /// part of the engine's page p.
     std::int32_t spared_pages = 0;
     /// Others than 0 for pages of an engine's own pool, which come by add_pages().
     PageStrides strides{};
 };
 
-/// The arrays of one slab, as the caller lent it. Page p of the slab starts at row p * page_size of each; of k and v, at p page strides.
+/// The arrays of one slab, as the caller provided it. Page p of the slab starts at row p * page_size of each;
+/// of k and v, at p page strides.
 template <Storage T>
 struct Slab {
     T* k = nullptr;                  // [slab_pages * page_size, head_dim_qk]
@@ -43,8 +46,8 @@ struct Slab {
         nullptr;  // [slab_pages * page_size / bound_rows, 2, head_dim_qk], for selection; null without
 };
 
-/// Views of the pool's bookkeeping. Page id = slab * slab_pages + page of the slab. A page may be named by several page
-/// tables (forked sequences); it is free again when the last lets go.
+/// Views of the pool's bookkeeping. Page id = slab * slab_pages + page of the slab. A page may be named by
+/// several page tables (forked sequences); it is free again when the last lets go.
 template <Storage T>
 struct PagePool {
     const Slab<T>* slabs = nullptr;      // [max_slabs]

@@ -1,8 +1,9 @@
-// Who wins a top-k slot, as kernels decide it: bodies for a group of threads, which a plain C++ compiler runs as a
-// group of one. Host calls have their own (caches/host/entries.hpp, masks/top_k_set.hpp); tests demand identical results.
+// Top-k updates as kernels run them: which key is admitted to a top-k sequence. Bodies are for a group of
+// threads; a plain C++ compiler runs them as a group of one. The CPU backend has its own
+// (caches/host/entries.hpp, masks/top_k_set.hpp); tests require identical results.
 //
-// The worst key of a head is not searched anew in every step: places are cut into tiles, and a cache records the worst top-k slot
-// of each. A winner changes one tile's record, and the worst of all is found among the records.
+// A step does not search all sequences for the worst key. Sequences are cut into tiles, and a cache records the worst
+// sequence of each tile. An admitted key changes one tile's record; the worst of all is found among the records.
 #pragma once
 
 #include <kvpolicy/caches/layer_ref.hpp>
@@ -13,7 +14,8 @@
 
 #include <cstdint>
 
-// An error of nvcc's in here: a gate's open() or a part's keeps() lacks KVPOLICY_HOST_DEVICE (policies/compose.hpp).
+// An error of nvcc's in here: a gate's open() or a part's keeps() lacks KVPOLICY_HOST_DEVICE
+// (policies/compose.hpp).
 #if defined(__NVCC__) && defined(__CUDACC__)
 #pragma nv_diagnostic push
 #pragma nv_diag_error 20011, 20013, 20014, 20015
@@ -21,7 +23,7 @@
 
 namespace kvpolicy::detail {
 
-/// A key in a top-k slot, as it ranks at some query. place -1: nobody.
+/// A key in a top-k sequence, as it ranks at some query. place -1: none.
 struct ranked_slot {
     double value = 0.0;
     position_t position = 0;
@@ -54,7 +56,7 @@ KVPOLICY_HOST_DEVICE constexpr bool holds([[maybe_unused]] const Gate& gate, [[m
     }
 }
 
-/// Whether a makes room before b; nobody never does.
+/// Whether a evicts_before b; an empty sequence never does.
 KVPOLICY_HOST_DEVICE inline bool gives_way(const ranked_slot& a, const ranked_slot& b) {
     if (a.slot < 0 || b.slot < 0) {
         return b.slot < 0 && a.slot >= 0;
@@ -62,7 +64,8 @@ KVPOLICY_HOST_DEVICE inline bool gives_way(const ranked_slot& a, const ranked_sl
     return ranks_before(b.value, b.position, a.value, a.position);
 }
 
-/// Scores and positions of one head's top-k slots. What follows takes this or another type with rule, rank() and at().
+/// Scores and positions of one head's top-k sequences. What follows takes this or another type with rule, rank()
+/// and at().
 struct head_slots {
     HeadParams head_params;
     position_t rebase_limit = kvpolicy::rebase_limit;
@@ -77,7 +80,7 @@ struct head_slots {
     }
 };
 
-/// Sequences some of whose keys do not compete; nobody stands in place -1, the record of a tile without competitors.
+/// Sequences some of whose keys do not compete; place -1 is the record of a tile without competitors.
 template <class Slots, class Gate>
 struct contested_slots : Slots {
     Gate gate;
@@ -115,7 +118,8 @@ KVPOLICY_HOST_DEVICE ranked_slot worst_of_tile(const Group& group, const Slots& 
     return group.worst(worst);
 }
 
-/// Records the worst of every stride-th tile from `first` on, where `record` is not null, and returns the worst of them.
+/// Records the worst of every stride-th tile from `first` on, where `record` is not null, and returns the
+/// worst of them.
 template <class Group, class Slots>
 KVPOLICY_HOST_DEVICE ranked_slot worst_of_tiles(const Group& group, const Slots& slots, std::int32_t* record,
                                                 std::int32_t first, std::int32_t stride,
@@ -133,8 +137,8 @@ KVPOLICY_HOST_DEVICE ranked_slot worst_of_tiles(const Group& group, const Slots&
     return worst;
 }
 
-/// The worst of `kept` places once `changed` is in its place, from the tiles' records; updates the record of its tile. Records
-/// are those of query q's priorities.
+/// The worst of `kept` places once `changed` is in its place, from the tiles' records; updates the record of
+/// its tile. Records are those of query q's priorities.
 template <class Group, class Slots>
 KVPOLICY_HOST_DEVICE ranked_slot worst_after(const Group& group, const Slots& slots, std::int32_t* record,
                                              std::int32_t num_long_range, position_t q,
@@ -154,8 +158,8 @@ KVPOLICY_HOST_DEVICE ranked_slot worst_after(const Group& group, const Slots& sl
     return group.worst(worst);
 }
 
-/// The worst places beside a known one, of its tile and of all others: worst_after(), as far as it can be known before what comes into
-/// that place.
+/// The worst sequences beside a known one, of its tile and of all others: worst_after(), as far as it can be
+/// known before what comes into that place.
 struct next_victims {
     ranked_slot in_tile, elsewhere;
 };
@@ -195,17 +199,17 @@ KVPOLICY_HOST_DEVICE ranked_slot worst_after(const Group& group, const next_vict
 /// What one step does to the rows of one head.
 struct step_decision {
     std::int32_t used = 0;            ///< rows in use before
-    std::int32_t newest = 0;          ///< the row that the candidate gets
+    std::int32_t newest = 0;          ///< the row that the new token gets
     std::int32_t promoted = -1;       ///< the row that u, the key that leaves the window, gets; or -1
-    std::int32_t num_long_range = 0;  ///< top-k slots in use afterwards
-    std::int32_t known = -1;          ///< the worst top-k slot, or -1 where it must be searched
-    bool full = false;  ///< u top-k updates the worst top-k slot: resolve_eviction() has the last word
+    std::int32_t num_long_range = 0;  ///< top-k sequences in use afterwards
+    std::int32_t known = -1;          ///< the worst sequence, or -1 where it must be searched
+    bool full = false;  ///< u competes with the worst sequence: resolve_eviction() has the last word
     bool replaced = false;
     bool num_protected = false;  ///< u has its place for its position
     position_t leaving = 0;      ///< u
 };
 
-/// The worst top-k slot at query q, if `victim`, what the step before left as such, still is; else -1.
+/// The worst sequence at query q, if `victim`, what the step before left as such, still is; else -1.
 KVPOLICY_HOST_DEVICE inline std::int32_t known_worst(const HeadParams& head_params, position_t rebase_limit,
                                                      position_t q, std::int32_t victim) {
     return head_params.decay_step == 1 && priority_base(q, rebase_limit) == priority_base(q - 1, rebase_limit)
@@ -213,8 +217,9 @@ KVPOLICY_HOST_DEVICE inline std::int32_t known_worst(const HeadParams& head_para
                : -1;
 }
 
-/// Query `q`, the sequence's length, brings a key. `victim` is what the step before left as the worst top-k slot; `score` is u's; `pinned` of
-/// the `kept` places do not compete. All of the decision but the top-k update for the worst top-k slot, if there is one.
+/// Query `q`, the sequence's length, brings a key. `victim` is what the step before left as the worst sequence;
+/// `score` is u's; `pinned` of the `kept` places do not compete. All of the decision but the top-k update for
+/// the worst sequence, if there is one.
 template <class Gate>
 KVPOLICY_HOST_DEVICE step_decision begin_step(const HeadParams& head_params, const Gate& gate,
                                               position_t rebase_limit, position_t q,
@@ -247,7 +252,7 @@ KVPOLICY_HOST_DEVICE step_decision begin_step(const HeadParams& head_params, con
     return step;
 }
 
-/// The top-k update with u, as it ranks at the query, for the worst top-k slot.
+/// The top-k update of u, as it ranks at the query, for the worst sequence.
 KVPOLICY_HOST_DEVICE inline void resolve_eviction(step_decision& step, const HeadParams& head_params,
                                                   const ranked_slot& candidate, const ranked_slot& worst) {
     step.known = worst.slot;
@@ -257,8 +262,8 @@ KVPOLICY_HOST_DEVICE inline void resolve_eviction(step_decision& step, const Hea
     }
 }
 
-/// The worst top-k slot for the next step to know, after this one; -1 where it has to search. Only one group may call it, and only
-/// once u's candidate has been settled; the rows need not have changed yet.
+/// The worst sequence for the next step to know, after this one; -1 where it has to search. Only one group may
+/// call it, and only once u has been settled; the rows need not have changed yet.
 template <class Group, class Slots>
 KVPOLICY_HOST_DEVICE std::int32_t next_victim(const Group& group, const Slots& slots, std::int32_t* record,
                                               const step_decision& step, const ranked_slot& candidate,
@@ -271,7 +276,7 @@ KVPOLICY_HOST_DEVICE std::int32_t next_victim(const Group& group, const Slots& s
     return worst_after(group, slots, record, step.num_long_range, q, admitted).slot;
 }
 
-/// The same where find_next_victims() the worst top-k slot, if it is known, have been found.
+/// The same where find_next_victims() the worst sequence, if it is known, have been found.
 template <class Group>
 KVPOLICY_HOST_DEVICE std::int32_t next_victim(const Group& group, const HeadParams& head_params,
                                               const next_victims& victims, std::int32_t* record,
@@ -284,8 +289,9 @@ KVPOLICY_HOST_DEVICE std::int32_t next_victim(const Group& group, const HeadPara
     return worst_after(group, victims, record, admitted).slot;
 }
 
-/// What a chunk of tokens leaves of one head's top-k updates, in memory of the caller's. Keys have names, as in the host's chunk
-/// plan: a row r of the cache is r, token j of the chunk is rows + j, where `rows` is the head's capacity.
+/// What a chunk of tokens leaves of one head's top-k updates, in memory of the caller's. Keys have names, as
+/// in the host's chunk plan: a row r of the cache is r, token j of the chunk is rows + j, where `rows` is the
+/// head's capacity.
 struct chunk_slots {
     head_slots of;                     // copies of the cache's, which the top-k updates change
     std::int32_t* holder = nullptr;    // [budget]: the name of the key in each place
@@ -294,12 +300,47 @@ struct chunk_slots {
     expiry_t* chunk_expiry = nullptr;  // of the chunk's tokens
 };
 
-/// Runs the top-k updates of a chunk of `tokens` tokens from position `base` on. score(j) is that of the key that leaves the window
-/// at token j; name(u) of key u. Expiries, relative to `base`, have been filled in for keys that leave with their window.
-/// Returns the places in use; `pinned`: those of keys that do not compete, before and after.
+/// The first threads of a group that wait take the free sequences, all at once; keys that stay for their position
+/// get sequences, too.
+template <class Group, class Gate, class Put>
+KVPOLICY_HOST_DEVICE void fill_free_places(const Group& group, [[maybe_unused]] const Gate& gate,
+                                           const chunk_slots& chunk, std::int32_t& num_long_range,
+                                           [[maybe_unused]] std::int32_t& outside, bool& waits,
+                                           [[maybe_unused]] bool stays, Put&& put) {
+    // The first of those that wait take the free top-k slots, all at once.
+    std::int32_t before = group.before(waits), waiting = group.count(waits);
+    std::int32_t free = chunk.of.head_params.budget - num_long_range;
+    if constexpr (holds_keys<Gate>) {
+        free += outside;
+    }
+    const bool takes = waits && before < free;
+    std::int32_t taken = waiting < free ? waiting : free;
+    if constexpr (holds_keys<Gate>) {
+        before = group.before(takes || stays);
+        const std::int32_t staying = group.count(stays), tiles = tiles_of_slots(num_long_range);
+        outside += staying;
+        taken += staying;
+        if (group.rank() == 0) {  // tiles of keys that do not compete
+            for (std::int32_t tile = tiles; tile < tiles_of_slots(num_long_range + taken); ++tile) {
+                chunk.record[tile] = -1;
+            }
+        }
+    }
+    if (takes || stays) {
+        put(num_long_range + before);
+    }
+    group.sync();
+    num_long_range += taken;
+    waits = waits && !takes;
+}
+
+/// Runs the top-k updates of a chunk of `tokens` tokens from position `base` on. score(j) is that of the key
+/// that leaves the window at token j; name(u) of key u. Expiries, relative to `base`, have been filled in for
+/// keys that leave with their window. Returns the places in use; `pinned`: those of keys that do not compete,
+/// before and after.
 ///
-/// With decay step 1 the worst key only gets better, so a group looks at as many candidates at once as it has threads, and only
-/// those that beat the worst take their turn.
+/// With decay step 1 the worst key only gets better, so a group looks at as many candidates at once as it has
+/// threads, and only those that beat the worst take their turn.
 template <class Group, class Gate, class Score, class Name>
 KVPOLICY_HOST_DEVICE std::int32_t update_top_k(const Group& group, const chunk_slots& chunk, const Gate& gate,
                                                position_t base, std::int32_t tokens,
@@ -342,31 +383,9 @@ KVPOLICY_HOST_DEVICE std::int32_t update_top_k(const Group& group, const chunk_s
             chunk.of.position[slot] = u;
         };
         if (holds_keys<Gate> || num_long_range < head_params.budget) {
-            // The first of those that wait take the free top-k slots, all at once.
-            std::int32_t before = group.before(waits), waiting = group.count(waits);
-            std::int32_t free = head_params.budget - num_long_range;
-            if constexpr (holds_keys<Gate>) {
-                free += outside;
-            }
-            const bool takes = waits && before < free;
-            std::int32_t taken = waiting < free ? waiting : free;
-            if constexpr (holds_keys<Gate>) {
-                before = group.before(takes || stays);
-                const std::int32_t staying = group.count(stays), tiles = tiles_of_slots(num_long_range);
-                outside += staying;
-                taken += staying;
-                if (group.rank() == 0) {  // tiles of keys that do not compete
-                    for (std::int32_t tile = tiles; tile < tiles_of_slots(num_long_range + taken); ++tile) {
-                        chunk.record[tile] = -1;
-                    }
-                }
-            }
-            if (takes || stays) {
-                put(num_long_range + before, q + group.rank() - head_params.window, my_score);
-            }
-            group.sync();
-            num_long_range += taken;
-            waits = waits && !takes;
+            fill_free_places(
+                group, gate, chunk, num_long_range, outside, waits, stays,
+                [&](std::int32_t slot) { put(slot, q + group.rank() - head_params.window, my_score); });
         }
         while (group.count(waits) != 0) {
             if (!still || known_for != priority_base(q, limit)) {
@@ -404,9 +423,9 @@ KVPOLICY_HOST_DEVICE std::int32_t update_top_k(const Group& group, const chunk_s
     return num_long_range;
 }
 
-/// A group of one thread. All threads of a group call its members together: rank() below size(); the worst of all; the first
-/// thread for which something is so, or size(), how many threads before this one it is so for, and for how many in all; the number of
-/// one of them; sync() shows what they wrote to each other.
+/// A group of one thread. All threads of a group call its members together: rank() below size(); the worst of
+/// all; the first thread for which something is so, or size(), how many threads before this one it is so for,
+/// and for how many in all; the number of one of them; sync() shows what they wrote to each other.
 struct single_thread_group {
     KVPOLICY_HOST_DEVICE static std::int32_t rank() { return 0; }
     KVPOLICY_HOST_DEVICE static std::int32_t size() { return 1; }

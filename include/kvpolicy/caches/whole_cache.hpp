@@ -1,5 +1,6 @@
-// What the compiler says where a call that takes one layer, cache.layer(layer), is given the whole cache: one sentence, instead of a
-// list of templates that do not match. None of these is ever called; caches/calls.hpp has the calls.
+// What the compiler says where a call that takes one layer, cache.layer(layer), is given the whole cache: one
+// sentence, instead of a list of templates that do not match. None of these is ever called; caches/calls.hpp
+// has the calls.
 #pragma once
 
 #include <kvpolicy/caches/calls.hpp>

@@ -3,8 +3,8 @@
 
 namespace kvpolicy {
 
-/// The head_dims that a call is compiled for: tiles, which smaller head_dims are padded to. head_dims<128> serves 72, 96
-/// and 128 and compiles in a third of the time.
+/// The head_dims that a call is compiled for: tiles, which smaller head_dims are padded to. head_dims<128>
+/// serves 72, 96 and 128 and compiles in a third of the time.
 template <int... Dims>
 struct head_dims {
     static_assert(

@@ -1,4 +1,5 @@
-// What the dispatches of several operations share: argument checks that need no device memory, and the edges of packed segments.
+// What the dispatches of several operations share: argument checks that need no device memory, and the edges
+// of packed segments.
 #pragma once
 
 #include <kvpolicy/core/check.hpp>

@@ -1,7 +1,8 @@
-// Where device code lives. A kernel, and every function that may reach one, is hidden and stands in an inline namespace
-// made of the library's version and of the architectures that nvcc was asked for. So two libraries of one process that
-// use different versions, or were built for different GPUs, each run their own code: without this the dynamic linker
-// would give one of them the other's launch stubs, whose binary may lack code for the GPU.
+// Where device code lives. A kernel, and every function that may reach one, is hidden and stands in an inline
+// namespace made of the library's version and of the architectures that nvcc was asked for. So two libraries
+// of one process that use different versions, or were built for different GPUs, each run their own code:
+// without this the dynamic linker would give one of them the other's launch stubs, whose binary may lack code
+// for the GPU.
 //
 // Policies, views, contexts and errors stay outside of it: they are what users' signatures mention.
 #pragma once
@@ -63,8 +64,8 @@
 namespace kvpolicy {
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 
-/// Stands for this build in the names of templates that are not in its namespace, members of a cache say: as a template argument
-/// that nobody gives.
+/// Stands for this build in the names of templates that are not in its namespace, members of a cache say: as
+/// a template argument that nobody gives.
 struct cuda_build {};
 
 }  // namespace KVPOLICY_HIDDEN

@@ -1,5 +1,5 @@
-// Matrix products of the caller's cuBLASLt handle. Whoever includes this links cuBLASLt (CMake: CUDA::cublasLt, else -lcublasLt); the rest of
-// the library does without.
+// Matrix products of the caller's cuBLASLt handle. Whoever includes this links cuBLASLt (CMake:
+// CUDA::cublasLt, else -lcublasLt); the rest of the library does without.
 #pragma once
 
 #include <kvpolicy/core/cuda_context.hpp>
@@ -37,7 +37,8 @@ inline constexpr cudaDataType_t cublas_type = std::is_same_v<T, bf16>   ? CUDA_R
                                               : std::is_same_v<T, fp16> ? CUDA_R_16F
                                                                         : CUDA_R_32F;
 
-/// A row-major matrix in device memory: `rows` rows of `columns` numbers, `stride` numbers apart. stride >= columns.
+/// A row-major matrix in device memory: `rows` rows of `columns` numbers, `stride` numbers apart. stride >=
+/// columns.
 struct product_matrix {
     const void* data = nullptr;
     cudaDataType_t type = CUDA_R_32F;
@@ -101,8 +102,9 @@ class product_plan {
     cublasLtMatmulPreference_t wish = nullptr;
 };
 
-/// to = a b, or to += a b; either may be taken transposed. fp32 sums. Enqueued on the context's stream; `workspace` has cublaslt_bytes.
-/// `factors`, where given: {f, 1, 0} in device memory, for f a b in place of a b.
+/// to = a b, or to += a b; either may be taken transposed. fp32 sums. Enqueued on the context's stream;
+/// `workspace` has cublaslt_bytes. `factors`, where given: {f, 1, 0} in device memory, for f a b in place of
+/// a b.
 inline void multiply(const cuda& on, cublasLtHandle_t handle, const product_matrix& a, bool transpose_a,
                      const product_matrix& b, bool transpose_b, const product_matrix& to, bool add,
                      void* workspace, const float* factors = nullptr) {

@@ -1,8 +1,10 @@
-// Two paths of one kernel: sm_90a code (wgmma, setmaxnreg) where the binary has it and the GPU is one, else portable code.
+// Two paths of one kernel: sm_90a code (wgmma, setmaxnreg) where the binary has it and the GPU is one, else
+// portable code.
 //
-// A Hopper kernel is a __global__ function of its own. Its body stands under #if KVPOLICY_HOPPER_CODE, and its launch
-// bounds are KVPOLICY_HOPPER_THREADS(n): other architectures compile an empty body of at most 32 threads. So the dispatch
-// can ask the driver which of the two the GPU would get: code for 9.0 without the "a" looks the same otherwise.
+// A Hopper kernel is a __global__ function of its own. Its body stands under #if KVPOLICY_HOPPER_CODE, and
+// its launch bounds are KVPOLICY_HOPPER_THREADS(n): other architectures compile an empty body of at most 32
+// threads. So the dispatch can ask the driver which of the two the GPU would get: code for 9.0 without the
+// "a" looks the same otherwise.
 #pragma once
 
 #include <kvpolicy/cuda/config.cuh>

@@ -1,4 +1,5 @@
-// From a dispatch to a kernel: error checks, the device of a context, launches, and the caller's workspace in parts.
+// From a dispatch to a kernel: error checks, the device of a context, launches, and the caller's workspace in
+// parts.
 #pragma once
 
 #include <kvpolicy/core/cuda_context.hpp>
@@ -20,8 +21,8 @@ namespace kvpolicy {
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 namespace cuda_backend {
 
-/// Reports a failed call with its name and the place of this check. A binary without code for the GPU is named as such,
-/// since CUDA's own text for it is easily misread.
+/// Reports a failed call with its name and the place of this check. A binary without code for the GPU is
+/// named as such, since CUDA's own text for it is easily misread.
 inline void check(cudaError_t error, const char* call,
                   std::source_location where = std::source_location::current()) {
     if (error == cudaSuccess) [[likely]] {
@@ -30,7 +31,8 @@ inline void check(cudaError_t error, const char* call,
     static_cast<void>(
         cudaGetLastError());  // the error is reported here, so the next call must not see it again
     std::string text = std::string(cudaGetErrorName(error)) + ", " + cudaGetErrorString(error);
-    // Relocatable device code without code for the GPU is a symbol that was not found: we launch kernels, and name no others.
+    // Relocatable device code without code for the GPU is a symbol that was not found: we launch kernels,
+    // and name no others.
     if (error == cudaErrorNoKernelImageForDevice || error == cudaErrorInvalidDeviceFunction ||
         error == cudaErrorUnsupportedPtxVersion || error == cudaErrorSymbolNotFound) {
         int device = 0;
@@ -49,8 +51,8 @@ inline void check(cudaError_t error, const char* call,
 }
 
 #if defined(KVPOLICY_TEST_GPU)
-/// Where not 0, calls run as on a GPU of compute capability 8 whose blocks have at most so many bytes of shared memory: for tests, which define
-/// KVPOLICY_TEST_GPU in a program's only translation unit.
+/// Where not 0, calls run as on a GPU of compute capability 8 whose blocks have at most so many bytes of
+/// shared memory: for tests, which define KVPOLICY_TEST_GPU in a program's only translation unit.
 inline int test_shared_limit = 0;
 #endif
 
@@ -69,8 +71,8 @@ inline int attribute_of(int device, cudaDeviceAttr which) {
     return value;
 }
 
-/// The device that a context's work runs on. (A stream may not be asked for its device while it is capturing, and work can
-/// be enqueued only where the stream's device is current, so the current one is the answer.)
+/// The device that a context's work runs on. (A stream may not be asked for its device while it is capturing,
+/// and work can be enqueued only where the stream's device is current, so the current one is the answer.)
 inline int device_of(const cuda& on) {
     if (on.device >= 0) {
         return on.device;
@@ -117,8 +119,8 @@ class device_scope {
     int before_ = 0;
 };
 
-/// Refuses memory that a cache cannot stay in: pageable memory of the host, where the device does not read that, and what another
-/// device has.
+/// Refuses memory that a cache cannot stay in: pageable memory of the host, where the device does not read
+/// that, and what another device has.
 inline void check_device_memory(const device_scope& device, const char* name, const void* memory) {
     cudaPointerAttributes of{};
     check(cudaPointerGetAttributes(&of, memory), "cudaPointerGetAttributes");
@@ -143,7 +145,8 @@ inline bool shared_fits(const device_scope& device, const char* name, const void
     return shared_bytes <= shared_capacity(device, name, kernel);
 }
 
-/// Refuses an argument that makes a kernel want more than `capacity` bytes of shared memory a block, before anything is enqueued.
+/// Refuses an argument that makes a kernel want more than `capacity` bytes of shared memory a block, before
+/// anything is enqueued.
 inline void require_shared(const char* argument, std::int32_t value, std::size_t wanted,
                            std::size_t capacity) {
     detail::require(wanted <= capacity, argument, value, [&] {
@@ -152,8 +155,9 @@ inline void require_shared(const char* argument, std::int32_t value, std::size_t
     });
 }
 
-/// Lets a kernel have more dynamic shared memory than every kernel may: all that the present device has, whatever this launch wants, so
-/// that no other thread's launch of the same kernel finds less than it asked for.
+/// Lets a kernel have more dynamic shared memory than every kernel may: all that the present device has,
+/// whatever this launch wants, so that no other thread's launch of the same kernel finds less than it asked
+/// for.
 inline void allow_shared(const char* name, const void* kernel, std::size_t shared_bytes) {
     constexpr std::size_t without_asking = 48 * 1024;
     if (shared_bytes <= without_asking) {
@@ -206,7 +210,8 @@ inline cudaLaunchConfig_t launch_config(unsigned blocks, int threads, std::size_
     return config;
 }
 
-/// Enqueues a kernel on a 1-D grid, with launch attributes; `name` is a literal and names the kernel in errors.
+/// Enqueues a kernel on a 1-D grid, with launch attributes; `name` is a literal and names the kernel in
+/// errors.
 template <class... Parameters, class... Arguments>
 void launch_with(launch_attributes attributes, const char* name, void (*kernel)(Parameters...),
                  std::int64_t blocks, int threads, std::size_t shared_bytes, const cuda& on,
@@ -228,8 +233,8 @@ void launch(const char* name, void (*kernel)(Parameters...), std::int64_t blocks
     }
 }
 
-/// What `ask` finds about a kernel on a device, a number from 0 on: asked once a device, since a step would ask each time. `Which`
-/// tells questions apart.
+/// What `ask` finds about a kernel on a device, a number from 0 on: asked once a device, since a step would
+/// ask each time. `Which` tells questions apart.
 template <auto Kernel, int Which, class Ask>
 int asked_once(const device_scope& device, const Ask& ask) {
 #if defined(KVPOLICY_TEST_GPU)
@@ -265,7 +270,8 @@ bool runs_as_hopper(const device_scope& device) {
            }) != 0;
 }
 
-/// The most blocks of a cluster that every GPU of compute capability 9.0 or later takes; more must be allowed by kernel and context.
+/// The most blocks of a cluster that every GPU of compute capability 9.0 or later takes; more must be
+/// allowed by kernel and context.
 inline constexpr unsigned portable_cluster = 8;
 template <auto Kernel>
 void allow_cluster(const char* name, unsigned blocks) {
@@ -276,8 +282,24 @@ void allow_cluster(const char* name, unsigned blocks) {
     }
 }
 
-/// The most blocks of a kernel, up to `most` and always of these sizes, that a device runs as a cluster; 1: it has no clusters, or
-/// no room for one (a part of a GPU, as MIG and MPS give it).
+/// The most blocks of a kernel, up to `most` and always of these sizes, that a device runs as a cluster; 1:
+/// it has no clusters, or How many clusters of so many blocks the current device runs at once; -1 where the
+/// driver has no answer.
+template <auto Kernel>
+int active_clusters(int blocks, int threads, std::size_t shared_bytes) {
+    launch_attributes attributes;
+    attributes.add_cluster(static_cast<unsigned>(blocks));
+    const cudaLaunchConfig_t config =
+        launch_config(static_cast<unsigned>(blocks), threads, shared_bytes, attributes);
+    int clusters = 0;
+    if (cudaOccupancyMaxActiveClusters(&clusters, Kernel, &config) != cudaSuccess) {
+        static_cast<void>(cudaGetLastError());
+        return -1;
+    }
+    return clusters;
+}
+
+/// no room for one (a part of a GPU, as with MIG and MPS).
 template <auto Kernel>
 int largest_cluster(const device_scope& device, int most, int threads, std::size_t shared_bytes) {
     if (!runs_as_hopper<Kernel>(device)) {
@@ -298,24 +320,16 @@ int largest_cluster(const device_scope& device, int most, int threads, std::size
             return 1;
         }
         for (blocks = blocks < most ? blocks : most; blocks > 1; --blocks) {
-            launch_attributes attributes;
-            attributes.add_cluster(static_cast<unsigned>(blocks));
-            const cudaLaunchConfig_t config =
-                launch_config(static_cast<unsigned>(blocks), threads, shared_bytes, attributes);
-            int clusters = 0;
-            if (cudaOccupancyMaxActiveClusters(&clusters, Kernel, &config) != cudaSuccess) {
-                static_cast<void>(cudaGetLastError());
-                return blocks;  // no answer: the first one stands
-            }
-            if (clusters > 0) {
-                return blocks;
+            if (active_clusters<Kernel>(blocks, threads, shared_bytes) != 0) {
+                return blocks;  // without an answer the first one stands
             }
         }
         return 1;
     });
 }
 
-/// How many clusters of so many blocks a device runs at once, of a kernel always launched by such sizes; 0: it has no clusters, or no room.
+/// How many clusters of so many blocks a device runs at once, of a kernel always launched by such sizes; 0:
+/// it has no clusters, or no room.
 template <auto Kernel>
 int clusters_at_once(const device_scope& device, int blocks, int threads, std::size_t shared_bytes) {
     if (!runs_as_hopper<Kernel>(device)) {
@@ -323,21 +337,13 @@ int clusters_at_once(const device_scope& device, int blocks, int threads, std::s
     }
     return asked_once<Kernel, 3>(device, [&] {
         allow_shared("cudaFuncSetAttribute", reinterpret_cast<const void*>(Kernel), shared_bytes);
-        launch_attributes attributes;
-        attributes.add_cluster(static_cast<unsigned>(blocks));
-        const cudaLaunchConfig_t config =
-            launch_config(static_cast<unsigned>(blocks), threads, shared_bytes, attributes);
-        int clusters = 0;
-        if (cudaOccupancyMaxActiveClusters(&clusters, Kernel, &config) != cudaSuccess) {
-            static_cast<void>(cudaGetLastError());  // there is a way without
-            return 0;
-        }
-        return clusters;
+        const int clusters = active_clusters<Kernel>(blocks, threads, shared_bytes);
+        return clusters > 0 ? clusters : 0;  // without an answer there is a way without clusters
     });
 }
 
-/// An SM runs blocks of two kernels at once only where both want the same cut between its L1 cache and shared memory:
-/// those that shall run beside each other ask for as much shared memory as there is.
+/// An SM runs blocks of two kernels at once only where both want the same cut between its L1 cache
+/// and shared memory: those that shall run beside each other ask for as much shared memory as there is.
 template <auto Kernel>
 void share_sms(const device_scope& device) {
     asked_once<Kernel, 2>(device, [] {
@@ -349,9 +355,9 @@ void share_sms(const device_scope& device) {
     });
 }
 
-/// As launch(), but the kernel may begin once all blocks of the one before in the stream have called let_next_kernel_start(), and
-/// must call wait_for_kernel_before() where it needs what that one wrote. Where the GPU or the kernel's code is older
-/// than compute capability 9.0, it begins when the other has ended.
+/// As launch(), but the kernel may begin once all blocks of the one before in the stream have called
+/// let_next_kernel_start(), and must call wait_for_kernel_before() where it needs what that one wrote. Where
+/// the GPU or the kernel's code is older than compute capability 9.0, it begins when the other has ended.
 template <auto Kernel, class... Arguments>
 void launch_early(const char* name, std::int64_t blocks, int threads, std::size_t shared_bytes,
                   const device_scope& device, const cuda& on, unsigned cluster, Arguments... arguments) {
@@ -380,7 +386,8 @@ __device__ inline void wait_for_kernel_before() {
 #endif
 }
 
-/// Enqueues a kernel whose blocks wait for each other: up to `most` of them on every SM, all at once.
+/// Enqueues a kernel whose blocks wait for each other: up to `most` of them on every SM, all at
+/// once.
 template <class... Parameters, class... Arguments>
 void launch_cooperative(const char* name, void (*kernel)(Parameters...), int most, const device_scope& device,
                         int threads, std::size_t shared_bytes, const cuda& on, Arguments... arguments) {
@@ -397,14 +404,16 @@ void launch_cooperative(const char* name, void (*kernel)(Parameters...), int mos
                 threads, shared_bytes, on, arguments...);
 }
 
-/// The block's dynamic shared memory, aligned to 128 bytes: behind a static array of another size, rows of a swizzled tile would lie
-/// across lines, which costs copies into them a sixth of their rate. All kernels take theirs from here.
+/// The block's dynamic shared memory, aligned to 128 bytes: behind a static array of another size, rows of a
+/// swizzled tile would lie across lines, which costs copies into them a sixth of their rate. All kernels take
+/// theirs from here.
 __device__ inline unsigned char* dynamic_shared() {
     extern __shared__ __align__(128) unsigned char kvpolicy_dynamic_shared[];
     return kvpolicy_dynamic_shared;
 }
 
-/// Parts of the caller's workspace, in the order in which they are asked for. With no memory it only measures.
+/// Parts of the caller's workspace, in the order in which they are asked for. With no memory it only
+/// measures.
 class workspace_parts {
   public:
     static constexpr std::size_t alignment = 256;

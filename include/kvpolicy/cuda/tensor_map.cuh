@@ -1,5 +1,5 @@
-// Tensor maps: how TMA finds the tiles of a view. The driver encodes them on the host, and they go to kernels as
-// __grid_constant__ parameters.
+// Tensor maps: how TMA finds the tiles of a view. The driver encodes them on the host, and they go to kernels
+// as __grid_constant__ parameters.
 #pragma once
 
 #include <kvpolicy/core/types.hpp>
@@ -17,7 +17,8 @@ namespace kvpolicy {
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 namespace cuda_backend {
 
-/// cuTensorMapEncodeTiled of the driver that runs, so that nobody has to link against it; null where it has none.
+/// cuTensorMapEncodeTiled of the driver that runs, so that nobody has to link against it; null where it has
+/// none.
 inline auto tensor_map_encoder() {
     using encoder = decltype(&cuTensorMapEncodeTiled);
     static const encoder found = [] {
@@ -36,9 +37,9 @@ inline auto tensor_map_encoder() {
     return found;
 }
 
-/// A map of rows of bf16 or fp16 whose boxes are 64 elements of `box_rows` rows of one head, swizzled as wgmma reads them
-/// (cuda/primitives/wgmma.cuh). Elements beyond head_dim and rows beyond the view come as 0. False where TMA cannot read the view: data
-/// or strides that are no multiples of 16 bytes, or negative.
+/// A map of rows of bf16 or fp16 whose boxes are 64 elements of `box_rows` rows of one head, swizzled as
+/// wgmma reads them (cuda/primitives/wgmma.cuh). Elements beyond head_dim and rows beyond the view come as 0.
+/// False where TMA cannot read the view: data or strides that are no multiples of 16 bytes, or negative.
 template <class T>
 bool make_tensor_map(const rows_view<const T>& rows, std::uint32_t box_rows, CUtensorMap& map) {
     static_assert(std::is_same_v<T, bf16> || std::is_same_v<T, fp16>);

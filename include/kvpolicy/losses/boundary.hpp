@@ -91,7 +91,7 @@ struct BoundaryLoss {
 
     /// Bytes of workspace for a call with these sequences and `heads` KV heads, over all layers of the call.
     template <AnyPolicy P>
-    [[nodiscard]] std::size_t workspace_bytes(const host& on, const P& policy, const Sequences& sequences,
+    [[nodiscard]] std::size_t workspace_bytes(const host& ctx, const P& policy, const Sequences& sequences,
                                               std::int32_t heads) const;
 
     /// scores [B, Hkv, S] raw logits of the student, target [B, Hkv, S] of the teacher (future_mass). Overwrites d_scores
@@ -103,7 +103,7 @@ struct BoundaryLoss {
     /// Refuses, before anything is written: numbers out of range, shapes that disagree, a NaN target or a score that is
     /// not finite at a key that leaves the window, too little workspace.
     template <AnyPolicy P, class Real>
-    void operator()(const host& on, const P& policy, std::type_identity_t<plane_view<const Real>> scores,
+    void operator()(const host& ctx, const P& policy, std::type_identity_t<plane_view<const Real>> scores,
                     plane_view<const float> target, const Sequences& sequences, plane_view<Real> d_scores,
                     double* d_log_gamma, BoundaryValue* value, workspace_view workspace,
                     const BoundaryOptions& options = {}) const;
@@ -113,7 +113,7 @@ struct BoundaryLoss {
     // by head are host memory, read during the call. Nothing is allocated, nothing waited for.
 
     template <AnyPolicy P, class Build = cuda_build>
-    [[nodiscard]] std::size_t workspace_bytes(const cuda& on, const P& policy, const Sequences& sequences,
+    [[nodiscard]] std::size_t workspace_bytes(const cuda& ctx, const P& policy, const Sequences& sequences,
                                               std::int32_t heads) const;
 
     /// The same examples and draws, value and gradients to rounding, the same bits in every run. Scores are fp32. Labels come
@@ -121,7 +121,7 @@ struct BoundaryLoss {
     /// starts null). Refuses, before anything is enqueued, the rest of what the host refuses, and heads that options.layers
     /// does not divide.
     template <AnyPolicy P, class Real, class Build = cuda_build>
-    void operator()(const cuda& on, const P& policy, std::type_identity_t<plane_view<const Real>> scores,
+    void operator()(const cuda& ctx, const P& policy, std::type_identity_t<plane_view<const Real>> scores,
                     plane_view<const float> target, const Sequences& sequences, plane_view<Real> d_scores,
                     double* d_log_gamma, BoundaryValue* value, workspace_view workspace,
                     const BoundaryOptions& options = {}) const;

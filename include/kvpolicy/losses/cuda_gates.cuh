@@ -22,13 +22,13 @@ inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 
 /// Bytes of device workspace that straight_through_values needs.
 template <AnyPolicy P>
-std::size_t straight_through_values_workspace_bytes(const cuda& on, const P& policy,
+std::size_t straight_through_values_workspace_bytes(const cuda& ctx, const P& policy,
                                                     const Sequences& sequences, std::int32_t heads);
 
 /// v and d_v [B, Hkv, S, Dv]; overwrites d_scores [B, Hkv, S] for the sequences' lengths. Where v or d_v of a key
 /// that counts is not finite, status_not_finite says so.
 template <AnyPolicy P, class V>
-void straight_through_values(const cuda& on, const P& policy,
+void straight_through_values(const cuda& ctx, const P& policy,
                              std::type_identity_t<plane_view<const compute_t<std::remove_const_t<V>>>> scores,
                              rows_view<V> v, input_rows<std::remove_const_t<V>> d_v,
                              const Sequences& sequences,
@@ -37,12 +37,12 @@ void straight_through_values(const cuda& on, const P& policy,
 
 /// Bytes of device workspace that retention_counts needs.
 template <AnyPolicy P>
-std::size_t retention_counts_workspace_bytes(const cuda& on, const P& policy, const Sequences& sequences,
+std::size_t retention_counts_workspace_bytes(const cuda& ctx, const P& policy, const Sequences& sequences,
                                              std::int32_t heads);
 
 /// Overwrites counts [Hkv], exactly the host's.
 template <AnyPolicy P, class Real>
-void retention_counts(const cuda& on, const P& policy, plane_view<Real> scores, const Sequences& sequences,
+void retention_counts(const cuda& ctx, const P& policy, plane_view<Real> scores, const Sequences& sequences,
                       double* counts, workspace_view workspace, const GateOptions& options = {});
 
 }  // namespace KVPOLICY_HIDDEN

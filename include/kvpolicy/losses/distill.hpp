@@ -22,13 +22,13 @@ namespace kvpolicy {
 // label or index outside its row, which is left out.
 
 /// Bytes of workspace for top_logits: none on CUDA.
-std::size_t top_logits_workspace_bytes(const host& on, std::int32_t vocabulary);
+std::size_t top_logits_workspace_bytes(const host& ctx, std::int32_t vocabulary);
 
 /// Writes the `values.dim` largest logits of each token, largest first (equal ones by rising index), and their indices:
 /// logits [B, 1, S, V], values and indices [B, 1, S, K], K <= V. So a teacher's logits can be stored, and the teacher left
 /// out of training. Overwrites. Refuses a NaN among the logits.
 template <Storage T>
-void top_logits(const host& on, std::type_identity_t<rows_view<const T>> logits, const Sequences& sequences,
+void top_logits(const host& ctx, std::type_identity_t<rows_view<const T>> logits, const Sequences& sequences,
                 rows_view<T> values, rows_view<std::int32_t> indices, workspace_view workspace,
                 const LossOptions& options = {});
 
@@ -47,17 +47,17 @@ struct TopDistillation {
 
     /// Bytes of workspace for the first form, and for the second.
     template <class Rows>
-    [[nodiscard]] std::size_t workspace_bytes(const host& on, rows_view<Rows> teacher,
+    [[nodiscard]] std::size_t workspace_bytes(const host& ctx, rows_view<Rows> teacher,
                                               const Sequences& sequences) const;
     template <class Rows>
-    [[nodiscard]] std::size_t workspace_bytes(const host& on, rows_view<Rows> values,
+    [[nodiscard]] std::size_t workspace_bytes(const host& ctx, rows_view<Rows> values,
                                               rows_view<const std::int32_t> indices,
                                               const Sequences& sequences) const;
 
     /// teacher and student [B, 1, S, V]; overwrites d_student [B, 1, S, V] for the sequences' lengths, and *value. Refuses shapes
     /// that disagree, a NaN logit that is read. On CUDA `top` is at most max_top_logits.
     template <Storage T>
-    void operator()(const host& on, std::type_identity_t<rows_view<const T>> teacher,
+    void operator()(const host& ctx, std::type_identity_t<rows_view<const T>> teacher,
                     std::type_identity_t<rows_view<const T>> student, const Sequences& sequences,
                     rows_view<T> d_student, LossValue* value, workspace_view workspace,
                     const LossOptions& options = {}) const;
@@ -65,26 +65,26 @@ struct TopDistillation {
     /// The same from stored logits: values and indices [B, 1, S, K] as top_logits writes them, the indices of one token
     /// distinct; `top` does not count.
     template <Storage T>
-    void operator()(const host& on, std::type_identity_t<rows_view<const T>> values,
+    void operator()(const host& ctx, std::type_identity_t<rows_view<const T>> values,
                     rows_view<const std::int32_t> indices, std::type_identity_t<rows_view<const T>> student,
                     const Sequences& sequences, rows_view<T> d_student, LossValue* value,
                     workspace_view workspace, const LossOptions& options = {}) const;
 
 #if defined(__CUDACC__)
     template <class Rows, class Build = cuda_build>
-    [[nodiscard]] std::size_t workspace_bytes(const cuda& on, rows_view<Rows> teacher,
+    [[nodiscard]] std::size_t workspace_bytes(const cuda& ctx, rows_view<Rows> teacher,
                                               const Sequences& sequences) const;
     template <class Rows, class Build = cuda_build>
-    [[nodiscard]] std::size_t workspace_bytes(const cuda& on, rows_view<Rows> values,
+    [[nodiscard]] std::size_t workspace_bytes(const cuda& ctx, rows_view<Rows> values,
                                               rows_view<const std::int32_t> indices,
                                               const Sequences& sequences) const;
     template <Storage T, class Build = cuda_build>
-    void operator()(const cuda& on, std::type_identity_t<rows_view<const T>> teacher,
+    void operator()(const cuda& ctx, std::type_identity_t<rows_view<const T>> teacher,
                     std::type_identity_t<rows_view<const T>> student, const Sequences& sequences,
                     rows_view<T> d_student, LossValue* value, workspace_view workspace,
                     const LossOptions& options = {}) const;
     template <Storage T, class Build = cuda_build>
-    void operator()(const cuda& on, std::type_identity_t<rows_view<const T>> values,
+    void operator()(const cuda& ctx, std::type_identity_t<rows_view<const T>> values,
                     rows_view<const std::int32_t> indices, std::type_identity_t<rows_view<const T>> student,
                     const Sequences& sequences, rows_view<T> d_student, LossValue* value,
                     workspace_view workspace, const LossOptions& options = {}) const;
@@ -97,23 +97,23 @@ struct CrossEntropy {
 
     /// Bytes of workspace: none on the host.
     template <class Rows>
-    [[nodiscard]] std::size_t workspace_bytes(const host& on, rows_view<Rows> student,
+    [[nodiscard]] std::size_t workspace_bytes(const host& ctx, rows_view<Rows> student,
                                               const Sequences& sequences) const;
 
     /// student [B, 1, S, V]; labels [B, 1, S], where -1 leaves a token out; overwrites d_student for the sequences' lengths, and
     /// *value. Refuses shapes that disagree, a label of V or more, a NaN logit.
     template <Storage T>
-    void operator()(const host& on, plane_view<const std::int32_t> labels,
+    void operator()(const host& ctx, plane_view<const std::int32_t> labels,
                     std::type_identity_t<rows_view<const T>> student, const Sequences& sequences,
                     rows_view<T> d_student, LossValue* value, workspace_view workspace,
                     const LossOptions& options = {}) const;
 
 #if defined(__CUDACC__)
     template <class Rows, class Build = cuda_build>
-    [[nodiscard]] std::size_t workspace_bytes(const cuda& on, rows_view<Rows> student,
+    [[nodiscard]] std::size_t workspace_bytes(const cuda& ctx, rows_view<Rows> student,
                                               const Sequences& sequences) const;
     template <Storage T, class Build = cuda_build>
-    void operator()(const cuda& on, plane_view<const std::int32_t> labels,
+    void operator()(const cuda& ctx, plane_view<const std::int32_t> labels,
                     std::type_identity_t<rows_view<const T>> student, const Sequences& sequences,
                     rows_view<T> d_student, LossValue* value, workspace_view workspace,
                     const LossOptions& options = {}) const;
@@ -126,22 +126,22 @@ struct L2Distillation {
 
     /// Bytes of workspace: none on the host.
     template <class Rows>
-    [[nodiscard]] std::size_t workspace_bytes(const host& on, rows_view<Rows> teacher,
+    [[nodiscard]] std::size_t workspace_bytes(const host& ctx, rows_view<Rows> teacher,
                                               const Sequences& sequences) const;
 
     /// teacher, student and d_student [B, 1, S, D] (or any number of heads). Overwrites d_student for the lengths, and *value.
     template <Storage T>
-    void operator()(const host& on, std::type_identity_t<rows_view<const T>> teacher,
+    void operator()(const host& ctx, std::type_identity_t<rows_view<const T>> teacher,
                     std::type_identity_t<rows_view<const T>> student, const Sequences& sequences,
                     rows_view<T> d_student, LossValue* value, workspace_view workspace,
                     const LossOptions& options = {}) const;
 
 #if defined(__CUDACC__)
     template <class Rows, class Build = cuda_build>
-    [[nodiscard]] std::size_t workspace_bytes(const cuda& on, rows_view<Rows> teacher,
+    [[nodiscard]] std::size_t workspace_bytes(const cuda& ctx, rows_view<Rows> teacher,
                                               const Sequences& sequences) const;
     template <Storage T, class Build = cuda_build>
-    void operator()(const cuda& on, std::type_identity_t<rows_view<const T>> teacher,
+    void operator()(const cuda& ctx, std::type_identity_t<rows_view<const T>> teacher,
                     std::type_identity_t<rows_view<const T>> student, const Sequences& sequences,
                     rows_view<T> d_student, LossValue* value, workspace_view workspace,
                     const LossOptions& options = {}) const;

@@ -47,33 +47,33 @@ struct CompressionLoss {
 
     /// Bytes of workspace for sums, and for a call with these sequences and `heads` KV heads: none on the host.
     template <AnyPolicy P>
-    [[nodiscard]] std::size_t workspace_bytes(const host& on, const P& policy, const Sequences& sequences,
+    [[nodiscard]] std::size_t workspace_bytes(const host& ctx, const P& policy, const Sequences& sequences,
                                               std::int32_t heads) const;
 
     /// Adds the decisions on scores [B, Hkv, S] to *sums, so that the layers of a model add up. Refuses a NaN score that is read.
     /// On CUDA (memory as in losses/gates.hpp) the same decisions: draws, and what `straight_through` counts but for alphas
     /// within rounding of 0.5.
     template <AnyPolicy P, class Real>
-    void sums(const host& on, const P& policy, plane_view<Real> scores, const Sequences& sequences,
+    void sums(const host& ctx, const P& policy, plane_view<Real> scores, const Sequences& sequences,
               EvictionSums* sums, workspace_view workspace, const CompressionOptions& options = {}) const;
 
     /// d_scores [B, Hkv, S]: overwritten for the sequences' lengths with d value / d z = -scale alpha (1 - alpha) /
     /// (temperature keys) where the mean is below the target, else 0. Refuses a target outside [0, 1], a NaN score that is
     /// read, and a total of fewer keys than the call's.
     template <AnyPolicy P, class Real>
-    void operator()(const host& on, const P& policy, std::type_identity_t<plane_view<const Real>> scores,
+    void operator()(const host& ctx, const P& policy, std::type_identity_t<plane_view<const Real>> scores,
                     const Sequences& sequences, plane_view<Real> d_scores, LossValue* value,
                     workspace_view workspace, const CompressionOptions& options = {}) const;
 
 #if defined(__CUDACC__)
     template <AnyPolicy P, class Real, class Build = cuda_build>
-    void sums(const cuda& on, const P& policy, plane_view<Real> scores, const Sequences& sequences,
+    void sums(const cuda& ctx, const P& policy, plane_view<Real> scores, const Sequences& sequences,
               EvictionSums* sums, workspace_view workspace, const CompressionOptions& options = {}) const;
     template <AnyPolicy P, class Build = cuda_build>
-    [[nodiscard]] std::size_t workspace_bytes(const cuda& on, const P& policy, const Sequences& sequences,
+    [[nodiscard]] std::size_t workspace_bytes(const cuda& ctx, const P& policy, const Sequences& sequences,
                                               std::int32_t heads) const;
     template <AnyPolicy P, class Real, class Build = cuda_build>
-    void operator()(const cuda& on, const P& policy, std::type_identity_t<plane_view<const Real>> scores,
+    void operator()(const cuda& ctx, const P& policy, std::type_identity_t<plane_view<const Real>> scores,
                     const Sequences& sequences, plane_view<Real> d_scores, LossValue* value,
                     workspace_view workspace, const CompressionOptions& options = {}) const;
 #endif

@@ -37,23 +37,23 @@ struct GateSparsity {
 
     /// Bytes of workspace for a call with these sequences and `heads` KV heads: none on the host.
     template <AnyPolicy P>
-    [[nodiscard]] std::size_t workspace_bytes(const host& on, const P& policy, const Sequences& sequences,
+    [[nodiscard]] std::size_t workspace_bytes(const host& ctx, const P& policy, const Sequences& sequences,
                                               std::int32_t heads) const;
 
     /// scores and d_scores [B, Hkv, S]; overwrites d_scores for the sequences' lengths, and *value. Refuses a NaN score that is
     /// read. On CUDA: tensors, *value, status and the arrays of `sequences` are device memory, scores fp32; value and gradients are
     /// the host's to rounding, the same bits in every run; a NaN score adds nothing, its gradient is 0, and it sets status_nan_score.
     template <AnyPolicy P, class Real>
-    void operator()(const host& on, const P& policy, std::type_identity_t<plane_view<const Real>> scores,
+    void operator()(const host& ctx, const P& policy, std::type_identity_t<plane_view<const Real>> scores,
                     const Sequences& sequences, plane_view<Real> d_scores, LossValue* value,
                     workspace_view workspace, const LossOptions& options = {}) const;
 
 #if defined(__CUDACC__)
     template <AnyPolicy P, class Build = cuda_build>
-    [[nodiscard]] std::size_t workspace_bytes(const cuda& on, const P& policy, const Sequences& sequences,
+    [[nodiscard]] std::size_t workspace_bytes(const cuda& ctx, const P& policy, const Sequences& sequences,
                                               std::int32_t heads) const;
     template <AnyPolicy P, class Real, class Build = cuda_build>
-    void operator()(const cuda& on, const P& policy, std::type_identity_t<plane_view<const Real>> scores,
+    void operator()(const cuda& ctx, const P& policy, std::type_identity_t<plane_view<const Real>> scores,
                     const Sequences& sequences, plane_view<Real> d_scores, LossValue* value,
                     workspace_view workspace, const LossOptions& options = {}) const;
 #endif
@@ -71,20 +71,20 @@ struct GateDensity {
 
     /// Bytes of workspace for a call with these sequences and `heads` KV heads: none on the host.
     template <AnyPolicy P>
-    [[nodiscard]] std::size_t workspace_bytes(const host& on, const P& policy, const Sequences& sequences,
+    [[nodiscard]] std::size_t workspace_bytes(const host& ctx, const P& policy, const Sequences& sequences,
                                               std::int32_t heads) const;
 
     template <AnyPolicy P, class Real>
-    void operator()(const host& on, const P& policy, std::type_identity_t<plane_view<const Real>> scores,
+    void operator()(const host& ctx, const P& policy, std::type_identity_t<plane_view<const Real>> scores,
                     const Sequences& sequences, plane_view<Real> d_scores, LossValue* value,
                     workspace_view workspace, const LossOptions& options = {}) const;
 
 #if defined(__CUDACC__)
     template <AnyPolicy P, class Build = cuda_build>
-    [[nodiscard]] std::size_t workspace_bytes(const cuda& on, const P& policy, const Sequences& sequences,
+    [[nodiscard]] std::size_t workspace_bytes(const cuda& ctx, const P& policy, const Sequences& sequences,
                                               std::int32_t heads) const;
     template <AnyPolicy P, class Real, class Build = cuda_build>
-    void operator()(const cuda& on, const P& policy, std::type_identity_t<plane_view<const Real>> scores,
+    void operator()(const cuda& ctx, const P& policy, std::type_identity_t<plane_view<const Real>> scores,
                     const Sequences& sequences, plane_view<Real> d_scores, LossValue* value,
                     workspace_view workspace, const LossOptions& options = {}) const;
 #endif
@@ -103,20 +103,20 @@ struct RetentionPenalty {
 
     /// Bytes of workspace for a call with these sequences and `heads` KV heads: none on the host.
     template <AnyPolicy P>
-    [[nodiscard]] std::size_t workspace_bytes(const host& on, const P& policy, const Sequences& sequences,
+    [[nodiscard]] std::size_t workspace_bytes(const host& ctx, const P& policy, const Sequences& sequences,
                                               std::int32_t heads) const;
 
     template <AnyPolicy P, class Real>
-    void operator()(const host& on, const P& policy, std::type_identity_t<plane_view<const Real>> scores,
+    void operator()(const host& ctx, const P& policy, std::type_identity_t<plane_view<const Real>> scores,
                     const Sequences& sequences, plane_view<Real> d_scores, LossValue* value,
                     workspace_view workspace, const LossOptions& options = {}) const;
 
 #if defined(__CUDACC__)
     template <AnyPolicy P, class Build = cuda_build>
-    [[nodiscard]] std::size_t workspace_bytes(const cuda& on, const P& policy, const Sequences& sequences,
+    [[nodiscard]] std::size_t workspace_bytes(const cuda& ctx, const P& policy, const Sequences& sequences,
                                               std::int32_t heads) const;
     template <AnyPolicy P, class Real, class Build = cuda_build>
-    void operator()(const cuda& on, const P& policy, std::type_identity_t<plane_view<const Real>> scores,
+    void operator()(const cuda& ctx, const P& policy, std::type_identity_t<plane_view<const Real>> scores,
                     const Sequences& sequences, plane_view<Real> d_scores, LossValue* value,
                     workspace_view workspace, const LossOptions& options = {}) const;
 #endif
@@ -132,14 +132,14 @@ struct GateOptions {
 
 /// Bytes of workspace that straight_through_values needs for `heads` KV heads: none on the host.
 template <AnyPolicy P>
-std::size_t straight_through_values_workspace_bytes(const host& on, const P& policy,
+std::size_t straight_through_values_workspace_bytes(const host& ctx, const P& policy,
                                                     const Sequences& sequences, std::int32_t heads);
 
 /// LTE's straight-through gradient (eq. 6): d r[t] = <v_t, dv_t>, times r (1 - r) for the logit. v and d_v [B, Hkv, S, Dv]
 /// (what attend_backward gives); overwrites d_scores [B, Hkv, S] for the sequences' lengths, with 0 for keys whose gate
 /// is not asked (gate_scope::decided). Refuses a NaN in v or d_v at a key that counts.
 template <AnyPolicy P, class V>
-void straight_through_values(const host& on, const P& policy,
+void straight_through_values(const host& ctx, const P& policy,
                              std::type_identity_t<plane_view<const compute_t<std::remove_const_t<V>>>> scores,
                              rows_view<V> v, input_rows<std::remove_const_t<V>> d_v,
                              const Sequences& sequences,
@@ -148,13 +148,13 @@ void straight_through_values(const host& on, const P& policy,
 
 /// Bytes of workspace that retention_counts needs for `heads` KV heads: none on the host.
 template <AnyPolicy P>
-std::size_t retention_counts_workspace_bytes(const host& on, const P& policy, const Sequences& sequences,
+std::size_t retention_counts_workspace_bytes(const host& ctx, const P& policy, const Sequences& sequences,
                                              std::int32_t heads);
 
 /// counts[h] = how many keys of head h are out of the window, no sinks, and have r > 0.5 (z > 0): mean over sequences.
 /// Overwrites counts [Hkv].
 template <AnyPolicy P, class Real>
-void retention_counts(const host& on, const P& policy, plane_view<Real> scores, const Sequences& sequences,
+void retention_counts(const host& ctx, const P& policy, plane_view<Real> scores, const Sequences& sequences,
                       double* counts, workspace_view workspace, const GateOptions& options = {});
 
 /// LTE's controller of lambda by head (algorithm 1): arrays are the caller's, `heads` of them over all layers. Each step
@@ -173,21 +173,21 @@ struct LambdaController {
     float least = 1e-9f;
     std::int32_t every = 32;  ///< u, steps from update to update
 
-    void start(const host& on) const;
-    void observe(const host& on, const double* counts) const;
+    void start(const host& ctx) const;
+    void observe(const host& ctx, const double* counts) const;
     [[nodiscard]] bool due(std::int64_t step) const;
-    void update(const host& on) const;
+    void update(const host& ctx) const;
     void check() const;
 
 #if defined(__CUDACC__)
     // With lambda, average and counts in device memory, so that the penalty's weights never leave the device. A negative count
     // is taken as it is.
     template <class Build = cuda_build>
-    void start(const cuda& on) const;
+    void start(const cuda& ctx) const;
     template <class Build = cuda_build>
-    void observe(const cuda& on, const double* counts) const;
+    void observe(const cuda& ctx, const double* counts) const;
     template <class Build = cuda_build>
-    void update(const cuda& on) const;
+    void update(const cuda& ctx) const;
 #endif
 
     // One head of these, which is also what a device runs.

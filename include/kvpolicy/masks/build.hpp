@@ -28,7 +28,7 @@ struct MaskOptions {
 
 /// Bytes of workspace that build_mask needs for `heads` KV heads.
 template <AnyPolicy P>
-std::size_t build_mask_workspace_bytes(const host& on, const P& policy, const Sequences& sequences,
+std::size_t build_mask_workspace_bytes(const host& ctx, const P& policy, const Sequences& sequences,
                                        std::int32_t heads, const MaskOptions& options = {});
 
 /// Writes expiry [B, Hkv, S], fp32 scores [B, Hkv, S] given (empty for a policy that ranks nothing):
@@ -43,12 +43,12 @@ std::size_t build_mask_workspace_bytes(const host& on, const P& policy, const Se
 /// no policy can have, shapes that disagree, lengths below 0 or over S, starts (a mask begins at position 0), cu_seqlens that do
 /// not rise from 0 to the length, a NaN score that is read (unless nan_ranks_last), too little workspace.
 template <AnyPolicy P>
-void build_mask(const host& on, const P& policy, plane_view<const float> scores, const Sequences& sequences,
+void build_mask(const host& ctx, const P& policy, plane_view<const float> scores, const Sequences& sequences,
                 plane_view<expiry_t> expiry, workspace_view workspace, const MaskOptions& options = {});
 
 /// Bytes of workspace that build_cutoffs needs.
 template <Cutoff C = FenwickCutoff, AnyPolicy P>
-std::size_t build_cutoffs_workspace_bytes(const host& on, const P& policy, const Sequences& sequences,
+std::size_t build_cutoffs_workspace_bytes(const host& ctx, const P& policy, const Sequences& sequences,
                                           std::int32_t heads, const MaskOptions& options = {});
 
 /// The paper's pair for a kernel that takes a predicate (KVpop, C.3): rank [B, Hkv, S], 0 for the best of the keys
@@ -56,19 +56,19 @@ std::size_t build_cutoffs_workspace_bytes(const host& on, const P& policy, const
 /// key at each query. t is visible at q >= t + w iff it is a sink, or rank[t] != no_rank and rank[t] <= cutoff[q].
 /// For decay step 1, whole sequences without cu_seqlens, and lengths below rebase_limit; other calls are refused.
 template <Cutoff C = FenwickCutoff, AnyPolicy P>
-void build_cutoffs(const host& on, const P& policy, plane_view<const float> scores,
+void build_cutoffs(const host& ctx, const P& policy, plane_view<const float> scores,
                    const Sequences& sequences, plane_view<std::int32_t> rank, plane_view<std::int32_t> cutoff,
                    workspace_view workspace, const MaskOptions& options = {});
 
 /// Bytes of workspace that expiry_from_cutoffs needs: none on the host.
 template <AnyPolicy P>
-std::size_t expiry_from_cutoffs_workspace_bytes(const host& on, const P& policy, const Sequences& sequences,
+std::size_t expiry_from_cutoffs_workspace_bytes(const host& ctx, const P& policy, const Sequences& sequences,
                                                 std::int32_t heads, const MaskOptions& options = {});
 
 /// Expiry from ranks and cutoffs by binary search: cutoffs only fall once the budget is full. The same integers as
 /// build_mask. `rank` and `cutoff` come from build_cutoffs with the same policy and sequences.
 template <AnyPolicy P>
-void expiry_from_cutoffs(const host& on, const P& policy, plane_view<const std::int32_t> rank,
+void expiry_from_cutoffs(const host& ctx, const P& policy, plane_view<const std::int32_t> rank,
                          plane_view<const std::int32_t> cutoff, const Sequences& sequences,
                          plane_view<expiry_t> expiry, workspace_view workspace,
                          const MaskOptions& options = {});

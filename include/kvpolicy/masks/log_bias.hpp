@@ -97,7 +97,7 @@ static_assert(TrainingGate<ThresholdSoftGate> && TrainingGate<BernoulliGate>);
 
 /// Bytes of workspace that build_log_bias and log_bias_backward need: none on the host.
 template <AnyPolicy P>
-std::size_t log_bias_workspace_bytes(const host& on, const P& policy, const Sequences& sequences,
+std::size_t log_bias_workspace_bytes(const host& ctx, const P& policy, const Sequences& sequences,
                                      std::int32_t heads, const MaskOptions& options = {});
 
 /// The mask of a gated policy in training: overwrites expiry [B, Hkv, S] and log_bias [B, Hkv, S] for the sequences'
@@ -108,14 +108,14 @@ std::size_t log_bias_workspace_bytes(const host& on, const P& policy, const Sequ
 ///
 /// Refuses, before anything is written: a gate's numbers, shapes that disagree, a NaN score that is read.
 template <AnyPolicy P, TrainingGate G, class Real>
-void build_log_bias(const host& on, const P& policy, const G& gate, plane_view<Real> scores,
+void build_log_bias(const host& ctx, const P& policy, const G& gate, plane_view<Real> scores,
                     const Sequences& sequences, plane_view<expiry_t> expiry, plane_view<float> log_bias,
                     workspace_view workspace, const MaskOptions& options = {});
 
 /// The way back: d_scores[b][h][t] = derivative * d_log_bias[b][h][t] where the score was read, else 0. Overwrites d_scores
 /// [B, Hkv, S] for the sequences' lengths.
 template <AnyPolicy P, TrainingGate G, class Real>
-void log_bias_backward(const host& on, const P& policy, const G& gate,
+void log_bias_backward(const host& ctx, const P& policy, const G& gate,
                        std::type_identity_t<plane_view<const Real>> scores,
                        std::type_identity_t<plane_view<const Real>> d_log_bias, const Sequences& sequences,
                        plane_view<Real> d_scores, workspace_view workspace, const MaskOptions& options = {});

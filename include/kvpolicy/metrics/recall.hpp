@@ -6,7 +6,7 @@
 #include <kvpolicy/core/types.hpp>
 #include <kvpolicy/core/view.hpp>
 #include <kvpolicy/core/workspace.hpp>
-#include <kvpolicy/metrics/density.hpp>
+#include <kvpolicy/metrics/options.hpp>
 #include <kvpolicy/policies/compose.hpp>
 
 #include <algorithm>
@@ -26,9 +26,9 @@ struct Recall {
 };
 
 /// Bytes of workspace that oracle_recall needs.
-inline std::size_t oracle_recall_workspace_bytes(const host& on, plane_view<const expiry_t> teacher,
+inline std::size_t oracle_recall_workspace_bytes(const host& ctx, plane_view<const expiry_t> teacher,
                                                  const Sequences& sequences) {
-    static_cast<void>(on);
+    static_cast<void>(ctx);
     checks::check_shape(sequences, teacher.heads);
     const std::size_t row =
         detail::aligned_size(static_cast<std::size_t>(sequences.length) * 3 * sizeof(std::int32_t));
@@ -39,11 +39,11 @@ inline std::size_t oracle_recall_workspace_bytes(const host& on, plane_view<cons
 /// out[b * Hkv + h] from two masks [B, Hkv, S] of the same policy (sinks, windows and budgets of `layer`), of whole sequences
 /// that are not packed. Overwrites. Synchronous, O(S) a head.
 template <AnyPolicy P>
-void oracle_recall(const host& on, const P& policy, plane_view<const expiry_t> teacher,
+void oracle_recall(const host& ctx, const P& policy, plane_view<const expiry_t> teacher,
                    plane_view<const expiry_t> student, const Sequences& sequences, Recall* out,
                    workspace_view workspace, const MetricOptions& options = {}) {
     if (const checks::repaired_sequences repaired(sequences, options.status); repaired) {
-        return oracle_recall(on, policy, teacher, student, repaired.sequences, out, workspace, options);
+        return oracle_recall(ctx, policy, teacher, student, repaired.sequences, out, workspace, options);
     }
     const std::int32_t layer = options.layer;
     checks::check_whole_sequences(sequences, teacher.batch, teacher.length);
@@ -52,11 +52,11 @@ void oracle_recall(const host& on, const P& policy, plane_view<const expiry_t> t
     checks::check_plane("teacher", teacher, teacher.batch, teacher.heads, sequences.length);
     checks::check_plane("student", student, teacher.batch, teacher.heads, sequences.length);
     checks::check_metric("out", out, teacher.batch, 1);
-    checks::check_workspace(workspace, oracle_recall_workspace_bytes(on, teacher, sequences));
+    checks::check_workspace(workspace, oracle_recall_workspace_bytes(ctx, teacher, sequences));
     const std::size_t row =
         detail::aligned_size(static_cast<std::size_t>(sequences.length) * 3 * sizeof(std::int32_t));
     std::byte* memory = detail::aligned(workspace.data);
-    on.parallel_for(std::int64_t{teacher.batch} * teacher.heads, [&](std::int64_t task) {
+    ctx.parallel_for(std::int64_t{teacher.batch} * teacher.heads, [&](std::int64_t task) {
         const std::int64_t b = task / teacher.heads;
         const auto h = static_cast<std::int32_t>(task % teacher.heads);
         const std::int64_t length = sequences.length_of(b);

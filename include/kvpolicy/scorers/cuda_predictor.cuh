@@ -38,7 +38,7 @@ inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 /// Bytes of device workspace that score_hidden needs: the weights in T, 4 bytes for each of the hidden layer's numbers of up to 8192 tokens, and 32 MB
 /// for cuBLASLt.
 template <HiddenScorer S, class Real = float, class T>
-std::size_t score_hidden_workspace_bytes(const cuda& on, const S& scorer, rows_view<T> hidden,
+std::size_t score_hidden_workspace_bytes(const cuda& ctx, const S& scorer, rows_view<T> hidden,
                                          const Sequences& sequences);
 
 /// As the host's score_hidden: scores [B, Hkv, S] are overwritten for t < length (rows starts[b] on), nothing else is, to 16-bit rounding (float: to
@@ -48,14 +48,14 @@ std::size_t score_hidden_workspace_bytes(const cuda& on, const S& scorer, rows_v
 /// Refuses, before anything is enqueued, what the host refuses as far as no device memory must be read, a null handle, widths and alignment as
 /// above. A status of cuBLASLt's is thrown as cuda_error with its name.
 template <HiddenScorer S, class T, class Real>
-void score_hidden(const cuda& on, const S& scorer, rows_view<T> hidden, const Sequences& sequences,
+void score_hidden(const cuda& ctx, const S& scorer, rows_view<T> hidden, const Sequences& sequences,
                   plane_view<Real> scores, workspace_view workspace, const ScoreHiddenOptions& options = {});
 
 /// Bytes of device workspace that score_hidden_backward needs: that of score_hidden, twice as much for the hidden layer, and where lengths or starts
 /// are given a copy of the part's hidden states and of their gradients.
 template <class Input, class Act, std::int32_t D, class T, class Real>
 requires takes_hidden_state<Input> std::size_t score_hidden_backward_workspace_bytes(
-    const cuda& on, const BasicMlpScorer<Input, Act, D>& scorer, const HiddenBackward<T, Real>& call);
+    const cuda& ctx, const BasicMlpScorer<Input, Act, D>& scorer, const HiddenBackward<T, Real>& call);
 
 /// As the host's score_hidden_backward, with y = W1 x + b1 computed again: d y = act'(y) sum over h of d r_h w2_h (rounded to T),
 /// d W1 += sum d y x^T, d b1 += sum d y, d w2_h += sum d r_h act(y), d b2_h += sum d r_h, and where wanted d x = W1^T d y. Null arrays are left out.
@@ -64,7 +64,7 @@ requires takes_hidden_state<Input> std::size_t score_hidden_backward_workspace_b
 /// score_hidden, and with status_not_finite where a gradient came from NaN or infinity in d_scores or hidden. Refuses what score_hidden refuses.
 template <class Input, class Act, std::int32_t D, class T, class Real>
 requires takes_hidden_state<Input>
-void score_hidden_backward(const cuda& on, const BasicMlpScorer<Input, Act, D>& scorer,
+void score_hidden_backward(const cuda& ctx, const BasicMlpScorer<Input, Act, D>& scorer,
                            const HiddenBackward<T, Real>& call, MlpParameters<Real> gradients,
                            workspace_view workspace, const ScoreHiddenOptions& options = {});
 

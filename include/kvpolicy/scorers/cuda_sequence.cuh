@@ -32,7 +32,7 @@ inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 /// its compiled widths, about 4 F + 2 V bytes a token and head, and 2 F V for every 64 tokens (twice that for float rows).
 template <class Widths = all_mlstm_widths, Scorer S, class K, class V>
 std::size_t score_sequence_workspace_bytes(
-    const cuda& on, const S& scorer, rows_view<K> k, rows_view<V> v, const Sequences& sequences,
+    const cuda& ctx, const S& scorer, rows_view<K> k, rows_view<V> v, const Sequences& sequences,
     const BasicScoreOptions<compute_t<std::remove_const_t<K>>>& options = {});
 
 /// As the host's score_sequence: the same entries of `scores` are written, to 16-bit rounding (fp32 to rounding) the same numbers,
@@ -45,14 +45,14 @@ std::size_t score_sequence_workspace_bytes(
 /// enqueued, what the host refuses as far as no device memory must be read, widths and alignment as above, inputs of an MLP that
 /// a block has no room for, and form::recurrent of an mLSTM.
 template <class Widths = all_mlstm_widths, Scorer S, class K, class V>
-void score_sequence(const cuda& on, const S& scorer, rows_view<K> k, rows_view<V> v,
+void score_sequence(const cuda& ctx, const S& scorer, rows_view<K> k, rows_view<V> v,
                     const Sequences& sequences, std::int32_t delay,
                     plane_view<compute_t<std::remove_const_t<K>>> scores, workspace_view workspace,
                     const BasicScoreOptions<compute_t<std::remove_const_t<K>>>& options = {});
 
 /// Bytes of device workspace that score_sequence_backward needs.
 template <class Widths = all_mlstm_widths, Scorer S, Storage T>
-std::size_t score_sequence_backward_workspace_bytes(const cuda& on, const S& scorer,
+std::size_t score_sequence_backward_workspace_bytes(const cuda& ctx, const S& scorer,
                                                     const ScoreBackward<T>& call);
 
 /// As the host's score_sequence_backward (scorers/backward.hpp): gradients of parameters are added to, call.d_k and call.d_v are
@@ -67,7 +67,7 @@ std::size_t score_sequence_backward_workspace_bytes(const cuda& on, const S& sco
 /// refuses as far as no device memory must be read; sequences.starts of an mLSTM or a convolution; inputs of an MLP that a block
 /// has no room for.
 template <class Widths = all_mlstm_widths, Scorer S, Storage T>
-void score_sequence_backward(const cuda& on, const S& scorer, const ScoreBackward<T>& call,
+void score_sequence_backward(const cuda& ctx, const S& scorer, const ScoreBackward<T>& call,
                              typename S::template parameters<compute_t<T>> gradients,
                              workspace_view workspace, const ScoreBackwardOptions& options = {});
 

@@ -26,9 +26,9 @@ struct ScoreHiddenOptions {
     std::uint32_t* status = nullptr;
 };
 
-/// Bytes of workspace that score_hidden needs; Real is that of the scores. On the host it depends on the threads of `on`.
+/// Bytes of workspace that score_hidden needs; Real is that of the scores. On the host it depends on the threads of `ctx`.
 template <HiddenScorer S, class Real = float, class T>
-std::size_t score_hidden_workspace_bytes(const host& on, const S& scorer, rows_view<T> hidden,
+std::size_t score_hidden_workspace_bytes(const host& ctx, const S& scorer, rows_view<T> hidden,
                                          const Sequences& sequences);
 
 /// Scores the tokens of sequences from hidden [B, 1, S, width], of any Storage type: scores [B, Hkv, S] of float (double for
@@ -37,7 +37,7 @@ std::size_t score_hidden_workspace_bytes(const host& on, const S& scorer, rows_v
 /// the bits depend neither on threads nor on the instruction set, and are those that a cache computes. Refuses, before
 /// anything is written: views that disagree, a scorer that does not fit the views, too little workspace.
 template <HiddenScorer S, class T, class Real>
-void score_hidden(const host& on, const S& scorer, rows_view<T> hidden, const Sequences& sequences,
+void score_hidden(const host& ctx, const S& scorer, rows_view<T> hidden, const Sequences& sequences,
                   plane_view<Real> scores, workspace_view workspace, const ScoreHiddenOptions& options = {});
 
 /// The arguments of score_hidden_backward: those of score_hidden, the gradient of its scores, and where to write the states'.
@@ -57,14 +57,14 @@ HiddenBackward(rows_view<T>, Sequences, plane_view<Real>, Rest...)
 /// Bytes of workspace that score_hidden_backward needs.
 template <class Input, class Act, std::int32_t D, class T, class Real>
 requires takes_hidden_state<Input> std::size_t score_hidden_backward_workspace_bytes(
-    const host& on, const BasicMlpScorer<Input, Act, D>& scorer, const HiddenBackward<T, Real>& call);
+    const host& ctx, const BasicMlpScorer<Input, Act, D>& scorer, const HiddenBackward<T, Real>& call);
 
 /// With y = W1 x + b1 and d r_h = d_scores[h]: d y = act'(y) sum over h of d r_h w2_h, d W1 += sum d y x^T, d b1 += sum d y,
 /// d w2_h += sum d r_h act(y), d b2_h += sum d r_h, d x = W1^T d y. Null arrays are left out. Synchronous; the bits do
 /// not depend on the number of threads. Refuses what score_hidden refuses, and NaN or infinity in d_scores or hidden (named).
 template <class Input, class Act, std::int32_t D, class T, class Real>
 requires takes_hidden_state<Input>
-void score_hidden_backward(const host& on, const BasicMlpScorer<Input, Act, D>& scorer,
+void score_hidden_backward(const host& ctx, const BasicMlpScorer<Input, Act, D>& scorer,
                            const HiddenBackward<T, Real>& call, MlpParameters<Real> gradients,
                            workspace_view workspace, const ScoreHiddenOptions& options = {});
 

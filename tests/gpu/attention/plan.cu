@@ -56,7 +56,7 @@ std::vector<Row> naive(const Case& c, std::int32_t b, std::int32_t h, std::int64
             const auto at = static_cast<std::size_t>((std::int64_t{b} * c.heads + h) * s->rows + t);
             const std::int64_t position =
                 !s->position.empty() ? s->position[at] : (own ? start : std::int64_t{s->first}) + t;
-            std::int32_t begin = span, expiry = 0;
+            std::int32_t begin = span, seen_until = 0;
             bool seen = false;
             for (std::int32_t i = 0; i < span && first + i < length; ++i) {
                 const std::int64_t p = start + first + i;
@@ -67,7 +67,7 @@ std::vector<Row> naive(const Case& c, std::int32_t b, std::int32_t h, std::int64
                 if (sees) {
                     begin = seen ? begin : i;
                     seen = true;
-                    expiry = i + 1;
+                    seen_until = i + 1;
                 }
             }
             if (!seen) {
@@ -81,7 +81,7 @@ std::vector<Row> naive(const Case& c, std::int32_t b, std::int32_t h, std::int64
                     std::min<std::int64_t>(end, *std::upper_bound(c.edges.begin(), c.edges.end(), t) - first);
             }
             const auto limit = static_cast<std::int32_t>(std::min<std::int64_t>(end, span));
-            CHECK(limit >= expiry);
+            CHECK(limit >= seen_until);
             Row row{own ? static_cast<std::int32_t>(c.past.rows + t) : static_cast<std::int32_t>(t), begin,
                     limit, span, 0.0f};
             if (!s->log_bias.empty()) {

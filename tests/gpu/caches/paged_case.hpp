@@ -306,7 +306,7 @@ class BothDuals {
             for (std::int32_t seq = 0; seq < shape.max_sequences; ++seq) {
                 for (std::int32_t head = 0; head < shape.kv_heads; ++head) {
                     const std::int64_t index = host_ref.head_index(seq, head);
-                    same = same && fetch(ref.num_long_range + index, 1)[0] == host_ref.kept[index];
+                    same = same && fetch(ref.num_long_range + index, 1)[0] == host_ref.num_long_range[index];
                     const auto table = table_of(layer, seq, head);
                     const auto arrays = fetch(ref.pool.slabs, cache.slabs());
                     const auto rows = host_ref.head_rows(seq, head);

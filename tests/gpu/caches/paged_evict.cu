@@ -89,7 +89,7 @@ TEST_CASE("keys and queries that are no numbers") {
                                        .head_dim_vo = 8,
                                        .page_size = 16},
                                       {.slab_pages = 64, .max_slabs = 1, .max_seq_len = 300}, policy, nullptr,
-                                      nullptr, {.scale = 0.375f});
+                                      nullptr, {.sm_scale = 0.375f});
         both.add_slab();
         both.outputs_count = false;
         std::mt19937 generator(7);
@@ -117,7 +117,7 @@ TEST_CASE("a reservation holds across evictions") {
                                    .head_dim_vo = 8,
                                    .page_size = 16},
                                   {.slab_pages = 12, .max_slabs = 1, .max_seq_len = 2000}, policy, nullptr,
-                                  nullptr, {.scale = 0.375f});
+                                  nullptr, {.sm_scale = 0.375f});
     both.add_slab();
     std::mt19937 generator(3);
     // The other sequence takes all pages that are free.

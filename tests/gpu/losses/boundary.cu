@@ -138,9 +138,9 @@ void check(const Case& c) {
     }
     CHECK(status.read() == std::vector<std::uint32_t>(static_cast<std::size_t>(c.batch), status_ok));
     // A second time: the same bits, and added to.
-    boundary_loss(on, c.loss, policy, plane(static_cast<const float*>(device_scores.data())),
-                  plane(static_cast<const float*>(device_target.data())), on_device, plane(gradient.data()),
-                  nullptr, result.data(), workspace);
+    c.loss(on, policy, plane(static_cast<const float*>(device_scores.data())),
+           plane(static_cast<const float*>(device_target.data())), on_device, plane(gradient.data()), nullptr,
+           result.data(), workspace);
     CHECK(gradient.read() == gradients);
     CHECK(result.read()[0].value == got.value);
     // Scores that another stream makes, long after the target has been ranked.

@@ -1,9 +1,9 @@
-// An attention call as its kernels see it, and the plan that turns visible intervals into lists of rows.
+// An attention call as its kernels see it, and the plan that turns expiries into index lists.
 //
-// Attention kernels know nothing of positions, frames, packed segments or policies. The plan has settled all that: for
-// every super-tile (super_q consecutive queries of one KV head of one sequence) it lists the rows that some query of it
-// sees, each with its visible interval in the super-tile's own frame. A row's number counts through both key segments of the call: rows of
-// `past` come first, then rows of `self`.
+// Attention kernels need no positions, packed segments, lengths or policies: the plan has resolved them. For
+// every super-tile (super_q consecutive queries of one KV head of one sequence) it lists the rows that some
+// query of it sees, each with its visible interval relative to the super-tile. A row's number counts through
+// both key segments of the call: rows of `past` come first, then rows of `self`.
 #pragma once
 
 #include <kvpolicy/core/view.hpp>
@@ -22,7 +22,8 @@ struct key_rows {
     rows_view<const T> v;       // [B, Hkv, past, Dv]
     rows_view<const T> self_k;  // [B, Hkv, S, Dk]; data null: one segment
     rows_view<const T> self_v;  // [B, Hkv, S, Dv]
-    // [B, Hkv], where a head's rows of the first segment begin, in rows from k.data and v.data; null: as strides say
+    // [B, Hkv], where a head's rows of the first segment begin, in rows from k.data and v.data; null: as
+    // strides say
     const std::int64_t* first_row = nullptr;
 
     /// Row 0 of a head of the first segment, `view` being k or v.
@@ -45,8 +46,8 @@ struct attention_params {
     key_rows<T> rows;
     std::int32_t batch = 0;
     std::int32_t kv_heads = 0;
-    std::int32_t group = 1;                 // query heads a KV head
-    std::int32_t length = 0;                // queries a sequence, at most
+    std::int32_t group = 1;                 // query heads per KV head
+    std::int32_t length = 0;                // queries per sequence, at most
     const std::int32_t* lengths = nullptr;  // [B], device memory; null: length
     float scale = 0.0f;                     // resolved: never 0 for "default"
     float logits_soft_cap = 0.0f;           // 0: none
@@ -58,30 +59,39 @@ struct attention_params {
     }
 };
 
-/// A row's visible interval among the queries of a super-tile: query i of it (0 <= i < super_q) sees the row iff begin <= i < expiry. Both are
-/// clamped to [0, super_q]; begin < expiry for every row of a list.
+/// The visible interval of a row among the queries of a super-tile: query i of it (0 <= i < super_q) sees the
+/// row iff begin <= i < expiry (begin and expiry). Both are clamped to [0, super_q]; begin < expiry for every row
+/// of a list.
 struct alignas(4) row_interval {
     std::uint16_t begin;
     std::uint16_t expiry;
 };
 
-/// The lists of a round: super-tiles [first, first + supers) of every KV head. (Memory holds so many lists at a time; a call
-/// with more of them goes in several rounds of plan and attention.) List number L = head * supers + j, head = b * kv_heads + h,
-/// is for queries [(first + j) super_q, (first + j + 1) super_q) of the sequence; its entries stand at offset(head, j). The first
-/// old[L] entries are rows that begin at or before the super-tile's first query (begin = 0), by falling `expiry`, so that the rows that
-/// are visible through it come first; the others, up to total[L], begin inside it: first the lasting[L] rows that outlast it, then
-/// those that expire inside it, both by rising `begin`. Ties go by row number. Lists are the same in every run.
+/// The index lists of a round: super-tiles [first, first + supers) of every KV head. Memory holds so many
+/// lists at a time; a call with more of them goes in several rounds of plan and attention.
 ///
-/// For query tiles of tile_q queries (super_q is a multiple of it) and boundaries e = i tile_q, i = 0 .. super_q / tile_q:
-///   through[L * boundaries + i] = how many old rows have expiry >= e: they are a prefix of the list, and are visible through all queries
-///                                 before e;
-///   known[L * boundaries + i]   = how many lasting young rows have begin < e;
-///   passing[L * boundaries + i] = how many of the other young rows have begin < e.
-/// runs[L] says whether rows that outlast the super-tile mostly follow one another: in runs of 32 or more, on average.
-/// So of the old rows, a tile [a, e) sees the first through[e] in full; those from there to through[a] may expire inside it. Of the
-/// lasting young rows it sees the first known[a] in full, and of the others only those up to known[e] matter; of the passing ones the
-/// first passing[e], less those with expiry <= a. `expiry` = super_q says that a row outlasts the
-/// super-tile, or the sequence.
+/// List L = head * supers + j, head = b * kv_heads + h, is for queries [(first + j) super_q, (first + j + 1)
+/// super_q) of the sequence; its entries stand at offset(head, j). With the interval of an entry written
+/// [begin, expiry), relative to the super-tile, their order is:
+///
+/// 1. old[L] entries older than the super-tile (begin 0), latest expiry first. Rows that outlast it come
+/// first.
+/// 2. lasting[L] entries that begin inside it and outlast it, by rising begin.
+/// 3. Up to total[L], entries that begin and expire inside it, by rising begin.
+///
+/// Ties go by row number. Lists are the same in every run.
+///
+/// For query tiles of tile_q queries (super_q is a multiple of it) and boundaries e = i tile_q,
+/// i = 0 .. super_q / tile_q:
+///   through[L * boundaries + i] = old entries with an expiry >= e: a prefix of the list, visible before e;
+///   known[L * boundaries + i]   = entries of the second kind with a begin < e;
+///   passing[L * boundaries + i] = entries of the third kind with a begin < e.
+///
+/// So of the old entries a tile [a, e) sees the first through[e] in full; those from there to through[a]
+/// may expire inside it. Of the second kind it sees the first known[a] in full, and only those up to known[e]
+/// matter. Of the third kind the first passing[e] matter, less those with an expiry <= a. An expiry of
+/// super_q says that a row outlasts the super-tile, or the sequence. runs[L] says whether rows that outlast
+/// the super-tile mostly follow one another, in runs of 32 or more on average.
 struct attention_plan {
     std::int32_t super_q = 0;
     std::int32_t tile_q = 0;

@@ -1,4 +1,5 @@
-// Dispatch of attend_backward: arguments are checked, the workspace is cut into parts, kernels are chosen and enqueued.
+// Dispatch of attend_backward: arguments are checked, the workspace is cut into parts, kernels are chosen and
+// enqueued.
 #pragma once
 
 #include <kvpolicy/attention/check_attend_backward.hpp>
@@ -79,7 +80,7 @@ struct backward_plan {
         }
         const std::int64_t count = heads * most;
         if (lists) {
-            // Rows that have positions of their own may all be begin at one query; else no two are.
+            // Rows that have positions of their own may all begin at one query; else no two are.
             params.max_young = all.position ? all.k.length : whole.super_q;
             params.young = parts.take<std::int32_t>(count * params.max_young);
             params.brief = parts.take<std::int32_t>(count);

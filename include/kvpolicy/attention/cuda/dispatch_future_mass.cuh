@@ -2,11 +2,13 @@
 #pragma once
 
 #include <kvpolicy/attention/check_future_mass.hpp>
+#include <kvpolicy/attention/cuda/future_mass/agent_qk_reduce_portable.cuh>
 #include <kvpolicy/attention/cuda/future_mass/kernel_lse_hopper.cuh>
 #include <kvpolicy/attention/cuda/future_mass/kernel_qk_reduce_hopper.cuh>
 #include <kvpolicy/attention/cuda/future_mass/kernel_qk_reduce_plain.cuh>
 #include <kvpolicy/attention/cuda/future_mass/kernel_qk_reduce_portable.cuh>
 #include <kvpolicy/attention/cuda/future_mass/qk_reduce_params.cuh>
+#include <kvpolicy/attention/cuda/future_mass/qk_reduce_pipeline.cuh>
 #include <kvpolicy/attention/cuda_future_mass.cuh>
 #include <kvpolicy/attention/future_mass.hpp>
 #include <kvpolicy/cuda/check.cuh>
@@ -36,6 +38,11 @@ struct head_values {
     std::int32_t count = 0;
 };
 
+/// table[batch.first + i] = batch.values[i] for i < batch.count: windows by head, which arrive as launch
+/// parameters.
+///
+/// Grid:
+/// 1. Block: head_values::capacity threads. Shared memory: none. Overwrites table [heads], int32.
 template <class Number>
 __global__ void write_head_values_kernel(const head_values batch, Number* const table) {
     if (static_cast<std::int32_t>(threadIdx.x) < batch.count) {
@@ -43,8 +50,8 @@ __global__ void write_head_values_kernel(const head_values batch, Number* const 
     }
 }
 
-/// The workspace's parts: a flag for every item of the longer grid, causal_lse's (the fewest rows an item are 128), the number of
-/// the next one, windows, and biases.
+/// The workspace's parts: a flag for every item of the longer grid, causal_lse's (the fewest rows per item
+/// are 128), the number of the next one, windows, and biases.
 struct qk_reduce_workspace {
     std::int32_t* flags;
     std::int32_t* next;
@@ -108,8 +115,9 @@ qk_reduce_exponents<C> exponents_of(const AttentionParams& attention, std::int32
     return e;
 }
 
-/// What to add to the exponents of the sum pass, so that what fp32 loses below 2^-125 is less than 2^-26 of epsilon in every
-/// mass; negative where no such shift leaves room above. A mass loses at most (S 2^-(125 + shift))^(1 / beta).
+/// What to add to the exponents of the sum pass, so that what fp32 loses below 2^-125 is less than 2^-26 of
+/// epsilon in every mass; negative where no such shift leaves room above. A mass loses at most (S 2^-(125 +
+/// shift))^(1 / beta).
 inline float shift_of(float epsilon, float beta, std::int32_t length) {
     constexpr double most = 90.0;  // masses up to 2^36 / S still fit; more is caught by the flags
     const double below = static_cast<double>(beta) * (26.0 - std::log2(static_cast<double>(epsilon)));
@@ -181,6 +189,21 @@ bool takes_tiles(qk_reduce_path path, const rows_view<const T>& q, const rows_vi
            copies_of_16(k);
 }
 
+/// A call whose rows and columns are these.
+template <class C, class T>
+qk_reduce_params<T, C> band_problem_of(rows_view<const T> rows, rows_view<const T> columns,
+                                       plane_view<float> out, const Sequences& sequences) {
+    qk_reduce_params<T, C> params;
+    params.rows = rows;
+    params.columns = columns;
+    params.out = out;
+    params.batch = rows.batch;
+    params.row_heads = rows.heads;
+    params.length = sequences.length;
+    params.lengths = sequences.lengths;
+    return params;
+}
+
 /// causal_lse by a path of one's choice.
 template <class T, class Dims = all_head_dims>
 void causal_lse_by(const cuda& on, qk_reduce_path path, const AttentionParams& attention,
@@ -189,15 +212,8 @@ void causal_lse_by(const cuda& on, qk_reduce_path path, const AttentionParams& a
     using C = compute_t<T>;
     const device_scope device(on);
     workspace_parts parts(workspace.data);
-    qk_reduce_params<T, C> params;
-    params.rows = q;
-    params.columns = k;
-    params.out = lse;
-    params.batch = q.batch;
-    params.row_heads = q.heads;
+    auto params = band_problem_of<C>(q, k, lse, sequences);
     params.share = q.heads / k.heads;
-    params.length = sequences.length;
-    params.lengths = sequences.lengths;
     params.exponents = exponents_of<C>(attention, q.dim, 1.0);
     if constexpr (has_tiles<T>) {
         if (takes_tiles<Dims>(path, q, k)) {
@@ -250,16 +266,9 @@ void future_mass_by(const cuda& on, qk_reduce_path path, const AttentionParams& 
     const qk_reduce_workspace memory = qk_reduce_workspace::take(parts, q, k);
     const bool largest = std::isinf(options.beta);
     const float beta = largest ? 1.0f : options.beta;
-    qk_reduce_params<T, C> params;
-    params.rows = k;
-    params.columns = q;
+    auto params = band_problem_of<C>(k, q, target, sequences);
     params.lse = lse;
-    params.out = target;
-    params.batch = k.batch;
-    params.row_heads = k.heads;
     params.streams = q.heads / k.heads;
-    params.length = sequences.length;
-    params.lengths = sequences.lengths;
     params.look_ahead = options.look_ahead;
     params.exponents = exponents_of<C>(attention, q.dim, static_cast<double>(beta));
     params.mass.over_beta = static_cast<C>(1.0 / static_cast<double>(beta));

@@ -1,7 +1,8 @@
-// Where keys stand in time: positions, visible intervals and biases of a call's rows, as the plan and the scanning kernels read them.
+// Where keys stand in time: positions, visible intervals and biases of a call's rows, as the plan and the scanning
+// kernels read them.
 //
-// Numbers that a host would refuse arrive here from device memory: a length that no view holds counts as 0, and all sums of
-// positions are taken in 64 bits.
+// Numbers that a host would refuse arrive here from device memory: a length that no view holds counts as 0,
+// and all sums of positions are taken in 64 bits.
 #pragma once
 
 #include <kvpolicy/attention/cuda/attention_params.cuh>
@@ -22,7 +23,7 @@ struct segment_frame {
     plane_view<const float> log_bias{};         // empty: none
     const std::int32_t* bias_from = nullptr;    // [Hkv]
     const std::int32_t* lengths = nullptr;      // [B]; null: all rows count
-    std::int32_t rows = 0;                      // rows a sequence, at most
+    std::int32_t rows = 0;                      // rows per sequence, at most
     std::int32_t first = 0;
 };
 
@@ -50,7 +51,8 @@ struct row_time {
     std::int32_t expiry;  // clamped to [0, span]: the first that no longer does
 };
 
-/// One KV head of one sequence. Rows that count are numbered through: index x in [0, count()) is row row_of(x).
+/// One KV head of one sequence. Rows that count are numbered through: index x in [0, count()) is row
+/// row_of(x).
 class head_frame {
   public:
     __device__ head_frame(const key_frames& frames, std::int32_t b, std::int32_t h)
@@ -141,7 +143,8 @@ class head_frame {
     std::int32_t self_;
 };
 
-/// The same for one segment without positions, biases or packed edges, in 32 bits: what a plan has most rows of.
+/// The same for one segment without positions, biases or packed edges, in 32 bits: what a plan has most rows
+/// of.
 class plain_frame {
   public:
     static __host__ bool fits(const key_frames& frames) {
@@ -165,7 +168,8 @@ class plain_frame {
         if (expiry_ != nullptr) {
             const expiry_t expiry = expiry_[t];
             if (expiry < end_) {  // so it is not `never`
-                // Not (expiry > first_ ? expiry - first_ : 0): nvcc subtracts first, which wraps for expiries near -2^31.
+                // Not (expiry > first_ ? expiry - first_ : 0): nvcc subtracts first, which wraps for expiries
+                // near -2^31.
                 time.expiry = (expiry > first_ ? expiry : first_) - first_;
             }
         }

@@ -100,8 +100,8 @@ key_frames frames_of(const kv_view<T>& past, const kv_view<T>* self, const Seque
     return frames;
 }
 
-/// Row numbers are positions: no positions, no starts, one segment that begins at 0. So a super-tile needs no row beyond its
-/// last query.
+/// Row numbers are positions: no positions, no starts, one segment that begins at 0. So a super-tile needs no
+/// row beyond its last query.
 template <class T>
 bool is_plain_frame(const kv_view<T>& past, const kv_view<T>* self, const Sequences& sequences) {
     return self == nullptr && !past.position && past.first == 0 && sequences.starts == nullptr;

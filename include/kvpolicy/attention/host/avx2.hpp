@@ -207,7 +207,8 @@ struct avx2_kernels : avx2_direct<T> {
         }
     }
 
-    /// Scales a row in place, up to a multiple of 8 lanes, the ones past `count` becoming -inf; the lanes' maxima.
+    /// Scales a row in place, up to a multiple of 8 lanes, the ones past `count` becoming -inf; the lanes'
+    /// maxima.
     KVPOLICY_AVX2_INLINE static __m256 logits(float scale, std::int32_t count, float* scores) {
         const __m256 factor = _mm256_set1_ps(scale);
         __m256 largest = _mm256_set1_ps(nothing);
@@ -245,7 +246,7 @@ struct avx2_kernels : avx2_direct<T> {
             const __m256i expires = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(mask.expires + j));
             const __m256 seen = _mm256_castsi256_ps(
                 _mm256_andnot_si256(_mm256_cmpgt_epi32(begins, p), _mm256_cmpgt_epi32(expires, p)));
-            // A choice, not an addition: the product may be NaN where nobody is to see it.
+            // A choice, not an addition: the product may be NaN where it is hidden.
             x = _mm256_blendv_ps(_mm256_set1_ps(nothing), x, _mm256_and_ps(seen, lanes_below(count, j)));
             _mm256_storeu_ps(scores + j, x);
             largest = _mm256_max_ps(x, largest);

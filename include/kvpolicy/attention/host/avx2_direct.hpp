@@ -1,5 +1,6 @@
-// The products of decoding for AVX2: keys and values are read where they lie, once for all rows (the query heads of a
-// group), and converted in registers. While one half of a block is worked on, the half that comes next is fetched.
+// The products of decoding for AVX2: keys and values are read where they lie, once for all rows (the query
+// heads of a group), and converted in registers. While one half of a block is worked on, the half that comes
+// next is fetched.
 #pragma once
 
 #include <kvpolicy/core/config.hpp>

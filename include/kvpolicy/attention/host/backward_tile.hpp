@@ -1,8 +1,9 @@
-// A tile of the attention's backward pass: a range of queries against the live keys, collected in blocks as in the
-// forward pass (collect.hpp) and multiplied by the same register-blocked products.
+// A tile of the attention's backward pass: a range of queries against the live keys, collected in blocks as
+// in the forward pass (collect.hpp) and multiplied by the same register-blocked products.
 //
-// A block of up to 64 keys meets the tile's rows in strips of 48: q k and d_out v, weights and their gradients point by
-// point, then d q += dx k, and with the weights transposed d k += dx^T q and d v += P^T d_out.
+// A block of up to 64 keys meets the tile's rows in strips of 48: q k and d_out v, weights and their
+// gradients point by point, then d q += dx k, and with the weights transposed d k += dx^T q and d v += P^T
+// d_out.
 #pragma once
 
 #include <kvpolicy/attention/host/backward_weights.hpp>
@@ -20,7 +21,8 @@
 
 namespace kvpolicy::host_backend {
 
-/// What the backward pass reads and writes of one KV head's queries, beside query_block's q, group, count and first.
+/// What the backward pass reads and writes of one KV head's queries, beside query_block's q, group, count and
+/// first.
 template <Storage T>
 struct gradient_block {
     const T* out = nullptr;  // row i, head g at out + i * row_stride + g * head_stride
@@ -215,7 +217,8 @@ class backward_tile {
         Kernels::multiply_pv(s_, panels, k_values_, count, ones_, d_q_ + std::int64_t{row} * columns_k_,
                              columns_k_);
         const std::int32_t key_panels = (count + panel_rows - 1) / panel_rows;
-        // Whole panels are multiplied: keys of this block that no row of the strip sees still hold the last block's weights.
+        // Whole panels are multiplied: keys of this block that no row of the strip sees still hold the last
+        // block's weights.
         const std::int64_t weighed = rounded_up(count, panel_lanes);
         const std::int64_t rest = std::max<std::int64_t>(0, std::int64_t{key_panels} * panel_rows - weighed);
         std::fill_n(x_t_ + weighed * block_keys, rest * block_keys, real(0));

@@ -16,8 +16,9 @@ inline constexpr std::int32_t backward_strip = 48;  ///< rows of a strip: whole 
 
 /// The pointwise part of a strip: products -> weights and gradients.
 struct backward_weights {
-    /// For rows r and 16-lane groups of keys up to `count`: products s[r][j] = <q, k>, g[r][j] = <d_out, v> become
-    /// s[r][j] = d <q, k>; p_t[j][r] = P and x_t[j][r] = d <q, k>; bias[j] gains d logit where it applies.
+    /// For rows r and 16-lane groups of keys up to `count`: products s[r][j] = <q, k>, g[r][j] = <d_out, v>
+    /// become s[r][j] = d <q, k>; p_t[j][r] = P and x_t[j][r] = d <q, k>; bias[j] gains d logit where it
+    /// applies.
     template <class Real>
     struct arguments {
         attention_shape shape;
@@ -75,7 +76,8 @@ struct backward_weights {
                 slope[i] = scale * (Real(1) - y * y);
             }
         }
-        // A factor for biases, which are finite; a choice for what a query does not see, which may hold anything.
+        // A factor for biases, which are finite; a choice for what a query does not see, which may hold
+        // anything.
         for (std::int32_t i = 0; i < n; ++i) {
             applies[i] = at >= start[i] ? Real(1) : Real(0);
         }

@@ -1,8 +1,9 @@
 // Which keys a tile of queries sees: one scan over the lifetimes, handing on the live keys in blocks.
 //
-// A key that no query of the tile sees costs an eighth of a vector comparison and nothing else. Those that every query
-// sees as they are go into one kind of block (no masking needed later), the others (born in the tile, expiring in it, or
-// with a bias) into the other, so that in a long sequence only the last few blocks need a mask.
+// A key that no query of the tile sees costs an eighth of a vector comparison and nothing else. Those that
+// every query sees as they are go into one kind of block (no masking needed later), the others (born in the
+// tile, expiring in it, or with a bias) into the other, so that in a long sequence only the last few blocks
+// need a mask.
 #pragma once
 
 #include <kvpolicy/attention/host/types.hpp>
@@ -19,8 +20,8 @@ struct seen_rows {
     std::uint64_t all = 0;
 };
 
-/// Rows r in [0, count), count <= 64, have position + r (position[r] where given) and expiry[r] (never where null). The
-/// queries of the tile have the positions [first_query, last_query].
+/// Rows r in [0, count), count <= 64, have position + r (position[r] where given) and expiry[r] (never where
+/// null). The queries of the tile have the positions [first_query, last_query].
 inline seen_rows scan_rows(const expiry_t* expiry, const std::int32_t* position, std::int64_t first,
                            std::int32_t count, std::int32_t first_query, std::int32_t last_query) {
     seen_rows seen;
@@ -166,8 +167,8 @@ class key_collector {
     key_block<T> masked_;
 };
 
-/// The part of a masked block that some query in [first_query, last_query] sees lies below `count`; `all`: every query of
-/// that range sees every one of these keys, without a bias.
+/// The part of a masked block that some query in [first_query, last_query] sees lies below `count`; `all`:
+/// every query of that range sees every one of these keys, without a bias.
 struct strip_extent {
     std::int32_t count = 0;
     bool all = true;

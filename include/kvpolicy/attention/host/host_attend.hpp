@@ -26,8 +26,8 @@ attention_shape resolve(const AttentionParams& attention, const rows_view<const 
     return shape;
 }
 
-/// How a call is cut into tasks: one per (sequence, KV head, tile of queries, part of the keys). Sizes decide, never the
-/// number of threads.
+/// How a call is cut into tasks: one per (sequence, KV head, tile of queries, part of the keys). Sizes
+/// decide, never the number of threads.
 template <Storage T>
 struct attend_plan {
     std::int32_t tile, tiles, splits;
@@ -52,8 +52,9 @@ struct attend_plan {
         scratch = detail::aligned_size(attend_scratch_bytes<T>(shape, group, tile, key_rows));
         out = out_bytes(splits);
         lse = lse_bytes(splits);
-        // With fewer tiles each is split into more parts, so a shorter call may need more than this one. Fewer keys, or
-        // fewer queries in the same number of tiles, never do. Beyond so many tiles nothing is split.
+        // With fewer tiles each is split into more parts, so a shorter call may need more than this one.
+        // Fewer keys, or fewer queries in the same number of tiles, never do. Beyond so many tiles nothing is
+        // split.
         for (std::int64_t few = 1; may_split && few <= tiles && heads * few < enough_attend_tasks; ++few) {
             const std::int64_t parts = attend_splits(heads * few, key_rows);
             const std::size_t needed =

@@ -16,8 +16,8 @@ namespace kvpolicy {
 
 namespace host_backend {
 
-/// How a call is cut: every KV head's tiles of queries are dealt out to `splits` tasks, each with sums of the keys of its own,
-/// which are then added up in order. Sizes decide, never the number of threads.
+/// How a call is cut: every KV head's tiles of queries are dealt out to `splits` tasks, each with sums of the
+/// keys of its own, which are then added up in order. Sizes decide, never the number of threads.
 template <Storage T>
 struct backward_plan {
     using real = compute_t<T>;

@@ -31,15 +31,15 @@ std::size_t mass_scratch_bytes(const attention_shape& shape) {
     return detail::aligned_size(attend_scratch_bytes<T>(shape, 1, attend_tile<T>(shape, 1)));
 }
 
-/// Log-sums of one query head for keys [begin, end): out[t - begin] = log sum_d exp(beta (logit - lse_d)), or the largest
-/// exponent for beta = infinity. `bias` is -beta lse, the last query first.
+/// Log-sums of one query head for keys [begin, end): out[t - begin] = log sum_d exp(beta (logit - lse_d)), or
+/// the largest exponent for beta = infinity. `bias` is -beta lse, the last query first.
 template <class T>
 void mass_tile(isa set, const attention_shape& shape, const T* q_last, std::int64_t q_stride, const T* k,
                std::int64_t k_stride, const float* bias, const expiry_t* expiry, std::int32_t length,
                std::int32_t window, bool largest, std::int32_t begin, std::int32_t end, float* out,
                void* scratch) {
-    // Query d is a "key" at position -d, so key t at position -(t + w) sees it iff d >= t + w; walking the queries
-    // backwards keeps positions rising. The look-ahead ends it: visible while -(t + w) < -d + L + 1.
+    // Query d is a "key" at position -d, so key t at position -(t + w) sees it iff d >= t + w; walking the
+    // queries backwards keeps positions rising. The look-ahead ends it: visible while -(t + w) < -d + L + 1.
     key_segment<T> queries;
     queries.k = q_last;
     queries.k_stride = -q_stride;
@@ -65,6 +65,35 @@ void mass_tile(isa set, const attention_shape& shape, const T* q_last, std::int6
             }
         }
     });
+}
+
+/// The target of one KV head from the log-sums of its query heads: [group] rows that lie `stride` apart.
+inline void aggregate_mass(const FutureMassOptions& options, std::int32_t length, std::int32_t h,
+                           std::int32_t group, const float* log_sums, std::size_t stride, float* out) {
+    const bool largest = std::isinf(options.beta);
+    const float beta = largest ? 1.0f : options.beta;
+    const std::int64_t window = options.window.at(options.layer, h);
+    for (std::int64_t t = 0; t < length; ++t) {
+        std::int64_t count = std::max<std::int64_t>(1, length - (t + window));
+        if (options.look_ahead != unlimited) {
+            count = std::min<std::int64_t>(count, std::int64_t{options.look_ahead} + 1);
+        }
+        const double log_count = options.normalize && !largest ? std::log(static_cast<double>(count)) : 0.0;
+        double best = 0.0, sum = 0.0;
+        for (std::int64_t g = 0; g < group; ++g) {
+            const double log_mass =
+                (static_cast<double>(
+                     log_sums[static_cast<std::size_t>(g) * stride + static_cast<std::size_t>(t)]) -
+                 log_count) /
+                static_cast<double>(beta);
+            const double mass = std::exp(log_mass);
+            best = std::max(best, mass);
+            sum += mass;
+        }
+        const double mass =
+            options.aggregate == group_aggregate::max ? best : sum / static_cast<double>(group);
+        out[t] = static_cast<float>(std::log(static_cast<double>(options.epsilon) + mass));
+    }
 }
 
 }  // namespace host_backend
@@ -182,7 +211,8 @@ void future_mass(const host& on, const AttentionParams& attention, rows_view<con
         if (begin >= length) {
             return;
         }
-        // A window beyond the sequence hides all of it; how far beyond does not matter, and has no room in 32 bits.
+        // A window beyond the sequence hides all of it; how far beyond does not matter, and has no room in 32
+        // bits.
         const std::int32_t window =
             std::min(options.window.at(options.layer, static_cast<std::int32_t>(h / group)), length);
         hb::mass_tile(on.instructions(), shape, q.row(b, h, length - 1), q.row_stride, k.row(b, h / group, 0),
@@ -193,29 +223,8 @@ void future_mass(const host& on, const AttentionParams& attention, rows_view<con
 
     on.parallel_for(std::int64_t{q.batch} * k.heads, [&](std::int64_t kv) {
         const std::int64_t b = kv / k.heads, h = kv % k.heads;
-        const std::int32_t length = sequences.length_of(b);
-        const std::int64_t window = options.window.at(options.layer, static_cast<std::int32_t>(h));
-        float* out = target.head(b, h);
-        for (std::int64_t t = 0; t < length; ++t) {
-            std::int64_t count = std::max<std::int64_t>(1, length - (t + window));
-            if (options.look_ahead != unlimited) {
-                count = std::min<std::int64_t>(count, std::int64_t{options.look_ahead} + 1);
-            }
-            const double log_count =
-                options.normalize && !largest ? std::log(static_cast<double>(count)) : 0.0;
-            double best = 0.0, sum = 0.0;
-            for (std::int64_t g = 0; g < group; ++g) {
-                const double log_mass =
-                    (static_cast<double>(sums_of(b * q.heads + h * group + g)[t]) - log_count) /
-                    static_cast<double>(beta);
-                const double mass = std::exp(log_mass);
-                best = std::max(best, mass);
-                sum += mass;
-            }
-            const double mass =
-                options.aggregate == group_aggregate::max ? best : sum / static_cast<double>(group);
-            out[t] = static_cast<float>(std::log(static_cast<double>(options.epsilon) + mass));
-        }
+        hb::aggregate_mass(options, sequences.length_of(b), static_cast<std::int32_t>(h), group,
+                           sums_of(b * q.heads + h * group), row / sizeof(float), target.head(b, h));
     });
 }
 

@@ -24,6 +24,89 @@ inline std::int32_t observed_block_end(const Observation& seen, std::int32_t a, 
     return seen.chunk == Observation::whole_call || whole - a < seen.chunk ? whole : a + seen.chunk;
 }
 
+/// Heads [begin, end) of one sequence, block by block: observe() each head, average where a layer's heads go
+/// together, then settle() each.
+template <class P, class T>
+struct observed_mask_task {
+    isa set;
+    const P& policy;
+    const ObservedMaskOptions& options;
+    attention_shape shape;
+    rows_view<const T> q, k;
+    plane_view<expiry_t> expiry;
+    std::int64_t b;
+    std::int32_t begin, end;
+    std::byte* lists;    // [heads of the task] of observed_head
+    std::byte* scratch;  // mass_scratch of this thread
+
+    void run(std::int32_t length) const {
+        const Observation seen = policy.scorer().observation();
+        for (std::int32_t h = begin; h < end; ++h) {
+            observed_head<T>::make(&head(h), q.length);
+            std::fill_n(expiry.head(b, h), length, never);
+        }
+        for (std::int32_t first = 0, last = 0; first < length; first = last) {
+            last = observed_block_end(seen, first, options.prompt, length);
+            const bool prompt = first < options.prompt;
+            if (!P::scorer_type::evicts_at_steps && !prompt) {
+                break;  // what is decoded stays
+            }
+            for (std::int32_t h = begin; h < end; ++h) {
+                observe_block(seen, h, first, last);
+            }
+            if (seen.whole_layer) {
+                average_masses(
+                    end - begin, [&](std::int32_t h) -> auto& { return head(h).list; });
+            }
+            for (std::int32_t h = begin; h < end; ++h) {
+                settle_block(seen, h, last, prompt);
+            }
+        }
+    }
+
+  private:
+    [[nodiscard]] observed_head<T>& head(std::int32_t h) const {
+        return observed_head<T>::at(lists +
+                                    static_cast<std::size_t>(h - begin) * observed_head<T>::bytes(q.length));
+    }
+    [[nodiscard]] HeadParams params(std::int32_t h) const { return policy.params(options.layer, h); }
+
+    /// Tokens [first, last) join the list of head h, and the mass that their queries give is measured.
+    void observe_block(const Observation& seen, std::int32_t h, std::int32_t first, std::int32_t last) const {
+        observed_list<T>& list = head(h).list;
+        if (P::scorer_type::evicts_at_steps) {
+            evict(seen, h, first, first);
+        }
+        list.own = list.count;
+        for (std::int32_t t = first; t < last; ++t) {
+            list.add(k.row(b, h, t), t, 0.0f, first - t - 1);
+        }
+        const std::int64_t group = q.heads / k.heads;
+        mass_queries<T> queries;
+        queries.q = q.row(b, h * group, first);
+        queries.row_stride = q.row_stride;
+        queries.head_stride = q.head_stride;
+        queries.end = last - first;
+        queries.group = static_cast<std::int32_t>(group);
+        observe(set, shape, seen, params(h), queries, list, scratch, q.length);
+    }
+
+    /// Takes the block's masses into the scores; a block of the prompt evicts by them.
+    void settle_block(const Observation& seen, std::int32_t h, std::int32_t last, bool prompt) const {
+        head(h).list.take_masses(seen);
+        if (prompt) {
+            evict(seen, h, std::int64_t{last} - 1, last);
+        }
+    }
+
+    /// Keys that query `at` evicts are invisible from query `from` on.
+    void evict(const Observation& seen, std::int32_t h, position_t at, std::int32_t from) const {
+        observed_list<T>& list = head(h).list;
+        expiry_t* const ends = expiry.head(b, h);
+        list.choose(params(h), seen, at, [&](std::int32_t i) { ends[list.position[i]] = from; });
+    }
+};
+
 }  // namespace host_backend
 
 template <Storage T, AnyPolicy P>
@@ -66,8 +149,6 @@ void build_observed_mask(const host& on, const P& policy, const AttentionParams&
     checks::check_finite_rows(on, "q", q, tokens);
     checks::check_finite_rows(on, "k", k, tokens);
 
-    const hb::attention_shape shape = hb::valueless_shape(attention, q.dim);
-    const std::int32_t group = q.heads / heads;
     const std::size_t each = hb::observed_head<T>::bytes(q.length);
     const std::size_t scratch_bytes = hb::mass_scratch<T>(nullptr, q.dim, q.length).bytes;
     std::byte* const memory = detail::aligned(workspace.data);
@@ -77,55 +158,21 @@ void build_observed_mask(const host& on, const P& policy, const AttentionParams&
     const std::int32_t together = seen.whole_layer ? heads : 1;
     on.parallel_for(std::int64_t{q.batch} * heads / together, [&](std::int64_t task, int thread) {
         const std::int64_t first = task * together, b = first / heads;
-        const auto begin = static_cast<std::int32_t>(first % heads), stop = begin + together;
-        const std::int32_t length = sequences.length_of(b);
-        const auto one = [&](std::int32_t h) -> hb::observed_head<T>& {
-            return hb::observed_head<T>::at(memory + static_cast<std::size_t>(first + h - begin) * each);
-        };
-        for (std::int32_t h = begin; h < stop; ++h) {
-            hb::observed_head<T>::make(&one(h), q.length);
-            std::fill_n(expiry.head(b, h), length, never);
-        }
-        for (std::int32_t a = 0, end = 0; a < length; a = end) {
-            end = hb::observed_block_end(seen, a, options.prompt, length);
-            const bool prompt = a < options.prompt;
-            if (!P::scorer_type::evicts_at_steps && !prompt) {
-                break;  // what is decoded stays
-            }
-            for (std::int32_t h = begin; h < stop; ++h) {
-                hb::observed_list<T>& list = one(h).list;
-                expiry_t* const ends = expiry.head(b, h);
-                if (P::scorer_type::evicts_at_steps) {
-                    list.choose(head_params_of(h), seen, a,
-                                [&](std::int32_t i) { ends[list.position[i]] = a; });
-                }
-                list.own = list.count;
-                for (std::int32_t t = a; t < end; ++t) {
-                    list.add(k.row(b, h, t), t, 0.0f, a - t - 1);
-                }
-                hb::mass_queries<T> queries;
-                queries.q = q.row(b, std::int64_t{h} * group, a);
-                queries.row_stride = q.row_stride;
-                queries.head_stride = q.head_stride;
-                queries.end = end - a;
-                queries.group = group;
-                hb::observe(on.instructions(), shape, seen, head_params_of(h), queries, list,
-                            scratch + static_cast<std::size_t>(thread) * scratch_bytes, q.length);
-            }
-            if (seen.whole_layer) {
-                hb::average_masses(
-                    heads, [&](std::int32_t h) -> auto& { return one(h).list; });
-            }
-            for (std::int32_t h = begin; h < stop; ++h) {
-                hb::observed_list<T>& list = one(h).list;
-                expiry_t* const ends = expiry.head(b, h);
-                list.take_masses(seen);
-                if (prompt) {
-                    list.choose(head_params_of(h), seen, std::int64_t{end} - 1,
-                                [&](std::int32_t i) { ends[list.position[i]] = end; });
-                }
-            }
-        }
+        const auto begin = static_cast<std::int32_t>(first % heads);
+        const hb::observed_mask_task<P, T> heads_of{
+            on.instructions(),
+            policy,
+            options,
+            hb::valueless_shape(attention, q.dim),
+            q,
+            k,
+            expiry,
+            b,
+            begin,
+            begin + together,
+            memory + static_cast<std::size_t>(first) * each,
+            scratch + static_cast<std::size_t>(thread) * scratch_bytes};
+        heads_of.run(sequences.length_of(b));
     });
 }
 

@@ -1,12 +1,14 @@
-// Attention of the query heads of one KV head over segments of keys: the core that attend() and the caches share.
+// Attention of the query heads of one KV head over segments of keys: the core that attend() and the caches
+// share.
 //
-// A tile is a range of queries; its rows are (position, head of the group) pairs, position-major, so one key serves the
-// whole group. A tile scans the lifetimes once (collect.hpp), and every block of up to 64 live keys goes
-// through three passes: products with the queries, softmax, products with the values. The softmax is the online one:
-// a running maximum and sum per row, fp32 with the sum in double; outputs are rescaled when the maximum moves.
+// A tile is a range of queries; its rows are (position, head of the group) pairs, position-major, so one key
+// serves the whole group. A tile scans the lifetimes once (collect.hpp), and every block of up to 64 live
+// keys goes through three passes: products with the queries, softmax, products with the values. The softmax
+// is the online one: a running maximum and sum per row, fp32 with the sum in double; outputs are rescaled
+// when the maximum moves.
 //
-//   - prefill (many rows): the block's keys and values are converted and packed once for the whole tile, then strips of
-//     24 rows run register-blocked products over them. Nothing grows with the number of keys.
+//   - prefill (many rows): the block's keys and values are converted and packed once for the whole tile, then
+//     strips of 24 rows run register-blocked products over them. Memory does not grow with the keys.
 //   - decode (up to direct_rows rows): keys and values are read in place, once for all heads of the group.
 //
 // Cost is proportional to the live keys, plus the scan. Bodies are portable or AVX2, by the argument.
@@ -27,8 +29,8 @@
 
 namespace kvpolicy::host_backend {
 
-/// How many queries one task should take: enough rows to pay for packing, few enough that queries, outputs and one block
-/// of keys stay in a second-level cache. Depends on the shape only.
+/// How many queries one task should take: enough rows to pay for packing, few enough that queries, outputs
+/// and one block of keys stay in a second-level cache. Depends on the shape only.
 template <Storage T>
 std::int32_t attend_tile(const attention_shape& shape, std::int32_t group) {
     const std::int32_t widest = std::max(shape.head_dim_qk, shape.head_dim_vo);
@@ -39,8 +41,9 @@ std::int32_t attend_tile(const attention_shape& shape, std::int32_t group) {
 /// As many tasks as keep any machine busy enough: none is split then.
 inline constexpr std::int64_t enough_attend_tasks = 32;
 
-/// Into how many parts a call that has `tasks` (KV head, tile) pairs should split each one's `keys`, so that few long
-/// tasks can use several threads: 1 where there are enough tasks or few keys. Depends on sizes only, never on threads.
+/// Into how many parts a call that has `tasks` (KV head, tile) pairs should split each one's `keys`, so that
+/// few long tasks can use several threads: 1 where there are enough tasks or few keys. Depends on sizes only,
+/// never on threads.
 inline std::int32_t attend_splits(std::int64_t tasks, std::int64_t keys) {
     constexpr std::int64_t least_keys = 2048;
     if (tasks <= 0 || tasks >= enough_attend_tasks) {
@@ -50,8 +53,8 @@ inline std::int32_t attend_splits(std::int64_t tasks, std::int64_t keys) {
         std::clamp<std::int64_t>(keys / least_keys, 1, enough_attend_tasks / tasks));
 }
 
-/// Bytes of scratch for attend_head and attend_head_split on ranges of up to `count` queries. Any alignment will do. No
-/// body needs more for more keys.
+/// Bytes of scratch for attend_head and attend_head_split on ranges of up to `count` queries. Any alignment
+/// will do. No body needs more for more keys.
 template <Storage T>
 std::size_t attend_scratch_bytes(const attention_shape& shape, std::int32_t group, std::int32_t count,
                                  std::int64_t /*keys*/ = 0) {
@@ -75,10 +78,10 @@ void with_kernels(isa set, Run&& run) {
     run(portable_kernels<T>{});
 }
 
-/// Attention of queries [query_begin, query_end) of one KV head's group over all the segments' keys (see key_segment for
-/// which keys a query sees). `segments(visit)` hands the segments to visit, once for every tile of queries. Writes out,
-/// and lse (natural logarithm) where wanted; queries that see nothing get 0 and -inf. One task; `scratch` has
-/// attend_scratch_bytes for that many queries.
+/// Attention of queries [query_begin, query_end) of one KV head's group over all the segments' keys (see
+/// key_segment for which keys a query sees). `segments(visit)` hands the segments to visit, once for every
+/// tile of queries. Writes out, and lse (natural logarithm) where wanted; queries that see nothing get 0 and
+/// -inf. One task; `scratch` has attend_scratch_bytes for that many queries.
 template <Storage T, class Segments>
 void attend_head(isa set, const attention_shape& shape, const Segments& segments, const query_block<T>& block,
                  std::int32_t query_begin, std::int32_t query_end, void* scratch) {
@@ -93,9 +96,9 @@ void attend_head(isa set, const attention_shape& shape, const Segments& segments
     });
 }
 
-/// The same over rows [key_begin, key_end) of the segments put end to end, as a partial result: out [queries * group][Dv]
-/// in the compute type and lse [queries * group], row = (query - query_begin) * group + head. At most attend_tile
-/// queries. merge_splits makes results of them.
+/// The same over rows [key_begin, key_end) of the segments put end to end, as a partial result: out [queries
+/// * group][Dv] in the compute type and lse [queries * group], row = (query - query_begin) * group + head. At
+/// most attend_tile queries. merge_splits makes results of them.
 template <Storage T, class Segments>
 void attend_head_split(isa set, const attention_shape& shape, const Segments& segments,
                        const query_block<T>& block, std::int32_t query_begin, std::int32_t query_end,
@@ -134,8 +137,8 @@ void attend_head_split(isa set, const attention_shape& shape, const key_segment<
                       key_begin, key_end, out, lse, scratch);
 }
 
-/// Merges `splits` partial results, out [splits][rows][Dv] and lse [splits][rows], into the block's out and lse. The
-/// first split's memory is used up. In order, so the result does not depend on who computed what.
+/// Merges `splits` partial results, out [splits][rows][Dv] and lse [splits][rows], into the block's out and
+/// lse. The first split's memory is used up. In order, so the result does not depend on who computed what.
 template <Storage T>
 void merge_splits(const attention_shape& shape, const query_block<T>& block, std::int32_t query_begin,
                   std::int32_t query_end, std::int32_t splits, compute_t<T>* out, float* lse) {

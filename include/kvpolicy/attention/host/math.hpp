@@ -1,5 +1,5 @@
-// exp and tanh for the softmax of the host backend: short polynomials of our own, the same in the scalar and the AVX2
-// bodies, without branches so that a compiler can vectorize them.
+// exp and tanh for the softmax of the host backend: short polynomials of our own, the same in the scalar and
+// the AVX2 bodies, without branches so that a compiler can vectorize them.
 #pragma once
 
 #include <kvpolicy/core/config.hpp>
@@ -9,8 +9,9 @@
 
 namespace kvpolicy::host_backend {
 
-/// exp(x) = 2^n exp(r), n = round(x / ln 2), |r| <= ln(2) / 2; exp(r) is 1 + r + r^2 p(r) with p minimax of degree 4
-/// (relative error 3.1e-9 before rounding, 1.1 ulp with it, over [-87, 0]). ln 2 is split so that n * ln2_high is exact.
+/// exp(x) = 2^n exp(r), n = round(x / ln 2), |r| <= ln(2) / 2; exp(r) is 1 + r + r^2 p(r) with p minimax of
+/// degree 4 (relative error 3.1e-9 before rounding, 1.1 ulp with it, over [-87, 0]). ln 2 is split so that n
+/// * ln2_high is exact.
 struct exp_constants {
     static constexpr float lowest = -87.0f;  ///< below it the result, under 1.7e-38, is 0
     static constexpr float log2_e = 1.44269504088896341f;
@@ -23,8 +24,8 @@ struct exp_constants {
     static constexpr float p4 = 0.0013814320554956794f;
 };
 
-/// tanh(y) for |y| < limit is y + y^3 t(y^2), t minimax of degree 4 (relative error 1e-9); beyond, (1 - e) / (1 + e)
-/// with e = exp(-2|y|).
+/// tanh(y) for |y| < limit is y + y^3 t(y^2), t minimax of degree 4 (relative error 1e-9); beyond, (1 - e) /
+/// (1 + e) with e = exp(-2|y|).
 struct tanh_constants {
     static constexpr float limit = 0.55f;
     static constexpr float t0 = -0.33333316445350647f;

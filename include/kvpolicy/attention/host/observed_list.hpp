@@ -1,12 +1,13 @@
-// One head of an observed policy while a block of queries passes: the keys that it holds, as a list, and what becomes of them.
-// A cache makes the list from its rows and writes the survivors back; a mask keeps the list itself. So both decide alike.
+// One head of an observed policy while a block of queries passes: the keys that it holds, as a list, and what
+// becomes of them. A cache makes the list from its rows and writes the survivors back; a mask keeps the list
+// itself. So both decide alike.
 //
 // A block [a, b), in the order of a step (docs/concepts.md, the order of a step):
-//   1. where decoded tokens make room: the keys up to a - w compete with the masses that they have (choose at a);
+//   1. where decoded tokens evict: the keys up to a - w compete with the masses that they have (choose at a);
 //   2. the block's keys join; its queries attend, and give mass (observe);
-//   3. at the end of a prompt's block the keys up to b - 1 - w compete with their new masses (choose at b - 1).
-// With w = r + 1 the r most recent keys are exempt when the next query comes, and where steps evict, a block of one token has no
-// third part.
+//   3. at the end of a prompt's block the keys up to b - 1 - w compete with new masses (choose at b - 1).
+// With w = r + 1 the r most recent keys are exempt when the next query comes, and where steps evict, a block
+// of one token has no third part.
 #pragma once
 
 #include <kvpolicy/attention/host/mass_pass.hpp>
@@ -20,8 +21,9 @@
 
 namespace kvpolicy::host_backend {
 
-/// The list: key i has position[i], the mass score[i] from before the block, and row[i], the caller's name for where it is
-/// (a row of a cache; -1 - j for token j of the block). Held keys in any order, then the block's own in theirs.
+/// The list: key i has position[i], the mass score[i] from before the block, and row[i], the caller's name
+/// for where it is (a row of a cache; -1 - j for token j of the block). Held keys in any order, then the
+/// block's own in theirs.
 template <Storage T>
 class observed_list {
   public:
@@ -58,8 +60,8 @@ class observed_list {
     /// Scratch of `count` entries that choose() uses too.
     [[nodiscard]] std::int32_t* scratch() const { return order_; }
 
-    /// The keys up to q - w compete for the head's places: the k with the largest (pooled) masses stay, ties to the older
-    /// key. The others leave the list, each after lost(i).
+    /// The keys up to q - w compete for the head's places: the k with the largest (pooled) masses stay, ties
+    /// to the older key. The others leave the list, each after lost(i).
     template <class Lost>
     void choose(const HeadParams& head_params, const Observation& seen, position_t q, Lost&& lost) {
         std::int32_t competing = 0;
@@ -180,7 +182,8 @@ void observe(isa set, const attention_shape& shape, const Observation& seen, con
              capacity);
 }
 
-/// The mean of the masses of heads whose lists hold the same keys in the same order; list(h) is that of head h.
+/// The mean of the masses of heads whose lists hold the same keys in the same order; list(h) is that of head
+/// h.
 template <class ListOf>
 void average_masses(std::int32_t heads, ListOf&& list) {
     for (std::int32_t i = 0; i < list(0).count; ++i) {

@@ -1,5 +1,6 @@
-// The passes of host attention in plain C++ loops: for processors without AVX2, for double, and as the oracle of the
-// vectorized bodies. Loops have constant trip counts where it matters, so that compilers vectorize them.
+// The passes of host attention in plain C++ loops: for processors without AVX2, for double, and as the oracle
+// of the vectorized bodies. Loops have constant trip counts where it matters, so that compilers vectorize
+// them.
 #pragma once
 
 #include <kvpolicy/attention/host/collect.hpp>
@@ -74,8 +75,9 @@ struct portable_kernels {
         }
     }
 
-    /// out = decay * out + weights[6 * panels][0..count) . values, over whole panels of columns. The block's own sum
-    /// starts at 0, so that rounding grows with the block and with the number of blocks, not with the number of keys.
+    /// out = decay * out + weights[6 * panels][0..count) . values, over whole panels of columns. The block's
+    /// own sum starts at 0, so that rounding grows with the block and with the number of blocks, not with the
+    /// number of keys.
     static void multiply_pv(const real* weights, std::int32_t panels, const real* v, std::int32_t count,
                             const real* decay, real* out, std::int32_t stride) {
         for (std::int32_t c = 0; c < stride; c += lanes) {
@@ -95,8 +97,8 @@ struct portable_kernels {
         }
     }
 
-    /// Turns products into logits and weights, in place, and moves the running maximum and sum. `mask` is null where
-    /// every row sees every key.
+    /// Turns products into logits and weights, in place, and moves the running maximum and sum. `mask` is
+    /// null where every row sees every key.
     static void softmax(const attention_shape& shape, const key_block<T>* mask, std::int32_t rows,
                         std::int32_t count, const strip_state<real>& state, real* scores) {
         constexpr real nothing = -std::numeric_limits<real>::infinity();
@@ -114,7 +116,7 @@ struct portable_kernels {
                     if (p >= mask->bias_start[j]) {
                         x += static_cast<real>(mask->bias[j]);
                     }
-                    // A choice, not an addition: the product may be NaN where nobody is to see it.
+                    // A choice, not an addition: the product may be NaN where it is hidden.
                     x = mask->begins[j] <= p && p < mask->expires[j] ? x : nothing;
                 }
                 scores[j] = x;

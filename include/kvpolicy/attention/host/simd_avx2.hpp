@@ -1,7 +1,9 @@
-// What the AVX2 bodies of the host backend share: the target attribute, conversions in registers, exp and tanh.
+// What the AVX2 bodies of the host backend share: the target attribute, conversions in registers, exp and
+// tanh.
 //
-// The library is compiled without machine flags, so every function that uses AVX2 carries its target, and context.hpp
-// decides at run time whether it may be called. Lambdas do not inherit a target: there are none in these bodies.
+// The library is compiled without machine flags, so every function that uses AVX2 carries its target, and
+// context.hpp decides at run time whether it may be called. Lambdas do not inherit a target: there are none
+// in these bodies.
 #pragma once
 
 #include <kvpolicy/core/config.hpp>
@@ -43,8 +45,8 @@ KVPOLICY_AVX2_INLINE float sum_of(__m256 x) {
     return _mm_cvtss_f32(_mm_add_ss(s, _mm_movehdup_ps(s)));
 }
 
-/// The same vector, which a compiler may not load anew for every use: g++ folds a load into each of its uses, and the
-/// loads are then what limits a product.
+/// The same vector, which a compiler may not load anew for every use: g++ folds a load into each of its uses,
+/// and the loads are then what limits a product.
 KVPOLICY_AVX2_INLINE __m256 in_register(__m256 x) {
     __asm__("" : "+x"(x));
     return x;
@@ -98,7 +100,8 @@ KVPOLICY_AVX2_INLINE void transpose(__m256 (&x)[8]) {
 KVPOLICY_AVX2_INLINE __m256 exp_nonpositive(__m256 x) {
     using c = exp_constants;
     const __m256 lowest = _mm256_set1_ps(c::lowest);
-    // max takes its second operand where the first is NaN, and so does a comparison that is false for NaN: NaN stays.
+    // max takes its second operand where the first is NaN, and so does a comparison that is false for NaN:
+    // NaN stays.
     const __m256 clamped = _mm256_max_ps(lowest, x);
     const __m256 n = _mm256_round_ps(_mm256_mul_ps(clamped, _mm256_set1_ps(c::log2_e)),
                                      _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);

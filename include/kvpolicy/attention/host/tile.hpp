@@ -99,8 +99,8 @@ class tile_pass {
         std::fill_n(memory_.zeros, shape.head_dim_vo, static_cast<T>(0.0f));
     }
 
-    /// Runs over rows [key_begin, key_end) of all segments put end to end. `segments(visit)` hands each key_segment to
-    /// visit, in order: a cache makes them from its page table as they are needed.
+    /// Runs over rows [key_begin, key_end) of all segments put end to end. `segments(visit)` hands each
+    /// key_segment to visit, in order: a cache makes them from its page table as they are needed.
     template <class Segments>
     void run(const Segments& segments, std::int64_t key_begin, std::int64_t key_end) {
         key_collector<Kernels, T, tile_pass> collector(memory_.position[0], memory_.position[rows_ - 1],
@@ -226,8 +226,8 @@ class tile_pass {
         return all;
     }
 
-    /// In a masked block a weight of 0 may meet a value that is NaN or infinite for good reason: its row belongs to
-    /// somebody else. Such values leave the products and reach only the rows that see them.
+    /// In a masked block a weight of 0 may meet a value that is NaN or infinite for good reason: its row
+    /// belongs to somebody else. Such values leave the products and reach only the rows that see them.
     void set_poison_aside(key_block<T>& keys) {
         for (std::int32_t j = 0; j < keys.count; ++j) {
             if (finite(keys.v[j], shape_.head_dim_vo)) {

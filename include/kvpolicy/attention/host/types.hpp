@@ -1,5 +1,5 @@
-// What the attention of one KV head is given on the host, and the small fixed-size pieces that its passes hand to one
-// another. attention/host/kernel.hpp says how they play together.
+// What the attention of one KV head is given on the host, and the small fixed-size pieces that its passes
+// hand to one another. attention/host/kernel.hpp says how they play together.
 #pragma once
 
 #include <kvpolicy/attention/head_dim.hpp>
@@ -12,9 +12,9 @@
 
 namespace kvpolicy::host_backend {
 
-/// Keys and values of one KV head that lie together: a slice of a tensor, or the rows of a cache. Row r is visible to
-/// the query at position p iff position(r) <= p && p < expiry(r). What an invisible row holds does not matter, NaN
-/// included. Order means nothing, except that outputs are reproducible for a given order.
+/// Keys and values of one KV head that lie together: a slice of a tensor, or the rows of a cache. Row r is
+/// visible to the query at position p iff position(r) <= p && p < expiry(r). What an invisible row holds does
+/// not matter, NaN included. Order means nothing, except that outputs are reproducible for a given order.
 template <Storage T>
 struct key_segment {
     const T* k = nullptr;  // row r at k + r * k_stride: [Dk]

@@ -1,8 +1,10 @@
-// One warp's share of a decode step's attention: the rows of a head, in tiles of 16, against the query heads of its group.
+// One warp's share of decode attention over contiguous entries: tiles of 16 entries of a head against the
+// query heads of its group.
 //
-// A warp copies its own tiles and reads nobody else's, so it waits for no other: what it found, a softmax state a query
-// head, is merged at the end. Rows beyond those in use are never read. Rows whose key may leave in this step are passed over
-// (`stream_hidden`); one warp adds those that stay, and the candidate, which is in no row yet (`stream_extra`).
+// A warp copies and reads its own tiles only. It keeps one softmax state per query head; states are merged at
+// the end. Entries beyond those in use are not read. Entries whose key may be evicted in this step are
+// skipped (`stream_hidden`). One warp adds those that stay and the new token, which is in no entry yet
+// (`stream_extra`).
 #pragma once
 
 #include <kvpolicy/attention/cuda/key_frame.cuh>
@@ -46,8 +48,8 @@ struct stream_hidden {
     [[nodiscard]] __device__ bool has(std::int32_t row) const { return row == a || row == b; }
 };
 
-/// Keys that may be attended to beside the rows: the candidate, and the hidden rows. All are asked for before it is known which
-/// count.
+/// Keys that may be attended to beside the rows: the new token, and the hidden rows. All are asked for before
+/// it is known which count.
 template <class T>
 struct stream_extra {
     static constexpr int most = 3;
@@ -65,7 +67,8 @@ struct stream_logits {
 
 inline constexpr int stream_tile = 16;
 
-/// A state in memory: max[heads], sum[heads] (in a header of 4 numbers at least), weighted values [heads][width].
+/// A state in memory: max[heads], sum[heads] (in a header of 4 numbers at least), weighted values
+/// [heads][width].
 template <int Heads>
 struct stream_state {
     static constexpr int header = 2 * Heads < 4 ? 4 : 2 * Heads;
@@ -87,8 +90,8 @@ struct tensor_rows {
     static constexpr int threads = 32 * warps;
     static constexpr int half_bytes = stream_tile * Dim * 2;  // the keys of a tile, or the values
     static constexpr int tile_bytes = 2 * half_bytes;
-    // The instructions of a tile wait for each other, so it is warps that hide this, not copies under way: three blocks a
-    // SM, where it has the memory.
+    // The instructions of a tile wait for each other, so it is warps that hide this, not copies under way:
+    // three blocks an SM, where it has the memory.
     static constexpr int blocks = 3;
     static constexpr int stages = 64 * 1024 / warps / tile_bytes;
     static constexpr int region_bytes = stages * tile_bytes;
@@ -167,8 +170,9 @@ __device__ void store_tensor_state(unsigned char* region, const float (&max)[2],
     }
 }
 
-/// Keys stand on the rows of the products (mma's M), query heads on the columns: S^T = K Q^T, O^T = V^T P^T. So one tile of
-/// 16 rows serves 8 heads. In an accumulator lane 4 group + pair has rows group, group + 8 and heads 2 pair, 2 pair + 1.
+/// Keys stand on the rows of the products (mma's M), query heads on the columns: S^T = K Q^T, O^T = V^T P^T.
+/// So one tile of 16 rows serves 8 heads. In an accumulator lane 4 group + pair has rows group, group + 8 and
+/// heads 2 pair, 2 pair + 1.
 template <class S>
 class tensor_stream {
     using T = typename S::T;
@@ -233,7 +237,8 @@ class tensor_stream {
         copy_wait<0>();
     }
 
-    /// Sets out to read what add() takes, into the first tile's memory: before finish() for a warp without rows, else after it.
+    /// Sets out to read what add() takes, into the first tile's memory: before finish() for a warp without
+    /// rows, else after it.
     __device__ void bring(const stream_extra<T>& extra) const {
         constexpr int most = stream_extra<T>::most, chunks = S::Dim / 8;
         const int chunk = lane_id();
@@ -279,19 +284,22 @@ class tensor_stream {
     __device__ void store() { store_tensor_state<S>(region_, max_, sum_, o_); }
 
   private:
-    /// Attends to the tile of a stage: to rows below `limit` but a and b. Chunks beyond a head_dim hold zeros.
+    /// Attends to the tile of a stage: to rows below `limit` but a and b. Chunks beyond a head_dim hold
+    /// zeros.
     __device__ void take(int stage, std::int32_t limit, std::int32_t a, std::int32_t b) {
         const int lane = lane_id();
-        // ldmatrix: lane i names row i % 8 of matrix i / 8. Keys: matrices 0, 1 are rows 0..7 and 8..15 of the first 8 dims,
-        // 2, 3 of the next. Values, transposed: 0, 1 are the first and next 8 dims of rows 0..7, 2, 3 of rows 8..15. A chunk
-        // of 16 bytes stands where its number, flipped by the row's last 3 bits, says; those are bits 4 to 6 of an address.
+        // ldmatrix: lane i names row i % 8 of matrix i / 8. Keys: matrices 0, 1 are rows 0..7 and 8..15 of
+        // the first 8 dims, 2, 3 of the next. Values, transposed: 0, 1 are the first and next 8 dims of rows
+        // 0..7, 2, 3 of rows 8..15. A chunk of 16 bytes stands where its number, flipped by the row's last 3
+        // bits, says; those are bits 4 to 6 of an address.
         const std::uint32_t at = shared_ + stage * S::tile_bytes;
         const int k_row = lane % 16, v_row = lane % 8 + 8 * (lane / 16);
         const std::uint32_t k_at = at + k_row * S::Dim * 2;
         const std::uint32_t v_at = at + S::half_bytes + v_row * S::Dim * 2;
         const std::uint32_t k_flip = ((lane / 16) ^ (k_row % 8)) << 4;
         const std::uint32_t v_flip = ((lane / 8 % 2) ^ (v_row % 8)) << 4;
-        // A product waits for its operands, so those of many are asked for at once, and the values before the softmax.
+        // A product waits for its operands, so those of many are asked for at once, and the values before the
+        // softmax.
         std::uint32_t operands[at_once][4];
         float s[2][4] = {};
 #pragma unroll
@@ -372,8 +380,8 @@ class tensor_stream {
         }
     }
 
-    /// Copies a tile, if it is one of this warp's, and closes a group of copies in any case. Each lane has its chunk of every
-    /// row that it copies; of rows that are not in use nothing is read, and zeros come.
+    /// Copies a tile, if it is one of this warp's, and closes a group of copies in any case. Each lane has
+    /// its chunk of every row that it copies; of rows that are not in use nothing is read, and zeros come.
     __device__ void load(std::int32_t tile, int stage) const {
         constexpr int chunks = S::Dim / 8, rows = 32 / chunks;  // at once
         const int chunk = lane_id() % chunks, first = lane_id() / chunks;
@@ -430,7 +438,8 @@ class tensor_stream {
     float o_[steps][4];
 };
 
-/// A softmax state by plain loops, a lane a key: to check others with, and for storage that the tensor cores do not take.
+/// A softmax state by plain loops, one lane per key: to check others with, and for storage that the tensor
+/// cores do not take.
 template <class S>
 class plain_softmax {
     using T = typename S::T;
@@ -445,7 +454,8 @@ class plain_softmax {
         }
     }
 
-    /// Attends to rows [begin, end), but those that are hidden(row): key_of(row) and value_of(row) say where they are.
+    /// Attends to rows [begin, end), but those that are hidden(row): key_of(row) and value_of(row) say where
+    /// they are.
     template <class Hidden, class Key, class Value>
     __device__ void take(std::int32_t begin, std::int32_t end, const stream_queries<T>& queries,
                          const stream_logits<typename S::Compute>& logits, const Hidden& hidden,

@@ -25,7 +25,8 @@ namespace kvpolicy {
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 namespace cuda_backend {
 
-/// The scorer that a policy asks in a call: none where nothing is ranked, or where scores wait in rows (scored_late).
+/// The scorer that a policy asks in a call: none where nothing is ranked, or where scores wait in rows
+/// (scored_late).
 template <class P>
 using asked_scorer = std::conditional_t<P::ranked && !scored_late<P>, typename P::scorer_type, GivenScores>;
 
@@ -48,8 +49,8 @@ void check_on_device(const Cache& cache) {
                     "one bound with a cuda context, or a call with a host context");
 }
 
-/// Refuses a sequence some of whose layers have taken tokens that advance() has not counted. `taken`: [layers, max_sequences, kv_heads] of device
-/// memory. Waits for the stream.
+/// Refuses a sequence some of whose layers have taken tokens that advance() has not counted. `taken`: [layers,
+/// sequences, kv_heads] of device memory. Waits for the stream.
 inline void check_between_tokens(const cuda& on, const CacheShape& shape, const std::int32_t* appended,
                                  std::int32_t seq) {
     const auto heads = static_cast<std::size_t>(shape.kv_heads);

@@ -28,7 +28,7 @@ struct decode_params {
     rows_view<const T> v{};  // [count, Hkv, 1, Dv]
     rows_view<T> out{};      // [count, Hq, 1, Dv]
     plane_view<float> lse{};
-    plane_view<const float> scores{};  // the candidates', where they are given
+    plane_view<const float> scores{};  // the new tokens', where they are given
     const float* computed = nullptr;   // [count, Hkv], of a scorer that is scored_before: see score_params
     Compute* states = nullptr;         // of blocks that share a head
     std::uint32_t* status = nullptr;   // [count]

@@ -40,14 +40,15 @@ std::int64_t max_top_k_slots_of(const DualRef<P, T>& cache) {
     return cache.max_contested;
 }
 
-/// Bytes of keys and values of a DualCache that a chunk brings together at once, unless a single entry can have more.
+/// Bytes of keys and values of a DualCache that a chunk brings together at once, unless a single entry can
+/// have more.
 #if defined(KVPOLICY_TEST_GATHERED_BYTES)
 inline constexpr std::int64_t gathered_bytes = KVPOLICY_TEST_GATHERED_BYTES;  // so that tests have rounds
 #else
 inline constexpr std::int64_t gathered_bytes = std::int64_t{1} << 30;
 #endif
 
-/// A chunk of at most `tokens` tokens an entry.
+/// A chunk of at most `tokens` tokens per entry.
 template <class Cache, class Dims>
 class prefill_plan {
     using P = typename Cache::policy_type;
@@ -85,7 +86,8 @@ class prefill_plan {
                         heads() * tokens, "below 2^31: split the batch");
         call_.together = count;
         if constexpr (paged) {
-            // No more rows of an entry than its heads can have, and than the pool has: its pages are all different.
+            // No more rows of an entry than its heads can have, and than the pool has: its pages are all
+            // different.
             of_entry_ =
                 std::max<std::int64_t>(std::min(std::int64_t{call_.cache.kv_heads} * call_.max_entries,
                                                 ref_.page_count() * ref_.page_size),
@@ -264,7 +266,8 @@ class prefill_plan {
         }
     }
 
-    /// Calls body(first, count) for entries that are attended to at once, in rounds; or once for every size of a round.
+    /// Calls body(first, count) for entries that are attended to at once, in rounds; or once for every size
+    /// of a round.
     template <class Body>
     void each_round(const Body& body, bool all = false) const {
         const std::int32_t count = call_.batch.count, together = call_.together;
@@ -277,8 +280,8 @@ class prefill_plan {
         } while (first < count);
     }
 
-    /// Calls body(attend_plan) for attention of entries of the chunk over the cache's rows and themselves; with null queries for its sizes
-    /// only.
+    /// Calls body(attend_plan) for attention of entries of the chunk over the cache's rows and themselves;
+    /// with null queries for its sizes only.
     template <class Body>
     auto attention(const rows_view<const T>* queries, std::int32_t first, std::int32_t count,
                    const Body& body) {
@@ -388,8 +391,9 @@ inline std::int32_t max_tokens(const Batch& batch, std::int32_t length) {
 /// The bodies of the calls below, for caches of either kind.
 namespace cuda_backend {
 
-/// What attention would refuse of a chunk's keys and values: here, under the caller's names and before anything is enqueued, since a
-/// scorer's states would have absorbed the chunk by then. (Its other checks are of sizes, which lay_out() makes, too.)
+/// What attention would refuse of a chunk's keys and values: here, under the caller's names and before
+/// anything is enqueued, since a scorer's states would have absorbed the chunk by then. (Its other checks are
+/// of sizes, which lay_out() makes, too.)
 template <class T>
 void check_chunk_keys(std::int32_t count, std::int32_t tokens, rows_view<const T> k, rows_view<const T> v) {
     if (count != 0) {

@@ -1,8 +1,9 @@
-// A chunk of tokens into a cache on a device: who leaves and who stays, and, after attention, the rows.
+// Kernels of a chunk of tokens: which keys stay, and after attention the entries.
 //
-// The top-k updates of a head run in one warp, on copies in the workspace; they give attention the lifetimes of all rows, and the
-// kernels at the end the key of every place. A surviving row stays where it is, so only candidates are copied: to places
-// first, since they may come from the ring, then to the ring.
+// One warp runs the top-k updates of a head on copies in the workspace. They yield the visible interval of
+// every entry, which attention needs, and the key of every top-k sequence, which the last kernels write. A key
+// that stays keeps its entry, so only admitted keys and new tokens are copied: admitted keys first, since
+// they may come from window entries.
 #pragma once
 
 #include <kvpolicy/caches/cuda/contiguous/contiguous_view.cuh>
@@ -117,7 +118,12 @@ struct prefill_head {
     }
 };
 
-/// Which entries take how many tokens: at most `most`; from the spare rows, at most as many as were proposed here. One block.
+/// Finds how many tokens of the chunk each entry of the batch brings: at most `most`; from the draft tokens
+/// at most as many as were appended to the sequence.
+///
+/// Grid: 1 block. Block: prefill_threads.
+/// In: batch, the sequences' lengths, counters and draft positions. Out: taken [count]; status [count] is
+/// OR-ed.
 template <class View>
 __global__ void __launch_bounds__(prefill_threads)
     prefill_begin_kernel(const __grid_constant__ prefill_params<View> call) {
@@ -135,34 +141,21 @@ __global__ void __launch_bounds__(prefill_threads)
     }
 }
 
-/// The first of `kept` places that may change hands: without a budget a key keeps its place for good, and so does one that has it
-/// for its position.
+/// The first of `kept` places that may change hands: without a budget a key keeps its place for good, and so
+/// does one that has it for its position.
 __device__ inline std::int32_t first_contested(const HeadParams& head_params, std::int32_t num_long_range) {
     return head_params.budget == unlimited || head_params.budget == 0 ? num_long_range : 0;
 }
 
-/// Lifetimes of all rows and tokens, and the top-k updates. A block a head.
-template <class View, class Gate>
-__global__ void __launch_bounds__(prefill_threads)
-    prefill_decide_kernel(const __grid_constant__ prefill_params<View> call, const Gate gate) {
-    const prefill_head<View> at(call, static_cast<std::int32_t>(blockIdx.x));
-    const auto thread = static_cast<std::int32_t>(threadIdx.x);
+/// Positions and expiries of all rows as they are before the chunk. By the whole block.
+template <class View>
+__device__ void fill_past_lifetimes(const prefill_params<View>& call, const prefill_head<View>& at,
+                                    std::int32_t num_long_range) {
     const HeadParams& head_params = at.rows.head_params;
-    const std::int32_t tokens = at.active.tokens;
     const std::int64_t plane = std::int64_t{at.pair} * call.max_entries;
-    const std::int32_t num_long_range = tokens != 0 ? call.cache.num_long_range[at.rows.index] : 0;
-    const std::int32_t used = tokens != 0 ? at.rows.layout.used(at.base, num_long_range) : 0;
+    const std::int32_t used = at.active.tokens != 0 ? at.rows.layout.used(at.base, num_long_range) : 0;
     constexpr expiry_t dead = -never - 1;
-    if constexpr (detail::holds_keys<Gate>) {
-        // Keys that are held for their position have no score.
-        for (std::int32_t j = thread; call.computed != nullptr && j < tokens; j += prefill_threads) {
-            if (gate.keeps(at.base + j - (call.on_leaving ? head_params.window : 0))) {
-                call.computed[std::int64_t{at.pair} * call.tokens.most + j] = 0.0f;
-            }
-        }
-        __syncthreads();
-    }
-    for (std::int32_t r = thread; r < call.max_entries; r += prefill_threads) {
+    for (auto r = static_cast<std::int32_t>(threadIdx.x); r < call.max_entries; r += prefill_threads) {
         std::int32_t position = 0;
         expiry_t expiry = dead;
         if (r < used) {
@@ -177,7 +170,14 @@ __global__ void __launch_bounds__(prefill_threads)
         call.position[plane + r] = position;
         call.past_expiry[plane + r] = expiry;
     }
-    for (std::int32_t j = thread; j < tokens; j += prefill_threads) {
+}
+
+/// Expiries of the chunk's tokens if no top-k sequence takes them, and a status for scores that are NaN. By the
+/// whole block.
+template <class View>
+__device__ void fill_chunk_lifetimes(const prefill_params<View>& call, const prefill_head<View>& at) {
+    const HeadParams& head_params = at.rows.head_params;
+    for (auto j = static_cast<std::int32_t>(threadIdx.x); j < at.active.tokens; j += prefill_threads) {
         const std::int64_t leaves = std::int64_t{j} + head_params.window;
         call.chunk_expiry[std::int64_t{at.pair} * call.tokens.most + j] =
             at.base + j < head_params.sinks || leaves > never ? never : static_cast<expiry_t>(leaves);
@@ -188,7 +188,51 @@ __global__ void __launch_bounds__(prefill_threads)
             atomicOr(call.status + at.entry, static_cast<std::uint32_t>(status_nan_score));
         }
     }
-    // Named by place, of which those before `contested` are never looked at.
+}
+
+/// Decides what a chunk does to the entries of one head, without writing the cache: visible intervals of all
+/// entries and tokens, and the top-k updates of the keys that leave the window.
+///
+/// Grid: count * Hkv blocks. Block: prefill_threads; phase 5 is one warp's.
+/// Shared memory: dynamic top_k_bytes() where `top_k_in_shared`: position and score per top-k sequence, a
+/// record per tile.
+///
+/// In: lengths, kept, positions and scores of the entries; scores of the tokens that come or leave.
+/// Out: position and past_expiry [count, Hkv, longest] int32, relative to the chunk's first token;
+/// chunk_expiry [count, Hkv, most] int32; slot_score fp32, slot_position int64 and holder int32 [count,
+/// Hkv, places]; kept, pinned and num_long_range_before [count, Hkv]; first_row [count, Hkv] of a contiguous cache;
+/// status [count] is OR-ed.
+/// Overwrites: `computed` of keys that are held for their position.
+///
+/// Phases:
+/// 1. Keys that are held for their position get the score 0.
+/// 2. Positions and expiries of the entries.
+/// 3. Expiries of the tokens, if no top-k sequence takes them; NaN scores set status_nan_score.
+/// 4. Scores and positions of the top-k sequences are copied to where the updates run.
+/// 5. The top-k updates, 32 candidates at a time. A candidate that does not beat the minimum is rejected by
+///    one warp vote; the minimum is monotone.
+/// 6. Sequences that were updated in shared memory are copied to the workspace.
+template <class View, class Gate>
+__global__ void __launch_bounds__(prefill_threads)
+    prefill_decide_kernel(const __grid_constant__ prefill_params<View> call, const Gate gate) {
+    const prefill_head<View> at(call, static_cast<std::int32_t>(blockIdx.x));
+    const auto thread = static_cast<std::int32_t>(threadIdx.x);
+    const HeadParams& head_params = at.rows.head_params;
+    const std::int32_t tokens = at.active.tokens;
+    const std::int32_t num_long_range = tokens != 0 ? call.cache.num_long_range[at.rows.index] : 0;
+    if constexpr (detail::holds_keys<Gate>) {
+        // 1. Keys that are held for their position have no score.
+        for (std::int32_t j = thread; call.computed != nullptr && j < tokens; j += prefill_threads) {
+            if (gate.keeps(at.base + j - (call.on_leaving ? head_params.window : 0))) {
+                call.computed[std::int64_t{at.pair} * call.tokens.most + j] = 0.0f;
+            }
+        }
+        __syncthreads();
+    }
+    // 2 and 3. Visible intervals.
+    fill_past_lifetimes(call, at, num_long_range);
+    fill_chunk_lifetimes(call, at);
+    // 4. Named by place, of which those before `contested` are never looked at.
     const std::int32_t competing = first_contested(head_params, num_long_range);
     const std::int64_t slots = std::int64_t{at.pair} * call.slots - competing;
     float* const of_score = call.slot_score + slots;
@@ -196,7 +240,7 @@ __global__ void __launch_bounds__(prefill_threads)
     detail::chunk_slots chunk{{head_params, call.cache.rebase_limit, of_score, of_position},
                               call.holder + slots,
                               call.record + std::int64_t{at.pair} * call.tiles,
-                              call.past_expiry + plane,
+                              call.past_expiry + std::int64_t{at.pair} * call.max_entries,
                               call.chunk_expiry + std::int64_t{at.pair} * call.tokens.most};
     if (call.top_k_in_shared) {
         auto* const in_shared = reinterpret_cast<position_t*>(dynamic_shared());
@@ -217,6 +261,7 @@ __global__ void __launch_bounds__(prefill_threads)
         }
     }
     __syncthreads();
+    // 5. The top-k updates, by one warp.
     if (warp_id() == 0) {
         std::int32_t num_protected = 0;
         if constexpr (detail::holds_keys<Gate>) {
@@ -236,6 +281,7 @@ __global__ void __launch_bounds__(prefill_threads)
             }
         }
     }
+    // 6. From shared memory to the workspace.
     if (call.top_k_in_shared) {
         __syncthreads();
         const std::int32_t after = call.num_long_range[at.pair];
@@ -268,7 +314,12 @@ __device__ void put_token(const prefill_params<View>& call, const prefill_head<V
     }
 }
 
-/// Candidates to top-k slots. chunk_pieces blocks a head, a warp a place.
+/// Writes the keys that prefill_decide_kernel admitted into their top-k sequences. It runs before
+/// prefill_recent_kernel, since a key may come from a window entry that the new tokens overwrite.
+///
+/// Grid: count * Hkv * chunk_pieces blocks. Block: prefill_threads; a warp per sequence.
+/// In: kept, holder, slot_position, slot_score; keys and values of window entries and tokens.
+/// Overwrites: keys, values, positions and scores of the sequences whose key is new.
 template <class View>
 __global__ void __launch_bounds__(prefill_threads)
     prefill_top_k_kernel(const __grid_constant__ prefill_params<View> call) {
@@ -301,7 +352,15 @@ __global__ void __launch_bounds__(prefill_threads)
     }
 }
 
-/// Sinks, ring and counters, after the places. chunk_pieces blocks a head, a warp a token.
+/// Writes the chunk's tokens into sinks and window, and the head's counters.
+///
+/// Grid: count * Hkv * chunk_pieces blocks. Block: prefill_threads; a warp per token.
+/// In: the tokens, their scores; kept and pinned of prefill_decide_kernel; `advanced` [count, Hkv, state_size]
+/// fp32.
+/// Overwrites: entries of the tokens that are still in the window or are sinks; taken, kept, victim, pinned;
+/// the scorer's state from `advanced`; the count of draft tokens.
+///
+/// Phases: 1. Counters, by the first block of a head. 2. The scorer's state. 3. Entries.
 template <class View>
 __global__ void __launch_bounds__(prefill_threads)
     prefill_recent_kernel(const __grid_constant__ prefill_params<View> call) {
@@ -309,6 +368,7 @@ __global__ void __launch_bounds__(prefill_threads)
     const std::int32_t piece = static_cast<std::int32_t>(blockIdx.x) % chunk_pieces;
     const std::int32_t tokens = at.active.tokens;
     const View& cache = call.cache;
+    // 1. Counters.
     if (piece == 0 && threadIdx.x == 0 && at.active.there) {
         if (tokens != 0) {
             cache.appended[at.rows.index] = tokens;
@@ -325,6 +385,7 @@ __global__ void __launch_bounds__(prefill_threads)
             cache.num_draft[at.active.seq] = 0;
         }
     }
+    // 2. The scorer's state.
     if (call.advanced != nullptr && tokens != 0) {
         const std::int64_t size = cache.state_size;
         for (std::int64_t i = piece * prefill_threads + static_cast<std::int32_t>(threadIdx.x); i < size;
@@ -332,6 +393,7 @@ __global__ void __launch_bounds__(prefill_threads)
             cache.state[at.rows.index * size + i] = call.advanced[at.pair * size + i];
         }
     }
+    // 3. Entries.
     constexpr std::int32_t warps = prefill_threads / 32;
     for (std::int32_t j = piece * warps + warp_id(); j < tokens; j += chunk_pieces * warps) {
         const position_t t = at.base + j;
@@ -344,7 +406,10 @@ __global__ void __launch_bounds__(prefill_threads)
     }
 }
 
-/// Proposed tokens into the spare rows. chunk_pieces blocks a head, a warp a token.
+/// Writes draft tokens into the spare entries of their heads, where accept finds them.
+///
+/// Grid: count * Hkv * chunk_pieces blocks. Block: prefill_threads; a warp per token.
+/// In: the tokens and their scores. Overwrites: the spare entries; the count of draft tokens per sequence.
 template <class View>
 __global__ void __launch_bounds__(prefill_threads)
     prefill_draft_kernel(const __grid_constant__ prefill_params<View> call) {
@@ -381,8 +446,11 @@ __device__ auto bounded_rows(const prefill_params<View>& call, const typename Vi
     }
 }
 
-/// Bounds of the pages of rows that a chunk wrote: those that may change hands, and new places. chunk_pieces blocks a head, a warp a
-/// page.
+/// Recomputes the bounds (minimum and maximum of each key dim) of the pages whose entries a chunk wrote.
+///
+/// Grid: count * Hkv * chunk_pieces blocks. Block: prefill_threads; a warp per page.
+/// In: the entries. Overwrites: bounds [2, Dk] of T per page, of pages that may lose a key and of pages with
+/// new sequences.
 template <class View>
 __global__ void __launch_bounds__(prefill_threads)
     prefill_bounds_kernel(const __grid_constant__ prefill_params<View> call) {
@@ -405,8 +473,13 @@ __global__ void __launch_bounds__(prefill_threads)
     }
 }
 
-/// Queries of a chunk's tokens for an eviction part: of the last `observing` into the ring, where there are none in `q` from the
-/// proposed ones; of all into the spare rows, where they are `proposed`. chunk_pieces blocks a head, a warp a row.
+/// Keeps the queries of a chunk for the eviction part: those of the last `observing` tokens in a ring, or
+/// with `proposed` those of all draft tokens in the spare rows. Without `q` the ring takes the spare rows'
+/// queries.
+///
+/// Grid: count * Hkv * chunk_pieces blocks. Block: prefill_threads; a warp per query row.
+/// In: q [count, Hq, most, Dk] of T. Overwrites: queries [seq, Hkv, observing, group, Dk] or spare_queries
+/// of T.
 template <class View>
 __global__ void __launch_bounds__(prefill_threads)
     prefill_queries_kernel(const __grid_constant__ prefill_params<View> call,

@@ -1,4 +1,5 @@
-// Sequences of a cache on a device: emptied, advanced, copied; and its pages.
+// Sequence operations of a cache on CUDA: clear, advance, fork and reorder of a FixedBudgetCache, page
+// export.
 #pragma once
 
 #include <kvpolicy/caches/calls.hpp>
@@ -19,8 +20,11 @@ inline constexpr int sequence_threads = 128;
 inline constexpr int advance_threads = 512;
 inline constexpr std::int32_t max_reordered = 512;
 
-/// Empties `count` sequences from `first` on: a block a head of a sequence of a layer. Pages go back to the pool, but where the memory is
-/// `fresh` and names none.
+/// Empties `count` sequences from `first` on. Pages go back to the pool; `fresh` memory names none.
+///
+/// Grid: layers * count * Hkv blocks. Block: sequence_threads.
+/// Overwrites: counters and scorer state [state_size] fp32 per head; length, reservation and draft count per
+/// sequence; refcounts and the stack of free pages.
 template <class Ref>
 __global__ void __launch_bounds__(sequence_threads)
     clear_sequences_kernel(const Ref* const refs, const std::int32_t kv_heads, const std::int32_t first,
@@ -45,7 +49,8 @@ __global__ void __launch_bounds__(sequence_threads)
     }
     float* const state = cache.state + index * cache.state_size;
     for (std::int64_t i = threadIdx.x; i < cache.state_size; i += sequence_threads) {
-        // The only scorer with a state is the mLSTM, whose stabilizer is -inf at first, in the last number but one.
+        // The only scorer with a state is the mLSTM, whose stabilizer is -inf at first, in the last number
+        // but one.
         state[i] = i == cache.state_size - 2 ? -INFINITY : 0.0f;
     }
     if (threadIdx.x != 0) {
@@ -86,7 +91,16 @@ struct advance_params {
     }
 };
 
-/// Moves sequences on, if every head of every layer has taken the tokens. A block an entry. Call: advance_params.
+/// Adds the appended tokens to the lengths of sequences, if every head of every layer has appended them.
+/// Call: advance_params.
+///
+/// Grid: count blocks. Block: advance_threads.
+/// In: taken [layers, seq, Hkv] int32 (-1: the head found no page). Out: length [seq] int64, taken back at
+/// 0; status [count] is OR-ed: status_bad_length, status_pool_exhausted, or status_layer_skipped where a layer
+/// was skipped.
+///
+/// Phases: 1. Compare all heads' counts with the batch's. 2. Where one differs, report and stop. 3. Reset
+/// the counts, add the tokens.
 template <class Call>
 __global__ void __launch_bounds__(advance_threads) advance_kernel(const __grid_constant__ Call call) {
     const auto i = static_cast<std::int32_t>(blockIdx.x);
@@ -104,12 +118,14 @@ __global__ void __launch_bounds__(advance_threads) advance_kernel(const __grid_c
                       x % call.kv_heads];
     };
     const position_t before = call.length[active.seq];
+    // 1. Compare all heads' counts.
     bool differs = false, lacks = false;
     for (auto x = static_cast<std::int32_t>(threadIdx.x); x < heads; x += advance_threads) {
         const std::int32_t appended = appended_by(x);  // -1: it found no pages
         differs |= tokens != 0 ? appended != tokens : appended > 0;
         lacks |= tokens != 0 && appended < 0;
     }
+    // 2. One differs: report it and stop.
     if (__syncthreads_or(differs ? 1 : 0) != 0) {
         const bool exhausted = __syncthreads_or(lacks ? 1 : 0) != 0;
         if (threadIdx.x == 0 && call.status != nullptr) {
@@ -120,6 +136,7 @@ __global__ void __launch_bounds__(advance_threads) advance_kernel(const __grid_c
         }
         return;
     }
+    // 3. Reset the counts, add the tokens.
     for (auto x = static_cast<std::int32_t>(threadIdx.x); x < heads; x += advance_threads) {
         appended_by(x) = 0;
     }
@@ -128,8 +145,8 @@ __global__ void __launch_bounds__(advance_threads) advance_kernel(const __grid_c
     }
 }
 
-/// Which sequences become what others were: sequence i what sources[i] was for i < count, or with null sources sequence `to` what
-/// sequence `from` was.
+/// Which sequences become what others were: sequence i what sources[i] was for i < count, or with null sources sequence
+/// `to` what sequence `from` was.
 struct sequence_moves {
     const std::int32_t* sources = nullptr;
     std::int32_t count = 1;
@@ -150,9 +167,10 @@ struct sequence_move {
     std::int32_t used;      // rows of `from`
 };
 
-/// Moves words x = first, first + stride, ... of an array: at(seq) is a sequence's, count(move) how many of them move. All sequences'
-/// words are read before any is written, each by the thread that writes it, so that no thread waits for another. A thread's
-/// words wait in its own `Room`s, one a move, in `scratch`: the same ones whatever the word, since a neighbor may be a call ahead.
+/// Moves words x = first, first + stride, ... of an array: at(seq) is a sequence's, count(move) how many of them
+/// move. All sequences' words are read before any is written, each by the thread that writes it, so that no
+/// thread waits for another. A thread's words wait in its own `Room`s, one a move, in `scratch`: the same
+/// ones whatever the word, since a neighbor may be a call ahead.
 template <class Word, class Room, class At, class Count>
 __device__ void move_words(const sequence_move* moves, std::int32_t number, void* scratch, std::int64_t first,
                            std::int64_t stride, std::int64_t most, const At& at, const Count& count) {
@@ -181,7 +199,13 @@ __device__ void move_words(const sequence_move* moves, std::int32_t number, void
 inline constexpr std::size_t moves_bytes = max_reordered * sizeof(sequence_move);
 static_assert(moves_bytes % 16 == 0);
 
-/// Rows, positions, scores and states: `pieces` blocks a head of a layer.
+/// fork and reorder of a FixedBudgetCache: entries, page bounds and scorer states of all targets become
+/// those of their sources. A thread reads its word of all sources before it writes any target, so moves may
+/// form cycles.
+///
+/// Grid: layers * Hkv * pieces blocks. Block: 32 or sequence_threads.
+/// Shared memory: dynamic moves_bytes, then a Word per thread and move.
+/// In: moves. Overwrites: keys, values, positions, scores, bounds and states of the targets.
 template <class Word, class P, class T>
 __global__ void __launch_bounds__(sequence_threads)
     move_rows_kernel(const FixedBudgetRef<P, T>* const refs, const sequence_moves moves,
@@ -230,7 +254,11 @@ __global__ void __launch_bounds__(sequence_threads)
         [&](const sequence_move&) { return cache.state_size; });
 }
 
-/// Writes what PlacedPages point to. A block a layer.
+/// Writes the page tables of a FixedBudgetCache with a selection: page i is table entry i, and one slab has
+/// them all.
+///
+/// Grid: layers blocks. Block: sequence_threads.
+/// Overwrites: table, table_offset, tile_offset, held, slab, free_count of PlacedPages.
 template <class P, class T>
 __global__ void __launch_bounds__(sequence_threads)
     lay_out_pages_kernel(const FixedBudgetRef<P, T>* const refs) {
@@ -257,7 +285,12 @@ __global__ void __launch_bounds__(sequence_threads)
     }
 }
 
-/// Counters, after the rows: a block a layer.
+/// fork and reorder of a FixedBudgetCache: counters and lengths, after move_rows_kernel has read the old
+/// ones.
+///
+/// Grid: layers blocks. Block: that of move_rows_kernel. Shared memory: as there.
+/// Overwrites: kept, taken, victim and draft counts of the targets; the first block also their lengths;
+/// status [1] is OR-ed.
 template <class P, class T>
 __global__ void __launch_bounds__(sequence_threads)
     move_counters_kernel(const FixedBudgetRef<P, T>* const refs, const sequence_moves moves,
@@ -295,7 +328,10 @@ __global__ void __launch_bounds__(sequence_threads)
     }
 }
 
-/// Counts the pages of all heads of a batch: indptr and last_page_len. One block.
+/// export_heads of a FixedBudgetCache: how many pages each head of a batch has.
+///
+/// Grid: 1 block. Block: sequence_threads. Shared memory: two arrays of warp sums.
+/// In: lengths, kept. Out: indptr [count * Hkv + 1] and last_page_len [count * Hkv], int32.
 template <class T>
 __global__ void __launch_bounds__(sequence_threads)
     count_pages_kernel(const __grid_constant__ contiguous_view<T> cache, const Batch batch,
@@ -317,7 +353,7 @@ __global__ void __launch_bounds__(sequence_threads)
         if (lane_id() == 31) {
             totals[turn][warp_id()] = through;
         }
-        __syncthreads();  // two arrays in turn: nobody writes one that others still read
+        __syncthreads();  // two arrays in turn: no warp writes the one that others still read
         const block_sum of_block = sum_of_warps<sequence_threads / 32>(totals[turn]);
         if (x < heads) {
             pages.indptr[x + 1] = before + of_block.before + through;
@@ -330,7 +366,10 @@ __global__ void __launch_bounds__(sequence_threads)
     }
 }
 
-/// Writes the pages of a head: a block a head.
+/// export_heads of a FixedBudgetCache: the numbers of a head's pages.
+///
+/// Grid: count * Hkv blocks. Block: sequence_threads.
+/// In: indptr of count_pages_kernel. Out: indices [indptr[count * Hkv]] int32.
 template <class T>
 __global__ void __launch_bounds__(sequence_threads)
     fill_pages_kernel(const __grid_constant__ contiguous_view<T> cache, const Batch batch,

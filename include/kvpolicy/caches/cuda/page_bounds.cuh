@@ -1,4 +1,5 @@
-// Bounds of a selection's pages on a device: the smallest and largest number of every dimension of their keys.
+// Bounds of a selection's pages on a device: the smallest and largest number of every dimension of their
+// keys.
 #pragma once
 
 #include <kvpolicy/core/types.hpp>
@@ -11,8 +12,9 @@ namespace kvpolicy {
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 namespace cuda_backend {
 
-/// Brings the bounds of page `page` up to date, of whose head `used` rows are in use: by threads `rank` of `size`, a dimension each.
-/// Rows come in their order, so that of equal numbers (-0 and 0) the host's stays, and a NaN is where the host has one.
+/// Brings the bounds of page `page` up to date, of whose head `used` rows are in use: by threads `rank` of
+/// `size`, a dimension each. Rows come in their order, so that of equal numbers (-0 and 0) the host's stays,
+/// and a NaN is where the host has one.
 template <class Rows>
 __device__ void refresh_page(const Rows& rows, std::int32_t page, std::int32_t used, std::int32_t rank,
                              std::int32_t size) {

@@ -1,4 +1,5 @@
-// How long a sequence of a cache in device memory is, and how full its heads are: the host waits for two numbers.
+// How long a sequence of a cache in device memory is, and how full its heads are: the host waits for two
+// numbers.
 #pragma once
 
 #include <kvpolicy/caches/cache.hpp>

@@ -43,9 +43,9 @@ void check_max_seq_len([[maybe_unused]] const Cache& cache, [[maybe_unused]] con
     }
 }
 
-/// Takes the pages that the batch's entries need for rows_after(entry, head) rows, entry by entry, and returns the batch of
-/// those that got theirs: the others have 0 tokens in it, and status_pool_exhausted in status[entry]. Without a status
-/// array exhaustion is refused, and nothing is taken.
+/// Takes the pages that the batch's entries need for rows_after(entry, head) rows, entry by entry, and
+/// returns the batch of those that got theirs: the others have 0 tokens in it, and status_pool_exhausted in
+/// status[entry]. Without a status array exhaustion is refused, and nothing is taken.
 template <class Cache, class RowsAfter>
 Batch admit([[maybe_unused]] const Cache& cache, const Batch& batch, [[maybe_unused]] std::uint32_t* status,
             [[maybe_unused]] std::byte* memory, [[maybe_unused]] RowsAfter&& rows_after) {

@@ -1,4 +1,5 @@
-// Attention of a cache's calls on the host: one query a sequence over the rows in use, or a chunk over two segments.
+// Attention of a cache's calls on the host: one query per sequence over the rows in use, or a chunk over two
+// segments.
 #pragma once
 
 #include <kvpolicy/attention/host/kernel.hpp>
@@ -73,8 +74,8 @@ std::size_t decode_bytes(const host& on, const Cache& cache, std::int32_t count)
            tasks * (selection_bytes(cache) + detail::aligned_size(sizeof(page_choice)));
 }
 
-/// Hands rows [begin, end) of a head to visit(segment, first_row), a segment for each run of rows that lie together. Every
-/// row lies before the query at 0; the caller may say otherwise in the segment.
+/// Hands rows [begin, end) of a head to visit(segment, first_row), a segment for each run of rows that lie
+/// together. Every row lies before the query at 0; the caller may say otherwise in the segment.
 template <class Rows, class Visit>
 void visit_rows(const Rows& rows, std::int32_t begin, std::int32_t end, std::int32_t head_dim_qk,
                 std::int32_t head_dim_vo, Visit&& visit) {
@@ -92,79 +93,118 @@ void visit_rows(const Rows& rows, std::int32_t begin, std::int32_t end, std::int
     }
 }
 
-/// One query a sequence over the rows in use. `added`: tokens of the present call whose rows are in already, but which the layer has
-/// not marked as taken yet.
+/// One query per sequence over the entries in use: choose_pages() where the policy selects, then attend() of
+/// each split of each (sequence, KV head), then merge(). A task is one (entry of the batch, KV head).
 template <class Cache, class T>
-void attend_rows(const host& on, const Cache& cache, const Batch& batch, rows_view<const T> q,
-                 rows_view<T> out, plane_view<float> lse, std::int32_t added, std::byte* memory) {
-    const attention_shape shape = shape_of(cache);
-    const std::int64_t tasks = std::int64_t{batch.count} * cache.kv_heads;
-    const auto entry_of = [&](std::int64_t task) { return static_cast<std::int32_t>(task / cache.kv_heads); };
-    const auto head_of = [&](std::int64_t task) { return static_cast<std::int32_t>(task % cache.kv_heads); };
-    const auto held = [&](std::int64_t task) {
-        const std::int32_t seq = batch.seq(entry_of(task)), head = head_of(task);
-        return cache.layout(head).used(cache.length[seq] + cache.num_appended(seq, head) + added,
-                                       cache.num_long_range[cache.head_index(seq, head)]);
-    };
+class decode_attention {
+  public:
     using real = compute_t<T>;
-    const std::size_t chosen_bytes = selection_bytes(cache),
-                      choice_bytes = detail::aligned_size(sizeof(page_choice));
-    std::byte* const choices = memory;
-    const auto choice_of = [&](std::int64_t task) -> page_choice& {
-        return *reinterpret_cast<page_choice*>(choices + static_cast<std::size_t>(task) *
-                                                             (chosen_bytes + choice_bytes));
-    };
-    const auto chosen_of = [&](std::int64_t task) {
-        return reinterpret_cast<page_bound<real>*>(reinterpret_cast<std::byte*>(&choice_of(task)) +
-                                                   choice_bytes);
-    };
-    memory += static_cast<std::size_t>(tasks) * (chosen_bytes + choice_bytes);
-    if constexpr (Cache::policy_type::has_selection) {
-        on.parallel_for(tasks, [&](std::int64_t task) {
-            const std::int32_t i = entry_of(task), h = head_of(task), rows = held(task);
-            page_choice& choice = choice_of(task) = {0, 0};
-            if (batch.tokens(i) == 0 || rows == 0) {
-                return;
-            }
-            const std::int32_t seq = batch.seq(i);
-            const std::int32_t newest =
-                cache.layout(h).recent(cache.length[seq] + cache.num_appended(seq, h) + added - 1);
-            choice.pages =
-                choose_pages(cache, cache.head_rows(seq, h), h, rows, newest, static_cast<real>(shape.scale),
-                             q.row(i, h * cache.group, 0), q.head_stride, chosen_of(task));
-            const std::int32_t size = cache.selection.page_size();
-            const std::int32_t last = chosen_of(task)[choice.pages - 1].page;
-            choice.rows = (choice.pages - 1) * size + std::min(size, rows - last * size);
-        });
+
+    /// `added`: tokens of the present call whose rows are in already, but which the layer has not marked as
+    /// appended yet.
+    decode_attention(const host& on, const Cache& cache, const Batch& batch, rows_view<const T> q,
+                     rows_view<T> out, plane_view<float> lse, std::int32_t added, std::byte* memory)
+        : on_(on),
+          cache_(cache),
+          batch_(batch),
+          q_(q),
+          out_(out),
+          lse_(lse),
+          added_(added),
+          shape_(shape_of(cache)),
+          part_(shape_, cache.group),
+          tasks_(std::int64_t{batch.count} * cache.kv_heads),
+          choices_(memory),
+          chosen_bytes_(selection_bytes(cache)) {
+        parts_ = memory + static_cast<std::size_t>(tasks_) * (chosen_bytes_ + choice_bytes);
     }
-    const auto used = [&](std::int64_t task) {
-        if constexpr (Cache::policy_type::has_selection) {
+
+    void run() {
+        if constexpr (selects) {
+            on_.parallel_for(tasks_, [&](std::int64_t task) { choose(task); });
+        }
+        std::int64_t longest = 0;
+        for (std::int64_t task = 0; task < tasks_; ++task) {
+            longest = std::max<std::int64_t>(longest, used(task));
+        }
+        splits_ = attend_splits(tasks_, longest);
+        scratch_ = parts_ + static_cast<std::size_t>(tasks_ * splits_) * (part_.out + part_.lse);
+        on_.parallel_for(tasks_ * splits_, [&](std::int64_t i, int thread) {
+            const std::int64_t task = i / splits_;
+            if (batch_.tokens(entry_of(task)) != 0) {
+                attend(task, i % splits_, scratch_ + static_cast<std::size_t>(thread) * part_.scratch);
+            }
+        });
+        for (std::int64_t task = 0; splits_ != 1 && task < tasks_; ++task) {
+            if (batch_.tokens(entry_of(task)) != 0) {
+                merge_splits(shape_, block(task), 0, 1, static_cast<std::int32_t>(splits_), out_of(task),
+                             lse_of(task));
+            }
+        }
+    }
+
+  private:
+    static constexpr bool selects = Cache::policy_type::has_selection;
+    static constexpr std::size_t choice_bytes = detail::aligned_size(sizeof(page_choice));
+
+    [[nodiscard]] std::int32_t entry_of(std::int64_t task) const {
+        return static_cast<std::int32_t>(task / cache_.kv_heads);
+    }
+    [[nodiscard]] std::int32_t head_of(std::int64_t task) const {
+        return static_cast<std::int32_t>(task % cache_.kv_heads);
+    }
+    /// KV entries of the head.
+    [[nodiscard]] std::int32_t held(std::int64_t task) const {
+        const std::int32_t seq = batch_.seq(entry_of(task)), head = head_of(task);
+        return cache_.layout(head).used(cache_.length[seq] + cache_.num_appended(seq, head) + added_,
+                                        cache_.num_long_range[cache_.head_index(seq, head)]);
+    }
+    /// KV entries that the query reads.
+    [[nodiscard]] std::int32_t used(std::int64_t task) const {
+        if constexpr (selects) {
             return choice_of(task).rows;
         } else {
             return held(task);
         }
-    };
-    std::int64_t longest = 0;
-    for (std::int64_t task = 0; task < tasks; ++task) {
-        longest = std::max<std::int64_t>(longest, used(task));
     }
-    const std::int64_t splits = attend_splits(tasks, longest);
+    [[nodiscard]] page_choice& choice_of(std::int64_t task) const {
+        return *reinterpret_cast<page_choice*>(choices_ + static_cast<std::size_t>(task) *
+                                                              (chosen_bytes_ + choice_bytes));
+    }
+    [[nodiscard]] page_bound<real>* chosen_of(std::int64_t task) const {
+        return reinterpret_cast<page_bound<real>*>(reinterpret_cast<std::byte*>(&choice_of(task)) +
+                                                   choice_bytes);
+    }
 
-    const decode_part<T> part(shape, cache.group);
-    std::byte* scratch = memory + static_cast<std::size_t>(tasks * splits) * (part.out + part.lse);
-    const auto segments_of = [&](std::int64_t task) {
-        const page_bound<real>* const chosen = Cache::policy_type::has_selection ? chosen_of(task) : nullptr;
-        const std::int32_t pages = Cache::policy_type::has_selection ? choice_of(task).pages : 0;
-        return [&cache, rows = cache.head_rows(batch.seq(entry_of(task)), head_of(task)), count = held(task),
-                chosen, pages](auto&& visit) {
-            static_cast<void>(chosen), static_cast<void>(pages);  // without a selection
+    void choose(std::int64_t task) const {
+        const std::int32_t i = entry_of(task), h = head_of(task), rows = held(task);
+        page_choice& choice = choice_of(task) = {0, 0};
+        if (batch_.tokens(i) == 0 || rows == 0) {
+            return;
+        }
+        const std::int32_t seq = batch_.seq(i);
+        const std::int32_t newest =
+            cache_.layout(h).recent(cache_.length[seq] + cache_.num_appended(seq, h) + added_ - 1);
+        choice.pages =
+            choose_pages(cache_, cache_.head_rows(seq, h), h, rows, newest, static_cast<real>(shape_.scale),
+                         q_.row(i, h * cache_.group, 0), q_.head_stride, chosen_of(task));
+        const std::int32_t size = cache_.selection.page_size();
+        const std::int32_t last = chosen_of(task)[choice.pages - 1].page;
+        choice.rows = (choice.pages - 1) * size + std::min(size, rows - last * size);
+    }
+
+    /// Hands the segments that the query reads to a visitor.
+    [[nodiscard]] auto segments_of(std::int64_t task) const {
+        return [this, task, rows = cache_.head_rows(batch_.seq(entry_of(task)), head_of(task)),
+                count = held(task)](auto&& visit) {
             const auto pass = [&](std::int32_t begin, std::int32_t end) {
-                visit_rows(rows, begin, end, cache.head_dim_qk, cache.head_dim_vo,
+                visit_rows(rows, begin, end, cache_.head_dim_qk, cache_.head_dim_vo,
                            [&](const key_segment<T>& segment, std::int32_t) { visit(segment); });
             };
-            if constexpr (Cache::policy_type::has_selection) {
+            if constexpr (selects) {
                 // Pages that follow one another are read as one.
-                const std::int32_t size = cache.selection.page_size();
+                const page_bound<real>* const chosen = chosen_of(task);
+                const std::int32_t size = cache_.selection.page_size(), pages = choice_of(task).pages;
                 for (std::int32_t i = 0; i < pages;) {
                     std::int32_t next = i + 1;
                     for (; next < pages && chosen[next].page == chosen[next - 1].page + 1; ++next) {
@@ -173,47 +213,55 @@ void attend_rows(const host& on, const Cache& cache, const Batch& batch, rows_vi
                     i = next;
                 }
             } else {
+                static_cast<void>(task);
                 pass(0, count);
             }
         };
-    };
-    const auto block = [&](std::int64_t task) {
-        return block_of(cache, entry_of(task), head_of(task), 1, q, out, lse);
-    };
+    }
+    [[nodiscard]] query_block<T> block(std::int64_t task) const {
+        return block_of(cache_, entry_of(task), head_of(task), 1, q_, out_, lse_);
+    }
     // [tasks][splits] outputs, then [tasks][splits] sums, each part of its own cache lines.
-    const auto out_of = [&](std::int64_t task) {
-        return reinterpret_cast<compute_t<T>*>(memory + static_cast<std::size_t>(task * splits) * part.out);
-    };
-    const auto lse_of = [&](std::int64_t task) {
-        return reinterpret_cast<float*>(memory + static_cast<std::size_t>(tasks * splits) * part.out +
-                                        static_cast<std::size_t>(task * splits) * part.lse);
-    };
-    on.parallel_for(tasks * splits, [&](std::int64_t i, int thread) {
-        const std::int64_t task = i / splits, split = i % splits;
-        if (batch.tokens(entry_of(task)) == 0) {
-            return;
-        }
-        std::byte* mine = scratch + static_cast<std::size_t>(thread) * part.scratch;
-        if (splits == 1) {
-            attend_head<T>(on.instructions(), shape, segments_of(task), block(task), 0, 1, mine);
+    [[nodiscard]] real* out_of(std::int64_t task) const {
+        return reinterpret_cast<real*>(parts_ + static_cast<std::size_t>(task * splits_) * part_.out);
+    }
+    [[nodiscard]] float* lse_of(std::int64_t task) const {
+        return reinterpret_cast<float*>(parts_ + static_cast<std::size_t>(tasks_ * splits_) * part_.out +
+                                        static_cast<std::size_t>(task * splits_) * part_.lse);
+    }
+
+    void attend(std::int64_t task, std::int64_t split, std::byte* scratch) const {
+        if (splits_ == 1) {
+            attend_head<T>(on_.instructions(), shape_, segments_of(task), block(task), 0, 1, scratch);
             return;
         }
         const std::int64_t count = used(task);
-        const std::int64_t step = (count + splits - 1) / splits;
-        attend_head_split<T>(on.instructions(), shape, segments_of(task), block(task), 0, 1, split * step,
+        const std::int64_t step = (count + splits_ - 1) / splits_;
+        attend_head_split<T>(on_.instructions(), shape_, segments_of(task), block(task), 0, 1, split * step,
                              std::min((split + 1) * step, count),
-                             out_of(task) + split * cache.group * cache.head_dim_vo,
-                             lse_of(task) + split * cache.group, mine);
-    });
-    if (splits == 1) {
-        return;
+                             out_of(task) + split * cache_.group * cache_.head_dim_vo,
+                             lse_of(task) + split * cache_.group, scratch);
     }
-    for (std::int64_t task = 0; task < tasks; ++task) {
-        if (batch.tokens(entry_of(task)) == 0) {
-            continue;
-        }
-        merge_splits(shape, block(task), 0, 1, static_cast<std::int32_t>(splits), out_of(task), lse_of(task));
-    }
+
+    const host& on_;
+    const Cache& cache_;
+    const Batch& batch_;
+    rows_view<const T> q_;
+    rows_view<T> out_;
+    plane_view<float> lse_;
+    std::int32_t added_;
+    attention_shape shape_;
+    decode_part<T> part_;
+    std::int64_t tasks_, splits_ = 1;
+    std::byte *choices_, *parts_ = nullptr, *scratch_ = nullptr;
+    std::size_t chosen_bytes_;
+};
+
+/// Attention of one query per sequence over the entries in use.
+template <class Cache, class T>
+void attend_rows(const host& on, const Cache& cache, const Batch& batch, rows_view<const T> q,
+                 rows_view<T> out, plane_view<float> lse, std::int32_t added, std::byte* memory) {
+    decode_attention<Cache, T>(on, cache, batch, q, out, lse, added, memory).run();
 }
 
 template <class Cache>

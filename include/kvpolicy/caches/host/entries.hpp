@@ -41,7 +41,8 @@ void check_on_host(const Cache& cache) {
                     "one bound to host memory, or a call with a cuda context");
 }
 
-/// visit(entry, head) or visit(entry, head, thread) for every head of the entries that bring tokens, on all threads.
+/// visit(entry, head) or visit(entry, head, thread) for every head of the entries that bring tokens, on all
+/// threads.
 template <class Visit>
 void for_each_head(const host& on, std::int32_t kv_heads, const Batch& batch, Visit&& visit) {
     on.parallel_for(std::int64_t{batch.count} * kv_heads, [&](std::int64_t task, int thread) {
@@ -144,7 +145,8 @@ void check_cache_call(const Cache& cache, const Batch& batch, std::int32_t longe
     }
 }
 
-/// What is stored of a score that came with its token: the number, and 0 for a NaN, which only keys that nothing ranks may have.
+/// What is stored of a score that came with its token: the number, and 0 for a NaN, which only keys that
+/// nothing ranks may have.
 inline float stored_score(float given) { return given == given ? given : 0.0f; }
 
 /// A computed score that is NaN: the keys, values or weights that it was made from are not finite.
@@ -158,8 +160,8 @@ void copy_row(const T* from, std::int32_t dim, T* to) {
     std::memcpy(to, from, static_cast<std::size_t>(dim) * sizeof(T));
 }
 
-/// Keeps the queries of tokens from position `first` on, all heads of KV head `head`, for an eviction part: q.row(entry, query
-/// head, j) are those of token first + j.
+/// Keeps the queries of tokens from position `first` on, all heads of KV head `head`, for an eviction part:
+/// q.row(entry, query head, j) are those of token first + j.
 template <class Cache, class T>
 void remember_queries([[maybe_unused]] const Cache& cache, [[maybe_unused]] std::int32_t seq,
                       [[maybe_unused]] std::int32_t head, [[maybe_unused]] position_t first,
@@ -236,7 +238,7 @@ struct head_state {
                (head_params.budget == unlimited || competitors() < head_params.budget);
     }
 
-    /// The worst top-k slot at query q: the one found before, while ranks stand still.
+    /// The worst top-k sequence at query q: the one found before, while ranks stand still.
     std::int32_t worst_slot(position_t q) const {
         std::int32_t& known = cache.victim[index];
         if (known >= 0 && head_params.decay_step == 1) {
@@ -263,8 +265,8 @@ struct head_state {
         return rank_value(head_params, score(row), position(row), q, cache.rebase_limit);
     }
 
-    /// The key in ring row `row` leaves the window at query q with score s: it takes a free top-k slot, takes the worst top-k slot,
-    /// or goes. Returns the row that it has now, or -1.
+    /// The key in ring row `row` leaves the window at query q with score s: it takes a free top-k slot, takes the
+    /// worst sequence, or goes. Returns the row that it has now, or -1.
     std::int32_t leave(std::int32_t row, float s, position_t q) const {
         if (priority_base(q, cache.rebase_limit) != priority_base(q - 1, cache.rebase_limit)) {
             cache.victim[index] = -1;  // priorities are rounded anew, which may reorder near-equal keys

@@ -52,7 +52,8 @@ struct eviction_memory {
     }
 };
 
-/// One round of one head: drops its lowest rows and returns how many. `keys` is the most rows that the memory is for.
+/// One round of one head: drops its lowest rows and returns how many. `keys` is the most rows that the memory
+/// is for.
 template <class Cache>
 std::int32_t evict_lowest(isa set, const Cache& cache, std::int32_t seq, std::int32_t head, std::byte* data,
                           std::int64_t keys) {

@@ -1,4 +1,5 @@
-// Scores of a cache's new tokens from their hidden states, for all heads at once, before anything else of a call.
+// Scores of a cache's new tokens from their hidden states, for all heads at once, before anything else of a
+// call.
 #pragma once
 
 #include <kvpolicy/caches/host/entries.hpp>

@@ -1,4 +1,4 @@
-// The members of a DualCache on the host: planning, lending, reserving, clearing.
+// The members of a DualCache on the host: planning, adding slabs, reserving, clearing.
 #pragma once
 
 #include <kvpolicy/caches/dual.hpp>

@@ -1,5 +1,5 @@
-// Steps and prompts of caches whose policy ranks keys by the attention they receive (scorers/observed.hpp): the rows become
-// a list (observed_list.hpp), the list decides, and the survivors go back to their rows.
+// Steps and prompts of caches whose policy ranks keys by the attention they receive (scorers/observed.hpp):
+// the rows become a list (observed_list.hpp), the list decides, and the survivors go back to their rows.
 #pragma once
 
 #include <kvpolicy/attention/host/observed_list.hpp>
@@ -53,8 +53,8 @@ class observed_pass {
         }
         head_bytes_ = observed_head<T>::bytes(keys_);
         scratch_bytes_ = mass_scratch<T>(nullptr, cache.head_dim_qk, keys_).bytes;
-        // Lists wait for each other where a layer is averaged, and for attention where it is to leave out a row. Others are
-        // made, used and forgotten head by head: those of policies that grow may be long.
+        // Lists wait for each other where a layer is averaged, and for attention where it is to leave out a
+        // row. Others are made, used and forgotten head by head: those of policies that grow may be long.
         lists_wait_ = evicts_at_steps || seen_.whole_layer;
         const auto threads = static_cast<std::size_t>(on.threads());
         const std::size_t lists =
@@ -139,7 +139,8 @@ class observed_pass {
                     cache_.kv_heads, [&](std::int32_t h) -> auto& { return head_at(i, h).list; });
             }
         }
-        // Steps, and blocks whose evicted key has gone already, attend to what is left; a block that prunes at its end, before that.
+        // Steps, and blocks whose evicted keys have gone already, attend to what is left; a block that prunes
+        // at its end, before that.
         const bool before = longest > 1 || (prompt && !evicts_at_steps);
         if (before) {
             attend_chunk(on_, cache_, batch, call.q, call.out, call.lse, longest, attention_,
@@ -158,7 +159,8 @@ class observed_pass {
         }
     }
 
-    /// Makes the list, lets go of what loses its place when the block begins, and collects the block's masses.
+    /// Makes the list, lets go of what loses its place when the block begins, and collects the block's
+    /// masses.
     void look(const Batch& batch, bool prompt, std::int32_t done, const observed_call<T>& call,
               std::int32_t i, std::int32_t h, int thread) const {
         observed_head<T>& head = head_at(i, h, thread);
@@ -238,7 +240,8 @@ class observed_pass {
         const auto old = [&](std::int32_t n) {
             return list.position[n] >= head_params.sinks && list.position[n] <= last - head_params.window;
         };
-        // Keys in top-k slots stay where they are, if that place is one of the first; the others take free top-k slots.
+        // Keys in top-k sequences stay where they are, if that place is one of the first; the others take free
+        // places.
         std::int32_t num_long_range = 0;
         for (std::int32_t n = 0; n < list.count; ++n) {
             num_long_range += old(n) ? 1 : 0;

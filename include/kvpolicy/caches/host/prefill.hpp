@@ -25,15 +25,16 @@ struct chunk_counts {
     std::int32_t keepers;         // keys that compete and hold a place
     std::int32_t promoted;        // keys that got a place without a top-k update
     std::int32_t num_protected;   // of these, by a keep part
-    std::int32_t num_long_range;  // top-k slots in use
-    position_t
-        scored_from;  // plan.score has the scores of tokens from here on; the chunk's first token, or one in the window
+    std::int32_t num_long_range;  // top-k sequences in use
+    // plan.score has the scores of tokens from here on: the chunk's first token, or one in the window.
+    position_t scored_from;
     position_t scored_end;  // and up to here
 };
 
-/// Arrays of one (entry, head) of a chunk of n tokens, in the caller's workspace. Only `mortal` rows of the cache can expire
-/// while the chunk runs (in a head without a limit: sinks and ring). Keys have names: such a row r is r, token j of the
-/// chunk is mortal + j. Expiries and positions are relative to the chunk's first token.
+/// Arrays of one (entry, head) of a chunk of n tokens, in the caller's workspace. Only `mortal` rows of the
+/// cache can expire while the chunk runs (in a head without a limit: sinks and ring). Keys have names: such a
+/// row r is r, token j of the chunk is mortal + j. Expiries and positions are relative to the chunk's first
+/// token.
 struct chunk_plan {
     std::int32_t expirable;
     std::int32_t* position;         // [expirable]
@@ -81,140 +82,185 @@ std::size_t chunk_bytes(const Cache& cache, std::int32_t tokens) {
     return bytes;
 }
 
-/// Relative to a chunk's first position; what lies further back than an int32 reaches is just as visible there.
+/// Relative to a chunk's first position; what lies further back than an int32 reaches is just as visible
+/// there.
 inline std::int32_t relative(position_t t, position_t base) {
     return static_cast<std::int32_t>(std::max<position_t>(t - base, -(position_t{1} << 30)));
 }
 
-/// Runs the chunk's top-k updates without touching the cache, and fills the plan.
+/// Fills one head's plan with what a chunk does to it: run() reads the cache and writes only the plan.
 template <class Cache, class T>
-void decide_chunk([[maybe_unused]] isa set, const Cache& cache, std::int32_t seq, std::int32_t head,
-                  std::int32_t tokens, [[maybe_unused]] rows_view<const T> k,
-                  [[maybe_unused]] rows_view<const T> v, [[maybe_unused]] std::int32_t entry,
-                  [[maybe_unused]] const float* given, const chunk_plan& plan,
-                  [[maybe_unused]] std::byte* scratch) {
+class chunk_decision {
+  public:
     using P = typename Cache::policy_type;
     using S = typename P::scorer_type;
-    const head_state<Cache> rows(cache, seq, head);
-    const HeadParams& head_params = rows.head_params;
-    const position_t base = cache.length[seq];
-    const std::int32_t used = std::min(cache.used(seq, head), plan.expirable);
 
-    detail::top_k_set slots(plan.keepers, head_params, cache.rebase_limit);
-    chunk_counts& counts = *plan.counts;
-    counts = {-1, 0, 0, 0, cache.num_long_range[rows.index], base, base + tokens};
-    for (std::int32_t r = 0; r < used; ++r) {
-        const position_t t = rows.position(r);
-        const bool recent = r >= head_params.sinks && r < head_params.sinks + head_params.window;
-        plan.position[r] = relative(t, base);
-        plan.expiry[r] =
-            recent ? static_cast<expiry_t>(std::min<position_t>(t + head_params.window - base, never))
-                   : never;
-        if (r >= rows.layout.slot(0) && !rows.keeps(t)) {
-            slots.restore(t, rows.score(r), r, r - rows.layout.slot(0));
+    chunk_decision(isa set, const Cache& cache, std::int32_t seq, std::int32_t head, std::int32_t tokens,
+                   rows_view<const T> k, rows_view<const T> v, std::int32_t entry, const chunk_plan& plan,
+                   std::byte* scratch)
+        : set_(set),
+          cache_(cache),
+          rows_(cache, seq, head),
+          head_params_(rows_.head_params),
+          base_(cache.length[seq]),
+          head_(head),
+          tokens_(tokens),
+          used_(std::min(cache.used(seq, head), plan.expirable)),
+          k_(k),
+          v_(v),
+          entry_(entry),
+          plan_(plan),
+          counts_(*plan.counts),
+          scratch_(scratch),
+          places_(plan.keepers, head_params_, cache.rebase_limit) {}
+
+    void run([[maybe_unused]] const float* given) {
+        counts_ = {-1, 0, 0, 0, cache_.num_long_range[rows_.index], base_, base_ + tokens_};
+        take_present();
+        if constexpr (retains<P>) {
+            if (!score_tokens(given)) {
+                return;
+            }
+            for (std::int32_t j = 0; j < tokens_; ++j) {
+                if constexpr (P::ranked && S::when == score_time::on_leaving) {
+                    input().absorb(plan_.state, k_.row(entry_, head_, j), v_.row(entry_, head_, j));
+                }
+                const position_t u = base_ + j - head_params_.window;
+                if (u >= head_params_.sinks && !leave(u, j)) {
+                    return;
+                }
+            }
+        }
+        counts_.keepers = places_.size();
+    }
+
+  private:
+    /// Positions and expiries as they are before a key leaves; the top-k set as it is.
+    void take_present() {
+        for (std::int32_t r = 0; r < used_; ++r) {
+            const position_t t = rows_.position(r);
+            const bool recent = r >= head_params_.sinks && r < head_params_.sinks + head_params_.window;
+            plan_.position[r] = relative(t, base_);
+            plan_.expiry[r] =
+                recent ? static_cast<expiry_t>(std::min<position_t>(t + head_params_.window - base_, never))
+                       : never;
+            if (r >= rows_.layout.slot(0) && !rows_.keeps(t)) {
+                places_.restore(t, rows_.score(r), r, r - rows_.layout.slot(0));
+            }
+        }
+        for (std::int32_t j = 0; j < tokens_; ++j) {
+            const bool sink = base_ + j < head_params_.sinks;
+            plan_.expiry[plan_.expirable + j] = sink ? never
+                                                     : static_cast<expiry_t>(std::min<std::int64_t>(
+                                                           std::int64_t{j} + head_params_.window, never));
         }
     }
-    for (std::int32_t j = 0; j < tokens; ++j) {
-        const bool sink = base + j < head_params.sinks;
-        plan.expiry[plan.expirable + j] =
-            sink ? never
-                 : static_cast<expiry_t>(std::min<std::int64_t>(std::int64_t{j} + head_params.window, never));
-    }
-    if constexpr (retains<P>) {
+
+    /// Scores that are known before keys leave. False: one is NaN, and counts.bad says which.
+    bool score_tokens([[maybe_unused]] const float* given) {
         if constexpr (S::when == score_time::on_leaving) {
-            std::copy_n(cache.state + rows.index * cache.state_size, cache.state_size, plan.state);
+            std::copy_n(cache_.state + rows_.index * cache_.state_size, cache_.state_size, plan_.state);
         }
-        [[maybe_unused]] const auto key_at = [&](position_t u) {
-            return u < base ? rows.k(rows.layout.recent(u)) : k.row(entry, head, u - base);
-        };
-        [[maybe_unused]] const auto value_at = [&](position_t u) {
-            return u < base ? rows.v(rows.layout.recent(u)) : v.row(entry, head, u - base);
-        };
         if constexpr (P::ranked && scores_come_along<S>) {
-            std::transform(given, given + tokens, plan.score, stored_score);
+            std::transform(given, given + tokens_, plan_.score, stored_score);
         } else {
-            std::fill_n(plan.score, tokens, 0.0f);
+            std::fill_n(plan_.score, tokens_, 0.0f);
         }
         if constexpr (P::ranked && S::when == score_time::on_arrival) {
             // A sink is never scored, and neither is a key that is kept for its position.
             const auto from =
-                static_cast<std::int32_t>(std::clamp<position_t>(head_params.sinks - base, 0, tokens));
-            scorer_input<S, T> input(set, cache.scorer, head, cache.head_dim_qk, cache.head_dim_vo, scratch);
-            input.score_all(k.row(entry, head, from), k.row_stride, v.row(entry, head, from), v.row_stride,
-                            tokens - from, base + from, plan.score + from);
-            for (std::int32_t j = from; j < tokens; ++j) {
-                if (rows.keeps(base + j)) {
-                    plan.score[j] = 0.0f;
-                } else if (plan.score[j] != plan.score[j]) {
-                    counts.bad = base + j;
-                    return;
+                static_cast<std::int32_t>(std::clamp<position_t>(head_params_.sinks - base_, 0, tokens_));
+            input().score_all(k_.row(entry_, head_, from), k_.row_stride, v_.row(entry_, head_, from),
+                              v_.row_stride, tokens_ - from, base_ + from, plan_.score + from);
+            for (std::int32_t j = from; j < tokens_; ++j) {
+                if (rows_.keeps(base_ + j)) {
+                    plan_.score[j] = 0.0f;
+                } else if (plan_.score[j] != plan_.score[j]) {
+                    counts_.bad = base_ + j;
+                    return false;
                 }
             }
         }
         if constexpr (scores_late<P>) {
-            counts.scored_from = scored_until(cache.scorer, head_params.window, base);
-            counts.scored_end = scored_until(cache.scorer, head_params.window, base + tokens);
-            counts.bad = score_late(set, cache, rows, head, counts.scored_from, counts.scored_end, key_at,
-                                    value_at, plan.score, scratch);
-            if (counts.bad >= 0) {
-                return;
-            }
+            counts_.scored_from = scored_until(cache_.scorer, head_params_.window, base_);
+            counts_.scored_end = scored_until(cache_.scorer, head_params_.window, base_ + tokens_);
+            counts_.bad = score_late(
+                set_, cache_, rows_, head_, counts_.scored_from, counts_.scored_end,
+                [&](position_t u) { return key(u); }, [&](position_t u) { return value(u); }, plan_.score,
+                scratch_);
+            return counts_.bad < 0;
         }
-        for (std::int32_t j = 0; j < tokens; ++j) {
-            const position_t q = base + j;
-            if constexpr (P::ranked && S::when == score_time::on_leaving) {
-                scorer_input<S, T> input(set, cache.scorer, head, cache.head_dim_qk, cache.head_dim_vo,
-                                         scratch);
-                input.absorb(plan.state, k.row(entry, head, j), v.row(entry, head, j));
-            }
-            const position_t u = q - head_params.window;
-            if (u < head_params.sinks) {
-                continue;
-            }
-            const std::int32_t name =
-                u < base ? rows.layout.recent(u) : plan.expirable + static_cast<std::int32_t>(u - base);
-            const bool num_protected = rows.keeps(u);
-            float score = 0.0f;
-            if constexpr (P::ranked && S::when == score_time::on_leaving) {
-                if (!num_protected) {
-                    scorer_input<S, T> input(set, cache.scorer, head, cache.head_dim_qk, cache.head_dim_vo,
-                                             scratch);
-                    score = input.read(plan.state, key_at(u), value_at(u));
-                }
-                if (score != score) {
-                    counts.bad = u;
-                    return;
-                }
-            } else {
-                score = u < counts.scored_from ? rows.score(name) : plan.score[u - counts.scored_from];
-            }
-            if (!num_protected && (head_params.budget == 0 || !cache.gate.open(score, head_params))) {
-                continue;
-            }
-            if constexpr (Cache::pooled) {
-                if (num_protected || head_params.budget == unlimited) {
-                    plan.promoted[counts.promoted++] = {0.0, u, score, name, counts.num_long_range++};
-                    counts.num_protected += num_protected ? 1 : 0;
-                    plan.expiry[name] = never;
-                    continue;
-                }
-            }
-            const detail::top_k_outcome outcome = slots.update(u, score, name, q, counts.num_long_range);
-            if (outcome.kind != detail::top_k_outcome::refused) {
-                plan.expiry[name] = never;
-            }
-            if (outcome.kind == detail::top_k_outcome::replaced) {
-                plan.expiry[outcome.lost] = j;
-            }
-            if (outcome.kind == detail::top_k_outcome::took_free_slot) {
-                ++counts.num_long_range;
-            }
-        }
+        return true;
     }
-    counts.keepers = slots.size();
-}
 
-/// Writes what the chunk leaves behind: new long-range rows first (they may come from ring rows), then sinks and ring.
+    /// Key u leaves the window at token j: its top-k update. False: its score is NaN, and counts.bad says so.
+    bool leave(position_t u, std::int32_t j) {
+        const std::int32_t name =
+            u < base_ ? rows_.layout.recent(u) : plan_.expirable + static_cast<std::int32_t>(u - base_);
+        const bool num_protected = rows_.keeps(u);
+        float score = 0.0f;
+        if constexpr (P::ranked && S::when == score_time::on_leaving) {
+            if (!num_protected) {
+                score = input().read(plan_.state, key(u), value(u));
+            }
+            if (score != score) {
+                counts_.bad = u;
+                return false;
+            }
+        } else {
+            score = u < counts_.scored_from ? rows_.score(name) : plan_.score[u - counts_.scored_from];
+        }
+        if (!num_protected && (head_params_.budget == 0 || !cache_.gate.open(score, head_params_))) {
+            return true;
+        }
+        if constexpr (Cache::pooled) {
+            if (num_protected || head_params_.budget == unlimited) {
+                plan_.promoted[counts_.promoted++] = {0.0, u, score, name, counts_.num_long_range++};
+                counts_.num_protected += num_protected ? 1 : 0;
+                plan_.expiry[name] = never;
+                return true;
+            }
+        }
+        const detail::top_k_outcome outcome =
+            places_.update(u, score, name, base_ + j, counts_.num_long_range);
+        if (outcome.kind != detail::top_k_outcome::refused) {
+            plan_.expiry[name] = never;
+        }
+        if (outcome.kind == detail::top_k_outcome::replaced) {
+            plan_.expiry[outcome.lost] = j;
+        }
+        if (outcome.kind == detail::top_k_outcome::took_free_slot) {
+            ++counts_.num_long_range;
+        }
+        return true;
+    }
+
+    [[nodiscard]] scorer_input<S, T> input() const {
+        return {set_, cache_.scorer, head_, cache_.head_dim_qk, cache_.head_dim_vo, scratch_};
+    }
+    [[nodiscard]] auto key(position_t u) const {
+        return u < base_ ? rows_.k(rows_.layout.recent(u)) : k_.row(entry_, head_, u - base_);
+    }
+    [[nodiscard]] auto value(position_t u) const {
+        return u < base_ ? rows_.v(rows_.layout.recent(u)) : v_.row(entry_, head_, u - base_);
+    }
+
+    [[maybe_unused]] isa set_;
+    const Cache& cache_;
+    head_state<Cache> rows_;
+    const HeadParams& head_params_;
+    position_t base_;
+    std::int32_t head_, tokens_, used_;
+    rows_view<const T> k_, v_;
+    std::int32_t entry_;
+    const chunk_plan& plan_;
+    chunk_counts& counts_;
+    std::byte* scratch_;
+    detail::top_k_set places_;
+};
+
+/// Writes what the chunk leaves behind: new top-k entries first (they may come from ring rows), then sinks
+/// and ring.
 template <class Cache, class T>
 void accept_chunk(const Cache& cache, std::int32_t seq, std::int32_t head, std::int32_t tokens,
                   rows_view<const T> k, rows_view<const T> v, std::int32_t entry, const chunk_plan& plan) {
@@ -295,7 +341,8 @@ void chunk_segments(const Cache& cache, std::int32_t seq, std::int32_t head, std
     visit(self);
 }
 
-/// Where the tokens of one (entry, head) of a chunk are: k.row(entry, head, j), and scores[j] where they are given.
+/// Where the tokens of one (entry, head) of a chunk are: k.row(entry, head, j), and scores[j] where they are
+/// given.
 template <class T>
 struct chunk_source {
     rows_view<const T> k;
@@ -314,8 +361,8 @@ auto tensor_source(rows_view<const T> k, rows_view<const T> v, const CacheExtras
     };
 }
 
-/// A chunk of a batch on its way through a cache: decide, then attend and write back. What prefill, append_draft and accept
-/// share. `memory` has bytes(): plans, then what attention needs.
+/// A chunk of a batch on its way through a cache: decide, then attend and write back. What prefill, propose
+/// and commit share. `memory` has bytes(): plans, then what attention needs.
 template <class Cache>
 class chunk_pass {
     using P = typename Cache::policy_type;
@@ -355,9 +402,11 @@ class chunk_pass {
     void decide(const Batch& batch, const Source& source) const {
         for_each_head(batch, [&](std::int32_t i, std::int32_t h, int thread) {
             const chunk_source<T> from = source(i, h);
-            decide_chunk(on_.instructions(), cache_, batch.seq(i), h, batch.tokens(i), from.k, from.v, i,
-                         from.scores, plan(i, h),
-                         scratch_ + static_cast<std::size_t>(thread) * thread_bytes_);
+            const chunk_plan mine = plan(i, h);
+            chunk_decision<Cache, T>(on_.instructions(), cache_, batch.seq(i), h, batch.tokens(i), from.k,
+                                     from.v, i, mine,
+                                     scratch_ + static_cast<std::size_t>(thread) * thread_bytes_)
+                .run(from.scores);
         });
         refuse_bad(batch);
     }

@@ -11,14 +11,15 @@
 
 namespace kvpolicy::host_backend {
 
-/// What phase one of a step found for one (entry, head): the scores of the candidate and of the key that leaves, and those of
-/// keys in the window that are scored in this step, late_from .. late_end - 1. `bad` is a position whose score is NaN, or -1.
+/// What phase one of a step found for one (entry, head): the scores of the new token and of the key that
+/// leaves, and those of keys in the window that are scored in this step, late_from .. late_end - 1. `bad` is
+/// a position whose score is NaN, or -1.
 struct step_scores {
     float arriving, leaving;
     position_t late_from, late_end, bad;
 };
 
-/// Memory of one (entry, head): step_scores, the state after the candidate, late scores.
+/// Memory of one (entry, head): step_scores, the state after the new token, late scores.
 struct step_task {
     step_scores* found;
     float* state;
@@ -42,8 +43,8 @@ step_task step_task_at(const Cache& cache, std::byte* memory) {
             reinterpret_cast<float*>(state + state_bytes(cache))};
 }
 
-/// Scores tokens [from, end) of a head into scores, 0 for sinks and for keys that are kept for their position. Returns the
-/// first whose score is NaN, or -1.
+/// Scores tokens [from, end) of a head into scores, 0 for sinks and for keys that are kept for their
+/// position. Returns the first whose score is NaN, or -1.
 template <class Cache, class KeyAt, class ValueAt>
 position_t score_late(isa set, const Cache& cache, const head_state<Cache>& rows, std::int32_t head,
                       position_t from, position_t end, KeyAt&& key_at, ValueAt&& value_at, float* scores,

@@ -1,4 +1,5 @@
-// Selection at the read on the host: bounds of pages kept up as rows are written, and the pages that a query reads.
+// Selection at the read on the host: bounds of pages kept up as rows are written, and the pages that a query
+// reads.
 #pragma once
 
 #include <kvpolicy/attention/host/portable.hpp>
@@ -65,8 +66,8 @@ std::size_t selection_bytes([[maybe_unused]] const Cache& cache) {
     return 0;
 }
 
-/// Chooses the pages of `used` rows that the group's query heads read, into `chosen`, rising; returns how many. `newest` is the
-/// row of the newest token. q points to the first head's query.
+/// Chooses the pages of `used` rows that the group's query heads read, into `chosen`, rising; returns how
+/// many. `newest` is the row of the newest token. q points to the first head's query.
 template <class Cache, class Rows, class T, class Real>
 std::int32_t choose_pages(const Cache& cache, const Rows& rows, std::int32_t head, std::int32_t used,
                           std::int32_t newest, Real scale, const T* q, std::int64_t head_stride,

@@ -131,10 +131,49 @@ void swap_sequences(const Cache& cache, std::int32_t a, std::int32_t b) {
     std::swap(cache.appended[a], cache.appended[b]);
 }
 
+/// Which sequences of a reorder inherit their source's entries themselves: per source one sequence, the source if it
+/// stays, or the first that names it. The others get copies.
+struct reorder_plan {
+    const std::int32_t* sources;
+    std::int32_t count, seq_ids;
+    std::int32_t*
+        heir;  // [max_sequences]: the sequence that inherits; -1: none, or a sequence that does not move
+    std::int32_t* where;    // [max_sequences]: the sequence that holds now what each sequence held
+    std::int32_t* dropped;  // [max_sequences]: sequences whose entries no sequence asks for
+    std::int32_t dropped_count = 0;
+
+    reorder_plan(const std::int32_t* from, std::int32_t moved, std::int32_t all, std::int32_t* memory)
+        : sources(from), count(moved), seq_ids(all), heir(memory), where(memory + all), dropped(where + all) {
+        std::fill_n(heir, seq_ids, -1);
+        for (std::int32_t i = count - 1; i >= 0; --i) {
+            if (sources[i] < count && heir[sources[i]] != sources[i]) {
+                heir[sources[i]] = i;
+            }
+        }
+        for (std::int32_t i = 0; i < count; ++i) {
+            if (sources[i] == i) {
+                heir[i] = i;
+            }
+        }
+        for (std::int32_t seq = 0; seq < seq_ids; ++seq) {
+            where[seq] = seq;
+            if (seq < count && heir[seq] < 0) {
+                dropped[dropped_count++] = seq;
+            }
+        }
+    }
+    [[nodiscard]] bool inherits(std::int32_t i) const { return sources[i] < count && heir[sources[i]] == i; }
+    /// Sequence i has its inheritance, and sequence `at_present`, which held it, what sequence i held.
+    void swapped(std::int32_t i, std::int32_t at_present) {
+        *std::find(where, where + seq_ids, i) = at_present;
+        where[sources[i]] = i;
+    }
+};
+
 }  // namespace host_backend
 
-/// Lets the named sequences go of their pages, if the pool then has `needed()` of them. Otherwise nothing has changed, and it is
-/// refused, or returns false with *status set.
+/// Lets the named sequences go of their pages, if the pool then has `needed()` of them. Otherwise nothing has
+/// changed, and it is refused, or returns false with *status set.
 template <class Derived, AnyPolicy P, Storage T>
 template <class PagesNeeded>
 bool CacheOwner<Derived, P, T>::drop([[maybe_unused]] const std::int32_t* seq_ids,
@@ -160,7 +199,7 @@ bool CacheOwner<Derived, P, T>::drop([[maybe_unused]] const std::int32_t* seq_id
         const std::int64_t wanted = needed();
         for_each_page([&](std::int32_t id) { pool.give(id); });
         if (pool.free_pages() < wanted) {
-            // Freed ids lie above what was free before; nobody has taken one.
+            // Freed ids lie above what was free before; none has been taken.
             const std::int32_t available = pool.free_pages();
             for_each_page([&](std::int32_t id) { pool.share(id); });
             *pool.free_count = before;
@@ -221,50 +260,23 @@ void CacheOwner<Derived, P, T>::reorder(const host&, const std::int32_t* sources
             [&] { return detail::text("sources[", i, "]"); }, sources[i],
             [&] { return detail::text("0 to ", shape_.max_sequences - 1); });
     }
-    // One sequence inherits a source's rows themselves: the source, if it stays, or the first that wants it. The rest get copies.
-    std::int32_t* const heir =
-        scratch_.data();  // of each sequence; -1: nobody's, or a sequence that does not move
-    std::int32_t* const where =
-        heir + shape_.max_sequences;  // the sequence that holds now what each sequence held
-    std::int32_t* const lost = where + shape_.max_sequences;
-    std::fill_n(heir, shape_.max_sequences, -1);
-    for (std::int32_t i = count - 1; i >= 0; --i) {
-        if (sources[i] < count && heir[sources[i]] != sources[i]) {
-            heir[sources[i]] = i;
-        }
-    }
-    for (std::int32_t i = 0; i < count; ++i) {
-        if (sources[i] == i) {
-            heir[i] = i;
-        }
-    }
-    std::int32_t lost_count = 0;
-    for (std::int32_t seq = 0; seq < shape_.max_sequences; ++seq) {
-        where[seq] = seq;
-        if (seq < count && heir[seq] < 0) {
-            lost[lost_count++] = seq;
-        }
-    }
-    const auto inherits = [&](std::int32_t i) { return sources[i] < count && heir[sources[i]] == i; };
+    host_backend::reorder_plan plan(sources, count, shape_.max_sequences, scratch_.data());
     const auto needed = [&] {
         std::int64_t pages = 0;
         for (std::int32_t layer = 0; layer < shape_.layers; ++layer) {
             const auto cache = self().layer(layer);
             for (std::int32_t i = 0; i < count; ++i) {
-                pages += inherits(i) ? 0 : host_backend::pages_of_copy(cache, sources[i]);
+                pages += plan.inherits(i) ? 0 : host_backend::pages_of_copy(cache, sources[i]);
             }
         }
         return pages;
     };
-    if (!drop(lost, lost_count, needed, status)) {
+    if (!drop(plan.dropped, plan.dropped_count, needed, status)) {
         return;
     }
     auto* length = at<position_t>(length_at_);
     for (std::int32_t i = 0; i < count; ++i) {
-        if (!inherits(i)) {
-            continue;
-        }
-        const std::int32_t at_present = where[sources[i]];
+        const std::int32_t at_present = plan.inherits(i) ? plan.where[sources[i]] : i;
         if (at_present == i) {
             continue;
         }
@@ -276,19 +288,17 @@ void CacheOwner<Derived, P, T>::reorder(const host&, const std::int32_t* sources
             auto* const reserved = self().layer(0).reserved;
             std::swap(reserved[i], reserved[at_present]);
         }
-        // Whatever was in sequence i is where the inheritance was.
-        *std::find(where, where + shape_.max_sequences, i) = at_present;
-        where[sources[i]] = i;
+        plan.swapped(i, at_present);
     }
     for (std::int32_t layer = 0; layer < shape_.layers; ++layer) {
         const auto cache = self().layer(layer);
         std::fill_n(cache.num_draft, count, 0);
     }
     for (std::int32_t i = 0; i < count; ++i) {
-        if (inherits(i)) {
+        if (plan.inherits(i)) {
             continue;
         }
-        const std::int32_t from = where[sources[i]];
+        const std::int32_t from = plan.where[sources[i]];
         for (std::int32_t layer = 0; layer < shape_.layers; ++layer) {
             host_backend::copy_sequence(self().layer(layer), from, i);
         }

@@ -35,7 +35,8 @@ class hash {
 
 inline constexpr std::uint32_t snapshot_version = 1;
 
-/// The first bytes of a snapshot. Numbers are as this machine has them; another byte order fails at `version`.
+/// The first bytes of a snapshot. Numbers are as this machine has them; another byte order fails at
+/// `version`.
 struct snapshot_header {
     char magic[8] = {'k', 'v', 'p', 'o', 'l', 'i', 'c', 'y'};
     std::uint32_t version = snapshot_version;
@@ -114,7 +115,8 @@ void for_each_query_ring([[maybe_unused]] const Cache& cache, [[maybe_unused]] s
     }
 }
 
-/// One layer of a sequence: for each head the places in use, positions and scores, then keys and values; then states.
+/// One layer of a sequence: for each head the places in use, positions and scores, then keys and values; then
+/// states.
 template <class Cache>
 void write_layer(const Cache& cache, std::int32_t seq, blob_writer& blob) {
     for (std::int32_t head = 0; head < cache.kv_heads; ++head) {
@@ -135,7 +137,7 @@ void write_layer(const Cache& cache, std::int32_t seq, blob_writer& blob) {
                         [&](auto* queries, std::int64_t count) { blob.put(queries, count); });
 }
 
-/// Whether row r of a head with `kept` top-k slots may hold position t after `length` tokens.
+/// Whether row r of a head with `kept` top-k sequences may hold position t after `length` tokens.
 inline bool row_may_hold(const HeadRows& layout, std::int32_t r, position_t t, position_t length) {
     const position_t window_begin = std::max<position_t>(layout.sinks, length - layout.window);
     if (r >= layout.slot(0)) {
@@ -144,7 +146,8 @@ inline bool row_may_hold(const HeadRows& layout, std::int32_t r, position_t t, p
     return t >= 0 && t < length && (t < layout.sinks || t >= window_begin) && layout.recent(t) == r;
 }
 
-/// Reads past a layer, and says whether a cache of this policy can be in that state; adds up the pages that it takes.
+/// Reads past a layer, and says whether a cache of this policy can be in that state; adds up the pages that
+/// it takes.
 template <class Cache>
 bool read_past_layer(const Cache& cache, position_t length, blob_reader& blob, std::int64_t& pages) {
     for (std::int32_t head = 0; head < cache.kv_heads; ++head) {
@@ -164,7 +167,8 @@ bool read_past_layer(const Cache& cache, position_t length, blob_reader& blob, s
         for (std::int32_t r = 0; r < used; ++r) {
             position_t t = 0;
             float score = 0.0f;
-            // A NaN is as good as another: that of a sink or of a kept position is never read, and a device ranks others last.
+            // A NaN is as good as another: that of a sink or of a kept position is never read, and a device
+            // ranks others last.
             if (!blob.get(&t, 1) || !blob.get(&score, 1) || !row_may_hold(layout, r, t, length)) {
                 return false;
             }
@@ -350,7 +354,8 @@ void CacheOwner<Derived, P, T>::restore(const host&, std::int32_t seq, const voi
                     "damaged (its checksum differs)", "as it was written");
     detail::require(header.fingerprint == fingerprint(), "snapshot",
                     "of another policy, shape or storage type", "of a cache like this one");
-    // A blob may be forged, and its checksum right: every number that decides where something is written is looked at.
+    // A blob may be forged, and its checksum right: every number that decides where something is written is
+    // looked at.
     bool sound = header.unused == 0 && header.length >= 0 && header.length <= (position_t{1} << 62);
     std::int64_t pages = 0;
     hb::blob_reader reader(bytes + sizeof header, blob_bytes - sizeof header);

@@ -81,7 +81,7 @@ void append_draft(const host& on, const Ref<P, T>& cache, const Batch& batch, in
             hb::copy_row(from.k.row(i, h, j), cache.head_dim_qk, spare.k(j));
             hb::copy_row(from.v.row(i, h, j), cache.head_dim_vo, spare.v(j));
             spare.position(j) = cache.length[seq] + j;
-            // A plane that nobody asked for has not been looked at.
+            // An output plane that is not given has not been checked.
             spare.score(j) = P::ranked && scores_come_along<typename P::scorer_type> ? from.scores[j] : 0.0f;
             if constexpr (P::has_eviction) {
                 for (std::int32_t g = 0; g < cache.group; ++g) {

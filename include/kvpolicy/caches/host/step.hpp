@@ -18,72 +18,66 @@ namespace kvpolicy {
 
 namespace host_backend {
 
-/// The body of step for policies whose scores stand when a key competes.
+/// The body of step for policies whose scores stand when a key competes. Phase one, score(), only reads the
+/// cache: a NaN score, or a step that finds no pages and gives none up, changes no state. Phase two,
+/// append(), writes it.
 template <class Cache, class T>
-void step_scored(const host& on, const Cache& cache, const Batch& batch, rows_view<const T> q,
-                 rows_view<const T> k, rows_view<const T> v, rows_view<T> out, std::byte* start,
-                 std::uint32_t* status, const CacheExtras& extras) {
+class scored_step {
+  public:
     using P = typename Cache::policy_type;
-    std::byte* const memory = start + admission_bytes(cache, batch.count);
-    const std::int64_t tasks = std::int64_t{batch.count} * cache.kv_heads;
-    const std::size_t score_bytes = step_task_bytes(cache);
-    const auto memory_of = [&](std::int64_t task) {
-        return step_task_at(cache, memory + static_cast<std::size_t>(task) * score_bytes);
-    };
-    const auto entry_of = [&](std::int64_t task) { return static_cast<std::int32_t>(task / cache.kv_heads); };
-    const auto head_of = [&](std::int64_t task) { return static_cast<std::int32_t>(task % cache.kv_heads); };
-    std::byte* const rest = memory + static_cast<std::size_t>(tasks) * score_bytes;
 
-    // Phase one only reads the cache, so that a NaN score is refused, and a step without pages given up, with nothing changed.
-    if constexpr (P::ranked) {
-        const std::size_t thread_bytes = scorer_thread_bytes(cache);
-        on.parallel_for(tasks, [&](std::int64_t task, int thread) {
-            const std::int32_t i = entry_of(task), h = head_of(task);
-            if (batch.tokens(i) == 0) {
-                return;
-            }
+    scored_step(const host& on, const Cache& cache, const Batch& batch, rows_view<const T> k,
+                rows_view<const T> v, std::byte* memory)
+        : on_(on), cache_(cache), batch_(batch), k_(k), v_(v), memory_(memory) {}
+
+    /// Memory behind the tasks' own.
+    [[nodiscard]] std::byte* rest() const {
+        return memory_ + static_cast<std::size_t>(batch_.count) * static_cast<std::size_t>(cache_.kv_heads) *
+                             task_bytes_;
+    }
+
+    /// Scores of the keys that arrive and leave; refuses a NaN.
+    void score(const CacheExtras& extras) const {
+        const std::size_t thread_bytes = scorer_thread_bytes(cache_);
+        std::byte* const scratch = rest();
+        for_each_head(on_, cache_.kv_heads, batch_, [&](std::int32_t i, std::int32_t h, int thread) {
             const float* given = extras.scores ? extras.scores.head(i, h) : nullptr;
-            score_step(on.instructions(), cache, batch.seq(i), h, k.row(i, h, 0), v.row(i, h, 0), given,
-                       memory_of(task), rest + static_cast<std::size_t>(thread) * thread_bytes);
+            score_step(on_.instructions(), cache_, batch_.seq(i), h, k_.row(i, h, 0), v_.row(i, h, 0), given,
+                       task(i, h), scratch + static_cast<std::size_t>(thread) * thread_bytes);
         });
         // Refused from here and not from a task: without exceptions a handler may jump out of the call.
-        for (std::int64_t task = 0; task < tasks; ++task) {
-            const std::int32_t i = entry_of(task), h = head_of(task);
-            if (batch.tokens(i) == 0) {
-                continue;
-            }
-            if (const position_t bad = memory_of(task).found->bad; bad >= 0) {
-                refuse_computed_score(i, h, bad);
+        for (std::int32_t i = 0; i < batch_.count; ++i) {
+            for (std::int32_t h = 0; batch_.tokens(i) != 0 && h < cache_.kv_heads; ++h) {
+                if (const position_t bad = task(i, h).found->bad; bad >= 0) {
+                    refuse_computed_score(i, h, bad);
+                }
             }
         }
     }
-    const Batch admitted = admit(cache, batch, status, start, [&](std::int32_t i, std::int32_t h) {
-        const std::int32_t seq = batch.seq(i);
-        const head_state<Cache> rows(cache, seq, h);
-        const position_t u = cache.length[seq] - rows.head_params.window;
+
+    /// Entries of a head after the step.
+    [[nodiscard]] std::int32_t rows_after(std::int32_t i, std::int32_t h) const {
+        const std::int32_t seq = batch_.seq(i);
+        const head_state<Cache> rows(cache_, seq, h);
         bool grows = false;
         if constexpr (retains<P>) {
-            const float score =
-                P::ranked ? memory_of(std::int64_t{i} * cache.kv_heads + h).found->leaving : 0.0f;
-            grows = u >= rows.head_params.sinks && rows.takes_new_slot(u, score);
+            const position_t u = cache_.length[seq] - rows.head_params.window;
+            const float leaving = P::ranked ? task(i, h).found->leaving : 0.0f;
+            grows = u >= rows.head_params.sinks && rows.takes_new_slot(u, leaving);
         }
-        return rows.layout.used(cache.length[seq] + 1, cache.num_long_range[rows.index] + (grows ? 1 : 0));
-    });
+        return rows.layout.used(cache_.length[seq] + 1, cache_.num_long_range[rows.index] + (grows ? 1 : 0));
+    }
 
-    on.parallel_for(tasks, [&](std::int64_t task) {
-        const std::int32_t i = entry_of(task), h = head_of(task);
-        if (admitted.tokens(i) == 0) {
-            return;
-        }
-        const std::int32_t seq = admitted.seq(i);
-        const head_state<Cache> rows(cache, seq, h);
-        const position_t position = cache.length[seq];
+    /// Scorer state, top-k update and new key of one head of an admitted entry.
+    void append(std::int32_t seq, std::int32_t i, std::int32_t h, rows_view<const T> q) const {
+        const head_state<Cache> rows(cache_, seq, h);
+        const position_t position = cache_.length[seq];
         step_scores scores{};
         if constexpr (P::ranked) {
-            const step_task mine = memory_of(task);
+            const step_task mine = task(i, h);
             scores = *mine.found;
             if constexpr (StatefulScorer<typename P::scorer_type>) {
-                std::copy_n(mine.state, cache.state_size, cache.state + rows.index * cache.state_size);
+                std::copy_n(mine.state, cache_.state_size, cache_.state + rows.index * cache_.state_size);
             }
             for (position_t t = std::max<position_t>(scores.late_from, rows.head_params.sinks);
                  t < scores.late_end; ++t) {
@@ -98,18 +92,45 @@ void step_scored(const host& on, const Cache& cache, const Batch& batch, rows_vi
             }
         }
         const std::int32_t newest = rows.layout.recent(position);
-        rows.put(newest, k.row(i, h, 0), v.row(i, h, 0), position, scores.arriving);
-        const std::int32_t used = rows.layout.used(position + 1, cache.num_long_range[rows.index]);
-        refresh_bounds(cache, rows.rows, newest, newest + 1, used);
+        rows.put(newest, k_.row(i, h, 0), v_.row(i, h, 0), position, scores.arriving);
+        const std::int32_t used = rows.layout.used(position + 1, cache_.num_long_range[rows.index]);
+        refresh_bounds(cache_, rows.rows, newest, newest + 1, used);
         if (promoted >= 0) {
-            refresh_bounds(cache, rows.rows, promoted, promoted + 1, used);
+            refresh_bounds(cache_, rows.rows, promoted, promoted + 1, used);
         }
-        remember_queries(cache, seq, h, position, 1, q, i);
+        remember_queries(cache_, seq, h, position, 1, q, i);
         if (h == 0) {
-            cache.num_draft[seq] = 0;
+            cache_.num_draft[seq] = 0;
         }
-    });
-    attend_rows(on, cache, admitted, q, out, extras.lse, 1, rest);
+    }
+
+  private:
+    [[nodiscard]] step_task task(std::int32_t i, std::int32_t h) const {
+        return step_task_at(
+            cache_, memory_ + static_cast<std::size_t>(std::int64_t{i} * cache_.kv_heads + h) * task_bytes_);
+    }
+
+    const host& on_;
+    const Cache& cache_;
+    const Batch& batch_;
+    rows_view<const T> k_, v_;
+    std::byte* memory_;
+    std::size_t task_bytes_ = step_task_bytes(cache_);
+};
+
+template <class Cache, class T>
+void step_scored(const host& on, const Cache& cache, const Batch& batch, rows_view<const T> q,
+                 rows_view<const T> k, rows_view<const T> v, rows_view<T> out, std::byte* start,
+                 std::uint32_t* status, const CacheExtras& extras) {
+    const scored_step<Cache, T> one(on, cache, batch, k, v, start + admission_bytes(cache, batch.count));
+    if constexpr (Cache::policy_type::ranked) {
+        one.score(extras);
+    }
+    const Batch admitted = admit(cache, batch, status, start,
+                                 [&](std::int32_t i, std::int32_t h) { return one.rows_after(i, h); });
+    for_each_head(on, cache.kv_heads, admitted,
+                  [&](std::int32_t i, std::int32_t h) { one.append(admitted.seq(i), i, h, q); });
+    attend_rows(on, cache, admitted, q, out, extras.lse, 1, one.rest());
     mark_appended(cache, admitted);
     clear_refused(cache, batch, admitted, out, extras.lse);
 }

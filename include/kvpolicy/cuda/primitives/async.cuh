@@ -1,8 +1,9 @@
 // Copies into shared memory that run beside the arithmetic, and the barriers that tell when they are done.
 //
-// Shared memory is named by its 32-bit address (shared_address), as the instructions want it. Two traps: cp.async writes
-// through the generic proxy while wgmma and TMA read through the async proxy, so a fence_async_proxy belongs between them;
-// and a wait must not contain a trap instruction, which makes ptxas 13.0 give up the registers of setmaxnreg.
+// Shared memory is named by its 32-bit address (shared_address), as the instructions want it. Two traps:
+// cp.async writes through the generic proxy while wgmma and TMA read through the async proxy, so a
+// fence_async_proxy belongs between them; and a wait must not contain a trap instruction, which makes ptxas
+// 13.0 give up the registers of setmaxnreg.
 #pragma once
 
 #include <kvpolicy/cuda/config.cuh>
@@ -17,7 +18,8 @@ __device__ inline std::uint32_t shared_address(const void* pointer) {
     return static_cast<std::uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
-/// 16 bytes from global to shared memory; the last 16 - bytes of them become 0, and nothing is read where bytes = 0.
+/// 16 bytes from global to shared memory; the last 16 - bytes of them become 0, and nothing is read where
+/// bytes = 0.
 __device__ inline void copy_16(std::uint32_t to, const void* from, std::uint32_t bytes = 16) {
     asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes)
                  : "memory");
@@ -38,8 +40,9 @@ __device__ inline void copy_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(Pending) : "memory");
 }
 
-// mbarriers (compute capability 8.0; try_wait 9.0). A barrier of `count` arrivals counts phases; a wait names the parity of
-// the phase it waits for. A fresh barrier is in phase 0, so a wait for parity 1 returns at once.
+// mbarriers (compute capability 8.0; try_wait 9.0). A barrier of `count` arrivals counts phases; a wait names
+// the parity of the phase it waits for. A fresh barrier is in phase 0, so a wait for parity 1 returns at
+// once.
 
 __device__ inline void barrier_init(std::uint32_t barrier, std::uint32_t count) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
@@ -49,10 +52,11 @@ __device__ inline void barrier_arrive(std::uint32_t barrier) {
                  : "memory");
 }
 
-// One lane arrives for its warp, after a __syncwarp that orders what the other lanes did before. compute-sanitizer's racecheck
-// does not follow that: it reports every access of the 31 lanes that do not arrive, and none where all arrive. So in its own
-// build, with KVPOLICY_RACECHECK, every lane arrives, and a barrier counts 32 arrivals of a warp instead of one. That is for
-// tools/gpu alone: it is slower, and has no other use.
+// One lane arrives for its warp, after a __syncwarp that orders what the other lanes did before.
+// compute-sanitizer's racecheck does not follow that: it reports every access of the 31 lanes that do not
+// arrive, and none where all arrive. So in its own build, with KVPOLICY_RACECHECK, every lane arrives, and a
+// barrier counts 32 arrivals of a warp instead of one. That is for tools/gpu alone: it is slower, and has no
+// other use.
 #if defined(KVPOLICY_RACECHECK)
 inline constexpr std::uint32_t arrivals_of_warp = 32;
 #else
@@ -102,8 +106,8 @@ __device__ inline bool barrier_try_wait(std::uint32_t barrier, std::uint32_t par
         : "memory");
     return done != 0;
 }
-/// Waits for the end of the phase of this parity. After some seconds, which only a fault of ours can take, the kernel dies
-/// by a store to address 0 instead of hanging the GPU.
+/// Waits for the end of the phase of this parity. After some seconds, which only a fault of ours can take,
+/// the kernel dies by a store to address 0 instead of hanging the GPU.
 template <class = void>
 __device__ inline void barrier_wait(std::uint32_t barrier, std::uint32_t parity) {
     if (barrier_try_wait(barrier, parity)) {
@@ -120,7 +124,8 @@ template <class = void>
 __device__ inline void fence_async_proxy() {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
-/// Registers a thread of this warpgroup may have from here on; a multiple of 8, and all warpgroups must call one of the two.
+/// Registers a thread of this warpgroup may have from here on; a multiple of 8, and all warpgroups must call
+/// one of the two.
 template <int Registers>
 __device__ inline void take_registers() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Registers));
@@ -138,7 +143,8 @@ __device__ inline void copy_bulk(std::uint32_t to, const void* from, std::uint32
         "l"(from), "r"(bytes), "r"(barrier)
         : "memory");
 }
-/// Asks the L2 cache for `bytes` (a multiple of 16) that somebody will load soon; nothing before compute capability 9.0.
+/// Asks the L2 cache for `bytes` (a multiple of 16) that somebody will load soon; nothing before compute
+/// capability 9.0.
 template <class = void>
 __device__ inline void prefetch_to_l2([[maybe_unused]] const void* from,
                                       [[maybe_unused]] std::uint32_t bytes) {

@@ -1,4 +1,5 @@
-// The largest of many keys in the order of their places, by one block: a look at all keys for every digit, and one to name them.
+// The largest of many keys in the order of their places, by one block: a look at all keys for every digit,
+// and one to name them.
 #pragma once
 
 #include <kvpolicy/cuda/config.cuh>
@@ -19,7 +20,8 @@ struct find_memory {
     std::int32_t wanted;
 };
 
-/// Counts a digit of every lane that `has` one: one addition for those of a warp that have the same, as most have at first.
+/// Counts a digit of every lane that `has` one: one addition for those of a warp that have the same, as most
+/// have at first.
 __device__ inline void count_digit(std::int32_t* counts, int digit, bool has) {
     const unsigned lanes = __ballot_sync(all_lanes, has);
     if (has) {
@@ -30,8 +32,9 @@ __device__ inline void count_digit(std::int32_t* counts, int digit, bool has) {
     }
 }
 
-/// By one warp, from how often keys that begin with `prefix` have each digit at `shift`: memory.prefix becomes how the `wanted`-th largest
-/// of them begins, memory.wanted which one of those with that digit it is.
+/// By one warp, from how often keys that begin with `prefix` have each digit at `shift`: memory.prefix
+/// becomes how the `wanted`-th largest of them begins, memory.wanted which one of those with that digit it
+/// is.
 template <class Memory, class Key>
 __device__ inline void choose_digit(Memory& memory, Key prefix, std::int32_t wanted, int shift) {
     // A lane has eight digits, the first lane the largest.
@@ -50,8 +53,8 @@ __device__ inline void choose_digit(Memory& memory, Key prefix, std::int32_t wan
     }
 }
 
-/// visit(place, rank among the chosen by place) for the `wanted` largest of `count` keys, of equal ones the first; 1 <= wanted <=
-/// count. By a block of `Threads`; the keys are not changed.
+/// visit(place, rank among the chosen by place) for the `wanted` largest of `count` keys, of equal ones the
+/// first; 1 <= wanted <= count. By a block of `Threads`; the keys are not changed.
 template <int Threads, class Key, class Visit>
 __device__ void find_largest(find_memory<Key, Threads>& memory, const Key* keys, std::int32_t count,
                              std::int32_t wanted, const Visit& visit) {

@@ -8,7 +8,8 @@ namespace kvpolicy {
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 namespace cuda_backend {
 
-/// The sum over a block of `Threads`, in every thread. `shared` has a number for each warp; it may be the last call's.
+/// The sum over a block of `Threads`, in every thread. `shared` has a number for each warp; it may be the
+/// last call's.
 template <int Threads, class Number>
 __device__ inline Number sum_over_block(Number x, Number* shared) {
 #pragma unroll

@@ -25,8 +25,9 @@ __device__ inline std::uint32_t cluster_address(std::uint32_t mine, int block) {
     asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(mine), "r"(block));
     return address;
 }
-/// Sends numbers to cluster_address() `to`; the barrier there counts their bytes, as those of a bulk copy. Nobody waits here, where
-/// barriers of a cluster wait until memory has all that was written before. Two numbers lie aligned to 8 bytes, four to 16.
+/// Sends numbers to cluster_address() `to`; the barrier there counts their bytes, as those of a bulk copy.
+/// Nobody waits here, where barriers of a cluster wait until memory has all that was written before. Two
+/// numbers lie aligned to 8 bytes, four to 16.
 template <class = void>
 __device__ inline void send_in_cluster(std::uint32_t to, float x, std::uint32_t barrier) {
     asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.f32 [%0], %1, [%2];" ::"r"(to),
@@ -48,7 +49,8 @@ __device__ inline void send_in_cluster(std::uint32_t to, float4 x, std::uint32_t
         "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w), "r"(barrier)
         : "memory");
 }
-/// Arrives for those who will cluster_wait(), without a word of what was written before: barrier_init_fence() has it for barriers.
+/// Arrives for those who will cluster_wait(), without a word of what was written before: barrier_init_fence()
+/// has it for barriers.
 template <class = void>
 __device__ inline void cluster_arrive_relaxed() {
     __syncwarp();  // see cluster_arrive()

@@ -1,9 +1,10 @@
-// Matrix products of one warp on any GPU from compute capability 8.0: fragments from shared memory, mma, and the small
-// arithmetic around it.
+// Matrix products of one warp on any GPU from compute capability 8.0: fragments from shared memory, mma, and
+// the small arithmetic around it.
 //
-// Fragment layouts of mma.m16n8k16 (lane = 4 * group + pair): A is 16 x 16 row-major, registers 0..3 hold rows group and
-// group + 8 of columns 2 pair, then of columns 2 pair + 8; B is 16 x 8 column-major, registers 0..1 hold rows 2 pair and 2 pair + 8
-// of column group; the accumulator is 16 x 8, values 0..1 in row group, 2..3 in row group + 8, columns 2 pair and 2 pair + 1.
+// Fragment layouts of mma.m16n8k16 (lane = 4 * group + pair): A is 16 x 16 row-major, registers 0..3 hold
+// rows group and group + 8 of columns 2 pair, then of columns 2 pair + 8; B is 16 x 8 column-major, registers
+// 0..1 hold rows 2 pair and 2 pair + 8 of column group; the accumulator is 16 x 8, values 0..1 in row group,
+// 2..3 in row group + 8, columns 2 pair and 2 pair + 1.
 #pragma once
 
 #include <kvpolicy/core/types.hpp>

@@ -9,7 +9,8 @@ namespace kvpolicy {
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 namespace cuda_backend {
 
-/// The last of segments 0 .. count - 1 that begins(i) says has begun; 0 where none has. Segments begin in order.
+/// The last of segments 0 .. count - 1 that begins(i) says has begun; 0 where none has. Segments begin in
+/// order.
 template <class Begins>
 __device__ std::int32_t last_begun(std::int32_t count, const Begins& begins) {
     std::int32_t low = 0;

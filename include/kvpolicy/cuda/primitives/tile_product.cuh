@@ -1,4 +1,5 @@
-// The product of two swizzled tiles (cuda/primitives/wgmma.cuh) by one warp, on any GPU from compute capability 8.0.
+// The product of two swizzled tiles (cuda/primitives/wgmma.cuh) by one warp, on any GPU from compute
+// capability 8.0.
 #pragma once
 
 #include <kvpolicy/cuda/config.cuh>
@@ -12,8 +13,9 @@ namespace kvpolicy {
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 namespace cuda_backend {
 
-/// acc[i][j] += a[m0 + 16 i ..][..] b[..][n0 + 8 j ..] over `Depth`, for one warp. A is stored [m][k], transposed [k][m]; B [n][k],
-/// transposed [k][n], from its row b_from on; a_rows and b_rows are the stored rows of their matrices.
+/// acc[i][j] += a[m0 + 16 i ..][..] b[..][n0 + 8 j ..] over `Depth`, for one warp. A is stored [m][k],
+/// transposed [k][m]; B [n][k], transposed [k][n], from its row b_from on; a_rows and b_rows are the stored
+/// rows of their matrices.
 template <class T, int MI, int NI, int Depth, bool TransA, bool TransB>
 __device__ inline void tile_product(float (&acc)[MI][NI][4], std::uint32_t a, int a_rows, int m0,
                                     std::uint32_t b, int b_rows, int n0, int b_from = 0) {

@@ -1,4 +1,5 @@
-// Sums and scans over a warp and over the warps of a block, for the few places where CUB would be more than is needed.
+// Sums and scans over a warp and over the warps of a block, for the few places where CUB would be more than
+// is needed.
 #pragma once
 
 #include <kvpolicy/cuda/config.cuh>

@@ -1,18 +1,22 @@
-// Matrix products of one warpgroup (compute capability 9.0a): D[64 x N] (+)= A[64 x 16] B[16 x N], bf16 or fp16, fp32 sums.
+// Matrix products of one warpgroup (compute capability 9.0a): D[64 x N] (+)= A[64 x 16] B[16 x N], bf16 or
+// fp16, fp32 sums.
 //
-// The overload goes by the size of d: N / 2 values a thread, for N = 8 (bf16, both K-major), 16, 32 (A in shared memory), 64 and 128. A
-// comes from shared memory (a descriptor) or from registers, B from shared memory. Trans = 0 says K-major: A as [m][k], B as [n][k] (K in Q K^T);
-// Trans = 1 says MN-major: A as [k][m], B as [k][n] (V in P V). add = 0 overwrites d. All are asynchronous:
+// The overload goes by the size of d: N / 2 values per thread, for N = 8 (bf16, both K-major), 16, 32 (A in
+// shared memory), 64 and 128. A comes from shared memory (a descriptor) or from registers, B from shared
+// memory. Trans = 0 says K-major: A as [m][k], B as [n][k] (K in Q K^T); Trans = 1 says MN-major: A as
+// [k][m], B as [k][n] (V in P V). add = 0 overwrites d. All are asynchronous:
 //
 //     wgmma_fence(); wgmma(...); ...; wgmma_commit(); wgmma_wait<pending groups>();
 //
-// and registers that they read or write are pinned before the fence and after the wait, so that the compiler moves no
-// other use of them in between. In a warpgroup, thread t holds rows 16 (t / 32) + (t % 32) / 4 and that plus 8: d[4 j], d[4 j + 1] at
-// columns 8 j + 2 (t % 4) and the next of the first row, d[4 j + 2], d[4 j + 3] of the second. A in registers has the layout of mma's
-// A fragment (cuda/primitives/mma.cuh) with these rows.
+// and registers that they read or write are pinned before the fence and after the wait, so that the compiler
+// moves no other use of them in between. In a warpgroup, thread t holds rows 16 (t / 32) + (t % 32) / 4 and
+// that plus 8: d[4 j], d[4 j + 1] at columns 8 j + 2 (t % 4) and the next of the first row, d[4 j + 2], d[4 j
+// + 3] of the second. A in registers has the layout of mma's A fragment (cuda/primitives/mma.cuh) with these
+// rows.
 //
 // Tiles in shared memory are swizzled: rows of 64 elements (128 bytes), whose eight 16-byte chunks stand at
-// chunk ^ (row % 8); a tile begins at a multiple of 1024 bytes. Wider matrices are several such tiles of 64 columns.
+// chunk ^ (row % 8); a tile begins at a multiple of 1024 bytes. Wider matrices are several such tiles of 64
+// columns.
 #pragma once
 
 #include <kvpolicy/core/types.hpp>
@@ -25,35 +29,36 @@ namespace kvpolicy {
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 namespace cuda_backend {
 
-/// Byte offset of 16-byte chunk `chunk` (0 to columns / 8 - 1) of row `row` in a matrix of `rows` rows stored as swizzled tiles of 64
-/// columns, one after the other.
+/// Byte offset of 16-byte chunk `chunk` (0 to columns / 8 - 1) of row `row` in a matrix of `rows` rows stored
+/// as swizzled tiles of 64 columns, one after the other.
 __host__ __device__ constexpr std::uint32_t swizzled(int rows, int row, int chunk) {
     return static_cast<std::uint32_t>((chunk / 8) * rows * 128 + row * 128 + ((chunk % 8) ^ (row % 8)) * 16);
 }
 
-/// Descriptor of a K-major operand: rows of 64 elements, groups of 8 rows 1024 bytes apart. The next 16 columns are 32 bytes
-/// further (+ 2 in the descriptor), the next 64 columns a whole tile.
+/// Descriptor of a K-major operand: rows of 64 elements, groups of 8 rows 1024 bytes apart. The next 16
+/// columns are 32 bytes further (+ 2 in the descriptor), the next 64 columns a whole tile.
 __device__ inline std::uint64_t describe_k_major(std::uint32_t shared) {
     return static_cast<std::uint64_t>((shared & 0x3ffff) >> 4) | (std::uint64_t{1} << 16) |
            (std::uint64_t{1024 >> 4} << 32) | (std::uint64_t{1} << 62);
 }
-/// Descriptor of an MN-major operand: tiles of 64 columns `tile_bytes` apart, groups of 8 rows (of k) 1024 bytes apart. The
-/// next 16 rows are 2048 bytes further (+ 128 in the descriptor).
+/// Descriptor of an MN-major operand: tiles of 64 columns `tile_bytes` apart, groups of 8 rows (of k) 1024
+/// bytes apart. The next 16 rows are 2048 bytes further (+ 128 in the descriptor).
 __device__ inline std::uint64_t describe_mn_major(std::uint32_t shared, std::uint32_t tile_bytes) {
     return static_cast<std::uint64_t>((shared & 0x3ffff) >> 4) |
            (static_cast<std::uint64_t>(tile_bytes >> 4) << 16) | (std::uint64_t{1024 >> 4} << 32) |
            (std::uint64_t{1} << 62);
 }
 
-/// Descriptor of a K-major operand that is not swizzled: 16 bytes of a row (8 columns) stand beside those of the next row, and the next 8
-/// columns of all rows follow `column_bytes` (a multiple of 16) further. It may begin at any row: a matrix from row r on is 16 r bytes
-/// further (+ r in the descriptor), the next 16 columns 2 column_bytes.
+/// Descriptor of a K-major operand that is not swizzled: 16 bytes of a row (8 columns) stand beside those of
+/// the next row, and the next 8 columns of all rows follow `column_bytes` (a multiple of 16) further. It may
+/// begin at any row: a matrix from row r on is 16 r bytes further (+ r in the descriptor), the next 16
+/// columns 2 column_bytes.
 __device__ inline std::uint64_t describe_columns(std::uint32_t shared, std::uint32_t column_bytes) {
     return static_cast<std::uint64_t>((shared & 0x3ffff) >> 4) |
            (static_cast<std::uint64_t>(column_bytes >> 4) << 16) | (std::uint64_t{128 >> 4} << 32);
 }
-/// Descriptor of an MN-major operand in such a tile, whose rows are k and whose columns are m or n: the next 16 rows are 256 bytes further (+ 16 in
-/// the descriptor), the next 64 columns 8 column_bytes.
+/// Descriptor of an MN-major operand in such a tile, whose rows are k and whose columns are m or n: the next
+/// 16 rows are 256 bytes further (+ 16 in the descriptor), the next 64 columns 8 column_bytes.
 __device__ inline std::uint64_t describe_rows(std::uint32_t shared, std::uint32_t column_bytes) {
     return static_cast<std::uint64_t>((shared & 0x3ffff) >> 4) | (std::uint64_t{128 >> 4} << 16) |
            (static_cast<std::uint64_t>(column_bytes >> 4) << 32);

@@ -1,4 +1,5 @@
-// Dispatch of the boundary loss: ranks and cutoffs of the target, then the kernels of losses/cuda/kernel_boundary.cuh.
+// Dispatch of the boundary loss: ranks and cutoffs of the target, then the kernels of
+// losses/cuda/kernel_boundary.cuh.
 #pragma once
 
 #include <kvpolicy/cuda/check.cuh>
@@ -48,7 +49,41 @@ struct boundary_memory {
         ranking_bytes = build_cutoffs_workspace_bytes(on, policy, sequences, heads);
         ranking = parts.take<unsigned char>(static_cast<std::int64_t>(ranking_bytes));
     }
+
+    template <class Gate, class Keep>
+    void place(boundary_params<Gate, Keep>& params) const {
+        params.rank = rank;
+        params.cutoff = cutoff;
+        params.order = order;
+        params.drawn = drawn;
+        params.first = first;
+        params.last = last;
+        params.prefix = prefix;
+        params.slope = slope;
+        params.planes = planes;
+        params.tiles = tiles;
+        params.sums = sums;
+    }
 };
+
+/// The loss's numbers as its kernels take them.
+inline boundary_numbers boundary_numbers_of(const BoundaryLoss& loss, std::int32_t heads_of_layer) {
+    boundary_numbers numbers{};
+    numbers.temperature = static_cast<double>(loss.temperature);
+    numbers.omega_min = static_cast<double>(loss.margin.omega_min);
+    numbers.margin_temperature = static_cast<double>(loss.margin.temperature);
+    numbers.least = static_cast<double>(loss.balance.least);
+    numbers.most = static_cast<double>(loss.balance.most);
+    numbers.scale = static_cast<double>(loss.scale);
+    numbers.balance = loss.balance.on;
+    numbers.count = loss.sampler.count;
+    numbers.late =
+        std::llround(static_cast<double>(loss.sampler.late) * static_cast<double>(loss.sampler.count));
+    numbers.seed = loss.sampler.seed;
+    numbers.layer = loss.layer;
+    numbers.heads = heads_of_layer;
+    return numbers;
+}
 
 }  // namespace cuda_backend
 }  // namespace KVPOLICY_HIDDEN
@@ -106,36 +141,14 @@ void BoundaryLoss::operator()(const cuda& on, const P& policy,
         using Gate = std::remove_cvref_t<decltype(mask.gate)>;
         using Keep = std::remove_cvref_t<decltype(mask.keep)>;
         cb::boundary_params<Gate, Keep> params{mask, scores, d_scores, {}};
-        cb::boundary_numbers& numbers = params.numbers;
-        numbers.temperature = static_cast<double>(loss.temperature);
-        numbers.omega_min = static_cast<double>(loss.margin.omega_min);
-        numbers.margin_temperature = static_cast<double>(loss.margin.temperature);
-        numbers.least = static_cast<double>(loss.balance.least);
-        numbers.most = static_cast<double>(loss.balance.most);
-        numbers.scale = static_cast<double>(loss.scale);
-        numbers.balance = loss.balance.on;
-        numbers.count = loss.sampler.count;
-        numbers.late =
-            std::llround(static_cast<double>(loss.sampler.late) * static_cast<double>(loss.sampler.count));
-        numbers.seed = loss.sampler.seed;
-        numbers.layer = loss.layer;
-        numbers.heads = heads / options.layers;
-        params.rank = memory.rank;
-        params.cutoff = memory.cutoff;
-        params.order = memory.order;
-        params.drawn = memory.drawn;
-        params.first = memory.first;
-        params.last = memory.last;
-        params.prefix = memory.prefix;
-        params.slope = memory.slope;
-        params.planes = memory.planes;
-        params.tiles = memory.tiles;
-        params.sums = memory.sums;
+        params.numbers = cb::boundary_numbers_of(loss, heads / options.layers);
+        memory.place(params);
         const std::int64_t blocks = planes * memory.tiles;
         cb::launch("boundary_begin_kernel", cb::boundary_begin_kernel<Gate, Keep>, blocks,
                    cb::boundary_threads, 0, on, params);
-        if (numbers.count < sequences.length) {  // else all are drawn
-            const std::int32_t of_plane = (numbers.count + cb::boundary_threads - 1) / cb::boundary_threads;
+        if (params.numbers.count < sequences.length) {  // else all are drawn
+            const std::int32_t of_plane =
+                (params.numbers.count + cb::boundary_threads - 1) / cb::boundary_threads;
             cb::launch("boundary_draw_kernel", cb::boundary_draw_kernel<Gate, Keep>, planes * of_plane,
                        cb::boundary_threads, 0, on, params, of_plane);
         }

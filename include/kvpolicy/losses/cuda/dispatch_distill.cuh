@@ -76,6 +76,14 @@ void run_row_loss(const cuda& on, const L& loss, const Sequences& sequences, std
     launch("row_value_kernel", row_value_kernel<LossValue>, 1, row_threads, 0, on, params, value);
 }
 
+template <class T>
+void check_student(float temperature, float scale, rows_view<const T> student, const Sequences& sequences,
+                   rows_view<T> d_student) {
+    checks::check_temperature(temperature, scale);
+    check_row_call("d_student", d_student, sequences);
+    checks::check_rows("student", student, sequences.batch, d_student.heads, sequences.length, d_student.dim);
+}
+
 inline std::int32_t top_count(const TopDistillation& loss, std::int32_t vocabulary) {
     return std::min(loss.top, vocabulary);
 }
@@ -173,10 +181,8 @@ void TopDistillation::operator()(const cuda& on, std::type_identity_t<rows_view<
                                  const LossOptions& options) const {
     namespace cb = cuda_backend;
     const TopDistillation& loss = *this;
-    checks::check_temperature(loss.temperature, loss.scale);
-    cb::check_row_call("d_student", d_student, sequences);
+    cb::check_student(loss.temperature, loss.scale, student, sequences, d_student);
     const std::int32_t batch = sequences.batch, heads = d_student.heads;
-    checks::check_rows("student", student, batch, heads, sequences.length, d_student.dim);
     checks::check_rows("values", values, batch, heads, sequences.length, values.dim);
     checks::check_rows("indices", indices, batch, heads, sequences.length, values.dim);
     cb::run_row_loss(on, loss, sequences, heads, {}, 0, value, workspace, options.status,
@@ -201,10 +207,8 @@ void CrossEntropy::operator()(const cuda& on, plane_view<const std::int32_t> lab
                               const LossOptions& options) const {
     namespace cb = cuda_backend;
     const CrossEntropy& loss = *this;
-    checks::check_temperature(1.0f, loss.scale);
-    cb::check_row_call("d_student", d_student, sequences);
+    cb::check_student(1.0f, loss.scale, student, sequences, d_student);
     const std::int32_t batch = sequences.batch, heads = d_student.heads;
-    checks::check_rows("student", student, batch, heads, sequences.length, d_student.dim);
     cb::check_plane("labels", labels, batch, heads, sequences.length);
     cb::run_row_loss(on, loss, sequences, heads, labels, d_student.dim, value, workspace, options.status,
                      [&](const cb::row_loss_params& params, std::int64_t tokens) {
@@ -226,10 +230,8 @@ void L2Distillation::operator()(const cuda& on, std::type_identity_t<rows_view<c
                                 const LossOptions& options) const {
     namespace cb = cuda_backend;
     const L2Distillation& loss = *this;
-    checks::check_temperature(1.0f, loss.scale);
-    cb::check_row_call("d_student", d_student, sequences);
+    cb::check_student(1.0f, loss.scale, student, sequences, d_student);
     const std::int32_t batch = sequences.batch, heads = d_student.heads;
-    checks::check_rows("student", student, batch, heads, sequences.length, d_student.dim);
     checks::check_rows("teacher", teacher, batch, heads, sequences.length, d_student.dim);
     cb::run_row_loss(on, loss, sequences, heads, {}, 0, value, workspace, options.status,
                      [&](const cb::row_loss_params& params, std::int64_t tokens) {

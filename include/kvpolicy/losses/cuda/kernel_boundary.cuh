@@ -1,5 +1,5 @@
-// The boundary loss: draws and the boundary key of each query, sums over a head, then value and gradient. A block has a tile of a
-// plane (a head of a sequence); sums over tiles are made in one order, or of integers.
+// The boundary loss: draws and the boundary key of each query, sums over a head, then value and gradient. A
+// block has a tile of a plane (a head of a sequence); sums over tiles are made in one order, or of integers.
 //
 // As q grows the cutoff's rank only falls, so a key is the boundary of one run of queries, and its gradient a
 // difference of two prefix sums over them, in double: inside a tile, and over the tiles before it.
@@ -74,7 +74,7 @@ struct boundary_params {
 struct boundary_example {
     std::int32_t old = -1;   // the boundary key; -1 where the budget is not full
     std::int32_t fresh = 0;  // the key that leaves the window
-    bool counts = false;     // drawn, and fresh contests and is not the boundary
+    bool counts = false;     // drawn, and fresh competes and is not the boundary
     bool keeps = false;
 };
 
@@ -88,7 +88,7 @@ struct boundary_row {
     std::int32_t b, h, length;
     HeadParams head_params;
 
-    /// Of `blocks` blocks a plane.
+    /// Of `blocks` blocks per plane.
     __device__ explicit boundary_row(const boundary_params<Gate, Keep>& params, std::int32_t blocks)
         : p(params),
           plane(blockIdx.x / static_cast<std::uint32_t>(blocks)),
@@ -114,7 +114,7 @@ struct boundary_row {
         return q >= length ? p.planes[plane].slope
                            : p.sums[plane * p.tiles + q / boundary_threads].before + p.prefix[row + q];
     }
-    /// The boundary key at q: the worst of the k that are held, once they were k before q's contest.
+    /// The boundary key at q: the worst of the k that are held, once they were k before q's top-k update.
     __device__ std::int32_t boundary(std::int32_t q) const {
         if (q < saturated() || q >= length || q < 1 || head_params.budget == 0) {
             return -1;
@@ -133,9 +133,24 @@ struct boundary_row {
         e.keeps = e.counts && p.rank[row + e.fresh] <= p.cutoff[row + q];
         return e;
     }
+    /// Where the run of queries whose boundary is e.old begins or ends at q.
+    __device__ __forceinline__ void note_run(const boundary_example& e, std::int32_t q) const {
+        if (e.old >= 0) {
+            if (boundary(q - 1) != e.old) {
+                p.first[row + e.old] = q;
+            }
+            if (boundary(q + 1) != e.old) {
+                p.last[row + e.old] = q + 1;
+            }
+        }
+    }
 };
 
-/// The token of each rank, and everything else blank; a block a tile.
+/// Clears a call's arrays and inverts ranks: order[rank] = token.
+///
+/// Grid: planes * tiles. Block: boundary_threads, a token each. Shared memory: none. Reads rank [planes, S].
+/// Overwrites order, drawn, first and last [planes, S] and planes [planes]. Where all queries are drawn,
+/// drawn = 1.
 template <class Gate, class Keep>
 __global__ void __launch_bounds__(boundary_threads)
     boundary_begin_kernel(const boundary_params<Gate, Keep> params) {
@@ -155,7 +170,10 @@ __global__ void __launch_bounds__(boundary_threads)
     }
 }
 
-/// Draws, where not all queries are; `blocks` blocks a plane, and a draw a thread.
+/// Draws queries, where not all are taken: numbers.count draws per plane, a share of them late-biased.
+///
+/// Grid: planes * blocks. Block: boundary_threads, a draw each. Shared memory: none. Adds to drawn [planes,
+/// S].
 template <class Gate, class Keep>
 __global__ void __launch_bounds__(boundary_threads)
     boundary_draw_kernel(const boundary_params<Gate, Keep> params, const std::int32_t blocks) {
@@ -179,7 +197,10 @@ __global__ void __launch_bounds__(boundary_threads)
     atomicAdd(params.drawn + of.row + of.saturated() + place, 1);
 }
 
-/// Counts of a plane's examples; a block a tile.
+/// How many examples a plane has, and how many of them keep the new key.
+///
+/// Grid: planes * tiles. Block: boundary_threads, a query each. Shared memory: one number per warp (static).
+/// Reads drawn, order, rank and cutoff [planes, S]. Adds to planes[].count and kept.
 template <class Gate, class Keep>
 __global__ void __launch_bounds__(boundary_threads)
     boundary_examples_kernel(const boundary_params<Gate, Keep> params) {
@@ -206,7 +227,52 @@ __device__ inline double boundary_sigmoid(double x) {
     return (x < 0.0 ? e : 1.0) / (1.0 + e);
 }
 
-/// d delta of a tile's queries, their prefix sums and the tile's sums.
+/// Inclusive sum over the lanes of a warp.
+__device__ __forceinline__ double warp_inclusive_sum_of(double sum) {
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) {
+        const double other = __shfl_up_sync(all_lanes, sum, static_cast<unsigned>(step));
+        sum += lane_id() >= step ? other : 0.0;
+    }
+    return sum;
+}
+
+/// The examples of a call that a head weighs its own by: of its layer, of the head, and of those the kept
+/// ones.
+struct example_counts {
+    long long all = 0, count = 0, kept = 0;
+};
+
+/// By all threads of a block; `shared` has a number for each warp.
+template <class Gate, class Keep>
+__device__ __forceinline__ example_counts counts_of_head(const boundary_params<Gate, Keep>& params,
+                                                         std::int32_t own_head, long long* shared) {
+    const std::int32_t heads = params.mask.heads;
+    const std::int32_t heads_of_layer = params.numbers.heads;
+    example_counts counts;
+    for (std::int64_t plane = threadIdx.x; plane < params.mask.planes(); plane += boundary_threads) {
+        const boundary_plane& one = params.planes[plane];
+        const auto h = static_cast<std::int32_t>(plane % heads);
+        counts.all += h / heads_of_layer == own_head / heads_of_layer ? one.count : 0;
+        counts.count += h == own_head ? one.count : 0;
+        counts.kept += h == own_head ? one.kept : 0;
+    }
+    counts.all = sum_over_block<boundary_threads>(counts.all, shared);
+    counts.count = sum_over_block<boundary_threads>(counts.count, shared);
+    counts.kept = sum_over_block<boundary_threads>(counts.kept, shared);
+    return counts;
+}
+
+/// Value and d delta of a tile's queries, prefix sums of d delta in the tile, and the tile's sums.
+///
+/// Grid: planes * tiles. Block: boundary_threads, a query each. Shared memory: two numbers per warp (static).
+/// Reads target and scores [B, Hkv, S], fp32, and what boundary_examples_kernel left. Overwrites slope and
+/// prefix [planes, S] (double), sums [planes, tiles], and first and last of the keys that are a boundary
+/// here.
+/// 1. Counts of the layer and of the head.
+/// 2. One example per thread.
+/// 3. Prefix sums.
+/// 4. The tile's sums.
 template <class Gate, class Keep>
 __global__ void __launch_bounds__(boundary_threads)
     boundary_gradient_kernel(const boundary_params<Gate, Keep> params) {
@@ -216,18 +282,8 @@ __global__ void __launch_bounds__(boundary_threads)
     const boundary_row<Gate, Keep> of(params, params.tiles);
     const boundary_numbers& numbers = params.numbers;
     const auto thread = static_cast<std::int32_t>(threadIdx.x);
-    const std::int32_t heads = params.mask.heads;
-    long long all = 0, count = 0, kept = 0;
-    for (std::int64_t plane = thread; plane < params.mask.planes(); plane += boundary_threads) {
-        const boundary_plane& one = params.planes[plane];
-        const auto h = static_cast<std::int32_t>(plane % heads);
-        all += h / numbers.heads == of.h / numbers.heads ? one.count : 0;
-        count += h == of.h ? one.count : 0;
-        kept += h == of.h ? one.kept : 0;
-    }
-    all = sum_over_block<boundary_threads>(all, shared_counts);
-    count = sum_over_block<boundary_threads>(count, shared_counts);
-    kept = sum_over_block<boundary_threads>(kept, shared_counts);
+    // 1. Counts of the layer and of the head.
+    const auto [all, count, kept] = counts_of_head(params, of.h, shared_counts);
     const double mean = all > 0 ? numbers.scale / static_cast<double>(all) : 0.0;
     double of_drops = 1.0, of_keeps = 1.0;
     if (numbers.balance && kept > 0 && kept < count) {
@@ -242,18 +298,12 @@ __global__ void __launch_bounds__(boundary_threads)
     const float* const score = params.scores.head(of.b, of.h);
     double value = 0.0, of_gamma = 0.0;
     long long agreed = 0;
+    // 2. One example per thread.
     const std::int32_t q = of.token();
     double d_delta = 0.0;
     if (q < of.length) {
         const boundary_example e = of.example(q);
-        if (e.old >= 0) {
-            if (of.boundary(q - 1) != e.old) {
-                params.first[of.row + e.old] = q;
-            }
-            if (of.boundary(q + 1) != e.old) {
-                params.last[of.row + e.old] = q + 1;
-            }
-        }
+        of.note_run(e, q);
         if (e.counts) {
             const double gamma = static_cast<double>(of.head_params.log_gamma);
             const double y = e.keeps ? 1.0 : -1.0;
@@ -279,12 +329,8 @@ __global__ void __launch_bounds__(boundary_threads)
             agreed += (delta > 0.0) == e.keeps ? times : 0;
         }
     }
-    double sum = d_delta;
-#pragma unroll
-    for (int step = 1; step < 32; step *= 2) {
-        const double other = __shfl_up_sync(all_lanes, sum, static_cast<unsigned>(step));
-        sum += lane_id() >= step ? other : 0.0;
-    }
+    // 3. Prefix sums.
+    const double sum = warp_inclusive_sum_of(d_delta);
     if (lane_id() == 31) {
         shared[warp_id()] = sum;
     }
@@ -298,6 +344,7 @@ __global__ void __launch_bounds__(boundary_threads)
         params.slope[of.row + q] = d_delta;
         params.prefix[of.row + q] = before + (sum - d_delta);
     }
+    // 4. The tile's sums.
     value = sum_over_block<boundary_threads>(value, shared);
     of_gamma = sum_over_block<boundary_threads>(of_gamma, shared);
     agreed = sum_over_block<boundary_threads>(agreed, shared_counts);
@@ -306,7 +353,10 @@ __global__ void __launch_bounds__(boundary_threads)
     }
 }
 
-/// From sums of tiles to those before each and of the plane; one warp a plane, a tile a lane.
+/// Sums before each tile, and of the plane.
+///
+/// Grid: planes. Block: 32, a tile per lane at a time. Shared memory: none. Reads and overwrites all [planes,
+/// tiles]. Overwrites planes[].slope, value, log_gamma and agreed.
 template <class Tile>
 __global__ void __launch_bounds__(32)
     boundary_carry_kernel(boundary_plane* const planes, Tile* const all, const std::int32_t tiles) {
@@ -319,12 +369,7 @@ __global__ void __launch_bounds__(32)
         if (i < tiles) {
             one = sums[i];
         }
-        double sum = one.slope;
-#pragma unroll
-        for (int step = 1; step < 32; step *= 2) {
-            const double other = __shfl_up_sync(all_lanes, sum, static_cast<unsigned>(step));
-            sum += lane_id() >= step ? other : 0.0;
-        }
+        const double sum = warp_inclusive_sum_of(one.slope);
         if (i < tiles) {
             sums[i].before = carried + (sum - one.slope);
         }
@@ -348,7 +393,11 @@ __global__ void __launch_bounds__(32)
     }
 }
 
-/// Gradients of a tile's scores.
+/// d_scores: what a key gets as the new key of one query, less its prefix-sum difference as the boundary of a
+/// run.
+///
+/// Grid: planes * tiles. Block: boundary_threads, a key each. Shared memory: none. Reads slope, prefix, first
+/// and last [planes, S]. Overwrites d_scores [B, Hkv, S], fp32.
 template <class Gate, class Keep>
 __global__ void __launch_bounds__(boundary_threads)
     boundary_finish_kernel(const boundary_params<Gate, Keep> params) {
@@ -365,7 +414,11 @@ __global__ void __launch_bounds__(boundary_threads)
     }
 }
 
-/// Sums over planes. One block.
+/// The call's value and counts from its planes.
+///
+/// Grid:
+/// 1. Block: boundary_threads. Shared memory: two numbers per warp (static). Reads planes [count]. Overwrites
+///    *out. Accumulates in d_log_gamma [heads], double. Either may be null.
 template <class Value>
 __global__ void __launch_bounds__(boundary_threads)
     boundary_value_kernel(const boundary_plane* const planes, const std::int64_t count,

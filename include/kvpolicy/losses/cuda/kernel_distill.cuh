@@ -1,4 +1,4 @@
-// Losses of rows: a block a token, its value in workspace, values added up in one order.
+// Losses of rows: a block per token, its value in workspace, values added up in one order.
 #pragma once
 
 #include <kvpolicy/core/status.hpp>
@@ -115,7 +115,11 @@ __device__ inline void clear_numbers(T* row, std::int32_t count) {
     }
 }
 
-/// *count: tokens inside their sequences and, where labels are given, with a label of 0 to `vocabulary` - 1. One block.
+/// *count = tokens inside their sequences and, where labels are given, with a label of 0 to vocabulary - 1.
+///
+/// Grid:
+/// 1. Block: row_threads. Shared memory: one number per warp (static). Reads labels [B, H, S], lengths [B].
+///    Overwrites *p.count. Reports status_bad_length and status_bad_index.
 template <class Label>
 __global__ void __launch_bounds__(row_threads)
     row_count_kernel(const row_loss_params p, const plane_view<const Label> labels,
@@ -145,7 +149,11 @@ __global__ void __launch_bounds__(row_threads)
     }
 }
 
-/// *value from the tokens' values. One block.
+/// *value = the sum of the tokens' values, in one order, and their count.
+///
+/// Grid:
+/// 1. Block: row_threads. Shared memory: one number per warp (static). Reads p.values [B, H, S], double.
+///    Overwrites *value.
 template <class Value>
 __global__ void __launch_bounds__(row_threads) row_value_kernel(const row_loss_params p, Value* const value) {
     __shared__ double shared[row_warps];
@@ -166,13 +174,63 @@ __device__ inline std::uint64_t logit_code(std::int32_t i, float logit) {
     return (static_cast<std::uint64_t>(descending_key(logit)) << 32) | static_cast<std::uint32_t>(i);
 }
 
-/// Radix selection on codes, from the highest digit on until a bucket ends where the count does, then a bitonic sort
-/// of what was selected. `capacity`: the power of two from count on; dynamic shared memory has as many codes.
+/// Buckets of a digit of a radix selection.
+inline constexpr int digit_buckets = 256;
+
+/// picked = the bucket in which the sum of the histogram reaches `wanted`, the sum before it, and what it
+/// holds. By one warp.
+__device__ __forceinline__ void pick_bucket(const int* histogram, int wanted, int* picked) {
+    constexpr int each = digit_buckets / 32;
+    int mine[each], sum = 0;
+#pragma unroll
+    for (int i = 0; i < each; ++i) {
+        mine[i] = histogram[lane_id() * each + i];
+        sum += mine[i];
+    }
+    int before = warp_inclusive_sum(sum) - sum;
+#pragma unroll
+    for (int i = 0; i < each; ++i) {
+        if (before < wanted && wanted <= before + mine[i]) {
+            picked[0] = lane_id() * each + i;
+            picked[1] = before;
+            picked[2] = mine[i];
+        }
+        before += mine[i];
+    }
+}
+
+/// Sorts `count` codes, a power of two, ascending: a bitonic sort by one block. A barrier comes before every
+/// step, none after the last.
+__device__ __forceinline__ void sort_codes(std::uint64_t* codes, int count) {
+    for (int size = 2; size <= count; size *= 2) {
+        for (int step = size / 2; step > 0; step /= 2) {
+            __syncthreads();
+            for (int i = static_cast<int>(threadIdx.x); i < count / 2; i += row_threads) {
+                const int low = (i / step) * 2 * step + i % step;
+                const std::uint64_t a = codes[low], b = codes[low + step];
+                if ((a > b) == ((low & size) == 0)) {
+                    codes[low] = b;
+                    codes[low + step] = a;
+                }
+            }
+        }
+    }
+}
+
+/// The largest values.dim logits of a token with their indices, larger first, equal ones by index.
+///
+/// Grid: B * H * S, a token each. Block: row_threads. Shared memory: `capacity` codes of 8 bytes (dynamic), room
+/// being the power of two from values.dim on; a histogram of 256 (static). Reads logits [B, H, S, vocabulary]
+/// in T. Overwrites values [B, H, S, K] in T and indices [B, H, S, K] in int32.
+/// 1. Radix selection on codes, from the highest digit on.
+/// 2. Collect the selected codes.
+/// 3. Sort them.
+/// 4. Write.
 template <class T>
 __global__ void __launch_bounds__(row_threads)
     top_logits_kernel(const row_loss_params p, const rows_view<const T> logits, const rows_view<T> values,
                       const rows_view<std::int32_t> indices, const int capacity) {
-    constexpr int bins = 256;
+    constexpr int bins = digit_buckets;
     __shared__ int histogram[bins];
     __shared__ int picked[3];  // the bucket, what is before it, what is in it
     __shared__ int taken;
@@ -191,10 +249,11 @@ __global__ void __launch_bounds__(row_threads)
     int shift = 64, wanted = values.dim;
     bool bad = false;
     if (thread == 0) {
-        // Here and not before the selection: it lies beside `picked`, and one load may bring both, so between the loop's last look at
-        // that and a write to this there would have to be a barrier.
+        // Here and not before the selection: it lies beside `picked`, and one load may bring both, so between
+        // the loop's last look at that and a write to this there would have to be a barrier.
         taken = 0;
     }
+    // 1. Select.
     for (bool first = true; shift > 0; first = false) {
         shift -= 8;
         for (int i = thread; i < bins; i += row_threads) {
@@ -210,23 +269,7 @@ __global__ void __launch_bounds__(row_threads)
         });
         __syncthreads();
         if (warp_id() == 0) {
-            constexpr int each = bins / 32;
-            int mine[each], sum = 0;
-#pragma unroll
-            for (int i = 0; i < each; ++i) {
-                mine[i] = histogram[lane_id() * each + i];
-                sum += mine[i];
-            }
-            int before = warp_inclusive_sum(sum) - sum;
-#pragma unroll
-            for (int i = 0; i < each; ++i) {
-                if (before < wanted && wanted <= before + mine[i]) {
-                    picked[0] = lane_id() * each + i;
-                    picked[1] = before;
-                    picked[2] = mine[i];
-                }
-                before += mine[i];
-            }
+            pick_bucket(histogram, wanted, picked);
         }
         __syncthreads();
         prefix = (prefix << 8) | static_cast<std::uint64_t>(picked[0]);
@@ -238,6 +281,7 @@ __global__ void __launch_bounds__(row_threads)
     if (bad) {
         p.report(token.b, status_not_finite);
     }
+    // 2. Collect.
     for (int i = thread; i < capacity; i += row_threads) {
         codes[i] = ~std::uint64_t{0};
     }
@@ -248,20 +292,10 @@ __global__ void __launch_bounds__(row_threads)
             codes[atomicAdd(&taken, 1)] = code;
         }
     });
-    for (int size = 2; size <= capacity; size *= 2) {
-        for (int step = size / 2; step > 0; step /= 2) {
-            __syncthreads();
-            for (int i = thread; i < capacity / 2; i += row_threads) {
-                const int low = (i / step) * 2 * step + i % step;
-                const std::uint64_t a = codes[low], b = codes[low + step];
-                if ((a > b) == ((low & size) == 0)) {
-                    codes[low] = b;
-                    codes[low + step] = a;
-                }
-            }
-        }
-    }
+    // 3. Sort.
+    sort_codes(codes, capacity);
     __syncthreads();
+    // 4. Write.
     for (int i = thread; i < values.dim; i += row_threads) {
         const auto at = static_cast<std::int32_t>(codes[i] & 0xffffffffu);
         indices.row(token.b, token.h, token.t)[i] = at;
@@ -269,8 +303,8 @@ __global__ void __launch_bounds__(row_threads)
     }
 }
 
-/// log sum exp of `count` doubles that `at` gives, where `counts` says so; as the host's, an infinite largest number
-/// is the result.
+/// log sum exp of `count` doubles that `at` gives, where `counts` says so; as the host's, an infinite largest
+/// number is the result.
 template <class Pick, class Counts>
 __device__ inline double block_log_sum_exp(std::int32_t count, const Pick& at, const Counts& counts,
                                            double* shared) {
@@ -289,7 +323,16 @@ __device__ inline double block_log_sum_exp(std::int32_t count, const Pick& at, c
     return most + log(sum_over_block<row_threads>(sum, shared));
 }
 
-/// In double: there are few of a token's logits.
+/// KL of teacher and student over a token's stored logits, both renormalized over them, in double; and its
+/// gradient.
+///
+/// Grid: B * H * S, a token each. Block: row_threads. Shared memory: one number per warp (static). Reads
+/// values and indices [B, H, S, K], student [B, H, S, vocabulary] in T. Overwrites d_student [B, H, S,
+/// vocabulary] in T and p.values [B, H, S] in double.
+/// 1. Check.
+/// 2. Log-sum-exps.
+/// 3. Value.
+/// 4. Gradient: zeros, then the stored logits.
 template <class T>
 __global__ void __launch_bounds__(row_threads)
     top_distillation_kernel(const row_loss_params p, const double inverse, const bool reverse,
@@ -316,6 +359,7 @@ __global__ void __launch_bounds__(row_threads)
     const auto of_student = [&](std::int32_t i) {
         return static_cast<double>(static_cast<float>(y[index[i]])) * inverse;
     };
+    // 1. Check.
     for (std::int32_t i = thread; i < count; i += row_threads) {
         if (!counts(i)) {
             p.report(token.b, status_bad_index);
@@ -323,8 +367,10 @@ __global__ void __launch_bounds__(row_threads)
             p.report(token.b, status_not_finite);
         }
     }
+    // 2. Log-sum-exps.
     const double teacher_lse = block_log_sum_exp(count, of_teacher, counts, shared);
     const double student_lse = block_log_sum_exp(count, of_student, counts, shared);
+    // 3. Value.
     double value = 0.0;
     for (std::int32_t i = thread; i < count; i += row_threads) {
         if (counts(i)) {
@@ -334,6 +380,7 @@ __global__ void __launch_bounds__(row_threads)
         }
     }
     value = sum_over_block<row_threads>(value, shared);
+    // 4. Gradient.
     clear_numbers(d, vocabulary);
     __syncthreads();
     const double mean = p.scale / static_cast<double>(*p.count);
@@ -350,6 +397,15 @@ __global__ void __launch_bounds__(row_threads)
     }
 }
 
+/// Cross-entropy of a token and its gradient, softmax - one-hot. A label below 0 does not count.
+///
+/// Grid: B * H * S, a token each. Block: row_threads. Shared memory: two numbers per warp (static). Reads
+/// labels [B, H, S] in int32, student [B, H, S, vocabulary] in T. Overwrites d_student in T, p.values in
+/// double.
+/// 1. Running maximum and sum.
+/// 2. Join the threads.
+/// 3. Gradient.
+/// 4. Value.
 template <class T>
 __global__ void __launch_bounds__(row_threads)
     cross_entropy_kernel(const row_loss_params p, const plane_view<const std::int32_t> labels,
@@ -372,6 +428,7 @@ __global__ void __launch_bounds__(row_threads)
     }
     const T* const z = student.row(token.b, token.h, token.t);
     T* const d = d_student.row(token.b, token.h, token.t);
+    // 1. Running maximum and sum.
     // A thread's largest logit, and its sum of exponentials over that.
     float most = -INFINITY, sum = 0.0f;
     bool bad = false;
@@ -387,6 +444,7 @@ __global__ void __launch_bounds__(row_threads)
     if (bad) {
         p.report(token.b, status_not_finite);
     }
+    // 2. Join the threads.
     const float of_all = max_over_block<row_threads>(most, largest);
     const double whole = sum_over_block<row_threads>(
         most == -INFINITY ? 0.0 : static_cast<double>(sum * expf(most - of_all)), shared);
@@ -394,16 +452,22 @@ __global__ void __launch_bounds__(row_threads)
     const bool infinite = isinf(of_all);
     const double mean = p.scale / static_cast<double>(*p.count);
     const float inverse = infinite ? 1.0f : static_cast<float>(1.0 / whole);
+    // 3. Gradient.
     map_numbers(z, d, vocabulary, [&](std::int32_t i, float x) {
         const float share = expf(x - of_all) * inverse;
         return static_cast<float>(mean) * (share - (i == label ? 1.0f : 0.0f));
     });
     if (thread == 0) {
+        // 4. Value.
         const double lse = static_cast<double>(of_all) + (infinite ? 0.0 : log(whole));
         p.values[blockIdx.x] = mean * (lse - static_cast<double>(static_cast<float>(z[label])));
     }
 }
 
+/// Squared distance of teacher and student, mean over tokens and numbers, and its gradient.
+///
+/// Grid: B * H * S, a token each. Block: row_threads. Shared memory: one number per warp (static). Reads
+/// teacher and student [B, H, S, D] in T. Overwrites d_student in T and p.values [B, H, S] in double.
 template <class T>
 __global__ void __launch_bounds__(row_threads)
     l2_kernel(const row_loss_params p, const rows_view<const T> teacher, const rows_view<const T> student,

@@ -1,4 +1,5 @@
-// Losses of gates: a thread a key, as in log_bias.cuh, and each block's share of a sum in workspace, added up in one order.
+// Losses of gates: a thread per key, as in log_bias.cuh, and each block's share of a sum in workspace, added
+// up in one order.
 #pragma once
 
 #include <kvpolicy/core/sigmoid.hpp>
@@ -18,7 +19,12 @@ namespace cuda_backend {
 
 inline constexpr int gate_sum_threads = 512;
 
-/// shares[block] = keys of the block that the loss is about, and with `above` only those of them whose score is above 0.
+/// shares[block] = keys of the block that the loss is about, and with `above` only those whose score is above
+/// 0.
+///
+/// Grid: planes * chunks. Block: mask_chunk threads, a key each. Shared memory: one number per warp (static).
+/// Reads scores [B, Hkv, S], fp32. Overwrites shares [grid], int64. Reports status_bad_length and
+/// status_nan_score.
 template <class Gate, class Keep>
 __global__ void __launch_bounds__(mask_chunk)
     gate_count_kernel(const mask_params<Gate, Keep> params, const bool all, const bool above,
@@ -42,22 +48,36 @@ __global__ void __launch_bounds__(mask_chunk)
     }
 }
 
-/// *total = the sum of shares. One block.
+/// The sum of `count` shares, in every thread of a block of gate_sum_threads, in one order.
 template <class Number>
-__global__ void __launch_bounds__(gate_sum_threads)
-    gate_total_kernel(const Number* const shares, const std::int64_t count, Number* const total) {
-    __shared__ Number shared[gate_sum_threads / 32];
+__device__ __forceinline__ Number sum_of_shares(const Number* shares, std::int64_t count, Number* shared) {
     Number sum = 0;
     for (std::int64_t i = threadIdx.x; i < count; i += gate_sum_threads) {
         sum += shares[i];
     }
-    sum = sum_over_block<gate_sum_threads>(sum, shared);
+    return sum_over_block<gate_sum_threads>(sum, shared);
+}
+
+/// *total = the sum of shares, in one order.
+///
+/// Grid:
+/// 1. Block: gate_sum_threads. Shared memory: one number per warp (static). Reads shares [count]. Overwrites
+///    *total.
+template <class Number>
+__global__ void __launch_bounds__(gate_sum_threads)
+    gate_total_kernel(const Number* const shares, const std::int64_t count, Number* const total) {
+    __shared__ Number shared[gate_sum_threads / 32];
+    const Number sum = sum_of_shares(shares, count, shared);
     if (threadIdx.x == 0) {
         *total = sum;
     }
 }
 
-/// Gradients, and values[block] = the block's part of the sum over keys.
+/// d_scores of a gate's loss, and values[block] = the block's part of the sum over keys.
+///
+/// Grid: planes * chunks. Block: mask_chunk threads, a key each. Shared memory: one number per warp (static).
+/// Reads scores [B, Hkv, S] in fp32 and *count. Overwrites d_scores [B, Hkv, S] in fp32, values [grid] in
+/// double.
 template <class L, class Gate, class Keep>
 __global__ void __launch_bounds__(mask_chunk)
     gate_loss_kernel(const mask_params<Gate, Keep> params, const L loss, const long long* const count,
@@ -79,17 +99,17 @@ __global__ void __launch_bounds__(mask_chunk)
     }
 }
 
-/// *value from the blocks' parts. One block.
+/// *value = the sum of the blocks' parts over the keys or over `over`.
+///
+/// Grid:
+/// 1. Block: gate_sum_threads. Shared memory: one number per warp (static). Reads values [blocks] and *count.
+///    Overwrites *value.
 template <class Value>
 __global__ void __launch_bounds__(gate_sum_threads)
     gate_value_kernel(const double* const values, const std::int64_t blocks, const long long* const count,
                       const double over, Value* const value) {
     __shared__ double shared[gate_sum_threads / 32];
-    double sum = 0.0;
-    for (std::int64_t i = threadIdx.x; i < blocks; i += gate_sum_threads) {
-        sum += values[i];
-    }
-    sum = sum_over_block<gate_sum_threads>(sum, shared);
+    const double sum = sum_of_shares(values, blocks, shared);
     if (threadIdx.x == 0) {
         const auto keys = static_cast<double>(*count);
         value->value = *count == 0 ? 0.0 : sum / (over > 0.0 ? over : keys);
@@ -97,7 +117,10 @@ __global__ void __launch_bounds__(gate_sum_threads)
     }
 }
 
-/// evicted[block] = the sum of the block's decisions to evict; their number comes from gate_count_kernel.
+/// evicted[block] = the sum of the block's decisions to evict. Their number comes from gate_count_kernel.
+///
+/// Grid: planes * chunks. Block: mask_chunk threads, a key each. Shared memory: one number per warp (static).
+/// Reads scores [B, Hkv, S] in fp32. Overwrites evicted [grid] in double.
 template <class Gate, class Keep>
 __global__ void __launch_bounds__(mask_chunk)
     decisions_kernel(const mask_params<Gate, Keep> params, const CompressionLoss loss,
@@ -118,17 +141,17 @@ __global__ void __launch_bounds__(mask_chunk)
     }
 }
 
-/// *sums += the blocks' sums, or = where `add` is not set. One block.
+/// *sums += the blocks' sums, or = where `add` is not set.
+///
+/// Grid:
+/// 1. Block: gate_sum_threads. Shared memory: one number per warp (static). Reads evicted [blocks] and
+///    *count.
 template <class Sums>
 __global__ void __launch_bounds__(gate_sum_threads)
     decisions_total_kernel(const double* const evicted, const std::int64_t blocks,
                            const long long* const count, const bool add, Sums* const sums) {
     __shared__ double shared[gate_sum_threads / 32];
-    double sum = 0.0;
-    for (std::int64_t i = threadIdx.x; i < blocks; i += gate_sum_threads) {
-        sum += evicted[i];
-    }
-    sum = sum_over_block<gate_sum_threads>(sum, shared);
+    const double sum = sum_of_shares(evicted, blocks, shared);
     if (threadIdx.x == 0) {
         sums->evicted = sum + (add ? sums->evicted : 0.0);
         sums->keys = *count + (add ? sums->keys : 0);
@@ -141,6 +164,10 @@ __device__ inline double missing_decisions(const CompressionLoss& loss, const Ev
                          : static_cast<double>(loss.target) - all.evicted / static_cast<double>(all.keys);
 }
 
+/// d_scores of the compression loss: 0 where the model evicts its target share.
+///
+/// Grid: planes * chunks. Block: mask_chunk threads, a key each. Shared memory: none. Reads scores [B, Hkv, S]
+/// in fp32 and *total. Overwrites d_scores [B, Hkv, S] in fp32.
 template <class Gate, class Keep>
 __global__ void __launch_bounds__(mask_chunk)
     compression_kernel(const mask_params<Gate, Keep> params, const CompressionLoss loss,
@@ -163,7 +190,10 @@ __global__ void __launch_bounds__(mask_chunk)
     d_scores.head(key.b, key.h)[key.t] = slope;
 }
 
-/// One warp.
+/// *value from the decisions of all layers.
+///
+/// Grid:
+/// 1. Block: 32. Shared memory: none. Reads *total and *count. Overwrites *value.
 template <class Value>
 __global__ void __launch_bounds__(32)
     compression_value_kernel(const CompressionLoss loss, const EvictionSums* const total,
@@ -175,7 +205,11 @@ __global__ void __launch_bounds__(32)
     }
 }
 
-/// A warp a key, eight keys a block.
+/// d_scores of gated values (straight-through): <v, d_v> times the derivative of the sigmoid at the score.
+///
+/// Grid: planes * S / 8, a warp per key. Block: 256. Shared memory: none. Reads scores [B, Hkv, S] in fp32, v
+/// and d_v [B, Hkv, S, D] in T. Overwrites d_scores [B, Hkv, S] in fp32. Reports bad lengths, NaN scores and
+/// infinite sums.
 template <class T, class Gate, class Keep>
 __global__ void __launch_bounds__(256)
     straight_through_kernel(const mask_params<Gate, Keep> params, const rows_view<const T> v,
@@ -225,7 +259,10 @@ __global__ void __launch_bounds__(256)
     }
 }
 
-/// counts[h] = the mean over sequences of what gate_count_kernel counted, a block a head. Shares are [chunks, batch, heads].
+/// counts[h] = the mean over sequences of what gate_count_kernel counted.
+///
+/// Grid: heads. Block: gate_sum_threads. Shared memory: one number per warp (static). Reads shares
+/// [chunks, batch, heads], int64. Overwrites counts [heads].
 template <class Number>
 __global__ void __launch_bounds__(gate_sum_threads)
     retention_counts_kernel(const long long* const shares, const std::int64_t count, const std::int32_t batch,
@@ -244,7 +281,10 @@ __global__ void __launch_bounds__(gate_sum_threads)
 
 enum class controller_action : std::uint8_t { start, observe, update };
 
-/// A thread a head.
+/// One call of the controller of lambda, per head.
+///
+/// Grid: heads / 128, a thread per head. Block: 128. Shared memory: none. Reads counts [heads], double, in
+/// `observe`. Overwrites the controller's state.
 template <class Controller>
 __global__ void __launch_bounds__(128)
     controller_kernel(const Controller controller, const controller_action call, const double* const counts) {

@@ -66,8 +66,8 @@ void for_each_token(const host& on, const Sequences& sequences, std::int32_t hea
     });
 }
 
-/// The sum over tokens of body(b, h, t), each computed by whichever thread, added up in one order: every block of tokens is
-/// one term.
+/// The sum over tokens of body(b, h, t), each computed by whichever thread, added up in one order: every
+/// block of tokens is one term.
 template <class Body>
 double sum_over_tokens(const host& on, const Sequences& sequences, std::int32_t heads, Body&& body) {
     constexpr std::int64_t block = 16;
@@ -173,6 +173,16 @@ void select_top(const Real* logits, std::int32_t vocabulary, std::int32_t count,
 
 inline std::size_t index_row_bytes(std::int32_t vocabulary) {
     return detail::aligned_size(static_cast<std::size_t>(vocabulary) * sizeof(std::int32_t));
+}
+
+/// Sequences, and the shapes of student and d_student, which are the same.
+template <class Real>
+void check_student(const Sequences& sequences, const rows_view<const Real>& student,
+                   const rows_view<Real>& d_student) {
+    checks::check_sequences(sequences, d_student.batch, d_student.length);
+    checks::check_rows("d_student", d_student, d_student.batch, d_student.heads, sequences.length,
+                       d_student.dim);
+    checks::check_rows("student", student, d_student.batch, d_student.heads, sequences.length, d_student.dim);
 }
 
 }  // namespace host_backend
@@ -286,10 +296,8 @@ void TopDistillation::operator()(const host& on, std::type_identity_t<rows_view<
     }
     checks::check_value(value);
     checks::check_temperature(temperature, scale);
-    checks::check_sequences(sequences, d_student.batch, d_student.length);
+    hb::check_student<Real>(sequences, student, d_student);
     const std::int32_t heads = d_student.heads, vocabulary = d_student.dim;
-    checks::check_rows("d_student", d_student, d_student.batch, heads, sequences.length, vocabulary);
-    checks::check_rows("student", student, d_student.batch, heads, sequences.length, vocabulary);
     checks::check_rows("values", values, d_student.batch, heads, sequences.length, values.dim);
     checks::check_rows("indices", indices, d_student.batch, heads, sequences.length, values.dim);
     hb::check_tokens(on, sequences, heads, [&](std::int64_t b, std::int64_t h, std::int64_t t, bool refuse) {
@@ -342,10 +350,8 @@ void CrossEntropy::operator()(const host& on, plane_view<const std::int32_t> lab
     }
     checks::check_value(value);
     checks::check_temperature(1.0f, scale);
-    checks::check_sequences(sequences, d_student.batch, d_student.length);
+    hb::check_student<Real>(sequences, student, d_student);
     const std::int32_t heads = d_student.heads, vocabulary = d_student.dim;
-    checks::check_rows("d_student", d_student, d_student.batch, heads, sequences.length, vocabulary);
-    checks::check_rows("student", student, d_student.batch, heads, sequences.length, vocabulary);
     checks::check_plane("labels", labels, d_student.batch, heads, sequences.length);
     LossValue result;
     for (std::int32_t b = 0; b < labels.batch; ++b) {
@@ -403,10 +409,8 @@ void L2Distillation::operator()(const host& on, std::type_identity_t<rows_view<c
     }
     checks::check_value(value);
     checks::check_temperature(1.0f, scale);
-    checks::check_sequences(sequences, d_student.batch, d_student.length);
+    hb::check_student<Real>(sequences, student, d_student);
     const std::int32_t heads = d_student.heads, dim = d_student.dim;
-    checks::check_rows("d_student", d_student, d_student.batch, heads, sequences.length, dim);
-    checks::check_rows("student", student, d_student.batch, heads, sequences.length, dim);
     checks::check_rows("teacher", teacher, d_student.batch, heads, sequences.length, dim);
     hb::check_tokens(on, sequences, heads, [&](std::int64_t b, std::int64_t h, std::int64_t t, bool refuse) {
         return hb::row_of_numbers(refuse, "teacher", b, h, t, teacher.row(b, h, t), dim) &&

@@ -1,4 +1,4 @@
-// One pass of a radix sort of 8 bits a digit, by one block, on arrays in device memory.
+// One pass of a radix sort of 8 bits per digit, by one block, on arrays in device memory.
 #pragma once
 
 #include <kvpolicy/cuda/config.cuh>
@@ -44,7 +44,8 @@ struct radix_shared {
         __syncthreads();
     }
 
-    /// Moves keys[0, length) and their tokens to where `offset` says, equal digits in their order. Thread d counts digit d.
+    /// Moves keys[0, length) and their tokens to where `offset` says, equal digits in their order. Thread d
+    /// counts digit d.
     __device__ void scatter(const std::uint64_t* keys, const std::int32_t* tokens, std::uint64_t* to_keys,
                             std::int32_t* to_tokens, std::int32_t length, int shift) {
         static_assert(device_threads == 256, "one thread a digit");

@@ -13,8 +13,8 @@ namespace kvpolicy {
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 namespace cuda_backend {
 
-/// Sorts up to Threads * Items tokens, `Bits` of the key a pass. Items must be even.
-template <int Threads, int Items, int Bits>
+/// Ranks one segment of up to Threads * Items tokens, sorting `Bits` of the key per pass. Items must be even.
+template <int Threads, int Items, int Bits, class Gate, class Keep>
 struct agent_rank {
     static constexpr int capacity = Threads * Items;
     static constexpr int warps = Threads / 32;
@@ -40,29 +40,68 @@ struct agent_rank {
         HeadParams head_params;  // here and not in registers, which the sort needs
     };
 
-    /// Item i of a thread is staged where neither order of access meets bank conflicts.
-    __device__ static int staged_at(int t) { return t + t / 32; }
+    const mask_params<Gate, Keep>& params;
+    const ranking<index>& out;
+    shared& memory;
+    const HeadParams& head_params;
+    const std::int64_t plane;
+    const segment_range& segment;
+    const std::int32_t b, h;
+    const std::int32_t n;  // tokens of the segment
+    const int thread;
+    index* const rank_out;
+    int competitors;
 
-    template <class Gate, class Keep>
-    __device__ static void run(const mask_params<Gate, Keep>& params, const ranking<index>& out,
-                               std::int64_t plane, const segment_range& segment, bool wants_ranks,
-                               shared& memory) {
-        const auto b = params.sequence_of(plane);
-        const auto h = params.head_of(plane);
-        const std::int32_t n = segment.length();
-        const int thread = static_cast<int>(threadIdx.x);
-        const HeadParams& head_params = memory.head_params;
-        const auto score_of = [&](int t) { return params.scores.head(b, h)[segment.begin + t]; };
-
+    __device__ __forceinline__ agent_rank(const mask_params<Gate, Keep>& call, const ranking<index>& to,
+                                          std::int64_t of_plane, const segment_range& range,
+                                          shared& block_memory)
+        : params(call),
+          out(to),
+          memory(block_memory),
+          head_params(block_memory.head_params),
+          plane(of_plane),
+          segment(range),
+          b(call.sequence_of(of_plane)),
+          h(call.head_of(of_plane)),
+          n(range.length()),
+          thread(static_cast<int>(threadIdx.x)),
+          rank_out(to.rank + of_plane * call.length + range.begin) {
         if (thread < chunks) {
             memory.count[thread] = 0;
         }
         if (thread == 0) {
-            memory.head_params = params.all_params.of(h);
+            memory.head_params = call.all_params.of(h);
         }
         __syncthreads();
+    }
 
-        // Who competes, and by which key. One warp reads 32 neighbors.
+    /// Without `wants_ranks`, which keys compete is enough where the budget evicts none.
+    __device__ __forceinline__ void run(bool wants_ranks) {
+        make_keys();  // 1
+        count_competitors();
+        if (!wants_ranks && (head_params.budget == 0 || head_params.budget >= competitors)) {  // 2
+            for (int t = thread; t < n; t += Threads) {
+                rank_out[t] = memory.staged[staged_at(t)] == idle_key ? none : index{0};
+            }
+            return;
+        }
+        sort();               // 3
+        write_ranks();        // 4
+        write_checkpoints();  // 5
+    }
+
+  private:
+    static constexpr std::int32_t open_cutoff = never;
+
+    /// Item i of a thread is staged where neither order of access meets bank conflicts.
+    __device__ static int staged_at(int t) { return t + t / 32; }
+
+    __device__ __forceinline__ float score_of(int t) const {
+        return params.scores.head(b, h)[segment.begin + t];
+    }
+
+    /// Which keys compete, and by which sort key. One warp reads 32 neighbors.
+    __device__ __forceinline__ void make_keys() const {
         bool nan = false;
 #pragma unroll
         for (int i = 0; i < Items; ++i) {
@@ -85,23 +124,22 @@ struct agent_rank {
             params.report(b, status_nan_score);
         }
         __syncthreads();
-        int competitors = 0;
+    }
+
+    __device__ __forceinline__ void count_competitors() {
+        competitors = 0;
         for (int c = 0; c < chunks; ++c) {
             competitors += memory.count[c];
         }
-
-        index* const rank_out = out.rank + plane * params.length + segment.begin;
         if (thread == 0) {
             out.competitors[plane * params.segments + segment.index] = competitors;
         }
-        if (!wants_ranks && (head_params.budget == 0 || head_params.budget >= competitors)) {
-            // Nobody is evicted from the long-range places, or there are none: who competes is enough.
-            for (int t = thread; t < n; t += Threads) {
-                rank_out[t] = memory.staged[staged_at(t)] == idle_key ? none : index{0};
-            }
-            return;
-        }
+    }
 
+    /// memory.order: the tokens that compete, best first. Pass 0 sorts by the 32-bit key. Where that leaves
+    /// long runs of equal keys whose 64-bit codes differ, passes 1 and 2 sort by the code, its lower half
+    /// first.
+    __device__ __forceinline__ void sort() const {
         const auto code_of = [&](int t) {
             if (!params.leaves(head_params, t, n)) {
                 return idle_code;
@@ -109,11 +147,8 @@ struct agent_rank {
             const float score = score_of(t);
             return params.gate.open(score, head_params) ? priority_code(head_params, score, t) : idle_code;
         };
-
         std::uint32_t keys[Items];
         index tokens[Items];
-        // Pass 0 sorts by the 32-bit key. Where that leaves long runs of equal keys whose 64-bit codes differ, passes 1
-        // and 2 sort by the code, its lower half first.
 #pragma unroll 1
         for (int pass = 0; pass < 3; ++pass) {
 #pragma unroll
@@ -142,14 +177,13 @@ struct agent_rank {
                 memory.keys[r] = keys[i];
             }
             __syncthreads();
-            if (pass == 2 || head_params.log_gamma == 0.0f) {
-                break;
-            }
-            if (fix_ties(memory, competitors, code_of)) {
+            if (pass == 2 || head_params.log_gamma == 0.0f || fix_ties(code_of)) {
                 break;
             }
         }
+    }
 
+    __device__ __forceinline__ void write_ranks() const {
         for (int r = thread; r < capacity; r += Threads) {
             memory.rank[r] = none;
         }
@@ -165,7 +199,10 @@ struct agent_rank {
                 order_out[t] = memory.order[t];
             }
         }
+    }
 
+    /// The cutoff at the begin of every chunk, one warp each.
+    __device__ __forceinline__ void write_checkpoints() const {
         cutoff_checkpoint* const checkpoints =
             out.checkpoints + plane * params.chunks + params.first_chunk(segment.index);
         for (int c = warp_id(); c * mask_chunk < n; c += warps) {
@@ -183,12 +220,9 @@ struct agent_rank {
         }
     }
 
-  private:
-    static constexpr std::int32_t open_cutoff = never;
-
     /// Puts runs of equal keys in the order of their codes. False where a run is too long for that.
     template <class Code>
-    __device__ static bool fix_ties(shared& memory, int competitors, const Code& code) {
+    __device__ __forceinline__ bool fix_ties(const Code& code) const {
         bool turned = false;
         bool too_long = false;
         for (int r = static_cast<int>(threadIdx.x); r + 1 < competitors; r += Threads) {

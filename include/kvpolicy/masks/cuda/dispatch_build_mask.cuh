@@ -1,4 +1,5 @@
-// Bodies of masks/cuda_build.cuh: arguments are checked here, and handed to the launches of dispatch_rank_and_expire.cuh.
+// Bodies of masks/cuda_build.cuh: arguments are checked here, and handed to the launches of
+// dispatch_rank_and_expire.cuh.
 #pragma once
 
 #include <kvpolicy/cuda/check.cuh>
@@ -123,7 +124,7 @@ std::size_t build_cutoffs_workspace_bytes(const cuda& on, const P&, const Sequen
     const device_scope device(on);
     workspace_parts parts(nullptr);
     static_cast<void>(small_numbers::take(parts, sequences, heads));
-    mask_plan plan;  // of the rules nothing matters: no call here needs decayed_top_k
+    mask_plan plan;  // the rules do not matter: no call here has an order that depends on the query
     plan.by_block = sequences.length <= select_mask_tuning(device.capability()).longest_block_sort;
     static_cast<void>(ranking_memory::take(parts, plan, sequences, heads, on));
     if constexpr (!std::is_same_v<C, ParallelCutoff>) {

@@ -6,10 +6,10 @@
 #include <kvpolicy/cuda/launch.cuh>
 #include <kvpolicy/masks/cuda/kernel_log_bias.cuh>
 #include <kvpolicy/masks/cuda/make_mask_params.cuh>
+#include <kvpolicy/masks/cuda/mask_params.cuh>
 #include <kvpolicy/masks/cuda_log_bias.cuh>
 
 #include <cstdint>
-#include <type_traits>
 
 namespace kvpolicy {
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
@@ -23,6 +23,20 @@ void check_gate_call(const P& policy, const G& gate, plane_view<const float> sco
     policy.check_layer(layer, scores.heads);
     check_whole_sequences(sequences, scores.batch, scores.length);
     check_plane("scores", scores, sequences.batch, scores.heads, sequences.length);
+}
+
+/// Calls enqueue(problem) on the context's device, where the call has any keys.
+template <class P, class Enqueue>
+void with_gate_problem(const cuda& on, const P& policy, plane_view<const float> scores,
+                       const Sequences& sequences, workspace_view workspace, std::int32_t layer,
+                       std::uint32_t* status, const Enqueue& enqueue) {
+    if (sequences.batch == 0 || scores.heads == 0 || sequences.length == 0) {
+        return;
+    }
+    const device_scope device(on);
+    workspace_parts parts(workspace.data);
+    const auto small = small_numbers::take(parts, sequences, scores.heads);
+    enqueue(make_params(on, policy, scores, sequences, scores.heads, layer, small, status));
 }
 
 }  // namespace cuda_backend
@@ -42,24 +56,17 @@ void build_log_bias(const cuda& on, const P& policy, const G& gate, plane_view<R
                     workspace_view workspace, const MaskOptions& options) {
     namespace cb = cuda_backend;
     static_assert(std::is_same_v<std::remove_const_t<Real>, float>, "kvpolicy: scores on CUDA are fp32");
-    const std::int32_t layer = options.layer;
-    std::uint32_t* const status = options.status;
-    cb::check_gate_call(policy, gate, scores, sequences, layer);
+    cb::check_gate_call(policy, gate, scores, sequences, options.layer);
     cb::check_plane("expiry", expiry, sequences.batch, scores.heads, sequences.length);
     cb::check_plane("log_bias", log_bias, sequences.batch, scores.heads, sequences.length);
     cb::check_workspace(workspace, log_bias_workspace_bytes(on, policy, sequences, scores.heads));
-    if (sequences.batch == 0 || scores.heads == 0 || sequences.length == 0) {
-        return;
-    }
-    const cb::device_scope device(on);
-    cb::workspace_parts parts(workspace.data);
-    const auto small = cb::small_numbers::take(parts, sequences, scores.heads);
-    const auto params = cb::make_params(on, policy, scores, sequences, scores.heads, layer, small, status);
-    using Gate = std::remove_cvref_t<decltype(params.gate)>;
-    using Keep = std::remove_cvref_t<decltype(params.keep)>;
-    cb::launch("log_bias_kernel", cb::log_bias_kernel<G, Gate, Keep>,
-               std::int64_t{params.batch} * params.heads * params.chunks, cb::mask_chunk, 0, on, params,
-               cb::ready_gate<G>(gate), expiry, log_bias);
+    cb::with_gate_problem(on, policy, scores, sequences, workspace, options.layer, options.status,
+                          [&]<class Gate, class Keep>(const cb::mask_params<Gate, Keep>& params) {
+                              cb::launch("log_bias_kernel", cb::log_bias_kernel<G, Gate, Keep>,
+                                         std::int64_t{params.batch} * params.heads * params.chunks,
+                                         cb::mask_chunk, 0, on, params, cb::ready_gate<G>(gate), expiry,
+                                         log_bias);
+                          });
 }
 
 template <AnyPolicy P, TrainingGate G, class Real>
@@ -69,24 +76,17 @@ void log_bias_backward(const cuda& on, const P& policy, const G& gate,
                        plane_view<Real> d_scores, workspace_view workspace, const MaskOptions& options) {
     namespace cb = cuda_backend;
     static_assert(std::is_same_v<Real, float>, "kvpolicy: scores on CUDA are fp32");
-    const std::int32_t layer = options.layer;
-    cb::check_gate_call(policy, gate, scores, sequences, layer);
+    cb::check_gate_call(policy, gate, scores, sequences, options.layer);
     cb::check_plane("d_log_bias", d_log_bias, sequences.batch, scores.heads, sequences.length);
     cb::check_plane("d_scores", d_scores, sequences.batch, scores.heads, sequences.length);
     cb::check_workspace(workspace, log_bias_workspace_bytes(on, policy, sequences, scores.heads));
-    if (sequences.batch == 0 || scores.heads == 0 || sequences.length == 0) {
-        return;
-    }
-    const cb::device_scope device(on);
-    cb::workspace_parts parts(workspace.data);
-    const auto small = cb::small_numbers::take(parts, sequences, scores.heads);
-    const auto params =
-        cb::make_params(on, policy, scores, sequences, scores.heads, layer, small, options.status);
-    using Gate = std::remove_cvref_t<decltype(params.gate)>;
-    using Keep = std::remove_cvref_t<decltype(params.keep)>;
-    cb::launch("log_bias_backward_kernel", cb::log_bias_backward_kernel<G, Gate, Keep>,
-               std::int64_t{params.batch} * params.heads * params.chunks, cb::mask_chunk, 0, on, params,
-               cb::ready_gate<G>(gate), d_log_bias, d_scores);
+    cb::with_gate_problem(on, policy, scores, sequences, workspace, options.layer, options.status,
+                          [&]<class Gate, class Keep>(const cb::mask_params<Gate, Keep>& params) {
+                              cb::launch(
+                                  "log_bias_backward_kernel", cb::log_bias_backward_kernel<G, Gate, Keep>,
+                                  std::int64_t{params.batch} * params.heads * params.chunks, cb::mask_chunk,
+                                  0, on, params, cb::ready_gate<G>(gate), d_log_bias, d_scores);
+                          });
 }
 
 }  // namespace KVPOLICY_HIDDEN

@@ -1,6 +1,6 @@
-// The launches behind build_mask and build_cutoffs: which ways a call's budgets take, the memory of each, and the kernels
-// in their order. Which kernels run depends on the policy's parts, the shapes, the rules' numbers and the GPU, never on
-// what is in device memory.
+// The launches behind build_mask and build_cutoffs: which ways a call's budgets take, the memory of each, and
+// the kernels in their order. Which kernels run depends on the policy's parts, the shapes, the rules' numbers
+// and the GPU, never on what is in device memory.
 #pragma once
 
 #include <kvpolicy/cuda/check.cuh>
@@ -29,11 +29,11 @@ namespace cuda_backend {
 
 /// Which of the ways a call's budgets take. Decided on the host from rules and shapes.
 struct mask_plan {
-    bool ranked = false;           // some head's top-k update is static: ranks and the expiry kernel
+    bool ranked = false;           // some head's order is static: ranks and the expiry kernel
     bool decayed = false;          // some of those have gamma < 1: 32-bit keys may need repair
     bool decayed_top_k = false;    // some head's is not
-    bool by_block = false;         // ranks by one block a segment, not by a sort over the device
-    std::int64_t max_entries = 0;  // of a head that needs decayed_top_k
+    bool by_block = false;         // ranks by one block per segment, not by a sort over the device
+    std::int64_t max_entries = 0;  // of a head whose order is not
 };
 
 template <class P>
@@ -132,7 +132,8 @@ struct ranking_memory {
     static int task_bits(std::int64_t tasks) {
         return tasks <= 1 ? 0 : static_cast<int>(std::bit_width(static_cast<std::uint64_t>(tasks - 1)));
     }
-    /// 32 bits are all of a score. A priority has more, and what the sort's last pass of 8 bits has room for is free.
+    /// 32 bits are all of a score. A priority has more, and what the sort's last pass of 8 bits has room for
+    /// is free.
     static int prefix_bits(std::int64_t tasks, bool decayed) {
         return decayed ? (32 + task_bits(tasks) + 7) / 8 * 8 - task_bits(tasks) : 32;
     }
@@ -143,7 +144,8 @@ void launch_rank(const cuda& on, const mask_params<Gate, Keep>& params, const ra
                  bool wants_ranks) {
     const std::int64_t blocks = std::int64_t{params.batch} * params.heads * params.segments;
     launch("rank_kernel", rank_kernel<Threads, Items, Bits, Gate, Keep>, blocks, Threads,
-           sizeof(typename agent_rank<Threads, Items, Bits>::shared), on, params, out, wants_ranks);
+           sizeof(typename agent_rank<Threads, Items, Bits, Gate, Keep>::shared), on, params, out,
+           wants_ranks);
 }
 
 template <class Index, class Gate, class Keep>
@@ -151,7 +153,7 @@ void launch_expire(const cuda& on, const mask_params<Gate, Keep>& params, const 
                    const mask_output& out) {
     const std::int64_t blocks = std::int64_t{params.batch} * params.heads * params.chunks;
     launch("expire_kernel", expire_kernel<Index, Gate, Keep>, blocks, mask_chunk,
-           sizeof(typename agent_expire<Index>::shared), on, params, ranks, out);
+           sizeof(typename agent_expire<Index, Gate, Keep>::shared), on, params, ranks, out);
 }
 
 /// The kernel that holds the places of the largest budget.

@@ -14,7 +14,10 @@ namespace cuda_backend {
 
 inline constexpr int plane_threads = 32;
 
-/// A Cutoff that takes one query after the other, one thread a plane.
+/// Cutoffs by a Cutoff model that takes one query after another.
+///
+/// Grid: planes / plane_threads, a thread per plane. Block: plane_threads. Shared memory: none. Reads rank
+/// [B, Hkv, S], int32. Overwrites cutoff [B, Hkv, S], int32. Scratch: scratch_of_plane bytes per plane.
 template <class C, class Gate, class Keep>
 __global__ void __launch_bounds__(plane_threads)
     sequential_cutoffs_kernel(const mask_params<Gate, Keep> params, const plane_view<const std::int32_t> rank,
@@ -31,7 +34,10 @@ __global__ void __launch_bounds__(plane_threads)
         scratch + static_cast<std::size_t>(plane) * scratch_of_plane);
 }
 
-/// expiry_from_cutoffs: a key a thread, by binary search.
+/// expiry[t] = the first query from t + w on whose cutoff is better than the rank of t, by binary search.
+///
+/// Grid: planes * S / mask_chunk. Block: mask_chunk threads, a key each. Shared memory: none. Reads rank and
+/// cutoff [B, Hkv, S], int32. Overwrites expiry [B, Hkv, S], int32.
 template <class Gate, class Keep>
 __global__ void __launch_bounds__(mask_chunk)
     expiry_from_cutoffs_kernel(const mask_params<Gate, Keep> params,

@@ -1,7 +1,8 @@
-// Top-k updates whose order depends on the query: decay steps n > 1, and priorities whose base moves (rebase_limit). One block
-// a segment holds the entries, each thread the same few of them from the first top-k update to the last, and settles one
-// candidate after another. Exact and serial: O(S k / threads) a head, where static ranks take a sort. Up to
-// place_registers entries per thread stay in registers, with their keys' present values: a value changes once in n queries.
+// Top-k updates whose order depends on the query: decay steps n > 1, and priorities whose base moves
+// (rebase_limit). One block per segment holds the top-k chunks, each thread the same few of them from the
+// first update to the last, and takes one candidate after another. Exact and serial: O(S k / threads) per
+// head, where static ranks take a sort. Up to place_registers chunks per thread stay in registers, with the
+// present values of their keys: a value changes once in n queries.
 #pragma once
 
 #include <kvpolicy/cuda/config.cuh>
@@ -21,7 +22,8 @@ struct top_k_entry {
     std::int32_t token;
 };
 
-/// How bad a key is: the larger code loses, then the younger key. No key at all (token -1) is better than any.
+/// How bad a key is: the larger code loses, then the younger key. No key at all (token -1) is better than
+/// any.
 struct eviction_order {
     std::uint64_t code = 0;
     std::int32_t token = -1;
@@ -84,7 +86,7 @@ struct register_entries {
 
     /// Overwrites entry i where `hit`. Selects, not branches: what is stored by a branch ends up in memory.
     __device__ void set(int i, bool hit, const top_k_entry& key) {
-        // Its value is asked for at the next top-k update.
+        // Its value is asked for at the next update.
         until[i] = hit ? -1 : until[i];
         scores[i] = hit ? key.score : scores[i];
         tokens[i] = hit ? key.token : tokens[i];
@@ -164,45 +166,68 @@ struct memory_entries {
 
 template <int Threads>
 struct decayed_top_k_shared {
-    eviction_order worst[2][Threads / 32];  // in turns, so that one barrier a top-k update is enough
+    eviction_order worst[2][Threads / 32];  // in turns, so that one barrier per update is enough
     top_k_entry arriving[Threads];
     int total[Threads / 32];
 };
 
-/// `memory` has `capacity` entries for every segment of every plane where Places needs them.
+/// One segment by one block.
 template <int Threads, class Entries, class Gate, class Keep>
-__global__ void __launch_bounds__(Threads)
-    decayed_top_k_kernel(const mask_params<Gate, Keep> params, const plane_view<expiry_t> out,
-                         top_k_entry* const entries_memory, const std::int64_t capacity) {
-    constexpr int warps = Threads / 32;
-    const std::int64_t plane = blockIdx.x / static_cast<unsigned>(params.segments);
-    const auto index = static_cast<std::int32_t>(blockIdx.x % static_cast<unsigned>(params.segments));
-    const auto b = params.sequence_of(plane);
-    const auto h = params.head_of(plane);
-    const int thread = static_cast<int>(threadIdx.x);
-    if (thread == 0 && index == 0 && h == 0) {
-        params.check_length(b);
-    }
-    const segment_range segment = params.segment(b, index);
-    const HeadParams head_params = params.all_params.of(h);
-    const std::int32_t n = segment.length();
-    if (n == 0 || !params.by_decayed_top_k(head_params)) {
-        return;
-    }
+struct survivors_block {
+    static constexpr int warps = Threads / 32;
 
-    auto& memory = *reinterpret_cast<decayed_top_k_shared<Threads>*>(dynamic_shared());
-    const bool packed = params.edges != nullptr;
-    const float* const scores = params.scores.head(b, h) + segment.begin;
-    expiry_t* const expiry = out.head(b, h) + segment.begin;
-    Entries entries(entries_memory + static_cast<std::int64_t>(blockIdx.x) * capacity);
-    const int lane = lane_id();
-    const int warp = warp_id();
-
+    const mask_params<Gate, Keep>& params;
+    decayed_top_k_shared<Threads>& memory;
+    const segment_range& segment;
+    const HeadParams& head_params;
+    const std::int32_t n;  // tokens of the segment
+    const bool packed;
+    const float* const scores;
+    expiry_t* const expiry;
+    Entries entries;
+    const int thread, lane, warp;
     bool nan = false;
-    std::int32_t taken = 0;
-    int turn = 0;
-    for (std::int32_t first = 0; first < n; first += Threads) {
-        const std::int32_t t = first + thread;
+
+    __device__ __forceinline__ survivors_block(const mask_params<Gate, Keep>& call,
+                                               const plane_view<expiry_t>& out, std::int64_t plane,
+                                               const segment_range& range, const HeadParams& of_head,
+                                               decayed_top_k_shared<Threads>& shared,
+                                               top_k_entry* entries_memory)
+        : params(call),
+          memory(shared),
+          segment(range),
+          head_params(of_head),
+          n(range.length()),
+          packed(call.edges != nullptr),
+          scores(call.scores.head(call.sequence_of(plane), call.head_of(plane)) + range.begin),
+          expiry(out.head(call.sequence_of(plane), call.head_of(plane)) + range.begin),
+          entries(entries_memory),
+          thread(static_cast<int>(threadIdx.x)),
+          lane(lane_id()),
+          warp(warp_id()) {}
+
+    __device__ __forceinline__ void run() {
+        std::int32_t taken = 0;  // top-k chunks that hold a key
+        int turn = 0;            // of memory.worst
+        for (std::int32_t first = 0; first < n; first += Threads) {
+            const int arrivals = gather_candidates(first + thread);  // 1
+            int next = fill_open_slots(arrivals, taken);             // 2
+            for (; next < arrivals; ++next) {
+                update(memory.arriving[next], taken, turn);  // 3
+                turn ^= 1;
+            }
+            __syncthreads();  // arriving is written again
+        }
+    }
+
+  private:
+    __device__ __forceinline__ void expire(std::int32_t token, expiry_t value) const {
+        expiry[token] = in_sequence(value, segment, packed);
+    }
+
+    /// memory.arriving: the candidates among Threads tokens, token t this thread's. Writes the expiry of
+    /// those that do not compete. Returns how many there are.
+    __device__ __forceinline__ int gather_candidates(std::int32_t t) {
         bool competes = false;
         float score = 0.0f;
         if (t < n) {
@@ -212,9 +237,7 @@ __global__ void __launch_bounds__(Threads)
                 competes = params.gate.open(score, head_params);
             }
             if (!competes) {
-                expiry[t] =
-                    in_sequence(params.forever(head_params, t) ? never : window_expiry(t, head_params.window),
-                                segment, packed);
+                expire(t, params.forever(head_params, t) ? never : window_expiry(t, head_params.window));
             }
         }
         const unsigned coming = __ballot_sync(all_lanes, competes);
@@ -227,39 +250,74 @@ __global__ void __launch_bounds__(Threads)
             memory.arriving[arrivals.before + __popc(coming & lanes_before(lane))] = {score, t};
         }
         __syncthreads();
-        // Free entries first; entry p belongs to thread p % Threads for good.
-        int decided = 0;
-        while (decided < arrivals.total && taken < head_params.budget) {
-            if (taken % Threads == thread) {
-                entries.put(taken, memory.arriving[decided]);
-                expiry[memory.arriving[decided].token] = in_sequence(never, segment, packed);
-            }
-            ++taken;
-            ++decided;
-        }
-        for (; decided < arrivals.total; ++decided) {
-            const top_k_entry candidate = memory.arriving[decided];
-            const position_t q = std::int64_t{candidate.token} + head_params.window;
-            const eviction_order mine = worst_of_warp(entries.worst(head_params, q, params.limit, taken));
-            if (lane == 0) {
-                memory.worst[turn][warp] = mine;
-            }
-            __syncthreads();
-            const eviction_order worst = worst_of_warp(memory.worst[turn][lane < warps ? lane : 0]);
-            turn ^= 1;
-            const eviction_order its{value_at(head_params, candidate, q, params.limit).code, candidate.token};
-            if (!worst.worse_than(its)) {
-                if (thread == 0) {
-                    expiry[candidate.token] = in_sequence(static_cast<expiry_t>(q), segment, packed);
-                }
-            } else if (entries.replace(worst.token, candidate)) {
-                expiry[worst.token] = in_sequence(static_cast<expiry_t>(q), segment, packed);
-                expiry[candidate.token] = in_sequence(never, segment, packed);
-            }
-        }
-        __syncthreads();  // arriving is written again
+        return arrivals.total;
     }
-    if (nan) {
+
+    /// Slot p belongs to thread p % Threads. Returns how many candidates found an open slot.
+    __device__ __forceinline__ int fill_open_slots(int arrivals, std::int32_t& taken) {
+        int decided = 0;
+        for (; decided < arrivals && taken < head_params.budget; ++taken, ++decided) {
+            if (taken % Threads == thread) {
+                const top_k_entry key = memory.arriving[decided];
+                entries.put(taken, key);
+                expire(key.token, never);
+            }
+        }
+        return decided;
+    }
+
+    /// The top-k update of one candidate: it, or the worst key that holds a chunk, is evicted.
+    __device__ __forceinline__ void update(const top_k_entry candidate, std::int32_t taken, int turn) {
+        const position_t q = std::int64_t{candidate.token} + head_params.window;
+        const eviction_order mine = worst_of_warp(entries.worst(head_params, q, params.limit, taken));
+        if (lane == 0) {
+            memory.worst[turn][warp] = mine;
+        }
+        __syncthreads();
+        const eviction_order worst = worst_of_warp(memory.worst[turn][lane < warps ? lane : 0]);
+        const eviction_order its{value_at(head_params, candidate, q, params.limit).code, candidate.token};
+        if (!worst.worse_than(its)) {
+            if (thread == 0) {
+                expire(candidate.token, static_cast<expiry_t>(q));
+            }
+        } else if (entries.replace(worst.token, candidate)) {
+            expire(worst.token, static_cast<expiry_t>(q));
+            expire(candidate.token, never);
+        }
+    }
+};
+
+/// decayed_top_k: expiries where the order of keys depends on the query. One top-k update after another.
+///
+/// Grid: planes * segments. Block: Threads. Shared memory: decayed_top_k_shared<Threads> (dynamic). Reads scores
+/// [B, Hkv, S], fp32. Overwrites out [B, Hkv, S], int32. `places_memory` [grid, capacity] holds the top-k
+/// chunks where Places needs memory. Reports status_bad_length and status_nan_score.
+/// Per Threads tokens:
+/// 1. Gather the candidates.
+/// 2. Fill open chunks.
+/// 3. Update: one candidate is admitted or evicted.
+template <int Threads, class Entries, class Gate, class Keep>
+__global__ void __launch_bounds__(Threads)
+    decayed_top_k_kernel(const mask_params<Gate, Keep> params, const plane_view<expiry_t> out,
+                         top_k_entry* const entries_memory, const std::int64_t capacity) {
+    const std::int64_t plane = blockIdx.x / static_cast<unsigned>(params.segments);
+    const auto index = static_cast<std::int32_t>(blockIdx.x % static_cast<unsigned>(params.segments));
+    const auto b = params.sequence_of(plane);
+    const auto h = params.head_of(plane);
+    if (threadIdx.x == 0 && index == 0 && h == 0) {
+        params.check_length(b);
+    }
+    const segment_range segment = params.segment(b, index);
+    const HeadParams head_params = params.all_params.of(h);
+    if (segment.length() == 0 || !params.by_decayed_top_k(head_params)) {
+        return;
+    }
+    survivors_block<Threads, Entries, Gate, Keep> block(
+        params, out, plane, segment, head_params,
+        *reinterpret_cast<decayed_top_k_shared<Threads>*>(dynamic_shared()),
+        entries_memory + static_cast<std::int64_t>(blockIdx.x) * capacity);
+    block.run();
+    if (block.nan) {
         params.report(b, status_nan_score);
     }
 }

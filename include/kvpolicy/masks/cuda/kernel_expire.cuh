@@ -8,7 +8,12 @@ namespace kvpolicy {
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 namespace cuda_backend {
 
-/// One block for every chunk of every plane; early chunks first, since theirs are the longest rank windows.
+/// Expiries, ranks and cutoffs of a chunk of keys, from ranks and cutoff_checkpoints.
+///
+/// Grid: planes * chunks; early chunks first, since their rank windows are longest. Block: mask_chunk threads,
+/// a key each. Shared memory: agent_expire::shared (dynamic). Reads ranks.rank and order [planes, S], anchors
+/// [planes, chunks], competitors [planes, segments]. Overwrites expiry, rank and cutoff [B, Hkv, S], int32,
+/// where they are given. Phases: agent_expire::run (agent_expire.cuh).
 template <class Index, class Gate, class Keep>
 __global__ void __launch_bounds__(mask_chunk, 3)
     expire_kernel(const mask_params<Gate, Keep> params, const ranking<Index> ranks, const mask_output out) {
@@ -22,11 +27,16 @@ __global__ void __launch_bounds__(mask_chunk, 3)
     if (first >= segment.length() || params.by_decayed_top_k(head_params)) {
         return;
     }
-    agent_expire<Index>::run(params, ranks, out, plane, segment, first,
-                             *reinterpret_cast<typename agent_expire<Index>::shared*>(dynamic_shared()));
+    using block = agent_expire<Index, Gate, Keep>;
+    block(params, ranks, out, plane, segment, first,
+          *reinterpret_cast<typename block::shared*>(dynamic_shared()))
+        .run(plane);
 }
 
-/// Policies without a budget: no key competes with another, so a key's own score decides.
+/// Expiries of policies without a budget: no key competes with another, so a key's own score decides.
+///
+/// Grid: planes * chunks. Block: mask_chunk threads, a key each. Shared memory: none. Reads scores [B, Hkv,
+/// S], fp32, where `Ranked` (a gate). Overwrites out [B, Hkv, S], int32.
 template <bool Ranked, class Gate, class Keep>
 __global__ void __launch_bounds__(mask_chunk)
     expire_alone_kernel(const mask_params<Gate, Keep> params, const plane_view<expiry_t> out) {

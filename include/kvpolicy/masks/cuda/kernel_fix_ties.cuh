@@ -1,4 +1,5 @@
-// Runs of equal sort keys whose priorities differ: short ones are put right here, long ones listed for kernel_sort_long_ties.cuh.
+// Runs of equal sort keys whose priorities differ: short ones are put right here, long ones listed for
+// kernel_sort_long_ties.cuh.
 #pragma once
 
 #include <kvpolicy/cuda/config.cuh>
@@ -11,8 +12,8 @@ namespace kvpolicy {
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 namespace cuda_backend {
 
-/// Work lists of runs of equal keys that are too long for one thread. Runs above `tile` are cut into tiles for all
-/// blocks; the others are one block's each.
+/// Work lists of runs of equal keys that are too long for one thread. Runs above `tile` are cut into tiles
+/// for all blocks; the others are one block's each.
 struct tie_list {
     static constexpr std::int32_t tile = 4096;
 
@@ -38,7 +39,15 @@ struct tie_list {
 /// Keys that a thread of fix_ties_kernel looks at.
 inline constexpr int fix_ties_keys = 4;
 
-/// The thread of a run's first key puts the run in the order of its codes, or on a list.
+/// fix_ties: sort keys hold a prefix of decayed priorities, so runs of equal keys may be out of order. Sorts
+/// short runs by the 64-bit code, and lists long ones for kernel_sort_long_ties.cuh.
+///
+/// Grid: planes * S / (fix_ties_keys * device_threads), fix_ties_keys keys per thread. Block: device_threads.
+/// Shared memory: none. Reads sorted.keys [planes, S]. Reorders sorted.tokens. Appends to runs (counts begin
+/// as 0).
+/// 1. Find the runs that begin here.
+/// 2. Sort a short run.
+/// 3. List a long one.
 template <class Gate, class Keep>
 __global__ void __launch_bounds__(device_threads)
     fix_ties_kernel(const mask_params<Gate, Keep> params, const sorted_keys sorted, const tie_list runs) {
@@ -48,7 +57,8 @@ __global__ void __launch_bounds__(device_threads)
     if (base + 1 >= count) {
         return;
     }
-    // The key before the first, and the one behind the last; idle keys stand in at the ends: no run of theirs counts.
+    // 1. Find the runs that begin here. The key before the first, and the one behind the last; idle keys
+    // stand in at the ends: no run of theirs counts.
     std::uint64_t around[fix_ties_keys + 2];
 #pragma unroll
     for (int i = 0; i < fix_ties_keys + 2; ++i) {
@@ -73,11 +83,13 @@ __global__ void __launch_bounds__(device_threads)
         while (length <= short_tie && at + length < count && sorted.keys[at + length] == key) {
             ++length;
         }
+        // 2. Sort a short run.
         if (length <= short_tie) {
             insertion_sort(sorted.tokens + at, length,
                            [&](std::int32_t token) { return code_of_token(params, segment, token); });
             continue;
         }
+        // 3. List a long one.
         std::int64_t low = at + length;  // the first key behind the run
         std::int64_t high = count;
         while (low < high) {

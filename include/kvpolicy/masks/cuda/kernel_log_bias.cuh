@@ -42,7 +42,7 @@ struct gated_key {
     gate_place place;
 };
 
-/// One thread a key, one block a chunk of a plane.
+/// One thread per key, one block per chunk of a plane.
 template <class Gate, class Keep>
 __device__ inline gated_key key_of_thread(const mask_params<Gate, Keep>& params) {
     const auto planes = static_cast<unsigned>(params.planes());
@@ -69,6 +69,11 @@ __device__ inline gated_key key_of_thread(const mask_params<Gate, Keep>& params)
     return key;
 }
 
+/// Expiry and log-bias of every key from a training gate.
+///
+/// Grid: planes * chunks. Block: mask_chunk threads, a key each. Shared memory: none. Reads scores [B, Hkv,
+/// S], fp32. Overwrites expiry (int32) and log_bias (fp32) [B, Hkv, S]. A NaN score is closed, and sets
+/// status_nan_score.
 template <class G, class Gate, class Keep>
 __global__ void __launch_bounds__(mask_chunk)
     log_bias_kernel(const mask_params<Gate, Keep> params, const ready_gate<G> gate,
@@ -97,6 +102,10 @@ __global__ void __launch_bounds__(mask_chunk)
     log_bias.head(key.b, key.h)[key.t] = bias;
 }
 
+/// d_scores = d log_bias / d score * d_log_bias; 0 for keys that the gate does not decide.
+///
+/// Grid: planes * chunks. Block: mask_chunk threads, a key each. Shared memory: none. Reads scores and
+/// d_log_bias [B, Hkv, S], fp32. Overwrites d_scores [B, Hkv, S], fp32.
 template <class G, class Gate, class Keep>
 __global__ void __launch_bounds__(mask_chunk)
     log_bias_backward_kernel(const mask_params<Gate, Keep> params, const ready_gate<G> gate,

@@ -14,7 +14,12 @@ namespace cuda_backend {
 /// Tokens that a block of make_sort_keys_kernel takes.
 inline constexpr int keys_of_block = 4 * device_threads;
 
-/// The keys that one sort over the device takes, for every token of every plane.
+/// The sort key (segment << bits | priority prefix) and the token of every key, for one sort over the whole
+/// device.
+///
+/// Grid: planes * S / keys_of_block. Block: device_threads. Shared memory: none. Reads scores [B, Hkv, S],
+/// fp32. Overwrites out.keys (uint64) and out.tokens (int32) [planes, S]. Reports status_bad_length and
+/// status_nan_score.
 template <class Gate, class Keep>
 __global__ void __launch_bounds__(device_threads)
     make_sort_keys_kernel(const mask_params<Gate, Keep> params, const sorted_keys out) {

@@ -80,67 +80,94 @@ __device__ inline void sort_ties_by_block(const mask_params<Gate, Keep>& params,
     }
 }
 
-/// Sorts the runs of the lists by their codes, a radix sort of 8 bits a pass. Rare: many priorities that agree to 28 bits
-/// or more, but not to 53. Runs in tiles are sorted together by the whole grid, which is launched cooperatively; where
-/// there is none, no block waits for another. `spare` is a second pair of arrays like `sorted`.
+/// Runs above tie_list::tile keys, sorted together by the whole grid, tile by tile.
 template <class Gate, class Keep>
-__global__ void __launch_bounds__(device_threads)
-    sort_long_ties_kernel(const mask_params<Gate, Keep> params, const sorted_keys sorted,
-                          const sorted_keys spare, const tie_list runs) {
-    auto& memory = *reinterpret_cast<radix_shared*>(dynamic_shared());
-    const int thread = static_cast<int>(threadIdx.x);
-    const auto blocks = static_cast<std::int32_t>(gridDim.x);
-    const auto block = static_cast<std::int32_t>(blockIdx.x);
-    sort_ties_by_block(params, sorted, spare, runs, memory);
-    const std::int32_t tiled_runs = runs.counts[1];
-    const std::int32_t tiles = runs.counts[2];
-    if (tiled_runs == 0) {
-        return;
-    }
-    const auto grid = cooperative_groups::this_grid();
-
-    // Tile `tile`: its run, and its part [begin, begin + length) of the arrays.
+struct tiled_runs_sorter {
+    /// A tile: its run, and its part [begin, begin + length) of the arrays.
     struct part {
         std::int32_t run;
         std::int64_t begin;
         std::int32_t length;
     };
-    const auto part_of = [&](std::int32_t tile) {
+
+    const mask_params<Gate, Keep>& params;
+    const tie_list& runs;
+    radix_shared& memory;
+    const std::int32_t tiled_runs, tiles;
+    const std::int32_t blocks, block;
+    const int thread;
+
+    __device__ __forceinline__ tiled_runs_sorter(const mask_params<Gate, Keep>& call, const tie_list& list,
+                                                 radix_shared& shared)
+        : params(call),
+          runs(list),
+          memory(shared),
+          tiled_runs(list.counts[1]),
+          tiles(list.counts[2]),
+          blocks(static_cast<std::int32_t>(gridDim.x)),
+          block(static_cast<std::int32_t>(blockIdx.x)),
+          thread(static_cast<int>(threadIdx.x)) {}
+
+    /// All blocks of the grid together.
+    __device__ __forceinline__ void run(const sorted_keys& sorted, const sorted_keys& spare) const {
+        const auto grid = cooperative_groups::this_grid();
+        make_codes(sorted);
+        grid.sync();
+        const std::uint64_t varies = *runs.varies;
+
+        sorted_keys from = sorted;
+        sorted_keys to = spare;
+        for (int shift = 0; shift < 64; shift += 8) {
+            if ((varies >> shift & 0xffu) == 0) {
+                continue;
+            }
+            count_digits(from, shift);
+            grid.sync();
+            sum_digits();
+            grid.sync();
+            scatter(from, to, shift);
+            grid.sync();
+            const sorted_keys swapped = from;
+            from = to;
+            to = swapped;
+        }
+        write_back(sorted, from);
+    }
+
+  private:
+    __device__ __forceinline__ part part_of(std::int32_t tile) const {
         const std::int32_t run = runs.run_of_tile[tile];
         const std::int32_t at = (tile - runs.first_tile[run]) * tie_list::tile;
         const std::int32_t rest = runs.length[runs.tiled(run)] - at;
         return part{run, std::int64_t{runs.first[runs.tiled(run)]} + at,
                     rest < tie_list::tile ? rest : tie_list::tile};
-    };
+    }
 
-    for (std::int32_t tile = block; tile < tiles; tile += blocks) {
-        const part mine = part_of(tile);
-        const sorted_segment segment = segment_of_task(params, sorted.task_of(runs.key[mine.run]));
-        const std::uint64_t reference =
-            code_of_token(params, segment, sorted.tokens[runs.first[runs.tiled(mine.run)]]);
-        const std::uint64_t varies = write_codes(params, segment, sorted.tokens + mine.begin,
-                                                 sorted.keys + mine.begin, mine.length, reference);
-        if (varies != 0) {
-            atomicOr(reinterpret_cast<unsigned long long*>(runs.varies), varies);
+    __device__ __forceinline__ void make_codes(const sorted_keys& sorted) const {
+        for (std::int32_t tile = block; tile < tiles; tile += blocks) {
+            const part mine = part_of(tile);
+            const sorted_segment segment = segment_of_task(params, sorted.task_of(runs.key[mine.run]));
+            const std::uint64_t reference =
+                code_of_token(params, segment, sorted.tokens[runs.first[runs.tiled(mine.run)]]);
+            const std::uint64_t varies = write_codes(params, segment, sorted.tokens + mine.begin,
+                                                     sorted.keys + mine.begin, mine.length, reference);
+            if (varies != 0) {
+                atomicOr(reinterpret_cast<unsigned long long*>(runs.varies), varies);
+            }
         }
     }
-    grid.sync();
-    const std::uint64_t varies = *runs.varies;
 
-    sorted_keys from = sorted;
-    sorted_keys to = spare;
-    for (int shift = 0; shift < 64; shift += 8) {
-        if ((varies >> shift & 0xffu) == 0) {
-            continue;
-        }
+    __device__ __forceinline__ void count_digits(const sorted_keys& from, int shift) const {
         for (std::int32_t tile = block; tile < tiles; tile += blocks) {
             const part mine = part_of(tile);
             memory.count_digits(from.keys + mine.begin, mine.length, shift);
             runs.digits[std::int64_t{tile} * 256 + thread] = memory.count[thread];
             __syncthreads();
         }
-        grid.sync();
-        // Counts become places in the run: by digit, then by tile.
+    }
+
+    /// Counts become offsets in the run: by digit, then by tile.
+    __device__ __forceinline__ void sum_digits() const {
         for (std::int32_t run = block; run < tiled_runs; run += blocks) {
             const std::int32_t length = runs.length[runs.tiled(run)];
             const std::int32_t of_run = (length + tie_list::tile - 1) / tie_list::tile;
@@ -162,7 +189,9 @@ __global__ void __launch_bounds__(device_threads)
             }
             __syncthreads();
         }
-        grid.sync();
+    }
+
+    __device__ __forceinline__ void scatter(const sorted_keys& from, const sorted_keys& to, int shift) const {
         for (std::int32_t tile = block; tile < tiles; tile += blocks) {
             const part mine = part_of(tile);
             const std::int64_t first = runs.first[runs.tiled(mine.run)];
@@ -171,18 +200,39 @@ __global__ void __launch_bounds__(device_threads)
             memory.scatter(from.keys + mine.begin, from.tokens + mine.begin, to.keys + first,
                            to.tokens + first, mine.length, shift);
         }
-        grid.sync();
-        const sorted_keys swapped = from;
-        from = to;
-        to = swapped;
     }
-    for (std::int32_t tile = block; tile < tiles; tile += blocks) {
-        const part mine = part_of(tile);
-        const std::uint64_t key = runs.key[mine.run];
-        for (std::int32_t i = thread; i < mine.length; i += device_threads) {
-            sorted.tokens[mine.begin + i] = from.tokens[mine.begin + i];
-            sorted.keys[mine.begin + i] = key;
+
+    __device__ __forceinline__ void write_back(const sorted_keys& sorted, const sorted_keys& from) const {
+        for (std::int32_t tile = block; tile < tiles; tile += blocks) {
+            const part mine = part_of(tile);
+            const std::uint64_t key = runs.key[mine.run];
+            for (std::int32_t i = thread; i < mine.length; i += device_threads) {
+                sorted.tokens[mine.begin + i] = from.tokens[mine.begin + i];
+                sorted.keys[mine.begin + i] = key;
+            }
         }
+    }
+};
+
+/// Sorts the long runs by their 64-bit codes, eight bits per pass. Rare: many priorities that agree to 28
+/// bits or more, but not to 53. `spare` is a second pair of arrays like `sorted`.
+///
+/// Grid: cooperative, as many blocks as fit. Block: device_threads. Shared memory: radix_shared (dynamic).
+/// Reads the run list. Reorders sorted.tokens [planes, S] within runs; uses sorted.keys for codes and
+/// restores them.
+/// 1. Runs of up to tie_list::tile keys, one block each.
+/// 2. Longer runs, tile by tile, by the whole grid.
+template <class Gate, class Keep>
+__global__ void __launch_bounds__(device_threads)
+    sort_long_ties_kernel(const mask_params<Gate, Keep> params, const sorted_keys sorted,
+                          const sorted_keys spare, const tie_list runs) {
+    auto& memory = *reinterpret_cast<radix_shared*>(dynamic_shared());
+    // 1. Runs of one block each.
+    sort_ties_by_block(params, sorted, spare, runs, memory);
+    // 2. Longer runs, by the whole grid.
+    const tiled_runs_sorter<Gate, Keep> sorter(params, runs, memory);
+    if (sorter.tiled_runs > 0) {
+        sorter.run(sorted, spare);
     }
 }
 

@@ -40,8 +40,8 @@ struct segment_range {
     __device__ std::int32_t length() const { return end - begin; }
 };
 
-/// Gate and Keep are the policy's gate and keep parts alone: policies that differ only in numbers, or in parts that
-/// write numbers, share their kernels.
+/// Gate and Keep are the policy's gate and keep parts alone: policies that differ only in numbers, or in
+/// parts that write numbers, share their kernels.
 template <class Gate, class Keep>
 struct mask_params {
     plane_view<const float> scores;
@@ -60,8 +60,8 @@ struct mask_params {
 
     __device__ std::int64_t planes() const { return std::int64_t{batch} * heads; }
 
-    // Plane b * heads + h and task plane * segments + index, taken apart. There are fewer than 2^31 of either, and a
-    // division of 64 bits costs as much as a small kernel.
+    // Plane b * heads + h and task plane * segments + index, taken apart. There are fewer than 2^31 of
+    // either, and a division of 64 bits costs as much as a small kernel.
     __device__ std::int32_t sequence_of(std::int64_t plane) const {
         return static_cast<std::int32_t>(static_cast<std::uint32_t>(plane) /
                                          static_cast<std::uint32_t>(heads));
@@ -108,8 +108,8 @@ struct mask_params {
         return {begin, end, index};
     }
 
-    /// Chunks of mask_chunk tokens start at every segment's first token, so a plane has at most S / chunk + segments of
-    /// them; segment i's begin at chunk edges[i] / chunk + i.
+    /// Chunks of mask_chunk tokens start at every segment's first token, so a plane has at most S / chunk +
+    /// segments of them; segment i's begin at chunk edges[i] / chunk + i.
     __device__ std::int32_t first_chunk(std::int32_t index) const {
         return edges == nullptr ? 0 : edges[index] / mask_chunk + index;
     }
@@ -127,13 +127,15 @@ struct mask_params {
         return t < head_params.sinks || keep.keeps(t);
     }
 
-    /// Whether the score of key t is read: it leaves the window before its segment of n tokens ends, and may be evicted.
+    /// Whether the score of key t is read: it leaves the window before its segment of n tokens ends, and may
+    /// be evicted.
     __device__ bool leaves(const HeadParams& head_params, std::int32_t t, std::int32_t n) const {
         return t < n - head_params.window && !forever(head_params, t);
     }
 
-    /// Whether this head's top-k update depends on the query, so that ranks are not static: decay steps above 1, and
-    /// priorities whose base moves inside the sequence. Without decay ranks are static whatever the step.
+    /// Whether this head's order of keys depends on the query, so that ranks are not static: decay steps
+    /// above 1, and priorities whose base moves inside the sequence. Without decay ranks are static whatever
+    /// the step.
     __device__ bool by_decayed_top_k(const HeadParams& head_params) const {
         return needs_decayed_top_k(head_params, length, limit);
     }
@@ -163,15 +165,16 @@ __device__ inline expiry_t in_sequence(expiry_t expiry, const segment_range& seg
     return moved < segment.end ? static_cast<expiry_t>(moved) : segment.end;
 }
 
-// Sort keys: ascending order of the key is the order of ranks, best first. Equal keys keep their order (older first), so
-// sorts must be stable. NaN ranks behind every number, and what does not compete behind all.
+// Sort keys: ascending order of the key is the order of ranks, best first. Equal keys keep their order (older
+// first), so sorts must be stable. NaN ranks behind every number, and what does not compete behind all.
 
 inline constexpr std::uint32_t idle_key = 0xffffffffu;
 inline constexpr std::uint32_t nan_key = 0xfffffffeu;
 inline constexpr std::uint64_t idle_code = ~std::uint64_t{0};
 inline constexpr std::uint64_t nan_code = ~std::uint64_t{0} - 1;
 
-/// Larger numbers get smaller keys; -0 and +0 the same. On bits, so that no compiler flag for denormals matters.
+/// Larger numbers get smaller keys; -0 and +0 the same. On bits, so that no compiler flag for denormals
+/// matters.
 __device__ inline std::uint32_t descending_key(float value) {
     std::uint32_t bits = __float_as_uint(value);
     if ((bits & 0x7fffffffu) > 0x7f800000u) {
@@ -195,8 +198,9 @@ __device__ inline std::uint64_t descending_code(double value) {
     return (bits & sign) != 0u ? bits : ~(bits | sign);
 }
 
-/// The 32-bit sort key of a priority. Exact for gamma = 1, where the priority is the score. Otherwise the priority
-/// rounded to fp32: rounding never turns two numbers around, so only runs of equal keys need the 64-bit code.
+/// The 32-bit sort key of a priority. Exact for gamma = 1, where the priority is the score. Otherwise the
+/// priority rounded to fp32: rounding never turns two numbers around, so only runs of equal keys need the
+/// 64-bit code.
 __device__ inline std::uint32_t priority_key(const HeadParams& head_params, float score, std::int32_t t) {
     if (head_params.log_gamma == 0.0f) {
         return descending_key(score);
@@ -208,9 +212,9 @@ __device__ inline std::uint64_t priority_code(const HeadParams& head_params, flo
     return descending_code(static_priority(score, head_params.log_gamma, t));
 }
 
-/// A sort key of `bits` bits, 32 to 61, whose order is the priorities' but for runs of equal keys: sign, the exponents of
-/// fp32, and as much of the double's mantissa as there is room for. Exact for gamma = 1. Cut off, not rounded: either
-/// keeps the order. All ones stand for what does not compete, one less for NaN.
+/// A sort key of `bits` bits, 32 to 61, whose order is the priorities' but for runs of equal keys: sign, the
+/// exponents of fp32, and as much of the double's mantissa as there is room for. Exact for gamma = 1. Cut
+/// off, not rounded: either keeps the order. All ones stand for what does not compete, one less for NaN.
 __device__ inline std::uint64_t priority_prefix(const HeadParams& head_params, float score, std::int32_t t,
                                                 int bits) {
     const std::uint64_t half = std::uint64_t{1} << (bits - 1);
@@ -251,15 +255,15 @@ __device__ inline void insertion_sort(Index* order, int length, const Code& code
     }
 }
 
-/// The cutoff when a chunk begins: the rank of the k-th best key that has left the window (open_cutoff while there are
-/// fewer than k), and how many have.
+/// The cutoff when a chunk begins: the rank of the k-th best key that has left the window (open_cutoff while
+/// there are fewer than k), and how many have.
 struct cutoff_checkpoint {
     std::int32_t cutoff;
     std::int32_t count;
 };
 
-/// What ranking hands to the expiry kernel. Ranks and tokens count from the segment's begin; a plane's row of rank and
-/// order has `length` entries, of which segment [begin, end) owns its own.
+/// What ranking hands to the expiry kernel. Ranks and tokens count from the segment's begin; a plane's row of
+/// rank and order has `length` entries, of which segment [begin, end) owns its own.
 template <class Index>
 struct ranking {
     Index* rank = nullptr;                     // [planes, length]: rank of a token, or idle

@@ -1,9 +1,11 @@
-// Ranks of long sequences: one sort over the whole device with (segment, priority) as its key. masks/cuda/kernel_make_sort_keys.cuh writes
-// the keys, masks/cuda/kernel_fix_ties.cuh and kernel_sort_long_ties.cuh put runs of equal keys right whose priorities differ, and
+// Ranks of long sequences: one sort over the whole device with (segment, priority) as its key.
+// masks/cuda/kernel_make_sort_keys.cuh writes the keys, masks/cuda/kernel_fix_ties.cuh and
+// kernel_sort_long_ties.cuh put runs of equal keys right whose priorities differ, and
 // masks/cuda/kernel_cutoff_prefix.cuh turns the order into ranks and cutoffs. Here is what they share.
 //
-// All of them count tokens from their plane's begin ("absolute"); a plane's part of the sorted arrays is its own `length`
-// entries, and in it a segment's part is its own tokens' range, since keys begin with the segment.
+// All of them count tokens from their plane's begin ("absolute"); a plane's part of the sorted arrays is its
+// own `length` entries, and in it a segment's part is its own tokens' range, since keys begin with the
+// segment.
 #pragma once
 
 #include <kvpolicy/cuda/config.cuh>

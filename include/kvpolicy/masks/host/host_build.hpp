@@ -42,8 +42,8 @@ void for_each_segment(const Sequences& sequences, std::int32_t b, Visit&& visit)
     }
 }
 
-/// Calls visit(t, q) for every key t (relative to its segment) that leaves the window and competes unless its gate is
-/// closed: no sink, not kept by position. q = t + w is the query at which it leaves.
+/// Calls visit(t, q) for every key t (relative to its segment) that leaves the window and competes unless its
+/// gate is closed: no sink, not kept by position. q = t + w is the query at which it leaves.
 template <class P, class Visit>
 void for_each_leaver(const P& policy, const HeadParams& head_params, std::int32_t length, Visit&& visit) {
     for (std::int64_t q = std::int64_t{head_params.sinks} + head_params.window; q < length; ++q) {

@@ -21,8 +21,8 @@ KVPOLICY_HOST_DEVICE Real log_sigmoid_of(Real z) {
     return (z < Real(0) ? z : Real(0)) - std::log1p(std::exp(-std::abs(z)));
 }
 
-/// A gate's answer in double, rounded: log(u + epsilon) near 0 would lose most of its bits in fp32, and every backend
-/// would lose others.
+/// A gate's answer in double, rounded: log(u + epsilon) near 0 would lose most of its bits in fp32, and every
+/// backend would lose others.
 template <class Real>
 KVPOLICY_HOST_DEVICE gate_value<Real> rounded(const gate_value<double>& value) {
     return {static_cast<Real>(value.log_bias), static_cast<Real>(value.derivative), value.open};

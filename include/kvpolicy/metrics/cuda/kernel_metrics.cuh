@@ -1,4 +1,4 @@
-// Metrics of masks: one block a plane, in one pass over its keys or queries.
+// Metrics of masks: one block per plane, in one pass over its keys or queries.
 #pragma once
 
 #include <kvpolicy/core/types.hpp>
@@ -45,7 +45,7 @@ __device__ inline T sum_of_block(T value, T* memory) {
 struct running_sum {
     int so_far = 0;
 
-    /// `memory` has metric_warps numbers. Every thread calls it once a tile.
+    /// `memory` has metric_warps numbers. Every thread calls it once per tile.
     __device__ int through(int value, int* memory) {
         const int inclusive = warp_inclusive_sum(value);
         if (lane_id() == 31) {
@@ -60,6 +60,13 @@ struct running_sum {
     }
 };
 
+/// live[q] = how many keys query q sees.
+///
+/// Grid: B * H planes. Block: metric_threads. Shared memory: one number per warp (static). Reads expiry [B,
+/// H, S]. Overwrites live [B, H, S], int32.
+/// 1. +1 where a key becomes visible.
+/// 2. -1 where it expires.
+/// 3. Prefix sums.
 template <class Expiry>
 __global__ void __launch_bounds__(metric_threads)
     live_keys_kernel(const plane_view<const Expiry> expiry, const Sequences sequences,
@@ -71,16 +78,19 @@ __global__ void __launch_bounds__(metric_threads)
     const Expiry* const e = expiry.head(b, h);
     std::int32_t* const out = live.head(b, h);
     const auto thread = static_cast<std::int32_t>(threadIdx.x);
+    // 1. Where a key becomes visible.
     for (std::int32_t t = thread; t < length; t += metric_threads) {
         out[t] = e[t] > t ? 1 : 0;  // a key that expires at birth is never visible at all
     }
     __syncthreads();
+    // 2. Where it expires.
     for (std::int32_t t = thread; t < length; t += metric_threads) {
         if (e[t] > t && e[t] < length) {
             atomicAdd(out + e[t], -1);
         }
     }
     __syncthreads();
+    // 3. Prefix sums.
     running_sum sum;
     for (std::int32_t first = 0; first < length; first += metric_threads) {
         const std::int32_t q = first + thread;
@@ -91,6 +101,10 @@ __global__ void __launch_bounds__(metric_threads)
     }
 }
 
+/// out = visible pairs over causal pairs of a plane; 0 for an empty sequence.
+///
+/// Grid: B * H planes. Block: metric_threads. Shared memory: one number per warp (static). Reads expiry [B,
+/// H, S]. Overwrites out [B, H], double.
 template <class Expiry>
 __global__ void __launch_bounds__(metric_threads)
     density_kernel(const plane_view<const Expiry> expiry, const Sequences sequences, double* const out) {
@@ -112,7 +126,10 @@ __global__ void __launch_bounds__(metric_threads)
     }
 }
 
-/// Blocks b * batch.count + i for head batch.first + i of sequence b.
+/// out = the share of (query, eligible key) pairs that are evicted, sinks and window aside.
+///
+/// Grid: B * batch.count, head batch.first + i of sequence b. Block: metric_threads. Shared memory: two
+/// numbers per warp (static). Reads expiry [B, H, S]. Overwrites out [B, H], double.
 template <class Expiry>
 __global__ void __launch_bounds__(metric_threads)
     evict_ratio_kernel(const plane_view<const Expiry> expiry, const Sequences sequences,
@@ -140,7 +157,42 @@ __global__ void __launch_bounds__(metric_threads)
     }
 }
 
-/// Blocks as above. `counts` has 3 * sequences.length numbers for every plane of the views.
+/// Means over `queries` queries, and `last`: recall and chance of the last one.
+__device__ __forceinline__ Recall recall_of(double recall_sum, double chance_sum, const double* last,
+                                            std::int64_t queries) {
+    Recall result;
+    result.last = last[0];
+    result.chance_last = last[1];
+    result.queries = queries;
+    if (queries > 0) {
+        result.mean = recall_sum / static_cast<double>(queries);
+        result.chance_mean = chance_sum / static_cast<double>(queries);
+    }
+    return result;
+}
+
+/// One more live key at the queries [from, to), as differences.
+__device__ __forceinline__ void add_interval(std::int32_t* live, std::int64_t from, std::int64_t to,
+                                             std::int64_t length) {
+    if (from >= (to < length ? to : length)) {
+        return;
+    }
+    atomicAdd(live + from, 1);
+    if (to < length) {
+        atomicAdd(live + to, -1);
+    }
+}
+
+/// Recall of the student's long-range keys against the teacher's, and what chance would give: means, and the
+/// last query's.
+///
+/// Grid: B * batch.count, head batch.first + i of sequence b. Block: metric_threads. Shared memory: two
+/// numbers per warp (static). Reads teacher and student [B, H, S]. Overwrites out [B, H] and counts [B, H, 3,
+/// S], int32 workspace.
+/// 1. Clear.
+/// 2. Differences of the live counts of both, of the teacher and of the student.
+/// 3. Prefix sums, and one recall per query.
+/// 4. Means.
 template <class Expiry>
 __global__ void __launch_bounds__(metric_threads)
     oracle_recall_kernel(const plane_view<const Expiry> teacher, const plane_view<const Expiry> student,
@@ -160,6 +212,7 @@ __global__ void __launch_bounds__(metric_threads)
     std::int32_t* const kept = both + length;   // by the teacher
     std::int32_t* const tried = kept + length;  // by the student
     const auto thread = static_cast<std::int32_t>(threadIdx.x);
+    // 1. Clear.
     for (std::int64_t q = thread; q < 3 * length; q += metric_threads) {
         both[q] = 0;
     }
@@ -168,24 +221,17 @@ __global__ void __launch_bounds__(metric_threads)
         last[1] = 1.0;
     }
     __syncthreads();
-    const auto count = [&](std::int32_t* live, std::int64_t from, std::int64_t to) {
-        if (from >= (to < length ? to : length)) {
-            return;
-        }
-        atomicAdd(live + from, 1);
-        if (to < length) {
-            atomicAdd(live + to, -1);
-        }
-    };
+    // 2. Differences of live counts.
     for (std::int64_t t = std::int64_t{head_params.sinks} + thread; t + head_params.window < length;
          t += metric_threads) {
         const std::int64_t from = t + head_params.window;
-        count(both, from, of_teacher[t] < of_student[t] ? of_teacher[t] : of_student[t]);
-        count(kept, from, of_teacher[t]);
-        count(tried, from, of_student[t]);
+        add_interval(both, from, of_teacher[t] < of_student[t] ? of_teacher[t] : of_student[t], length);
+        add_interval(kept, from, of_teacher[t], length);
+        add_interval(tried, from, of_student[t], length);
     }
     __syncthreads();
     const std::int64_t first = std::int64_t{head_params.sinks} + head_params.window + head_params.budget;
+    // 3. Prefix sums, and the recall of each query.
     running_sum in_both;
     running_sum in_kept;
     running_sum in_tried;
@@ -216,18 +262,11 @@ __global__ void __launch_bounds__(metric_threads)
             last[1] = chance;
         }
     }
+    // 4. Means.
     recall_sum = sum_of_block(recall_sum, sums);
     chance_sum = sum_of_block(chance_sum, sums);
     if (thread == 0) {
-        Recall result;
-        result.last = last[0];
-        result.chance_last = last[1];
-        result.queries = length > first ? length - first : 0;
-        if (result.queries > 0) {
-            result.mean = recall_sum / static_cast<double>(result.queries);
-            result.chance_mean = chance_sum / static_cast<double>(result.queries);
-        }
-        out[plane] = result;
+        out[plane] = recall_of(recall_sum, chance_sum, last, length > first ? length - first : 0);
     }
 }
 

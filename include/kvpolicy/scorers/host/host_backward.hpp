@@ -1,7 +1,8 @@
 // Bodies of scorers/backward.hpp on the host: checks, linear and MLP scorers.
 //
-// Tokens go in blocks of scorer_block. One pass over blocks gives what each token adds; a second one, parallel over the
-// rows of the weights and in order over the tokens, adds it up, so that sums do not depend on the threads.
+// Tokens go in blocks of scorer_block. One pass over blocks gives what each token adds; a second one,
+// parallel over the rows of the weights and in order over the tokens, adds it up, so that sums do not depend
+// on the threads.
 #pragma once
 
 #include <kvpolicy/core/check.hpp>
@@ -335,13 +336,14 @@ void backward(const host& on, const BasicMlpScorer<Input, Act, D>& scorer, const
     });
 }
 
-template <class Widths, DifferentiableScorer S, Storage T>
-std::size_t score_sequence_backward_workspace_bytes(const host& on, const S& scorer,
+template <class Widths, Scorer S, Storage T>
+requires DifferentiableScorer<S> std::size_t score_sequence_backward_workspace_bytes(const host& on, const S& scorer,
                                                     const ScoreBackward<T>& call) {
     return backward_workspace_bytes(on, scorer, call);
 }
 
-template <class Widths, DifferentiableScorer S, Storage T>
+template <class Widths, Scorer S, Storage T>
+requires DifferentiableScorer<S>
 void score_sequence_backward(const host& on, const S& scorer, const ScoreBackward<T>& call,
                              typename S::template parameters<compute_t<T>> gradients,
                              workspace_view workspace, const ScoreBackwardOptions& options) {

@@ -1,7 +1,8 @@
 // Bodies of scorers/conv.hpp on the host.
 //
-// With dilation 2 in every layer, even and odd tokens never meet: each parity is a sequence of its own under a convolution
-// without dilation, whose three taps lie side by side in memory, so a layer is one product of overlapping rows.
+// With dilation 2 in every layer, even and odd tokens never meet: each parity is a sequence of its own under
+// a convolution without dilation, whose three taps lie side by side in memory, so a layer is one product of
+// overlapping rows.
 #pragma once
 
 #include <kvpolicy/scorers/check.hpp>

@@ -24,7 +24,8 @@ std::size_t hidden_block_reals(const S& scorer) {
     return scorer_block * static_cast<std::size_t>(scorer.hidden_width()) + scorer.block_scratch_size();
 }
 
-/// Scores tokens first .. first + count - 1 of sequence b, all heads, in blocks. scores points to head 0 of the first one.
+/// Scores tokens first .. first + count - 1 of sequence b, all heads, in blocks. scores points to head 0 of
+/// the first one.
 template <class S, class Real>
 void score_hidden_tokens(isa set, const S& scorer, const HiddenRows& hidden, std::int64_t b,
                          std::int64_t first, std::int64_t count, Real* scores, std::int64_t head_stride,

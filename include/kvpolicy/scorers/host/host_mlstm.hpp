@@ -63,7 +63,18 @@ struct mlstm_head {
                                    inputs, no_bias, out, std::ptrdiff_t{rows});
     }
 
-    /// The score from h in place of a read's quotient (eq. 42); overwrites h. x is [k; v] of the token that is scored.
+    /// x = [key; value] of one token, and its features of W x; y is scratch.
+    template <class Real>
+    void map_token(isa set, const Real* key, const Real* value, const float* w, Real* x, Real* y,
+                   Real* mapped) const {
+        std::copy_n(key, scorer.head_dim_qk, x);
+        std::copy_n(value, scorer.head_dim_vo, x + scorer.head_dim_qk);
+        project(set, x, 1, w, projection, y);
+        Scorer::feature_map::map(set, y, features, mapped);
+    }
+
+    /// The score from h in place of a read's quotient (eq. 42); overwrites h. x is [k; v] of the token that
+    /// is scored.
     template <class Real>
     Real finish(isa set, Real* h, const Real* x) const {
         const auto& weights = scorer.weights;
@@ -126,10 +137,7 @@ void mLSTMScorer<D, Feature, Values>::absorb(std::int32_t head, Real* state, con
     Real* y = x + of.inputs;
     Real* k = y + of.projection;
     Real* v = k + of.features;
-    std::copy_n(key, head_dim_qk, x);
-    std::copy_n(value, head_dim_vo, x + head_dim_qk);
-    of.project(set, x, 1, of.w_k(), of.projection, y);
-    Feature::map(set, y, of.features, k);
+    of.map_token(set, key, value, of.w_k(), x, y, k);
     const Real* written = value;
     if constexpr (Values::projected) {
         of.project(set, x, 1, of.w_v(), of.width, v);
@@ -159,10 +167,7 @@ Real mLSTMScorer<D, Feature, Values>::read(std::int32_t head, const Real* state,
     Real* y = x + of.inputs;
     Real* q = y + of.projection;
     Real* h = q + of.features;
-    std::copy_n(key, head_dim_qk, x);
-    std::copy_n(value, head_dim_vo, x + head_dim_qk);
-    of.project(set, x, 1, of.w_q(), of.projection, y);
-    Feature::map(set, y, of.features, q);
+    of.map_token(set, key, value, of.w_q(), x, y, q);
     const Real* z = state + static_cast<std::ptrdiff_t>(of.features) * of.width;
     run_kernel<combine_kernel>(set, static_cast<const Real*>(q), std::ptrdiff_t{0}, std::ptrdiff_t{1}, 1,
                                of.features, state, std::ptrdiff_t{of.width}, of.width, h, std::ptrdiff_t{0},

@@ -66,7 +66,8 @@ std::size_t block_scratch(const S& scorer) {
     }
 }
 
-/// Work items are taken by as many workers as there are threads, each with memory of its own; results depend on neither.
+/// Work items are taken by as many workers as there are threads, each with memory of its own; results depend on
+/// neither.
 template <class Body>
 void for_each_by_worker(const host& on, std::int64_t count, std::int64_t workers, Body&& body) {
     std::atomic<std::int64_t> next{0};
@@ -120,48 +121,61 @@ inline std::int64_t stateless_blocks(const Sequences& sequences) {
     return (std::int64_t{sequences.length} + scorer_block - 1) / scorer_block;
 }
 
-template <class S, class T, class Real>
-void score_stateless(const host& on, const S& scorer, rows_view<const T> k, rows_view<const T> v,
-                     const Sequences& sequences, plane_view<Real> scores, Real* memory) {
+/// Calls visit(memory of the slot, b, h, block) for the blocks of scorer_block tokens of all sequences and
+/// heads.
+template <class S, class T, class Real, class Visit>
+void for_each_scorer_block(const host& on, const S& scorer, const rows_view<const T>& k,
+                           const rows_view<const T>& v, const Sequences& sequences, Real* memory,
+                           Visit&& visit) {
     const std::int64_t blocks = stateless_blocks(sequences);
     const std::int64_t count = blocks * k.batch * k.heads;
     const std::int64_t workers = std::min<std::int64_t>(count, on.threads());
     const auto stride = static_cast<std::ptrdiff_t>(worker_reals<Real>(scorer, k.dim, v.dim));
     for_each_by_worker(on, count, workers, [&](std::int64_t worker, std::int64_t item) {
         const auto h = static_cast<std::int32_t>(item / blocks % k.heads);
-        const std::int64_t b = item / blocks / k.heads;
-        const std::int64_t begin = item % blocks * scorer_block;
-        const auto tokens =
-            static_cast<std::int32_t>(std::min<std::int64_t>(scorer_block, sequences.length_of(b) - begin));
-        if (tokens <= 0) {
-            return;
-        }
-        const std::int64_t first = sequences.start_of(b) + begin;
-        constexpr std::ptrdiff_t capacity = BlockScorer<S> ? scorer_block : 1;
-        Real* keys = memory + worker * stride;
-        Real* values = keys + capacity * k.dim;
-        Real* scratch = values + capacity * v.dim;
-        Real* out = scores.head(b, h);
-        if constexpr (requires {
-                          scorer.score_block(h, 1, keys, values, out, scratch, isa::portable, position_t{});
-                      }) {
-            for_each_position_range(sequences, first, tokens,
-                                    [&](std::int64_t t, std::int32_t some, position_t position) {
-                                        scorer.score_block(h, some, dense_rows(k, b, h, t, some, keys),
-                                                           dense_rows(v, b, h, t, some, values), out + t,
-                                                           scratch, on.instructions(), position);
-                                    });
-        } else if constexpr (BlockScorer<S>) {
-            scorer.score_block(h, tokens, dense_rows(k, b, h, first, tokens, keys),
-                               dense_rows(v, b, h, first, tokens, values), out + first, scratch,
-                               on.instructions());
-        } else {
-            for (std::int64_t t = first; t < first + tokens; ++t) {
-                out[t] = score_one(on.instructions(), scorer, h, dense_rows(k, b, h, t, 1, keys),
-                                   dense_rows(v, b, h, t, 1, values), scratch, t - origin_of(sequences, t));
-            }
-        }
+        visit(memory + worker * stride, item / blocks / k.heads, h, item % blocks);
     });
+}
+
+template <class S, class T, class Real>
+void score_stateless(const host& on, const S& scorer, rows_view<const T> k, rows_view<const T> v,
+                     const Sequences& sequences, plane_view<Real> scores, Real* memory) {
+    for_each_scorer_block(
+        on, scorer, k, v, sequences, memory,
+        [&](Real* keys, std::int64_t b, std::int32_t h, std::int64_t block) {
+            const std::int64_t begin = block * scorer_block;
+            const auto tokens = static_cast<std::int32_t>(
+                std::min<std::int64_t>(scorer_block, sequences.length_of(b) - begin));
+            if (tokens <= 0) {
+                return;
+            }
+            const std::int64_t first = sequences.start_of(b) + begin;
+            constexpr std::ptrdiff_t capacity = BlockScorer<S> ? scorer_block : 1;
+            Real* values = keys + capacity * k.dim;
+            Real* scratch = values + capacity * v.dim;
+            Real* out = scores.head(b, h);
+            if constexpr (requires {
+                              scorer.score_block(h, 1, keys, values, out, scratch, isa::portable,
+                                                 position_t{});
+                          }) {
+                for_each_position_range(sequences, first, tokens,
+                                        [&](std::int64_t t, std::int32_t some, position_t position) {
+                                            scorer.score_block(h, some, dense_rows(k, b, h, t, some, keys),
+                                                               dense_rows(v, b, h, t, some, values), out + t,
+                                                               scratch, on.instructions(), position);
+                                        });
+            } else if constexpr (BlockScorer<S>) {
+                scorer.score_block(h, tokens, dense_rows(k, b, h, first, tokens, keys),
+                                   dense_rows(v, b, h, first, tokens, values), out + first, scratch,
+                                   on.instructions());
+            } else {
+                for (std::int64_t t = first; t < first + tokens; ++t) {
+                    out[t] =
+                        score_one(on.instructions(), scorer, h, dense_rows(k, b, h, t, 1, keys),
+                                  dense_rows(v, b, h, t, 1, values), scratch, t - origin_of(sequences, t));
+                }
+            }
+        });
 }
 
 template <class S, class T, class Real>
@@ -206,7 +220,8 @@ void score_recurrent(const host& on, const S& scorer, rows_view<const T> k, rows
     });
 }
 
-/// The rows of tokens first - reach .. first + count - 1 + reach, without gaps, of which those before `begin` hold anything.
+/// The rows of tokens first - reach .. first + count - 1 + reach, without gaps, of which those before `begin`
+/// hold anything.
 template <class T, class Real>
 const Real* rows_around(const rows_view<const T>& rows, std::int64_t b, std::int64_t h, std::int64_t begin,
                         std::int64_t first, std::int32_t count, std::int32_t reach, Real* buffer) {
@@ -226,8 +241,8 @@ inline std::uint64_t dropout_stream(std::int64_t b, std::int64_t h, std::int32_t
     return (static_cast<std::uint64_t>(b * heads + h) << 30) + static_cast<std::uint64_t>(segment);
 }
 
-/// Tokens [begin, end) of a range that leave a window of `delay` keys in this call, by segments: visit(segment, begin of the
-/// segment, first, end).
+/// Tokens [begin, end) of a range that leave a window of `delay` keys in this call, by segments:
+/// visit(segment, begin of the segment, first, end).
 template <class Visit>
 void for_each_leaving(const Sequences& sequences, std::int64_t b, std::int64_t begin, std::int64_t end,
                       std::int32_t delay, Visit&& visit) {
@@ -246,36 +261,33 @@ template <class S, class T, class Real>
 void score_in_window(const host& on, const S& scorer, rows_view<const T> k, rows_view<const T> v,
                      const Sequences& sequences, std::int32_t delay, plane_view<Real> scores,
                      [[maybe_unused]] const Dropout& dropout, Real* memory) {
-    const std::int64_t blocks = stateless_blocks(sequences);
-    const std::int64_t count = blocks * k.batch * k.heads;
-    const std::int64_t workers = std::min<std::int64_t>(count, on.threads());
-    const auto stride = static_cast<std::ptrdiff_t>(worker_reals<Real>(scorer, k.dim, v.dim));
-    for_each_by_worker(on, count, workers, [&](std::int64_t worker, std::int64_t item) {
-        const auto h = static_cast<std::int32_t>(item / blocks % k.heads);
-        const std::int64_t b = item / blocks / k.heads;
-        // The tokens that leave in this call are as many as it brings.
-        const std::int64_t begin = std::max<std::int64_t>(0, std::int64_t{sequences.start_of(b)} - delay) +
-                                   item % blocks * scorer_block;
-        constexpr std::ptrdiff_t capacity = scorer_block + 2 * S::reach;
-        Real* keys = memory + worker * stride;
-        Real* values = keys + capacity * k.dim;
-        Real* scratch = values + capacity * v.dim;
-        for_each_leaving(
-            sequences, b, begin, begin + scorer_block, delay,
-            [&](std::int64_t segment, std::int64_t origin, std::int64_t first, std::int64_t end) {
-                const auto tokens = static_cast<std::int32_t>(end - first);
-                const Real* key = rows_around(k, b, h, origin, first, tokens, S::reach, keys);
-                const Real* value = rows_around(v, b, h, origin, first, tokens, S::reach, values);
-                Real* out = scores.head(b, h) + first;
-                if constexpr (checks::has_dropout<S>) {
-                    scorer.score_span(h, first - origin, tokens, key, value, out, scratch, on.instructions(),
-                                      {dropout, dropout_stream(b, h, k.heads, segment)});
-                } else {
-                    static_cast<void>(segment);
-                    scorer.score_span(h, first - origin, tokens, key, value, out, scratch, on.instructions());
-                }
-            });
-    });
+    for_each_scorer_block(
+        on, scorer, k, v, sequences, memory,
+        [&](Real* keys, std::int64_t b, std::int32_t h, std::int64_t block) {
+            // The tokens that leave in this call are as many as it brings.
+            const std::int64_t begin =
+                std::max<std::int64_t>(0, std::int64_t{sequences.start_of(b)} - delay) + block * scorer_block;
+            constexpr std::ptrdiff_t capacity = scorer_block + 2 * S::reach;
+            Real* values = keys + capacity * k.dim;
+            Real* scratch = values + capacity * v.dim;
+            for_each_leaving(
+                sequences, b, begin, begin + scorer_block, delay,
+                [&](std::int64_t segment, std::int64_t origin, std::int64_t first, std::int64_t end) {
+                    const auto tokens = static_cast<std::int32_t>(end - first);
+                    const Real* key = rows_around(k, b, h, origin, first, tokens, S::reach, keys);
+                    const Real* value = rows_around(v, b, h, origin, first, tokens, S::reach, values);
+                    Real* out = scores.head(b, h) + first;
+                    if constexpr (checks::has_dropout<S>) {
+                        scorer.score_span(h, first - origin, tokens, key, value, out, scratch,
+                                          on.instructions(),
+                                          {dropout, dropout_stream(b, h, k.heads, segment)});
+                    } else {
+                        static_cast<void>(segment);
+                        scorer.score_span(h, first - origin, tokens, key, value, out, scratch,
+                                          on.instructions());
+                    }
+                });
+        });
 }
 
 template <class S>

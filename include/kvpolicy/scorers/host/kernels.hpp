@@ -1,5 +1,6 @@
-// The loops that the host's scorers are made of. Each output is computed in one fixed order of operations whatever the
-// blocking, so one token, a block of tokens and any instruction set give the same bits: prefill scores equal step scores.
+// The loops that the host's scorers are made of. Each output is computed in one fixed order of operations
+// whatever the blocking, so one token, a block of tokens and any instruction set give the same bits: prefill
+// scores equal step scores.
 #pragma once
 
 #include <kvpolicy/core/lanes.hpp>
@@ -10,8 +11,8 @@
 
 namespace kvpolicy::host_backend {
 
-/// y[t][r] = bias[r] + sum_i w[r][i] x[t][i], for `tokens` rows of x and `rows` rows of w. bias may be null. Strides
-/// count elements. Sums run over lanes first, then the tail.
+/// y[t][r] = bias[r] + sum_i w[r][i] x[t][i], for `tokens` rows of x and `rows` rows of w. bias may be null.
+/// Strides count elements. Sums run over lanes first, then the tail.
 struct project_kernel {
     template <isa Set, int Tokens, int Rows, class Real, class Weight>
     [[gnu::always_inline]] static inline void tile(const Real* x, std::ptrdiff_t x_stride, const Weight* w,
@@ -186,7 +187,8 @@ struct update_kernel {
     }
 };
 
-/// One step of a scan over chunk states: the running state takes in delta, and delta becomes the state before it.
+/// One step of a scan over chunk states: the running state takes in delta, and delta becomes the state before
+/// it.
 ///     (delta, state) <- (state, keep * state + add * delta)
 struct scan_kernel {
     template <isa Set, class Real>

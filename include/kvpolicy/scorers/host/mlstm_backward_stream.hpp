@@ -1,21 +1,29 @@
 // The mLSTM scorer's backward pass through one stream of tokens, chunk by chunk from the end.
 //
-// In the notation of mlstm_chunkwise.hpp, with w_lj = exp(s_j - M_l) for j <= l in the chunk and e_l = exp(m - M_l) for the
-// state (C, z) before it, a read at l with query q~ of token l - delay and divisor g_l has
+// In the notation of mlstm_chunkwise.hpp, with w_lj = exp(s_j - M_l) for j <= l in the chunk and e_l = exp(m
+// - M_l) for the state (C, z) before it, a read at l with query q~ of token l - delay and divisor g_l has
 //
-//     N_l = e_l q~ C + sum_j w_lj (q~ . k~_j) v~_j,   g_l = e_l q~ z + sum_j w_lj (q~ . k~_j),   h_l = N_l / max(g_l, clamp)
+//     N_l = e_l q~ C + sum_j w_lj (q~ . k~_j) v~_j,   g_l = e_l q~ z + sum_j w_lj (q~ . k~_j)
+//     h_l = N_l / max(g_l, clamp)
 //
-// so d N_l = d h_l / g_l, d g_l = -d h_l . h_l / g_l (0 where the clamp acts), and with G_lj = d N_l . v~_j + d g_l:
+// so d N_l = d h_l / g_l, d g_l = -d h_l . h_l / g_l (0 where the clamp acts), and with G_lj = d N_l . v~_j +
+// d g_l:
 //
 //     d q~   = e_l (C d N_l + z d g_l) + sum_j w_lj G_lj k~_j
 //     d k~_j = sum_l w_lj G_lj q~_l + o_j (A v~_j + a),            o_j = exp(s_j - M_end)
 //     d v~_j = sum_l w_lj (q~_l . k~_j) d N_l + o_j A^T k~_j
-//     A      = sum over later reads of exp(m_end + b - m_l) q~_l d N_l^T,  a alike with d g_l: a state that runs backwards
-//              in the forward state's frame, A <- exp(m - M_end) A + sum_l e_l q~_l d N_l^T. No exponent is above 0.
+//     A      = sum over later reads of exp(m_end + b - m_l) q~_l d N_l^T,  a alike with d g_l
 //
-// A weight's exponent is log i_j + sum of log f from j + 1 to l. Hence d log i_j = sum_l (weight's gradient) = k~_j . d k~_j;
-// d log f_t, over all pairs j < t <= l, is sum_{l >= t} q~_l . d q~_l - sum_{j >= t} k~_j . d k~_j, a sum from the end, kept in
-// double. q~ . d q~ = 0 where the clamp does not act, since h does not depend on q~'s length.
+// (A, a) is a state that runs backwards in the forward state's frame:
+//
+//     A <- exp(m - M_end) A + sum_l e_l q~_l d N_l^T
+//
+// No exponent is above 0.
+//
+// A weight's exponent is log i_j + sum of log f from j + 1 to l. Hence d log i_j = sum_l (weight's gradient)
+// = k~_j . d k~_j; d log f_t, over all pairs j < t <= l, is sum_{l >= t} q~_l . d q~_l - sum_{j >= t} k~_j .
+// d k~_j, a sum from the end, kept in double. q~ . d q~ = 0 where the clamp does not act, since h does not
+// depend on q~'s length.
 #pragma once
 
 #include <kvpolicy/scorers/activation.hpp>
@@ -238,19 +246,40 @@ class mlstm_backward_head {
         }
     }
 
-    /// The reads of a chunk: scores again, and their gradients. Leaves d N in m_.n, d g in m_.dz and q~ in m_.q.
+    /// The reads of a chunk: scores again, and their gradients. Leaves d N in m_.n, d g in m_.dz and q~ in
+    /// m_.q.
     void reads_backward(const Real* state, double m, std::int32_t begin, std::int32_t reads) {
+        const std::int64_t token = first_ + begin - call_.delay;
+        Real inter[scorer_block], divisor[scorer_block];
+        read_again(state, m, begin, reads, inter, divisor);
+        for (std::int32_t r = 0; r < reads; ++r) {
+            divide_backward(token + r, r, divisor[r]);
+        }
+        // m_.u becomes w_lj G_lj; m_.s is w_lj (q~ . k~_j).
+        for (std::int32_t r = 0; r < reads; ++r) {
+            Real* weight = m_.u + std::ptrdiff_t{r} * scorer_block;
+            for (std::int32_t j = 0; j <= begin + r; ++j) {
+                weight[j] *= dot(set_, read(m_.n + std::ptrdiff_t{r} * of_.width),
+                                 read(m_.v + std::ptrdiff_t{j} * of_.width), of_.width) +
+                             m_.dz[r];
+            }
+        }
+        add_read_gradients(state, begin, reads, token, inter);
+    }
+
+    /// Forward again: q~ in m_.q, w_lj in m_.u, w_lj (q~ . k~_j) in m_.s, N in m_.h, e_l in `inter`, g_l in
+    /// `divisor`.
+    void read_again(const Real* state, double m, std::int32_t begin, std::int32_t reads, Real* inter,
+                    Real* divisor) {
         const std::int32_t features = of_.features, width = of_.width;
         const Real* z = state + std::ptrdiff_t{features} * width;
-        const std::int64_t token = first_ + begin - call_.delay;
-        gather(token, reads, m_.xq);
+        gather(first_ + begin - call_.delay, reads, m_.xq);
         map(of_.w_q(), m_.xq, reads, m_.q);
         combine(m_.q, features, 1, reads, features, state, width, m_.h, false);
         const float* none = nullptr;
         run_kernel<project_kernel>(set_, read(m_.q), std::ptrdiff_t{features}, reads, read(m_.k),
                                    std::ptrdiff_t{features}, count_, features, none, m_.s,
                                    std::ptrdiff_t{scorer_block});
-        Real inter[scorer_block], divisor[scorer_block];
         for (std::int32_t r = 0; r < reads; ++r) {
             const double most = mlstm_max(m, top_[begin + r]);
             inter[r] = static_cast<Real>(std::exp(m - most));
@@ -269,32 +298,33 @@ class mlstm_backward_head {
             }
         }
         combine(m_.s, scorer_block, 1, reads, count_, m_.v, width, m_.h, true);
-        for (std::int32_t r = 0; r < reads; ++r) {
-            Real* h = m_.h + std::ptrdiff_t{r} * width;
-            Real* n = m_.n + std::ptrdiff_t{r} * width;
-            const bool clamped = divisor[r] < static_cast<Real>(Scorer::clamp);
-            const Real scale = Real(1) / (clamped ? static_cast<Real>(Scorer::clamp) : divisor[r]);
-            for (std::int32_t e = 0; e < width; ++e) {
-                h[e] *= scale;
-            }
-            finish_backward(token + r, h, n);
-            Real along = Real(0);
-            for (std::int32_t e = 0; e < width; ++e) {
-                along += n[e] * h[e];
-                n[e] *= scale;
-            }
-            m_.dz[r] = clamped ? Real(0) : -along * scale;
-            clamped_[r] = clamped;
+    }
+
+    /// Read r, of token t: from d score to d N (in m_.n) and d g (in m_.dz).
+    void divide_backward(std::int64_t t, std::int32_t r, Real divisor) {
+        const std::int32_t width = of_.width;
+        Real* h = m_.h + std::ptrdiff_t{r} * width;
+        Real* n = m_.n + std::ptrdiff_t{r} * width;
+        const bool clamped = divisor < static_cast<Real>(Scorer::clamp);
+        const Real scale = Real(1) / (clamped ? static_cast<Real>(Scorer::clamp) : divisor);
+        for (std::int32_t e = 0; e < width; ++e) {
+            h[e] *= scale;
         }
-        // m_.u becomes w_lj G_lj; m_.s is w_lj (q~ . k~_j).
-        for (std::int32_t r = 0; r < reads; ++r) {
-            Real* weight = m_.u + std::ptrdiff_t{r} * scorer_block;
-            for (std::int32_t j = 0; j <= begin + r; ++j) {
-                weight[j] *= dot(set_, read(m_.n + std::ptrdiff_t{r} * width),
-                                 read(m_.v + std::ptrdiff_t{j} * width), width) +
-                             m_.dz[r];
-            }
+        finish_backward(t, h, n);
+        Real along = Real(0);
+        for (std::int32_t e = 0; e < width; ++e) {
+            along += n[e] * h[e];
+            n[e] *= scale;
         }
+        m_.dz[r] = clamped ? Real(0) : -along * scale;
+        clamped_[r] = clamped;
+    }
+
+    /// d q~, d k~ and d v~ of the reads, which begin with the one of `token`.
+    void add_read_gradients(const Real* state, std::int32_t begin, std::int32_t reads, std::int64_t token,
+                            const Real* inter) {
+        const std::int32_t features = of_.features, width = of_.width;
+        const Real* z = state + std::ptrdiff_t{features} * width;
         for (std::int32_t r = 0; r < reads; ++r) {
             for (std::int32_t i = 0; i < features; ++i) {
                 m_.dq[std::ptrdiff_t{r} * features + i] = z[i] * m_.dz[r];

@@ -1,14 +1,16 @@
 // The chunkwise form of the mLSTM scorer on the host: matrix products over chunks of L = scorer_block tokens.
 //
-// Within a chunk that follows a state (C, z, m), with b_l the running sum of log f up to its token l, included:
+// Within a chunk that follows a state (C, z, m), with b_l the running sum of log f up to its token l,
+// included:
 //
 //     s_j = log i_j - b_j,  M_l = max(m, max_{j <= l} s_j),  m_l = b_l + M_l       (m_l as in the recurrence)
-//     q~^T C_l = exp(m - M_l) q~^T C + sum_{j <= l} exp(s_j - M_l) (q~ . k~_j) v~_j         z alike, v~ being 1
+//     q~^T C_l = exp(m - M_l) q~^T C + sum_{j <= l} exp(s_j - M_l) (q~ . k~_j) v~_j     z alike, v~ being 1
 //
-// Exponents are differences of doubles and at most 0. Chunks come in rounds of a few per thread. Each round is three
-// passes: what each chunk adds to a state, relative to its own largest s_j (parallel over chunks); the states before each
-// chunk (a scan over chunks, parallel over the elements of the state); the reads (parallel over chunks, whose query rows
-// stand `delay` earlier). Which tokens form a chunk depends on the sequence alone, so scores do not depend on the threads.
+// Exponents are differences of doubles and at most 0. Chunks come in rounds of a few per thread. Each round
+// is three passes: what each chunk adds to a state, relative to its own largest s_j (parallel over chunks);
+// the states before each chunk (a scan over chunks, parallel over the elements of the state); the reads
+// (parallel over chunks, whose query rows stand `delay` earlier). Which tokens form a chunk depends on the
+// sequence alone, so scores do not depend on the threads.
 #pragma once
 
 #include <kvpolicy/core/check.hpp>
@@ -294,15 +296,11 @@ class mlstm_chunkwise {
         const mlstm_head<Scorer> of(scorer_, static_cast<std::int32_t>(chunk.head));
         const Real* c = buffer + layout_.state;
         const Real* z = c + static_cast<std::ptrdiff_t>(of.features) * of.width;
-        const Real* k = buffer + layout_.k;
-        const Real* v = buffer + layout_.v;
         Real* x = buffer + layout_.x;
         Real* q = buffer + layout_.q;
-        Real* s = buffer + layout_.s;
         Real* h = buffer + layout_.h;
         Real* old = buffer + layout_.weights;  // exp(m - M_l)
         Real* divisors = old + scorer_block;
-        Real* weights = divisors + scorer_block;  // exp(s_j - M_l) of one l
         gather(chunk, first, count, x);
         map(of, of.w_q(), x, count, buffer + layout_.y, q);
 
@@ -322,8 +320,29 @@ class mlstm_chunkwise {
                 row[e] *= old[i];
             }
         }
+        add_chunk_keys(of, chunk, buffer, begin, count);
+        Real* scores = scores_.head(chunk.batch, chunk.head) + first;
+        for (std::int32_t i = 0; i < count; ++i) {
+            Real* row = h + static_cast<std::ptrdiff_t>(i) * of.width;
+            of.divide(row, divisors[i]);
+            scores[i] = of.finish(set_, row, x + static_cast<std::ptrdiff_t>(i) * of.inputs);
+        }
+    }
+
+    /// Adds the own keys of the chunk to numerators and divisors of its queries, `count` of them from token
+    /// `begin` on.
+    void add_chunk_keys(const mlstm_head<Scorer>& of, const mlstm_chunk& chunk, Real* buffer,
+                        std::int32_t begin, std::int32_t count) const {
+        const Real* k = buffer + layout_.k;
+        const Real* v = buffer + layout_.v;
+        const Real* queries = buffer + layout_.q;
+        Real* s = buffer + layout_.s;
+        Real* h = buffer + layout_.h;
+        Real* divisors = buffer + layout_.weights + scorer_block;
+        Real* weights = divisors + scorer_block;  // exp(s_j - M_l) of one l
+        constexpr std::int32_t block = 4;  // queries that share the products of the keys that all of them see
+        const float* no_bias = nullptr;
         // q~ . k~_j for the j <= l that each block of queries needs.
-        constexpr std::int32_t block = 4;
         for (std::int32_t i = 0; i < count; i += block) {
             const std::int32_t rows = std::min(block, count - i);
             run_kernel<project_kernel>(set_, queries + static_cast<std::ptrdiff_t>(i) * of.features,
@@ -346,8 +365,8 @@ class mlstm_chunkwise {
             }
             divisors[i] += (sums[0] + sums[1]) + (sums[2] + sums[3]);
         }
-        // Blocks of queries share the keys that all of them see; the last few are each query's own, since a key after
-        // the query must not even be multiplied by 0 (it may be NaN).
+        // Blocks of queries share the keys that all of them see; the last few are each query's own, since a
+        // key after the query must not even be multiplied by 0 (it may be NaN).
         for (std::int32_t i = 0; i < count; i += block) {
             const std::int32_t rows = std::min(block, count - i);
             const std::int32_t shared = begin + i + 1;
@@ -363,12 +382,6 @@ class mlstm_chunkwise {
                     std::ptrdiff_t{of.width}, of.width, out + static_cast<std::ptrdiff_t>(r) * of.width,
                     std::ptrdiff_t{0}, true);
             }
-        }
-        Real* scores = scores_.head(chunk.batch, chunk.head) + first;
-        for (std::int32_t i = 0; i < count; ++i) {
-            Real* row = h + static_cast<std::ptrdiff_t>(i) * of.width;
-            of.divide(row, divisors[i]);
-            scores[i] = of.finish(set_, row, x + static_cast<std::ptrdiff_t>(i) * of.inputs);
         }
     }
 

@@ -25,8 +25,8 @@ void convert_row(const T* from, std::int32_t dim, Real* to) {
     }
 }
 
-/// `count` rows from row t on, in the type that is computed in and without gaps: the view's own memory where it is so,
-/// else `room`.
+/// `count` rows from row t on, in the type that is computed in and without gaps: the view's own memory where
+/// it is so, else `room`.
 template <class T, class Real>
 const Real* dense_rows(const rows_view<const T>& rows, std::int64_t b, std::int64_t h, std::int64_t t,
                        std::int32_t count, Real* buffer) {
@@ -54,8 +54,8 @@ const Real* real_weights(const float* weights, std::size_t count, Real* buffer) 
     }
 }
 
-/// Tokens [first, end) of a sequence, absorbed by one state. begin <= first is where the state was empty; the tokens
-/// between were absorbed by earlier calls. `last` marks the part of a sequence that no other follows.
+/// Tokens [first, end) of a sequence, absorbed by one state. begin <= first is where the state was empty; the
+/// tokens between were absorbed by earlier calls. `last` marks the part of a sequence that no other follows.
 struct stream_range {
     std::int64_t begin, first, end;
     bool last;

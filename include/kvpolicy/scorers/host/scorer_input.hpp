@@ -18,8 +18,8 @@ void convert_row(const T* row, std::int32_t dim, float* out) {
     }
 }
 
-/// Reads rows as fp32 for a scorer: one token at a time, blocks of them where the scorer takes blocks, or spans of tokens
-/// with their neighbors.
+/// Reads rows as fp32 for a scorer: one token at a time, blocks of them where the scorer takes blocks, or
+/// spans of tokens with their neighbors.
 template <class S, class T>
 class scorer_input {
   public:
@@ -64,7 +64,8 @@ class scorer_input {
             }
         }
     }
-    /// Scores tokens from .. from + count - 1 of a sequence, from the rows that key_at(t) and value_at(t) say.
+    /// Scores tokens from .. from + count - 1 of a sequence, from the rows that key_at(t) and value_at(t)
+    /// say.
     template <class KeyAt, class ValueAt>
     void score_spans(position_t from, std::int64_t count, KeyAt&& key_at, ValueAt&& value_at, float* scores) {
         for (std::int64_t begin = 0; begin < count; begin += scorer_block) {
@@ -165,7 +166,8 @@ std::size_t state_bytes(const Cache& cache) {
 template <class P>
 inline constexpr bool scores_late = P::ranked&& P::scorer_type::when == score_time::in_window;
 
-/// Tokens 0 .. scored_until - 1 of a sequence have their scores once `length` tokens have come (ContextScorer).
+/// Tokens 0 .. scored_until - 1 of a sequence have their scores once `length` tokens have come
+/// (ContextScorer).
 template <class S>
 position_t scored_until(const S& scorer, std::int32_t window, position_t length) {
     const position_t together = scorer.tokens_at_once(window);

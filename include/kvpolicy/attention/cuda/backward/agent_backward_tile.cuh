@@ -1,8 +1,9 @@
-// The products of the backward pass for one block of keys and one tile of queries, on any GPU from compute capability 8.0.
+// The products of the backward pass for one block of keys and one tile of queries, on any GPU from compute
+// capability 8.0.
 //
-// Keys stand on the rows of S^T = K Q^T, so that the weights are P^T and the gradients of logits dS^T, [key][query] in shared
-// memory: dV += P^T dO and dK += dS^T Q read them as they are, dQ += dS K reads them transposed. Everything is stored as
-// swizzled tiles of 64 columns (cuda/primitives/wgmma.cuh).
+// Keys stand on the rows of S^T = K Q^T, so that the weights are P^T and the gradients of logits dS^T,
+// [key][query] in shared memory: dV += P^T dO and dK += dS^T Q read them as they are, dQ += dS K reads them
+// transposed. Everything is stored as swizzled tiles of 64 columns (cuda/primitives/wgmma.cuh).
 #pragma once
 
 #include <kvpolicy/attention/cuda/backward/backward_params.cuh>
@@ -26,7 +27,7 @@ struct portable_sizes {
     static constexpr int queries = keys;
     static constexpr int warps = Dim <= 128 ? 8 : 4;
     static constexpr int threads = 32 * warps;
-    static constexpr int blocks = 2;  // an SM: one computes while the other waits for its rows
+    static constexpr int blocks = 2;  // per SM: one computes while the other waits for its rows
     static constexpr int score_columns = queries / (warps / (keys / 16));  // of a warp, beside its 16 keys
     static constexpr int across = 4;  // warps beside each other in a product of Dim columns, 32 rows each
     static constexpr int columns = Dim / across;

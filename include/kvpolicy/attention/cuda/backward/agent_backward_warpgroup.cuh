@@ -1,5 +1,6 @@
-// What one warpgroup of the Hopper backward pass does with a tile of queries: products by wgmma, the arithmetic between
-// them in registers, and sums on their way out. attention/cuda/backward/kernel_backward_hopper.cuh puts it together.
+// What one warpgroup of the Hopper backward pass does with a tile of queries: products by wgmma, the
+// arithmetic between them in registers, and sums on their way out.
+// attention/cuda/backward/kernel_backward_hopper.cuh puts it together.
 #pragma once
 
 #include <kvpolicy/attention/cuda/backward/backward_params.cuh>
@@ -16,63 +17,57 @@ namespace kvpolicy {
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 namespace cuda_backend {
 
-/// Sizes and the layout of shared memory, in bytes from a multiple of 1024.
-template <int Dim>
-struct hopper_backward {
-    static_assert(Dim == 64 || Dim == 128);
-    static constexpr int consumers = 2;  // warpgroups, 64 keys each
-    static constexpr int keys = 64 * consumers;
+/// Sizes and the layout of shared memory, in bytes from a multiple of 1024. Sizes of a block with `Keys` keys
+/// of head_dim up to Dim, and the beginning of its shared memory, in bytes from a multiple of 1024.
+template <int Dim, int Keys>
+struct hopper_backward_sizes {
+    static constexpr int consumers = 2;  // warpgroups
+    static constexpr int keys = Keys;
     static constexpr int queries = 64;
     static constexpr int stages = 2;
     static constexpr int threads = 128 * (consumers + 1);
-    static constexpr int consumer_registers = Dim == 64 ? 232 : 240;
-    static constexpr int producer_registers = Dim == 64 ? 40 : 24;
     static constexpr int key_bytes = keys * Dim * 2;
     static constexpr int query_bytes = queries * Dim * 2;
     static constexpr int gradient_bytes = keys * queries * 2;
     static constexpr int numbers_bytes = queries * 4;
-
-    static constexpr int k = 0;
-    static constexpr int v = k + key_bytes;
-    static constexpr int q = v + key_bytes;                                // [stages]
-    static constexpr int d_out = q + stages * query_bytes;                 // [stages]
-    static constexpr int gradients = d_out + stages * query_bytes;         // [2], dS^T
-    static constexpr int sums = gradients + 2 * gradient_bytes;            // of d_q, 4 KB a warp
-    static constexpr int lse2 = sums + consumers * 4 * 4096;               // [stages]
-    static constexpr int delta = lse2 + stages * numbers_bytes;            // [stages]
-    static constexpr int meta = delta + stages * numbers_bytes;            // [2]
-    static constexpr int meta_bytes = 32 + keys / 32 * 24 + keys * 5 * 4;  // item; intervals; entries
-    static constexpr int barriers = meta + 2 * meta_bytes;
-    static constexpr int bytes = barriers + 16 * 8;
-    static constexpr int shared_bytes = bytes + 1024;
-};
-
-/// Of head_dims above 128 a block has 64 keys, and their sums fill the registers of both warpgroups: one has those of d_v, the
-/// other those of d_k (attention/cuda/backward/kernel_backward_hopper_wide.cuh). Sums of d_q leave straight from registers.
-template <>
-struct hopper_backward<256> {
-    static constexpr int consumers = 2;
-    static constexpr int keys = 64;
-    static constexpr int queries = 64;
-    static constexpr int stages = 2;
-    static constexpr int threads = 128 * (consumers + 1);
-    static constexpr int consumer_registers = 240;
-    static constexpr int producer_registers = 24;
-    static constexpr int key_bytes = keys * 256 * 2;
-    static constexpr int query_bytes = queries * 256 * 2;
-    static constexpr int gradient_bytes = keys * queries * 2;
-    static constexpr int numbers_bytes = queries * 4;
+    static constexpr int meta_bytes = 32 + keys / 32 * 24 + keys * 5 * 4;  // item; visible intervals; entries
 
     static constexpr int k = 0;
     static constexpr int v = k + key_bytes;
     static constexpr int q = v + key_bytes;                         // [stages]
     static constexpr int d_out = q + stages * query_bytes;          // [stages]
     static constexpr int gradients = d_out + stages * query_bytes;  // dS^T
-    static constexpr int weights = gradients + gradient_bytes;      // P^T as fp16, and slopes of a softcap
-    static constexpr int lse2 = weights + 2 * gradient_bytes;       // [stages]
-    static constexpr int delta = lse2 + stages * numbers_bytes;     // [stages]
-    static constexpr int meta = delta + stages * numbers_bytes;     // [2]
-    static constexpr int meta_bytes = 32 + keys / 32 * 24 + keys * 5 * 4;
+};
+
+/// Each consumer has 64 keys.
+template <int Dim>
+struct hopper_backward : hopper_backward_sizes<Dim, 128> {
+    static_assert(Dim == 64 || Dim == 128);
+    using sizes = hopper_backward_sizes<Dim, 128>;
+    static constexpr int consumer_registers = Dim == 64 ? 232 : 240;
+    static constexpr int producer_registers = Dim == 64 ? 40 : 24;
+
+    static constexpr int sums = sizes::gradients + 2 * sizes::gradient_bytes;  // of d_q, 4 KB per warp
+    static constexpr int lse2 = sums + sizes::consumers * 4 * 4096;            // [stages]
+    static constexpr int delta = lse2 + sizes::stages * sizes::numbers_bytes;  // [stages]
+    static constexpr int meta = delta + sizes::stages * sizes::numbers_bytes;  // [2]
+    static constexpr int barriers = meta + 2 * sizes::meta_bytes;
+    static constexpr int bytes = barriers + 16 * 8;
+    static constexpr int shared_bytes = bytes + 1024;
+};
+
+/// Of head_dims above 128 a block has 64 keys, and their sums fill the registers of both warpgroups: one has
+/// those of d_v, the other those of d_k (attention/cuda/backward/kernel_backward_hopper_wide.cuh). Sums of
+/// d_q leave straight from registers.
+template <>
+struct hopper_backward<256> : hopper_backward_sizes<256, 64> {
+    static constexpr int consumer_registers = 240;
+    static constexpr int producer_registers = 24;
+
+    static constexpr int weights = gradients + gradient_bytes;   // P^T as fp16, and slopes of a softcap
+    static constexpr int lse2 = weights + 2 * gradient_bytes;    // [stages]
+    static constexpr int delta = lse2 + stages * numbers_bytes;  // [stages]
+    static constexpr int meta = delta + stages * numbers_bytes;  // [2]
     static constexpr int barriers = meta + 2 * meta_bytes;
     static constexpr int bytes = barriers + 16 * 8;
     static constexpr int shared_bytes = bytes + 1024;
@@ -169,8 +164,8 @@ struct agent_backward_warpgroup {
         }
     }
 
-    /// Weights to gradients of logits, dS^T = P^T (dP^T - delta). Masked: `sees` says of which pairs; products of others may be
-    /// anything.
+    /// Weights to gradients of logits, dS^T = P^T (dP^T - delta). Masked: `sees` says of which pairs;
+    /// products of others may be anything.
     template <bool Mixed, bool Masked>
     __device__ void to_gradients(float (&s)[score_values], const float (&d)[score_values], const float* delta,
                                  std::int32_t m, const packed_interval (&sees)[2],
@@ -250,8 +245,9 @@ struct agent_backward_warpgroup {
         wgmma_commit();
     }
 
-    /// Adds 64 x 64 sums by way of shared memory, where a bulk reduction of every warp's rows takes them from while the warps
-    /// go on. (Additions straight from registers are as fast in themselves, but warps wait for them to be taken.)
+    /// Adds 64 x 64 sums by way of shared memory, where a bulk reduction of every warp's rows takes them from
+    /// while the warps go on. (Additions straight from registers are as fast in themselves, but warps wait
+    /// for them to be taken.)
     __device__ void add_queries(float* to, const float (&d_q)[32], int group) const {
         const int warp = thread / 32, lane = thread % 32;
         const std::uint32_t at = base + L::sums + (group * 4 + warp) * 4096;

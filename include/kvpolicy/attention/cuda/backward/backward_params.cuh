@@ -1,12 +1,14 @@
-// The backward pass of attention as its kernels see it: what is cut into which pieces, and the small arithmetic that all
-// paths share.
+// The backward pass of attention as its kernels see it: what is cut into which pieces, and the small
+// arithmetic that all paths share.
 //
-// Queries are packed: row m of a super-tile is query m / G and head m % G of its group, so one gathered key serves all of
-// them, and a key's visible interval [begin, expiry) in queries is [begin G, expiry G) in packed rows. Queries, gradients of outputs and their
-// sums lie in the workspace in this order, in tiles of 64 rows that one bulk copy brings.
+// Queries are packed: row m of a super-tile is query m / G and head m % G of its group, so one gathered key
+// serves all of them, and a key's visible interval [begin, expiry) in queries is [begin G, expiry G) in
+// packed rows. Queries, gradients of outputs and their sums lie in the workspace in this order, in tiles of
+// 64 rows that one bulk copy brings.
 //
-// A work item is a block of up to `block_keys` entries of one super-tile's list times the packed rows that any of them can
-// see. Entries of a block are alike: old ones by falling expiry, young ones by rising begin, those that live briefly apart.
+// A work item is a block of up to `block_keys` entries of one super-tile's list times the packed rows that
+// any of them can see. Entries of a block are alike: old ones by falling expiry, later ones by rising begin,
+// those with a short interval apart.
 #pragma once
 
 #include <kvpolicy/attention/cuda/attention_params.cuh>
@@ -33,7 +35,8 @@ struct backward_list {
     std::int32_t shift;  // without lists: row t begins at query t + shift of the super-tile
 };
 
-/// A key of a list, in packed rows of the super-tile. Nobody sees it where expiry <= begin; then its row is not to be read.
+/// A key of a list, in packed rows of the super-tile. Nobody sees it where expiry <= begin; then its row is not
+/// to be read.
 struct backward_entry {
     std::int32_t row;
     std::int32_t begin;
@@ -85,8 +88,8 @@ struct backward_params {
 
     __host__ __device__ std::int32_t heads() const { return call.batch * call.kv_heads; }
     __host__ __device__ std::int32_t lists() const { return heads() * plan.supers; }
-    /// Lists are worked off super-tile by super-tile, the last (and longest) first, since those that run together then share
-    /// their queries in L2.
+    /// Lists are worked off super-tile by super-tile, the last (and longest) first, since those that run
+    /// together then share their queries in L2.
     __device__ std::int32_t list_at(std::int32_t position) const {
         const std::int32_t back = position / heads();
         return (position - back * heads()) * plan.supers + (plan.supers - 1 - back);
@@ -204,7 +207,7 @@ __device__ backward_item item_at(const backward_params<T>& p, std::int32_t i, st
     return block_at(list, p.list_of(list), i - p.items[low], block_keys);
 }
 
-/// What the is visible of a block's entries have in common, in packed rows.
+/// What the visible intervals of a block's entries have in common, in packed rows.
 struct block_interval {
     std::int32_t first_begin, last_begin, first_expiry, last_expiry;
 
@@ -228,8 +231,9 @@ struct block_interval {
     }
 };
 
-/// Where four numbers of a 64 x 64 tile of sums lie: (row, column), (row, column + 1), (row + 8, column), (row + 8, column + 1)
-/// with row % 16 < 8 and an even column. That is what a thread has of a product; the 16 rows of a warp are contiguous.
+/// Where four numbers of a 64 x 64 tile of sums lie: (row, column), (row, column + 1), (row + 8, column),
+/// (row + 8, column + 1) with row % 16 < 8 and an even column. That is what a thread has of a product; the 16
+/// rows of a warp are contiguous.
 __host__ __device__ constexpr int packed_sum_index(int row, int column) {
     return ((row / 16) * 256 + (column / 8) * 32 + (row % 8) * 4 + (column % 8) / 2) * 4;
 }
@@ -261,7 +265,8 @@ __device__ inline float fast_tanh(float x) {
     return 1.0f - __fdividef(2.0f, 1.0f + fast_exp2(2.885390081777927f * fminf(fmaxf(x, -40.0f), 40.0f)));
 }
 
-/// From a product <q, k> to the weight P and what the gradient of a logit is multiplied with to become that of <q, k> scale.
+/// From a product <q, k> to the weight P and what the gradient of a logit is multiplied with to become that
+/// of <q, k> scale.
 template <bool Softcap>
 __device__ inline float weight_of(float product, float slope, float height, float bias_less_lse,
                                   float& derivative) {

@@ -1,9 +1,10 @@
-// The backward pass on Hopper: one block an SM takes one work item after another. A producer warpgroup gathers
-// keys and values and streams tiles of packed queries; two warpgroups of 64 keys each multiply.
+// The backward pass on Hopper: one block per SM takes one work item after another. A producer
+// warpgroup gathers keys and values and streams tiles of packed queries; two warpgroups of 64 keys each
+// multiply.
 //
-// S^T = K Q^T and dP^T = V dO^T have keys on the rows, so weights and gradients are register operands of dV += P^T dO and
-// dK += dS^T Q. dS^T also goes through shared memory, where the warpgroups meet, for dQ = dS K, whose sums
-// leave for global memory by bulk reductions.
+// S^T = K Q^T and dP^T = V dO^T have keys on the rows, so weights and gradients are register operands of dV
+// += P^T dO and dK += dS^T Q. dS^T also goes through shared memory, where the warpgroups meet, for dQ = dS K,
+// whose sums leave for global memory by bulk reductions.
 #pragma once
 
 #include <kvpolicy/attention/cuda/backward/agent_backward_warpgroup.cuh>
@@ -106,6 +107,7 @@ struct hopper_backward_block : agent_backward_warpgroup<T, Dim, Bias, Softcap> {
         const std::int32_t first_item = p.items[begin], items = p.items[end] - first_item;
         std::uint32_t tile_number = 0;
         for (std::uint32_t n = 0;; ++n) {
+            // 1. Take an item.
             item_type& item = meta(n % 2);
             if (thread == 0) {
                 const std::int32_t next = atomicAdd(p.taken + counter, 1);
@@ -146,11 +148,13 @@ struct hopper_backward_block : agent_backward_warpgroup<T, Dim, Bias, Softcap> {
             }
             named_barrier(2, 128);
             barrier_arrive(full_meta(n % 2));
+            // 2. Gather its keys and values.
             barrier_wait(empty_keys(), (n & 1) ^ 1);
             gather(p.call.rows.k, item, base + L::k);
             barrier_arrive_after_copies(full_k());
             gather(p.call.rows.v, item, base + L::v);
             barrier_arrive_after_copies(full_v());
+            // 3. Stream query tiles.
             block_interval interval;
             std::int32_t first, stop;
             item.tiles(L::queries, interval, first, stop);
@@ -246,6 +250,7 @@ struct hopper_backward_block : agent_backward_warpgroup<T, Dim, Bias, Softcap> {
                 warp_arrive(empty_keys(), lane);
                 continue;
             }
+            // 1. The first tile's S^T.
             float s[score_values];
             barrier_wait(full_q(static_cast<int>(tile_number % L::stages)), tile_number / L::stages & 1);
             wgmma_fence();
@@ -261,11 +266,13 @@ struct hopper_backward_block : agent_backward_warpgroup<T, Dim, Bias, Softcap> {
                     reinterpret_cast<const float*>(shared + L::lse2 + stage * L::numbers_bytes);
                 const float* const delta =
                     reinterpret_cast<const float*>(shared + L::delta + stage * L::numbers_bytes);
+                // 1. dP^T. S^T was made with the tile before.
                 float d[score_values];
                 barrier_wait(full_d_out(stage), tile_number / L::stages & 1);
                 wgmma_fence();
                 this->multiply_scores(d, own_v, d_out);
 
+                // 2. Weights and dV.
                 const std::int32_t m = i * L::queries;
                 std::uint32_t weights[score_values / 8][4], gradients[score_values / 8][4];
                 std::uint32_t slopes[Softcap ? score_values / 2 : 1];
@@ -291,6 +298,7 @@ struct hopper_backward_block : agent_backward_warpgroup<T, Dim, Bias, Softcap> {
                 this->multiply_sums(d_v, weights, d_out);
                 wgmma_wait<1>();
                 pin(d);
+                // 3. Gradients of logits and dK.
                 this->to_gradients(s, d, delta, m, whole, view.sees, mixed, biased, view.from, sum_bias);
                 if constexpr (Softcap) {
                     this->multiply_slopes(s, slopes);
@@ -303,6 +311,7 @@ struct hopper_backward_block : agent_backward_warpgroup<T, Dim, Bias, Softcap> {
                 wgmma_wait<1>();
                 pin(weights);  // their registers are needed
                 pin(d_v);
+                // 4. dQ through shared memory.
                 const std::uint32_t turn =
                     base + L::gradients + static_cast<int>(tile_number % 2) * L::gradient_bytes;
                 this->store_gradients(gradients, turn, group);
@@ -324,8 +333,9 @@ struct hopper_backward_block : agent_backward_warpgroup<T, Dim, Bias, Softcap> {
                 pin(d);
                 pin(d_k);
                 pin(gradients);
-                // The next tile's scores run beside the additions. After the last tile they are made once more for nothing,
-                // since a branch around them would make the compiler wait for every product.
+                // The next tile's scores run beside the additions. After the last tile they are made once
+                // more for nothing, since a branch around them would make the compiler wait for every
+                // product.
                 wgmma_fence();
                 this->multiply_scores(s, own_k, base + L::q + after * L::query_bytes);
                 __syncwarp();  // all lanes have read the tile's numbers
@@ -338,6 +348,7 @@ struct hopper_backward_block : agent_backward_warpgroup<T, Dim, Bias, Softcap> {
                 wgmma_wait<0>();  // not after the jump back: the compiler would wait for every product
                 pin(s);
             }
+            // 5. Add dK, dV and the bias gradient.
             const std::int32_t row[2] = {item.row[key], item.row[key + 8]};
             const std::int64_t key_line = static_cast<std::int64_t>(item.head) * p.call.rows.k.length;
             __syncwarp();  // nothing below reads the item
@@ -355,7 +366,21 @@ struct hopper_backward_block : agent_backward_warpgroup<T, Dim, Bias, Softcap> {
 };
 #endif
 
-/// As backward_portable_kernel.
+/// backward_portable_kernel by wgmma (compute capability 9.0a), head_dim up to 128, 128 keys per item.
+///
+/// Grid: as many blocks as fit. Block: 384 threads: two consumer warpgroups of 64 keys, one producer. Shared
+/// memory: hopper_backward<Dim>::shared_bytes (dynamic). Inputs and accumulated outputs as there.
+/// Producer:
+/// 1. Take an item.
+/// 2. Gather its keys and values.
+/// 3. Stream query tiles.
+/// Consumers, per query tile:
+/// 1. S^T = K Q^T, dP^T = V dO^T.
+/// 2. Weights and dV.
+/// 3. Gradients of logits and dK.
+/// 4. dQ through shared memory.
+/// After the item:
+/// 5. Add dK, dV and the bias gradient.
 template <class T, int Dim, bool Bias, bool Softcap>
 __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(hopper_backward<Dim>::threads), 1)
     backward_hopper_kernel(const __grid_constant__ backward_params<T> p, const std::int32_t begin,

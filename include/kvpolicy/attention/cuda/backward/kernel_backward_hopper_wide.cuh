@@ -1,10 +1,11 @@
-// The backward pass on Hopper for head_dims of 129 to 256. A block of 64 keys has 128 KB of sums, all the registers of two
-// warpgroups: the first makes weights and sums d_v, the second makes gradients of logits and sums d_k, and each makes half the
-// columns of d_q. Weights go from the first to the second by way of shared memory, thread to thread, as fp16, which is exact
-// to 2^-12 of them, and 2^-25 for the smallest.
+// The backward pass on Hopper for head_dims of 129 to 256. A block of 64 keys has 128 KB of sums, all the
+// registers of two warpgroups: the first makes weights and sums d_v, the second makes gradients of logits and
+// sums d_k, and each makes half the columns of d_q. Weights go from the first to the second by way of shared
+// memory, thread to thread, as fp16, which is exact to 2^-12 of them, and 2^-25 for the smallest.
 //
-// Of a tile of queries the first warpgroup is one step ahead: while the second turns weights into gradients, it multiplies d_v
-// and the next tile's scores, and while d_q and d_k are multiplied, it makes the next weights.
+// Of a tile of queries the first warpgroup is one step ahead: while the second turns weights into gradients,
+// it multiplies d_v and the next tile's scores, and while d_q and d_k are multiplied, it makes the next
+// weights.
 #pragma once
 
 #include <kvpolicy/attention/cuda/backward/agent_backward_warpgroup.cuh>
@@ -209,7 +210,7 @@ struct hopper_backward_wide : hopper_backward_block<T, 256, Bias, Softcap> {
                 if (more) {
                     barrier_wait(this->full_q(after), parity_of(tile_number + 1));
                 }
-                // After the last tile its scores are made once more for nothing: a branch would make the compiler wait.
+                // Scores after the last tile are not used: a branch would make the compiler wait.
                 wgmma_fence();
                 this->multiply_scores(s, base + L::k, tile(L::q, after));
                 named_barrier_of_any(gradients_ready, 256);
@@ -349,7 +350,11 @@ struct hopper_backward_wide : hopper_backward_block<T, 256, Bias, Softcap> {
 };
 #endif
 
-/// As backward_portable_kernel, for head_dims up to 256.
+/// backward_hopper_kernel for head_dims of 129 to 256, 64 keys per item: the first consumer makes weights and
+/// dV, the second gradients of logits and dK, and each half of the columns of dQ.
+///
+/// Grid: as many blocks as fit. Block: 384 threads. Shared memory: hopper_backward<256>::shared_bytes
+/// (dynamic). Inputs and accumulated outputs as backward_portable_kernel's.
 template <class T, bool Bias, bool Softcap>
 __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(hopper_backward<256>::threads), 1)
     backward_hopper_wide_kernel(const __grid_constant__ backward_params<T> p, const std::int32_t begin,

@@ -1,6 +1,6 @@
-// The backward pass of float and double inputs: plain loops in that precision, to check with. A warp has a query, or a key; lanes
-// share the columns. What a query does not see is not read, so that d_q of fast kernels falls back on it for rows that a
-// hidden key has spoilt.
+// The backward pass of float and double inputs: plain loops in that precision, to check with. A warp has a
+// query, or a key; lanes share the columns. What a query does not see is not read, so that d_q of fast
+// kernels falls back on it for rows that a hidden key has spoilt.
 #pragma once
 
 #include <kvpolicy/attention/cuda/backward/backward_params.cuh>
@@ -108,7 +108,10 @@ __device__ inline void plain_query_gradient(const backward_params<S>& p, std::in
     }
 }
 
-/// d_q, a warp a packed row.
+/// d_q by plain loops in compute_t<T>; sums run in the order of the list.
+///
+/// Grid: lists * super_rows / (plain_threads / 32), a warp per packed row. Block: plain_threads. Shared
+/// memory: none. Reads the call's tensors, not the packed ones. Overwrites d_q [B, Hq, S, Dk].
 template <class T>
 __global__ void __launch_bounds__(plain_threads) backward_plain_queries_kernel(const backward_params<T> p) {
     const std::int64_t line = static_cast<std::int64_t>(blockIdx.x) * (plain_threads / 32) + threadIdx.x / 32;
@@ -123,8 +126,12 @@ __global__ void __launch_bounds__(plain_threads) backward_plain_queries_kernel(c
     }
 }
 
-/// As forward_fix_nonfinite_kernel: rows of d_q that are not finite once more, by what the query sees alone. (0 times a key that is not finite is
-/// a NaN in the sums of the other queries of a tile.)
+/// fix_nonfinite of the backward pass: where *not_finite is set, recomputes every row of d_q that is not
+/// finite from the keys that its query sees. Normally it returns at once. Rows whose own q, out or d_out is
+/// not finite stay.
+///
+/// Grid: as many blocks as fit; warps take packed rows in turn. Block: plain_threads. Shared memory: none.
+/// Reads and overwrites d_q [B, Hq, S, Dk].
 template <class T>
 __global__ void __launch_bounds__(plain_threads) backward_fix_nonfinite_kernel(const backward_params<T> p) {
     if (*p.not_finite == 0) {
@@ -140,7 +147,8 @@ __global__ void __launch_bounds__(plain_threads) backward_fix_nonfinite_kernel(c
             continue;
         }
         const T* const d_q = p.d_q.row(own.b, own.head, own.query);
-        // What the query itself brought, or its gradient (an overflow that a loss scaler will throw away), cannot be fixed.
+        // What the query itself brought, or its gradient (an overflow that a loss scaler will throw away),
+        // cannot be repaired.
         if (!finite_row(d_q, p.d_q.dim) && finite_row(p.d_out.row(own.b, own.head, own.query), p.d_out.dim) &&
             finite_row(p.out.row(own.b, own.head, own.query), p.out.dim) &&
             finite_row(p.call.q.row(own.b, own.head, own.query), p.call.q.dim)) {
@@ -149,7 +157,10 @@ __global__ void __launch_bounds__(plain_threads) backward_fix_nonfinite_kernel(c
     }
 }
 
-/// Adds to d_k, d_v and d_log_bias what the queries of super-tile j give, a warp an entry.
+/// d_k, d_v and d_log_bias += what the queries of super-tile j give. Launches go super-tile by super-tile.
+///
+/// Grid: B * Hkv * rows / (plain_threads / 32), a warp per list entry. Block: plain_threads. Shared memory:
+/// none. Accumulates in d_k, d_v [B, Hkv, rows, D] and d_log_bias [B, Hkv, rows].
 template <class T>
 __global__ void __launch_bounds__(plain_threads)
     backward_plain_keys_kernel(const backward_params<T> p, const std::int32_t j) {
@@ -207,7 +218,10 @@ __global__ void __launch_bounds__(plain_threads)
     }
 }
 
-/// Zeroes d_k, d_v and d_log_bias for the rows that count, a warp a row.
+/// d_k, d_v and d_log_bias = 0 for the keys that count.
+///
+/// Grid: B * Hkv * rows / (plain_threads / 32), a warp per key. Block: plain_threads. Shared memory: none.
+/// Overwrites d_k, d_v [B, Hkv, rows, D] and d_log_bias [B, Hkv, rows].
 template <class T>
 __global__ void __launch_bounds__(plain_threads) backward_plain_zero_kernel(const backward_params<T> p) {
     const std::int32_t rows = p.call.rows.k.length;

@@ -1,5 +1,5 @@
-// The backward pass on any GPU from compute capability 8.0: keys stationary for everything, or queries stationary for d_q
-// alone, which then needs no atomic additions.
+// The backward pass on any GPU from compute capability 8.0: keys stationary for everything, or queries
+// stationary for d_q alone, which then needs no atomic additions.
 #pragma once
 
 #include <kvpolicy/attention/cuda/backward/agent_backward_tile.cuh>
@@ -14,8 +14,17 @@ namespace kvpolicy {
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 namespace cuda_backend {
 
-/// dK, dV, d_log_bias and, where sum_q is given, dQ, for the lists at positions [begin, end). Blocks take one item after
-/// another. A row stands in a list once, so with one super-tile a launch every sum is added to once and in launch order.
+/// dK, dV, d_log_bias and, where sum_q is given, dQ by mma.sync: keys are stationary, the queries that see
+/// them stream by.
+///
+/// Grid: as many blocks as fit; each takes work items (S::keys entries of a list) of the lists at positions
+/// [begin, end), handed out by taken[counter]. Block: S::threads. Shared memory: portable_memory<Dim>
+/// (dynamic). Reads packed_q, packed_d_out, lse2, delta, k and v [B, Hkv, rows, D]. Adds (atomically, fp32)
+/// to sum_k, sum_v [B, Hkv, rows, Dim], sum_bias [B, Hkv, rows] and sum_q. A key stands in a list once, so
+/// with one super-tile per launch every sum is added to once, in launch order.
+/// 1. Load the item's keys.
+/// 2. Per query tile: scores and weights, dV, dK, dQ.
+/// 3. Add dK, dV and the bias gradient.
 template <class T, int Dim, bool Bias, bool Softcap>
 __global__ void __launch_bounds__(portable_sizes<Dim>::threads, portable_sizes<Dim>::blocks)
     backward_portable_kernel(const backward_params<T> p, const std::int32_t begin, const std::int32_t end,
@@ -38,6 +47,7 @@ __global__ void __launch_bounds__(portable_sizes<Dim>::threads, portable_sizes<D
         if (next >= items) {
             return;
         }
+        // 1. Load the keys of the item.
         const backward_item item = memory.item;
         const std::int32_t head = item.list / p.plan.supers, j = item.list - head * p.plan.supers;
         tile_type tile(p, memory);
@@ -46,6 +56,7 @@ __global__ void __launch_bounds__(portable_sizes<Dim>::threads, portable_sizes<D
         const std::int32_t stop = min(interval.last_expiry, valid);
         typename tile_type::product d_k = {};
         typename tile_type::product d_v = {};
+        // 2. Scores and weights, dV, dK and dQ, per query tile.
         for (std::int32_t m = interval.first_begin / S::queries * S::queries; m < stop; m += S::queries) {
             tile.load_queries(item.list, m);
             tile.scores(m, interval);
@@ -70,6 +81,7 @@ __global__ void __launch_bounds__(portable_sizes<Dim>::threads, portable_sizes<D
             }
             __syncthreads();
         }
+// 3. Add dK, dV and the bias gradient.
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
 #pragma unroll
@@ -93,7 +105,15 @@ __global__ void __launch_bounds__(portable_sizes<Dim>::threads, portable_sizes<D
     }
 }
 
-/// d_q without atomic additions, so the same in every run: one block a tile of packed rows, over all entries of its list.
+/// dQ without atomic additions, so with the same bits in every run: queries are stationary, the keys of their
+/// list stream by.
+///
+/// Grid: lists * padded_rows / S::queries, a tile of packed rows each. Block: S::threads. Shared memory:
+/// portable_memory<Dim> (dynamic). Reads what backward_portable_kernel reads. Overwrites d_q [B, Hq, S, Dk]
+/// in T; sets *not_finite where a sum is not finite.
+/// 1. Load the queries.
+/// 2. Per block of keys: scores, dQ.
+/// 3. Scale, round and write dQ.
 template <class T, int Dim, bool Bias, bool Softcap>
 __global__ void __launch_bounds__(portable_sizes<Dim>::threads, portable_sizes<Dim>::blocks)
     backward_queries_kernel(const backward_params<T> p) {
@@ -111,9 +131,11 @@ __global__ void __launch_bounds__(portable_sizes<Dim>::threads, portable_sizes<D
         return;
     }
     const std::int32_t begin = p.items[position], end = p.items[position + 1];
+    // 1. Load the queries.
     tile_type tile(p, memory);
     tile.load_queries(list, m);
     typename tile_type::product d_q = {};
+    // 2. Scores and dQ, per block of keys.
     for (std::int32_t i = begin; i < end; ++i) {
         const block_interval interval = tile.load_keys(item_at(p, i, S::keys));
         if (interval.first_begin < m + S::queries && interval.last_expiry > m) {
@@ -122,6 +144,7 @@ __global__ void __launch_bounds__(portable_sizes<Dim>::threads, portable_sizes<D
         }
         __syncthreads();
     }
+    // 3. Scale, round and write dQ.
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
 #pragma unroll

@@ -35,8 +35,13 @@ struct packed_row {
     }
 };
 
-/// Packs q and d_out and computes delta = <out, d_out>; one block a tile of 64 rows. Rows that take no part become zero, with
-/// an lse that makes every weight 0.
+/// Packs q and d_out into tiles of 64 rows, and delta = <out, d_out>. Row m of a super-tile is query m / G,
+/// head m % G.
+///
+/// Grid: lists * padded_rows / 64, a tile each. Block: pack_threads, Dim / 8 threads per row. Shared memory:
+/// none. Reads q [B, Hq, S, Dk], out and d_out [B, Hq, S, Dv] in T, lse [B, Hq, S] in fp32. Overwrites
+/// packed_q and packed_d_out [lists, padded_rows, Dim] (swizzled), lse2 and delta [lists, padded_rows] in
+/// fp32. Rows that take no part become 0, with an lse2 of +inf, which makes every weight 0.
 template <class T, int Dim>
 __global__ void __launch_bounds__(pack_threads) backward_pack_kernel(const backward_params<T> p) {
     constexpr int chunks = Dim / 8;
@@ -90,9 +95,14 @@ __global__ void __launch_bounds__(pack_threads) backward_pack_kernel(const backw
     }
 }
 
-/// Orders the young entries of every list: first those that live briefly and die inside the super-tile (keys that are dropped when
-/// they leave the window), then the others, by rising begin as they come: mixed, a block of them would be seen for long by
-/// few. One block a list.
+/// Orders the entries of every list whose begin is inside the super-tile: first those with a short visible
+/// interval that expire inside it (keys that are dropped when they leave the window), then the others, both
+/// by rising begin. A block of mixed keys would be computed for many queries that few of its keys see.
+///
+/// Grid: lists. Block: pack_threads. Shared memory: one count per warp (static). Reads plan.life, old and
+/// total. Overwrites young [lists, max_young] and brief [lists].
+/// 1. Count the short intervals.
+/// 2. Scatter both kinds, each in its order.
 template <class T>
 __global__ void __launch_bounds__(pack_threads) backward_young_kernel(const backward_params<T> p) {
     constexpr int warps = pack_threads / 32;
@@ -108,6 +118,7 @@ __global__ void __launch_bounds__(pack_threads) backward_young_kernel(const back
         return i < young && interval[i].expiry < super_q &&
                interval[i].expiry - interval[i].begin < super_q / 8 * 3;
     };
+    // 1. Count the short intervals.
     std::int32_t brief = 0;
     for (std::int32_t first = 0; first < young; first += pack_threads) {
         brief += __syncthreads_count(is_brief(first + thread) ? 1 : 0);
@@ -115,6 +126,7 @@ __global__ void __launch_bounds__(pack_threads) backward_young_kernel(const back
     if (thread == 0) {
         p.brief[list] = brief;
     }
+    // 2. Scatter both kinds.
     std::int32_t briefs = 0;  // so far
     for (std::int32_t first = 0; first < young; first += pack_threads) {
         const std::int32_t i = first + thread;
@@ -134,7 +146,12 @@ __global__ void __launch_bounds__(pack_threads) backward_young_kernel(const back
     }
 }
 
-/// Items before each list, for blocks of `block_keys` entries. One block.
+/// items[i] = work items of the lists before position i, in blocks of `block_keys` entries. Clears taken and
+/// not_finite.
+///
+/// Grid:
+/// 1. Block: 1024. Shared memory: one count per warp (static). Overwrites items [lists + 1] and taken
+///    [supers].
 template <class T>
 __global__ void __launch_bounds__(1024)
     backward_items_kernel(const backward_params<T> p, const std::int32_t block_keys) {
@@ -170,7 +187,13 @@ __global__ void __launch_bounds__(1024)
     }
 }
 
-/// d_q from its sums; one block a 64 x 64 tile of them.
+/// d_q = scale * sum_q, rounded to T; sets *not_finite where a sum is not finite.
+///
+/// Grid: lists * padded_rows / 64 * Dim / 64, a 64 x 64 tile of sums each. Block: finish_threads. Shared
+/// memory: 64 rows of 144 bytes (static). Reads sum_q (fp32, packed_sum_index). Overwrites d_q [B, Hq, S,
+/// Dk].
+/// 1. Round into shared memory.
+/// 2. Write whole rows.
 template <class T, int Dim>
 __global__ void __launch_bounds__(finish_threads) backward_finish_q_kernel(const backward_params<T> p) {
     constexpr int row_bytes = packed_tile * 2 + 16;
@@ -182,6 +205,7 @@ __global__ void __launch_bounds__(finish_threads) backward_finish_q_kernel(const
     const auto tile = static_cast<std::int32_t>(block / blocks % tiles);
     const int column = static_cast<int>(block % blocks) * 64;
     const int thread = static_cast<int>(threadIdx.x);
+    // 1. Round into shared memory.
     const float4* const sums = reinterpret_cast<const float4*>(p.sum_q + block * (packed_tile * 64));
     const int r = thread / 32 * 16 + thread % 32 / 4;
     float zero = 0.0f;
@@ -198,6 +222,7 @@ __global__ void __launch_bounds__(finish_threads) backward_finish_q_kernel(const
         *p.not_finite = 1;
     }
     __syncthreads();
+    // 2. Write whole rows.
     const int chunk = thread % 8;
     if (column + chunk * 8 >= p.d_q.dim) {
         return;
@@ -215,7 +240,11 @@ __global__ void __launch_bounds__(finish_threads) backward_finish_q_kernel(const
     }
 }
 
-/// d_k, d_v and d_log_bias from their sums; a thread has eight numbers of a row.
+/// d_k = scale * sum_k, d_v = sum_v, both rounded to T, and d_log_bias = sum_bias.
+///
+/// Grid: B * Hkv * rows * Dim / 8 / finish_threads, eight numbers of a row per thread. Block: finish_threads.
+/// Shared memory: none. Reads sum_k and sum_v [B, Hkv, rows, Dim], sum_bias [B, Hkv, rows], fp32. Overwrites
+/// d_k, d_v [B, Hkv, rows, D] and d_log_bias [B, Hkv, rows].
 template <class T, int Dim>
 __global__ void __launch_bounds__(finish_threads) backward_finish_keys_kernel(const backward_params<T> p) {
     constexpr int chunks = Dim / 8;

@@ -1,5 +1,6 @@
-// d_q without atomic additions on Hopper: one block has 128 packed rows, two warpgroups of 64, and walks over all entries of
-// their list that any of them sees. A producer warpgroup gathers blocks of 64 keys and values into a ring.
+// d_q without atomic additions on Hopper: one block has 128 packed rows, two warpgroups of 64, and walks over
+// all entries of their list that any of them sees. A producer warpgroup gathers blocks of 64 keys and values
+// into a ring.
 #pragma once
 
 #include <kvpolicy/attention/cuda/backward/backward_params.cuh>
@@ -109,6 +110,7 @@ struct hopper_queries_block {
     }
 
     __device__ void produce() const {
+        // 1. Load queries.
         if (thread == 0) {
             const std::int64_t at = (static_cast<std::int64_t>(list) * p.padded_rows + first_row) * Dim;
             barrier_expect(full_q(), 4 * L::tile_bytes);
@@ -120,6 +122,7 @@ struct hopper_queries_block {
         const std::int32_t blocks = list_blocks(all, L::keys).all;
         auto* const intervals = reinterpret_cast<block_interval*>(shared + L::intervals);
         std::uint32_t filled = 0;
+        // 2. Gather blocks of keys that some row sees.
         for (std::int32_t i = 0; i < blocks; ++i) {
             const backward_item item = block_at(list, all, i, L::keys);
             const bool has = thread < item.count;
@@ -196,6 +199,7 @@ struct hopper_queries_block {
             fence_async_proxy();  // keys were written by cp.async
             const std::uint32_t k = base + L::k + stage * L::tile_bytes;
             float s[32], d[32];
+            // 1. Scores and weights.
             wgmma_fence();
             multiply_scores(s, base + L::q + group * L::tile_bytes, k);
             multiply_scores(d, base + L::d_out + group * L::tile_bytes, base + L::v + stage * L::tile_bytes);
@@ -218,6 +222,7 @@ struct hopper_queries_block {
             }
             wgmma_wait<0>();
             pin(d);
+            // 2. Gradients of logits.
             std::uint32_t gradients[4][4];
 #pragma unroll
             for (int i = 0; i < 32; ++i) {
@@ -243,6 +248,7 @@ struct hopper_queries_block {
                     gradients[x][i] = pack<T>(s[8 * x + 2 * i], s[8 * x + 2 * i + 1]);
                 }
             }
+            // 3. dQ += dS K.
             const std::uint64_t from_k = describe_mn_major(k, 64 * 128);
             pin(gradients);
             pin(d_q);
@@ -257,6 +263,7 @@ struct hopper_queries_block {
             pin(gradients);
             warp_arrive(empty(stage), lane);  // all lanes have read what is said of the keys
         }
+        // 4. Scale, round and write dQ.
         const std::int32_t valid = p.valid_rows(b, list % p.plan.supers);
         if (zero_if_finite(d_q) != 0.0f) {
             *p.not_finite = 1;
@@ -280,7 +287,20 @@ struct hopper_queries_block {
 };
 #endif
 
-/// As backward_queries_kernel.
+/// backward_queries_kernel by wgmma (compute capability 9.0a), head_dim up to 128.
+///
+/// Grid: lists * padded_rows / 128, 128 packed rows each. Block: 384 threads: two consumer warpgroups of 64
+/// rows, one producer. Shared memory: hopper_queries<Dim>::shared_bytes (dynamic). Inputs and outputs as
+/// there.
+/// Producer:
+/// 1. Load queries.
+/// 2. Gather blocks of 64 keys that some row sees.
+/// Consumers:
+/// 1. Scores and weights.
+/// 2. Gradients of logits.
+/// 3. dQ += dS K.
+/// After the list:
+/// 4. Scale, round and write dQ.
 template <class T, int Dim, bool Bias, bool Softcap>
 __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(384), 1)
     backward_queries_hopper_kernel(const __grid_constant__ backward_params<T> p) {

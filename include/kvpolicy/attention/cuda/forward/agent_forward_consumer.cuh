@@ -1,4 +1,5 @@
-// A consumer warpgroup of a Hopper forward block: 64 rows of the tile, products by wgmma, softmax in registers.
+// A consumer warpgroup of a Hopper forward block: 64 rows of the tile, products by wgmma, softmax in
+// registers.
 #pragma once
 
 #include <kvpolicy/attention/cuda/forward/forward_params.cuh>
@@ -75,20 +76,16 @@ class agent_forward_consumer : forward_pipeline<S> {
     }
 
   private:
-    using forward_pipeline<S>::call_;
-    using forward_pipeline<S>::memory_;
-    using forward_pipeline<S>::queries_;
-    using forward_pipeline<S>::ring_;
-    using forward_pipeline<S>::full_;
-    using forward_pipeline<S>::empty_;
-    using forward_pipeline<S>::queries_full_;
-    using forward_pipeline<S>::queries_empty_;
+    using shares = forward_pipeline<S>;
+    using shares::call_, shares::memory_, shares::queries_, shares::ring_, shares::full_, shares::empty_,
+        shares::queries_full_, shares::queries_empty_;
 
     static constexpr int scores = S::keys / 2;
     static constexpr int parts = S::Dim / 128 > 0 ? S::Dim / 128 : 1;  // of the output's columns
     static constexpr int columns = S::Dim / 2 / parts;                 // of a part, a thread
 
-    /// This warp no longer needs a stage (or the queries): what its lanes have read comes before what the producer writes.
+    /// This warp no longer needs a stage (or the queries): what its lanes have read comes before what the
+    /// producer writes.
     __device__ static void release(std::uint32_t barrier) { warp_arrive(barrier, lane_id()); }
 
     using Output = float[parts][columns];
@@ -151,7 +148,8 @@ class agent_forward_consumer : forward_pipeline<S> {
         bool moves;  // and the output so far must be multiplied by `decay`
         float decay[2];
     };
-    /// Whether weights are relative to the first maximum. Above head_dim 128 it moves lazily, which is 4% faster there.
+    /// Whether weights are relative to the first maximum. Above head_dim 128 it moves lazily, which is 4%
+    /// faster there.
     static constexpr bool anchors = S::Dim <= 128;
 
     /// This warp no longer needs the keys of a stage. True where it was the tile's last.
@@ -180,7 +178,8 @@ class agent_forward_consumer : forward_pipeline<S> {
         }
         return w;
     }
-    /// After weigh(), with the output so far: s are weights, and the stage is released. True where it was the tile's last.
+    /// After weigh(), with the output so far: s are weights, and the stage is released. True where it was the
+    /// tile's last.
     __device__ bool settle(float (&s)[scores], const weighing& w, int stage, const std::uint32_t (&query)[2],
                            online_softmax& softmax, Output& o) const {
         if constexpr (anchors) {
@@ -265,7 +264,8 @@ class agent_forward_consumer : forward_pipeline<S> {
         } while (!last);
     }
 
-    /// Q K^T of the next block is multiplied beside the softmax of this one; takes the registers for scores and weights both.
+    /// Q K^T of the next block is multiplied beside the softmax of this one; takes the registers for scores
+    /// and weights both.
     __device__ void attend_overlapped(pipeline_state<S::stages>& ring, std::uint64_t queries,
                                       const std::uint32_t (&query)[2], online_softmax& softmax,
                                       Output& o) const {

@@ -1,6 +1,7 @@
-// The forward pass on Hopper (compute capability 9.0a). A block stays and takes one tile after another: a producer warpgroup
-// gathers keys and values into a ring of shared memory, two or three consumer warpgroups of 64 rows each multiply them by
-// wgmma. The producer is ahead by the length of the ring, over the ends of tiles too.
+// The forward pass on Hopper (compute capability 9.0a). A block stays and takes one tile after another: a
+// producer warpgroup gathers keys and values into a ring of shared memory, two or three consumer warpgroups
+// of 64 rows each multiply them by wgmma. The producer is ahead by the length of the ring, over the ends of
+// tiles too.
 #pragma once
 
 #include <kvpolicy/attention/cuda/forward/agent_forward_consumer.cuh>

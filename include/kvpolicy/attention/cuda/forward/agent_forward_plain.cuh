@@ -1,6 +1,7 @@
-// The forward pass written plainly, for fp32 and double inputs and any head_dim: a check on the fast kernels, not one of
-// them. One warp a query of one head; lanes share keys for the logits and columns for the sums. What a query does not see is not
-// read, so that fast kernels fall back on it for rows that a hidden value has spoilt.
+// The forward pass written plainly, for fp32 and double inputs and any head_dim: a check on the fast kernels,
+// not one of them. One warp per query of one head; lanes share keys for the logits and columns for the sums.
+// What a query does not see is not read, so that fast kernels fall back on it for rows that a hidden value
+// has spoilt.
 #pragma once
 
 #include <kvpolicy/attention/cuda/forward/forward_params.cuh>
@@ -34,7 +35,24 @@ __device__ inline T sum_over_warp(T x) {
     return x;
 }
 
-/// Query `query` of query head `of_q`; `scale` and `softcap` as in Attention, values up to `Most` wide. All lanes of a warp.
+/// The logit of query row `q` and key row `row` of KV head h, without its bias.
+template <class T, class S>
+__device__ __forceinline__ T plain_logit(const attention_params<S>& params, const S* q, std::int32_t b,
+                                         std::int32_t h, std::int32_t row, T scale, T logits_soft_cap) {
+    const S* const k = params.rows.key(b, h, row);
+    T logit = T(0);
+    for (std::int32_t d = 0; d < params.q.dim; ++d) {
+        logit += static_cast<T>(q[d]) * static_cast<T>(k[d]);
+    }
+    logit *= scale;
+    if (logits_soft_cap > T(0)) {
+        logit = logits_soft_cap * tanh(logit / logits_soft_cap);
+    }
+    return logit;
+}
+
+/// Query `query` of query head `of_q`; `scale` and `softcap` as in Attention, values up to `Most` wide. All
+/// lanes of a warp.
 template <int Most, class S>
 __device__ inline void agent_forward_plain(const forward_params<S>& call, compute_t<S> scale,
                                            compute_t<S> logits_soft_cap, std::int32_t b, std::int32_t of_q,
@@ -66,15 +84,7 @@ __device__ inline void agent_forward_plain(const forward_params<S>& call, comput
         }
         T logit = nothing;
         if (seen) {
-            const S* const k = params.rows.key(b, h, head.row_of(x));
-            logit = T(0);
-            for (std::int32_t d = 0; d < params.q.dim; ++d) {
-                logit += static_cast<T>(q[d]) * static_cast<T>(k[d]);
-            }
-            logit *= scale;
-            if (logits_soft_cap > T(0)) {
-                logit = logits_soft_cap * tanh(logit / logits_soft_cap);
-            }
+            logit = plain_logit<T>(params, q, b, h, head.row_of(x), scale, logits_soft_cap);
             std::int32_t from = 1;
             const float bias = head.bias_of(x, base, 1, from);
             logit += from == 0 ? static_cast<T>(bias) : T(0);

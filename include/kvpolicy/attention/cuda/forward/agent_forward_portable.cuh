@@ -1,5 +1,5 @@
-// The forward pass on any GPU from compute capability 8.0: one block of four warps a tile, mma.sync, keys and values
-// gathered by cp.async into two stages.
+// The forward pass on any GPU from compute capability 8.0: one block of four warps per tile, mma.sync, keys
+// and values gathered by cp.async into two stages.
 #pragma once
 
 #include <kvpolicy/attention/cuda/forward/forward_params.cuh>
@@ -24,7 +24,7 @@ struct forward_portable_sizes {
     static constexpr int Dim = Dim_;
     static constexpr bool General = General_;
     static constexpr int threads = 128;
-    static constexpr int rows_16 = Dim <= 128 ? 2 : 1;  // rows a warp, in units of 16
+    static constexpr int rows_16 = Dim <= 128 ? 2 : 1;  // rows per warp, in units of 16
     static constexpr int rows = 64 * rows_16;
     // What fits beside the queries in the 99 KB that every GPU since 8.0 gives a block.
     static constexpr int keys = Dim <= 64 ? 64 : (Dim <= 128 ? 64 : 32) / (General ? 2 : 1);
@@ -98,8 +98,9 @@ class agent_forward_portable {
         }
     }
 
-    /// Enqueues the copies of a block's keys and values. A pass of all threads takes some whole rows; what depends on the pass
-    /// is a constant, as everywhere below: swizzling is an exclusive or of bits 4 to 6 of an address, and the rest of it adds.
+    /// Enqueues the copies of a block's keys and values. A pass of all threads takes some whole rows; what
+    /// depends on the pass is a constant, as everywhere below: swizzling is an exclusive or of bits 4 to 6 of
+    /// an address, and the rest of it adds.
     __device__ void load_block(const tile_coords& coords, int stage) const {
         if (call_.params.rows.self_k.length != 0) {
             load_block<true>(coords, stage);

@@ -1,7 +1,8 @@
 // The producer warpgroup of a Hopper forward block: gathers the rows of one tile after another.
 //
-// cp.async writes through the generic proxy and wgmma reads through the async proxy, so the producer waits for a group of
-// copies, fences, and only then says that a tile is full; it does so one group late, when the next one is under way.
+// cp.async writes through the generic proxy and wgmma reads through the async proxy, so the producer waits
+// for a group of copies, fences, and only then says that a tile is full; it does so one group late, when the
+// next one is under way.
 #pragma once
 
 #include <kvpolicy/attention/cuda/forward/forward_params.cuh>
@@ -71,14 +72,9 @@ class agent_forward_producer : forward_pipeline<S> {
     }
 
   private:
-    using forward_pipeline<S>::call_;
-    using forward_pipeline<S>::memory_;
-    using forward_pipeline<S>::queries_;
-    using forward_pipeline<S>::ring_;
-    using forward_pipeline<S>::full_;
-    using forward_pipeline<S>::empty_;
-    using forward_pipeline<S>::queries_full_;
-    using forward_pipeline<S>::queries_empty_;
+    using shares = forward_pipeline<S>;
+    using shares::call_, shares::memory_, shares::queries_, shares::ring_, shares::full_, shares::empty_,
+        shares::queries_full_, shares::queries_empty_;
 
     struct producer_state {
         pipeline_state<S::stages> ring;
@@ -160,9 +156,10 @@ class agent_forward_producer : forward_pipeline<S> {
         tell(state, queries_full_);
     }
 
-    /// Most of a tile: blocks of rows that all its queries see, without the stream's bookkeeping. Lane i of the eight that
-    /// share rows knows the number of row i of theirs; where they follow one another, they come as boxes. Leaves at least one full block, if there is any, so that the stream
-    /// decides which is the last. Returns how many rows it took.
+    /// Most of a tile: blocks of rows that all its queries see, without the stream's bookkeeping. Lane i of
+    /// the eight that share rows knows the number of row i of theirs; where they follow one another, they
+    /// come as boxes. Leaves at least one full block, if there is any, so that the stream decides which is
+    /// the last. Returns how many rows it took.
     template <class Source>
     __device__ std::int32_t produce_full(producer_state& state, std::uint32_t number, std::uint32_t parity,
                                          bool& first, const Source& source) const {
@@ -238,8 +235,8 @@ class agent_forward_producer : forward_pipeline<S> {
         constexpr int each = S::keys / 16;
         const int first = state.thread / 8 * each;
         const int chunk = state.thread % 8;
-        // swizzled(S::keys, first + i, chunk + 8 part), with what depends on i in the instructions: `first` is a multiple of
-        // `each`, so that i only sets bits of the row, and flips bits of the chunk.
+        // swizzled(S::keys, first + i, chunk + 8 part), with what depends on i in the instructions: `first`
+        // is a multiple of `each`, so that i only sets bits of the row, and flips bits of the chunk.
         static_assert(each == 4 || each == 8);
         const std::uint32_t to =
             ring_ + state.ring.stage * S::tile_bytes + first * 128 + ((chunk ^ (first % 8)) << 4);
@@ -265,8 +262,8 @@ class agent_forward_producer : forward_pipeline<S> {
         state.ring.advance();
     }
 
-    /// The tile's queries into shared memory; zeros where a row has none. Eight threads share a row, 16 rows go at once, and
-    /// (query, head) of a row follow from those 16 rows before without a division.
+    /// The tile's queries into shared memory; zeros where a row has none. Eight threads share a row, 16 rows
+    /// go at once, and (query, head) of a row follow from those 16 rows before without a division.
     __device__ void load_queries(const tile_coords& coords, int thread) const {
         const rows_view<const T>& q = call_.params.q;
         const int chunk = thread % 8;

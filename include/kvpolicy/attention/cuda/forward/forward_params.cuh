@@ -14,8 +14,8 @@ namespace kvpolicy {
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 namespace cuda_backend {
 
-/// A tile is tile_q consecutive queries of the query heads of one KV head: row r of it is query r / heads of head
-/// r % heads. Groups larger than a tile's rows are cut into `parts` of `heads` query heads each.
+/// A tile is tile_q consecutive queries of the query heads of one KV head: row r of it is query r / heads of
+/// head r % heads. Groups larger than a tile's rows are cut into `parts` of `heads` query heads each.
 template <class T>
 struct forward_params {
     attention_params<T> params;
@@ -28,7 +28,7 @@ struct forward_params {
     std::int32_t tile_q = 1;
     std::int32_t first_tile = 0;  // of the launch
     std::int32_t tiles = 0;       // of the launch, for each head and part
-    std::int32_t heads = 1;       // query heads a tile
+    std::int32_t heads = 1;       // query heads per tile
     std::int32_t parts = 1;
     // Logits in units of log 2. Without softcap: slope * <q, k>; with it: cap * tanh(...), written as
     // cap (1 - 2 / (1 + 2^(slope <q, k>))).
@@ -41,7 +41,8 @@ struct forward_params {
     }
 };
 
-/// Rows that lie together come by TMA: maps of keys and values whose boxes are box_rows rows. Without them, every row is gathered.
+/// Rows that lie together come by TMA: maps of keys and values whose boxes are box_rows rows. Without them,
+/// every row is gathered.
 struct forward_boxes {
     static constexpr std::uint32_t box_rows = 8;
     CUtensorMap k, v;
@@ -58,7 +59,8 @@ struct tile_coords {
     std::int32_t queries;  // that count; <= 0: nothing to do
 };
 
-/// Tiles of one head follow one another, so that what they gather stays in the L2 cache; those with most keys come first.
+/// Tiles of one head follow one another, so that what they gather stays in the L2 cache; those with most keys
+/// come first.
 template <class T>
 __device__ inline tile_coords tile_coords_of(const forward_params<T>& call, std::uint32_t number) {
     const auto tile = static_cast<std::int32_t>(number % static_cast<std::uint32_t>(call.tiles));

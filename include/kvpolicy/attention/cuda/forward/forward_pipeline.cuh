@@ -1,4 +1,5 @@
-// What the warpgroups of a Hopper forward block share: sizes, the layout of shared memory, the ring and its barriers.
+// What the warpgroups of a Hopper forward block share: sizes, the layout of shared memory, the ring and its
+// barriers.
 #pragma once
 
 #include <kvpolicy/attention/cuda/forward/forward_params.cuh>

@@ -16,14 +16,26 @@ namespace kvpolicy {
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 namespace cuda_backend {
 
-/// One block a tile.
+/// Attention over the visible keys by mma.sync (bf16, fp16; compute capability 8.0): out = softmax(logits) V,
+/// and lse.
+///
+/// Grid: call.count() query tiles, one per block. Block: S::threads. Shared memory: what agent_forward_portable takes
+/// (dynamic). Reads q [B, Hq, S, Dk], keys and values [B, Hkv, rows, D], the plan or the frames. Overwrites
+/// out [B, Hq, S, Dv] in T and lse [B, Hq, S] in fp32, where it is given. Sets *not_finite where an output is
+/// not finite. Phases: agent_forward_portable::run (agent_forward_portable.cuh).
 template <class S>
 __global__ void __launch_bounds__(S::threads)
     forward_portable_kernel(const __grid_constant__ forward_params<typename S::T> call) {
     agent_forward_portable<S>(call, dynamic_shared()).run(blockIdx.x);
 }
 
-/// As many blocks as fit; each takes tiles from `next`, which is 0 at first.
+/// forward_portable_kernel by wgmma and TMA (compute capability 9.0a). Blocks stay and take one query tile after
+/// another.
+///
+/// Grid: as many blocks as fit. Block: S::threads = 128 * (consumers + 1): consumer warpgroups of 64 rows,
+/// one producer. Shared memory: forward_hopper_shared_bytes<S>() (dynamic). Reads, overwrites and sets what
+/// forward_portable_kernel does; `boxes` are tensor maps of keys and values. Adds to *next, the count of tiles handed
+/// out, 0 at first. Phases: agent_forward_producer.cuh and agent_forward_consumer.cuh.
 template <class S>
 __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(S::threads))
     forward_hopper_kernel(const __grid_constant__ forward_params<typename S::T> call,
@@ -33,7 +45,10 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(S::threads))
 #endif
 }
 
-/// One warp a query of a head.
+/// forward_portable_kernel by plain loops in compute_t<T>, for fp32 and double inputs and any head_dim up to 1024.
+///
+/// Grid: B * Hq * S / plain_warps, a warp per query of a head. Block: 32 * plain_warps. Shared memory: none.
+/// Reads frames, not the plan. Overwrites out [B, Hq, S, Dv] and lse [B, Hq, S].
 template <class T>
 __global__ void __launch_bounds__(32 * plain_warps)
     forward_plain_kernel(const __grid_constant__ forward_params<T> call, const double scale,
@@ -51,9 +66,13 @@ __global__ void __launch_bounds__(32 * plain_warps)
                                        head / query_heads, head % query_heads, query);
 }
 
-/// A row whose key some queries of a tile see and others do not has weight 0 for the others, and 0 times a value that is not
-/// finite is a NaN. So where some output of a call was not finite, all that are not are computed again by what they see alone,
-/// one warp a query of a head. Nearly always there is nothing to do.
+/// fix_nonfinite: masked keys that hold NaN or Inf poison a tile's outputs, since 0 * NaN is a NaN. Where
+/// *not_finite is set, recomputes every row of out that is not finite from the keys that its query sees.
+/// Normally it returns at once.
+///
+/// Grid: as many blocks as fit; warps take queries in turn. Block: 32 * plain_warps. Shared memory: none.
+/// Reads and overwrites out [B, Hq, S, Dv] and lse [B, Hq, S] of those rows. Rows whose own query is not
+/// finite stay.
 template <class T>
 __global__ void __launch_bounds__(32 * plain_warps)
     forward_fix_nonfinite_kernel(const __grid_constant__ forward_params<T> call) {
@@ -71,7 +90,7 @@ __global__ void __launch_bounds__(32 * plain_warps)
             continue;
         }
         const T* const out = call.out.row(head / query_heads, head % query_heads, query);
-        // What the query itself brought cannot be fixed.
+        // What the query itself brought cannot be repaired.
         if (!finite_row(out, call.out.dim) &&
             finite_row(params.q.row(head / query_heads, head % query_heads, query), params.q.dim)) {
             agent_forward_plain<256>(call, params.scale, params.logits_soft_cap, head / query_heads,
@@ -80,7 +99,11 @@ __global__ void __launch_bounds__(32 * plain_warps)
     }
 }
 
-/// Says which sequences have lengths that cannot be (they count as empty), and sets the tile counters of the launches to 0.
+/// Before a call's launches: counters[0, count) = 0, and status_bad_length for sequences whose device lengths
+/// cannot be (they count as empty).
+///
+/// Grid:
+/// 1. Block: 256. Shared memory: none. Adds bits to status [B], uint32, where it is given.
 template <class Frames>
 __global__ void forward_begin_kernel(const __grid_constant__ Frames frames, const std::int32_t batch,
                                      std::uint32_t* const status, std::uint32_t* const counters,

@@ -1,6 +1,6 @@
-// Softmax over blocks of keys for two rows a thread, in the layout that mma and wgmma accumulators share: value i of a
-// thread belongs to row (i / 2) % 2 of its two and to column 8 (i / 4) + 2 (lane % 4) + i % 2; the four lanes of a quad share
-// both rows.
+// Softmax over blocks of keys for two rows per thread, in the layout that mma and wgmma accumulators share:
+// value i of a thread belongs to row (i / 2) % 2 of its two and to column 8 (i / 4) + 2 (lane % 4) + i % 2;
+// the four lanes of a quad share both rows.
 #pragma once
 
 #include <kvpolicy/attention/cuda/forward/row_stream.cuh>
@@ -15,7 +15,8 @@ namespace kvpolicy {
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 namespace cuda_backend {
 
-/// Scores become logits in units of log 2: softcap, bias. `query` are the two rows' queries in the frame of the notes.
+/// Scores become logits in units of log 2: softcap, bias. `query` are the two rows' queries in the frame of
+/// the notes.
 template <int N, int Keys, bool Biased>
 __device__ inline void to_logits(float (&s)[N], float slope, float cap, const key_notes<Keys, Biased>& notes,
                                  const std::uint32_t (&query)[2]) {
@@ -77,7 +78,8 @@ __device__ inline void hide(float (&s)[N], const key_notes<Keys, Biased>& notes,
     }
 }
 
-/// The running softmax of two rows. The sums are this lane's share until finish(). `max` is what weights are relative to.
+/// The running softmax of two rows. The sums are this lane's share until finish(). `max` is what weights are
+/// relative to.
 struct online_softmax {
     static constexpr float slack = 8.0f;  // in units of log 2
 
@@ -85,8 +87,9 @@ struct online_softmax {
     float sum[2] = {0.0f, 0.0f};
     bool anchored = false;  // both rows of all the warp's lanes have seen something
 
-    /// As take() where all rows are anchored, without looking for a larger logit: weights are relative to the `max` that is there. False
-    /// where some would be so large that fp16 might not hold it, or not a number; then only s has changed. All lanes get the same.
+    /// As take() where all rows are anchored, without looking for a larger logit: weights are relative to the
+    /// `max` that is there. False where some would be so large that fp16 might not hold it, or not a number;
+    /// then only s has changed. All lanes get the same.
     template <int N>
     __device__ bool take_anchored(float (&s)[N], float slope) {
         constexpr float most = 0x1p14f;
@@ -105,9 +108,10 @@ struct online_softmax {
         return true;
     }
 
-    /// Logits slope * s (slope > 0) become weights relative to `max`, the largest so far. What has been summed must then be multiplied
-    /// by `decay` where true is returned, to all lanes of the warp. Lazy: `max` moves only where some logit of the warp's rows exceeds
-    /// it by more than `slack`; weights are at most 2^slack then, as good as ones, and it hardly ever does.
+    /// Logits slope * s (slope > 0) become weights relative to `max`, the largest so far. What has been
+    /// summed must then be multiplied by `decay` where true is returned, to all lanes of the warp. Lazy:
+    /// `max` moves only where some logit of the warp's rows exceeds it by more than `slack`; weights are at
+    /// most 2^slack then, as good as ones, and it hardly ever does.
     template <bool Lazy, int N>
     __device__ bool take(float (&s)[N], float slope, float (&decay)[2]) {
         float largest[2];
@@ -163,7 +167,7 @@ struct online_softmax {
     }
 };
 
-/// Weights as an A fragment of mma or wgmma: 16 keys a step.
+/// Weights as an A fragment of mma or wgmma: 16 keys per step.
 template <class T, int N>
 __device__ inline void to_fragments(std::uint32_t (&p)[N / 8][4], const float (&s)[N]) {
 #pragma unroll
@@ -175,7 +179,8 @@ __device__ inline void to_fragments(std::uint32_t (&p)[N / 8][4], const float (&
     }
 }
 
-/// Where row `row` of a tile writes its output, null where it has none. Its lse is written here, by one lane of the quad.
+/// Where row `row` of a tile writes its output, null where it has none. Its lse is written here, by one lane
+/// of the quad.
 template <class T>
 __device__ inline T* row_to_store(const forward_params<T>& call, const tile_coords& coords, int row,
                                   float lse) {
@@ -192,8 +197,8 @@ __device__ inline T* row_to_store(const forward_params<T>& call, const tile_coor
     return call.out.row(coords.b, of_q, at);
 }
 
-/// Writes two rows' outputs, N / 2 columns a row of which `dim` count, times `inverse`. Null rows are left out. Each lane
-/// of a quad ends with 8 columns of its own, so that 16 bytes go at once.
+/// Writes two rows' outputs, N / 2 columns per row of which `dim` count, times `inverse`. Null rows are left
+/// out. Each lane of a quad ends with 8 columns of its own, so that 16 bytes go at once.
 template <class T, int N>
 __device__ inline void store_rows(const float (&o)[N], const float (&inverse)[2], T* const (&row)[2],
                                   std::int32_t first, std::int32_t dim) {

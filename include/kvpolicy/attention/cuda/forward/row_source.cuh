@@ -1,4 +1,5 @@
-// The rows that a tile of queries sees, from the plan's lists or by looking at every row. Both say the same thing:
+// The rows that a tile of queries sees, from the plan's lists or by looking at every row. Both say the same
+// thing:
 //
 //   full                          rows [0, full) are seen by every query of the tile;
 //   row(call, x)                  the number of such a row
@@ -28,8 +29,8 @@ struct candidate_row {
     std::uint32_t interval;
 };
 
-/// Rows from the plan's list of the super-tile: old ones and young ones that the whole tile sees, then old ones that may die in
-/// it, young ones that outlast the super-tile, and those that do not.
+/// Rows from the plan's list of the super-tile: old ones and young ones that the whole tile sees, then old
+/// ones that may die in it, young ones that outlast the super-tile, and those that do not.
 struct listed_rows {
     std::int32_t full, candidates, begin, end;
     std::int64_t offset;

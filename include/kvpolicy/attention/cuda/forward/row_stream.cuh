@@ -16,8 +16,8 @@ namespace cuda_backend {
 /// What softmax needs to know of a block's keys.
 template <int Keys, bool Biased>
 struct key_notes {
-    // Where masked is masked_by_births, query i sees key n iff i >= life[n]; else iff i - (life[n] & 0xffff), as an unsigned number, is
-    // below life[n] >> 16.
+    // Where masked is masked_by_births, query i sees key n iff i >= life[n]; else iff i - (life[n] & 0xffff),
+    // as an unsigned number, is below life[n] >> 16.
     std::uint32_t interval[Keys];
     float bias[Biased ? Keys : 1];               // in units of log 2
     std::uint32_t bias_from[Biased ? Keys : 1];  // the bias counts for queries i >= this
@@ -30,8 +30,8 @@ inline constexpr std::uint32_t masked_by_births = 1, masked_by_intervals = 2;
 
 inline constexpr int stream_threads = 128;
 
-/// Where a block's rows of keys and of values lie: units of 16 bytes from row 0 of this head, in the second segment where
-/// the highest bit is set.
+/// Where a block's rows of keys and of values lie: units of 16 bytes from row 0 of this head, in the second
+/// segment where the highest bit is set.
 template <int Keys>
 struct alignas(16) key_offsets {
     static constexpr std::uint32_t none = 0xffffffffu;  // no row: zeros
@@ -102,8 +102,8 @@ class row_stream {
         fetch();
     }
 
-    /// The next block's offsets and notes. False where it was the last. At least one block comes, of which no row need be
-    /// there. Threads may read both after it, and must have read the offsets before any calls it
+    /// The next block's offsets and notes. False where it was the last. At least one block comes, of which no
+    /// row need be there. Threads may read both after it, and must have read the offsets before any calls it
     /// again with the same ones.
     __device__ bool next(key_offsets<Keys>& offsets, key_notes<Keys, Biased>& notes) {
         const Source& source = memory_.source;

@@ -1,8 +1,9 @@
 // A thread's part of two rows: logits of a tile become exponents, and exponents one number a row.
 //
-// The layout is that of mma and wgmma accumulators: value i of s belongs to row (i / 2) % 2 of the thread's two rows (8 apart)
-// and to column 8 (i / 4) + i % 2 from the thread's first, which is 2 pair, pair being its lane % 4. Rows never meet across
-// threads before the end, so that a row's four threads may have different largest exponents meanwhile.
+// The layout is that of mma and wgmma accumulators: value i of s belongs to row (i / 2) % 2 of the thread's
+// two rows (8 apart) and to column 8 (i / 4) + i % 2 from the thread's first, which is 2 pair, pair being its
+// lane % 4. Rows never meet across threads before the end, so that a row's four threads may have different
+// largest exponents meanwhile.
 #pragma once
 
 #include <kvpolicy/attention/cuda/future_mass/qk_reduce_params.cuh>
@@ -19,9 +20,9 @@ namespace cuda_backend {
 /// Lower than every exponent of a finite logit, and finite, so that no infinity is taken from another.
 inline constexpr float no_exponent = -1e30f;
 
-/// 2^x on the arithmetic units, for a share of the exponents where the special function unit is the bottleneck. x is cut to
-/// [-125, 127]. The cubic is the minimax one for the relative error on [-1/2, 1/2]: 7.5e-5. A NaN becomes about 2^127 or more, which
-/// a quick pass takes for an overflow.
+/// 2^x on the arithmetic units, for a share of the exponents where the special function unit is the
+/// bottleneck. x is cut to [-125, 127]. The cubic is the minimax one for the relative error on [-1/2, 1/2]:
+/// 7.5e-5. A NaN becomes about 2^127 or more, which a quick pass takes for an overflow.
 template <bool CutAbove>
 __device__ inline float polynomial_exp2(float x) {
     constexpr float magic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer, in the low bits
@@ -60,7 +61,8 @@ inline __device__ row_constants constants_of(const qk_reduce_exponents<float>& e
     return c;
 }
 
-/// Softcap and sign, where there are any. cap tanh(y) = cap - 2 cap / (exp(2 y) + 1): no more error than cap times fp32's.
+/// Softcap and sign, where there are any. cap tanh(y) = cap - 2 cap / (exp(2 y) + 1): no more error than cap
+/// times fp32's.
 template <int N>
 __device__ inline void prepare(float (&s)[N], const row_constants& c) {
     if (c.cap > 0.0f) {
@@ -89,9 +91,10 @@ struct row_state {
         sum[0] = sum[1] = 0.0f;
     }
 
-    /// Reduces a tile in. `bias` [columns], shared memory, at the thread's first column (a mass's); `first` is that column less
-    /// the thread's first row, `left` how many columns there are from it on. Share: of 8 exponents, how many by polynomial. The logits are left
-    /// alone: ptxas makes wgmmas wait for each other where other instructions write registers that are accumulators.
+    /// Reduces a tile in. `bias` [columns], shared memory, at the thread's first column (a mass's); `first` is
+    /// that column less the thread's first row, `left` how many columns there are from it on. Share: of 8
+    /// exponents, how many by polynomial. The logits are left alone: ptxas makes wgmmas wait for each other
+    /// where other instructions write registers that are accumulators.
     template <bool Masked, int Share, int N>
     __device__ void absorb(const float (&logits)[N], const float* bias, const row_constants& c,
                            std::int32_t first, std::int32_t left, std::int32_t low, std::uint32_t span) {
@@ -158,8 +161,9 @@ struct row_state {
         }
     }
 
-    /// Reduces a part of a tile in whose pairs all count: values [4 begin, 4 end) of every row, in a quick pass and without a
-    /// softcap. `bias` and Share as above, `scale` with its sign. An anchored pass has had its first tile by absorb() before.
+    /// Reduces a part of a tile in whose pairs all count: values [4 begin, 4 end) of every row, in a quick pass
+    /// and without a softcap. `bias` and Share as above, `scale` with its sign. An anchored pass has had its
+    /// first tile by absorb() before.
     template <int Share, int N>
     __device__ void absorb_part(const float (&s)[N], int begin, int end, const float* bias, float scale) {
         static_assert(Pass::quick);
@@ -183,8 +187,8 @@ struct row_state {
         sum[1] += part[1];
     }
 
-    /// The two rows' results, the same in all four threads of a row: the base-2 logarithm of the sum, or the largest exponent.
-    /// `overflow` says where a sum has left the range in which it can be trusted.
+    /// The two rows' results, the same in all four threads of a row: the base-2 logarithm of the sum, or the
+    /// largest exponent. `overflow` says where a sum has left the range in which it can be trusted.
     __device__ void reduce(float (&result)[2], bool (&overflow)[2]) const {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
@@ -199,7 +203,8 @@ struct row_state {
             } else {
                 float total = sum[r];
                 if constexpr (Pass::reduce == row_reduce::anchored) {
-                    // The thread of the largest anchor has a sum of 1 or more: what the others lose below is less than 2^-26.
+                    // The thread of the largest anchor has a sum of 1 or more: what the others lose below is
+                    // less than 2^-26.
                     overflow[r] = !(total < 0x1p100f);
                 }
                 if constexpr (!Pass::mass || Pass::reduce == row_reduce::running) {

@@ -1,5 +1,5 @@
-// The band pass without matrix instructions: any storage type, any head_dim, any alignment. For fp32 and double inputs, which
-// exist for checking, and for views that 16-byte copies cannot read.
+// The qk_reduce pass without matrix instructions: any storage type, any head_dim, any alignment. For fp32 and
+// double inputs, which exist for checking, and for views that 16-byte copies cannot read.
 #pragma once
 
 #include <kvpolicy/attention/cuda/future_mass/qk_reduce_params.cuh>
@@ -22,22 +22,65 @@ struct qk_reduce_plain_sizes {
     static constexpr int dims = 32;     // of rows and columns that are in shared memory at a time
 };
 
-__device__ inline float exp2_of(float x) { return exp2f(x); }
-__device__ inline double exp2_of(double x) { return exp2(x); }
-__device__ inline float log2_of(float x) { return log2f(x); }
-__device__ inline double log2_of(double x) { return log2(x); }
-__device__ inline float tanh_of(float x) { return tanhf(x); }
-__device__ inline double tanh_of(double x) { return tanh(x); }
+/// Two tiles of `dims` numbers per row in shared memory.
+template <class C>
+struct band_plain_memory {
+    C rows[qk_reduce_plain_sizes::rows][qk_reduce_plain_sizes::dims + 1];
+    C columns[qk_reduce_plain_sizes::columns][qk_reduce_plain_sizes::dims + 1];
+};
 
-/// Pass is careful_lse_pass, careful_mass_pass or largest_mass_pass.
+/// dot[i] = row `own` of the item times column `column` + part + 8 i, by all threads of a block.
+template <class T, class C>
+__device__ __forceinline__ void multiply_band_plain(const qk_reduce_params<T, C>& params,
+                                                    const qk_reduce_item& item, std::int32_t of_columns,
+                                                    std::int32_t column, band_plain_memory<C>& memory,
+                                                    C (&dot)[4]) {
+    using sizes = qk_reduce_plain_sizes;
+    const auto thread = static_cast<int>(threadIdx.x);
+    const int own = thread / 8;
+    const int part = thread % 8;
+    for (std::int32_t from = 0; from < params.rows.dim; from += sizes::dims) {
+        __syncthreads();
+        for (int i = thread; i < sizes::rows * sizes::dims; i += sizes::threads) {
+            const int r = i / sizes::dims;
+            const int x = i % sizes::dims;
+            const bool inside = from + x < params.rows.dim;
+            memory.rows[r][x] =
+                inside && item.first + r < item.length
+                    ? static_cast<C>(params.rows.row(item.b, item.head, item.first + r)[from + x])
+                    : static_cast<C>(0);
+            memory.columns[r][x] =
+                inside && column + r < item.length
+                    ? static_cast<C>(params.columns.row(item.b, of_columns, column + r)[from + x])
+                    : static_cast<C>(0);
+        }
+        __syncthreads();
+        for (int x = 0; x < sizes::dims; ++x) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                dot[i] += memory.rows[own][x] * memory.columns[part + 8 * i][x];
+            }
+        }
+    }
+}
+
+/// qk_reduce without matrix instructions, in compute_t<T>. Pass is careful_lse_pass, careful_mass_pass or
+/// largest_mass_pass.
+///
+/// Grid: items = B * Hr * S / 32, one per block. Block: 256 threads, eight per row. Shared memory:
+/// band_plain_memory (static). Reads rows [B, Hr, S, D], columns [B, Hc, S, D] and, for a mass, lse [B, Hc,
+/// S]. Overwrites out [B, Hr, S] in fp32.
+/// 1. Per tile: 32 x 32 products.
+/// 2. Reduce them.
+/// 3. Join the threads of a row, and the heads of a group.
+/// 4. Write.
 template <class T, class Pass>
 __global__ void __launch_bounds__(256)
     qk_reduce_plain_kernel(const qk_reduce_params<T, compute_t<T>> params) {
     using C = compute_t<T>;
     using sizes = qk_reduce_plain_sizes;
     static_assert(Pass::reduce != row_reduce::sum);
-    __shared__ C rows[sizes::rows][sizes::dims + 1];
-    __shared__ C columns[sizes::columns][sizes::dims + 1];
+    __shared__ band_plain_memory<C> memory;
     const qk_reduce_item item =
         qk_reduce_item_of<Pass, sizes::rows, sizes::columns>(params, static_cast<std::int32_t>(blockIdx.x));
     if (item.first >= item.length) {
@@ -56,30 +99,10 @@ __global__ void __launch_bounds__(256)
         C sum = 0;
         for (std::int32_t turn = 0; turn < item.tiles; ++turn) {
             const std::int32_t column = qk_reduce_column<Pass, sizes::columns>(item, turn);
+            // 1. Products.
             C dot[4] = {0, 0, 0, 0};
-            for (std::int32_t from = 0; from < params.rows.dim; from += sizes::dims) {
-                __syncthreads();
-                for (int i = thread; i < sizes::rows * sizes::dims; i += sizes::threads) {
-                    const int r = i / sizes::dims;
-                    const int x = i % sizes::dims;
-                    const bool inside = from + x < params.rows.dim;
-                    rows[r][x] =
-                        inside && item.first + r < item.length
-                            ? static_cast<C>(params.rows.row(item.b, item.head, item.first + r)[from + x])
-                            : static_cast<C>(0);
-                    columns[r][x] =
-                        inside && column + r < item.length
-                            ? static_cast<C>(params.columns.row(item.b, of_columns, column + r)[from + x])
-                            : static_cast<C>(0);
-                }
-                __syncthreads();
-                for (int x = 0; x < sizes::dims; ++x) {
-#pragma unroll
-                    for (int i = 0; i < 4; ++i) {
-                        dot[i] += rows[own][x] * columns[part + 8 * i][x];
-                    }
-                }
-            }
+            multiply_band_plain(params, item, of_columns, column, memory, dot);
+            // 2. Reduce them.
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 const std::int32_t c = column + part + 8 * i;
@@ -87,7 +110,7 @@ __global__ void __launch_bounds__(256)
                     continue;
                 }
                 const qk_reduce_exponents<C>& e = params.exponents;
-                C x = e.scale * (e.cap > static_cast<C>(0) ? e.cap * tanh_of(dot[i] * e.inner) : dot[i]);
+                C x = e.scale * (e.cap > static_cast<C>(0) ? e.cap * tanh(dot[i] * e.inner) : dot[i]);
                 if constexpr (Pass::mass) {
                     const float of = params.lse.head(item.b, of_columns)[c];
                     x = of == -INFINITY ? static_cast<C>(-INFINITY)
@@ -95,11 +118,12 @@ __global__ void __launch_bounds__(256)
                 }
                 const C most = x > top ? x : top;
                 if constexpr (Pass::reduce == row_reduce::running) {
-                    sum = sum * exp2_of(top - most) + exp2_of(x - most);
+                    sum = sum * exp2(top - most) + exp2(x - most);
                 }
                 top = most;
             }
         }
+        // 3. Join the threads of a row, and the heads of a group.
         C most = top;
         for (int step = 1; step < 8; step *= 2) {
             const C other = __shfl_xor_sync(all_lanes, most, step);
@@ -107,11 +131,11 @@ __global__ void __launch_bounds__(256)
         }
         C result = most;
         if constexpr (Pass::reduce == row_reduce::running) {
-            sum *= exp2_of(top - most);
+            sum *= exp2(top - most);
             for (int step = 1; step < 8; step *= 2) {
                 sum += __shfl_xor_sync(all_lanes, sum, step);
             }
-            result = sum == static_cast<C>(0) ? static_cast<C>(-INFINITY) : most + log2_of(sum);
+            result = sum == static_cast<C>(0) ? static_cast<C>(-INFINITY) : most + log2(sum);
         }
         if constexpr (Pass::mass) {
             total.add(log_mass_of(params, item, row, result), params.mass.mean);
@@ -119,6 +143,7 @@ __global__ void __launch_bounds__(256)
             total.log_mass = result * ln_2<C>;
         }
     }
+    // 4. Write.
     if (part == 0 && row < item.length) {
         params.out.head(item.b, item.head)[row] =
             static_cast<float>(Pass::mass ? target_of(params, total) : total.log_mass);

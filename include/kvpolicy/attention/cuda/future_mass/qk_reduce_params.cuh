@@ -1,7 +1,7 @@
-// causal_lse and future_mass are one computation: rows stand still, columns stream past them, and every row reduces the
-// exponentials of its logits over a band of columns. For the lse rows are queries and columns keys, t <= d; for the
-// future mass rows are keys and columns queries, t + w <= d <= t + w + L, once for each query head of the group. Neither
-// has a product with values.
+// causal_lse and future_mass are one computation: rows stand still, columns stream past them, and every row
+// reduces the exponentials of its logits over an interval of columns. For the lse rows are queries and
+// columns keys, t <= d; for the future mass rows are keys and columns queries, t + w <= d <= t + w + L, once
+// for each query head of the group. Neither has a product with values.
 #pragma once
 
 #include <kvpolicy/core/view.hpp>
@@ -13,10 +13,11 @@ namespace kvpolicy {
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 namespace cuda_backend {
 
-/// What a row reduces. `sum` takes exponents as they are: right as long as no term overflows, and none that counts
-/// underflows. `anchored` takes them relative to the largest of the row's first tile, which is a term of the sum itself: right as
-/// long as no later one is so much larger that the sum overflows. `running` keeps the largest exponent so far beside the
-/// sum: always right, and slower. `largest` keeps the largest exponent alone (beta = infinity).
+/// What a row reduces. `sum` takes exponents as they are: right as long as no term overflows, and none that
+/// counts underflows. `anchored` takes them relative to the largest of the row's first tile, which is a term
+/// of the sum itself: right as long as no later one is so much larger that the sum overflows. `running` keeps
+/// the largest exponent so far beside the sum: always right, and slower. `largest` keeps the largest exponent
+/// alone (beta = infinity).
 enum class row_reduce { sum, anchored, running, largest };
 
 /// Which of the two a kernel is for, and how.
@@ -33,8 +34,8 @@ using mass_pass = qk_reduce_pass<true, row_reduce::sum>;
 using careful_mass_pass = qk_reduce_pass<true, row_reduce::running>;
 using largest_mass_pass = qk_reduce_pass<true, row_reduce::largest>;
 
-/// Exponents in base 2: x = scale * s for logits without a softcap, else scale * cap tanh(s inner), and for a mass
-/// + shift + of_lse * lse of the column. C is float, or double for double.
+/// Exponents in base 2: x = scale * s for logits without a softcap, else scale * cap tanh(s inner), and for a
+/// mass + shift + of_lse * lse of the column. C is float, or double for double.
 template <class C>
 struct qk_reduce_exponents {
     C scale = 0;   // beta log2(e), times the logit's scale where there is no softcap
@@ -71,11 +72,12 @@ struct qk_reduce_params {
     std::int32_t look_ahead = 0;
     qk_reduce_exponents<C> exponents;
     mass_params<C> mass;
-    /// Of a mass's columns: shift + of_lse * lse, -inf where lse is or where there is no column; rows of bias_stride. Only the
-    /// Hopper kernel needs it made beforehand.
+    /// Of a mass's columns: shift + of_lse * lse, -inf where lse is or where there is no column; rows of
+    /// bias_stride. Only the Hopper kernel needs it made beforehand.
     float* bias = nullptr;
     std::int64_t bias_stride = 0;
-    /// One word an item. A quick pass says which overflowed; a careful pass, where `flags` is given, does those alone.
+    /// One word per item. A quick pass says which overflowed; a careful pass, where `flags` is given, does
+    /// those alone.
     std::int32_t* flags = nullptr;
     std::int32_t* next = nullptr;  // of items that a Hopper kernel hands out, 0 when it begins
 
@@ -95,8 +97,8 @@ struct qk_reduce_params {
     }
 };
 
-/// Rows [first, first + Rows) of one row head of one sequence, and the tiles of columns that they meet. Row r sees column c
-/// iff low <= c - r <= low + span, where c < length.
+/// Rows [first, first + Rows) of one row head of one sequence, and the tiles of columns that they meet. Row r
+/// sees column c iff low <= c - r <= low + span, where c < length.
 struct qk_reduce_item {
     std::int32_t b;
     std::int32_t head;
@@ -123,15 +125,16 @@ struct qk_reduce_item {
     }
 };
 
-/// Heads whose items are in flight together. Those with the longest way to go come first, across these heads, so that the
-/// GPU runs empty all at once; more heads together would stream more columns than the L2 cache holds.
+/// Heads whose items are in flight together. Those with the longest way to go come first, across these heads,
+/// so that the GPU runs empty all at once; more heads together would stream more columns than the L2 cache
+/// holds.
 __host__ __device__ inline std::int32_t heads_together(std::int32_t length) {
     constexpr std::int32_t columns = 8 * 16384;
     return length >= columns / 8 ? 8 : length <= columns / 64 ? 64 : columns / length;
 }
 
-/// The item of a block: groups of heads one after the other, within a group the longest items first. Lengths may be anything
-/// up to 2^31 - 1, so what could pass it is computed in 64 bits.
+/// The item of a block: groups of heads one after the other, within a group the longest items first. Lengths
+/// may be anything up to 2^31 - 1, so what could pass it is computed in 64 bits.
 template <class Pass, int Rows, int Columns, class T, class C>
 __device__ qk_reduce_item qk_reduce_item_of(const qk_reduce_params<T, C>& params, std::int32_t block) {
     const std::int32_t row_tiles = (params.length + Rows - 1) / Rows;
@@ -170,11 +173,23 @@ __device__ qk_reduce_item qk_reduce_item_of(const qk_reduce_params<T, C>& params
     return item;
 }
 
-/// The first column of tile `turn` (0 to tiles - 1) in the order of the pass: from the far end of the sequence for a mass, from
-/// its beginning for the lse. So blocks that start together read the same columns, and the masked tiles come last.
+/// The first column of tile `turn` (0 to tiles - 1) in the order of the pass: from the far end of the
+/// sequence for a mass, from its beginning for the lse. So blocks that start together read the same
+/// columns, and the masked tiles come last.
 template <class Pass, int Columns>
 __device__ std::int32_t qk_reduce_column(const qk_reduce_item& item, std::int32_t turn) {
     return (Pass::mass ? item.first_tile + item.tiles - 1 - turn : item.first_tile + turn) * Columns;
+}
+
+/// The bias of a column, from its lse: -inf where it must not count.
+template <class T>
+__device__ inline float qk_reduce_bias(const qk_reduce_params<T>& params, const float* lse,
+                                       std::int32_t column, std::int32_t length) {
+    if (column >= length) {
+        return -INFINITY;
+    }
+    const float of = lse[column];
+    return of == -INFINITY ? of : fmaf(of, params.exponents.of_lse, params.exponents.shift);
 }
 
 }  // namespace cuda_backend

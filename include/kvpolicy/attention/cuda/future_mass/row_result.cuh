@@ -10,23 +10,16 @@ namespace kvpolicy {
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 namespace cuda_backend {
 
-__device__ inline float log_of(float x) { return logf(x); }
-__device__ inline double log_of(double x) { return log(x); }
-__device__ inline float exp_of(float x) { return expf(x); }
-__device__ inline double exp_of(double x) { return exp(x); }
-__device__ inline float log1p_of(float x) { return log1pf(x); }
-__device__ inline double log1p_of(double x) { return log1p(x); }
-
 /// log(e^a + e^b), infinities included.
 template <class C>
 __device__ inline C log_add(C a, C b) {
     const C high = a > b ? a : b;
     const C low = a > b ? b : a;
-    return low == static_cast<C>(-INFINITY) ? high : high + log1p_of(exp_of(low - high));
+    return low == static_cast<C>(-INFINITY) ? high : high + log1p(exp(low - high));
 }
 
-/// The masses of a key's group: their largest, or the logarithm of their sum. Never leaves the logarithmic domain, so that a
-/// sparse lse, with which a mass may exceed what fp32 holds, does no harm.
+/// The masses of a key's group: their largest, or the logarithm of their sum. Never leaves the logarithmic
+/// domain, so that a sparse lse, with which a mass may exceed what fp32 holds, does no harm.
 template <class C>
 struct mass_total {
     C log_mass;
@@ -50,7 +43,7 @@ __device__ inline C log_mass_of(const qk_reduce_params<T, C>& params, const qk_r
         count = count < 1 ? 1 : count;
         const std::int64_t most = std::int64_t{params.look_ahead} + 1;
         count = count < most ? count : most;
-        log_mass -= log_of(static_cast<C>(count));
+        log_mass -= log(static_cast<C>(count));
     }
     return log_mass * params.mass.over_beta;
 }
@@ -58,7 +51,7 @@ __device__ inline C log_mass_of(const qk_reduce_params<T, C>& params, const qk_r
 /// log(eps + M) of a key (eq. 3, 14, 15).
 template <class T, class C>
 __device__ inline C target_of(const qk_reduce_params<T, C>& params, const mass_total<C>& total) {
-    const C group = params.mass.mean ? log_of(static_cast<C>(params.streams)) : static_cast<C>(0);
+    const C group = params.mass.mean ? log(static_cast<C>(params.streams)) : static_cast<C>(0);
     return log_add(params.mass.log_epsilon, total.log_mass - group);
 }
 

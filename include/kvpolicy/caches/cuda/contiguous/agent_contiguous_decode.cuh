@@ -1,11 +1,14 @@
 // A decode step of one head, shared by several blocks.
 //
-// Every block streams its share of the rows as they were before the step, but for two that may lose their key: the one of
-// u, which leaves the window, and the worst top-k slot. One of them, the leader block, decides which of the two stays and
-// adds it, and the candidate, to what it attends to; so no other block waits for a score. Where the GPU has room for one
-// more block a head, the leader block has no rows of its own. Nothing of the cache is written before all blocks of a head have
-// arrived; the last to arrive merges their softmax states and writes the rows as the leader block's note says. The leader block also
-// finds what the next step must know.
+// At most two entries of a head may lose their key in a step: that of u, the key that leaves the window, and
+// that of the worst top-k sequence. All blocks attend to the entries as they were before the step, without these
+// two. The leader block decides which of the two keys stays; it attends to that key and to the new token. So
+// only the leader waits for a score. Where the GPU has room for one more block per head, the leader has no
+// entries of its own.
+//
+// The cache is written after all blocks of a head have arrived. The last to arrive (in a cluster the leader)
+// merges the softmax states and writes the entries that the leader's note names. The leader also finds the
+// victim of the next step.
 #pragma once
 
 #include <kvpolicy/caches/cuda/agent_decode_stream.cuh>
@@ -66,7 +69,8 @@ class agent_contiguous_decode {
     }
 
     __device__ void run() {
-        // The launch of a scorer lets this one begin when all before it have ended, so only its scores are waited for, and late.
+        // The launch of a scorer lets this one begin when all before it have ended, so only its scores are
+        // waited for, and late.
         if (!scored_before<Scorer> || !call_.writes) {
             wait_for_kernel_before();
         }
@@ -83,10 +87,11 @@ class agent_contiguous_decode {
         }
         const std::int32_t num_long_range = call_.cache.num_long_range[head.index],
                            victim = call_.cache.victim[head.index];
-        // Counted by head: no other's block may say that the layer has taken the token while this one comes late.
+        // Counted per head, so that a block of another head cannot mark the token as appended too early.
         const bool again = call_.writes && call_.cache.appended[head.index] > 0;
         const std::int32_t used = head.layout.used(q, num_long_range);
 
+        // 1. Copies and queries.
         const tile_share share = share_of(used);
         const stream_rows<T> rows{
             head.k, head.v, call_.cache.head_dim_qk, call_.cache.head_dim_vo, used, share.begin, share.end};
@@ -106,71 +111,17 @@ class agent_contiguous_decode {
             leave(twice);
             return;
         }
-        if constexpr (compiled_for_clusters && Rows::clusters) {
-            if (call_.clustered) {
-                if (is_leader() && threadIdx.x == 0) {
-                    const std::uint32_t barrier = shared_address(&memory_.all_states);
-                    const std::int32_t senders = both_ways() ? call_.splits : call_.blocks();
-                    barrier_init(barrier, 1);
-                    barrier_init_fence();
-                    barrier_expect(barrier, static_cast<std::uint32_t>(senders) *
-                                                mixer_.merged_bytes(call_.cache.group));
-                }
-                cluster_arrive_relaxed();
-            }
-        }
+        expect_states();
         candidates found;
-        stream_extra<T> extra;
         if (call_.writes) {
-            found = find_candidates(head, q, num_long_range, victim);
-            const bool alone = is_leader() && call_.leader_blocks != 0;  // a block without rows
-            if (is_leader()) {
-                extra = extra_of(head, found);
-                if (alone && (warp_id() == 0 || (both_ways() && warp_id() == Rows::warps - 1))) {
-                    stream.bring(extra);
-                }
-                rank_victim(head, q, found);
-                if (alone && part_ == 0 && warp_id() == 1 && found.hidden.b >= 0) {
-                    if constexpr (finds_next_victims) {  // there is time until the scores come
-                        next_victims_ =
-                            detail::find_next_victims(warp_group{}, head.slots(call_.cache.rebase_limit),
-                                                      call_.cache.tile_victims + head.tile, num_long_range, q,
-                                                      found.hidden.b - head.layout.slot(0));
-                    } else {
-                        warm_next_victim(head, num_long_range, found);
-                    }
-                }
-                if (!scored_before<Scorer>) {
-                    decide(head, q, num_long_range, victim, found,
-                           extra);  // while the first rows are on their way
-                }
-            }
-            stream.finish(queries, found.hidden, call_.logits);
-            if (is_leader() && both_ways()) {
-                const bool first = warp_id() == 0;
-                if (first || warp_id() == Rows::warps - 1) {  // u stays, the worst stays
-                    extra.counts[1] = first && found.hidden.a >= 0;
-                    extra.counts[2] = !first && found.hidden.b >= 0;
-                    stream.add(extra, queries, call_.logits);
-                }
-            } else if (is_leader()) {
-                if constexpr (scored_before<Scorer>) {
-                    wait_for_kernel_before();  // no other block needs the scores
-                    decide(head, q, num_long_range, victim, found, extra);
-                }
-                if (warp_id() == 0) {
-                    if (!alone) {
-                        stream.bring(extra);
-                    }
-                    stream.add(extra, queries, call_.logits);
-                }
-            }
+            found = attend_and_decide(stream, queries, head, q, num_long_range, victim);
         } else {
             stream.finish(queries, {}, call_.logits);
         }
         stream.store();
         __syncthreads();  // all warps' states are in shared memory
 
+        // 5 and 6. States are merged, results written.
         const std::int64_t region_size = region_bytes() / static_cast<int>(sizeof(Compute));
         const auto* const of_warps = reinterpret_cast<const Compute*>(regions_);
         const states_of_warps<Compute> warps{of_warps, region_size};
@@ -183,44 +134,15 @@ class agent_contiguous_decode {
                         return;
                     }
                 }
-                const moved_rows moved = is_leader() ? moving.fetch(head, q, memory_.note) : moved_rows{};
-                cluster_wait();  // all have begun, and the leader block's barrier is ready
-                const std::uint32_t barrier = shared_address(&memory_.all_states);
-                const Compute* const mine = inbox() + split_ * state_size();
-                mixer_.merge_warps(warps, queries.heads,
-                                   state_in_cluster{cluster_address(shared_address(mine), call_.splits),
-                                                    cluster_address(barrier, call_.splits)});
-                if (is_leader()) {
-                    barrier_wait(barrier, 0);  // all have read the cache, and left their states
-                    __syncthreads();           // the weights of this block's warps have been read
-                    write_results(states_of_warps<Compute>{inbox(), state_size()}, call_.blocks(), 0);
-                    if (call_.writes) {
-                        moving.write(head, q, moved);
-                    }
-                }
+                end_in_cluster(head, q, queries.heads, moving, warps);
                 return;
             }
         }
-        moved_rows moved;
-        if (call_.blocks() * call_.parts == 1) {
-            moved = moving.fetch(head, q, memory_.note);
-            write_results(warps, Rows::warps, 0);
-        } else {
-            mixer_.merge_warps(warps, queries.heads, state_in_memory<Compute>{state(part_, split_)});
-            if (!arrives_last(head.index)) {
-                return;
-            }
-            moved = moving.fetch(head, q, memory_.note);
-            write_results(states_of_blocks<Compute>{state(0, 0), state_size()}, call_.blocks(),
-                          call_.blocks() * state_size());
-        }
-        if (call_.writes) {
-            moving.write(head, q, moved);
-        }
+        end_in_memory(head, q, queries.heads, moving, warps);
     }
 
   private:
-    /// An entry of no token.
+    /// The end for an entry of the batch without a token.
     __device__ void leave(const active_entry& active) const {
         if (head_ == 0 && part_ + split_ == 0 && threadIdx.x == 0) {
             active.report(call_.status, entry_);
@@ -243,13 +165,13 @@ class agent_contiguous_decode {
     [[nodiscard]] __device__ bool is_leader() const {
         return split_ == (call_.leader_blocks != 0 ? call_.splits : 0);
     }
-    /// Whether the leader block, in a block without rows, attends both to the keys that there are if u stays and to those that there are if
-    /// the worst stays, while it waits for scores: its first warp and its last. See end_either_way().
+    /// Whether the leader block attends to both outcomes while it waits for scores: its first warp as if u
+    /// stays, its last as if the worst sequence's key stays. See end_either_way().
     [[nodiscard]] __device__ bool both_ways() const {
         return scored_before<Scorer> && call_.writes && call_.clustered;
     }
     [[nodiscard]] __device__ int region_bytes() const { return Rows::shared_bytes(call_.cache.head_dim_vo); }
-    /// Where the leader block of a cluster has the states of its blocks: behind the regions.
+    /// The states of a cluster's blocks in the leader's shared memory, behind the regions.
     [[nodiscard]] __device__ Compute* inbox() const {
         return reinterpret_cast<Compute*>(regions_ + Rows::warps * region_bytes());
     }
@@ -261,12 +183,127 @@ class agent_contiguous_decode {
                ((std::int64_t{pair_} * call_.parts + part) * call_.blocks() + split) * state_size();
     }
 
-    /// The keys that the step may drop, the same in every block and thread.
+    /// The entries whose key the step may evict, the same in every block and thread.
     struct candidates {
-        stream_hidden hidden;          // a: the row of u, b: the row of the worst top-k slot
+        stream_hidden hidden;          // a: the row of u, b: the row of the worst sequence
         detail::ranked_slot worst{};   // where it had to be searched
         detail::ranked_slot ranked{};  // the worst in any case, if there is one: see rank_victim()
     };
+
+    /// The barrier of a cluster's leader block, at which the states of all blocks arrive.
+    __device__ void expect_states() {
+        if constexpr (compiled_for_clusters && Rows::clusters) {
+            if (call_.clustered) {
+                if (is_leader() && threadIdx.x == 0) {
+                    const std::uint32_t barrier = shared_address(&memory_.all_states);
+                    const std::int32_t senders = both_ways() ? call_.splits : call_.blocks();
+                    barrier_init(barrier, 1);
+                    barrier_init_fence();
+                    barrier_expect(barrier, static_cast<std::uint32_t>(senders) *
+                                                mixer_.merged_bytes(call_.cache.group));
+                }
+                cluster_arrive_relaxed();
+            }
+        }
+    }
+
+    /// A step's share of attention; the leader block decides meanwhile which of the two hidden entries stays.
+    template <class Stream>
+    __device__ candidates attend_and_decide(Stream& stream, const stream_queries<T>& queries,
+                                            const contiguous_head<T>& head, position_t q,
+                                            std::int32_t num_long_range, std::int32_t victim) {
+        stream_extra<T> extra;
+        // 2. The two entries that may lose their key.
+        candidates found = find_candidates(head, q, num_long_range, victim);
+        const bool alone = is_leader() && call_.leader_blocks != 0;  // a block without rows
+        if (is_leader()) {
+            extra = extra_of(head, found);
+            if (alone && (warp_id() == 0 || (both_ways() && warp_id() == Rows::warps - 1))) {
+                stream.bring(extra);
+            }
+            rank_victim(head, q, found);
+            if (alone && part_ == 0 && warp_id() == 1 && found.hidden.b >= 0) {
+                if constexpr (finds_next_victims) {  // there is time until the scores come
+                    next_victims_ =
+                        detail::find_next_victims(warp_group{}, head.slots(call_.cache.rebase_limit),
+                                                  call_.cache.tile_victims + head.tile, num_long_range, q,
+                                                  found.hidden.b - head.layout.slot(0));
+                } else {
+                    warm_next_victim(head, num_long_range, found);
+                }
+            }
+            if (!scored_before<Scorer>) {
+                // 3. Which of the two stays; with computed scores only after phase 4.
+                decide(head, q, num_long_range, victim, found,
+                       extra);  // while the first rows are on their way
+            }
+        }
+        // 4. Attention over the warp's tiles, then over what the leader adds.
+        stream.finish(queries, found.hidden, call_.logits);
+        if (is_leader() && both_ways()) {
+            const bool first = warp_id() == 0;
+            if (first || warp_id() == Rows::warps - 1) {  // u stays, the worst stays
+                extra.counts[1] = first && found.hidden.a >= 0;
+                extra.counts[2] = !first && found.hidden.b >= 0;
+                stream.add(extra, queries, call_.logits);
+            }
+        } else if (is_leader()) {
+            if constexpr (scored_before<Scorer>) {
+                wait_for_kernel_before();  // no other block needs the scores
+                decide(head, q, num_long_range, victim, found, extra);
+            }
+            if (warp_id() == 0) {
+                if (!alone) {
+                    stream.bring(extra);
+                }
+                stream.add(extra, queries, call_.logits);
+            }
+        }
+        return found;
+    }
+
+    /// Blocks of a cluster send their states to the leader block, which merges them and writes.
+    __device__ void end_in_cluster(const contiguous_head<T>& head, position_t q, std::int32_t heads,
+                                   const agent_write_entries<Rows, Launch>& moving,
+                                   const states_of_warps<Compute>& warps) {
+        const moved_rows moved = is_leader() ? moving.fetch(head, q, memory_.note) : moved_rows{};
+        cluster_wait();  // all have begun, and the leader block's barrier is ready
+        const std::uint32_t barrier = shared_address(&memory_.all_states);
+        const Compute* const mine = inbox() + split_ * state_size();
+        mixer_.merge_warps(warps, heads,
+                           state_in_cluster{cluster_address(shared_address(mine), call_.splits),
+                                            cluster_address(barrier, call_.splits)});
+        if (is_leader()) {
+            barrier_wait(barrier, 0);  // all have read the cache, and left their states
+            __syncthreads();           // the weights of this block's warps have been read
+            write_results(states_of_warps<Compute>{inbox(), state_size()}, call_.blocks(), 0);
+            if (call_.writes) {
+                moving.write(head, q, moved);
+            }
+        }
+    }
+
+    /// Blocks leave their states in the workspace; the last to arrive merges them and writes.
+    __device__ void end_in_memory(const contiguous_head<T>& head, position_t q, std::int32_t heads,
+                                  const agent_write_entries<Rows, Launch>& moving,
+                                  const states_of_warps<Compute>& warps) {
+        moved_rows moved;
+        if (call_.blocks() * call_.parts == 1) {
+            moved = moving.fetch(head, q, memory_.note);
+            write_results(warps, Rows::warps, 0);
+        } else {
+            mixer_.merge_warps(warps, heads, state_in_memory<Compute>{state(part_, split_)});
+            if (!arrives_last(head.index)) {
+                return;
+            }
+            moved = moving.fetch(head, q, memory_.note);
+            write_results(states_of_blocks<Compute>{state(0, 0), state_size()}, call_.blocks(),
+                          call_.blocks() * state_size());
+        }
+        if (call_.writes) {
+            moving.write(head, q, moved);
+        }
+    }
 
     __device__ candidates find_candidates(const contiguous_head<T>& head, position_t q,
                                           std::int32_t num_long_range, std::int32_t victim) {
@@ -303,7 +340,7 @@ class agent_contiguous_decode {
         return found;
     }
 
-    /// Sets out to read what decide() needs of the worst top-k slot.
+    /// Starts the loads that decide() needs of the worst sequence.
     __device__ void rank_victim(const contiguous_head<T>& head, position_t q, candidates& found) const {
         found.ranked = found.worst;
         if (found.worst.slot < 0 && found.hidden.b >= 0) {
@@ -311,7 +348,7 @@ class agent_contiguous_decode {
         }
     }
 
-    /// The candidate, u and the worst.
+    /// The new token, u and the worst sequence's key.
     [[nodiscard]] __device__ stream_extra<T> extra_of(const contiguous_head<T>& head,
                                                       const candidates& found) const {
         stream_extra<T> extra;
@@ -330,7 +367,7 @@ class agent_contiguous_decode {
         return extra;
     }
 
-    /// Asks the L2 cache for what next_victim() reads if u replaces the worst top-k slot, by a warp.
+    /// Prefetches into L2 what next_victim() reads if u replaces the worst sequence's key. By one warp.
     __device__ void warm_next_victim(const contiguous_head<T>& head, std::int32_t num_long_range,
                                      const candidates& found) const {
         const std::int32_t first = head.layout.slot(0), b = found.hidden.b;
@@ -354,8 +391,8 @@ class agent_contiguous_decode {
         }
     }
 
-    /// What the step does to the rows, by all threads of the leader block, which writes its note, and what attention sees beside the rows
-    /// that are not hidden.
+    /// Decides what the step does to the entries: into the note, and into `extra` what the leader block
+    /// attends to beside the entries. By all threads of the leader block.
     __device__ void decide(const contiguous_head<T>& head, position_t q, std::int32_t num_long_range,
                            std::int32_t victim, const candidates& found, stream_extra<T>& extra) {
         const position_t limit = call_.cache.rebase_limit;
@@ -369,8 +406,7 @@ class agent_contiguous_decode {
             detail::begin_step(head.head_params, call_.gate, limit, q, num_long_range, victim, score);
         const detail::ranked_slot ranked = slots.rank(score, u, -1, q);
         if (found.worst.slot >= 0) {
-            step.known =
-                found.worst.slot;  // the search is for the next step, too, where a gate lets nobody in
+            step.known = found.worst.slot;  // the search is for the next step, too, where the gate is closed
         }
         if (step.full) {
             detail::resolve_eviction(step, head.head_params, ranked, found.ranked);
@@ -406,7 +442,7 @@ class agent_contiguous_decode {
         extra.counts[2] = step.promoted < 0 && found.hidden.b >= 0;
     }
 
-    /// The end of both_ways(): when the scores come, outputs are chosen, and the rows that move.
+    /// The end of both_ways(): merges both outcomes, waits for the scores, chooses one and writes.
     __device__ void end_either_way(const contiguous_head<T>& head, position_t q, std::int32_t num_long_range,
                                    std::int32_t victim, const candidates& found,
                                    const agent_write_entries<Rows, Launch>& moving,
@@ -453,7 +489,7 @@ class agent_contiguous_decode {
         return call_.clustered ? memory_.note : call_.notes[pair_];
     }
 
-    /// The candidate's score as its row keeps it; a sink's is never read.
+    /// The new token's score as its entry stores it; a sink's is not used.
     __device__ float arriving_score(bool counts) const {
         if constexpr (given) {
             const float score = call_.scores ? call_.scores.head(entry_, head_)[0] : 0.0f;
@@ -470,8 +506,8 @@ class agent_contiguous_decode {
         }
     }
 
-    /// Whether all other blocks of the head have arrived. What they wrote before is then visible to this one, and they
-    /// no longer read the cache. The counter is back at 0 for the next launch.
+    /// Whether all other blocks of the head have arrived. What they wrote before is then visible to this one,
+    /// and they no longer read the cache. The counter is back at 0 for the next launch.
     __device__ bool arrives_last(std::int64_t index) const {
         __syncthreads();  // the block's own work comes before its arrival
         if (threadIdx.x == 0) {
@@ -520,7 +556,7 @@ class agent_contiguous_decode {
     std::int32_t split_, part_, pair_, entry_, head_;
     std::int32_t seq_ = 0;
     struct nothing {};
-    // Of the worst top-k slot, where they are found before the scores come.
+    // Of the worst sequence, where they are found before the scores come.
     std::conditional_t<finds_next_victims, detail::next_victims, nothing> next_victims_;
 };
 

@@ -41,31 +41,24 @@ struct load_of_block {
     }
 };
 
-/// Where softmax states are: those of a block's warps, or of the blocks of a cluster, in a block's shared memory, or those of blocks in
-/// the workspace, which are read past the L1 cache.
-template <class Compute>
-struct states_of_warps {
+/// Where softmax states are: those of a block's warps, or of the blocks of a cluster, in a block's shared
+/// memory, or those of blocks in the workspace, which are read past the L1 cache.
+template <class Compute, class Load>
+struct stored_states {
     const Compute* first;
     std::int64_t stride;
 
     __device__ const Compute* at(std::int32_t i) const { return first + i * stride; }
     template <class Value>
     __device__ static Value load(const Value* from) {
-        return load_of_block{}(from);
+        return Load{}(from);
     }
 };
 template <class Compute>
-struct states_of_blocks {
-    const Compute* first;
-    std::int64_t stride;
-
-    __device__ const Compute* at(std::int32_t i) const { return first + i * stride; }
-    template <class Value>
-    __device__ static Value load(const Value* from) {
-        return load_shared_between_blocks{}(from);
-    }
-};
-/// Where the state of a block goes: to memory that the last block reads.
+using states_of_warps = stored_states<Compute, load_of_block>;
+template <class Compute>
+using states_of_blocks = stored_states<Compute, load_shared_between_blocks>;
+/// Destination of a block's state: global memory, which the last block reads.
 template <class Compute>
 struct state_in_memory {
     Compute* to;
@@ -75,7 +68,7 @@ struct state_in_memory {
     }
     __device__ void number(std::int32_t slot, Compute x) const { to[slot] = x; }
 };
-/// To shared memory of the block of a cluster that decides, whose barrier counts it.
+/// Destination of a block's state: the leader's shared memory, whose mbarrier counts the bytes.
 struct state_in_cluster {
     std::uint32_t to, barrier;
 
@@ -88,7 +81,7 @@ struct state_in_cluster {
     }
 };
 
-/// What weigh() leaves of a part's query heads: the weights of their states, the largest logit, and the sum.
+/// Results of weigh() per query head: the weights of the states, the largest logit, and the sum.
 template <class Rows>
 struct state_weights {
     using Compute = typename Rows::Compute;
@@ -97,7 +90,7 @@ struct state_weights {
     Compute top[Rows::heads], sum[Rows::heads];
 };
 
-/// Mixes states of `width` columns a head, head_dim_vo of them in use, by all threads of a block.
+/// Merges states of `width` columns per head, head_dim_vo of them in use. By all threads of a block.
 template <class Rows>
 class agent_merge_states {
     using Compute = typename Rows::Compute;
@@ -108,8 +101,8 @@ class agent_merge_states {
     __device__ agent_merge_states(state_weights<Rows>& memory, std::int32_t width, std::int32_t head_dim_vo)
         : memory_(memory), width_(width), head_dim_vo_(head_dim_vo) {}
 
-    /// What the softmax states of `count` warps or blocks weigh beside each other, for all threads to read. Instructions count here:
-    /// they are run once, by a cold cache, while the GPU has little else to do.
+    /// Weights of the softmax states of `count` warps or blocks, for all threads to read. It runs once with a
+    /// cold instruction cache, so few instructions matter.
     template <class States>
     __device__ void weigh(const States& states, std::int32_t count, std::int32_t heads) const {
         constexpr int turns = (max_states + 31) / 32;
@@ -175,7 +168,8 @@ class agent_merge_states {
         return all;
     }
 
-    /// The warps' states become the block's: to.columns(place in a state, four columns), to.number(place, its number).
+    /// The warps' states become the block's: to.columns(place in a state, four columns), to.number(place, its
+    /// number).
     template <class To>
     __device__ void merge_warps(const states_of_warps<Compute>& of_warps, std::int32_t heads,
                                 const To& to) const {
@@ -191,7 +185,7 @@ class agent_merge_states {
             }
         }
     }
-    /// Bytes that it hands on.
+    /// Bytes that merge_warps() sends.
     [[nodiscard]] __device__ std::uint32_t merged_bytes(std::int32_t heads) const {
         return static_cast<std::uint32_t>(heads * (head_dim_vo_ + 2)) *
                static_cast<std::uint32_t>(sizeof(Compute));

@@ -1,4 +1,4 @@
-// The rows that a step writes: u goes to its place, the candidate to u's row.
+// The rows that a step writes: u goes to its place, the new token to u's row.
 #pragma once
 
 #include <kvpolicy/caches/cuda/contiguous/contiguous_params.cuh>
@@ -13,8 +13,8 @@ namespace kvpolicy {
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 namespace cuda_backend {
 
-/// What a thread moves, on its way while outputs are made: a piece of 16 bytes, where T is a 16-bit type, and what
-/// the leader block found, thread 0.
+/// What a thread moves, loaded while outputs are computed: 16 bytes of an entry where T has 16 bits, and in
+/// thread 0 the leader's note.
 struct moved_rows {
     uint4 leaving, arriving;
     std::int32_t newest;
@@ -33,7 +33,7 @@ class agent_write_entries {
                                    std::int32_t seq)
         : call_(call), entry_(entry), head_(head), seq_(seq) {}
 
-    /// Sets out to read what write() moves: all of it at once, since it comes from afar.
+    /// Starts the loads of all that write() moves at once, to hide DRAM latency.
     [[nodiscard]] __device__ moved_rows fetch(const contiguous_head<T>& head, position_t q,
                                               const decode_note& of_cluster) const {
         moved_rows moved{};
@@ -66,8 +66,8 @@ class agent_write_entries {
         return moved;
     }
 
-    /// The key that leaves moves to its place, then the candidate takes its row. Each thread moves pieces of its own, so
-    /// that no piece is overwritten before it is read.
+    /// The key that leaves the window moves to its top-k sequence, then the new token takes its entry. A thread
+    /// reads its piece before it writes it.
     __device__ void write(const contiguous_head<T>& head, position_t q, const moved_rows& moved) const {
         const auto thread = static_cast<std::int32_t>(threadIdx.x);
         const std::int32_t to = moved.note.promoted;

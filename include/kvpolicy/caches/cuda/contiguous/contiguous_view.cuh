@@ -1,5 +1,5 @@
-// A layer of a FixedBudgetCache as kernels see it: the ref without its policy, so that policies of the same structure share
-// their kernels.
+// A layer of a FixedBudgetCache as kernels see it: the ref without its policy, so that policies of the same
+// structure share their kernels.
 #pragma once
 
 #include <kvpolicy/caches/layer_ref.hpp>
@@ -136,8 +136,9 @@ __device__ std::int32_t rows_now(const View& cache, const Head& head, std::int32
                             cache.num_long_range[head.index]);
 }
 
-/// The tokens of an entry of a call of at most `most` tokens, and its sequence. What a host would refuse counts as no token, and an entry
-/// of sequence Batch::no_seq has none. Tokens that `grow` the sequence must have room in it; a call that only looks brings none.
+/// The tokens of one entry of a batch, at most `most`, and its sequence. What the CPU backend would reject
+/// counts as no token, and an entry of Batch::no_seq has none. With `grow` the tokens must fit into the
+/// sequence.
 struct active_entry {
     std::int32_t seq;  // 0 where there is none
     std::int32_t tokens;
@@ -160,7 +161,7 @@ struct active_entry {
             refuse(status_bad_length);
         }
     }
-    /// For the layer: tokens are taken once before advance(). Of no use once the call has begun to write.
+    /// No tokens if the layer has appended some since the last advance(). Call it before the first write.
     template <class View>
     __device__ active_entry once(const View& cache) const {
         active_entry entry = *this;
@@ -181,7 +182,8 @@ struct active_entry {
     }
 };
 
-/// Where the tokens of a chunk are: in a call's tensors, or in the spare rows of a cache, where draft tokens wait.
+/// Where the tokens of a chunk are: in a call's tensors, or in the spare rows of a cache, where draft tokens
+/// wait.
 template <class T>
 struct prefill_tokens {
     rows_view<const T> k{};  // [count, Hkv, most, Dk]
@@ -203,7 +205,8 @@ struct prefill_tokens {
 struct warp_group {
     __device__ static std::int32_t rank() { return lane_id(); }
     __device__ static std::int32_t size() { return 32; }
-    /// Values as integers of the same order, NaN first; the last of equal ones by position. Mostly the upper half decides.
+    /// Values as integers of the same order, NaN first; the last of equal ones by position. Mostly the upper
+    /// half decides.
     __device__ static detail::ranked_slot worst(const detail::ranked_slot& mine) {
         const bool there = mine.slot >= 0;
         const auto bits = static_cast<std::uint64_t>(__double_as_longlong(mine.value + 0.0));  // -0 is 0

@@ -157,7 +157,7 @@ void FixedBudgetCache<P, T>::reorder(const cuda& on, const std::int32_t* sources
                                        {sources, count, 0, 0}, this->device_, status);
 }
 
-/// A cache of the same kind with one sequence, in host memory. Rows that nobody uses are never touched there.
+/// A cache of the same kind with one sequence, in host memory. Unused entries are not touched there.
 template <AnyPolicy P, Storage T>
 template <class Build>
 struct FixedBudgetCache<P, T>::sequence_copy {
@@ -197,8 +197,8 @@ auto FixedBudgetCache<P, T>::counted_sequence(const cuda& on, std::int32_t seq) 
     return copy;
 }
 
-/// Calls copy(array of sequence `seq`, array of other's sequence 0, bytes) for all that a sequence consists of, of rows for those that other's sequence
-/// uses. Heads that use all of theirs are one piece.
+/// Calls copy(array of sequence `seq`, array of other's sequence 0, bytes) for all that a sequence consists of, of rows
+/// for those that other's sequence uses. Heads that use all of theirs are one piece.
 template <AnyPolicy P, Storage T>
 template <class Build, class Copy>
 void FixedBudgetCache<P, T>::for_each_slice(const FixedBudgetCache& other, std::int32_t seq,

@@ -17,8 +17,9 @@ namespace kvpolicy {
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 namespace cuda_backend {
 
-/// Into how many blocks the `rows` rows of each of `heads` heads are cut: no more than keep the SMs busy, since what blocks
-/// find has to be merged, and none of few rows. (Measured on an H100 at batch 1, 8 and 32: docs/performance.md.)
+/// Into how many blocks the `rows` rows of each of `heads` heads are cut: no more than keep the SMs busy,
+/// since what blocks find has to be merged, and none of few rows. (Measured on an H100 at batch 1, 8 and 32:
+/// docs/performance.md.)
 inline std::int32_t decode_splits(std::int64_t heads, std::int64_t rows, std::int64_t num_sms) {
     constexpr std::int64_t least_rows = 512;
     const std::int64_t wanted = (num_sms * 7 / 5 + heads - 1) / heads;
@@ -77,16 +78,10 @@ class contiguous_decode_plan {
     void step(const Batch& batch, const rows_view<const T>& q, const rows_view<const T>& k,
               const rows_view<const T>& v, const rows_view<T>& out, workspace_view workspace,
               std::uint32_t* status, const CacheExtras& extras) {
-        check_workspace(workspace, lay_out(nullptr));
-        lay_out(workspace.data);
-        call_.batch = batch;
-        call_.q = q;
+        begin(batch, q, out, extras.lse, workspace, status);
         call_.k = k;
         call_.v = v;
-        call_.out = out;
-        call_.lse = extras.lse;
         call_.scores = scores_given<P> ? extras.scores : plane_view<const float>{};
-        call_.status = status;
         if constexpr (scored_before<Scorer>) {
             call_.computed = computed_;
             launch_scores(on_, score_params<contiguous_view<T>, Scorer>{.cache = call_.cache,
@@ -105,13 +100,7 @@ class contiguous_decode_plan {
 
     void attend(const Batch& batch, const rows_view<const T>& q, const rows_view<T>& out,
                 const plane_view<float>& lse, workspace_view workspace, std::uint32_t* status) {
-        check_workspace(workspace, lay_out(nullptr));
-        lay_out(workspace.data);
-        call_.batch = batch;
-        call_.q = q;
-        call_.out = out;
-        call_.lse = lse;
-        call_.status = status;
+        begin(batch, q, out, lse, workspace, status);
         call_.writes = false;
         run();
     }
@@ -119,6 +108,16 @@ class contiguous_decode_plan {
   private:
     [[nodiscard]] std::int64_t heads() const {
         return std::int64_t{call_.batch.count} * call_.cache.kv_heads;
+    }
+    void begin(const Batch& batch, const rows_view<const T>& q, const rows_view<T>& out,
+               const plane_view<float>& lse, workspace_view workspace, std::uint32_t* status) {
+        check_workspace(workspace, lay_out(nullptr));
+        lay_out(workspace.data);
+        call_.batch = batch;
+        call_.q = q;
+        call_.out = out;
+        call_.lse = lse;
+        call_.status = status;
     }
     void run() const {
         const std::int64_t blocks = heads() * call_.parts * call_.blocks();
@@ -130,8 +129,8 @@ class contiguous_decode_plan {
                              cluster, call_);
     }
 
-    /// Few heads are shared by the blocks of a cluster each, which merge what they found without a way through memory. With more
-    /// heads clusters wait for room, and cost more than that.
+    /// Few heads are shared by the blocks of a cluster each, which merge what they found without a way
+    /// through memory. With more heads clusters wait for room, and cost more than that.
     void cluster_if_few(std::int64_t alone, std::int64_t rows, std::int64_t num_sms) {
         if constexpr (Rows::clusters) {
             constexpr std::int64_t most = 8, least_rows = 256, heads_of_few = 4;

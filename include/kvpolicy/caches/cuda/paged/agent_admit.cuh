@@ -1,5 +1,6 @@
-// Pages for what a call is about to write, by one block: all that an entry needs, or the call leaves that entry alone. Entries
-// come first to last, as on the host, so that both refuse the same ones.
+// Pages for the entries that a call writes, by one block. A sequence gets all pages that it needs, or the
+// call leaves it unchanged. Sequences are served in the order of the batch, as in the CPU backend, so both
+// reject the same ones.
 #pragma once
 
 #include <kvpolicy/caches/cuda/contiguous/contiguous_view.cuh>
@@ -32,7 +33,8 @@ __device__ inline int block_total(admit_memory& memory, int mine) {
     return sum_of_warps<admit_threads / 32>(memory.totals[0]).total;
 }
 
-/// Running sums of numbers x = 0 .. count - 1: visit(x, sum before x) for all, by the threads of the block. Returns the sum of all.
+/// Running sums of numbers x = 0 .. count - 1: visit(x, sum before x) for all, by the threads of the block.
+/// Returns the sum of all.
 template <class Number, class Visit>
 __device__ int running_sums(admit_memory& memory, std::int32_t count, const Number& number,
                             const Visit& visit) {
@@ -44,7 +46,7 @@ __device__ int running_sums(admit_memory& memory, std::int32_t count, const Numb
         if (lane_id() == 31) {
             memory.totals[turn][warp_id()] = through;
         }
-        __syncthreads();  // two arrays in turn: nobody writes one that others still read
+        __syncthreads();  // two arrays in turn: no warp writes the one that others still read
         const block_sum of_block = sum_of_warps<admit_threads / 32>(memory.totals[turn]);
         if (x < count) {
             visit(x, before + of_block.before + through - mine);
@@ -56,15 +58,15 @@ __device__ int running_sums(admit_memory& memory, std::int32_t count, const Numb
 
 /// What an admission works with.
 struct admission {
-    std::int32_t most = 1;  // tokens an entry may bring
+    std::int32_t most = 1;  // tokens that an entry may bring
     std::int32_t* appended =
         nullptr;                      // [count]: tokens of the entries that go on; -1 for those without pages
     std::int32_t* missing = nullptr;  // [count, Hkv]: scratch
     std::uint32_t* status = nullptr;  // [count]
 };
 
-/// Takes the pages for rows_after(pair, sequence, head) rows of every head of the entries that bring tokens. Returns whether some
-/// entry was refused for want of pages.
+/// Takes the pages for rows_after(pair, sequence, head) rows of every head of the entries that bring tokens.
+/// Returns whether some entry was refused for want of pages.
 template <class T, class RowsAfter>
 __device__ bool agent_admit(const paged_view<T>& cache, const Batch& batch, const admission& call,
                             admit_memory& memory, const RowsAfter& rows_after) {

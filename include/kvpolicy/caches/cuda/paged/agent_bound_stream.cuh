@@ -1,7 +1,7 @@
-// How much a query can find in a page at most, for 32 pages at a time, one a lane: rows of 16 bits.
+// Upper bounds of q . k per page, 32 pages at a time, one lane per page, for 16-bit keys.
 //
-// A bound is a sum over the dimensions in their order, as on the host, so that a lane has a page to itself. Its numbers lie far
-// from its neighbor's, so a warp copies them into shared memory first, in lines of 128 bytes, one stage ahead.
+// A bound is a sum over the dims in their order, as in the CPU backend. A lane's bounds lie far from its
+// neighbor's, so a warp copies them into shared memory in lines of 128 bytes, one stage ahead.
 #pragma once
 
 #include <kvpolicy/core/types.hpp>
@@ -21,14 +21,16 @@ namespace cuda_backend {
 __device__ inline float rounded_product(float a, float b) { return __fmul_rn(a, b); }
 __device__ inline double rounded_product(double a, double b) { return __dmul_rn(a, b); }
 
-/// The larger of two rounded products, of a query's number with the low and the high bound: that with the high one where it is above 0, else
-/// that with the low one. `above` is the number or 0, `below` 0 or the number, so one product is 0 and the sum is the other's. It is a NaN
-/// wherever a number is not finite and the other comparison might have found something else.
+/// The larger of two rounded products, of a query's number with the low and the high bound: that with the
+/// high one where it is above 0, else that with the low one. `above` is the number or 0, `below` 0 or the
+/// number, so one product is 0 and the sum is the other's. It is a NaN wherever a number is not finite and
+/// the other comparison might have found something else.
 __device__ inline float larger_product(float above, float below, float low, float high) {
     return fmaf(above, high, rounded_product(below, low));
 }
 
-/// The bound of a page for one query head, whose scaled query has the numbers x(d), one dimension after the other: what the host does.
+/// The bound of a page for one query head, whose scaled query has the numbers x(d), one dimension after the
+/// other: what the host does.
 template <class Real, class T, class Query>
 __device__ Real bound_of_page(const Query& x, const T* least, std::int32_t dim) {
     Real bound = Real(0);
@@ -88,7 +90,8 @@ class bound_stream {
         return (x < 0.0f) == below || x != x ? x : 0.0f;
     }
 
-    /// `query`: [batches of S::together heads, dim, 2, S::together], numbers above 0 and below, 0 for the heads that are not there: see place(). `stages`: S::warp_bytes.
+    /// `query`: [batches of S::together heads, dim, 2, S::together], numbers above 0 and below, 0 for the
+    /// heads that are not there: see place(). `stages`: S::warp_bytes.
     __device__ bound_stream(const float* query, unsigned char* stages, std::int32_t dim, std::int32_t group)
         : query_(query),
           stages_(stages),
@@ -97,8 +100,8 @@ class bound_stream {
           chunks_((dim + S::width - 1) / S::width),
           batches_((group + S::together - 1) / S::together) {}
 
-    /// visit(page, bound of the group) for pages begin, begin + step, ... of 32 each, up to `pages`; rows.bounds(page) is where a page's
-    /// bounds are. By all lanes of a warp.
+    /// visit(page, bound of the group) for pages begin, begin + step, ... of 32 each, up to `pages`;
+    /// rows.bounds(page) is where a page's bounds are. By all lanes of a warp.
     template <class Rows, class Visit>
     __device__ void run(const Rows& rows, std::int32_t pages, std::int32_t begin, std::int32_t step,
                         bool mean, const Visit& visit) {

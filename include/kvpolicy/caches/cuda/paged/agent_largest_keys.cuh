@@ -13,7 +13,8 @@ namespace kvpolicy {
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 namespace cuda_backend {
 
-/// A number as an integer of the same order: -0 is 0, and a NaN comes before all others. No number becomes ~0.
+/// A number as an integer of the same order: -0 is 0, and a NaN comes before all others. No number becomes
+/// ~0.
 __device__ inline std::uint32_t key_of_rank(float x) {
     const std::uint32_t bits = __float_as_uint(x + 0.0f), sign = 0x80000000u;
     return x != x ? 0 : (bits & sign) != 0 ? ~bits : bits | sign;
@@ -31,8 +32,9 @@ struct largest_memory {
     std::int32_t wanted;
 };
 
-/// Makes the `wanted` largest of `count` keys ~0, of equal ones the first; 1 <= wanted <= count. No other key may be ~0 unless it is
-/// to be among them. By a block of admit_threads; the caller's keys are there for all of it.
+/// Makes the `wanted` largest of `count` keys ~0, of equal ones the first; 1 <= wanted <= count. No other key
+/// may be ~0 unless it is to be among them. By a block of admit_threads; the caller's keys are there for all
+/// of it.
 template <class Key>
 __device__ void mark_largest(largest_memory<Key>& memory, admit_memory& sums, Key* keys, std::int32_t count,
                              std::int32_t wanted) {

@@ -1,5 +1,6 @@
-// A step of a DualCache. One block admits the entries (agent_admit) and lays the tiles of all heads end to end; then every block
-// of the GPU takes the same number of them, wherever heads begin and end. So it does not matter how ragged the heads are.
+// A decode step of a paged cache. One block takes the pages (agent_admit) and lays the tiles of all heads end
+// to end. Then every block takes the same number of tiles, wherever heads begin and end, so ragged heads cost
+// no more than even ones.
 #pragma once
 
 #include <kvpolicy/caches/cuda/paged/agent_admit.cuh>
@@ -25,13 +26,15 @@ struct paged_decode_work {
     std::int32_t* share = nullptr;       // [1]: tiles a block
     std::int32_t blocks = 0;
 };
-// States are [blocks + count * Hkv * parts]: that of block b's share of part p of a head is b + head * parts + p. From one share to
-// the next the block or the part moves on, so all are different, and those of one part lie together.
+// States are [blocks + count * Hkv * parts]: that of block b's share of part p of a head is b + head * parts
+// + p. From one share to the next the block or the part moves on, so all are different, and those of one part
+// lie together.
 
 template <class Rows, class Gate, class Scorer, class View>
 using paged_decode_params = paged::paged_params<Rows, Gate, Scorer, View, paged_decode_work>;
 
-/// Which entries take part, with pages for what a step writes; those that find none get empty outputs. One block.
+/// Which entries take part, with pages for what a step writes; those that find none get empty outputs. One
+/// block.
 template <class Launch>
 __device__ void admit_paged_decode(const Launch& call, admit_memory& memory) {
     using T = typename Launch::T;

@@ -1,9 +1,10 @@
-// A decode step of one head of a DualCache, shared by several blocks.
+// A decode step of one head of a paged cache, shared by several blocks.
 //
-// Every block streams its share of the rows as they were before the step and decides for itself what the step does to
-// them: the decision takes a handful of numbers, and only says in whose place the candidate is read. Nothing of the cache is
-// written before all blocks of a head have arrived; the last to arrive merges their softmax states, however many they are, and writes
-// the rows. One block of a head also finds what the next step must know, while its rows are on their way.
+// Every block attends to its share of the entries as they were before the step. Every block also decides what
+// the step does to the head: that takes a few loads, and says in place of which entry the new token is read.
+// The cache is written after all blocks of a head have arrived; the last to arrive merges the softmax states
+// and writes the entries. One block of a head finds the victim of the next step while its entries are being
+// copied.
 #pragma once
 
 #include <kvpolicy/caches/cuda/contiguous/agent_contiguous_decode.cuh>
@@ -27,10 +28,10 @@ inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 namespace cuda_backend {
 namespace paged {
 
-/// What block 0 of a head tells the last block.
+/// The note of a head's first block to the last block.
 struct decode_note {
-    std::int32_t victim;  // the worst top-k slot after the step
-    float arriving;       // the candidate's score
+    std::int32_t victim;  // the worst sequence after the step
+    float arriving;       // the new token's score
 };
 
 /// A launch. Work: how the cache's rows are cut among blocks.
@@ -118,7 +119,7 @@ struct merged_state {
     }
 };
 
-/// The tiles of all rows, and of one more for a candidate that no row makes room for.
+/// The tiles of all rows, and of one more for a new token that no row makes room for.
 __device__ inline std::int64_t decode_tiles(std::int32_t used, bool writes) {
     return (std::int64_t{used} + (writes ? 1 : 0) + stream_tile - 1) / stream_tile;
 }
@@ -178,6 +179,7 @@ class agent_paged_head {
                            victim = call_.cache.victim[head.index];
         const std::int32_t used = call_.cache.rows_read(head, pair_, q, num_long_range);
 
+        // 1. Copies.
         using Source = decltype(head.source(used));
         const tile_range mine = share.tiles_of(decode_tiles(used, call_.writes), warp_id());
         const stream_rows<Source> rows{call_.cache.source(head, pair_, used), call_.cache.head_dim_qk,
@@ -186,13 +188,15 @@ class agent_paged_head {
         typename stream_of<Rows, Source>::type stream(region, rows);
         stream.start();
 
+        // 2. The decision.
         detail::step_decision step;
         step.used = used;
         float score = 0.0f;
         stream_candidate<T> candidate{nullptr, nullptr, -1, used};
         if (call_.writes) {
             step = decide(head, q, num_long_range, victim, score, share.notes());
-            // Whose key goes: the evicted key of the top-k update, or nobody's, where the candidate or u takes a row that was not in use.
+            // The entry that attention must not read: the evicted key's, or none, where the new token or u
+            // takes an entry that was not in use.
             const std::int32_t hole = step.promoted >= 0 ? step.promoted : step.newest;
             candidate = {call_.k.row(entry_, head_, 0), call_.v.row(entry_, head_, 0), hole,
                          hole == used ? used + 1 : used};
@@ -202,10 +206,12 @@ class agent_paged_head {
         const stream_queries<T> queries{call_.q.row(entry_, head_ * call_.cache.group + first_head, 0),
                                         call_.q.head_stride,
                                         heads_left < Rows::heads ? heads_left : Rows::heads};
+        // 3. Attention over the warp's tiles.
         stream.finish(queries, candidate, call_.logits);
         stream.store();
         __syncthreads();  // all warps' states are in shared memory
 
+        // 4 and 5. States are merged, results written.
         const std::int64_t region_size = region_bytes() / static_cast<int>(sizeof(Compute));
         const auto* const of_warps = reinterpret_cast<const Compute*>(regions_);
         moved_rows moved;
@@ -232,7 +238,7 @@ class agent_paged_head {
         }
     }
 
-    /// The rows of a step alone, by one block a head: for a cache of which only chosen pages are then read.
+    /// The writes of a step without attention, by one block per head: with a selection.
     __device__ void write() {
         const Head head(call_.cache, seq_, head_);
         const position_t q = call_.cache.length[seq_];
@@ -253,7 +259,8 @@ class agent_paged_head {
 
   private:
     [[nodiscard]] __device__ int region_bytes() const { return Rows::shared_bytes(call_.cache.head_dim_vo); }
-    /// What the step does to the rows, the same in every block and thread; `score` is u's. One block `notes`.
+    /// Decides what the step does to the entries, the same in every block and thread; `score` is u's. One
+    /// block `notes`.
     __device__ detail::step_decision decide(const Head& head, position_t q, std::int32_t num_long_range,
                                             std::int32_t victim, float& score, bool notes) {
         const position_t limit = call_.cache.rebase_limit;
@@ -304,7 +311,8 @@ class agent_paged_head {
         return step;
     }
 
-    /// The candidate's score as its row keeps it; a sink's is never read, nor is a key's that is held for its position.
+    /// The new token's score as its row keeps it; a sink's is never read, nor is a key's that is held for its
+    /// position.
     __device__ float arriving_score(bool counts) const {
         if constexpr (given) {
             const float score = call_.scores ? call_.scores.head(entry_, head_)[0] : 0.0f;
@@ -340,8 +348,8 @@ class agent_paged_head {
         }
     }
 
-    /// Whether all other blocks of the head have arrived. What they wrote before is then visible to this one, and they
-    /// no longer read the cache. The counter is back at 0 for the next launch.
+    /// Whether all other blocks of the head have arrived. What they wrote before is then visible to this one,
+    /// and they no longer read the cache. The counter is back at 0 for the next launch.
     __device__ bool arrives_last(std::int64_t index, std::uint32_t blocks) const {
         __syncthreads();  // the block's own work comes before its arrival
         if (threadIdx.x == 0) {
@@ -369,15 +377,16 @@ class agent_paged_head {
         }
     }
 
-    /// What a thread moves, on its way while outputs are made: a piece of 16 bytes, where T is a 16-bit type, and what
-    /// block 0 found, thread 0.
+    /// What a thread moves, loaded while outputs are computed: 16 bytes of an entry where T has 16 bits, and
+    /// in thread 0 the note.
     struct moved_rows {
         uint4 leaving, arriving;
         decode_note note;
     };
     static constexpr int piece = sizeof(T) == 2 ? 8 : 1;  // elements
 
-    /// Piece i of a row, those of the key before those of the value: in a row of the cache, and of the candidate.
+    /// Piece i of a row, those of the key before those of the value: in a row of the cache, and of the new
+    /// token.
     [[nodiscard]] __device__ T* piece_of(const Head& head, std::int32_t row, std::int32_t i) const {
         const std::int32_t of_k = call_.cache.head_dim_qk / piece;
         return i < of_k ? head.key(row) + i * piece : head.value(row) + (i - of_k) * piece;
@@ -413,8 +422,8 @@ class agent_paged_head {
         return moved;
     }
 
-    /// The key that leaves moves to its place, then the candidate takes its row. Each thread moves pieces of its own, so
-    /// that no piece is overwritten before it is read.
+    /// The key that leaves moves to its place, then the new token takes its row. Each thread moves pieces of
+    /// its own, so that no piece is overwritten before it is read.
     __device__ void write_rows(const Head& head, position_t q, const detail::step_decision& step, float score,
                                const moved_rows& moved) const {
         const auto thread = static_cast<std::int32_t>(threadIdx.x);

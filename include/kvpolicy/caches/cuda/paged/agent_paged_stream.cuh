@@ -1,6 +1,7 @@
-// One warp's share of a DualCache's decode step: the rows of a head, in tiles of 16 that lie in pages, against the query heads of its
-// group. What stands in agent_decode_stream.cuh, but for where rows lie, how warps share them (in turn), and the candidate: every block
-// knows what the step does, so it stands in the place of the row that attention must not see (`hole`), or behind the last.
+// One warp's share of decode attention over paged entries: tiles of 16 entries, which lie in pages, against
+// the query heads of a group. As agent_decode_stream.cuh, with three differences: where entries lie; warps
+// take tiles in turn; and the new token is read in place of the entry that the step frees (`hole`), or behind
+// the last entry, since every block knows what the step does.
 #pragma once
 
 #include <kvpolicy/attention/cuda/key_frame.cuh>
@@ -20,8 +21,8 @@ inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 namespace cuda_backend {
 namespace paged {
 
-/// Rows of a head in pages of whole tiles. The lanes of a warp hold where 32 pages lie, from `first` on, so that a page table is
-/// read once for all of them.
+/// Rows of a head in pages of whole tiles. The lanes of a warp hold where 32 pages lie, from `first` on, so
+/// that a page table is read once for all of them.
 template <class T>
 struct paged_source {
     struct tile_rows {
@@ -68,8 +69,9 @@ struct tile_range {
     std::int32_t begin, end, stride;
 };
 
-/// The share of a warp in a block's tiles. Where warps take tiles in turn, a block reads one stretch of memory. With a stretch a warp,
-/// caches of 8 GB were read at half the rate: presumably more pages of memory than the GPU's TLBs hold.
+/// The share of a warp in a block's tiles. Where warps take tiles in turn, a block reads one stretch of
+/// memory. With a stretch a warp, caches of 8 GB were read at half the rate: presumably more pages of memory
+/// than the GPU's TLBs hold.
 template <class Rows>
 __device__ tile_range tiles_of_warp(std::int64_t begin, std::int64_t end, int warp) {
     if constexpr (Rows::in_turn) {
@@ -112,7 +114,7 @@ struct tensor_rows {
     static constexpr int threads = 32 * warps;
     static constexpr int half_bytes = stream_tile * Dim * 2;  // the keys of a tile, or the values
     static constexpr int tile_bytes = 2 * half_bytes;
-    // 96 KB a block: two blocks an SM, where it has the memory.
+    // 96 KB a block: two blocks per SM, where it has the memory.
     static constexpr int stages = 96 * 1024 / warps / tile_bytes;
     static constexpr int region_bytes = stages * tile_bytes;
     static_assert(stages >= 3 && stream_state<heads>::size(Dim + 4) * 4 <= region_bytes);
@@ -131,7 +133,7 @@ struct plain_rows {
     using T = T_;
     using Compute = T_;
     static constexpr int heads = 1;
-    static constexpr bool in_turn = false;  // a lane a row: two tiles at once
+    static constexpr bool in_turn = false;  // one lane per row: two tiles at once
     static constexpr int warps = 4;
     static constexpr int threads = 32 * warps;
     __host__ __device__ static constexpr std::int32_t width(std::int32_t head_dim_vo) {
@@ -142,8 +144,9 @@ struct plain_rows {
     }
 };
 
-/// Keys stand on the rows of the products (mma's M), query heads on the columns: S^T = K Q^T, O^T = V^T P^T. So one tile of
-/// 16 rows serves 8 heads. In an accumulator lane 4 group + pair has rows group, group + 8 and heads 2 pair, 2 pair + 1.
+/// Keys stand on the rows of the products (mma's M), query heads on the columns: S^T = K Q^T, O^T = V^T P^T.
+/// So one tile of 16 rows serves 8 heads. In an accumulator lane 4 group + pair has rows group, group + 8 and
+/// heads 2 pair, 2 pair + 1.
 template <class S, class Source>
 class tensor_stream {
     using T = typename S::T;
@@ -175,8 +178,9 @@ class tensor_stream {
             }
         }
         const auto slope = static_cast<float>(logits.slope), cap = static_cast<float>(logits.cap);
-        // ldmatrix: lane i names row i % 8 of matrix i / 8. Keys: matrices 0, 1 are rows 0..7 and 8..15 of the first 8 dims,
-        // 2, 3 of the next. Values, transposed: 0, 1 are the first and next 8 dims of rows 0..7, 2, 3 of rows 8..15.
+        // ldmatrix: lane i names row i % 8 of matrix i / 8. Keys: matrices 0, 1 are rows 0..7 and 8..15 of
+        // the first 8 dims, 2, 3 of the next. Values, transposed: 0, 1 are the first and next 8 dims of rows
+        // 0..7, 2, 3 of rows 8..15.
         const int k_row = lane % 16, v_row = lane % 8 + 8 * (lane / 16);
         const std::uint32_t k_at = shared_ + k_row * S::Dim * 2;
         const std::uint32_t v_at = shared_ + S::half_bytes + v_row * S::Dim * 2;
@@ -250,8 +254,8 @@ class tensor_stream {
     __device__ void store() { store_tensor_state<S>(region_, max_, sum_, o_); }
 
   private:
-    /// Copies a tile, if it is one of this warp's, and closes a group of copies in any case. Each lane has its chunk of every
-    /// row that it copies; of rows that are not in use nothing is read, and zeros come.
+    /// Copies a tile, if it is one of this warp's, and closes a group of copies in any case. Each lane has
+    /// its chunk of every row that it copies; of rows that are not in use nothing is read, and zeros come.
     __device__ void load(std::int32_t tile, int stage) {
         if (tile < rows_.tiles.end) {
             constexpr int chunks = S::Dim / 8, rows = 32 / chunks;  // at once
@@ -277,7 +281,7 @@ class tensor_stream {
         copy_commit();
     }
 
-    /// Writes the candidate over its place in a tile that has come.
+    /// Writes the new token over its place in a tile that has come.
     __device__ void put(const stream_candidate<T>& candidate, int stage) const {
         const int chunk = lane_id(), r = candidate.hole % stream_tile;
         unsigned char* const to = region_ + stage * S::tile_bytes + r * S::Dim * 2 + ((chunk ^ (r % 8)) << 4);

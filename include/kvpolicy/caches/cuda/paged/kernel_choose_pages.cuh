@@ -1,5 +1,5 @@
-// The pages that a query reads of every head: bounds of all pages first, then the best of them, as the host chooses
-// (caches/host/select.hpp), with the same operations in the same order, so that both choose the same.
+// A selection's pages per head: bounds of all pages first, then the pages with the largest bounds. Operations
+// and their order are those of the CPU backend (caches/host/select.hpp), so both choose the same pages.
 #pragma once
 
 #include <kvpolicy/caches/cuda/paged/agent_bound_stream.cuh>
@@ -84,7 +84,17 @@ __host__ __device__ constexpr std::size_t bound_shared_bytes(int warps, std::int
     }
 }
 
-/// Bounds of all pages of the heads that have more than they read: `pieces` blocks a head, of up to bound_threads threads.
+/// Upper bounds of q . k over the keys of each page, for heads with more pages than a query reads.
+///
+///     bound(page) = agg over the group of sum_d max(sm_scale q_d min_d, sm_scale q_d max_d)
+///
+/// where agg is the maximum or the mean.
+///
+/// Grid: count * Hkv * pieces blocks. Block: at most bound_threads threads.
+/// Shared memory: dynamic bound_shared_bytes(): the scaled queries, and for 16-bit types each warp's stages
+/// of bounds.
+/// In: q [count, Hq, 1, Dk] of T; bounds [2, Dk] of T per page. Out: keys [count, Hkv, max_pages],
+/// unsigned, in the bounds' order; the page of the newest token has the largest.
 template <class T>
 __global__ void __launch_bounds__(bound_threads)
     bound_pages_kernel(const __grid_constant__ choose_params<T> call, const std::int32_t pieces) {
@@ -116,7 +126,7 @@ __global__ void __launch_bounds__(bound_threads)
         bound_stream<T>(query, stages + warp_id() * bound_stages::warp_bytes, dim, group)
             .run(at.rows.rows, at.pages, piece * warps + warp_id(), pieces * warps, call.cache.mean_bound,
                  keys);
-    } else {  // types to check others with: a thread a page
+    } else {  // types to check others with: one thread per page
         auto* const query = reinterpret_cast<Real*>(dynamic_shared());  // [group, dim]
         for (auto i = static_cast<std::int32_t>(threadIdx.x); i < group * dim; i += threads) {
             query[i] = scaled(i / dim, i % dim);
@@ -135,7 +145,12 @@ __global__ void __launch_bounds__(bound_threads)
     }
 }
 
-/// Chooses: a block a head.
+/// Chooses the read_pages[h] pages with the largest keys, by radix selection. Of equal keys the lower page
+/// number wins.
+///
+/// Grid: count * Hkv blocks. Block: choose_threads. Shared memory: find_memory.
+/// In: keys of bound_pages_kernel. Out: chosen [count, Hkv, max_chosen] int32 page ids, chosen_rows [count,
+/// Hkv] int32.
 template <class T>
 __global__ void __launch_bounds__(choose_threads)
     choose_pages_kernel(const __grid_constant__ choose_params<T> call) {

@@ -1,4 +1,4 @@
-// The pool of a DualCache on a device: slabs attached; and the pages of heads.
+// The page pool of a paged cache: adding slabs, and page export.
 #pragma once
 
 #include <kvpolicy/caches/calls.hpp>
@@ -14,7 +14,11 @@ namespace kvpolicy {
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 namespace cuda_backend {
 
-/// Slab `number` joins the pool, but for its first `spared` pages. One block.
+/// Adds slab `number` to the pool, without its first `spared` pages.
+///
+/// Grid: 1 block. Block: admit_threads.
+/// Overwrites: slabs[number]; pushes slab_pages - spared page ids on the stack of free pages, the lowest on
+/// top.
 template <class T>
 __global__ void __launch_bounds__(admit_threads)
     attach_slab_kernel(const PagePool<T> pool, Slab<T>* const slabs, const std::int32_t number,
@@ -31,7 +35,10 @@ __global__ void __launch_bounds__(admit_threads)
     }
 }
 
-/// Counts the pages of all heads of a batch: indptr and last_page_len. One block.
+/// export_heads of a paged cache: how many pages each head of a batch has.
+///
+/// Grid: 1 block. Block: admit_threads. Shared memory: admit_memory.
+/// In: lengths, kept. Out: indptr [count * Hkv + 1] and last_page_len [count * Hkv], int32.
 template <class T>
 __global__ void __launch_bounds__(admit_threads)
     count_paged_pages_kernel(const __grid_constant__ paged_view<T> cache, const Batch batch,
@@ -58,7 +65,10 @@ __global__ void __launch_bounds__(admit_threads)
     }
 }
 
-/// Writes the pages of a head: a block a head.
+/// export_heads of a paged cache: a head's page ids.
+///
+/// Grid: count * Hkv blocks. Block: admit_threads.
+/// In: indptr, page tables. Out: indices [indices_capacity] int32; ids beyond the capacity are left out.
 template <class T>
 __global__ void __launch_bounds__(admit_threads)
     fill_paged_pages_kernel(const __grid_constant__ paged_view<T> cache, const Batch batch,

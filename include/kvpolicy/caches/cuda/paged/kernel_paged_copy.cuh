@@ -1,6 +1,7 @@
-// Sequences of a DualCache that become what others were: fork and reorder, as on the host (caches/host/sequences.hpp). Of the sequences that want a
-// source's rows one inherits its pages, the source if it stays, else the first; the others share the pages that never change
-// again, and copy the rest. Sequences that become nobody's source are dropped, and their pages serve the copies.
+// fork and reorder of a paged cache, as in the CPU backend (caches/host/sequences.hpp). Per source one target
+// inherits the pages: the source itself if it stays, else the first target. The other targets share the pages
+// that can no longer change, and copy the rest. Sequences that are no target's source are dropped, and their
+// pages serve the copies.
 #pragma once
 
 #include <kvpolicy/caches/cuda/kernel_prefill.cuh>
@@ -20,7 +21,7 @@ namespace cuda_backend {
 /// All moves, in shared memory.
 struct paged_moves {
     std::int32_t source[max_reordered];  // of move i
-    std::int32_t heir[max_reordered];    // of sequence i, if it is a target too; -1: nobody is
+    std::int32_t heir[max_reordered];    // of sequence i, if it is a target too; -1: none
     std::int32_t count;
     const std::int32_t* sources;  // null: one move, which copies
     std::int32_t to;
@@ -36,7 +37,7 @@ struct paged_moves {
     [[nodiscard]] __device__ std::int32_t holder(std::int32_t i) const {
         return sources != nullptr && source[i] < count ? heir[source[i]] : source[i];
     }
-    /// Whether target i is nobody's source, so that its pages are dropped.
+    /// Whether target i is no target's source, so that its pages are dropped.
     [[nodiscard]] __device__ bool dropped(std::int32_t i) const { return sources == nullptr || heir[i] < 0; }
 };
 
@@ -63,7 +64,8 @@ __device__ inline void load_moves(paged_moves& all, const sequence_moves& moves,
     __syncthreads();
 }
 
-/// Rows of a head that is being copied to `to`, which has the counters of sequence `source` already; lengths move last.
+/// Rows of a head that is being copied to `to`, which has the counters of sequence `source` already; lengths move
+/// last.
 template <class Ref>
 __device__ std::int32_t rows_of_copy(const Ref& cache, std::int32_t head, std::int32_t source,
                                      std::int32_t to) {
@@ -71,7 +73,8 @@ __device__ std::int32_t rows_of_copy(const Ref& cache, std::int32_t head, std::i
                                    cache.num_long_range[cache.head_index(to, head)]);
 }
 
-/// Whether another sequence may name a page of a head with `used` rows too: full, and of rows that are never written again.
+/// Whether another sequence may name a page of a head with `used` rows too: full, and of rows that are never
+/// written again.
 template <class Ref>
 __device__ bool page_is_shareable(const Ref& cache, std::int32_t head, std::int32_t used, std::int32_t page) {
     if (Ref::policy_type::has_eviction) {
@@ -90,7 +93,15 @@ __device__ std::int32_t pages_of_copy(const Ref& cache, std::int32_t head, std::
     return pages;
 }
 
-/// Drops the sequences that nobody wants, if the pool then has the pages that copies take; else nothing changes, and `refused` is 1. One block.
+/// fork and reorder, launch 1: drops the sequences that are no target's source, if the pool then has the
+/// pages that copies take. Otherwise the cache stays as it is and `refused` is 1.
+///
+/// Grid: 1 block. Block: admit_threads. Shared memory: paged_moves.
+/// In: moves, page tables. Out: refused [1] int64; status [1] is OR-ed. Overwrites: refcounts, the stack of
+/// free pages, held.
+///
+/// Phases: 1. Count the pages that copies take. 2. Free the pages of dropped sequences. 3. Undo that where
+/// they do not suffice.
 template <class P, class T>
 __global__ void __launch_bounds__(admit_threads)
     paged_drop_kernel(const DualRef<P, T>* const refs, const std::int32_t layers, const sequence_moves moves,
@@ -119,6 +130,7 @@ __global__ void __launch_bounds__(admit_threads)
             }
         }
     };
+    // 1. Count the pages that copies take.
     unsigned long long mine = 0;
     for (std::int32_t x = thread; x < all.count * each; x += admit_threads) {
         if (all.copies(x / each)) {
@@ -129,7 +141,7 @@ __global__ void __launch_bounds__(admit_threads)
         }
     }
     atomicAdd(&needed, mine);
-    // A fork to where it came from drops nothing.
+    // 2. A fork to where it came from drops nothing.
     const bool moves_at_all = moves.sources != nullptr || moves.from != moves.to;
     if (moves_at_all) {
         for_each_dropped_page([&](std::int32_t id) {
@@ -139,6 +151,7 @@ __global__ void __launch_bounds__(admit_threads)
         });
     }
     __syncthreads();
+    // 3. Do they suffice?
     const bool refuses =
         static_cast<std::int64_t>(needed) > *static_cast<volatile std::int32_t*>(any.pool.free_count);
     __syncthreads();
@@ -169,7 +182,13 @@ __global__ void __launch_bounds__(admit_threads)
     }
 }
 
-/// Heirs get their pages; all targets their counters and states. A block a head of a layer.
+/// fork and reorder, launch 2: per source one target inherits its page table; all targets get counters and
+/// scorer states.
+///
+/// Grid: layers * Hkv blocks. Block: sequence_threads.
+/// Shared memory: paged_moves; dynamic: two sequence_move arrays, then a word per thread and move.
+/// In: moves, refused. Overwrites: page tables, held, kept, taken, pinned, victim, draft counts, states,
+/// reservations of targets.
 template <class P, class T>
 __global__ void __launch_bounds__(sequence_threads)
     paged_inherit_kernel(const DualRef<P, T>* const refs, const sequence_moves moves,
@@ -197,7 +216,8 @@ __global__ void __launch_bounds__(sequence_threads)
         cache.table_offset[head + 1] - cache.table_offset[head],
         [&](std::int32_t seq) { return cache.pages(seq, head); },
         [](const sequence_move& move) { return std::int64_t{move.used}; });
-    // Dropped sequences hold nothing any more, so that a target that is not an heir has 0 already, or stays as it is.
+    // Dropped sequences hold nothing any more, so that a target that is not an heir has 0 already, or stays as it
+    // is.
     for (std::int32_t i = thread; i < all.count; i += threads) {
         if (inherited[i].from != inherited[i].to) {
             cache.held[cache.head_index(inherited[i].to, head)] = inherited[i].used;
@@ -239,7 +259,11 @@ __global__ void __launch_bounds__(sequence_threads)
     }
 }
 
-/// Page tables of copies: pages that never change again are shared, the others taken. One block.
+/// fork and reorder, launch 3: page tables of the copies. A page that is full and can no longer change is
+/// shared by refcount; the others get pages of their own.
+///
+/// Grid: 1 block. Block: admit_threads. Shared memory: paged_moves, admit_memory.
+/// Overwrites: page tables and held of the copies, refcounts, the stack of free pages.
 template <class P, class T>
 __global__ void __launch_bounds__(admit_threads)
     paged_share_kernel(const DualRef<P, T>* const refs, const std::int32_t layers, const sequence_moves moves,
@@ -289,7 +313,10 @@ __global__ void __launch_bounds__(admit_threads)
     }
 }
 
-/// The queries that an eviction part remembers. `pieces` blocks a head of a layer.
+/// fork and reorder with an eviction part: the queries that it keeps.
+///
+/// Grid: layers * Hkv * pieces blocks. Block: sequence_threads. Shared memory: dynamic, as move_rows_kernel.
+/// Overwrites: queries [observing, group, Dk] of T per head of the targets.
 template <class P, class T>
 __global__ void __launch_bounds__(sequence_threads)
     paged_queries_kernel(const DualRef<P, T>* const refs, const sequence_moves moves,
@@ -317,7 +344,11 @@ __global__ void __launch_bounds__(sequence_threads)
         [&](const sequence_move&) { return words; });
 }
 
-/// The rows of pages that copies do not share. `pieces` blocks a head of a layer, a warp a row.
+/// fork and reorder, launch 4: the entries of pages that copies do not share, and the bounds of such pages.
+///
+/// Grid: layers * Hkv * pieces blocks. Block: sequence_threads; a warp per entry. Shared memory: paged_moves.
+/// In: page tables of source and copy. Overwrites: keys, values, positions, scores and bounds in the copies'
+/// own pages.
 template <class P, class T>
 __global__ void __launch_bounds__(sequence_threads)
     paged_copy_kernel(const DualRef<P, T>* const refs, const sequence_moves moves, const std::int32_t pieces,
@@ -361,7 +392,10 @@ __global__ void __launch_bounds__(sequence_threads)
     }
 }
 
-/// Lengths, when nobody reads the old ones any more. One block.
+/// fork and reorder, launch 5: lengths of the targets, after the other launches have read the old ones.
+///
+/// Grid: 1 block. Block: sequence_threads. Shared memory: dynamic, as move_rows_kernel. Overwrites: length [seq]
+/// int64.
 template <class Length>
 __global__ void __launch_bounds__(sequence_threads)
     paged_lengths_kernel(Length* const length, const std::int32_t max_sequences, const sequence_moves moves,

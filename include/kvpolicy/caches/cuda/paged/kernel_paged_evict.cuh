@@ -1,5 +1,6 @@
-// Eviction over all heads of a sequence (policies/eviction.hpp) in one launch, whose blocks wait for each other: rounds of a layer after
-// another, until the sequence holds no more than it may. As on the host (caches/host/evict.hpp), masses to rounding.
+// Eviction over all heads of a sequence (policies/eviction.hpp) in one cooperative launch: rounds over all
+// layers, until the sequence is within its limit. Masses agree with the CPU backend (caches/host/evict.hpp)
+// to rounding.
 #pragma once
 
 #include <kvpolicy/caches/cuda/kernel_prefill.cuh>
@@ -70,8 +71,8 @@ struct evicted_head {
         const position_t last = length - 1;
         return last - (last - i) % cache.eviction.observing;
     }
-    /// The row of a long-range key or another, number j in logical order; only called for heads that take part, whose sinks and ring
-    /// are full. `rank`: whether places stand in any order.
+    /// The row of a top-k key or another, number j in logical order; only called for heads that take part,
+    /// whose sinks and ring are full. `rank`: whether places stand in any order.
     [[nodiscard]] __device__ std::int32_t ring_row(std::int32_t j) const {
         const std::int32_t slots = used - long_range;
         return j < layout.sinks ? j : layout.recent(length - layout.window + (j - layout.sinks - slots));
@@ -231,7 +232,7 @@ __device__ void evict_sums(const evicted_head<P, T>& at, const evict_memory<T>& 
     }
 }
 
-/// The mass of a block's keys, a thread a key: rows from `first` on. By one block.
+/// The mass of a block's keys, one thread per key: rows from `first` on. By one block.
 template <class P, class T>
 __device__ void evict_masses(const evicted_head<P, T>& at, const evict_memory<T>& memory, std::int32_t first,
                              compute_t<T>* queries) {
@@ -274,11 +275,10 @@ __device__ void evict_masses(const evicted_head<P, T>& at, const evict_memory<T>
     }
 }
 
-/// Drops the lowest rows of a head and closes their gaps. By one block.
+/// Marks the lowest entries of a head by a negative mass; returns how many. By one block.
 template <class P, class T>
-__device__ void evict_rows(const evicted_head<P, T>& at, const evict_memory<T>& memory, admit_memory& sums,
-                           largest_memory<std::uint64_t>& largest, unsigned char* staging,
-                           unsigned long long* dropped) {
+__device__ std::int32_t mark_lowest(const evicted_head<P, T>& at, const evict_memory<T>& memory,
+                                    admit_memory& sums, largest_memory<std::uint64_t>& largest) {
     const DualRef<P, T>& cache = at.cache;
     const auto thread = static_cast<std::int32_t>(threadIdx.x);
     const std::int32_t used = at.used, reach = cache.eviction.pool / 2;
@@ -296,7 +296,8 @@ __device__ void evict_rows(const evicted_head<P, T>& at, const evict_memory<T>& 
         }
         const bool candidate = row >= at.long_range && !cache.keep.keeps(at.rows.position(row));
         mine += candidate ? 1 : 0;
-        // Larger for a lower score, and never ~0; what is exempt has the least. Of equal ones the newer goes, so it stands first.
+        // Larger for a lower score, and never ~0; what is exempt has the least. Of equal ones the newer goes,
+        // so it stands first.
         const auto bits = static_cast<std::uint64_t>(__double_as_longlong(score));
         keys[used - 1 - j] = candidate ? ~(bits + 1) : 0;
     }
@@ -304,7 +305,7 @@ __device__ void evict_rows(const evicted_head<P, T>& at, const evict_memory<T>& 
     const auto share = static_cast<std::int32_t>(static_cast<double>(cache.eviction.share) * used);
     const std::int32_t wanted = share < 1 ? 1 : share, drop = candidates < wanted ? candidates : wanted;
     if (drop == 0) {
-        return;
+        return 0;
     }
     __syncthreads();
     mark_largest(largest, sums, keys, used, drop);
@@ -314,9 +315,23 @@ __device__ void evict_rows(const evicted_head<P, T>& at, const evict_memory<T>& 
         }
     }
     __syncthreads();
-    // Rows move towards the front, so that a few of them are read before as many are written.
+    return drop;
+}
+
+/// The first top-k entry of a head that moved or went, and the entries that are left.
+struct closed_gaps {
+    std::int32_t from, used;
+};
+
+/// Moves entries towards the front over those that mark_lowest() marked; a few are read before as many are
+/// written. By one block.
+template <class P, class T>
+__device__ closed_gaps close_gaps(const evicted_head<P, T>& at, const evict_memory<T>& memory,
+                                  unsigned char* staging) {
+    const DualRef<P, T>& cache = at.cache;
+    const double* const mass = memory.mass + at.head * memory.rows;
     T* const staged = reinterpret_cast<T*>(staging);
-    const std::int32_t width = cache.head_dim_qk + cache.head_dim_vo, lane = lane_id();
+    const std::int32_t width = cache.head_dim_qk + cache.head_dim_vo, lane = lane_id(), used = at.used;
     std::int32_t to = at.long_range, moved_from = -1;
     for (std::int32_t first = at.long_range; first < used; first += memory.staged) {
         const std::int32_t count = used - first < memory.staged ? used - first : memory.staged;
@@ -359,10 +374,24 @@ __device__ void evict_rows(const evicted_head<P, T>& at, const evict_memory<T>& 
         __syncthreads();
         to += __popc(votes);
     }
-    if constexpr (P::has_selection) {
-        refresh_pages(at.rows, moved_from, to, to, warp_id(), admit_threads / 32);
+    return {moved_from, to};
+}
+
+/// Drops the lowest entries of a head, closes their gaps and returns pages that no entry needs. By one block.
+template <class P, class T>
+__device__ void evict_rows(const evicted_head<P, T>& at, const evict_memory<T>& memory, admit_memory& sums,
+                           largest_memory<std::uint64_t>& largest, unsigned char* staging,
+                           unsigned long long* dropped) {
+    const DualRef<P, T>& cache = at.cache;
+    const std::int32_t drop = mark_lowest(at, memory, sums, largest);
+    if (drop == 0) {
+        return;
     }
-    if (thread == 0) {
+    [[maybe_unused]] const closed_gaps closed = close_gaps(at, memory, staging);
+    if constexpr (P::has_selection) {
+        refresh_pages(at.rows, closed.from, closed.used, closed.used, warp_id(), admit_threads / 32);
+    }
+    if (threadIdx.x == 0) {
         cache.num_long_range[at.index] -= drop;
         cache.victim[at.index] = -1;
         // What neither rows nor the rest of a reservation need; no fork shares it.
@@ -377,7 +406,141 @@ __device__ void evict_rows(const evicted_head<P, T>& at, const evict_memory<T>& 
     }
 }
 
-/// All entries, one after another. Launched cooperatively; dynamic shared memory has a tile of queries, or the rows that move at once.
+/// What the blocks of an eviction share, and what one block has of its own.
+template <class P, class T>
+struct evict_grid {
+    const DualRef<P, T>* refs;
+    std::int32_t layers;
+    const evict_memory<T>& memory;
+    std::uint32_t* status;
+    admit_memory& sums;
+    largest_memory<std::uint64_t>& largest;
+    unsigned long long& total;
+    bool& beyond;
+
+    [[nodiscard]] __device__ std::int32_t kv_heads() const { return refs[0].kv_heads; }
+    [[nodiscard]] __device__ std::int64_t heads() const { return std::int64_t{layers} * kv_heads(); }
+    [[nodiscard]] __device__ static bool leads() { return blockIdx.x == 0 && threadIdx.x == 0; }
+    __device__ void report(std::int32_t entry, std::uint32_t bits) const {
+        if (leads() && status != nullptr) {
+            atomicOr(status + entry, bits);
+        }
+    }
+
+    /// Whether an entry is left alone: padding, a bad one, or one in the middle of a token, when a key and
+    /// queries have taken the places of older ones, which the length does not say yet. The same in all
+    /// blocks.
+    [[nodiscard]] __device__ bool passes_over(const Batch& batch, std::int32_t entry,
+                                              std::int32_t seq) const {
+        const std::int32_t tokens = batch.tokens(entry);
+        const bool padding = seq == Batch::no_seq,
+                   bad = !padding && (seq < 0 || seq >= refs[0].max_sequences || tokens < 0);
+        if (bad) {
+            report(entry, static_cast<std::uint32_t>(status_bad_length));
+        }
+        if (bad || padding || tokens == 0) {
+            return true;
+        }
+        bool amid = false;
+        for (auto x = static_cast<std::int64_t>(threadIdx.x); x < heads(); x += admit_threads) {
+            amid |= refs[x / kv_heads()].num_appended(seq, static_cast<std::int32_t>(x % kv_heads())) != 0;
+        }
+        const bool waits = __syncthreads_or(amid ? 1 : 0) != 0;
+        if (waits) {
+            report(entry, static_cast<std::uint32_t>(status_layer_skipped));
+        }
+        return waits;
+    }
+
+    /// Entries of all heads of a sequence, in `total`; `beyond`: one head has more than the workspace takes.
+    __device__ void count_rows(std::int32_t seq) const {
+        __syncthreads();  // all have read the total before
+        if (threadIdx.x == 0) {
+            total = 0;
+            beyond = false;
+        }
+        __syncthreads();
+        unsigned long long mine = 0;
+        for (auto x = static_cast<std::int64_t>(threadIdx.x); x < heads(); x += admit_threads) {
+            const std::int32_t used =
+                refs[x / kv_heads()].used(seq, static_cast<std::int32_t>(x % kv_heads()));
+            mine += static_cast<unsigned long long>(used);
+            if (used > memory.rows) {
+                beyond = true;
+            }
+        }
+        atomicAdd(&total, mine);
+        __syncthreads();
+    }
+
+    /// One layer's part of a round.
+    template <class Grid>
+    __device__ void evict_layer(const Grid& grid, const DualRef<P, T>& cache, std::int32_t seq,
+                                unsigned long long* dropped) const {
+        auto* const queries = reinterpret_cast<compute_t<T>*>(dynamic_shared());
+        const std::int32_t kv_heads = cache.kv_heads;
+        const auto head_of = [&](std::int32_t h) { return evicted_head<P, T>(cache, seq, h); };
+        // 3. Logical order, and the sums per query.
+        for (std::int32_t h = 0; h < kv_heads; ++h) {
+            if (const auto at = head_of(h); at.takes_part()) {
+                evict_order(at, memory.order + h * memory.rows);
+            }
+        }
+        // Items of all heads go around the blocks.
+        const auto share = [&](const auto& size, std::int32_t each, const auto& body) {
+            std::int32_t before = 0;
+            for (std::int32_t h = 0; h < kv_heads; ++h) {
+                const auto at = head_of(h);
+                const std::int32_t items = at.takes_part() ? (size(at) + each - 1) / each : 0;
+                const auto blocks = static_cast<std::int32_t>(gridDim.x);
+                std::int32_t item = static_cast<std::int32_t>(blockIdx.x) - before % blocks;
+                for (item += item < 0 ? blocks : 0; item < items; item += blocks) {
+                    body(at, item * each);
+                }
+                before += items;
+            }
+        };
+        share([](const auto& at) { return at.queries(); }, evict_tile,
+              [&](const auto& at, std::int32_t first) { evict_sums(at, memory, first, queries); });
+        grid.sync();
+        // 4. Masses.
+        share([](const auto& at) { return at.used; }, admit_threads,
+              [&](const auto& at, std::int32_t first) { evict_masses(at, memory, first, queries); });
+        grid.sync();
+        // 5. The lowest entries go.
+        for (auto h = static_cast<std::int32_t>(blockIdx.x); h < kv_heads;
+             h += static_cast<std::int32_t>(gridDim.x)) {
+            if (const auto at = head_of(h); at.takes_part()) {
+                evict_rows(at, memory, sums, largest, dynamic_shared(), dropped);
+            }
+            __syncthreads();
+        }
+        grid.sync();
+    }
+};
+
+/// Eviction over all heads of each sequence (policies/eviction.hpp), in rounds, until the average number of
+/// entries per head is within the limit. One cooperative launch; the sequences of the batch come one after
+/// another.
+///
+///     mass(t) = sum over the kept queries of agg over the group of softmax(t)
+///
+/// A round drops the `share` of a head's entries with the lowest mass, max-pooled over `pool` neighbors in
+/// logical order. Sinks, window and held keys are exempt.
+///
+/// Grid: as many blocks as run at once. Block: admit_threads.
+/// Shared memory: sums, largest, total; dynamic: evict_tile queries [Dk][evict_tile] of compute_t<T>, or the
+/// entries that move at once.
+/// In: refs [layers], the queries that steps and chunks kept, all entries. Out: reports [count]; status
+/// [count] is OR-ed.
+/// Overwrites: entries (gaps are closed in place), kept, victim, bounds, page tables, refcounts, the stack
+/// of free pages; `memory` is scratch. Masses agree with the CPU backend to rounding.
+///
+/// Phases, per round (grid.sync() after 3, 4 and 5 of every layer):
+/// 1. passes_over: sequences that are left alone. 2. count_rows: whether the sequence exceeds its limit.
+/// 3. evict_order and evict_sums: entries in logical order; largest logit and sum of weights per query.
+/// 4. evict_masses: the mass of each entry. 5. evict_rows: the lowest entries go, the gaps close, pages are
+///    freed.
 template <class P, class T>
 __global__ void __launch_bounds__(admit_threads)
     paged_evict_kernel(const DualRef<P, T>* const refs, const std::int32_t layers, const Batch batch,
@@ -388,115 +551,45 @@ __global__ void __launch_bounds__(admit_threads)
     __shared__ unsigned long long total;
     __shared__ bool beyond;
     const auto grid = cooperative_groups::this_grid();
-    const DualRef<P, T>& any = refs[0];
-    const std::int32_t kv_heads = any.kv_heads;
-    const std::int64_t heads = std::int64_t{layers} * kv_heads;
-    const bool leads = blockIdx.x == 0 && threadIdx.x == 0;
-    auto* const queries = reinterpret_cast<compute_t<T>*>(dynamic_shared());
-    if (leads) {
+    const evict_grid<P, T> all{refs, layers, memory, status, sums, largest, total, beyond};
+    if (all.leads()) {
         memory.dropped[0] = memory.dropped[1] = 0;
     }
     grid.sync();
     std::int32_t turn = 0;
     for (std::int32_t entry = 0; entry < batch.count; ++entry) {
         EvictionReport report;
-        const std::int32_t seq = batch.seq(entry), tokens = batch.tokens(entry);
-        const bool padding = seq == Batch::no_seq,
-                   bad = !padding && (seq < 0 || seq >= any.max_sequences || tokens < 0);
-        if (leads && bad && status != nullptr) {
-            atomicOr(status + entry, static_cast<std::uint32_t>(status_bad_length));
-        }
-        bool waits = bad || padding || tokens == 0;
-        if (!waits) {
-            // In the middle of a token a key and queries have taken the places of older ones, which the length does not say yet.
-            bool amid = false;
-            for (auto x = static_cast<std::int64_t>(threadIdx.x); x < heads; x += admit_threads) {
-                amid |= refs[x / kv_heads].num_appended(seq, static_cast<std::int32_t>(x % kv_heads)) != 0;
-            }
-            waits = __syncthreads_or(amid ? 1 : 0) != 0;
-            if (leads && waits && status != nullptr) {
-                atomicOr(status + entry, static_cast<std::uint32_t>(status_layer_skipped));
-            }
-        }
-        while (!waits) {
-            __syncthreads();  // all have read the total before
-            if (threadIdx.x == 0) {
-                total = 0;
-                beyond = false;
-            }
-            __syncthreads();
-            unsigned long long mine = 0;
-            for (auto x = static_cast<std::int64_t>(threadIdx.x); x < heads; x += admit_threads) {
-                const std::int32_t used =
-                    refs[x / kv_heads].used(seq, static_cast<std::int32_t>(x % kv_heads));
-                mine += static_cast<unsigned long long>(used);
-                if (used > memory.rows) {
-                    beyond = true;
-                }
-            }
-            atomicAdd(&total, mine);
-            __syncthreads();
+        const std::int32_t seq = batch.seq(entry);
+        // 1. Sequences that are left alone.
+        const bool runs = !all.passes_over(batch, entry, seq);
+        while (runs) {
+            // 2. Does the sequence exceed its limit?
+            all.count_rows(seq);
             report.rows = static_cast<std::int64_t>(total);
-            if ((report.rows + heads - 1) / heads <= any.eviction.average) {
+            if ((report.rows + all.heads() - 1) / all.heads() <= refs[0].eviction.average) {
                 break;
             }
-            // A graph captured before slabs were attached has a workspace for fewer rows.
+            // A graph captured before slabs were added has a workspace for fewer rows.
             if (beyond) {
-                if (leads && status != nullptr) {
-                    atomicOr(status + entry, static_cast<std::uint32_t>(status_small_workspace));
-                }
+                all.report(entry, static_cast<std::uint32_t>(status_small_workspace));
                 break;
             }
-            if (leads) {
+            if (all.leads()) {
                 memory.dropped[(turn + 1) % 3] = 0;  // of the next round
             }
             for (std::int32_t layer = 0; layer < layers; ++layer) {
-                const DualRef<P, T>& cache = refs[layer];
-                const auto head_of = [&](std::int32_t h) { return evicted_head<P, T>(cache, seq, h); };
-                for (std::int32_t h = 0; h < kv_heads; ++h) {
-                    if (const auto at = head_of(h); at.takes_part()) {
-                        evict_order(at, memory.order + h * memory.rows);
-                    }
-                }
-                // Items of all heads go around the blocks.
-                const auto share = [&](const auto& size, std::int32_t each, const auto& body) {
-                    std::int32_t before = 0;
-                    for (std::int32_t h = 0; h < kv_heads; ++h) {
-                        const auto at = head_of(h);
-                        const std::int32_t items = at.takes_part() ? (size(at) + each - 1) / each : 0;
-                        const auto blocks = static_cast<std::int32_t>(gridDim.x);
-                        std::int32_t item = static_cast<std::int32_t>(blockIdx.x) - before % blocks;
-                        for (item += item < 0 ? blocks : 0; item < items; item += blocks) {
-                            body(at, item * each);
-                        }
-                        before += items;
-                    }
-                };
-                share([](const auto& at) { return at.queries(); }, evict_tile,
-                      [&](const auto& at, std::int32_t first) { evict_sums(at, memory, first, queries); });
-                grid.sync();
-                share([](const auto& at) { return at.used; }, admit_threads,
-                      [&](const auto& at, std::int32_t first) { evict_masses(at, memory, first, queries); });
-                grid.sync();
-                for (auto h = static_cast<std::int32_t>(blockIdx.x); h < kv_heads;
-                     h += static_cast<std::int32_t>(gridDim.x)) {
-                    if (const auto at = head_of(h); at.takes_part()) {
-                        evict_rows(at, memory, sums, largest, dynamic_shared(), memory.dropped + turn % 3);
-                    }
-                    __syncthreads();
-                }
-                grid.sync();
+                all.evict_layer(grid, refs[layer], seq, memory.dropped + turn % 3);
             }
-            const auto all = static_cast<std::int64_t>(
+            const auto dropped = static_cast<std::int64_t>(
                 *static_cast<volatile unsigned long long*>(memory.dropped + turn % 3));
             ++turn;
-            if (all == 0) {
+            if (dropped == 0) {
                 break;
             }
-            report.dropped += all;
+            report.dropped += dropped;
             ++report.rounds;
         }
-        if (leads && reports != nullptr) {
+        if (all.leads() && reports != nullptr) {
             reports[entry] = report;
         }
     }

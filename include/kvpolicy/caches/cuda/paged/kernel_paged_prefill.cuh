@@ -1,5 +1,6 @@
-// What a chunk of tokens into a DualCache has of its own: pages for what it will write, and the rows that it attends to brought
-// together, since the kernels of attention name rows by their distance from a head's first.
+// What a chunk needs in a paged cache only: pages for the entries that it writes, and a contiguous copy of
+// the entries that it attends to, since the attention kernels name an entry by its distance from the first of
+// its head.
 #pragma once
 
 #include <kvpolicy/caches/cuda/kernel_prefill.cuh>
@@ -13,8 +14,15 @@ namespace kvpolicy {
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 namespace cuda_backend {
 
-/// Admits the entries of a decided chunk, where it `writes`, and lays the rows of those that go on, and are brought together at once,
-/// end to end. One block.
+/// Pages for a decided chunk, where it `writes`, and where the entries of each head begin in the workspace,
+/// round by round.
+///
+/// Grid: 1 block. Block: admit_threads. Shared memory: admit_memory.
+/// In: taken, kept of prefill_decide_kernel. Out: taken [count] (-1: no pages), first_row [count, Hkv] int64;
+/// status is OR-ed.
+/// Overwrites: page tables, held, refcounts, the stack of free pages.
+///
+/// Phases: 1. Admission. 2. Running sums of the entries per head.
 template <class T>
 __global__ void __launch_bounds__(admit_threads)
     paged_prefill_plan_kernel(const __grid_constant__ prefill_params<paged_view<T>> call,
@@ -22,6 +30,7 @@ __global__ void __launch_bounds__(admit_threads)
     __shared__ admit_memory memory;
     const paged_view<T>& cache = call.cache;
     const std::int32_t pairs = call.batch.count * cache.kv_heads;
+    // 1. Admission.
     if (writes) {
         const admission wanted{call.tokens.most, call.appended, missing, call.status};
         agent_admit(
@@ -31,6 +40,7 @@ __global__ void __launch_bounds__(admit_threads)
                     cache.length[seq] + call.appended[pair / cache.kv_heads], call.num_long_range[pair]);
             });
     }
+    // 2. Where the entries of each head begin.
     for (std::int32_t first = 0; first < call.batch.count; first += call.together) {
         const std::int32_t begin = first * cache.kv_heads;
         running_sums(
@@ -48,7 +58,10 @@ __global__ void __launch_bounds__(admit_threads)
     }
 }
 
-/// The outputs of entries that found no pages. A block an entry.
+/// Outputs of sequences that found no pages: out 0, lse -inf.
+///
+/// Grid: count blocks. Block: prefill_threads; a warp per query row. Out: out [count, Hq, most, Dv] of T, lse
+/// fp32.
 template <class T>
 __global__ void __launch_bounds__(prefill_threads)
     paged_prefill_refuse_kernel(const __grid_constant__ prefill_params<paged_view<T>> call,
@@ -71,7 +84,11 @@ __global__ void __launch_bounds__(prefill_threads)
     }
 }
 
-/// Copies the rows of heads to first_row and after, from head `begin` of all entries on. `pieces` blocks a head, a warp a row.
+/// Copies the entries of a round's heads from their pages to contiguous rows, which the attention kernels
+/// read.
+///
+/// Grid: heads of the round * pieces blocks. Block: prefill_threads; a warp per entry.
+/// In: first_row, page tables. Out: k [rows, Dk] and v [rows, Dv] of T.
 template <class T>
 __global__ void __launch_bounds__(prefill_threads)
     paged_prefill_gather_kernel(const __grid_constant__ prefill_params<paged_view<T>> call, T* const k,

@@ -1,5 +1,5 @@
-// Pages for tokens that are to come, in all layers of a DualCache: counted a block an entry, granted or refused by one block, taken a block
-// an entry again.
+// Pages for future tokens, in all layers of a paged cache: counted by one block per entry of the batch,
+// granted or rejected by one block, taken by one block per entry.
 #pragma once
 
 #include <kvpolicy/caches/cuda/contiguous/contiguous_view.cuh>
@@ -36,7 +36,11 @@ struct reserve_params {
     }
 };
 
-/// What every entry lacks. A block an entry. Tokens that some layer has taken since advance() count as if all had.
+/// reserve, launch 1: the pages that each entry of the batch lacks in all layers. Tokens that one layer has
+/// appended since the last advance() count for all layers.
+///
+/// Grid: count blocks. Block: admit_threads. Shared memory: two arrays of warp results.
+/// Out: claims [count]: the length to reserve for, and pages.
 template <class P, class T>
 __global__ void __launch_bounds__(admit_threads)
     count_reserved_kernel(const __grid_constant__ reserve_params<P, T> call) {
@@ -62,8 +66,11 @@ __global__ void __launch_bounds__(admit_threads)
     }
 }
 
-/// Whether the pool has them all. If so every entry learns where its pages begin, counted from the top of the stack; else that it gets
-/// none. One block.
+/// reserve, launch 2: grants all claims or none. Granted claims learn where on the stack their pages begin.
+///
+/// Grid: 1 block. Block: admit_threads. Shared memory: admit_memory, warp sums.
+/// Out: answer [1] int64, the pages that the pool lacks. Overwrites: claims, reserved [seq], the count of
+/// free pages.
 template <class P, class T>
 __global__ void __launch_bounds__(admit_threads)
     grant_reserved_kernel(const __grid_constant__ reserve_params<P, T> call) {
@@ -104,7 +111,10 @@ __global__ void __launch_bounds__(admit_threads)
         });
 }
 
-/// Takes what was granted. A block an entry.
+/// reserve, launch 3: takes the granted pages.
+///
+/// Grid: count blocks. Block: admit_threads. Shared memory: admit_memory.
+/// Overwrites: page tables and held of the entry's heads in all layers, refcounts.
 template <class P, class T>
 __global__ void __launch_bounds__(admit_threads)
     take_reserved_kernel(const __grid_constant__ reserve_params<P, T> call) {

@@ -1,4 +1,5 @@
-// A sequence of a DualCache as rows that lie together, and back: for snapshots, which go through a host cache of one sequence.
+// One sequence of a paged cache as contiguous rows, and back. Snapshots go through a CPU cache of one
+// sequence.
 #pragma once
 
 #include <kvpolicy/caches/cuda/kernel_prefill.cuh>
@@ -24,7 +25,11 @@ struct slot_rows {
     float* score = nullptr;               // [rows]
 };
 
-/// Copies them out of the cache, or into it. `pieces` blocks a head of a layer, a warp a row.
+/// snapshot and restore: the entries of one sequence, between their pages and contiguous rows.
+///
+/// Grid: layers * Hkv * pieces blocks. Block: sequence_threads; a warp per entry.
+/// In and out, by `into_cache`: rows.k [rows, Dk], rows.v [rows, Dv] of T, position int64, score fp32;
+/// rows.first [layers * Hkv + 1].
 template <class P, class T>
 __global__ void __launch_bounds__(sequence_threads)
     paged_sequence_rows_kernel(const DualRef<P, T>* const refs, const std::int32_t seq,
@@ -53,7 +58,10 @@ __global__ void __launch_bounds__(sequence_threads)
     }
 }
 
-/// Bounds of all pages of a selection in a sequence whose rows have been written. `pieces` blocks a head of a layer, a warp a page.
+/// restore with a selection: bounds of all pages of one sequence, from its entries.
+///
+/// Grid: layers * Hkv * pieces blocks. Block: sequence_threads; a warp per page. Overwrites: bounds [2, Dk] of T
+/// per page.
 template <class P, class T>
 __global__ void __launch_bounds__(sequence_threads)
     paged_sequence_bounds_kernel(const DualRef<P, T>* const refs, const std::int32_t seq,
@@ -66,8 +74,14 @@ __global__ void __launch_bounds__(sequence_threads)
                   static_cast<std::int32_t>(blockIdx.x) % pieces * warps + warp_id(), pieces * warps);
 }
 
-/// Gives a sequence pages for first[x + 1] - first[x] rows of each head in place of those that it had. `answer`: how many pages the pool
-/// lacks; then nothing changes. One block.
+/// restore: pages for first[x + 1] - first[x] entries per head, in place of those that the sequence had.
+/// Where the pool lacks pages, the cache stays as it is.
+///
+/// Grid: 1 block. Block: admit_threads. Shared memory: admit_memory.
+/// Out: answer [1] int64, the pages that the pool lacks. Overwrites: page tables, held, refcounts, the stack
+/// of free pages.
+///
+/// Phases: 1. Count. 2. Free the old pages. 3. Undo that where they do not suffice. 4. Take the new ones.
 template <class P, class T>
 __global__ void __launch_bounds__(admit_threads)
     paged_refill_kernel(const DualRef<P, T>* const refs, const std::int32_t layers, const std::int32_t seq,
@@ -87,11 +101,13 @@ __global__ void __launch_bounds__(admit_threads)
             }
         }
     };
+    // 1. Count.
     int mine = 0;
     for (auto x = static_cast<std::int32_t>(threadIdx.x); x < heads; x += admit_threads) {
         mine += pages_of(x);
     }
     const int needed = block_total(memory, mine);  // no more than a host cache held
+    // 2. Free the old pages.
     for_each_page([&](std::int32_t id) {
         if (atomicSub(any.pool.names + id, 1) == 1) {
             any.pool.free_ids[atomicAdd(any.pool.free_count, 1)] = id;
@@ -103,6 +119,7 @@ __global__ void __launch_bounds__(admit_threads)
     if (threadIdx.x == 0) {
         *answer = needed > free ? std::int64_t{needed} - free : 0;
     }
+    // 3. Undo that where the pool lacks pages.
     if (needed > free) {
         // What lies above `before` on the stack was free for a moment only.
         for_each_page([&](std::int32_t id) { atomicAdd(any.pool.names + id, 1); });
@@ -111,6 +128,7 @@ __global__ void __launch_bounds__(admit_threads)
         }
         return;
     }
+    // 4. Take the new pages.
     running_sums(memory, heads, pages_of, [&](std::int32_t x, int taken) {
         const DualRef<P, T>& cache = refs[x / any.kv_heads];
         const std::int32_t head = x % any.kv_heads, pages = pages_of(x);

@@ -1,4 +1,4 @@
-// A layer of a DualCache as kernels see it: what contiguous_view is for a FixedBudgetCache. Rows lie in pages.
+// A layer of a DualCache as kernels see it: as contiguous_view for a FixedBudgetCache, with entries in pages.
 #pragma once
 
 #include <kvpolicy/caches/cuda/paged/agent_paged_stream.cuh>
@@ -58,7 +58,7 @@ struct paged_view {
 
     template <class P>
     __host__ __device__ explicit paged_view(const DualRef<P, T>& ref)
-        : paged_view(ref, {ref.table_offset, ref.tile_offset, ref.table, ref.held}) {
+        : paged_view(ref, {ref.table_offset, ref.tile_offset, ref.table, ref.held}, ref.max_seq_len) {
         num_protected = ref.num_protected;
         queries = ref.queries;
         spare_queries = ref.spare_queries;
@@ -75,7 +75,8 @@ struct paged_view {
     template <class P>
     __host__ __device__ explicit paged_view(const FixedBudgetRef<P, T>& ref)
         : paged_view(ref,
-                     {ref.placed.table_offset, ref.placed.tile_offset, ref.placed.table, ref.placed.held}) {
+                     {ref.placed.table_offset, ref.placed.tile_offset, ref.placed.table, ref.placed.held},
+                     ref.max_capacity) {
         pool.slabs = ref.placed.slab;
         pool.free_count = ref.placed.free_count;
         pool.slab_pages = static_cast<std::int32_t>(ref.page_count());
@@ -120,7 +121,7 @@ struct paged_view {
     };
     /// What refs of both kinds have.
     template <class Ref>
-    __host__ __device__ paged_view(const Ref& ref, const page_tables& tables)
+    __host__ __device__ paged_view(const Ref& ref, const page_tables& tables, position_t max_entries)
         : all_params(ref.all_params),
           table_offset(tables.table_offset),
           tile_offset(tables.tile_offset),
@@ -136,7 +137,7 @@ struct paged_view {
           state(ref.state),
           read_pages(ref.read_pages),
           state_size(ref.state_size),
-          max_seq_len(ref.max_seq_len),
+          max_seq_len(max_entries),
           rebase_limit(ref.rebase_limit),
           max_sequences(ref.max_sequences),
           kv_heads(ref.kv_heads),
@@ -172,7 +173,7 @@ struct paged_head {
     HeadParams head_params;
     HeadRows layout;
     std::int64_t index;    // sequence * kv_heads + head
-    std::int32_t* record;  // the worst places of its tiles, where it has a budget
+    std::int32_t* record;  // the worst sequences of its tiles, where it has a budget
     std::int32_t* table;
     PagedRows<T> rows;
     const paged_view<T>* cache;

@@ -1,12 +1,14 @@
-// An mLSTM scorer's tokens of a step of many sequences, for compute capability 9.0. What costs is that every state is read and written once; all
-// else has to be done meanwhile. A block has some sequences of one head, and streams their states through a ring in its shared memory:
-// a warp of its own brings them by bulk copies, as many as the ring holds, before anything is known of what happens to them.
+// mLSTM scores of a decode step with many sequences, for compute capability 9.0. Every state is read and
+// written once; that is the floor, so everything else must overlap with it. A block has some sequences of one
+// head and streams their states through a ring in shared memory. One warp brings states by bulk copies, as
+// many as the ring holds, before the tokens are known.
 //
-// Two blocks of one head are a cluster and share its weights: a block has half of their columns, meets with them the tokens of both, and sends
-// each block what its tokens gave. So no weight is read twice in a cluster. (Of four blocks 30 clusters fit on an H200, 120 blocks of 132.)
+// Two blocks of one head are a cluster and share its weights: each has half of the columns, multiplies them
+// with the tokens of both, and sends the results to the block that needs them. So a cluster reads each weight
+// once. (Clusters of four blocks would leave 12 of an H200's 132 SMs idle.)
 //
-// A working warp has a few rows of every state, and waits for no other between one state and the next. Other warps read the scores out,
-// in turn, since one alone would not keep up; the first of them has the gates.
+// A worker warp has a few rows of every state and waits for no other warp between two states. Other warps
+// read the scores out in turn; the first of them computes the gates.
 #pragma once
 
 #include <kvpolicy/caches/cuda/contiguous/contiguous_view.cuh>
@@ -47,8 +49,8 @@ class agent_mlstm_batched {
         all_ = within(call.batch.count - first_of_all_, batched_blocks * call.together);
     }
 
-    /// Asks the L2 cache for the block's weights, its first states, and its tokens. None of it need be what it will be after the kernels
-    /// before.
+    /// Asks the L2 cache for the block's weights, its first states, and its tokens. None of it need be what
+    /// it will be after the kernels before.
     __device__ void ask_early() const {
         if (warp_ < batched_warps) {
             const float* const row =
@@ -72,7 +74,8 @@ class agent_mlstm_batched {
         }
     }
 
-    /// The block's entries. A block that has none still has its half of the columns of the others' projections.
+    /// The block's entries. A block that has none still has its half of the columns of the others'
+    /// projections.
     __device__ void run() {
         begin();
         cluster_arrive_relaxed();
@@ -90,7 +93,8 @@ class agent_mlstm_batched {
         } else {
             read();
         }
-        // A block may end before the other: what it sent needs it no more, and what was sent to it was counted before it went on.
+        // A block may end before the other: what it sent needs it no more, and what was sent to it was
+        // counted before it went on.
     }
 
   private:
@@ -181,7 +185,8 @@ class agent_mlstm_batched {
         return shared_address(memory_.ring) +
                static_cast<std::uint32_t>(stage * Memory::stage_bytes(call_.cache.state_size));
     }
-    /// The part of a state that lies in whole pieces of 16 bytes: all but, perhaps, the first two numbers, or the stabilizer.
+    /// The part of a state that lies in whole pieces of 16 bytes: all but, perhaps, the first two numbers, or
+    /// the stabilizer.
     struct whole_part {
         const unsigned char* from;
         std::uint32_t skipped, bytes;
@@ -198,14 +203,16 @@ class agent_mlstm_batched {
         const std::uint32_t to = stage_address(stage) + offset_of(state),
                             barrier = shared_address(&memory_.tokens->full[stage]);
         barrier_expect(barrier, part.bytes);
-        fence_async_proxy();  // the eight bytes that one before may have had copied to where this one has others
+        // An earlier tile may have had its bytes copied to where this one has others.
+        fence_async_proxy();
         copy_bulk(to + part.skipped, part.from, part.bytes, barrier);
         if (part.skipped != 0) {
             copy_8(to, state);
         }
         barrier_arrive_after_copies(barrier);
     }
-    /// Whether a state may go from its stage to where the new one goes by a bulk copy: both lie alike to 16 bytes.
+    /// Whether a state may go from its stage to where the new one goes by a bulk copy: both lie alike to 16
+    /// bytes.
     [[nodiscard]] __device__ static bool alike(const float* state, const float* to) {
         return odd_bytes(state) == odd_bytes(to);
     }
@@ -298,7 +305,8 @@ class agent_mlstm_batched {
         }
     }
 
-    /// The block's columns of the cluster's tokens and of the keys that leave, two tokens a warp: eight lanes a row.
+    /// The block's columns of the cluster's tokens and of the keys that leave, one warp per two tokens, eight
+    /// lanes per row.
     __device__ void fetch() const {
         constexpr int lanes = 8, turns = Memory::columns / (4 * lanes);
         const std::int32_t token = 2 * warp_ + lane_id() / (2 * lanes), entry = first_of_all_ + token;
@@ -344,7 +352,7 @@ class agent_mlstm_batched {
             to[lanes * i] = part.at[i];
         }
     }
-    /// The values of the block's candidates, which are not projected. An entry a warp.
+    /// The values of the block's new tokens, which are not projected. One warp per entry.
     __device__ void load_value() const {
         const T* const from = warp_ < count_ ? memory_.tokens->value[warp_] : nullptr;
         for (std::int32_t i = lane_id(); from != nullptr && i < call_.width; i += 32) {
@@ -357,8 +365,9 @@ class agent_mlstm_batched {
         const auto& weights = call_.scorer.weights;
         return {rows_.weights(weights, head_, row, inputs_), rows_.weights(weights, head_, row + 8, inputs_)};
     }
-    /// The block's quarters of all tokens' projections, a tile of the weights a warp. `weight` and `rows`: the first quarter of the warp's
-    /// first tile. Loops are not unrolled where they need not be: instructions come from afar, too.
+    /// The block's quarters of all tokens' projections, a tile of the weights a warp. `weight` and `rows`:
+    /// the first quarter of the warp's first tile. Loops are not unrolled where they need not be:
+    /// instructions come from afar, too.
     __device__ void project(weight_quarter& weight, tile_rows rows) const {
         const std::int32_t tiles = rows_.tiles();
 #pragma unroll 1
@@ -388,8 +397,9 @@ class agent_mlstm_batched {
             }
         }
     }
-    /// Sends what eight tokens, from `first` on, gave with a tile to the blocks that have them: four rows of one token a lane, since the way
-    /// between blocks is narrow. They lie in the lane as a tensor core leaves them (see weight_quarter).
+    /// Sends what eight tokens, from `first` on, gave with a tile to the blocks that have them: four rows of
+    /// one token per lane, since the way between blocks is narrow. They lie in the lane as a tensor core
+    /// leaves them (see weight_quarter).
     __device__ void send(const float (&sum)[4], std::int32_t quarter, std::int32_t tile,
                          std::int32_t first) const {
         const bool odd = lane_id() / 4 % 2 != 0, later = lane_id() / 8 % 2 != 0;
@@ -508,7 +518,7 @@ class agent_mlstm_batched {
         warp_arrive(shared_address(&all.summed[at]), lane_id());
     }
 
-    // The warps that read scores out. The first has the gates, a pair of lanes an entry.
+    // The warps that read scores out. The first has the gates, a pair of lanes per entry.
 
     __device__ void read() {
         const int reader = warp_ - batched_warps - 1;

@@ -1,13 +1,14 @@
-// An mLSTM scorer's tokens by a cluster of blocks, for compute capability 9.0: what agent_score.cuh does by one.
+// mLSTM scores by a cluster of blocks, for compute capability 9.0: as agent_score.cuh does by one block.
 //
-// A token is a chain of small products that wait for each other, so what counts is how soon each begins, and how few instructions
-// there are: a step's kernel comes with a cold instruction cache. The blocks of a cluster share the tiles of the weights, which they
-// ask for before they know any token, and the rows of the state, which stays in registers while tokens of a chunk follow each
-// other. They send each other the projections, and everybody's share of q~^T C to the block that reads it, whose barriers count what has
-// come. A cluster takes several sequences at once, always of one head: a tensor core multiplies by eight as soon as by one.
+// A token is a chain of small dependent products, so latency counts: how soon each product begins, and how
+// few instructions there are, since a decode kernel starts with a cold instruction cache. The blocks of a
+// cluster share the tiles of the weights, which they prefetch before any token is known, and the rows of the
+// state, which stay in registers over the tokens of a chunk. They send each other projections, and their
+// parts of q~^T C to the block that reads the score; mbarriers count what has arrived. A cluster takes
+// several sequences of one head at once, since a tensor core multiplies by eight columns anyway.
 //
-// The last warp also finds out where tokens are, and has the gates. There are no more than eight, two for every quarter of a
-// SM, so that a block of the step that runs meanwhile has its registers there, too.
+// The last warp also finds where tokens are, and computes the gates. There are eight warps, two per quarter
+// of an SM, so that a block of the decode kernel fits beside them.
 #pragma once
 
 #include <kvpolicy/caches/cuda/contiguous/contiguous_view.cuh>
@@ -56,7 +57,7 @@ struct cluster_memory {
     static constexpr int tile_numbers = sent_stride * Sizes::tokens;
 
     struct alignas(16) Tokens {
-        const T* from[Entries][2][2];  // the candidate's key and value, those of the key that leaves
+        const T* from[Entries][2][2];  // the new token's key and value, those of the key that leaves
         std::int64_t state[Entries], new_state[Entries];
         std::int32_t count[Entries], leaves[Entries];
         std::int32_t most;
@@ -64,7 +65,7 @@ struct cluster_memory {
     };
 
     Tokens* tokens;
-    float* x;               // [2, Sizes::tokens, token_stride]: candidates, leaving keys
+    float* x;               // [2, Sizes::tokens, token_stride]: new tokens, leaving keys
     float* sent;            // [cluster_warps, tile_numbers]: this block's quarters of projections
     float* y;               // [Entries, rows]: every projection, from all blocks
     float *k, *q;           // [Entries, padded]
@@ -122,8 +123,8 @@ class agent_mlstm_cluster {
         folds_ = left < 0 ? 0 : left < each ? left : each;
     }
 
-    /// Asks the L2 cache for the block's weights, its rows of the states, and what says where tokens are. None of it need be what it
-    /// will be after the kernels before.
+    /// Asks the L2 cache for the block's weights, its rows of the states, and what says where tokens are.
+    /// None of it need be what it will be after the kernels before.
     __device__ void ask_early() const {
         const auto& cache = call_.cache;
         const std::int32_t first =
@@ -284,7 +285,7 @@ class agent_mlstm_cluster {
         }
     }
 
-    // The last warp, four lanes an entry: what tokens there are, where they lie, the gates.
+    // The last warp, four lanes per entry: what tokens there are, where they lie, the gates.
 
     [[nodiscard]] __device__ static int my_entry() { return lane_id() / 4; }
     [[nodiscard]] __device__ bool has_entry() const { return my_entry() < call_.together; }
@@ -326,8 +327,8 @@ class agent_mlstm_cluster {
             gates_.second = of_state[1];
         }
     }
-    /// Does not go on before the stabilizers are read: the first block writes new ones in their place as soon as it has all
-    /// blocks' projections, which are sent after this.
+    /// Does not go on before the stabilizers are read: the first block writes new ones in their place as soon
+    /// as it has all blocks' projections, which are sent after this.
     __device__ void await_stabilizers() {
         gates_.first = __shfl_sync(all_lanes, gates_.first, lane_id());
         gates_.second = __shfl_sync(all_lanes, gates_.second, lane_id());
@@ -499,7 +500,8 @@ class agent_mlstm_cluster {
         }
     }
 
-    /// The block's rows of the states take in token j; what they add to q~^T C goes to the block that reads the entry.
+    /// The block's rows of the states take in token j; what they add to q~^T C goes to the block that reads
+    /// the entry.
     __device__ void update(std::int32_t j) {
         const auto& tokens = *memory_.tokens;
 #pragma unroll

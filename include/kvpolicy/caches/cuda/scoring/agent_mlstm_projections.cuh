@@ -1,5 +1,6 @@
-// Projections of an mLSTM's tokens on the tensor cores, in pieces that a warp does, for the kernels of agent_mlstm_cluster.cuh and agent_mlstm_batched.cuh:
-// which rows of the weights there are, and a quarter of their columns in parts whose products are exact.
+// Projections of an mLSTM's tokens on the tensor cores, in pieces of one warp, for agent_mlstm_cluster.cuh
+// and agent_mlstm_batched.cuh: the order of the weights' rows, and a quarter of their columns in parts whose
+// products are exact.
 #pragma once
 
 #include <kvpolicy/cuda/config.cuh>
@@ -14,8 +15,8 @@ namespace kvpolicy {
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 namespace cuda_backend {
 
-/// Rows of all weights of a head, one after the other: w_k, w_v, w_i, w_f, which the candidate meets; then, from the next tile on, w_q and
-/// skip, which the leaving key meets.
+/// Rows of all weights of a head, one after the other: w_k, w_v, w_i, w_f, which the new token meets; then,
+/// from the next tile on, w_q and skip, which the leaving key meets.
 struct mlstm_rows {
     static constexpr std::int32_t tile = 16;
     std::int32_t projection, width;  // width 0: values are not projected
@@ -58,7 +59,8 @@ struct mlstm_rows {
     }
 };
 
-/// Numbers of a token in shared memory lie so far apart: reads of eight tokens meet all banks. Those behind the inputs are 0.
+/// Numbers of a token in shared memory lie so far apart: reads of eight tokens meet all banks. Those behind
+/// the inputs are 0.
 __host__ __device__ constexpr std::int32_t token_stride(std::int32_t inputs) {
     return (inputs + 31) / 32 * 32 + 16;
 }
@@ -73,7 +75,8 @@ __device__ float over_eight(float x, const Join& join) {
     return x;
 }
 
-/// The warp's number, as the compiler knows it to be the same in all lanes: else it makes code for lanes that part.
+/// The warp's number, as the compiler knows it to be the same in all lanes: else it makes code for lanes that
+/// part.
 __device__ inline int whole_warp_id() { return __shfl_sync(all_lanes, warp_id(), 0); }
 
 /// The first 11 bits of a number, which a tensor core takes as they are, and the rest.
@@ -84,8 +87,8 @@ __device__ inline void ask_for_line(const void* line) {
     asm volatile("prefetch.global.L2 [%0];" ::"l"(line));
 }
 
-/// sum += a b, a 16 x 8, b 8 x 8 of 11 bits each: a0, a1 in rows lane / 4 and + 8, column lane % 4, a2, a3 in column + 4; b0, b1 in
-/// rows lane % 4 and + 4, column lane / 4.
+/// sum += a b, a 16 x 8, b 8 x 8 of 11 bits each: a0, a1 in rows lane / 4 and + 8, column lane % 4, a2, a3 in
+/// column + 4; b0, b1 in rows lane % 4 and + 4, column lane / 4.
 __device__ inline void mma_16x8x8(float (&sum)[4], const float (&a)[4], float b0, float b1) {
     asm volatile(
         "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
@@ -95,8 +98,8 @@ __device__ inline void mma_16x8x8(float (&sum)[4], const float (&a)[4], float b0
           "r"(__float_as_uint(a[3])), "r"(__float_as_uint(b0)), "r"(__float_as_uint(b1)));
 }
 
-/// Four elements of a row, whose first is a multiple of 4. Those of 16 bits stay as they are until they are needed, so that nobody waits
-/// for them where they are asked for.
+/// Four elements of a row, whose first is a multiple of 4. Those of 16 bits stay as they are until they are
+/// needed, so that no thread waits for them where they are asked for.
 template <class T>
 struct four_elements {
     float4 x{};
@@ -121,8 +124,9 @@ requires(sizeof(T) == 2) struct four_elements<T> {
     }
 };
 
-/// Sixteen columns of a tile of the weights, in three parts that a tensor core takes as they are, so that products are exact: rows lane / 4
-/// and + 8, columns 4 (lane % 4) to + 3. T: of the tokens' numbers. For bf16 parts have 8 bits, else 11.
+/// Sixteen columns of a tile of the weights, in three parts that a tensor core takes as they are, so that
+/// products are exact: rows lane / 4 and + 8, columns 4 (lane % 4) to + 3. T: of the tokens' numbers. For
+/// bf16 parts have 8 bits, else 11.
 template <class T>
 struct weight_parts {
     static constexpr bool exact = sizeof(T) == 2;  // tokens have no more than 11 bits
@@ -132,7 +136,8 @@ struct weight_parts {
         split(0, upper.x, lower.x, upper.y, lower.y);
         split(1, upper.z, lower.z, upper.w, lower.w);
     }
-    /// sum += the columns times eight tokens, four numbers of token lane / 4, columns 4 (lane % 4) to + 3, in each lane.
+    /// sum += the columns times eight tokens, four numbers of token lane / 4, columns 4 (lane % 4) to + 3, in
+    /// each lane.
     __device__ void add(const float4& token, float (&sum)[4]) const {
         // Short sums of their own: those of tensor cores are cut off, not rounded.
         float some[4] = {};
@@ -212,8 +217,8 @@ struct weight_parts<bf16> {
     }
 };
 
-/// A quarter of the columns, 64, of a tile of the weights, as the lanes of a warp hold them: of rows lane / 4 and lane / 4 + 8, columns
-/// 4 (lane % 4) to + 3 of every 16.
+/// A quarter of the columns, 64, of a tile of the weights, as the lanes of a warp hold them: of rows lane / 4
+/// and lane / 4 + 8, columns 4 (lane % 4) to + 3 of every 16.
 struct weight_quarter {
     static constexpr int blocks = 4;  // of 16 columns
     float4 upper[blocks], lower[blocks];
@@ -235,8 +240,9 @@ struct weight_quarter {
         }
     }
 
-    /// sum = the quarter times eight tokens at x, token_stride() apart: sum[0], sum[1] of row lane / 4, tokens 2 (lane % 4) and + 1, then of
-    /// row + 8. T: of the tokens' numbers. Weights go in three parts, so that products are exact.
+    /// sum = the quarter times eight tokens at x, token_stride() apart: sum[0], sum[1] of row lane / 4,
+    /// tokens 2 (lane % 4) and + 1, then of row + 8. T: of the tokens' numbers. Weights go in three parts, so
+    /// that products are exact.
     template <class T>
     __device__ void multiply(const float* x, std::int32_t quarter, std::int32_t inputs,
                              float (&sum)[4]) const {
@@ -259,8 +265,8 @@ struct quarter_parts {
     const weight_quarter& weight;
 
     __device__ explicit quarter_parts(const weight_quarter& of) : weight(of) {}
-    /// sum = the quarter times eight tokens: x has the lane's four numbers of every 16 columns, sum is as weight_quarter's. All columns that
-    /// there are not are 0.
+    /// sum = the quarter times eight tokens: x has the lane's four numbers of every 16 columns, sum is as
+    /// weight_quarter's. All columns that there are not are 0.
     __device__ void multiply(const four_elements<T>* x, float (&sum)[4]) const {
         sum[0] = sum[1] = sum[2] = sum[3] = 0.0f;
 #pragma unroll

@@ -1,6 +1,6 @@
-// What one token asks of an mLSTM, in pieces that a warp or a thread does, for the kernels of agent_mlstm_cluster.cuh and agent_mlstm_batched.cuh:
-// features, gates, a few rows of the state, the read-out (projections: agent_mlstm_projections.cuh). Their sums are taken in one order,
-// so that a score has the same bits whichever kernel takes its token, alone or among many.
+// One token of an mLSTM, in pieces of one warp or thread, for agent_mlstm_cluster.cuh and
+// agent_mlstm_batched.cuh: features, gates, a few rows of the state, the readout (projections:
+// agent_mlstm_projections.cuh). Sums have one order, so scores are batch-invariant and equal in both kernels.
 #pragma once
 
 #include <kvpolicy/caches/cuda/scoring/agent_mlstm_projections.cuh>
@@ -20,7 +20,8 @@ inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 namespace cuda_backend {
 
 inline constexpr std::int32_t max_mlstm_inputs = 256, max_mlstm_features = 256, max_mlstm_width = 128;
-/// Rows of a state that a thread takes in, one after the other; their sum is a number of its own until the read-out.
+/// Rows of a state that a thread takes in, one after the other; their sum is a number of its own until the
+/// read-out.
 inline constexpr std::int32_t fold_rows = 8;
 
 __host__ __device__ constexpr std::int32_t folds_of(std::int32_t features) {
@@ -31,8 +32,8 @@ __host__ __device__ constexpr std::int32_t folds_of(std::int32_t features) {
 __host__ __device__ constexpr int feature_parts(Softmax) { return 1; }
 __host__ __device__ constexpr int feature_parts(Hedgehog) { return 2; }
 
-/// Features of `tokens` tokens, as many as there are warps at most: projections y, [tokens, rows.count()], to k and q, [tokens, padded].
-/// All lanes of a warp.
+/// Features of `tokens` tokens, as many as there are warps at most: projections y, [tokens, rows.count()], to
+/// k and q, [tokens, padded]. All lanes of a warp.
 template <class Feature>
 __device__ void make_features(const float* y, const mlstm_rows& rows, std::int32_t tokens,
                               std::int32_t features, std::int32_t padded, float* k, float* q, int warp) {
@@ -109,12 +110,13 @@ __device__ void make_features(const float* y, const mlstm_rows& rows, std::int32
     }
 }
 
-/// Gates of one token, by a pair of lanes, the first with the input gate: what it writes and what it leaves of the state, and the stabilizer
-/// after it, two numbers. All lanes of a warp.
+/// Gates of one token, by a pair of lanes, the first with the input gate: what it writes and what it leaves
+/// of the state, and the stabilizer after it, two numbers. All lanes of a warp.
 struct mlstm_gates {
     float first = 0.0f, second = 0.0f;  // the stabilizer
 
-    /// `gate`: this lane's projection, its bias included. Returns the factor: of what is written, or of what was there.
+    /// `gate`: this lane's projection, its bias included. Returns the factor: of what is written, or of what
+    /// was there.
     __device__ float take(float gate, float cap, bool counts) {
         const bool input = lane_id() % 2 == 0;
         if (cap > 0.0f) {
@@ -190,8 +192,8 @@ __device__ inline float fold_total(float x) {
     return over_eight(x, [](float a, float b) { return a + b; });
 }
 
-/// The score of a token whose memory was read: h, [folds, width], and divisors, [folds], are sums over fold_rows rows each. By a warp; `skip`
-/// counts in lane 0. readout and gain: [width].
+/// The score of a token whose memory was read: h, [folds, width], and divisors, [folds], are sums over
+/// fold_rows rows each. By a warp; `skip` counts in lane 0. readout and gain: [width].
 template <class Weights>
 __device__ float read_out(const float* h, const float* divisors, std::int32_t folds, std::int32_t width,
                           const float* readout, const float* gain, const Weights& weights, std::int64_t head,
@@ -265,7 +267,8 @@ struct token_rows {
     }
 };
 
-/// Asks the L2 cache for what token_entry reads of `count` entries, which need not be what it will be then. By a warp.
+/// Asks the L2 cache for what token_entry reads of `count` entries, which need not be what it will be then.
+/// By a warp.
 template <class View>
 __device__ void ask_for_entries(const View& cache, const Batch& batch, std::int32_t head, std::int32_t first,
                                 std::int32_t count) {
@@ -280,8 +283,9 @@ __device__ void ask_for_entries(const View& cache, const Batch& batch, std::int3
     }
 }
 
-/// Asks the L2 cache for the rows of `count` entries' tokens, and of the keys that leave, by what is known of them now, which need not be so
-/// then: nothing but what the cache and the call have is asked for. A row is two lanes'. By a warp.
+/// Asks the L2 cache for the rows of `count` entries' tokens, and of the keys that leave, by what is known of
+/// them now, which need not be so then: nothing but what the cache and the call have is asked for. A row is
+/// two lanes'. By a warp.
 template <class View, class Tokens>
 __device__ void ask_for_rows(const View& cache, const Batch& batch, const Tokens& tokens, std::int32_t head,
                              std::int32_t first, std::int32_t count) {
@@ -329,7 +333,8 @@ struct token_entry {
     }
 };
 
-/// Where token j of an entry is, or the key that leaves when it comes: the key's numbers, or the value's. Null where there is none.
+/// Where token j of an entry is, or the key that leaves when it comes: the key's numbers, or the value's.
+/// Null where there is none.
 template <class Head, class Tokens>
 __device__ auto token_source(const Head& rows, const Tokens& tokens, std::int32_t entry, std::int32_t head,
                              position_t base, std::int32_t j, bool leaving, bool of_value)

@@ -1,4 +1,5 @@
-// Scores of new tokens (on arrival), or of the keys that leave the window when they come (on leaving), by one block.
+// Scores by one block: of new tokens (on arrival), or of the keys that leave the window when new tokens come
+// (on leaving).
 #pragma once
 
 #include <kvpolicy/caches/cuda/contiguous/contiguous_view.cuh>
@@ -155,8 +156,8 @@ __device__ inline float4 four_weights(const float* w, bool aligned) {
     return aligned ? *reinterpret_cast<const float4*>(w) : make_float4(w[0], w[1], w[2], w[3]);
 }
 
-/// out[i] = w_i . x for rows [0, count) of weights, a warp a row; warp `leader` has the first. `inputs` is a multiple of 8, as
-/// head_dims are, and x is aligned to 16 bytes.
+/// out[i] = w_i . x for rows [0, count) of weights, one warp per row; warp `leader` has the first. `inputs`
+/// is a multiple of 8, as head_dims are, and x is aligned to 16 bytes.
 __device__ inline void project_rows(const float* w, std::int32_t count, const float* x, std::int32_t inputs,
                                     float* out, int leader = 0) {
     constexpr int rows = 4, turns = 2;  // at once, so that their loads overlap: the weights come from afar
@@ -255,6 +256,94 @@ struct mlstm_memory {
           numbers(divisor + score_warps) {}
 };
 
+/// log f and log i in double, since log f near 0 must survive the sum with a large stabilizer. Writes the
+/// factors of the old state and of the token, and the new stabilizer. By one thread.
+template <class Weights>
+__device__ void mlstm_gate_factors(const Weights& weights, std::int64_t head, double cap, float* numbers,
+                                   float* stabilizer) {
+    double input = numbers[0], forget = numbers[1];
+    input += weights.b_i != nullptr ? weights.b_i[head] : 0.0f;
+    forget += weights.b_f != nullptr ? weights.b_f[head] : 0.0f;
+    if (cap > 0.0) {
+        input = cap * tanh(input / cap);
+        forget = cap * tanh(forget / cap);
+    }
+    double log_forget = forget < 0.0 ? forget - log1p(exp(forget)) : -log1p(exp(-forget));
+    if (log_forget < mLSTMScorer<>::least_log_forget) {
+        log_forget = mLSTMScorer<>::least_log_forget;
+    }
+    const double kept =
+        log_forget + (static_cast<double>(stabilizer[0]) + static_cast<double>(stabilizer[1]));
+    const double m = kept > input ? kept : input;
+    numbers[3] = static_cast<float>(exp(kept - m));
+    numbers[4] = static_cast<float>(exp(input - m));
+    stabilizer[0] = static_cast<float>(m);
+    stabilizer[1] = isfinite(m) ? static_cast<float>(m - static_cast<double>(static_cast<float>(m))) : 0.0f;
+}
+
+/// C <- f C + i k~ v~^T and z <- f z + i k~, and each warp's part of q~ C and q~ z if a key `leaves`. By the
+/// whole block.
+__device__ inline void mlstm_absorb(const mlstm_memory& memory, float* state, std::int32_t features,
+                                    std::int32_t width, bool leaves) {
+    float* const z = state + std::int64_t{features} * width;
+    const float forget = memory.numbers[3], write = memory.numbers[4];
+    float of_z = 0.0f;
+    for (auto d = static_cast<std::int32_t>(threadIdx.x); d < features; d += score_threads) {
+        const float now = fmaf(forget, z[d], write * memory.k[d]);
+        z[d] = now;
+        of_z += leaves ? memory.q[d] * now : 0.0f;
+    }
+    of_z = warp_total(of_z);
+    if (lane_id() == 0) {
+        memory.divisor[warp_id()] = of_z;
+    }
+    for (std::int32_t e = lane_id(); e < width; e += 32) {
+        float sum = 0.0f;
+        const float v = memory.v[e];
+#pragma unroll 4
+        for (std::int32_t d = warp_id(); d < features; d += score_warps) {
+            float* const c = state + std::int64_t{d} * width + e;
+            const float now = fmaf(forget, *c, write * memory.k[d] * v);
+            *c = now;
+            sum += leaves ? memory.q[d] * now : 0.0f;
+        }
+        memory.partial[warp_id() * width + e] = sum;
+    }
+}
+
+/// The score of the key that leaves, from the warps' parts. By one warp.
+template <class Scorer, class Weights>
+__device__ float mlstm_read(const mlstm_memory& memory, const Weights& weights, std::int64_t head,
+                            std::int32_t width) {
+    float score = 0.0f, divisor = 0.0f;
+    for (int w = 0; w < score_warps; ++w) {
+        divisor += memory.divisor[w];
+    }
+    constexpr auto least = static_cast<float>(Scorer::clamp);
+    const float scale = 1.0f / (divisor < least ? least : divisor);
+    float squares = 0.0f;
+    for (std::int32_t e = lane_id(); e < width; e += 32) {
+        float h = 0.0f;
+        for (int w = 0; w < score_warps; ++w) {
+            h += memory.partial[w * width + e];
+        }
+        h *= scale;
+        memory.h[e] = h;
+        squares += h * h;
+    }
+    squares = warp_total(squares) / static_cast<float>(width);
+    constexpr auto epsilon = static_cast<float>(Scorer::norm_epsilon);
+    const float norm = weights.norm_gain != nullptr ? 1.0f / sqrtf(squares + epsilon) : 1.0f;
+    for (std::int32_t e = lane_id(); e < width; e += 32) {
+        const float gain = weights.norm_gain != nullptr ? weights.norm_gain[head * width + e] : 1.0f;
+        score += weights.readout[head * width + e] * silu(memory.h[e] * norm * gain);
+    }
+    score = warp_total(score);
+    score += weights.readout_bias != nullptr ? weights.readout_bias[head] : 0.0f;
+    score += weights.skip != nullptr ? memory.numbers[2] : 0.0f;
+    return score;
+}
+
 /// One head's tokens one after another, as a step absorbs them: the state is read and written once a token.
 template <class View, std::int32_t D, class Feature, class Values>
 __device__ void decode_scorer(const score_params<View, mLSTMScorer<D, Feature, Values>>& call,
@@ -281,8 +370,7 @@ __device__ void decode_scorer(const score_params<View, mLSTMScorer<D, Feature, V
         state = copy;
         __syncthreads();
     }
-    float* const z = state + std::int64_t{features} * width;
-    float* const stabilizer = z + features;
+    float* const stabilizer = state + std::int64_t{features} * (width + 1);
     for (std::int32_t j = 0; j < at.active.tokens; ++j) {
         const position_t u = at.base + j - at.rows.head_params.window;
         const bool leaves = u >= at.rows.head_params.sinks;
@@ -321,84 +409,14 @@ __device__ void decode_scorer(const score_params<View, mLSTMScorer<D, Feature, V
         } else if (warp_id() == 1 && leaves) {
             warp_features(Feature{}, memory.y_q, features, memory.q);
         } else if (thread == 64) {
-            // Gates as logarithms in double: log f near 0 must survive being added to a large stabilizer.
-            double input = memory.numbers[0], forget = memory.numbers[1];
-            input += weights.b_i != nullptr ? weights.b_i[head] : 0.0f;
-            forget += weights.b_f != nullptr ? weights.b_f[head] : 0.0f;
-            const double cap = call.scorer.gate_softcap;
-            if (cap > 0.0) {
-                input = cap * tanh(input / cap);
-                forget = cap * tanh(forget / cap);
-            }
-            double log_forget = forget < 0.0 ? forget - log1p(exp(forget)) : -log1p(exp(-forget));
-            if (log_forget < mLSTMScorer<>::least_log_forget) {
-                log_forget = mLSTMScorer<>::least_log_forget;
-            }
-            const double kept =
-                log_forget + (static_cast<double>(stabilizer[0]) + static_cast<double>(stabilizer[1]));
-            const double m = kept > input ? kept : input;
-            memory.numbers[3] = static_cast<float>(exp(kept - m));
-            memory.numbers[4] = static_cast<float>(exp(input - m));
-            stabilizer[0] = static_cast<float>(m);
-            stabilizer[1] =
-                isfinite(m) ? static_cast<float>(m - static_cast<double>(static_cast<float>(m))) : 0.0f;
+            mlstm_gate_factors(weights, head, call.scorer.gate_softcap, memory.numbers, stabilizer);
         }
         __syncthreads();
-        const float forget = memory.numbers[3], write = memory.numbers[4];
-        float of_z = 0.0f;
-        for (std::int32_t d = thread; d < features; d += score_threads) {
-            const float now = fmaf(forget, z[d], write * memory.k[d]);
-            z[d] = now;
-            of_z += leaves ? memory.q[d] * now : 0.0f;
-        }
-        of_z = warp_total(of_z);
-        if (lane_id() == 0) {
-            memory.divisor[warp_id()] = of_z;
-        }
-        for (std::int32_t e = lane_id(); e < width; e += 32) {
-            float sum = 0.0f;
-            const float v = memory.v[e];
-#pragma unroll 4
-            for (std::int32_t d = warp_id(); d < features; d += score_warps) {
-                float* const c = state + std::int64_t{d} * width + e;
-                const float now = fmaf(forget, *c, write * memory.k[d] * v);
-                *c = now;
-                sum += leaves ? memory.q[d] * now : 0.0f;
-            }
-            memory.partial[warp_id() * width + e] = sum;
-        }
+        mlstm_absorb(memory, state, features, width, leaves);
         __syncthreads();
         if (warp_id() == 0) {
-            float score = 0.0f;
-            if (leaves) {
-                float divisor = 0.0f;
-                for (int w = 0; w < score_warps; ++w) {
-                    divisor += memory.divisor[w];
-                }
-                constexpr auto least = static_cast<float>(mLSTMScorer<D, Feature, Values>::clamp);
-                const float scale = 1.0f / (divisor < least ? least : divisor);
-                float squares = 0.0f;
-                for (std::int32_t e = lane_id(); e < width; e += 32) {
-                    float h = 0.0f;
-                    for (int w = 0; w < score_warps; ++w) {
-                        h += memory.partial[w * width + e];
-                    }
-                    h *= scale;
-                    memory.h[e] = h;
-                    squares += h * h;
-                }
-                squares = warp_total(squares) / static_cast<float>(width);
-                constexpr auto epsilon = static_cast<float>(mLSTMScorer<D, Feature, Values>::norm_epsilon);
-                const float norm = weights.norm_gain != nullptr ? 1.0f / sqrtf(squares + epsilon) : 1.0f;
-                for (std::int32_t e = lane_id(); e < width; e += 32) {
-                    const float gain =
-                        weights.norm_gain != nullptr ? weights.norm_gain[head * width + e] : 1.0f;
-                    score += weights.readout[head * width + e] * silu(memory.h[e] * norm * gain);
-                }
-                score = warp_total(score);
-                score += weights.readout_bias != nullptr ? weights.readout_bias[head] : 0.0f;
-                score += weights.skip != nullptr ? memory.numbers[2] : 0.0f;
-            }
+            const float score =
+                leaves ? mlstm_read<mLSTMScorer<D, Feature, Values>>(memory, weights, head, width) : 0.0f;
             if (lane_id() == 0) {
                 call.scores[std::int64_t{at.pair} * call.tokens.most + j] = score;
             }

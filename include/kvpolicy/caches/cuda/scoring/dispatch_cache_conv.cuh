@@ -1,4 +1,4 @@
-// The dispatch of a cache's ConvScorer: workspace, and the launches before and after a call's top-k updates.
+// Host side of a ConvScorer in a cache: workspace, and the launches before and after a call's top-k updates.
 #pragma once
 
 #include <kvpolicy/caches/cuda/scoring/kernel_cache_conv.cuh>
@@ -19,7 +19,7 @@ namespace cuda_backend {
 template <class P>
 inline constexpr bool scored_late = P::ranked&& P::scorer_type::when == score_time::in_window;
 
-/// The scores of a call of up to `most` tokens an entry; `longest`: the most rows of a head.
+/// The scores of a call of up to `most` tokens per entry; `longest`: the most rows of a head.
 template <class View, class Gate>
 class late_scores {
     using T = typename View::value_type;
@@ -91,7 +91,8 @@ class late_scores {
             prepare<0>(on, device);
         }
     }
-    /// Scores that the top-k updates need, and those of the call's own tokens (caches/cuda/scoring/kernel_cache_conv.cuh).
+    /// Scores that the top-k updates need, and those of the call's own tokens
+    /// (caches/cuda/scoring/kernel_cache_conv.cuh).
     void decide(const cuda& on, const device_scope& device, float* leaving, float* late) {
         call_.in_rows = false;
         call_.leaving = leaving;

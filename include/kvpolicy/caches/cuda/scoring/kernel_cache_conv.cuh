@@ -1,13 +1,15 @@
-// ConvScorer inside a cache: keys get their scores between two ages, a batch of them at once (ContextScorer), by the kernels that score sequences.
+// ConvScorer inside a cache: keys get their scores between two ages, a batch of them at once (ContextScorer),
+// by the kernels that score sequences.
 //
-// Which keys a call of c tokens scores is a function of the length before it and of the window: those from scored_until(base) on, before
-// scored_until(base + c). They and their neighbors are in the window's rows, or come with the call. Of them
+// Which keys a call of c tokens scores is a function of the length before it and of the window: those from
+// scored_until(base) on, before scored_until(base + c). They and their neighbors are in the window's rows,
+// or come with the call. Of them
 //
-// - those that leave the window in the call are needed by its top-k updates: `leaving`, by the token that they leave with, which also gets the stored
-//   scores of the other leavers;
+// - those that leave the window in the call are needed by its top-k updates: `leaving`, by the token that
+//   they leave with, which also gets the stored scores of the other leavers;
 // - those that came with it and stay are written with their rows: `late`, 0 for who has no score yet;
-// - those that are in rows and stay there get theirs there, by a launch of its own (`in_rows`) once it is certain that the cache takes the
-//   tokens, and before any row is overwritten. A step has no others.
+// - those that are in rows and stay there get theirs there, by a launch of its own (`in_rows`) once it is
+//   certain that the cache takes the tokens, and before any row is overwritten. A step has no others.
 #pragma once
 
 #include <kvpolicy/caches/cuda/contiguous/contiguous_view.cuh>
@@ -51,8 +53,8 @@ __device__ inline position_t late_until(std::int32_t batch, std::int32_t window,
     return length <= conv_reach ? 0 : (length - conv_reach) / together * together;
 }
 
-/// One head of an entry: which tokens a launch scores, [from, end). Tokens are named by their distance from the call's first, which `base` is
-/// the position of: those before it, back to `lowest`, are in rows.
+/// One head of an entry: which tokens a launch scores, [from, end). Tokens are named by their distance from
+/// the call's first, which `base` is the position of: those before it, back to `lowest`, are in rows.
 template <class View>
 struct late_head {
     const late_score_params<View>& call;
@@ -116,7 +118,8 @@ struct late_head {
             call.late[plane + t] = score;
         }
     }
-    /// What is not computed here: scores of leavers that rows hold, and 0 for tokens that get none. By thread `thread` of `threads`.
+    /// What is not computed here: scores of leavers that rows hold, and 0 for tokens that get none. By thread
+    /// `thread` of `threads`.
     __device__ void fill(std::int32_t thread, std::int32_t threads) const {
         const std::int64_t plane = std::int64_t{at.pair} * call.tokens.most;
         for (std::int32_t j = thread; j < tokens; j += threads) {
@@ -131,7 +134,8 @@ struct late_head {
     }
 };
 
-/// A block's late_head, in shared memory: in registers it would leave too few for the products. Ends with a barrier.
+/// A block's late_head, in shared memory: in registers it would leave too few for the products. Ends with a
+/// barrier.
 template <class View>
 __device__ inline const late_head<View>& shared_late_head(const late_score_params<View>& call) {
     __shared__ alignas(late_head<View>) unsigned char memory[sizeof(late_head<View>)];
@@ -141,6 +145,24 @@ __device__ inline const late_head<View>& shared_late_head(const late_score_param
     }
     __syncthreads();
     return *reinterpret_cast<const late_head<View>*>(memory);
+}
+
+/// The start of both kernels below: the block's head, or null where the entry has no tokens. Of a call whose
+/// scores do not go to the cache's entries, the first block of a head fills in what the others do not write.
+/// Ends with a barrier at least.
+template <class View>
+__device__ const late_head<View>* begin_late_block(const late_score_params<View>& call, std::int32_t block,
+                                                   std::int32_t threads) {
+    let_next_kernel_start();
+    wait_for_kernel_before();
+    const late_head<View>& head = shared_late_head(call);
+    if (head.at.active.tokens == 0) {
+        return nullptr;
+    }
+    if (block == 0 && !call.in_rows) {
+        head.fill(static_cast<std::int32_t>(threadIdx.x), threads);
+    }
+    return &head;
 }
 
 /// Rows as a convolution reads them: of the window, or of the call.
@@ -172,7 +194,14 @@ struct late_rows {
     __device__ path path_from(bool of_key, std::int32_t, std::int32_t) const { return {*this, of_key}; }
 };
 
-/// Weights and frequencies, where some head of the call scores anything: most steps end here.
+/// Packs the convolution's weights, and computes RoPE frequencies, if some head of the call scores a key. A
+/// step in which no batch is due ends here.
+///
+/// Grid: any number of blocks. Block: 256.
+/// In: the layers' weights fp32. Out: packed weights of T, frequencies [rotated / 2] fp32.
+///
+/// Phases: 1. Find whether a head has keys to score. 2. Frequencies, by the first block. 3. Weights, by all
+/// blocks.
 template <class View, int Inputs>
 __global__ void __launch_bounds__(256)
     late_prepare_kernel(const __grid_constant__ late_score_params<View> call, const conv_weights from,
@@ -182,6 +211,7 @@ __global__ void __launch_bounds__(256)
     using T = typename View::value_type;
     const std::int32_t pairs = call.batch.count * call.cache.kv_heads;
     const auto thread = static_cast<std::int32_t>(threadIdx.x);
+    // 1. Is a key due?
     bool due = false;
     for (std::int32_t pair = thread; pair < pairs; pair += 256) {
         const late_head<View> head(call, pair);
@@ -190,11 +220,13 @@ __global__ void __launch_bounds__(256)
     if (__syncthreads_or(due) == 0) {
         return;
     }
+    // 2. Frequencies.
     if (frequencies != nullptr && blockIdx.x == 0) {
         for (std::int32_t i = thread; i < call.params.source.rotated / 2; i += 256) {
             frequencies[i] = rope_frequency<float>(base, i, call.params.source.rotated);
         }
     }
+    // 3. Weights.
     const std::int64_t at = std::int64_t{blockIdx.x} * 256 + thread, all = std::int64_t{gridDim.x} * 256;
     if constexpr (Inputs != 0) {
         pack_conv<Inputs>(from, to, static_cast<std::uint32_t>(at), static_cast<std::uint32_t>(all));
@@ -206,20 +238,26 @@ __global__ void __launch_bounds__(256)
     }
 }
 
-/// call.blocks blocks a head.
+/// Scores of the keys that reach their age in this call, by mma.sync (compute capability 8.0 on).
+///
+/// Grid: count * Hkv * call.blocks blocks. Block: 128. Shared memory: the block's late_head; conv_block's
+/// tiles.
+/// In: keys and values of window entries and tokens, packed weights. Out: leaving and late [count, Hkv,
+/// most] fp32, or with `in_rows` the scores of the window's entries.
+///
+/// Phases: 1. begin_late_block: wait, find the head's tokens, fill in the others' scores. 2. Tiles of
+/// tokens.
 template <class View, class Gate, int Tiles>
 __global__ void __launch_bounds__(128)
     cache_conv_kernel(const __grid_constant__ late_score_params<View> call, const Gate gate) {
-    let_next_kernel_start();
-    wait_for_kernel_before();
-    const late_head<View>& head = shared_late_head(call);
     const std::int32_t block = static_cast<std::int32_t>(blockIdx.x) % call.blocks;
-    if (head.at.active.tokens == 0) {
+    // 1. Wait, and find the tokens.
+    const late_head<View>* const begun = begin_late_block(call, block, 128);
+    if (begun == nullptr) {
         return;
     }
-    if (block == 0 && !call.in_rows) {
-        head.fill(static_cast<std::int32_t>(threadIdx.x), 128);
-    }
+    const late_head<View>& head = *begun;
+    // 2. Tiles of tokens.
     constexpr std::int32_t tokens = conv_tiling<Tiles>::tokens;
     scorer_span s{};
     s.h = head.at.head;
@@ -255,22 +293,25 @@ struct late_tiles {
 };
 #endif
 
+/// The same by wgmma, for compute capability 9.0.
+///
+/// Grid: count * Hkv * call.blocks blocks. Block: conv_consumers threads.
+/// Shared memory: the block's late_head; conv_hopper_block's tiles.
+/// In, out and phases: as cache_conv_kernel.
 template <class View, class Gate, int Inputs>
 __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(conv_consumers), 2)
     cache_conv_hopper_kernel([[maybe_unused]] const __grid_constant__ late_score_params<View> call,
                              [[maybe_unused]] const Gate gate,
                              [[maybe_unused]] const typename View::value_type* const weights) {
 #if KVPOLICY_HOPPER_CODE
-    let_next_kernel_start();
-    wait_for_kernel_before();
-    const late_head<View>& head = shared_late_head(call);
     const std::int32_t block = static_cast<std::int32_t>(blockIdx.x) % call.blocks;
-    if (head.at.active.tokens == 0) {
+    // 1. Wait, and find the tokens.
+    const late_head<View>* const begun = begin_late_block(call, block, conv_consumers);
+    if (begun == nullptr) {
         return;
     }
-    if (block == 0 && !call.in_rows) {
-        head.fill(static_cast<std::int32_t>(threadIdx.x), conv_consumers);
-    }
+    const late_head<View>& head = *begun;
+    // 2. Tiles of tokens.
     const std::int32_t first = head.from + block * conv_tile, stride = call.blocks * conv_tile;
     const std::int32_t tiles = first < head.end ? (head.end - first + stride - 1) / stride : 0;
     // One tile, mostly: those without a token to score are rare where there are several.

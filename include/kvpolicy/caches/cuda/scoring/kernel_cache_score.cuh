@@ -1,4 +1,4 @@
-// The launch that scores tokens for a cache.
+// Kernels that score tokens for a cache, with their contracts, and their launches.
 #pragma once
 
 #include <kvpolicy/caches/cuda/scoring/agent_mlstm_batched.cuh>
@@ -15,6 +15,15 @@ namespace kvpolicy {
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 namespace cuda_backend {
 
+/// Scores of a chunk's tokens (on arrival), or of the keys that leave the window when the tokens come (on
+/// leaving), by blocks that share nothing: decode_scorer() of agent_score.cuh per scorer.
+///
+/// Grid: linear and MLP: count * Hkv * ceil(most / score_batch) blocks; mLSTM: count * Hkv, the tokens one
+/// after another. Block: score_threads. Shared memory: dynamic, mlstm_memory::floats() or score_batch *
+/// (inputs + score_warps) floats.
+/// In: tokens' k [count, Hkv, most, Dk] and v [count, Hkv, most, Dv] of T, weights fp32, window entries.
+/// Out: scores [count, Hkv, most] fp32; 0 where no key leaves.
+/// Overwrites: state [.., state_size] fp32 of the cache, or with `state` a copy.
 template <class View, class Scorer>
 __global__ void __launch_bounds__(score_threads)
     decode_scorer_kernel(const __grid_constant__ score_params<View, Scorer> call) {
@@ -22,15 +31,27 @@ __global__ void __launch_bounds__(score_threads)
     decode_scorer(call, reinterpret_cast<float*>(dynamic_shared()));
 }
 
-/// cluster_blocks blocks a cluster, whose sequences agent_mlstm_cluster names.
+/// mLSTM scores by clusters, for compute capability 9.0 and few sequences: cluster_blocks blocks share one
+/// head's weights and the states of Sizes::Entries sequences, which stay in registers over a chunk.
+///
+/// Grid: Hkv * turns clusters of cluster_blocks blocks, no more than run at once. Block: cluster_threads, at
+/// most cluster_registers registers, so that a block of the decode step fits beside it.
+/// Shared memory: dynamic cluster_memory::bytes().
+/// In, out and overwrites: as decode_scorer_kernel for the mLSTM. Sums have one order, so scores are
+/// batch-invariant.
+///
+/// Phases: 1. ask_early: weights and states on their way to the L2 cache. 2. Wait for the kernel before. 3.
+/// Let the next kernel start. 4. run: projections, features and gates, state update, readout.
 template <class Sizes, class View, std::int32_t D, class Feature, class Values>
 __global__ void __maxnreg__(cluster_registers) mlstm_decode_cluster_kernel(
     const __grid_constant__ score_params<View, mLSTMScorer<D, Feature, Values>> call) {
     if constexpr (compiled_for_clusters) {
+        // 1 to 4, as above.
         agent_mlstm_cluster<Sizes, View, D, Feature, Values> score(call, dynamic_shared());
         score.ask_early();
         wait_for_kernel_before();
-        let_next_kernel_start();  // see decode_scorer_kernel; only now, since it does not wait for the kernels before
+        // As in decode_scorer_kernel; only now, since the next kernel does not wait for the kernels before.
+        let_next_kernel_start();
         score.run();
     }
 }
@@ -41,7 +62,15 @@ constexpr std::int64_t batched_beside(std::int64_t count) {
     return count <= batched_tokens ? std::min<std::int64_t>(count, batched_entries) : of_more;
 }
 
-/// batched_blocks blocks a cluster; a block has call.together sequences of one head.
+/// mLSTM scores of a decode step with many sequences, for compute capability 9.0: states stream through a
+/// ring in shared memory; the two blocks of a cluster share one head's weights.
+///
+/// Grid: ceil(count / (together * batched_blocks)) * Hkv clusters of batched_blocks blocks. Block: batched_threads:
+/// workers, a warp that copies states, warps that read scores out.
+/// Shared memory: dynamic mlstm_batched_memory::bytes() with `slots` stages of the ring.
+/// In, out and overwrites: as decode_scorer_kernel for the mLSTM, bit for bit as mlstm_decode_cluster_kernel.
+///
+/// Phases: as mlstm_decode_cluster_kernel.
 template <class View, std::int32_t D, class Feature, class Values>
 __global__ void __launch_bounds__(batched_threads, 1) mlstm_decode_batched_kernel(
     const __grid_constant__ score_params<View, mLSTMScorer<D, Feature, Values>> call) {
@@ -101,8 +130,8 @@ bool launch_batched(const cuda& on, const device_scope& device,
     return true;
 }
 
-/// Enqueues an mLSTM's scores by clusters, if they fit: the GPU, the scorer's sizes. There are no more clusters than run
-/// at once: a step's blocks begin when all of this launch have begun.
+/// Enqueues an mLSTM's scores by clusters, if they fit: the GPU, the scorer's sizes. There are no more
+/// clusters than run at once: a step's blocks begin when all of this launch have begun.
 template <class Sizes, class View, std::int32_t D, class Feature, class Values>
 bool launch_cluster(const cuda& on, const device_scope& device,
                     score_params<View, mLSTMScorer<D, Feature, Values>> call) {
@@ -126,7 +155,7 @@ bool launch_cluster(const cuda& on, const device_scope& device,
     }
     call.together = static_cast<std::int32_t>(std::clamp<std::int64_t>(count, 1, Sizes::Entries));
     const std::int64_t groups = (count + call.together - 1) / call.together;
-    constexpr std::int64_t each = 1;  // blocks of an SM
+    constexpr std::int64_t each = 1;  // blocks per SM
     const std::int64_t capacity = each * device.attribute(cudaDevAttrMultiProcessorCount) / cluster_blocks;
     const std::int64_t turns =
         std::clamp<std::int64_t>(capacity / heads, 1, std::max<std::int64_t>(groups, 1));
@@ -152,8 +181,8 @@ void launch_scores(const cuda& on, score_params<View, Scorer> call) {
         call.features = call.scorer.features();
         call.width = call.scorer.value_width();
         blocks = heads;
-        // Whether clusters take a token, or blocks whose sums have the same order, depends on sizes and the GPU alone, so that no batch
-        // changes a score's last bit, nor does a prefill.
+        // Whether clusters take a token, or blocks whose sums have the same order, depends on sizes and the
+        // GPU alone, so that no batch changes a score's last bit, nor does a prefill.
         if (blocks != 0 && (launch_cluster<cluster_sizes<8, 2>>(on, device, call) ||
                             launch_cluster<cluster_sizes<2, 2>>(on, device, call))) {
             return;

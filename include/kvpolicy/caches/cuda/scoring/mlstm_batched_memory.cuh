@@ -1,4 +1,4 @@
-// Shared memory of a block that takes an mLSTM's tokens of a step of many sequences (agent_mlstm_batched.cuh), and the sizes that it follows from.
+// Shared memory of a block of agent_mlstm_batched.cuh, and the sizes that it depends on.
 #pragma once
 
 #include <kvpolicy/caches/cuda/scoring/agent_mlstm_step.cuh>
@@ -43,7 +43,7 @@ struct mlstm_batched_memory {
     static constexpr std::int32_t stride = (columns + 16) / 4;
 
     struct alignas(16) Tokens {
-        const T* value[batched_entries];  // the candidates'
+        const T* value[batched_entries];  // the new tokens'
         std::int64_t state[batched_entries], new_state[batched_entries];
         std::int32_t count[batched_entries], leaves[batched_entries];
         // Barriers: a state has come, has taken in its token; an entry may be read out, has been.
@@ -64,7 +64,8 @@ struct mlstm_batched_memory {
     float *readout, *gain;  // [width]
     float* value;           // [batched_entries, width], if values are not projected
 
-    /// A state lies in a stage as in memory to lines: copies of whole lines are quicker. It begins at a multiple of 8 bytes.
+    /// A state lies in a stage as in memory to lines: copies of whole lines are quicker. It begins at a
+    /// multiple of 8 bytes.
     static constexpr std::int32_t line = 128;
     __host__ __device__ static constexpr std::int64_t stage_bytes(std::int64_t state_size) {
         return (state_size * 4 + line - 8 + line - 1) / line * line;

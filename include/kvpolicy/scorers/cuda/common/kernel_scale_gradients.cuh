@@ -1,4 +1,5 @@
-// Gradients of scores times a power of two, so that what is made of them has a place in fp16 (scorer_plan.cuh, score_gradients).
+// Gradients of scores times a power of two, so that what is made of them has a place in fp16
+// (scorer_plan.cuh, score_gradients).
 #pragma once
 
 #include <kvpolicy/core/cuda_context.hpp>
@@ -14,13 +15,14 @@ namespace kvpolicy {
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 namespace cuda_backend {
 
-inline constexpr int scale_threads = 128;  // a warp a chunk
+inline constexpr int scale_threads = 128;  // a warp per chunk
 inline std::int64_t scale_blocks(const scorer_streams& streams) {
     const std::int64_t chunks = std::int64_t{streams.batch} * streams.heads * streams.chunks;
     return (chunks + scale_threads / 32 - 1) / (scale_threads / 32);
 }
 
-/// Calls body(plane's span, token) for the warp's chunk: the tokens that have a score, which is read `delay` tokens later.
+/// Calls body(plane's span, token) for the warp's chunk: the tokens that have a score, which is read `delay`
+/// tokens later.
 template <class Body>
 __device__ inline scorer_span for_each_scored(const scorer_streams& streams, const Body& body) {
     const std::int64_t chunk = std::int64_t{blockIdx.x} * (scale_threads / 32) + warp_id();
@@ -37,7 +39,13 @@ __device__ inline scorer_span for_each_scored(const scorer_streams& streams, con
     return s;
 }
 
-/// largest[h % numbers] = the bits of the largest |d score| of those heads, 0 before; a NaN is above all. The same in every run.
+/// The largest |d score| of each head, for the scale of fp16 gradients.
+/// Grid: a warp per chunk of 64 tokens. Block: 128 threads. Shared memory: none.
+/// In: d_scores [B, heads, S] fp32; numbers: heads, or 1 for one maximum of all.
+/// Out: largest [numbers] uint32, the bits of |d score|; 0 before the launch; a NaN is above all. Atomic
+/// maxima of bits: the same result in every run.
+/// 1. Each lane takes the maximum of its tokens.
+/// 2. One lane per warp adds the warp's maximum.
 template <class Bits>
 __global__ void __launch_bounds__(scale_threads)
     largest_gradients_kernel(const scorer_streams streams, const plane_view<const float> d_scores,
@@ -62,7 +70,10 @@ inline void find_largest_gradients(const cuda& on, const scorer_streams& streams
            scale_threads, 0, on, streams, d_scores, numbers, largest);
 }
 
-/// to = d_scores times each head's scale, where there is a score.
+/// d_scores times the power of two that brings each head's largest |d score| to [1, 2).
+/// Grid: a warp per chunk of 64 tokens. Block: 128 threads. Shared memory: none.
+/// In: d_scores [B, heads, S] fp32, streams.largest [heads].
+/// Out: to [B, heads, S] fp32, overwritten where a score is.
 template <class Float>
 __global__ void __launch_bounds__(scale_threads)
     scale_gradients_kernel(const scorer_streams streams, const plane_view<const Float> d_scores,

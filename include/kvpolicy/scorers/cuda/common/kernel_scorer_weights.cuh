@@ -1,7 +1,7 @@
-// What the backward passes of all scorers share: weights as tiles take them, and the sums over tokens that become gradients of
-// weights and inputs. A scorer hands over rows d y [planes, chunks * 64][width], what each token's loss says about the rows of a
-// weight matrix, of which columns beyond weight_stack::used may hold anything. Sums are made in one fixed order: blocks write partial
-// sums, and one thread adds those up.
+// What the backward passes of all scorers share: weights as tiles take them, and the sums over tokens that
+// become gradients of weights and inputs. A scorer hands over rows d y [planes, chunks * 64][width], what each
+// token's loss says about the rows of a weight matrix, of which columns beyond weight_stack::used may hold
+// anything. Sums are made in one fixed order: blocks write partial sums, and one thread adds those up.
 #pragma once
 
 #include <kvpolicy/cuda/config.cuh>
@@ -17,8 +17,8 @@ namespace kvpolicy {
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 namespace cuda_backend {
 
-/// Rows of a stacked matrix that come from one array [heads, count, X], and that array's gradient. Without weights the rows are
-/// unit vectors: row i picks number unit + i of the input; or 0, where unit is below 0.
+/// Rows of a stacked matrix that come from one array [heads, count, X], and that array's gradient. Without
+/// weights the rows are unit vectors: row i picks number unit + i of the input; or 0, where unit is below 0.
 struct weight_rows {
     const float* weights = nullptr;
     float* gradient = nullptr;
@@ -33,7 +33,7 @@ struct weight_stack {
     weight_rows part[most];
     std::int32_t parts = 0;
     std::int32_t rows = 0;
-    std::int32_t used = 0;  // nobody looks at gradients of rows from here on; a multiple of 16
+    std::int32_t used = 0;  // gradients of rows from here on are not used; a multiple of 16
 
     /// Adds a part; returns where its rows begin, a multiple of 8.
     std::int32_t add(const float* weights, float* gradient, std::int32_t count, std::int32_t unit = -1) {
@@ -56,12 +56,15 @@ struct weight_stack {
     void hold(std::int32_t count) { rows = rows > count ? rows : (count + 63) / 64 * 64; }
 };
 
-/// to[h][n][c] = weight, 0 where there is none; [heads, stack.rows, padded], columns from `size` on are 0.
+/// The matrices of a scorer as one, rounded to T.
+/// Grid: strided. Block: 256 threads, eight neighbors of a row each. Shared memory: none.
+/// In: stack, the fp32 arrays [heads, count, size] of its parts.
+/// Out: to [heads, stack.rows, padded] T, overwritten; 0 where no weight is and in columns from `size` on.
 template <class T>
 __global__ void __launch_bounds__(256)
     stack_weights_kernel(const weight_stack stack, const std::int32_t heads, const std::int32_t size,
                          const std::int32_t padded, T* const to) {
-    const std::int32_t across = padded / 8, lines = heads * stack.rows;  // eight neighbors a thread
+    const std::int32_t across = padded / 8, lines = heads * stack.rows;  // eight neighbors per thread
     for (std::int64_t i = std::int64_t{blockIdx.x} * 256 + threadIdx.x; i < std::int64_t{lines} * across;
          i += std::int64_t{gridDim.x} * 256) {
         const auto line = static_cast<std::int32_t>(i / across);
@@ -99,39 +102,43 @@ __global__ void __launch_bounds__(256)
     }
 }
 
-/// y = W x of 64 inputs by four warps: acc += x W^T over all columns of x, for rows [0, 8 NI) of `weights` (`padded` numbers
-/// each). `slabs`: memory of two tiles of 8 NI rows and 64 columns. Waits for the copies of x too; ends with a barrier.
+/// y = W x of 64 inputs by four warps: acc += x W^T over all columns of x, for rows [0, 8 NI) of `weights`
+/// (`padded` numbers each). `slabs`: memory of two tiles of 8 NI rows and 64 columns. Waits for the copies of
+/// x too; ends with a barrier.
 template <int NI, class T>
 __device__ inline void project(float (&acc)[1][NI][4], const shared_tile<T>& x, const T* weights,
                                std::int32_t padded, unsigned char* slabs) {
     constexpr int rows = 8 * NI, threads = 128;
     const std::size_t slab = shared_tile<T>::bytes(rows, 64);
     const int count = padded / 64;
-    copy_rows(shared_tile<T>{slabs, rows}, weights, padded, 64, rows, threads);
-    copy_commit();
-    for (int i = 0; i < count; ++i) {
-        if (i + 1 < count) {
-            copy_rows(shared_tile<T>{slabs + slab * ((i + 1) % 2), rows}, weights + (i + 1) * 64, padded, 64,
-                      rows, threads);
+    for_each_slab(
+        count,
+        [&](int i) {
+            copy_rows(shared_tile<T>{slabs + slab * (i % 2), rows}, weights + i * 64, padded, 64, rows,
+                      threads);
             copy_commit();
-            copy_wait<1>();
-        } else {
-            copy_wait<0>();
-        }
-        __syncthreads();
-        add_product<1, NI, 64, false, false>(acc, x.from(64 * i), 16 * warp_id(),
-                                             shared_tile<T>{slabs + slab * (i % 2), rows}, 0);
-        __syncthreads();
-    }
+        },
+        [&](int i) {
+            add_product<1, NI, 64, false, false>(acc, x.from(64 * i), 16 * warp_id(),
+                                                 shared_tile<T>{slabs + slab * (i % 2), rows}, 0);
+        });
 }
 
 /// Chunks that a block of weight_gradient_kernel has in shared memory.
 template <class T>
 inline constexpr int weight_gradient_stages = shared_tile<T>::plain ? 1 : 3;
 
-/// Partial sums over chunks of d y^T x. A block has 64 rows and 128 columns of one head's matrix and one of `splits` parts of its
-/// chunks; partial [splits, heads, stack.rows, padded] is overwritten where the stack has gradients. The input of row r of a chunk is token
-/// first + r - shift.
+/// Partial sums over chunks of d W = d y^T x.
+/// Grid: splits x heads x (stack.rows / 64) x (padded / 128), the columns first. Block: 128 threads (on
+/// Hopper one warpgroup). Shared memory: tiles of 64 rows and 192 columns (16-bit rows: 3 stages) and the
+/// norms' factors.
+/// In: d_rows [planes, chunks * 64, stack.rows] T; the input of row r of a chunk is token first + r - shift of
+/// `source`.
+/// Out: partial [splits, heads, stack.rows, padded] fp32, overwritten where the stack has gradients.
+/// 1. Place of the block; a block without gradients ends. 2.
+/// Per chunk of its part: d y and x to shared memory (16-bit rows: two chunks ahead), then the product,
+/// accumulated in fp32.
+/// 3. The accumulators go to `partial`.
 template <class T>
 __global__ void __launch_bounds__(128)
     weight_gradient_kernel(const scorer_streams streams, const scorer_source<T> source,
@@ -147,6 +154,7 @@ __global__ void __launch_bounds__(128)
     const auto x = [&](int stage) { return d_y(stage).from(64); };
     auto* const scale_k = parts.take<float>(scorer_chunk);
     auto* const scale_v = parts.take<float>(scorer_chunk);
+    // 1. Place of the block.
     const std::int32_t across = (source.padded + 127) / 128, down = width / 64;
     auto item = static_cast<std::int32_t>(blockIdx.x);
     const std::int32_t column = item % across * 128;
@@ -163,6 +171,7 @@ __global__ void __launch_bounds__(128)
     const int m0 = warp_id() / 2 * 32, n0 = warp_id() % 2 * 64;
     float acc[2][8][4];
     clear(acc);
+    // 2. The chunks of its part.
     std::int32_t chunk = split * each, b = chunk / streams.chunks, chunk_index = chunk % streams.chunks;
     scorer_span s{};
     // The next chunk that has rows, into s; false where there is none.
@@ -257,6 +266,7 @@ __global__ void __launch_bounds__(128)
             __syncthreads();  // the tiles are free
         }
     }
+    // 3. To `partial`.
     float* const to = partial + (std::int64_t{split} * streams.heads + h) * width * source.padded;
     const int lane = lane_id();
 #pragma unroll
@@ -275,7 +285,12 @@ __global__ void __launch_bounds__(128)
     }
 }
 
-/// Adds the partial sums of weight_gradient_kernel to the arrays of the stack.
+/// Adds the partial sums of weight_gradient_kernel to the arrays of the stack, in one order: the same bits in
+/// every run.
+/// Grid: strided. Block: 256 threads, a number each. Shared memory: none.
+/// In: partial [splits, heads, stack.rows, padded] fp32.
+/// Out: each part's gradient [heads, count, size] fp32, accumulated (+=), times the inverse of the head's
+/// scale.
 template <class Stack>
 __global__ void __launch_bounds__(256)
     add_weight_gradients_kernel(const scorer_streams streams, const Stack stack, const float* const partial,
@@ -303,7 +318,8 @@ __global__ void __launch_bounds__(256)
     }
 }
 
-/// Numbers of chunks [batch, heads, chunks][width], of which into[h][i] gets those at `at` + i, i < count, added up over the chunks of head h.
+/// Numbers of chunks [batch, heads, chunks][width], of which into[h][i] gets those at `at` + i, i < count,
+/// added up over the chunks of head h.
 struct chunk_sum {
     const float* partial = nullptr;
     float* into = nullptr;
@@ -314,7 +330,7 @@ struct chunk_sums {
     chunk_sum part[most];
     std::int32_t parts = 0;
 
-    /// Nothing where nobody wants them.
+    /// Nothing where `into` is null.
     void add(const float* partial, std::int32_t width, std::int32_t at, std::int32_t count, float* into) {
         if (into != nullptr) {
             part[parts++] = {partial, into, width, at, count};
@@ -329,7 +345,10 @@ struct chunk_sums {
     }
 };
 
-/// One warp a number.
+/// Adds up numbers of chunks by head, in one order: the same bits in every run.
+/// Grid: a warp per number. Block: 128 threads. Shared memory: none.
+/// In: of each part partial [B, heads, chunks, width] fp32.
+/// Out: of each part into [heads, count] fp32, accumulated (+=), times the inverse of the head's scale.
 template <class Sums>
 __global__ void __launch_bounds__(128) add_sums_kernel(const scorer_streams streams, const Sums sums) {
     const std::int32_t batch = streams.batch, heads = streams.heads, chunks = streams.chunks;
@@ -354,7 +373,8 @@ __global__ void __launch_bounds__(128) add_sums_kernel(const scorer_streams stre
     }
 }
 
-/// Rows d y whose weights lead back to the inputs: token t's row stands `shift` rows later, where its stream has that.
+/// Rows d y whose weights lead back to the inputs: token t's row stands `shift` rows later, where its stream
+/// has that.
 template <class T>
 struct gradient_rows {
     const T* rows = nullptr;     // [planes, chunks * 64, width]
@@ -364,7 +384,8 @@ struct gradient_rows {
     std::int32_t shift = 0;
 };
 
-/// Columns of d x that a block holds at once: of keys and values as they are, 128; a norm needs whole rows, and so does RoPE.
+/// Columns of d x that a block holds at once: of keys and values as they are, 128; a norm needs whole rows,
+/// and so does RoPE.
 KVPOLICY_HOST_DEVICE inline std::int32_t input_gradient_columns(scorer_input input, std::int32_t padded) {
     return input == scorer_input::key_value ? 128 : padded;
 }
@@ -378,75 +399,34 @@ KVPOLICY_HOST_DEVICE std::size_t input_gradient_shared(scorer_input input, std::
     return parts.bytes();
 }
 
-/// d x = W^T d y of a chunk's tokens, summed over one or two groups of rows, and back through the norms and RoPE to d_k and d_v,
-/// which are overwritten.
+/// acc += d y W over the columns of one group of rows, 128 columns of W from `column` on.
 template <class T>
-__global__ void __launch_bounds__(128)
-    input_gradient_kernel(const scorer_streams streams, const scorer_source<T> source,
-                          const gradient_rows<T> first, const gradient_rows<T> second,
-                          const rows_view<float> d_k, const rows_view<float> d_v) {
-    const scorer_span s = streams.span(static_cast<std::int32_t>(blockIdx.x) / streams.chunks,
-                                       static_cast<std::int32_t>(blockIdx.x) % streams.chunks);
-    if (s.count == 0) {
-        return;
-    }
-    shared_parts parts(aligned_dynamic_shared());
-    const auto d_y = parts.tile<T>(scorer_chunk, 64);
-    const auto w = parts.tile<T>(64, 128);
-    const int pitch = input_gradient_columns(source.input, source.padded) + 4;
-    const bool whole = source.input != scorer_input::key_value;
-    const float unscale = streams.unscale(s.h);
-    auto* const d_x = parts.take<float>(scorer_chunk * pitch);
-    auto* const scale_k = parts.take<float>(2 * scorer_chunk);
-    float* const scale_v = scale_k + scorer_chunk;
-    const int lane = lane_id();
-    for (std::int32_t column = 0; column < source.padded; column += 128) {
-        float acc[1][16][4];
-        clear(acc);
-        for (int g = 0; g < 2; ++g) {
-            const gradient_rows<T>& group = g == 0 ? first : second;
-            const std::int32_t there = min(s.count, s.end - group.shift - s.first);
-            for (std::int32_t n = 0; n < group.used && there > 0; n += 64) {
-                copy_rows(d_y, group.rows + (s.row(streams.chunks) + group.shift) * group.width + n,
-                          group.width, 64, there, 128, group.used - n);
-                copy_rows(w, group.weights + (std::int64_t{s.h} * group.width + n) * source.padded + column,
-                          source.padded, min(128, source.padded - column), 64, 128);
-                copy_commit();
-                copy_wait<0>();
-                __syncthreads();
-                add_product<1, 16, 64, false, true>(acc, d_y, 16 * warp_id(), w, 0);
-                __syncthreads();
-            }
-        }
-#pragma unroll
-        for (int j = 0; j < 16; ++j) {
-#pragma unroll
-            for (int e = 0; e < 4; ++e) {
-                const int r = 16 * warp_id() + lane / 4 + 8 * (e / 2);
-                const int c = 8 * j + lane % 4 * 2 + e % 2;
-                if (column + c < source.padded) {
-                    d_x[r * pitch + (whole ? column : 0) + c] = acc[0][j][e] * unscale;
-                }
-            }
-        }
-        if (whole) {
-            continue;
-        }
+__device__ __forceinline__ void add_input_gradients(float (&acc)[1][16][4], const scorer_streams& streams,
+                                                    const scorer_span& s, const scorer_source<T>& source,
+                                                    const gradient_rows<T>& group, std::int32_t column,
+                                                    const shared_tile<T>& d_y, const shared_tile<T>& w) {
+    const std::int32_t there = min(s.count, s.end - group.shift - s.first);
+    for (std::int32_t n = 0; n < group.used && there > 0; n += 64) {
+        copy_rows(d_y, group.rows + (s.row(streams.chunks) + group.shift) * group.width + n, group.width, 64,
+                  there, 128, group.used - n);
+        copy_rows(w, group.weights + (std::int64_t{s.h} * group.width + n) * source.padded + column,
+                  source.padded, min(128, source.padded - column), 64, 128);
+        copy_commit();
+        copy_wait<0>();
         __syncthreads();
-        for (int r = warp_id(); r < s.count; r += 4) {
-            float* const to_k = d_k.row(s.b, s.h, s.first + r);
-            float* const to_v = d_v.row(s.b, s.h, s.first + r);
-            for (std::int32_t i = lane; i < min(128, source.size - column); i += 32) {
-                const std::int32_t c = column + i;
-                (c < source.k.dim ? to_k[c] : to_v[c - source.k.dim]) = d_x[r * pitch + i];
-            }
-        }
-        __syncthreads();  // d_x is free
+        add_product<1, 16, 64, false, true>(acc, d_y, 16 * warp_id(), w, 0);
+        __syncthreads();
     }
-    if (!whole) {
-        return;
-    }
-    source.norms(s, s.first, 0, s.count, scale_k, scale_v);  // its barrier is also d_x's
+}
+
+/// Rows of d_x back through the norms and RoPE to d_k and d_v, a warp per token. scale_k, scale_v: the norms'
+/// factors.
+template <class T>
+__device__ __forceinline__ void through_input_norms(const scorer_source<T>& source, const scorer_span& s,
+                                                    const float* d_x, int pitch, const float* scale_k,
+                                                    const float* scale_v, const rows_view<float>& d_k,
+                                                    const rows_view<float>& d_v) {
+    const int lane = lane_id();
     for (int r = warp_id(); r < s.count; r += 4) {
         const std::int32_t t = s.first + r;
         const float* const of_row = d_x + r * pitch;
@@ -482,6 +462,73 @@ __global__ void __launch_bounds__(128)
                          [&](std::int32_t c) { return of_row[head_dim_qk + c]; });
         }
     }
+}
+
+/// d x = W^T d y of a chunk's tokens, over one or two groups of rows, and back through the norms and RoPE.
+/// Grid: a block per chunk. Block: 128 threads. Shared memory: input_gradient_shared().
+/// In: first, second: rows d y [planes, chunks * 64, width] T and weights [heads, width, padded] T.
+/// Out: d_k [B, S, heads, head_dim_qk] and d_v fp32, overwritten.
+/// 1. Per 128 columns: the products of both groups.
+/// 2. The sums go to d_x in shared memory; without norms or RoPE they go to d_k and d_v from there.
+/// 3. Else, with whole rows, back through the norms and RoPE.
+template <class T>
+__global__ void __launch_bounds__(128)
+    input_gradient_kernel(const scorer_streams streams, const scorer_source<T> source,
+                          const gradient_rows<T> first, const gradient_rows<T> second,
+                          const rows_view<float> d_k, const rows_view<float> d_v) {
+    const scorer_span s = streams.span_of_block();
+    if (s.count == 0) {
+        return;
+    }
+    shared_parts parts(aligned_dynamic_shared());
+    const auto d_y = parts.tile<T>(scorer_chunk, 64);
+    const auto w = parts.tile<T>(64, 128);
+    const int pitch = input_gradient_columns(source.input, source.padded) + 4;
+    const bool whole = source.input != scorer_input::key_value;
+    const float unscale = streams.unscale(s.h);
+    auto* const d_x = parts.take<float>(scorer_chunk * pitch);
+    auto* const scale_k = parts.take<float>(2 * scorer_chunk);
+    float* const scale_v = scale_k + scorer_chunk;
+    const int lane = lane_id();
+    for (std::int32_t column = 0; column < source.padded; column += 128) {
+        // 1. The products of both groups.
+        float acc[1][16][4];
+        clear(acc);
+        for (int g = 0; g < 2; ++g) {
+            add_input_gradients(acc, streams, s, source, g == 0 ? first : second, column, d_y, w);
+        }
+#pragma unroll
+        for (int j = 0; j < 16; ++j) {
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+                const int r = 16 * warp_id() + lane / 4 + 8 * (e / 2);
+                const int c = 8 * j + lane % 4 * 2 + e % 2;
+                if (column + c < source.padded) {
+                    // 2. To d_x.
+                    d_x[r * pitch + (whole ? column : 0) + c] = acc[0][j][e] * unscale;
+                }
+            }
+        }
+        if (whole) {
+            continue;
+        }
+        __syncthreads();
+        for (int r = warp_id(); r < s.count; r += 4) {
+            float* const to_k = d_k.row(s.b, s.h, s.first + r);
+            float* const to_v = d_v.row(s.b, s.h, s.first + r);
+            for (std::int32_t i = lane; i < min(128, source.size - column); i += 32) {
+                const std::int32_t c = column + i;
+                (c < source.k.dim ? to_k[c] : to_v[c - source.k.dim]) = d_x[r * pitch + i];
+            }
+        }
+        __syncthreads();  // d_x is free
+    }
+    if (!whole) {
+        return;
+    }
+    // 3. Back through norms and RoPE.
+    source.norms(s, s.first, 0, s.count, scale_k, scale_v);  // its barrier is also d_x's
+    through_input_norms(source, s, d_x, pitch, scale_k, scale_v, d_k, d_v);
 }
 
 }  // namespace cuda_backend

@@ -12,7 +12,9 @@ namespace kvpolicy {
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 namespace cuda_backend {
 
-/// Reports sequences whose numbers cannot be. One block.
+/// Reports sequences whose length or start is out of range.
+/// Grid: one block. Block: 256 threads, a sequence each. Shared memory: none.
+/// Out: status_bad_length in streams.status, by atomic or.
 template <class Streams>
 __global__ void __launch_bounds__(256) check_streams_kernel(const Streams streams) {
     for (auto b = static_cast<std::int32_t>(threadIdx.x); b < streams.batch; b += 256) {
@@ -27,7 +29,10 @@ template <class Float>
 __device__ inline Float rope_frequency(float base, std::int32_t i, std::int32_t rotated) {
     return static_cast<Float>(pow(static_cast<double>(base), -2.0 * i / rotated));
 }
-/// The frequencies of such a Rope. One block.
+
+/// The frequencies of a Rope that gives a base.
+/// Grid: one block. Block: 256 threads. Shared memory: none.
+/// Out: frequencies [rotated / 2], overwritten.
 template <class Float>
 __global__ void __launch_bounds__(256)
     frequencies_kernel(const float base, const std::int32_t rotated, Float* const frequencies) {

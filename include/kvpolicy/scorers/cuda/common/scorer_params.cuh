@@ -1,4 +1,5 @@
-// What the scorers' kernels know of a call: its streams of tokens cut into chunks, and the scorer's input of a token.
+// What the scorers' kernels know of a call: its streams of tokens cut into chunks, and the scorer's input of
+// a token.
 #pragma once
 
 #include <kvpolicy/core/status.hpp>
@@ -18,8 +19,9 @@ namespace cuda_backend {
 /// Tokens of a chunk: what a block has in shared memory.
 inline constexpr int scorer_chunk = 64;
 
-/// A chunk: `count` tokens of one stream (a sequence, or one packed segment of it) from `first` on. begin is where the
-/// stream's state is empty and positions are 0, from <= first the call's first token of the stream, end its last plus 1.
+/// A chunk: `count` tokens of one stream (a sequence, or one packed segment of it) from `first` on. begin is
+/// where the stream's state is empty and positions are 0, from <= first the call's first token of the stream,
+/// end its last plus 1.
 struct scorer_span {
     std::int32_t b, h, plane, chunk_index;
     std::int32_t begin, from, end, first, count;
@@ -31,8 +33,8 @@ struct scorer_span {
     }
 };
 
-/// A power of two that brings a number to [1, 2), given the bits of its magnitude, as far as it and its inverse are normal numbers; 1 for
-/// 0, infinities and NaN.
+/// A power of two that brings a number to [1, 2), given the bits of its magnitude, as far as it and its
+/// inverse are normal numbers; 1 for 0, infinities and NaN.
 __device__ inline float gradient_scale(std::uint32_t bits) {
     const auto exponent = static_cast<int>(bits >> 23);
     return bits == 0 || exponent == 255
@@ -40,8 +42,9 @@ __device__ inline float gradient_scale(std::uint32_t bits) {
                : __uint_as_float(static_cast<std::uint32_t>(min(max(254 - exponent, 1), 253)) << 23);
 }
 
-/// The streams of a call. Chunks begin at a stream's first token, so streams of a plane (a head of a sequence) have `chunks`
-/// chunks at most, some of them empty; the rows of a stream's chunks follow each other.
+/// The streams of a call. Chunks begin at a stream's first token, so streams of a plane (a head of a
+/// sequence) have `chunks` chunks at most, some of them empty; the rows of a stream's chunks follow each
+/// other.
 struct scorer_streams {
     std::int32_t batch = 0, heads = 0;
     std::int32_t length = 0;  // sequences.length
@@ -53,7 +56,8 @@ struct scorer_streams {
     std::int32_t chunks = 0;
     std::int32_t delay = 0;
     std::uint32_t* status = nullptr;
-    // Where gradients of scores are scaled: [heads], the bits of each head's largest (scorers/cuda/common/kernel_scale_gradients.cuh).
+    // Where gradients of scores are scaled: [heads], the bits of each head's largest
+    // (scorers/cuda/common/kernel_scale_gradients.cuh).
     const std::uint32_t* largest = nullptr;
 
     /// What takes the scale out of sums of head h.
@@ -70,7 +74,8 @@ struct scorer_streams {
         const std::int32_t s = starts != nullptr ? starts[b] : 0;
         return n >= 0 && n <= length && s >= 0 && std::int64_t{s} + n <= rows;
     }
-    /// Whether what the call says of sequence b can be: its length and start, and edges, which are all 0 where they were refused.
+    /// Whether what the call says of sequence b can be: its length and start, and edges, which are all 0
+    /// where they were refused.
     __device__ bool sound(std::int32_t b) const {
         return fits(b) && (edges == nullptr || edges[segments] == length);
     }
@@ -83,7 +88,8 @@ struct scorer_streams {
     __device__ std::int32_t first_chunk(std::int32_t segment, std::int32_t chunk = scorer_chunk) const {
         return edges == nullptr ? 0 : edges[segment] / chunk + segment;
     }
-    /// The chunk of a plane; `chunk` is its tokens at most where a kernel cuts streams into others than scorer_chunk.
+    /// The chunk of a plane; `chunk` is its tokens at most where a kernel cuts streams into others than
+    /// scorer_chunk.
     __device__ scorer_span span(std::int32_t plane, std::int32_t chunk_index,
                                 std::int32_t chunk = scorer_chunk) const {
         return span_of(plane / heads, plane % heads, chunk_index, chunk);
@@ -116,6 +122,16 @@ struct scorer_streams {
         s.count = left < 0 ? 0 : left < chunk ? left : chunk;
         return s;
     }
+    /// The chunk of a block, where a grid has one block per chunk: blockIdx.x = plane * chunks + slot.
+    __device__ scorer_span span_of_block(std::int32_t chunk = scorer_chunk) const {
+        return span(static_cast<std::int32_t>(blockIdx.x) / chunks,
+                    static_cast<std::int32_t>(blockIdx.x) % chunks, chunk);
+    }
+    /// The first row of a chunk that reads a score, `delay` tokens after the token; s.count or more: no row
+    /// does.
+    __device__ std::int32_t first_read(const scorer_span& s) const {
+        return max(0, s.begin + delay - s.first);
+    }
 };
 
 /// What a scorer sees of a token.
@@ -128,8 +144,8 @@ enum class scorer_input : std::uint8_t {
 
 /// Up to this angle rope_sine_quick is exact to 1e-6.
 inline constexpr float max_quick_angle = 16777216.0f;
-/// sin and cos by the special function unit, of an angle from which turns are taken first: angle - 2 pi k. The first step is exact: both terms are
-/// multiples of 2^-21, and little is left of them.
+/// sin and cos by the special function unit, of an angle from which turns are taken first: angle - 2 pi k.
+/// The first step is exact: both terms are multiples of 2^-21, and little is left of them.
 __device__ inline void rope_sine_quick(float angle, float& sine, float& cosine) {
     constexpr float rounds = 12582912.0f;  // 1.5 2^23: adding it rounds to an integer
     const float turns = fmaf(angle, 0.15915494309189535f, rounds) - rounds;
@@ -202,7 +218,8 @@ struct scorer_source {
                          : static_cast<float>(v.row(s.b, s.h, t)[c - k.dim]) * scale_v;
     }
 
-    /// The norms' factors of tokens first + r, r in [low, high), one warp a row. Other rows get 0. Ends with a barrier.
+    /// The norms' factors of tokens first + r, r in [low, high), one warp a row. Other rows get 0. Ends with
+    /// a barrier.
     __device__ void norms(const scorer_span& s, std::int32_t first, int low, int high, float* scale_k,
                           float* scale_v) const {
         const int warps = static_cast<int>(blockDim.x) / 32;
@@ -223,7 +240,8 @@ struct scorer_source {
         __syncthreads();
     }
 
-    /// Whether keys are turned in pairs of eight neighbors and the eight `rotated` / 2 columns further, which turn_eight does.
+    /// Whether keys are turned in pairs of eight neighbors and the eight `rotated` / 2 columns further,
+    /// which turn_eight does.
     __device__ bool turns_eight() const {
         return !shared_tile<T>::plain && input == scorer_input::turned &&
                (rotated == 0 || layout == rope_layout::half_split) && rotated % 16 == 0;
@@ -260,8 +278,9 @@ struct scorer_source {
         }
     }
 
-    /// Columns [from, from + columns) of the inputs of tokens first + r into rows r of a tile, for r in [low, high); other rows and
-    /// columns beyond `size` become 0. By thread `thread` of `threads`. The caller synchronizes (and waits for copies).
+    /// Columns [from, from + columns) of the inputs of tokens first + r into rows r of a tile, for r in [low,
+    /// high); other rows and columns beyond `size` become 0. By thread `thread` of `threads`. The caller
+    /// synchronizes (and waits for copies).
     __device__ void load(const scorer_span& s, std::int32_t first, int low, int high, const float* scale_k,
                          const float* scale_v, const shared_tile<T>& to, int from, int columns, int thread,
                          int threads) const {
@@ -308,8 +327,8 @@ struct scorer_source {
     }
 
   private:
-    /// load() of eight columns from from + column on, in rows begin, begin + step and so on: keys and values as they are, whose widths are
-    /// multiples of 8.
+    /// load() of eight columns from from + column on, in rows begin, begin + step and so on: keys and values
+    /// as they are, whose widths are multiples of 8.
     __device__ void copy_columns(const scorer_span& s, std::int32_t first, int low, int high,
                                  const shared_tile<T>& to, int from, int column, int begin, int step) const {
         const int c = from + column;
@@ -338,7 +357,8 @@ struct scorer_source {
     }
 };
 
-/// The rows of a stream: what a convolution reads tokens by. Others are those of a cache (caches/cuda/scoring/kernel_cache_conv.cuh).
+/// The rows of a stream: what a convolution reads tokens by. Others are those of a cache
+/// (caches/cuda/scoring/kernel_cache_conv.cuh).
 template <class T>
 struct scorer_rows {
     rows_view<const T> k, v;
@@ -349,7 +369,8 @@ struct scorer_rows {
     __device__ const T* value(std::int32_t t) const { return v.row(s.b, s.h, t); }
     __device__ float position(std::int32_t t) const { return static_cast<float>(t - s.begin); }
 
-    /// Keys or values of tokens t, t + step, ...: each call gives the next one's row, which exists where in(t).
+    /// Keys or values of tokens t, t + step, ...: each call gives the next one's row, which exists where
+    /// in(t).
     struct path {
         const T* at;
         std::int64_t step;

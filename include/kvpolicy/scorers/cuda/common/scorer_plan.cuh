@@ -1,4 +1,5 @@
-// What the dispatches of the scorers share: checks, and a call's streams, inputs and weights as kernels take them.
+// What the dispatches of the scorers share: checks, and a call's streams, inputs and weights as kernels take
+// them.
 #pragma once
 
 #include <kvpolicy/core/cuda_context.hpp>
@@ -140,8 +141,8 @@ struct scorer_plan {
     }
 };
 
-/// Refuses inputs too wide for a block's shared memory, of which bytes(padded) says how much inputs of so many numbers, a multiple of 64,
-/// need. `what` says what for.
+/// Refuses inputs too wide for a block's shared memory, of which bytes(padded) says how much inputs of so
+/// many numbers, a multiple of 64, need. `what` says what for.
 template <class T, class Bytes>
 void check_input_shared_memory(const cuda& on, const scorer_source<T>& source, const char* what,
                                const Bytes& bytes) {
@@ -158,9 +159,10 @@ void check_input_shared_memory(const cuda& on, const scorer_source<T>& source, c
                     });
 }
 
-/// Gradients of scores as kernels read them. Gradients of hidden numbers are rounded to T, and fp16 ends near 6e-8 where those of a mean
-/// loss begin. So for fp16 rows kernels read a copy, times a power of two by head that brings the head's largest to [1, 2);
-/// scorer_streams::unscale takes it out of sums and of inputs' gradients. Other types read what was given.
+/// Gradients of scores as kernels read them. Gradients of hidden numbers are rounded to T, and fp16 ends near
+/// 6e-8 where those of a mean loss begin. So for fp16 rows kernels read a copy, times a power of two by head
+/// that brings the head's largest to [1, 2); scorer_streams::unscale takes it out of sums and of inputs'
+/// gradients. Other types read what was given.
 template <class T>
 struct score_gradients {
     static constexpr bool scales = std::is_same_v<T, fp16>;
@@ -207,8 +209,8 @@ void fill_stack(const cuda& on, const weight_stack& stack, const scorer_plan<T>&
            call.source.size, call.source.padded, to);
 }
 
-/// Parts of a head's chunks whose weight gradients are summed apart, so that there is work for a whole GPU, and all of it at once: an H100 has room
-/// for 396 blocks.
+/// Parts of a head's chunks whose weight gradients are summed apart, so that there is work for all
+/// SMs, and all of it at once: an H100 has room for 396 blocks.
 template <class T>
 std::int32_t gradient_splits(const scorer_plan<T>& call, const weight_stack& stack) {
     const std::int64_t tiles =
@@ -242,7 +244,7 @@ void add_weight_gradients(const cuda& on, const scorer_plan<T>& call, const weig
 /// Adds up the chunks' sums, all of them in one launch.
 inline void add_sums(const cuda& on, const scorer_streams& streams, const chunk_sums& sums) {
     if (sums.count() == 0) {
-        return;  // nobody wants any
+        return;  // none is wanted
     }
     launch("add_sums_kernel", add_sums_kernel<chunk_sums>, (streams.heads * sums.count() + 3) / 4, 128, 0, on,
            streams, sums);

@@ -1,5 +1,6 @@
-// Tiles in shared memory as the scorers' kernels see them, and their products: swizzled tiles and tensor cores for 16-bit
-// elements, padded rows and plain sums for float, which checks the others. Accumulators have mma's layout in both.
+// Tiles in shared memory as the scorers' kernels see them, and their products: swizzled tiles and tensor
+// cores for 16-bit elements, padded rows and plain sums for float, which checks the others. Accumulators have
+// mma's layout in both.
 #pragma once
 
 #include <kvpolicy/core/types.hpp>
@@ -18,8 +19,8 @@ namespace kvpolicy {
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 namespace cuda_backend {
 
-/// A matrix of `rows` rows in shared memory, stored as blocks of 64 columns one after the other. 16-bit ones begin at a multiple
-/// of 1024 bytes.
+/// A matrix of `rows` rows in shared memory, stored as blocks of 64 columns one after the other. 16-bit ones
+/// begin at a multiple of 1024 bytes.
 template <class T>
 struct shared_tile {
     static constexpr bool plain = std::is_same_v<T, float>;
@@ -116,9 +117,9 @@ struct shared_tile {
             }
         }
     }
-    /// Pairs of columns of one row that are 8 apart, as accumulators have them: number j is of columns `column` + 8 j (even) and the next.
-    /// All of them lie in the same 64 columns, and column / 8 is a multiple of how many there are, rounded up to a power of two: so the
-    /// next is one exclusive or away.
+    /// Pairs of columns of one row that are 8 apart, as accumulators have them: number j is of columns
+    /// `column` + 8 j (even) and the next. All of them lie in the same 64 columns, and column / 8 is a
+    /// multiple of how many there are, rounded up to a power of two: so the next is one exclusive or away.
     struct pairs {
         unsigned char* data;
         std::uint32_t first;
@@ -135,8 +136,8 @@ struct shared_tile {
     __device__ shared_tile from(int column) const { return {data + bytes(rows, 64) * (column / 64), rows}; }
 };
 
-/// Parts of a block's shared memory, one after the other: tiles at multiples of 1024 bytes, since they are swizzled. Without
-/// memory it only measures.
+/// Parts of a block's shared memory, one after the other: tiles at multiples of 1024 bytes, since they are
+/// swizzled. Without memory it only measures.
 class shared_parts {
   public:
     KVPOLICY_HOST_DEVICE explicit shared_parts(unsigned char* memory) : memory_(memory) {}
@@ -169,9 +170,9 @@ __device__ inline unsigned char* aligned_dynamic_shared() {
     return memory + (1024 - shared_address(memory) % 1024) % 1024;
 }
 
-/// tile_product (cuda/primitives/tile_product.cuh) with its loop unrolled: a step along k changes an address by a constant, where rows are k, or by an
-/// exclusive or with one, since k / 8 is even there and tiles begin at multiples of 1024 bytes. For products whose number of registers
-/// is no concern.
+/// tile_product (cuda/primitives/tile_product.cuh) with its loop unrolled: a step along k changes an address
+/// by a constant, where rows are k, or by an exclusive or with one, since k / 8 is even there and tiles begin
+/// at multiples of 1024 bytes. For products whose number of registers is no concern.
 template <class T, int MI, int NI, int Depth, bool TransA, bool TransB>
 __device__ inline void unrolled_product(float (&acc)[MI][NI][4], std::uint32_t a, int a_rows, int m0,
                                         std::uint32_t b, int b_rows, int n0, int b_from) {
@@ -227,7 +228,8 @@ __device__ inline void unrolled_product(float (&acc)[MI][NI][4], std::uint32_t a
     }
 }
 
-/// acc[i][j] += a[m0 + 16 i ..][..] b[..][n0 + 8 j ..] over `Depth`, for one warp; as tile_product, for either kind of tile.
+/// acc[i][j] += a[m0 + 16 i ..][..] b[..][n0 + 8 j ..] over `Depth`, for one warp; as tile_product, for
+/// either kind of tile.
 template <int MI, int NI, int Depth, bool TransA, bool TransB, class T>
 __device__ inline void add_product(float (&acc)[MI][NI][4], const shared_tile<T>& a, int m0,
                                    const shared_tile<T>& b, int n0, int b_from = 0) {
@@ -298,6 +300,24 @@ __device__ inline void clear(float (&acc)[MI][NI][4]) {
     }
 }
 
+/// A product over `count` slabs of its right side, two of them in shared memory: copy(i) starts the copies of
+/// slab i and commits them, multiply(i) uses it. All threads of the block call it. Ends with a barrier.
+template <class Copy, class Multiply>
+__device__ __forceinline__ void for_each_slab(int count, const Copy& copy, const Multiply& multiply) {
+    copy(0);
+    for (int i = 0; i < count; ++i) {
+        if (i + 1 < count) {
+            copy(i + 1);
+            copy_wait<1>();
+        } else {
+            copy_wait<0>();
+        }
+        __syncthreads();
+        multiply(i);
+        __syncthreads();
+    }
+}
+
 /// The sum over the four lanes that share a row of an accumulator.
 __device__ inline float row_sum(float x) {
     x += __shfl_xor_sync(all_lanes, x, 1);
@@ -329,9 +349,9 @@ __device__ inline float sums_down(float (&x)[8]) {
     return x[0];
 }
 
-/// Rows [0, count) of `columns` (a multiple of 8) elements, `stride` apart in global memory, into a tile; the tile's other rows up
-/// to tile.rows become 0, and columns from `filled` (a multiple of 8) on. Rows begin at multiples of 16 bytes. The caller commits, waits
-/// and synchronizes.
+/// Rows [0, count) of `columns` (a multiple of 8) elements, `stride` apart in global memory, into a tile; the
+/// tile's other rows up to tile.rows become 0, and columns from `filled` (a multiple of 8) on. Rows begin at
+/// multiples of 16 bytes. The caller commits, waits and synchronizes.
 template <class T>
 __device__ inline void copy_rows(const shared_tile<T>& tile, const T* from, std::int64_t stride, int columns,
                                  int count, int threads, int filled = 1 << 30) {
@@ -359,8 +379,8 @@ __device__ inline void copy_image(const shared_tile<T>& tile, const T* image) {
     }
 }
 
-/// The same as copy_rows for all `Rows` rows of `Columns` columns into a tile's columns from `at` on, by `Threads` threads: with all
-/// of it known to the compiler a copy costs few instructions.
+/// The same as copy_rows for all `Rows` rows of `Columns` columns into a tile's columns from `at` on, by
+/// `Threads` threads: with all of it known to the compiler a copy costs few instructions.
 template <int Rows, int Columns, int Threads, class T>
 __device__ inline void copy_slice(const shared_tile<T>& tile, int at, const T* from, int stride,
                                   int thread = static_cast<int>(threadIdx.x)) {

@@ -1,9 +1,9 @@
 // A convolution's forward products on Hopper: weights times tokens, results of a layer as [channels][tokens].
 //
-// Products of 64 and more channels take weights from registers: they lie in memory as a warpgroup's threads hold them, 16 bytes a thread and
-// step of 16 inputs, so each thread loads its own several steps ahead, and no one waits for another. Two warpgroups share a layer: of 128
-// channels each takes 64, for all tokens; of 64 each takes all, for 64 tokens. Narrower layers multiply tokens by weights that stay in
-// shared memory.
+// Products of 64 and more channels take weights from registers: they lie in memory as a warpgroup's threads
+// hold them, 16 bytes a thread and step of 16 inputs, so each thread loads its own several steps ahead, and
+// no one waits for another. Two warpgroups share a layer: of 128 channels each takes 64, for all tokens; of
+// 64 each takes all, for 64 tokens. Narrower layers multiply tokens by weights that stay in shared memory.
 #pragma once
 
 #include <kvpolicy/cuda/config.cuh>
@@ -44,8 +44,9 @@ struct conv_forward_shape : conv_hopper_shape<Inputs> {
 };
 static_assert(conv_forward_shape<256>::shared_bytes <= 113 * 1024, "two blocks a SM");
 
-/// The at-th eight weights of a product as it takes them; pair(n, k) are those of result n and of numbers k and k + 1 of the three taps. From
-/// registers: [64 results][16 numbers][thread of a warpgroup][8]; from shared memory: [8 numbers][result][8].
+/// The at-th eight weights of a product as it takes them; pair(n, k) are those of result n and of numbers k
+/// and k + 1 of the three taps. From registers: [64 results][16 numbers][thread of a warpgroup][8]; from
+/// shared memory: [8 numbers][result][8].
 template <int Results, int Inputs, class T, class Pair>
 __device__ inline uint4 conv_eight_weights(std::uint32_t at, const Pair& pair) {
     float2 w[4];
@@ -91,7 +92,8 @@ __device__ inline uint4 conv_layer_weights(const conv_weights& from, std::uint32
         });
 }
 
-/// The weights of all heads as products of the three layers take them, to [heads][weights_before(4)]. By thread `thread` of `threads` of the grid.
+/// The weights of all heads as products of the three layers take them, to [heads][weights_before(4)]. By
+/// thread `thread` of `threads` of the grid.
 template <int Inputs, class T>
 __device__ inline void pack_conv(const conv_weights& from, T* to, std::uint32_t thread,
                                  std::uint32_t threads) {
@@ -110,7 +112,8 @@ __device__ inline void pack_conv(const conv_weights& from, T* to, std::uint32_t 
 
 #if KVPOLICY_HOPPER_CODE
 
-/// A thread's weights on their way into a product of `Results` channels, 64 or 128, of three taps of `Inputs` numbers; room for `Slots` groups of steps.
+/// A thread's weights on their way into a product of `Results` channels, 64 or 128, of three taps of `Inputs`
+/// numbers; room for `Slots` groups of steps.
 template <int Results, int Inputs, int Chunks = 4>
 struct conv_fragments {
     static constexpr int steps = 3 * Inputs / 16, groups = steps / conv_group,
@@ -155,7 +158,8 @@ struct conv_fragments {
     }
 };
 
-/// acc [64 channels][tokens] = sum over taps of weights times rows i + 2 tap of the tile at `in`. After begin().
+/// acc [64 channels][tokens] = sum over taps of weights times rows i + 2 tap of the tile at `in`. After
+/// begin().
 template <class T, int Results, int Inputs, int Chunks, int N>
 __device__ inline void conv_product(float (&acc)[N], std::uint32_t in,
                                     conv_fragments<Results, Inputs, Chunks>& weights) {
@@ -192,7 +196,8 @@ __device__ inline void conv_product(float (&acc)[N], std::uint32_t in,
     pin(weights.of[(fragments::groups - 1) % Chunks]);
 }
 
-/// acc [64 tokens][Results] = sum over taps of rows i + 2 tap of the tile at `in` times weights in shared memory.
+/// acc [64 tokens][Results] = sum over taps of rows i + 2 tap of the tile at `in` times weights in shared
+/// memory.
 template <class T, int Results, int Inputs>
 __device__ inline void conv_narrow_product(float (&acc)[Results / 2], std::uint32_t in,
                                            std::uint32_t weights) {

@@ -1,5 +1,5 @@
-// The inputs of a convolution's tile on Hopper: keys and values as they lie in memory are copied into the tile while something else is
-// computed, and RoPE is undone there.
+// The inputs of a convolution's tile on Hopper: keys and values as they lie in memory are copied into the
+// tile while something else is computed, and RoPE is undone there.
 #pragma once
 
 #include <kvpolicy/cuda/config.cuh>
@@ -18,7 +18,8 @@ namespace cuda_backend {
 
 #if KVPOLICY_HOPPER_CODE
 
-/// Undoes RoPE of two columns and those that their sines are shared with, by angles of up to max_quick_angle.
+/// Undoes RoPE of two columns and those that their sines are shared with, by angles of up to
+/// max_quick_angle.
 template <class T>
 __device__ inline void turn_conv_pair(std::uint32_t& low, std::uint32_t& high, float position, float first,
                                       float second) {
@@ -32,8 +33,8 @@ __device__ inline void turn_conv_pair(std::uint32_t& low, std::uint32_t& high, f
     high = pack<T>(high0, y1 * cosine - x1 * sine);
 }
 
-/// Whether rows may come by begin_conv_rows(): the source turns_eight(), and no angle of tokens first to last is beyond max_quick_angle. By the whole
-/// block of conv_consumers threads.
+/// Whether rows may come by begin_conv_rows(): the source turns_eight(), and no angle of tokens first to last
+/// is beyond max_quick_angle. By the whole block of conv_consumers threads.
 template <class T, class Rows>
 __device__ inline bool turns_conv_rows(const scorer_source<T>& source, const float* frequencies,
                                        const Rows& rows, std::int32_t first, std::int32_t last, int thread) {
@@ -45,8 +46,9 @@ __device__ inline bool turns_conv_rows(const scorer_source<T>& source, const flo
     return source.turns_eight() && __syncthreads_or(far ? 1 : 0) == 0;
 }
 
-/// Sends for rows [begin, 132) of x of a tile whose row 0 is token t0, as they lie in memory (turns_conv_rows): what the rows lack
-/// (tokens before the stream's begin, and behind its end) becomes 0. finish_conv_rows() waits.
+/// Sends for rows [begin, 132) of x of a tile whose row 0 is token t0, as they lie in memory
+/// (turns_conv_rows): what the rows lack (tokens before the stream's begin, and behind its end) becomes 0.
+/// finish_conv_rows() waits.
 template <int Inputs, class T, class Rows>
 __device__ inline void begin_conv_rows(const scorer_source<T>& source, const Rows& rows, std::int32_t t0,
                                        int begin, unsigned char* to, int thread) {
@@ -67,8 +69,9 @@ __device__ inline void begin_conv_rows(const scorer_source<T>& source, const Row
     copy_commit();
 }
 
-/// Undoes RoPE of columns c to c + 7 of a row, and of those that a sine is shared with, where begin_conv_rows() has brought them. `frequencies` are
-/// source.frequencies, wherever they are, at a multiple of 16 bytes.
+/// Undoes RoPE of columns c to c + 7 of a row, and of those that a sine is shared with, where
+/// begin_conv_rows() has brought them. `frequencies` are source.frequencies, wherever they are, at a multiple
+/// of 16 bytes.
 template <class T>
 __device__ inline void turn_conv_row(const scorer_source<T>& source, const float* frequencies, float position,
                                      int row, int c, unsigned char* tile) {
@@ -105,7 +108,8 @@ __device__ __noinline__ void load_conv_rows(const scorer_source<T>& source, cons
     }
 }
 
-/// What begin_conv_rows() has sent for, before RoPE: a warp turns eight columns of 32 rows at once. The block waits at a barrier before it reads the tile.
+/// What begin_conv_rows() has sent for, before RoPE: a warp turns eight columns of 32 rows at once. The block
+/// waits at a barrier before it reads the tile.
 template <class T, class Rows>
 __device__ inline void finish_conv_rows(const scorer_source<T>& source, const float* frequencies,
                                         const Rows& rows, std::int32_t t0, int begin, unsigned char* to,

@@ -1,4 +1,5 @@
-// A convolution on Hopper: how wide layers are, what weights they are made of, and how rows of a tile lie in shared memory.
+// A convolution on Hopper: how wide layers are, what weights they are made of, and how rows of a tile lie in
+// shared memory.
 #pragma once
 
 #include <kvpolicy/cuda/config.cuh>
@@ -17,7 +18,8 @@ inline constexpr int conv_input_rows = 132;  // rows of x: those of a layer, and
 inline constexpr int conv_pitch = 132;       // rows of a tile, that is
 inline constexpr int conv_consumers = 256;   // threads
 
-/// Padded widths of a scorer of up to `Inputs` numbers a token (128 or 256): layer l takes channels(l - 1) and gives channels(l).
+/// Padded widths of a scorer of up to `Inputs` numbers a token (128 or 256): layer l takes channels(l - 1)
+/// and gives channels(l).
 template <int Inputs>
 struct conv_hopper_shape {
     KVPOLICY_HOST_DEVICE static constexpr int channels(int layer) { return Inputs >> layer; }

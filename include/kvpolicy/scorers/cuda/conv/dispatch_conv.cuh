@@ -51,8 +51,8 @@ std::size_t conv_shared_bytes(const conv_params<T>& params, const conv_size& siz
     });
     return bytes;
 }
-/// The largest that fits into `capacity` bytes of shared memory, with slabs of up to `columns` columns: sums of products have one order in all of them.
-/// Refuses a scorer too wide for the smallest.
+/// The largest that fits into `capacity` bytes of shared memory, with slabs of up to `columns` columns: sums of
+/// products have one order in all of them. Refuses a scorer too wide for the smallest.
 template <bool Backward, class T>
 conv_size fitting_conv_size(const conv_params<T>& params, std::size_t capacity, std::int32_t columns) {
     const conv_size smallest{conv_few_tiles<T>, 64};
@@ -183,7 +183,7 @@ struct conv_plan {
     }
 
   private:
-    /// False where the GPU would not run the kernel.
+    /// False where the GPU cannot run the kernel.
     template <int Inputs>
     bool hopper(const cuda& on, const device_scope& device, std::uint32_t* status) {
         constexpr auto kernel = conv_hopper_kernel<T, Inputs>;
@@ -192,7 +192,8 @@ struct conv_plan {
         }
         begin(on, status, true);
         pack_weights<Inputs>(on);
-        // As many ranges as blocks run at once, or for many planes several rounds of them, but none shorter than a tile.
+        // As many ranges as blocks run at once, or for many planes several rounds of them, but none shorter
+        // than a tile.
         const std::int64_t planes = std::int64_t{call.streams.batch} * call.streams.heads,
                            capacity = 2 * std::int64_t{device.attribute(cudaDevAttrMultiProcessorCount)};
         const std::int64_t wanted =
@@ -211,8 +212,8 @@ struct conv_plan {
     }
 };
 
-/// Blocks of a gradient of weights on Hopper. Parts of its sums depend on shapes alone, so that bits do not depend on the GPU: these are the 132
-/// SMs of an H100.
+/// Blocks of a gradient of weights on Hopper. Parts of its sums depend on shapes alone, so that bits do not
+/// depend on the GPU: these are the 132 SMs of an H100.
 inline constexpr std::int64_t conv_gradient_blocks = 132;
 
 /// The backward pass, with its part of the workspace.

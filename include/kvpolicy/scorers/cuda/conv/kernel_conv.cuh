@@ -1,10 +1,12 @@
-// ConvScorer: three layers of three taps, two tokens apart, as one product a tap and layer over rows that overlap.
+// ConvScorer: three layers of three taps, two tokens apart, as one product a tap and layer over rows that
+// overlap.
 //
-// A block scores up to 64 tokens of one head. With dilation 2 even and odd tokens never meet, so tiles hold the rows of one parity after
-// those of the other, 40 rows each: row 40 p + i of layer l is token t0 - 6 + 2 (l + i) + p, where t0 is the first that is scored,
-// and needs rows 40 p + i, + 1, + 2 of the layer before. There are 38, 36, 34 and 32 such rows of x, y_1, y_2, y_3; what stands behind them is
-// computed of rows of both parities, and not looked at. Those are five tiles of 16 rows; where a GPU's blocks have no room for them, three or two
-// do the same for 32 or 16 tokens (conv_tiling).
+// A block scores up to 64 tokens of one head. With dilation 2 even and odd tokens never meet, so tiles hold
+// the rows of one parity after those of the other, 40 rows each: row 40 p + i of layer l is token t0 - 6 + 2
+// (l + i) + p, where t0 is the first that is scored, and needs rows 40 p + i, + 1, + 2 of the layer before.
+// There are 38, 36, 34 and 32 such rows of x, y_1, y_2, y_3; what stands behind them is computed of rows of
+// both parities, and not looked at. Those are five tiles of 16 rows; where a GPU's blocks have too little
+// shared memory for them, three or two do the same for 32 or 16 tokens (conv_tiling).
 #pragma once
 
 #include <kvpolicy/core/random.hpp>
@@ -44,7 +46,8 @@ template <class T>
 inline constexpr int conv_few_tiles = std::is_same_v<T, float> ? 2 : 3;
 static_assert(conv_tiling<conv_max_tiles>::tokens == scorer_chunk);
 
-/// One layer, 1 to 3: `width` channels of `inputs`, both rounded up to 64 in the stack [heads, padded, 3, padded_inputs].
+/// One layer, 1 to 3: `width` channels of `inputs`, both rounded up to 64 in the stack [heads, padded, 3,
+/// padded_inputs].
 template <class T>
 struct conv_layer_params {
     const T* weights = nullptr;
@@ -71,7 +74,8 @@ struct conv_params {
     std::uint64_t seed = 0;
     plane_view<float> scores;
 
-    /// What dropout multiplies channel c of layer `l` (1 to 3) at token t by; t counts from the stream's first token.
+    /// What dropout multiplies channel c of layer `l` (1 to 3) at token t by; t counts from the stream's
+    /// first token.
     __device__ float dropout(const scorer_span& s, int l, std::int32_t t, std::int32_t c) const {
         if (rate == 0.0f) {
             return 1.0f;
@@ -84,7 +88,8 @@ struct conv_params {
     }
 };
 
-/// to[h][n][tap][c] = weights[h][n][tap][c], 0 where there is none. By thread `thread` of `threads` of the grid.
+/// to[h][n][tap][c] = weights[h][n][tap][c], 0 where there is none. By thread `thread` of `threads` of the
+/// grid.
 template <class T>
 __device__ inline void stack_conv(const float* weights, std::int32_t heads, const conv_layer_params<T>& layer,
                                   T* to, std::int64_t thread, std::int64_t threads) {
@@ -99,6 +104,11 @@ __device__ inline void stack_conv(const float* weights, std::int32_t heads, cons
             n < layer.width && c < inputs ? weights[((h * layer.width + n) * 3 + tap) * inputs + c] : 0.0f);
     }
 }
+
+/// The weights of one layer, rounded to T and padded.
+/// Grid: strided. Block: 256 threads, a number each. Shared memory: none.
+/// In: weights [heads, width, 3, inputs] fp32.
+/// Out: to [heads, padded, 3, padded_inputs] T, overwritten, 0 outside.
 template <class T>
 __global__ void __launch_bounds__(256) stack_conv_kernel(const float* const weights, const std::int32_t heads,
                                                          const conv_layer_params<T> layer, T* const to) {
@@ -106,17 +116,20 @@ __global__ void __launch_bounds__(256) stack_conv_kernel(const float* const weig
                std::int64_t{gridDim.x} * 256);
 }
 
-/// Columns of a product that a block of four warps makes at once, where they fit: else 64. float's tiles are twice as large.
+/// Columns of a product that a block of four warps makes at once, where they fit: else 64. float's tiles are
+/// twice as large.
 template <class T>
 inline constexpr int conv_columns = std::is_same_v<T, float> ? 64 : 128;
 
-/// Rows of gradients begin behind so many rows of zeros. Where there are few tiles it is two, and the last two rows, which are no token's, have no place.
+/// Rows of gradients begin behind so many rows of zeros. Where there are few tiles it is two, and the last
+/// two rows, which are no token's, have no place.
 template <int Tiles>
 inline constexpr int conv_lead = Tiles == conv_max_tiles ? 8 : 2;
 
-/// Shared memory of a block: x, y_1, y_2, and two slabs of `columns` channels of weights. Tiles have rows to spare, since taps reach two beyond them.
-/// Where there are few, all is as small as can be: products read what stands behind a tile, and what they make of it is not looked at; y_2 takes
-/// x's place. (With five tiles that took 15% longer on an H200, though as many blocks fit.)
+/// Shared memory of a block: x, y_1, y_2, and two slabs of `columns` channels of weights. Tiles have rows to
+/// spare, since taps reach two beyond them. Where there are few, all is as small as can be: products read
+/// what stands behind a tile, and what they make of it is not looked at; y_2 takes x's place. (With five
+/// tiles that took 15% longer on an H200, though as many blocks fit.)
 template <class T, int Tiles, bool Backward = false>
 struct conv_memory {
     static constexpr bool few = Tiles != conv_max_tiles;
@@ -141,12 +154,12 @@ struct conv_memory {
         parts.tile<T>(columns, 64);
         bytes = parts.bytes();
     }
-    /// [4][rows]: where no weights are needed any more.
+    /// [4][rows]: in place of the weights.
     [[nodiscard]] __device__ float* sums() const { return reinterpret_cast<float*>(slabs); }
 };
 
-/// acc[i][j] = rows 16 i of W_l over the three taps, `columns` channels from `column` on, a quarter of them a warp. `in` has the layer
-/// before. Ends with a barrier.
+/// acc[i][j] = rows 16 i of W_l over the three taps, `columns` channels from `column` on, a quarter of them a
+/// warp. `in` has the layer before. Ends with a barrier.
 template <int NI, int Tiles, class T>
 __device__ inline void conv_product(float (&acc)[Tiles][NI][4], const conv_layer_params<T>& layer,
                                     std::int32_t head, const shared_tile<T>& in, std::int32_t column,
@@ -162,20 +175,11 @@ __device__ inline void conv_product(float (&acc)[Tiles][NI][4], const conv_layer
         copy_commit();
     };
     clear(acc);
-    copy(0);
-    for (int i = 0; i < count; ++i) {
-        if (i + 1 < count) {
-            copy(i + 1);
-            copy_wait<1>();
-        } else {
-            copy_wait<0>();
-        }
-        __syncthreads();
+    for_each_slab(count, copy, [&](int i) {
         add_product<Tiles, NI, 64, false, false>(acc, in.from(64 * (i % across)), i / across,
                                                  shared_tile<T>{slabs + slab * (i % 2), columns},
                                                  8 * NI * warp_id());
-        __syncthreads();
-    }
+    });
 }
 
 /// Visits what this thread has of conv_product: visit(i, j, e, row, channel).
@@ -195,13 +199,14 @@ __device__ inline void for_each_of_product(std::int32_t column, Visit visit) {
     }
 }
 
-/// x of a chunk: what the rows lack (tokens before the stream's begin, and behind its end) is 0. `copy` [rows, padded], where given, gets it too. The
-/// caller synchronizes.
+/// x of a chunk: what the rows lack (tokens before the stream's begin, and behind its end) is 0. `copy`
+/// [rows, padded], where given, gets it too. The caller synchronizes.
 template <int Tiles, class T, class Rows>
 __device__ inline void load_conv_input(const scorer_source<T>& source, const Rows& rows, std::int32_t first,
                                        const shared_tile<T>& to, T* copy = nullptr) {
     using tiling = conv_tiling<Tiles>;
-    // Eight columns at once; where keys are turned, those that a sine is shared with too. So the first `pairs` units of a row make two.
+    // Eight columns at once; where keys are turned, those that a sine is shared with too. So the first
+    // `pairs` units of a row make two.
     const bool turned = source.turns_eight();
     const std::int32_t pairs = turned ? source.rotated / 16 : 0, units = source.padded / 8 - pairs;
     const auto put = [&](int row, std::int32_t c, const float(&x)[8]) {
@@ -246,7 +251,8 @@ __device__ inline void load_conv_input(const scorer_source<T>& source, const Row
     }
 }
 
-/// One layer of a chunk: y = drop(SiLU(W in + b)) into its tile, or for the last layer its weighted sums into `sums`.
+/// One layer of a chunk: y = drop(SiLU(W in + b)) into its tile, or for the last layer its weighted sums into
+/// `sums`.
 template <bool Last, int NI, class T, int Tiles>
 __device__ inline void conv_layer_forward(const conv_params<T>& params, const scorer_span& s,
                                           std::int32_t first, int l, const conv_memory<T, Tiles>& memory,
@@ -280,7 +286,7 @@ __device__ inline void conv_layer_forward(const conv_params<T>& params, const sc
     __syncthreads();
 }
 
-/// A layer with as many columns at once as it has, and as slabs have room for.
+/// A layer with as many columns at once as it has, and as fit into a slab.
 template <bool Last, class T, int Tiles>
 __device__ inline void conv_layer_forward(const conv_params<T>& params, const scorer_span& s,
                                           std::int32_t first, int l, const conv_memory<T, Tiles>& memory,
@@ -294,21 +300,25 @@ __device__ inline void conv_layer_forward(const conv_params<T>& params, const sc
     conv_layer_forward<Last, 2>(params, s, first, l, memory, sums);
 }
 
-/// Scores of up to conv_tiling::tokens tokens from token `first` on of head s.h, by a block of 128 threads: write(r, score) for token
-/// first + r in [low, high). Dropout draws for span s.
+/// Scores of up to conv_tiling::tokens tokens from token `first` on of head s.h, by a block of 128 threads:
+/// write(r, score) for token first + r in [low, high). Dropout draws for span s.
 template <int Tiles, class T, class Rows, class Write>
 __device__ inline void conv_block(const conv_params<T>& params, const scorer_span& s, const Rows& rows,
                                   std::int32_t first, std::int32_t low, std::int32_t high,
                                   const Write& write) {
     using tiling = conv_tiling<Tiles>;
     const conv_memory<T, Tiles> memory(aligned_dynamic_shared(), params, params.columns);
+    // 1. x to its tile.
     load_conv_input<Tiles>(params.source, rows, first, memory.in[0]);
     float sums[Tiles][2] = {};
+// 2. Layers 1 and 2.
 #pragma unroll 1
     for (int l = 1; l <= 2; ++l) {
         conv_layer_forward<false>(params, s, first, l, memory, sums);
     }
+    // 3. Layer 3, down to weighted sums.
     conv_layer_forward<true>(params, s, first, 3, memory, sums);
+    // 4. The four warps' sums.
     const int lane = lane_id();
     float* const of_warps = memory.sums();
 #pragma unroll
@@ -333,14 +343,21 @@ __device__ inline void conv_block(const conv_params<T>& params, const scorer_spa
     }
 }
 
-/// Scores of the tokens that leave a window of streams.delay keys while those of the block come: streams are cut into conv_tiling::tokens.
+/// Scores of ConvScorer, portable: the tokens that leave a window of streams.delay keys while those of the
+/// block come.
+/// Grid: a block per chunk of conv_tiling<Tiles>::tokens tokens. Block: 128 threads. Shared memory:
+/// conv_memory.
+/// In: params.source (k, v), layer[3].weights [heads, padded, 3, padded_inputs] T.
+/// Out: scores [B, heads, S] fp32, overwritten for the chunk's tokens that have one.
+/// 1. x of the chunk and of the 6 tokens on either side to its tile.
+/// 2. Layers 1 and 2, tile to tile.
+/// 3. Layer 3, down to weighted sums.
+/// 4. The sums of the four warps are added and written. (conv_block has the body.)
 template <class T, int Tiles>
 __global__ void __launch_bounds__(128) conv_kernel(const conv_params<T> params) {
     const scorer_streams& streams = params.streams;
-    const scorer_span s =
-        streams.span(static_cast<std::int32_t>(blockIdx.x) / streams.chunks,
-                     static_cast<std::int32_t>(blockIdx.x) % streams.chunks, conv_tiling<Tiles>::tokens);
-    const std::int32_t skipped = max(0, s.begin + streams.delay - s.first);
+    const scorer_span s = streams.span_of_block(conv_tiling<Tiles>::tokens);
+    const std::int32_t skipped = streams.first_read(s);
     if (skipped >= s.count) {
         return;
     }

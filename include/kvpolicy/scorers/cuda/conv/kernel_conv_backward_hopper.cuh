@@ -1,12 +1,16 @@
-// ConvScorer's gradients of weights on Hopper. A block has the tile of kernel_conv_hopper.cuh: the layers again, and back through them. It answers for 104 tokens'
-// scores, and for what the layers' results at these tokens (and up to 4 more at a stream's ends, where nobody else does) have as gradients: all that
-// these need, scores of the neighbors too, it computes itself, so that every gradient is there once and whole.
+// ConvScorer's gradients of weights on Hopper. A block has the tile of kernel_conv_hopper.cuh: the layers
+// again, and back through them. It answers for 104 tokens' scores, and for what the layers' results at these
+// tokens (and up to 4 more at a stream's ends, which no other tile answers for) have as gradients: all that
+// these need, scores of the neighbors too, it computes itself, so that every gradient is there once and
+// whole.
 //
-// Row i is, from the first token a whose y_1 the tile answers for, token a - 10 + i of x, a - 8 + i of y_1, a - 6 + i of y_2, a - 4 + i of y_3 and d y_3,
-// a - 2 + i of d y_2, a + i of d y_1: so back, too, a row needs rows i, i + 2, i + 4, with weights transposed and taps the other way.
+// Row i is, from the first token a whose y_1 the tile answers for, token a - 10 + i of x, a - 8 + i of y_1, a
+// - 6 + i of y_2, a - 4 + i of y_3 and d y_3, a - 2 + i of d y_2, a + i of d y_1: so back, too, a row needs
+// rows i, i + 2, i + 4, with weights transposed and taps the other way.
 //
-// x, y_1, y_2 and the gradients before activations go to memory, a tile after the other, in the layout of the tiles in shared memory. Gradients of weights
-// are products over tokens of these (kernel_conv_weight_gradients_hopper.cuh).
+// x, y_1, y_2 and the gradients before activations go to memory, a tile after the other, in the layout of the
+// tiles in shared memory. Gradients of weights are products over tokens of these
+// (kernel_conv_weight_gradients_hopper.cuh).
 #pragma once
 
 #include <kvpolicy/cuda/config.cuh>
@@ -76,7 +80,7 @@ struct conv_backward_span {
         : s(streams.span(static_cast<std::int32_t>(tile / streams.chunks),
                          static_cast<std::int32_t>(tile % streams.chunks), conv_backward_tile_rows)) {
         first = s.first - streams.delay;
-        low = max(0, s.begin + streams.delay - s.first);
+        low = streams.first_read(s);
         high = s.count;
         ahead = s.first == s.from ? 1 : 0;
         behind = s.first + s.count == s.end ? 1 : 0;
@@ -111,7 +115,11 @@ __device__ inline uint4 conv_backward_weights(const conv_weights& from, std::uin
                                c < inputs && n + 1 < width ? column[std::uint64_t{3} * inputs] : 0.0f);
         });
 }
-/// To [heads][W_3, then W_2].
+
+/// Weights of layers 3 and 2, transposed and with the taps reversed, in the order in which threads load them.
+/// Grid: strided. Block: 256 threads, eight numbers each. Shared memory: none.
+/// In: from (fp32 weights of all heads).
+/// Out: to [heads, conv_backward_hopper_shape::weights] T (W_3, then W_2), overwritten.
 template <class T, int Inputs>
 __global__ void __launch_bounds__(256) pack_conv_backward_kernel(const conv_weights from, T* const to) {
     using shape = conv_backward_hopper_shape<Inputs>;
@@ -141,8 +149,8 @@ __device__ inline bool finite_pair(std::uint32_t pair) {
     return (pair & exponent) != exponent && (pair >> 16 & exponent) != exponent;
 }
 
-/// The block's sums of columns: of_thread(j, e) is a thread's own sum of column 8 j + 2 (lane % 4) + e; into(c, sum). Begins and ends with a
-/// barrier of the consumers.
+/// The block's sums of columns: of_thread(j, e) is a thread's own sum of column 8 j + 2 (lane % 4) + e;
+/// into(c, sum). Begins and ends with a barrier of the consumers.
 template <int Width, class Of, class Into>
 __device__ inline void sum_conv_columns(float* memory, int thread, const Of& of_thread, const Into& into) {
     named_barrier(1, conv_consumers);
@@ -228,8 +236,8 @@ __device__ inline void store_conv_slopes_transposed(float (&acc)[N], const float
     }
 }
 
-/// Gradients of layer l after the product [64 tokens][channels]: times the slopes of rows + `shift`, 0 from row `valid` on, into the tile `to`. acc
-/// becomes those of rows [begin, end), for the sums of the biases.
+/// Gradients of layer l after the product [64 tokens][channels]: times the slopes of rows + `shift`, 0 from
+/// row `valid` on, into the tile `to`. acc becomes those of rows [begin, end), for the sums of the biases.
 template <int Width, class T>
 __device__ inline void store_conv_gradients(float (&acc)[Width / 2], const unsigned char* slopes, int shift,
                                             int valid, unsigned char* to, int thread, int begin, int end) {
@@ -252,7 +260,8 @@ __device__ inline void store_conv_gradients(float (&acc)[Width / 2], const unsig
         }
     }
 }
-/// The same of [64 channels][tokens]; of_rows(c, sum) gets the sum of the warpgroup's rows in [begin, end) for each of its channels.
+/// The same of [64 channels][tokens]; of_rows(c, sum) gets the sum of the warpgroup's rows in [begin, end)
+/// for each of its channels.
 template <class T, int N, class OfRows>
 __device__ inline void store_conv_gradients_transposed(const float (&acc)[N], unsigned char* slopes,
                                                        int shift, int valid, unsigned char* to, int thread,
@@ -297,35 +306,113 @@ struct conv_backward_hopper_memory {
     float *constants, *frequencies, *columns, *d_score;
 };
 
-/// A block's tile. `weights` and `back` are the head's.
+/// A block's tile. `weights` and `back` are the head's. Rows of all tiles are those of the file's head.
 template <int Inputs, class T>
-__device__ inline void conv_backward_tile(const conv_backward_hopper_params<T>& params,
-                                          const conv_backward_span& span, std::int64_t number,
-                                          const T* weights, const T* back,
-                                          const conv_backward_hopper_memory& memory) {
+struct conv_backward_hopper_agent {
     using shape = conv_backward_hopper_shape<Inputs>;
-    constexpr int c1 = shape::channels(1), c2 = shape::channels(2), c3 = shape::channels(3);
-    constexpr bool wide = shape::in_registers(2);
-    const conv_params<T>& forward = params.forward;
-    unsigned char* const tile = memory.tile;
-    const float* const constants = memory.constants;
-    float* const d_score = memory.d_score;
-    const auto thread = static_cast<int>(threadIdx.x);
-    const std::int32_t a = span.origin();
-    const auto image = [&](T* of, int channels, int rows) { return of + number * channels * rows; };
-    float* const sums = params.sums + number * params.sums_width;
-    conv_fragments<c1, Inputs, 2> weights_1(weights);
-    weights_1.begin();
-    for (int i = thread; i < conv_tile_rows; i += conv_consumers) {
-        const std::int32_t t = a - 4 + i;
-        const bool there = t >= span.lowest && t < span.highest;
-        const float d = there ? params.d_scores.head(span.s.b, span.s.h)[t] : 0.0f;
-        if (there && i >= span.begin_of(3) && i < span.end_of(3) && !isfinite(d)) {
-            forward.streams.report(span.s.b, status_not_finite);
-        }
-        d_score[i] = d;
+    static constexpr int c1 = shape::channels(1), c2 = shape::channels(2), c3 = shape::channels(3);
+    static constexpr bool wide = shape::in_registers(2);
+    using weights_1_type = conv_fragments<c1, Inputs, 2>;
+    using back_2_type = conv_fragments<c1, c2, 2>;
+
+    const conv_backward_hopper_params<T>& params;
+    const conv_backward_span& span;
+    const std::int64_t number;
+    const T *const weights, *const back;
+    const conv_backward_hopper_memory& memory;
+    const conv_params<T>& forward;
+    unsigned char *const tile, *const slopes1, *const slopes2;
+    const float* const constants;
+    float *const d_score, *const sums;
+    const int thread;
+    const std::int32_t a, w1, w2, w3;
+    int half, channel_1, row_1;
+    std::uint32_t all, rows;
+
+    __device__ __forceinline__ conv_backward_hopper_agent(const conv_backward_hopper_params<T>& of,
+                                                          const conv_backward_span& tokens,
+                                                          std::int64_t tile_number, const T* of_head,
+                                                          const T* back_of_head,
+                                                          const conv_backward_hopper_memory& shared)
+        : params(of),
+          span(tokens),
+          number(tile_number),
+          weights(of_head),
+          back(back_of_head),
+          memory(shared),
+          forward(of.forward),
+          tile(shared.tile),
+          slopes1(tile + shape::tile_bytes(1)),
+          slopes2(tile + shape::tile_bytes(2)),
+          constants(shared.constants),
+          d_score(shared.d_score),
+          sums(of.sums + tile_number * of.sums_width),
+          thread(static_cast<int>(threadIdx.x)),
+          a(tokens.origin()),
+          w1(of.forward.layer[0].width),
+          w2(of.forward.layer[1].width),
+          w3(of.forward.layer[2].width) {}
+
+    /// The phases; the numbers are those of the kernel's contract.
+    __device__ __forceinline__ void run() {
+        weights_1_type weights_1(weights);
+        weights_1.begin();
+        load_scores();  // 1
+        load_inputs();
+        sync();
+        save_inputs();
+        place_warpgroup();
+        apply_layer_1(weights_1);  // 2
+        sync();
+        apply_layer_2();  // 3
+        sync();
+        through_layer_3();  // 4
+        sync();
+        back_through_layer_3();  // 5
+        back_2_type back_2(back + shape::third);
+        back_2.begin();
+        sync();
+        back_through_layer_2(back_2);  // 6
     }
-    {
+
+  private:
+    __device__ __forceinline__ static void sync() {
+        fence_async_proxy();
+        named_barrier(1, conv_consumers);
+    }
+    __device__ __forceinline__ T* image(T* of, int channels, int of_rows) const {
+        return of + number * channels * of_rows;
+    }
+    /// What two warpgroups see of a channel, each its rows of it, and where the sum goes.
+    __device__ __forceinline__ void of_half(int c, float sum) const { memory.columns[half + c] = sum; }
+    __device__ __forceinline__ void add_halves(float* to, std::int32_t width) const {
+        if (thread < 64 && thread < width) {
+            to[thread] = memory.columns[thread] + memory.columns[64 + thread];
+        }
+    }
+    /// One number for a warp, so that descriptors are made by its uniform registers. Of 128 channels it is
+    /// the warpgroup's first channel, else its first row.
+    __device__ __forceinline__ void place_warpgroup() {
+        half = __shfl_sync(all_lanes, thread / 128, 0) * 64;
+        channel_1 = c1 == 128 ? half : 0;
+        row_1 = c1 == 128 ? 0 : half;
+        all = shared_address(tile);
+        rows = all + conv_offset(half, 0);
+    }
+
+    /// Phase 1: d score of the tile's rows; x into the tile, and from there to memory.
+    __device__ __forceinline__ void load_scores() const {
+        for (int i = thread; i < conv_tile_rows; i += conv_consumers) {
+            const std::int32_t t = a - 4 + i;
+            const bool there = t >= span.lowest && t < span.highest;
+            const float d = there ? params.d_scores.head(span.s.b, span.s.h)[t] : 0.0f;
+            if (there && i >= span.begin_of(3) && i < span.end_of(3) && !isfinite(d)) {
+                forward.streams.report(span.s.b, status_not_finite);
+            }
+            d_score[i] = d;
+        }
+    }
+    __device__ __forceinline__ void load_inputs() const {
         const scorer_source<T>& source = forward.source;
         const scorer_rows<T> x{source.k, source.v, span.s};
         bool early = source.turns_eight();
@@ -340,13 +427,11 @@ __device__ inline void conv_backward_tile(const conv_backward_hopper_params<T>& 
             finish_conv_rows(source, memory.frequencies, x, a - 10, 0, tile, thread);
         } else {
             copy_wait<0>();
-            named_barrier(1, conv_consumers);  // no copy is under way any more
+            named_barrier(1, conv_consumers);  // all copies have arrived
             load_conv_rows<Inputs>(source, x, a - 10, 0, tile, thread);
         }
     }
-    fence_async_proxy();
-    named_barrier(1, conv_consumers);
-    {
+    __device__ __forceinline__ void save_inputs() const {
         T* const x = image(params.in[0], Inputs, conv_back_inputs);
         bool finite = true;
         for (int i = thread; i < Inputs / 8 * conv_back_inputs; i += conv_consumers) {
@@ -359,28 +444,17 @@ __device__ inline void conv_backward_tile(const conv_backward_hopper_params<T>& 
             forward.streams.report(span.s.b, status_not_finite);
         }
     }
-    // One number for a warp, so that descriptors are made by its uniform registers. Of 128 channels, it is a warpgroup's first channel, else its first row.
-    const int half = __shfl_sync(all_lanes, thread / 128, 0) * 64, channel_1 = c1 == 128 ? half : 0,
-              row_1 = c1 == 128 ? 0 : half;
-    const std::uint32_t all = shared_address(tile), rows = all + conv_offset(half, 0);
-    unsigned char *const slopes1 = tile + shape::tile_bytes(1), *const slopes2 = tile + shape::tile_bytes(2);
-    // What two warpgroups see of a channel, each its rows of it, and where the sum goes.
-    const auto of_half = [&](int c, float sum) { memory.columns[half + c] = sum; };
-    const auto add_halves = [&](float* to, std::int32_t width) {
-        if (thread < 64 && thread < width) {
-            to[thread] = memory.columns[thread] + memory.columns[64 + thread];
-        }
-    };
-    const std::int32_t w1 = forward.layer[0].width, w2 = forward.layer[1].width, w3 = forward.layer[2].width;
-    {
+
+    /// Phase 2: y_1 and its slope, in place of x.
+    __device__ __forceinline__ void apply_layer_1(weights_1_type& weights_1) const {
         float acc[weights_1.tokens / 2];
         conv_product<T>(acc, all + conv_offset(row_1, 0), weights_1);
-        named_barrier(1, conv_consumers);  // nobody reads x any more
+        named_barrier(1, conv_consumers);  // x is free
         store_conv_slopes_transposed<T>(acc, constants, tile, slopes1, thread, channel_1, row_1);
     }
-    fence_async_proxy();
-    named_barrier(1, conv_consumers);
-    {
+
+    /// Phase 3: y_1 to memory; y_2 and its slope, in place of y_1.
+    __device__ __forceinline__ void apply_layer_2() const {
         T* const y_1 = image(params.in[1], c1, conv_back_inputs);
         float acc[c2 / 2];
         if constexpr (wide) {
@@ -388,7 +462,7 @@ __device__ inline void conv_backward_tile(const conv_backward_hopper_params<T>& 
             weights_2.begin();
             copy_conv_image<c1, conv_back_inputs>(tile, 0, y_1, 0, conv_back_inputs, thread);
             conv_product<T>(acc, rows, weights_2);
-            named_barrier(1, conv_consumers);  // nor y_1
+            named_barrier(1, conv_consumers);  // y_1 is free
             store_conv_slopes_transposed<T>(acc, constants + c1, tile, slopes2, thread, 0, half);
         } else {
             copy_conv_image<c1, conv_back_inputs>(tile, 0, y_1, 0, conv_back_inputs, thread);
@@ -397,13 +471,13 @@ __device__ inline void conv_backward_tile(const conv_backward_hopper_params<T>& 
             store_conv_slopes<c2, T>(acc, constants + c1, tile, slopes2, thread);
         }
     }
-    fence_async_proxy();
-    named_barrier(1, conv_consumers);
 
-    // The last layer, down to d y_3, which takes the place of y_2.
-    copy_conv_image<c2, conv_back_inputs>(tile, 0, image(params.in[2], c2, conv_back_inputs), 0,
-                                          conv_back_inputs, thread);
-    {
+    /// Phase 4: y_2 to memory; the last layer, and back to d y_3, in place of y_2. Sums of b3, readout,
+    /// readout_bias.
+    __device__ __forceinline__ void through_layer_3() const {
+        copy_conv_image<c2, conv_back_inputs>(tile, 0, image(params.in[2], c2, conv_back_inputs), 0,
+                                              conv_back_inputs, thread);
+
         const int row = thread / 32 * 16 + thread % 32 / 4, pair = thread % 4;
         const std::int32_t begin3 = span.begin_of(3), end3 = span.end_of(3);
         float acc[c3 / 2];
@@ -411,7 +485,7 @@ __device__ inline void conv_backward_tile(const conv_backward_hopper_params<T>& 
             acc, rows,
             shared_address(memory.narrow) +
                 2 * (shape::weights_before(3) - shape::weights_before(shape::first_narrow)));
-        named_barrier(1, conv_consumers);  // nor y_2
+        named_barrier(1, conv_consumers);  // y_2 is free
         float of_readout[c3 / 4] = {}, of_bias[c3 / 4] = {};
 #pragma unroll
         for (int j = 0; j < c3 / 8; ++j) {
@@ -441,6 +515,11 @@ __device__ inline void conv_backward_tile(const conv_backward_hopper_params<T>& 
                     pack<T>(d[0], d[1]);
             }
         }
+        sum_layer_3(of_readout, of_bias);
+    }
+    __device__ __forceinline__ void sum_layer_3(const float (&of_readout)[c3 / 4],
+                                                const float (&of_bias)[c3 / 4]) const {
+        const std::int32_t begin3 = span.begin_of(3), end3 = span.end_of(3);
         sum_conv_columns<c3>(
             memory.columns, thread, [&](int j, int e) { return of_bias[2 * j + e]; },
             [&](int c, float sum) {
@@ -463,19 +542,20 @@ __device__ inline void conv_backward_tile(const conv_backward_hopper_params<T>& 
             sums[w1 + w2 + 2 * w3] = sum;
         }
     }
-    fence_async_proxy();
-    named_barrier(1, conv_consumers);
-    copy_conv_image<c3, conv_back_rows>(tile, 0, image(params.d[2], c3, conv_back_rows), span.begin_of(3),
-                                        span.end_of(3), thread);
-    {
+
+    /// Phase 5: d y_3 to memory; d y_2 in place of d y_3, and the sums of b2.
+    __device__ __forceinline__ void back_through_layer_3() const {
+        copy_conv_image<c3, conv_back_rows>(tile, 0, image(params.d[2], c3, conv_back_rows), span.begin_of(3),
+                                            span.end_of(3), thread);
+
         float acc[c2 / 2];
         if constexpr (wide) {
             conv_fragments<c2, c3, 2> back_3(back);
             back_3.begin();
             conv_product<T>(acc, rows, back_3);
-            named_barrier(1, conv_consumers);  // nobody reads d y_3 any more
+            named_barrier(1, conv_consumers);  // d y_3 is free
             store_conv_gradients_transposed<T>(acc, slopes2, 4, 116, tile, thread, 0, half, span.begin_of(2),
-                                               span.end_of(2), of_half);
+                                               span.end_of(2), [&](int c, float sum) { of_half(c, sum); });
         } else {
             conv_narrow_product<T, c2, c3>(acc, rows, shared_address(memory.back_narrow));
             named_barrier(1, conv_consumers);
@@ -489,39 +569,42 @@ __device__ inline void conv_backward_tile(const conv_backward_hopper_params<T>& 
                 });
         }
     }
-    conv_fragments<c1, c2, 2> back_2(back + shape::third);
-    back_2.begin();
-    fence_async_proxy();
-    named_barrier(1, conv_consumers);
-    if constexpr (wide) {
-        add_halves(sums + w1, w2);
-    }
-    copy_conv_image<c2, conv_back_rows>(tile, 0, image(params.d[1], c2, conv_back_rows), span.begin_of(2),
-                                        span.end_of(2), thread);
-    float acc[back_2.tokens / 2];
-    conv_product<T>(acc, all + conv_offset(row_1, 0), back_2);
-    named_barrier(1, conv_consumers);  // nobody reads d y_2 any more
-    store_conv_gradients_transposed<T>(acc, slopes1, 8, conv_back_rows, tile, thread, channel_1, row_1, 0,
-                                       span.end_of(1), [&](int c, float sum) {
-                                           if constexpr (c1 == 128) {
-                                               if (c < w1) {
-                                                   sums[c] = sum;
+
+    /// Phase 6: d y_2 to memory; d y_1 in place of d y_2, then to memory, and the sums of b1.
+    __device__ __forceinline__ void back_through_layer_2(back_2_type& back_2) const {
+        if constexpr (wide) {
+            add_halves(sums + w1, w2);
+        }
+        copy_conv_image<c2, conv_back_rows>(tile, 0, image(params.d[1], c2, conv_back_rows), span.begin_of(2),
+                                            span.end_of(2), thread);
+        float acc[back_2.tokens / 2];
+        conv_product<T>(acc, all + conv_offset(row_1, 0), back_2);
+        named_barrier(1, conv_consumers);  // d y_2 is free
+        store_conv_gradients_transposed<T>(acc, slopes1, 8, conv_back_rows, tile, thread, channel_1, row_1, 0,
+                                           span.end_of(1), [&](int c, float sum) {
+                                               if constexpr (c1 == 128) {
+                                                   if (c < w1) {
+                                                       sums[c] = sum;
+                                                   }
+                                               } else {
+                                                   of_half(c, sum);
                                                }
-                                           } else {
-                                               of_half(c, sum);
-                                           }
-                                       });
-    named_barrier(1, conv_consumers);
-    if constexpr (c1 == 64) {
-        add_halves(sums, w1);
+                                           });
+        named_barrier(1, conv_consumers);
+        if constexpr (c1 == 64) {
+            add_halves(sums, w1);
+        }
+        copy_conv_image<c1, conv_back_rows>(tile, 0, image(params.d[0], c1, conv_back_rows), 0,
+                                            span.end_of(1), thread);
     }
-    copy_conv_image<c1, conv_back_rows>(tile, 0, image(params.d[0], c1, conv_back_rows), 0, span.end_of(1),
-                                        thread);
-}
+};
 
 #endif
 
-/// Reports tokens that are not finite and that no score reads, a block a tile: others are looked at as they are read.
+/// Reports tokens that are not finite and that no score reads; the other tokens are checked where they are
+/// read.
+/// Grid: a block per tile of conv_backward_tile_rows tokens. Block: 128 threads. Shared memory: none.
+/// Out: status_not_finite in streams.status, by atomic or.
 template <class T>
 __global__ void __launch_bounds__(128) conv_unread_kernel(const conv_params<T> params) {
     const conv_backward_span span(params.streams, blockIdx.x);
@@ -532,7 +615,19 @@ __global__ void __launch_bounds__(128) conv_unread_kernel(const conv_params<T> p
     report_bad_rows(params.streams, params.source, s);
 }
 
-/// A block a tile. `weights` is pack_conv_kernel's, `back` pack_conv_backward_kernel's. No dropout.
+/// The backward pass of ConvScorer on Hopper: the layers of a tile again and back through them. No dropout.
+/// Grid: a block per tile of conv_backward_tile_rows tokens. Block: conv_consumers threads, two warpgroups; two blocks
+/// per SM. Shared memory: conv_backward_hopper_shape<Inputs>::shared_bytes.
+/// In: params.forward, d_scores [B, heads, S] fp32; weights [heads] of pack_conv_kernel, back of
+/// pack_conv_backward_kernel.
+/// Out, all overwritten: in[3] (x, y_1, y_2) [tiles, channels / 8, 120, 8] T, d[3] (d y_1 to d y_3) [tiles,
+/// channels / 8, 112, 8] T, sums [tiles, sums_width] fp32. A tile without a score writes zeros to its sums.
+/// 1. d score and x of the tile; x goes to memory.
+/// 2. Layer 1: y_1 and its slope.
+/// 3. Layer 2: y_2 and its slope; y_1 goes to memory.
+/// 4. Layer 3, down to d y_3; y_2 goes to memory.
+/// 5. d y_2; d y_3 goes to memory.
+/// 6. d y_1; d y_2 and d y_1 go to memory. Each result takes the place of the one before in the tile.
 template <class T, int Inputs>
 __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(conv_consumers), 2) conv_backward_hopper_kernel(
     [[maybe_unused]] const __grid_constant__ conv_backward_hopper_params<T> params,
@@ -568,7 +663,7 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(conv_consumers), 2) co
                       thread);
     copy_conv_weights(back_of_head, shape::back_narrow, memory.back_narrow, thread);
     copy_conv_constants<Inputs>(params.forward, span.s.h, memory.constants, weights, thread);
-    conv_backward_tile<Inputs>(params, span, number, of_head, back_of_head, memory);
+    conv_backward_hopper_agent<Inputs, T>(params, span, number, of_head, back_of_head, memory).run();
 #endif
 }
 

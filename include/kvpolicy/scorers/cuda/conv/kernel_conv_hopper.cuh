@@ -1,13 +1,17 @@
-// ConvScorer's scores on Hopper: the three layers of a tile of tokens in one block, as implicit matrix products by wgmma.
+// ConvScorer's scores on Hopper: the three layers of a tile of tokens in one block, as implicit matrix
+// products by wgmma.
 //
-// Row i of x is token first - 6 + i, of layer l token first - 6 + 2 l + i, so a layer's row i needs rows i, i + 2, i + 4 of the one before, one for
-// each tap: all taps are products with the same tile, begun two rows further on, and their sums stay in registers. For that tiles are not
-// swizzled: eight columns of all rows, then the next eight (describe_columns), where a product may begin at any row. Rows behind the 128 of a
-// layer hold anything, and reach none of the 120 that are looked at. A block goes through a range of tokens, and keeps the last four rows of x and
-// of each layer: so all tiles but the first have 128 tokens, whose rows stand behind those four.
+// Row i of x is token first - 6 + i, of layer l token first - 6 + 2 l + i, so a layer's row i needs rows i, i
+// + 2, i + 4 of the one before, one for each tap: all taps are products with the same tile, begun two rows
+// further on, and their sums stay in registers. For that tiles are not swizzled: eight columns of all rows,
+// then the next eight (describe_columns), where a product may begin at any row. Rows behind the 128 of a
+// layer hold anything, and reach none of the 120 that are looked at. A block goes through a range of tokens,
+// and keeps the last four rows of x and of each layer: so all tiles but the first have 128 tokens, whose rows
+// stand behind those four.
 //
-// A layer is weights times tokens, with weights from registers (agent_conv_products.cuh). x of the next tile is copied when layer 1 has read this one's, and
-// its RoPE is undone in place. Two blocks fit on an SM, of which one turns keys or applies SiLU while the other multiplies.
+// A layer is weights times tokens, with weights from registers (agent_conv_products.cuh). x of the next tile
+// is copied when layer 1 has read this one's, and its RoPE is undone in place. Two blocks fit on a
+// SM, of which one turns keys or applies SiLU while the other multiplies.
 #pragma once
 
 #include <kvpolicy/cuda/config.cuh>
@@ -31,7 +35,13 @@ namespace kvpolicy {
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 namespace cuda_backend {
 
-/// pack_conv(), and the frequencies of a Rope that gives a base, where there is room for them.
+/// Weights of all layers in the order in which threads load them, and the frequencies of a Rope that gives a
+/// base.
+/// Grid: strided. Block: 256 threads. Shared memory: none. The next kernel may start at once
+/// (let_next_kernel_start).
+/// In: from (fp32 weights of all heads), base, rotated.
+/// Out: to [heads, conv_forward_shape::weights_before(4)] T; frequencies [rotated / 2] fp32 where not null.
+/// Overwritten.
 template <class T, int Inputs>
 __global__ void __launch_bounds__(256, 8)  // registers that leave room for a block of the kernel that follows
     pack_conv_kernel(const conv_weights from, T* const to, const float base, const std::int32_t rotated,
@@ -48,7 +58,8 @@ __global__ void __launch_bounds__(256, 8)  // registers that leave room for a bl
 
 #if KVPOLICY_HOPPER_CODE
 
-/// y sigmoid(y) = y / 2 + y / 2 tanh(y / 2) of y = sum + bias, for results in T: for bf16 by the special function unit's tanh, to 5e-4 of y / 2.
+/// y sigmoid(y) = y / 2 + y / 2 tanh(y / 2) of y = sum + bias, for results in T: for bf16 by the special
+/// function unit's tanh, to 5e-4 of y / 2.
 template <class T>
 __device__ inline float conv_silu(float sum, float bias) {
     if constexpr (std::is_same_v<T, bf16>) {
@@ -164,9 +175,10 @@ __device__ inline void store_conv_layer_transposed(float (&acc)[Tokens / 2], con
     }
 }
 
-/// The whole of a block, for tiles of one head, tiles.count of them: scores of tokens tiles.first(i) + r, r in [0, tiles.high(i)), go to
-/// tiles.write(i, r, score). Where tiles.follows(i), tile i - 1 is the one that ends where it begins. Weights are read after ready(), as is all of a
-/// source that does not turns_eight(); one that does has frequencies by `base`, or of its own where that is 0.
+/// The whole of a block, for tiles of one head, tiles.count of them: scores of tokens tiles.first(i) + r, r
+/// in [0, tiles.high(i)), go to tiles.write(i, r, score). Where tiles.follows(i), tile i - 1 is the one that
+/// ends where it begins. Weights are read after ready(), as is all of a source that does not turns_eight();
+/// one that does has frequencies by `base`, or of its own where that is 0.
 template <int Inputs, class T, class Tiles, class Ready>
 __device__ inline void conv_hopper_block(const conv_params<T>& params, const T* weights, std::int32_t head,
                                          const Tiles& tiles, float base, const Ready& ready) {
@@ -202,7 +214,7 @@ __device__ inline void conv_hopper_block(const conv_params<T>& params, const T* 
     };
     if (!early) {
         copy_wait<0>();
-        named_barrier(1, conv_consumers);  // no copy is under way any more
+        named_barrier(1, conv_consumers);  // all copies have arrived
         take_weights();
     }
     uint4 kept = make_uint4(0, 0, 0, 0);  // of the last rows of y_1 and y_2
@@ -215,6 +227,7 @@ __device__ inline void conv_hopper_block(const conv_params<T>& params, const T* 
                    keeps_2 = !keeps_1 && thread < c1 / 2 + c2 / 2;
         // One number for a warp, so that descriptors are made by its uniform registers.
         const int shift = follows ? 4 : 0, half = __shfl_sync(all_lanes, thread / 128, 0) * 64;
+        // 1. x to its tile.
         conv_fragments<c1, c0> weights_1(weights);
         const bool waits = early && tile == 0;
         if (!waits) {
@@ -233,6 +246,7 @@ __device__ inline void conv_hopper_block(const conv_params<T>& params, const T* 
         fence_async_proxy();
         named_barrier(1, conv_consumers);
 
+        // 2. Layer 1.
         float acc[weights_1.tokens / 2];
         constexpr bool all_tokens = weights_1.tokens == conv_tile_rows;
         conv_product<T>(acc, shared_address(x) + conv_offset(all_tokens ? 0 : half, 0), weights_1);
@@ -240,7 +254,7 @@ __device__ inline void conv_hopper_block(const conv_params<T>& params, const T* 
         if (thread < c0 / 2) {
             last = conv_eight(x, conv_tile_rows + thread % 4, thread / 4 * 8);
         }
-        named_barrier(1, conv_consumers);  // nobody reads x any more
+        named_barrier(1, conv_consumers);  // x is free
         if (tile + 1 < tiles.count) {
             const bool next = tiles.follows(tile + 1);
             if (next && thread < c0 / 2) {
@@ -262,12 +276,13 @@ __device__ inline void conv_hopper_block(const conv_params<T>& params, const T* 
         };
         const auto multiplied_second = [&] {
             if constexpr (shape::overlaid) {
-                named_barrier(1, conv_consumers);  // nobody reads y_1 any more
+                named_barrier(1, conv_consumers);  // y_1 is free
             }
             if (follows && keeps_2) {
                 conv_eight(y_2, thread % 4, (thread - c1 / 2) / 4 * 8) = kept;
             }
         };
+        // 3. Layer 2, after y_1 is stored.
         const std::uint32_t second = shared_address(y_1) + conv_offset(half, 0);
         if constexpr (shape::in_registers(2)) {
             conv_fragments<c2, c1> weights_2(weights + shape::weights_before(2));
@@ -294,6 +309,7 @@ __device__ inline void conv_hopper_block(const conv_params<T>& params, const T* 
                               (thread - c1 / 2) / 4 * 8);
         }
 
+        // 4. Layer 3 and the readout.
         float sums[c3 / 2];
         conv_narrow_product<T, c3, c2>(
             sums, shared_address(y_2) + conv_offset(half, 0),
@@ -337,8 +353,19 @@ struct conv_stream_tiles {
 
 #endif
 
-/// Scores of the tokens that leave a window of streams.delay keys while those of a range of `tokens` come, of which streams.chunks counts the
-/// ranges of a plane. No dropout. `weights` is what pack_conv made.
+/// Scores of ConvScorer on Hopper: the tokens that leave a window of streams.delay keys while those of a
+/// range come. No dropout.
+/// Grid: a block per range of `tokens` tokens; streams.chunks counts the ranges of a plane. Block:
+/// conv_consumers threads, two warpgroups; two blocks per SM. Shared memory: conv_forward_shape.
+/// In: params.source (k, v) T, weights of pack_conv_kernel, which is the kernel before; base: of the
+/// frequencies, or 0.
+/// Out: scores [B, heads, S] fp32, overwritten for the range's tokens that have one.
+/// Per tile of 128 rows:
+/// 1. x to its tile (RoPE reversed on the way).
+/// 2. Layer 1.
+/// 3. Layer 2.
+/// 4. Layer 3 and the readout, to scores. The last four rows of x, y_1 and y_2 stay for the next tile.
+///    (conv_hopper_block has the body.)
 template <class T, int Inputs>
 __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(conv_consumers), 2)
     conv_hopper_kernel([[maybe_unused]] const __grid_constant__ conv_params<T> params,
@@ -346,14 +373,14 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(conv_consumers), 2)
                        [[maybe_unused]] const T* const weights) {
 #if KVPOLICY_HOPPER_CODE
     const scorer_streams& streams = params.streams;
-    const scorer_span s = streams.span(static_cast<std::int32_t>(blockIdx.x) / streams.chunks,
-                                       static_cast<std::int32_t>(blockIdx.x) % streams.chunks, tokens);
-    const std::int32_t skipped = max(0, s.begin + streams.delay - s.first);
+    const scorer_span s = streams.span_of_block(tokens);
+    const std::int32_t skipped = streams.first_read(s);
     if (skipped >= s.count) {
         wait_for_kernel_before();
         return;
     }
-    // The kernel before makes the weights, and the frequencies of a Rope that gives a base. All else was there when that one began.
+    // The kernel before makes the weights, and the frequencies of a Rope that gives a base. All else was
+    // there when that one began.
     conv_hopper_block<Inputs>(params, weights, s.h, conv_stream_tiles<T>(params, s, skipped), base,
                               [] { wait_for_kernel_before(); });
 #endif

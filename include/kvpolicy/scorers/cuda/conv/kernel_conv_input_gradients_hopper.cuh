@@ -1,8 +1,10 @@
-// Gradients of keys and values of a ConvScorer on Hopper, from those of the first layer's results that conv_backward_hopper_kernel left in memory.
+// Gradients of keys and values of a ConvScorer on Hopper, from those of the first layer's results that
+// conv_backward_hopper_kernel left in memory.
 //
-// y_1 of token u is made of tokens u - 2, u and u + 2, so d x of token t is what W_1 makes of d y_1 of t + 2, t and t - 2: the product of
-// kernel_conv_hopper.cuh once more, with weights transposed and taps the other way. A block has 128 tokens of one head. Rows of d y_1 come from the images
-// of the tiles that answer for them (conv_backward_span), two or three of them.
+// y_1 of token u is made of tokens u - 2, u and u + 2, so d x of token t is what W_1 makes of d y_1 of t + 2,
+// t and t - 2: the product of kernel_conv_hopper.cuh once more, with weights transposed and taps the other
+// way. A block has 128 tokens of one head. Rows of d y_1 come from the images of the tiles that answer for
+// them (conv_backward_span), two or three of them.
 #pragma once
 
 #include <kvpolicy/cuda/config.cuh>
@@ -33,7 +35,10 @@ struct conv_input_shape : conv_backward_hopper_shape<Inputs> {
     static_assert(base::tile_bytes(1) % 16 == 0 && shared_bytes <= 113 * 1024);
 };
 
-/// W_1 of all heads, transposed, taps the other way, to [heads][weights] (conv_eight_weights). By a grid.
+/// W_1 of all heads, transposed and with the taps reversed, in the order in which threads load it.
+/// Grid: strided. Block: 256 threads, eight numbers each. Shared memory: none.
+/// In: from (fp32 weights of all heads).
+/// Out: to [heads, conv_input_shape::weights] T, overwritten.
 template <class T, int Inputs>
 __global__ void __launch_bounds__(256) pack_conv_inputs_kernel(const conv_weights from, T* const to) {
     using shape = conv_input_shape<Inputs>;
@@ -75,8 +80,14 @@ struct conv_input_images {
 };
 #endif
 
-/// d_k and d_v of 128 tokens a block, of which streams.chunks counts the parts of a plane; overwrites. `tiles`: those of conv_backward_hopper_kernel,
-/// which left d_y; `weights` is what pack_conv_inputs_kernel made. Keys have at most 128 numbers.
+/// Gradients of keys and values of ConvScorer on Hopper. Keys have at most 128 numbers.
+/// Grid: a block per 128 tokens; streams.chunks counts these parts of a plane. Block: conv_consumers threads,
+/// two warpgroups; two blocks per SM. Shared memory: conv_input_shape<Inputs>::shared_bytes.
+/// In: d_y, d y_1 of conv_backward_hopper_kernel's tiles (`tiles`); weights of pack_conv_inputs_kernel.
+/// Out: d_k [B, S, heads, head_dim_qk] and d_v fp32, overwritten.
+/// 1. d y_1 of the block's tokens, from two or three tiles, to shared memory.
+/// Per 128 numbers of a token: 2. the product;
+/// 3. RoPE reversed, and the rows to d_k and d_v.
 template <class T, int Inputs>
 __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(conv_consumers), 2)
     conv_input_gradients_hopper_kernel([[maybe_unused]] const scorer_streams streams,
@@ -89,9 +100,7 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(conv_consumers), 2)
 #if KVPOLICY_HOPPER_CODE
     using shape = conv_input_shape<Inputs>;
     constexpr int c1 = shape::c1;
-    const scorer_span s =
-        streams.span(static_cast<std::int32_t>(blockIdx.x) / streams.chunks,
-                     static_cast<std::int32_t>(blockIdx.x) % streams.chunks, conv_tile_rows);
+    const scorer_span s = streams.span_of_block(conv_tile_rows);
     if (s.count == 0) {
         return;
     }
@@ -99,6 +108,7 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(conv_consumers), 2)
     auto* const results = reinterpret_cast<float*>(tile + shape::tile_bytes(1));
     const auto thread = static_cast<int>(threadIdx.x);
     // Row i is token s.first - 2 + i of y_1, for token s.first + i of x that of tap 2.
+    // 1. d y_1 of the block's tokens.
     const conv_input_images images(tiles, s);
     const float unscale = tiles.unscale(s.h);
     for (int i = thread; i < c1 / 8 * conv_input_rows; i += conv_consumers) {
@@ -114,6 +124,7 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(conv_consumers), 2)
     fence_async_proxy();
     named_barrier(1, conv_consumers);
     for (int product = 0; product < shape::products; ++product) {
+        // 2. The product.
         conv_fragments<conv_input_width, c1, 4> of_product(weights + std::int64_t{s.h} * shape::weights +
                                                            product * shape::each);
         of_product.begin();
@@ -128,6 +139,7 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(conv_consumers), 2)
             }
         }
         named_barrier(1, conv_consumers);
+        // 3. RoPE reversed, to d_k and d_v.
         const std::int32_t from = product * conv_input_width,
                            columns = min(conv_input_width, source.size - from);
         for (int i = thread / 32; i < s.count; i += conv_consumers / 32) {

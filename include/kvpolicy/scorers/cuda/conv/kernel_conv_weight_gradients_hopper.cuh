@@ -1,5 +1,6 @@
-// ConvScorer's gradients of weights on Hopper, from the layers' results and gradients that the tiles of kernel_conv_backward_hopper.cuh leave in memory: products over
-// tokens, d W_l[tap] = y_{l-1}[. + tap]^T d y_l. There tokens are k, so a tap is again the same tile begun further on.
+// ConvScorer's gradients of weights on Hopper, from the layers' results and gradients that the tiles of
+// kernel_conv_backward_hopper.cuh leave in memory: products over tokens, d W_l[tap] = y_{l-1}[. + tap]^T d
+// y_l. There tokens are k, so a tap is again the same tile begun further on.
 #pragma once
 
 #include <kvpolicy/cuda/config.cuh>
@@ -24,8 +25,15 @@ template <int Width>
 inline constexpr std::size_t conv_gradient_shared = conv_gradient_stages*(conv_gradient_bytes<Width> +
                                                                           2 * sizeof(std::uint64_t));
 
-/// Partial sums of d W[tap] = in[. + shift + 2 tap]^T d: a block has 64 of the `inputs` channels, all of Width, all taps (a warpgroup each), and one of
-/// `splits` parts of a head's tiles; partial [splits, heads, padded, 3, padded_inputs] is overwritten.
+/// Partial sums over tiles of d W[tap] = in[. + shift + 2 tap]^T d on Hopper.
+/// Grid: splits x heads x ceil(inputs / 64), the inputs first. Block: three warpgroups, one per tap, and a
+/// warp that loads. Shared memory: conv_gradient_shared<Width>, 3 stages.
+/// In: d [tiles, Width / 8, 112, 8] T, in [tiles, inputs / 8, 120, 8] T, both of conv_backward_hopper_kernel.
+/// Out: partial [splits, heads, padded, 3, padded_inputs] fp32, overwritten.
+/// 1. Barriers.
+/// 2. The loading warp copies the tiles of the block's part, three ahead.
+/// 3. Each warpgroup multiplies its tap, accumulated in fp32.
+/// 4. The accumulators go to `partial`.
 template <class T, int Width>
 __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(3 * 128 + 32))
     conv_weight_gradients_hopper_kernel([[maybe_unused]] const scorer_streams streams,
@@ -44,6 +52,7 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(3 * 128 + 32))
     const auto empty = [&](int i) {
         return barriers + static_cast<std::uint32_t>(8 * (conv_gradient_stages + i));
     };
+    // 1. Barriers, and the place of the block.
     if (threadIdx.x == 0) {
         for (int i = 0; i < conv_gradient_stages; ++i) {
             barrier_init(full(i), 1);
@@ -74,6 +83,7 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(3 * 128 + 32))
         }
     };
     const auto warpgroup = static_cast<int>(threadIdx.x) / 128;
+    // 2. The loading warp.
     if (warpgroup == 3) {
         if (threadIdx.x == 3 * 128) {
             // Channels that the inputs lack stay as they are in shared memory: their sums are never read.
@@ -89,6 +99,7 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(3 * 128 + 32))
         }
         return;
     }
+    // 3. A tap per warpgroup.
     float acc[Width / 2];
 #pragma unroll
     for (float& sum : acc) {
@@ -117,6 +128,7 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(3 * 128 + 32))
     wgmma_wait<0>();
     pin(acc);
     // Row m of the sums is channel 64 part + m of the inputs, column n of the results.
+    // 4. To `partial`.
     float* const to = partial + (std::int64_t{split} * streams.heads + h) * padded * 3 * padded_inputs;
     const int lane = lane_id();
 #pragma unroll

@@ -138,8 +138,8 @@ template <class T>
 struct predictor_backward_plan {
     predictor_plan<T> call;
     std::int64_t sums = 0, groups = 0;
-    // As score_gradients of scorer_plan.cuh, but all heads have one hidden layer: one scale, where d_rows are rounded, out of
-    // products again.
+    // As score_gradients of scorer_plan.cuh, but all heads have one hidden layer: one scale, where d_rows are
+    // rounded, out of products again.
     static constexpr bool scales = std::is_same_v<T, fp16>;
     std::uint32_t* largest = nullptr;
     predictor_factors* factors = nullptr;

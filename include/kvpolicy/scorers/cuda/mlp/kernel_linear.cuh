@@ -13,13 +13,15 @@ namespace kvpolicy {
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 namespace cuda_backend {
 
-/// One warp a token.
+/// Scores of LinearScorer.
+/// Grid: a block per chunk of 64 tokens. Block: 256 threads, a warp per token. Shared memory: none.
+/// In: source (k, v) T, weight [heads, size] fp32, bias [heads] fp32 or null.
+/// Out: scores [B, heads, S] fp32, overwritten.
 template <class T>
 __global__ void __launch_bounds__(256)
     linear_kernel(const scorer_streams streams, const scorer_source<T> source, const float* const weight,
                   const float* const bias, const plane_view<float> scores) {
-    const scorer_span s = streams.span(static_cast<std::int32_t>(blockIdx.x) / streams.chunks,
-                                       static_cast<std::int32_t>(blockIdx.x) % streams.chunks);
+    const scorer_span s = streams.span_of_block();
     const float* const w = weight + std::int64_t{s.h} * source.size;
     for (int r = warp_id(); r < s.count; r += 8) {
         const T* const key = source.k.row(s.b, s.h, s.first + r);
@@ -38,15 +40,20 @@ __global__ void __launch_bounds__(256)
     }
 }
 
-/// Inputs' gradients, and partial sums [planes, chunks][size + 1] of the weight's and the bias's.
+/// Gradients of LinearScorer.
+/// Grid: a block per chunk of 64 tokens. Block: 256 threads. Shared memory: the chunk's d scores.
+/// In: source (k, v) T, d_scores [B, heads, S] fp32, weight [heads, size] fp32.
+/// Out: d_k, d_v fp32, overwritten where wanted; partial [planes, chunks, size + 1] fp32 (weight, bias),
+/// overwritten.
+/// 1. d scores to shared memory.
+/// 2. Per column: its sum over the tokens, and the gradients of the inputs.
 template <class T>
 __global__ void __launch_bounds__(256)
     linear_backward_kernel(const scorer_streams streams, const scorer_source<T> source,
                            const plane_view<const float> d_scores, const float* const weight,
                            const rows_view<float> d_k, const rows_view<float> d_v, float* const partial) {
     __shared__ float d[scorer_chunk];
-    const scorer_span s = streams.span(static_cast<std::int32_t>(blockIdx.x) / streams.chunks,
-                                       static_cast<std::int32_t>(blockIdx.x) % streams.chunks);
+    const scorer_span s = streams.span_of_block();
     const auto thread = static_cast<int>(threadIdx.x);
     if (thread < s.count) {
         d[thread] = gradient_of_score(streams, d_scores, s, s.first + thread);

@@ -34,7 +34,7 @@ __device__ inline float activated(scorer_activation kind, float y, float& slope)
     return y * below;
 }
 
-// ---- one hidden layer ------------------------------------------------------------------------------------------------
+// ---- one hidden layer ----
 
 /// The numbers of a hidden layer, and where its weights lie in device memory.
 template <class T>
@@ -72,30 +72,51 @@ struct mlp_memory {
         sums = parts.take<float>(4 * 64 * 2);
         bytes = parts.bytes();
     }
+    /// The inputs of a chunk's tokens; project() waits for them.
+    __device__ __forceinline__ void load(const scorer_source<T>& source, const scorer_span& s) const {
+        source.norms(s, s.first, 0, s.count, scale_k, scale_v);
+        source.load(s, s.first, 0, s.count, scale_k, scale_v, x, 0, source.padded);
+    }
 };
 
-/// Scores of a chunk. Four warps of 16 tokens each, 64 hidden numbers at a time.
+/// acc = the hidden numbers [n, n + 64) of a chunk, before bias and activation.
+template <class T>
+__device__ __forceinline__ void project_hidden(float (&acc)[1][8][4], const mlp_params<T>& params,
+                                               const scorer_span& s, const mlp_memory<T>& memory,
+                                               std::int32_t n) {
+    const std::int32_t padded = params.source.padded;
+    clear(acc);
+    project<8>(acc, memory.x, params.w1 + (std::int64_t{s.h} * params.width + n) * padded, padded,
+               memory.slabs);
+}
+
+/// Scores of MlpScorer.
+/// Grid: a block per chunk of 64 tokens. Block: 128 threads, four warps of 16 tokens. Shared memory:
+/// mlp_memory.
+/// In: source (k, v) T; w1 [heads, width, padded] T, b1, w2 [heads, hidden] fp32, b2 [heads] fp32.
+/// Out: scores [B, heads, S] fp32, overwritten.
+/// 1. The inputs of the chunk to shared memory.
+/// 2. Per 64 hidden numbers: the product, activation and the readout's sum.
+/// 3. Sums over the lanes of a row, to scores.
 template <class T>
 __global__ void __launch_bounds__(128)
     mlp_kernel(const mlp_params<T> params, const plane_view<float> scores) {
     const scorer_streams& streams = params.streams;
-    const scorer_span s = streams.span(static_cast<std::int32_t>(blockIdx.x) / streams.chunks,
-                                       static_cast<std::int32_t>(blockIdx.x) % streams.chunks);
+    const scorer_span s = streams.span_of_block();
     if (s.count == 0) {
         return;
     }
     const scorer_source<T>& source = params.source;
     const mlp_memory<T> memory(aligned_dynamic_shared(), source.padded);
-    source.norms(s, s.first, 0, s.count, memory.scale_k, memory.scale_v);
-    source.load(s, s.first, 0, s.count, memory.scale_k, memory.scale_v, memory.x, 0, source.padded);
+    // 1. Inputs.
+    memory.load(source, s);
     const std::int64_t at = std::int64_t{s.h} * params.hidden;
     const int lane = lane_id();
     float score[2] = {};
+    // 2. 64 hidden numbers at a time.
     for (std::int32_t n = 0; n < params.width; n += 64) {
         float acc[1][8][4];
-        clear(acc);
-        project<8>(acc, memory.x, params.w1 + (std::int64_t{s.h} * params.width + n) * source.padded,
-                   source.padded, memory.slabs);
+        project_hidden(acc, params, s, memory, n);
 #pragma unroll
         for (int j = 0; j < 8; ++j) {
 #pragma unroll
@@ -111,6 +132,7 @@ __global__ void __launch_bounds__(128)
     }
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
+        // 3. To scores.
         const float sum = row_sum(score[i]) + (params.b2 != nullptr ? params.b2[s.h] : 0.0f);
         const int r = 16 * warp_id() + lane / 4 + 8 * i;
         if (lane % 4 == 0 && r < s.count) {
@@ -119,15 +141,45 @@ __global__ void __launch_bounds__(128)
     }
 }
 
-/// d y = d r w2 act'(y) of a chunk's tokens into d_rows [planes, chunks * 64, width], and the chunk's sums [2 hidden + 1]: of d y
-/// (b1), of d r act(y) (w2), of d r (b2).
+/// d scores of a chunk's tokens, added up in their order.
+__device__ __forceinline__ float sum_of_tokens(const float* d, int count) {
+    float sum = 0.0f;
+    for (int r = 0; r < count; ++r) {
+        sum += d[r];
+    }
+    return sum;
+}
+/// Sums of 64 hidden columns from n on over the four warps: of d y to sums[0, hidden), of d r act(y) to the
+/// next.
+__device__ __forceinline__ void sum_hidden_columns(const float* of_warps, std::int32_t n, std::int32_t hidden,
+                                                   float* sums) {
+    const auto thread = static_cast<int>(threadIdx.x);
+    const int kind = thread / 64, i = thread % 64;
+    if (n + i < hidden) {
+        float sum = 0.0f;
+        for (int w = 0; w < 4; ++w) {
+            sum += of_warps[(w * 64 + i) * 2 + kind];
+        }
+        sums[kind * hidden + n + i] = sum;
+    }
+}
+
+/// Gradients of MlpScorer down to d y, the hidden numbers before their activation.
+/// Grid: a block per chunk of 64 tokens. Block: 128 threads, four warps of 16 tokens. Shared memory:
+/// mlp_memory.
+/// In: as in mlp_kernel, d_scores [B, heads, S] fp32.
+/// Out: d_rows [planes, chunks * 64, width] T; partial [planes, chunks, 2 hidden + 1] fp32: sums of d y (b1),
+/// of d r act(y) (w2), of d r (b2). Both overwritten.
+/// 1. d scores and the inputs to shared memory.
+/// 2. Per 64 hidden numbers: the product, d y to d_rows, and the warps' sums of columns.
+/// 3. The warps' sums are added.
+/// 4. The sum of d r.
 template <class T>
 __global__ void __launch_bounds__(128)
     mlp_backward_kernel(const mlp_params<T> params, const plane_view<const float> d_scores, T* const d_rows,
                         float* const partial) {
     const scorer_streams& streams = params.streams;
-    const scorer_span s = streams.span(static_cast<std::int32_t>(blockIdx.x) / streams.chunks,
-                                       static_cast<std::int32_t>(blockIdx.x) % streams.chunks);
+    const scorer_span s = streams.span_of_block();
     const auto thread = static_cast<int>(threadIdx.x);
     const std::int32_t hidden = params.hidden;
     float* const sums =
@@ -140,22 +192,21 @@ __global__ void __launch_bounds__(128)
     }
     const scorer_source<T>& source = params.source;
     const mlp_memory<T> memory(aligned_dynamic_shared(), source.padded);
+    // 1. d scores and inputs.
     if (thread < scorer_chunk) {
         memory.d[thread] =
             thread < s.count ? gradient_of_score(streams, d_scores, s, s.first + thread) : 0.0f;
     }
     report_bad_rows(streams, source, s);
-    source.norms(s, s.first, 0, s.count, memory.scale_k, memory.scale_v);
-    source.load(s, s.first, 0, s.count, memory.scale_k, memory.scale_v, memory.x, 0, source.padded);
+    memory.load(source, s);
     const std::int64_t at = std::int64_t{s.h} * hidden;
     const int lane = lane_id(), row = 16 * warp_id() + lane / 4;
     const float d[2] = {memory.d[row], memory.d[row + 8]};
     T* const to = d_rows + s.row(streams.chunks) * params.width;
+    // 2. 64 hidden numbers at a time: d y, and sums of columns.
     for (std::int32_t n = 0; n < params.width; n += 64) {
         float acc[1][8][4];
-        clear(acc);
-        project<8>(acc, memory.x, params.w1 + (std::int64_t{s.h} * params.width + n) * source.padded,
-                   source.padded, memory.slabs);
+        project_hidden(acc, params, s, memory, n);
 #pragma unroll
         for (int j = 0; j < 8; ++j) {
             const int column = 8 * j + lane % 4 * 2;
@@ -192,22 +243,13 @@ __global__ void __launch_bounds__(128)
             }
         }
         __syncthreads();
-        const int kind = thread / 64, i = thread % 64;
-        if (n + i < hidden) {
-            float sum = 0.0f;
-            for (int w = 0; w < 4; ++w) {
-                sum += memory.sums[(w * 64 + i) * 2 + kind];
-            }
-            sums[kind * hidden + n + i] = sum;
-        }
+        // 3. The warps' sums of columns.
+        sum_hidden_columns(memory.sums, n, hidden, sums);
         __syncthreads();
     }
+    // 4. The sum of d r.
     if (thread == 0) {
-        float sum = 0.0f;
-        for (int r = 0; r < s.count; ++r) {
-            sum += memory.d[r];
-        }
-        sums[2 * hidden] = sum;
+        sums[2 * hidden] = sum_of_tokens(memory.d, s.count);
     }
 }
 

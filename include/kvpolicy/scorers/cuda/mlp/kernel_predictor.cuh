@@ -1,7 +1,7 @@
 // What surrounds the products of a predictor on hidden states: activations, the heads' sums, and back.
 //
-// Rows are a call's tokens one after the other: row r is token r % per of sequence r / per, `per` a sequence. y holds products of some of them,
-// [rows, padded], without bias.
+// Rows are a call's tokens one after the other: row r is token r % per of sequence r / per, `per` a sequence.
+// y holds products of some of them, [rows, padded], without bias.
 #pragma once
 
 #include <kvpolicy/core/status.hpp>
@@ -40,7 +40,10 @@ struct predictor_params {
     }
 };
 
-/// to [padded, width] = from [rows, width], 0 below.
+/// Weights rounded to T, with zeros below.
+/// Grid: strided. Block: 256 threads. Shared memory: none.
+/// In: from [count] fp32.
+/// Out: to [all] T, overwritten, 0 from `count` on.
 template <class T>
 __global__ void __launch_bounds__(256) cast_weights_kernel(const float* const from, const std::int64_t count,
                                                            const std::int64_t all, T* const to) {
@@ -53,7 +56,12 @@ __global__ void __launch_bounds__(256) cast_weights_kernel(const float* const fr
 inline constexpr int predictor_rows = 4;   // of a warp
 inline constexpr int predictor_heads = 8;  // at once
 
-/// scores of rows first .. first + count - 1, all heads; a warp has four rows.
+/// Scores of the utility predictor from its hidden products.
+/// Grid: eight warps per block, a warp per predictor_rows rows. Block: 256 threads. Shared memory: none.
+/// In: y [count, padded] fp32 (cuBLASLt's product), b1 [hidden], w2 [heads, hidden], b2 [heads] fp32.
+/// Out: scores [B, heads, S] fp32, overwritten for rows first .. first + count - 1 that are a token's.
+/// Per predictor_heads heads: 1. activations, and the lanes' sums over hidden numbers.
+/// 2. Sums over the warp, to scores.
 template <class Float>
 __global__ void __launch_bounds__(256)
     predictor_scores_kernel(const predictor_params params, const Float* const y, const std::int64_t first,
@@ -110,12 +118,16 @@ KVPOLICY_HOST_DEVICE inline std::int64_t predictor_sums(std::int32_t heads, std:
     return (std::int64_t{heads} + 1) * hidden + heads;
 }
 
-/// What gradients are multiplied with where they are rounded to T, and what takes that out of products: `product` for f a b, `sum` for
-/// += and `none` for = (cublaslt.cuh, multiply).
+/// What gradients are multiplied with where they are rounded to T, and what takes that out of products:
+/// `product` for f a b, `sum` for += and `none` for = (cublaslt.cuh, multiply).
 struct predictor_factors {
     float product, sum, none, scale;
 };
-/// From the bits of the largest |d score|. One thread.
+
+/// The factors of cuBLASLt's products where gradients are scaled.
+/// Grid: one block. Block: one thread. Shared memory: none.
+/// In: largest [1], the bits of the largest |d score|.
+/// Out: to [1], overwritten.
 template <class Factors>
 __global__ void __launch_bounds__(32)
     predictor_factors_kernel(const std::uint32_t* const largest, Factors* const to) {
@@ -123,8 +135,16 @@ __global__ void __launch_bounds__(32)
     *to = {1.0f / scale, 1.0f, 0.0f, scale};
 }
 
-/// d_rows [count, padded] = act'(y) sum over h of d r_h w2_h, 0 for rows that are no token's, and the sums of a block of rows. A thread has one
-/// column, blocks of one group of rows follow each other. fp16: d_rows times factors->scale.
+/// d_rows = act'(y) sum over h of d r_h w2_h, and the sums of a group of rows.
+/// Grid: (groups of 128 rows) x (padded / 128); blocks of one group follow each other. Block: 128 threads, a
+/// column each. Shared memory: d scores of 32 rows and 8 heads, and the rows' tokens.
+/// In: y [count, padded] fp32, d_scores [B, heads, S] fp32; fp16: factors->scale.
+/// Out: d_rows [count, padded] T, 0 for rows that are no token's (fp16: times factors->scale); partial
+/// [groups, (heads + 1) hidden + heads] fp32 (b1, w2, b2). Both overwritten.
+/// Per 32 rows: 1. their tokens.
+/// 2. Per 8 heads: d scores to shared memory, d act in registers.
+/// 3. d y to d_rows, and b1's sum.
+/// 4. Per head: w2's sum.
 template <class T>
 __global__ void __launch_bounds__(predictor_block)
     predictor_backward_kernel(const predictor_params params, const float* const y, const std::int64_t first,
@@ -142,6 +162,7 @@ __global__ void __launch_bounds__(predictor_block)
     const float bias = column && params.b1 != nullptr ? params.b1[j] : 0.0f;
     const float scale = std::is_same_v<T, fp16> ? factors->scale : 1.0f;
     for (std::int32_t strip = 0; strip < predictor_block; strip += predictor_strip) {
+        // 1. The rows' tokens.
         const std::int32_t begin = group * predictor_block + strip;
         const bool begun = strip > 0;  // the sums hold something already
         __syncthreads();
@@ -150,7 +171,8 @@ __global__ void __launch_bounds__(predictor_block)
             b_of[thread] = at.b;
             t_of[thread] = begin + thread < count && at.there ? at.t : -1;
         }
-        // The gradients of eight heads' scores of these rows; in the first block of the group they are looked at and summed, too.
+        // The gradients of eight heads' scores of these rows; in the first block of the group they are looked
+        // at and summed, too.
         const auto load = [&](std::int32_t h0, bool sum) {
             __syncthreads();
             for (int i = thread; i < predictor_strip * predictor_heads; i += predictor_block) {
@@ -174,6 +196,7 @@ __global__ void __launch_bounds__(predictor_block)
                 to = begun ? to + of_head : of_head;
             }
         };
+        // 2. d act over all heads.
         float d_act[predictor_strip] = {};
         for (std::int32_t h0 = 0; h0 < heads; h0 += predictor_heads) {
             load(h0, j == thread);
@@ -185,6 +208,7 @@ __global__ void __launch_bounds__(predictor_block)
                 }
             }
         }
+        // 3. d y, and b1's sum.
         float act[predictor_strip], of_bias = 0.0f;
 #pragma unroll
         for (int r = 0; r < predictor_strip; ++r) {
@@ -205,6 +229,7 @@ __global__ void __launch_bounds__(predictor_block)
         if (column) {
             sums[j] = begun ? sums[j] + of_bias : of_bias;
         }
+        // 4. w2's sums.
         for (std::int32_t h0 = 0; h0 < heads; h0 += predictor_heads) {
             if (heads > predictor_heads) {
                 load(h0, false);
@@ -224,7 +249,10 @@ __global__ void __launch_bounds__(predictor_block)
     }
 }
 
-/// into[i] += sum over groups of partial[group][at + i], in their order.
+/// into[i] += sum over groups of partial[group][at + i], in their order: the same bits in every run.
+/// Grid: a thread per number. Block: 256 threads. Shared memory: none.
+/// In: partial [groups, width].
+/// Out: into [count], accumulated.
 template <class Float>
 __global__ void __launch_bounds__(256)
     predictor_sums_kernel(const Float* const partial, const std::int32_t groups, const std::int64_t width,
@@ -240,8 +268,11 @@ __global__ void __launch_bounds__(256)
     into[i] += sum;
 }
 
-/// Hidden states of rows first .. first + count - 1 to `to` [count, width], 0 for rows that are no token's; without `to` they are only looked
-/// at. Reports those that are not finite.
+/// Hidden states of rows first .. first + count - 1, 0 for rows that are no token's; reports those that are
+/// not finite.
+/// Grid: strided, a block per row. Block: 256 threads. Shared memory: none.
+/// In: hidden [B, S, width] T.
+/// Out: to [count, width] T, overwritten; null: only checked. status_not_finite by atomic or.
 template <class T>
 __global__ void __launch_bounds__(256)
     read_hidden_kernel(const predictor_params params, const rows_view<const T> hidden,
@@ -264,7 +295,10 @@ __global__ void __launch_bounds__(256)
     }
 }
 
-/// Gradients of hidden states [count, width] to the rows that are a token's.
+/// Gradients of hidden states to the rows that are a token's.
+/// Grid: strided, a block per row. Block: 256 threads. Shared memory: none.
+/// In: from [count, width] fp32.
+/// Out: to [B, S, width], overwritten for tokens of the call.
 template <class Float>
 __global__ void __launch_bounds__(256)
     write_hidden_kernel(const predictor_params params, const Float* const from, const std::int64_t first,

@@ -1,5 +1,6 @@
-// The outputs of an mLSTM's chunk by one warpgroup, which the kernels that score (kernel_fused_states_outputs_hopper.cuh) and that make gradients
-// (kernel_chunk_outputs_backward_hopper.cuh) share: what one thread needs of a row is in four lanes, weights of pairs go from one product to the next in
+// The outputs of an mLSTM's chunk by one warpgroup, which the kernels that score
+// (kernel_fused_states_outputs_hopper.cuh) and that make gradients (kernel_chunk_outputs_backward_hopper.cuh)
+// share: what one thread needs of a row is in four lanes, weights of pairs go from one product to the next in
 // registers, and no two warps wait for each other but where tiles change hands.
 #pragma once
 
@@ -16,7 +17,7 @@ inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 namespace cuda_backend {
 
 inline constexpr int mlstm_warpgroup_threads = 128;
-/// Blocks that an SM has room for.
+/// Blocks per SM.
 template <int V>
 inline constexpr int mlstm_chunk_outputs_blocks = V == 64 ? 3 : 2;
 
@@ -39,9 +40,7 @@ struct mlstm_output_tiles {
         z = parts.take<float>(F);
         ref_value = parts.take<float>(V);
         numbers = parts.take<float2>(V);
-        exponents.source = parts.take<typename mlstm_exponents<E>::number>(scorer_chunk);
-        exponents.most = parts.take<typename mlstm_exponents<E>::number>(scorer_chunk);
-        exponents.kept = parts.take<float>(scorer_chunk);
+        exponents.take(parts);
     }
 
     /// Rows of z_tile that stay 0.
@@ -96,7 +95,8 @@ struct mlstm_output_stats {
     float ref_weight;
     std::int32_t first_output, count, bad, before;
 
-    /// No tokens where there is no such chunk. What nobody asks for is not loaded, since its register would be waited for.
+    /// No tokens where there is no such chunk. What is not used is not loaded, since its register would
+    /// be waited for.
     template <bool Bad, bool Reference, class T>
     __device__ void load(const mlstm_params<T>& params, std::int32_t chunk, std::int32_t chunks) {
         const mlstm_chunk_stats* const stats = params.chunk_stats + chunk;
@@ -115,7 +115,8 @@ struct mlstm_output_stats {
     [[nodiscard]] __device__ bool has_outputs() const { return first_output < count; }
 };
 
-/// A thread's share of a chunk's numbers, on their way from global memory while the chunk before is still at work.
+/// A thread's share of a chunk's numbers, on their way from global memory while the chunk before is still at
+/// work.
 template <class E, int F, int V>
 struct mlstm_output_numbers {
     double source, top, last, m;
@@ -231,7 +232,8 @@ struct mlstm_warpgroup_outputs {
         pin(n);
         pin(held);
     }
-    /// Scores of the rows, before bias and skip; numbers: the norm's gain and the readout's weight of each value.
+    /// Scores of the rows, before bias and skip; numbers: the norm's gain and the readout's weight of each
+    /// value.
     template <class T>
     __device__ void score(const mlstm_params<T>& params, const float2* numbers, float (&score)[2]) const {
         const bool norm = params.norm_gain != nullptr;

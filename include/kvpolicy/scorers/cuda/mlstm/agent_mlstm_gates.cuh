@@ -1,4 +1,5 @@
-// An mLSTM's gates of a chunk, from keys and values: the products with their weights, their logarithms, and the chunk's frame.
+// An mLSTM's gates of a chunk, from keys and values: the products with their weights, their logarithms, and
+// the chunk's frame.
 #pragma once
 
 #include <kvpolicy/cuda/config.cuh>
@@ -12,10 +13,12 @@ namespace kvpolicy {
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 namespace cuda_backend {
 
-/// Numbers of gates' weights in shared memory stand so that what the two threads of a row read lies in different banks.
+/// Numbers of gates' weights in shared memory stand so that what the two threads of a row read lies in
+/// different banks.
 KVPOLICY_HOST_DEVICE constexpr std::int32_t gate_weight(std::int32_t c) { return c + c / 32 * 4; }
 
-/// Sums of two arrays' products with an input, two threads (neighbors) a row of a tile; both get them. `finite` is 0 or NaN.
+/// Sums of two arrays' products with an input, two threads (neighbors) per row of a tile; both get them.
+/// `finite` is 0 or NaN.
 template <class T>
 __device__ inline void row_products(const shared_tile<T>& x, int row, int part, const float* weights,
                                     std::int32_t padded, float& first, float& second, float& finite) {
@@ -48,8 +51,9 @@ __device__ inline void row_products(const shared_tile<T>& x, int row, int part, 
 template <class T>
 inline constexpr float split_scale = std::is_same_v<T, bf16> ? 256.0f : 2048.0f;
 
-/// Rows of a matrix whose products with an input, by tensor cores, are exact to fp32: two weights in three parts each, high and
-/// middle of the first, of the second, then low of both, and twice 0, whose sum is NaN where an input is not finite. Column c.
+/// Rows of a matrix whose products with an input, by tensor cores, are exact to fp32: two weights in three
+/// parts each, high and middle of the first, of the second, then low of both, and twice 0, whose sum is NaN
+/// where an input is not finite. Column c.
 template <class T>
 __device__ inline void split_weights(T* to, std::int32_t pitch, std::int32_t c, float first, float second) {
     constexpr float scale = split_scale<T>;
@@ -67,7 +71,8 @@ __device__ inline void split_weights(T* to, std::int32_t pitch, std::int32_t c, 
         to[(6 + i) * pitch + c] = static_cast<T>(0.0f);
     }
 }
-/// Products of 16 rows of a tile from `row` on with both weights: lane i has those of rows row + i / 4 and 8 further.
+/// Products of 16 rows of a tile from `row` on with both weights: lane i has those of rows row + i / 4 and 8
+/// further.
 template <class T>
 __device__ inline void split_products(const shared_tile<T>& x, int row, const T* split, std::int32_t padded,
                                       float (&first)[2], float (&second)[2], float (&finite)[2]) {
@@ -94,8 +99,8 @@ __device__ inline void split_products(const shared_tile<T>& x, int row, const T*
     }
 }
 
-/// A token's gates from its weights' products with the input: logarithms into shared memory, slopes where a backward pass wants them. A
-/// row that is not finite is marked, and counts as a token with open gates.
+/// A token's gates from its weights' products with the input: logarithms into shared memory, slopes where a
+/// backward pass wants them. A row that is not finite is marked, and counts as a token with open gates.
 template <class T>
 __device__ inline void compute_gates(const mlstm_params<T>& params, const scorer_span& s, int r, float input,
                                      float forget, bool good, double& log_input, double& log_forget) {

@@ -15,8 +15,9 @@ namespace kvpolicy {
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 namespace cuda_backend {
 
-/// acc += sum_r a_r b_r^T and sums += sum_r a_r ratio_r over a chunk's rows r, for one warp: 16 columns of a tile from m0 on and 8 NI from
-/// n0 on. `split` has ratio_r as two numbers of E (null: 1); the sums stand in columns 0 and 1 of an accumulator.
+/// acc += sum_r a_r b_r^T and sums += sum_r a_r ratio_r over a chunk's rows r, for one warp: 16 columns of a
+/// tile from m0 on and 8 NI from n0 on. `split` has ratio_r as two numbers of E (null: 1); the sums stand in
+/// columns 0 and 1 of an accumulator.
 template <int NI, class E>
 __device__ inline void add_outer(float (&acc)[NI][4], float (&sums)[4], const shared_tile<E>& tile, int m0,
                                  int n0, const E* split) {
@@ -78,8 +79,9 @@ __device__ inline void add_outer(float (&acc)[NI][4], float (&sums)[4], const sh
 }
 
 #if KVPOLICY_HOPPER_CODE
-/// The same for a warpgroup, 64 columns of a tile and 64 or 128 of another from some column on, with row r of the first times scale[r] * add, rounded. In
-/// steps, so that a block has other work while the tensor cores multiply: the left side, in registers,
+/// The same for a warpgroup, 64 columns of a tile and 64 or 128 of another from some column on, with row r of
+/// the first times scale[r] * add, rounded. In steps, so that a block has other work while the tensor cores
+/// multiply: the left side, in registers,
 template <class E>
 struct mlstm_outer_product {
     static constexpr int steps = scorer_chunk / 16;
@@ -121,7 +123,8 @@ struct mlstm_outer_product {
             mma_16x8x16<E>(sums, a[k], ratio[0], ratio[1]);
         }
     }
-    /// and the product with columns from b on, which must end (wgmma_wait) before acc and a are touched again.
+    /// and the product with columns from b on, which must end (wgmma_wait) before acc and a are touched
+    /// again.
     template <int NI>
     __device__ void start(float (&acc)[NI][4], const shared_tile<E>& tile, int b) {
         const std::uint64_t of_b = describe_mn_major(shared_address(tile.from(b).data), scorer_chunk * 128);
@@ -144,8 +147,8 @@ struct mlstm_outer_product {
 };
 #endif
 
-/// As add_outer, of k~ and v~ in tiles of their own, with row r of k~ times by scale[r] * add and rounded as it is
-/// loaded.
+/// As add_outer, of k~ and v~ in tiles of their own, with row r of k~ times by scale[r] * add and rounded as
+/// it is loaded.
 template <int NI, class E>
 __device__ inline void add_scaled_outer(float (&acc)[NI][4], float (&sums)[4], const shared_tile<E>& a,
                                         int m0, const shared_tile<E>& b, int n0, const float* scale,
@@ -194,7 +197,8 @@ __device__ inline void copy_line(E* to, const E* line, int count, int from) {
     }
 }
 
-/// Where a warp's accumulators stand in a state of F features and V values: 16 features from m0 on and 8 NI values from n0 on.
+/// Where a warp's accumulators stand in a state of F features and V values: 16 features from m0 on and 8 NI
+/// values from n0 on.
 struct mlstm_state_part {
     int m0, n0;
     bool owns_sums;  // writes the sums of its features
@@ -214,7 +218,8 @@ struct mlstm_state_part {
             }
         }
     }
-    /// Calls body(numbers of the accumulators, index of the caller's state) for what is there of a state in the caller's order.
+    /// Calls body(numbers of the accumulators, index of the caller's state) for what is there of a state in
+    /// the caller's order.
     template <int NI, class T, class Body>
     __device__ void for_each_of_caller(const mlstm_params<T>& params, int F, const Body& body) const {
 #pragma unroll
@@ -295,7 +300,7 @@ struct mlstm_state_part {
             }
         }
     }
-    /// The state that segment `segment` of a plane's scan over chunks begins with; of a backward scan over chunks, none comes in.
+    /// The state that segment `segment` of a plane begins with; a backward pass takes none of the caller's.
     template <int F, int V, int NI, class T>
     __device__ void begin(const mlstm_params<T>& params, std::int32_t plane, std::int32_t segment,
                           bool backward, float (&acc)[NI][4], float (&sums)[4]) const {
@@ -309,7 +314,8 @@ struct mlstm_state_part {
             read_partial<F, V>(params, (first + segment) * params.cuts, acc, sums);
         }
     }
-    /// Leaves the state after a plane's last chunk with the caller; where the call's lengths cannot be, the caller's stays.
+    /// Leaves the state after a plane's last chunk with the caller; where the call's lengths cannot be, the
+    /// caller's stays.
     template <int NI, class T>
     __device__ void end(const mlstm_params<T>& params, std::int32_t plane, int F, const float (&acc)[NI][4],
                         const float (&sums)[4]) const {

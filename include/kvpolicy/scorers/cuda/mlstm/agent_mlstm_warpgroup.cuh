@@ -1,10 +1,10 @@
-// A chunk of an mLSTM as one warpgroup has it, in code for compute capability 9.0a: a thread has whole rows' share of a matrix of 64 rows,
-// which are tokens or outputs, so that sums along rows stay in four lanes and no two warps wait for each other over a row. Products are
-// wgmma's, tiles are shared_tile's.
+// A chunk of an mLSTM as one warpgroup has it, in code for compute capability 9.0a: a thread has whole rows'
+// share of a matrix of 64 rows, which are tokens or outputs, so that sums along rows stay in four lanes and no
+// two warps wait for each other over a row. Products are wgmma's, tiles are shared_tile's.
 //
-// Of N columns a thread has d[4 j + 2 r + e]: row 16 (warp) + lane / 4 + 8 r, column 8 j + lane % 4 * 2 + e. The same numbers rounded are
-// fragments [N / 16][4], number 2 (j % 2) + r of fragment j / 2 for a pair of columns: what wgmma takes in registers, what ldmatrix loads
-// and what stmatrix stores.
+// Of N columns a thread has d[4 j + 2 r + e]: row 16 (warp) + lane / 4 + 8 r, column 8 j + lane % 4 * 2 + e.
+// The same numbers rounded are fragments [N / 16][4], number 2 (j % 2) + r of fragment j / 2 for a pair of
+// columns: what wgmma takes in registers, what ldmatrix loads and what stmatrix stores.
 #pragma once
 
 #include <kvpolicy/core/types.hpp>
@@ -37,7 +37,8 @@ __device__ inline std::uint64_t along_k(int k, int rows) {
                       : static_cast<std::uint64_t>(k / 4 * rows * 128 + k % 4 * 32) / 16;
 }
 
-/// d = a b^T over Depth columns of a, both tiles in shared memory; b transposed: [k][n]. Starts; the caller has fenced, and commits.
+/// d = a b^T over Depth columns of a, both tiles in shared memory; b transposed: [k][n]. Starts; the caller
+/// has fenced, and commits.
 template <int Depth, bool Transposed, int N, class E>
 __device__ inline void start_product(float (&d)[N], const shared_tile<E>& a, const shared_tile<E>& b) {
     const std::uint64_t left = describe_k_major(shared_address(a.data)),
@@ -63,8 +64,9 @@ __device__ inline void start_held_product(float (&d)[N], const std::uint32_t (&a
     }
 }
 
-/// Where this lane's row of the warp's 16 rows of a tile of 16-bit elements begins, for ldmatrix and stmatrix; the lane's 16 bytes of
-/// columns [16 k, 16 k + 16) follow from it by an exclusive or, since tiles begin at multiples of 1024 bytes.
+/// Where this lane's row of the warp's 16 rows of a tile of 16-bit elements begins, for ldmatrix and
+/// stmatrix; the lane's 16 bytes of columns [16 k, 16 k + 16) follow from it by an exclusive or, since tiles
+/// begin at multiples of 1024 bytes.
 template <class E>
 __device__ inline std::uint32_t own_rows(const shared_tile<E>& tile) {
     return shared_address(tile.data) + swizzled(tile.rows, 16 * warp_id() + lane_id() % 16, lane_id() / 16);
@@ -81,8 +83,9 @@ __device__ inline void store_rows_of(const shared_tile<E>& to, int k, const std:
     store_matrices(own_columns(own_rows(to), to.rows, k), from);
 }
 
-/// Gradients of features d[F / 2] through the feature map, in place: d y = p (d - p . d) for a softmax, and Hedgehog's second half with
-/// the other sign. `along`: p . d of each row, of the first half of the columns and of the second.
+/// Gradients of features d[F / 2] through the feature map, in place: d y = p (d - p . d) for a softmax, and
+/// Hedgehog's second half with the other sign. `along`: p . d of each row, of the first half of the columns
+/// and of the second.
 template <int F, class T, class E>
 __device__ inline void through_feature_map(const mlstm_params<T>& params, float (&d)[F / 2],
                                            const shared_tile<E>& features, const float (&along)[2][2]) {
@@ -117,7 +120,8 @@ __device__ inline void through_feature_map(const mlstm_params<T>& params, float 
     // Columns that the features do not fill have p = 0 there, and so no gradient.
 }
 
-/// Adds features times gradients of each row, of the first half of the columns and of the second, over this lane's columns.
+/// Adds features times gradients of each row, of the first half of the columns and of the second, over this
+/// lane's columns.
 template <int F, class E>
 __device__ inline void add_along(float (&along)[2][2], const float (&d)[F / 2],
                                  const shared_tile<E>& features) {
@@ -148,8 +152,8 @@ __device__ inline void store_rounded(const shared_tile<T>& to, const float (&d)[
     }
 }
 
-/// Rows [0, count) of a chunk's tile to rows of `width` elements, columns [0, Columns) of them, by `Threads` threads: some rows at once, so that
-/// nobody waits for shared memory once a row.
+/// Rows [0, count) of a chunk's tile to rows of `width` elements, columns [0, Columns) of them, by `Threads`
+/// threads: some rows at once, so that threads wait for shared memory once per four rows.
 template <int Columns, int Threads, class T>
 __device__ inline void write_columns_of(T* rows, std::int32_t width, const shared_tile<T>& tile, int count,
                                         int thread) {

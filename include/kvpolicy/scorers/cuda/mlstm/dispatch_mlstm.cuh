@@ -77,7 +77,7 @@ void check_mlstm(const S& scorer, bool backward) {
                     scorer.value_width(), "at most 64 for gradients with fp32 rows on CUDA");
 }
 
-/// Whether gradients have kernels for GPUs that give a block less: other widths need less anyway.
+/// Whether gradients have kernels for GPUs that give a block less shared memory: other widths need less.
 template <class E, int F, int V>
 inline constexpr bool mlstm_can_be_small = !shared_tile<E>::plain && F == 128 && V == 128;
 
@@ -156,8 +156,9 @@ struct mlstm_plan {
         params.readout_bias = weights.readout_bias;
     }
 
-    /// Refuses what the device's blocks have too little shared memory for, before anything is enqueued: `reads` scores chunk by
-    /// chunk, which a fused kernel may do without, `backward` makes gradients. Hopper's kernels fit into the 227 KB that its GPUs give.
+    /// Refuses what the device's blocks have too little shared memory for, before anything is enqueued:
+    /// `reads` scores chunk by chunk, which the fused kernel may do without, `backward` makes gradients.
+    /// Hopper's kernels fit into the 227 KB that its GPUs give a block.
     void check_shared_memory(const device_scope& device, bool outputs, bool backward) const {
         const std::size_t capacity = device.shared_limit();
         widths([&](auto features, auto values) {
@@ -208,7 +209,8 @@ struct mlstm_plan {
                 launch("mlstm_project_kernel", mlstm_project_kernel<T, F, V, Hedgehog, Chunks>,
                        2 * planes() * groups, 128 * Chunks, shared, on, params, direct_values);
             };
-            // Two chunks share what is loaded of the weights, where two such blocks fit on a large SM, and one on any.
+            // Two chunks share what is loaded of the weights, where two such blocks fit on a large
+            // SM, and one on any.
             const std::size_t capacity = device_scope(on).shared_limit(), both = project_bytes<F, V, 2>();
             if (both <= std::min<std::size_t>(capacity, 112 * 1024)) {
                 with(two{}, both);
@@ -359,24 +361,26 @@ struct mlstm_plan {
     [[nodiscard]] std::int64_t planes() const {
         return std::int64_t{call.streams.batch} * call.streams.heads;
     }
-    // How planes are cut into segments depends on shapes alone, so that bits do not depend on the GPU. What it reckons with are the 132
-    // SMs of an H100.
+    // How planes are cut into segments depends on shapes alone, so that bits do not depend on the GPU. What
+    // it reckons with are the 132 SMs of an H100.
     static constexpr std::int64_t processors = 132;
-    /// Features and values that a block of a scan over chunks has.
+    /// Features and values of a block of chunk_states.
     static constexpr int state_part = shared_tile<E>::plain ? 32 : 64;
     static constexpr std::int64_t state_parts(int F, int V) {
         return std::int64_t{F / state_part} * (V / state_part);
     }
     static constexpr std::int64_t state_blocks_at_once = (shared_tile<E>::plain ? 1 : 2) * processors;
 
-    /// Segments of a scan over chunks that stores states. Every chunk is scanned twice then, so it takes three to gain something.
+    /// Segments of chunk_states. Every chunk is added twice then, so it takes three to
+    /// gain something.
     [[nodiscard]] std::int32_t state_segments(int F, int V) const {
         const std::int64_t blocks = std::max<std::int64_t>(1, planes() * state_parts(F, V));
         const std::int64_t most =
             std::min<std::int64_t>(state_blocks_at_once / blocks, call.streams.chunks / 2);
         return most < 3 ? 1 : static_cast<std::int32_t>(most);
     }
-    /// Segments of a fused kernel, one block an SM: by what a chunk takes, and one that is added up before, in tenths of microseconds.
+    /// Segments of fused_states_outputs, one block per SM: by what a chunk takes, and one that is
+    /// added up before, in tenths of microseconds.
     [[nodiscard]] std::int32_t fused_segments(int F, int V, bool hopper) const {
         const auto waves = [](std::int64_t blocks, std::int64_t at_once) {
             return (blocks + at_once - 1) / at_once;
@@ -419,7 +423,7 @@ struct mlstm_plan {
         params.segment_chunks = (chunks + segments * cuts - 1) / (segments * cuts) * cuts;
         params.segments = chunks == 0 ? 1 : (chunks + params.segment_chunks - 1) / params.segment_chunks;
     }
-    /// A fused kernel by code for Hopper, where there is such.
+    /// fused_states_outputs on Hopper; false where there is no code for it.
     bool fused_on_hopper([[maybe_unused]] const cuda& on, [[maybe_unused]] bool outputs,
                          [[maybe_unused]] bool keeps) {
         bool fused = false;
@@ -474,7 +478,7 @@ struct mlstm_plan {
                mlstm_chunk_states_threads<false>,
                mlstm_chunk_states_memory<E, state_part, state_part, false>(nullptr).bytes, on, params);
     }
-    /// The scan over the chunks that stores their states.
+    /// chunk_states: the states of all chunks.
     template <bool Backward>
     void chunk_states(const cuda& on) {
         widths([&](auto features, auto values) {

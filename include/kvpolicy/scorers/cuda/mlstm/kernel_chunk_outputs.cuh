@@ -1,7 +1,8 @@
-// The delayed reads of a chunk: h = N / max(g, clamp), then scores, or the gradients of what the outputs depend on.
+// The delayed reads of a chunk: h = N / max(g, clamp), then scores, or the gradients of what the outputs depend
+// on.
 //
-// Eight warps: warp i has rows 16 (i % 4) .. + 15 of the chunk and half i / 4 of whatever columns a product has; or, where Parts is 4, sixteen
-// warps and quarters. Sums along rows meet in shared memory.
+// Eight warps: warp i has rows 16 (i % 4) .. + 15 of the chunk and half i / 4 of whatever columns a product
+// has; or, where Parts is 4, sixteen warps and quarters. Sums along rows meet in shared memory.
 #pragma once
 
 #include <kvpolicy/cuda/config.cuh>
@@ -15,7 +16,7 @@ inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 namespace cuda_backend {
 
 inline constexpr int mlstm_threads = 256;
-/// Blocks that an SM has room for: one loads while another multiplies.
+/// Blocks per SM: one loads while another multiplies.
 template <class T>
 inline constexpr int mlstm_blocks = shared_tile<T>::plain ? 1 : 2;
 
@@ -57,8 +58,9 @@ __device__ inline float sigmoid(float x) {
     }
 }
 
-/// Shared memory of a block that reads. Small, for gradients where blocks have less than the 110 KB that 128 features and values take: d N takes the
-/// place of the queries, which are loaded once more where the values were.
+/// Shared memory of a block that reads. Small, for gradients where blocks have less than the 110 KB that 128
+/// features and values take: d N takes the place of the queries, which are loaded once more where the values
+/// were.
 template <class E, int F, int V, bool Backward, bool Small = false>
 struct mlstm_chunk_outputs_memory {
     static_assert(!Small || (Backward && F == V));
@@ -93,9 +95,7 @@ struct mlstm_chunk_outputs_memory {
         for (mlstm_row_sums& one : sums) {
             one.of = parts.take<float>(2 * scorer_chunk);
         }
-        exponents.source = parts.take<typename mlstm_exponents<E>::number>(scorer_chunk);
-        exponents.most = parts.take<typename mlstm_exponents<E>::number>(scorer_chunk);
-        exponents.kept = parts.take<float>(scorer_chunk);
+        exponents.take(parts);
         bytes = parts.bytes();
     }
     /// The queries once d N is there.
@@ -116,7 +116,8 @@ struct mlstm_chunk_outputs {
     float divisor[2];
 };
 
-/// Queries as the left side of products: in shared memory, or a warp's 16 rows in registers, which all of its products share.
+/// Queries as the left side of products: in shared memory, or a warp's 16 rows in registers, which all of its
+/// products share.
 template <class E, int F>
 struct mlstm_query_tile {
     const shared_tile<E>& q;
@@ -157,7 +158,8 @@ __device__ inline void multiply_pairs(float (&products)[1][scorer_chunk / Parts 
     }
 }
 
-/// From those, w_lj (q~_l . k~_j) into memory.weights and their sums; and q~_l . z. All of it is for the warps of a row.
+/// From those, w_lj (q~_l . k~_j) into memory.weights and their sums; and q~_l . z. All of it is for the
+/// warps of a row.
 template <class E, int Parts, class Memory, class Query>
 __device__ inline void weigh_pairs(const Memory& memory, const Query& query,
                                    const float (&products)[1][scorer_chunk / Parts / 8][4]) {
@@ -220,19 +222,27 @@ __device__ inline void apply_pairs(const Memory& memory, mlstm_chunk_outputs<V, 
     add_product<1, NI, scorer_chunk, false, true>(outputs.h, memory.weights, m0, memory.v, n0);
 }
 
-/// Loads a chunk and reads it. w_lj (q~_l . k~_j) stays in memory.weights; divisors are sums of the weights as rounded there, so that h is
-/// a mean of values with the very weights that multiply them. The caller has d scores written before, if any.
+/// Starts the copies of a chunk's rows, `Columns` numbers each, from row `row` of an array on.
+template <int Columns, class E>
+__device__ __forceinline__ void copy_chunk_rows(const shared_tile<E>& to, const E* of, std::int64_t row) {
+    copy_slice<scorer_chunk, Columns, mlstm_threads>(to, 0, of + row * Columns, Columns);
+}
+
+/// Loads a chunk and reads it. w_lj (q~_l . k~_j) stays in memory.weights; divisors are sums of the weights
+/// as rounded there, so that h is a mean of values with the very weights that multiply them. The caller has d
+/// scores written before, if any.
 template <int F, int V, class T, class Memory>
 __device__ inline void compute_chunk_outputs(const mlstm_params<T>& params, const scorer_span& s,
                                              const Memory& memory, const mlstm_chunk_stats& stats,
                                              mlstm_chunk_outputs<V>& outputs) {
     using E = mlstm_element<T>;
+    // 1. Rows, state and numbers.
     const std::int64_t row = s.row(params.streams.chunks), chunk = params.chunk(s);
-    copy_slice<scorer_chunk, F, mlstm_threads>(memory.q, 0, static_cast<const E*>(params.q + row * F), F);
-    copy_slice<scorer_chunk, F, mlstm_threads>(memory.k, 0, static_cast<const E*>(params.k + row * F), F);
+    copy_chunk_rows<F>(memory.q, static_cast<const E*>(params.q), row);
+    copy_chunk_rows<F>(memory.k, static_cast<const E*>(params.k), row);
     copy_commit();
     copy_slice<F, V, mlstm_threads>(memory.c, 0, static_cast<const E*>(params.memory + chunk * F * V), V);
-    copy_slice<scorer_chunk, V, mlstm_threads>(memory.v, 0, static_cast<const E*>(params.v + row * V), V);
+    copy_chunk_rows<V>(memory.v, static_cast<const E*>(params.v), row);
     copy_commit();
     mlstm_look_ahead<T> next(params);
     next.array(params.q, scorer_chunk * F);
@@ -268,12 +278,14 @@ __device__ inline void compute_chunk_outputs(const mlstm_params<T>& params, cons
     memory.exponents.load(params.log_source + row, params.log_top + row, stats.m);
     copy_wait<1>();
     __syncthreads();
+    // 2. Pairs, and q~_l . z.
     const mlstm_query_tile<E, F> query{memory.q};
     float products[1][4][4];
     multiply_pairs<2>(products, query, memory.k);
     weigh_pairs<E, 2>(memory, query, products);
     copy_wait<0>();
     __syncthreads();
+    // 3. The state, then the pairs.
     multiply_state(outputs, query, memory.c);
     apply_pairs(memory, outputs);
 }
@@ -281,8 +293,21 @@ __device__ inline void compute_chunk_outputs(const mlstm_params<T>& params, cons
 inline constexpr float mlstm_clamp = 1e-6f;
 inline constexpr float mlstm_norm_epsilon = 1e-6f;
 
-/// Writes the scores of a chunk's outputs l from `skipped` to `count` to scores[l]. `number(i, gain, readout)` gives the norm's gain and
-/// the weight of value i, 0 beyond the width, and `added(l)` what a score has besides.
+/// Per value of a plane's head, the norm's gain and the readout's weight: (1, 0) beyond the width.
+template <int V, int Threads, class T>
+__device__ __forceinline__ void load_readout(const mlstm_params<T>& params, std::int32_t plane,
+                                             float2* numbers) {
+    const std::int64_t at = std::int64_t{plane % params.streams.heads} * params.width;
+    for (int i = static_cast<int>(threadIdx.x); i < V; i += Threads) {
+        const bool there = i < params.width;
+        numbers[i] = make_float2(there && params.norm_gain != nullptr ? params.norm_gain[at + i] : 1.0f,
+                                 there ? params.readout[at + i] : 0.0f);
+    }
+}
+
+/// Writes the scores of a chunk's outputs l from `skipped` to `count` to scores[l]. `number(i, gain, readout)`
+/// gives the norm's gain and the weight of value i, 0 beyond the width, and `added(l)` what a score has
+/// besides.
 template <class E, int V, int Parts, class T, class Memory, class Number, class Added>
 __device__ inline void score_outputs(const mlstm_params<T>& params, const Memory& memory, float* scores,
                                      std::int32_t skipped, std::int32_t count, std::int32_t bad,
@@ -339,15 +364,22 @@ __device__ inline void score_outputs(const mlstm_params<T>& params, const Memory
     }
 }
 
-/// Scores of the tokens that a chunk reads.
+/// chunk_outputs: scores of the tokens that a chunk reads.
+/// Grid: a block per chunk. Block: 256 threads. Shared memory: mlstm_chunk_outputs_memory<E, F, V, false>.
+/// In: rows q, k [planes, chunks * 64, F], v [.., V] E; memory [chunks, F, V] E and sums [chunks, F] fp32, the
+/// states before the chunks; frames of chunk_stabilizers; log_source, log_top, skipped; readout, norm_gain,
+/// readout_bias.
+/// Out: scores [B, heads, S] fp32, overwritten for the tokens that the chunk reads.
+/// 1. The chunk's rows, state and numbers to shared memory.
+/// 2. Pairs, w_lj (q~_l . k~_j), and q~_l . z. 3. h_l from the state and the pairs.
+/// 4. Norm, SiLU, readout: scores.
 template <class T, int F, int V>
 __global__ void __launch_bounds__(mlstm_threads, mlstm_blocks<T>)
     mlstm_chunk_outputs_kernel(const mlstm_params<T> params) {
     using E = mlstm_element<T>;
     const scorer_streams& streams = params.streams;
-    const scorer_span s = streams.span(static_cast<std::int32_t>(blockIdx.x) / streams.chunks,
-                                       static_cast<std::int32_t>(blockIdx.x) % streams.chunks);
-    const std::int32_t skipped = max(0, s.begin + streams.delay - s.first);
+    const scorer_span s = streams.span_of_block();
+    const std::int32_t skipped = streams.first_read(s);
     if (skipped >= s.count) {
         return;
     }
@@ -365,6 +397,7 @@ __global__ void __launch_bounds__(mlstm_threads, mlstm_blocks<T>)
         const float bias = params.readout_bias != nullptr ? params.readout_bias[s.h] : 0.0f;
         return bias + (params.skip != nullptr ? params.skipped[s.row(streams.chunks) + l] : 0.0f);
     };
+    // 4. Norm, SiLU, readout.
     score_outputs<E>(params, memory, params.scores.head(s.b, s.h) + (s.first - streams.delay), skipped,
                      s.count, stats.bad, outputs, number, added);
 }

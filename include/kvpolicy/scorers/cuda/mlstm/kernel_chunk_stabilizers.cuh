@@ -1,4 +1,4 @@
-// An mLSTM's scan over the stabilizers of its chunks, before anything scans them.
+// chunk_stabilizers: the scan over the chunks of each plane that comes before all other passes over them.
 #pragma once
 
 #include <kvpolicy/cuda/config.cuh>
@@ -13,8 +13,20 @@ namespace cuda_backend {
 
 inline constexpr int mlstm_chunk_stabilizers_threads = 256;
 
-/// Stabilizers before each chunk, the steps of the scan over chunks, and the token of the largest weight before each chunk: a block a plane, a chunk a thread.
-/// m' = forgotten + max(m, top) is max(m + a, b), and such maps compose. Continued sequences take up and leave the caller's m.
+/// chunk_stabilizers: what the states' kernels must know of each chunk before they go through the chunks.
+/// Grid: a block per plane. Block: 256 threads, a chunk per thread and round. Shared memory: 256 bytes,
+/// static.
+/// In: frames [planes, chunks], with what mlstm_project_kernel left of each chunk (top, forgotten, weights,
+/// heavy, bad).
+/// Out: frames, completed in place: m, keep, add, reads, count, fresh, before (ref_token) and share
+/// (ref_weight). Continued sequences: the caller's m, overwritten; partial_states gets the caller's sums. m'
+/// = forgotten + max(m, top) is max(m + a, b), and such maps compose, so the scan is parallel.
+/// 1. The caller's m and sums.
+/// Per 256 chunks: 2. each chunk's map (a, b), scanned over the warp, then over the warps.
+/// 3. m before the chunk, keep and add.
+/// 4. The weights of all tokens, scanned alike: ref_weight.
+/// 5. The frame is written.
+/// 6. The caller's m.
 template <class T>
 __global__ void __launch_bounds__(mlstm_chunk_stabilizers_threads)
     mlstm_chunk_stabilizers_kernel(const mlstm_params<T> params) {
@@ -28,11 +40,13 @@ __global__ void __launch_bounds__(mlstm_chunk_stabilizers_threads)
     const int thread = static_cast<int>(threadIdx.x), lane = lane_id(), warp = warp_id();
     const std::int64_t state = std::int64_t{params.features} * (params.width + 1) + 2;
     float* const stabilizer = params.states == nullptr ? nullptr : params.states + (plane + 1) * state - 2;
+    // 1. The caller's m and sums.
     const std::int32_t start = streams.start_of(plane / streams.heads);
     double m = -INFINITY;
     if (start > 0 && stabilizer != nullptr) {
         m = static_cast<double>(stabilizer[0]) + static_cast<double>(stabilizer[1]);
-        // The sums that a scan over chunks in one segment begins with: several of its blocks do, and one leaves new ones, perhaps before others begin.
+        // The sums that chunk_states in one segment begins with: several of its blocks do, and one leaves new
+        // ones, perhaps before others begin.
         const float* const sums = stabilizer - params.features;
         for (std::int32_t i = thread; i < params.features; i += threads) {
             params.partial_states[std::int64_t{plane} * params.features + i] = sums[i];
@@ -58,6 +72,7 @@ __global__ void __launch_bounds__(mlstm_chunk_stabilizers_threads)
         }
         const bool there = s.count > 0;
         const bool fresh = there && s.first == s.begin;
+        // 2. The chunk's map, scanned over the warp, then over the warps.
         double a = 0.0, b = -INFINITY;
         std::int32_t own_ref_token = -1;  // what b is of
         if (there) {
@@ -95,6 +110,7 @@ __global__ void __launch_bounds__(mlstm_chunk_stabilizers_threads)
             ref_token = moved > of_b[i] ? ref_token : of_ref_token[i];
             m = moved > of_b[i] ? moved : of_b[i];
         }
+        // 3. m before the chunk, keep and add.
         const double moved = begin + a;
         const double after = moved > b ? moved : b;
         const std::int32_t ref_token_after = moved > b ? begin_ref_token : own_ref_token;
@@ -109,6 +125,7 @@ __global__ void __launch_bounds__(mlstm_chunk_stabilizers_threads)
             stats.keep = expf(static_cast<float>(own - most));
             add = expf(static_cast<float>(stats.top - most));
         }
+        // 4. The weights of all tokens, scanned alike.
         // weights' = keep weights + add the chunk's
         float keep_all = stats.keep, add_all = there ? add * stats.weights : 0.0f;
 #pragma unroll
@@ -133,13 +150,14 @@ __global__ void __launch_bounds__(mlstm_chunk_stabilizers_threads)
         }
         const float weights_after = keep_all * begin_weights + add_all;
         const float weights_before = __shfl_up_sync(all_lanes, weights_after, 1u);
+        // 5. The frame.
         stats.count = s.count;
         stats.fresh = fresh ? 1 : 0;
         stats.first_output = scorer_chunk;
         if (there) {
             // A token that is not finite makes all later states NaN.
             stats.add = stats.bad < s.count ? NAN : add;
-            const std::int32_t skipped = max(0, s.begin + streams.delay - s.first);
+            const std::int32_t skipped = streams.first_read(s);
             stats.first_output = skipped < s.count ? skipped : scorer_chunk;
             stats.before = fresh ? -1 : lane == 0 ? begin_ref_token : ref_token_before;
             const float all = lane == 0 ? begin_weights : weights_before;
@@ -152,6 +170,7 @@ __global__ void __launch_bounds__(mlstm_chunk_stabilizers_threads)
             params.chunk_stats[std::int64_t{plane} * streams.chunks + chunk_index] = stats;
         }
     }
+    // 6. The caller's m.
     if (thread == 0 && stabilizer != nullptr && (any || start == 0) && streams.sound(plane / streams.heads)) {
         const auto high = static_cast<float>(m);
         stabilizer[0] = high;

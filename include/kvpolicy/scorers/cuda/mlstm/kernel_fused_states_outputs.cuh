@@ -1,9 +1,11 @@
-// Scores of an mLSTM in one fused kernel: a block has the whole state of a plane's segment in its accumulators, and for one chunk after another reads
-// it, then adds the chunk to it. So states between chunks are never stored, which is what mlstm_chunk_states_kernel and mlstm_chunk_outputs_kernel spend
-// their time on. Numbers and roundings are theirs.
+// fused_states_outputs: scores of an mLSTM in one pass. A block has the whole state of a plane's segment in
+// its accumulators. For each chunk it reads the state, then adds the chunk to it. So states between chunks
+// are not stored, which is what chunk_states and chunk_outputs spend their time on. Numbers and roundings are
+// theirs.
 //
-// Of a chunk's two barriers for the whole block the first says that its rows have come and that the chunk before is done with its memory,
-// the second that the state is in shared memory. The next chunk's rows come meanwhile.
+// A chunk has two barriers for the whole block. The first says that its rows have arrived and that the chunk
+// before is done with its shared memory; the second, that the state is in shared memory. Meanwhile the next
+// chunk's rows arrive.
 #pragma once
 
 #include <kvpolicy/cuda/config.cuh>
@@ -18,10 +20,11 @@ namespace kvpolicy {
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 namespace cuda_backend {
 
-/// Warps of a fused kernel: sixteen, so that it hides latencies that a block alone on its SM has.
+/// Sixteen warps, to hide the latencies of a block that is alone on its SM.
 inline constexpr int mlstm_fused_parts = 4, mlstm_fused_threads = 128 * mlstm_fused_parts;
 
-/// Shared memory of mlstm_fused_states_outputs_kernel: what an output needs, its rows those of the present chunk, and the rows of two chunks.
+/// Shared memory of mlstm_fused_states_outputs_kernel: what an output needs, its rows those of the present chunk, and the rows
+/// of two chunks.
 template <class E, int F, int V>
 struct mlstm_fused_memory {
     static constexpr int stages = 2, stats_held = 4;
@@ -54,9 +57,7 @@ struct mlstm_fused_memory {
         for (mlstm_sums_along<mlstm_fused_parts>& one : sums) {
             one.of = parts.take<float>(mlstm_fused_parts * scorer_chunk);
         }
-        exponents.source = parts.take<typename mlstm_exponents<E>::number>(scorer_chunk);
-        exponents.most = parts.take<typename mlstm_exponents<E>::number>(scorer_chunk);
-        exponents.kept = parts.take<float>(scorer_chunk);
+        exponents.take(parts);
         log_source = parts.take<double>(stages * scorer_chunk);
         log_top = parts.take<double>(stages * scorer_chunk);
         weight = parts.take<float>(stages * scorer_chunk);
@@ -72,26 +73,108 @@ struct mlstm_fused_memory {
     }
 };
 
+/// One block: all of a plane's segment. WM x WN warps have the state in registers, 16 features and 8 NI
+/// values each.
 template <class T, int F, int V>
-__global__ void __launch_bounds__(mlstm_fused_threads)
-    mlstm_fused_states_outputs_kernel(const mlstm_params<T> params) {
+struct fused_states_outputs_agent {
     using E = mlstm_element<T>;
     using memory_type = mlstm_fused_memory<E, F, V>;
     static_assert(!shared_tile<E>::plain);
-    constexpr int stages = memory_type::stages, stats_held = memory_type::stats_held;
-    constexpr int threads = mlstm_fused_threads, parts = mlstm_fused_parts;
-    constexpr int WM = F / 16, WN = threads / 32 / WM, NI = V / 8 / WN;
-    const scorer_streams& streams = params.streams;
-    memory_type memory(aligned_dynamic_shared());
-    const auto block = static_cast<std::int32_t>(blockIdx.x);
-    const std::int32_t plane = block / params.segments, segment = block % params.segments;
-    const std::int32_t begun = segment * params.segment_chunks;
-    const std::int32_t count = min(params.segment_chunks, streams.chunks - begun);
-    const std::int64_t first_chunk = std::int64_t{plane} * streams.chunks;
-    const int thread = static_cast<int>(threadIdx.x), lane = lane_id();
-    const mlstm_state_part part{warp_id() % WM * 16, warp_id() / WM * (V / WN), warp_id() / WM == 0};
+    static constexpr int stages = memory_type::stages, stats_held = memory_type::stats_held;
+    static constexpr int threads = mlstm_fused_threads, parts = mlstm_fused_parts;
+    static constexpr int WM = F / 16, WN = threads / 32 / WM, NI = V / 8 / WN;
+    // Arrays in registers are objects of run(), one each (agent_chunk_states.cuh says why).
+    using state_type = float[NI][4];
+    using sums_type = float[4];
+    using reads_type = mlstm_chunk_outputs<V, parts>;
 
-    const auto copy_stats = [&](std::int32_t n) {  // by the last four threads
+    const mlstm_params<T>& params;
+    const scorer_streams& streams;
+    memory_type& memory;
+    const std::int32_t plane, segment, begun, count;
+    const std::int64_t first_chunk;
+    const int thread, lane;
+    const mlstm_state_part part;
+    float bias;
+    scorer_span s;
+    float* scores;
+
+    __device__ __forceinline__ fused_states_outputs_agent(const mlstm_params<T>& of, memory_type& shared)
+        : params(of),
+          streams(of.streams),
+          memory(shared),
+          plane(static_cast<std::int32_t>(blockIdx.x) / of.segments),
+          segment(static_cast<std::int32_t>(blockIdx.x) % of.segments),
+          begun(segment * of.segment_chunks),
+          count(min(of.segment_chunks, of.streams.chunks - begun)),
+          first_chunk(std::int64_t{plane} * of.streams.chunks),
+          thread(static_cast<int>(threadIdx.x)),
+          lane(lane_id()),
+          part{warp_id() % WM * 16, warp_id() / WM * (V / WN), warp_id() / WM == 0} {}
+
+    /// The phases; the numbers are those of the kernel's contract.
+    __device__ __forceinline__ void run() {
+        begin();  // 1
+        state_type acc;
+        sums_type of_sums;
+        mlstm_state_part::clear(acc, of_sums);
+        copy_wait<0>();
+        __syncthreads();
+        fetch(0);
+        part.template begin<F, V>(params, plane, segment, false, acc, of_sums);
+        for (std::int32_t n = 0; n < count; ++n) {
+            copy_wait<0>();
+            __syncthreads();
+            fetch(n + 1);  // 2
+            const mlstm_chunk_stats& stats = memory.chunk_stats[n % stats_held];
+            if (stats.count == 0) {
+                continue;
+            }
+            const int stage = n % stages;
+            memory.at_stage(stage);
+            if (stats.fresh != 0) {
+                mlstm_state_part::clear(acc, of_sums);
+            }
+            const bool has_outputs = stats.first_output < stats.count;
+            reads_type values;
+            if (has_outputs) {
+                store_state(stats, stage, acc, of_sums);  // 3
+                mlstm_query_rows<E, F> query;             // 4
+                query.load(memory.q);
+                float products[1][scorer_chunk / parts / 8][4];
+                multiply_pairs<parts>(products, query, memory.k);
+                __syncthreads();
+                multiply_state(values, query, memory.c);
+                weigh_pairs<E, parts>(memory, query, products);
+            }
+            add_chunk(stats, stage, acc, of_sums);  // 5
+            if (has_outputs) {
+                sync_rows<parts>();  // the weights of these rows are complete
+                apply_pairs(memory, values);
+                write_scores(n, stage, stats, values);  // 6
+            }
+        }
+        if (segment == params.segments - 1) {
+            part.end(params, plane, F, acc, of_sums);  // 7
+        }
+    }
+
+  private:
+    /// Phase 1: the first frame, and what all chunks share.
+    __device__ __forceinline__ void begin() {
+        copy_stats(0);
+        copy_commit();
+        const float blank[8] = {};
+        for (int i = thread; i < 16 * F / 8; i += threads) {
+            memory.z_tile.set_eight(i / (F / 8), i % (F / 8) * 8, blank);
+        }
+        load_readout<V, threads>(params, plane, memory.numbers);
+        bias = params.readout_bias != nullptr ? params.readout_bias[plane % streams.heads] : 0.0f;
+        s = streams.span(plane, begun);
+        scores = params.scores.head(s.b, s.h);
+    }
+    /// By the last four threads.
+    __device__ void copy_stats(std::int32_t n) const {
         const int i = thread - (threads - 4);
         static_assert(sizeof(mlstm_chunk_stats) == 64);
         if (n < count && i >= 0) {
@@ -99,9 +182,9 @@ __global__ void __launch_bounds__(mlstm_fused_threads)
                     reinterpret_cast<const unsigned char*>(params.chunk_stats + first_chunk + begun + n) +
                         16 * i);
         }
-    };
-    // Chunk n's rows, whose frame is there, and the next one's frame.
-    const auto fetch = [&](std::int32_t n) {
+    }
+    /// The rows of chunk n, whose frame has arrived, and the next chunk's frame.
+    __device__ void fetch(std::int32_t n) const {
         copy_stats(n + 1);
         if (n < count) {
             const mlstm_chunk_stats& stats = memory.chunk_stats[n % stats_held];
@@ -132,90 +215,46 @@ __global__ void __launch_bounds__(mlstm_fused_threads)
             }
         }
         copy_commit();
-    };
-
-    copy_stats(0);
-    copy_commit();
-    {
-        const float blank[8] = {};
-        for (int i = thread; i < 16 * F / 8; i += threads) {
-            memory.z_tile.set_eight(i / (F / 8), i % (F / 8) * 8, blank);
+    }
+    /// Phase 3: the state before the chunk, less z ref_value^T and rounded, and z, to shared memory.
+    __device__ __forceinline__ void store_state(const mlstm_chunk_stats& stats, int stage,
+                                                const state_type& acc, const sums_type& of_sums) const {
+        if (thread < V) {
+            memory.ref_value[thread] =
+                stats.before >= 0
+                    ? stats.ref_weight * static_cast<float>(memory.ref_token[stage * V + thread])
+                    : 0.0f;
         }
-        const std::int64_t at = std::int64_t{plane % streams.heads} * params.width;
-        for (int i = thread; i < V; i += threads) {
-            const bool there = i < params.width;
-            memory.numbers[i] =
-                make_float2(there && params.norm_gain != nullptr ? params.norm_gain[at + i] : 1.0f,
-                            there ? params.readout[at + i] : 0.0f);
+        memory.exponents.load(memory.log_source + stage * scorer_chunk, memory.log_top + stage * scorer_chunk,
+                              stats.m);
+        float ref_value[NI][2] = {};
+        if (stats.before >= 0) {
+            const E* const value = memory.ref_token + stage * V;
+#pragma unroll
+            for (int j = 0; j < NI; ++j) {
+                ref_value[j][0] = stats.ref_weight * static_cast<float>(value[part.value(j)]);
+                ref_value[j][1] = stats.ref_weight * static_cast<float>(value[part.value(j) + 1]);
+            }
+        }
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            const float z = __shfl_sync(all_lanes, of_sums[2 * r] + of_sums[2 * r + 1], lane & ~3);
+            const auto row = memory.c.pairs_of(part.feature(r), part.value(0));
+#pragma unroll
+            for (int j = 0; j < NI; ++j) {
+                static_assert(NI <= 8);
+                row.set(j, acc[j][2 * r] - z * ref_value[j][0], acc[j][2 * r + 1] - z * ref_value[j][1]);
+            }
+            if (part.owns_sums && lane % 4 < 2) {  // z rounded, and what rounding takes away
+                const float rounded = static_cast<float>(static_cast<E>(z));
+                *reinterpret_cast<E*>(memory.z_tile.data + memory.z_tile.offset(lane % 4, part.feature(r))) =
+                    static_cast<E>(lane % 4 == 0 ? z : z - rounded);
+            }
         }
     }
-    const float bias = params.readout_bias != nullptr ? params.readout_bias[plane % streams.heads] : 0.0f;
-    scorer_span s = streams.span(plane, begun);
-    float* const scores = params.scores.head(s.b, s.h);
-    float acc[NI][4], of_sums[4];
-    mlstm_state_part::clear(acc, of_sums);
-    copy_wait<0>();
-    __syncthreads();
-    fetch(0);
-    part.template begin<F, V>(params, plane, segment, false, acc, of_sums);
-
-    for (std::int32_t n = 0; n < count; ++n) {
-        copy_wait<0>();
-        __syncthreads();
-        fetch(n + 1);
-        const mlstm_chunk_stats& stats = memory.chunk_stats[n % stats_held];
-        if (stats.count == 0) {
-            continue;
-        }
-        const int stage = n % stages;
-        memory.at_stage(stage);
-        if (stats.fresh != 0) {
-            mlstm_state_part::clear(acc, of_sums);
-        }
-        const bool has_outputs = stats.first_output < stats.count;
-        mlstm_chunk_outputs<V, parts> values;
-        if (has_outputs) {
-            if (thread < V) {
-                memory.ref_value[thread] =
-                    stats.before >= 0
-                        ? stats.ref_weight * static_cast<float>(memory.ref_token[stage * V + thread])
-                        : 0.0f;
-            }
-            memory.exponents.load(memory.log_source + stage * scorer_chunk,
-                                  memory.log_top + stage * scorer_chunk, stats.m);
-            float ref_value[NI][2] = {};
-            if (stats.before >= 0) {
-                const E* const value = memory.ref_token + stage * V;
-#pragma unroll
-                for (int j = 0; j < NI; ++j) {
-                    ref_value[j][0] = stats.ref_weight * static_cast<float>(value[part.value(j)]);
-                    ref_value[j][1] = stats.ref_weight * static_cast<float>(value[part.value(j) + 1]);
-                }
-            }
-#pragma unroll
-            for (int r = 0; r < 2; ++r) {
-                const float z = __shfl_sync(all_lanes, of_sums[2 * r] + of_sums[2 * r + 1], lane & ~3);
-                const auto row = memory.c.pairs_of(part.feature(r), part.value(0));
-#pragma unroll
-                for (int j = 0; j < NI; ++j) {
-                    static_assert(NI <= 8);
-                    row.set(j, acc[j][2 * r] - z * ref_value[j][0], acc[j][2 * r + 1] - z * ref_value[j][1]);
-                }
-                if (part.owns_sums && lane % 4 < 2) {  // z rounded, and what rounding takes away
-                    const float rounded = static_cast<float>(static_cast<E>(z));
-                    *reinterpret_cast<E*>(memory.z_tile.data +
-                                          memory.z_tile.offset(lane % 4, part.feature(r))) =
-                        static_cast<E>(lane % 4 == 0 ? z : z - rounded);
-                }
-            }
-            mlstm_query_rows<E, F> query;
-            query.load(memory.q);
-            float products[1][scorer_chunk / parts / 8][4];
-            multiply_pairs<parts>(products, query, memory.k);
-            __syncthreads();
-            multiply_state(values, query, memory.c);
-            weigh_pairs<E, parts>(memory, query, products);
-        }
+    /// Phase 5: decay, then the chunk's outer products.
+    __device__ __forceinline__ void add_chunk(const mlstm_chunk_stats& stats, int stage, state_type& acc,
+                                              sums_type& of_sums) const {
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
 #pragma unroll
@@ -226,28 +265,45 @@ __global__ void __launch_bounds__(mlstm_fused_threads)
         }
         add_scaled_outer<NI>(acc, of_sums, memory.k, part.m0, memory.v, part.n0,
                              memory.weight + stage * scorer_chunk, stats.add);
-        if (has_outputs) {
-            sync_rows<parts>();  // the weights of these rows are there
-            apply_pairs(memory, values);
-            if (streams.edges != nullptr) {
-                s = streams.span(plane, begun + n);
-            } else {
-                s.first = s.from + (begun + n) * scorer_chunk;
-            }
-            const auto number = [&](int i, float& gain, float& readout) {
-                gain = memory.numbers[i].x;
-                readout = memory.numbers[i].y;
-            };
-            const auto added = [&](int l) {
-                return bias + (params.skip != nullptr ? memory.skipped[stage * scorer_chunk + l] : 0.0f);
-            };
-            score_outputs<E>(params, memory, scores + (s.first - streams.delay), stats.first_output,
-                             stats.count, stats.bad, values, number, added);
+    }
+    /// Phase 6: scores of the chunk's outputs.
+    __device__ __forceinline__ void write_scores(std::int32_t n, int stage, const mlstm_chunk_stats& stats,
+                                                 reads_type& values) {
+        if (streams.edges != nullptr) {
+            s = streams.span(plane, begun + n);
+        } else {
+            s.first = s.from + (begun + n) * scorer_chunk;
         }
+        const auto number = [&](int i, float& gain, float& readout) {
+            gain = memory.numbers[i].x;
+            readout = memory.numbers[i].y;
+        };
+        const auto added = [&](int l) {
+            return bias + (params.skip != nullptr ? memory.skipped[stage * scorer_chunk + l] : 0.0f);
+        };
+        score_outputs<E>(params, memory, scores + (s.first - streams.delay), stats.first_output, stats.count,
+                         stats.bad, values, number, added);
     }
-    if (segment == params.segments - 1) {
-        part.end(params, plane, F, acc, of_sums);
-    }
+};
+
+/// fused_states_outputs, portable, 16-bit rows: scores without states in memory.
+/// Grid: planes x segments. Block: 512 threads, sixteen warps. Shared memory: mlstm_fused_memory<E, F, V>, 2
+/// stages.
+/// In: rows q, k [.., F], v [.., V] E; log_source, log_top, weight, skipped; frames; partial_states of
+/// segment_scan; readout, norm_gain, readout_bias.
+/// Out: scores [B, heads, S] fp32, overwritten. The last segment overwrites the caller's states.
+/// 1. The first frame, what all chunks share, and the state that the segment begins with.
+/// Per chunk: 2. the next chunk's rows are copied.
+/// 3. The state, less z ref_value^T and rounded, to shared memory.
+/// 4. The chunk's outputs from the state and from its own tokens.
+/// 5. Decay, and the chunk's outer products.
+/// 6. Scores.
+/// 7. The caller's state.
+template <class T, int F, int V>
+__global__ void __launch_bounds__(mlstm_fused_threads)
+    mlstm_fused_states_outputs_kernel(const mlstm_params<T> params) {
+    mlstm_fused_memory<mlstm_element<T>, F, V> memory(aligned_dynamic_shared());
+    fused_states_outputs_agent<T, F, V>(params, memory).run();
 }
 
 }  // namespace cuda_backend

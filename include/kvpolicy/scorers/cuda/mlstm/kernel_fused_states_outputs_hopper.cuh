@@ -1,7 +1,8 @@
-// An mLSTM's states and scores on Hopper. A block has the whole state of a plane's segment in the accumulators of warpgroups that do nothing
-// but add chunks to it. Before each chunk they leave it in shared memory, rounded, where other warpgroups read the chunk, down to scores,
-// while they go on. One more warpgroup brings rows and numbers. States go to memory only where a backward pass is to have them; where it
-// makes them by itself, nobody reads.
+// fused_states_outputs on Hopper. A block has the whole state of a plane's segment in the accumulators of
+// warpgroups that only add chunks to it. Before each chunk they leave it in shared memory, rounded. Other
+// warpgroups read the chunk from there, down to scores, while the first go on. One more warpgroup loads rows
+// and numbers. States go to memory only where a backward pass wants them. A backward pass that makes them
+// itself wants no scores.
 #pragma once
 
 #include <kvpolicy/cuda/config.cuh>
@@ -105,6 +106,24 @@ struct mlstm_fused_range {
     std::int32_t plane, segment, first, count;  // chunks of all planes, from first on
 };
 
+/// What the loading warpgroup must know of a chunk before it loads its rows.
+struct fused_load_frame {
+    double m;
+    float ref_weight;
+    std::int32_t before, first_output, count;
+
+    template <class T>
+    __device__ void load(const mlstm_params<T>& of, const mlstm_fused_range& in, std::int32_t n) {
+        const bool there = n < in.count;
+        const mlstm_chunk_stats* const stats = of.chunk_stats + (in.first + n);
+        m = load_if(there, &stats->m);
+        ref_weight = load_if(there, &stats->ref_weight);
+        before = load_if(there, &stats->before);
+        first_output = load_if(there, &stats->first_output);
+        count = load_if(there, &stats->count);
+    }
+};
+
 /// Brings one chunk after another. Numbers come a chunk ahead of their rows, in registers.
 template <class T, int F, int V>
 __device__ inline void fused_load_rows(const mlstm_params<T>& params, const mlstm_fused_range& range,
@@ -112,28 +131,13 @@ __device__ inline void fused_load_rows(const mlstm_params<T>& params, const mlst
     using E = mlstm_element<T>;
     constexpr int base = mlstm_fused_warpgroups<F>::first_loader;
     const int thread = static_cast<int>(threadIdx.x) - base;
-    struct of_stats {
-        double m;
-        float ref_weight;
-        std::int32_t before, first_output, count;
-
-        __device__ void load(const mlstm_params<T>& of, const mlstm_fused_range& in, std::int32_t n) {
-            const bool there = n < in.count;
-            const mlstm_chunk_stats* const stats = of.chunk_stats + (in.first + n);
-            m = load_if(there, &stats->m);
-            ref_weight = load_if(there, &stats->ref_weight);
-            before = load_if(there, &stats->before);
-            first_output = load_if(there, &stats->first_output);
-            count = load_if(there, &stats->count);
-        }
-    };
     const float bias =
         params.readout_bias != nullptr ? params.readout_bias[range.plane % params.streams.heads] : 0.0f;
     const std::int64_t plane_row = std::int64_t{range.plane} * params.streams.chunks * scorer_chunk;
     double source, top, last;
     float skipped;
     E ref_token;
-    const auto load_numbers = [&](std::int32_t n, const of_stats& stats) {
+    const auto load_numbers = [&](std::int32_t n, const fused_load_frame& stats) {
         const bool any = params.fused_writes_scores && stats.first_output < stats.count,
                    of_row = any && thread < scorer_chunk;
         const std::int64_t row = std::int64_t{range.first + n} * scorer_chunk;
@@ -144,7 +148,7 @@ __device__ inline void fused_load_rows(const mlstm_params<T>& params, const mlst
         ref_token = load_if(stats.count > 0 && thread < V && stats.before >= 0,
                             static_cast<const E*>(params.v) + (plane_row + stats.before) * V + thread);
     };
-    of_stats stats, following;
+    fused_load_frame stats, following;
     stats.load(params, range, 0);
     following.load(params, range, 1);
     load_numbers(0, stats);
@@ -189,7 +193,72 @@ __device__ inline void fused_load_rows(const mlstm_params<T>& params, const mlst
     copy_wait<0>();
 }
 
-/// Adds one chunk after another to 64 features of the state, and leaves the state before each that is read or kept.
+/// A warp's 16 rows of the state before a chunk, less z ref_value^T and rounded, and z, to shared memory.
+template <class E, int F, int NI>
+__device__ __forceinline__ void store_fused_state(const mlstm_state_part& part, int warp,
+                                                  const shared_tile<E>& state, const shared_tile<E>& sums,
+                                                  const float* rho_of_chunk, const float (&z)[2],
+                                                  const float (&acc)[NI][4]) {
+    const int lane = lane_id();
+    const std::uint32_t own = shared_address(state.data) + swizzled(F, 16 * warp + lane % 16, lane / 16);
+#pragma unroll
+    for (int k = 0; k < NI / 2; ++k) {
+        std::uint32_t rounded[4];
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const int j = 2 * k + i;
+            const float2 ref_value = *reinterpret_cast<const float2*>(rho_of_chunk + 8 * j + lane % 4 * 2);
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+                rounded[2 * i + r] = pack<E>(fmaf(-z[r], ref_value.x, acc[j][2 * r]),
+                                             fmaf(-z[r], ref_value.y, acc[j][2 * r + 1]));
+            }
+        }
+        store_matrices(own_columns(own, F, k), rounded);
+    }
+    if (lane % 4 < 2) {  // z rounded, and what rounding takes away
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            const float whole = static_cast<float>(static_cast<E>(z[r]));
+            *reinterpret_cast<E*>(sums.data + sums.offset(lane % 4, part.feature(r))) =
+                static_cast<E>(lane % 4 == 0 ? z[r] : z[r] - whole);
+        }
+    }
+}
+/// The same rows from shared memory to the states in memory; the warp waits for the copy later.
+template <int F, int V, class T, class E>
+__device__ __forceinline__ void keep_fused_state(const mlstm_params<T>& params, const mlstm_state_part& part,
+                                                 int warp, std::int64_t number, const shared_tile<E>& state,
+                                                 const float (&z)[2]) {
+    const int lane = lane_id();
+    if (lane == 0) {  // the warp's 16 rows
+        E* const to = params.memory + number * (F * V) + 16 * 64 * warp;
+        const std::uint32_t from = shared_address(state.data) + static_cast<std::uint32_t>(16 * 128 * warp);
+#pragma unroll
+        for (int panel = 0; panel < V / 64; ++panel) {
+            store_bulk(to + panel * (F * 64), from + static_cast<std::uint32_t>(panel * F * 128), 16 * 128);
+        }
+        bulk_commit();
+    }
+    if (lane % 4 == 0) {
+        params.sums[number * F + part.feature(0)] = z[0];
+        params.sums[number * F + part.feature(1)] = z[1];
+    }
+}
+
+/// Waits until the copy to memory that used this place of shared memory has read it.
+__device__ __forceinline__ void wait_for_kept_state(bool has_outputs, int lane) {
+    if (lane == 0) {
+        if (has_outputs) {
+            bulk_wait_read<0>();
+        } else {
+            bulk_wait_read<1>();
+        }
+    }
+    __syncwarp();
+}
+/// Adds one chunk after another to 64 features of the state, and leaves the state before each that is read or
+/// kept.
 template <class T, int F, int V>
 __device__ inline void fused_add_chunks(const mlstm_params<T>& params, const mlstm_fused_range& range,
                                         const mlstm_fused_hopper_memory<mlstm_element<T>, F, V>& memory) {
@@ -203,7 +272,7 @@ __device__ inline void fused_add_chunks(const mlstm_params<T>& params, const mls
     using memory_type = mlstm_fused_hopper_memory<E, F, V>;
     mlstm_pipeline_state<memory_type::stages> pipe;
     mlstm_pipeline_state<memory_type::held> held;
-    int turn = 0;  // of two places, where nobody reads
+    int turn = 0;  // of two places, where no score is wanted
     for (std::int32_t n = 0; n < range.count; ++n) {
         barrier_wait(memory.full(pipe.at), pipe.parity);
         fence_async_proxy();
@@ -218,19 +287,12 @@ __device__ inline void fused_add_chunks(const mlstm_params<T>& params, const mls
             if (has_outputs || params.fused_writes_states) {
                 barrier_wait(memory.free_state(held.at), held.parity ^ 1u);
                 int at = held.at;
-                if (params.fused_writes_states) {  // what left from there has been read
+                if (params.fused_writes_states) {
                     if (!params.fused_writes_scores) {
                         at = turn;
                         turn ^= 1;
                     }
-                    if (lane == 0) {
-                        if (params.fused_writes_scores) {
-                            bulk_wait_read<0>();
-                        } else {
-                            bulk_wait_read<1>();
-                        }
-                    }
-                    __syncwarp();
+                    wait_for_kept_state(params.fused_writes_scores, lane);
                 }
                 float z[2];
 #pragma unroll
@@ -238,33 +300,7 @@ __device__ inline void fused_add_chunks(const mlstm_params<T>& params, const mls
                     z[r] = __shfl_sync(all_lanes, of_sums[2 * r] + of_sums[2 * r + 1], lane & ~3);
                 }
                 const shared_tile<E> state = memory.state(at);
-                const std::uint32_t own =
-                    shared_address(state.data) + swizzled(F, 16 * warp + lane % 16, lane / 16);
-#pragma unroll
-                for (int k = 0; k < NI / 2; ++k) {
-                    std::uint32_t rounded[4];
-#pragma unroll
-                    for (int i = 0; i < 2; ++i) {
-                        const int j = 2 * k + i;
-                        const float2 ref_value =
-                            *reinterpret_cast<const float2*>(chunk.ref_value + 8 * j + lane % 4 * 2);
-#pragma unroll
-                        for (int r = 0; r < 2; ++r) {
-                            rounded[2 * i + r] = pack<E>(fmaf(-z[r], ref_value.x, acc[j][2 * r]),
-                                                         fmaf(-z[r], ref_value.y, acc[j][2 * r + 1]));
-                        }
-                    }
-                    store_matrices(own_columns(own, F, k), rounded);
-                }
-                if (lane % 4 < 2) {  // z rounded, and what rounding takes away
-                    const shared_tile<E> sums = memory.sums_of(at);
-#pragma unroll
-                    for (int r = 0; r < 2; ++r) {
-                        const float whole = static_cast<float>(static_cast<E>(z[r]));
-                        *reinterpret_cast<E*>(sums.data + sums.offset(lane % 4, part.feature(r))) =
-                            static_cast<E>(lane % 4 == 0 ? z[r] : z[r] - whole);
-                    }
-                }
+                store_fused_state<E, F>(part, warp, state, memory.sums_of(at), chunk.ref_value, z, acc);
                 fence_async_proxy();
                 if (has_outputs) {
                     warp_arrive(memory.full_state(held.at), lane);
@@ -273,22 +309,7 @@ __device__ inline void fused_add_chunks(const mlstm_params<T>& params, const mls
                     __syncwarp();
                 }
                 if (params.fused_writes_states) {
-                    const std::int64_t number = range.first + n;
-                    if (lane == 0) {  // the warp's 16 rows
-                        E* const to = params.memory + number * (F * V) + 16 * 64 * warp;
-                        const std::uint32_t from =
-                            shared_address(state.data) + static_cast<std::uint32_t>(16 * 128 * warp);
-#pragma unroll
-                        for (int panel = 0; panel < V / 64; ++panel) {
-                            store_bulk(to + panel * (F * 64),
-                                       from + static_cast<std::uint32_t>(panel * F * 128), 16 * 128);
-                        }
-                        bulk_commit();
-                    }
-                    if (lane % 4 == 0) {
-                        params.sums[number * F + part.feature(0)] = z[0];
-                        params.sums[number * F + part.feature(1)] = z[1];
-                    }
+                    keep_fused_state<F, V>(params, part, warp, range.first + n, state, z);
                 }
             }
             const float keep = chunk.stats.keep;
@@ -393,6 +414,18 @@ __device__ inline void fused_score_chunks(const mlstm_params<T>& params, const m
 }
 #endif
 
+/// fused_states_outputs on Hopper, 16-bit rows: scores (fused_writes_scores), states in memory (fused_writes_states), or
+/// both.
+/// Grid: planes x segments. Block: mlstm_fused_hopper_threads<F>: warpgroups that read (2), that add chunks
+/// (F / 64), and one that loads; one block per SM. Shared memory: mlstm_fused_hopper_memory: 3
+/// chunks, 2 states.
+/// In: as mlstm_fused_states_outputs_kernel.
+/// Out: scores [B, heads, S] fp32; memory [chunks, F V] E in the image of the tiles and sums [chunks, F]
+/// fp32. Overwritten. The last segment overwrites the caller's states.
+/// 1. What all chunks share; barriers. Then each role, per chunk: 2. fused_load_rows: rows and numbers to the
+///    ring. 3. fused_add_chunks: the state before the chunk to shared memory (and to memory), then decay and the
+///    outer products. 4. fused_score_chunks: the chunk's outputs, down to scores. The roles wait for each other at
+///    mbarriers only.
 template <class T, int F, int V>
 __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(mlstm_fused_hopper_threads<F>), 1)
     mlstm_fused_states_outputs_hopper_kernel([[maybe_unused]] const mlstm_params<T> params) {
@@ -408,17 +441,12 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(mlstm_fused_hopper_thr
     const std::int32_t begun = segment * params.segment_chunks;
     const mlstm_fused_range range{plane, segment, plane * streams.chunks + begun,
                                   min(params.segment_chunks, streams.chunks - begun)};
+    // 1. What all chunks share; barriers.
     const auto thread = static_cast<int>(threadIdx.x);
     for (int i = thread; i < memory_type::held * 8 * F / 8; i += threads) {
         reinterpret_cast<uint4*>(memory.sums)[i] = make_uint4(0u, 0u, 0u, 0u);
     }
-    const std::int64_t at = std::int64_t{plane % streams.heads} * params.width;
-    for (int i = thread; i < V; i += threads) {
-        const bool there = i < params.width;
-        memory.numbers[i] =
-            make_float2(there && params.norm_gain != nullptr ? params.norm_gain[at + i] : 1.0f,
-                        there ? params.readout[at + i] : 0.0f);
-    }
+    load_readout<V, threads>(params, plane, memory.numbers);
     using groups = mlstm_fused_warpgroups<F>;
     if (thread == 0) {
         constexpr std::uint32_t of_adders = 4 * groups::adders,
@@ -442,6 +470,7 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(mlstm_fused_hopper_thr
     if (thread < groups::first_adder) {
         take_registers<groups::of_output_group>();
         if (params.fused_writes_scores) {
+            // 4. Reads chunks.
             fused_score_chunks<T, F, V>(params, range, memory);
         }
     } else if (thread < groups::first_loader) {
@@ -450,9 +479,11 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(mlstm_fused_hopper_thr
         } else {
             give_registers<groups::of_adder>();
         }
+        // 3. Adds chunks.
         fused_add_chunks<T, F, V>(params, range, memory);
     } else {
         give_registers<groups::of_loader>();
+        // 2. Loads.
         fused_load_rows<T, F, V>(params, range, memory);
     }
 #endif

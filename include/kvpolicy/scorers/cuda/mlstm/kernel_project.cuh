@@ -17,14 +17,15 @@ namespace kvpolicy {
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 namespace cuda_backend {
 
-/// Slabs of weights, 64 columns of `rows` rows, that are on their way at once: as many as leave room for two blocks on an SM. Blocks of one
-/// chunk are those of wide inputs, which need the room themselves.
+/// Slabs of weights, 64 columns of `rows` rows, that are on their way at once: as many as leave room for two
+/// blocks on an SM. Blocks of one chunk are those of wide inputs, which need the room themselves.
 template <class T, int Chunks>
 KVPOLICY_HOST_DEVICE constexpr int mlstm_slabs(int rows) {
     return !shared_tile<T>::plain && Chunks == 2 && rows <= 64 ? 4 : 2;
 }
 
-/// Shared memory of the projections of `Chunks` neighboring chunks: their inputs, slabs of weights, and the gates.
+/// Shared memory of the projections of `Chunks` neighboring chunks: their inputs, slabs of weights, and the
+/// gates.
 template <class T, int Chunks>
 struct mlstm_project_memory {
     shared_tile<T> x;  // of the first; the others' follow
@@ -57,11 +58,13 @@ struct mlstm_project_memory {
     }
 };
 
-/// Whether a product with 16 NI rows of weights is wgmma's: on Hopper the four warps of a chunk are a warpgroup.
+/// Whether a product with 16 NI rows of weights is wgmma's: on Hopper the four warps of a chunk are a
+/// warpgroup.
 template <class T, int NI>
 inline constexpr bool project_by_warpgroup = !shared_tile<T>::plain && KVPOLICY_HOPPER_CODE == 1 && NI >= 4;
 
-/// Where a warp's part of a product stands, four warps a chunk: 32 rows and half of the columns; of a warpgroup 16 rows and all columns.
+/// Where a warp's part of a product stands, four warps a chunk: 32 rows and half of the columns; of a
+/// warpgroup 16 rows and all columns.
 template <bool Warpgroup>
 struct mlstm_project_warp {
     static constexpr int down = Warpgroup ? 1 : 2;  // times 16 rows
@@ -89,9 +92,9 @@ struct mlstm_product : mlstm_project_warp<project_by_warpgroup<T, NI>> {
     }
 };
 
-/// softmax over the first `count` columns of sign * y; other columns become 0. y and p may be the same. What the two warps of a row must know
-/// of each other, maxima and sums, goes through `stats` [2][64]. Rounded is what the result will be rounded to: 16 bits are content with the
-/// special function unit's 2^x.
+/// softmax over the first `count` columns of sign * y; other columns become 0. y and p may be the same. What
+/// the two warps of a row must know of each other, maxima and sums, goes through `stats` [2][64]. Rounded is
+/// what the result will be rounded to: 16 bits are content with the special function unit's 2^x.
 template <class Rounded, class Product, int MI, int NI>
 __device__ inline void softmax_rows(const Product& warp, const float (&y)[MI][NI][4], float (&p)[MI][NI][4],
                                     float sign, std::int32_t count, float2* stats) {
@@ -179,8 +182,8 @@ __device__ inline void store_rows(const Product& warp, E* to, std::int64_t strid
     }
 }
 
-/// The weights of a block's one or two products, 16-bit rows of `padded` numbers, which go through shared memory in slabs of 64 columns, one after
-/// the other, as many at once as there is room for.
+/// The weights of a block's one or two products, 16-bit rows of `padded` numbers, which go through shared
+/// memory in slabs of 64 columns, one after the other, as many at once as fit.
 template <int First, int Second, int SlabRows, int Chunks, class T>
 struct mlstm_weight_slabs {
     static constexpr int ring = mlstm_slabs<T, Chunks>(SlabRows), threads = 128 * Chunks;
@@ -214,8 +217,9 @@ struct mlstm_weight_slabs {
     }
 };
 
-/// y = W x of 64 inputs by each four warps, with one load of the weights for all chunks of the block: 16 NI rows, whose slabs are those from `begin`
-/// on. Warps whose chunk has nothing to do (`active` false) only help to load.
+/// y = W x of 64 inputs by each four warps, with one load of the weights for all chunks of the block: 16 NI
+/// rows, whose slabs are those from `begin` on. Warps whose chunk has nothing to do (`active` false) only
+/// help to load.
 template <int NI, class T, class Slabs>
 __device__ inline void project_chunk(const mlstm_product<T, NI>& warp,
                                      typename mlstm_product<T, NI>::numbers& acc, const shared_tile<T>& x,
@@ -228,7 +232,7 @@ __device__ inline void project_chunk(const mlstm_product<T, NI>& warp,
         if constexpr (project_by_warpgroup<T, NI>) {
             fence_async_proxy();
         }
-        __syncthreads();  // the slab is there, and nobody reads the one before any more
+        __syncthreads();  // the slab has arrived, and the one before is free
         slabs.bring(begin + i + Slabs::ring - 1);
         const shared_tile<T> of_weights{slabs.slab(begin + i), rows};
         if (!active) {
@@ -275,60 +279,93 @@ __device__ inline void project_features(const shared_tile<T>& x, bool active, co
     store_rows(warp, to, F, 0, y);
 }
 
-/// Blocks for the tokens (k~, v~, gates) of `Chunks` neighboring chunks of a plane, four warps a chunk, and as many for their queries. Rows
-/// without a token are made of inputs that are 0. direct_values: v~ are the values themselves.
+/// The block of mlstm_project_kernel: four warps per chunk, `Chunks` neighboring chunks of a plane. queries:
+/// the chunks' queries; else their tokens (k~, v~, gates).
 template <class T, int F, int V, bool Hedgehog, int Chunks>
-__global__ void __launch_bounds__(128 * Chunks, shared_tile<T>::plain || Chunks == 1 ? 1 : 2)
-    mlstm_project_kernel(const mlstm_params<T> params, const bool direct_values) {
-    constexpr int slab_rows = (Hedgehog ? F / 2 : F) > V ? (Hedgehog ? F / 2 : F) : V;
-    const scorer_streams& streams = params.streams;
-    const std::int32_t groups = (streams.chunks + Chunks - 1) / Chunks;
-    const std::int32_t blocks = streams.batch * streams.heads * groups;
-    const bool queries = static_cast<std::int32_t>(blockIdx.x) >= blocks;
-    const std::int32_t block = static_cast<std::int32_t>(blockIdx.x) - (queries ? blocks : 0);
-    const int own = warp_id() / 4, thread = static_cast<int>(threadIdx.x) % 128;
-    const std::int32_t chunk_index = block % groups * Chunks + own;
-    scorer_span s =
-        streams.span(block / groups, chunk_index < streams.chunks ? chunk_index : streams.chunks - 1);
-    const std::int32_t skipped = queries ? max(0, s.begin + streams.delay - s.first) : 0;
-    const bool active = chunk_index < streams.chunks && skipped < s.count;
-    if (!queries && !active && chunk_index < streams.chunks && thread == 0) {
-        params.chunk_stats[params.chunk(s)] = mlstm_chunk_stats{};  // the scan over chunks reads all of them
+struct project_agent {
+    static constexpr int of_features = Hedgehog ? F / 2 : F;
+    static constexpr int slab_rows = of_features > V ? of_features : V;
+    using memory_type = mlstm_project_memory<T, Chunks>;
+    using slabs_type = mlstm_weight_slabs<of_features, V, slab_rows, Chunks, T>;
+
+    const mlstm_params<T>& params;
+    const scorer_source<T>& source;
+    const scorer_span& s;
+    const bool queries, active, projects;  // active: the warp's chunk has rows
+    const std::int32_t skipped;
+    const int own, thread;  // the warp's chunk of the block, the thread's number of 128
+    const memory_type memory;
+    const shared_tile<T> x;
+    float2* const stats;
+    const std::int32_t first;
+    const std::int64_t row;
+
+    __device__ __forceinline__ project_agent(const mlstm_params<T>& of, const scorer_span& span,
+                                             bool of_queries, bool has_rows, bool direct_values,
+                                             std::int32_t unread)
+        : params(of),
+          source(of.source),
+          s(span),
+          queries(of_queries),
+          active(has_rows),
+          projects(!of_queries && (!direct_values || of.source.k.dim % 8 != 0)),
+          skipped(unread),
+          own(warp_id() / 4),
+          thread(static_cast<int>(threadIdx.x) % 128),
+          memory(aligned_dynamic_shared(), of.source.padded, slab_rows),
+          x(memory.x.from(own * of.source.padded)),
+          stats(memory.stats + own * 4 * scorer_chunk),
+          first(span.first - (of_queries ? of.streams.delay : 0)),
+          row(span.row(of.streams.chunks)) {}
+
+    /// The phases; the numbers are those of the kernel's contract.
+    __device__ __forceinline__ void run() {
+        load_inputs();  // 1
+        const T* const weights = queries ? params.stack_q + std::int64_t{s.h} * params.rows_q * source.padded
+                                         : params.stack_k + std::int64_t{s.h} * params.rows_k * source.padded;
+        const slabs_type slabs{weights, weights + std::int64_t{params.at_v} * source.padded, source.padded,
+                               source.padded / 64 * (projects ? 2 : 1), memory.slabs};
+        slabs.begin();
+        load_gate_weights();
+        copy_wait<slabs_type::ring - 1>();  // the inputs have arrived
+        __syncthreads();
+        if (queries) {
+            if (params.skip != nullptr && active) {  // rows without an output have inputs that are 0
+                for_each_row([&](int r, float product, float, float) { params.skipped[row + r] = product; });
+            }
+            project_features<F, Hedgehog>(x, active, slabs, params.projection, stats, params.q + row * F);
+            return;
+        }
+        make_gates();  // 2
+        __syncthreads();
+        project_features<F, Hedgehog>(x, active, slabs, params.projection, stats, params.k + row * F);  // 3
+        if (!projects) {
+            if (active) {
+                store_direct_values();  // 4
+            }
+            scan();  // 5
+            return;
+        }
+        project_values(slabs);  // 4, 5
     }
-    if (__syncthreads_or(active ? 1 : 0) == 0) {
-        return;
-    }
-    const scorer_source<T>& source = params.source;
-    const mlstm_project_memory<T, Chunks> memory(aligned_dynamic_shared(), source.padded, slab_rows);
-    const shared_tile<T> x = memory.x.from(own * source.padded);
-    float2* const stats = memory.stats + own * 4 * scorer_chunk;
-    const std::int32_t first = s.first - (queries ? streams.delay : 0);
-    const std::int64_t row = s.row(streams.chunks);
-    const auto load_inputs = [&] {
+
+  private:
+    /// Phase 1: the inputs first, which come from memory; then the weights of the gates.
+    __device__ __forceinline__ void load_inputs() const {
+        if constexpr (shared_tile<T>::plain) {
+            if (static_cast<int>(threadIdx.x) < scorer_chunk) {
+                memory.ones[threadIdx.x] = 1.0f;
+            }
+            __syncthreads();
+        }
         if (active) {
             source.load(s, first, skipped, s.count, memory.ones, memory.ones, x, 0, source.padded, thread,
                         128);
         } else {
             copy_commit();
         }
-    };
-    // The inputs, which come from far away, then weights.
-    if constexpr (shared_tile<T>::plain) {
-        if (static_cast<int>(threadIdx.x) < scorer_chunk) {
-            memory.ones[threadIdx.x] = 1.0f;
-        }
-        __syncthreads();
     }
-    load_inputs();
-    constexpr int of_features = Hedgehog ? F / 2 : F;
-    const bool projects = !queries && (!direct_values || source.k.dim % 8 != 0);
-    const T* const weights = queries ? params.stack_q + std::int64_t{s.h} * params.rows_q * source.padded
-                                     : params.stack_k + std::int64_t{s.h} * params.rows_k * source.padded;
-    const mlstm_weight_slabs<of_features, V, slab_rows, Chunks, T> slabs{
-        weights, weights + std::int64_t{params.at_v} * source.padded, source.padded,
-        source.padded / 64 * (projects ? 2 : 1), memory.slabs};
-    slabs.begin();
-    {
+    __device__ __forceinline__ void load_gate_weights() const {
         const float* const w = queries ? params.skip : params.w_i;
         const std::int64_t at = std::int64_t{s.h} * source.size;
         for (auto c = static_cast<std::int32_t>(threadIdx.x); c < source.padded; c += 128 * Chunks) {
@@ -342,10 +379,9 @@ __global__ void __launch_bounds__(128 * Chunks, shared_tile<T>::plain || Chunks 
             }
         }
     }
-    copy_wait<decltype(slabs)::ring - 1>();  // the inputs are there
-    __syncthreads();
-    // Calls body(row, products with both weights, 0 or NaN) for each row of the chunk, one thread a row.
-    const auto for_each_row = [&](const auto& body) {
+    /// Calls body(row, products with both weights, 0 or NaN) for each row of the chunk, one thread per row.
+    template <class Body>
+    __device__ void for_each_row(const Body& body) const {
         if constexpr (shared_tile<T>::plain) {
             float of_first, of_second, finite;
             row_products(x, thread / 2, thread % 2, memory.weights, source.padded, of_first, of_second,
@@ -362,84 +398,117 @@ __global__ void __launch_bounds__(128 * Chunks, shared_tile<T>::plain || Chunks 
                      r == 0 ? of_second[0] : of_second[1], r == 0 ? finite[0] : finite[1]);
             }
         }
-    };
-    if (queries) {
-        if (params.skip != nullptr && active) {  // rows without an output have inputs that are 0
-            for_each_row([&](int r, float product, float, float) { params.skipped[row + r] = product; });
-        }
-        project_features<F, Hedgehog>(x, active, slabs, params.projection, stats, params.q + row * F);
-        return;
     }
-    double* const log_input = memory.log_input + own * scorer_chunk;
-    double* const log_forget = memory.log_forget + own * scorer_chunk;
-    std::int32_t* const bad = memory.bad + own * scorer_chunk;
-    if (active) {
-        for_each_row([&](int r, float input, float forget, float finite) {
-            const bool good = finite == 0.0f;
-            double of_input, of_forget;
-            compute_gates(params, s, r, input, forget, good, of_input, of_forget);
-            log_input[r] = of_input;
-            log_forget[r] = of_forget;
-            bad[r] = good ? 0 : 1;
-        });
-    }
-    __syncthreads();
-    if (active) {
-        // What is not finite must not reach the outputs before it, not even multiplied by 0.
-        for (int r = warp_id() % 4; r < s.count; r += 4) {
-            if (bad[r] != 0) {
-                for (int c = 2 * lane_id(); c < source.padded; c += 64) {
-                    x.set_pair(r, c, 0.0f, 0.0f);
-                }
-            }
-        }
-    }
-    __syncthreads();
-    project_features<F, Hedgehog>(x, active, slabs, params.projection, stats, params.k + row * F);
-    // Nobody waits for the scan any more.
-    const auto scan = [&] {
-        if (active && warp_id() % 4 == 0) {
-            scan_gates(params, s, log_input, log_forget, bad);
-        }
-    };
-    if (!projects) {
+
+    /// Phase 2: the gates of the chunk's tokens; tokens that are not finite become 0.
+    __device__ __forceinline__ void make_gates() const {
+        double* const log_input = memory.log_input + own * scorer_chunk;
+        double* const log_forget = memory.log_forget + own * scorer_chunk;
+        std::int32_t* const bad = memory.bad + own * scorer_chunk;
         if (active) {
-            for (int i = thread; i < scorer_chunk * V / 8; i += 128) {
-                const int r = i / (V / 8), c = i % (V / 8) * 8;
-                float of[8] = {};
-                if (c < params.width) {
-                    x.get_eight(r, source.k.dim + c, of);
-#pragma unroll
-                    for (int e = 0; e < 8; ++e) {
-                        of[e] = c + e < params.width ? of[e] : 0.0f;
+            for_each_row([&](int r, float input, float forget, float finite) {
+                const bool good = finite == 0.0f;
+                double of_input, of_forget;
+                compute_gates(params, s, r, input, forget, good, of_input, of_forget);
+                log_input[r] = of_input;
+                log_forget[r] = of_forget;
+                bad[r] = good ? 0 : 1;
+            });
+        }
+        __syncthreads();
+        if (active) {
+            // What is not finite must not reach the outputs before it, not even multiplied by 0.
+            for (int r = warp_id() % 4; r < s.count; r += 4) {
+                if (bad[r] != 0) {
+                    for (int c = 2 * lane_id(); c < source.padded; c += 64) {
+                        x.set_pair(r, c, 0.0f, 0.0f);
                     }
                 }
-                store_eight(params.v + row * V + i * 8, of);
             }
         }
-        scan();
-        return;
     }
-    const mlstm_product<T, V / 16> warp;
-    typename mlstm_product<T, V / 16>::numbers y;
-    project_chunk(warp, y, x, active, slabs, source.padded / 64);
-    if (!active) {
-        return;
+
+    /// Phase 4: the values as they are,
+    __device__ __forceinline__ void store_direct_values() const {
+        for (int i = thread; i < scorer_chunk * V / 8; i += 128) {
+            const int r = i / (V / 8), c = i % (V / 8) * 8;
+            float of[8] = {};
+            if (c < params.width) {
+                x.get_eight(r, source.k.dim + c, of);
+#pragma unroll
+                for (int e = 0; e < 8; ++e) {
+                    of[e] = c + e < params.width ? of[e] : 0.0f;
+                }
+            }
+            store_eight(params.v + row * V + i * 8, of);
+        }
     }
+    /// or their projection; then the scan.
+    __device__ __forceinline__ void project_values(const slabs_type& slabs) const {
+        const mlstm_product<T, V / 16> warp;
+        typename mlstm_product<T, V / 16>::numbers y;
+        project_chunk(warp, y, x, active, slabs, source.padded / 64);
+        if (!active) {
+            return;
+        }
 #pragma unroll
-    for (auto& rows : y) {
+        for (auto& rows : y) {
 #pragma unroll
-        for (int j = 0; j < warp.across; ++j) {
+            for (int j = 0; j < warp.across; ++j) {
 #pragma unroll
-            for (int e = 0; e < 4; ++e) {
-                if (warp.column(j, e % 2) >= params.width) {
-                    rows[j][e] = 0.0f;  // the stack's next rows
+                for (int e = 0; e < 4; ++e) {
+                    if (warp.column(j, e % 2) >= params.width) {
+                        rows[j][e] = 0.0f;  // the stack's next rows
+                    }
                 }
             }
         }
+        store_rows(warp, params.v + row * V, V, 0, y);
+        scan();
     }
-    store_rows(warp, params.v + row * V, V, 0, y);
-    scan();
+    /// Phase 5: the chunk's frame, by one warp; no other warp waits for it.
+    __device__ void scan() const {
+        if (active && warp_id() % 4 == 0) {
+            scan_gates(params, s, memory.log_input + own * scorer_chunk,
+                       memory.log_forget + own * scorer_chunk, memory.bad + own * scorer_chunk);
+        }
+    }
+};
+
+/// Features, values and gates of all tokens, and features of all queries.
+/// Grid: 2 x planes x ceil(chunks / Slots): the tokens of `Chunks` neighboring chunks of a plane, then as many
+/// blocks for their queries. Block: 128 Slots threads, four warps per chunk. Shared memory:
+/// mlstm_project_memory.
+/// In: source (k, v) T; stack_q [heads, rows_q, padded], stack_k [heads, rows_k, padded] T; w_i, b_i, w_f,
+/// b_f, skip fp32. direct_values: v~ are the values themselves.
+/// Out, overwritten: rows q, k [.., F], v [.., V] E; log_source, log_top fp64, weight, skipped fp32; slope_i,
+/// slope_f where a backward pass wants them; frames [planes, chunks] with top, forgotten, weights, heavy and
+/// bad of each chunk. Rows without a token are made of inputs that are 0.
+/// 1. The inputs and the gates' weights to shared memory.
+/// 2. The gates of the tokens; tokens that are not finite become 0.
+/// 3. Features: projection and softmax.
+/// 4. Values.
+/// 5. The chunk's frame, by a scan over its gates. Queries: 1 and 3, and skip.
+template <class T, int F, int V, bool Hedgehog, int Chunks>
+__global__ void __launch_bounds__(128 * Chunks, shared_tile<T>::plain || Chunks == 1 ? 1 : 2)
+    mlstm_project_kernel(const mlstm_params<T> params, const bool direct_values) {
+    const scorer_streams& streams = params.streams;
+    const std::int32_t groups = (streams.chunks + Chunks - 1) / Chunks;
+    const std::int32_t blocks = streams.batch * streams.heads * groups;
+    const bool queries = static_cast<std::int32_t>(blockIdx.x) >= blocks;
+    const std::int32_t block = static_cast<std::int32_t>(blockIdx.x) - (queries ? blocks : 0);
+    const std::int32_t chunk_index = block % groups * Chunks + warp_id() / 4;
+    const scorer_span s =
+        streams.span(block / groups, chunk_index < streams.chunks ? chunk_index : streams.chunks - 1);
+    const std::int32_t skipped = queries ? streams.first_read(s) : 0;
+    const bool active = chunk_index < streams.chunks && skipped < s.count;
+    if (!queries && !active && chunk_index < streams.chunks && threadIdx.x % 128 == 0) {
+        params.chunk_stats[params.chunk(s)] = mlstm_chunk_stats{};  // chunk_stabilizers reads all of them
+    }
+    if (__syncthreads_or(active ? 1 : 0) == 0) {
+        return;
+    }
+    project_agent<T, F, V, Hedgehog, Chunks>(params, s, queries, active, direct_values, skipped).run();
 }
 
 }  // namespace cuda_backend

@@ -1,5 +1,6 @@
-// From what the segments of an mLSTM's planes add and keep to the states that they begin with: between the kernel that adds them up
-// (kernel_chunk_states.cuh, kernel_segment_states_hopper.cuh) and the one that goes through them.
+// From what the segments of an mLSTM's planes add and keep to the states that they begin with: between the
+// kernel that adds them up (kernel_chunk_states.cuh, kernel_segment_states_hopper.cuh) and the one that goes
+// through them.
 #pragma once
 
 #include <kvpolicy/cuda/config.cuh>
@@ -13,8 +14,10 @@ namespace kvpolicy {
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 namespace cuda_backend {
 
-/// From what segments add to the states that they begin with, in place: number i becomes keep of segment i - 1 times number i - 1, plus
-/// itself. Four neighboring numbers of a plane's states a thread.
+/// segment_scan: from what segments add and keep, the states that they begin with.
+/// Grid: a thread per four numbers of a plane's state. Block: 256 threads. Shared memory: none.
+/// In: partial_states [planes, segments * cuts, F (V + 1)] and partial_keeps of segment_states.
+/// Out: partial_states, in place: number i becomes the state that segment i begins with.
 template <class T, int F, int V>
 __global__ void __launch_bounds__(256)
     mlstm_segment_scan_kernel(const mlstm_params<T> params, const bool backward) {

@@ -1,5 +1,8 @@
-// What segments of a scan over chunks add to a state, on Hopper, where each begins from nothing: unlike a scan over chunks that stores states it need not go from
-// chunk to chunk. A chunk's rows are scaled by what the chunks after it keep of a state, and then all of a segment is one sum of products.
+// segment_states on Hopper: what each segment adds to a state, starting from zero. chunk_states needs the
+// state before each chunk; here only the last one counts. So the rows of a chunk are scaled by what the
+// chunks after it keep, too, and a segment is one sum of products whose accumulators are not touched between
+// two products. A block has the whole state. Segments are cut further, into as many parts as blocks fit on
+// the GPU.
 #pragma once
 
 #include <kvpolicy/cuda/config.cuh>
@@ -48,32 +51,95 @@ struct mlstm_segment_states_memory {
     }
 };
 
-/// As mlstm_chunk_states_kernel with Ends, a block a part of a segment (mlstm_params::cuts).
-template <class T, int F, int V, bool Backward>
-__global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(mlstm_segment_states_threads<F>), 2)
-    mlstm_segment_states_hopper_kernel([[maybe_unused]] const mlstm_params<T> params) {
 #if KVPOLICY_HOPPER_CODE
+/// One block, one part of a segment (mlstm_params::cuts), and the whole state: a warp has 16 features of it.
+template <class T, int F, int V, bool Backward>
+struct segment_states_hopper_agent {
     using E = mlstm_element<T>;
     using memory_type = mlstm_segment_states_memory<E, F, V>;
     static_assert(!shared_tile<E>::plain);
-    constexpr int threads = mlstm_segment_states_threads<F>, stages = memory_type::stages,
-                  batch = memory_type::batch;
-    constexpr int NI = V / 8;
-    const scorer_streams& streams = params.streams;
-    const memory_type memory(aligned_dynamic_shared());
-    const auto block = static_cast<std::int32_t>(blockIdx.x);
-    const std::int32_t num_segments = (params.segments - 1) * params.cuts;  // the last segment adds to nobody
-    const std::int32_t each = params.segment_chunks / params.cuts;
-    const std::int32_t plane = block / num_segments, cut = block % num_segments, begun = cut * each;
-    const std::int32_t count = min(each, streams.chunks - begun);
-    const std::int64_t first_chunk = std::int64_t{plane} * streams.chunks;
-    const int thread = static_cast<int>(threadIdx.x), lane = lane_id();
-    // Step n is the segment's last chunk but n.
-    const auto chunk_at = [&](std::int32_t n) {
+    static constexpr int threads = mlstm_segment_states_threads<F>, stages = memory_type::stages,
+                         batch = memory_type::batch;
+    static constexpr int NI = V / 8;
+
+    const mlstm_params<T>& params;
+    const scorer_streams& streams;
+    const memory_type memory;
+    // The last segment adds to no other.
+    const std::int32_t num_segments, each, plane, cut, begun, count;
+    const std::int64_t first_chunk;
+    const int thread, lane;
+
+    __device__ __forceinline__ explicit segment_states_hopper_agent(const mlstm_params<T>& of)
+        : params(of),
+          streams(of.streams),
+          memory(aligned_dynamic_shared()),
+          num_segments((of.segments - 1) * of.cuts),
+          each(of.segment_chunks / of.cuts),
+          plane(static_cast<std::int32_t>(blockIdx.x) / num_segments),
+          cut(static_cast<std::int32_t>(blockIdx.x) % num_segments),
+          begun(cut * each),
+          count(min(each, of.streams.chunks - begun)),
+          first_chunk(std::int64_t{plane} * of.streams.chunks),
+          thread(static_cast<int>(threadIdx.x)),
+          lane(lane_id()) {}
+
+    /// The phases; the numbers are those of the kernel's contract.
+    __device__ __forceinline__ void run() {
+        fill_ring();  // 1
+        const mlstm_state_part part{16 * warp_id(), 0, true};
+        const std::int64_t partial = std::int64_t{plane} * params.segments * params.cuts + cut;
+        float acc[NI][4], of_sums[4];
+        mlstm_state_part::clear(acc, of_sums);
+        if (!Backward && cut == 0 && part.takes_state(params, plane)) {  // 2
+            const float* const state = part.state_of(params, plane);
+            part.take(params, F, state, state + std::int64_t{params.features} * params.width, acc, of_sums);
+            part.template write_partial<F, V>(params, partial, acc, of_sums);
+            mlstm_state_part::clear(acc, of_sums);
+        }
+        float kept = 1.0f;    // of a state by the chunks after this one
+        bool begins = false;  // a sequence, at or after this chunk
+        int stage = 0;
+        for (std::int32_t n = 0; n < count; ++n) {  // 3
+            copy_wait<stages - 2>();
+            fence_async_proxy();
+            __syncthreads();
+            prefetch(n + stages - 1, stage == 0 ? stages - 1 : stage - 1);
+            const mlstm_segment_step step = memory.steps[n % (2 * batch)];
+            // Nothing goes back beyond a sequence's first chunk, that chunk's own outputs included.
+            begins = begins || (Backward && step.fresh != 0);
+            if (step.adds != 0 && !begins) {
+                add_chunk(stage, step.add * kept, acc, of_sums);
+            }
+            begins = begins || step.fresh != 0;
+            kept *= step.keep;
+            stage = stage + 1 == stages ? 0 : stage + 1;
+            if (n % batch == 1) {  // the batch before is no longer read
+                load_steps(n - 1 + batch);
+            }
+        }
+        part.template write_partial<F, V>(params, partial + 1, acc, of_sums);  // 4
+        if (thread == 0) {
+            params.partial_keeps[partial] = begins ? -1.0f : kept;
+        }
+        copy_wait<0>();
+    }
+
+  private:
+    /// Step n is the n-th chunk from the end of the segment.
+    __device__ std::int32_t chunk_at(std::int32_t n) const {
         const std::int32_t chunk_index = begun + count - 1 - n;
         return Backward ? streams.chunks - 1 - chunk_index : chunk_index;
-    };
-    const auto load_steps = [&](std::int32_t base) {
+    }
+    __device__ __forceinline__ void fill_ring() const {
+        load_steps(0);
+        __syncthreads();
+#pragma unroll
+        for (int n = 0; n < stages - 1; ++n) {
+            prefetch(n, n);
+        }
+    }
+    __device__ void load_steps(std::int32_t base) const {
         if (thread < batch) {
             mlstm_segment_step step{1.0f, 0.0f, 0, 0};
             if (base + thread < count) {
@@ -87,8 +153,8 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(mlstm_segment_states_t
             }
             memory.steps[base % (2 * batch) + thread] = step;
         }
-    };
-    const auto prefetch = [&](std::int32_t n, int stage) {
+    }
+    __device__ void prefetch(std::int32_t n, int stage) const {
         if (n < count && memory.steps[n % (2 * batch)].adds != 0) {
             const std::int64_t row = (first_chunk + chunk_at(n)) * scorer_chunk;
             const shared_tile<E> tile = memory.tile(stage);
@@ -103,71 +169,55 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(mlstm_segment_states_t
             }
         }
         copy_commit();
-    };
-    load_steps(0);
-    __syncthreads();
-#pragma unroll
-    for (int n = 0; n < stages - 1; ++n) {
-        prefetch(n, n);
     }
-    const mlstm_state_part part{16 * warp_id(), 0, true};
-    const std::int64_t partial = std::int64_t{plane} * params.segments * params.cuts + cut;
-    float acc[NI][4], of_sums[4];
-    mlstm_state_part::clear(acc, of_sums);
-    if (!Backward && cut == 0 && part.takes_state(params, plane)) {
-        const float* const state = part.state_of(params, plane);
-        part.take(params, F, state, state + std::int64_t{params.features} * params.width, acc, of_sums);
-        part.template write_partial<F, V>(params, partial, acc, of_sums);
-        mlstm_state_part::clear(acc, of_sums);
-    }
-    float kept = 1.0f;    // of a state by the chunks after this one
-    bool begins = false;  // a stream, at or after this chunk
-    int stage = 0;
-    for (std::int32_t n = 0; n < count; ++n) {
-        copy_wait<stages - 2>();
-        fence_async_proxy();
-        __syncthreads();
-        prefetch(n + stages - 1, stage == 0 ? stages - 1 : stage - 1);
-        const mlstm_segment_step step = memory.steps[n % (2 * batch)];
-        // Nothing goes back beyond a stream's first chunk, that chunk's own outputs included.
-        begins = begins || (Backward && step.fresh != 0);
-        if (step.adds != 0 && !begins) {
-            mlstm_outer_product<E> product;
-            product.load(memory.tile(stage), memory.scale + stage * scorer_chunk, step.add * kept);
-            if constexpr (Backward) {
-                const float* const ratio = memory.ratio + stage * scorer_chunk + lane % 4 * 2;
+    /// Phase 3: the chunk's outer products, times what the chunks after it keep.
+    __device__ __forceinline__ void add_chunk(int stage, float by, float (&acc)[NI][4],
+                                              float (&of_sums)[4]) const {
+        mlstm_outer_product<E> product;
+        product.load(memory.tile(stage), memory.scale + stage * scorer_chunk, by);
+        if constexpr (Backward) {
+            const float* const ratio = memory.ratio + stage * scorer_chunk + lane % 4 * 2;
 #pragma unroll
-                for (int k = 0; k < product.steps; ++k) {
-                    std::uint32_t split[2];  // a ratio rounded, and what rounding takes away
+            for (int k = 0; k < product.steps; ++k) {
+                std::uint32_t split[2];  // a ratio as a rounded number and the rest
 #pragma unroll
-                    for (int i = 0; i < 2; ++i) {
-                        const float2 of = *reinterpret_cast<const float2*>(ratio + 16 * k + 8 * i);
-                        rounded_pair<E> pair;
-                        pair.set(of.x, of.y);
-                        split[i] = lane < 4   ? pair.both
-                                   : lane < 8 ? pack<E>(of.x - pair.first(), of.y - pair.second())
-                                              : 0u;
-                    }
-                    mma_16x8x16<E>(of_sums, product.a[k], split[0], split[1]);
+                for (int i = 0; i < 2; ++i) {
+                    const float2 of = *reinterpret_cast<const float2*>(ratio + 16 * k + 8 * i);
+                    rounded_pair<E> pair;
+                    pair.set(of.x, of.y);
+                    split[i] = lane < 4   ? pair.both
+                               : lane < 8 ? pack<E>(of.x - pair.first(), of.y - pair.second())
+                                          : 0u;
                 }
-            } else {
-                product.add_sums(of_sums, nullptr);
+                mma_16x8x16<E>(of_sums, product.a[k], split[0], split[1]);
             }
-            product.start(acc, memory.tile(stage), F);
-            product.wait(acc);
+        } else {
+            product.add_sums(of_sums, nullptr);
         }
-        begins = begins || step.fresh != 0;
-        kept *= step.keep;
-        stage = stage + 1 == stages ? 0 : stage + 1;
-        if (n % batch == 1) {  // nobody looks at the batch before any more
-            load_steps(n - 1 + batch);
-        }
+        product.start(acc, memory.tile(stage), F);
+        product.wait(acc);
     }
-    part.template write_partial<F, V>(params, partial + 1, acc, of_sums);
-    if (thread == 0) {
-        params.partial_keeps[partial] = begins ? -1.0f : kept;
-    }
-    copy_wait<0>();
+};
+#endif
+
+/// segment_states on Hopper, 16-bit rows: what each segment adds to a state and how much of one it keeps,
+/// from zero.
+/// Grid: planes x (segments - 1) x cuts. Block: 2 F threads, a warpgroup per 64 features; two blocks per
+/// SM. Shared memory: mlstm_segment_states_memory<E, F, V>, 3 stages.
+/// In: frames; forward rows k, v E and weight fp32; backward rows q, d_n E, kept and d_g fp32; the caller's
+/// states.
+/// Out, overwritten: partial_states [planes, segments * cuts, F (V + 1)] fp32, partial_keeps [planes,
+/// segments * cuts] fp32.
+/// 1. The first stages of the ring.
+/// 2. The caller's state, to number 0 of its plane. 3.
+/// Per chunk, the last first: its outer products, times what the chunks after it keep; the accumulators are
+/// not touched between two products.
+/// 4. The sums and what the segment keeps.
+template <class T, int F, int V, bool Backward>
+__global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(mlstm_segment_states_threads<F>), 2)
+    mlstm_segment_states_hopper_kernel([[maybe_unused]] const mlstm_params<T> params) {
+#if KVPOLICY_HOPPER_CODE
+    segment_states_hopper_agent<T, F, V, Backward>(params).run();
 #endif
 }
 

@@ -1,18 +1,22 @@
 // What the kernels of an mLSTM scorer know of a call, and the notation they share.
 //
-// Chunks of 64 tokens, as on the host (scorers/host/mlstm_chunkwise.hpp): with b_l the running sum of log f in the chunk,
+// Chunks of 64 tokens, as on the host (scorers/host/mlstm_chunkwise.hpp): with b_l the running sum of log f
+// in the chunk,
 //
-//     s_j = log i_j - b_j,  top_l = max_{j <= l} s_j,  M_l = max(m, top_l)     m: the stabilizer before the chunk
+//     s_j = log i_j - b_j,  top_l = max_{j <= l} s_j,  M_l = max(m, top_l)   m: stabilizer before the chunk
 //     q~^T C_l = exp(m - M_l) q~^T C + sum_{j <= l} exp(s_j - M_l) (q~ . k~_j) v~_j
 //
-// Output l of a chunk is the query of token first + l - delay, right after token first + l. Gates and stabilizers are doubles. Query
-// rows stand where they are read, so every kernel finds its chunk's rows together.
+// Output l of a chunk is the query of token first + l - delay, right after token first + l. Gates and
+// stabilizers are doubles. Query rows stand where they are read, so every kernel finds its chunk's rows
+// together.
 //
-// States are stored in 16 bits, as deviations. Where one token has nearly all the weight, an output is that token's value, what the loss
-// says of the token's weight is a difference d N . (v~ - h) of nearly equal numbers, and the rounding of C and A would be all that
-// is left of it. So a chunk has a reference value ref_value, the value of the token of the largest weight before it times that token's share of all weights:
+// States are stored in 16 bits, as deviations. Where one token has nearly all the weight, an output is that
+// token's value, what the loss says of the token's weight is a difference d N . (v~ - h) of nearly equal
+// numbers, and the rounding of C and A would be all that is left of it. So a chunk has a reference value ref_value, the
+// value of the reference token before it (the one with the largest weight) times that token's share of all
+// weights:
 //
-//     stored are C - z ref_value^T, rounded, and z; of the state that runs backwards A, rounded, and a + (A - A rounded) ref_value
+//     stored: C - z ref_value^T, rounded, and z; of the backward state A, rounded, and a + (A - A rounded) ref_value
 //
 // whose errors go with v~ - ref_value, as the differences themselves do. Where no token has most of the weight, ref_value is near 0.
 #pragma once
@@ -30,8 +34,8 @@ namespace kvpolicy {
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 namespace cuda_backend {
 
-/// What features, values and states are stored in: bf16 for 16-bit rows of either kind, since a sum of many tokens may be larger
-/// than fp16's numbers.
+/// What features, values and states are stored in: bf16 for 16-bit rows of either kind, since a sum of many
+/// tokens may be larger than fp16's numbers.
 template <class T>
 using mlstm_element = std::conditional_t<std::is_same_v<T, float>, float, bf16>;
 
@@ -41,11 +45,12 @@ struct mlstm_chunk_stats {
     double forgotten;  // b of its last token
     double m;          // the stabilizer before it
     float keep, add;
-    float weights;     // of its tokens, sum of exp(s_j - top)
-    float ref_weight;  // of the token of the largest weight in the weights before it; 0 where there is none
-    std::int32_t ref_token;  // its token of the largest weight
-    std::int32_t
-        before;  // the token of the largest weight before it, a row of the plane; -1 where there is none
+    float weights;  // of its tokens, sum of exp(s_j - top)
+    // ref_weight: of the reference token in the weights before it; 0 where there is none
+    float ref_weight;
+    std::int32_t ref_token;  // its token with the largest weight
+    // the reference token (ref_token) before it, a row of the plane; -1 where there is none
+    std::int32_t before;
     std::int32_t bad;           // its first token that is not finite; scorer_chunk where there is none
     std::int32_t first_output;  // the first l that reads a token; scorer_chunk where none does
     std::int32_t count;         // its tokens
@@ -83,11 +88,12 @@ struct mlstm_params {
     float* sums = nullptr;  // chunks x F: z before them
     mlstm_chunk_stats* chunk_stats = nullptr;
 
-    // Scans over the chunks go in segments, all of them at once. The states that segments begin with, [planes, segments][F (V + 1)], the
-    // sums last; before they are added up, number i is what segment i - 1 adds, and number 0 the caller's. And what segments keep.
+    // Scans over the chunks go in segments, all of them at once. The states that segments begin with,
+    // [planes, segments][F (V + 1)], the sums last; before they are added up, number i is what segment i - 1
+    // adds, and number 0 the caller's. And what segments keep.
     std::int32_t segments = 1, segment_chunks = 0;
     std::int32_t cuts = 1;  // parts of a segment that are added up apart, and then count as segments here
-    // What the fused kernel on Hopper is for: scores; states in `memory`.
+    // What fused_states_outputs on Hopper makes: scores; states in `memory`.
     bool fused_writes_scores = true, fused_writes_states = false;
     float* partial_states = nullptr;
     float* partial_keeps = nullptr;  // [planes, segments]; below 0: a stream begins there, nothing
@@ -206,7 +212,8 @@ __device__ inline float reference_before(const mlstm_params<T>& params, const St
                : 0.0f;
 }
 
-/// What stands there, or 0 without a look. Nobody waits for it before it is used: what a branch has loaded, ptxas may copy at the branch's end.
+/// What stands there, or 0 without a look. Nobody waits for it before it is used: what a branch has loaded,
+/// ptxas may copy at the branch's end.
 template <class X>
 __device__ inline X load_if(bool there, const X* from) {
     X x;
@@ -239,7 +246,8 @@ __device__ inline X load_if(bool there, const X* from) {
     return x;
 }
 
-/// Brings to the L2 cache what the block `params.ahead` chunks later will load of some arrays [chunks, count]; one lane an array.
+/// Brings to the L2 cache what the block `params.ahead` chunks later will load of some arrays [chunks,
+/// count]; one lane an array.
 template <class T>
 struct mlstm_look_ahead {
     std::int64_t chunk;
@@ -261,8 +269,9 @@ struct mlstm_look_ahead {
     }
 };
 
-/// A chunk's exponents in shared memory: doubles for float rows; for others floats, in powers of 2 and from M of the last token, whose
-/// rounding costs a weight less than 1e-4 of itself even where exponents differ by hundreds.
+/// A chunk's exponents in shared memory: doubles for float rows; for others floats, in powers of 2 and from M
+/// of the last token, whose rounding costs a weight less than 1e-4 of itself even where exponents differ by
+/// hundreds.
 template <class E>
 struct mlstm_exponents {
     static constexpr bool exact = std::is_same_v<E, float>;
@@ -271,6 +280,12 @@ struct mlstm_exponents {
     number* source;  // [64]: s_j
     number* most;    // [64]: M_l
     float* kept;     // [64]: exp(m - M_l)
+
+    KVPOLICY_HOST_DEVICE void take(shared_parts& parts) {
+        source = parts.take<number>(scorer_chunk);
+        most = parts.take<number>(scorer_chunk);
+        kept = parts.take<float>(scorer_chunk);
+    }
 
     __device__ void load(const double* log_source, const double* log_top, double m) const {
         if (threadIdx.x < scorer_chunk) {

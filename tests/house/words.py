@@ -1,0 +1,124 @@
+#!/usr/bin/env python3
+"""Words that the library does not use, with what to write instead, in include/, docs/, README.md, examples/
+and tests/.
+
+A word that is right in its place stands in ALLOWED. Machine-readable files are not read."""
+
+import collections
+import re
+
+import house
+
+SCOPE = re.compile(r"(README\.md$|(include|docs|examples|tests)/)(?!.*\.(kvpv|json|csv|svg|txt|bib)$)")
+NOT_READ = re.compile(r"tests/(house|vectors)/|docs/site/")
+
+Word = collections.namedtuple("Word", "pattern instead files")
+
+
+def word(pattern, instead, files=r""):
+    return Word(re.compile(pattern), instead, re.compile(files))
+
+
+CUDA = r"^include/.*\.cuh$"
+MLSTM = r"^include/.*(mlstm|scoring).*\.cuh$"
+CODE = r"\.(hpp|cuh|cpp|cu)$"
+WORDS = (
+    word(r"\bOccupancy\b|\boccupancy\s*\(", "HeadUsage, size(layer, seq, head)"),
+    word(r"\bslots\b(?=\s*[;=,\[])|[.>]slots\b", "max_sequences, seq_ids, stages, chunks or bins", CODE),
+    word(r"\b(last_)?page_rows\b", "page_size, last_page_len"),
+    word(r"\bmost_[a-z]\w*|[.>]longest\b", "max_*, max_seq_len", CODE),
+    word(r"\bdim_[kv]\b", "head_dim_qk, head_dim_vo"),
+    word(r"\bsoftcap\b", "logits_soft_cap"),
+    word(r"\bkeys<", "kv_view"),
+    word(r"\bpropos(e|es|ed|als?)\b|\bpropose_\w+", "append_draft, accept, max_draft_tokens"),
+    word(r"\bstatus_(taken_twice|not_taken)\b", "status_layer_repeated, status_layer_skipped"),
+    word(r"\bcontest(s|ed|_\w+)?\b|\bnewcomers?\b", "top-k update, candidate"),
+    word(r"\blosers?\b|\brivals?\b|\bgives? way\b|\bgiv(en|ing) way\b", "evicted, next victims, is evicted"),
+    word(r"\bmortals?\b|\bmortal_\w+", "expirable_entries"),
+    word(
+        r"\bdeciders?\b|\blone_group\b|\bsettle(s|d|_\w+)?\b",
+        "leader block, single_thread_group, resolve_eviction, fix_ties",
+    ),
+    word(r"\bdual_\w+", "paged_*", CUDA),
+    word(r"\b(struct|class)\s+\w+_(problem|launch|arguments|call)\b", "*_params, *_plan", CUDA),
+    word(r"\bborn\b|\bbirths?\b|\bdies\b|\bdeaths?\b", "begin, expiry, visible interval"),
+    word(
+        r"\bwalk(s|ed|ing|_\w+)?\b|\bsweep(s|ing|_\w+)?\b|_sweep\b",
+        "chunk_states, fused_states_outputs, chunk_outputs",
+        MLSTM,
+    ),
+    word(r"\bmlstm_(reads|ends|frames|carry|walk|sweep)\w*", "the chunkwise form's words (kernel_*.cuh)"),
+    word(r"\bheavy\b(?![- ]?hitter)", "ref_token", CUDA),
+    word(r"\brho\b", "ref_value", CUDA),
+    word(r"\bnormalisers?\b|\bnormaliser_\w+|\brow_fold\w*|\bband_\w+", "lse, row_reduce, qk_reduce"),
+    word(r"\bmend(s|ed|ing|_\w+)?\b|_mend(_\w+)?\b", "fix_nonfinite, fix"),
+    word(
+        r"\bsurvivors?(_\w+)?\b|\barrivals?\b|\banchors?_\w+",
+        "decayed_top_k, cutoff_prefix, cutoff_checkpoints",
+    ),
+    word(r"\bscore_(many|cluster|block)\b", "mlstm_decode_batched, mlstm_decode_cluster, decode_scorer"),
+    word(r"\blends?\b|\blent\b|\blending\b|\broom\b", "bind, provided, workspace or capacity"),
+    word(r"\bcards?\b", "GPU"),
+    word(r"\blook-ups?\b", "retrieval queries, retrieval accuracy"),
+    word(r"\bHead(Rule|Values)\b", "HeadParams, PerHead<T>"),
+    word(r"\bengines?\.md\b", "integration.md, integration-cuda.md"),
+    word(
+        r"\b\w*(initial|normal|standard|optim|serial|quant|random|synchron|minim|maxim|organ|general"
+        r"|recogn|vector|factor|real)is"
+        r"(e|es|ed|er|ers|ing|ation|ations)\b",
+        "American spelling: -ize",
+    ),
+    word(
+        r"(?i)\b(behaviours?|colours?|neighbours?|neighbouring|licences?|centred?|favours?|analyse[ds]?"
+        r"|artefacts?|honours?)\b",
+        "American spelling",
+    ),
+)
+
+# (word's pattern begins so, path, line): what may stand.
+ALLOWED = (
+    # The card that a game or a model's page has is another thing.
+    (r"\bcards?\b", r"", r"[Mm]odel card"),
+)
+
+
+def findings(tree):
+    allowed = [(start, re.compile(path), re.compile(line)) for start, path, line in ALLOWED]
+    found = []
+    for name, text in tree.items():
+        if not SCOPE.match(name) or NOT_READ.match(name):
+            continue
+        words = [entry for entry in WORDS if entry.files.search(name)]
+        anything = re.compile(
+            "|".join(f"(?:{entry.pattern.pattern.removeprefix('(?i)')})" for entry in words), re.I
+        )
+        for number, line in enumerate(text.split("\n"), 1):
+            if not anything.search(line):
+                continue
+            for entry in words:
+                match = entry.pattern.search(line)
+                if match and not any(
+                    entry.pattern.pattern.startswith(start) and path.search(name) and here.search(line)
+                    for start, path, here in allowed
+                ):
+                    found.append(f"{name}:{number}: {match.group()}: write {entry.instead}")
+    return found
+
+
+def self_test():
+    def finds(count, name, line):
+        found = findings({name: line})
+        house.expect(len(found) == count, f"{line} in {name}: {found}")
+
+    finds(1, "include/kvpolicy/caches/cuda/a.cuh", "int page_rows;")
+    finds(1, "docs/a.md", "on one card")
+    finds(0, "docs/a.md", "its model card")
+    finds(0, "docs/a.md", "the wildcards of a discarded page")
+    finds(1, "docs/a.md", "the behaviour")
+    finds(1, "tests/unit/a.cpp", "standardised")
+    finds(0, "benchmarks/notes/a.md", "on one card")
+    finds(0, "tests/house/words.py", "card")
+
+
+if __name__ == "__main__":
+    house.main("words", {"words": findings}, self_test)
