@@ -297,3 +297,33 @@ TEST_CASE("straight-through values, counts and the lambda controller") {
     other.factor = 1.0f;
     CHECK_REFUSED(other.update(on), "factor: 1");
 }
+
+TEST_CASE("a length out of range counts as 0 where a status is given, and is refused where none is") {
+    const host ctx{1};
+    const Gated policy;
+    const test::Plane<float> scores(2, 1, 20, 1.0f);
+    test::Plane<float> d(2, 1, 20, -5.0f), wanted(2, 1, 20, -5.0f);
+    const std::int32_t bad[] = {20, 21}, good[] = {20, 0};
+    const Sequences sequences{.batch = 2, .length = 20, .lengths = bad};
+    std::uint32_t status[2] = {0, 0};
+    LossValue value;
+    GateSparsity{}(ctx, policy, scores.view(), sequences, d.view(), &value, {}, {.status = status});
+    CHECK(status[0] == status_ok);
+    CHECK(status[1] == status_bad_length);
+    LossValue alone;
+    GateSparsity{}(ctx, policy, scores.view(), {.batch = 2, .length = 20, .lengths = good}, wanted.view(),
+                   &alone, {});
+    CHECK(value.value == alone.value);
+    CHECK(d.data == wanted.data);
+    CHECK_REFUSED(GateSparsity{}(ctx, policy, scores.view(), sequences, d.view(), &value, {}),
+                  "sequences.lengths[1]: 21");
+    // Edges that do not rise leave no sequence any token.
+    const std::int32_t edges[] = {0, 12, 8};
+    status[1] = status_ok;
+    GateSparsity{}(ctx, policy, scores.view(), {.batch = 2, .length = 20, .cu_seqlens = edges, .segments = 2},
+                   d.view(), &value, {}, {.status = status});
+    CHECK(status[0] == status_bad_length);
+    CHECK(status[1] == status_bad_length);
+    CHECK(value.count == 0);
+    CHECK(d.data == wanted.data);
+}
