@@ -126,8 +126,9 @@ void future_mass(benchmark::State& state, const shape& s, const kvp::FutureMassO
         ok(cudaDeviceSynchronize());
     }
     measure_with_workspace(state, bytes, [&](const kvp::cuda& on, kvp::workspace_view workspace) {
-        kvp::future_mass<bf16, Dims>(on, {}, q.read(), k.read(), of_queries, sequences, options,
-                                     kvp::view_bhs(target.data(), s.batch, s.heads, s.length), workspace);
+        kvp::future_mass<bf16, Dims>(on, {}, q.read(), k.read(), of_queries, sequences,
+                                     kvp::view_bhs(target.data(), s.batch, s.heads, s.length), workspace,
+                                     options);
     });
     const double n = s.length - window;
     report(state, n * (n + 1) / 2 * s.batch * s.query_heads(), 2.0 * s.dim, (s.queries() + s.keys()) * s.dim);

@@ -82,15 +82,15 @@ struct Layer {
     void make_target() {
         FutureMassOptions options;
         options.window = window;
-        future_mass<float>(on, {}, queries(), keys_view(), read(lse, query_heads), sequences, options,
-                           write(target),
-                           need(future_mass_workspace_bytes<float>(on, queries(), keys_view())));
+        future_mass<float>(on, {}, queries(), keys_view(), read(lse, query_heads), sequences, write(target),
+                           need(future_mass_workspace_bytes<float>(on, queries(), keys_view())), options);
     }
     void loss() {
         BoundaryLoss boundary;
         boundary.sampler.count = 1024;
         double d_log_gamma[kv_heads] = {};
-        boundary(on, all_params, read(scores), read(target), sequences, write(d_scores), d_log_gamma,
+        BoundaryValue value;
+        boundary(on, all_params, read(scores), read(target), sequences, write(d_scores), d_log_gamma, &value,
                  need(boundary.workspace_bytes(on, all_params, sequences, kv_heads)));
     }
 };
@@ -131,7 +131,7 @@ struct Trained {
         const ScoreBackward<float> call{layer.keys_view(), layer.values(), layer.sequences, delay,
                                         Layer::read(layer.d_scores)};
         score_sequence_backward(layer.on, scorer, call, gradients,
-                                layer.need(backward_workspace_bytes(layer.on, scorer, call)));
+                                layer.need(score_sequence_backward_workspace_bytes(layer.on, scorer, call)));
     }
 };
 

@@ -64,16 +64,15 @@ void boundary(benchmark::State& state, std::int32_t heads, std::int32_t layers, 
     kvp::BoundaryOptions options;
     options.layers = layers;
     const kvp::Sequences sequences{1, length};
-    const std::size_t bytes =
-        kvp::boundary_loss_workspace_bytes(on, loss, all_params(budget), sequences, heads * layers);
+    const std::size_t bytes = loss.workspace_bytes(on, all_params(budget), sequences, heads * layers);
     const buffer<unsigned char> workspace(static_cast<std::int64_t>(bytes));
     const auto plane = [&](const float* data) { return kvp::view_bhs(data, 1, heads * layers, length); };
     measure(
         state, calls.stream,
         [&] {
-            kvp::boundary_loss(on, loss, all_params(budget), plane(scores.data()), plane(target.data()),
-                               sequences, kvp::view_bhs(d.data(), 1, heads * layers, length), d_gamma.data(),
-                               value.data(), view(workspace), nullptr, options);
+            loss(on, all_params(budget), plane(scores.data()), plane(target.data()), sequences,
+                 kvp::view_bhs(d.data(), 1, heads * layers, length), d_gamma.data(), value.data(),
+                 view(workspace), options);
         },
         bytes);
 }
@@ -88,14 +87,14 @@ void sparsity(benchmark::State& state) {
     const buffer<kvp::LossValue> value(1);
     const kvp::Sequences sequences{1, length};
     const Gated policy{};
-    const std::size_t bytes = kvp::gate_loss_workspace_bytes(on, policy, sequences, heads);
+    const std::size_t bytes = kvp::GateSparsity{}.workspace_bytes(on, policy, sequences, heads);
     const buffer<unsigned char> workspace(static_cast<std::int64_t>(bytes));
     measure(
         state, calls.stream,
         [&] {
-            kvp::gate_loss(on, kvp::GateSparsity{}, policy,
-                           kvp::view_bhs<const float>(scores.data(), 1, heads, length), sequences,
-                           kvp::view_bhs(d.data(), 1, heads, length), value.data(), view(workspace));
+            kvp::GateSparsity{}(on, policy, kvp::view_bhs<const float>(scores.data(), 1, heads, length),
+                                sequences, kvp::view_bhs(d.data(), 1, heads, length), value.data(),
+                                view(workspace));
         },
         bytes);
 }
@@ -126,28 +125,27 @@ void row_losses(benchmark::State& state, row_call which) {
     const logits all;
     const auto of = [](const filled<T>& from) { return logits::rows(static_cast<const T*>(from.data())); };
     const kvp::TopDistillation kl{logits::top};
-    const std::size_t bytes =
-        kvp::top_distillation_workspace_bytes<T>(on, kl, of(all.teacher), all.sequences);
+    const std::size_t bytes = kl.workspace_bytes(on, of(all.teacher), all.sequences);
     const buffer<unsigned char> workspace(static_cast<std::int64_t>(bytes));
     const auto values = logits::rows(all.values.data(), logits::top);
     const auto indices = logits::rows(all.indices.data(), logits::top);
-    kvp::top_logits<T>(on, of(all.teacher), all.sequences, values, indices);
+    kvp::top_logits<T>(on, of(all.teacher), all.sequences, values, indices, {});
     measure(
         state, calls.stream,
         [&] {
             if (which == row_call::top) {
-                kvp::top_logits<T>(on, of(all.teacher), all.sequences, values, indices);
+                kvp::top_logits<T>(on, of(all.teacher), all.sequences, values, indices, {});
             } else if (which == row_call::stored) {
-                kvp::row_loss<T>(on, kl, values, indices, of(all.student), all.sequences,
-                                 logits::rows(all.d.data()), all.value.data(), view(workspace));
+                kl(on, values, indices, of(all.student), all.sequences, logits::rows(all.d.data()),
+                   all.value.data(), view(workspace));
             } else if (which == row_call::whole) {
-                kvp::row_loss<T>(on, kl, of(all.teacher), of(all.student), all.sequences,
-                                 logits::rows(all.d.data()), all.value.data(), view(workspace));
+                kl(on, of(all.teacher), of(all.student), all.sequences, logits::rows(all.d.data()),
+                   all.value.data(), view(workspace));
             } else {
-                kvp::row_loss<T>(on, kvp::CrossEntropy{},
-                                 kvp::view_bhs<const std::int32_t>(all.labels.data(), 1, 1, logits::length),
-                                 of(all.student), all.sequences, logits::rows(all.d.data()), all.value.data(),
-                                 view(workspace));
+                kvp::CrossEntropy{}(
+                    on, kvp::view_bhs<const std::int32_t>(all.labels.data(), 1, 1, logits::length),
+                    of(all.student), all.sequences, logits::rows(all.d.data()), all.value.data(),
+                    view(workspace));
             }
         },
         bytes);
@@ -233,10 +231,9 @@ void step(benchmark::State& state, S scorer, std::int32_t delay, int part) {
     // The scorer's is its own, since the backward pass goes on from what the scores leave there.
     const std::size_t scorer_bytes =
         std::max(kvp::score_sequence_workspace_bytes<Widths>(on, scorer, K, V, sequences, options),
-                 kvp::backward_workspace_bytes<Widths>(on, scorer, call));
-    const std::size_t bytes =
-        std::max(kvp::future_mass_workspace_bytes<T>(on, Q, K),
-                 kvp::boundary_loss_workspace_bytes(on, loss, policy, sequences, heads));
+                 kvp::score_sequence_backward_workspace_bytes<Widths>(on, scorer, call));
+    const std::size_t bytes = std::max(kvp::future_mass_workspace_bytes<T>(on, Q, K),
+                                       loss.workspace_bytes(on, policy, sequences, heads));
     const buffer<unsigned char> workspace(static_cast<std::int64_t>(bytes)),
         of_scorer(static_cast<std::int64_t>(scorer_bytes));
     const auto make_target = [&] {
@@ -245,7 +242,7 @@ void step(benchmark::State& state, S scorer, std::int32_t delay, int part) {
         options.window = 256;
         options.beta = 2.0f;
         kvp::future_mass<T, kvp::head_dims<128>>(on, {}, Q, K, kvp::plane_view<const float>(LSE), sequences,
-                                                 options, plane(target.data()), view(workspace));
+                                                 plane(target.data()), view(workspace), options);
     };
     const side_stream side;
     const auto make_scores = [&](cudaStream_t stream) {
@@ -265,8 +262,8 @@ void step(benchmark::State& state, S scorer, std::int32_t delay, int part) {
         } else {
             make_scores(calls.stream);
         }
-        kvp::boundary_loss(on, loss, policy, read(scores.data()), read(target.data()), sequences,
-                           plane(d.data()), nullptr, value.data(), view(workspace), nullptr, beside);
+        loss(on, policy, read(scores.data()), read(target.data()), sequences, plane(d.data()), nullptr,
+             value.data(), view(workspace), beside);
         kvp::score_sequence_backward<Widths>(on, scorer, call, gradients, view(of_scorer));
         optimizer.step(1e-3, 1, nullptr, calls.stream);
     };

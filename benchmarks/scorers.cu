@@ -153,7 +153,7 @@ void backward(benchmark::State& state, const shape& of, const S& blank, bool inp
         all.want_inputs();
     }
     const auto call = all.backward();
-    const std::size_t bytes = kvp::backward_workspace_bytes<Widths>(on, all.scorer, call);
+    const std::size_t bytes = kvp::score_sequence_backward_workspace_bytes<Widths>(on, all.scorer, call);
     const buffer<unsigned char> workspace(static_cast<std::int64_t>(bytes));
     measure(
         state, calls.stream,
@@ -264,8 +264,8 @@ void predictor(benchmark::State& state, bool both) {
     scorer.weights = {w1->data(), b1->data(), w2->data(), nullptr};
     const kvp::Sequences sequences{1, length};
     const auto rows = kvp::view_bhsd<const kvp::bf16>(states->data(), 1, 1, length, width);
-    const kvp::HiddenDeviceBackward<kvp::bf16> call{
-        rows, sequences, kvp::view_bhs<const float>(scores->data(), 1, heads, length)};
+    const kvp::HiddenBackward<kvp::bf16> call{rows, sequences,
+                                              kvp::view_bhs<const float>(scores->data(), 1, heads, length)};
     const std::size_t bytes = both ? kvp::score_hidden_backward_workspace_bytes(on, scorer, call)
                                    : kvp::score_hidden_workspace_bytes(on, scorer, rows, sequences);
     const buffer<unsigned char> workspace(static_cast<std::int64_t>(bytes));
@@ -273,12 +273,13 @@ void predictor(benchmark::State& state, bool both) {
         state, calls.stream,
         [&] {
             if (both) {
-                kvp::score_hidden_backward(on, lt.handle, scorer, call,
+                kvp::score_hidden_backward(on, scorer, call,
                                            {d_w1->data(), d_b1->data(), d_w2->data(), nullptr},
-                                           {workspace.data(), bytes});
+                                           {workspace.data(), bytes}, {.cublaslt = lt.handle});
             } else {
-                kvp::score_hidden(on, lt.handle, scorer, rows, sequences,
-                                  kvp::view_bhs(scores->data(), 1, heads, length), {workspace.data(), bytes});
+                kvp::score_hidden(on, scorer, rows, sequences,
+                                  kvp::view_bhs(scores->data(), 1, heads, length), {workspace.data(), bytes},
+                                  {.cublaslt = lt.handle});
             }
         },
         bytes);

@@ -191,7 +191,8 @@ void Bench::oracle_recall(const examples::Oracle& oracle, const std::map<float, 
                 sequences, mask_of(of_teacher), workspace(bytes), options);
             kvpolicy::oracle_recall(
                 on_, teacher, mask_of(of_teacher), mask_of(of_student), sequences, one.data(),
-                workspace(kvpolicy::oracle_recall_workspace_bytes(on_, mask_of(of_teacher), sequences)), l);
+                workspace(kvpolicy::oracle_recall_workspace_bytes(on_, mask_of(of_teacher), sequences)),
+                {.layer = l});
             for (std::int32_t h = 0; h < heads; ++h) {
                 auto& sum = sums[static_cast<std::size_t>(std::int64_t{l} * heads + h)];
                 const auto& r = one[static_cast<std::size_t>(h)];

@@ -84,8 +84,9 @@ SHOWN int kvp_future_mass(const float* q, const float* k, std::int32_t batch, st
                                    static_cast<std::size_t>(query_heads) * static_cast<std::size_t>(length)};
         const auto lse = kvp::view_bhs(static_cast<float*>(sums.data()), batch, query_heads, length);
         kvp::causal_lse<float>(on(), {}, queries, keys, sequences, lse, workspace);
-        kvp::future_mass<float>(on(), {}, queries, keys, lse, sequences, {.window = window, .beta = beta},
-                                kvp::view_bhs(target, batch, heads, length), workspace);
+        kvp::future_mass<float>(on(), {}, queries, keys, lse, sequences,
+                                kvp::view_bhs(target, batch, heads, length), workspace,
+                                {.window = window, .beta = beta});
     });
 }
 
@@ -105,10 +106,11 @@ SHOWN int kvp_boundary_loss(const float* scores, const float* target, std::int32
         for (std::int32_t h = 0; d_log_gamma != nullptr && h < heads; ++h) {
             d_log_gamma[h] = 0.0;  // the loss adds to gradients of parameters
         }
-        *value = loss(on(), policy, kvp::view_bhs(scores, batch, heads, length),
-                      kvp::view_bhs(target, batch, heads, length), sequences,
-                      kvp::view_bhs(d_scores, batch, heads, length), d_log_gamma, workspace)
-                     .value;
+        kvp::BoundaryValue result;
+        loss(on(), policy, kvp::view_bhs(scores, batch, heads, length),
+             kvp::view_bhs(target, batch, heads, length), sequences,
+             kvp::view_bhs(d_scores, batch, heads, length), d_log_gamma, &result, workspace);
+        *value = result.value;
     });
 }
 

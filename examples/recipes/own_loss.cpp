@@ -26,10 +26,10 @@ struct SquaredDistance {
     // window is never ranked, so its score has no gradient. This loss does not move the decay, so
     // d_log_gamma is left alone.
     template <class P>
-    kvp::LossValue operator()(const kvp::host&, const P& policy, kvp::plane_view<const float> scores,
-                              kvp::plane_view<const float> target, const kvp::Sequences& sequences,
-                              kvp::plane_view<float> d_scores, double* /*d_log_gamma*/,
-                              kvp::workspace_view) const {
+    void operator()(const kvp::host&, const P& policy, kvp::plane_view<const float> scores,
+                    kvp::plane_view<const float> target, const kvp::Sequences& sequences,
+                    kvp::plane_view<float> d_scores, double* /*d_log_gamma*/, kvp::LossValue* value,
+                    kvp::workspace_view) const {
         kvp::LossValue loss;
         for (std::int32_t b = 0; b < sequences.batch; ++b) {
             for (std::int32_t h = 0; h < scores.heads; ++h) {
@@ -46,7 +46,7 @@ struct SquaredDistance {
                 }
             }
         }
-        return loss;
+        *value = loss;
     }
 
   private:
@@ -86,16 +86,17 @@ int main() {
                                          kvp::view_bhs(d_scores.data(), 1, 1, tokens)};
     kvp::Buffer workspace{on,
                           std::max(kvp::score_sequence_workspace_bytes(on, scorer, keys, values, sequences),
-                                   kvp::backward_workspace_bytes(on, scorer, call))};
+                                   kvp::score_sequence_backward_workspace_bytes(on, scorer, call))};
     const SquaredDistance loss;
+    kvp::LossValue value;
     double first = 0.0, last = 0.0;
     for (int step = 0; step < 60; ++step) {
         kvp::score_sequence(on, scorer, keys, values, sequences, 0,
                             kvp::view_bhs(scores.data(), 1, 1, tokens), workspace);
-        last = loss(on, policy, kvp::view_bhs<const float>(scores.data(), 1, 1, tokens),
-                    kvp::view_bhs<const float>(target.data(), 1, 1, tokens), sequences,
-                    kvp::view_bhs(d_scores.data(), 1, 1, tokens), nullptr, {})
-                   .value;
+        loss(on, policy, kvp::view_bhs<const float>(scores.data(), 1, 1, tokens),
+             kvp::view_bhs<const float>(target.data(), 1, 1, tokens), sequences,
+             kvp::view_bhs(d_scores.data(), 1, 1, tokens), nullptr, &value, {});
+        last = value.value;
         if (step == 0) {
             first = last;
         }

@@ -84,7 +84,7 @@ int main() {
                                          kvp::view_bhs<const float>(raw(d_scores), 1, 1, tokens)};
     thrust::device_vector<unsigned char> scratch(
         std::max(kvp::score_sequence_workspace_bytes(on, scorer, keys, rows, sequences),
-                 kvp::backward_workspace_bytes(on, scorer, call)));
+                 kvp::score_sequence_backward_workspace_bytes(on, scorer, call)));
     const kvp::workspace_view workspace{raw(scratch), scratch.size()};
     for (int step = 0; step < steps; ++step) {
         kvp::score_sequence(on, scorer, keys, rows, sequences, 0, kvp::view_bhs(raw(scores), 1, 1, tokens),

@@ -79,25 +79,26 @@ void check_device() {
 namespace kvpolicy {
 using Rules = train::DevicePolicy;
 using Dims = train::TargetDims;
-template std::size_t boundary_loss_workspace_bytes(const cuda&, const BoundaryLoss&, const Rules&,
-                                                   const Sequences&, std::int32_t);
-template void boundary_loss(const cuda&, const BoundaryLoss&, const Rules&, plane_view<const float>,
-                            plane_view<const float>, const Sequences&, plane_view<float>, double*,
-                            BoundaryValue*, workspace_view, std::uint32_t*, const BoundaryOptions&);
+template std::size_t BoundaryLoss::workspace_bytes<Rules>(const cuda&, const Rules&, const Sequences&,
+                                                          std::int32_t) const;
+template void BoundaryLoss::operator()<Rules, float>(const cuda&, const Rules&, plane_view<const float>,
+                                                     plane_view<const float>, const Sequences&,
+                                                     plane_view<float>, double*, BoundaryValue*,
+                                                     workspace_view, const BoundaryOptions&) const;
 template std::size_t build_mask_workspace_bytes(const cuda&, const Rules&, const Sequences&, std::int32_t,
                                                 const MaskOptions&);
 template void build_mask(const cuda&, const Rules&, plane_view<const float>, const Sequences&,
-                         plane_view<expiry_t>, workspace_view, const MaskOptions&, std::uint32_t*);
+                         plane_view<expiry_t>, workspace_view, const MaskOptions&);
 template void oracle_recall(const cuda&, const Rules&, plane_view<const expiry_t>, plane_view<const expiry_t>,
-                            const Sequences&, Recall*, workspace_view, std::int32_t);
+                            const Sequences&, Recall*, workspace_view, const MetricOptions&);
 #define KVPOLICY_TARGETS(T)                                                                                \
     template std::size_t future_mass_workspace_bytes(const cuda&, rows_view<const T>, rows_view<const T>); \
     template void causal_lse<T, Dims>(const cuda&, const AttentionParams&, rows_view<const T>,             \
                                       rows_view<const T>, const Sequences&, plane_view<float>,             \
-                                      workspace_view);                                                     \
+                                      workspace_view, const CausalLseOptions&);                            \
     template void future_mass<T, Dims>(const cuda&, const AttentionParams&, rows_view<const T>,            \
                                        rows_view<const T>, plane_view<const float>, const Sequences&,      \
-                                       const FutureMassOptions&, plane_view<float>, workspace_view);
+                                       plane_view<float>, workspace_view, const FutureMassOptions&);
 KVPOLICY_TARGETS(bf16)
 KVPOLICY_TARGETS(float)
 #undef KVPOLICY_TARGETS

@@ -106,11 +106,10 @@ class ScorerSteps final : public DeviceSteps {
             kvpolicy::BoundaryLoss loss = job_.loss;
             loss.sampler.seed = visit.seed;
             const kvpolicy::Sequences sequences{.batch = 1, .length = held.length};
-            kvpolicy::boundary_loss(on(), loss, all_params, plane<const float>(scratch.scores, held.length),
-                                    plane<const float>(held.target, held.length), sequences,
-                                    plane<float>(scratch.d_scores, held.length),
-                                    job_.decay ? d_log_gamma_.data() : nullptr, value_.data(),
-                                    scratch.workspace, nullptr, options);
+            loss(on(), all_params, plane<const float>(scratch.scores, held.length),
+                 plane<const float>(held.target, held.length), sequences,
+                 plane<float>(scratch.d_scores, held.length), job_.decay ? d_log_gamma_.data() : nullptr,
+                 value_.data(), scratch.workspace, options);
             kvpolicy::score_sequence_backward<Widths>(on(), scorer_, backward_call(held, &scratch),
                                                       gradients_, scratch.workspace);
             enqueue_visit(stream_.get(), sums_.data(), value_.data(), job_.decay ? heads_ : 0, range(),
@@ -157,10 +156,9 @@ class ScorerSteps final : public DeviceSteps {
             for (std::size_t b = 0; b < budgets.size(); ++b) {
                 const DevicePolicy all_params = policy(budgets[b], log_gamma.data());
                 const std::size_t at = i * budgets.size() + b;
-                kvpolicy::boundary_loss(on(), loss, all_params,
-                                        plane<const float>(scratch.scores, held.length), target, sequences,
-                                        plane<float>(scratch.d_scores, held.length), nullptr,
-                                        values.data() + at, scratch.workspace, nullptr, options);
+                loss(on(), all_params, plane<const float>(scratch.scores, held.length), target, sequences,
+                     plane<float>(scratch.d_scores, held.length), nullptr, values.data() + at,
+                     scratch.workspace, options);
                 kvpolicy::build_mask(on(), all_params, target, sequences,
                                      plane<kvpolicy::expiry_t>(scratch.teacher, held.length),
                                      scratch.workspace);
@@ -338,13 +336,14 @@ class ScorerSteps final : public DeviceSteps {
             const kvpolicy::Sequences sequences{.batch = 1, .length = length};
             const DevicePolicy all_params = policy(job_.spec.sinks + job_.spec.window + 1, nullptr);
             const auto expiry = kvpolicy::view_bhs<const kvpolicy::expiry_t>(nullptr, 1, heads_, length);
-            const std::size_t bytes = std::max(
-                {kvpolicy::score_sequence_workspace_bytes<Widths>(on(), scorer_, keys(shape), values(shape),
-                                                                  sequences),
-                 kvpolicy::backward_workspace_bytes<Widths>(on(), scorer_, backward_call(shape, nullptr)),
-                 kvpolicy::boundary_loss_workspace_bytes(on(), job_.loss, all_params, sequences, heads_),
-                 kvpolicy::build_mask_workspace_bytes(on(), all_params, sequences, heads_),
-                 kvpolicy::oracle_recall_workspace_bytes(on(), expiry, sequences)});
+            const std::size_t bytes =
+                std::max({kvpolicy::score_sequence_workspace_bytes<Widths>(on(), scorer_, keys(shape),
+                                                                           values(shape), sequences),
+                          kvpolicy::score_sequence_backward_workspace_bytes<Widths>(
+                              on(), scorer_, backward_call(shape, nullptr)),
+                          job_.loss.workspace_bytes(on(), all_params, sequences, heads_),
+                          kvpolicy::build_mask_workspace_bytes(on(), all_params, sequences, heads_),
+                          kvpolicy::oracle_recall_workspace_bytes(on(), expiry, sequences)});
             const std::size_t count = static_cast<std::size_t>(heads_) * static_cast<std::size_t>(length);
             room_ = {};
             room_.workspace = DeviceArray<unsigned char>(bytes);
@@ -433,8 +432,8 @@ class ScorerSteps final : public DeviceSteps {
         const kvpolicy::Sequences sequences{.batch = 1, .length = held.length};
         kvpolicy::causal_lse<T, TargetDims>(on(), {}, q, keys(held), sequences, of_lse, memory);
         kvpolicy::future_mass<T, TargetDims>(on(), {}, q, keys(held), of_lse, sequences,
-                                             mass_options(job_.target),
-                                             plane<float>(held.target, held.length), memory);
+                                             plane<float>(held.target, held.length), memory,
+                                             mass_options(job_.target));
         stream_.wait();
     }
 

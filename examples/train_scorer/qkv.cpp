@@ -244,8 +244,9 @@ class FileSource final : public QkvSource {
         const kvpolicy::workspace_view workspace{memory.data(), memory.size()};
         const auto plane = kvpolicy::view_bhs(lse.data(), 1, static_cast<std::int32_t>(heads), n);
         kvpolicy::causal_lse<float>(on_, {}, q, k, sequences, plane, workspace);
-        kvpolicy::future_mass<float>(on_, {}, q, k, plane, sequences, mass_options(target_),
-                                     kvpolicy::view_bhs(target.data(), 1, shape_.kv_heads, n), workspace);
+        kvpolicy::future_mass<float>(on_, {}, q, k, plane, sequences,
+                                     kvpolicy::view_bhs(target.data(), 1, shape_.kv_heads, n), workspace,
+                                     mass_options(target_));
         return target;
     }
 

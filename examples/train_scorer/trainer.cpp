@@ -249,18 +249,18 @@ void Trainer<S>::step() {
             d_scores.assign(scores.size(), 0.0f);
             loss.layer = l;
             std::vector<double> d_log_gamma(heads, 0.0);
-            const kvpolicy::BoundaryValue value = loss(
-                on_, all_params, plane<const float>(scores, shape.kv_heads, example.length),
-                example.targets(shape, l), sequences, plane<float>(d_scores, shape.kv_heads, example.length),
-                alpha_.empty() ? nullptr : d_log_gamma.data(),
-                workspace(loss.workspace_bytes(on_, all_params, sequences, shape.kv_heads)));
+            kvpolicy::BoundaryValue value;
+            loss(on_, all_params, plane<const float>(scores, shape.kv_heads, example.length),
+                 example.targets(shape, l), sequences, plane<float>(d_scores, shape.kv_heads, example.length),
+                 alpha_.empty() ? nullptr : d_log_gamma.data(), &value,
+                 workspace(loss.workspace_bytes(on_, all_params, sequences, shape.kv_heads)));
             sums.add(value, 1.0);  // scaled already
             const kvpolicy::ScoreBackward<float> call{
                 example.keys(shape, l), example.values(shape, l), sequences, options_.spec.delay,
                 plane<const float>(d_scores, shape.kv_heads, example.length)};
             kvpolicy::score_sequence_backward(
                 on_, stack_.scorers[at], call, gradients_[at],
-                workspace(kvpolicy::backward_workspace_bytes(on_, stack_.scorers[at], call)));
+                workspace(kvpolicy::score_sequence_backward_workspace_bytes(on_, stack_.scorers[at], call)));
             for (std::size_t h = 0; h < heads && !alpha_.empty(); ++h) {
                 const std::size_t i = at * heads + h;
                 alpha_gradient_[0][i] += static_cast<float>(
@@ -314,12 +314,11 @@ std::vector<HeldOutNumbers> Trainer<S>::evaluate() {
                 const Policy all_params = policy(numbers.budget, log_gamma);
                 kvpolicy::BoundaryLoss loss = loss_of(options_);
                 loss.layer = l;
-                numbers.loss.add(
-                    loss(on_, all_params, plane<const float>(scores, shape.kv_heads, n),
-                         example.targets(shape, l), sequences, plane<float>(unused, shape.kv_heads, n),
-                         nullptr,
-                         workspace(loss.workspace_bytes(on_, all_params, sequences, shape.kv_heads))),
-                    1.0 / (shape.layers * sequences_count));
+                kvpolicy::BoundaryValue value;
+                loss(on_, all_params, plane<const float>(scores, shape.kv_heads, n),
+                     example.targets(shape, l), sequences, plane<float>(unused, shape.kv_heads, n), nullptr,
+                     &value, workspace(loss.workspace_bytes(on_, all_params, sequences, shape.kv_heads)));
+                numbers.loss.add(value, 1.0 / (shape.layers * sequences_count));
                 const kvpolicy::MaskOptions mask{.layer = l};
                 const auto build = [&](kvpolicy::plane_view<const float> from,
                                        std::vector<kvpolicy::expiry_t>& into) {
@@ -335,7 +334,8 @@ std::vector<HeldOutNumbers> Trainer<S>::evaluate() {
                 kvpolicy::oracle_recall(
                     on_, all_params, of_teacher, plane<const kvpolicy::expiry_t>(student, shape.kv_heads, n),
                     sequences, recall.data(),
-                    workspace(kvpolicy::oracle_recall_workspace_bytes(on_, of_teacher, sequences)), l);
+                    workspace(kvpolicy::oracle_recall_workspace_bytes(on_, of_teacher, sequences)),
+                    {.layer = l});
                 for (std::size_t h = 0; h < heads; ++h) {
                     numbers.add(static_cast<std::size_t>(l) * heads + h, recall[h], sequences_count);
                 }

@@ -72,8 +72,9 @@ class Oracle {
                 kvpolicy::causal_lse<float>(on, {}, q, k, sequences, lse, scratch);
             }
             kvpolicy::future_mass<float>(
-                on, {}, q, k, lse, sequences, options,
-                kvpolicy::view_bhs(scores.data() + layer * kv_plane, 1, config_.kv_heads, length), scratch);
+                on, {}, q, k, lse, sequences,
+                kvpolicy::view_bhs(scores.data() + layer * kv_plane, 1, config_.kv_heads, length), scratch,
+                options);
         }
         return scores;
     }

@@ -4,6 +4,7 @@
 #include <kvpolicy/attention/gradients.hpp>
 #include <kvpolicy/attention/kv_view.hpp>
 #include <kvpolicy/core/context.hpp>
+#include <kvpolicy/core/head_dims.hpp>
 #include <kvpolicy/core/types.hpp>
 #include <kvpolicy/core/view.hpp>
 
@@ -13,16 +14,49 @@
 
 namespace kvpolicy {
 
+/// How a call on CUDA finds the rows that a tile of queries sees.
+enum class attend_path : std::uint8_t {
+    automatic,  ///< gather where keys expire, have positions of their own or are packed; else scan
+    gather,     ///< lists of live rows, made once for about 1024 queries at a time
+    scan,       ///< every tile looks at all rows that are not in the future: needs no lists
+};
+
+/// How a call on Hopper (head_dim up to 128, no softcap, no biases) copies rows that all queries of a tile see.
+enum class attend_copies : std::uint8_t {
+    automatic,  ///< boxes for the super-tiles whose rows follow one another in runs of 32 or more on average; else rows
+    boxes,  ///< eight rows that follow one another come as one box by TMA, others singly: for gates open in long runs
+    rows,  ///< every row by itself
+};
+
+/// What a caller may change about an attend call. Results agree to rounding whatever it says. The host has one path: it looks at the
+/// status alone.
+struct AttendOptions {
+    attend_path path = attend_path::automatic;
+    bool portable = false;  ///< the kernels of compute capability 8.0 on any GPU
+    attend_copies copies = attend_copies::automatic;
+    std::uint32_t* status = nullptr;  ///< [B], OR-ed into: status_bad_length
+};
+
+/// What a caller may change about an attend_backward call. The host is deterministic, and looks at the status alone.
+struct BackwardOptions {
+    /// The same bits in every run. d_q then comes from a pass of its own, and super-tiles of about 1024 queries go one after
+    /// another for d_k and d_v: about twice the time, more where batch * KV heads is small.
+    bool deterministic = false;
+    bool portable = false;            ///< the kernels of compute capability 8.0 on any GPU
+    std::uint32_t* status = nullptr;  ///< [B], OR-ed into: status_bad_length
+};
+
 /// Bytes of workspace for the attend call with the same arguments, and for every call that differs from it only by fewer
 /// queries or keys: one workspace for the longest call serves them all.
-template <Storage T>
-std::size_t attend_workspace_bytes(const host& on, const AttentionParams& attention,
+template <Storage T, class Dims = all_head_dims>
+std::size_t attend_workspace_bytes(const host& ctx, const AttentionParams& attention,
                                    std::type_identity_t<rows_view<const T>> q, const kv_view<T>& all,
-                                   const Sequences& sequences);
-template <Storage T>
-std::size_t attend_workspace_bytes(const host& on, const AttentionParams& attention,
+                                   const Sequences& sequences, const AttendOptions& options = {});
+template <Storage T, class Dims = all_head_dims>
+std::size_t attend_workspace_bytes(const host& ctx, const AttentionParams& attention,
                                    std::type_identity_t<rows_view<const T>> q, const kv_view<T>& past,
-                                   const kv_view<T>& self, const Sequences& sequences);
+                                   const kv_view<T>& self, const Sequences& sequences,
+                                   const AttendOptions& options = {});
 
 /// Attention with lifetimes, for query i of head h * G + g at position p = start_b + i (start_b = sequences.starts[b], 0
 /// where null, negative allowed) and the keys t of KV head h at positions pos(t):
@@ -49,26 +83,27 @@ std::size_t attend_workspace_bytes(const host& on, const AttentionParams& attent
 /// Refuses, before anything is written: head counts that do not divide, shapes that disagree, an unsupported head_dim,
 /// null data, lengths below 0, beyond the view or beyond 2^30, positions that 31 bits do not hold, a negative bias_from or softcap, a
 /// scale that is not finite, too little workspace.
-template <Storage T>
-void attend(const host& on, const AttentionParams& attention, std::type_identity_t<rows_view<const T>> q,
+template <Storage T, class Dims = all_head_dims>
+void attend(const host& ctx, const AttentionParams& attention, std::type_identity_t<rows_view<const T>> q,
             const kv_view<T>& all, const Sequences& sequences, std::type_identity_t<rows_view<T>> out,
-            plane_view<float> lse, workspace_view workspace);
+            plane_view<float> lse, workspace_view workspace, const AttendOptions& options = {});
 
 /// A chunk attends to the rows of a cache and to itself, as if both were one list of keys. `past` is as above, with
 /// positions in the frame of the queries. `self` holds the chunk's own keys, [B, Hkv, S, ...]: its row t sits at start_b + t
 /// unless it brings positions, only the first sequences.lengths[b] rows count, and its `first` and `lengths` stay unset.
 /// Packed segments are refused.
-template <Storage T>
-void attend(const host& on, const AttentionParams& attention, std::type_identity_t<rows_view<const T>> q,
+template <Storage T, class Dims = all_head_dims>
+void attend(const host& ctx, const AttentionParams& attention, std::type_identity_t<rows_view<const T>> q,
             const kv_view<T>& past, const kv_view<T>& self, const Sequences& sequences,
-            std::type_identity_t<rows_view<T>> out, plane_view<float> lse, workspace_view workspace);
+            std::type_identity_t<rows_view<T>> out, plane_view<float> lse, workspace_view workspace,
+            const AttendOptions& options = {});
 
 /// Bytes of workspace for the attend_backward call with the same arguments. O(Skv (Dk + Dv)), at most 16 copies of the keys'
 /// and values' gradients of a head.
-template <Storage T>
-std::size_t attend_backward_workspace_bytes(const host& on, const AttentionParams& attention,
+template <Storage T, class Dims = all_head_dims>
+std::size_t attend_backward_workspace_bytes(const host& ctx, const AttentionParams& attention,
                                             std::type_identity_t<rows_view<const T>> q, const kv_view<T>& all,
-                                            const Sequences& sequences);
+                                            const Sequences& sequences, const BackwardOptions& options = {});
 
 /// Gradients of attend() through the mask, at a cost proportional to the live pairs. With P = exp(logit - lse) and
 /// delta_d = <out_d, d_out_d>, over the pairs (query d of head h G + g, key t) that see each other:
@@ -84,11 +119,11 @@ std::size_t attend_backward_workspace_bytes(const host& on, const AttentionParam
 ///
 /// Refuses, before anything is written: what attend refuses, shapes that disagree, a number that is not finite in q, out,
 /// d_out, or a k, v or log_bias that some query sees (named with batch, head and position), a NaN lse.
-template <Storage T>
-void attend_backward(const host& on, const AttentionParams& attention,
+template <Storage T, class Dims = all_head_dims>
+void attend_backward(const host& ctx, const AttentionParams& attention,
                      std::type_identity_t<rows_view<const T>> q, const kv_view<T>& all,
                      const Sequences& sequences, const SavedForward<T>& saved, const AttentionGrads<T>& grads,
-                     workspace_view workspace);
+                     workspace_view workspace, const BackwardOptions& options = {});
 
 }  // namespace kvpolicy
 

@@ -25,10 +25,10 @@ inline bool good_number(bool good, bool refuse, const char* name, std::int64_t b
 
 /// Numbers that take part must be finite; what no query sees may hold anything.
 template <class T>
-void check_gradient_numbers(const host& on, const rows_view<const T>& q, const kv_view<T>& all,
+void check_gradient_numbers(const host& ctx, const rows_view<const T>& q, const kv_view<T>& all,
                             const Sequences& sequences, const SavedForward<T>& saved) {
     constexpr float infinite = std::numeric_limits<float>::infinity();
-    check_in_parallel(on, std::int64_t{q.batch} * q.heads, [&](std::int64_t task, bool refuse) {
+    check_in_parallel(ctx, std::int64_t{q.batch} * q.heads, [&](std::int64_t task, bool refuse) {
         const std::int64_t b = task / q.heads, h = task % q.heads;
         bool good = true;
         for (std::int32_t i = 0; good && i < sequences.length_of(b); ++i) {
@@ -39,7 +39,7 @@ void check_gradient_numbers(const host& on, const rows_view<const T>& q, const k
         }
         return good;
     });
-    check_in_parallel(on, std::int64_t{q.batch} * all.k.heads, [&](std::int64_t task, bool refuse) {
+    check_in_parallel(ctx, std::int64_t{q.batch} * all.k.heads, [&](std::int64_t task, bool refuse) {
         const auto b = static_cast<std::int32_t>(task / all.k.heads),
                    h = static_cast<std::int32_t>(task % all.k.heads);
         const std::int32_t count = all.lengths != nullptr ? all.lengths[b] : all.k.length;

@@ -3,38 +3,16 @@
 
 #include <kvpolicy/attention/attend.hpp>
 #include <kvpolicy/core/cuda_context.hpp>
+#include <kvpolicy/core/head_dims.hpp>
 #include <kvpolicy/core/types.hpp>
 #include <kvpolicy/core/view.hpp>
 #include <kvpolicy/cuda/config.cuh>
-#include <kvpolicy/core/head_dims.hpp>
 
 #include <cstddef>
 #include <cstdint>
 #include <type_traits>
 
 namespace kvpolicy {
-
-/// How a call finds the rows that a tile of queries sees.
-enum class attend_path : std::uint8_t {
-    automatic,  ///< gather where keys expire, have positions of their own or are packed; else scan
-    gather,     ///< lists of live rows, made once for about 1024 queries at a time
-    scan,       ///< every tile looks at all rows that are not in the future: needs no lists
-};
-
-/// How a call on Hopper (head_dim up to 128, no softcap, no biases) copies rows that all queries of a tile see.
-enum class attend_copies : std::uint8_t {
-    automatic,  ///< boxes for the super-tiles whose rows follow one another in runs of 32 or more on average; else rows
-    boxes,  ///< eight rows that follow one another come as one box by TMA, others singly: for gates open in long runs
-    rows,  ///< every row by itself
-};
-
-/// What a caller may change about a call. Results agree to rounding whatever it says.
-struct AttendOptions {
-    attend_path path = attend_path::automatic;
-    bool portable = false;  ///< the kernels of compute capability 8.0 on any GPU
-    attend_copies copies = attend_copies::automatic;
-    std::uint32_t* status = nullptr;  ///< [B], device memory, OR-ed into: status_bad_length
-};
 
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 
@@ -43,11 +21,11 @@ inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 /// query of a KV head (12 where a group fills a tile of queries: 64 heads and more); nearly nothing with `scan`. Shapes and strides
 /// count; nothing is read, but no view may be null: before tensors exist any address at a multiple of 16 bytes stands for them.
 template <Storage T, class Dims = all_head_dims>
-std::size_t attend_workspace_bytes(const cuda& on, const AttentionParams& attention,
+std::size_t attend_workspace_bytes(const cuda& ctx, const AttentionParams& attention,
                                    std::type_identity_t<rows_view<const T>> q, const kv_view<T>& all,
                                    const Sequences& sequences, const AttendOptions& options = {});
 template <Storage T, class Dims = all_head_dims>
-std::size_t attend_workspace_bytes(const cuda& on, const AttentionParams& attention,
+std::size_t attend_workspace_bytes(const cuda& ctx, const AttentionParams& attention,
                                    std::type_identity_t<rows_view<const T>> q, const kv_view<T>& past,
                                    const kv_view<T>& self, const Sequences& sequences,
                                    const AttendOptions& options = {});
@@ -74,13 +52,13 @@ std::size_t attend_workspace_bytes(const cuda& on, const AttentionParams& attent
 /// Refuses, before anything is enqueued: what the host refuses as far as no device memory must be read, a head_dim beyond
 /// Dims, rows that are not aligned, too little workspace. Failing CUDA calls throw kvpolicy::cuda_error.
 template <Storage T, class Dims = all_head_dims>
-void attend(const cuda& on, const AttentionParams& attention, std::type_identity_t<rows_view<const T>> q,
+void attend(const cuda& ctx, const AttentionParams& attention, std::type_identity_t<rows_view<const T>> q,
             const kv_view<T>& all, const Sequences& sequences, std::type_identity_t<rows_view<T>> out,
             plane_view<float> lse, workspace_view workspace, const AttendOptions& options = {});
 
 /// Two segments of keys, as on the host: the rows of a cache, and the chunk's own.
 template <Storage T, class Dims = all_head_dims>
-void attend(const cuda& on, const AttentionParams& attention, std::type_identity_t<rows_view<const T>> q,
+void attend(const cuda& ctx, const AttentionParams& attention, std::type_identity_t<rows_view<const T>> q,
             const kv_view<T>& past, const kv_view<T>& self, const Sequences& sequences,
             std::type_identity_t<rows_view<T>> out, plane_view<float> lse, workspace_view workspace,
             const AttendOptions& options = {});

@@ -4,10 +4,10 @@
 #include <kvpolicy/attention/cuda_attend.cuh>
 #include <kvpolicy/attention/gradients.hpp>
 #include <kvpolicy/core/cuda_context.hpp>
+#include <kvpolicy/core/head_dims.hpp>
 #include <kvpolicy/core/types.hpp>
 #include <kvpolicy/core/view.hpp>
 #include <kvpolicy/cuda/config.cuh>
-#include <kvpolicy/core/head_dims.hpp>
 
 #include <cstddef>
 #include <cstdint>
@@ -15,22 +15,13 @@
 
 namespace kvpolicy {
 
-/// What a caller may change about a call.
-struct BackwardOptions {
-    /// The same bits in every run. d_q then comes from a pass of its own, and super-tiles of about 1024 queries go one after
-    /// another for d_k and d_v: about twice the time, more where batch * KV heads is small.
-    bool deterministic = false;
-    bool portable = false;            ///< the kernels of compute capability 8.0 on any GPU
-    std::uint32_t* status = nullptr;  ///< [B], device memory, OR-ed into: status_bad_length
-};
-
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 
 /// Bytes of device workspace for the attend_backward call with the same arguments, and for every call on the same GPU that
 /// differs from it only by fewer queries or keys. O(S D): with D the head_dim that the kernels are compiled for, 8 D bytes a
 /// query and head (packed copies of q and d_out, and fp32 sums of d_q), 8 D a key and KV head, and the lists of live keys.
 template <Storage T, class Dims = all_head_dims>
-std::size_t attend_backward_workspace_bytes(const cuda& on, const AttentionParams& attention,
+std::size_t attend_backward_workspace_bytes(const cuda& ctx, const AttentionParams& attention,
                                             std::type_identity_t<rows_view<const T>> q, const kv_view<T>& all,
                                             const Sequences& sequences, const BackwardOptions& options = {});
 
@@ -56,7 +47,7 @@ std::size_t attend_backward_workspace_bytes(const cuda& on, const AttentionParam
 /// Refuses, before anything is enqueued: what the host refuses as far as no device memory must be read, a head_dim beyond
 /// Dims, rows that are not aligned, too little workspace. Failing CUDA calls throw kvpolicy::cuda_error.
 template <Storage T, class Dims = all_head_dims>
-void attend_backward(const cuda& on, const AttentionParams& attention,
+void attend_backward(const cuda& ctx, const AttentionParams& attention,
                      std::type_identity_t<rows_view<const T>> q, const kv_view<T>& all,
                      const Sequences& sequences, const SavedForward<T>& saved, const AttentionGrads<T>& grads,
                      workspace_view workspace, const BackwardOptions& options = {});

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <kvpolicy/core/context.hpp>
+#include <kvpolicy/core/head_dims.hpp>
 #include <kvpolicy/core/types.hpp>
 #include <kvpolicy/core/view.hpp>
 #include <kvpolicy/policies/parameters.hpp>
@@ -24,18 +25,26 @@ struct FutureMassOptions {
     /// any single query pays. Beyond the papers: at tight budgets beta >= 2 keeps keys that few queries need badly.
     float beta = 1.0f;
     std::int32_t layer = 0;  ///< the layer whose windows hold
+    std::uint32_t* status =
+        nullptr;  ///< [B], OR-ed into: status_bad_length, for a length that then counts as 0
+};
+
+/// Options of causal_lse.
+struct CausalLseOptions {
+    std::uint32_t* status = nullptr;  ///< as in FutureMassOptions
 };
 
 /// Bytes of workspace for causal_lse and future_mass.
 template <Storage T>
-std::size_t future_mass_workspace_bytes(const host& on, rows_view<const T> q, input_rows<T> k);
+std::size_t future_mass_workspace_bytes(const host& ctx, rows_view<const T> q, input_rows<T> k);
 
 /// lse[b][hq][d] = log sum_{t <= d} exp(logit(d, t)), the dense causal normalizer (eq. 28), natural log. q [B, Hq, S, Dk], k
 /// [B, Hkv, S, Dk], lse [B, Hq, S]: overwritten for the sequences' lengths. Synchronous, O(S^2) time, no S x S array. Refuses
 /// what future_mass refuses.
-template <Storage T>
-void causal_lse(const host& on, const AttentionParams& attention, rows_view<const T> q, input_rows<T> k,
-                const Sequences& sequences, plane_view<float> lse, workspace_view workspace);
+template <Storage T, class Dims = all_head_dims>
+void causal_lse(const host& ctx, const AttentionParams& attention, rows_view<const T> q, input_rows<T> k,
+                const Sequences& sequences, plane_view<float> lse, workspace_view workspace,
+                const CausalLseOptions& options = {});
 
 /// Writes target [B, Hkv, S] from q [B, Hq, S, Dk], k [B, Hkv, S, Dk] and lse [B, Hq, S] (natural log; dense from causal_lse,
 /// which makes the target exact, or the sparse pass's own, eq. 9). With p_d(t) = exp(logit(d, t) - lse_d) and d running over
@@ -48,26 +57,27 @@ void causal_lse(const host& on, const AttentionParams& attention, rows_view<cons
 /// -inf contributes nothing; with a sparse lse a mass may exceed 1. Overwrites target for the sequences' lengths.
 /// Synchronous, O(S^2) time, no S x S array. Refuses: shapes that disagree, null data, no query heads, beta < 1, epsilon < 0 or infinite,
 /// window < 1, look_ahead < 0, packed segments, starts, too little workspace. A window of S or more leaves every key without future queries.
-template <Storage T>
-void future_mass(const host& on, const AttentionParams& attention, rows_view<const T> q, input_rows<T> k,
-                 plane_view<const float> lse, const Sequences& sequences, const FutureMassOptions& options,
-                 plane_view<float> target, workspace_view workspace);
+template <Storage T, class Dims = all_head_dims>
+void future_mass(const host& ctx, const AttentionParams& attention, rows_view<const T> q, input_rows<T> k,
+                 plane_view<const float> lse, const Sequences& sequences, plane_view<float> target,
+                 workspace_view workspace, const FutureMassOptions& options = {});
 
 // The same of queries that may be written.
 template <Storage T>
-std::size_t future_mass_workspace_bytes(const host& on, rows_view<T> q, input_rows<T> k) {
-    return future_mass_workspace_bytes(on, input_rows<T>(q), k);
+std::size_t future_mass_workspace_bytes(const host& ctx, rows_view<T> q, input_rows<T> k) {
+    return future_mass_workspace_bytes(ctx, input_rows<T>(q), k);
 }
-template <Storage T>
-void causal_lse(const host& on, const AttentionParams& attention, rows_view<T> q, input_rows<T> k,
-                const Sequences& sequences, plane_view<float> lse, workspace_view workspace) {
-    causal_lse(on, attention, input_rows<T>(q), k, sequences, lse, workspace);
+template <Storage T, class Dims = all_head_dims>
+void causal_lse(const host& ctx, const AttentionParams& attention, rows_view<T> q, input_rows<T> k,
+                const Sequences& sequences, plane_view<float> lse, workspace_view workspace,
+                const CausalLseOptions& options = {}) {
+    causal_lse<T, Dims>(ctx, attention, input_rows<T>(q), k, sequences, lse, workspace, options);
 }
-template <Storage T>
-void future_mass(const host& on, const AttentionParams& attention, rows_view<T> q, input_rows<T> k,
-                 plane_view<const float> lse, const Sequences& sequences, const FutureMassOptions& options,
-                 plane_view<float> target, workspace_view workspace) {
-    future_mass(on, attention, input_rows<T>(q), k, lse, sequences, options, target, workspace);
+template <Storage T, class Dims = all_head_dims>
+void future_mass(const host& ctx, const AttentionParams& attention, rows_view<T> q, input_rows<T> k,
+                 plane_view<const float> lse, const Sequences& sequences, plane_view<float> target,
+                 workspace_view workspace, const FutureMassOptions& options = {}) {
+    future_mass<T, Dims>(ctx, attention, input_rows<T>(q), k, lse, sequences, target, workspace, options);
 }
 
 }  // namespace kvpolicy

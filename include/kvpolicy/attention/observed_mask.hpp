@@ -17,11 +17,13 @@ struct ObservedMaskOptions {
     std::int32_t layer = 0;
     /// The first so many tokens are the prompt, cut into blocks as the policy's scorer says; the rest is decoded.
     std::int32_t prompt = unlimited;
+    std::uint32_t* status =
+        nullptr;  ///< [B], OR-ed into: status_bad_length, for a length that then counts as 0
 };
 
 /// Bytes of workspace that build_observed_mask needs.
 template <Storage T, AnyPolicy P>
-std::size_t build_observed_mask_workspace_bytes(const host& on, const P& policy, rows_view<const T> q,
+std::size_t build_observed_mask_workspace_bytes(const host& ctx, const P& policy, rows_view<const T> q,
                                                 input_rows<T> k);
 
 /// Writes expiry [B, Hkv, S] for the sequences' lengths, from q [B, Hq, S, Dk] and k [B, Hkv, S, Dk]: the keys that a cache of
@@ -35,22 +37,22 @@ std::size_t build_observed_mask_workspace_bytes(const host& on, const P& policy,
 /// segments, starts, a q or k that is not finite (named), rules that differ between the heads of a layer that is averaged
 /// (TOVA), too little workspace.
 template <AnyPolicy P, Storage T>
-void build_observed_mask(const host& on, const P& policy, const AttentionParams& attention,
+void build_observed_mask(const host& ctx, const P& policy, const AttentionParams& attention,
                          rows_view<const T> q, input_rows<T> k, const Sequences& sequences,
                          plane_view<expiry_t> expiry, workspace_view workspace,
                          const ObservedMaskOptions& options = {});
 
 // The same of queries that may be written.
 template <Storage T, AnyPolicy P>
-std::size_t build_observed_mask_workspace_bytes(const host& on, const P& policy, rows_view<T> q,
+std::size_t build_observed_mask_workspace_bytes(const host& ctx, const P& policy, rows_view<T> q,
                                                 input_rows<T> k) {
-    return build_observed_mask_workspace_bytes(on, policy, input_rows<T>(q), k);
+    return build_observed_mask_workspace_bytes(ctx, policy, input_rows<T>(q), k);
 }
 template <AnyPolicy P, Storage T>
-void build_observed_mask(const host& on, const P& policy, const AttentionParams& attention, rows_view<T> q,
+void build_observed_mask(const host& ctx, const P& policy, const AttentionParams& attention, rows_view<T> q,
                          input_rows<T> k, const Sequences& sequences, plane_view<expiry_t> expiry,
                          workspace_view workspace, const ObservedMaskOptions& options = {}) {
-    build_observed_mask(on, policy, attention, input_rows<T>(q), k, sequences, expiry, workspace, options);
+    build_observed_mask(ctx, policy, attention, input_rows<T>(q), k, sequences, expiry, workspace, options);
 }
 
 }  // namespace kvpolicy

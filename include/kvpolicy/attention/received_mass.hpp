@@ -16,11 +16,13 @@ namespace kvpolicy {
 struct ReceivedMassOptions {
     std::int32_t queries = unlimited;  ///< the last so many of the sequence
     group_aggregate aggregate = group_aggregate::mean;
+    std::uint32_t* status =
+        nullptr;  ///< [B], OR-ed into: status_bad_length, for a length that then counts as 0
 };
 
 /// Bytes of workspace for received_mass.
 template <Storage T>
-std::size_t received_mass_workspace_bytes(const host& on, rows_view<const T> q, input_rows<T> k);
+std::size_t received_mass_workspace_bytes(const host& ctx, rows_view<const T> q, input_rows<T> k);
 
 /// Overwrites mass [B, Hkv, S] for the sequences' lengths. With p_q,g(t) = exp(logit(q, t) - lse_q) over the keys that query
 /// head g sees at q through the mask (attend.hpp has logit and seen), and q over the last options.queries queries:
@@ -33,20 +35,20 @@ std::size_t received_mass_workspace_bytes(const host& on, rows_view<const T> q, 
 /// Synchronous, O(queries * S), no array of that size; the bits do not depend on the number of threads. Refuses: shapes that
 /// disagree, null data, queries below 0, packed segments, starts, too little workspace.
 template <Storage T>
-void received_mass(const host& on, const AttentionParams& attention, rows_view<const T> q, input_rows<T> k,
-                   const mask_view& mask, const Sequences& sequences, const ReceivedMassOptions& options,
-                   plane_view<float> received, workspace_view workspace);
+void received_mass(const host& ctx, const AttentionParams& attention, rows_view<const T> q, input_rows<T> k,
+                   const mask_view& mask, const Sequences& sequences, plane_view<float> mass,
+                   workspace_view workspace, const ReceivedMassOptions& options = {});
 
 // The same of queries that may be written.
 template <Storage T>
-std::size_t received_mass_workspace_bytes(const host& on, rows_view<T> q, input_rows<T> k) {
-    return received_mass_workspace_bytes(on, input_rows<T>(q), k);
+std::size_t received_mass_workspace_bytes(const host& ctx, rows_view<T> q, input_rows<T> k) {
+    return received_mass_workspace_bytes(ctx, input_rows<T>(q), k);
 }
 template <Storage T>
-void received_mass(const host& on, const AttentionParams& attention, rows_view<T> q, input_rows<T> k,
-                   const mask_view& mask, const Sequences& sequences, const ReceivedMassOptions& options,
-                   plane_view<float> received, workspace_view workspace) {
-    received_mass(on, attention, input_rows<T>(q), k, mask, sequences, options, received, workspace);
+void received_mass(const host& ctx, const AttentionParams& attention, rows_view<T> q, input_rows<T> k,
+                   const mask_view& mask, const Sequences& sequences, plane_view<float> mass,
+                   workspace_view workspace, const ReceivedMassOptions& options = {}) {
+    received_mass(ctx, attention, input_rows<T>(q), k, mask, sequences, mass, workspace, options);
 }
 
 }  // namespace kvpolicy

@@ -4,6 +4,7 @@
 
 #include <kvpolicy/core/context.hpp>
 #include <kvpolicy/core/error.hpp>
+#include <kvpolicy/core/status.hpp>
 #include <kvpolicy/core/view.hpp>
 
 #include <algorithm>
@@ -13,6 +14,7 @@
 #include <cstdint>
 #include <string>
 #include <type_traits>
+#include <vector>
 
 namespace kvpolicy::checks {
 
@@ -70,6 +72,55 @@ inline void check_not_packed(const Sequences& sequences) {
     detail::require(sequences.cu_seqlens == nullptr, "sequences.cu_seqlens", "given",
                     "null (give each sample as a sequence of its own)");
 }
+
+/// The sequences of a call whose caller gives a status word per sequence, with what a device reports instead of refusing: a
+/// length out of range counts as 0 and sets status_bad_length; edges that do not rise from 0 to the length leave no
+/// sequence any token, and set it for all. False, and empty, where there is no status or nothing is wrong.
+class repaired_sequences {
+  public:
+    repaired_sequences(const Sequences& given, std::uint32_t* status) {
+        if (status == nullptr || given.batch <= 0 || given.length < 0) {
+            return;
+        }
+        const auto is_bad = [&](std::int32_t b) {
+            return given.lengths != nullptr && (given.lengths[b] < 0 || given.lengths[b] > given.length);
+        };
+        const bool bad_edges = given.cu_seqlens != nullptr && given.segments >= 1 && !edges_rise(given);
+        for (std::int32_t b = 0; b < given.batch; ++b) {
+            if (bad_edges || is_bad(b)) {
+                std::atomic_ref(status[b]).fetch_or(status_bad_length);
+                bad_ = true;
+            }
+        }
+        if (bad_) {
+            for (std::int32_t b = 0; b < given.batch; ++b) {
+                lengths_.push_back(bad_edges || is_bad(b) ? 0 : given.length_of(b));
+            }
+            sequences = given;
+            sequences.lengths = lengths_.data();
+            if (bad_edges) {
+                sequences.cu_seqlens = nullptr;
+                sequences.segments = 0;
+            }
+        }
+    }
+    repaired_sequences(const repaired_sequences&) = delete;
+    repaired_sequences& operator=(const repaired_sequences&) = delete;
+
+    explicit operator bool() const { return bad_; }
+    Sequences sequences;
+
+  private:
+    static bool edges_rise(const Sequences& given) {
+        bool rise = given.cu_seqlens[0] == 0 && given.cu_seqlens[given.segments] == given.length;
+        for (std::int32_t i = 0; i < given.segments; ++i) {
+            rise = rise && given.cu_seqlens[i + 1] >= given.cu_seqlens[i];
+        }
+        return rise;
+    }
+    bool bad_ = false;
+    std::vector<std::int32_t> lengths_;
+};
 
 /// Shapes that a workspace can be asked for.
 inline void check_shape(const Sequences& sequences, std::int32_t heads) {

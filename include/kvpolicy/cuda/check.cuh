@@ -9,6 +9,7 @@
 #include <kvpolicy/core/view.hpp>
 #include <kvpolicy/cuda/config.cuh>
 #include <kvpolicy/cuda/kernel_check_edges.cuh>
+#include <kvpolicy/cuda/kernel_report_lengths.cuh>
 #include <kvpolicy/cuda/launch.cuh>
 #include <kvpolicy/cuda/tuning.cuh>
 
@@ -101,6 +102,15 @@ void check_aligned(const char* name, const rows_view<T>& view) {
                              even(view.row_stride, view.length);
         detail::require(aligned, name, "a view whose rows are not aligned",
                         "aligned to 16 bytes, with strides that are multiples of 8 elements");
+    }
+}
+
+/// For calls whose kernels count a length out of range as 0 and do not say so: reports it, where a status is given.
+inline void report_lengths(const cuda& on, const Sequences& sequences, std::uint32_t* status) {
+    if (status != nullptr && sequences.lengths != nullptr && sequences.batch > 0) {
+        const device_scope device(on);
+        launch("report_lengths_kernel", report_lengths_kernel<std::int32_t>, 1, 256, 0, on, sequences.lengths,
+               sequences.batch, sequences.length, status);
     }
 }
 

@@ -14,6 +14,8 @@
 #include <cstdint>
 #include <type_traits>
 
+struct CUevent_st;  // what cudaEvent_t points to
+
 namespace kvpolicy {
 
 /// B.4: omega = omega_min + (1 - omega_min) sigmoid(Delta / temperature), Delta >= 0 the teacher's margin; so the least
@@ -48,6 +50,24 @@ struct BoundaryValue : LossValue {
     std::int64_t agreed = 0;  ///< examples that the student decides as the teacher (ties go to the older key)
 };
 
+/// What a call of BoundaryLoss takes besides the usual.
+struct BoundaryOptions {
+    /// Layers whose heads stand one after another: planes are [B, layers * Hkv, S] and d_log_gamma [layers * Hkv],
+    /// those of layer loss.layer first. Each layer is a loss of its own, with its own draws and mean, as in a call
+    /// for it alone; value and counts are sums over the layers. The policy is asked for the rules of heads 0 to
+    /// layers * Hkv - 1 of loss.layer.
+    std::int32_t layers = 1;
+    /// [layers * Hkv], in place of the policy's log gamma; on CUDA in device memory, read when the work runs, so that a decay
+    /// that is learned stays on the device. Must be <= 0.
+    const float* log_gamma = nullptr;
+    /// CUDA alone, a cudaEvent_t: recorded where `scores` are ready, when another stream makes them. Only what needs them waits
+    /// for it, so that ranking the target, which a few SMs do, runs beside the scorer's forward pass. Null: they are ready.
+    CUevent_st* scores_ready = nullptr;
+    /// [B], OR-ed into: status_bad_length, for a length that then counts as 0. CUDA alone: status_nan_score for a NaN target, which
+    /// ranks last, and status_not_finite for a score of an example; the host refuses both. Null: not wanted.
+    std::uint32_t* status = nullptr;
+};
+
 /// Eq. 7 on effective scores. At a sampled query q of a head, with t_new = q - w, t_bnd the worst of the k keys that the
 /// teacher holds after q's top-k update, y = +1 where it holds t_new and else -1:
 ///
@@ -60,6 +80,8 @@ struct BoundaryValue : LossValue {
 /// with the same tie rule. The paper says the decay cancels in delta; it does so only for keys of the same age, and what
 /// remains, floor((q - t_new) / n) - floor((q - t_bnd) / n), is the gradient of log gamma: so the decay is learned.
 struct BoundaryLoss {
+    using value_type = BoundaryValue;
+
     float temperature = 1.0f;  ///< tau > 0
     MarginWeights margin{};
     BalanceWeights balance{};
@@ -67,13 +89,13 @@ struct BoundaryLoss {
     std::int32_t layer = 0;  ///< the layer whose rules hold
     float scale = 1.0f;      ///< multiplies value and gradients: 1 / L averages over L layers
 
-    /// Bytes of workspace for a call with these sequences and `heads` KV heads.
+    /// Bytes of workspace for a call with these sequences and `heads` KV heads, over all layers of the call.
     template <AnyPolicy P>
-    [[nodiscard]] std::size_t workspace_bytes(const host& on, const P& policy, const Sequences& sequences,
+    [[nodiscard]] std::size_t workspace_bytes(const host& ctx, const P& policy, const Sequences& sequences,
                                               std::int32_t heads) const;
 
     /// scores [B, Hkv, S] raw logits of the student, target [B, Hkv, S] of the teacher (future_mass). Overwrites d_scores
-    /// [B, Hkv, S] for the sequences' lengths; adds to d_log_gamma [Hkv] where that is not null (log_gamma_slope makes
+    /// [B, Hkv, S] for the sequences' lengths, and *value; adds to d_log_gamma [Hkv] where that is not null (log_gamma_slope makes
     /// d alpha of it). Real is float, or double for checks; sums run in double, in an order that does not depend on the
     /// threads. Sequences with S <= s + w + k have no valid position: value 0, zero gradient, count 0. With cu_seqlens
     /// each segment counts for itself, with a share of `count` by its valid positions. Synchronous; O(S log k) a head.
@@ -81,10 +103,29 @@ struct BoundaryLoss {
     /// Refuses, before anything is written: numbers out of range, shapes that disagree, a NaN target or a score that is
     /// not finite at a key that leaves the window, too little workspace.
     template <AnyPolicy P, class Real>
-    BoundaryValue operator()(const host& on, const P& policy,
-                             std::type_identity_t<plane_view<const Real>> scores,
-                             plane_view<const float> target, const Sequences& sequences,
-                             plane_view<Real> d_scores, double* d_log_gamma, workspace_view workspace) const;
+    void operator()(const host& ctx, const P& policy, std::type_identity_t<plane_view<const Real>> scores,
+                    plane_view<const float> target, const Sequences& sequences, plane_view<Real> d_scores,
+                    double* d_log_gamma, BoundaryValue* value, workspace_view workspace,
+                    const BoundaryOptions& options = {}) const;
+
+#if defined(__CUDACC__)
+    // Planes, d_log_gamma, *value and the array `lengths` of the sequences are device memory; loss, policy and its numbers
+    // by head are host memory, read during the call. Nothing is allocated, nothing waited for.
+
+    template <AnyPolicy P, class Build = cuda_build>
+    [[nodiscard]] std::size_t workspace_bytes(const cuda& ctx, const P& policy, const Sequences& sequences,
+                                              std::int32_t heads) const;
+
+    /// The same examples and draws, value and gradients to rounding, the same bits in every run. Scores are fp32. Labels come
+    /// from build_cutoffs on the target, so decay steps are 1 and sequences are whole and not packed (cu_seqlens and
+    /// starts null). Refuses, before anything is enqueued, the rest of what the host refuses, and heads that options.layers
+    /// does not divide.
+    template <AnyPolicy P, class Real, class Build = cuda_build>
+    void operator()(const cuda& ctx, const P& policy, std::type_identity_t<plane_view<const Real>> scores,
+                    plane_view<const float> target, const Sequences& sequences, plane_view<Real> d_scores,
+                    double* d_log_gamma, BoundaryValue* value, workspace_view workspace,
+                    const BoundaryOptions& options = {}) const;
+#endif
 };
 
 }  // namespace kvpolicy
@@ -94,6 +135,3 @@ struct BoundaryLoss {
 namespace kvpolicy {
 static_assert(ScoreLoss<BoundaryLoss, Policy<Sink<4>, Window<8>, TopKBudget<16>>>);
 }  // namespace kvpolicy
-#if defined(__CUDACC__)
-#include <kvpolicy/losses/cuda_boundary.cuh>
-#endif

@@ -4,6 +4,7 @@
 #include <kvpolicy/core/error.hpp>
 
 #include <cmath>
+#include <cstdint>
 
 namespace kvpolicy::checks {
 
@@ -25,6 +26,18 @@ void check_boundary(const Loss& loss) {
     require(loss.sampler.late >= 0.0f && loss.sampler.late <= 1.0f, "sampler.late", loss.sampler.late,
             "0 to 1");
     require(std::isfinite(loss.scale), "scale", loss.scale, "finite");
+}
+
+/// How many layers' heads a call of BoundaryLoss has.
+inline void check_boundary_layers(std::int32_t layers, std::int32_t heads) {
+    detail::require(layers >= 1 && heads % layers == 0, "options.layers", layers,
+                    [&] { return detail::text("1 or more, and a divisor of the ", heads, " heads"); });
+}
+
+/// Where a loss writes its value.
+template <class Value>
+void check_value(const Value* value) {
+    detail::require(value != nullptr, "value", "null", "memory for the loss's value (device memory on CUDA)");
 }
 
 inline void check_temperature(float temperature, float scale) {

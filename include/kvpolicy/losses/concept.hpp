@@ -1,4 +1,5 @@
-// What a loss is: a functor that gives a value and writes its gradient in one call. No graph, no framework: whoever calls
+// What a loss is: a functor that writes a value and its gradient in one call, on the host and on CUDA alike (where *value is device
+// memory, and kvpolicy/cuda.cuh has the bodies). No graph, no framework: whoever calls
 // it hands the gradient on (scorers/backward.hpp, attention/attend.hpp, or a framework's own tape).
 //
 // Gradients of activations (scores, logits, hidden states) are overwritten for the sequences' lengths; gradients of
@@ -12,6 +13,11 @@
 #include <cstddef>
 #include <cstdint>
 
+#if defined(__CUDACC__)
+#include <kvpolicy/core/cuda_context.hpp>
+#include <kvpolicy/cuda/config.cuh>
+#endif
+
 namespace kvpolicy {
 
 /// The value of a loss, and over how many examples it is a mean. No example: value 0, zero gradient, count 0.
@@ -20,33 +26,43 @@ struct LossValue {
     std::int64_t count = 0;
 };
 
-/// A loss on scores that a teacher's target supervises: loss(on, policy, scores, target, sequences, d_scores,
-/// d_log_gamma, workspace), with scores, target and d_scores [B, Hkv, S] and d_log_gamma [Hkv] (may be null).
-template <class L, class P>
-concept ScoreLoss = requires(const L& loss, const host& on, const P& policy, plane_view<const float> target,
-                             plane_view<float> d_scores, const Sequences& sequences, double* d_log_gamma,
-                             workspace_view workspace) {
-    { loss.workspace_bytes(on, policy, sequences, std::int32_t{1}) } -> std::convertible_to<std::size_t>;
-    {
-        loss(on, policy, target, target, sequences, d_scores, d_log_gamma, workspace).value
-        } -> std::convertible_to<double>;
+/// What a loss takes besides the usual.
+struct LossOptions {
+    /// [B], OR-ed into: status_bad_length, for a length that then counts as 0. CUDA alone: status_nan_score, status_not_finite and
+    /// status_bad_index, for numbers that the host refuses. Null: not wanted; the host then refuses such a length, too.
+    std::uint32_t* status = nullptr;
 };
 
-/// A loss on gates, from their raw logits alone: loss(on, policy, scores, sequences, d_scores), both [B, Hkv, S].
+/// A loss on scores that a teacher's target supervises: loss(ctx, policy, scores, target, sequences, d_scores, d_log_gamma,
+/// value, workspace), with scores, target and d_scores [B, Hkv, S] and d_log_gamma [Hkv] (may be null). value_type is
+/// LossValue or a struct derived from it.
 template <class L, class P>
-concept GateLoss = requires(const L& loss, const host& on, const P& policy, plane_view<const float> scores,
-                            plane_view<float> d_scores, const Sequences& sequences) {
-    { loss(on, policy, scores, sequences, d_scores).value } -> std::convertible_to<double>;
+concept ScoreLoss = std::derived_from<typename L::value_type, LossValue> &&
+    requires(const L& loss, const host& ctx, const P& policy, plane_view<const float> target,
+             plane_view<float> d_scores, const Sequences& sequences, double* d_log_gamma,
+             typename L::value_type* value, workspace_view workspace) {
+    { loss.workspace_bytes(ctx, policy, sequences, std::int32_t{1}) } -> std::convertible_to<std::size_t>;
+    {loss(ctx, policy, target, target, sequences, d_scores, d_log_gamma, value, workspace)};
 };
 
-/// A loss between a teacher's and a student's rows (logits, hidden states), [B, 1, S, N] each: loss(on, teacher, student,
-/// sequences, d_student, workspace).
+/// A loss on gates, from their raw logits alone: loss(ctx, policy, scores, sequences, d_scores, value, workspace), scores and
+/// d_scores [B, Hkv, S].
+template <class L, class P>
+concept GateLoss = requires(const L& loss, const host& ctx, const P& policy, plane_view<const float> scores,
+                            plane_view<float> d_scores, const Sequences& sequences, LossValue* value,
+                            workspace_view workspace) {
+    { loss.workspace_bytes(ctx, policy, sequences, std::int32_t{1}) } -> std::convertible_to<std::size_t>;
+    {loss(ctx, policy, scores, sequences, d_scores, value, workspace)};
+};
+
+/// A loss between a teacher's and a student's rows (logits, hidden states), [B, 1, S, N] each: loss(ctx, teacher, student,
+/// sequences, d_student, value, workspace).
 template <class L>
-concept DistillationLoss = requires(const L& loss, const host& on, rows_view<const float> rows,
-                                    rows_view<float> d_student, const Sequences& sequences,
+concept DistillationLoss = requires(const L& loss, const host& ctx, rows_view<const float> rows,
+                                    rows_view<float> d_student, const Sequences& sequences, LossValue* value,
                                     workspace_view workspace) {
-    { loss.workspace_bytes(on, rows) } -> std::convertible_to<std::size_t>;
-    { loss(on, rows, rows, sequences, d_student, workspace).value } -> std::convertible_to<double>;
+    { loss.workspace_bytes(ctx, rows, sequences) } -> std::convertible_to<std::size_t>;
+    {loss(ctx, rows, rows, sequences, d_student, value, workspace)};
 };
 
 }  // namespace kvpolicy

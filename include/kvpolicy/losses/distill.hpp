@@ -14,16 +14,23 @@
 
 namespace kvpolicy {
 
+// On CUDA: rows of fp32, bf16 or fp16; what is stored is rounded once, sums and exponentials are fp32 or better. A mean over n
+// tokens has gradients of 1 / n and less, and fp16 has no digits below 3e-8: give a loss of fp16 rows a scale of about n, and
+// take it out of the fp32 gradients that it becomes. Rows, labels, indices, *value, status and lengths are device memory; nothing is
+// allocated, nothing waited for. options.status says what the host refuses: status_bad_length for a length that cannot be, which
+// counts as 0; status_not_finite for a NaN logit or hidden number, whose token's results then mean nothing; status_bad_index for a
+// label or index outside its row, which is left out.
+
+/// Bytes of workspace for top_logits: none on CUDA.
+std::size_t top_logits_workspace_bytes(const host& ctx, std::int32_t vocabulary);
+
 /// Writes the `values.dim` largest logits of each token, largest first (equal ones by rising index), and their indices:
 /// logits [B, 1, S, V], values and indices [B, 1, S, K], K <= V. So a teacher's logits can be stored, and the teacher left
 /// out of training. Overwrites. Refuses a NaN among the logits.
-template <class Real>
-void top_logits(const host& on, std::type_identity_t<rows_view<const Real>> logits,
-                const Sequences& sequences, rows_view<Real> values, rows_view<std::int32_t> indices,
-                workspace_view workspace);
-
-/// Bytes of workspace for top_logits.
-std::size_t top_logits_workspace_bytes(const host& on, std::int32_t vocabulary);
+template <Storage T>
+void top_logits(const host& ctx, std::type_identity_t<rows_view<const T>> logits, const Sequences& sequences,
+                rows_view<T> values, rows_view<std::int32_t> indices, workspace_view workspace,
+                const LossOptions& options = {});
 
 /// KL over the teacher's top logits, both sides renormalized over that set: with p and s the softmaxes of teacher and
 /// student logits / temperature over the set,
@@ -38,50 +45,107 @@ struct TopDistillation {
     bool reverse = false;
     float scale = 1.0f;  ///< multiplies value and gradient
 
-    /// Bytes of workspace for the first form, and none for the second.
-    template <class Real>
-    [[nodiscard]] std::size_t workspace_bytes(const host& on, rows_view<Real> teacher) const;
+    /// Bytes of workspace for the first form, and for the second.
+    template <class Rows>
+    [[nodiscard]] std::size_t workspace_bytes(const host& ctx, rows_view<Rows> teacher,
+                                              const Sequences& sequences) const;
+    template <class Rows>
+    [[nodiscard]] std::size_t workspace_bytes(const host& ctx, rows_view<Rows> values,
+                                              rows_view<const std::int32_t> indices,
+                                              const Sequences& sequences) const;
 
-    /// teacher and student [B, 1, S, V]; overwrites d_student [B, 1, S, V] for the sequences' lengths. Refuses shapes that
-    /// disagree, a NaN logit that is read.
-    template <class Real>
-    LossValue operator()(const host& on, std::type_identity_t<rows_view<const Real>> teacher,
-                         std::type_identity_t<rows_view<const Real>> student, const Sequences& sequences,
-                         rows_view<Real> d_student, workspace_view workspace) const;
+    /// teacher and student [B, 1, S, V]; overwrites d_student [B, 1, S, V] for the sequences' lengths, and *value. Refuses shapes
+    /// that disagree, a NaN logit that is read. On CUDA `top` is at most max_top_logits.
+    template <Storage T>
+    void operator()(const host& ctx, std::type_identity_t<rows_view<const T>> teacher,
+                    std::type_identity_t<rows_view<const T>> student, const Sequences& sequences,
+                    rows_view<T> d_student, LossValue* value, workspace_view workspace,
+                    const LossOptions& options = {}) const;
 
-    /// The same from stored logits: values and indices [B, 1, S, K] as top_logits writes them; `top` does not count.
-    template <class Real>
-    LossValue operator()(const host& on, std::type_identity_t<rows_view<const Real>> values,
-                         rows_view<const std::int32_t> indices,
-                         std::type_identity_t<rows_view<const Real>> student, const Sequences& sequences,
-                         rows_view<Real> d_student) const;
+    /// The same from stored logits: values and indices [B, 1, S, K] as top_logits writes them, the indices of one token
+    /// distinct; `top` does not count.
+    template <Storage T>
+    void operator()(const host& ctx, std::type_identity_t<rows_view<const T>> values,
+                    rows_view<const std::int32_t> indices, std::type_identity_t<rows_view<const T>> student,
+                    const Sequences& sequences, rows_view<T> d_student, LossValue* value,
+                    workspace_view workspace, const LossOptions& options = {}) const;
+
+#if defined(__CUDACC__)
+    template <class Rows, class Build = cuda_build>
+    [[nodiscard]] std::size_t workspace_bytes(const cuda& ctx, rows_view<Rows> teacher,
+                                              const Sequences& sequences) const;
+    template <class Rows, class Build = cuda_build>
+    [[nodiscard]] std::size_t workspace_bytes(const cuda& ctx, rows_view<Rows> values,
+                                              rows_view<const std::int32_t> indices,
+                                              const Sequences& sequences) const;
+    template <Storage T, class Build = cuda_build>
+    void operator()(const cuda& ctx, std::type_identity_t<rows_view<const T>> teacher,
+                    std::type_identity_t<rows_view<const T>> student, const Sequences& sequences,
+                    rows_view<T> d_student, LossValue* value, workspace_view workspace,
+                    const LossOptions& options = {}) const;
+    template <Storage T, class Build = cuda_build>
+    void operator()(const cuda& ctx, std::type_identity_t<rows_view<const T>> values,
+                    rows_view<const std::int32_t> indices, std::type_identity_t<rows_view<const T>> student,
+                    const Sequences& sequences, rows_view<T> d_student, LossValue* value,
+                    workspace_view workspace, const LossOptions& options = {}) const;
+#endif
 };
 
 /// Cross-entropy of labels: mean over tokens with a label of -log softmax(z)[label]; d z = (softmax(z) - onehot) / count.
 struct CrossEntropy {
     float scale = 1.0f;
 
-    /// student [B, 1, S, V]; labels [B, 1, S], where -1 leaves a token out; overwrites d_student for the sequences' lengths.
-    /// Refuses shapes that disagree, a label of V or more, a NaN logit.
-    template <class Real>
-    LossValue operator()(const host& on, plane_view<const std::int32_t> labels,
-                         std::type_identity_t<rows_view<const Real>> student, const Sequences& sequences,
-                         rows_view<Real> d_student) const;
+    /// Bytes of workspace: none on the host.
+    template <class Rows>
+    [[nodiscard]] std::size_t workspace_bytes(const host& ctx, rows_view<Rows> student,
+                                              const Sequences& sequences) const;
+
+    /// student [B, 1, S, V]; labels [B, 1, S], where -1 leaves a token out; overwrites d_student for the sequences' lengths, and
+    /// *value. Refuses shapes that disagree, a label of V or more, a NaN logit.
+    template <Storage T>
+    void operator()(const host& ctx, plane_view<const std::int32_t> labels,
+                    std::type_identity_t<rows_view<const T>> student, const Sequences& sequences,
+                    rows_view<T> d_student, LossValue* value, workspace_view workspace,
+                    const LossOptions& options = {}) const;
+
+#if defined(__CUDACC__)
+    template <class Rows, class Build = cuda_build>
+    [[nodiscard]] std::size_t workspace_bytes(const cuda& ctx, rows_view<Rows> student,
+                                              const Sequences& sequences) const;
+    template <Storage T, class Build = cuda_build>
+    void operator()(const cuda& ctx, plane_view<const std::int32_t> labels,
+                    std::type_identity_t<rows_view<const T>> student, const Sequences& sequences,
+                    rows_view<T> d_student, LossValue* value, workspace_view workspace,
+                    const LossOptions& options = {}) const;
+#endif
 };
 
 /// L2 distillation of hidden states (WG-KV): mean over tokens and dimensions of (student - teacher)^2.
 struct L2Distillation {
     float scale = 1.0f;
 
-    template <class Real>
-    [[nodiscard]] std::size_t workspace_bytes(const host&, rows_view<Real>) const {
-        return 0;
-    }
-    /// teacher, student and d_student [B, 1, S, D] (or any number of heads). Overwrites d_student for the lengths.
-    template <class Real>
-    LossValue operator()(const host& on, std::type_identity_t<rows_view<const Real>> teacher,
-                         std::type_identity_t<rows_view<const Real>> student, const Sequences& sequences,
-                         rows_view<Real> d_student, workspace_view = {}) const;
+    /// Bytes of workspace: none on the host.
+    template <class Rows>
+    [[nodiscard]] std::size_t workspace_bytes(const host& ctx, rows_view<Rows> teacher,
+                                              const Sequences& sequences) const;
+
+    /// teacher, student and d_student [B, 1, S, D] (or any number of heads). Overwrites d_student for the lengths, and *value.
+    template <Storage T>
+    void operator()(const host& ctx, std::type_identity_t<rows_view<const T>> teacher,
+                    std::type_identity_t<rows_view<const T>> student, const Sequences& sequences,
+                    rows_view<T> d_student, LossValue* value, workspace_view workspace,
+                    const LossOptions& options = {}) const;
+
+#if defined(__CUDACC__)
+    template <class Rows, class Build = cuda_build>
+    [[nodiscard]] std::size_t workspace_bytes(const cuda& ctx, rows_view<Rows> teacher,
+                                              const Sequences& sequences) const;
+    template <Storage T, class Build = cuda_build>
+    void operator()(const cuda& ctx, std::type_identity_t<rows_view<const T>> teacher,
+                    std::type_identity_t<rows_view<const T>> student, const Sequences& sequences,
+                    rows_view<T> d_student, LossValue* value, workspace_view workspace,
+                    const LossOptions& options = {}) const;
+#endif
 };
 
 }  // namespace kvpolicy

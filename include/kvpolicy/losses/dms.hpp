@@ -8,6 +8,7 @@
 #include <kvpolicy/losses/gates.hpp>
 #include <kvpolicy/masks/dms_gate.hpp>
 
+#include <cstddef>
 #include <cstdint>
 #include <type_traits>
 
@@ -19,11 +20,19 @@ struct EvictionSums {
     std::int64_t keys = 0;
 };
 
+/// What CompressionLoss takes besides the usual.
+struct CompressionOptions {
+    /// The sums over the model, in place of loss.total; on CUDA in device memory. A device takes a total of fewer keys than the
+    /// call's as it is; the host refuses it.
+    const EvictionSums* total = nullptr;
+    std::uint32_t* status = nullptr;  ///< as in LossOptions
+};
+
 /// scale * max(0, target - mean alpha), with alpha the relaxed decisions of `gate` (noise and all: the same ones as the
 /// mask's) and the mean over layers, heads and keys: the paper's max(target L H T - sum alpha, 0) over L H T. It is
 /// one-sided: evicting more than asked for costs nothing.
 ///
-/// The mean is over everything, so a model of several layers takes two passes: sums() for each layer, added up into `total`
+/// The mean is over everything, so a model of several layers takes two passes: sums() for each layer, which add up, into `total` or CompressionOptions::total
 /// (and over devices), then the loss for each layer's gradient. Every layer's value is the whole loss then: count it once.
 /// Without `total` (keys = 0) a call is on its own.
 struct CompressionLoss {
@@ -36,21 +45,38 @@ struct CompressionLoss {
     gate_scope scope = gate_scope::all;
     std::int32_t layer = 0;
 
-    /// The decisions on scores [B, Hkv, S]. Refuses a NaN score that is read.
+    /// Bytes of workspace for sums, and for a call with these sequences and `heads` KV heads: none on the host.
+    template <AnyPolicy P>
+    [[nodiscard]] std::size_t workspace_bytes(const host& ctx, const P& policy, const Sequences& sequences,
+                                              std::int32_t heads) const;
+
+    /// Adds the decisions on scores [B, Hkv, S] to *sums, so that the layers of a model add up. Refuses a NaN score that is read.
+    /// On CUDA (memory as in losses/gates.hpp) the same decisions: draws, and what `straight_through` counts but for alphas
+    /// within rounding of 0.5.
     template <AnyPolicy P, class Real>
-    EvictionSums sums(const host& on, const P& policy, plane_view<const Real> scores,
-                      const Sequences& sequences) const;
-    template <AnyPolicy P, class Real>
-    requires(!std::is_const_v<Real>) EvictionSums
-        sums(const host& on, const P& policy, plane_view<Real> scores, const Sequences& sequences)
-    const { return sums(on, policy, plane_view<const Real>(scores), sequences); }
+    void sums(const host& ctx, const P& policy, plane_view<Real> scores, const Sequences& sequences,
+              EvictionSums* sums, workspace_view workspace, const CompressionOptions& options = {}) const;
 
     /// d_scores [B, Hkv, S]: overwritten for the sequences' lengths with d value / d z = -scale alpha (1 - alpha) /
     /// (temperature keys) where the mean is below the target, else 0. Refuses a target outside [0, 1], a NaN score that is
     /// read, and a total of fewer keys than the call's.
     template <AnyPolicy P, class Real>
-    LossValue operator()(const host& on, const P& policy, std::type_identity_t<plane_view<const Real>> scores,
-                         const Sequences& sequences, plane_view<Real> d_scores) const;
+    void operator()(const host& ctx, const P& policy, std::type_identity_t<plane_view<const Real>> scores,
+                    const Sequences& sequences, plane_view<Real> d_scores, LossValue* value,
+                    workspace_view workspace, const CompressionOptions& options = {}) const;
+
+#if defined(__CUDACC__)
+    template <AnyPolicy P, class Real, class Build = cuda_build>
+    void sums(const cuda& ctx, const P& policy, plane_view<Real> scores, const Sequences& sequences,
+              EvictionSums* sums, workspace_view workspace, const CompressionOptions& options = {}) const;
+    template <AnyPolicy P, class Build = cuda_build>
+    [[nodiscard]] std::size_t workspace_bytes(const cuda& ctx, const P& policy, const Sequences& sequences,
+                                              std::int32_t heads) const;
+    template <AnyPolicy P, class Real, class Build = cuda_build>
+    void operator()(const cuda& ctx, const P& policy, std::type_identity_t<plane_view<const Real>> scores,
+                    const Sequences& sequences, plane_view<Real> d_scores, LossValue* value,
+                    workspace_view workspace, const CompressionOptions& options = {}) const;
+#endif
 };
 
 /// The schedule: the compression ratio grows by 1 every `steps_per_unit` steps, from 1 up to `compression`; the
@@ -70,6 +96,3 @@ inline float eviction_target(std::int64_t step, double compression, std::int64_t
 namespace kvpolicy {
 static_assert(GateLoss<CompressionLoss, Policy<Window<8>>>);
 }  // namespace kvpolicy
-#if defined(__CUDACC__)
-#include <kvpolicy/losses/cuda_dms.cuh>
-#endif

@@ -9,6 +9,7 @@
 #include <kvpolicy/masks/build.hpp>
 #include <kvpolicy/policies/window.hpp>
 
+#include <cstddef>
 #include <cstdint>
 #include <type_traits>
 
@@ -34,10 +35,28 @@ struct GateSparsity {
     static constexpr bool mean_over_keys = true;
     [[nodiscard]] KVPOLICY_HOST_DEVICE GateTerm term(std::int32_t head, double z) const;
 
-    /// scores and d_scores [B, Hkv, S]; overwrites d_scores for the sequences' lengths. Refuses a NaN score that is read.
+    /// Bytes of workspace for a call with these sequences and `heads` KV heads: none on the host.
+    template <AnyPolicy P>
+    [[nodiscard]] std::size_t workspace_bytes(const host& ctx, const P& policy, const Sequences& sequences,
+                                              std::int32_t heads) const;
+
+    /// scores and d_scores [B, Hkv, S]; overwrites d_scores for the sequences' lengths, and *value. Refuses a NaN score that is
+    /// read. On CUDA: tensors, *value, status and the arrays of `sequences` are device memory, scores fp32; value and gradients are
+    /// the host's to rounding, the same bits in every run; a NaN score adds nothing, its gradient is 0, and it sets status_nan_score.
     template <AnyPolicy P, class Real>
-    LossValue operator()(const host& on, const P& policy, std::type_identity_t<plane_view<const Real>> scores,
-                         const Sequences& sequences, plane_view<Real> d_scores) const;
+    void operator()(const host& ctx, const P& policy, std::type_identity_t<plane_view<const Real>> scores,
+                    const Sequences& sequences, plane_view<Real> d_scores, LossValue* value,
+                    workspace_view workspace, const LossOptions& options = {}) const;
+
+#if defined(__CUDACC__)
+    template <AnyPolicy P, class Build = cuda_build>
+    [[nodiscard]] std::size_t workspace_bytes(const cuda& ctx, const P& policy, const Sequences& sequences,
+                                              std::int32_t heads) const;
+    template <AnyPolicy P, class Real, class Build = cuda_build>
+    void operator()(const cuda& ctx, const P& policy, std::type_identity_t<plane_view<const Real>> scores,
+                    const Sequences& sequences, plane_view<Real> d_scores, LossValue* value,
+                    workspace_view workspace, const LossOptions& options = {}) const;
+#endif
 };
 
 /// SP-KV's density regularizer (eq. 13): -scale * mean of u, as the paper has the sign: minimizing it raises density. A
@@ -50,14 +69,31 @@ struct GateDensity {
     static constexpr bool mean_over_keys = true;
     [[nodiscard]] KVPOLICY_HOST_DEVICE GateTerm term(std::int32_t head, double z) const;
 
+    /// Bytes of workspace for a call with these sequences and `heads` KV heads: none on the host.
+    template <AnyPolicy P>
+    [[nodiscard]] std::size_t workspace_bytes(const host& ctx, const P& policy, const Sequences& sequences,
+                                              std::int32_t heads) const;
+
     template <AnyPolicy P, class Real>
-    LossValue operator()(const host& on, const P& policy, std::type_identity_t<plane_view<const Real>> scores,
-                         const Sequences& sequences, plane_view<Real> d_scores) const;
+    void operator()(const host& ctx, const P& policy, std::type_identity_t<plane_view<const Real>> scores,
+                    const Sequences& sequences, plane_view<Real> d_scores, LossValue* value,
+                    workspace_view workspace, const LossOptions& options = {}) const;
+
+#if defined(__CUDACC__)
+    template <AnyPolicy P, class Build = cuda_build>
+    [[nodiscard]] std::size_t workspace_bytes(const cuda& ctx, const P& policy, const Sequences& sequences,
+                                              std::int32_t heads) const;
+    template <AnyPolicy P, class Real, class Build = cuda_build>
+    void operator()(const cuda& ctx, const P& policy, std::type_identity_t<plane_view<const Real>> scores,
+                    const Sequences& sequences, plane_view<Real> d_scores, LossValue* value,
+                    workspace_view workspace, const LossOptions& options = {}) const;
+#endif
 };
 
 /// LTE's penalty (eq. 7): sum over heads of lambda_h times the sum over keys of relu(r - 0.5), averaged over sequences.
 struct RetentionPenalty {
-    const float* lambda = nullptr;  ///< [Hkv], as the controller has them
+    const float* lambda =
+        nullptr;  ///< [Hkv], as the controller has them; on CUDA device memory, read when the work runs
     float scale = 1.0f;
     gate_scope scope = gate_scope::all;
     std::int32_t layer = 0;
@@ -65,44 +101,64 @@ struct RetentionPenalty {
     static constexpr bool mean_over_keys = false;  // over sequences
     [[nodiscard]] KVPOLICY_HOST_DEVICE GateTerm term(std::int32_t head, double z) const;
 
+    /// Bytes of workspace for a call with these sequences and `heads` KV heads: none on the host.
+    template <AnyPolicy P>
+    [[nodiscard]] std::size_t workspace_bytes(const host& ctx, const P& policy, const Sequences& sequences,
+                                              std::int32_t heads) const;
+
     template <AnyPolicy P, class Real>
-    LossValue operator()(const host& on, const P& policy, std::type_identity_t<plane_view<const Real>> scores,
-                         const Sequences& sequences, plane_view<Real> d_scores) const;
+    void operator()(const host& ctx, const P& policy, std::type_identity_t<plane_view<const Real>> scores,
+                    const Sequences& sequences, plane_view<Real> d_scores, LossValue* value,
+                    workspace_view workspace, const LossOptions& options = {}) const;
+
+#if defined(__CUDACC__)
+    template <AnyPolicy P, class Build = cuda_build>
+    [[nodiscard]] std::size_t workspace_bytes(const cuda& ctx, const P& policy, const Sequences& sequences,
+                                              std::int32_t heads) const;
+    template <AnyPolicy P, class Real, class Build = cuda_build>
+    void operator()(const cuda& ctx, const P& policy, std::type_identity_t<plane_view<const Real>> scores,
+                    const Sequences& sequences, plane_view<Real> d_scores, LossValue* value,
+                    workspace_view workspace, const LossOptions& options = {}) const;
+#endif
 };
+
+/// What straight_through_values and retention_counts take besides the usual.
+struct GateOptions {
+    std::int32_t layer = 0;  ///< the layer whose rules hold
+    /// [B], OR-ed into: status_bad_length, for a length that then counts as 0. CUDA alone: status_nan_score and
+    /// status_not_finite, for numbers that the host refuses.
+    std::uint32_t* status = nullptr;
+};
+
+/// Bytes of workspace that straight_through_values needs for `heads` KV heads: none on the host.
+template <AnyPolicy P>
+std::size_t straight_through_values_workspace_bytes(const host& ctx, const P& policy,
+                                                    const Sequences& sequences, std::int32_t heads);
 
 /// LTE's straight-through gradient (eq. 6): d r[t] = <v_t, dv_t>, times r (1 - r) for the logit. v and d_v [B, Hkv, S, Dv]
 /// (what attend_backward gives); overwrites d_scores [B, Hkv, S] for the sequences' lengths, with 0 for keys whose gate
 /// is not asked (gate_scope::decided). Refuses a NaN in v or d_v at a key that counts.
-template <AnyPolicy P, Storage T>
-void straight_through_values(const host& on, const P& policy,
-                             std::type_identity_t<plane_view<const compute_t<T>>> scores,
-                             rows_view<const T> v, input_rows<T> d_v, const Sequences& sequences,
-                             plane_view<compute_t<T>> d_scores, std::int32_t layer = 0);
+template <AnyPolicy P, class V>
+void straight_through_values(const host& ctx, const P& policy,
+                             std::type_identity_t<plane_view<const compute_t<std::remove_const_t<V>>>> scores,
+                             rows_view<V> v, input_rows<std::remove_const_t<V>> d_v,
+                             const Sequences& sequences,
+                             plane_view<compute_t<std::remove_const_t<V>>> d_scores, workspace_view workspace,
+                             const GateOptions& options = {});
 
-/// The same of values that may be written.
-template <AnyPolicy P, Storage T>
-void straight_through_values(const host& on, const P& policy,
-                             std::type_identity_t<plane_view<const compute_t<T>>> scores, rows_view<T> v,
-                             input_rows<T> d_v, const Sequences& sequences, plane_view<compute_t<T>> d_scores,
-                             std::int32_t layer = 0) {
-    straight_through_values(on, policy, scores, input_rows<T>(v), d_v, sequences, d_scores, layer);
-}
+/// Bytes of workspace that retention_counts needs for `heads` KV heads: none on the host.
+template <AnyPolicy P>
+std::size_t retention_counts_workspace_bytes(const host& ctx, const P& policy, const Sequences& sequences,
+                                             std::int32_t heads);
 
 /// counts[h] = how many keys of head h are out of the window, no sinks, and have r > 0.5 (z > 0): mean over sequences.
 /// Overwrites counts [Hkv].
 template <AnyPolicy P, class Real>
-void retention_counts(const host& on, const P& policy, plane_view<const Real> scores,
-                      const Sequences& sequences, double* counts, std::int32_t layer = 0);
-/// The same of scores that may be written.
-template <AnyPolicy P, class Real>
-requires(!std::is_const_v<Real>) void retention_counts(const host& on, const P& policy,
-                                                       plane_view<Real> scores, const Sequences& sequences,
-                                                       double* counts, std::int32_t layer = 0) {
-    retention_counts(on, policy, plane_view<const Real>(scores), sequences, counts, layer);
-}
+void retention_counts(const host& ctx, const P& policy, plane_view<Real> scores, const Sequences& sequences,
+                      double* counts, workspace_view workspace, const GateOptions& options = {});
 
 /// LTE's controller of lambda by head (algorithm 1): arrays are the caller's, `heads` of them over all layers. Each step
-/// observe(counts); where due(step), after the caller has averaged `average` over its devices, update().
+/// observe(ctx, counts); where due(step), after the caller has averaged `average` over its devices, update(ctx).
 ///
 ///     c <- (1 - a) c + a count,  a = 2 / (1 + every / 2)         (the paper's line 6 has the weights the other way round)
 ///     lambda <- min(lambda factor^s, 1),  s = [c > cap] - [c < slack cap];  below `least` it becomes 0;
@@ -117,11 +173,22 @@ struct LambdaController {
     float least = 1e-9f;
     std::int32_t every = 32;  ///< u, steps from update to update
 
-    void start() const;
-    void observe(const double* counts) const;
+    void start(const host& ctx) const;
+    void observe(const host& ctx, const double* counts) const;
     [[nodiscard]] bool due(std::int64_t step) const;
-    void update() const;
+    void update(const host& ctx) const;
     void check() const;
+
+#if defined(__CUDACC__)
+    // With lambda, average and counts in device memory, so that the penalty's weights never leave the device. A negative count
+    // is taken as it is.
+    template <class Build = cuda_build>
+    void start(const cuda& ctx) const;
+    template <class Build = cuda_build>
+    void observe(const cuda& ctx, const double* counts) const;
+    template <class Build = cuda_build>
+    void update(const cuda& ctx) const;
+#endif
 
     // One head of these, which is also what a device runs.
     KVPOLICY_HOST_DEVICE void start_head(std::int32_t head) const;

@@ -21,11 +21,14 @@ struct MaskOptions {
     position_t rebase_limit = kvpolicy::rebase_limit;
     /// false: a NaN score is refused. true: it ranks last, closes its gate, and sets status_nan_score, as on a device.
     bool nan_ranks_last = false;
+    /// A word per sequence, OR-ed into: status_nan_score, status_bad_length (a length out of range then counts as 0). Null: not
+    /// wanted; the host then refuses such a length.
+    std::uint32_t* status = nullptr;
 };
 
 /// Bytes of workspace that build_mask needs for `heads` KV heads.
 template <AnyPolicy P>
-std::size_t build_mask_workspace_bytes(const host& on, const P& policy, const Sequences& sequences,
+std::size_t build_mask_workspace_bytes(const host& ctx, const P& policy, const Sequences& sequences,
                                        std::int32_t heads, const MaskOptions& options = {});
 
 /// Writes expiry [B, Hkv, S], fp32 scores [B, Hkv, S] given (empty for a policy that ranks nothing):
@@ -35,35 +38,40 @@ std::size_t build_mask_workspace_bytes(const host& on, const P& policy, const Se
 ///
 /// Overwrites expiry[b][h][t] for t < the sequence's length and nothing else. A score is read only where its key leaves
 /// the window before its sequence (or packed segment) ends, is no sink and not kept by position. With cu_seqlens every
-/// segment starts anew and its keys expire with it. `status`, where given, is one word per sequence, OR-ed into.
+/// segment starts anew and its keys expire with it.
 /// Synchronous; O(S log k) per head for decay step 1, O(S k) otherwise. Refuses, before anything is written: numbers that
 /// no policy can have, shapes that disagree, lengths below 0 or over S, starts (a mask begins at position 0), cu_seqlens that do
 /// not rise from 0 to the length, a NaN score that is read (unless nan_ranks_last), too little workspace.
 template <AnyPolicy P>
-void build_mask(const host& on, const P& policy, plane_view<const float> scores, const Sequences& sequences,
-                plane_view<expiry_t> expiry, workspace_view workspace, const MaskOptions& options = {},
-                std::uint32_t* status = nullptr);
+void build_mask(const host& ctx, const P& policy, plane_view<const float> scores, const Sequences& sequences,
+                plane_view<expiry_t> expiry, workspace_view workspace, const MaskOptions& options = {});
 
 /// Bytes of workspace that build_cutoffs needs.
 template <Cutoff C = FenwickCutoff, AnyPolicy P>
-std::size_t build_cutoffs_workspace_bytes(const host& on, const P& policy, const Sequences& sequences,
-                                          std::int32_t heads);
+std::size_t build_cutoffs_workspace_bytes(const host& ctx, const P& policy, const Sequences& sequences,
+                                          std::int32_t heads, const MaskOptions& options = {});
 
 /// The paper's pair for a kernel that takes a predicate (KVpop, C.3): rank [B, Hkv, S], 0 for the best of the keys
 /// that compete in the sequence and no_rank for the others, and cutoff [B, Hkv, S], the rank of the k-th best eligible
 /// key at each query. t is visible at q >= t + w iff it is a sink, or rank[t] != no_rank and rank[t] <= cutoff[q].
 /// For decay step 1, whole sequences without cu_seqlens, and lengths below rebase_limit; other calls are refused.
 template <Cutoff C = FenwickCutoff, AnyPolicy P>
-void build_cutoffs(const host& on, const P& policy, plane_view<const float> scores,
+void build_cutoffs(const host& ctx, const P& policy, plane_view<const float> scores,
                    const Sequences& sequences, plane_view<std::int32_t> rank, plane_view<std::int32_t> cutoff,
-                   workspace_view workspace, std::int32_t layer = 0);
+                   workspace_view workspace, const MaskOptions& options = {});
+
+/// Bytes of workspace that expiry_from_cutoffs needs: none on the host.
+template <AnyPolicy P>
+std::size_t expiry_from_cutoffs_workspace_bytes(const host& ctx, const P& policy, const Sequences& sequences,
+                                                std::int32_t heads, const MaskOptions& options = {});
 
 /// Expiry from ranks and cutoffs by binary search: cutoffs only fall once the budget is full. The same integers as
 /// build_mask. `rank` and `cutoff` come from build_cutoffs with the same policy and sequences.
 template <AnyPolicy P>
-void expiry_from_cutoffs(const host& on, const P& policy, plane_view<const std::int32_t> rank,
+void expiry_from_cutoffs(const host& ctx, const P& policy, plane_view<const std::int32_t> rank,
                          plane_view<const std::int32_t> cutoff, const Sequences& sequences,
-                         plane_view<expiry_t> expiry, std::int32_t layer = 0);
+                         plane_view<expiry_t> expiry, workspace_view workspace,
+                         const MaskOptions& options = {});
 
 }  // namespace kvpolicy
 

@@ -19,14 +19,14 @@ inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 //
 // What a host would refuse but a device finds too late: a NaN score ranks last and sets status_nan_score; a length below
 // 0 or over S counts as 0 and sets status_bad_length; cu_seqlens that do not rise from 0 to the length make every segment
-// empty and set status_bad_length for all sequences. `status`, where given, is one word per sequence, OR-ed into.
+// empty and set status_bad_length for all sequences. options.status is device memory.
 //
 // Refused before anything is enqueued: numbers that no policy can have, shapes that disagree, too little workspace.
 // Failing CUDA calls throw kvpolicy::cuda_error.
 
 /// Bytes of device workspace that build_mask needs for `heads` KV heads.
 template <AnyPolicy P>
-std::size_t build_mask_workspace_bytes(const cuda& on, const P& policy, const Sequences& sequences,
+std::size_t build_mask_workspace_bytes(const cuda& ctx, const P& policy, const Sequences& sequences,
                                        std::int32_t heads, const MaskOptions& options = {});
 
 /// expiry [B, Hkv, S] (int32) from scores [B, Hkv, S] (fp32), the same integers as the host's build_mask with
@@ -36,33 +36,33 @@ std::size_t build_mask_workspace_bytes(const cuda& on, const P& policy, const Se
 /// sequences longer than options.rebase_limit with gamma < 1, take one contest after the other, O(S k / 512) a head;
 /// everything else is a sort. Batch * heads * S is at most 2^31 - 2^24 where S is over 16384.
 template <AnyPolicy P>
-void build_mask(const cuda& on, const P& policy, plane_view<const float> scores, const Sequences& sequences,
-                plane_view<expiry_t> expiry, workspace_view workspace, const MaskOptions& options = {},
-                std::uint32_t* status = nullptr);
+void build_mask(const cuda& ctx, const P& policy, plane_view<const float> scores, const Sequences& sequences,
+                plane_view<expiry_t> expiry, workspace_view workspace, const MaskOptions& options = {});
 
 /// Bytes of device workspace that build_cutoffs needs.
 template <Cutoff C = ParallelCutoff, AnyPolicy P>
-std::size_t build_cutoffs_workspace_bytes(const cuda& on, const P& policy, const Sequences& sequences,
-                                          std::int32_t heads);
+std::size_t build_cutoffs_workspace_bytes(const cuda& ctx, const P& policy, const Sequences& sequences,
+                                          std::int32_t heads, const MaskOptions& options = {});
 
 /// rank and cutoff [B, Hkv, S], int32, as the host's build_cutoffs writes them, for t < the sequence's length. Another
 /// Cutoff than ParallelCutoff runs on one thread a head, and must be KVPOLICY_HOST_DEVICE (FenwickCutoff and
 /// LinkedCutoff are).
 template <Cutoff C = ParallelCutoff, AnyPolicy P>
-void build_cutoffs(const cuda& on, const P& policy, plane_view<const float> scores,
+void build_cutoffs(const cuda& ctx, const P& policy, plane_view<const float> scores,
                    const Sequences& sequences, plane_view<std::int32_t> rank, plane_view<std::int32_t> cutoff,
-                   workspace_view workspace, std::int32_t layer = 0, std::uint32_t* status = nullptr);
+                   workspace_view workspace, const MaskOptions& options = {});
 
 /// Bytes of device workspace that expiry_from_cutoffs needs.
 template <AnyPolicy P>
-std::size_t expiry_from_cutoffs_workspace_bytes(const cuda& on, const P& policy, const Sequences& sequences,
-                                                std::int32_t heads);
+std::size_t expiry_from_cutoffs_workspace_bytes(const cuda& ctx, const P& policy, const Sequences& sequences,
+                                                std::int32_t heads, const MaskOptions& options = {});
 
 /// Expiry from what build_cutoffs wrote, by binary search. The same integers as build_mask.
 template <AnyPolicy P>
-void expiry_from_cutoffs(const cuda& on, const P& policy, plane_view<const std::int32_t> rank,
+void expiry_from_cutoffs(const cuda& ctx, const P& policy, plane_view<const std::int32_t> rank,
                          plane_view<const std::int32_t> cutoff, const Sequences& sequences,
-                         plane_view<expiry_t> expiry, workspace_view workspace, std::int32_t layer = 0);
+                         plane_view<expiry_t> expiry, workspace_view workspace,
+                         const MaskOptions& options = {});
 
 }  // namespace KVPOLICY_HIDDEN
 }  // namespace kvpolicy

@@ -7,6 +7,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <type_traits>
 
 namespace kvpolicy {
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
@@ -17,21 +18,22 @@ inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 
 /// Bytes of device workspace that build_log_bias and log_bias_backward need.
 template <AnyPolicy P>
-std::size_t log_bias_workspace_bytes(const cuda& on, const P& policy, const Sequences& sequences,
-                                     std::int32_t heads);
+std::size_t log_bias_workspace_bytes(const cuda& ctx, const P& policy, const Sequences& sequences,
+                                     std::int32_t heads, const MaskOptions& options = {});
 
 /// As the host's build_log_bias: the same expiries (but for scores within 4 ulp of tau), biases to 4 ulp, and the same
 /// draws of a BernoulliGate.
-template <AnyPolicy P, TrainingGate G>
-void build_log_bias(const cuda& on, const P& policy, const G& gate, plane_view<const float> scores,
+template <AnyPolicy P, TrainingGate G, class Real>
+void build_log_bias(const cuda& ctx, const P& policy, const G& gate, plane_view<Real> scores,
                     const Sequences& sequences, plane_view<expiry_t> expiry, plane_view<float> log_bias,
-                    workspace_view workspace, std::int32_t layer = 0, std::uint32_t* status = nullptr);
+                    workspace_view workspace, const MaskOptions& options = {});
 
 /// As the host's log_bias_backward. Where the score is NaN, d_scores is 0.
-template <AnyPolicy P, TrainingGate G>
-void log_bias_backward(const cuda& on, const P& policy, const G& gate, plane_view<const float> scores,
-                       plane_view<const float> d_log_bias, const Sequences& sequences,
-                       plane_view<float> d_scores, workspace_view workspace, std::int32_t layer = 0);
+template <AnyPolicy P, TrainingGate G, class Real>
+void log_bias_backward(const cuda& ctx, const P& policy, const G& gate,
+                       std::type_identity_t<plane_view<const Real>> scores,
+                       std::type_identity_t<plane_view<const Real>> d_log_bias, const Sequences& sequences,
+                       plane_view<Real> d_scores, workspace_view workspace, const MaskOptions& options = {});
 
 }  // namespace KVPOLICY_HIDDEN
 }  // namespace kvpolicy

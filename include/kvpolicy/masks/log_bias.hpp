@@ -12,6 +12,7 @@
 #include <kvpolicy/masks/build.hpp>
 
 #include <concepts>
+#include <cstddef>
 #include <cstdint>
 #include <type_traits>
 
@@ -94,6 +95,11 @@ struct BernoulliGate {
 static_assert(TrainingGate<SoftGate> && TrainingGate<SoftWriteGate> && TrainingGate<AnnealedGate>);
 static_assert(TrainingGate<ThresholdSoftGate> && TrainingGate<BernoulliGate>);
 
+/// Bytes of workspace that build_log_bias and log_bias_backward need: none on the host.
+template <AnyPolicy P>
+std::size_t log_bias_workspace_bytes(const host& ctx, const P& policy, const Sequences& sequences,
+                                     std::int32_t heads, const MaskOptions& options = {});
+
 /// The mask of a gated policy in training: overwrites expiry [B, Hkv, S] and log_bias [B, Hkv, S] for the sequences'
 /// lengths, from scores [B, Hkv, S] (raw logits). Sinks, keys kept by position and keys that never leave the window live
 /// on with bias 0, and their scores are not read; the others get the gate's answer. The policy gives sinks and windows;
@@ -102,25 +108,17 @@ static_assert(TrainingGate<ThresholdSoftGate> && TrainingGate<BernoulliGate>);
 ///
 /// Refuses, before anything is written: a gate's numbers, shapes that disagree, a NaN score that is read.
 template <AnyPolicy P, TrainingGate G, class Real>
-void build_log_bias(const host& on, const P& policy, const G& gate, plane_view<const Real> scores,
+void build_log_bias(const host& ctx, const P& policy, const G& gate, plane_view<Real> scores,
                     const Sequences& sequences, plane_view<expiry_t> expiry, plane_view<float> log_bias,
-                    std::int32_t layer = 0);
-/// The same of scores that may be written.
-template <AnyPolicy P, TrainingGate G, class Real>
-requires(!std::is_const_v<Real>) void build_log_bias(const host& on, const P& policy, const G& gate,
-                                                     plane_view<Real> scores, const Sequences& sequences,
-                                                     plane_view<expiry_t> expiry, plane_view<float> log_bias,
-                                                     std::int32_t layer = 0) {
-    build_log_bias(on, policy, gate, plane_view<const Real>(scores), sequences, expiry, log_bias, layer);
-}
+                    workspace_view workspace, const MaskOptions& options = {});
 
 /// The way back: d_scores[b][h][t] = derivative * d_log_bias[b][h][t] where the score was read, else 0. Overwrites d_scores
 /// [B, Hkv, S] for the sequences' lengths.
 template <AnyPolicy P, TrainingGate G, class Real>
-void log_bias_backward(const host& on, const P& policy, const G& gate,
+void log_bias_backward(const host& ctx, const P& policy, const G& gate,
                        std::type_identity_t<plane_view<const Real>> scores,
                        std::type_identity_t<plane_view<const Real>> d_log_bias, const Sequences& sequences,
-                       plane_view<Real> d_scores, std::int32_t layer = 0);
+                       plane_view<Real> d_scores, workspace_view workspace, const MaskOptions& options = {});
 
 /// out[h] = w of head h, what a mask_view with log-biases takes as bias_from. Refuses a layer that the policy does not have, null.
 template <AnyPolicy P>

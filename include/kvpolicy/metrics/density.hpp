@@ -7,6 +7,7 @@
 #include <kvpolicy/core/types.hpp>
 #include <kvpolicy/core/view.hpp>
 #include <kvpolicy/metrics/each_head.hpp>
+#include <kvpolicy/metrics/options.hpp>
 #include <kvpolicy/policies/compose.hpp>
 
 #include <algorithm>
@@ -17,12 +18,16 @@ namespace kvpolicy {
 
 /// live[b][h][q] = |{t : t <= q < expiry[b][h][t]}|, the keys that query q sees. expiry and live are [B, Hkv, S];
 /// overwrites live for the sequences' lengths. Synchronous, O(S) a head.
-inline void live_keys(const host& on, plane_view<const expiry_t> expiry, const Sequences& sequences,
-                      plane_view<std::int32_t> live) {
+inline void live_keys(const host& ctx, plane_view<const expiry_t> expiry, const Sequences& sequences,
+                      plane_view<std::int32_t> live, workspace_view workspace = {},
+                      const MetricOptions& options = {}) {
+    if (const checks::repaired_sequences repaired(sequences, options.status); repaired) {
+        return live_keys(ctx, expiry, repaired.sequences, live, workspace, options);
+    }
     checks::check_whole_sequences(sequences, expiry.batch, expiry.length);
     checks::check_plane("expiry", expiry, expiry.batch, expiry.heads, sequences.length);
     checks::check_plane("live", live, expiry.batch, expiry.heads, sequences.length);
-    on.parallel_for(std::int64_t{expiry.batch} * expiry.heads, [&](std::int64_t task) {
+    ctx.parallel_for(std::int64_t{expiry.batch} * expiry.heads, [&](std::int64_t task) {
         const std::int64_t b = task / expiry.heads, h = task % expiry.heads;
         const std::int32_t length = sequences.length_of(b);
         const expiry_t* e = expiry.head(b, h);
@@ -44,13 +49,16 @@ inline void live_keys(const host& on, plane_view<const expiry_t> expiry, const S
 }
 
 /// density[b * Hkv + h]: the share of visible pairs among the S (S + 1) / 2 causal ones; 1 is dense attention, 0 for S = 0.
-inline void density(const host& on, plane_view<const expiry_t> expiry, const Sequences& sequences,
-                    double* out) {
+inline void density(const host& ctx, plane_view<const expiry_t> expiry, const Sequences& sequences,
+                    double* out, workspace_view workspace = {}, const MetricOptions& options = {}) {
+    if (const checks::repaired_sequences repaired(sequences, options.status); repaired) {
+        return density(ctx, expiry, repaired.sequences, out, workspace, options);
+    }
     checks::check_whole_sequences(sequences, expiry.batch, expiry.length);
     checks::check_not_packed(sequences);
     checks::check_plane("expiry", expiry, expiry.batch, expiry.heads, sequences.length);
     checks::check_metric("out", out, expiry.batch, 1);
-    on.parallel_for(std::int64_t{expiry.batch} * expiry.heads, [&](std::int64_t task) {
+    ctx.parallel_for(std::int64_t{expiry.batch} * expiry.heads, [&](std::int64_t task) {
         const std::int64_t b = task / expiry.heads;
         const std::int64_t length = sequences.length_of(b);
         const expiry_t* e = expiry.head(b, task % expiry.heads);
@@ -66,14 +74,19 @@ inline void density(const host& on, plane_view<const expiry_t> expiry, const Seq
 /// evict_ratio[b * Hkv + h] (KVpop, figure 8): the share of pairs with t in E(q) = {t : s <= t <= q - w} that are not
 /// visible. 0 is dense attention, 1 means nothing beyond sinks and window; 0 where no such pair exists.
 template <AnyPolicy P>
-void evict_ratio(const host& on, const P& policy, plane_view<const expiry_t> expiry,
-                 const Sequences& sequences, double* out, std::int32_t layer = 0) {
+void evict_ratio(const host& ctx, const P& policy, plane_view<const expiry_t> expiry,
+                 const Sequences& sequences, double* out, workspace_view workspace = {},
+                 const MetricOptions& options = {}) {
+    if (const checks::repaired_sequences repaired(sequences, options.status); repaired) {
+        return evict_ratio(ctx, policy, expiry, repaired.sequences, out, workspace, options);
+    }
+    const std::int32_t layer = options.layer;
     checks::check_whole_sequences(sequences, expiry.batch, expiry.length);
     checks::check_not_packed(sequences);
     policy.check_layer(layer, expiry.heads);
     checks::check_plane("expiry", expiry, expiry.batch, expiry.heads, sequences.length);
     checks::check_metric("out", out, expiry.batch, 1);
-    host_backend::for_each_head(on, expiry, [&](std::int64_t b, std::int32_t h, std::int64_t task) {
+    host_backend::for_each_head(ctx, expiry, [&](std::int64_t b, std::int32_t h, std::int64_t task) {
         const std::int64_t length = sequences.length_of(b);
         const HeadParams head_params = policy.params(layer, h);
         const expiry_t* e = expiry.head(b, h);

@@ -7,6 +7,7 @@
 #include <kvpolicy/core/view.hpp>
 #include <kvpolicy/core/workspace.hpp>
 #include <kvpolicy/metrics/each_head.hpp>
+#include <kvpolicy/metrics/options.hpp>
 #include <kvpolicy/policies/compose.hpp>
 
 #include <algorithm>
@@ -26,8 +27,9 @@ struct Recall {
 };
 
 /// Bytes of workspace that oracle_recall needs.
-inline std::size_t oracle_recall_workspace_bytes(const host&, plane_view<const expiry_t> teacher,
+inline std::size_t oracle_recall_workspace_bytes(const host& ctx, plane_view<const expiry_t> teacher,
                                                  const Sequences& sequences) {
+    static_cast<void>(ctx);
     checks::check_shape(sequences, teacher.heads);
     const std::size_t row =
         detail::aligned_size(static_cast<std::size_t>(sequences.length) * 3 * sizeof(std::int32_t));
@@ -38,20 +40,24 @@ inline std::size_t oracle_recall_workspace_bytes(const host&, plane_view<const e
 /// out[b * Hkv + h] from two masks [B, Hkv, S] of the same policy (sinks, windows and budgets of `layer`), of whole sequences
 /// that are not packed. Overwrites. Synchronous, O(S) a head.
 template <AnyPolicy P>
-void oracle_recall(const host& on, const P& policy, plane_view<const expiry_t> teacher,
+void oracle_recall(const host& ctx, const P& policy, plane_view<const expiry_t> teacher,
                    plane_view<const expiry_t> student, const Sequences& sequences, Recall* out,
-                   workspace_view workspace, std::int32_t layer = 0) {
+                   workspace_view workspace, const MetricOptions& options = {}) {
+    if (const checks::repaired_sequences repaired(sequences, options.status); repaired) {
+        return oracle_recall(ctx, policy, teacher, student, repaired.sequences, out, workspace, options);
+    }
+    const std::int32_t layer = options.layer;
     checks::check_whole_sequences(sequences, teacher.batch, teacher.length);
     checks::check_not_packed(sequences);
     policy.check_layer(layer, teacher.heads);
     checks::check_plane("teacher", teacher, teacher.batch, teacher.heads, sequences.length);
     checks::check_plane("student", student, teacher.batch, teacher.heads, sequences.length);
     checks::check_metric("out", out, teacher.batch, 1);
-    checks::check_workspace(workspace, oracle_recall_workspace_bytes(on, teacher, sequences));
+    checks::check_workspace(workspace, oracle_recall_workspace_bytes(ctx, teacher, sequences));
     const std::size_t row =
         detail::aligned_size(static_cast<std::size_t>(sequences.length) * 3 * sizeof(std::int32_t));
     std::byte* memory = detail::aligned(workspace.data);
-    host_backend::for_each_head(on, teacher, [&](std::int64_t b, std::int32_t h, std::int64_t task) {
+    host_backend::for_each_head(ctx, teacher, [&](std::int64_t b, std::int32_t h, std::int64_t task) {
         const std::int64_t length = sequences.length_of(b);
         const HeadParams head_params = policy.params(layer, h);
         const expiry_t* of_teacher = teacher.head(b, h);

@@ -4,7 +4,7 @@
 //     cublasLtHandle_t handle;                                      // the caller's; one may serve all layers and streams
 //     cublasLtCreate(&handle);
 //     const std::size_t bytes = kvpolicy::score_hidden_workspace_bytes(on, predictor, hidden, sequences);
-//     kvpolicy::score_hidden(on, handle, predictor, hidden, sequences, scores, {memory, bytes});
+//     kvpolicy::score_hidden(on, predictor, hidden, sequences, scores, {memory, bytes}, {.cublaslt = handle});
 //
 // A cache on CUDA takes such scores as StepIO::scores of a policy with GivenScores.
 #pragma once
@@ -24,18 +24,6 @@
 
 namespace kvpolicy {
 
-/// The arguments of score_hidden_backward on a device, all in its memory but `sequences` itself.
-template <class T>
-struct HiddenDeviceBackward {
-    rows_view<const T> hidden;  ///< [B, 1, S, width]
-    Sequences sequences;
-    plane_view<const float> d_scores;  ///< [B, Hkv, S]
-    rows_view<float> d_hidden{};       ///< [B, 1, S, width], overwritten for the lengths; empty: not wanted
-};
-
-template <class T, class... Rest>
-HiddenDeviceBackward(rows_view<T>, Rest...) -> HiddenDeviceBackward<std::remove_const_t<T>>;
-
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 
 // For UtilityPredictor, and any BasicMlpScorer of HiddenInput with Silu or GeluErf. Hidden states, weights, gradients, scores, status, and the
@@ -49,36 +37,36 @@ inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 
 /// Bytes of device workspace that score_hidden needs: the weights in T, 4 bytes for each of the hidden layer's numbers of up to 8192 tokens, and 32 MB
 /// for cuBLASLt.
-template <class S, class T>
-std::size_t score_hidden_workspace_bytes(const cuda& on, const S& scorer, rows_view<T> hidden,
+template <HiddenScorer S, class Real = float, class T>
+std::size_t score_hidden_workspace_bytes(const cuda& ctx, const S& scorer, rows_view<T> hidden,
                                          const Sequences& sequences);
 
 /// As the host's score_hidden: scores [B, Hkv, S] are overwritten for t < length (rows starts[b] on), nothing else is, to 16-bit rounding (float: to
-/// rounding) the same numbers. `status` [B], where given, is OR-ed into: status_bad_length for a length or start that cannot be; such a
+/// rounding) the same numbers. options.status [B], where given, is OR-ed into: status_bad_length for a length or start that cannot be; such a
 /// sequence counts as empty. Rows of hidden beyond the lengths may hold anything.
 ///
 /// Refuses, before anything is enqueued, what the host refuses as far as no device memory must be read, a null handle, widths and alignment as
 /// above. A status of cuBLASLt's is thrown as cuda_error with its name.
-template <class S, class T>
-void score_hidden(const cuda& on, cublasLtHandle_t handle, const S& scorer, rows_view<T> hidden,
-                  const Sequences& sequences, plane_view<float> scores, workspace_view workspace,
-                  std::uint32_t* status = nullptr);
+template <HiddenScorer S, class T, class Real>
+void score_hidden(const cuda& ctx, const S& scorer, rows_view<T> hidden, const Sequences& sequences,
+                  plane_view<Real> scores, workspace_view workspace, const ScoreHiddenOptions& options = {});
 
 /// Bytes of device workspace that score_hidden_backward needs: that of score_hidden, twice as much for the hidden layer, and where lengths or starts
 /// are given a copy of the part's hidden states and of their gradients.
-template <class S, class T>
-std::size_t score_hidden_backward_workspace_bytes(const cuda& on, const S& scorer,
-                                                  const HiddenDeviceBackward<T>& call);
+template <class Input, class Act, std::int32_t D, class T, class Real>
+requires takes_hidden_state<Input> std::size_t score_hidden_backward_workspace_bytes(
+    const cuda& ctx, const BasicMlpScorer<Input, Act, D>& scorer, const HiddenBackward<T, Real>& call);
 
 /// As the host's score_hidden_backward, with y = W1 x + b1 computed again: d y = act'(y) sum over h of d r_h w2_h (rounded to T),
 /// d W1 += sum d y x^T, d b1 += sum d y, d w2_h += sum d r_h act(y), d b2_h += sum d r_h, and where wanted d x = W1^T d y. Null arrays are left out.
 /// b1, w2 and b2 get the same bits in every run, the others what cuBLASLt gives. fp16: d y is scaled by the power of two that brings the
-/// call's largest |d_scores| to [1, 2), and products are scaled back, so that small d_scores do not vanish. `status` is OR-ed into, as by
+/// call's largest |d_scores| to [1, 2), and products are scaled back, so that small d_scores do not vanish. options.status is OR-ed into, as by
 /// score_hidden, and with status_not_finite where a gradient came from NaN or infinity in d_scores or hidden. Refuses what score_hidden refuses.
-template <class S, class T>
-void score_hidden_backward(const cuda& on, cublasLtHandle_t handle, const S& scorer,
-                           const HiddenDeviceBackward<T>& call, MlpParameters<float> gradients,
-                           workspace_view workspace, std::uint32_t* status = nullptr);
+template <class Input, class Act, std::int32_t D, class T, class Real>
+requires takes_hidden_state<Input>
+void score_hidden_backward(const cuda& ctx, const BasicMlpScorer<Input, Act, D>& scorer,
+                           const HiddenBackward<T, Real>& call, MlpParameters<Real> gradients,
+                           workspace_view workspace, const ScoreHiddenOptions& options = {});
 
 }  // namespace KVPOLICY_HIDDEN
 }  // namespace kvpolicy

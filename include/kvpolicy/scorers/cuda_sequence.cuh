@@ -15,15 +15,6 @@
 
 namespace kvpolicy {
 
-/// Which kernels of an mLSTM a call is compiled for: d_qk up to Features, d_v up to Values, padded to them. 64 and 64, 128 and 64, or
-/// 128 and 128; all_mlstm_widths takes the smallest that fits, and as much time to compile as the three.
-template <std::int32_t Features, std::int32_t Values>
-struct mlstm_widths {
-    static_assert((Features == 64 || Features == 128) && (Values == 64 || Values == Features),
-                  "kvpolicy: mlstm_widths are <64, 64>, <128, 64> and <128, 128>");
-};
-struct all_mlstm_widths {};
-
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 
 // Rows, planes, weights, gradients, states, status, a Rope's frequencies, and the arrays of `sequences` are device memory; the
@@ -41,7 +32,7 @@ inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 /// its compiled widths, about 4 F + 2 V bytes a token and head, and 2 F V for every 64 tokens (twice that for float rows).
 template <class Widths = all_mlstm_widths, Scorer S, class K, class V>
 std::size_t score_sequence_workspace_bytes(
-    const cuda& on, const S& scorer, rows_view<K> k, rows_view<V> v, const Sequences& sequences,
+    const cuda& ctx, const S& scorer, rows_view<K> k, rows_view<V> v, const Sequences& sequences,
     const BasicScoreOptions<compute_t<std::remove_const_t<K>>>& options = {});
 
 /// As the host's score_sequence: the same entries of `scores` are written, to 16-bit rounding (fp32 to rounding) the same numbers,
@@ -49,20 +40,20 @@ std::size_t score_sequence_workspace_bytes(
 /// token (WriteGateScorer: the key alone) makes the token's score NaN; an infinity does, too, or gives an infinity where one sum
 /// decides. An mLSTM's reads are NaN from either on, ConvScorer's scores up to 6 tokens before and after it, at even distances.
 ///
-/// `status` [B], where given, is OR-ed into: status_bad_length for a length or start that cannot be, and edges that do not rise
+/// options.status [B], where given, is OR-ed into: status_bad_length for a length or start that cannot be, and edges that do not rise
 /// from 0 to the length. Such a sequence counts as empty, and its states stay as they are. Refuses, before anything is
 /// enqueued, what the host refuses as far as no device memory must be read, widths and alignment as above, inputs of an MLP that
 /// a block has no room for, and form::recurrent of an mLSTM.
 template <class Widths = all_mlstm_widths, Scorer S, class K, class V>
-void score_sequence(const cuda& on, const S& scorer, rows_view<K> k, rows_view<V> v,
+void score_sequence(const cuda& ctx, const S& scorer, rows_view<K> k, rows_view<V> v,
                     const Sequences& sequences, std::int32_t delay,
                     plane_view<compute_t<std::remove_const_t<K>>> scores, workspace_view workspace,
-                    const BasicScoreOptions<compute_t<std::remove_const_t<K>>>& options = {},
-                    std::uint32_t* status = nullptr);
+                    const BasicScoreOptions<compute_t<std::remove_const_t<K>>>& options = {});
 
 /// Bytes of device workspace that score_sequence_backward needs.
 template <class Widths = all_mlstm_widths, Scorer S, Storage T>
-std::size_t backward_workspace_bytes(const cuda& on, const S& scorer, const ScoreBackward<T>& call);
+std::size_t score_sequence_backward_workspace_bytes(const cuda& ctx, const S& scorer,
+                                                    const ScoreBackward<T>& call);
 
 /// As the host's score_sequence_backward (scorers/backward.hpp): gradients of parameters are added to, call.d_k and call.d_v are
 /// overwritten for the lengths, null arrays are left out. The same bits in every run: sums over tokens are made in parts whose order
@@ -71,14 +62,14 @@ std::size_t backward_workspace_bytes(const cuda& on, const S& scorer, const Scor
 /// brings each head's largest |d_scores| to [1, 2), and sums are scaled back, so d_scores of any size lose as little as those near 1;
 /// that takes 4 bytes of workspace a token and head.
 ///
-/// `status` [B], where given, is OR-ed into: status_bad_length as above, status_not_finite for a NaN or infinity in k, v or
+/// options.status [B], where given, is OR-ed into: status_bad_length as above, status_not_finite for a NaN or infinity in k, v or
 /// d_scores, which the host refuses; gradients then mean nothing. Refuses, before anything is added to, the rest of what the host
 /// refuses as far as no device memory must be read; sequences.starts of an mLSTM or a convolution; inputs of an MLP that a block
 /// has no room for.
 template <class Widths = all_mlstm_widths, Scorer S, Storage T>
-void score_sequence_backward(const cuda& on, const S& scorer, const ScoreBackward<T>& call,
+void score_sequence_backward(const cuda& ctx, const S& scorer, const ScoreBackward<T>& call,
                              typename S::template parameters<compute_t<T>> gradients,
-                             workspace_view workspace, std::uint32_t* status = nullptr);
+                             workspace_view workspace, const ScoreBackwardOptions& options = {});
 
 }  // namespace KVPOLICY_HIDDEN
 }  // namespace kvpolicy

@@ -27,6 +27,13 @@ struct ScoreBackward {
     bool kept = false;
 };
 
+/// What score_sequence_backward takes besides the usual.
+struct ScoreBackwardOptions {
+    /// [B], OR-ed into: status_not_finite, for a NaN or infinity in k, v or d_scores (the gradients then mean nothing), and
+    /// status_bad_length. Null: not wanted; the host then refuses both.
+    std::uint32_t* status = nullptr;
+};
+
 template <class K, class... Rest>
 ScoreBackward(rows_view<K>, Rest...) -> ScoreBackward<std::remove_const_t<K>>;
 

@@ -277,8 +277,8 @@ TEST_CASE("future mass on CUDA refuses what the host refuses") {
     const auto call = [&](const FutureMassOptions& options, workspace_view provided, std::int32_t dim = 16) {
         future_mass<bf16>(on, {}, view_bhsd<const bf16>(q.data(), 1, 4, 8, dim),
                           view_bhsd<const bf16>(k.data(), 1, 2, 8, dim),
-                          view_bhs<const float>(lse.data(), 1, 4, 8), sequences, options,
-                          view_bhs(target.data(), 1, 2, 8), provided);
+                          view_bhs<const float>(lse.data(), 1, 4, 8), sequences,
+                          view_bhs(target.data(), 1, 2, 8), provided, options);
     };
     FutureMassOptions options;
     options.beta = 0.5f;

@@ -32,8 +32,8 @@ template std::size_t future_mass_workspace_bytes<bf16>(const cuda&, rows_view<co
                                                        rows_view<const bf16>);
 template void causal_lse<bf16, Dims>(const cuda&, const AttentionParams&, rows_view<const bf16>,
                                      rows_view<const bf16>, const Sequences&, plane_view<float>,
-                                     workspace_view);
+                                     workspace_view, const CausalLseOptions&);
 template void future_mass<bf16, Dims>(const cuda&, const AttentionParams&, rows_view<const bf16>,
                                       rows_view<const bf16>, plane_view<const float>, const Sequences&,
-                                      const FutureMassOptions&, plane_view<float>, workspace_view);
+                                      plane_view<float>, workspace_view, const FutureMassOptions&);
 }  // namespace kvpolicy

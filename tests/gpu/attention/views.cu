@@ -116,8 +116,8 @@ Results everything(const Tensors& in, const Device<expiry_t>& expiry, bool maske
     causal_lse<bf16, Dims>(on, {}, in.q, in.k, sequences, dense_view, workspace);
     FutureMassOptions of;
     of.window = 40;
-    future_mass<bf16, Dims>(on, {}, in.q, in.k, dense_view, sequences, of,
-                            view_bhs(target.data(), batch, kv_heads, length), workspace);
+    future_mass<bf16, Dims>(on, {}, in.q, in.k, dense_view, sequences,
+                            view_bhs(target.data(), batch, kv_heads, length), workspace, of);
     ok(cudaDeviceSynchronize());
     return {Packed<bf16>(in.out).memory.read(),
             Packed<bf16>(in.d_q).memory.read(),
@@ -281,8 +281,8 @@ TEST_CASE("nothing to do, with nothing lent") {
         causal_lse<bf16, Dims>(on, {}, rows(heads), rows(kv_heads), sequences, lse, workspace);
         FutureMassOptions of;
         of.window = 3;
-        future_mass<bf16, Dims>(on, {}, rows(heads), rows(kv_heads), lse, sequences, of,
-                                view_bhs(static_cast<float*>(nullptr), b, kv_heads, s), workspace);
+        future_mass<bf16, Dims>(on, {}, rows(heads), rows(kv_heads), lse, sequences,
+                                view_bhs(static_cast<float*>(nullptr), b, kv_heads, s), workspace, of);
         ok(cudaDeviceSynchronize());
     }
 }

@@ -193,7 +193,7 @@ TEST_CASE("calls are captured in a graph that serves later inputs") {
             const Device<unsigned char> workspace(build_mask_workspace_bytes(on, policy, sequences, 2));
             const auto call = [&] {
                 build_mask(on, policy, view_bhs<const float>(scores.data(), 1, 2, length), sequences,
-                           view_bhs(expiry.data(), 1, 2, length), workspace, {}, status.data());
+                           view_bhs(expiry.data(), 1, 2, length), workspace, {.status = status.data()});
             };
             // Modules load at a kernel's first use, which a capture may not do: run once before, as any engine does.
             ok(cudaMemset(scores.data(), 0, scores.bytes()));

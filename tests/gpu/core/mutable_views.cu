@@ -64,24 +64,24 @@ constexpr bool takes = requires(const kvpolicy::cuda& on, const AttentionParams&
                     AttentionGrads<bf16>{out, out, out}, workspace);
     future_mass_workspace_bytes(on, rows, rows);
     causal_lse(on, attention, rows, rows, sequences, written, workspace);
-    future_mass(on, attention, rows, rows, plane, sequences, FutureMassOptions{}, written, workspace);
+    future_mass(on, attention, rows, rows, plane, sequences, written, workspace, FutureMassOptions{});
     build_mask(on, budget, plane, sequences, integers, workspace);
     build_cutoffs(on, budget, plane, sequences, integers, integers, workspace);
     expiry_from_cutoffs(on, budget, words, words, sequences, integers, workspace);
     build_log_bias(on, gated, SoftGate{}, plane, sequences, integers, written, workspace);
     log_bias_backward(on, gated, SoftGate{}, plane, plane, sequences, written, workspace);
-    boundary_loss(on, BoundaryLoss{}, budget, plane, plane, sequences, written, doubles, boundary, workspace);
-    top_logits(on, rows, sequences, out, indices);
-    top_distillation_workspace_bytes(on, TopDistillation{}, rows, sequences);
-    row_loss(on, TopDistillation{}, rows, rows, sequences, out, value, workspace);
-    row_loss(on, TopDistillation{}, rows, indices, rows, sequences, out, value, workspace);
-    row_loss(on, CrossEntropy{}, words, rows, sequences, out, value, workspace);
-    row_loss(on, L2Distillation{}, rows, rows, sequences, out, value, workspace);
-    gate_loss(on, GateSparsity{}, gated, plane, sequences, written, value, workspace);
+    BoundaryLoss{}(on, budget, plane, plane, sequences, written, doubles, boundary, workspace);
+    top_logits(on, rows, sequences, out, indices, {});
+    TopDistillation{}.workspace_bytes(on, rows, sequences);
+    TopDistillation{}(on, rows, rows, sequences, out, value, workspace);
+    TopDistillation{}(on, rows, indices, rows, sequences, out, value, workspace);
+    CrossEntropy{}(on, words, rows, sequences, out, value, workspace);
+    L2Distillation{}(on, rows, rows, sequences, out, value, workspace);
+    GateSparsity{}(on, gated, plane, sequences, written, value, workspace);
     straight_through_values(on, gated, plane, rows, rows, sequences, written, workspace);
     retention_counts(on, gated, plane, sequences, doubles, workspace);
-    compression_sums(on, CompressionLoss{}, gated, plane, sequences, sums, workspace);
-    compression_loss(on, CompressionLoss{}, gated, plane, sequences, written, value, workspace);
+    CompressionLoss{}.sums(on, gated, plane, sequences, sums, workspace);
+    CompressionLoss{}(on, gated, plane, sequences, written, value, workspace);
     live_keys(on, words, sequences, integers);
     density(on, words, sequences, doubles);
     evict_ratio(on, budget, words, sequences, doubles);
@@ -101,7 +101,7 @@ static_assert(requires(const kvpolicy::cuda& on, rows_view<bf16> may, rows_view<
                        plane_view<float> plane, const Sequences& sequences, workspace_view workspace) {
     causal_lse<bf16, head_dims<64>>(on, {}, may, may_not, sequences, plane, workspace);
     causal_lse<bf16, head_dims<64>>(on, {}, may_not, may, sequences, plane, workspace);
-    future_mass<bf16, head_dims<64>>(on, {}, may, may, plane, sequences, {}, plane, workspace);
+    future_mass<bf16, head_dims<64>>(on, {}, may, may, plane, sequences, plane, workspace);
 });
 
 }  // namespace

@@ -6,6 +6,7 @@
 #include <kvpolicy/policies/topk_budget.hpp>
 #include <kvpolicy/policies/window.hpp>
 
+#include "../../support/loss_value.hpp"
 #include "../support/device.hpp"
 
 #include <doctest/doctest.h>
@@ -91,10 +92,11 @@ void check(const Case& c) {
     std::vector<double> wanted_gamma(static_cast<std::size_t>(c.heads), before);
     const Sequences sequences = c.sequences(c.lengths.data());
     std::vector<std::byte> memory(c.loss.workspace_bytes(on_host, policy, sequences, c.heads));
-    const BoundaryValue value =
+    const BoundaryValue value = test::value_of<BoundaryValue>([&](auto* into) {
         c.loss(on_host, policy, plane(static_cast<const float*>(scores.data())),
                plane(static_cast<const float*>(target.data())), sequences, plane(wanted.data()),
-               wanted_gamma.data(), {memory.data(), memory.size()});
+               wanted_gamma.data(), into, {memory.data(), memory.size()});
+    });
 
     const Device<float> device_scores(scores), device_target(target),
         gradient(std::vector<float>(count, untouched));
@@ -104,11 +106,10 @@ void check(const Case& c) {
     const Device<std::uint32_t> status(std::vector<std::uint32_t>(static_cast<std::size_t>(c.batch), 0u));
     const kvpolicy::cuda on{};
     const Sequences on_device = c.sequences(lengths.data());
-    const Device<unsigned char> workspace(
-        boundary_loss_workspace_bytes(on, c.loss, policy, on_device, c.heads));
-    boundary_loss(on, c.loss, policy, plane(static_cast<const float*>(device_scores.data())),
-                  plane(static_cast<const float*>(device_target.data())), on_device, plane(gradient.data()),
-                  gamma.data(), result.data(), workspace, status.data());
+    const Device<unsigned char> workspace(c.loss.workspace_bytes(on, policy, on_device, c.heads));
+    c.loss(on, policy, plane(static_cast<const float*>(device_scores.data())),
+           plane(static_cast<const float*>(device_target.data())), on_device, plane(gradient.data()),
+           gamma.data(), result.data(), workspace, {.status = status.data()});
     const BoundaryValue got = result.read()[0];
     CHECK(got.sampled == value.sampled);
     CHECK(got.count == value.count);
@@ -137,9 +138,9 @@ void check(const Case& c) {
     }
     CHECK(status.read() == std::vector<std::uint32_t>(static_cast<std::size_t>(c.batch), status_ok));
     // A second time: the same bits, and added to.
-    boundary_loss(on, c.loss, policy, plane(static_cast<const float*>(device_scores.data())),
-                  plane(static_cast<const float*>(device_target.data())), on_device, plane(gradient.data()),
-                  nullptr, result.data(), workspace);
+    c.loss(on, policy, plane(static_cast<const float*>(device_scores.data())),
+           plane(static_cast<const float*>(device_target.data())), on_device, plane(gradient.data()), nullptr,
+           result.data(), workspace);
     CHECK(gradient.read() == gradients);
     CHECK(result.read()[0].value == got.value);
     // Scores that another stream makes, long after the target has been ranked.
@@ -151,9 +152,9 @@ void check(const Case& c) {
     test::ok(cudaEventRecord(other.done, other.stream));
     BoundaryOptions options;
     options.scores_ready = other.done;
-    boundary_loss(on, c.loss, policy, plane(static_cast<const float*>(late.data())),
-                  plane(static_cast<const float*>(device_target.data())), on_device, plane(gradient.data()),
-                  nullptr, result.data(), workspace, nullptr, options);
+    c.loss(on, policy, plane(static_cast<const float*>(late.data())),
+           plane(static_cast<const float*>(device_target.data())), on_device, plane(gradient.data()), nullptr,
+           result.data(), workspace, options);
     CHECK(gradient.read() == gradients);
     CHECK(result.read()[0].value == got.value);
 }
@@ -244,10 +245,11 @@ TEST_CASE("layers in one call are layers one by one; a decay that stays on the d
         BoundaryLoss one = loss;
         one.layer = loss.layer + l;
         std::vector<std::byte> memory(one.workspace_bytes(on_host, policy, sequences, heads));
-        const BoundaryValue value =
+        const BoundaryValue value = test::value_of<BoundaryValue>([&](auto* into) {
             one(on_host, policy, plane(static_cast<const float*>(scores.data())),
                 plane(static_cast<const float*>(target.data())), sequences, plane(wanted.data()),
-                wanted_gamma.data() + l * heads, {memory.data(), memory.size()});
+                wanted_gamma.data() + l * heads, into, {memory.data(), memory.size()});
+        });
         sum.value += value.value;
         sum.sampled += value.sampled, sum.count += value.count, sum.kept += value.kept,
             sum.agreed += value.agreed;
@@ -260,14 +262,14 @@ TEST_CASE("layers in one call are layers one by one; a decay that stays on the d
     const Device<double> of_gamma(std::vector<double>(all, 0.0));
     const Device<BoundaryValue> result(1);
     const kvpolicy::cuda on{};
-    const Device<unsigned char> workspace(boundary_loss_workspace_bytes(on, loss, policy, sequences, all));
+    const Device<unsigned char> workspace(loss.workspace_bytes(on, policy, sequences, all));
     const auto plane = [](auto* data) { return view_bhs(data, 2, all, length); };
     BoundaryOptions options;
     options.layers = layers;
     options.log_gamma = gammas.data();
-    boundary_loss(on, loss, policy, plane(static_cast<const float*>(device_scores.data())),
-                  plane(static_cast<const float*>(device_target.data())), sequences, plane(gradient.data()),
-                  of_gamma.data(), result.data(), workspace, nullptr, options);
+    loss(on, policy, plane(static_cast<const float*>(device_scores.data())),
+         plane(static_cast<const float*>(device_target.data())), sequences, plane(gradient.data()),
+         of_gamma.data(), result.data(), workspace, options);
     const BoundaryValue got = result.read()[0];
     CHECK(got.sampled == sum.sampled);
     CHECK(got.count == sum.count);
@@ -284,11 +286,10 @@ TEST_CASE("layers in one call are layers one by one; a decay that stays on the d
         CHECK(std::fabs(got_gamma[h] - wanted_gamma[h]) <= 1e-10 * (1.0 + std::fabs(wanted_gamma[h])));
     }
     options.layers = 4;
-    CHECK_THROWS_WITH_AS(
-        boundary_loss(on, loss, policy, plane(static_cast<const float*>(device_scores.data())),
-                      plane(static_cast<const float*>(device_target.data())), sequences,
-                      plane(gradient.data()), nullptr, result.data(), workspace, nullptr, options),
-        doctest::Contains("options.layers: 4 is not allowed"), invalid_argument);
+    CHECK_THROWS_WITH_AS(loss(on, policy, plane(static_cast<const float*>(device_scores.data())),
+                              plane(static_cast<const float*>(device_target.data())), sequences,
+                              plane(gradient.data()), nullptr, result.data(), workspace, options),
+                         doctest::Contains("options.layers: 4 is not allowed"), invalid_argument);
 }
 
 TEST_CASE("a NaN target ranks last, a NaN score is told") {
@@ -302,20 +303,19 @@ TEST_CASE("a NaN target ranks last, a NaN score is told") {
     const Device<std::uint32_t> status(std::vector<std::uint32_t>(2, 0u));
     const kvpolicy::cuda on{};
     const Sequences sequences{2, 300};
-    const Device<unsigned char> workspace(boundary_loss_workspace_bytes(on, c.loss, policy, sequences, 2));
+    const Device<unsigned char> workspace(c.loss.workspace_bytes(on, policy, sequences, 2));
     const auto plane = [](auto* data) { return view_bhs(data, 2, 2, 300); };
-    boundary_loss(on, c.loss, policy, plane(static_cast<const float*>(device_scores.data())),
-                  plane(static_cast<const float*>(device_target.data())), sequences, plane(gradient.data()),
-                  nullptr, result.data(), workspace, status.data());
+    c.loss(on, policy, plane(static_cast<const float*>(device_scores.data())),
+           plane(static_cast<const float*>(device_target.data())), sequences, plane(gradient.data()), nullptr,
+           result.data(), workspace, {.status = status.data()});
     CHECK(status.read() == std::vector<std::uint32_t>{status_nan_score, status_not_finite});
 
     Case steps;
     const Decay<dynamic> slow(-0.01f, 2);
     const Any two(Sink<>{1}, Window<>{4}, TopKBudget<>{8}, slow);
-    const Device<unsigned char> more(boundary_loss_workspace_bytes(on, steps.loss, two, sequences, 2));
-    CHECK_THROWS_WITH_AS(
-        boundary_loss(on, steps.loss, two, plane(static_cast<const float*>(device_scores.data())),
-                      plane(static_cast<const float*>(device_target.data())), sequences,
-                      plane(gradient.data()), nullptr, result.data(), more),
-        doctest::Contains("decay step n: 2 is not allowed"), invalid_argument);
+    const Device<unsigned char> more(steps.loss.workspace_bytes(on, two, sequences, 2));
+    CHECK_THROWS_WITH_AS(steps.loss(on, two, plane(static_cast<const float*>(device_scores.data())),
+                                    plane(static_cast<const float*>(device_target.data())), sequences,
+                                    plane(gradient.data()), nullptr, result.data(), more),
+                         doctest::Contains("decay step n: 2 is not allowed"), invalid_argument);
 }

@@ -1,6 +1,7 @@
 // Losses of rows on the device against the host's: the same top logits, values and gradients to rounding.
 #include <kvpolicy/losses/cuda/dispatch_distill.cuh>
 
+#include "../../support/loss_value.hpp"
 #include "../support/captured.hpp"
 #include "../support/device.hpp"
 
@@ -106,7 +107,7 @@ void check_top(std::int32_t length, std::int32_t vocabulary, std::int32_t top, f
         const Device<T> got(std::vector<T>(values.size(), static_cast<T>(untouched)));
         const Device<std::int32_t> index(std::vector<std::int32_t>(values.size(), -9));
         top_logits<T>(on, teacher.view(static_cast<const T*>(of_teacher.data())), on_gpu,
-                      values.view(got.data()), values.view(index.data()));
+                      values.view(got.data()), values.view(index.data()), {});
         CHECK(index.read() == wanted_index);
         const std::vector<T> read = got.read();
         for (std::size_t i = 0; i < wanted.size(); ++i) {
@@ -118,17 +119,18 @@ void check_top(std::int32_t length, std::int32_t vocabulary, std::int32_t top, f
         CAPTURE(loss.reverse);
         std::vector<float> wanted(student.size(), untouched);
         std::vector<std::byte> memory(
-            loss.workspace_bytes(host_context, teacher.view(teacher.floats.data())));
-        const LossValue value =
+            loss.workspace_bytes(host_context, teacher.view(teacher.floats.data()), on_host));
+        const LossValue value = test::value_of([&](auto* into) {
             loss(host_context, teacher.view(teacher.floats.data()), student.view(student.floats.data()),
-                 on_host, student.view(wanted.data()), {memory.data(), memory.size()});
+                 on_host, student.view(wanted.data()), into, {memory.data(), memory.size()});
+        });
         const Device<T> d(std::vector<T>(student.size(), static_cast<T>(untouched)));
         const Device<LossValue> result(1);
         const Device<std::uint32_t> status(std::vector<std::uint32_t>(static_cast<std::size_t>(batch), 0u));
         const auto rows = teacher.view(static_cast<const T*>(of_teacher.data()));
-        const Device<unsigned char> workspace(top_distillation_workspace_bytes<T>(on, loss, rows, on_gpu));
-        row_loss<T>(on, loss, rows, student.view(static_cast<const T*>(of_student.data())), on_gpu,
-                    student.view(d.data()), result.data(), workspace, status.data());
+        const Device<unsigned char> workspace(loss.workspace_bytes(on, rows, on_gpu));
+        loss(on, rows, student.view(static_cast<const T*>(of_student.data())), on_gpu, student.view(d.data()),
+             result.data(), workspace, {.status = status.data()});
         same(result, value, 1e-11);
         close(d, wanted, 1e-7);
         CHECK(status.read() == std::vector<std::uint32_t>(static_cast<std::size_t>(batch), 0u));
@@ -148,18 +150,21 @@ void check_cross_entropy(std::int32_t length, std::int32_t vocabulary) {
     const Device<std::int32_t> of_labels(labels), of_lengths(lengths);
     const CrossEntropy loss{2.0f};
     std::vector<float> wanted(student.size(), untouched);
-    const LossValue value =
+    const LossValue value = test::value_of([&](auto* into) {
         loss(host(1), view_bhs<const std::int32_t>(labels.data(), 2, 1, length),
              student.view(student.floats.data()),
-             Sequences{.batch = 2, .length = length, .lengths = lengths.data()}, student.view(wanted.data()));
+             Sequences{.batch = 2, .length = length, .lengths = lengths.data()}, student.view(wanted.data()),
+             into, {});
+    });
     const kvpolicy::cuda on{};
     const Sequences sequences{.batch = 2, .length = length, .lengths = of_lengths.data()};
-    const Device<unsigned char> workspace(row_loss_workspace_bytes(on, loss, sequences, 1));
+    const Device<unsigned char> workspace(
+        loss.workspace_bytes(on, student.view(of_student.data()), sequences));
     const Device<LossValue> result(1);
     const Device<std::uint32_t> status(std::vector<std::uint32_t>(2, 0u));
-    row_loss<T>(on, loss, view_bhs<const std::int32_t>(of_labels.data(), 2, 1, length),
-                student.view(static_cast<const T*>(of_student.data())), sequences, student.view(d.data()),
-                result.data(), workspace, status.data());
+    loss(on, view_bhs<const std::int32_t>(of_labels.data(), 2, 1, length),
+         student.view(static_cast<const T*>(of_student.data())), sequences, student.view(d.data()),
+         result.data(), workspace, {.status = status.data()});
     same(result, value, 2e-7);
     close(d, wanted, 2e-6);
     CHECK(status.read() == std::vector<std::uint32_t>(2, 0u));
@@ -174,16 +179,19 @@ void check_l2(std::int32_t heads, std::int32_t length, std::int32_t dim) {
     const Device<std::int32_t> of_lengths(lengths);
     const L2Distillation loss{100.0f};
     std::vector<float> wanted(student.size(), untouched);
-    const LossValue value =
+    const LossValue value = test::value_of([&](auto* into) {
         loss(host(1), teacher.view(teacher.floats.data()), student.view(student.floats.data()),
-             Sequences{.batch = 2, .length = length, .lengths = lengths.data()}, student.view(wanted.data()));
+             Sequences{.batch = 2, .length = length, .lengths = lengths.data()}, student.view(wanted.data()),
+             into, {});
+    });
     const kvpolicy::cuda on{};
     const Sequences sequences{.batch = 2, .length = length, .lengths = of_lengths.data()};
-    const Device<unsigned char> workspace(row_loss_workspace_bytes(on, loss, sequences, heads));
+    const Device<unsigned char> workspace(
+        loss.workspace_bytes(on, student.view(of_student.data()), sequences));
     const Device<LossValue> result(1);
-    row_loss<T>(on, loss, teacher.view(static_cast<const T*>(of_teacher.data())),
-                student.view(static_cast<const T*>(of_student.data())), sequences, student.view(d.data()),
-                result.data(), workspace);
+    loss(on, teacher.view(static_cast<const T*>(of_teacher.data())),
+         student.view(static_cast<const T*>(of_student.data())), sequences, student.view(d.data()),
+         result.data(), workspace);
     same(result, value, 1e-12);
     close(d, wanted, 1e-7);
 }
@@ -229,16 +237,18 @@ TEST_CASE("infinite logits are the host's; NaN is told and so is what is outside
     const auto entropy = [&](Device<std::uint32_t>& status, const Device<float>& d) {
         const Device<float> of_student(student.data);
         const Device<std::int32_t> of_labels(labels);
-        const Device<unsigned char> workspace(row_loss_workspace_bytes(on, CrossEntropy{}, sequences, 1));
-        row_loss<float>(on, CrossEntropy{}, plane(of_labels.data()),
-                        student.view(static_cast<const float*>(of_student.data())), sequences,
-                        student.view(d.data()), result.data(), workspace, status.data());
+        const Device<unsigned char> workspace(
+            CrossEntropy{}.workspace_bytes(on, student.view(of_student.data()), sequences));
+        CrossEntropy{}(on, plane(of_labels.data()),
+                       student.view(static_cast<const float*>(of_student.data())), sequences,
+                       student.view(d.data()), result.data(), workspace, {.status = status.data()});
     };
     {
         std::vector<float> wanted(student.size());
-        const LossValue value =
+        const LossValue value = test::value_of([&](auto* into) {
             CrossEntropy{}(host(1), plane(labels.data()), student.view(student.floats.data()), sequences,
-                           student.view(wanted.data()));
+                           student.view(wanted.data()), into, {});
+        });
         Device<std::uint32_t> status(std::vector<std::uint32_t>(2, 0u));
         const Device<float> d(student.size());
         entropy(status, d);
@@ -248,16 +258,17 @@ TEST_CASE("infinite logits are the host's; NaN is told and so is what is outside
     {
         const TopDistillation loss{25};
         std::vector<float> wanted(student.size());
-        std::vector<std::byte> memory(loss.workspace_bytes(host(1), teacher.view(teacher.floats.data())));
-        const LossValue value =
+        std::vector<std::byte> memory(
+            loss.workspace_bytes(host(1), teacher.view(teacher.floats.data()), sequences));
+        const LossValue value = test::value_of([&](auto* into) {
             loss(host(1), teacher.view(teacher.floats.data()), student.view(student.floats.data()), sequences,
-                 student.view(wanted.data()), {memory.data(), memory.size()});
+                 student.view(wanted.data()), into, {memory.data(), memory.size()});
+        });
         const Device<float> of_student(student.data), of_teacher(teacher.data), d(student.size());
         const auto rows = teacher.view(static_cast<const float*>(of_teacher.data()));
-        const Device<unsigned char> workspace(
-            top_distillation_workspace_bytes<float>(on, loss, rows, sequences));
-        row_loss<float>(on, loss, rows, student.view(static_cast<const float*>(of_student.data())), sequences,
-                        student.view(d.data()), result.data(), workspace);
+        const Device<unsigned char> workspace(loss.workspace_bytes(on, rows, sequences));
+        loss(on, rows, student.view(static_cast<const float*>(of_student.data())), sequences,
+             student.view(d.data()), result.data(), workspace);
         const LossValue got = result.read()[0];
         CHECK(got.count == value.count);
         CHECK((got.value == value.value ||
@@ -331,24 +342,23 @@ TEST_CASE("captured losses serve other rows, lengths and labels") {
         check_captured(first, second, call, bytes, teacher, student, lengths, labels, d, value);
     };
     const TopDistillation loss{64, 2.0f};
-    check(top_distillation_workspace_bytes<bf16>(on, loss, in(teacher), sequences),
+    check(loss.workspace_bytes(on, in(teacher), sequences),
           [&](const kvpolicy::cuda& by, workspace_view workspace) {
-              row_loss<bf16>(by, loss, in(teacher), in(student), sequences, out, value.data(), workspace);
+              loss(by, in(teacher), in(student), sequences, out, value.data(), workspace);
           });
-    check(row_loss_workspace_bytes(on, loss, sequences, 1),
+    check(loss.workspace_bytes(on, top, places, sequences),
           [&](const kvpolicy::cuda& by, workspace_view workspace) {
-              top_logits<bf16>(by, in(teacher), sequences, top, places);
-              row_loss<bf16>(by, loss, top, places, in(student), sequences, out, value.data(), workspace);
+              top_logits<bf16>(by, in(teacher), sequences, top, places, {});
+              loss(by, top, places, in(student), sequences, out, value.data(), workspace);
           });
-    check(row_loss_workspace_bytes(on, CrossEntropy{}, sequences, 1),
+    check(CrossEntropy{}.workspace_bytes(on, in(student), sequences),
           [&](const kvpolicy::cuda& by, workspace_view workspace) {
-              row_loss<bf16>(by, CrossEntropy{}, view_bhs<const std::int32_t>(labels.data(), 2, 1, 5),
-                             in(student), sequences, out, value.data(), workspace);
+              CrossEntropy{}(by, view_bhs<const std::int32_t>(labels.data(), 2, 1, 5), in(student), sequences,
+                             out, value.data(), workspace);
           });
-    check(row_loss_workspace_bytes(on, L2Distillation{}, sequences, 1),
+    check(L2Distillation{}.workspace_bytes(on, in(student), sequences),
           [&](const kvpolicy::cuda& by, workspace_view workspace) {
-              row_loss<bf16>(by, L2Distillation{}, in(teacher), in(student), sequences, out, value.data(),
-                             workspace);
+              L2Distillation{}(by, in(teacher), in(student), sequences, out, value.data(), workspace);
           });
 }
 
@@ -361,13 +371,13 @@ TEST_CASE("refusals") {
     const Sequences sequences{.batch = 1, .length = 2};
     const auto in = rows.view(static_cast<const float*>(of_rows.data()));
     const auto call = [&](const TopDistillation& loss, workspace_view scratch) {
-        row_loss<float>(on, loss, in, in, sequences, rows.view(d.data()), result.data(), scratch);
+        loss(on, in, in, sequences, rows.view(d.data()), result.data(), scratch);
     };
     CHECK_THROWS_WITH_AS(call({4097}, workspace), doctest::Contains("at most 4096"), invalid_argument);
     CHECK_THROWS_AS(call({0}, workspace), invalid_argument);
     CHECK_THROWS_AS(call({256, 0.0f}, workspace), invalid_argument);
     CHECK_THROWS_AS(call({256}, {workspace.data(), 100}), invalid_argument);
-    CHECK_THROWS_AS(row_loss<float>(on, L2Distillation{}, in, in, Sequences{.batch = 1, .length = 3},
-                                    rows.view(d.data()), result.data(), workspace),
+    CHECK_THROWS_AS(L2Distillation{}(on, in, in, Sequences{.batch = 1, .length = 3}, rows.view(d.data()),
+                                     result.data(), workspace),
                     invalid_argument);
 }

@@ -6,6 +6,7 @@
 #include <kvpolicy/policies/window.hpp>
 
 #include "../../support/lifetime_cases.hpp"
+#include "../../support/loss_value.hpp"
 #include "../support/captured.hpp"
 #include "../support/device.hpp"
 
@@ -77,17 +78,19 @@ template <class L, class P>
 void check_loss(const L& loss, const L& on_gpu, const P& policy, const Case& c) {
     const host on_host(1);
     std::vector<float> wanted(c.count(), untouched);
-    const LossValue value = loss(on_host, policy, c.plane(c.scores.data()),
-                                 c.sequences(c.lengths.data(), c.edges.data()), c.plane(wanted.data()));
+    const LossValue value = test::value_of([&](auto* into) {
+        loss(on_host, policy, c.plane(c.scores.data()), c.sequences(c.lengths.data(), c.edges.data()),
+             c.plane(wanted.data()), into, {});
+    });
     const Device<float> scores(c.scores), d(std::vector<float>(c.count(), untouched));
     const Device<std::int32_t> lengths(c.lengths), edges(c.edges);
     const Device<LossValue> result(1);
     const Device<std::uint32_t> status(std::vector<std::uint32_t>(static_cast<std::size_t>(c.batch), 0u));
     const Sequences sequences = c.sequences(lengths.data(), edges.data());
     const kvpolicy::cuda on{};
-    const Device<unsigned char> workspace(gate_loss_workspace_bytes(on, policy, sequences, c.heads));
-    gate_loss(on, on_gpu, policy, c.plane(static_cast<const float*>(scores.data())), sequences,
-              c.plane(d.data()), result.data(), workspace, status.data());
+    const Device<unsigned char> workspace(on_gpu.workspace_bytes(on, policy, sequences, c.heads));
+    on_gpu(on, policy, c.plane(static_cast<const float*>(scores.data())), sequences, c.plane(d.data()),
+           result.data(), workspace, {.status = status.data()});
     const LossValue got = result.read()[0];
     CHECK(got.count == value.count);
     CHECK(std::fabs(got.value - value.value) <= 1e-12 * (1e-300 + std::fabs(value.value)));
@@ -111,13 +114,13 @@ void check_losses(const P& policy, const Case& c) {
     // Counts.
     const host on_host(1);
     std::vector<double> wanted(static_cast<std::size_t>(c.heads));
-    retention_counts<P, float>(on_host, policy, c.plane(c.scores.data()),
-                               c.sequences(c.lengths.data(), c.edges.data()), wanted.data());
+    retention_counts(on_host, policy, c.plane(c.scores.data()), c.sequences(c.lengths.data(), c.edges.data()),
+                     wanted.data(), {});
     const Device<float> scores(c.scores);
     const Device<std::int32_t> lengths(c.lengths), edges(c.edges);
     const Sequences sequences = c.sequences(lengths.data(), edges.data());
     const kvpolicy::cuda on{};
-    const Device<unsigned char> workspace(gate_loss_workspace_bytes(on, policy, sequences, c.heads));
+    const Device<unsigned char> workspace(retention_counts_workspace_bytes(on, policy, sequences, c.heads));
     const Device<double> counts(wanted.size());
     retention_counts(on, policy, c.plane(static_cast<const float*>(scores.data())), sequences, counts.data(),
                      workspace);
@@ -136,15 +139,16 @@ void check_straight_through(const P& policy, const Case& c, std::int32_t dim) {
     const auto rows = [&](const T* data) { return view_bhsd(data, c.batch, c.heads, c.length, dim); };
     const host on_host(1);
     std::vector<float> wanted(c.count(), untouched);
-    straight_through_values<P, T>(on_host, policy, c.plane(static_cast<const float*>(c.scores.data())),
-                                  rows(v.data()), rows(d_v.data()),
-                                  c.sequences(c.lengths.data(), c.edges.data()), c.plane(wanted.data()));
+    straight_through_values(on_host, policy, c.plane(static_cast<const float*>(c.scores.data())),
+                            rows(v.data()), rows(d_v.data()), c.sequences(c.lengths.data(), c.edges.data()),
+                            c.plane(wanted.data()), {});
     const Device<float> scores(c.scores), d(std::vector<float>(c.count(), untouched));
     const Device<T> of_v(v), of_d_v(d_v);
     const Device<std::int32_t> lengths(c.lengths), edges(c.edges);
     const Sequences sequences = c.sequences(lengths.data(), edges.data());
     const kvpolicy::cuda on{};
-    const Device<unsigned char> workspace(gate_loss_workspace_bytes(on, policy, sequences, c.heads));
+    const Device<unsigned char> workspace(
+        straight_through_values_workspace_bytes(on, policy, sequences, c.heads));
     const auto of_gpu = [&](T* data) { return view_bhsd(data, c.batch, c.heads, c.length, dim); };
     straight_through_values(on, policy, c.plane(scores.data()), of_gpu(of_v.data()), of_gpu(of_d_v.data()),
                             sequences, c.plane(d.data()), workspace);
@@ -163,17 +167,18 @@ void check_compression(const CompressionLoss& loss, const P& policy, const Case&
     const host on_host(1);
     const auto in = c.plane(c.scores.data());
     const Sequences of_host = c.sequences(c.lengths.data(), c.edges.data());
-    EvictionSums both = loss.sums(on_host, policy, plane_view<const float>(in), of_host);
+    EvictionSums both;
+    loss.sums(on_host, policy, in, of_host, &both, {});
     const Device<float> scores(c.scores), d(std::vector<float>(c.count(), untouched));
     const Device<std::int32_t> lengths(c.lengths), edges(c.edges);
     const Sequences sequences = c.sequences(lengths.data(), edges.data());
     const kvpolicy::cuda on{};
-    const Device<unsigned char> workspace(gate_loss_workspace_bytes(on, policy, sequences, c.heads));
+    const Device<unsigned char> workspace(loss.workspace_bytes(on, policy, sequences, c.heads));
     const Device<EvictionSums> sums(std::vector<EvictionSums>(1));
     const Device<LossValue> result(1);
     const auto of_gpu = c.plane(static_cast<const float*>(scores.data()));
     for (int i = 0; i < 2; ++i) {
-        compression_sums(on, loss, policy, of_gpu, sequences, sums.data(), workspace);
+        loss.sums(on, policy, of_gpu, sequences, sums.data(), workspace);
     }
     both.evicted *= 2.0;
     both.keys *= 2;
@@ -185,10 +190,11 @@ void check_compression(const CompressionLoss& loss, const P& policy, const Case&
         CompressionLoss one = loss;
         one.total = i == 0 ? EvictionSums{} : both;
         std::vector<float> wanted(c.count(), untouched);
-        const LossValue value = one(on_host, policy, in, of_host, c.plane(wanted.data()));
+        const LossValue value = test::value_of(
+            [&](auto* into) { one(on_host, policy, in, of_host, c.plane(wanted.data()), into, {}); });
         one.total = i == 2 ? EvictionSums{} : one.total;
-        compression_loss(on, one, policy, of_gpu, sequences, c.plane(d.data()), result.data(), workspace,
-                         i == 2 ? sums.data() : nullptr);
+        one(on, policy, of_gpu, sequences, c.plane(d.data()), result.data(), workspace,
+            {.total = i == 2 ? sums.data() : nullptr});
         CHECK(result.read()[0].count == value.count);
         CHECK(std::fabs(result.read()[0].value - value.value) <= 1e-12);
         const std::vector<float> slopes = d.read();
@@ -237,9 +243,9 @@ TEST_CASE("nothing to decide; a NaN score is told and adds nothing; lengths that
     const Sequences sequences = c.sequences(lengths.data(), nullptr);
     const kvpolicy::cuda on{};
     const Gated policy{Sink<>{4}, Window<>{8}, {}};
-    const Device<unsigned char> workspace(gate_loss_workspace_bytes(on, policy, sequences, 1));
-    gate_loss(on, GateSparsity{}, policy, c.plane(static_cast<const float*>(scores.data())), sequences,
-              c.plane(d.data()), result.data(), workspace, status.data());
+    const Device<unsigned char> workspace(GateSparsity{}.workspace_bytes(on, policy, sequences, 1));
+    GateSparsity{}(on, policy, c.plane(static_cast<const float*>(scores.data())), sequences,
+                   c.plane(d.data()), result.data(), workspace, {.status = status.data()});
     CHECK(status.read() ==
           std::vector<std::uint32_t>{status_nan_score, status_bad_length, status_bad_length});
     CHECK(result.read()[0].count == 40);
@@ -247,15 +253,14 @@ TEST_CASE("nothing to decide; a NaN score is told and adds nothing; lengths that
     CHECK(d.read()[20] == 0.0f);
     CHECK(d.read()[40] == untouched);
 
-    CHECK_THROWS_AS(
-        gate_loss(on, RetentionPenalty{}, policy, c.plane(static_cast<const float*>(scores.data())),
-                  sequences, c.plane(d.data()), result.data(), workspace),
-        invalid_argument);
-    CHECK_THROWS_AS(gate_loss(on, GateSparsity{}, policy, c.plane(static_cast<const float*>(scores.data())),
-                              sequences, c.plane(d.data()), nullptr, workspace),
+    CHECK_THROWS_AS(RetentionPenalty{}(on, policy, c.plane(static_cast<const float*>(scores.data())),
+                                       sequences, c.plane(d.data()), result.data(), workspace),
                     invalid_argument);
-    CHECK_THROWS_AS(gate_loss(on, GateSparsity{}, policy, c.plane(static_cast<const float*>(scores.data())),
-                              sequences, c.plane(d.data()), result.data(), {workspace.data(), 8}),
+    CHECK_THROWS_AS(GateSparsity{}(on, policy, c.plane(static_cast<const float*>(scores.data())), sequences,
+                                   c.plane(d.data()), nullptr, workspace),
+                    invalid_argument);
+    CHECK_THROWS_AS(GateSparsity{}(on, policy, c.plane(static_cast<const float*>(scores.data())), sequences,
+                                   c.plane(d.data()), result.data(), {workspace.data(), 8}),
                     invalid_argument);
 }
 
@@ -289,10 +294,10 @@ TEST_CASE("packed compression losses; refusals") {
     const kvpolicy::cuda on{};
     const Gated policy{Sink<>{4}, Window<>{17}, {}};
     const Device<unsigned char> workspace(
-        gate_loss_workspace_bytes(on, policy, {.batch = 1, .length = 10}, 1));
+        CompressionLoss{}.workspace_bytes(on, policy, {.batch = 1, .length = 10}, 1));
     CHECK_THROWS_AS(
-        compression_loss(on, CompressionLoss{1.5f}, policy, c.plane(static_cast<const float*>(scores.data())),
-                         {.batch = 1, .length = 10}, c.plane(d.data()), result.data(), workspace),
+        CompressionLoss{1.5f}(on, policy, c.plane(static_cast<const float*>(scores.data())),
+                              {.batch = 1, .length = 10}, c.plane(d.data()), result.data(), workspace),
         invalid_argument);
 }
 
@@ -309,18 +314,19 @@ TEST_CASE("the controller of lambda is the host's") {
     got.lambda = of_lambda.data();
     got.average = of_average.data();
     const kvpolicy::cuda on{};
-    wanted.start();
-    controller_start(on, got);
+    const host on_host(1);
+    wanted.start(on_host);
+    got.start(on);
     for (std::int64_t step = 1; step <= 60; ++step) {
         for (std::int32_t h = 0; h < heads; ++h) {
             counts[static_cast<std::size_t>(h)] = (step < 30 ? 4.0 : 1.0) * h;
         }
         const Device<double> of_counts(counts);
-        wanted.observe(counts.data());
-        controller_observe(on, got, of_counts.data());
+        wanted.observe(on_host, counts.data());
+        got.observe(on, of_counts.data());
         if (wanted.due(step)) {
-            wanted.update();
-            controller_update(on, got);
+            wanted.update(on_host);
+            got.update(on);
         }
     }
     const std::vector<float> lambdas = of_lambda.read();
@@ -330,7 +336,7 @@ TEST_CASE("the controller of lambda is the host's") {
         CHECK(averages[h] == doctest::Approx(average[h]).epsilon(1e-12));
     }
     got.cap = -1.0;
-    CHECK_THROWS_AS(controller_update(on, got), invalid_argument);
+    CHECK_THROWS_AS(got.update(on), invalid_argument);
 }
 
 TEST_CASE("captured losses serve other scores, lengths and weights") {
@@ -345,7 +351,7 @@ TEST_CASE("captured losses serve other scores, lengths and weights") {
     const auto in = c.plane(static_cast<const float*>(scores.data()));
     const Sequences sequences = c.sequences(lengths.data(), nullptr);
     const Device<unsigned char> workspace(
-        gate_loss_workspace_bytes(kvpolicy::cuda{}, policy, sequences, c.heads));
+        GateSparsity{}.workspace_bytes(kvpolicy::cuda{}, policy, sequences, c.heads));
     const auto check = [&](const auto& call) {
         const test::Captured graph(call);
         for (const std::int32_t length : {700, 41, 0}) {
@@ -378,7 +384,7 @@ TEST_CASE("captured losses serve other scores, lengths and weights") {
     };
     const auto loss = [&](const auto& of) {
         check([&](const kvpolicy::cuda& on) {
-            gate_loss(on, of, policy, in, sequences, c.plane(d.data()), value.data(), workspace);
+            of(on, policy, in, sequences, c.plane(d.data()), value.data(), workspace);
         });
     };
     loss(GateSparsity{0.5f, gate_scope::all});
@@ -389,8 +395,8 @@ TEST_CASE("captured losses serve other scores, lengths and weights") {
     });
     const CompressionLoss compression{.target = 0.6f};
     check([&](const kvpolicy::cuda& on) {
-        compression_sums(on, compression, policy, in, sequences, sums.data(), workspace);
-        compression_loss(on, compression, policy, in, sequences, c.plane(d.data()), value.data(), workspace,
-                         sums.data());
+        compression.sums(on, policy, in, sequences, sums.data(), workspace);
+        compression(on, policy, in, sequences, c.plane(d.data()), value.data(), workspace,
+                    {.total = sums.data()});
     });
 }

@@ -19,24 +19,25 @@ template __global__ void boundary_value_kernel<BoundaryValue>(const boundary_pla
 
 namespace kvpolicy {
 using Rules = Policy<Window<256>>;
-template void gate_loss(const cuda&, const GateSparsity&, const Rules&, plane_view<const float>,
-                        const Sequences&, plane_view<float>, LossValue*, workspace_view, std::uint32_t*);
-template void compression_loss(const cuda&, const CompressionLoss&, const Rules&, plane_view<const float>,
-                               const Sequences&, plane_view<float>, LossValue*, workspace_view,
-                               const EvictionSums*, std::uint32_t*);
+template void GateSparsity::operator()<Rules, float>(const cuda&, const Rules&, plane_view<const float>,
+                                                     const Sequences&, plane_view<float>, LossValue*,
+                                                     workspace_view, const LossOptions&) const;
+template void CompressionLoss::operator()<Rules, float>(const cuda&, const Rules&, plane_view<const float>,
+                                                        const Sequences&, plane_view<float>, LossValue*,
+                                                        workspace_view, const CompressionOptions&) const;
 template void retention_counts(const cuda&, const Rules&, plane_view<const float>, const Sequences&, double*,
-                               workspace_view, std::int32_t, std::uint32_t*);
-template void controller_update(const cuda&, const LambdaController&);
-template void straight_through_values<Rules, bf16>(const cuda&, const Rules&, plane_view<const float>,
-                                                   rows_view<const bf16>, rows_view<const bf16>,
-                                                   const Sequences&, plane_view<float>, workspace_view,
-                                                   std::int32_t, std::uint32_t*);
-template void row_loss<bf16>(const cuda&, const TopDistillation&, rows_view<const bf16>,
-                             rows_view<const bf16>, const Sequences&, rows_view<bf16>, LossValue*,
-                             workspace_view, std::uint32_t*);
-template void row_loss<bf16>(const cuda&, const CrossEntropy&, plane_view<const std::int32_t>,
-                             rows_view<const bf16>, const Sequences&, rows_view<bf16>, LossValue*,
-                             workspace_view, std::uint32_t*);
-template void row_loss<bf16>(const cuda&, const L2Distillation&, rows_view<const bf16>, rows_view<const bf16>,
-                             const Sequences&, rows_view<bf16>, LossValue*, workspace_view, std::uint32_t*);
+                               workspace_view, const GateOptions&);
+template void LambdaController::update<cuda_build>(const cuda&) const;
+template void straight_through_values(const cuda&, const Rules&, plane_view<const float>,
+                                      rows_view<const bf16>, rows_view<const bf16>, const Sequences&,
+                                      plane_view<float>, workspace_view, const GateOptions&);
+template void TopDistillation::operator()<bf16>(const cuda&, rows_view<const bf16>, rows_view<const bf16>,
+                                                const Sequences&, rows_view<bf16>, LossValue*, workspace_view,
+                                                const LossOptions&) const;
+template void CrossEntropy::operator()<bf16>(const cuda&, plane_view<const std::int32_t>,
+                                             rows_view<const bf16>, const Sequences&, rows_view<bf16>,
+                                             LossValue*, workspace_view, const LossOptions&) const;
+template void L2Distillation::operator()<bf16>(const cuda&, rows_view<const bf16>, rows_view<const bf16>,
+                                               const Sequences&, rows_view<bf16>, LossValue*, workspace_view,
+                                               const LossOptions&) const;
 }  // namespace kvpolicy

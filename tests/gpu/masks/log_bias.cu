@@ -56,9 +56,9 @@ void check_gate(const P& policy, const G& gate, MaskCase& input, const std::stri
     const Sequences on_host = input.sequences(input.lengths.data(), input.cu_seqlens.data());
     Plane<expiry_t> expiry(batch, heads, length, untouched);
     Plane<float> bias(batch, heads, length, 7.5f), d_scores(batch, heads, length, 7.5f);
-    build_log_bias(oracle_context(), policy, gate, scores.view(), on_host, expiry.view(), bias.view());
+    build_log_bias(oracle_context(), policy, gate, scores.view(), on_host, expiry.view(), bias.view(), {});
     log_bias_backward(oracle_context(), policy, gate, scores.view(),
-                      static_cast<const Plane<float>&>(d_bias).view(), on_host, d_scores.view());
+                      static_cast<const Plane<float>&>(d_bias).view(), on_host, d_scores.view(), {});
 
     const Device<float> device_scores(scores.data);
     const Device<float> device_d_bias(d_bias.data);
@@ -73,7 +73,7 @@ void check_gate(const P& policy, const G& gate, MaskCase& input, const std::stri
     const Device<unsigned char> workspace(log_bias_workspace_bytes(on, policy, on_device, heads));
     const auto in = view_bhs<const float>(device_scores.data(), batch, heads, length);
     build_log_bias(on, policy, gate, in, on_device, view_bhs(got_expiry.data(), batch, heads, length),
-                   view_bhs(got_bias.data(), batch, heads, length), workspace, 0, status.data());
+                   view_bhs(got_bias.data(), batch, heads, length), workspace, {.status = status.data()});
     log_bias_backward(on, policy, gate, in, view_bhs<const float>(device_d_bias.data(), batch, heads, length),
                       on_device, view_bhs(got_d_scores.data(), batch, heads, length), workspace);
     same(got_expiry.read(), expiry.data, length, what);
@@ -161,7 +161,7 @@ TEST_CASE("a NaN score closes its gate and is reported; bad gates are refused") 
     const auto in = view_bhs<const float>(scores.data(), 2, 1, 64);
     const auto ends = view_bhs(expiry.data(), 2, 1, 64);
     const auto out = view_bhs(bias.data(), 2, 1, 64);
-    build_log_bias(on, policy, SoftGate{}, in, sequences, ends, out, workspace, 0, status.data());
+    build_log_bias(on, policy, SoftGate{}, in, sequences, ends, out, workspace, {.status = status.data()});
     CHECK(status.read() == std::vector<std::uint32_t>{0, status_nan_score});
     CHECK(expiry.read()[64 + 10] == 14);
     CHECK(bias.read()[64 + 10] == 0.0f);

@@ -200,9 +200,9 @@ TEST_CASE("a number that is not finite is reported, whether a score reads it or 
                     const ScoreBackward<bf16> call{of_k.view, of_v.view, Sequences{1, 1000}, delay,
                                                    view_bhs<const float>(d_scores.data(), 1, c.heads, 1000)};
                     const Device<unsigned char> workspace(
-                        backward_workspace_bytes(on, weights.on_device(), call));
+                        score_sequence_backward_workspace_bytes(on, weights.on_device(), call));
                     score_sequence_backward(on, weights.on_device(), call, ConvParameters<float>{}, workspace,
-                                            status.data());
+                                            {.status = status.data()});
                     CHECK(status.read()[0] == (place < 0 ? 0u : status_not_finite));
                 }
             }
@@ -336,13 +336,14 @@ TEST_CASE("a scorer too wide for a GPU's blocks is refused before anything is en
         "block needs 141312 bytes of shared memory for it, and has at most 101376");
     CHECK_THROWS_WITH_AS(
         score_sequence(on, weights.on_device(), k.view, v.view, c.on_host(), c.delay,
-                       view_bhs(scores.data(), 1, c.heads, 100), workspace, {}, status.data()),
+                       view_bhs(scores.data(), 1, c.heads, 100), workspace, {.status = status.data()}),
         text, invalid_argument);
     const std::vector<float> after = scores.read();
     CHECK(std::count(after.begin(), after.end(), -77.0f) == c.plane());
     const ScoreBackward<float> call{k.view, v.view, c.on_host(), c.delay,
                                     view_bhs<const float>(scores.data(), 1, c.heads, 100)};
-    CHECK_THROWS_WITH_AS(backward_workspace_bytes(on, weights.on_device(), call), text, invalid_argument);
+    CHECK_THROWS_WITH_AS(score_sequence_backward_workspace_bytes(on, weights.on_device(), call), text,
+                         invalid_argument);
 }
 
 TEST_CASE("ragged, packed, continued") {

@@ -155,14 +155,14 @@ TEST_CASE("a captured step of training serves later lengths and weights") {
     const Device<BoundaryValue> value(1);
     const BoundaryLoss loss{};
     const Device<std::int32_t> shape_alone(c.lengths);
-    const Device<unsigned char> workspace(boundary_loss_workspace_bytes(
-        kvpolicy::cuda{}, loss, policy, c.sequences(shape_alone.data(), nullptr, nullptr), c.heads));
+    const Device<unsigned char> workspace(loss.workspace_bytes(
+        kvpolicy::cuda{}, policy, c.sequences(shape_alone.data(), nullptr, nullptr), c.heads));
     check_captured<fp16>(c, shaped<MlpScorer<>>(2, 64, 64, 128), drawn, {9, 256},
                          [&](const kvpolicy::cuda& on, const Sequences& sequences,
                              plane_view<const float> scores, plane_view<float> d_scores) {
-                             boundary_loss(on, loss, policy, scores,
-                                           view_bhs<const float>(target.data(), c.batch, c.heads, c.length),
-                                           sequences, d_scores, nullptr, value.data(), workspace);
+                             loss(on, policy, scores,
+                                  view_bhs<const float>(target.data(), c.batch, c.heads, c.length), sequences,
+                                  d_scores, nullptr, value.data(), workspace);
                          });
 }
 
@@ -200,7 +200,7 @@ TEST_CASE("what is wrong is told: NaN, lengths, edges") {
     const Device<unsigned char> workspace(
         score_sequence_workspace_bytes(on, scorer, k.view, v.view, sequences));
     score_sequence(on, scorer, k.view, v.view, sequences, 0, view_bhs(scores.data(), 3, 2, 100), workspace,
-                   {}, status.data());
+                   {.status = status.data()});
     const std::vector<float> got = scores.read();
     for (std::size_t i = 0; i < got.size(); ++i) {
         CHECK(std::isnan(got[i]) == (i == 105));
@@ -211,8 +211,8 @@ TEST_CASE("what is wrong is told: NaN, lengths, edges") {
     const Device<float> d_scores(std::vector<float>(600, 1.0f));
     const ScoreBackward<bf16> call{k.view, v.view, sequences, 0,
                                    view_bhs<const float>(d_scores.data(), 3, 2, 100)};
-    const Device<unsigned char> more(backward_workspace_bytes(on, scorer, call));
-    score_sequence_backward(on, scorer, call, {}, more, status.data());
+    const Device<unsigned char> more(score_sequence_backward_workspace_bytes(on, scorer, call));
+    score_sequence_backward(on, scorer, call, {}, more, {.status = status.data()});
     CHECK(status.read() ==
           std::vector<std::uint32_t>{status_not_finite, status_bad_length, status_bad_length});
     CHECK_THROWS_WITH_AS(
@@ -229,8 +229,8 @@ TEST_CASE("what is wrong is told: NaN, lengths, edges") {
     MlpParameters<float> gradients{};
     gradients.b1 = bias.data();
     const Device<std::uint32_t> words(std::vector<std::uint32_t>(3, 0u));
-    const Device<unsigned char> for_packed(backward_workspace_bytes(on, scorer, of_packed));
-    score_sequence_backward(on, scorer, of_packed, gradients, for_packed, words.data());
+    const Device<unsigned char> for_packed(score_sequence_backward_workspace_bytes(on, scorer, of_packed));
+    score_sequence_backward(on, scorer, of_packed, gradients, for_packed, {.status = words.data()});
     CHECK(words.read() == std::vector<std::uint32_t>(3, status_bad_length));
     CHECK(bias.read() == std::vector<float>(128, 7.0f));
     // Sequences of no tokens at all, lengths of which cannot be.
@@ -239,10 +239,10 @@ TEST_CASE("what is wrong is told: NaN, lengths, edges") {
     for (const bool backward : {false, true}) {
         const Device<std::uint32_t> of_none(std::vector<std::uint32_t>(3, 0u));
         if (backward) {
-            score_sequence_backward(on, scorer, of_packed, gradients, for_packed, of_none.data());
+            score_sequence_backward(on, scorer, of_packed, gradients, for_packed, {.status = of_none.data()});
         } else {
             score_sequence(on, scorer, k.view, v.view, none, 0, view_bhs(scores.data(), 3, 2, 100), workspace,
-                           {}, of_none.data());
+                           {.status = of_none.data()});
         }
         CHECK(of_none.read() == std::vector<std::uint32_t>(3, status_bad_length));
     }

@@ -120,13 +120,13 @@ TEST_CASE("a sequence whose length or edges cannot be keeps its state") {
             const Device<std::uint32_t> status(std::vector<std::uint32_t>(3, 0u));
             ScoreOptions options;
             options.states = states.data();
+            options.status = status.data();
             const kvpolicy::cuda on{};
             const Plain scorer = weights.on_device();
             const Device<unsigned char> workspace(
                 score_sequence_workspace_bytes(on, scorer, k.view, v.view, sequences, options));
             score_sequence(on, scorer, k.view, v.view, sequences, c.delay,
-                           view_bhs(scores.data(), c.batch, c.heads, c.all_rows()), workspace, options,
-                           status.data());
+                           view_bhs(scores.data(), c.batch, c.heads, c.all_rows()), workspace, options);
             const std::vector<float> after = states.read();
             const std::vector<std::uint32_t> words = status.read();
             std::vector<bool> all;

@@ -125,7 +125,7 @@ void check_num_long_range(const Case& c, const S& shape, const Drawing& how) {
         options.for_backward = kept;
         const std::size_t of_scores =
             score_sequence_workspace_bytes(on, scorer, k.view, v.view, sequences, options);
-        const std::size_t bytes = backward_workspace_bytes(on, scorer, call);
+        const std::size_t bytes = score_sequence_backward_workspace_bytes(on, scorer, call);
         CHECK((!kept || of_scores == bytes));
         const Device<unsigned char> workspace(std::max(of_scores, bytes));
         score_sequence(on, scorer, k.view, v.view, sequences, c.delay,
@@ -138,7 +138,7 @@ void check_num_long_range(const Case& c, const S& shape, const Drawing& how) {
             pointer = array.values.empty() ? nullptr : arrays.back()->data();
         });
         const Device<std::uint32_t> status(none);
-        score_sequence_backward(on, scorer, call, gradients, workspace, status.data());
+        score_sequence_backward(on, scorer, call, gradients, workspace, {.status = status.data()});
         CHECK(status.read() == bad);
         results[kept ? 1 : 0].push_back(to_k.memory.read());
         results[kept ? 1 : 0].push_back(to_v.memory.read());

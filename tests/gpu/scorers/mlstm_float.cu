@@ -39,7 +39,7 @@ TEST_CASE("GPUs with less shared memory") {
                     view_bhs<const float>(d_scores.data(), c.batch, c.heads, c.length)};
                 const kvpolicy::cuda context{};
                 const Device<unsigned char> workspace(
-                    backward_workspace_bytes(context, weights.on_device(), call));
+                    score_sequence_backward_workspace_bytes(context, weights.on_device(), call));
                 CHECK_THROWS_WITH_AS(
                     score_sequence_backward(context, weights.on_device(), call, {}, workspace),
                     doctest::Contains("mLSTMScorer.d_qk + d_v: 96 is not allowed"), invalid_argument);

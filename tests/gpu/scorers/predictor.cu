@@ -112,14 +112,15 @@ void check(const Shape& c) {
     // The host.
     const Sequences sequences = c.sequences(c.lengths.data(), c.starts.data());
     std::vector<double> scores(c.planes(), untouched);
-    const HiddenRows hidden = c.view<const T>(states.data());
+    const auto hidden = c.view<const T>(states.data());
     const S on_host = weights.on_host();
-    std::vector<std::byte> memory(score_hidden_workspace_bytes<S, double>(oracle(), on_host, sequences));
+    std::vector<std::byte> memory(
+        score_hidden_workspace_bytes<S, double>(oracle(), on_host, hidden, sequences));
     score_hidden(oracle(), on_host, hidden, sequences,
                  view_bhs(scores.data(), c.batch, c.heads, c.all_rows()), {memory.data(), memory.size()});
     std::vector<double> d_double(d_scores.begin(), d_scores.end()), d_states(c.numbers(), untouched);
-    HiddenBackward<double> call{hidden, sequences,
-                                view_bhs<const double>(d_double.data(), c.batch, c.heads, c.all_rows())};
+    HiddenBackward<T, double> call{hidden, sequences,
+                                   view_bhs<const double>(d_double.data(), c.batch, c.heads, c.all_rows())};
     if (c.with_states) {
         call.d_hidden = c.view(d_states.data());
     }
@@ -147,14 +148,13 @@ void check(const Shape& c) {
     const auto rows = c.view<const T>(device_states.data());
     {
         const Device<unsigned char> workspace(score_hidden_workspace_bytes(on, scorer, rows, there));
-        score_hidden(on, handle(), scorer, rows, there,
-                     view_bhs(device_scores.data(), c.batch, c.heads, c.all_rows()), workspace,
-                     status.data());
+        score_hidden(on, scorer, rows, there, view_bhs(device_scores.data(), c.batch, c.heads, c.all_rows()),
+                     workspace, {.cublaslt = handle(), .status = status.data()});
     }
     const Tolerance allowed = tolerance<T>();
     compare(c.name + ", scores", widened(device_scores.read()), scores, allowed.scores, allowed.floor);
-    HiddenDeviceBackward<T> device_call{
-        rows, there, view_bhs<const float>(device_d.data(), c.batch, c.heads, c.all_rows())};
+    HiddenBackward<T> device_call{rows, there,
+                                  view_bhs<const float>(device_d.data(), c.batch, c.heads, c.all_rows())};
     if (c.with_states) {
         device_call.d_hidden = c.view(device_d_states.data());
     }
@@ -166,7 +166,8 @@ void check(const Shape& c) {
         pointer = count == 0 ? nullptr : got.back()->data();
     });
     const Device<unsigned char> workspace(score_hidden_backward_workspace_bytes(on, scorer, device_call));
-    score_hidden_backward(on, handle(), scorer, device_call, device_into, workspace, status.data());
+    score_hidden_backward(on, scorer, device_call, device_into, workspace,
+                          {.cublaslt = handle(), .status = status.data()});
     for (std::size_t i = 0; i < got.size(); ++i) {
         std::vector<double> added = wanted[i], on_device = widened(got[i]->read());
         for (std::size_t j = 0; j < added.size(); ++j) {
@@ -268,13 +269,13 @@ TEST_CASE("a captured call serves later lengths and states") {
     const auto rows = c.view<const bf16>(states.data());
     const auto to = view_bhs(scores.data(), c.batch, c.heads, c.length);
     const Device<unsigned char> workspace(score_hidden_workspace_bytes(on, scorer, rows, sequences));
-    score_hidden(on, handle(), scorer, rows, sequences, to, workspace);
+    score_hidden(on, scorer, rows, sequences, to, workspace, {.cublaslt = handle()});
     test::ok(cudaStreamSynchronize(stream));
     const std::vector<float> first = scores.read();
     cudaGraph_t graph = nullptr;
     cudaGraphExec_t ready = nullptr;
     test::ok(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
-    score_hidden(on, handle(), scorer, rows, sequences, to, workspace);
+    score_hidden(on, scorer, rows, sequences, to, workspace, {.cublaslt = handle()});
     test::ok(cudaStreamEndCapture(stream, &graph));
     test::ok(cudaGraphInstantiate(&ready, graph, 0));
     const std::vector<std::int32_t> others{5, 40};
@@ -313,13 +314,14 @@ TEST_CASE("what is not finite is reported; lengths that cannot be count as empty
     Sequences sequences{2, 4};
     sequences.lengths = lengths.data();
     const kvpolicy::cuda on{};
-    const HiddenDeviceBackward<bf16> call{c.view<const bf16>(there.data()), sequences,
-                                          view_bhs<const float>(d_scores.data(), 2, 1, 4)};
+    const HiddenBackward<bf16> call{c.view<const bf16>(there.data()), sequences,
+                                    view_bhs<const float>(d_scores.data(), 2, 1, 4)};
     const UtilityPredictor scorer = weights.on_device();
     const Device<unsigned char> workspace(score_hidden_backward_workspace_bytes(on, scorer, call));
-    score_hidden_backward(on, handle(), scorer, call, {}, workspace, status.data());
+    score_hidden_backward(on, scorer, call, {}, workspace, {.cublaslt = handle(), .status = status.data()});
     CHECK(status.read() == std::vector<std::uint32_t>{status_not_finite, status_bad_length});
-    score_hidden(on, handle(), scorer, call.hidden, sequences, view_bhs(scores.data(), 2, 1, 4), workspace);
+    score_hidden(on, scorer, call.hidden, sequences, view_bhs(scores.data(), 2, 1, 4), workspace,
+                 {.cublaslt = handle()});
     const std::vector<float> got = scores.read();
     CHECK(std::isnan(got[0]));
     CHECK(!std::isnan(got[1]));
@@ -340,42 +342,50 @@ TEST_CASE("refusals are sentences, and come before anything is written") {
     const auto rows = c.view<const bf16>(states.data());
     const auto scores = view_bhs(numbers.data(), 1, 2, 10);
     const Sequences sequences{1, 10};
-    says(sentence([&] { score_hidden(on, nullptr, scorer, rows, sequences, scores, workspace); }),
-         "handle: null is not allowed; it must be what cublasLtCreate gave");
+    says(sentence([&] { score_hidden(on, scorer, rows, sequences, scores, workspace); }),
+         "options.cublaslt: null is not allowed; it must be what cublasLtCreate gave");
     says(sentence([&] {
-             score_hidden(on, handle(), scorer, rows, sequences, scores, {workspace.data(), 100});
+             score_hidden(on, scorer, rows, sequences, scores, {workspace.data(), 100},
+                          {.cublaslt = handle()});
          }),
          "workspace.bytes: 100 is not allowed");
     UtilityPredictor other = scorer;
     other.heads = 3;
-    says(sentence([&] { score_hidden(on, handle(), other, rows, sequences, scores, workspace); }),
+    says(sentence(
+             [&] { score_hidden(on, other, rows, sequences, scores, workspace, {.cublaslt = handle()}); }),
          "MlpScorer.heads: 3 is not allowed");
     other = scorer;
     other.weights.w1 = nullptr;
-    says(sentence([&] { score_hidden(on, handle(), other, rows, sequences, scores, workspace); }), "w1");
+    says(sentence(
+             [&] { score_hidden(on, other, rows, sequences, scores, workspace, {.cublaslt = handle()}); }),
+         "w1");
     other = scorer;
     other.input.width = 24;
-    says(sentence([&] { score_hidden(on, handle(), other, rows, sequences, scores, workspace); }),
+    says(sentence(
+             [&] { score_hidden(on, other, rows, sequences, scores, workspace, {.cublaslt = handle()}); }),
          "hidden: 1 x 1 x 10 x 16 is not allowed");
     auto view = rows;
     ++view.data;
-    says(sentence([&] { score_hidden(on, handle(), scorer, view, sequences, scores, workspace); }),
+    says(sentence(
+             [&] { score_hidden(on, scorer, view, sequences, scores, workspace, {.cublaslt = handle()}); }),
          "aligned to 16 bytes");
     view = rows;
     view.dim = other.input.width = 12;
-    says(sentence([&] { score_hidden(on, handle(), other, view, sequences, scores, workspace); }),
+    says(sentence(
+             [&] { score_hidden(on, other, view, sequences, scores, workspace, {.cublaslt = handle()}); }),
          "a multiple of 8 for 16-bit rows");
     view = rows;
     view.row_stride = 8;
-    says(sentence([&] { score_hidden(on, handle(), scorer, view, sequences, scores, workspace); }),
+    says(sentence(
+             [&] { score_hidden(on, scorer, view, sequences, scores, workspace, {.cublaslt = handle()}); }),
          "hidden.row_stride: 8 is not allowed");
     says(sentence([&] {
-             score_hidden(on, handle(), scorer, rows, {1, 11}, scores, workspace);
+             score_hidden(on, scorer, rows, {1, 11}, scores, workspace, {.cublaslt = handle()});
          }),
          "sequences.length");
-    const HiddenDeviceBackward<bf16> call{rows, sequences, view_bhs<const float>(numbers.data(), 1, 2, 10),
-                                          view_bhsd(numbers.data(), 1, 1, 9, 16)};
-    says(sentence([&] { score_hidden_backward(on, handle(), scorer, call, {}, workspace); }),
+    const HiddenBackward<bf16> call{rows, sequences, view_bhs<const float>(numbers.data(), 1, 2, 10),
+                                    view_bhsd(numbers.data(), 1, 1, 9, 16)};
+    says(sentence([&] { score_hidden_backward(on, scorer, call, {}, workspace, {.cublaslt = handle()}); }),
          "d_hidden: 1 x 1 x 9 x 16 is not allowed");
     CHECK(numbers.read() == std::vector<float>(4096, 7.0f));
 }

@@ -314,6 +314,7 @@ void check_scores(const Case& c, const Weights<S>& weights, Tolerance allowed,
     const Device<std::uint32_t> status(std::vector<std::uint32_t>(static_cast<std::size_t>(c.batch), 0u));
     ScoreOptions device_options;
     device_options.dropout = c.dropout;
+    device_options.status = status.data();
     const Device<float> device_states(states != nullptr ? std::vector<float>(states->begin(), states->end())
                                                         : std::vector<float>());
     if (states != nullptr) {
@@ -324,8 +325,7 @@ void check_scores(const Case& c, const Weights<S>& weights, Tolerance allowed,
     const Device<unsigned char> workspace(
         score_sequence_workspace_bytes(on, scorer, k.view, v.view, sequences, device_options));
     score_sequence(on, scorer, k.view, v.view, sequences, c.delay,
-                   view_bhs(scores.data(), c.batch, c.heads, c.all_rows()), workspace, device_options,
-                   status.data());
+                   view_bhs(scores.data(), c.batch, c.heads, c.all_rows()), workspace, device_options);
     const std::vector<double> got = widened(scores.read());
     compare(c.name + ", scores", got, wanted, allowed.scores, allowed.floor);
     if (c.kept > 0.0) {
@@ -375,7 +375,7 @@ void check_gradients(const Case& c, const Weights<S>& weights, Tolerance allowed
     }
     call.dropout = c.dropout;
     const S host_scorer = weights.on_host();
-    std::vector<std::byte> memory(backward_workspace_bytes(oracle(), host_scorer, call));
+    std::vector<std::byte> memory(score_sequence_backward_workspace_bytes(oracle(), host_scorer, call));
     score_sequence_backward(oracle(), host_scorer, call, host_gradients, {memory.data(), memory.size()});
 
     // Of each array, in the root mean square of its numbers.
@@ -426,8 +426,8 @@ void check_gradients(const Case& c, const Weights<S>& weights, Tolerance allowed
     }
     const kvpolicy::cuda on{};
     const S scorer = weights.on_device();
-    const Device<unsigned char> workspace(backward_workspace_bytes(on, scorer, device_call));
-    score_sequence_backward(on, scorer, device_call, device_gradients, workspace, status.data());
+    const Device<unsigned char> workspace(score_sequence_backward_workspace_bytes(on, scorer, device_call));
+    score_sequence_backward(on, scorer, device_call, device_gradients, workspace, {.status = status.data()});
     // The gradient of a gate's bias is a sum over tokens that may cancel (an input gate's does, but for softcaps: h does not depend on a
     // factor that all tokens share). Its weight's is the same sum with factors of mean square spread^2, and says how large the terms are.
     double terms = 0.0;
@@ -458,7 +458,7 @@ void check_gradients(const Case& c, const Weights<S>& weights, Tolerance allowed
     for (const std::uint32_t word : status.read()) {
         CHECK_MESSAGE(word == 0u, c.name, ": status ", word);
     }
-    score_sequence_backward(on, scorer, device_call, DeviceParameters{}, workspace, nullptr);
+    score_sequence_backward(on, scorer, device_call, DeviceParameters{}, workspace);
     CHECK_MESSAGE(to_k.read(c) == first_k, c.name, ": other bits in d_k the second time");
     CHECK_MESSAGE(to_v.read(c) == first_v, c.name, ": other bits in d_v the second time");
 }
@@ -505,12 +505,12 @@ void check_captured(const Case& c, const S& shape, const Drawing& drawing,
     const S scorer = first.on_device();
     const Device<unsigned char> workspace(
         std::max(score_sequence_workspace_bytes(on, scorer, k.view, v.view, sequences),
-                 backward_workspace_bytes(on, scorer, call)));
+                 score_sequence_backward_workspace_bytes(on, scorer, call)));
     const auto enqueue = [&] {
-        score_sequence(on, scorer, k.view, v.view, sequences, c.delay, plane(scores.data()), workspace, {},
-                       status.data());
+        score_sequence(on, scorer, k.view, v.view, sequences, c.delay, plane(scores.data()), workspace,
+                       {.status = status.data()});
         loss(on, sequences, plane(static_cast<const float*>(scores.data())), plane(d_scores.data()));
-        score_sequence_backward(on, scorer, call, gradients, workspace, status.data());
+        score_sequence_backward(on, scorer, call, gradients, workspace, {.status = status.data()});
     };
     const auto set = [](const auto& to, const auto& values) {
         test::ok(cudaMemcpy(to.data(), values.data(), to.bytes(), cudaMemcpyHostToDevice));

@@ -61,8 +61,8 @@ MaskResult host_mask(const P& policy, MaskCase& input) {
     Workspace workspace(
         build_mask_workspace_bytes(oracle_context(), policy, sequences, input.scores.heads, options));
     const Plane<float>& scores = input.scores;
-    build_mask(oracle_context(), policy, scores.view(), sequences, out.view(), workspace, options,
-               status.data());
+    options.status = status.data();
+    build_mask(oracle_context(), policy, scores.view(), sequences, out.view(), workspace, options);
     return {out.data, status};
 }
 

@@ -218,7 +218,7 @@ class MassTest {
             most_lse_ = std::isinf(x) ? most_lse_ : std::max(most_lse_, static_cast<double>(std::abs(x)));
         }
         future_mass<double>(on, attention(), q.view(), k.view(), std::as_const(lse_).view(), sequences,
-                            c.options, target_host.view(), workspace);
+                            target_host.view(), workspace, c.options);
     }
 
     /// Of a logit, absolute: D / 16 partial sums that a tensor core aligns and cuts to 24 bits, each with an error below 2^-22 of

@@ -115,8 +115,8 @@ void check(const host& on, const Case& c, double tolerance, std::mt19937& genera
     options.normalize = c.normalize;
     options.aggregate = c.aggregate;
     const test::Plane<float>& clse = lse;
-    future_mass<T>(on, attention, cq.view(), ck.view(), clse.view(), sequences, options, target.view(),
-                   workspace);
+    future_mass<T>(on, attention, cq.view(), ck.view(), clse.view(), sequences, target.view(), workspace,
+                   options);
     for (std::int32_t h = 0; h < k.heads; ++h) {
         for (std::int32_t t = 0; t < c.length; ++t) {
             const double expected =
@@ -156,8 +156,8 @@ TEST_CASE("future mass refuses what it cannot mean") {
     Sequences sequences{.batch = 1, .length = 8};
     test::Workspace workspace(future_mass_workspace_bytes<float>(on, q.view(), k.view()));
     const auto call = [&](const FutureMassOptions& options, workspace_view provided) {
-        future_mass<float>(on, {}, q.view(), k.view(), lse.view(), sequences, options, target.view(),
-                           provided);
+        future_mass<float>(on, {}, q.view(), k.view(), lse.view(), sequences, target.view(), provided,
+                           options);
     };
     FutureMassOptions options;
     options.beta = 0.5f;
@@ -185,7 +185,7 @@ TEST_CASE("future mass refuses what it cannot mean") {
         plane_view<const float> of_lse = std::as_const(lse).view();
         plane_view<float> of_target = target.view();
         spoil(of_q, of_k, of_lse, of_target);
-        future_mass<float>(on, {}, of_q, of_k, of_lse, sequences, {}, of_target, workspace);
+        future_mass<float>(on, {}, of_q, of_k, of_lse, sequences, of_target, workspace);
     };
     const auto sums = [&](auto&& spoil) {
         rows_view<const float> of_q = std::as_const(q).view(), of_k = std::as_const(k).view();
@@ -245,7 +245,7 @@ TEST_CASE("a window beyond the sequence leaves no future, however large it is") 
             options.window = window;
             options.look_ahead = look_ahead;
             future_mass<float>(on, {}, std::as_const(q).view(), std::as_const(k).view(),
-                               std::as_const(lse).view(), sequences, options, target.view(), workspace);
+                               std::as_const(lse).view(), sequences, target.view(), workspace, options);
             bool none = true;
             for (std::int32_t b = 0; b < 3; ++b) {
                 for (std::int32_t t = 0; t < 8; ++t) {

@@ -1,7 +1,7 @@
 // Lifetimes and masses of observed policies against NumPy in float64 (tests/reference/baselines.py), for every storage type
 // and instruction set; modes of prefill; refusals.
-#include "../../support/refusal.hpp"
 #include "../../support/baseline_cases.hpp"
+#include "../../support/refusal.hpp"
 
 #include <doctest/doctest.h>
 
@@ -77,7 +77,7 @@ void check_masses() {
                 }
                 std::vector<float> mass(expiry.size(), -1.0f);
                 received_mass<T>(on, one.attention, queries, keys, mask, {.batch = 1, .length = one.length},
-                                 options, view_bhs(mass.data(), 1, one.kv_heads, one.length), workspace);
+                                 view_bhs(mass.data(), 1, one.kv_heads, one.length), workspace, options);
                 std::int64_t wrong = 0;
                 const std::vector<double>& expected = sparse ? one.sparse_mass : one.mass;
                 for (std::size_t i = 0; i < mass.size(); ++i) {
@@ -239,7 +239,7 @@ TEST_CASE("refusals") {
                             {.batch = 1, .length = 9, .cu_seqlens = edges, .segments = 1}, out, workspace),
         "cu_seqlens");
     std::vector<float> mass(18);
-    CHECK_REFUSED(received_mass<float>(on, {}, queries, keys, {}, {.batch = 1, .length = 9}, {.queries = -1},
-                                       view_bhs(mass.data(), 1, 2, 9), workspace),
+    CHECK_REFUSED(received_mass<float>(on, {}, queries, keys, {}, {.batch = 1, .length = 9},
+                                       view_bhs(mass.data(), 1, 2, 9), workspace, {.queries = -1}),
                   "queries: -1");
 }

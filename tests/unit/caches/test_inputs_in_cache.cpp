@@ -136,7 +136,7 @@ TEST_CASE("SP-KV with its predictor is SP-KV with the predictor's scores") {
     const Sequences sequences{.batch = 1, .length = length};
     test::Plane<float> scores(1, heads, length);
     const host on{1};
-    test::Workspace workspace(score_hidden_workspace_bytes(on, scorer, sequences));
+    test::Workspace workspace(score_hidden_workspace_bytes(on, scorer, in.hidden.view(), sequences));
     score_hidden(on, scorer, in.hidden.view(), sequences, scores.view(), workspace);
     using Own = SPKV<6, UtilityPredictor, 2>;
     using Given = SPKV<6, GivenScores, 2>;

@@ -202,7 +202,7 @@ TEST_CASE("no call of an observed policy allocates") {
                 build_observed_mask(on, policy, {}, std::as_const(q).view(), std::as_const(k).view(),
                                     sequences, expiry.view(), mask_workspace, {.prompt = 8});
                 received_mass<float>(on, {}, std::as_const(q).view(), std::as_const(k).view(), {}, sequences,
-                                     {}, mass.view(), mass_workspace);
+                                     mass.view(), mass_workspace);
             }
             CHECK(allocations.load() - before == 0);
         }

@@ -50,7 +50,8 @@ constexpr bool takes = requires(const host& on, const AttentionParams& attention
                                 const Budget& budget, const Gated& gated, const Observed& observed,
                                 const Cache::ref_type& cache, const Batch& batch,
                                 const LinearScorer<8>& linear, const UtilityPredictor& predictor,
-                                LinearParameters<float> linear_gradients, rows_view<std::int32_t> indices) {
+                                LinearParameters<float> linear_gradients, rows_view<std::int32_t> indices,
+                                BoundaryValue* boundary, LossValue* value, EvictionSums* sums) {
     attend_workspace_bytes(on, attention, rows, kv_view{rows, rows}, sequences);
     attend(on, attention, rows, kv_view{rows, rows, mask_view{words, plane}}, sequences, out, written,
            workspace);
@@ -58,30 +59,30 @@ constexpr bool takes = requires(const host& on, const AttentionParams& attention
                     AttentionGrads<float>{out, out, out}, workspace);
     future_mass_workspace_bytes(on, rows, rows);
     causal_lse(on, attention, rows, rows, sequences, written, workspace);
-    future_mass(on, attention, rows, rows, plane, sequences, FutureMassOptions{}, written, workspace);
+    future_mass(on, attention, rows, rows, plane, sequences, written, workspace, FutureMassOptions{});
     received_mass_workspace_bytes(on, rows, rows);
-    received_mass(on, attention, rows, rows, mask_view{words}, sequences, ReceivedMassOptions{}, written,
-                  workspace);
+    received_mass(on, attention, rows, rows, mask_view{words}, sequences, written, workspace,
+                  ReceivedMassOptions{});
     build_mask(on, budget, plane, sequences, integers, workspace);
     build_cutoffs(on, budget, plane, sequences, integers, integers, workspace);
-    expiry_from_cutoffs(on, budget, words, words, sequences, integers);
+    expiry_from_cutoffs(on, budget, words, words, sequences, integers, {});
     build_observed_mask_workspace_bytes(on, observed, rows, rows);
     build_observed_mask(on, observed, attention, rows, rows, sequences, integers, workspace);
-    build_log_bias(on, gated, SoftGate{}, plane, sequences, integers, written);
-    log_bias_backward(on, gated, SoftGate{}, plane, plane, sequences, written);
-    BoundaryLoss{}(on, budget, plane, plane, sequences, written, doubles, workspace);
-    TopDistillation{}.workspace_bytes(on, rows);
-    TopDistillation{}(on, rows, rows, sequences, out, workspace);
-    TopDistillation{}(on, rows, indices, rows, sequences, out);
-    CrossEntropy{}(on, words, rows, sequences, out);
-    L2Distillation{}(on, rows, rows, sequences, out);
-    GateSparsity{}(on, gated, plane, sequences, written);
-    GateDensity{}(on, gated, plane, sequences, written);
-    RetentionPenalty{}(on, gated, plane, sequences, written);
-    straight_through_values(on, gated, plane, rows, rows, sequences, written);
-    retention_counts(on, gated, plane, sequences, doubles);
-    CompressionLoss{}.sums(on, gated, plane, sequences);
-    CompressionLoss{}(on, gated, plane, sequences, written);
+    build_log_bias(on, gated, SoftGate{}, plane, sequences, integers, written, {});
+    log_bias_backward(on, gated, SoftGate{}, plane, plane, sequences, written, {});
+    BoundaryLoss{}(on, budget, plane, plane, sequences, written, doubles, boundary, workspace);
+    TopDistillation{}.workspace_bytes(on, rows, sequences);
+    TopDistillation{}(on, rows, rows, sequences, out, value, workspace);
+    TopDistillation{}(on, rows, indices, rows, sequences, out, value, {});
+    CrossEntropy{}(on, words, rows, sequences, out, value, {});
+    L2Distillation{}(on, rows, rows, sequences, out, value, {});
+    GateSparsity{}(on, gated, plane, sequences, written, value, {});
+    GateDensity{}(on, gated, plane, sequences, written, value, {});
+    RetentionPenalty{}(on, gated, plane, sequences, written, value, {});
+    straight_through_values(on, gated, plane, rows, rows, sequences, written, {});
+    retention_counts(on, gated, plane, sequences, doubles, {});
+    CompressionLoss{}.sums(on, gated, plane, sequences, sums, {});
+    CompressionLoss{}(on, gated, plane, sequences, written, value, {});
     live_keys(on, words, sequences, integers);
     density(on, words, sequences, doubles);
     evict_ratio(on, budget, words, sequences, doubles);
@@ -174,13 +175,13 @@ TEST_CASE("what may be written is read like the rest") {
         causal_lse(on, {}, a, b, sequences, lse.view(), scratch);
         add(to, lse.data);
         test::Plane<float> target(batch, heads, length);
-        future_mass(on, {}, a, b, lse.view(), sequences, {.window = 3}, target.view(), scratch);
+        future_mass(on, {}, a, b, lse.view(), sequences, target.view(), scratch, {.window = 3});
         add(to, target.data);
     });
     checked([&](auto& to, auto a, auto b, auto, auto) {
         test::Workspace scratch(received_mass_workspace_bytes(on, a, b));
         test::Plane<float> received(batch, heads, length);
-        received_mass(on, {}, a, b, {}, sequences, {}, received.view(), scratch);
+        received_mass(on, {}, a, b, {}, sequences, received.view(), scratch);
         add(to, received.data);
     });
     checked([&](auto& to, auto a, auto b, auto, auto) {
@@ -194,17 +195,18 @@ TEST_CASE("what may be written is read like the rest") {
     checked([&](auto& to, auto, auto b, auto c, auto z) {
         test::Plane<expiry_t> expiry(batch, heads, length);
         test::Plane<float> bias(batch, heads, length), slope(batch, heads, length);
-        build_log_bias(on, gated, SoftGate{}, z, sequences, expiry.view(), bias.view());
-        log_bias_backward(on, gated, SoftGate{}, z, z, sequences, slope.view());
+        build_log_bias(on, gated, SoftGate{}, z, sequences, expiry.view(), bias.view(), {});
+        log_bias_backward(on, gated, SoftGate{}, z, z, sequences, slope.view(), {});
         add(to, expiry.data);
         add(to, bias.data);
         add(to, slope.data);
-        straight_through_values(on, gated, z, b, c, sequences, slope.view());
+        straight_through_values(on, gated, z, b, c, sequences, slope.view(), {});
         add(to, slope.data);
         std::vector<double> counts(heads);
-        retention_counts(on, gated, z, sequences, counts.data());
+        retention_counts(on, gated, z, sequences, counts.data(), {});
         add(to, counts);
-        const EvictionSums sums = CompressionLoss{}.sums(on, gated, z, sequences);
+        EvictionSums sums;
+        CompressionLoss{}.sums(on, gated, z, sequences, &sums, {});
         to.push_back(sums.evicted);
         to.push_back(static_cast<double>(sums.keys));
     });

@@ -133,12 +133,13 @@ TEST_CASE("scorers learn a target that their input holds, with the library's los
             score_sequence(on, scorer, ck.view(), cv.view(), sequences, delay, scores.view(), for_scores);
             std::vector<double> d_log_gamma(static_cast<std::size_t>(heads), 0.0);
             test::Workspace for_loss(loss.workspace_bytes(on, policy, sequences, heads));
-            const BoundaryValue value = loss(on, policy, cs.view(), ct.view(), sequences, d_scores.view(),
-                                             d_log_gamma.data(), for_loss);
+            BoundaryValue value;
+            loss(on, policy, cs.view(), ct.view(), sequences, d_scores.view(), d_log_gamma.data(), &value,
+                 for_loss);
             if (step) {
                 adam.zero_gradients();
                 const ScoreBackward<float> call{ck.view(), cv.view(), sequences, delay, cd.view()};
-                test::Workspace for_backward(backward_workspace_bytes(on, scorer, call));
+                test::Workspace for_backward(score_sequence_backward_workspace_bytes(on, scorer, call));
                 score_sequence_backward(on, scorer, call, gradients, for_backward);
                 adam.step(1e-2);
                 alpha -= 1e-2 * (d_log_gamma[0] + d_log_gamma[1]) * log_gamma_slope(alpha, 0.999, 0.999999);

@@ -7,6 +7,7 @@
 
 #include "../../support/cases.hpp"
 #include "../../support/differences.hpp"
+#include "../../support/loss_value.hpp"
 #include "../../support/refusal.hpp"
 
 #include <doctest/doctest.h>
@@ -64,8 +65,10 @@ Run<Real> run(const host& on, const Case& c, const test::Plane<Real>& scores,
                   std::vector<double>(static_cast<std::size_t>(c.heads), 0.0)};
     const Any policy = c.policy();
     test::Workspace workspace(c.loss.workspace_bytes(on, policy, c.sequences(), c.heads));
-    out.value = c.loss(on, policy, scores.view(), target.view(), c.sequences(), out.d_scores.view(),
-                       out.d_log_gamma.data(), workspace);
+    out.value = test::value_of<BoundaryValue>([&](auto* into) {
+        c.loss(on, policy, scores.view(), target.view(), c.sequences(), out.d_scores.view(),
+               out.d_log_gamma.data(), into, workspace);
+    });
     return out;
 }
 
@@ -412,10 +415,63 @@ TEST_CASE("boundary loss refuses what it cannot mean") {
     test::Workspace workspace(c.loss.workspace_bytes(on, policy, c.sequences(), 2));
     const test::Plane<float>& other = shorter;
     const test::Plane<double>& scores = in.scores;
-    CHECK_REFUSED(
-        c.loss(on, policy, scores.view(), other.view(), c.sequences(), d.view(), nullptr, workspace),
-        "target: 2 x 2 x 30 is not allowed; it must be 2 x 2 x at least 60");
-    CHECK_REFUSED(c.loss(on, policy, scores.view(), std::as_const(in.target).view(), c.sequences(), d.view(),
-                         nullptr, {}),
+    CHECK_REFUSED(test::value_of<BoundaryValue>([&](auto* into) {
+                      c.loss(on, policy, scores.view(), other.view(), c.sequences(), d.view(), nullptr, into,
+                             workspace);
+                  }),
+                  "target: 2 x 2 x 30 is not allowed; it must be 2 x 2 x at least 60");
+    CHECK_REFUSED(test::value_of<BoundaryValue>([&](auto* into) {
+                      c.loss(on, policy, scores.view(), std::as_const(in.target).view(), c.sequences(),
+                             d.view(), nullptr, into, {});
+                  }),
                   "workspace.bytes: 0");
+}
+
+TEST_CASE("layers of one call are losses of their own, with the decay of the options") {
+    const host ctx{2};
+    constexpr std::int32_t length = 60, heads = 2, layers = 3, all = heads * layers;
+    std::mt19937 generator(7);
+    std::normal_distribution<float> normal;
+    test::Plane<float> scores(2, all, length), target(2, all, length), d(2, all, length),
+        wanted(2, all, length);
+    for (auto* plane : {&scores, &target}) {
+        for (float& x : plane->data) {
+            x = normal(generator);
+        }
+    }
+    const float log_gamma[all] = {-0.01f, -0.02f, -0.03f, -0.04f, -0.05f, -0.06f};
+    const Sequences sequences{.batch = 2, .length = length};
+    const BoundaryLoss loss{.sampler = {.count = 20, .seed = 5}, .layer = 0};
+    const Policy<Sink<2>, Window<5>, TopKBudget<8>, Decay<1>> policy{{}, {}, {}, Decay<1>{0.0f}};
+    std::vector<double> gamma(all), wanted_gamma(all);
+    test::Workspace workspace(loss.workspace_bytes(ctx, policy, sequences, all));
+    BoundaryValue value, sum;
+    loss(ctx, policy, std::as_const(scores).view(), std::as_const(target).view(), sequences, d.view(),
+         gamma.data(), &value, workspace, {.layers = layers, .log_gamma = log_gamma});
+    for (std::int32_t l = 0; l < layers; ++l) {
+        const auto part = [&](auto view) {
+            view.data = view.head(0, l * heads);
+            view.heads = heads;
+            return view;
+        };
+        BoundaryLoss one = loss;
+        one.layer = l;
+        const BoundaryValue got = test::value_of<BoundaryValue>([&](auto* into) {
+            one(ctx, policy, part(std::as_const(scores).view()), part(std::as_const(target).view()),
+                sequences, part(wanted.view()), wanted_gamma.data() + l * heads, into, workspace,
+                {.log_gamma = log_gamma + l * heads});
+        });
+        sum.value += got.value;
+        sum.count += got.count;
+        sum.agreed += got.agreed;
+    }
+    CHECK(value.value == doctest::Approx(sum.value).epsilon(1e-14));
+    CHECK(value.count == sum.count);
+    CHECK(value.agreed == sum.agreed);
+    CHECK(sum.count > 0);
+    CHECK(d.data == wanted.data);
+    CHECK(gamma == wanted_gamma);
+    CHECK_REFUSED(loss(ctx, policy, std::as_const(scores).view(), std::as_const(target).view(), sequences,
+                       d.view(), nullptr, &value, workspace, {.layers = 4}),
+                  "options.layers: 4");
 }

@@ -3,6 +3,7 @@
 
 #include "../../support/cases.hpp"
 #include "../../support/differences.hpp"
+#include "../../support/loss_value.hpp"
 #include "../../support/refusal.hpp"
 
 #include <doctest/doctest.h>
@@ -37,8 +38,10 @@ struct Inputs {
 };
 
 LossValue distill(const host& on, const TopDistillation& loss, Inputs& in) {
-    test::Workspace workspace(loss.workspace_bytes(on, in.of_teacher()));
-    return loss(on, in.of_teacher(), in.of_student(), in.sequences(), in.d.view(), workspace);
+    test::Workspace workspace(loss.workspace_bytes(on, in.of_teacher(), in.sequences()));
+    return test::value_of([&](auto* into) {
+        loss(on, in.of_teacher(), in.of_student(), in.sequences(), in.d.view(), into, workspace);
+    });
 }
 
 /// KL of one token, with the set found by sorting.
@@ -118,7 +121,9 @@ TEST_CASE("stored top logits give the same loss, ties by index, fp32 close to do
     }
     const test::Tensor<double>& stored = values;
     const test::Tensor<std::int32_t>& at = indices;
-    const LossValue got = loss(on, stored.view(), at.view(), in.of_student(), in.sequences(), in.d.view());
+    const LossValue got = test::value_of([&](auto* into) {
+        loss(on, stored.view(), at.view(), in.of_student(), in.sequences(), in.d.view(), into, {});
+    });
     CHECK(got.value == expected.value);
     CHECK(in.d.data == d.data);
     test::Tensor<float> teacher(2, 1, 19, vocabulary), student(2, 1, 19, vocabulary),
@@ -128,12 +133,17 @@ TEST_CASE("stored top logits give the same loss, ties by index, fp32 close to do
         student.data[i] = static_cast<float>(in.student.data[i]);
     }
     const test::Tensor<float>&t32 = teacher, &s32 = student;
-    test::Workspace more(loss.workspace_bytes(on, t32.view()));
-    CHECK(loss(on, t32.view(), s32.view(), in.sequences(), d32.view(), more).value == expected.value);
+    test::Workspace more(loss.workspace_bytes(on, t32.view(), in.sequences()));
+    CHECK(test::value_of([&](auto* into) {
+              loss(on, t32.view(), s32.view(), in.sequences(), d32.view(), into, more);
+          }).value == expected.value);
     CHECK(std::abs(static_cast<double>(d32.data[5]) - d.data[5]) <= 0x1p-24 * std::abs(d.data[5]));
 
     indices.view().row(1, 0, 4)[3] = vocabulary;
-    CHECK_REFUSED(loss(on, stored.view(), at.view(), in.of_student(), in.sequences(), in.d.view()),
+    CHECK_REFUSED(test::value_of([&](auto* into) {
+                      loss(on, stored.view(), at.view(), in.of_student(), in.sequences(), in.d.view(), into,
+                           {});
+                  }),
                   "indices[1][0][4][3]: 37");
 }
 
@@ -147,10 +157,14 @@ TEST_CASE("cross-entropy and L2") {
     labels.at(1, 0, 0) = 36;
     const test::Plane<std::int32_t>& wanted = labels;
     const auto entropy = [&] {
-        return CrossEntropy{0.5f}(on, wanted.view(), in.of_student(), in.sequences(), in.d.view());
+        return test::value_of([&](auto* into) {
+            CrossEntropy{0.5f}(on, wanted.view(), in.of_student(), in.sequences(), in.d.view(), into, {});
+        });
     };
     const auto l2 = [&] {
-        return L2Distillation{3.0f}(on, in.of_teacher(), in.of_student(), in.sequences(), in.d.view());
+        return test::value_of([&](auto* into) {
+            L2Distillation{3.0f}(on, in.of_teacher(), in.of_student(), in.sequences(), in.d.view(), into, {});
+        });
     };
     CHECK(entropy().count == 11);
     CHECK(l2().count == 24);
@@ -158,9 +172,12 @@ TEST_CASE("cross-entropy and L2") {
     static constexpr std::int32_t starts[] = {40, 7};
     Sequences chunk = in.sequences();
     chunk.starts = starts;
-    CHECK(CrossEntropy{0.5f}(on, wanted.view(), in.of_student(), chunk, in.d.view()).value ==
-          entropy().value);
-    CHECK(L2Distillation{3.0f}(on, in.of_teacher(), in.of_student(), chunk, in.d.view()).value == l2().value);
+    CHECK(test::value_of([&](auto* into) {
+              CrossEntropy{0.5f}(on, wanted.view(), in.of_student(), chunk, in.d.view(), into, {});
+          }).value == entropy().value);
+    CHECK(test::value_of([&](auto* into) {
+              L2Distillation{3.0f}(on, in.of_teacher(), in.of_student(), chunk, in.d.view(), into, {});
+          }).value == l2().value);
     double squares = 0.0;
     for (std::int32_t b = 0; b < 2; ++b) {
         for (std::int32_t t = 0; t < in.lengths[static_cast<std::size_t>(b)]; ++t) {
@@ -196,13 +213,16 @@ TEST_CASE("cross-entropy and L2") {
     CHECK_REFUSED(distill(on, TopDistillation{}, in), "teacher[1][0][3][0]: NaN");
     CHECK_REFUSED(distill(on, TopDistillation{0}, in), "top: 0");
     CHECK_REFUSED(top_logits_workspace_bytes(on, -1), "vocabulary: -1");
-    CHECK_REFUSED(
-        TopDistillation{}.workspace_bytes(on, rows_view<const float>{nullptr, 1, 1, -1, 8, 0, 0, 0}),
-        "teacher: 1 x 1 x -1");
+    CHECK_REFUSED(TopDistillation{}.workspace_bytes(on, rows_view<const float>{nullptr, 1, 1, -1, 8, 0, 0, 0},
+                                                    in.sequences()),
+                  "teacher: 1 x 1 x -1");
     CHECK_REFUSED(distill(on, TopDistillation{4, 0.0f}, in), "temperature: 0");
     test::Tensor<double> narrow(2, 1, 19, 8);
     const test::Tensor<double>& other = narrow;
-    CHECK_REFUSED(L2Distillation{}(on, other.view(), in.of_student(), in.sequences(), in.d.view()),
+    CHECK_REFUSED(test::value_of([&](auto* into) {
+                      L2Distillation{}(on, other.view(), in.of_student(), in.sequences(), in.d.view(), into,
+                                       {});
+                  }),
                   "teacher: 2 x 1 x 19 x 8");
     Inputs none(1);
     none.lengths = {0, 0};

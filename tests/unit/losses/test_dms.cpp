@@ -3,6 +3,7 @@
 
 #include "../../support/bound_dual.hpp"
 #include "../../support/cases.hpp"
+#include "../../support/loss_value.hpp"
 #include "../../support/refusal.hpp"
 #include "../../support/vectors.hpp"
 
@@ -74,10 +75,10 @@ TEST_CASE("the relaxed mask: log-biases outside the window, nothing expires") {
     std::mt19937 generator(1);
     test::fill_scores(scores, test::Scores::random, generator);
     build_log_bias(on, policy, gate, std::as_const(scores).view(), {.batch = 2, .length = 20}, expiry.view(),
-                   bias.view());
+                   bias.view(), {});
     test::Plane<float> ones(2, 3, 20, 1.0f);
     log_bias_backward(on, policy, gate, std::as_const(scores).view(), std::as_const(ones).view(),
-                      {.batch = 2, .length = 20}, back.view());
+                      {.batch = 2, .length = 20}, back.view(), {});
     for (std::int32_t b = 0; b < 2; ++b) {
         for (std::int32_t h = 0; h < 3; ++h) {
             for (std::int32_t t = 0; t < 20; ++t) {
@@ -149,7 +150,8 @@ TEST_CASE("the compression loss") {
             scores.at(3, 0, t) = static_cast<double>(file.z[static_cast<std::size_t>(t)]);
         }
         const Sequences sequences{.batch = 4, .length = n, .lengths = lengths};
-        const LossValue value = loss(on, DMS<4>{}, scores.view(), sequences, d.view());
+        const LossValue value = test::value_of(
+            [&](auto* into) { loss(on, DMS<4>{}, scores.view(), sequences, d.view(), into, {}); });
         CHECK(value.count == n);
         CHECK(close(value.value, file.loss[noise ? 1 : 0], 1e-13));
         for (std::int32_t t = 0; t < n; ++t) {
@@ -165,19 +167,22 @@ TEST_CASE("the compression loss") {
             const gate_place place{file.stream, static_cast<std::uint64_t>(t)};
             evicted += loss.gate.relaxed(scores.at(3, 0, t), place) > 0.0 ? 1.0 : 0.0;
         }
-        CHECK(counting(on, DMS<4>{}, scores.view(), sequences, same.view()).value ==
-              doctest::Approx(2.0 * (0.75 - evicted / n)));
+        CHECK(test::value_of([&](auto* into) {
+                  counting(on, DMS<4>{}, scores.view(), sequences, same.view(), into, {});
+              }).value == doctest::Approx(2.0 * (0.75 - evicted / n)));
         for (std::int32_t t = 0; t < n; ++t) {
             CHECK(same.at(3, 0, t) == d.at(3, 0, t));
         }
         // Two layers as one loss: the sums of both, and each layer's part of the gradient.
         CompressionLoss both = loss;
-        const EvictionSums sums = loss.sums(on, DMS<4>{}, std::as_const(scores).view(), sequences);
+        EvictionSums sums;
+        loss.sums(on, DMS<4>{}, std::as_const(scores).view(), sequences, &sums, {});
         CHECK(sums.keys == n);
         both.total = {sums.evicted * 2.0, sums.keys * 2};
         test::Plane<double> half(4, 1, n);
-        CHECK(both(on, DMS<4>{}, scores.view(), sequences, half.view()).value ==
-              doctest::Approx(value.value));
+        CHECK(test::value_of([&](auto* into) {
+                  both(on, DMS<4>{}, scores.view(), sequences, half.view(), into, {});
+              }).value == doctest::Approx(value.value));
         for (std::int32_t t = 0; t < n; ++t) {
             CHECK(half.at(3, 0, t) == doctest::Approx(d.at(3, 0, t) / 2.0));
         }
@@ -186,7 +191,9 @@ TEST_CASE("the compression loss") {
             const double step = 1e-5, here = scores.at(3, 0, t);
             const auto at = [&](double z) {
                 scores.at(3, 0, t) = z;
-                const double v = loss(on, DMS<4>{}, scores.view(), sequences, half.view()).value;
+                const double v = test::value_of([&](auto* into) {
+                                     loss(on, DMS<4>{}, scores.view(), sequences, half.view(), into, {});
+                                 }).value;
                 scores.at(3, 0, t) = here;
                 return v;
             };
@@ -196,17 +203,21 @@ TEST_CASE("the compression loss") {
     }
     // More than was asked for costs nothing; only keys whose gate is asked; nothing at all.
     test::Plane<float> scores(1, 1, 10, 8.0f), d(1, 1, 10, 9.0f);
-    CHECK(CompressionLoss{.target = 0.5f, .gate = {.noise = false}}(on, DMS<4>{}, scores.view(),
-                                                                    {.batch = 1, .length = 10}, d.view())
-              .value == 0.0);
+    CHECK(test::value_of([&](auto* into) {
+              CompressionLoss{.target = 0.5f, .gate = {.noise = false}}(
+                  on, DMS<4>{}, scores.view(), {.batch = 1, .length = 10}, d.view(), into, {});
+          }).value == 0.0);
     CHECK(d.at(0, 0, 3) == 0.0f);
-    CHECK(CompressionLoss{.target = 1.0f, .gate = {.noise = false}, .scope = gate_scope::decided}(
-              on, DMS<4>{}, scores.view(), {.batch = 1, .length = 10}, d.view())
-              .count == 6);
+    CHECK(test::value_of([&](auto* into) {
+              CompressionLoss{.target = 1.0f, .gate = {.noise = false}, .scope = gate_scope::decided}(
+                  on, DMS<4>{}, scores.view(), {.batch = 1, .length = 10}, d.view(), into, {});
+          }).count == 6);
     CHECK(d.at(0, 0, 5) < 0.0f);
     CHECK(d.at(0, 0, 6) == 0.0f);
-    CHECK(CompressionLoss{.target = 1.0f}(on, DMS<4>{}, scores.view(), {.batch = 1, .length = 0}, d.view())
-              .value == 0.0);
+    CHECK(test::value_of([&](auto* into) {
+              CompressionLoss{.target = 1.0f}(on, DMS<4>{}, scores.view(), {.batch = 1, .length = 0},
+                                              d.view(), into, {});
+          }).value == 0.0);
 }
 
 TEST_CASE("schedule and refusals") {
@@ -219,7 +230,9 @@ TEST_CASE("schedule and refusals") {
     CHECK_REFUSED(eviction_target(1, 0.5), "compression: 0.5");
     test::Plane<float> scores(1, 1, 10), d(1, 1, 10);
     const auto call = [&](const CompressionLoss& loss) {
-        return loss(on, DMS<4>{}, scores.view(), {.batch = 1, .length = 10}, d.view());
+        return test::value_of([&](auto* into) {
+            loss(on, DMS<4>{}, scores.view(), {.batch = 1, .length = 10}, d.view(), into, {});
+        });
     };
     CHECK_REFUSED(call({.target = 1.5f}), "CompressionLoss.target: 1.5");
     CHECK_REFUSED(call({.target = 0.5f, .gate = {.temperature = 0.0f}}), "DmsGate.temperature: 0");

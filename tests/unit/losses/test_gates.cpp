@@ -7,6 +7,7 @@
 
 #include "../../support/cases.hpp"
 #include "../../support/differences.hpp"
+#include "../../support/loss_value.hpp"
 #include "../../support/refusal.hpp"
 
 #include <doctest/doctest.h>
@@ -111,8 +112,8 @@ TEST_CASE("a log-bias mask, and the way back") {
             sequences.cu_seqlens = edges.data(), sequences.segments = 2;
         }
         const BernoulliGate gate{0.0f, 3};
-        build_log_bias(on, policy, gate, s.view(), sequences, expiry.view(), bias.view());
-        log_bias_backward(on, policy, gate, s.view(), d.view(), sequences, d_scores.view());
+        build_log_bias(on, policy, gate, s.view(), sequences, expiry.view(), bias.view(), {});
+        log_bias_backward(on, policy, gate, s.view(), d.view(), sequences, d_scores.view(), {});
         for (std::int32_t h = 0; h < 2; ++h) {
             for (std::int32_t t = 0; t < 38; ++t) {
                 const std::int32_t begin = packed && t >= 15 ? 15 : 0, end = packed && t < 15 ? 15 : 38;
@@ -126,7 +127,7 @@ TEST_CASE("a log-bias mask, and the way back") {
                 CHECK(d_scores.at(0, h, t) == (decided ? one.derivative * d_bias.at(0, h, t) : 0.0f));
             }
         }
-        build_log_bias(on, policy, SoftGate{}, s.view(), sequences, expiry.view(), bias.view());
+        build_log_bias(on, policy, SoftGate{}, s.view(), sequences, expiry.view(), bias.view(), {});
         CHECK(bias.at(0, 0, 8) == SoftGate{}(scores.at(0, 0, 8)).log_bias);
         CHECK(bias.at(0, 0, 1) == 0.0f);
         CHECK(bias.at(0, 0, 35) == 0.0f);
@@ -138,7 +139,7 @@ TEST_CASE("a log-bias mask, and the way back") {
     scores.at(0, 1, 9) = std::numeric_limits<float>::quiet_NaN();
     const Sequences sequences{.batch = 1, .length = 38};
     const auto call = [&](auto gate) {
-        build_log_bias(on, policy, gate, s.view(), sequences, expiry.view(), bias.view());
+        build_log_bias(on, policy, gate, s.view(), sequences, expiry.view(), bias.view(), {});
     };
     CHECK_REFUSED(call(SoftGate{}), "scores[0][1][9]: NaN");
     scores.at(0, 1, 9) = 0.0f;
@@ -179,7 +180,8 @@ TEST_CASE("gate losses by formula and by differences") {
             }
         }
         const auto check = [&](auto loss, double expected) {
-            const LossValue got = loss(on, policy, s.view(), sequences, d.view());
+            const LossValue got = test::value_of(
+                [&](auto* into) { loss(on, policy, s.view(), sequences, d.view(), into, {}); });
             CHECK(got.value == doctest::Approx(expected).epsilon(1e-12));
             CHECK(static_cast<double>(got.count) == count);
             const test::Plane<double> gradient = d;
@@ -189,7 +191,12 @@ TEST_CASE("gate losses by formula and by differences") {
                 }
                 const double slope = test::difference(
                     scores.data[i], 1e-3, [&](double x) { scores.data[i] = x; },
-                    [&] { return loss(on, policy, s.view(), sequences, d.view()).value; });
+                    [&] {
+                        return test::value_of([&](auto* into) {
+                                   loss(on, policy, s.view(), sequences, d.view(), into, {});
+                               })
+                            .value;
+                    });
                 if (static_cast<std::int32_t>(i % 30) < lengths[i / 60]) {
                     CHECK(test::relative(gradient.data[i], slope, 1e-2) < 1e-6);
                 }
@@ -200,10 +207,18 @@ TEST_CASE("gate losses by formula and by differences") {
         check(RetentionPenalty{lambda, 1.0f, scope}, penalty);
     }
     const Sequences nothing{.batch = 2, .length = 0};
-    CHECK(GateSparsity{}(on, policy, s.view(), nothing, d.view()).count == 0);
+    CHECK(test::value_of([&](auto* into) {
+              GateSparsity{}(on, policy, s.view(), nothing, d.view(), into, {});
+          }).count == 0);
     scores.at(1, 0, 7) = std::numeric_limits<double>::quiet_NaN();
-    CHECK_REFUSED(GateSparsity{}(on, policy, s.view(), sequences, d.view()), "scores[1][0][7]: NaN");
-    CHECK_REFUSED(RetentionPenalty{}(on, policy, s.view(), sequences, d.view()), "lambda: null");
+    CHECK_REFUSED(test::value_of([&](auto* into) {
+                      GateSparsity{}(on, policy, s.view(), sequences, d.view(), into, {});
+                  }),
+                  "scores[1][0][7]: NaN");
+    CHECK_REFUSED(test::value_of([&](auto* into) {
+                      RetentionPenalty{}(on, policy, s.view(), sequences, d.view(), into, {});
+                  }),
+                  "lambda: null");
 }
 
 TEST_CASE("straight-through values, counts and the lambda controller") {
@@ -220,7 +235,7 @@ TEST_CASE("straight-through values, counts and the lambda controller") {
     const test::Plane<double>& s = scores;
     const test::Tensor<double>&cv = v, &cd = d_v;
     const Sequences sequences{.batch = 1, .length = 12};
-    straight_through_values<Gated, double>(on, policy, s.view(), cv.view(), cd.view(), sequences, d.view());
+    straight_through_values(on, policy, s.view(), cv.view(), cd.view(), sequences, d.view(), {});
     for (std::int32_t t = 0; t < 12; ++t) {
         double dot = 0.0;
         for (std::int32_t i = 0; i < 8; ++i) {
@@ -231,13 +246,12 @@ TEST_CASE("straight-through values, counts and the lambda controller") {
     }
     d_v.view().row(0, 1, 5)[2] = std::numeric_limits<double>::quiet_NaN();
     const auto again = [&] {
-        straight_through_values<Gated, double>(on, policy, s.view(), cv.view(), cd.view(), sequences,
-                                               d.view());
+        straight_through_values(on, policy, s.view(), cv.view(), cd.view(), sequences, d.view(), {});
     };
     CHECK_REFUSED(again(), "d_v[0][1][5]");
 
     double counts[2] = {-1.0, -1.0};
-    retention_counts(on, policy, s.view(), sequences, counts);
+    retention_counts(on, policy, s.view(), sequences, counts, {});
     CHECK(counts[0] == 2.0);  // t = 2 and 5 of 2 .. 7 have z = 1
     CHECK(counts[1] == 0.0);  // r = 0.5 is not above 0.5
 
@@ -245,31 +259,31 @@ TEST_CASE("straight-through values, counts and the lambda controller") {
     double average[3];
     const LambdaController controller{
         .heads = 3, .lambda = lambda, .average = average, .cap = 10.0, .factor = 2.0f};
-    controller.start();
+    controller.start(on);
     CHECK(lambda[2] == 1e-9f);
     CHECK(controller.due(0));
     CHECK(!controller.due(31));
     CHECK(controller.due(64));
     const double seen[3] = {20.0, 9.75, 1.0};
-    controller.observe(seen);
+    controller.observe(on, seen);
     CHECK(average[0] == 20.0);
-    controller.update();
+    controller.update(on);
     CHECK(lambda[0] == 2e-9f);
     CHECK(lambda[1] == 1e-9f);  // within [0.95 cap, cap]: as it was
     CHECK(lambda[2] == 0.0f);
     const double later[3] = {30.0, 9.75, 2000.0};
-    controller.observe(later);
+    controller.observe(on, later);
     const double a = 2.0 / (1.0 + 16.0);
     CHECK(average[0] == doctest::Approx((1.0 - a) * 20.0 + a * 30.0));
-    controller.update();
+    controller.update(on);
     CHECK(lambda[2] == 1e-9f);  // woken again
     for (int i = 0; i < 100; ++i) {
-        controller.update();
+        controller.update(on);
     }
     CHECK(lambda[0] == 1.0f);
     const double bad[3] = {1.0, std::numeric_limits<double>::quiet_NaN(), 1.0};
-    CHECK_REFUSED(controller.observe(bad), "counts[1]: nan");
-    CHECK_REFUSED(controller.observe(nullptr), "counts: null");
+    CHECK_REFUSED(controller.observe(on, bad), "counts[1]: nan");
+    CHECK_REFUSED(controller.observe(on, nullptr), "counts: null");
     CHECK(controller.due(0));
     CHECK_FALSE(controller.due(1));
     CHECK_REFUSED(LambdaController{.every = 0}.due(1), "every: 0");
@@ -281,5 +295,35 @@ TEST_CASE("straight-through values, counts and the lambda controller") {
     CHECK_REFUSED(windows_of(plain, 2, nullptr), "out: null");
     LambdaController other = controller;
     other.factor = 1.0f;
-    CHECK_REFUSED(other.update(), "factor: 1");
+    CHECK_REFUSED(other.update(on), "factor: 1");
+}
+
+TEST_CASE("a length out of range counts as 0 where a status is given, and is refused where none is") {
+    const host ctx{1};
+    const Gated policy;
+    const test::Plane<float> scores(2, 1, 20, 1.0f);
+    test::Plane<float> d(2, 1, 20, -5.0f), wanted(2, 1, 20, -5.0f);
+    const std::int32_t bad[] = {20, 21}, good[] = {20, 0};
+    const Sequences sequences{.batch = 2, .length = 20, .lengths = bad};
+    std::uint32_t status[2] = {0, 0};
+    LossValue value;
+    GateSparsity{}(ctx, policy, scores.view(), sequences, d.view(), &value, {}, {.status = status});
+    CHECK(status[0] == status_ok);
+    CHECK(status[1] == status_bad_length);
+    LossValue alone;
+    GateSparsity{}(ctx, policy, scores.view(), {.batch = 2, .length = 20, .lengths = good}, wanted.view(),
+                   &alone, {});
+    CHECK(value.value == alone.value);
+    CHECK(d.data == wanted.data);
+    CHECK_REFUSED(GateSparsity{}(ctx, policy, scores.view(), sequences, d.view(), &value, {}),
+                  "sequences.lengths[1]: 21");
+    // Edges that do not rise leave no sequence any token.
+    const std::int32_t edges[] = {0, 12, 8};
+    status[1] = status_ok;
+    GateSparsity{}(ctx, policy, scores.view(), {.batch = 2, .length = 20, .cu_seqlens = edges, .segments = 2},
+                   d.view(), &value, {}, {.status = status});
+    CHECK(status[0] == status_bad_length);
+    CHECK(status[1] == status_bad_length);
+    CHECK(value.count == 0);
+    CHECK(d.data == wanted.data);
 }

@@ -42,13 +42,18 @@ struct Call {
     workspace_view workspace{memory.data(), memory.size()};
     std::uint32_t status[batch] = {8, 8};
 
-    void build() { build_mask(on, head_params, scores, sequences, expiry, workspace, options, status); }
+    void build() {
+        MaskOptions all = options;
+        all.status = status;
+        build_mask(on, head_params, scores, sequences, expiry, workspace, all);
+    }
     void cutoffs() {
-        build_cutoffs(on, head_params, scores, sequences, rank, cutoff, workspace, options.layer);
+        build_cutoffs(on, head_params, scores, sequences, rank, cutoff, workspace, {.layer = options.layer});
     }
     void convert() {
         expiry_from_cutoffs(on, head_params, plane_view<const std::int32_t>(rank),
-                            plane_view<const std::int32_t>(cutoff), sequences, expiry, options.layer);
+                            plane_view<const std::int32_t>(cutoff), sequences, expiry, {},
+                            {.layer = options.layer});
     }
     [[nodiscard]] bool untouched() const {
         const auto still = [](const auto& data) {
@@ -262,8 +267,9 @@ TEST_CASE("a NaN score: refused where it is read, with its place; on request it 
     const Policy<Window<2>, ThresholdGate<at_least>> gated{
         {}, ThresholdGate<at_least>{-std::numeric_limits<float>::infinity()}};
     std::uint32_t status[2] = {0, 0};
-    build_mask(last.on, gated, last.scores, last.sequences, last.expiry, last.workspace, last.options,
-               status);
+    MaskOptions reported = last.options;
+    reported.status = status;
+    build_mask(last.on, gated, last.scores, last.sequences, last.expiry, last.workspace, reported);
     CHECK(last.expiry.head(1, 0)[3] == 5);
     CHECK(last.expiry.head(1, 0)[4] == never);
     CHECK(status[0] == 0);

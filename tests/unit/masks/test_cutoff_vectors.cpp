@@ -53,7 +53,7 @@ TEST_CASE_TEMPLATE("ranks, cutoffs and what they imply equal the reference's", C
                 std::vector<expiry_t> direct(rank.size());
                 expiry_from_cutoffs(on, policy, view_bhs(std::as_const(rank).data(), 1, 1, c.length),
                                     view_bhs(std::as_const(cutoff).data(), 1, 1, c.length), sequences,
-                                    view_bhs(expiry.data(), 1, 1, c.length));
+                                    view_bhs(expiry.data(), 1, 1, c.length), {});
                 const std::size_t mask_bytes = build_mask_workspace_bytes(on, policy, sequences, 1);
                 std::vector<std::max_align_t> mask_workspace(mask_bytes / sizeof(std::max_align_t) + 1);
                 build_mask(on, policy, scores, sequences, view_bhs(direct.data(), 1, 1, c.length),

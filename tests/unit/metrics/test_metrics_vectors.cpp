@@ -268,7 +268,7 @@ TEST_CASE("metrics refuse what they cannot read") {
     CHECK_REFUSED(evict_ratio(on, narrow, expiry.view(), all, &number), "window of layer 0, head 0: 0");
     CHECK_REFUSED(oracle_recall(on, below, expiry.view(), expiry.view(), all, &recall, memory),
                   "sinks of layer 0");
-    CHECK_REFUSED(evict_ratio(on, policy, expiry.view(), all, &number, -1), "layer: -1");
+    CHECK_REFUSED(evict_ratio(on, policy, expiry.view(), all, &number, {}, {.layer = -1}), "layer: -1");
     CHECK_REFUSED(live_keys(on, expiry.view(), all, {nullptr, 1, 1, 10, 10, 10}), "live: null");
     CHECK_REFUSED(density(on, expiry.view(), all, nullptr),
                   "out: null is not allowed; it must be a pointer to the results");

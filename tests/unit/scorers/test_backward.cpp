@@ -59,7 +59,7 @@ Result<S, T> run_backward(const host& on, const S& scorer, const test::Tensor<T>
         call.d_k = out.d_k.view();
         call.d_v = out.d_v.view();
     }
-    test::Workspace workspace(backward_workspace_bytes(on, scorer, call));
+    test::Workspace workspace(score_sequence_backward_workspace_bytes(on, scorer, call));
     score_sequence_backward(on, scorer, call, out.gradients.views, workspace);
     return out;
 }
@@ -558,7 +558,7 @@ TEST_CASE("backward adds to parameters, leaves out null arrays, and takes bf16 r
     const test::Tensor<bf16>&ck = k, &cv = v;
     const test::Plane<float>& cd = d;
     const ScoreBackward<bf16> call{ck.view(), cv.view(), {.batch = 1, .length = 100}, 0, cd.view()};
-    test::Workspace workspace(backward_workspace_bytes(on, c.scorer, call));
+    test::Workspace workspace(score_sequence_backward_workspace_bytes(on, c.scorer, call));
     Gradients<MlpScorer<>, float> once(c.scorer), twice(c.scorer);
     score_sequence_backward(on, c.scorer, call, once.views, workspace);
     twice.views.b1 = nullptr;

@@ -141,7 +141,7 @@ void check_gradients(conv_case c, const Dropout& dropout, std::int32_t batch = 1
     call.d_k = d_k.view();
     call.d_v = d_v.view();
     call.dropout = dropout;
-    test::Workspace workspace(backward_workspace_bytes(on, scorer, call));
+    test::Workspace workspace(score_sequence_backward_workspace_bytes(on, scorer, call));
     score_sequence_backward(on, scorer, call, got.views, workspace);
 
     auto parameters = scorer.weights;
@@ -194,7 +194,7 @@ void check_gradients(conv_case c, const Dropout& dropout, std::int32_t batch = 1
     ScoreBackward<double> detached{fixed.k.view(), fixed.v.view(), sequences, c.delay, fixed.d.view()};
     detached.dropout = dropout;
     const host one{1};
-    test::Workspace less(backward_workspace_bytes(one, scorer, detached));
+    test::Workspace less(score_sequence_backward_workspace_bytes(one, scorer, detached));
     score_sequence_backward(one, scorer, detached, again.views, less);
     for (std::size_t j = 0; j < got.arrays.size(); ++j) {
         CHECK(test::same_bits(got.arrays[j], again.arrays[j]));

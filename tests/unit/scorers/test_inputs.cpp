@@ -72,7 +72,8 @@ std::vector<compute_t<T>> run_hidden(const host& on, const UtilityPredictor& sco
                                      std::int32_t length) {
     using Real = compute_t<T>;
     std::vector<Real> scores(static_cast<std::size_t>(scorer.heads * length), Real(-77));
-    test::Workspace workspace(score_hidden_workspace_bytes<UtilityPredictor, Real>(on, scorer, sequences));
+    test::Workspace workspace(score_hidden_workspace_bytes<UtilityPredictor, Real>(
+        on, scorer, view_bhsd(states.data(), 1, 1, length, scorer.input.width), sequences));
     score_hidden(on, scorer, view_bhsd(states.data(), 1, 1, length, scorer.input.width), sequences,
                  view_bhs(scores.data(), 1, scorer.heads, length), workspace);
     return scores;
@@ -189,7 +190,7 @@ TEST_CASE("the write gate: gradients by differences, through both norms and the 
         ScoreBackward<double> call{k(), v, c.sequences(), 0, fixed.view()};
         call.d_k = d_k.view();
         call.d_v = d_v.view();
-        test::Workspace workspace(backward_workspace_bytes(on, scorer, call));
+        test::Workspace workspace(score_sequence_backward_workspace_bytes(on, scorer, call));
         score_sequence_backward(on, scorer, call,
                                 {got[0].data(), got[1].data(), got[2].data(), got[3].data()}, workspace);
         check_weights(c, got, loss);
@@ -223,8 +224,8 @@ TEST_CASE("the predictor: gradients by differences, of states of any batch and s
     const host on{2};
     const auto loss = [&] {
         test::Plane<double> scores(2, c.heads, length);
-        test::Workspace workspace(
-            score_hidden_workspace_bytes<UtilityPredictor, double>(on, c.predictor(), sequences));
+        test::Workspace workspace(score_hidden_workspace_bytes<UtilityPredictor, double>(
+            on, c.predictor(), std::as_const(states).view(), sequences));
         score_hidden(on, c.predictor(), std::as_const(states).view(), sequences, scores.view(), workspace);
         double sum = 0.0;
         for (std::size_t t = 0; t < scores.data.size(); ++t) {
@@ -236,7 +237,7 @@ TEST_CASE("the predictor: gradients by differences, of states of any batch and s
         std::vector<std::vector<double>> got{
             std::vector<double>(c.w1.size()), std::vector<double>(c.b1.size()),
             std::vector<double>(c.w2.size()), std::vector<double>(c.b2.size())};
-        HiddenBackward<double> call{std::as_const(states).view(), sequences, std::as_const(d).view()};
+        HiddenBackward<double, double> call{std::as_const(states).view(), sequences, std::as_const(d).view()};
         if (d_hidden != nullptr) {
             call.d_hidden = d_hidden->view();
         }
@@ -290,8 +291,8 @@ TEST_CASE("hidden states of every storage type are the same states") {
         }
         std::vector<float> out(static_cast<std::size_t>(c.heads * c.length));
         const host on{1};
-        test::Workspace workspace(
-            score_hidden_workspace_bytes<UtilityPredictor>(on, c.predictor(), c.sequences()));
+        test::Workspace workspace(score_hidden_workspace_bytes(
+            on, c.predictor(), view_bhsd<const T>(rows.data(), 1, 1, c.length, c.dim), c.sequences()));
         score_hidden(on, c.predictor(), view_bhsd<const T>(rows.data(), 1, 1, c.length, c.dim), c.sequences(),
                      view_bhs(out.data(), 1, c.heads, c.length), workspace);
         return out;
@@ -309,7 +310,8 @@ TEST_CASE("what does not fit gets a sentence; a predictor starts open") {
     std::vector<float> out(static_cast<std::size_t>(c.heads * c.length));
     std::int32_t width = c.dim, heads = c.heads;
     const auto run = [&] {
-        test::Workspace workspace(score_hidden_workspace_bytes<UtilityPredictor>(on, scorer, c.sequences()));
+        test::Workspace workspace(score_hidden_workspace_bytes(
+            on, scorer, view_bhsd<const float>(c.k.data(), 1, 1, c.length, width), c.sequences()));
         score_hidden(on, scorer, view_bhsd<const float>(c.k.data(), 1, 1, c.length, width), c.sequences(),
                      view_bhs(out.data(), 1, heads, c.length), workspace);
     };

@@ -112,7 +112,7 @@ TEST_CASE("no workspace is asked for sequences whose length nobody said") {
         back.k = back.v = rows;
         back.sequences = unset;
         CHECK_REFUSED(score_sequence_workspace_bytes(on, scorer, rows, rows, unset), "sequences.length: -1");
-        CHECK_REFUSED(backward_workspace_bytes(on, scorer, back), "sequences.length: -1");
+        CHECK_REFUSED(score_sequence_backward_workspace_bytes(on, scorer, back), "sequences.length: -1");
     };
     refused_bytes(mLSTMScorer<16>{});
     refused_bytes(LinearScorer<16>{});

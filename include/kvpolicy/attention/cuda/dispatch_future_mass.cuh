@@ -318,22 +318,25 @@ std::size_t future_mass_workspace_bytes(const cuda& on, rows_view<const T> q, in
 
 template <Storage T, class Dims>
 void causal_lse(const cuda& on, const AttentionParams& attention, rows_view<const T> q, input_rows<T> k,
-                const Sequences& sequences, plane_view<float> lse, workspace_view workspace) {
+                const Sequences& sequences, plane_view<float> lse, workspace_view workspace,
+                const CausalLseOptions& options) {
     namespace cb = cuda_backend;
     cb::check_mass_call(attention, q, k, plane_view<const float>(lse), sequences);
     cb::check_workspace(workspace, future_mass_workspace_bytes<T>(on, q, k));
+    cb::report_lengths(on, sequences, options.status);
     cb::causal_lse_by<T, Dims>(on, cb::qk_reduce_path::hopper, attention, q, k, sequences, lse, workspace);
 }
 
 template <Storage T, class Dims>
 void future_mass(const cuda& on, const AttentionParams& attention, rows_view<const T> q, input_rows<T> k,
-                 plane_view<const float> lse, const Sequences& sequences, const FutureMassOptions& options,
-                 plane_view<float> target, workspace_view workspace) {
+                 plane_view<const float> lse, const Sequences& sequences, plane_view<float> target,
+                 workspace_view workspace, const FutureMassOptions& options) {
     namespace cb = cuda_backend;
     cb::check_mass_call(attention, q, k, lse, sequences);
     cb::check_plane("target", target, q.batch, k.heads, sequences.length);
     checks::check_mass_options(options, k.heads);
     cb::check_workspace(workspace, future_mass_workspace_bytes<T>(on, q, k));
+    cb::report_lengths(on, sequences, options.status);
     cb::future_mass_by<T, Dims>(on, cb::qk_reduce_path::hopper, attention, q, k, lse, sequences, options,
                                 target, workspace);
 }

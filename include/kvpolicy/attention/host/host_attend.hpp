@@ -287,31 +287,40 @@ void attend(const host& on, const AttentionParams& attention, const rows_view<co
 
 }  // namespace host_backend
 
-template <Storage T>
+template <Storage T, class Dims>
 std::size_t attend_workspace_bytes(const host& on, const AttentionParams& attention,
                                    std::type_identity_t<rows_view<const T>> q, const kv_view<T>& all,
-                                   const Sequences& sequences) {
+                                   const Sequences& sequences, const AttendOptions&) {
     return host_backend::checked_plan<T>(attention, q, all, nullptr, sequences).bytes(on.threads());
 }
 
-template <Storage T>
+template <Storage T, class Dims>
 std::size_t attend_workspace_bytes(const host& on, const AttentionParams& attention,
                                    std::type_identity_t<rows_view<const T>> q, const kv_view<T>& past,
-                                   const kv_view<T>& self, const Sequences& sequences) {
+                                   const kv_view<T>& self, const Sequences& sequences, const AttendOptions&) {
     return host_backend::checked_plan<T>(attention, q, past, &self, sequences).bytes(on.threads());
 }
 
-template <Storage T>
+template <Storage T, class Dims>
 void attend(const host& on, const AttentionParams& attention, std::type_identity_t<rows_view<const T>> q,
             const kv_view<T>& all, const Sequences& sequences, std::type_identity_t<rows_view<T>> out,
-            plane_view<float> lse, workspace_view workspace) {
+            plane_view<float> lse, workspace_view workspace, const AttendOptions& options) {
+    if (const checks::repaired_sequences repaired(sequences, options.status); repaired) {
+        return host_backend::attend<T>(on, attention, q, all, nullptr, repaired.sequences, out, lse,
+                                       workspace);
+    }
     host_backend::attend<T>(on, attention, q, all, nullptr, sequences, out, lse, workspace);
 }
 
-template <Storage T>
+template <Storage T, class Dims>
 void attend(const host& on, const AttentionParams& attention, std::type_identity_t<rows_view<const T>> q,
             const kv_view<T>& past, const kv_view<T>& self, const Sequences& sequences,
-            std::type_identity_t<rows_view<T>> out, plane_view<float> lse, workspace_view workspace) {
+            std::type_identity_t<rows_view<T>> out, plane_view<float> lse, workspace_view workspace,
+            const AttendOptions& options) {
+    if (const checks::repaired_sequences repaired(sequences, options.status); repaired) {
+        return host_backend::attend<T>(on, attention, q, past, &self, repaired.sequences, out, lse,
+                                       workspace);
+    }
     host_backend::attend<T>(on, attention, q, past, &self, sequences, out, lse, workspace);
 }
 

@@ -191,10 +191,10 @@ class backward_call {
 
 }  // namespace host_backend
 
-template <Storage T>
+template <Storage T, class Dims>
 std::size_t attend_backward_workspace_bytes(const host& on, const AttentionParams& attention,
                                             std::type_identity_t<rows_view<const T>> q, const kv_view<T>& all,
-                                            const Sequences& sequences) {
+                                            const Sequences& sequences, const BackwardOptions&) {
     namespace hb = host_backend;
     checks::check_attend<T>(attention, q, all, nullptr, sequences);
     return hb::backward_plan<T>(hb::resolve(attention, q, all), q, all, sequences)
@@ -202,13 +202,17 @@ std::size_t attend_backward_workspace_bytes(const host& on, const AttentionParam
         .bytes;
 }
 
-template <Storage T>
+template <Storage T, class Dims>
 void attend_backward(const host& on, const AttentionParams& attention,
                      std::type_identity_t<rows_view<const T>> q, const kv_view<T>& all,
                      const Sequences& sequences, const SavedForward<T>& saved, const AttentionGrads<T>& grads,
-                     workspace_view workspace) {
+                     workspace_view workspace, const BackwardOptions& options) {
     namespace hb = host_backend;
-    const std::size_t needed = attend_backward_workspace_bytes<T>(on, attention, q, all, sequences);
+    if (const checks::repaired_sequences repaired(sequences, options.status); repaired) {
+        return attend_backward<T, Dims>(on, attention, q, all, repaired.sequences, saved, grads, workspace,
+                                        options);
+    }
+    const std::size_t needed = attend_backward_workspace_bytes<T, Dims>(on, attention, q, all, sequences);
     checks::check_backward_shapes(q, all, saved, grads);
     checks::check_workspace(workspace, needed);
     checks::check_gradient_numbers(on, q, all, sequences, saved);

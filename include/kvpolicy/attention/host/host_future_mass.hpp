@@ -112,10 +112,14 @@ std::size_t future_mass_workspace_bytes(const host& on, rows_view<const T> q, in
            detail::alignment;
 }
 
-template <Storage T>
+template <Storage T, class Dims>
 void causal_lse(const host& on, const AttentionParams& attention, rows_view<const T> q, input_rows<T> k,
-                const Sequences& sequences, plane_view<float> lse, workspace_view workspace) {
+                const Sequences& sequences, plane_view<float> lse, workspace_view workspace,
+                const CausalLseOptions& options) {
     namespace hb = host_backend;
+    if (const checks::repaired_sequences repaired(sequences, options.status); repaired) {
+        return causal_lse<T, Dims>(on, attention, q, k, repaired.sequences, lse, workspace, options);
+    }
     checks::check_attention(attention);
     checks::check_mass_call(q, k, plane_view<const float>(lse), sequences);
     checks::check_workspace(workspace, future_mass_workspace_bytes<T>(on, q, k));
@@ -147,11 +151,14 @@ void causal_lse(const host& on, const AttentionParams& attention, rows_view<cons
     });
 }
 
-template <Storage T>
+template <Storage T, class Dims>
 void future_mass(const host& on, const AttentionParams& attention, rows_view<const T> q, input_rows<T> k,
-                 plane_view<const float> lse, const Sequences& sequences, const FutureMassOptions& options,
-                 plane_view<float> target, workspace_view workspace) {
+                 plane_view<const float> lse, const Sequences& sequences, plane_view<float> target,
+                 workspace_view workspace, const FutureMassOptions& options) {
     namespace hb = host_backend;
+    if (const checks::repaired_sequences repaired(sequences, options.status); repaired) {
+        return future_mass<T, Dims>(on, attention, q, k, lse, repaired.sequences, target, workspace, options);
+    }
     checks::check_attention(attention);
     checks::check_mass_call(q, k, lse, sequences);
     checks::check_plane("target", target, q.batch, k.heads, sequences.length);

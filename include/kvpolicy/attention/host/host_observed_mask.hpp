@@ -130,6 +130,10 @@ void build_observed_mask(const host& on, const P& policy, const AttentionParams&
     static_assert(P::observed,
                   "kvpolicy: build_observed_mask takes a policy whose scorer is an ObservedScorer; "
                   "build_mask takes the others");
+    if (const checks::repaired_sequences repaired(sequences, options.status); repaired) {
+        return build_observed_mask<P, T>(on, policy, attention, q, k, repaired.sequences, expiry, workspace,
+                                         options);
+    }
     const Observation seen = policy.scorer().observation();
     const std::int32_t heads = k.heads;
     checks::check_attention(attention);

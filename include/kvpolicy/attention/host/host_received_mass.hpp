@@ -59,9 +59,12 @@ std::size_t received_mass_workspace_bytes(const host& on, rows_view<const T> q, 
 
 template <Storage T>
 void received_mass(const host& on, const AttentionParams& attention, rows_view<const T> q, input_rows<T> k,
-                   const mask_view& mask, const Sequences& sequences, const ReceivedMassOptions& options,
-                   plane_view<float> received, workspace_view workspace) {
+                   const mask_view& mask, const Sequences& sequences, plane_view<float> received,
+                   workspace_view workspace, const ReceivedMassOptions& options) {
     namespace hb = host_backend;
+    if (const checks::repaired_sequences repaired(sequences, options.status); repaired) {
+        return received_mass<T>(on, attention, q, k, mask, repaired.sequences, received, workspace, options);
+    }
     checks::check_attention(attention);
     checks::check_mass_shapes(q, k, sequences);
     detail::require(options.queries >= 0, "queries", options.queries, "0 or more, or kvpolicy::unlimited");

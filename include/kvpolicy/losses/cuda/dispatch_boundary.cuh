@@ -8,9 +8,10 @@
 #include <kvpolicy/losses/boundary.hpp>
 #include <kvpolicy/losses/check.hpp>
 #include <kvpolicy/losses/cuda/kernel_boundary.cuh>
-#include <kvpolicy/losses/cuda_boundary.cuh>
 #include <kvpolicy/masks/cuda/dispatch_build_mask.cuh>
 #include <kvpolicy/masks/cuda/make_mask_params.cuh>
+
+#include <cuda_runtime_api.h>
 
 #include <cmath>
 #include <cstddef>
@@ -85,34 +86,39 @@ inline boundary_numbers boundary_numbers_of(const BoundaryLoss& loss, std::int32
 }
 
 }  // namespace cuda_backend
+}  // namespace KVPOLICY_HIDDEN
 
-template <AnyPolicy P>
-std::size_t boundary_loss_workspace_bytes(const cuda& on, const BoundaryLoss&, const P& policy,
-                                          const Sequences& sequences, std::int32_t heads) {
+template <AnyPolicy P, class Build>
+std::size_t BoundaryLoss::workspace_bytes(const cuda& on, const P& policy, const Sequences& sequences,
+                                          std::int32_t heads) const {
     cuda_backend::check_shape(sequences, heads);
     cuda_backend::workspace_parts parts(nullptr);
     const cuda_backend::boundary_memory memory(on, policy, sequences, heads, parts);
     return parts.bytes();
 }
 
-template <AnyPolicy P>
-void boundary_loss(const cuda& on, const BoundaryLoss& loss, const P& policy, plane_view<const float> scores,
-                   plane_view<const float> target, const Sequences& sequences, plane_view<float> d_scores,
-                   double* d_log_gamma, BoundaryValue* value, workspace_view workspace, std::uint32_t* status,
-                   const BoundaryOptions& options) {
+template <AnyPolicy P, class Real, class Build>
+void BoundaryLoss::operator()(const cuda& on, const P& policy,
+                              std::type_identity_t<plane_view<const Real>> scores,
+                              plane_view<const float> target, const Sequences& sequences,
+                              plane_view<Real> d_scores, double* d_log_gamma, BoundaryValue* value,
+                              workspace_view workspace, const BoundaryOptions& options) const {
     namespace cb = cuda_backend;
     static_assert(P::has_budget && !P::has_gate,
                   "kvpolicy: BoundaryLoss needs a policy with a TopKBudget and without a gate");
+    static_assert(std::is_same_v<Real, float>, "kvpolicy: scores on CUDA are fp32");
+    const BoundaryLoss& loss = *this;
+    std::uint32_t* const status = options.status;
     const std::int32_t heads = d_scores.heads;
     checks::check_boundary(loss);
+    checks::check_value(value);
     policy.check_layer(loss.layer, heads);
-    detail::require(options.layers >= 1 && heads % options.layers == 0, "options.layers", options.layers,
-                    [&] { return detail::text("1 or more, and a divisor of the ", heads, " heads"); });
+    checks::check_boundary_layers(options.layers, heads);
     cb::check_whole_sequences(sequences, d_scores.batch, d_scores.length);
     cb::check_plane("d_scores", d_scores, sequences.batch, heads, sequences.length);
     cb::check_plane("scores", scores, sequences.batch, heads, sequences.length);
     cb::check_plane("target", target, sequences.batch, heads, sequences.length);
-    cb::check_workspace(workspace, boundary_loss_workspace_bytes(on, loss, policy, sequences, heads));
+    cb::check_workspace(workspace, workspace_bytes<P, Build>(on, policy, sequences, heads));
     const cb::device_scope device(on);
     cb::workspace_parts parts(workspace.data);
     const cb::boundary_memory memory(on, policy, sequences, heads, parts);
@@ -163,5 +169,4 @@ void boundary_loss(const cuda& on, const BoundaryLoss& loss, const P& policy, pl
                heads, d_log_gamma, value);
 }
 
-}  // namespace KVPOLICY_HIDDEN
 }  // namespace kvpolicy

@@ -1,4 +1,4 @@
-// Bodies of losses/cuda_distill.cuh: from arguments to launches.
+// The losses of losses/distill.hpp, and bodies of losses/cuda_distill.cuh: from arguments to launches.
 #pragma once
 
 #include <kvpolicy/core/check.hpp>
@@ -8,6 +8,7 @@
 #include <kvpolicy/losses/check.hpp>
 #include <kvpolicy/losses/cuda/kernel_distill.cuh>
 #include <kvpolicy/losses/cuda_distill.cuh>
+#include <kvpolicy/losses/distill.hpp>
 
 #include <algorithm>
 #include <cstdint>
@@ -48,13 +49,22 @@ inline void take_row_memory(row_loss_params& params, workspace_parts& parts) {
     params.count = parts.take<long long>(1);
 }
 
+/// Device memory for the values and the count of a loss of rows.
+inline std::size_t row_loss_workspace_bytes(const Sequences& sequences, std::int32_t heads) {
+    check_shape(sequences, heads);
+    workspace_parts parts(nullptr);
+    row_loss_params params = row_loss_params_of(sequences, heads, 1.0f, nullptr);
+    take_row_memory(params, parts);
+    return parts.bytes();
+}
+
 /// Counts tokens, enqueue(problem) where there are any, and adds values up.
 template <class L, class Enqueue>
 void run_row_loss(const cuda& on, const L& loss, const Sequences& sequences, std::int32_t heads,
                   plane_view<const std::int32_t> labels, std::int32_t dim, LossValue* value,
                   workspace_view workspace, std::uint32_t* status, const Enqueue& enqueue) {
-    detail::require(value != nullptr, "value", "null", "device memory");
-    check_workspace(workspace, row_loss_workspace_bytes(on, loss, sequences, heads));
+    checks::check_value(value);
+    check_workspace(workspace, row_loss_workspace_bytes(sequences, heads));
     const device_scope device(on);
     workspace_parts parts(workspace.data);
     row_loss_params params = row_loss_params_of(sequences, heads, loss.scale, status);
@@ -80,31 +90,16 @@ inline std::int32_t top_count(const TopDistillation& loss, std::int32_t vocabula
 
 }  // namespace cuda_backend
 
-template <class L>
-std::size_t row_loss_workspace_bytes(const cuda&, const L& loss, const Sequences& sequences,
-                                     std::int32_t heads) {
-    cuda_backend::check_shape(sequences, heads);
-    cuda_backend::workspace_parts parts(nullptr);
-    cuda_backend::row_loss_params params =
-        cuda_backend::row_loss_params_of(sequences, heads, loss.scale, nullptr);
-    cuda_backend::take_row_memory(params, parts);
-    return parts.bytes();
-}
-
-template <Storage T>
-std::size_t top_distillation_workspace_bytes(const cuda& on, const TopDistillation& loss,
-                                             rows_view<const T> teacher, const Sequences& sequences) {
-    const std::int64_t count = cuda_backend::row_tokens(sequences, teacher.heads) *
-                               std::max(cuda_backend::top_count(loss, teacher.dim), 0);
-    cuda_backend::workspace_parts parts(nullptr);
-    static_cast<void>(parts.take<T>(count));
-    static_cast<void>(parts.take<std::int32_t>(count));
-    return parts.bytes() + row_loss_workspace_bytes(on, loss, sequences, teacher.heads);
+inline std::size_t top_logits_workspace_bytes(const cuda& on, std::int32_t vocabulary) {
+    static_cast<void>(on);
+    detail::require(vocabulary >= 0, "vocabulary", vocabulary, "0 or more");
+    return 0;
 }
 
 template <Storage T>
 void top_logits(const cuda& on, std::type_identity_t<rows_view<const T>> logits, const Sequences& sequences,
-                rows_view<T> values, rows_view<std::int32_t> indices, std::uint32_t* status) {
+                rows_view<T> values, rows_view<std::int32_t> indices, workspace_view,
+                const LossOptions& options) {
     namespace cb = cuda_backend;
     cb::check_row_call("values", values, sequences);
     detail::require(
@@ -123,15 +118,37 @@ void top_logits(const cuda& on, std::type_identity_t<rows_view<const T>> logits,
     }
     cb::launch("top_logits_kernel", cb::top_logits_kernel<T>, cb::row_tokens(sequences, values.heads),
                cb::row_threads, static_cast<std::size_t>(capacity) * sizeof(std::uint64_t), on,
-               cb::row_loss_params_of(sequences, values.heads, 1.0f, status), logits, values, indices,
+               cb::row_loss_params_of(sequences, values.heads, 1.0f, options.status), logits, values, indices,
                capacity);
 }
 
-template <Storage T>
-void row_loss(const cuda& on, const TopDistillation& loss, std::type_identity_t<rows_view<const T>> teacher,
-              std::type_identity_t<rows_view<const T>> student, const Sequences& sequences,
-              rows_view<T> d_student, LossValue* value, workspace_view workspace, std::uint32_t* status) {
+}  // namespace KVPOLICY_HIDDEN
+
+template <class Rows, class Build>
+std::size_t TopDistillation::workspace_bytes(const cuda&, rows_view<Rows> teacher,
+                                             const Sequences& sequences) const {
+    const std::int64_t count = cuda_backend::row_tokens(sequences, teacher.heads) *
+                               std::max(cuda_backend::top_count(*this, teacher.dim), 0);
+    cuda_backend::workspace_parts parts(nullptr);
+    static_cast<void>(parts.take<std::remove_const_t<Rows>>(count));
+    static_cast<void>(parts.take<std::int32_t>(count));
+    return parts.bytes() + cuda_backend::row_loss_workspace_bytes(sequences, teacher.heads);
+}
+
+template <class Rows, class Build>
+std::size_t TopDistillation::workspace_bytes(const cuda&, rows_view<Rows> values,
+                                             rows_view<const std::int32_t>,
+                                             const Sequences& sequences) const {
+    return cuda_backend::row_loss_workspace_bytes(sequences, values.heads);
+}
+
+template <Storage T, class Build>
+void TopDistillation::operator()(const cuda& on, std::type_identity_t<rows_view<const T>> teacher,
+                                 std::type_identity_t<rows_view<const T>> student, const Sequences& sequences,
+                                 rows_view<T> d_student, LossValue* value, workspace_view workspace,
+                                 const LossOptions& options) const {
     namespace cb = cuda_backend;
+    const TopDistillation& loss = *this;
     detail::require(loss.top >= 1, "top", loss.top, "1 or more");
     detail::require(cb::top_count(loss, d_student.dim) <= max_top_logits, "top", loss.top,
                     [] { return detail::text("at most ", max_top_logits, " on a device"); });
@@ -140,33 +157,35 @@ void row_loss(const cuda& on, const TopDistillation& loss, std::type_identity_t<
     const std::int32_t batch = sequences.batch, heads = d_student.heads;
     checks::check_rows("teacher", teacher, batch, heads, sequences.length, d_student.dim);
     checks::check_rows("student", student, batch, heads, sequences.length, d_student.dim);
-    cb::check_workspace(workspace, top_distillation_workspace_bytes<T>(on, loss, teacher, sequences));
-    detail::require(value != nullptr, "value", "null", "device memory");
+    cb::check_workspace(workspace, workspace_bytes<const T, Build>(on, teacher, sequences));
+    checks::check_value(value);
     const std::int32_t count = cb::top_count(loss, d_student.dim);
     cb::workspace_parts parts(workspace.data);
     const std::int64_t all = cb::row_tokens(sequences, heads) * count;
     const auto values = view_bhsd(parts.take<T>(all), batch, heads, sequences.length, count);
     const auto indices = view_bhsd(parts.take<std::int32_t>(all), batch, heads, sequences.length, count);
-    const std::size_t bytes = row_loss_workspace_bytes(on, loss, sequences, heads);
+    const std::size_t bytes = cb::row_loss_workspace_bytes(sequences, heads);
     unsigned char* const rest = parts.take<unsigned char>(static_cast<std::int64_t>(bytes));
     if (count > 0) {
-        top_logits<T>(on, teacher, sequences, values, indices, status);
+        top_logits<T>(on, teacher, sequences, values, indices, {}, options);
     }
-    row_loss<T>(on, loss, values, rows_view<const std::int32_t>(indices), student, sequences, d_student,
-                value, {rest, bytes}, status);
+    (*this)(on, values, rows_view<const std::int32_t>(indices), student, sequences, d_student, value,
+            workspace_view{rest, bytes}, options);
 }
 
-template <Storage T>
-void row_loss(const cuda& on, const TopDistillation& loss, std::type_identity_t<rows_view<const T>> values,
-              rows_view<const std::int32_t> indices, std::type_identity_t<rows_view<const T>> student,
-              const Sequences& sequences, rows_view<T> d_student, LossValue* value, workspace_view workspace,
-              std::uint32_t* status) {
+template <Storage T, class Build>
+void TopDistillation::operator()(const cuda& on, std::type_identity_t<rows_view<const T>> values,
+                                 rows_view<const std::int32_t> indices,
+                                 std::type_identity_t<rows_view<const T>> student, const Sequences& sequences,
+                                 rows_view<T> d_student, LossValue* value, workspace_view workspace,
+                                 const LossOptions& options) const {
     namespace cb = cuda_backend;
+    const TopDistillation& loss = *this;
     cb::check_student(loss.temperature, loss.scale, student, sequences, d_student);
     const std::int32_t batch = sequences.batch, heads = d_student.heads;
     checks::check_rows("values", values, batch, heads, sequences.length, values.dim);
     checks::check_rows("indices", indices, batch, heads, sequences.length, values.dim);
-    cb::run_row_loss(on, loss, sequences, heads, {}, 0, value, workspace, status,
+    cb::run_row_loss(on, loss, sequences, heads, {}, 0, value, workspace, options.status,
                      [&](const cb::row_loss_params& params, std::int64_t tokens) {
                          cb::launch("top_distillation_kernel", cb::top_distillation_kernel<T>, tokens,
                                     cb::row_threads, 0, on, params,
@@ -175,35 +194,50 @@ void row_loss(const cuda& on, const TopDistillation& loss, std::type_identity_t<
                      });
 }
 
-template <Storage T>
-void row_loss(const cuda& on, const CrossEntropy& loss, plane_view<const std::int32_t> labels,
-              std::type_identity_t<rows_view<const T>> student, const Sequences& sequences,
-              rows_view<T> d_student, LossValue* value, workspace_view workspace, std::uint32_t* status) {
+template <class Rows, class Build>
+std::size_t CrossEntropy::workspace_bytes(const cuda&, rows_view<Rows> student,
+                                          const Sequences& sequences) const {
+    return cuda_backend::row_loss_workspace_bytes(sequences, student.heads);
+}
+
+template <Storage T, class Build>
+void CrossEntropy::operator()(const cuda& on, plane_view<const std::int32_t> labels,
+                              std::type_identity_t<rows_view<const T>> student, const Sequences& sequences,
+                              rows_view<T> d_student, LossValue* value, workspace_view workspace,
+                              const LossOptions& options) const {
     namespace cb = cuda_backend;
+    const CrossEntropy& loss = *this;
     cb::check_student(1.0f, loss.scale, student, sequences, d_student);
     const std::int32_t batch = sequences.batch, heads = d_student.heads;
     cb::check_plane("labels", labels, batch, heads, sequences.length);
-    cb::run_row_loss(on, loss, sequences, heads, labels, d_student.dim, value, workspace, status,
+    cb::run_row_loss(on, loss, sequences, heads, labels, d_student.dim, value, workspace, options.status,
                      [&](const cb::row_loss_params& params, std::int64_t tokens) {
                          cb::launch("cross_entropy_kernel", cb::cross_entropy_kernel<T>, tokens,
                                     cb::row_threads, 0, on, params, labels, student, d_student);
                      });
 }
 
-template <Storage T>
-void row_loss(const cuda& on, const L2Distillation& loss, std::type_identity_t<rows_view<const T>> teacher,
-              std::type_identity_t<rows_view<const T>> student, const Sequences& sequences,
-              rows_view<T> d_student, LossValue* value, workspace_view workspace, std::uint32_t* status) {
+template <class Rows, class Build>
+std::size_t L2Distillation::workspace_bytes(const cuda&, rows_view<Rows> teacher,
+                                            const Sequences& sequences) const {
+    return cuda_backend::row_loss_workspace_bytes(sequences, teacher.heads);
+}
+
+template <Storage T, class Build>
+void L2Distillation::operator()(const cuda& on, std::type_identity_t<rows_view<const T>> teacher,
+                                std::type_identity_t<rows_view<const T>> student, const Sequences& sequences,
+                                rows_view<T> d_student, LossValue* value, workspace_view workspace,
+                                const LossOptions& options) const {
     namespace cb = cuda_backend;
+    const L2Distillation& loss = *this;
     cb::check_student(1.0f, loss.scale, student, sequences, d_student);
     const std::int32_t batch = sequences.batch, heads = d_student.heads;
     checks::check_rows("teacher", teacher, batch, heads, sequences.length, d_student.dim);
-    cb::run_row_loss(on, loss, sequences, heads, {}, 0, value, workspace, status,
+    cb::run_row_loss(on, loss, sequences, heads, {}, 0, value, workspace, options.status,
                      [&](const cb::row_loss_params& params, std::int64_t tokens) {
                          cb::launch("l2_kernel", cb::l2_kernel<T>, tokens, cb::row_threads, 0, on, params,
                                     teacher, student, d_student);
                      });
 }
 
-}  // namespace KVPOLICY_HIDDEN
 }  // namespace kvpolicy

@@ -1,4 +1,4 @@
-// Bodies of losses/cuda_gates.cuh and losses/cuda_dms.cuh: from arguments to launches.
+// The gate losses, CompressionLoss, and bodies of losses/cuda_gates.cuh: from arguments to launches.
 #pragma once
 
 #include <kvpolicy/core/check.hpp>
@@ -7,8 +7,9 @@
 #include <kvpolicy/cuda/launch.cuh>
 #include <kvpolicy/losses/check.hpp>
 #include <kvpolicy/losses/cuda/kernel_gates.cuh>
-#include <kvpolicy/losses/cuda_dms.cuh>
 #include <kvpolicy/losses/cuda_gates.cuh>
+#include <kvpolicy/losses/dms.hpp>
+#include <kvpolicy/losses/gates.hpp>
 #include <kvpolicy/masks/cuda/make_mask_params.cuh>
 
 #include <algorithm>
@@ -36,14 +37,21 @@ struct gate_memory {
           sums(parts.take<EvictionSums>(1)) {}
 };
 
+inline std::size_t gate_workspace_bytes(const Sequences& sequences, std::int32_t heads) {
+    check_shape(sequences, heads);
+    workspace_parts parts(nullptr);
+    static_cast<void>(gate_memory(sequences, heads, parts));
+    return parts.bytes();
+}
+
 /// What all of these calls check.
 template <class P>
-void check_gate_loss(const cuda& on, const P& policy, plane_view<const float> scores,
-                     const Sequences& sequences, std::int32_t layer, workspace_view workspace) {
+void check_gate_loss(const P& policy, plane_view<const float> scores, const Sequences& sequences,
+                     std::int32_t layer, workspace_view workspace) {
     policy.check_layer(layer, scores.heads);
     check_whole_sequences(sequences, scores.batch, scores.length);
     check_plane("scores", scores, sequences.batch, scores.heads, sequences.length);
-    check_workspace(workspace, gate_loss_workspace_bytes(on, policy, sequences, scores.heads));
+    check_workspace(workspace, gate_workspace_bytes(sequences, scores.heads));
 }
 
 template <class Controller>
@@ -84,16 +92,7 @@ void launch_decisions(const cuda& on, const gate_memory& memory, const Params* p
            static_cast<const long long*>(memory.count), add, sums);
 }
 
-}  // namespace cuda_backend
-
-template <AnyPolicy P>
-std::size_t gate_loss_workspace_bytes(const cuda&, const P&, const Sequences& sequences, std::int32_t heads) {
-    cuda_backend::check_shape(sequences, heads);
-    cuda_backend::workspace_parts parts(nullptr);
-    static_cast<void>(cuda_backend::gate_memory(sequences, heads, parts));
-    return parts.bytes();
-}
-
+/// GateSparsity, GateDensity or RetentionPenalty.
 template <class L, AnyPolicy P>
 void gate_loss(const cuda& on, const L& loss, const P& policy, plane_view<const float> scores,
                const Sequences& sequences, plane_view<float> d_scores, LossValue* value,
@@ -104,9 +103,9 @@ void gate_loss(const cuda& on, const L& loss, const P& policy, plane_view<const 
         detail::require(loss.lambda != nullptr || scores.heads == 0, "lambda", "null",
                         "an array by head in device memory");
     }
-    cb::check_gate_loss(on, policy, scores, sequences, loss.layer, workspace);
+    cb::check_gate_loss(policy, scores, sequences, loss.layer, workspace);
     cb::check_plane("d_scores", d_scores, sequences.batch, scores.heads, sequences.length);
-    detail::require(value != nullptr, "value", "null", "device memory");
+    checks::check_value(value);
     const cb::device_scope device(on);
     cb::workspace_parts parts(workspace.data);
     const cb::gate_memory memory(sequences, scores.heads, parts);
@@ -128,13 +127,67 @@ void gate_loss(const cuda& on, const L& loss, const P& policy, plane_view<const 
                static_cast<const long long*>(memory.count), L::mean_over_keys ? 0.0 : sequences.batch, value);
 }
 
-template <AnyPolicy P>
-void compression_sums(const cuda& on, const CompressionLoss& loss, const P& policy,
-                      plane_view<const float> scores, const Sequences& sequences, EvictionSums* sums,
-                      workspace_view workspace, std::uint32_t* status) {
+}  // namespace cuda_backend
+}  // namespace KVPOLICY_HIDDEN
+
+template <AnyPolicy P, class Build>
+std::size_t GateSparsity::workspace_bytes(const cuda&, const P&, const Sequences& sequences,
+                                          std::int32_t heads) const {
+    return cuda_backend::gate_workspace_bytes(sequences, heads);
+}
+template <AnyPolicy P, class Real, class Build>
+void GateSparsity::operator()(const cuda& on, const P& policy,
+                              std::type_identity_t<plane_view<const Real>> scores, const Sequences& sequences,
+                              plane_view<Real> d_scores, LossValue* value, workspace_view workspace,
+                              const LossOptions& options) const {
+    static_assert(std::is_same_v<Real, float>, "kvpolicy: scores on CUDA are fp32");
+    cuda_backend::gate_loss(on, *this, policy, scores, sequences, d_scores, value, workspace, options.status);
+}
+
+template <AnyPolicy P, class Build>
+std::size_t GateDensity::workspace_bytes(const cuda&, const P&, const Sequences& sequences,
+                                         std::int32_t heads) const {
+    return cuda_backend::gate_workspace_bytes(sequences, heads);
+}
+template <AnyPolicy P, class Real, class Build>
+void GateDensity::operator()(const cuda& on, const P& policy,
+                             std::type_identity_t<plane_view<const Real>> scores, const Sequences& sequences,
+                             plane_view<Real> d_scores, LossValue* value, workspace_view workspace,
+                             const LossOptions& options) const {
+    static_assert(std::is_same_v<Real, float>, "kvpolicy: scores on CUDA are fp32");
+    cuda_backend::gate_loss(on, *this, policy, scores, sequences, d_scores, value, workspace, options.status);
+}
+
+template <AnyPolicy P, class Build>
+std::size_t RetentionPenalty::workspace_bytes(const cuda&, const P&, const Sequences& sequences,
+                                              std::int32_t heads) const {
+    return cuda_backend::gate_workspace_bytes(sequences, heads);
+}
+template <AnyPolicy P, class Real, class Build>
+void RetentionPenalty::operator()(const cuda& on, const P& policy,
+                                  std::type_identity_t<plane_view<const Real>> scores,
+                                  const Sequences& sequences, plane_view<Real> d_scores, LossValue* value,
+                                  workspace_view workspace, const LossOptions& options) const {
+    static_assert(std::is_same_v<Real, float>, "kvpolicy: scores on CUDA are fp32");
+    cuda_backend::gate_loss(on, *this, policy, scores, sequences, d_scores, value, workspace, options.status);
+}
+
+template <AnyPolicy P, class Build>
+std::size_t CompressionLoss::workspace_bytes(const cuda&, const P&, const Sequences& sequences,
+                                             std::int32_t heads) const {
+    return cuda_backend::gate_workspace_bytes(sequences, heads);
+}
+
+template <AnyPolicy P, class Real, class Build>
+void CompressionLoss::sums(const cuda& on, const P& policy, plane_view<Real> scores,
+                           const Sequences& sequences, EvictionSums* sums, workspace_view workspace,
+                           const CompressionOptions& options) const {
     namespace cb = cuda_backend;
+    static_assert(std::is_same_v<std::remove_const_t<Real>, float>, "kvpolicy: scores on CUDA are fp32");
+    const CompressionLoss& loss = *this;
+    std::uint32_t* const status = options.status;
     loss.gate.check();
-    cb::check_gate_loss(on, policy, scores, sequences, loss.layer, workspace);
+    cb::check_gate_loss(policy, scores, sequences, loss.layer, workspace);
     detail::require(sums != nullptr, "sums", "null", "device memory");
     const cb::device_scope device(on);
     cb::workspace_parts parts(workspace.data);
@@ -146,19 +199,23 @@ void compression_sums(const cuda& on, const CompressionLoss& loss, const P& poli
     }
 }
 
-template <AnyPolicy P>
-void compression_loss(const cuda& on, const CompressionLoss& loss, const P& policy,
-                      plane_view<const float> scores, const Sequences& sequences, plane_view<float> d_scores,
-                      LossValue* value, workspace_view workspace, const EvictionSums* total,
-                      std::uint32_t* status) {
+template <AnyPolicy P, class Real, class Build>
+void CompressionLoss::operator()(const cuda& on, const P& policy,
+                                 std::type_identity_t<plane_view<const Real>> scores,
+                                 const Sequences& sequences, plane_view<Real> d_scores, LossValue* value,
+                                 workspace_view workspace, const CompressionOptions& options) const {
     namespace cb = cuda_backend;
+    static_assert(std::is_same_v<Real, float>, "kvpolicy: scores on CUDA are fp32");
+    const CompressionLoss& loss = *this;
+    std::uint32_t* const status = options.status;
+    const EvictionSums* const total = options.total;
     checks::check_gate_scale(loss.scale);
     detail::require(loss.target >= 0.0f && loss.target <= 1.0f, "CompressionLoss.target", loss.target,
                     "0 to 1");
     loss.gate.check();
-    cb::check_gate_loss(on, policy, scores, sequences, loss.layer, workspace);
+    cb::check_gate_loss(policy, scores, sequences, loss.layer, workspace);
     cb::check_plane("d_scores", d_scores, sequences.batch, scores.heads, sequences.length);
-    detail::require(value != nullptr, "value", "null", "device memory");
+    checks::check_value(value);
     const cb::device_scope device(on);
     cb::workspace_parts parts(workspace.data);
     const cb::gate_memory memory(sequences, scores.heads, parts);
@@ -180,13 +237,34 @@ void compression_loss(const cuda& on, const CompressionLoss& loss, const P& poli
                static_cast<const long long*>(memory.count), value);
 }
 
-template <AnyPolicy P, Storage T>
-void straight_through_values(const cuda& on, const P& policy, plane_view<const float> scores,
-                             rows_view<const T> v, std::type_identity_t<rows_view<const T>> d_v,
-                             const Sequences& sequences, plane_view<float> d_scores, workspace_view workspace,
-                             std::int32_t layer, std::uint32_t* status) {
+inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
+
+template <AnyPolicy P>
+std::size_t straight_through_values_workspace_bytes(const cuda&, const P&, const Sequences& sequences,
+                                                    std::int32_t heads) {
+    return cuda_backend::gate_workspace_bytes(sequences, heads);
+}
+
+template <AnyPolicy P>
+std::size_t retention_counts_workspace_bytes(const cuda&, const P&, const Sequences& sequences,
+                                             std::int32_t heads) {
+    return cuda_backend::gate_workspace_bytes(sequences, heads);
+}
+
+template <AnyPolicy P, class V>
+void straight_through_values(const cuda& on, const P& policy,
+                             std::type_identity_t<plane_view<const compute_t<std::remove_const_t<V>>>> scores,
+                             rows_view<V> given_v, input_rows<std::remove_const_t<V>> d_v,
+                             const Sequences& sequences,
+                             plane_view<compute_t<std::remove_const_t<V>>> d_scores, workspace_view workspace,
+                             const GateOptions& options) {
     namespace cb = cuda_backend;
-    cb::check_gate_loss(on, policy, scores, sequences, layer, workspace);
+    using T = std::remove_const_t<V>;
+    static_assert(!std::is_same_v<T, double>, "kvpolicy: values on CUDA are fp32, bf16 or fp16");
+    const rows_view<const T> v = given_v;
+    const std::int32_t layer = options.layer;
+    std::uint32_t* const status = options.status;
+    cb::check_gate_loss(policy, scores, sequences, layer, workspace);
     cb::check_plane("d_scores", d_scores, sequences.batch, scores.heads, sequences.length);
     checks::check_rows("v", v, sequences.batch, scores.heads, sequences.length, v.dim);
     checks::check_rows("d_v", d_v, sequences.batch, scores.heads, sequences.length, v.dim);
@@ -205,12 +283,14 @@ void straight_through_values(const cuda& on, const P& policy, plane_view<const f
                on, params, v, d_v, d_scores);
 }
 
-template <AnyPolicy P>
-void retention_counts(const cuda& on, const P& policy, plane_view<const float> scores,
-                      const Sequences& sequences, double* counts, workspace_view workspace,
-                      std::int32_t layer, std::uint32_t* status) {
+template <AnyPolicy P, class Real>
+void retention_counts(const cuda& on, const P& policy, plane_view<Real> scores, const Sequences& sequences,
+                      double* counts, workspace_view workspace, const GateOptions& options) {
     namespace cb = cuda_backend;
-    cb::check_gate_loss(on, policy, scores, sequences, layer, workspace);
+    static_assert(std::is_same_v<std::remove_const_t<Real>, float>, "kvpolicy: scores on CUDA are fp32");
+    const std::int32_t layer = options.layer;
+    std::uint32_t* const status = options.status;
+    cb::check_gate_loss(policy, scores, sequences, layer, workspace);
     detail::require(counts != nullptr || scores.heads == 0, "counts", "null", "device memory");
     const cb::device_scope device(on);
     cb::workspace_parts parts(workspace.data);
@@ -228,22 +308,20 @@ void retention_counts(const cuda& on, const P& policy, plane_view<const float> s
                sequences.batch, counts);
 }
 
-template <class Controller>
-requires std::is_same_v<Controller, LambdaController>
-void controller_start(const cuda& on, const Controller& controller) {
-    cuda_backend::launch_controller(on, controller, cuda_backend::controller_action::start, nullptr);
+}  // namespace KVPOLICY_HIDDEN
+
+template <class Build>
+void LambdaController::start(const cuda& on) const {
+    cuda_backend::launch_controller(on, *this, cuda_backend::controller_action::start, nullptr);
 }
-template <class Controller>
-requires std::is_same_v<Controller, LambdaController>
-void controller_observe(const cuda& on, const Controller& controller, const double* counts) {
-    detail::require(counts != nullptr || controller.heads == 0, "counts", "null", "device memory");
-    cuda_backend::launch_controller(on, controller, cuda_backend::controller_action::observe, counts);
+template <class Build>
+void LambdaController::observe(const cuda& on, const double* counts) const {
+    detail::require(counts != nullptr || heads == 0, "counts", "null", "device memory");
+    cuda_backend::launch_controller(on, *this, cuda_backend::controller_action::observe, counts);
 }
-template <class Controller>
-requires std::is_same_v<Controller, LambdaController>
-void controller_update(const cuda& on, const Controller& controller) {
-    cuda_backend::launch_controller(on, controller, cuda_backend::controller_action::update, nullptr);
+template <class Build>
+void LambdaController::update(const cuda& on) const {
+    cuda_backend::launch_controller(on, *this, cuda_backend::controller_action::update, nullptr);
 }
 
-}  // namespace KVPOLICY_HIDDEN
 }  // namespace kvpolicy

@@ -109,11 +109,19 @@ struct boundary_pass {
     plane_view<const Real> scores;
     plane_view<const float> target;
     plane_view<Real> d_scores;
-    std::byte* memory;       // [tasks] of boundary_rows
-    std::size_t task_bytes;  // of one boundary_rows
-    boundary_sums* sums;     // [tasks]
+    std::byte* memory;                 // [tasks] of boundary_rows
+    std::size_t task_bytes;            // of one boundary_rows
+    boundary_sums* sums;               // [tasks]
+    std::int32_t layer = 0;            // of the call's layers: 0 is loss.layer
+    std::int32_t first_head = 0;       // of the layer, among the heads of the call
+    const float* log_gamma = nullptr;  // [heads of the call], in place of the policy's
     double mean = 0.0;
 
+    [[nodiscard]] HeadParams params_of(std::int32_t head) const {
+        HeadParams params = policy.params(loss.layer, first_head + head);
+        params.log_gamma = log_gamma != nullptr ? log_gamma[first_head + head] : params.log_gamma;
+        return params;
+    }
     [[nodiscard]] std::int32_t batch_of(std::int64_t task) const {
         return static_cast<std::int32_t>(task / d_scores.heads);
     }
@@ -131,16 +139,15 @@ struct boundary_pass {
             const float* of_teacher = target.head(b, h);
             const Real* of_student = scores.head(b, h);
             for_each_segment<P>(sequences, b, [&](std::int32_t begin, std::int32_t end) {
-                for_each_leaver(policy, policy.params(loss.layer, h), end - begin,
-                                [&](std::int32_t at, std::int32_t) {
-                                    const std::int32_t t = begin + at;
-                                    refuse_nan("target", b, h, t, of_teacher[t]);
-                                    if (std::isfinite(of_student[t])) [[likely]] {
-                                        return;
-                                    }
-                                    detail::refuse(detail::text("scores[", b, "][", h, "][", t, "]").c_str(),
-                                                   of_student[t], "a finite number");
-                                });
+                for_each_leaver(policy, params_of(h), end - begin, [&](std::int32_t at, std::int32_t) {
+                    const std::int32_t t = begin + at;
+                    refuse_nan("target", b, h, t, of_teacher[t]);
+                    if (std::isfinite(of_student[t])) [[likely]] {
+                        return;
+                    }
+                    detail::refuse(detail::text("scores[", b, "][", h, "][", t, "]").c_str(), of_student[t],
+                                   "a finite number");
+                });
             });
         }
     }
@@ -149,10 +156,11 @@ struct boundary_pass {
     /// example.
     void collect_examples(std::int64_t task) const {
         const std::int32_t b = batch_of(task), h = head_of(task);
-        const HeadParams head_params = policy.params(loss.layer, h);
+        const HeadParams head_params = params_of(h);
         const boundary_rows rows = rows_of(task);
         const float* goal = target.head(b, h);
-        const auto stream = (static_cast<std::uint64_t>(loss.layer) << 40) + static_cast<std::uint64_t>(task);
+        const auto stream =
+            (static_cast<std::uint64_t>(loss.layer + layer) << 40) + static_cast<std::uint64_t>(task);
         boundary_sums mine{};
         mine.sampled = draw_positions<P>(loss.sampler, head_params, sequences, b, stream, rows.drawn);
         std::fill_n(rows.boundary, sequences.length_of(b), -1);
@@ -215,7 +223,7 @@ struct boundary_pass {
     /// Value of a task's examples and the gradient of its scores.
     void differentiate(std::int64_t task) const {
         const std::int32_t b = batch_of(task), h = head_of(task);
-        const HeadParams head_params = policy.params(loss.layer, h);
+        const HeadParams head_params = params_of(h);
         const boundary_rows rows = rows_of(task);
         const std::int32_t length = sequences.length_of(b);
         const label_weights weights = balanced(h);
@@ -251,8 +259,8 @@ struct boundary_pass {
         const double delta = static_cast<double>(score[fresh]) - static_cast<double>(score[old]) +
                              static_cast<double>(age) * static_cast<double>(head_params.log_gamma);
         const double omega =
-            omega_min +
-            (1.0 - omega_min) * detail::sigmoid(y * rows.margin[q] / static_cast<double>(loss.margin.temperature));
+            omega_min + (1.0 - omega_min) * detail::sigmoid(y * rows.margin[q] /
+                                                            static_cast<double>(loss.margin.temperature));
         const double weight = mean * omega * (keeps ? weights.keep : weights.drop) * rows.drawn[q];
         mine.value += weight * softplus(-y * delta / tau);
         const double d_delta = -weight * y / tau * detail::sigmoid(-y * delta / tau);
@@ -279,49 +287,85 @@ std::size_t BoundaryLoss::workspace_bytes(const host&, const P& policy, const Se
 }
 
 template <AnyPolicy P, class Real>
-BoundaryValue BoundaryLoss::operator()(const host& on, const P& policy,
-                                       std::type_identity_t<plane_view<const Real>> scores,
-                                       plane_view<const float> target, const Sequences& sequences,
-                                       plane_view<Real> d_scores, double* d_log_gamma,
-                                       workspace_view workspace) const {
+void BoundaryLoss::operator()(const host& on, const P& policy,
+                              std::type_identity_t<plane_view<const Real>> scores,
+                              plane_view<const float> target, const Sequences& sequences,
+                              plane_view<Real> d_scores, double* d_log_gamma, BoundaryValue* value,
+                              workspace_view workspace, const BoundaryOptions& options) const {
     namespace hb = host_backend;
     static_assert(P::has_budget && !P::has_gate,
                   "kvpolicy: BoundaryLoss needs a policy with a TopKBudget and without a gate");
+    if (const checks::repaired_sequences repaired(sequences, options.status); repaired) {
+        return (*this)(on, policy, scores, target, repaired.sequences, d_scores, d_log_gamma, value,
+                       workspace, options);
+    }
     const std::int32_t heads = d_scores.heads;
     const std::int32_t batch = d_scores.batch;
     checks::check_boundary(*this);
+    checks::check_value(value);
     policy.check_layer(layer, heads);
+    checks::check_boundary_layers(options.layers, heads);
+    detail::require(options.scores_ready == nullptr, "options.scores_ready", "given", "null on the host");
     checks::check_whole_sequences(sequences, batch, d_scores.length);
     checks::check_plane("d_scores", d_scores, batch, heads, sequences.length);
     checks::check_plane("scores", scores, batch, heads, sequences.length);
     checks::check_plane("target", target, batch, heads, sequences.length);
-    hb::boundary_pass<P, Real> pass{*this, policy, sequences, scores, target, d_scores, nullptr, 0, nullptr};
-    pass.check_inputs();
-    checks::check_workspace(workspace, workspace_bytes(on, policy, sequences, heads));
-    const std::int64_t tasks = std::int64_t{batch} * heads;
-    pass.memory = detail::aligned(workspace.data);
-    pass.task_bytes =
-        hb::boundary_rows::bytes(sequences.length, hb::top_k_capacity(policy, sequences, heads, layer));
-    pass.sums =
-        reinterpret_cast<hb::boundary_sums*>(pass.memory + static_cast<std::size_t>(tasks) * pass.task_bytes);
 
-    on.parallel_for(tasks, [&](std::int64_t task) { pass.collect_examples(task); });
-    BoundaryValue result;
-    for (std::int64_t task = 0; task < tasks; ++task) {
-        result.sampled += pass.sums[task].sampled;
-        result.count += pass.sums[task].count;
-        result.kept += pass.sums[task].kept;
+    const std::int32_t layer_heads = heads / options.layers;
+    const auto pass_of = [&](std::int32_t of_call) {
+        const std::int32_t first = of_call * layer_heads;
+        const auto part = [&](auto plane) {
+            plane.data = plane.data == nullptr ? nullptr : plane.head(0, first);
+            plane.heads = layer_heads;
+            return plane;
+        };
+        return hb::boundary_pass<P, Real>{.loss = *this,
+                                          .policy = policy,
+                                          .sequences = sequences,
+                                          .scores = part(scores),
+                                          .target = part(target),
+                                          .d_scores = part(d_scores),
+                                          .memory = nullptr,
+                                          .task_bytes = 0,
+                                          .sums = nullptr,
+                                          .layer = of_call,
+                                          .first_head = first,
+                                          .log_gamma = options.log_gamma};
+    };
+    for (std::int32_t of_call = 0; of_call < options.layers; ++of_call) {
+        pass_of(of_call).check_inputs();
     }
-    pass.mean = result.count > 0 ? static_cast<double>(scale) / static_cast<double>(result.count) : 0.0;
-    on.parallel_for(tasks, [&](std::int64_t task) { pass.differentiate(task); });
-    for (std::int64_t task = 0; task < tasks; ++task) {
-        result.value += pass.sums[task].value;
-        result.agreed += pass.sums[task].agreed;
-        if (d_log_gamma != nullptr) {
-            d_log_gamma[task % heads] += pass.sums[task].log_gamma;
+    checks::check_workspace(workspace, workspace_bytes(on, policy, sequences, heads));
+
+    const std::int64_t tasks = std::int64_t{batch} * layer_heads;
+    BoundaryValue all;
+    for (std::int32_t of_call = 0; of_call < options.layers; ++of_call) {
+        hb::boundary_pass<P, Real> pass = pass_of(of_call);
+        pass.memory = detail::aligned(workspace.data);
+        pass.task_bytes =
+            hb::boundary_rows::bytes(sequences.length, hb::top_k_capacity(policy, sequences, heads, layer));
+        pass.sums = reinterpret_cast<hb::boundary_sums*>(pass.memory +
+                                                         static_cast<std::size_t>(tasks) * pass.task_bytes);
+
+        on.parallel_for(tasks, [&](std::int64_t task) { pass.collect_examples(task); });
+        std::int64_t count = 0;
+        for (std::int64_t task = 0; task < tasks; ++task) {
+            all.sampled += pass.sums[task].sampled;
+            count += pass.sums[task].count;
+            all.kept += pass.sums[task].kept;
+        }
+        all.count += count;
+        pass.mean = count > 0 ? static_cast<double>(scale) / static_cast<double>(count) : 0.0;
+        on.parallel_for(tasks, [&](std::int64_t task) { pass.differentiate(task); });
+        for (std::int64_t task = 0; task < tasks; ++task) {
+            all.value += pass.sums[task].value;
+            all.agreed += pass.sums[task].agreed;
+            if (d_log_gamma != nullptr) {
+                d_log_gamma[pass.first_head + task % layer_heads] += pass.sums[task].log_gamma;
+            }
         }
     }
-    return result;
+    *value = all;
 }
 
 }  // namespace kvpolicy

@@ -15,6 +15,10 @@ namespace kvpolicy {
 
 namespace host_backend {
 
+/// What a loss's rows may hold on the host.
+template <class T>
+inline constexpr bool row_type = std::is_same_v<T, float> || std::is_same_v<T, double>;
+
 /// Whether a row has no NaN; refuses it by name where `refuse` says so.
 template <class Real>
 bool row_of_numbers(bool refuse, const char* name, std::int64_t b, std::int64_t h, std::int64_t t,
@@ -189,11 +193,15 @@ inline std::size_t top_logits_workspace_bytes(const host& on, std::int32_t vocab
            detail::alignment;
 }
 
-template <class Real>
+template <Storage Real>
 void top_logits(const host& on, std::type_identity_t<rows_view<const Real>> logits,
                 const Sequences& sequences, rows_view<Real> values, rows_view<std::int32_t> indices,
-                workspace_view workspace) {
+                workspace_view workspace, const LossOptions& options) {
     namespace hb = host_backend;
+    static_assert(hb::row_type<Real>, "kvpolicy: losses on the host take rows of float or double");
+    if (const checks::repaired_sequences repaired(sequences, options.status); repaired) {
+        return top_logits<Real>(on, logits, repaired.sequences, values, indices, workspace, options);
+    }
     checks::check_sequences(sequences, logits.batch, logits.length);
     detail::require(values.dim >= 1 && values.dim <= logits.dim, "values.dim", values.dim,
                     [&] { return detail::text("1 to the logits of a token, ", logits.dim); });
@@ -218,35 +226,49 @@ void top_logits(const host& on, std::type_identity_t<rows_view<const Real>> logi
         });
 }
 
-template <class Real>
-std::size_t TopDistillation::workspace_bytes(const host& on, rows_view<Real> teacher) const {
+template <class Rows>
+std::size_t TopDistillation::workspace_bytes(const host& on, rows_view<Rows> teacher,
+                                             const Sequences&) const {
     detail::require(top >= 1, "top", top, "1 or more");
     checks::check_extents("teacher", teacher);
     const auto count = static_cast<std::size_t>(std::clamp(top, 1, std::max(teacher.dim, 1)));
     const auto rows = static_cast<std::size_t>(teacher.batch) * static_cast<std::size_t>(teacher.heads) *
                       static_cast<std::size_t>(teacher.length);
     return top_logits_workspace_bytes(on, teacher.dim) + detail::alignment +
-           rows * count * (sizeof(Real) + sizeof(std::int32_t));
+           rows * count * (sizeof(Rows) + sizeof(std::int32_t));
 }
 
-template <class Real>
-LossValue TopDistillation::operator()(const host& on, std::type_identity_t<rows_view<const Real>> teacher,
-                                      std::type_identity_t<rows_view<const Real>> student,
-                                      const Sequences& sequences, rows_view<Real> d_student,
-                                      workspace_view workspace) const {
+template <class Rows>
+std::size_t TopDistillation::workspace_bytes(const host&, rows_view<Rows> values,
+                                             rows_view<const std::int32_t>, const Sequences&) const {
+    checks::check_extents("values", values);
+    return 0;
+}
+
+template <Storage Real>
+void TopDistillation::operator()(const host& on, std::type_identity_t<rows_view<const Real>> teacher,
+                                 std::type_identity_t<rows_view<const Real>> student,
+                                 const Sequences& sequences, rows_view<Real> d_student, LossValue* value,
+                                 workspace_view workspace, const LossOptions& options) const {
     namespace hb = host_backend;
+    static_assert(hb::row_type<Real>, "kvpolicy: losses on the host take rows of float or double");
+    if (const checks::repaired_sequences repaired(sequences, options.status); repaired) {
+        return (*this)(on, teacher, student, repaired.sequences, d_student, value, workspace, options);
+    }
+    checks::check_value(value);
     detail::require(top >= 1, "top", top, "1 or more");
     checks::check_temperature(temperature, scale);
     checks::check_sequences(sequences, d_student.batch, d_student.length);
     checks::check_rows("teacher", teacher, d_student.batch, d_student.heads, sequences.length, d_student.dim);
-    checks::check_workspace(workspace, workspace_bytes(on, teacher));
+    checks::check_workspace(workspace, workspace_bytes(on, teacher, sequences));
     hb::check_tokens(
         on, sequences, teacher.heads, [&](std::int64_t b, std::int64_t h, std::int64_t t, bool refuse) {
             return hb::row_of_numbers(refuse, "teacher", b, h, t, teacher.row(b, h, t), teacher.dim);
         });
     const std::int32_t count = std::min(top, teacher.dim);
     if (count == 0) {
-        return {};
+        *value = {};
+        return;
     }
     const std::size_t select = top_logits_workspace_bytes(on, teacher.dim);
     const auto rows = static_cast<std::size_t>(teacher.batch) * static_cast<std::size_t>(teacher.heads) *
@@ -256,16 +278,23 @@ LossValue TopDistillation::operator()(const host& on, std::type_identity_t<rows_
     const auto values_view = view_bhsd(values, teacher.batch, teacher.heads, teacher.length, count);
     const auto indices_view = view_bhsd(indices, teacher.batch, teacher.heads, teacher.length, count);
     top_logits<Real>(on, teacher, sequences, values_view, indices_view, {workspace.data, select});
-    return (*this)(on, values_view, rows_view<const std::int32_t>(indices_view), student, sequences,
-                   d_student);
+    (*this)(on, values_view, rows_view<const std::int32_t>(indices_view), student, sequences, d_student,
+            value, {});
 }
 
-template <class Real>
-LossValue TopDistillation::operator()(const host& on, std::type_identity_t<rows_view<const Real>> values,
-                                      rows_view<const std::int32_t> indices,
-                                      std::type_identity_t<rows_view<const Real>> student,
-                                      const Sequences& sequences, rows_view<Real> d_student) const {
+template <Storage Real>
+void TopDistillation::operator()(const host& on, std::type_identity_t<rows_view<const Real>> values,
+                                 rows_view<const std::int32_t> indices,
+                                 std::type_identity_t<rows_view<const Real>> student,
+                                 const Sequences& sequences, rows_view<Real> d_student, LossValue* value,
+                                 workspace_view workspace, const LossOptions& options) const {
     namespace hb = host_backend;
+    static_assert(hb::row_type<Real>, "kvpolicy: losses on the host take rows of float or double");
+    if (const checks::repaired_sequences repaired(sequences, options.status); repaired) {
+        return (*this)(on, values, indices, student, repaired.sequences, d_student, value, workspace,
+                       options);
+    }
+    checks::check_value(value);
     checks::check_temperature(temperature, scale);
     hb::check_student<Real>(sequences, student, d_student);
     const std::int32_t heads = d_student.heads, vocabulary = d_student.dim;
@@ -291,7 +320,8 @@ LossValue TopDistillation::operator()(const host& on, std::type_identity_t<rows_
     LossValue result;
     result.count = hb::tokens_of(sequences) * heads;
     if (result.count == 0) {
-        return result;
+        *value = result;
+        return;
     }
     const double mean = static_cast<double>(scale) / static_cast<double>(result.count);
     result.value =
@@ -299,14 +329,26 @@ LossValue TopDistillation::operator()(const host& on, std::type_identity_t<rows_
             return hb::distill_token(*this, values.row(b, h, t), indices.row(b, h, t), values.dim,
                                      student.row(b, h, t), vocabulary, mean, d_student.row(b, h, t));
         });
-    return result;
+    *value = result;
 }
 
-template <class Real>
-LossValue CrossEntropy::operator()(const host& on, plane_view<const std::int32_t> labels,
-                                   std::type_identity_t<rows_view<const Real>> student,
-                                   const Sequences& sequences, rows_view<Real> d_student) const {
+template <class Rows>
+std::size_t CrossEntropy::workspace_bytes(const host&, rows_view<Rows> student, const Sequences&) const {
+    checks::check_extents("student", student);
+    return 0;
+}
+
+template <Storage Real>
+void CrossEntropy::operator()(const host& on, plane_view<const std::int32_t> labels,
+                              std::type_identity_t<rows_view<const Real>> student, const Sequences& sequences,
+                              rows_view<Real> d_student, LossValue* value, workspace_view workspace,
+                              const LossOptions& options) const {
     namespace hb = host_backend;
+    static_assert(hb::row_type<Real>, "kvpolicy: losses on the host take rows of float or double");
+    if (const checks::repaired_sequences repaired(sequences, options.status); repaired) {
+        return (*this)(on, labels, student, repaired.sequences, d_student, value, workspace, options);
+    }
+    checks::check_value(value);
     checks::check_temperature(1.0f, scale);
     hb::check_student<Real>(sequences, student, d_student);
     const std::int32_t heads = d_student.heads, vocabulary = d_student.dim;
@@ -346,15 +388,26 @@ LossValue CrossEntropy::operator()(const host& on, plane_view<const std::int32_t
             }
             return mean * (lse - at(label));
         });
-    return result;
+    *value = result;
 }
 
-template <class Real>
-LossValue L2Distillation::operator()(const host& on, std::type_identity_t<rows_view<const Real>> teacher,
-                                     std::type_identity_t<rows_view<const Real>> student,
-                                     const Sequences& sequences, rows_view<Real> d_student,
-                                     workspace_view) const {
+template <class Rows>
+std::size_t L2Distillation::workspace_bytes(const host&, rows_view<Rows> teacher, const Sequences&) const {
+    checks::check_extents("teacher", teacher);
+    return 0;
+}
+
+template <Storage Real>
+void L2Distillation::operator()(const host& on, std::type_identity_t<rows_view<const Real>> teacher,
+                                std::type_identity_t<rows_view<const Real>> student,
+                                const Sequences& sequences, rows_view<Real> d_student, LossValue* value,
+                                workspace_view workspace, const LossOptions& options) const {
     namespace hb = host_backend;
+    static_assert(hb::row_type<Real>, "kvpolicy: losses on the host take rows of float or double");
+    if (const checks::repaired_sequences repaired(sequences, options.status); repaired) {
+        return (*this)(on, teacher, student, repaired.sequences, d_student, value, workspace, options);
+    }
+    checks::check_value(value);
     checks::check_temperature(1.0f, scale);
     hb::check_student<Real>(sequences, student, d_student);
     const std::int32_t heads = d_student.heads, dim = d_student.dim;
@@ -366,7 +419,8 @@ LossValue L2Distillation::operator()(const host& on, std::type_identity_t<rows_v
     LossValue result;
     result.count = hb::tokens_of(sequences) * heads;
     if (result.count == 0) {
-        return result;
+        *value = result;
+        return;
     }
     const double mean =
         static_cast<double>(scale) / (static_cast<double>(result.count) * static_cast<double>(dim));
@@ -381,7 +435,7 @@ LossValue L2Distillation::operator()(const host& on, std::type_identity_t<rows_v
             }
             return mean * sum;
         });
-    return result;
+    *value = result;
 }
 
 }  // namespace kvpolicy

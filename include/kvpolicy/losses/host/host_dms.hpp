@@ -31,11 +31,22 @@ void for_each_decision(const CompressionLoss& loss, const P& policy, const plane
 
 }  // namespace host_backend
 
+template <AnyPolicy P>
+std::size_t CompressionLoss::workspace_bytes(const host&, const P& policy, const Sequences& sequences,
+                                             std::int32_t heads) const {
+    return host_backend::gate_workspace_bytes(policy, sequences, heads, layer);
+}
+
 template <AnyPolicy P, class Real>
-EvictionSums CompressionLoss::sums(const host& on, const P& policy, plane_view<const Real> scores,
-                                   const Sequences& sequences) const {
+void CompressionLoss::sums(const host& on, const P& policy, plane_view<Real> given_scores,
+                           const Sequences& sequences, EvictionSums* sums, workspace_view workspace,
+                           const CompressionOptions& options) const {
     namespace hb = host_backend;
-    static_cast<void>(on);
+    if (const checks::repaired_sequences repaired(sequences, options.status); repaired) {
+        return this->sums(on, policy, given_scores, repaired.sequences, sums, workspace, options);
+    }
+    detail::require(sums != nullptr, "sums", "null", "memory for the sums (device memory on CUDA)");
+    const plane_view<const std::remove_const_t<Real>> scores = given_scores;
     gate.check();
     policy.check_layer(layer, scores.heads);
     checks::check_whole_sequences(sequences, scores.batch, scores.length);
@@ -46,19 +57,27 @@ EvictionSums CompressionLoss::sums(const host& on, const P& policy, plane_view<c
                               sum.evicted += !straight_through ? detail::sigmoid(x) : x > 0.0 ? 1.0 : 0.0;
                               ++sum.keys;
                           });
-    return sum;
+    sums->evicted += sum.evicted;
+    sums->keys += sum.keys;
 }
 
 template <AnyPolicy P, class Real>
-LossValue CompressionLoss::operator()(const host& on, const P& policy,
-                                      std::type_identity_t<plane_view<const Real>> scores,
-                                      const Sequences& sequences, plane_view<Real> d_scores) const {
+void CompressionLoss::operator()(const host& on, const P& policy,
+                                 std::type_identity_t<plane_view<const Real>> scores,
+                                 const Sequences& sequences, plane_view<Real> d_scores, LossValue* value,
+                                 workspace_view workspace, const CompressionOptions& options) const {
     namespace hb = host_backend;
+    if (const checks::repaired_sequences repaired(sequences, options.status); repaired) {
+        return (*this)(on, policy, scores, repaired.sequences, d_scores, value, workspace, options);
+    }
+    checks::check_value(value);
     checks::check_gate_scale(scale);
     detail::require(target >= 0.0f && target <= 1.0f, "CompressionLoss.target", target, "0 to 1");
-    const EvictionSums mine = sums(on, policy, scores, sequences);
+    EvictionSums mine;
+    sums(on, policy, scores, sequences, &mine, workspace);
     checks::check_plane("d_scores", d_scores, scores.batch, scores.heads, sequences.length);
-    const EvictionSums all = total.keys == 0 ? mine : total;
+    const EvictionSums given = options.total != nullptr ? *options.total : total;
+    const EvictionSums all = given.keys == 0 ? mine : given;
     detail::require(all.keys >= mine.keys, "CompressionLoss.total.keys", all.keys,
                     [&] { return detail::text("0 (this call alone), or at least this call's ", mine.keys); });
     for (std::int32_t b = 0; b < scores.batch; ++b) {
@@ -66,22 +85,21 @@ LossValue CompressionLoss::operator()(const host& on, const P& policy,
             std::fill_n(d_scores.head(b, h), sequences.length_of(b), Real(0));
         }
     }
-    LossValue result{0.0, mine.keys};
+    *value = {0.0, mine.keys};
     if (all.keys == 0) {
-        return result;
+        return;
     }
     const double keys = static_cast<double>(all.keys);
     const double missing = static_cast<double>(target) - all.evicted / keys;
     if (missing <= 0.0) {
-        return result;
+        return;
     }
-    result.value = static_cast<double>(scale) * missing;
+    value->value = static_cast<double>(scale) * missing;
     const double slope = -static_cast<double>(scale) / (keys * static_cast<double>(gate.temperature));
     hb::for_each_decision(
         *this, policy, scores, sequences, [&](std::int32_t b, std::int32_t h, std::int32_t t, double x) {
             d_scores.head(b, h)[t] = static_cast<Real>(slope * detail::sigmoid(x) * detail::sigmoid(-x));
         });
-    return result;
 }
 
 }  // namespace kvpolicy

@@ -43,6 +43,15 @@ void refuse_not_finite(const char* name, std::int64_t b, std::int64_t h, std::in
     }
 }
 
+/// Gates need no workspace here; the shapes are checked all the same.
+template <class P>
+std::size_t gate_workspace_bytes(const P& policy, const Sequences& sequences, std::int32_t heads,
+                                 std::int32_t layer) {
+    checks::check_shape(sequences, heads);
+    policy.check_layer(layer, heads);
+    return 0;
+}
+
 /// A loss that is the sum over keys of its terms, divided by the number of keys or of sequences.
 template <class L, class P, class Real>
 LossValue gate_loss(const L& loss, const P& policy, const plane_view<const Real>& scores,
@@ -102,38 +111,89 @@ KVPOLICY_HOST_DEVICE inline GateTerm RetentionPenalty::term(std::int32_t head, d
     return {factor * (r - 0.5), factor * r * detail::sigmoid(-z)};
 }
 
+template <AnyPolicy P>
+std::size_t GateSparsity::workspace_bytes(const host&, const P& policy, const Sequences& sequences,
+                                          std::int32_t heads) const {
+    return host_backend::gate_workspace_bytes(policy, sequences, heads, layer);
+}
 template <AnyPolicy P, class Real>
-LossValue GateSparsity::operator()(const host&, const P& policy,
-                                   std::type_identity_t<plane_view<const Real>> scores,
-                                   const Sequences& sequences, plane_view<Real> d_scores) const {
+void GateSparsity::operator()(const host& on, const P& policy,
+                              std::type_identity_t<plane_view<const Real>> scores, const Sequences& sequences,
+                              plane_view<Real> d_scores, LossValue* value, workspace_view workspace,
+                              const LossOptions& options) const {
+    if (const checks::repaired_sequences repaired(sequences, options.status); repaired) {
+        return (*this)(on, policy, scores, repaired.sequences, d_scores, value, workspace, options);
+    }
+    checks::check_value(value);
     checks::check_gate_scale(scale);
-    return host_backend::gate_loss(*this, policy, scores, sequences, d_scores);
+    *value = host_backend::gate_loss(*this, policy, scores, sequences, d_scores);
 }
 
+template <AnyPolicy P>
+std::size_t GateDensity::workspace_bytes(const host&, const P& policy, const Sequences& sequences,
+                                         std::int32_t heads) const {
+    return host_backend::gate_workspace_bytes(policy, sequences, heads, layer);
+}
 template <AnyPolicy P, class Real>
-LossValue GateDensity::operator()(const host&, const P& policy,
+void GateDensity::operator()(const host& on, const P& policy,
+                             std::type_identity_t<plane_view<const Real>> scores, const Sequences& sequences,
+                             plane_view<Real> d_scores, LossValue* value, workspace_view workspace,
+                             const LossOptions& options) const {
+    if (const checks::repaired_sequences repaired(sequences, options.status); repaired) {
+        return (*this)(on, policy, scores, repaired.sequences, d_scores, value, workspace, options);
+    }
+    checks::check_value(value);
+    checks::check_gate_scale(scale);
+    *value = host_backend::gate_loss(*this, policy, scores, sequences, d_scores);
+}
+
+template <AnyPolicy P>
+std::size_t RetentionPenalty::workspace_bytes(const host&, const P& policy, const Sequences& sequences,
+                                              std::int32_t heads) const {
+    return host_backend::gate_workspace_bytes(policy, sequences, heads, layer);
+}
+template <AnyPolicy P, class Real>
+void RetentionPenalty::operator()(const host& on, const P& policy,
                                   std::type_identity_t<plane_view<const Real>> scores,
-                                  const Sequences& sequences, plane_view<Real> d_scores) const {
-    checks::check_gate_scale(scale);
-    return host_backend::gate_loss(*this, policy, scores, sequences, d_scores);
-}
-
-template <AnyPolicy P, class Real>
-LossValue RetentionPenalty::operator()(const host&, const P& policy,
-                                       std::type_identity_t<plane_view<const Real>> scores,
-                                       const Sequences& sequences, plane_view<Real> d_scores) const {
+                                  const Sequences& sequences, plane_view<Real> d_scores, LossValue* value,
+                                  workspace_view workspace, const LossOptions& options) const {
+    if (const checks::repaired_sequences repaired(sequences, options.status); repaired) {
+        return (*this)(on, policy, scores, repaired.sequences, d_scores, value, workspace, options);
+    }
+    checks::check_value(value);
     checks::check_gate_scale(scale);
     detail::require(lambda != nullptr || d_scores.heads == 0, "lambda", "null", "an array by head");
-    return host_backend::gate_loss(*this, policy, scores, sequences, d_scores);
+    *value = host_backend::gate_loss(*this, policy, scores, sequences, d_scores);
 }
 
-template <AnyPolicy P, Storage T>
+template <AnyPolicy P>
+std::size_t straight_through_values_workspace_bytes(const host&, const P& policy, const Sequences& sequences,
+                                                    std::int32_t heads) {
+    return host_backend::gate_workspace_bytes(policy, sequences, heads, 0);
+}
+
+template <AnyPolicy P>
+std::size_t retention_counts_workspace_bytes(const host&, const P& policy, const Sequences& sequences,
+                                             std::int32_t heads) {
+    return host_backend::gate_workspace_bytes(policy, sequences, heads, 0);
+}
+
+template <AnyPolicy P, class V>
 void straight_through_values(const host& on, const P& policy,
-                             std::type_identity_t<plane_view<const compute_t<T>>> scores,
-                             rows_view<const T> v, input_rows<T> d_v, const Sequences& sequences,
-                             plane_view<compute_t<T>> d_scores, std::int32_t layer) {
+                             std::type_identity_t<plane_view<const compute_t<std::remove_const_t<V>>>> scores,
+                             rows_view<V> given_v, input_rows<std::remove_const_t<V>> d_v,
+                             const Sequences& sequences,
+                             plane_view<compute_t<std::remove_const_t<V>>> d_scores, workspace_view workspace,
+                             const GateOptions& options) {
     namespace hb = host_backend;
+    if (const checks::repaired_sequences repaired(sequences, options.status); repaired) {
+        return straight_through_values(on, policy, scores, given_v, d_v, repaired.sequences, d_scores,
+                                       workspace, options);
+    }
+    using T = std::remove_const_t<V>;
     using Real = compute_t<T>;
+    const rows_view<const T> v = given_v;
+    const std::int32_t layer = options.layer;
     const std::int32_t heads = d_scores.heads, batch = d_scores.batch;
     policy.check_layer(layer, heads);
     checks::check_whole_sequences(sequences, batch, d_scores.length);
@@ -176,9 +236,13 @@ void straight_through_values(const host& on, const P& policy,
 }
 
 template <AnyPolicy P, class Real>
-void retention_counts(const host&, const P& policy, plane_view<const Real> scores, const Sequences& sequences,
-                      double* counts, std::int32_t layer) {
+void retention_counts(const host& on, const P& policy, plane_view<Real> scores, const Sequences& sequences,
+                      double* counts, workspace_view workspace, const GateOptions& options) {
     namespace hb = host_backend;
+    if (const checks::repaired_sequences repaired(sequences, options.status); repaired) {
+        return retention_counts(on, policy, scores, repaired.sequences, counts, workspace, options);
+    }
+    const std::int32_t layer = options.layer;
     policy.check_layer(layer, scores.heads);
     checks::check_whole_sequences(sequences, scores.batch, scores.length);
     checks::check_plane("scores", scores, scores.batch, scores.heads, sequences.length);
@@ -231,13 +295,13 @@ inline bool LambdaController::due(std::int64_t step) const {
     detail::require(every >= 1, "every", every, "1 or more");
     return step % every == 0;
 }
-inline void LambdaController::start() const {
+inline void LambdaController::start(const host&) const {
     check();
     for (std::int32_t h = 0; h < heads; ++h) {
         start_head(h);
     }
 }
-inline void LambdaController::observe(const double* counts) const {
+inline void LambdaController::observe(const host&, const double* counts) const {
     check();
     detail::require(counts != nullptr || heads == 0, "counts", "null", "an array by head");
     for (std::int32_t h = 0; h < heads; ++h) {
@@ -246,7 +310,7 @@ inline void LambdaController::observe(const double* counts) const {
         observe_head(h, counts[h]);
     }
 }
-inline void LambdaController::update() const {
+inline void LambdaController::update(const host&) const {
     check();
     for (std::int32_t h = 0; h < heads; ++h) {
         update_head(h);

@@ -111,15 +111,14 @@ std::size_t build_mask_workspace_bytes(const cuda& on, const P& policy, const Se
 
 template <AnyPolicy P>
 void build_mask(const cuda& on, const P& policy, plane_view<const float> scores, const Sequences& sequences,
-                plane_view<expiry_t> expiry, workspace_view workspace, const MaskOptions& options,
-                std::uint32_t* status) {
-    cuda_backend::build_mask_tuned(on, policy, scores, sequences, expiry, workspace, options, status,
+                plane_view<expiry_t> expiry, workspace_view workspace, const MaskOptions& options) {
+    cuda_backend::build_mask_tuned(on, policy, scores, sequences, expiry, workspace, options, options.status,
                                    cuda_backend::mask_tuning_of(on));
 }
 
 template <Cutoff C, AnyPolicy P>
 std::size_t build_cutoffs_workspace_bytes(const cuda& on, const P&, const Sequences& sequences,
-                                          std::int32_t heads) {
+                                          std::int32_t heads, const MaskOptions&) {
     using namespace cuda_backend;
     static_assert(P::has_budget, "kvpolicy: build_cutoffs needs a policy with a TopKBudget");
     check_shape(sequences, heads);
@@ -186,14 +185,14 @@ void cutoffs_of(const cuda& on, const P& policy, const float* log_gamma, plane_v
 template <Cutoff C, AnyPolicy P>
 void build_cutoffs(const cuda& on, const P& policy, plane_view<const float> scores,
                    const Sequences& sequences, plane_view<std::int32_t> rank, plane_view<std::int32_t> cutoff,
-                   workspace_view workspace, std::int32_t layer, std::uint32_t* status) {
-    cuda_backend::cutoffs_of<C>(on, policy, nullptr, scores, sequences, rank, cutoff, workspace, layer,
-                                status);
+                   workspace_view workspace, const MaskOptions& options) {
+    cuda_backend::cutoffs_of<C>(on, policy, nullptr, scores, sequences, rank, cutoff, workspace,
+                                options.layer, options.status);
 }
 
 template <AnyPolicy P>
 std::size_t expiry_from_cutoffs_workspace_bytes(const cuda&, const P&, const Sequences& sequences,
-                                                std::int32_t heads) {
+                                                std::int32_t heads, const MaskOptions&) {
     using namespace cuda_backend;
     check_shape(sequences, heads);
     workspace_parts parts(nullptr);
@@ -204,8 +203,9 @@ std::size_t expiry_from_cutoffs_workspace_bytes(const cuda&, const P&, const Seq
 template <AnyPolicy P>
 void expiry_from_cutoffs(const cuda& on, const P& policy, plane_view<const std::int32_t> rank,
                          plane_view<const std::int32_t> cutoff, const Sequences& sequences,
-                         plane_view<expiry_t> expiry, workspace_view workspace, std::int32_t layer) {
+                         plane_view<expiry_t> expiry, workspace_view workspace, const MaskOptions& options) {
     using namespace cuda_backend;
+    const std::int32_t layer = options.layer;
     const std::int32_t heads = expiry.heads;
     policy.check_layer(layer, heads);
     cuda_backend::check_whole_sequences(sequences, expiry.batch, expiry.length);
@@ -223,7 +223,7 @@ void expiry_from_cutoffs(const cuda& on, const P& policy, plane_view<const std::
     const device_scope device(on);
     workspace_parts parts(workspace.data);
     const small_numbers small = small_numbers::take(parts, sequences, heads);
-    const auto params = make_params(on, policy, {}, sequences, heads, layer, small, nullptr);
+    const auto params = make_params(on, policy, {}, sequences, heads, layer, small, options.status);
     using Gate = std::remove_cvref_t<decltype(params.gate)>;
     using Keep = std::remove_cvref_t<decltype(params.keep)>;
     launch("expiry_from_cutoffs_kernel", expiry_from_cutoffs_kernel<Gate, Keep>,

@@ -42,23 +42,25 @@ void with_gate_problem(const cuda& on, const P& policy, plane_view<const float> 
 }  // namespace cuda_backend
 
 template <AnyPolicy P>
-std::size_t log_bias_workspace_bytes(const cuda&, const P&, const Sequences& sequences, std::int32_t heads) {
+std::size_t log_bias_workspace_bytes(const cuda&, const P&, const Sequences& sequences, std::int32_t heads,
+                                     const MaskOptions&) {
     cuda_backend::check_shape(sequences, heads);
     cuda_backend::workspace_parts parts(nullptr);
     static_cast<void>(cuda_backend::small_numbers::take(parts, sequences, heads));
     return parts.bytes();
 }
 
-template <AnyPolicy P, TrainingGate G>
-void build_log_bias(const cuda& on, const P& policy, const G& gate, plane_view<const float> scores,
+template <AnyPolicy P, TrainingGate G, class Real>
+void build_log_bias(const cuda& on, const P& policy, const G& gate, plane_view<Real> scores,
                     const Sequences& sequences, plane_view<expiry_t> expiry, plane_view<float> log_bias,
-                    workspace_view workspace, std::int32_t layer, std::uint32_t* status) {
+                    workspace_view workspace, const MaskOptions& options) {
     namespace cb = cuda_backend;
-    cb::check_gate_call(policy, gate, scores, sequences, layer);
+    static_assert(std::is_same_v<std::remove_const_t<Real>, float>, "kvpolicy: scores on CUDA are fp32");
+    cb::check_gate_call(policy, gate, scores, sequences, options.layer);
     cb::check_plane("expiry", expiry, sequences.batch, scores.heads, sequences.length);
     cb::check_plane("log_bias", log_bias, sequences.batch, scores.heads, sequences.length);
     cb::check_workspace(workspace, log_bias_workspace_bytes(on, policy, sequences, scores.heads));
-    cb::with_gate_problem(on, policy, scores, sequences, workspace, layer, status,
+    cb::with_gate_problem(on, policy, scores, sequences, workspace, options.layer, options.status,
                           [&]<class Gate, class Keep>(const cb::mask_params<Gate, Keep>& params) {
                               cb::launch("log_bias_kernel", cb::log_bias_kernel<G, Gate, Keep>,
                                          std::int64_t{params.batch} * params.heads * params.chunks,
@@ -67,16 +69,18 @@ void build_log_bias(const cuda& on, const P& policy, const G& gate, plane_view<c
                           });
 }
 
-template <AnyPolicy P, TrainingGate G>
-void log_bias_backward(const cuda& on, const P& policy, const G& gate, plane_view<const float> scores,
-                       plane_view<const float> d_log_bias, const Sequences& sequences,
-                       plane_view<float> d_scores, workspace_view workspace, std::int32_t layer) {
+template <AnyPolicy P, TrainingGate G, class Real>
+void log_bias_backward(const cuda& on, const P& policy, const G& gate,
+                       std::type_identity_t<plane_view<const Real>> scores,
+                       std::type_identity_t<plane_view<const Real>> d_log_bias, const Sequences& sequences,
+                       plane_view<Real> d_scores, workspace_view workspace, const MaskOptions& options) {
     namespace cb = cuda_backend;
-    cb::check_gate_call(policy, gate, scores, sequences, layer);
+    static_assert(std::is_same_v<Real, float>, "kvpolicy: scores on CUDA are fp32");
+    cb::check_gate_call(policy, gate, scores, sequences, options.layer);
     cb::check_plane("d_log_bias", d_log_bias, sequences.batch, scores.heads, sequences.length);
     cb::check_plane("d_scores", d_scores, sequences.batch, scores.heads, sequences.length);
     cb::check_workspace(workspace, log_bias_workspace_bytes(on, policy, sequences, scores.heads));
-    cb::with_gate_problem(on, policy, scores, sequences, workspace, layer, nullptr,
+    cb::with_gate_problem(on, policy, scores, sequences, workspace, options.layer, options.status,
                           [&]<class Gate, class Keep>(const cb::mask_params<Gate, Keep>& params) {
                               cb::launch(
                                   "log_bias_backward_kernel", cb::log_bias_backward_kernel<G, Gate, Keep>,

@@ -169,11 +169,13 @@ std::size_t build_mask_workspace_bytes(const host&, const P& policy, const Seque
 
 template <AnyPolicy P>
 void build_mask(const host& on, const P& policy, plane_view<const float> scores, const Sequences& sequences,
-                plane_view<expiry_t> expiry, workspace_view workspace, const MaskOptions& options,
-                std::uint32_t* status) {
+                plane_view<expiry_t> expiry, workspace_view workspace, const MaskOptions& options) {
     static_assert(
         !P::has_eviction,
         "kvpolicy: a policy with an eviction part decides by queries, so only a cache knows its lifetimes");
+    if (const checks::repaired_sequences repaired(sequences, options.status); repaired) {
+        return build_mask(on, policy, scores, repaired.sequences, expiry, workspace, options);
+    }
     const std::int32_t heads = expiry.heads;
     host_backend::check_mask_call(policy, scores, sequences, expiry.batch, heads, expiry.length,
                                   options.layer);
@@ -207,15 +209,15 @@ void build_mask(const host& on, const P& policy, plane_view<const float> scores,
                 }
             }
         });
-        if (status != nullptr && bits != status_ok) {
-            std::atomic_ref(status[b]).fetch_or(bits);
+        if (options.status != nullptr && bits != status_ok) {
+            std::atomic_ref(options.status[b]).fetch_or(bits);
         }
     });
 }
 
 template <Cutoff C, AnyPolicy P>
 std::size_t build_cutoffs_workspace_bytes(const host&, const P&, const Sequences& sequences,
-                                          std::int32_t heads) {
+                                          std::int32_t heads, const MaskOptions&) {
     checks::check_shape(sequences, heads);
     const auto length = static_cast<std::size_t>(sequences.length);
     const std::size_t per_head = detail::aligned_size(length * sizeof(double)) +
@@ -228,8 +230,12 @@ std::size_t build_cutoffs_workspace_bytes(const host&, const P&, const Sequences
 template <Cutoff C, AnyPolicy P>
 void build_cutoffs(const host& on, const P& policy, plane_view<const float> scores,
                    const Sequences& sequences, plane_view<std::int32_t> rank, plane_view<std::int32_t> cutoff,
-                   workspace_view workspace, std::int32_t layer) {
+                   workspace_view workspace, const MaskOptions& options) {
     static_assert(P::has_budget, "kvpolicy: build_cutoffs needs a policy with a TopKBudget");
+    if (const checks::repaired_sequences repaired(sequences, options.status); repaired) {
+        return build_cutoffs<C>(on, policy, scores, repaired.sequences, rank, cutoff, workspace, options);
+    }
+    const std::int32_t layer = options.layer;
     const std::int32_t heads = rank.heads;
     host_backend::check_mask_call(policy, scores, sequences, rank.batch, heads, rank.length, layer);
     checks::check_plane("rank", rank, rank.batch, heads, sequences.length);
@@ -273,9 +279,20 @@ void build_cutoffs(const host& on, const P& policy, plane_view<const float> scor
 }
 
 template <AnyPolicy P>
+std::size_t expiry_from_cutoffs_workspace_bytes(const host&, const P&, const Sequences& sequences,
+                                                std::int32_t heads, const MaskOptions&) {
+    checks::check_shape(sequences, heads);
+    return 0;
+}
+
+template <AnyPolicy P>
 void expiry_from_cutoffs(const host& on, const P& policy, plane_view<const std::int32_t> rank,
                          plane_view<const std::int32_t> cutoff, const Sequences& sequences,
-                         plane_view<expiry_t> expiry, std::int32_t layer) {
+                         plane_view<expiry_t> expiry, workspace_view workspace, const MaskOptions& options) {
+    if (const checks::repaired_sequences repaired(sequences, options.status); repaired) {
+        return expiry_from_cutoffs(on, policy, rank, cutoff, repaired.sequences, expiry, workspace, options);
+    }
+    const std::int32_t layer = options.layer;
     const std::int32_t heads = expiry.heads;
     policy.check_layer(layer, heads);
     checks::check_whole_sequences(sequences, expiry.batch, expiry.length);

@@ -159,11 +159,25 @@ inline void BernoulliGate::check() const {
     host_backend::check_probability("BernoulliGate.clip", clip, 0.5f);
 }
 
+template <AnyPolicy P>
+std::size_t log_bias_workspace_bytes(const host&, const P&, const Sequences& sequences, std::int32_t heads,
+                                     const MaskOptions&) {
+    checks::check_shape(sequences, heads);
+    return 0;
+}
+
 template <AnyPolicy P, TrainingGate G, class Real>
-void build_log_bias(const host& on, const P& policy, const G& gate, plane_view<const Real> scores,
+void build_log_bias(const host& on, const P& policy, const G& gate, plane_view<Real> given_scores,
                     const Sequences& sequences, plane_view<expiry_t> expiry, plane_view<float> log_bias,
-                    std::int32_t layer) {
+                    workspace_view workspace, const MaskOptions& options) {
     namespace hb = host_backend;
+    if (const checks::repaired_sequences repaired(sequences, options.status); repaired) {
+        return build_log_bias(on, policy, gate, given_scores, repaired.sequences, expiry, log_bias, workspace,
+                              options);
+    }
+    using Number = std::remove_const_t<Real>;
+    const plane_view<const Number> scores = given_scores;
+    const std::int32_t layer = options.layer;
     hb::check_gate_call(policy, gate, scores, sequences, layer);
     checks::check_plane("expiry", expiry, scores.batch, scores.heads, sequences.length);
     checks::check_plane("log_bias", log_bias, scores.batch, scores.heads, sequences.length);
@@ -177,7 +191,7 @@ void build_log_bias(const host& on, const P& policy, const G& gate, plane_view<c
             std::fill(bias + begin, bias + end, 0.0f);
         });
         hb::for_each_gated(policy, policy.params(layer, h), gate, scores, sequences, b, h,
-                           [&](std::int32_t t, std::int32_t leaves, const gate_value<Real>& value) {
+                           [&](std::int32_t t, std::int32_t leaves, const gate_value<Number>& value) {
                                if (!value.open) {
                                    ends[t] = leaves;
                                }
@@ -190,8 +204,13 @@ template <AnyPolicy P, TrainingGate G, class Real>
 void log_bias_backward(const host& on, const P& policy, const G& gate,
                        std::type_identity_t<plane_view<const Real>> scores,
                        std::type_identity_t<plane_view<const Real>> d_log_bias, const Sequences& sequences,
-                       plane_view<Real> d_scores, std::int32_t layer) {
+                       plane_view<Real> d_scores, workspace_view workspace, const MaskOptions& options) {
     namespace hb = host_backend;
+    if (const checks::repaired_sequences repaired(sequences, options.status); repaired) {
+        return log_bias_backward(on, policy, gate, scores, d_log_bias, repaired.sequences, d_scores,
+                                 workspace, options);
+    }
+    const std::int32_t layer = options.layer;
     hb::check_gate_call(policy, gate, scores, sequences, layer);
     checks::check_plane("d_log_bias", d_log_bias, scores.batch, scores.heads, sequences.length);
     checks::check_plane("d_scores", d_scores, scores.batch, scores.heads, sequences.length);

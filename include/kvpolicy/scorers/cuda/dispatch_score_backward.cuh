@@ -33,7 +33,8 @@ void check_backward_call(const S& scorer, const ScoreBackward<T>& call) {
 }  // namespace cuda_backend
 
 template <class Widths, Scorer S, Storage T>
-std::size_t backward_workspace_bytes(const cuda& on, const S& scorer, const ScoreBackward<T>& call) {
+std::size_t score_sequence_backward_workspace_bytes(const cuda& on, const S& scorer,
+                                                    const ScoreBackward<T>& call) {
     cuda_backend::check_scorer_types<S, T>();
     cuda_backend::check_scorer_gradients<S>();
     cuda_backend::workspace_parts parts(nullptr);
@@ -44,15 +45,15 @@ std::size_t backward_workspace_bytes(const cuda& on, const S& scorer, const Scor
 template <class Widths, Scorer S, Storage T>
 void score_sequence_backward(const cuda& on, const S& scorer, const ScoreBackward<T>& call,
                              typename S::template parameters<compute_t<T>> gradients,
-                             workspace_view workspace, std::uint32_t* status) {
+                             workspace_view workspace, const ScoreBackwardOptions& options) {
     namespace cb = cuda_backend;
     cb::check_scorer_types<S, T>();
     cb::check_scorer_gradients<S>();
     cb::check_backward_call(scorer, call);
-    cb::check_workspace(workspace, backward_workspace_bytes<Widths>(on, scorer, call));
+    cb::check_workspace(workspace, score_sequence_backward_workspace_bytes<Widths>(on, scorer, call));
     const cb::device_scope device(on);
     cb::workspace_parts parts(workspace.data);
-    device_scorer<S>::template backward<Widths, T>(on, scorer, call, gradients, parts, false, status);
+    device_scorer<S>::template backward<Widths, T>(on, scorer, call, gradients, parts, false, options.status);
 }
 
 }  // namespace KVPOLICY_HIDDEN

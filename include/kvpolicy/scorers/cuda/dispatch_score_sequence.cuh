@@ -55,8 +55,7 @@ template <class Widths, Scorer S, class K, class V>
 void score_sequence(const cuda& on, const S& scorer, rows_view<K> k, rows_view<V> v,
                     const Sequences& sequences, std::int32_t delay,
                     plane_view<compute_t<std::remove_const_t<K>>> scores, workspace_view workspace,
-                    const BasicScoreOptions<compute_t<std::remove_const_t<K>>>& options,
-                    std::uint32_t* status) {
+                    const BasicScoreOptions<compute_t<std::remove_const_t<K>>>& options) {
     namespace cb = cuda_backend;
     using T = std::remove_const_t<K>;
     static_assert(std::is_same_v<T, std::remove_const_t<V>>,
@@ -68,7 +67,7 @@ void score_sequence(const cuda& on, const S& scorer, rows_view<K> k, rows_view<V
     const cb::device_scope device(on);
     cb::workspace_parts parts(workspace.data);
     const score_arguments<T> call{k, v, sequences, delay, scores, options};
-    device_scorer<S>::template forward<Widths>(on, scorer, call, parts, false, status);
+    device_scorer<S>::template forward<Widths>(on, scorer, call, parts, false, options.status);
 }
 
 }  // namespace KVPOLICY_HIDDEN

@@ -7,6 +7,7 @@
 
 #include <kvpolicy/core/check.hpp>
 #include <kvpolicy/core/finite_rows.hpp>
+#include <kvpolicy/core/status.hpp>
 #include <kvpolicy/core/workspace.hpp>
 #include <kvpolicy/scorers/backward.hpp>
 #include <kvpolicy/scorers/check_backward.hpp>
@@ -15,6 +16,7 @@
 #include <kvpolicy/scorers/host/rows.hpp>
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <limits>
 
@@ -22,17 +24,21 @@ namespace kvpolicy {
 
 namespace host_backend {
 
-/// Refuses a row of the named array that is not finite.
+/// Refuses a row of the named array that is not finite, or reports it where a status is given.
 template <class T>
 void refuse_bad_rows(const host& on, const char* name, const rows_view<const T>& rows,
-                     const Sequences& sequences) {
+                     const Sequences& sequences, std::uint32_t* status) {
     checks::check_in_parallel(on, std::int64_t{rows.batch} * rows.heads, [&](std::int64_t task, bool refuse) {
         const std::int64_t b = task / rows.heads, h = task % rows.heads;
         const std::int64_t start = sequences.start_of(b);
         for (std::int64_t t = start; t < start + sequences.length_of(b); ++t) {
-            if (!checks::good_row(refuse, name, rows, b, h, t)) {
+            if (checks::good_row(refuse, name, rows, b, h, t)) [[likely]] {
+                continue;
+            }
+            if (status == nullptr) {
                 return false;
             }
+            std::atomic_ref(status[b]).fetch_or(status_not_finite);
         }
         return true;
     });
@@ -57,7 +63,8 @@ void for_each_scored(const Sequences& sequences, std::int64_t b, std::int32_t de
 }
 
 template <class S, Storage T>
-void check_backward_call(const host& on, const S& scorer, const ScoreBackward<T>& call) {
+void check_backward_call(const host& on, const S& scorer, const ScoreBackward<T>& call,
+                         std::uint32_t* status) {
     using Real = compute_t<T>;
     if constexpr (S::when != score_time::on_arrival) {
         for (std::int32_t b = 0; b < call.k.batch && call.sequences.batch == call.k.batch; ++b) {
@@ -71,13 +78,17 @@ void check_backward_call(const host& on, const S& scorer, const ScoreBackward<T>
     checks::check_score_call<T>(scorer, call.k, call.v, call.sequences, call.delay, checks::scores_of(call),
                                 options);
     checks::check_row_gradients(call);
-    refuse_bad_rows(on, "k", call.k, call.sequences);
-    refuse_bad_rows(on, "v", call.v, call.sequences);
+    refuse_bad_rows(on, "k", call.k, call.sequences, status);
+    refuse_bad_rows(on, "v", call.v, call.sequences, status);
     for (std::int32_t b = 0; b < call.k.batch; ++b) {
         for (std::int32_t h = 0; h < call.k.heads; ++h) {
             for_each_scored<S>(call.sequences, b, call.delay, [&](std::int64_t t) {
                 const Real d = call.d_scores.head(b, h)[t];
                 if (std::abs(d) <= std::numeric_limits<Real>::max()) [[likely]] {
+                    return;
+                }
+                if (status != nullptr) {
+                    status[b] |= status_not_finite;
                     return;
                 }
                 detail::refuse(detail::text("d_scores[", b, "][", h, "][", t, "]").c_str(), d,
@@ -314,11 +325,23 @@ void backward(const host& on, const BasicMlpScorer<Input, Act, D>& scorer, const
     });
 }
 
-template <DifferentiableScorer S, Storage T>
+template <class Widths, Scorer S, Storage T>
+requires DifferentiableScorer<S> std::size_t score_sequence_backward_workspace_bytes(
+    const host& on, const S& scorer, const ScoreBackward<T>& call) {
+    return backward_workspace_bytes(on, scorer, call);
+}
+
+template <class Widths, Scorer S, Storage T>
+requires DifferentiableScorer<S>
 void score_sequence_backward(const host& on, const S& scorer, const ScoreBackward<T>& call,
                              typename S::template parameters<compute_t<T>> gradients,
-                             workspace_view workspace) {
-    host_backend::check_backward_call(on, scorer, call);
+                             workspace_view workspace, const ScoreBackwardOptions& options) {
+    if (const checks::repaired_sequences repaired(call.sequences, options.status); repaired) {
+        ScoreBackward<T> again = call;
+        again.sequences = repaired.sequences;
+        return score_sequence_backward<Widths>(on, scorer, again, gradients, workspace, options);
+    }
+    host_backend::check_backward_call(on, scorer, call, options.status);
     checks::check_workspace(workspace, backward_workspace_bytes(on, scorer, call));
     backward(on, scorer, call, gradients, workspace);
 }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <kvpolicy/core/check.hpp>
+#include <kvpolicy/core/status.hpp>
 #include <kvpolicy/core/workspace.hpp>
 #include <kvpolicy/scorers/check_hidden.hpp>
 #include <kvpolicy/scorers/hidden.hpp>
@@ -10,6 +11,7 @@
 #include <kvpolicy/scorers/host/rows.hpp>
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 
 namespace kvpolicy {
@@ -41,19 +43,23 @@ void score_hidden_tokens(isa set, const S& scorer, const HiddenRows& hidden, std
 
 }  // namespace host_backend
 
-template <HiddenScorer S, class Real>
-std::size_t score_hidden_workspace_bytes(const host& on, const S& scorer, const Sequences&) {
+template <HiddenScorer S, class Real, class T>
+std::size_t score_hidden_workspace_bytes(const host& on, const S& scorer, rows_view<T>, const Sequences&) {
     return static_cast<std::size_t>(on.threads()) *
                detail::aligned_size(host_backend::hidden_block_reals(scorer) * sizeof(Real)) +
            detail::alignment;
 }
 
-template <HiddenScorer S, class Real>
-void score_hidden(const host& on, const S& scorer, const HiddenRows& hidden, const Sequences& sequences,
-                  plane_view<Real> scores, workspace_view workspace) {
+template <HiddenScorer S, class T, class Real>
+void score_hidden(const host& on, const S& scorer, rows_view<T> rows, const Sequences& sequences,
+                  plane_view<Real> scores, workspace_view workspace, const ScoreHiddenOptions& options) {
     namespace hb = host_backend;
+    if (const checks::repaired_sequences repaired(sequences, options.status); repaired) {
+        return score_hidden(on, scorer, rows, repaired.sequences, scores, workspace, options);
+    }
+    const HiddenRows hidden = rows;
     checks::check_hidden_call<S, Real>(scorer, hidden, sequences, scores, "scores");
-    checks::check_workspace(workspace, score_hidden_workspace_bytes<S, Real>(on, scorer, sequences));
+    checks::check_workspace(workspace, score_hidden_workspace_bytes<S, Real>(on, scorer, rows, sequences));
     std::byte* const memory = detail::aligned(workspace.data);
     const std::size_t stride = detail::aligned_size(hb::hidden_block_reals(scorer) * sizeof(Real));
     const std::int64_t blocks = (std::int64_t{sequences.length} + scorer_block - 1) / scorer_block;
@@ -80,8 +86,8 @@ struct hidden_backward_memory {
     Real* w1;   // converted weights, where they must be
     std::size_t bytes;
 
-    template <class S>
-    hidden_backward_memory(const S& scorer, const HiddenBackward<Real>& call, void* data) {
+    template <class S, class T>
+    hidden_backward_memory(const S& scorer, const HiddenBackward<T, Real>& call, void* data) {
         detail::arena from(data);
         const auto inner = static_cast<std::size_t>(scorer.hidden_width());
         const auto hidden = static_cast<std::size_t>(scorer.hidden);
@@ -97,19 +103,25 @@ struct hidden_backward_memory {
 
 }  // namespace host_backend
 
-template <class Input, class Act, std::int32_t D, class Real>
+template <class Input, class Act, std::int32_t D, class T, class Real>
 requires takes_hidden_state<Input> std::size_t score_hidden_backward_workspace_bytes(
-    const host&, const BasicMlpScorer<Input, Act, D>& scorer, const HiddenBackward<Real>& call) {
+    const host&, const BasicMlpScorer<Input, Act, D>& scorer, const HiddenBackward<T, Real>& call) {
     checks::check_shape(call.sequences, call.d_scores.heads);
     return host_backend::hidden_backward_memory<Real>(scorer, call, nullptr).bytes;
 }
 
-template <class Input, class Act, std::int32_t D, class Real>
+template <class Input, class Act, std::int32_t D, class T, class Real>
 requires takes_hidden_state<Input>
 void score_hidden_backward(const host& on, const BasicMlpScorer<Input, Act, D>& scorer,
-                           const HiddenBackward<Real>& call, MlpParameters<Real> gradients,
-                           workspace_view workspace) {
+                           const HiddenBackward<T, Real>& call, MlpParameters<Real> gradients,
+                           workspace_view workspace, const ScoreHiddenOptions& options) {
     namespace hb = host_backend;
+    if (const checks::repaired_sequences repaired(call.sequences, options.status); repaired) {
+        HiddenBackward<T, Real> again = call;
+        again.sequences = repaired.sequences;
+        return score_hidden_backward(on, scorer, again, gradients, workspace, options);
+    }
+    const HiddenRows states = call.hidden;
     static_assert(DifferentiableActivation<Act>,
                   "kvpolicy: this MLP's activation has no pull_back, so it cannot be trained");
     checks::check_hidden_call<BasicMlpScorer<Input, Act, D>, Real>(scorer, call.hidden, call.sequences,
@@ -132,11 +144,18 @@ void score_hidden_backward(const host& on, const BasicMlpScorer<Input, Act, D>& 
         }
         const std::int64_t at = call.sequences.start_of(b) + t;
         Real* const x = memory.x + row_of(b, t) * inner;
-        call.hidden.read(b, at, x);
+        states.read(b, at, x);
         bool good = true;
         for (std::int32_t i = 0; i < inner; ++i) {
             good &= std::isfinite(x[i]);
         }
+        const auto report = [&] {
+            if (!good && options.status != nullptr) {
+                std::atomic_ref(options.status[b]).fetch_or(status_not_finite);
+                good = true;
+            }
+        };
+        report();
         if (!good && refuse) {
             detail::refuse(detail::text("hidden[", b, "][", at, "]").c_str(), "NaN or infinite",
                            "a row of finite numbers");
@@ -144,6 +163,7 @@ void score_hidden_backward(const host& on, const BasicMlpScorer<Input, Act, D>& 
         for (std::int32_t h = 0; good && h < heads; ++h) {
             const Real d = call.d_scores.head(b, h)[at];
             good = std::isfinite(d);
+            report();
             if (!good && refuse) {
                 detail::refuse(detail::text("d_scores[", b, "][", h, "][", at, "]").c_str(), d,
                                "a finite number");

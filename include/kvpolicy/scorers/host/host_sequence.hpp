@@ -321,7 +321,7 @@ std::size_t score_sequence_bytes(const host& on, const S& scorer, std::int32_t h
 
 }  // namespace host_backend
 
-template <Scorer S, class K, class V>
+template <class Widths, Scorer S, class K, class V>
 std::size_t score_sequence_workspace_bytes(
     const host& on, const S& scorer, rows_view<K> k, rows_view<V> v, const Sequences& sequences,
     const BasicScoreOptions<compute_t<std::remove_const_t<K>>>& options) {
@@ -331,7 +331,7 @@ std::size_t score_sequence_workspace_bytes(
                                                     options.how);
 }
 
-template <Scorer S, class K, class V>
+template <class Widths, Scorer S, class K, class V>
 void score_sequence(const host& on, const S& scorer, rows_view<K> k, rows_view<V> v,
                     const Sequences& sequences, std::int32_t delay,
                     plane_view<compute_t<std::remove_const_t<K>>> scores, workspace_view workspace,
@@ -349,6 +349,10 @@ void score_sequence(const host& on, const S& scorer, rows_view<K> k, rows_view<V
     static_assert(
         scores_come_along<S> || host_backend::computes_in<S, Real>,
         "kvpolicy: this scorer computes in float only; double rows need members that are templates on Real");
+    if (const checks::repaired_sequences repaired(sequences, options.status); repaired) {
+        return score_sequence<Widths>(on, scorer, k, v, repaired.sequences, delay, scores, workspace,
+                                      options);
+    }
     const rows_view<const T> keys = k;
     const rows_view<const T> values = v;
     checks::check_score_call<T>(scorer, keys, values, sequences, delay, scores, options);

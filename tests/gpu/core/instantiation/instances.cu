@@ -9,4 +9,4 @@ template std::size_t kvpolicy::build_mask_workspace_bytes(const kvpolicy::cuda&,
 template void kvpolicy::build_mask(const kvpolicy::cuda&, const EnginePolicy&,
                                    kvpolicy::plane_view<const float>, const kvpolicy::Sequences&,
                                    kvpolicy::plane_view<kvpolicy::expiry_t>, kvpolicy::workspace_view,
-                                   const kvpolicy::MaskOptions&, std::uint32_t*);
+                                   const kvpolicy::MaskOptions&);

@@ -41,7 +41,7 @@ constexpr void check_predictor_types() {
 template <class S, class T>
 void check_predictor_call(cublasLtHandle_t handle, const S& scorer, rows_view<const T> hidden,
                           const Sequences& sequences, const char* name, plane_view<const float> scores) {
-    detail::require(handle != nullptr, "handle", "null", "what cublasLtCreate gave");
+    detail::require(handle != nullptr, "options.cublaslt", "null", "what cublasLtCreate gave");
     checks::check_hidden_call<S, float>(scorer, hidden, without_device_memory(sequences), scores, name);
     check_shape(sequences, scores.heads);
     detail::require(hidden.heads == 1 && hidden.row_stride >= hidden.dim, "hidden.row_stride",
@@ -149,7 +149,7 @@ struct predictor_backward_plan {
     float* d_x = nullptr;      // the same
 
     template <class S>
-    predictor_backward_plan(const S& scorer, const HiddenDeviceBackward<T>& from, workspace_parts& parts)
+    predictor_backward_plan(const S& scorer, const HiddenBackward<T>& from, workspace_parts& parts)
         : call(scorer, from.hidden, from.sequences, from.d_scores.heads, from.d_hidden, parts) {
         sums = predictor_sums(from.d_scores.heads, scorer.hidden);
         groups = (call.part + predictor_block - 1) / predictor_block;
@@ -166,7 +166,7 @@ struct predictor_backward_plan {
             }
         }
     }
-    void run(const cuda& on, cublasLtHandle_t handle, const HiddenDeviceBackward<T>& from,
+    void run(const cuda& on, cublasLtHandle_t handle, const HiddenBackward<T>& from,
              const MlpParameters<float>& into, std::uint32_t* status) {
         call.begin(on, status);
         if constexpr (scales) {
@@ -222,7 +222,7 @@ struct predictor_backward_plan {
 
 }  // namespace cuda_backend
 
-template <class S, class T>
+template <HiddenScorer S, class Real, class T>
 std::size_t score_hidden_workspace_bytes(const cuda&, const S& scorer, rows_view<T> hidden,
                                          const Sequences& sequences) {
     namespace cb = cuda_backend;
@@ -233,11 +233,13 @@ std::size_t score_hidden_workspace_bytes(const cuda&, const S& scorer, rows_view
     return call.rows == 0 ? 0 : parts.bytes();
 }
 
-template <class S, class T>
-void score_hidden(const cuda& on, cublasLtHandle_t handle, const S& scorer, rows_view<T> hidden,
-                  const Sequences& sequences, plane_view<float> scores, workspace_view workspace,
-                  std::uint32_t* status) {
+template <HiddenScorer S, class T, class Real>
+void score_hidden(const cuda& on, const S& scorer, rows_view<T> hidden, const Sequences& sequences,
+                  plane_view<Real> scores, workspace_view workspace, const ScoreHiddenOptions& options) {
     namespace cb = cuda_backend;
+    static_assert(std::is_same_v<Real, float>, "kvpolicy: scores on CUDA are fp32");
+    const cublasLtHandle_t handle = options.cublaslt;
+    std::uint32_t* const status = options.status;
     using Element = std::remove_const_t<T>;
     cb::check_predictor_types<S, Element>();
     cb::check_predictor_call<S, Element>(handle, scorer, hidden, sequences, "scores", scores);
@@ -259,22 +261,28 @@ void score_hidden(const cuda& on, cublasLtHandle_t handle, const S& scorer, rows
     });
 }
 
-template <class S, class T>
-std::size_t score_hidden_backward_workspace_bytes(const cuda&, const S& scorer,
-                                                  const HiddenDeviceBackward<T>& call) {
+template <class Input, class Act, std::int32_t D, class T, class Real>
+requires takes_hidden_state<Input> std::size_t score_hidden_backward_workspace_bytes(
+    const cuda&, const BasicMlpScorer<Input, Act, D>& scorer, const HiddenBackward<T, Real>& call) {
     namespace cb = cuda_backend;
-    cb::check_predictor_types<S, T>();
+    static_assert(std::is_same_v<Real, float>, "kvpolicy: scores on CUDA are fp32");
+    cb::check_predictor_types<BasicMlpScorer<Input, Act, D>, T>();
     cb::check_shape(call.sequences, call.d_scores.heads);
     cb::workspace_parts parts(nullptr);
     const cb::predictor_backward_plan<T> backward(scorer, call, parts);
     return backward.call.rows == 0 ? 0 : parts.bytes();
 }
 
-template <class S, class T>
-void score_hidden_backward(const cuda& on, cublasLtHandle_t handle, const S& scorer,
-                           const HiddenDeviceBackward<T>& call, MlpParameters<float> gradients,
-                           workspace_view workspace, std::uint32_t* status) {
+template <class Input, class Act, std::int32_t D, class T, class Real>
+requires takes_hidden_state<Input>
+void score_hidden_backward(const cuda& on, const BasicMlpScorer<Input, Act, D>& scorer,
+                           const HiddenBackward<T, Real>& call, MlpParameters<Real> gradients,
+                           workspace_view workspace, const ScoreHiddenOptions& options) {
     namespace cb = cuda_backend;
+    using S = BasicMlpScorer<Input, Act, D>;
+    static_assert(std::is_same_v<Real, float>, "kvpolicy: scores on CUDA are fp32");
+    const cublasLtHandle_t handle = options.cublaslt;
+    std::uint32_t* const status = options.status;
     cb::check_predictor_types<S, T>();
     cb::check_predictor_call<S, T>(handle, scorer, call.hidden, call.sequences, "d_scores", call.d_scores);
     if (call.d_hidden.data != nullptr) {
