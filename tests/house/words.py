@@ -9,7 +9,7 @@ import re
 
 import house
 
-SCOPE = re.compile(r"(README\.md$|(include|docs|examples|tests)/)(?!.*\.(kvpv|json|csv|svg|txt|bib)$)")
+SCOPE = re.compile(r"(README\.md$|(include|docs|examples|tests)/)(?!.*\.(kvpv|json|csv|svg|txt|bib|bin)$)")
 NOT_READ = re.compile(r"tests/(house|vectors)/|docs/site/")
 
 Word = collections.namedtuple("Word", "pattern instead files")
@@ -79,6 +79,21 @@ WORDS = (
 ALLOWED = (
     # The card that a game or a model's page has is another thing.
     (r"\bcards?\b", r"", r"[Mm]odel card"),
+    # A command as it was recorded with its result.
+    (r"\bcards?\b", r"docs/results-", r"--card-only"),
+    # score_time::on_arrival: when a scorer runs. A key evicted on arrival, tokens in the order of arrival.
+    (r"\bsurvivors?", r"", r"(?i)\b(on|of) arrival\b"),
+    # Blocks and threads arrive at a barrier (CUDA's word); `arrivals` counts the blocks that have arrived.
+    (r"\bsurvivors?", r"include/kvpolicy/(caches/|cuda/primitives/async)", r"\barrivals?\b"),
+    # score_block(): BlockScorer's member that scores a block of tokens.
+    (r"\bscore_", r"", r"\bscore_block\b"),
+    # The slots of a top-k set.
+    (r"\bslots\b", r"include/kvpolicy/caches/", r"//.*\b(top-k|free|get) slots\b"),
+    # Keys of safetensors metadata, and a label that stands in result files.
+    (r"\bdim_", r"examples/apps/support/scorers\.cpp", r"\"dim_k\", \"dim_v\""),
+    (r"\bsoftcap\b", r"examples/apps/support/scorers\.cpp", r"\"mlstm: .* softcap "),
+    # The option of train_scorer for gate_softcap, the soft cap of an mLSTM's gates.
+    (r"\bsoftcap\b", r"examples/train_scorer/|tests/examples/", r"--softcap\b"),
 )
 
 
