@@ -25,7 +25,8 @@ def load(path):
     except (OSError, ValueError, KeyError) as error:
         sys.exit(f"plot_attention: {path} is no report of tools/gpu with attention in it ({error})")
     ours = {row["name"]: row for row in operation["rows"] if row.get("median_ms")}
-    baselines = {row["name"]: row for row in (operation.get("baseline") or {}).get("rows", []) if row.get("median_ms")}
+    baselines = {row["name"]: row
+                 for row in (operation.get("baseline") or {}).get("rows", []) if row.get("median_ms")}
     return report, ours, baselines
 
 
@@ -55,7 +56,8 @@ def time_plot(plt, ours, baselines, caption, path):
             draw_line(axes, series(baselines, f"FlexAttention {word} {{}}"), "FlexAttention", FLEX, "s-")
             draw_line(axes, series(baselines, f"cuDNN dense {word} {{}}"), "cuDNN, dense", DENSE, "^-")
         if title == "forward":
-            draw_line(axes, series(baselines, "FlexAttention block mask {}"), "FlexAttention's block mask", FLEX, "s:")
+            draw_line(axes, series(baselines, "FlexAttention block mask {}"), "FlexAttention's block mask",
+                      FLEX, "s:")
         axes.set(title=title, xlabel="tokens", ylabel="ms", xscale="log", yscale="log")
         shown = [(name, length) for name, length in LENGTHS.items() if length in axes.lines[0].get_xdata()]
         axes.set_xticks([length for _, length in shown], [name for name, _ in shown])
@@ -79,7 +81,8 @@ def density_plot(plt, ours, baselines, caption, path):
               label="kvpolicy, gates open at random")
     if "forward/32k" in ours:
         row = ours["forward/32k"]
-        axes.plot([100 * row["live_pairs"] / causal], [row["tflops"]], "D", color=OURS, label="kvpolicy, budget 4096")
+        axes.plot([100 * row["live_pairs"] / causal], [row["tflops"]], "D", color=OURS,
+                  label="kvpolicy, budget 4096")
     for name, color in (("FlexAttention", FLEX), ("cuDNN dense", DENSE)):
         row = baselines.get(f"{name} forward 32k")
         if row:  # it computes all causal pairs, whatever is alive
@@ -98,16 +101,17 @@ def roofline_plot(plt, ours, card, caption, path):
     if not rows:
         return
     figure, axes = plt.subplots(figsize=(6.5, 4.4))
-    name, tbytes = next(((name, tbytes) for name, tbytes in PEAK_TBYTES.items() if name in card), (None, None))
+    name, tbytes = next(((name, tbytes) for name, tbytes in PEAK_TBYTES.items() if name in card),
+                        (None, None))
     if name:
         axes.plot([10, PEAK_TFLOPS / tbytes, 1e6], [10 * tbytes, PEAK_TFLOPS, PEAK_TFLOPS], color=LIMIT,
                   label=f"{name}: {PEAK_TFLOPS:g} TF/s, {tbytes:g} TB/s")
-    for word, marker in (("forward + backward", "s"), ("forward", "o"), ("soft gates", "P"), ("future mass", "^"),
-                         ("causal lse", "v")):
+    for word, marker in (("forward + backward", "s"), ("forward", "o"), ("soft gates", "P"),
+                         ("future mass", "^"), ("causal lse", "v")):
         of = [row for row in rows if row["name"].split("/")[0] == word]
         if of:
-            axes.plot([row["flops"] / row["tensor_bytes"] for row in of], [row["tflops"] for row in of], marker, ls="",
-                      label=word)
+            axes.plot([row["flops"] / row["tensor_bytes"] for row in of], [row["tflops"] for row in of],
+                      marker, ls="", label=word)
     axes.set(xlabel="FLOP per byte of the call's tensors", ylabel="TF/s over visible pairs",
              xscale="log", yscale="log", ylim=(10, 1500))
     axes.grid(alpha=0.3, which="both")
@@ -123,7 +127,8 @@ def finish(figure, caption, path):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("report")
     parser.add_argument("folder")
     arguments = parser.parse_args()

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""The summary of a tools/gpu run: gpu_report.py RAW REPORT reads what the stages wrote into the folder RAW, writes the file
-REPORT (JSON) and prints a short table."""
+"""The summary of a tools/gpu run: gpu_report.py RAW REPORT reads what the stages wrote into the folder RAW,
+writes the file REPORT (JSON) and prints a short table."""
 import csv
 import fnmatch
 import glob
@@ -41,8 +41,8 @@ def tests(folder, name):
     for case in cases:
         text = case.findtext("system-out") or ""
         closing = [line.strip() for line in text.splitlines() if line.startswith("[doctest] ")]
-        rows.append({"name": case.get("name"), "result": case.get("status"), "seconds": float(case.get("time") or 0),
-                     "closing": closing[-3:]})
+        rows.append({"name": case.get("name"), "result": case.get("status"),
+                     "seconds": float(case.get("time") or 0), "closing": closing[-3:]})
     return rows
 
 
@@ -90,8 +90,8 @@ def targets(folder, operation):
 
 
 def limit_ms(target, row, baseline_ms, rates):
-    """A target in milliseconds, None where it is unknown. "3.4x" is relative to the baseline, "0.7 of NAME" a share of the rate
-    of the benchmark of that name."""
+    """A target in milliseconds, None where it is unknown. "3.4x" is relative to the baseline, "0.7 of NAME" a
+    share of the rate of the benchmark of that name."""
     if " of " in target:
         share, other = target.split(" of ", 1)
         if other not in rates or not row.get("tflops"):
@@ -104,15 +104,18 @@ def limit_ms(target, row, baseline_ms, rates):
 
 def benchmark_rows(bench, table, baselines):
     """Every benchmark with its target, whether it is met, and the ratios to its baselines."""
-    rates = {row["name"].split("/iterations")[0]: row["tflops"] for row in bench["benchmarks"] if row.get("tflops")}
+    rates = {row["name"].split("/iterations")[0]: row["tflops"]
+             for row in bench["benchmarks"] if row.get("tflops")}
     for row in bench["benchmarks"]:
         name = row["name"].split("/iterations")[0]
         entry = {"name": name}
         if row.get("error_occurred"):
             entry["error"] = row.get("error_message")
         # Counters of the benchmark's own are at the top level of Google Benchmark's rows, among these.
-        known = {"name", "run_name", "run_type", "repetitions", "repetition_index", "threads", "iterations", "real_time",
-                 "cpu_time", "time_unit", "family_index", "per_family_instance_index", "error_occurred", "error_message"}
+        known = {"name", "run_name", "run_type", "repetitions", "repetition_index", "threads", "iterations",
+                 "real_time",
+                 "cpu_time", "time_unit", "family_index", "per_family_instance_index", "error_occurred",
+                 "error_message"}
         entry.update({key: value for key, value in row.items() if key not in known})
         for pattern, passes, stretch, names in table:
             if not fnmatch.fnmatchcase(name, pattern) or "median_ms" not in entry:
@@ -150,7 +153,8 @@ def print_row(entry):
 def operation_report(folder, operation):
     bench, baseline = load(folder, f"bench-{operation}.json"), baselines_of(folder, operation)
     report = {"context": {key: value for key, value in (bench or {}).get("context", {}).items() if key in
-                          ("card", "caches")}, "rows": [], "baseline": baseline, "profile": profile(folder, operation)}
+                          ("card", "caches")}, "rows": [], "baseline": baseline,
+              "profile": profile(folder, operation)}
     rows = (baseline or {}).get("rows", [])
     if bench:
         table = list(targets(folder, operation))
@@ -198,7 +202,8 @@ def main():
                for row in launches_in(folder, os.path.basename(path))}
     if reached:
         report["kernels_not_sanitized"] = sorted(kernels_of_library() - reached)
-        print("not reached by the sanitizers' selection: " + (", ".join(report["kernels_not_sanitized"]) or "no kernel"))
+        print("not reached by the sanitizers' selection: " + (", ".join(report["kernels_not_sanitized"])
+                                                              or "no kernel"))
     for stage, result in report["stages"].items():
         print(f"{result:>10}  {stage}")
     with open(target, "w") as file:

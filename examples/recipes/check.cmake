@@ -1,4 +1,5 @@
-# cmake -D PROGRAM=... -D SOURCE=... -P check.cmake: PROGRAM prints the lines after "// Prints:" of its SOURCE ("# Prints:" in Python).
+# cmake -D PROGRAM=... -D SOURCE=... -P check.cmake: PROGRAM prints the lines after "// Prints:" of its SOURCE
+# ("# Prints:" in Python).
 cmake_minimum_required(VERSION 3.25)
 file(READ ${SOURCE} text)
 if(NOT text MATCHES "\n(//|#) Prints:\n(.*)")

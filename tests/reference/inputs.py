@@ -1,5 +1,5 @@
-"""Scores of WG-KV's write gate (WG-KV, 3.2) and SP-KV's utility predictor (SP-KV, 2.1 and listing 1) in float64. Raw
-logits: no sigmoid.
+"""Scores of WG-KV's write gate (WG-KV, 3.2) and SP-KV's utility predictor (SP-KV, 2.1 and listing 1) in
+float64. Raw logits: no sigmoid.
 
     gate        r = w2 . GELU(W1 [RMSNorm(k before RoPE); RMSNorm(k after RoPE)] + b1) + b2, headwise, erf GELU, norms without gains
     predictor   r_h = w2_h . SiLU(W1 x + b1) + b2_h of a hidden state x, one hidden layer for all heads

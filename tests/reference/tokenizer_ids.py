@@ -57,7 +57,8 @@ def main(arguments):
         tokenizer.encode_special_tokens = False
         parsed = tokenizer.encode(text, add_special_tokens=False).ids
         tokenizer.encode_special_tokens = True
-        cases.append(dict(text=text, parsed=parsed, spelled=tokenizer.encode(text, add_special_tokens=False).ids))
+        cases.append(dict(text=text, parsed=parsed,
+                          spelled=tokenizer.encode(text, add_special_tokens=False).ids))
     with open(arguments[2], "w") as file:
         file.write("[\n" + ",\n".join(json.dumps(c) for c in cases) + "\n]\n")
 
