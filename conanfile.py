@@ -24,9 +24,9 @@ class KvpolicyConan(ConanFile):
 
     def set_version(self):
         text = load(self, os.path.join(self.recipe_folder, "include", "kvpolicy", "version.hpp"))
-        self.version = ".".join(re.search(rf"^#define KVPOLICY_VERSION_{part} (\d+)$", text,
-                                          re.MULTILINE).group(1)
-                                for part in ("MAJOR", "MINOR", "PATCH"))
+        parts = [re.search(rf"^#define KVPOLICY_VERSION_{part} (\d+)$", text, re.MULTILINE).group(1)
+                 for part in ("MAJOR", "MINOR", "PATCH")]
+        self.version = ".".join(parts)
 
     def validate(self):
         check_min_cppstd(self, 20)

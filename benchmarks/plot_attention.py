@@ -96,12 +96,12 @@ def density_plot(plt, ours, baselines, caption, path):
     finish(figure, caption, path)
 
 
-def roofline_plot(plt, ours, card, caption, path):
+def roofline_plot(plt, ours, gpu, caption, path):
     rows = [row for row in ours.values() if row.get("tensor_bytes") and row.get("flops")]
     if not rows:
         return
     figure, axes = plt.subplots(figsize=(6.5, 4.4))
-    name, tbytes = next(((name, tbytes) for name, tbytes in PEAK_TBYTES.items() if name in card),
+    name, tbytes = next(((name, tbytes) for name, tbytes in PEAK_TBYTES.items() if name in gpu),
                         (None, None))
     if name:
         axes.plot([10, PEAK_TFLOPS / tbytes, 1e6], [10 * tbytes, PEAK_TFLOPS, PEAK_TFLOPS], color=LIMIT,
@@ -136,16 +136,17 @@ def main():
     try:
         import matplotlib
     except ImportError:
-        sys.exit("plot_attention: needs matplotlib: pip install matplotlib, or apt install python3-matplotlib")
+        sys.exit("plot_attention: needs matplotlib: pip install matplotlib, "
+                 "or apt install python3-matplotlib")
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    card = (report.get("card") or "an unknown GPU").split(",")[0]
-    caption = f"{card}, bf16, 32 query and 8 KV heads, head_dim 128, cold caches"
+    gpu = (report.get("card") or "an unknown GPU").split(",")[0]
+    caption = f"{gpu}, bf16, 32 query and 8 KV heads, head_dim 128, cold caches"
     os.makedirs(arguments.folder, exist_ok=True)
     time_plot(plt, ours, baselines, caption, os.path.join(arguments.folder, "attention-time.png"))
     density_plot(plt, ours, baselines, caption, os.path.join(arguments.folder, "attention-density.png"))
-    roofline_plot(plt, ours, card, caption, os.path.join(arguments.folder, "attention-roofline.png"))
+    roofline_plot(plt, ours, gpu, caption, os.path.join(arguments.folder, "attention-roofline.png"))
 
 
 if __name__ == "__main__":

@@ -1,23 +1,31 @@
 # shellcheck shell=bash disable=SC2034,SC2154
-# What tools/gpu runs for each operation; sourced by it. An operation is a folder of tests/gpu, and by its name alone has
+# The table of the runs of tools/gpu, which sources it. An operation is a folder of tests/gpu, and by its name
+# alone has
 #
-#   tests/gpu/<operation>/**.cu            its tests: target kvpolicy_tests_gpu_<operation>, ctest names gpu.<operation>.*
+#   tests/gpu/<operation>/**.cu            its tests: target kvpolicy_tests_gpu_<operation>, ctest names
+#                                          gpu.<operation>.*
 #   benchmarks/<operation>.cu              its benchmark, if it has one
-#   benchmarks/baselines/<operation>.py    what users have today, timed beside it: takes --quick and --out FILE, writes
-#                                          {"rows": [{"name": ..., "median_ms": ..., ...}, ...]}
+#   benchmarks/baselines/<operation>.py    the PyTorch or Triton baseline, timed beside it: takes --quick and
+#                                          --out FILE, writes {"rows": [{"name": ..., "median_ms": ..., ...},
+#                                          ...]}
 #
 # and here, all optional:
 #
-#   profiled[<operation>]   a regular expression: the benchmarks whose kernels are profiled. With KVPOLICY_BENCH_PROFILE in
-#                           its environment a benchmark makes each call once and times nothing.
-#   sanitized[<operation>]  a line for each run of a program: PROGRAM | TOOLS | test cases, as doctest takes them. All cases together
-#                           reach every kernel of the operation, at sizes for tools that slow a kernel down a hundred times.
-#                           The report names the library's kernels that the run's selection did not reach.
-#   baselines[<operation>]  a line for each run of the baseline: arguments | seconds it has. Without any, one run of 110 s
-#   compiled[<operation>]   arguments with which the baseline compiles, beside the build, what its runs time later
-#   targets[<operation>]    a line for each: a shell pattern of benchmark names | pass | stretch | baseline rows, separated
-#                           by commas. Targets are milliseconds, or how many times faster than the first baseline: 3.4x, or what
-#                           share of another benchmark's rate (tflops) its own is to be: 0.7 of forward/16k.
+#   profiled[<operation>]   a regular expression: the benchmarks whose kernels are profiled. With
+#                           KVPOLICY_BENCH_PROFILE in its environment a benchmark makes each call once and
+#                           times none.
+#   sanitized[<operation>]  a line per run of a program: PROGRAM | TOOLS | test cases, as doctest takes them.
+#                           All cases together reach every kernel of the operation, at sizes for tools that
+#                           slow a kernel down a hundred times. The report names the library's kernels that
+#                           the run's selection did not reach.
+#   baselines[<operation>]  a line per run of the baseline: arguments | its seconds. Without any, one run of
+#                           110 s.
+#   compiled[<operation>]   arguments with which the baseline compiles, beside the build, the kernels that its
+#                           runs time later
+#   targets[<operation>]    a line per target: a shell pattern of benchmark names | pass | stretch | baseline
+#                           rows, separated by commas. A target is milliseconds, or a multiple of the first
+#                           baseline's speed (3.4x), or a share of another benchmark's rate in tflops
+#                           (0.7 of forward/16k).
 
 all_checks="memcheck synccheck initcheck racecheck"
 
@@ -26,7 +34,7 @@ all_checks="memcheck synccheck initcheck racecheck"
 # include/kvpolicy/cuda/primitives/async.cuh).
 one_lane_arrives="attention caches scorers"
 
-# ---- masks -------------------------------------------------------------------------------------------------
+# ---- masks ---------------------------------------------------------------------------------------
 
 profiled[masks]='mask/.*/(random|random, decay|jump)/'
 sanitized[masks]="
@@ -40,13 +48,13 @@ mask/16k x 1024/random* | 1.3 | 0.8  | 16k x 1024
 mask/1M x 8/random*     | 1.3 | 0.9  | 1M x 8
 "
 
-# ---- metrics -----------------------------------------------------------------------------------------------
+# ---- metrics -------------------------------------------------------------------------------------
 
 sanitized[metrics]="
 gpu.metrics.metrics | $all_checks | *
 "
 
-# ---- attention ---------------------------------------------------------------------------------------------
+# ---- attention -----------------------------------------------------------------------------------
 
 profiled[attention]='(forward|forward . backward|future mass|causal lse)/16k/'
 sanitized[attention]="
@@ -92,7 +100,7 @@ future mass/8 x 4k       | 0.85 of future mass/16k | 0.85 of future mass/16k |
 future mass/32 x 2k      | 0.85 of future mass/16k | 0.85 of future mass/16k |
 "
 
-# ---- caches ------------------------------------------------------------------------------------------------
+# ---- caches --------------------------------------------------------------------------------------
 
 # Steps ask for the rows that may stay before they know which, so initcheck reports rows that nobody wrote.
 # racecheck does not follow who writes and who reads an mLSTM's gates (docs/testing.md).
@@ -132,13 +140,13 @@ ragged DualCache, 25% of 128k x 16* | 3.4x | 3.7x |
     cuDNN attention alone 131072 x 16, FlashAttention attention alone 131072 x 16
 "
 
-# ---- scorers -----------------------------------------------------------------------------------------------
+# ---- scorers -------------------------------------------------------------------------------------
 
 # initcheck does not see all that cuBLASLt's kernels write.
 profiled[scorers]='(mlstm|mlstm without projections|mlp|convolution)/16k x 8/'
 sanitized[scorers]="
 gpu.scorers.mlp         | $all_checks | linear*,write gates,a captured step*
-gpu.scorers.conv        | $all_checks | dropout*,tiles of the Hopper kernel: ragged*,a small card*
+gpu.scorers.conv        | $all_checks | dropout*,tiles of the Hopper kernel: ragged*,a small GPU*
 gpu.scorers.predictor   | memcheck synccheck racecheck | ragged*
 gpu.scorers.mlstm_bf16  | $all_checks | odd*,states*
 "
@@ -162,7 +170,7 @@ baselines[scorers]="
 | 100
 "
 
-# ---- losses ------------------------------------------------------------------------------------------------
+# ---- losses --------------------------------------------------------------------------------------
 
 profiled[losses]='(boundary/16k x 8, all queries|step/16k x 8, mlp)/'
 sanitized[losses]="
@@ -176,7 +184,7 @@ step/16k x 8, mlstm                     | 4.5 | 4 |
 step/16k x 8, mlstm, scores beside ranks | 4.5 | 4 |
 "
 
-# ---- train -------------------------------------------------------------------------------------------------
+# ---- train ---------------------------------------------------------------------------------------
 
 # AdamW of the examples. train_scorer's own test needs the examples, which are not built here.
 sanitized[train]="

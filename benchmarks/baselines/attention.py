@@ -112,7 +112,7 @@ class Timer:
         try:
             median, extra = self.ms(call, 0.1 if self.quick else 0.5)
             entry = {"name": name, "median_ms": median, "extra_bytes": extra, **more}
-        # one baseline that this version of PyTorch cannot run does not cost the others
+        # A baseline that this version of PyTorch cannot run does not stop the others.
         except Exception as error:
             entry = {"name": name, "median_ms": None, "error": f"{type(error).__name__}: {str(error)[:200]}"}
         self.rows.append(entry)
@@ -174,8 +174,8 @@ def time_flex_backward(timer, name, batch, length, dim):
     gradient = tensor(batch, QUERY_HEADS, length, dim, 4)
     inputs = [x.requires_grad_() for x in (q, k, v)]
     timer.row(f"FlexAttention forward + backward {name}",
-              forward_and_backward(lambda: flex(*inputs, block_mask=block, enable_gqa=True), inputs,
-                                   gradient))
+              forward_and_backward(lambda: flex(*inputs, block_mask=block, enable_gqa=True),
+                                   inputs, gradient))
 
 
 def mass_by_flex(q, k, lse, block):
@@ -206,15 +206,14 @@ def check():
     q = tensor(1, QUERY_HEADS, length, dim, 1)
     k, v = (tensor(1, HEADS, length, dim, seed) for seed in (2, 3))
     expiry = gate_lifetimes(length, 2.0)
-    expiry = torch.where(torch.arange(length, device="cuda") % 3 == 0, expiry,
-                         torch.minimum(expiry, torch.arange(
-        length, device="cuda", dtype=torch.int32) + 40)).to(torch.int32)
+    shorter = torch.minimum(expiry, torch.arange(length, device="cuda", dtype=torch.int32) + 40)
+    expiry = torch.where(torch.arange(length, device="cuda") % 3 == 0, expiry, shorter).to(torch.int32)
     block = block_mask_of(lifetime_mask(expiry), None, QUERY_HEADS, length, length, device="cuda")
     got = flex(q, k, v, block_mask=block, enable_gqa=True).float()
     at = torch.arange(length, device="cuda")
     seen = (at[None, None, :] <= at[None, :, None]) & (at[None, :, None] < expiry[:, None, :])
-    logits = (q.double().unflatten(1, (HEADS, GROUP)) @ k.double()[:, :,
-                                                                   None].transpose(-1, -2)) / math.sqrt(dim)
+    logits = q.double().unflatten(1, (HEADS, GROUP)) @ k.double()[:, :, None].transpose(-1, -2)
+    logits = logits / math.sqrt(dim)
     weights = logits.masked_fill(~seen[None, :, None], -math.inf).softmax(-1)
     wanted = (weights @ v.double()[:, :, None]).flatten(1, 2)
     if (got - wanted).norm() / wanted.norm() > 8e-3:
@@ -227,7 +226,8 @@ def main():
     parser.add_argument("--quick", action="store_true", help="fewer repetitions")
     parser.add_argument("--check", action="store_true", help="check the baselines themselves, nothing else")
     parser.add_argument("--compile", action="store_true",
-                        help="call everything once, so that later runs find it in the compilers' caches on disk")
+                        help="call everything once, so that later runs find it in the compilers' "
+                             "caches on disk")
     parser.add_argument("--only", nargs="+", default=GROUPS, choices=GROUPS, help="groups of baselines")
     arguments = parser.parse_args()
     if arguments.check:

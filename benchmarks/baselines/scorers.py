@@ -43,7 +43,8 @@ def kernels():
         return registry, getattr(mlstm_kernels, "__version__", "unknown"), None
     except Exception as error:
         where = f"in {path}" if path else "as an installed package (KVPOLICY_MLSTM_KERNELS names none)"
-        return {}, None, f"not measured: mlstm_kernels could not be imported {where}: {type(error).__name__}: {error}"
+        why = f"{type(error).__name__}: {error}"
+        return {}, None, f"not measured: mlstm_kernels could not be imported {where}: {why}"
 
 
 def time_ms(torch, call, repetitions):
@@ -114,15 +115,15 @@ def run_way(number, repetitions):
                                            repetitions)
                 found = {"median_ms": by_graph if by_graph is not None else direct,
                          "median_ms_without_graph": direct, "graph": by_graph is not None}
-            except Exception as error:  # one that this card or version cannot run does not cost the others
+            except Exception as error:  # a row that this GPU or version cannot run
                 found = {"error": f"{type(error).__name__}: {str(error)[:200]}"}
             print(json.dumps({"row": f"mlstm_kernels {size} {what}"} | found), flush=True)
             torch.cuda.empty_cache()
 
 
 def start_way(number, repetitions):
-    return subprocess.Popen([sys.executable, __file__, "--way", str(number), "--repetitions",
-                             str(repetitions)],
+    return subprocess.Popen([sys.executable, __file__, "--way", str(number),
+                             "--repetitions", str(repetitions)],
                             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 

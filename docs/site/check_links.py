@@ -43,8 +43,8 @@ def main(folder):
                 continue  # Doxygen 1.9 offers a list of private classes, which it then leaves out
             elif anchor and target in pages and anchor not in pages[target].anchors:
                 faults.append(f"{path.relative_to(folder)}: {link} has no such anchor")
-    print("\n".join(faults[:50])
-          or f"{len(pages)} pages, {sum(len(page.links) for page in pages.values())} links: all lead somewhere")
+    links = sum(len(page.links) for page in pages.values())
+    print("\n".join(faults[:50]) or f"{len(pages)} pages, {links} links: all lead somewhere")
     return 1 if faults else 0
 
 

@@ -21,21 +21,20 @@ function(generate text)
 endfunction()
 
 foreach(arguments IN ITEMS "dense" "streaming;--budget;96" "keynorm;--budget;96;--gamma;0.99"
-    "random;--budget;96"
-        "capped;--budget;96")
-    generate(on_card --backend cuda --policy ${arguments})
+        "random;--budget;96" "capped;--budget;96")
+    generate(on_gpu --backend cuda --policy ${arguments})
     generate(on_host --policy ${arguments})
-    if(NOT on_card STREQUAL on_host)
+    if(NOT on_gpu STREQUAL on_host)
         message(FATAL_ERROR
-            "${arguments}: a card writes \"${on_card}\", where the host writes \"${on_host}\"")
+            "${arguments}: a GPU writes \"${on_gpu}\", where the host writes \"${on_host}\"")
     endif()
 endforeach()
 
 foreach(policy IN ITEMS stride gated)
-    execute_process(COMMAND ${GENERATE} --backend cuda --policy ${policy} x RESULT_VARIABLE result
-        ERROR_VARIABLE error)
-    if(NOT result EQUAL 1 OR NOT error STREQUAL "generate: --backend: cuda is not allowed with the policy ${policy}; \
-these run on a card: dense, streaming, keynorm, kvpop, random, capped\n")
+    execute_process(COMMAND ${GENERATE} --backend cuda --policy ${policy} x
+        RESULT_VARIABLE result ERROR_VARIABLE error)
+    if(NOT result EQUAL 1 OR NOT error STREQUAL "generate: --backend: cuda is not allowed with the \
+policy ${policy}; these run on a GPU: dense, streaming, keynorm, kvpop, random, capped\n")
         message(FATAL_ERROR
             "generate --backend cuda --policy ${policy}: exits with ${result} and says ${error}")
     endif()

@@ -1,7 +1,8 @@
-"""kvpolicy from Python, by ctypes: masks, targets and the boundary loss (kvpolicy_c.cpp) for
-tensors in host memory.
+"""kvpolicy from Python, by ctypes: masks, targets and the boundary loss (kvpolicy_c.cpp) for tensors in
+host memory.
 
-    g++ -std=c++20 -O2 -shared -fPIC -fvisibility=hidden -I include examples/python/kvpolicy_c.cpp -pthread -o libkvpolicy_c.so
+    g++ -std=c++20 -O2 -shared -fPIC -fvisibility=hidden -pthread -I include \\
+        examples/python/kvpolicy_c.cpp -o libkvpolicy_c.so
     python3 examples/python/train.py ./libkvpolicy_c.so
 
 A tensor is whatever has a data_ptr(), as PyTorch's on the CPU have, or a buffer, as NumPy's arrays and
@@ -12,7 +13,7 @@ empty, inputs too. Nothing is copied.
 import collections
 import ctypes
 
-Rule = collections.namedtuple("Rule", "sinks window budget")  # rows a head: their sum
+Rule = collections.namedtuple("Rule", "sinks window budget")  # KV entries per head: their sum
 
 _INT, _TENSOR = ctypes.c_int32, ctypes.c_void_p
 _ARGUMENTS = {
@@ -31,7 +32,8 @@ def _pointer(name, tensor, numbers, letter="f"):
         return None
     if hasattr(tensor, "data_ptr"):
         if tensor.device.type != "cpu" or not tensor.is_contiguous():
-            raise ValueError(f"{name}: on {tensor.device.type}, or with gaps, is not allowed; it must be contiguous, on the CPU")
+            raise ValueError(f"{name}: on {tensor.device.type}, or with gaps, is not allowed; "
+                             "it must be contiguous, on the CPU")
         address, has, kind = tensor.data_ptr(), tensor.numel(), str(tensor.dtype).removeprefix("torch.")
     else:
         view = memoryview(tensor)
@@ -40,13 +42,14 @@ def _pointer(name, tensor, numbers, letter="f"):
         has, kind = view.nbytes // view.itemsize, _TYPES.get(view.format.lstrip("@=<"), view.format)
         address = ctypes.addressof(ctypes.c_char.from_buffer(tensor))
     if has != numbers or kind != _TYPES[letter]:
-        raise ValueError(f"{name}: {has} numbers of {kind} is not allowed; it must be {numbers} of {_TYPES[letter]}")
+        raise ValueError(f"{name}: {has} numbers of {kind} is not allowed; "
+                         f"it must be {numbers} of {_TYPES[letter]}")
     return address
 
 
 class Library:
-    """The functions of libkvpolicy_c.so. Shapes are (batch, heads, length), and with (...,
-    dim) for q and k."""
+    """The functions of libkvpolicy_c.so. Shapes are (batch, heads, length), and
+    (..., dim) for q and k."""
 
     def __init__(self, path):
         self._functions = ctypes.CDLL(path)

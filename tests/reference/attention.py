@@ -3,7 +3,8 @@ and not expired.
 
     seen(t)  =  pos(t) <= p  and  p < expiry[h][t],      p = start + i
     logit(t) =  cap(scale <q, k_t>) + (log_bias[h][t] where p - pos(t) >= bias_from[h], else 0)
-    out      =  softmax over the seen keys, times their values;  lse = log sum exp(logit)   (natural logarithm)
+    out      =  softmax over the seen keys, times their values
+    lse      =  log sum exp(logit), the natural logarithm
 
 A query that sees nothing gives 0 and -inf.
 

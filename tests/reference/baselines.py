@@ -5,13 +5,13 @@ Observed policies. Per KV head a set of kept keys; a prompt comes in blocks [a, 
 of one. The queries of a block see the kept keys and the block's own up to themselves, and pay p_q,g(t) =
 softmax over what they see; mass_q(t) = mean (or max) over the group's query heads. After the block:
 
-    H2O      score(t) += sum_{q in block} mass_q(t);       keep the r most recent keys and the B - r others with the largest
-             (Zhang et al., 2023: heavy hitters and recent keys, after every token)
-    TOVA     score(t) = mass of the block's last query, mean over all heads of the layer (or of the KV head alone); keep
-             the B largest, whatever their age (Oren et al., 2024)
-    SnapKV   score(t) = sum over the block's last w queries; pooled over neighbouring keys (mean, zeros beyond the ends, or
-             max) among the keys older than the w most recent; keep these w and the B - w largest. At the end of a
-             prompt's block only; what is decoded afterwards is kept (Li et al., 2024)
+    H2O      score(t) += sum_{q in block} mass_q(t). Keep the r most recent keys and the B - r others with
+             the largest scores (Zhang et al., 2023: heavy hitters and recent keys, after every token).
+    TOVA     score(t) = mass of the block's last query, mean over all heads of the layer (or of the KV head
+             alone). Keep the B largest, whatever their age (Oren et al., 2024).
+    SnapKV   score(t) = sum over the block's last w queries, pooled over neighboring keys (mean, zeros beyond
+             the ends, or max) among the keys older than the w most recent. Keep these w and the B - w
+             largest. At the end of a prompt's block only; keys decoded afterwards are kept (Li et al., 2024).
 
 Ties go to the older key. A key evicted after the block [a, b) has expiry b. Each case says its smallest
 margin: the least distance, relative to the larger number, between the worst key kept and the best key evicted
@@ -25,16 +25,18 @@ Random keys. score(t) = unit(seed, layer * 2^32 + head, query at which t leaves)
 place; top k of these.
 
 baselines.kvpv (see vectors.py for the container)
-    cases            int32 [cases, 15]    the columns of COLUMNS; q, k drawn as in attention.py, one sequence each
+    cases            int32 [cases, 15]    the columns of COLUMNS; q, k drawn as in attention.py, one sequence
+                                          each
     levels           float32 [cases, 2]   scale, softcap
     margins          float64 [cases]
     offsets, expiry  int32                [kv_heads, length] of case i, clamped to length
-    mass             float64              the same places: masses of dense attention from the last `window` queries (all for
-                                          H2O), head for head
+    mass             float64              the same places: masses of dense attention from the last `window`
+                                          queries (all for H2O), head for head
     sparse_mass      float64              of all queries through the expiry, head for head
     gates            float32 [n]          z;   gate_levels float32 [4] tau, target, scale; gate_seed int32
     gate_bias, gate_slope, loss_slope     float64 [2, n]: without and with noise, stream 3; loss float64 [2]
-    random_cases     int32 [cases, 6]     seed, layer, head, length, window, budget; random_offsets, random_expiry int32
+    random_cases     int32 [cases, 6]     seed, layer, head, length, window, budget; random_offsets,
+                                          random_expiry int32
 """
 
 import numpy as np

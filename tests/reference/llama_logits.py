@@ -36,8 +36,8 @@ def load_safetensors(path, dtype=np.float64):
 
 def load_model(folder, dtype=np.float64):
     folder = pathlib.Path(folder)
-    return json.loads((folder / "config.json").read_text()), load_safetensors(folder / "model.safetensors",
-                                                                              dtype)
+    config = json.loads((folder / "config.json").read_text())
+    return config, load_safetensors(folder / "model.safetensors", dtype)
 
 
 def rms_norm(x, weight, eps):
@@ -49,8 +49,8 @@ def rope(x, positions, theta):
     half = x.shape[-1] // 2
     angles = np.asarray(positions, np.float64)[:, None] * float(theta) ** (-np.arange(half) / half)
     turn = (np.cos(angles) + 1j * np.sin(angles))[:, None, :]
-    turned = (x[..., :half] + 1j * x[...,
-                                     half:]) * turn.astype(np.complex64 if x.dtype == np.float32 else complex)
+    turn = turn.astype(np.complex64 if x.dtype == np.float32 else complex)
+    turned = (x[..., :half] + 1j * x[..., half:]) * turn
     return np.concatenate([turned.real, turned.imag], axis=-1)
 
 

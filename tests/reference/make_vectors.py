@@ -12,28 +12,36 @@ lifetimes.kvpv (see vectors.py for the container)
     scores          float32 [patterns, 300]  raw scores; a case takes the first `length` of its pattern
     cases           int32 [cases, 11]        the columns of COLUMNS
     levels          float32 [cases, 2]       tau (a logit), log_gamma
-    cu_offsets, cu  int32                    cu[cu_offsets[i] : cu_offsets[i + 1]] are the packed segments of case i:
-                                             none, or the edges 0 .. length, everything starting anew at each
-    offsets, expiry int32                    expiry[offsets[i] : offsets[i + 1]], clamped to `length` (a segment's end)
-    budget k = 2^31 - 1 is infinity; has_budget = 0 leaves the budget out of the policy; gate is 0 none, 1 at_least,
-    2 above; keep_every m > 0 adds a keep part for t % m == 0.
+    cu_offsets, cu  int32                    cu[cu_offsets[i] : cu_offsets[i + 1]] are the packed segments of
+                                             case i: none, or the edges 0 .. length, everything starting anew
+                                             at each
+    offsets, expiry int32                    expiry[offsets[i] : offsets[i + 1]], clamped to `length` (a
+                                             segment's end)
+    budget k = 2^31 - 1 is infinity; has_budget = 0 leaves the budget out of the policy; gate is 0 none,
+    1 at_least, 2 above; keep_every m > 0 adds a keep part for t % m == 0.
 
 cutoff.kvpv         the same columns for n = 1 under the default base, and by query or key
-    rank, cutoff    int32                    rank(t) among all tokens; rank of the k-th best eligible key, INT32_MAX, -1
+    rank, cutoff    int32                    rank(t) among all tokens; rank of the k-th best eligible key,
+                                             INT32_MAX, -1
     boundary        int32                    position of that key, -1 where there is none
-    competing_rank, competing_cutoff         the same with ranks among the keys that compete within the sequence only,
-                                             INT32_MAX for the others; independent of scores that nothing may read
+    competing_rank, competing_cutoff         the same with ranks among the keys that compete within the
+                                             sequence only, INT32_MAX for the others; independent of scores
+                                             that no rule may read
 
-metrics.kvpv        scores [pairs, 2, S]     teacher and student under one rule; expiry [pairs, 2, S] clamped to S
-    numbers         float64 [pairs, 9]       density and evict ratio of the student; oracle recall mean, its chance,
-                                             last, its chance, queries in the mean; density and evict ratio of the
-                                             teacher
+metrics.kvpv        scores [pairs, 2, S]     teacher and student under one rule; expiry [pairs, 2, S] clamped
+                                             to S
+    numbers         float64 [pairs, 9]       density and evict ratio of the student; oracle recall mean, its
+                                             chance, last, its chance, queries in the mean; density and evict
+                                             ratio of the teacher
     live            int32 [pairs, S]         keys that each query of the student sees
 
-cache.kvpv          q [6, S, 64], k, v [2, S, 64]  float32, exact in bf16 and fp16; query head i reads KV head i // 3
-    rules, levels   [cases, 2, 11], [cases, 2, 2]  one rule a KV head; attention [cases, 2] holds scale and softcap
+cache.kvpv          q [6, S, 64], k, v [2, S, 64]  float32, exact in bf16 and fp16; query head i reads KV head
+                                                   i // 3
+    rules, levels   [cases, 2, 11], [cases, 2, 2]  one rule per KV head; attention [cases, 2] holds scale and
+                                                   softcap
     scores, expiry  [cases, 2, S]
-    retained        int32 [cases, 2, S, words]     after step q, bit t % 32 of word t / 32 says that key t is held
+    retained        int32 [cases, 2, S, words]     after step q, bit t % 32 of word t / 32 says that key t is
+                                                   held
     out_queries     int32 [n]                      the queries whose outputs are stored
     out, lse        float64 [cases, 6, n, 64], [cases, 6, S]
 
@@ -264,8 +272,8 @@ def metrics_file(random):
             live.append(metrics.live_keys(found[1], length))
             numbers.append([
                 metrics.density(found[1], length), metrics.evict_ratio(found[1], length, s, w),
-                recall["mean"],
-                recall["chance_mean"], recall["last"], recall["chance_last"], recall["queries"],
+                recall["mean"], recall["chance_mean"], recall["last"], recall["chance_last"],
+                recall["queries"],
                 metrics.density(found[0], length), metrics.evict_ratio(found[0], length, s, w),
             ])
     return {
@@ -377,7 +385,8 @@ def main(arguments):
             print(f"{name}: as made")
         else:
             path.write_bytes(data)
-            print(f"{name}: {len(data)} bytes, {max(len(a) for n, a in arrays.items() if n in COUNTED)} cases")
+            cases = max(len(a) for n, a in arrays.items() if n in COUNTED)
+            print(f"{name}: {len(data)} bytes, {cases} cases")
     return 0
 
 

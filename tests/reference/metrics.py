@@ -43,7 +43,8 @@ def oracle_recall(teacher_expiry, student_expiry, length, sinks, window, budget)
 
     With T(q) and U(q) the long-range keys (those in E(q)) visible at q under teacher and student:
         recall(q) = |T(q) & U(q)| / |T(q)|, and 1 where T(q) is empty
-        chance(q) = |U(q)| / |E(q)|, the expected recall of as many keys drawn at random, and 1 where E(q) is empty
+        chance(q) = |U(q)| / |E(q)|, the expected recall of as many keys drawn at random, and 1 where E(q)
+                    is empty
     `mean` averages over the queries q >= s + w + k, the first at which the budget is too small for
     E(q); `last` is the last query alone. Without such a query (`queries` = 0) nothing was ever dropped
     and the mean is 1.

@@ -2,11 +2,11 @@
 
 Nothing here is recurrent or chunked. The mLSTM's read is the sum that its recurrences stand for: with
 
-    D[q][j] = log i_j + sum_{l = j+1 .. q} log f_l            the logarithm of token j's weight in the state at q
+    D[q][j] = log i_j + sum_{l = j+1 .. q} log f_l      the logarithm of token j's weight in the state at q
 
-    h_u|q = sum_{j <= q} exp(D[q][j]) (q~_u . k~_j) v~_j  /  sum_{j <= q} exp(D[q][j]) (q~_u . k~_j)            (41)
+    h_u|q = sum_{j <= q} exp(D[q][j]) (q~_u . k~_j) v~_j  /  sum_{j <= q} exp(D[q][j]) (q~_u . k~_j)    (41)
 
-where numerator and divisor are both scaled by exp(-m_q), m_q = max_j D[q][j] (the stabilised frame), and the
+where numerator and divisor are both scaled by exp(-m_q), m_q = max_j D[q][j] (the stabilized frame), and the
 scaled divisor is at least 1e-6.
 
 Inputs and weights are not stored but drawn, here and in the tests, from one small generator:
@@ -16,10 +16,11 @@ splitmix64 at 2^32 * stream + n.
 scorers.kvpv (see vectors.py for the container)
     mlstm_cases      int32 [cases, 14]    the columns of MLSTM_COLUMNS
     mlstm_levels     float32 [cases, 7]   the columns of MLSTM_LEVELS
-    mlstm_offsets, mlstm_scores           float64; scores[offsets[i] : offsets[i + 1]] is [heads, length] of case i, NaN
-                                          where a key never leaves
+    mlstm_offsets, mlstm_scores           float64; scores[offsets[i] : offsets[i + 1]] is [heads, length] of
+                                          case i, NaN where a key never leaves
     mlstm_cu_offsets, mlstm_cu            int32; packed segments of case i: none, or the edges 0 .. length
-    mlp_cases        int32 [cases, 8]     the columns of MLP_COLUMNS (activation: 0 none, a linear scorer; 1 SiLU; 2 GELU)
+    mlp_cases        int32 [cases, 8]     the columns of MLP_COLUMNS (activation: 0 none, a linear scorer;
+                                          1 SiLU; 2 GELU)
     mlp_offsets, mlp_scores               the same
 """
 
@@ -157,9 +158,8 @@ def mlstm_cases():
     cases = []
 
     def add(length, delay, cu=(), hedgehog=1, projected=1, dim=(16, 16), d_qk=None, d_v=None, norm=0, skip=0,
-            biases=1,
-            softcap=0.0, weight_scale=1.0, input_scale=0.5, input_bias=0.0, forget_scale=0.5, forget_bias=3.0,
-            value_scale=1.0, heads=2):
+            biases=1, softcap=0.0, weight_scale=1.0, input_scale=0.5, input_bias=0.0, forget_scale=0.5,
+            forget_bias=3.0, value_scale=1.0, heads=2):
         d_qk = d_qk or dim[0]
         d_v = d_v or (dim[1] // 2 if projected else dim[1])
         seed = 100 + len(cases)

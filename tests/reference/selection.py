@@ -15,7 +15,8 @@ Inputs are drawn as scorers.py draws: q, k, v of stream STREAMS * seed + (0, 1, 
 selection.kvpv (see vectors.py for the container)
     cases            int32 [cases, 15]    the columns of COLUMNS
     shares           float32 [cases]
-    held             int32                for every case, layer, head and step: bits of the positions held after it, in words of 32
+    held             int32                for every case, layer, head and step: bits of the positions held
+                                          after it, in words of 32
     lse              float64              for every case, step, layer and query head, of what it reads
     out              float64              the outputs of every fifth step, likewise, then over the dims
     rounds           int32                for every case and step: rounds of eviction

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Token ids from the PyPI package `tokenizers`, an implementation that shares nothing with examples/llama.
 
-    tokenizer_ids.py small TOKENIZER.json IDS.json   trains a tokenizer of 512 tokens and writes it with its ids
+    tokenizer_ids.py small TOKENIZER.json IDS.json   trains a tokenizer of 512 tokens, writes it with its ids
     tokenizer_ids.py model TOKENIZER.json IDS.json   ids from an existing tokenizer
 """
 import json
