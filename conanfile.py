@@ -1,6 +1,7 @@
 # conan create . --build=missing
 #
-# CUDA and CCCL are the system's: the package holds headers, which a project with CUDA compiles with its own toolkit.
+# CUDA and CCCL are the system's: the package holds headers, which a project with CUDA compiles with
+# its own toolkit.
 
 import os
 import re
@@ -23,8 +24,9 @@ class KvpolicyConan(ConanFile):
 
     def set_version(self):
         text = load(self, os.path.join(self.recipe_folder, "include", "kvpolicy", "version.hpp"))
-        self.version = ".".join(re.search(rf"^#define KVPOLICY_VERSION_{part} (\d+)$", text, re.MULTILINE).group(1)
-                                for part in ("MAJOR", "MINOR", "PATCH"))
+        parts = [re.search(rf"^#define KVPOLICY_VERSION_{part} (\d+)$", text, re.MULTILINE).group(1)
+                 for part in ("MAJOR", "MINOR", "PATCH")]
+        self.version = ".".join(parts)
 
     def validate(self):
         check_min_cppstd(self, 20)
@@ -39,7 +41,8 @@ class KvpolicyConan(ConanFile):
 
     def package(self):
         copy(self, "LICENSE", self.source_folder, os.path.join(self.package_folder, "licenses"))
-        copy(self, "*", os.path.join(self.source_folder, "include"), os.path.join(self.package_folder, "include"))
+        copy(self, "*", os.path.join(self.source_folder, "include"),
+             os.path.join(self.package_folder, "include"))
         copy(self, "nvcc.cmake", os.path.join(self.source_folder, "cmake"),
              os.path.join(self.package_folder, "share", "kvpolicy"))
         save(self, os.path.join(self.package_folder, self._nvcc_module),

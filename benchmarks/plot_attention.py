@@ -25,7 +25,8 @@ def load(path):
     except (OSError, ValueError, KeyError) as error:
         sys.exit(f"plot_attention: {path} is no report of tools/gpu with attention in it ({error})")
     ours = {row["name"]: row for row in operation["rows"] if row.get("median_ms")}
-    baselines = {row["name"]: row for row in (operation.get("baseline") or {}).get("rows", []) if row.get("median_ms")}
+    baselines = {row["name"]: row
+                 for row in (operation.get("baseline") or {}).get("rows", []) if row.get("median_ms")}
     return report, ours, baselines
 
 
@@ -55,7 +56,8 @@ def time_plot(plt, ours, baselines, caption, path):
             draw_line(axes, series(baselines, f"FlexAttention {word} {{}}"), "FlexAttention", FLEX, "s-")
             draw_line(axes, series(baselines, f"cuDNN dense {word} {{}}"), "cuDNN, dense", DENSE, "^-")
         if title == "forward":
-            draw_line(axes, series(baselines, "FlexAttention block mask {}"), "FlexAttention's block mask", FLEX, "s:")
+            draw_line(axes, series(baselines, "FlexAttention block mask {}"), "FlexAttention's block mask",
+                      FLEX, "s:")
         axes.set(title=title, xlabel="tokens", ylabel="ms", xscale="log", yscale="log")
         shown = [(name, length) for name, length in LENGTHS.items() if length in axes.lines[0].get_xdata()]
         axes.set_xticks([length for _, length in shown], [name for name, _ in shown])
@@ -79,7 +81,8 @@ def density_plot(plt, ours, baselines, caption, path):
               label="kvpolicy, gates open at random")
     if "forward/32k" in ours:
         row = ours["forward/32k"]
-        axes.plot([100 * row["live_pairs"] / causal], [row["tflops"]], "D", color=OURS, label="kvpolicy, budget 4096")
+        axes.plot([100 * row["live_pairs"] / causal], [row["tflops"]], "D", color=OURS,
+                  label="kvpolicy, budget 4096")
     for name, color in (("FlexAttention", FLEX), ("cuDNN dense", DENSE)):
         row = baselines.get(f"{name} forward 32k")
         if row:  # it computes all causal pairs, whatever is alive
@@ -93,21 +96,22 @@ def density_plot(plt, ours, baselines, caption, path):
     finish(figure, caption, path)
 
 
-def roofline_plot(plt, ours, card, caption, path):
+def roofline_plot(plt, ours, gpu, caption, path):
     rows = [row for row in ours.values() if row.get("tensor_bytes") and row.get("flops")]
     if not rows:
         return
     figure, axes = plt.subplots(figsize=(6.5, 4.4))
-    name, tbytes = next(((name, tbytes) for name, tbytes in PEAK_TBYTES.items() if name in card), (None, None))
+    name, tbytes = next(((name, tbytes) for name, tbytes in PEAK_TBYTES.items() if name in gpu),
+                        (None, None))
     if name:
         axes.plot([10, PEAK_TFLOPS / tbytes, 1e6], [10 * tbytes, PEAK_TFLOPS, PEAK_TFLOPS], color=LIMIT,
                   label=f"{name}: {PEAK_TFLOPS:g} TF/s, {tbytes:g} TB/s")
-    for word, marker in (("forward + backward", "s"), ("forward", "o"), ("soft gates", "P"), ("future mass", "^"),
-                         ("causal lse", "v")):
+    for word, marker in (("forward + backward", "s"), ("forward", "o"), ("soft gates", "P"),
+                         ("future mass", "^"), ("causal lse", "v")):
         of = [row for row in rows if row["name"].split("/")[0] == word]
         if of:
-            axes.plot([row["flops"] / row["tensor_bytes"] for row in of], [row["tflops"] for row in of], marker, ls="",
-                      label=word)
+            axes.plot([row["flops"] / row["tensor_bytes"] for row in of], [row["tflops"] for row in of],
+                      marker, ls="", label=word)
     axes.set(xlabel="FLOP per byte of the call's tensors", ylabel="TF/s over visible pairs",
              xscale="log", yscale="log", ylim=(10, 1500))
     axes.grid(alpha=0.3, which="both")
@@ -123,7 +127,8 @@ def finish(figure, caption, path):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("report")
     parser.add_argument("folder")
     arguments = parser.parse_args()
@@ -131,16 +136,17 @@ def main():
     try:
         import matplotlib
     except ImportError:
-        sys.exit("plot_attention: needs matplotlib: pip install matplotlib, or apt install python3-matplotlib")
+        sys.exit("plot_attention: needs matplotlib: pip install matplotlib, "
+                 "or apt install python3-matplotlib")
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    card = (report.get("card") or "an unknown GPU").split(",")[0]
-    caption = f"{card}, bf16, 32 query and 8 KV heads, head_dim 128, cold caches"
+    gpu = (report.get("card") or "an unknown GPU").split(",")[0]
+    caption = f"{gpu}, bf16, 32 query and 8 KV heads, head_dim 128, cold caches"
     os.makedirs(arguments.folder, exist_ok=True)
     time_plot(plt, ours, baselines, caption, os.path.join(arguments.folder, "attention-time.png"))
     density_plot(plt, ours, baselines, caption, os.path.join(arguments.folder, "attention-density.png"))
-    roofline_plot(plt, ours, card, caption, os.path.join(arguments.folder, "attention-roofline.png"))
+    roofline_plot(plt, ours, gpu, caption, os.path.join(arguments.folder, "attention-roofline.png"))
 
 
 if __name__ == "__main__":

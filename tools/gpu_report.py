@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""The summary of a tools/gpu run: gpu_report.py RAW REPORT reads what the stages wrote into the folder RAW, writes the file
-REPORT (JSON) and prints a short table."""
+"""The summary of a tools/gpu run: gpu_report.py RAW REPORT reads what the stages wrote into the folder RAW,
+writes the file REPORT (JSON) and prints a short table."""
 import csv
 import fnmatch
 import glob
@@ -41,8 +41,8 @@ def tests(folder, name):
     for case in cases:
         text = case.findtext("system-out") or ""
         closing = [line.strip() for line in text.splitlines() if line.startswith("[doctest] ")]
-        rows.append({"name": case.get("name"), "result": case.get("status"), "seconds": float(case.get("time") or 0),
-                     "closing": closing[-3:]})
+        rows.append({"name": case.get("name"), "result": case.get("status"),
+                     "seconds": float(case.get("time") or 0), "closing": closing[-3:]})
     return rows
 
 
@@ -54,10 +54,11 @@ def launches_in(folder, name):
 def kernels_of_library():
     """The names behind __global__ in the library's headers."""
     include = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "include")
+    bounds = r"(?:__launch_bounds__\((?:[^()]|\([^()]*\))*\)\s*)?"
     names = set()
     for path in glob.glob(os.path.join(include, "**", "*.cuh"), recursive=True):
         with open(path) as file:
-            names.update(re.findall(r"__global__\s+void\s+(?:__launch_bounds__\((?:[^()]|\([^()]*\))*\)\s*)?(\w+)\s*\(", file.read()))
+            names.update(re.findall(r"__global__\s+void\s+" + bounds + r"(\w+)\s*\(", file.read()))
     return names
 
 
@@ -90,8 +91,8 @@ def targets(folder, operation):
 
 
 def limit_ms(target, row, baseline_ms, rates):
-    """A target in milliseconds, None where it is unknown. "3.4x" is relative to the baseline, "0.7 of NAME" a share of the rate
-    of the benchmark of that name."""
+    """A target in milliseconds, None where it is unknown. "3.4x" is relative to the baseline, "0.7 of NAME" a
+    share of the rate of the benchmark of that name."""
     if " of " in target:
         share, other = target.split(" of ", 1)
         if other not in rates or not row.get("tflops"):
@@ -104,15 +105,17 @@ def limit_ms(target, row, baseline_ms, rates):
 
 def benchmark_rows(bench, table, baselines):
     """Every benchmark with its target, whether it is met, and the ratios to its baselines."""
-    rates = {row["name"].split("/iterations")[0]: row["tflops"] for row in bench["benchmarks"] if row.get("tflops")}
+    rates = {row["name"].split("/iterations")[0]: row["tflops"]
+             for row in bench["benchmarks"] if row.get("tflops")}
     for row in bench["benchmarks"]:
         name = row["name"].split("/iterations")[0]
         entry = {"name": name}
         if row.get("error_occurred"):
             entry["error"] = row.get("error_message")
         # Counters of the benchmark's own are at the top level of Google Benchmark's rows, among these.
-        known = {"name", "run_name", "run_type", "repetitions", "repetition_index", "threads", "iterations", "real_time",
-                 "cpu_time", "time_unit", "family_index", "per_family_instance_index", "error_occurred", "error_message"}
+        known = {"name", "run_name", "run_type", "repetitions", "repetition_index", "threads", "iterations",
+                 "real_time", "cpu_time", "time_unit", "family_index", "per_family_instance_index",
+                 "error_occurred", "error_message"}
         entry.update({key: value for key, value in row.items() if key not in known})
         for pattern, passes, stretch, names in table:
             if not fnmatch.fnmatchcase(name, pattern) or "median_ms" not in entry:
@@ -137,7 +140,8 @@ def benchmark_rows(bench, table, baselines):
 
 
 def print_row(entry):
-    text = f"{entry['median_ms']:10.4f} ms  {entry['name']}" if "median_ms" in entry else f"{'':10}     {entry['name']}"
+    time_ms = f"{entry['median_ms']:10.4f} ms" if "median_ms" in entry else f"{'':10}   "
+    text = f"{time_ms}  {entry['name']}"
     if "met" in entry:
         text += f"  target {entry['pass']}, stretch {entry['stretch']}: met {entry['met']}"
     if "share_of_rate" in entry:
@@ -149,8 +153,9 @@ def print_row(entry):
 
 def operation_report(folder, operation):
     bench, baseline = load(folder, f"bench-{operation}.json"), baselines_of(folder, operation)
-    report = {"context": {key: value for key, value in (bench or {}).get("context", {}).items() if key in
-                          ("card", "caches")}, "rows": [], "baseline": baseline, "profile": profile(folder, operation)}
+    context = {key: value for key, value in (bench or {}).get("context", {}).items()
+               if key in ("card", "caches")}
+    report = {"context": context, "rows": [], "baseline": baseline, "profile": profile(folder, operation)}
     rows = (baseline or {}).get("rows", [])
     if bench:
         table = list(targets(folder, operation))
@@ -164,7 +169,8 @@ def operation_report(folder, operation):
     for launch in report["profile"]:
         time_key = next((key for key in launch if key.startswith("gpu__time_duration")), None)
         if time_key:
-            print(f"    {launch[time_key]:12.2f} {time_key.split('[')[-1].rstrip(']')}  {launch['kernel']}  {launch['grid']}")
+            unit = time_key.split("[")[-1].rstrip("]")
+            print(f"    {launch[time_key]:12.2f} {unit}  {launch['kernel']}  {launch['grid']}")
     return report
 
 
@@ -198,7 +204,8 @@ def main():
                for row in launches_in(folder, os.path.basename(path))}
     if reached:
         report["kernels_not_sanitized"] = sorted(kernels_of_library() - reached)
-        print("not reached by the sanitizers' selection: " + (", ".join(report["kernels_not_sanitized"]) or "no kernel"))
+        missed = ", ".join(report["kernels_not_sanitized"]) or "no kernel"
+        print(f"not reached by the sanitizers' selection: {missed}")
     for stage, result in report["stages"].items():
         print(f"{result:>10}  {stage}")
     with open(target, "w") as file:

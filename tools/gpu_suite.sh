@@ -1,31 +1,40 @@
 # shellcheck shell=bash disable=SC2034,SC2154
-# What tools/gpu runs for each operation; sourced by it. An operation is a folder of tests/gpu, and by its name alone has
+# The table of the runs of tools/gpu, which sources it. An operation is a folder of tests/gpu, and by its name
+# alone has
 #
-#   tests/gpu/<operation>/**.cu            its tests: target kvpolicy_tests_gpu_<operation>, ctest names gpu.<operation>.*
+#   tests/gpu/<operation>/**.cu            its tests: target kvpolicy_tests_gpu_<operation>, ctest names
+#                                          gpu.<operation>.*
 #   benchmarks/<operation>.cu              its benchmark, if it has one
-#   benchmarks/baselines/<operation>.py    what users have today, timed beside it: takes --quick and --out FILE, writes
-#                                          {"rows": [{"name": ..., "median_ms": ..., ...}, ...]}
+#   benchmarks/baselines/<operation>.py    the PyTorch or Triton baseline, timed beside it: takes --quick and
+#                                          --out FILE, writes {"rows": [{"name": ..., "median_ms": ..., ...},
+#                                          ...]}
 #
 # and here, all optional:
 #
-#   profiled[<operation>]   a regular expression: the benchmarks whose kernels are profiled. With KVPOLICY_BENCH_PROFILE in
-#                           its environment a benchmark makes each call once and times nothing.
-#   sanitized[<operation>]  a line for each run of a program: PROGRAM | TOOLS | test cases, as doctest takes them. All cases together
-#                           reach every kernel of the operation, at sizes for tools that slow a kernel down a hundred times.
-#                           The report names the library's kernels that the run's selection did not reach.
-#   baselines[<operation>]  a line for each run of the baseline: arguments | seconds it has. Without any, one run of 110 s
-#   compiled[<operation>]   arguments with which the baseline compiles, beside the build, what its runs time later
-#   targets[<operation>]    a line for each: a shell pattern of benchmark names | pass | stretch | baseline rows, separated
-#                           by commas. Targets are milliseconds, or how many times faster than the first baseline: 3.4x, or what
-#                           share of another benchmark's rate (tflops) its own is to be: 0.7 of forward/16k.
+#   profiled[<operation>]   a regular expression: the benchmarks whose kernels are profiled. With
+#                           KVPOLICY_BENCH_PROFILE in its environment a benchmark makes each call once and
+#                           times none.
+#   sanitized[<operation>]  a line per run of a program: PROGRAM | TOOLS | test cases, as doctest takes them.
+#                           All cases together reach every kernel of the operation, at sizes for tools that
+#                           slow a kernel down a hundred times. The report names the library's kernels that
+#                           the run's selection did not reach.
+#   baselines[<operation>]  a line per run of the baseline: arguments | its seconds. Without any, one run of
+#                           110 s.
+#   compiled[<operation>]   arguments with which the baseline compiles, beside the build, the kernels that its
+#                           runs time later
+#   targets[<operation>]    a line per target: a shell pattern of benchmark names | pass | stretch | baseline
+#                           rows, separated by commas. A target is milliseconds, or a multiple of the first
+#                           baseline's speed (3.4x), or a share of another benchmark's rate in tflops
+#                           (0.7 of forward/16k).
 
 all_checks="memcheck synccheck initcheck racecheck"
 
-# Operations of whose kernels some have one lane arrive at a barrier for its warp, which racecheck does not follow: it runs a build
-# of its own of their programs (KVPOLICY_RACECHECK, include/kvpolicy/cuda/primitives/async.cuh).
+# Operations of whose kernels some have one lane arrive at a barrier for its warp, which racecheck does not
+# follow: it runs a build of its own of their programs (KVPOLICY_RACECHECK,
+# include/kvpolicy/cuda/primitives/async.cuh).
 one_lane_arrives="attention caches scorers"
 
-# ---- masks -----------------------------------------------------------------------------------------------------------
+# ---- masks ---------------------------------------------------------------------------------------
 
 profiled[masks]='mask/.*/(random|random, decay|jump)/'
 sanitized[masks]="
@@ -39,13 +48,13 @@ mask/16k x 1024/random* | 1.3 | 0.8  | 16k x 1024
 mask/1M x 8/random*     | 1.3 | 0.9  | 1M x 8
 "
 
-# ---- metrics ---------------------------------------------------------------------------------------------------------
+# ---- metrics -------------------------------------------------------------------------------------
 
 sanitized[metrics]="
 gpu.metrics.metrics | $all_checks | *
 "
 
-# ---- attention -------------------------------------------------------------------------------------------------------
+# ---- attention -----------------------------------------------------------------------------------
 
 profiled[attention]='(forward|forward . backward|future mass|causal lse)/16k/'
 sanitized[attention]="
@@ -57,7 +66,8 @@ gpu.attention.small       | $all_checks | portable forward*,plain forward*
 gpu.attention.small       | $all_checks | hopper backward*
 gpu.attention.small       | $all_checks | portable backward*,plain backward*
 "
-# cuDNN needs no compiler; FlexAttention needs about ten kernels, those of its backward pass half a minute each.
+# cuDNN needs no compiler; FlexAttention needs about ten kernels, those of its backward pass
+# half a minute each.
 compiled[attention]='--compile --only flex mass'
 baselines[attention]="
 --only flex  | 150
@@ -70,14 +80,18 @@ forward/32k              | 4.8  | 3.5  | FlexAttention forward 32k, cuDNN dense 
 forward/64k              | 10   | 7.2  | FlexAttention forward 64k, cuDNN dense forward 64k
 forward/128k             | 21   | 14.8 | FlexAttention forward 128k, cuDNN dense forward 128k
 forward/200k, gates 25%  | 3.4x | 3.9x | cuDNN dense forward 200k
-forward + backward/16k   | 9    | 6.5  | FlexAttention forward + backward 16k, cuDNN dense forward + backward 16k
-forward + backward/32k   | 20   | 14.5 | FlexAttention forward + backward 32k, cuDNN dense forward + backward 32k
+forward + backward/16k   | 9    | 6.5  |
+    FlexAttention forward + backward 16k, cuDNN dense forward + backward 16k
+forward + backward/32k   | 20   | 14.5 |
+    FlexAttention forward + backward 32k, cuDNN dense forward + backward 32k
 forward/16k, d 64        | 0.7 of forward/16k  | 0.7 of forward/16k  |
 forward/8 x 4k           | 0.85 of forward/16k | 0.85 of forward/16k | cuDNN dense forward 8 x 4k
 forward/32 x 2k          | 0.85 of forward/16k | 0.85 of forward/16k | cuDNN dense forward 32 x 2k
 forward + backward/16k, d 64 | 0.7 of forward + backward/16k  | 0.7 of forward + backward/16k  |
-forward + backward/8 x 4k    | 0.85 of forward + backward/16k | 0.85 of forward + backward/16k | cuDNN dense forward + backward 8 x 4k
-forward + backward/32 x 2k   | 0.85 of forward + backward/16k | 0.85 of forward + backward/16k | cuDNN dense forward + backward 32 x 2k
+forward + backward/8 x 4k    | 0.85 of forward + backward/16k | 0.85 of forward + backward/16k |
+    cuDNN dense forward + backward 8 x 4k
+forward + backward/32 x 2k   | 0.85 of forward + backward/16k | 0.85 of forward + backward/16k |
+    cuDNN dense forward + backward 32 x 2k
 soft gates/16k           | 0.741x | 0.87x | cuDNN dense forward + backward 16k
 future mass/16k          | 2.1  | 1.7  | FlexAttention future mass 16k
 future mass/32k          | 8.2  | 6.8  | FlexAttention future mass 32k
@@ -86,10 +100,10 @@ future mass/8 x 4k       | 0.85 of future mass/16k | 0.85 of future mass/16k |
 future mass/32 x 2k      | 0.85 of future mass/16k | 0.85 of future mass/16k |
 "
 
-# ---- caches ----------------------------------------------------------------------------------------------------------
+# ---- caches --------------------------------------------------------------------------------------
 
-# Steps ask for the rows that may stay before they know which, so initcheck reports rows that nobody wrote. racecheck does not follow who writes and who reads
-# an mLSTM's gates (docs/testing.md).
+# Steps ask for the rows that may stay before they know which, so initcheck reports rows that nobody wrote.
+# racecheck does not follow who writes and who reads an mLSTM's gates (docs/testing.md).
 profiled[caches]='step(, mLSTM)?/4096 x (1|8)/'
 sanitized[caches]="
 gpu.caches.policies | $all_checks | few calls
@@ -122,26 +136,33 @@ step/4096 x 32        | 0.192 | 0.185 | cuDNN attention alone 4096 x 32
 step, mLSTM/4096 x 1  | 0.016 | 0.014 | cuDNN attention alone 4096 x 1
 step, mLSTM/4096 x 8  | 0.057 | 0.054 | cuDNN attention alone 4096 x 8
 step, mLSTM/4096 x 32 | 0.202 | 0.195 | cuDNN attention alone 4096 x 32
-ragged DualCache, 25% of 128k x 16* | 3.4x | 3.7x | cuDNN attention alone 131072 x 16, FlashAttention attention alone 131072 x 16
+ragged DualCache, 25% of 128k x 16* | 3.4x | 3.7x |
+    cuDNN attention alone 131072 x 16, FlashAttention attention alone 131072 x 16
 "
 
-# ---- scorers ---------------------------------------------------------------------------------------------------------
+# ---- scorers -------------------------------------------------------------------------------------
 
 # initcheck does not see all that cuBLASLt's kernels write.
 profiled[scorers]='(mlstm|mlstm without projections|mlp|convolution)/16k x 8/'
 sanitized[scorers]="
 gpu.scorers.mlp         | $all_checks | linear*,write gates,a captured step*
-gpu.scorers.conv        | $all_checks | dropout*,tiles of the Hopper kernel: ragged*,a small card*
+gpu.scorers.conv        | $all_checks | dropout*,tiles of the Hopper kernel: ragged*,a small GPU*
 gpu.scorers.predictor   | memcheck synccheck racecheck | ragged*
 gpu.scorers.mlstm_bf16  | $all_checks | odd*,states*
 "
 targets[scorers]="
-mlstm without projections/16k x 8/forward                                  | 0.25 | 0.18 | mlstm_kernels 16k x 8 forward
-mlstm without projections/16k x 8/forward + backward                       | 0.8  | 0.6  | mlstm_kernels 16k x 8 forward + backward
-mlstm without projections/16k x 8/forward + backward, states kept          | 0.8  | 0.6  | mlstm_kernels 16k x 8 forward + backward
-mlstm without projections/batch 8, 16k x 8/forward                         | 0.9  | 0.7  | mlstm_kernels batch 8/16k x 8 forward
-mlstm without projections/batch 8, 16k x 8/forward + backward              | 2.8  | 2.2  | mlstm_kernels batch 8/16k x 8 forward + backward
-mlstm without projections/batch 8, 16k x 8/forward + backward, states kept | 2.8  | 2.2  | mlstm_kernels batch 8/16k x 8 forward + backward
+mlstm without projections/16k x 8/forward                                  | 0.25 | 0.18 |
+    mlstm_kernels 16k x 8 forward
+mlstm without projections/16k x 8/forward + backward                       | 0.8  | 0.6  |
+    mlstm_kernels 16k x 8 forward + backward
+mlstm without projections/16k x 8/forward + backward, states kept          | 0.8  | 0.6  |
+    mlstm_kernels 16k x 8 forward + backward
+mlstm without projections/batch 8, 16k x 8/forward                         | 0.9  | 0.7  |
+    mlstm_kernels batch 8/16k x 8 forward
+mlstm without projections/batch 8, 16k x 8/forward + backward              | 2.8  | 2.2  |
+    mlstm_kernels batch 8/16k x 8 forward + backward
+mlstm without projections/batch 8, 16k x 8/forward + backward, states kept | 2.8  | 2.2  |
+    mlstm_kernels batch 8/16k x 8 forward + backward
 "
 # Triton compiles for most of a minute, beside the build.
 compiled[scorers]='--compile'
@@ -149,7 +170,7 @@ baselines[scorers]="
 | 100
 "
 
-# ---- losses ----------------------------------------------------------------------------------------------------------
+# ---- losses --------------------------------------------------------------------------------------
 
 profiled[losses]='(boundary/16k x 8, all queries|step/16k x 8, mlp)/'
 sanitized[losses]="
@@ -163,7 +184,7 @@ step/16k x 8, mlstm                     | 4.5 | 4 |
 step/16k x 8, mlstm, scores beside ranks | 4.5 | 4 |
 "
 
-# ---- train -----------------------------------------------------------------------------------------------------------
+# ---- train ---------------------------------------------------------------------------------------
 
 # AdamW of the examples. train_scorer's own test needs the examples, which are not built here.
 sanitized[train]="

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""Writes examples/llama/unicode_ranges.hpp from Python's own Unicode tables: the letters and the numbers that the
-GPT-2 pre-tokenizer's \\p{L} and \\p{N} stand for. Run it again only for a newer Unicode."""
+"""Writes examples/llama/unicode_ranges.hpp from Python's own Unicode tables: the letters and the numbers that
+the GPT-2 pre-tokenizer's \\p{L} and \\p{N} stand for. Run it again only for a newer Unicode."""
 import pathlib
 import sys
 import unicodedata

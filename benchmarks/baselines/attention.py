@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
-"""What a PyTorch user does for the calls of benchmarks/attention.cu: FlexAttention, compiled, with a mask_mod that reads
-lifetimes (and the time to make its block mask), and dense causal attention by cuDNN. Tensors and lifetimes are those of the
-C++ benchmark, bit for bit.
+"""What a PyTorch user does for the calls of benchmarks/attention.cu: FlexAttention, compiled, with a mask_mod
+that reads lifetimes (and the time to make its block mask), and dense causal attention by cuDNN. Tensors and
+lifetimes are those of the C++ benchmark, bit for bit.
 
-Caches are cold: 256 MB are written before every timed call. "extra_bytes" is the peak of memory beyond inputs and results.
-Prints one JSON object; --out writes it to a file too, and --check compares FlexAttention's numbers with a plain formula.
+Caches are cold: 256 MB are written before every timed call. "extra_bytes" is the peak of memory beyond inputs
+and results. Prints one JSON object; --out writes it to a file too, and --check compares FlexAttention's
+numbers with a plain formula.
 """
 import argparse
 import json
@@ -29,9 +30,11 @@ QUERY_HEADS = HEADS * GROUP
 # One compilation a shape and mask: each is a function of its own.
 torch._dynamo.config.cache_size_limit = 256
 flex = torch.compile(flex_attention, dynamic=False)
-# Inductor makes of the block mask's argsort, for up to 512 blocks, and of its sums over 128 x 128 pairs Triton kernels that keep a
-# whole row in registers, and Triton then compiles for minutes (pytorch/pytorch#182060). Without them the sort is ATen's.
-block_mask_of = torch.compile(create_block_mask, dynamic=False, options={"triton.persistent_reductions": False})
+# Inductor makes of the block mask's argsort, for up to 512 blocks, and of its sums over 128 x 128 pairs
+# Triton kernels that keep a whole row in registers, and Triton then compiles for minutes
+# (pytorch/pytorch#182060). Without them the sort is ATen's.
+block_mask_of = torch.compile(create_block_mask, dynamic=False,
+                              options={"triton.persistent_reductions": False})
 
 
 def hashed(first, count):
@@ -109,7 +112,8 @@ class Timer:
         try:
             median, extra = self.ms(call, 0.1 if self.quick else 0.5)
             entry = {"name": name, "median_ms": median, "extra_bytes": extra, **more}
-        except Exception as error:  # one baseline that this version of PyTorch cannot run does not cost the others
+        # A baseline that this version of PyTorch cannot run does not stop the others.
+        except Exception as error:
             entry = {"name": name, "median_ms": None, "error": f"{type(error).__name__}: {str(error)[:200]}"}
         self.rows.append(entry)
         print(f"[{time.monotonic() - self.begin:.0f} s] {json.dumps(entry)}", file=sys.stderr, flush=True)
@@ -170,11 +174,13 @@ def time_flex_backward(timer, name, batch, length, dim):
     gradient = tensor(batch, QUERY_HEADS, length, dim, 4)
     inputs = [x.requires_grad_() for x in (q, k, v)]
     timer.row(f"FlexAttention forward + backward {name}",
-              forward_and_backward(lambda: flex(*inputs, block_mask=block, enable_gqa=True), inputs, gradient))
+              forward_and_backward(lambda: flex(*inputs, block_mask=block, enable_gqa=True),
+                                   inputs, gradient))
 
 
 def mass_by_flex(q, k, lse, block):
-    """KVpop, D.2: keys take the part of queries, -lse that of a bias; the log-sum-exp is the log of the mass."""
+    """KVpop, D.2: keys take the part of queries, -lse that of a bias; the log-sum-exp is the
+    log of the mass."""
     def bias(score, b, h, t, d):
         return score - lse[b, h, d]
     keys = k.repeat_interleave(GROUP, dim=1)
@@ -200,13 +206,14 @@ def check():
     q = tensor(1, QUERY_HEADS, length, dim, 1)
     k, v = (tensor(1, HEADS, length, dim, seed) for seed in (2, 3))
     expiry = gate_lifetimes(length, 2.0)
-    expiry = torch.where(torch.arange(length, device="cuda") % 3 == 0, expiry, torch.minimum(expiry, torch.arange(
-        length, device="cuda", dtype=torch.int32) + 40)).to(torch.int32)
+    shorter = torch.minimum(expiry, torch.arange(length, device="cuda", dtype=torch.int32) + 40)
+    expiry = torch.where(torch.arange(length, device="cuda") % 3 == 0, expiry, shorter).to(torch.int32)
     block = block_mask_of(lifetime_mask(expiry), None, QUERY_HEADS, length, length, device="cuda")
     got = flex(q, k, v, block_mask=block, enable_gqa=True).float()
     at = torch.arange(length, device="cuda")
     seen = (at[None, None, :] <= at[None, :, None]) & (at[None, :, None] < expiry[:, None, :])
-    logits = (q.double().unflatten(1, (HEADS, GROUP)) @ k.double()[:, :, None].transpose(-1, -2)) / math.sqrt(dim)
+    logits = q.double().unflatten(1, (HEADS, GROUP)) @ k.double()[:, :, None].transpose(-1, -2)
+    logits = logits / math.sqrt(dim)
     weights = logits.masked_fill(~seen[None, :, None], -math.inf).softmax(-1)
     wanted = (weights @ v.double()[:, :, None]).flatten(1, 2)
     if (got - wanted).norm() / wanted.norm() > 8e-3:
@@ -219,7 +226,8 @@ def main():
     parser.add_argument("--quick", action="store_true", help="fewer repetitions")
     parser.add_argument("--check", action="store_true", help="check the baselines themselves, nothing else")
     parser.add_argument("--compile", action="store_true",
-                        help="call everything once, so that later runs find it in the compilers' caches on disk")
+                        help="call everything once, so that later runs find it in the compilers' "
+                             "caches on disk")
     parser.add_argument("--only", nargs="+", default=GROUPS, choices=GROUPS, help="groups of baselines")
     arguments = parser.parse_args()
     if arguments.check:
@@ -231,7 +239,8 @@ def main():
         try:
             group(timer, *shape)
         except Exception as error:
-            print(f"{group.__name__} {shape[0]}: {type(error).__name__}: {str(error)[:200]}", file=sys.stderr, flush=True)
+            print(f"{group.__name__} {shape[0]}: {type(error).__name__}: {str(error)[:200]}", file=sys.stderr,
+                  flush=True)
         torch.cuda.empty_cache()
 
     sizes = (("16k", 1 << 14), ("32k", 1 << 15), ("64k", 1 << 16), ("128k", 1 << 17))

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""What a PyTorch user does for the decode steps of benchmarks/caches.cu: attention alone, by cuDNN, of one query over B cached
-keys. Nobody appends, scores or evicts in it.
+"""What a PyTorch user does for the decode steps of benchmarks/caches.cu: attention alone, by cuDNN, of one
+query over B cached keys. Nobody appends, scores or evicts in it.
 
-A call goes through layers of several times the L2 cache in turn, as one graph; median_ms is the time of one layer. Prints
-one JSON object; --out writes it to a file too.
+A call goes through layers of several times the L2 cache in turn, as one graph; median_ms is the time of one
+layer. Prints one JSON object; --out writes it to a file too.
 """
 import argparse
 import json
@@ -20,7 +20,8 @@ def time_decode(batch, length, backend, repetitions):
     kv_bytes = 2 * batch * HEADS * length * DIM * 2
     layers = int(min(36, max(4 if kv_bytes < 1e9 else 1, 400e6 / kv_bytes)))  # one of 8 GB is cold by itself
     q = torch.randn(batch, HEADS * GROUP, 1, DIM, device="cuda", dtype=torch.bfloat16)
-    keys = [torch.randn(2, batch, HEADS, length, DIM, device="cuda", dtype=torch.bfloat16) for _ in range(layers)]
+    keys = [torch.randn(2, batch, HEADS, length, DIM, device="cuda", dtype=torch.bfloat16)
+            for _ in range(layers)]
 
     def all_layers():
         with sdpa_kernel(backend):
@@ -51,7 +52,8 @@ def main():
     parser.add_argument("--quick", action="store_true", help="fewer repetitions")
     arguments = parser.parse_args()
     rows = []
-    for name, backend in (("cuDNN", SDPBackend.CUDNN_ATTENTION), ("FlashAttention", SDPBackend.FLASH_ATTENTION)):
+    for name, backend in (("cuDNN", SDPBackend.CUDNN_ATTENTION),
+                          ("FlashAttention", SDPBackend.FLASH_ATTENTION)):
         sizes = [(length, batch) for length in (4096, 2048) for batch in (1, 8, 32)]
         # Beside the ragged caches of benchmarks/ragged.cuh: 8.6 GB of keys and values.
         for length, batch in [*sizes, (131072, 16)]:
@@ -63,8 +65,8 @@ def main():
                 entry |= {"median_ms": None, "error": f"{type(error).__name__}: {str(error)[:200]}"}
             rows.append(entry)
             torch.cuda.empty_cache()
-            text = json.dumps({"card": torch.cuda.get_device_name(), "torch": torch.__version__, "caches": "cold",
-                               "rows": rows}, indent=1)
+            text = json.dumps({"card": torch.cuda.get_device_name(), "torch": torch.__version__,
+                               "caches": "cold", "rows": rows}, indent=1)
             if arguments.out:
                 with open(arguments.out, "w") as file:
                     file.write(text + "\n")

@@ -1,9 +1,11 @@
 #!/usr/bin/env python3
-"""What a PyTorch user does for the masks of benchmarks/masks.cu: a stable sort for ranks, then the paper's Fenwick tree
-(KVpop, algorithm 2) in Triton, one program a head, then expiries by a binary search over the cutoffs.
+"""What a PyTorch user does for the masks of benchmarks/masks.cu: a stable sort for ranks, then the
+paper's Fenwick tree (KVpop, algorithm 2) in Triton, one program per head, then expiries by a binary search
+over the cutoffs.
 
-The scores are those of the C++ benchmark, bit for bit. Caches are cold: 256 MB are written before every timed call. Prints
-one JSON object; --out writes it to a file too, and --check compares cutoffs and expiries of a small case with plain loops.
+The scores are those of the C++ benchmark, bit for bit. Caches are cold: 256 MB are written before every timed
+call. Prints one JSON object; --out writes it to a file too, and --check compares cutoffs and expiries of a
+small case with plain loops.
 """
 import argparse
 import json
@@ -77,7 +79,8 @@ def cutoffs_of(rank, sinks, window, budget):
     tree = torch.zeros(heads, length + 1, device=rank.device, dtype=torch.int32)
     cutoff = torch.empty_like(rank)
     levels = length.bit_length()
-    fenwick[(heads,)](rank, tree, cutoff, length, sinks, window, budget, 1 << (levels - 1), levels, num_warps=1)
+    fenwick[(heads,)](rank, tree, cutoff, length, sinks, window, budget, 1 << (levels - 1), levels,
+                      num_warps=1)
     return cutoff
 
 
@@ -85,7 +88,8 @@ def expiry_of(rank, cutoff, sinks, window):
     heads, length = rank.shape
     never = 2147483647
     t = torch.arange(length, device=rank.device, dtype=torch.int32)
-    # Cutoffs only fall: the first query whose cutoff is better than the rank, but not before the key leaves the window.
+    # Cutoffs only fall: the first query whose cutoff is better than the rank, but not before the key
+    # leaves the window.
     first = torch.searchsorted(-cutoff, -rank, right=True).to(torch.int32)
     first = torch.maximum(first, t + window)
     first = torch.where(first >= length, never, first)
@@ -146,7 +150,8 @@ def main():
     check()
     result = {"card": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__,
               "caches": "cold", "rows": []}
-    for name, heads, length in (("16k x 8", 8, 1 << 14), ("16k x 1024", 1024, 1 << 14), ("1M x 8", 8, 1 << 20)):
+    for name, heads, length in (("16k x 8", 8, 1 << 14), ("16k x 1024", 1024, 1 << 14),
+                                ("1M x 8", 8, 1 << 20)):
         scores = scores_of(heads, length)
         many = 5 if arguments.quick else 15
         if length > 1 << 16:

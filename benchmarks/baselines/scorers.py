@@ -1,14 +1,16 @@
 #!/usr/bin/env python3
-"""What a PyTorch user does for an mLSTM without its projections (benchmarks/scorers.cu): mlstm_kernels, NX-AI's own Triton kernels, over
-queries, keys, values and gates that are there: 8 heads, 16k tokens, 128 features and values, forward, and forward with backward to all of
-them.
+"""What a PyTorch user does for an mLSTM without its projections (benchmarks/scorers.cu): mlstm_kernels,
+NX-AI's own Triton kernels, over queries, keys, values and gates that are there: 8 heads, 16k tokens, 128
+features and values, forward, and forward with backward to all of them.
 
-KVPOLICY_MLSTM_KERNELS may name a folder that the package is in (and einops, which it imports); otherwise it is imported as installed. Where that
-fails, rows have no median_ms, and say why. Of the package's chunkwise kernels, chunk sizes and types of gates the fastest counts; "with"
-names it, "all" has the others. Each runs in a process of its own, since a compiler that dies takes its process along.
+KVPOLICY_MLSTM_KERNELS may name a folder that the package is in (and einops, which it imports); otherwise it
+is imported as installed. Where that fails, rows have no median_ms, and say why. Of the package's chunkwise
+kernels, chunk sizes and types of gates the fastest counts; "with" names it, "all" has the others. Each runs
+in a process of its own, since a compiler that dies takes its process along.
 
-Caches are cold: 256 MB are written before every timed call. A call is a CUDA graph where it can be captured, so that the time of Python is not
-in it; median_ms_without_graph is the call as a user makes it. Prints one JSON object; --out writes it to a file too.
+Caches are cold: 256 MB are written before every timed call. A call is a CUDA graph where it can be captured,
+so that the time of Python is not in it; median_ms_without_graph is the call as a user makes it. Prints one
+JSON object; --out writes it to a file too.
 """
 import argparse
 import json
@@ -18,8 +20,10 @@ import subprocess
 import sys
 
 HEADS, LENGTH, DIM = 8, 16384, 128
-# Kernel, chunk, type of the gates. (Compiling triton_xl_chunk for gates in bf16, Triton died of an assertion in LLVM.)
-WAYS = [("triton_limit_chunk", 64, "float32"), ("triton_xl_chunk", 128, "float32"), ("triton_xl_chunk", 256, "float32")]
+# Kernel, chunk, type of the gates. (Compiling triton_xl_chunk for gates in bf16, Triton died of an
+# assertion in LLVM.)
+WAYS = [("triton_limit_chunk", 64, "float32"), ("triton_xl_chunk", 128, "float32"),
+        ("triton_xl_chunk", 256, "float32")]
 SIZES = [("16k x 8", 1), ("batch 8/16k x 8", 8)]
 
 
@@ -39,7 +43,8 @@ def kernels():
         return registry, getattr(mlstm_kernels, "__version__", "unknown"), None
     except Exception as error:
         where = f"in {path}" if path else "as an installed package (KVPOLICY_MLSTM_KERNELS names none)"
-        return {}, None, f"not measured: mlstm_kernels could not be imported {where}: {type(error).__name__}: {error}"
+        why = f"{type(error).__name__}: {error}"
+        return {}, None, f"not measured: mlstm_kernels could not be imported {where}: {why}"
 
 
 def time_ms(torch, call, repetitions):
@@ -106,17 +111,19 @@ def run_way(number, repetitions):
     for size, batch in SIZES:
         for what, both in (("forward", False), ("forward + backward", True)):
             try:
-                by_graph, direct = measure(torch, registry[WAYS[number][0]], WAYS[number], batch, both, repetitions)
-                found = {"median_ms": by_graph if by_graph is not None else direct, "median_ms_without_graph": direct,
-                         "graph": by_graph is not None}
-            except Exception as error:  # one that this card or version cannot run does not cost the others
+                by_graph, direct = measure(torch, registry[WAYS[number][0]], WAYS[number], batch, both,
+                                           repetitions)
+                found = {"median_ms": by_graph if by_graph is not None else direct,
+                         "median_ms_without_graph": direct, "graph": by_graph is not None}
+            except Exception as error:  # a row that this GPU or version cannot run
                 found = {"error": f"{type(error).__name__}: {str(error)[:200]}"}
             print(json.dumps({"row": f"mlstm_kernels {size} {what}"} | found), flush=True)
             torch.cuda.empty_cache()
 
 
 def start_way(number, repetitions):
-    return subprocess.Popen([sys.executable, __file__, "--way", str(number), "--repetitions", str(repetitions)],
+    return subprocess.Popen([sys.executable, __file__, "--way", str(number),
+                             "--repetitions", str(repetitions)],
                             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
@@ -140,7 +147,8 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", help="also write the JSON here")
     parser.add_argument("--quick", action="store_true", help="fewer repetitions")
-    parser.add_argument("--compile", action="store_true", help="compile what other runs time, all ways at once")
+    parser.add_argument("--compile", action="store_true",
+                        help="compile what other runs time, all ways at once")
     parser.add_argument("--way", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--repetitions", type=int, default=30, help=argparse.SUPPRESS)
     arguments = parser.parse_args()

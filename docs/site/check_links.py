@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""check_links.py FOLDER: every link and picture of the built site leads somewhere, anchors included. Nothing is fetched."""
+"""check_links.py FOLDER: every link and picture of the built site leads somewhere, anchors included.
+Nothing is fetched."""
 
 import html.parser
 import pathlib
@@ -24,7 +25,8 @@ class Page(html.parser.HTMLParser):
 def main(folder):
     folder = pathlib.Path(folder).resolve()
     # A missing page is served from any address, so that its links begin at the root.
-    pages = {path: Page(path.read_text(encoding="utf-8")) for path in sorted(folder.rglob("*.html")) if path.name != "404.html"}
+    pages = {path: Page(path.read_text(encoding="utf-8"))
+             for path in sorted(folder.rglob("*.html")) if path.name != "404.html"}
     faults = []
     for path, page in pages.items():
         for link in page.links:
@@ -41,7 +43,8 @@ def main(folder):
                 continue  # Doxygen 1.9 offers a list of private classes, which it then leaves out
             elif anchor and target in pages and anchor not in pages[target].anchors:
                 faults.append(f"{path.relative_to(folder)}: {link} has no such anchor")
-    print("\n".join(faults[:50]) or f"{len(pages)} pages, {sum(len(page.links) for page in pages.values())} links: all lead somewhere")
+    links = sum(len(page.links) for page in pages.values())
+    print("\n".join(faults[:50]) or f"{len(pages)} pages, {links} links: all lead somewhere")
     return 1 if faults else 0
 
 

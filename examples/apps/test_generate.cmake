@@ -1,9 +1,13 @@
-# cmake -D GENERATE=<program> [-D TRAIN_SCORER=<program> -D TEXT=<file> -D FOLDER=<folder>] -P test_generate.cmake
-# What generate writes with every policy, and the sentence that every bad flag gets.
+# cmake -D GENERATE=<program> [-D TRAIN_SCORER=<program> -D TEXT=<file> -D FOLDER=<folder>]
+#       -P test_generate.cmake
+# The text that generate writes with every policy, and the sentence that it prints for every bad flag.
 
 cmake_minimum_required(VERSION 3.25)
 
-set(prompt "Call me Ishmael. Some years ago, never mind how long precisely, having little or no money in my purse, and nothing particular to interest me on shore, I thought I would sail about a little and see the watery part of the world. ")
+# A backslash at the end of a line continues the string.
+set(prompt "Call me Ishmael. Some years ago, never mind how long precisely, having little or no money in my \
+purse, and nothing particular to interest me on shore, I thought I would sail about a little and see the \
+watery part of the world. ")
 
 # generate(<text variable> <rows variable> <argument>...): the text, and the rows a head held in the end.
 function(generate text rows)
@@ -23,15 +27,16 @@ function(generate text rows)
 endfunction()
 
 function(expect condition)
-    cmake_language(EVAL CODE "if(NOT (${condition}))\n message(FATAL_ERROR \"not so: ${condition}\")\nendif()")
+    cmake_language(EVAL CODE
+        "if(NOT (${condition}))\n message(FATAL_ERROR \"not so: ${condition}\")\nendif()")
 endfunction()
 
 # A policy whose limits do not bind writes what the full cache writes.
 generate(full full_rows --policy dense)
 expect("${full_rows} EQUAL ${seen}")
 expect("${seen} GREATER 256")
-foreach(arguments IN ITEMS "streaming;--budget;4096" "keynorm;--budget;4096" "random;--budget;4096" "stride;--density;1"
-        "gated;--density;1" "capped;--density;1;--budget;4096")
+foreach(arguments IN ITEMS "streaming;--budget;4096" "keynorm;--budget;4096" "random;--budget;4096"
+        "stride;--density;1" "gated;--density;1" "capped;--density;1;--budget;4096")
     generate(text rows --policy ${arguments})
     if(NOT text STREQUAL full)
         message(FATAL_ERROR "${arguments}: writes \"${text}\", where a full cache writes \"${full}\"")
@@ -67,7 +72,8 @@ endif()
 generate(text rows --policy capped --budget 96 --density 1)
 expect("${rows} EQUAL 96")
 
-# Sinks, window, and the fraction of the rest that was asked for: exact by position, about that by the prompt's norms.
+# Sinks, window, and the fraction of the rest that was asked for: exact by position, about that by
+# the prompt's norms.
 generate(text rows --policy stride --density 0.25 --sinks 4 --window 64)
 math(EXPR least "68 + (${seen} - 68) / 4 - 1")
 math(EXPR most "68 + (${seen} - 68) / 4 + 1")
@@ -91,7 +97,8 @@ function(refused sentence)
         RESULT_VARIABLE result OUTPUT_VARIABLE output ERROR_VARIABLE error)
     list(JOIN ARGN " " arguments)
     if(NOT result EQUAL 1 OR NOT error STREQUAL "generate: ${sentence}\n" OR NOT output STREQUAL "")
-        message(FATAL_ERROR "generate ${arguments}: exits with ${result} and says\n  ${error}instead of\n  generate: ${sentence}")
+        message(FATAL_ERROR "generate ${arguments}: exits with ${result} and says\n  ${error}"
+            "instead of\n  generate: ${sentence}")
     endif()
 endfunction()
 
@@ -103,14 +110,16 @@ refused("\"--bugdet\": is no option; see generate --help" --bugdet 5 x)
 refused("\"jumps\": is a second prompt; put quotes around a prompt of several words" fox jumps)
 refused("the prompt is empty; see generate --help")
 foreach(number IN ITEMS "0" "-1" "many" "12k" "1e3" "+5" "99999999999")
-    refused("--budget: \"${number}\" is not allowed; it must be a number from 1 to 2147483647" --budget "${number}" x)
+    refused("--budget: \"${number}\" is not allowed; it must be a number from 1 to 2147483647"
+        --budget "${number}" x)
 endforeach()
 refused("--window: \"0\" is not allowed; it must be a number from 1 to 2147483647" --window 0 x)
 refused("--sinks: \"-1\" is not allowed; it must be a number from 0 to 2147483647" --sinks -1 x)
 refused("--tokens: \"0\" is not allowed; it must be a number from 1 to 2147483647" --tokens 0 x)
 refused("--threads: \"5000\" is not allowed; it must be a number from 0 to 4096" --threads 5000 x)
 foreach(number IN ITEMS "nan" "-0.5" "hot")
-    refused("--temperature: \"${number}\" is not allowed; it must be a number 0 or more" --temperature ${number} x)
+    refused("--temperature: \"${number}\" is not allowed; it must be a number 0 or more"
+        --temperature ${number} x)
 endforeach()
 refused("--temperature: \"inf\" is not allowed; it must be a number 0 or more" --temperature inf x)
 refused("--density: \"1.5\" is not allowed; it must be a number from 0 to 1" --policy gated --density 1.5 x)
@@ -120,7 +129,8 @@ refused("--density: the policy streaming does not use it; these do: stride, gate
 refused("--budget: the policy dense does not use it; these do: streaming, keynorm, kvpop, random, capped"
     --policy dense --budget 9 x)
 refused("--scorers: the policy keynorm does not use it; these do: kvpop" --policy keynorm --scorers file x)
-refused("--scorers: is missing; the policy kvpop needs a file of trained scorers (docs/training.md)" --policy kvpop x)
+refused("--scorers: is missing; the policy kvpop needs a file of trained scorers (docs/training.md)"
+    --policy kvpop x)
 foreach(option IN ITEMS rows weights)
     refused("--${option}: \"fp16\" is not allowed; it must be fp32 or bf16" --${option} fp16 x)
 endforeach()
@@ -129,7 +139,8 @@ refused("--weights: is for --backend cuda; the host computes in fp32" --weights 
 refused("--gamma: the policy random does not use it; these do: keynorm" --policy random --gamma 0.9 x)
 refused("budget: 4 is not allowed; it must be more than the sinks, 4" --budget 4 x)
 foreach(policy IN ITEMS keynorm random capped)
-    refused("total budget: 67 is not allowed; it must be at least sinks + window = 68" --policy ${policy} --budget 67 x)
+    refused("total budget: 67 is not allowed; it must be at least sinks + window = 68" --policy ${policy}
+        --budget 67 x)
 endforeach()
 refused("--tokens: 2147483647 is not allowed; with the 1 of the prompt it must be 2147483647 at most"
     --tokens 2147483647 x)

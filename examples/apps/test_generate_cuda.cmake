@@ -1,10 +1,11 @@
 # cmake -D GENERATE=<program> -P test_generate_cuda.cmake
-# What generate writes on a GPU is what it writes on the host, and what a GPU does not have is refused. tests/gpu/llama has
-# longer texts, and knows what a near-tie is.
+# What generate writes on a GPU is what it writes on the host, and what a GPU does not have is refused.
+# tests/gpu/llama has longer texts, and knows what a near-tie is.
 
 cmake_minimum_required(VERSION 3.25)
 
-set(prompt "NAME\n    strcpy, stpcpy, strcat - copy or catenate a string\n\nSYNOPSIS\n    #include <string.h>\n\n")
+set(prompt
+    "NAME\n    strcpy, stpcpy, strcat - copy or catenate a string\n\nSYNOPSIS\n    #include <string.h>\n\n")
 
 function(generate text)
     execute_process(COMMAND ${GENERATE} --temperature 0 --tokens 48 --rows fp32 ${ARGN} -- ${prompt}
@@ -19,19 +20,22 @@ function(generate text)
     set(${text} "${output}" PARENT_SCOPE)
 endfunction()
 
-foreach(arguments IN ITEMS "dense" "streaming;--budget;96" "keynorm;--budget;96;--gamma;0.99" "random;--budget;96"
-        "capped;--budget;96")
-    generate(on_card --backend cuda --policy ${arguments})
+foreach(arguments IN ITEMS "dense" "streaming;--budget;96" "keynorm;--budget;96;--gamma;0.99"
+        "random;--budget;96" "capped;--budget;96")
+    generate(on_gpu --backend cuda --policy ${arguments})
     generate(on_host --policy ${arguments})
-    if(NOT on_card STREQUAL on_host)
-        message(FATAL_ERROR "${arguments}: a card writes \"${on_card}\", where the host writes \"${on_host}\"")
+    if(NOT on_gpu STREQUAL on_host)
+        message(FATAL_ERROR
+            "${arguments}: a GPU writes \"${on_gpu}\", where the host writes \"${on_host}\"")
     endif()
 endforeach()
 
 foreach(policy IN ITEMS stride gated)
-    execute_process(COMMAND ${GENERATE} --backend cuda --policy ${policy} x RESULT_VARIABLE result ERROR_VARIABLE error)
-    if(NOT result EQUAL 1 OR NOT error STREQUAL "generate: --backend: cuda is not allowed with the policy ${policy}; \
-these run on a card: dense, streaming, keynorm, kvpop, random, capped\n")
-        message(FATAL_ERROR "generate --backend cuda --policy ${policy}: exits with ${result} and says ${error}")
+    execute_process(COMMAND ${GENERATE} --backend cuda --policy ${policy} x
+        RESULT_VARIABLE result ERROR_VARIABLE error)
+    if(NOT result EQUAL 1 OR NOT error STREQUAL "generate: --backend: cuda is not allowed with the \
+policy ${policy}; these run on a GPU: dense, streaming, keynorm, kvpop, random, capped\n")
+        message(FATAL_ERROR
+            "generate --backend cuda --policy ${policy}: exits with ${result} and says ${error}")
     endif()
 endforeach()

@@ -4,11 +4,13 @@
 cmake_minimum_required(VERSION 3.25)
 
 function(refused sentence)
-    execute_process(COMMAND ${EVALUATE} ${ARGN} RESULT_VARIABLE result OUTPUT_VARIABLE output ERROR_VARIABLE error)
+    execute_process(COMMAND ${EVALUATE} ${ARGN}
+        RESULT_VARIABLE result OUTPUT_VARIABLE output ERROR_VARIABLE error)
     string(FIND "${error}" "evaluate: ${sentence}" place)
     if(NOT result EQUAL 1 OR NOT place EQUAL 0 OR NOT output STREQUAL "")
         list(JOIN ARGN " " arguments)
-        message(FATAL_ERROR "evaluate ${arguments}: exits with ${result} and says\n  ${error}instead of\n  evaluate: ${sentence}")
+        message(FATAL_ERROR "evaluate ${arguments}: exits with ${result} and says\n  ${error}"
+            "instead of\n  evaluate: ${sentence}")
     endif()
 endfunction()
 
@@ -20,4 +22,5 @@ refused("--scorers: ${SCORERS}/kvpop-mlp.safetensors is taken by none of --polic
     --policies dense,kvpop --scorers ${SCORERS}/kvpop-mlp.safetensors --scorers ${SCORERS}/kvpop.safetensors)
 refused("--scorers: two policies would be called kvpop; rename a file"
     --scorers ${SCORERS}/kvpop.safetensors --scorers ${SCORERS}/kvpop.safetensors)
-refused("window: 64 is not allowed; these scorers read keys after 128 tokens" --scorers ${SCORERS}/kvpop-recent-128.safetensors)
+refused("window: 64 is not allowed; these scorers read keys after 128 tokens"
+    --scorers ${SCORERS}/kvpop-recent-128.safetensors)

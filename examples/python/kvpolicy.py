@@ -1,16 +1,19 @@
-"""kvpolicy from Python, by ctypes: masks, targets and the boundary loss (kvpolicy_c.cpp) for tensors in host memory.
+"""kvpolicy from Python, by ctypes: masks, targets and the boundary loss (kvpolicy_c.cpp) for tensors in
+host memory.
 
-    g++ -std=c++20 -O2 -shared -fPIC -fvisibility=hidden -I include examples/python/kvpolicy_c.cpp -pthread -o libkvpolicy_c.so
+    g++ -std=c++20 -O2 -shared -fPIC -fvisibility=hidden -pthread -I include \\
+        examples/python/kvpolicy_c.cpp -o libkvpolicy_c.so
     python3 examples/python/train.py ./libkvpolicy_c.so
 
-A tensor is whatever has a data_ptr(), as PyTorch's on the CPU have, or a buffer, as NumPy's arrays and array.array have: fp32
-(expiries int32, gradients of log gamma fp64), contiguous; buffers writable and not empty, inputs too. Nothing is copied.
+A tensor is whatever has a data_ptr(), as PyTorch's on the CPU have, or a buffer, as NumPy's arrays and
+array.array have: fp32 (expiries int32, gradients of log gamma fp64), contiguous; buffers writable and not
+empty, inputs too. Nothing is copied.
 """
 
 import collections
 import ctypes
 
-Rule = collections.namedtuple("Rule", "sinks window budget")  # rows a head: their sum
+Rule = collections.namedtuple("Rule", "sinks window budget")  # KV entries per head: their sum
 
 _INT, _TENSOR = ctypes.c_int32, ctypes.c_void_p
 _ARGUMENTS = {
@@ -29,7 +32,8 @@ def _pointer(name, tensor, numbers, letter="f"):
         return None
     if hasattr(tensor, "data_ptr"):
         if tensor.device.type != "cpu" or not tensor.is_contiguous():
-            raise ValueError(f"{name}: on {tensor.device.type}, or with gaps, is not allowed; it must be contiguous, on the CPU")
+            raise ValueError(f"{name}: on {tensor.device.type}, or with gaps, is not allowed; "
+                             "it must be contiguous, on the CPU")
         address, has, kind = tensor.data_ptr(), tensor.numel(), str(tensor.dtype).removeprefix("torch.")
     else:
         view = memoryview(tensor)
@@ -38,12 +42,14 @@ def _pointer(name, tensor, numbers, letter="f"):
         has, kind = view.nbytes // view.itemsize, _TYPES.get(view.format.lstrip("@=<"), view.format)
         address = ctypes.addressof(ctypes.c_char.from_buffer(tensor))
     if has != numbers or kind != _TYPES[letter]:
-        raise ValueError(f"{name}: {has} numbers of {kind} is not allowed; it must be {numbers} of {_TYPES[letter]}")
+        raise ValueError(f"{name}: {has} numbers of {kind} is not allowed; "
+                         f"it must be {numbers} of {_TYPES[letter]}")
     return address
 
 
 class Library:
-    """The functions of libkvpolicy_c.so. Shapes are (batch, heads, length), and with (..., dim) for q and k."""
+    """The functions of libkvpolicy_c.so. Shapes are (batch, heads, length), and
+    (..., dim) for q and k."""
 
     def __init__(self, path):
         self._functions = ctypes.CDLL(path)
@@ -56,32 +62,35 @@ class Library:
             raise ValueError(self._functions.kvp_error().decode())
 
     def build_mask(self, scores, shape, rule, expiry, log_gamma=None):
-        """expiry <- what the policy makes of scores: query q sees key t where t <= q < expiry[t]. log_gamma [heads]."""
+        """expiry <- what the policy makes of scores: query q sees key t where t <= q < expiry[t].
+        log_gamma [heads]."""
         batch, heads, length = shape
         count = batch * heads * length
         self._call("kvp_build_mask", _pointer("scores", scores, count), *shape, *rule,
                    _pointer("log_gamma", log_gamma, heads), _pointer("expiry", expiry, count, "i"))
 
     def future_mass(self, q, k, shape, query_heads, dim, window, target, beta=1.0):
-        """target <- the logarithm of the attention that each key gets once it has left the window. q has query_heads heads."""
+        """target <- the logarithm of the attention that each key gets once it has left the window. q has
+        query_heads heads."""
         batch, heads, length = shape
         self._call("kvp_future_mass", _pointer("q", q, batch * query_heads * length * dim),
-                   _pointer("k", k, batch * heads * length * dim), batch, query_heads, heads, length, dim, window, beta,
-                   _pointer("target", target, batch * heads * length))
+                   _pointer("k", k, batch * heads * length * dim), batch, query_heads, heads, length, dim,
+                   window, beta, _pointer("target", target, batch * heads * length))
 
     def boundary_loss(self, scores, target, shape, rule, d_scores, log_gamma=None, d_log_gamma=None):
         """The loss; d_scores <- its gradient, and d_log_gamma [heads] (fp64) where it is given."""
         batch, heads, length = shape
         count = batch * heads * length
         value = ctypes.c_double()
-        self._call("kvp_boundary_loss", _pointer("scores", scores, count), _pointer("target", target, count), *shape,
-                   *rule, _pointer("log_gamma", log_gamma, heads), ctypes.addressof(value),
+        self._call("kvp_boundary_loss", _pointer("scores", scores, count), _pointer("target", target, count),
+                   *shape, *rule, _pointer("log_gamma", log_gamma, heads), ctypes.addressof(value),
                    _pointer("d_scores", d_scores, count), _pointer("d_log_gamma", d_log_gamma, heads, "d"))
         return value.value
 
 
 def boundary_loss_of(library, rule):
-    """The boundary loss for PyTorch's autograd: loss(scores, target), both [batch, heads, length] fp32 on the CPU."""
+    """The boundary loss for PyTorch's autograd: loss(scores, target), both [batch, heads, length]
+    fp32 on the CPU."""
     import torch
 
     class BoundaryLoss(torch.autograd.Function):

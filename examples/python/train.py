@@ -1,8 +1,10 @@
 #!/usr/bin/env python3
-"""Train a scorer that Python computes, by the library's target and boundary loss; then the mask that it leads to.
+"""Train a scorer that Python computes, by the library's target and boundary loss; then the mask
+that it leads to.
 
-The scorer here is a weighted sum of a key's numbers, and its gradient is two lines, so nothing but Python is needed. With PyTorch it
-is a module of yours, and kvpolicy.boundary_loss_of(library, rule)(scores, target).backward() does the rest.
+The scorer here is a weighted sum of a key's numbers, and its gradient is two lines, so nothing but Python is
+needed. With PyTorch it is a module of yours, and kvpolicy.boundary_loss_of(library, rule)(scores,
+target).backward() does the rest.
 """
 
 import array

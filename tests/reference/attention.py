@@ -1,13 +1,15 @@
-"""Attention through a mask in float64, written from its definition: a query sees the keys that are born and not expired.
+"""Attention through a mask in float64, written from its definition: a query sees the keys that are born
+and not expired.
 
     seen(t)  =  pos(t) <= p  and  p < expiry[h][t],      p = start + i
     logit(t) =  cap(scale <q, k_t>) + (log_bias[h][t] where p - pos(t) >= bias_from[h], else 0)
-    out      =  softmax over the seen keys, times their values;  lse = log sum exp(logit)   (natural logarithm)
+    out      =  softmax over the seen keys, times their values
+    lse      =  log sum exp(logit), the natural logarithm
 
 A query that sees nothing gives 0 and -inf.
 
-Inputs are not stored but drawn, here and in the tests (draw() of scorers.py, streams 3 seed, 3 seed + 1 and 3 seed + 2 for
-q, k and v), as multiples of 1/64 within [-2, 2), which bf16, fp16 and fp32 hold exactly.
+Inputs are not stored but drawn, here and in the tests (draw() of scorers.py, streams 3 seed, 3 seed + 1 and 3
+seed + 2 for q, k and v), as multiples of 1/64 within [-2, 2), which bf16, fp16 and fp32 hold exactly.
 
 attention.kvpv (see vectors.py for the container)
     cases            int32 [cases, 10]    the columns of COLUMNS; one sequence each
@@ -85,7 +87,8 @@ def make():
         (1, 1, 100, 100, 256, 64, 0, 1, 0, 1.0, 0.0),
         (1, 16, 3, 40, 64, 64, 200, 1, 0, 0.125, 0.0),
     ]
-    arrays = {name: [] for name in ["cases", "levels", "bias_from", "expiry", "position", "log_bias", "out", "lse"]}
+    arrays = {name: []
+              for name in ["cases", "levels", "bias_from", "expiry", "position", "log_bias", "out", "lse"]}
     for seed, (*numbers, scale, softcap) in enumerate(sizes, start=1):
         case = dict(zip(COLUMNS, [seed, *numbers]))
         heads, rows = case["kv_heads"], case["rows"]
@@ -95,7 +98,8 @@ def make():
         position, expiry, log_bias = planes(random, case)
         bias_from = np.array([7, 0][:heads] + [0] * (2 - heads), np.int32)
         level = np.array([scale, softcap], np.float32)
-        out, lse = attention(q, k, v, position, expiry, log_bias, bias_from, case["start"], float(level[0]), float(level[1]))
+        out, lse = attention(q, k, v, position, expiry, log_bias, bias_from, case["start"], float(level[0]),
+                             float(level[1]))
         arrays["cases"].append([case[name] for name in COLUMNS])
         arrays["levels"].append(level)
         arrays["bias_from"].append(bias_from)

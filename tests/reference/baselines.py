@@ -1,37 +1,42 @@
-"""What people use today, in float64 and from the papers' formulas: H2O, TOVA and SnapKV on attention, DMS, random keys.
+"""What people use today, in float64 and from the papers' formulas: H2O, TOVA and SnapKV on attention,
+DMS, random keys.
 
-Observed policies. Per KV head a set of kept keys; a prompt comes in blocks [a, b), what is decoded in blocks of one. The
-queries of a block see the kept keys and the block's own up to themselves, and pay p_q,g(t) = softmax over what they see;
-mass_q(t) = mean (or max) over the group's query heads. After the block:
+Observed policies. Per KV head a set of kept keys; a prompt comes in blocks [a, b), what is decoded in blocks
+of one. The queries of a block see the kept keys and the block's own up to themselves, and pay p_q,g(t) =
+softmax over what they see; mass_q(t) = mean (or max) over the group's query heads. After the block:
 
-    H2O      score(t) += sum_{q in block} mass_q(t);       keep the r most recent keys and the B - r others with the largest
-             (Zhang et al., 2023: heavy hitters and recent keys, after every token)
-    TOVA     score(t) = mass of the block's last query, mean over all heads of the layer (or of the KV head alone); keep
-             the B largest, whatever their age (Oren et al., 2024)
-    SnapKV   score(t) = sum over the block's last w queries; pooled over neighbouring keys (mean, zeros beyond the ends, or
-             max) among the keys older than the w most recent; keep these w and the B - w largest. At the end of a
-             prompt's block only; what is decoded afterwards is kept (Li et al., 2024)
+    H2O      score(t) += sum_{q in block} mass_q(t). Keep the r most recent keys and the B - r others with
+             the largest scores (Zhang et al., 2023: heavy hitters and recent keys, after every token).
+    TOVA     score(t) = mass of the block's last query, mean over all heads of the layer (or of the KV head
+             alone). Keep the B largest, whatever their age (Oren et al., 2024).
+    SnapKV   score(t) = sum over the block's last w queries, pooled over neighboring keys (mean, zeros beyond
+             the ends, or max) among the keys older than the w most recent. Keep these w and the B - w
+             largest. At the end of a prompt's block only; keys decoded afterwards are kept (Li et al., 2024).
 
-Ties go to the older key. A key evicted after the block [a, b) has expiry b. Each case says its smallest margin: the least
-distance, relative to the larger number, between the worst key kept and the best key evicted of a choice, ties apart.
+Ties go to the older key. A key evicted after the block [a, b) has expiry b. Each case says its smallest
+margin: the least distance, relative to the larger number, between the worst key kept and the best key evicted
+of a choice, ties apart.
 
-DMS (Lancucki et al., 2025). alpha = sigmoid((z + noise) / tau) is the decision to evict, noise = log(u) - log(1 - u) or 0
-(Gumbel-sigmoid); the bias of a key that is out of the window is log(1 - alpha). Loss over keys: max(0, target - mean alpha),
-the paper's max(target L H T - sum alpha, 0) over L H T.
+DMS (Lancucki et al., 2025). alpha = sigmoid((z + noise) / tau) is the decision to evict, noise = log(u) -
+log(1 - u) or 0 (Gumbel-sigmoid); the bias of a key that is out of the window is log(1 - alpha). Loss over
+keys: max(0, target - mean alpha), the paper's max(target L H T - sum alpha, 0) over L H T.
 
-Random keys. score(t) = unit(seed, layer * 2^32 + head, query at which t leaves): splitmix64 at a place; top k of these.
+Random keys. score(t) = unit(seed, layer * 2^32 + head, query at which t leaves): splitmix64 at a
+place; top k of these.
 
 baselines.kvpv (see vectors.py for the container)
-    cases            int32 [cases, 15]    the columns of COLUMNS; q, k drawn as in attention.py, one sequence each
+    cases            int32 [cases, 15]    the columns of COLUMNS; q, k drawn as in attention.py, one sequence
+                                          each
     levels           float32 [cases, 2]   scale, softcap
     margins          float64 [cases]
     offsets, expiry  int32                [kv_heads, length] of case i, clamped to length
-    mass             float64              the same places: masses of dense attention from the last `window` queries (all for
-                                          H2O), head for head
+    mass             float64              the same places: masses of dense attention from the last `window`
+                                          queries (all for H2O), head for head
     sparse_mass      float64              of all queries through the expiry, head for head
     gates            float32 [n]          z;   gate_levels float32 [4] tau, target, scale; gate_seed int32
     gate_bias, gate_slope, loss_slope     float64 [2, n]: without and with noise, stream 3; loss float64 [2]
-    random_cases     int32 [cases, 6]     seed, layer, head, length, window, budget; random_offsets, random_expiry int32
+    random_cases     int32 [cases, 6]     seed, layer, head, length, window, budget; random_offsets,
+                                          random_expiry int32
 """
 
 import numpy as np
@@ -40,8 +45,8 @@ import attention
 import lifetimes
 
 KINDS = ["h2o", "tova", "snapkv"]
-COLUMNS = ["seed", "kind", "kv_heads", "group", "length", "dim", "budget", "window", "prompt", "chunk", "pool",
-           "pool_max", "group_max", "whole_layer", "flat"]
+COLUMNS = ["seed", "kind", "kv_heads", "group", "length", "dim", "budget", "window", "prompt", "chunk",
+           "pool", "pool_max", "group_max", "whole_layer", "flat"]
 WORD = (1 << 64) - 1
 
 
@@ -98,7 +103,8 @@ def observed(q, k, case, scale, softcap):
         for h in range(heads):
             for i in range(max(a, b - count), b):
                 seen = kept[h] + list(range(a, i + 1))
-                p = np.concatenate([weights(q[h * group + g][i : i + 1], k[h][seen], scale, softcap) for g in range(group)])
+                p = np.concatenate([weights(q[h * group + g][i : i + 1], k[h][seen], scale, softcap)
+                                    for g in range(group)])
                 mass[h, seen] += p.max(axis=0) if case["group_max"] else p.mean(axis=0)
         if case["whole_layer"]:
             mass[:] = mass.mean(axis=0)
@@ -127,7 +133,8 @@ def masses(q, k, expiry, scale, softcap, group_max, count):
     for h in range(heads):
         for i in range(max(0, length - count), length):
             seen = [t for t in range(i + 1) if i < expiry[h, t]]
-            p = np.concatenate([weights(q[h * group + g][i : i + 1], k[h][seen], scale, softcap) for g in range(group)])
+            p = np.concatenate([weights(q[h * group + g][i : i + 1], k[h][seen], scale, softcap)
+                                for g in range(group)])
             result[h, seen] += p.max(axis=0) if group_max else p.mean(axis=0)
     return result
 
@@ -164,12 +171,13 @@ def gates(random):
         active = 1.0 if missing > 0 else 0.0
         loss_slope.append(-active * float(scale) / len(z) * alpha * sigmoid(-y) / float(tau))
     return {"gates": z, "gate_levels": np.array([tau, target, scale, 0], np.float32),
-            "gate_seed": np.array([seed, stream], np.int32), "gate_bias": np.array(bias), "gate_slope": np.array(slope),
-            "loss": np.array(loss), "loss_slope": np.array(loss_slope)}
+            "gate_seed": np.array([seed, stream], np.int32), "gate_bias": np.array(bias),
+            "gate_slope": np.array(slope), "loss": np.array(loss), "loss_slope": np.array(loss_slope)}
 
 
 def random_keys():
-    cases = [(1, 0, 0, 60, 4, 9), (2, 3, 1, 60, 1, 5), (123456789, 7, 5, 90, 10, 30), (1, 0, 0, 12, 20, 3), (5, 1, 0, 40, 2, 0)]
+    cases = [(1, 0, 0, 60, 4, 9), (2, 3, 1, 60, 1, 5), (123456789, 7, 5, 90, 10, 30), (1, 0, 0, 12, 20, 3),
+             (5, 1, 0, 40, 2, 0)]
     offsets, expiry = [0], []
     for seed, layer, head, length, window, budget in cases:
         stream = (layer << 32) + head
@@ -184,7 +192,8 @@ def random_keys():
 def make():
     whole = 10**6
     sizes = [
-        # kind, kv_heads, group, length, dim, budget, window (r, or SnapKV's w), prompt, chunk, pool, max, group_max, layer, flat
+        # kind, kv_heads, group, length, dim, budget, window (r, or SnapKV's w), prompt, chunk, pool, max,
+        # group_max, layer, flat
         (0, 1, 1, 60, 16, 12, 6, 0, 0, 1, 0, 0, 0, 0),  # H2O in steps
         (0, 2, 3, 72, 64, 16, 8, 0, 0, 1, 0, 0, 0, 0),
         (0, 2, 4, 72, 64, 16, 8, 32, 0, 1, 0, 0, 0, 0),  # a prompt twice the budget, dense, then steps
@@ -225,7 +234,8 @@ def make():
         level = np.array([0.3, softcap], np.float32)
         # A seed whose decisions do not hang on rounding: the tests run in fp32 too.
         for case["seed"] in range(1000 * place, 1000 * place + 200):
-            q = attention.drawn(3 * case["seed"], (case["kv_heads"] * case["group"], case["length"], case["dim"]))
+            q = attention.drawn(3 * case["seed"],
+                                (case["kv_heads"] * case["group"], case["length"], case["dim"]))
             k = attention.drawn(3 * case["seed"] + 1, (case["kv_heads"], case["length"], case["dim"]))
             if case["flat"]:
                 k = np.broadcast_to(k[:, :1], k.shape)

@@ -1,8 +1,8 @@
 """A bounded cache, one KV head, stepped in the order of design, section 2, with nothing clever in it.
 
-At step q: (1) append (k_q, v_q); (2) a stateful scorer absorbs x_q (here scores are given instead); (3) the key
-u = q - w, if u >= s, leaves the window and with its score competes for the long-range places; (4) the G query heads
-attend to sinks, window and long-range keys. A key that loses at (3) is already invisible to q.
+At step q: (1) append (k_q, v_q); (2) a stateful scorer absorbs x_q (here scores are given instead); (3) the
+key u = q - w, if u >= s, leaves the window and with its score competes for the long-range places; (4) the G
+query heads attend to sinks, window and long-range keys. A key that loses at (3) is already invisible to q.
 """
 
 import numpy as np
@@ -13,8 +13,8 @@ from lifetimes import rank_value
 def attend(queries, keys, values, scale, softcap):
     """Attention of G queries [G, D] over rows [n, D], [n, Dv] in float64: (out[G, Dv], lse[G]).
 
-    logit = scale <q, k>, then softcap * tanh(logit / softcap) where softcap > 0. LSE is the natural log; with no row to
-    see the output is 0 and the LSE -inf.
+    logit = scale <q, k>, then softcap * tanh(logit / softcap) where softcap > 0. LSE is the natural log; with
+    no row to see the output is 0 and the LSE -inf.
     """
     queries, keys, values = (np.asarray(x, dtype=np.float64) for x in (queries, keys, values))
     if len(keys) == 0:
@@ -55,7 +55,8 @@ class NaiveCache:
         return attend(queries, keys, values, self.scale, self.softcap)
 
     def contest(self, u, q, score_of):
-        """u enters a free place, or the place of the worst key if strictly better (ties go to the older key), or goes.
+        """u enters a free place, or the place of the worst key if strictly better (ties go to the
+        older key), or goes.
 
         The worst key has the smallest rank value at q and among equals the largest position.
         """
@@ -82,8 +83,9 @@ class NaiveCache:
 
 
 def run(rules, scores, q, k, v, scale, softcap=0.0):
-    """Steps every KV head through a sequence. q[Hq, S, D], k[Hkv, S, D], v[Hkv, S, Dv], scores[Hkv, S]; query head i
-    reads KV head i // G. Returns out[Hq, S, Dv], lse[Hq, S] and retained[Hkv][S], the positions after each step."""
+    """Steps every KV head through a sequence. q[Hq, S, D], k[Hkv, S, D], v[Hkv, S, Dv], scores[Hkv, S];
+    query head i reads KV head i // G. Returns out[Hq, S, Dv], lse[Hq, S] and retained[Hkv][S], the positions
+    after each step."""
     heads, length = k.shape[0], k.shape[1]
     group = q.shape[0] // heads
     out = np.zeros((q.shape[0], length, v.shape[2]))

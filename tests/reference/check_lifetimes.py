@@ -1,9 +1,9 @@
 """Checks of lifetimes.py, cutoff.py, metrics.py and cache.py against a second, differently built brute force.
 
-Where lifetimes.py steps through queries with a sorted list of survivors, this file asks per key and counts: for n = 1
-a key is visible at q as long as fewer than k eligible keys beat it (no state, valid because the k best of a growing set
-with static priorities never re-admit); for n > 1 the loser of each contest is the key that every other beats.
-Priorities are rational numbers, rounded once.
+Where lifetimes.py steps through queries with a sorted list of survivors, this file asks per key and counts:
+for n = 1 a key is visible at q as long as fewer than k eligible keys beat it (no state, valid because the k
+best of a growing set with static priorities never re-admit); for n > 1 the loser of each contest is the key
+that every other beats. Priorities are rational numbers, rounded once.
 """
 
 import math
@@ -139,14 +139,16 @@ def check_one(scores, rule):
         assert np.array_equal(expiry, cutoff.expiry_from_cutoffs(scores, rule, competing)), (scores, rule)
         assert np.array_equal(cutoff.cutoffs(scores, rule)[1], cutoff.cutoffs(scores, rule, competing)[1])
 
-    # A query sees itself and its window; long-range keys are within the budget; nobody reads what is never scored.
+    # A query sees itself and its window; long-range keys are within the budget; nobody reads what
+    # is never scored.
     t = np.arange(length)
     for q in range(length):
         assert np.array_equal(visible[q], (t <= q) & (q < expiry))
         assert visible[q, max(0, q - rule.window + 1) : q + 1].all()
         kept = [u for u in range(q - rule.window + 1) if visible[q, u] and not rule.keeps(u)]
         assert len(kept) <= rule.places
-    poisoned = np.where(lifetimes.unread(length, rule), np.float32(1e30), np.asarray(scores, dtype=np.float32))
+    poisoned = np.where(lifetimes.unread(length, rule), np.float32(1e30),
+                        np.asarray(scores, dtype=np.float32))
     assert np.array_equal(expiry, lifetimes.lifetimes(poisoned, rule)), (scores, rule)
 
     # The past does not depend on the future: a prefix has the same mask.
@@ -161,10 +163,11 @@ def check_one(scores, rule):
 
 
 def check_cache(scores, rule, random):
-    """A cache holds what the mask says is visible, never more than s + w + k rows, and its outputs are those of dense
-    attention whose invisible logits are -inf. It asks for a score only where the key competes."""
+    """A cache holds what the mask says is visible, never more than s + w + k rows, and its outputs are those
+    of dense attention whose invisible logits are -inf. It asks for a score only where the key competes."""
     length, group, dim = len(scores), 2, 4
-    q, k, v = (random.standard_normal(shape) for shape in ((group, length, dim), (1, length, dim), (1, length, dim)))
+    q, k, v = (random.standard_normal(shape)
+               for shape in ((group, length, dim), (1, length, dim), (1, length, dim)))
     expiry = lifetimes.lifetimes(scores, rule)
     never_read = lifetimes.unread(length, rule)
     given = np.where(never_read, np.nan, np.asarray(scores, dtype=np.float64))[None]
@@ -176,7 +179,8 @@ def check_cache(scores, rule, random):
         weights = np.exp(logits)
         total = weights.sum(axis=2)
         assert np.allclose(lse, np.log(total), rtol=1e-12, atol=1e-12)
-        assert np.allclose(out, np.einsum("gqt,td->gqd", weights, v[0]) / total[:, :, None], rtol=1e-11, atol=1e-11)
+        assert np.allclose(out, np.einsum("gqt,td->gqd", weights, v[0]) / total[:, :, None], rtol=1e-11,
+                           atol=1e-11)
         for step in range(length):
             assert retained[0][step] == np.flatnonzero(metrics.visible(expiry, length)[step]).tolist()
             if rule.keep_every == 0:
@@ -198,16 +202,18 @@ def check_known_answers():
     assert expiry(sinks=2, window=3, budget=UNLIMITED) == [n] * 8
     assert expiry(sinks=2, window=3, gate="at_least") == [n] * 8  # 0 >= 0
     assert expiry(sinks=2, window=3, gate="above") == [n, n, 5, 6, 7, n, n, n]  # 0 > 0 is false
-    assert expiry(window=2, budget=1, log_gamma=-1.0) == [3, 4, 5, 6, 7, n, n, n]  # with decay the newest wins
+    # with decay the newest wins
+    assert expiry(window=2, budget=1, log_gamma=-1.0) == [3, 4, 5, 6, 7, n, n, n]
     assert expiry(window=8, budget=1) == [n] * 8
     assert expiry(window=1, budget=1, keep_every=3) == [n, n, 3, n, 5, 6, n, n]
     rising = [0.0, 1.0, 2.0, 3.0, 4.0]
     assert lifetimes.lifetimes(rising, Rule(window=1, budget=2)).tolist() == [3, 4, n, n, n]
     packed = lifetimes.packed_lifetimes(keys, Rule(sinks=1, window=2), [0, 3, 3, 8])
     assert packed.tolist() == [3, 3, 3, 8, 6, 7, 8, 8]
-    # n = 3, w = 1, k = 1, log gamma = -1: at q = 2 key 0 (age 2, no decay yet) ties with key 1 and wins; at q = 3 it
-    # has age 3 and loses to key 2; key 1, though now better than key 0, is gone for good.
-    assert lifetimes.lifetimes([0.0] * 4, Rule(budget=1, log_gamma=-1.0, decay_step=3)).tolist() == [3, 2, n, n]
+    # n = 3, w = 1, k = 1, log gamma = -1: at q = 2 key 0 (age 2, no decay yet) ties with key 1 and wins; at
+    # q = 3 it has age 3 and loses to key 2; key 1, though now better than key 0, is gone for good.
+    assert lifetimes.lifetimes([0.0] * 4,
+                               Rule(budget=1, log_gamma=-1.0, decay_step=3)).tolist() == [3, 2, n, n]
 
     # Cutoffs: INT32_MAX while fewer than k keys are eligible, -1 for k = 0.
     limit, boundary = cutoff.cutoffs(rising, Rule(window=1, budget=2))

@@ -1,15 +1,18 @@
-"""Scores of LTE's convolution in float64, written from LTE, 3.1.1 and appendix A: token by token, with nothing shared between
-tokens.
+"""Scores of LTE's convolution in float64, written from LTE, 3.1.1 and appendix A: token by token, with
+nothing shared between tokens.
 
-    y_l[t] = SiLU(b_l + sum over j = -1, 0, 1 of W_l[j] y_{l-1}[t + 2 j]),   y_0 = [k before RoPE; v],   r_t = readout . y_3[t] + bias
+    y_0    = [k before RoPE; v]
+    y_l[t] = SiLU(b_l + sum over j = -1, 0, 1 of W_l[j] y_{l-1}[t + 2 j])
+    r_t    = readout . y_3[t] + bias
 
-Six zeros stand before the first token of the raw input; y_1 and y_2 there are computed. Drawn as scorers.py draws.
+Six zeros stand before the first token of the raw input; y_1 and y_2 there are computed. Drawn as
+scorers.py draws.
 
 conv.kvpv (see vectors.py for the container)
     cases            int32 [cases, 9]     the columns of COLUMNS (layout: 0 none, 1 interleaved, 2 half-split)
     bases            float32 [cases]      of the RoPE
-    offsets, scores                       float64; scores[offsets[i] : offsets[i + 1]] is [heads, length] of case i, NaN where a
-                                          key never leaves its window of `delay`
+    offsets, scores                       float64; scores[offsets[i] : offsets[i + 1]] is [heads, length] of
+                                          case i, NaN where a key never leaves its window of `delay`
     cu_offsets, cu                        int32; packed segments of case i: none, or the edges 0 .. length
 """
 
@@ -81,7 +84,8 @@ def cases():
     all_cases = []
 
     def add(dim, heads, length, delay, layout=0, dims=0, biases=1, base=10000.0, cu=()):
-        all_cases.append(([*dim, heads, length, delay, layout, dims, biases, 700 + len(all_cases)], base, list(cu)))
+        all_cases.append(([*dim, heads, length, delay, layout, dims, biases, 700 + len(all_cases)], base,
+                          list(cu)))
 
     for layout in (0, 1, 2):
         add((16, 16), 2, 40, 13, layout)

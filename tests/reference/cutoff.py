@@ -1,7 +1,7 @@
 """The running cutoff rank for n = 1, by brute force (KVpop, C.1-C.2 and algorithm 2; design, section 2).
 
-The design's values where the paper contradicts itself: INT32_MAX while fewer than k keys are eligible (all of them are
-visible), and -1 for k = 0 (none is).
+The design's values where the paper contradicts itself: INT32_MAX while fewer than k keys are eligible (all of
+them are visible), and -1 for k = 0 (none is).
 """
 
 import numpy as np
@@ -19,7 +19,8 @@ def priorities(scores, rule):
 
 
 def ranks(scores, rule):
-    """rank(t): the place of t among all S tokens by priority, larger first, ties to the older; 0 is the best."""
+    """rank(t): the place of t among all S tokens by priority, larger first, ties to the older;
+    0 is the best."""
     priority = priorities(scores, rule)
     rank = np.empty(len(scores), dtype=np.int64)
     rank[sorted(range(len(scores)), key=lambda t: (-priority[t], t))] = np.arange(len(scores))
@@ -27,8 +28,8 @@ def ranks(scores, rule):
 
 
 def competing_ranks(scores, rule):
-    """The same order among the keys that compete within the sequence only (those in E(S - 1)), and INT32_MAX for the
-    others, whose scores are then not read. Visibility and boundary are the same as with ranks()."""
+    """The same order among the keys that compete within the sequence only (those in E(S - 1)), and INT32_MAX
+    for the others, whose scores are then not read. Visibility and boundary are the same as with ranks()."""
     rank = ranks(scores, rule)
     competing = sorted(eligible(scores, rule, len(scores) - 1), key=lambda t: rank[t])
     result = np.full(len(scores), NO_CUTOFF, dtype=np.int64)
@@ -39,8 +40,9 @@ def competing_ranks(scores, rule):
 def cutoffs(scores, rule, rank=None):
     """(cutoff[q], boundary[q]): the rank, and the position, of the k-th best key of E(q).
 
-    With fewer than k eligible keys the cutoff is INT32_MAX and with k = 0 it is -1; the position is -1 in both cases.
-    The position depends on the eligible keys alone, the rank also on the scores of keys that never compete.
+    With fewer than k eligible keys the cutoff is INT32_MAX and with k = 0 it is -1; the position is -1
+    in both cases. The position depends on the eligible keys alone, the rank also on the scores of keys
+    that never compete.
     """
     rank = ranks(scores, rule) if rank is None else rank
     cutoff = np.full(len(scores), NO_CUTOFF, dtype=np.int64)
@@ -56,7 +58,8 @@ def cutoffs(scores, rule, rank=None):
 
 
 def expiry_from_cutoffs(scores, rule, rank=None):
-    """The expiry that rank and cutoff imply (eq. 26): a long-range key is visible at q while rank(t) <= cutoff[q]."""
+    """The expiry that rank and cutoff imply (eq. 26): a long-range key is visible at q while rank(t)
+    <= cutoff[q]."""
     rank = ranks(scores, rule) if rank is None else rank
     cutoff, _ = cutoffs(scores, rule, rank)
     expiry = np.full(len(scores), NEVER, dtype=np.int64)

@@ -1,13 +1,17 @@
-"""Scores of WG-KV's write gate (WG-KV, 3.2) and SP-KV's utility predictor (SP-KV, 2.1 and listing 1) in float64. Raw
-logits: no sigmoid.
+"""Scores of WG-KV's write gate (WG-KV, 3.2) and SP-KV's utility predictor (SP-KV, 2.1 and listing 1) in
+float64. Raw logits: no sigmoid.
 
-    gate        r = w2 . GELU(W1 [RMSNorm(k before RoPE); RMSNorm(k after RoPE)] + b1) + b2, headwise, erf GELU, norms without gains
+    gate        r = w2 . GELU(W1 [RMSNorm(k before RoPE); RMSNorm(k after RoPE)] + b1) + b2, headwise, erf
+                GELU, norms without gains
     predictor   r_h = w2_h . SiLU(W1 x + b1) + b2_h of a hidden state x, one hidden layer for all heads
 
 inputs.kvpv (see vectors.py for the container)
-    cases            int32 [cases, 8]     the columns of COLUMNS (hidden_state: 1 for the predictor, 0 for the gate)
-    offsets, scores                       float64; scores[offsets[i] : offsets[i + 1]] is [heads, length] of case i
-    cu_offsets, cu                        int32; packed segments, in which positions begin again: none, or the edges 0 .. length
+    cases            int32 [cases, 8]     the columns of COLUMNS (hidden_state: 1 for the predictor, 0 for the
+                                          gate)
+    offsets, scores                       float64; scores[offsets[i] : offsets[i + 1]] is [heads, length] of
+                                          case i
+    cu_offsets, cu                        int32; packed segments, in which positions begin again: none, or the
+                                          edges 0 .. length
 """
 
 import numpy as np

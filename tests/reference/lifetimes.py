@@ -1,8 +1,8 @@
 """Lifetimes of keys, by brute force from the definitions (design, sections 1 and 2; KVpop, eq. 4, 5, 20, 26).
 
-For one KV head and one sequence of S tokens this answers, for every query q and key t <= q, "is t visible?", and from
-that the expiry of every key. It is slow and plain on purpose: it keeps no data structure but the visible set of the
-query before.
+For one KV head and one sequence of S tokens this answers, for every query q and key t <= q, "is t visible?",
+and from that the expiry of every key. It is slow and plain on purpose: it keeps no data structure but the
+visible set of the query before.
 
     visible(h, q, t)  <=>  t <= q  and  q < expiry[h][t]              (never = 2^31 - 1)
     expiry            =    max(sink, keep, window, min(gate, budget))
@@ -26,11 +26,11 @@ REBASE_LIMIT = 2**29  # static priorities are taken relative to a base that move
 class Rule:
     """The policy of one KV head.
 
-    sinks s, window w >= 1 and the long-range part: `gate` is "none", "at_least" (open where r >= tau) or "above" (open
-    where r > tau); `budget` is k, UNLIMITED for a gate without a cap or a full-attention head, and None where the
-    policy has no long-range part at all unless a gate is given (StreamingLLM). tau and log_gamma are fp32 values; tau
-    is a logit, as scores are. keep_every = m > 0 adds a keep part: keys t with t % m == 0 never leave and do not
-    compete.
+    sinks s, window w >= 1 and the long-range part: `gate` is "none", "at_least" (open where r >= tau) or
+    "above" (open where r > tau); `budget` is k, UNLIMITED for a gate without a cap or a full-attention head,
+    and None where the policy has no long-range part at all unless a gate is given (StreamingLLM). tau and
+    log_gamma are fp32 values; tau is a logit, as scores are. keep_every = m > 0 adds a keep part: keys t with
+    t % m == 0 never leave and do not compete.
     """
 
     sinks: int = 0
@@ -63,7 +63,8 @@ class Rule:
         return t < self.sinks or (self.keep_every > 0 and t % self.keep_every == 0)
 
     def opens(self, score):
-        """Whether the gate lets a key with this raw score in. Scores and tau are both fp32, so no rounding occurs."""
+        """Whether the gate lets a key with this raw score in. Scores and tau are both fp32, so no
+        rounding occurs."""
         score, tau = float(np.float32(score)), float(np.float32(self.tau))
         if self.gate == "at_least":
             return score >= tau
@@ -75,8 +76,8 @@ class Rule:
 def plus_product(r, factor, log_gamma):
     """r + factor * log_gamma with one rounding to float64, for fp32 r and log_gamma and an integer factor.
 
-    Below 2^29 the product of a 29-bit integer and a 24-bit significand is exact in float64 (design, section 2), so the
-    sum below rounds once. Beyond, rational arithmetic gives the same single rounding.
+    Below 2^29 the product of a 29-bit integer and a 24-bit significand is exact in float64 (design, section
+    2), so the sum below rounds once. Beyond, rational arithmetic gives the same single rounding.
     """
     r, log_gamma = float(np.float32(r)), float(np.float32(log_gamma))
     if abs(factor) < 2**29 or not np.isfinite(r):
@@ -108,15 +109,17 @@ def best(values, k):
 
 
 def eligible(scores, rule, q):
-    """E(q) = {t : s <= t <= q - w} (eq. 4), less the keys of the keep part; under a gate, its open keys only."""
+    """E(q) = {t : s <= t <= q - w} (eq. 4), less the keys of the keep part; under a gate, its
+    open keys only."""
     return [t for t in range(rule.sinks, q - rule.window + 1) if not rule.keeps(t) and rule.opens(scores[t])]
 
 
 def visible_matrix(scores, rule):
     """M[q, t] of eq. 26 as a bool matrix [S, S].
 
-    At q the k best keys among the survivors of q - 1 and the newcomer q - w stay: an evicted key stays evicted. For
-    n = 1 and one base this equals the k best of the whole of E(q) (which check_lifetimes.py verifies).
+    At q the k best keys among the survivors of q - 1 and the newcomer q - w stay: an evicted key stays
+    evicted. For n = 1 and one base this equals the k best of the whole of E(q) (which
+    check_lifetimes.py verifies).
     """
     length = len(scores)
     visible = np.zeros((length, length), dtype=bool)
@@ -150,8 +153,8 @@ def lifetimes(scores, rule):
 def packed_lifetimes(scores, rule, cu_seqlens):
     """expiry[S] of packed segments where everything starts anew at each edge.
 
-    Each segment is a sequence of its own: positions (so sinks, keep part, decay base) count from its first token, and
-    no key is visible past its segment's end, so its expiry is clamped to that end.
+    Each segment is a sequence of its own: positions (so sinks, keep part, decay base) count from its first
+    token, and no key is visible past its segment's end, so its expiry is clamped to that end.
     """
     scores = np.asarray(scores, dtype=np.float32)
     if cu_seqlens[0] != 0 or cu_seqlens[-1] != len(scores):
@@ -169,10 +172,11 @@ def clamped(expiry, length):
 
 
 def unread(length, rule):
-    """True for keys whose score nothing may read: they never leave the window within the sequence, or never leave at
-    all (sinks, keep part). Without a gate and a budget, every key's."""
+    """True for keys whose score nothing may read: they never leave the window within the sequence, or never
+    leave at all (sinks, keep part). Without a gate and a budget, every key's."""
     ranked = rule.gate != "none" or rule.budget is not None
-    return np.array([not ranked or rule.keeps(t) or t + rule.window >= length for t in range(length)], dtype=bool)
+    return np.array([not ranked or rule.keeps(t) or t + rule.window >= length for t in range(length)],
+                    dtype=bool)
 
 
 if __name__ == "__main__":

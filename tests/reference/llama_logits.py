@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
-"""A Llama's logits in NumPy, written from the architecture's description and sharing nothing with the C++ engine.
+"""A Llama's logits in NumPy, written from the architecture's description and sharing nothing
+with the C++ engine.
 
     llama_logits.py small  OUT.json              vectors from small random models that a test can rebuild
     llama_logits.py model FOLDER TOKENS OUT.json vectors from a converted model; TOKENS is a JSON list of ids
 
-Logits are float64 throughout. Beside them stands fp32_error: how far the same formulas stray when NumPy computes them
-in float32, which puts the C++ engine's error in proportion.
+Logits are float64 throughout. Beside them stands fp32_error: how far the same formulas stray when NumPy
+computes them in float32, which puts the C++ engine's error in proportion.
 """
 import json
 import pathlib
@@ -35,7 +36,8 @@ def load_safetensors(path, dtype=np.float64):
 
 def load_model(folder, dtype=np.float64):
     folder = pathlib.Path(folder)
-    return json.loads((folder / "config.json").read_text()), load_safetensors(folder / "model.safetensors", dtype)
+    config = json.loads((folder / "config.json").read_text())
+    return config, load_safetensors(folder / "model.safetensors", dtype)
 
 
 def rms_norm(x, weight, eps):
@@ -47,7 +49,8 @@ def rope(x, positions, theta):
     half = x.shape[-1] // 2
     angles = np.asarray(positions, np.float64)[:, None] * float(theta) ** (-np.arange(half) / half)
     turn = (np.cos(angles) + 1j * np.sin(angles))[:, None, :]
-    turned = (x[..., :half] + 1j * x[..., half:]) * turn.astype(np.complex64 if x.dtype == np.float32 else complex)
+    turn = turn.astype(np.complex64 if x.dtype == np.float32 else complex)
+    turned = (x[..., :half] + 1j * x[..., half:]) * turn
     return np.concatenate([turned.real, turned.imag], axis=-1)
 
 
@@ -130,7 +133,8 @@ def small_model(config):
 
 SMALL = [
     dict(vocab_size=61, hidden_size=48, intermediate_size=80, num_hidden_layers=3, num_attention_heads=6,
-         num_key_value_heads=2, head_dim=16, rms_norm_eps=1e-5, rope_theta=10000.0, tie_word_embeddings=False),
+         num_key_value_heads=2, head_dim=16, rms_norm_eps=1e-5, rope_theta=10000.0,
+         tie_word_embeddings=False),
     dict(vocab_size=61, hidden_size=40, intermediate_size=96, num_hidden_layers=2, num_attention_heads=5,
          num_key_value_heads=1, head_dim=8, rms_norm_eps=1e-6, rope_theta=100000.0, tie_word_embeddings=True),
 ]

@@ -1,37 +1,47 @@
-"""Writes the committed test vectors for lifetimes, cutoffs, metrics, caches, scorers and attention into tests/vectors.
+"""Writes the committed test vectors for lifetimes, cutoffs, metrics, caches, scorers and attention
+into tests/vectors.
 
     python3 make_vectors.py            write the files
     python3 make_vectors.py --check    compare with the files that are there
 
-Everything comes from fixed seeds of a frozen generator (RandomState), so the integers are the same everywhere;
-attention outputs may differ in the last bits between math libraries, and --check allows 1e-12 for float64.
+Everything comes from fixed seeds of a frozen generator (RandomState), so the integers are the same
+everywhere; attention outputs may differ in the last bits between math libraries, and --check allows
+1e-12 for float64.
 
 lifetimes.kvpv (see vectors.py for the container)
     scores          float32 [patterns, 300]  raw scores; a case takes the first `length` of its pattern
     cases           int32 [cases, 11]        the columns of COLUMNS
     levels          float32 [cases, 2]       tau (a logit), log_gamma
-    cu_offsets, cu  int32                    cu[cu_offsets[i] : cu_offsets[i + 1]] are the packed segments of case i:
-                                             none, or the edges 0 .. length, everything starting anew at each
-    offsets, expiry int32                    expiry[offsets[i] : offsets[i + 1]], clamped to `length` (a segment's end)
-    budget k = 2^31 - 1 is infinity; has_budget = 0 leaves the budget out of the policy; gate is 0 none, 1 at_least,
-    2 above; keep_every m > 0 adds a keep part for t % m == 0.
+    cu_offsets, cu  int32                    cu[cu_offsets[i] : cu_offsets[i + 1]] are the packed segments of
+                                             case i: none, or the edges 0 .. length, everything starting anew
+                                             at each
+    offsets, expiry int32                    expiry[offsets[i] : offsets[i + 1]], clamped to `length` (a
+                                             segment's end)
+    budget k = 2^31 - 1 is infinity; has_budget = 0 leaves the budget out of the policy; gate is 0 none,
+    1 at_least, 2 above; keep_every m > 0 adds a keep part for t % m == 0.
 
 cutoff.kvpv         the same columns for n = 1 under the default base, and by query or key
-    rank, cutoff    int32                    rank(t) among all tokens; rank of the k-th best eligible key, INT32_MAX, -1
+    rank, cutoff    int32                    rank(t) among all tokens; rank of the k-th best eligible key,
+                                             INT32_MAX, -1
     boundary        int32                    position of that key, -1 where there is none
-    competing_rank, competing_cutoff         the same with ranks among the keys that compete within the sequence only,
-                                             INT32_MAX for the others; independent of scores that nothing may read
+    competing_rank, competing_cutoff         the same with ranks among the keys that compete within the
+                                             sequence only, INT32_MAX for the others; independent of scores
+                                             that no rule may read
 
-metrics.kvpv        scores [pairs, 2, S]     teacher and student under one rule; expiry [pairs, 2, S] clamped to S
-    numbers         float64 [pairs, 9]       density and evict ratio of the student; oracle recall mean, its chance,
-                                             last, its chance, queries in the mean; density and evict ratio of the
-                                             teacher
+metrics.kvpv        scores [pairs, 2, S]     teacher and student under one rule; expiry [pairs, 2, S] clamped
+                                             to S
+    numbers         float64 [pairs, 9]       density and evict ratio of the student; oracle recall mean, its
+                                             chance, last, its chance, queries in the mean; density and evict
+                                             ratio of the teacher
     live            int32 [pairs, S]         keys that each query of the student sees
 
-cache.kvpv          q [6, S, 64], k, v [2, S, 64]  float32, exact in bf16 and fp16; query head i reads KV head i // 3
-    rules, levels   [cases, 2, 11], [cases, 2, 2]  one rule a KV head; attention [cases, 2] holds scale and softcap
+cache.kvpv          q [6, S, 64], k, v [2, S, 64]  float32, exact in bf16 and fp16; query head i reads KV head
+                                                   i // 3
+    rules, levels   [cases, 2, 11], [cases, 2, 2]  one rule per KV head; attention [cases, 2] holds scale and
+                                                   softcap
     scores, expiry  [cases, 2, S]
-    retained        int32 [cases, 2, S, words]     after step q, bit t % 32 of word t / 32 says that key t is held
+    retained        int32 [cases, 2, S, words]     after step q, bit t % 32 of word t / 32 says that key t is
+                                                   held
     out_queries     int32 [n]                      the queries whose outputs are stored
     out, lse        float64 [cases, 6, n, 64], [cases, 6, S]
 
@@ -98,8 +108,8 @@ def score_patterns(random):
 def numbers_of(rule, pattern, length):
     """A rule as a row of COLUMNS, and (tau, log_gamma)."""
     has_budget = rule.budget is not None
-    row = [pattern, length, rule.sinks, rule.window, GATES.index(rule.gate), int(has_budget), rule.budget or 0,
-           rule.decay_step, rule.keep_every, rule.rebase_limit, 0]
+    row = [pattern, length, rule.sinks, rule.window, GATES.index(rule.gate), int(has_budget),
+           rule.budget or 0, rule.decay_step, rule.keep_every, rule.rebase_limit, 0]
     return row, [rule.tau, rule.log_gamma]
 
 
@@ -125,7 +135,8 @@ def lifetime_cases(names, random):
     def shaped(shape):
         return dict(sinks=shape[0], window=shape[1], budget=shape[2])
 
-    # Every budgeted composition on every pattern, n = 1 (under several bases), 3 and 64, with and without a keep part.
+    # Every budgeted composition on every pattern, n = 1 (under several bases), 3 and 64, with and
+    # without a keep part.
     for gate in GATES:
         for keep in (0, 1):
             for pattern in range(len(names)):
@@ -135,10 +146,12 @@ def lifetime_cases(names, random):
                     longer = step == 64 or limit != REBASE_LIMIT
                     length = pick([LONGEST, 200, 120, 90]) if longer else pick([150, 120, 90])
                     tau = f32(0.5) if names[pattern] == "threshold edge" else pick(LEVELS[:4])
-                    add(pattern, length, gate=gate, decay_step=step, keep_every=keep * pick([3, 16, 50]), tau=tau,
-                        rebase_limit=limit, **shaped(pick(SHAPES[:7])))
-    # Decay steps on hard roundings: an order that is static within t mod n in exact arithmetic is not so in float64.
-    for pattern in [names.index(name) for name in ("huge equal", "huge few", "huge spread", "normal", "infinities")]:
+                    add(pattern, length, gate=gate, decay_step=step, keep_every=keep * pick([3, 16, 50]),
+                        tau=tau, rebase_limit=limit, **shaped(pick(SHAPES[:7])))
+    # Decay steps on hard roundings: an order that is static within t mod n in exact arithmetic is
+    # not so in float64.
+    for pattern in [names.index(name)
+                    for name in ("huge equal", "huge few", "huge spread", "normal", "infinities")]:
         for step in (1, 2, 3, 64):
             for slope in (-0.7, -3.0, -100.0):
                 for limit in (REBASE_LIMIT, 32):
@@ -163,17 +176,19 @@ def lifetime_cases(names, random):
     for gate in GATES:
         for shape in ((4, 16, 12), (0, 1, 1), (1, 5, 7), (0, 8, 0), (3, 4, 2), None):
             s, w, k = shape or (2, 6, 0)
-            edges = {0, 1, 2, w - 1, w, w + 1, s, s + w - 1, s + w, s + w + 1, s + w + k - 1, s + w + k, s + w + k + 1}
+            edges = {0, 1, 2, w - 1, w, w + 1, s, s + w - 1, s + w, s + w + 1, s + w + k - 1, s + w + k,
+                     s + w + k + 1}
             for length in sorted(n for n in edges if n >= 0):
                 numbers = shaped(shape) if shape else dict(sinks=s, window=w)
-                add(pick(range(len(names))), length, gate=gate, tau=LEVELS[1], decay_step=pick([1, 3]), **numbers)
+                add(pick(range(len(names))), length, gate=gate, tau=LEVELS[1], decay_step=pick([1, 3]),
+                    **numbers)
     # Packed segments, empty ones and ones shorter than the window among them.
     for gate in GATES:
         for keep in (0, 3):
             for step, limit in ((1, REBASE_LIMIT), (1, 32), (3, REBASE_LIMIT)):
                 for cu in ([0, 90], [0, 40, 41, 41, 90], [0, 0, 3, 64, 90, 90], list(range(0, 91, 10))):
-                    add(pick(range(len(names))), 90, cu, gate=gate, tau=LEVELS[1], keep_every=keep, decay_step=step,
-                        rebase_limit=limit, **shaped(pick(SHAPES[:5])))
+                    add(pick(range(len(names))), 90, cu, gate=gate, tau=LEVELS[1], keep_every=keep,
+                        decay_step=step, rebase_limit=limit, **shaped(pick(SHAPES[:5])))
     for cu in ([0, 40, 90], [0, 1, 2, 90]):
         add(names.index("normal"), 90, cu, sinks=4, window=16)
         add(names.index("normal"), 90, cu, sinks=4, window=16, gate="above", tau=LEVELS[0])
@@ -243,7 +258,8 @@ def cutoff_file(patterns, random):
 def metrics_file(random):
     length = 96
     rows, scores, expiries, numbers, live = [], [], [], [], []
-    for s, w, k in ((4, 16, 12), (0, 1, 1), (1, 5, 7), (0, 8, 0), (4, 64, 40), (2, 100, 8), (0, 8, UNLIMITED)):
+    for s, w, k in ((4, 16, 12), (0, 1, 1), (1, 5, 7), (0, 8, 0), (4, 64, 40), (2, 100, 8),
+                    (0, 8, UNLIMITED)):
         for noise in (0.0, 0.5, 3.0):
             rule = Rule(sinks=s, window=w, budget=k, log_gamma=f32(-0.01))
             teacher = random.standard_normal(length).astype(f32)
@@ -255,8 +271,9 @@ def metrics_file(random):
             expiries.append(found)
             live.append(metrics.live_keys(found[1], length))
             numbers.append([
-                metrics.density(found[1], length), metrics.evict_ratio(found[1], length, s, w), recall["mean"],
-                recall["chance_mean"], recall["last"], recall["chance_last"], recall["queries"],
+                metrics.density(found[1], length), metrics.evict_ratio(found[1], length, s, w),
+                recall["mean"], recall["chance_mean"], recall["last"], recall["chance_last"],
+                recall["queries"],
                 metrics.density(found[0], length), metrics.evict_ratio(found[0], length, s, w),
             ])
     return {
@@ -317,7 +334,8 @@ def cache_file(patterns, random):
         attention.append([scale, softcap])
     return {
         "q": q, "k": k, "v": v,
-        "rules": np.array(rules), "levels": np.array(levels, dtype=f32), "attention": np.array(attention, dtype=f32),
+        "rules": np.array(rules), "levels": np.array(levels, dtype=f32),
+        "attention": np.array(attention, dtype=f32),
         "scores": np.array(scores), "expiry": np.array(expiry), "retained": np.array(retained),
         "out_queries": np.array(queries), "out": np.array(out), "lse": np.array(lse),
     }
@@ -367,7 +385,8 @@ def main(arguments):
             print(f"{name}: as made")
         else:
             path.write_bytes(data)
-            print(f"{name}: {len(data)} bytes, {max(len(a) for n, a in arrays.items() if n in COUNTED)} cases")
+            cases = max(len(a) for n, a in arrays.items() if n in COUNTED)
+            print(f"{name}: {len(data)} bytes, {cases} cases")
     return 0
 
 

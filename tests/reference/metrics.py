@@ -1,4 +1,5 @@
-"""Numbers about a mask, by their definitions. All take expiry[S] of one head; means over heads are plain means.
+"""Numbers about a mask, by their definitions. All take expiry[S] of one head; means over heads
+are plain means.
 
 Pairs (q, t) are query and key positions of one sequence of S tokens; visible is t <= q < expiry[t].
 """
@@ -29,21 +30,24 @@ def eligible_pairs(length, sinks, window):
 
 
 def evict_ratio(expiry, length, sinks, window):
-    """KVpop, figure 8: 0 is dense attention, 1 means that nothing beyond the window (and the sinks, which are not
-    evictable) is seen. The share of pairs with t in E(q) that are not visible; 0 where no such pair exists."""
+    """KVpop, figure 8: 0 is dense attention, 1 means that nothing beyond the window (and the sinks,
+    which are not evictable) is seen. The share of pairs with t in E(q) that are not visible; 0 where no
+    such pair exists."""
     pairs = eligible_pairs(length, sinks, window)
     return float((pairs & ~visible(expiry, length)).sum() / pairs.sum()) if pairs.any() else 0.0
 
 
 def oracle_recall(teacher_expiry, student_expiry, length, sinks, window, budget):
-    """KVpop, section 4.3 and figure 7; design, section 6: what share of the teacher's long-range keys the student
-    keeps under the same budget.
+    """KVpop, section 4.3 and figure 7; design, section 6: what share of the teacher's long-range keys the
+    student keeps under the same budget.
 
     With T(q) and U(q) the long-range keys (those in E(q)) visible at q under teacher and student:
         recall(q) = |T(q) & U(q)| / |T(q)|, and 1 where T(q) is empty
-        chance(q) = |U(q)| / |E(q)|, the expected recall of as many keys drawn at random, and 1 where E(q) is empty
-    `mean` averages over the queries q >= s + w + k, the first at which the budget is too small for E(q); `last` is the
-    last query alone. Without such a query (`queries` = 0) nothing was ever dropped and the mean is 1.
+        chance(q) = |U(q)| / |E(q)|, the expected recall of as many keys drawn at random, and 1 where E(q)
+                    is empty
+    `mean` averages over the queries q >= s + w + k, the first at which the budget is too small for
+    E(q); `last` is the last query alone. Without such a query (`queries` = 0) nothing was ever dropped
+    and the mean is 1.
     """
     pairs = eligible_pairs(length, sinks, window)
     teacher = visible(teacher_expiry, length) & pairs

@@ -2,23 +2,25 @@
 
 Nothing here is recurrent or chunked. The mLSTM's read is the sum that its recurrences stand for: with
 
-    D[q][j] = log i_j + sum_{l = j+1 .. q} log f_l            the logarithm of token j's weight in the state at q
+    D[q][j] = log i_j + sum_{l = j+1 .. q} log f_l      the logarithm of token j's weight in the state at q
 
-    h_u|q = sum_{j <= q} exp(D[q][j]) (q~_u . k~_j) v~_j  /  sum_{j <= q} exp(D[q][j]) (q~_u . k~_j)            (41)
+    h_u|q = sum_{j <= q} exp(D[q][j]) (q~_u . k~_j) v~_j  /  sum_{j <= q} exp(D[q][j]) (q~_u . k~_j)    (41)
 
-where numerator and divisor are both scaled by exp(-m_q), m_q = max_j D[q][j] (the stabilised frame), and the scaled
-divisor is at least 1e-6.
+where numerator and divisor are both scaled by exp(-m_q), m_q = max_j D[q][j] (the stabilized frame), and the
+scaled divisor is at least 1e-6.
 
-Inputs and weights are not stored but drawn, here and in the tests, from one small generator: draw(stream, count, scale)
-is scale * u_n rounded to float32, with u_n in [-1, 1) from 24 bits of splitmix64 at 2^32 * stream + n.
+Inputs and weights are not stored but drawn, here and in the tests, from one small generator:
+draw(stream, count, scale) is scale * u_n rounded to float32, with u_n in [-1, 1) from 24 bits of
+splitmix64 at 2^32 * stream + n.
 
 scorers.kvpv (see vectors.py for the container)
     mlstm_cases      int32 [cases, 14]    the columns of MLSTM_COLUMNS
     mlstm_levels     float32 [cases, 7]   the columns of MLSTM_LEVELS
-    mlstm_offsets, mlstm_scores           float64; scores[offsets[i] : offsets[i + 1]] is [heads, length] of case i, NaN
-                                          where a key never leaves
+    mlstm_offsets, mlstm_scores           float64; scores[offsets[i] : offsets[i + 1]] is [heads, length] of
+                                          case i, NaN where a key never leaves
     mlstm_cu_offsets, mlstm_cu            int32; packed segments of case i: none, or the edges 0 .. length
-    mlp_cases        int32 [cases, 8]     the columns of MLP_COLUMNS (activation: 0 none, a linear scorer; 1 SiLU; 2 GELU)
+    mlp_cases        int32 [cases, 8]     the columns of MLP_COLUMNS (activation: 0 none, a linear scorer;
+                                          1 SiLU; 2 GELU)
     mlp_offsets, mlp_scores               the same
 """
 
@@ -26,13 +28,14 @@ import math
 
 import numpy as np
 
-MLSTM_COLUMNS = ["hedgehog", "projected", "dim_k", "dim_v", "d_qk", "d_v", "heads", "length", "delay", "norm", "skip",
-                 "biases", "seed", "reserved"]
-MLSTM_LEVELS = ["softcap", "weight_scale", "input_scale", "input_bias", "forget_scale", "forget_bias", "value_scale"]
+MLSTM_COLUMNS = ["hedgehog", "projected", "dim_k", "dim_v", "d_qk", "d_v", "heads", "length", "delay", "norm",
+                 "skip", "biases", "seed", "reserved"]
+MLSTM_LEVELS = ["softcap", "weight_scale", "input_scale", "input_bias", "forget_scale", "forget_bias",
+                "value_scale"]
 MLP_COLUMNS = ["activation", "dim_k", "dim_v", "hidden", "heads", "length", "biases", "seed"]
 # Streams of a case with seed s: STREAMS * s + the place in this list.
-NAMES = ["k", "v", "w_q", "w_k", "w_v", "w_i", "b_i", "w_f", "b_f", "norm_gain", "readout", "readout_bias", "skip",
-         "w1", "b1", "w2", "b2", "w3", "b3"]
+NAMES = ["k", "v", "w_q", "w_k", "w_v", "w_i", "b_i", "w_f", "b_f", "norm_gain", "readout", "readout_bias",
+         "skip", "w1", "b1", "w2", "b2", "w3", "b3"]
 STREAMS = 32
 CLAMP = 1e-6
 NORM_EPSILON = 1e-6
@@ -103,11 +106,11 @@ def mlstm_scores(case, level, cu):
     scores = np.full((heads, length), np.nan)
     edges = list(cu) if len(cu) else [0, length]
     for head in range(heads):
-        x = np.concatenate([k[head], v[head]], axis=1)                                                       # (35)
-        q_features = features(x @ w_q[head].T, c["hedgehog"])                                                # (37)
+        x = np.concatenate([k[head], v[head]], axis=1)  # (35)
+        q_features = features(x @ w_q[head].T, c["hedgehog"])  # (37)
         k_features = features(x @ w_k[head].T, c["hedgehog"])
         values = x @ w_v[head].T if c["projected"] else v[head]
-        log_i = x @ w_i[head] + (b_i[head] if c["biases"] else 0.0)                                          # (40)
+        log_i = x @ w_i[head] + (b_i[head] if c["biases"] else 0.0)  # (40)
         a_f = x @ w_f[head] + (b_f[head] if c["biases"] else 0.0)
         if cap > 0.0:
             log_i = cap * np.tanh(log_i / cap)
@@ -118,12 +121,13 @@ def mlstm_scores(case, level, cu):
                 u = q - delay
                 # sum_{l = j+1 .. q} log f_l, summed from the near end.
                 forgotten = np.concatenate([np.cumsum(log_f[begin + 1 : q + 1][::-1])[::-1], [0.0]])
-                weight = log_i[begin : q + 1] + forgotten                                                    # D[q][j]
+                weight = log_i[begin : q + 1] + forgotten  # D[q][j]
                 weight = np.exp(weight - weight.max()) * (k_features[begin : q + 1] @ q_features[u])
-                h = weight @ values[begin : q + 1] / max(weight.sum(), CLAMP)                                # (41)
+                h = weight @ values[begin : q + 1] / max(weight.sum(), CLAMP)  # (41)
                 if c["norm"]:
                     h = gain[head] * h / np.sqrt(np.mean(h * h) + NORM_EPSILON)
-                scores[head, u] = readout[head] @ silu(h) + (readout_bias[head] if c["biases"] else 0.0)     # (42)
+                # (42)
+                scores[head, u] = readout[head] @ silu(h) + (readout_bias[head] if c["biases"] else 0.0)
                 if c["skip"]:
                     scores[head, u] += skip[head] @ x[u]
     return scores
@@ -153,20 +157,23 @@ def mlp_scores(case):
 def mlstm_cases():
     cases = []
 
-    def add(length, delay, cu=(), hedgehog=1, projected=1, dim=(16, 16), d_qk=None, d_v=None, norm=0, skip=0, biases=1,
-            softcap=0.0, weight_scale=1.0, input_scale=0.5, input_bias=0.0, forget_scale=0.5, forget_bias=3.0,
-            value_scale=1.0, heads=2):
+    def add(length, delay, cu=(), hedgehog=1, projected=1, dim=(16, 16), d_qk=None, d_v=None, norm=0, skip=0,
+            biases=1, softcap=0.0, weight_scale=1.0, input_scale=0.5, input_bias=0.0, forget_scale=0.5,
+            forget_bias=3.0, value_scale=1.0, heads=2):
         d_qk = d_qk or dim[0]
         d_v = d_v or (dim[1] // 2 if projected else dim[1])
         seed = 100 + len(cases)
-        cases.append(([hedgehog, projected, dim[0], dim[1], d_qk, d_v, heads, length, delay, norm, skip, biases, seed, 0],
-                      [softcap, weight_scale, input_scale, input_bias, forget_scale, forget_bias, value_scale], list(cu)))
+        cases.append(([hedgehog, projected, dim[0], dim[1], d_qk, d_v, heads, length, delay, norm, skip,
+                       biases, seed, 0],
+                      [softcap, weight_scale, input_scale, input_bias, forget_scale, forget_bias,
+                       value_scale], list(cu)))
 
     # Structure: both feature maps, both value paths, with and without norm, skip and biases.
     for hedgehog in (0, 1):
         for projected in (0, 1):
             for norm in (0, 1):
-                add(80, 16, hedgehog=hedgehog, projected=projected, norm=norm, skip=norm ^ projected, biases=norm)
+                add(80, 16, hedgehog=hedgehog, projected=projected, norm=norm, skip=norm ^ projected,
+                    biases=norm)
     # Widths that are no multiple of a vector, keys and values of different widths, one feature, one value.
     add(70, 5, dim=(13, 9), d_qk=10, d_v=7, norm=1)
     add(70, 5, dim=(9, 20), d_qk=11, hedgehog=0, projected=0, skip=1)

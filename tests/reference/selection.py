@@ -1,20 +1,22 @@
-"""Selection at the read (Quest: Tang et al., 2024, algorithm 1) and SnapKV's rule under a global budget (WG-KV, appendix K) in
-float64, over a cache that admits keys by a gate. One sequence is stepped, row by row, with nothing kept between steps that could be
-computed.
+"""Selection at the read (Quest: Tang et al., 2024, algorithm 1) and SnapKV's rule under a global budget
+(WG-KV, appendix K) in float64, over a cache that admits keys by a gate. One sequence is stepped, row by row,
+with nothing kept between steps that could be computed.
 
-A head's rows are [sinks | ring | long-range], token t of the window in ring row (t - s) mod w (docs/architecture.md); Quest's pages are
-rows 0 .. P-1, P .. 2P-1 and so on of those in use. At a step the page of the newest token and the best others by
-sum_d max(q_d min_d, q_d max_d) are read (the largest over the query heads of a KV head, or their mean). After a step, while the rows of
-all layers and heads are more than average * layers * heads, every head drops the lowest floor(share N), at least 1, of its N rows
-that are neither sinks nor in the window, by max-pooled sums over the last queries of the largest softmax weight of the group (or
-the mean).
+A head's rows are [sinks | ring | long-range], token t of the window in ring row (t - s) mod w
+(docs/architecture.md); Quest's pages are rows 0 .. P-1, P .. 2P-1 and so on of those in use. At a step the
+page of the newest token and the best others by sum_d max(q_d min_d, q_d max_d) are read (the largest over the
+query heads of a KV head, or their mean). After a step, while the rows of all layers and heads are more than
+average * layers * heads, every head drops the lowest floor(share N), at least 1, of its N rows that are
+neither sinks nor in the window, by max-pooled sums over the last queries of the largest softmax weight of the
+group (or the mean).
 
 Inputs are drawn as scorers.py draws: q, k, v of stream STREAMS * seed + (0, 1, 2), scores of + 3.
 
 selection.kvpv (see vectors.py for the container)
     cases            int32 [cases, 15]    the columns of COLUMNS
     shares           float32 [cases]
-    held             int32                for every case, layer, head and step: bits of the positions held after it, in words of 32
+    held             int32                for every case, layer, head and step: bits of the positions held
+                                          after it, in words of 32
     lse              float64              for every case, step, layer and query head, of what it reads
     out              float64              the outputs of every fifth step, likewise, then over the dims
     rounds           int32                for every case and step: rounds of eviction
@@ -24,8 +26,8 @@ import numpy as np
 
 from scorers import STREAMS, draw
 
-COLUMNS = ["sinks", "window", "gated", "page", "pages", "mean", "average", "observing", "pool", "layers", "heads", "group",
-           "dim", "length", "seed"]
+COLUMNS = ["sinks", "window", "gated", "page", "pages", "mean", "average", "observing", "pool", "layers",
+           "heads", "group", "dim", "length", "seed"]
 
 
 class Head:
@@ -100,7 +102,8 @@ def run(case, share):
     k = draw(base + 1, (*shape, c["length"], c["dim"]), 2.0)
     v = draw(base + 2, (*shape, c["length"], c["dim"]), 2.0)
     scores = draw(base + 3, (*shape, c["length"]), 1.0)
-    heads = [[Head(c, q[l, h], k[l, h], v[l, h], scores[l, h]) for h in range(c["heads"])] for l in range(c["layers"])]
+    heads = [[Head(c, q[l, h], k[l, h], v[l, h], scores[l, h]) for h in range(c["heads"])]
+             for l in range(c["layers"])]
     flat = [head for layer in heads for head in layer]
     held, lse, out, rounds = [], [], [], []
     for step in range(c["length"]):
@@ -127,10 +130,10 @@ def run(case, share):
 def cases():
     found = []
 
-    def add(sinks=0, window=4, gated=0, page=4, pages=0, mean=0, average=0, observing=16, pool=5, layers=1, heads=2, group=2,
-            dim=8, length=90, share=0.1):
-        found.append(([sinks, window, gated, page, pages, mean, average, observing, pool, layers, heads, group, dim, length,
-                       1200 + len(found)], share))
+    def add(sinks=0, window=4, gated=0, page=4, pages=0, mean=0, average=0, observing=16, pool=5, layers=1,
+            heads=2, group=2, dim=8, length=90, share=0.1):
+        found.append(([sinks, window, gated, page, pages, mean, average, observing, pool, layers, heads,
+                       group, dim, length, 1200 + len(found)], share))
 
     add(pages=3)                                                        # Quest
     add(pages=1, group=1)
@@ -141,7 +144,8 @@ def cases():
     add(window=9, average=12, pool=3, observing=256)
     add(window=6, mean=1, average=13, observing=24, group=3)             # the mean over the group
     add(sinks=4, window=8, average=5)                                    # nothing may be dropped in the end
-    add(sinks=2, window=6, gated=1, page=4, pages=4, average=18, layers=2, length=120)  # admission, eviction, selection
+    # admission, eviction, selection
+    add(sinks=2, window=6, gated=1, page=4, pages=4, average=18, layers=2, length=120)
     return found
 
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Token ids from the PyPI package `tokenizers`, an implementation that shares nothing with examples/llama.
 
-    tokenizer_ids.py small TOKENIZER.json IDS.json   trains a tokenizer of 512 tokens and writes it with its ids
+    tokenizer_ids.py small TOKENIZER.json IDS.json   trains a tokenizer of 512 tokens, writes it with its ids
     tokenizer_ids.py model TOKENIZER.json IDS.json   ids from an existing tokenizer
 """
 import json
@@ -57,7 +57,8 @@ def main(arguments):
         tokenizer.encode_special_tokens = False
         parsed = tokenizer.encode(text, add_special_tokens=False).ids
         tokenizer.encode_special_tokens = True
-        cases.append(dict(text=text, parsed=parsed, spelled=tokenizer.encode(text, add_special_tokens=False).ids))
+        cases.append(dict(text=text, parsed=parsed,
+                          spelled=tokenizer.encode(text, add_special_tokens=False).ids))
     with open(arguments[2], "w") as file:
         file.write("[\n" + ",\n".join(json.dumps(c) for c in cases) + "\n]\n")
 

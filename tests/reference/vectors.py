@@ -23,7 +23,8 @@ TYPES = [np.dtype("<i4"), np.dtype("<f4"), np.dtype("<f8")]
 
 
 def stored_type(array):
-    """The element type an array is written with. Integers must fit int32; other types are refused, not converted."""
+    """The element type an array is written with. Integers must fit int32; other types are refused,
+    not converted."""
     if array.dtype.kind in "iub":
         if array.size and (array.min() < -(2**31) or array.max() >= 2**31):
             raise ValueError("an integer does not fit int32")
