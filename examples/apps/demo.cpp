@@ -102,7 +102,8 @@ void write_text(const kvpolicy::host& on, const llama::Model& model, const examp
     }
     auto logits = engine.forward(std::span(tokens).first(prompt), positions, *attention);
     fmt::print(
-        "\nText from the model after a prompt of {} bytes, with a cache of {} rows a head (StreamingLLM: 4 "
+        "\nText from the model after a prompt of {} bytes, with a cache of {} entries per head "
+        "(StreamingLLM: 4 "
         "sinks, and\n"
         "the most recent keys):\n\n  ...{}[",
         prompt, budget, tokenizer.decode(std::span(tokens).subspan(prompt - shown, shown)));
@@ -115,7 +116,7 @@ void write_text(const kvpolicy::host& on, const llama::Model& model, const examp
         const std::int64_t position = attention->length();
         logits = engine.forward({&token, 1}, {&position, 1}, *attention);
     }
-    fmt::print("{}]\n\nThe cache has seen {} tokens and holds {:.0f} rows a head.\n", text.flush(),
+    fmt::print("{}]\n\nThe cache has seen {} tokens and holds {:.0f} entries per head.\n", text.flush(),
                attention->length(), attention->rows_per_head());
 }
 
@@ -210,7 +211,8 @@ int run(int argc, char** argv) {
     progress.done();
 
     fmt::print(
-        "{} held-out sequences of {} bytes, {} look-ups (exact match, greedy; a few percent by chance or "
+        "{} held-out sequences of {} bytes, {} retrieval queries (exact match, greedy; a few percent by "
+        "chance or "
         "less);\n"
         "budgets are {} sinks, a window of {}, and k long-range keys a head; cache in bf16.\n\n",
         sequences, data.length, dense_score.answers, examples::PolicyChoice{}.sinks,

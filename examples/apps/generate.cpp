@@ -47,7 +47,7 @@ constexpr const char* usage =
     "\n"
     "  --model FOLDER     a Llama in Hugging Face's format (default: the byte model of this repository)\n"
     "  --policy NAME      which keys the cache keeps, see below (default: streaming)\n"
-    "  --budget B         the most rows a head may hold, sinks and window included (default: 512)\n"
+    "  --budget B         the most entries that a head may hold, sinks and window included (default: 512)\n"
     "  --sinks S          first tokens that stay (default: 4)\n"
     "  --window W         most recent tokens that stay (default: 64)\n"
     "  --density F        fraction of the other keys that stays, from 0 to 1 (default: 0.25)\n"
@@ -331,7 +331,7 @@ int run(int argc, char** argv) {
     fmt::print("{}\n", text.flush());
     fmt::print(stderr,
                "\n[prompt {} tokens in {:.1f} s; {} tokens at {:.1f} a second; {}: {} tokens seen, {:.0f} "
-               "rows a head held, "
+               "entries per head held, "
                "cache of {:.1f} MiB]\n",
                tokens.size(), summary.prompt_seconds, summary.written, summary.tokens_per_second,
                options.policy, summary.seen, summary.rows_per_head,

@@ -9,7 +9,7 @@ set(prompt "Call me Ishmael. Some years ago, never mind how long precisely, havi
 purse, and nothing particular to interest me on shore, I thought I would sail about a little and see the \
 watery part of the world. ")
 
-# generate(<text variable> <rows variable> <argument>...): the text, and the rows a head held in the end.
+# generate(<text variable> <rows variable> <argument>...): the text, and the entries per head held in the end.
 function(generate text rows)
     execute_process(COMMAND ${GENERATE} --temperature 0 --tokens 48 ${ARGN} -- ${prompt}
         RESULT_VARIABLE result OUTPUT_VARIABLE output ERROR_VARIABLE summary)
@@ -17,7 +17,7 @@ function(generate text rows)
     if(NOT result EQUAL 0)
         message(FATAL_ERROR "generate ${arguments}: exits with ${result}: ${summary}")
     endif()
-    if(NOT summary MATCHES " ([0-9]+) tokens seen, ([0-9]+) rows a head held")
+    if(NOT summary MATCHES " ([0-9]+) tokens seen, ([0-9]+) entries per head held")
         message(FATAL_ERROR "generate ${arguments}: no summary: ${summary}")
     endif()
     message("${arguments}: ${CMAKE_MATCH_2} rows: ${output}")

@@ -1,4 +1,5 @@
-// What KV-cache policies cost a model: bits per byte, look-ups, memory and speed, for each policy and budget.
+// What KV-cache policies cost a model: bits per byte, retrieval accuracy, memory and speed, for each policy
+// and budget.
 //
 //   evaluate [--model FOLDER] [--scorers FILE]... [--policies LIST] [--budgets LIST] [--sequences N] [--out NAME] ...
 #include "measure.hpp"
@@ -28,7 +29,7 @@ constexpr const char* usage = R"(usage: evaluate [OPTION...]
   --held-out FOLDER  eval.bin and eval.json (default: those of the byte model, in the model's own tokens)
   --scorers FILE     trained scorers, named by the file; may be repeated
   --policies LIST    some of them, as in dense,streaming,oracle-* (default: all; an unknown name lists them)
-  --budgets LIST     rows a head, or percent of a sequence that is compressed away: 1024,512 or 75%,88%,94% (the default)
+  --budgets LIST     entries per head, or percent of a sequence that is compressed away: 1024,512 or 75%,88%,94% (the default)
   --sequences N      at most N (default: all 16, as tokens of other models fewer)
   --joined N         held-out sequences put together for a model that does not read bytes (2)
   --sinks N (4)  --window N (64)  --threads N (all)
@@ -188,7 +189,8 @@ void keep_those_of_a_gpu(const Options& o, std::vector<const EvaluatedPolicy*>& 
 /// Writes what is done so far, and returns the table.
 std::string report(const Options& o, const Run& of, std::span<const Result> done) {
     std::string text = fmt::format(
-        "{}: {} held-out sequences of {} tokens, {} look-ups; {} sinks, a window of {}; cache in bf16\n\n{}",
+        "{}: {} held-out sequences of {} tokens, {} retrieval queries; {} sinks, a window of {}; cache in "
+        "bf16\n\n{}",
         of.model, of.sequences, of.length, done.front().score.answers, o.sinks, o.window, table(of, done));
     if (!o.out.empty()) {
         write_csv(o.out + ".csv", of, done);

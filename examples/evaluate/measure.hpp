@@ -23,7 +23,7 @@ inline constexpr std::size_t position_bins = 64;
 /// One line of the table.
 struct Result {
     const EvaluatedPolicy* policy = nullptr;
-    std::int32_t budget = 0;  ///< rows a head; 0: no bound
+    std::int32_t budget = 0;  ///< entries per head; 0: no bound
     examples::Score score;
     double tokens_per_second = 0.0;
     double mib = 0.0;

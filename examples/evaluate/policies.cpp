@@ -60,7 +60,7 @@ Made stride(const Setting& setting) {
                                                choice.budget, choice.sinks, choice.window, setting.length)}});
 }
 
-/// Every token as if it were decoded; a budget of B rows holds B - 1 keys and the newcomer.
+/// Every token as if it were decoded; a budget of B rows holds B - 1 keys and the new token.
 Made h2o(const Setting& setting) {
     return in_budget(
         setting, kvpolicy::h2o_for_total(setting.choice.budget - 1, {kvpolicy::ObservedPrefill::stepwise()}));

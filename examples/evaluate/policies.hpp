@@ -32,8 +32,8 @@ struct EvaluatedPolicy {
     std::string name;     ///< for --policies, CSV and JSON
     std::string label;    ///< for people
     bool bounded = true;  ///< takes a budget; dense does not
-    /// Three quarters of a sequence come as a prompt in one call, the rest (where the look-ups are) token by token; otherwise
-    /// all of it comes in chunks.
+    /// Three quarters of a sequence come as a prompt in one call, the rest (where the retrieval queries are)
+    /// token by token; otherwise all of it comes in chunks.
     bool prompted = false;
     float beta = 0.0f;  ///< scores are the oracle's with this beta; 0: no oracle
     const examples::TrainedScorers* scorers = nullptr;

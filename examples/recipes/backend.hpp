@@ -56,7 +56,7 @@ struct allocator {
 template <class T>
 using array = std::vector<T, allocator<T>>;
 
-/// Memory to lend to a cache or a call.
+/// Memory for a cache or a call.
 class memory {
   public:
     memory(const context& /*ctx*/, std::size_t bytes) : bytes_(bytes) {}

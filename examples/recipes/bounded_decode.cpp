@@ -64,7 +64,7 @@ int main() {
             backend::wait(on);
             const auto full =
                 static_cast<long long>(sizeof(float)) * (token + 1) * layers * kv_heads * 2 * dim;
-            std::printf("%lld tokens: %d rows a head, %zu KiB of keys and values (a full cache: %lld)\n",
+            std::printf("%lld tokens: %d entries per head, %zu KiB of keys and values (a full cache: %lld)\n",
                         static_cast<long long>(ref.length[0]), ref.used(0, 0),
                         cache.bytes().keys_and_values / 1024, full / 1024);
         }
@@ -72,6 +72,6 @@ int main() {
 }
 
 // Prints:
-// 1000 tokens: 64 rows a head, 32 KiB of keys and values (a full cache: 500)
-// 2000 tokens: 64 rows a head, 32 KiB of keys and values (a full cache: 1000)
-// 3000 tokens: 64 rows a head, 32 KiB of keys and values (a full cache: 1500)
+// 1000 tokens: 64 entries per head, 32 KiB of keys and values (a full cache: 500)
+// 2000 tokens: 64 entries per head, 32 KiB of keys and values (a full cache: 1000)
+// 3000 tokens: 64 entries per head, 32 KiB of keys and values (a full cache: 1500)

@@ -43,7 +43,7 @@ int main() {
         .layers = layers, .max_sequences = 8, .query_heads = heads, .kv_heads = kv_heads, .head_dim = dim};
     const kvp::cuda on{};  // the default stream; kvp::cuda{stream} is another
     Cache cache{shape};
-    thrust::device_vector<unsigned char> memory(cache.bytes().total());  // the engine's, lent
+    thrust::device_vector<unsigned char> memory(cache.bytes().total());  // the engine's, bound to the cache
     cache.bind(on, raw(memory), memory.size());
     thrust::device_vector<unsigned char> workspace(cache.step_workspace_bytes<Dims>(on, batch));
     const kvp::workspace_view scratch{raw(workspace), workspace.size()};

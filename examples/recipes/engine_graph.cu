@@ -42,7 +42,7 @@ __global__ void next_token(int layer, const kvp::position_t* length, bf16* rows,
     }
 }
 
-// A cache with the memory that the engine lends it, and the engine's step.
+// A cache with the memory that the engine provides, and the engine's step.
 struct Decoder {
     Cache cache{{.layers = layers,
                  .max_sequences = batch,

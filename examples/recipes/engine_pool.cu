@@ -83,7 +83,8 @@ int main() {
     thrust::device_vector<unsigned char> memory(cache.bytes().total()), notes[kv_heads];
     cache.bind(on, raw(memory), memory.size());
     for (int h = 0; h < kv_heads; ++h) {
-        notes[h].resize(cache.notes_bytes());  // positions and scores, which an engine's pool has no room for
+        notes[h].resize(
+            cache.notes_bytes());  // positions and scores, which an engine's pool has no space for
         bf16* const keys = raw(pool) + h * dim;
         cache.add_pages(on, keys, keys + page_size * row, raw(notes[h]), notes[h].size());
     }

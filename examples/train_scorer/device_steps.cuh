@@ -32,7 +32,7 @@ struct HeldSequence {
 };
 
 /// Work space for sequences up to `length`.
-struct DeviceRoom {
+struct DeviceBuffers {
     std::int32_t length = 0;
     DeviceArray<unsigned char> workspace;
     DeviceArray<float> scores, d_scores;
@@ -101,7 +101,7 @@ class ScorerSteps final : public DeviceSteps {
         options.log_gamma = job_.decay ? log_gamma_.data() : nullptr;
         for (const DeviceVisit& visit : visits) {
             const HeldSequence<T>& held = sequence(0, visit.index);
-            const DeviceRoom& scratch = this->scratch(held.length);
+            const DeviceBuffers& scratch = this->scratch(held.length);
             score(held, scratch);
             kvpolicy::BoundaryLoss loss = job_.loss;
             loss.sampler.seed = visit.seed;
@@ -149,7 +149,7 @@ class ScorerSteps final : public DeviceSteps {
         loss.scale = 1.0f;
         for (std::size_t i = 0; i < count; ++i) {
             const HeldSequence<T>& held = sequence(1, i);
-            const DeviceRoom& scratch = this->scratch(held.length);
+            const DeviceBuffers& scratch = this->scratch(held.length);
             score(held, scratch);
             const kvpolicy::Sequences sequences{.batch = 1, .length = held.length};
             const auto target = plane<const float>(held.target, held.length);
@@ -193,7 +193,7 @@ class ScorerSteps final : public DeviceSteps {
 
     std::vector<std::vector<float>> scores(std::size_t index) override {
         const HeldSequence<T>& held = sequence(0, index);
-        const DeviceRoom& scratch = this->scratch(held.length);
+        const DeviceBuffers& scratch = this->scratch(held.length);
         score(held, scratch);
         const std::size_t each =
             static_cast<std::size_t>(job_.spec.heads) * static_cast<std::size_t>(held.length);
@@ -302,14 +302,15 @@ class ScorerSteps final : public DeviceSteps {
         return kvpolicy::view_bhsd<const T>(held.rows.data() + at, 1, heads_, held.length,
                                             job_.spec.head_dim_vo);
     }
-    kvpolicy::ScoreBackward<T> backward_call(const HeldSequence<T>& held, const DeviceRoom* scratch) const {
+    kvpolicy::ScoreBackward<T> backward_call(const HeldSequence<T>& held,
+                                             const DeviceBuffers* scratch) const {
         return {keys(held), values(held), kvpolicy::Sequences{.batch = 1, .length = held.length},
                 job_.spec.delay,
                 scratch == nullptr ? kvpolicy::plane_view<const float>{}
                                    : plane<const float>(scratch->d_scores, held.length)};
     }
 
-    void score(const HeldSequence<T>& held, const DeviceRoom& scratch) {
+    void score(const HeldSequence<T>& held, const DeviceBuffers& scratch) {
         kvpolicy::score_sequence<Widths>(
             on(), scorer_, keys(held), values(held), kvpolicy::Sequences{.batch = 1, .length = held.length},
             job_.spec.delay, plane<float>(scratch.scores, held.length), scratch.workspace);
@@ -329,8 +330,8 @@ class ScorerSteps final : public DeviceSteps {
         }
     }
 
-    const DeviceRoom& scratch(std::int32_t length) {
-        if (length > room_.length) {
+    const DeviceBuffers& scratch(std::int32_t length) {
+        if (length > buffers_.length) {
             HeldSequence<T> shape;  // its length is all that is looked at
             shape.length = length;
             const kvpolicy::Sequences sequences{.batch = 1, .length = length};
@@ -345,17 +346,17 @@ class ScorerSteps final : public DeviceSteps {
                           kvpolicy::build_mask_workspace_bytes(on(), all_params, sequences, heads_),
                           kvpolicy::oracle_recall_workspace_bytes(on(), expiry, sequences)});
             const std::size_t count = static_cast<std::size_t>(heads_) * static_cast<std::size_t>(length);
-            room_ = {};
-            room_.workspace = DeviceArray<unsigned char>(bytes);
-            room_.scores = DeviceArray<float>(count);
-            room_.scores.clear(stream_.get());
-            room_.d_scores = DeviceArray<float>(count);
-            room_.d_scores.clear(stream_.get());
-            room_.teacher = DeviceArray<kvpolicy::expiry_t>(count);
-            room_.student = DeviceArray<kvpolicy::expiry_t>(count);
-            room_.length = length;
+            buffers_ = {};
+            buffers_.workspace = DeviceArray<unsigned char>(bytes);
+            buffers_.scores = DeviceArray<float>(count);
+            buffers_.scores.clear(stream_.get());
+            buffers_.d_scores = DeviceArray<float>(count);
+            buffers_.d_scores.clear(stream_.get());
+            buffers_.teacher = DeviceArray<kvpolicy::expiry_t>(count);
+            buffers_.student = DeviceArray<kvpolicy::expiry_t>(count);
+            buffers_.length = length;
         }
-        return room_;
+        return buffers_;
     }
 
     /// Rows [layers][length, heads, dim] as [layers * heads, length, dim] in T.
@@ -448,7 +449,7 @@ class ScorerSteps final : public DeviceSteps {
     DeviceArray<kvpolicy::BoundaryValue> value_;
     DeviceArray<float> log_gamma_;
     DeviceArray<double> d_log_gamma_;
-    DeviceRoom room_;
+    DeviceBuffers buffers_;
     std::map<std::pair<std::size_t, std::size_t>, HeldSequence<T>> held_;
 };
 

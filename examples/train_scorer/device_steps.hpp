@@ -52,7 +52,7 @@ class DeviceSteps {
     /// Brings a training sequence to the GPU, unless it is there, and computes its target where the example has
     /// none. What does not fit displaces the others.
     virtual void hold(std::size_t index) = 0;
-    /// Enqueues step `number`. `budget`: rows a head; each visit is brought to the GPU first.
+    /// Enqueues step `number`. `budget`: entries per head; each visit is brought to the GPU first.
     virtual void step(std::span<const DeviceVisit> visits, std::int32_t budget, double rate,
                       std::int64_t number) = 0;
     /// Sums over the steps since the last call; waits for them. `norm` is the last step's, `refused` the first step whose

@@ -252,7 +252,7 @@ void compare(const kvpolicy::host& on, const Options& o, Data& data) {
     for (std::int64_t i = 0; i < o.compare; ++i) {
         gpu.step();
     }
-    const double read = source.spent();  // what the GPU had no room to hold
+    const double read = source.spent();  // what the GPU did not hold
     const double enqueued = (milliseconds(start) - read) / static_cast<double>(o.compare);
     static_cast<void>(gpu.take());
     const double of_gpu = (milliseconds(start) - read) / static_cast<double>(o.compare);

@@ -34,7 +34,7 @@ struct LossSums {
 
 /// On held-out sequences, at one budget.
 struct HeldOutNumbers {
-    std::int32_t budget = 0;  ///< rows a head
+    std::int32_t budget = 0;  ///< entries per head
     LossSums loss;
     std::vector<kvpolicy::Recall> recall;  ///< [layers, heads], means over sequences
 

@@ -26,7 +26,7 @@ q, k, v of a frozen model:
                             tools/make_corpus && tar -xJf build/corpus/corpus.tar.xz -C build/corpus train.txt
   --length S              tokens a sequence (4096)
   --sequences N           at most so many sequences, visited again and again (48; of a file of q, k, v all)
-  --pairs N               look-ups "@AB:1234" woven into each (32 for models that read bytes, else 0)
+  --pairs N               retrieval queries "@AB:1234" woven into each (32 for models that read bytes, else 0)
   --tokens FILE           instead of a text: token ids, a sequence a line, with spaces between
   --qkv FILE              instead of a model: a file of q, k and v (docs/training.md)
   --held-out FILE         sequences to watch, never trained on: text, or q, k, v (default: the model's eval.bin,
@@ -44,7 +44,7 @@ the scorer (one a layer and KV head) and its policy:
   --softcap C             mlstm: of the gates (15; 0: none)
   --norm  --skip          mlstm: RMS norm before the read-out; skip connection
   --immediate             mlstm: scores on arrival, not when a key leaves the window
-  --sinks N (4)  --window N (64)  --budgets LIST of rows a head, taken in turn (1024,512,256)
+  --sinks N (4)  --window N (64)  --budgets LIST of entries per head, taken in turn (1024,512,256)
   --beta B (2)            of the target, 1 (the paper's) to inf   --aggregate max|mean (max)
   --look-ahead L          only that many queries after the window count for the target (all)
   --no-decay              no learned decay, which is else from --gamma-min G (0.999) to --gamma-max G (1)

@@ -12,14 +12,15 @@ namespace train {
 
 struct Options {
     // where q, k, v come from
-    std::string model;            ///< a model's folder, with --text
-    std::string text;             ///< a text file,
-    std::string tokens;           ///< or a file of token ids
-    std::string qkv;              ///< or a file of q, k, v
-    std::string held_out;         ///< a second file of q, k, v, or for a model another text
-    std::int32_t length = 4096;   ///< tokens a sequence, of text
-    std::int32_t pairs = -1;      ///< look-ups a sequence of text; -1: 32 for models that read bytes, else 0
-    std::int32_t sequences = 48;  ///< at most; of a file of q, k, v all unless it is given
+    std::string model;           ///< a model's folder, with --text
+    std::string text;            ///< a text file,
+    std::string tokens;          ///< or a file of token ids
+    std::string qkv;             ///< or a file of q, k, v
+    std::string held_out;        ///< a second file of q, k, v, or for a model another text
+    std::int32_t length = 4096;  ///< tokens a sequence, of text
+    std::int32_t pairs =
+        -1;  ///< retrieval queries per sequence of text; -1: 32 for models that read bytes, else 0
+    std::int32_t sequences = 48;          ///< at most; of a file of q, k, v all unless it is given
     std::int32_t held_out_sequences = 2;  ///< likewise; 0: none
 
     // what is trained

@@ -68,8 +68,8 @@ RecallSequence weave_recall(const std::string& text, std::size_t start, std::int
     const std::int32_t early_end = length * 3 / 5 - pairs * line;
     const std::int32_t late_begin = length * 3 / 4 - pairs * line;
     if (pairs < 0 || pairs > 26 * 26 || early_end < 0 || late_begin > body) {
-        llama::fail("pairs: {} is not allowed; {} bytes have room for 0 to {} look-ups", pairs, length,
-                    std::min(26 * 26, length / (4 * line)));
+        llama::fail("pairs: {} is not allowed; {} bytes have space for 0 to {} retrieval queries", pairs,
+                    length, std::min(26 * 26, length / (4 * line)));
     }
     if (start + static_cast<std::size_t>(body) > text.size()) {
         llama::fail("text: {} bytes from {} on are too few for a sequence; {} are needed",
@@ -164,8 +164,8 @@ std::vector<std::int32_t> TrainingText::sequence(std::uint64_t index) const {
     return tokens;
 }
 
-/// Bytes with look-ups, as few as give enough tokens, in steps of a sixteenth. What is asked for stands at the end, so tokens that are
-/// too many are taken off the front.
+/// Bytes with retrieval queries, as few as give enough tokens, in steps of a sixteenth. What is asked for
+/// stands at the end, so tokens that are too many are taken off the front.
 std::vector<std::int32_t> TrainingText::woven_tokens(std::size_t start, std::size_t window,
                                                      std::uint64_t index) const {
     const auto length = static_cast<std::size_t>(length_),

@@ -1,4 +1,5 @@
-// Token sequences to run a frozen model on: cut from any text, with look-ups woven in, or read from a file.
+// Token sequences to run a frozen model on: cut from any text, with retrieval queries woven in, or read from
+// a file.
 #pragma once
 
 #include <llama/tokenizer.hpp>
@@ -12,9 +13,9 @@
 
 namespace train {
 
-/// A byte sequence with synthetic look-ups: lines "@AB:1234" (two letters, four digits) at random places of the first 60%,
-/// and the same lines again, in random order, in the last quarter. tools/train_tiny trains the byte model on such
-/// sequences; its digits can only be known by looking the key up.
+/// A byte sequence with synthetic retrieval queries: lines "@AB:1234" (two letters, four digits) at random
+/// places of the first 60%, and the same lines again, in random order, in the last quarter. tools/train_tiny
+/// trains the byte model on such sequences; its digits can only be known by looking the key up.
 struct RecallSequence {
     std::string bytes;
     std::vector<std::int32_t> answers;                         // first digits of the repeated lines, in order
@@ -23,17 +24,19 @@ struct RecallSequence {
 
 inline constexpr std::int32_t recall_line_bytes = 9;  // "@AB:1234\n"
 
-/// Weaves `pairs` look-ups into text[start ...], `length` bytes in all; the text must hold length - 2 * pairs * 9 bytes from
-/// start on. The same seed, stream and arguments give the same bytes. Throws llama::Error where the lines have no room.
+/// Weaves `pairs` retrieval queries into text[start ...], `length` bytes in all; the text must hold length -
+/// 2 * pairs * 9 bytes from start on. The same seed, stream and arguments give the same bytes. Throws
+/// llama::Error where the lines have no space.
 RecallSequence weave_recall(const std::string& text, std::size_t start, std::int32_t length,
                             std::int32_t pairs, std::uint64_t seed, std::uint64_t stream);
 
 /// Sequences of `length` tokens from a text file.
 class TrainingText {
   public:
-    /// Every sequence carries `pairs` look-ups. For models that read bytes (a vocabulary of 256), other bytes than printable ASCII
-    /// and newlines are left out; for others the look-ups are woven in before the text is cut into tokens, and tokens that are too many
-    /// are taken off the front. Throws llama::Error for a file that is missing, compressed or too short for one sequence.
+    /// Every sequence carries `pairs` retrieval queries. For models that read bytes (a vocabulary of 256),
+    /// other bytes than printable ASCII and newlines are left out; for others the retrieval queries are woven
+    /// in before the text is cut into tokens, and tokens that are too many are taken off the front. Throws
+    /// llama::Error for a file that is missing, compressed or too short for one sequence.
     TrainingText(const std::filesystem::path& file, const llama::Tokenizer& tokenizer, std::int32_t length,
                  std::int32_t pairs, std::uint64_t seed);
 

@@ -69,8 +69,8 @@ if(EVALUATE)
             message(FATAL_ERROR "${file}: has ${bytes} bytes")
         endif()
     endforeach()
-    # policy, ..., exact look-ups, first digits, digits, how many look-ups, rows a head: the dense model finds
-    # everything, and a budget is its rows.
+    # policy, ..., exact retrievals, first digits, digits, retrieval queries, entries per head: the dense
+    # model answers all, and a budget is its entries.
     file(READ ${FOLDER}/e.csv table)
     foreach(line IN ITEMS "dense,[^\n]*,1\\.00000,1\\.00000,1\\.00000,32,4096\\.0,"
             "streaming,[^\n]*,32,256\\.0," "a,[^\n]*,32,256\\.0," "d,[^\n]*,32,256\\.0,")

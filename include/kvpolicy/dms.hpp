@@ -11,8 +11,8 @@
 //
 // With alpha_t = sigmoid(z_t), visible(q, t) <=> t <= q and (q - t < w or alpha_t <= 0.5): a key whose decision was to evict
 // stays for w queries, in which the tokens after it may still read it, and then goes; the others stay for good. It is
-// WG-KV's rule with a gate of opposite sign. The decision is known when the key arrives. Heads differ much in what they
-// keep, so the cache is a DualCache.
+// WG-KV's rule with a gate of opposite sign. The decision is known when the key arrives. Heads keep different
+// numbers of keys, so the cache is a DualCache.
 //
 // The window is w keys here and w + 1 in the authors' code, which also takes the decision about key t from token t + 1; here
 // a decision comes with its own key.

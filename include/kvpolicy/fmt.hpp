@@ -80,7 +80,7 @@ inline const char* aggregate_text(group_aggregate aggregate) {
     return aggregate == group_aggregate::max ? "max" : "mean";
 }
 
-/// What a part is called in a policy's text. Parts of one's own come to the first of these.
+/// The name of a part in a policy's text. A part of the user's own takes the first overload.
 template <class Part>
 std::string part_text(const Part& part) {
     if constexpr (requires { std::string(part.name()); }) {
@@ -135,7 +135,7 @@ inline std::string part_text(const EvictionGate& part) {
     return fmt::format("EvictionGate (closed above {})", values_text(part.threshold));
 }
 inline std::string part_text(const SnapKVEviction& part) {
-    return fmt::format("SnapKVEviction ({} rows a head, {} of them a round)", number_text(part.average),
+    return fmt::format("SnapKVEviction ({} entries per head, {} of them a round)", number_text(part.average),
                        part.share);
 }
 template <std::int32_t Rows>
@@ -242,7 +242,7 @@ inline std::string text_of_object(const Recall& recall) {
                        recall.mean, recall.chance_mean, recall.queries, recall.last, recall.chance_last);
 }
 
-/// What has a text here.
+/// Types that have a text here.
 template <class T>
 concept Formatted = requires(const T& object) {
     { text_of_object(object) } -> std::same_as<std::string>;
@@ -252,7 +252,7 @@ concept Formatted = requires(const T& object) {
 
 }  // namespace kvpolicy
 
-/// Formats what kvpolicy has a text for, with the format spec of a string.
+/// Formats the types that kvpolicy has a text for, with the format spec of a string.
 template <kvpolicy::detail::Formatted T>
 struct fmt::formatter<T> : fmt::formatter<fmt::string_view> {
     template <class Context>

@@ -10,7 +10,7 @@
 // After query q, of the keys up to q - r the B - r with the largest sum over queries of softmax weights stay, and the r most
 // recent ones. So query q + 1 sees B keys and itself, which takes B + 1 rows: a window of w = r + 1, and k = B - r places.
 // B counts heavy and recent keys, as the paper's budget does, whose default is half and half. Every KV head decides for
-// itself. With G query heads a KV head, a key receives the mean of their weights (the paper has G = 1).
+// itself. With G query heads per KV head, a key receives the mean of their weights (the paper has G = 1).
 //
 // The paper takes a prompt densely and prunes it then (ObservedPrefill::dense_then_prune, the default); it can also be
 // taken in chunks of c, which bounds the memory to B + c rows, or stepwise. The three keep different keys.

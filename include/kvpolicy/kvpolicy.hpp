@@ -1,6 +1,6 @@
-// Everything that the host backend has, and under nvcc what of it runs on CUDA. A program that uses one system includes
-// that system's header instead (kvpop.hpp, lte.hpp, spkv.hpp, wgkv.hpp, dms.hpp, h2o.hpp, tova.hpp, snapkv.hpp, quest.hpp,
-// streaming_llm.hpp, uniform.hpp).
+// All headers of the host backend. Under nvcc, the CUDA bodies that exist for them too. A program that uses
+// one system includes that system's header instead (kvpop.hpp, lte.hpp, spkv.hpp, wgkv.hpp, dms.hpp, h2o.hpp,
+// tova.hpp, snapkv.hpp, quest.hpp, streaming_llm.hpp, uniform.hpp).
 #pragma once
 
 #include <kvpolicy/attention/attend.hpp>

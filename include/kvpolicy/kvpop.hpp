@@ -8,10 +8,11 @@
 //
 // B = s + w + k (eq. 1). At query q the key t = q - w leaves the window and competes with E(q) = {t : s <= t <= q - w}
 // (eq. 4) by its effective score r_t + floor((q - t) / n) log(gamma_h) (eq. 5); the k best stay, ties to the older key.
-// The score comes from a scorer on [k_t; v_t]: a small MLP (KVpop-mlp), or an mLSTM that is read when the key leaves, so
-// that it has seen what came after (eq. 10-11); or from the caller (GivenScores: an oracle, a predictor of one's own).
-// A key that was evicted never comes back, so the whole policy is one expiry per key: masks/build.hpp for training and
-// prefill, caches/fixed_budget.hpp for decoding, and both hold the same keys.
+// The score comes from a scorer on [k_t; v_t]: a small MLP (KVpop-mlp), or an mLSTM that scores the key when
+// it leaves the window, so that it has seen the w tokens after it (eq. 10-11); or from the caller
+// (GivenScores: an oracle, a predictor of one's own). An evicted key stays evicted, so the whole policy is
+// one expiry per key: masks/build.hpp for training and prefill, caches/fixed_budget.hpp for decoding, and
+// both hold the same keys.
 #pragma once
 
 #include <kvpolicy/attention/attend.hpp>

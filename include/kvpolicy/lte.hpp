@@ -11,8 +11,8 @@
 // visible(q, t) <=> t <= q and (t < s or q - t < w or r_t > 0.5 and t among the best) (LTE, eq. 5; the window is w keys
 // here, as in the paper's cache, where eq. 5 shows w + 1). The number of keys out of the window, sinks included, is capped at b
 // (3.1.3): when the cap is reached a candidate replaces the worst only if its score is strictly better, at every step, in prefill
-// too. r = sigmoid(score), so the gate's 0.5 is a logit of 0, the default of ThresholdGate. Heads differ much in how many
-// keys they keep (about half the cap on average), which is what a DualCache saves.
+// too. r = sigmoid(score), so the gate's 0.5 is a logit of 0, the default of ThresholdGate. Heads keep
+// different numbers of keys (about half the cap on average). A DualCache stores only the keys that are kept.
 //
 // The scorer (scorers/conv.hpp) is a convolution over a key's 6 neighbors on either side, on [k before RoPE; v]: it reads the
 // stored key and undoes the rotation, and runs over all keys that it can score at once, as late as the window allows (w >= 13).

@@ -3,7 +3,7 @@
 //     using Quest = kvpolicy::Quest<16>;                              // pages of 16 keys
 //     // the same, spelled out:
 //     using Same = kvpolicy::Policy<kvpolicy::Window<16>, kvpolicy::KeepAll, kvpolicy::QuestPages<16>>;
-//     const Quest policy{{}, {}, kvpolicy::QuestPages<16>{64}};       // 64 pages a KV head, the newest token's among them
+//     const Quest policy{{}, {}, kvpolicy::QuestPages<16>{64}};       // 64 pages per KV head, the newest token's included
 //     kvpolicy::DualCache<Quest, kvpolicy::bf16> cache{{..., .page_size = 16}, pool, policy};
 //
 // Keys fill pages of the size of the window, in their order, so a page holds 16 neighbors, as in the paper; the newest 16 keys are the

@@ -1,4 +1,5 @@
-// SnapKV (Li et al., 2024): a prompt is pruned once, to what its last queries look at; what is generated stays.
+// SnapKV (Li et al., 2024): prunes a prompt once, to the keys that its last queries attend to most; generated
+// tokens stay.
 //
 //     using SnapKV = kvpolicy::SnapKV<2016, 32>;                      // B = 2048: 32 observing tokens, 2016 others
 //     // the same, spelled out:
@@ -10,13 +11,14 @@
 // At the end of a prompt the last w tokens are the observation window. score(t) is the sum over its queries of their softmax
 // weights (normalized over the window too), for the keys before it; smoothed over 5 neighboring keys (mean, with zeros
 // beyond the ends; or max); the B - w best stay, with the window. B counts the window, as the paper's capacity does. A prompt of up
-// to B tokens keeps everything. Each KV head decides for itself; with G query heads a KV head the mean of their weights is
-// pooled (the paper has G = 1; its code lets every query head keep keys of its own). Defaults are those of the authors'
-// code: w = 32, mean over 5.
+// to B tokens keeps everything. Each KV head decides for itself; with G query heads per KV head the mean of
+// their weights is pooled (the paper has G = 1; its code lets every query head keep keys of its own).
+// Defaults are those of the authors' code: w = 32, mean over 5.
 //
-// What is decoded is kept, so a DualCache holds it: steps never evict. A further prefill() is a prompt of its own, and prunes all
-// that is there to B again, the window's last tokens apart. ObservedPrefill::in_chunks(c) prunes after every c tokens, with
-// the chunk's last w queries (all of a shorter chunk): then B + c rows are enough for any text that comes by prefill.
+// Decoded tokens stay, so use a DualCache: steps do not evict. A further prefill() is a new prompt: it prunes
+// all keys to B again, the window's last tokens apart. ObservedPrefill::in_chunks(c) prunes after every c
+// tokens, with the chunk's last w queries (all of a shorter chunk): then B + c rows are enough for any text
+// that comes by prefill.
 #pragma once
 
 #include <kvpolicy/attention/attend.hpp>

@@ -8,10 +8,11 @@
 //     kvpolicy::DualCache<SPKV, kvpolicy::bf16> cache{shape, {.slab_pages = 4096, .max_slabs = 64, .max_seq_len = 131072}, policy};
 //
 // visible(q, t) <=> t <= q and (q - t < w or u_t >= tau) (SP-KV, section 2): a key whose gate is closed when it leaves the
-// window is never written to the long-term part. u = sigmoid(score), so tau is turned into a logit once: a gate for
-// another threshold is ThresholdGate<at_least>::probability(0.1), by layer and head ThresholdGate<at_least>{per_head(logits,
-// layers, heads)}. Heads that stay global or local (the paper's hybrid layouts, section 4) are thresholds of -infinity and
-// +infinity. Sinks are optional (appendix A.2 adds 4).
+// window is not written to the long-term part. u = sigmoid(score), so tau is turned into a logit once: a gate
+// for another threshold is ThresholdGate<at_least>::probability(0.1), by layer and head
+// ThresholdGate<at_least>{per_head(logits, layers, heads)}. Heads that stay global or local (the paper's
+// hybrid layouts, section 4) are thresholds of -infinity and +infinity. Sinks are optional (appendix A.2 adds
+// 4).
 //
 // The utility is predicted from the hidden state, by a SiLU layer that all heads of a layer share (listing 1):
 //

@@ -1,4 +1,4 @@
-// StreamingLLM (Xiao et al., 2023): attention sinks and a window, and nothing else.
+// StreamingLLM (Xiao et al., 2023): attention sinks and a window.
 //
 //     using Streaming = kvpolicy::StreamingLLM<4, 1020>;             // 4 sinks, the 1020 most recent keys
 //     kvpolicy::FixedBudgetCache<Streaming, kvpolicy::bf16> cache{shape};

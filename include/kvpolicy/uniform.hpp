@@ -1,4 +1,5 @@
-// Two baselines that look at nothing: keys at a uniform stride, and random keys. What they answer a learned policy has to beat.
+// Two baselines that read no keys and no scores: keys at a uniform stride, and random keys. A learned policy
+// should beat both.
 //
 //     using Uniform = kvpolicy::UniformStride<4, 64, 16>;             // 4 sinks, a window of 64, every 16th key
 //     using Chance = kvpolicy::RandomKeys<4, 64, 188>;                // 4 sinks, a window of 64, 188 others at random: B = 256

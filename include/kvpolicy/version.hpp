@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// The one place where the version is written: CMake reads these three lines, and nothing generates this file, so a copy
-// of include/ works without CMake.
+// The one place where the version is written: CMake reads these three lines. This file is not generated, so a
+// copy of include/ works without CMake.
 #define KVPOLICY_VERSION_MAJOR 0
 #define KVPOLICY_VERSION_MINOR 1
 #define KVPOLICY_VERSION_PATCH 0

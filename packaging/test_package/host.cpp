@@ -1,4 +1,4 @@
-// A cache of 8 rows a head, and 100 tokens.
+// A cache of 8 entries per head, and 100 tokens.
 #include <kvpolicy/kvpop.hpp>
 #include <kvpolicy/version.hpp>
 

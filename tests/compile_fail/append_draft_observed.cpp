@@ -1,4 +1,4 @@
-// A proposal that is not committed must leave no trace, and masses are traces.
+// A draft that is not accepted must leave no trace, and masses are traces.
 // expect: kvpolicy: append_draft takes a policy whose scores do not change with every query
 #include <kvpolicy/tova.hpp>
 

@@ -118,7 +118,7 @@ TEST_CASE("a streaming cache takes any budget above its sinks") {
           "policy: best is not allowed; it must be one of dense, streaming, keynorm, given");
 }
 
-TEST_CASE("a cache that grows is lent slabs as it needs them, and answers as a fixed one does") {
+TEST_CASE("a cache that grows gets slabs as it needs them, and answers as a fixed one does") {
     using kvpolicy::Window;
     using Recent = kvpolicy::Policy<Window<>>;
     const kvpolicy::host on(1);

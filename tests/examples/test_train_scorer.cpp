@@ -1,4 +1,5 @@
-// The training program's parts: look-ups in text, files of q, k and v, steps that resume, and scorers that a cache takes.
+// The training program's parts: retrieval queries in text, files of q, k and v, steps that resume, and
+// scorers that a cache takes.
 #include <kvpolicy/caches/fixed_budget.hpp>
 #include <kvpolicy/core/random.hpp>
 #include <kvpolicy/policies/compose.hpp>
@@ -230,7 +231,7 @@ TEST_CASE("a checkpoint asks for no sequence") {
     CHECK(source.asked == before);
 }
 
-TEST_CASE("look-ups are woven into a text, and can be answered from it") {
+TEST_CASE("retrieval queries are woven into a text, and can be answered from it") {
     std::string text;
     for (int i = 0; i < 400; ++i) {
         text += fmt::format("line {} of a text\n", i);
@@ -268,7 +269,7 @@ TEST_CASE("look-ups are woven into a text, and can be answered from it") {
     CHECK(rest == text.substr(100, 2048 - 40 * 9));
     CHECK(weave_recall(text, 0, 64, 0, 1, 1).bytes == text.substr(0, 64));
     CHECK(contains(message_of([&] { weave_recall(text, 0, 100, 20, 1, 1); }),
-                   "100 bytes have room for 0 to 2"));
+                   "100 bytes have space for 0 to 2"));
     CHECK(contains(message_of([&] { weave_recall(text, text.size() - 10, 2048, 0, 1, 1); }),
                    "2048 are needed"));
 }
@@ -310,7 +311,7 @@ TEST_CASE("token ids in a file") {
     CHECK(contains(message_of([&] { read_tokens(folder.path() / "no", 256); }), "cannot be opened"));
 }
 
-TEST_CASE("look-ups in the tokens of another model") {
+TEST_CASE("retrieval queries in the tokens of another model") {
     const test::Folder folder;
     const std::filesystem::path vectors = TEST_VECTORS;
     const llama::Tokenizer tokenizer = llama::Tokenizer::read(vectors / "tokenizer_small.json");

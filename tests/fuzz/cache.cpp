@@ -184,7 +184,7 @@ void run(Bytes& in, const host& on, Bound& bound, Model& model) {
                 cache.advance(on, {.count = count, .seq_ids = named, .q_len = n, .length = call.length});
                 break;
             }
-            case 4: {  // propose
+            case 4: {  // append_draft
                 const std::int32_t n = 1 + in.below(max_draft_tokens);
                 if (model.length(seq) + n > max_seq_len) {
                     break;
@@ -208,7 +208,7 @@ void run(Bytes& in, const host& on, Bound& bound, Model& model) {
                 num_draft_of = n;
                 break;
             }
-            case 5: {  // commit, at times of more than was proposed
+            case 5: {  // accept, at times of more than was drafted
                 const std::int32_t n = in.below(max_draft_tokens + 1);
                 const Batch batch{.count = 1, .seq_ids = &seq, .length = n};
                 test::Workspace workspace(workspace_bytes(on, ref, {.batch = 1, .tokens = max_draft_tokens}));
@@ -217,8 +217,9 @@ void run(Bytes& in, const host& on, Bound& bound, Model& model) {
                     status = 0;
                     const bool was_refused =
                         fuzz::refused([&] { accept(on, ref, batch, workspace, {.status = &status}); });
-                    fuzz::check(was_refused != valid,
-                                "a accept of what was not proposed, or a refusal of what was");
+                    fuzz::check(
+                        was_refused != valid,
+                        "an accept of tokens that were not drafted, or a refusal of tokens that were");
                     if (was_refused || status == 0) {
                         break;
                     }

@@ -13,11 +13,11 @@ seed + 2 for q, k and v), as multiples of 1/64 within [-2, 2), which bf16, fp16 
 
 attention.kvpv (see vectors.py for the container)
     cases            int32 [cases, 10]    the columns of COLUMNS; one sequence each
-    levels           float32 [cases, 2]   scale, softcap
+    levels           float32 [cases, 2]   scale, soft_cap
     bias_from        int32 [cases, 2]     by KV head
     plane_offsets    int32 [cases + 1]
     expiry, position int32, log_bias float32   [offsets[i] : offsets[i + 1]] is [kv_heads, rows] of case i
-    out_offsets, out float64              [query heads, queries, columns], columns 0, 9, 18, ... of dim_v
+    out_offsets, out float64              [query heads, queries, columns], columns 0, 9, 18, ... of head_dim_vo
     lse_offsets, lse float64              [query heads, queries]
 """
 
@@ -25,7 +25,7 @@ import numpy as np
 
 import scorers
 
-COLUMNS = ["seed", "kv_heads", "group", "queries", "rows", "dim_k", "dim_v", "start", "masked", "biased"]
+COLUMNS = ["seed", "kv_heads", "group", "queries", "rows", "head_dim_qk", "head_dim_vo", "start", "masked", "biased"]
 STEP = 9
 NEVER = 2**31 - 1
 
@@ -34,7 +34,7 @@ def drawn(stream, shape):
     return np.floor(scorers.draw(stream, shape, 2.0) * 64.0) / 64.0
 
 
-def attention(q, k, v, position, expiry, log_bias, bias_from, start, scale, softcap):
+def attention(q, k, v, position, expiry, log_bias, bias_from, start, scale, soft_cap):
     """q [Hq, S, Dk], k and v [Hkv, n, D], planes [Hkv, n]: out [Hq, S, Dv], lse [Hq, S]."""
     group = len(q) // len(k)
     p = start + np.arange(q.shape[1])[:, None]
@@ -42,8 +42,8 @@ def attention(q, k, v, position, expiry, log_bias, bias_from, start, scale, soft
     for head, queries in enumerate(q):
         h = head // group
         logits = scale * (queries @ k[h].T)
-        if softcap > 0:
-            logits = softcap * np.tanh(logits / softcap)
+        if soft_cap > 0:
+            logits = soft_cap * np.tanh(logits / soft_cap)
         age = p - position[h][None, :]
         logits = logits + np.where(age >= bias_from[h], log_bias[h][None, :].astype(np.float64), 0.0)
         logits = np.where((age >= 0) & (p < expiry[h][None, :]), logits, -np.inf)
@@ -74,7 +74,7 @@ def planes(random, case):
 def make():
     random = np.random.RandomState(16)
     sizes = [
-        # kv_heads, group, queries, rows, dim_k, dim_v, start, masked, biased, scale, softcap
+        # kv_heads, group, queries, rows, head_dim_qk, head_dim_vo, start, masked, biased, scale, soft_cap
         (2, 1, 1, 130, 64, 64, 129, 0, 0, 0.125, 0.0),
         (1, 3, 1, 130, 64, 64, 129, 1, 0, 0.125, 0.0),
         (1, 4, 1, 100, 128, 128, 99, 1, 1, 0.0884, 0.0),
@@ -89,15 +89,15 @@ def make():
     ]
     arrays = {name: []
               for name in ["cases", "levels", "bias_from", "expiry", "position", "log_bias", "out", "lse"]}
-    for seed, (*numbers, scale, softcap) in enumerate(sizes, start=1):
+    for seed, (*numbers, scale, soft_cap) in enumerate(sizes, start=1):
         case = dict(zip(COLUMNS, [seed, *numbers]))
         heads, rows = case["kv_heads"], case["rows"]
-        q = drawn(3 * seed, (heads * case["group"], case["queries"], case["dim_k"]))
-        k = drawn(3 * seed + 1, (heads, rows, case["dim_k"]))
-        v = drawn(3 * seed + 2, (heads, rows, case["dim_v"]))
+        q = drawn(3 * seed, (heads * case["group"], case["queries"], case["head_dim_qk"]))
+        k = drawn(3 * seed + 1, (heads, rows, case["head_dim_qk"]))
+        v = drawn(3 * seed + 2, (heads, rows, case["head_dim_vo"]))
         position, expiry, log_bias = planes(random, case)
         bias_from = np.array([7, 0][:heads] + [0] * (2 - heads), np.int32)
-        level = np.array([scale, softcap], np.float32)
+        level = np.array([scale, soft_cap], np.float32)
         out, lse = attention(q, k, v, position, expiry, log_bias, bias_from, case["start"], float(level[0]),
                              float(level[1]))
         arrays["cases"].append([case[name] for name in COLUMNS])

@@ -27,7 +27,7 @@ place; top k of these.
 baselines.kvpv (see vectors.py for the container)
     cases            int32 [cases, 15]    the columns of COLUMNS; q, k drawn as in attention.py, one sequence
                                           each
-    levels           float32 [cases, 2]   scale, softcap
+    levels           float32 [cases, 2]   scale, soft_cap
     margins          float64 [cases]
     offsets, expiry  int32                [kv_heads, length] of case i, clamped to length
     mass             float64              the same places: masses of dense attention from the last `window`
@@ -50,11 +50,11 @@ COLUMNS = ["seed", "kind", "kv_heads", "group", "length", "dim", "budget", "wind
 WORD = (1 << 64) - 1
 
 
-def weights(queries, keys, scale, softcap):
+def weights(queries, keys, scale, soft_cap):
     """softmax of queries [n, D] over keys [m, D]: [n, m]."""
     logits = scale * (queries @ keys.T)
-    if softcap > 0:
-        logits = softcap * np.tanh(logits / softcap)
+    if soft_cap > 0:
+        logits = soft_cap * np.tanh(logits / soft_cap)
     e = np.exp(logits - logits.max(axis=1, keepdims=True))
     return e / e.sum(axis=1, keepdims=True)
 
@@ -86,7 +86,7 @@ def best(keys, values, count):
     return [keys[i] for i in order[:count]], margin
 
 
-def observed(q, k, case, scale, softcap):
+def observed(q, k, case, scale, soft_cap):
     """Expiry [Hkv, S] and the smallest margin."""
     heads, group, length = case["kv_heads"], case["group"], case["length"]
     budget, window = case["budget"], case["window"]
@@ -103,7 +103,7 @@ def observed(q, k, case, scale, softcap):
         for h in range(heads):
             for i in range(max(a, b - count), b):
                 seen = kept[h] + list(range(a, i + 1))
-                p = np.concatenate([weights(q[h * group + g][i : i + 1], k[h][seen], scale, softcap)
+                p = np.concatenate([weights(q[h * group + g][i : i + 1], k[h][seen], scale, soft_cap)
                                     for g in range(group)])
                 mass[h, seen] += p.max(axis=0) if case["group_max"] else p.mean(axis=0)
         if case["whole_layer"]:
@@ -125,7 +125,7 @@ def observed(q, k, case, scale, softcap):
     return expiry, smallest
 
 
-def masses(q, k, expiry, scale, softcap, group_max, count):
+def masses(q, k, expiry, scale, soft_cap, group_max, count):
     """What the keys [Hkv, S] receive from the last `count` queries through a mask."""
     heads, length = len(k), k.shape[1]
     group = len(q) // heads
@@ -133,7 +133,7 @@ def masses(q, k, expiry, scale, softcap, group_max, count):
     for h in range(heads):
         for i in range(max(0, length - count), length):
             seen = [t for t in range(i + 1) if i < expiry[h, t]]
-            p = np.concatenate([weights(q[h * group + g][i : i + 1], k[h][seen], scale, softcap)
+            p = np.concatenate([weights(q[h * group + g][i : i + 1], k[h][seen], scale, soft_cap)
                                 for g in range(group)])
             result[h, seen] += p.max(axis=0) if group_max else p.mean(axis=0)
     return result
@@ -230,8 +230,8 @@ def make():
     arrays = {name: [] for name in names}
     for place, numbers in enumerate(sizes, start=1):
         case = dict(zip(COLUMNS, [place, *numbers]))
-        softcap = 4.0 if place % 5 == 0 else 0.0
-        level = np.array([0.3, softcap], np.float32)
+        soft_cap = 4.0 if place % 5 == 0 else 0.0
+        level = np.array([0.3, soft_cap], np.float32)
         # A seed whose decisions do not hang on rounding: the tests run in fp32 too.
         for case["seed"] in range(1000 * place, 1000 * place + 200):
             q = attention.drawn(3 * case["seed"],

@@ -10,18 +10,18 @@ import numpy as np
 from lifetimes import rank_value
 
 
-def attend(queries, keys, values, scale, softcap):
+def attend(queries, keys, values, scale, soft_cap):
     """Attention of G queries [G, D] over rows [n, D], [n, Dv] in float64: (out[G, Dv], lse[G]).
 
-    logit = scale <q, k>, then softcap * tanh(logit / softcap) where softcap > 0. LSE is the natural log; with
+    logit = scale <q, k>, then soft_cap * tanh(logit / soft_cap) where soft_cap > 0. LSE is the natural log; with
     no row to see the output is 0 and the LSE -inf.
     """
     queries, keys, values = (np.asarray(x, dtype=np.float64) for x in (queries, keys, values))
     if len(keys) == 0:
         return np.zeros((len(queries), values.shape[1])), np.full(len(queries), -np.inf)
     logits = scale * (queries @ keys.T)
-    if softcap > 0:
-        logits = softcap * np.tanh(logits / softcap)
+    if soft_cap > 0:
+        logits = soft_cap * np.tanh(logits / soft_cap)
     top = logits.max(axis=1, keepdims=True)
     weights = np.exp(logits - top)
     total = weights.sum(axis=1, keepdims=True)
@@ -31,10 +31,10 @@ def attend(queries, keys, values, scale, softcap):
 class NaiveCache:
     """The rows of one KV head: {position: (key, value)}, and the scores of its long-range keys."""
 
-    def __init__(self, rule, scale, softcap=0.0):
+    def __init__(self, rule, scale, soft_cap=0.0):
         self.rule = rule
         self.scale = scale
-        self.softcap = softcap
+        self.soft_cap = soft_cap
         self.length = 0
         self.rows = {}
         self.long_range = {}  # position -> raw score
@@ -47,14 +47,14 @@ class NaiveCache:
 
         u = q - self.rule.window
         if u >= 0 and not self.rule.keeps(u):
-            self.contest(u, q, score_of)
+            self.update_top_k(u, q, score_of)
 
         positions = sorted(self.rows)
         keys = np.array([self.rows[t][0] for t in positions])
         values = np.array([self.rows[t][1] for t in positions])
-        return attend(queries, keys, values, self.scale, self.softcap)
+        return attend(queries, keys, values, self.scale, self.soft_cap)
 
-    def contest(self, u, q, score_of):
+    def update_top_k(self, u, q, score_of):
         """u enters a free place, or the place of the worst key if strictly better (ties go to the
         older key), or goes.
 
@@ -82,7 +82,7 @@ class NaiveCache:
         return sorted(self.rows)
 
 
-def run(rules, scores, q, k, v, scale, softcap=0.0):
+def run(rules, scores, q, k, v, scale, soft_cap=0.0):
     """Steps every KV head through a sequence. q[Hq, S, D], k[Hkv, S, D], v[Hkv, S, Dv], scores[Hkv, S];
     query head i reads KV head i // G. Returns out[Hq, S, Dv], lse[Hq, S] and retained[Hkv][S], the positions
     after each step."""
@@ -92,7 +92,7 @@ def run(rules, scores, q, k, v, scale, softcap=0.0):
     lse = np.zeros((q.shape[0], length))
     retained = []
     for h, rule in enumerate(rules):
-        cache = NaiveCache(rule, scale, softcap)
+        cache = NaiveCache(rule, scale, soft_cap)
         mine = slice(h * group, (h + 1) * group)
         history = []
         for t in range(length):

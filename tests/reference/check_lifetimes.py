@@ -1,8 +1,8 @@
 """Checks of lifetimes.py, cutoff.py, metrics.py and cache.py against a second, differently built brute force.
 
-Where lifetimes.py steps through queries with a sorted list of survivors, this file asks per key and counts:
+Where lifetimes.py steps through queries with a sorted list of the keys held, this file asks per key and counts:
 for n = 1 a key is visible at q as long as fewer than k eligible keys beat it (no state, valid because the k
-best of a growing set with static priorities never re-admit); for n > 1 the loser of each contest is the key
+best of a growing set with static priorities never re-admit); for n > 1 the evicted of each contest is the key
 that every other beats. Priorities are rational numbers, rounded once.
 """
 
@@ -51,31 +51,31 @@ def counted_expiry(scores, rule):
         if not competes(rule, scores, t):
             expiry.append(first if first < length else NEVER)
             continue
-        # The arrival times (u + w) of the keys that beat t: with k of them there, t is gone.
-        arrivals = sorted(
+        # The times (u + w) at which the keys that beat t leave the window: k of them evict t.
+        when_better = sorted(
             max(u + rule.window, first)
             for u in range(length)
             if u != t and competes(rule, scores, u) and beats(value[u], u, value[t], t)
         )
         k = rule.places
-        when = first if k == 0 else arrivals[k - 1] if k <= len(arrivals) else NEVER
+        when = first if k == 0 else when_better[k - 1] if k <= len(when_better) else NEVER
         expiry.append(when if when < length else NEVER)
     return np.array(expiry, dtype=np.int64)
 
 
 def contested_expiry(scores, rule):
-    """expiry for any n and any base: one newcomer a query, and one loser when the places are full."""
+    """expiry for any n and any base: one candidate per query, and one evicted key where the budget is used up."""
     length = len(scores)
     expiry = np.full(length, NEVER, dtype=np.int64)
     held = []
-    for newcomer in range(rule.sinks, length - rule.window):
-        q = newcomer + rule.window
-        if rule.keep_every and newcomer % rule.keep_every == 0:
+    for candidate in range(rule.sinks, length - rule.window):
+        q = candidate + rule.window
+        if rule.keep_every and candidate % rule.keep_every == 0:
             continue
-        if not competes(rule, scores, newcomer):
-            expiry[newcomer] = q
+        if not competes(rule, scores, candidate):
+            expiry[candidate] = q
             continue
-        held.append(newcomer)
+        held.append(candidate)
         if len(held) <= rule.places:
             continue
         if rule.decay_step == 1:
@@ -83,10 +83,10 @@ def contested_expiry(scores, rule):
             value = {t: rounded(scores[t], base - t, rule.log_gamma) for t in held}
         else:
             value = {t: rounded(scores[t], (q - t) // rule.decay_step, rule.log_gamma) for t in held}
-        losers = [t for t in held if all(u == t or beats(value[u], u, value[t], t) for u in held)]
-        (loser,) = losers
-        held.remove(loser)
-        expiry[loser] = q
+        worst = [t for t in held if all(u == t or beats(value[u], u, value[t], t) for u in held)]
+        (evicted,) = worst
+        held.remove(evicted)
+        expiry[evicted] = q
     return expiry
 
 
@@ -171,10 +171,10 @@ def check_cache(scores, rule, random):
     expiry = lifetimes.lifetimes(scores, rule)
     never_read = lifetimes.unread(length, rule)
     given = np.where(never_read, np.nan, np.asarray(scores, dtype=np.float64))[None]
-    for softcap in (0.0, 2.0):
-        out, lse, retained = cache.run([rule], given, q, k, v, 0.5, softcap)
+    for soft_cap in (0.0, 2.0):
+        out, lse, retained = cache.run([rule], given, q, k, v, 0.5, soft_cap)
         logits = 0.5 * np.einsum("gqd,td->gqt", q, k[0])
-        logits = softcap * np.tanh(logits / softcap) if softcap else logits
+        logits = soft_cap * np.tanh(logits / soft_cap) if soft_cap else logits
         logits = np.where(metrics.visible(expiry, length), logits, -np.inf)
         weights = np.exp(logits)
         total = weights.sum(axis=2)

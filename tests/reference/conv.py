@@ -20,7 +20,7 @@ import numpy as np
 
 from scorers import drawer, offsets, silu
 
-COLUMNS = ["dim_k", "dim_v", "heads", "length", "delay", "layout", "dims", "biases", "seed"]
+COLUMNS = ["head_dim_qk", "head_dim_vo", "heads", "length", "delay", "layout", "dims", "biases", "seed"]
 REACH = 6
 
 
@@ -48,12 +48,12 @@ def conv_scores(case, base, cu):
     c = dict(zip(COLUMNS, case))
     take = drawer(c["seed"])
     heads, length = c["heads"], c["length"]
-    width = [c["dim_k"] + c["dim_v"]]
+    width = [c["head_dim_qk"] + c["head_dim_vo"]]
     for _ in range(3):
         width.append(width[-1] // 2)
-    dims = c["dims"] or c["dim_k"]
-    k = take("k", (heads, length, c["dim_k"]), 2.0)
-    v = take("v", (heads, length, c["dim_v"]), 2.0)
+    dims = c["dims"] or c["head_dim_qk"]
+    k = take("k", (heads, length, c["head_dim_qk"]), 2.0)
+    v = take("v", (heads, length, c["head_dim_vo"]), 2.0)
     weights = [take(f"w{l}", (heads, width[l], 3, width[l - 1]), 0.5) for l in (1, 2, 3)]
     biases = [take(f"b{l}", (heads, width[l]), 1.0) * c["biases"] for l in (1, 2, 3)]
     readout = take("readout", (heads, width[3]), 1.0)

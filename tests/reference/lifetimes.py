@@ -117,18 +117,18 @@ def eligible(scores, rule, q):
 def visible_matrix(scores, rule):
     """M[q, t] of eq. 26 as a bool matrix [S, S].
 
-    At q the k best keys among the survivors of q - 1 and the newcomer q - w stay: an evicted key stays
+    At q the k best keys among those held at q - 1 and the candidate q - w stay: an evicted key stays
     evicted. For n = 1 and one base this equals the k best of the whole of E(q) (which
     check_lifetimes.py verifies).
     """
     length = len(scores)
     visible = np.zeros((length, length), dtype=bool)
-    survivors = set()
+    held = set()
     for q in range(length):
-        contenders = [t for t in eligible(scores, rule, q) if t in survivors or t == q - rule.window]
-        survivors = best({t: rank_value(rule, scores[t], t, q) for t in contenders}, rule.places)
+        contenders = [t for t in eligible(scores, rule, q) if t in held or t == q - rule.window]
+        held = best({t: rank_value(rule, scores[t], t, q) for t in contenders}, rule.places)
         for t in range(q + 1):
-            visible[q, t] = rule.keeps(t) or q - t < rule.window or t in survivors
+            visible[q, t] = rule.keeps(t) or q - t < rule.window or t in held
     return visible
 
 

@@ -38,7 +38,7 @@ metrics.kvpv        scores [pairs, 2, S]     teacher and student under one rule;
 cache.kvpv          q [6, S, 64], k, v [2, S, 64]  float32, exact in bf16 and fp16; query head i reads KV head
                                                    i // 3
     rules, levels   [cases, 2, 11], [cases, 2, 2]  one rule per KV head; attention [cases, 2] holds scale and
-                                                   softcap
+                                                   soft_cap
     scores, expiry  [cases, 2, S]
     retained        int32 [cases, 2, S, words]     after step q, bit t % 32 of word t / 32 says that key t is
                                                    held
@@ -295,7 +295,7 @@ def cache_file(patterns, random):
 
     q, k, v = values(heads * group, length, dim), values(heads, length, dim), values(heads, length, dim)
     base = dict(sinks=4, window=8, budget=12)
-    cases = [  # pattern, the rules of the two heads, softcap
+    cases = [  # pattern, the rules of the two heads, soft_cap
         ("normal", [Rule(**base), Rule(sinks=0, window=1, budget=1)], 0.0),
         ("equal", [Rule(**base), Rule(sinks=1, window=5, budget=7, log_gamma=f32(-0.03))], 0.0),
         ("improving", [Rule(**base), Rule(sinks=2, window=100, budget=3)], 0.0),
@@ -312,9 +312,9 @@ def cache_file(patterns, random):
     queries = sorted(set(range(0, length, 9)) | {1, length - 1})
     rules, levels, scores, expiry, retained, out, lse, attention = [], [], [], [], [], [], [], []
     scale = float(f32(1.0 / np.sqrt(dim)))
-    for name, pair, softcap in cases:
+    for name, pair, soft_cap in cases:
         mine = np.array([patterns[name][:length], patterns[name][length : 2 * length]]).astype(f32)
-        outputs, sums, held = cache.run(pair, mine, q, k, v, scale, softcap)
+        outputs, sums, held = cache.run(pair, mine, q, k, v, scale, soft_cap)
         found = [lifetimes.lifetimes(mine[h], pair[h]) for h in range(heads)]
         bits = np.zeros((heads, length, words), dtype=np.uint32)
         for h in range(heads):
@@ -331,7 +331,7 @@ def cache_file(patterns, random):
         retained.append(bits.view(np.int32))
         out.append(outputs[:, queries])
         lse.append(sums)
-        attention.append([scale, softcap])
+        attention.append([scale, soft_cap])
     return {
         "q": q, "k": k, "v": v,
         "rules": np.array(rules), "levels": np.array(levels, dtype=f32),

@@ -28,11 +28,11 @@ import math
 
 import numpy as np
 
-MLSTM_COLUMNS = ["hedgehog", "projected", "dim_k", "dim_v", "d_qk", "d_v", "heads", "length", "delay", "norm",
-                 "skip", "biases", "seed", "reserved"]
-MLSTM_LEVELS = ["softcap", "weight_scale", "input_scale", "input_bias", "forget_scale", "forget_bias",
+MLSTM_COLUMNS = ["hedgehog", "projected", "head_dim_qk", "head_dim_vo", "d_qk", "d_v", "heads", "length", "delay",
+                 "norm", "skip", "biases", "seed", "reserved"]
+MLSTM_LEVELS = ["soft_cap", "weight_scale", "input_scale", "input_bias", "forget_scale", "forget_bias",
                 "value_scale"]
-MLP_COLUMNS = ["activation", "dim_k", "dim_v", "hidden", "heads", "length", "biases", "seed"]
+MLP_COLUMNS = ["activation", "head_dim_qk", "head_dim_vo", "hidden", "heads", "length", "biases", "seed"]
 # Streams of a case with seed s: STREAMS * s + the place in this list.
 NAMES = ["k", "v", "w_q", "w_k", "w_v", "w_i", "b_i", "w_f", "b_f", "norm_gain", "readout", "readout_bias",
          "skip", "w1", "b1", "w2", "b2", "w3", "b3"]
@@ -85,10 +85,10 @@ def mlstm_scores(case, level, cu):
     g = dict(zip(MLSTM_LEVELS, level))
     take = drawer(c["seed"])
     heads, length, delay = c["heads"], c["length"], c["delay"]
-    inputs = c["dim_k"] + c["dim_v"]
+    inputs = c["head_dim_qk"] + c["head_dim_vo"]
     rows = c["d_qk"] // 2 if c["hedgehog"] else c["d_qk"]
-    k = take("k", (heads, length, c["dim_k"]), g["value_scale"])
-    v = take("v", (heads, length, c["dim_v"]), g["value_scale"])
+    k = take("k", (heads, length, c["head_dim_qk"]), g["value_scale"])
+    v = take("v", (heads, length, c["head_dim_vo"]), g["value_scale"])
     w_q = take("w_q", (heads, rows, inputs), g["weight_scale"])
     w_k = take("w_k", (heads, rows, inputs), g["weight_scale"])
     w_v = take("w_v", (heads, c["d_v"], inputs), 0.5)
@@ -101,7 +101,7 @@ def mlstm_scores(case, level, cu):
     readout = take("readout", (heads, c["d_v"]), 1.0)
     readout_bias = take("readout_bias", heads, 1.0)
     skip = take("skip", (heads, inputs), 0.25)
-    cap = np.float64(np.float32(g["softcap"]))
+    cap = np.float64(np.float32(g["soft_cap"]))
 
     scores = np.full((heads, length), np.nan)
     edges = list(cu) if len(cu) else [0, length]
@@ -137,9 +137,9 @@ def mlp_scores(case):
     c = dict(zip(MLP_COLUMNS, case))
     take = drawer(c["seed"])
     heads, length, hidden = c["heads"], c["length"], c["hidden"]
-    inputs = c["dim_k"] + c["dim_v"]
-    k = take("k", (heads, length, c["dim_k"]), 2.0)
-    v = take("v", (heads, length, c["dim_v"]), 2.0)
+    inputs = c["head_dim_qk"] + c["head_dim_vo"]
+    k = take("k", (heads, length, c["head_dim_qk"]), 2.0)
+    v = take("v", (heads, length, c["head_dim_vo"]), 2.0)
     w1 = take("w1", (heads, hidden, inputs), 0.5)
     b1 = take("b1", (heads, hidden), 1.0)
     w2 = take("w2", (heads, hidden if c["activation"] else inputs), 1.0)
@@ -158,14 +158,14 @@ def mlstm_cases():
     cases = []
 
     def add(length, delay, cu=(), hedgehog=1, projected=1, dim=(16, 16), d_qk=None, d_v=None, norm=0, skip=0,
-            biases=1, softcap=0.0, weight_scale=1.0, input_scale=0.5, input_bias=0.0, forget_scale=0.5,
+            biases=1, soft_cap=0.0, weight_scale=1.0, input_scale=0.5, input_bias=0.0, forget_scale=0.5,
             forget_bias=3.0, value_scale=1.0, heads=2):
         d_qk = d_qk or dim[0]
         d_v = d_v or (dim[1] // 2 if projected else dim[1])
         seed = 100 + len(cases)
         cases.append(([hedgehog, projected, dim[0], dim[1], d_qk, d_v, heads, length, delay, norm, skip,
                        biases, seed, 0],
-                      [softcap, weight_scale, input_scale, input_bias, forget_scale, forget_bias,
+                      [soft_cap, weight_scale, input_scale, input_bias, forget_scale, forget_bias,
                        value_scale], list(cu)))
 
     # Structure: both feature maps, both value paths, with and without norm, skip and biases.
@@ -189,14 +189,14 @@ def mlstm_cases():
         add(length, 2, heads=1, hedgehog=length % 2)
         add(length, 0, heads=1)
     # Gates: nothing forgotten, nothing kept, both by turns; input gates of +-30 and more; softcaps.
-    for softcap in (0.0, 15.0):
-        add(140, 20, forget_scale=0.01, forget_bias=18.0, softcap=softcap)
-        add(140, 20, forget_scale=0.01, forget_bias=-20.0, softcap=softcap)
-        add(140, 20, forget_scale=8.0, forget_bias=0.0, softcap=softcap)
-        add(140, 20, input_scale=9.0, softcap=softcap)
-        add(140, 20, input_scale=9.0, forget_scale=8.0, forget_bias=0.0, softcap=softcap, norm=1)
-        add(140, 20, input_bias=30.0, softcap=softcap)
-        add(140, 20, input_bias=-30.0, softcap=softcap)
+    for soft_cap in (0.0, 15.0):
+        add(140, 20, forget_scale=0.01, forget_bias=18.0, soft_cap=soft_cap)
+        add(140, 20, forget_scale=0.01, forget_bias=-20.0, soft_cap=soft_cap)
+        add(140, 20, forget_scale=8.0, forget_bias=0.0, soft_cap=soft_cap)
+        add(140, 20, input_scale=9.0, soft_cap=soft_cap)
+        add(140, 20, input_scale=9.0, forget_scale=8.0, forget_bias=0.0, soft_cap=soft_cap, norm=1)
+        add(140, 20, input_bias=30.0, soft_cap=soft_cap)
+        add(140, 20, input_bias=-30.0, soft_cap=soft_cap)
     # Features so sharp that q~ is orthogonal to nearly every k~: the clamp decides.
     add(140, 7, weight_scale=12.0, hedgehog=0)
     add(140, 7, weight_scale=40.0)

@@ -89,7 +89,7 @@ struct Plane {
     }
 };
 
-/// Memory to lend to a call, poisoned, so that a call that trusts its contents fails.
+/// Memory for a call, poisoned, so that a call that trusts its contents fails.
 struct Workspace {
     std::vector<unsigned char> memory;
     explicit Workspace(std::size_t bytes) : memory(bytes, 0xa5) {}

@@ -1,4 +1,4 @@
-// What a cache costs a model: bits per byte, look-ups answered, memory, speed.
+// What a cache costs a model: bits per byte, retrieval accuracy, memory, speed.
 #pragma once
 
 #include <llama/cache_attention.hpp>
@@ -13,8 +13,9 @@
 
 namespace examples {
 
-/// Held-out sequences with look-ups, in tokens of some model. Those of the byte model are eval.bin and eval.json
-/// (examples/models/byte-llama/README.md says how they are made); tokenize() makes those of other models of them.
+/// Held-out sequences with retrieval queries, in tokens of some model. Those of the byte model are eval.bin
+/// and eval.json (examples/models/byte-llama/README.md says how they are made); tokenize() makes those of
+/// other models of them.
 struct HeldOut {
     std::int32_t length = 0;
     std::int32_t digits = 4;
@@ -39,8 +40,8 @@ struct Score {
     std::int64_t text_bytes = 0, text_tokens = 0;
     std::int64_t digits_right = 0, digits = 0;    // of answers, each predicted from the text before it
     std::int64_t answers_right = 0, answers = 0;  // all four digits
-    std::int64_t first_right = 0;  // of answers: the first digit, which nothing but the look-up tells
-    double rows = 0.0;             // rows a head at the end
+    std::int64_t first_right = 0;  // of answers: the first digit, which only the retrieved pair tells
+    double rows = 0.0;             // entries per head at the end
     std::int64_t sequences = 0;
 
     double bits_per_byte() const { return text_bits / static_cast<double>(text_bytes); }

@@ -21,7 +21,7 @@ namespace examples {
 
 /// The numbers of a policy; each policy uses some of them.
 struct PolicyOptions {
-    std::int32_t budget = 512;  ///< B, the most rows a head may hold: sinks + window + k
+    std::int32_t budget = 512;  ///< B, the most entries that a head may hold: sinks + window + k
     std::int32_t sinks = 4;
     std::int32_t window = 64;
     double density = 0.25;  ///< of the keys out of the window, the fraction that is kept

@@ -32,7 +32,7 @@ struct KeyNormScorer {
     }
 };
 
-/// What a policy is built from. `budget` is the total B = s + w + k of rows a head.
+/// What a policy is built from. `budget` is the total B = s + w + k of entries per head.
 struct PolicyChoice {
     std::string name = "streaming";
     std::int32_t budget = 0;

@@ -41,7 +41,7 @@ class Keeping final : public llama::KvAttention {
     std::unique_ptr<llama::KvAttention> attention_;
 };
 
-/// Sinks, a window, and of the other keys as many as the budget has room for at random, drawn anew in every layer and head.
+/// Sinks, a window, and a random choice of the other keys up to the budget, drawn anew per layer and head.
 template <class T = kvpolicy::bf16>
 std::unique_ptr<llama::KvAttention> make_random(const kvpolicy::host& on, const llama::Config& config,
                                                 const PolicyChoice& choice, std::uint64_t seed) {

@@ -221,7 +221,7 @@ int DeviceEngine::write(std::span<const std::int32_t> prompt, DeviceAttention& a
     const std::int64_t none = 0;
     const DeviceArray<std::int64_t> written(std::span<const std::int64_t>(&none, 1));
     const DeviceArray<std::uint64_t> candidates(
-        static_cast<std::size_t>(sampling_room(config_.vocab_size, sampling.top_k)));
+        static_cast<std::size_t>(sampling_capacity(config_.vocab_size, sampling.top_k)));
     const DeviceArray<std::int32_t> token(prompt.last(1));
     ok(cudaDeviceSynchronize(), "cudaDeviceSynchronize");  // the copies went to another stream
     const TextState state{token.data(), written.data(), text.data(), count, random.data()};

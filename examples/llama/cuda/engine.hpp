@@ -74,14 +74,15 @@ class DeviceEngine {
     DeviceArray<float> final_norm_;
     DeviceArray<double> frequency_;  // [head_dim / 2]
 
-    int room_ = 0;                      // tokens that the activations have room for
-    DeviceArray<std::int32_t> tokens_;  // [room]
-    DeviceArray<float> hidden_;         // [room, hidden]
-    DeviceArray<float> wide_;       // [room, q + k + v heads x head_dim, or gate + up]: what products write
-    DeviceArray<float> cos_, sin_;  // [room, head_dim / 2]
-    DeviceArray<std::byte> normed_, inner_;  // [room, hidden], [room, intermediate], of the weights' type
+    int capacity_ = 0;                  // tokens that the activations have space for
+    DeviceArray<std::int32_t> tokens_;  // [capacity]
+    DeviceArray<float> hidden_;         // [capacity, hidden]
+    DeviceArray<float> wide_;  // [capacity, q + k + v heads x head_dim, or gate + up]: what products write
+    DeviceArray<float> cos_, sin_;  // [capacity, head_dim / 2]
+    DeviceArray<std::byte> normed_,
+        inner_;  // [capacity, hidden], [capacity, intermediate], of the weights' type
     DeviceArray<std::byte> rows_,
-        attended_;  // [room, all heads x head_dim], [room, heads x head_dim], of the cache's type
+        attended_;  // [capacity, all heads x head_dim], [capacity, heads x head_dim], of the cache's type
     DeviceArray<std::byte> converted_;  // attended, where the weights are of another type
     DeviceArray<float> logits_;         // [rows asked for, vocab]
     double prompt_seconds_ = 0.0, tokens_per_second_ = 0.0;

@@ -143,13 +143,13 @@ __device__ float logit_of(std::uint64_t candidate) {
     return __uint_as_float((order & 0x80000000u) != 0 ? order & 0x7fffffffu : ~order);
 }
 
-/// The largest number of a block, in all threads. `room` is [warps].
+/// The largest number of a block, in all threads. `workspace` is [warps].
 __device__ std::uint64_t block_largest(std::uint64_t x, std::uint64_t* workspace) {
     for (int step = 16; step > 0; step /= 2) {
         const std::uint64_t other = __shfl_xor_sync(~0u, x, step);
         x = other > x ? other : x;
     }
-    __syncthreads();  // the room may still be read from the round before
+    __syncthreads();  // the round before may still read the workspace
     if (threadIdx.x % 32 == 0) {
         workspace[threadIdx.x / 32] = x;
     }
@@ -341,7 +341,7 @@ MersenneTwister::MersenneTwister(std::uint64_t seed) {
     }
 }
 
-std::int64_t sampling_room(int vocab, int top_k) {
+std::int64_t sampling_capacity(int vocab, int top_k) {
     return (std::int64_t{vocab} + candidate_tile - 1) / candidate_tile * top_k;
 }
 
@@ -350,8 +350,8 @@ void sample(cudaStream_t stream, const float* logits, int vocab, const DeviceSam
     const auto tiles = static_cast<unsigned>((vocab + candidate_tile - 1) / candidate_tile);
     candidates_kernel<<<tiles, threads, 0, stream>>>(logits, vocab, how.top_k, candidates);
     ok(cudaGetLastError(), "candidates_kernel");
-    pick_kernel<<<1, threads, 0, stream>>>(candidates, static_cast<int>(sampling_room(vocab, how.top_k)), how,
-                                           text);
+    pick_kernel<<<1, threads, 0, stream>>>(candidates, static_cast<int>(sampling_capacity(vocab, how.top_k)),
+                                           how, text);
     ok(cudaGetLastError(), "pick_kernel");
 }
 

@@ -67,10 +67,10 @@ struct TextState {
 /// Written in place of a token whose logits hold a NaN.
 inline constexpr std::int32_t nan_token = -2;
 
-/// Picks a token from `logits` [vocab] as Sampler does on the host, and puts it into *token and the text. `candidates` has room
-/// for sampling_room(vocab, top_k) numbers.
+/// Picks a token from `logits` [vocab] as Sampler does on the host, and puts it into *token and the text.
+/// `candidates` has space for sampling_capacity(vocab, top_k) numbers.
 void sample(cudaStream_t stream, const float* logits, int vocab, const DeviceSampling& how,
             std::uint64_t* candidates, const TextState& text);
-std::int64_t sampling_room(int vocab, int top_k);
+std::int64_t sampling_capacity(int vocab, int top_k);
 
 }  // namespace llama

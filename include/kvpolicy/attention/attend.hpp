@@ -21,14 +21,15 @@ enum class attend_path : std::uint8_t {
     scan,       ///< every tile looks at all rows that are not in the future: needs no lists
 };
 
-/// How a call on Hopper (head_dim up to 128, no softcap, no biases) copies rows that all queries of a tile see.
+/// How a call on Hopper (head_dim up to 128, no soft cap, no biases) copies rows that all queries of a tile
+/// see.
 enum class attend_copies : std::uint8_t {
     automatic,  ///< boxes for the super-tiles whose rows follow one another in runs of 32 or more on average; else rows
     boxes,  ///< eight rows that follow one another come as one box by TMA, others singly: for gates open in long runs
     rows,  ///< every row by itself
 };
 
-/// What a caller may change about an attend call. Results agree to rounding whatever it says. The host has one path: it looks at the
+/// Options of attend. Results agree to rounding whatever it says. The host has one path: it looks at the
 /// status alone.
 struct AttendOptions {
     attend_path path = attend_path::automatic;
@@ -37,7 +38,7 @@ struct AttendOptions {
     std::uint32_t* status = nullptr;  ///< [B], OR-ed into: status_bad_length
 };
 
-/// What a caller may change about an attend_backward call. The host is deterministic, and looks at the status alone.
+/// Options of attend_backward. The host is deterministic, and looks at the status alone.
 struct BackwardOptions {
     /// The same bits in every run. d_q then comes from a pass of its own, and super-tiles of about 1024 queries go one after
     /// another for d_k and d_v: about twice the time, more where batch * KV heads is small.
@@ -58,15 +59,16 @@ std::size_t attend_workspace_bytes(const host& ctx, const AttentionParams& atten
                                    const kv_view<T>& self, const Sequences& sequences,
                                    const AttendOptions& options = {});
 
-/// Attention with lifetimes, for query i of head h * G + g at position p = start_b + i (start_b = sequences.starts[b], 0
-/// where null, negative allowed) and the keys t of KV head h at positions pos(t):
+/// Attention through an expiry mask, for query i of head h * G + g at position p = start_b + i (start_b =
+/// sequences.starts[b], 0 where null, negative allowed) and the keys t of KV head h at positions pos(t):
 ///
 ///     seen(t)   =  pos(t) <= p  and  p < expiry[b][h][t]
 ///     logit(t)  =  cap(scale <q, k_t>) + (log_bias[b][h][t] where p - pos(t) >= bias_from[h], else 0)
 ///     out       =  sum over seen t of softmax(logit)(t) v_t,      lse = log sum over seen t of exp(logit(t))
 ///
-/// with cap(x) = softcap tanh(x / softcap) where softcap > 0. A query that sees no key gets out = 0 and lse = -inf. What
-/// invisible rows hold does not matter, NaN and infinities included; a bias of -inf hides a key.
+/// with scale = sm_scale (0: 1 / sqrt(Dk)), and cap(x) = c tanh(x / c) where c = logits_soft_cap > 0, else x.
+/// A query that sees no key gets out = 0 and lse = -inf. Values of invisible rows have no effect, NaN and
+/// infinities included; a bias of -inf hides a key.
 ///
 /// Shapes: q [B, Hq, S, Dk], k [B, Hkv, Skv, Dk], v [B, Hkv, Skv, Dv], out [B, Hq, S, Dv], lse [B, Hq, S] (natural logarithm;
 /// lse_to_log2 converts; may be empty). Hq = G Hkv with any integer G >= 1; query head h G + g belongs to KV head h. Dk and
@@ -77,12 +79,12 @@ std::size_t attend_workspace_bytes(const host& ctx, const AttentionParams& atten
 /// beyond. Key rows count as far as all.lengths says. With sequences.cu_seqlens, queries see keys of their own packed
 /// segment only; that takes the plain frame (no starts, no explicit positions, first = 0).
 ///
-/// Synchronous; nothing is allocated. Time is O(live pairs) plus a scan of the lifetimes per tile of queries. The result
-/// does not depend on the number of threads; portable and AVX2 bodies agree to rounding.
+/// Synchronous, no allocation. Time is O(live pairs) plus a scan of the expiries per tile of queries. The
+/// result does not depend on the number of threads; portable and AVX2 bodies agree to rounding.
 ///
 /// Refuses, before anything is written: head counts that do not divide, shapes that disagree, an unsupported head_dim,
-/// null data, lengths below 0, beyond the view or beyond 2^30, positions that 31 bits do not hold, a negative bias_from or softcap, a
-/// scale that is not finite, too little workspace.
+/// null data, lengths below 0, beyond the view or beyond 2^30, positions that 31 bits do not hold, a negative
+/// bias_from or logits_soft_cap, a scale that is not finite, too little workspace.
 template <Storage T, class Dims = all_head_dims>
 void attend(const host& ctx, const AttentionParams& attention, std::type_identity_t<rows_view<const T>> q,
             const kv_view<T>& all, const Sequences& sequences, std::type_identity_t<rows_view<T>> out,
@@ -98,8 +100,8 @@ void attend(const host& ctx, const AttentionParams& attention, std::type_identit
             std::type_identity_t<rows_view<T>> out, plane_view<float> lse, workspace_view workspace,
             const AttendOptions& options = {});
 
-/// Bytes of workspace for the attend_backward call with the same arguments. O(Skv (Dk + Dv)), at most 16 copies of the keys'
-/// and values' gradients of a head.
+/// Bytes of workspace for the attend_backward call with the same arguments. O(Skv (Dk + Dv)), at most 16
+/// copies per head of the keys' and values' gradients.
 template <Storage T, class Dims = all_head_dims>
 std::size_t attend_backward_workspace_bytes(const host& ctx, const AttentionParams& attention,
                                             std::type_identity_t<rows_view<const T>> q, const kv_view<T>& all,
@@ -109,16 +111,17 @@ std::size_t attend_backward_workspace_bytes(const host& ctx, const AttentionPara
 /// delta_d = <out_d, d_out_d>, over the pairs (query d of head h G + g, key t) that see each other:
 ///
 ///     d v_t           = sum_{g, d} P d_out_d,            d logit = P (<d_out_d, v_t> - delta_d)
-///     d x             = d logit (1 - (cap(x) / softcap)^2)          (x = scale <q, k>; without softcap d x = d logit)
+///     d x             = d logit (1 - (cap(x) / c)^2)          (x = scale <q, k>; no soft cap: d x = d logit)
 ///     d q_d           = scale sum_t d x k_t,             d k_t = scale sum_{g, d} d x q_d
 ///     d log_bias[t]   = sum over g and d with d - pos(t) >= bias_from of d logit
 ///
-/// A query whose lse is -inf has zero gradient. Lifetimes have none: a policy's decisions are constants here. lse must be
-/// that of this call's keys. Synchronous; the bits do not depend on the number of threads; portable and AVX2 bodies agree
-/// to rounding. Packed segments as in attend.
+/// A query whose lse is -inf has zero gradient. Expiries have none: a policy's decisions are constants here.
+/// lse must be that of this call's keys. Synchronous; the bits do not depend on the number of threads;
+/// portable and AVX2 bodies agree to rounding. Packed segments as in attend.
 ///
-/// Refuses, before anything is written: what attend refuses, shapes that disagree, a number that is not finite in q, out,
-/// d_out, or a k, v or log_bias that some query sees (named with batch, head and position), a NaN lse.
+/// Refuses, before anything is written: inputs that attend refuses, shapes that disagree, a number that is
+/// not finite in q, out, d_out, or a k, v or log_bias that some query sees (named with batch, head and
+/// position), a NaN lse.
 template <Storage T, class Dims = all_head_dims>
 void attend_backward(const host& ctx, const AttentionParams& attention,
                      std::type_identity_t<rows_view<const T>> q, const kv_view<T>& all,

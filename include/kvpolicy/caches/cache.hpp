@@ -1,5 +1,5 @@
-// What the owners of all kinds of caches share: they hold bookkeeping on the host, and look at one layer's
-// ref at a time.
+// The common part of the cache owners. An owner keeps its bookkeeping on the host and gives out one ref per
+// layer.
 #pragma once
 
 #include <kvpolicy/caches/calls.hpp>
@@ -44,7 +44,7 @@ struct HeadUsage {
     std::int32_t sinks = 0;       ///< rows in use
     std::int32_t window = 0;      ///< rows in use
     std::int32_t long_range = 0;  ///< rows in use
-    std::int32_t capacity = 0;    ///< the most rows of the head: s + w + k, or what its page table can name
+    std::int32_t capacity = 0;  ///< the most entries of the head: s + w + k, or the entries of its page table
     constexpr std::int32_t size() const { return sinks + window + long_range; }
 };
 
@@ -91,8 +91,8 @@ class CacheOwner {
             ctx, [&](const auto& cache) { return detail::step_workspace_of<Dims>(ctx, cache, batch); });
     }
 
-    /// What step and prefill take, of contiguous tensors [batch, tokens, heads, head_dim], as projections
-    /// write them. Set more of it before a call: io.scores, io.lse, io.batch. For attend k and v may be null.
+    /// The tensors of step and prefill: contiguous [batch, tokens, heads, head_dim], as projections write
+    /// them. Set other members before a call: io.scores, io.lse, io.batch. For attend k and v may be null.
     [[nodiscard]] StepIO<T> nhd(const T* q, const T* k, const T* v, T* out, const CallSize& size = {}) const {
         checks::check_call_size(size);
         const auto rows = [&](auto* data, std::int32_t heads, std::int32_t dim) {
@@ -115,13 +115,13 @@ class CacheOwner {
                 .out = rows(out, shape_.query_heads, shape_.head_dim_vo)};
     }
 
-    /// Moves sequences on by their tokens: once a step or chunk, after the last layer. Without a batch all
-    /// sequences, each by the tokens that its layers have appended (0 for a sequence that no call named). A
-    /// batch names sequences, and may say their tokens; where it does not, each moves by what its layers
-    /// have appended, at least one. Refuses sequences out of range or named twice, and tokens that some
-    /// layer has not appended (its call was not made, or found no page) or has appended more of. With
-    /// options.status [entries] the host does not refuse these, but leaves the sequence where it is and
-    /// sets status_layer_skipped, or status_pool_exhausted where a layer found no page: call that layer,
+    /// Advances sequences by their tokens. Call it once per step or chunk, after the last layer. Without a
+    /// batch all sequences, each by the tokens that its layers have appended (0 for a sequence that no call
+    /// named). A batch names sequences, and may say their tokens; where it does not, each advances by the
+    /// tokens that its layers have appended, at least one. Refuses sequences out of range or named twice, and
+    /// tokens that some layer has not appended (its call was not made, or found no page) or has appended more
+    /// of. With options.status [entries] the host does not refuse these, but leaves the sequence where it is
+    /// and sets status_layer_skipped, or status_pool_exhausted where a layer found no page: call that layer,
     /// then advance again.
     void advance(const host& ctx, const Batch& batch = {}, const StepOptions& options = {});
 
@@ -133,8 +133,8 @@ class CacheOwner {
                                   std::int32_t head) const {
         return usage(layer, seq, head);
     }
-    /// The positions held by one head, in the order of its rows. `out` has room for usage(...).size();
-    /// returns that. Host memory alone: on a device export_heads() says what a head's rows are.
+    /// The positions held by one head, in the order of its rows. `out` has space for usage(...).size();
+    /// returns that. Host memory only: on a device use export_heads().
     std::int32_t retained(std::int32_t layer, std::int32_t seq, std::int32_t head, position_t* out) const;
 #if defined(__CUDACC__)
     /// The same of a cache in device memory (kvpolicy/cuda.cuh has the bodies): a copy or two, for which they
@@ -147,18 +147,18 @@ class CacheOwner {
                                   std::int32_t head) const;
 #endif
 
-    /// Makes sequence `to` a copy of sequence `from`, in all layers: a beam that goes on in two ways. A
-    /// DualCache shares the pages that never change again (full ones of the global part, in heads without a
-    /// budget), and copies the others. What sequence `to` held is dropped, draft tokens are not copied.
-    /// Tokens that some layers have taken before advance() are copied as well: both sequences then go on with
-    /// the other layers. Exhaustion is as for step: refused, or status_pool_exhausted in *options.status, and
-    /// nothing has changed.
+    /// Makes sequence `to` a copy of sequence `from`, in all layers, for a beam that splits in two. A
+    /// DualCache shares the pages that do not change any more (full ones of the global part, in heads without
+    /// a budget), and copies the others. The entries of sequence `to` are dropped, draft tokens are not
+    /// copied. Tokens that some layers have taken before advance() are copied as well: both sequences then go
+    /// on with the other layers. Exhaustion is as for step: refused, or status_pool_exhausted in
+    /// *options.status; the cache is unchanged.
     void fork(const host& ctx, std::int32_t from, std::int32_t to, const StepOptions& options = {});
 
-    /// Sequence i becomes what sequence sources[i] was, for all i < count at once; several may have the same
-    /// source (beam search). A sequence that becomes nobody's source is dropped; sequences from `count` on
-    /// may be sources and do not change. Forgets draft tokens; tokens that layers have taken before advance()
-    /// go along, as in fork. Exhaustion as for fork.
+    /// Sequence i becomes a copy of sequence sources[i], for all i < count at once; several may have the same
+    /// source (beam search). A sequence that is no target's source is dropped; sequences from `count` on may
+    /// be sources and do not change. Forgets draft tokens; tokens that layers have taken before advance() go
+    /// along, as in fork. Exhaustion as for fork.
     void reorder(const host& ctx, const std::int32_t* sources, std::int32_t count,
                  const StepOptions& options = {});
 
@@ -172,13 +172,13 @@ class CacheOwner {
     /// which policy, shape and version it is of, and carries a checksum. Scorer weights are not in it.
     /// Returns snapshot_bytes(seq).
     std::size_t snapshot(const host& ctx, std::int32_t seq, void* buffer, std::size_t buffer_bytes) const;
-    /// Makes sequence `seq` what the blob holds; on a cache of any kind, page size and number of sequences.
-    /// Refuses, before anything is written: what is no snapshot, another version, another policy, shape or
-    /// storage type, damage, a sequence longer than the cache takes. Exhaustion as for fork.
+    /// Restores sequence `seq` from the blob, on a cache of any kind, page size and number of sequences.
+    /// Refuses, before anything is written: a blob that is no snapshot, another version, another policy,
+    /// shape or storage type, damage, a sequence longer than the cache takes. Exhaustion as for fork.
     void restore(const host& ctx, std::int32_t seq, const void* blob, std::size_t blob_bytes,
                  const StepOptions& options = {});
-    /// What tells this cache's policy and shape from others in a snapshot: the numbers of all heads, what
-    /// gates and keep parts answer, the scorer's timing and state (and its fingerprint(), where it has one).
+    /// A hash of this cache's policy and shape, which snapshots carry: the numbers of all heads, the answers
+    /// of gates and keep parts, the scorer's timing and state (and its fingerprint(), where it has one).
     [[nodiscard]] std::uint64_t fingerprint() const;
 
     /// Lowers the limit at which static priorities are rebased (tests; default 2^29, the largest). Same
@@ -248,7 +248,7 @@ class CacheOwner {
         return plans[static_cast<std::size_t>(layer)];
     }
     /// Of a head of a sequence of `length` tokens, and `pending` that its layer has taken since, that keeps
-    /// `kept` rows in top-k sequences.
+    /// `num_long_range` rows in top-k slots.
     [[nodiscard]] HeadUsage usage_of(std::int32_t layer, std::int32_t head, position_t length,
                                      std::int32_t num_appended, std::int32_t num_long_range) const;
     void check_layer(std::int32_t layer) const;
@@ -273,7 +273,8 @@ class CacheOwner {
     struct common_plan {
         std::size_t num_long_range, num_protected, victim, num_draft, state, queries, spare_queries;
     };
-    /// Hands out parts of the buffer: an offset for so many bytes. Refuses what no address space holds.
+    /// Hands out parts of the buffer: an offset for so many bytes. Refuses more bytes than an address space
+    /// has.
     struct layout {
         const char* name = "bytes of the cache";
         std::size_t at = 0;
@@ -315,7 +316,7 @@ class CacheOwner {
     CacheBytes bytes_;
     detail::owned_pointer<std::byte> memory_;
     std::vector<std::int32_t>
-        scratch_;  // [3, max_sequences] once bound: what reorder needs, so that it does not allocate
+        scratch_;  // [3, max_sequences] once bound: scratch of reorder, so that it does not allocate
 };
 
 }  // namespace kvpolicy

@@ -29,8 +29,8 @@ concept CacheObject = requires(const C& cache) {
 };
 
 /// Bytes of workspace for step, prefill, attend, append_draft and accept of one layer with at most size.batch
-/// entries of at most size.tokens tokens; cache.workspace_bytes(ctx, size) says what the layer needs that
-/// needs most. Refuses sizes below 0.
+/// entries of at most size.tokens tokens; cache.workspace_bytes(ctx, size) gives the bytes that the layer
+/// needs that needs most. Refuses sizes below 0.
 template <class Dims = all_head_dims, class P, Storage T, template <class, class> class Ref>
 requires CacheRef<Ref<P, T>> std::size_t workspace_bytes(const host& ctx, const Ref<P, T>& cache,
                                                          const CallSize& size);
@@ -48,7 +48,7 @@ requires CacheRef<Ref<P, T>> std::size_t step_workspace_bytes(const host& ctx, c
 ///   2. a stateful scorer absorbs [k_q; v_q];
 ///   3. the key u = q - w, if u >= s, leaves the window and competes for the top-k slots;
 ///   4. the query heads attend to sinks, window (q - w + 1 .. q) and top-k keys.
-/// A key that loses at 3 is invisible to q already. Synchronous, no allocation. Refuses before anything is
+/// A key that is evicted at 3 is invisible to q. Synchronous, no allocation. Refuses before anything is
 /// written: shapes that disagree, more than one token, sequences out of range or named twice, a NaN score
 /// that is read (given or computed), too little workspace, a second call of the same layer before advance(),
 /// which would keep the token twice.
@@ -66,44 +66,44 @@ requires CacheRef<Ref<P, T>>
 void step(const host& ctx, const Ref<P, T>& cache, const step_io<T>& io, workspace_view workspace,
           const StepOptions& options = {});
 
-/// A chunk of n tokens per sequence, at positions length .. length + n - 1: what n steps would do, at the
-/// cost of one pass. io.q [count, Hq, n, Dk], io.k and io.v [count, Hkv, n, D], io.out [count, Hq, n, Dv].
-/// Retained sets, rows and scores are identical to stepping (given the same scores; the mLSTM runs
-/// recurrently, so its scores are the same bits too); outputs agree to rounding. io.cu_seqlens packs entries
-/// of different lengths into one row. The chunk attends to two segments: the rows of the cache, and itself.
-/// Errors and exhaustion as for step; a chunk counts as one: it fits, or nothing of it is kept.
+/// A chunk of n tokens per sequence, at positions length .. length + n - 1: the result of n steps, in one
+/// pass. io.q [count, Hq, n, Dk], io.k and io.v [count, Hkv, n, D], io.out [count, Hq, n, Dv]. Retained sets,
+/// rows and scores are identical to stepping (given the same scores; the mLSTM runs recurrently, so its
+/// scores are the same bits too); outputs agree to rounding. io.cu_seqlens packs entries of different lengths
+/// into one row. The chunk attends to the entries of the cache and to itself. Errors and exhaustion as for
+/// step, for the chunk as a whole: it fits, or the call leaves the sequence unchanged.
 ///
 /// A policy that ranks keys by the attention they receive takes the chunk as blocks of a prompt
-/// (ObservedPrefill): within a block nothing is evicted, so blocks of more than one token keep other
-/// keys than steps do.
+/// (ObservedPrefill): eviction runs between blocks, so blocks of more than one token keep other keys than
+/// steps do.
 template <class Dims = all_head_dims, class P, Storage T, template <class, class> class Ref>
 requires CacheRef<Ref<P, T>>
 void prefill(const host& ctx, const Ref<P, T>& cache, const step_io<T>& io, workspace_view workspace,
              const StepOptions& options = {});
 
-/// Speculation: what prefill(tokens) would give as out and lse, while the cache keeps its rows: in-place
-/// replacement cannot be undone, so nothing is decided before accept(). The tokens, at most
-/// CacheShape::max_draft_tokens a sequence, wait in spare rows; a second append_draft, a step or a prefill of
-/// the sequence forgets them. Errors as for prefill; takes no pages. Not for policies that rank keys by the
-/// attention they receive: they do not compile here.
+/// Speculative decoding: writes the out and lse of prefill(tokens) and leaves the entries of the cache as
+/// they are. In-place replacement cannot be undone, so accept() makes all evictions. The draft tokens, at
+/// most CacheShape::max_draft_tokens per sequence, stay in spare rows until accept(); a second append_draft,
+/// a step or a prefill of the sequence drops them. Errors as for prefill; takes no pages. Not for policies
+/// that rank keys by the attention they receive: they do not compile here.
 template <class Dims = all_head_dims, class P, Storage T, template <class, class> class Ref>
 requires CacheRef<Ref<P, T>>
 void append_draft(const host& ctx, const Ref<P, T>& cache, const step_io<T>& io, workspace_view workspace,
                   const StepOptions& options = {});
 
-/// Applies the first batch.tokens(i) of the tokens that a sequence proposed in this layer, as prefill would
-/// have (evictions, promotions, scorer state), and forgets the others; 0 forgets all. Once a layer, then
-/// cache.advance(ctx, batch) once. Workspace as for that many tokens. Refuses more than was proposed, and
-/// draft tokens made at another length. Exhaustion as for step: the draft tokens then stay, and the call of
-/// accept() can be tried again.
+/// Applies the first batch.tokens(i) draft tokens of a sequence in this layer, as prefill would (evictions,
+/// promotions, scorer state), and drops the others; 0 drops all. Call it once per layer, then
+/// cache.advance(ctx, batch) once. Workspace as for that many tokens. Refuses more tokens than were drafted,
+/// and draft tokens made at another length. Exhaustion as for step: the draft tokens then stay, and the call
+/// of accept() can be tried again.
 template <class Dims = all_head_dims, class P, Storage T, template <class, class> class Ref>
 requires CacheRef<Ref<P, T>>
 void accept(const host& ctx, const Ref<P, T>& cache, const Batch& batch, workspace_view workspace,
             const StepOptions& options = {});
 
-/// Attention of io.q [count, Hq, 1, Dk] (io.k and io.v are not looked at) over the rows that the named
-/// sequences hold now in this layer, those of a token that it has taken before advance() among them; changes
-/// nothing. Entries with q_len 0 are untouched; a sequence without rows gives 0 and LSE = -inf.
+/// Attention of io.q [count, Hq, 1, Dk] (io.k and io.v are not looked at) over the entries that the named
+/// sequences hold now in this layer, a token that was appended before advance() included. The cache is not
+/// changed. Entries with q_len 0 are untouched; a sequence without rows gives 0 and LSE = -inf.
 template <class Dims = all_head_dims, class P, Storage T, template <class, class> class Ref>
 requires CacheRef<Ref<P, T>>
 void attend(const host& ctx, const Ref<P, T>& cache, const step_io<T>& io, workspace_view workspace,
@@ -121,9 +121,9 @@ struct HeadPages {
     std::int64_t indices_capacity = 0;
 };
 
-/// Fills `pages` with the rows that this layer holds now: after its step the newest token is among them,
-/// whether advance() has been called or not, so that a kernel of the caller's attends between this layer and
-/// the next. Refuses a capacity below the pages in use, naming both.
+/// Fills `pages` with the entries that this layer holds now. After the layer's step they include the newest
+/// token, before advance() too, so a kernel of the caller can attend between this layer and the next. Refuses
+/// a capacity below the pages in use, naming both.
 template <class Dims = all_head_dims, class P, Storage T, template <class, class> class Ref>
 requires CacheRef<Ref<P, T>>
 void export_heads(const host& ctx, const Ref<P, T>& cache, const Batch& batch, const HeadPages& pages,

@@ -78,19 +78,19 @@ template <class Dims = all_head_dims, class P, Storage T>
 void prefill(const cuda& ctx, const FixedBudgetRef<P, T>& cache, const step_io<T>& io,
              workspace_view workspace, const StepOptions& options = {});
 
-/// As the host's propose; n is at most CacheShape::max_draft_tokens.
+/// As the host's append_draft; n is at most CacheShape::max_draft_tokens.
 template <class Dims = all_head_dims, class P, Storage T>
 void append_draft(const cuda& ctx, const FixedBudgetRef<P, T>& cache, const step_io<T>& io,
                   workspace_view workspace, const StepOptions& options = {});
 
-/// As the host's commit. An entry of more tokens than were proposed, or proposed at another length, counts as
-/// one of no token (which forgets what was proposed) and sets status_bad_length.
+/// As the host's accept. An entry of more tokens than were drafted, or drafted at another length, counts as
+/// one of no token (which forgets the draft) and sets status_bad_length.
 template <class Dims = all_head_dims, class P, Storage T>
 void accept(const cuda& ctx, const FixedBudgetRef<P, T>& cache, const Batch& batch, workspace_view workspace,
             const StepOptions& options = {});
 
 /// As the host's attend: attention of io.q [count, Hq, 1, Dk] over the rows that the named sequences hold
-/// now; changes nothing.
+/// now. The cache is not changed.
 template <class Dims = all_head_dims, class P, Storage T>
 void attend(const cuda& ctx, const FixedBudgetRef<P, T>& cache, const step_io<T>& io,
             workspace_view workspace, const StepOptions& options = {});
@@ -113,8 +113,8 @@ template <class Dims = all_head_dims, class P, Storage T>
 void step(const cuda& ctx, const DualRef<P, T>& cache, const step_io<T>& io, workspace_view workspace,
           const StepOptions& options = {});
 
-/// A chunk fits, or nothing of it is kept. Rows are brought together once a chunk, which costs what reading
-/// them twice does: those of as many entries at once as have room in 1 GiB, or in the workspace if that is
+/// A chunk fits, or the call leaves the sequence unchanged. Rows are gathered once per chunk, at the cost of
+/// reading them twice: those of as many entries at once as fit in 1 GiB, or in the workspace if that is
 /// larger than workspace_bytes (at least one), each with all the rows that it can hold, but no more than the
 /// pool has. docs/cuda.md, Ragged heads, has the workspace's other parts.
 template <class Dims = all_head_dims, class P, Storage T>

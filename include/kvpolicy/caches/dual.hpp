@@ -40,7 +40,7 @@ struct DualRef : LayerRef<P, T> {
     position_t max_seq_len = 0;
     std::int64_t max_rows = 0;       // the largest capacity(head): a number that a device's host may read
     std::int64_t max_contested = 0;  // the same, of heads with a budget
-    // What calls on a device keep between launches, as in a FixedBudgetRef; records are of heads with a
+    // State of calls on a device between launches, as in a FixedBudgetRef; records are of heads with a
     // budget.
     const std::int64_t* tile_offset = nullptr;  // [kv_heads + 1]
     std::uint32_t* arrivals = nullptr;          // [max_sequences, kv_heads]
@@ -104,7 +104,7 @@ struct DualRef : LayerRef<P, T> {
         const std::int64_t rows = this->used(seq, head) + (ahead > 0 ? ahead : 0), most = capacity(head);
         return rows < most ? rows : most;
     }
-    /// Pages of a head that hold rows, or that what is left of a reservation can need.
+    /// Pages of a head that hold entries, or that the rest of a reservation can need.
     KVPOLICY_HOST_DEVICE constexpr std::int64_t pages_wanted(std::int64_t seq, std::int32_t head) const {
         return (rows_until(seq, head, reserved[seq]) + this->page_size - 1) / this->page_size;
     }
@@ -132,7 +132,7 @@ struct PageClaim {
     std::int64_t pages;  // how many it lacks; then where those that it gets begin in the pool's stack
 };
 
-/// What evict did to one sequence.
+/// The result of evict for one sequence.
 struct EvictionReport {
     std::int32_t rounds = 0;   ///< in which every head dropped its lowest rows
     std::int64_t dropped = 0;  ///< rows, over all layers and heads
@@ -141,20 +141,20 @@ struct EvictionReport {
 
 /// Options of DualCache::evict.
 struct EvictOptions {
-    EvictionReport* reports = nullptr;  ///< [count]: what happened to each entry, in the context's memory
+    EvictionReport* reports = nullptr;  ///< [count]: the result of each entry, in the context's memory
     std::uint32_t* status = nullptr;    ///< as StepOptions::status
 };
 
-/// One object a model. It owns bookkeeping only. The caller lends two kinds of memory: bytes() for tables and
-/// states, once, with bind(); and slabs of slab_bytes(), with add_slab(), whenever the pool needs to grow.
-/// All layers, sequences and heads share the pool, so heads of different density share memory.
+/// One object per model. It owns bookkeeping only. The caller provides two kinds of memory: bytes() for
+/// tables and states, once, with bind(); and slabs of slab_bytes(), with add_slab(), whenever the pool needs
+/// to grow. All layers, sequences and heads share the pool, so heads of different density share memory.
 ///
 ///     kvpolicy::DualCache<WGKV, kvpolicy::bf16> cache{shape, {.slab_pages = 4096, .max_slabs = 64,
 ///         .max_seq_len = 131072}, policy};
 ///     kvpolicy::Buffer tables{ctx, cache.bytes()};
 ///     cache.bind(ctx, tables);
 ///     std::vector<kvpolicy::Buffer> slabs;
-///     while (cache.reserve(ctx, batch) > 0) {    // batch: what comes next
+///     while (cache.reserve(ctx, batch) > 0) {    // batch: the next tokens
 ///         slabs.emplace_back(ctx, cache.slab_bytes());
 ///         cache.add_slab(ctx, slabs.back());
 ///     }
@@ -179,8 +179,7 @@ class DualCache : public CacheOwner<DualCache<P, T>, P, T> {
               const scorer_type* scorers = nullptr, const AttentionParams& attention = {});
 
     [[nodiscard]] const PoolShape& pool() const { return pool_; }
-    /// Bytes of what add_pages() wants beside keys and values: positions and scores, and a selection's
-    /// bounds.
+    /// Bytes that add_pages() needs beside keys and values, for positions, scores and a selection's bounds.
     [[nodiscard]] std::size_t notes_bytes() const { return notes_bytes_; }
     /// Bytes of one slab: slab_pages * page_size * (row of k, row of v, position, score), and alignment.
     [[nodiscard]] std::size_t slab_bytes() const { return slab_bytes_; }
@@ -215,23 +214,22 @@ class DualCache : public CacheOwner<DualCache<P, T>, P, T> {
 
     /// Gives the named sequences the pages that batch.tokens(i) further tokens can need at most, in all
     /// layers, so that steps, chunks and calls of accept() of so many tokens cannot fail. Tokens that some
-    /// layer has taken before advance() do not count as further ones, in any layer. Returns 0; or how many
-    /// more slabs it takes, with nothing changed.
-    /// Pages stay with their sequence until it is cleared; evict() gives back only what the rest of the
-    /// reservation cannot need. A copy of the sequence (fork, reorder, restore) has no reservation. Refuses
-    /// tokens beyond pool().max_seq_len.
+    /// layer has taken before advance() do not count as further ones, in any layer. Returns 0; or the number
+    /// of slabs that are missing, and then reserves none. Pages stay with their sequence until it is cleared;
+    /// evict() returns only pages that the rest of the reservation cannot need. A copy of the sequence (fork,
+    /// reorder, restore) has no reservation. Refuses tokens beyond pool().max_seq_len.
     [[nodiscard]] std::int64_t reserve(const host& ctx, const Batch& batch);
 
     /// Bytes of workspace that evict needs. Depends on the threads of `on` and on the slabs
     /// that were attached.
     [[nodiscard]] std::size_t evict_workspace_bytes(const host& ctx) const requires P::has_eviction;
     /// For a policy with an eviction part: looks at the named sequences that have tokens in the batch, and
-    /// makes those that hold too much drop rows of all their heads (policies/eviction.hpp says which), until
-    /// they do not or cannot. Rows that stay keep their order; pages that fall free go back to the pool, but
-    /// for those of a reservation. Once a step or chunk, after advance(batch): refuses a sequence some of
-    /// whose layers have taken tokens that advance() has not counted. options.reports [count], where given,
-    /// says what happened. With options.status such a sequence is left as it is instead, and sets
-    /// status_layer_skipped. Synchronous; the bits do not depend on the number of threads.
+    /// evicts entries of all heads from those over the limit (policies/eviction.hpp says which entries),
+    /// until they are below it or no entry may go. Remaining entries keep their order; free pages return to
+    /// the pool, except those of a reservation. Call it once per step or chunk, after advance(batch): refuses
+    /// a sequence some of whose layers have taken tokens that advance() has not counted. options.reports
+    /// [count], where given, gets the results. With options.status such a sequence is left as it is instead,
+    /// and sets status_layer_skipped. Synchronous; the bits do not depend on the number of threads.
     void evict(const host& ctx, const Batch& batch, workspace_view workspace,
                const EvictOptions& options = {}) requires P::has_eviction;
 
@@ -245,9 +243,9 @@ class DualCache : public CacheOwner<DualCache<P, T>, P, T> {
     void clear(const host& ctx, std::int32_t seq);
 
 #if defined(__CUDACC__)
-    // The same on a device (kvpolicy/cuda.cuh has the bodies); FixedBudgetCache says what holds for all of
-    // them. Tables, states and slabs are device memory. page_size must be a multiple of 16, and the rows of a
-    // selection's page, too.
+    // The same on a device (kvpolicy/cuda.cuh has the bodies); the comment in FixedBudgetCache holds for all
+    // of them. Tables, states and slabs are device memory. page_size must be a multiple of 16, and the rows
+    // of a selection's page, too.
     using base::advance;
     using base::fork;
     using base::reorder;
@@ -279,8 +277,8 @@ class DualCache : public CacheOwner<DualCache<P, T>, P, T> {
     template <class Build = cuda_build>
     [[nodiscard]] std::int64_t free_pages(const cuda& ctx) const;
     /// As the host's; `batch`'s arrays are device memory. Entries that the host would refuse (bad sequences
-    /// and counts, tokens beyond pool().max_seq_len) get nothing. No two entries may name the same sequence,
-    /// which is not looked for. Waits for the stream; not to be captured: call it between steps, and the next
+    /// and counts, tokens beyond pool().max_seq_len) get no pages. No two entries may name the same sequence;
+    /// this is not checked. Waits for the stream; not to be captured: call it between steps, and the next
     /// ones cannot fail inside a graph.
     template <class Build = cuda_build>
     [[nodiscard]] std::int64_t reserve(const cuda& ctx, const Batch& batch);
@@ -291,9 +289,9 @@ class DualCache : public CacheOwner<DualCache<P, T>, P, T> {
     [[nodiscard]] std::size_t evict_workspace_bytes(const cuda& ctx) const requires P::has_eviction;
     /// As the host's, to rounding of the masses; the batch's arrays, options.reports [count] and
     /// options.status [count] are device memory. A sequence in the middle of a token stays as it is, and sets
-    /// status_layer_skipped. One launch, which waits for nothing and may be captured; a graph that captured
-    /// it knows the workspace of the slabs attached until then, so lend them before: a sequence with more
-    /// rows is left alone, and sets status_small_workspace.
+    /// status_layer_skipped. One launch without a wait, which may be captured; a graph that captured it knows
+    /// the workspace of the slabs attached until then, so attach them before: a sequence with more rows is
+    /// left alone, and sets status_small_workspace.
     template <class Build = cuda_build>
     void evict(const cuda& ctx, const Batch& batch, workspace_view workspace,
                const EvictOptions& options = {}) requires P::has_eviction;
@@ -358,7 +356,7 @@ class DualCache : public CacheOwner<DualCache<P, T>, P, T> {
     /// layer() of a cache that may be unbound.
     friend base;
     [[nodiscard]] ref_type ref_of(std::int32_t layer) const;
-    /// How long a sequence may get: where budgets bound all heads of all layers, nothing bounds it.
+    /// The largest length of a sequence; unlimited where budgets bound all heads of all layers.
     [[nodiscard]] position_t max_seq_len() const {
         for (const char limited : limited_) {
             if (limited != 0) {
@@ -367,8 +365,8 @@ class DualCache : public CacheOwner<DualCache<P, T>, P, T> {
         }
         return std::numeric_limits<position_t>::max();
     }
-    /// The most rows that a head can hold: no more than its tokens, and what fits in the pages that were
-    /// added.
+    /// The most entries that a head can hold: at most its tokens, and at most the entries of the pages that
+    /// were added.
     [[nodiscard]] std::int64_t max_rows() const;
     /// Bytes of the selection's bounds of so many rows.
     [[nodiscard]] std::size_t bounds_bytes(std::size_t rows) const {
@@ -428,7 +426,7 @@ class DualCache : public CacheOwner<DualCache<P, T>, P, T> {
     std::size_t offsets_at_ = 0;
     std::size_t tiles_at_ = 0;
     std::size_t refs_at_ = 0;    // [layers]: the refs, for kernels that serve all layers
-    std::size_t answer_at_ = 0;  // [1]: what a call on a device answers
+    std::size_t answer_at_ = 0;  // [1]: the result of a call on a device
     std::size_t claims_at_ = 0;  // [max_sequences]: of reserve() on a device
     std::size_t slabs_at_ = 0;
     std::size_t free_at_ = 0;

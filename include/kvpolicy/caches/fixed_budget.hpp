@@ -1,6 +1,6 @@
 // FixedBudgetCache: s + w + k rows for each (sequence, KV head), the window a ring, the worst top-k entry
 // replaced in place. Keys are stored as given (normally after RoPE, at their own positions), so the physical
-// order means nothing.
+// order has no meaning.
 #pragma once
 
 #include <kvpolicy/caches/cache.hpp>
@@ -20,18 +20,18 @@
 namespace kvpolicy {
 
 /// One object per model. It owns bookkeeping only: bytes() says how much memory the keys, values, positions,
-/// scores and scorer states need; the caller provides it with bind(). layer(layer) is what calls take
-/// (caches/calls.hpp).
+/// scores and scorer states need; the caller provides it with bind(). The calls of caches/calls.hpp take
+/// layer(layer).
 ///
 ///     kvpolicy::FixedBudgetCache<KVpop, kvpolicy::bf16> cache{shape, policy, scorers};
 ///     kvpolicy::Buffer memory{ctx, cache.bytes()}, workspace{ctx, cache.workspace_bytes(ctx, {.batch = 1,
 ///         .tokens = 1})};
 ///     cache.bind(ctx, memory);
 ///     for (layer...) kvpolicy::step(ctx, cache.layer(layer), cache.nhd(q, k, v, out), workspace);
-///     cache.advance(ctx);                          // once a step, after the last layer
+///     cache.advance(ctx);                          // once per step, after the last layer
 ///
 /// A sequence joins by clear(seq) (or a fresh bind) and a prefill or step that names its sequence; it leaves
-/// by not being named any more. One stream or thread at a time per cache object.
+/// when batches stop naming it. One stream or thread at a time per cache object.
 template <AnyPolicy P, Storage T>
 class FixedBudgetCache : public CacheOwner<FixedBudgetCache<P, T>, P, T> {
     static_assert(
@@ -71,7 +71,7 @@ class FixedBudgetCache : public CacheOwner<FixedBudgetCache<P, T>, P, T> {
     }
 
     /// Takes `buffer`, at least bytes().total() long, and empties every sequence. Any alignment will do:
-    /// bytes() includes the room to align it. The bookkeeping and the scorer states are written, keys and
+    /// bytes() includes the bytes to align it. The bookkeeping and the scorer states are written, keys and
     /// values are not. The buffer stays the caller's and must outlive the cache's use.
     void bind(const host& ctx, void* buffer, std::size_t buffer_bytes);
     void bind(const host& ctx, Buffer& buffer) { bind(ctx, buffer.data(), buffer.size()); }
@@ -87,9 +87,9 @@ class FixedBudgetCache : public CacheOwner<FixedBudgetCache<P, T>, P, T> {
 
 #if defined(__CUDACC__)
     // The same on a device (kvpolicy/cuda.cuh has the bodies). A cache belongs to the context that bound it
-    // last: calls with the other one are refused. `Build` is not given by callers. Where it says nothing
-    // else, a call enqueues work on the stream and can be captured; what would be refused but lies in device
-    // memory leaves a sequence as it is and sets status_bad_length.
+    // last: calls with the other one are refused. Callers leave `Build` out. Unless its comment says
+    // otherwise, a call enqueues work on the stream and can be captured. Arguments in device memory that
+    // would be refused leave the sequence as it is and set status_bad_length.
     using base::advance;
     using base::fork;
     using base::reorder;

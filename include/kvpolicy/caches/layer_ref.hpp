@@ -28,7 +28,7 @@ struct CacheShape {
 };
 
 /// Where the rows of one KV head lie, counted from the head's first row: [sinks | ring | top-k]. Token t < s
-/// has row t; token t >= s of the window has row s + (t - s) mod w; top-k sequence p has row s + w + p. Sinks
+/// has row t; token t >= s of the window has row s + (t - s) mod w; top-k slot p has row s + w + p. Sinks
 /// fill before the ring and the ring before the top-k part, so the rows in use are always the first ones.
 struct HeadRows {
     std::int32_t sinks = 0;
@@ -39,7 +39,7 @@ struct HeadRows {
                          : sinks + static_cast<std::int32_t>((t - sinks) % window);
     }
     KVPOLICY_HOST_DEVICE constexpr std::int32_t slot(std::int32_t p) const { return sinks + window + p; }
-    /// Rows in use after `length` tokens, `kept` of them in top-k sequences.
+    /// Rows in use after `length` tokens, `num_long_range` of them in top-k slots.
     KVPOLICY_HOST_DEVICE constexpr std::int32_t used(position_t length, std::int32_t num_long_range) const {
         const position_t recent_rows = static_cast<position_t>(sinks) + window;
         return static_cast<std::int32_t>(length < recent_rows ? length : recent_rows) + num_long_range;
@@ -53,7 +53,7 @@ KVPOLICY_HOST_DEVICE constexpr std::int32_t appended_tokens(std::int32_t appende
     return appended > 0 ? appended : 0;
 }
 
-/// Long-range places of which a cache on a device remembers the worst.
+/// Slots of a tile: a cache on a device records the worst of each tile.
 inline constexpr std::int32_t slot_tile = 64;
 KVPOLICY_HOST_DEVICE constexpr std::int32_t tiles_of_slots(std::int32_t slots) {
     return slots / slot_tile + (slots % slot_tile != 0 ? 1 : 0);
@@ -109,10 +109,10 @@ struct LayerRef {
 
     const HeadParams* all_params = nullptr;  // [kv_heads]
     position_t* length = nullptr;            // [max_sequences], shared by all layers
-    std::int32_t* num_long_range = nullptr;  // [max_sequences, kv_heads]: top-k sequences in use
+    std::int32_t* num_long_range = nullptr;  // [max_sequences, kv_heads]: top-k slots in use
     std::int32_t* num_protected =
         nullptr;  // [max_sequences, kv_heads]: of these, keys that a keep part holds; null without one
-    std::int32_t* victim = nullptr;  // [max_sequences, kv_heads]: the worst sequence, or -1 where not known
+    std::int32_t* victim = nullptr;     // [max_sequences, kv_heads]: the worst slot, or -1 where not known
     std::int32_t* num_draft = nullptr;  // [max_sequences]: tokens that wait in the spare rows
     // Tokens that advance() has not counted: [max_sequences] on the host; [max_sequences, kv_heads] on a
     // device, where the heads of a step do not wait for each other, and -1 says that a call found no pages.
@@ -189,8 +189,8 @@ struct FixedBudgetRef : LayerRef<P, T> {
     T* bounds =
         nullptr;  // [max_sequences, rows / selection.page_size(), 2, head_dim_qk]; null without selection
     std::int64_t max_capacity = 0;  // the largest capacity(head): a number that a device's host may read
-    // What calls on a device keep between launches: how many blocks of a head are done (0 outside of a
-    // launch), and the worst sequence of each tile of top-k slots, true where `victim` is known.
+    // State of calls on a device between launches: how many blocks of a head have arrived (0 outside of a
+    // launch), and the worst slot of each tile of top-k slots, true where `victim` is known.
     std::uint32_t* arrivals = nullptr;     // [max_sequences, kv_heads]
     std::int32_t* tile_victims = nullptr;  // [max_sequences, tiles(rows, kv_heads)]
     PlacedPages<T> placed;                 // with a selection

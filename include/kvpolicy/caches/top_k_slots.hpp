@@ -1,9 +1,9 @@
-// Top-k updates as kernels run them: which key is admitted to a top-k sequence. Bodies are for a group of
+// Top-k updates as kernels run them: which key is admitted to a top-k slot. Bodies are for a group of
 // threads; a plain C++ compiler runs them as a group of one. The CPU backend has its own
 // (caches/host/entries.hpp, masks/top_k_set.hpp); tests require identical results.
 //
-// A step does not search all sequences for the worst key. Sequences are cut into tiles, and a cache records the worst
-// sequence of each tile. An admitted key changes one tile's record; the worst of all is found among the records.
+// A step does not search all slots for the worst key. Slots are cut into tiles, and a cache records the worst
+// slot of each tile. An admitted key changes one tile's record; the worst of all is found among the records.
 #pragma once
 
 #include <kvpolicy/caches/layer_ref.hpp>
@@ -23,14 +23,14 @@
 
 namespace kvpolicy::detail {
 
-/// A key in a top-k sequence, as it ranks at some query. place -1: none.
+/// A key in a top-k slot, as it ranks at some query. slot -1: none.
 struct ranked_slot {
     double value = 0.0;
     position_t position = 0;
     std::int32_t slot = -1;
 };
 
-/// A gate with a keep part beside it, whose keys have places outside of gate and budget.
+/// A gate with a keep part beside it, whose keys have slots outside of gate and budget.
 template <class Gate, class Keep>
 struct held_gate {
     Gate gate;
@@ -46,7 +46,7 @@ inline constexpr bool holds_keys = requires(const Gate& gate, position_t t) {
     gate.keeps(t);
 };
 
-/// Whether key t has a place for its position alone.
+/// Whether key t has a slot for its position alone.
 template <class Gate>
 KVPOLICY_HOST_DEVICE constexpr bool holds([[maybe_unused]] const Gate& gate, [[maybe_unused]] position_t t) {
     if constexpr (holds_keys<Gate>) {
@@ -56,7 +56,7 @@ KVPOLICY_HOST_DEVICE constexpr bool holds([[maybe_unused]] const Gate& gate, [[m
     }
 }
 
-/// Whether a evicts_before b; an empty sequence never does.
+/// Whether a is evicted before b; an empty slot is not.
 KVPOLICY_HOST_DEVICE inline bool gives_way(const ranked_slot& a, const ranked_slot& b) {
     if (a.slot < 0 || b.slot < 0) {
         return b.slot < 0 && a.slot >= 0;
@@ -64,12 +64,12 @@ KVPOLICY_HOST_DEVICE inline bool gives_way(const ranked_slot& a, const ranked_sl
     return ranks_before(b.value, b.position, a.value, a.position);
 }
 
-/// Scores and positions of one head's top-k sequences. What follows takes this or another type with rule, rank()
-/// and at().
+/// Scores and positions of one head's top-k slots. The functions below take this or another type with
+/// head_params, rank() and at().
 struct head_slots {
     HeadParams head_params;
     position_t rebase_limit = kvpolicy::rebase_limit;
-    float* score = nullptr;          // [budget], from place 0 on
+    float* score = nullptr;          // [budget], from slot 0 on
     position_t* position = nullptr;  // [budget]
 
     KVPOLICY_HOST_DEVICE ranked_slot rank(float s, position_t t, std::int32_t slot, position_t q) const {
@@ -80,7 +80,7 @@ struct head_slots {
     }
 };
 
-/// Sequences some of whose keys do not compete; place -1 is the record of a tile without competitors.
+/// Slots some of whose keys do not compete; slot -1 is the record of a tile without competitors.
 template <class Slots, class Gate>
 struct contested_slots : Slots {
     Gate gate;
@@ -93,24 +93,24 @@ struct contested_slots : Slots {
     }
 };
 template <class Slots, class Gate>
-KVPOLICY_HOST_DEVICE auto competing(const Slots& slots, [[maybe_unused]] const Gate& gate) {
+KVPOLICY_HOST_DEVICE auto competing(const Slots& top_k_slots, [[maybe_unused]] const Gate& gate) {
     if constexpr (holds_keys<Gate>) {
-        return contested_slots<Slots, Gate>{slots, gate};
+        return contested_slots<Slots, Gate>{top_k_slots, gate};
     } else {
-        return slots;
+        return top_k_slots;
     }
 }
 
-/// The worst of a tile of `kept` places at query q. `changed` stands for what its place holds.
+/// The worst of a tile of `num_long_range` slots at query q. `changed` stands for the key in its slot.
 template <class Group, class Slots>
-KVPOLICY_HOST_DEVICE ranked_slot worst_of_tile(const Group& group, const Slots& slots, std::int32_t tile,
-                                               std::int32_t num_long_range, position_t q,
+KVPOLICY_HOST_DEVICE ranked_slot worst_of_tile(const Group& group, const Slots& top_k_slots,
+                                               std::int32_t tile, std::int32_t num_long_range, position_t q,
                                                const ranked_slot& changed = {}) {
     const std::int32_t end =
         num_long_range - tile * slot_tile < slot_tile ? num_long_range : (tile + 1) * slot_tile;
     ranked_slot worst;
     for (std::int32_t p = tile * slot_tile + group.rank(); p < end; p += group.size()) {
-        const ranked_slot one = p == changed.slot ? changed : slots.at(p, q);
+        const ranked_slot one = p == changed.slot ? changed : top_k_slots.at(p, q);
         if (gives_way(one, worst)) {
             worst = one;
         }
@@ -121,12 +121,12 @@ KVPOLICY_HOST_DEVICE ranked_slot worst_of_tile(const Group& group, const Slots& 
 /// Records the worst of every stride-th tile from `first` on, where `record` is not null, and returns the
 /// worst of them.
 template <class Group, class Slots>
-KVPOLICY_HOST_DEVICE ranked_slot worst_of_tiles(const Group& group, const Slots& slots, std::int32_t* record,
-                                                std::int32_t first, std::int32_t stride,
+KVPOLICY_HOST_DEVICE ranked_slot worst_of_tiles(const Group& group, const Slots& top_k_slots,
+                                                std::int32_t* record, std::int32_t first, std::int32_t stride,
                                                 std::int32_t num_long_range, position_t q) {
     ranked_slot worst;
     for (std::int32_t tile = first; tile < tiles_of_slots(num_long_range); tile += stride) {
-        const ranked_slot one = worst_of_tile(group, slots, tile, num_long_range, q);
+        const ranked_slot one = worst_of_tile(group, top_k_slots, tile, num_long_range, q);
         if (record != nullptr && group.rank() == 0) {
             record[tile] = one.slot;
         }
@@ -137,20 +137,20 @@ KVPOLICY_HOST_DEVICE ranked_slot worst_of_tiles(const Group& group, const Slots&
     return worst;
 }
 
-/// The worst of `kept` places once `changed` is in its place, from the tiles' records; updates the record of
-/// its tile. Records are those of query q's priorities.
+/// The worst of `num_long_range` slots once `changed` is in its slot, from the tiles' records; updates the
+/// record of its tile. Records are those of query q's priorities.
 template <class Group, class Slots>
-KVPOLICY_HOST_DEVICE ranked_slot worst_after(const Group& group, const Slots& slots, std::int32_t* record,
-                                             std::int32_t num_long_range, position_t q,
+KVPOLICY_HOST_DEVICE ranked_slot worst_after(const Group& group, const Slots& top_k_slots,
+                                             std::int32_t* record, std::int32_t num_long_range, position_t q,
                                              const ranked_slot& changed) {
     const std::int32_t tile = changed.slot / slot_tile;
-    const ranked_slot fresh = worst_of_tile(group, slots, tile, num_long_range, q, changed);
+    const ranked_slot fresh = worst_of_tile(group, top_k_slots, tile, num_long_range, q, changed);
     if (group.rank() == 0) {
         record[tile] = fresh.slot;
     }
     ranked_slot worst;
     for (std::int32_t t = group.rank(); t < tiles_of_slots(num_long_range); t += group.size()) {
-        const ranked_slot one = t == tile ? fresh : slots.at(record[t], q);
+        const ranked_slot one = t == tile ? fresh : top_k_slots.at(record[t], q);
         if (gives_way(one, worst)) {
             worst = one;
         }
@@ -158,13 +158,13 @@ KVPOLICY_HOST_DEVICE ranked_slot worst_after(const Group& group, const Slots& sl
     return group.worst(worst);
 }
 
-/// The worst sequences beside a known one, of its tile and of all others: worst_after(), as far as it can be
-/// known before what comes into that place.
+/// The worst slots beside a known one, of its tile and of all others: worst_after(), as far as it can be
+/// known before what comes into that slot.
 struct next_victims {
     ranked_slot in_tile, elsewhere;
 };
 template <class Group, class Slots>
-KVPOLICY_HOST_DEVICE next_victims find_next_victims(const Group& group, const Slots& slots,
+KVPOLICY_HOST_DEVICE next_victims find_next_victims(const Group& group, const Slots& top_k_slots,
                                                     const std::int32_t* record, std::int32_t num_long_range,
                                                     position_t q, std::int32_t known) {
     const std::int32_t tile = known / slot_tile, end = num_long_range - tile * slot_tile < slot_tile
@@ -172,13 +172,13 @@ KVPOLICY_HOST_DEVICE next_victims find_next_victims(const Group& group, const Sl
                                                            : (tile + 1) * slot_tile;
     next_victims victims;
     for (std::int32_t p = tile * slot_tile + group.rank(); p < end; p += group.size()) {
-        const ranked_slot one = p == known ? ranked_slot{} : slots.at(p, q);
+        const ranked_slot one = p == known ? ranked_slot{} : top_k_slots.at(p, q);
         if (gives_way(one, victims.in_tile)) {
             victims.in_tile = one;
         }
     }
     for (std::int32_t t = group.rank(); t < tiles_of_slots(num_long_range); t += group.size()) {
-        const ranked_slot one = t == tile ? ranked_slot{} : slots.at(record[t], q);
+        const ranked_slot one = t == tile ? ranked_slot{} : top_k_slots.at(record[t], q);
         if (gives_way(one, victims.elsewhere)) {
             victims.elsewhere = one;
         }
@@ -201,15 +201,15 @@ struct step_decision {
     std::int32_t used = 0;            ///< rows in use before
     std::int32_t newest = 0;          ///< the row that the new token gets
     std::int32_t promoted = -1;       ///< the row that u, the key that leaves the window, gets; or -1
-    std::int32_t num_long_range = 0;  ///< top-k sequences in use afterwards
-    std::int32_t known = -1;          ///< the worst sequence, or -1 where it must be searched
-    bool full = false;  ///< u competes with the worst sequence: resolve_eviction() has the last word
+    std::int32_t num_long_range = 0;  ///< top-k slots in use afterwards
+    std::int32_t known = -1;          ///< the worst slot, or -1 where it must be searched
+    bool full = false;  ///< u competes with the worst slot: resolve_eviction() has the last word
     bool replaced = false;
-    bool num_protected = false;  ///< u has its place for its position
+    bool num_protected = false;  ///< u has its slot for its position
     position_t leaving = 0;      ///< u
 };
 
-/// The worst sequence at query q, if `victim`, what the step before left as such, still is; else -1.
+/// The worst slot at query q, if `victim`, what the step before left as such, still is; else -1.
 KVPOLICY_HOST_DEVICE inline std::int32_t known_worst(const HeadParams& head_params, position_t rebase_limit,
                                                      position_t q, std::int32_t victim) {
     return head_params.decay_step == 1 && priority_base(q, rebase_limit) == priority_base(q - 1, rebase_limit)
@@ -217,9 +217,9 @@ KVPOLICY_HOST_DEVICE inline std::int32_t known_worst(const HeadParams& head_para
                : -1;
 }
 
-/// Query `q`, the sequence's length, brings a key. `victim` is what the step before left as the worst sequence;
-/// `score` is u's; `pinned` of the `kept` places do not compete. All of the decision but the top-k update for
-/// the worst sequence, if there is one.
+/// Query `q`, the sequence's length, brings a key. `victim` is what the step before left as the worst slot;
+/// `score` is u's; `num_protected` of the `num_long_range` slots do not compete. All of the decision but the
+/// top-k update for the worst slot, if there is one.
 template <class Gate>
 KVPOLICY_HOST_DEVICE step_decision begin_step(const HeadParams& head_params, const Gate& gate,
                                               position_t rebase_limit, position_t q,
@@ -252,7 +252,7 @@ KVPOLICY_HOST_DEVICE step_decision begin_step(const HeadParams& head_params, con
     return step;
 }
 
-/// The top-k update of u, as it ranks at the query, for the worst sequence.
+/// The top-k update of u, as it ranks at the query, for the worst slot.
 KVPOLICY_HOST_DEVICE inline void resolve_eviction(step_decision& step, const HeadParams& head_params,
                                                   const ranked_slot& candidate, const ranked_slot& worst) {
     step.known = worst.slot;
@@ -262,21 +262,21 @@ KVPOLICY_HOST_DEVICE inline void resolve_eviction(step_decision& step, const Hea
     }
 }
 
-/// The worst sequence for the next step to know, after this one; -1 where it has to search. Only one group may
-/// call it, and only once u has been settled; the rows need not have changed yet.
+/// The worst slot for the next step to know, after this one; -1 where it has to search. Only one group may
+/// call it, and only once the update of u is done; the rows need not have changed yet.
 template <class Group, class Slots>
-KVPOLICY_HOST_DEVICE std::int32_t next_victim(const Group& group, const Slots& slots, std::int32_t* record,
-                                              const step_decision& step, const ranked_slot& candidate,
-                                              position_t q) {
-    if (slots.head_params.decay_step != 1 || !step.replaced) {
-        return slots.head_params.decay_step == 1 ? step.known : -1;
+KVPOLICY_HOST_DEVICE std::int32_t next_victim(const Group& group, const Slots& top_k_slots,
+                                              std::int32_t* record, const step_decision& step,
+                                              const ranked_slot& candidate, position_t q) {
+    if (top_k_slots.head_params.decay_step != 1 || !step.replaced) {
+        return top_k_slots.head_params.decay_step == 1 ? step.known : -1;
     }
     ranked_slot admitted = candidate;
     admitted.slot = step.known;
-    return worst_after(group, slots, record, step.num_long_range, q, admitted).slot;
+    return worst_after(group, top_k_slots, record, step.num_long_range, q, admitted).slot;
 }
 
-/// The same where find_next_victims() the worst sequence, if it is known, have been found.
+/// The same where find_next_victims() the worst slot, if it is known, have been found.
 template <class Group>
 KVPOLICY_HOST_DEVICE std::int32_t next_victim(const Group& group, const HeadParams& head_params,
                                               const next_victims& victims, std::int32_t* record,
@@ -294,14 +294,14 @@ KVPOLICY_HOST_DEVICE std::int32_t next_victim(const Group& group, const HeadPara
 /// head's capacity.
 struct chunk_slots {
     head_slots of;                     // copies of the cache's, which the top-k updates change
-    std::int32_t* holder = nullptr;    // [budget]: the name of the key in each place
+    std::int32_t* holder = nullptr;    // [budget]: the name of the key in each slot
     std::int32_t* record = nullptr;    // [tiles_of_slots(budget)]
     expiry_t* past_expiry = nullptr;   // of the cache's rows
     expiry_t* chunk_expiry = nullptr;  // of the chunk's tokens
 };
 
-/// The first threads of a group that wait take the free sequences, all at once; keys that stay for their position
-/// get sequences, too.
+/// The first threads of a group that wait take the free slots, all at once; keys that stay for their position
+/// get slots, too.
 template <class Group, class Gate, class Put>
 KVPOLICY_HOST_DEVICE void fill_free_places(const Group& group, [[maybe_unused]] const Gate& gate,
                                            const chunk_slots& chunk, std::int32_t& num_long_range,
@@ -336,8 +336,8 @@ KVPOLICY_HOST_DEVICE void fill_free_places(const Group& group, [[maybe_unused]] 
 
 /// Runs the top-k updates of a chunk of `tokens` tokens from position `base` on. score(j) is that of the key
 /// that leaves the window at token j; name(u) of key u. Expiries, relative to `base`, have been filled in for
-/// keys that leave with their window. Returns the places in use; `pinned`: those of keys that do not compete,
-/// before and after.
+/// keys that leave with their window. Returns the slots in use; `num_protected`: those of keys that do not
+/// compete, before and after.
 ///
 /// With decay step 1 the worst key only gets better, so a group looks at as many candidates at once as it has
 /// threads, and only those that beat the worst take their turn.
@@ -354,7 +354,7 @@ KVPOLICY_HOST_DEVICE std::int32_t update_top_k(const Group& group, const chunk_s
     if ((head_params.budget == 0 && !holds_keys<Gate>) || first >= tokens) {
         return num_long_range;
     }
-    const auto slots = competing(chunk.of, gate);
+    const auto top_k_slots = competing(chunk.of, gate);
     [[maybe_unused]] std::int32_t outside = num_protected != nullptr ? *num_protected : 0;
     ranked_slot worst;
     position_t known_for = -1;  // the base of priorities that `worst` and the records belong to
@@ -389,7 +389,7 @@ KVPOLICY_HOST_DEVICE std::int32_t update_top_k(const Group& group, const chunk_s
         }
         while (group.count(waits) != 0) {
             if (!still || known_for != priority_base(q, limit)) {
-                worst = worst_of_tiles(group, slots, chunk.record, 0, 1, num_long_range, q);
+                worst = worst_of_tiles(group, top_k_slots, chunk.record, 0, 1, num_long_range, q);
                 group.sync();
                 known_for = priority_base(q, limit);
             }
@@ -408,7 +408,8 @@ KVPOLICY_HOST_DEVICE std::int32_t update_top_k(const Group& group, const chunk_s
             }
             group.sync();
             if (still) {
-                worst = worst_after(group, slots, chunk.record, num_long_range, q, chunk.of.at(slot, q));
+                worst =
+                    worst_after(group, top_k_slots, chunk.record, num_long_range, q, chunk.of.at(slot, q));
                 group.sync();
             }
             waits = waits && group.rank() > admitted;

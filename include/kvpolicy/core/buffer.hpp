@@ -22,7 +22,7 @@ namespace detail {
 /// Where the bytes of a Buffer come from. A table of functions, so that Buffer has one layout under every
 /// compiler and a program compiled without CUDA can own, move and free device memory.
 struct memory_kind {
-    /// `bytes` > 0 of device `device`; refuses what the system does not have.
+    /// `bytes` > 0 of device `device`; refuses more than the system has.
     void* (*allocate)(std::size_t bytes, std::int32_t device);
     void (*release)(void* memory, std::int32_t device) noexcept;
 };
@@ -52,7 +52,7 @@ inline constexpr memory_kind host_memory{allocate_host, release_host};
 ///     kvpolicy::step(ctx, cache.layer(layer), cache.nhd(q, k, v, out), workspace);
 ///
 /// The bytes are not written: a cache's rows on the host cost physical memory when they come into use, on the
-/// memory node of the thread that writes them. Movable, and data() stays where it is. What it is bound to
+/// memory node of the thread that writes them. Movable, and data() stays where it is. A cache that uses it
 /// must not outlive it. The context may go before the buffer does. Freeing device memory waits for the GPU,
 /// so a captured graph must not outlive its buffers.
 class Buffer {
@@ -90,9 +90,9 @@ class Buffer {
     }
     ~Buffer() { release(); }
 
-    /// Makes room for at least `bytes`, in the same kind of memory: does nothing where there is room, and
-    /// drops what the buffer holds otherwise. For a workspace whose chunks differ in length; not for memory
-    /// that is bound at the moment. Refuses as the constructor, with the buffer as it was.
+    /// Grows the buffer to at least `bytes`, in the same kind of memory. A buffer that is large enough stays
+    /// as it is; otherwise its contents are dropped. For a workspace whose chunks differ in length; not for
+    /// memory that is bound at the moment. Refuses as the constructor, with the buffer as it was.
     void grow(std::size_t bytes) {
         if (bytes > size_) {
             *this = Buffer(*kind_, device_, bytes);
@@ -102,7 +102,7 @@ class Buffer {
     [[nodiscard]] void* data() noexcept { return memory_; }
     [[nodiscard]] std::size_t size() const noexcept { return size_; }
 
-    /// What calls take. Not of a temporary, which would be gone before a view that is kept.
+    /// The view that calls take. Not of a temporary, since the view would outlive it.
     operator workspace_view() & noexcept { return {data(), size_}; }
 
   private:

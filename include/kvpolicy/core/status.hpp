@@ -30,7 +30,7 @@ constexpr const char* status_sentence(std::uint32_t bit) {
         case status_nan_score:
             return "a score was NaN, and ranked last";
         case status_pool_exhausted:
-            return "no page was left: lend a slab (add_slab) and call the layer again for this sequence";
+            return "no page was left: add a slab (add_slab) and call the layer again for this sequence";
         case status_bad_length:
             return "a length, token count or sequence in device memory was out of range: it counted as no "
                    "token";
@@ -44,7 +44,7 @@ constexpr const char* status_sentence(std::uint32_t bit) {
             return "the layers have not all taken the same tokens: advance() did not move the sequence, and "
                    "evict() left it alone; call the layers that lack them, then advance() again";
         case status_small_workspace:
-            return "a graph captured before slabs were lent has a workspace for fewer rows: nothing was "
+            return "a graph captured before slabs were attached has a workspace for fewer rows: nothing was "
                    "evicted "
                    "from this sequence; capture it again";
         default:

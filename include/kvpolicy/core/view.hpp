@@ -1,6 +1,6 @@
-// Views, not tensors: a pointer, a shape and strides, and nothing owned. Strides count elements, in 64 bits, so NHD,
-// HND, fused QKV rows and [N, 2, block, H, D] pools are all just strides. They are aggregates with the same layout
-// under every compiler and go to kernels by value.
+// Views of tensors: a pointer, a shape and strides. A view owns no memory. Strides count elements, in 64
+// bits, so NHD, HND, fused QKV rows and [N, 2, block, H, D] pools are all just strides. They are aggregates
+// with the same layout under every compiler and go to kernels by value.
 #pragma once
 
 #include <kvpolicy/core/config.hpp>
@@ -69,7 +69,7 @@ KVPOLICY_HOST_DEVICE constexpr rows_view<T> view_bhsd(T* data, std::int32_t batc
     return {data, batch, heads, length, dim, row * length * heads, row * length, row};
 }
 
-/// A contiguous [batch, length, heads, dim] tensor (NHD): what projections write.
+/// A contiguous [batch, length, heads, dim] tensor (NHD), the layout that projections write.
 template <class T>
 KVPOLICY_HOST_DEVICE constexpr rows_view<T> view_bshd(T* data, std::int32_t batch, std::int32_t length,
                                                       std::int32_t heads, std::int32_t dim) {
@@ -90,8 +90,8 @@ using input_rows = std::type_identity_t<rows_view<const T>>;
 template <class T>
 using output_rows = std::type_identity_t<rows_view<T>>;
 
-/// Memory that the caller lends to one call. The matching ..._workspace_bytes says how much a call needs; too little is
-/// refused before anything is written. The contents before a call do not matter.
+/// Memory that the caller provides for one call. The matching ..._workspace_bytes says how much a call needs;
+/// too little is refused before anything is written. The contents before a call do not matter.
 struct workspace_view {
     void* data = nullptr;
     std::size_t bytes = 0;
@@ -100,9 +100,10 @@ struct workspace_view {
 /// The sequences of one call: `batch` of `length` tokens each, both to be given. `lengths[b]`, where given, says how many
 /// tokens of sequence b count; the rest is neither read nor written. `starts[b]`, where given, is the position of
 /// sequence b's first query in the frame of the mask (chunked prefill); calls about whole sequences (masks, targets, losses of
-/// scores, metrics) refuse it, also where all are 0; losses of rows, which have no positions, do not look at it. `segments` > 0 packs several samples into each
-/// sequence: cu_seqlens[0..segments] are their edges, and sinks, window, budget and scorer state start anew at each.
-/// Leaving cu_seqlens null keeps attention across packed samples (KVpop's training).
+/// scores, metrics) refuse it, also where all are 0; losses of rows, which have no positions, ignore it.
+/// `segments` > 0 packs several samples into each sequence: cu_seqlens[0..segments] are their edges, and
+/// sinks, window, budget and scorer state start anew at each. Leaving cu_seqlens null keeps attention across
+/// packed samples (KVpop's training).
 struct Sequences {
     std::int32_t batch = 0;
     std::int32_t length = -1;                  // refused until it is set
@@ -123,8 +124,9 @@ struct Sequences {
 /// (default: i) and brings q_len[i] tokens (default: `length`); 0 leaves that sequence untouched. Sequences that no
 /// entry names are untouched.
 ///
-/// Nothing has to be set: without `count` the entries are all of q's, or in a call without tensors all of the cache's
-/// sequences; with neither q_len nor length every entry brings the tokens that q has, or in a call without tensors one.
+/// All members have defaults: without `count` the entries are all of q's, or in a call without tensors all of
+/// the cache's sequences; with neither q_len nor length every entry brings the tokens that q has, or in a
+/// call without tensors one.
 struct Batch {
     static constexpr std::int32_t not_set = std::numeric_limits<std::int32_t>::min();
     /// On a device, the sequence of an entry that is only padding (as in vLLM's slot_mapping): it brings no token, whatever q_len says. A
@@ -147,9 +149,10 @@ struct Batch {
     }
 };
 
-/// The numbers of an attention call that are not tensors. logit = scale * <q, k>, then softcap * tanh(logit / softcap)
-/// where softcap > 0. scale = 0 stands for 1 / sqrt(head_dim of the keys). (The tensor cores' kernels on CUDA take tanh from an
-/// exponential, off by about 2^-21 of the softcap: one of thousands, which bounds nothing, costs digits. Say 0 for none.)
+/// The numbers of an attention call. logit = sm_scale * <q, k>, then logits_soft_cap * tanh(logit /
+/// logits_soft_cap) where logits_soft_cap > 0. sm_scale = 0 stands for 1 / sqrt(head_dim of the keys). (The
+/// tensor cores' kernels on CUDA compute tanh by an exponential, with an error of about 2^-21 of the cap. A
+/// cap of several thousand bounds no logit and loses digits: use 0, no cap.)
 struct AttentionParams {
     float sm_scale = 0.0f;
     float logits_soft_cap = 0.0f;

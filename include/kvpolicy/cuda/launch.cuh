@@ -299,7 +299,7 @@ int active_clusters(int blocks, int threads, std::size_t shared_bytes) {
     return clusters;
 }
 
-/// no room for one (a part of a GPU, as with MIG and MPS).
+/// no space for one (a part of a GPU, as with MIG and MPS).
 template <auto Kernel>
 int largest_cluster(const device_scope& device, int most, int threads, std::size_t shared_bytes) {
     if (!runs_as_hopper<Kernel>(device)) {
@@ -329,7 +329,7 @@ int largest_cluster(const device_scope& device, int most, int threads, std::size
 }
 
 /// How many clusters of so many blocks a device runs at once, of a kernel always launched by such sizes; 0:
-/// it has no clusters, or no room.
+/// it has no clusters, or no space.
 template <auto Kernel>
 int clusters_at_once(const device_scope& device, int blocks, int threads, std::size_t shared_bytes) {
     if (!runs_as_hopper<Kernel>(device)) {
@@ -394,7 +394,7 @@ void launch_cooperative(const char* name, void (*kernel)(Parameters...), int mos
     allow_shared(name, reinterpret_cast<const void*>(kernel), shared_bytes);
     int fit = 0;
     check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&fit, kernel, threads, shared_bytes), name);
-    detail::require(fit > 0, name, "no room for a block on a SM", [&] {
+    detail::require(fit > 0, name, "no SM has space for a block", [&] {
         return detail::text("a device with ", shared_bytes, " bytes of shared memory for it");
     });
     const int each = fit < most ? fit : most;

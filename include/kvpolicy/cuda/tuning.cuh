@@ -45,7 +45,7 @@ struct forward_hopper_tuning {
     bool overlap;  ///< Q K^T of a block beside the softmax of the one before
 };
 
-/// Three warpgroups share what is gathered best; two have the registers that softcap and biases, or a
+/// Three warpgroups share what is gathered best; two have the registers that soft cap and biases, or a
 /// head_dim of 256, take.
 constexpr forward_hopper_tuning select_forward_hopper_tuning(int dim, bool general) {
     if (dim > 128) {

@@ -1,4 +1,5 @@
-// The boundary loss of KVpop: trains a scorer on the one comparison that changes what a cache holds (KVpop, 3.1, B.4-B.6).
+// The boundary loss of KVpop: trains a scorer on the comparison that decides which key a cache evicts (KVpop,
+// 3.1, B.4-B.6).
 #pragma once
 
 #include <kvpolicy/core/context.hpp>
@@ -43,14 +44,14 @@ struct BoundarySampler {
     std::uint64_t seed = 0;
 };
 
-/// What came out of one call.
+/// The result of one call.
 struct BoundaryValue : LossValue {
     std::int64_t sampled = 0;  ///< positions drawn; count has those with t_bnd != t_new
     std::int64_t kept = 0;     ///< examples whose new key the teacher keeps
     std::int64_t agreed = 0;  ///< examples that the student decides as the teacher (ties go to the older key)
 };
 
-/// What a call of BoundaryLoss takes besides the usual.
+/// Options of a call of BoundaryLoss.
 struct BoundaryOptions {
     /// Layers whose heads stand one after another: planes are [B, layers * Hkv, S] and d_log_gamma [layers * Hkv],
     /// those of layer loss.layer first. Each layer is a loss of its own, with its own draws and mean, as in a call
@@ -68,17 +69,18 @@ struct BoundaryOptions {
     std::uint32_t* status = nullptr;
 };
 
-/// Eq. 7 on effective scores. At a sampled query q of a head, with t_new = q - w, t_bnd the worst of the k keys that the
-/// teacher holds after q's top-k update, y = +1 where it holds t_new and else -1:
+/// Eq. 7 on effective scores. At a sampled query q, per head, with t_new = q - w, t_bnd the worst of the k
+/// keys that the teacher holds after q's top-k update, y = +1 where it holds t_new and else -1:
 ///
 ///     delta = r_{t_new}(q) - r_{t_bnd}(q),   r_t(q) = r_t + floor((q - t) / n) log gamma            (student, eq. 5)
 ///     loss  = scale * mean over examples of omega_margin omega_balance softplus(-y delta / temperature)
 ///
-/// Teacher and student share gamma; labels and weights are constants, as if detached. Where t_bnd = t_new the two sides
-/// of the comparison are one key: the position counts nothing. The teacher's set is the policy's own running top-k update on
-/// the target (masks/top_k_set.hpp), so labels are what a cache with the target's scores would do, for any decay step and
-/// with the same tie rule. The paper says the decay cancels in delta; it does so only for keys of the same age, and what
-/// remains, floor((q - t_new) / n) - floor((q - t_bnd) / n), is the gradient of log gamma: so the decay is learned.
+/// Teacher and student share gamma; labels and weights are constants, as if detached. Where t_bnd = t_new the
+/// two sides of the comparison are one key: the position does not count. The teacher's set is the policy's
+/// own running top-k update on the target (masks/top_k_set.hpp), so labels are the decisions of a cache with
+/// the target's scores, for any decay step and with the same tie rule. The paper says the decay cancels in
+/// delta; it does so only for keys of the same age, and what remains, floor((q - t_new) / n) - floor((q -
+/// t_bnd) / n), is the gradient of log gamma: so the decay is learned.
 struct BoundaryLoss {
     using value_type = BoundaryValue;
 
@@ -98,7 +100,8 @@ struct BoundaryLoss {
     /// [B, Hkv, S] for the sequences' lengths, and *value; adds to d_log_gamma [Hkv] where that is not null (log_gamma_slope makes
     /// d alpha of it). Real is float, or double for checks; sums run in double, in an order that does not depend on the
     /// threads. Sequences with S <= s + w + k have no valid position: value 0, zero gradient, count 0. With cu_seqlens
-    /// each segment counts for itself, with a share of `count` by its valid positions. Synchronous; O(S log k) a head.
+    /// each segment counts for itself, with a share of `count` by its valid positions. Synchronous; O(S log
+    /// k) per head.
     ///
     /// Refuses, before anything is written: numbers out of range, shapes that disagree, a NaN target or a score that is
     /// not finite at a key that leaves the window, too little workspace.

@@ -1,4 +1,4 @@
-// What the losses refuse of their own numbers.
+// Checks of the losses' own numbers.
 #pragma once
 
 #include <kvpolicy/core/error.hpp>

@@ -1,6 +1,6 @@
-// What a loss is: a functor that writes a value and its gradient in one call, on the host and on CUDA alike (where *value is device
-// memory, and kvpolicy/cuda.cuh has the bodies). No graph, no framework: whoever calls
-// it hands the gradient on (scorers/backward.hpp, attention/attend.hpp, or a framework's own tape).
+// A loss is a functor that writes a value and its gradient in one call, on the host and on CUDA alike (there
+// *value is device memory, and kvpolicy/cuda.cuh has the bodies). It needs no graph and no framework: the
+// caller passes the gradient on (scorers/backward.hpp, attention/attend.hpp, or a framework's tape).
 //
 // Gradients of activations (scores, logits, hidden states) are overwritten for the sequences' lengths; gradients of
 // parameters are added to.
@@ -26,7 +26,7 @@ struct LossValue {
     std::int64_t count = 0;
 };
 
-/// What a loss takes besides the usual.
+/// Options of a loss.
 struct LossOptions {
     /// [B], OR-ed into: status_bad_length, for a length that then counts as 0. CUDA alone: status_nan_score, status_not_finite and
     /// status_bad_index, for numbers that the host refuses. Null: not wanted; the host then refuses such a length, too.

@@ -1,4 +1,5 @@
-// Distillation: what keeps a sparse student close to its dense teacher (KVpop, algorithm 1 and F; WG-KV, 3.3).
+// Distillation losses, which keep a sparse student close to its dense teacher (KVpop, algorithm 1 and F;
+// WG-KV, 3.3).
 //
 // Rows are [B, 1, S, N] views: N logits, or a hidden state, per token. Means are over the tokens of all sequences.
 #pragma once
@@ -14,12 +15,13 @@
 
 namespace kvpolicy {
 
-// On CUDA: rows of fp32, bf16 or fp16; what is stored is rounded once, sums and exponentials are fp32 or better. A mean over n
-// tokens has gradients of 1 / n and less, and fp16 has no digits below 3e-8: give a loss of fp16 rows a scale of about n, and
-// take it out of the fp32 gradients that it becomes. Rows, labels, indices, *value, status and lengths are device memory; nothing is
-// allocated, nothing waited for. options.status says what the host refuses: status_bad_length for a length that cannot be, which
-// counts as 0; status_not_finite for a NaN logit or hidden number, whose token's results then mean nothing; status_bad_index for a
-// label or index outside its row, which is left out.
+// On CUDA: rows of fp32, bf16 or fp16; stored values are rounded once, sums and exponentials are fp32 or
+// better. A mean over n tokens has gradients of 1 / n and less, and fp16 has no digits below 3e-8: give a
+// loss of fp16 rows a scale of about n, and take it out of the fp32 gradients that it becomes. Rows, labels,
+// indices, *value, status and lengths are device memory; nothing is allocated, nothing waited for.
+// options.status says what the host refuses: status_bad_length for a length that cannot be, which counts as
+// 0; status_not_finite for a NaN logit or hidden number, whose token's results then mean nothing;
+// status_bad_index for a label or index outside its row, which is left out.
 
 /// Bytes of workspace for top_logits: none on CUDA.
 std::size_t top_logits_workspace_bytes(const host& ctx, std::int32_t vocabulary);

@@ -20,7 +20,7 @@ struct EvictionSums {
     std::int64_t keys = 0;
 };
 
-/// What CompressionLoss takes besides the usual.
+/// Options of CompressionLoss.
 struct CompressionOptions {
     /// The sums over the model, in place of loss.total; on CUDA in device memory. A device takes a total of fewer keys than the
     /// call's as it is; the host refuses it.
@@ -30,7 +30,7 @@ struct CompressionOptions {
 
 /// scale * max(0, target - mean alpha), with alpha the relaxed decisions of `gate` (noise and all: the same ones as the
 /// mask's) and the mean over layers, heads and keys: the paper's max(target L H T - sum alpha, 0) over L H T. It is
-/// one-sided: evicting more than asked for costs nothing.
+/// one-sided: evicting more than the target has cost 0.
 ///
 /// The mean is over everything, so a model of several layers takes two passes: sums() for each layer, which add up, into `total` or CompressionOptions::total
 /// (and over devices), then the loss for each layer's gradient. Every layer's value is the whole loss then: count it once.
@@ -40,7 +40,8 @@ struct CompressionLoss {
     float scale = 1.0f;
     DmsGate gate{};
     EvictionSums total{};
-    /// Count decisions (alpha > 0.5) instead of alphas, with the gradient of alpha: what the authors' code does.
+    /// Count decisions (alpha > 0.5) instead of alphas, with the gradient of alpha, as the authors' code
+    /// does.
     bool straight_through = false;
     gate_scope scope = gate_scope::all;
     std::int32_t layer = 0;

@@ -18,10 +18,10 @@ namespace kvpolicy {
 /// Which keys a gate loss is about.
 enum class gate_scope : std::uint8_t {
     decided,  ///< keys whose gate is asked: out of the window before the end, no sink, not kept by position
-    all,      ///< every key, as the papers' sums have it; a gate that nobody asks gets a gradient too
+    all,      ///< every key, as the papers' sums have it; a gate that is not asked gets a gradient too
 };
 
-/// What one key adds to a gate loss, and the slope of that for its logit.
+/// The term of one key in a gate loss, and its slope in the key's logit.
 struct GateTerm {
     double value, slope;
 };
@@ -42,7 +42,8 @@ struct GateSparsity {
 
     /// scores and d_scores [B, Hkv, S]; overwrites d_scores for the sequences' lengths, and *value. Refuses a NaN score that is
     /// read. On CUDA: tensors, *value, status and the arrays of `sequences` are device memory, scores fp32; value and gradients are
-    /// the host's to rounding, the same bits in every run; a NaN score adds nothing, its gradient is 0, and it sets status_nan_score.
+    /// the host's to rounding, the same bits in every run; a NaN score adds 0 and has gradient 0, and it sets
+    /// status_nan_score.
     template <AnyPolicy P, class Real>
     void operator()(const host& ctx, const P& policy, std::type_identity_t<plane_view<const Real>> scores,
                     const Sequences& sequences, plane_view<Real> d_scores, LossValue* value,
@@ -122,7 +123,7 @@ struct RetentionPenalty {
 #endif
 };
 
-/// What straight_through_values and retention_counts take besides the usual.
+/// Options of straight_through_values and retention_counts.
 struct GateOptions {
     std::int32_t layer = 0;  ///< the layer whose rules hold
     /// [B], OR-ed into: status_bad_length, for a length that then counts as 0. CUDA alone: status_nan_score and
@@ -136,8 +137,8 @@ std::size_t straight_through_values_workspace_bytes(const host& ctx, const P& po
                                                     const Sequences& sequences, std::int32_t heads);
 
 /// LTE's straight-through gradient (eq. 6): d r[t] = <v_t, dv_t>, times r (1 - r) for the logit. v and d_v [B, Hkv, S, Dv]
-/// (what attend_backward gives); overwrites d_scores [B, Hkv, S] for the sequences' lengths, with 0 for keys whose gate
-/// is not asked (gate_scope::decided). Refuses a NaN in v or d_v at a key that counts.
+/// (from attend_backward); overwrites d_scores [B, Hkv, S] for the sequences' lengths, with 0 for keys whose
+/// gate is not asked (gate_scope::decided). Refuses a NaN in v or d_v at a key that counts.
 template <AnyPolicy P, class V>
 void straight_through_values(const host& ctx, const P& policy,
                              std::type_identity_t<plane_view<const compute_t<std::remove_const_t<V>>>> scores,
@@ -190,7 +191,7 @@ struct LambdaController {
     void update(const cuda& ctx) const;
 #endif
 
-    // One head of these, which is also what a device runs.
+    // One head of these; a device runs the same code.
     KVPOLICY_HOST_DEVICE void start_head(std::int32_t head) const;
     KVPOLICY_HOST_DEVICE void observe_head(std::int32_t head, double count) const;
     KVPOLICY_HOST_DEVICE void update_head(std::int32_t head) const;

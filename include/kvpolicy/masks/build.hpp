@@ -31,16 +31,16 @@ template <AnyPolicy P>
 std::size_t build_mask_workspace_bytes(const host& ctx, const P& policy, const Sequences& sequences,
                                        std::int32_t heads, const MaskOptions& options = {});
 
-/// Writes expiry [B, Hkv, S], fp32 scores [B, Hkv, S] given (empty for a policy that ranks nothing):
+/// Writes expiry [B, Hkv, S], fp32 scores [B, Hkv, S] given (empty for a policy without ranks):
 ///
 ///     visible(h, q, t)  <=>  t <= q  and  q < expiry[h][t]
 ///     expiry = max(sink, keep, window, min(gate, budget))      (docs/concepts.md; KVpop, C.1)
 ///
-/// Overwrites expiry[b][h][t] for t < the sequence's length and nothing else. A score is read only where its key leaves
-/// the window before its sequence (or packed segment) ends, is no sink and not kept by position. With cu_seqlens every
-/// segment starts anew and its keys expire with it.
-/// Synchronous; O(S log k) per head for decay step 1, O(S k) otherwise. Refuses, before anything is written: numbers that
-/// no policy can have, shapes that disagree, lengths below 0 or over S, starts (a mask begins at position 0), cu_seqlens that do
+/// Overwrites expiry[b][h][t] for t < the sequence's length only. A score is read only where its key leaves
+/// the window before its sequence (or packed segment) ends, is no sink and not kept by position. With
+/// cu_seqlens every segment starts anew and its keys expire with it. Synchronous; O(S log k) per head for
+/// decay step 1, O(S k) otherwise. Refuses, before anything is written: numbers that no policy can have,
+/// shapes that disagree, lengths below 0 or over S, starts (a mask begins at position 0), cu_seqlens that do
 /// not rise from 0 to the length, a NaN score that is read (unless nan_ranks_last), too little workspace.
 template <AnyPolicy P>
 void build_mask(const host& ctx, const P& policy, plane_view<const float> scores, const Sequences& sequences,

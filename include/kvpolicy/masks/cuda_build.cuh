@@ -30,11 +30,11 @@ std::size_t build_mask_workspace_bytes(const cuda& ctx, const P& policy, const S
                                        std::int32_t heads, const MaskOptions& options = {});
 
 /// expiry [B, Hkv, S] (int32) from scores [B, Hkv, S] (fp32), the same integers as the host's build_mask with
-/// nan_ranks_last. Overwrites expiry[b][h][t] for t < the sequence's length and nothing else.
+/// nan_ranks_last. Overwrites expiry[b][h][t] for t < the sequence's length only.
 ///
 /// Gates and keep parts run in kernels: their `open` and `keeps` must be KVPOLICY_HOST_DEVICE. Decay steps above 1, and
-/// sequences longer than options.rebase_limit with gamma < 1, take one contest after the other, O(S k / 512) a head;
-/// everything else is a sort. Batch * heads * S is at most 2^31 - 2^24 where S is over 16384.
+/// sequences longer than options.rebase_limit with gamma < 1, run one top-k update after the other, O(S k /
+/// 512) per head; everything else is a sort. Batch * heads * S is at most 2^31 - 2^24 where S is over 16384.
 template <AnyPolicy P>
 void build_mask(const cuda& ctx, const P& policy, plane_view<const float> scores, const Sequences& sequences,
                 plane_view<expiry_t> expiry, workspace_view workspace, const MaskOptions& options = {});

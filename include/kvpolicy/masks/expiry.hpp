@@ -9,7 +9,7 @@
 
 namespace kvpolicy {
 
-/// The one rule of every policy: key t is visible to query q from its birth until it expires, and never again.
+/// The rule of every policy: key t is visible to queries q with t <= q < expiry.
 KVPOLICY_HOST_DEVICE constexpr bool visible(std::int32_t q, std::int32_t t, expiry_t expiry) {
     return t <= q && q < expiry;
 }

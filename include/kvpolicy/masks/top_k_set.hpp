@@ -21,7 +21,7 @@ struct top_k_entry {
     std::int32_t slot;    // its place, 0 <= place < k; an admitted key takes its victim's
 };
 
-/// What became of a candidate. `lost` is who gave way: the candidate itself, a key that held a place, or nobody.
+/// The outcome of a top-k update. `lost` is the evicted key: the candidate, a key that held a slot, or none.
 struct top_k_outcome {
     enum : std::uint8_t { took_free_slot, replaced, refused } kind;
     std::int32_t slot;  // the candidate's place, where it has one
@@ -30,7 +30,7 @@ struct top_k_outcome {
 };
 
 /// The k best of the keys that have competed so far. Worst on top of a binary heap where priorities are static (decay
-/// step 1), a scan of the survivors otherwise (for n > 1 a candidate top-k updates the survivors only).
+/// step 1), a scan of the keys held otherwise.
 /// Storage is the caller's: capacity(rule, competitors) entries.
 class top_k_set {
   public:
@@ -89,12 +89,12 @@ class top_k_set {
     }
 
     [[nodiscard]] std::int32_t size() const { return size_; }
-    /// The worst survivor after the last top-k update, the boundary of the set; size() > 0.
+    /// The worst key held after the last top-k update, the boundary of the set; size() > 0.
     [[nodiscard]] const top_k_entry& worst() const {
         return head_params_.decay_step == 1 ? *entries_
                                             : *std::max_element(entries_, entries_ + size_, better);
     }
-    /// The survivors, in no order.
+    /// The keys held, in no order.
     [[nodiscard]] const top_k_entry* begin() const { return entries_; }
     [[nodiscard]] const top_k_entry* end() const { return entries_ + size_; }
 

@@ -105,9 +105,9 @@ concept HiddenScorer = S::when == score_time::from_hidden&& requires(const S& sc
     {scorer.score_tokens(count, states, scores, stride, scratch, set)};
 };
 
-/// A scorer that reads nothing but attention: `Observation observation() const` says what it asks back from it, and
-/// `static constexpr bool evicts_at_steps` whether decoded tokens make room for themselves (H2O, TOVA), or a choice is
-/// made at the end of a prompt's block only and what is decoded afterwards stays (SnapKV).
+/// A scorer that reads attention weights only. `Observation observation() const` says which weights it needs.
+/// `static constexpr bool evicts_at_steps` says whether decoded tokens evict (H2O, TOVA), or only the end of
+/// a prompt's block does and decoded tokens stay (SnapKV).
 template <class S>
 concept ObservedScorer = S::when == score_time::observed&& requires(const S& scorer) {
     { scorer.observation() } -> std::same_as<Observation>;

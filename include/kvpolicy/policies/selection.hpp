@@ -38,12 +38,13 @@ struct quest_budget {
 ///     sum over d of max(q_d min_d, q_d max_d)          (times the attention's scale)
 ///
 /// and the `pages` pages with the largest bounds are read, the newest token's page always among them; ties go to the page that
-/// comes first. With G query heads a KV head they read the same pages: the largest of their bounds counts (or the mean). Pages are
-/// of the row space [sinks | ring | long-range] (docs/architecture.md); a head with no more pages in use reads all.
-/// `unlimited` pages, by layer and head where the paper reads everything (its first two layers), read all too.
+/// comes first. With G query heads per KV head they read the same pages: the largest of their bounds counts
+/// (or the mean). Pages are of the row space [sinks | ring | long-range] (docs/architecture.md); a head with
+/// no more pages in use reads all. `unlimited` pages, by layer and head where the paper reads everything (its
+/// first two layers), read all too.
 ///
 /// A page of rows must lie in a page of the cache: `rows` divides CacheShape::page_size; on a device it is a multiple of 16. Only step and
-/// attend select; prefill and propose read everything, and so do masks.
+/// attend select; prefill and append_draft read everything, and so do masks.
 template <std::int32_t Rows = dynamic>
 struct QuestPages : detail::quest_budget {
     static_assert(Rows >= 1, "kvpolicy: QuestPages<r> needs r >= 1");

@@ -1,4 +1,4 @@
-// What the scorers' check() functions share.
+// The common parts of the scorers' check() functions.
 #pragma once
 
 #include <kvpolicy/core/error.hpp>

@@ -1,4 +1,4 @@
-// What score_hidden() refuses.
+// The checks of score_hidden().
 #pragma once
 
 #include <kvpolicy/core/check.hpp>

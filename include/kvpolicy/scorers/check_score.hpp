@@ -1,4 +1,4 @@
-// What score_sequence() refuses.
+// The checks of score_sequence().
 #pragma once
 
 #include <kvpolicy/core/check.hpp>

@@ -13,9 +13,9 @@
 
 namespace kvpolicy {
 
-/// What a ConvScorer learns, with the widths C0 = head_dim_qk + head_dim_vo and Cl = C(l-1) / 2, rounded down. A layer's weight
-/// [heads, Cl, 3, C(l-1)] has the three taps t - 2, t, t + 2 before the channels: a Conv1d weight of one group with its
-/// last two dimensions exchanged.
+/// The weights of a ConvScorer, with the widths C0 = head_dim_qk + head_dim_vo and Cl = C(l-1) / 2, rounded
+/// down. A layer's weight [heads, Cl, 3, C(l-1)] has the three taps t - 2, t, t + 2 before the channels: a
+/// Conv1d weight of one group with its last two dimensions exchanged.
 template <class Float>
 struct ConvParameters {
     Float* w1 = nullptr;            // [heads, C1, 3, C0]
@@ -33,8 +33,8 @@ struct ConvParameters {
 ///     y_l[t] = drop(SiLU(b_l + sum over j = -1, 0, 1 of W_l[j] y_{l-1}[t + 2 j])),      r_t = readout . y_3[t] + bias
 ///
 /// so that r_t sees tokens t - 6 .. t + 6, of which dilation 2 uses every other one. Before a sequence's first token x is 0
-/// (the raw input alone is padded: y_1 and y_2 there are what the layers make of it); nothing is padded on the right. r is a raw
-/// logit; LTE's sigmoid and its threshold of 0.5 are ThresholdGate<above> at 0.
+/// (only the raw input is padded: the layers compute y_1 and y_2 there from it). The right side is not
+/// padded. r is a raw logit; LTE's sigmoid and its threshold of 0.5 are ThresholdGate<above> at 0.
 ///
 /// The keys are read as they are stored, on every path, and `rope` is undone in fp32, with positions that count from the
 /// sequence's first token (of the packed segment's, where cu_seqlens resets).
@@ -86,7 +86,7 @@ struct ConvScorer {
     /// below 0, a RoPE that does not fit.
     void check(std::int32_t kv_heads, std::int32_t key_dim, std::int32_t value_dim) const;
 
-    /// What a snapshot must agree about, besides the window: which keys have their score already.
+    /// A snapshot must agree in this, besides the window: which keys have their score already.
     [[nodiscard]] std::uint64_t fingerprint() const { return static_cast<std::uint64_t>(batch); }
 };
 

@@ -43,7 +43,7 @@ std::size_t score_sequence_workspace_bytes(
 /// options.status [B], where given, is OR-ed into: status_bad_length for a length or start that cannot be, and edges that do not rise
 /// from 0 to the length. Such a sequence counts as empty, and its states stay as they are. Refuses, before anything is
 /// enqueued, what the host refuses as far as no device memory must be read, widths and alignment as above, inputs of an MLP that
-/// a block has no room for, and form::recurrent of an mLSTM.
+/// a block has no space for, and form::recurrent of an mLSTM.
 template <class Widths = all_mlstm_widths, Scorer S, class K, class V>
 void score_sequence(const cuda& ctx, const S& scorer, rows_view<K> k, rows_view<V> v,
                     const Sequences& sequences, std::int32_t delay,
@@ -65,7 +65,7 @@ std::size_t score_sequence_backward_workspace_bytes(const cuda& ctx, const S& sc
 /// options.status [B], where given, is OR-ed into: status_bad_length as above, status_not_finite for a NaN or infinity in k, v or
 /// d_scores, which the host refuses; gradients then mean nothing. Refuses, before anything is added to, the rest of what the host
 /// refuses as far as no device memory must be read; sequences.starts of an mLSTM or a convolution; inputs of an MLP that a block
-/// has no room for.
+/// has no space for.
 template <class Widths = all_mlstm_widths, Scorer S, Storage T>
 void score_sequence_backward(const cuda& ctx, const S& scorer, const ScoreBackward<T>& call,
                              typename S::template parameters<compute_t<T>> gradients,

@@ -1,4 +1,5 @@
-// Dropout in training, by places: the same numbers whoever asks, so a recomputed forward pass drops the same ones.
+// Dropout in training. The mask depends on the position of a number only, so a recomputed forward pass drops
+// the same ones.
 #pragma once
 
 #include <kvpolicy/core/error.hpp>
@@ -25,7 +26,7 @@ struct DropoutStream {
     Dropout dropout;
     std::uint64_t stream = 0;
 
-    /// Multiplies row y [width] by what dropout multiplies it by.
+    /// Multiplies row y [width] by the dropout mask.
     template <class Real>
     void apply(std::uint64_t layer, std::int64_t at, std::int32_t width, Real* y) const {
         if (dropout.rate == 0.0f) {

@@ -1,4 +1,4 @@
-// What scorers start from before training (KVpop, E.5).
+// Initial weights of scorers (KVpop, E.5).
 #pragma once
 
 #include <kvpolicy/scorers/conv.hpp>

@@ -11,7 +11,7 @@
 
 namespace kvpolicy {
 
-/// What a LinearScorer learns. Float is const float for a scorer's weights, float for what fills or trains them.
+/// The weights of a LinearScorer. Float is const float in a scorer, float where they are filled or trained.
 template <class Float>
 struct LinearParameters {
     Float* weight = nullptr;  // [heads, head_dim_qk + head_dim_vo]: a

@@ -17,10 +17,11 @@
 
 namespace kvpolicy {
 
-/// What an MLP sees of a token: size(head_dim_qk, head_dim_vo) numbers, which gather(isa, head, key, value, head_dim_qk, head_dim_vo, x) writes.
-/// per_head says whether each KV head has a hidden layer of its own or all share one. An input may hold values (norm
-/// gains, say); it is copied with the scorer. An input that depends on the token's position has at(t), which returns the input for
-/// that position; one that can be wrong has check(name of the scorer, head_dim_qk).
+/// The input of an MLP, per token: size(head_dim_qk, head_dim_vo) numbers, which gather(isa, head, key,
+/// value, head_dim_qk, head_dim_vo, x) writes. per_head says whether each KV head has a hidden layer of its
+/// own or all share one. An input may hold values (norm gains, say); it is copied with the scorer. An input
+/// that depends on the token's position has at(t), which returns the input for that position; one that can be
+/// wrong has check(name of the scorer, head_dim_qk).
 template <class I>
 concept MlpInput = std::is_trivially_copyable_v<I> &&
     requires(const I& input, isa set, std::int32_t head, const float* key, const float* value,
@@ -199,7 +200,8 @@ concept DifferentiableInput = MlpInput<I> &&
 static_assert(DifferentiableInput<KeyValueInput> && DifferentiableInput<NormalizedInput> &&
               DifferentiableInput<WriteGateInput> && MlpInput<HiddenInput>);
 
-/// What an MLP learns, with X = input.size(head_dim_qk, head_dim_vo) and layers = heads where the input is per head, else 1.
+/// The weights of an MLP, with X = input.size(head_dim_qk, head_dim_vo) and layers = heads where the input is
+/// per head, else 1.
 template <class Float>
 struct MlpParameters {
     Float* w1 = nullptr;  // [layers, hidden, X]

@@ -37,8 +37,9 @@ concept ValuePath = std::is_same_v<V, ProjectedValues> || std::is_same_v<V, Dire
 
 static_assert(ValuePath<ProjectedValues> && ValuePath<DirectValues>);
 
-/// What an mLSTMScorer learns, all row-major, with X = head_dim_qk + head_dim_vo and P the feature map's projection width (d_qk for
-/// Softmax, d_qk / 2 for Hedgehog). Float is const float for a scorer's weights, float for what fills or trains them.
+/// The weights of an mLSTMScorer, all row-major, with X = head_dim_qk + head_dim_vo and P the feature map's
+/// projection width (d_qk for Softmax, d_qk / 2 for Hedgehog). Float is const float in a scorer, float where
+/// they are filled or trained.
 template <class Float>
 struct mLSTMParameters {
     Float* w_q = nullptr;           // [heads, P, X]
@@ -62,8 +63,8 @@ struct mLSTMParameters {
 ///     h = q~_u^T C_q / (q~_u^T z_q)    r_u = a . SiLU(Norm(h)) + b [+ s . x_u]                                 (41, 42)
 ///
 /// where u = q - w is the key that leaves the window at q, so its score has seen the w tokens after it. cap(y) =
-/// c tanh(y / c) with c = gate_softcap > 0, or nothing with 0. Norm is an RMS norm over d_v with a learned gain and
-/// epsilon 1e-6, or nothing.
+/// c tanh(y / c) with c = gate_softcap > 0, and the identity with 0. Norm is an RMS norm over d_v with a
+/// learned gain and epsilon 1e-6, or the identity.
 ///
 /// **The stabilized frame.** Only (C, z) scaled by exp(-m) are stored, with
 ///
@@ -73,8 +74,9 @@ struct mLSTMParameters {
 /// not depend on the frame, save for one clamp: the divisor is max(q~^T z, 1e-6) with **z in this frame**. It acts only
 /// where q~ is all but orthogonal to every k~ that still counts.
 ///
-/// **State** per (sequence, head), state_size() numbers: C [d_qk][d_v], z [d_qk], then m as a sum of two numbers (the
-/// second holds what rounding took off the first: with forget gates near 1, m moves by less than a float can show).
+/// **State** per (sequence, head), state_size() numbers: C [d_qk][d_v], z [d_qk], then m as a sum of two
+/// numbers (the second holds the rounding error of the first: with forget gates near 1, m changes by less
+/// than a float's precision).
 ///
 /// D is the width of keys and values, fixed at compile time; dynamic takes head_dim_qk and head_dim_vo at run time. One object serves
 /// one layer; the weights are fp32, the caller's, and must outlive it. Calls on different states may run at once.
@@ -116,7 +118,7 @@ struct mLSTMScorer {
                                         value_width());
     }
 
-    /// The state that has seen nothing. (It is not all zeros: m = -infinity.)
+    /// The state before the first token. (It is not all zeros: m = -infinity.)
     template <class Real>
     void reset(Real* state) const;
 
@@ -125,7 +127,7 @@ struct mLSTMScorer {
     void absorb(std::int32_t head, Real* state, const Real* key, const Real* value, Real* scratch,
                 isa set = detected_isa()) const;
 
-    /// The score of a token, from a state that has absorbed it and what came after it.
+    /// The score of a token, from a state that has absorbed it and the tokens after it.
     template <class Real>
     Real read(std::int32_t head, const Real* state, const Real* key, const Real* value, Real* scratch,
               isa set = detected_isa()) const;

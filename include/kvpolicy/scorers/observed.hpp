@@ -1,14 +1,14 @@
 // Scores that attention itself gives: the mass that a key receives. The rules of H2O, TOVA and SnapKV are three ways to add
-// it up; their pages (h2o.hpp, tova.hpp, snapkv.hpp) say what the papers do with it.
+// it up; their pages (h2o.hpp, tova.hpp, snapkv.hpp) describe the papers' rules.
 //
 // With p_q(t) the softmax weight that query q pays to key t among the keys that it sees, and agg_g over the G query heads
 // of the KV head:
 //
 //     mass_q(t) = agg_g p_q,g(t)
 //
-// An observed policy decides after attending: what it evicts at q is invisible from q + 1. Its scores change with every
-// query, so chunks and steps do not give the same keys; how a prompt is cut into blocks is part of the policy, and each way
-// is reproducible (ObservedPrefill).
+// An observed policy decides after attending: a key that it evicts at q is invisible from q + 1. Its scores
+// change with every query, so chunks and steps do not give the same keys; how a prompt is cut into blocks is
+// part of the policy, and each way is reproducible (ObservedPrefill).
 #pragma once
 
 #include <kvpolicy/core/error.hpp>
@@ -25,7 +25,7 @@ struct ObservedPrefill {
 
     /// All tokens of a call are one block: dense attention within the prompt, then one choice (the papers' own way).
     static constexpr ObservedPrefill dense_then_prune() { return {}; }
-    /// Blocks of `tokens` tokens, so that a long prompt never needs more than the budget and a block.
+    /// Blocks of `tokens` tokens, so that a long prompt needs the budget and a block at most.
     static constexpr ObservedPrefill in_chunks(std::int32_t tokens) { return {tokens}; }
     /// Every token as if it were decoded.
     static constexpr ObservedPrefill stepwise() { return {1}; }

@@ -49,7 +49,7 @@ struct Rope {
     void undo(position_t t, std::int32_t head_dim_qk, const float* f, Real* key) const {
         turn<-1>(t, head_dim_qk, f, key);
     }
-    /// Rotates one key, in place; also what takes a gradient back through undo(), since rotations are orthogonal.
+    /// Rotates one key, in place. It is also the backward pass of undo(), since rotations are orthogonal.
     template <class Real>
     void apply(position_t t, std::int32_t head_dim_qk, const float* f, Real* key) const {
         turn<1>(t, head_dim_qk, f, key);

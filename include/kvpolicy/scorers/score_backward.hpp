@@ -10,8 +10,8 @@
 
 namespace kvpolicy {
 
-/// What a backward pass is given: the arrays of the score_sequence call, and the gradient of its scores. Nothing else is
-/// kept from the forward pass; hidden layers and states are computed again. Real numbers are compute_t<T>.
+/// The inputs of a backward pass: the arrays of the score_sequence call, and the gradient of its scores.
+/// Hidden layers and states are recomputed, not kept from the forward pass. Real numbers are compute_t<T>.
 template <Storage T>
 struct ScoreBackward {
     rows_view<const T> k;  ///< [B, Hkv, S, Dk]
@@ -23,14 +23,15 @@ struct ScoreBackward {
     rows_view<compute_t<T>> d_v{};  ///< [B, Hkv, S, Dv], the same; both or neither
     Dropout dropout{};              ///< that of the forward call
     /// The workspace is as score_sequence with `for_backward` left it, for the same scorer, weights, k, v, sequences and delay (and rows of
-    /// scores as many as d_scores has), so that this pass need not make again what that call made. Once a forward call.
+    /// scores as many as d_scores has), so that this pass does not recompute that call's results. Once per
+    /// forward call.
     bool kept = false;
 };
 
-/// What score_sequence_backward takes besides the usual.
+/// Options of score_sequence_backward.
 struct ScoreBackwardOptions {
-    /// [B], OR-ed into: status_not_finite, for a NaN or infinity in k, v or d_scores (the gradients then mean nothing), and
-    /// status_bad_length. Null: not wanted; the host then refuses both.
+    /// [B], OR-ed into: status_not_finite, for a NaN or infinity in k, v or d_scores (the gradients are then
+    /// invalid), and status_bad_length. Null: not wanted; the host then refuses both.
     std::uint32_t* status = nullptr;
 };
 

@@ -258,7 +258,7 @@ TEST_CASE("frames: starts, first, positions, lengths") {
     check_case<bf16>(c);
 }
 
-TEST_CASE("more rows born in a super-tile than it has queries") {
+TEST_CASE("more rows that begin in a super-tile than it has queries") {
     Case c = plain("rows that share positions", 1100, 1);
     c.kv_heads = 2;
     c.rows = 3100;

@@ -385,7 +385,8 @@ inline void compare(const std::string& what, const std::vector<double>& got,
 /// What a result may differ by, relative to its norm. Weights and gradients of logits are rounded to T before they are
 /// multiplied, and so is the result: three roundings of at most u = 2^-9 (bf16) or 2^-12 (fp16) of each number, of mean square
 /// u / sqrt(3), independent over keys and queries: sqrt(3) u / sqrt(3) = u in the norm. P (dP - delta) also has delta's error, from out
-/// as stored, but the oracle is given the same out. Twice that, 2^-8 < 8e-3, leaves room for exp2 and sums in fp32.
+/// as stored, but the oracle is given the same out. Twice that, 2^-8 < 8e-3, leaves space for exp2 and sums
+/// in fp32.
 template <class T>
 constexpr double tolerance() {
     return std::is_same_v<T, bf16>

@@ -46,7 +46,7 @@ TEST_CASE("fp32, plain loops") {
     c.queries = c.rows = 1300;
     c.draw_expiry(100, 2000);
     check_case<float>(c);
-    // More rows are born in the super-tile than it has queries.
+    // More rows begin in the super-tile than it has queries.
     c = small("fp32, rows that share positions", 24);
     c.rows = 3100;
     c.draw_positions(220);

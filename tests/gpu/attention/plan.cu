@@ -250,7 +250,7 @@ void check(const Case& c, const std::string& what) {
     }
 }
 
-/// Lifetimes of all sorts: never, soon, late, at birth and before it.
+/// Lifetimes of all sorts: never, soon, late, at their begin and before it.
 std::vector<expiry_t> lifetimes(std::mt19937& generator, std::int64_t planes, std::int32_t rows,
                                 std::int64_t origin, std::int32_t kind) {
     std::vector<expiry_t> expiry;

@@ -263,7 +263,7 @@ TEST_CASE("sequences that lie 8 GB apart, and heads") {
     }
 }
 
-TEST_CASE("nothing to do, with nothing lent") {
+TEST_CASE("no work, with no workspace") {
     const kvpolicy::cuda on{};
     for (const auto& [b, s] : {std::pair<std::int32_t, std::int32_t>{0, 5}, {1, 0}, {0, 0}}) {
         CAPTURE(b);

@@ -191,7 +191,7 @@ class BothCaches {
         cache.bind(device, memory.data(), memory.size());
     }
 
-    /// Gives the tokens to both, all layers alike, and advances; `commit` of proposed ones.
+    /// Gives the tokens to both, all layers alike, and advances; `accept` of draft tokens.
     void call(Mode mode, const std::vector<std::int32_t>& seq_ids, const std::vector<std::int32_t>& q_len,
               const CallTensors<T>& in, const std::vector<std::int32_t>& accepted = {}) {
         const auto count = static_cast<std::int32_t>(seq_ids.size());

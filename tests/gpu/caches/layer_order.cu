@@ -298,7 +298,7 @@ void check(const typename Side<Cache>::P& policy,
             CHECK(wrong.advance(n) == missing);  // too early
             CHECK(wrong.call(mode, 0, n, seed) == fine);
             if (mode == Mode::append_draft) {
-                CHECK(wrong.advance(n) == missing);  // what is proposed is not taken
+                CHECK(wrong.advance(n) == missing);  // draft tokens do not count as appended
                 CHECK(wrong.accept(0, n) == fine);
             }
             CHECK_REFUSED(static_cast<void>(wrong.cache.snapshot_bytes(wrong.on, 2)), in_the_middle);

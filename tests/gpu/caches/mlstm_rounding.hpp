@@ -280,24 +280,24 @@ class mLSTMRounding {
         if (weights.skip != nullptr) {
             variance += dot(leaving.x.data(), rows(weights.skip, 1), inputs_).variance;
         }
-        double centre = 0.0;
+        double center = 0.0;
         for (std::size_t e = 0; e < width_; ++e) {
             variance += square(j[e]) * of_h[e];
-            centre += clamped ? 0.0 : j[e] * h[e];
+            center += clamped ? 0.0 : j[e] * h[e];
         }
-        variance += clamped ? 0.0 : square(centre / d) * divisor.variance;
-        variance += of_queries(q, of_query, own, j, centre, d) + of_tokens(q, j, centre, d);
+        variance += clamped ? 0.0 : square(center / d) * divisor.variance;
+        variance += of_queries(q, of_query, own, j, center, d) + of_tokens(q, j, center, d);
         return {score, deviations * std::sqrt(variance)};
     }
 
     /// What the query's features do: sum_f dq_f (J . (C_f - h z_f)) / D.
     [[nodiscard]] double of_queries(const std::vector<double>& q, const std::vector<double>& of_query,
                                     const std::vector<double>& own, const std::vector<double>& j,
-                                    double centre, double d) const {
+                                    double center, double d) const {
         const double* const z = state_.data() + features_ * width_;
         std::vector<double> sees(features_), mean(parts());
         for (std::size_t k = 0; k < features_; ++k) {
-            double along = -centre * z[k];
+            double along = -center * z[k];
             for (std::size_t e = 0; e < width_; ++e) {
                 along += j[e] * state_[k * width_ + e];
             }
@@ -321,7 +321,7 @@ class mLSTMRounding {
     }
 
     /// What the tokens' features, values and gates do.
-    [[nodiscard]] double of_tokens(const std::vector<double>& q, const std::vector<double>& j, double centre,
+    [[nodiscard]] double of_tokens(const std::vector<double>& q, const std::vector<double>& j, double center,
                                    double d) const {
         const double m = stabilizer(), behind = tokens_.back().behind;
         double variance = 0.0,
@@ -333,7 +333,7 @@ class mLSTMRounding {
             if (weight == 0.0) {
                 continue;
             }
-            double along = -centre, of_value = 0.0, match = 0.0;
+            double along = -center, of_value = 0.0, match = 0.0;
             std::vector<double> mean(parts());
             for (std::size_t e = 0; e < width_; ++e) {
                 along += j[e] * token.value[e];

@@ -178,7 +178,8 @@ class BothDuals {
                 }
                 refused = refused || again;
                 if (again && !add_slab()) {
-                    // The first that was refused gives way: what it had in other layers makes room for the rest.
+                    // The first that was refused is dropped: what it had in other layers makes space for the
+                    // rest.
                     for (std::size_t i = 0; i < seq_ids.size(); ++i) {
                         if (now[i] != 0) {
                             oracle.cache.clear(on, seq_ids[i]);

@@ -382,9 +382,9 @@ void check_captured(std::int32_t average, bool drops) {
 
 }  // namespace
 
-TEST_CASE("slabs that are lent after a graph has captured an eviction") { check_captured(20, true); }
+TEST_CASE("slabs that are attached after a graph has captured an eviction") { check_captured(20, true); }
 
-// A head has more rows than the captured workspace has room for, but the sequence no more than it may.
+// A head has more rows than the captured workspace has space for, but the sequence no more than it may.
 TEST_CASE("nothing to drop beyond a captured eviction's workspace") { check_captured(60, false); }
 
 TEST_CASE("a workspace that is too small is refused") {

@@ -48,7 +48,7 @@ TEST_CASE("an entry at a time") { check(1, 4, 80); }
 
 TEST_CASE("two entries at a time, of five") { check(2, 5, 80); }
 
-TEST_CASE("as many entries at a time as there is room for") {
+TEST_CASE("as many entries at a time as fit") {
     check(1, 5, 80, std::size_t{4} * KVPOLICY_TEST_GATHERED_BYTES);
     check(1, 5, 60, std::size_t{2} * KVPOLICY_TEST_GATHERED_BYTES);
 }

@@ -42,7 +42,7 @@ struct Calls {
     [[nodiscard]] test::Extras given() const {
         return {.scores = view_bhs<const float>(scores.data(), 2, 2, length)};
     }
-    /// 0: a step, 1: a prefill, 2: a proposal.
+    /// 0: a step, 1: a prefill, 2: a draft.
     void call(int which, const Batch& batch, const test::Extras& extras) {
         const auto ref = cache.layer(0);
         const Device<unsigned char> provided(workspace_bytes(on, ref, {.batch = 2, .tokens = length}));
@@ -66,10 +66,10 @@ TEST_CASE("a chunk whose length nobody said, and scores that are missing") {
     using P = Policy<Sink<1>, Window<2>, TopKBudget<3>>;
     Calls<P> calls(P{});
     for (const int which : {1, 2}) {
-        CHECK_REFUSED(
-            calls.call(which, {.count = 2}, calls.given()),
-            "batch.length: not set is not allowed; it must be the tokens of every entry (q has room for 5), "
-            "or q_len");
+        CHECK_REFUSED(calls.call(which, {.count = 2}, calls.given()),
+                      "batch.length: not set is not allowed; it must be the tokens of every entry (q has "
+                      "capacity for 5), "
+                      "or q_len");
     }
     for (const int which : {0, 1, 2}) {
         CHECK_REFUSED(calls.call(which, {.count = 2, .length = 1}, {}),
@@ -177,9 +177,9 @@ TEST_CASE("what attention refuses of a chunk's keys is refused before the cache 
     const auto out = view_bhsd(result.data(), 2, 2, length, 8);
     const std::vector<unsigned char> before = memory.read();
     const Batch batch{.count = 2, .length = 3}, one{.count = 2, .length = 1};
-    for (const bool proposes : {false, true}) {
+    for (const bool drafts : {false, true}) {
         const auto call = [&](const Batch& of, const auto& k, const auto& v) {
-            if (proposes) {
+            if (drafts) {
                 append_draft<Dims>(on, cache.layer(0), test::step_io(of, in, k, v, out, extras), workspace);
             } else {
                 prefill<Dims>(on, cache.layer(0), test::step_io(of, in, k, v, out, extras), workspace);
@@ -188,7 +188,7 @@ TEST_CASE("what attention refuses of a chunk's keys is refused before the cache 
         CHECK_REFUSED(call(batch, backwards, in), "k: a view with a row stride of -8 is not allowed");
         CHECK_REFUSED(call(batch, in, backwards), "v: a view with a row stride of -8 is not allowed");
         CHECK(memory.read() == before);
-        if (proposes) {
+        if (drafts) {
             call(one, backwards, backwards);  // one row is a row
         }
     }

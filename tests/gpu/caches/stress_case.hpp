@@ -415,7 +415,7 @@ void run(const P& policy, std::uint32_t seed, std::int32_t operations) {
                     forget(seq);
                 }
             }
-        } else if (what == 7) {  // of more than was proposed
+        } else if (what == 7) {  // of more than was drafted
             watchdog.begins(name = "a accept too many", number);
             std::int32_t waiting = 0;
             ok(cudaMemcpy(&waiting, ref.num_draft + seq, sizeof waiting, cudaMemcpyDeviceToHost));

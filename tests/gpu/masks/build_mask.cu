@@ -135,7 +135,7 @@ TEST_CASE("budgets of nothing, of everything, and without a limit") {
             const std::string end = ", length " + std::to_string(length) + ", k " + std::to_string(k);
             check_mask(budget(2, 18, k), input, "budget" + end);
             check_mask(budget(2, 18, k, -0.1f), input, "decay" + end);
-            check_mask(budget(2, 18, k, -0.1f, 8), input, "survivors" + end);
+            check_mask(budget(2, 18, k, -0.1f, 8), input, "decayed top-k" + end);
         }
         check_mask(budget(2, unlimited, 3), input, "a window over everything");
         check_mask(budget(unlimited, 1, 3), input, "sinks only");
@@ -272,12 +272,12 @@ TEST_CASE("a NaN score under every kind of gate") {
     check_mask(Policy<Window<>>(window), input, "no score is read");
 }
 
-TEST_CASE("contests whose order depends on the query") {
+TEST_CASE("top-k updates whose order depends on the query") {
     for (const std::int32_t step : {2, 7, 64, 5000}) {
         for (const std::int32_t k : {1, 64, 700}) {
             MaskCase input = random_case(1, 2, 1500, static_cast<unsigned>(step));
             const std::string end = ", step " + std::to_string(step) + ", k " + std::to_string(k);
-            check_mask(budget(2, 20, k, -0.05f, step), input, "survivors" + end);
+            check_mask(budget(2, 20, k, -0.05f, step), input, "decayed top-k" + end);
             std::mt19937 generator(8);
             for (const Scores kind :
                  {Scores::equal, Scores::improving, Scores::few_values, Scores::infinities}) {
@@ -299,14 +299,14 @@ TEST_CASE("contests whose order depends on the query") {
     }
 }
 
-TEST_CASE("contests for more places than a thread's registers hold, and around it") {
+TEST_CASE("top-k updates of more entries than a thread's registers hold, and around it") {
     for (const std::int32_t k : {1024, 1025, 2000, 4096, 4097, 5000}) {
         MaskCase input = random_case(1, 1, 6000, static_cast<unsigned>(k));
-        check_mask(budget(2, 20, k, -0.05f, 7), input, "survivors, k " + std::to_string(k));
+        check_mask(budget(2, 20, k, -0.05f, 7), input, "decayed top-k, k " + std::to_string(k));
         // All keys equal: the younger loses, whoever holds it.
         std::mt19937 generator(8);
         fill_scores(input.scores, Scores::equal, generator);
-        check_mask(budget(2, 20, k, -0.05f, 7), input, "survivors, equal, k " + std::to_string(k));
+        check_mask(budget(2, 20, k, -0.05f, 7), input, "decayed top-k, equal, k " + std::to_string(k));
     }
 }
 

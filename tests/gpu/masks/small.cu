@@ -82,7 +82,7 @@ TEST_CASE("packed segments, lengths, numbers by head") {
 }
 
 // decayed_top_k_kernel with 128 and 512 threads' registers, and with memory.
-TEST_CASE("contests by survivors") {
+TEST_CASE("decayed top-k") {
     for (const std::int32_t k : {50, 1200, 4200}) {
         MaskCase input = case_of(1, 1, k + 200);
         check_way(budget(k, -0.05f, 7), input, 0, "k " + std::to_string(k));

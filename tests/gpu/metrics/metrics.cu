@@ -25,7 +25,7 @@ namespace {
 
 using Budget = Policy<Sink<>, Window<>, TopKBudget<>>;
 
-/// Expiries of a mask, and some that no policy gives: before birth, at birth, beyond the end.
+/// Expiries of a mask, and some that no policy gives: before the key, at the key, beyond the end.
 Plane<expiry_t> mask_of(const Budget& policy, MaskCase& input, bool odd) {
     Plane<expiry_t> plane(input.scores.batch, input.scores.heads, input.scores.length, 0);
     plane.data = host_mask(policy, input).expiry;

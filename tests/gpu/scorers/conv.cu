@@ -212,7 +212,8 @@ TEST_CASE("a number that is not finite is reported, whether a score reads it or 
 
 namespace {
 
-/// What a block of the portable kernels has on a GPU that lends it `bytes`: tiles of 16 rows and columns of a slab, forward and backward.
+/// What a block of the portable kernels has on a GPU that gives it `bytes`: tiles of 16 rows and columns of a
+/// slab, forward and backward.
 template <class T>
 std::array<std::int32_t, 3> sizes_on(std::int32_t dim, std::size_t bytes) {
     namespace cb = cuda_backend;

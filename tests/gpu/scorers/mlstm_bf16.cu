@@ -41,16 +41,16 @@ TEST_CASE("gates near 0 and 1, input gates of +-30, softcaps") {
     const struct {
         const char* name;
         Gates gates;
-        float softcap;
+        float gate_softcap;
     } all[] = {
         {"forgets at once", {0.0, 0.1, -12.0, 0.1}, 0.0f},
         {"forgets nothing", {0.0, 0.1, 14.0, 0.05}, 0.0f},
         {"inputs of +-30", {0.0, 1.3, 3.0, 0.05}, 0.0f},
-        {"softcap", {0.0, 1.3, 3.0, 0.3}, 5.0f},
+        {"gate soft cap", {0.0, 1.3, 3.0, 0.3}, 5.0f},
         {"without biases", {0.0, 0.1, 0.0, 0.1, false}, 0.0f},
     };
     for (const auto& one : all) {
-        check<bf16>(c, one.name, shaped<Plain>(c, 0, 0, one.softcap), drawing(one.gates, true, false));
+        check<bf16>(c, one.name, shaped<Plain>(c, 0, 0, one.gate_softcap), drawing(one.gates, true, false));
     }
 }
 

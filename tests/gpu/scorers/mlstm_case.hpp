@@ -13,9 +13,9 @@ using namespace scorer_test;
 /// bf16: weights of the projections, features, values, what chunks add, states and w_lj (q~ . k~) are rounded, each off by at most
 /// u = 2^-9 of a number, independently, of mean square u / sqrt(3). Features are positive and a read is a mean of values, so h is off by
 /// each of these relative to itself where values agree, and by more where they cancel: six roundings give sqrt(6 / 3) u = 1.4 u,
-/// and 1e-2 = 5 u leaves room for the latter, for norm and SiLU. A score is a sum of up to 128 terms of about 0.1, which may cancel: 5e-3 is
-/// 5 u of one. Backwards as many roundings again. float: gates are sums of up to 128 products around 30, off by 30 * 2^-24 * sqrt(128) =
-/// 2e-5, and so are exponentials of them.
+/// and 1e-2 = 5 u leaves space for the latter, for norm and SiLU. A score is a sum of up to 128 terms of
+/// about 0.1, which may cancel: 5e-3 is 5 u of one. Backwards as many roundings again. float: gates are sums
+/// of up to 128 products around 30, off by 30 * 2^-24 * sqrt(128) = 2e-5, and so are exponentials of them.
 template <class T>
 Tolerance tolerance() {
     return std::is_same_v<T, float> ? Tolerance{1e-4, 3e-4, 1e-6} : Tolerance{1e-2, 2e-2, 5e-3};
@@ -54,14 +54,14 @@ inline Drawing drawing(const Gates& gates, bool norm, bool skip) {
 }
 
 template <class S>
-S shaped(const Case& c, std::int32_t d_qk = 0, std::int32_t d_v = 0, float softcap = 0.0f) {
+S shaped(const Case& c, std::int32_t d_qk = 0, std::int32_t d_v = 0, float gate_softcap = 0.0f) {
     S scorer;
     scorer.heads = c.heads;
     scorer.head_dim_qk = c.head_dim_qk;
     scorer.head_dim_vo = c.head_dim_vo;
     scorer.d_qk = d_qk;
     scorer.d_v = d_v;
-    scorer.gate_softcap = softcap;
+    scorer.gate_softcap = gate_softcap;
     return scorer;
 }
 

@@ -428,8 +428,9 @@ void check_gradients(const Case& c, const Weights<S>& weights, Tolerance allowed
     const S scorer = weights.on_device();
     const Device<unsigned char> workspace(score_sequence_backward_workspace_bytes(on, scorer, device_call));
     score_sequence_backward(on, scorer, device_call, device_gradients, workspace, {.status = status.data()});
-    // The gradient of a gate's bias is a sum over tokens that may cancel (an input gate's does, but for softcaps: h does not depend on a
-    // factor that all tokens share). Its weight's is the same sum with factors of mean square spread^2, and says how large the terms are.
+    // The gradient of a gate's bias is a sum over tokens that may cancel (an input gate's does, but for soft
+    // caps: h does not depend on a factor that all tokens share). Its weight's is the same sum with factors
+    // of mean square spread^2, and says how large the terms are.
     double terms = 0.0;
     for (std::size_t i = 0; i < got.size(); ++i) {
         const std::string& name = weights.arrays[i].name;

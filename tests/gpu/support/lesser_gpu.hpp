@@ -1,5 +1,5 @@
-// Calls of a program can run as on a GPU that lends a block less shared memory than the one they run on: where its only translation unit that has
-// kernels defines KVPOLICY_TEST_GPU before it includes anything.
+// Calls of a program can run as on a GPU that gives a block less shared memory than the one they run on:
+// where its only translation unit that has kernels defines KVPOLICY_TEST_GPU before it includes anything.
 #pragma once
 
 #include <kvpolicy/cuda/launch.cuh>

@@ -189,8 +189,8 @@ class MassTest {
             }
             return std::sqrt(most);
         };
-        most_logit_ = std::abs(scale()) * max_seq_len(q_) *
-                      max_seq_len(k_);  // Cauchy-Schwarz: of the sum of absolute products too
+        max_logit_ = std::abs(scale()) * max_seq_len(q_) *
+                     max_seq_len(k_);  // Cauchy-Schwarz: of the sum of absolute products too
     }
 
     void run_host(std::mt19937& generator) {
@@ -215,7 +215,7 @@ class MassTest {
             } else if (c.lse == Lse::far_below && generator() % 16 == 0) {
                 x -= 150.0f;
             }
-            most_lse_ = std::isinf(x) ? most_lse_ : std::max(most_lse_, static_cast<double>(std::abs(x)));
+            max_lse_ = std::isinf(x) ? max_lse_ : std::max(max_lse_, static_cast<double>(std::abs(x)));
         }
         future_mass<double>(on, attention(), q.view(), k.view(), std::as_const(lse_).view(), sequences,
                             target_host.view(), workspace, c.options);
@@ -223,19 +223,19 @@ class MassTest {
 
     /// Of a logit, absolute: D / 16 partial sums that a tensor core aligns and cuts to 24 bits, each with an error below 2^-22 of
     /// the absolute sum (none where a row has one element); the factor scale log2(e) and the fused multiply-add, 2^-24 each;
-    /// softcap's tanh, 4 x 2^-23 of the cap.
+    /// soft cap's tanh, 4 x 2^-23 of the cap.
     [[nodiscard]] double error_of_logit() const {
         const double sums = c.logits == Logits::huge ? 0.0 : (c.dim / 16 + 1) * 0x1p-22;
-        return most_logit_ * (sums + 0x1p-22) + static_cast<double>(c.logits_soft_cap) * 0x1p-20;
+        return max_logit_ * (sums + 0x1p-22) + static_cast<double>(c.logits_soft_cap) * 0x1p-20;
     }
     /// Of a sum of exponentials, relative: 7.5e-5 of the cubic (2 ulp otherwise), and one rounding an addition of a thread.
     [[nodiscard]] double error_of_sum() const { return 8e-5 + (64 + c.length / 64.0) * 0x1p-24; }
     [[nodiscard]] double tolerance_of_lse() const {
-        return error_of_logit() + error_of_sum() + most_logit_ * 0x1p-22 + 1e-6;
+        return error_of_logit() + error_of_sum() + max_logit_ * 0x1p-22 + 1e-6;
     }
     /// The lse times log2(e) rounds too; logarithms of up to a hundred are written as fp32.
     [[nodiscard]] double tolerance_of_target() const {
-        return error_of_logit() + error_of_sum() + (most_lse_ + most_logit_) * 0x1p-22 + 2e-5;
+        return error_of_logit() + error_of_sum() + (max_lse_ + max_logit_) * 0x1p-22 + 2e-5;
     }
 
     void same(const std::string& what, const std::vector<float>& got, const std::vector<float>& wanted,
@@ -263,7 +263,7 @@ class MassTest {
     Tensor<T> q_, k_;
     Plane<float> lse_;
     std::vector<std::int32_t> lengths_;
-    double most_logit_ = 0.0, most_lse_ = 0.0;
+    double max_logit_ = 0.0, max_lse_ = 0.0;
 
   public:
     Plane<float> lse_host, target_host;

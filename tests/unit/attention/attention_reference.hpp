@@ -92,7 +92,7 @@ struct Problem {
         return static_cast<std::size_t>((std::int64_t{b} * shape.kv_heads + h) * shape.rows + t);
     }
 
-    /// Lifetimes of which a third never end, a third end soon and the rest anywhere, some before birth.
+    /// Lifetimes of which a third never end, a third end soon and the rest anywhere, some before the key.
     void random_expiry(unsigned seed) {
         std::mt19937 generator(seed);
         expiry.resize(planes());

@@ -52,7 +52,7 @@ TEST_CASE("a window of 4 over one-hot values: exactly 4 nonzero weights") {
     }
 }
 
-TEST_CASE("all keys expired, or none born: 0 and -inf") {
+TEST_CASE("all keys expired, or none begun: 0 and -inf") {
     for (const std::int32_t queries : {1, 50}) {
         Problem<bf16> p({2, 1, 4, queries, 80, 64, 64}, 2);
         p.starts = {80, 200};
@@ -76,7 +76,7 @@ TEST_CASE("NaN and infinities in rows that nobody sees never leave") {
     for (const auto& [queries, group] :
          std::vector<std::pair<std::int32_t, std::int32_t>>{{1, 1}, {1, 4}, {4, 3}, {70, 3}, {130, 1}}) {
         Problem<float> p({1, 2, group, queries, queries + 150, 64, 64}, ++seed);
-        const std::int32_t start = 100;  // the last keys are not born yet
+        const std::int32_t start = 100;  // the last keys have not begun yet
         p.starts = {start};
         p.random_expiry(seed);
         std::int32_t poisoned = 0;

@@ -77,14 +77,14 @@ TEST_CASE("parts of a softmax merge to the whole, in both forms") {
             mean += std::exp(logits[i] - largest) * values[i];
         }
         softmax_state<double> state;
-        double unnormalised = 0.0, out = 0.0, lse = -std::numeric_limits<double>::infinity();
+        double unnormalized = 0.0, out = 0.0, lse = -std::numeric_limits<double>::infinity();
         for (std::size_t i = 0; i < 40; ++i) {
             merge_weights<double> weights;
             state = merge(state, softmax_state<double>{logits[i], 1.0}, weights);
-            unnormalised = weights.a * unnormalised + weights.b * values[i];
+            unnormalized = weights.a * unnormalized + weights.b * values[i];
             merge_output(&out, lse, &values[i], logits[i], 1);
         }
-        CHECK(std::fabs(unnormalised / state.sum - mean / total) < 1e-12 * 100.0);
+        CHECK(std::fabs(unnormalized / state.sum - mean / total) < 1e-12 * 100.0);
         CHECK(std::fabs(out - mean / total) < 1e-12 * 100.0);
         CHECK(std::fabs(lse_of(state) - (largest + std::log(total))) < 1e-12 * 100.0);
         CHECK(std::fabs(lse - (largest + std::log(total))) < 1e-12 * 100.0);

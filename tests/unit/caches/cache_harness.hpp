@@ -34,7 +34,7 @@ template <class P, class T>
 using Dual = kvpolicy::DualCache<P, T>;
 
 /// One cache with its memory (poisoned: NaN in every float that is not written). A DualCache starts with an empty pool,
-/// and feed() lends it one slab of 3 pages after another, when a call has run out.
+/// and feed() attaches one slab of 3 pages after another, when a call has run out.
 template <class P, class T, template <class, class> class Kind = Fixed>
 struct CacheUnderTest {
     static constexpr bool pooled = Kind<P, T>::ref_type::pooled;

@@ -506,7 +506,7 @@ TEST_CASE("a layer takes a token once, and every layer does") {
         }
         accept(on, cache.layer(layer), three, a.workspace);
         CHECK_REFUSED((accept(on, cache.layer(layer), three, a.workspace)),
-                      "0 to the 0 that sequence 0 has proposed");
+                      "0 to the 0 that sequence 0 has drafted");
     }
     cache.advance(on, three);
     CHECK(cache.length(0) == 3);

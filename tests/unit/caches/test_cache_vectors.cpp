@@ -119,8 +119,9 @@ constexpr double storage_unit = std::is_same_v<T, double>  ? 0x1p-53
                                                            : 0x1p-8;
 
 /// Every q, k, v is a multiple of 1/32 below 3.03, the scale a power of two: dot products (below 2^20 in units of 2^-10)
-/// and logits are exact in fp32. What remains for a weight: one exp (a few units), and with a softcap the error of tanh
-/// times the cap. An output is a mean of n values below 3.03: n additions and the weights' errors. Then it is stored.
+/// and logits are exact in fp32. What remains for a weight: one exp (a few units), and with a soft cap the
+/// error of tanh times the cap. An output is a mean of n values below 3.03: n additions and the weights'
+/// errors. Then it is stored.
 template <class T>
 double output_tolerance(double keys, double logits_soft_cap, double value) {
     const double weight_error = 2.0 * (8.0 + 4.0 * logits_soft_cap) * compute_unit<T>;

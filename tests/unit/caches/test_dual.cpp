@@ -152,7 +152,7 @@ TEST_CASE("without a status array exhaustion is refused, and nobody's state chan
     const std::vector<unsigned char> empty = tight.everything();
     CHECK_REFUSED((a.run<Gated>(on, tight.cache.layer(0), {.count = 3}, 0, 1, true)),
                   "free pages of the pool: 0 is not allowed; it must be at least the 6 that the call needs "
-                  "(add_slab lends "
+                  "(add_slab adds "
                   "more), or the call takes a status array");
     CHECK(tight.everything() == empty);
     tight.add_slab(on);  // enough for two of the three
@@ -576,7 +576,7 @@ TEST_CASE("a sequence whose token found no page does not move on before it has o
     const std::vector<unsigned char> before = cache.everything();
     CHECK_REFUSED(
         cache.cache.advance(on, {.count = 2}),
-        "1 is not allowed; it must be 0 until layer 1 has taken them: it lacks 1 page (add_slab lends more");
+        "1 is not allowed; it must be 0 until layer 1 has taken them: it lacks 1 page (add_slab adds more");
     CHECK(cache.everything() == before);
     // With status words nothing is refused: each says why its sequence stays.
     std::uint32_t why[2] = {};

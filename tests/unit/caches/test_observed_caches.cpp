@@ -54,7 +54,7 @@ void follow(const host& on, const BaselineCase& one, Cache& bound, const Tensor<
             if (at == one.length) {
                 continue;  // what the prompt's end evicts is beyond the sequence
             }
-            // One key may still wait for the next query, where the policy makes room for what is decoded.
+            // One key may still wait for the next query, where the policy makes space for what is decoded.
             const std::vector<position_t> left = expected_at(one, h, at);
             std::int32_t more = 0;
             for (const position_t t : held) {

@@ -422,13 +422,13 @@ TEST_CASE("a computed score that is NaN refuses the call and leaves the cache as
 TEST_CASE("what is never scored may be anything: sinks, and keys that are still in the window") {
     const host on(1);
     using P = Scored<SumScorer>;
-    test::BoundCache<P, float> arrival(on, shape, scored(2, 3, 4, SumScorer{3}));
+    test::BoundCache<P, float> immediate(on, shape, scored(2, 3, 4, SumScorer{3}));
     Tokens<float> in(4, 3);
     in.set_trap(0, 0);
     in.set_trap(1, 1);
-    feed(on, arrival, in, 0, 1, true);
-    feed(on, arrival, in, 1, 3, false);
-    CHECK(arrival.cache.length(0) == 4);
+    feed(on, immediate, in, 0, 1, true);
+    feed(on, immediate, in, 1, 3, false);
+    CHECK(immediate.cache.length(0) == 4);
     using Q = Scored<CountingScorer>;
     test::BoundCache<Q, float> leaving(on, shape, scored(2, 3, 4, CountingScorer{3}));
     Tokens<float> window(5, 3);

@@ -466,7 +466,7 @@ TEST_CASE("a fork or reorder without pages changes nothing") {
     beams.cache.reorder(on, sources, 2, {.status = &status});
     CHECK(status == (status_pool_exhausted | 4u));
     CHECK_REFUSED(beams.cache.fork(on, 0, 1), "free pages of the pool: ");
-    CHECK_REFUSED(beams.cache.reorder(on, sources, 2), "(add_slab lends more)");
+    CHECK_REFUSED(beams.cache.reorder(on, sources, 2), "(add_slab adds more)");
     const std::vector<unsigned char> blob = beams.saved(on, 0);
     CHECK_REFUSED(beams.cache.restore(on, 1, blob.data(), blob.size()), "free pages of the pool: ");
     // What was freed and taken back for a moment lies above the stack's top, which means nothing.

@@ -227,24 +227,24 @@ void check_refusals() {
     CHECK_REFUSED(guess({.count = 3, .length = 7}),
                   "batch tokens[0]: 7 is not allowed; it must be 0 to 6 (the cache's max_draft_tokens");
     CHECK_REFUSED(accept(on, ref, {.count = 3, .length = 1}, workspace),
-                  "batch tokens[0]: 1 is not allowed; it must be 0 to the 0 that sequence 0 has proposed");
+                  "batch tokens[0]: 1 is not allowed; it must be 0 to the 0 that sequence 0 has drafted");
     const std::int32_t num_draft[] = {3, 4, 2}, seq_ids[] = {2, 0, 1};
     guess({.count = 3, .seq_ids = seq_ids, .q_len = num_draft, .length = 6});
     const std::int32_t too_many[] = {3, 5, 2};
     const std::vector<unsigned char> before = test::content_of(ref, 0);
     CHECK_REFUSED(accept(on, ref, {.count = 3, .seq_ids = seq_ids, .q_len = too_many}, workspace),
-                  "batch tokens[1]: 5 is not allowed; it must be 0 to the 4 that sequence 0 has proposed");
+                  "batch tokens[1]: 5 is not allowed; it must be 0 to the 4 that sequence 0 has drafted");
     CHECK_REFUSED(accept(on, ref, {.count = 1, .length = 7}, workspace), "batch tokens[0]: 7");
     CHECK_REFUSED(accept(on, ref, {.count = 1, .length = 2}, {nullptr, 0}), "workspace.bytes: 0");
     CHECK(test::content_of(ref, 0) == before);
-    // Another layer proposed nothing.
+    // Another layer has no draft.
     CHECK_REFUSED(accept(on, bound.cache.layer(1), {.count = 1}, workspace),
                   "batch tokens[0]: 1 is not allowed; it must be 0 to the 0");
     // MaxDraftTokens wait at one length only; a step forgets them, and so does a commit of none.
     ++ref.length[0];
     CHECK_REFUSED(
         accept(on, ref, {.count = 1}, workspace),
-        "length of sequence 0: 1 is not allowed; it must be what it was when the tokens were proposed, 0");
+        "length of sequence 0: 1 is not allowed; it must be what it was when the tokens were drafted, 0");
     bound.cache.clear(on, 0);
     CHECK_REFUSED(accept(on, ref, {.count = 1}, workspace), "0 to the 0 that sequence 0");
     guess({.count = 3, .q_len = num_draft, .length = 6});

@@ -63,7 +63,7 @@ TEST_CASE("policies, fixed and at run time") {
           "TopKBudget 8 + MlpScorer (64 + 32, hidden 16)");
     CHECK(text(Policy<Window<3>, QuestPages<16>, SnapKVEviction>{Window<3>{}, QuestPages<16>{4},
                                                                  SnapKVEviction{}}) ==
-          "Window 3 + QuestPages (4 pages of 16 rows) + SnapKVEviction (4096 rows a head, 0.1 of them a "
+          "Window 3 + QuestPages (4 pages of 16 rows) + SnapKVEviction (4096 entries per head, 0.1 of them a "
           "round)");
     CHECK(text(Policy<TopKBudget<8>, WriteGateScorer<64>>{}) ==
           "TopKBudget 8 + WriteGateScorer (64 + 64, hidden 0)");

@@ -359,7 +359,7 @@ TEST_CASE("boundary loss without examples, with equal labels, without budget") {
         CHECK(std::abs(got.value.value - expected.value.value) < 1e-12);
         CHECK(std::isfinite(got.value.value));
     }
-    {  // Rising targets: the newcomer always enters, above the boundary by far.
+    {  // Rising targets: the candidate always enters, above the boundary by far.
         Inputs in(c, 3);
         for (std::int32_t t = 0; t < c.length; ++t) {
             for (std::int32_t i = 0; i < 4; ++i) {

@@ -53,8 +53,8 @@ struct mlstm_case {
     std::int32_t head_dim_qk = 16, head_dim_vo = 16, d_qk = 16, d_v = 8, heads = 2, length = 150, delay = 10;
     bool norm = false, skip = false, biases = true;
     std::int32_t seed = 1;
-    float softcap = 0.0f, weight_scale = 1.0f, input_scale = 0.5f, input_bias = 0.0f, forget_scale = 0.5f,
-          forget_bias = 3.0f, value_scale = 1.0f;
+    float gate_softcap = 0.0f, weight_scale = 1.0f, input_scale = 0.5f, input_bias = 0.0f,
+          forget_scale = 0.5f, forget_bias = 3.0f, value_scale = 1.0f;
     std::vector<std::int32_t> cu;
 
     [[nodiscard]] std::int64_t keys() const { return std::int64_t{heads} * length * head_dim_qk; }
@@ -107,7 +107,7 @@ struct mlstm_weights {
         s.head_dim_vo = c.head_dim_vo;
         s.d_qk = c.d_qk;
         s.d_v = c.d_v;
-        s.gate_softcap = c.softcap;
+        s.gate_softcap = c.gate_softcap;
         s.weights.w_q = w_q.data();
         s.weights.w_k = w_k.data();
         s.weights.w_v = c.projected ? w_v.data() : nullptr;

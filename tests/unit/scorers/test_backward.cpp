@@ -93,7 +93,8 @@ void check_against_differences(const S& scorer, const Result<S, double>& got, te
                 return;
             }
             CAPTURE(name);
-            // Without a softcap b_i cancels in every quotient: its gradient is 0, and rounding is what is left.
+            // Without a soft cap b_i cancels in every quotient: its gradient is 0, and rounding is what is
+            // left.
             const double scale = std::max(largest(d), 1e-6);
             const std::size_t stride = count > 7 ? count / 7 + 1 : 1;
             for (std::size_t at = 0; at < count; at += stride) {
@@ -177,7 +178,7 @@ std::vector<double> mlstm_reference(const S& s, const test::mlstm_case& c, const
                                           : v.view().row(0, h, t)[e]);
             }
             value.push_back(one);
-            const double cap = static_cast<double>(c.softcap);
+            const double cap = static_cast<double>(c.gate_softcap);
             const auto gate = [&](const float* w, const float* b) {
                 const double a = times(w + std::int64_t{h} * inputs, 0, t) +
                                  (b != nullptr ? static_cast<double>(b[h]) : 0.0);
@@ -284,9 +285,9 @@ std::vector<test::mlstm_case> mlstm_cases() {
     std::vector<test::mlstm_case> all(9, base);
     all[1].hedgehog = false, all[1].norm = true, all[1].skip = true;
     all[2].projected = false, all[2].d_v = 16, all[2].norm = true;
-    all[3].hedgehog = false, all[3].projected = false, all[3].d_v = 16, all[3].softcap = 2.0f;
+    all[3].hedgehog = false, all[3].projected = false, all[3].d_v = 16, all[3].gate_softcap = 2.0f;
     all[4].delay = 0, all[4].length = 70, all[4].skip = true, all[4].biases = false;
-    all[5].delay = 100, all[5].softcap = 1.5f;
+    all[5].delay = 100, all[5].gate_softcap = 1.5f;
     all[6].cu = {0, 40, 45, 150}, all[6].norm = true;
     all[7].head_dim_qk = 5, all[7].head_dim_vo = 7, all[7].d_qk = 6, all[7].d_v = 3, all[7].input_bias = 8.0f,
     all[7].forget_bias = 0.0f;
@@ -425,7 +426,7 @@ TEST_CASE("mLSTM: gradients of weights and inputs by differences of the written-
 
 TEST_CASE("mLSTM: fp32 gradients are those of double to rounding, on any threads and instruction set") {
     test::mlstm_case c;
-    c.norm = true, c.skip = true, c.softcap = 5.0f, c.length = 300, c.heads = 3, c.weight_scale = 0.5f,
+    c.norm = true, c.skip = true, c.gate_softcap = 5.0f, c.length = 300, c.heads = 3, c.weight_scale = 0.5f,
     c.seed = 40;
     const test::mlstm_weights weights = mlstm_weights_of(c);
     const auto scorer = weights.scorer<mLSTMScorer<dynamic, Hedgehog, ProjectedValues>>();

@@ -130,8 +130,8 @@ struct plan_block {
 
     /// counts[bin][warp], and whether the keys that outlast the super-tile stand in runs.
     __device__ __forceinline__ void count_bins() const {
-        const std::int32_t slots = plan_bins * super_q * Warps;
-        for (std::int32_t i = thread; i < slots; i += 32 * Warps) {
+        const std::int32_t counters = plan_bins * super_q * Warps;
+        for (std::int32_t i = thread; i < counters; i += 32 * Warps) {
             counts[i] = 0;
         }
         __syncthreads();

@@ -116,7 +116,7 @@ qk_reduce_exponents<C> exponents_of(const AttentionParams& attention, std::int32
 }
 
 /// What to add to the exponents of the sum pass, so that what fp32 loses below 2^-125 is less than 2^-26 of
-/// epsilon in every mass; negative where no such shift leaves room above. A mass loses at most (S 2^-(125 +
+/// epsilon in every mass; negative where no such shift leaves range above. A mass loses at most (S 2^-(125 +
 /// shift))^(1 / beta).
 inline float shift_of(float epsilon, float beta, std::int32_t length) {
     constexpr double most = 90.0;  // masses up to 2^36 / S still fit; more is caught by the flags
@@ -191,8 +191,8 @@ bool takes_tiles(qk_reduce_path path, const rows_view<const T>& q, const rows_vi
 
 /// A call whose rows and columns are these.
 template <class C, class T>
-qk_reduce_params<T, C> band_problem_of(rows_view<const T> rows, rows_view<const T> columns,
-                                       plane_view<float> out, const Sequences& sequences) {
+qk_reduce_params<T, C> qk_reduce_params_of(rows_view<const T> rows, rows_view<const T> columns,
+                                           plane_view<float> out, const Sequences& sequences) {
     qk_reduce_params<T, C> params;
     params.rows = rows;
     params.columns = columns;
@@ -212,7 +212,7 @@ void causal_lse_by(const cuda& on, qk_reduce_path path, const AttentionParams& a
     using C = compute_t<T>;
     const device_scope device(on);
     workspace_parts parts(workspace.data);
-    auto params = band_problem_of<C>(q, k, lse, sequences);
+    auto params = qk_reduce_params_of<C>(q, k, lse, sequences);
     params.share = q.heads / k.heads;
     params.exponents = exponents_of<C>(attention, q.dim, 1.0);
     if constexpr (has_tiles<T>) {
@@ -266,7 +266,7 @@ void future_mass_by(const cuda& on, qk_reduce_path path, const AttentionParams& 
     const qk_reduce_workspace memory = qk_reduce_workspace::take(parts, q, k);
     const bool largest = std::isinf(options.beta);
     const float beta = largest ? 1.0f : options.beta;
-    auto params = band_problem_of<C>(k, q, target, sequences);
+    auto params = qk_reduce_params_of<C>(k, q, target, sequences);
     params.lse = lse;
     params.streams = q.heads / k.heads;
     params.look_ahead = options.look_ahead;

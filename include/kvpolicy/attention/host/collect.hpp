@@ -1,9 +1,9 @@
 // Which keys a tile of queries sees: one scan over the lifetimes, handing on the live keys in blocks.
 //
 // A key that no query of the tile sees costs an eighth of a vector comparison and nothing else. Those that
-// every query sees as they are go into one kind of block (no masking needed later), the others (born in the
-// tile, expiring in it, or with a bias) into the other, so that in a long sequence only the last few blocks
-// need a mask.
+// every query sees as they are go into one kind of block (no masking needed later), the others (those that
+// begin in the tile, expiring in it, or with a bias) into the other, so that in a long sequence only the last
+// few blocks need a mask.
 #pragma once
 
 #include <kvpolicy/attention/host/types.hpp>
@@ -52,7 +52,7 @@ class key_collector {
     /// Takes rows [begin, end) of a segment.
     void take(const key_segment<T>& segment, std::int32_t begin, std::int32_t end) {
         if (segment.position == nullptr) {
-            // Positions rise, so what is born after the tile is a tail.
+            // Positions rise, so keys that begin after the tile are a tail.
             const std::int64_t not_begun = std::int64_t{last_query_} - segment.first + 1;
             end = static_cast<std::int32_t>(std::clamp<std::int64_t>(not_begun, begin, end));
         }

@@ -211,8 +211,8 @@ void future_mass(const host& on, const AttentionParams& attention, rows_view<con
         if (begin >= length) {
             return;
         }
-        // A window beyond the sequence hides all of it; how far beyond does not matter, and has no room in 32
-        // bits.
+        // A window beyond the sequence hides all of it; how far beyond does not matter, and does not fit in
+        // 32 bits.
         const std::int32_t window =
             std::min(options.window.at(options.layer, static_cast<std::int32_t>(h / group)), length);
         hb::mass_tile(on.instructions(), shape, q.row(b, h, length - 1), q.row_stride, k.row(b, h / group, 0),

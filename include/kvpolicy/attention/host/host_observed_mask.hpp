@@ -25,7 +25,7 @@ inline std::int32_t observed_block_end(const Observation& seen, std::int32_t a, 
 }
 
 /// Heads [begin, end) of one sequence, block by block: observe() each head, average where a layer's heads go
-/// together, then settle() each.
+/// together, then end_block() each.
 template <class P, class T>
 struct observed_mask_task {
     isa set;
@@ -59,7 +59,7 @@ struct observed_mask_task {
                     end - begin, [&](std::int32_t h) -> auto& { return head(h).list; });
             }
             for (std::int32_t h = begin; h < end; ++h) {
-                settle_block(seen, h, last, prompt);
+                end_block(seen, h, last, prompt);
             }
         }
     }
@@ -92,7 +92,7 @@ struct observed_mask_task {
     }
 
     /// Takes the block's masses into the scores; a block of the prompt evicts by them.
-    void settle_block(const Observation& seen, std::int32_t h, std::int32_t last, bool prompt) const {
+    void end_block(const Observation& seen, std::int32_t h, std::int32_t last, bool prompt) const {
         head(h).list.take_masses(seen);
         if (prompt) {
             evict(seen, h, std::int64_t{last} - 1, last);

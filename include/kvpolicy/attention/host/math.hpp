@@ -56,7 +56,7 @@ inline float exp_nonpositive(float x) {
 }
 inline double exp_nonpositive(double x) { return std::exp(x); }
 
-/// tanh, for the logit softcap.
+/// tanh, for the logit soft cap.
 inline float tanh_of(float y) {
     using c = tanh_constants;
     const float magnitude = y < 0.0f ? -y : y;

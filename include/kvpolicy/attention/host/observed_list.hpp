@@ -1,6 +1,6 @@
 // One head of an observed policy while a block of queries passes: the keys that it holds, as a list, and what
-// becomes of them. A cache makes the list from its rows and writes the survivors back; a mask keeps the list
-// itself. So both decide alike.
+// becomes of them. A cache makes the list from its rows and writes the remaining keys back; a mask keeps the
+// list itself. So both decide alike.
 //
 // A block [a, b), in the order of a step (docs/concepts.md, the order of a step):
 //   1. where decoded tokens evict: the keys up to a - w compete with the masses that they have (choose at a);

@@ -47,7 +47,7 @@ struct query_block {
     std::int32_t first = 0;  // query i has position first + i
 };
 
-/// The numbers of an attention call, resolved: scale is the factor itself, softcap 0 means none.
+/// The numbers of an attention call, resolved: scale is the factor itself, logits_soft_cap 0 means none.
 struct attention_shape {
     std::int32_t head_dim_qk = 0;
     std::int32_t head_dim_vo = 0;

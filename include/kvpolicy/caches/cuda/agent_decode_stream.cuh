@@ -58,7 +58,7 @@ struct stream_extra {
     bool counts[most] = {};
 };
 
-/// Logits in units of log 2: slope * <q, k>; with cap != 0 cap (1 - 2 / (1 + 2^(slope <q, k>))), a softcap.
+/// Logits in units of log 2: slope * <q, k>; with cap != 0 cap (1 - 2 / (1 + 2^(slope <q, k>))), a soft cap.
 template <class Compute>
 struct stream_logits {
     Compute slope = Compute(0);

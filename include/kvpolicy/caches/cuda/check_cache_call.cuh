@@ -49,7 +49,7 @@ void check_on_device(const Cache& cache) {
                     "one bound with a cuda context, or a call with a host context");
 }
 
-/// Refuses a sequence some of whose layers have taken tokens that advance() has not counted. `taken`:
+/// Refuses a sequence some of whose layers have taken tokens that advance() has not counted. `appended`:
 /// [layers, sequences, kv_heads] of device memory. Waits for the stream.
 inline void check_between_tokens(const cuda& ctx, const CacheShape& shape, const std::int32_t* appended,
                                  std::int32_t seq) {

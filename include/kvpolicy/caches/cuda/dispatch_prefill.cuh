@@ -1,4 +1,4 @@
-// The dispatch of chunks into a cache: prefill, propose, commit.
+// The dispatch of chunks into a cache: prefill, append_draft, accept.
 #pragma once
 
 #include <kvpolicy/attention/cuda/dispatch_attend.cuh>
@@ -30,7 +30,7 @@ paged_view<T> view_of(const DualRef<P, T>& cache) {
     return paged_view<T>(cache);
 }
 
-/// The most rows of a head whose places change hands.
+/// The most rows of a head whose slots may change their key.
 template <class P, class T>
 std::int64_t max_top_k_slots_of(const FixedBudgetRef<P, T>& cache) {
     return cache.max_capacity;
@@ -77,11 +77,11 @@ class prefill_plan {
             call_.bound_rows = cache.selection.page_size();
         }
         call_.max_entries = static_cast<std::int32_t>(max_rows_of(cache));
-        call_.slots = static_cast<std::int32_t>(
+        call_.top_k_slots = static_cast<std::int32_t>(
             std::max<std::int64_t>(max_top_k_slots_of(cache), std::min(tokens, call_.max_entries)));
         call_.tiles = detail::tiles_of_slots(call_.max_entries);
         constexpr std::size_t max_shared = 96 * 1024;  // what every GPU has
-        call_.top_k_in_shared = retains && top_k_bytes(call_.slots, call_.tiles) <= max_shared;
+        call_.top_k_in_shared = retains && top_k_bytes(call_.top_k_slots, call_.tiles) <= max_shared;
         detail::require(heads() * std::max<std::int64_t>(tokens, 1) <= 0x7fffffff, "entries x heads x tokens",
                         heads() * tokens, "below 2^31: split the batch");
         call_.together = count;
@@ -106,15 +106,15 @@ class prefill_plan {
     std::size_t lay_out(void* memory) {
         workspace_parts parts(memory);
         const std::int64_t rows = heads() * call_.max_entries, tokens = heads() * call_.tokens.most;
-        const std::int64_t slots = retains ? heads() * call_.slots : 0;
+        const std::int64_t top_k_slots = retains ? heads() * call_.top_k_slots : 0;
         call_.appended = parts.take<std::int32_t>(call_.batch.count);
         call_.first_row = parts.take<std::int64_t>(heads());
         call_.position = parts.take<std::int32_t>(rows);
         call_.past_expiry = parts.take<expiry_t>(rows);
         call_.chunk_expiry = parts.take<expiry_t>(tokens);
-        call_.slot_score = parts.take<float>(slots);
-        call_.slot_position = parts.take<position_t>(slots);
-        call_.holder = parts.take<std::int32_t>(slots);
+        call_.slot_score = parts.take<float>(top_k_slots);
+        call_.slot_position = parts.take<position_t>(top_k_slots);
+        call_.holder = parts.take<std::int32_t>(top_k_slots);
         call_.record = parts.take<std::int32_t>(retains ? heads() * call_.tiles : 0);
         call_.num_long_range = parts.take<std::int32_t>(heads());
         if constexpr (P::has_keep) {
@@ -234,7 +234,7 @@ class prefill_plan {
             late_->begin(ctx_, device_, call_.batch, call_.tokens, call_.status);
             late_->decide(ctx_, device_, computed_, writes ? of_tokens_ : nullptr);
         }
-        const std::size_t shared = call_.top_k_in_shared ? top_k_bytes(call_.slots, call_.tiles) : 0;
+        const std::size_t shared = call_.top_k_in_shared ? top_k_bytes(call_.top_k_slots, call_.tiles) : 0;
         launch("prefill_decide_kernel", prefill_decide_kernel<View, gate_of<P>>, heads(), prefill_threads,
                shared, ctx_, call_, gate_);
         if constexpr (paged) {
@@ -258,7 +258,7 @@ class prefill_plan {
                    prefill_threads, 0, ctx_, call_);
         }
     }
-    /// Keeps the tokens' queries for an eviction part: those of a call, or without any the proposed ones.
+    /// Keeps the tokens' queries for an eviction part: those of a call, or without any the draft tokens.
     void remember([[maybe_unused]] const rows_view<const T>& q, [[maybe_unused]] bool num_draft) {
         if constexpr (P::has_eviction) {
             launch("prefill_queries_kernel", prefill_queries_kernel<View>, heads() * chunk_pieces,

@@ -1,7 +1,7 @@
 // Kernels of a chunk of tokens: which keys stay, and after attention the entries.
 //
 // One warp runs the top-k updates of a head on copies in the workspace. They yield the visible interval of
-// every entry, which attention needs, and the key of every top-k sequence, which the last kernels write. A key
+// every entry, which attention needs, and the key of every top-k slot, which the last kernels write. A key
 // that stays keeps its entry, so only admitted keys and new tokens are copied: admitted keys first, since
 // they may come from window entries.
 #pragma once
@@ -33,7 +33,7 @@ struct prefill_params {
     using T = typename View::value_type;
 
     View cache;
-    Batch batch{};  // q_len: `taken`, once prefill_begin_kernel has run
+    Batch batch{};  // q_len: `appended`, once prefill_begin_kernel has run
     prefill_tokens<T> tokens{};
     plane_view<const float> scores{};  // of the new tokens, where they come with them
     float* computed = nullptr;         // [count, Hkv, most]: see score_params; null: none
@@ -42,21 +42,22 @@ struct prefill_params {
         nullptr;  // [count, Hkv, most]: of the new tokens, where those are of the keys that leave
     std::uint32_t* status = nullptr;  // [count]
     std::int32_t max_entries = 0;     // the most rows of a head
-    std::int32_t slots = 0;  // the most of a head that a chunk may write: those contested, else the new ones
-    std::int32_t tiles = 0;  // of all its places
-    bool top_k_in_shared = false;  // places and records fit into shared memory
+    std::int32_t top_k_slots =
+        0;  // the most of a head that a chunk may write: those of the top-k update, else the new ones
+    std::int32_t tiles = 0;        // of all its slots
+    bool top_k_in_shared = false;  // slots and records fit into shared memory
     std::int32_t together = 1;     // entries whose rows are brought together at once, of a DualCache
     // Made by prefill_begin_kernel and prefill_decide_kernel.
     std::int32_t* appended = nullptr;        // [count]: tokens that count
     std::int64_t* first_row = nullptr;       // [count, Hkv]
-    std::int32_t* position = nullptr;        // [count, Hkv, longest], from the chunk's first token on
-    expiry_t* past_expiry = nullptr;         // [count, Hkv, longest]
+    std::int32_t* position = nullptr;        // [count, Hkv, max_entries], from the chunk's first token on
+    expiry_t* past_expiry = nullptr;         // [count, Hkv, max_entries]
     expiry_t* chunk_expiry = nullptr;        // [count, Hkv, most]
-    float* slot_score = nullptr;             // [count, Hkv, places], from first_contested on
-    position_t* slot_position = nullptr;     // [count, Hkv, places], the same
-    std::int32_t* holder = nullptr;          // [count, Hkv, places], the same: see detail::chunk_slots
+    float* slot_score = nullptr;             // [count, Hkv, top_k_slots], from first_contested on
+    position_t* slot_position = nullptr;     // [count, Hkv, top_k_slots], the same
+    std::int32_t* holder = nullptr;          // [count, Hkv, top_k_slots], the same: see detail::chunk_slots
     std::int32_t* record = nullptr;          // [count, Hkv, tiles]
-    std::int32_t* num_long_range = nullptr;  // [count, Hkv]: places in use after the chunk
+    std::int32_t* num_long_range = nullptr;  // [count, Hkv]: slots in use after the chunk
     std::int32_t* num_protected =
         nullptr;  // [count, Hkv], with a keep part: of these, keys that do not compete
     std::int32_t* num_long_range_before = nullptr;  // [count, Hkv], with a selection
@@ -68,8 +69,8 @@ struct prefill_params {
 };
 
 /// Shared memory of a head's top-k updates: positions, scores, records.
-inline std::size_t top_k_bytes(std::int64_t slots, std::int64_t tiles) {
-    return static_cast<std::size_t>(slots) * (sizeof(position_t) + sizeof(float)) +
+inline std::size_t top_k_bytes(std::int64_t top_k_slots, std::int64_t tiles) {
+    return static_cast<std::size_t>(top_k_slots) * (sizeof(position_t) + sizeof(float)) +
            static_cast<std::size_t>(tiles) * sizeof(std::int32_t);
 }
 
@@ -141,8 +142,8 @@ __global__ void __launch_bounds__(prefill_threads)
     }
 }
 
-/// The first of `kept` places that may change hands: without a budget a key keeps its place for good, and so
-/// does one that has it for its position.
+/// The first of `num_long_range` slots whose key may change: without a budget a key keeps its slot for good,
+/// and so does one that has it for its position.
 __device__ inline std::int32_t first_contested(const HeadParams& head_params, std::int32_t num_long_range) {
     return head_params.budget == unlimited || head_params.budget == 0 ? num_long_range : 0;
 }
@@ -172,7 +173,7 @@ __device__ void fill_past_lifetimes(const prefill_params<View>& call, const pref
     }
 }
 
-/// Expiries of the chunk's tokens if no top-k sequence takes them, and a status for scores that are NaN. By the
+/// Expiries of the chunk's tokens if no top-k slot takes them, and a status for scores that are NaN. By the
 /// whole block.
 template <class View>
 __device__ void fill_chunk_lifetimes(const prefill_params<View>& call, const prefill_head<View>& at) {
@@ -194,24 +195,24 @@ __device__ void fill_chunk_lifetimes(const prefill_params<View>& call, const pre
 /// entries and tokens, and the top-k updates of the keys that leave the window.
 ///
 /// Grid: count * Hkv blocks. Block: prefill_threads; phase 5 is one warp's.
-/// Shared memory: dynamic top_k_bytes() where `top_k_in_shared`: position and score per top-k sequence, a
+/// Shared memory: dynamic top_k_bytes() where `top_k_in_shared`: position and score per top-k slot, a
 /// record per tile.
 ///
-/// In: lengths, kept, positions and scores of the entries; scores of the tokens that come or leave.
-/// Out: position and past_expiry [count, Hkv, longest] int32, relative to the chunk's first token;
+/// In: lengths, num_long_range, positions and scores of the entries; scores of the tokens that come or leave.
+/// Out: position and past_expiry [count, Hkv, max_entries] int32, relative to the chunk's first token;
 /// chunk_expiry [count, Hkv, most] int32; slot_score fp32, slot_position int64 and holder int32 [count,
-/// Hkv, places]; kept, pinned and num_long_range_before [count, Hkv]; first_row [count, Hkv] of a contiguous cache;
-/// status [count] is OR-ed.
+/// Hkv, top_k_slots]; num_long_range, num_protected and num_long_range_before [count, Hkv]; first_row [count,
+/// Hkv] of a contiguous cache; status [count] is OR-ed.
 /// Overwrites: `computed` of keys that are held for their position.
 ///
 /// Phases:
 /// 1. Keys that are held for their position get the score 0.
 /// 2. Positions and expiries of the entries.
-/// 3. Expiries of the tokens, if no top-k sequence takes them; NaN scores set status_nan_score.
-/// 4. Scores and positions of the top-k sequences are copied to where the updates run.
+/// 3. Expiries of the tokens, if no top-k slot takes them; NaN scores set status_nan_score.
+/// 4. Scores and positions of the top-k slots are copied to where the updates run.
 /// 5. The top-k updates, 32 candidates at a time. A candidate that does not beat the minimum is rejected by
 ///    one warp vote; the minimum is monotone.
-/// 6. Sequences that were updated in shared memory are copied to the workspace.
+/// 6. Slots that were updated in shared memory are copied to the workspace.
 template <class View, class Gate>
 __global__ void __launch_bounds__(prefill_threads)
     prefill_decide_kernel(const __grid_constant__ prefill_params<View> call, const Gate gate) {
@@ -232,22 +233,22 @@ __global__ void __launch_bounds__(prefill_threads)
     // 2 and 3. Visible intervals.
     fill_past_lifetimes(call, at, num_long_range);
     fill_chunk_lifetimes(call, at);
-    // 4. Named by place, of which those before `contested` are never looked at.
+    // 4. Indexed by slot; slots before `competing` are not read.
     const std::int32_t competing = first_contested(head_params, num_long_range);
-    const std::int64_t slots = std::int64_t{at.pair} * call.slots - competing;
-    float* const of_score = call.slot_score + slots;
-    position_t* const of_position = call.slot_position + slots;
+    const std::int64_t top_k_slots = std::int64_t{at.pair} * call.top_k_slots - competing;
+    float* const of_score = call.slot_score + top_k_slots;
+    position_t* const of_position = call.slot_position + top_k_slots;
     detail::chunk_slots chunk{{head_params, call.cache.rebase_limit, of_score, of_position},
-                              call.holder + slots,
+                              call.holder + top_k_slots,
                               call.record + std::int64_t{at.pair} * call.tiles,
                               call.past_expiry + std::int64_t{at.pair} * call.max_entries,
                               call.chunk_expiry + std::int64_t{at.pair} * call.tokens.most};
     if (call.top_k_in_shared) {
         auto* const in_shared = reinterpret_cast<position_t*>(dynamic_shared());
-        auto* const score_in_shared = reinterpret_cast<float*>(in_shared + call.slots);
+        auto* const score_in_shared = reinterpret_cast<float*>(in_shared + call.top_k_slots);
         chunk.of.position = in_shared - competing;
         chunk.of.score = score_in_shared - competing;
-        chunk.record = reinterpret_cast<std::int32_t*>(score_in_shared + call.slots);
+        chunk.record = reinterpret_cast<std::int32_t*>(score_in_shared + call.top_k_slots);
     }
     for (std::int32_t p = competing + thread; p < num_long_range; p += prefill_threads) {
         const std::int32_t row = at.rows.layout.slot(p);
@@ -314,7 +315,7 @@ __device__ void put_token(const prefill_params<View>& call, const prefill_head<V
     }
 }
 
-/// Writes the keys that prefill_decide_kernel admitted into their top-k sequences. It runs before
+/// Writes the keys that prefill_decide_kernel admitted into their top-k slots. It runs before
 /// prefill_recent_kernel, since a key may come from a window entry that the new tokens overwrite.
 ///
 /// Grid: count * Hkv * chunk_pieces blocks. Block: prefill_threads; a warp per sequence.
@@ -332,12 +333,12 @@ __global__ void __launch_bounds__(prefill_threads)
     const std::int32_t num_long_range = call.num_long_range[at.pair], capacity = at.rows.capacity();
     const View& cache = call.cache;
     const std::int32_t first = first_contested(at.rows.head_params, cache.num_long_range[at.rows.index]);
-    const std::int64_t slots = std::int64_t{at.pair} * call.slots - first;
+    const std::int64_t top_k_slots = std::int64_t{at.pair} * call.top_k_slots - first;
     for (std::int32_t p = first + piece * warps + warp_id(); p < num_long_range; p += chunk_pieces * warps) {
-        const std::int32_t holder = call.holder[slots + p];
+        const std::int32_t holder = call.holder[top_k_slots + p];
         const std::int32_t row = at.rows.layout.slot(p);
         if (holder == row) {
-            continue;  // it held its place already
+            continue;  // it held its slot already
         }
         const bool of_ring = holder < capacity;
         const std::int32_t j = holder - capacity;
@@ -346,8 +347,8 @@ __global__ void __launch_bounds__(prefill_threads)
         copy_row(of_ring ? at.rows.value(holder) : call.tokens.value(at.rows, at.entry, at.head, j),
                  at.rows.value(row), cache.head_dim_vo);
         if (lane_id() == 0) {
-            at.rows.position_of(row) = call.slot_position[slots + p];
-            at.rows.score_of(row) = call.slot_score[slots + p];
+            at.rows.position_of(row) = call.slot_position[top_k_slots + p];
+            at.rows.score_of(row) = call.slot_score[top_k_slots + p];
         }
     }
 }
@@ -380,7 +381,7 @@ __global__ void __launch_bounds__(prefill_threads)
                 }
             }
         }
-        // No tokens: a commit forgets what was proposed, a prefill leaves the sequence alone.
+        // No tokens: an accept forgets the draft, a prefill leaves the sequence alone.
         if (at.head == 0 && (tokens != 0 || call.tokens.spare)) {
             cache.num_draft[at.active.seq] = 0;
         }
@@ -474,7 +475,7 @@ __global__ void __launch_bounds__(prefill_threads)
 }
 
 /// Keeps the queries of a chunk for the eviction part: those of the last `observing` tokens in a ring, or
-/// with `proposed` those of all draft tokens in the spare rows. Without `q` the ring takes the spare rows'
+/// with `num_draft` those of all draft tokens in the spare rows. Without `q` the ring takes the spare rows'
 /// queries.
 ///
 /// Grid: count * Hkv * chunk_pieces blocks. Block: prefill_threads; a warp per query row.

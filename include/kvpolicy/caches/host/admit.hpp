@@ -79,7 +79,7 @@ Batch admit([[maybe_unused]] const Cache& cache, const Batch& batch, [[maybe_unu
                     "free pages of the pool", cache.pool.free_pages(),
                     detail::text(
                         "at least the ", needed,
-                        " that the call needs (add_slab lends more), or the call takes a status array"));
+                        " that the call needs (add_slab adds more), or the call takes a status array"));
             }
             status[i] |= status_pool_exhausted;
         }

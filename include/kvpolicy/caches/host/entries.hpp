@@ -96,7 +96,7 @@ void mark_appended(const Cache& cache, const Batch& batch) {
     }
 }
 
-/// The arguments that step, prefill and propose share.
+/// The arguments that step, prefill and append_draft share.
 template <class Cache, class T>
 void check_cache_call(const Cache& cache, const Batch& batch, std::int32_t longest, rows_view<const T> q,
                       rows_view<const T> k, rows_view<const T> v, rows_view<T> out,
@@ -220,7 +220,7 @@ struct head_state {
             return false;
         }
     }
-    /// Long-range places whose keys compete.
+    /// Top-k slots whose keys compete.
     std::int32_t competitors() const {
         std::int32_t count = cache.num_long_range[index];
         if constexpr (P::has_keep) {
@@ -237,7 +237,7 @@ struct head_state {
                (head_params.budget == unlimited || competitors() < head_params.budget);
     }
 
-    /// The worst top-k sequence at query q: the one found before, while ranks stand still.
+    /// The worst top-k slot at query q: the one found before, while ranks stand still.
     std::int32_t worst_slot(position_t q) const {
         std::int32_t& known = cache.victim[index];
         if (known >= 0 && head_params.decay_step == 1) {
@@ -265,7 +265,7 @@ struct head_state {
     }
 
     /// The key in ring row `row` leaves the window at query q with score s: it takes a free top-k slot, takes
-    /// the worst sequence, or goes. Returns the row that it has now, or -1.
+    /// the worst slot, or goes. Returns the row that it has now, or -1.
     std::int32_t leave(std::int32_t row, float s, position_t q) const {
         if (priority_base(q, cache.rebase_limit) != priority_base(q - 1, cache.rebase_limit)) {
             cache.victim[index] = -1;  // priorities are rounded anew, which may reorder near-equal keys

@@ -297,7 +297,7 @@ void CacheOwner<Derived, P, T>::require_appended(const Batch& batch, const std::
                 [&] {
                     return detail::text("0 until layer ", layer, " has taken them: it lacks ", missing,
                                         missing == 1 ? " page" : " pages",
-                                        " (add_slab lends more; then that layer's call again)");
+                                        " (add_slab adds more; then that layer's call again)");
                 });
         }
     }
@@ -394,7 +394,7 @@ std::int32_t CacheOwner<Derived, P, T>::retained(std::int32_t layer, std::int32_
     detail::require(memory_ == nullptr || device_ < 0, "cache", "bound to a device's memory",
                     "bound to host memory (on a device export_heads says what a head's rows are)");
     const std::int32_t count = usage(layer, seq, head).size();
-    detail::require(out != nullptr || count == 0, "out", "null", "room for usage(...).size() positions");
+    detail::require(out != nullptr || count == 0, "out", "null", "capacity for usage(...).size() positions");
     const auto rows = self().layer(layer).head_rows(seq, head);
     for (std::int32_t r = 0; r < count; ++r) {
         out[r] = rows.position(r);

@@ -66,11 +66,11 @@ DualCache<P, T>::DualCache(const CacheShape& sizes, const PoolShape& pool, const
             table += (rows + shape.page_size - 1) / shape.page_size;
             tile_offset_.push_back(tiles);
             // Keys that a keep part holds stand between those that compete.
-            const std::int64_t slots = std::min<std::int64_t>(P::has_keep ? rows : head_params.budget,
-                                                              std::max<std::int64_t>(rows - recent, 0));
+            const std::int64_t top_k_slots = std::min<std::int64_t>(P::has_keep ? rows : head_params.budget,
+                                                                    std::max<std::int64_t>(rows - recent, 0));
             tiles += head_params.budget == unlimited || head_params.budget == 0
                          ? 0
-                         : detail::tiles_of_slots(static_cast<std::int32_t>(slots));
+                         : detail::tiles_of_slots(static_cast<std::int32_t>(top_k_slots));
             max_rows = std::max(max_rows, rows);
             max_contested = std::max(max_contested,
                                      head_params.budget == unlimited || head_params.budget == 0 ? 0 : rows);

@@ -74,7 +74,7 @@ void FixedBudgetCache<P, T>::plan() {
         plan_.push_back(plan);
         this->bytes_.keys_and_values += k_bytes + v_bytes;
     }
-    // The caller's buffer may start anywhere: room to align it.
+    // The caller's buffer may start anywhere: bytes to align it.
     this->bytes_.bookkeeping =
         memory.at + detail::alignment - this->bytes_.keys_and_values - this->bytes_.scorer_state;
 }

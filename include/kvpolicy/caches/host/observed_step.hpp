@@ -1,5 +1,5 @@
 // Steps and prompts of caches whose policy ranks keys by the attention they receive (scorers/observed.hpp):
-// the rows become a list (observed_list.hpp), the list decides, and the survivors go back to their rows.
+// the rows become a list (observed_list.hpp), the list decides, and the remaining keys go back to their rows.
 #pragma once
 
 #include <kvpolicy/attention/host/observed_list.hpp>
@@ -42,7 +42,7 @@ class observed_pass {
     static constexpr bool evicts_at_steps = P::scorer_type::evicts_at_steps;
 
   public:
-    /// `memory`, if not null, has bytes() of room for `count` entries of at most `tokens` tokens.
+    /// `memory`, if not null, has bytes() of memory for `count` entries of at most `tokens` tokens.
     observed_pass(const host& ctx, const Cache& cache, std::int32_t count, std::int32_t tokens,
                   std::byte* memory)
         : ctx_(ctx), cache_(cache), seen_(cache.scorer.observation()), shape_(shape_of(cache)) {
@@ -217,7 +217,7 @@ class observed_pass {
         visit(self);
     }
 
-    /// Takes the masses, ends a prompt's block, and writes the survivors back.
+    /// Takes the masses, ends a prompt's block, and writes the remaining keys back.
     void decide(const Batch& batch, bool prompt, std::int32_t done, const observed_call<T>& call,
                 std::int32_t i, std::int32_t h, observed_list<T>& list) const {
         const std::int32_t seq = batch.seq(i);
@@ -240,7 +240,7 @@ class observed_pass {
         const auto old = [&](std::int32_t n) {
             return list.position[n] >= head_params.sinks && list.position[n] <= last - head_params.window;
         };
-        // Keys in top-k sequences stay where they are, if that place is one of the first; the others take free
+        // Keys in top-k slots stay where they are, if that place is one of the first; the others take free
         // places.
         std::int32_t num_long_range = 0;
         for (std::int32_t n = 0; n < list.count; ++n) {

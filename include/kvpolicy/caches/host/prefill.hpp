@@ -25,22 +25,22 @@ struct chunk_counts {
     std::int32_t keepers;         // keys that compete and hold a place
     std::int32_t promoted;        // keys that got a place without a top-k update
     std::int32_t num_protected;   // of these, by a keep part
-    std::int32_t num_long_range;  // top-k sequences in use
+    std::int32_t num_long_range;  // top-k slots in use
     // plan.score has the scores of tokens from here on: the chunk's first token, or one in the window.
     position_t scored_from;
     position_t scored_end;  // and up to here
 };
 
-/// Arrays of one (entry, head) of a chunk of n tokens, in the caller's workspace. Only `mortal` rows of the
-/// cache can expire while the chunk runs (in a head without a limit: sinks and ring). Keys have names: such a
-/// row r is r, token j of the chunk is mortal + j. Expiries and positions are relative to the chunk's first
-/// token.
+/// Arrays of one (entry, head) of a chunk of n tokens, in the caller's workspace. Only `expirable` rows of
+/// the cache can expire while the chunk runs (in a head without a limit: sinks and ring). Keys have names:
+/// such a row r is r, token j of the chunk is expirable + j. Expiries and positions are relative to the
+/// chunk's first token.
 struct chunk_plan {
     std::int32_t expirable;
     std::int32_t* position;         // [expirable]
     expiry_t* expiry;               // [expirable + n]
     float* score;                   // [n], or [late + n]: scores of tokens from counts->scored_from on
-    detail::top_k_entry* keepers;   // [slots]: survivors of the top-k updates after the chunk
+    detail::top_k_entry* keepers;   // [top_k_slots]: keys held after the chunk's top-k updates
     detail::top_k_entry* promoted;  // [n], for heads without a limit and keep parts
     chunk_counts* counts;
     float* state;  // a copy of the scorer's state
@@ -52,7 +52,7 @@ chunk_plan plan_of(const Cache& cache, std::int32_t head, std::int32_t tokens, s
     const HeadParams& head_params = cache.all_params[head];
     const auto expirable = static_cast<std::size_t>(cache.expirable_entries(head));
     const auto recent = static_cast<std::size_t>(std::int64_t{head_params.sinks} + head_params.window);
-    const std::size_t slots = expirable > recent ? expirable - recent : 0;
+    const std::size_t top_k_slots = expirable > recent ? expirable - recent : 0;
     const auto n = static_cast<std::size_t>(tokens);
     chunk_plan plan{};
     std::size_t at = 0;
@@ -64,7 +64,7 @@ chunk_plan plan_of(const Cache& cache, std::int32_t head, std::int32_t tokens, s
     take(plan.position, expirable);
     take(plan.expiry, expirable + n);
     take(plan.score, n + static_cast<std::size_t>(late_scores(cache, head)));
-    take(plan.keepers, slots);
+    take(plan.keepers, top_k_slots);
     take(plan.promoted, Cache::pooled ? n : 0);
     take(plan.counts, 1);
     take(plan.state, static_cast<std::size_t>(cache.state_size));
@@ -361,8 +361,8 @@ auto tensor_source(rows_view<const T> k, rows_view<const T> v, const detail::ste
     };
 }
 
-/// A chunk of a batch on its way through a cache: decide, then attend and write back. What prefill, propose
-/// and commit share. `memory` has bytes(): plans, then what attention needs.
+/// A chunk of a batch on its way through a cache: decide, then attend and write back. What prefill,
+/// append_draft and accept share. `memory` has bytes(): plans, then what attention needs.
 template <class Cache>
 class chunk_pass {
     using P = typename Cache::policy_type;

@@ -206,7 +206,7 @@ bool CacheOwner<Derived, P, T>::drop([[maybe_unused]] const std::int32_t* seq_id
             if (status == nullptr) {
                 detail::refuse(
                     "free pages of the pool", available,
-                    detail::text("at least the ", wanted, " that the call needs (add_slab lends more)"));
+                    detail::text("at least the ", wanted, " that the call needs (add_slab adds more)"));
             }
             *status |= status_pool_exhausted;
             return false;

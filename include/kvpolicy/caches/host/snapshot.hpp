@@ -137,7 +137,7 @@ void write_layer(const Cache& cache, std::int32_t seq, blob_writer& blob) {
                         [&](auto* queries, std::int64_t count) { blob.put(queries, count); });
 }
 
-/// Whether row r of a head with `kept` top-k sequences may hold position t after `length` tokens.
+/// Whether row r of a head with `num_long_range` top-k slots may hold position t after `length` tokens.
 inline bool row_may_hold(const HeadRows& layout, std::int32_t r, position_t t, position_t length) {
     const position_t window_begin = std::max<position_t>(layout.sinks, length - layout.window);
     if (r >= layout.slot(0)) {

@@ -12,7 +12,7 @@ namespace kvpolicy {
 
 namespace host_backend {
 
-/// Refuses counts that were not proposed, or not here.
+/// Refuses more tokens than were drafted, or another length.
 template <class Cache>
 void check_draft(const Cache& cache, const Batch& batch) {
     for (std::int32_t i = 0; i < batch.count; ++i) {
@@ -22,12 +22,12 @@ void check_draft(const Cache& cache, const Batch& batch) {
         }
         if (batch.tokens(i) > waiting) {
             detail::refuse(detail::text("batch tokens[", i, "]").c_str(), batch.tokens(i),
-                           detail::text("0 to the ", waiting, " that sequence ", seq, " has proposed"));
+                           detail::text("0 to the ", waiting, " that sequence ", seq, " has drafted"));
         }
         const position_t made_at = cache.spare_rows(seq, 0).position(0);
         if (made_at != cache.length[seq]) {
             detail::refuse(detail::text("length of sequence ", seq).c_str(), cache.length[seq],
-                           detail::text("what it was when the tokens were proposed, ", made_at));
+                           detail::text("what it was when the tokens were drafted, ", made_at));
         }
     }
 }

@@ -107,7 +107,7 @@ __device__ inline bool barrier_try_wait(std::uint32_t barrier, std::uint32_t par
     return done != 0;
 }
 /// Waits for the end of the phase of this parity. After some seconds, which only a fault of ours can take,
-/// the kernel dies by a store to address 0 instead of hanging the GPU.
+/// the kernel fails by a store to address 0 instead of hanging the GPU.
 template <class = void>
 __device__ inline void barrier_wait(std::uint32_t barrier, std::uint32_t parity) {
     if (barrier_try_wait(barrier, parity)) {

@@ -287,10 +287,10 @@ __global__ void __launch_bounds__(boundary_threads)
     const double mean = all > 0 ? numbers.scale / static_cast<double>(all) : 0.0;
     double of_drops = 1.0, of_keeps = 1.0;
     if (numbers.balance && kept > 0 && kept < count) {
-        const double rho = static_cast<double>(kept) / static_cast<double>(count);
-        of_drops = fmin(fmax(0.5 / (1.0 - rho), numbers.least), numbers.most);
-        of_keeps = fmin(fmax(0.5 / rho, numbers.least), numbers.most);
-        const double over = (1.0 - rho) * of_drops + rho * of_keeps;
+        const double kept_share = static_cast<double>(kept) / static_cast<double>(count);
+        of_drops = fmin(fmax(0.5 / (1.0 - kept_share), numbers.least), numbers.most);
+        of_keeps = fmin(fmax(0.5 / kept_share, numbers.least), numbers.most);
+        const double over = (1.0 - kept_share) * of_drops + kept_share * of_keeps;
         of_drops /= over;
         of_keeps /= over;
     }

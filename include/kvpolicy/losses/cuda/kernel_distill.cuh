@@ -219,9 +219,9 @@ __device__ __forceinline__ void sort_codes(std::uint64_t* codes, int count) {
 
 /// The largest values.dim logits of a token with their indices, larger first, equal ones by index.
 ///
-/// Grid: B * H * S, a token each. Block: row_threads. Shared memory: `capacity` codes of 8 bytes (dynamic), room
-/// being the power of two from values.dim on; a histogram of 256 (static). Reads logits [B, H, S, vocabulary]
-/// in T. Overwrites values [B, H, S, K] in T and indices [B, H, S, K] in int32.
+/// Grid: B * H * S, a token each. Block: row_threads. Shared memory: `capacity` codes of 8 bytes (dynamic),
+/// capacity being the power of two from values.dim on; a histogram of 256 (static). Reads logits [B, H, S,
+/// vocabulary] in T. Overwrites values [B, H, S, K] in T and indices [B, H, S, K] in int32.
 /// 1. Radix selection on codes, from the highest digit on.
 /// 2. Collect the selected codes.
 /// 3. Sort them.

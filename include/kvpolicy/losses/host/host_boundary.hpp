@@ -86,13 +86,13 @@ std::int64_t draw_positions(const BoundarySampler& sampler, const HeadParams& he
         // Shares are rounded up, so that no segment goes without.
         const std::int64_t count = (std::int64_t{sampler.count} * here + valid - 1) / valid;
         const auto late = std::llround(static_cast<double>(sampler.late) * static_cast<double>(count));
-        const auto slots = static_cast<std::uint32_t>(here);
+        const auto choices = static_cast<std::uint32_t>(here);
         for (std::int64_t i = 0; i < count; ++i, index += 2) {
-            std::uint32_t slot = random_below(slots, sampler.seed, stream, index);
+            std::uint32_t choice = random_below(choices, sampler.seed, stream, index);
             if (i < late) {
-                slot = std::max(slot, random_below(slots, sampler.seed, stream, index + 1));
+                choice = std::max(choice, random_below(choices, sampler.seed, stream, index + 1));
             }
-            ++first[slot];
+            ++first[choice];
         }
         total += count;
     });

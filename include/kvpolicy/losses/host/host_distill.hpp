@@ -156,7 +156,7 @@ double distill_token(const TopDistillation& loss, const Real* values, const std:
     return mean * value;
 }
 
-/// indices[0, count) of the largest logits, in order. `all` has room for every index.
+/// indices[0, count) of the largest logits, in order. `all` has space for every index.
 template <class Real>
 void select_top(const Real* logits, std::int32_t vocabulary, std::int32_t count, std::int32_t* all) {
     for (std::int32_t i = 0; i < vocabulary; ++i) {

@@ -132,8 +132,8 @@ struct ranking_memory {
     static int task_bits(std::int64_t tasks) {
         return tasks <= 1 ? 0 : static_cast<int>(std::bit_width(static_cast<std::uint64_t>(tasks - 1)));
     }
-    /// 32 bits are all of a score. A priority has more, and what the sort's last pass of 8 bits has room for
-    /// is free.
+    /// 32 bits are all of a score. A priority has more; bits that the sort's last pass of 8 bits includes
+    /// anyway are free.
     static int prefix_bits(std::int64_t tasks, bool decayed) {
         return decayed ? (32 + task_bits(tasks) + 7) / 8 * 8 - task_bits(tasks) : 32;
     }

@@ -109,7 +109,8 @@ struct invert_block {
         }
     }
 
-    /// The key at x of the plane's sorted part: its rank, in round 0, and one more arrival in its slot.
+    /// The key at x of the plane's sorted part: its rank, in round 0, and one more key in the count of its
+    /// chunk.
     __device__ __forceinline__ void visit(std::int32_t x, std::uint64_t key, std::uint64_t next_key,
                                           std::int32_t token, std::int32_t round, std::int32_t chunks) const {
         const auto segment = params.segments == 1
@@ -167,7 +168,7 @@ struct invert_block {
     }
 };
 
-/// From the sorted order: the rank of every token, the order per segment, how many keys compete, and arrivals
+/// From the sorted order: the rank of every token, the order per segment, how many keys compete, and counts
 /// by bucket of ranks and chunk of tokens. Without packed segments out.order is sorted.tokens itself.
 ///
 /// Grid: planes * buckets. Block: device_threads. Shared memory: 32 + min(chunks, counted_chunks) int32
@@ -186,9 +187,9 @@ __global__ void __launch_bounds__(device_threads)
         .run();
 }
 
-/// The bucket in which a plane's arrivals before `slot` reach k, and how many of them it has to give.
+/// The bucket in which a plane's keys before chunk `chunk_index` reach k, and how many of the k are in it.
 struct bucket_of_kth {
-    std::int32_t count;    // arrivals of the segment before the slot
+    std::int32_t count;    // keys of the segment before the chunk
     std::int32_t bucket;   // -1: fewer than k
     std::int32_t missing;  // of k, in the bucket
 };
@@ -256,12 +257,12 @@ __device__ __forceinline__ std::int32_t find_rank(const std::int32_t* order, std
     return rank;
 }
 
-/// cutoff_checkpoints: the cutoff at the begin of every chunk (slot), and how many keys have left the window
+/// cutoff_checkpoints: the cutoff at the begin of every chunk, and how many keys have left the window
 /// before it.
 ///
-/// Grid: planes * chunks / (device_threads / 32), a warp per slot. Block: device_threads. Shared memory: none.
-/// Reads counts.before, ranks.order and competitors. Overwrites ranks.anchors [planes, chunks].
-/// 1. Find the bucket in which the arrivals reach k.
+/// Grid: planes * chunks / (device_threads / 32), a warp per chunk. Block: device_threads. Shared memory:
+/// none. Reads counts.before, ranks.order and competitors. Overwrites ranks.anchors [planes, chunks].
+/// 1. Find the bucket in which the keys reach k.
 /// 2. Find the rank in it.
 template <class Gate, class Keep>
 __global__ void __launch_bounds__(device_threads)

@@ -173,7 +173,7 @@ struct decayed_top_k_shared {
 
 /// One segment by one block.
 template <int Threads, class Entries, class Gate, class Keep>
-struct survivors_block {
+struct decayed_top_k_block {
     static constexpr int warps = Threads / 32;
 
     const mask_params<Gate, Keep>& params;
@@ -188,11 +188,11 @@ struct survivors_block {
     const int thread, lane, warp;
     bool nan = false;
 
-    __device__ __forceinline__ survivors_block(const mask_params<Gate, Keep>& call,
-                                               const plane_view<expiry_t>& out, std::int64_t plane,
-                                               const segment_range& range, const HeadParams& of_head,
-                                               decayed_top_k_shared<Threads>& shared,
-                                               top_k_entry* entries_memory)
+    __device__ __forceinline__ decayed_top_k_block(const mask_params<Gate, Keep>& call,
+                                                   const plane_view<expiry_t>& out, std::int64_t plane,
+                                                   const segment_range& range, const HeadParams& of_head,
+                                                   decayed_top_k_shared<Threads>& shared,
+                                                   top_k_entry* entries_memory)
         : params(call),
           memory(shared),
           segment(range),
@@ -207,12 +207,12 @@ struct survivors_block {
           warp(warp_id()) {}
 
     __device__ __forceinline__ void run() {
-        std::int32_t taken = 0;  // top-k chunks that hold a key
+        std::int32_t taken = 0;  // entries that hold a key
         int turn = 0;            // of memory.worst
         for (std::int32_t first = 0; first < n; first += Threads) {
-            const int arrivals = gather_candidates(first + thread);  // 1
-            int next = fill_open_slots(arrivals, taken);             // 2
-            for (; next < arrivals; ++next) {
+            const int candidates = gather_candidates(first + thread);  // 1
+            int next = fill_open_slots(candidates, taken);             // 2
+            for (; next < candidates; ++next) {
                 update(memory.arriving[next], taken, turn);  // 3
                 turn ^= 1;
             }
@@ -245,18 +245,18 @@ struct survivors_block {
             memory.total[warp] = __popc(coming);
         }
         __syncthreads();
-        const block_sum arrivals = sum_of_warps<warps>(memory.total);
+        const block_sum candidates = sum_of_warps<warps>(memory.total);
         if (competes) {
-            memory.arriving[arrivals.before + __popc(coming & lanes_before(lane))] = {score, t};
+            memory.arriving[candidates.before + __popc(coming & lanes_before(lane))] = {score, t};
         }
         __syncthreads();
-        return arrivals.total;
+        return candidates.total;
     }
 
-    /// Slot p belongs to thread p % Threads. Returns how many candidates found an open slot.
-    __device__ __forceinline__ int fill_open_slots(int arrivals, std::int32_t& taken) {
+    /// Entry p belongs to thread p % Threads. Returns how many candidates found an open entry.
+    __device__ __forceinline__ int fill_open_slots(int candidates, std::int32_t& taken) {
         int decided = 0;
-        for (; decided < arrivals && taken < head_params.budget; ++taken, ++decided) {
+        for (; decided < candidates && taken < head_params.budget; ++taken, ++decided) {
             if (taken % Threads == thread) {
                 const top_k_entry key = memory.arriving[decided];
                 entries.put(taken, key);
@@ -266,7 +266,7 @@ struct survivors_block {
         return decided;
     }
 
-    /// The top-k update of one candidate: it, or the worst key that holds a chunk, is evicted.
+    /// The top-k update of one candidate: it, or the worst key that holds an entry, is evicted.
     __device__ __forceinline__ void update(const top_k_entry candidate, std::int32_t taken, int turn) {
         const position_t q = std::int64_t{candidate.token} + head_params.window;
         const eviction_order mine = worst_of_warp(entries.worst(head_params, q, params.limit, taken));
@@ -290,11 +290,11 @@ struct survivors_block {
 /// decayed_top_k: expiries where the order of keys depends on the query. One top-k update after another.
 ///
 /// Grid: planes * segments. Block: Threads. Shared memory: decayed_top_k_shared<Threads> (dynamic). Reads scores
-/// [B, Hkv, S], fp32. Overwrites out [B, Hkv, S], int32. `places_memory` [grid, capacity] holds the top-k
-/// chunks where Places needs memory. Reports status_bad_length and status_nan_score.
+/// [B, Hkv, S], fp32. Overwrites out [B, Hkv, S], int32. `entries_memory` [grid, capacity] holds the top-k
+/// entries where Entries needs memory. Reports status_bad_length and status_nan_score.
 /// Per Threads tokens:
 /// 1. Gather the candidates.
-/// 2. Fill open chunks.
+/// 2. Fill open entries.
 /// 3. Update: one candidate is admitted or evicted.
 template <int Threads, class Entries, class Gate, class Keep>
 __global__ void __launch_bounds__(Threads)
@@ -312,7 +312,7 @@ __global__ void __launch_bounds__(Threads)
     if (segment.length() == 0 || !params.by_decayed_top_k(head_params)) {
         return;
     }
-    survivors_block<Threads, Entries, Gate, Keep> block(
+    decayed_top_k_block<Threads, Entries, Gate, Keep> block(
         params, out, plane, segment, head_params,
         *reinterpret_cast<decayed_top_k_shared<Threads>*>(dynamic_shared()),
         entries_memory + static_cast<std::int64_t>(blockIdx.x) * capacity);

@@ -213,7 +213,7 @@ __device__ inline std::uint64_t priority_code(const HeadParams& head_params, flo
 }
 
 /// A sort key of `bits` bits, 32 to 61, whose order is the priorities' but for runs of equal keys: sign, the
-/// exponents of fp32, and as much of the double's mantissa as there is room for. Exact for gamma = 1. Cut
+/// exponents of fp32, and as much of the double's mantissa as there are bits for. Exact for gamma = 1. Cut
 /// off, not rounded: either keeps the order. All ones stand for what does not compete, one less for NaN.
 __device__ inline std::uint64_t priority_prefix(const HeadParams& head_params, float score, std::int32_t t,
                                                 int bits) {

@@ -80,7 +80,7 @@ __global__ void __launch_bounds__(metric_threads)
     const auto thread = static_cast<std::int32_t>(threadIdx.x);
     // 1. Where a key becomes visible.
     for (std::int32_t t = thread; t < length; t += metric_threads) {
-        out[t] = e[t] > t ? 1 : 0;  // a key that expires at birth is never visible at all
+        out[t] = e[t] > t ? 1 : 0;  // a key with expiry <= t is not visible to any query
     }
     __syncthreads();
     // 2. Where it expires.

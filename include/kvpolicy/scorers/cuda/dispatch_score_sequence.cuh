@@ -46,7 +46,7 @@ std::size_t score_sequence_workspace_bytes(
     using T = std::remove_const_t<K>;
     cb::check_scorer_types<S, T>();
     cb::workspace_parts parts(nullptr);
-    const score_arguments<T> call{k, v, sequences, 0, {}, options};
+    const score_sequence_params<T> call{k, v, sequences, 0, {}, options};
     device_scorer<S>::template forward<Widths>(on, scorer, call, parts, true, nullptr);
     return parts.bytes();
 }
@@ -66,7 +66,7 @@ void score_sequence(const cuda& on, const S& scorer, rows_view<K> k, rows_view<V
                         score_sequence_workspace_bytes<Widths>(on, scorer, k, v, sequences, options));
     const cb::device_scope device(on);
     cb::workspace_parts parts(workspace.data);
-    const score_arguments<T> call{k, v, sequences, delay, scores, options};
+    const score_sequence_params<T> call{k, v, sequences, delay, scores, options};
     device_scorer<S>::template forward<Widths>(on, scorer, call, parts, false, options.status);
 }
 

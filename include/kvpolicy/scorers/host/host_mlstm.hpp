@@ -23,10 +23,10 @@ struct mlstm_gates {
 /// The larger, or NaN where b is NaN.
 inline double mlstm_max(double a, double b) { return a > b ? a : b; }
 
-inline mlstm_gates mlstm_gates_of(double input, double forget, double softcap) {
-    if (softcap > 0.0) {
-        input = softcap * std::tanh(input / softcap);
-        forget = softcap * std::tanh(forget / softcap);
+inline mlstm_gates mlstm_gates_of(double input, double forget, double gate_softcap) {
+    if (gate_softcap > 0.0) {
+        input = gate_softcap * std::tanh(input / gate_softcap);
+        forget = gate_softcap * std::tanh(forget / gate_softcap);
     }
     return {input, mlstm_max(mLSTMScorer<>::least_log_forget, log_sigmoid(forget))};
 }

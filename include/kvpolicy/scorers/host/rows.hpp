@@ -26,7 +26,7 @@ void convert_row(const T* from, std::int32_t dim, Real* to) {
 }
 
 /// `count` rows from row t on, in the type that is computed in and without gaps: the view's own memory where
-/// it is so, else `room`.
+/// it is so, else `buffer`.
 template <class T, class Real>
 const Real* dense_rows(const rows_view<const T>& rows, std::int64_t b, std::int64_t h, std::int64_t t,
                        std::int32_t count, Real* buffer) {
@@ -41,7 +41,7 @@ const Real* dense_rows(const rows_view<const T>& rows, std::int64_t b, std::int6
     return buffer;
 }
 
-/// Weights in the type that is computed in: themselves, or converted into `room`.
+/// Weights in the type that is computed in: themselves, or converted into `buffer`.
 template <class Real>
 const Real* real_weights(const float* weights, std::size_t count, Real* buffer) {
     if constexpr (std::is_same_v<Real, float>) {

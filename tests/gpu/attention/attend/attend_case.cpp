@@ -221,7 +221,8 @@ AttendTensors<T> random_tensors(const AttendCase& c, unsigned seed) {
         spoil(tensors.self_v, c.self.rows);
     }
     if (c.nan_beyond) {
-        // Rows that do not count, rows that expire at birth, and rows that a bias of -inf hides from there on.
+        // Rows that do not count, rows that have expired when they begin, and rows that a bias of -inf hides
+        // from there on.
         const auto poison = [&](std::vector<T>& data, const KeyNumbers& n, std::int32_t dim, bool own) {
             const auto rows = rows_of<T>(c, data.data(), c.kv_heads, n.rows, dim);
             const std::vector<std::int32_t>& lengths = own ? c.lengths : n.lengths;

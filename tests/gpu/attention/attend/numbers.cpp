@@ -90,7 +90,7 @@ TEST_CASE("masks: budgets, gates open and shut, one key, none, all at once") {
             c.past.expiry[i] = static_cast<expiry_t>(i % static_cast<std::size_t>(length)) + 1;
         }
         check_attend<bf16>(c);
-        c.what = "all expired at birth, NaN" + suffix;
+        c.what = "all expired from the start, NaN" + suffix;
         for (expiry_t& e : c.past.expiry) {
             e -= 1;
         }

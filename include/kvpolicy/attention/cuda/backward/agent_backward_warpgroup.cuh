@@ -64,7 +64,7 @@ struct hopper_backward<256> : hopper_backward_sizes<256, 64> {
     static constexpr int consumer_registers = 240;
     static constexpr int producer_registers = 24;
 
-    static constexpr int weights = gradients + gradient_bytes;   // P^T as fp16, and slopes of a softcap
+    static constexpr int weights = gradients + gradient_bytes;   // P^T as fp16, and slopes of a soft cap
     static constexpr int lse2 = weights + 2 * gradient_bytes;    // [stages]
     static constexpr int delta = lse2 + stages * numbers_bytes;  // [stages]
     static constexpr int meta = delta + stages * numbers_bytes;  // [2]

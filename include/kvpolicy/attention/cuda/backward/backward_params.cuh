@@ -65,8 +65,8 @@ struct backward_params {
 
     std::int32_t super_rows = 0;   // packed rows of a super-tile
     std::int32_t padded_rows = 0;  // the same, up to whole tiles of the kernels
-    float slope = 0.0f;            // logit(2) = slope <q, k>; with a softcap: <q, k> scale / softcap
-    float height = 0.0f;           // softcap log2 e
+    float slope = 0.0f;            // logit(2) = slope <q, k>; with a soft cap: <q, k> scale / soft cap
+    float height = 0.0f;           // soft cap log2 e
 
     // Workspace.
     T* packed_q = nullptr;      // [lists][padded_rows / 64][D / 64][64][64], swizzled

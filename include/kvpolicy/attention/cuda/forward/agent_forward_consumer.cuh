@@ -141,7 +141,7 @@ class agent_forward_consumer : forward_pipeline<S> {
     }
     __device__ float slope() const { return S::General ? 1.0f : call_.slope; }
 
-    /// Of the scores of a stage, by weigh() for settle().
+    /// Of the scores of a stage, by weigh() for finish_weights().
     struct weighing {
         bool done;   // they are weights, or
         bool last;   // (where the stage is released) the stage was the tile's last,
@@ -180,8 +180,9 @@ class agent_forward_consumer : forward_pipeline<S> {
     }
     /// After weigh(), with the output so far: s are weights, and the stage is released. True where it was the
     /// tile's last.
-    __device__ bool settle(float (&s)[scores], const weighing& w, int stage, const std::uint32_t (&query)[2],
-                           online_softmax& softmax, Output& o) const {
+    __device__ bool finish_weights(float (&s)[scores], const weighing& w, int stage,
+                                   const std::uint32_t (&query)[2], online_softmax& softmax,
+                                   Output& o) const {
         if constexpr (anchors) {
             if (!w.done) {
                 if (softmax.anchored) {
@@ -263,7 +264,7 @@ class agent_forward_consumer : forward_pipeline<S> {
             Weights p;
             take_keys(s, queries, ring);
             const weighing w = weigh(s, ring.stage, query, softmax);
-            last = settle(s, w, ring.stage, query, softmax, o);
+            last = finish_weights(s, w, ring.stage, query, softmax, o);
             ring.advance();
             to_fragments<T>(p, s);
             take_values(ring, p, o);
@@ -278,7 +279,7 @@ class agent_forward_consumer : forward_pipeline<S> {
         float s[scores];
         Weights p;
         take_keys(s, queries, ring);
-        bool last = settle(s, weigh(s, ring.stage, query, softmax), ring.stage, query, softmax, o);
+        bool last = finish_weights(s, weigh(s, ring.stage, query, softmax), ring.stage, query, softmax, o);
         to_fragments<T>(p, s);
         while (!last) {
             ring.advance();
@@ -298,7 +299,7 @@ class agent_forward_consumer : forward_pipeline<S> {
             pin_output(o);
             pin(p);
             release(empty_ + 8 * values.stage);
-            last = settle(s, w, ring.stage, query, softmax, o);
+            last = finish_weights(s, w, ring.stage, query, softmax, o);
             to_fragments<T>(p, s);
         }
         ring.advance();

@@ -51,8 +51,8 @@ __device__ __forceinline__ T plain_logit(const attention_params<S>& params, cons
     return logit;
 }
 
-/// Query `query` of query head `of_q`; `scale` and `softcap` as in Attention, values up to `Most` wide. All
-/// lanes of a warp.
+/// Query `query` of query head `of_q`; `scale` and `logits_soft_cap` as in AttentionParams, values up to
+/// `Most` wide. All lanes of a warp.
 template <int Most, class S>
 __device__ inline void agent_forward_plain(const forward_params<S>& call, compute_t<S> scale,
                                            compute_t<S> logits_soft_cap, std::int32_t b, std::int32_t of_q,

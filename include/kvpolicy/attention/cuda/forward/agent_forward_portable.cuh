@@ -17,7 +17,7 @@ namespace kvpolicy {
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 namespace cuda_backend {
 
-/// Sizes for head_dims up to Dim. `General` kernels know softcap, biases and slopes below 0.
+/// Sizes for head_dims up to Dim. `General` kernels know soft cap, biases and slopes below 0.
 template <class Storage, int Dim_, bool General_>
 struct forward_portable_sizes {
     using T = Storage;

@@ -30,7 +30,7 @@ struct forward_params {
     std::int32_t tiles = 0;       // of the launch, for each head and part
     std::int32_t heads = 1;       // query heads per tile
     std::int32_t parts = 1;
-    // Logits in units of log 2. Without softcap: slope * <q, k>; with it: cap * tanh(...), written as
+    // Logits in units of log 2. Without a soft cap: slope * <q, k>; with it: cap * tanh(...), written as
     // cap (1 - 2 / (1 + 2^(slope <q, k>))).
     float slope = 1.0f;
     float cap = 0.0f;                     // 0: none

@@ -15,7 +15,7 @@ namespace kvpolicy {
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 namespace cuda_backend {
 
-/// Scores become logits in units of log 2: softcap, bias. `query` are the two rows' queries in the frame of
+/// Scores become logits in units of log 2: soft cap, bias. `query` are the two rows' queries in the frame of
 /// the notes.
 template <int N, int Keys, bool Biased>
 __device__ inline void to_logits(float (&s)[N], float slope, float cap, const key_notes<Keys, Biased>& notes,

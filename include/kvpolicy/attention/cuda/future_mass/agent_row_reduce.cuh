@@ -47,8 +47,8 @@ __device__ constexpr bool by_polynomial(int i) {
 /// The numbers of a pass that absorb() needs, in registers.
 struct row_constants {
     float scale;  // not negative: a negative one is turned around by prepare()
-    float cap;    // softcap, or 0
-    float inner;  // 2 log2(e) logit scale / softcap
+    float cap;    // soft cap, or 0
+    float inner;  // 2 log2(e) logit scale / soft cap
     bool negate;
 };
 
@@ -161,7 +161,7 @@ struct row_state {
     }
 
     /// Reduces a part of a tile in whose pairs all count: values [4 begin, 4 end) of every row, in a quick pass
-    /// and without a softcap. `bias` and Share as above, `scale` with its sign. An anchored pass has had its
+    /// and without a soft cap. `bias` and Share as above, `scale` with its sign. An anchored pass has had its
     /// first tile by absorb() before.
     template <int Share, int N>
     __device__ void absorb_part(const float (&s)[N], int begin, int end, const float* bias, float scale) {

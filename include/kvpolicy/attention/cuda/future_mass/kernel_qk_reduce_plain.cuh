@@ -24,7 +24,7 @@ struct qk_reduce_plain_sizes {
 
 /// Two tiles of `dims` numbers per row in shared memory.
 template <class C>
-struct band_plain_memory {
+struct qk_reduce_plain_memory {
     C rows[qk_reduce_plain_sizes::rows][qk_reduce_plain_sizes::dims + 1];
     C columns[qk_reduce_plain_sizes::columns][qk_reduce_plain_sizes::dims + 1];
 };
@@ -33,7 +33,7 @@ struct band_plain_memory {
 template <class T, class C>
 __device__ __forceinline__ void multiply_band_plain(const qk_reduce_params<T, C>& params,
                                                     const qk_reduce_item& item, std::int32_t of_columns,
-                                                    std::int32_t column, band_plain_memory<C>& memory,
+                                                    std::int32_t column, qk_reduce_plain_memory<C>& memory,
                                                     C (&dot)[4]) {
     using sizes = qk_reduce_plain_sizes;
     const auto thread = static_cast<int>(threadIdx.x);
@@ -68,8 +68,8 @@ __device__ __forceinline__ void multiply_band_plain(const qk_reduce_params<T, C>
 /// largest_mass_pass.
 ///
 /// Grid: items = B * Hr * S / 32, one per block. Block: 256 threads, eight per row. Shared memory:
-/// band_plain_memory (static). Reads rows [B, Hr, S, D], columns [B, Hc, S, D] and, for a mass, lse [B, Hc,
-/// S]. Overwrites out [B, Hr, S] in fp32.
+/// qk_reduce_plain_memory (static). Reads rows [B, Hr, S, D], columns [B, Hc, S, D] and, for a mass, lse [B,
+/// Hc, S]. Overwrites out [B, Hr, S] in fp32.
 /// 1. Per tile: 32 x 32 products.
 /// 2. Reduce them.
 /// 3. Join the threads of a row, and the heads of a group.
@@ -80,7 +80,7 @@ __global__ void __launch_bounds__(256)
     using C = compute_t<T>;
     using sizes = qk_reduce_plain_sizes;
     static_assert(Pass::reduce != row_reduce::sum);
-    __shared__ band_plain_memory<C> memory;
+    __shared__ qk_reduce_plain_memory<C> memory;
     const qk_reduce_item item =
         qk_reduce_item_of<Pass, sizes::rows, sizes::columns>(params, static_cast<std::int32_t>(blockIdx.x));
     if (item.first >= item.length) {

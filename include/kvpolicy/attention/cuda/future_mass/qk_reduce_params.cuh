@@ -34,13 +34,13 @@ using mass_pass = qk_reduce_pass<true, row_reduce::sum>;
 using careful_mass_pass = qk_reduce_pass<true, row_reduce::running>;
 using largest_mass_pass = qk_reduce_pass<true, row_reduce::largest>;
 
-/// Exponents in base 2: x = scale * s for logits without a softcap, else scale * cap tanh(s inner), and for a
-/// mass + shift + of_lse * lse of the column. C is float, or double for double.
+/// Exponents in base 2: x = scale * s for logits without a soft cap, else scale * cap tanh(s inner), and for
+/// a mass + shift + of_lse * lse of the column. C is float, or double for double.
 template <class C>
 struct qk_reduce_exponents {
-    C scale = 0;   // beta log2(e), times the logit's scale where there is no softcap
-    C cap = 0;     // 0: no softcap
-    C inner = 0;   // logit scale / softcap
+    C scale = 0;   // beta log2(e), times the logit's scale where there is no soft cap
+    C cap = 0;     // 0: no soft cap
+    C inner = 0;   // logit scale / soft cap
     C of_lse = 0;  // -beta log2(e)
     C shift = 0;   // added to every exponent of a mass, taken off its result
 };

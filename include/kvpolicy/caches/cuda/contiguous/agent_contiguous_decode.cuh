@@ -1,9 +1,9 @@
 // A decode step of one head, shared by several blocks.
 //
 // At most two entries of a head may lose their key in a step: that of u, the key that leaves the window, and
-// that of the worst top-k sequence. All blocks attend to the entries as they were before the step, without these
+// that of the worst top-k slot. All blocks attend to the entries as they were before the step, without these
 // two. The leader block decides which of the two keys stays; it attends to that key and to the new token. So
-// only the leader waits for a score. Where the GPU has room for one more block per head, the leader has no
+// only the leader waits for a score. Where the GPU has space for one more block per head, the leader has no
 // entries of its own.
 //
 // The cache is written after all blocks of a head have arrived. The last to arrive (in a cluster the leader)
@@ -165,7 +165,7 @@ class agent_contiguous_decode {
         return split_ == (call_.leader_blocks != 0 ? call_.splits : 0);
     }
     /// Whether the leader block attends to both outcomes while it waits for scores: its first warp as if u
-    /// stays, its last as if the worst sequence's key stays. See end_either_way().
+    /// stays, its last as if the worst slot's key stays. See end_either_way().
     [[nodiscard]] __device__ bool both_ways() const {
         return scored_before<Scorer> && call_.writes && call_.clustered;
     }
@@ -184,7 +184,7 @@ class agent_contiguous_decode {
 
     /// The entries whose key the step may evict, the same in every block and thread.
     struct candidates {
-        stream_hidden hidden;          // a: the row of u, b: the row of the worst sequence
+        stream_hidden hidden;          // a: the row of u, b: the row of the worst slot
         detail::ranked_slot worst{};   // where it had to be searched
         detail::ranked_slot ranked{};  // the worst in any case, if there is one: see rank_victim()
     };
@@ -224,7 +224,7 @@ class agent_contiguous_decode {
             if (alone && part_ == 0 && warp_id() == 1 && found.hidden.b >= 0) {
                 if constexpr (finds_next_victims) {  // there is time until the scores come
                     next_victims_ =
-                        detail::find_next_victims(warp_group{}, head.slots(call_.cache.rebase_limit),
+                        detail::find_next_victims(warp_group{}, head.top_k_slots(call_.cache.rebase_limit),
                                                   call_.cache.tile_victims + head.tile, num_long_range, q,
                                                   found.hidden.b - head.layout.slot(0));
                 } else {
@@ -318,10 +318,10 @@ class agent_contiguous_decode {
         std::int32_t slot = detail::known_worst(head.head_params, limit, q, victim);
         if (slot < 0) {
             // All warps of the block come here or none, since the numbers are the head's.
-            const detail::head_slots slots = head.slots(limit);
+            const detail::head_slots top_k_slots = head.top_k_slots(limit);
             std::int32_t* const record =
                 part_ == 0 && is_leader() ? call_.cache.tile_victims + head.tile : nullptr;
-            found.worst = detail::worst_of_tiles(warp_group{}, slots, record, warp_id(), Rows::warps,
+            found.worst = detail::worst_of_tiles(warp_group{}, top_k_slots, record, warp_id(), Rows::warps,
                                                  num_long_range, q);
             if (lane_id() == 0) {
                 memory_.worst[warp_id()] = found.worst;
@@ -339,15 +339,16 @@ class agent_contiguous_decode {
         return found;
     }
 
-    /// Starts the loads that decide() needs of the worst sequence.
+    /// Starts the loads that decide() needs of the worst slot.
     __device__ void rank_victim(const contiguous_head<T>& head, position_t q, candidates& found) const {
         found.ranked = found.worst;
         if (found.worst.slot < 0 && found.hidden.b >= 0) {
-            found.ranked = head.slots(call_.cache.rebase_limit).at(found.hidden.b - head.layout.slot(0), q);
+            found.ranked =
+                head.top_k_slots(call_.cache.rebase_limit).at(found.hidden.b - head.layout.slot(0), q);
         }
     }
 
-    /// The new token, u and the worst sequence's key.
+    /// The new token, u and the worst slot's key.
     [[nodiscard]] __device__ stream_extra<T> extra_of(const contiguous_head<T>& head,
                                                       const candidates& found) const {
         stream_extra<T> extra;
@@ -366,7 +367,7 @@ class agent_contiguous_decode {
         return extra;
     }
 
-    /// Prefetches into L2 what next_victim() reads if u replaces the worst sequence's key. By one warp.
+    /// Prefetches into L2 what next_victim() reads if u replaces the worst slot's key. By one warp.
     __device__ void warm_next_victim(const contiguous_head<T>& head, std::int32_t num_long_range,
                                      const candidates& found) const {
         const std::int32_t first = head.layout.slot(0), b = found.hidden.b;
@@ -400,10 +401,10 @@ class agent_contiguous_decode {
         if (u >= head.head_params.sinks) {
             score = on_leaving ? call_.computed[pair_] : head.score[found.hidden.a];
         }
-        const detail::head_slots slots = head.slots(limit);
+        const detail::head_slots top_k_slots = head.top_k_slots(limit);
         detail::step_decision step =
             detail::begin_step(head.head_params, call_.gate, limit, q, num_long_range, victim, score);
-        const detail::ranked_slot ranked = slots.rank(score, u, -1, q);
+        const detail::ranked_slot ranked = top_k_slots.rank(score, u, -1, q);
         if (found.worst.slot >= 0) {
             step.known = found.worst.slot;  // the search is for the next step, too, where the gate is closed
         }
@@ -420,7 +421,7 @@ class agent_contiguous_decode {
                 }
             }
             if (!finds_next_victims || call_.leader_blocks == 0) {
-                next = detail::next_victim(warp_group{}, slots, record, step, ranked, q);
+                next = detail::next_victim(warp_group{}, top_k_slots, record, step, ranked, q);
             }
             if (lane_id() == 0) {
                 decode_note& note = note_to_write();
@@ -453,7 +454,7 @@ class agent_contiguous_decode {
         const states_of_warps<Compute> blocks{inbox(), state_size()};
         const std::int32_t heads = call_.cache.group, fours = call_.cache.head_dim_vo / 4;
         mixer_.weigh(blocks, call_.splits, heads);
-        constexpr int most_blocks = 8, turns = Rows::heads * Rows::Dim / 4 / Rows::threads;
+        constexpr int max_blocks = 8, turns = Rows::heads * Rows::Dim / 4 / Rows::threads;
         output_columns<Compute> ways[2][turns];
 #pragma unroll
         for (int t = 0; t < turns; ++t) {
@@ -461,7 +462,7 @@ class agent_contiguous_decode {
             if (i < heads * fours) {
                 const std::int32_t of = i / fours, column = i % fours * 4;
                 const output_columns<Compute> all{
-                    mixer_.template mix<most_blocks>(blocks, call_.splits, of, column),
+                    mixer_.template mix<max_blocks>(blocks, call_.splits, of, column),
                     memory_.weights.top[of], memory_.weights.sum[of]};
                 ways[0][t] = all.template with<Rows::heads>(warps.at(0), call_.width, of, column);
                 ways[1][t] =
@@ -543,7 +544,7 @@ class agent_contiguous_decode {
     std::int32_t split_, part_, pair_, entry_, head_;
     std::int32_t seq_ = 0;
     struct nothing {};
-    // Of the worst sequence, where they are found before the scores come.
+    // Of the worst slot, where they are found before the scores come.
     std::conditional_t<finds_next_victims, detail::next_victims, nothing> next_victims_;
 };
 

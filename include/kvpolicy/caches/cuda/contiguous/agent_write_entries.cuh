@@ -66,7 +66,7 @@ class agent_write_entries {
         return moved;
     }
 
-    /// The key that leaves the window moves to its top-k sequence, then the new token takes its entry. A thread
+    /// The key that leaves the window moves to its top-k slot, then the new token takes its entry. A thread
     /// reads its piece before it writes it.
     __device__ void write(const contiguous_head<T>& head, position_t q, const moved_rows& moved) const {
         const auto thread = static_cast<std::int32_t>(threadIdx.x);

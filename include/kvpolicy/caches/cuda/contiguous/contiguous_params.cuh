@@ -14,8 +14,8 @@ namespace cuda_backend {
 /// What the leader block of a head tells the last block.
 struct decode_note {
     std::int32_t promoted;        // the row that u gets, or -1
-    std::int32_t num_long_range;  // top-k sequences in use after the step
-    std::int32_t victim;          // the worst sequence after the step
+    std::int32_t num_long_range;  // top-k slots in use after the step
+    std::int32_t victim;          // the worst slot after the step
     float arriving;               // the new token's score
     float leaving;                // u's
 };

@@ -119,7 +119,7 @@ struct contiguous_head {
     [[nodiscard]] __device__ float& spare_score(std::int32_t j) const { return score[capacity() + j]; }
     /// Rows before the spare ones.
     [[nodiscard]] __device__ std::int32_t capacity() const { return layout.slot(head_params.budget); }
-    [[nodiscard]] __device__ detail::head_slots slots(position_t rebase_limit) const {
+    [[nodiscard]] __device__ detail::head_slots top_k_slots(position_t rebase_limit) const {
         return {head_params, rebase_limit, score + layout.slot(0), position + layout.slot(0)};
     }
 };

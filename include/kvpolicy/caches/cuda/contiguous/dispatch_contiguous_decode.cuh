@@ -130,7 +130,7 @@ class contiguous_decode_plan {
     }
 
     /// Few heads are shared by the blocks of a cluster each, which merge what they found without a way
-    /// through memory. With more heads clusters wait for room, and cost more than that.
+    /// through memory. With more heads clusters wait for SMs, and cost more than that.
     void cluster_if_few(std::int64_t alone, std::int64_t rows, std::int64_t num_sms) {
         if constexpr (Rows::clusters) {
             constexpr std::int64_t most = 8, least_rows = 256, heads_of_few = 4;

@@ -23,13 +23,13 @@ namespace cuda_backend {
 /// [count, Hkv], fp32; the entries and counters of the batch's sequences.
 /// Out: out [count, Hq, 1, Dv] of T, lse [count, Hq] fp32 where given; status [count] is OR-ed.
 /// Overwrites, with `writes`: per head the entry of the key that leaves the window (the new token takes it)
-/// and at most one top-k sequence; kept, victim, tile_victims, taken. `states` and `notes` are scratch;
-/// `arrivals` ends at 0, as it began.
+/// and at most one top-k slot; num_long_range, victim, tile_victims, appended. `states` and `notes` are
+/// scratch; `arrivals` ends at 0, as it began.
 ///
 /// Phases (the numbers stand in agent_contiguous_decode.cuh):
 /// 1. Each warp starts the copies of its tiles and loads the queries.
 /// 2. Every block finds the two entries that may lose their key: the one that leaves the window, and the
-///    top-k sequence that evicts_before all others.
+///    top-k slot that is evicted before all others.
 /// 3. The leader block compares them and decides which one stays.
 /// 4. Each warp attends to its tiles without these two; the leader adds the one that stays, and the new
 ///    token.

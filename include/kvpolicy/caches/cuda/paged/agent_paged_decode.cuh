@@ -89,7 +89,7 @@ __device__ void share_paged_decode(const Launch& call, admit_memory& memory) {
     const paged_decode_work& work = call.work;
     const std::int32_t kv_heads = call.cache.kv_heads, pairs = call.batch.count * kv_heads;
     const auto thread = static_cast<std::int32_t>(threadIdx.x);
-    __syncthreads();  // `taken` is there
+    __syncthreads();  // `appended` is there
     // A sequence without rows has a tile as well: somebody must write its output.
     const std::int32_t total = running_sums(
         memory, pairs,

@@ -30,7 +30,7 @@ namespace paged {
 
 /// The note of a head's first block to the last block.
 struct decode_note {
-    std::int32_t victim;  // the worst sequence after the step
+    std::int32_t victim;  // the worst slot after the step
     float arriving;       // the new token's score
 };
 
@@ -119,7 +119,7 @@ struct merged_state {
     }
 };
 
-/// The tiles of all rows, and of one more for a new token that no row makes room for.
+/// The tiles of all rows, and of one more for a new token that takes a new row.
 __device__ inline std::int64_t decode_tiles(std::int32_t used, bool writes) {
     return (std::int64_t{used} + (writes ? 1 : 0) + stream_tile - 1) / stream_tile;
 }
@@ -270,16 +270,16 @@ class agent_paged_head {
         detail::step_decision step =
             detail::begin_step(head.head_params, call_.gate, limit, q, num_long_range, victim, score,
                                call_.num_protected(head.index));
-        const auto slots = detail::competing(head.slots(limit), call_.gate);
-        const detail::ranked_slot ranked = slots.rank(score, u, -1, q);
+        const auto top_k_slots = detail::competing(head.top_k_slots(limit), call_.gate);
+        const detail::ranked_slot ranked = top_k_slots.rank(score, u, -1, q);
         std::int32_t* const record = head.record;
         if (step.full) {
             detail::ranked_slot worst;
             if (step.known >= 0) {
-                worst = slots.at(step.known, q);
+                worst = top_k_slots.at(step.known, q);
             } else {
                 // All warps of the block come here or none, since the numbers are the head's.
-                worst = detail::worst_of_tiles(warp_group{}, slots, notes ? record : nullptr, warp_id(),
+                worst = detail::worst_of_tiles(warp_group{}, top_k_slots, notes ? record : nullptr, warp_id(),
                                                Rows::warps, num_long_range, q);
                 if (lane_id() == 0) {
                     memory_.worst[warp_id()] = worst;
@@ -295,7 +295,7 @@ class agent_paged_head {
             detail::resolve_eviction(step, head.head_params, ranked, worst);
         }
         if (notes && warp_id() == 0) {
-            const std::int32_t next = detail::next_victim(warp_group{}, slots, record, step, ranked, q);
+            const std::int32_t next = detail::next_victim(warp_group{}, top_k_slots, record, step, ranked, q);
             if (lane_id() == 0) {
                 call_.notes[pair_].victim = next;
             }

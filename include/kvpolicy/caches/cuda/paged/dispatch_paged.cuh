@@ -327,7 +327,7 @@ struct DualCache<P, T>::sequence_copy {
     std::vector<std::int64_t> first;  // [layers * kv_heads + 1]: rows of the heads before
     DualCache cache;
 
-    /// With room for `rows` rows in heads of any lengths.
+    /// With space for `rows` rows in heads of any lengths.
     sequence_copy(const DualCache& of, std::int64_t rows)
         : cache(of.one_sequence_shape(), of.one_sequence_pool(rows), of.policy_, of.scorers_, of.attention_) {
         cache.rebase_limit(of.rebase_limit_);
@@ -526,7 +526,7 @@ void DualCache<P, T>::restore(const cuda& ctx, std::int32_t seq, const void* blo
     cb::check(cudaStreamSynchronize(ctx.stream), "cudaStreamSynchronize");
     if (lacking != 0) {
         if (options.status == nullptr) {
-            detail::refuse("pages that the pool lacks", lacking, "0 (add_slab lends more)");
+            detail::refuse("pages that the pool lacks", lacking, "0 (add_slab adds more)");
         }
         std::uint32_t status = 0;
         staged.copy(&status, options.status, 1);

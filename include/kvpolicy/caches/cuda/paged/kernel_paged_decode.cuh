@@ -40,8 +40,8 @@ __global__ void __launch_bounds__(admit_threads)
 /// In: q [count, Hq, 1, Dk], k [count, Hkv, 1, Dk], v [count, Hkv, 1, Dv] of T; scores [count, Hkv] fp32;
 /// pages and page tables.
 /// Out: out [count, Hq, 1, Dv] of T, lse [count, Hq] fp32 where given.
-/// Overwrites, with `writes`: per head the entries of the new token and of the admitted key; kept, victim,
-/// tile_victims, pinned, taken. `states` and `notes` are scratch; `arrivals` ends at 0.
+/// Overwrites, with `writes`: per head the entries of the new token and of the admitted key; num_long_range,
+/// victim, tile_victims, num_protected, appended. `states` and `notes` are scratch; `arrivals` ends at 0.
 ///
 /// Phases, per head of the block's share (the numbers stand in agent_paged_head.cuh):
 /// 1. Each warp starts the copies of its tiles; it reads 32 entries of the page table at once.

@@ -74,8 +74,9 @@ struct evicted_head {
     /// The row of a top-k key or another, number j in logical order; only called for heads that take part,
     /// whose sinks and ring are full. `rank`: whether places stand in any order.
     [[nodiscard]] __device__ std::int32_t ring_row(std::int32_t j) const {
-        const std::int32_t slots = used - long_range;
-        return j < layout.sinks ? j : layout.recent(length - layout.window + (j - layout.sinks - slots));
+        const std::int32_t top_k_slots = used - long_range;
+        return j < layout.sinks ? j
+                                : layout.recent(length - layout.window + (j - layout.sinks - top_k_slots));
     }
 };
 
@@ -134,11 +135,11 @@ __device__ void load_evict_queries(const evicted_head<P, T>& at, std::int32_t fi
 template <class P, class T>
 __device__ void evict_order(const evicted_head<P, T>& at, std::int32_t* order) {
     const std::int32_t budget = at.cache.all_params[at.head].budget, sinks = at.layout.sinks;
-    const std::int32_t slots = at.used - at.long_range;
+    const std::int32_t top_k_slots = at.used - at.long_range;
     const auto step = static_cast<std::int32_t>(gridDim.x * admit_threads);
     for (auto j = static_cast<std::int32_t>(blockIdx.x * admit_threads + threadIdx.x); j < at.used;
          j += step) {
-        if (j < sinks || j >= sinks + slots) {
+        if (j < sinks || j >= sinks + top_k_slots) {
             order[j] = at.ring_row(j);
             continue;
         }
@@ -147,7 +148,7 @@ __device__ void evict_order(const evicted_head<P, T>& at, std::int32_t* order) {
         if (budget != unlimited && budget != 0) {
             const position_t t = at.rows.position(mine);
             rank = 0;
-            for (std::int32_t p = 0; p < slots; ++p) {
+            for (std::int32_t p = 0; p < top_k_slots; ++p) {
                 const position_t other = at.rows.position(at.layout.slot(p));
                 rank += other < t || (other == t && p < j - sinks) ? 1 : 0;
             }

@@ -86,7 +86,7 @@ struct paged_view {
         pool.strides = {std::int64_t{ref.page_size} * ref.head_dim_qk,
                         std::int64_t{ref.page_size} * ref.head_dim_vo, ref.head_dim_qk, ref.head_dim_vo};
     }
-    /// Where the queries of the token at position t are remembered, and those of proposed token j.
+    /// Where the queries of the token at position t are remembered, and those of draft token j.
     [[nodiscard]] __device__ T* query_row(std::int64_t index, position_t t) const {
         return queries + (index * observing + t % observing) * group * head_dim_qk;
     }
@@ -100,8 +100,8 @@ struct paged_view {
     }
     /// How many rows of a head a query reads, and where they are: all that it has.
     [[nodiscard]] __device__ std::int32_t rows_read(const paged_head<T>& head, std::int32_t /*pair*/,
-                                                    position_t queries, std::int32_t slots) const {
-        return head.layout.used(queries, slots);
+                                                    position_t queries, std::int32_t top_k_slots) const {
+        return head.layout.used(queries, top_k_slots);
     }
     [[nodiscard]] __device__ paged::paged_source<T> source(const paged_head<T>& head, std::int32_t /*pair*/,
                                                            std::int32_t used) const {
@@ -173,7 +173,7 @@ struct paged_head {
     HeadParams head_params;
     HeadRows layout;
     std::int64_t index;    // sequence * kv_heads + head
-    std::int32_t* record;  // the worst sequences of its tiles, where it has a budget
+    std::int32_t* record;  // the worst slots of its tiles, where it has a budget
     std::int32_t* table;
     PagedRows<T> rows;
     const paged_view<T>* cache;
@@ -209,7 +209,7 @@ struct paged_head {
                                              ? cache->max_seq_len
                                              : bound);
     }
-    [[nodiscard]] __device__ paged_top_k_slots<T> slots(position_t rebase_limit) const {
+    [[nodiscard]] __device__ paged_top_k_slots<T> top_k_slots(position_t rebase_limit) const {
         return {head_params, rebase_limit, rows, layout.slot(0)};
     }
 

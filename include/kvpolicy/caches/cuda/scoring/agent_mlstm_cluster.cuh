@@ -26,7 +26,7 @@ namespace cuda_backend {
 inline constexpr int cluster_blocks = 8;
 inline constexpr int cluster_warps = 8;  // of a block
 inline constexpr int cluster_threads = 32 * cluster_warps;
-/// Of a thread: beside two warps of so many a quarter of an SM has room for a warp of the step.
+/// Of a thread: beside two warps of so many a quarter of an SM has space for a warp of the step.
 inline constexpr int cluster_registers = 168;
 
 /// Sizes: the most sequences of a cluster at once, and folds of their states that a thread has.

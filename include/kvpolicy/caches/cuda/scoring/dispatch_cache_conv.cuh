@@ -40,7 +40,7 @@ class late_scores {
             "kvpolicy: on CUDA a cache's ConvScorer takes rows of bf16, fp16 or float; double is the host's");
         call_.batch.count = count;
         call_.tokens.most = most;
-        // A scorer that no kernel has room for is refused here, before anything is enqueued.
+        // A scorer that no kernel has space for is refused here, before anything is enqueued.
         if (conv_.hopper_inputs() == 0 || device.attribute(cudaDevAttrComputeCapabilityMajor) != 9) {
             static_cast<void>(fitting_conv_size<false>(
                 conv_.params, device.shared_limit() - sizeof(late_head<View>), conv_columns<T>));

@@ -42,7 +42,7 @@ struct late_score_params {
     std::int32_t blocks = 1;    // of a head
     bool in_rows = false;
     float* leaving = nullptr;  // [count, Hkv, most]
-    float* late = nullptr;     // the same; null: what is only proposed keeps no score
+    float* late = nullptr;     // the same; null: draft tokens keep no score
     std::uint32_t* status = nullptr;
 };
 

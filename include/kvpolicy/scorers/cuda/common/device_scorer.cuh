@@ -35,7 +35,7 @@ struct device_scorer : device_scorer_defaults {};
 
 /// The arguments of score_sequence, of a call that is checked. k [B, Hkv, S, Dk], v [B, Hkv, S, Dv], scores [B, Hkv, S].
 template <class T>
-struct score_arguments {
+struct score_sequence_params {
     rows_view<const T> k;
     rows_view<const T> v;
     Sequences sequences;

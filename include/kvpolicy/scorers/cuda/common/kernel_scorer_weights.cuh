@@ -52,7 +52,7 @@ struct weight_stack {
         }
         return false;
     }
-    /// Makes room for so many rows, since products are computed for whole tiles of them.
+    /// Makes space for so many rows, since products are computed for whole tiles of them.
     void hold(std::int32_t count) { rows = rows > count ? rows : (count + 63) / 64 * 64; }
 };
 

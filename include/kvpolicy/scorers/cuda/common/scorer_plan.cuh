@@ -210,7 +210,7 @@ void fill_stack(const cuda& on, const weight_stack& stack, const scorer_plan<T>&
 }
 
 /// Parts of a head's chunks whose weight gradients are summed apart, so that there is work for all
-/// SMs, and all of it at once: an H100 has room for 396 blocks.
+/// SMs, and all of it at once: an H100 has space for 396 blocks.
 template <class T>
 std::int32_t gradient_splits(const scorer_plan<T>& call, const weight_stack& stack) {
     const std::int64_t tiles =

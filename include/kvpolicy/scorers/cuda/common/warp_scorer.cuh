@@ -45,7 +45,7 @@ __global__ void __launch_bounds__(256)
 
 /// A call's workspace; then, unless it is only measured, its streams, and enqueue(plan) for its chunks.
 template <class T, class Enqueue>
-void score_chunks(const cuda& ctx, const score_arguments<T>& call, workspace_parts& parts, bool measure,
+void score_chunks(const cuda& ctx, const score_sequence_params<T>& call, workspace_parts& parts, bool measure,
                   std::uint32_t* status, const Enqueue& enqueue) {
     scorer_plan<T> all(call.k, call.v, call.sequences, 0, parts);
     if (!measure) {
@@ -64,7 +64,7 @@ struct warp_device_scorer : device_scorer_defaults {
     static constexpr bool by_warp = true;
 
     template <class Widths, class T>
-    static void forward(const cuda& on, const S& scorer, const score_arguments<T>& call,
+    static void forward(const cuda& on, const S& scorer, const score_sequence_params<T>& call,
                         cuda_backend::workspace_parts& parts, bool measure, std::uint32_t* status) {
         namespace cb = cuda_backend;
         cb::score_chunks(on, call, parts, measure, status, [&](const cb::scorer_plan<T>& all) {

@@ -113,7 +113,7 @@ __device__ inline void pack_conv(const conv_weights& from, T* to, std::uint32_t 
 #if KVPOLICY_HOPPER_CODE
 
 /// A thread's weights on their way into a product of `Results` channels, 64 or 128, of three taps of `Inputs`
-/// numbers; room for `Slots` groups of steps.
+/// numbers; space for `Chunks` groups of steps.
 template <int Results, int Inputs, int Chunks = 4>
 struct conv_fragments {
     static constexpr int steps = 3 * Inputs / 16, groups = steps / conv_group,

@@ -21,7 +21,7 @@ struct device_scorer<ConvScorer<D>> : device_scorer_defaults {
     using scorer_type = ConvScorer<D>;
 
     template <class Widths, class T>
-    static void forward(const cuda& on, const scorer_type& scorer, const score_arguments<T>& call,
+    static void forward(const cuda& on, const scorer_type& scorer, const score_sequence_params<T>& call,
                         cuda_backend::workspace_parts& parts, bool measure, std::uint32_t* status) {
         namespace cb = cuda_backend;
         cb::conv_plan<T> conv(scorer, call.k, call.v, call.sequences, call.delay, call.options.dropout,

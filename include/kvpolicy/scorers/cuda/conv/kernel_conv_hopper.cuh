@@ -43,7 +43,7 @@ namespace cuda_backend {
 /// Out: to [heads, conv_forward_shape::weights_before(4)] T; frequencies [rotated / 2] fp32 where not null.
 /// Overwritten.
 template <class T, int Inputs>
-__global__ void __launch_bounds__(256, 8)  // registers that leave room for a block of the kernel that follows
+__global__ void __launch_bounds__(256, 8)  // leaves registers for the next kernel's block
     pack_conv_kernel(const conv_weights from, T* const to, const float base, const std::int32_t rotated,
                      float* const frequencies) {
     let_next_kernel_start();

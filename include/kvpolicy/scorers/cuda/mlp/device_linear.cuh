@@ -64,7 +64,7 @@ struct device_scorer<LinearScorer<D>> : warp_device_scorer<LinearScorer<D>> {
     static constexpr bool has_gradients = true;
 
     template <class Widths, class T>
-    static void forward(const cuda& on, const LinearScorer<D>& scorer, const score_arguments<T>& call,
+    static void forward(const cuda& on, const LinearScorer<D>& scorer, const score_sequence_params<T>& call,
                         cuda_backend::workspace_parts& parts, bool measure, std::uint32_t* status) {
         namespace cb = cuda_backend;
         cb::score_chunks(on, call, parts, measure, status, [&](const cb::scorer_plan<T>& all) {

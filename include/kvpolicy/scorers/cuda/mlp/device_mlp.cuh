@@ -132,7 +132,7 @@ requires(cuda_backend::is_known_input<Input> &&
     using scorer_type = BasicMlpScorer<Input, Act, D>;
 
     template <class Widths, class T>
-    static void forward(const cuda& on, const scorer_type& scorer, const score_arguments<T>& call,
+    static void forward(const cuda& on, const scorer_type& scorer, const score_sequence_params<T>& call,
                         cuda_backend::workspace_parts& parts, bool measure, std::uint32_t* status) {
         namespace cb = cuda_backend;
         cb::mlp_plan<T> mlp(scorer, call.k, call.v, call.sequences, nullptr, parts);

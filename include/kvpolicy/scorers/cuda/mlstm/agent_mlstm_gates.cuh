@@ -111,13 +111,13 @@ __device__ inline void compute_gates(const mlstm_params<T>& params, const scorer
         input += params.b_i != nullptr ? params.b_i[s.h] : 0.0f;
         forget += params.b_f != nullptr ? params.b_f[s.h] : 0.0f;
         float slope_i = 1.0f, slope_f = 1.0f;
-        if (params.softcap > 0.0f) {
-            const float of_input = tanhf(input / params.softcap);
-            const float of_forget = tanhf(forget / params.softcap);
+        if (params.gate_softcap > 0.0f) {
+            const float of_input = tanhf(input / params.gate_softcap);
+            const float of_forget = tanhf(forget / params.gate_softcap);
             slope_i = 1.0f - of_input * of_input;
             slope_f = 1.0f - of_forget * of_forget;
-            input = params.softcap * of_input;
-            forget = params.softcap * of_forget;
+            input = params.gate_softcap * of_input;
+            forget = params.gate_softcap * of_forget;
         }
         const float e = expf(-fabsf(forget));
         log_input = static_cast<double>(input);

@@ -58,7 +58,7 @@ struct device_scorer<mLSTMScorer<D, Feature, Values>> : device_scorer_defaults {
     using scorer_type = mLSTMScorer<D, Feature, Values>;
 
     template <class Widths, class T>
-    static void forward(const cuda& on, const scorer_type& scorer, const score_arguments<T>& call,
+    static void forward(const cuda& on, const scorer_type& scorer, const score_sequence_params<T>& call,
                         cuda_backend::workspace_parts& parts, bool measure, std::uint32_t* status) {
         namespace cb = cuda_backend;
         const bool for_backward = call.options.for_backward;

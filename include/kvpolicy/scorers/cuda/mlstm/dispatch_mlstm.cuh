@@ -112,7 +112,7 @@ struct mlstm_plan {
         params.projection = projection;
         params.hedgehog = Hedgehog;
         direct_values = !S::value_path::projected;
-        params.softcap = scorer.gate_softcap;
+        params.gate_softcap = scorer.gate_softcap;
         mlstm_width_choice<Widths>::with(params.features, width, [&](auto features, auto values) {
             constexpr int F = features, V = values;
             of_queries.add(weights.w_q, to.w_q, projection);

@@ -17,7 +17,7 @@ inline constexpr int mlstm_chunk_stabilizers_threads = 256;
 /// Grid: a block per plane. Block: 256 threads, a chunk per thread and round. Shared memory: 256 bytes,
 /// static.
 /// In: frames [planes, chunks], with what mlstm_project_kernel left of each chunk (top, forgotten, weights,
-/// heavy, bad).
+/// ref_token, bad).
 /// Out: frames, completed in place: m, keep, add, reads, count, fresh, before (ref_token) and share
 /// (ref_weight). Continued sequences: the caller's m, overwritten; partial_states gets the caller's sums. m'
 /// = forgotten + max(m, top) is max(m + a, b), and such maps compose, so the scan is parallel.

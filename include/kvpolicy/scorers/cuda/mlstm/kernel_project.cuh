@@ -17,8 +17,8 @@ namespace kvpolicy {
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 namespace cuda_backend {
 
-/// Slabs of weights, 64 columns of `rows` rows, that are on their way at once: as many as leave room for two
-/// blocks on an SM. Blocks of one chunk are those of wide inputs, which need the room themselves.
+/// Slabs of weights, 64 columns of `rows` rows, that are on their way at once: as many as leave space for two
+/// blocks on an SM. Blocks of one chunk are those of wide inputs, which need the shared memory themselves.
 template <class T, int Chunks>
 KVPOLICY_HOST_DEVICE constexpr int mlstm_slabs(int rows) {
     return !shared_tile<T>::plain && Chunks == 2 && rows <= 64 ? 4 : 2;
@@ -482,8 +482,8 @@ struct project_agent {
 /// In: source (k, v) T; stack_q [heads, rows_q, padded], stack_k [heads, rows_k, padded] T; w_i, b_i, w_f,
 /// b_f, skip fp32. direct_values: v~ are the values themselves.
 /// Out, overwritten: rows q, k [.., F], v [.., V] E; log_source, log_top fp64, weight, skipped fp32; slope_i,
-/// slope_f where a backward pass wants them; frames [planes, chunks] with top, forgotten, weights, heavy and
-/// bad of each chunk. Rows without a token are made of inputs that are 0.
+/// slope_f where a backward pass wants them; frames [planes, chunks] with top, forgotten, weights, ref_token
+/// and bad of each chunk. Rows without a token are made of inputs that are 0.
 /// 1. The inputs and the gates' weights to shared memory.
 /// 2. The gates of the tokens; tokens that are not finite become 0.
 /// 3. Features: projection and softmax.

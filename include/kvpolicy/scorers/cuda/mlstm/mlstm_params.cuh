@@ -65,7 +65,7 @@ struct mlstm_params {
     scorer_source<T> source;
     std::int32_t features = 0, width = 0, projection = 0;  // d_qk, d_v, and rows of Wq
     bool hedgehog = false;
-    float softcap = 0.0f;
+    float gate_softcap = 0.0f;
     // Weights: stacked in T, [q | skip] and [k | v | i | f], and the arrays that are read in fp32.
     const T* stack_q = nullptr;  // [heads, rows_q, source.padded]
     const T* stack_k = nullptr;  // [heads, rows_k, source.padded]
