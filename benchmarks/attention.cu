@@ -1,7 +1,8 @@
-// Attention on CUDA for prefill and training: the forward and backward pass through lifetimes, soft gates, and the
-// future-attention target. Tensors and scores are those of benchmarks/baselines/attention.py, bit for bit; lifetimes come from
-// build_mask of the scores. Beside every time stand exact live-pair FLOPs (4 D a pair forward, 10 D backward, 2 D without
-// values), the rate that they make, and the bytes that a call needs beyond its tensors.
+// Attention on CUDA for prefill and training: the forward and backward pass through lifetimes, soft gates,
+// and the future-attention target. Tensors and scores are those of benchmarks/baselines/attention.py, bit for
+// bit; lifetimes come from build_mask of the scores. Beside every time stand exact live-pair FLOPs (4 D a
+// pair forward, 10 D backward, 2 D without values), the rate that they make, and the bytes that a call needs
+// beyond its tensors.
 #include <kvpolicy/cuda.cuh>
 #include <kvpolicy/policies/compose.hpp>
 #include <kvpolicy/policies/sink.hpp>
@@ -95,7 +96,7 @@ void measure_with_workspace(benchmark::State& state, std::size_t bytes, const Ca
         state, calls.stream, [&] { call(on, workspace); }, bytes);
 }
 
-// ---- the future-attention target -------------------------------------------------------------------------------------
+// ---- the future-attention target --------------------------------------------------------------------------
 
 constexpr std::int32_t window = 256;
 
@@ -164,9 +165,10 @@ void add_future_mass() {
     }
 }
 
-// ---- through lifetimes -----------------------------------------------------------------------------------------------
+// ---- through lifetimes ------------------------------------------------------------------------------------
 
-/// Scores of gates that are open in runs of `least` to 4 `least` tokens, a quarter of all, and shut between them.
+/// Scores of gates that are open in runs of `least` to 4 `least` tokens, a quarter of all, and
+/// shut between them.
 std::vector<float> scores_in_runs(std::int64_t count, std::uint32_t least) {
     std::vector<float> scores(static_cast<std::size_t>(count), -3.0f);
     std::uint32_t state = 1;
@@ -183,7 +185,8 @@ std::vector<float> scores_in_runs(std::int64_t count, std::uint32_t least) {
     return scores;
 }
 
-/// Lifetimes that a policy gives the scores, and how many pairs of a query and a key they leave, counted exactly.
+/// Lifetimes that a policy gives the scores, and how many pairs of a query and a key they leave,
+/// counted exactly.
 struct lifetimes {
     buffer<kvp::expiry_t> expiry;
     double pairs = 0.0;
@@ -274,7 +277,8 @@ struct attention_tensors {
     }
 };
 
-/// Forward and backward in one call, as a training step makes them; with soft gates also the gradient of their biases.
+/// Forward and backward in one call, as a training step makes them; with soft gates also the gradient
+/// of their biases.
 template <class P>
 void forward_and_backward(benchmark::State& state, const shape& s, const P& policy, bool soft,
                           bool deterministic) {

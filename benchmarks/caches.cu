@@ -1,9 +1,10 @@
-// Decode steps of a FixedBudgetCache on CUDA, everything a step does: the append, the contest, attention, the rows. A call steps
-// all layers of a model once and advances, as one graph; its layers are caches of their own, together several times the L2
-// cache, so that every step finds cold rows without a flush whose write-back it would pay for. median_us is the time of one layer.
-// ragged.cuh has the steps of a DualCache.
+// Decode steps of a FixedBudgetCache on CUDA, everything a step does: the append, the contest, attention, the
+// rows. A call steps all layers of a model once and advances, as one graph; its layers are caches of their
+// own, together several times the L2 cache, so that every step finds cold rows without a flush whose
+// write-back it would pay for. median_us is the time of one layer. ragged.cuh has the steps of a DualCache.
 //
-// Beside it stand the bytes that a step cannot avoid, those of keys and values in use, and the rate that they make.
+// Beside it stand the bytes that a step cannot avoid, those of keys and values in use, and the
+// rate that they make.
 #include <kvpolicy/cuda.cuh>
 #include <kvpolicy/kvpop.hpp>
 #include <kvpolicy/scorers/linear.hpp>
@@ -48,7 +49,8 @@ __global__ void fill_weights(float* to, std::int64_t count, float scale, std::ui
     }
 }
 
-/// A full layer, as a long sequence leaves it: rows at random, and the positions that the layout wants. `length` is its tokens.
+/// A full layer, as a long sequence leaves it: rows at random, and the positions that the layout wants.
+/// `length` is its tokens.
 __global__ void fill_layer(bf16* k, bf16* v, kvp::position_t* position, float* score, std::int32_t rows,
                            std::int32_t dim, kvp::position_t length) {
     const std::int64_t row = blockIdx.x;  // of all sequences and heads
@@ -77,7 +79,8 @@ __global__ void fill_counters(std::int32_t* kept, kvp::position_t* length_of, st
     }
 }
 
-/// The next token's scores: even in [-4, 4), or always better than all before. Part of the graph, before the layers.
+/// The next token's scores: even in [-4, 4), or always better than all before. Part of the graph,
+/// before the layers.
 __global__ void next_scores(float* to, std::int32_t count, const kvp::position_t* length, bool improving) {
     const auto i = static_cast<std::int32_t>(blockIdx.x * blockDim.x + threadIdx.x);
     if (i < count) {
@@ -96,7 +99,8 @@ struct Numbers {
     }
 };
 
-/// Times `token`, which goes through all layers, as a graph: median_us is the time of one layer, which moves `bytes` bytes at least.
+/// Times `token`, which goes through all layers, as a graph: median_us is the time of one layer, which moves
+/// `bytes` bytes at least.
 template <class Token>
 void measure_layers(benchmark::State& state, cudaStream_t stream, std::int32_t layers, double bytes,
                     const Token& token) {
@@ -279,8 +283,8 @@ double peak_bandwidth() {
     return 2e3 * khz * bits / 8.0;
 }
 
-/// An mLSTM's launch of a step alone: the states of `batch` sequences are read and written once. As in decode(), layers follow
-/// each other, so that states are cold.
+/// An mLSTM's launch of a step alone: the states of `batch` sequences are read and written once. As in
+/// decode(), layers follow each other, so that states are cold.
 void score_alone(benchmark::State& state, std::int32_t batch) {
     constexpr std::int32_t dim = 128, budget = 8, rows = sinks + window + budget;
     const auto scorer = scorer_of<kvp::mLSTMScorer<>>(dim);

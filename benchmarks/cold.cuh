@@ -1,8 +1,8 @@
-// What the CUDA benchmarks share: calls timed with cold caches, device memory, and numbers that a baseline in another
-// language makes bit for bit the same.
+// What the CUDA benchmarks share: calls timed with cold caches, device memory, and numbers that a baseline in
+// another language makes bit for bit the same.
 //
-// Every timed call finds cold caches: a buffer of several times the L2 cache is overwritten before it, outside of the
-// timing. Times are CUDA events on the stream; median_ms is the number to read.
+// Every timed call finds cold caches: a buffer of several times the L2 cache is overwritten before it,
+// outside of the timing. Times are CUDA events on the stream; median_ms is the number to read.
 #pragma once
 
 #include <benchmark/benchmark.h>
@@ -69,8 +69,8 @@ class stream_of_calls {
     cudaStream_t stream = nullptr;
 };
 
-/// A call as a graph, so that what the host needs to enqueue it is not in the time. It must have been made once before, which loads its
-/// kernels.
+/// A call as a graph, so that what the host needs to enqueue it is not in the time. It must have been made
+/// once before, which loads its kernels.
 class captured {
   public:
     template <class Call>

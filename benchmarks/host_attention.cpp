@@ -1,8 +1,9 @@
-// Attention on the host: products against the processor's peak, prefill through a mask against dense prefill, and decode
-// against the machine's copy bandwidth. Prints the ratios of one run after the times.
+// Attention on the host: products against the processor's peak, prefill through a mask against dense prefill,
+// and decode against the machine's copy bandwidth. Prints the ratios of one run after the times.
 //
-// Targets: dense prefill at half of one core's FMA peak or more; 16k tokens with a budget of 2048 at least 3x faster than
-// dense; decode (G <= 4, a set larger than 4x the last-level cache) reads at 60% of the copy bandwidth or more.
+// Targets: dense prefill at half of one core's FMA peak or more; 16k tokens with a budget of 2048 at least 3x
+// faster than dense; decode (G <= 4, a set larger than 4x the last-level cache) reads at 60% of the copy
+// bandwidth or more.
 #include <kvpolicy/attention/attend.hpp>
 #include <kvpolicy/attention/host/simd_avx2.hpp>
 #include <kvpolicy/kvpop.hpp>
@@ -100,7 +101,7 @@ struct Call {
     }
 };
 
-// ---- one core: products against its peak -----------------------------------------------------------------------------
+// ---- one core: products against its peak ------------------------------------------------------------------
 
 #if KVPOLICY_X86
 /// Twelve chains of fused multiply-adds: what a core can do at most.
@@ -156,7 +157,7 @@ void prefill_one_core(benchmark::State& state) {
 BENCHMARK_TEMPLATE(prefill_one_core, float)->Arg(64)->Arg(128)->Unit(benchmark::kMillisecond)->MinTime(0.3);
 BENCHMARK_TEMPLATE(prefill_one_core, bf16)->Arg(64)->Arg(128)->Unit(benchmark::kMillisecond)->MinTime(0.3);
 
-// ---- prefill of 16k tokens: through a mask, and dense ----------------------------------------------------------------
+// ---- prefill of 16k tokens: through a mask, and dense -----------------------------------------------------
 
 void prefill_16k(benchmark::State& state, bool bounded) {
     const host on;
@@ -182,7 +183,7 @@ void prefill_16k_dense(benchmark::State& state) { prefill_16k(state, false); }
 BENCHMARK(prefill_16k_bounded)->Unit(benchmark::kMillisecond)->UseRealTime()->Iterations(2);
 BENCHMARK(prefill_16k_dense)->Unit(benchmark::kMillisecond)->UseRealTime()->Iterations(1);
 
-// ---- decode against the copy bandwidth, all threads ------------------------------------------------------------------
+// ---- decode against the copy bandwidth, all threads -------------------------------------------------------
 
 /// Copies as many bytes as a decode step reads, in parts, on the same threads.
 void copy(benchmark::State& state) {

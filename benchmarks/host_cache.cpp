@@ -1,8 +1,8 @@
-// The bounded cache on the host: a decode step against plain attention over as many rows, and over all rows; prefill with a
-// budget against dense prefill. Prints the ratios of one run after the times.
+// The bounded cache on the host: a decode step against plain attention over as many rows, and over all rows;
+// prefill with a budget against dense prefill. Prints the ratios of one run after the times.
 //
-// Targets: a step at B = 2048 after 32k tokens within 1.3x of attention over 2048 rows, and 12x faster than over 32k rows;
-// prefill of 16k tokens with a budget of 2048 at least 3x faster than dense.
+// Targets: a step at B = 2048 after 32k tokens within 1.3x of attention over 2048 rows, and 12x faster than
+// over 32k rows; prefill of 16k tokens with a budget of 2048 at least 3x faster than dense.
 #include <kvpolicy/kvpop.hpp>
 #include <kvpolicy/streaming_llm.hpp>
 

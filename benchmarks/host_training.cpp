@@ -1,9 +1,9 @@
-// What a step of scorer training costs beside the model's attention: target + boundary loss + scorer backward over 4096
-// tokens of one layer of SmolLM2 (9 query heads, 3 KV heads, head_dim 64), against the dense attention forward of that layer on
-// the same threads. Prints the ratios of one run after the times.
+// What a step of scorer training costs beside the model's attention: target + boundary loss + scorer backward
+// over 4096 tokens of one layer of SmolLM2 (9 query heads, 3 KV heads, head_dim 64), against the dense
+// attention forward of that layer on the same threads. Prints the ratios of one run after the times.
 //
-// Target: at most 1.5x. The boundary loss takes 1024 queries a head, as train_scorer does; the target's normalizer is the
-// one that the attention pass leaves behind.
+// Target: at most 1.5x. The boundary loss takes 1024 queries a head, as train_scorer does; the target's
+// normalizer is the one that the attention pass leaves behind.
 #include <kvpolicy/attention/attend.hpp>
 #include <kvpolicy/attention/future_mass.hpp>
 #include <kvpolicy/core/buffer.hpp>

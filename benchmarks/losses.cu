@@ -177,8 +177,8 @@ struct side_stream {
     void join() const { ok(cudaEventRecord(done, stream)); }
 };
 
-/// One layer: 32 query heads, 8 KV heads, 16k tokens, head_dim 128. `part`: 0 the whole step, 1 its target, 2 the rest; 3 the whole
-/// step with the scores made on a stream of their own while the target is ranked.
+/// One layer: 32 query heads, 8 KV heads, 16k tokens, head_dim 128. `part`: 0 the whole step, 1 its target, 2
+/// the rest; 3 the whole step with the scores made on a stream of their own while the target is ranked.
 template <class Widths, class S>
 void step(benchmark::State& state, S scorer, std::int32_t delay, int part) {
     using T = kvp::bf16;

@@ -1,5 +1,5 @@
-// build_mask on CUDA: ranks, running cutoffs and expiries of a policy's whole mask, everything included. Scores are those
-// of benchmarks/baselines/masks.py, bit for bit.
+// build_mask on CUDA: ranks, running cutoffs and expiries of a policy's whole mask, everything included.
+// Scores are those of benchmarks/baselines/masks.py, bit for bit.
 #include <kvpolicy/cuda.cuh>
 #include <kvpolicy/policies/compose.hpp>
 #include <kvpolicy/policies/decay.hpp>

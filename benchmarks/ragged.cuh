@@ -1,5 +1,6 @@
-// Decode steps of one layer at 128k tokens, batch 16: a DualCache whose heads keep from 2% to 90% of the keys, a quarter on average,
-// beside dense decode. Both are steps of this library, everything included; the layer is many times the L2 cache.
+// Decode steps of one layer at 128k tokens, batch 16: a DualCache whose heads keep from 2% to 90% of the
+// keys, a quarter on average, beside dense decode. Both are steps of this library, everything included; the
+// layer is many times the L2 cache.
 #pragma once
 
 #include <kvpolicy/caches/cuda/contiguous/dispatch_contiguous.cuh>
@@ -128,7 +129,8 @@ using Gated = kvp::Policy<kvp::Sink<>, kvp::Window<>, kvp::ThresholdGate<kvp::at
 using Selecting =
     kvp::Policy<kvp::Sink<>, kvp::Window<>, kvp::ThresholdGate<kvp::at_least>, kvp::QuestPages<16>>;
 
-/// The state of a DualCache after `length` tokens of which head h has promoted kept[h]. Pages of a head are scattered over the pool.
+/// The state of a DualCache after `length` tokens of which head h has promoted kept[h]. Pages of a head are
+/// scattered over the pool.
 template <class P>
 __global__ void fill_dual(kvp::DualRef<P, bf16> cache, const std::int32_t* kept,
                           const std::int64_t* first_page, std::int64_t slot_pages, std::int64_t pages,
@@ -162,7 +164,8 @@ __global__ void fill_free(kvp::DualRef<P, bf16> cache, std::int64_t first, std::
     }
 }
 
-/// Heads of `percent` of the keys each. Of a policy that selects a token reads `read` pages of 16 rows of every head.
+/// Heads of `percent` of the keys each. Of a policy that selects a token reads `read` pages of 16
+/// rows of every head.
 template <class P = Gated>
 void dual(benchmark::State& state, const Size& size, const std::array<float, heads>& percent,
           std::int32_t page_size, std::int32_t read = kvp::unlimited) {

@@ -1,6 +1,7 @@
-// Scores of sequences on CUDA, and their gradients: whole calls, an mLSTM without its projections (states between chunks, reads, and
-// back), which is what kernels for linear recurrences are compared by, and SP-KV's predictor. What is bound by products also has
-// tf_per_s, to be read beside "measured matrix rate", a product of 8192^3 by cuBLASLt on the same GPU.
+// Scores of sequences on CUDA, and their gradients: whole calls, an mLSTM without its projections (states
+// between chunks, reads, and back), which is what kernels for linear recurrences are compared by, and SP-KV's
+// predictor. What is bound by products also has tf_per_s, to be read beside "measured matrix rate", a product
+// of 8192^3 by cuBLASLt on the same GPU.
 #include <kvpolicy/scorers/cuda/library_scorers.cuh>
 #include <kvpolicy/scorers/cuda/mlstm/dispatch_mlstm.cuh>
 #include <kvpolicy/scorers/cuda_predictor.cuh>
@@ -162,7 +163,8 @@ void backward(benchmark::State& state, const shape& of, const S& blank, bool inp
                                                  {workspace.data(), bytes});
         },
         bytes);
-    // The layers again, their inputs' gradients but for the first layer's (unless they are wanted), and their weights'.
+    // The layers again, their inputs' gradients but for the first layer's (unless they are wanted),
+    // and their weights'.
     if (const double flop = flop_of(all.scorer, of); flop > 0.0) {
         const double first = 6.0 * of.dim * 2 * of.dim * static_cast<double>(of.rows());
         rate(state, 3.0 * flop - (inputs ? 0.0 : first));
@@ -171,12 +173,14 @@ void backward(benchmark::State& state, const shape& of, const S& blank, bool inp
 
 /// What of an mLSTM is timed.
 enum class passes : std::uint8_t {
-    scores,  ///< forward
-    both,  ///< and backward, for which the states are computed again, as score_sequence_backward does by itself
+    scores,     ///< forward
+    both,       ///< and backward, for which the states are computed again, as
+                ///< score_sequence_backward does by itself
     both_kept,  ///< backward goes on from the states that the scores left, as it does with `kept`
 };
 
-/// Features, values and gates are there; timed is what follows: scores, and gradients of features, values and gates.
+/// Features, values and gates are there; timed is what follows: scores, and gradients of features,
+/// values and gates.
 template <passes Which>
 void without_projections(benchmark::State& state, const shape& of) {
     using S = kvp::mLSTMScorer<kvp::dynamic, kvp::Softmax, kvp::DirectValues>;

@@ -1,5 +1,5 @@
-// The demo: the byte model with its full KV cache beside the same model with bounded ones, in a table; then text written
-// with a bounded cache.
+// The demo: the byte model with its full KV cache beside the same model with bounded ones, in a table; then
+// text written with a bounded cache.
 //
 //   demo [--model FOLDER] [--sequences N] [--check]
 //

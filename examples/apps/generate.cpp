@@ -2,8 +2,8 @@
 //
 //   generate [OPTION...] [PROMPT]            generate --help lists options and policies
 //
-// PROMPT is a question for a chat model and the beginning of a text for others; without one it is read from the standard
-// input. Tokens go to the standard output as they come, a summary to the standard error.
+// PROMPT is a question for a chat model and the beginning of a text for others; without one it is read from
+// the standard input. Tokens go to the standard output as they come, a summary to the standard error.
 #include "support/generation_policies.hpp"
 
 #include <fmt/format.h>

@@ -1,7 +1,8 @@
 // What KV-cache policies cost a model: bits per byte, retrieval accuracy, memory and speed, for each policy
 // and budget.
 //
-//   evaluate [--model FOLDER] [--scorers FILE]... [--policies LIST] [--budgets LIST] [--sequences N] [--out NAME] ...
+//   evaluate [--model FOLDER] [--scorers FILE]... [--policies LIST] [--budgets LIST] [--sequences N] [--out
+//       NAME] ...
 #include "measure.hpp"
 #include "policies.hpp"
 #include "report.hpp"
@@ -129,8 +130,8 @@ Options parse(int argc, char** argv) {
     return o;
 }
 
-/// Rows of a budget that is a number or a percentage: 75% of 4096 leaves 1024, 94% (15/16) 256. Percentages are rounded to
-/// sixteenths: the paper's 88% is 7/8.
+/// Rows of a budget that is a number or a percentage: 75% of 4096 leaves 1024, 94% (15/16) 256. Percentages
+/// are rounded to sixteenths: the paper's 88% is 7/8.
 std::int32_t rows_of(const std::string& text, std::int32_t length) {
     if (!text.ends_with('%')) {
         return number("--budgets", text, 1, 1 << 30);
@@ -147,7 +148,8 @@ bool matches(const std::string& pattern, const std::string& name) {
                                   : name == pattern;
 }
 
-/// Refuses files of scorers that would share a name, or that no policy takes, and those that read keys after another window.
+/// Refuses files of scorers that would share a name, or that no policy takes, and those that read keys
+/// after another window.
 void check_scorers(const Options& o, std::span<const examples::TrainedScorers> trained,
                    std::span<const std::string> names, std::span<const std::string> known_names,
                    std::span<const EvaluatedPolicy* const> chosen) {

@@ -29,16 +29,17 @@ struct Result {
     double mib = 0.0;
     /// [layers, kv_heads]: rows held after the last token, summed over sequences.
     std::vector<double> rows;
-    /// [layers, position_bins]: of a layer's keys in a part of the sequence, the share held after its last token; summed over
-    /// sequences.
+    /// [layers, position_bins]: of a layer's keys in a part of the sequence, the share held after its last
+    /// token; summed over sequences.
     std::vector<double> kept;
-    /// Trained scorers, by the oracle's beta: [layers, kv_heads], summed over sequences. On the dense model's keys and values.
+    /// Trained scorers, by the oracle's beta: [layers, kv_heads], summed over sequences. On the dense model's
+    /// keys and values.
     std::map<float, std::vector<kvpolicy::Recall>> recall;
 };
 
-/// Runs policies on sequences and adds to their results; `targets` are the oracle's scores of a sequence, by beta. `decoded`
-/// tokens after the first sequence measure the speed; 0 of them leave it out. With a `GPU` the policies run there, and the oracle on
-/// the host.
+/// Runs policies on sequences and adds to their results; `targets` are the oracle's scores of a sequence, by
+/// beta. `decoded` tokens after the first sequence measure the speed; 0 of them leave it out. With a `GPU`
+/// the policies run there, and the oracle on the host.
 class Bench {
   public:
     Bench(const kvpolicy::host& on, llama::Engine& engine, const examples::HeldOut& data, std::int32_t chunk,

@@ -74,13 +74,14 @@ Made snapkv_chunks(const Setting& setting) {
     return in_pages(setting, kvpolicy::snapkv_for_total(setting.choice.budget, 32,
                                                         {kvpolicy::ObservedPrefill::in_chunks(64)}));
 }
-/// As it was meant: the prompt is taken densely and pruned once, and what follows stays, so the cache outgrows its budget.
+/// As it was meant: the prompt is taken densely and pruned once, and what follows stays, so the cache
+/// outgrows its budget.
 Made snapkv_prompt(const Setting& setting) {
     return in_pages(setting, kvpolicy::snapkv_for_total(setting.choice.budget));
 }
 
-/// WG-KV's rule on the oracle's scores: one threshold for all heads and layers, such that the rows are those of the budget on
-/// average at the end of the sequence. Heads whose keys are in demand keep more.
+/// WG-KV's rule on the oracle's scores: one threshold for all heads and layers, such that the rows are those
+/// of the budget on average at the end of the sequence. Heads whose keys are in demand keep more.
 Made gated_oracle(const Setting& setting) {
     const auto length = static_cast<std::size_t>(setting.length),
                row = static_cast<std::size_t>(setting.max_seq_len);
@@ -108,7 +109,7 @@ Made gated_oracle(const Setting& setting) {
     return std::make_unique<examples::Keeping<std::vector<float>>>(std::move(thresholds), std::move(cache));
 }
 
-// ---- on a GPU -------------------------------------------------------------------------------------------------------
+// ---- on a GPU ---------------------------------------------------------------------------------------------
 
 #if KVPOLICY_EXAMPLES_CUDA
 examples::DeviceBudget device_budget(const examples::PolicyChoice& choice) {

@@ -23,7 +23,8 @@ struct Setting {
     const llama::Config& config;
     examples::PolicyChoice choice;  ///< budget, sinks, window
     std::int32_t max_seq_len = 0;   ///< tokens that will come
-    /// For a policy with a beta: the oracle's scores [layers][kv_heads][longest] of this sequence (0 after its end).
+    /// For a policy with a beta: the oracle's scores [layers][kv_heads][longest] of this sequence
+    /// (0 after its end).
     std::span<const float> oracle{};
     std::int32_t length = 0;  ///< of the sequence; longest less what is decoded after it
 };

@@ -1,7 +1,9 @@
-// The engine's attention seam over a kvpolicy cache: the part of this example that an engine developer takes along.
+// The engine's attention seam over a kvpolicy cache: the part of this example that an engine
+// developer takes along.
 //
-// One cache object for the model, one ref a layer. The engine computes in fp32 and the cache may store bf16 or fp16, so
-// rows are converted on the way in and out; an engine that computes in the storage type passes its tensors as they are.
+// One cache object for the model, one ref a layer. The engine computes in fp32 and the cache may store bf16
+// or fp16, so rows are converted on the way in and out; an engine that computes in the storage type passes
+// its tensors as they are.
 #pragma once
 
 #include <kvpolicy/caches/dual.hpp>
@@ -29,7 +31,8 @@ class KvAttention {
     /// `positions` go on from length(); others are refused with std::invalid_argument.
     virtual void operator()(int layer, std::span<const std::int64_t> positions, std::span<const float> q,
                             std::span<const float> k, std::span<const float> v, std::span<float> out) = 0;
-    /// Scores of the sequence's tokens for a policy that takes them from its caller, [layers][kv_heads][length].
+    /// Scores of the sequence's tokens for a policy that takes them from its caller,
+    /// [layers][kv_heads][length].
     virtual void give_scores(std::span<const float> scores, std::int64_t length) = 0;
     virtual void clear() = 0;
 
@@ -39,12 +42,14 @@ class KvAttention {
     virtual double rows_per_head() const = 0;
     /// Positions that a head of a layer holds now, in the order of its rows.
     virtual std::vector<kvpolicy::position_t> retained(int layer, int head) const = 0;
-    /// Bytes of keys and values that the cache was given: by its budget, whatever the length of the text, or by its gates.
+    /// Bytes of keys and values that the cache was given: by its budget, whatever the length of the text,
+    /// or by its gates.
     virtual std::size_t bytes() const = 0;
 };
 
-/// One sequence of policy P whose rows are of type T, in a FixedBudgetCache, or in a DualCache that is attached slabs as its
-/// gates admit keys. `longest` bounds the sequence in a DualCache; a FixedBudgetCache takes any length.
+/// One sequence of policy P whose rows are of type T, in a FixedBudgetCache, or in a DualCache that is
+/// attached slabs as its gates admit keys. `longest` bounds the sequence in a DualCache; a FixedBudgetCache
+/// takes any length.
 template <class P, class T,
           template <kvpolicy::AnyPolicy, kvpolicy::Storage> class Cache = kvpolicy::FixedBudgetCache>
 class CacheAttention final : public KvAttention {

@@ -163,7 +163,8 @@ void check_tensors(const Config& config, const Safetensors& file) {
         known.insert(spec.name);
     }
     for (const Tensor& tensor : file.tensors()) {
-        // Harmless leftovers: a stored copy of a tied matrix, and RoPE's frequencies, which theta already says.
+        // Harmless leftovers: a stored copy of a tied matrix, and RoPE's frequencies, which
+        // theta already says.
         const bool leftover = tensor.name == "lm_head.weight" || tensor.name.ends_with("rotary_emb.inv_freq");
         if (!leftover && !known.contains(tensor.name))
             fail("{}: tensor {} is none of the {} that config.json asks for", file.path(),

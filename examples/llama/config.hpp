@@ -27,8 +27,8 @@ struct Config {
     int group() const noexcept { return heads / kv_heads; }
 };
 
-/// Throws Error for what this engine does not do (rope scaling, biases, other architectures) instead of computing
-/// something else; `file` is for the messages.
+/// Throws Error for what this engine does not do (rope scaling, biases, other architectures) instead of
+/// computing something else; `file` is for the messages.
 Config parse_config(std::string_view json_text, const std::string& file);
 Config read_config(const std::filesystem::path& file);
 

@@ -7,8 +7,8 @@
 
 namespace llama {
 
-/// Causal attention over a cache that keeps everything: what a bounded cache is compared with. One sequence, fp32.
-/// Clear rather than fast; memory and time grow with the text.
+/// Causal attention over a cache that keeps everything: what a bounded cache is compared with. One sequence,
+/// fp32. Clear rather than fast; memory and time grow with the text.
 class DenseAttention {
   public:
     explicit DenseAttention(const Config& config);

@@ -23,8 +23,8 @@ std::size_t size(int count, int width) {
     return static_cast<std::size_t>(count) * static_cast<std::size_t>(width);
 }
 
-/// y[count, w.rows] = x[count, w.cols] w^T, or y += that. One token is a matrix times a vector, which only streams the
-/// weights; BLAS libraries have no fast path for that inside gemm.
+/// y[count, w.rows] = x[count, w.cols] w^T, or y += that. One token is a matrix times a vector, which only
+/// streams the weights; BLAS libraries have no fast path for that inside gemm.
 void multiply(const float* x, int count, const Matrix& w, float* y, bool add = false) {
     const float beta = add ? 1.0f : 0.0f;
     if (count == 1) {
@@ -36,8 +36,8 @@ void multiply(const float* x, int count, const Matrix& w, float* y, bool add = f
     }
 }
 
-/// A small model's matrix-vector products take microseconds: less than it takes to wake a second thread, and far less
-/// than to wait for one that the system has put aside. Chunks and large models keep all threads.
+/// A small model's matrix-vector products take microseconds: less than it takes to wake a second thread, and
+/// far less than to wait for one that the system has put aside. Chunks and large models keep all threads.
 void choose_blas_threads(bool one) {
     if (openblas_set_num_threads == nullptr || openblas_get_num_threads == nullptr) {
         return;

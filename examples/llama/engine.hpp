@@ -12,27 +12,29 @@ namespace llama {
 ///
 ///     attention(layer, positions, q, k, v, out)
 ///
-/// gets positions[T], q[T, heads, head_dim], k and v[T, kv_heads, head_dim], all contiguous, q and k already rotated,
-/// and fills out[T, heads, head_dim]. Which sequence a row belongs to, and which earlier keys it sees, is the
-/// attention's business: the engine keeps nothing from one call to the next.
+/// gets positions[T], q[T, heads, head_dim], k and v[T, kv_heads, head_dim], all contiguous, q and k already
+/// rotated, and fills out[T, heads, head_dim]. Which sequence a row belongs to, and which earlier keys it
+/// sees, is the attention's business: the engine keeps nothing from one call to the next.
 template <class A>
 concept AttentionFunction = requires(A& attention, int layer, std::span<const std::int64_t> positions,
                                      std::span<const float> in, std::span<float> out) {
     attention(layer, positions, in, in, in, out);
 };
 
-/// For which tokens forward() computes logits. They cost a product with [vocab, hidden], so a prefill asks for the
-/// last one's only, and for none in the chunks before.
+/// For which tokens forward() computes logits. They cost a product with [vocab, hidden], so a prefill asks
+/// for the last one's only, and for none in the chunks before.
 enum class Logits { none, last, all };
 
-/// Runs a model. Holds the activations of one call, so it is for one thread at a time; the model may be shared.
+/// Runs a model. Holds the activations of one call, so it is for one thread at a time; the
+/// model may be shared.
 class Engine {
   public:
     explicit Engine(const Model& model) : model_(&model) {}
 
     const Model& model() const noexcept { return *model_; }
 
-    /// T tokens at their positions through all layers. Returns logits [1 or T, vocab], valid until the next call.
+    /// T tokens at their positions through all layers. Returns logits [1 or T, vocab], valid
+    /// until the next call.
     template <AttentionFunction AttentionParams>
     std::span<const float> forward(std::span<const std::int32_t> tokens,
                                    std::span<const std::int64_t> positions, AttentionParams&& attention,
@@ -62,8 +64,8 @@ class Engine {
     std::vector<float> logits_;                // [1 or T, vocab]
 };
 
-/// An attention that first shows each layer's q, k and v to observer(layer, positions, q, k, v): for training data,
-/// oracles and debugging. Refers to both, so they must outlive it.
+/// An attention that first shows each layer's q, k and v to observer(layer, positions, q, k, v): for training
+/// data, oracles and debugging. Refers to both, so they must outlive it.
 template <AttentionFunction AttentionParams, class Observer>
 auto observed(AttentionParams& attention, Observer& observer) {
     return [&](int layer, std::span<const std::int64_t> positions, std::span<const float> q,

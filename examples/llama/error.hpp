@@ -10,8 +10,8 @@
 
 namespace llama {
 
-/// What every function of this example throws: one sentence that names the file or argument, its value and what is
-/// allowed.
+/// What every function of this example throws: one sentence that names the file or argument, its value and
+/// what is allowed.
 class Error : public std::runtime_error {
   public:
     using std::runtime_error::runtime_error;

@@ -23,7 +23,8 @@ namespace {
 
 using json = nlohmann::json;
 
-// The limit of the format's own description; it bounds what a hostile header can make the JSON parser allocate.
+// The limit of the format's own description; it bounds what a hostile header can make the JSON
+// parser allocate.
 constexpr std::uint64_t max_header_bytes = 100'000'000;
 
 // root object > tensor's object > shape's array
@@ -148,8 +149,8 @@ Tensor read_entry(const Entry& entry, const std::byte* data, std::size_t data_by
 float half_to_float(std::uint16_t half) noexcept {
     const std::uint32_t sign = (half & 0x8000u) << 16;
     const std::uint32_t rest = static_cast<std::uint32_t>(half & 0x7fffu) << 13;
-    // Shifted into place, the exponent is too small by 127 - 15. A multiplication by 2^112 corrects it exactly and
-    // makes subnormals normal; infinity and NaN need their all-ones exponent set by hand.
+    // Shifted into place, the exponent is too small by 127 - 15. A multiplication by 2^112 corrects it
+    // exactly and makes subnormals normal; infinity and NaN need their all-ones exponent set by hand.
     float value = std::bit_cast<float>(rest) * 0x1p112f;
     if (rest >= 0x7c00u << 13) value = std::bit_cast<float>(rest | 0x7f800000u);
     return std::bit_cast<float>(std::bit_cast<std::uint32_t>(value) | sign);
@@ -210,7 +211,8 @@ Safetensors::Safetensors(const std::filesystem::path& path) : path_(path.string(
         next.tensor = read_entry({path_, name, value}, data, data_bytes, next.range);
     }
 
-    // The format wants the tensors to cover the data exactly: an overlap or a gap means a wrong or a doctored header.
+    // The format wants the tensors to cover the data exactly: an overlap or a gap means a wrong or a
+    // doctored header.
     std::ranges::sort(placed, {}, &Placed::range);
     std::uint64_t covered = 0;
     for (Placed& next : placed) {

@@ -16,7 +16,8 @@ enum class DType { f32, f16, bf16 };
 std::string_view name_of(DType type) noexcept;
 std::size_t bytes_of(DType type) noexcept;
 
-/// A tensor inside an open Safetensors file. `data` need not be aligned: the format allows a header of any length.
+/// A tensor inside an open Safetensors file. `data` need not be aligned: the format allows a
+/// header of any length.
 struct Tensor {
     std::string name;
     DType dtype = DType::f32;
@@ -27,9 +28,9 @@ struct Tensor {
 
 /// A safetensors file, mapped read-only: 8 bytes of header length, a JSON header, then the tensors' bytes.
 ///
-/// Files come from strangers, so the constructor believes nothing: every number is checked against the file's size
-/// before any pointer is made, and what it rejects throws Error. Once constructed, reading numel elements at any
-/// tensor's data is safe, for as long as nobody shortens the file.
+/// Files come from strangers, so the constructor believes nothing: every number is checked against the file's
+/// size before any pointer is made, and what it rejects throws Error. Once constructed, reading numel
+/// elements at any tensor's data is safe, for as long as nobody shortens the file.
 class Safetensors {
   public:
     explicit Safetensors(const std::filesystem::path& path);

@@ -13,8 +13,8 @@ struct SamplerOptions {
     std::uint64_t seed = 0;
 };
 
-/// Picks the next token. The same seed and logits give the same tokens everywhere: no distribution of the standard
-/// library is used, whose results differ between implementations.
+/// Picks the next token. The same seed and logits give the same tokens everywhere: no distribution of the
+/// standard library is used, whose results differ between implementations.
 class Sampler {
   public:
     explicit Sampler(const SamplerOptions& options = {});

@@ -73,8 +73,8 @@ struct Placed {
     Kind kind;
 };
 
-/// GPT-2 stores bytes in its vocabulary as printable characters: those that are printable in Latin-1 as themselves,
-/// the others as U+0100 and on, in order.
+/// GPT-2 stores bytes in its vocabulary as printable characters: those that are printable in Latin-1 as
+/// themselves, the others as U+0100 and on, in order.
 std::array<char32_t, 256> byte_alphabet() {
     std::array<char32_t, 256> alphabet{};
     char32_t next = 256;

@@ -10,8 +10,8 @@
 
 namespace llama {
 
-/// Whether encode() turns text like "<|im_end|>" into the special token or spells it out. What a user typed is
-/// spelled out: it must not be able to end its own turn.
+/// Whether encode() turns text like "<|im_end|>" into the special token or spells it out. What a user typed
+/// is spelled out: it must not be able to end its own turn.
 enum class Special { as_text, parse };
 
 /// Byte-level BPE as GPT-2 does it, or plain bytes, which is the same thing with 256 tokens and no merges.
@@ -24,8 +24,8 @@ class Tokenizer {
 
     int size() const noexcept { return static_cast<int>(pieces_.size()); }
 
-    /// Any bytes may be encoded, valid UTF-8 or not. A byte that the vocabulary has no token for is left out, as
-    /// Hugging Face's tokenizers do (SmolLM2 has none for 21 bytes, all rare).
+    /// Any bytes may be encoded, valid UTF-8 or not. A byte that the vocabulary has no token for is left out,
+    /// as Hugging Face's tokenizers do (SmolLM2 has none for 21 bytes, all rare).
     std::vector<std::int32_t> encode(std::string_view text, Special special = Special::as_text) const;
 
     /// The bytes of one token; they need not be whole characters, so a stream goes through Utf8Stream.
@@ -56,8 +56,8 @@ Tokenizer read_tokenizer(const std::filesystem::path& folder, int vocab_size);
 ///     's|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+
 std::vector<std::string_view> split_words(std::string_view text, bool split_digits);
 
-/// Passes bytes on in whole characters, for a terminal: what is incomplete waits, what can never become UTF-8 turns
-/// into U+FFFD.
+/// Passes bytes on in whole characters, for a terminal: what is incomplete waits, what can never become UTF-8
+/// turns into U+FFFD.
 class Utf8Stream {
   public:
     std::string push(std::string_view bytes);
@@ -73,8 +73,8 @@ struct Message {
     std::string content;
 };
 
-/// SmolLM2-Instruct's chat template, up to the point where the assistant's answer begins. Without a system message
-/// first, the one that the model was trained with is added.
+/// SmolLM2-Instruct's chat template, up to the point where the assistant's answer begins. Without a system
+/// message first, the one that the model was trained with is added.
 std::vector<std::int32_t> chat_prompt(const Tokenizer& tokenizer, std::span<const Message> messages);
 
 }  // namespace llama

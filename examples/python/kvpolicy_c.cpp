@@ -1,8 +1,10 @@
-// The library for Python: C functions over plain pointers, which ctypes calls (kvpolicy.py). Three are enough to train a scorer that is
-// written in a framework: the target, the boundary loss with its gradients, and the mask of the policy that both are for.
+// The library for Python: C functions over plain pointers, which ctypes calls (kvpolicy.py). Three are enough
+// to train a scorer that is written in a framework: the target, the boundary loss with its gradients, and the
+// mask of the policy that both are for.
 //
-// Write your own in the same way: what a policy is made of stays a type, so each policy that Python is to have is named here.
-// Tensors are fp32, contiguous, in host memory; for those on a GPU the same calls take kvpolicy::cuda{stream}, in a .cu file.
+// Write your own in the same way: what a policy is made of stays a type, so each policy that Python is to
+// have is named here. Tensors are fp32, contiguous, in host memory; for those on a GPU the same calls take
+// kvpolicy::cuda{stream}, in a .cu file.
 #include <kvpolicy/attention/future_mass.hpp>
 #include <kvpolicy/kvpop.hpp>
 #include <kvpolicy/losses/boundary.hpp>
@@ -57,8 +59,8 @@ extern "C" {
 /// What was wrong with the last call of this thread that answered 1.
 SHOWN const char* kvp_error() { return sentence().c_str(); }
 
-/// expiry [batch, heads, length] from scores [batch, heads, length]: query q sees key t where t <= q < expiry[t]. log_gamma
-/// [heads], or null for no decay.
+/// expiry [batch, heads, length] from scores [batch, heads, length]: query q sees key t where t <= q <
+/// expiry[t]. log_gamma [heads], or null for no decay.
 SHOWN int kvp_build_mask(const float* scores, std::int32_t batch, std::int32_t heads, std::int32_t length,
                          std::int32_t sinks, std::int32_t window, std::int32_t budget, const float* log_gamma,
                          std::int32_t* expiry) {
@@ -71,7 +73,8 @@ SHOWN int kvp_build_mask(const float* scores, std::int32_t batch, std::int32_t h
     });
 }
 
-/// The teacher's target [batch, heads, length] from q [batch, query_heads, length, dim] and k [batch, heads, length, dim].
+/// The teacher's target [batch, heads, length] from q [batch, query_heads, length, dim] and k [batch,
+/// heads, length, dim].
 SHOWN int kvp_future_mass(const float* q, const float* k, std::int32_t batch, std::int32_t query_heads,
                           std::int32_t heads, std::int32_t length, std::int32_t dim, std::int32_t window,
                           float beta, float* target) {
@@ -90,8 +93,8 @@ SHOWN int kvp_future_mass(const float* q, const float* k, std::int32_t batch, st
     });
 }
 
-/// The boundary loss of scores against a target, both [batch, heads, length]: *value, d_scores of that shape, and d_log_gamma
-/// [heads] (null where log_gamma is).
+/// The boundary loss of scores against a target, both [batch, heads, length]: *value, d_scores of that shape,
+/// and d_log_gamma [heads] (null where log_gamma is).
 SHOWN int kvp_boundary_loss(const float* scores, const float* target, std::int32_t batch, std::int32_t heads,
                             std::int32_t length, std::int32_t sinks, std::int32_t window, std::int32_t budget,
                             const float* log_gamma, double* value, float* d_scores, double* d_log_gamma) {

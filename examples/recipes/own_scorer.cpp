@@ -1,7 +1,8 @@
 // A scorer of your own, with a memory: a key is worth more the less it resembles what came after it.
 //
-// It is asked when a key leaves the window, from a state that has absorbed every token up to then. (docs/extend.md has one
-// without a state.) The library keeps the states, one for each sequence and head: in caches, snapshots, forks and masks.
+// It is asked when a key leaves the window, from a state that has absorbed every token up to then.
+// (docs/extend.md has one without a state.) The library keeps the states, one for each sequence and head: in
+// caches, snapshots, forks and masks.
 #include <kvpolicy/kvpop.hpp>
 
 #include <cmath>

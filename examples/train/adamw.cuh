@@ -1,5 +1,5 @@
-// AdamW (train/adamw.hpp) on a CUDA device: the same step, enqueued on a stream. What it finds stays in device
-// memory, so that a training loop need not wait for it.
+// AdamW (train/adamw.hpp) on a CUDA device: the same step, enqueued on a stream. What it finds stays in
+// device memory, so that a training loop need not wait for it.
 #pragma once
 
 #include "adamw.hpp"
@@ -41,8 +41,8 @@ struct Step {
     const std::int64_t* examples;  // where it is given and 0, nothing changes
 };
 
-/// The sum of a block's numbers, in every thread, always in the same order. The numbers that a block hands on must not be read
-/// by it before its next __syncthreads.
+/// The sum of a block's numbers, in every thread, always in the same order. The numbers that a block hands on
+/// must not be read by it before its next __syncthreads.
 __device__ inline double block_sum(double x) {
     __shared__ double sums[threads / 32];
     for (int step = 16; step > 0; step /= 2) {
@@ -181,8 +181,9 @@ class DeviceAdamW {
         state.put(&start, 0, 1, stream);
     }
 
-    /// One step with what stands in `gradients`. A norm that is not finite changes nothing and is counted in `state`, as is the
-    /// first such step's `number`. Where `examples`, in device memory, is given and 0 by then, nothing changes either.
+    /// One step with what stands in `gradients`. A norm that is not finite changes nothing and is counted in
+    /// `state`, as is the first such step's `number`. Where `examples`, in device memory, is given and 0 by
+    /// then, nothing changes either.
     void step(double rate, std::int64_t number, const std::int64_t* examples, cudaStream_t stream) const {
         const auto count = static_cast<std::int64_t>(count_);
         const auto blocks = static_cast<int>(
@@ -194,7 +195,8 @@ class DeviceAdamW {
                                rate,           number,         examples};
         adamw::squares_kernel<<<blocks, adamw::threads, 0, stream>>>(gradients.data(), count,
                                                                      partial_.data());
-        // An element a thread, up to what a GPU has at once: its divisions and roots take longer than its bytes.
+        // An element a thread, up to what a GPU has at once: its divisions and roots take
+        // longer than its bytes.
         const auto updaters = static_cast<int>(
             std::min<std::int64_t>((count + adamw::threads - 1) / adamw::threads, adamw::max_updaters));
         adamw::update_kernel<<<updaters, adamw::threads, 0, stream>>>(

@@ -1,5 +1,5 @@
-// AdamW for small training programs: decoupled weight decay, bias correction, clipping by the global norm, and a schedule
-// with a linear warm-up and a cosine.
+// AdamW for small training programs: decoupled weight decay, bias correction, clipping by the global norm,
+// and a schedule with a linear warm-up and a cosine.
 #pragma once
 
 #include <algorithm>
@@ -13,8 +13,9 @@
 
 namespace train {
 
-/// Learning rate at step 0, 1, ...: linear from peak / warm_up to peak over `warm_up` steps, then a cosine from peak to last
-/// at step `steps` - 1, and `last` from there on. KVpop, table 3: 1e-3 to 8e-5 after 100 steps.
+/// Learning rate at step 0, 1, ...: linear from peak / warm_up to peak over `warm_up` steps, then a
+/// cosine from peak to last at step `steps` - 1, and `last` from there on. KVpop, table 3: 1e-3 to 8e-5
+/// after 100 steps.
 struct Schedule {
     double peak = 1e-3;
     double last = 8e-5;
@@ -47,8 +48,8 @@ struct AdamWOptions {
 ///     g <- g min(1, clip / |g|)        m <- b1 m + (1 - b1) g        v <- b2 v + (1 - b2) g^2
 ///     p <- p - rate (m / (1 - b1^n) / (sqrt(v / (1 - b2^n)) + epsilon) + decay p)
 ///
-/// All in one order, so that the same gradients give the same bits. Saving `arrays` (moments) and steps_taken beside the
-/// parameters resumes exactly.
+/// All in one order, so that the same gradients give the same bits. Saving `arrays` (moments) and steps_taken
+/// beside the parameters resumes exactly.
 class AdamW {
   public:
     struct Array {
@@ -84,8 +85,8 @@ class AdamW {
         return std::sqrt(sum);
     }
 
-    /// One step; returns the gradient's norm before clipping. A norm that is not finite leaves everything as it was, and the
-    /// caller to say so.
+    /// One step; returns the gradient's norm before clipping. A norm that is not finite leaves everything as
+    /// it was, and the caller to say so.
     double step(double rate) {
         const double size = norm();
         if (!std::isfinite(size)) {

@@ -22,7 +22,8 @@ struct OutOfDeviceMemory : std::runtime_error {
     using std::runtime_error::runtime_error;
 };
 
-/// `count` elements of device memory, not filled. May be moved, not copied. Freeing it waits for what the device has to do.
+/// `count` elements of device memory, not filled. May be moved, not copied. Freeing it waits for what the
+/// device has to do.
 template <class T>
 class DeviceArray {
   public:

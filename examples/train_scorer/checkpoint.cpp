@@ -1,4 +1,5 @@
-// Checkpoints: weights, decay, the optimizer's moments and the step, in fp32, so that a run goes on bit for bit.
+// Checkpoints: weights, decay, the optimizer's moments and the step, in fp32, so that a run
+// goes on bit for bit.
 #include "support/safetensors_writer.hpp"
 #include "trainer.hpp"
 

@@ -1,4 +1,5 @@
-// The library's calls that do not depend on the scorer: compiled once, in device_calls.cu. And the small kernels between them.
+// The library's calls that do not depend on the scorer: compiled once, in device_calls.cu. And the small
+// kernels between them.
 #pragma once
 
 #include <kvpolicy/attention/future_mass.hpp>
@@ -30,8 +31,8 @@ struct DecayRange {
     double low, high;
 };
 
-/// After the backward pass of a sequence: its value is added to the sums, and d_log_gamma [heads], through alpha's sigmoid, to
-/// alpha's gradient; d_log_gamma is 0 again.
+/// After the backward pass of a sequence: its value is added to the sums, and d_log_gamma [heads], through
+/// alpha's sigmoid, to alpha's gradient; d_log_gamma is 0 again.
 void enqueue_visit(cudaStream_t stream, DeviceSums* sums, const kvpolicy::BoundaryValue* value,
                    std::int32_t heads, DecayRange range, const float* alpha, double* d_log_gamma,
                    float* alpha_gradient);

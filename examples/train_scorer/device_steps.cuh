@@ -206,7 +206,7 @@ class ScorerSteps final : public DeviceSteps {
     }
 
   private:
-    // ---- the scorer of all layers ------------------------------------------------------------------------------------
+    // ---- the scorer of all layers -------------------------------------------------------------------------
 
     /// The scorer of a layer without weights, for the heads of all layers.
     static S all_layers(const examples::ScorerSpec& spec) {
@@ -231,7 +231,8 @@ class ScorerSteps final : public DeviceSteps {
         return all;
     }
 
-    /// Points `into` at the arrays that this architecture has: those whose pointer in a layer's scorer is not null.
+    /// Points `into` at the arrays that this architecture has: those whose pointer in a layer's
+    /// scorer is not null.
     void point_at(float* memory, typename S::template parameters<float>& into) {
         examples::ScorerSpec one = job_.spec;
         one.layers = 1;
@@ -275,7 +276,7 @@ class ScorerSteps final : public DeviceSteps {
         }
     }
 
-    // ---- sequences ---------------------------------------------------------------------------------------------------
+    // ---- sequences ----------------------------------------------------------------------------------------
 
     kvpolicy::cuda on() const { return kvpolicy::cuda{stream_.get()}; }
 

@@ -73,7 +73,8 @@ std::function<std::vector<std::int32_t>(std::size_t)> open_sequences(const Optio
     return [&data](std::size_t i) { return data.text->sequence(static_cast<std::uint64_t>(i)); };
 }
 
-/// The model's own held-out sequences, or the byte model's in its tokens, two of them as one; nothing where there are none.
+/// The model's own held-out sequences, or the byte model's in its tokens, two of them as one; nothing
+/// where there are none.
 void open_held_out(const std::string& folder, Data& data) {
     if (std::filesystem::exists(std::filesystem::path(folder) / "eval.bin")) {
         data.eval = examples::read_held_out(folder);
@@ -224,8 +225,8 @@ class TimedSource final : public QkvSource {
 };
 #endif
 
-/// --compare: losses of both backends at every step, and what a step takes. The GPU's time is that of steps that follow, since
-/// reading a loss is not part of one.
+/// --compare: losses of both backends at every step, and what a step takes. The GPU's time is that of steps
+/// that follow, since reading a loss is not part of one.
 template <class S>
 void compare(const kvpolicy::host& on, const Options& o, Data& data) {
 #if KVPOLICY_TRAIN_ON_CUDA

@@ -71,12 +71,12 @@ struct Options {
 
 extern const char* const usage;
 
-/// Throws llama::Error for what is not understood or not allowed, and for an option that what was asked for would not look
-/// at. Prints the usage and ends the process for --help.
+/// Throws llama::Error for what is not understood or not allowed, and for an option that what was asked for
+/// would not look at. Prints the usage and ends the process for --help.
 Options parse(int argc, const char* const* argv);
 
-/// Throws llama::Error for a file that could not be written when the time comes, and for one that would be written over another
-/// of this run. Leaves nothing behind.
+/// Throws llama::Error for a file that could not be written when the time comes, and for one that would be
+/// written over another of this run. Leaves nothing behind.
 void check_files(const Options& options);
 
 }  // namespace train

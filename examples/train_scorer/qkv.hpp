@@ -1,15 +1,16 @@
-// Keys, values and targets of whole sequences of a frozen model: what scorers are trained on. They come from a model that
-// runs here, or from a file that anything may have written.
+// Keys, values and targets of whole sequences of a frozen model: what scorers are trained on. They come from
+// a model that runs here, or from a file that anything may have written.
 //
 // The file (docs/training.md): safetensors, F32, F16 or BF16. For sequences i = 0, 1, ... and every layer l
 //
 //     sequences.{i}.layers.{l}.q          [S, Hq, Dk]    rotated, as attention uses them
 //     sequences.{i}.layers.{l}.k          [S, Hkv, Dk]   rotated, as the cache stores them
 //     sequences.{i}.layers.{l}.v          [S, Hkv, Dv]
-//     sequences.{i}.layers.{l}.target.{B} [Hkv, S]       optional: the target with beta B ("1", "2", "inf"), fp32
+//     sequences.{i}.layers.{l}.target.{B} [Hkv, S]       optional: the target with beta B ("1", "2", "inf"),
+//         fp32
 //
-// q is needed only where a target is not there. Metadata of files with targets: "window", "aggregate" (max, mean)
-// and "look_ahead" (a number, or all; a file without it means all).
+// q is needed only where a target is not there. Metadata of files with targets: "window", "aggregate" (max,
+// mean) and "look_ahead" (a number, or all; a file without it means all).
 #pragma once
 
 #include <kvpolicy/attention/future_mass.hpp>
@@ -57,7 +58,8 @@ kvpolicy::FutureMassOptions mass_options(const TargetOptions& target);
 const char* aggregate_name(kvpolicy::group_aggregate aggregate);
 std::string look_ahead_name(std::int32_t look_ahead);
 
-/// One sequence: k and v of each layer, and its targets; or, where TargetOptions::leave_out says so, q and no targets.
+/// One sequence: k and v of each layer, and its targets; or, where TargetOptions::leave_out says so,
+/// q and no targets.
 struct Example {
     std::int32_t length = 0;
     std::vector<std::vector<float>> k, v;    // [layers][length, kv_heads, dim]
@@ -93,22 +95,24 @@ using Observer = std::function<void(const std::vector<std::int32_t>& tokens, exa
 /// Passes on the host, in fp32; device_model.hpp has those of a GPU.
 Observer host_observer(const kvpolicy::host& on, const llama::Model& model);
 
-/// Runs a model densely on the sequences that `tokens(index)` gives. What was run stays in memory, unless TargetOptions::leave_out
-/// says that a device will keep it: then the last one does. Keys and values are rounded to bf16, which is what a cache stores.
+/// Runs a model densely on the sequences that `tokens(index)` gives. What was run stays in memory, unless
+/// TargetOptions::leave_out says that a device will keep it: then the last one does. Keys and values are
+/// rounded to bf16, which is what a cache stores.
 std::unique_ptr<QkvSource> model_source(const kvpolicy::host& on, const llama::Config& config,
                                         Observer observe, std::size_t count,
                                         std::function<std::vector<std::int32_t>(std::size_t)> tokens,
                                         const TargetOptions& target);
 
-/// Reads at most `most` sequences of a file of the form above. Targets that it lacks are computed from q once, and kept. Throws llama::Error for a file
-/// without sequences, tensors that are missing, of another shape than their neighbors, or not finite (named with head and
-/// position), and sequences with no q and no target.
+/// Reads at most `most` sequences of a file of the form above. Targets that it lacks are computed from q
+/// once, and kept. Throws llama::Error for a file without sequences, tensors that are missing, of
+/// another shape than their neighbors, or not finite (named with head and position), and sequences with
+/// no q and no target.
 std::unique_ptr<QkvSource> file_source(const kvpolicy::host& on, const std::filesystem::path& file,
                                        const TargetOptions& target,
                                        std::size_t most = std::numeric_limits<std::size_t>::max());
 
-/// Writes `count` sequences of a model in that form: q, k, v in bf16; or, with betas, the targets instead of q, which is
-/// much smaller. progress(index) is called before each.
+/// Writes `count` sequences of a model in that form: q, k, v in bf16; or, with betas, the targets instead of
+/// q, which is much smaller. progress(index) is called before each.
 void write_dump(const kvpolicy::host& on, const llama::Config& config, const Observer& observe,
                 std::size_t count, const std::function<std::vector<std::int32_t>(std::size_t)>& tokens,
                 std::int32_t length, const TargetOptions& target, std::span<const float> betas,

@@ -52,8 +52,9 @@ class TrainingText {
     std::uint64_t seed_;
 };
 
-/// Sequences of token ids, one a line, with spaces between the ids: what any tokenizer can write. Throws llama::Error for a file that is
-/// missing or empty, ids that are no numbers from 0 to vocab - 1 (named by line), and lines of different lengths.
+/// Sequences of token ids, one a line, with spaces between the ids: what any tokenizer can write. Throws
+/// llama::Error for a file that is missing or empty, ids that are no numbers from 0 to vocab - 1 (named by
+/// line), and lines of different lengths.
 std::vector<std::vector<std::int32_t>> read_tokens(const std::filesystem::path& file, std::int32_t vocab);
 /// The file has its name once it is whole.
 void write_tokens(const std::filesystem::path& file, std::span<const std::vector<std::int32_t>> sequences);

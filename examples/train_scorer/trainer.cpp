@@ -110,9 +110,9 @@ Trainer<S>::Trainer(const kvpolicy::host& on, const Options& options, QkvSource&
     }
 }
 
-/// The same network on inputs with variance 1 (and mean 0, for an MLP), written into the matrices that read them: keys and
-/// values differ in size by layer and dimension, and one rate has to do for all; and an mLSTM's features, a softmax, start
-/// soft. The first sequence says what the sizes are.
+/// The same network on inputs with variance 1 (and mean 0, for an MLP), written into the matrices that read
+/// them: keys and values differ in size by layer and dimension, and one rate has to do for all; and an
+/// mLSTM's features, a softmax, start soft. The first sequence says what the sizes are.
 template <class S>
 void Trainer<S>::standardize_inputs() {
     const Example& example = source_.get(0);
@@ -355,7 +355,8 @@ std::vector<std::vector<float>> Trainer<S>::scores_of(std::size_t index) {
     return scores;
 }
 
-/// Quantiles of the scores of keys that leave the window, over some training sequences: what a threshold is set by.
+/// Quantiles of the scores of keys that leave the window, over some training sequences: what a
+/// threshold is set by.
 template <class S>
 std::vector<float> Trainer<S>::score_quantiles() {
     const QkvShape& shape = source_.shape();

@@ -1,4 +1,5 @@
-// Trains the scorers of all layers and KV heads on a frozen model's k, v and targets, with the library's loss and gradients.
+// Trains the scorers of all layers and KV heads on a frozen model's k, v and targets, with the library's
+// loss and gradients.
 #pragma once
 
 #include <kvpolicy/policies/compose.hpp>
@@ -43,8 +44,8 @@ class Trainer {
     virtual void step();
     /// Whether take() waits for nothing.
     virtual bool done() const { return true; }
-    /// Sums over the steps since the last call. Throws llama::Error where a gradient was not finite; a step without
-    /// any decision leaves the weights as they are.
+    /// Sums over the steps since the last call. Throws llama::Error where a gradient was not finite; a step
+    /// without any decision leaves the weights as they are.
     virtual LossSums take();
     std::int64_t steps_done() const { return step_; }
     /// Of the last step that take() has seen.

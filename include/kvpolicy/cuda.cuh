@@ -1,6 +1,6 @@
-// The bodies of all CUDA operations. Umbrella headers (kvpop.hpp) declare the operations under nvcc; include this one where
-// they are instantiated. It reaches CUB, so one or two translation units of a project are enough: instantiate there what
-// the others call (docs/cuda.md has the recipe).
+// The bodies of all CUDA operations. Umbrella headers (kvpop.hpp) declare the operations under nvcc; include
+// this one where they are instantiated. It reaches CUB, so one or two translation units of a project are
+// enough: instantiate there what the others call (docs/cuda.md has the recipe).
 #pragma once
 
 #if defined(__cplusplus) && !defined(__CUDACC__)

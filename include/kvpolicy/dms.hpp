@@ -1,24 +1,31 @@
-// DMS (Dynamic Memory Sparsification; Lancucki et al., 2025): a learned decision to evict, carried out after a delay.
+// DMS (Dynamic Memory Sparsification; Lancucki et al., 2025): a learned decision to evict, carried
+// out after a delay.
 //
-//     using DMS = kvpolicy::DMS<256>;                                 // the decisions' logits come from the caller
+//     using DMS = kvpolicy::DMS<256>;                                 // the decisions' logits come from the
+//         caller
 //     // the same, spelled out:
-//     using Same = kvpolicy::Policy<kvpolicy::Sink<0>, kvpolicy::Window<256>, kvpolicy::EvictionGate, kvpolicy::GivenScores>;
-//     kvpolicy::DualCache<DMS, kvpolicy::bf16> cache{shape, {.slab_pages = 4096, .max_slabs = 64, .max_seq_len = 131072}};
-//     // training: the relaxed decision as a log-bias outside the window, and a loss that asks for enough of them
+//     using Same = kvpolicy::Policy<kvpolicy::Sink<0>, kvpolicy::Window<256>, kvpolicy::EvictionGate,
+//         kvpolicy::GivenScores>;
+//     kvpolicy::DualCache<DMS, kvpolicy::bf16> cache{shape, {.slab_pages = 4096, .max_slabs = 64,
+//         .max_seq_len = 131072}};
+//     // training: the relaxed decision as a log-bias outside the window, and a loss that asks for enough of
+//         them
 //     const kvpolicy::DmsGate gate{.temperature = 0.1f, .seed = step};
 //     kvpolicy::build_log_bias(on, DMS{}, gate, scores, sequences, expiry, log_bias);
-//     auto loss = kvpolicy::CompressionLoss{.target = kvpolicy::eviction_target(step, 8.0), .gate = gate}(on, DMS{}, scores, sequences, d_scores);
+//     auto loss = kvpolicy::CompressionLoss{.target = kvpolicy::eviction_target(step, 8.0), .gate = gate}(on,
+//         DMS{}, scores, sequences, d_scores);
 //
-// With alpha_t = sigmoid(z_t), visible(q, t) <=> t <= q and (q - t < w or alpha_t <= 0.5): a key whose decision was to evict
-// stays for w queries, in which the tokens after it may still read it, and then goes; the others stay for good. It is
-// WG-KV's rule with a gate of opposite sign. The decision is known when the key arrives. Heads keep different
-// numbers of keys, so the cache is a DualCache.
+// With alpha_t = sigmoid(z_t), visible(q, t) <=> t <= q and (q - t < w or alpha_t <= 0.5): a key whose
+// decision was to evict stays for w queries, in which the tokens after it may still read it, and then goes;
+// the others stay for good. It is WG-KV's rule with a gate of opposite sign. The decision is known when the
+// key arrives. Heads keep different numbers of keys, so the cache is a DualCache.
 //
-// The window is w keys here and w + 1 in the authors' code, which also takes the decision about key t from token t + 1; here
-// a decision comes with its own key.
+// The window is w keys here and w + 1 in the authors' code, which also takes the decision about key t from
+// token t + 1; here a decision comes with its own key.
 //
-// In training alpha = sigmoid((z + noise) / temperature) with logistic noise (a Gumbel-sigmoid), and log(1 - alpha) is added to
-// the logits outside the window. Memory is asked for with max(0, target - mean alpha), whose target rises with the step.
+// In training alpha = sigmoid((z + noise) / temperature) with logistic noise (a Gumbel-sigmoid), and log(1 -
+// alpha) is added to the logits outside the window. Memory is asked for with max(0, target - mean alpha),
+// whose target rises with the step.
 #pragma once
 
 #include <kvpolicy/attention/attend.hpp>

@@ -1,11 +1,13 @@
-// fmt formatters for policies, shapes and reports. Opt-in: no other header includes this one, it needs fmt (9 or newer), and
-// it is for host code, not for nvcc.
+// fmt formatters for policies, shapes and reports. Opt-in: no other header includes this one, it needs fmt (9
+// or newer), and it is for host code, not for nvcc.
 //
-//     fmt::print("{}\n", kvpolicy::KVpop<4, 256, 3836>{});    // Sink 4 + Window 256 + TopKBudget 3836 + Decay 1 (log gamma 0)
-//     fmt::print("{}\n", cache.usage(0, 0, 0));           // 1024 rows (4 sinks, 256 window, 764 long-range) of 5000 tokens
+//     fmt::print("{}\n", kvpolicy::KVpop<4, 256, 3836>{});    // Sink 4 + Window 256 + TopKBudget 3836 +
+//         Decay 1 (log gamma 0)
+//     fmt::print("{}\n", cache.usage(0, 0, 0));           // 1024 rows (4 sinks, 256 window, 764 long-range)
+//         of 5000 tokens
 //
-// A format spec is that of a string: {:>40}. A part of one's own is named by its kind, or by `const char* name() const` or
-// `std::string name() const` where it has one.
+// A format spec is that of a string: {:>40}. A part of one's own is named by its kind, or by `const char*
+// name() const` or `std::string name() const` where it has one.
 #pragma once
 
 #include <kvpolicy/caches/cache.hpp>

@@ -3,18 +3,24 @@
 //     using Quest = kvpolicy::Quest<16>;                              // pages of 16 keys
 //     // the same, spelled out:
 //     using Same = kvpolicy::Policy<kvpolicy::Window<16>, kvpolicy::KeepAll, kvpolicy::QuestPages<16>>;
-//     const Quest policy{{}, {}, kvpolicy::QuestPages<16>{64}};       // 64 pages per KV head, the newest token's included
+//     const Quest policy{{}, {}, kvpolicy::QuestPages<16>{64}};       // 64 pages per KV head, the newest
+//         token's included
 //     kvpolicy::DualCache<Quest, kvpolicy::bf16> cache{{..., .page_size = 16}, pool, policy};
 //
-// Keys fill pages of the size of the window, in their order, so a page holds 16 neighbors, as in the paper; the newest 16 keys are the
-// ring's page, which is read always. (A ring holds the newest keys at any time, where the paper's current page starts
-// empty.) The paper reads its first two layers whole: QuestPages<16>{per_head(pages, layers, 1)} with `unlimited` there.
+// Keys fill pages of the size of the window, in their order, so a page holds 16 neighbors, as in the paper;
+// the newest 16 keys are the ring's page, which is read always. (A ring holds the newest keys at any time,
+// where the paper's current page starts empty.) The paper reads its first two layers whole:
+// QuestPages<16>{per_head(pages, layers, 1)} with `unlimited` there.
 //
-// Selection composes with Admission and Eviction (WG-KV's taxonomy) in one type; every part says its own piece:
+// Selection composes with Admission and Eviction (WG-KV's taxonomy) in one type; every part
+// says its own piece:
 //
-//     kvpolicy::Policy<kvpolicy::Window<256>, kvpolicy::ThresholdGate<kvpolicy::at_least>, kvpolicy::WriteGateScorer<128>,   // admit
-//                      kvpolicy::SnapKVEviction,                                                                      // evict
-//                      kvpolicy::QuestPages<16>>                                                                      // select
+//     kvpolicy::Policy<kvpolicy::Window<256>, kvpolicy::ThresholdGate<kvpolicy::at_least>,
+//         kvpolicy::WriteGateScorer<128>,   // admit
+//                      kvpolicy::SnapKVEviction,
+//                          // evict
+//                      kvpolicy::QuestPages<16>>
+//                          // select
 #pragma once
 
 #include <kvpolicy/caches/dual.hpp>

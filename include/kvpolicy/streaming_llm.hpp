@@ -3,8 +3,9 @@
 //     using Streaming = kvpolicy::StreamingLLM<4, 1020>;             // 4 sinks, the 1020 most recent keys
 //     kvpolicy::FixedBudgetCache<Streaming, kvpolicy::bf16> cache{shape};
 //
-// visible(q, t) <=> t <= q and (t < s or q - t < w). No scores, no learning; the baseline of every table. Keys keep the
-// positions at which they were rotated (the paper re-rotates within the cache, which an engine may do before attention).
+// visible(q, t) <=> t <= q and (t < s or q - t < w). No scores, no learning; the baseline of every table.
+// Keys keep the positions at which they were rotated (the paper re-rotates within the cache, which an engine
+// may do before attention).
 #pragma once
 
 #include <kvpolicy/caches/fixed_budget.hpp>

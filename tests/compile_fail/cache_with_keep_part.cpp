@@ -1,5 +1,6 @@
 // Keys that are kept by position grow without bound.
-// expect: kvpolicy: a FixedBudgetCache cannot hold a policy that keeps keys by position, since nothing bounds them
+// expect: kvpolicy: a FixedBudgetCache cannot hold a policy that keeps keys by position, since nothing bounds
+//     them
 #include <kvpolicy/caches/fixed_budget.hpp>
 #include <kvpolicy/policies/window.hpp>
 

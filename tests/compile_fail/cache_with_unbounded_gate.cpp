@@ -1,5 +1,6 @@
 // An open gate alone bounds nothing.
-// expect: kvpolicy: a FixedBudgetCache needs a TopKBudget beside a gate, since an open gate alone bounds nothing
+// expect: kvpolicy: a FixedBudgetCache needs a TopKBudget beside a gate, since an open gate alone bounds
+//     nothing
 #include <kvpolicy/caches/fixed_budget.hpp>
 #include <kvpolicy/policies/threshold_gate.hpp>
 #include <kvpolicy/policies/topk_budget.hpp>

@@ -1,5 +1,6 @@
 // SnapKV keeps what is decoded.
-// expect: kvpolicy: a FixedBudgetCache cannot hold a policy that keeps what is decoded (SnapKV), since nothing bounds it; a DualCache can
+// expect: kvpolicy: a FixedBudgetCache cannot hold a policy that keeps what is decoded (SnapKV), since
+//     nothing bounds it; a DualCache can
 #include <kvpolicy/caches/fixed_budget.hpp>
 #include <kvpolicy/h2o.hpp>
 #include <kvpolicy/snapkv.hpp>

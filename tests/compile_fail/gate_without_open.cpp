@@ -1,5 +1,6 @@
 // A gate that cannot be asked.
-// expect: kvpolicy: a gate needs `bool open(float score, const HeadParams&) const` and `void write(HeadParams&, int layer, int head) const`
+// expect: kvpolicy: a gate needs `bool open(float score, const HeadParams&) const` and `void
+//     write(HeadParams&, int layer, int head) const`
 #include <kvpolicy/policies/compose.hpp>
 
 struct Gate {

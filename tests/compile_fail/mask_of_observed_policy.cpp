@@ -1,5 +1,6 @@
 // No plane of scores says what an observed policy keeps.
-// expect: kvpolicy: build_mask needs scores that do not change with every query; build_observed_mask takes policies that rank keys by the attention they receive
+// expect: kvpolicy: build_mask needs scores that do not change with every query; build_observed_mask takes
+//     policies that rank keys by the attention they receive
 #include <kvpolicy/masks/build.hpp>
 #include <kvpolicy/tova.hpp>
 

@@ -1,5 +1,6 @@
 // Attention gives a key its rank, but no gate a meaning.
-// expect: kvpolicy: a policy that ranks keys by the attention they receive takes a TopKBudget, and no gate, decay or keep part
+// expect: kvpolicy: a policy that ranks keys by the attention they receive takes a TopKBudget, and no gate,
+//     decay or keep part
 #include <kvpolicy/policies/compose.hpp>
 #include <kvpolicy/policies/threshold_gate.hpp>
 #include <kvpolicy/policies/topk_budget.hpp>

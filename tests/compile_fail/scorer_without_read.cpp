@@ -1,4 +1,5 @@
-// expect: kvpolicy: a scorer on leaving needs `float read(int head, const float* state, const float* key, const float* value, float* scratch) const`
+// expect: kvpolicy: a scorer on leaving needs `float read(int head, const float* state, const float* key,
+//     const float* value, float* scratch) const`
 #include <kvpolicy/policies/compose.hpp>
 #include <kvpolicy/policies/topk_budget.hpp>
 

@@ -1,5 +1,8 @@
-// expect: kvpolicy: a scorer needs `kind = part_kind::scorer`, `when`, and either `score(head, key, value)`, or state_size, reset, absorb and read, or score_span for one that reads neighbors, or observation and evicts_at_steps
-// expect: kvpolicy: a scorer on arrival needs `float score(int head, const float* key, const float* value, float* scratch) const`
+// expect: kvpolicy: a scorer needs `kind = part_kind::scorer`, `when`, and either `score(head, key, value)`,
+//     or state_size, reset, absorb and read, or score_span for one that reads neighbors, or observation and
+//     evicts_at_steps
+// expect: kvpolicy: a scorer on arrival needs `float score(int head, const float* key, const float* value,
+//     float* scratch) const`
 #include <kvpolicy/policies/compose.hpp>
 #include <kvpolicy/policies/topk_budget.hpp>
 

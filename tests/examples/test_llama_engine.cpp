@@ -22,17 +22,19 @@ const std::filesystem::path smollm2 = std::filesystem::path(TEST_MODELS) / "smol
 
 /// How far fp32 logits may stray from exact ones.
 ///
-/// In a product over n terms that is summed one by one in fp32 (unit roundoff u = 2^-24), every partial sum is rounded.
-/// For terms of random sign the i-th partial sum has size sqrt(i) against the result's sqrt(n), so the roundings, taken
-/// as independent, add to an error of u sqrt(sum of i / n) = u sqrt(n / 2) of the result. A logit is the end of a chain
-/// of products; RMSNorm and the residual sum keep relative sizes, so the chain's errors add in squares:
+/// In a product over n terms that is summed one by one in fp32 (unit roundoff u = 2^-24), every partial sum
+/// is rounded. For terms of random sign the i-th partial sum has size sqrt(i) against the result's sqrt(n),
+/// so the roundings, taken as independent, add to an error of u sqrt(sum of i / n) = u sqrt(n / 2) of the
+/// result. A logit is the end of a chain of products; RMSNorm and the residual sum keep relative sizes, so
+/// the chain's errors add in squares:
 ///     u sqrt(sum of n / 2 over the chain).
-/// A factor of 8 allows for what a model amplifies and for the worst of many logits, which lies at four to five
-/// standard deviations.
+/// A factor of 8 allows for what a model amplifies and for the worst of many logits, which lies at four to
+/// five standard deviations.
 ///
-/// Kernels that sum in several lanes do far better than one by one, so this alone would let a small mistake pass. The
-/// vectors also say how far NumPy strays when it computes the same formulas in fp32: two honest fp32 implementations
-/// differ by the order of their sums, which costs at most the square root of the lanes (up to 64 of them: a factor 8).
+/// Kernels that sum in several lanes do far better than one by one, so this alone would let a small mistake
+/// pass. The vectors also say how far NumPy strays when it computes the same formulas in fp32: two honest
+/// fp32 implementations differ by the order of their sums, which costs at most the square root of the lanes
+/// (up to 64 of them: a factor 8).
 double tolerance(const llama::Config& c, std::size_t count, double largest, double numpy_error) {
     const double width = c.heads * c.head_dim;
     const double layer = c.hidden_size + c.head_dim + static_cast<double>(count) +

@@ -94,7 +94,8 @@ TEST_CASE("SmolLM2's ids and chat prompt" *
           doctest::skip(!std::filesystem::exists(smollm2 / "config.json"))) {
     const Tokenizer tokenizer = llama::read_tokenizer(smollm2, 49152);
     check_ids(tokenizer, test::read_json(vectors / "smollm2_ids.json"), false);
-    // The prompt of the logits' vectors is this question in the chat template, encoded by the `tokenizers` package.
+    // The prompt of the logits' vectors is this question in the chat template, encoded by the
+    // `tokenizers` package.
     const llama::Message question{"user", "What is the capital of France, and why is it famous?"};
     CHECK(llama::chat_prompt(tokenizer, {&question, 1}) ==
           test::read_json(vectors / "smollm2_logits.json")[0]["tokens"].get<Ids>());

@@ -26,7 +26,8 @@ inline float noise(std::uint64_t stream, std::size_t i) {
     return static_cast<float>(2.0 * kvpolicy::random_unit(7, stream, i) - 1.0);
 }
 
-/// A file of q, k, v with numbers that depend on their place alone. `edit` may spoil a tensor: (name, values).
+/// A file of q, k, v with numbers that depend on their place alone. `edit` may spoil a
+/// tensor: (name, values).
 template <class Edit>
 std::filesystem::path write_qkv(const test::Folder& folder, const std::string& name, const Sizes& s,
                                 Edit&& edit, bool with_q = true) {

@@ -1,5 +1,5 @@
-// Any operations on caches, beside caches in which nothing is clever (support/naive_cache.hpp): the same keys after each of them, and
-// the same outputs, on a cache of fixed size and on one of pages that run out.
+// Any operations on caches, beside caches in which nothing is clever (support/naive_cache.hpp): the same keys
+// after each of them, and the same outputs, on a cache of fixed size and on one of pages that run out.
 #include <kvpolicy/caches/dual.hpp>
 #include <kvpolicy/caches/fixed_budget.hpp>
 #include <kvpolicy/policies/decay.hpp>
@@ -200,7 +200,8 @@ void run(Bytes& in, const host& on, Bound& bound, Model& model) {
                 follow(call, 0, seq, n, true);
                 std::swap(copy, model);
                 if (draft_seq >= 0 && draft_seq != seq) {
-                    // One at a time is enough for the model: that sequence's draft tokens are committed as nothing.
+                    // One at a time is enough for the model: that sequence's draft tokens are
+                    // committed as nothing.
                     accept(on, ref, {.count = 1, .seq_ids = &draft_seq, .length = 0}, workspace);
                 }
                 num_draft.assign(1, call);

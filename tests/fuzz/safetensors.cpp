@@ -41,7 +41,8 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
     static const std::string path = "/proc/self/fd/" + std::to_string(file);
     std::vector<std::uint8_t> bytes(data, data + size);
     open(path, bytes, file);
-    // The same with a header length that is right for the first '}' that closes the text, so that more inputs get past it.
+    // The same with a header length that is right for the first '}' that closes the text, so that more
+    // inputs get past it.
     std::int32_t depth = 0;
     for (std::size_t i = 8; i < bytes.size(); ++i) {
         depth += bytes[i] == '{' ? 1 : bytes[i] == '}' ? -1 : 0;

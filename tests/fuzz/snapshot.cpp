@@ -1,4 +1,5 @@
-// Snapshots that were damaged, or forged with a right checksum: refused, or a cache that goes on as if nothing had been.
+// Snapshots that were damaged, or forged with a right checksum: refused, or a cache that goes on as if
+// nothing had been.
 #include <kvpolicy/caches/dual.hpp>
 #include <kvpolicy/policies/eviction.hpp>
 #include <kvpolicy/policies/selection.hpp>

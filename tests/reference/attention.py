@@ -17,7 +17,8 @@ attention.kvpv (see vectors.py for the container)
     bias_from        int32 [cases, 2]     by KV head
     plane_offsets    int32 [cases + 1]
     expiry, position int32, log_bias float32   [offsets[i] : offsets[i + 1]] is [kv_heads, rows] of case i
-    out_offsets, out float64              [query heads, queries, columns], columns 0, 9, 18, ... of head_dim_vo
+    out_offsets, out float64              [query heads, queries, columns], columns 0, 9, 18, ... of
+        head_dim_vo
     lse_offsets, lse float64              [query heads, queries]
 """
 

@@ -13,8 +13,8 @@ from lifetimes import rank_value
 def attend(queries, keys, values, scale, soft_cap):
     """Attention of G queries [G, D] over rows [n, D], [n, Dv] in float64: (out[G, Dv], lse[G]).
 
-    logit = scale <q, k>, then soft_cap * tanh(logit / soft_cap) where soft_cap > 0. LSE is the natural log; with
-    no row to see the output is 0 and the LSE -inf.
+    logit = scale <q, k>, then soft_cap * tanh(logit / soft_cap) where soft_cap > 0. LSE is the natural log;
+    with no row to see the output is 0 and the LSE -inf.
     """
     queries, keys, values = (np.asarray(x, dtype=np.float64) for x in (queries, keys, values))
     if len(keys) == 0:

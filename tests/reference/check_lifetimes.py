@@ -1,9 +1,9 @@
 """Checks of lifetimes.py, cutoff.py, metrics.py and cache.py against a second, differently built brute force.
 
-Where lifetimes.py steps through queries with a sorted list of the keys held, this file asks per key and counts:
-for n = 1 a key is visible at q as long as fewer than k eligible keys beat it (no state, valid because the k
-best of a growing set with static priorities never re-admit); for n > 1 the evicted of each contest is the key
-that every other beats. Priorities are rational numbers, rounded once.
+Where lifetimes.py steps through queries with a sorted list of the keys held, this file asks per key and
+counts: for n = 1 a key is visible at q as long as fewer than k eligible keys beat it (no state, valid because
+the k best of a growing set with static priorities never re-admit); for n > 1 the evicted of each contest is
+the key that every other beats. Priorities are rational numbers, rounded once.
 """
 
 import math
@@ -64,7 +64,8 @@ def counted_expiry(scores, rule):
 
 
 def contested_expiry(scores, rule):
-    """expiry for any n and any base: one candidate per query, and one evicted key where the budget is used up."""
+    """expiry for any n and any base: one candidate per query, and one evicted key where the
+    budget is used up."""
     length = len(scores)
     expiry = np.full(length, NEVER, dtype=np.int64)
     held = []

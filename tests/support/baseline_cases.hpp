@@ -1,4 +1,5 @@
-// The cases of baselines.kvpv (tests/reference/baselines.py): sequences drawn as there, and policies made of their numbers.
+// The cases of baselines.kvpv (tests/reference/baselines.py): sequences drawn as there, and policies made
+// of their numbers.
 #pragma once
 
 #include <kvpolicy/h2o.hpp>
@@ -90,12 +91,13 @@ inline const std::vector<BaselineCase>& baseline_cases() {
     return all;
 }
 
-/// How much a sum of `count` softmax weights computed in T may be off: logits of size 1 to 20 carry that many roundings of
-/// a product of `dim` terms into the exponent, and a weight is at most 1.
+/// How much a sum of `count` softmax weights computed in T may be off: logits of size 1 to 20 carry that many
+/// roundings of a product of `dim` terms into the exponent, and a weight is at most 1.
 template <class T>
 double mass_tolerance(const BaselineCase& one, double value) {
     const double unit = std::is_same_v<T, double> ? 0x1p-52 : 0x1p-23;
-    // |scale q.k| <= 0.3 * dim * 4, rounded at every of dim / 8 + 3 additions; exp turns it into a relative error.
+    // |scale q.k| <= 0.3 * dim * 4, rounded at every of dim / 8 + 3 additions; exp turns it into a relative
+    //     error.
     const double logit = 0.3 * one.dim * 4.0 * (one.dim / 8.0 + 4.0);
     return unit * (logit + 8.0) * (value + 1e-6) + unit * value * 8.0 + 0x1p-24 * value;
 }

@@ -1,5 +1,5 @@
-// A FixedBudgetCache with the memory that it is bound to (exactly as much as it asks for, poisoned), and calls that bring
-// workspaces of exactly the size asked for, poisoned too.
+// A FixedBudgetCache with the memory that it is bound to (exactly as much as it asks for, poisoned), and
+// calls that bring workspaces of exactly the size asked for, poisoned too.
 #pragma once
 
 #include <kvpolicy/caches/fixed_budget.hpp>
@@ -17,7 +17,8 @@ namespace test {
 /// Every byte 0xff: NaN in every floating-point type, -1 in every integer.
 inline constexpr unsigned char poison = 0xff;
 
-/// For tests that bring scores for every policy: without them where the policy has a scorer of its own, which refuses them.
+/// For tests that bring scores for every policy: without them where the policy has a scorer of its own,
+/// which refuses them.
 template <class P>
 test::Extras wanted_by(test::Extras extras) {
     if constexpr (P::scorer_type::when != kvpolicy::score_time::given) {
@@ -56,7 +57,8 @@ struct BoundCache {
         return held;
     }
 
-    /// What belongs to one sequence of one layer: keys, values, positions, scores, counts, state. Byte for byte.
+    /// What belongs to one sequence of one layer: keys, values, positions, scores, counts,
+    /// state. Byte for byte.
     [[nodiscard]] std::vector<unsigned char> slot_bytes(std::int32_t layer, std::int32_t seq) const {
         const auto ref = cache.layer(layer);
         std::vector<unsigned char> bytes;
@@ -74,8 +76,8 @@ struct BoundCache {
         add(ref.length, 1);
         return bytes;
     }
-    /// The same without what differs between stepping and chunks, or means nothing: rows that are not in use, and the
-    /// remembered victim.
+    /// The same without what differs between stepping and chunks, or means nothing: rows that are not in use,
+    /// and the remembered victim.
     [[nodiscard]] std::vector<unsigned char> content(std::int32_t layer, std::int32_t seq) const {
         const auto ref = cache.layer(layer);
         std::vector<unsigned char> bytes;

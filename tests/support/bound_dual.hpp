@@ -1,4 +1,5 @@
-// A DualCache with the memory that it is bound to and the slabs that it was given: exactly as much as it asks for, poisoned.
+// A DualCache with the memory that it is bound to and the slabs that it was given: exactly as much as it
+// asks for, poisoned.
 #pragma once
 
 #include <kvpolicy/caches/dual.hpp>
@@ -58,8 +59,8 @@ struct BoundDual {
     }
 };
 
-/// What one sequence of one layer holds, row by row, wherever the rows lie; for caches of any kind. With a selection's bounds behind a head's
-/// rows where `bounds` says so.
+/// What one sequence of one layer holds, row by row, wherever the rows lie; for caches of any kind. With a
+/// selection's bounds behind a head's rows where `bounds` says so.
 template <class Ref>
 std::vector<unsigned char> content_of(const Ref& ref, std::int32_t seq, bool bounds = false) {
     std::vector<unsigned char> bytes;

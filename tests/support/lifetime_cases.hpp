@@ -1,5 +1,5 @@
-// The cases of tests/vectors/lifetimes.kvpv and cutoff.kvpv (tests/reference/make_vectors.py says what is in them), and
-// the policy that each stands for.
+// The cases of tests/vectors/lifetimes.kvpv and cutoff.kvpv (tests/reference/make_vectors.py says what is in
+// them), and the policy that each stands for.
 #pragma once
 
 #include <kvpolicy/core/types.hpp>
@@ -96,8 +96,9 @@ void with_policy(const LifetimeCase& numbers, Body&& body) {
     }
 }
 
-/// Whether the score of key t must not be read: the key never leaves the window before position `end` (of its sequence
-/// or segment), or never leaves at all, or nothing is ranked. t and end count from the segment's first token.
+/// Whether the score of key t must not be read: the key never leaves the window before position `end` (of
+/// its sequence or segment), or never leaves at all, or nothing is ranked. t and end count from the
+/// segment's first token.
 inline bool score_is_unread(const LifetimeCase& numbers, std::int32_t t, std::int32_t end) {
     if (!numbers.has_budget && numbers.gate == gate_kind::none) {
         return true;

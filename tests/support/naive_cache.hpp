@@ -1,5 +1,6 @@
-// One KV head of a bounded cache, stepped in the order of design, section 2, with nothing clever in it: a list of keys,
-// float64 attention, and a ranking written again from the definition. The oracle of the cache's tests.
+// One KV head of a bounded cache, stepped in the order of design, section 2, with nothing clever in
+// it: a list of keys, float64 attention, and a ranking written again from the definition. The oracle
+// of the cache's tests.
 #pragma once
 
 #include <kvpolicy/core/types.hpp>
@@ -73,7 +74,8 @@ class NaiveHead {
         queries[static_cast<std::size_t>(g)].push_back(std::move(query));
     }
 
-    /// A round of SnapKV's rule (policies/eviction.hpp), for a policy without keep parts; returns how many rows were dropped.
+    /// A round of SnapKV's rule (policies/eviction.hpp), for a policy without keep parts; returns how many
+    /// rows were dropped.
     std::int64_t evict(const kvpolicy::SnapKVEviction& part, double scale) {
         std::sort(rows.begin(), rows.end(),
                   [](const Row& a, const Row& b) { return a.position < b.position; });

@@ -1,4 +1,5 @@
-// The sequences of a cache's layer in which nothing is clever: for every sequence and head a naive one (naive_cache.hpp), and what it was told.
+// The sequences of a cache's layer in which nothing is clever: for every sequence and head a naive one
+// (naive_cache.hpp), and what it was told.
 #pragma once
 
 #include <kvpolicy/caches/dual.hpp>

@@ -1,5 +1,6 @@
-// CHECK_REFUSED(expression, "text"): the expression is refused, and the sentence contains the text. With exceptions that is
-// kvpolicy::invalid_argument; without them the installed handler jumps back here. Include after doctest.
+// CHECK_REFUSED(expression, "text"): the expression is refused, and the sentence contains the text. With
+// exceptions that is kvpolicy::invalid_argument; without them the installed handler jumps back here.
+// Include after doctest.
 #pragma once
 
 #include <kvpolicy/core/error.hpp>
@@ -36,7 +37,8 @@ inline std::string& refusal_text() {
     return text;
 }
 
-/// The jump skips destructors between the refusal and here: a leak at most, which these builds of the tests accept.
+/// The jump skips destructors between the refusal and here: a leak at most, which these builds of
+/// the tests accept.
 template <class Call>
 std::string refusal_of(Call&& call) {
     const kvpolicy::error_handler previous = kvpolicy::set_error_handler([](const char* message) {

@@ -1,5 +1,5 @@
-// The naive cache (naive_cache.hpp) run beside a real one: told the same tokens, it knows what every head must hold and
-// what every query must get.
+// The naive cache (naive_cache.hpp) run beside a real one: told the same tokens, it knows what every head
+// must hold and what every query must get.
 #pragma once
 
 #include <kvpolicy/caches/fixed_budget.hpp>
@@ -21,8 +21,9 @@ inline constexpr double storage_unit = std::is_same_v<T, double>           ? 0x1
                                        : std::is_same_v<T, float>          ? 0x1p-24
                                        : std::is_same_v<T, kvpolicy::fp16> ? 0x1p-11
                                                                            : 0x1p-8;
-/// What fp32 arithmetic may add for standard normal inputs, head_dim up to 256 and a few hundred keys: logits are off by
-/// up to a few 1e-6, and so are the weights, relative; values are below 5. Wrong by a key means off by 1e-2 and more.
+/// What fp32 arithmetic may add for standard normal inputs, head_dim up to 256 and a few hundred keys: logits
+/// are off by up to a few 1e-6, and so are the weights, relative; values are below 5. Wrong by a key means
+/// off by 1e-2 and more.
 template <class T>
 inline constexpr double compute_error = std::is_same_v<T, double> ? 1e-12 : 2e-5;
 
@@ -80,7 +81,8 @@ class Shadow {
         }
     }
 
-    /// How far the outputs of token j of entry i are off, in units of what is allowed; and the log-sum-exps, if given.
+    /// How far the outputs of token j of entry i are off, in units of what is allowed; and the
+    /// log-sum-exps, if given.
     double off(std::int32_t seq, std::int32_t i, std::int32_t j, kvpolicy::rows_view<const T> q,
                kvpolicy::rows_view<const T> out, kvpolicy::plane_view<const float> lse = {}) {
         double worst = 0.0;
@@ -120,9 +122,9 @@ class Shadow {
     std::vector<std::vector<float>> scores_;
 };
 
-/// Runs `length` random tokens through a cache of one sequence, cut into chunks by `sizes` (chunks_of; one token goes
-/// through step where `steps`), beside its shadow. Returns the worst error in units of what is allowed; infinity where
-/// the sets differ.
+/// Runs `length` random tokens through a cache of one sequence, cut into chunks by `sizes` (chunks_of; one
+/// token goes through step where `steps`), beside its shadow. Returns the worst error in units of what is
+/// allowed; infinity where the sets differ.
 template <class T, class P>
 double run_beside_shadow(const kvpolicy::host& on, const P& policy, kvpolicy::CacheShape shape,
                          std::int32_t length, const std::vector<std::int32_t>& sizes, bool steps,

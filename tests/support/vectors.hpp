@@ -1,5 +1,6 @@
-// Reads the committed test vectors: named arrays in a "kvpv1" file, whose layout tests/reference/vectors.py documents.
-// Standard library only, no exceptions: a file that cannot be read gives a sentence; load() prints it and aborts.
+// Reads the committed test vectors: named arrays in a "kvpv1" file, whose layout tests/reference/vectors.py
+// documents. Standard library only, no exceptions: a file that cannot be read gives a sentence; load()
+// prints it and aborts.
 #pragma once
 
 #include <bit>
@@ -88,7 +89,8 @@ class vectors {
         return result;
     }
 
-    /// Where the committed files lie: KVPOLICY_TEST_VECTORS where the build defines it, else beside this header's folder.
+    /// Where the committed files lie: KVPOLICY_TEST_VECTORS where the build defines it, else beside this
+    /// header's folder.
     static std::string folder() {
 #ifdef KVPOLICY_TEST_VECTORS
         return KVPOLICY_TEST_VECTORS;

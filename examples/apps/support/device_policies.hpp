@@ -1,5 +1,5 @@
-// Caches on a CUDA GPU for the policies that the example programs offer by name. Plain C++: the kernels are in
-// device_policies.cu.
+// Caches on a CUDA GPU for the policies that the example programs offer by name. Plain C++: the kernels are
+// in device_policies.cu.
 #pragma once
 
 #include "scorers.hpp"
@@ -38,17 +38,18 @@ DeviceCache make_device_window(const DeviceSetting& setting, const DeviceBudget&
 DeviceCache make_device_keynorm(const DeviceSetting& setting, const DeviceBudget& budget, float log_gamma);
 DeviceCache make_device_random(const DeviceSetting& setting, const DeviceBudget& budget, std::uint64_t seed);
 
-/// KVpop's rule on scores [layers, kv_heads, longest] of the caller, which are copied to the GPU; what comes after `longest` tokens has
-/// a score of 0.
+/// KVpop's rule on scores [layers, kv_heads, longest] of the caller, which are copied to the GPU; what comes
+/// after `longest` tokens has a score of 0.
 DeviceCache make_device_given(const DeviceSetting& setting, const DeviceBudget& budget,
                               std::span<const float> scores, std::int64_t max_seq_len);
 
-/// LTE's rule on the keys' norms, in a cache of the whole budget. `thresholds` [layers, kv_heads] must outlive it.
+/// LTE's rule on the keys' norms, in a cache of the whole budget. `thresholds` [layers, kv_heads]
+/// must outlive it.
 DeviceCache make_device_capped(const DeviceSetting& setting, const DeviceBudget& budget,
                                const std::vector<float>& thresholds);
 
-/// KVpop's rule on trained scorers, which must outlive the cache; their weights are copied to the GPU. Refuses an mLSTM that is
-/// read on arrival.
+/// KVpop's rule on trained scorers, which must outlive the cache; their weights are copied to the GPU.
+/// Refuses an mLSTM that is read on arrival.
 DeviceCache make_device_trained(const DeviceSetting& setting, const DeviceBudget& budget,
                                 const TrainedScorers& trained);
 

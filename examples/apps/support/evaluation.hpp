@@ -28,9 +28,10 @@ struct HeldOut {
 /// Reads both files of a model's folder. Throws llama::Error for missing or inconsistent ones.
 HeldOut read_held_out(const std::filesystem::path& folder);
 
-/// The same text in the tokens of another model: every `joined` sequences of bytes become one, cut to the length of the
-/// shortest, and at least `least` tokens long. An answer counts where each of its digits is a token of its own; the rest of a
-/// line's tokens, and those that reach over its edge, are no text. Throws llama::Error where fewer tokens than `least` come out.
+/// The same text in the tokens of another model: every `joined` sequences of bytes become one, cut to the
+/// length of the shortest, and at least `least` tokens long. An answer counts where each of its digits is a
+/// token of its own; the rest of a line's tokens, and those that reach over its edge, are no text. Throws
+/// llama::Error where fewer tokens than `least` come out.
 HeldOut tokenize(const HeldOut& bytes, const llama::Tokenizer& tokenizer, std::size_t joined,
                  std::int32_t least);
 
@@ -70,8 +71,9 @@ class SequenceScorer {
     std::int64_t bytes_ = 0, count_ = 0;
 };
 
-/// Feeds one held-out sequence through `attention` in chunks and scores the predictions; with a `prompt` its tokens come in
-/// one call instead, and those after it one by one. The attention must be empty: fresh, or cleared.
+/// Feeds one held-out sequence through `attention` in chunks and scores the predictions; with a `prompt`
+/// its tokens come in one call instead, and those after it one by one. The attention must be empty:
+/// fresh, or cleared.
 template <llama::AttentionFunction AttentionParams>
 void run_sequence(llama::Engine& engine, AttentionParams&& attention, const HeldOut& data,
                   std::size_t sequence, std::int32_t chunk, SequenceScorer& scorer, std::int32_t prompt = 0) {

@@ -54,8 +54,9 @@ std::int32_t long_range(const PolicyOptions& options) {
     return kvpolicy::budget_for_total(options.budget, options.sinks, options.window);
 }
 
-/// Sets one threshold a head so that `density` of the keys in the (beginning of the) prompt pass: norms differ by an order
-/// of magnitude between heads. With `strictly` the gate wants more than the threshold, without it at least that.
+/// Sets one threshold a head so that `density` of the keys in the (beginning of the) prompt pass: norms
+/// differ by an order of magnitude between heads. With `strictly` the gate wants more than the threshold,
+/// without it at least that.
 void calibrate(PolicySetting& setting, bool strictly) {
     const llama::Config& config = setting.model.config;
     const auto heads = static_cast<std::size_t>(config.layers) * static_cast<std::size_t>(config.kv_heads);
@@ -190,7 +191,7 @@ std::unique_ptr<llama::KvAttention> kvpop(PolicySetting& setting) {
                         {"", options.budget, options.sinks, options.window}, false, options.rows);
 }
 
-// ---- on a GPU -------------------------------------------------------------------------------------------------------
+// ---- on a GPU ---------------------------------------------------------------------------------------------
 
 #if KVPOLICY_EXAMPLES_CUDA
 DeviceBudget device_budget(const PolicyOptions& options) {

@@ -57,7 +57,8 @@ struct NamedPolicy {
     std::string_view summary;
     unsigned uses;  ///< policy_flag
     std::unique_ptr<llama::KvAttention> (*make)(PolicySetting& setting);
-    /// The same in a cache on a CUDA GPU; null where there is none, or where this program was built without CUDA.
+    /// The same in a cache on a CUDA GPU; null where there is none, or where this program was
+    /// built without CUDA.
     DeviceCache (*make_on_device)(PolicySetting& setting, const DeviceSetting& device) = nullptr;
 };
 

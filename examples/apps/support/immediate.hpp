@@ -1,5 +1,5 @@
-// An mLSTM that scores a key when it arrives, in a cache that asks for scores when keys leave: KVpop's ablation without the
-// delayed read (KVpop, figure 5). A stateful scorer of one's own, made of the library's.
+// An mLSTM that scores a key when it arrives, in a cache that asks for scores when keys leave: KVpop's
+// ablation without the delayed read (KVpop, figure 5). A stateful scorer of one's own, made of the library's.
 #pragma once
 
 #include <kvpolicy/policies/scorer_concept.hpp>
@@ -11,8 +11,9 @@
 
 namespace examples {
 
-/// The state is the mLSTM's, then the scores of the last `window` + 1 tokens in a ring, then the place of the next one.
-/// Token q - window is read right after token q was absorbed: the place after the newest holds the oldest.
+/// The state is the mLSTM's, then the scores of the last `window` + 1 tokens in a ring, then the place of
+/// the next one. Token q - window is read right after token q was absorbed: the place after the newest
+/// holds the oldest.
 template <class Inner>
 struct ImmediateScorer {
     static constexpr kvpolicy::part_kind kind = kvpolicy::part_kind::scorer;

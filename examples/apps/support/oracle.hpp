@@ -1,5 +1,5 @@
-// The oracle: how useful each key turned out to be to the dense model, known only after the fact. An upper bound for any
-// scorer, not a policy that could run.
+// The oracle: how useful each key turned out to be to the dense model, known only after the fact. An upper
+// bound for any scorer, not a policy that could run.
 #pragma once
 
 #include <kvpolicy/attention/future_mass.hpp>
@@ -12,7 +12,8 @@
 
 namespace examples {
 
-/// Collects every layer's queries, keys and values of one dense pass over a whole sequence, and turns them into scores.
+/// Collects every layer's queries, keys and values of one dense pass over a whole sequence, and turns
+/// them into scores.
 class Oracle {
   public:
     explicit Oracle(const llama::Config& config)
@@ -21,7 +22,8 @@ class Oracle {
           k_(static_cast<std::size_t>(config.layers)),
           v_(static_cast<std::size_t>(config.layers)) {}
 
-    /// For llama::observed: q [T, heads, head_dim], k and v [T, kv_heads, head_dim] of the tokens that come next.
+    /// For llama::observed: q [T, heads, head_dim], k and v [T, kv_heads, head_dim] of the
+    /// tokens that come next.
     void operator()(int layer, std::span<const std::int64_t>, std::span<const float> q,
                     std::span<const float> k, std::span<const float> v) {
         auto& queries = q_[static_cast<std::size_t>(layer)];
@@ -50,7 +52,8 @@ class Oracle {
     std::span<const float> keys(int layer) const { return k_.at(static_cast<std::size_t>(layer)); }
     std::span<const float> values(int layer) const { return v_.at(static_cast<std::size_t>(layer)); }
 
-    /// Scores [layers][kv_heads][length]: the future-attention target with the exact dense normalizer (KVpop, eq. 3).
+    /// Scores [layers][kv_heads][length]: the future-attention target with the exact dense
+    /// normalizer (KVpop, eq. 3).
     std::vector<float> scores(const kvpolicy::host& on, const kvpolicy::FutureMassOptions& options) {
         const std::int32_t length = this->length();
         const auto plane = static_cast<std::size_t>(length) * static_cast<std::size_t>(config_.heads);

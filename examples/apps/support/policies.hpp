@@ -15,8 +15,8 @@
 
 namespace examples {
 
-/// A scorer of one's own, whole: keys with a small norm tend to draw attention, so they are worth keeping (the heuristic
-/// of Devoto et al., 2024). No training.
+/// A scorer of one's own, whole: keys with a small norm tend to draw attention, so they are worth keeping
+/// (the heuristic of Devoto et al., 2024). No training.
 struct KeyNormScorer {
     static constexpr kvpolicy::part_kind kind = kvpolicy::part_kind::scorer;
     static constexpr kvpolicy::score_time when = kvpolicy::score_time::on_arrival;
@@ -42,9 +42,10 @@ struct PolicyChoice {
 
 inline constexpr std::string_view policy_names = "dense, streaming, keynorm, given";
 
-/// Makes the cache for a choice: "dense" (every key of up to `longest` tokens), "streaming" (StreamingLLM with the whole
-/// budget, so `window` does not matter), "keynorm" (KVpop's rule on KeyNormScorer), "given" (KVpop's rule on scores from
-/// the caller). Refuses an unknown name, and a budget under sinks + window (streaming: under sinks + 1).
+/// Makes the cache for a choice: "dense" (every key of up to `longest` tokens), "streaming" (StreamingLLM
+/// with the whole budget, so `window` does not matter), "keynorm" (KVpop's rule on KeyNormScorer), "given"
+/// (KVpop's rule on scores from the caller). Refuses an unknown name, and a budget under sinks + window
+/// (streaming: under sinks + 1).
 template <class T>
 std::unique_ptr<llama::KvAttention> make_attention(const kvpolicy::host& on, const llama::Config& config,
                                                    const PolicyChoice& choice, std::int32_t max_seq_len) {

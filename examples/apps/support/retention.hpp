@@ -13,8 +13,8 @@
 
 namespace examples {
 
-/// An attention, and what its policy refers to: a scorer a layer, numbers by head. Moving a vector leaves its elements where
-/// they are, so the policy may refer to them before they are handed over.
+/// An attention, and what its policy refers to: a scorer a layer, numbers by head. Moving a vector leaves its
+/// elements where they are, so the policy may refer to them before they are handed over.
 template <class Kept>
 class Keeping final : public llama::KvAttention {
   public:

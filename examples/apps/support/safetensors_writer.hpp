@@ -1,5 +1,5 @@
-// Writes safetensors files: names, types and shapes first, then the tensors one after another, so that a file may be larger
-// than memory.
+// Writes safetensors files: names, types and shapes first, then the tensors one after another, so that a file
+// may be larger than memory.
 #pragma once
 
 #include <llama/safetensors.hpp>
@@ -22,8 +22,8 @@ struct TensorPlan {
     std::size_t numel() const;
 };
 
-/// Tensors are written in the order of the plan. The file has its name only once finish() has seen all of them; until
-/// then, and after an error, it is NAME.part.
+/// Tensors are written in the order of the plan. The file has its name only once finish() has seen all of
+/// them; until then, and after an error, it is NAME.part.
 class SafetensorsWriter {
   public:
     SafetensorsWriter(std::filesystem::path path, std::vector<TensorPlan> plan,

@@ -75,7 +75,8 @@ struct TrainedScorers {
 
     /// "KVpop-mlp" or "KVpop" (delayed mLSTM) or "KVpop immediate".
     std::string system() const;
-    /// [layers, heads]: above it lies this share of the training text's scores. Refuses a file without quantiles.
+    /// [layers, heads]: above it lies this share of the training text's scores. Refuses a file
+    /// without quantiles.
     std::vector<float> thresholds(double share) const;
 };
 
@@ -85,8 +86,8 @@ std::string beta_name(float beta);
 /// log gamma of each (layer, head) from alpha; zeros where alpha is empty.
 std::vector<float> log_gammas(const ScorerSpec& spec, const std::vector<float>& alpha);
 
-/// Throws llama::Error for a file that is no scorer file, misses tensors or has them in another shape, or holds numbers
-/// that are not finite.
+/// Throws llama::Error for a file that is no scorer file, misses tensors or has them in another shape, or
+/// holds numbers that are not finite.
 TrainedScorers load_scorers(const std::filesystem::path& path);
 
 /// Throws llama::Error unless the scorers fit a model of this shape.

@@ -14,19 +14,20 @@ namespace examples {
 /// Refuses a window other than that of the scorers, where it is part of them (a delayed read).
 void check_window(const TrainedScorers& trained, std::int32_t window);
 
-/// KVpop's rule on trained scorers, rows of type `rows` (BF16 or F32). Refuses what check_fits and check_window refuse. `trained`
-/// must outlive the attention.
+/// KVpop's rule on trained scorers, rows of type `rows` (BF16 or F32). Refuses what check_fits and
+/// check_window refuse. `trained` must outlive the attention.
 ///
-/// `match_state` takes as many rows off the budget as the scorer's state is worth, so that caches of stateful and stateless
-/// scorers take the same memory (the paper compares so).
+/// `match_state` takes as many rows off the budget as the scorer's state is worth, so that caches of stateful
+/// and stateless scorers take the same memory (the paper compares so).
 std::unique_ptr<llama::KvAttention> make_trained(const kvpolicy::host& on, const llama::Config& config,
                                                  const TrainedScorers& trained, const PolicyChoice& choice,
                                                  bool match_state = false,
                                                  llama::DType rows = llama::DType::bf16);
 
-/// WG-KV's rule on a trained MLP's scores, in a DualCache: a key that leaves the window stays where its score passes a
-/// threshold. The thresholds, one a head, are such that `choice.budget` rows would be held after `length` tokens of the
-/// training text; what is held here depends on the text. Refuses other scorers, and files without quantiles.
+/// WG-KV's rule on a trained MLP's scores, in a DualCache: a key that leaves the window stays where its score
+/// passes a threshold. The thresholds, one a head, are such that `choice.budget` rows would be held after
+/// `length` tokens of the training text; what is held here depends on the text. Refuses other scorers, and
+/// files without quantiles.
 std::unique_ptr<llama::KvAttention> make_gated(const kvpolicy::host& on, const llama::Config& config,
                                                const TrainedScorers& trained, const PolicyChoice& choice,
                                                std::int32_t length, std::int32_t max_seq_len);

@@ -8,8 +8,8 @@ namespace examples {
 
 std::filesystem::path part_of(const std::filesystem::path& file);
 
-/// Before work whose result goes to this file: throws llama::Error, with the option that named it, where it could not be
-/// written later, since its folder is missing for instance. Leaves nothing behind.
+/// Before work whose result goes to this file: throws llama::Error, with the option that named it, where it
+/// could not be written later, since its folder is missing for instance. Leaves nothing behind.
 void check_can_write(std::string_view option, const std::filesystem::path& file);
 
 /// NAME.part gets its name. Throws llama::Error where that is not possible.

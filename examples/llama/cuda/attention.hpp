@@ -9,8 +9,8 @@
 
 namespace llama {
 
-/// One sequence. All calls enqueue work on the stream that the object was made for, and can be captured: what changes from
-/// token to token is in device memory.
+/// One sequence. All calls enqueue work on the stream that the object was made for, and can be captured: what
+/// changes from token to token is in device memory.
 class DeviceAttention {
   public:
     virtual ~DeviceAttention() = default;
@@ -20,8 +20,8 @@ class DeviceAttention {
     /// Device memory: tokens seen so far, which is the position of the next.
     [[nodiscard]] virtual const std::int64_t* length_on_device() const = 0;
 
-    /// The next `count` tokens of one layer: qkv [count, heads + 2 kv_heads, head_dim], queries and keys rotated;
-    /// out [count, heads, head_dim] is overwritten.
+    /// The next `count` tokens of one layer: qkv [count, heads + 2 kv_heads, head_dim], queries and keys
+    /// rotated; out [count, heads, head_dim] is overwritten.
     virtual void operator()(int layer, int count, const void* qkv, void* out) = 0;
     /// Once after the last layer: the sequence is `count` tokens longer.
     virtual void advance(int count) = 0;
@@ -34,7 +34,8 @@ class DeviceAttention {
     [[nodiscard]] virtual double rows_per_head() const = 0;
     /// Positions that a head of a layer holds now, in the order of its rows.
     [[nodiscard]] virtual std::vector<std::int64_t> retained(int layer, int head) const = 0;
-    /// Throws std::runtime_error where a call found something that it could not refuse, a NaN among scores say.
+    /// Throws std::runtime_error where a call found something that it could not refuse, a NaN
+    /// among scores say.
     virtual void check() const = 0;
 
     /// Bytes of keys and values that the cache was given.

@@ -1,5 +1,6 @@
-// The engine's attention seam over a kvpolicy cache on a GPU: what cache_attention.hpp is on the host, and as short. One cache
-// object for the model, one ref a layer; queries, keys and values are slices of the fused rows that the projections wrote.
+// The engine's attention seam over a kvpolicy cache on a GPU: what cache_attention.hpp is on the host, and as
+// short. One cache object for the model, one ref a layer; queries, keys and values are slices of the fused
+// rows that the projections wrote.
 #pragma once
 
 #include <kvpolicy/caches/cuda/contiguous/dispatch_contiguous.cuh>
@@ -36,8 +37,8 @@ struct ScoreSource {
 
 namespace detail {
 
-/// scores [kv_heads, count] of the keys [count] of a layer, which lie `row_stride` apart; a thread a key. The sum of squares is
-/// in the order and the roundings of the host, so that the same keys have the same scores.
+/// scores [kv_heads, count] of the keys [count] of a layer, which lie `row_stride` apart; a thread a key. The
+/// sum of squares is in the order and the roundings of the host, so that the same keys have the same scores.
 template <class T>
 __global__ void score_kernel(ScoreSource source, const T* keys, std::int64_t row_stride, int count,
                              int kv_heads, int head_dim, int layer, const std::int64_t* length,
@@ -73,14 +74,15 @@ __global__ void score_kernel(ScoreSource source, const T* keys, std::int64_t row
 
 }  // namespace detail
 
-/// A sequence of policy P whose rows are of type T. Compiled for head_dims up to 128; the library refuses others.
+/// A sequence of policy P whose rows are of type T. Compiled for head_dims up to 128; the
+/// library refuses others.
 template <class P, class T>
 class DeviceCacheAttention final : public DeviceAttention {
   public:
     using Dims = kvpolicy::head_dims<64, 128>;
 
-    /// `chunk` is the most tokens of a call. `scorers`, one a layer or none, have their weights in device memory; `weights` is that
-    /// memory, if it is to live here.
+    /// `chunk` is the most tokens of a call. `scorers`, one a layer or none, have their weights in device
+    /// memory; `weights` is that memory, if it is to live here.
     DeviceCacheAttention(cudaStream_t stream, const Config& config, int chunk, const P& policy,
                          const ScoreSource& source = {}, std::vector<typename P::scorer_type> scorers = {},
                          std::vector<DeviceArray<float>> weights = {})

@@ -1,5 +1,6 @@
-// The engine on a CUDA GPU: matrix products by cuBLASLt, attention and cache by whoever stands behind DeviceAttention, a few
-// kernels for the rest. A decode step is enqueued once, captured, and launched for every token.
+// The engine on a CUDA GPU: matrix products by cuBLASLt, attention and cache by whoever stands behind
+// DeviceAttention, a few kernels for the rest. A decode step is enqueued once, captured, and launched
+// for every token.
 #pragma once
 
 #include "../model.hpp"
@@ -23,20 +24,23 @@ class DeviceEngine {
   public:
     static constexpr int chunk = 512;  ///< the most tokens of a prompt that go through the layers at once
 
-    /// `weights`: F32 or BF16, the type of matrices and of what is multiplied with them; everything else is fp32.
+    /// `weights`: F32 or BF16, the type of matrices and of what is multiplied with them;
+    /// everything else is fp32.
     DeviceEngine(const Model& model, DType weights);
 
     const Config& config() const noexcept { return config_; }
     cudaStream_t stream() const noexcept { return stream_.get(); }
 
-    /// Reads a prompt of one token or more, then writes up to `count` tokens. Each is given to take(token) in its order, as soon as
-    /// it is there. Where take says false the text ends; the GPU is up to 16 steps ahead by then, which the sequence keeps. Returns
-    /// how many tokens were taken. The greedy token is the largest logit, the smaller id of equals; samples are Sampler's: the same
-    /// generator, and the same arithmetic in double (exp may differ in its last bit). Refuses a top_k above max_candidates, tokens
+    /// Reads a prompt of one token or more, then writes up to `count` tokens. Each is given to take(token) in
+    /// its order, as soon as it is there. Where take says false the text ends; the GPU is up to 16 steps
+    /// ahead by then, which the sequence keeps. Returns how many tokens were taken. The greedy token is the
+    /// largest logit, the smaller id of equals; samples are Sampler's: the same generator, and the same
+    /// arithmetic in double (exp may differ in its last bit). Refuses a top_k above max_candidates, tokens
     /// that there are not, and NaN among the logits.
     ///
-    /// The prompt's last token is a decode step: it loads the kernels, so that the step can be captured before the first token
-    /// of the text. With Replay::graph all tokens of the text but the first come from launches of that one graph.
+    /// The prompt's last token is a decode step: it loads the kernels, so that the step can be captured
+    /// before the first token of the text. With Replay::graph all tokens of the text but the first come from
+    /// launches of that one graph.
     int write(std::span<const std::int32_t> prompt, DeviceAttention& attention, const SamplerOptions& sampler,
               int count, const std::function<bool(std::int32_t)>& take, Replay how = Replay::graph);
 
@@ -46,8 +50,8 @@ class DeviceEngine {
     /// Tokens through all layers; overwrites logits [tokens, vocab], host memory. Waits.
     void forward(std::span<const std::int32_t> tokens, DeviceAttention& attention, std::span<float> logits);
 
-    /// Of the last write: seconds until the first token was there and the graph was ready, and how fast the tokens after the first
-    /// came (0 where there was one).
+    /// Of the last write: seconds until the first token was there and the graph was ready, and how fast the
+    /// tokens after the first came (0 where there was one).
     double prompt_seconds() const noexcept { return prompt_seconds_; }
     double tokens_per_second() const noexcept { return tokens_per_second_; }
 

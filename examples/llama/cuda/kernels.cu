@@ -121,10 +121,10 @@ __global__ void convert_kernel(const From* from, To* to, std::int64_t count) {
     }
 }
 
-// ---- the next token --------------------------------------------------------------------------------------------------
+// ---- the next token ---------------------------------------------------------------------------------------
 
-// A candidate is one number that orders as logits do, ties to the smaller id: the logit's bits in the upper half, the id's
-// complement in the lower. 0 is none.
+// A candidate is one number that orders as logits do, ties to the smaller id: the logit's bits in the upper
+// half, the id's complement in the lower. 0 is none.
 constexpr std::uint64_t nan_candidate = ~std::uint64_t{0};
 
 __device__ std::uint64_t candidate_of(float logit, int id) {

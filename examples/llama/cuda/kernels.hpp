@@ -1,5 +1,5 @@
-// The engine's own kernels, as functions that enqueue them. Arrays are device memory, row-major, one row a token; activations
-// are fp32 unless a type is named, sums are fp32. All of them overwrite, none waits.
+// The engine's own kernels, as functions that enqueue them. Arrays are device memory, row-major, one row a
+// token; activations are fp32 unless a type is named, sums are fp32. All of them overwrite, none waits.
 #pragma once
 
 #include "../safetensors.hpp"
@@ -10,8 +10,8 @@
 
 namespace llama {
 
-/// hidden [count, width] = rows `tokens` [count] of the embedding [vocab, width], which is of `type`. Tokens are checked by the
-/// caller, or come from the sampler.
+/// hidden [count, width] = rows `tokens` [count] of the embedding [vocab, width], which is of `type`. Tokens
+/// are checked by the caller, or come from the sampler.
 void embed(cudaStream_t stream, const std::int32_t* tokens, int count, const void* embedding, DType type,
            int width, float* hidden);
 
@@ -19,12 +19,13 @@ void embed(cudaStream_t stream, const std::int32_t* tokens, int count, const voi
 void rms_norm(cudaStream_t stream, const float* x, int count, int width, const float* weight, double eps,
               void* out, DType type);
 
-/// cos and sin [count, half] of position * frequency [half], in double until they are rounded. Row i has position *length + i.
+/// cos and sin [count, half] of position * frequency [half], in double until they are rounded. Row i has
+/// position *length + i.
 void rope_angles(cudaStream_t stream, const std::int64_t* length, int count, const double* frequency,
                  int half, float* cos, float* sin);
 
-/// out [count, heads + 2 kv_heads, head_dim], of `type`, = qkv with queries and keys turned: element i with element
-/// i + head_dim / 2, as Hugging Face lays them out. Values are rounded only.
+/// out [count, heads + 2 kv_heads, head_dim], of `type`, = qkv with queries and keys turned: element i with
+/// element i + head_dim / 2, as Hugging Face lays them out. Values are rounded only.
 void rotate(cudaStream_t stream, const float* qkv, int count, int heads, int kv_heads, int head_dim,
             const float* cos, const float* sin, void* out, DType type);
 
@@ -35,9 +36,10 @@ void swiglu(cudaStream_t stream, const float* gate_up, int count, int inner, voi
 void convert(cudaStream_t stream, const void* from, DType from_type, void* to, DType to_type,
              std::int64_t count);
 
-// ---- the next token --------------------------------------------------------------------------------------------------
+// ---- the next token ---------------------------------------------------------------------------------------
 
-/// std::mt19937_64, word by word: a draw makes its own word anew, which gives the same numbers as making all at once.
+/// std::mt19937_64, word by word: a draw makes its own word anew, which gives the same numbers as
+/// making all at once.
 struct MersenneTwister {
     static constexpr int size = 312;
     std::uint64_t words[size];

@@ -15,7 +15,8 @@ void ok(cublasStatus_t status, const char* call) {
 
 }  // namespace
 
-// cuBLAS counts by columns, so a row-major array is its transpose there: y^T [rows, count] = w [rows, cols] x^T [cols, count].
+// cuBLAS counts by columns, so a row-major array is its transpose there: y^T [rows, count] = w [rows, cols]
+// x^T [cols, count].
 struct Products::Plan {
     cublasLtMatmulDesc_t product = nullptr;
     cublasLtMatrixLayout_t w = nullptr, x = nullptr, y = nullptr;

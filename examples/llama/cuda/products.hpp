@@ -22,8 +22,8 @@ struct DeviceMatrix {
     DeviceArray<std::byte> values;
 };
 
-/// y [count, w.rows] = x [count, w.cols] w^T, or y += that. x is of the weight's type, y and sums are fp32, and fp32 products are
-/// those of fp32 (no TF32). For one stream at a time: all products share a workspace.
+/// y [count, w.rows] = x [count, w.cols] w^T, or y += that. x is of the weight's type, y and sums are fp32,
+/// and fp32 products are those of fp32 (no TF32). For one stream at a time: all products share a workspace.
 class Products {
   public:
     Products();

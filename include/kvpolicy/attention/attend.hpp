@@ -1,4 +1,5 @@
-// Attention through a mask: every query sees the keys that are alive when it asks, at a cost proportional to them.
+// Attention through a mask: every query sees the keys that are alive when it asks, at a cost
+// proportional to them.
 #pragma once
 
 #include <kvpolicy/attention/gradients.hpp>
@@ -24,9 +25,11 @@ enum class attend_path : std::uint8_t {
 /// How a call on Hopper (head_dim up to 128, no soft cap, no biases) copies rows that all queries of a tile
 /// see.
 enum class attend_copies : std::uint8_t {
-    automatic,  ///< boxes for the super-tiles whose rows follow one another in runs of 32 or more on average; else rows
-    boxes,  ///< eight rows that follow one another come as one box by TMA, others singly: for gates open in long runs
-    rows,  ///< every row by itself
+    automatic,  ///< boxes for the super-tiles whose rows follow one another in runs of 32 or more on
+                ///< average; else rows
+    boxes,      ///< eight rows that follow one another come as one box by TMA, others singly: for gates
+                ///< open in long runs
+    rows,       ///< every row by itself
 };
 
 /// Options of attend. Results agree to rounding whatever it says. The host has one path: it looks at the
@@ -40,15 +43,16 @@ struct AttendOptions {
 
 /// Options of attend_backward. The host is deterministic, and looks at the status alone.
 struct BackwardOptions {
-    /// The same bits in every run. d_q then comes from a pass of its own, and super-tiles of about 1024 queries go one after
-    /// another for d_k and d_v: about twice the time, more where batch * KV heads is small.
+    /// The same bits in every run. d_q then comes from a pass of its own, and super-tiles of about
+    /// 1024 queries go one after another for d_k and d_v: about twice the time, more where batch *
+    /// KV heads is small.
     bool deterministic = false;
     bool portable = false;            ///< the kernels of compute capability 8.0 on any GPU
     std::uint32_t* status = nullptr;  ///< [B], OR-ed into: status_bad_length
 };
 
-/// Bytes of workspace for the attend call with the same arguments, and for every call that differs from it only by fewer
-/// queries or keys: one workspace for the longest call serves them all.
+/// Bytes of workspace for the attend call with the same arguments, and for every call that differs from it
+/// only by fewer queries or keys: one workspace for the longest call serves them all.
 template <Storage T, class Dims = all_head_dims>
 std::size_t attend_workspace_bytes(const host& ctx, const AttentionParams& attention,
                                    std::type_identity_t<rows_view<const T>> q, const kv_view<T>& all,
@@ -70,30 +74,32 @@ std::size_t attend_workspace_bytes(const host& ctx, const AttentionParams& atten
 /// A query that sees no key gets out = 0 and lse = -inf. Values of invisible rows have no effect, NaN and
 /// infinities included; a bias of -inf hides a key.
 ///
-/// Shapes: q [B, Hq, S, Dk], k [B, Hkv, Skv, Dk], v [B, Hkv, Skv, Dv], out [B, Hq, S, Dv], lse [B, Hq, S] (natural logarithm;
-/// lse_to_log2 converts; may be empty). Hq = G Hkv with any integer G >= 1; query head h G + g belongs to KV head h. Dk and
-/// Dv may differ; each is a multiple of 8 from 8 to 1024 (so 72 works and 65 is refused). Any strides between rows. T is
-/// bf16, fp16 or float, computed in fp32; or double, computed in double by the portable bodies.
+/// Shapes: q [B, Hq, S, Dk], k [B, Hkv, Skv, Dk], v [B, Hkv, Skv, Dv], out [B, Hq, S, Dv], lse [B, Hq, S]
+/// (natural logarithm; lse_to_log2 converts; may be empty). Hq = G Hkv with any integer G >= 1; query head h
+/// G + g belongs to KV head h. Dk and Dv may differ; each is a multiple of 8 from 8 to 1024 (so 72 works and
+/// 65 is refused). Any strides between rows. T is bf16, fp16 or float, computed in fp32; or double, computed
+/// in double by the portable bodies.
 ///
-/// Only the first sequences.lengths[b] queries of sequence b count: out and lse are overwritten for them and untouched
-/// beyond. Key rows count as far as all.lengths says. With sequences.cu_seqlens, queries see keys of their own packed
-/// segment only; that takes the plain frame (no starts, no explicit positions, first = 0).
+/// Only the first sequences.lengths[b] queries of sequence b count: out and lse are overwritten for them
+/// and untouched beyond. Key rows count as far as all.lengths says. With sequences.cu_seqlens, queries
+/// see keys of their own packed segment only; that takes the plain frame (no starts, no explicit
+/// positions, first = 0).
 ///
 /// Synchronous, no allocation. Time is O(live pairs) plus a scan of the expiries per tile of queries. The
 /// result does not depend on the number of threads; portable and AVX2 bodies agree to rounding.
 ///
-/// Refuses, before anything is written: head counts that do not divide, shapes that disagree, an unsupported head_dim,
-/// null data, lengths below 0, beyond the view or beyond 2^30, positions that 31 bits do not hold, a negative
-/// bias_from or logits_soft_cap, a scale that is not finite, too little workspace.
+/// Refuses, before anything is written: head counts that do not divide, shapes that disagree, an unsupported
+/// head_dim, null data, lengths below 0, beyond the view or beyond 2^30, positions that 31 bits do not hold,
+/// a negative bias_from or logits_soft_cap, a scale that is not finite, too little workspace.
 template <Storage T, class Dims = all_head_dims>
 void attend(const host& ctx, const AttentionParams& attention, std::type_identity_t<rows_view<const T>> q,
             const kv_view<T>& all, const Sequences& sequences, std::type_identity_t<rows_view<T>> out,
             plane_view<float> lse, workspace_view workspace, const AttendOptions& options = {});
 
-/// A chunk attends to the rows of a cache and to itself, as if both were one list of keys. `past` is as above, with
-/// positions in the frame of the queries. `self` holds the chunk's own keys, [B, Hkv, S, ...]: its row t sits at start_b + t
-/// unless it brings positions, only the first sequences.lengths[b] rows count, and its `first` and `lengths` stay unset.
-/// Packed segments are refused.
+/// A chunk attends to the rows of a cache and to itself, as if both were one list of keys. `past` is as
+/// above, with positions in the frame of the queries. `self` holds the chunk's own keys, [B, Hkv, S, ...]:
+/// its row t sits at start_b + t unless it brings positions, only the first sequences.lengths[b] rows count,
+/// and its `first` and `lengths` stay unset. Packed segments are refused.
 template <Storage T, class Dims = all_head_dims>
 void attend(const host& ctx, const AttentionParams& attention, std::type_identity_t<rows_view<const T>> q,
             const kv_view<T>& past, const kv_view<T>& self, const Sequences& sequences,
@@ -107,8 +113,8 @@ std::size_t attend_backward_workspace_bytes(const host& ctx, const AttentionPara
                                             std::type_identity_t<rows_view<const T>> q, const kv_view<T>& all,
                                             const Sequences& sequences, const BackwardOptions& options = {});
 
-/// Gradients of attend() through the mask, at a cost proportional to the live pairs. With P = exp(logit - lse) and
-/// delta_d = <out_d, d_out_d>, over the pairs (query d of head h G + g, key t) that see each other:
+/// Gradients of attend() through the mask, at a cost proportional to the live pairs. With P = exp(logit -
+/// lse) and delta_d = <out_d, d_out_d>, over the pairs (query d of head h G + g, key t) that see each other:
 ///
 ///     d v_t           = sum_{g, d} P d_out_d,            d logit = P (<d_out_d, v_t> - delta_d)
 ///     d x             = d logit (1 - (cap(x) / c)^2)          (x = scale <q, k>; no soft cap: d x = d logit)

@@ -12,7 +12,8 @@
 
 namespace kvpolicy::checks {
 
-/// Positions stay within this of 0, and lengths as well, so that the sum of a position and a length fits 32 bits.
+/// Positions stay within this of 0, and lengths as well, so that the sum of a position and a
+/// length fits 32 bits.
 inline constexpr std::int32_t position_limit = 1 << 30;
 
 template <class Name, class View>

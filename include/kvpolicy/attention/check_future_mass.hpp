@@ -12,7 +12,8 @@
 
 namespace kvpolicy::checks {
 
-/// Heads and widths of a pass over one sequence; reads no memory of the call, so that it serves every backend.
+/// Heads and widths of a pass over one sequence; reads no memory of the call, so that it
+/// serves every backend.
 template <class T>
 void check_mass_heads(const rows_view<const T>& q, const rows_view<const T>& k) {
     check_extents("q", q);

@@ -1,4 +1,5 @@
-// The future-attention target: how much attention a key receives after it has left the window (KVpop, 3.1, 3.2, D).
+// The future-attention target: how much attention a key receives after it has left the window
+// (KVpop, 3.1, 3.2, D).
 #pragma once
 
 #include <kvpolicy/core/context.hpp>
@@ -19,10 +20,12 @@ struct FutureMassOptions {
     std::int32_t look_ahead = unlimited;  ///< L: only queries d <= t + w + L count
     bool normalize = true;                ///< divide by N_t; false gives the workshop paper's sum
     float epsilon = 1e-8f;                ///< eps, also what a key without future queries gets: log(eps)
-    /// max_g log(eps + M_g): kept if any query head relies on it (the paper's default); or log(eps + mean_g M_g).
+    /// max_g log(eps + M_g): kept if any query head relies on it (the paper's default); or
+    /// log(eps + mean_g M_g).
     group_aggregate aggregate = group_aggregate::max;
-    /// Tempering, 1 to infinity: M = (mean_d p^beta)^(1/beta). 1 is the paper's mean, infinity the largest attention that
-    /// any single query pays. Beyond the papers: at tight budgets beta >= 2 keeps keys that few queries need badly.
+    /// Tempering, 1 to infinity: M = (mean_d p^beta)^(1/beta). 1 is the paper's mean, infinity the largest
+    /// attention that any single query pays. Beyond the papers: at tight budgets beta >= 2 keeps keys that
+    /// few queries need badly.
     float beta = 1.0f;
     std::int32_t layer = 0;  ///< the layer whose windows hold
     std::uint32_t* status =
@@ -38,25 +41,28 @@ struct CausalLseOptions {
 template <Storage T>
 std::size_t future_mass_workspace_bytes(const host& ctx, rows_view<const T> q, input_rows<T> k);
 
-/// lse[b][hq][d] = log sum_{t <= d} exp(logit(d, t)), the dense causal normalizer (eq. 28), natural log. q [B, Hq, S, Dk], k
-/// [B, Hkv, S, Dk], lse [B, Hq, S]: overwritten for the sequences' lengths. Synchronous, O(S^2) time, no S x S array. Refuses
-/// what future_mass refuses.
+/// lse[b][hq][d] = log sum_{t <= d} exp(logit(d, t)), the dense causal normalizer (eq. 28), natural log. q
+/// [B, Hq, S, Dk], k [B, Hkv, S, Dk], lse [B, Hq, S]: overwritten for the sequences' lengths. Synchronous,
+/// O(S^2) time, no S x S array. Refuses what future_mass refuses.
 template <Storage T, class Dims = all_head_dims>
 void causal_lse(const host& ctx, const AttentionParams& attention, rows_view<const T> q, input_rows<T> k,
                 const Sequences& sequences, plane_view<float> lse, workspace_view workspace,
                 const CausalLseOptions& options = {});
 
-/// Writes target [B, Hkv, S] from q [B, Hq, S, Dk], k [B, Hkv, S, Dk] and lse [B, Hq, S] (natural log; dense from causal_lse,
-/// which makes the target exact, or the sparse pass's own, eq. 9). With p_d(t) = exp(logit(d, t) - lse_d) and d running over
-/// [t + w, min(S - 1, t + w + L)]:
+/// Writes target [B, Hkv, S] from q [B, Hq, S, Dk], k [B, Hkv, S, Dk] and lse [B, Hq, S] (natural log; dense
+/// from causal_lse, which makes the target exact, or the sparse pass's own, eq. 9). With p_d(t) =
+/// exp(logit(d, t) - lse_d) and d running over [t + w, min(S - 1, t + w + L)]:
 ///
-///     M_g(t) = ( (1 / N_t) sum_d p_d(t)^beta )^(1/beta),   N_t = max(1, S - (t + w)) clipped to L + 1   (eq. 2, 8, 16)
-///     target(t) = max_g log(eps + M_g)   or   log(eps + mean_g M_g)                                      (eq. 3, 14, 15)
+///     M_g(t) = ( (1 / N_t) sum_d p_d(t)^beta )^(1/beta),   N_t = max(1, S - (t + w)) clipped to L + 1   (eq.
+///         2, 8, 16)
+///     target(t) = max_g log(eps + M_g)   or   log(eps + mean_g M_g)
+///         (eq. 3, 14, 15)
 ///
-/// It is the transposed attention pass of D.2: keys take the part of queries, -lse that of a bias. A query whose lse is
-/// -inf contributes nothing; with a sparse lse a mass may exceed 1. Overwrites target for the sequences' lengths.
-/// Synchronous, O(S^2) time, no S x S array. Refuses: shapes that disagree, null data, no query heads, beta < 1, epsilon < 0 or infinite,
-/// window < 1, look_ahead < 0, packed segments, starts, too little workspace. A window of S or more leaves every key without future queries.
+/// It is the transposed attention pass of D.2: keys take the part of queries, -lse that of a bias. A query
+/// whose lse is -inf contributes nothing; with a sparse lse a mass may exceed 1. Overwrites target for the
+/// sequences' lengths. Synchronous, O(S^2) time, no S x S array. Refuses: shapes that disagree, null data, no
+/// query heads, beta < 1, epsilon < 0 or infinite, window < 1, look_ahead < 0, packed segments, starts, too
+/// little workspace. A window of S or more leaves every key without future queries.
 template <Storage T, class Dims = all_head_dims>
 void future_mass(const host& ctx, const AttentionParams& attention, rows_view<const T> q, input_rows<T> k,
                  plane_view<const float> lse, const Sequences& sequences, plane_view<float> target,

@@ -8,8 +8,8 @@
 
 namespace kvpolicy {
 
-/// What attend_backward is given besides the arguments of attend(on, attention, q, all, sequences, out, lse): its results,
-/// and the gradient of out. The shapes are those of attend.
+/// What attend_backward is given besides the arguments of attend(on, attention, q, all, sequences, out, lse):
+/// its results, and the gradient of out. The shapes are those of attend.
 template <class T>
 struct SavedForward {
     rows_view<const T> out;       ///< [B, Hq, S, Dv], as attend wrote it
@@ -20,8 +20,9 @@ struct SavedForward {
 template <class Out, class... Rest>
 SavedForward(rows_view<Out>, Rest...) -> SavedForward<std::remove_const_t<Out>>;
 
-/// Where attend_backward writes. Each is overwritten: d_q for the sequences' lengths, the others for the rows that
-/// all.lengths counts, with 0 for keys that no query sees. Sums run in compute_t<T> and are rounded once.
+/// Where attend_backward writes. Each is overwritten: d_q for the sequences' lengths, the others for
+/// the rows that all.lengths counts, with 0 for keys that no query sees. Sums run in compute_t<T> and
+/// are rounded once.
 template <class T>
 struct AttentionGrads {
     rows_view<T> d_q;  ///< [B, Hq, S, Dk]

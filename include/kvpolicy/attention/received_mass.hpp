@@ -24,16 +24,18 @@ struct ReceivedMassOptions {
 template <Storage T>
 std::size_t received_mass_workspace_bytes(const host& ctx, rows_view<const T> q, input_rows<T> k);
 
-/// Overwrites mass [B, Hkv, S] for the sequences' lengths. With p_q,g(t) = exp(logit(q, t) - lse_q) over the keys that query
-/// head g sees at q through the mask (attend.hpp has logit and seen), and q over the last options.queries queries:
+/// Overwrites mass [B, Hkv, S] for the sequences' lengths. With p_q,g(t) = exp(logit(q, t) - lse_q) over the
+/// keys that query head g sees at q through the mask (attend.hpp has logit and seen), and q over the last
+/// options.queries queries:
 ///
 ///     mass[t] = sum_q agg_g p_q,g(t),      agg = mean or max over the G query heads of the KV head
 ///
-/// The sum over all queries is H2O's, the last query's alone TOVA's, the observation window's SnapKV's. q [B, Hq, S, Dk], k
-/// [B, Hkv, S, Dk], the mask [B, Hkv, S] or empty (dense causal); values take no part. A query that sees nothing contributes
-/// nothing, and what invisible keys hold does not matter. Sums are in double (fp32 per weight; all double for double).
-/// Synchronous, O(queries * S), no array of that size; the bits do not depend on the number of threads. Refuses: shapes that
-/// disagree, null data, queries below 0, packed segments, starts, too little workspace.
+/// The sum over all queries is H2O's, the last query's alone TOVA's, the observation window's SnapKV's. q [B,
+/// Hq, S, Dk], k [B, Hkv, S, Dk], the mask [B, Hkv, S] or empty (dense causal); values take no part. A query
+/// that sees nothing contributes nothing, and what invisible keys hold does not matter. Sums are in double
+/// (fp32 per weight; all double for double). Synchronous, O(queries * S), no array of that size; the bits do
+/// not depend on the number of threads. Refuses: shapes that disagree, null data, queries below 0, packed
+/// segments, starts, too little workspace.
 template <Storage T>
 void received_mass(const host& ctx, const AttentionParams& attention, rows_view<const T> q, input_rows<T> k,
                    const mask_view& mask, const Sequences& sequences, plane_view<float> mass,

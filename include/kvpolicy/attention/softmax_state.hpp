@@ -1,8 +1,9 @@
-// Partial softmax results that merge: what split decoding, two key segments and blocks of one pass have in common.
+// Partial softmax results that merge: what split decoding, two key segments and blocks of one
+// pass have in common.
 //
-// Attention over a set of keys is a pair (out, lse): the weighted mean of the values, and the natural logarithm of the
-// sum of exp(logit). Two disjoint sets merge exactly. A set that nobody sees is (0, -inf), the neutral element; merging
-// never makes a NaN of it, since -inf is never subtracted from -inf.
+// Attention over a set of keys is a pair (out, lse): the weighted mean of the values, and the natural
+// logarithm of the sum of exp(logit). Two disjoint sets merge exactly. A set that nobody sees is (0, -inf),
+// the neutral element; merging never makes a NaN of it, since -inf is never subtracted from -inf.
 #pragma once
 
 #include <kvpolicy/core/config.hpp>
@@ -46,8 +47,8 @@ KVPOLICY_HOST_DEVICE inline Real lse_of(const softmax_state<Real>& state) {
     return state.sum == Real(0) ? softmax_state<Real>::nothing : state.max + std::log(state.sum);
 }
 
-/// Merges two states of disjoint keys. The merged unnormalized output is weights.a * out_a + weights.b * out_b, where a
-/// weight of 0 stands for "leave it out" (its output may be anything).
+/// Merges two states of disjoint keys. The merged unnormalized output is weights.a * out_a + weights.b *
+/// out_b, where a weight of 0 stands for "leave it out" (its output may be anything).
 template <class Real>
 KVPOLICY_HOST_DEVICE inline softmax_state<Real> merge(const softmax_state<Real>& a,
                                                       const softmax_state<Real>& b,
@@ -70,8 +71,8 @@ KVPOLICY_HOST_DEVICE inline softmax_state<Real> merge(const softmax_state<Real>&
     return {b.max, weights.a * a.sum + b.sum};
 }
 
-/// Merges two log-sum-exps. The merged normalized output is weights.a * out_a + weights.b * out_b; the weights add up to
-/// 1, or are both 0 where neither has seen a key.
+/// Merges two log-sum-exps. The merged normalized output is weights.a * out_a + weights.b * out_b; the
+/// weights add up to 1, or are both 0 where neither has seen a key.
 template <class Real>
 KVPOLICY_HOST_DEVICE inline Real merge_lse(Real lse_a, Real lse_b, merge_weights<Real>& weights) {
     constexpr Real nothing = softmax_state<Real>::nothing;

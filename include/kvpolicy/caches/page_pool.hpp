@@ -27,8 +27,8 @@ struct PoolShape {
     /// has no limit of its own.
     position_t max_seq_len = 0;
     /// Pages 0 .. spared_pages - 1 of the first slab are never handed out and never written: an engine's own,
-    /// as SGLang's sequence 0 is. Of every slab where strides are given, since page p of each is then a head's
-    /// part of the engine's page p.
+    /// as SGLang's sequence 0 is. Of every slab where strides are given, since page p of each is then a
+    /// head's part of the engine's page p.
     std::int32_t spared_pages = 0;
     /// Others than 0 for pages of an engine's own pool, which come by add_pages().
     PageStrides strides{};

@@ -1,5 +1,5 @@
-// Checks that several host operations share. They run in every call, so they build no text unless they refuse: a step
-// must not allocate.
+// Checks that several host operations share. They run in every call, so they build no text unless they
+// refuse: a step must not allocate.
 #pragma once
 
 #include <kvpolicy/core/context.hpp>
@@ -56,8 +56,8 @@ inline void check_sequences(const Sequences& sequences, std::int32_t batch, std:
     }
 }
 
-/// The same of a call about whole sequences, which knows no chunk's start: looking past it would answer for other positions. It
-/// reads no memory beyond the struct, so that it serves every backend.
+/// The same of a call about whole sequences, which knows no chunk's start: looking past it would answer for
+/// other positions. It reads no memory beyond the struct, so that it serves every backend.
 inline void check_no_starts(const Sequences& sequences) {
     detail::require(sequences.starts == nullptr, "sequences.starts", "given",
                     "null, since the call is about whole sequences, from position 0 on");
@@ -67,15 +67,17 @@ inline void check_whole_sequences(const Sequences& sequences, std::int32_t batch
     check_sequences(sequences, batch, length);
 }
 
-/// Whether a metric that counts a whole sequence's pairs, from its first token on, is asked about packed samples.
+/// Whether a metric that counts a whole sequence's pairs, from its first token on, is asked
+/// about packed samples.
 inline void check_not_packed(const Sequences& sequences) {
     detail::require(sequences.cu_seqlens == nullptr, "sequences.cu_seqlens", "given",
                     "null (give each sample as a sequence of its own)");
 }
 
-/// The sequences of a call whose caller gives a status word per sequence, with what a device reports instead of refusing: a
-/// length out of range counts as 0 and sets status_bad_length; edges that do not rise from 0 to the length leave no
-/// sequence any token, and set it for all. False, and empty, where there is no status or nothing is wrong.
+/// The sequences of a call whose caller gives a status word per sequence, with what a device reports instead
+/// of refusing: a length out of range counts as 0 and sets status_bad_length; edges that do not rise from 0
+/// to the length leave no sequence any token, and set it for all. False, and empty, where there is no status
+/// or nothing is wrong.
 class repaired_sequences {
   public:
     repaired_sequences(const Sequences& given, std::uint32_t* status) {
@@ -162,8 +164,8 @@ inline void check_workspace(workspace_view workspace, std::size_t needed) {
                     "memory of workspace.bytes");
 }
 
-/// Results need memory of their own: a stride of 0, which gives inputs to many at no cost, would have threads write to one place. What a
-/// call writes to is a view of a type that is not const.
+/// Results need memory of their own: a stride of 0, which gives inputs to many at no cost, would have threads
+/// write to one place. What a call writes to is a view of a type that is not const.
 template <class Name, class View>
 void check_strides(const Name& name, const View& view) {
     if constexpr (!std::is_const_v<std::remove_pointer_t<decltype(view.data)>>) {
@@ -212,8 +214,8 @@ void check_plane(const char* name, plane_view<T> view, std::int32_t batch, std::
     check_strides(name, view);
 }
 
-/// The first entry whose sequence an entry before it names too, or `count`. All sequences are in [0, max_sequences). One pass over the
-/// entries for every 4096 sequences, and no memory but the stack's.
+/// The first entry whose sequence an entry before it names too, or `count`. All sequences are in [0,
+/// max_sequences). One pass over the entries for every 4096 sequences, and no memory but the stack's.
 inline std::int32_t first_named_twice(const std::int32_t* named, std::int32_t count,
                                       std::int32_t max_sequences) {
     constexpr std::int32_t range = 4096, word_bits = 64;
@@ -274,8 +276,9 @@ inline void check_lse(plane_view<float> lse, std::int32_t batch, std::int32_t qu
     }
 }
 
-/// Looks at many numbers with all threads: good(i, false) for every i in [0, count). The first i that is not good is asked
-/// again on the caller's thread, as good(i, true), which refuses: without exceptions the handler of a refusal may longjmp.
+/// Looks at many numbers with all threads: good(i, false) for every i in [0, count). The first i that is not
+/// good is asked again on the caller's thread, as good(i, true), which refuses: without exceptions the
+/// handler of a refusal may longjmp.
 template <class Good>
 void check_in_parallel(const host& on, std::int64_t count, Good&& good) {
     std::atomic<std::int64_t> first{count};

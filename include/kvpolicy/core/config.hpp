@@ -1,7 +1,9 @@
-// Compiler and build configuration. Everything here is a macro because it must exist before any other header is read.
+// Compiler and build configuration. Everything here is a macro because it must exist before any
+// other header is read.
 //
 //   KVPOLICY_HOST_DEVICE   marks a function that kernels may call (empty for plain C++ compilers).
-//   KVPOLICY_EXCEPTIONS    1 when bad input throws, 0 under -fno-exceptions (then error_handler gets the same text).
+//   KVPOLICY_EXCEPTIONS    1 when bad input throws, 0 under -fno-exceptions (then error_handler gets the same
+//       text).
 //   KVPOLICY_X86           1 where the host backend may pick AVX2/FMA/F16C bodies at run time.
 #pragma once
 

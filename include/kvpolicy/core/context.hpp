@@ -1,5 +1,5 @@
-// Where a call runs. The first argument of every operation is a context: `host` here, `cuda` under nvcc. A combination
-// that a backend lacks does not compile; there is no silent fallback.
+// Where a call runs. The first argument of every operation is a context: `host` here, `cuda` under nvcc. A
+// combination that a backend lacks does not compile; there is no silent fallback.
 #pragma once
 
 #include <kvpolicy/core/config.hpp>
@@ -12,8 +12,8 @@
 
 namespace kvpolicy {
 
-/// The instruction sets that the host backend has bodies for. `portable` is plain C++ that the compiler vectorizes for
-/// its baseline; `avx2` needs AVX2, FMA and F16C.
+/// The instruction sets that the host backend has bodies for. `portable` is plain C++ that the compiler
+/// vectorizes for its baseline; `avx2` needs AVX2, FMA and F16C.
 enum class isa : std::uint8_t { portable, avx2 };
 
 /// The best instruction set of this machine.
@@ -30,13 +30,15 @@ inline isa detected_isa() noexcept {
 #endif
 }
 
-/// The host backend: a pool of threads and an instruction set. Calls are synchronous. One object serves one caller at a
-/// time (concurrent callers wait for each other); make one per thread that decodes on its own. Results do not depend on
-/// the number of threads. A call made from inside a parallel_for of the same object runs on the calling thread alone.
+/// The host backend: a pool of threads and an instruction set. Calls are synchronous. One object serves one
+/// caller at a time (concurrent callers wait for each other); make one per thread that decodes on its own.
+/// Results do not depend on the number of threads. A call made from inside a parallel_for of the same object
+/// runs on the calling thread alone.
 class host {
   public:
-    /// `threads` >= 1 counts the caller; 0 takes all hardware threads. `set` may only lower the instruction set. Refuses
-    /// more threads than the system gives; without exceptions the standard library ends the process in that case.
+    /// `threads` >= 1 counts the caller; 0 takes all hardware threads. `set` may only lower the instruction
+    /// set. Refuses more threads than the system gives; without exceptions the standard library ends the
+    /// process in that case.
     explicit host(int threads = 0, isa set = detected_isa()) : set_(set) {
         detail::require(threads >= 0 && threads <= 4096, "host threads", threads, "0 (all) to 4096");
         detail::require(set <= isa::avx2, "host isa", static_cast<int>(set), "isa::portable or isa::avx2");
@@ -51,8 +53,9 @@ class host {
     [[nodiscard]] int threads() const { return pool_->threads(); }
     [[nodiscard]] isa instructions() const { return set_; }
 
-    /// Calls body(i), or body(i, thread) with 0 <= thread < threads(), for every i in [0, count) on the pool's threads; from
-    /// inside another body of this pool on the calling thread, with that thread's number.
+    /// Calls body(i), or body(i, thread) with 0 <= thread < threads(), for every i in [0, count) on
+    /// the pool's threads; from inside another body of this pool on the calling thread, with that
+    /// thread's number.
     template <class Body>
     void parallel_for(std::int64_t count, Body&& body) const {
         pool_->parallel_for(count, static_cast<Body&&>(body));

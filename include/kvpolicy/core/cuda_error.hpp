@@ -15,8 +15,8 @@
 namespace kvpolicy {
 
 #if KVPOLICY_EXCEPTIONS
-/// Thrown where a CUDA call or a launch fails. what() names the call, CUDA's own text, and file and line. An error of
-/// work that runs later on the stream appears at a later call, as always in CUDA.
+/// Thrown where a CUDA call or a launch fails. what() names the call, CUDA's own text, and file and line. An
+/// error of work that runs later on the stream appears at a later call, as always in CUDA.
 class cuda_error : public std::runtime_error {
   public:
     cuda_error(const std::string& message, int code, const char* call, const char* file, unsigned line)
@@ -38,8 +38,8 @@ class cuda_error : public std::runtime_error {
 
 namespace detail {
 
-/// Reports a failed CUDA call: throws cuda_error, or gives the same text to the handler of set_error_handler. `call` and
-/// `file` must outlive the error.
+/// Reports a failed CUDA call: throws cuda_error, or gives the same text to the handler of set_error_handler.
+/// `call` and `file` must outlive the error.
 [[noreturn]] inline void fail_cuda(const std::string& text, int code, const char* call, const char* file,
                                    unsigned line) {
     const std::string message =

@@ -1,9 +1,9 @@
-// Errors are part of the interface: a bad argument is refused with one sentence that names the argument, its value and
-// what is allowed, before anything is launched or written.
+// Errors are part of the interface: a bad argument is refused with one sentence that names the argument, its
+// value and what is allowed, before anything is launched or written.
 //
-// With exceptions a refusal throws kvpolicy::invalid_argument. Without them (-fno-exceptions) the same text reaches the
-// handler that set_error_handler installed; the handler must not return to the library. If it does, or none is installed,
-// the process prints the text and aborts.
+// With exceptions a refusal throws kvpolicy::invalid_argument. Without them (-fno-exceptions) the same text
+// reaches the handler that set_error_handler installed; the handler must not return to the library. If it
+// does, or none is installed, the process prints the text and aborts.
 #pragma once
 
 #include <kvpolicy/core/config.hpp>
@@ -53,13 +53,13 @@ requires std::is_arithmetic_v<Value> std::string text_of(Value value) {
     }
 }
 
-/// A text that is made only when it is needed: [&] { return "at least " + std::to_string(n); }. Calls on the fast path
-/// use it, since they must not allocate.
+/// A text that is made only when it is needed: [&] { return "at least " + std::to_string(n); }. Calls on the
+/// fast path use it, since they must not allocate.
 template <class Make>
 requires std::is_invocable_v<const Make&> std::string text_of(const Make& make) { return make(); }
 
-/// The texts of several values, one after another: text("at least ", rows). (Sums of strings that begin with a literal
-/// draw false warnings from g++ 12, and so would from our users' builds.)
+/// The texts of several values, one after another: text("at least ", rows). (Sums of strings that begin with
+/// a literal draw false warnings from g++ 12, and so would from our users' builds.)
 template <class... Parts>
 std::string text(const Parts&... parts) {
     std::string joined;
@@ -86,7 +86,8 @@ template <class Value>
     refuse(text(argument, ": ", value, " is not allowed; it must be ", allowed));
 }
 
-/// The usual check. The message is built only when the check fails; `argument` and `allowed` are texts, or make them.
+/// The usual check. The message is built only when the check fails; `argument` and `allowed` are
+/// texts, or make them.
 template <class Argument, class Value, class Allowed>
 void require(bool condition, const Argument& argument, const Value& value, const Allowed& allowed) {
     if (!condition) [[unlikely]] {
@@ -96,8 +97,8 @@ void require(bool condition, const Argument& argument, const Value& value, const
 
 }  // namespace detail
 
-/// Installs the handler that receives refusals in builds without exceptions, and returns the previous one. It has no
-/// effect on builds with exceptions. Not synchronized: call it once at start-up.
+/// Installs the handler that receives refusals in builds without exceptions, and returns the previous one. It
+/// has no effect on builds with exceptions. Not synchronized: call it once at start-up.
 inline error_handler set_error_handler(error_handler handler) noexcept {
     error_handler previous = detail::installed_error_handler();
     detail::installed_error_handler() = handler;

@@ -10,8 +10,8 @@
 
 namespace kvpolicy {
 
-/// Hidden states [batch, length, width] of bf16, fp16, fp32 or double numbers; a row's are contiguous. Made implicitly from
-/// rows of one head, view_bhsd(data, batch, 1, length, width).
+/// Hidden states [batch, length, width] of bf16, fp16, fp32 or double numbers; a row's are contiguous. Made
+/// implicitly from rows of one head, view_bhsd(data, batch, 1, length, width).
 struct HiddenRows {
     enum class type : std::uint8_t { none, bf16, fp16, fp32, fp64 };
 

@@ -1,8 +1,9 @@
-// Vectors of 32 bytes for the host's scorers: 8 floats or 4 doubles, in one register under AVX2 and in two otherwise.
+// Vectors of 32 bytes for the host's scorers: 8 floats or 4 doubles, in one register under AVX2 and
+// in two otherwise.
 //
-// Every operation is lane by lane, sums are folded in one fixed order, and every product that is added goes through
-// multiply_add, which is never fused or always: a kernel written with lanes gives the same bits on every instruction set
-// that a translation unit chooses from at run time, and under every blocking.
+// Every operation is lane by lane, sums are folded in one fixed order, and every product that is added goes
+// through multiply_add, which is never fused or always: a kernel written with lanes gives the same bits on
+// every instruction set that a translation unit chooses from at run time, and under every blocking.
 #pragma once
 
 #include <kvpolicy/core/config.hpp>
@@ -21,9 +22,9 @@
 
 namespace kvpolicy::host_backend {
 
-/// body(0), ..., body(N - 1) with the index as a type. At -O2 g++ leaves loops over a few vectors rolled, and a rolled
-/// loop keeps its accumulators in memory. Every body must be always_inline: one that stays a call is compiled for the
-/// baseline, and takes its vectors through memory.
+/// body(0), ..., body(N - 1) with the index as a type. At -O2 g++ leaves loops over a few vectors rolled, and
+/// a rolled loop keeps its accumulators in memory. Every body must be always_inline: one that stays a call is
+/// compiled for the baseline, and takes its vectors through memory.
 template <class Body, int... I>
 [[gnu::always_inline]] inline void unroll_over(Body& body, std::integer_sequence<int, I...>) {
     (body(std::integral_constant<int, I>{}), ...);
@@ -48,9 +49,9 @@ KVPOLICY_VECTOR_OF(double, std::int64_t, 16);
 KVPOLICY_VECTOR_OF(double, std::int64_t, 32);
 #undef KVPOLICY_VECTOR_OF
 
-/// sum += a * b, for numbers and vectors. Left to itself g++ fuses products and sums across statements where a translation
-/// unit may use FMA (under -march=native), in some loops and not in others; so such units fuse by intrinsics, all others
-/// never. (clang++ fuses within one expression only, so not here.)
+/// sum += a * b, for numbers and vectors. Left to itself g++ fuses products and sums across statements where
+/// a translation unit may use FMA (under -march=native), in some loops and not in others; so such units fuse
+/// by intrinsics, all others never. (clang++ fuses within one expression only, so not here.)
 #if KVPOLICY_X86 && defined(__FMA__)
 #define KVPOLICY_MULTIPLY_ADD(X, fused)                                               \
     [[gnu::always_inline]] inline void multiply_add(X& sum, const X& a, const X& b) { \
@@ -75,7 +76,8 @@ template <class X>
 }
 #endif
 
-/// Arguments and results go by reference: a vector that is passed by value has another ABI on each instruction set.
+/// Arguments and results go by reference: a vector that is passed by value has another ABI on each
+/// instruction set.
 template <class Real, isa Set>
 struct lanes {
     static constexpr int bytes = Set == isa::avx2 ? 32 : 16;
@@ -156,7 +158,8 @@ struct lanes {
         for_parts([&](auto i) __attribute__((always_inline)) { pick(p[i], a.p[i] > p[i], a.p[i], p[i]); });
     }
 
-    /// The sum of all lanes, in the same order for every instruction set: lane i with lane i + width / 2, and so on.
+    /// The sum of all lanes, in the same order for every instruction set: lane i with lane i +
+    /// width / 2, and so on.
     [[gnu::always_inline]] inline Real sum() const {
         using half_type = typename vector_of<Real, 16>::type;
         using half_memory = typename vector_of<Real, 16>::memory;
@@ -186,7 +189,8 @@ struct lanes {
     [[gnu::always_inline]] inline void exponentiate() {
         if constexpr (sizeof(Real) == sizeof(float)) {
             for_parts([&](auto i) __attribute__((always_inline)) {
-                // x = n log 2 + r with |r| <= log(2) / 2. Adding 1.5 * 2^23 leaves round(x / log 2) in the low bits.
+                // x = n log 2 + r with |r| <= log(2) / 2. Adding 1.5 * 2^23 leaves round(x / log 2)
+                // in the low bits.
                 constexpr float shift = 12582912.0f;
                 const part x = p[i];
                 part inside;
@@ -240,15 +244,16 @@ struct lanes {
 };
 
 #if KVPOLICY_X86
-// AVX2 without FMA: see the top of this file. flatten, since a kernel that stays a call would be compiled for the
-// baseline.
+// AVX2 without FMA: see the top of this file. flatten, since a kernel that stays a call would be compiled
+// for the baseline.
 template <class Kernel, class... Arguments>
 [[gnu::target("avx2"), gnu::flatten]] void run_avx2(Arguments... arguments) {
     Kernel::template run<isa::avx2>(arguments...);
 }
 #endif
 
-/// Runs a kernel, a struct with `template <isa> static void run(arguments)`, on an instruction set that the machine has.
+/// Runs a kernel, a struct with `template <isa> static void run(arguments)`, on an instruction set that
+/// the machine has.
 template <class Kernel, class... Arguments>
 void run_kernel(isa set, Arguments... arguments) {
 #if KVPOLICY_X86

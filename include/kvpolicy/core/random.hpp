@@ -1,5 +1,5 @@
-// Random numbers by their place: a number depends on a seed, a stream and an index only, so threads, backends and a
-// recomputed forward pass draw the same ones, and nothing has to be stored.
+// Random numbers by their place: a number depends on a seed, a stream and an index only, so threads, backends
+// and a recomputed forward pass draw the same ones, and nothing has to be stored.
 #pragma once
 
 #include <kvpolicy/core/config.hpp>

@@ -1,5 +1,5 @@
-// What a call on a device reports when it cannot throw: bits OR-ed into a word per sequence. The host backend throws
-// instead of setting nan_score (except where a call says that it runs in the device's mode).
+// What a call on a device reports when it cannot throw: bits OR-ed into a word per sequence. The host backend
+// throws instead of setting nan_score (except where a call says that it runs in the device's mode).
 #pragma once
 
 #include <cstdint>
@@ -17,10 +17,12 @@ enum status_bits : std::uint32_t {
     status_bad_index = 1u << 4,  ///< a label or index in device memory was outside its row: left out
     /// A layer of a cache was called again before advance(): the second call left this sequence alone.
     status_layer_repeated = 1u << 5,
-    /// advance(): a layer of a cache has not taken these tokens, or has taken others: the sequence did not move. evict(): some layer has
-    /// taken tokens that advance() has not counted: the sequence was left as it is.
+    /// advance(): a layer of a cache has not taken these tokens, or has taken others: the sequence
+    /// did not move. evict(): some layer has taken tokens that advance() has not counted: the
+    /// sequence was left as it is.
     status_layer_skipped = 1u << 6,
-    /// evict() in a graph captured before slabs were attached: the sequence has more rows than its workspace is for; nothing was evicted.
+    /// evict() in a graph captured before slabs were attached: the sequence has more rows than its workspace
+    /// is for; nothing was evicted.
     status_small_workspace = 1u << 7,
 };
 

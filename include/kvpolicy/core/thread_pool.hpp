@@ -1,4 +1,5 @@
-// A small fixed pool of threads for the host backend: parallel_for over an index range, the caller taking part.
+// A small fixed pool of threads for the host backend: parallel_for over an index range, the
+// caller taking part.
 #pragma once
 
 #include <kvpolicy/core/config.hpp>
@@ -18,21 +19,24 @@
 
 namespace kvpolicy::detail {
 
-/// Runs index ranges on `threads` threads (the caller is one of them). One range at a time: concurrent callers of one
-/// pool are serialized. A worker spins a moment before it sleeps, since a decode step asks for a range every few
-/// microseconds. What an index throws is thrown again to the caller, the lowest index first, after all have ended.
+/// Runs index ranges on `threads` threads (the caller is one of them). One range at a time: concurrent
+/// callers of one pool are serialized. A worker spins a moment before it sleeps, since a decode step asks for
+/// a range every few microseconds. What an index throws is thrown again to the caller, the lowest index
+/// first, after all have ended.
 ///
-/// A range that an index asks for runs on the thread of that index, one after the other, under that thread's number: the
-/// pool is busy with the outer range. (A cycle through the workers of a second pool is not noticed, and hangs.)
+/// A range that an index asks for runs on the thread of that index, one after the other, under that thread's
+/// number: the pool is busy with the outer range. (A cycle through the workers of a second pool is not
+/// noticed, and hangs.)
 class thread_pool {
   public:
-    /// Refuses where the system gives fewer threads than that; without exceptions std::thread itself ends the process then.
+    /// Refuses where the system gives fewer threads than that; without exceptions std::thread itself ends
+    /// the process then.
     explicit thread_pool(int threads)
         : thread_pool(threads,
                       [](entry run, void* pool, int thread) { return std::thread(run, pool, thread); }) {}
 
-    // What a thread runs: no type of ours, since std::thread makes a class of it that a shared library exports even where
-    // all that is ours is hidden, and two versions in one process would share it.
+    // What a thread runs: no type of ours, since std::thread makes a class of it that a shared library
+    // exports even where all that is ours is hidden, and two versions in one process would share it.
     using entry = void (*)(void* pool, int thread);
 
     /// The same with start(run, pool, thread) in the place of std::thread(run, pool, thread), for tests.
@@ -61,8 +65,9 @@ class thread_pool {
 
     [[nodiscard]] int threads() const { return static_cast<int>(workers_.size()) + 1; }
 
-    /// Calls body(i), or body(i, thread) with 0 <= thread < threads(), for every i in [0, count), in any order, on all
-    /// threads. `thread` tells which memory of its own an index may use. From inside a body: all on the calling thread.
+    /// Calls body(i), or body(i, thread) with 0 <= thread < threads(), for every i in [0, count), in any
+    /// order, on all threads. `thread` tells which memory of its own an index may use. From inside a body:
+    /// all on the calling thread.
     template <class Body>
     void parallel_for(std::int64_t count, Body&& body) {
         if (count <= 0) {
@@ -98,7 +103,8 @@ class thread_pool {
         wake_.notify_all();
         drain(0);
         {
-            // A worker that has not come by now need not come at all: on a busy machine it may take milliseconds.
+            // A worker that has not come by now need not come at all: on a busy machine it may
+            // take milliseconds.
             const std::lock_guard lock(mutex_);
             open_ = false;
         }

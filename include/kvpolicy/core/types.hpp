@@ -22,11 +22,12 @@ inline constexpr expiry_t never = std::numeric_limits<expiry_t>::max();
 /// A budget without a limit (k = infinity).
 inline constexpr std::int32_t unlimited = std::numeric_limits<std::int32_t>::max();
 
-/// A parameter that is a run-time value: Sink<>{s} is Sink<dynamic>{s}. Not -1, which somebody may mean as a number.
+/// A parameter that is a run-time value: Sink<>{s} is Sink<dynamic>{s}. Not -1, which somebody may
+/// mean as a number.
 inline constexpr std::int32_t dynamic = std::numeric_limits<std::int32_t>::min();
 
-// __builtin_bit_cast and not std::bit_cast: the conversions run in kernels too, and nvcc takes a std constexpr function
-// there only under a flag that users need not set.
+// __builtin_bit_cast and not std::bit_cast: the conversions run in kernels too, and nvcc takes a std
+// constexpr function there only under a flag that users need not set.
 
 /// Brain float: the upper half of an IEEE float, rounded to nearest even. Same layout as __nv_bfloat16.
 struct bf16 {
@@ -98,7 +99,8 @@ concept Storage = std::is_same_v<T, bf16> || std::is_same_v<T, fp16> || std::is_
 
 static_assert(Storage<bf16> && Storage<fp16> && Storage<float> && Storage<double>);
 
-/// What a storage type is computed in: fp32, and double for double (which exists for checks against references).
+/// What a storage type is computed in: fp32, and double for double (which exists for checks
+/// against references).
 template <Storage T>
 using compute_t = std::conditional_t<std::is_same_v<T, double>, double, float>;
 

@@ -1,6 +1,6 @@
-// A pragma that unrolls the loop after it. Small arrays of sums live in registers only where the loops over them are
-// unrolled, which g++ does not do at -O2. nvcc takes no such pragma for its host compiler: build host code that matters
-// under nvcc with -O3.
+// A pragma that unrolls the loop after it. Small arrays of sums live in registers only where the loops over
+// them are unrolled, which g++ does not do at -O2. nvcc takes no such pragma for its host compiler: build
+// host code that matters under nvcc with -O3.
 #pragma once
 
 #if defined(__CUDACC__)

@@ -29,7 +29,8 @@ struct rows_view {
         return data + b * batch_stride + h * head_stride + t * row_stride;
     }
 
-    // A template, since nvcc warns about a plain conversion to one's own type even where a constraint rules it out.
+    // A template, since nvcc warns about a plain conversion to one's own type even where a
+    // constraint rules it out.
     template <class Const>
     requires(!std::is_const_v<T> && std::is_same_v<Const, const T>) KVPOLICY_HOST_DEVICE constexpr
     operator rows_view<Const>() const {
@@ -84,7 +85,8 @@ KVPOLICY_HOST_DEVICE constexpr plane_view<T> view_bhs(T* data, std::int32_t batc
     return {data, batch, heads, length, static_cast<std::int64_t>(heads) * length, length};
 }
 
-/// Views as parameters from which no type is deduced, so that a view of mutable rows converts to one of const rows.
+/// Views as parameters from which no type is deduced, so that a view of mutable rows converts to
+/// one of const rows.
 template <class T>
 using input_rows = std::type_identity_t<rows_view<const T>>;
 template <class T>
@@ -97,13 +99,13 @@ struct workspace_view {
     std::size_t bytes = 0;
 };
 
-/// The sequences of one call: `batch` of `length` tokens each, both to be given. `lengths[b]`, where given, says how many
-/// tokens of sequence b count; the rest is neither read nor written. `starts[b]`, where given, is the position of
-/// sequence b's first query in the frame of the mask (chunked prefill); calls about whole sequences (masks, targets, losses of
-/// scores, metrics) refuse it, also where all are 0; losses of rows, which have no positions, ignore it.
-/// `segments` > 0 packs several samples into each sequence: cu_seqlens[0..segments] are their edges, and
-/// sinks, window, budget and scorer state start anew at each. Leaving cu_seqlens null keeps attention across
-/// packed samples (KVpop's training).
+/// The sequences of one call: `batch` of `length` tokens each, both to be given. `lengths[b]`, where given,
+/// says how many tokens of sequence b count; the rest is neither read nor written. `starts[b]`, where given,
+/// is the position of sequence b's first query in the frame of the mask (chunked prefill); calls about whole
+/// sequences (masks, targets, losses of scores, metrics) refuse it, also where all are 0; losses of rows,
+/// which have no positions, ignore it. `segments` > 0 packs several samples into each sequence:
+/// cu_seqlens[0..segments] are their edges, and sinks, window, budget and scorer state start anew at each.
+/// Leaving cu_seqlens null keeps attention across packed samples (KVpop's training).
 struct Sequences {
     std::int32_t batch = 0;
     std::int32_t length = -1;                  // refused until it is set
@@ -120,17 +122,17 @@ struct Sequences {
     }
 };
 
-/// The active sequences of one call on a cache. Entry i of q, k, v and out belongs to cache sequence seq_ids[i]
-/// (default: i) and brings q_len[i] tokens (default: `length`); 0 leaves that sequence untouched. Sequences that no
-/// entry names are untouched.
+/// The active sequences of one call on a cache. Entry i of q, k, v and out belongs to cache sequence
+/// seq_ids[i] (default: i) and brings q_len[i] tokens (default: `length`); 0 leaves that sequence untouched.
+/// Sequences that no entry names are untouched.
 ///
 /// All members have defaults: without `count` the entries are all of q's, or in a call without tensors all of
 /// the cache's sequences; with neither q_len nor length every entry brings the tokens that q has, or in a
 /// call without tensors one.
 struct Batch {
     static constexpr std::int32_t not_set = std::numeric_limits<std::int32_t>::min();
-    /// On a device, the sequence of an entry that is only padding (as in vLLM's slot_mapping): it brings no token, whatever q_len says. A
-    /// host's batch leaves such entries out.
+    /// On a device, the sequence of an entry that is only padding (as in vLLM's slot_mapping): it brings no
+    /// token, whatever q_len says. A host's batch leaves such entries out.
     static constexpr std::int32_t no_seq = -1;
 
     std::int32_t count = not_set;

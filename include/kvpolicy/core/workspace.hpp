@@ -8,7 +8,8 @@
 
 namespace kvpolicy::detail {
 
-/// The first address at or after `data` that is aligned to 64 bytes, and how many bytes the alignment may cost.
+/// The first address at or after `data` that is aligned to 64 bytes, and how many bytes the
+/// alignment may cost.
 inline constexpr std::size_t alignment = 64;
 inline std::byte* aligned(void* data) {
     const auto address = reinterpret_cast<std::uintptr_t>(data);
@@ -18,10 +19,11 @@ constexpr std::size_t aligned_size(std::size_t bytes) {
     return (bytes + alignment - 1) / alignment * alignment;
 }
 
-/// The most bytes that a plan may come to: a quarter of the address space, so that sums of a few such cannot wrap.
+/// The most bytes that a plan may come to: a quarter of the address space, so that sums of a few
+/// such cannot wrap.
 inline constexpr std::size_t max_bytes = static_cast<std::size_t>(-1) / 4;
-/// The product of sizes, none of them negative, or max_bytes + 1 where it is more than that: a plan of sizes that nobody
-/// has must not wrap to a small one.
+/// The product of sizes, none of them negative, or max_bytes + 1 where it is more than that: a plan of sizes
+/// that nobody has must not wrap to a small one.
 template <class... Sizes>
 constexpr std::size_t product_of(Sizes... sizes) {
     std::size_t product = 1;

@@ -19,25 +19,26 @@ struct CUevent_st;  // what cudaEvent_t points to
 
 namespace kvpolicy {
 
-/// B.4: omega = omega_min + (1 - omega_min) sigmoid(Delta / temperature), Delta >= 0 the teacher's margin; so the least
-/// weight is (1 + omega_min) / 2. omega_min = 1 turns it off.
+/// B.4: omega = omega_min + (1 - omega_min) sigmoid(Delta / temperature), Delta >= 0 the teacher's margin; so
+/// the least weight is (1 + omega_min) / 2. omega_min = 1 turns it off.
 struct MarginWeights {
     float omega_min = 0.0f;    ///< 0 to 1
     float temperature = 1.0f;  ///< tau_omega > 0
 };
 
-/// B.5: keeps weigh clip(1 / (2 rho), least, most), drops clip(1 / (2 (1 - rho)), least, most), rho being the head's share
-/// of keeps among its examples; divided by their mean over the head's examples. Where a head's labels are all equal its
-/// weights are 1.
+/// B.5: keeps weigh clip(1 / (2 rho), least, most), drops clip(1 / (2 (1 - rho)), least, most), rho being the
+/// head's share of keeps among its examples; divided by their mean over the head's examples. Where a head's
+/// labels are all equal its weights are 1.
 struct BalanceWeights {
     bool on = true;
     float least = 0.25f;  ///< c_min > 0
     float most = 4.0f;    ///< c_max >= c_min
 };
 
-/// B.6: `count` query positions q >= s + w + k of each (sequence, head), drawn with replacement: a share `late` of them is
-/// the later of two uniform draws (density rising linearly), the rest uniform. The same seed, layer and shapes draw the
-/// same positions. A count of all valid positions or more, as by default, takes each of them once.
+/// B.6: `count` query positions q >= s + w + k of each (sequence, head), drawn with replacement: a share
+/// `late` of them is the later of two uniform draws (density rising linearly), the rest uniform. The same
+/// seed, layer and shapes draw the same positions. A count of all valid positions or more, as by default,
+/// takes each of them once.
 struct BoundarySampler {
     std::int32_t count = unlimited;  ///< 0 or more
     float late = 0.5f;               ///< 0 to 1
@@ -53,26 +54,29 @@ struct BoundaryValue : LossValue {
 
 /// Options of a call of BoundaryLoss.
 struct BoundaryOptions {
-    /// Layers whose heads stand one after another: planes are [B, layers * Hkv, S] and d_log_gamma [layers * Hkv],
-    /// those of layer loss.layer first. Each layer is a loss of its own, with its own draws and mean, as in a call
-    /// for it alone; value and counts are sums over the layers. The policy is asked for the rules of heads 0 to
-    /// layers * Hkv - 1 of loss.layer.
+    /// Layers whose heads stand one after another: planes are [B, layers * Hkv, S] and d_log_gamma [layers *
+    /// Hkv], those of layer loss.layer first. Each layer is a loss of its own, with its own draws and mean,
+    /// as in a call for it alone; value and counts are sums over the layers. The policy is asked for the
+    /// rules of heads 0 to layers * Hkv - 1 of loss.layer.
     std::int32_t layers = 1;
-    /// [layers * Hkv], in place of the policy's log gamma; on CUDA in device memory, read when the work runs, so that a decay
-    /// that is learned stays on the device. Must be <= 0.
+    /// [layers * Hkv], in place of the policy's log gamma; on CUDA in device memory, read when the work runs,
+    /// so that a decay that is learned stays on the device. Must be <= 0.
     const float* log_gamma = nullptr;
-    /// CUDA alone, a cudaEvent_t: recorded where `scores` are ready, when another stream makes them. Only what needs them waits
-    /// for it, so that ranking the target, which a few SMs do, runs beside the scorer's forward pass. Null: they are ready.
+    /// CUDA alone, a cudaEvent_t: recorded where `scores` are ready, when another stream makes them. Only
+    /// what needs them waits for it, so that ranking the target, which a few SMs do, runs beside the scorer's
+    /// forward pass. Null: they are ready.
     CUevent_st* scores_ready = nullptr;
-    /// [B], OR-ed into: status_bad_length, for a length that then counts as 0. CUDA alone: status_nan_score for a NaN target, which
-    /// ranks last, and status_not_finite for a score of an example; the host refuses both. Null: not wanted.
+    /// [B], OR-ed into: status_bad_length, for a length that then counts as 0. CUDA alone: status_nan_score
+    /// for a NaN target, which ranks last, and status_not_finite for a score of an example; the host refuses
+    /// both. Null: not wanted.
     std::uint32_t* status = nullptr;
 };
 
 /// Eq. 7 on effective scores. At a sampled query q, per head, with t_new = q - w, t_bnd the worst of the k
 /// keys that the teacher holds after q's top-k update, y = +1 where it holds t_new and else -1:
 ///
-///     delta = r_{t_new}(q) - r_{t_bnd}(q),   r_t(q) = r_t + floor((q - t) / n) log gamma            (student, eq. 5)
+///     delta = r_{t_new}(q) - r_{t_bnd}(q),   r_t(q) = r_t + floor((q - t) / n) log gamma
+///         (student, eq. 5)
 ///     loss  = scale * mean over examples of omega_margin omega_balance softplus(-y delta / temperature)
 ///
 /// Teacher and student share gamma; labels and weights are constants, as if detached. Where t_bnd = t_new the
@@ -96,15 +100,15 @@ struct BoundaryLoss {
     [[nodiscard]] std::size_t workspace_bytes(const host& ctx, const P& policy, const Sequences& sequences,
                                               std::int32_t heads) const;
 
-    /// scores [B, Hkv, S] raw logits of the student, target [B, Hkv, S] of the teacher (future_mass). Overwrites d_scores
-    /// [B, Hkv, S] for the sequences' lengths, and *value; adds to d_log_gamma [Hkv] where that is not null (log_gamma_slope makes
-    /// d alpha of it). Real is float, or double for checks; sums run in double, in an order that does not depend on the
-    /// threads. Sequences with S <= s + w + k have no valid position: value 0, zero gradient, count 0. With cu_seqlens
-    /// each segment counts for itself, with a share of `count` by its valid positions. Synchronous; O(S log
-    /// k) per head.
+    /// scores [B, Hkv, S] raw logits of the student, target [B, Hkv, S] of the teacher (future_mass).
+    /// Overwrites d_scores [B, Hkv, S] for the sequences' lengths, and *value; adds to d_log_gamma [Hkv]
+    /// where that is not null (log_gamma_slope makes d alpha of it). Real is float, or double for checks;
+    /// sums run in double, in an order that does not depend on the threads. Sequences with S <= s + w + k
+    /// have no valid position: value 0, zero gradient, count 0. With cu_seqlens each segment counts for
+    /// itself, with a share of `count` by its valid positions. Synchronous; O(S log k) per head.
     ///
-    /// Refuses, before anything is written: numbers out of range, shapes that disagree, a NaN target or a score that is
-    /// not finite at a key that leaves the window, too little workspace.
+    /// Refuses, before anything is written: numbers out of range, shapes that disagree, a NaN target or a
+    /// score that is not finite at a key that leaves the window, too little workspace.
     template <AnyPolicy P, class Real>
     void operator()(const host& ctx, const P& policy, std::type_identity_t<plane_view<const Real>> scores,
                     plane_view<const float> target, const Sequences& sequences, plane_view<Real> d_scores,
@@ -112,17 +116,18 @@ struct BoundaryLoss {
                     const BoundaryOptions& options = {}) const;
 
 #if defined(__CUDACC__)
-    // Planes, d_log_gamma, *value and the array `lengths` of the sequences are device memory; loss, policy and its numbers
-    // by head are host memory, read during the call. Nothing is allocated, nothing waited for.
+    // Planes, d_log_gamma, *value and the array `lengths` of the sequences are device memory; loss,
+    // policy and its numbers by head are host memory, read during the call. Nothing is allocated,
+    // nothing waited for.
 
     template <AnyPolicy P, class Build = cuda_build>
     [[nodiscard]] std::size_t workspace_bytes(const cuda& ctx, const P& policy, const Sequences& sequences,
                                               std::int32_t heads) const;
 
-    /// The same examples and draws, value and gradients to rounding, the same bits in every run. Scores are fp32. Labels come
-    /// from build_cutoffs on the target, so decay steps are 1 and sequences are whole and not packed (cu_seqlens and
-    /// starts null). Refuses, before anything is enqueued, the rest of what the host refuses, and heads that options.layers
-    /// does not divide.
+    /// The same examples and draws, value and gradients to rounding, the same bits in every run. Scores are
+    /// fp32. Labels come from build_cutoffs on the target, so decay steps are 1 and sequences are whole and
+    /// not packed (cu_seqlens and starts null). Refuses, before anything is enqueued, the rest of what the
+    /// host refuses, and heads that options.layers does not divide.
     template <AnyPolicy P, class Real, class Build = cuda_build>
     void operator()(const cuda& ctx, const P& policy, std::type_identity_t<plane_view<const Real>> scores,
                     plane_view<const float> target, const Sequences& sequences, plane_view<Real> d_scores,

@@ -1,7 +1,8 @@
 // Distillation losses, which keep a sparse student close to its dense teacher (KVpop, algorithm 1 and F;
 // WG-KV, 3.3).
 //
-// Rows are [B, 1, S, N] views: N logits, or a hidden state, per token. Means are over the tokens of all sequences.
+// Rows are [B, 1, S, N] views: N logits, or a hidden state, per token. Means are over the tokens
+// of all sequences.
 #pragma once
 
 #include <kvpolicy/core/context.hpp>
@@ -26,16 +27,16 @@ namespace kvpolicy {
 /// Bytes of workspace for top_logits: none on CUDA.
 std::size_t top_logits_workspace_bytes(const host& ctx, std::int32_t vocabulary);
 
-/// Writes the `values.dim` largest logits of each token, largest first (equal ones by rising index), and their indices:
-/// logits [B, 1, S, V], values and indices [B, 1, S, K], K <= V. So a teacher's logits can be stored, and the teacher left
-/// out of training. Overwrites. Refuses a NaN among the logits.
+/// Writes the `values.dim` largest logits of each token, largest first (equal ones by rising index), and
+/// their indices: logits [B, 1, S, V], values and indices [B, 1, S, K], K <= V. So a teacher's logits can be
+/// stored, and the teacher left out of training. Overwrites. Refuses a NaN among the logits.
 template <Storage T>
 void top_logits(const host& ctx, std::type_identity_t<rows_view<const T>> logits, const Sequences& sequences,
                 rows_view<T> values, rows_view<std::int32_t> indices, workspace_view workspace,
                 const LossOptions& options = {});
 
-/// KL over the teacher's top logits, both sides renormalized over that set: with p and s the softmaxes of teacher and
-/// student logits / temperature over the set,
+/// KL over the teacher's top logits, both sides renormalized over that set: with p and s the softmaxes of
+/// teacher and student logits / temperature over the set,
 ///
 ///     forward:  sum p (log p - log s)         d z = (s - p) / temperature
 ///     reverse:  sum s (log s - log p)         d z = s (log s - log p - KL) / temperature
@@ -56,16 +57,17 @@ struct TopDistillation {
                                               rows_view<const std::int32_t> indices,
                                               const Sequences& sequences) const;
 
-    /// teacher and student [B, 1, S, V]; overwrites d_student [B, 1, S, V] for the sequences' lengths, and *value. Refuses shapes
-    /// that disagree, a NaN logit that is read. On CUDA `top` is at most max_top_logits.
+    /// teacher and student [B, 1, S, V]; overwrites d_student [B, 1, S, V] for the sequences'
+    /// lengths, and *value. Refuses shapes that disagree, a NaN logit that is read. On CUDA `top` is
+    /// at most max_top_logits.
     template <Storage T>
     void operator()(const host& ctx, std::type_identity_t<rows_view<const T>> teacher,
                     std::type_identity_t<rows_view<const T>> student, const Sequences& sequences,
                     rows_view<T> d_student, LossValue* value, workspace_view workspace,
                     const LossOptions& options = {}) const;
 
-    /// The same from stored logits: values and indices [B, 1, S, K] as top_logits writes them, the indices of one token
-    /// distinct; `top` does not count.
+    /// The same from stored logits: values and indices [B, 1, S, K] as top_logits writes them, the indices of
+    /// one token distinct; `top` does not count.
     template <Storage T>
     void operator()(const host& ctx, std::type_identity_t<rows_view<const T>> values,
                     rows_view<const std::int32_t> indices, std::type_identity_t<rows_view<const T>> student,
@@ -93,7 +95,8 @@ struct TopDistillation {
 #endif
 };
 
-/// Cross-entropy of labels: mean over tokens with a label of -log softmax(z)[label]; d z = (softmax(z) - onehot) / count.
+/// Cross-entropy of labels: mean over tokens with a label of -log softmax(z)[label]; d z = (softmax(z) -
+/// onehot) / count.
 struct CrossEntropy {
     float scale = 1.0f;
 
@@ -102,8 +105,8 @@ struct CrossEntropy {
     [[nodiscard]] std::size_t workspace_bytes(const host& ctx, rows_view<Rows> student,
                                               const Sequences& sequences) const;
 
-    /// student [B, 1, S, V]; labels [B, 1, S], where -1 leaves a token out; overwrites d_student for the sequences' lengths, and
-    /// *value. Refuses shapes that disagree, a label of V or more, a NaN logit.
+    /// student [B, 1, S, V]; labels [B, 1, S], where -1 leaves a token out; overwrites d_student for the
+    /// sequences' lengths, and *value. Refuses shapes that disagree, a label of V or more, a NaN logit.
     template <Storage T>
     void operator()(const host& ctx, plane_view<const std::int32_t> labels,
                     std::type_identity_t<rows_view<const T>> student, const Sequences& sequences,
@@ -131,7 +134,8 @@ struct L2Distillation {
     [[nodiscard]] std::size_t workspace_bytes(const host& ctx, rows_view<Rows> teacher,
                                               const Sequences& sequences) const;
 
-    /// teacher, student and d_student [B, 1, S, D] (or any number of heads). Overwrites d_student for the lengths, and *value.
+    /// teacher, student and d_student [B, 1, S, D] (or any number of heads). Overwrites d_student for the
+    /// lengths, and *value.
     template <Storage T>
     void operator()(const host& ctx, std::type_identity_t<rows_view<const T>> teacher,
                     std::type_identity_t<rows_view<const T>> student, const Sequences& sequences,

@@ -1,4 +1,5 @@
-// DMS's compression loss (Lancucki et al., 2025): as many decisions to evict as the target asks for, over all layers and heads.
+// DMS's compression loss (Lancucki et al., 2025): as many decisions to evict as the target asks for, over all
+// layers and heads.
 #pragma once
 
 #include <kvpolicy/core/context.hpp>
@@ -22,19 +23,20 @@ struct EvictionSums {
 
 /// Options of CompressionLoss.
 struct CompressionOptions {
-    /// The sums over the model, in place of loss.total; on CUDA in device memory. A device takes a total of fewer keys than the
-    /// call's as it is; the host refuses it.
+    /// The sums over the model, in place of loss.total; on CUDA in device memory. A device takes a total of
+    /// fewer keys than the call's as it is; the host refuses it.
     const EvictionSums* total = nullptr;
     std::uint32_t* status = nullptr;  ///< as in LossOptions
 };
 
-/// scale * max(0, target - mean alpha), with alpha the relaxed decisions of `gate` (noise and all: the same ones as the
-/// mask's) and the mean over layers, heads and keys: the paper's max(target L H T - sum alpha, 0) over L H T. It is
-/// one-sided: evicting more than the target has cost 0.
+/// scale * max(0, target - mean alpha), with alpha the relaxed decisions of `gate` (noise and all: the same
+/// ones as the mask's) and the mean over layers, heads and keys: the paper's max(target L H T - sum alpha, 0)
+/// over L H T. It is one-sided: evicting more than the target has cost 0.
 ///
-/// The mean is over everything, so a model of several layers takes two passes: sums() for each layer, which add up, into `total` or CompressionOptions::total
-/// (and over devices), then the loss for each layer's gradient. Every layer's value is the whole loss then: count it once.
-/// Without `total` (keys = 0) a call is on its own.
+/// The mean is over everything, so a model of several layers takes two passes: sums() for each layer,
+/// which add up, into `total` or CompressionOptions::total (and over devices), then the loss for each
+/// layer's gradient. Every layer's value is the whole loss then: count it once. Without `total` (keys = 0)
+/// a call is on its own.
 struct CompressionLoss {
     float target = 0.0f;  ///< the share of keys to evict, 0 to 1: 1 - 1 / compression ratio (eviction_target)
     float scale = 1.0f;
@@ -46,21 +48,22 @@ struct CompressionLoss {
     gate_scope scope = gate_scope::all;
     std::int32_t layer = 0;
 
-    /// Bytes of workspace for sums, and for a call with these sequences and `heads` KV heads: none on the host.
+    /// Bytes of workspace for sums, and for a call with these sequences and `heads` KV heads:
+    /// none on the host.
     template <AnyPolicy P>
     [[nodiscard]] std::size_t workspace_bytes(const host& ctx, const P& policy, const Sequences& sequences,
                                               std::int32_t heads) const;
 
-    /// Adds the decisions on scores [B, Hkv, S] to *sums, so that the layers of a model add up. Refuses a NaN score that is read.
-    /// On CUDA (memory as in losses/gates.hpp) the same decisions: draws, and what `straight_through` counts but for alphas
-    /// within rounding of 0.5.
+    /// Adds the decisions on scores [B, Hkv, S] to *sums, so that the layers of a model add up. Refuses a NaN
+    /// score that is read. On CUDA (memory as in losses/gates.hpp) the same decisions: draws, and what
+    /// `straight_through` counts but for alphas within rounding of 0.5.
     template <AnyPolicy P, class Real>
     void sums(const host& ctx, const P& policy, plane_view<Real> scores, const Sequences& sequences,
               EvictionSums* sums, workspace_view workspace, const CompressionOptions& options = {}) const;
 
-    /// d_scores [B, Hkv, S]: overwritten for the sequences' lengths with d value / d z = -scale alpha (1 - alpha) /
-    /// (temperature keys) where the mean is below the target, else 0. Refuses a target outside [0, 1], a NaN score that is
-    /// read, and a total of fewer keys than the call's.
+    /// d_scores [B, Hkv, S]: overwritten for the sequences' lengths with d value / d z = -scale alpha (1 -
+    /// alpha) / (temperature keys) where the mean is below the target, else 0. Refuses a target outside [0,
+    /// 1], a NaN score that is read, and a total of fewer keys than the call's.
     template <AnyPolicy P, class Real>
     void operator()(const host& ctx, const P& policy, std::type_identity_t<plane_view<const Real>> scores,
                     const Sequences& sequences, plane_view<Real> d_scores, LossValue* value,
@@ -80,8 +83,8 @@ struct CompressionLoss {
 #endif
 };
 
-/// The schedule: the compression ratio grows by 1 every `steps_per_unit` steps, from 1 up to `compression`; the
-/// target is 1 - 1 / ratio. Refuses step < 0, compression < 1, steps_per_unit < 1.
+/// The schedule: the compression ratio grows by 1 every `steps_per_unit` steps, from 1 up to `compression`;
+/// the target is 1 - 1 / ratio. Refuses step < 0, compression < 1, steps_per_unit < 1.
 inline float eviction_target(std::int64_t step, double compression, std::int64_t steps_per_unit = 100) {
     detail::require(step >= 0, "step", step, "0 or more");
     detail::require(compression >= 1.0, "compression", compression, "1 or more");

@@ -1,5 +1,5 @@
-// Losses and gradients of learned gates: WG-KV's sparsity, SP-KV's density, LTE's penalty, straight-through values and
-// lambda controller. Scores are raw logits z; u = g = r = sigmoid(z).
+// Losses and gradients of learned gates: WG-KV's sparsity, SP-KV's density, LTE's penalty, straight-through
+// values and lambda controller. Scores are raw logits z; u = g = r = sigmoid(z).
 #pragma once
 
 #include <kvpolicy/core/context.hpp>
@@ -40,10 +40,10 @@ struct GateSparsity {
     [[nodiscard]] std::size_t workspace_bytes(const host& ctx, const P& policy, const Sequences& sequences,
                                               std::int32_t heads) const;
 
-    /// scores and d_scores [B, Hkv, S]; overwrites d_scores for the sequences' lengths, and *value. Refuses a NaN score that is
-    /// read. On CUDA: tensors, *value, status and the arrays of `sequences` are device memory, scores fp32; value and gradients are
-    /// the host's to rounding, the same bits in every run; a NaN score adds 0 and has gradient 0, and it sets
-    /// status_nan_score.
+    /// scores and d_scores [B, Hkv, S]; overwrites d_scores for the sequences' lengths, and *value. Refuses a
+    /// NaN score that is read. On CUDA: tensors, *value, status and the arrays of `sequences` are device
+    /// memory, scores fp32; value and gradients are the host's to rounding, the same bits in every run; a NaN
+    /// score adds 0 and has gradient 0, and it sets status_nan_score.
     template <AnyPolicy P, class Real>
     void operator()(const host& ctx, const P& policy, std::type_identity_t<plane_view<const Real>> scores,
                     const Sequences& sequences, plane_view<Real> d_scores, LossValue* value,
@@ -60,8 +60,8 @@ struct GateSparsity {
 #endif
 };
 
-/// SP-KV's density regularizer (eq. 13): -scale * mean of u, as the paper has the sign: minimizing it raises density. A
-/// negative scale lowers it.
+/// SP-KV's density regularizer (eq. 13): -scale * mean of u, as the paper has the sign: minimizing it raises
+/// density. A negative scale lowers it.
 struct GateDensity {
     float scale = 1.0f;  ///< lambda_aux, over the number of layers
     gate_scope scope = gate_scope::all;
@@ -91,7 +91,8 @@ struct GateDensity {
 #endif
 };
 
-/// LTE's penalty (eq. 7): sum over heads of lambda_h times the sum over keys of relu(r - 0.5), averaged over sequences.
+/// LTE's penalty (eq. 7): sum over heads of lambda_h times the sum over keys of relu(r - 0.5),
+/// averaged over sequences.
 struct RetentionPenalty {
     const float* lambda =
         nullptr;  ///< [Hkv], as the controller has them; on CUDA device memory, read when the work runs
@@ -126,8 +127,8 @@ struct RetentionPenalty {
 /// Options of straight_through_values and retention_counts.
 struct GateOptions {
     std::int32_t layer = 0;  ///< the layer whose rules hold
-    /// [B], OR-ed into: status_bad_length, for a length that then counts as 0. CUDA alone: status_nan_score and
-    /// status_not_finite, for numbers that the host refuses.
+    /// [B], OR-ed into: status_bad_length, for a length that then counts as 0. CUDA alone: status_nan_score
+    /// and status_not_finite, for numbers that the host refuses.
     std::uint32_t* status = nullptr;
 };
 
@@ -136,9 +137,9 @@ template <AnyPolicy P>
 std::size_t straight_through_values_workspace_bytes(const host& ctx, const P& policy,
                                                     const Sequences& sequences, std::int32_t heads);
 
-/// LTE's straight-through gradient (eq. 6): d r[t] = <v_t, dv_t>, times r (1 - r) for the logit. v and d_v [B, Hkv, S, Dv]
-/// (from attend_backward); overwrites d_scores [B, Hkv, S] for the sequences' lengths, with 0 for keys whose
-/// gate is not asked (gate_scope::decided). Refuses a NaN in v or d_v at a key that counts.
+/// LTE's straight-through gradient (eq. 6): d r[t] = <v_t, dv_t>, times r (1 - r) for the logit. v and d_v
+/// [B, Hkv, S, Dv] (from attend_backward); overwrites d_scores [B, Hkv, S] for the sequences' lengths, with 0
+/// for keys whose gate is not asked (gate_scope::decided). Refuses a NaN in v or d_v at a key that counts.
 template <AnyPolicy P, class V>
 void straight_through_values(const host& ctx, const P& policy,
                              std::type_identity_t<plane_view<const compute_t<std::remove_const_t<V>>>> scores,
@@ -152,16 +153,18 @@ template <AnyPolicy P>
 std::size_t retention_counts_workspace_bytes(const host& ctx, const P& policy, const Sequences& sequences,
                                              std::int32_t heads);
 
-/// counts[h] = how many keys of head h are out of the window, no sinks, and have r > 0.5 (z > 0): mean over sequences.
-/// Overwrites counts [Hkv].
+/// counts[h] = how many keys of head h are out of the window, no sinks, and have r > 0.5 (z > 0): mean over
+/// sequences. Overwrites counts [Hkv].
 template <AnyPolicy P, class Real>
 void retention_counts(const host& ctx, const P& policy, plane_view<Real> scores, const Sequences& sequences,
                       double* counts, workspace_view workspace, const GateOptions& options = {});
 
-/// LTE's controller of lambda by head (algorithm 1): arrays are the caller's, `heads` of them over all layers. Each step
-/// observe(ctx, counts); where due(step), after the caller has averaged `average` over its devices, update(ctx).
+/// LTE's controller of lambda by head (algorithm 1): arrays are the caller's, `heads` of them over all
+/// layers. Each step observe(ctx, counts); where due(step), after the caller has averaged `average` over its
+/// devices, update(ctx).
 ///
-///     c <- (1 - a) c + a count,  a = 2 / (1 + every / 2)         (the paper's line 6 has the weights the other way round)
+///     c <- (1 - a) c + a count,  a = 2 / (1 + every / 2)         (the paper's line 6 has the weights the
+///         other way round)
 ///     lambda <- min(lambda factor^s, 1),  s = [c > cap] - [c < slack cap];  below `least` it becomes 0;
 ///     0 becomes `least` again where c > cap
 struct LambdaController {
@@ -181,8 +184,8 @@ struct LambdaController {
     void check() const;
 
 #if defined(__CUDACC__)
-    // With lambda, average and counts in device memory, so that the penalty's weights never leave the device. A negative count
-    // is taken as it is.
+    // With lambda, average and counts in device memory, so that the penalty's weights never leave the device.
+    // A negative count is taken as it is.
     template <class Build = cuda_build>
     void start(const cuda& ctx) const;
     template <class Build = cuda_build>

@@ -19,10 +19,11 @@ struct MaskOptions {
     std::int32_t layer = 0;
     /// Static priorities are taken relative to a base that moves at multiples of this (tests lower it).
     position_t rebase_limit = kvpolicy::rebase_limit;
-    /// false: a NaN score is refused. true: it ranks last, closes its gate, and sets status_nan_score, as on a device.
+    /// false: a NaN score is refused. true: it ranks last, closes its gate, and sets
+    /// status_nan_score, as on a device.
     bool nan_ranks_last = false;
-    /// A word per sequence, OR-ed into: status_nan_score, status_bad_length (a length out of range then counts as 0). Null: not
-    /// wanted; the host then refuses such a length.
+    /// A word per sequence, OR-ed into: status_nan_score, status_bad_length (a length out of range then
+    /// counts as 0). Null: not wanted; the host then refuses such a length.
     std::uint32_t* status = nullptr;
 };
 
@@ -51,10 +52,11 @@ template <Cutoff C = FenwickCutoff, AnyPolicy P>
 std::size_t build_cutoffs_workspace_bytes(const host& ctx, const P& policy, const Sequences& sequences,
                                           std::int32_t heads, const MaskOptions& options = {});
 
-/// The paper's pair for a kernel that takes a predicate (KVpop, C.3): rank [B, Hkv, S], 0 for the best of the keys
-/// that compete in the sequence and no_rank for the others, and cutoff [B, Hkv, S], the rank of the k-th best eligible
-/// key at each query. t is visible at q >= t + w iff it is a sink, or rank[t] != no_rank and rank[t] <= cutoff[q].
-/// For decay step 1, whole sequences without cu_seqlens, and lengths below rebase_limit; other calls are refused.
+/// The paper's pair for a kernel that takes a predicate (KVpop, C.3): rank [B, Hkv, S], 0 for the best of the
+/// keys that compete in the sequence and no_rank for the others, and cutoff [B, Hkv, S], the rank of the k-th
+/// best eligible key at each query. t is visible at q >= t + w iff it is a sink, or rank[t] != no_rank and
+/// rank[t] <= cutoff[q]. For decay step 1, whole sequences without cu_seqlens, and lengths below
+/// rebase_limit; other calls are refused.
 template <Cutoff C = FenwickCutoff, AnyPolicy P>
 void build_cutoffs(const host& ctx, const P& policy, plane_view<const float> scores,
                    const Sequences& sequences, plane_view<std::int32_t> rank, plane_view<std::int32_t> cutoff,
@@ -65,8 +67,8 @@ template <AnyPolicy P>
 std::size_t expiry_from_cutoffs_workspace_bytes(const host& ctx, const P& policy, const Sequences& sequences,
                                                 std::int32_t heads, const MaskOptions& options = {});
 
-/// Expiry from ranks and cutoffs by binary search: cutoffs only fall once the budget is full. The same integers as
-/// build_mask. `rank` and `cutoff` come from build_cutoffs with the same policy and sequences.
+/// Expiry from ranks and cutoffs by binary search: cutoffs only fall once the budget is full. The same
+/// integers as build_mask. `rank` and `cutoff` come from build_cutoffs with the same policy and sequences.
 template <AnyPolicy P>
 void expiry_from_cutoffs(const host& ctx, const P& policy, plane_view<const std::int32_t> rank,
                          plane_view<const std::int32_t> cutoff, const Sequences& sequences,

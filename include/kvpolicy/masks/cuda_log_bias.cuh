@@ -12,17 +12,18 @@
 namespace kvpolicy {
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 
-// As in masks/cuda_build.cuh: tensors, status, and the arrays of `sequences` are device memory, numbers by head are host memory;
-// nothing is allocated, nothing waited for. The gate runs in a kernel: a gate of your own needs a KVPOLICY_HOST_DEVICE
-// operator(). Scores are fp32. A NaN score closes its gate and sets status_nan_score.
+// As in masks/cuda_build.cuh: tensors, status, and the arrays of `sequences` are device memory, numbers by
+// head are host memory; nothing is allocated, nothing waited for. The gate runs in a kernel: a gate of your
+// own needs a KVPOLICY_HOST_DEVICE operator(). Scores are fp32. A NaN score closes its gate and sets
+// status_nan_score.
 
 /// Bytes of device workspace that build_log_bias and log_bias_backward need.
 template <AnyPolicy P>
 std::size_t log_bias_workspace_bytes(const cuda& ctx, const P& policy, const Sequences& sequences,
                                      std::int32_t heads, const MaskOptions& options = {});
 
-/// As the host's build_log_bias: the same expiries (but for scores within 4 ulp of tau), biases to 4 ulp, and the same
-/// draws of a BernoulliGate.
+/// As the host's build_log_bias: the same expiries (but for scores within 4 ulp of tau), biases to 4 ulp, and
+/// the same draws of a BernoulliGate.
 template <AnyPolicy P, TrainingGate G, class Real>
 void build_log_bias(const cuda& ctx, const P& policy, const G& gate, plane_view<Real> scores,
                     const Sequences& sequences, plane_view<expiry_t> expiry, plane_view<float> log_bias,

@@ -10,10 +10,10 @@
 namespace kvpolicy {
 
 /// alpha = sigmoid((z + n) / temperature) is the decision to evict, in [0, 1]; log_bias = log(1 - alpha) =
-/// logsigmoid(-(z + n) / temperature), added once the key is out of the window. With noise (Gumbel-sigmoid) n = log u -
-/// log(1 - u), u uniform, drawn by the key's place (seed, gate_place), so that the backward pass draws the same; without
-/// it n = 0. Scores start far below 0 (a bias of -5, say), where nothing is evicted. Every key stays open: it is the bias
-/// that takes it away.
+/// logsigmoid(-(z + n) / temperature), added once the key is out of the window. With noise (Gumbel-sigmoid)
+/// n = log u - log(1 - u), u uniform, drawn by the key's place (seed, gate_place), so that the backward pass
+/// draws the same; without it n = 0. Scores start far below 0 (a bias of -5, say), where nothing is evicted.
+/// Every key stays open: it is the bias that takes it away.
 struct DmsGate {
     float temperature = 1.0f;  ///< above 0; the lower, the closer to a decision
     bool noise = true;

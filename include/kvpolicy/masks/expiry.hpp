@@ -16,9 +16,12 @@ KVPOLICY_HOST_DEVICE constexpr bool visible(std::int32_t q, std::int32_t t, expi
 
 /// A policy's whole effect on attention, and all that a kernel knows of it. Views only; [B, Hkv, S] each:
 ///
-///  - expiry[b][h][t]: the first query position at which key t is no longer visible. Empty: keys never expire (dense
-///    causal attention). `never`, and anything beyond the last query, mean the same. An expiry <= t: never visible.
-///  - log_bias[b][h][t]: fp32, natural logarithm, added to the logit of key t once q - t >= bias_from[h] (a soft gate;
+///  - expiry[b][h][t]: the first query position at which key t is no longer visible. Empty: keys never expire
+///      (dense
+///    causal attention). `never`, and anything beyond the last query, mean the same. An expiry <= t: never
+///        visible.
+///  - log_bias[b][h][t]: fp32, natural logarithm, added to the logit of key t once q - t >= bias_from[h] (a
+///      soft gate;
 ///    bias_from is the window). Empty: none. -inf hides the key from then on.
 ///  - bias_from: [Hkv]; null: 0 for every head. Read only where log_bias is given.
 struct mask_view {

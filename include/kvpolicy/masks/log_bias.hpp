@@ -1,8 +1,9 @@
-// Soft gates: what training adds to the logits instead of a hard threshold, and how its gradient comes back to the
-// scores (SP-KV, 2.2, B and C.2; WG-KV, 3.2).
+// Soft gates: what training adds to the logits instead of a hard threshold, and how its gradient comes back
+// to the scores (SP-KV, 2.2, B and C.2; WG-KV, 3.2).
 //
-// A gate turns the raw logit z of a key (utility u = sigmoid(z)) into a log-bias that counts once the key is out of the
-// window, or closes it: then it expires at t + w, which is what a bias of -infinity would do, without infinities.
+// A gate turns the raw logit z of a key (utility u = sigmoid(z)) into a log-bias that counts once the key is
+// out of the window, or closes it: then it expires at t + w, which is what a bias of -infinity would do,
+// without infinities.
 #pragma once
 
 #include <kvpolicy/core/context.hpp>
@@ -32,8 +33,8 @@ struct gate_place {
     std::uint64_t position = 0;
 };
 
-/// A gate for training: gate(z, place) for float and double. Same place, same answer, so that the backward pass may ask
-/// again. check() refuses its numbers.
+/// A gate for training: gate(z, place) for float and double. Same place, same answer, so that the backward
+/// pass may ask again. check() refuses its numbers.
 template <class G>
 concept TrainingGate = std::is_trivially_copyable_v<G> && requires(const G& gate, gate_place place) {
     { gate(0.0f, place) } -> std::same_as<gate_value<float>>;
@@ -56,8 +57,8 @@ struct SoftWriteGate {
     void check() const;
 };
 
-/// log_bias = log((1 - a) u + a 1[u >= tau]) (SP-KV, eq. 7): the soft gate at a = 0, the threshold at a = 1, where keys
-/// below tau expire.
+/// log_bias = log((1 - a) u + a 1[u >= tau]) (SP-KV, eq. 7): the soft gate at a = 0, the threshold at a = 1,
+/// where keys below tau expire.
 struct AnnealedGate {
     float alpha = 0.0f;  ///< a, 0 to 1
     float tau = 0.5f;    ///< a probability
@@ -82,8 +83,9 @@ struct ThresholdSoftGate {
     void check() const;
 };
 
-/// Open with probability clip(u, p, 1 - p), else closed (SP-KV, eq. 10, 12); the derivative is that of log u, straight
-/// through the draw (eq. 11). A closed key is in no query's softmax, so attention hands back 0 for it.
+/// Open with probability clip(u, p, 1 - p), else closed (SP-KV, eq. 10, 12); the derivative is that of
+/// log u, straight through the draw (eq. 11). A closed key is in no query's softmax, so attention
+/// hands back 0 for it.
 struct BernoulliGate {
     float clip = 0.0f;  ///< p, 0 to 0.5
     std::uint64_t seed = 0;
@@ -100,11 +102,11 @@ template <AnyPolicy P>
 std::size_t log_bias_workspace_bytes(const host& ctx, const P& policy, const Sequences& sequences,
                                      std::int32_t heads, const MaskOptions& options = {});
 
-/// The mask of a gated policy in training: overwrites expiry [B, Hkv, S] and log_bias [B, Hkv, S] for the sequences'
-/// lengths, from scores [B, Hkv, S] (raw logits). Sinks, keys kept by position and keys that never leave the window live
-/// on with bias 0, and their scores are not read; the others get the gate's answer. The policy gives sinks and windows;
-/// its own gate, if any, is not asked. With cu_seqlens keys expire with their segment. A mask_view of both arrays also
-/// needs bias_from = the windows by head (windows_of).
+/// The mask of a gated policy in training: overwrites expiry [B, Hkv, S] and log_bias [B, Hkv, S] for the
+/// sequences' lengths, from scores [B, Hkv, S] (raw logits). Sinks, keys kept by position and keys that never
+/// leave the window live on with bias 0, and their scores are not read; the others get the gate's answer. The
+/// policy gives sinks and windows; its own gate, if any, is not asked. With cu_seqlens keys expire with their
+/// segment. A mask_view of both arrays also needs bias_from = the windows by head (windows_of).
 ///
 /// Refuses, before anything is written: a gate's numbers, shapes that disagree, a NaN score that is read.
 template <AnyPolicy P, TrainingGate G, class Real>
@@ -112,15 +114,16 @@ void build_log_bias(const host& ctx, const P& policy, const G& gate, plane_view<
                     const Sequences& sequences, plane_view<expiry_t> expiry, plane_view<float> log_bias,
                     workspace_view workspace, const MaskOptions& options = {});
 
-/// The way back: d_scores[b][h][t] = derivative * d_log_bias[b][h][t] where the score was read, else 0. Overwrites d_scores
-/// [B, Hkv, S] for the sequences' lengths.
+/// The way back: d_scores[b][h][t] = derivative * d_log_bias[b][h][t] where the score was read, else 0.
+/// Overwrites d_scores [B, Hkv, S] for the sequences' lengths.
 template <AnyPolicy P, TrainingGate G, class Real>
 void log_bias_backward(const host& ctx, const P& policy, const G& gate,
                        std::type_identity_t<plane_view<const Real>> scores,
                        std::type_identity_t<plane_view<const Real>> d_log_bias, const Sequences& sequences,
                        plane_view<Real> d_scores, workspace_view workspace, const MaskOptions& options = {});
 
-/// out[h] = w of head h, what a mask_view with log-biases takes as bias_from. Refuses a layer that the policy does not have, null.
+/// out[h] = w of head h, what a mask_view with log-biases takes as bias_from. Refuses a layer that the policy
+/// does not have, null.
 template <AnyPolicy P>
 void windows_of(const P& policy, std::int32_t heads, std::int32_t* out, std::int32_t layer = 0) {
     policy.check_layer(layer, heads);

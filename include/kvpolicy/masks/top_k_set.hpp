@@ -29,8 +29,8 @@ struct top_k_outcome {
         lost;  // contestant::key of the evicted key; the candidate's where refused; -1 where nobody lost
 };
 
-/// The k best of the keys that have competed so far. Worst on top of a binary heap where priorities are static (decay
-/// step 1), a scan of the keys held otherwise.
+/// The k best of the keys that have competed so far. Worst on top of a binary heap where priorities are
+/// static (decay step 1), a scan of the keys held otherwise.
 /// Storage is the caller's: capacity(rule, competitors) entries.
 class top_k_set {
   public:
@@ -48,8 +48,9 @@ class top_k_set {
         base_ = unknown;
     }
 
-    /// Key `position` leaves the window at query q and competes. q must not fall between calls. A candidate that finds the
-    /// budget not used up gets `free_slot`; by default places are counted by the keys that compete.
+    /// Key `position` leaves the window at query q and competes. q must not fall between calls. A
+    /// candidate that finds the budget not used up gets `free_slot`; by default places are counted by the
+    /// keys that compete.
     top_k_outcome update(position_t position, float score, std::int32_t key, position_t q,
                          std::int32_t free_slot = -1) {
         top_k_entry candidate{rank_value(head_params_, score, position, q, limit_), position, score, key,

@@ -1,4 +1,5 @@
-// Metrics of masks on CUDA: declarations. kvpolicy/cuda.cuh has the bodies; include it where they are instantiated.
+// Metrics of masks on CUDA: declarations. kvpolicy/cuda.cuh has the bodies; include it where they
+// are instantiated.
 #pragma once
 
 #include <kvpolicy/core/cuda_context.hpp>
@@ -13,8 +14,9 @@
 namespace kvpolicy {
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 
-// The same numbers as the host's calls of these names, into device memory: enqueued, nothing allocated, nothing waited for.
-// A length in device memory that cannot be counts as 0; options.status is device memory. One block a plane: these are for evaluation, not for every step.
+// The same numbers as the host's calls of these names, into device memory: enqueued, nothing allocated,
+// nothing waited for. A length in device memory that cannot be counts as 0; options.status is device memory.
+// One block a plane: these are for evaluation, not for every step.
 
 /// live[b][h][q], [B, Hkv, S]: the keys that query q sees.
 template <class Expiry = expiry_t>
@@ -37,7 +39,8 @@ void evict_ratio(const cuda& ctx, const P& policy, plane_view<const expiry_t> ex
 inline std::size_t oracle_recall_workspace_bytes(const cuda& ctx, plane_view<const expiry_t> teacher,
                                                  const Sequences& sequences);
 
-/// out[b * Hkv + h]. Means are sums in another order than the host's: they agree to rounding, the rest exactly.
+/// out[b * Hkv + h]. Means are sums in another order than the host's: they agree to rounding,
+/// the rest exactly.
 template <AnyPolicy P>
 void oracle_recall(const cuda& ctx, const P& policy, plane_view<const expiry_t> teacher,
                    plane_view<const expiry_t> student, const Sequences& sequences, Recall* out,

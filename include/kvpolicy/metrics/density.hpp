@@ -1,5 +1,5 @@
-// How much of the past a mask shows: live keys, density, evict ratio. Sequences are whole; shares of pairs, which a packed
-// sample has fewer of, are refused for packed segments.
+// How much of the past a mask shows: live keys, density, evict ratio. Sequences are whole; shares of pairs,
+// which a packed sample has fewer of, are refused for packed segments.
 #pragma once
 
 #include <kvpolicy/core/check.hpp>
@@ -16,8 +16,8 @@
 
 namespace kvpolicy {
 
-/// live[b][h][q] = |{t : t <= q < expiry[b][h][t]}|, the keys that query q sees. expiry and live are [B, Hkv, S];
-/// overwrites live for the sequences' lengths. Synchronous, O(S) a head.
+/// live[b][h][q] = |{t : t <= q < expiry[b][h][t]}|, the keys that query q sees. expiry and live are [B, Hkv,
+/// S]; overwrites live for the sequences' lengths. Synchronous, O(S) a head.
 inline void live_keys(const host& ctx, plane_view<const expiry_t> expiry, const Sequences& sequences,
                       plane_view<std::int32_t> live, workspace_view workspace = {},
                       const MetricOptions& options = {}) {
@@ -48,7 +48,8 @@ inline void live_keys(const host& ctx, plane_view<const expiry_t> expiry, const 
     });
 }
 
-/// density[b * Hkv + h]: the share of visible pairs among the S (S + 1) / 2 causal ones; 1 is dense attention, 0 for S = 0.
+/// density[b * Hkv + h]: the share of visible pairs among the S (S + 1) / 2 causal ones; 1 is dense
+/// attention, 0 for S = 0.
 inline void density(const host& ctx, plane_view<const expiry_t> expiry, const Sequences& sequences,
                     double* out, workspace_view workspace = {}, const MetricOptions& options = {}) {
     if (const checks::repaired_sequences repaired(sequences, options.status); repaired) {
@@ -71,8 +72,9 @@ inline void density(const host& ctx, plane_view<const expiry_t> expiry, const Se
     });
 }
 
-/// evict_ratio[b * Hkv + h] (KVpop, figure 8): the share of pairs with t in E(q) = {t : s <= t <= q - w} that are not
-/// visible. 0 is dense attention, 1 means nothing beyond sinks and window; 0 where no such pair exists.
+/// evict_ratio[b * Hkv + h] (KVpop, figure 8): the share of pairs with t in E(q) = {t : s <= t <= q -
+/// w} that are not visible. 0 is dense attention, 1 means nothing beyond sinks and window; 0 where no
+/// such pair exists.
 template <AnyPolicy P>
 void evict_ratio(const host& ctx, const P& policy, plane_view<const expiry_t> expiry,
                  const Sequences& sequences, double* out, workspace_view workspace = {},

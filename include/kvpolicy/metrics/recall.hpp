@@ -16,8 +16,8 @@
 
 namespace kvpolicy {
 
-/// Recall of one head. With T(q) and U(q) the long-range keys (those in E(q)) visible at q under teacher and student:
-/// recall(q) = |T & U| / |T| (1 where T is empty), chance(q) = |U| / |E(q)| (1 where E is empty).
+/// Recall of one head. With T(q) and U(q) the long-range keys (those in E(q)) visible at q under teacher and
+/// student: recall(q) = |T & U| / |T| (1 where T is empty), chance(q) = |U| / |E(q)| (1 where E is empty).
 struct Recall {
     std::int64_t queries = 0;  ///< queries q >= s + w + k, over which the means are taken; 0: the means are 1
     double mean = 1.0;
@@ -37,8 +37,8 @@ inline std::size_t oracle_recall_workspace_bytes(const host& ctx, plane_view<con
            detail::alignment;
 }
 
-/// out[b * Hkv + h] from two masks [B, Hkv, S] of the same policy (sinks, windows and budgets of `layer`), of whole sequences
-/// that are not packed. Overwrites. Synchronous, O(S) a head.
+/// out[b * Hkv + h] from two masks [B, Hkv, S] of the same policy (sinks, windows and budgets of `layer`), of
+/// whole sequences that are not packed. Overwrites. Synchronous, O(S) a head.
 template <AnyPolicy P>
 void oracle_recall(const host& ctx, const P& policy, plane_view<const expiry_t> teacher,
                    plane_view<const expiry_t> student, const Sequences& sequences, Recall* out,

@@ -11,8 +11,8 @@
 
 namespace kvpolicy {
 
-/// heads_holding[b * S + t] for t < the sequence's length: how many KV heads of the layer see key t at query `query`
-/// (position in the mask's frame); 0 for t > query. `S` is sequences.length. Overwrites. Synchronous.
+/// heads_holding[b * S + t] for t < the sequence's length: how many KV heads of the layer see key t at query
+/// `query` (position in the mask's frame); 0 for t > query. `S` is sequences.length. Overwrites. Synchronous.
 inline void retention_map(const host& ctx, plane_view<const expiry_t> expiry, const Sequences& sequences,
                           std::int32_t query, std::int32_t* heads_holding, workspace_view workspace = {},
                           const MetricOptions& options = {}) {

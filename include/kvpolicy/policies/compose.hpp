@@ -131,7 +131,8 @@ template <class... Parts>
 struct keep_set {
     KVPOLICY_HOST_DEVICE constexpr bool keeps(position_t) const { return false; }
 };
-// An error of nvcc's in here: a part's keeps() lacks KVPOLICY_HOST_DEVICE. By itself nvcc warns, and a kernel's answer is anything.
+// An error of nvcc's in here: a part's keeps() lacks KVPOLICY_HOST_DEVICE. By itself nvcc warns, and a
+// kernel's answer is anything.
 #if defined(__NVCC__) && defined(__CUDACC__)
 #pragma nv_diagnostic push
 #pragma nv_diag_error 20011, 20013, 20014, 20015
@@ -161,13 +162,14 @@ constexpr auto make_keep_set(const First& first, const Rest&... rest) {
 
 }  // namespace detail
 
-/// A KV-cache policy: `Policy<Sink<4>, Window<256>, TopKBudget<3836>, mLSTMScorer<128>>`. Parts in any order, at most
-/// one of a kind (keep parts: several). A policy of fixed parts needs no argument; otherwise all its parts are given to the
-/// constructor. A policy with a budget or a gate and no scorer takes scores from its caller (GivenScores).
+/// A KV-cache policy: `Policy<Sink<4>, Window<256>, TopKBudget<3836>, mLSTMScorer<128>>`. Parts in any order,
+/// at most one of a kind (keep parts: several). A policy of fixed parts needs no argument; otherwise all its
+/// parts are given to the constructor. A policy with a budget or a gate and no scorer takes scores from its
+/// caller (GivenScores).
 ///
-/// Lifetimes, for KV head h (docs/concepts.md): sinks and kept keys never expire; every key is visible for w queries;
-/// a key that leaves the window with its gate open competes for the k top-k slots. Without gate and budget a key
-/// expires with its window (StreamingLLM).
+/// Lifetimes, for KV head h (docs/concepts.md): sinks and kept keys never expire; every key is visible for w
+/// queries; a key that leaves the window with its gate open competes for the k top-k slots. Without gate and
+/// budget a key expires with its window (StreamingLLM).
 template <class... Parts>
 class Policy {
     static_assert((detail::has_kind<Parts> && ...),
@@ -308,7 +310,8 @@ class Policy {
         std::apply([&](const auto&... part) { (visit(part), ...); }, parts_);
     }
 
-    /// Refuses numbers that no policy can have, naming layer and head, and arrays that do not cover the heads.
+    /// Refuses numbers that no policy can have, naming layer and head, and arrays that do not
+    /// cover the heads.
     void check(std::int32_t layers, std::int32_t heads) const {
         std::apply([&](const auto&... part) { (check_values(part, layers, heads), ...); }, parts_);
         for (std::int32_t layer = 0; layer < layers; ++layer) {

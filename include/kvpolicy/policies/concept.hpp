@@ -1,5 +1,5 @@
-// What a part of a policy is. A policy is a list of parts; each part says its kind and writes its numbers into the
-// HeadParams of a head. A part of one's own needs nothing else.
+// What a part of a policy is. A policy is a list of parts; each part says its kind and writes its numbers
+// into the HeadParams of a head. A part of one's own needs nothing else.
 #pragma once
 
 #include <kvpolicy/policies/parameters.hpp>
@@ -22,8 +22,9 @@ enum class part_kind : std::uint8_t {
     selection,  ///< at the read: which pages of rows a query reads
 };
 
-/// A part that writes numbers: Sink, Window, TopKBudget, Decay, and gates with a threshold. A part that reads arrays may
-/// have `void check_values(int layers, int heads) const`, which refuses arrays of another shape (PerHead::check).
+/// A part that writes numbers: Sink, Window, TopKBudget, Decay, and gates with a threshold. A part that reads
+/// arrays may have `void check_values(int layers, int heads) const`, which refuses arrays of another shape
+/// (PerHead::check).
 template <class P>
 concept RulePart = requires(const P& part, HeadParams& head_params, std::int32_t layer, std::int32_t head) {
     { P::kind } -> std::convertible_to<part_kind>;
@@ -37,8 +38,8 @@ concept Gate = RulePart<P> && P::kind ==
     { part.open(score, head_params) } -> std::same_as<bool>;
 };
 
-/// Which pages of rows a decoded token reads: page_size() rows each, pages.at(layer, head) of them, by bounds that `aggregate`
-/// joins over the query heads of a KV head (policies/selection.hpp).
+/// Which pages of rows a decoded token reads: page_size() rows each, pages.at(layer, head) of them, by bounds
+/// that `aggregate` joins over the query heads of a KV head (policies/selection.hpp).
 template <class P>
 concept SelectionPart = P::kind == part_kind::selection&& requires(const P& part, std::int32_t at) {
     { part.page_size() } -> std::same_as<std::int32_t>;

@@ -1,6 +1,6 @@
-// The running cutoff of KVpop, 3.2 and algorithm 2: for each query the rank of the k-th best eligible key. Two
-// exact algorithms, one query after the other, and the name of a third that takes all queries at once; they give the same
-// integers.
+// The running cutoff of KVpop, 3.2 and algorithm 2: for each query the rank of the k-th best eligible key.
+// Two exact algorithms, one query after the other, and the name of a third that takes all queries at once;
+// they give the same integers.
 #pragma once
 
 #include <kvpolicy/core/config.hpp>
@@ -13,16 +13,18 @@
 
 namespace kvpolicy {
 
-/// The rank of a key that does not compete: sinks, kept keys, closed gates, and keys that never leave the window.
+/// The rank of a key that does not compete: sinks, kept keys, closed gates, and keys that never
+/// leave the window.
 inline constexpr std::int32_t no_rank = -1;
 
-/// The cutoff while fewer than k keys are eligible: every eligible key is kept. (The paper's algorithm 2 writes -1
-/// there, which contradicts its own C.1.)
+/// The cutoff while fewer than k keys are eligible: every eligible key is kept. (The paper's algorithm 2
+/// writes -1 there, which contradicts its own C.1.)
 inline constexpr std::int32_t open_cutoff = never;
 
-/// An algorithm for one head: from rank[length] (0 = best among the keys that compete, no_rank for the others) writes
-/// cutoff[length]. Key t is eligible at q when q >= t + w; cutoff[q] is the rank of the k-th best eligible key,
-/// open_cutoff while there are fewer than k, and -1 for k = 0. Eligible key t is visible iff rank[t] <= cutoff[q].
+/// An algorithm for one head: from rank[length] (0 = best among the keys that compete, no_rank for the
+/// others) writes cutoff[length]. Key t is eligible at q when q >= t + w; cutoff[q] is the rank of the k-th
+/// best eligible key, open_cutoff while there are fewer than k, and -1 for k = 0. Eligible key t is visible
+/// iff rank[t] <= cutoff[q].
 template <class C>
 concept Cutoff = requires(const C& cutoff, const std::int32_t* rank, std::int32_t length,
                           const HeadParams& head_params, std::int32_t* out, void* scratch) {
@@ -30,7 +32,8 @@ concept Cutoff = requires(const C& cutoff, const std::int32_t* rank, std::int32_
     {cutoff(rank, length, head_params, out, scratch)};
 };
 
-/// Algorithm 2 of the paper: a Fenwick tree over ranks, the k-th by binary lifting. O(S log S) time, 4 S bytes.
+/// Algorithm 2 of the paper: a Fenwick tree over ranks, the k-th by binary lifting. O(S log S)
+/// time, 4 S bytes.
 struct FenwickCutoff {
     KVPOLICY_HOST_DEVICE static constexpr std::size_t scratch_bytes(std::int32_t length) {
         return (static_cast<std::size_t>(length) + 1) * sizeof(std::int32_t);
@@ -76,8 +79,9 @@ struct FenwickCutoff {
     }
 };
 
-/// The same from the end: with all keys in a list ordered by rank, the last cutoff is its k-th entry; taking keys out in
-/// reverse order of arrival moves it only towards worse ranks. O(S) time after the ranks, 8 S bytes.
+/// The same from the end: with all keys in a list ordered by rank, the last cutoff is its k-th entry;
+/// taking keys out in reverse order of arrival moves it only towards worse ranks. O(S) time after the
+/// ranks, 8 S bytes.
 struct LinkedCutoff {
     KVPOLICY_HOST_DEVICE static constexpr std::size_t scratch_bytes(std::int32_t length) {
         return 2 * (static_cast<std::size_t>(length) + 2) * sizeof(std::int32_t);
@@ -86,7 +90,8 @@ struct LinkedCutoff {
     KVPOLICY_HOST_DEVICE void operator()(const std::int32_t* rank, std::int32_t length,
                                          const HeadParams& head_params, std::int32_t* cutoff,
                                          void* scratch) const {
-        // Node r + 1 is rank r; 0 and length + 1 are the ends. A rank that never becomes eligible is not in the list.
+        // Node r + 1 is rank r; 0 and length + 1 are the ends. A rank that never becomes eligible is
+        // not in the list.
         auto* next = static_cast<std::int32_t*>(scratch);
         auto* previous = next + length + 2;
         for (std::int32_t i = 0; i < length + 2; ++i) {
@@ -134,7 +139,8 @@ struct LinkedCutoff {
     static constexpr std::int32_t absent = -1;
 };
 
-/// All queries at once: what CUDA does by default (masks/cuda/agent_expire.cuh). On the host it is LinkedCutoff.
+/// All queries at once: what CUDA does by default (masks/cuda/agent_expire.cuh). On the host it
+/// is LinkedCutoff.
 struct ParallelCutoff : LinkedCutoff {};
 
 static_assert(Cutoff<FenwickCutoff> && Cutoff<LinkedCutoff> && Cutoff<ParallelCutoff>);

@@ -8,8 +8,9 @@
 
 namespace kvpolicy {
 
-/// The effective score of key t at query q is r_t + floor((q - t) / n) * log(gamma_h), 0 < gamma_h <= 1. A policy
-/// without Decay has gamma = 1. Decay<1> is ranked by a static priority; any other step ranks at each query.
+/// The effective score of key t at query q is r_t + floor((q - t) / n) * log(gamma_h), 0 < gamma_h
+/// <= 1. A policy without Decay has gamma = 1. Decay<1> is ranked by a static priority; any other step
+/// ranks at each query.
 template <std::int32_t Step = 1>
 struct Decay {
     static_assert(Step >= 1, "kvpolicy: Decay<n> needs a step n >= 1");
@@ -57,8 +58,8 @@ struct Decay<dynamic> {
 static_assert(RulePart<Decay<1>> && RulePart<Decay<64>> && RulePart<Decay<dynamic>>);
 
 /// log(gamma) from the unconstrained parameter alpha (eq. 21):
-/// log(gamma_min) + sigmoid(alpha) * (log(gamma_max) - log(gamma_min)), in double, rounded once to fp32. Needs
-/// 0 < gamma_min <= gamma_max <= 1.
+/// log(gamma_min) + sigmoid(alpha) * (log(gamma_max) - log(gamma_min)), in double, rounded once to fp32.
+/// Needs 0 < gamma_min <= gamma_max <= 1.
 inline float log_gamma_of(double alpha, double gamma_min, double gamma_max) {
     detail::require(alpha == alpha, "alpha", alpha, "a number");
     detail::require(gamma_min > 0.0 && gamma_min <= 1.0, "gamma_min", gamma_min, "above 0 and at most 1");
@@ -68,8 +69,8 @@ inline float log_gamma_of(double alpha, double gamma_min, double gamma_max) {
     return static_cast<float>(low + (high - low) / (1.0 + std::exp(-alpha)));
 }
 
-/// d log(gamma) / d alpha of log_gamma_of, sigmoid'(alpha) (log(gamma_max) - log(gamma_min)): what turns the d_log_gamma of
-/// a loss into the gradient of alpha.
+/// d log(gamma) / d alpha of log_gamma_of, sigmoid'(alpha) (log(gamma_max) - log(gamma_min)): what turns the
+/// d_log_gamma of a loss into the gradient of alpha.
 inline double log_gamma_slope(double alpha, double gamma_min, double gamma_max) {
     static_cast<void>(log_gamma_of(alpha, gamma_min, gamma_max));  // refuses what it refuses
     const double e = std::exp(-std::abs(alpha));

@@ -8,16 +8,16 @@
 
 namespace kvpolicy {
 
-/// SnapKV's rule under a hard global budget (WG-KV, appendix K). When a sequence holds more than average * layers * heads
-/// rows in all, every KV head drops the lowest `share` of its rows, by
+/// SnapKV's rule under a hard global budget (WG-KV, appendix K). When a sequence holds more than average *
+/// layers * heads rows in all, every KV head drops the lowest `share` of its rows, by
 ///
 ///     S_j = max over the `pool` keys around j of  sum over the last `observing` queries i of  max_h A_ij,
 ///     A = softmax(q k^T scale) over the keys that the head holds up to query i
 ///
-/// with h over the head's G query heads (or their mean), and neighbors in logical order among the keys that are held. Sinks, the
-/// window and keys that a keep part holds are exempt. A head of N rows drops floor(share N), at least one, and no more than
-/// are not exempt; of equal scores the newer key goes. A round is repeated, with the scores of what is left, until the budget
-/// holds or nothing can be dropped.
+/// with h over the head's G query heads (or their mean), and neighbors in logical order among the keys that
+/// are held. Sinks, the window and keys that a keep part holds are exempt. A head of N rows drops floor(share
+/// N), at least one, and no more than are not exempt; of equal scores the newer key goes. A round is
+/// repeated, with the scores of what is left, until the budget holds or nothing can be dropped.
 ///
 /// The cache keeps the last `observing` queries of every head; DualCache::evict looks and drops, once a step.
 struct SnapKVEviction {

@@ -5,8 +5,9 @@
 
 namespace kvpolicy {
 
-/// Closed where alpha = sigmoid(score) > tau: such a key expires when it leaves the window, t + w; the others never do.
-/// The threshold is a logit on raw scores; probability(0.5) converts once on the host. A NaN score is closed.
+/// Closed where alpha = sigmoid(score) > tau: such a key expires when it leaves the window, t + w; the
+/// others never do. The threshold is a logit on raw scores; probability(0.5) converts once on the host. A
+/// NaN score is closed.
 struct EvictionGate : detail::gate_threshold {
     constexpr EvictionGate() = default;
     /// `logits` are thresholds on raw scores, by layer and head or one for all.

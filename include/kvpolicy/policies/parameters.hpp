@@ -10,8 +10,8 @@
 
 namespace kvpolicy {
 
-/// A parameter's value: one number for all, or an array [layers, heads] that the caller keeps alive. Made implicitly
-/// from a number: Window<>{256}; from an array: Window<>{per_head(array, layers, heads)}.
+/// A parameter's value: one number for all, or an array [layers, heads] that the caller keeps alive. Made
+/// implicitly from a number: Window<>{256}; from an array: Window<>{per_head(array, layers, heads)}.
 template <class T>
 struct PerHead {
     T value{};
@@ -68,8 +68,8 @@ constexpr PerHead<T> per_head(const T* array, std::int32_t layers, std::int32_t 
 /// How the numbers of a KV head's G query heads become one.
 enum class group_aggregate : std::uint8_t { max, mean };
 
-/// All numbers that decide a key's lifetime, for one KV head. What a policy's type leaves out has its neutral value:
-/// no sinks, a window of 1, no long-range budget, gamma = 1, decay step 1.
+/// All numbers that decide a key's lifetime, for one KV head. What a policy's type leaves out has its neutral
+/// value: no sinks, a window of 1, no long-range budget, gamma = 1, decay step 1.
 struct HeadParams {
     std::int32_t sinks = 0;       ///< s >= 0
     std::int32_t window = 1;      ///< w >= 1; a query sees its w most recent keys, itself included

@@ -1,5 +1,5 @@
-// The one order in which keys are ranked, for every backend, mask and cache (design: larger is better, ties to the
-// older key, -0 and +0 equal, NaN last).
+// The one order in which keys are ranked, for every backend, mask and cache (design: larger is better, ties
+// to the older key, -0 and +0 equal, NaN last).
 #pragma once
 
 #include <kvpolicy/core/config.hpp>
@@ -11,16 +11,18 @@
 
 namespace kvpolicy {
 
-/// Below this distance double(t) * double(log_gamma) is exact (29 + 24 bits), so host, device and any contraction agree.
+/// Below this distance double(t) * double(log_gamma) is exact (29 + 24 bits), so host, device and any
+/// contraction agree.
 inline constexpr position_t rebase_limit = position_t{1} << 29;
 
-/// The base of static priorities at query q: a multiple of `limit`. Masks and caches change it at the same queries.
+/// The base of static priorities at query q: a multiple of `limit`. Masks and caches change it at
+/// the same queries.
 KVPOLICY_HOST_DEVICE constexpr position_t priority_base(position_t q, position_t limit = rebase_limit) {
     return q / limit * limit;
 }
 
-/// Static priority for decay step 1 (KVpop, eq. 20): double(r) - double(t - base) * double(log_gamma).
-/// At one query all keys are compared with the same base. A key further than rebase_limit from the base (it outlived
+/// Static priority for decay step 1 (KVpop, eq. 20): double(r) - double(t - base) * double(log_gamma). At one
+/// query all keys are compared with the same base. A key further than rebase_limit from the base (it outlived
 /// half a billion tokens) takes an explicit fma: one rounding, the same on every backend.
 KVPOLICY_HOST_DEVICE inline double static_priority(float score, float log_gamma, position_t t,
                                                    position_t base = 0) {
@@ -51,7 +53,8 @@ KVPOLICY_HOST_DEVICE inline double rank_value(const HeadParams& head_params, flo
                : effective_score(score, head_params.log_gamma, head_params.decay_step, t, q);
 }
 
-/// True where key a ranks strictly before key b: the larger value, then the older key; a NaN ranks after every number.
+/// True where key a ranks strictly before key b: the larger value, then the older key; a NaN ranks
+/// after every number.
 KVPOLICY_HOST_DEVICE constexpr bool ranks_before(double value_a, position_t a, double value_b, position_t b) {
     if (value_a > value_b) {
         return true;

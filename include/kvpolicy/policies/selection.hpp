@@ -1,5 +1,5 @@
-// Selection: which of the keys that a cache holds a decoded token reads. Not a lifetime: what is not read today may be read
-// tomorrow.
+// Selection: which of the keys that a cache holds a decoded token reads. Not a lifetime: what is not read
+// today may be read tomorrow.
 #pragma once
 
 #include <kvpolicy/core/error.hpp>
@@ -32,19 +32,19 @@ struct quest_budget {
 
 }  // namespace detail
 
-/// Quest (Tang et al., 2024): a head's rows are cut into pages of `rows` rows, each with the smallest and largest number of every
-/// dimension of its keys. A query's logits on a page are at most
+/// Quest (Tang et al., 2024): a head's rows are cut into pages of `rows` rows, each with the smallest and
+/// largest number of every dimension of its keys. A query's logits on a page are at most
 ///
 ///     sum over d of max(q_d min_d, q_d max_d)          (times the attention's scale)
 ///
-/// and the `pages` pages with the largest bounds are read, the newest token's page always among them; ties go to the page that
-/// comes first. With G query heads per KV head they read the same pages: the largest of their bounds counts
-/// (or the mean). Pages are of the row space [sinks | ring | long-range] (docs/architecture.md); a head with
-/// no more pages in use reads all. `unlimited` pages, by layer and head where the paper reads everything (its
-/// first two layers), read all too.
+/// and the `pages` pages with the largest bounds are read, the newest token's page always among them; ties go
+/// to the page that comes first. With G query heads per KV head they read the same pages: the largest of
+/// their bounds counts (or the mean). Pages are of the row space [sinks | ring | long-range]
+/// (docs/architecture.md); a head with no more pages in use reads all. `unlimited` pages, by layer and head
+/// where the paper reads everything (its first two layers), read all too.
 ///
-/// A page of rows must lie in a page of the cache: `rows` divides CacheShape::page_size; on a device it is a multiple of 16. Only step and
-/// attend select; prefill and append_draft read everything, and so do masks.
+/// A page of rows must lie in a page of the cache: `rows` divides CacheShape::page_size; on a device it is a
+/// multiple of 16. Only step and attend select; prefill and append_draft read everything, and so do masks.
 template <std::int32_t Rows = dynamic>
 struct QuestPages : detail::quest_budget {
     static_assert(Rows >= 1, "kvpolicy: QuestPages<r> needs r >= 1");

@@ -1,4 +1,5 @@
-// Keys at a uniform stride: the plainest way to keep something of everything (the Unif. baseline of LTE, section 4).
+// Keys at a uniform stride: the plainest way to keep something of everything (the Unif. baseline of
+// LTE, section 4).
 #pragma once
 
 #include <kvpolicy/core/error.hpp>
@@ -31,8 +32,8 @@ struct Stride<dynamic> {
     KVPOLICY_HOST_DEVICE constexpr bool keeps(position_t t) const { return t % step == 0; }
 };
 
-/// The smallest stride with which sinks, window and kept keys of a sequence of `length` tokens are at most `total` rows.
-/// Refuses total <= sinks + window where the sequence is longer than that: no stride would do.
+/// The smallest stride with which sinks, window and kept keys of a sequence of `length` tokens are at most
+/// `total` rows. Refuses total <= sinks + window where the sequence is longer than that: no stride would do.
 inline std::int32_t stride_for_total(std::int64_t total, std::int32_t sinks, std::int32_t window,
                                      std::int32_t length) {
     detail::require(sinks >= 0, "sinks", sinks, "0 or more");

@@ -1,4 +1,5 @@
-// Admission by a threshold: a key is kept for good when it leaves the window with its gate open (SP-KV, WG-KV, LTE).
+// Admission by a threshold: a key is kept for good when it leaves the window with its gate open
+// (SP-KV, WG-KV, LTE).
 #pragma once
 
 #include <kvpolicy/core/error.hpp>
@@ -13,7 +14,8 @@ struct at_least {};
 /// ThresholdGate<above>: open where u > tau (LTE).
 struct above {};
 
-/// The logit of a probability threshold, in double, rounded once to fp32: tau = 0.5 is 0, 0 is -inf, 1 is +inf.
+/// The logit of a probability threshold, in double, rounded once to fp32: tau = 0.5 is 0, 0 is
+/// -inf, 1 is +inf.
 inline float logit_of(double probability) {
     detail::require(probability >= 0.0 && probability <= 1.0, "tau", probability, "a probability in [0, 1]");
     return static_cast<float>(std::log(probability) - std::log1p(-probability));
@@ -37,8 +39,8 @@ struct gate_threshold {
 
 }  // namespace detail
 
-/// expiry = never where the gate is open, t + w where it is closed. Scores are raw logits, and so is the threshold:
-/// ThresholdGate<at_least>::probability(0.5) converts once on the host. A NaN score is closed.
+/// expiry = never where the gate is open, t + w where it is closed. Scores are raw logits, and so is the
+/// threshold: ThresholdGate<at_least>::probability(0.5) converts once on the host. A NaN score is closed.
 template <class Comparison = at_least>
 struct ThresholdGate : detail::gate_threshold {
     static_assert(std::is_same_v<Comparison, at_least> || std::is_same_v<Comparison, above>,

@@ -15,7 +15,8 @@ concept Activation = requires(isa set, float* single, double* both, std::int32_t
     A::apply(set, both, count);
 };
 
-/// An activation with a derivative: pull_back(y, d, count) turns d, the gradient of act(y), into that of y, in place.
+/// An activation with a derivative: pull_back(y, d, count) turns d, the gradient of act(y), into
+/// that of y, in place.
 template <class A>
 concept DifferentiableActivation = Activation<A> &&
     requires(const float* y, float* d, const double* y2, double* d2, std::int32_t count) {

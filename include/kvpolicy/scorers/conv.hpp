@@ -30,22 +30,26 @@ struct ConvParameters {
 
 /// Per head, over x_t = [k_t before RoPE; v_t], with y0 = x and for l = 1, 2, 3:
 ///
-///     y_l[t] = drop(SiLU(b_l + sum over j = -1, 0, 1 of W_l[j] y_{l-1}[t + 2 j])),      r_t = readout . y_3[t] + bias
+///     y_l[t] = drop(SiLU(b_l + sum over j = -1, 0, 1 of W_l[j] y_{l-1}[t + 2 j])),      r_t = readout .
+///         y_3[t] + bias
 ///
-/// so that r_t sees tokens t - 6 .. t + 6, of which dilation 2 uses every other one. Before a sequence's first token x is 0
-/// (only the raw input is padded: the layers compute y_1 and y_2 there from it). The right side is not
-/// padded. r is a raw logit; LTE's sigmoid and its threshold of 0.5 are ThresholdGate<above> at 0.
+/// so that r_t sees tokens t - 6 .. t + 6, of which dilation 2 uses every other one. Before a sequence's
+/// first token x is 0 (only the raw input is padded: the layers compute y_1 and y_2 there from it). The
+/// right side is not padded. r is a raw logit; LTE's sigmoid and its threshold of 0.5 are
+/// ThresholdGate<above> at 0.
 ///
-/// The keys are read as they are stored, on every path, and `rope` is undone in fp32, with positions that count from the
-/// sequence's first token (of the packed segment's, where cu_seqlens resets).
+/// The keys are read as they are stored, on every path, and `rope` is undone in fp32, with positions that
+/// count from the sequence's first token (of the packed segment's, where cu_seqlens resets).
 ///
-/// The score of key t is known from query t + 6 on and can be computed until query t + w - 7, while its left context is
-/// stored, so w >= 13. Within that `batch` tokens are scored at once: tokens m L .. (m + 1) L - 1 when token
-/// (m + 1) L + 5 comes, L = min(batch, w - 12); 0 stands for w - 12, as late as possible, which costs least (3.1.3, lazy
-/// scoring), 1 scores every token as soon as it can be. The scores are the same bits.
+/// The score of key t is known from query t + 6 on and can be computed until query t + w - 7, while its
+/// left context is stored, so w >= 13. Within that `batch` tokens are scored at once: tokens m L ..
+/// (m + 1) L - 1 when token (m + 1) L + 5 comes, L = min(batch, w - 12); 0 stands for w - 12, as late as
+/// possible, which costs least (3.1.3, lazy scoring), 1 scores every token as soon as it can be. The
+/// scores are the same bits.
 ///
-/// D is the width of keys and values, fixed at compile time, or dynamic: head_dim_qk and head_dim_vo at run time. One object serves
-/// one layer; the weights are fp32, the caller's, and must outlive it. May be called from several threads at once.
+/// D is the width of keys and values, fixed at compile time, or dynamic: head_dim_qk and head_dim_vo at run
+/// time. One object serves one layer; the weights are fp32, the caller's, and must outlive it. May be called
+/// from several threads at once.
 template <std::int32_t D = dynamic>
 struct ConvScorer {
     static_assert(D == dynamic || D >= 4, "kvpolicy: ConvScorer<D> needs D >= 4, to halve 2 D three times");
@@ -72,18 +76,18 @@ struct ConvScorer {
         return batch == 0 || batch > most ? most : batch;
     }
 
-    /// Scores tokens first .. first + count - 1 of a sequence, count <= scorer_block. keys [count + 12, Dk] and values
-    /// [count + 12, Dv], without gaps, are those of tokens first - 6 .. first + count + 5; rows before token 0 are not
-    /// read. Real is float, or double for checks; scratch has span_scratch_size() of them. The instruction set changes
-    /// no bit, and neither does how a range is cut.
+    /// Scores tokens first .. first + count - 1 of a sequence, count <= scorer_block. keys [count + 12, Dk]
+    /// and values [count + 12, Dv], without gaps, are those of tokens first - 6 .. first + count + 5; rows
+    /// before token 0 are not read. Real is float, or double for checks; scratch has span_scratch_size() of
+    /// them. The instruction set changes no bit, and neither does how a range is cut.
     template <class Real>
     void score_span(std::int32_t head, position_t first, std::int32_t count, const Real* keys,
                     const Real* values, Real* scores, Real* scratch, isa set = detected_isa(),
                     const DropoutStream& dropout = {}) const;
     [[nodiscard]] std::size_t span_scratch_size() const;
 
-    /// Refuses missing weights, sizes that do not fit a layer of `kv_heads` heads with keys and values this wide, a batch
-    /// below 0, a RoPE that does not fit.
+    /// Refuses missing weights, sizes that do not fit a layer of `kv_heads` heads with keys and values this
+    /// wide, a batch below 0, a RoPE that does not fit.
     void check(std::int32_t kv_heads, std::int32_t key_dim, std::int32_t value_dim) const;
 
     /// A snapshot must agree in this, besides the window: which keys have their score already.
@@ -93,7 +97,8 @@ struct ConvScorer {
 static_assert(ContextScorer<ConvScorer<>> && CheckedScorer<ConvScorer<64>> && Scorer<ConvScorer<128>>);
 static_assert(std::is_trivially_copyable_v<ConvScorer<>>);
 
-/// Calls visit(name, pointer, count, optional) for each array of the parameters, in the order of their declaration.
+/// Calls visit(name, pointer, count, optional) for each array of the parameters, in the order of
+/// their declaration.
 template <std::int32_t D, class Float, class Visit>
 void for_each_parameter(const ConvScorer<D>& scorer, ConvParameters<Float>& parameters, Visit&& visit) {
     const auto heads = static_cast<std::size_t>(scorer.heads);

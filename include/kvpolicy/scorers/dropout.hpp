@@ -20,8 +20,9 @@ struct Dropout {
     }
 };
 
-/// The dropout of one head's sequence. Activation c of the row `at` of hidden layer l <= 3, of `width` numbers, is decided by
-/// number at * width + c of stream 4 * stream + l. How rows are counted is the scorer's business.
+/// The dropout of one head's sequence. Activation c of the row `at` of hidden layer l <= 3, of `width`
+/// numbers, is decided by number at * width + c of stream 4 * stream + l. How rows are counted is the
+/// scorer's business.
 struct DropoutStream {
     Dropout dropout;
     std::uint64_t stream = 0;

@@ -1,5 +1,5 @@
-// Feature maps of the mLSTM scorer: phi in q~ = phi(Wq x), k~ = phi(Wk x) (KVpop, E.3). Features are positive, so
-// the read's normalizer q~ z is a weighted mean of positive numbers.
+// Feature maps of the mLSTM scorer: phi in q~ = phi(Wq x), k~ = phi(Wk x) (KVpop, E.3). Features are
+// positive, so the read's normalizer q~ z is a weighted mean of positive numbers.
 #pragma once
 
 #include <kvpolicy/core/context.hpp>
@@ -21,8 +21,8 @@ concept FeatureMap = requires(isa set, const float* y, float* out, const double*
     F::map(set, y2, d_qk, out2);
 };
 
-/// A map that a gradient can go back through: pull_back(features, d_features, d_qk, d_y), from the features themselves;
-/// overwrites d_y[projection(d_qk)].
+/// A map that a gradient can go back through: pull_back(features, d_features, d_qk, d_y), from the features
+/// themselves; overwrites d_y[projection(d_qk)].
 template <class F>
 concept DifferentiableFeatureMap = FeatureMap<F> &&
     requires(const float* x, float* d, const double* x2, double* d2, std::int32_t d_qk) {

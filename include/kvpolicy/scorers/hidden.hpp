@@ -1,5 +1,5 @@
-// Scores from hidden states (SP-KV), of whole sequences: for masks and training. Caches take the states themselves
-// (StepIO::hidden).
+// Scores from hidden states (SP-KV), of whole sequences: for masks and training. Caches take the states
+// themselves (StepIO::hidden).
 #pragma once
 
 #include <kvpolicy/core/context.hpp>
@@ -21,29 +21,30 @@ namespace kvpolicy {
 struct ScoreHiddenOptions {
     /// CUDA alone, where it must be given: the caller's cublasLtHandle_t.
     cublasLtContext* cublaslt = nullptr;
-    /// [B], OR-ed into: status_bad_length for a length or start that cannot be, and from the backward pass status_not_finite for a
-    /// NaN or infinity in d_scores or hidden (the gradients are then invalid). Null: not wanted; the host
-    /// then refuses both.
+    /// [B], OR-ed into: status_bad_length for a length or start that cannot be, and from the backward pass
+    /// status_not_finite for a NaN or infinity in d_scores or hidden (the gradients are then invalid). Null:
+    /// not wanted; the host then refuses both.
     std::uint32_t* status = nullptr;
 };
 
-/// Bytes of workspace that score_hidden needs; Real is that of the scores. On the host it depends on the threads of `ctx`.
+/// Bytes of workspace that score_hidden needs; Real is that of the scores. On the host it depends on the
+/// threads of `ctx`.
 template <HiddenScorer S, class Real = float, class T>
 std::size_t score_hidden_workspace_bytes(const host& ctx, const S& scorer, rows_view<T> hidden,
                                          const Sequences& sequences);
 
-/// Scores the tokens of sequences from hidden [B, 1, S, width], of any Storage type: scores [B, Hkv, S] of float (double for
-/// checks) are overwritten for t < length only, all heads of a token at once. A score depends on its token
-/// only, so cu_seqlens and starts only choose the rows that are read (starts[b] .. starts[b] + length - 1).
-/// Synchronous; the bits depend neither on threads nor on the instruction set, and are those that a cache
-/// computes. Refuses, before anything is written: views that disagree, a scorer that does not fit the views,
-/// too little workspace.
+/// Scores the tokens of sequences from hidden [B, 1, S, width], of any Storage type: scores [B, Hkv, S] of
+/// float (double for checks) are overwritten for t < length only, all heads of a token at once. A score
+/// depends on its token only, so cu_seqlens and starts only choose the rows that are read (starts[b] ..
+/// starts[b] + length - 1). Synchronous; the bits depend neither on threads nor on the instruction set, and
+/// are those that a cache computes. Refuses, before anything is written: views that disagree, a scorer that
+/// does not fit the views, too little workspace.
 template <HiddenScorer S, class T, class Real>
 void score_hidden(const host& ctx, const S& scorer, rows_view<T> hidden, const Sequences& sequences,
                   plane_view<Real> scores, workspace_view workspace, const ScoreHiddenOptions& options = {});
 
-/// The arguments of score_hidden_backward: those of score_hidden, the gradient of its scores, and where to write the states'.
-/// Real is float, or double for checks on the host.
+/// The arguments of score_hidden_backward: those of score_hidden, the gradient of its scores, and where to
+/// write the states'. Real is float, or double for checks on the host.
 template <class T, class Real = float>
 struct HiddenBackward {
     rows_view<const T> hidden;  ///< [B, 1, S, width]
@@ -61,10 +62,10 @@ template <class Input, class Act, std::int32_t D, class T, class Real>
 requires takes_hidden_state<Input> std::size_t score_hidden_backward_workspace_bytes(
     const host& ctx, const BasicMlpScorer<Input, Act, D>& scorer, const HiddenBackward<T, Real>& call);
 
-/// With y = W1 x + b1 and d r_h = d_scores[h]: d y = act'(y) sum over h of d r_h w2_h, d W1 += sum d y x^T, d b1 += sum d y,
-/// d w2_h += sum d r_h act(y), d b2_h += sum d r_h, d x = W1^T d y. Null arrays are left out. Synchronous; the bits do
-/// not depend on the number of threads. Refuses as score_hidden does, and NaN or infinity in d_scores or
-/// hidden (named).
+/// With y = W1 x + b1 and d r_h = d_scores[h]: d y = act'(y) sum over h of d r_h w2_h, d W1 += sum d y x^T, d
+/// b1 += sum d y, d w2_h += sum d r_h act(y), d b2_h += sum d r_h, d x = W1^T d y. Null arrays are left out.
+/// Synchronous; the bits do not depend on the number of threads. Refuses as score_hidden does, and NaN or
+/// infinity in d_scores or hidden (named).
 template <class Input, class Act, std::int32_t D, class T, class Real>
 requires takes_hidden_state<Input>
 void score_hidden_backward(const host& ctx, const BasicMlpScorer<Input, Act, D>& scorer,

@@ -18,23 +18,23 @@ struct mLSTMStart {
     float input_bias = 0.0f;         ///< b_i; the read's quotient cancels it
 };
 
-/// Fills the arrays of `into` for a scorer of the sizes in `scorer`, whose own weights are not read. Null arrays are left
-/// out, where the scorer can do without them. Wq and Wk start as the identity on the key's first P numbers (in a row
-/// twice where P is larger), Wv as the identity on the value's, all plus noise; the gates' weights as noise around 0 with
-/// biases that forget slowly; the norm's gain is 1; the score head and the skip are 0, so that every key has the score 0
-/// and the sparse policy starts from a neutral ranking (the oldest keys win ties, unless a decay is set). The same seed
-/// gives the same numbers.
+/// Fills the arrays of `into` for a scorer of the sizes in `scorer`, whose own weights are not read. Null
+/// arrays are left out, where the scorer can do without them. Wq and Wk start as the identity on the key's
+/// first P numbers (in a row twice where P is larger), Wv as the identity on the value's, all plus noise; the
+/// gates' weights as noise around 0 with biases that forget slowly; the norm's gain is 1; the score head and
+/// the skip are 0, so that every key has the score 0 and the sparse policy starts from a neutral ranking (the
+/// oldest keys win ties, unless a decay is set). The same seed gives the same numbers.
 template <std::int32_t D, class Feature, class Values>
 void initialize(const mLSTMScorer<D, Feature, Values>& scorer, mLSTMParameters<float> into,
                 std::uint64_t seed, const mLSTMStart& start = {});
 
-/// W1 normal with variance 1 / X, biases and the score head 0; b2 is 5 for SP-KV's predictor (HiddenInput), whose gates start
-/// open.
+/// W1 normal with variance 1 / X, biases and the score head 0; b2 is 5 for SP-KV's predictor (HiddenInput),
+/// whose gates start open.
 template <class Input, class Act, std::int32_t D>
 void initialize(const BasicMlpScorer<Input, Act, D>& scorer, MlpParameters<float> into, std::uint64_t seed);
 
-/// The layers' weights normal with variance 2 / (3 C(l-1)), which keeps the size of activations through SiLU roughly; biases
-/// and the score head 0.
+/// The layers' weights normal with variance 2 / (3 C(l-1)), which keeps the size of activations through SiLU
+/// roughly; biases and the score head 0.
 template <std::int32_t D>
 void initialize(const ConvScorer<D>& scorer, ConvParameters<float> into, std::uint64_t seed);
 

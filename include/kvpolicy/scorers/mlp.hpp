@@ -1,5 +1,5 @@
-// Scorers with one hidden layer. One MLP with an input policy and an activation: KVpop's (KVpop, 3.3 and E.2) is
-// MlpScorer, WG-KV's WriteGateScorer (WG-KV, 3.2), SP-KV's UtilityPredictor (SP-KV, 2.1 and listing 1).
+// Scorers with one hidden layer. One MLP with an input policy and an activation: KVpop's (KVpop, 3.3 and E.2)
+// is MlpScorer, WG-KV's WriteGateScorer (WG-KV, 3.2), SP-KV's UtilityPredictor (SP-KV, 2.1 and listing 1).
 #pragma once
 
 #include <kvpolicy/core/context.hpp>
@@ -91,8 +91,9 @@ struct RootMeanSquare {
     }
 };
 
-/// x = [RMSNorm(key); RMSNorm(value)], without gains (W1 has them): WG-KV's input where a training run gives the keys
-/// after RoPE as keys and those before it as values (WG-KV, 3.2). WriteGateInput makes both of the stored key.
+/// x = [RMSNorm(key); RMSNorm(value)], without gains (W1 has them): WG-KV's input where a training run
+/// gives the keys after RoPE as keys and those before it as values (WG-KV, 3.2). WriteGateInput makes both
+/// of the stored key.
 struct NormalizedInput {
     static constexpr bool per_head = true;
     RootMeanSquare norm;
@@ -116,9 +117,10 @@ struct NormalizedInput {
     }
 };
 
-/// WG-KV's input, from the stored key alone: x = [RMSNorm(k before RoPE); RMSNorm(k after RoPE)], where RoPE is undone in fp32
-/// for the key's position, which counts from the sequence's (or packed segment's) first token. Without gains: W1 has them. The
-/// value is not looked at. Frequencies that are given save a power for every pair and token.
+/// WG-KV's input, from the stored key alone: x = [RMSNorm(k before RoPE); RMSNorm(k after RoPE)], where RoPE
+/// is undone in fp32 for the key's position, which counts from the sequence's (or packed segment's) first
+/// token. Without gains: W1 has them. The value is not looked at. Frequencies that are given save a power for
+/// every pair and token.
 struct WriteGateInput {
     static constexpr bool per_head = true;
     Rope rope{};
@@ -167,8 +169,8 @@ struct WriteGateInput {
     }
 };
 
-/// SP-KV's input: the hidden state of the token, of `width` numbers, with one hidden layer for all heads. It comes with the
-/// token (StepIO::hidden, score_hidden), since no cache has it.
+/// SP-KV's input: the hidden state of the token, of `width` numbers, with one hidden layer for all heads. It
+/// comes with the token (StepIO::hidden, score_hidden), since no cache has it.
 struct HiddenInput {
     static constexpr bool per_head = false;
     static constexpr bool hidden_state = true;
@@ -189,8 +191,8 @@ inline constexpr bool takes_hidden_state = requires {
     requires I::hidden_state;
 };
 
-/// An input that a gradient can go back through: pull_back(isa, head, key, value, head_dim_qk, head_dim_vo, d_x, d_key, d_value)
-/// overwrites d_key[head_dim_qk] and d_value[head_dim_vo].
+/// An input that a gradient can go back through: pull_back(isa, head, key, value, head_dim_qk, head_dim_vo,
+/// d_x, d_key, d_value) overwrites d_key[head_dim_qk] and d_value[head_dim_vo].
 template <class I>
 concept DifferentiableInput = MlpInput<I> &&
     requires(const I& input, isa set, std::int32_t head, const float* row, std::int32_t dim, float* d) {
@@ -212,9 +214,9 @@ struct MlpParameters {
 
 /// r = w2 . act(W1 x + b1) + b2, x from Input.
 ///
-/// D is the width of keys and values, fixed at compile time, or dynamic: head_dim_qk and head_dim_vo at run time. One object serves
-/// one layer; the weights are fp32, the caller's, and must outlive it. score() may be called from several threads at
-/// once.
+/// D is the width of keys and values, fixed at compile time, or dynamic: head_dim_qk and head_dim_vo at run
+/// time. One object serves one layer; the weights are fp32, the caller's, and must outlive it. score() may be
+/// called from several threads at once.
 template <MlpInput Input, Activation Act, std::int32_t D = dynamic>
 struct BasicMlpScorer {
     static_assert(D == dynamic || D >= 1, "kvpolicy: BasicMlpScorer<Input, Activation, D> needs D >= 1");
@@ -233,8 +235,8 @@ struct BasicMlpScorer {
 
     [[nodiscard]] std::int32_t input_size() const { return input.size(head_dim_qk, head_dim_vo); }
 
-    /// Real is float, or double for checks; `scratch` is scratch_size() of them. The instruction set changes no bit. The
-    /// position matters to inputs that have at(t).
+    /// Real is float, or double for checks; `scratch` is scratch_size() of them. The instruction set changes
+    /// no bit. The position matters to inputs that have at(t).
     template <class Real>
     Real score(std::int32_t head, const Real* key, const Real* value, Real* scratch, isa set = detected_isa(),
                position_t position = 0) const requires(!takes_hidden_state<Input>);
@@ -252,9 +254,9 @@ struct BasicMlpScorer {
                (scratch_size() + (takes_hidden_state<Input> ? static_cast<std::size_t>(heads) : 0));
     }
 
-    /// All heads of `count` <= scorer_block tokens from their hidden states [count, width], without gaps: head h of token t goes
-    /// to scores[h * head_stride + t]. The hidden layer is computed once. See HiddenScorer; scratch has
-    /// block_scratch_size().
+    /// All heads of `count` <= scorer_block tokens from their hidden states [count, width], without gaps:
+    /// head h of token t goes to scores[h * head_stride + t]. The hidden layer is computed once. See
+    /// HiddenScorer; scratch has block_scratch_size().
     template <class Real>
     void score_tokens(std::int32_t count, const Real* states, Real* scores, std::int64_t head_stride,
                       Real* scratch, isa set = detected_isa()) const requires(takes_hidden_state<Input>);
@@ -262,7 +264,8 @@ struct BasicMlpScorer {
         return input_size();
     }
 
-    /// Refuses missing weights, and sizes that do not fit a layer of `kv_heads` heads with keys and values this wide.
+    /// Refuses missing weights, and sizes that do not fit a layer of `kv_heads` heads with keys and
+    /// values this wide.
     void check(std::int32_t kv_heads, std::int32_t key_dim, std::int32_t value_dim) const;
 };
 
@@ -270,19 +273,21 @@ struct BasicMlpScorer {
 template <std::int32_t D = dynamic>
 using MlpScorer = BasicMlpScorer<KeyValueInput, Silu, D>;
 
-/// WG-KV's write gate: g = sigmoid(r), r = w2 . GELU(W1 [RMSNorm(k before RoPE); RMSNorm(k after RoPE)] + b1) + b2, headwise.
+/// WG-KV's write gate: g = sigmoid(r), r = w2 . GELU(W1 [RMSNorm(k before RoPE); RMSNorm(k after RoPE)] +
+/// b1) + b2, headwise.
 template <std::int32_t D = dynamic>
 using WriteGateScorer = BasicMlpScorer<WriteGateInput, GeluErf, D>;
 
-/// SP-KV's utility predictor: u = sigmoid(r), r_h = w2_h . SiLU(W1 x + b1) + b2_h of the hidden state x, with one hidden
-/// layer for all heads. input.width is the model's; head_dim_qk and head_dim_vo are not used.
+/// SP-KV's utility predictor: u = sigmoid(r), r_h = w2_h . SiLU(W1 x + b1) + b2_h of the hidden state x, with
+/// one hidden layer for all heads. input.width is the model's; head_dim_qk and head_dim_vo are not used.
 using UtilityPredictor = BasicMlpScorer<HiddenInput, Silu>;
 
 static_assert(BlockScorer<WriteGateScorer<>> && HiddenScorer<UtilityPredictor> && Scorer<UtilityPredictor>);
 static_assert(StatelessScorer<MlpScorer<>> && BlockScorer<MlpScorer<64>> && CheckedScorer<MlpScorer<64>>);
 static_assert(Scorer<BasicMlpScorer<KeyValueInput, GeluErf>> && std::is_trivially_copyable_v<MlpScorer<>>);
 
-/// Calls visit(name, pointer, count, optional) for each array of the parameters, in the order of their declaration.
+/// Calls visit(name, pointer, count, optional) for each array of the parameters, in the order of
+/// their declaration.
 template <class Input, class Act, std::int32_t D, class Float, class Visit>
 void for_each_parameter(const BasicMlpScorer<Input, Act, D>& scorer, MlpParameters<Float>& parameters,
                         Visit&& visit) {

@@ -1,4 +1,5 @@
-// The memory-based scorer of KVpop: an mLSTM for each KV head, read with a delay (KVpop, 3.3, appendices A and E).
+// The memory-based scorer of KVpop: an mLSTM for each KV head, read with a delay (KVpop, 3.3,
+// appendices A and E).
 #pragma once
 
 #include <kvpolicy/core/context.hpp>
@@ -12,8 +13,9 @@
 
 namespace kvpolicy {
 
-/// Which kernels of an mLSTM a call on CUDA is compiled for: d_qk up to Features, d_v up to Values, padded to them. 64 and 64, 128 and 64, or
-/// 128 and 128; all_mlstm_widths takes the smallest that fits, and as much time to compile as the three.
+/// Which kernels of an mLSTM a call on CUDA is compiled for: d_qk up to Features, d_v up to Values, padded to
+/// them. 64 and 64, 128 and 64, or 128 and 128; all_mlstm_widths takes the smallest that fits, and as much
+/// time to compile as the three.
 template <std::int32_t Features, std::int32_t Values>
 struct mlstm_widths {
     static_assert((Features == 64 || Features == 128) && (Values == 64 || Values == Features),
@@ -57,29 +59,34 @@ struct mLSTMParameters {
 
 /// A recurrent memory of all tokens so far, asked about one of them. For each head, with x_t = [k_t; v_t]:
 ///
-///     q~_t = phi(Wq x_t)    k~_t = phi(Wk x_t)    v~_t = Wv x_t or v_t                                         (37)
-///     log i_t = cap(w_i . x_t + b_i)    log f_t = log sigmoid(cap(w_f . x_t + b_f))                            (40)
-///     C_t = f_t C_{t-1} + i_t k~_t v~_t^T    z_t = f_t z_{t-1} + i_t k~_t                                      (38, 39)
-///     h = q~_u^T C_q / (q~_u^T z_q)    r_u = a . SiLU(Norm(h)) + b [+ s . x_u]                                 (41, 42)
+///     q~_t = phi(Wq x_t)    k~_t = phi(Wk x_t)    v~_t = Wv x_t or v_t
+///         (37)
+///     log i_t = cap(w_i . x_t + b_i)    log f_t = log sigmoid(cap(w_f . x_t + b_f))
+///         (40)
+///     C_t = f_t C_{t-1} + i_t k~_t v~_t^T    z_t = f_t z_{t-1} + i_t k~_t
+///         (38, 39)
+///     h = q~_u^T C_q / (q~_u^T z_q)    r_u = a . SiLU(Norm(h)) + b [+ s . x_u]
+///         (41, 42)
 ///
-/// where u = q - w is the key that leaves the window at q, so its score has seen the w tokens after it. cap(y) =
-/// c tanh(y / c) with c = gate_softcap > 0, and the identity with 0. Norm is an RMS norm over d_v with a
-/// learned gain and epsilon 1e-6, or the identity.
+/// where u = q - w is the key that leaves the window at q, so its score has seen the w tokens after it.
+/// cap(y) = c tanh(y / c) with c = gate_softcap > 0, and the identity with 0. Norm is an RMS norm over d_v
+/// with a learned gain and epsilon 1e-6, or the identity.
 ///
 /// **The stabilized frame.** Only (C, z) scaled by exp(-m) are stored, with
 ///
 ///     m_t = max(log f_t + m_{t-1}, log i_t),  m before the first token = -infinity
 ///
-/// so that m_t is the logarithm of the largest weight that any token has in C_t, and that weight is 1 as stored. h does
-/// not depend on the frame, save for one clamp: the divisor is max(q~^T z, 1e-6) with **z in this frame**. It acts only
-/// where q~ is all but orthogonal to every k~ that still counts.
+/// so that m_t is the logarithm of the largest weight that any token has in C_t, and that weight is 1 as
+/// stored. h does not depend on the frame, save for one clamp: the divisor is max(q~^T z, 1e-6) with **z in
+/// this frame**. It acts only where q~ is all but orthogonal to every k~ that still counts.
 ///
 /// **State** per (sequence, head), state_size() numbers: C [d_qk][d_v], z [d_qk], then m as a sum of two
 /// numbers (the second holds the rounding error of the first: with forget gates near 1, m changes by less
 /// than a float's precision).
 ///
-/// D is the width of keys and values, fixed at compile time; dynamic takes head_dim_qk and head_dim_vo at run time. One object serves
-/// one layer; the weights are fp32, the caller's, and must outlive it. Calls on different states may run at once.
+/// D is the width of keys and values, fixed at compile time; dynamic takes head_dim_qk and head_dim_vo at run
+/// time. One object serves one layer; the weights are fp32, the caller's, and must outlive it. Calls on
+/// different states may run at once.
 template <std::int32_t D = dynamic, FeatureMap Feature = Hedgehog, ValuePath Values = ProjectedValues>
 struct mLSTMScorer {
     static_assert(D == dynamic || D >= 1, "kvpolicy: mLSTMScorer<D> needs D >= 1");
@@ -91,7 +98,8 @@ struct mLSTMScorer {
     using value_path = Values;
     static constexpr double clamp = 1e-6;         ///< the least divisor of a read, in the stabilized frame
     static constexpr double norm_epsilon = 1e-6;  ///< added to the mean square
-    /// log f is at least this, whose exponential is 0: so a gate that is shut, a bias of -infinity, is a number that chunks can add up.
+    /// log f is at least this, whose exponential is 0: so a gate that is shut, a bias of -infinity, is a
+    /// number that chunks can add up.
     static constexpr double least_log_forget = -1000.0;
 
     std::int32_t heads = 0;
@@ -122,7 +130,8 @@ struct mLSTMScorer {
     template <class Real>
     void reset(Real* state) const;
 
-    /// state <- the state after one more token. Real is float, or double for checks. The instruction set changes no bit.
+    /// state <- the state after one more token. Real is float, or double for checks. The instruction
+    /// set changes no bit.
     template <class Real>
     void absorb(std::int32_t head, Real* state, const Real* key, const Real* value, Real* scratch,
                 isa set = detected_isa()) const;
@@ -132,7 +141,8 @@ struct mLSTMScorer {
     Real read(std::int32_t head, const Real* state, const Real* key, const Real* value, Real* scratch,
               isa set = detected_isa()) const;
 
-    /// Refuses missing weights, and sizes that do not fit a layer of `kv_heads` heads with keys and values this wide.
+    /// Refuses missing weights, and sizes that do not fit a layer of `kv_heads` heads with keys and
+    /// values this wide.
     void check(std::int32_t kv_heads, std::int32_t key_dim, std::int32_t value_dim) const;
 };
 
@@ -140,7 +150,8 @@ static_assert(StatefulScorer<mLSTMScorer<>> && StatefulScorer<mLSTMScorer<128, S
 static_assert(CheckedScorer<mLSTMScorer<>> && Scorer<mLSTMScorer<128>> &&
               std::is_trivially_copyable_v<mLSTMScorer<>>);
 
-/// Calls visit(name, pointer, count, optional) for each array of the parameters, in the order of their declaration.
+/// Calls visit(name, pointer, count, optional) for each array of the parameters, in the order of
+/// their declaration.
 template <std::int32_t D, class Feature, class Values, class Float, class Visit>
 void for_each_parameter(const mLSTMScorer<D, Feature, Values>& scorer, mLSTMParameters<Float>& parameters,
                         Visit&& visit) {

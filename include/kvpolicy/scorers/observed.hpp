@@ -1,8 +1,8 @@
-// Scores that attention itself gives: the mass that a key receives. The rules of H2O, TOVA and SnapKV are three ways to add
-// it up; their pages (h2o.hpp, tova.hpp, snapkv.hpp) describe the papers' rules.
+// Scores that attention itself gives: the mass that a key receives. The rules of H2O, TOVA and SnapKV are
+// three ways to add it up; their pages (h2o.hpp, tova.hpp, snapkv.hpp) describe the papers' rules.
 //
-// With p_q(t) the softmax weight that query q pays to key t among the keys that it sees, and agg_g over the G query heads
-// of the KV head:
+// With p_q(t) the softmax weight that query q pays to key t among the keys that it sees, and agg_g over the G
+// query heads of the KV head:
 //
 //     mass_q(t) = agg_g p_q,g(t)
 //
@@ -18,12 +18,14 @@
 
 namespace kvpolicy {
 
-/// How an observed policy takes a prompt. Within a block every query sees all keys that were left before it, and the block's
-/// own up to itself; then the policy evicts. A call of prefill() is cut into blocks from its first token on.
+/// How an observed policy takes a prompt. Within a block every query sees all keys that were left before
+/// it, and the block's own up to itself; then the policy evicts. A call of prefill() is cut into blocks
+/// from its first token on.
 struct ObservedPrefill {
     std::int32_t chunk = Observation::whole_call;
 
-    /// All tokens of a call are one block: dense attention within the prompt, then one choice (the papers' own way).
+    /// All tokens of a call are one block: dense attention within the prompt, then one choice (the
+    /// papers' own way).
     static constexpr ObservedPrefill dense_then_prune() { return {}; }
     /// Blocks of `tokens` tokens, so that a long prompt needs the budget and a block at most.
     static constexpr ObservedPrefill in_chunks(std::int32_t tokens) { return {tokens}; }
@@ -31,8 +33,8 @@ struct ObservedPrefill {
     static constexpr ObservedPrefill stepwise() { return {1}; }
 };
 
-/// How SnapKV smooths masses over neighboring keys before it chooses. Keys are neighbors in logical order, among those that
-/// the choice is about; beyond the ends there is 0.
+/// How SnapKV smooths masses over neighboring keys before it chooses. Keys are neighbors in logical order,
+/// among those that the choice is about; beyond the ends there is 0.
 struct MassPooling {
     std::int32_t width = 1;  ///< odd; 1: no pooling
     bool largest = false;    ///< the largest of `width` numbers instead of their mean

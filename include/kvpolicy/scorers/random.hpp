@@ -9,11 +9,11 @@
 
 namespace kvpolicy {
 
-/// Uniform numbers in [0, 1) that depend on (seed, layer, head, position) only: under a budget the long-range keys are at
-/// every query a uniform choice of k among those that left the window. The number of a key is drawn when it leaves, at
-/// query q = t + w, with stream layer * 2^32 + head and index q (core/random.hpp). One value per layer:
-/// RandomScorer{seed, layer}. The state counts tokens, in two numbers that floats hold exactly, up to 2^44
-/// tokens.
+/// Uniform numbers in [0, 1) that depend on (seed, layer, head, position) only: under a budget the long-range
+/// keys are at every query a uniform choice of k among those that left the window. The number of a key is
+/// drawn when it leaves, at query q = t + w, with stream layer * 2^32 + head and index q (core/random.hpp).
+/// One value per layer: RandomScorer{seed, layer}. The state counts tokens, in two numbers that floats hold
+/// exactly, up to 2^44 tokens.
 struct RandomScorer {
     static constexpr part_kind kind = part_kind::scorer;
     static constexpr score_time when = score_time::on_leaving;

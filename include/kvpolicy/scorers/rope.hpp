@@ -1,4 +1,5 @@
-// Rotary position embeddings, to be undone: scorers that look at keys before RoPE get them from the stored ones.
+// Rotary position embeddings, to be undone: scorers that look at keys before RoPE get them from
+// the stored ones.
 #pragma once
 
 #include <kvpolicy/core/error.hpp>
@@ -14,12 +15,13 @@ namespace kvpolicy {
 enum class rope_layout : std::uint8_t {
     none,         ///< keys are stored as they were before RoPE, or the model has none
     interleaved,  ///< pair i is (x[2 i], x[2 i + 1]): the original paper's, GPT-J's, GGUF's Llama
-    half_split,  ///< pair i is (x[i], x[i + dims / 2]): NeoX's, and that of Llama and Qwen in Hugging Face's format
+    half_split,   ///< pair i is (x[i], x[i + dims / 2]): NeoX's, and that of Llama and Qwen in
+                  ///< Hugging Face's format
 };
 
-/// How stored keys were rotated. The key of position t has its pair i turned by t * f_i radians, with
-/// f_i = base^(-2 i / dims). The angle is one fp32 product of the position and an fp32 f_i, as engines compute it. A
-/// plain value.
+/// How stored keys were rotated. The key of position t has its pair i turned by t * f_i radians, with f_i =
+/// base^(-2 i / dims). The angle is one fp32 product of the position and an fp32 f_i, as engines compute
+/// it. A plain value.
 struct Rope {
     rope_layout layout = rope_layout::none;
     float base = 10000.0f;  ///< theta
@@ -44,7 +46,8 @@ struct Rope {
         }
     }
 
-    /// Turns one key back, in place: from after RoPE at position t to before it. `f` are the frequencies, or null.
+    /// Turns one key back, in place: from after RoPE at position t to before it. `f` are the
+    /// frequencies, or null.
     template <class Real>
     void undo(position_t t, std::int32_t head_dim_qk, const float* f, Real* key) const {
         turn<-1>(t, head_dim_qk, f, key);
@@ -55,7 +58,8 @@ struct Rope {
         turn<1>(t, head_dim_qk, f, key);
     }
 
-    /// Refuses a layout, a number of dims or a base that keys of this width cannot have. `of` is the scorer's name.
+    /// Refuses a layout, a number of dims or a base that keys of this width cannot have. `of` is
+    /// the scorer's name.
     void check(const char* of, std::int32_t head_dim_qk) const {
         if (layout == rope_layout::none) {
             return;

@@ -22,9 +22,9 @@ struct ScoreBackward {
     rows_view<compute_t<T>> d_k{};  ///< [B, Hkv, S, Dk], overwritten for the lengths; empty: not wanted
     rows_view<compute_t<T>> d_v{};  ///< [B, Hkv, S, Dv], the same; both or neither
     Dropout dropout{};              ///< that of the forward call
-    /// The workspace is as score_sequence with `for_backward` left it, for the same scorer, weights, k, v, sequences and delay (and rows of
-    /// scores as many as d_scores has), so that this pass does not recompute that call's results. Once per
-    /// forward call.
+    /// The workspace is as score_sequence with `for_backward` left it, for the same scorer, weights, k, v,
+    /// sequences and delay (and rows of scores as many as d_scores has), so that this pass does not recompute
+    /// that call's results. Once per forward call.
     bool kept = false;
 };
 

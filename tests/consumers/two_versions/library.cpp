@@ -1,4 +1,5 @@
-// One of two shared libraries, each with a version of its own inside. What it returns shows which version's code ran.
+// One of two shared libraries, each with a version of its own inside. What it returns shows which
+// version's code ran.
 #include <kvpolicy/kvpop.hpp>
 #include <kvpolicy/version.hpp>
 

@@ -200,8 +200,9 @@ TEST_CASE("NaN beyond the lengths of sequences and of keys") {
 }
 
 TEST_CASE("logits of 60000") {
-    // One column carries the logit, so that products are exact; the sum's fp32 rounding, 2^-8 of a log2, remains. All keys
-    // that have a weight are alike in that column, so its d_q is 234 times a sum of gradients that is 0: rounding alone.
+    // One column carries the logit, so that products are exact; the sum's fp32 rounding, 2^-8 of a log2,
+    // remains. All keys that have a weight are alike in that column, so its d_q is 234 times a sum of
+    // gradients that is 0: rounding alone.
     Case c = plain("logits of +-60000", 200, 2);
     c.carrier = 0;
     c.draw_expiry(50, 200);

@@ -55,8 +55,8 @@ struct Case {
     double spread = 1.0;
     unsigned seed = 1;
     std::int32_t carrier = -1;  // a column of d_q that is not compared
-    /// Keys [B][Hkv][rows] that hold NaN on the device, in k or (2) in v. What they give is not compared: d_q of the queries that
-    /// see them, and their own gradients. Without positions, frames and packed segments.
+    /// Keys [B][Hkv][rows] that hold NaN on the device, in k or (2) in v. What they give is not compared: d_q
+    /// of the queries that see them, and their own gradients. Without positions, frames and packed segments.
     std::vector<std::uint8_t> spoilt;
     /// Changes q, k, v (rows [B][H][S][D], contiguous) before they are rounded.
     std::function<void(std::vector<double>&, std::vector<double>&, std::vector<double>&)> edit;
@@ -352,7 +352,8 @@ struct OnDevice {
     }
 };
 
-/// Relative error in the norm of a whole tensor, over the rows that count; rows beyond must be untouched. `dim` numbers a row.
+/// Relative error in the norm of a whole tensor, over the rows that count; rows beyond must be untouched.
+/// `dim` numbers a row.
 inline void compare(const std::string& what, const std::vector<double>& got,
                     const std::vector<double>& wanted, double tolerance, double absolute) {
     double error = 0.0, size = 0.0;
@@ -382,11 +383,11 @@ inline void compare(const std::string& what, const std::vector<double>& got,
                   ": ", got.empty() ? 0.0 : got[worst], " for ", got.empty() ? 0.0 : wanted[worst]);
 }
 
-/// What a result may differ by, relative to its norm. Weights and gradients of logits are rounded to T before they are
-/// multiplied, and so is the result: three roundings of at most u = 2^-9 (bf16) or 2^-12 (fp16) of each number, of mean square
-/// u / sqrt(3), independent over keys and queries: sqrt(3) u / sqrt(3) = u in the norm. P (dP - delta) also has delta's error, from out
-/// as stored, but the oracle is given the same out. Twice that, 2^-8 < 8e-3, leaves space for exp2 and sums
-/// in fp32.
+/// What a result may differ by, relative to its norm. Weights and gradients of logits are rounded to T before
+/// they are multiplied, and so is the result: three roundings of at most u = 2^-9 (bf16) or 2^-12 (fp16) of
+/// each number, of mean square u / sqrt(3), independent over keys and queries: sqrt(3) u / sqrt(3) = u in the
+/// norm. P (dP - delta) also has delta's error, from out as stored, but the oracle is given the same out.
+/// Twice that, 2^-8 < 8e-3, leaves space for exp2 and sums in fp32.
 template <class T>
 constexpr double tolerance() {
     return std::is_same_v<T, bf16>
@@ -394,8 +395,8 @@ constexpr double tolerance() {
                : (std::is_same_v<T, fp16> ? 0x1p-10 : (std::is_same_v<T, float> ? 2e-5 : 1e-6));
 }
 
-/// `absolute`, in the root of the mean square, is for gradients that cancel: <d_out, v> - delta is off by about 1e-6 in fp32, and up to
-/// some thousand of these are added up.
+/// `absolute`, in the root of the mean square, is for gradients that cancel: <d_out, v> - delta is off by
+/// about 1e-6 in fp32, and up to some thousand of these are added up.
 struct Tolerance {
     double relative, absolute = 1e-4, bias = 1e-2;
 };

@@ -1,10 +1,11 @@
 // Powers of two, of every float there is, against double.
 //
-// On [-1/2, 1/2] the cubic of polynomial_exp2 is the best one for the relative error: its four coefficients and the error E
-// solve p(x) / 2^x = 1 +- E at the five points where the error is largest, whose signs alternate (Remez); E = 7.48e-5. What
-// fp32 adds: x + magic rounds to an integer, exactly the nearest, and the rest is exact since both are multiples of x's last bit;
-// three fused multiplications round by 2^-24 each. So 7.48e-5 + 3 * 2^-24 < 7.6e-5. A weight is rounded to bf16 by up to 2^-9 =
-// 2e-3 afterwards, and a logarithm of a sum of such powers is off by no more than 7.6e-5.
+// On [-1/2, 1/2] the cubic of polynomial_exp2 is the best one for the relative error: its four coefficients
+// and the error E solve p(x) / 2^x = 1 +- E at the five points where the error is largest, whose signs
+// alternate (Remez); E = 7.48e-5. What fp32 adds: x + magic rounds to an integer, exactly the nearest, and
+// the rest is exact since both are multiples of x's last bit; three fused multiplications round by 2^-24
+// each. So 7.48e-5 + 3 * 2^-24 < 7.6e-5. A weight is rounded to bf16 by up to 2^-9 = 2e-3 afterwards, and a
+// logarithm of a sum of such powers is off by no more than 7.6e-5.
 #include <kvpolicy/attention/cuda/future_mass/agent_row_reduce.cuh>
 
 #include "../support/device.hpp"
@@ -22,8 +23,8 @@ namespace {
 
 constexpr int ways = 3;  // cut below, cut on both sides, special function unit
 
-/// worst [ways]: the largest relative error for x in [-125, 127); the last one: how many x beyond are not cut to these bounds (a NaN to
-/// the upper one).
+/// worst [ways]: the largest relative error for x in [-125, 127); the last one: how many x beyond are not cut
+/// to these bounds (a NaN to the upper one).
 __global__ void try_all(float* worst, std::uint32_t* strays) {
     float error[ways] = {};
     for (std::uint64_t i = std::uint64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < (std::uint64_t{1} << 32);

@@ -1,4 +1,5 @@
-// The future-attention target and the dense normalizer on CUDA against the host in double (KVpop, 3.1, 3.2, D).
+// The future-attention target and the dense normalizer on CUDA against the host in double
+// (KVpop, 3.1, 3.2, D).
 #include "../../support/refusal.hpp"
 #include "../support/mass_check.hpp"
 
@@ -29,8 +30,8 @@ void check_kernels(std::int32_t dim) {
     }
 }
 
-/// A quick pass that overflows, the careful one after it, and the largest exponents alone, at a size for compute-sanitizer:
-/// tiles in whose pairs all count, and others.
+/// A quick pass that overflows, the careful one after it, and the largest exponents alone, at a size for
+/// compute-sanitizer: tiles in whose pairs all count, and others.
 void check_small(qk_reduce_path path) {
     MassCase c{.length = 300, .dim = 64, .options = options_of(9), .lse = Lse::far_below, .spread = 1.5f};
     MassTest<bf16>(c).check(path);
@@ -119,8 +120,8 @@ TEST_CASE("future mass where exponentials leave fp32") {
             }
         }
         for (const float epsilon : {1e-8f, 0.0f}) {
-            // Masses of e^-1e5 are 0 to the host, which leaves the logarithm at its end; the tensor kernels' own are compared
-            // where epsilon hides them.
+            // Masses of e^-1e5 are 0 to the host, which leaves the logarithm at its end; the tensor kernels'
+            // own are compared where epsilon hides them.
             MassCase c{
                 .length = 290, .group = 2, .dim = 64, .options = options_of(9, beta), .logits = Logits::huge};
             c.options.epsilon = std::max(epsilon, 1e-20f);

@@ -1,5 +1,5 @@
-// The kernels of attention for bf16 and head_dims up to 128, as an engine's own translation unit would instantiate them.
-// Chunks into a cache are here too, since they call the same kernels.
+// The kernels of attention for bf16 and head_dims up to 128, as an engine's own translation unit would
+// instantiate them. Chunks into a cache are here too, since they call the same kernels.
 #include <kvpolicy/cuda.cuh>
 #include <kvpolicy/kvpop.hpp>
 

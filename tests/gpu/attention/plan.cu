@@ -1,5 +1,5 @@
-// The plan of attention calls against a naive one: for every super-tile, which rows are in the list, in which order, and
-// what through and known say of every query tile.
+// The plan of attention calls against a naive one: for every super-tile, which rows are in the list, in which
+// order, and what through and known say of every query tile.
 #include <kvpolicy/attention/cuda/kernel_plan.cuh>
 
 #include "../support/device.hpp"

@@ -1,5 +1,5 @@
-// Attention of views that are not packed tensors: rows, heads or sequences that share memory, and rows that lie gigabytes apart. The
-// numbers are those of packed copies.
+// Attention of views that are not packed tensors: rows, heads or sequences that share memory, and rows that
+// lie gigabytes apart. The numbers are those of packed copies.
 #include <kvpolicy/cuda.cuh>
 
 #include "../../support/refusal.hpp"

@@ -1,4 +1,5 @@
-// A cache on a device beside one on the host that is given the same tokens: every call compares outputs, rows and counters.
+// A cache on a device beside one on the host that is given the same tokens: every call compares outputs,
+// rows and counters.
 #pragma once
 
 #include <kvpolicy/caches/fixed_budget.hpp>
@@ -30,8 +31,9 @@ constexpr double unit_roundoff() {
                                                : 0x1p-53;
 }
 
-/// Outputs are means of values. A 16-bit path rounds every weight and the output, the host the output: three roundings of at most
-/// `largest`; fast exponentials are off by 2^-20 more. Sums of n terms in fp32 or fp64 are off by sqrt(n) units, n being a few thousand at most.
+/// Outputs are means of values. A 16-bit path rounds every weight and the output, the host the output: three
+/// roundings of at most `largest`; fast exponentials are off by 2^-20 more. Sums of n terms in fp32 or fp64
+/// are off by sqrt(n) units, n being a few thousand at most.
 template <class T>
 double tolerance(double largest) {
     return sizeof(T) == 2 ? (3.0 * unit_roundoff<T>() + 0x1p-18) * largest
@@ -105,7 +107,8 @@ auto fetch_from(const Value* from, std::int64_t count) {
     return values;
 }
 
-/// Tokens that return, in device memory: keys and values (the same numbers) and scores, for long runs of calls by hand.
+/// Tokens that return, in device memory: keys and values (the same numbers) and scores, for long runs
+/// of calls by hand.
 template <class T>
 class ReturningTokens {
   public:
@@ -285,7 +288,8 @@ class BothCaches {
         CHECK(status.read() == no_status);
     }
 
-    /// Whether both hold the same keys, values, positions and scores in the same rows, and the same counters, byte for byte.
+    /// Whether both hold the same keys, values, positions and scores in the same rows, and the same
+    /// counters, byte for byte.
     void same_rows(const std::string& when) const {
         for (std::int32_t layer = 0; layer < shape.layers; ++layer) {
             for (std::int32_t seq = 0; seq < shape.max_sequences; ++seq) {

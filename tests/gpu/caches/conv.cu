@@ -1,5 +1,5 @@
-// ConvScorer inside caches' calls: keys get their scores in batches, in the window; those of a device decide as the host's do. 16-bit scores agree to
-// 16-bit rounding, so there nothing is evicted.
+// ConvScorer inside caches' calls: keys get their scores in batches, in the window; those of a device decide
+// as the host's do. 16-bit scores agree to 16-bit rounding, so there nothing is evicted.
 #define KVPOLICY_TEST_GPU
 #include <kvpolicy/policies/sink.hpp>
 #include <kvpolicy/policies/topk_budget.hpp>
@@ -97,8 +97,9 @@ void check_fixed(const ConvScorer<>& sizes, std::int32_t turns, std::int32_t max
             }
         }
         CHECK(same);
-        // 16-bit roundings are of the terms of a score, not of what is left of them. Rounding keys, values, weights and layers to bf16 alone,
-        // with everything else in double, is off by 0.2 to 0.5% in the norm.
+        // 16-bit roundings are of the terms of a score, not of what is left of them. Rounding keys,
+        // values, weights and layers to bf16 alone, with everything else in double, is off by 0.2 to
+        // 0.5% in the norm.
         if (std::is_same_v<T, float>) {
             CHECK(worst <= tolerance);
         }

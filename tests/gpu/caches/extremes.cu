@@ -1,5 +1,5 @@
-// Caches at the ends of what can be: a row a head, budgets and windows that no sequence fills, calls that bring nothing, tensors that
-// heads share, very large groups.
+// Caches at the ends of what can be: a row a head, budgets and windows that no sequence fills, calls that
+// bring nothing, tensors that heads share, very large groups.
 #include <kvpolicy/policies/sink.hpp>
 #include <kvpolicy/policies/threshold_gate.hpp>
 #include <kvpolicy/policies/topk_budget.hpp>

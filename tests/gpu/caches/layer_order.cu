@@ -1,6 +1,6 @@
-// Every layer takes a token once: on a device a second call of a layer before advance() leaves the sequence alone, and advance() does
-// not move a sequence that some layer has not taken. Both say so in the status word, and nothing is lost. In the middle of a token
-// the rows of a layer are those that it has taken.
+// Every layer takes a token once: on a device a second call of a layer before advance() leaves the sequence
+// alone, and advance() does not move a sequence that some layer has not taken. Both say so in the status
+// word, and nothing is lost. In the middle of a token the rows of a layer are those that it has taken.
 #include <kvpolicy/core/status.hpp>
 #include <kvpolicy/cuda.cuh>
 #include <kvpolicy/policies/sink.hpp>
@@ -83,8 +83,8 @@ struct Side {
             ok(cudaMemcpy(array->data(), numbers.data(), array->bytes(), cudaMemcpyHostToDevice));
         }
     }
-    /// One call of a layer with the tensors of `seed`: n tokens of each sequence, or of the first `count`; its status words. An entry's tensors
-    /// are `most` tokens long, so that they do not depend on n.
+    /// One call of a layer with the tensors of `seed`: n tokens of each sequence, or of the first `count`;
+    /// its status words. An entry's tensors are `most` tokens long, so that they do not depend on n.
     Words call(Mode mode, std::int32_t layer, std::int32_t n, std::uint32_t seed,
                std::int32_t count = max_sequences) {
         give(seed * 2 + static_cast<std::uint32_t>(layer));
@@ -306,7 +306,8 @@ void check(const typename Side<Cache>::P& policy,
             CHECK_REFUSED(wrong.cache.snapshot(wrong.on, 2, nothing.data(), nothing.size()), in_the_middle);
             const auto before = wrong.raw();
             const std::vector<position_t> length = wrong.lengths();
-            // The layer again, by every kind of call, with other tokens: nothing changes, no output is written.
+            // The layer again, by every kind of call, with other tokens: nothing changes, no
+            // output is written.
             ok(cudaMemset(wrong.out.data(), 0x11, wrong.out.bytes()));
             const std::vector<float> untouched = wrong.out.read();
             for (const Mode again : {Mode::step, Mode::prefill, Mode::append_draft}) {
@@ -314,7 +315,8 @@ void check(const typename Side<Cache>::P& policy,
             }
             CHECK(wrong.accept(0, n) == twice);
             CHECK(wrong.out.read() == untouched);
-            // Layer 1 is left out: advance moves nobody, how often it may be called, nor by another number of tokens.
+            // Layer 1 is left out: advance moves nobody, how often it may be called, nor by another
+            // number of tokens.
             CHECK(wrong.advance(n) == missing);
             CHECK(wrong.advance(n + 1) == missing);
             CHECK(wrong.lengths() == length);

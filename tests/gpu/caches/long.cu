@@ -1,5 +1,5 @@
-// Twenty thousand steps of a FixedBudgetCache with every structure of a policy, every storage type and many groups: the host's keys in
-// the host's rows.
+// Twenty thousand steps of a FixedBudgetCache with every structure of a policy, every storage type and many
+// groups: the host's keys in the host's rows.
 #include <kvpolicy/policies/decay.hpp>
 #include <kvpolicy/policies/sink.hpp>
 #include <kvpolicy/policies/threshold_gate.hpp>

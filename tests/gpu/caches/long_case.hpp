@@ -1,5 +1,6 @@
-// Twenty thousand steps of a cache on a device and of one on the host that are given the same scores: the same keys in the same rows. Keys
-// and values come from a few tokens that return, scores are all different, so that a step costs neither side a copy.
+// Twenty thousand steps of a cache on a device and of one on the host that are given the same scores: the
+// same keys in the same rows. Keys and values come from a few tokens that return, scores are all different,
+// so that a step costs neither side a copy.
 #pragma once
 
 #include "cache_case.hpp"

@@ -1,4 +1,5 @@
-// Twenty thousand steps of caches whose policy has a selection, which write before they read: the host's keys in the host's rows.
+// Twenty thousand steps of caches whose policy has a selection, which write before they read: the host's keys
+// in the host's rows.
 #include <kvpolicy/policies/decay.hpp>
 #include <kvpolicy/policies/selection.hpp>
 #include <kvpolicy/policies/sink.hpp>

@@ -1,23 +1,28 @@
-// How far an mLSTM's scores and states in fp32 may be from those in double: what its roundings come to, token by token.
+// How far an mLSTM's scores and states in fp32 may be from those in double: what its roundings come
+// to, token by token.
 //
-// A step makes each number from earlier ones by operations that are off by at most u = 2^-24 of their result (exponentials, logarithms and
-// tanh by 4 u). They are taken as independent, u as each one's standard deviation (a rounding's own is u / sqrt(3)), and what they change
-// in a score to first order, so that their variances add up:
+// A step makes each number from earlier ones by operations that are off by at most u = 2^-24 of their result
+// (exponentials, logarithms and tanh by 4 u). They are taken as independent, u as each one's standard
+// deviation (a rounding's own is u / sqrt(3)), and what they change in a score to first order, so that their
+// variances add up:
 //
-// - A sum of n products adds the squares of u times its partial sums, in the order of the numbers. A device adds sixteen products in
-//   tensor cores, which cut off, then those sums: fewer roundings of the same partial sums.
-// - Projections y of head_dim_qk + head_dim_vo products go on as values v~ with derivative 1, as gates through cap(y), whose derivative is
-//   1 - (cap(y) / c)^2, and log sigmoid; as features through a softmax, whose relative change is dy_f - sum_g p_g dy_g.
-// - With W_t = exp(b_t - m) <q~, k~_t>, b_t = log i_t + the log f after t, and D = max(sum_t W_t, clamp), h = sum_t W_t v~_t / D. A relative
-//   change w of W_t moves h by w W_t (v~_t - h) / D: relative to h, since the divisor moves too (not where the clamp is it). That of a gate's
-//   logarithm is w itself; that of log f_s is w for all tokens before s.
-// - A state keeps what it lost: C <- f C + i k~ v~ rounds every number of it at every step, and f takes those roundings away with
-//   the rest, so that memories of forget gates near 1 lose more.
-// - J = d score / d h, through the norm and SiLU, takes all of these to the score, with J's own roundings and the read-out's, a . SiLU and
-//   s . x, added.
+// - A sum of n products adds the squares of u times its partial sums, in the order of the numbers. A
+//   device adds sixteen products in tensor cores, which cut off, then those sums: fewer roundings of the
+//   same partial sums.
+// - Projections y of head_dim_qk + head_dim_vo products go on as values v~ with derivative 1, as gates
+//   through cap(y), whose derivative is 1 - (cap(y) / c)^2, and log sigmoid; as features through a softmax,
+//   whose relative change is dy_f - sum_g p_g dy_g.
+// - With W_t = exp(b_t - m) <q~, k~_t>, b_t = log i_t + the log f after t, and D = max(sum_t W_t, clamp), h =
+//   sum_t W_t v~_t / D. A relative change w of W_t moves h by w W_t (v~_t - h) / D: relative to h, since the
+//   divisor moves too (not where the clamp is it). That of a gate's logarithm is w itself; that of log f_s is
+//   w for all tokens before s.
+// - A state keeps what it lost: C <- f C + i k~ v~ rounds every number of it at every step, and f takes those
+//   roundings away with the rest, so that memories of forget gates near 1 lose more.
+// - J = d score / d h, through the norm and SiLU, takes all of these to the score, with J's own roundings and
+//   the read-out's, a . SiLU and s . x, added.
 //
-// Of normal numbers with the same variance one in 3e5 is off by more than 4.65 standard deviations, and since a rounding's is counted
-// 1.7 times, that is 8 of theirs: `deviations` = 4.65.
+// Of normal numbers with the same variance one in 3e5 is off by more than 4.65 standard deviations, and since
+// a rounding's is counted 1.7 times, that is 8 of theirs: `deviations` = 4.65.
 #pragma once
 
 #include <kvpolicy/scorers/mlstm.hpp>
@@ -198,7 +203,8 @@ class mLSTMRounding {
         last.input.variance += of_i;
         last.forget.variance += of_f;
         last.behind = (tokens_.size() > 1 ? tokens_[tokens_.size() - 2].behind : 0.0) + token.forget.value;
-        // In the frame of m one of the factors is 1, and exact: the other has the variance of both logarithms.
+        // In the frame of m one of the factors is 1, and exact: the other has the variance of
+        // both logarithms.
         const double apart = token.forget.variance + token.input.variance + off_stabilizer_;
         const double factor_f = kept < m ? apart : 0.0, factor_i = kept < m ? 0.0 : apart;
         off_stabilizer_ = kept < m ? token.input.variance : off_stabilizer_ + token.forget.variance;

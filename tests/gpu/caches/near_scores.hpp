@@ -1,5 +1,5 @@
-// Whether scores and states that a device computed are near the host's: by a few units where they are short sums, an mLSTM's by how far
-// either may be from the numbers in double.
+// Whether scores and states that a device computed are near the host's: by a few units where they are short
+// sums, an mLSTM's by how far either may be from the numbers in double.
 #pragma once
 
 #include <kvpolicy/caches/layer_ref.hpp>

@@ -1,4 +1,5 @@
-// The parts of a selection's choice of pages, alone: more keys than a block looks at together, and bounds of numbers that are not finite.
+// The parts of a selection's choice of pages, alone: more keys than a block looks at together, and bounds of
+// numbers that are not finite.
 #include <kvpolicy/caches/cuda/paged/agent_bound_stream.cuh>
 #include <kvpolicy/core/types.hpp>
 #include <kvpolicy/cuda/launch.cuh>

@@ -1,5 +1,5 @@
-// A DualCache on a device beside one on the host that is given the same tokens: every call compares outputs, status words, free
-// pages, rows (through the page tables) and counters.
+// A DualCache on a device beside one on the host that is given the same tokens: every call compares outputs,
+// status words, free pages, rows (through the page tables) and counters.
 #pragma once
 
 #include <kvpolicy/caches/dual.hpp>
@@ -71,9 +71,9 @@ class BothDuals {
         }
     }
 
-    /// Gives the tokens to both, all layers alike, and advances. Entries that find no page are tried again after more slabs have come, or,
-    /// where none may come, are given up in both by clearing a sequence. Returns whether any was refused.
-    /// `accepted`: of draft tokens.
+    /// Gives the tokens to both, all layers alike, and advances. Entries that find no page are tried again
+    /// after more slabs have come, or, where none may come, are given up in both by clearing a sequence.
+    /// Returns whether any was refused. `accepted`: of draft tokens.
     bool call(Mode mode, const std::vector<std::int32_t>& seq_ids, const std::vector<std::int32_t>& q_len,
               const CallTensors<T>& in, const std::vector<std::int32_t>& accepted = {}) {
         const auto count = static_cast<std::int32_t>(seq_ids.size());
@@ -296,7 +296,8 @@ class BothDuals {
         }
     }
 
-    /// Whether both hold the same keys, values, positions, scores and counters, byte for byte, wherever the pages are.
+    /// Whether both hold the same keys, values, positions, scores and counters, byte for byte,
+    /// wherever the pages are.
     void same_rows(const std::string& when) const {
         std::vector<std::vector<unsigned char>> provided;
         for (const auto& slab : slabs) {
@@ -315,7 +316,8 @@ class BothDuals {
         every_page_once();
     }
 
-    /// Whether both hold the same keys, with scores and scorer states alike to `tolerance`, or as `near` has it.
+    /// Whether both hold the same keys, with scores and scorer states alike to `tolerance`, or
+    /// as `near` has it.
     void near_rows(float tolerance) const {
         NearHost near{tolerance};
         near_rows(near);
@@ -473,8 +475,8 @@ class BothDuals {
     OutputCheck<T> check_;
 };
 
-/// Random calls on random sequences: steps, looks, reservations, forks, reorders, snapshots, clears, and with `Chunks` prefills and draft tokens. Returns how many calls
-/// found no page at first.
+/// Random calls on random sequences: steps, looks, reservations, forks, reorders, snapshots, clears, and with
+/// `Chunks` prefills and draft tokens. Returns how many calls found no page at first.
 template <class P, class T, class Dims, bool Chunks>
 std::int32_t random_life(BothDuals<P, T, Dims, Chunks>& both, Scores kind, std::int32_t calls,
                          std::mt19937& generator) {

@@ -1,5 +1,5 @@
-// Whole lives of sequences in a DualCache on a device: chunks, draft tokens and commits among steps, in fp32, where outputs agree
-// closely. Whatever calls come, it keeps what the host's keeps.
+// Whole lives of sequences in a DualCache on a device: chunks, draft tokens and commits among steps, in fp32,
+// where outputs agree closely. Whatever calls come, it keeps what the host's keeps.
 #include <kvpolicy/policies/decay.hpp>
 #include <kvpolicy/policies/sink.hpp>
 #include <kvpolicy/policies/threshold_gate.hpp>

@@ -1,5 +1,6 @@
-// Eviction over all heads of a sequence in a DualCache on a device (WG-KV, appendix K): the host's rows, whatever calls came before.
-// In double, where masses agree so closely that the order of two keys never depends on who computed them; and few rounds of others.
+// Eviction over all heads of a sequence in a DualCache on a device (WG-KV, appendix K): the host's rows,
+// whatever calls came before. In double, where masses agree so closely that the order of two keys never
+// depends on who computed them; and few rounds of others.
 #include "../../support/refusal.hpp"
 #include "paged_parts.hpp"
 #include "support/step_io.hpp"
@@ -77,7 +78,8 @@ TEST_CASE("floats and 16-bit rows") {
 }
 
 TEST_CASE("keys and queries that are no numbers") {
-    // A query with a logit that is none counts for nothing; a NaN key makes all that see it such, until it is dropped.
+    // A query with a logit that is none counts for nothing; a NaN key makes all that see it such,
+    // until it is dropped.
     for (const bool of_key : {true, false}) {
         CAPTURE(of_key);
         const Gated policy{Sink<>{1}, Window<>{5}, ThresholdGate<at_least>{-100.0f},
@@ -303,7 +305,8 @@ TEST_CASE("in the middle of a token nothing is evicted") {
 
 namespace {
 
-/// Slabs that are attached after a graph has captured an eviction. One head keeps all keys, the other what it must: 100 and 13 rows.
+/// Slabs that are attached after a graph has captured an eviction. One head keeps all keys, the other what it
+/// must: 100 and 13 rows.
 void check_captured(std::int32_t average, bool drops) {
     CAPTURE(average);
     const Gated policy{Sink<>{4}, Window<>{9}, ThresholdGate<at_least>{0.0f},

@@ -1,4 +1,5 @@
-// Keep parts in a DualCache on a device: keys that have a place for their position, outside of gate and budget.
+// Keep parts in a DualCache on a device: keys that have a place for their position, outside of
+// gate and budget.
 #include <kvpolicy/policies/decay.hpp>
 
 #include "paged_parts.hpp"

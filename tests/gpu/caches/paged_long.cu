@@ -1,4 +1,5 @@
-// Twenty thousand steps of a DualCache with every structure of a policy and every storage type: the host's keys, in the host's order.
+// Twenty thousand steps of a DualCache with every structure of a policy and every storage type: the host's
+// keys, in the host's order.
 #include <kvpolicy/policies/decay.hpp>
 #include <kvpolicy/policies/sink.hpp>
 #include <kvpolicy/policies/stride.hpp>

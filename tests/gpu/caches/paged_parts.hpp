@@ -1,4 +1,5 @@
-// Lives of sequences in a DualCache with parts that tests of steps and chunks do without: keep parts, selections, evictions.
+// Lives of sequences in a DualCache with parts that tests of steps and chunks do without: keep parts,
+// selections, evictions.
 #pragma once
 
 #include <kvpolicy/policies/eviction.hpp>

@@ -1,5 +1,5 @@
-// Chunks into a DualCache whose entries' rows are brought together in rounds: one entry after another, or two at once, since
-// KVPOLICY_TEST_GATHERED_BYTES is little.
+// Chunks into a DualCache whose entries' rows are brought together in rounds: one entry after another, or two
+// at once, since KVPOLICY_TEST_GATHERED_BYTES is little.
 #define KVPOLICY_TEST_GATHERED_BYTES 1000000
 
 #include <kvpolicy/policies/sink.hpp>

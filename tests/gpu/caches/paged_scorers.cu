@@ -1,5 +1,5 @@
-// Scorers inside a DualCache's calls, whose pool runs out now and then: a score decides as the host's does, and a state advances
-// only with the step.
+// Scorers inside a DualCache's calls, whose pool runs out now and then: a score decides as the host's does,
+// and a state advances only with the step.
 #include <kvpolicy/policies/sink.hpp>
 #include <kvpolicy/policies/threshold_gate.hpp>
 #include <kvpolicy/policies/topk_budget.hpp>

@@ -1,4 +1,5 @@
-// Selection at the read of a DualCache on a device: the host's pages, bounds and outputs, whatever calls came before.
+// Selection at the read of a DualCache on a device: the host's pages, bounds and outputs, whatever
+// calls came before.
 #include "../../support/refusal.hpp"
 #include "paged_parts.hpp"
 

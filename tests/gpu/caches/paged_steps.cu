@@ -1,5 +1,5 @@
-// Steps of a DualCache on a device: every structure of a policy, ragged heads, every head_dim and group, a pool that runs out,
-// one graph across promotions, refusals.
+// Steps of a DualCache on a device: every structure of a policy, ragged heads, every head_dim and group, a
+// pool that runs out, one graph across promotions, refusals.
 #include <kvpolicy/core/status.hpp>
 #include <kvpolicy/policies/decay.hpp>
 #include <kvpolicy/policies/sink.hpp>
@@ -326,7 +326,8 @@ TEST_CASE("pages of heads as sequences, and what a device finds too late") {
 TEST_CASE("pages that begin around 2^31 and 2^32 bytes") {
     using P = Policy<Window<4>, ThresholdGate<at_least>>;
     const kvpolicy::cuda on{};
-    // What 60 tokens give, from a slab of so many pages of 16 rows of 256 bytes; where it says so from those at 2^31 and 2^32 bytes first.
+    // What 60 tokens give, from a slab of so many pages of 16 rows of 256 bytes; where it says so from those
+    // at 2^31 and 2^32 bytes first.
     const auto outputs_of = [&](std::int32_t pages, bool far_first) {
         DualCache<P, bf16> cache({.layers = 1,
                                   .max_sequences = 2,

@@ -1,5 +1,5 @@
-// Every structure of a policy, in fp32, where outputs agree closely: whatever calls come, a cache on a device keeps what the
-// host's keeps, in the same rows.
+// Every structure of a policy, in fp32, where outputs agree closely: whatever calls come, a cache on a device
+// keeps what the host's keeps, in the same rows.
 #include <kvpolicy/policies/decay.hpp>
 #include <kvpolicy/policies/sink.hpp>
 #include <kvpolicy/policies/threshold_gate.hpp>
@@ -15,7 +15,8 @@ namespace {
 
 constexpr std::int32_t layers = 2, kv_heads = 3;
 
-// By layer and head: a head without long-range part, one that fills at once, one of several tiles, one that never fills.
+// By layer and head: a head without long-range part, one that fills at once, one of several tiles, one
+// that never fills.
 constexpr std::int32_t sinks[] = {0, 2, 1, 3, 0, 1}, windows[] = {1, 4, 6, 2, 5, 3},
                        budgets[] = {2, 0, 400, 130, 9, 1};
 constexpr std::int32_t steps[] = {1, 1, 1, 3, 1, 1};

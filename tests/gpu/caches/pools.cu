@@ -1,5 +1,6 @@
-// A DualCache on pages that an engine owns: FlashInfer's, NHD and HND, beside one on slabs of its own, with the same outputs to the bit;
-// SGLang's first page, which is left alone; and entries that are only padding, as in vLLM's slot_mapping.
+// A DualCache on pages that an engine owns: FlashInfer's, NHD and HND, beside one on slabs of its own, with
+// the same outputs to the bit; SGLang's first page, which is left alone; and entries that are only padding,
+// as in vLLM's slot_mapping.
 #include <kvpolicy/cuda.cuh>
 #include <kvpolicy/policies/sink.hpp>
 #include <kvpolicy/policies/threshold_gate.hpp>

@@ -1,4 +1,5 @@
-// reserve() of a DualCache beside the host's: many layers, entries that get nothing, pools that do not suffice, and layers that are ahead.
+// reserve() of a DualCache beside the host's: many layers, entries that get nothing, pools that do not
+// suffice, and layers that are ahead.
 #include <kvpolicy/policies/sink.hpp>
 #include <kvpolicy/policies/topk_budget.hpp>
 #include <kvpolicy/policies/window.hpp>

@@ -29,7 +29,8 @@ TEST_CASE("MlpScorer") {
     check_scorer(gelu, false);
 }
 
-// Steps on the tensor cores begin beside the scorer's launch: as clusters, with a block that only decides, and with one block a head.
+// Steps on the tensor cores begin beside the scorer's launch: as clusters, with a block that only decides,
+// and with one block a head.
 TEST_CASE("16-bit caches") {
     auto silu = sized<MlpScorer<>>();
     silu.hidden = 37;

@@ -1,5 +1,5 @@
-// Scorers inside a FixedBudgetCache's calls on both backends: the scores that a device computes decide as the host's do, and agree to
-// rounding; an mLSTM's, on both, with those in double.
+// Scorers inside a FixedBudgetCache's calls on both backends: the scores that a device computes decide as the
+// host's do, and agree to rounding; an mLSTM's, on both, with those in double.
 #pragma once
 
 #include <kvpolicy/policies/sink.hpp>

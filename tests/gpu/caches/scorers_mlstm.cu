@@ -13,7 +13,8 @@ using namespace test;
 
 namespace {
 
-/// Gates of a token whose input gate is at -1500, while the memory's stabilizer is 0 and the forget gate as low as it gets.
+/// Gates of a token whose input gate is at -1500, while the memory's stabilizer is 0 and the forget gate
+/// as low as it gets.
 __global__ void low_gates(float* const result) {
     cuda_backend::mlstm_gates gates;
     const bool input = threadIdx.x % 2 == 0;
@@ -26,7 +27,8 @@ __global__ void low_gates(float* const result) {
 
 }  // namespace
 
-// As host and chunks have it: log f is at least -1000, so that what is weaker than e^-1000 of the memory does not replace it.
+// As host and chunks have it: log f is at least -1000, so that what is weaker than e^-1000 of the memory
+// does not replace it.
 TEST_CASE("a forget gate has a least value") {
     const Device<float> result(4);
     low_gates<<<1, 32>>>(result.data());
@@ -96,7 +98,8 @@ TEST_CASE("16-bit caches") {
 
 namespace {
 
-/// Alone a sequence has a cluster of blocks for itself, in a batch it shares one, or a block that streams states: its sums are the same.
+/// Alone a sequence has a cluster of blocks for itself, in a batch it shares one, or a block that streams
+/// states: its sums are the same.
 void check_bits(std::int32_t count) {
     CAPTURE(count);
     using S = mLSTMScorer<>;

@@ -1,4 +1,5 @@
-// Selection at the read of a FixedBudgetCache on a device: the host's pages and outputs, whatever calls came before.
+// Selection at the read of a FixedBudgetCache on a device: the host's pages and outputs, whatever
+// calls came before.
 #include <kvpolicy/policies/selection.hpp>
 #include <kvpolicy/policies/sink.hpp>
 #include <kvpolicy/policies/topk_budget.hpp>

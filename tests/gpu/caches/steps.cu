@@ -1,5 +1,5 @@
-// Steps of 16-bit caches at every head_dim and group, on caches long enough to be shared by many blocks; and what surrounds
-// a step: graphs, empty sequences, rows that nobody wrote, refusals, status.
+// Steps of 16-bit caches at every head_dim and group, on caches long enough to be shared by many blocks; and
+// what surrounds a step: graphs, empty sequences, rows that nobody wrote, refusals, status.
 #include <kvpolicy/core/status.hpp>
 #include <kvpolicy/policies/sink.hpp>
 #include <kvpolicy/policies/topk_budget.hpp>

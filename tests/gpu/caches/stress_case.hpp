@@ -1,5 +1,6 @@
-// Random operations on caches on a device, beside caches in which nothing is clever (support/naive_sequences.hpp): the same keys after each of
-// them, and the same outputs. A watchdog ends the program where a kernel hangs, and says in which operation.
+// Random operations on caches on a device, beside caches in which nothing is clever
+// (support/naive_sequences.hpp): the same keys after each of them, and the same outputs. A watchdog ends the
+// program where a kernel hangs, and says in which operation.
 #pragma once
 
 #include <kvpolicy/core/status.hpp>
@@ -176,7 +177,8 @@ struct Bound {
     }
 };
 
-/// Whether a sequence holds the keys that it must, with their keys and values: through a snapshot that a host cache takes.
+/// Whether a sequence holds the keys that it must, with their keys and values: through a snapshot that a
+/// host cache takes.
 template <class P, class Cache, class T>
 bool same(const Bound<P, Cache>& bound, const NaiveSequences<P>& model, std::int32_t seq,
           BoundDual<P, T>& reader) {

@@ -1,5 +1,6 @@
-// A thousand random operations on a DualCache that evicts over all heads (WG-KV, appendix K) after them, beside a naive model that does so,
-// too. In double, where masses agree so closely that the order of two keys never depends on who computed them.
+// A thousand random operations on a DualCache that evicts over all heads (WG-KV, appendix K) after them,
+// beside a naive model that does so, too. In double, where masses agree so closely that the order of two keys
+// never depends on who computed them.
 #include "stress_case.hpp"
 
 using namespace stress;

@@ -65,8 +65,8 @@ struct TwoScorers {
     }
 };
 
-/// Scores are sums of a few dozen products and smooth functions of such; random ones are further apart than this but for a
-/// few in a million pairs.
+/// Scores are sums of a few dozen products and smooth functions of such; random ones are further apart than
+/// this but for a few in a million pairs.
 inline constexpr float score_tolerance = 2e-5f;
 
 /// For 2 heads of 16 and 24 numbers.

@@ -73,7 +73,8 @@ TEST_CASE("a failed call throws its name, CUDA's text, file and line, and leaves
             CHECK(text.find("has no code that runs on the present GPU") != std::string::npos);
         }
     }
-    // A failure that CUDA itself reports: more threads than a block can have. More shared memory than any GPU has is refused before.
+    // A failure that CUDA itself reports: more threads than a block can have. More shared memory than any GPU
+    // has is refused before.
     const auto launched = [](int threads, std::size_t shared_bytes) {
         const cuda_backend::mask_params<detail::no_gate, detail::keep_set<>> params{};
         cuda_backend::launch("expire_kernel",
@@ -195,7 +196,8 @@ TEST_CASE("calls are captured in a graph that serves later inputs") {
                 build_mask(on, policy, view_bhs<const float>(scores.data(), 1, 2, length), sequences,
                            view_bhs(expiry.data(), 1, 2, length), workspace, {.status = status.data()});
             };
-            // Modules load at a kernel's first use, which a capture may not do: run once before, as any engine does.
+            // Modules load at a kernel's first use, which a capture may not do: run once before, as
+            // any engine does.
             ok(cudaMemset(scores.data(), 0, scores.bytes()));
             call();
             ok(cudaStreamSynchronize(stream.get()));

@@ -1,4 +1,5 @@
-// As tests/unit/core/test_mutable_views.cpp, of the calls on a device: whether they take views of rows that may be written.
+// As tests/unit/core/test_mutable_views.cpp, of the calls on a device: whether they take views of rows
+// that may be written.
 #include <kvpolicy/attention/attend.hpp>
 #include <kvpolicy/attention/cuda_attend_backward.cuh>
 #include <kvpolicy/attention/future_mass.hpp>

@@ -1,5 +1,5 @@
-// The byte model on a GPU: the text that the host writes, with every policy that a GPU has; and one captured graph against
-// eager calls, for ten thousand tokens.
+// The byte model on a GPU: the text that the host writes, with every policy that a GPU has; and one captured
+// graph against eager calls, for ten thousand tokens.
 #include "support/device_policies.hpp"
 #include "support/policies.hpp"
 #include "support/retention.hpp"
@@ -79,8 +79,8 @@ std::vector<std::int32_t> on_gpu(llama::DeviceEngine& engine, llama::DeviceAtten
     return tokens;
 }
 
-/// A text of 200 bytes on both. Logits are sums of a few thousand products of which both round every one to fp32: they agree to
-/// about 1e-4. So texts may part only where the best two logits lie closer than that.
+/// A text of 200 bytes on both. Logits are sums of a few thousand products of which both round every one to
+/// fp32: they agree to about 1e-4. So texts may part only where the best two logits lie closer than that.
 void check_same_text(const std::string& name, const HostCache& host_cache, const DeviceCache& device_cache,
                      llama::DeviceEngine& engine, float bound = 1e-3f) {
     CAPTURE(name);

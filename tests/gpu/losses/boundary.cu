@@ -1,4 +1,5 @@
-// The boundary loss on the device against the host's: examples and draws to the integer, value and gradients to rounding.
+// The boundary loss on the device against the host's: examples and draws to the integer, value and
+// gradients to rounding.
 #include <kvpolicy/losses/cuda/dispatch_boundary.cuh>
 #include <kvpolicy/policies/compose.hpp>
 #include <kvpolicy/policies/decay.hpp>

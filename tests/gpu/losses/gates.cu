@@ -1,4 +1,5 @@
-// Losses and gradients of gates on the device against the host's: counts exactly, values and gradients to rounding.
+// Losses and gradients of gates on the device against the host's: counts exactly, values and
+// gradients to rounding.
 #include <kvpolicy/losses/cuda/dispatch_gates.cuh>
 #include <kvpolicy/policies/compose.hpp>
 #include <kvpolicy/policies/sink.hpp>

@@ -1,5 +1,5 @@
-// Masks at the ends of what numbers can be: rules and scores at the limits of their types, scores that heads share, planes that lie
-// gigabytes apart.
+// Masks at the ends of what numbers can be: rules and scores at the limits of their types, scores that heads
+// share, planes that lie gigabytes apart.
 #include <kvpolicy/policies/decay.hpp>
 #include <kvpolicy/policies/sink.hpp>
 #include <kvpolicy/policies/threshold_gate.hpp>

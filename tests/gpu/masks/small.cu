@@ -1,4 +1,5 @@
-// Every kernel of build_mask and its kin once, at sizes for compute-sanitizer, which slows a kernel down a hundred times.
+// Every kernel of build_mask and its kin once, at sizes for compute-sanitizer, which slows a kernel down
+// a hundred times.
 #include <kvpolicy/policies/compose.hpp>
 #include <kvpolicy/policies/decay.hpp>
 #include <kvpolicy/policies/sink.hpp>
@@ -42,7 +43,8 @@ void check_way(const P& policy, MaskCase& input, std::size_t way, const std::str
 
 }  // namespace
 
-// rank_kernel in its three sizes, with runs of equal keys both short (repaired) and long (sorted again); expire_kernel.
+// rank_kernel in its three sizes, with runs of equal keys both short (repaired) and long (sorted
+// again); expire_kernel.
 TEST_CASE("ranks by block") {
     std::mt19937 generator(4);
     for (const std::int32_t length : {1500, 3000, 5000}) {
@@ -54,8 +56,8 @@ TEST_CASE("ranks by block") {
     }
 }
 
-// make_sort_keys_kernel, fix_ties_kernel, sort_long_ties_kernel (the whole grid for runs of several tiles, single blocks for
-// shorter ones), invert_and_count_kernel, cutoff_checkpoints_kernel, expire_kernel.
+// make_sort_keys_kernel, fix_ties_kernel, sort_long_ties_kernel (the whole grid for runs of several tiles,
+// single blocks for shorter ones), invert_and_count_kernel, cutoff_checkpoints_kernel, expire_kernel.
 TEST_CASE("ranks over the device") {
     std::mt19937 generator(4);
     for (const std::int32_t length : {3000, 12000}) {

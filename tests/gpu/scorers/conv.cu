@@ -15,8 +15,9 @@ using test::LesserGpu;
 
 namespace {
 
-/// Weights, inputs before RoPE and hidden layers are rounded to T: seven roundings of mean square u / sqrt(3), through three SiLUs
-/// with slopes up to 1.1, are below 2 u of a score, of terms that may cancel. Backwards as many again, of sums over tokens that cancel more. float: sums of 768 products.
+/// Weights, inputs before RoPE and hidden layers are rounded to T: seven roundings of mean square u /
+/// sqrt(3), through three SiLUs with slopes up to 1.1, are below 2 u of a score, of terms that may cancel.
+/// Backwards as many again, of sums over tokens that cancel more. float: sums of 768 products.
 template <class T>
 Tolerance tolerance() {
     if (std::is_same_v<T, float>) {
@@ -82,9 +83,10 @@ Case continued(Case c, std::int32_t start) {
     return c;
 }
 
-/// Weights of wide scorers are smaller, so that sums over many inputs do not grow: ideal bf16 of layers, slopes and gradients, with all else in
-/// double, is off by 1 to 2.3% of a bias's gradient at head_dim 128 (eight emulations), by 2 to 5% at 256 with the same weights, and
-/// by 0.7 to 1.2% with half of them, since slopes of SiLU are lost where sums are large.
+/// Weights of wide scorers are smaller, so that sums over many inputs do not grow: ideal bf16 of layers,
+/// slopes and gradients, with all else in double, is off by 1 to 2.3% of a bias's gradient at head_dim 128
+/// (eight emulations), by 2 to 5% at 256 with the same weights, and by 0.7 to 1.2% with half of them, since
+/// slopes of SiLU are lost where sums are large.
 Drawing drawn_for(std::int32_t dim) {
     return [dim](const std::string& name) {
         Draw draw = drawn(name);

@@ -1,4 +1,5 @@
-// The kernels of scorers for bf16 and head_dims 64 and 128, as an engine's own translation unit would instantiate them.
+// The kernels of scorers for bf16 and head_dims 64 and 128, as an engine's own translation unit would
+// instantiate them.
 #include <kvpolicy/scorers/cuda/library_scorers.cuh>
 
 namespace kvpolicy {

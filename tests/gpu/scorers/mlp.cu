@@ -13,10 +13,11 @@ using namespace scorer_test;
 
 namespace {
 
-/// Weights (and, backwards, gradients of hidden numbers) are rounded to T: off by at most u = 2^-9 (bf16) or 2^-12 (fp16) of each,
-/// independently, of mean square u / sqrt(3). A sum of products is then off by u / sqrt(3) in the norm, an activation's slope of
-/// up to 1.13 and a second rounding backwards make it 2 u / sqrt(3); twice that and more, for few numbers in a norm, is 4 u. float: sums
-/// of n <= 512 products, in any order below sqrt(n) 2^-24 = 1.4e-6 in the norm, three of them in a row.
+/// Weights (and, backwards, gradients of hidden numbers) are rounded to T: off by at most u = 2^-9 (bf16) or
+/// 2^-12 (fp16) of each, independently, of mean square u / sqrt(3). A sum of products is then off by u /
+/// sqrt(3) in the norm, an activation's slope of up to 1.13 and a second rounding backwards make it 2 u /
+/// sqrt(3); twice that and more, for few numbers in a norm, is 4 u. float: sums of n <= 512 products, in any
+/// order below sqrt(n) 2^-24 = 1.4e-6 in the norm, three of them in a row.
 template <class T>
 Tolerance tolerance() {
     if (std::is_same_v<T, float>) {

@@ -1,4 +1,5 @@
-// mLSTMScorer on the device against the host's in double: what the translation units of each storage type run.
+// mLSTMScorer on the device against the host's in double: what the translation units of each
+// storage type run.
 #pragma once
 
 #include <kvpolicy/scorers/cuda/library_scorers.cuh>
@@ -10,12 +11,13 @@ namespace mlstm_test {
 using namespace kvpolicy;
 using namespace scorer_test;
 
-/// bf16: weights of the projections, features, values, what chunks add, states and w_lj (q~ . k~) are rounded, each off by at most
-/// u = 2^-9 of a number, independently, of mean square u / sqrt(3). Features are positive and a read is a mean of values, so h is off by
-/// each of these relative to itself where values agree, and by more where they cancel: six roundings give sqrt(6 / 3) u = 1.4 u,
-/// and 1e-2 = 5 u leaves space for the latter, for norm and SiLU. A score is a sum of up to 128 terms of
-/// about 0.1, which may cancel: 5e-3 is 5 u of one. Backwards as many roundings again. float: gates are sums
-/// of up to 128 products around 30, off by 30 * 2^-24 * sqrt(128) = 2e-5, and so are exponentials of them.
+/// bf16: weights of the projections, features, values, what chunks add, states and w_lj (q~ . k~) are
+/// rounded, each off by at most u = 2^-9 of a number, independently, of mean square u / sqrt(3). Features are
+/// positive and a read is a mean of values, so h is off by each of these relative to itself where values
+/// agree, and by more where they cancel: six roundings give sqrt(6 / 3) u = 1.4 u, and 1e-2 = 5 u leaves
+/// space for the latter, for norm and SiLU. A score is a sum of up to 128 terms of about 0.1, which may
+/// cancel: 5e-3 is 5 u of one. Backwards as many roundings again. float: gates are sums of up to 128 products
+/// around 30, off by 30 * 2^-24 * sqrt(128) = 2e-5, and so are exponentials of them.
 template <class T>
 Tolerance tolerance() {
     return std::is_same_v<T, float> ? Tolerance{1e-4, 3e-4, 1e-6} : Tolerance{1e-2, 2e-2, 5e-3};
@@ -91,7 +93,8 @@ inline Case sized(std::int32_t length, std::int32_t delay, std::int32_t dim) {
     return c;
 }
 
-/// Scores and then gradients from what the scores left in the workspace: the same numbers as two calls that know nothing of each other.
+/// Scores and then gradients from what the scores left in the workspace: the same numbers as two calls that
+/// know nothing of each other.
 template <class T, class S>
 void check_num_long_range(const Case& c, const S& shape, const Drawing& how) {
     const Weights<S> weights(shape, how, c.seed);

@@ -129,8 +129,8 @@ TEST_CASE("states are taken up and left") {
 }
 
 TEST_CASE("states of more planes than run at once: the same bits twice") {
-    // Two chunks a plane, so that walks are in one segment: of a plane's blocks each begins with the caller's state, and one leaves the
-    // new one there, perhaps before another begins.
+    // Two chunks a plane, so that walks are in one segment: of a plane's blocks each begins with the caller's
+    // state, and one leaves the new one there, perhaps before another begins.
     Case c = sized(100, 10, 64);
     c.batch = 96;
     c.heads = 8;

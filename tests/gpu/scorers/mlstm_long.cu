@@ -1,5 +1,5 @@
-// mLSTMScorer of bf16 rows over 128k tokens: what sums and states lose on the way, with forget gates near 0 and near 1 and input gates of
-// +-30; and how many of the keys that a budget would keep are the host's.
+// mLSTMScorer of bf16 rows over 128k tokens: what sums and states lose on the way, with forget gates near 0
+// and near 1 and input gates of +-30; and how many of the keys that a budget would keep are the host's.
 #include "mlstm_case.hpp"
 
 using namespace mlstm_test;
@@ -21,8 +21,9 @@ TEST_CASE("128k tokens, forget gates near 0") {
 
 TEST_CASE("128k tokens, forget gates near 1") {
     Case c = of_128k(256);
-    // d b_f is a sum over reads, whose d score have either sign. With this seed eighths of the reads have 0.39 in the root of the sum of squares and
-    // add up to 0.017, so 2% is of the former: what rounding leaves of states does not cancel as the sum does.
+    // d b_f is a sum over reads, whose d score have either sign. With this seed eighths of the reads have
+    // 0.39 in the root of the sum of squares and add up to 0.017, so 2% is of the former: what rounding
+    // leaves of states does not cancel as the sum does.
     c.parts = 8;
     check<bf16>(c, "forgets nothing", shaped<Plain>(c), drawing({0.0, 0.1, 14.0, 0.05}, true, false));
     c.parts = 0;

@@ -19,7 +19,8 @@ cublasLtHandle_t handle() {
     return made;
 }
 
-/// Hidden states and weights are rounded to T, backwards d y too: each is off by u / sqrt(3) of a term in the mean.
+/// Hidden states and weights are rounded to T, backwards d y too: each is off by u / sqrt(3) of a
+/// term in the mean.
 template <class T>
 Tolerance tolerance() {
     if (std::is_same_v<T, float>) {

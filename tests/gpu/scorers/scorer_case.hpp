@@ -1,4 +1,5 @@
-// One call of a scorer on the device beside the host's in double: what is drawn, what is run, what may differ.
+// One call of a scorer on the device beside the host's in double: what is drawn, what is run,
+// what may differ.
 #pragma once
 
 #include <kvpolicy/scorers/backward.hpp>
@@ -51,8 +52,8 @@ struct Case {
     unsigned seed = 1;
     Dropout dropout;
     bool with_inputs = true;  // gradients of keys and values are wanted
-    // Above 0: gradients of forget gates may be off by as much of what so many parts of the reads have in the root of the sum of squares, where that
-    // is more than what they add up to.
+    // Above 0: gradients of forget gates may be off by as much of what so many parts of the reads have in the
+    // root of the sum of squares, where that is more than what they add up to.
     std::int32_t parts = 0;
     double kept = 0.0;  // above 0: how many of the best tenth of keys must be the host's; the share is told
     std::function<void(std::vector<double>& k, std::vector<double>& v)> edit;  // [B][H][S][D]
@@ -222,7 +223,8 @@ inline const host& oracle() {
     return on;
 }
 
-/// What a tensor may differ by, relative to its norm. Untouched entries must be untouched in both, NaN must be NaN in both.
+/// What a tensor may differ by, relative to its norm. Untouched entries must be untouched in both, NaN
+/// must be NaN in both.
 inline void compare(const std::string& what, const std::vector<double>& got,
                     const std::vector<double>& wanted, double tolerance, double absolute = 0.0) {
     REQUIRE(got.size() == wanted.size());
@@ -254,7 +256,8 @@ inline void compare(const std::string& what, const std::vector<double>& got,
                   ": ", got.empty() ? 0.0 : got[worst], " for ", got.empty() ? 0.0 : wanted[worst]);
 }
 
-/// Of the tenth of every head's keys that have the largest scores, equal ones in their order: how many are the same.
+/// Of the tenth of every head's keys that have the largest scores, equal ones in their order: how
+/// many are the same.
 inline double kept_share(const std::vector<double>& got, const std::vector<double>& wanted,
                          std::int32_t length) {
     const auto n = static_cast<std::size_t>(length), best = n / 10;
@@ -282,13 +285,14 @@ std::vector<double> widened(const std::vector<From>& from) {
     return {from.begin(), from.end()};
 }
 
-/// Relative tolerances of scores and of gradients; `floor` is what a score may be off by where its terms cancel, in the root of the
-/// mean square.
+/// Relative tolerances of scores and of gradients; `floor` is what a score may be off by where its terms
+/// cancel, in the root of the mean square.
 struct Tolerance {
     double scores, gradients, floor = 0.0;
 };
 
-/// score_sequence on the device against the host's in double. `states`, where given, are continued from and compared.
+/// score_sequence on the device against the host's in double. `states`, where given, are continued
+/// from and compared.
 template <class T, class S>
 void check_scores(const Case& c, const Weights<S>& weights, Tolerance allowed,
                   const std::vector<double>* states = nullptr, double state_tolerance = 0.0) {
@@ -464,7 +468,8 @@ void check_gradients(const Case& c, const Weights<S>& weights, Tolerance allowed
     CHECK_MESSAGE(to_v.read(c) == first_v, c.name, ": other bits in d_v the second time");
 }
 
-/// The case and the same with gradients of scores as small as those of a mean loss, and smaller than fp16 can say.
+/// The case and the same with gradients of scores as small as those of a mean loss, and smaller
+/// than fp16 can say.
 inline std::vector<Case> with_small_gradients(const Case& c) {
     std::vector<Case> all{c};
     for (const double spread : {1e-6, 1e-12}) {
@@ -475,8 +480,8 @@ inline std::vector<Case> with_small_gradients(const Case& c) {
     return all;
 }
 
-/// Scores, what `loss` makes of them and gradients as one graph, replayed with other lengths and weights: the same bits as direct calls.
-/// loss(on, sequences, scores, d_scores) enqueues.
+/// Scores, what `loss` makes of them and gradients as one graph, replayed with other lengths and weights: the
+/// same bits as direct calls. loss(on, sequences, scores, d_scores) enqueues.
 template <class T, class S, class Loss>
 void check_captured(const Case& c, const S& shape, const Drawing& drawing,
                     const std::vector<std::int32_t>& other_lengths, const Loss& loss) {

@@ -1,4 +1,5 @@
-// The paper's pair of ranks and cutoffs on the device, by every algorithm, against the host's; and the expiries from them.
+// The paper's pair of ranks and cutoffs on the device, by every algorithm, against the host's; and the
+// expiries from them.
 #pragma once
 
 #include <kvpolicy/policies/cutoff.hpp>

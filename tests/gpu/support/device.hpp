@@ -19,8 +19,9 @@ inline void ok(cudaError_t error) {
     }
 }
 
-/// Device memory of `count` elements, poisoned with 0xa5 unless it is copied from the host. KVPOLICY_TEST_NO_POISON in the
-/// environment leaves it as it is, for a tool that looks for reads of memory that nobody wrote.
+/// Device memory of `count` elements, poisoned with 0xa5 unless it is copied from the host.
+/// KVPOLICY_TEST_NO_POISON in the environment leaves it as it is, for a tool that looks for reads of memory
+/// that nobody wrote.
 template <class T>
 class Device {
   public:

@@ -6,10 +6,12 @@
 
 namespace test {
 
-/// Bytes of shared memory that a block can have on GPUs of compute capability 8.6, 8.9 and 12.x, on those of 8.0, and on those of 9.0.
+/// Bytes of shared memory that a block can have on GPUs of compute capability 8.6, 8.9 and 12.x, on those of
+/// 8.0, and on those of 9.0.
 inline constexpr int small_gpu = 101376, middle_gpu = 166912, large_gpu = 232448;
 
-/// While it lives, calls run as on a GPU of compute capability 8 whose blocks have so many bytes: by portable kernels.
+/// While it lives, calls run as on a GPU of compute capability 8 whose blocks have so many bytes: by
+/// portable kernels.
 class LesserGpu {
   public:
     explicit LesserGpu(int bytes) { kvpolicy::cuda_backend::test_shared_limit = bytes; }

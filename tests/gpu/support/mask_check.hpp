@@ -123,7 +123,8 @@ MaskResult check_mask(const P& policy, MaskCase& input, const std::string& what)
     return wanted;
 }
 
-/// Orders of scores that break careless rankings on a device, besides those of cases.hpp. `log_gamma` is the decay.
+/// Orders of scores that break careless rankings on a device, besides those of cases.hpp.
+/// `log_gamma` is the decay.
 enum class HardScores { nan, minus_infinity, masked, level, nearly_level, jump, bf16 };
 inline constexpr HardScores all_hard_scores[] = {
     HardScores::nan,          HardScores::minus_infinity, HardScores::masked, HardScores::level,
@@ -148,7 +149,8 @@ inline void fill_scores(Plane<float>& plane, HardScores kind, float log_gamma, s
             case HardScores::masked:
                 x = generator() % 2 == 0 ? -1e9f : normal(generator);
                 break;
-            // Priorities r - t log_gamma that are all nearly the same: only the bits beyond fp32 tell them apart.
+            // Priorities r - t log_gamma that are all nearly the same: only the bits beyond fp32
+            // tell them apart.
             case HardScores::level:
                 x = 1000.0f + static_cast<float>(t) * log_gamma;
                 break;

@@ -154,7 +154,8 @@ class MassTest {
         }
     }
 
-    /// The rows with `extra` elements and tokens between them, which hold NaN, as do the rows beyond a sequence's length.
+    /// The rows with `extra` elements and tokens between them, which hold NaN, as do the rows beyond a
+    /// sequence's length.
     std::vector<T> spread_out(const Tensor<T>& tensor) const {
         const auto wide = static_cast<std::size_t>(c.dim + c.extra);
         const auto tall = static_cast<std::size_t>(c.length + c.extra);
@@ -221,14 +222,15 @@ class MassTest {
                             target_host.view(), workspace, c.options);
     }
 
-    /// Of a logit, absolute: D / 16 partial sums that a tensor core aligns and cuts to 24 bits, each with an error below 2^-22 of
-    /// the absolute sum (none where a row has one element); the factor scale log2(e) and the fused multiply-add, 2^-24 each;
-    /// soft cap's tanh, 4 x 2^-23 of the cap.
+    /// Of a logit, absolute: D / 16 partial sums that a tensor core aligns and cuts to 24 bits, each with an
+    /// error below 2^-22 of the absolute sum (none where a row has one element); the factor scale log2(e) and
+    /// the fused multiply-add, 2^-24 each; soft cap's tanh, 4 x 2^-23 of the cap.
     [[nodiscard]] double error_of_logit() const {
         const double sums = c.logits == Logits::huge ? 0.0 : (c.dim / 16 + 1) * 0x1p-22;
         return max_logit_ * (sums + 0x1p-22) + static_cast<double>(c.logits_soft_cap) * 0x1p-20;
     }
-    /// Of a sum of exponentials, relative: 7.5e-5 of the cubic (2 ulp otherwise), and one rounding an addition of a thread.
+    /// Of a sum of exponentials, relative: 7.5e-5 of the cubic (2 ulp otherwise), and one rounding an
+    /// addition of a thread.
     [[nodiscard]] double error_of_sum() const { return 8e-5 + (64 + c.length / 64.0) * 0x1p-24; }
     [[nodiscard]] double tolerance_of_lse() const {
         return error_of_logit() + error_of_sum() + max_logit_ * 0x1p-22 + 1e-6;

@@ -58,8 +58,8 @@ struct Pair {
     void same(const train::DeviceArray<float>& memory, std::size_t i, const float* wanted) const {
         std::vector<float> got(parameters[i].size());
         memory.get(got.data(), device.begin(i), got.size(), nullptr);
-        // Doubles until they are stored: an ulp of fp32 a step, where a rounding falls the other way. A number that
-        // canceled keeps the ulps of what it was.
+        // Doubles until they are stored: an ulp of fp32 a step, where a rounding falls the other way. A
+        // number that canceled keeps the ulps of what it was.
         float largest = 0.0f;
         for (std::size_t j = 0; j < got.size(); ++j) {
             largest = std::max(largest, std::fabs(wanted[j]));

@@ -1,4 +1,5 @@
-// Attention in float64 from its definition, as plain loops over all keys, and what a result may differ from it.
+// Attention in float64 from its definition, as plain loops over all keys, and what a result
+// may differ from it.
 #pragma once
 
 #include <kvpolicy/attention/attend.hpp>
@@ -202,10 +203,10 @@ Result<T> run(const host& on, const Problem<T>& problem) {
     return result;
 }
 
-/// What one query should give, and how far off a body may be. With u the unit roundoff of the compute type, a logit is off
-/// by at most about 2 sqrt(Dk) u sum_d |q_d k_d| scale (random signs; the worst case has Dk for sqrt(Dk)), plus 4u of
-/// its magnitude; a weight by that, relatively, and 4u more from exp; sums over n keys by (8 + sqrt(n)) u. The output adds
-/// half a unit of its storage type.
+/// What one query should give, and how far off a body may be. With u the unit roundoff of the compute type, a
+/// logit is off by at most about 2 sqrt(Dk) u sum_d |q_d k_d| scale (random signs; the worst case has Dk for
+/// sqrt(Dk)), plus 4u of its magnitude; a weight by that, relatively, and 4u more from exp; sums over n keys
+/// by (8 + sqrt(n)) u. The output adds half a unit of its storage type.
 struct Expected {
     std::vector<double> out;
     double lse = -infinity;

@@ -1,4 +1,5 @@
-// Gradients of attention through a mask: against their definition pair by pair in double, and against differences.
+// Gradients of attention through a mask: against their definition pair by pair in double, and
+// against differences.
 #include "../../support/differences.hpp"
 #include "../../support/refusal.hpp"
 #include "attention_reference.hpp"
@@ -162,8 +163,9 @@ Reference reference(const Problem<T>& p, const Result<T>& forward, const std::ve
     return r;
 }
 
-/// Every term of a sum is off by at most about 40 u relative to its size (its logit by 2 sqrt(Dk) u |x| with |x| below 8 or
-/// so, exp and the products by a few u), sums of n terms by sqrt(n) u; lse is stored as fp32 for every type.
+/// Every term of a sum is off by at most about 40 u relative to its size (its logit by 2 sqrt(Dk) u |x|
+/// with |x| below 8 or so, exp and the products by a few u), sums of n terms by sqrt(n) u; lse is stored as
+/// fp32 for every type.
 template <class T>
 void compare(const char* name, const std::vector<T>& got, const std::vector<Sum>& expected,
              std::int64_t& wrong) {

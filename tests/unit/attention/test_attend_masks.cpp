@@ -1,5 +1,5 @@
-// attend through masks: lifetimes, biases, positions in any order, two segments, packed samples; and what invisible rows
-// hold must not matter.
+// attend through masks: lifetimes, biases, positions in any order, two segments, packed samples; and what
+// invisible rows hold must not matter.
 #include "attention_reference.hpp"
 
 #include <cstring>

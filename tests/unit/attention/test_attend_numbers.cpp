@@ -1,5 +1,5 @@
-// attend's numbers: logits beyond what exp holds, soft caps, double, and results that do not depend on threads, splits or
-// the instruction set.
+// attend's numbers: logits beyond what exp holds, soft caps, double, and results that do not depend on
+// threads, splits or the instruction set.
 #include "attention_reference.hpp"
 
 #include <cstring>

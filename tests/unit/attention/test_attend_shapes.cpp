@@ -1,5 +1,5 @@
-// attend against its definition over shapes: groups, head dimensions, storage types, lengths around the edges of tiles and
-// blocks, strided and fused views, batches whose sequences differ.
+// attend against its definition over shapes: groups, head dimensions, storage types, lengths around the edges
+// of tiles and blocks, strided and fused views, batches whose sequences differ.
 #include "attention_reference.hpp"
 
 #include <algorithm>
@@ -11,7 +11,8 @@ namespace {
 template <class T>
 void shapes_of_type() {
     unsigned seed = 1;
-    // Around: rows of a register block (6), a strip (24), what decode takes (16), keys of a block (64) and of a panel (16).
+    // Around: rows of a register block (6), a strip (24), what decode takes (16), keys of a block (64) and
+    // of a panel (16).
     for (const std::int32_t group : {1, 3, 5, 6, 7, 12, 16, 64}) {
         for (const std::int32_t queries : {1, 2, 17}) {
             for (const std::int32_t before : {0, 15, 64, 130}) {

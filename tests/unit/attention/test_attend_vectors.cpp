@@ -1,5 +1,5 @@
-// attend against outputs that NumPy computed in float64 from the formula (tests/reference/attention.py), for every storage
-// type: the inputs are exact in all of them.
+// attend against outputs that NumPy computed in float64 from the formula (tests/reference/attention.py), for
+// every storage type: the inputs are exact in all of them.
 #include "../../support/draw.hpp"
 #include "../../support/vectors.hpp"
 #include "attention_reference.hpp"

@@ -133,7 +133,8 @@ TEST_CASE("future mass by its definition") {
     const host on{2};
     std::mt19937 generator(1);
     const float infinity = std::numeric_limits<float>::infinity();
-    // fp32: logits have |x| up to about 20 and 64 terms, so their error is a few times 2^-24 * 20; times beta in exponents.
+    // fp32: logits have |x| up to about 20 and 64 terms, so their error is a few times 2^-24 * 20; times
+    // beta in exponents.
     for (const std::int32_t length : {0, 1, 2, 5, 23, 24, 25, 63, 64, 65, 200}) {
         for (const float beta : {1.0f, 2.0f, 4.0f, infinity}) {
             check<float>(on, {length, 2, 3, 16, 4, unlimited, beta, true, group_aggregate::max}, 5e-5,

@@ -1,5 +1,5 @@
-// Lifetimes and masses of observed policies against NumPy in float64 (tests/reference/baselines.py), for every storage type
-// and instruction set; modes of prefill; refusals.
+// Lifetimes and masses of observed policies against NumPy in float64 (tests/reference/baselines.py), for
+// every storage type and instruction set; modes of prefill; refusals.
 #include "../../support/baseline_cases.hpp"
 #include "../../support/refusal.hpp"
 

@@ -1,5 +1,5 @@
-// Runs one policy over one input three ways - as a mask, step by step, and in chunks - in every kind of cache that can hold
-// it, and compares what each keeps and what each query gets.
+// Runs one policy over one input three ways - as a mask, step by step, and in chunks - in every kind of cache
+// that can hold it, and compares what each keeps and what each query gets.
 #pragma once
 
 #include <kvpolicy/attention/attend.hpp>
@@ -33,8 +33,8 @@ using Fixed = kvpolicy::FixedBudgetCache<P, T>;
 template <class P, class T>
 using Dual = kvpolicy::DualCache<P, T>;
 
-/// One cache with its memory (poisoned: NaN in every float that is not written). A DualCache starts with an empty pool,
-/// and feed() attaches one slab of 3 pages after another, when a call has run out.
+/// One cache with its memory (poisoned: NaN in every float that is not written). A DualCache starts with an
+/// empty pool, and feed() attaches one slab of 3 pages after another, when a call has run out.
 template <class P, class T, template <class, class> class Kind = Fixed>
 struct CacheUnderTest {
     static constexpr bool pooled = Kind<P, T>::ref_type::pooled;
@@ -128,8 +128,8 @@ double difference(const Tensor<T>& a, const Tensor<T>& b) {
     return most;
 }
 
-/// Feeds tokens [from, from + count) of every sequence; one token goes through step, more through prefill. A cache that
-/// runs out of pages grows by a slab and tries the rest again.
+/// Feeds tokens [from, from + count) of every sequence; one token goes through step, more through prefill. A
+/// cache that runs out of pages grows by a slab and tries the rest again.
 template <class P, class T, template <class, class> class Kind>
 void feed(const kvpolicy::host& on, CacheUnderTest<P, T, Kind>& under_test, const Inputs<T>& in,
           Tensor<T>& out, std::int32_t from, std::int32_t count, bool as_step) {
@@ -175,8 +175,9 @@ void feed(const kvpolicy::host& on, CacheUnderTest<P, T, Kind>& under_test, cons
     under_test.cache.advance(on, batch);
 }
 
-/// Softmax weights are at most 1 and sum to 1, so an output differs by a few units in the last place of the largest value.
-/// The order of the keys differs between paths: the error of a sum of n terms grows like sqrt(n); n is a few hundred here.
+/// Softmax weights are at most 1 and sum to 1, so an output differs by a few units in the last place of the
+/// largest value. The order of the keys differs between paths: the error of a sum of n terms grows like
+/// sqrt(n); n is a few hundred here.
 inline constexpr double output_tolerance = 64 * 1.2e-7 * 5.0;
 
 /// mask = steps = one chunk = random chunks, for one policy whose scores are given, in one kind of cache.
@@ -245,7 +246,8 @@ void check_policy_in(const kvpolicy::host& on, const P& policy, const Sizes& siz
         }
         CHECK(equal);
         CHECK(difference(by_mask, out) <= output_tolerance);
-        // The rows themselves stand where stepping would have put them, and hold the same keys, values and scores.
+        // The rows themselves stand where stepping would have put them, and hold the same keys,
+        // values and scores.
         const auto a = chunked.cache.layer(0), b = stepped.cache.layer(0);
         bool rows_equal = true;
         for (std::int32_t seq = 0; seq < sizes.batch; ++seq) {

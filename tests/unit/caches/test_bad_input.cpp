@@ -1,4 +1,5 @@
-// Bad input of a bounded cache: one sentence that names the argument, its value and what is allowed, and nothing written.
+// Bad input of a bounded cache: one sentence that names the argument, its value and what is allowed, and
+// nothing written.
 #include <kvpolicy/masks/build.hpp>
 #include <kvpolicy/policies/decay.hpp>
 #include <kvpolicy/policies/sink.hpp>
@@ -282,8 +283,8 @@ struct Arguments {
     Arguments(const Arguments&) = delete;
 };
 
-/// Spoils the arguments by `spoil`, and sees step, prefill (and attend, where it takes the argument) refuse them with the
-/// text, nothing written.
+/// Spoils the arguments by `spoil`, and sees step, prefill (and attend, where it takes the argument) refuse
+/// them with the text, nothing written.
 class Refusals {
   public:
     Refusals() : on_(1), cache_(on_, good, policy()) {

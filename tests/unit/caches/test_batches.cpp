@@ -1,5 +1,5 @@
-// Sequences of different lengths that join and leave, several layers, heads of different budgets: every call is compared
-// with the naive cache, with a cache of one sequence, and with what it must not touch.
+// Sequences of different lengths that join and leave, several layers, heads of different budgets: every call
+// is compared with the naive cache, with a cache of one sequence, and with what it must not touch.
 #include <kvpolicy/policies/decay.hpp>
 #include <kvpolicy/policies/sink.hpp>
 #include <kvpolicy/policies/threshold_gate.hpp>

@@ -1,5 +1,5 @@
-// The central promise: given the same scores, the mask, the stepped cache and the cache filled in any chunks hold the same
-// keys after every token, and every query gets the same output.
+// The central promise: given the same scores, the mask, the stepped cache and the cache filled in any chunks
+// hold the same keys after every token, and every query gets the same output.
 #include <kvpolicy/policies/decay.hpp>
 #include <kvpolicy/policies/sink.hpp>
 #include <kvpolicy/policies/threshold_gate.hpp>
@@ -31,7 +31,8 @@ Budget budget(std::int32_t s, std::int32_t w, std::int32_t k, float log_gamma = 
 struct Numbers {
     std::int32_t s, w, k;
 };
-// s = 0, w = 1, k = 0, a window longer than the sequence, a budget longer than the sequence, and ordinary ones.
+// s = 0, w = 1, k = 0, a window longer than the sequence, a budget longer than the sequence,
+// and ordinary ones.
 constexpr Numbers numbers[] = {{0, 1, 0}, {0, 1, 1}, {2, 1, 3},  {3, 4, 0},
                                {4, 5, 7}, {0, 8, 5}, {1, 60, 4}, {2, 3, 60}};
 
@@ -77,8 +78,9 @@ TEST_CASE("priorities are rebased on one schedule") {
 }
 
 TEST_CASE("a rebase that reorders two keys changes the next victim, in every way of filling a cache") {
-    // log gamma = -2^40, rebased every 8 tokens. Key 7 (score 2^40) and key 8 (score 2^-14) are worth 0 and 2^-14 at the
-    // base 8, so key 7 is the next victim; at the base 16 both are -2^43 (2^-14 is rounded away), so it is the younger one.
+    // log gamma = -2^40, rebased every 8 tokens. Key 7 (score 2^40) and key 8 (score 2^-14) are worth 0 and
+    // 2^-14 at the base 8, so key 7 is the next victim; at the base 16 both are -2^43 (2^-14 is rounded
+    // away), so it is the younger one.
     constexpr std::int32_t length = 18;
     float scores[length];
     std::fill_n(scores, length, -3e38f);

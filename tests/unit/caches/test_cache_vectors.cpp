@@ -1,5 +1,6 @@
-// The bounded cache against an independent reference (tests/reference/cache.py, float64): what it holds after every step,
-// outputs and log-sum-exps; by steps and by chunks, in every storage type, on every instruction set.
+// The bounded cache against an independent reference (tests/reference/cache.py, float64): what it holds
+// after every step, outputs and log-sum-exps; by steps and by chunks, in every storage type, on every
+// instruction set.
 #include <kvpolicy/policies/decay.hpp>
 #include <kvpolicy/policies/sink.hpp>
 #include <kvpolicy/policies/threshold_gate.hpp>
@@ -36,8 +37,9 @@ LifetimeCase head_params_of(std::int32_t index, std::int32_t head) {
                               file().get<float>("levels").row(index) + std::int64_t{head} * 2);
 }
 
-/// Calls body(policy) with the policy of a case; its arrays live during the call. Keep parts have no bounded cache. What a
-/// storage type changes has nothing to do with gates: `All` = false leaves those policies out, and saves compile time.
+/// Calls body(policy) with the policy of a case; its arrays live during the call. Keep parts have no bounded
+/// cache. What a storage type changes has nothing to do with gates: `All` = false leaves those policies out,
+/// and saves compile time.
 template <bool All, class Body>
 bool with_case(std::int32_t index, Body&& body) {
     std::int32_t sinks[heads], windows[heads], budgets[heads], steps[heads];
@@ -118,10 +120,10 @@ constexpr double storage_unit = std::is_same_v<T, double>  ? 0x1p-53
                                 : std::is_same_v<T, fp16>  ? 0x1p-11
                                                            : 0x1p-8;
 
-/// Every q, k, v is a multiple of 1/32 below 3.03, the scale a power of two: dot products (below 2^20 in units of 2^-10)
-/// and logits are exact in fp32. What remains for a weight: one exp (a few units), and with a soft cap the
-/// error of tanh times the cap. An output is a mean of n values below 3.03: n additions and the weights'
-/// errors. Then it is stored.
+/// Every q, k, v is a multiple of 1/32 below 3.03, the scale a power of two: dot products (below 2^20 in
+/// units of 2^-10) and logits are exact in fp32. What remains for a weight: one exp (a few units), and with a
+/// soft cap the error of tanh times the cap. An output is a mean of n values below 3.03: n additions and the
+/// weights' errors. Then it is stored.
 template <class T>
 double output_tolerance(double keys, double logits_soft_cap, double value) {
     const double weight_error = 2.0 * (8.0 + 4.0 * logits_soft_cap) * compute_unit<T>;

@@ -1,5 +1,5 @@
-// ConvScorer in caches: the keys that a mask of the same scores keeps, by steps, chunks, draft tokens and copies, however late
-// the scores are computed.
+// ConvScorer in caches: the keys that a mask of the same scores keeps, by steps, chunks, draft tokens and
+// copies, however late the scores are computed.
 #include <kvpolicy/masks/build.hpp>
 #include <kvpolicy/policies/sink.hpp>
 #include <kvpolicy/policies/threshold_gate.hpp>
@@ -66,7 +66,8 @@ constexpr CacheShape shape{.max_sequences = 3,
                            .max_draft_tokens = 6};
 constexpr PoolShape pool{.slab_pages = 400, .max_slabs = 1, .max_seq_len = 200};
 
-/// The positions that the mask of score_sequence and build_mask leaves visible to the last of `length` queries.
+/// The positions that the mask of score_sequence and build_mask leaves visible to the last of
+/// `length` queries.
 template <class T, class P>
 std::vector<std::vector<position_t>> masked(const host& on, const P& policy, const Tokens<T>& in,
                                             std::int32_t b, std::int32_t length) {

@@ -1,5 +1,5 @@
-// Attention over one key is its value: so a window of 1 sends every bit pattern of a storage type through the conversions
-// of each instruction set, in decode and in prefill, and must give it back.
+// Attention over one key is its value: so a window of 1 sends every bit pattern of a storage type through the
+// conversions of each instruction set, in decode and in prefill, and must give it back.
 #include <kvpolicy/policies/window.hpp>
 
 #include "support/bound_cache.hpp"

@@ -1,4 +1,5 @@
-// DualCache: what differs from a cache of fixed size. That it holds what the mask says is test_cache_equals_mask's business.
+// DualCache: what differs from a cache of fixed size. That it holds what the mask says is
+// test_cache_equals_mask's business.
 #include <kvpolicy/policies/decay.hpp>
 #include <kvpolicy/policies/sink.hpp>
 #include <kvpolicy/policies/threshold_gate.hpp>

@@ -1,4 +1,5 @@
-// SP-KV's predictor and WG-KV's gate in caches: the scores of the sequence calls, by steps, chunks and draft tokens.
+// SP-KV's predictor and WG-KV's gate in caches: the scores of the sequence calls, by steps, chunks
+// and draft tokens.
 #include <kvpolicy/scorers/hidden.hpp>
 #include <kvpolicy/scorers/sequence.hpp>
 #include <kvpolicy/spkv.hpp>
@@ -67,7 +68,8 @@ struct Mlp {
     }
 };
 
-/// `policy` beside the same policy with scores given; steps, chunks, and draft tokens of which some are taken.
+/// `policy` beside the same policy with scores given; steps, chunks, and draft tokens of
+/// which some are taken.
 template <class T, class Own, class Given>
 void check_beside_given(const Own& own, const Given& given, const test::Plane<float>& scores) {
     const host on{2};

@@ -1,4 +1,5 @@
-// A million steps: bounded memory and exact ranking, against a selection from all scores; positions beyond 32 bits.
+// A million steps: bounded memory and exact ranking, against a selection from all scores;
+// positions beyond 32 bits.
 #include <kvpolicy/policies/decay.hpp>
 #include <kvpolicy/policies/sink.hpp>
 #include <kvpolicy/policies/topk_budget.hpp>
@@ -30,7 +31,8 @@ float score_of(std::int32_t head, position_t t) {
     return head == 1 ? static_cast<float>(x % 50) : static_cast<float>(x % 65536) / 1024.0f;
 }
 
-/// The positions that a head must hold at query q: sinks, window, and the best of all keys between, ties to the older.
+/// The positions that a head must hold at query q: sinks, window, and the best of all keys between,
+/// ties to the older.
 std::vector<position_t> selection(std::int32_t head, float log_gamma, position_t q,
                                   std::vector<position_t>& scratch) {
     scratch.resize(static_cast<std::size_t>(q - 3 - 2 + 1));
@@ -50,7 +52,8 @@ std::vector<position_t> selection(std::int32_t head, float log_gamma, position_t
     return held;
 }
 
-/// `slopes`: with a lowered rebase limit, multiples of a power of two only, so that priorities are exact under any base.
+/// `slopes`: with a lowered rebase limit, multiples of a power of two only, so that priorities are
+/// exact under any base.
 void decode(const float (&slopes)[heads], position_t limit, std::int32_t steps, std::int32_t checkpoint) {
     const host on(1);
     const P policy{{}, {}, TopKBudget<>{per_head(budgets, 1, heads)}, Decay<1>{per_head(slopes, 1, heads)}};
@@ -113,8 +116,9 @@ namespace {
 
 constexpr std::int32_t length = 90;
 
-/// Feeds a sequence whose first token is at position `shift` as far as the cache can tell: after the first 40 tokens,
-/// positions and length move up. Returns held positions, moved back, after every later call, and the outputs.
+/// Feeds a sequence whose first token is at position `shift` as far as the cache can tell: after the first
+/// 40 tokens, positions and length move up. Returns held positions, moved back, after every later call,
+/// and the outputs.
 std::pair<std::vector<position_t>, std::vector<float>> run_shifted(position_t shift,
                                                                    const std::vector<std::int32_t>& sizes,
                                                                    bool steps) {

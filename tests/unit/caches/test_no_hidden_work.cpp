@@ -1,6 +1,5 @@
-// A step hides no work: neither step nor prefill, attend, advance, an export, a mask or attention through it allocates. (The
-// workspace and the
-// buffer are the caller's.) The global operator new of this program counts.
+// A step hides no work: neither step nor prefill, attend, advance, an export, a mask or attention through it
+// allocates. (The workspace and the buffer are the caller's.) The global operator new of this program counts.
 #include <kvpolicy/attention/attend.hpp>
 #include <kvpolicy/h2o.hpp>
 #include <kvpolicy/masks/build.hpp>

@@ -1,5 +1,5 @@
-// Caches of observed policies: they hold what their lifetimes say, step by step and in every way to take a prompt, and their
-// outputs are attention through these lifetimes.
+// Caches of observed policies: they hold what their lifetimes say, step by step and in every way to take a
+// prompt, and their outputs are attention through these lifetimes.
 #include "../../support/observed_harness.hpp"
 
 #include <doctest/doctest.h>

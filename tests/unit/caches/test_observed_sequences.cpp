@@ -1,5 +1,5 @@
-// The life of a sequence in a cache of an observed policy: blocks and calls, rows, sequences, forks, snapshots, refusals,
-// exhaustion, threads.
+// The life of a sequence in a cache of an observed policy: blocks and calls, rows, sequences, forks,
+// snapshots, refusals, exhaustion, threads.
 #include "../../support/observed_harness.hpp"
 #include "../../support/refusal.hpp"
 

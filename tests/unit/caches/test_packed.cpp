@@ -1,4 +1,5 @@
-// Sequences of different lengths in one call, packed into one row or not, that join and leave: each is as if it were alone.
+// Sequences of different lengths in one call, packed into one row or not, that join and leave: each is as
+// if it were alone.
 #include <kvpolicy/attention/attend.hpp>
 #include <kvpolicy/masks/build.hpp>
 #include <kvpolicy/policies/sink.hpp>

@@ -1,20 +1,25 @@
-// Inputs that broke others. Which test covers which (paths below tests/unit; CUDA and backward have their own):
+// Inputs that broke others. Which test covers which (paths below tests/unit; CUDA and backward
+// have their own):
 //
 //   1  merging partial results that saw nothing       attention/test_softmax_state
 //   2  more queries than keys                         attention/test_attend_shapes
-//   3  a page of 4 rows, 13 tokens, NaN in the tail   here; caches/test_visibility (unused rows and tails of views)
+//   3  a page of 4 rows, 13 tokens, NaN in the tail   here; caches/test_visibility (unused rows and tails of
+//       views)
 //   4  lengths 0 amid a batch, output poisoned        caches/test_batches; attention/test_attend_shapes
-//   5  counts of -1, 0, 1, k                          caches/test_bad_input, caches/test_batches; masks/test_bad_masks
+//   5  counts of -1, 0, 1, k                          caches/test_bad_input, caches/test_batches;
+//       masks/test_bad_masks
 //   6  1000 equal scores, k = 7                       here
 //   7  k > n, and n = 0                               here; caches/test_cache_equals_mask
 //   8  K and V of one buffer, fused QKV               caches/test_visibility; attention/test_attend_shapes
 //   9  page ids permuted                              here
 //  10  groups of 1, 3, 5, 6, 7, 12, 16, 64            caches/test_visibility; attention/test_attend_shapes
-//  11  head_dim 72, 80, 96, 65                        caches/test_visibility, caches/test_bad_input; attention/test_attend_*
+//  11  head_dim 72, 80, 96, 65                        caches/test_visibility, caches/test_bad_input;
+//      attention/test_attend_*
 //  12  window 4, one-hot values                       caches/test_visibility
 //  13  window 1024 with 19 tokens; sinks with 2       here; caches/test_visibility
 //  14  positions never come from rows kept            here; caches/test_batches, caches/test_long_decode
-//  15  captured graphs                                CUDA; no allocation in a step: caches/test_no_hidden_work
+//  15  captured graphs                                CUDA; no allocation in a step:
+//      caches/test_no_hidden_work
 //  16  one token and a budget of 0                    here
 //  17  a row that sees nothing, gate at 0             attention/test_attend_masks (forward)
 //  18  a prompt twice the budget; odd totals          here; policies/test_policies
@@ -101,7 +106,8 @@ TEST_CASE("6: of 1000 equal scores the 7 oldest stay, every time") {
         }
     }
     const host on(1);
-    // With a decay the newest win, and the steps n change nothing among equal scores but when a boundary is crossed.
+    // With a decay the newest win, and the steps n change nothing among equal scores but when a
+    // boundary is crossed.
     for (const Way& way : ways) {
         CHECK(held(on, policy(2, 10, 7, -0.5f), 1000, way.sizes, way.steps, equal) ==
               joined(range(0, 2), range(983, 1000)));

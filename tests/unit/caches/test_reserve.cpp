@@ -1,4 +1,5 @@
-// What reserve() promises: so many further tokens of a sequence cannot fail, whatever happens in between; and pages that are not the pool's.
+// What reserve() promises: so many further tokens of a sequence cannot fail, whatever happens in between; and
+// pages that are not the pool's.
 #include <kvpolicy/policies/eviction.hpp>
 #include <kvpolicy/policies/sink.hpp>
 #include <kvpolicy/policies/threshold_gate.hpp>

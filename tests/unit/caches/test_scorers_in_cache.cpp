@@ -1,5 +1,5 @@
-// A scorer inside the cache. The scorers here compute small integers from all that they may read, so that a call out of
-// order, with a wrong state, key, value or head, changes which keys are held.
+// A scorer inside the cache. The scorers here compute small integers from all that they may read, so that a
+// call out of order, with a wrong state, key, value or head, changes which keys are held.
 #include <kvpolicy/policies/decay.hpp>
 #include <kvpolicy/policies/sink.hpp>
 #include <kvpolicy/policies/threshold_gate.hpp>
@@ -22,10 +22,12 @@ constexpr float quiet_nan = std::numeric_limits<float>::quiet_NaN();
 constexpr std::int32_t dim = 8, kv_heads = 2, query_heads = 4;
 /// A value with this in its second place makes a score of NaN.
 constexpr float trap = 42.0f;
-/// Where a scorer counts from after reset: not 0, so that memory that happens to be zero does not pass for a reset.
+/// Where a scorer counts from after reset: not 0, so that memory that happens to be zero does not
+/// pass for a reset.
 constexpr float fresh = 1000.0f;
 
-/// What happened, in order, for one head: positive q + 1: token q was absorbed; negative -(u + 1): token u was read.
+/// What happened, in order, for one head: positive q + 1: token q was absorbed; negative -(u + 1):
+/// token u was read.
 struct Journal {
     std::vector<position_t> events;
 };
@@ -375,7 +377,8 @@ void check_refused_calls(const S& scorer, std::int32_t trapped_head, const char*
             const std::int32_t from = steps ? trouble : std::max(0, trouble - 2);
             const std::int32_t count = steps ? 1 : 5;
             for (std::int32_t t = 0; t < from; ++t) {
-                // What was fed before must be the same in both, so the trap is put in only later, into the cached row.
+                // What was fed before must be the same in both, so the trap is put in only later,
+                // into the cached row.
                 feed(on, under_test, good, t, 1, true);
                 feed(on, untroubled, good, t, 1, true);
             }

@@ -1,5 +1,5 @@
-// Quest's pages and SnapKV's rule under a global budget, alone and with admission by a gate: against the reference, and the same
-// after whatever a sequence may go through.
+// Quest's pages and SnapKV's rule under a global budget, alone and with admission by a gate: against the
+// reference, and the same after whatever a sequence may go through.
 #include <kvpolicy/policies/sink.hpp>
 #include <kvpolicy/policies/stride.hpp>
 #include <kvpolicy/policies/threshold_gate.hpp>

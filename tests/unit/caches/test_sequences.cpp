@@ -314,8 +314,8 @@ TEST_CASE("reorder is a gather of all sequences at once") {
     }
 }
 
-/// Between a layer's call and advance() a sequence is copied, exchanged, exported and attended to with the rows that the layer has taken, in
-/// both kinds of caches; what was copied goes on with the other layer.
+/// Between a layer's call and advance() a sequence is copied, exchanged, exported and attended to with the
+/// rows that the layer has taken, in both kinds of caches; what was copied goes on with the other layer.
 template <bool Pooled, class P>
 void check_middle_of_a_token(const P& policy) {
     const host on(1);

@@ -1,5 +1,5 @@
-// append_draft and accept, in both kinds of caches: draft tokens get what stepping would give them, nothing changes before
-// the commit, and a commit of the first m leaves what m steps would leave.
+// append_draft and accept, in both kinds of caches: draft tokens get what stepping would give them, nothing
+// changes before the commit, and a commit of the first m leaves what m steps would leave.
 #include <kvpolicy/policies/decay.hpp>
 #include <kvpolicy/policies/sink.hpp>
 #include <kvpolicy/policies/threshold_gate.hpp>
@@ -126,7 +126,8 @@ void check_speculation(const P& policy, std::uint32_t seed) {
                 if constexpr (Pooled) {
                     guessing.add_slab(on);
                 }
-                // Those that are through are not named again: 0 tokens would be right too, since nothing waits there.
+                // Those that are through are not named again: 0 tokens would be right too, since
+                // nothing waits there.
                 for (std::int32_t i = 0; i < 3; ++i) {
                     left[i] = status[i] == 0 ? 0 : left[i];
                 }

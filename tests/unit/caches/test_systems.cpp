@@ -1,4 +1,5 @@
-// The system headers spell their policies as their pages say, and every cache that a page names holds what the mask says.
+// The system headers spell their policies as their pages say, and every cache that a page names holds
+// what the mask says.
 #include <kvpolicy/lte.hpp>
 #include <kvpolicy/spkv.hpp>
 #include <kvpolicy/wgkv.hpp>

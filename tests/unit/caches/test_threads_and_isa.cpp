@@ -109,7 +109,8 @@ void check(std::int32_t max_sequences, std::int32_t window, std::int32_t budget,
     double worst = 0.0;
     for (std::size_t i = 0; i < one.outputs.size(); ++i) {
         const double a = test::real(one.outputs[i]), b = test::real(portable.outputs[i]);
-        // Stored numbers may fall on either side of a midpoint: one unit in the last place, twice the roundoff.
+        // Stored numbers may fall on either side of a midpoint: one unit in the last place,
+        // twice the roundoff.
         worst = std::max(
             worst, std::abs(a - b) / (test::compute_error<T> + 2 * test::storage_unit<T> * std::abs(a)));
     }

@@ -1,5 +1,6 @@
-// The decisions that kernels run, on a group of one thread and on groups of several in step, against the host's cache: the
-// same keys in the same rows after every step, whatever the scores, and the same keys after every chunk.
+// The decisions that kernels run, on a group of one thread and on groups of several in step, against the
+// host's cache: the same keys in the same rows after every step, whatever the scores, and the same keys
+// after every chunk.
 #include <kvpolicy/caches/top_k_slots.hpp>
 #include <kvpolicy/policies/decay.hpp>
 #include <kvpolicy/policies/sink.hpp>
@@ -183,8 +184,8 @@ struct Emulated {
                 step = mine;
             }
         });
-        // What a kernel attends to: the rows before the step but those of u and of the worst, the one of the two that stays,
-        // and the candidate. That must be the keys of the rows afterwards.
+        // What a kernel attends to: the rows before the step but those of u and of the worst, the one of the
+        // two that stays, and the candidate. That must be the keys of the rows afterwards.
         const std::int32_t used_after = layout().used(q + 1, step.num_long_range);
         const std::int32_t of_worst = worst_row(q, kept),
                            of_leaving = u >= head_params.sinks ? step.newest : -1;
@@ -213,7 +214,8 @@ struct Emulated {
         victim = next;
     }
 
-    /// The row of the worst long-range key at query q where a key that leaves has to top-k update it; -1: there is none.
+    /// The row of the worst long-range key at query q where a key that leaves has to top-k update it;
+    /// -1: there is none.
     [[nodiscard]] std::int32_t worst_row(position_t q, std::int32_t places_used) {
         const position_t u = q - head_params.window;
         if (u < head_params.sinks || head_params.budget == 0 ||

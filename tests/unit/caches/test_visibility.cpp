@@ -1,5 +1,5 @@
-// Which keys a query of a bounded cache sees, shown by one-hot values; that what it must not see never leaks, NaN
-// included; that any strides will do; every group size and head dimension.
+// Which keys a query of a bounded cache sees, shown by one-hot values; that what it must not see never leaks,
+// NaN included; that any strides will do; every group size and head dimension.
 #include <kvpolicy/policies/sink.hpp>
 #include <kvpolicy/policies/topk_budget.hpp>
 #include <kvpolicy/policies/window.hpp>
@@ -20,8 +20,8 @@ constexpr float quiet_nan = std::numeric_limits<float>::quiet_NaN();
 const std::vector<std::vector<std::int32_t>> chunkings = {{1},   {0}, {3, 1, 7, 2, 5}, {2}, {11, 4, 1, 1, 6},
                                                           {5, 3}};
 
-/// Values are one-hot(position), so an output is the row of weights: which of them are not 0 after each token, fed in
-/// chunks. The first chunking goes through step.
+/// Values are one-hot(position), so an output is the row of weights: which of them are not 0 after each
+/// token, fed in chunks. The first chunking goes through step.
 template <class T, class P>
 void check_one_hot(const host& on, const P& policy, std::int32_t length) {
     constexpr std::int32_t dim = 64;
@@ -195,7 +195,8 @@ TEST_CASE("a sequence that held NaN is clean after clear, and so are rows that w
     std::mt19937 generator(1);
     k.fill(quiet_nan);
     v.fill(quiet_nan);
-    // By steps only, and past the budget in both lives, so that what a step remembers (its next victim) is in use.
+    // By steps only, and past the budget in both lives, so that what a step remembers (its next
+    // victim) is in use.
     for (int t = 0; t < 40; ++t) {
         test::fill_scores(scores, test::Scores::random, generator);
         step_once();

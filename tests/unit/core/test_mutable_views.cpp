@@ -1,4 +1,5 @@
-// Calls read views of rows that may be written as they read others: results of the model's last layer go into the next call as they are.
+// Calls read views of rows that may be written as they read others: results of the model's last layer go into
+// the next call as they are.
 #include <kvpolicy/attention/attend.hpp>
 #include <kvpolicy/attention/future_mass.hpp>
 #include <kvpolicy/attention/observed_mask.hpp>

@@ -1,4 +1,5 @@
-// Views: where a row lies, and that public structs may go to kernels by value with one layout under every compiler.
+// Views: where a row lies, and that public structs may go to kernels by value with one layout
+// under every compiler.
 #include <kvpolicy/caches/fixed_budget.hpp>
 #include <kvpolicy/core/view.hpp>
 #include <kvpolicy/masks/expiry.hpp>

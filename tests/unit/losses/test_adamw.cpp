@@ -1,4 +1,5 @@
-// The optimizer of the training examples: against its formula, the schedule, resuming, and a scorer that learns.
+// The optimizer of the training examples: against its formula, the schedule, resuming, and a
+// scorer that learns.
 #include <kvpolicy/losses/boundary.hpp>
 #include <kvpolicy/policies/decay.hpp>
 #include <kvpolicy/scorers/backward.hpp>
@@ -78,7 +79,8 @@ TEST_CASE("warm-up and cosine") {
 }
 
 TEST_CASE("scorers learn a target that their input holds, with the library's losses and gradients") {
-    // The target is a nonlinear function of each key: labels follow from it, and a scorer that finds it agrees with the teacher.
+    // The target is a nonlinear function of each key: labels follow from it, and a scorer that finds it
+    // agrees with the teacher.
     const host on{2};
     const std::int32_t length = 256, dim = 8, heads = 2;
     std::mt19937 generator(3);

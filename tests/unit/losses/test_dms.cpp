@@ -1,4 +1,5 @@
-// DMS: its gate, its relaxed gate with and without noise, its loss, against NumPy in float64 (tests/reference/baselines.py).
+// DMS: its gate, its relaxed gate with and without noise, its loss, against NumPy in float64
+// (tests/reference/baselines.py).
 #include <kvpolicy/dms.hpp>
 
 #include "../../support/bound_dual.hpp"
@@ -141,7 +142,8 @@ TEST_CASE("the compression loss") {
     const host on{1};
     const File file;
     const auto n = static_cast<std::int32_t>(file.z.size());
-    // The file's stream is 3: head 3 of four, of which the others hold no keys of their own (lengths are by sequence).
+    // The file's stream is 3: head 3 of four, of which the others hold no keys of their own (lengths
+    // are by sequence).
     for (const bool noise : {false, true}) {
         const CompressionLoss loss{.target = file.target, .scale = file.scale, .gate = file.gate(noise)};
         test::Plane<double> scores(4, 1, n), d(4, 1, n, 9.0);

@@ -1,4 +1,5 @@
-// What the mask builders refuse, in one sentence and before anything is written; and what they take that looks odd.
+// What the mask builders refuse, in one sentence and before anything is written; and what they
+// take that looks odd.
 #include <kvpolicy/masks/build.hpp>
 #include <kvpolicy/policies/decay.hpp>
 #include <kvpolicy/policies/sink.hpp>

@@ -39,7 +39,8 @@ MaskOptions options_of(position_t limit) {
     return options;
 }
 
-/// A mask [batch, heads, length] of its own memory, one guard value after each head, workspace exactly as asked for.
+/// A mask [batch, heads, length] of its own memory, one guard value after each head, workspace
+/// exactly as asked for.
 struct Built {
     std::vector<expiry_t> memory;
     plane_view<expiry_t> view;
@@ -108,7 +109,8 @@ std::string difference(const expiry_t* expiry, const std::int32_t* expected, std
     return "";
 }
 
-/// Raw scores of a case, with `poison` in the place of every score that must not be read (nothing if not `poisoned`).
+/// Raw scores of a case, with `poison` in the place of every score that must not be read (nothing if
+/// not `poisoned`).
 std::vector<float> scores_of(const LifetimeCase& c, std::int64_t index, bool poisoned, float poison) {
     const float* raw = file().get<float>("scores").row(c.pattern);
     std::vector<float> scores(raw, raw + c.length);
@@ -142,7 +144,8 @@ void check_all(const host& on, bool poisoned, float poison) {
             const auto plane = view_bhs(scores.data(), 1, 1, c.length);
             const Built mask = build(on, policy, plane, sequences, 1, options_of(c.rebase_limit));
             std::string wrong = difference(mask.view.head(0, 0), expected_of(index), c.length, c.length);
-            // A key of a packed segment is invisible to the next one: there, expiries are exact, not only clamped to S.
+            // A key of a packed segment is invisible to the next one: there, expiries are exact, not
+            // only clamped to S.
             for (std::int32_t t = 0; wrong.empty() && !edges.empty() && t < c.length; ++t) {
                 const expiry_t end = *std::upper_bound(edges.begin(), edges.end(), t);
                 if (mask.view.head(0, 0)[t] > end && end < c.length) {

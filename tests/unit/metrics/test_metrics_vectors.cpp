@@ -1,5 +1,5 @@
-// Metrics of a mask against an independent reference (tests/reference/metrics.py), and against their definitions on masks
-// that no policy makes; what they refuse.
+// Metrics of a mask against an independent reference (tests/reference/metrics.py), and against their
+// definitions on masks that no policy makes; what they refuse.
 #include <kvpolicy/masks/build.hpp>
 #include <kvpolicy/metrics/density.hpp>
 #include <kvpolicy/metrics/recall.hpp>

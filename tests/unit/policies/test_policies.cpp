@@ -1,4 +1,5 @@
-// Policies as types: composition, numbers at compile time and run time, ranking, and the conversions that happen once.
+// Policies as types: composition, numbers at compile time and run time, ranking, and the conversions
+// that happen once.
 #include <kvpolicy/kvpop.hpp>
 #include <kvpolicy/policies/decay.hpp>
 #include <kvpolicy/policies/ranking.hpp>

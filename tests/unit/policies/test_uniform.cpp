@@ -1,4 +1,5 @@
-// Keys at a stride, and random keys: lifetimes against the reference, caches against lifetimes, repeatability.
+// Keys at a stride, and random keys: lifetimes against the reference, caches against
+// lifetimes, repeatability.
 #include <kvpolicy/scorers/sequence.hpp>
 #include <kvpolicy/uniform.hpp>
 

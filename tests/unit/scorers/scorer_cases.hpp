@@ -162,8 +162,8 @@ std::vector<T> converted(const std::vector<float>& from) {
     return out;
 }
 
-/// score_sequence with a workspace of exactly the bytes it asks for, onto scores that hold a mark. The address sanitizer
-/// sees what the workspace does not.
+/// score_sequence with a workspace of exactly the bytes it asks for, onto scores that hold a mark. The
+/// address sanitizer sees what the workspace does not.
 template <class S, class K>
 std::vector<kvpolicy::compute_t<K>> score_all(const kvpolicy::host& on, const S& scorer,
                                               kvpolicy::rows_view<const K> k, kvpolicy::rows_view<const K> v,

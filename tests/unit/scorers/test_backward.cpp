@@ -131,7 +131,7 @@ void check_against_differences(const S& scorer, const Result<S, double>& got, te
     check_rows(v, got.d_v);
 }
 
-// ---- mLSTM -----------------------------------------------------------------------------------------------------------
+// ---- mLSTM ------------------------------------------------------------------------------------------------
 
 /// score[h][t] as the sums that the recurrence stands for (KVpop, E.3 and E.4), NaN where a key never leaves.
 template <class S>
@@ -298,7 +298,7 @@ std::vector<test::mlstm_case> mlstm_cases() {
     return all;
 }
 
-// ---- MLP and linear --------------------------------------------------------------------------------------------------
+// ---- MLP and linear ---------------------------------------------------------------------------------------
 
 struct SharedInput : KeyValueInput {
     static constexpr bool per_head = false;
@@ -448,8 +448,9 @@ TEST_CASE("mLSTM: fp32 gradients are those of double to rounding, on any threads
     const auto expected =
         run_backward<double>(host{1}, scorer, exact.k, exact.v, c.sequences(), c.delay, exact.d);
     const auto got = run_backward<float>(host{1}, scorer, k, v, c.sequences(), c.delay, d);
-    // A gradient is a sum of at most 300 terms, each through about 10 roundings of sums of up to 300 numbers that do not
-    // cancel to less than a hundredth: 2^-24 * 300 * 10 / 100 of the largest entry is 2e-6; 10 of it for the gates' sums.
+    // A gradient is a sum of at most 300 terms, each through about 10 roundings of sums of up to 300 numbers
+    // that do not cancel to less than a hundredth: 2^-24 * 300 * 10 / 100 of the largest entry is 2e-6; 10 of
+    // it for the gates' sums.
     for (std::size_t i = 0; i < got.gradients.arrays.size(); ++i) {
         CAPTURE(got.gradients.names[i]);
         const double scale = largest(expected.gradients.arrays[i]);

@@ -1,4 +1,5 @@
-// ConvScorer over whole sequences: against the reference, cuts, continued sequences, dropout, gradients, refusals.
+// ConvScorer over whole sequences: against the reference, cuts, continued sequences, dropout,
+// gradients, refusals.
 #include <kvpolicy/scorers/backward.hpp>
 #include <kvpolicy/scorers/initialize.hpp>
 
@@ -205,8 +206,9 @@ void check_gradients(conv_case c, const Dropout& dropout, std::int32_t batch = 1
 
 TEST_CASE("scores in double are the reference's") { compare<double>(1e-12); }
 
-// Sums of up to 3 * 32 products, one after another through three layers, whose weights of up to 1/2 let errors grow by
-// up to 1/2 (3 * 32)^(1/2) a layer; n^(1/2) u is typical of each, and angles up to 150 are off by half a unit in the last place.
+// Sums of up to 3 * 32 products, one after another through three layers, whose weights of up to 1/2 let
+// errors grow by up to 1/2 (3 * 32)^(1/2) a layer; n^(1/2) u is typical of each, and angles up to 150 are off
+// by half a unit in the last place.
 TEST_CASE("scores in fp32 lie within rounding of the reference's") {
     compare<float>(150 * 0x1p-24 + 3 * 96 * 0x1p-24);
 }

@@ -144,8 +144,8 @@ void check_weights(input_case& c, const std::vector<std::vector<double>>& d, Los
 
 TEST_CASE("scores in double are the reference's") { compare<double>(1e-12); }
 
-// As for the other MLPs (test_stateless): at most 128 products of magnitude about 1, twice, and for the gate angles up to 100
-// that are off by half a unit in the last place.
+// As for the other MLPs (test_stateless): at most 128 products of magnitude about 1, twice, and for the gate
+// angles up to 100 that are off by half a unit in the last place.
 TEST_CASE("scores in fp32 lie within rounding of the reference's") {
     compare<float>((2.0 * 128 + 100) * 0x1p-24);
 }

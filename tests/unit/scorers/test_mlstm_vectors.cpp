@@ -1,5 +1,5 @@
-// mLSTM scores against the direct sums of tests/reference/scorers.py: in double to rounding, in fp32 within a bound that
-// the inputs give, in both forms.
+// mLSTM scores against the direct sums of tests/reference/scorers.py: in double to rounding, in fp32 within a
+// bound that the inputs give, in both forms.
 #include "../../support/vectors.hpp"
 #include "scorer_cases.hpp"
 
@@ -56,9 +56,10 @@ std::vector<compute_t<T>> scores_of(const test::mlstm_weights& weights, const st
     return scores;
 }
 
-/// How far the fp32 scores of each head may lie from exact ones. Rounding in every product and sum moves a score as far
-/// as relative changes of a few u = 2^-24 in every input and weight do; what 8 u do is measured in double (the largest
-/// of several draws), times 4 for the sums' lengths, plus 32 u of the scores' size for the last operations.
+/// How far the fp32 scores of each head may lie from exact ones. Rounding in every product and sum moves a
+/// score as far as relative changes of a few u = 2^-24 in every input and weight do; what 8 u do is measured
+/// in double (the largest of several draws), times 4 for the sums' lengths, plus 32 u of the scores' size for
+/// the last operations.
 std::vector<double> fp32_bounds(const test::mlstm_case& c, const std::vector<float>& k,
                                 const std::vector<float>& v) {
     constexpr double u = 0x1p-24;

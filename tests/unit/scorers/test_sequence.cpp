@@ -1,4 +1,5 @@
-// score_sequence: what it writes and what it leaves, and that no path, thread count or instruction set shows in a score.
+// score_sequence: what it writes and what it leaves, and that no path, thread count or instruction set
+// shows in a score.
 #include "scorer_cases.hpp"
 
 #include <doctest/doctest.h>
@@ -358,9 +359,9 @@ TEST_CASE_TEMPLATE("16-bit keys and values score as the numbers they hold", T, b
 }
 
 TEST_CASE("forget gates near 1 forget at their own pace over 100,000 tokens, in fp32") {
-    // One head, the first token e^5 times as heavy as each of the others, and 1 - f = 3.05e-6 of everything forgotten at
-    // each step. The stabilizer moves by as little from 30, where floats stand 1.9e-6 apart: kept in one float, it would
-    // forget at a rate that is off by a third.
+    // One head, the first token e^5 times as heavy as each of the others, and 1 - f = 3.05e-6 of everything
+    // forgotten at each step. The stabilizer moves by as little from 30, where floats stand 1.9e-6 apart:
+    // kept in one float, it would forget at a rate that is off by a third.
     const float w_i[2] = {5.0f, 0.0f};
     const float zero[2] = {0.0f, 0.0f};
     const float input_bias = 25.0f;

@@ -1,4 +1,5 @@
-// Linear and MLP scorers: against the reference, blocks against single tokens, activations, shared hidden layers.
+// Linear and MLP scorers: against the reference, blocks against single tokens, activations,
+// shared hidden layers.
 #include "../../support/vectors.hpp"
 #include "scorer_cases.hpp"
 

@@ -59,9 +59,9 @@ struct attention_params {
     }
 };
 
-/// The visible interval of a row among the queries of a super-tile: query i of it (0 <= i < super_q) sees the
-/// row iff begin <= i < expiry (begin and expiry). Both are clamped to [0, super_q]; begin < expiry for every row
-/// of a list.
+/// The visible interval of a row among the queries of a super-tile: query i of it (0 <= i < super_q) sees
+/// the row iff begin <= i < expiry (begin and expiry). Both are clamped to [0, super_q]; begin < expiry for
+/// every row of a list.
 struct alignas(4) row_interval {
     std::uint16_t begin;
     std::uint16_t expiry;

@@ -21,7 +21,8 @@ namespace cuda_backend {
 /// count them.
 inline constexpr int plan_warps = 8, plan_max_warps = 16;
 inline constexpr std::int32_t plan_many_rows = 4096;
-/// Queries a super-tile, about: lists are read by all its query tiles, and a row's visible interval takes 16 bits.
+/// Queries a super-tile, about: lists are read by all its query tiles, and a row's visible
+/// interval takes 16 bits.
 inline constexpr std::int32_t plan_queries = 1024;
 /// Lists of all rows that a round may take, by KV head: 8 bytes per entry (14 with biases) make at most 256
 /// (448) a row.

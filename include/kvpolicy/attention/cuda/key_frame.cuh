@@ -1,5 +1,5 @@
-// Where keys stand in time: positions, visible intervals and biases of a call's rows, as the plan and the scanning
-// kernels read them.
+// Where keys stand in time: positions, visible intervals and biases of a call's rows, as the plan and the
+// scanning kernels read them.
 //
 // Numbers that a host would refuse arrive here from device memory: a length that no view holds counts as 0,
 // and all sums of positions are taken in 64 bits.
@@ -69,7 +69,8 @@ class head_frame {
         return x < past_ ? x : frames_.past.rows + (x - past_);
     }
 
-    /// The visible interval of row x among `span` queries of which the first has position `base`. A bias of -inf ends it.
+    /// The visible interval of row x among `span` queries of which the first has position `base`. A bias
+    /// of -inf ends it.
     [[nodiscard]] __device__ row_time time_of(std::int32_t x, std::int64_t base, std::int32_t span) const {
         const bool own = x >= past_;
         const segment_frame& segment = own ? frames_.self : frames_.past;

@@ -62,9 +62,9 @@ struct prefill_params {
         nullptr;  // [count, Hkv], with a keep part: of these, keys that do not compete
     std::int32_t* num_long_range_before = nullptr;  // [count, Hkv], with a selection
     const float* advanced =
-        nullptr;  // [count, Hkv, state_size]: the scorer's states after it, if not in the cache
-    T* bounds =
-        nullptr;  // [max_sequences, rows / bound_rows, 2, head_dim_qk], of a FixedBudgetCache with a selection
+        nullptr;          // [count, Hkv, state_size]: the scorer's states after it, if not in the cache
+    T* bounds = nullptr;  // [max_sequences, rows / bound_rows, 2, head_dim_qk], of a FixedBudgetCache
+                          // with a selection
     std::int32_t bound_rows = 1;
 };
 
@@ -356,8 +356,8 @@ __global__ void __launch_bounds__(prefill_threads)
 /// Writes the chunk's tokens into sinks and window, and the head's counters.
 ///
 /// Grid: count * Hkv * chunk_pieces blocks. Block: prefill_threads; a warp per token.
-/// In: the tokens, their scores; kept and pinned of prefill_decide_kernel; `advanced` [count, Hkv, state_size]
-/// fp32.
+/// In: the tokens, their scores; kept and pinned of prefill_decide_kernel; `advanced` [count, Hkv,
+/// state_size] fp32.
 /// Overwrites: entries of the tokens that are still in the window or are sinks; taken, kept, victim, pinned;
 /// the scorer's state from `advanced`; the count of draft tokens.
 ///

@@ -166,8 +166,8 @@ __device__ inline double missing_decisions(const CompressionLoss& loss, const Ev
 
 /// d_scores of the compression loss: 0 where the model evicts its target share.
 ///
-/// Grid: planes * chunks. Block: mask_chunk threads, a key each. Shared memory: none. Reads scores [B, Hkv, S]
-/// in fp32 and *total. Overwrites d_scores [B, Hkv, S] in fp32.
+/// Grid: planes * chunks. Block: mask_chunk threads, a key each. Shared memory: none. Reads scores [B, Hkv,
+/// S] in fp32 and *total. Overwrites d_scores [B, Hkv, S] in fp32.
 template <class Gate, class Keep>
 __global__ void __launch_bounds__(mask_chunk)
     compression_kernel(const mask_params<Gate, Keep> params, const CompressionLoss loss,

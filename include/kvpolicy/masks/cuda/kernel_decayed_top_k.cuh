@@ -289,9 +289,9 @@ struct decayed_top_k_block {
 
 /// decayed_top_k: expiries where the order of keys depends on the query. One top-k update after another.
 ///
-/// Grid: planes * segments. Block: Threads. Shared memory: decayed_top_k_shared<Threads> (dynamic). Reads scores
-/// [B, Hkv, S], fp32. Overwrites out [B, Hkv, S], int32. `entries_memory` [grid, capacity] holds the top-k
-/// entries where Entries needs memory. Reports status_bad_length and status_nan_score.
+/// Grid: planes * segments. Block: Threads. Shared memory: decayed_top_k_shared<Threads> (dynamic). Reads
+/// scores [B, Hkv, S], fp32. Overwrites out [B, Hkv, S], int32. `entries_memory` [grid, capacity] holds the
+/// top-k entries where Entries needs memory. Reports status_bad_length and status_nan_score.
 /// Per Threads tokens:
 /// 1. Gather the candidates.
 /// 2. Fill open entries.

@@ -1,4 +1,5 @@
-// Dispatch of the scorers' backward passes: arguments are checked, and the scorer's device_scorer enqueues the kernels.
+// Dispatch of the scorers' backward passes: arguments are checked, and the scorer's device_scorer
+// enqueues the kernels.
 #pragma once
 
 #include <kvpolicy/cuda/config.cuh>

@@ -1,4 +1,5 @@
-// The bodies of score_sequence and score_sequence_backward on CUDA, and the library's own scorers: a line per folder.
+// The bodies of score_sequence and score_sequence_backward on CUDA, and the library's own scorers: a
+// line per folder.
 #pragma once
 
 #include <kvpolicy/scorers/cuda/conv/device_conv.cuh>

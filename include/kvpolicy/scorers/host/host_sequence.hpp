@@ -66,8 +66,8 @@ std::size_t block_scratch(const S& scorer) {
     }
 }
 
-/// Work items are taken by as many workers as there are threads, each with memory of its own; results depend on
-/// neither.
+/// Work items are taken by as many workers as there are threads, each with memory of its own; results
+/// depend on neither.
 template <class Body>
 void for_each_by_worker(const host& on, std::int64_t count, std::int64_t workers, Body&& body) {
     std::atomic<std::int64_t> next{0};

@@ -1,11 +1,12 @@
 // The oracle and the comparison.
 //
-// How far an output may be from the host's in double, both from the same 16-bit inputs. With u = 2^-9 the unit roundoff of
-// bf16 (2^-12 of fp16), and A = sum p |v| the output that values without signs would have: weights are rounded to 16 bits before
-// they meet the values, which moves the output by at most u A; the sum of weights is that of the unrounded ones; the output is
-// rounded to 16 bits, by at most u |o| <= u A. So |error| <= 2 u A = 3.9e-3 A in bf16, and all else is fp32: exponentials to
-// 2 ulp, sums of a few thousand terms, logits to about D/2 ulp of the largest partial sum. The bound that the library promises
-// is 8e-3 A, twice that; where logits are large (scale_q), what fp32 makes of them is added. For fp32 inputs u is 2^-24.
+// How far an output may be from the host's in double, both from the same 16-bit inputs. With u = 2^-9 the
+// unit roundoff of bf16 (2^-12 of fp16), and A = sum p |v| the output that values without signs would have:
+// weights are rounded to 16 bits before they meet the values, which moves the output by at most u A; the sum
+// of weights is that of the unrounded ones; the output is rounded to 16 bits, by at most u |o| <= u A.
+// So |error| <= 2 u A = 3.9e-3 A in bf16, and all else is fp32: exponentials to 2 ulp, sums of a few thousand
+// terms, logits to about D/2 ulp of the largest partial sum. The bound that the library promises is 8e-3 A,
+// twice that; where logits are large (scale_q), what fp32 makes of them is added. For fp32 inputs u is 2^-24.
 #include "attend_case.hpp"
 
 #include "../../../support/cases.hpp"

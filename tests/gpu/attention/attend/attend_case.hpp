@@ -1,4 +1,5 @@
-// Attention calls as data: the same case runs on the host in double and on the device on every path, and is compared.
+// Attention calls as data: the same case runs on the host in double and on the device on every path,
+// and is compared.
 #pragma once
 
 #include <kvpolicy/attention/attend.hpp>

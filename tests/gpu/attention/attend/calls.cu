@@ -1,4 +1,5 @@
-// What surrounds a call on CUDA: graphs that serve other lengths, views of other layouts, workspaces, refusals, status.
+// What surrounds a call on CUDA: graphs that serve other lengths, views of other layouts, workspaces,
+// refusals, status.
 #include <kvpolicy/attention/attend.hpp>
 #include <kvpolicy/core/status.hpp>
 

@@ -1,4 +1,5 @@
-// Attention on CUDA against the host in double: shapes, masks, frames and numbers that break careless kernels.
+// Attention on CUDA against the host in double: shapes, masks, frames and numbers that break
+// careless kernels.
 #include "attend_case.hpp"
 
 #include <doctest/doctest.h>

@@ -1,5 +1,5 @@
-// Every kernel of the backward pass at a size for compute-sanitizer: one call a case, and nothing compared. What is right is
-// what gpu.attention.backward tests.
+// Every kernel of the backward pass at a size for compute-sanitizer: one call a case, and nothing compared.
+// What is right is what gpu.attention.backward tests.
 #include "../backward_case.hpp"
 
 using namespace backward_test;

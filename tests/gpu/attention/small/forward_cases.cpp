@@ -1,5 +1,5 @@
-// Every kernel of the forward pass at a size for compute-sanitizer, and compiled for few head_dims: a tool must patch what is
-// there, and slows a kernel down a hundred times and more.
+// Every kernel of the forward pass at a size for compute-sanitizer, and compiled for few head_dims: a tool
+// must patch what is there, and slows a kernel down a hundred times and more.
 #include "../attend/attend_case.hpp"
 
 #include <doctest/doctest.h>

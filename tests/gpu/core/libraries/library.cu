@@ -1,4 +1,5 @@
-// One shared library of the test in test.cu: it instantiates the same policy as its siblings, for architectures of its own.
+// One shared library of the test in test.cu: it instantiates the same policy as its siblings, for
+// architectures of its own.
 #include <kvpolicy/cuda.cuh>
 #include <kvpolicy/policies/compose.hpp>
 #include <kvpolicy/policies/sink.hpp>

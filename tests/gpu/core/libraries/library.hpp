@@ -2,8 +2,8 @@
 
 #include <cstddef>
 
-// Builds a mask with the library's own instantiation on the default stream. 0: done, and `text` is its architectures;
-// 1: `text` is the error.
+// Builds a mask with the library's own instantiation on the default stream. 0: done, and `text` is its
+// architectures; 1: `text` is the error.
 using library_call = int(const float* scores, int heads, int length, int* expiry, void* workspace,
                          std::size_t bytes, char* text, std::size_t text_bytes);
 

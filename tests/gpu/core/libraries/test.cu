@@ -1,5 +1,5 @@
-// Shared libraries of one process that were built for different architectures run their own code: without an inline
-// namespace and hidden visibility the first one loaded would serve all, the foreign one too.
+// Shared libraries of one process that were built for different architectures run their own code: without an
+// inline namespace and hidden visibility the first one loaded would serve all, the foreign one too.
 #include <kvpolicy/policies/sink.hpp>
 #include <kvpolicy/policies/topk_budget.hpp>
 #include <kvpolicy/policies/window.hpp>

@@ -35,8 +35,8 @@ struct backward_list {
     std::int32_t shift;  // without lists: row t begins at query t + shift of the super-tile
 };
 
-/// A key of a list, in packed rows of the super-tile. Nobody sees it where expiry <= begin; then its row is not
-/// to be read.
+/// A key of a list, in packed rows of the super-tile. Nobody sees it where expiry <= begin; then its row
+/// is not to be read.
 struct backward_entry {
     std::int32_t row;
     std::int32_t begin;

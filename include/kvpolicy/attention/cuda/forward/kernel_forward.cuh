@@ -19,23 +19,24 @@ namespace cuda_backend {
 /// Attention over the visible keys by mma.sync (bf16, fp16; compute capability 8.0): out = softmax(logits) V,
 /// and lse.
 ///
-/// Grid: call.count() query tiles, one per block. Block: S::threads. Shared memory: what agent_forward_portable takes
-/// (dynamic). Reads q [B, Hq, S, Dk], keys and values [B, Hkv, rows, D], the plan or the frames. Overwrites
-/// out [B, Hq, S, Dv] in T and lse [B, Hq, S] in fp32, where it is given. Sets *not_finite where an output is
-/// not finite. Phases: agent_forward_portable::run (agent_forward_portable.cuh).
+/// Grid: call.count() query tiles, one per block. Block: S::threads. Shared memory: what
+/// agent_forward_portable takes (dynamic). Reads q [B, Hq, S, Dk], keys and values [B, Hkv, rows, D], the
+/// plan or the frames. Overwrites out [B, Hq, S, Dv] in T and lse [B, Hq, S] in fp32, where it is given. Sets
+/// *not_finite where an output is not finite. Phases: agent_forward_portable::run
+/// (agent_forward_portable.cuh).
 template <class S>
 __global__ void __launch_bounds__(S::threads)
     forward_portable_kernel(const __grid_constant__ forward_params<typename S::T> call) {
     agent_forward_portable<S>(call, dynamic_shared()).run(blockIdx.x);
 }
 
-/// forward_portable_kernel by wgmma and TMA (compute capability 9.0a). Blocks stay and take one query tile after
-/// another.
+/// forward_portable_kernel by wgmma and TMA (compute capability 9.0a). Blocks stay and take one query
+/// tile after another.
 ///
 /// Grid: as many blocks as fit. Block: S::threads = 128 * (consumers + 1): consumer warpgroups of 64 rows,
 /// one producer. Shared memory: forward_hopper_shared_bytes<S>() (dynamic). Reads, overwrites and sets what
-/// forward_portable_kernel does; `boxes` are tensor maps of keys and values. Adds to *next, the count of tiles handed
-/// out, 0 at first. Phases: agent_forward_producer.cuh and agent_forward_consumer.cuh.
+/// forward_portable_kernel does; `boxes` are tensor maps of keys and values. Adds to *next, the count of
+/// tiles handed out, 0 at first. Phases: agent_forward_producer.cuh and agent_forward_consumer.cuh.
 template <class S>
 __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(S::threads))
     forward_hopper_kernel(const __grid_constant__ forward_params<typename S::T> call,
@@ -45,7 +46,8 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(S::threads))
 #endif
 }
 
-/// forward_portable_kernel by plain loops in compute_t<T>, for fp32 and double inputs and any head_dim up to 1024.
+/// forward_portable_kernel by plain loops in compute_t<T>, for fp32 and double inputs and any
+/// head_dim up to 1024.
 ///
 /// Grid: B * Hq * S / plain_warps, a warp per query of a head. Block: 32 * plain_warps. Shared memory: none.
 /// Reads frames, not the plan. Overwrites out [B, Hq, S, Dv] and lse [B, Hq, S].

@@ -104,8 +104,8 @@ struct row_state {
         sum[0] = sum[1] = 0.0f;
     }
 
-    /// Reduces a tile in. `bias` [columns], shared memory, at the thread's first column (a mass's); `first` is
-    /// that column less the thread's first row, `left` how many columns there are from it on. Share: of 8
+    /// Reduces a tile in. `bias` [columns], shared memory, at the thread's first column (a mass's); `first`
+    /// is that column less the thread's first row, `left` how many columns there are from it on. Share: of 8
     /// exponents, how many by polynomial. The logits are left alone: ptxas makes wgmmas wait for each other
     /// where other instructions write registers that are accumulators.
     template <bool Masked, int Share, int N>
@@ -160,9 +160,9 @@ struct row_state {
         }
     }
 
-    /// Reduces a part of a tile in whose pairs all count: values [4 begin, 4 end) of every row, in a quick pass
-    /// and without a soft cap. `bias` and Share as above, `scale` with its sign. An anchored pass has had its
-    /// first tile by absorb() before.
+    /// Reduces a part of a tile in whose pairs all count: values [4 begin, 4 end) of every row, in a quick
+    /// pass and without a soft cap. `bias` and Share as above, `scale` with its sign. An anchored pass has
+    /// had its first tile by absorb() before.
     template <int Share, int N>
     __device__ void absorb_part(const float (&s)[N], int begin, int end, const float* bias, float scale) {
         static_assert(Pass::quick);

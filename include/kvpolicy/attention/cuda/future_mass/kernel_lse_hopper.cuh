@@ -24,9 +24,9 @@ namespace cuda_backend {
 /// tile.
 ///
 /// Grid: items = B * Hq * S / 256, one per block. Block: 384 threads: two consumer warpgroups of 128 rows,
-/// one producer. Shared memory: qk_reduce_hopper_sizes<Dim>::shared (dynamic). Reads q [B, Hq, S, Dim] and k [B,
-/// Hkv, S, Dim] in T through tensor maps. Overwrites out [B, Hq, S] in fp32 and flags [items]: whether a sum
-/// overflowed.
+/// one producer. Shared memory: qk_reduce_hopper_sizes<Dim>::shared (dynamic). Reads q [B, Hq, S, Dim] and
+/// k [B, Hkv, S, Dim] in T through tensor maps. Overwrites out [B, Hq, S] in fp32 and flags [items]:
+/// whether a sum overflowed.
 /// 1. Fetch or wait for the rows.
 /// 2. Stream or reduce all tiles.
 /// 3. Write 256 rows.

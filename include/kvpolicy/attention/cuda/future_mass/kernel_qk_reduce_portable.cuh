@@ -19,8 +19,8 @@ namespace cuda_backend {
 /// qk_reduce by mma.sync. In a careful pass after a quick one, only items whose flag is set.
 ///
 /// Grid: items = B * Hr * S / 128, one per block. Block: 128 threads, 32 rows per warp. Shared memory:
-/// qk_reduce_portable_sizes<Dim>::shared (dynamic). Reads rows [B, Hr, S, D] and columns [B, Hc, S, D] in T and,
-/// for a mass, lse [B, Hc, S]. Overwrites out [B, Hr, S] in fp32 and, in a quick pass, flags [items].
+/// qk_reduce_portable_sizes<Dim>::shared (dynamic). Reads rows [B, Hr, S, D] and columns [B, Hc, S, D] in T
+/// and, for a mass, lse [B, Hc, S]. Overwrites out [B, Hr, S] in fp32 and, in a quick pass, flags [items].
 /// 1. Copy the rows and the first tile.
 /// 2. Per tile: copy the next, multiply, reduce.
 /// 3. Write 128 rows.

@@ -64,8 +64,8 @@ __device__ inline void load_moves(paged_moves& all, const sequence_moves& moves,
     __syncthreads();
 }
 
-/// Rows of a head that is being copied to `to`, which has the counters of sequence `source` already; lengths move
-/// last.
+/// Rows of a head that is being copied to `to`, which has the counters of sequence `source` already;
+/// lengths move last.
 template <class Ref>
 __device__ std::int32_t rows_of_copy(const Ref& cache, std::int32_t head, std::int32_t source,
                                      std::int32_t to) {
@@ -216,8 +216,8 @@ __global__ void __launch_bounds__(sequence_threads)
         cache.table_offset[head + 1] - cache.table_offset[head],
         [&](std::int32_t seq) { return cache.pages(seq, head); },
         [](const sequence_move& move) { return std::int64_t{move.used}; });
-    // Dropped sequences hold nothing any more, so that a target that is not an heir has 0 already, or stays as it
-    // is.
+    // Dropped sequences hold nothing any more, so that a target that is not an heir has 0 already,
+    // or stays as it is.
     for (std::int32_t i = thread; i < all.count; i += threads) {
         if (inherited[i].from != inherited[i].to) {
             cache.held[cache.head_index(inherited[i].to, head)] = inherited[i].used;
@@ -394,8 +394,8 @@ __global__ void __launch_bounds__(sequence_threads)
 
 /// fork and reorder, launch 5: lengths of the targets, after the other launches have read the old ones.
 ///
-/// Grid: 1 block. Block: sequence_threads. Shared memory: dynamic, as move_rows_kernel. Overwrites: length [seq]
-/// int64.
+/// Grid: 1 block. Block: sequence_threads. Shared memory: dynamic, as move_rows_kernel. Overwrites:
+/// length [seq] int64.
 template <class Length>
 __global__ void __launch_bounds__(sequence_threads)
     paged_lengths_kernel(Length* const length, const std::int32_t max_sequences, const sequence_moves moves,

@@ -14,9 +14,9 @@ namespace cuda_backend {
 ///
 /// Grid: 1 block. Block: admit_threads. Shared memory: admit_memory.
 /// In: batch, lengths, kept, scores of the keys that leave the window; the pool's stack.
-/// Out (paged_decode_work): taken [count] (-1: no pages), first_tile [count * Hkv + 1], first_pair [blocks], share
-/// [1], int32. A sequence without pages gets out 0, lse -inf and status_pool_exhausted. Overwrites: page
-/// tables, held, refcounts, the stack.
+/// Out (paged_decode_work): taken [count] (-1: no pages), first_tile [count * Hkv + 1], first_pair [blocks],
+/// share [1], int32. A sequence without pages gets out 0, lse -inf and status_pool_exhausted. Overwrites:
+/// page tables, held, refcounts, the stack.
 ///
 /// Phases: 1. admit_paged_decode: pages. 2. share_paged_decode: shares.
 template <class Rows, class Gate, class Scorer, class View>

@@ -60,8 +60,8 @@ __global__ void __launch_bounds__(sequence_threads)
 
 /// restore with a selection: bounds of all pages of one sequence, from its entries.
 ///
-/// Grid: layers * Hkv * pieces blocks. Block: sequence_threads; a warp per page. Overwrites: bounds [2, Dk] of T
-/// per page.
+/// Grid: layers * Hkv * pieces blocks. Block: sequence_threads; a warp per page. Overwrites: bounds [2,
+/// Dk] of T per page.
 template <class P, class T>
 __global__ void __launch_bounds__(sequence_threads)
     paged_sequence_bounds_kernel(const DualRef<P, T>* const refs, const std::int32_t seq,

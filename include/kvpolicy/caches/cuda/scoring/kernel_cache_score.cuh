@@ -65,8 +65,8 @@ constexpr std::int64_t batched_beside(std::int64_t count) {
 /// mLSTM scores of a decode step with many sequences, for compute capability 9.0: states stream through a
 /// ring in shared memory; the two blocks of a cluster share one head's weights.
 ///
-/// Grid: ceil(count / (together * batched_blocks)) * Hkv clusters of batched_blocks blocks. Block: batched_threads:
-/// workers, a warp that copies states, warps that read scores out.
+/// Grid: ceil(count / (together * batched_blocks)) * Hkv clusters of batched_blocks blocks. Block:
+/// batched_threads: workers, a warp that copies states, warps that read scores out.
 /// Shared memory: dynamic mlstm_batched_memory::bytes() with `slots` stages of the ring.
 /// In, out and overwrites: as decode_scorer_kernel for the mLSTM, bit for bit as mlstm_decode_cluster_kernel.
 ///

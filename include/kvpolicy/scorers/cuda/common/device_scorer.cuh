@@ -1,6 +1,6 @@
-// device_scorer<S>: how a scorer runs on CUDA. A scorer is one folder: its kernels, and one specialization of this template
-// beside them. No shared file names a scorer, and a scorer of a user's own specializes it in the user's header
-// (examples/recipes/own_scorer_on_cuda.cu).
+// device_scorer<S>: how a scorer runs on CUDA. A scorer is one folder: its kernels, and one specialization of
+// this template beside them. No shared file names a scorer, and a scorer of a user's own specializes it in
+// the user's header (examples/recipes/own_scorer_on_cuda.cu).
 #pragma once
 
 #include <kvpolicy/core/types.hpp>
@@ -16,13 +16,15 @@ inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 
 /// What a specialization may say. A scorer says nothing of what it lacks, by inheriting from this.
 struct device_scorer_defaults {
-    /// score_sequence: forward<Widths, T>(ctx, scorer, call, parts, measure, status) takes its memory from `parts`, returns where
-    /// `measure` is true, and else enqueues its kernels, which write call.scores as the host's score_sequence does.
+    /// score_sequence: forward<Widths, T>(ctx, scorer, call, parts, measure, status) takes its memory from
+    /// `parts`, returns where `measure` is true, and else enqueues its kernels, which write call.scores as
+    /// the host's score_sequence does.
     static constexpr bool scores_sequences = false;
-    /// score_sequence_backward: backward<Widths, T>(ctx, scorer, call, gradients, parts, measure, status), alike.
+    /// score_sequence_backward: backward<Widths, T>(ctx, scorer, call, gradients, parts,
+    /// measure, status), alike.
     static constexpr bool has_gradients = false;
-    /// One warp scores an entry inside a decode step: score(scorer, head, key, value, head_dim_qk, head_dim_vo), called by all
-    /// 32 lanes, with the score in each of them.
+    /// One warp scores an entry inside a decode step: score(scorer, head, key, value, head_dim_qk,
+    /// head_dim_vo), called by all 32 lanes, with the score in each of them.
     static constexpr bool by_warp = false;
     /// A kernel of its own scores new tokens before a decode step (caches/cuda/scoring).
     static constexpr bool before_step = false;
@@ -33,7 +35,8 @@ struct device_scorer_defaults {
 template <class S>
 struct device_scorer : device_scorer_defaults {};
 
-/// The arguments of score_sequence, of a call that is checked. k [B, Hkv, S, Dk], v [B, Hkv, S, Dv], scores [B, Hkv, S].
+/// The arguments of score_sequence, of a call that is checked. k [B, Hkv, S, Dk], v [B, Hkv, S, Dv],
+/// scores [B, Hkv, S].
 template <class T>
 struct score_sequence_params {
     rows_view<const T> k;

@@ -1,7 +1,7 @@
 // What the backward passes of all scorers share: weights as tiles take them, and the sums over tokens that
-// become gradients of weights and inputs. A scorer hands over rows d y [planes, chunks * 64][width], what each
-// token's loss says about the rows of a weight matrix, of which columns beyond weight_stack::used may hold
-// anything. Sums are made in one fixed order: blocks write partial sums, and one thread adds those up.
+// become gradients of weights and inputs. A scorer hands over rows d y [planes, chunks * 64][width], what
+// each token's loss says about the rows of a weight matrix, of which columns beyond weight_stack::used may
+// hold anything. Sums are made in one fixed order: blocks write partial sums, and one thread adds those up.
 #pragma once
 
 #include <kvpolicy/cuda/config.cuh>
@@ -132,8 +132,8 @@ inline constexpr int weight_gradient_stages = shared_tile<T>::plain ? 1 : 3;
 /// Grid: splits x heads x (stack.rows / 64) x (padded / 128), the columns first. Block: 128 threads (on
 /// Hopper one warpgroup). Shared memory: tiles of 64 rows and 192 columns (16-bit rows: 3 stages) and the
 /// norms' factors.
-/// In: d_rows [planes, chunks * 64, stack.rows] T; the input of row r of a chunk is token first + r - shift of
-/// `source`.
+/// In: d_rows [planes, chunks * 64, stack.rows] T; the input of row r of a chunk is token first + r -
+/// shift of `source`.
 /// Out: partial [splits, heads, stack.rows, padded] fp32, overwritten where the stack has gradients.
 /// 1. Place of the block; a block without gradients ends. 2.
 /// Per chunk of its part: d y and x to shared memory (16-bit rows: two chunks ahead), then the product,

@@ -1,4 +1,5 @@
-// Checks that every scorer on CUDA shares: lengths and starts, rows that are not finite, and a Rope's frequencies.
+// Checks that every scorer on CUDA shares: lengths and starts, rows that are not finite, and a
+// Rope's frequencies.
 #pragma once
 
 #include <kvpolicy/core/status.hpp>

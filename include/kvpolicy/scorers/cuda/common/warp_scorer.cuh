@@ -24,9 +24,9 @@ __device__ inline float warp_total(float x) {
     return x;
 }
 
-/// scores[b][h][t] = device_scorer<S>::score of k [B, Hkv, S, Dk] and v [B, Hkv, S, Dv], for the tokens of the sequences' lengths.
-/// Grid: a block per chunk of scorer_chunk tokens of a plane (plane-major). Block: 256 threads, a warp per token in turn. No
-/// shared memory. Overwrites scores of the tokens, nothing else.
+/// scores[b][h][t] = device_scorer<S>::score of k [B, Hkv, S, Dk] and v [B, Hkv, S, Dv], for the tokens of
+/// the sequences' lengths. Grid: a block per chunk of scorer_chunk tokens of a plane (plane-major). Block:
+/// 256 threads, a warp per token in turn. No shared memory. Overwrites scores of the tokens, nothing else.
 template <class S, class T>
 __global__ void __launch_bounds__(256)
     warp_scorer_kernel(const scorer_streams streams, const scorer_source<T> source, const S scorer,

@@ -51,8 +51,8 @@ std::size_t conv_shared_bytes(const conv_params<T>& params, const conv_size& siz
     });
     return bytes;
 }
-/// The largest that fits into `capacity` bytes of shared memory, with slabs of up to `columns` columns: sums of
-/// products have one order in all of them. Refuses a scorer too wide for the smallest.
+/// The largest that fits into `capacity` bytes of shared memory, with slabs of up to `columns` columns: sums
+/// of products have one order in all of them. Refuses a scorer too wide for the smallest.
 template <bool Backward, class T>
 conv_size fitting_conv_size(const conv_params<T>& params, std::size_t capacity, std::int32_t columns) {
     const conv_size smallest{conv_few_tiles<T>, 64};

@@ -616,8 +616,8 @@ __global__ void __launch_bounds__(128) conv_unread_kernel(const conv_params<T> p
 }
 
 /// The backward pass of ConvScorer on Hopper: the layers of a tile again and back through them. No dropout.
-/// Grid: a block per tile of conv_backward_tile_rows tokens. Block: conv_consumers threads, two warpgroups; two blocks
-/// per SM. Shared memory: conv_backward_hopper_shape<Inputs>::shared_bytes.
+/// Grid: a block per tile of conv_backward_tile_rows tokens. Block: conv_consumers threads, two warpgroups;
+/// two blocks per SM. Shared memory: conv_backward_hopper_shape<Inputs>::shared_bytes.
 /// In: params.forward, d_scores [B, heads, S] fp32; weights [heads] of pack_conv_kernel, back of
 /// pack_conv_backward_kernel.
 /// Out, all overwritten: in[3] (x, y_1, y_2) [tiles, channels / 8, 120, 8] T, d[3] (d y_1 to d y_3) [tiles,

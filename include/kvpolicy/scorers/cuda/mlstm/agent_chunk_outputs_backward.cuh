@@ -136,8 +136,8 @@ __device__ inline void write_rows(T* rows, std::int32_t width, int count, const 
     write_columns(rows, width, 0, width / 8, count, static_cast<int>(threadIdx.x), mlstm_threads, get);
 }
 
-/// Small: as in mlstm_chunk_outputs_memory. Eight warps: warp i has rows 16 (i % 4) to 16 (i % 4) + 15 and half i / 4
-/// of the columns of each product.
+/// Small: as in mlstm_chunk_outputs_memory. Eight warps: warp i has rows 16 (i % 4) to 16 (i % 4) + 15 and
+/// half i / 4 of the columns of each product.
 template <class T, int F, int V, bool Small>
 struct chunk_outputs_backward_agent {
     using E = mlstm_element<T>;

@@ -1,6 +1,6 @@
 // A chunk of an mLSTM as one warpgroup has it, in code for compute capability 9.0a: a thread has whole rows'
-// share of a matrix of 64 rows, which are tokens or outputs, so that sums along rows stay in four lanes and no
-// two warps wait for each other over a row. Products are wgmma's, tiles are shared_tile's.
+// share of a matrix of 64 rows, which are tokens or outputs, so that sums along rows stay in four lanes and
+// no two warps wait for each other over a row. Products are wgmma's, tiles are shared_tile's.
 //
 // Of N columns a thread has d[4 j + 2 r + e]: row 16 (warp) + lane / 4 + 8 r, column 8 j + lane % 4 * 2 + e.
 // The same numbers rounded are fragments [N / 16][4], number 2 (j % 2) + r of fragment j / 2 for a pair of

@@ -66,10 +66,10 @@ struct mlstm_token_gradients_memory {
     }
 };
 
-/// The pairs of a chunk's tokens with its own outputs, tokens on rows and outputs on columns: w_lj (q~_l . k~_j)
-/// into memory.pairs, w_lj G_lj into registers, sums over a token's pairs, and sums of pairs across tokens: a
-/// pair (j, l) is across t where j < t <= l. In either half of the columns, sums along rows from l to the
-/// half's end, then down the columns over j < l.
+/// The pairs of a chunk's tokens with its own outputs, tokens on rows and outputs on columns: w_lj (q~_l .
+/// k~_j) into memory.pairs, w_lj G_lj into registers, sums over a token's pairs, and sums of pairs across
+/// tokens: a pair (j, l) is across t where j < t <= l. In either half of the columns, sums along rows from l
+/// to the half's end, then down the columns over j < l.
 template <class E, int F, int V, bool Small>
 __device__ inline void pairs_of_chunk(const mlstm_token_gradients_memory<E, F, V, Small>& memory,
                                       rounded_pair<E> (&gradients)[4][2]) {
@@ -121,8 +121,8 @@ __device__ inline void pairs_of_chunk(const mlstm_token_gradients_memory<E, F, V
 }
 
 /// d of a chunk's gates from its pairs, by one warp, into memory.d_gates and the chunk's sums. `across`:
-/// pairs of a token before the chunk and an output after it; inside(j): token j's pairs with outputs of the chunk;
-/// over(j): those that memory.columns leaves out for tokens after j, null where it has all.
+/// pairs of a token before the chunk and an output after it; inside(j): token j's pairs with outputs of the
+/// chunk; over(j): those that memory.columns leaves out for tokens after j, null where it has all.
 template <class T, class Memory, class Inside, class Over>
 __device__ inline void gate_gradients(const mlstm_params<T>& params, const scorer_span& s, std::int64_t chunk,
                                       const Memory& memory, float across, const Inside& inside,
@@ -187,8 +187,8 @@ __device__ inline void gate_gradients(const mlstm_params<T>& params, const score
     }
 }
 
-/// Small: as in mlstm_token_gradients_memory. Eight warps, as in kernel_chunk_outputs.cuh: warp i has rows 16 (i % 4)
-/// to 16 (i % 4) + 15 and half i / 4 of the columns of each product.
+/// Small: as in mlstm_token_gradients_memory. Eight warps, as in kernel_chunk_outputs.cuh: warp i has rows 16
+/// (i % 4) to 16 (i % 4) + 15 and half i / 4 of the columns of each product.
 template <class T, int F, int V, bool Small>
 struct token_gradients_agent {
     using E = mlstm_element<T>;

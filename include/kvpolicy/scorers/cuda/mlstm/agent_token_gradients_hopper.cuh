@@ -387,8 +387,8 @@ struct token_gradients_hopper_agent {
         }
     }
 
-    /// Phase 5: the second part of d k~_j, o_j (A v~_j + a), the pairs of a token with outputs after the chunk,
-    /// and d k~_j . k~_j of either half of the columns.
+    /// Phase 5: the second part of d k~_j, o_j (A v~_j + a), the pairs of a token with outputs after the
+    /// chunk, and d k~_j . k~_j of either half of the columns.
     __device__ __forceinline__ void add_state_part(const float (&out)[2], int lane, int j0, int c0,
                                                    float (&d_k)[F / 2], float (&along)[2][2]) const {
         float later[2] = {};

@@ -1,5 +1,5 @@
-// The delayed reads of a chunk: h = N / max(g, clamp), then scores, or the gradients of what the outputs depend
-// on.
+// The delayed reads of a chunk: h = N / max(g, clamp), then scores, or the gradients of what the
+// outputs depend on.
 //
 // Eight warps: warp i has rows 16 (i % 4) .. + 15 of the chunk and half i / 4 of whatever columns a product
 // has; or, where Parts is 4, sixteen warps and quarters. Sums along rows meet in shared memory.
@@ -303,9 +303,9 @@ __device__ __forceinline__ void load_readout(const mlstm_params<T>& params, std:
     }
 }
 
-/// Writes the scores of a chunk's outputs l from `skipped` to `count` to scores[l]. `number(i, gain, readout)`
-/// gives the norm's gain and the weight of value i, 0 beyond the width, and `added(l)` what a score has
-/// besides.
+/// Writes the scores of a chunk's outputs l from `skipped` to `count` to scores[l]. `number(i, gain,
+/// readout)` gives the norm's gain and the weight of value i, 0 beyond the width, and `added(l)` what a
+/// score has besides.
 template <class E, int V, int Parts, class T, class Memory, class Number, class Added>
 __device__ inline void score_outputs(const mlstm_params<T>& params, const Memory& memory, float* scores,
                                      std::int32_t skipped, std::int32_t count, std::int32_t bad,
@@ -364,9 +364,9 @@ __device__ inline void score_outputs(const mlstm_params<T>& params, const Memory
 
 /// chunk_outputs: scores of the tokens that a chunk reads.
 /// Grid: a block per chunk. Block: 256 threads. Shared memory: mlstm_chunk_outputs_memory<E, F, V, false>.
-/// In: rows q, k [planes, chunks * 64, F], v [.., V] E; memory [chunks, F, V] E and sums [chunks, F] fp32, the
-/// states before the chunks; frames of chunk_stabilizers; log_source, log_top, skipped; readout, norm_gain,
-/// readout_bias.
+/// In: rows q, k [planes, chunks * 64, F], v [.., V] E; memory [chunks, F, V] E and sums [chunks, F] fp32,
+/// the states before the chunks; frames of chunk_stabilizers; log_source, log_top, skipped; readout,
+/// norm_gain, readout_bias.
 /// Out: scores [B, heads, S] fp32, overwritten for the tokens that the chunk reads.
 /// 1. The chunk's rows, state and numbers to shared memory.
 /// 2. Pairs, w_lj (q~_l . k~_j), and q~_l . z. 3. h_l from the state and the pairs.

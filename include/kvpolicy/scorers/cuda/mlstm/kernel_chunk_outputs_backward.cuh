@@ -1,12 +1,12 @@
-// The backward pass of an mLSTM scorer (scorers/host/mlstm_backward_stream.hpp has the equations): the outputs
-// of each chunk, which give d N, d g and d q~; then, with the state A that runs backwards
+// The backward pass of an mLSTM scorer (scorers/host/mlstm_backward_stream.hpp has the equations): the
+// outputs of each chunk, which give d N, d g and d q~; then, with the state A that runs backwards
 // (kernel_chunk_states.cuh), the tokens it absorbed.
 //
-// A pair is a token j and an output l from it on; its share of the gradient is T_lj = w_lj (q~_l . k~_j) G_lj. d
-// log i_j is the sum of its pairs, d log f_t that of all pairs with j < t <= l. Both are summed as they are,
-// pairs that leave the chunk through the states, so that what is small because few pairs count is not a
-// difference of large sums: with d g_l = -d N_l . h_l of d N_l as it is rounded, G_lj = d N_l . (v~_j - h_l)
-// cancels where it should.
+// A pair is a token j and an output l from it on; its share of the gradient is T_lj = w_lj (q~_l . k~_j)
+// G_lj. d log i_j is the sum of its pairs, d log f_t that of all pairs with j < t <= l. Both are summed as
+// they are, pairs that leave the chunk through the states, so that what is small because few pairs count is
+// not a difference of large sums: with d g_l = -d N_l . h_l of d N_l as it is rounded, G_lj = d N_l . (v~_j -
+// h_l) cancels where it should.
 #pragma once
 
 #include <kvpolicy/scorers/cuda/mlstm/agent_chunk_outputs_backward.cuh>

@@ -13,9 +13,9 @@ namespace cuda_backend {
 /// chunk_outputs_backward on Hopper: of each chunk's outputs d N_l, d g_l and d q~_l. Norm: the readout has a
 /// norm.
 /// Grid: SMs x mlstm_chunk_outputs_blocks<V>, or the chunks if fewer; blocks stay, and take chunks with
-/// this stride. Block: 128 threads, one warpgroup. Shared memory: mlstm_chunk_outputs_backward_memory.
-/// In and out: as mlstm_chunk_outputs_backward_kernel (kernel_chunk_outputs_backward.cuh), but memory in the image of
-/// the tiles.
+/// this stride. Block: 128 threads, one warpgroup. Shared memory: mlstm_chunk_outputs_backward_memory. In
+/// and out: as mlstm_chunk_outputs_backward_kernel (kernel_chunk_outputs_backward.cuh), but memory in the
+/// image of the tiles.
 /// 1. The first chunk's loads.
 /// Per chunk: 2. its numbers to shared memory; its tiles have arrived.
 /// 3. The read: h_l.

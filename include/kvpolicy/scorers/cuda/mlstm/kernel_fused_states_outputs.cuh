@@ -23,8 +23,8 @@ namespace cuda_backend {
 /// Sixteen warps, to hide the latencies of a block that is alone on its SM.
 inline constexpr int mlstm_fused_parts = 4, mlstm_fused_threads = 128 * mlstm_fused_parts;
 
-/// Shared memory of mlstm_fused_states_outputs_kernel: what an output needs, its rows those of the present chunk, and the rows
-/// of two chunks.
+/// Shared memory of mlstm_fused_states_outputs_kernel: what an output needs, its rows those of the present
+/// chunk, and the rows of two chunks.
 template <class E, int F, int V>
 struct mlstm_fused_memory {
     static constexpr int stages = 2, stats_held = 4;

@@ -401,8 +401,8 @@ __device__ inline void fused_score_chunks(const mlstm_params<T>& params, const m
 }
 #endif
 
-/// fused_states_outputs on Hopper, 16-bit rows: scores (fused_writes_scores), states in memory (fused_writes_states), or
-/// both.
+/// fused_states_outputs on Hopper, 16-bit rows: scores (fused_writes_scores), states in memory
+/// (fused_writes_states), or both.
 /// Grid: planes x segments. Block: mlstm_fused_hopper_threads<F>: warpgroups that read (2), that add chunks
 /// (F / 64), and one that loads; one block per SM. Shared memory: mlstm_fused_hopper_memory: 3
 /// chunks, 2 states.
@@ -410,9 +410,9 @@ __device__ inline void fused_score_chunks(const mlstm_params<T>& params, const m
 /// Out: scores [B, heads, S] fp32; memory [chunks, F V] E in the image of the tiles and sums [chunks, F]
 /// fp32. Overwritten. The last segment overwrites the caller's states.
 /// 1. What all chunks share; barriers. Then each role, per chunk: 2. fused_load_rows: rows and numbers to the
-///    ring. 3. fused_add_chunks: the state before the chunk to shared memory (and to memory), then decay and the
-///    outer products. 4. fused_score_chunks: the chunk's outputs, down to scores. The roles wait for each other at
-///    mbarriers only.
+///    ring. 3. fused_add_chunks: the state before the chunk to shared memory (and to memory), then decay and
+///    the outer products. 4. fused_score_chunks: the chunk's outputs, down to scores. The roles wait for each
+///    other at mbarriers only.
 template <class T, int F, int V>
 __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(mlstm_fused_hopper_threads<F>), 1)
     mlstm_fused_states_outputs_hopper_kernel([[maybe_unused]] const mlstm_params<T> params) {

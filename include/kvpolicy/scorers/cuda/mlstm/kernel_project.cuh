@@ -476,8 +476,8 @@ struct project_agent {
 };
 
 /// Features, values and gates of all tokens, and features of all queries.
-/// Grid: 2 x planes x ceil(chunks / Slots): the tokens of `Chunks` neighboring chunks of a plane, then as many
-/// blocks for their queries. Block: 128 Slots threads, four warps per chunk. Shared memory:
+/// Grid: 2 x planes x ceil(chunks / Slots): the tokens of `Chunks` neighboring chunks of a plane, then as
+/// many blocks for their queries. Block: 128 Slots threads, four warps per chunk. Shared memory:
 /// mlstm_project_memory.
 /// In: source (k, v) T; stack_q [heads, rows_q, padded], stack_k [heads, rows_k, padded] T; w_i, b_i, w_f,
 /// b_f, skip fp32. direct_values: v~ are the values themselves.

@@ -12,13 +12,15 @@
 //
 // States are stored in 16 bits, as deviations. Where one token has nearly all the weight, an output is that
 // token's value, what the loss says of the token's weight is a difference d N . (v~ - h) of nearly equal
-// numbers, and the rounding of C and A would be all that is left of it. So a chunk has a reference value ref_value, the
-// value of the reference token before it (the one with the largest weight) times that token's share of all
-// weights:
+// numbers, and the rounding of C and A would be all that is left of it. So a chunk has a reference value
+// ref_value, the value of the reference token before it (the one with the largest weight) times that token's
+// share of all weights:
 //
-//     stored: C - z ref_value^T, rounded, and z; of the backward state A, rounded, and a + (A - A rounded) ref_value
+//     stored: C - z ref_value^T, rounded, and z; of the backward state A, rounded, and a + (A - A rounded)
+//         ref_value
 //
-// whose errors go with v~ - ref_value, as the differences themselves do. Where no token has most of the weight, ref_value is near 0.
+// whose errors go with v~ - ref_value, as the differences themselves do. Where no token has most of the
+// weight, ref_value is near 0.
 #pragma once
 
 #include <kvpolicy/core/types.hpp>
@@ -83,7 +85,8 @@ struct mlstm_params {
     double *log_source = nullptr, *log_top = nullptr;
     float* weight = nullptr;   // exp(s_j - top of the last)
     float* skipped = nullptr;  // skip . x of the query
-    /// chunks x F V: C before them, less z ref_value^T; [F][V], for Hopper's kernels as it stands in their tiles.
+    /// chunks x F V: C before them, less z ref_value^T; [F][V], for Hopper's kernels as it
+    /// stands in their tiles.
     E* memory = nullptr;
     float* sums = nullptr;  // chunks x F: z before them
     mlstm_chunk_stats* chunk_stats = nullptr;
@@ -203,7 +206,8 @@ __device__ inline void round_pair(float& first, float& second) {
     second = pair.second();
 }
 
-/// Number i of a chunk's reference value ref_value: before it, or after it (before the next chunk of its stream).
+/// Number i of a chunk's reference value ref_value: before it, or after it (before the next
+/// chunk of its stream).
 template <class T, class Stats = mlstm_chunk_stats>
 __device__ inline float reference_before(const mlstm_params<T>& params, const Stats& stats,
                                          std::int64_t plane_row, int V, int i) {
