@@ -85,15 +85,15 @@ void report(benchmark::State& state, double pairs, double flops_a_pair, std::int
     state.counters["tflops"] = flops / state.counters["median_ms"] * 1e-9;
 }
 
-/// Runs `call(on, workspace)`, timed, with as much workspace as it needs.
+/// Runs `call(ctx, workspace)`, timed, with as much workspace as it needs.
 template <class Call>
 void measure_with_workspace(benchmark::State& state, std::size_t bytes, const Call& call) {
     const stream_of_calls calls;
-    const kvp::cuda on{calls.stream};
+    const kvp::cuda ctx{calls.stream};
     const buffer<unsigned char> memory(static_cast<std::int64_t>(bytes));
     const kvp::workspace_view workspace{memory.data(), bytes};
     measure(
-        state, calls.stream, [&] { call(on, workspace); }, bytes);
+        state, calls.stream, [&] { call(ctx, workspace); }, bytes);
 }
 
 // ---- the future-attention target --------------------------------------------------------------------------
@@ -105,9 +105,9 @@ void causal_lse(benchmark::State& state, const shape& s) {
     const buffer<float> lse(s.queries());
     const kvp::Sequences sequences{s.batch, s.length};
     measure_with_workspace(state, kvp::future_mass_workspace_bytes<bf16>(kvp::cuda{}, q.read(), k.read()),
-                           [&](const kvp::cuda& on, kvp::workspace_view workspace) {
+                           [&](const kvp::cuda& ctx, kvp::workspace_view workspace) {
                                kvp::causal_lse<bf16, Dims>(
-                                   on, {}, q.read(), k.read(), sequences,
+                                   ctx, {}, q.read(), k.read(), sequences,
                                    kvp::view_bhs(lse.data(), s.batch, s.query_heads(), s.length), workspace);
                            });
     const double n = s.length;
@@ -126,8 +126,8 @@ void future_mass(benchmark::State& state, const shape& s, const kvp::FutureMassO
                                     {memory.data(), bytes});
         ok(cudaDeviceSynchronize());
     }
-    measure_with_workspace(state, bytes, [&](const kvp::cuda& on, kvp::workspace_view workspace) {
-        kvp::future_mass<bf16, Dims>(on, {}, q.read(), k.read(), of_queries, sequences,
+    measure_with_workspace(state, bytes, [&](const kvp::cuda& ctx, kvp::workspace_view workspace) {
+        kvp::future_mass<bf16, Dims>(ctx, {}, q.read(), k.read(), of_queries, sequences,
                                      kvp::view_bhs(target.data(), s.batch, s.heads, s.length), workspace,
                                      options);
     });
@@ -202,15 +202,15 @@ struct lifetimes {
             fill_scores<<<blocks_of(s.keys()), 256>>>(scores.data(), s.keys());
             ok(cudaGetLastError());
         }
-        const kvp::cuda on{};
+        const kvp::cuda ctx{};
         const kvp::Sequences sequences{s.batch, s.length};
-        const std::size_t bytes = kvp::build_mask_workspace_bytes(on, policy, sequences, s.heads);
+        const std::size_t bytes = kvp::build_mask_workspace_bytes(ctx, policy, sequences, s.heads);
         const buffer<unsigned char> memory(static_cast<std::int64_t>(bytes));
-        kvp::build_mask(on, policy, kvp::view_bhs<const float>(scores.data(), s.batch, s.heads, s.length),
+        kvp::build_mask(ctx, policy, kvp::view_bhs<const float>(scores.data(), s.batch, s.heads, s.length),
                         sequences, kvp::view_bhs(expiry.data(), s.batch, s.heads, s.length),
                         {memory.data(), bytes});
         const buffer<std::int32_t> live(s.keys());
-        kvp::live_keys(on, kvp::view_bhs<const kvp::expiry_t>(expiry.data(), s.batch, s.heads, s.length),
+        kvp::live_keys(ctx, kvp::view_bhs<const kvp::expiry_t>(expiry.data(), s.batch, s.heads, s.length),
                        sequences, kvp::view_bhs(live.data(), s.batch, s.heads, s.length));
         std::vector<std::int32_t> counts(static_cast<std::size_t>(s.keys()));
         ok(cudaMemcpy(counts.data(), live.data(), counts.size() * sizeof(counts[0]), cudaMemcpyDeviceToHost));
@@ -268,8 +268,8 @@ struct attention_tensors {
     [[nodiscard]] kvp::plane_view<float> lse_view() const {
         return kvp::view_bhs(lse.data(), s.batch, s.query_heads(), s.length);
     }
-    void forward(const kvp::cuda& on, kvp::workspace_view workspace) const {
-        kvp::attend<bf16, Dims>(on, {}, q.read(), keys(), sequences(), out_view(), lse_view(), workspace,
+    void forward(const kvp::cuda& ctx, kvp::workspace_view workspace) const {
+        kvp::attend<bf16, Dims>(ctx, {}, q.read(), keys(), sequences(), out_view(), lse_view(), workspace,
                                 options);
     }
     [[nodiscard]] std::size_t forward_bytes() const {
@@ -296,10 +296,10 @@ void forward_and_backward(benchmark::State& state, const shape& s, const P& poli
         std::max(tensors.forward_bytes(),
                  kvp::attend_backward_workspace_bytes<bf16, Dims>(
                      kvp::cuda{}, {}, tensors.q.read(), tensors.keys(), tensors.sequences(), options));
-    measure_with_workspace(state, bytes, [&](const kvp::cuda& on, kvp::workspace_view workspace) {
-        tensors.forward(on, workspace);
-        kvp::attend_backward<bf16, Dims>(on, {}, tensors.q.read(), tensors.keys(), tensors.sequences(), given,
-                                         into, workspace, options);
+    measure_with_workspace(state, bytes, [&](const kvp::cuda& ctx, kvp::workspace_view workspace) {
+        tensors.forward(ctx, workspace);
+        kvp::attend_backward<bf16, Dims>(ctx, {}, tensors.q.read(), tensors.keys(), tensors.sequences(),
+                                         given, into, workspace, options);
     });
     report(state, tensors.life.pairs, 14.0 * s.dim, 6 * (s.queries() + s.keys()) * s.dim);
 }
@@ -311,7 +311,7 @@ void forward(benchmark::State& state, const shape& s, const P& policy, std::uint
     tensors.options.copies = copies;
     measure_with_workspace(
         state, tensors.forward_bytes(),
-        [&](const kvp::cuda& on, kvp::workspace_view workspace) { tensors.forward(on, workspace); });
+        [&](const kvp::cuda& ctx, kvp::workspace_view workspace) { tensors.forward(ctx, workspace); });
     report(state, tensors.life.pairs, 4.0 * s.dim, 2 * (s.queries() + s.keys()) * s.dim);
 }
 

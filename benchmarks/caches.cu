@@ -144,14 +144,14 @@ void decode(benchmark::State& state, const P& policy, std::int32_t batch, std::i
                                           .head_dim = dim},
                                          policy);
     const stream_of_calls calls;
-    const kvp::cuda on{calls.stream};
+    const kvp::cuda ctx{calls.stream};
     const buffer<unsigned char> memory(static_cast<std::int64_t>(cache.bytes().total()));
-    cache.bind(on, memory.data(), static_cast<std::size_t>(memory.count()));
+    cache.bind(ctx, memory.data(), static_cast<std::size_t>(memory.count()));
     const std::int64_t row = std::int64_t{batch} * heads * dim;
     const Numbers q(row * group, 1), k(row, 2), v(row, 3);
     const buffer<bf16> out(row * group);
     const buffer<float> scores(std::int64_t{batch} * heads);
-    const std::size_t needed = cache.template step_workspace_bytes<Dims>(on, batch);
+    const std::size_t needed = cache.template step_workspace_bytes<Dims>(ctx, batch);
     const buffer<unsigned char> workspace(static_cast<std::int64_t>(needed));
     kvp::StepIO<bf16> io = cache.hnd(q.memory.data(), k.memory.data(), v.memory.data(), out.data(),
                                      {.batch = batch, .tokens = 1});
@@ -163,9 +163,9 @@ void decode(benchmark::State& state, const P& policy, std::int32_t batch, std::i
             scores.data(), static_cast<std::int32_t>(scores.count()), cache.layer(0).length,
             order == Order::improving);
         for (std::int32_t layer = 0; layer < layers; ++layer) {
-            kvp::step<Dims>(on, cache.layer(layer), io, {workspace.data(), needed});
+            kvp::step<Dims>(ctx, cache.layer(layer), io, {workspace.data(), needed});
         }
-        cache.advance(on, {batch});
+        cache.advance(ctx, {batch});
     };
     for (std::int32_t layer = 0; layer < layers; ++layer) {
         const auto ref = cache.layer(layer);
@@ -198,9 +198,9 @@ void prompt(benchmark::State& state, std::int32_t length, Order order) {
         {.layers = 1, .max_sequences = 1, .query_heads = heads * group, .kv_heads = heads, .head_dim = dim},
         policy);
     const stream_of_calls calls;
-    const kvp::cuda on{calls.stream};
+    const kvp::cuda ctx{calls.stream};
     const buffer<unsigned char> memory(static_cast<std::int64_t>(cache.bytes().total()));
-    cache.bind(on, memory.data(), static_cast<std::size_t>(memory.count()));
+    cache.bind(ctx, memory.data(), static_cast<std::size_t>(memory.count()));
     const std::int64_t row = std::int64_t{heads} * length * dim;
     const Numbers q(row * group, 1), k(row, 2), v(row, 3);
     const buffer<bf16> out(row * group);
@@ -213,7 +213,7 @@ void prompt(benchmark::State& state, std::int32_t length, Order order) {
     }
     const buffer<float> scores(static_cast<std::int64_t>(given.size()));
     ok(cudaMemcpy(scores.data(), given.data(), given.size() * sizeof(float), cudaMemcpyHostToDevice));
-    const std::size_t needed = cache.workspace_bytes<Dims>(on, {.batch = 1, .tokens = length});
+    const std::size_t needed = cache.workspace_bytes<Dims>(ctx, {.batch = 1, .tokens = length});
     const buffer<unsigned char> workspace(static_cast<std::int64_t>(needed));
     kvp::StepIO<bf16> io = cache.hnd(q.memory.data(), k.memory.data(), v.memory.data(), out.data(),
                                      {.batch = 1, .tokens = length});
@@ -221,8 +221,8 @@ void prompt(benchmark::State& state, std::int32_t length, Order order) {
     measure(
         state, calls.stream,
         [&] {
-            cache.clear(on, 0);
-            kvp::prefill<Dims>(on, cache.layer(0), io, {workspace.data(), needed});
+            cache.clear(ctx, 0);
+            kvp::prefill<Dims>(ctx, cache.layer(0), io, {workspace.data(), needed});
         },
         needed);
 }
@@ -298,9 +298,9 @@ void score_alone(benchmark::State& state, std::int32_t batch) {
                                                .head_dim = dim},
                                               policy_of<Memory>(rows, scorer));
     const stream_of_calls calls;
-    const kvp::cuda on{calls.stream};
+    const kvp::cuda ctx{calls.stream};
     const buffer<unsigned char> memory(static_cast<std::int64_t>(cache.bytes().total()));
-    cache.bind(on, memory.data(), static_cast<std::size_t>(memory.count()));
+    cache.bind(ctx, memory.data(), static_cast<std::size_t>(memory.count()));
     const std::int64_t row = std::int64_t{batch} * heads * dim;
     const Numbers k(row, 2), v(row, 3);
     const buffer<float> scores(std::int64_t{batch} * heads);
@@ -315,13 +315,13 @@ void score_alone(benchmark::State& state, std::int32_t batch) {
         for (std::int32_t layer = 0; layer < layers; ++layer) {
             const auto ref = cache.layer(layer);
             cb::launch_scores(
-                on, cb::score_params<cb::contiguous_view<bf16>, kvp::mLSTMScorer<>>{
-                        .cache = cb::contiguous_view<bf16>(ref),
-                        .batch = {batch},
-                        .tokens = {.k = kvp::view_bhsd<const bf16>(k.memory.data(), batch, heads, 1, dim),
-                                   .v = kvp::view_bhsd<const bf16>(v.memory.data(), batch, heads, 1, dim)},
-                        .scores = scores.data(),
-                        .scorer = ref.scorer});
+                ctx, cb::score_params<cb::contiguous_view<bf16>, kvp::mLSTMScorer<>>{
+                         .cache = cb::contiguous_view<bf16>(ref),
+                         .batch = {batch},
+                         .tokens = {.k = kvp::view_bhsd<const bf16>(k.memory.data(), batch, heads, 1, dim),
+                                    .v = kvp::view_bhsd<const bf16>(v.memory.data(), batch, heads, 1, dim)},
+                         .scores = scores.data(),
+                         .scorer = ref.scorer});
         }
     });
     state.counters["share_of_bandwidth"] = state.counters["gb_per_s"] * 1e9 / peak_bandwidth();

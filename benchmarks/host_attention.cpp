@@ -69,7 +69,7 @@ struct Call {
           out(q.size()),
           starts{rows - queries} {}
 
-    void run(const host& on) {
+    void run(const host& ctx) {
         const auto queries_of = [&](auto* data) {
             return view_bhsd(data, 1, kv_heads * group, queries, dim);
         };
@@ -83,8 +83,8 @@ struct Call {
         Sequences sequences{1, queries};
         sequences.starts = starts.data();
         const rows_view<const T> in = queries_of(q.data());
-        memory.resize(attend_workspace_bytes(on, {}, in, all, sequences));
-        attend(on, {}, in, all, sequences, queries_of(out.data()), {}, {memory.data(), memory.size()});
+        memory.resize(attend_workspace_bytes(ctx, {}, in, all, sequences));
+        attend(ctx, {}, in, all, sequences, queries_of(out.data()), {}, {memory.data(), memory.size()});
     }
 
     /// Floating-point operations of the exact live pairs.
@@ -146,10 +146,10 @@ BENCHMARK(fma_peak)->Unit(benchmark::kMillisecond);
 template <class T>
 void prefill_one_core(benchmark::State& state) {
     const auto dim = static_cast<std::int32_t>(state.range(0));
-    const host on(1);
+    const host ctx(1);
     Call<T> call(1, 4, 4096, 4096, dim);
     for ([[maybe_unused]] auto _ : state) {
-        call.run(on);
+        call.run(ctx);
     }
     state.counters["GFLOP/s"] =
         benchmark::Counter(call.operations() * 1e-9, benchmark::Counter::kIsIterationInvariantRate);
@@ -160,7 +160,7 @@ BENCHMARK_TEMPLATE(prefill_one_core, bf16)->Arg(64)->Arg(128)->Unit(benchmark::k
 // ---- prefill of 16k tokens: through a mask, and dense -----------------------------------------------------
 
 void prefill_16k(benchmark::State& state, bool bounded) {
-    const host on;
+    const host ctx;
     Call<bf16> call(2, 3, 16384, 16384, 64);
     if (bounded) {
         const KVpop<> policy{Sink<>{4}, Window<>{256}, TopKBudget<>{2048 - 4 - 256}, Decay<1>{-1e-4f},
@@ -168,12 +168,12 @@ void prefill_16k(benchmark::State& state, bool bounded) {
         const std::vector<float> scores = random_rows<float>(std::int64_t{call.kv_heads} * call.rows, 4);
         call.expiry.resize(scores.size());
         const Sequences sequences{1, call.rows};
-        std::vector<unsigned char> memory(build_mask_workspace_bytes(on, policy, sequences, call.kv_heads));
-        build_mask(on, policy, view_bhs<const float>(scores.data(), 1, call.kv_heads, call.rows), sequences,
+        std::vector<unsigned char> memory(build_mask_workspace_bytes(ctx, policy, sequences, call.kv_heads));
+        build_mask(ctx, policy, view_bhs<const float>(scores.data(), 1, call.kv_heads, call.rows), sequences,
                    view_bhs(call.expiry.data(), 1, call.kv_heads, call.rows), {memory.data(), memory.size()});
     }
     for ([[maybe_unused]] auto _ : state) {
-        call.run(on);
+        call.run(ctx);
     }
     state.counters["GFLOP/s"] =
         benchmark::Counter(call.operations() * 1e-9, benchmark::Counter::kIsIterationInvariantRate);
@@ -187,13 +187,13 @@ BENCHMARK(prefill_16k_dense)->Unit(benchmark::kMillisecond)->UseRealTime()->Iter
 
 /// Copies as many bytes as a decode step reads, in parts, on the same threads.
 void copy(benchmark::State& state) {
-    const host on;
+    const host ctx;
     const std::int64_t bytes = large_set();
     const std::vector<unsigned char> from(static_cast<std::size_t>(bytes), 1);
     std::vector<unsigned char> to(static_cast<std::size_t>(bytes), 2);
-    const std::int64_t parts = on.threads();
+    const std::int64_t parts = ctx.threads();
     for ([[maybe_unused]] auto _ : state) {
-        on.parallel_for(parts, [&](std::int64_t part) {
+        ctx.parallel_for(parts, [&](std::int64_t part) {
             const std::int64_t begin = bytes * part / parts, end = bytes * (part + 1) / parts;
             std::memcpy(to.data() + begin, from.data() + begin, static_cast<std::size_t>(end - begin));
         });
@@ -205,14 +205,14 @@ BENCHMARK(copy)->Unit(benchmark::kMillisecond)->UseRealTime()->MinTime(0.2);
 
 template <class T>
 void decode(benchmark::State& state) {
-    const host on;
+    const host ctx;
     const auto group = static_cast<std::int32_t>(state.range(0));
     const auto dim = static_cast<std::int32_t>(state.range(1));
     constexpr std::int32_t kv_heads = 8;
     const auto row_bytes = static_cast<std::int64_t>(2 * sizeof(T)) * dim * kv_heads;
     Call<T> call(kv_heads, group, 1, static_cast<std::int32_t>(large_set() / row_bytes), dim);
     for ([[maybe_unused]] auto _ : state) {
-        call.run(on);
+        call.run(ctx);
     }
     state.SetBytesProcessed(state.iterations() * call.rows * row_bytes);
 }

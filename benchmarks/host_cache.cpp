@@ -44,7 +44,7 @@ std::vector<T> random_rows(std::size_t count, unsigned seed) {
 template <class P>
 struct Filled {
     Model model;
-    host on;
+    host ctx;
     FixedBudgetCache<P, Storage> cache;
     std::vector<unsigned char> memory, workspace;
     std::vector<Storage> q, k, v, out;
@@ -61,7 +61,7 @@ struct Filled {
                 policy),
           memory(cache.bytes().total()),
           chunk(prefill_tokens) {
-        cache.bind(on, memory.data(), memory.size());
+        cache.bind(ctx, memory.data(), memory.size());
         const auto heads = static_cast<std::size_t>(model.kv_heads);
         const std::size_t elements =
             static_cast<std::size_t>(chunk) * static_cast<std::size_t>(model.dim) * heads;
@@ -70,7 +70,7 @@ struct Filled {
         v = random_rows<Storage>(elements, 3);
         scores = random_rows<float>(static_cast<std::size_t>(chunk) * heads, 4);
         out.resize(q.size());
-        workspace.resize(cache.workspace_bytes(on, {.batch = 1, .tokens = chunk}));
+        workspace.resize(cache.workspace_bytes(ctx, {.batch = 1, .tokens = chunk}));
         for (std::int64_t at = 0; at < tokens; at += chunk) {
             feed(chunk);
         }
@@ -86,11 +86,11 @@ struct Filled {
         const auto ref = cache.layer(0);
         const workspace_view scratch{workspace.data(), workspace.size()};
         if (tokens == 1) {
-            step(on, ref, io, scratch);
+            step(ctx, ref, io, scratch);
         } else {
-            prefill(on, ref, io, scratch);
+            prefill(ctx, ref, io, scratch);
         }
-        cache.advance(on, batch);
+        cache.advance(ctx, batch);
     }
 };
 
@@ -106,7 +106,7 @@ void attention_over(benchmark::State& state) {
     Filled<Dense> filled(decode_model, Dense{Window<>{rows}}, rows, 256);
     constexpr std::int32_t query_heads = decode_model.kv_heads * decode_model.group;
     for ([[maybe_unused]] auto _ : state) {
-        attend(filled.on, filled.cache.layer(0),
+        attend(filled.ctx, filled.cache.layer(0),
                {.q = view_bshd<const Storage>(filled.q.data(), 1, 1, query_heads, decode_model.dim),
                 .out = view_bshd(filled.out.data(), 1, 1, query_heads, decode_model.dim),
                 .batch = Batch{.count = 1}},
@@ -137,7 +137,7 @@ template <class P>
 void prefill_16k(benchmark::State& state, const P& policy) {
     Filled<P> filled(prefill_model, policy, 0, 16384);
     for ([[maybe_unused]] auto _ : state) {
-        filled.cache.clear(filled.on, 0);
+        filled.cache.clear(filled.ctx, 0);
         filled.feed(16384);
     }
 }

@@ -45,7 +45,7 @@ std::vector<float> normal(std::int64_t count, unsigned seed) {
 
 /// One layer, and all that a step of training needs of it.
 struct Layer {
-    const host on{1};
+    const host ctx{1};
     std::vector<float> q = normal(std::int64_t{query_heads} * length * dim, 1);
     std::vector<float> k = normal(std::int64_t{kv_heads} * length * dim, 2);
     std::vector<float> v = normal(std::int64_t{kv_heads} * length * dim, 3);
@@ -75,23 +75,23 @@ struct Layer {
 
     void dense() {
         const kv_view<float> all{keys_view(), values()};
-        attend<float>(on, {}, queries(), all, sequences, view_bhsd(out.data(), 1, query_heads, length, dim),
+        attend<float>(ctx, {}, queries(), all, sequences, view_bhsd(out.data(), 1, query_heads, length, dim),
                       write(lse, query_heads),
-                      need(attend_workspace_bytes<float>(on, {}, queries(), all, sequences)));
+                      need(attend_workspace_bytes<float>(ctx, {}, queries(), all, sequences)));
     }
     void make_target() {
         FutureMassOptions options;
         options.window = window;
-        future_mass<float>(on, {}, queries(), keys_view(), read(lse, query_heads), sequences, write(target),
-                           need(future_mass_workspace_bytes<float>(on, queries(), keys_view())), options);
+        future_mass<float>(ctx, {}, queries(), keys_view(), read(lse, query_heads), sequences, write(target),
+                           need(future_mass_workspace_bytes<float>(ctx, queries(), keys_view())), options);
     }
     void loss() {
         BoundaryLoss boundary;
         boundary.sampler.count = 1024;
         double d_log_gamma[kv_heads] = {};
         BoundaryValue value;
-        boundary(on, all_params, read(scores), read(target), sequences, write(d_scores), d_log_gamma, &value,
-                 need(boundary.workspace_bytes(on, all_params, sequences, kv_heads)));
+        boundary(ctx, all_params, read(scores), read(target), sequences, write(d_scores), d_log_gamma, &value,
+                 need(boundary.workspace_bytes(ctx, all_params, sequences, kv_heads)));
     }
 };
 
@@ -122,16 +122,16 @@ struct Trained {
         });
     }
     void score(Layer& layer, std::int32_t delay) {
-        score_sequence(layer.on, scorer, layer.keys_view(), layer.values(), layer.sequences, delay,
+        score_sequence(layer.ctx, scorer, layer.keys_view(), layer.values(), layer.sequences, delay,
                        Layer::write(layer.scores),
-                       layer.need(score_sequence_workspace_bytes(layer.on, scorer, layer.keys_view(),
+                       layer.need(score_sequence_workspace_bytes(layer.ctx, scorer, layer.keys_view(),
                                                                  layer.values(), layer.sequences)));
     }
     void backward(Layer& layer, std::int32_t delay) {
         const ScoreBackward<float> call{layer.keys_view(), layer.values(), layer.sequences, delay,
                                         Layer::read(layer.d_scores)};
-        score_sequence_backward(layer.on, scorer, call, gradients,
-                                layer.need(score_sequence_backward_workspace_bytes(layer.on, scorer, call)));
+        score_sequence_backward(layer.ctx, scorer, call, gradients,
+                                layer.need(score_sequence_backward_workspace_bytes(layer.ctx, scorer, call)));
     }
 };
 

@@ -52,7 +52,7 @@ kvp::workspace_view view(const buffer<unsigned char>& memory) {
 void boundary(benchmark::State& state, std::int32_t heads, std::int32_t layers, std::int32_t length,
               std::int32_t budget, std::int32_t drawn) {
     const stream_of_calls calls;
-    const kvp::cuda on{calls.stream};
+    const kvp::cuda ctx{calls.stream};
     const std::int64_t count = std::int64_t{heads} * layers * length;
     const filled<float> scores(count, 1.0f, 1), target(count, 1.0f, 2), d(count, 0.0f, 3);
     const filled<double> d_gamma(std::int64_t{heads} * layers, 0.0f, 0);
@@ -64,13 +64,13 @@ void boundary(benchmark::State& state, std::int32_t heads, std::int32_t layers, 
     kvp::BoundaryOptions options;
     options.layers = layers;
     const kvp::Sequences sequences{1, length};
-    const std::size_t bytes = loss.workspace_bytes(on, all_params(budget), sequences, heads * layers);
+    const std::size_t bytes = loss.workspace_bytes(ctx, all_params(budget), sequences, heads * layers);
     const buffer<unsigned char> workspace(static_cast<std::int64_t>(bytes));
     const auto plane = [&](const float* data) { return kvp::view_bhs(data, 1, heads * layers, length); };
     measure(
         state, calls.stream,
         [&] {
-            loss(on, all_params(budget), plane(scores.data()), plane(target.data()), sequences,
+            loss(ctx, all_params(budget), plane(scores.data()), plane(target.data()), sequences,
                  kvp::view_bhs(d.data(), 1, heads * layers, length), d_gamma.data(), value.data(),
                  view(workspace), options);
         },
@@ -81,18 +81,18 @@ void sparsity(benchmark::State& state) {
     constexpr std::int32_t heads = 8, length = 16384;
     using Gated = kvp::Policy<kvp::Sink<4>, kvp::Window<256>, kvp::ThresholdGate<kvp::at_least>>;
     const stream_of_calls calls;
-    const kvp::cuda on{calls.stream};
+    const kvp::cuda ctx{calls.stream};
     const filled<float> scores(std::int64_t{heads} * length, 1.0f, 1),
         d(std::int64_t{heads} * length, 0.0f, 2);
     const buffer<kvp::LossValue> value(1);
     const kvp::Sequences sequences{1, length};
     const Gated policy{};
-    const std::size_t bytes = kvp::GateSparsity{}.workspace_bytes(on, policy, sequences, heads);
+    const std::size_t bytes = kvp::GateSparsity{}.workspace_bytes(ctx, policy, sequences, heads);
     const buffer<unsigned char> workspace(static_cast<std::int64_t>(bytes));
     measure(
         state, calls.stream,
         [&] {
-            kvp::GateSparsity{}(on, policy, kvp::view_bhs<const float>(scores.data(), 1, heads, length),
+            kvp::GateSparsity{}(ctx, policy, kvp::view_bhs<const float>(scores.data(), 1, heads, length),
                                 sequences, kvp::view_bhs(d.data(), 1, heads, length), value.data(),
                                 view(workspace));
         },
@@ -121,29 +121,29 @@ enum class row_call { cross_entropy, top, stored, whole };
 void row_losses(benchmark::State& state, row_call which) {
     using T = logits::T;
     const stream_of_calls calls;
-    const kvp::cuda on{calls.stream};
+    const kvp::cuda ctx{calls.stream};
     const logits all;
     const auto of = [](const filled<T>& from) { return logits::rows(static_cast<const T*>(from.data())); };
     const kvp::TopDistillation kl{logits::top};
-    const std::size_t bytes = kl.workspace_bytes(on, of(all.teacher), all.sequences);
+    const std::size_t bytes = kl.workspace_bytes(ctx, of(all.teacher), all.sequences);
     const buffer<unsigned char> workspace(static_cast<std::int64_t>(bytes));
     const auto values = logits::rows(all.values.data(), logits::top);
     const auto indices = logits::rows(all.indices.data(), logits::top);
-    kvp::top_logits<T>(on, of(all.teacher), all.sequences, values, indices, {});
+    kvp::top_logits<T>(ctx, of(all.teacher), all.sequences, values, indices, {});
     measure(
         state, calls.stream,
         [&] {
             if (which == row_call::top) {
-                kvp::top_logits<T>(on, of(all.teacher), all.sequences, values, indices, {});
+                kvp::top_logits<T>(ctx, of(all.teacher), all.sequences, values, indices, {});
             } else if (which == row_call::stored) {
-                kl(on, values, indices, of(all.student), all.sequences, logits::rows(all.d.data()),
+                kl(ctx, values, indices, of(all.student), all.sequences, logits::rows(all.d.data()),
                    all.value.data(), view(workspace));
             } else if (which == row_call::whole) {
-                kl(on, of(all.teacher), of(all.student), all.sequences, logits::rows(all.d.data()),
+                kl(ctx, of(all.teacher), of(all.student), all.sequences, logits::rows(all.d.data()),
                    all.value.data(), view(workspace));
             } else {
                 kvp::CrossEntropy{}(
-                    on, kvp::view_bhs<const std::int32_t>(all.labels.data(), 1, 1, logits::length),
+                    ctx, kvp::view_bhs<const std::int32_t>(all.labels.data(), 1, 1, logits::length),
                     of(all.student), all.sequences, logits::rows(all.d.data()), all.value.data(),
                     view(workspace));
             }
@@ -184,7 +184,7 @@ void step(benchmark::State& state, S scorer, std::int32_t delay, int part) {
     using T = kvp::bf16;
     constexpr std::int32_t query_heads = 32, heads = 8, length = 16384, dim = 128;
     const stream_of_calls calls;
-    const kvp::cuda on{calls.stream};
+    const kvp::cuda ctx{calls.stream};
     scorer.heads = heads;
     scorer.head_dim_qk = dim;
     scorer.head_dim_vo = dim;
@@ -230,18 +230,18 @@ void step(benchmark::State& state, S scorer, std::int32_t delay, int part) {
     options.for_backward = true;
     // The scorer's is its own, since the backward pass goes on from what the scores leave there.
     const std::size_t scorer_bytes =
-        std::max(kvp::score_sequence_workspace_bytes<Widths>(on, scorer, K, V, sequences, options),
-                 kvp::score_sequence_backward_workspace_bytes<Widths>(on, scorer, call));
-    const std::size_t bytes = std::max(kvp::future_mass_workspace_bytes<T>(on, Q, K),
-                                       loss.workspace_bytes(on, policy, sequences, heads));
+        std::max(kvp::score_sequence_workspace_bytes<Widths>(ctx, scorer, K, V, sequences, options),
+                 kvp::score_sequence_backward_workspace_bytes<Widths>(ctx, scorer, call));
+    const std::size_t bytes = std::max(kvp::future_mass_workspace_bytes<T>(ctx, Q, K),
+                                       loss.workspace_bytes(ctx, policy, sequences, heads));
     const buffer<unsigned char> workspace(static_cast<std::int64_t>(bytes)),
         of_scorer(static_cast<std::int64_t>(scorer_bytes));
     const auto make_target = [&] {
-        kvp::causal_lse<T, kvp::head_dims<128>>(on, {}, Q, K, sequences, LSE, view(workspace));
+        kvp::causal_lse<T, kvp::head_dims<128>>(ctx, {}, Q, K, sequences, LSE, view(workspace));
         kvp::FutureMassOptions options;
         options.window = 256;
         options.beta = 2.0f;
-        kvp::future_mass<T, kvp::head_dims<128>>(on, {}, Q, K, kvp::plane_view<const float>(LSE), sequences,
+        kvp::future_mass<T, kvp::head_dims<128>>(ctx, {}, Q, K, kvp::plane_view<const float>(LSE), sequences,
                                                  plane(target.data()), view(workspace), options);
     };
     const side_stream side;
@@ -262,9 +262,9 @@ void step(benchmark::State& state, S scorer, std::int32_t delay, int part) {
         } else {
             make_scores(calls.stream);
         }
-        loss(on, policy, read(scores.data()), read(target.data()), sequences, plane(d.data()), nullptr,
+        loss(ctx, policy, read(scores.data()), read(target.data()), sequences, plane(d.data()), nullptr,
              value.data(), view(workspace), beside);
-        kvp::score_sequence_backward<Widths>(on, scorer, call, gradients, view(of_scorer));
+        kvp::score_sequence_backward<Widths>(ctx, scorer, call, gradients, view(of_scorer));
         optimizer.step(1e-3, 1, nullptr, calls.stream);
     };
     make_target();

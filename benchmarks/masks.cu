@@ -84,13 +84,14 @@ struct tensors {
 template <class P>
 void mask(benchmark::State& state, const P& policy, const shape& of, order kind, float log_gamma) {
     const stream_of_calls calls;
-    const kvp::cuda on{calls.stream};
+    const kvp::cuda ctx{calls.stream};
     const kvp::Sequences sequences{of.batch, of.length};
-    const tensors data(of, kind, log_gamma, kvp::build_mask_workspace_bytes(on, policy, sequences, of.heads));
+    const tensors data(of, kind, log_gamma,
+                       kvp::build_mask_workspace_bytes(ctx, policy, sequences, of.heads));
     measure(
         state, calls.stream,
         [&] {
-            kvp::build_mask(on, policy,
+            kvp::build_mask(ctx, policy,
                             kvp::view_bhs<const float>(data.scores, of.batch, of.heads, of.length), sequences,
                             kvp::view_bhs(data.expiry, of.batch, of.heads, of.length),
                             {data.workspace, data.workspace_bytes});
@@ -103,7 +104,7 @@ template <int Threads, int Items, int Bits>
 void sort_variant(benchmark::State& state, const shape& of, float log_gamma) {
     using namespace kvp::cuda_backend;
     const stream_of_calls calls;
-    const kvp::cuda on{calls.stream};
+    const kvp::cuda ctx{calls.stream};
     const tensors data(of, order::random, log_gamma, 0);
     mask_params<kvp::detail::no_gate, kvp::detail::keep_set<>> params{};
     params.scores = kvp::view_bhs<const float>(data.scores, of.batch, of.heads, of.length);
@@ -117,7 +118,7 @@ void sort_variant(benchmark::State& state, const shape& of, float log_gamma) {
                                        device<cutoff_checkpoint>(planes * params.chunks),
                                        device<std::int32_t>(planes)};
     measure(
-        state, calls.stream, [&] { launch_rank<Threads, Items, Bits>(on, params, ranks, false); }, 0);
+        state, calls.stream, [&] { launch_rank<Threads, Items, Bits>(ctx, params, ranks, false); }, 0);
     ok(cudaFree(ranks.rank));
     ok(cudaFree(ranks.order));
     ok(cudaFree(ranks.checkpoints));

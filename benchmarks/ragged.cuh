@@ -86,10 +86,10 @@ struct Tensors {
 template <class Cache>
 void time_steps(benchmark::State& state, Cache& cache, const stream_of_calls& calls, const Tensors& in,
                 double bytes) {
-    const kvp::cuda on{calls.stream};
+    const kvp::cuda ctx{calls.stream};
     const std::int32_t batch = in.batch;
     const auto ref = cache.layer(0);
-    const std::size_t needed = kvp::step_workspace_bytes<Dims>(on, ref, batch);
+    const std::size_t needed = kvp::step_workspace_bytes<Dims>(ctx, ref, batch);
     const buffer<unsigned char> workspace(static_cast<std::int64_t>(needed));
     const buffer<std::uint32_t> status(batch);
     ok(cudaMemset(status.data(), 0, static_cast<std::size_t>(batch) * sizeof(std::uint32_t)));
@@ -97,8 +97,8 @@ void time_steps(benchmark::State& state, Cache& cache, const stream_of_calls& ca
     const auto token = [&] {
         next_scores<<<1, static_cast<unsigned>(batch * heads), 0, calls.stream>>>(in.scores.data(),
                                                                                   batch * heads, ref.length);
-        kvp::step<Dims>(on, ref, in.io(), {workspace.data(), needed}, {.status = status.data()});
-        cache.advance(on, {batch}, {.status = status.data()});
+        kvp::step<Dims>(ctx, ref, in.io(), {workspace.data(), needed}, {.status = status.data()});
+        cache.advance(ctx, {batch}, {.status = status.data()});
     };
     token();  // loads the kernels
     ok(cudaStreamSynchronize(calls.stream));
@@ -205,11 +205,11 @@ void dual(benchmark::State& state, const Size& size, const std::array<float, hea
                                    .max_seq_len = length + tokens_to_come},
                                   policy);
     const stream_of_calls calls;
-    const kvp::cuda on{calls.stream};
+    const kvp::cuda ctx{calls.stream};
     const buffer<unsigned char> memory(static_cast<std::int64_t>(cache.bytes().total())),
         slab(static_cast<std::int64_t>(cache.slab_bytes()));
-    cache.bind(on, memory.data(), cache.bytes().total());
-    cache.add_slab(on, slab.data(), cache.slab_bytes());
+    cache.bind(ctx, memory.data(), cache.bytes().total());
+    cache.add_slab(ctx, slab.data(), cache.slab_bytes());
     const auto ref = cache.layer(0);
     kvp::Slab<bf16> provided;
     ok(cudaMemcpy(&provided, ref.pool.slabs, sizeof provided, cudaMemcpyDeviceToHost));
@@ -247,9 +247,9 @@ inline void dense(benchmark::State& state, const Size& size) {
                                               .head_dim = dim},
                                              Dense{kvp::Window<>{static_cast<std::int32_t>(length)}});
     const stream_of_calls calls;
-    const kvp::cuda on{calls.stream};
+    const kvp::cuda ctx{calls.stream};
     const buffer<unsigned char> memory(static_cast<std::int64_t>(cache.bytes().total()));
-    cache.bind(on, memory.data(), cache.bytes().total());
+    cache.bind(ctx, memory.data(), cache.bytes().total());
     const auto ref = cache.layer(0);
     fill(ref.k, batch * ref.rows * dim);
     fill(ref.v, batch * ref.rows * dim);

@@ -128,15 +128,15 @@ double flop_of(const S&, const shape&) {
 template <class Widths, class S>
 void forward(benchmark::State& state, const shape& of, const S& blank) {
     const stream_of_calls calls;
-    const kvp::cuda on{calls.stream};
+    const kvp::cuda ctx{calls.stream};
     const problem<S> all(of, blank);
-    const std::size_t bytes = kvp::score_sequence_workspace_bytes<Widths>(on, all.scorer, all.rows(*all.k),
+    const std::size_t bytes = kvp::score_sequence_workspace_bytes<Widths>(ctx, all.scorer, all.rows(*all.k),
                                                                           all.rows(*all.v), all.sequences);
     const buffer<unsigned char> workspace(static_cast<std::int64_t>(bytes));
     measure(
         state, calls.stream,
         [&] {
-            kvp::score_sequence<Widths>(on, all.scorer, all.rows(*all.k), all.rows(*all.v), all.sequences,
+            kvp::score_sequence<Widths>(ctx, all.scorer, all.rows(*all.k), all.rows(*all.v), all.sequences,
                                         delay, all.score_plane(), {workspace.data(), bytes});
         },
         bytes);
@@ -148,18 +148,18 @@ void forward(benchmark::State& state, const shape& of, const S& blank) {
 template <class Widths, class S>
 void backward(benchmark::State& state, const shape& of, const S& blank, bool inputs) {
     const stream_of_calls calls;
-    const kvp::cuda on{calls.stream};
+    const kvp::cuda ctx{calls.stream};
     problem<S> all(of, blank);
     if (inputs) {
         all.want_inputs();
     }
     const auto call = all.backward();
-    const std::size_t bytes = kvp::score_sequence_backward_workspace_bytes<Widths>(on, all.scorer, call);
+    const std::size_t bytes = kvp::score_sequence_backward_workspace_bytes<Widths>(ctx, all.scorer, call);
     const buffer<unsigned char> workspace(static_cast<std::int64_t>(bytes));
     measure(
         state, calls.stream,
         [&] {
-            kvp::score_sequence_backward<Widths>(on, all.scorer, call, all.gradients,
+            kvp::score_sequence_backward<Widths>(ctx, all.scorer, call, all.gradients,
                                                  {workspace.data(), bytes});
         },
         bytes);
@@ -186,7 +186,7 @@ void without_projections(benchmark::State& state, const shape& of) {
     using S = kvp::mLSTMScorer<kvp::dynamic, kvp::Softmax, kvp::DirectValues>;
     using Widths = kvp::mlstm_widths<128, 128>;
     const stream_of_calls calls;
-    const kvp::cuda on{calls.stream};
+    const kvp::cuda ctx{calls.stream};
     const problem<S> all(of, S{});
     const auto make = [&](cb::workspace_parts& parts) {
         return cb::mlstm_plan<Widths, kvp::bf16, false>(
@@ -201,16 +201,16 @@ void without_projections(benchmark::State& state, const shape& of) {
     call.params.scores = all.score_plane();
     call.params.d_scores =
         kvp::view_bhs<const float>(all.d_scores->data(), of.batch, shape::heads, of.length);
-    call.project(on, nullptr);
+    call.project(ctx, nullptr);
     measure(
         state, calls.stream,
         [&] {
-            call.scores(on, Which == passes::both_kept);
+            call.scores(ctx, Which == passes::both_kept);
             if (Which == passes::both) {
-                call.states(on);
+                call.states(ctx);
             }
             if (Which != passes::scores) {
-                call.tokens_backward(on);
+                call.tokens_backward(ctx);
             }
         },
         measured.bytes());
@@ -254,7 +254,7 @@ void predictor(benchmark::State& state, bool both) {
     constexpr std::int32_t length = 16384, width = 4096, hidden = 1024, heads = 8;
     const stream_of_calls calls;
     const lt_handle lt;
-    const kvp::cuda on{calls.stream};
+    const kvp::cuda ctx{calls.stream};
     const auto states = filled<kvp::bf16>(std::int64_t{length} * width, 0.4f, 1);
     const auto w1 = filled<float>(std::int64_t{hidden} * width, 0.01f, 2),
                w2 = filled<float>(heads * hidden, 0.02f, 3),
@@ -270,18 +270,18 @@ void predictor(benchmark::State& state, bool both) {
     const auto rows = kvp::view_bhsd<const kvp::bf16>(states->data(), 1, 1, length, width);
     const kvp::HiddenBackward<kvp::bf16> call{rows, sequences,
                                               kvp::view_bhs<const float>(scores->data(), 1, heads, length)};
-    const std::size_t bytes = both ? kvp::score_hidden_backward_workspace_bytes(on, scorer, call)
-                                   : kvp::score_hidden_workspace_bytes(on, scorer, rows, sequences);
+    const std::size_t bytes = both ? kvp::score_hidden_backward_workspace_bytes(ctx, scorer, call)
+                                   : kvp::score_hidden_workspace_bytes(ctx, scorer, rows, sequences);
     const buffer<unsigned char> workspace(static_cast<std::int64_t>(bytes));
     measure(
         state, calls.stream,
         [&] {
             if (both) {
-                kvp::score_hidden_backward(on, scorer, call,
+                kvp::score_hidden_backward(ctx, scorer, call,
                                            {d_w1->data(), d_b1->data(), d_w2->data(), nullptr},
                                            {workspace.data(), bytes}, {.cublaslt = lt.handle});
             } else {
-                kvp::score_hidden(on, scorer, rows, sequences,
+                kvp::score_hidden(ctx, scorer, rows, sequences,
                                   kvp::view_bhs(scores->data(), 1, heads, length), {workspace.data(), bytes},
                                   {.cublaslt = lt.handle});
             }

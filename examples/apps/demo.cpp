@@ -87,14 +87,14 @@ const Row all_rows[] = {
 };
 const std::pair<std::string, std::int32_t> budgets[] = {{"75%", 1024}, {"88%", 512}, {"94%", 256}};
 
-void write_text(const kvpolicy::host& on, const llama::Model& model, const examples::HeldOut& data) {
+void write_text(const kvpolicy::host& ctx, const llama::Model& model, const examples::HeldOut& data) {
     constexpr std::int32_t budget = 256, count = 400;
     const std::vector<std::int32_t>& tokens = data.tokens[8 % data.tokens.size()];  // prose
     const std::size_t prompt = std::min<std::size_t>(2000, tokens.size() / 2),
                       shown = std::min<std::size_t>(160, prompt);
     const llama::Tokenizer tokenizer = llama::read_tokenizer({}, model.config.vocab_size);
     auto attention =
-        examples::make_attention<Storage>(on, model.config, {.name = "streaming", .budget = budget}, 0);
+        examples::make_attention<Storage>(ctx, model.config, {.name = "streaming", .budget = budget}, 0);
     llama::Engine engine(model);
     std::vector<std::int64_t> positions(prompt);
     for (std::size_t i = 0; i < positions.size(); ++i) {
@@ -123,7 +123,7 @@ void write_text(const kvpolicy::host& on, const llama::Model& model, const examp
 int run(int argc, char** argv) {
     const Options options = parse(argc, argv);
     const auto start = std::chrono::steady_clock::now();
-    const kvpolicy::host on;
+    const kvpolicy::host ctx;
     const llama::Model model = llama::load_model(options.model);
     const examples::HeldOut data = examples::read_held_out(options.model);
     const std::size_t sequences = std::min(options.sequences, data.tokens.size());
@@ -157,8 +157,8 @@ int run(int argc, char** argv) {
         progress.show(of + "dense");
         examples::Oracle oracle(model.config);
         {
-            auto attention =
-                examples::make_attention<Storage>(on, model.config, {.name = "dense"}, data.length + decoded);
+            auto attention = examples::make_attention<Storage>(ctx, model.config, {.name = "dense"},
+                                                               data.length + decoded);
             auto watched = llama::observed(*attention, oracle);
             examples::SequenceScorer scorer(data, s);
             examples::run_sequence(engine, watched, data, s, 1024, scorer);
@@ -177,15 +177,15 @@ int run(int argc, char** argv) {
                 kvpolicy::FutureMassOptions mass;
                 mass.window = examples::PolicyChoice{}.window;
                 mass.beta = row.beta;
-                oracle_scores[row.beta] = oracle.scores(on, mass);
+                oracle_scores[row.beta] = oracle.scores(ctx, mass);
             }
             for (std::size_t b = 0; b < std::size(budgets); ++b) {
                 progress.show(of + row.name + " at " + budgets[b].first);
                 const examples::PolicyChoice choice{.name = row.policy, .budget = budgets[b].second};
                 auto attention =
                     row.policy == "trained"
-                        ? examples::make_trained(on, model.config, trained.at(row.name), choice)
-                        : examples::make_attention<Storage>(on, model.config, choice, data.length);
+                        ? examples::make_trained(ctx, model.config, trained.at(row.name), choice)
+                        : examples::make_attention<Storage>(ctx, model.config, choice, data.length);
                 if (row.beta != 0.0f) {
                     attention->give_scores(oracle_scores[row.beta], data.length);
                 }
@@ -233,7 +233,7 @@ int run(int argc, char** argv) {
     fmt::print(
         "\nThe oracle knows the dense model's future attention: an upper bound for a scorer, not a policy to "
         "run.\n");
-    write_text(on, model, data);
+    write_text(ctx, model, data);
     const std::chrono::duration<double> time = std::chrono::steady_clock::now() - start;
     fmt::print("({:.0f} s)\n", time.count());
     if (options.check) {

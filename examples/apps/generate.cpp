@@ -294,7 +294,7 @@ Summary write_on_gpu(const Options& options, examples::PolicySetting& setting,
 
 int run(int argc, char** argv) {
     const Options options = parse(argc, argv);
-    const kvpolicy::host on(options.threads);
+    const kvpolicy::host ctx(options.threads);
     const llama::Model model = llama::load_model(options.model);
     const llama::Tokenizer tokenizer = llama::read_tokenizer(options.model, model.config.vocab_size);
 
@@ -311,7 +311,7 @@ int run(int argc, char** argv) {
                     options.tokens, tokens.size(), most);
     }
     const auto max_seq_len = static_cast<std::int32_t>(tokens.size()) + options.tokens;
-    examples::PolicySetting setting{on, model, tokens, max_seq_len, options.numbers};
+    examples::PolicySetting setting{ctx, model, tokens, max_seq_len, options.numbers};
 
     llama::Utf8Stream text;
     const auto take = [&](std::int32_t token) {

@@ -210,7 +210,7 @@ int run(int argc, char** argv) {
             examples::check_can_write("--out", o.out + kind);
         }
     }
-    const kvpolicy::host on(o.threads);
+    const kvpolicy::host ctx(o.threads);
     const llama::Model model = llama::load_model(o.model);
     const llama::Config& config = model.config;
     examples::HeldOut data = examples::read_held_out(o.held_out);
@@ -296,7 +296,7 @@ int run(int argc, char** argv) {
         gpu = made_gpu.get();
     }
 #endif
-    Bench bench(on, engine, data, o.chunk, o.sinks, o.window, o.speed, gpu);
+    Bench bench(ctx, engine, data, o.chunk, o.sinks, o.window, o.speed, gpu);
     const Run of{std::filesystem::path(o.model).lexically_normal().filename().string(),
                  static_cast<std::int32_t>(sequences),
                  data.length,

@@ -47,14 +47,14 @@ std::vector<float> Bench::targets(examples::Oracle& oracle, float beta) const {
     kvpolicy::FutureMassOptions mass;
     mass.window = window_;
     mass.beta = beta;
-    return oracle.scores(on_, mass);
+    return oracle.scores(ctx_, mass);
 }
 
 void Bench::run(std::size_t sequence, const std::map<float, std::vector<float>>& targets, Result& result) {
     const llama::Config& config = engine_.model().config;
     const EvaluatedPolicy& policy = *result.policy;
     const auto length = static_cast<std::size_t>(data_.length);
-    Setting setting{on_, config, {}, data_.length + decoded_, {}, data_.length};
+    Setting setting{ctx_, config, {}, data_.length + decoded_, {}, data_.length};
     setting.choice.budget = result.budget;
     setting.choice.sinks = sinks_;
     setting.choice.window = window_;
@@ -160,7 +160,7 @@ void Bench::oracle_recall(const examples::Oracle& oracle, const std::map<float, 
     for (std::int32_t l = 0; l < config.layers; ++l) {
         const kvpolicy::MaskOptions options{.layer = l};
         const std::size_t bytes =
-            kvpolicy::build_mask_workspace_bytes(on_, student, sequences, heads, options);
+            kvpolicy::build_mask_workspace_bytes(ctx_, student, sequences, heads, options);
         std::vector<float> scores(plane, 0.0f);
         const auto view = kvpolicy::view_bhs(scores.data(), 1, heads, n);
         const auto rows = [&](std::span<const float> data) {
@@ -176,22 +176,22 @@ void Bench::oracle_recall(const examples::Oracle& oracle, const std::map<float, 
             [&](const auto& stack) {
                 const auto& scorer = stack.scorers[static_cast<std::size_t>(l)];
                 kvpolicy::score_sequence(
-                    on_, scorer, k, v, sequences, trained.spec.delay, view,
-                    workspace(kvpolicy::score_sequence_workspace_bytes(on_, scorer, k, v, sequences)));
+                    ctx_, scorer, k, v, sequences, trained.spec.delay, view,
+                    workspace(kvpolicy::score_sequence_workspace_bytes(ctx_, scorer, k, v, sequences)));
             },
             trained.stack);
-        kvpolicy::build_mask(on_, student, view, sequences, mask_of(of_student), workspace(bytes), options);
+        kvpolicy::build_mask(ctx_, student, view, sequences, mask_of(of_student), workspace(bytes), options);
         for (const auto& [beta, target] : targets) {
             auto& sums = result.recall[beta];
             sums.resize(static_cast<std::size_t>(std::int64_t{config.layers} * heads),
                         {0, 0.0, 0.0, 0.0, 0.0});
             kvpolicy::build_mask(
-                on_, teacher,
+                ctx_, teacher,
                 kvpolicy::view_bhs(target.data() + static_cast<std::size_t>(l) * plane, 1, heads, n),
                 sequences, mask_of(of_teacher), workspace(bytes), options);
             kvpolicy::oracle_recall(
-                on_, teacher, mask_of(of_teacher), mask_of(of_student), sequences, one.data(),
-                workspace(kvpolicy::oracle_recall_workspace_bytes(on_, mask_of(of_teacher), sequences)),
+                ctx_, teacher, mask_of(of_teacher), mask_of(of_student), sequences, one.data(),
+                workspace(kvpolicy::oracle_recall_workspace_bytes(ctx_, mask_of(of_teacher), sequences)),
                 {.layer = l});
             for (std::int32_t h = 0; h < heads; ++h) {
                 auto& sum = sums[static_cast<std::size_t>(std::int64_t{l} * heads + h)];

@@ -42,9 +42,9 @@ struct Result {
 /// the policies run there, and the oracle on the host.
 class Bench {
   public:
-    Bench(const kvpolicy::host& on, llama::Engine& engine, const examples::HeldOut& data, std::int32_t chunk,
+    Bench(const kvpolicy::host& ctx, llama::Engine& engine, const examples::HeldOut& data, std::int32_t chunk,
           std::int32_t sinks, std::int32_t window, std::int32_t decoded, llama::DeviceEngine* gpu = nullptr)
-        : on_(on),
+        : ctx_(ctx),
           engine_(engine),
           data_(data),
           chunk_(chunk),
@@ -67,7 +67,7 @@ class Bench {
     void add(const AttentionParams& attention, Result& result) const;
     void run_on_gpu(std::size_t sequence, const Setting& setting, Result& result);
 
-    const kvpolicy::host& on_;
+    const kvpolicy::host& ctx_;
     llama::Engine& engine_;
     const examples::HeldOut& data_;
     std::int32_t chunk_, sinks_, window_, decoded_;

@@ -25,7 +25,7 @@ using Made = std::unique_ptr<llama::KvAttention>;
 Made by_name(const char* name, const Setting& setting) {
     examples::PolicyChoice choice = setting.choice;
     choice.name = name;
-    return examples::make_attention<Storage>(setting.on, setting.config, choice, setting.max_seq_len);
+    return examples::make_attention<Storage>(setting.ctx, setting.config, choice, setting.max_seq_len);
 }
 Made dense(const Setting& setting) { return by_name("dense", setting); }
 Made streaming(const Setting& setting) { return by_name("streaming", setting); }
@@ -39,17 +39,17 @@ Made oracle(const Setting& setting) {
 
 template <class P>
 Made in_budget(const Setting& setting, const P& policy) {
-    return std::make_unique<llama::CacheAttention<P, Storage>>(setting.on, setting.config, policy);
+    return std::make_unique<llama::CacheAttention<P, Storage>>(setting.ctx, setting.config, policy);
 }
 /// For policies that grow: a cache of pages.
 template <class P>
 Made in_pages(const Setting& setting, const P& policy) {
     return std::make_unique<llama::CacheAttention<P, Storage, kvpolicy::DualCache>>(
-        setting.on, setting.config, policy, nullptr, setting.max_seq_len);
+        setting.ctx, setting.config, policy, nullptr, setting.max_seq_len);
 }
 
 Made random(const Setting& setting) {
-    return examples::make_random(setting.on, setting.config, setting.choice, 1);
+    return examples::make_random(setting.ctx, setting.config, setting.choice, 1);
 }
 /// As many rows as the budget at the end of the sequence, fewer before.
 Made stride(const Setting& setting) {
@@ -173,7 +173,7 @@ std::vector<EvaluatedPolicy> all_policies(std::span<const examples::TrainedScore
         }
         const auto make = [&trained](bool match) {
             return [&trained, match](const Setting& setting) {
-                return examples::make_trained(setting.on, setting.config, trained, setting.choice, match);
+                return examples::make_trained(setting.ctx, setting.config, trained, setting.choice, match);
             };
         };
         decltype(EvaluatedPolicy::make_on_device) on_device;
@@ -195,7 +195,7 @@ std::vector<EvaluatedPolicy> all_policies(std::span<const examples::TrainedScore
                            0.0f,
                            nullptr,
                            [&trained](const Setting& setting) {
-                               return examples::make_gated(setting.on, setting.config, trained,
+                               return examples::make_gated(setting.ctx, setting.config, trained,
                                                            setting.choice, setting.length,
                                                            setting.max_seq_len);
                            },

@@ -19,7 +19,7 @@ namespace evaluate {
 
 /// What a cache is made for.
 struct Setting {
-    const kvpolicy::host& on;
+    const kvpolicy::host& ctx;
     const llama::Config& config;
     examples::PolicyChoice choice;  ///< budget, sinks, window
     std::int32_t max_seq_len = 0;   ///< tokens that will come

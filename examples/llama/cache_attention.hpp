@@ -54,13 +54,13 @@ template <class P, class T,
           template <kvpolicy::AnyPolicy, kvpolicy::Storage> class Cache = kvpolicy::FixedBudgetCache>
 class CacheAttention final : public KvAttention {
   public:
-    CacheAttention(const kvpolicy::host& on, const Config& config, const P& policy,
+    CacheAttention(const kvpolicy::host& ctx, const Config& config, const P& policy,
                    const typename P::scorer_type* scorers = nullptr, std::int64_t max_seq_len = 0)
-        : on_(on),
+        : ctx_(ctx),
           config_(config),
           cache_(make_cache(config, policy, scorers, max_seq_len)),
-          memory_(on_, cache_.bytes()) {
-        cache_.bind(on_, memory_);
+          memory_(ctx_, cache_.bytes()) {
+        cache_.bind(ctx_, memory_);
     }
 
     void operator()(int layer, std::span<const std::int64_t> positions, std::span<const float> q,
@@ -68,7 +68,7 @@ class CacheAttention final : public KvAttention {
         check_positions(positions);
         const auto tokens = static_cast<std::int32_t>(positions.size());
         const auto ref = cache_.layer(layer);
-        workspace_.grow(kvpolicy::workspace_bytes(on_, ref, {.batch = 1, .tokens = tokens}));
+        workspace_.grow(kvpolicy::workspace_bytes(ctx_, ref, {.batch = 1, .tokens = tokens}));
         if (out_.size() < out.size()) {
             out_.resize(out.size());
         }
@@ -96,16 +96,16 @@ class CacheAttention final : public KvAttention {
         io.scores = scores;
         const auto call = [&](std::uint32_t* status) {
             if (tokens == 1) {
-                kvpolicy::step(on_, ref, io, workspace_, {.status = status});
+                kvpolicy::step(ctx_, ref, io, workspace_, {.status = status});
             } else {
-                kvpolicy::prefill(on_, ref, io, workspace_, {.status = status});
+                kvpolicy::prefill(ctx_, ref, io, workspace_, {.status = status});
             }
         };
         if constexpr (pooled) {
             // Without a page the call changes nothing and says so: then it gets a slab and is made again.
             std::uint32_t status = 0;
             for (call(&status); (status & kvpolicy::status_pool_exhausted) != 0; call(&status)) {
-                cache_.add_slab(on_, slabs_.emplace_back(on_, cache_.slab_bytes()));
+                cache_.add_slab(ctx_, slabs_.emplace_back(ctx_, cache_.slab_bytes()));
                 status = 0;
             }
         } else {
@@ -116,7 +116,7 @@ class CacheAttention final : public KvAttention {
                            [](T x) { return static_cast<float>(x); });
         }
         if (layer == config_.layers - 1) {
-            cache_.advance(on_);
+            cache_.advance(ctx_);
         }
     }
 
@@ -134,7 +134,7 @@ class CacheAttention final : public KvAttention {
         score_length_ = length;
     }
 
-    void clear() override { cache_.clear(on_, 0); }
+    void clear() override { cache_.clear(ctx_, 0); }
     std::int64_t length() const override { return cache_.length(0); }
     std::size_t bytes() const override {
         if constexpr (pooled) {
@@ -209,7 +209,7 @@ class CacheAttention final : public KvAttention {
         }
     }
 
-    const kvpolicy::host& on_;
+    const kvpolicy::host& ctx_;
     const Config& config_;
     cache_type cache_;
     kvpolicy::Buffer memory_, workspace_;

@@ -23,7 +23,7 @@ namespace {
 // sinks, window, budget and log gamma [heads] at run time; scores come from the caller
 using Policy = kvp::KVpop<>;
 
-const kvp::host& on() {
+const kvp::host& ctx() {
     static const kvp::host threads{};
     return threads;
 }
@@ -67,8 +67,8 @@ SHOWN int kvp_build_mask(const float* scores, std::int32_t batch, std::int32_t h
     return answer([&] {
         const Policy policy = policy_of(sinks, window, budget, log_gamma, heads);
         const kvp::Sequences sequences{batch, length};
-        kvp::Buffer workspace{on(), kvp::build_mask_workspace_bytes(on(), policy, sequences, heads)};
-        kvp::build_mask(on(), policy, kvp::view_bhs(scores, batch, heads, length), sequences,
+        kvp::Buffer workspace{ctx(), kvp::build_mask_workspace_bytes(ctx(), policy, sequences, heads)};
+        kvp::build_mask(ctx(), policy, kvp::view_bhs(scores, batch, heads, length), sequences,
                         kvp::view_bhs(expiry, batch, heads, length), workspace);
     });
 }
@@ -82,12 +82,12 @@ SHOWN int kvp_future_mass(const float* q, const float* k, std::int32_t batch, st
         const auto queries = kvp::view_bhsd(q, batch, query_heads, length, dim);
         const auto keys = kvp::view_bhsd(k, batch, heads, length, dim);
         const kvp::Sequences sequences{batch, length};
-        kvp::Buffer workspace{on(), kvp::future_mass_workspace_bytes(on(), queries, keys)};
-        kvp::Buffer sums{on(), sizeof(float) * static_cast<std::size_t>(batch) *
-                                   static_cast<std::size_t>(query_heads) * static_cast<std::size_t>(length)};
+        kvp::Buffer workspace{ctx(), kvp::future_mass_workspace_bytes(ctx(), queries, keys)};
+        kvp::Buffer sums{ctx(), sizeof(float) * static_cast<std::size_t>(batch) *
+                                    static_cast<std::size_t>(query_heads) * static_cast<std::size_t>(length)};
         const auto lse = kvp::view_bhs(static_cast<float*>(sums.data()), batch, query_heads, length);
-        kvp::causal_lse<float>(on(), {}, queries, keys, sequences, lse, workspace);
-        kvp::future_mass<float>(on(), {}, queries, keys, lse, sequences,
+        kvp::causal_lse<float>(ctx(), {}, queries, keys, sequences, lse, workspace);
+        kvp::future_mass<float>(ctx(), {}, queries, keys, lse, sequences,
                                 kvp::view_bhs(target, batch, heads, length), workspace,
                                 {.window = window, .beta = beta});
     });
@@ -105,12 +105,12 @@ SHOWN int kvp_boundary_loss(const float* scores, const float* target, std::int32
         const Policy policy = policy_of(sinks, window, budget, log_gamma, heads);
         const kvp::BoundaryLoss loss;
         const kvp::Sequences sequences{batch, length};
-        kvp::Buffer workspace{on(), loss.workspace_bytes(on(), policy, sequences, heads)};
+        kvp::Buffer workspace{ctx(), loss.workspace_bytes(ctx(), policy, sequences, heads)};
         for (std::int32_t h = 0; d_log_gamma != nullptr && h < heads; ++h) {
             d_log_gamma[h] = 0.0;  // the loss adds to gradients of parameters
         }
         kvp::BoundaryValue result;
-        loss(on(), policy, kvp::view_bhs(scores, batch, heads, length),
+        loss(ctx(), policy, kvp::view_bhs(scores, batch, heads, length),
              kvp::view_bhs(target, batch, heads, length), sequences,
              kvp::view_bhs(d_scores, batch, heads, length), d_log_gamma, &result, workspace);
         *value = result.value;

@@ -33,8 +33,8 @@ inline bool missing() {
 }
 /// Calls return before their work is done. Before the program reads what they write, or
 /// writes what they read:
-inline void wait(const context& on) {
-    if (const cudaError_t error = cudaStreamSynchronize(on.stream); error != cudaSuccess) {
+inline void wait(const context& ctx) {
+    if (const cudaError_t error = cudaStreamSynchronize(ctx.stream); error != cudaSuccess) {
         std::printf("%s\n", cudaGetErrorString(error));
         std::exit(1);
     }

@@ -38,7 +38,7 @@ int main() {
     }
 
     // One cache for the model, and the memory that it asks for.
-    const backend::context on{};
+    const backend::context ctx{};
     kvp::FixedBudgetCache<Policy, float> cache{{.layers = layers,
                                                 .max_sequences = 1,
                                                 .query_heads = query_heads,
@@ -46,9 +46,9 @@ int main() {
                                                 .head_dim = dim},
                                                Policy{},
                                                scorers.data()};
-    backend::memory memory{on, cache.bytes()};
-    cache.bind(on, memory.data(), memory.size());
-    backend::memory workspace{on, cache.workspace_bytes(on, {.batch = 1, .tokens = 1})};
+    backend::memory memory{ctx, cache.bytes()};
+    cache.bind(ctx, memory.data(), memory.size());
+    backend::memory workspace{ctx, cache.workspace_bytes(ctx, {.batch = 1, .tokens = 1})};
 
     backend::array<float> q(query_heads * dim), k(kv_heads * dim), v(kv_heads * dim), out(query_heads * dim);
     const auto ref = cache.layer(0);
@@ -56,12 +56,13 @@ int main() {
         for (int layer = 0; layer < layers; ++layer) {
             fill(q), fill(k), fill(v);  // what the layer's projections would give
             // Appends the key, decides who leaves, and attends to what is left. Nothing is allocated.
-            kvp::step(on, cache.layer(layer), cache.nhd(q.data(), k.data(), v.data(), out.data()), workspace);
-            backend::wait(on);  // the next layer has other numbers in the same places
+            kvp::step(ctx, cache.layer(layer), cache.nhd(q.data(), k.data(), v.data(), out.data()),
+                      workspace);
+            backend::wait(ctx);  // the next layer has other numbers in the same places
         }
-        cache.advance(on);  // once a token, after the last layer
+        cache.advance(ctx);  // once a token, after the last layer
         if ((token + 1) % 1000 == 0) {
-            backend::wait(on);
+            backend::wait(ctx);
             const auto full =
                 static_cast<long long>(sizeof(float)) * (token + 1) * layers * kv_heads * 2 * dim;
             std::printf("%lld tokens: %d entries per head, %zu KiB of keys and values (a full cache: %lld)\n",

@@ -41,19 +41,19 @@ int main() {
     }
     const kvp::CacheShape shape{
         .layers = layers, .max_sequences = 8, .query_heads = heads, .kv_heads = kv_heads, .head_dim = dim};
-    const kvp::cuda on{};  // the default stream; kvp::cuda{stream} is another
+    const kvp::cuda ctx{};  // the default stream; kvp::cuda{stream} is another
     Cache cache{shape};
     thrust::device_vector<unsigned char> memory(cache.bytes().total());  // the engine's, bound to the cache
-    cache.bind(on, raw(memory), memory.size());
-    thrust::device_vector<unsigned char> workspace(cache.step_workspace_bytes<Dims>(on, batch));
+    cache.bind(ctx, raw(memory), memory.size());
+    thrust::device_vector<unsigned char> workspace(cache.step_workspace_bytes<Dims>(ctx, batch));
     const kvp::workspace_view scratch{raw(workspace), workspace.size()};
 
     // The same on the host, to compare with.
-    const kvp::host on_host{1};
+    const kvp::host host_ctx{1};
     Cache host_cache{shape};
-    kvp::Buffer host_memory{on_host, host_cache.bytes()};
-    host_cache.bind(on_host, host_memory);
-    kvp::Buffer host_room{on_host, host_cache.workspace_bytes(on_host, {.batch = batch, .tokens = 1})};
+    kvp::Buffer host_memory{host_ctx, host_cache.bytes()};
+    host_cache.bind(host_ctx, host_memory);
+    kvp::Buffer host_room{host_ctx, host_cache.workspace_bytes(host_ctx, {.batch = batch, .tokens = 1})};
 
     const std::vector<int> seq_ids{5, 0, 3};
     std::vector<int> q_len(batch);
@@ -95,9 +95,9 @@ int main() {
                                  .scores = kvp::view_bhs(given, batch, kv_heads, 1)},
                                 provided);
             };
-            step(on, cache.layer(layer), device_batch, raw(device_fused), raw(device_scores), raw(device_out),
-                 scratch);
-            step(on_host, host_cache.layer(layer), host_batch, fused.data(), scores.data(), expected.data(),
+            step(ctx, cache.layer(layer), device_batch, raw(device_fused), raw(device_scores),
+                 raw(device_out), scratch);
+            step(host_ctx, host_cache.layer(layer), host_batch, fused.data(), scores.data(), expected.data(),
                  host_room);
             thrust::copy(device_out.begin(), device_out.end(), out.begin());
             for (std::size_t i = 0; i < out.size(); ++i) {
@@ -107,14 +107,14 @@ int main() {
                 }
             }
         }
-        cache.advance(on, device_batch);  // once a step, after the last layer
-        host_cache.advance(on_host, host_batch);
+        cache.advance(ctx, device_batch);  // once a step, after the last layer
+        host_cache.advance(host_ctx, host_batch);
     }
     for (const int seq : seq_ids) {
-        std::vector<unsigned char> blob(cache.snapshot_bytes(on, seq)),
+        std::vector<unsigned char> blob(cache.snapshot_bytes(ctx, seq)),
             host_blob(host_cache.snapshot_bytes(seq));
-        cache.snapshot(on, seq, blob.data(), blob.size());
-        host_cache.snapshot(on_host, seq, host_blob.data(), host_blob.size());
+        cache.snapshot(ctx, seq, blob.data(), blob.size());
+        host_cache.snapshot(host_ctx, seq, host_blob.data(), host_blob.size());
         std::printf("sequence %d: %d tokens seen, %s\n", seq, static_cast<int>(host_cache.length(seq)),
                     blob == host_blob ? "the snapshot of the host's cache" : "another snapshot");
     }

@@ -52,24 +52,24 @@ struct Decoder {
     thrust::device_vector<unsigned char> memory, workspace;
     thrust::device_vector<bf16> rows{numbers}, out{batch * heads * dim};
     thrust::device_vector<float> scores{batch * kv_heads};
-    kvp::cuda on;
+    kvp::cuda ctx;
 
-    explicit Decoder(cudaStream_t stream) : memory(cache.bytes().total()), on{stream} {
-        cache.bind(on, raw(memory), memory.size());
-        workspace.resize(cache.step_workspace_bytes<Dims>(on, batch));
+    explicit Decoder(cudaStream_t stream) : memory(cache.bytes().total()), ctx{stream} {
+        cache.bind(ctx, raw(memory), memory.size());
+        workspace.resize(cache.step_workspace_bytes<Dims>(ctx, batch));
         cudaDeviceSynchronize();  // Thrust works on the default stream
     }
     // Enqueues one token of every sequence.
     void step() {
         for (int layer = 0; layer < layers; ++layer) {
             const auto ref = cache.layer(layer);
-            next_token<<<(numbers + 255) / 256, 256, 0, on.stream>>>(layer, ref.length, raw(rows),
-                                                                     raw(scores));
+            next_token<<<(numbers + 255) / 256, 256, 0, ctx.stream>>>(layer, ref.length, raw(rows),
+                                                                      raw(scores));
             const auto heads_from = [&](int first, int count) {
                 return kvp::rows_view<const bf16>{raw(rows) + first * dim, batch, count, 1, dim,
                                                   row_heads * dim,         dim,   dim};
             };
-            kvp::step<Dims>(on, ref,
+            kvp::step<Dims>(ctx, ref,
                             {.q = heads_from(0, heads),
                              .k = heads_from(heads, kv_heads),
                              .v = heads_from(heads + kv_heads, kv_heads),
@@ -78,11 +78,11 @@ struct Decoder {
                              .scores = kvp::view_bhs<const float>(raw(scores), batch, kv_heads, 1)},
                             {raw(workspace), workspace.size()});
         }
-        cache.advance(on, {batch});  // once a step, after the last layer
+        cache.advance(ctx, {batch});  // once a step, after the last layer
     }
     std::vector<unsigned char> snapshot(int seq) const {
-        std::vector<unsigned char> blob(cache.snapshot_bytes(on, seq));
-        cache.snapshot(on, seq, blob.data(), blob.size());
+        std::vector<unsigned char> blob(cache.snapshot_bytes(ctx, seq));
+        cache.snapshot(ctx, seq, blob.data(), blob.size());
         return blob;
     }
 };

@@ -73,7 +73,7 @@ int main() {
     }
     const std::int32_t budgets[layers * kv_heads] = {20, 200, 50, 10};  // by layer and head
     const Policy policy{{}, {}, kvp::TopKBudget<>{kvp::per_head(budgets, layers, kv_heads)}};
-    const kvp::cuda on{};
+    const kvp::cuda ctx{};
     kvp::FixedBudgetCache<Policy, bf16> cache{{.layers = layers,
                                                .max_sequences = batch,
                                                .query_heads = heads,
@@ -82,8 +82,8 @@ int main() {
                                                .page_size = page_size},
                                               policy};
     thrust::device_vector<unsigned char> memory(cache.bytes().total());
-    cache.bind(on, raw(memory), memory.size());
-    thrust::device_vector<unsigned char> workspace(cache.step_workspace_bytes<Dims>(on, batch));
+    cache.bind(ctx, raw(memory), memory.size());
+    thrust::device_vector<unsigned char> workspace(cache.step_workspace_bytes<Dims>(ctx, batch));
     const kvp::workspace_view scratch{raw(workspace), workspace.size()};
 
     // The engine's tables: as many pages as its sequences could ever use, in any layer.
@@ -126,7 +126,7 @@ int main() {
         for (int layer = 0; layer < layers; ++layer) {
             const auto ref = cache.layer(layer);
             // Appends, evicts, and attends as the library would,
-            kvp::step<Dims>(on, ref,
+            kvp::step<Dims>(ctx, ref,
                             {.q = q,
                              .k = k,
                              .v = v,
@@ -135,16 +135,16 @@ int main() {
                              .scores = kvp::view_bhs<const float>(raw(scores), batch, kv_heads, 1)},
                             scratch);
             // and what the engine's kernel finds in the same rows.
-            kvp::export_heads(on, ref, {batch}, tables);
+            kvp::export_heads(ctx, ref, {batch}, tables);
             paged_attention<<<batch * heads, dim>>>(q.data, ref.k, ref.v, tables, raw(theirs));
             compare();
             next_layer<<<static_cast<unsigned>(rows.size() / dim), dim>>>(raw(rows), raw(theirs),
                                                                           static_cast<int>(theirs.size()));
         }
-        cache.advance(on, {batch});  // once, after the last layer
+        cache.advance(ctx, {batch});  // once, after the last layer
     }
     for (int layer = 0; layer < layers; ++layer) {
-        kvp::export_heads(on, cache.layer(layer), {batch}, tables);
+        kvp::export_heads(ctx, cache.layer(layer), {batch}, tables);
         for (int h = 0; h < kv_heads; ++h) {  // of the first sequence
             const int pages = indptr[h + 1] - indptr[h];
             std::printf("layer %d, head %d: %d pages, %d rows\n", layer, h, pages,

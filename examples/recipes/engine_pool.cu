@@ -64,7 +64,7 @@ int main() {
         std::printf("there is no device\n");
         return 0;
     }
-    const kvp::cuda on{};
+    const kvp::cuda ctx{};
     // The engine's pool; what is in its first page must stay there.
     thrust::device_vector<bf16> pool(pages * page, bf16(7.0f));
 
@@ -81,14 +81,14 @@ int main() {
                                         .strides = {page, page, row, row}},
                                        policy};
     thrust::device_vector<unsigned char> memory(cache.bytes().total()), notes[kv_heads];
-    cache.bind(on, raw(memory), memory.size());
+    cache.bind(ctx, raw(memory), memory.size());
     for (int h = 0; h < kv_heads; ++h) {
         notes[h].resize(
             cache.notes_bytes());  // positions and scores, which an engine's pool has no space for
         bf16* const keys = raw(pool) + h * dim;
-        cache.add_pages(on, keys, keys + page_size * row, raw(notes[h]), notes[h].size());
+        cache.add_pages(ctx, keys, keys + page_size * row, raw(notes[h]), notes[h].size());
     }
-    thrust::device_vector<unsigned char> workspace(cache.step_workspace_bytes<Dims>(on, batch));
+    thrust::device_vector<unsigned char> workspace(cache.step_workspace_bytes<Dims>(ctx, batch));
     const kvp::workspace_view scratch{raw(workspace), workspace.size()};
 
     // The engine's tables, and its batch: two sequences, and an entry that is only padding.
@@ -119,7 +119,7 @@ int main() {
         thrust::copy(numbers.begin(), numbers.end(), rows.begin());
         thrust::copy(given.begin(), given.end(), scores.begin());
         // Appends, decides, and attends as the library would,
-        kvp::step<Dims>(on, cache.layer(0),
+        kvp::step<Dims>(ctx, cache.layer(0),
                         {.q = q,
                          .k = k,
                          .v = v,
@@ -127,9 +127,9 @@ int main() {
                          .batch = sequences,
                          .scores = kvp::view_bhs<const float>(raw(scores), batch, kv_heads, 1)},
                         scratch);
-        cache.advance(on, sequences);
+        cache.advance(ctx, sequences);
         // and what the engine's kernel finds in its own pool.
-        kvp::export_heads(on, cache.layer(0), sequences, tables);
+        kvp::export_heads(ctx, cache.layer(0), sequences, tables);
         paged_attention<<<batch * heads, dim>>>(q.data, raw(pool), tables, raw(theirs));
         std::vector<bf16> ours(out.size());
         std::vector<float> other(theirs.size());
@@ -149,11 +149,11 @@ int main() {
     std::vector<bf16> first(page);
     thrust::copy(pool.begin(), pool.begin() + page, first.begin());
     const bool spared = std::all_of(first.begin(), first.end(), [](bf16 x) { return float(x) == 7.0f; });
-    cache.clear(on, 0);
-    cache.clear(on, 1);
+    cache.clear(ctx, 0);
+    cache.clear(ctx, 1);
     std::printf("%s, the first page %s, %d of %d pages free\n",
                 off < 0.03f ? "the same outputs" : "other outputs", spared ? "as it was" : "overwritten",
-                static_cast<int>(cache.free_pages(on)), static_cast<int>(cache.attached_pages()));
+                static_cast<int>(cache.free_pages(ctx)), static_cast<int>(cache.attached_pages()));
 }
 
 // Prints:

@@ -19,13 +19,13 @@ int main() {
     if (backend::missing()) {
         return 0;
     }
-    const backend::context on{};
+    const backend::context ctx{};
     kvp::DualCache<Policy, float> cache{
         {.max_sequences = 2, .query_heads = heads, .kv_heads = heads, .head_dim = dim, .page_size = 16},
         {.slab_pages = 4, .max_slabs = 32, .max_seq_len = 1000}};
-    backend::memory tables{on, cache.bytes()};
-    cache.bind(on, tables.data(), tables.size());
-    backend::memory workspace{on, cache.workspace_bytes(on, {.batch = 1, .tokens = 1})};
+    backend::memory tables{ctx, cache.bytes()};
+    cache.bind(ctx, tables.data(), tables.size());
+    backend::memory workspace{ctx, cache.workspace_bytes(ctx, {.batch = 1, .tokens = 1})};
     std::vector<backend::memory> slabs;
     backend::array<int> seq_ids(1);
     backend::array<float> x(heads * dim, 1.0f), out(heads * dim), gates(heads);
@@ -36,14 +36,14 @@ int main() {
         for (int t = 0; t < tokens; ++t) {
             // What the next token can need at most. A step that finds no page would do nothing and say so
             // in a status word.
-            while (cache.reserve(on, one) > 0) {
-                auto& slab = slabs.emplace_back(on, cache.slab_bytes());
-                cache.add_slab(on, slab.data(), slab.size());
+            while (cache.reserve(ctx, one) > 0) {
+                auto& slab = slabs.emplace_back(ctx, cache.slab_bytes());
+                cache.add_slab(ctx, slab.data(), slab.size());
             }
             gates[0] = t % 2 == 0 ? 1.0f : -1.0f;   // head 0 keeps every second key,
             gates[1] = t % 20 == 0 ? 1.0f : -1.0f;  // head 1 every twentieth
             const auto rows = kvp::view_bhsd<const float>(x.data(), 1, heads, 1, dim);
-            kvp::step(on, cache.layer(0),
+            kvp::step(ctx, cache.layer(0),
                       {.q = rows,
                        .k = rows,
                        .v = rows,
@@ -51,14 +51,14 @@ int main() {
                        .batch = one,
                        .scores = kvp::view_bhs<const float>(gates.data(), 1, heads, 1)},
                       workspace);
-            cache.advance(on, one);
-            backend::wait(on);  // the next token has other gates
+            cache.advance(ctx, one);
+            backend::wait(ctx);  // the next token has other gates
         }
         std::printf("sequence %d: %d and %d rows, %d slabs\n", seq, cache.layer(0).used(seq, 0),
                     cache.layer(0).used(seq, 1), cache.slabs());
     };
     decode(0, 200);
-    cache.clear(on, 0);  // the sequence has ended: its pages serve the next one
+    cache.clear(ctx, 0);  // the sequence has ended: its pages serve the next one
     decode(1, 200);
 }
 

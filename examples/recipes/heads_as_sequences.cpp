@@ -22,14 +22,14 @@ int main() {
     if (backend::missing()) {
         return 0;
     }
-    const backend::context on{};
+    const backend::context ctx{};
     const std::int32_t budgets[heads] = {3, 12};  // by layer and head
     const Policy policy{kvp::Sink<1>{}, kvp::Window<6>{},
                         kvp::TopKBudget<>{kvp::per_head(budgets, 1, heads)}};
     kvp::FixedBudgetCache<Policy, float> cache{
         {.query_heads = heads, .kv_heads = heads, .head_dim = dim, .page_size = page_size}, policy};
-    backend::memory memory{on, cache.bytes()};
-    cache.bind(on, memory.data(), memory.size());
+    backend::memory memory{ctx, cache.bytes()};
+    cache.bind(ctx, memory.data(), memory.size());
 
     std::mt19937 generator(1);
     std::normal_distribution<float> normal;
@@ -41,26 +41,26 @@ int main() {
         }
     }
     const kvp::Batch one{.count = 1};
-    backend::memory workspace{on, cache.workspace_bytes(on, {.batch = 1, .tokens = tokens})};
+    backend::memory workspace{ctx, cache.workspace_bytes(ctx, {.batch = 1, .tokens = tokens})};
     auto io = cache.hnd(q.data(), k.data(), v.data(), out.data(), {.batch = 1, .tokens = tokens});
     io.scores = kvp::view_bhs(scores.data(), 1, heads, tokens);
-    kvp::prefill(on, cache.layer(0), io, workspace);
-    cache.advance(on);
+    kvp::prefill(ctx, cache.layer(0), io, workspace);
+    cache.advance(ctx);
 
     // Head h of entry i is sequence i * heads + h: pages indices[indptr[s]] .. indices[indptr[s + 1] - 1],
     // the last partial.
     backend::array<std::int32_t> indptr(heads + 1), indices(16), last_page_len(heads);
-    kvp::export_heads(on, cache.layer(0), one, {indptr.data(), indices.data(), last_page_len.data(), 16});
+    kvp::export_heads(ctx, cache.layer(0), one, {indptr.data(), indices.data(), last_page_len.data(), 16});
 
     // What the library itself says about a query,
     backend::array<float> query(heads * dim, 0.5f), expected(heads * dim), lse(heads);
-    kvp::attend(on, cache.layer(0),
+    kvp::attend(ctx, cache.layer(0),
                 {.q = kvp::view_bhsd(query.data(), 1, heads, 1, dim),
                  .out = kvp::view_bhsd(expected.data(), 1, heads, 1, dim),
                  .batch = one,
                  .lse = kvp::view_bhs(lse.data(), 1, heads, 1)},
                 workspace);
-    backend::wait(on);
+    backend::wait(ctx);
     // and what a kernel finds that knows the tables alone.
     for (int h = 0; h < heads; ++h) {
         double sum = 0.0, weighted[dim] = {};

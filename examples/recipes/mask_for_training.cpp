@@ -20,7 +20,7 @@ int main() {
         return 0;
     }
     constexpr int heads = 2, group = 2, tokens = 512, dim = 16;
-    const backend::context on{};
+    const backend::context ctx{};
     const Policy policy;
     const kvp::Sequences sequences{.batch = 1, .length = tokens};
 
@@ -42,8 +42,8 @@ int main() {
 
     // 1. Scores become lifetimes.
     backend::array<kvp::expiry_t> expiry(heads * tokens);
-    backend::memory scratch{on, kvp::build_mask_workspace_bytes(on, policy, sequences, heads)};
-    kvp::build_mask(on, policy, kvp::view_bhs<const float>(scores.data(), 1, heads, tokens), sequences,
+    backend::memory scratch{ctx, kvp::build_mask_workspace_bytes(ctx, policy, sequences, heads)};
+    kvp::build_mask(ctx, policy, kvp::view_bhs<const float>(scores.data(), 1, heads, tokens), sequences,
                     kvp::view_bhs(expiry.data(), 1, heads, tokens), scratch);
     kvp::mask_view mask;
     mask.expiry = kvp::view_bhs<const kvp::expiry_t>(expiry.data(), 1, heads, tokens);
@@ -51,16 +51,16 @@ int main() {
     // 2. Attention through them, and its gradients.
     const kvp::kv_view all{KV(k), KV(v), mask};
     backend::memory workspace{
-        on, std::max(kvp::attend_workspace_bytes<float>(on, {}, Q(q), all, sequences),
-                     kvp::attend_backward_workspace_bytes<float>(on, {}, Q(q), all, sequences))};
-    kvp::attend<float>(on, {}, Q(q), all, sequences, Q(out),
+        ctx, std::max(kvp::attend_workspace_bytes<float>(ctx, {}, Q(q), all, sequences),
+                      kvp::attend_backward_workspace_bytes<float>(ctx, {}, Q(q), all, sequences))};
+    kvp::attend<float>(ctx, {}, Q(q), all, sequences, Q(out),
                        kvp::view_bhs(lse.data(), 1, heads * group, tokens), workspace);
     kvp::attend_backward<float>(
-        on, {}, Q(q), all, sequences,
+        ctx, {}, Q(q), all, sequences,
         {Q(out), kvp::view_bhs<const float>(lse.data(), 1, heads * group, tokens), Q(d_out)},
         {Q(d_q), KV(d_k), KV(d_v)}, workspace);
 
-    backend::wait(on);
+    backend::wait(ctx);
     int most = 0;
     for (int query = 0; query < tokens; ++query) {
         int seen = 0;

@@ -36,14 +36,14 @@ int main() {
 
     // On the host.
     std::vector<kvp::expiry_t> expected(scores.size()), expiry(scores.size());
-    const kvp::host on_host{2};
-    kvp::Buffer scratch{on_host, kvp::build_mask_workspace_bytes(on_host, policy, sequences, heads)};
-    kvp::build_mask(on_host, policy, kvp::view_bhs<const float>(scores.data(), 1, heads, tokens), sequences,
+    const kvp::host host_ctx{2};
+    kvp::Buffer scratch{host_ctx, kvp::build_mask_workspace_bytes(host_ctx, policy, sequences, heads)};
+    kvp::build_mask(host_ctx, policy, kvp::view_bhs<const float>(scores.data(), 1, heads, tokens), sequences,
                     kvp::view_bhs(expected.data(), 1, heads, tokens), scratch);
 
     // On the device.
-    const kvp::cuda on{};  // the default stream; kvp::cuda{stream} is another
-    const std::size_t bytes = kvp::build_mask_workspace_bytes(on, policy, sequences, heads);
+    const kvp::cuda ctx{};  // the default stream; kvp::cuda{stream} is another
+    const std::size_t bytes = kvp::build_mask_workspace_bytes(ctx, policy, sequences, heads);
     float* device_scores = nullptr;
     kvp::expiry_t* device_expiry = nullptr;
     void* workspace = nullptr;
@@ -51,7 +51,7 @@ int main() {
     cudaMalloc(&device_expiry, sizeof(kvp::expiry_t) * expiry.size());
     cudaMalloc(&workspace, bytes);
     cudaMemcpy(device_scores, scores.data(), sizeof(float) * scores.size(), cudaMemcpyHostToDevice);
-    kvp::build_mask(on, policy, kvp::view_bhs<const float>(device_scores, 1, heads, tokens), sequences,
+    kvp::build_mask(ctx, policy, kvp::view_bhs<const float>(device_scores, 1, heads, tokens), sequences,
                     kvp::view_bhs(device_expiry, 1, heads, tokens), {workspace, bytes});
     cudaMemcpy(expiry.data(), device_expiry, sizeof(kvp::expiry_t) * expiry.size(), cudaMemcpyDeviceToHost);
     std::printf("%s\n", expiry == expected ? "the same integers" : "other integers");

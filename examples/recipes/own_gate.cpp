@@ -34,7 +34,7 @@ int main() {
     }
     constexpr int tokens = 40, dim = 8;
     const Policy policy{kvp::Window<6>{}, Band{0.0f, 1.0f}};
-    const backend::context on{};
+    const backend::context ctx{};
     backend::array<float> scores(tokens, -3.0f), x(tokens * dim, 1.0f), out(tokens * dim);
     scores[7] = scores[19] = scores[23] = 0.5f;
     scores[11] = 9.0f;
@@ -43,9 +43,9 @@ int main() {
     // As a mask: for each key the first query that no longer sees it.
     const kvp::Sequences sequences{.batch = 1, .length = tokens};
     backend::array<kvp::expiry_t> expiry(tokens);
-    backend::memory scratch{on, kvp::build_mask_workspace_bytes(on, policy, sequences, 1)};
-    kvp::build_mask(on, policy, given, sequences, kvp::view_bhs(expiry.data(), 1, 1, tokens), scratch);
-    backend::wait(on);
+    backend::memory scratch{ctx, kvp::build_mask_workspace_bytes(ctx, policy, sequences, 1)};
+    kvp::build_mask(ctx, policy, given, sequences, kvp::view_bhs(expiry.data(), 1, 1, tokens), scratch);
+    backend::wait(ctx);
     std::printf("the last query sees:");
     for (int t = 0; t < tokens; ++t) {
         if (kvp::visible(tokens - 1, t, expiry[static_cast<std::size_t>(t)])) {
@@ -57,13 +57,13 @@ int main() {
     kvp::DualCache<Policy, float> cache{{.query_heads = 1, .kv_heads = 1, .head_dim = dim, .page_size = 16},
                                         {.slab_pages = 4, .max_slabs = 1, .max_seq_len = tokens},
                                         policy};
-    backend::memory tables{on, cache.bytes()}, slab{on, cache.slab_bytes()};
-    cache.bind(on, tables.data(), tables.size());
-    cache.add_slab(on, slab.data(), slab.size());
-    backend::memory workspace{on, cache.workspace_bytes(on, {.batch = 1, .tokens = tokens})};
+    backend::memory tables{ctx, cache.bytes()}, slab{ctx, cache.slab_bytes()};
+    cache.bind(ctx, tables.data(), tables.size());
+    cache.add_slab(ctx, slab.data(), slab.size());
+    backend::memory workspace{ctx, cache.workspace_bytes(ctx, {.batch = 1, .tokens = tokens})};
     const kvp::Batch prompt{.count = 1, .length = tokens};
     const auto rows = kvp::view_bhsd<const float>(x.data(), 1, 1, tokens, dim);
-    kvp::prefill(on, cache.layer(0),
+    kvp::prefill(ctx, cache.layer(0),
                  {.q = rows,
                   .k = rows,
                   .v = rows,
@@ -71,8 +71,8 @@ int main() {
                   .batch = prompt,
                   .scores = given},
                  workspace);
-    cache.advance(on, prompt);
-    backend::wait(on);
+    cache.advance(ctx, prompt);
+    backend::wait(ctx);
     std::printf("\nthe cache holds (its window is a ring):");
     for (int row = 0; row < cache.layer(0).used(0, 0); ++row) {
         std::printf(" %d", static_cast<int>(cache.layer(0).head_rows(0, 0).position(row)));

@@ -62,7 +62,7 @@ static_assert(kvp::ScoreLoss<SquaredDistance, Policy>);
 
 int main() {
     constexpr int tokens = 200, dim = 8;
-    const kvp::host on{1};
+    const kvp::host ctx{1};
     const Policy policy;
     const kvp::Sequences sequences{.batch = 1, .length = tokens};
 
@@ -84,16 +84,16 @@ int main() {
     const kvp::LinearScorer<dim> scorer{.heads = 1, .weights = {.weight = weight.data()}};
     const kvp::ScoreBackward<float> call{keys, values, sequences, 0,
                                          kvp::view_bhs(d_scores.data(), 1, 1, tokens)};
-    kvp::Buffer workspace{on,
-                          std::max(kvp::score_sequence_workspace_bytes(on, scorer, keys, values, sequences),
-                                   kvp::score_sequence_backward_workspace_bytes(on, scorer, call))};
+    kvp::Buffer workspace{ctx,
+                          std::max(kvp::score_sequence_workspace_bytes(ctx, scorer, keys, values, sequences),
+                                   kvp::score_sequence_backward_workspace_bytes(ctx, scorer, call))};
     const SquaredDistance loss;
     kvp::LossValue value;
     double first = 0.0, last = 0.0;
     for (int step = 0; step < 60; ++step) {
-        kvp::score_sequence(on, scorer, keys, values, sequences, 0,
+        kvp::score_sequence(ctx, scorer, keys, values, sequences, 0,
                             kvp::view_bhs(scores.data(), 1, 1, tokens), workspace);
-        loss(on, policy, kvp::view_bhs<const float>(scores.data(), 1, 1, tokens),
+        loss(ctx, policy, kvp::view_bhs<const float>(scores.data(), 1, 1, tokens),
              kvp::view_bhs<const float>(target.data(), 1, 1, tokens), sequences,
              kvp::view_bhs(d_scores.data(), 1, 1, tokens), nullptr, &value, {});
         last = value.value;
@@ -101,7 +101,7 @@ int main() {
             first = last;
         }
         std::fill(gradient.begin(), gradient.end(), 0.0f);
-        kvp::score_sequence_backward(on, scorer, call, {.weight = gradient.data()}, workspace);
+        kvp::score_sequence_backward(ctx, scorer, call, {.weight = gradient.data()}, workspace);
         for (std::size_t i = 0; i < weight.size(); ++i) {
             weight[i] -= 0.2f * gradient[i];
         }

@@ -75,7 +75,7 @@ int main() {
         weight(2 * dim), gradient(2 * dim);
     thrust::device_vector<double> values(steps);
 
-    const kvp::cuda on{};
+    const kvp::cuda ctx{};
     const kvp::Sequences sequences{.batch = 1, .length = tokens};
     const auto keys = kvp::view_bhsd<const float>(raw(k), 1, 1, tokens, dim);
     const auto rows = kvp::view_bhsd<const float>(raw(v), 1, 1, tokens, dim);
@@ -83,16 +83,16 @@ int main() {
     const kvp::ScoreBackward<float> call{keys, rows, sequences, 0,
                                          kvp::view_bhs<const float>(raw(d_scores), 1, 1, tokens)};
     thrust::device_vector<unsigned char> scratch(
-        std::max(kvp::score_sequence_workspace_bytes(on, scorer, keys, rows, sequences),
-                 kvp::score_sequence_backward_workspace_bytes(on, scorer, call)));
+        std::max(kvp::score_sequence_workspace_bytes(ctx, scorer, keys, rows, sequences),
+                 kvp::score_sequence_backward_workspace_bytes(ctx, scorer, call)));
     const kvp::workspace_view workspace{raw(scratch), scratch.size()};
     for (int step = 0; step < steps; ++step) {
-        kvp::score_sequence(on, scorer, keys, rows, sequences, 0, kvp::view_bhs(raw(scores), 1, 1, tokens),
+        kvp::score_sequence(ctx, scorer, keys, rows, sequences, 0, kvp::view_bhs(raw(scores), 1, 1, tokens),
                             workspace);
-        squared_distance<<<1, 256, 0, on.stream>>>(raw(scores), raw(target), raw(d_scores),
-                                                   raw(values) + step);
-        kvp::score_sequence_backward(on, scorer, call, {.weight = raw(gradient)}, workspace);
-        descend<<<1, 2 * dim, 0, on.stream>>>(raw(weight), raw(gradient), 0.2f);
+        squared_distance<<<1, 256, 0, ctx.stream>>>(raw(scores), raw(target), raw(d_scores),
+                                                    raw(values) + step);
+        kvp::score_sequence_backward(ctx, scorer, call, {.weight = raw(gradient)}, workspace);
+        descend<<<1, 2 * dim, 0, ctx.stream>>>(raw(weight), raw(gradient), 0.2f);
     }
     const double first = values[0], last = values[steps - 1];  // these wait
     std::printf("the loss fell below a thousandth: %s\n", last < 1e-3 * first ? "yes" : "no");

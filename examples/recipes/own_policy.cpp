@@ -31,14 +31,14 @@ int main() {
     backend::array<unsigned char> marks(tokens);
     marks[7] = marks[19] = marks[23] = 1;
     const Policy policy{kvp::Window<6>{}, KeepMarked{marks.data(), tokens}};
-    const backend::context on{};
+    const backend::context ctx{};
 
     // As a mask: for each key the first query that no longer sees it.
     backend::array<kvp::expiry_t> expiry(tokens);
     const kvp::Sequences sequences{.batch = 1, .length = tokens};
-    backend::memory scratch{on, kvp::build_mask_workspace_bytes(on, policy, sequences, 1)};
-    kvp::build_mask(on, policy, {}, sequences, kvp::view_bhs(expiry.data(), 1, 1, tokens), scratch);
-    backend::wait(on);
+    backend::memory scratch{ctx, kvp::build_mask_workspace_bytes(ctx, policy, sequences, 1)};
+    kvp::build_mask(ctx, policy, {}, sequences, kvp::view_bhs(expiry.data(), 1, 1, tokens), scratch);
+    backend::wait(ctx);
     std::printf("the last query sees:");
     for (int t = 0; t < tokens; ++t) {
         if (kvp::visible(tokens - 1, t, expiry[static_cast<std::size_t>(t)])) {
@@ -50,23 +50,23 @@ int main() {
     kvp::DualCache<Policy, float> cache{{.query_heads = 1, .kv_heads = 1, .head_dim = dim, .page_size = 16},
                                         {.slab_pages = 4, .max_slabs = 1, .max_seq_len = tokens},
                                         policy};
-    backend::memory tables{on, cache.bytes()}, slab{on, cache.slab_bytes()};
-    cache.bind(on, tables.data(), tables.size());
-    cache.add_slab(on, slab.data(), slab.size());
-    backend::memory workspace{on, cache.workspace_bytes(on, {.batch = 1, .tokens = tokens})};
+    backend::memory tables{ctx, cache.bytes()}, slab{ctx, cache.slab_bytes()};
+    cache.bind(ctx, tables.data(), tables.size());
+    cache.add_slab(ctx, slab.data(), slab.size());
+    backend::memory workspace{ctx, cache.workspace_bytes(ctx, {.batch = 1, .tokens = tokens})};
     backend::array<float> x(tokens * dim, 1.0f), out(tokens * dim);
     const kvp::Batch prompt{.count = 1, .length = tokens};
     const auto rows = kvp::view_bhsd<const float>(x.data(), 1, 1, tokens, dim);
-    kvp::prefill(on, cache.layer(0),
+    kvp::prefill(ctx, cache.layer(0),
                  {.q = rows,
                   .k = rows,
                   .v = rows,
                   .out = kvp::view_bhsd(out.data(), 1, 1, tokens, dim),
                   .batch = prompt},
                  workspace);
-    cache.advance(on, prompt);
+    cache.advance(ctx, prompt);
 
-    backend::wait(on);
+    backend::wait(ctx);
     std::printf("\nthe cache holds (its window is a ring):");
     for (int row = 0; row < cache.layer(0).used(0, 0); ++row) {
         std::printf(" %d", static_cast<int>(cache.layer(0).head_rows(0, 0).position(row)));

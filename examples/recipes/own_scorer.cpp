@@ -50,12 +50,12 @@ using Policy = kvp::Policy<kvp::Window<4>, kvp::TopKBudget<3>, Novelty>;
 
 int main() {
     constexpr int dim = 8;
-    const kvp::host on{1};
+    const kvp::host ctx{1};
     const Policy policy{kvp::Window<4>{}, kvp::TopKBudget<3>{}, Novelty{dim}};
     kvp::FixedBudgetCache<Policy, float> cache{{.query_heads = 1, .kv_heads = 1, .head_dim = dim}, policy};
-    kvp::Buffer memory{on, cache.bytes()};
-    cache.bind(on, memory);
-    kvp::Buffer workspace{on, cache.workspace_bytes(on, {.batch = 1, .tokens = 1})};
+    kvp::Buffer memory{ctx, cache.bytes()};
+    cache.bind(ctx, memory);
+    kvp::Buffer workspace{ctx, cache.workspace_bytes(ctx, {.batch = 1, .tokens = 1})};
 
     // Sixty tokens of the same key, and three others among them.
     for (int t = 0; t < 60; ++t) {
@@ -64,14 +64,14 @@ int main() {
             key.assign(dim, -1.0f);
         }
         const auto row = kvp::view_bhsd<const float>(key.data(), 1, 1, 1, dim);
-        kvp::step(on, cache.layer(0),
+        kvp::step(ctx, cache.layer(0),
                   {.q = row,
                    .k = row,
                    .v = row,
                    .out = kvp::view_bhsd(out.data(), 1, 1, 1, dim),
                    .batch = {.count = 1}},
                   workspace);
-        cache.advance(on, {.count = 1});
+        cache.advance(ctx, {.count = 1});
     }
     std::vector<kvp::position_t> held(static_cast<std::size_t>(cache.usage(0, 0, 0).size()));
     cache.retained(0, 0, 0, held.data());

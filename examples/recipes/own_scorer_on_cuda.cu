@@ -73,23 +73,23 @@ std::vector<float> make_keys() {
 // Feeds the keys to a bound cache on CUDA, and prints what a snapshot of it holds beside the window.
 template <class Cache>
 void run(const char* name, Cache& cache) {
-    const kvp::cuda on{};
-    kvp::Buffer workspace{on, cache.step_workspace_bytes(on, 1)};
+    const kvp::cuda ctx{};
+    kvp::Buffer workspace{ctx, cache.step_workspace_bytes(ctx, 1)};
     const std::vector<float> all = make_keys();
     thrust::device_vector<float> key(dim), out(dim);
     for (int t = 0; t < tokens; ++t) {
         key.assign(all.begin() + t * dim, all.begin() + (t + 1) * dim);
-        kvp::step(on, cache.layer(0), cache.nhd(raw(key), raw(key), raw(key), raw(out)), workspace);
-        cache.advance(on);
+        kvp::step(ctx, cache.layer(0), cache.nhd(raw(key), raw(key), raw(key), raw(out)), workspace);
+        cache.advance(ctx);
     }
-    std::vector<unsigned char> blob(cache.snapshot_bytes(on, 0));
-    cache.snapshot(on, 0, blob.data(), blob.size());
-    const kvp::host on_host{1};
+    std::vector<unsigned char> blob(cache.snapshot_bytes(ctx, 0));
+    cache.snapshot(ctx, 0, blob.data(), blob.size());
+    const kvp::host host_ctx{1};
     kvp::FixedBudgetCache<Policy, float> seen{cache.shape(),
                                               Policy{kvp::Window<4>{}, kvp::TopKBudget<3>{}, SmallNorm{dim}}};
-    kvp::Buffer host_memory{on_host, seen.bytes()};
-    seen.bind(on_host, host_memory);
-    seen.restore(on_host, 0, blob.data(), blob.size());
+    kvp::Buffer host_memory{host_ctx, seen.bytes()};
+    seen.bind(host_ctx, host_memory);
+    seen.restore(host_ctx, 0, blob.data(), blob.size());
     kvp::position_t held[7];
     const int rows = seen.retained(0, 0, 0, held);
     std::sort(held + 4, held + rows);
@@ -107,16 +107,16 @@ int main() {
     }
     const Policy policy{kvp::Window<4>{}, kvp::TopKBudget<3>{}, SmallNorm{dim}};
     const kvp::CacheShape shape{.query_heads = 1, .kv_heads = 1, .head_dim = dim, .page_size = 16};
-    const kvp::cuda on{};
+    const kvp::cuda ctx{};
     kvp::FixedBudgetCache<Policy, float> contiguous{shape, policy};
-    kvp::Buffer memory{on, contiguous.bytes()};
-    contiguous.bind(on, memory);
+    kvp::Buffer memory{ctx, contiguous.bytes()};
+    contiguous.bind(ctx, memory);
     run("FixedBudgetCache", contiguous);
 
     kvp::DualCache<Policy, float> paged{shape, {.slab_pages = 8, .max_seq_len = tokens}, policy};
-    kvp::Buffer tables{on, paged.bytes()}, slab{on, paged.slab_bytes()};
-    paged.bind(on, tables);
-    paged.add_slab(on, slab);
+    kvp::Buffer tables{ctx, paged.bytes()}, slab{ctx, paged.slab_bytes()};
+    paged.bind(ctx, tables);
+    paged.add_slab(ctx, slab);
     run("DualCache", paged);
 
     // Whole sequences, for masks and training.
@@ -125,8 +125,8 @@ int main() {
     const auto rows = kvp::view_bhsd<const float>(raw(k), 1, 1, tokens, dim);
     const kvp::Sequences sequences{1, tokens};
     thrust::device_vector<unsigned char> workspace(
-        kvp::score_sequence_workspace_bytes(on, SmallNorm{dim}, rows, rows, sequences) + 1);
-    kvp::score_sequence(on, SmallNorm{dim}, rows, rows, sequences, 0,
+        kvp::score_sequence_workspace_bytes(ctx, SmallNorm{dim}, rows, rows, sequences) + 1);
+    kvp::score_sequence(ctx, SmallNorm{dim}, rows, rows, sequences, 0,
                         kvp::view_bhs(raw(scores), 1, 1, tokens), {raw(workspace), workspace.size()});
     const float shortest = scores[25], max_seq_len = scores[0];
     std::printf("score_sequence: %.2f for key 25, %.2f for key 0\n", shortest, max_seq_len);

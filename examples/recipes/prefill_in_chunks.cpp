@@ -17,18 +17,18 @@ using Policy = kvp::Policy<kvp::Sink<2>, kvp::Window<8>, kvp::TopKBudget<6>>;  /
 // Takes the prompt in chunks of `chunk` tokens, and returns the positions that are held afterwards.
 std::vector<kvp::position_t> held_after(int chunk, const backend::array<float>& rows,
                                         const backend::array<float>& scores) {
-    const backend::context on{};
+    const backend::context ctx{};
     kvp::FixedBudgetCache<Policy, float> cache{{.query_heads = 1, .kv_heads = 1, .head_dim = dim}};
-    backend::memory memory{on, cache.bytes()};
-    cache.bind(on, memory.data(), memory.size());
-    backend::memory workspace{on, cache.workspace_bytes(on, {.batch = 1, .tokens = chunk})};
+    backend::memory memory{ctx, cache.bytes()};
+    cache.bind(ctx, memory.data(), memory.size());
+    backend::memory workspace{ctx, cache.workspace_bytes(ctx, {.batch = 1, .tokens = chunk})};
     backend::array<float> out(static_cast<std::size_t>(chunk) * dim);
 
     for (int first = 0; first < tokens; first += chunk) {
         const int n = chunk < tokens - first ? chunk : tokens - first;
         const kvp::Batch batch{.count = 1, .length = n};
         const auto part = kvp::view_bhsd(rows.data() + first * dim, 1, 1, n, dim);
-        kvp::prefill(on, cache.layer(0),
+        kvp::prefill(ctx, cache.layer(0),
                      {.q = part,
                       .k = part,
                       .v = part,
@@ -36,9 +36,9 @@ std::vector<kvp::position_t> held_after(int chunk, const backend::array<float>& 
                       .batch = batch,
                       .scores = kvp::view_bhs(scores.data() + first, 1, 1, n)},
                      workspace);
-        cache.advance(on, batch);
+        cache.advance(ctx, batch);
     }
-    backend::wait(on);
+    backend::wait(ctx);
     const auto held = cache.layer(0).head_rows(0, 0);
     std::vector<kvp::position_t> positions;
     for (int row = 0; row < cache.layer(0).used(0, 0); ++row) {

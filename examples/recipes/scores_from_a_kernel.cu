@@ -46,20 +46,20 @@ int main() {
         std::printf("there is no device\n");
         return 0;
     }
-    const kvp::cuda on{};
+    const kvp::cuda ctx{};
     kvp::FixedBudgetCache<Policy, float> cache{{.query_heads = heads, .kv_heads = heads, .head_dim = dim}};
     thrust::device_vector<unsigned char> memory(cache.bytes().total());
-    cache.bind(on, raw(memory), memory.size());
-    thrust::device_vector<unsigned char> workspace(cache.step_workspace_bytes(on, 1));
+    cache.bind(ctx, raw(memory), memory.size());
+    thrust::device_vector<unsigned char> workspace(cache.step_workspace_bytes(ctx, 1));
     thrust::device_vector<float> key(heads * dim), out(heads * dim), score(heads), average(heads * dim, 1.0f);
 
     // Sixty tokens of the same key, and three others among them.
     for (int t = 0; t < 60; ++t) {
         const bool other = t == 11 || t == 25 || t == 40;
         thrust::fill(key.begin(), key.end(), other ? -1.0f : 1.0f);
-        novelty<<<heads, dim, 0, on.stream>>>(raw(key), raw(average), raw(score));
+        novelty<<<heads, dim, 0, ctx.stream>>>(raw(key), raw(average), raw(score));
         const auto row = kvp::view_bhsd<const float>(raw(key), 1, heads, 1, dim);
-        kvp::step(on, cache.layer(0),
+        kvp::step(ctx, cache.layer(0),
                   {.q = row,
                    .k = row,
                    .v = row,
@@ -67,17 +67,17 @@ int main() {
                    .batch = {.count = 1},
                    .scores = kvp::view_bhs<const float>(raw(score), 1, heads, 1)},
                   {raw(workspace), workspace.size()});
-        cache.advance(on, {.count = 1});
+        cache.advance(ctx, {.count = 1});
     }
 
     // A look into a cache on a device: its snapshot, in a cache on the host.
-    std::vector<unsigned char> blob(cache.snapshot_bytes(on, 0));
-    cache.snapshot(on, 0, blob.data(), blob.size());
-    const kvp::host on_host{1};
+    std::vector<unsigned char> blob(cache.snapshot_bytes(ctx, 0));
+    cache.snapshot(ctx, 0, blob.data(), blob.size());
+    const kvp::host host_ctx{1};
     kvp::FixedBudgetCache<Policy, float> seen{cache.shape()};
-    kvp::Buffer host_memory{on_host, seen.bytes()};
-    seen.bind(on_host, host_memory);
-    seen.restore(on_host, 0, blob.data(), blob.size());
+    kvp::Buffer host_memory{host_ctx, seen.bytes()};
+    seen.bind(host_ctx, host_memory);
+    seen.restore(host_ctx, 0, blob.data(), blob.size());
     for (int head = 0; head < heads; ++head) {
         kvp::position_t held[7];
         const int rows = seen.retained(0, 0, head, held);

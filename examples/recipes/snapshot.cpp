@@ -19,7 +19,7 @@ using Policy = kvp::Policy<kvp::Sink<1>, kvp::Window<4>, kvp::TopKBudget<5>>;
 
 // The next token of a sequence; gives what attention answers.
 template <class Cache>
-backend::array<float> next(const backend::context& on, Cache& cache, int seq, std::mt19937& generator) {
+backend::array<float> next(const backend::context& ctx, Cache& cache, int seq, std::mt19937& generator) {
     std::normal_distribution<float> normal;
     backend::array<float> x(dim), out(dim), score(1, normal(generator));
     backend::array<int> seq_ids(1, seq);
@@ -27,9 +27,9 @@ backend::array<float> next(const backend::context& on, Cache& cache, int seq, st
         number = normal(generator);
     }
     const kvp::Batch one{.count = 1, .seq_ids = seq_ids.data()};
-    backend::memory workspace{on, cache.workspace_bytes(on, {.batch = 1, .tokens = 1})};
+    backend::memory workspace{ctx, cache.workspace_bytes(ctx, {.batch = 1, .tokens = 1})};
     const auto row = kvp::view_bhsd<const float>(x.data(), 1, 1, 1, dim);
-    kvp::step(on, cache.layer(0),
+    kvp::step(ctx, cache.layer(0),
               {.q = row,
                .k = row,
                .v = row,
@@ -37,8 +37,8 @@ backend::array<float> next(const backend::context& on, Cache& cache, int seq, st
                .batch = one,
                .scores = kvp::view_bhs<const float>(score.data(), 1, 1, 1)},
               workspace);
-    cache.advance(on, one);
-    backend::wait(on);
+    cache.advance(ctx, one);
+    backend::wait(ctx);
     return out;
 }
 
@@ -46,31 +46,31 @@ int main() {
     if (backend::missing()) {
         return 0;
     }
-    const backend::context on{};
+    const backend::context ctx{};
     kvp::FixedBudgetCache<Policy, float> from{{.query_heads = 1, .kv_heads = 1, .head_dim = dim}};
-    backend::memory memory{on, from.bytes()};
-    from.bind(on, memory.data(), memory.size());
+    backend::memory memory{ctx, from.bytes()};
+    from.bind(ctx, memory.data(), memory.size());
     std::mt19937 generator(1);
     for (int t = 0; t < 30; ++t) {
-        next(on, from, 0, generator);
+        next(ctx, from, 0, generator);
     }
 
-    std::vector<unsigned char> blob(from.snapshot_bytes(on, 0));  // host memory
-    from.snapshot(on, 0, blob.data(), blob.size());
+    std::vector<unsigned char> blob(from.snapshot_bytes(ctx, 0));  // host memory
+    from.snapshot(ctx, 0, blob.data(), blob.size());
 
     kvp::DualCache<Policy, float> into{
         {.max_sequences = 3, .query_heads = 1, .kv_heads = 1, .head_dim = dim, .page_size = 16},
         {.slab_pages = 16, .max_slabs = 1, .max_seq_len = 1000}};
-    backend::memory tables{on, into.bytes()}, slab{on, into.slab_bytes()};
-    into.bind(on, tables.data(), tables.size());
-    into.add_slab(on, slab.data(), slab.size());
-    into.restore(on, 2, blob.data(), blob.size());
+    backend::memory tables{ctx, into.bytes()}, slab{ctx, into.slab_bytes()};
+    into.bind(ctx, tables.data(), tables.size());
+    into.add_slab(ctx, slab.data(), slab.size());
+    into.restore(ctx, 2, blob.data(), blob.size());
 
     // Both go on with the same tokens.
     std::mt19937 again = generator;
     bool same = true;
     for (int t = 0; t < 30; ++t) {
-        const auto a = next(on, from, 0, generator), b = next(on, into, 2, again);
+        const auto a = next(ctx, from, 0, generator), b = next(ctx, into, 2, again);
         for (int d = 0; d < dim; ++d) {
             same = same && a[d] - b[d] < 1e-5f && b[d] - a[d] < 1e-5f;
         }
@@ -81,10 +81,10 @@ int main() {
     // Another policy is another cache: its snapshots do not fit.
     using Larger = kvp::Policy<kvp::Sink<1>, kvp::Window<4>, kvp::TopKBudget<6>>;
     kvp::FixedBudgetCache<Larger, float> larger{{.query_heads = 1, .kv_heads = 1, .head_dim = dim}};
-    backend::memory more{on, larger.bytes()};
-    larger.bind(on, more.data(), more.size());
+    backend::memory more{ctx, larger.bytes()};
+    larger.bind(ctx, more.data(), more.size());
     try {
-        larger.restore(on, 0, blob.data(), blob.size());
+        larger.restore(ctx, 0, blob.data(), blob.size());
     } catch (const kvp::invalid_argument&) {
         std::printf("a cache with a larger budget refuses it\n");
     }

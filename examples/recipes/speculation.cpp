@@ -21,15 +21,15 @@ int main() {
     if (backend::missing()) {
         return 0;
     }
-    const backend::context on{};
+    const backend::context ctx{};
     // `draft tokens`: spare rows of every head for so many tokens.
     const kvp::CacheShape shape{
         .query_heads = 1, .kv_heads = 1, .head_dim_qk = dim, .head_dim_vo = dim, .max_draft_tokens = guesses};
     Cache guessing{shape}, stepping{shape};
-    backend::memory memory{on, guessing.bytes()}, other{on, stepping.bytes()};
-    guessing.bind(on, memory.data(), memory.size());
-    stepping.bind(on, other.data(), other.size());
-    backend::memory workspace{on, guessing.workspace_bytes(on, {.batch = 1, .tokens = guesses})};
+    backend::memory memory{ctx, guessing.bytes()}, other{ctx, stepping.bytes()};
+    guessing.bind(ctx, memory.data(), memory.size());
+    stepping.bind(ctx, other.data(), other.size());
+    backend::memory workspace{ctx, guessing.workspace_bytes(ctx, {.batch = 1, .tokens = guesses})};
 
     std::mt19937 generator(1);
     std::normal_distribution<float> normal;
@@ -43,7 +43,7 @@ int main() {
             }
         }
         const auto rows = kvp::view_bhsd<const float>(x.data(), 1, 1, guesses, dim);
-        kvp::append_draft(on, guessing.layer(0),
+        kvp::append_draft(ctx, guessing.layer(0),
                           {.q = rows,
                            .k = rows,
                            .v = rows,
@@ -54,14 +54,14 @@ int main() {
 
         // The model looks at the outputs and accepts the first few.
         const kvp::Batch accepted{.count = 1, .length = 1 + round % guesses};
-        kvp::accept(on, guessing.layer(0), accepted, workspace);
-        guessing.advance(on, accepted);
+        kvp::accept(ctx, guessing.layer(0), accepted, workspace);
+        guessing.advance(ctx, accepted);
         answered += guesses, kept += accepted.length;
 
         // The same tokens, one after another.
         for (int t = 0; t < accepted.length; ++t) {
             const auto row = kvp::view_bhsd<const float>(x.data() + t * dim, 1, 1, 1, dim);
-            kvp::step(on, stepping.layer(0),
+            kvp::step(ctx, stepping.layer(0),
                       {.q = row,
                        .k = row,
                        .v = row,
@@ -69,8 +69,8 @@ int main() {
                        .batch = {.count = 1},
                        .scores = kvp::view_bhs<const float>(&scores[t], 1, 1, 1)},
                       workspace);
-            stepping.advance(on, {.count = 1});
-            backend::wait(on);
+            stepping.advance(ctx, {.count = 1});
+            backend::wait(ctx);
             for (int d = 0; d < dim; ++d) {
                 const float off = alone[d] - out[t * dim + d];
                 same = same && off < 1e-5f && off > -1e-5f;

@@ -106,11 +106,11 @@ class ScorerSteps final : public DeviceSteps {
             kvpolicy::BoundaryLoss loss = job_.loss;
             loss.sampler.seed = visit.seed;
             const kvpolicy::Sequences sequences{.batch = 1, .length = held.length};
-            loss(on(), all_params, plane<const float>(scratch.scores, held.length),
+            loss(ctx(), all_params, plane<const float>(scratch.scores, held.length),
                  plane<const float>(held.target, held.length), sequences,
                  plane<float>(scratch.d_scores, held.length), job_.decay ? d_log_gamma_.data() : nullptr,
                  value_.data(), scratch.workspace, options);
-            kvpolicy::score_sequence_backward<Widths>(on(), scorer_, backward_call(held, &scratch),
+            kvpolicy::score_sequence_backward<Widths>(ctx(), scorer_, backward_call(held, &scratch),
                                                       gradients_, scratch.workspace);
             enqueue_visit(stream_.get(), sums_.data(), value_.data(), job_.decay ? heads_ : 0, range(),
                           alpha(optimizer_.parameters), d_log_gamma_.data(), alpha(optimizer_.gradients));
@@ -156,16 +156,16 @@ class ScorerSteps final : public DeviceSteps {
             for (std::size_t b = 0; b < budgets.size(); ++b) {
                 const DevicePolicy all_params = policy(budgets[b], log_gamma.data());
                 const std::size_t at = i * budgets.size() + b;
-                loss(on(), all_params, plane<const float>(scratch.scores, held.length), target, sequences,
+                loss(ctx(), all_params, plane<const float>(scratch.scores, held.length), target, sequences,
                      plane<float>(scratch.d_scores, held.length), nullptr, values.data() + at,
                      scratch.workspace, options);
-                kvpolicy::build_mask(on(), all_params, target, sequences,
+                kvpolicy::build_mask(ctx(), all_params, target, sequences,
                                      plane<kvpolicy::expiry_t>(scratch.teacher, held.length),
                                      scratch.workspace);
-                kvpolicy::build_mask(on(), all_params, plane<const float>(scratch.scores, held.length),
+                kvpolicy::build_mask(ctx(), all_params, plane<const float>(scratch.scores, held.length),
                                      sequences, plane<kvpolicy::expiry_t>(scratch.student, held.length),
                                      scratch.workspace);
-                kvpolicy::oracle_recall(on(), all_params,
+                kvpolicy::oracle_recall(ctx(), all_params,
                                         plane<const kvpolicy::expiry_t>(scratch.teacher, held.length),
                                         plane<const kvpolicy::expiry_t>(scratch.student, held.length),
                                         sequences, recalls.data() + at * heads, scratch.workspace);
@@ -278,7 +278,7 @@ class ScorerSteps final : public DeviceSteps {
 
     // ---- sequences ----------------------------------------------------------------------------------------
 
-    kvpolicy::cuda on() const { return kvpolicy::cuda{stream_.get()}; }
+    kvpolicy::cuda ctx() const { return kvpolicy::cuda{stream_.get()}; }
 
     /// The policy of all layers' heads; where no log gammas are given, the GPU's own count.
     DevicePolicy policy(std::int32_t budget, const float* log_gamma) const {
@@ -313,7 +313,7 @@ class ScorerSteps final : public DeviceSteps {
 
     void score(const HeldSequence<T>& held, const DeviceBuffers& scratch) {
         kvpolicy::score_sequence<Widths>(
-            on(), scorer_, keys(held), values(held), kvpolicy::Sequences{.batch = 1, .length = held.length},
+            ctx(), scorer_, keys(held), values(held), kvpolicy::Sequences{.batch = 1, .length = held.length},
             job_.spec.delay, plane<float>(scratch.scores, held.length), scratch.workspace);
     }
 
@@ -339,13 +339,13 @@ class ScorerSteps final : public DeviceSteps {
             const DevicePolicy all_params = policy(job_.spec.sinks + job_.spec.window + 1, nullptr);
             const auto expiry = kvpolicy::view_bhs<const kvpolicy::expiry_t>(nullptr, 1, heads_, length);
             const std::size_t bytes =
-                std::max({kvpolicy::score_sequence_workspace_bytes<Widths>(on(), scorer_, keys(shape),
+                std::max({kvpolicy::score_sequence_workspace_bytes<Widths>(ctx(), scorer_, keys(shape),
                                                                            values(shape), sequences),
                           kvpolicy::score_sequence_backward_workspace_bytes<Widths>(
-                              on(), scorer_, backward_call(shape, nullptr)),
-                          job_.loss.workspace_bytes(on(), all_params, sequences, heads_),
-                          kvpolicy::build_mask_workspace_bytes(on(), all_params, sequences, heads_),
-                          kvpolicy::oracle_recall_workspace_bytes(on(), expiry, sequences)});
+                              ctx(), scorer_, backward_call(shape, nullptr)),
+                          job_.loss.workspace_bytes(ctx(), all_params, sequences, heads_),
+                          kvpolicy::build_mask_workspace_bytes(ctx(), all_params, sequences, heads_),
+                          kvpolicy::oracle_recall_workspace_bytes(ctx(), expiry, sequences)});
             const std::size_t count = static_cast<std::size_t>(heads_) * static_cast<std::size_t>(length);
             buffers_ = {};
             buffers_.workspace = DeviceArray<unsigned char>(bytes);
@@ -430,10 +430,10 @@ class ScorerSteps final : public DeviceSteps {
             kvpolicy::view_bhsd<const T>(queries.data(), 1, heads, held.length, job_.spec.head_dim_qk);
         const auto of_lse = kvpolicy::view_bhs<float>(lse.data(), 1, heads, held.length);
         const DeviceArray<unsigned char> memory(
-            kvpolicy::future_mass_workspace_bytes<T>(on(), q, keys(held)));
+            kvpolicy::future_mass_workspace_bytes<T>(ctx(), q, keys(held)));
         const kvpolicy::Sequences sequences{.batch = 1, .length = held.length};
-        kvpolicy::causal_lse<T, TargetDims>(on(), {}, q, keys(held), sequences, of_lse, memory);
-        kvpolicy::future_mass<T, TargetDims>(on(), {}, q, keys(held), of_lse, sequences,
+        kvpolicy::causal_lse<T, TargetDims>(ctx(), {}, q, keys(held), sequences, of_lse, memory);
+        kvpolicy::future_mass<T, TargetDims>(ctx(), {}, q, keys(held), of_lse, sequences,
                                              plane<float>(held.target, held.length), memory,
                                              mass_options(job_.target));
         stream_.wait();

@@ -5,9 +5,9 @@
 namespace train {
 
 template <class S>
-DeviceTrainer<S>::DeviceTrainer(const kvpolicy::host& on, const Options& options, QkvSource& source,
+DeviceTrainer<S>::DeviceTrainer(const kvpolicy::host& ctx, const Options& options, QkvSource& source,
                                 QkvSource* held_out)
-    : Trainer<S>(on, options, source, held_out) {
+    : Trainer<S>(ctx, options, source, held_out) {
     DeviceJob job;
     job.spec = options.spec;
     job.target = options.target;

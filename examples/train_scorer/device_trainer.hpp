@@ -15,7 +15,7 @@ template <class S>
 class DeviceTrainer final : public Trainer<S> {
   public:
     /// As Trainer; `source` and `held_out` may leave out targets.
-    DeviceTrainer(const kvpolicy::host& on, const Options& options, QkvSource& source, QkvSource* held_out);
+    DeviceTrainer(const kvpolicy::host& ctx, const Options& options, QkvSource& source, QkvSource* held_out);
 
     void step() override;
     bool done() const override { return false; }

@@ -46,11 +46,11 @@ struct Data {
     std::unique_ptr<QkvSource> training, held_out;
 };
 
-void open_model(const Options& o, const std::string& folder, const kvpolicy::host& on, Data& data) {
+void open_model(const Options& o, const std::string& folder, const kvpolicy::host& ctx, Data& data) {
     data.model = llama::load_model(folder);
     data.tokenizer = llama::read_tokenizer(folder, data.model->config.vocab_size);
     if (!o.on_device) {
-        data.observe = host_observer(on, *data.model);
+        data.observe = host_observer(ctx, *data.model);
         return;
     }
 #if KVPOLICY_TRAIN_ON_CUDA
@@ -84,12 +84,12 @@ void open_held_out(const std::string& folder, Data& data) {
     }
 }
 
-void open_sources(const Options& o, const std::string& folder, const kvpolicy::host& on, Data& data) {
-    open_model(o, folder, on, data);
+void open_sources(const Options& o, const std::string& folder, const kvpolicy::host& ctx, Data& data) {
+    open_model(o, folder, ctx, data);
     const llama::Config& config = data.model->config;
     std::size_t count = 0;
     auto tokens = open_sequences(o, data, count);
-    data.training = model_source(on, config, data.observe, count, std::move(tokens), o.target);
+    data.training = model_source(ctx, config, data.observe, count, std::move(tokens), o.target);
     const auto watched = static_cast<std::size_t>(o.held_out_sequences);
     if (watched == 0) {
         return;
@@ -98,14 +98,14 @@ void open_sources(const Options& o, const std::string& folder, const kvpolicy::h
         data.other_text.emplace(o.held_out, *data.tokenizer, o.length, pairs_of(o, *data.tokenizer),
                                 o.seed + 1);
         data.held_out = model_source(
-            on, config, data.observe, watched, [&](std::size_t i) { return data.other_text->sequence(i); },
+            ctx, config, data.observe, watched, [&](std::size_t i) { return data.other_text->sequence(i); },
             o.target);
         return;
     }
     open_held_out(folder, data);
     if (data.eval) {
         data.held_out = model_source(
-            on, config, data.observe, std::min(watched, data.eval->tokens.size()),
+            ctx, config, data.observe, std::min(watched, data.eval->tokens.size()),
             [&](std::size_t i) { return data.eval->tokens[i]; }, o.target);
     }
 }
@@ -177,12 +177,12 @@ class Report {
 };
 
 template <class S>
-std::unique_ptr<Trainer<S>> make_trainer(const kvpolicy::host& on, const Options& o, Data& data) {
+std::unique_ptr<Trainer<S>> make_trainer(const kvpolicy::host& ctx, const Options& o, Data& data) {
     if (!o.on_device) {
-        return std::make_unique<Trainer<S>>(on, o, *data.training, data.held_out.get());
+        return std::make_unique<Trainer<S>>(ctx, o, *data.training, data.held_out.get());
     }
 #if KVPOLICY_TRAIN_ON_CUDA
-    return std::make_unique<DeviceTrainer<S>>(on, o, *data.training, data.held_out.get());
+    return std::make_unique<DeviceTrainer<S>>(ctx, o, *data.training, data.held_out.get());
 #else
     llama::fail("{}", no_cuda);
 #endif
@@ -228,11 +228,11 @@ class TimedSource final : public QkvSource {
 /// --compare: losses of both backends at every step, and what a step takes. The GPU's time is that of steps
 /// that follow, since reading a loss is not part of one.
 template <class S>
-void compare(const kvpolicy::host& on, const Options& o, Data& data) {
+void compare(const kvpolicy::host& ctx, const Options& o, Data& data) {
 #if KVPOLICY_TRAIN_ON_CUDA
     TimedSource source(*data.training);
-    Trainer<S> host(on, o, source, nullptr);
-    DeviceTrainer<S> gpu(on, o, source, nullptr);
+    Trainer<S> host(ctx, o, source, nullptr);
+    DeviceTrainer<S> gpu(ctx, o, source, nullptr);
     gpu.hold_all();
     double of_host = 0.0, most = 0.0;
     fmt::print("{}\n step  loss: host      cuda  agreement: host   cuda\n", o.spec.architecture());
@@ -261,21 +261,21 @@ void compare(const kvpolicy::host& on, const Options& o, Data& data) {
     fmt::print(
         "largest difference of losses: {:.2e}\nhost: {:.1f} ms a step on {} threads; cuda: {:.3f} ms a step, "
         "{:.3f} of it to enqueue; {:.0f} times as fast\n",
-        most, of_host, on.threads(), of_gpu, enqueued, of_host / of_gpu);
+        most, of_host, ctx.threads(), of_gpu, enqueued, of_host / of_gpu);
 #else
-    static_cast<void>(make_trainer<S>(on, o, data));  // refuses
+    static_cast<void>(make_trainer<S>(ctx, o, data));  // refuses
 #endif
 }
 
 template <class S>
-void run_training(const kvpolicy::host& on, const Options& o, Data& data) {
+void run_training(const kvpolicy::host& ctx, const Options& o, Data& data) {
     if (o.compare > 0) {
-        compare<S>(on, o, data);
+        compare<S>(ctx, o, data);
         return;
     }
     examples::Progress progress;
     progress.show("the first sequence");
-    const std::unique_ptr<Trainer<S>> made = make_trainer<S>(on, o, data);
+    const std::unique_ptr<Trainer<S>> made = make_trainer<S>(ctx, o, data);
     Trainer<S>& trainer = *made;
     if (!o.resume.empty()) {
         trainer.resume(o.resume);
@@ -342,8 +342,8 @@ void run_training(const kvpolicy::host& on, const Options& o, Data& data) {
     fmt::print("{} written after {:.0f} s\n", o.out, time.count());
 }
 
-void dump(const kvpolicy::host& on, const Options& o, const std::string& folder, Data& data) {
-    open_model(o, folder, on, data);
+void dump(const kvpolicy::host& ctx, const Options& o, const std::string& folder, Data& data) {
+    open_model(o, folder, ctx, data);
     std::function<std::vector<std::int32_t>(std::size_t)> tokens;
     auto count = static_cast<std::size_t>(o.sequences);
     if (o.dump_eval) {
@@ -358,7 +358,7 @@ void dump(const kvpolicy::host& on, const Options& o, const std::string& folder,
     }
     const auto length = static_cast<std::int32_t>(tokens(0).size());
     examples::Progress progress;
-    write_dump(on, data.model->config, data.observe, count, tokens, length, o.target, o.dump_targets, o.dump,
+    write_dump(ctx, data.model->config, data.observe, count, tokens, length, o.target, o.dump_targets, o.dump,
                [&](std::size_t i) { progress.show(fmt::format("sequence {} of {}", i + 1, count)); });
     progress.done();
     fmt::print("{}: {} sequences of {} tokens, {:.0f} MiB\n", o.dump, count, length,
@@ -381,11 +381,11 @@ void dump_tokens(const Options& o, const std::string& folder, Data& data) {
 int run(int argc, char** argv) {
     Options o = parse(argc, argv);
     check_files(o);
-    const kvpolicy::host on(o.threads);
+    const kvpolicy::host ctx(o.threads);
     Data data;
     const std::string folder = o.model.empty() ? KVPOLICY_BYTE_MODEL : o.model;
     if (!o.dump.empty()) {
-        dump(on, o, folder, data);
+        dump(ctx, o, folder, data);
         return 0;
     }
     if (!o.dump_tokens.empty()) {
@@ -393,12 +393,12 @@ int run(int argc, char** argv) {
         return 0;
     }
     if (o.qkv.empty()) {
-        open_sources(o, folder, on, data);
+        open_sources(o, folder, ctx, data);
     } else {
-        data.training = file_source(on, o.qkv, o.target, static_cast<std::size_t>(o.sequences));
+        data.training = file_source(ctx, o.qkv, o.target, static_cast<std::size_t>(o.sequences));
         if (!o.held_out.empty() && o.held_out_sequences > 0) {
             data.held_out =
-                file_source(on, o.held_out, o.target, static_cast<std::size_t>(o.held_out_sequences));
+                file_source(ctx, o.held_out, o.target, static_cast<std::size_t>(o.held_out_sequences));
         }
     }
     const QkvShape& shape = data.training->shape();
@@ -407,9 +407,9 @@ int run(int argc, char** argv) {
     o.spec.head_dim_qk = shape.head_dim_qk;
     o.spec.head_dim_vo = shape.head_dim_vo;
     if (o.spec.kind == "mlp") {
-        run_training<examples::Mlp>(on, o, data);
+        run_training<examples::Mlp>(ctx, o, data);
     } else {
-        run_training<examples::Mlstm>(on, o, data);
+        run_training<examples::Mlstm>(ctx, o, data);
     }
     return 0;
 }

@@ -23,9 +23,9 @@ QkvShape shape_of(const llama::Config& config) {
 
 class ModelSource final : public QkvSource {
   public:
-    ModelSource(const kvpolicy::host& on, const llama::Config& config, Observer observe, std::size_t count,
+    ModelSource(const kvpolicy::host& ctx, const llama::Config& config, Observer observe, std::size_t count,
                 std::function<std::vector<std::int32_t>(std::size_t)> tokens, const TargetOptions& target)
-        : on_(on),
+        : ctx_(ctx),
           config_(config),
           observe_(std::move(observe)),
           shape_(shape_of(config)),
@@ -48,7 +48,7 @@ class ModelSource final : public QkvSource {
             example.emplace();
             example->length = static_cast<std::int32_t>(tokens.size());
             const std::vector<float> target =
-                target_.leave_out ? std::vector<float>() : oracle.scores(on_, mass_options(target_));
+                target_.leave_out ? std::vector<float>() : oracle.scores(ctx_, mass_options(target_));
             const std::size_t plane = target.size() / static_cast<std::size_t>(shape_.layers);
             for (std::int32_t l = 0; l < shape_.layers; ++l) {
                 const auto round = [](std::span<const float> from) {
@@ -71,7 +71,7 @@ class ModelSource final : public QkvSource {
     }
 
   private:
-    const kvpolicy::host& on_;
+    const kvpolicy::host& ctx_;
     const llama::Config& config_;
     Observer observe_;
     QkvShape shape_;
@@ -83,9 +83,9 @@ class ModelSource final : public QkvSource {
 
 class FileSource final : public QkvSource {
   public:
-    FileSource(const kvpolicy::host& on, const std::filesystem::path& path, const TargetOptions& target,
+    FileSource(const kvpolicy::host& ctx, const std::filesystem::path& path, const TargetOptions& target,
                std::size_t most)
-        : on_(on), file_(path), target_(target) {
+        : ctx_(ctx), file_(path), target_(target) {
         while (count_ < most && file_.find(name(count_, 0, "k")) != nullptr) {
             ++count_;
         }
@@ -240,17 +240,17 @@ class FileSource final : public QkvSource {
         const kvpolicy::Sequences sequences{.batch = 1, .length = n};
         std::vector<float> lse(static_cast<std::size_t>(heads * length));
         std::vector<float> target(static_cast<std::size_t>(shape_.kv_heads * length));
-        std::vector<unsigned char> memory(kvpolicy::future_mass_workspace_bytes<float>(on_, q, k));
+        std::vector<unsigned char> memory(kvpolicy::future_mass_workspace_bytes<float>(ctx_, q, k));
         const kvpolicy::workspace_view workspace{memory.data(), memory.size()};
         const auto plane = kvpolicy::view_bhs(lse.data(), 1, static_cast<std::int32_t>(heads), n);
-        kvpolicy::causal_lse<float>(on_, {}, q, k, sequences, plane, workspace);
-        kvpolicy::future_mass<float>(on_, {}, q, k, plane, sequences,
+        kvpolicy::causal_lse<float>(ctx_, {}, q, k, sequences, plane, workspace);
+        kvpolicy::future_mass<float>(ctx_, {}, q, k, plane, sequences,
                                      kvpolicy::view_bhs(target.data(), 1, shape_.kv_heads, n), workspace,
                                      mass_options(target_));
         return target;
     }
 
-    const kvpolicy::host& on_;
+    const kvpolicy::host& ctx_;
     llama::Safetensors file_;
     TargetOptions target_;
     QkvShape shape_;
@@ -285,13 +285,13 @@ const char* aggregate_name(kvpolicy::group_aggregate aggregate) {
     return aggregate == kvpolicy::group_aggregate::max ? "max" : "mean";
 }
 
-Observer host_observer(const kvpolicy::host& on, const llama::Model& model) {
-    return [&on, &model](const std::vector<std::int32_t>& tokens, examples::Oracle& oracle) {
+Observer host_observer(const kvpolicy::host& ctx, const llama::Model& model) {
+    return [&ctx, &model](const std::vector<std::int32_t>& tokens, examples::Oracle& oracle) {
         constexpr std::size_t chunk = 512;
         llama::Engine engine(model);
         const auto max_seq_len = static_cast<std::int32_t>(tokens.size());
         const auto attention =
-            examples::make_attention<float>(on, model.config, {.name = "dense"}, max_seq_len);
+            examples::make_attention<float>(ctx, model.config, {.name = "dense"}, max_seq_len);
         auto watched = llama::observed(*attention, oracle);
         std::vector<std::int64_t> positions(tokens.size());
         std::iota(positions.begin(), positions.end(), 0);
@@ -303,19 +303,19 @@ Observer host_observer(const kvpolicy::host& on, const llama::Model& model) {
     };
 }
 
-std::unique_ptr<QkvSource> model_source(const kvpolicy::host& on, const llama::Config& config,
+std::unique_ptr<QkvSource> model_source(const kvpolicy::host& ctx, const llama::Config& config,
                                         Observer observe, std::size_t count,
                                         std::function<std::vector<std::int32_t>(std::size_t)> tokens,
                                         const TargetOptions& target) {
-    return std::make_unique<ModelSource>(on, config, std::move(observe), count, std::move(tokens), target);
+    return std::make_unique<ModelSource>(ctx, config, std::move(observe), count, std::move(tokens), target);
 }
 
-std::unique_ptr<QkvSource> file_source(const kvpolicy::host& on, const std::filesystem::path& file,
+std::unique_ptr<QkvSource> file_source(const kvpolicy::host& ctx, const std::filesystem::path& file,
                                        const TargetOptions& target, std::size_t most) {
-    return std::make_unique<FileSource>(on, file, target, most);
+    return std::make_unique<FileSource>(ctx, file, target, most);
 }
 
-void write_dump(const kvpolicy::host& on, const llama::Config& c, const Observer& observe, std::size_t count,
+void write_dump(const kvpolicy::host& ctx, const llama::Config& c, const Observer& observe, std::size_t count,
                 const std::function<std::vector<std::int32_t>(std::size_t)>& tokens, std::int32_t length,
                 const TargetOptions& target, std::span<const float> betas, const std::filesystem::path& file,
                 const std::function<void(std::size_t)>& progress) {
@@ -352,7 +352,7 @@ void write_dump(const kvpolicy::host& on, const llama::Config& c, const Observer
         for (const float beta : betas) {
             TargetOptions with = target;
             with.beta = beta;
-            targets.push_back(oracle.scores(on, mass_options(with)));
+            targets.push_back(oracle.scores(ctx, mass_options(with)));
         }
         for (int l = 0; l < c.layers; ++l) {
             if (betas.empty()) {

@@ -93,12 +93,12 @@ class QkvSource {
 using Observer = std::function<void(const std::vector<std::int32_t>& tokens, examples::Oracle& oracle)>;
 
 /// Passes on the host, in fp32; device_model.hpp has those of a GPU.
-Observer host_observer(const kvpolicy::host& on, const llama::Model& model);
+Observer host_observer(const kvpolicy::host& ctx, const llama::Model& model);
 
 /// Runs a model densely on the sequences that `tokens(index)` gives. What was run stays in memory, unless
 /// TargetOptions::leave_out says that a device will keep it: then the last one does. Keys and values are
 /// rounded to bf16, which is what a cache stores.
-std::unique_ptr<QkvSource> model_source(const kvpolicy::host& on, const llama::Config& config,
+std::unique_ptr<QkvSource> model_source(const kvpolicy::host& ctx, const llama::Config& config,
                                         Observer observe, std::size_t count,
                                         std::function<std::vector<std::int32_t>(std::size_t)> tokens,
                                         const TargetOptions& target);
@@ -107,13 +107,13 @@ std::unique_ptr<QkvSource> model_source(const kvpolicy::host& on, const llama::C
 /// once, and kept. Throws llama::Error for a file without sequences, tensors that are missing, of
 /// another shape than their neighbors, or not finite (named with head and position), and sequences with
 /// no q and no target.
-std::unique_ptr<QkvSource> file_source(const kvpolicy::host& on, const std::filesystem::path& file,
+std::unique_ptr<QkvSource> file_source(const kvpolicy::host& ctx, const std::filesystem::path& file,
                                        const TargetOptions& target,
                                        std::size_t most = std::numeric_limits<std::size_t>::max());
 
 /// Writes `count` sequences of a model in that form: q, k, v in bf16; or, with betas, the targets instead of
 /// q, which is much smaller. progress(index) is called before each.
-void write_dump(const kvpolicy::host& on, const llama::Config& config, const Observer& observe,
+void write_dump(const kvpolicy::host& ctx, const llama::Config& config, const Observer& observe,
                 std::size_t count, const std::function<std::vector<std::int32_t>(std::size_t)>& tokens,
                 std::int32_t length, const TargetOptions& target, std::span<const float> betas,
                 const std::filesystem::path& file, const std::function<void(std::size_t)>& progress);

@@ -60,13 +60,13 @@ kvpolicy::BoundaryLoss loss_of(const Options& options) {
     kvpolicy::BoundaryLoss loss;
     loss.temperature = options.temperature;
     loss.margin = {options.omega_min, options.margin_temperature};
-    loss.balance.on = options.balance;
+    loss.balance.enabled = options.balance;
     return loss;
 }
 
 template <class S>
-Trainer<S>::Trainer(const kvpolicy::host& on, const Options& options, QkvSource& source, QkvSource* held_out)
-    : on_(on),
+Trainer<S>::Trainer(const kvpolicy::host& ctx, const Options& options, QkvSource& source, QkvSource* held_out)
+    : ctx_(ctx),
       options_(options),
       source_(source),
       held_out_(held_out),
@@ -181,9 +181,9 @@ void Trainer<S>::score(const Example& example, std::int32_t layer, std::vector<f
     const S& scorer = stack_.scorers[static_cast<std::size_t>(layer)];
     scores.assign(static_cast<std::size_t>(shape.kv_heads) * static_cast<std::size_t>(example.length), 0.0f);
     kvpolicy::score_sequence(
-        on_, scorer, k, v, sequences, options_.spec.delay,
+        ctx_, scorer, k, v, sequences, options_.spec.delay,
         plane<float>(scores, shape.kv_heads, example.length),
-        workspace(kvpolicy::score_sequence_workspace_bytes(on_, scorer, k, v, sequences)));
+        workspace(kvpolicy::score_sequence_workspace_bytes(ctx_, scorer, k, v, sequences)));
 }
 
 /// Every sequence once in each epoch, in an order of its own.
@@ -250,17 +250,17 @@ void Trainer<S>::step() {
             loss.layer = l;
             std::vector<double> d_log_gamma(heads, 0.0);
             kvpolicy::BoundaryValue value;
-            loss(on_, all_params, plane<const float>(scores, shape.kv_heads, example.length),
+            loss(ctx_, all_params, plane<const float>(scores, shape.kv_heads, example.length),
                  example.targets(shape, l), sequences, plane<float>(d_scores, shape.kv_heads, example.length),
                  alpha_.empty() ? nullptr : d_log_gamma.data(), &value,
-                 workspace(loss.workspace_bytes(on_, all_params, sequences, shape.kv_heads)));
+                 workspace(loss.workspace_bytes(ctx_, all_params, sequences, shape.kv_heads)));
             sums.add(value, 1.0);  // scaled already
             const kvpolicy::ScoreBackward<float> call{
                 example.keys(shape, l), example.values(shape, l), sequences, options_.spec.delay,
                 plane<const float>(d_scores, shape.kv_heads, example.length)};
             kvpolicy::score_sequence_backward(
-                on_, stack_.scorers[at], call, gradients_[at],
-                workspace(kvpolicy::score_sequence_backward_workspace_bytes(on_, stack_.scorers[at], call)));
+                ctx_, stack_.scorers[at], call, gradients_[at],
+                workspace(kvpolicy::score_sequence_backward_workspace_bytes(ctx_, stack_.scorers[at], call)));
             for (std::size_t h = 0; h < heads && !alpha_.empty(); ++h) {
                 const std::size_t i = at * heads + h;
                 alpha_gradient_[0][i] += static_cast<float>(
@@ -315,26 +315,26 @@ std::vector<HeldOutNumbers> Trainer<S>::evaluate() {
                 kvpolicy::BoundaryLoss loss = loss_of(options_);
                 loss.layer = l;
                 kvpolicy::BoundaryValue value;
-                loss(on_, all_params, plane<const float>(scores, shape.kv_heads, n),
+                loss(ctx_, all_params, plane<const float>(scores, shape.kv_heads, n),
                      example.targets(shape, l), sequences, plane<float>(unused, shape.kv_heads, n), nullptr,
-                     &value, workspace(loss.workspace_bytes(on_, all_params, sequences, shape.kv_heads)));
+                     &value, workspace(loss.workspace_bytes(ctx_, all_params, sequences, shape.kv_heads)));
                 numbers.loss.add(value, 1.0 / (shape.layers * sequences_count));
                 const kvpolicy::MaskOptions mask{.layer = l};
                 const auto build = [&](kvpolicy::plane_view<const float> from,
                                        std::vector<kvpolicy::expiry_t>& into) {
-                    kvpolicy::build_mask(on_, all_params, from, sequences,
+                    kvpolicy::build_mask(ctx_, all_params, from, sequences,
                                          plane<kvpolicy::expiry_t>(into, shape.kv_heads, n),
                                          workspace(kvpolicy::build_mask_workspace_bytes(
-                                             on_, all_params, sequences, shape.kv_heads, mask)),
+                                             ctx_, all_params, sequences, shape.kv_heads, mask)),
                                          mask);
                 };
                 build(example.targets(shape, l), teacher);
                 build(plane<const float>(scores, shape.kv_heads, n), student);
                 const auto of_teacher = plane<const kvpolicy::expiry_t>(teacher, shape.kv_heads, n);
                 kvpolicy::oracle_recall(
-                    on_, all_params, of_teacher, plane<const kvpolicy::expiry_t>(student, shape.kv_heads, n),
+                    ctx_, all_params, of_teacher, plane<const kvpolicy::expiry_t>(student, shape.kv_heads, n),
                     sequences, recall.data(),
-                    workspace(kvpolicy::oracle_recall_workspace_bytes(on_, of_teacher, sequences)),
+                    workspace(kvpolicy::oracle_recall_workspace_bytes(ctx_, of_teacher, sequences)),
                     {.layer = l});
                 for (std::size_t h = 0; h < heads; ++h) {
                     numbers.add(static_cast<std::size_t>(l) * heads + h, recall[h], sequences_count);

@@ -30,7 +30,7 @@ class Trainer {
     using Policy = TrainingPolicy;
 
     /// `source` has the shape that options.spec says; `held_out` may be null.
-    Trainer(const kvpolicy::host& on, const Options& options, QkvSource& source, QkvSource* held_out);
+    Trainer(const kvpolicy::host& ctx, const Options& options, QkvSource& source, QkvSource* held_out);
 
     Trainer(const Trainer&) = delete;
     Trainer& operator=(const Trainer&) = delete;
@@ -76,7 +76,7 @@ class Trainer {
     virtual std::vector<std::vector<float>> scores_of(std::size_t index);
     [[noreturn]] void refuse_gradient(std::int64_t step) const;
 
-    const kvpolicy::host& on_;
+    const kvpolicy::host& ctx_;
     const Options& options_;
     QkvSource& source_;
     QkvSource* held_out_;

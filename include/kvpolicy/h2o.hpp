@@ -8,7 +8,7 @@
 //         kvpolicy::AccumulatedMass>;
 //     const auto policy = kvpolicy::h2o_for_total(1024);              // at run time: half of B recent
 //     kvpolicy::FixedBudgetCache<kvpolicy::H2O<>, kvpolicy::bf16> cache{shape, policy};
-//     kvpolicy::build_observed_mask(on, policy, attention, q, k, sequences, expiry, workspace);    // the
+//     kvpolicy::build_observed_mask(ctx, policy, attention, q, k, sequences, expiry, workspace);    // the
 //         same as lifetimes
 //
 // After query q, of the keys up to q - r the B - r with the largest sum over queries of softmax weights stay,

@@ -8,7 +8,7 @@
 //     const auto policy = kvpolicy::snapkv_for_total(2048, 32, {.pooling = kvpolicy::MassPooling::max(7)});
 //     kvpolicy::DualCache<kvpolicy::SnapKV<>, kvpolicy::bf16> cache{shape, {.slab_pages = 4096, .max_slabs =
 //         64, .max_seq_len = 131072}, policy};
-//     kvpolicy::build_observed_mask(on, policy, attention, q, k, sequences, expiry, workspace);    // the
+//     kvpolicy::build_observed_mask(ctx, policy, attention, q, k, sequences, expiry, workspace);    // the
 //         same as lifetimes
 //
 // At the end of a prompt the last w tokens are the observation window. score(t) is the sum over its queries

@@ -6,7 +6,7 @@
 //     using Same = kvpolicy::Policy<kvpolicy::Window<1>, kvpolicy::TopKBudget<1024>, kvpolicy::LastMass>;
 //     const auto policy = kvpolicy::tova_for_total(1024);             // at run time
 //     kvpolicy::FixedBudgetCache<kvpolicy::TOVA<>, kvpolicy::bf16> cache{shape, policy};
-//     kvpolicy::build_observed_mask(on, policy, attention, q, k, sequences, expiry, workspace);    // the
+//     kvpolicy::build_observed_mask(ctx, policy, attention, q, k, sequences, expiry, workspace);    // the
 //         same as lifetimes
 //
 // After query q the B keys with the largest softmax weights of q stay, averaged over all query heads of the

@@ -10,4 +10,4 @@ using P = kvpolicy::Policy<kvpolicy::Window<4>>;
 using P = kvpolicy::Policy<kvpolicy::Window<4>, kvpolicy::TopKBudget<2>>;
 #endif
 
-void build(const kvpolicy::host& on) { kvpolicy::build_cutoffs(on, P{}, {}, {}, {}, {}, {}); }
+void build(const kvpolicy::host& ctx) { kvpolicy::build_cutoffs(ctx, P{}, {}, {}, {}, {}, {}); }

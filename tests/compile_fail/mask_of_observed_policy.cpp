@@ -4,15 +4,15 @@
 #include <kvpolicy/masks/build.hpp>
 #include <kvpolicy/tova.hpp>
 
-void make(const kvpolicy::host& on, kvpolicy::plane_view<const float> scores,
+void make(const kvpolicy::host& ctx, kvpolicy::plane_view<const float> scores,
           const kvpolicy::Sequences& sequences, kvpolicy::plane_view<kvpolicy::expiry_t> expiry,
           kvpolicy::rows_view<const float> rows) {
     const kvpolicy::TOVA<8> policy;
 #ifndef KVPOLICY_CONTROL
-    kvpolicy::build_mask(on, policy, scores, sequences, expiry, {});
+    kvpolicy::build_mask(ctx, policy, scores, sequences, expiry, {});
     static_cast<void>(rows);
 #else
-    kvpolicy::build_observed_mask(on, policy, {}, rows, rows, sequences, expiry, {});
+    kvpolicy::build_observed_mask(ctx, policy, {}, rows, rows, sequences, expiry, {});
     static_cast<void>(scores);
 #endif
 }

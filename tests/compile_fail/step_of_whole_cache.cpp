@@ -5,14 +5,14 @@
 namespace kvp = kvpolicy;
 using Cache = kvp::FixedBudgetCache<kvp::KVpop<4, 8, 16>, kvp::bf16>;
 
-void decode(const kvp::host& on, const Cache& cache, kvp::rows_view<kvp::bf16> rows,
+void decode(const kvp::host& ctx, const Cache& cache, kvp::rows_view<kvp::bf16> rows,
             kvp::plane_view<float> scores, kvp::Buffer& workspace) {
 #ifndef KVPOLICY_CONTROL
-    kvp::step(on, cache,
+    kvp::step(ctx, cache,
               {.q = rows, .k = rows, .v = rows, .out = rows, .batch = {.count = 1}, .scores = scores},
               workspace);
 #else
-    kvp::step(on, cache.layer(0),
+    kvp::step(ctx, cache.layer(0),
               {.q = rows, .k = rows, .v = rows, .out = rows, .batch = {.count = 1}, .scores = scores},
               workspace);
 #endif

@@ -50,17 +50,17 @@ void feed(llama::KvAttention& attention, const llama::Config& config,
     }
 }
 
-std::unique_ptr<llama::KvAttention> made(const kvpolicy::host& on, const llama::Config& config,
+std::unique_ptr<llama::KvAttention> made(const kvpolicy::host& ctx, const llama::Config& config,
                                          const examples::PolicyChoice& choice) {
-    return examples::make_attention<float>(on, config, choice, 32);
+    return examples::make_attention<float>(ctx, config, choice, 32);
 }
 
 }  // namespace
 
 TEST_CASE("positions must go on where the cache stands") {
-    const kvpolicy::host on(1);
+    const kvpolicy::host ctx(1);
     const llama::Config config = small();
-    const auto attention = made(on, config, {.name = "streaming", .budget = 8});
+    const auto attention = made(ctx, config, {.name = "streaming", .budget = 8});
     const auto refused = [&](const std::vector<std::int64_t>& positions, const std::string& text) {
         const std::string refusal = refusal_of([&] { feed(*attention, config, positions); });
         CAPTURE(refusal);
@@ -81,9 +81,9 @@ TEST_CASE("positions must go on where the cache stands") {
 }
 
 TEST_CASE("scores must be as many as the tokens that come") {
-    const kvpolicy::host on(1);
+    const kvpolicy::host ctx(1);
     const llama::Config config = small();
-    const auto attention = made(on, config, {.name = "given", .budget = 8, .sinks = 1, .window = 2});
+    const auto attention = made(ctx, config, {.name = "given", .budget = 8, .sinks = 1, .window = 2});
     CHECK(refusal_of([&] { attention->give_scores(std::vector<float>(9, 1.0f), 5); }) ==
           "scores: 9 numbers for 5 tokens are not allowed; they must be one for each of 2 layers x 1 KV "
           "heads and "
@@ -101,31 +101,31 @@ TEST_CASE("scores must be as many as the tokens that come") {
 }
 
 TEST_CASE("a streaming cache takes any budget above its sinks") {
-    const kvpolicy::host on(1);
+    const kvpolicy::host ctx(1);
     const llama::Config config = small();
     for (const std::int32_t budget : {5, 8, 67, 68}) {
-        const auto attention = made(on, config, {.name = "streaming", .budget = budget});
+        const auto attention = made(ctx, config, {.name = "streaming", .budget = budget});
         for (std::int64_t t = 0; t < 80; ++t) {
             feed(*attention, config, {t});
         }
         CHECK(attention->rows_per_head() == budget);
     }
-    CHECK(refusal_of([&] { made(on, config, {.name = "streaming", .budget = 4}); }) ==
+    CHECK(refusal_of([&] { made(ctx, config, {.name = "streaming", .budget = 4}); }) ==
           "budget: 4 is not allowed; it must be more than the sinks, 4");
-    CHECK(refusal_of([&] { made(on, config, {.name = "keynorm", .budget = 67}); }) ==
+    CHECK(refusal_of([&] { made(ctx, config, {.name = "keynorm", .budget = 67}); }) ==
           "total budget: 67 is not allowed; it must be at least sinks + window = 68");
-    CHECK(refusal_of([&] { made(on, config, {.name = "best", .budget = 8}); }) ==
+    CHECK(refusal_of([&] { made(ctx, config, {.name = "best", .budget = 8}); }) ==
           "policy: best is not allowed; it must be one of dense, streaming, keynorm, given");
 }
 
 TEST_CASE("a cache that grows gets slabs as it needs them, and answers as a fixed one does") {
     using kvpolicy::Window;
     using Recent = kvpolicy::Policy<Window<>>;
-    const kvpolicy::host on(1);
+    const kvpolicy::host ctx(1);
     const llama::Config config = small();
     const Recent policy{Window<>{3000}};
-    llama::CacheAttention<Recent, float> fixed(on, config, policy);
-    llama::CacheAttention<Recent, float, kvpolicy::DualCache> growing(on, config, policy, nullptr, 3000);
+    llama::CacheAttention<Recent, float> fixed(ctx, config, policy);
+    llama::CacheAttention<Recent, float, kvpolicy::DualCache> growing(ctx, config, policy, nullptr, 3000);
     CHECK(growing.bytes() == 0);
 
     // Chunks and single tokens; a slab has 2048 rows, and two layers share them.
@@ -171,9 +171,9 @@ TEST_CASE("a cache that grows gets slabs as it needs them, and answers as a fixe
 
 TEST_CASE("a cache that grows says how long a text may be") {
     using Gated = kvpolicy::WGKV<2>;
-    const kvpolicy::host on(1);
+    const kvpolicy::host ctx(1);
     const llama::Config config = small();
-    llama::CacheAttention<Gated, float, kvpolicy::DualCache> attention(on, config, Gated{}, nullptr, 4);
+    llama::CacheAttention<Gated, float, kvpolicy::DualCache> attention(ctx, config, Gated{}, nullptr, 4);
     attention.give_scores(std::vector<float>(10, 1.0f), 5);
     feed(attention, config, {0, 1, 2, 3});
     CHECK(attention.rows_per_head() == 4.0);
@@ -185,7 +185,7 @@ TEST_CASE("a cache that grows says how long a text may be") {
 
 TEST_CASE("policies that observe attention: a prompt, then tokens") {
     using kvpolicy::ObservedPrefill;
-    const kvpolicy::host on(1);
+    const kvpolicy::host ctx(1);
     const llama::Config config = small();
     std::vector<std::int64_t> prompt(20);
     std::iota(prompt.begin(), prompt.end(), 0);
@@ -201,12 +201,12 @@ TEST_CASE("policies that observe attention: a prompt, then tokens") {
     using TOVA = kvpolicy::TOVA<>;
     for (const ObservedPrefill prefill :
          {ObservedPrefill::dense_then_prune(), ObservedPrefill::in_chunks(6), ObservedPrefill::stepwise()}) {
-        llama::CacheAttention<H2O, float> h2o(on, config, kvpolicy::h2o_for_total(8, {prefill}));
+        llama::CacheAttention<H2O, float> h2o(ctx, config, kvpolicy::h2o_for_total(8, {prefill}));
         CHECK(rows_after(h2o) == 9.0);
-        llama::CacheAttention<TOVA, kvpolicy::bf16> tova(on, config, kvpolicy::tova_for_total(8, {prefill}));
+        llama::CacheAttention<TOVA, kvpolicy::bf16> tova(ctx, config, kvpolicy::tova_for_total(8, {prefill}));
         CHECK(rows_after(tova) == 9.0);
         llama::CacheAttention<kvpolicy::SnapKV<>, float, kvpolicy::DualCache> snapkv(
-            on, config, kvpolicy::snapkv_for_total(8, 2, {prefill}), nullptr, 64);
+            ctx, config, kvpolicy::snapkv_for_total(8, 2, {prefill}), nullptr, 64);
         CHECK(rows_after(snapkv) == 18.0);  // what is decoded stays
     }
 }

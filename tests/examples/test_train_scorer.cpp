@@ -36,9 +36,9 @@ void resumes(const std::string& kind) {
     const test::Folder folder;
     const auto file = write_qkv(folder, "qkv", {}, as_it_is);
     const Options options = small(kind);
-    const kvpolicy::host on{1}, two{2};
-    const auto source = file_source(on, file, options.target);
-    Trainer<S> whole(on, options, *source, nullptr);
+    const kvpolicy::host ctx{1}, two{2};
+    const auto source = file_source(ctx, file, options.target);
+    Trainer<S> whole(ctx, options, *source, nullptr);
     const auto start = weights(whole);
     for (int i = 0; i < 8; ++i) {
         whole.step();
@@ -52,8 +52,8 @@ void resumes(const std::string& kind) {
     }
     const std::string checkpoint = (folder.path() / "half").string();
     first.save_checkpoint(checkpoint);
-    const auto again = file_source(on, file, options.target);  // as another process would
-    Trainer<S> second(on, options, *again, nullptr);
+    const auto again = file_source(ctx, file, options.target);  // as another process would
+    Trainer<S> second(ctx, options, *again, nullptr);
     second.resume(checkpoint);
     CHECK(second.steps_done() == 4);
     for (int i = 0; i < 4; ++i) {
@@ -63,11 +63,11 @@ void resumes(const std::string& kind) {
 
     Options other = options;
     other.seed = 2;
-    Trainer<S> another(on, other, *source, nullptr);
+    Trainer<S> another(ctx, other, *source, nullptr);
     CHECK(contains(message_of([&] { another.resume(checkpoint); }), "run with seed 1; this run has 2"));
     other = options;
     other.spec.hidden = 17, other.spec.d_v = 5;
-    Trainer<S> wider(on, other, *source, nullptr);
+    Trainer<S> wider(ctx, other, *source, nullptr);
     CHECK(contains(message_of([&] { wider.resume(checkpoint); }), "checkpoint of another architecture"));
 }
 
@@ -209,21 +209,21 @@ TEST_CASE("a file that could not be written is refused before anything is done")
 TEST_CASE("a file's sequences, as many as are wanted") {
     const test::Folder folder;
     const auto file = write_qkv(folder, "qkv", {}, as_it_is);
-    const kvpolicy::host on{1};
+    const kvpolicy::host ctx{1};
     const TargetOptions target{.window = 8};
-    CHECK(file_source(on, file, target)->count() == 3);
-    CHECK(file_source(on, file, target, 2)->count() == 2);
-    CHECK(file_source(on, file, target, 9)->count() == 3);
+    CHECK(file_source(ctx, file, target)->count() == 3);
+    CHECK(file_source(ctx, file, target, 2)->count() == 2);
+    CHECK(file_source(ctx, file, target, 9)->count() == 3);
 }
 
 TEST_CASE("a checkpoint asks for no sequence") {
     const test::Folder folder;
     const auto file = write_qkv(folder, "qkv", {}, as_it_is);
-    const kvpolicy::host on{1};
+    const kvpolicy::host ctx{1};
     const Options options = small("mlp");
-    const auto read = file_source(on, file, options.target);
+    const auto read = file_source(ctx, file, options.target);
     CountedSource source(*read);
-    Trainer<examples::Mlp> trainer(on, options, source, nullptr);
+    Trainer<examples::Mlp> trainer(ctx, options, source, nullptr);
     trainer.step();
     const int before = source.asked;
     trainer.save_checkpoint((folder.path() / "c").string());
@@ -347,12 +347,12 @@ TEST_CASE("scorers learn here too, and held-out numbers say so") {
     Sizes s;
     s.length = 160;
     const auto file = write_qkv(folder, "qkv", s, as_it_is);
-    const kvpolicy::host on{1};
+    const kvpolicy::host ctx{1};
     Options options = small("mlp", s);
     options.steps = 200, options.positions = 0, options.warm_up = 5;
-    const auto source = file_source(on, file, options.target),
-               held_out = file_source(on, file, options.target);
-    Trainer<examples::Mlp> trainer(on, options, *source, held_out.get());
+    const auto source = file_source(ctx, file, options.target),
+               held_out = file_source(ctx, file, options.target);
+    Trainer<examples::Mlp> trainer(ctx, options, *source, held_out.get());
     const auto before = trainer.evaluate();
     for (int i = 0; i < 200; ++i) {
         trainer.step();
@@ -390,9 +390,9 @@ TEST_CASE("targets of a file are those of the library, and stored ones are taken
     const test::Folder folder;
     const Sizes s;
     const auto file = write_qkv(folder, "qkv", s, as_it_is);
-    const kvpolicy::host on{1};
+    const kvpolicy::host ctx{1};
     const TargetOptions target{.window = 8, .beta = 2.0f};
-    const auto source = file_source(on, file, target);
+    const auto source = file_source(ctx, file, target);
     CHECK(source->count() == 3);
     const QkvShape shape = source->shape();
     CHECK(shape.query_heads == 4);
@@ -431,11 +431,11 @@ TEST_CASE("targets of a file are those of the library, and stored ones are taken
 
 TEST_CASE("bad files are refused in a sentence that names the tensor") {
     const test::Folder folder;
-    const kvpolicy::host on{1};
+    const kvpolicy::host ctx{1};
     const TargetOptions target{.window = 8};
     const auto refusal = [&](const std::filesystem::path& file) {
         return message_of([&] {
-            const auto source = file_source(on, file, target);
+            const auto source = file_source(ctx, file, target);
             source->get(0), source->get(1);
         });
     };
@@ -467,8 +467,8 @@ TEST_CASE("bad files are refused in a sentence that names the tensor") {
     wide.dim = 16;
     const auto other = write_qkv(folder, "wide", wide, as_it_is);
     const Options options = small("mlp");
-    const auto a = file_source(on, file, target), b = file_source(on, other, target);
-    CHECK(contains(message_of([&] { Trainer<examples::Mlp>(on, options, *a, b.get()); }),
+    const auto a = file_source(ctx, file, target), b = file_source(ctx, other, target);
+    CHECK(contains(message_of([&] { Trainer<examples::Mlp>(ctx, options, *a, b.get()); }),
                    "the training sequences have 2 layers"));
 }
 
@@ -477,10 +477,10 @@ TEST_CASE("a sequence without a decision leaves the weights as they are") {
     Sizes s;
     s.length = 24;  // not above the smaller budget
     const auto file = write_qkv(folder, "qkv", s, as_it_is);
-    const kvpolicy::host on{1};
+    const kvpolicy::host ctx{1};
     const Options options = small("mlp", s);
-    const auto source = file_source(on, file, options.target);
-    Trainer<examples::Mlp> trainer(on, options, *source, nullptr);
+    const auto source = file_source(ctx, file, options.target);
+    Trainer<examples::Mlp> trainer(ctx, options, *source, nullptr);
     const auto before = weights(trainer);
     trainer.step();
     const LossSums sums = trainer.take();
@@ -503,7 +503,7 @@ TEST_CASE("a scorer that reads on arrival, in a cache") {
             array.data[i] += 0.3f * noise(array.shape.size(), i);  // the read-out starts at 0
         }
     }
-    const kvpolicy::host on{1};
+    const kvpolicy::host ctx{1};
     std::vector<float> k(static_cast<std::size_t>(2 * length * dim)), v(k.size()),
         now(static_cast<std::size_t>(2 * length)), later(now.size());
     for (std::size_t i = 0; i < k.size(); ++i) {
@@ -515,10 +515,10 @@ TEST_CASE("a scorer that reads on arrival, in a cache") {
     std::vector<unsigned char> memory(1 << 22);
     const kvpolicy::workspace_view workspace{memory.data(), memory.size()};
     const examples::ImmediateScorer<examples::Mlstm> immediate{stack.scorers[0], window};
-    kvpolicy::score_sequence(on, stack.scorers[0], keys, values, sequences, 0,
+    kvpolicy::score_sequence(ctx, stack.scorers[0], keys, values, sequences, 0,
                              kvpolicy::view_bhs(now.data(), 1, 2, length), workspace,
                              {.how = kvpolicy::form::recurrent});
-    kvpolicy::score_sequence(on, immediate, keys, values, sequences, window,
+    kvpolicy::score_sequence(ctx, immediate, keys, values, sequences, window,
                              kvpolicy::view_bhs(later.data(), 1, 2, length), workspace);
     for (std::int32_t h = 0; h < 2; ++h) {
         for (std::int32_t t = 0; t + window < length; ++t) {

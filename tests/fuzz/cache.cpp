@@ -85,7 +85,7 @@ void same(const Cache& cache, const Model& model) {
 
 /// Random operations on one kind of cache, from the bytes.
 template <class Bound>
-void run(Bytes& in, const host& on, Bound& bound, Model& model) {
+void run(Bytes& in, const host& ctx, Bound& bound, Model& model) {
     auto& cache = bound.cache;
     constexpr bool pooled = requires { cache.free_pages(); };
     const auto ref = cache.layer(0);
@@ -144,17 +144,17 @@ void run(Bytes& in, const host& on, Bound& bound, Model& model) {
                 }
                 Tokens call(in, count, std::max(1, longest_call));
                 test::Workspace workspace(
-                    workspace_bytes(on, ref, {.batch = count, .tokens = std::max(1, longest_call)}));
+                    workspace_bytes(ctx, ref, {.batch = count, .tokens = std::max(1, longest_call)}));
                 for (std::int32_t tries = 0; tries < 200; ++tries) {
                     const Batch batch{.count = count, .seq_ids = named, .q_len = left, .length = call.length};
                     std::uint32_t found[max_sequences] = {};
                     if (steps) {
-                        step(on, ref,
+                        step(ctx, ref,
                              test::step_io(batch, call.queries(), call.keys(), call.values(), call.outputs(),
                                            call.extras()),
                              workspace, {.status = found});
                     } else {
-                        prefill(on, ref,
+                        prefill(ctx, ref,
                                 test::step_io(batch, call.queries(), call.keys(), call.values(),
                                               call.outputs(), call.extras()),
                                 workspace, {.status = found});
@@ -176,12 +176,12 @@ void run(Bytes& in, const host& on, Bound& bound, Model& model) {
                         break;
                     }
                     if constexpr (pooled) {
-                        bound.add_slab(on);
+                        bound.add_slab(ctx);
                     } else {
                         fuzz::check(false, "a cache of fixed size ran out of rows");
                     }
                 }
-                cache.advance(on, {.count = count, .seq_ids = named, .q_len = n, .length = call.length});
+                cache.advance(ctx, {.count = count, .seq_ids = named, .q_len = n, .length = call.length});
                 break;
             }
             case 4: {  // append_draft
@@ -190,8 +190,8 @@ void run(Bytes& in, const host& on, Bound& bound, Model& model) {
                     break;
                 }
                 Tokens call(in, 1, n);
-                test::Workspace workspace(workspace_bytes(on, ref, {.batch = 1, .tokens = n}));
-                append_draft(on, ref,
+                test::Workspace workspace(workspace_bytes(ctx, ref, {.batch = 1, .tokens = n}));
+                append_draft(ctx, ref,
                              test::step_io({.count = 1, .seq_ids = &seq, .length = n}, call.queries(),
                                            call.keys(), call.values(), call.outputs(), call.extras()),
                              workspace);
@@ -202,7 +202,7 @@ void run(Bytes& in, const host& on, Bound& bound, Model& model) {
                 if (draft_seq >= 0 && draft_seq != seq) {
                     // One at a time is enough for the model: that sequence's draft tokens are
                     // committed as nothing.
-                    accept(on, ref, {.count = 1, .seq_ids = &draft_seq, .length = 0}, workspace);
+                    accept(ctx, ref, {.count = 1, .seq_ids = &draft_seq, .length = 0}, workspace);
                 }
                 num_draft.assign(1, call);
                 draft_seq = seq;
@@ -212,12 +212,13 @@ void run(Bytes& in, const host& on, Bound& bound, Model& model) {
             case 5: {  // accept, at times of more than was drafted
                 const std::int32_t n = in.below(max_draft_tokens + 1);
                 const Batch batch{.count = 1, .seq_ids = &seq, .length = n};
-                test::Workspace workspace(workspace_bytes(on, ref, {.batch = 1, .tokens = max_draft_tokens}));
+                test::Workspace workspace(
+                    workspace_bytes(ctx, ref, {.batch = 1, .tokens = max_draft_tokens}));
                 const bool valid = n == 0 || (seq == draft_seq && n <= num_draft_of);
                 for (std::int32_t tries = 0; tries < 200; ++tries) {
                     status = 0;
                     const bool was_refused =
-                        fuzz::refused([&] { accept(on, ref, batch, workspace, {.status = &status}); });
+                        fuzz::refused([&] { accept(ctx, ref, batch, workspace, {.status = &status}); });
                     fuzz::check(
                         was_refused != valid,
                         "an accept of tokens that were not drafted, or a refusal of tokens that were");
@@ -225,20 +226,20 @@ void run(Bytes& in, const host& on, Bound& bound, Model& model) {
                         break;
                     }
                     if constexpr (pooled) {
-                        bound.add_slab(on);
+                        bound.add_slab(ctx);
                     }
                 }
                 if (valid) {
                     if (n != 0) {
                         follow(num_draft[0], 0, seq, n, false);
                     }
-                    cache.advance(on, batch);
+                    cache.advance(ctx, batch);
                     forget(seq);
                 }
                 break;
             }
             case 6: {  // fork
-                cache.fork(on, seq, other, {.status = &status});
+                cache.fork(ctx, seq, other, {.status = &status});
                 if (status == 0 && seq != other) {
                     model.copy(model, seq, other);
                     forget(other);
@@ -251,7 +252,7 @@ void run(Bytes& in, const host& on, Bound& bound, Model& model) {
                 for (std::int32_t& one : sources) {
                     one = in.below(max_sequences);
                 }
-                cache.reorder(on, sources, count, {.status = &status});
+                cache.reorder(ctx, sources, count, {.status = &status});
                 if (status == 0) {
                     const Model before = model;
                     for (std::int32_t i = 0; i < count; ++i) {
@@ -264,13 +265,13 @@ void run(Bytes& in, const host& on, Bound& bound, Model& model) {
             case 8: {  // snapshot, or restore
                 if (saved.blob.empty() || in.flag()) {
                     saved.blob.resize(cache.snapshot_bytes(seq));
-                    cache.snapshot(on, seq, saved.blob.data(), saved.blob.size());
+                    cache.snapshot(ctx, seq, saved.blob.data(), saved.blob.size());
                     saved.head.assign(model.head.begin() + seq * heads,
                                       model.head.begin() + (seq + 1) * heads);
                     saved.scores.assign(model.scores.begin() + seq * heads,
                                         model.scores.begin() + (seq + 1) * heads);
                 } else {
-                    cache.restore(on, seq, saved.blob.data(), saved.blob.size(), {.status = &status});
+                    cache.restore(ctx, seq, saved.blob.data(), saved.blob.size(), {.status = &status});
                     if (status == 0) {
                         std::copy(saved.head.begin(), saved.head.end(), model.head.begin() + seq * heads);
                         std::copy(saved.scores.begin(), saved.scores.end(),
@@ -282,14 +283,14 @@ void run(Bytes& in, const host& on, Bound& bound, Model& model) {
             }
             default: {
                 if (in.flag()) {
-                    cache.clear(on, seq);
+                    cache.clear(ctx, seq);
                     model.clear(seq);
                     forget(seq);
                 } else if constexpr (pooled) {
                     // A reserve changes nothing but who has the free pages.
                     if (model.length(seq) + 5 <= max_seq_len &&
-                        cache.reserve(on, {.count = 1, .seq_ids = &seq, .length = 5}) > 0 && in.flag()) {
-                        bound.add_slab(on);
+                        cache.reserve(ctx, {.count = 1, .seq_ids = &seq, .length = 5}) > 0 && in.flag()) {
+                        bound.add_slab(ctx);
                     }
                 }
                 break;
@@ -299,7 +300,7 @@ void run(Bytes& in, const host& on, Bound& bound, Model& model) {
     }
     if constexpr (pooled) {
         for (std::int32_t seq = 0; seq < max_sequences; ++seq) {
-            cache.clear(on, seq);
+            cache.clear(ctx, seq);
         }
         fuzz::check(cache.free_pages() == cache.attached_pages(), "pages were lost");
     }
@@ -308,7 +309,7 @@ void run(Bytes& in, const host& on, Bound& bound, Model& model) {
 }  // namespace
 
 extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
-    static const host on(1);
+    static const host ctx(1);
     Bytes in(data, size);
     const bool pooled = in.flag();
     std::int32_t sinks[heads], windows[heads], budgets[heads];
@@ -333,12 +334,12 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
     Model model(policy, max_sequences, heads, dim, rebase);
     if (pooled) {
         test::BoundDual<P, float> bound(
-            on, shape, {.slab_pages = 3 + in.below(20), .max_slabs = 2000, .max_seq_len = max_seq_len},
+            ctx, shape, {.slab_pages = 3 + in.below(20), .max_slabs = 2000, .max_seq_len = max_seq_len},
             policy, nullptr, rebase);
-        run(in, on, bound, model);
+        run(in, ctx, bound, model);
     } else {
-        test::BoundCache<P, float> bound(on, shape, policy, nullptr, {}, rebase);
-        run(in, on, bound, model);
+        test::BoundCache<P, float> bound(ctx, shape, policy, nullptr, {}, rebase);
+        run(in, ctx, bound, model);
     }
     return 0;
 }

@@ -64,7 +64,7 @@ CacheShape shape(Bytes& in) {
 
 /// What a cache that was made promises about itself, and a bind where it is small.
 template <class Cache>
-void use(const host& on, Cache& cache) {
+void use(const host& ctx, Cache& cache) {
     const CacheShape& made = cache.shape();
     // Sizes that 64 bits hold, or a refusal: never a small number that stands for a large one.
     unsigned __int128 rows = 0;
@@ -84,12 +84,12 @@ void use(const host& on, Cache& cache) {
         return;
     }
     std::vector<unsigned char> memory(cache.bytes().total(), 0xa5);
-    cache.bind(on, memory.data(), memory.size());
+    cache.bind(ctx, memory.data(), memory.size());
     fuzz::check(cache.length(0) == 0 && cache.usage(0, 0, 0).size() == 0, "a bound cache is not empty");
     static_cast<void>(cache.fingerprint());
 }
 
-void masks(Bytes& in, const host& on, const Capped& policy) {
+void masks(Bytes& in, const host& ctx, const Capped& policy) {
     const std::int32_t heads = 1 + in.below(3), length = in.below(40);
     std::vector<float> scores(static_cast<std::size_t>(heads * length));
     for (float& x : scores) {
@@ -108,8 +108,8 @@ void masks(Bytes& in, const host& on, const Capped& policy) {
     options.nan_ranks_last = in.flag();
     fuzz::refused([&] {
         std::vector<unsigned char> workspace(
-            build_mask_workspace_bytes(on, policy, sequences, heads, options));
-        build_mask(on, policy, view_bhs<const float>(scores.data(), 1, heads, length), sequences,
+            build_mask_workspace_bytes(ctx, policy, sequences, heads, options));
+        build_mask(ctx, policy, view_bhs<const float>(scores.data(), 1, heads, length), sequences,
                    view_bhs(expiry.data(), 1, heads, length), {workspace.data(), workspace.size()}, options);
         for (std::int32_t h = 0; h < heads; ++h) {
             const HeadParams head_params = policy.params(options.layer, h);
@@ -127,7 +127,7 @@ void masks(Bytes& in, const host& on, const Capped& policy) {
 }  // namespace
 
 extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
-    static const host on(1);
+    static const host ctx(1);
     Bytes in(data, size);
     std::vector<std::int32_t> a, b, c, d;
     std::vector<float> e, f;
@@ -140,13 +140,13 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
                                 Decay<dynamic>{reals(in, f), integers(in, d)}};
             fuzz::refused([&] {
                 FixedBudgetCache<Capped, float> cache(sizes, policy);
-                use(on, cache);
+                use(ctx, cache);
             });
             fuzz::refused([&] {
                 DualCache<Capped, float> cache(sizes, pool, policy);
-                use(on, cache);
+                use(ctx, cache);
             });
-            masks(in, on, policy);
+            masks(in, ctx, policy);
             break;
         }
         case 1: {
@@ -157,7 +157,7 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
                                QuestPages<>{in.parameter(20), integers(in, c)}};
             fuzz::refused([&] {
                 DualCache<Whole, float> cache(sizes, pool, policy);
-                use(on, cache);
+                use(ctx, cache);
             });
             break;
         }

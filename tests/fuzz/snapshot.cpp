@@ -30,7 +30,7 @@ constexpr CacheShape shape{.layers = 2,
                            .head_dim_vo = dim,
                            .page_size = 4};
 
-void feed(const host& on, test::BoundDual<Whole, float>& bound, std::int32_t seq, std::int32_t tokens) {
+void feed(const host& ctx, test::BoundDual<Whole, float>& bound, std::int32_t seq, std::int32_t tokens) {
     std::vector<float> x(static_cast<std::size_t>(4 * dim)), out(x.size());
     std::uint32_t status = 0;
     for (std::int32_t t = 0; t < tokens && bound.cache.length(seq) < max_seq_len; ++t) {
@@ -41,8 +41,8 @@ void feed(const host& on, test::BoundDual<Whole, float>& bound, std::int32_t seq
         const float scores[heads] = {static_cast<float>(t % 5 - 1), static_cast<float>(t % 3 - 1)};
         for (std::int32_t layer = 0; layer < shape.layers; ++layer) {
             const auto ref = bound.cache.layer(layer);
-            test::Workspace workspace(workspace_bytes(on, ref, {.batch = 1, .tokens = 1}));
-            step(on, ref,
+            test::Workspace workspace(workspace_bytes(ctx, ref, {.batch = 1, .tokens = 1}));
+            step(ctx, ref,
                  {.q = view_bhsd<const float>(x.data(), 1, 4, 1, dim),
                   .k = view_bhsd<const float>(x.data(), 1, heads, 1, dim),
                   .v = view_bhsd<const float>(x.data(), 1, heads, 1, dim),
@@ -51,9 +51,9 @@ void feed(const host& on, test::BoundDual<Whole, float>& bound, std::int32_t seq
                   .scores = view_bhs(scores, 1, heads, 1)},
                  workspace, {.status = &status});
         }
-        bound.cache.advance(on, one);
-        test::Workspace workspace(bound.cache.evict_workspace_bytes(on));
-        bound.cache.evict(on, one, workspace);
+        bound.cache.advance(ctx, one);
+        test::Workspace workspace(bound.cache.evict_workspace_bytes(ctx));
+        bound.cache.evict(ctx, one, workspace);
     }
     fuzz::check(status == 0, "the pool is large enough");
 }
@@ -61,7 +61,7 @@ void feed(const host& on, test::BoundDual<Whole, float>& bound, std::int32_t seq
 }  // namespace
 
 extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
-    static const host on(1);
+    static const host ctx(1);
     static const std::int32_t budgets[] = {6, unlimited};
     static const Whole policy{{},
                               {},
@@ -71,18 +71,18 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
                               QuestPages<2>{3}};
     static test::BoundDual<Whole, float>* const bound = [] {
         auto* made = new test::BoundDual<Whole, float>(
-            on, shape, {.slab_pages = 200, .max_slabs = 1, .max_seq_len = max_seq_len}, policy);
-        made->add_slab(on);
+            ctx, shape, {.slab_pages = 200, .max_slabs = 1, .max_seq_len = max_seq_len}, policy);
+        made->add_slab(ctx);
         return made;
     }();
     Bytes in(data, size);
     const std::int32_t source = 0, target = 1;
-    bound->cache.clear(on, source);
-    bound->cache.clear(on, target);
-    feed(on, *bound, source, in.below(30));
-    feed(on, *bound, target, in.below(10));
+    bound->cache.clear(ctx, source);
+    bound->cache.clear(ctx, target);
+    feed(ctx, *bound, source, in.below(30));
+    feed(ctx, *bound, target, in.below(10));
     std::vector<unsigned char> blob(bound->cache.snapshot_bytes(source));
-    bound->cache.snapshot(on, source, blob.data(), blob.size());
+    bound->cache.snapshot(ctx, source, blob.data(), blob.size());
     const std::vector<unsigned char> good = blob;
     const std::int32_t changes = in.below(5);
     const bool forged = in.flag();
@@ -118,19 +118,19 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
                also = test::content_of(bound->cache.layer(1), target);
     std::uint32_t status = 0;
     if (fuzz::refused(
-            [&] { bound->cache.restore(on, target, blob.data(), blob.size(), {.status = &status}); })) {
+            [&] { bound->cache.restore(ctx, target, blob.data(), blob.size(), {.status = &status}); })) {
         fuzz::check(blob != good, "a good snapshot was refused");
         fuzz::check(test::content_of(bound->cache.layer(0), target) == before &&
                         test::content_of(bound->cache.layer(1), target) == also,
                     "a refused restore changed the sequence");
     } else {
         std::vector<unsigned char> again(bound->cache.snapshot_bytes(target));
-        bound->cache.snapshot(on, target, again.data(), again.size());
+        bound->cache.snapshot(ctx, target, again.data(), again.size());
         fuzz::check(again == blob, "a restored sequence is another");
     }
-    feed(on, *bound, target, 12);
-    bound->cache.clear(on, source);
-    bound->cache.clear(on, target);
+    feed(ctx, *bound, target, 12);
+    bound->cache.clear(ctx, source);
+    bound->cache.clear(ctx, target);
     fuzz::check(bound->cache.free_pages() == bound->cache.attached_pages(), "pages were lost");
     return 0;
 }

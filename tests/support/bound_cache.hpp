@@ -32,13 +32,13 @@ struct BoundCache {
     kvpolicy::FixedBudgetCache<P, T> cache;
     std::vector<unsigned char> memory;
 
-    BoundCache(const kvpolicy::host& on, const kvpolicy::CacheShape& shape, const P& policy = P{},
+    BoundCache(const kvpolicy::host& ctx, const kvpolicy::CacheShape& shape, const P& policy = P{},
                const typename P::scorer_type* scorers = nullptr,
                const kvpolicy::AttentionParams& attention = {},
                kvpolicy::position_t rebase_limit = kvpolicy::rebase_limit)
         : cache(shape, policy, scorers, attention), memory(cache.bytes().total(), poison) {
         cache.rebase_limit(rebase_limit);
-        cache.bind(on, memory.data(), memory.size());
+        cache.bind(ctx, memory.data(), memory.size());
     }
     BoundCache(const BoundCache&) = delete;
 
@@ -102,19 +102,20 @@ struct BoundCache {
 
 /// One call of one layer; `steps` through step, else through prefill. Does not advance.
 template <class P, class T, class Bound>
-void call(const kvpolicy::host& on, const Bound& under_test, std::int32_t layer, const kvpolicy::Batch& batch,
-          kvpolicy::rows_view<const T> q, kvpolicy::rows_view<const T> k, kvpolicy::rows_view<const T> v,
-          kvpolicy::rows_view<T> out, const test::Extras& extras, bool steps) {
+void call(const kvpolicy::host& ctx, const Bound& under_test, std::int32_t layer,
+          const kvpolicy::Batch& batch, kvpolicy::rows_view<const T> q, kvpolicy::rows_view<const T> k,
+          kvpolicy::rows_view<const T> v, kvpolicy::rows_view<T> out, const test::Extras& extras,
+          bool steps) {
     const auto ref = under_test.cache.layer(layer);
     std::int32_t max_seq_len = 1;
     for (std::int32_t i = 0; i < batch.count; ++i) {
         max_seq_len = std::max(max_seq_len, batch.tokens(i));
     }
-    Workspace workspace(kvpolicy::workspace_bytes(on, ref, {.batch = batch.count, .tokens = max_seq_len}));
+    Workspace workspace(kvpolicy::workspace_bytes(ctx, ref, {.batch = batch.count, .tokens = max_seq_len}));
     if (steps) {
-        kvpolicy::step(on, ref, test::step_io(batch, q, k, v, out, wanted_by<P>(extras)), workspace);
+        kvpolicy::step(ctx, ref, test::step_io(batch, q, k, v, out, wanted_by<P>(extras)), workspace);
     } else {
-        kvpolicy::prefill(on, ref, test::step_io(batch, q, k, v, out, wanted_by<P>(extras)), workspace);
+        kvpolicy::prefill(ctx, ref, test::step_io(batch, q, k, v, out, wanted_by<P>(extras)), workspace);
     }
 }
 

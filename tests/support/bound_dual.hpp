@@ -21,23 +21,23 @@ struct BoundDual {
     std::vector<unsigned char> memory;
     std::vector<std::unique_ptr<std::vector<unsigned char>>> slabs;
 
-    BoundDual(const kvpolicy::host& on, const kvpolicy::CacheShape& shape, const kvpolicy::PoolShape& pool,
+    BoundDual(const kvpolicy::host& ctx, const kvpolicy::CacheShape& shape, const kvpolicy::PoolShape& pool,
               const P& policy = P{}, const typename P::scorer_type* scorers = nullptr,
               kvpolicy::position_t rebase_limit = kvpolicy::rebase_limit,
               const kvpolicy::AttentionParams& attention = {})
         : cache(shape, pool, policy, scorers, attention), memory(cache.bytes().total(), poison) {
         cache.rebase_limit(rebase_limit);
-        cache.bind(on, memory.data(), memory.size());
+        cache.bind(ctx, memory.data(), memory.size());
     }
     BoundDual(const BoundDual&) = delete;
 
-    void add_slab(const kvpolicy::host& on) {
+    void add_slab(const kvpolicy::host& ctx) {
         slabs.push_back(std::make_unique<std::vector<unsigned char>>(cache.slab_bytes(), poison));
-        cache.add_slab(on, slabs.back()->data(), slabs.back()->size());
+        cache.add_slab(ctx, slabs.back()->data(), slabs.back()->size());
     }
-    void reserve(const kvpolicy::host& on, const kvpolicy::Batch& batch) {
-        while (cache.reserve(on, batch) > 0) {
-            add_slab(on);
+    void reserve(const kvpolicy::host& ctx, const kvpolicy::Batch& batch) {
+        while (cache.reserve(ctx, batch) > 0) {
+            add_slab(ctx);
         }
     }
 
@@ -89,7 +89,7 @@ std::vector<unsigned char> content_of(const Ref& ref, std::int32_t seq, bool bou
 
 /// One call on any cache's layer, with a workspace of exactly the size asked for. Does not advance.
 template <class P, class T, class Ref>
-void call_ref(const kvpolicy::host& on, const Ref& ref, const kvpolicy::Batch& batch,
+void call_ref(const kvpolicy::host& ctx, const Ref& ref, const kvpolicy::Batch& batch,
               kvpolicy::rows_view<const T> q, kvpolicy::rows_view<const T> k, kvpolicy::rows_view<const T> v,
               kvpolicy::rows_view<T> out, const test::Extras& extras, bool steps,
               std::uint32_t* status = nullptr) {
@@ -97,12 +97,12 @@ void call_ref(const kvpolicy::host& on, const Ref& ref, const kvpolicy::Batch& b
     for (std::int32_t i = 0; i < batch.count; ++i) {
         max_seq_len = std::max(max_seq_len, batch.tokens(i));
     }
-    Workspace workspace(kvpolicy::workspace_bytes(on, ref, {.batch = batch.count, .tokens = max_seq_len}));
+    Workspace workspace(kvpolicy::workspace_bytes(ctx, ref, {.batch = batch.count, .tokens = max_seq_len}));
     if (steps) {
-        kvpolicy::step(on, ref, test::step_io(batch, q, k, v, out, wanted_by<P>(extras)), workspace,
+        kvpolicy::step(ctx, ref, test::step_io(batch, q, k, v, out, wanted_by<P>(extras)), workspace,
                        {.status = status});
     } else {
-        kvpolicy::prefill(on, ref, test::step_io(batch, q, k, v, out, wanted_by<P>(extras)), workspace,
+        kvpolicy::prefill(ctx, ref, test::step_io(batch, q, k, v, out, wanted_by<P>(extras)), workspace,
                           {.status = status});
     }
 }

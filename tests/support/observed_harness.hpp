@@ -38,20 +38,20 @@ inline BaselineCase random_case(std::int32_t seed, std::int32_t kv_heads, std::i
 
 /// Tokens [from, to) of `one` into sequence `seq`.
 template <class P, class Bound>
-Tensor<float> feed(const host& on, const BaselineCase& one, Bound& bound, std::int32_t seq, std::int32_t from,
-                   std::int32_t to, bool steps) {
-    constexpr bool pooled = requires { bound.reserve(on, Batch{}); };
+Tensor<float> feed(const host& ctx, const BaselineCase& one, Bound& bound, std::int32_t seq,
+                   std::int32_t from, std::int32_t to, bool steps) {
+    constexpr bool pooled = requires { bound.reserve(ctx, Batch{}); };
     const Tensor<float> q = tensor<float>(one, 0), k = tensor<float>(one, 1), v = tensor<float>(one, 2);
     Tensor<float> out(1, one.heads(), one.length, one.dim);
     for (std::int32_t at = from; at < to;) {
         const std::int32_t count = steps ? 1 : to - from;
         const Batch batch{.count = 1, .seq_ids = &seq, .length = count};
         if constexpr (pooled) {
-            bound.reserve(on, batch);
+            bound.reserve(ctx, batch);
         }
-        call_ref<P, float>(on, bound.cache.layer(0), batch, q.tokens(at, count), k.tokens(at, count),
+        call_ref<P, float>(ctx, bound.cache.layer(0), batch, q.tokens(at, count), k.tokens(at, count),
                            v.tokens(at, count), out.tokens(at, count), {}, steps);
-        bound.cache.advance(on, batch);
+        bound.cache.advance(ctx, batch);
         at += count;
     }
     return out;

@@ -126,7 +126,7 @@ class Shadow {
 /// token goes through step where `steps`), beside its shadow. Returns the worst error in units of what is
 /// allowed; infinity where the sets differ.
 template <class T, class P>
-double run_beside_shadow(const kvpolicy::host& on, const P& policy, kvpolicy::CacheShape shape,
+double run_beside_shadow(const kvpolicy::host& ctx, const P& policy, kvpolicy::CacheShape shape,
                          std::int32_t length, const std::vector<std::int32_t>& sizes, bool steps,
                          std::uint32_t seed, const kvpolicy::AttentionParams& attention = {},
                          kvpolicy::position_t rebase_limit = kvpolicy::rebase_limit) {
@@ -142,7 +142,7 @@ double run_beside_shadow(const kvpolicy::host& on, const P& policy, kvpolicy::Ca
     out.fill(std::numeric_limits<float>::quiet_NaN());
     Plane<float> scores(1, shape.kv_heads, length), lse(1, shape.query_heads, length);
     fill_scores(scores, Scores::random, generator);
-    BoundCache<P, T> under_test(on, shape, policy, nullptr, attention, rebase_limit);
+    BoundCache<P, T> under_test(ctx, shape, policy, nullptr, attention, rebase_limit);
     Shadow<P, T> shadow(policy, shape, 0, attention, rebase_limit);
     double worst = 0.0;
     std::int32_t at = 0;
@@ -151,10 +151,10 @@ double run_beside_shadow(const kvpolicy::host& on, const P& policy, kvpolicy::Ca
         kvpolicy::plane_view<float> sums = lse.view();
         sums.data += at;
         sums.length = chunk;
-        call<P, T>(on, under_test, 0, batch, q.tokens(at, chunk), k.tokens(at, chunk), v.tokens(at, chunk),
+        call<P, T>(ctx, under_test, 0, batch, q.tokens(at, chunk), k.tokens(at, chunk), v.tokens(at, chunk),
                    out.tokens(at, chunk), {.scores = scores.tokens(at, chunk), .lse = sums},
                    steps && chunk == 1);
-        under_test.cache.advance(on, batch);
+        under_test.cache.advance(ctx, batch);
         for (std::int32_t j = 0; j < chunk; ++j, ++at) {
             shadow.append(0, 0, at, k.view(), v.view(), std::as_const(scores).view());
             worst = std::max(worst, shadow.off(0, 0, at, q.view(), out.view(), std::as_const(lse).view()));

@@ -15,8 +15,9 @@ struct Extras {
 };
 
 template <class T>
-kvpolicy::StepIO<T> step_io(const kvpolicy::Batch& batch, kvpolicy::input_rows<T> q, kvpolicy::input_rows<T> k,
-                            kvpolicy::input_rows<T> v, kvpolicy::rows_view<T> out, const Extras& extras) {
+kvpolicy::StepIO<T> step_io(const kvpolicy::Batch& batch, kvpolicy::input_rows<T> q,
+                            kvpolicy::input_rows<T> k, kvpolicy::input_rows<T> v, kvpolicy::rows_view<T> out,
+                            const Extras& extras) {
     return {q, k, v, out, batch, extras.scores, extras.hidden, extras.lse, extras.cu_seqlens};
 }
 

@@ -34,9 +34,9 @@ template <class Float, class Half, class P>
 std::unique_ptr<llama::KvAttention> make(const PolicySetting& setting, const P& policy) {
     const llama::Config& config = setting.model.config;
     if (setting.options.rows == llama::DType::f32) {
-        return std::make_unique<Float>(setting.on, config, policy, nullptr, setting.max_seq_len);
+        return std::make_unique<Float>(setting.ctx, config, policy, nullptr, setting.max_seq_len);
     }
-    return std::make_unique<Half>(setting.on, config, policy, nullptr, setting.max_seq_len);
+    return std::make_unique<Half>(setting.ctx, config, policy, nullptr, setting.max_seq_len);
 }
 template <class P>
 std::unique_ptr<llama::KvAttention> fixed(const PolicySetting& setting, const P& policy) {
@@ -142,8 +142,8 @@ std::unique_ptr<llama::KvAttention> random(PolicySetting& setting) {
     const PolicyOptions& options = setting.options;
     const PolicyChoice choice{"", options.budget, options.sinks, options.window};
     return options.rows == llama::DType::f32
-               ? make_random<float>(setting.on, setting.model.config, choice, options.seed)
-               : make_random<bf16>(setting.on, setting.model.config, choice, options.seed);
+               ? make_random<float>(setting.ctx, setting.model.config, choice, options.seed)
+               : make_random<bf16>(setting.ctx, setting.model.config, choice, options.seed);
 }
 
 std::unique_ptr<llama::KvAttention> stride(PolicySetting& setting) {
@@ -187,7 +187,7 @@ const TrainedScorers& load(PolicySetting& setting) {
 
 std::unique_ptr<llama::KvAttention> kvpop(PolicySetting& setting) {
     const PolicyOptions& options = setting.options;
-    return make_trained(setting.on, setting.model.config, load(setting),
+    return make_trained(setting.ctx, setting.model.config, load(setting),
                         {"", options.budget, options.sinks, options.window}, false, options.rows);
 }
 

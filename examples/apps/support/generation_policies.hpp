@@ -43,7 +43,7 @@ enum policy_flag : unsigned {
 
 /// What a policy is made from, and what it refers to once it is made: it must outlive the attention.
 struct PolicySetting {
-    const kvpolicy::host& on;
+    const kvpolicy::host& ctx;
     const llama::Model& model;
     std::span<const std::int32_t> prompt;  ///< thresholds are set so that `density` of its keys pass
     std::int32_t max_seq_len = 0;          ///< tokens of prompt and text together

@@ -54,7 +54,7 @@ class Oracle {
 
     /// Scores [layers][kv_heads][length]: the future-attention target with the exact dense
     /// normalizer (KVpop, eq. 3).
-    std::vector<float> scores(const kvpolicy::host& on, const kvpolicy::FutureMassOptions& options) {
+    std::vector<float> scores(const kvpolicy::host& ctx, const kvpolicy::FutureMassOptions& options) {
         const std::int32_t length = this->length();
         const auto plane = static_cast<std::size_t>(length) * static_cast<std::size_t>(config_.heads);
         const auto kv_plane = static_cast<std::size_t>(length) * static_cast<std::size_t>(config_.kv_heads);
@@ -68,14 +68,14 @@ class Oracle {
                                                             config_.head_dim);
             const auto k = kvpolicy::view_bshd<const float>(k_[layer].data(), 1, length, config_.kv_heads,
                                                             config_.head_dim);
-            workspace.resize(kvpolicy::future_mass_workspace_bytes<float>(on, q, k));
+            workspace.resize(kvpolicy::future_mass_workspace_bytes<float>(ctx, q, k));
             const kvpolicy::workspace_view scratch{workspace.data(), workspace.size()};
             const auto lse = kvpolicy::view_bhs(lse_.data() + layer * plane, 1, config_.heads, length);
             if (first) {
-                kvpolicy::causal_lse<float>(on, {}, q, k, sequences, lse, scratch);
+                kvpolicy::causal_lse<float>(ctx, {}, q, k, sequences, lse, scratch);
             }
             kvpolicy::future_mass<float>(
-                on, {}, q, k, lse, sequences,
+                ctx, {}, q, k, lse, sequences,
                 kvpolicy::view_bhs(scores.data() + layer * kv_plane, 1, config_.kv_heads, length), scratch,
                 options);
         }

@@ -47,14 +47,14 @@ inline constexpr std::string_view policy_names = "dense, streaming, keynorm, giv
 /// (KVpop's rule on scores from the caller). Refuses an unknown name, and a budget under sinks + window
 /// (streaming: under sinks + 1).
 template <class T>
-std::unique_ptr<llama::KvAttention> make_attention(const kvpolicy::host& on, const llama::Config& config,
+std::unique_ptr<llama::KvAttention> make_attention(const kvpolicy::host& ctx, const llama::Config& config,
                                                    const PolicyChoice& choice, std::int32_t max_seq_len) {
     using kvpolicy::Sink;
     using kvpolicy::TopKBudget;
     using kvpolicy::Window;
     if (choice.name == "dense") {
         using Dense = kvpolicy::Policy<Window<>>;
-        return std::make_unique<llama::CacheAttention<Dense, T>>(on, config, Dense{Window<>{max_seq_len}});
+        return std::make_unique<llama::CacheAttention<Dense, T>>(ctx, config, Dense{Window<>{max_seq_len}});
     }
     if (choice.name == "streaming") {
         if (choice.budget <= choice.sinks) {
@@ -63,7 +63,7 @@ std::unique_ptr<llama::KvAttention> make_attention(const kvpolicy::host& on, con
         }
         using Streaming = kvpolicy::StreamingLLM<>;
         return std::make_unique<llama::CacheAttention<Streaming, T>>(
-            on, config, Streaming{Sink<>{choice.sinks}, Window<>{choice.budget - choice.sinks}});
+            ctx, config, Streaming{Sink<>{choice.sinks}, Window<>{choice.budget - choice.sinks}});
     }
     if (choice.name != "keynorm" && choice.name != "given") {
         llama::fail("policy: {} is not allowed; it must be one of {}", choice.name, policy_names);
@@ -72,13 +72,13 @@ std::unique_ptr<llama::KvAttention> make_attention(const kvpolicy::host& on, con
     if (choice.name == "keynorm") {
         using KeyNorm = kvpolicy::Policy<Sink<>, Window<>, TopKBudget<>, KeyNormScorer>;
         return std::make_unique<llama::CacheAttention<KeyNorm, T>>(
-            on, config,
+            ctx, config,
             KeyNorm{Sink<>{choice.sinks}, Window<>{choice.window}, TopKBudget<>{k},
                     KeyNormScorer{config.head_dim}});
     }
     using Given = kvpolicy::KVpop<>;
     return std::make_unique<llama::CacheAttention<Given, T>>(
-        on, config,
+        ctx, config,
         Given{Sink<>{choice.sinks}, Window<>{choice.window}, TopKBudget<>{k}, kvpolicy::Decay<1>{0.0f},
               kvpolicy::GivenScores{}});
 }

@@ -43,7 +43,7 @@ class Keeping final : public llama::KvAttention {
 
 /// Sinks, a window, and a random choice of the other keys up to the budget, drawn anew per layer and head.
 template <class T = kvpolicy::bf16>
-std::unique_ptr<llama::KvAttention> make_random(const kvpolicy::host& on, const llama::Config& config,
+std::unique_ptr<llama::KvAttention> make_random(const kvpolicy::host& ctx, const llama::Config& config,
                                                 const PolicyChoice& choice, std::uint64_t seed) {
     using Policy = kvpolicy::RandomKeys<>;
     std::vector<kvpolicy::RandomScorer> layers;
@@ -52,7 +52,7 @@ std::unique_ptr<llama::KvAttention> make_random(const kvpolicy::host& on, const 
         layers.push_back({.seed = seed, .layer = layer});
     }
     auto cache = std::make_unique<llama::CacheAttention<Policy, T>>(
-        on, config,
+        ctx, config,
         Policy{kvpolicy::Sink<>{choice.sinks}, kvpolicy::Window<>{choice.window},
                kvpolicy::TopKBudget<>{kvpolicy::budget_for_total(choice.budget, choice.sinks, choice.window)},
                kvpolicy::RandomScorer{}},

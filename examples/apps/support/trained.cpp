@@ -19,7 +19,7 @@ namespace {
 using kvpolicy::dynamic;
 
 template <class S>
-std::unique_ptr<llama::KvAttention> make(const kvpolicy::host& on, const llama::Config& config,
+std::unique_ptr<llama::KvAttention> make(const kvpolicy::host& ctx, const llama::Config& config,
                                          const TrainedScorers& trained, const PolicyChoice& choice,
                                          bool match_state, llama::DType rows, std::vector<S> scorers) {
     using Policy = kvpolicy::KVpop<dynamic, dynamic, dynamic, S>;
@@ -37,9 +37,9 @@ std::unique_ptr<llama::KvAttention> make(const kvpolicy::host& on, const llama::
                         scorers.front()};
     std::unique_ptr<llama::KvAttention> cache;
     if (rows == llama::DType::f32) {
-        cache = std::make_unique<llama::CacheAttention<Policy, float>>(on, config, policy, scorers.data());
+        cache = std::make_unique<llama::CacheAttention<Policy, float>>(ctx, config, policy, scorers.data());
     } else {
-        cache = std::make_unique<llama::CacheAttention<Policy, kvpolicy::bf16>>(on, config, policy,
+        cache = std::make_unique<llama::CacheAttention<Policy, kvpolicy::bf16>>(ctx, config, policy,
                                                                                 scorers.data());
     }
     return std::make_unique<Keeping<std::vector<S>>>(std::move(scorers), std::move(cache));
@@ -54,26 +54,26 @@ void check_window(const TrainedScorers& trained, std::int32_t window) {
     }
 }
 
-std::unique_ptr<llama::KvAttention> make_trained(const kvpolicy::host& on, const llama::Config& config,
+std::unique_ptr<llama::KvAttention> make_trained(const kvpolicy::host& ctx, const llama::Config& config,
                                                  const TrainedScorers& trained, const PolicyChoice& choice,
                                                  bool match_state, llama::DType rows) {
     check_fits(trained, config.layers, config.kv_heads, config.head_dim, "scorers");
     check_window(trained, choice.window);
     if (const auto* mlp = std::get_if<ScorerStack<Mlp>>(&trained.stack)) {
-        return make<Mlp>(on, config, trained, choice, match_state, rows, mlp->scorers);
+        return make<Mlp>(ctx, config, trained, choice, match_state, rows, mlp->scorers);
     }
     const auto& mlstm = std::get<ScorerStack<Mlstm>>(trained.stack);
     if (trained.spec.delay != 0) {
-        return make<Mlstm>(on, config, trained, choice, match_state, rows, mlstm.scorers);
+        return make<Mlstm>(ctx, config, trained, choice, match_state, rows, mlstm.scorers);
     }
     std::vector<ImmediateScorer<Mlstm>> scorers;
     for (const Mlstm& scorer : mlstm.scorers) {
         scorers.push_back({scorer, choice.window});
     }
-    return make<ImmediateScorer<Mlstm>>(on, config, trained, choice, match_state, rows, std::move(scorers));
+    return make<ImmediateScorer<Mlstm>>(ctx, config, trained, choice, match_state, rows, std::move(scorers));
 }
 
-std::unique_ptr<llama::KvAttention> make_gated(const kvpolicy::host& on, const llama::Config& config,
+std::unique_ptr<llama::KvAttention> make_gated(const kvpolicy::host& ctx, const llama::Config& config,
                                                const TrainedScorers& trained, const PolicyChoice& choice,
                                                std::int32_t length, std::int32_t max_seq_len) {
     check_fits(trained, config.layers, config.kv_heads, config.head_dim, "scorers");
@@ -91,7 +91,7 @@ std::unique_ptr<llama::KvAttention> make_gated(const kvpolicy::host& on, const l
                             kvpolicy::per_head(thresholds.data(), config.layers, config.kv_heads)},
                         mlp->scorers.front()};
     auto cache = std::make_unique<llama::CacheAttention<Policy, kvpolicy::bf16, kvpolicy::DualCache>>(
-        on, config, policy, mlp->scorers.data(), max_seq_len);
+        ctx, config, policy, mlp->scorers.data(), max_seq_len);
     return std::make_unique<Keeping<std::vector<float>>>(std::move(thresholds), std::move(cache));
 }
 

@@ -19,7 +19,7 @@ void check_window(const TrainedScorers& trained, std::int32_t window);
 ///
 /// `match_state` takes as many rows off the budget as the scorer's state is worth, so that caches of stateful
 /// and stateless scorers take the same memory (the paper compares so).
-std::unique_ptr<llama::KvAttention> make_trained(const kvpolicy::host& on, const llama::Config& config,
+std::unique_ptr<llama::KvAttention> make_trained(const kvpolicy::host& ctx, const llama::Config& config,
                                                  const TrainedScorers& trained, const PolicyChoice& choice,
                                                  bool match_state = false,
                                                  llama::DType rows = llama::DType::bf16);
@@ -28,7 +28,7 @@ std::unique_ptr<llama::KvAttention> make_trained(const kvpolicy::host& on, const
 /// passes a threshold. The thresholds, one a head, are such that `choice.budget` rows would be held after
 /// `length` tokens of the training text; what is held here depends on the text. Refuses other scorers, and
 /// files without quantiles.
-std::unique_ptr<llama::KvAttention> make_gated(const kvpolicy::host& on, const llama::Config& config,
+std::unique_ptr<llama::KvAttention> make_gated(const kvpolicy::host& ctx, const llama::Config& config,
                                                const TrainedScorers& trained, const PolicyChoice& choice,
                                                std::int32_t length, std::int32_t max_seq_len);
 

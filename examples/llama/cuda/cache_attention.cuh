@@ -86,7 +86,7 @@ class DeviceCacheAttention final : public DeviceAttention {
     DeviceCacheAttention(cudaStream_t stream, const Config& config, int chunk, const P& policy,
                          const ScoreSource& source = {}, std::vector<typename P::scorer_type> scorers = {},
                          std::vector<DeviceArray<float>> weights = {})
-        : on_{stream},
+        : ctx_{stream},
           config_(config),
           source_(source),
           policy_(policy),
@@ -101,9 +101,9 @@ class DeviceCacheAttention final : public DeviceAttention {
           memory_(cache_.bytes().total()),
           status_(1),
           scores_(static_cast<std::size_t>(config.kv_heads) * static_cast<std::size_t>(chunk)) {
-        cache_.bind(on_, memory_.data(), memory_.size());
+        cache_.bind(ctx_, memory_.data(), memory_.size());
         workspace_ = DeviceArray<unsigned char>(
-            cache_.template workspace_bytes<Dims>(on_, {.batch = 1, .tokens = chunk}));
+            cache_.template workspace_bytes<Dims>(ctx_, {.batch = 1, .tokens = chunk}));
         ok(cudaMemsetAsync(status_.data(), 0, sizeof(std::uint32_t), stream), "cudaMemsetAsync");
     }
 
@@ -130,7 +130,7 @@ class DeviceCacheAttention final : public DeviceAttention {
         kvpolicy::StepIO<T> io{.q = q, .k = k, .v = v, .out = to};
         if (source_.kind != ScoreSource::Kind::none) {
             const int keys = count * config_.kv_heads;
-            detail::score_kernel<T><<<static_cast<unsigned>((keys + 127) / 128), 128, 0, on_.stream>>>(
+            detail::score_kernel<T><<<static_cast<unsigned>((keys + 127) / 128), 128, 0, ctx_.stream>>>(
                 source_, k.data, row, count, config_.kv_heads, config_.head_dim, layer, ref.length,
                 scores_.data());
             ok(cudaGetLastError(), "score_kernel");
@@ -138,15 +138,15 @@ class DeviceCacheAttention final : public DeviceAttention {
         }
         const kvpolicy::workspace_view workspace{workspace_.data(), workspace_.size()};
         if (count == 1) {
-            kvpolicy::step<Dims>(on_, ref, io, workspace, {.status = status_.data()});
+            kvpolicy::step<Dims>(ctx_, ref, io, workspace, {.status = status_.data()});
         } else {
-            kvpolicy::prefill<Dims>(on_, ref, io, workspace, {.status = status_.data()});
+            kvpolicy::prefill<Dims>(ctx_, ref, io, workspace, {.status = status_.data()});
         }
     }
     void advance(int count) override {
-        cache_.advance(on_, {.count = 1, .length = count}, {.status = status_.data()});
+        cache_.advance(ctx_, {.count = 1, .length = count}, {.status = status_.data()});
     }
-    void clear() override { cache_.clear(on_, 0); }
+    void clear() override { cache_.clear(ctx_, 0); }
 
     std::int64_t length() const override { return fetch(cache_.layer(0).length, 1)[0]; }
     double rows_per_head() const override {
@@ -183,9 +183,9 @@ class DeviceCacheAttention final : public DeviceAttention {
     std::vector<V> fetch(const V* from, std::int64_t count) const {
         std::vector<V> values(static_cast<std::size_t>(count));
         ok(cudaMemcpyAsync(values.data(), from, values.size() * sizeof(V), cudaMemcpyDeviceToHost,
-                           on_.stream),
+                           ctx_.stream),
            "cudaMemcpyAsync");
-        ok(cudaStreamSynchronize(on_.stream), "cudaStreamSynchronize");
+        ok(cudaStreamSynchronize(ctx_.stream), "cudaStreamSynchronize");
         return values;
     }
     std::int64_t capacity(int layer, int head) const {
@@ -206,7 +206,7 @@ class DeviceCacheAttention final : public DeviceAttention {
         return rows;
     }
 
-    kvpolicy::cuda on_;
+    kvpolicy::cuda ctx_;
     const Config& config_;
     ScoreSource source_;
     P policy_;

@@ -121,31 +121,31 @@ void DeviceEngine::check_tokens(std::span<const std::int32_t> tokens, const char
 /// `count` tokens through all layers, into hidden_.
 void DeviceEngine::layers(const std::int32_t* tokens, int count, DeviceAttention& attention) {
     const Config& c = config_;
-    cudaStream_t on = stream_.get();
+    cudaStream_t ctx = stream_.get();
     const DType rows = attention.rows();
     const auto width = static_cast<std::int64_t>(c.heads) * c.head_dim;
-    embed(on, tokens, count, embedding_.values.data(), type_, c.hidden_size, hidden_.data());
-    rope_angles(on, attention.length_on_device(), count, frequency_.data(), c.head_dim / 2, cos_.data(),
+    embed(ctx, tokens, count, embedding_.values.data(), type_, c.hidden_size, hidden_.data());
+    rope_angles(ctx, attention.length_on_device(), count, frequency_.data(), c.head_dim / 2, cos_.data(),
                 sin_.data());
     for (std::size_t i = 0; i < layers_.size(); ++i) {
         const Layer& layer = layers_[i];
-        rms_norm(on, hidden_.data(), count, c.hidden_size, layer.attention_norm.data(), c.rms_norm_eps,
+        rms_norm(ctx, hidden_.data(), count, c.hidden_size, layer.attention_norm.data(), c.rms_norm_eps,
                  normed_.data(), type_);
-        products_.multiply(on, normed_.data(), count, layer.qkv, wide_.data());
-        rotate(on, wide_.data(), count, c.heads, c.kv_heads, c.head_dim, cos_.data(), sin_.data(),
+        products_.multiply(ctx, normed_.data(), count, layer.qkv, wide_.data());
+        rotate(ctx, wide_.data(), count, c.heads, c.kv_heads, c.head_dim, cos_.data(), sin_.data(),
                rows_.data(), rows);
         attention(static_cast<int>(i), count, rows_.data(), attended_.data());
         const std::byte* attended = attended_.data();
         if (rows != type_) {
-            convert(on, attended_.data(), rows, converted_.data(), type_, count * width);
+            convert(ctx, attended_.data(), rows, converted_.data(), type_, count * width);
             attended = converted_.data();
         }
-        products_.multiply(on, attended, count, layer.o, hidden_.data(), /*add=*/true);
-        rms_norm(on, hidden_.data(), count, c.hidden_size, layer.mlp_norm.data(), c.rms_norm_eps,
+        products_.multiply(ctx, attended, count, layer.o, hidden_.data(), /*add=*/true);
+        rms_norm(ctx, hidden_.data(), count, c.hidden_size, layer.mlp_norm.data(), c.rms_norm_eps,
                  normed_.data(), type_);
-        products_.multiply(on, normed_.data(), count, layer.gate_up, wide_.data());
-        swiglu(on, wide_.data(), count, c.intermediate_size, inner_.data(), type_);
-        products_.multiply(on, inner_.data(), count, layer.down, hidden_.data(), /*add=*/true);
+        products_.multiply(ctx, normed_.data(), count, layer.gate_up, wide_.data());
+        swiglu(ctx, wide_.data(), count, c.intermediate_size, inner_.data(), type_);
+        products_.multiply(ctx, inner_.data(), count, layer.down, hidden_.data(), /*add=*/true);
     }
     attention.advance(count);
 }
@@ -213,7 +213,7 @@ int DeviceEngine::write(std::span<const std::int32_t> prompt, DeviceAttention& a
     if (count == 0) return 0;
 
     // What a step reads and leaves to the next.
-    cudaStream_t on = stream_.get();
+    cudaStream_t ctx = stream_.get();
     SharedArray<std::int32_t> text(static_cast<std::size_t>(count));
     std::fill_n(text.data(), text.size(), -1);
     const MersenneTwister seeded(options.seed);
@@ -232,13 +232,13 @@ int DeviceEngine::write(std::span<const std::int32_t> prompt, DeviceAttention& a
     const auto next = [&] {
         layers(token.data(), 1, attention);
         logits(0, 1);
-        sample(on, logits_.data(), config_.vocab_size, sampling, candidates.data(), state);
+        sample(ctx, logits_.data(), config_.vocab_size, sampling, candidates.data(), state);
     };
     next();
-    static_cast<void>(wait_for(text, 0, on));
+    static_cast<void>(wait_for(text, 0, ctx));
     Graph graph;
     if (how == Replay::graph && count > 1) {
-        graph = Graph::capture(on, next);
+        graph = Graph::capture(ctx, next);
     }
     prompt_seconds_ = seconds_since(begin);
 
@@ -250,10 +250,10 @@ int DeviceEngine::write(std::span<const std::int32_t> prompt, DeviceAttention& a
             if (graph.empty()) {
                 next();
             } else {
-                graph.launch(on);
+                graph.launch(ctx);
             }
         }
-        const std::int32_t made = wait_for(text, static_cast<std::size_t>(taken), on);
+        const std::int32_t made = wait_for(text, static_cast<std::size_t>(taken), ctx);
         if (made == nan_token) {
             stream_.wait();
             fail("logits of token {} of the text: NaN is not allowed; they must be numbers", taken);

@@ -3,11 +3,11 @@
 #pragma once
 
 #include <kvpolicy/attention/attend.hpp>
+#include <kvpolicy/core/cuda_config.cuh>
 #include <kvpolicy/core/cuda_context.hpp>
 #include <kvpolicy/core/head_dims.hpp>
 #include <kvpolicy/core/types.hpp>
 #include <kvpolicy/core/view.hpp>
-#include <kvpolicy/cuda/config.cuh>
 
 #include <cstddef>
 #include <cstdint>

@@ -4,11 +4,11 @@
 
 #include <kvpolicy/attention/cuda_attend.cuh>
 #include <kvpolicy/attention/gradients.hpp>
+#include <kvpolicy/core/cuda_config.cuh>
 #include <kvpolicy/core/cuda_context.hpp>
 #include <kvpolicy/core/head_dims.hpp>
 #include <kvpolicy/core/types.hpp>
 #include <kvpolicy/core/view.hpp>
-#include <kvpolicy/cuda/config.cuh>
 
 #include <cstddef>
 #include <cstdint>

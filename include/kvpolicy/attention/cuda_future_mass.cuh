@@ -3,9 +3,9 @@
 #pragma once
 
 #include <kvpolicy/attention/future_mass.hpp>
+#include <kvpolicy/core/cuda_config.cuh>
 #include <kvpolicy/core/cuda_context.hpp>
 #include <kvpolicy/core/head_dims.hpp>
-#include <kvpolicy/cuda/config.cuh>
 
 #include <cstddef>
 

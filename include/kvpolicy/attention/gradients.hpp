@@ -8,7 +8,7 @@
 
 namespace kvpolicy {
 
-/// What attend_backward is given besides the arguments of attend(on, attention, q, all, sequences, out, lse):
+/// What attend_backward is given besides the arguments of attend(ctx, attention, q, all, sequences, out, lse):
 /// its results, and the gradient of out. The shapes are those of attend.
 template <class T>
 struct SavedForward {

@@ -14,8 +14,8 @@
 #include <kvpolicy/core/workspace.hpp>
 #include <kvpolicy/policies/compose.hpp>
 #if defined(__CUDACC__)
+#include <kvpolicy/core/cuda_config.cuh>
 #include <kvpolicy/core/cuda_context.hpp>
-#include <kvpolicy/cuda/config.cuh>
 #endif
 
 #include <algorithm>

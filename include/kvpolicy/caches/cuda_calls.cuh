@@ -4,9 +4,9 @@
 
 #include <kvpolicy/caches/calls.hpp>
 #include <kvpolicy/caches/step_io.hpp>
+#include <kvpolicy/core/cuda_config.cuh>
 #include <kvpolicy/core/cuda_context.hpp>
 #include <kvpolicy/core/head_dims.hpp>
-#include <kvpolicy/cuda/config.cuh>
 
 #include <cstddef>
 #include <cstdint>

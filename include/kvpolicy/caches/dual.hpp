@@ -9,8 +9,8 @@
 #include <kvpolicy/caches/page_pool.hpp>
 #include <kvpolicy/core/buffer.hpp>
 #if defined(__CUDACC__)
+#include <kvpolicy/core/cuda_config.cuh>
 #include <kvpolicy/core/cuda_context.hpp>
-#include <kvpolicy/cuda/config.cuh>
 #endif
 
 #include <cstddef>

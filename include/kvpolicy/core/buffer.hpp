@@ -6,8 +6,8 @@
 #include <kvpolicy/core/view.hpp>
 #include <kvpolicy/core/workspace.hpp>
 #if defined(__CUDACC__)
+#include <kvpolicy/core/cuda_config.cuh>
 #include <kvpolicy/core/cuda_context.hpp>
-#include <kvpolicy/cuda/config.cuh>
 #endif
 
 #include <cstddef>

@@ -280,9 +280,9 @@ inline void check_lse(plane_view<float> lse, std::int32_t batch, std::int32_t qu
 /// good is asked again on the caller's thread, as good(i, true), which refuses: without exceptions the
 /// handler of a refusal may longjmp.
 template <class Good>
-void check_in_parallel(const host& on, std::int64_t count, Good&& good) {
+void check_in_parallel(const host& ctx, std::int64_t count, Good&& good) {
     std::atomic<std::int64_t> first{count};
-    on.parallel_for(count, [&](std::int64_t i) {
+    ctx.parallel_for(count, [&](std::int64_t i) {
         if (i >= first.load(std::memory_order_relaxed) || good(i, false)) {
             return;
         }

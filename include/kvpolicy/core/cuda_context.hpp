@@ -9,7 +9,7 @@ struct CUstream_st;  // what cudaStream_t points to
 
 namespace kvpolicy {
 
-/// The CUDA backend: kvpolicy::cuda on{stream}. A call enqueues its work on the stream and returns; it
+/// The CUDA backend: kvpolicy::cuda ctx{stream}. A call enqueues its work on the stream and returns; it
 /// allocates nothing and waits for nothing, so it can be captured in a graph. Pointers of the call are device
 /// memory. `device` is the ordinal of the stream's device; the default -1 stands for the current device,
 /// which must then be the stream's.

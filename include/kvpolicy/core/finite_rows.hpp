@@ -35,9 +35,9 @@ bool good_row(bool refuse, const char* name, const rows_view<const T>& rows, std
 
 /// Refuses a number of rows [b][h][t], t < tokens(b), that is not finite.
 template <class T, class Tokens>
-void check_finite_rows(const host& on, const char* name, const rows_view<const T>& rows,
+void check_finite_rows(const host& ctx, const char* name, const rows_view<const T>& rows,
                        const Tokens& tokens) {
-    check_in_parallel(on, std::int64_t{rows.batch} * rows.heads, [&](std::int64_t task, bool refuse) {
+    check_in_parallel(ctx, std::int64_t{rows.batch} * rows.heads, [&](std::int64_t task, bool refuse) {
         const std::int64_t b = task / rows.heads, h = task % rows.heads;
         for (std::int32_t t = 0; t < tokens(b); ++t) {
             const T* row = rows.row(b, h, t);

@@ -2,8 +2,8 @@
 #pragma once
 
 #include <kvpolicy/core/buffer.hpp>
+#include <kvpolicy/core/cuda_config.cuh>
 #include <kvpolicy/core/cuda_context.hpp>
-#include <kvpolicy/cuda/config.cuh>
 #include <kvpolicy/cuda/launch.cuh>
 
 #include <cstddef>

@@ -3,11 +3,11 @@
 #pragma once
 
 #include <kvpolicy/core/check.hpp>
+#include <kvpolicy/core/cuda_config.cuh>
 #include <kvpolicy/core/cuda_context.hpp>
 #include <kvpolicy/core/error.hpp>
 #include <kvpolicy/core/types.hpp>
 #include <kvpolicy/core/view.hpp>
-#include <kvpolicy/cuda/config.cuh>
 #include <kvpolicy/cuda/kernel_check_edges.cuh>
 #include <kvpolicy/cuda/kernel_report_lengths.cuh>
 #include <kvpolicy/cuda/launch.cuh>
@@ -107,11 +107,11 @@ void check_aligned(const char* name, const rows_view<T>& view) {
 
 /// For calls whose kernels count a length out of range as 0 and do not say so: reports it, where a
 /// status is given.
-inline void report_lengths(const cuda& on, const Sequences& sequences, std::uint32_t* status) {
+inline void report_lengths(const cuda& ctx, const Sequences& sequences, std::uint32_t* status) {
     if (status != nullptr && sequences.lengths != nullptr && sequences.batch > 0) {
-        const device_scope device(on);
-        launch("report_lengths_kernel", report_lengths_kernel<std::int32_t>, 1, 256, 0, on, sequences.lengths,
-               sequences.batch, sequences.length, status);
+        const device_scope device(ctx);
+        launch("report_lengths_kernel", report_lengths_kernel<std::int32_t>, 1, 256, 0, ctx,
+               sequences.lengths, sequences.batch, sequences.length, status);
     }
 }
 
@@ -119,10 +119,10 @@ inline void report_lengths(const cuda& on, const Sequences& sequences, std::uint
 inline std::int64_t edges_needed(const Sequences& sequences) {
     return sequences.cu_seqlens != nullptr ? std::int64_t{sequences.segments} + 1 : 0;
 }
-inline void launch_edges(const cuda& on, const Sequences& sequences, std::int32_t* edges,
+inline void launch_edges(const cuda& ctx, const Sequences& sequences, std::int32_t* edges,
                          std::uint32_t* status) {
     if (sequences.cu_seqlens != nullptr) {
-        launch("check_edges_kernel", check_edges_kernel<std::int32_t>, 1, 256, 0, on, sequences.cu_seqlens,
+        launch("check_edges_kernel", check_edges_kernel<std::int32_t>, 1, 256, 0, ctx, sequences.cu_seqlens,
                sequences.segments, sequences.length, edges, status, sequences.batch);
     }
 }

@@ -2,11 +2,11 @@
 // CUDA::cublasLt, else -lcublasLt); the rest of the library does without.
 #pragma once
 
+#include <kvpolicy/core/cuda_config.cuh>
 #include <kvpolicy/core/cuda_context.hpp>
 #include <kvpolicy/core/cuda_error.hpp>
 #include <kvpolicy/core/error.hpp>
 #include <kvpolicy/core/types.hpp>
-#include <kvpolicy/cuda/config.cuh>
 
 #include <cublasLt.h>
 #include <cuda_runtime.h>
@@ -105,7 +105,7 @@ class product_plan {
 /// to = a b, or to += a b; either may be taken transposed. fp32 sums. Enqueued on the context's stream;
 /// `workspace` has cublaslt_bytes. `factors`, where given: {f, 1, 0} in device memory, for f a b in place of
 /// a b.
-inline void multiply(const cuda& on, cublasLtHandle_t handle, const product_matrix& a, bool transpose_a,
+inline void multiply(const cuda& ctx, cublasLtHandle_t handle, const product_matrix& a, bool transpose_a,
                      const product_matrix& b, bool transpose_b, const product_matrix& to, bool add,
                      void* workspace, const float* factors = nullptr) {
     // To cuBLASLt everything is transposed: to^T = b^T a^T, and the operands trade places.
@@ -136,7 +136,7 @@ inline void multiply(const cuda& on, cublasLtHandle_t handle, const product_matr
     void* const result = const_cast<void*>(to.data);
     check(cublasLtMatmul(handle, plan.product, of_product, b.data, of_b.get(), a.data, of_a.get(), of_sum,
                          result, of_to.get(), result, of_to.get(), &found.algo, workspace, cublaslt_bytes,
-                         on.stream),
+                         ctx.stream),
           "cublasLtMatmul");
 }
 

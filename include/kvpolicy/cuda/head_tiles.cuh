@@ -1,8 +1,8 @@
 // From a call's head_dim to the kernel that was compiled for it.
 #pragma once
 
+#include <kvpolicy/core/cuda_config.cuh>
 #include <kvpolicy/core/head_dims.hpp>
-#include <kvpolicy/cuda/config.cuh>
 
 #include <cstdint>
 #include <type_traits>

@@ -7,7 +7,7 @@
 // "a" looks the same otherwise.
 #pragma once
 
-#include <kvpolicy/cuda/config.cuh>
+#include <kvpolicy/core/cuda_config.cuh>
 #include <kvpolicy/cuda/launch.cuh>
 
 #include <cuda_runtime.h>

@@ -1,8 +1,8 @@
 // The edges of packed segments, checked on the device.
 #pragma once
 
+#include <kvpolicy/core/cuda_config.cuh>
 #include <kvpolicy/core/status.hpp>
-#include <kvpolicy/cuda/config.cuh>
 
 #include <cstdint>
 

@@ -1,8 +1,8 @@
 // The lengths of a call's sequences, looked at on the device.
 #pragma once
 
+#include <kvpolicy/core/cuda_config.cuh>
 #include <kvpolicy/core/status.hpp>
-#include <kvpolicy/cuda/config.cuh>
 
 #include <cstdint>
 

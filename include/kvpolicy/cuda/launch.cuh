@@ -2,11 +2,11 @@
 // parts.
 #pragma once
 
+#include <kvpolicy/core/cuda_config.cuh>
 #include <kvpolicy/core/cuda_context.hpp>
 #include <kvpolicy/core/cuda_error.hpp>
 #include <kvpolicy/core/error.hpp>
 #include <kvpolicy/core/view.hpp>
-#include <kvpolicy/cuda/config.cuh>
 
 #include <cuda_runtime.h>
 
@@ -73,9 +73,9 @@ inline int attribute_of(int device, cudaDeviceAttr which) {
 
 /// The device that a context's work runs on. (A stream may not be asked for its device while it is capturing,
 /// and work can be enqueued only where the stream's device is current, so the current one is the answer.)
-inline int device_of(const cuda& on) {
-    if (on.device >= 0) {
-        return on.device;
+inline int device_of(const cuda& ctx) {
+    if (ctx.device >= 0) {
+        return ctx.device;
     }
     int device = 0;
     check(cudaGetDevice(&device), "cudaGetDevice");
@@ -86,7 +86,7 @@ inline int device_of(const cuda& on) {
 class device_scope {
   public:
     /// `bound`: the device whose memory the call is for, which must be the same; below 0: any.
-    explicit device_scope(const cuda& on, int bound = -1) : device_(device_of(on)) {
+    explicit device_scope(const cuda& ctx, int bound = -1) : device_(device_of(ctx)) {
         detail::require(bound < 0 || bound == device_, "device", device_,
                         [&] { return detail::text(bound, ", the one whose memory the cache is bound to"); });
         check(cudaGetDevice(&before_), "cudaGetDevice");
@@ -214,22 +214,22 @@ inline cudaLaunchConfig_t launch_config(unsigned blocks, int threads, std::size_
 /// errors.
 template <class... Parameters, class... Arguments>
 void launch_with(launch_attributes attributes, const char* name, void (*kernel)(Parameters...),
-                 std::int64_t blocks, int threads, std::size_t shared_bytes, const cuda& on,
+                 std::int64_t blocks, int threads, std::size_t shared_bytes, const cuda& ctx,
                  Arguments... arguments) {
     detail::require(blocks > 0 && blocks <= 0x7fffffff, "blocks of a launch", blocks,
                     "at most 2^31 - 1: split the batch");
     allow_shared(name, reinterpret_cast<const void*>(kernel), shared_bytes);
     const cudaLaunchConfig_t config =
-        launch_config(static_cast<unsigned>(blocks), threads, shared_bytes, attributes, on.stream);
+        launch_config(static_cast<unsigned>(blocks), threads, shared_bytes, attributes, ctx.stream);
     check(cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(arguments)...), name);
 }
 
 /// Enqueues a kernel on a 1-D grid; nothing where the grid is empty.
 template <class... Parameters, class... Arguments>
 void launch(const char* name, void (*kernel)(Parameters...), std::int64_t blocks, int threads,
-            std::size_t shared_bytes, const cuda& on, Arguments... arguments) {
+            std::size_t shared_bytes, const cuda& ctx, Arguments... arguments) {
     if (blocks != 0) {
-        launch_with({}, name, kernel, blocks, threads, shared_bytes, on, arguments...);
+        launch_with({}, name, kernel, blocks, threads, shared_bytes, ctx, arguments...);
     }
 }
 
@@ -360,7 +360,7 @@ void share_sms(const device_scope& device) {
 /// the GPU or the kernel's code is older than compute capability 9.0, it begins when the other has ended.
 template <auto Kernel, class... Arguments>
 void launch_early(const char* name, std::int64_t blocks, int threads, std::size_t shared_bytes,
-                  const device_scope& device, const cuda& on, unsigned cluster, Arguments... arguments) {
+                  const device_scope& device, const cuda& ctx, unsigned cluster, Arguments... arguments) {
     if (blocks == 0) {
         return;
     }
@@ -371,7 +371,7 @@ void launch_early(const char* name, std::int64_t blocks, int threads, std::size_
         early.add(cudaLaunchAttributeProgrammaticStreamSerialization)
             .val.programmaticStreamSerializationAllowed = 1;
     }
-    launch_with(early, name, Kernel, blocks, threads, shared_bytes, on, arguments...);
+    launch_with(early, name, Kernel, blocks, threads, shared_bytes, ctx, arguments...);
 }
 
 /// See launch_early().
@@ -390,7 +390,7 @@ __device__ inline void wait_for_kernel_before() {
 /// once.
 template <class... Parameters, class... Arguments>
 void launch_cooperative(const char* name, void (*kernel)(Parameters...), int most, const device_scope& device,
-                        int threads, std::size_t shared_bytes, const cuda& on, Arguments... arguments) {
+                        int threads, std::size_t shared_bytes, const cuda& ctx, Arguments... arguments) {
     allow_shared(name, reinterpret_cast<const void*>(kernel), shared_bytes);
     int fit = 0;
     check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&fit, kernel, threads, shared_bytes), name);
@@ -401,7 +401,7 @@ void launch_cooperative(const char* name, void (*kernel)(Parameters...), int mos
     launch_attributes together;
     together.add(cudaLaunchAttributeCooperative).val.cooperative = 1;
     launch_with(together, name, kernel, std::int64_t{each} * device.attribute(cudaDevAttrMultiProcessorCount),
-                threads, shared_bytes, on, arguments...);
+                threads, shared_bytes, ctx, arguments...);
 }
 
 /// The block's dynamic shared memory, aligned to 128 bytes: behind a static array of another size, rows of a

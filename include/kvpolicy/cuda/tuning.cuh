@@ -2,7 +2,7 @@
 // depend on them.
 #pragma once
 
-#include <kvpolicy/cuda/config.cuh>
+#include <kvpolicy/core/cuda_config.cuh>
 
 #include <cstdint>
 

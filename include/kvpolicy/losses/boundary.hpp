@@ -30,7 +30,7 @@ struct MarginWeights {
 /// head's share of keeps among its examples; divided by their mean over the head's examples. Where a head's
 /// labels are all equal its weights are 1.
 struct BalanceWeights {
-    bool on = true;
+    bool enabled = true;
     float least = 0.25f;  ///< c_min > 0
     float most = 4.0f;    ///< c_max >= c_min
 };

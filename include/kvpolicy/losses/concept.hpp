@@ -14,8 +14,8 @@
 #include <cstdint>
 
 #if defined(__CUDACC__)
+#include <kvpolicy/core/cuda_config.cuh>
 #include <kvpolicy/core/cuda_context.hpp>
-#include <kvpolicy/cuda/config.cuh>
 #endif
 
 namespace kvpolicy {

@@ -1,10 +1,10 @@
 // top_logits on CUDA: declarations. kvpolicy/cuda.cuh has the bodies; include it where they are instantiated.
 #pragma once
 
+#include <kvpolicy/core/cuda_config.cuh>
 #include <kvpolicy/core/cuda_context.hpp>
 #include <kvpolicy/core/types.hpp>
 #include <kvpolicy/core/view.hpp>
-#include <kvpolicy/cuda/config.cuh>
 #include <kvpolicy/losses/distill.hpp>
 
 #include <cstddef>

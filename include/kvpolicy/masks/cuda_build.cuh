@@ -2,8 +2,8 @@
 // are instantiated.
 #pragma once
 
+#include <kvpolicy/core/cuda_config.cuh>
 #include <kvpolicy/core/cuda_context.hpp>
-#include <kvpolicy/cuda/config.cuh>
 #include <kvpolicy/masks/build.hpp>
 
 #include <cstddef>

@@ -1,8 +1,8 @@
 // Soft gates on CUDA: declarations. kvpolicy/cuda.cuh has the bodies; include it where they are instantiated.
 #pragma once
 
+#include <kvpolicy/core/cuda_config.cuh>
 #include <kvpolicy/core/cuda_context.hpp>
-#include <kvpolicy/cuda/config.cuh>
 #include <kvpolicy/masks/log_bias.hpp>
 
 #include <cstddef>

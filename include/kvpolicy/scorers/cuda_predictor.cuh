@@ -5,17 +5,17 @@
 //     cublasLtHandle_t handle;                                      // the caller's; one may serve all layers
 //         and streams
 //     cublasLtCreate(&handle);
-//     const std::size_t bytes = kvpolicy::score_hidden_workspace_bytes(on, predictor, hidden, sequences);
-//     kvpolicy::score_hidden(on, predictor, hidden, sequences, scores, {memory, bytes}, {.cublaslt =
+//     const std::size_t bytes = kvpolicy::score_hidden_workspace_bytes(ctx, predictor, hidden, sequences);
+//     kvpolicy::score_hidden(ctx, predictor, hidden, sequences, scores, {memory, bytes}, {.cublaslt =
 //         handle});
 //
 // A cache on CUDA takes such scores as StepIO::scores of a policy with GivenScores.
 #pragma once
 
+#include <kvpolicy/core/cuda_config.cuh>
 #include <kvpolicy/core/cuda_context.hpp>
 #include <kvpolicy/core/types.hpp>
 #include <kvpolicy/core/view.hpp>
-#include <kvpolicy/cuda/config.cuh>
 #include <kvpolicy/scorers/hidden.hpp>
 #include <kvpolicy/scorers/mlp.hpp>
 

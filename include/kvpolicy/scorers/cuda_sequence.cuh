@@ -2,10 +2,10 @@
 // where they are instantiated.
 #pragma once
 
+#include <kvpolicy/core/cuda_config.cuh>
 #include <kvpolicy/core/cuda_context.hpp>
 #include <kvpolicy/core/types.hpp>
 #include <kvpolicy/core/view.hpp>
-#include <kvpolicy/cuda/config.cuh>
 #include <kvpolicy/scorers/score_backward.hpp>
 #include <kvpolicy/scorers/sequence.hpp>
 

@@ -11,7 +11,7 @@ namespace kvp = kvpolicy;
 using Policy = kvp::Policy<kvp::Sink<1>, kvp::Window<4>, kvp::TopKBudget<3>>;
 
 extern "C" [[gnu::visibility("default")]] int KVPOLICY_TEST_LIBRARY(char* text, std::size_t size) {
-    const kvp::host on{2};
+    const kvp::host ctx{2};
     constexpr int dim = 8;
     kvp::CacheShape shape;
     shape.query_heads = 1;
@@ -19,14 +19,14 @@ extern "C" [[gnu::visibility("default")]] int KVPOLICY_TEST_LIBRARY(char* text, 
     shape.head_dim_qk = dim;
     shape.head_dim_vo = dim;
     kvp::FixedBudgetCache<Policy, float> cache{shape};
-    kvp::Buffer memory{on, cache.bytes().total()};
-    cache.bind(on, memory);
-    kvp::Buffer workspace{on, kvp::workspace_bytes(on, cache.layer(0), {.batch = 1, .tokens = 1})};
+    kvp::Buffer memory{ctx, cache.bytes().total()};
+    cache.bind(ctx, memory);
+    kvp::Buffer workspace{ctx, kvp::workspace_bytes(ctx, cache.layer(0), {.batch = 1, .tokens = 1})};
     std::vector<float> x(dim, 1.0f), out(dim);
     for (int t = 0; t < 100; ++t) {
         const float score = static_cast<float>(t % 10);
         const auto row = kvp::view_bhsd<const float>(x.data(), 1, 1, 1, dim);
-        kvp::step(on, cache.layer(0),
+        kvp::step(ctx, cache.layer(0),
                   {.q = row,
                    .k = row,
                    .v = row,
@@ -34,7 +34,7 @@ extern "C" [[gnu::visibility("default")]] int KVPOLICY_TEST_LIBRARY(char* text, 
                    .batch = {.count = 1},
                    .scores = kvp::view_bhs(&score, 1, 1, 1)},
                   workspace);
-        cache.advance(on, {.count = 1});
+        cache.advance(ctx, {.count = 1});
     }
     try {
         static_cast<void>(cache.length(7));

@@ -217,8 +217,8 @@ struct Inputs {
 };
 
 inline const host& oracle() {
-    static const host on(0);
-    return on;
+    static const host ctx(0);
+    return ctx;
 }
 
 inline kv_view<double> host_keys(const Case& c, const std::vector<double>& k, const std::vector<double>& v) {
@@ -340,8 +340,8 @@ struct OnDevice {
         return attend_backward_workspace_bytes<T, Dims>(kvpolicy::cuda{}, c.attention, q.view, all, sequences,
                                                         options);
     }
-    void run(const kvpolicy::cuda& on, const BackwardOptions& options, workspace_view workspace) const {
-        attend_backward<T, Dims>(on, c.attention, q.view, all, sequences, saved, grads, workspace, options);
+    void run(const kvpolicy::cuda& ctx, const BackwardOptions& options, workspace_view workspace) const {
+        attend_backward<T, Dims>(ctx, c.attention, q.view, all, sequences, saved, grads, workspace, options);
     }
     [[nodiscard]] Gradients read() const {
         Gradients g{d_q.read(c), d_k.read(c), d_v.read(c), {}};

@@ -134,13 +134,13 @@ TEST_CASE("a captured graph serves other lengths") {
     const Device<unsigned char> workspace(call.bytes(options));
     cudaStream_t stream = nullptr;
     test::ok(cudaStreamCreate(&stream));
-    const kvpolicy::cuda on{stream};
-    call.run(on, options, workspace);
+    const kvpolicy::cuda ctx{stream};
+    call.run(ctx, options, workspace);
     test::ok(cudaStreamSynchronize(stream));
     cudaGraph_t graph = nullptr;
     cudaGraphExec_t exec = nullptr;
     test::ok(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
-    call.run(on, options, workspace);
+    call.run(ctx, options, workspace);
     test::ok(cudaStreamEndCapture(stream, &graph));
     test::ok(cudaGraphInstantiate(&exec, graph, 0));
     c.lengths = {61, 230};

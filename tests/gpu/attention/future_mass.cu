@@ -166,9 +166,9 @@ TEST_CASE("a key that is not a number reaches every normalizer that sees it") {
         const Device<float> lse(std::vector<float>(static_cast<std::size_t>(length), -77.0f));
         const auto of_q = view_bhsd<const bf16>(q_there.data(), 1, 1, length, dim);
         const auto of_k = view_bhsd<const bf16>(k_there.data(), 1, 1, length, dim);
-        const kvpolicy::cuda on{};
-        const Device<unsigned char> workspace(future_mass_workspace_bytes<bf16>(on, of_q, of_k));
-        cuda_backend::causal_lse_by<bf16>(on, path, {}, of_q, of_k, {.batch = 1, .length = length},
+        const kvpolicy::cuda ctx{};
+        const Device<unsigned char> workspace(future_mass_workspace_bytes<bf16>(ctx, of_q, of_k));
+        cuda_backend::causal_lse_by<bf16>(ctx, path, {}, of_q, of_k, {.batch = 1, .length = length},
                                           view_bhs(lse.data(), 1, 1, length), workspace);
         const std::vector<float> got = lse.read();
         std::int32_t wrong = 0;
@@ -272,11 +272,11 @@ TEST_CASE("future mass gives the same bits every time") {
 TEST_CASE("future mass on CUDA refuses what the host refuses") {
     const Device<bf16> q(4 * 8 * 16), k(2 * 8 * 16);
     const Device<float> lse(4 * 8), target(2 * 8);
-    const kvpolicy::cuda on{};
+    const kvpolicy::cuda ctx{};
     const Sequences sequences{.batch = 1, .length = 8};
     const Device<unsigned char> memory(4096);
     const auto call = [&](const FutureMassOptions& options, workspace_view provided, std::int32_t dim = 16) {
-        future_mass<bf16>(on, {}, view_bhsd<const bf16>(q.data(), 1, 4, 8, dim),
+        future_mass<bf16>(ctx, {}, view_bhsd<const bf16>(q.data(), 1, 4, 8, dim),
                           view_bhsd<const bf16>(k.data(), 1, 2, 8, dim),
                           view_bhs<const float>(lse.data(), 1, 4, 8), sequences,
                           view_bhs(target.data(), 1, 2, 8), provided, options);
@@ -296,11 +296,11 @@ TEST_CASE("future mass on CUDA refuses what the host refuses") {
     CHECK_REFUSED(call({}, workspace_view{}), "workspace.bytes: 0");
     CHECK_REFUSED(call({}, memory, 12), "head_dim: 12");
     CHECK_REFUSED(
-        causal_lse<bf16>(on, {.logits_soft_cap = -1.0f}, view_bhsd<const bf16>(q.data(), 1, 4, 8, 16),
+        causal_lse<bf16>(ctx, {.logits_soft_cap = -1.0f}, view_bhsd<const bf16>(q.data(), 1, 4, 8, 16),
                          view_bhsd<const bf16>(k.data(), 1, 2, 8, 16), sequences,
                          view_bhs(lse.data(), 1, 4, 8), memory),
         "logits_soft_cap");
-    CHECK_REFUSED(causal_lse<bf16>(on, {}, view_bhsd<const bf16>(q.data(), 1, 4, 8, 16),
+    CHECK_REFUSED(causal_lse<bf16>(ctx, {}, view_bhsd<const bf16>(q.data(), 1, 4, 8, 16),
                                    view_bhsd<const bf16>(nullptr, 1, 2, 8, 16), sequences,
                                    view_bhs(lse.data(), 1, 4, 8), memory),
                   "k: null");

@@ -85,7 +85,7 @@ struct Results {
 /// Everything that attention computes, of tensors in some layout; `masked`: with lifetimes, else dense.
 Results everything(const Tensors& in, const Device<expiry_t>& expiry, bool masked, bool portable) {
     const std::int32_t length = in.q.length;
-    const kvpolicy::cuda on{};
+    const kvpolicy::cuda ctx{};
     const Sequences sequences{batch, length};
     kv_view<bf16> all{in.k, in.v, {}};
     if (masked) {
@@ -100,23 +100,23 @@ Results everything(const Tensors& in, const Device<expiry_t>& expiry, bool maske
     options.portable = portable;
     {
         const Device<unsigned char> workspace(
-            attend_workspace_bytes<bf16, Dims>(on, {}, in.q, all, sequences, options));
-        attend<bf16, Dims>(on, {}, in.q, all, sequences, in.out, lse_view, workspace, options);
+            attend_workspace_bytes<bf16, Dims>(ctx, {}, in.q, all, sequences, options));
+        attend<bf16, Dims>(ctx, {}, in.q, all, sequences, in.out, lse_view, workspace, options);
     }
     BackwardOptions backward;
     backward.deterministic = true;
     backward.portable = portable;
     {
         const Device<unsigned char> workspace(
-            attend_backward_workspace_bytes<bf16, Dims>(on, {}, in.q, all, sequences, backward));
-        attend_backward<bf16, Dims>(on, {}, in.q, all, sequences, {in.out, lse_view, in.d_out},
+            attend_backward_workspace_bytes<bf16, Dims>(ctx, {}, in.q, all, sequences, backward));
+        attend_backward<bf16, Dims>(ctx, {}, in.q, all, sequences, {in.out, lse_view, in.d_out},
                                     {in.d_q, in.d_k, in.d_v}, workspace, backward);
     }
-    const Device<unsigned char> workspace(future_mass_workspace_bytes<bf16>(on, in.q, in.k));
-    causal_lse<bf16, Dims>(on, {}, in.q, in.k, sequences, dense_view, workspace);
+    const Device<unsigned char> workspace(future_mass_workspace_bytes<bf16>(ctx, in.q, in.k));
+    causal_lse<bf16, Dims>(ctx, {}, in.q, in.k, sequences, dense_view, workspace);
     FutureMassOptions of;
     of.window = 40;
-    future_mass<bf16, Dims>(on, {}, in.q, in.k, dense_view, sequences,
+    future_mass<bf16, Dims>(ctx, {}, in.q, in.k, dense_view, sequences,
                             view_bhs(target.data(), batch, kv_heads, length), workspace, of);
     ok(cudaDeviceSynchronize());
     return {Packed<bf16>(in.out).memory.read(),
@@ -264,7 +264,7 @@ TEST_CASE("sequences that lie 8 GB apart, and heads") {
 }
 
 TEST_CASE("no work, with no workspace") {
-    const kvpolicy::cuda on{};
+    const kvpolicy::cuda ctx{};
     for (const auto& [b, s] : {std::pair<std::int32_t, std::int32_t>{0, 5}, {1, 0}, {0, 0}}) {
         CAPTURE(b);
         CAPTURE(s);
@@ -275,13 +275,13 @@ TEST_CASE("no work, with no workspace") {
         const kv_view<bf16> all{rows(kv_heads), rows(kv_heads), {}};
         const auto lse = view_bhs(static_cast<float*>(nullptr), b, heads, s);
         const Device<unsigned char> workspace(std::size_t{1} << 20);
-        attend<bf16, Dims>(on, {}, rows(heads), all, sequences, rows(heads), lse, workspace);
-        attend_backward<bf16, Dims>(on, {}, rows(heads), all, sequences, {rows(heads), lse, rows(heads)},
+        attend<bf16, Dims>(ctx, {}, rows(heads), all, sequences, rows(heads), lse, workspace);
+        attend_backward<bf16, Dims>(ctx, {}, rows(heads), all, sequences, {rows(heads), lse, rows(heads)},
                                     {rows(heads), rows(kv_heads), rows(kv_heads)}, workspace);
-        causal_lse<bf16, Dims>(on, {}, rows(heads), rows(kv_heads), sequences, lse, workspace);
+        causal_lse<bf16, Dims>(ctx, {}, rows(heads), rows(kv_heads), sequences, lse, workspace);
         FutureMassOptions of;
         of.window = 3;
-        future_mass<bf16, Dims>(on, {}, rows(heads), rows(kv_heads), lse, sequences,
+        future_mass<bf16, Dims>(ctx, {}, rows(heads), rows(kv_heads), lse, sequences,
                                 view_bhs(static_cast<float*>(nullptr), b, kv_heads, s), workspace, of);
         ok(cudaDeviceSynchronize());
     }

@@ -173,7 +173,7 @@ template <class P, class T, class Dims = kvpolicy::all_head_dims, bool Chunks = 
 class BothCaches {
   public:
     kvpolicy::CacheShape shape;
-    kvpolicy::host on{1};
+    kvpolicy::host ctx{1};
     kvpolicy::cuda device{};
     BoundCache<P, T> oracle;
     kvpolicy::FixedBudgetCache<P, T> cache;
@@ -186,7 +186,7 @@ class BothCaches {
                         const kvpolicy::AttentionParams& attention = {},
                         kvpolicy::position_t rebase_limit = kvpolicy::rebase_limit)
         : shape(of),
-          oracle(on, of, policy, scorers, attention, rebase_limit),
+          oracle(ctx, of, policy, scorers, attention, rebase_limit),
           cache(of, policy, device_scorers, attention),
           memory(cache.bytes().total()) {
         ok(cudaMemset(memory.data(), 0xff, memory.bytes()));  // NaN in every row that nobody wrote
@@ -237,14 +237,14 @@ class BothCaches {
             const Device<unsigned char> workspace(needed);
             const auto out_view =
                 kvpolicy::view_bhsd(out.data(), count, query_heads, length, shape.head_dim_vo);
-            Workspace host_workspace(
-                kvpolicy::workspace_bytes(on, oracle.cache.layer(layer), {.batch = count, .tokens = length}));
+            Workspace host_workspace(kvpolicy::workspace_bytes(ctx, oracle.cache.layer(layer),
+                                                               {.batch = count, .tokens = length}));
             if (mode == Mode::step) {
                 kvpolicy::step<Dims>(
                     device, ref, test::step_io(device_batch, q_view, k_view, v_view, out_view, device_extras),
                     workspace, {.status = status.data()});
                 kvpolicy::step(
-                    on, oracle.cache.layer(layer),
+                    ctx, oracle.cache.layer(layer),
                     test::step_io(batch, in.q.view(), in.k.view(), in.v.view(), wanted.view(), extras),
                     host_workspace);
             } else if constexpr (!Chunks) {
@@ -254,7 +254,7 @@ class BothCaches {
                     device, ref, test::step_io(device_batch, q_view, k_view, v_view, out_view, device_extras),
                     workspace, {.status = status.data()});
                 kvpolicy::prefill(
-                    on, oracle.cache.layer(layer),
+                    ctx, oracle.cache.layer(layer),
                     test::step_io(batch, in.q.view(), in.k.view(), in.v.view(), wanted.view(), extras),
                     host_workspace);
             } else {
@@ -262,7 +262,7 @@ class BothCaches {
                     device, ref, test::step_io(device_batch, q_view, k_view, v_view, out_view, device_extras),
                     workspace, {.status = status.data()});
                 kvpolicy::append_draft(
-                    on, oracle.cache.layer(layer),
+                    ctx, oracle.cache.layer(layer),
                     test::step_io(batch, in.q.view(), in.k.view(), in.v.view(), wanted.view(), extras),
                     host_workspace);
                 const kvpolicy::Batch some{count, seq_ids.data(), accepted.data(), shape.max_draft_tokens};
@@ -273,8 +273,8 @@ class BothCaches {
                     device, ref, {.batch = count, .tokens = shape.max_draft_tokens}));
                 kvpolicy::accept<Dims>(device, ref, device_some, more, {.status = {.status = status.data()}});
                 Workspace host_more(kvpolicy::workspace_bytes(
-                    on, oracle.cache.layer(layer), {.batch = count, .tokens = shape.max_draft_tokens}));
-                kvpolicy::accept(on, oracle.cache.layer(layer), some, host_more);
+                    ctx, oracle.cache.layer(layer), {.batch = count, .tokens = shape.max_draft_tokens}));
+                kvpolicy::accept(ctx, oracle.cache.layer(layer), some, host_more);
             }
             CHECK(status.read() == no_status);
             check_.compare(out.read(), wanted, lse.read(), wanted_lse, q_len, in.v);
@@ -282,7 +282,7 @@ class BothCaches {
         const std::vector<std::int32_t>& moved = mode == Mode::append_draft ? accepted : q_len;
         const Device<std::int32_t> device_moved(moved);
         const Device<std::uint32_t> status(no_status);
-        oracle.cache.advance(on, {count, seq_ids.data(), moved.data(), length});
+        oracle.cache.advance(ctx, {count, seq_ids.data(), moved.data(), length});
         cache.advance(device, {count, device_seq_ids.data(), device_moved.data(), length},
                       {.status = status.data()});
         CHECK(status.read() == no_status);
@@ -360,7 +360,7 @@ void random_life(BothCaches<P, T, Dims>& both, Scores kind, std::int32_t calls, 
         const std::int32_t a = pick(shape.max_sequences), b = pick(shape.max_sequences);
         std::string done;
         if (what == 0) {
-            both.oracle.cache.fork(both.on, a, b);
+            both.oracle.cache.fork(both.ctx, a, b);
             both.cache.fork(both.device, a, b);
             done = "fork";
         } else if (what == 1) {
@@ -369,7 +369,7 @@ void random_life(BothCaches<P, T, Dims>& both, Scores kind, std::int32_t calls, 
                 source = pick(shape.max_sequences);
             }
             const auto count = static_cast<std::int32_t>(sources.size());
-            both.oracle.cache.reorder(both.on, sources.data(), count);
+            both.oracle.cache.reorder(both.ctx, sources.data(), count);
             const Device<std::int32_t> of_device(sources);
             both.cache.reorder(both.device, of_device.data(), count);
             done = "reorder";
@@ -378,10 +378,10 @@ void random_life(BothCaches<P, T, Dims>& both, Scores kind, std::int32_t calls, 
             CHECK(blob.size() == both.oracle.cache.snapshot_bytes(a));
             both.cache.snapshot(both.device, a, blob.data(), blob.size());
             both.cache.restore(both.device, b, blob.data(), blob.size());
-            both.oracle.cache.restore(both.on, b, blob.data(), blob.size());
+            both.oracle.cache.restore(both.ctx, b, blob.data(), blob.size());
             done = "snapshot";
         } else if (what == 3) {
-            both.oracle.cache.clear(both.on, a);
+            both.oracle.cache.clear(both.ctx, a);
             both.cache.clear(both.device, a);
             done = "clear";
         } else {

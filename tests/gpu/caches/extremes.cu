@@ -31,9 +31,10 @@ CacheShape shape_of(std::int32_t group, std::int32_t dim, std::int32_t page_size
 /// A device's step and chunk, of which nothing remains to be done.
 template <class Cache>
 void check_nothing(Cache& cache, std::int32_t dim, std::int32_t heads) {
-    const kvpolicy::cuda on{};
+    const kvpolicy::cuda ctx{};
     const auto ref = cache.layer(0);
-    const Device<unsigned char> workspace(workspace_bytes<head_dims<64>>(on, ref, {.batch = 3, .tokens = 4}));
+    const Device<unsigned char> workspace(
+        workspace_bytes<head_dims<64>>(ctx, ref, {.batch = 3, .tokens = 4}));
     const Device<float> rows(
         std::vector<float>(std::size_t{3} * 4 * static_cast<std::size_t>(heads * dim), 1.0f));
     const Device<float> out(std::vector<float>(rows.size(), 5.0f));
@@ -45,8 +46,8 @@ void check_nothing(Cache& cache, std::int32_t dim, std::int32_t heads) {
         return view_bhsd<const float>(rows.data(), 3, n, length, dim);
     };
     const std::vector<unsigned char> before = [&] {
-        std::vector<unsigned char> blob(cache.snapshot_bytes(on, 0));
-        cache.snapshot(on, 0, blob.data(), blob.size());
+        std::vector<unsigned char> blob(cache.snapshot_bytes(ctx, 0));
+        cache.snapshot(ctx, 0, blob.data(), blob.size());
         return blob;
     }();
     for (const Batch& batch :
@@ -56,19 +57,19 @@ void check_nothing(Cache& cache, std::int32_t dim, std::int32_t heads) {
         const auto k = empty ? view_bhsd<const float>(nullptr, 0, 2, 1, dim) : view(2, 1);
         const auto to = view_bhsd(empty ? nullptr : out.data(), empty ? 0 : 3, heads, 1, dim);
         const test::Extras given = empty ? test::Extras{} : extras;
-        step<head_dims<64>>(on, ref, test::step_io(batch, q, k, k, to, given), workspace,
+        step<head_dims<64>>(ctx, ref, test::step_io(batch, q, k, k, to, given), workspace,
                             {.status = status.data()});
-        prefill<head_dims<64>>(on, ref, test::step_io(batch, q, k, k, to, given), workspace,
+        prefill<head_dims<64>>(ctx, ref, test::step_io(batch, q, k, k, to, given), workspace,
                                {.status = status.data()});
-        append_draft<head_dims<64>>(on, ref, test::step_io(batch, q, k, k, to, given), workspace,
+        append_draft<head_dims<64>>(ctx, ref, test::step_io(batch, q, k, k, to, given), workspace,
                                     {.status = status.data()});
-        accept<head_dims<64>>(on, ref, batch, workspace, {.status = status.data()});
-        cache.advance(on, batch, {.status = status.data()});
+        accept<head_dims<64>>(ctx, ref, batch, workspace, {.status = status.data()});
+        cache.advance(ctx, batch, {.status = status.data()});
     }
     CHECK(status.read() == std::vector<std::uint32_t>(3, 0));
     CHECK(out.read() == std::vector<float>(rows.size(), 5.0f));
-    std::vector<unsigned char> after(cache.snapshot_bytes(on, 0));
-    cache.snapshot(on, 0, after.data(), after.size());
+    std::vector<unsigned char> after(cache.snapshot_bytes(ctx, 0));
+    cache.snapshot(ctx, 0, after.data(), after.size());
     CHECK(after == before);
 }
 
@@ -90,18 +91,18 @@ TEST_CASE("a row a head; windows and budgets that no sequence fills; heads witho
 }
 
 TEST_CASE("calls that bring nothing change nothing") {
-    const kvpolicy::cuda on{};
+    const kvpolicy::cuda ctx{};
     FixedBudgetCache<Budget, float> fixed(shape_of(2, 8), Budget{Sink<>{1}, Window<>{2}, TopKBudget<>{3}});
     const Device<unsigned char> memory(fixed.bytes().total());
-    fixed.bind(on, memory.data(), memory.size());
+    fixed.bind(ctx, memory.data(), memory.size());
     check_nothing(fixed, 8, 4);
     DualCache<Gated, float> dual(
         shape_of(2, 8, 16), {.slab_pages = 1, .max_slabs = 1, .max_seq_len = 100},
         Gated{Sink<>{1}, Window<>{2}, ThresholdGate<at_least>{0.0f}, TopKBudget<>{unlimited}});
     const Device<unsigned char> other(dual.bytes().total());
-    dual.bind(on, other.data(), other.size());
+    dual.bind(ctx, other.data(), other.size());
     check_nothing(dual, 8, 4);  // without a slab
-    CHECK(dual.reserve(on, {0}) == 0);
+    CHECK(dual.reserve(ctx, {0}) == 0);
 }
 
 TEST_CASE("steps of very large groups") {
@@ -126,7 +127,7 @@ TEST_CASE("steps of very large groups") {
 
 TEST_CASE("keys and values that heads share; outputs that they would") {
     constexpr std::int32_t group = 2, dim = 64;
-    const kvpolicy::cuda on{};
+    const kvpolicy::cuda ctx{};
     const CacheShape shape{.layers = 1,
                            .max_sequences = 2,
                            .query_heads = 2 * group,
@@ -136,9 +137,9 @@ TEST_CASE("keys and values that heads share; outputs that they would") {
     const Budget policy{Sink<>{2}, Window<>{9}, TopKBudget<>{20}};
     FixedBudgetCache<Budget, bf16> shared(shape, policy), apart(shape, policy);
     const Device<unsigned char> a(shared.bytes().total()), b(apart.bytes().total());
-    shared.bind(on, a.data(), a.size());
-    apart.bind(on, b.data(), b.size());
-    const Device<unsigned char> workspace(step_workspace_bytes<head_dims<64>>(on, shared.layer(0), 2));
+    shared.bind(ctx, a.data(), a.size());
+    apart.bind(ctx, b.data(), b.size());
+    const Device<unsigned char> workspace(step_workspace_bytes<head_dims<64>>(ctx, shared.layer(0), 2));
     std::mt19937 generator(6);
     for (std::int32_t t = 0; t < 60; ++t) {
         CallTensors<bf16> in(shape, 2, 1, Scores::random, generator);
@@ -154,21 +155,21 @@ TEST_CASE("keys and values that heads share; outputs that they would") {
         const rows_view<const bf16> one_k{k.data(), 2, 2, 1, dim, 0, 0, 0},
             one_v{v.data(), 2, 2, 1, dim, 0, 0, 0};
         step<head_dims<64>>(
-            on, shared.layer(0),
+            ctx, shared.layer(0),
             test::step_io({2}, q_view, one_k, one_v, view_bhsd(out.data(), 2, 2 * group, 1, dim), extras),
             workspace);
-        shared.advance(on, {2});
-        step<head_dims<64>>(on, apart.layer(0),
+        shared.advance(ctx, {2});
+        step<head_dims<64>>(ctx, apart.layer(0),
                             test::step_io({2}, q_view, view_bhsd<const bf16>(k.data(), 2, 2, 1, dim),
                                           view_bhsd<const bf16>(v.data(), 2, 2, 1, dim),
                                           view_bhsd(other.data(), 2, 2 * group, 1, dim), extras),
                             workspace);
-        apart.advance(on, {2});
+        apart.advance(ctx, {2});
         const auto x = out.read(), y = other.read();
         CHECK(std::equal(x.begin(), x.end(), y.begin(), [](bf16 i, bf16 j) { return i.bits == j.bits; }));
         rows_view<bf16> to = view_bhsd(out.data(), 2, 2 * group, 1, dim);
         to.head_stride = 0;
-        CHECK_REFUSED((step<head_dims<64>>(on, shared.layer(0),
+        CHECK_REFUSED((step<head_dims<64>>(ctx, shared.layer(0),
                                            test::step_io({2}, q_view, one_k, one_v, to, extras), workspace)),
                       "out: a head stride of 0");
     }

@@ -42,7 +42,7 @@ template <class Cache>
 struct Side {
     using P = std::decay_t<decltype(std::declval<Cache>().policy())>;
     static constexpr bool pooled = Cache::ref_type::pooled;
-    kvpolicy::cuda on{};
+    kvpolicy::cuda ctx{};
     Cache cache;
     Device<unsigned char> memory;
     std::unique_ptr<Device<unsigned char>> slab, workspace;
@@ -62,13 +62,13 @@ struct Side {
     }
     explicit Side(const P& policy, const typename P::scorer_type* scorers = nullptr)
         : cache(make(policy, scorers)), memory(cache.bytes().total()) {
-        cache.bind(on, memory.data(), memory.size());
+        cache.bind(ctx, memory.data(), memory.size());
         if constexpr (pooled) {
             slab = std::make_unique<Device<unsigned char>>(cache.slab_bytes());
-            cache.add_slab(on, slab->data(), slab->size());
+            cache.add_slab(ctx, slab->data(), slab->size());
         }
         workspace = std::make_unique<Device<unsigned char>>(
-            workspace_bytes<head_dims<64>>(on, cache.layer(0), {.batch = max_sequences, .tokens = most}));
+            workspace_bytes<head_dims<64>>(ctx, cache.layer(0), {.batch = max_sequences, .tokens = most}));
     }
     bool alike = false;  // whether all sequences get the same tokens
     void give(std::uint32_t seed) {
@@ -100,18 +100,18 @@ struct Side {
         }
         const auto ref = cache.layer(layer);
         if (mode == Mode::step) {
-            step<head_dims<64>>(on, ref,
+            step<head_dims<64>>(ctx, ref,
                                 test::step_io(batch, rows(q, 4, head_dim_qk), rows(k, heads, head_dim_qk),
                                               rows(v, heads, head_dim_vo), to, extras),
                                 *workspace, {.status = status.data()});
         } else if (mode == Mode::prefill) {
-            prefill<head_dims<64>>(on, ref,
+            prefill<head_dims<64>>(ctx, ref,
                                    test::step_io(batch, rows(q, 4, head_dim_qk), rows(k, heads, head_dim_qk),
                                                  rows(v, heads, head_dim_vo), to, extras),
                                    *workspace, {.status = status.data()});
         } else {
             append_draft<head_dims<64>>(
-                on, ref,
+                ctx, ref,
                 test::step_io(batch, rows(q, 4, head_dim_qk), rows(k, heads, head_dim_qk),
                               rows(v, heads, head_dim_vo), to, extras),
                 *workspace, {.status = status.data()});
@@ -120,13 +120,13 @@ struct Side {
     }
     Words accept(std::int32_t layer, std::int32_t n) {
         ok(cudaMemset(status.data(), 0, status.bytes()));
-        kvpolicy::accept<head_dims<64>>(on, cache.layer(layer), {.count = max_sequences, .length = n},
+        kvpolicy::accept<head_dims<64>>(ctx, cache.layer(layer), {.count = max_sequences, .length = n},
                                         *workspace, {.status = {.status = status.data()}});
         return status.read();
     }
     Words advance(std::int32_t n) {
         ok(cudaMemset(status.data(), 0, status.bytes()));
-        cache.advance(on, {.count = max_sequences, .length = n}, {.status = status.data()});
+        cache.advance(ctx, {.count = max_sequences, .length = n}, {.status = status.data()});
         return status.read();
     }
     [[nodiscard]] std::vector<position_t> lengths() const {
@@ -136,8 +136,8 @@ struct Side {
     [[nodiscard]] std::vector<std::vector<unsigned char>> content() const {
         std::vector<std::vector<unsigned char>> blobs;
         for (std::int32_t seq = 0; seq < max_sequences; ++seq) {
-            blobs.emplace_back(cache.snapshot_bytes(on, seq));
-            cache.snapshot(on, seq, blobs.back().data(), blobs.back().size());
+            blobs.emplace_back(cache.snapshot_bytes(ctx, seq));
+            cache.snapshot(ctx, seq, blobs.back().data(), blobs.back().size());
         }
         return blobs;
     }
@@ -166,7 +166,8 @@ struct Side {
     [[nodiscard]] std::vector<std::int32_t> exported(std::int32_t layer) const {
         const Device<std::int32_t> indptr(heads + 1), last(heads), indices(200);
         ok(cudaMemset(indices.data(), 0, indices.bytes()));
-        export_heads(on, cache.layer(layer), {.count = 1}, {indptr.data(), indices.data(), last.data(), 200});
+        export_heads(ctx, cache.layer(layer), {.count = 1},
+                     {indptr.data(), indices.data(), last.data(), 200});
         std::vector<std::int32_t> all = indptr.read();
         const auto pages = static_cast<std::size_t>(all.back());
         const auto more = last.read(), named = indices.read();
@@ -207,18 +208,18 @@ void check_middle(const typename Side<Cache>::P& policy,
                 beams.token(Mode::step, 1, 50 + static_cast<std::uint32_t>(t));
                 alone.token(Mode::step, 1, 50 + static_cast<std::uint32_t>(t));
             }
-            beams.cache.clear(beams.on, 1);
-            beams.cache.clear(beams.on, 2);
+            beams.cache.clear(beams.ctx, 1);
+            beams.cache.clear(beams.ctx, 2);
             CHECK(alone.call(mode, 0, tokens, 7) == fine);
             const std::vector<std::int32_t> pages = alone.exported(0);
-            const HeadUsage held = alone.cache.usage(alone.on, 0, 0, 1);
+            const HeadUsage held = alone.cache.usage(alone.ctx, 0, 0, 1);
             CHECK(held.length == n);
             CHECK(held.sinks + held.window == std::min(n + tokens, 7));
             if (mode == Mode::step) {  // the same query over the same rows
                 const std::vector<float> wanted = alone.out.read();
                 ok(cudaMemset(alone.out.data(), 0xff, alone.out.bytes()));
                 attend<head_dims<64>>(
-                    alone.on, alone.cache.layer(0),
+                    alone.ctx, alone.cache.layer(0),
                     {.q = view_bhsd<const float>(alone.q.data(), max_sequences, 4, most, head_dim_qk),
                      .out = view_bhsd(alone.out.data(), max_sequences, 4, most, head_dim_vo),
                      .batch = {.count = max_sequences}},
@@ -239,11 +240,11 @@ void check_middle(const typename Side<Cache>::P& policy,
             for (const Side<Cache>* side : {&beams, &alone}) {  // rows beyond the tokens stay as they are
                 ok(cudaMemset(side->out.data(), 0x11, side->out.bytes()));
             }
-            beams.cache.fork(beams.on, 0, 1);
+            beams.cache.fork(beams.ctx, 0, 1);
             const Device<std::int32_t> swap(std::vector<std::int32_t>{1, 0, 2}),
                 copy(std::vector<std::int32_t>{0, 1, 0});
-            beams.cache.reorder(beams.on, swap.data(), 3);
-            beams.cache.reorder(beams.on, copy.data(), 3);
+            beams.cache.reorder(beams.ctx, swap.data(), 3);
+            beams.cache.reorder(beams.ctx, copy.data(), 3);
             CHECK(beams.call(mode, 1, tokens, 7) == fine);
             CHECK(alone.call(mode, 1, tokens, 7) == fine);
             CHECK(beams.out.read() == alone.out.read());
@@ -260,7 +261,7 @@ void check_middle(const typename Side<Cache>::P& policy,
             if constexpr (Side<Cache>::pooled) {  // further tokens than the one that layer 1 has taken
                 CHECK(beams.call(Mode::step, 1, 1, 10) == fine);
                 const auto ref = beams.cache.layer(0), other = beams.cache.layer(1);
-                REQUIRE(beams.cache.reserve(beams.on, {.count = 1, .length = 2}) == 0);
+                REQUIRE(beams.cache.reserve(beams.ctx, {.count = 1, .length = 2}) == 0);
                 const std::vector<position_t> length = beams.lengths();
                 for (const auto& [layer, ahead] : {std::pair{ref, 3}, std::pair{other, 2}}) {
                     const auto kept = fetch_from(layer.num_long_range, heads),
@@ -301,9 +302,9 @@ void check(const typename Side<Cache>::P& policy,
                 CHECK(wrong.advance(n) == missing);  // draft tokens do not count as appended
                 CHECK(wrong.accept(0, n) == fine);
             }
-            CHECK_REFUSED(static_cast<void>(wrong.cache.snapshot_bytes(wrong.on, 2)), in_the_middle);
+            CHECK_REFUSED(static_cast<void>(wrong.cache.snapshot_bytes(wrong.ctx, 2)), in_the_middle);
             std::vector<unsigned char> nothing(100);
-            CHECK_REFUSED(wrong.cache.snapshot(wrong.on, 2, nothing.data(), nothing.size()), in_the_middle);
+            CHECK_REFUSED(wrong.cache.snapshot(wrong.ctx, 2, nothing.data(), nothing.size()), in_the_middle);
             const auto before = wrong.raw();
             const std::vector<position_t> length = wrong.lengths();
             // The layer again, by every kind of call, with other tokens: nothing changes, no
@@ -331,21 +332,21 @@ void check(const typename Side<Cache>::P& policy,
         }
     }
     // A copy of a sequence has taken what the sequence has; an emptied or restored one nothing.
-    std::vector<unsigned char> blob(wrong.cache.snapshot_bytes(wrong.on, 0));
-    wrong.cache.snapshot(wrong.on, 0, blob.data(), blob.size());
+    std::vector<unsigned char> blob(wrong.cache.snapshot_bytes(wrong.ctx, 0));
+    wrong.cache.snapshot(wrong.ctx, 0, blob.data(), blob.size());
     CHECK(wrong.call(Mode::step, 0, 1, seed) == fine);
-    wrong.cache.clear(wrong.on, 1);
+    wrong.cache.clear(wrong.ctx, 1);
     CHECK(wrong.call(Mode::step, 0, 1, seed) == Words{status_layer_repeated, 0, status_layer_repeated});
-    wrong.cache.clear(wrong.on, 1);
-    wrong.cache.fork(wrong.on, 0, 1);
+    wrong.cache.clear(wrong.ctx, 1);
+    wrong.cache.fork(wrong.ctx, 0, 1);
     CHECK(wrong.call(Mode::step, 0, 1, seed) == twice);
     const Device<std::int32_t> sources(std::vector<std::int32_t>{1, 0});
-    wrong.cache.reorder(wrong.on, sources.data(), 2);
+    wrong.cache.reorder(wrong.ctx, sources.data(), 2);
     CHECK(wrong.call(Mode::step, 0, 1, seed) == twice);
     CHECK(wrong.call(Mode::step, 1, 1, seed) == fine);
     CHECK(wrong.advance(1) == fine);
     CHECK(wrong.call(Mode::step, 0, 1, seed) == fine);
-    wrong.cache.restore(wrong.on, 2, blob.data(), blob.size());
+    wrong.cache.restore(wrong.ctx, 2, blob.data(), blob.size());
     CHECK(wrong.call(Mode::step, 0, 1, seed) == Words{status_layer_repeated, status_layer_repeated, 0});
     CHECK(wrong.call(Mode::step, 1, 1, seed) == fine);
     CHECK(wrong.advance(1) == fine);

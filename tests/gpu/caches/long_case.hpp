@@ -50,7 +50,7 @@ void check_long(Both& both, Scores kind, const Reserve& reserve) {
     const Device<unsigned char> workspace(
         kvpolicy::step_workspace_bytes<Dims>(both.device, ref, max_sequences));
     Workspace host_workspace(
-        kvpolicy::workspace_bytes(both.on, host_ref, {.batch = max_sequences, .tokens = 1}));
+        kvpolicy::workspace_bytes(both.ctx, host_ref, {.batch = max_sequences, .tokens = 1}));
     const Device<std::uint32_t> status(
         std::vector<std::uint32_t>(static_cast<std::size_t>(max_sequences), 0));
     const kvpolicy::Batch batch{.count = max_sequences};
@@ -79,10 +79,10 @@ void check_long(Both& both, Scores kind, const Reserve& reserve) {
             workspace, {.status = status.data()});
         both.cache.advance(both.device, batch, {.status = status.data()});
         kvpolicy::step(
-            both.on, host_ref,
+            both.ctx, host_ref,
             test::step_io(batch, token.q.view(), token.k.view(), token.v.view(), host_out.view(), extras),
             host_workspace);
-        both.oracle.cache.advance(both.on, batch);
+        both.oracle.cache.advance(both.ctx, batch);
         if (t % 5000 == 4999) {
             both.same_rows("after " + std::to_string(t + 1) + " steps");
         }

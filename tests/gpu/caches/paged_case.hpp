@@ -17,7 +17,7 @@ template <class P, class T, class Dims = kvpolicy::all_head_dims, bool Chunks = 
 class BothDuals {
   public:
     kvpolicy::CacheShape shape;
-    kvpolicy::host on{1};
+    kvpolicy::host ctx{1};
     kvpolicy::cuda device{};
     BoundDual<P, T> oracle;
     kvpolicy::DualCache<P, T> cache;
@@ -32,7 +32,7 @@ class BothDuals {
               const kvpolicy::AttentionParams& attention = {},
               kvpolicy::position_t rebase_limit = kvpolicy::rebase_limit)
         : shape(of),
-          oracle(on, of, pool, policy, scorers, rebase_limit, attention),
+          oracle(ctx, of, pool, policy, scorers, rebase_limit, attention),
           cache(of, pool, policy, device_scorers, attention),
           memory(cache.bytes().total()) {
         ok(cudaMemset(memory.data(), 0xff, memory.bytes()));
@@ -45,7 +45,7 @@ class BothDuals {
         if (cache.slabs() == cache.pool().max_slabs) {
             return false;
         }
-        oracle.add_slab(on);
+        oracle.add_slab(ctx);
         slabs.push_back(std::make_unique<Device<unsigned char>>(cache.slab_bytes()));
         ok(cudaMemset(slabs.back()->data(), 0xff,
                       slabs.back()->bytes()));  // NaN in every row that nobody wrote
@@ -58,7 +58,7 @@ class BothDuals {
         const auto count = static_cast<std::int32_t>(seq_ids.size());
         const Device<std::int32_t> device_seq_ids(seq_ids), device_tokens(tokens);
         while (true) {
-            const std::int64_t wanted = oracle.cache.reserve(on, {count, seq_ids.data(), tokens.data()});
+            const std::int64_t wanted = oracle.cache.reserve(ctx, {count, seq_ids.data(), tokens.data()});
             CHECK(cache.reserve(device, {count, device_seq_ids.data(), device_tokens.data()}) == wanted);
             if (wanted == 0) {
                 return true;
@@ -124,7 +124,7 @@ class BothDuals {
                         device, ref,
                         test::step_io(device_batch, q_view, k_view, v_view, out_view, device_extras),
                         workspace, {.status = status.data()});
-                    call_ref<P, T>(on, host_ref, batch, in.q.view(), in.k.view(), in.v.view(), wanted.view(),
+                    call_ref<P, T>(ctx, host_ref, batch, in.q.view(), in.k.view(), in.v.view(), wanted.view(),
                                    extras, true, wanted_status.data());
                 } else if constexpr (Chunks) {
                     const Device<unsigned char> workspace(
@@ -132,18 +132,18 @@ class BothDuals {
                                                         {.batch = count, .tokens = batch.length}) +
                         more_workspace);
                     Workspace host_workspace(
-                        kvpolicy::workspace_bytes(on, host_ref, {.batch = count, .tokens = batch.length}));
+                        kvpolicy::workspace_bytes(ctx, host_ref, {.batch = count, .tokens = batch.length}));
                     if (committing) {
                         kvpolicy::accept<Dims>(device, ref, device_batch, workspace,
                                                {.status = {.status = status.data()}});
-                        kvpolicy::accept(on, host_ref, batch, host_workspace,
+                        kvpolicy::accept(ctx, host_ref, batch, host_workspace,
                                          {.status = {.status = wanted_status.data()}});
                     } else if (mode == Mode::prefill) {
                         kvpolicy::prefill<Dims>(
                             device, ref,
                             test::step_io(device_batch, q_view, k_view, v_view, out_view, device_extras),
                             workspace, {.status = status.data()});
-                        kvpolicy::prefill(on, host_ref,
+                        kvpolicy::prefill(ctx, host_ref,
                                           test::step_io(batch, in.q.view(), in.k.view(), in.v.view(),
                                                         wanted.view(), extras),
                                           host_workspace, {.status = wanted_status.data()});
@@ -152,7 +152,7 @@ class BothDuals {
                             device, ref,
                             test::step_io(device_batch, q_view, k_view, v_view, out_view, device_extras),
                             workspace, {.status = status.data()});
-                        kvpolicy::append_draft(on, host_ref,
+                        kvpolicy::append_draft(ctx, host_ref,
                                                test::step_io(batch, in.q.view(), in.k.view(), in.v.view(),
                                                              wanted.view(), extras),
                                                host_workspace);
@@ -182,7 +182,7 @@ class BothDuals {
                     // rest.
                     for (std::size_t i = 0; i < seq_ids.size(); ++i) {
                         if (now[i] != 0) {
-                            oracle.cache.clear(on, seq_ids[i]);
+                            oracle.cache.clear(ctx, seq_ids[i]);
                             cache.clear(device, seq_ids[i]);
                             now[i] = moved[i] = brought[i] = 0;
                             break;
@@ -192,7 +192,7 @@ class BothDuals {
             }
         }
         const Device<std::int32_t> device_moved(moved);
-        oracle.cache.advance(on, {count, seq_ids.data(), moved.data(), length});
+        oracle.cache.advance(ctx, {count, seq_ids.data(), moved.data(), length});
         const Device<std::uint32_t> status(std::vector<std::uint32_t>(seq_ids.size(), 0));
         cache.advance(device, {count, device_seq_ids.data(), device_moved.data(), length},
                       {.status = status.data()});
@@ -210,10 +210,10 @@ class BothDuals {
         std::vector<kvpolicy::EvictionReport> wanted(seq_ids.size());
         const Device<kvpolicy::EvictionReport> reports(wanted);
         const Device<std::uint32_t> status(std::vector<std::uint32_t>(seq_ids.size(), 0));
-        Workspace host_workspace(oracle.cache.evict_workspace_bytes(on));
+        Workspace host_workspace(oracle.cache.evict_workspace_bytes(ctx));
         const Device<unsigned char> workspace(cache.evict_workspace_bytes(device));
         ok(cudaMemset(workspace.data(), 0xff, workspace.bytes()));
-        oracle.cache.evict(on, {count, seq_ids.data(), tokens.data()}, host_workspace,
+        oracle.cache.evict(ctx, {count, seq_ids.data(), tokens.data()}, host_workspace,
                            {.reports = wanted.data()});
         cache.evict(device, {count, device_seq_ids.data(), device_tokens.data()}, workspace,
                     {.reports = reports.data(), .status = status.data()});
@@ -235,14 +235,14 @@ class BothDuals {
         const Device<std::uint32_t> status(std::vector<std::uint32_t>(1, 0));
         const Device<std::int32_t> of_device(sources);
         const auto count = static_cast<std::int32_t>(sources.size());
-        oracle.cache.reorder(on, sources.data(), count, {.status = &wanted});
+        oracle.cache.reorder(ctx, sources.data(), count, {.status = &wanted});
         cache.reorder(device, of_device.data(), count, {.status = status.data()});
         CHECK(status.read()[0] == wanted);
     }
     void fork(std::int32_t from, std::int32_t to) {
         std::uint32_t wanted = 0;
         const Device<std::uint32_t> status(std::vector<std::uint32_t>(1, 0));
-        oracle.cache.fork(on, from, to, {.status = &wanted});
+        oracle.cache.fork(ctx, from, to, {.status = &wanted});
         cache.fork(device, from, to, {.status = status.data()});
         CHECK(status.read()[0] == wanted);
     }
@@ -253,13 +253,13 @@ class BothDuals {
         std::vector<unsigned char> of_host(oracle.cache.snapshot_bytes(from));
         CHECK(blob.size() == of_host.size());
         cache.snapshot(device, from, blob.data(), blob.size());
-        oracle.cache.snapshot(on, from, of_host.data(), of_host.size());
+        oracle.cache.snapshot(ctx, from, of_host.data(), of_host.size());
         if constexpr (std::is_same_v<typename P::scorer_type, kvpolicy::GivenScores>) {
             const bool same = blob == of_host;
             CHECK(same);
         }
         std::uint32_t wanted = 0, status = 0;
-        oracle.cache.restore(on, to, blob.data(), blob.size(), {.status = &wanted});
+        oracle.cache.restore(ctx, to, blob.data(), blob.size(), {.status = &wanted});
         cache.restore(device, to, blob.data(), blob.size(), {.status = &status});
         CHECK(status == wanted);
     }
@@ -284,8 +284,8 @@ class BothDuals {
                  .lse = kvpolicy::view_bhs(lse.data(), count, shape.query_heads, 1)},
                 workspace);
             const auto host_ref = oracle.cache.layer(layer);
-            Workspace host_workspace(kvpolicy::workspace_bytes(on, host_ref, {.batch = count, .tokens = 1}));
-            kvpolicy::attend(on, host_ref,
+            Workspace host_workspace(kvpolicy::workspace_bytes(ctx, host_ref, {.batch = count, .tokens = 1}));
+            kvpolicy::attend(ctx, host_ref,
                              {.q = in.q.view(),
                               .out = wanted.view(),
                               .batch = {count, seq_ids.data()},
@@ -511,7 +511,7 @@ std::int32_t random_life(BothDuals<P, T, Dims, Chunks>& both, Scores kind, std::
                            : mode == Mode::prefill ? "prefill"
                                                    : "append_draft and accept";
         if (what == 0 && pick(4) == 0) {
-            both.oracle.cache.clear(both.on, seq_ids[0]);
+            both.oracle.cache.clear(both.ctx, seq_ids[0]);
             both.cache.clear(both.device, seq_ids[0]);
             done = "clear";
         } else if (what == 1) {

@@ -130,8 +130,8 @@ TEST_CASE("a reservation holds across evictions") {
         const std::int32_t other = 1;
         while (both.oracle.cache.free_pages() != 0) {
             appended += 16;
-            REQUIRE(both.oracle.cache.reserve(both.on, {.count = 1, .seq_ids = &other, .length = appended}) ==
-                    0);
+            REQUIRE(both.oracle.cache.reserve(both.ctx,
+                                              {.count = 1, .seq_ids = &other, .length = appended}) == 0);
             REQUIRE(both.cache.reserve(both.device,
                                        {.count = 1, .seq_ids = seq.data(), .length = appended}) == 0);
         }
@@ -146,7 +146,7 @@ TEST_CASE("a reservation holds across evictions") {
             drain();
         }
         both.same_rows("round " + std::to_string(round));
-        both.oracle.cache.clear(both.on, 1);
+        both.oracle.cache.clear(both.ctx, 1);
         both.cache.clear(both.device, 1);
         appended = 0;
     }
@@ -158,7 +158,7 @@ TEST_CASE("one graph serves 10,000 steps, with evictions and selections") {
     using Dims = head_dims<64>;
     constexpr std::int32_t max_sequences = 2, heads = 2, group = 4, dim = 64;
     struct Side {
-        kvpolicy::cuda on{};
+        kvpolicy::cuda ctx{};
         DualCache<P, bf16> cache{
             {.layers = 1,
              .max_sequences = max_sequences,
@@ -178,24 +178,25 @@ TEST_CASE("one graph serves 10,000 steps, with evictions and selections") {
         Device<std::uint32_t> status{std::vector<std::uint32_t>(max_sequences, 0)};
         std::unique_ptr<Device<unsigned char>> workspace, eviction;
         Side() {
-            cache.bind(on, memory.data(), memory.size());
-            cache.add_slab(on, slab.data(), slab.size());
+            cache.bind(ctx, memory.data(), memory.size());
+            cache.add_slab(ctx, slab.data(), slab.size());
             workspace = std::make_unique<Device<unsigned char>>(
-                step_workspace_bytes<Dims>(on, cache.layer(0), max_sequences));
-            eviction = std::make_unique<Device<unsigned char>>(cache.evict_workspace_bytes(on));
+                step_workspace_bytes<Dims>(ctx, cache.layer(0), max_sequences));
+            eviction = std::make_unique<Device<unsigned char>>(cache.evict_workspace_bytes(ctx));
         }
         void token() {
             test::Extras extras;
             extras.scores = view_bhs<const float>(scores.data(), max_sequences, heads, 1);
-            step<Dims>(on, cache.layer(0),
+            step<Dims>(ctx, cache.layer(0),
                        test::step_io({max_sequences},
                                      view_bhsd<const bf16>(q.data(), max_sequences, heads * group, 1, dim),
                                      view_bhsd<const bf16>(k.data(), max_sequences, heads, 1, dim),
                                      view_bhsd<const bf16>(v.data(), max_sequences, heads, 1, dim),
                                      view_bhsd(out.data(), max_sequences, heads * group, 1, dim), extras),
                        *workspace, {.status = status.data()});
-            cache.advance(on, {max_sequences}, {.status = status.data()});
-            cache.evict(on, {max_sequences}, *eviction, {.reports = reports.data(), .status = status.data()});
+            cache.advance(ctx, {max_sequences}, {.status = status.data()});
+            cache.evict(ctx, {max_sequences}, *eviction,
+                        {.reports = reports.data(), .status = status.data()});
         }
     } by_graph, by_hand;
     std::mt19937 generator(5);
@@ -218,7 +219,7 @@ TEST_CASE("one graph serves 10,000 steps, with evictions and selections") {
     ok(cudaDeviceSynchronize());
     cudaStream_t stream = nullptr;
     ok(cudaStreamCreate(&stream));
-    by_graph.on = kvpolicy::cuda{stream};
+    by_graph.ctx = kvpolicy::cuda{stream};
     ok(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal));
     by_graph.token();
     cudaGraph_t graph = nullptr;
@@ -241,7 +242,7 @@ TEST_CASE("one graph serves 10,000 steps, with evictions and selections") {
     CHECK(same);
     CHECK(dropped > 10000);
     CHECK(by_graph.status.read() == std::vector<std::uint32_t>(max_sequences, 0));
-    CHECK(by_graph.cache.free_pages(by_graph.on) == by_hand.cache.free_pages(by_hand.on));
+    CHECK(by_graph.cache.free_pages(by_graph.ctx) == by_hand.cache.free_pages(by_hand.ctx));
     ok(cudaGraphExecDestroy(executable));
     ok(cudaGraphDestroy(graph));
     ok(cudaStreamDestroy(stream));
@@ -258,19 +259,19 @@ TEST_CASE("in the middle of a token nothing is evicted") {
                                     .head_dim_vo = 8,
                                     .page_size = 16},
                                    {.slab_pages = 20, .max_slabs = 1, .max_seq_len = 200}, policy);
-    const kvpolicy::cuda on{};
+    const kvpolicy::cuda ctx{};
     const Device<unsigned char> memory(cache.bytes().total()), slab(cache.slab_bytes());
-    cache.bind(on, memory.data(), memory.size());
-    cache.add_slab(on, slab.data(), slab.size());
-    const Device<unsigned char> workspace(step_workspace_bytes(on, cache, 1)),
-        eviction(cache.evict_workspace_bytes(on));
+    cache.bind(ctx, memory.data(), memory.size());
+    cache.add_slab(ctx, slab.data(), slab.size());
+    const Device<unsigned char> workspace(step_workspace_bytes(ctx, cache, 1)),
+        eviction(cache.evict_workspace_bytes(ctx));
     const Device<double> rows(std::vector<double>(8, 0.25)), out(8);
     const Device<float> score(std::vector<float>(1, 0.0f));
     const Device<std::uint32_t> status(std::vector<std::uint32_t>(1, 0));
     const Device<EvictionReport> report(1);
     const auto in = view_bhsd<const double>(rows.data(), 1, 1, 1, 8);
     const auto take = [&](std::int32_t layer) {
-        step(on, cache.layer(layer),
+        step(ctx, cache.layer(layer),
              {.q = in,
               .k = in,
               .v = in,
@@ -282,22 +283,22 @@ TEST_CASE("in the middle of a token nothing is evicted") {
     for (std::int32_t t = 0; t < 60; ++t) {
         take(0);
         take(1);
-        cache.advance(on, {1}, {.status = status.data()});
+        cache.advance(ctx, {1}, {.status = status.data()});
     }
     for (const std::int32_t layer : {0, 1}) {
         take(1 - layer);
         const auto before = memory.read(), of_slab = slab.read();
-        cache.evict(on, {1}, eviction, {.reports = report.data(), .status = status.data()});
+        cache.evict(ctx, {1}, eviction, {.reports = report.data(), .status = status.data()});
         CHECK(status.read()[0] == status_layer_skipped);
         CHECK(report.read()[0].rows == 0);
         CHECK(memory.read() == before);
         CHECK(slab.read() == of_slab);
-        CHECK_REFUSED(static_cast<void>(cache.snapshot_bytes(on, 0)), "a sequence between two tokens");
+        CHECK_REFUSED(static_cast<void>(cache.snapshot_bytes(ctx, 0)), "a sequence between two tokens");
         ok(cudaMemset(status.data(), 0, status.bytes()));
         take(layer);
-        cache.advance(on, {1}, {.status = status.data()});
+        cache.advance(ctx, {1}, {.status = status.data()});
     }
-    cache.evict(on, {1}, eviction, {.reports = report.data(), .status = status.data()});
+    cache.evict(ctx, {1}, eviction, {.reports = report.data(), .status = status.data()});
     CHECK(status.read()[0] == status_ok);
     CHECK(report.read()[0].rounds > 0);
     CHECK(report.read()[0].dropped > 20);
@@ -321,19 +322,19 @@ void check_captured(std::int32_t average, bool drops) {
                                   {.slab_pages = 4, .max_slabs = 2, .max_seq_len = 200}, policy);
     cudaStream_t stream = nullptr;
     ok(cudaStreamCreate(&stream));
-    const kvpolicy::cuda on{stream};
+    const kvpolicy::cuda ctx{stream};
     const Device<unsigned char> memory(cache.bytes().total()), first(cache.slab_bytes()),
         second(cache.slab_bytes());
-    cache.bind(on, memory.data(), memory.size());
-    cache.add_slab(on, first.data(), first.size());
+    cache.bind(ctx, memory.data(), memory.size());
+    cache.add_slab(ctx, first.data(), first.size());
     const Device<float> row(std::vector<float>(16, 0.5f)), out(16), score(std::vector<float>{1.0f, -1.0f});
     const Device<std::uint32_t> status(std::vector<std::uint32_t>(1, 0));
     const Device<EvictionReport> report(1);
     const auto in = view_bhsd<const float>(row.data(), 1, 2, 1, 8);
-    const Device<unsigned char> provided(step_workspace_bytes(on, cache.layer(0), 1));
+    const Device<unsigned char> provided(step_workspace_bytes(ctx, cache.layer(0), 1));
     const auto tokens = [&](int count) {
         for (int t = 0; t < count; ++t) {
-            step(on, cache.layer(0),
+            step(ctx, cache.layer(0),
                  {.q = in,
                   .k = in,
                   .v = in,
@@ -341,14 +342,14 @@ void check_captured(std::int32_t average, bool drops) {
                   .batch = {.count = 1},
                   .scores = view_bhs<const float>(score.data(), 1, 2, 1)},
                  provided, {.status = status.data()});
-            cache.advance(on, {.count = 1}, {.status = status.data()});
+            cache.advance(ctx, {.count = 1}, {.status = status.data()});
         }
         ok(cudaStreamSynchronize(stream));
     };
-    const std::size_t bytes = cache.evict_workspace_bytes(on);
+    const std::size_t bytes = cache.evict_workspace_bytes(ctx);
     const Device<unsigned char> workspace(std::vector<unsigned char>(bytes + 4096, 0xa5));
     const auto evict = [&] {
-        cache.evict(on, {1}, {workspace.data(), bytes}, {.reports = report.data(), .status = status.data()});
+        cache.evict(ctx, {1}, {workspace.data(), bytes}, {.reports = report.data(), .status = status.data()});
     };
     evict();  // loads the kernel, which a capture may not
     cudaGraph_t graph = nullptr;
@@ -357,7 +358,7 @@ void check_captured(std::int32_t average, bool drops) {
     evict();
     ok(cudaStreamEndCapture(stream, &graph));
     ok(cudaGraphInstantiate(&captured, graph, 0));
-    cache.add_slab(on, second.data(), second.size());
+    cache.add_slab(ctx, second.data(), second.size());
     tokens(100);
     CHECK(status.read()[0] == status_ok);
     ok(cudaGraphLaunch(captured, stream));
@@ -365,16 +366,16 @@ void check_captured(std::int32_t average, bool drops) {
     CHECK(status.read()[0] == (drops ? status_small_workspace : status_ok));
     CHECK(report.read()[0].rows == 113);
     CHECK(report.read()[0].dropped == 0);
-    CHECK(cache.length(on, 0) == 100);
-    CHECK(cache.usage(on, 0, 0, 0).long_range == 100 - 13);
-    CHECK(cache.usage(on, 0, 0, 1).long_range == 0);
+    CHECK(cache.length(ctx, 0) == 100);
+    CHECK(cache.usage(ctx, 0, 0, 0).long_range == 100 - 13);
+    CHECK(cache.usage(ctx, 0, 0, 1).long_range == 0);
     const auto left = workspace.read();
     CHECK(std::all_of(left.begin() + static_cast<std::ptrdiff_t>(bytes), left.end(),
                       [](unsigned char x) { return x == 0xa5; }));
     // Called by itself it is refused before anything happens; with the workspace that it asks for it evicts.
     CHECK_REFUSED(evict(), "workspace.bytes");
-    const Device<unsigned char> larger(cache.evict_workspace_bytes(on));
-    cache.evict(on, {1}, larger, {.reports = report.data(), .status = status.data()});
+    const Device<unsigned char> larger(cache.evict_workspace_bytes(ctx));
+    cache.evict(ctx, {1}, larger, {.reports = report.data(), .status = status.data()});
     ok(cudaStreamSynchronize(stream));
     CHECK((report.read()[0].dropped != 0) == drops);
     CHECK(report.read()[0].rows <= 2 * average);
@@ -400,10 +401,10 @@ TEST_CASE("a workspace that is too small is refused") {
                                    .head_dim_vo = 8,
                                    .page_size = 16},
                                   {.slab_pages = 1, .max_slabs = 1, .max_seq_len = 10}, policy);
-    const kvpolicy::cuda on{};
+    const kvpolicy::cuda ctx{};
     const Device<unsigned char> memory(cache.bytes().total());
-    cache.bind(on, memory.data(), memory.size());
-    CHECK_REFUSED(cache.evict(on, {1}, {memory.data(), 8}), "workspace.bytes");
-    CHECK_REFUSED(cache.evict(on, {2}, {memory.data(), 8}), "batch.count");
+    cache.bind(ctx, memory.data(), memory.size());
+    CHECK_REFUSED(cache.evict(ctx, {1}, {memory.data(), 8}), "workspace.bytes");
+    CHECK_REFUSED(cache.evict(ctx, {2}, {memory.data(), 8}), "batch.count");
     CHECK_REFUSED(static_cast<void>(cache.evict_workspace_bytes(host{1})), "device's memory");
 }

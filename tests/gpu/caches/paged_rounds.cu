@@ -56,7 +56,7 @@ TEST_CASE("as many entries at a time as fit") {
 TEST_CASE("a workspace does not grow with the entries' rows beyond a round's") {
     using P = Policy<Sink<>, Window<>, ThresholdGate<at_least>>;
     const P policy{Sink<>{4}, Window<>{32}, ThresholdGate<at_least>{0.0f}};
-    const kvpolicy::cuda on{};
+    const kvpolicy::cuda ctx{};
     const auto bytes = [&](std::int32_t count) {
         DualCache<P, float> cache({.layers = 1,
                                    .max_sequences = 64,
@@ -67,8 +67,8 @@ TEST_CASE("a workspace does not grow with the entries' rows beyond a round's") {
                                    .page_size = 16},
                                   {.slab_pages = 4000, .max_slabs = 100, .max_seq_len = 20000}, policy);
         const Device<unsigned char> memory(cache.bytes().total());
-        cache.bind(on, memory.data(), memory.size());
-        return workspace_bytes<head_dims<64>>(on, cache.layer(0), {.batch = count, .tokens = 16});
+        cache.bind(ctx, memory.data(), memory.size());
+        return workspace_bytes<head_dims<64>>(ctx, cache.layer(0), {.batch = count, .tokens = 16});
     };
     // Of a row 512 bytes of keys and values, of one entry; and for every entry what the chunk decides of it.
     const std::size_t one = bytes(1), all = bytes(64);

@@ -100,17 +100,17 @@ struct Call {
     Device<bf16> out{std::size_t{max_sequences} * kv_heads * group * dim};
     Device<float> scores{std::vector<float>(std::size_t{max_sequences} * kv_heads, 30.0f)};
     Device<std::uint32_t> status{std::vector<std::uint32_t>(max_sequences, 0)};
-    kvpolicy::cuda on{};
+    kvpolicy::cuda ctx{};
 
     explicit Call(std::int32_t provided) {
-        cache.bind(on, memory.data(), memory.size());
+        cache.bind(ctx, memory.data(), memory.size());
         for (std::int32_t i = 0; i < provided; ++i) {
             attach();
         }
     }
     void attach() {
         slabs.push_back(std::make_unique<Device<unsigned char>>(cache.slab_bytes()));
-        cache.add_slab(on, slabs.back()->data(), slabs.back()->size());
+        cache.add_slab(ctx, slabs.back()->data(), slabs.back()->size());
     }
     [[nodiscard]] rows_view<const bf16> q_view() const {
         return view_bhsd<const bf16>(q.data(), max_sequences, kv_heads * group, 1, dim);
@@ -130,16 +130,17 @@ struct Call {
         return extras;
     }
     [[nodiscard]] std::size_t bytes() const {
-        return step_workspace_bytes(on, cache.layer(0), max_sequences);
+        return step_workspace_bytes(ctx, cache.layer(0), max_sequences);
     }
     void run(const Batch& batch, workspace_view workspace, std::int32_t layer = 0) const {
-        step(on, cache.layer(layer), test::step_io(batch, q_view(), k_view(), v_view(), out_view(), extras()),
-             workspace, {.status = status.data()});
+        step(ctx, cache.layer(layer),
+             test::step_io(batch, q_view(), k_view(), v_view(), out_view(), extras()), workspace,
+             {.status = status.data()});
     }
     void token(workspace_view workspace) {
         run({max_sequences}, workspace, 0);
         run({max_sequences}, workspace, 1);
-        cache.advance(on, {max_sequences}, {.status = status.data()});
+        cache.advance(ctx, {max_sequences}, {.status = status.data()});
     }
 };
 
@@ -192,7 +193,7 @@ void check_graph(std::int32_t steps) {
     by_graph.token(workspace);  // loads the kernels, which a capture may not
     by_hand.token(other);
     ok(cudaDeviceSynchronize());
-    by_graph.on = kvpolicy::cuda{stream};
+    by_graph.ctx = kvpolicy::cuda{stream};
     ok(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal));
     by_graph.token(workspace);
     cudaGraph_t graph = nullptr;
@@ -205,12 +206,12 @@ void check_graph(std::int32_t steps) {
     for (std::int32_t t = 0; t < steps; ++t) {
         for (Call* call : {&by_graph, &by_hand}) {
             while (t % 50 == 0 &&
-                   call->cache.reserve(call->on, {Call::max_sequences, nullptr, ahead.data()}) > 0) {
+                   call->cache.reserve(call->ctx, {Call::max_sequences, nullptr, ahead.data()}) > 0) {
                 call->attach();
             }
         }
         for (const Call* call : {&by_graph, &by_hand}) {
-            tokens.give(t, call->k.data(), call->v.data(), call->scores.data(), call->on.stream);
+            tokens.give(t, call->k.data(), call->v.data(), call->scores.data(), call->ctx.stream);
         }
         ok(cudaMemsetAsync(workspace.data(), 0xff, workspace.bytes(), stream));
         ok(cudaGraphLaunch(executable, stream));
@@ -262,7 +263,7 @@ void check_scarce(std::int32_t tokens) {
             const Device<std::int32_t> again(ones);
             // An advance that should not be made moves nobody: it leaves out tokens that were taken, too.
             ok(cudaMemset(scarce.status.data(), 0, scarce.status.bytes()));
-            scarce.cache.advance(scarce.on, {Call::max_sequences, nullptr, again.data()},
+            scarce.cache.advance(scarce.ctx, {Call::max_sequences, nullptr, again.data()},
                                  {.status = scarce.status.data()});
             CHECK(scarce.status.read() == words);
             scarce.attach();
@@ -270,15 +271,15 @@ void check_scarce(std::int32_t tokens) {
             scarce.run({Call::max_sequences, nullptr, again.data()}, workspace, layer);
             CHECK(scarce.status.read() == none);
         }
-        scarce.cache.advance(scarce.on, {Call::max_sequences}, {.status = scarce.status.data()});
+        scarce.cache.advance(scarce.ctx, {Call::max_sequences}, {.status = scarce.status.data()});
         CHECK(scarce.status.read() == none);
     }
     CHECK(BothDuals<Call::P, bf16>::fetch(scarce.cache.layer(0).length, Call::max_sequences) ==
           std::vector<position_t>(Call::max_sequences, tokens));
     for (std::int32_t seq = 0; seq < Call::max_sequences; ++seq) {
-        scarce.cache.clear(scarce.on, seq);
+        scarce.cache.clear(scarce.ctx, seq);
     }
-    CHECK(scarce.cache.free_pages(scarce.on) == scarce.cache.attached_pages());
+    CHECK(scarce.cache.free_pages(scarce.ctx) == scarce.cache.attached_pages());
 }
 
 }  // namespace
@@ -294,14 +295,14 @@ TEST_CASE("pages of heads as sequences, and what a device finds too late") {
         for (std::int32_t layer = 0; layer < 2; ++layer) {
             call.run({Call::max_sequences, nullptr, lengths.data()}, workspace, layer);
         }
-        call.cache.advance(call.on, {Call::max_sequences, nullptr, lengths.data()},
+        call.cache.advance(call.ctx, {Call::max_sequences, nullptr, lengths.data()},
                            {.status = call.status.data()});
     }
     const auto capacity = static_cast<std::size_t>(call.cache.pool().max_slabs) * 32;
     const Device<std::int32_t> indptr(std::size_t{Call::max_sequences} * Call::kv_heads + 1),
         last(std::size_t{Call::max_sequences} * Call::kv_heads),
         indices(std::vector<std::int32_t>(capacity, -1));
-    export_heads(call.on, call.cache.layer(0), {Call::max_sequences},
+    export_heads(call.ctx, call.cache.layer(0), {Call::max_sequences},
                  {indptr.data(), indices.data(), last.data(), static_cast<std::int64_t>(capacity)});
     // 70 rows of a head are 5 pages, the last of 6 rows.
     CHECK(indptr.read() == std::vector<std::int32_t>{0, 5, 10, 10, 10, 15, 20});
@@ -315,17 +316,17 @@ TEST_CASE("pages of heads as sequences, and what a device finds too late") {
     call.run({Call::max_sequences, nullptr, wrong.data()}, workspace);
     CHECK(call.status.read() == std::vector<std::uint32_t>{0, status_bad_length, status_bad_length});
     ok(cudaMemset(call.status.data(), 0, call.status.bytes()));
-    call.cache.clear(call.on, 0);
+    call.cache.clear(call.ctx, 0);
     call.run({Call::max_sequences, named.data()}, workspace);
     CHECK(call.status.read() == std::vector<std::uint32_t>{0, status_bad_length, status_bad_length});
     ok(cudaMemset(call.status.data(), 0, call.status.bytes()));
-    call.cache.advance(call.on, {Call::max_sequences, named.data()}, {.status = call.status.data()});
+    call.cache.advance(call.ctx, {Call::max_sequences, named.data()}, {.status = call.status.data()});
     CHECK(call.status.read()[1] == status_bad_length);
 }
 
 TEST_CASE("pages that begin around 2^31 and 2^32 bytes") {
     using P = Policy<Window<4>, ThresholdGate<at_least>>;
-    const kvpolicy::cuda on{};
+    const kvpolicy::cuda ctx{};
     // What 60 tokens give, from a slab of so many pages of 16 rows of 256 bytes; where it says so from those
     // at 2^31 and 2^32 bytes first.
     const auto outputs_of = [&](std::int32_t pages, bool far_first) {
@@ -345,8 +346,8 @@ TEST_CASE("pages that begin around 2^31 and 2^32 bytes") {
             return outputs;
         }
         const Device<unsigned char> memory(cache.bytes().total());
-        cache.bind(on, memory.data(), memory.size());
-        cache.add_slab(on, slab, cache.slab_bytes());
+        cache.bind(ctx, memory.data(), memory.size());
+        cache.add_slab(ctx, slab, cache.slab_bytes());
         const auto ref = cache.layer(0);
         if (far_first) {
             auto ids = fetch_from(ref.pool.free_ids, pages);
@@ -358,20 +359,20 @@ TEST_CASE("pages that begin around 2^31 and 2^32 bytes") {
             ok(cudaMemcpy(ref.pool.free_ids, ids.data(), ids.size() * sizeof ids[0], cudaMemcpyHostToDevice));
         }
         std::mt19937 generator(1);
-        const Device<unsigned char> workspace(step_workspace_bytes(on, ref, 2));
+        const Device<unsigned char> workspace(step_workspace_bytes(ctx, ref, 2));
         for (std::int32_t t = 0; t < 60; ++t) {
             const CallTensors<bf16> in(cache.shape(), 2, 1, Scores::random, generator);
             const Device<bf16> q(in.q.data), k(in.k.data), v(in.v.data), out(in.q.data.size());
             const Device<float> scores(in.scores.data);
             test::Extras extras;
             extras.scores = view_bhs<const float>(scores.data(), 2, 2, 1);
-            step(on, ref,
+            step(ctx, ref,
                  test::step_io({2}, view_bhsd<const bf16>(q.data(), 2, 4, 1, 128),
                                view_bhsd<const bf16>(k.data(), 2, 2, 1, 128),
                                view_bhsd<const bf16>(v.data(), 2, 2, 1, 128),
                                view_bhsd(out.data(), 2, 4, 1, 128), extras),
                  workspace);
-            cache.advance(on, {2});
+            cache.advance(ctx, {2});
             for (const bf16 x : out.read()) {
                 outputs.push_back(static_cast<float>(x));
             }
@@ -398,26 +399,26 @@ TEST_CASE("a sequence ends at `longest`") {
                                .page_size = 16},
                               {.slab_pages = 8, .max_slabs = 1, .max_seq_len = 40},
                               P{Window<4>{}, ThresholdGate<at_least>{0.0f}});
-    const kvpolicy::cuda on{};
+    const kvpolicy::cuda ctx{};
     const Device<unsigned char> memory(cache.bytes().total()), slab(cache.slab_bytes());
-    cache.bind(on, memory.data(), memory.size());
-    cache.add_slab(on, slab.data(), slab.size());
+    cache.bind(ctx, memory.data(), memory.size());
+    cache.add_slab(ctx, slab.data(), slab.size());
     const Device<float> row(std::vector<float>(8, 1.0f)), out(8), score(std::vector<float>(1, 1.0f));
     const Device<std::uint32_t> status(std::vector<std::uint32_t>(1, 0));
-    const Device<unsigned char> workspace(step_workspace_bytes(on, cache.layer(0), 1));
+    const Device<unsigned char> workspace(step_workspace_bytes(ctx, cache.layer(0), 1));
     test::Extras extras;
     extras.scores = view_bhs<const float>(score.data(), 1, 1, 1);
     const auto rows = view_bhsd<const float>(row.data(), 1, 1, 1, 8);
     for (std::int32_t t = 0; t < 41; ++t) {
         CHECK(status.read()[0] == 0);
-        step(on, cache.layer(0),
+        step(ctx, cache.layer(0),
              test::step_io({1}, rows, rows, rows, view_bhsd(out.data(), 1, 1, 1, 8), extras), workspace,
              {.status = status.data()});
-        cache.advance(on, {1}, {.status = status.data()});
+        cache.advance(ctx, {1}, {.status = status.data()});
         if (t == 39) {  // one that is full can be attended to as any other
             const std::vector<float> wanted = out.read();
             ok(cudaMemset(out.data(), 0xff, out.bytes()));
-            attend(on, cache.layer(0), {.q = rows, .out = view_bhsd(out.data(), 1, 1, 1, 8), .batch = {1}},
+            attend(ctx, cache.layer(0), {.q = rows, .out = view_bhsd(out.data(), 1, 1, 1, 8), .batch = {1}},
                    workspace, {.status = status.data()});
             CHECK(out.read() == wanted);
         }
@@ -433,7 +434,7 @@ TEST_CASE("refusals: one sentence, before anything runs") {
     const workspace_view provided = workspace;
     const auto run = [&](const Batch& batch, rows_view<const bf16> q, workspace_view memory,
                          const test::Extras& extras) {
-        step(call.on, ref, test::step_io(batch, q, call.k_view(), call.v_view(), call.out_view(), extras),
+        step(call.ctx, ref, test::step_io(batch, q, call.k_view(), call.v_view(), call.out_view(), extras),
              memory);
     };
     CHECK_REFUSED(run({Call::max_sequences}, call.q_view(), {provided.data, 8}, call.extras()),
@@ -443,8 +444,8 @@ TEST_CASE("refusals: one sentence, before anything runs") {
     CHECK_REFUSED(static_cast<void>(call.cache.free_pages()), "device's memory");
     CHECK_REFUSED(static_cast<void>(call.cache.reserve(host{1}, {1})), "device's memory");
     CHECK_REFUSED(call.cache.clear(host{1}, 0), "device's memory");
-    CHECK_REFUSED(call.cache.clear(call.on, 3), "seq");
-    CHECK_REFUSED(call.cache.add_slab(call.on, call.slabs[0]->data(), call.slabs[0]->size()),
+    CHECK_REFUSED(call.cache.clear(call.ctx, 3), "seq");
+    CHECK_REFUSED(call.cache.add_slab(call.ctx, call.slabs[0]->data(), call.slabs[0]->size()),
                   "memory that no slab has yet");
     DualCache<Call::P, bf16> odd({.layers = 1,
                                   .max_sequences = 1,
@@ -455,5 +456,5 @@ TEST_CASE("refusals: one sentence, before anything runs") {
                                   .page_size = 24},
                                  {.slab_pages = 1, .max_slabs = 1, .max_seq_len = 10},
                                  Call::P{Sink<>{4}, Window<>{30}, ThresholdGate<at_least>{25.0f}});
-    CHECK_REFUSED(odd.bind(call.on, call.memory.data(), call.memory.size()), "page_size");
+    CHECK_REFUSED(odd.bind(call.ctx, call.memory.data(), call.memory.size()), "page_size");
 }

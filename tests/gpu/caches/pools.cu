@@ -44,7 +44,7 @@ struct EnginePages {
 template <class T, bool Chunks>
 void check(bool nhd) {
     CAPTURE(nhd);
-    const kvpolicy::cuda on{};
+    const kvpolicy::cuda ctx{};
     const P policy{{}, {}, ThresholdGate<at_least>{0.0f}};
     const EnginePages<T> engine{nhd};
     ok(cudaMemset(engine.numbers.data(), 0x5a, engine.numbers.bytes()));
@@ -53,23 +53,23 @@ void check(bool nhd) {
     strided.strides = engine.strides();
     DualCache<P, T> own(shape, pool, policy), theirs(shape, strided, policy);
     const Device<unsigned char> memory(own.bytes().total()), other(theirs.bytes().total());
-    own.bind(on, memory.data(), memory.size());
-    theirs.bind(on, other.data(), other.size());
+    own.bind(ctx, memory.data(), memory.size());
+    theirs.bind(ctx, other.data(), other.size());
     std::vector<std::unique_ptr<Device<unsigned char>>> provided;
     for (std::int32_t h = 0; h < heads; ++h) {
         provided.push_back(std::make_unique<Device<unsigned char>>(own.slab_bytes()));
-        own.add_slab(on, provided.back()->data(), provided.back()->size());
+        own.add_slab(ctx, provided.back()->data(), provided.back()->size());
         provided.push_back(std::make_unique<Device<unsigned char>>(theirs.notes_bytes()));
-        theirs.add_pages(on, engine.keys(h), engine.values(h), provided.back()->data(),
+        theirs.add_pages(ctx, engine.keys(h), engine.values(h), provided.back()->data(),
                          provided.back()->size());
     }
     CHECK(theirs.attached_pages() == heads * (pages - 1));
-    CHECK(theirs.free_pages(on) == theirs.attached_pages());
+    CHECK(theirs.free_pages(ctx) == theirs.attached_pages());
     std::mt19937 generator(5);
     constexpr std::int32_t most = 9;
-    std::size_t needed = step_workspace_bytes<head_dims<64>>(on, theirs, max_sequences);
+    std::size_t needed = step_workspace_bytes<head_dims<64>>(ctx, theirs, max_sequences);
     if constexpr (Chunks) {
-        needed = workspace_bytes<head_dims<64>>(on, theirs, {.batch = max_sequences, .tokens = most});
+        needed = workspace_bytes<head_dims<64>>(ctx, theirs, {.batch = max_sequences, .tokens = most});
     }
     const Device<unsigned char> workspace(needed);
     for (std::int32_t turn = 0; turn < 60; ++turn) {
@@ -89,11 +89,11 @@ void check(bool nhd) {
             io.batch = batch;
             io.scores = view_bhs<const float>(scores.data(), max_sequences, heads, n);
             if (n == 1) {
-                step<head_dims<64>>(on, cache->layer(0), io, workspace, {.status = status.data()});
+                step<head_dims<64>>(ctx, cache->layer(0), io, workspace, {.status = status.data()});
             } else if constexpr (Chunks) {
-                prefill<head_dims<64>>(on, cache->layer(0), io, workspace, {.status = status.data()});
+                prefill<head_dims<64>>(ctx, cache->layer(0), io, workspace, {.status = status.data()});
             }
-            cache->advance(on, batch, {.status = status.data()});
+            cache->advance(ctx, batch, {.status = status.data()});
             outputs.push_back(out.read());
         }
         CHECK(status.read() == std::vector<std::uint32_t>(max_sequences, 0));
@@ -105,14 +105,14 @@ void check(bool nhd) {
             CHECK(std::memcmp(&outputs[0][each], &untouched, sizeof untouched) == 0);
         }
         if (turn % 20 == 19) {
-            own.fork(on, 2, 0);
-            theirs.fork(on, 2, 0);
+            own.fork(ctx, 2, 0);
+            theirs.fork(ctx, 2, 0);
         }
     }
     for (std::int32_t seq = 0; seq < max_sequences; ++seq) {
-        std::vector<unsigned char> a(own.snapshot_bytes(on, seq)), b(theirs.snapshot_bytes(on, seq));
-        own.snapshot(on, seq, a.data(), a.size());
-        theirs.snapshot(on, seq, b.data(), b.size());
+        std::vector<unsigned char> a(own.snapshot_bytes(ctx, seq)), b(theirs.snapshot_bytes(ctx, seq));
+        own.snapshot(ctx, seq, a.data(), a.size());
+        theirs.snapshot(ctx, seq, b.data(), b.size());
         CHECK(a == b);
     }
     // The engine's first page is as it was.
@@ -124,10 +124,10 @@ void check(bool nhd) {
         spared = spared && std::memcmp(&numbers[i], &untouched, sizeof untouched) == 0;
     }
     CHECK(spared);
-    theirs.clear(on, 0);
-    theirs.clear(on, 1);
-    theirs.clear(on, 2);
-    CHECK(theirs.free_pages(on) == theirs.attached_pages());
+    theirs.clear(ctx, 0);
+    theirs.clear(ctx, 1);
+    theirs.clear(ctx, 2);
+    CHECK(theirs.free_pages(ctx) == theirs.attached_pages());
 }
 
 }  // namespace
@@ -143,13 +143,13 @@ TEST_CASE("steps and chunks of floats") {
 }
 
 TEST_CASE("rows that kernels cannot read are refused") {
-    const kvpolicy::cuda on{};
+    const kvpolicy::cuda ctx{};
     DualCache<P, bf16> cache(
         shape, {.slab_pages = pages, .max_slabs = 1, .max_seq_len = 400, .strides = {2048, 2048, 68, 64}},
         P{{}, {}, ThresholdGate<at_least>{0.0f}});
     const Device<unsigned char> memory(cache.bytes().total()), notes(cache.notes_bytes());
     const Device<bf16> numbers(std::size_t{64});
-    cache.bind(on, memory.data(), memory.size());
-    CHECK_REFUSED(cache.add_pages(on, numbers.data(), numbers.data(), notes.data(), notes.size()),
+    cache.bind(ctx, memory.data(), memory.size());
+    CHECK_REFUSED(cache.add_pages(ctx, numbers.data(), numbers.data(), notes.data(), notes.size()),
                   "strides of the pool's pages: 68 is not allowed; it must be multiples of 8 on CUDA");
 }

@@ -30,14 +30,14 @@ constexpr std::int32_t length = 5;
 /// A cache on the device, and tensors of two sequences of up to five tokens.
 template <class P>
 struct Calls {
-    kvpolicy::cuda on;
+    kvpolicy::cuda ctx;
     FixedBudgetCache<P, float> cache;
     Device<unsigned char> memory;
     Device<float> rows{std::vector<float>(2 * 2 * length * 8, 0.5f)},
         scores{std::vector<float>(2 * 2 * length)};
 
     explicit Calls(const P& policy) : cache(shape, policy), memory(cache.bytes().total()) {
-        cache.bind(on, memory.data(), memory.size());
+        cache.bind(ctx, memory.data(), memory.size());
     }
     [[nodiscard]] test::Extras given() const {
         return {.scores = view_bhs<const float>(scores.data(), 2, 2, length)};
@@ -45,16 +45,16 @@ struct Calls {
     /// 0: a step, 1: a prefill, 2: a draft.
     void call(int which, const Batch& batch, const test::Extras& extras) {
         const auto ref = cache.layer(0);
-        const Device<unsigned char> provided(workspace_bytes(on, ref, {.batch = 2, .tokens = length}));
+        const Device<unsigned char> provided(workspace_bytes(ctx, ref, {.batch = 2, .tokens = length}));
         const Device<float> result(rows.size());
         const auto in = view_bhsd<const float>(rows.data(), 2, 2, length, 8);
         const auto out = view_bhsd(result.data(), 2, 2, length, 8);
         if (which == 0) {
-            step(on, ref, test::step_io(batch, in, in, in, out, extras), provided);
+            step(ctx, ref, test::step_io(batch, in, in, in, out, extras), provided);
         } else if (which == 1) {
-            prefill(on, ref, test::step_io(batch, in, in, in, out, extras), provided);
+            prefill(ctx, ref, test::step_io(batch, in, in, in, out, extras), provided);
         } else {
-            append_draft(on, ref, test::step_io(batch, in, in, in, out, extras), provided);
+            append_draft(ctx, ref, test::step_io(batch, in, in, in, out, extras), provided);
         }
         ok(cudaDeviceSynchronize());
     }
@@ -84,21 +84,21 @@ TEST_CASE("a chunk whose length nobody said, and scores that are missing") {
 TEST_CASE("another device than the cache's, and memory that is not a device's") {
     using P = Policy<Sink<1>, Window<2>, TopKBudget<3>>;
     Calls<P> calls(P{});
-    const kvpolicy::cuda mine = calls.on;
+    const kvpolicy::cuda mine = calls.ctx;
     const auto other = [&](int which) {
         int here = 0;
         ok(cudaGetDevice(&here));
-        calls.on = {mine.stream, here + 1};  // whether there is one or not: it is not asked for anything
+        calls.ctx = {mine.stream, here + 1};  // whether there is one or not: it is not asked for anything
         CHECK_REFUSED(calls.call(which, {.count = 2, .length = 1}, calls.given()),
                       "the one whose memory the cache is bound to");
-        CHECK_REFUSED(calls.cache.advance(calls.on, {.count = 2}),
+        CHECK_REFUSED(calls.cache.advance(calls.ctx, {.count = 2}),
                       "the one whose memory the cache is bound to");
-        CHECK_REFUSED(calls.cache.fork(calls.on, 0, 1), "the one whose memory the cache is bound to");
-        CHECK_REFUSED(calls.cache.clear(calls.on, 0), "the one whose memory the cache is bound to");
+        CHECK_REFUSED(calls.cache.fork(calls.ctx, 0, 1), "the one whose memory the cache is bound to");
+        CHECK_REFUSED(calls.cache.clear(calls.ctx, 0), "the one whose memory the cache is bound to");
         int now = -1;
         ok(cudaGetDevice(&now));
         CHECK(now == here);
-        calls.on = mine;
+        calls.ctx = mine;
     };
     for (const int which : {0, 1, 2}) {
         other(which);
@@ -161,12 +161,12 @@ TEST_CASE("a plane for sums that is longer than the chunk") {
 TEST_CASE("what attention refuses of a chunk's keys is refused before the cache has changed") {
     using P = Policy<Sink<1>, Window<2>, TopKBudget<3>>;
     using Dims = head_dims<64>;
-    const kvpolicy::cuda on;
+    const kvpolicy::cuda ctx;
     FixedBudgetCache<P, bf16> cache(shape);
     const Device<unsigned char> memory(cache.bytes().total());
-    cache.bind(on, memory.data(), memory.size());
+    cache.bind(ctx, memory.data(), memory.size());
     const Device<unsigned char> workspace(
-        workspace_bytes<Dims>(on, cache.layer(0), {.batch = 2, .tokens = length}));
+        workspace_bytes<Dims>(ctx, cache.layer(0), {.batch = 2, .tokens = length}));
     const Device<bf16> rows(std::vector<bf16>(2 * 2 * length * 8, bf16{0.5f})), result(rows.size());
     const Device<float> scores(std::vector<float>(2 * 2 * length));
     const test::Extras extras{.scores = view_bhs<const float>(scores.data(), 2, 2, length)};
@@ -180,9 +180,9 @@ TEST_CASE("what attention refuses of a chunk's keys is refused before the cache 
     for (const bool drafts : {false, true}) {
         const auto call = [&](const Batch& of, const auto& k, const auto& v) {
             if (drafts) {
-                append_draft<Dims>(on, cache.layer(0), test::step_io(of, in, k, v, out, extras), workspace);
+                append_draft<Dims>(ctx, cache.layer(0), test::step_io(of, in, k, v, out, extras), workspace);
             } else {
-                prefill<Dims>(on, cache.layer(0), test::step_io(of, in, k, v, out, extras), workspace);
+                prefill<Dims>(ctx, cache.layer(0), test::step_io(of, in, k, v, out, extras), workspace);
             }
         };
         CHECK_REFUSED(call(batch, backwards, in), "k: a view with a row stride of -8 is not allowed");

@@ -82,7 +82,7 @@ TEST_CASE("many layers, in pools that grow") {
             good_tokens{2990 + turn <= 3000 ? 2990 + turn : 0, bad_tokens.back()};
         std::int64_t wanted = 1;
         while (wanted > 0) {
-            wanted = both.oracle.cache.reserve(both.on, {2, good_slots.data(), good_tokens.data()});
+            wanted = both.oracle.cache.reserve(both.ctx, {2, good_slots.data(), good_tokens.data()});
             CHECK(both.cache.reserve(both.device, {6, device_seq_ids.data(), device_tokens.data()}) ==
                   wanted);
             check_pages(both);
@@ -91,7 +91,7 @@ TEST_CASE("many layers, in pools that grow") {
             }
         }
         const std::int32_t seq = turn % max_sequences;
-        both.oracle.cache.clear(both.on, seq);
+        both.oracle.cache.clear(both.ctx, seq);
         both.cache.clear(both.device, seq);
         check_pages(both);
     }
@@ -132,14 +132,14 @@ TEST_CASE("a layer that is ahead") {
                         test::step_io({1, device_slot.data()}, rows(q), rows(k), rows(v),
                                       view_bhsd(out.data(), 1, 1, 1, 8), extras),
                         workspace, {.status = status.data()});
-    call_ref<P, float>(both.on, both.oracle.cache.layer(1), {1, seq.data()}, in.q.view(), in.k.view(),
+    call_ref<P, float>(both.ctx, both.oracle.cache.layer(1), {1, seq.data()}, in.q.view(), in.k.view(),
                        in.v.view(), host_out.view(), host_extras, true);
     CHECK(status.read()[0] == 0);
     check_pages(both);
     CHECK(both.cache.reserve(both.device, {1, device_slot.data(), device_many.data()}) == 0);
     check_pages(both);  // nothing was given, as the host refuses it
     CHECK(both.cache.reserve(both.device, {1, device_slot.data(), device_enough.data()}) == 0);
-    CHECK(both.oracle.cache.reserve(both.on, {1, seq.data(), enough.data()}) == 0);
+    CHECK(both.oracle.cache.reserve(both.ctx, {1, seq.data(), enough.data()}) == 0);
     check_pages(both);
     CHECK(fetch_from(both.cache.layer(0).reserved + 1, 1)[0] == 300);
 }

@@ -74,10 +74,10 @@ TEST_CASE("groups whose queries leave shared memory for fewer warps, or for none
         both.same_rows("after 150 steps");
     }
     FixedBudgetCache<Budget, bf16> cache(shape_of(1000, 32, 256), policy_of(16));
-    const kvpolicy::cuda on{};
+    const kvpolicy::cuda ctx{};
     const Device<unsigned char> memory(cache.bytes().total());
-    cache.bind(on, memory.data(), memory.size());
-    CHECK_REFUSED(static_cast<void>(step_workspace_bytes<head_dims<256>>(on, cache.layer(0), 1)),
+    cache.bind(ctx, memory.data(), memory.size());
+    CHECK_REFUSED(static_cast<void>(step_workspace_bytes<head_dims<256>>(ctx, cache.layer(0), 1)),
                   "bound_pages_kernel");
 }
 

@@ -24,9 +24,9 @@ void check(const P& policy) {
                            .head_dim_vo = 16,
                            .page_size = 16,
                            .max_draft_tokens = 3};
-    const host on(1);
+    const host ctx(1);
     const kvpolicy::cuda device{};
-    BoundCache<P, float> oracle(on, shape, policy);
+    BoundCache<P, float> oracle(ctx, shape, policy);
     FixedBudgetCache<P, float> cache(shape, policy);
     const Device<unsigned char> memory(cache.bytes().total());
     cache.bind(device, memory.data(), memory.size());
@@ -40,8 +40,8 @@ void check(const P& policy) {
             for (std::int32_t layer = 0; layer < shape.layers; ++layer) {
                 Tensor<float> out(1, shape.query_heads, 1, shape.head_dim_vo);
                 Workspace workspace(
-                    workspace_bytes(on, oracle.cache.layer(layer), {.batch = 1, .tokens = 1}));
-                step(on, oracle.cache.layer(layer),
+                    workspace_bytes(ctx, oracle.cache.layer(layer), {.batch = 1, .tokens = 1}));
+                step(ctx, oracle.cache.layer(layer),
                      {.q = in.q.view(),
                       .k = in.k.view(),
                       .v = in.v.view(),
@@ -50,12 +50,12 @@ void check(const P& policy) {
                       .scores = in.scores.view()},
                      workspace);
             }
-            oracle.cache.advance(on, {1, &seq});
+            oracle.cache.advance(ctx, {1, &seq});
         }
         length += more;
         CAPTURE(length);
         std::vector<unsigned char> blob(oracle.cache.snapshot_bytes(1));
-        oracle.cache.snapshot(on, 1, blob.data(), blob.size());
+        oracle.cache.snapshot(ctx, 1, blob.data(), blob.size());
         ok(cudaDeviceSynchronize());
         for (std::int32_t layer = 0; layer < shape.layers; ++layer) {
             const auto ref = cache.layer(layer);

@@ -25,15 +25,15 @@ void fill(Both& both, const std::vector<std::int32_t>& lengths, const CallTensor
     const Batch batch{count, nullptr, lengths.data(), in.q.length};
     Tensor<T> out(count, both.shape.query_heads, in.q.length, both.shape.head_dim_vo);
     Workspace workspace(
-        workspace_bytes(both.on, both.oracle.cache.layer(0), {.batch = count, .tokens = in.q.length}));
+        workspace_bytes(both.ctx, both.oracle.cache.layer(0), {.batch = count, .tokens = in.q.length}));
     test::Extras extras;
     extras.scores = in.scores.view();
-    prefill(both.on, both.oracle.cache.layer(0),
+    prefill(both.ctx, both.oracle.cache.layer(0),
             test::step_io(batch, in.q.view(), in.k.view(), in.v.view(), out.view(), extras), workspace);
-    both.oracle.cache.advance(both.on, batch);
+    both.oracle.cache.advance(both.ctx, batch);
     for (std::int32_t seq = 0; seq < count; ++seq) {
         std::vector<unsigned char> blob(both.oracle.cache.snapshot_bytes(seq));
-        both.oracle.cache.snapshot(both.on, seq, blob.data(), blob.size());
+        both.oracle.cache.snapshot(both.ctx, seq, blob.data(), blob.size());
         both.cache.restore(both.device, seq, blob.data(), blob.size());
     }
     both.same_rows("after restoring");
@@ -78,9 +78,9 @@ struct Call {
     Device<bf16> out{std::size_t{max_sequences} * kv_heads * group * dim};
     Device<float> scores{std::vector<float>(std::size_t{max_sequences} * kv_heads, 1.0f)};
     Device<std::uint32_t> status{std::vector<std::uint32_t>(max_sequences, 0)};
-    kvpolicy::cuda on{};
+    kvpolicy::cuda ctx{};
 
-    Call() { cache.bind(on, memory.data(), memory.size()); }
+    Call() { cache.bind(ctx, memory.data(), memory.size()); }
     [[nodiscard]] rows_view<const bf16> q_view() const {
         return view_bhsd<const bf16>(q.data(), max_sequences, kv_heads * group, 1, dim);
     }
@@ -99,10 +99,10 @@ struct Call {
         return extras;
     }
     [[nodiscard]] std::size_t bytes() const {
-        return step_workspace_bytes(on, cache.layer(0), max_sequences);
+        return step_workspace_bytes(ctx, cache.layer(0), max_sequences);
     }
     void run(const Batch& batch, workspace_view workspace) const {
-        step(on, cache.layer(0), test::step_io(batch, q_view(), k_view(), v_view(), out_view(), extras()),
+        step(ctx, cache.layer(0), test::step_io(batch, q_view(), k_view(), v_view(), out_view(), extras()),
              workspace, {.status = status.data()});
     }
 };
@@ -128,12 +128,12 @@ void check_graph(std::int32_t steps) {
     ok(cudaStreamCreate(&stream));
     const Device<unsigned char> workspace(by_graph.bytes());
     by_graph.run({Call::max_sequences}, workspace);  // loads the kernels, which a capture may not
-    by_graph.cache.advance(by_graph.on, {Call::max_sequences});
+    by_graph.cache.advance(by_graph.ctx, {Call::max_sequences});
     ok(cudaDeviceSynchronize());
-    by_graph.on = kvpolicy::cuda{stream};
+    by_graph.ctx = kvpolicy::cuda{stream};
     ok(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal));
     by_graph.run({Call::max_sequences}, workspace);
-    by_graph.cache.advance(by_graph.on, {Call::max_sequences});
+    by_graph.cache.advance(by_graph.ctx, {Call::max_sequences});
     cudaGraph_t graph = nullptr;
     ok(cudaStreamEndCapture(stream, &graph));
     cudaGraphExec_t executable = nullptr;
@@ -141,16 +141,16 @@ void check_graph(std::int32_t steps) {
     std::mt19937 generator(5);
     const Device<unsigned char> other(by_hand.bytes());
     by_hand.run({Call::max_sequences}, other);
-    by_hand.cache.advance(by_hand.on, {Call::max_sequences});
+    by_hand.cache.advance(by_hand.ctx, {Call::max_sequences});
     const ReturningTokens<bf16> tokens(by_hand.v.size(), by_hand.scores.size(), generator);
     for (std::int32_t t = 1; t < steps; ++t) {
         for (const Call* call : {&by_graph, &by_hand}) {
-            tokens.give(t, call->k.data(), call->v.data(), call->scores.data(), call->on.stream);
+            tokens.give(t, call->k.data(), call->v.data(), call->scores.data(), call->ctx.stream);
         }
         ok(cudaMemsetAsync(workspace.data(), 0xff, workspace.bytes(), stream));
         ok(cudaGraphLaunch(executable, stream));
         by_hand.run({Call::max_sequences}, other);
-        by_hand.cache.advance(by_hand.on, {Call::max_sequences});
+        by_hand.cache.advance(by_hand.ctx, {Call::max_sequences});
         if (t % 50 == 0 || steps < 100) {
             const auto a = by_graph.out.read(), b = by_hand.out.read();
             CHECK(std::equal(a.begin(), a.end(), b.begin(), [](bf16 x, bf16 y) { return x.bits == y.bits; }));
@@ -158,9 +158,9 @@ void check_graph(std::int32_t steps) {
     }
     ok(cudaStreamSynchronize(stream));
     CHECK(by_graph.status.read() == std::vector<std::uint32_t>(Call::max_sequences, 0));
-    std::vector<unsigned char> x(by_graph.cache.snapshot_bytes(by_graph.on, 1)), y(x.size());
-    by_graph.cache.snapshot(by_graph.on, 1, x.data(), x.size());
-    by_hand.cache.snapshot(by_hand.on, 1, y.data(), y.size());
+    std::vector<unsigned char> x(by_graph.cache.snapshot_bytes(by_graph.ctx, 1)), y(x.size());
+    by_graph.cache.snapshot(by_graph.ctx, 1, x.data(), x.size());
+    by_hand.cache.snapshot(by_hand.ctx, 1, y.data(), y.size());
     CHECK(x == y);
     ok(cudaGraphExecDestroy(executable));
     ok(cudaGraphDestroy(graph));
@@ -188,7 +188,7 @@ TEST_CASE("what a host would refuse: counts, sequences and scores in device memo
                      before.begin() + static_cast<std::ptrdiff_t>(each),
                      [](bf16 x, bf16 y) { return x.bits == y.bits; }));
     ok(cudaMemset(call.status.data(), 0, call.status.bytes()));
-    call.cache.clear(call.on, 0);
+    call.cache.clear(call.ctx, 0);
     call.run({Call::max_sequences, named.data()}, workspace);
     CHECK(call.status.read() == std::vector<std::uint32_t>{0, status_bad_length, status_bad_length});
     // Entries of sequence -1 bring no token, and nothing is wrong with them: a padded batch.
@@ -196,7 +196,7 @@ TEST_CASE("what a host would refuse: counts, sequences and scores in device memo
     ok(cudaMemset(call.status.data(), 0, call.status.bytes()));
     ok(cudaMemset(call.out.data(), 0x11, call.out.bytes()));
     call.run({Call::max_sequences, padded.data()}, workspace);
-    call.cache.advance(call.on, {Call::max_sequences, padded.data()}, {.status = call.status.data()});
+    call.cache.advance(call.ctx, {Call::max_sequences, padded.data()}, {.status = call.status.data()});
     CHECK(call.status.read() == std::vector<std::uint32_t>(Call::max_sequences, 0));
     const auto of_second = call.out.read();
     CHECK(of_second[0].bits == before[0].bits);
@@ -205,7 +205,7 @@ TEST_CASE("what a host would refuse: counts, sequences and scores in device memo
     CHECK(fetch_from(call.cache.layer(0).length, Call::max_sequences) == std::vector<position_t>{0, 0, 1});
     // A NaN ranks last: once the budget is full of numbers, none is left.
     ok(cudaMemset(call.status.data(), 0, call.status.bytes()));
-    call.cache.clear(call.on, 0);
+    call.cache.clear(call.ctx, 0);
     const float numbers[] = {std::numeric_limits<float>::quiet_NaN(), 1.0f};
     const Device<std::int32_t> first(std::vector<std::int32_t>{1, 0, 0});
     for (std::int32_t t = 0; t < 400; ++t) {
@@ -214,7 +214,7 @@ TEST_CASE("what a host would refuse: counts, sequences and scores in device memo
                           cudaMemcpyHostToDevice));
         }
         call.run({Call::max_sequences, nullptr, first.data()}, workspace);
-        call.cache.advance(call.on, {Call::max_sequences, nullptr, first.data()});
+        call.cache.advance(call.ctx, {Call::max_sequences, nullptr, first.data()});
     }
     CHECK(call.status.read() == std::vector<std::uint32_t>{status_nan_score, 0, 0});
     const auto ref = call.cache.layer(0);
@@ -229,12 +229,12 @@ TEST_CASE("attention over rows, pages, an empty sequence") {
     const Device<std::int32_t> lengths(std::vector<std::int32_t>{1, 0, 1});
     for (std::int32_t t = 0; t < 70; ++t) {
         call.run({Call::max_sequences, nullptr, lengths.data()}, workspace);
-        call.cache.advance(call.on, {Call::max_sequences, nullptr, lengths.data()});
+        call.cache.advance(call.ctx, {Call::max_sequences, nullptr, lengths.data()});
     }
     const auto stepped = call.out.read();
     const Device<float> lse(std::size_t{Call::max_sequences} * Call::kv_heads * Call::group);
     ok(cudaMemset(call.out.data(), 0x11, call.out.bytes()));
-    attend(call.on, call.cache.layer(0),
+    attend(call.ctx, call.cache.layer(0),
            {.q = call.q_view(),
             .out = call.out_view(),
             .batch = {Call::max_sequences},
@@ -250,7 +250,7 @@ TEST_CASE("attention over rows, pages, an empty sequence") {
     const Device<std::int32_t> indptr(std::size_t{Call::max_sequences} * Call::kv_heads + 1),
         last(std::size_t{Call::max_sequences} * Call::kv_heads),
         indices(std::size_t{Call::max_sequences} * Call::kv_heads * 164);
-    export_heads(call.on, call.cache.layer(0), {Call::max_sequences},
+    export_heads(call.ctx, call.cache.layer(0), {Call::max_sequences},
                  {indptr.data(), indices.data(), last.data(), static_cast<std::int64_t>(indices.size())});
     CHECK(indptr.read() == std::vector<std::int32_t>{0, 70, 140, 140, 140, 210, 280});
     CHECK(last.read() == std::vector<std::int32_t>{1, 1, 0, 0, 1, 1});
@@ -269,12 +269,12 @@ TEST_CASE("the workspace of a batch serves smaller ones, whose heads are cut amo
                                           .head_dim_vo = 64},
                                          policy_of(100));
     const Device<unsigned char> memory(cache.bytes().total());
-    const kvpolicy::cuda on{};
-    cache.bind(on, memory.data(), memory.size());
-    const std::size_t all = step_workspace_bytes(on, cache.layer(0), max_sequences);
+    const kvpolicy::cuda ctx{};
+    cache.bind(ctx, memory.data(), memory.size());
+    const std::size_t all = step_workspace_bytes(ctx, cache.layer(0), max_sequences);
     for (const std::int32_t fewer : {1, 4, 5, 8, 32, 63}) {
         CAPTURE(fewer);
-        CHECK(step_workspace_bytes(on, cache.layer(0), fewer) <= all);
+        CHECK(step_workspace_bytes(ctx, cache.layer(0), fewer) <= all);
     }
     // Of a whole cache: what the layer that needs most needs.
     constexpr std::int32_t budgets[] = {100, 4000};
@@ -287,11 +287,11 @@ TEST_CASE("the workspace of a batch serves smaller ones, whose heads are cut amo
          .head_dim_vo = 64},
         Budget{Sink<>{4}, Window<>{60}, TopKBudget<>{per_head(budgets, 2, 1)}});
     const Device<unsigned char> other(uneven.bytes().total());
-    uneven.bind(on, other.data(), other.size());
-    const std::size_t first = step_workspace_bytes(on, uneven.layer(0), max_sequences),
-                      second = step_workspace_bytes(on, uneven.layer(1), max_sequences);
+    uneven.bind(ctx, other.data(), other.size());
+    const std::size_t first = step_workspace_bytes(ctx, uneven.layer(0), max_sequences),
+                      second = step_workspace_bytes(ctx, uneven.layer(1), max_sequences);
     CHECK(first < second);
-    CHECK(uneven.step_workspace_bytes(on, max_sequences) == second);
+    CHECK(uneven.step_workspace_bytes(ctx, max_sequences) == second);
 }
 
 TEST_CASE("rows that begin beyond 2^31 and 2^32 bytes") {
@@ -309,12 +309,12 @@ TEST_CASE("rows that begin beyond 2^31 and 2^32 bytes") {
         MESSAGE("skipped: the GPU has not 7.5 GB to spare");
         return;
     }
-    const kvpolicy::cuda on{};
-    cache.bind(on, provided, cache.bytes().total());
+    const kvpolicy::cuda ctx{};
+    cache.bind(ctx, provided, cache.bytes().total());
     const auto ref = cache.layer(0);
     CHECK(2 * ref.rows * 128 > std::int64_t{1} << 31);
     CHECK(4 * ref.rows * 128 > std::int64_t{1} << 32);
-    const Device<unsigned char> workspace(step_workspace_bytes<head_dims<128>>(on, ref, 1));
+    const Device<unsigned char> workspace(step_workspace_bytes<head_dims<128>>(ctx, ref, 1));
     std::mt19937 generator(1);
     for (std::int32_t t = 0; t < 150; ++t) {
         const CallTensors<bf16> in(cache.shape(), 1, 1, Scores::random, generator);
@@ -327,13 +327,13 @@ TEST_CASE("rows that begin beyond 2^31 and 2^32 bytes") {
             const Device<std::int32_t> named(std::vector<std::int32_t>{seq});
             const Device<bf16> out(std::size_t{4} * 8);
             step<head_dims<128>>(
-                on, ref,
+                ctx, ref,
                 test::step_io({1, named.data()}, view_bhsd<const bf16>(q.data(), 1, 4, 1, 128),
                               view_bhsd<const bf16>(k.data(), 1, 2, 1, 128),
                               view_bhsd<const bf16>(v.data(), 1, 2, 1, 8), view_bhsd(out.data(), 1, 4, 1, 8),
                               extras),
                 workspace);
-            cache.advance(on, {1, named.data()});
+            cache.advance(ctx, {1, named.data()});
             std::vector<std::uint16_t> bits;
             for (const bf16 x : out.read()) {
                 bits.push_back(x.bits);
@@ -352,7 +352,7 @@ TEST_CASE("refusals: one sentence, before anything runs") {
     const workspace_view provided = workspace;
     const auto run = [&](const Batch& batch, rows_view<const bf16> q, workspace_view memory,
                          const test::Extras& extras) {
-        step(call.on, ref, test::step_io(batch, q, call.k_view(), call.v_view(), call.out_view(), extras),
+        step(call.ctx, ref, test::step_io(batch, q, call.k_view(), call.v_view(), call.out_view(), extras),
              memory);
     };
     CHECK_REFUSED(run({Call::max_sequences}, call.q_view(), {provided.data, 8}, call.extras()),
@@ -376,8 +376,8 @@ TEST_CASE("refusals: one sentence, before anything runs") {
                                         policy_of(1));
     CHECK_REFUSED(static_cast<void>(wide.layer(0)), "unbound");
     const Device<unsigned char> more(wide.bytes().total());
-    wide.bind(call.on, more.data(), more.size());
-    CHECK_REFUSED(static_cast<void>(step_workspace_bytes<head_dims<64>>(call.on, wide.layer(0), 1)),
+    wide.bind(call.ctx, more.data(), more.size());
+    CHECK_REFUSED(static_cast<void>(step_workspace_bytes<head_dims<64>>(call.ctx, wide.layer(0), 1)),
                   "head_dim");
     CHECK_REFUSED(
         attend(host{1}, ref, {.q = call.q_view(), .out = call.out_view(), .batch = {Call::max_sequences}},
@@ -385,5 +385,5 @@ TEST_CASE("refusals: one sentence, before anything runs") {
         "device's memory");
     CHECK_REFUSED(static_cast<void>(call.cache.length(0)), "device's memory");
     CHECK_REFUSED(call.cache.clear(host{1}, 0), "device's memory");
-    CHECK_REFUSED(call.cache.clear(call.on, 3), "seq");
+    CHECK_REFUSED(call.cache.clear(call.ctx, 3), "seq");
 }

@@ -128,7 +128,7 @@ constexpr PoolShape pool{.slab_pages = 5, .max_slabs = 14, .max_seq_len = max_se
 template <class P, class Cache>
 struct Bound {
     static constexpr bool pooled = Cache::ref_type::pooled;
-    kvpolicy::cuda on{};
+    kvpolicy::cuda ctx{};
     Cache cache;
     Device<unsigned char> memory;
     std::vector<std::unique_ptr<Device<unsigned char>>> slabs;
@@ -143,14 +143,14 @@ struct Bound {
     Bound(const P& policy, position_t rebase) : cache(make(policy)), memory(cache.bytes().total()) {
         ok(cudaMemset(memory.data(), 0xff, memory.bytes()));
         cache.rebase_limit(rebase);
-        cache.bind(on, memory.data(), memory.size());
+        cache.bind(ctx, memory.data(), memory.size());
     }
     bool add_slab() {
         if constexpr (pooled) {
             if (cache.slabs() < pool.max_slabs) {
                 slabs.push_back(std::make_unique<Device<unsigned char>>(cache.slab_bytes()));
                 ok(cudaMemset(slabs.back()->data(), 0xff, slabs.back()->bytes()));
-                cache.add_slab(on, slabs.back()->data(), slabs.back()->size());
+                cache.add_slab(ctx, slabs.back()->data(), slabs.back()->size());
                 return true;
             }
         }
@@ -158,21 +158,21 @@ struct Bound {
     }
     void fork(std::int32_t from, std::int32_t to, std::uint32_t* status) {
         if constexpr (pooled) {
-            cache.fork(on, from, to, {.status = status});
+            cache.fork(ctx, from, to, {.status = status});
         } else {
-            cache.fork(on, from, to);
+            cache.fork(ctx, from, to);
         }
     }
     void restore(std::int32_t seq, const std::vector<unsigned char>& blob, std::uint32_t* status) {
         if constexpr (pooled) {
-            cache.restore(on, seq, blob.data(), blob.size(), {.status = status});
+            cache.restore(ctx, seq, blob.data(), blob.size(), {.status = status});
         } else {
-            cache.restore(on, seq, blob.data(), blob.size());
+            cache.restore(ctx, seq, blob.data(), blob.size());
         }
     }
     std::vector<unsigned char> snapshot(std::int32_t seq) const {
-        std::vector<unsigned char> blob(cache.snapshot_bytes(on, seq));
-        cache.snapshot(on, seq, blob.data(), blob.size());
+        std::vector<unsigned char> blob(cache.snapshot_bytes(ctx, seq));
+        cache.snapshot(ctx, seq, blob.data(), blob.size());
         return blob;
     }
 };
@@ -182,9 +182,9 @@ struct Bound {
 template <class P, class Cache, class T>
 bool same(const Bound<P, Cache>& bound, const NaiveSequences<P>& model, std::int32_t seq,
           BoundDual<P, T>& reader) {
-    const host on{1};
+    const host ctx{1};
     const std::vector<unsigned char> blob = bound.snapshot(seq);
-    reader.cache.restore(on, 0, blob.data(), blob.size());
+    reader.cache.restore(ctx, 0, blob.data(), blob.size());
     if (reader.cache.length(0) != model.length(seq)) {
         return false;
     }
@@ -221,7 +221,7 @@ void run(const P& policy, std::uint32_t seed, std::int32_t operations) {
     Watchdog watchdog;
     Bound<P, Cache> bound(policy, rebase);
     auto& cache = bound.cache;
-    const kvpolicy::cuda& on = bound.on;
+    const kvpolicy::cuda& ctx = bound.ctx;
     const auto ref = cache.layer(0);
     Model model(policy, max_sequences, heads, dim, rebase);
     BoundDual<P, T> reader(host{1}, shape_of(1),
@@ -273,8 +273,8 @@ void run(const P& policy, std::uint32_t seed, std::int32_t operations) {
             const Device<EvictionReport> reports(wanted);
             const Device<std::int32_t> of_named(named), of_n(n);
             const Device<std::uint32_t> status(std::vector<std::uint32_t>(max_sequences, 0));
-            const Device<unsigned char> workspace(cache.evict_workspace_bytes(on));
-            cache.evict(on, {static_cast<std::int32_t>(named.size()), of_named.data(), of_n.data(), 1},
+            const Device<unsigned char> workspace(cache.evict_workspace_bytes(ctx));
+            cache.evict(ctx, {static_cast<std::int32_t>(named.size()), of_named.data(), of_n.data(), 1},
                         workspace, {.reports = reports.data(), .status = status.data()});
             const auto found = reports.read();
             CHECK(status.read() == std::vector<std::uint32_t>(max_sequences, 0));
@@ -308,7 +308,7 @@ void run(const P& policy, std::uint32_t seed, std::int32_t operations) {
             for (const std::int32_t s : named) {
                 const std::int32_t tokens = pick(steps ? 2 : 24);
                 if (model.length(s) + tokens > max_seq_len) {  // it leaves, and another joins
-                    cache.clear(on, s);
+                    cache.clear(ctx, s);
                     model.clear(s);
                     forget(s);
                 }
@@ -319,7 +319,7 @@ void run(const P& policy, std::uint32_t seed, std::int32_t operations) {
             const Tokens<T> call(generator, count, most);
             const Device<std::int32_t> of_slots(named);
             const Device<unsigned char> workspace(
-                workspace_bytes<head_dims<64>>(on, ref, {.batch = count, .tokens = most}));
+                workspace_bytes<head_dims<64>>(ctx, ref, {.batch = count, .tokens = most}));
             std::vector<std::int32_t> left = n;
             for (bool again = true; again;) {
                 again = false;
@@ -327,12 +327,12 @@ void run(const P& policy, std::uint32_t seed, std::int32_t operations) {
                 const Batch batch{count, of_slots.data(), of_left.data(), most};
                 ok(cudaMemset(status.data(), 0, status.bytes()));
                 if (steps) {
-                    step<head_dims<64>>(on, ref,
+                    step<head_dims<64>>(ctx, ref,
                                         test::step_io(batch, call.queries(), call.keys(), call.values(),
                                                       call.outputs(), call.extras()),
                                         workspace, {.status = status.data()});
                 } else {
-                    prefill<head_dims<64>>(on, ref,
+                    prefill<head_dims<64>>(ctx, ref,
                                            test::step_io(batch, call.queries(), call.keys(), call.values(),
                                                          call.outputs(), call.extras()),
                                            workspace, {.status = status.data()});
@@ -358,7 +358,7 @@ void run(const P& policy, std::uint32_t seed, std::int32_t operations) {
                 if (refused && !again) {  // the first that found no page leaves
                     for (std::size_t x = 0; x < left.size(); ++x) {
                         if (left[x] != 0) {
-                            cache.clear(on, named[x]);
+                            cache.clear(ctx, named[x]);
                             model.clear(named[x]);
                             forget(named[x]);
                             left[x] = n[x] = 0;
@@ -370,7 +370,7 @@ void run(const P& policy, std::uint32_t seed, std::int32_t operations) {
             }
             const Device<std::int32_t> of_n(n);
             ok(cudaMemset(status.data(), 0, status.bytes()));
-            cache.advance(on, {count, of_slots.data(), of_n.data(), most}, {.status = status.data()});
+            cache.advance(ctx, {count, of_slots.data(), of_n.data(), most}, {.status = status.data()});
             REQUIRE(status.read() == std::vector<std::uint32_t>(max_sequences, 0));
             if (pick(4) != 0) {
                 evict(named, n, number);
@@ -383,9 +383,9 @@ void run(const P& policy, std::uint32_t seed, std::int32_t operations) {
                 const Batch batch{.count = 1, .seq_ids = of_seq.data(), .length = n};
                 num_draft = std::make_unique<Tokens<T>>(generator, 1, n);
                 const Device<unsigned char> workspace(
-                    workspace_bytes<head_dims<64>>(on, ref, {.batch = 1, .tokens = max_draft_tokens}));
+                    workspace_bytes<head_dims<64>>(ctx, ref, {.batch = 1, .tokens = max_draft_tokens}));
                 append_draft<head_dims<64>>(
-                    on, ref,
+                    ctx, ref,
                     test::step_io(batch, num_draft->queries(), num_draft->keys(), num_draft->values(),
                                   num_draft->outputs(), num_draft->extras()),
                     workspace, {.status = status.data()});
@@ -399,18 +399,18 @@ void run(const P& policy, std::uint32_t seed, std::int32_t operations) {
                     again = false;
                     const Batch first{.count = 1, .seq_ids = of_seq.data(), .length = some};
                     ok(cudaMemset(status.data(), 0, status.bytes()));
-                    accept<head_dims<64>>(on, ref, first, workspace, {.status = status.data()});
+                    accept<head_dims<64>>(ctx, ref, first, workspace, {.status = status.data()});
                     const std::uint32_t found = status.read()[0];
                     if (found == status_pool_exhausted && pooled) {
                         again = bound.add_slab();
                         if (!again) {
-                            cache.clear(on, seq);
+                            cache.clear(ctx, seq);
                             model.clear(seq);
                         }
                     } else {
                         REQUIRE(found == 0);
                         follow(model, *num_draft, 0, seq, some, {});
-                        cache.advance(on, first, {.status = status.data()});
+                        cache.advance(ctx, first, {.status = status.data()});
                         REQUIRE(status.read()[0] == 0);
                         evict({seq}, {some}, number);
                     }
@@ -426,8 +426,8 @@ void run(const P& policy, std::uint32_t seed, std::int32_t operations) {
                 const Device<std::int32_t> of_seq(std::vector<std::int32_t>{seq});
                 const Batch batch{.count = 1, .seq_ids = of_seq.data(), .length = waiting + 1};
                 const Device<unsigned char> workspace(
-                    workspace_bytes<head_dims<64>>(on, ref, {.batch = 1, .tokens = max_draft_tokens}));
-                accept<head_dims<64>>(on, ref, batch, workspace, {.status = status.data()});
+                    workspace_bytes<head_dims<64>>(ctx, ref, {.batch = 1, .tokens = max_draft_tokens}));
+                accept<head_dims<64>>(ctx, ref, batch, workspace, {.status = status.data()});
                 CHECK(status.read()[0] == status_bad_length);
                 CHECK(bound.snapshot(seq) == before);
                 forget(seq);  // a commit that is refused forgets them
@@ -446,7 +446,7 @@ void run(const P& policy, std::uint32_t seed, std::int32_t operations) {
                 one = pick(max_sequences);
             }
             const Device<std::int32_t> of_sources(sources);
-            cache.reorder(on, of_sources.data(), static_cast<std::int32_t>(sources.size()),
+            cache.reorder(ctx, of_sources.data(), static_cast<std::int32_t>(sources.size()),
                           {.status = status.data()});
             if (status.read()[0] == 0) {
                 const Model before = model;
@@ -471,13 +471,13 @@ void run(const P& policy, std::uint32_t seed, std::int32_t operations) {
         } else {
             watchdog.begins(name = "leave", number);
             if (pick(3) == 0) {
-                cache.clear(on, seq);
+                cache.clear(ctx, seq);
                 model.clear(seq);
                 forget(seq);
             } else if constexpr (pooled) {
                 const Device<std::int32_t> of_seq(std::vector<std::int32_t>{seq});
                 if (model.length(seq) + 5 <= max_seq_len &&
-                    cache.reserve(on, {.count = 1, .seq_ids = of_seq.data(), .length = 5}) > 0) {
+                    cache.reserve(ctx, {.count = 1, .seq_ids = of_seq.data(), .length = 5}) > 0) {
                     bound.add_slab();
                 }
             }
@@ -493,9 +493,9 @@ void run(const P& policy, std::uint32_t seed, std::int32_t operations) {
     CHECK((!P::has_eviction || dropped > operations / 10));
     if constexpr (pooled) {
         for (std::int32_t seq = 0; seq < max_sequences; ++seq) {
-            cache.clear(on, seq);
+            cache.clear(ctx, seq);
         }
-        CHECK(cache.free_pages(on) == cache.attached_pages());
+        CHECK(cache.free_pages(ctx) == cache.attached_pages());
     }
 }
 

@@ -40,13 +40,13 @@ class Stream {
 TEST_CASE("the context is a plain value that knows its device") {
     static_assert(std::is_trivially_copyable_v<kvpolicy::cuda> && std::is_aggregate_v<kvpolicy::cuda>);
     const Stream stream;
-    const kvpolicy::cuda on{stream.get()};
+    const kvpolicy::cuda ctx{stream.get()};
     int device = -1;
     ok(cudaGetDevice(&device));
-    CHECK(cuda_backend::device_of(on) == device);
+    CHECK(cuda_backend::device_of(ctx) == device);
     CHECK(cuda_backend::device_of(kvpolicy::cuda{}) == device);
     CHECK(cuda_backend::device_of(kvpolicy::cuda{nullptr, 3}) == 3);
-    const cuda_backend::device_scope scope(on);
+    const cuda_backend::device_scope scope(ctx);
     CHECK(scope.capability() >= 80);
 }
 
@@ -97,11 +97,11 @@ TEST_CASE("bad arguments are refused before anything is enqueued") {
     const Device<float> scores(std::vector<float>(2 * 3 * 100, 0.0f));
     const Device<expiry_t> expiry(std::vector<expiry_t>(2 * 3 * 100, untouched));
     Sequences sequences{2, 100};
-    const kvpolicy::cuda on{};
-    const Device<unsigned char> workspace(build_mask_workspace_bytes(on, policy, sequences, 3));
+    const kvpolicy::cuda ctx{};
+    const Device<unsigned char> workspace(build_mask_workspace_bytes(ctx, policy, sequences, 3));
     const auto call = [&](const Budget& with, plane_view<const float> in, const Sequences& of,
                           plane_view<expiry_t> out, workspace_view memory, const MaskOptions& options = {}) {
-        build_mask(on, with, in, of, out, memory, options);
+        build_mask(ctx, with, in, of, out, memory, options);
     };
     const auto in = view_bhs<const float>(scores.data(), 2, 3, 100);
     const auto out = view_bhs(expiry.data(), 2, 3, 100);
@@ -130,11 +130,11 @@ TEST_CASE("a workspace is not asked for shapes that cannot be, and no call for g
     const std::vector<std::int32_t> budgets{32, 700};
     const Budget policy(Sink<>{4}, Window<>{16}, TopKBudget<>{per_head(budgets.data(), 1, 2)},
                         Decay<dynamic>{0.0f, 1});
-    const kvpolicy::cuda on{};
+    const kvpolicy::cuda ctx{};
     const auto bytes = [&](const Sequences& sequences, std::int32_t heads, std::int32_t layer = 0) {
         MaskOptions options;
         options.layer = layer;
-        return build_mask_workspace_bytes(on, policy, sequences, heads, options);
+        return build_mask_workspace_bytes(ctx, policy, sequences, heads, options);
     };
     CHECK(bytes({1, 100}, 2) > 0);
     CHECK_REFUSED(bytes({1, 100}, 3), "array of budgets");
@@ -152,23 +152,23 @@ TEST_CASE("a workspace is not asked for shapes that cannot be, and no call for g
     CHECK_REFUSED(bytes(packed, 2), "split the batch");
     packed.segments = 0;
     CHECK_REFUSED(bytes(packed, 2), "sequences.segments");
-    CHECK_REFUSED(build_cutoffs_workspace_bytes(on, policy, {1, -1}, 2), "sequences.length");
-    CHECK_REFUSED(expiry_from_cutoffs_workspace_bytes(on, policy, {1, 100}, -1), "heads");
+    CHECK_REFUSED(build_cutoffs_workspace_bytes(ctx, policy, {1, -1}, 2), "sequences.length");
+    CHECK_REFUSED(expiry_from_cutoffs_workspace_bytes(ctx, policy, {1, 100}, -1), "heads");
 }
 
 TEST_CASE("nothing to do is done") {
     const Budget policy(Sink<>{4}, Window<>{16}, TopKBudget<>{32}, Decay<dynamic>{-0.1f, 1});
-    const kvpolicy::cuda on{};
+    const kvpolicy::cuda ctx{};
     for (const std::int32_t length : {100, 100000}) {
         for (const std::int32_t batch : {0, 2}) {
             const std::int32_t heads = batch == 0 ? 3 : 0;
             const Sequences sequences{batch, length};
-            const Device<unsigned char> workspace(build_mask_workspace_bytes(on, policy, sequences, heads));
-            build_mask(on, policy, view_bhs<const float>(nullptr, batch, heads, length), sequences,
+            const Device<unsigned char> workspace(build_mask_workspace_bytes(ctx, policy, sequences, heads));
+            build_mask(ctx, policy, view_bhs<const float>(nullptr, batch, heads, length), sequences,
                        view_bhs<expiry_t>(nullptr, batch, heads, length), workspace);
             const Device<unsigned char> more(
-                build_cutoffs_workspace_bytes<FenwickCutoff>(on, policy, sequences, heads));
-            build_cutoffs<FenwickCutoff>(on, policy, view_bhs<const float>(nullptr, batch, heads, length),
+                build_cutoffs_workspace_bytes<FenwickCutoff>(ctx, policy, sequences, heads));
+            build_cutoffs<FenwickCutoff>(ctx, policy, view_bhs<const float>(nullptr, batch, heads, length),
                                          sequences, view_bhs<std::int32_t>(nullptr, batch, heads, length),
                                          view_bhs<std::int32_t>(nullptr, batch, heads, length), more);
             ok(cudaDeviceSynchronize());
@@ -190,10 +190,10 @@ TEST_CASE("calls are captured in a graph that serves later inputs") {
             const Device<std::uint32_t> status(std::vector<std::uint32_t>(1, 0));
             const Sequences sequences = input.sequences(lengths.data(), edges.data());
             const Stream stream;
-            const kvpolicy::cuda on{stream.get()};
-            const Device<unsigned char> workspace(build_mask_workspace_bytes(on, policy, sequences, 2));
+            const kvpolicy::cuda ctx{stream.get()};
+            const Device<unsigned char> workspace(build_mask_workspace_bytes(ctx, policy, sequences, 2));
             const auto call = [&] {
-                build_mask(on, policy, view_bhs<const float>(scores.data(), 1, 2, length), sequences,
+                build_mask(ctx, policy, view_bhs<const float>(scores.data(), 1, 2, length), sequences,
                            view_bhs(expiry.data(), 1, 2, length), workspace, {.status = status.data()});
             };
             // Modules load at a kernel's first use, which a capture may not do: run once before, as

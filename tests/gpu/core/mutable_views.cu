@@ -33,64 +33,64 @@ using Budget = Policy<Sink<1>, Window<3>, TopKBudget<4>>;
 using Gated = Policy<Sink<1>, Window<3>, ThresholdGate<at_least>>;
 
 template <class Cache, class Rows, class Plane>
-constexpr bool cache_takes = requires(const kvpolicy::cuda& on, Rows rows, Plane plane, rows_view<bf16> out,
+constexpr bool cache_takes = requires(const kvpolicy::cuda& ctx, Rows rows, Plane plane, rows_view<bf16> out,
                                       plane_view<float> written, workspace_view workspace,
                                       const typename Cache::ref_type& cache, const Batch& batch) {
-    step(on, cache,
+    step(ctx, cache,
          StepIO<bf16>{.q = rows, .k = rows, .v = rows, .out = out, .batch = batch, .scores = plane},
          workspace);
-    prefill(on, cache,
+    prefill(ctx, cache,
             StepIO<bf16>{.q = rows, .k = rows, .v = rows, .out = out, .batch = batch, .scores = plane},
             workspace);
-    append_draft(on, cache,
+    append_draft(ctx, cache,
                  StepIO<bf16>{.q = rows, .k = rows, .v = rows, .out = out, .batch = batch, .scores = plane},
                  workspace);
-    attend(on, cache, StepIO<bf16>{.q = rows, .out = out, .batch = batch, .lse = written}, workspace);
+    attend(ctx, cache, StepIO<bf16>{.q = rows, .out = out, .batch = batch, .lse = written}, workspace);
 };
 
 /// Whether every public call on a device that reads rows or planes takes these.
 template <class Rows, class Plane, class Words>
-constexpr bool takes = requires(const kvpolicy::cuda& on, const AttentionParams& attention, Rows rows,
+constexpr bool takes = requires(const kvpolicy::cuda& ctx, const AttentionParams& attention, Rows rows,
                                 Plane plane, Words words, const Sequences& sequences, rows_view<bf16> out,
                                 plane_view<float> written, plane_view<std::int32_t> integers,
                                 workspace_view workspace, double* doubles, Recall* recalls, LossValue* value,
                                 BoundaryValue* boundary, EvictionSums* sums, const Budget& budget,
                                 const Gated& gated, const LinearScorer<8>& linear,
                                 LinearParameters<float> linear_gradients, rows_view<std::int32_t> indices) {
-    attend_workspace_bytes(on, attention, rows, kv_view{rows, rows}, sequences);
-    attend(on, attention, rows, kv_view{rows, rows, mask_view{words, plane}}, sequences, out, written,
+    attend_workspace_bytes(ctx, attention, rows, kv_view{rows, rows}, sequences);
+    attend(ctx, attention, rows, kv_view{rows, rows, mask_view{words, plane}}, sequences, out, written,
            workspace);
-    attend_backward_workspace_bytes(on, attention, rows, kv_view{rows, rows}, sequences);
-    attend_backward(on, attention, rows, kv_view{rows, rows}, sequences, SavedForward{rows, plane, rows},
+    attend_backward_workspace_bytes(ctx, attention, rows, kv_view{rows, rows}, sequences);
+    attend_backward(ctx, attention, rows, kv_view{rows, rows}, sequences, SavedForward{rows, plane, rows},
                     AttentionGrads<bf16>{out, out, out}, workspace);
-    future_mass_workspace_bytes(on, rows, rows);
-    causal_lse(on, attention, rows, rows, sequences, written, workspace);
-    future_mass(on, attention, rows, rows, plane, sequences, written, workspace, FutureMassOptions{});
-    build_mask(on, budget, plane, sequences, integers, workspace);
-    build_cutoffs(on, budget, plane, sequences, integers, integers, workspace);
-    expiry_from_cutoffs(on, budget, words, words, sequences, integers, workspace);
-    build_log_bias(on, gated, SoftGate{}, plane, sequences, integers, written, workspace);
-    log_bias_backward(on, gated, SoftGate{}, plane, plane, sequences, written, workspace);
-    BoundaryLoss{}(on, budget, plane, plane, sequences, written, doubles, boundary, workspace);
-    top_logits(on, rows, sequences, out, indices, {});
-    TopDistillation{}.workspace_bytes(on, rows, sequences);
-    TopDistillation{}(on, rows, rows, sequences, out, value, workspace);
-    TopDistillation{}(on, rows, indices, rows, sequences, out, value, workspace);
-    CrossEntropy{}(on, words, rows, sequences, out, value, workspace);
-    L2Distillation{}(on, rows, rows, sequences, out, value, workspace);
-    GateSparsity{}(on, gated, plane, sequences, written, value, workspace);
-    straight_through_values(on, gated, plane, rows, rows, sequences, written, workspace);
-    retention_counts(on, gated, plane, sequences, doubles, workspace);
-    CompressionLoss{}.sums(on, gated, plane, sequences, sums, workspace);
-    CompressionLoss{}(on, gated, plane, sequences, written, value, workspace);
-    live_keys(on, words, sequences, integers);
-    density(on, words, sequences, doubles);
-    evict_ratio(on, budget, words, sequences, doubles);
-    oracle_recall_workspace_bytes(on, words, sequences);
-    oracle_recall(on, budget, words, words, sequences, recalls, workspace);
-    score_sequence_workspace_bytes(on, linear, rows, rows, sequences);
-    score_sequence(on, linear, rows, rows, sequences, 0, written, workspace);
-    score_sequence_backward(on, linear, ScoreBackward{rows, rows, sequences, 0, plane}, linear_gradients,
+    future_mass_workspace_bytes(ctx, rows, rows);
+    causal_lse(ctx, attention, rows, rows, sequences, written, workspace);
+    future_mass(ctx, attention, rows, rows, plane, sequences, written, workspace, FutureMassOptions{});
+    build_mask(ctx, budget, plane, sequences, integers, workspace);
+    build_cutoffs(ctx, budget, plane, sequences, integers, integers, workspace);
+    expiry_from_cutoffs(ctx, budget, words, words, sequences, integers, workspace);
+    build_log_bias(ctx, gated, SoftGate{}, plane, sequences, integers, written, workspace);
+    log_bias_backward(ctx, gated, SoftGate{}, plane, plane, sequences, written, workspace);
+    BoundaryLoss{}(ctx, budget, plane, plane, sequences, written, doubles, boundary, workspace);
+    top_logits(ctx, rows, sequences, out, indices, {});
+    TopDistillation{}.workspace_bytes(ctx, rows, sequences);
+    TopDistillation{}(ctx, rows, rows, sequences, out, value, workspace);
+    TopDistillation{}(ctx, rows, indices, rows, sequences, out, value, workspace);
+    CrossEntropy{}(ctx, words, rows, sequences, out, value, workspace);
+    L2Distillation{}(ctx, rows, rows, sequences, out, value, workspace);
+    GateSparsity{}(ctx, gated, plane, sequences, written, value, workspace);
+    straight_through_values(ctx, gated, plane, rows, rows, sequences, written, workspace);
+    retention_counts(ctx, gated, plane, sequences, doubles, workspace);
+    CompressionLoss{}.sums(ctx, gated, plane, sequences, sums, workspace);
+    CompressionLoss{}(ctx, gated, plane, sequences, written, value, workspace);
+    live_keys(ctx, words, sequences, integers);
+    density(ctx, words, sequences, doubles);
+    evict_ratio(ctx, budget, words, sequences, doubles);
+    oracle_recall_workspace_bytes(ctx, words, sequences);
+    oracle_recall(ctx, budget, words, words, sequences, recalls, workspace);
+    score_sequence_workspace_bytes(ctx, linear, rows, rows, sequences);
+    score_sequence(ctx, linear, rows, rows, sequences, 0, written, workspace);
+    score_sequence_backward(ctx, linear, ScoreBackward{rows, rows, sequences, 0, plane}, linear_gradients,
                             workspace);
     requires cache_takes<FixedBudgetCache<Budget, bf16>, Rows, Plane>;
     requires cache_takes<DualCache<Gated, bf16>, Rows, Plane>;
@@ -98,11 +98,11 @@ constexpr bool takes = requires(const kvpolicy::cuda& on, const AttentionParams&
 static_assert(takes<rows_view<const bf16>, plane_view<const float>, plane_view<const std::int32_t>>);
 static_assert(takes<rows_view<bf16>, plane_view<float>, plane_view<std::int32_t>>);
 // As they are compiled for head_dims that are named.
-static_assert(requires(const kvpolicy::cuda& on, rows_view<bf16> may, rows_view<const bf16> may_not,
+static_assert(requires(const kvpolicy::cuda& ctx, rows_view<bf16> may, rows_view<const bf16> may_not,
                        plane_view<float> plane, const Sequences& sequences, workspace_view workspace) {
-    causal_lse<bf16, head_dims<64>>(on, {}, may, may_not, sequences, plane, workspace);
-    causal_lse<bf16, head_dims<64>>(on, {}, may_not, may, sequences, plane, workspace);
-    future_mass<bf16, head_dims<64>>(on, {}, may, may, plane, sequences, plane, workspace);
+    causal_lse<bf16, head_dims<64>>(ctx, {}, may, may_not, sequences, plane, workspace);
+    causal_lse<bf16, head_dims<64>>(ctx, {}, may_not, may, sequences, plane, workspace);
+    future_mass<bf16, head_dims<64>>(ctx, {}, may, may, plane, sequences, plane, workspace);
 });
 
 }  // namespace

@@ -31,7 +31,7 @@ constexpr std::string_view prompt_text =
 struct ByteModel {
     llama::Model model = llama::load_model(KVPOLICY_BYTE_MODEL);
     std::vector<std::int32_t> prompt = llama::Tokenizer::bytes().encode(prompt_text);
-    kvpolicy::host on{0};
+    kvpolicy::host ctx{0};
     TrainedScorers mlp = load_scorers(KVPOLICY_BYTE_MODEL "/scorers/kvpop-mlp.safetensors");
     TrainedScorers mlstm = load_scorers(KVPOLICY_BYTE_MODEL "/scorers/kvpop.safetensors");
 };
@@ -47,7 +47,7 @@ struct Written {
     std::vector<std::vector<float>> logits;  // that each was picked from
 };
 
-Written on_host(llama::KvAttention& attention, std::int32_t count) {
+Written host_ctx(llama::KvAttention& attention, std::int32_t count) {
     ByteModel& m = byte_model();
     llama::Engine engine(m.model);
     Written written;
@@ -85,7 +85,7 @@ void check_same_text(const std::string& name, const HostCache& host_cache, const
                      llama::DeviceEngine& engine, float bound = 1e-3f) {
     CAPTURE(name);
     constexpr std::int32_t count = 200;
-    const Written expected = on_host(*host_cache, count);
+    const Written expected = host_ctx(*host_cache, count);
     const std::vector<std::int32_t> got = on_gpu(engine, *device_cache, count);
     std::size_t at = 0;
     while (at < got.size() && got[at] == expected.tokens[at]) {
@@ -119,16 +119,16 @@ TEST_CASE("the host's text, rows and weights in fp32") {
     const auto host_cache = [&](const char* name) {
         PolicyChoice named = choice;
         named.name = name;
-        return make_attention<float>(m.on, config, named, max_seq_len);
+        return make_attention<float>(m.ctx, config, named, max_seq_len);
     };
     check_same_text("dense", host_cache("dense"), make_device_window(device, {0, max_seq_len, 0}), engine);
     check_same_text("streaming", host_cache("streaming"), make_device_window(device, {4, 124, 0}), engine);
     check_same_text("keynorm", host_cache("keynorm"), make_device_keynorm(device, budget, 0.0f), engine);
-    check_same_text("random", make_random<float>(m.on, config, choice, 3),
+    check_same_text("random", make_random<float>(m.ctx, config, choice, 3),
                     make_device_random(device, budget, 3), engine);
-    check_same_text("kvpop, MLP", make_trained(m.on, config, m.mlp, choice, false, llama::DType::f32),
+    check_same_text("kvpop, MLP", make_trained(m.ctx, config, m.mlp, choice, false, llama::DType::f32),
                     make_device_trained(device, budget, m.mlp), engine);
-    check_same_text("kvpop, mLSTM", make_trained(m.on, config, m.mlstm, choice, false, llama::DType::f32),
+    check_same_text("kvpop, mLSTM", make_trained(m.ctx, config, m.mlstm, choice, false, llama::DType::f32),
                     make_device_trained(device, budget, m.mlstm), engine);
 }
 
@@ -161,7 +161,7 @@ TEST_CASE("samples are the host's") {
 
     // Logits of the GPU's own text, so that a near-tie parts nothing.
     llama::Engine host_engine(m.model);
-    const auto attention = make_attention<float>(m.on, m.model.config, {"dense", 0, 4, 64}, 1 << 12);
+    const auto attention = make_attention<float>(m.ctx, m.model.config, {"dense", 0, 4, 64}, 1 << 12);
     std::vector<std::int32_t> text = m.prompt;
     text.insert(text.end(), got.begin(), got.end());
     std::vector<std::int64_t> positions(text.size());
@@ -187,7 +187,7 @@ TEST_CASE("logits in bf16 weights, and refusals") {
     std::vector<float> got(m.prompt.size() * vocab);
     engine.forward(m.prompt, *cache, got);
     llama::Engine host_engine(m.model);
-    const auto attention = make_attention<kvpolicy::bf16>(m.on, m.model.config, {"dense", 0, 4, 64}, 1024);
+    const auto attention = make_attention<kvpolicy::bf16>(m.ctx, m.model.config, {"dense", 0, 4, 64}, 1024);
     std::vector<std::int64_t> positions(m.prompt.size());
     for (std::size_t i = 0; i < positions.size(); ++i) {
         positions[i] = static_cast<std::int64_t>(i);

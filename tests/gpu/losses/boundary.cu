@@ -88,13 +88,13 @@ void check(const Case& c) {
     const auto plane = [&](auto* data) { return view_bhs(data, c.batch, c.heads, c.length); };
     const Any policy = c.policy();
 
-    const host on_host(1);
+    const host host_ctx(1);
     std::vector<float> wanted(count, untouched);
     std::vector<double> wanted_gamma(static_cast<std::size_t>(c.heads), before);
     const Sequences sequences = c.sequences(c.lengths.data());
-    std::vector<std::byte> memory(c.loss.workspace_bytes(on_host, policy, sequences, c.heads));
+    std::vector<std::byte> memory(c.loss.workspace_bytes(host_ctx, policy, sequences, c.heads));
     const BoundaryValue value = test::value_of<BoundaryValue>([&](auto* into) {
-        c.loss(on_host, policy, plane(static_cast<const float*>(scores.data())),
+        c.loss(host_ctx, policy, plane(static_cast<const float*>(scores.data())),
                plane(static_cast<const float*>(target.data())), sequences, plane(wanted.data()),
                wanted_gamma.data(), into, {memory.data(), memory.size()});
     });
@@ -105,10 +105,10 @@ void check(const Case& c) {
     const Device<std::int32_t> lengths(c.lengths);
     const Device<BoundaryValue> result(1);
     const Device<std::uint32_t> status(std::vector<std::uint32_t>(static_cast<std::size_t>(c.batch), 0u));
-    const kvpolicy::cuda on{};
+    const kvpolicy::cuda ctx{};
     const Sequences on_device = c.sequences(lengths.data());
-    const Device<unsigned char> workspace(c.loss.workspace_bytes(on, policy, on_device, c.heads));
-    c.loss(on, policy, plane(static_cast<const float*>(device_scores.data())),
+    const Device<unsigned char> workspace(c.loss.workspace_bytes(ctx, policy, on_device, c.heads));
+    c.loss(ctx, policy, plane(static_cast<const float*>(device_scores.data())),
            plane(static_cast<const float*>(device_target.data())), on_device, plane(gradient.data()),
            gamma.data(), result.data(), workspace, {.status = status.data()});
     const BoundaryValue got = result.read()[0];
@@ -139,7 +139,7 @@ void check(const Case& c) {
     }
     CHECK(status.read() == std::vector<std::uint32_t>(static_cast<std::size_t>(c.batch), status_ok));
     // A second time: the same bits, and added to.
-    c.loss(on, policy, plane(static_cast<const float*>(device_scores.data())),
+    c.loss(ctx, policy, plane(static_cast<const float*>(device_scores.data())),
            plane(static_cast<const float*>(device_target.data())), on_device, plane(gradient.data()), nullptr,
            result.data(), workspace);
     CHECK(gradient.read() == gradients);
@@ -153,7 +153,7 @@ void check(const Case& c) {
     test::ok(cudaEventRecord(other.done, other.stream));
     BoundaryOptions options;
     options.scores_ready = other.done;
-    c.loss(on, policy, plane(static_cast<const float*>(late.data())),
+    c.loss(ctx, policy, plane(static_cast<const float*>(late.data())),
            plane(static_cast<const float*>(device_target.data())), on_device, plane(gradient.data()), nullptr,
            result.data(), workspace, options);
     CHECK(gradient.read() == gradients);
@@ -186,7 +186,7 @@ TEST_CASE("weights, samples, shares of late ones") {
             c.loss.layer = 0;
             c.loss.temperature = 0.5f;
             c.loss.margin = {0.25f, 2.0f};
-            c.loss.balance.on = count != 200;
+            c.loss.balance.enabled = count != 200;
             c.loss.scale = 0.125f;
             check(c);
         }
@@ -231,7 +231,7 @@ TEST_CASE("layers in one call are layers one by one; a decay that stays on the d
     loss.scale = 0.25f;
     const Sequences sequences{2, length};
     // The host, layer by layer: planes [2, layers * heads, length].
-    const host on_host(1);
+    const host host_ctx(1);
     std::vector<float> wanted(scores.size());
     std::vector<double> wanted_gamma(all, 0.0);
     BoundaryValue sum;
@@ -245,9 +245,9 @@ TEST_CASE("layers in one call are layers one by one; a decay that stays on the d
         };
         BoundaryLoss one = loss;
         one.layer = loss.layer + l;
-        std::vector<std::byte> memory(one.workspace_bytes(on_host, policy, sequences, heads));
+        std::vector<std::byte> memory(one.workspace_bytes(host_ctx, policy, sequences, heads));
         const BoundaryValue value = test::value_of<BoundaryValue>([&](auto* into) {
-            one(on_host, policy, plane(static_cast<const float*>(scores.data())),
+            one(host_ctx, policy, plane(static_cast<const float*>(scores.data())),
                 plane(static_cast<const float*>(target.data())), sequences, plane(wanted.data()),
                 wanted_gamma.data() + l * heads, into, {memory.data(), memory.size()});
         });
@@ -262,13 +262,13 @@ TEST_CASE("layers in one call are layers one by one; a decay that stays on the d
         gammas(log_gamma);
     const Device<double> of_gamma(std::vector<double>(all, 0.0));
     const Device<BoundaryValue> result(1);
-    const kvpolicy::cuda on{};
-    const Device<unsigned char> workspace(loss.workspace_bytes(on, policy, sequences, all));
+    const kvpolicy::cuda ctx{};
+    const Device<unsigned char> workspace(loss.workspace_bytes(ctx, policy, sequences, all));
     const auto plane = [](auto* data) { return view_bhs(data, 2, all, length); };
     BoundaryOptions options;
     options.layers = layers;
     options.log_gamma = gammas.data();
-    loss(on, policy, plane(static_cast<const float*>(device_scores.data())),
+    loss(ctx, policy, plane(static_cast<const float*>(device_scores.data())),
          plane(static_cast<const float*>(device_target.data())), sequences, plane(gradient.data()),
          of_gamma.data(), result.data(), workspace, options);
     const BoundaryValue got = result.read()[0];
@@ -287,7 +287,7 @@ TEST_CASE("layers in one call are layers one by one; a decay that stays on the d
         CHECK(std::fabs(got_gamma[h] - wanted_gamma[h]) <= 1e-10 * (1.0 + std::fabs(wanted_gamma[h])));
     }
     options.layers = 4;
-    CHECK_THROWS_WITH_AS(loss(on, policy, plane(static_cast<const float*>(device_scores.data())),
+    CHECK_THROWS_WITH_AS(loss(ctx, policy, plane(static_cast<const float*>(device_scores.data())),
                               plane(static_cast<const float*>(device_target.data())), sequences,
                               plane(gradient.data()), nullptr, result.data(), workspace, options),
                          doctest::Contains("options.layers: 4 is not allowed"), invalid_argument);
@@ -302,11 +302,11 @@ TEST_CASE("a NaN target ranks last, a NaN score is told") {
     const Device<float> device_scores(scores), device_target(target), gradient(1200);
     const Device<BoundaryValue> result(1);
     const Device<std::uint32_t> status(std::vector<std::uint32_t>(2, 0u));
-    const kvpolicy::cuda on{};
+    const kvpolicy::cuda ctx{};
     const Sequences sequences{2, 300};
-    const Device<unsigned char> workspace(c.loss.workspace_bytes(on, policy, sequences, 2));
+    const Device<unsigned char> workspace(c.loss.workspace_bytes(ctx, policy, sequences, 2));
     const auto plane = [](auto* data) { return view_bhs(data, 2, 2, 300); };
-    c.loss(on, policy, plane(static_cast<const float*>(device_scores.data())),
+    c.loss(ctx, policy, plane(static_cast<const float*>(device_scores.data())),
            plane(static_cast<const float*>(device_target.data())), sequences, plane(gradient.data()), nullptr,
            result.data(), workspace, {.status = status.data()});
     CHECK(status.read() == std::vector<std::uint32_t>{status_nan_score, status_not_finite});
@@ -314,8 +314,8 @@ TEST_CASE("a NaN target ranks last, a NaN score is told") {
     Case steps;
     const Decay<dynamic> slow(-0.01f, 2);
     const Any two(Sink<>{1}, Window<>{4}, TopKBudget<>{8}, slow);
-    const Device<unsigned char> more(steps.loss.workspace_bytes(on, two, sequences, 2));
-    CHECK_THROWS_WITH_AS(steps.loss(on, two, plane(static_cast<const float*>(device_scores.data())),
+    const Device<unsigned char> more(steps.loss.workspace_bytes(ctx, two, sequences, 2));
+    CHECK_THROWS_WITH_AS(steps.loss(ctx, two, plane(static_cast<const float*>(device_scores.data())),
                                     plane(static_cast<const float*>(device_target.data())), sequences,
                                     plane(gradient.data()), nullptr, result.data(), more),
                          doctest::Contains("decay step n: 2 is not allowed"), invalid_argument);

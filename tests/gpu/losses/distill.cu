@@ -88,12 +88,12 @@ void check_top(std::int32_t length, std::int32_t vocabulary, std::int32_t top, f
         student(batch, 1, length, vocabulary, 2, scale);
     const Device<T> of_teacher(teacher.data), of_student(student.data);
     const Device<std::int32_t> of_lengths(lengths);
-    const Sequences on_host{
+    const Sequences host_ctx{
         .batch = batch, .length = length, .lengths = lengths.empty() ? nullptr : lengths.data()};
     const Sequences on_gpu{
         .batch = batch, .length = length, .lengths = lengths.empty() ? nullptr : of_lengths.data()};
     const host host_context(1);
-    const kvpolicy::cuda on{};
+    const kvpolicy::cuda ctx{};
     const std::int32_t count = std::min(top, vocabulary);
     // The selection.
     {
@@ -101,12 +101,12 @@ void check_top(std::int32_t length, std::int32_t vocabulary, std::int32_t top, f
         std::vector<float> wanted(values.size(), untouched);
         std::vector<std::int32_t> wanted_index(values.size(), -9);
         std::vector<std::byte> memory(top_logits_workspace_bytes(host_context, vocabulary));
-        top_logits<float>(host_context, teacher.view(teacher.floats.data()), on_host,
+        top_logits<float>(host_context, teacher.view(teacher.floats.data()), host_ctx,
                           values.view(wanted.data()), values.view(wanted_index.data()),
                           {memory.data(), memory.size()});
         const Device<T> got(std::vector<T>(values.size(), static_cast<T>(untouched)));
         const Device<std::int32_t> index(std::vector<std::int32_t>(values.size(), -9));
-        top_logits<T>(on, teacher.view(static_cast<const T*>(of_teacher.data())), on_gpu,
+        top_logits<T>(ctx, teacher.view(static_cast<const T*>(of_teacher.data())), on_gpu,
                       values.view(got.data()), values.view(index.data()), {});
         CHECK(index.read() == wanted_index);
         const std::vector<T> read = got.read();
@@ -119,18 +119,18 @@ void check_top(std::int32_t length, std::int32_t vocabulary, std::int32_t top, f
         CAPTURE(loss.reverse);
         std::vector<float> wanted(student.size(), untouched);
         std::vector<std::byte> memory(
-            loss.workspace_bytes(host_context, teacher.view(teacher.floats.data()), on_host));
+            loss.workspace_bytes(host_context, teacher.view(teacher.floats.data()), host_ctx));
         const LossValue value = test::value_of([&](auto* into) {
             loss(host_context, teacher.view(teacher.floats.data()), student.view(student.floats.data()),
-                 on_host, student.view(wanted.data()), into, {memory.data(), memory.size()});
+                 host_ctx, student.view(wanted.data()), into, {memory.data(), memory.size()});
         });
         const Device<T> d(std::vector<T>(student.size(), static_cast<T>(untouched)));
         const Device<LossValue> result(1);
         const Device<std::uint32_t> status(std::vector<std::uint32_t>(static_cast<std::size_t>(batch), 0u));
         const auto rows = teacher.view(static_cast<const T*>(of_teacher.data()));
-        const Device<unsigned char> workspace(loss.workspace_bytes(on, rows, on_gpu));
-        loss(on, rows, student.view(static_cast<const T*>(of_student.data())), on_gpu, student.view(d.data()),
-             result.data(), workspace, {.status = status.data()});
+        const Device<unsigned char> workspace(loss.workspace_bytes(ctx, rows, on_gpu));
+        loss(ctx, rows, student.view(static_cast<const T*>(of_student.data())), on_gpu,
+             student.view(d.data()), result.data(), workspace, {.status = status.data()});
         same(result, value, 1e-11);
         close(d, wanted, 1e-7);
         CHECK(status.read() == std::vector<std::uint32_t>(static_cast<std::size_t>(batch), 0u));
@@ -156,13 +156,13 @@ void check_cross_entropy(std::int32_t length, std::int32_t vocabulary) {
              Sequences{.batch = 2, .length = length, .lengths = lengths.data()}, student.view(wanted.data()),
              into, {});
     });
-    const kvpolicy::cuda on{};
+    const kvpolicy::cuda ctx{};
     const Sequences sequences{.batch = 2, .length = length, .lengths = of_lengths.data()};
     const Device<unsigned char> workspace(
-        loss.workspace_bytes(on, student.view(of_student.data()), sequences));
+        loss.workspace_bytes(ctx, student.view(of_student.data()), sequences));
     const Device<LossValue> result(1);
     const Device<std::uint32_t> status(std::vector<std::uint32_t>(2, 0u));
-    loss(on, view_bhs<const std::int32_t>(of_labels.data(), 2, 1, length),
+    loss(ctx, view_bhs<const std::int32_t>(of_labels.data(), 2, 1, length),
          student.view(static_cast<const T*>(of_student.data())), sequences, student.view(d.data()),
          result.data(), workspace, {.status = status.data()});
     same(result, value, 2e-7);
@@ -184,12 +184,12 @@ void check_l2(std::int32_t heads, std::int32_t length, std::int32_t dim) {
              Sequences{.batch = 2, .length = length, .lengths = lengths.data()}, student.view(wanted.data()),
              into, {});
     });
-    const kvpolicy::cuda on{};
+    const kvpolicy::cuda ctx{};
     const Sequences sequences{.batch = 2, .length = length, .lengths = of_lengths.data()};
     const Device<unsigned char> workspace(
-        loss.workspace_bytes(on, student.view(of_student.data()), sequences));
+        loss.workspace_bytes(ctx, student.view(of_student.data()), sequences));
     const Device<LossValue> result(1);
-    loss(on, teacher.view(static_cast<const T*>(of_teacher.data())),
+    loss(ctx, teacher.view(static_cast<const T*>(of_teacher.data())),
          student.view(static_cast<const T*>(of_student.data())), sequences, student.view(d.data()),
          result.data(), workspace);
     same(result, value, 1e-12);
@@ -230,7 +230,7 @@ TEST_CASE("infinite logits are the host's; NaN is told and so is what is outside
         teacher.set(40 + i, -infinity);
     }
     std::vector<std::int32_t> labels{30, 39, 0, 5};
-    const kvpolicy::cuda on{};
+    const kvpolicy::cuda ctx{};
     const Sequences sequences{.batch = 2, .length = 2};
     const Device<LossValue> result(1);
     const auto plane = [](const std::int32_t* data) { return view_bhs(data, 2, 1, 2); };
@@ -238,8 +238,8 @@ TEST_CASE("infinite logits are the host's; NaN is told and so is what is outside
         const Device<float> of_student(student.data);
         const Device<std::int32_t> of_labels(labels);
         const Device<unsigned char> workspace(
-            CrossEntropy{}.workspace_bytes(on, student.view(of_student.data()), sequences));
-        CrossEntropy{}(on, plane(of_labels.data()),
+            CrossEntropy{}.workspace_bytes(ctx, student.view(of_student.data()), sequences));
+        CrossEntropy{}(ctx, plane(of_labels.data()),
                        student.view(static_cast<const float*>(of_student.data())), sequences,
                        student.view(d.data()), result.data(), workspace, {.status = status.data()});
     };
@@ -266,8 +266,8 @@ TEST_CASE("infinite logits are the host's; NaN is told and so is what is outside
         });
         const Device<float> of_student(student.data), of_teacher(teacher.data), d(student.size());
         const auto rows = teacher.view(static_cast<const float*>(of_teacher.data()));
-        const Device<unsigned char> workspace(loss.workspace_bytes(on, rows, sequences));
-        loss(on, rows, student.view(static_cast<const float*>(of_student.data())), sequences,
+        const Device<unsigned char> workspace(loss.workspace_bytes(ctx, rows, sequences));
+        loss(ctx, rows, student.view(static_cast<const float*>(of_student.data())), sequences,
              student.view(d.data()), result.data(), workspace);
         const LossValue got = result.read()[0];
         CHECK(got.count == value.count);
@@ -293,7 +293,7 @@ void check_captured(const Rows<bf16>& first, const Rows<bf16>& second, const Cal
                     const Device<std::int32_t>& lengths, const Device<std::int32_t>& labels,
                     const Device<bf16>& d, const Device<LossValue>& value) {
     const Device<unsigned char> workspace(workspace_bytes);
-    const test::Captured graph([&](const kvpolicy::cuda& on) { call(on, workspace); });
+    const test::Captured graph([&](const kvpolicy::cuda& ctx) { call(ctx, workspace); });
     for (const bool other : {true, false}) {
         CAPTURE(other);
         test::write(student, other ? first.data : second.data);
@@ -337,26 +337,26 @@ TEST_CASE("captured losses serve other rows, lengths and labels") {
     const auto out = first.view(d.data());
     const auto top = view_bhsd(values.data(), 2, 1, 5, 64);
     const auto places = view_bhsd(indices.data(), 2, 1, 5, 64);
-    const kvpolicy::cuda on{};
+    const kvpolicy::cuda ctx{};
     const auto check = [&](std::size_t bytes, const auto& call) {
         check_captured(first, second, call, bytes, teacher, student, lengths, labels, d, value);
     };
     const TopDistillation loss{64, 2.0f};
-    check(loss.workspace_bytes(on, in(teacher), sequences),
+    check(loss.workspace_bytes(ctx, in(teacher), sequences),
           [&](const kvpolicy::cuda& by, workspace_view workspace) {
               loss(by, in(teacher), in(student), sequences, out, value.data(), workspace);
           });
-    check(loss.workspace_bytes(on, top, places, sequences),
+    check(loss.workspace_bytes(ctx, top, places, sequences),
           [&](const kvpolicy::cuda& by, workspace_view workspace) {
               top_logits<bf16>(by, in(teacher), sequences, top, places, {});
               loss(by, top, places, in(student), sequences, out, value.data(), workspace);
           });
-    check(CrossEntropy{}.workspace_bytes(on, in(student), sequences),
+    check(CrossEntropy{}.workspace_bytes(ctx, in(student), sequences),
           [&](const kvpolicy::cuda& by, workspace_view workspace) {
               CrossEntropy{}(by, view_bhs<const std::int32_t>(labels.data(), 2, 1, 5), in(student), sequences,
                              out, value.data(), workspace);
           });
-    check(L2Distillation{}.workspace_bytes(on, in(student), sequences),
+    check(L2Distillation{}.workspace_bytes(ctx, in(student), sequences),
           [&](const kvpolicy::cuda& by, workspace_view workspace) {
               L2Distillation{}(by, in(teacher), in(student), sequences, out, value.data(), workspace);
           });
@@ -367,17 +367,17 @@ TEST_CASE("refusals") {
     const Device<float> of_rows(rows.data), d(rows.size());
     const Device<LossValue> result(1);
     const Device<unsigned char> workspace(1u << 20);
-    const kvpolicy::cuda on{};
+    const kvpolicy::cuda ctx{};
     const Sequences sequences{.batch = 1, .length = 2};
     const auto in = rows.view(static_cast<const float*>(of_rows.data()));
     const auto call = [&](const TopDistillation& loss, workspace_view scratch) {
-        loss(on, in, in, sequences, rows.view(d.data()), result.data(), scratch);
+        loss(ctx, in, in, sequences, rows.view(d.data()), result.data(), scratch);
     };
     CHECK_THROWS_WITH_AS(call({4097}, workspace), doctest::Contains("at most 4096"), invalid_argument);
     CHECK_THROWS_AS(call({0}, workspace), invalid_argument);
     CHECK_THROWS_AS(call({256, 0.0f}, workspace), invalid_argument);
     CHECK_THROWS_AS(call({256}, {workspace.data(), 100}), invalid_argument);
-    CHECK_THROWS_AS(L2Distillation{}(on, in, in, Sequences{.batch = 1, .length = 3}, rows.view(d.data()),
+    CHECK_THROWS_AS(L2Distillation{}(ctx, in, in, Sequences{.batch = 1, .length = 3}, rows.view(d.data()),
                                      result.data(), workspace),
                     invalid_argument);
 }

@@ -77,10 +77,10 @@ void close(const std::vector<float>& got, const std::vector<float>& wanted) {
 /// `loss` for the host, and the same with device memory where it has pointers.
 template <class L, class P>
 void check_loss(const L& loss, const L& on_gpu, const P& policy, const Case& c) {
-    const host on_host(1);
+    const host host_ctx(1);
     std::vector<float> wanted(c.count(), untouched);
     const LossValue value = test::value_of([&](auto* into) {
-        loss(on_host, policy, c.plane(c.scores.data()), c.sequences(c.lengths.data(), c.edges.data()),
+        loss(host_ctx, policy, c.plane(c.scores.data()), c.sequences(c.lengths.data(), c.edges.data()),
              c.plane(wanted.data()), into, {});
     });
     const Device<float> scores(c.scores), d(std::vector<float>(c.count(), untouched));
@@ -88,9 +88,9 @@ void check_loss(const L& loss, const L& on_gpu, const P& policy, const Case& c) 
     const Device<LossValue> result(1);
     const Device<std::uint32_t> status(std::vector<std::uint32_t>(static_cast<std::size_t>(c.batch), 0u));
     const Sequences sequences = c.sequences(lengths.data(), edges.data());
-    const kvpolicy::cuda on{};
-    const Device<unsigned char> workspace(on_gpu.workspace_bytes(on, policy, sequences, c.heads));
-    on_gpu(on, policy, c.plane(static_cast<const float*>(scores.data())), sequences, c.plane(d.data()),
+    const kvpolicy::cuda ctx{};
+    const Device<unsigned char> workspace(on_gpu.workspace_bytes(ctx, policy, sequences, c.heads));
+    on_gpu(ctx, policy, c.plane(static_cast<const float*>(scores.data())), sequences, c.plane(d.data()),
            result.data(), workspace, {.status = status.data()});
     const LossValue got = result.read()[0];
     CHECK(got.count == value.count);
@@ -113,17 +113,17 @@ void check_losses(const P& policy, const Case& c) {
                    policy, c);
     }
     // Counts.
-    const host on_host(1);
+    const host host_ctx(1);
     std::vector<double> wanted(static_cast<std::size_t>(c.heads));
-    retention_counts(on_host, policy, c.plane(c.scores.data()), c.sequences(c.lengths.data(), c.edges.data()),
-                     wanted.data(), {});
+    retention_counts(host_ctx, policy, c.plane(c.scores.data()),
+                     c.sequences(c.lengths.data(), c.edges.data()), wanted.data(), {});
     const Device<float> scores(c.scores);
     const Device<std::int32_t> lengths(c.lengths), edges(c.edges);
     const Sequences sequences = c.sequences(lengths.data(), edges.data());
-    const kvpolicy::cuda on{};
-    const Device<unsigned char> workspace(retention_counts_workspace_bytes(on, policy, sequences, c.heads));
+    const kvpolicy::cuda ctx{};
+    const Device<unsigned char> workspace(retention_counts_workspace_bytes(ctx, policy, sequences, c.heads));
     const Device<double> counts(wanted.size());
-    retention_counts(on, policy, c.plane(static_cast<const float*>(scores.data())), sequences, counts.data(),
+    retention_counts(ctx, policy, c.plane(static_cast<const float*>(scores.data())), sequences, counts.data(),
                      workspace);
     CHECK(counts.read() == wanted);
 }
@@ -138,20 +138,20 @@ void check_straight_through(const P& policy, const Case& c, std::int32_t dim) {
         d_v[i] = static_cast<T>(normal(generator));
     }
     const auto rows = [&](const T* data) { return view_bhsd(data, c.batch, c.heads, c.length, dim); };
-    const host on_host(1);
+    const host host_ctx(1);
     std::vector<float> wanted(c.count(), untouched);
-    straight_through_values(on_host, policy, c.plane(static_cast<const float*>(c.scores.data())),
+    straight_through_values(host_ctx, policy, c.plane(static_cast<const float*>(c.scores.data())),
                             rows(v.data()), rows(d_v.data()), c.sequences(c.lengths.data(), c.edges.data()),
                             c.plane(wanted.data()), {});
     const Device<float> scores(c.scores), d(std::vector<float>(c.count(), untouched));
     const Device<T> of_v(v), of_d_v(d_v);
     const Device<std::int32_t> lengths(c.lengths), edges(c.edges);
     const Sequences sequences = c.sequences(lengths.data(), edges.data());
-    const kvpolicy::cuda on{};
+    const kvpolicy::cuda ctx{};
     const Device<unsigned char> workspace(
-        straight_through_values_workspace_bytes(on, policy, sequences, c.heads));
+        straight_through_values_workspace_bytes(ctx, policy, sequences, c.heads));
     const auto of_gpu = [&](T* data) { return view_bhsd(data, c.batch, c.heads, c.length, dim); };
-    straight_through_values(on, policy, c.plane(scores.data()), of_gpu(of_v.data()), of_gpu(of_d_v.data()),
+    straight_through_values(ctx, policy, c.plane(scores.data()), of_gpu(of_v.data()), of_gpu(of_d_v.data()),
                             sequences, c.plane(d.data()), workspace);
     const std::vector<float> got = d.read();
     for (std::size_t i = 0; i < got.size(); ++i) {
@@ -165,21 +165,21 @@ template <class P>
 void check_compression(const CompressionLoss& loss, const P& policy, const Case& c) {
     CAPTURE(loss.straight_through);
     CAPTURE(loss.target);
-    const host on_host(1);
+    const host host_ctx(1);
     const auto in = c.plane(c.scores.data());
     const Sequences of_host = c.sequences(c.lengths.data(), c.edges.data());
     EvictionSums both;
-    loss.sums(on_host, policy, in, of_host, &both, {});
+    loss.sums(host_ctx, policy, in, of_host, &both, {});
     const Device<float> scores(c.scores), d(std::vector<float>(c.count(), untouched));
     const Device<std::int32_t> lengths(c.lengths), edges(c.edges);
     const Sequences sequences = c.sequences(lengths.data(), edges.data());
-    const kvpolicy::cuda on{};
-    const Device<unsigned char> workspace(loss.workspace_bytes(on, policy, sequences, c.heads));
+    const kvpolicy::cuda ctx{};
+    const Device<unsigned char> workspace(loss.workspace_bytes(ctx, policy, sequences, c.heads));
     const Device<EvictionSums> sums(std::vector<EvictionSums>(1));
     const Device<LossValue> result(1);
     const auto of_gpu = c.plane(static_cast<const float*>(scores.data()));
     for (int i = 0; i < 2; ++i) {
-        loss.sums(on, policy, of_gpu, sequences, sums.data(), workspace);
+        loss.sums(ctx, policy, of_gpu, sequences, sums.data(), workspace);
     }
     both.evicted *= 2.0;
     both.keys *= 2;
@@ -192,9 +192,9 @@ void check_compression(const CompressionLoss& loss, const P& policy, const Case&
         one.total = i == 0 ? EvictionSums{} : both;
         std::vector<float> wanted(c.count(), untouched);
         const LossValue value = test::value_of(
-            [&](auto* into) { one(on_host, policy, in, of_host, c.plane(wanted.data()), into, {}); });
+            [&](auto* into) { one(host_ctx, policy, in, of_host, c.plane(wanted.data()), into, {}); });
         one.total = i == 2 ? EvictionSums{} : one.total;
-        one(on, policy, of_gpu, sequences, c.plane(d.data()), result.data(), workspace,
+        one(ctx, policy, of_gpu, sequences, c.plane(d.data()), result.data(), workspace,
             {.total = i == 2 ? sums.data() : nullptr});
         CHECK(result.read()[0].count == value.count);
         CHECK(std::fabs(result.read()[0].value - value.value) <= 1e-12);
@@ -242,10 +242,10 @@ TEST_CASE("nothing to decide; a NaN score is told and adds nothing; lengths that
     const Device<std::uint32_t> status(std::vector<std::uint32_t>(3, 0u));
     const Device<LossValue> result(1);
     const Sequences sequences = c.sequences(lengths.data(), nullptr);
-    const kvpolicy::cuda on{};
+    const kvpolicy::cuda ctx{};
     const Gated policy{Sink<>{4}, Window<>{8}, {}};
-    const Device<unsigned char> workspace(GateSparsity{}.workspace_bytes(on, policy, sequences, 1));
-    GateSparsity{}(on, policy, c.plane(static_cast<const float*>(scores.data())), sequences,
+    const Device<unsigned char> workspace(GateSparsity{}.workspace_bytes(ctx, policy, sequences, 1));
+    GateSparsity{}(ctx, policy, c.plane(static_cast<const float*>(scores.data())), sequences,
                    c.plane(d.data()), result.data(), workspace, {.status = status.data()});
     CHECK(status.read() ==
           std::vector<std::uint32_t>{status_nan_score, status_bad_length, status_bad_length});
@@ -254,13 +254,13 @@ TEST_CASE("nothing to decide; a NaN score is told and adds nothing; lengths that
     CHECK(d.read()[20] == 0.0f);
     CHECK(d.read()[40] == untouched);
 
-    CHECK_THROWS_AS(RetentionPenalty{}(on, policy, c.plane(static_cast<const float*>(scores.data())),
+    CHECK_THROWS_AS(RetentionPenalty{}(ctx, policy, c.plane(static_cast<const float*>(scores.data())),
                                        sequences, c.plane(d.data()), result.data(), workspace),
                     invalid_argument);
-    CHECK_THROWS_AS(GateSparsity{}(on, policy, c.plane(static_cast<const float*>(scores.data())), sequences,
+    CHECK_THROWS_AS(GateSparsity{}(ctx, policy, c.plane(static_cast<const float*>(scores.data())), sequences,
                                    c.plane(d.data()), nullptr, workspace),
                     invalid_argument);
-    CHECK_THROWS_AS(GateSparsity{}(on, policy, c.plane(static_cast<const float*>(scores.data())), sequences,
+    CHECK_THROWS_AS(GateSparsity{}(ctx, policy, c.plane(static_cast<const float*>(scores.data())), sequences,
                                    c.plane(d.data()), result.data(), {workspace.data(), 8}),
                     invalid_argument);
 }
@@ -292,12 +292,12 @@ TEST_CASE("packed compression losses; refusals") {
     const Case c(1, 1, 10);
     const Device<float> scores(c.scores), d(c.count());
     const Device<LossValue> result(1);
-    const kvpolicy::cuda on{};
+    const kvpolicy::cuda ctx{};
     const Gated policy{Sink<>{4}, Window<>{17}, {}};
     const Device<unsigned char> workspace(
-        CompressionLoss{}.workspace_bytes(on, policy, {.batch = 1, .length = 10}, 1));
+        CompressionLoss{}.workspace_bytes(ctx, policy, {.batch = 1, .length = 10}, 1));
     CHECK_THROWS_AS(
-        CompressionLoss{1.5f}(on, policy, c.plane(static_cast<const float*>(scores.data())),
+        CompressionLoss{1.5f}(ctx, policy, c.plane(static_cast<const float*>(scores.data())),
                               {.batch = 1, .length = 10}, c.plane(d.data()), result.data(), workspace),
         invalid_argument);
 }
@@ -314,20 +314,20 @@ TEST_CASE("the controller of lambda is the host's") {
     LambdaController got = wanted;
     got.lambda = of_lambda.data();
     got.average = of_average.data();
-    const kvpolicy::cuda on{};
-    const host on_host(1);
-    wanted.start(on_host);
-    got.start(on);
+    const kvpolicy::cuda ctx{};
+    const host host_ctx(1);
+    wanted.start(host_ctx);
+    got.start(ctx);
     for (std::int64_t step = 1; step <= 60; ++step) {
         for (std::int32_t h = 0; h < heads; ++h) {
             counts[static_cast<std::size_t>(h)] = (step < 30 ? 4.0 : 1.0) * h;
         }
         const Device<double> of_counts(counts);
-        wanted.observe(on_host, counts.data());
-        got.observe(on, of_counts.data());
+        wanted.observe(host_ctx, counts.data());
+        got.observe(ctx, of_counts.data());
         if (wanted.due(step)) {
-            wanted.update(on_host);
-            got.update(on);
+            wanted.update(host_ctx);
+            got.update(ctx);
         }
     }
     const std::vector<float> lambdas = of_lambda.read();
@@ -337,7 +337,7 @@ TEST_CASE("the controller of lambda is the host's") {
         CHECK(averages[h] == doctest::Approx(average[h]).epsilon(1e-12));
     }
     got.cap = -1.0;
-    CHECK_THROWS_AS(got.update(on), invalid_argument);
+    CHECK_THROWS_AS(got.update(ctx), invalid_argument);
 }
 
 TEST_CASE("captured losses serve other scores, lengths and weights") {
@@ -384,20 +384,20 @@ TEST_CASE("captured losses serve other scores, lengths and weights") {
         }
     };
     const auto loss = [&](const auto& of) {
-        check([&](const kvpolicy::cuda& on) {
-            of(on, policy, in, sequences, c.plane(d.data()), value.data(), workspace);
+        check([&](const kvpolicy::cuda& ctx) {
+            of(ctx, policy, in, sequences, c.plane(d.data()), value.data(), workspace);
         });
     };
     loss(GateSparsity{0.5f, gate_scope::all});
     loss(GateDensity{2.0f, gate_scope::decided});
     loss(RetentionPenalty{lambda.data(), 3.0f, gate_scope::decided});
-    check([&](const kvpolicy::cuda& on) {
-        retention_counts(on, policy, in, sequences, counts.data(), workspace);
+    check([&](const kvpolicy::cuda& ctx) {
+        retention_counts(ctx, policy, in, sequences, counts.data(), workspace);
     });
     const CompressionLoss compression{.target = 0.6f};
-    check([&](const kvpolicy::cuda& on) {
-        compression.sums(on, policy, in, sequences, sums.data(), workspace);
-        compression(on, policy, in, sequences, c.plane(d.data()), value.data(), workspace,
+    check([&](const kvpolicy::cuda& ctx) {
+        compression.sums(ctx, policy, in, sequences, sums.data(), workspace);
+        compression(ctx, policy, in, sequences, c.plane(d.data()), value.data(), workspace,
                     {.total = sums.data()});
     });
 }

@@ -221,7 +221,7 @@ TEST_CASE("views with strides of their own, longer than the sequences") {
     }
     const Device<float> scores(padded);
     const Sequences sequences{batch, length};
-    const kvpolicy::cuda on{};
+    const kvpolicy::cuda ctx{};
     for (const std::int32_t step : {1, 4}) {
         const auto policy = budget(2, 20, 100, -0.01f, step);
         const std::vector<expiry_t> wanted = host_mask(policy, input).expiry;
@@ -229,9 +229,9 @@ TEST_CASE("views with strides of their own, longer than the sequences") {
             const Device<expiry_t> expiry(
                 std::vector<expiry_t>(static_cast<std::size_t>(5 + batch * heads * pitch), untouched));
             const Device<unsigned char> workspace(
-                cuda_backend::mask_workspace_bytes(on, policy, sequences, heads, {}, tuning));
+                cuda_backend::mask_workspace_bytes(ctx, policy, sequences, heads, {}, tuning));
             cuda_backend::build_mask_tuned(
-                on, policy,
+                ctx, policy,
                 plane_view<const float>{scores.data() + 3, batch, heads, score_pitch, score_pitch,
                                         batch * score_pitch},
                 sequences, plane_view<expiry_t>{expiry.data() + 5, batch, heads, pitch, pitch, batch * pitch},

@@ -75,20 +75,20 @@ TEST_CASE("scores that heads and sequences share; lifetimes that they would") {
     }
     const Budget policy{Sink<>{2}, Window<>{9}, TopKBudget<>{50}, Decay<dynamic>{-0.01f, 1}};
     const MaskResult wanted = host_mask(policy, input);
-    const kvpolicy::cuda on{};
+    const kvpolicy::cuda ctx{};
     const Device<float> scores(one.data);
     const Device<expiry_t> expiry(wanted.expiry.size());
     const Sequences sequences{batch, length};
-    const Device<unsigned char> workspace(build_mask_workspace_bytes(on, policy, sequences, heads));
+    const Device<unsigned char> workspace(build_mask_workspace_bytes(ctx, policy, sequences, heads));
     auto out = view_bhs(expiry.data(), batch, heads, length);
     const plane_view<const float> shared{scores.data(), batch, heads, length, 0, 0};
-    build_mask(on, policy, shared, sequences, out, workspace);
+    build_mask(ctx, policy, shared, sequences, out, workspace);
     same(expiry.read(), wanted.expiry, length, "shared scores");
     out.head_stride = 0;
-    CHECK_REFUSED(build_mask(on, policy, shared, sequences, out, workspace), "expiry: a head stride of 0");
+    CHECK_REFUSED(build_mask(ctx, policy, shared, sequences, out, workspace), "expiry: a head stride of 0");
     out = view_bhs(expiry.data(), batch, heads, length);
     out.batch_stride = 0;
-    CHECK_REFUSED(build_mask(on, policy, shared, sequences, out, workspace), "expiry: a batch stride of 0");
+    CHECK_REFUSED(build_mask(ctx, policy, shared, sequences, out, workspace), "expiry: a batch stride of 0");
 }
 
 TEST_CASE("planes that lie 8 GB apart") {
@@ -97,7 +97,7 @@ TEST_CASE("planes that lie 8 GB apart") {
     MaskCase input{scores_of(1, heads, length), {}, {}, {}};
     const Device<float> scores(static_cast<std::size_t>(far) + length);
     const Device<expiry_t> expiry(static_cast<std::size_t>(far) + length);
-    const kvpolicy::cuda on{};
+    const kvpolicy::cuda ctx{};
     const Sequences sequences{1, length};
     for (std::int32_t h = 0; h < heads; ++h) {
         ok(cudaMemcpy(scores.data() + h * far, input.scores.data.data() + h * length, length * sizeof(float),
@@ -106,8 +106,8 @@ TEST_CASE("planes that lie 8 GB apart") {
     for (const std::int32_t step : {1, 3}) {
         const Budget policy{Sink<>{2}, Window<>{9}, TopKBudget<>{500}, Decay<dynamic>{-0.01f, step}};
         const MaskResult wanted = host_mask(policy, input);
-        const Device<unsigned char> workspace(build_mask_workspace_bytes(on, policy, sequences, heads));
-        build_mask(on, policy, plane_view<const float>{scores.data(), 1, heads, length, 0, far}, sequences,
+        const Device<unsigned char> workspace(build_mask_workspace_bytes(ctx, policy, sequences, heads));
+        build_mask(ctx, policy, plane_view<const float>{scores.data(), 1, heads, length, 0, far}, sequences,
                    plane_view<expiry_t>{expiry.data(), 1, heads, length, 0, far}, workspace);
         std::vector<expiry_t> got(wanted.expiry.size());
         for (std::int32_t h = 0; h < heads; ++h) {

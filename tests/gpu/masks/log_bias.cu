@@ -53,12 +53,12 @@ void check_gate(const P& policy, const G& gate, MaskCase& input, const std::stri
     Plane<float> d_bias(batch, heads, length);
     fill_scores(d_bias, Scores::random, generator);
 
-    const Sequences on_host = input.sequences(input.lengths.data(), input.cu_seqlens.data());
+    const Sequences host_ctx = input.sequences(input.lengths.data(), input.cu_seqlens.data());
     Plane<expiry_t> expiry(batch, heads, length, untouched);
     Plane<float> bias(batch, heads, length, 7.5f), d_scores(batch, heads, length, 7.5f);
-    build_log_bias(oracle_context(), policy, gate, scores.view(), on_host, expiry.view(), bias.view(), {});
+    build_log_bias(oracle_context(), policy, gate, scores.view(), host_ctx, expiry.view(), bias.view(), {});
     log_bias_backward(oracle_context(), policy, gate, scores.view(),
-                      static_cast<const Plane<float>&>(d_bias).view(), on_host, d_scores.view(), {});
+                      static_cast<const Plane<float>&>(d_bias).view(), host_ctx, d_scores.view(), {});
 
     const Device<float> device_scores(scores.data);
     const Device<float> device_d_bias(d_bias.data);
@@ -69,13 +69,14 @@ void check_gate(const P& policy, const G& gate, MaskCase& input, const std::stri
     const Device<float> got_d_scores(sentinel);
     const Device<std::uint32_t> status(std::vector<std::uint32_t>(static_cast<std::size_t>(batch), 0));
     const Sequences on_device = input.sequences(lengths.data(), edges.data());
-    const kvpolicy::cuda on{};
-    const Device<unsigned char> workspace(log_bias_workspace_bytes(on, policy, on_device, heads));
+    const kvpolicy::cuda ctx{};
+    const Device<unsigned char> workspace(log_bias_workspace_bytes(ctx, policy, on_device, heads));
     const auto in = view_bhs<const float>(device_scores.data(), batch, heads, length);
-    build_log_bias(on, policy, gate, in, on_device, view_bhs(got_expiry.data(), batch, heads, length),
+    build_log_bias(ctx, policy, gate, in, on_device, view_bhs(got_expiry.data(), batch, heads, length),
                    view_bhs(got_bias.data(), batch, heads, length), workspace, {.status = status.data()});
-    log_bias_backward(on, policy, gate, in, view_bhs<const float>(device_d_bias.data(), batch, heads, length),
-                      on_device, view_bhs(got_d_scores.data(), batch, heads, length), workspace);
+    log_bias_backward(ctx, policy, gate, in,
+                      view_bhs<const float>(device_d_bias.data(), batch, heads, length), on_device,
+                      view_bhs(got_d_scores.data(), batch, heads, length), workspace);
     same(got_expiry.read(), expiry.data, length, what);
     close(got_bias.read(), bias.data, what + ", bias");
     close(got_d_scores.read(), d_scores.data, what + ", slope");
@@ -156,19 +157,19 @@ TEST_CASE("a NaN score closes its gate and is reported; bad gates are refused") 
     const Device<float> bias(values.size());
     const Device<std::uint32_t> status(std::vector<std::uint32_t>(2, 0));
     const Sequences sequences{2, 64};
-    const kvpolicy::cuda on{};
-    const Device<unsigned char> workspace(log_bias_workspace_bytes(on, policy, sequences, 1));
+    const kvpolicy::cuda ctx{};
+    const Device<unsigned char> workspace(log_bias_workspace_bytes(ctx, policy, sequences, 1));
     const auto in = view_bhs<const float>(scores.data(), 2, 1, 64);
     const auto ends = view_bhs(expiry.data(), 2, 1, 64);
     const auto out = view_bhs(bias.data(), 2, 1, 64);
-    build_log_bias(on, policy, SoftGate{}, in, sequences, ends, out, workspace, {.status = status.data()});
+    build_log_bias(ctx, policy, SoftGate{}, in, sequences, ends, out, workspace, {.status = status.data()});
     CHECK(status.read() == std::vector<std::uint32_t>{0, status_nan_score});
     CHECK(expiry.read()[64 + 10] == 14);
     CHECK(bias.read()[64 + 10] == 0.0f);
     CHECK(expiry.read()[63] == never);
-    CHECK_REFUSED(build_log_bias(on, policy, AnnealedGate{1.5f, 0.5f}, in, sequences, ends, out, workspace),
+    CHECK_REFUSED(build_log_bias(ctx, policy, AnnealedGate{1.5f, 0.5f}, in, sequences, ends, out, workspace),
                   "AnnealedGate.alpha");
-    CHECK_REFUSED(build_log_bias(on, policy, SoftGate{}, in, sequences, ends, {}, workspace), "log_bias");
-    CHECK_REFUSED(build_log_bias(on, policy, SoftGate{}, in, {3, 64}, ends, out, workspace),
+    CHECK_REFUSED(build_log_bias(ctx, policy, SoftGate{}, in, sequences, ends, {}, workspace), "log_bias");
+    CHECK_REFUSED(build_log_bias(ctx, policy, SoftGate{}, in, {3, 64}, ends, out, workspace),
                   "sequences.batch");
 }

@@ -48,18 +48,18 @@ void check_metrics(const Budget& policy, const Budget& other, MaskCase& input, b
     }
     const Plane<expiry_t> teacher = mask_of(policy, input, odd);
     const Plane<expiry_t> student = mask_of(other, second, odd);
-    const host& on_host = oracle_context();
+    const host& host_ctx = oracle_context();
     const Sequences sequences = input.sequences(input.lengths.data(), nullptr);
     Plane<std::int32_t> live(batch, heads, length, untouched);
     std::vector<double> dense(planes), evicted(planes);
     std::vector<Recall> recall(planes);
-    live_keys(on_host, teacher.view(), sequences, live.view());
-    density(on_host, teacher.view(), sequences, dense.data());
-    evict_ratio(on_host, policy, teacher.view(), sequences, evicted.data());
-    Workspace memory(oracle_recall_workspace_bytes(on_host, teacher.view(), sequences));
-    oracle_recall(on_host, policy, teacher.view(), student.view(), sequences, recall.data(), memory);
+    live_keys(host_ctx, teacher.view(), sequences, live.view());
+    density(host_ctx, teacher.view(), sequences, dense.data());
+    evict_ratio(host_ctx, policy, teacher.view(), sequences, evicted.data());
+    Workspace memory(oracle_recall_workspace_bytes(host_ctx, teacher.view(), sequences));
+    oracle_recall(host_ctx, policy, teacher.view(), student.view(), sequences, recall.data(), memory);
 
-    const kvpolicy::cuda on{};
+    const kvpolicy::cuda ctx{};
     const Device<expiry_t> device_teacher(teacher.data);
     const Device<expiry_t> device_student(student.data);
     const Device<std::int32_t> lengths(input.lengths);
@@ -69,11 +69,11 @@ void check_metrics(const Budget& policy, const Budget& other, MaskCase& input, b
     const Sequences of = input.sequences(lengths.data(), nullptr);
     const auto view = view_bhs<const expiry_t>(device_teacher.data(), batch, heads, length);
     const auto student_view = view_bhs<const expiry_t>(device_student.data(), batch, heads, length);
-    live_keys(on, view, of, view_bhs(got_live.data(), batch, heads, length));
-    density(on, view, of, got_dense.data());
-    evict_ratio(on, policy, view, of, got_evicted.data());
-    const Device<unsigned char> workspace(oracle_recall_workspace_bytes(on, view, of));
-    oracle_recall(on, policy, view, student_view, of, got_recall.data(), workspace);
+    live_keys(ctx, view, of, view_bhs(got_live.data(), batch, heads, length));
+    density(ctx, view, of, got_dense.data());
+    evict_ratio(ctx, policy, view, of, got_evicted.data());
+    const Device<unsigned char> workspace(oracle_recall_workspace_bytes(ctx, view, of));
+    oracle_recall(ctx, policy, view, student_view, of, got_recall.data(), workspace);
     same(got_live.read(), live.data, length, "live keys, " + what);
     CHECK(got_dense.read() == dense);
     CHECK(got_evicted.read() == evicted);
@@ -136,11 +136,11 @@ TEST_CASE("captured metrics serve other masks and lengths") {
     };
     const Device<unsigned char> workspace(
         oracle_recall_workspace_bytes(kvpolicy::cuda{}, view(teacher), sequences));
-    const auto call = [&](const kvpolicy::cuda& on) {
-        live_keys(on, view(teacher), sequences, view_bhs(live.data(), batch, heads, length));
-        density(on, view(teacher), sequences, dense.data());
-        evict_ratio(on, policy, view(teacher), sequences, evicted.data());
-        oracle_recall(on, policy, view(teacher), view(student), sequences, recall.data(), workspace);
+    const auto call = [&](const kvpolicy::cuda& ctx) {
+        live_keys(ctx, view(teacher), sequences, view_bhs(live.data(), batch, heads, length));
+        density(ctx, view(teacher), sequences, dense.data());
+        evict_ratio(ctx, policy, view(teacher), sequences, evicted.data());
+        oracle_recall(ctx, policy, view(teacher), view(student), sequences, recall.data(), workspace);
     };
     const test::Captured graph(call);
     for (const std::int32_t now : {length, 512, 1}) {
@@ -178,19 +178,19 @@ TEST_CASE("captured metrics serve other masks and lengths") {
 TEST_CASE("metrics refuse what does not fit") {
     const Device<expiry_t> expiry(std::vector<expiry_t>(100, never));
     const Device<double> out(std::vector<double>(1, 0.0));
-    const kvpolicy::cuda on{};
+    const kvpolicy::cuda ctx{};
     const auto view = view_bhs<const expiry_t>(expiry.data(), 1, 1, 100);
     const Budget policy(Sink<>{1}, Window<>{4}, TopKBudget<>{5});
     const Device<Recall> recall(1);
-    CHECK_REFUSED(density(on, view, {1, 101}, out.data()), "sequences.length");
-    CHECK_REFUSED(density(on, view, {1, 100}, nullptr), "out");
-    CHECK_REFUSED(live_keys(on, view, {1, 100}, {}), "live");
+    CHECK_REFUSED(density(ctx, view, {1, 101}, out.data()), "sequences.length");
+    CHECK_REFUSED(density(ctx, view, {1, 100}, nullptr), "out");
+    CHECK_REFUSED(live_keys(ctx, view, {1, 100}, {}), "live");
     const Device<std::int32_t> edges(std::vector<std::int32_t>{0, 40, 100});
     const Sequences chunk{.batch = 1, .length = 100, .starts = edges.data()};
     const Sequences packed{.batch = 1, .length = 100, .cu_seqlens = edges.data(), .segments = 2};
-    CHECK_REFUSED(live_keys(on, view, chunk, {}), "sequences.starts: given");
-    CHECK_REFUSED(density(on, view, packed, out.data()), "sequences.cu_seqlens: given");
-    CHECK_REFUSED(evict_ratio(on, policy, view, packed, out.data()), "sequences.cu_seqlens: given");
-    CHECK_REFUSED(oracle_recall(on, policy, view, view, packed, recall.data(), {}), "sequences.cu_seqlens");
-    CHECK_REFUSED(oracle_recall(on, policy, view, view, {1, 100}, recall.data(), {}), "workspace.bytes");
+    CHECK_REFUSED(live_keys(ctx, view, chunk, {}), "sequences.starts: given");
+    CHECK_REFUSED(density(ctx, view, packed, out.data()), "sequences.cu_seqlens: given");
+    CHECK_REFUSED(evict_ratio(ctx, policy, view, packed, out.data()), "sequences.cu_seqlens: given");
+    CHECK_REFUSED(oracle_recall(ctx, policy, view, view, packed, recall.data(), {}), "sequences.cu_seqlens");
+    CHECK_REFUSED(oracle_recall(ctx, policy, view, view, {1, 100}, recall.data(), {}), "workspace.bytes");
 }

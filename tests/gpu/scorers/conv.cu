@@ -182,7 +182,7 @@ TEST_CASE("a number that is not finite is reported, whether a score reads it or 
     const Weights<ConvScorer<>> weights(shape, drawn, c.seed);
     const Inputs<bf16> in(c);
     const Device<float> d_scores(std::vector<float>(static_cast<std::size_t>(c.plane()), 1.0f));
-    const kvpolicy::cuda on{};
+    const kvpolicy::cuda ctx{};
     for (const int gpu : {0, test::small_gpu}) {  // 0: the present one's own kernels
         const LesserGpu as(gpu);
         for (const std::int32_t delay : {20, 256, 1000}) {
@@ -202,9 +202,9 @@ TEST_CASE("a number that is not finite is reported, whether a score reads it or 
                     const ScoreBackward<bf16> call{of_k.view, of_v.view, Sequences{1, 1000}, delay,
                                                    view_bhs<const float>(d_scores.data(), 1, c.heads, 1000)};
                     const Device<unsigned char> workspace(
-                        score_sequence_backward_workspace_bytes(on, weights.on_device(), call));
-                    score_sequence_backward(on, weights.on_device(), call, ConvParameters<float>{}, workspace,
-                                            {.status = status.data()});
+                        score_sequence_backward_workspace_bytes(ctx, weights.on_device(), call));
+                    score_sequence_backward(ctx, weights.on_device(), call, ConvParameters<float>{},
+                                            workspace, {.status = status.data()});
                     CHECK(status.read()[0] == (place < 0 ? 0u : status_not_finite));
                 }
             }
@@ -238,10 +238,10 @@ std::vector<float> scores_on(int gpu, const Case& c, const Weights<ConvScorer<>>
     const Device<float> scores(std::vector<float>(static_cast<std::size_t>(c.plane()), -77.0f));
     ScoreOptions options;
     options.dropout = c.dropout;
-    const kvpolicy::cuda on{};
+    const kvpolicy::cuda ctx{};
     const Device<unsigned char> workspace(
-        score_sequence_workspace_bytes(on, weights.on_device(), k.view, v.view, sequences, options));
-    score_sequence(on, weights.on_device(), k.view, v.view, sequences, c.delay,
+        score_sequence_workspace_bytes(ctx, weights.on_device(), k.view, v.view, sequences, options));
+    score_sequence(ctx, weights.on_device(), k.view, v.view, sequences, c.delay,
                    view_bhs(scores.data(), c.batch, c.heads, c.all_rows()), workspace, options);
     return scores.read();
 }
@@ -328,24 +328,24 @@ TEST_CASE("a scorer too wide for a GPU's blocks is refused before anything is en
     const Inputs<float> in(c);
     const Rows<float> k(c, in.k, c.head_dim_qk), v(c, in.v, c.head_dim_vo);
     const Device<float> scores(std::vector<float>(static_cast<std::size_t>(c.plane()), -77.0f));
-    const kvpolicy::cuda on{};
+    const kvpolicy::cuda ctx{};
     const Device<std::uint32_t> status(std::vector<std::uint32_t>{0u});
     const Device<unsigned char> workspace(
-        score_sequence_workspace_bytes(on, weights.on_device(), k.view, v.view, c.on_host()));
+        score_sequence_workspace_bytes(ctx, weights.on_device(), k.view, v.view, c.host_ctx()));
     const auto text = doctest::Contains(
         "ConvScorer.head_dim_qk + head_dim_vo: 512 is not allowed; it must be less on this device for rows "
         "of this type: "
         "a "
         "block needs 141312 bytes of shared memory for it, and has at most 101376");
     CHECK_THROWS_WITH_AS(
-        score_sequence(on, weights.on_device(), k.view, v.view, c.on_host(), c.delay,
+        score_sequence(ctx, weights.on_device(), k.view, v.view, c.host_ctx(), c.delay,
                        view_bhs(scores.data(), 1, c.heads, 100), workspace, {.status = status.data()}),
         text, invalid_argument);
     const std::vector<float> after = scores.read();
     CHECK(std::count(after.begin(), after.end(), -77.0f) == c.plane());
-    const ScoreBackward<float> call{k.view, v.view, c.on_host(), c.delay,
+    const ScoreBackward<float> call{k.view, v.view, c.host_ctx(), c.delay,
                                     view_bhs<const float>(scores.data(), 1, c.heads, 100)};
-    CHECK_THROWS_WITH_AS(score_sequence_backward_workspace_bytes(on, weights.on_device(), call), text,
+    CHECK_THROWS_WITH_AS(score_sequence_backward_workspace_bytes(ctx, weights.on_device(), call), text,
                          invalid_argument);
 }
 

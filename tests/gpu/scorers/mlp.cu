@@ -159,9 +159,9 @@ TEST_CASE("a captured step of training serves later lengths and weights") {
     const Device<unsigned char> workspace(loss.workspace_bytes(
         kvpolicy::cuda{}, policy, c.sequences(shape_alone.data(), nullptr, nullptr), c.heads));
     check_captured<fp16>(c, shaped<MlpScorer<>>(2, 64, 64, 128), drawn, {9, 256},
-                         [&](const kvpolicy::cuda& on, const Sequences& sequences,
+                         [&](const kvpolicy::cuda& ctx, const Sequences& sequences,
                              plane_view<const float> scores, plane_view<float> d_scores) {
-                             loss(on, policy, scores,
+                             loss(ctx, policy, scores,
                                   view_bhs<const float>(target.data(), c.batch, c.heads, c.length), sequences,
                                   d_scores, nullptr, value.data(), workspace);
                          });
@@ -196,11 +196,11 @@ TEST_CASE("what is wrong is told: NaN, lengths, edges") {
     const Sequences sequences{3, 100, lengths.data(), nullptr, nullptr, 0};
     const Device<float> scores(std::vector<float>(600, static_cast<float>(untouched)));
     const Device<std::uint32_t> status(std::vector<std::uint32_t>(3, 0u));
-    const kvpolicy::cuda on{};
+    const kvpolicy::cuda ctx{};
     const auto scorer = weights.on_device();
     const Device<unsigned char> workspace(
-        score_sequence_workspace_bytes(on, scorer, k.view, v.view, sequences));
-    score_sequence(on, scorer, k.view, v.view, sequences, 0, view_bhs(scores.data(), 3, 2, 100), workspace,
+        score_sequence_workspace_bytes(ctx, scorer, k.view, v.view, sequences));
+    score_sequence(ctx, scorer, k.view, v.view, sequences, 0, view_bhs(scores.data(), 3, 2, 100), workspace,
                    {.status = status.data()});
     const std::vector<float> got = scores.read();
     for (std::size_t i = 0; i < got.size(); ++i) {
@@ -212,12 +212,12 @@ TEST_CASE("what is wrong is told: NaN, lengths, edges") {
     const Device<float> d_scores(std::vector<float>(600, 1.0f));
     const ScoreBackward<bf16> call{k.view, v.view, sequences, 0,
                                    view_bhs<const float>(d_scores.data(), 3, 2, 100)};
-    const Device<unsigned char> more(score_sequence_backward_workspace_bytes(on, scorer, call));
-    score_sequence_backward(on, scorer, call, {}, more, {.status = status.data()});
+    const Device<unsigned char> more(score_sequence_backward_workspace_bytes(ctx, scorer, call));
+    score_sequence_backward(ctx, scorer, call, {}, more, {.status = status.data()});
     CHECK(status.read() ==
           std::vector<std::uint32_t>{status_not_finite, status_bad_length, status_bad_length});
     CHECK_THROWS_WITH_AS(
-        score_sequence(on, scorer, k.view, v.view, sequences, 0, view_bhs(scores.data(), 3, 2, 100),
+        score_sequence(ctx, scorer, k.view, v.view, sequences, 0, view_bhs(scores.data(), 3, 2, 100),
                        workspace_view{workspace.data(), 8}),
         doctest::Contains("workspace.bytes: 8 is not allowed"), invalid_argument);
 
@@ -230,8 +230,8 @@ TEST_CASE("what is wrong is told: NaN, lengths, edges") {
     MlpParameters<float> gradients{};
     gradients.b1 = bias.data();
     const Device<std::uint32_t> words(std::vector<std::uint32_t>(3, 0u));
-    const Device<unsigned char> for_packed(score_sequence_backward_workspace_bytes(on, scorer, of_packed));
-    score_sequence_backward(on, scorer, of_packed, gradients, for_packed, {.status = words.data()});
+    const Device<unsigned char> for_packed(score_sequence_backward_workspace_bytes(ctx, scorer, of_packed));
+    score_sequence_backward(ctx, scorer, of_packed, gradients, for_packed, {.status = words.data()});
     CHECK(words.read() == std::vector<std::uint32_t>(3, status_bad_length));
     CHECK(bias.read() == std::vector<float>(128, 7.0f));
     // Sequences of no tokens at all, lengths of which cannot be.
@@ -240,10 +240,11 @@ TEST_CASE("what is wrong is told: NaN, lengths, edges") {
     for (const bool backward : {false, true}) {
         const Device<std::uint32_t> of_none(std::vector<std::uint32_t>(3, 0u));
         if (backward) {
-            score_sequence_backward(on, scorer, of_packed, gradients, for_packed, {.status = of_none.data()});
+            score_sequence_backward(ctx, scorer, of_packed, gradients, for_packed,
+                                    {.status = of_none.data()});
         } else {
-            score_sequence(on, scorer, k.view, v.view, none, 0, view_bhs(scores.data(), 3, 2, 100), workspace,
-                           {.status = of_none.data()});
+            score_sequence(ctx, scorer, k.view, v.view, none, 0, view_bhs(scores.data(), 3, 2, 100),
+                           workspace, {.status = of_none.data()});
         }
         CHECK(of_none.read() == std::vector<std::uint32_t>(3, status_bad_length));
     }
@@ -262,7 +263,7 @@ TEST_CASE("what is too wide for a block is refused before gradients are added to
     const Device<float> d_scores(std::vector<float>(128, 1.0f)), to_k(std::vector<float>(128 * 2048, 7.0f)),
         to_v(std::vector<float>(128 * 64, 7.0f)), bias(std::vector<float>(128, 7.0f));
     const Device<unsigned char> workspace(std::size_t{64} << 20);
-    const kvpolicy::cuda on{};
+    const kvpolicy::cuda ctx{};
     ScoreBackward<bf16> call{k.view,
                              v.view,
                              Sequences{1, 64},
@@ -272,7 +273,7 @@ TEST_CASE("what is too wide for a block is refused before gradients are added to
                              view_bhsd(to_v.data(), 1, 2, 64, 64)};
     MlpParameters<float> gradients{};
     gradients.b1 = bias.data();
-    CHECK_THROWS_WITH_AS(score_sequence_backward(on, weights.on_device(), call, gradients, workspace),
+    CHECK_THROWS_WITH_AS(score_sequence_backward(ctx, weights.on_device(), call, gradients, workspace),
                          doctest::Contains("2 k.dim: 4096 is not allowed; it must be at most"),
                          invalid_argument);
     // Where scores fit (on most GPUs), gradients of keys still do not.
@@ -281,7 +282,7 @@ TEST_CASE("what is too wide for a block is refused before gradients are added to
     const Weights<WriteGateScorer<>> fitting(half, drawn, 1);
     call.k = view_bhsd<const bf16>(k.view.data, 1, 2, 64, 448);
     call.d_k = view_bhsd(to_k.data(), 1, 2, 64, 448);
-    CHECK_THROWS_WITH_AS(score_sequence_backward(on, fitting.on_device(), call, gradients, workspace),
+    CHECK_THROWS_WITH_AS(score_sequence_backward(ctx, fitting.on_device(), call, gradients, workspace),
                          doctest::Contains("2 k.dim: 896 is not allowed; it must be at most"),
                          invalid_argument);
     CHECK(bias.read() == std::vector<float>(128, 7.0f));

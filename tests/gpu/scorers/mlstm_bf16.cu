@@ -121,11 +121,11 @@ TEST_CASE("a sequence whose length or edges cannot be keeps its state") {
             ScoreOptions options;
             options.states = states.data();
             options.status = status.data();
-            const kvpolicy::cuda on{};
+            const kvpolicy::cuda ctx{};
             const Plain scorer = weights.on_device();
             const Device<unsigned char> workspace(
-                score_sequence_workspace_bytes(on, scorer, k.view, v.view, sequences, options));
-            score_sequence(on, scorer, k.view, v.view, sequences, c.delay,
+                score_sequence_workspace_bytes(ctx, scorer, k.view, v.view, sequences, options));
+            score_sequence(ctx, scorer, k.view, v.view, sequences, c.delay,
                            view_bhs(scores.data(), c.batch, c.heads, c.all_rows()), workspace, options);
             const std::vector<float> after = states.read();
             const std::vector<std::uint32_t> words = status.read();
@@ -256,17 +256,17 @@ TEST_CASE("a delay beyond every sequence: nothing is scored") {
 TEST_CASE("GPUs with less shared memory") {
     for (const int gpu : {test::small_gpu, test::middle_gpu}) {
         const test::LesserGpu as(gpu);
-        const std::string on = "bf16 on " + std::to_string(gpu) + " bytes";
+        const std::string ctx = "bf16 on " + std::to_string(gpu) + " bytes";
         for (const auto& [length, delay] : {std::pair{65, 1}, {300, 130}}) {
             const Case narrow = sized(length, delay, 64), wide = sized(length, delay, 128);
-            check<bf16>(narrow, on + ", 64 and 64", shaped<Plain>(narrow), drawing({}, true, true));
-            check<bf16>(wide, on + ", 128 and 64", shaped<Plain>(wide), drawing({}, true, false));
-            check<bf16>(wide, on + ", 128 and 128", shaped<SoftmaxDirect>(wide), drawing({}, true, true));
+            check<bf16>(narrow, ctx + ", 64 and 64", shaped<Plain>(narrow), drawing({}, true, true));
+            check<bf16>(wide, ctx + ", 128 and 64", shaped<Plain>(wide), drawing({}, true, false));
+            check<bf16>(wide, ctx + ", 128 and 128", shaped<SoftmaxDirect>(wide), drawing({}, true, true));
         }
         Case packed = sized(500, 70, 128);
         packed.name = "packed";
         packed.edges = {0, 1, 65, 65, 499, 500};
-        check<bf16>(packed, on, shaped<SoftmaxDirect>(packed), drawing({}, true, true));
+        check<bf16>(packed, ctx, shaped<SoftmaxDirect>(packed), drawing({}, true, true));
         const Case kept = sized(300, 20, 128);
         check_num_long_range<bf16>(kept, shaped<SoftmaxDirect>(kept), drawing({}, false, false));
     }
@@ -277,22 +277,22 @@ TEST_CASE("refusals") {
     const Weights<Plain> weights(shaped<Plain>(c, 256, 64), drawing({}, false, false), 1);
     const Inputs<bf16> in(c);
     const Rows<bf16> k(c, in.k, 64), v(c, in.v, 64);
-    const kvpolicy::cuda on{};
+    const kvpolicy::cuda ctx{};
     CHECK_THROWS_WITH_AS(
-        score_sequence_workspace_bytes(on, weights.on_device(), k.view, v.view, c.on_host()),
+        score_sequence_workspace_bytes(ctx, weights.on_device(), k.view, v.view, c.host_ctx()),
         doctest::Contains("mLSTMScorer.d_qk: 256 is not allowed; it must be at most 128 on CUDA"),
         invalid_argument);
     const Weights<Plain> fitting(shaped<Plain>(c), drawing({}, false, false), 1);
     const Device<float> scores(std::vector<float>(128, 0.0f));
     ScoreOptions options;
     options.how = form::recurrent;
-    CHECK_THROWS_WITH_AS(score_sequence(on, fitting.on_device(), k.view, v.view, c.on_host(), 4,
+    CHECK_THROWS_WITH_AS(score_sequence(ctx, fitting.on_device(), k.view, v.view, c.host_ctx(), 4,
                                         view_bhs(scores.data(), 1, 2, 64), workspace_view{}, options),
                          doctest::Contains("options.how: form::recurrent"), invalid_argument);
     const test::LesserGpu as(48 * 1024);
     const Device<unsigned char> workspace(
-        score_sequence_workspace_bytes(on, fitting.on_device(), k.view, v.view, c.on_host()));
-    CHECK_THROWS_WITH_AS(score_sequence(on, fitting.on_device(), k.view, v.view, c.on_host(), 4,
+        score_sequence_workspace_bytes(ctx, fitting.on_device(), k.view, v.view, c.host_ctx()));
+    CHECK_THROWS_WITH_AS(score_sequence(ctx, fitting.on_device(), k.view, v.view, c.host_ctx(), 4,
                                         view_bhs(scores.data(), 1, 2, 64), workspace),
                          doctest::Contains("mLSTMScorer.d_qk + d_v: 96 is not allowed; it must be less on "
                                            "this device for rows of this type: a block needs"),

@@ -108,7 +108,7 @@ void check_num_long_range(const Case& c, const S& shape, const Drawing& how) {
     }
     const Device<float> d_scores(std::vector<float>(in.d_scores.begin(), in.d_scores.end()));
     const Sequences sequences = c.sequences(lengths.data(), starts.data(), edges.data());
-    const kvpolicy::cuda on{};
+    const kvpolicy::cuda ctx{};
     const S scorer = weights.on_device();
     std::vector<std::vector<float>> results[2];
     for (const bool kept : {false, true}) {
@@ -127,11 +127,11 @@ void check_num_long_range(const Case& c, const S& shape, const Drawing& how) {
         ScoreOptions options;
         options.for_backward = kept;
         const std::size_t of_scores =
-            score_sequence_workspace_bytes(on, scorer, k.view, v.view, sequences, options);
-        const std::size_t bytes = score_sequence_backward_workspace_bytes(on, scorer, call);
+            score_sequence_workspace_bytes(ctx, scorer, k.view, v.view, sequences, options);
+        const std::size_t bytes = score_sequence_backward_workspace_bytes(ctx, scorer, call);
         CHECK((!kept || of_scores == bytes));
         const Device<unsigned char> workspace(std::max(of_scores, bytes));
-        score_sequence(on, scorer, k.view, v.view, sequences, c.delay,
+        score_sequence(ctx, scorer, k.view, v.view, sequences, c.delay,
                        view_bhs(scores.data(), c.batch, c.heads, c.all_rows()), workspace, options);
         std::vector<std::unique_ptr<Device<float>>> arrays;
         typename S::template parameters<float> gradients;
@@ -141,7 +141,7 @@ void check_num_long_range(const Case& c, const S& shape, const Drawing& how) {
             pointer = array.values.empty() ? nullptr : arrays.back()->data();
         });
         const Device<std::uint32_t> status(none);
-        score_sequence_backward(on, scorer, call, gradients, workspace, {.status = status.data()});
+        score_sequence_backward(ctx, scorer, call, gradients, workspace, {.status = status.data()});
         CHECK(status.read() == bad);
         results[kept ? 1 : 0].push_back(to_k.memory.read());
         results[kept ? 1 : 0].push_back(to_v.memory.read());

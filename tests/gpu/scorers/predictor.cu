@@ -114,10 +114,10 @@ void check(const Shape& c) {
     const Sequences sequences = c.sequences(c.lengths.data(), c.starts.data());
     std::vector<double> scores(c.planes(), untouched);
     const auto hidden = c.view<const T>(states.data());
-    const S on_host = weights.on_host();
+    const S host_ctx = weights.host_ctx();
     std::vector<std::byte> memory(
-        score_hidden_workspace_bytes<S, double>(oracle(), on_host, hidden, sequences));
-    score_hidden(oracle(), on_host, hidden, sequences,
+        score_hidden_workspace_bytes<S, double>(oracle(), host_ctx, hidden, sequences));
+    score_hidden(oracle(), host_ctx, hidden, sequences,
                  view_bhs(scores.data(), c.batch, c.heads, c.all_rows()), {memory.data(), memory.size()});
     std::vector<double> d_double(d_scores.begin(), d_scores.end()), d_states(c.numbers(), untouched);
     HiddenBackward<T, double> call{hidden, sequences,
@@ -133,8 +133,8 @@ void check(const Shape& c) {
         wanted.emplace_back(weights.arrays[wanted.size()].values.size(), before);
         pointer = wanted.back().empty() ? nullptr : wanted.back().data();
     });
-    memory.resize(score_hidden_backward_workspace_bytes(oracle(), on_host, call));
-    score_hidden_backward(oracle(), on_host, call, into, {memory.data(), memory.size()});
+    memory.resize(score_hidden_backward_workspace_bytes(oracle(), host_ctx, call));
+    score_hidden_backward(oracle(), host_ctx, call, into, {memory.data(), memory.size()});
 
     // The device.
     const Device<T> device_states(states);
@@ -144,12 +144,12 @@ void check(const Shape& c) {
     const Device<std::int32_t> lengths(c.lengths), starts(c.starts);
     const Device<std::uint32_t> status(std::vector<std::uint32_t>(static_cast<std::size_t>(c.batch), 0u));
     const Sequences there = c.sequences(lengths.data(), starts.data());
-    const kvpolicy::cuda on{};
+    const kvpolicy::cuda ctx{};
     const S scorer = weights.on_device();
     const auto rows = c.view<const T>(device_states.data());
     {
-        const Device<unsigned char> workspace(score_hidden_workspace_bytes(on, scorer, rows, there));
-        score_hidden(on, scorer, rows, there, view_bhs(device_scores.data(), c.batch, c.heads, c.all_rows()),
+        const Device<unsigned char> workspace(score_hidden_workspace_bytes(ctx, scorer, rows, there));
+        score_hidden(ctx, scorer, rows, there, view_bhs(device_scores.data(), c.batch, c.heads, c.all_rows()),
                      workspace, {.cublaslt = handle(), .status = status.data()});
     }
     const Tolerance allowed = tolerance<T>();
@@ -166,8 +166,8 @@ void check(const Shape& c) {
         got.push_back(std::make_unique<Device<float>>(std::vector<float>(count, static_cast<float>(before))));
         pointer = count == 0 ? nullptr : got.back()->data();
     });
-    const Device<unsigned char> workspace(score_hidden_backward_workspace_bytes(on, scorer, device_call));
-    score_hidden_backward(on, scorer, device_call, device_into, workspace,
+    const Device<unsigned char> workspace(score_hidden_backward_workspace_bytes(ctx, scorer, device_call));
+    score_hidden_backward(ctx, scorer, device_call, device_into, workspace,
                           {.cublaslt = handle(), .status = status.data()});
     for (std::size_t i = 0; i < got.size(); ++i) {
         std::vector<double> added = wanted[i], on_device = widened(got[i]->read());
@@ -265,18 +265,18 @@ TEST_CASE("a captured call serves later lengths and states") {
     sequences.lengths = lengths.data();
     cudaStream_t stream = nullptr;
     test::ok(cudaStreamCreate(&stream));
-    const kvpolicy::cuda on{stream};
+    const kvpolicy::cuda ctx{stream};
     const S scorer = weights.on_device();
     const auto rows = c.view<const bf16>(states.data());
     const auto to = view_bhs(scores.data(), c.batch, c.heads, c.length);
-    const Device<unsigned char> workspace(score_hidden_workspace_bytes(on, scorer, rows, sequences));
-    score_hidden(on, scorer, rows, sequences, to, workspace, {.cublaslt = handle()});
+    const Device<unsigned char> workspace(score_hidden_workspace_bytes(ctx, scorer, rows, sequences));
+    score_hidden(ctx, scorer, rows, sequences, to, workspace, {.cublaslt = handle()});
     test::ok(cudaStreamSynchronize(stream));
     const std::vector<float> first = scores.read();
     cudaGraph_t graph = nullptr;
     cudaGraphExec_t ready = nullptr;
     test::ok(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
-    score_hidden(on, scorer, rows, sequences, to, workspace, {.cublaslt = handle()});
+    score_hidden(ctx, scorer, rows, sequences, to, workspace, {.cublaslt = handle()});
     test::ok(cudaStreamEndCapture(stream, &graph));
     test::ok(cudaGraphInstantiate(&ready, graph, 0));
     const std::vector<std::int32_t> others{5, 40};
@@ -314,14 +314,14 @@ TEST_CASE("what is not finite is reported; lengths that cannot be count as empty
     const Device<std::uint32_t> status(std::vector<std::uint32_t>{0u, 0u});
     Sequences sequences{2, 4};
     sequences.lengths = lengths.data();
-    const kvpolicy::cuda on{};
+    const kvpolicy::cuda ctx{};
     const HiddenBackward<bf16> call{c.view<const bf16>(there.data()), sequences,
                                     view_bhs<const float>(d_scores.data(), 2, 1, 4)};
     const UtilityPredictor scorer = weights.on_device();
-    const Device<unsigned char> workspace(score_hidden_backward_workspace_bytes(on, scorer, call));
-    score_hidden_backward(on, scorer, call, {}, workspace, {.cublaslt = handle(), .status = status.data()});
+    const Device<unsigned char> workspace(score_hidden_backward_workspace_bytes(ctx, scorer, call));
+    score_hidden_backward(ctx, scorer, call, {}, workspace, {.cublaslt = handle(), .status = status.data()});
     CHECK(status.read() == std::vector<std::uint32_t>{status_not_finite, status_bad_length});
-    score_hidden(on, scorer, call.hidden, sequences, view_bhs(scores.data(), 2, 1, 4), workspace,
+    score_hidden(ctx, scorer, call.hidden, sequences, view_bhs(scores.data(), 2, 1, 4), workspace,
                  {.cublaslt = handle()});
     const std::vector<float> got = scores.read();
     CHECK(std::isnan(got[0]));
@@ -339,54 +339,54 @@ TEST_CASE("refusals are sentences, and come before anything is written") {
     const Device<bf16> states(std::vector<bf16>(4096, static_cast<bf16>(1.0f)));
     scorer.weights = {numbers.data(), nullptr, numbers.data(), nullptr};
     const Device<unsigned char> workspace(std::size_t{40} << 20);
-    const kvpolicy::cuda on{};
+    const kvpolicy::cuda ctx{};
     const auto rows = c.view<const bf16>(states.data());
     const auto scores = view_bhs(numbers.data(), 1, 2, 10);
     const Sequences sequences{1, 10};
-    says(sentence([&] { score_hidden(on, scorer, rows, sequences, scores, workspace); }),
+    says(sentence([&] { score_hidden(ctx, scorer, rows, sequences, scores, workspace); }),
          "options.cublaslt: null is not allowed; it must be what cublasLtCreate gave");
     says(sentence([&] {
-             score_hidden(on, scorer, rows, sequences, scores, {workspace.data(), 100},
+             score_hidden(ctx, scorer, rows, sequences, scores, {workspace.data(), 100},
                           {.cublaslt = handle()});
          }),
          "workspace.bytes: 100 is not allowed");
     UtilityPredictor other = scorer;
     other.heads = 3;
     says(sentence(
-             [&] { score_hidden(on, other, rows, sequences, scores, workspace, {.cublaslt = handle()}); }),
+             [&] { score_hidden(ctx, other, rows, sequences, scores, workspace, {.cublaslt = handle()}); }),
          "MlpScorer.heads: 3 is not allowed");
     other = scorer;
     other.weights.w1 = nullptr;
     says(sentence(
-             [&] { score_hidden(on, other, rows, sequences, scores, workspace, {.cublaslt = handle()}); }),
+             [&] { score_hidden(ctx, other, rows, sequences, scores, workspace, {.cublaslt = handle()}); }),
          "w1");
     other = scorer;
     other.input.width = 24;
     says(sentence(
-             [&] { score_hidden(on, other, rows, sequences, scores, workspace, {.cublaslt = handle()}); }),
+             [&] { score_hidden(ctx, other, rows, sequences, scores, workspace, {.cublaslt = handle()}); }),
          "hidden: 1 x 1 x 10 x 16 is not allowed");
     auto view = rows;
     ++view.data;
     says(sentence(
-             [&] { score_hidden(on, scorer, view, sequences, scores, workspace, {.cublaslt = handle()}); }),
+             [&] { score_hidden(ctx, scorer, view, sequences, scores, workspace, {.cublaslt = handle()}); }),
          "aligned to 16 bytes");
     view = rows;
     view.dim = other.input.width = 12;
     says(sentence(
-             [&] { score_hidden(on, other, view, sequences, scores, workspace, {.cublaslt = handle()}); }),
+             [&] { score_hidden(ctx, other, view, sequences, scores, workspace, {.cublaslt = handle()}); }),
          "a multiple of 8 for 16-bit rows");
     view = rows;
     view.row_stride = 8;
     says(sentence(
-             [&] { score_hidden(on, scorer, view, sequences, scores, workspace, {.cublaslt = handle()}); }),
+             [&] { score_hidden(ctx, scorer, view, sequences, scores, workspace, {.cublaslt = handle()}); }),
          "hidden.row_stride: 8 is not allowed");
     says(sentence([&] {
-             score_hidden(on, scorer, rows, {1, 11}, scores, workspace, {.cublaslt = handle()});
+             score_hidden(ctx, scorer, rows, {1, 11}, scores, workspace, {.cublaslt = handle()});
          }),
          "sequences.length");
     const HiddenBackward<bf16> call{rows, sequences, view_bhs<const float>(numbers.data(), 1, 2, 10),
                                     view_bhsd(numbers.data(), 1, 1, 9, 16)};
-    says(sentence([&] { score_hidden_backward(on, scorer, call, {}, workspace, {.cublaslt = handle()}); }),
+    says(sentence([&] { score_hidden_backward(ctx, scorer, call, {}, workspace, {.cublaslt = handle()}); }),
          "d_hidden: 1 x 1 x 9 x 16 is not allowed");
     CHECK(numbers.read() == std::vector<float>(4096, 7.0f));
 }

@@ -69,7 +69,9 @@ struct Case {
         all.segments = edges.empty() ? 0 : static_cast<std::int32_t>(edges.size()) - 1;
         return all;
     }
-    [[nodiscard]] Sequences on_host() const { return sequences(lengths.data(), starts.data(), edges.data()); }
+    [[nodiscard]] Sequences host_ctx() const {
+        return sequences(lengths.data(), starts.data(), edges.data());
+    }
 };
 
 /// Rows on the device, in the case's layout; what lies between rows is NaN.
@@ -161,7 +163,7 @@ struct Weights {
             memory.push_back(std::make_unique<Device<float>>(array.values));
         }
     }
-    [[nodiscard]] S on_host() const {
+    [[nodiscard]] S host_ctx() const {
         S bound = scorer;
         std::size_t i = 0;
         for_each_parameter(scorer, bound.weights, [&](const char*, const float*& pointer, std::size_t, bool) {
@@ -219,8 +221,8 @@ struct Inputs {
 };
 
 inline const host& oracle() {
-    static const host on(0);
-    return on;
+    static const host ctx(0);
+    return ctx;
 }
 
 /// What a tensor may differ by, relative to its norm. Untouched entries must be untouched in both, NaN
@@ -305,9 +307,9 @@ void check_scores(const Case& c, const Weights<S>& weights, Tolerance allowed,
         wanted_states = *states;
         options.states = wanted_states.data();
     }
-    std::vector<std::byte> memory(score_sequence_workspace_bytes(oracle(), weights.on_host(), in.keys(c),
-                                                                 in.values(c), c.on_host(), options));
-    score_sequence(oracle(), weights.on_host(), in.keys(c), in.values(c), c.on_host(), c.delay,
+    std::vector<std::byte> memory(score_sequence_workspace_bytes(oracle(), weights.host_ctx(), in.keys(c),
+                                                                 in.values(c), c.host_ctx(), options));
+    score_sequence(oracle(), weights.host_ctx(), in.keys(c), in.values(c), c.host_ctx(), c.delay,
                    view_bhs(wanted.data(), c.batch, c.heads, c.all_rows()), {memory.data(), memory.size()},
                    options);
 
@@ -324,11 +326,11 @@ void check_scores(const Case& c, const Weights<S>& weights, Tolerance allowed,
     if (states != nullptr) {
         device_options.states = device_states.data();
     }
-    const kvpolicy::cuda on{};
+    const kvpolicy::cuda ctx{};
     const S scorer = weights.on_device();
     const Device<unsigned char> workspace(
-        score_sequence_workspace_bytes(on, scorer, k.view, v.view, sequences, device_options));
-    score_sequence(on, scorer, k.view, v.view, sequences, c.delay,
+        score_sequence_workspace_bytes(ctx, scorer, k.view, v.view, sequences, device_options));
+    score_sequence(ctx, scorer, k.view, v.view, sequences, c.delay,
                    view_bhs(scores.data(), c.batch, c.heads, c.all_rows()), workspace, device_options);
     const std::vector<double> got = widened(scores.read());
     compare(c.name + ", scores", got, wanted, allowed.scores, allowed.floor);
@@ -371,14 +373,14 @@ void check_gradients(const Case& c, const Weights<S>& weights, Tolerance allowed
                            pointer = array.values.empty() ? nullptr : got.back()->data();
                        });
     std::vector<double> d_k(in.k.size(), untouched), d_v(in.v.size(), untouched);
-    ScoreBackward<double> call{in.keys(c), in.values(c), c.on_host(), c.delay,
+    ScoreBackward<double> call{in.keys(c), in.values(c), c.host_ctx(), c.delay,
                                view_bhs(in.d_scores.data(), c.batch, c.heads, c.all_rows())};
     if (c.with_inputs) {
         call.d_k = view_bhsd(d_k.data(), c.batch, c.heads, c.all_rows(), c.head_dim_qk);
         call.d_v = view_bhsd(d_v.data(), c.batch, c.heads, c.all_rows(), c.head_dim_vo);
     }
     call.dropout = c.dropout;
-    const S host_scorer = weights.on_host();
+    const S host_scorer = weights.host_ctx();
     std::vector<std::byte> memory(score_sequence_backward_workspace_bytes(oracle(), host_scorer, call));
     score_sequence_backward(oracle(), host_scorer, call, host_gradients, {memory.data(), memory.size()});
 
@@ -428,10 +430,10 @@ void check_gradients(const Case& c, const Weights<S>& weights, Tolerance allowed
         device_call.d_k = to_k.view;
         device_call.d_v = to_v.view;
     }
-    const kvpolicy::cuda on{};
+    const kvpolicy::cuda ctx{};
     const S scorer = weights.on_device();
-    const Device<unsigned char> workspace(score_sequence_backward_workspace_bytes(on, scorer, device_call));
-    score_sequence_backward(on, scorer, device_call, device_gradients, workspace, {.status = status.data()});
+    const Device<unsigned char> workspace(score_sequence_backward_workspace_bytes(ctx, scorer, device_call));
+    score_sequence_backward(ctx, scorer, device_call, device_gradients, workspace, {.status = status.data()});
     // The gradient of a gate's bias is a sum over tokens that may cancel (an input gate's does, but for soft
     // caps: h does not depend on a factor that all tokens share). Its weight's is the same sum with factors
     // of mean square spread^2, and says how large the terms are.
@@ -463,7 +465,7 @@ void check_gradients(const Case& c, const Weights<S>& weights, Tolerance allowed
     for (const std::uint32_t word : status.read()) {
         CHECK_MESSAGE(word == 0u, c.name, ": status ", word);
     }
-    score_sequence_backward(on, scorer, device_call, DeviceParameters{}, workspace);
+    score_sequence_backward(ctx, scorer, device_call, DeviceParameters{}, workspace);
     CHECK_MESSAGE(to_k.read(c) == first_k, c.name, ": other bits in d_k the second time");
     CHECK_MESSAGE(to_v.read(c) == first_v, c.name, ": other bits in d_v the second time");
 }
@@ -481,7 +483,7 @@ inline std::vector<Case> with_small_gradients(const Case& c) {
 }
 
 /// Scores, what `loss` makes of them and gradients as one graph, replayed with other lengths and weights: the
-/// same bits as direct calls. loss(on, sequences, scores, d_scores) enqueues.
+/// same bits as direct calls. loss(ctx, sequences, scores, d_scores) enqueues.
 template <class T, class S, class Loss>
 void check_captured(const Case& c, const S& shape, const Drawing& drawing,
                     const std::vector<std::int32_t>& other_lengths, const Loss& loss) {
@@ -507,16 +509,16 @@ void check_captured(const Case& c, const S& shape, const Drawing& drawing,
     const ScoreBackward<T> call{k.view, v.view, sequences, c.delay, of_scores, to_k.view, to_v.view};
     cudaStream_t stream = nullptr;
     test::ok(cudaStreamCreate(&stream));
-    const kvpolicy::cuda on{stream};
+    const kvpolicy::cuda ctx{stream};
     const S scorer = first.on_device();
     const Device<unsigned char> workspace(
-        std::max(score_sequence_workspace_bytes(on, scorer, k.view, v.view, sequences),
-                 score_sequence_backward_workspace_bytes(on, scorer, call)));
+        std::max(score_sequence_workspace_bytes(ctx, scorer, k.view, v.view, sequences),
+                 score_sequence_backward_workspace_bytes(ctx, scorer, call)));
     const auto enqueue = [&] {
-        score_sequence(on, scorer, k.view, v.view, sequences, c.delay, plane(scores.data()), workspace,
+        score_sequence(ctx, scorer, k.view, v.view, sequences, c.delay, plane(scores.data()), workspace,
                        {.status = status.data()});
-        loss(on, sequences, plane(static_cast<const float*>(scores.data())), plane(d_scores.data()));
-        score_sequence_backward(on, scorer, call, gradients, workspace, {.status = status.data()});
+        loss(ctx, sequences, plane(static_cast<const float*>(scores.data())), plane(d_scores.data()));
+        score_sequence_backward(ctx, scorer, call, gradients, workspace, {.status = status.data()});
     };
     const auto set = [](const auto& to, const auto& values) {
         test::ok(cudaMemcpy(to.data(), values.data(), to.bytes(), cudaMemcpyHostToDevice));

@@ -17,12 +17,12 @@ class Captured {
     template <class Call>
     explicit Captured(const Call& call) {
         ok(cudaStreamCreate(&stream_));
-        const kvpolicy::cuda on{stream_};
-        call(on);  // loads the kernels, which a capture may not
+        const kvpolicy::cuda ctx{stream_};
+        call(ctx);  // loads the kernels, which a capture may not
         ok(cudaStreamSynchronize(stream_));
         cudaGraph_t graph = nullptr;
         ok(cudaStreamBeginCapture(stream_, cudaStreamCaptureModeGlobal));
-        call(on);
+        call(ctx);
         ok(cudaStreamEndCapture(stream_, &graph));
         ok(cudaGraphInstantiate(&graph_, graph, 0));
         ok(cudaGraphDestroy(graph));

@@ -47,8 +47,8 @@ struct MaskResult {
 };
 
 inline const host& oracle_context() {
-    static const host on(0);
-    return on;
+    static const host ctx(0);
+    return ctx;
 }
 
 template <class P>
@@ -75,10 +75,10 @@ MaskResult device_mask(const P& policy, const MaskCase& input, const cuda_backen
     const Device<expiry_t> out(std::vector<expiry_t>(input.scores.data.size(), untouched));
     const Device<std::uint32_t> status(std::vector<std::uint32_t>(static_cast<std::size_t>(batch), 0));
     const Sequences sequences = input.sequences(lengths.data(), edges.data());
-    const kvpolicy::cuda on{};
+    const kvpolicy::cuda ctx{};
     const Device<unsigned char> workspace(
-        cuda_backend::mask_workspace_bytes(on, policy, sequences, heads, input.options, tuning));
-    cuda_backend::build_mask_tuned(on, policy, view_bhs<const float>(scores.data(), batch, heads, length),
+        cuda_backend::mask_workspace_bytes(ctx, policy, sequences, heads, input.options, tuning));
+    cuda_backend::build_mask_tuned(ctx, policy, view_bhs<const float>(scores.data(), batch, heads, length),
                                    sequences, view_bhs(out.data(), batch, heads, length), workspace,
                                    input.options, status.data(), tuning);
     return {out.read(), status.read()};

@@ -102,13 +102,13 @@ class MassTest {
             rows.length = c.length;
             return rows;
         };
-        const kvpolicy::cuda on{};
+        const kvpolicy::cuda ctx{};
         const auto qv = view(q, hq), kv = view(k, c.kv_heads);
-        const Device<unsigned char> workspace(future_mass_workspace_bytes<T>(on, qv, kv));
-        cuda_backend::causal_lse_by<T>(on, path, attention(), qv, kv, sequences,
+        const Device<unsigned char> workspace(future_mass_workspace_bytes<T>(ctx, qv, kv));
+        cuda_backend::causal_lse_by<T>(ctx, path, attention(), qv, kv, sequences,
                                        view_bhs(lse_out.data(), c.batch, hq, c.length), workspace);
         cuda_backend::future_mass_by<T>(
-            on, path, attention(), qv, kv, view_bhs<const float>(lse_in.data(), c.batch, hq, c.length),
+            ctx, path, attention(), qv, kv, view_bhs<const float>(lse_in.data(), c.batch, hq, c.length),
             sequences, c.options, view_bhs(target.data(), c.batch, c.kv_heads, c.length), workspace);
         const std::vector<float> got_lse = lse_out.read(), got = target.read();
         if (compare) {
@@ -195,7 +195,7 @@ class MassTest {
     }
 
     void run_host(std::mt19937& generator) {
-        const host on{0};
+        const host ctx{0};
         Tensor<double> q(c.batch, q_heads(), c.length, c.dim), k(c.batch, c.kv_heads, c.length, c.dim);
         for (std::size_t i = 0; i < q.data.size(); ++i) {
             q.data[i] = static_cast<double>(static_cast<compute_t<T>>(q_.data[i]));
@@ -204,9 +204,9 @@ class MassTest {
             k.data[i] = static_cast<double>(static_cast<compute_t<T>>(k_.data[i]));
         }
         const Sequences sequences{.batch = c.batch, .length = c.length, .lengths = lengths_.data()};
-        Workspace workspace(future_mass_workspace_bytes<double>(on, q.view(), k.view()));
+        Workspace workspace(future_mass_workspace_bytes<double>(ctx, q.view(), k.view()));
         std::fill(lse_host.data.begin(), lse_host.data.end(), poison);
-        causal_lse<double>(on, attention(), q.view(), k.view(), sequences, lse_host.view(), workspace);
+        causal_lse<double>(ctx, attention(), q.view(), k.view(), sequences, lse_host.view(), workspace);
         lse_ = lse_host;
         for (float& x : lse_.data) {
             if (c.lse == Lse::nothing || (c.lse == Lse::partly_nothing && generator() % 3 == 0)) {
@@ -218,7 +218,7 @@ class MassTest {
             }
             max_lse_ = std::isinf(x) ? max_lse_ : std::max(max_lse_, static_cast<double>(std::abs(x)));
         }
-        future_mass<double>(on, attention(), q.view(), k.view(), std::as_const(lse_).view(), sequences,
+        future_mass<double>(ctx, attention(), q.view(), k.view(), std::as_const(lse_).view(), sequences,
                             target_host.view(), workspace, c.options);
     }
 

@@ -55,12 +55,12 @@ void compare(const std::string& kind, bool fp32_rows, bool leave_out, double nea
     const Options options = run_of(kind, fp32_rows, s);
     TargetOptions on_gpu = options.target;
     on_gpu.leave_out = leave_out;
-    const kvpolicy::host on{2};
-    const auto source = file_source(on, file, options.target),
-               held_out = file_source(on, file, options.target), gpu_source = file_source(on, file, on_gpu),
-               gpu_held_out = file_source(on, file, on_gpu);
-    Trainer<S> host(on, options, *source, held_out.get());
-    DeviceTrainer<S> gpu(on, options, *gpu_source, gpu_held_out.get());
+    const kvpolicy::host ctx{2};
+    const auto source = file_source(ctx, file, options.target),
+               held_out = file_source(ctx, file, options.target), gpu_source = file_source(ctx, file, on_gpu),
+               gpu_held_out = file_source(ctx, file, on_gpu);
+    Trainer<S> host(ctx, options, *source, held_out.get());
+    DeviceTrainer<S> gpu(ctx, options, *gpu_source, gpu_held_out.get());
     // Targets from queries and keys of 16 bits rank some keys otherwise, and a key that meets itself is no
     // decision.
     const std::int64_t apart = leave_out && !fp32_rows ? 8 : 0;
@@ -103,10 +103,10 @@ void resumes(const std::string& kind) {
     s.length = 120, s.dim = 16;
     const auto file = write_qkv(folder, "qkv", s, as_it_is);
     const Options options = run_of(kind, false, s);
-    const kvpolicy::host on{1};
-    const auto source = file_source(on, file, options.target);
-    DeviceTrainer<S> whole(on, options, *source, nullptr), first(on, options, *source, nullptr),
-        second(on, options, *source, nullptr);
+    const kvpolicy::host ctx{1};
+    const auto source = file_source(ctx, file, options.target);
+    DeviceTrainer<S> whole(ctx, options, *source, nullptr), first(ctx, options, *source, nullptr),
+        second(ctx, options, *source, nullptr);
     for (std::int64_t i = 0; i < steps; ++i) {
         whole.step();
     }
@@ -125,7 +125,7 @@ void resumes(const std::string& kind) {
     second.round_weights();
     CHECK(weights(second) == weights(whole));
 
-    Trainer<S> host(on, options, *source, nullptr);
+    Trainer<S> host(ctx, options, *source, nullptr);
     host.resume(half);
     first.round_weights();
     CHECK(weights(host) == weights(first));
@@ -162,9 +162,9 @@ TEST_CASE("a file of scorers is the host's") {
     const auto file = write_qkv(folder, "qkv", s, as_it_is);
     Options options = run_of("mlp", false, s);
     options.out = (folder.path() / "scorers").string();
-    const kvpolicy::host on{1};
-    const auto source = file_source(on, file, options.target);
-    DeviceTrainer<examples::Mlp> trainer(on, options, *source, nullptr);
+    const kvpolicy::host ctx{1};
+    const auto source = file_source(ctx, file, options.target);
+    DeviceTrainer<examples::Mlp> trainer(ctx, options, *source, nullptr);
     trainer.step();
     trainer.finish({});
     const examples::TrainedScorers read = examples::load_scorers(options.out);
@@ -172,7 +172,7 @@ TEST_CASE("a file of scorers is the host's") {
     CHECK(read.alpha.size() == 4);
     REQUIRE(read.quantiles.size() == 4 * 257);
     // Quantiles of the GPU's scores are those of the same weights on the host, to 16-bit rounding.
-    Trainer<examples::Mlp> host(on, options, *source, nullptr);
+    Trainer<examples::Mlp> host(ctx, options, *source, nullptr);
     trainer.save_checkpoint((folder.path() / "one").string());
     host.resume((folder.path() / "one").string());
     host.finish({});
@@ -187,10 +187,10 @@ TEST_CASE("a sequence without a decision leaves the weights as they are; a gradi
     Sizes s;
     s.length = 24;  // not above the smaller budget
     const auto file = write_qkv(folder, "qkv", s, as_it_is);
-    const kvpolicy::host on{1};
+    const kvpolicy::host ctx{1};
     Options options = run_of("mlp", false, s);
-    const auto source = file_source(on, file, options.target);
-    DeviceTrainer<examples::Mlp> trainer(on, options, *source, nullptr);
+    const auto source = file_source(ctx, file, options.target);
+    DeviceTrainer<examples::Mlp> trainer(ctx, options, *source, nullptr);
     const auto before = weights(trainer);
     trainer.step();
     trainer.step();
@@ -205,8 +205,8 @@ TEST_CASE("a sequence without a decision leaves the weights as they are; a gradi
     s.length = 96;
     const auto longer = write_qkv(folder, "longer", s, as_it_is);
     options.rate = 1e30;  // the second step's weights are not
-    const auto other = file_source(on, longer, options.target);
-    DeviceTrainer<examples::Mlp> lost(on, options, *other, nullptr);
+    const auto other = file_source(ctx, longer, options.target);
+    DeviceTrainer<examples::Mlp> lost(ctx, options, *other, nullptr);
     for (int i = 0; i < 5; ++i) {
         lost.step();
     }
@@ -217,8 +217,8 @@ TEST_CASE("a sequence without a decision leaves the weights as they are; a gradi
 TEST_CASE("a model shows the host's queries, keys and values on a GPU") {
     const llama::Model model = llama::load_model(TEST_BYTE_MODEL);
     const std::vector<std::int32_t> text = examples::read_held_out(TEST_BYTE_MODEL).tokens.at(0);
-    const kvpolicy::host on{2};
-    const Observer host = host_observer(on, model), gpu = device_observer(model),
+    const kvpolicy::host ctx{2};
+    const Observer host = host_observer(ctx, model), gpu = device_observer(model),
                    bf16 = device_observer(model, llama::DType::bf16);
     for (const std::ptrdiff_t length : {700, 90, 1030}) {  // chunks, a shorter sequence, a longer one
         CAPTURE(length);

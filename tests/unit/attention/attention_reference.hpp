@@ -192,13 +192,13 @@ struct Result {
 
 /// Runs attend with a workspace of exactly the size asked for, poisoned.
 template <class T>
-Result<T> run(const host& on, const Problem<T>& problem) {
+Result<T> run(const host& ctx, const Problem<T>& problem) {
     Result<T> result(problem.shape);
     const auto all = problem.key_views();
     const Sequences sequences = problem.sequences();
     std::vector<unsigned char> memory(
-        attend_workspace_bytes(on, problem.attention, problem.q_view(), all, sequences), 0xff);
-    attend(on, problem.attention, problem.q_view(), all, sequences, result.out_view(), result.lse_view(),
+        attend_workspace_bytes(ctx, problem.attention, problem.q_view(), all, sequences), 0xff);
+    attend(ctx, problem.attention, problem.q_view(), all, sequences, result.out_view(), result.lse_view(),
            {memory.data(), memory.size()});
     return result;
 }
@@ -357,8 +357,8 @@ template <class T>
 void check_all(const Problem<T>& problem) {
     for (const isa set : instruction_sets()) {
         CAPTURE(static_cast<int>(set));
-        const host on(1, set);
-        check(problem, run(on, problem));
+        const host ctx(1, set);
+        check(problem, run(ctx, problem));
     }
 }
 

@@ -32,7 +32,7 @@ std::vector<T> draw_d_out(const Problem<T>& p, unsigned seed) {
 }
 
 template <class T>
-Gradients<T> run_backward(const host& on, const Problem<T>& p, Result<T>& forward,
+Gradients<T> run_backward(const host& ctx, const Problem<T>& p, Result<T>& forward,
                           const std::vector<T>& d_out) {
     const Shape& s = p.shape;
     const std::int32_t heads = s.kv_heads * s.group;
@@ -52,8 +52,8 @@ Gradients<T> run_backward(const host& on, const Problem<T>& p, Result<T>& forwar
         grads.d_log_bias = view_bhs(out.d_bias.data(), s.batch, s.kv_heads, s.rows);
     }
     std::vector<unsigned char> memory(
-        attend_backward_workspace_bytes(on, p.attention, p.q_view(), all, sequences), 0xff);
-    attend_backward(on, p.attention, p.q_view(), all, sequences, saved, grads,
+        attend_backward_workspace_bytes(ctx, p.attention, p.q_view(), all, sequences), 0xff);
+    attend_backward(ctx, p.attention, p.q_view(), all, sequences, saved, grads,
                     {memory.data(), memory.size()});
     return out;
 }
@@ -186,10 +186,10 @@ void compare(const char* name, const std::vector<T>& got, const std::vector<Sum>
 template <class T>
 void check_problem(const Problem<T>& p, unsigned seed) {
     for (const isa set : instruction_sets()) {
-        const host on(2, set);
-        Result<T> forward = run(on, p);
+        const host ctx(2, set);
+        Result<T> forward = run(ctx, p);
         const std::vector<T> d_out = draw_d_out(p, seed);
-        const Gradients<T> got = run_backward(on, p, forward, d_out);
+        const Gradients<T> got = run_backward(ctx, p, forward, d_out);
         Reference expected = reference(p, forward, d_out);
         // Beyond a sequence's length nothing is written.
         for (std::size_t i = 0; i < got.d_q.size(); ++i) {
@@ -276,17 +276,17 @@ TEST_CASE("attention gradients by their definition, bf16") {
 }
 
 TEST_CASE("attention gradients by differences") {
-    const host on(2);
+    const host ctx(2);
     unsigned seed = 61;
     for (Problem<double>& p : problems<double>()) {
         if (p.shape.queries == 0) {
             continue;
         }
-        Result<double> forward = run(on, p);
+        Result<double> forward = run(ctx, p);
         const std::vector<double> d_out = draw_d_out(p, seed++);
-        const Gradients<double> got = run_backward(on, p, forward, d_out);
+        const Gradients<double> got = run_backward(ctx, p, forward, d_out);
         const auto loss = [&] {
-            const Result<double> again = run(on, p);
+            const Result<double> again = run(ctx, p);
             double sum = 0.0;
             for (std::size_t i = 0; i < again.out.size(); ++i) {
                 sum += again.out[i] == -77.0 ? 0.0 : again.out[i] * d_out[i];
@@ -315,8 +315,8 @@ TEST_CASE("attention gradients by differences") {
                 continue;
             }
             p.log_bias[i] = std::nearbyint(p.log_bias[i] * 1024.0f) / 1024.0f;
-            forward = run(on, p);
-            const double d = run_backward(on, p, forward, d_out).d_bias[i];
+            forward = run(ctx, p);
+            const double d = run_backward(ctx, p, forward, d_out).d_bias[i];
             const double slope = test::difference(
                 static_cast<double>(p.log_bias[i]), 0x1p-9,
                 [&](double x) { p.log_bias[i] = static_cast<float>(x); }, loss);
@@ -337,10 +337,10 @@ TEST_CASE("attention gradients: unseen garbage, rows that see nothing, any threa
             p.k[t * 16 + c] = p.v[t * 16 + c] = std::nanf("");
         }
     }
-    const host on(1);
-    Result<float> forward = run(on, p);
+    const host ctx(1);
+    Result<float> forward = run(ctx, p);
     const std::vector<float> d_out = draw_d_out(p, 2);
-    const Gradients<float> got = run_backward(on, p, forward, d_out);
+    const Gradients<float> got = run_backward(ctx, p, forward, d_out);
     CHECK(forward.lse[0] == -std::numeric_limits<float>::infinity());
     for (std::size_t c = 0; c < 16; ++c) {
         CHECK(got.d_q[c] == 0.0f);  // query 0 sees nothing
@@ -356,7 +356,7 @@ TEST_CASE("attention gradients: unseen garbage, rows that see nothing, any threa
         CHECK(std::memcmp(again.d_k.data(), got.d_k.data(), got.d_k.size() * sizeof(float)) == 0);
         CHECK(std::memcmp(again.d_q.data(), got.d_q.data(), got.d_q.size() * sizeof(float)) == 0);
     }
-    const auto call = [&] { return run_backward(on, p, forward, d_out); };
+    const auto call = [&] { return run_backward(ctx, p, forward, d_out); };
     p.k[4 * 16 + 2] = std::nanf("");
     CHECK_REFUSED(call(), "k[0][0][4]: NaN or infinite");
     p.k[4 * 16 + 2] = 0.0f;
@@ -377,7 +377,7 @@ TEST_CASE("attention gradients: unseen garbage, rows that see nothing, any threa
                                 view_bhsd(grads.d_k.data(), 1, 1, 60, 16),
                                 view_bhsd(grads.d_v.data(), 1, 1, 60, 16)};
     const auto direct = [&] {
-        attend_backward(on, p.attention, p.q_view(), all, p.sequences(), saved, where, {});
+        attend_backward(ctx, p.attention, p.q_view(), all, p.sequences(), saved, where, {});
     };
     CHECK_REFUSED(direct(), "workspace.bytes: 0");
     where.d_log_bias = view_bhs(grads.d_bias.data(), 1, 1, 60);

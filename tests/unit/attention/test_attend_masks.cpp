@@ -202,11 +202,11 @@ TEST_CASE("rows beyond a sequence's own count are never read") {
     reference.expiry.assign(p.planes(), 0);
     std::fill_n(reference.expiry.begin(), 37, never);
     for (const isa set : instruction_sets()) {
-        const host on(1, set);
+        const host ctx(1, set);
         Result<float> result(p.shape);
         std::vector<unsigned char> memory(
-            attend_workspace_bytes(on, p.attention, p.q_view(), all, p.sequences()));
-        attend(on, p.attention, p.q_view(), all, p.sequences(), result.out_view(), result.lse_view(),
+            attend_workspace_bytes(ctx, p.attention, p.q_view(), all, p.sequences()));
+        attend(ctx, p.attention, p.q_view(), all, p.sequences(), result.out_view(), result.lse_view(),
                {memory.data(), memory.size()});
         check(reference, result);
     }
@@ -231,15 +231,15 @@ TEST_CASE("two segments are one list of keys") {
             };
             const kvpolicy::kv_view<float> past = rows(0, before), self = rows(before, chunk);
             for (const isa set : instruction_sets()) {
-                const host on(1, set);
+                const host ctx(1, set);
                 Result<float> result(s);
                 std::vector<unsigned char> memory(
-                    attend_workspace_bytes(on, p.attention, p.q_view(), past, self, p.sequences()));
-                attend(on, p.attention, p.q_view(), past, self, p.sequences(), result.out_view(),
+                    attend_workspace_bytes(ctx, p.attention, p.q_view(), past, self, p.sequences()));
+                attend(ctx, p.attention, p.q_view(), past, self, p.sequences(), result.out_view(),
                        result.lse_view(), {memory.data(), memory.size()});
                 check(p, result);
                 // The same keys in the same order go through the same blocks.
-                const Result<float> whole = run(on, p);
+                const Result<float> whole = run(ctx, p);
                 if (before % 64 == 0) {
                     CHECK(identical(result.out, whole.out));
                 }

@@ -8,7 +8,7 @@ namespace {
 
 struct Call {
     Problem<float> problem{Shape{2, 2, 3, 8, 8, 64, 64}, 1};
-    host on{1};
+    host ctx{1};
     kvpolicy::kv_view<float> all = problem.key_views();
     rows_view<const float> q = problem.q_view();
     Sequences sequences = problem.sequences();
@@ -17,11 +17,11 @@ struct Call {
     plane_view<float> lse = result.lse_view();
     AttentionParams attention;
     std::vector<unsigned char> memory =
-        std::vector<unsigned char>(attend_workspace_bytes(on, attention, q, all, sequences));
+        std::vector<unsigned char>(attend_workspace_bytes(ctx, attention, q, all, sequences));
 
-    void run() { attend(on, attention, q, all, sequences, out, lse, {memory.data(), memory.size()}); }
+    void run() { attend(ctx, attention, q, all, sequences, out, lse, {memory.data(), memory.size()}); }
     void run(const kvpolicy::kv_view<float>& self) {
-        attend(on, attention, q, all, self, sequences, out, lse, {memory.data(), memory.size()});
+        attend(ctx, attention, q, all, self, sequences, out, lse, {memory.data(), memory.size()});
     }
     [[nodiscard]] bool untouched() const {
         for (const float x : result.out) {
@@ -109,15 +109,15 @@ TEST_CASE("lengths, starts and segments") {
 }
 
 TEST_CASE("lengths whose positions 31 bits do not hold") {
-    const host on(1);
+    const host ctx(1);
     constexpr std::int32_t most = 1 << 30;
     const auto bytes = [&](std::int32_t queries, std::int32_t rows) {
         const rows_view<const float> q{nullptr, 0, 2, queries, 8, 0, 0, 0},
             k{nullptr, 0, 1, rows, 8, 0, 0, 0};
         const kv_view all{k, k};
         const Sequences sequences{.batch = 0, .length = queries};
-        static_cast<void>(attend_backward_workspace_bytes<float>(on, {}, q, all, sequences));
-        static_cast<void>(attend_workspace_bytes<float>(on, {}, q, all, sequences));
+        static_cast<void>(attend_backward_workspace_bytes<float>(ctx, {}, q, all, sequences));
+        static_cast<void>(attend_workspace_bytes<float>(ctx, {}, q, all, sequences));
     };
     bytes(most, most);
     CHECK_REFUSED(bytes(most + 1, most),

@@ -36,7 +36,7 @@ TEST_CASE("every group size, double") { shapes_of_type<double>(); }
 
 TEST_CASE("a workspace for the longest call serves every shorter one") {
     const std::int32_t max_queries = 1200, max_keys = 30000;
-    const auto bytes = [](const host& on, std::int32_t heads, std::int32_t queries, std::int32_t rows,
+    const auto bytes = [](const host& ctx, std::int32_t heads, std::int32_t queries, std::int32_t rows,
                           bool two_segments) {
         // Sizes alone count: nothing is read.
         static const float number = 0.0f;
@@ -47,22 +47,22 @@ TEST_CASE("a workspace for the longest call serves every shorter one") {
         const kv_view<float> self{.k = view(heads, queries), .v = view(heads, queries)};
         const Sequences sequences{.batch = 1, .length = queries};
         const rows_view<const float> q = view(2 * heads, queries);
-        return two_segments ? attend_workspace_bytes(on, {}, q, past, self, sequences)
-                            : attend_workspace_bytes(on, {}, q, past, sequences);
+        return two_segments ? attend_workspace_bytes(ctx, {}, q, past, self, sequences)
+                            : attend_workspace_bytes(ctx, {}, q, past, sequences);
     };
     for (const int threads : {1, 3}) {
-        const host on(threads);
+        const host ctx(threads);
         for (const std::int32_t heads : {1, 3, 8, 31, 32}) {
             for (const bool two_segments : {false, true}) {
-                const std::size_t most = bytes(on, heads, max_queries, max_keys, two_segments);
+                const std::size_t most = bytes(ctx, heads, max_queries, max_keys, two_segments);
                 std::size_t before = 0;
                 bool enough = true, rises = true;
                 for (std::int32_t queries = 0; queries <= max_queries; queries += queries < 260 ? 1 : 47) {
-                    const std::size_t now = bytes(on, heads, queries, max_keys, two_segments);
+                    const std::size_t now = bytes(ctx, heads, queries, max_keys, two_segments);
                     rises = rises && now >= before;
                     before = now;
                     for (const std::int32_t rows : {0, 1, 2047, 4096, 9000, 20480}) {
-                        enough = enough && bytes(on, heads, queries, rows, two_segments) <= most;
+                        enough = enough && bytes(ctx, heads, queries, rows, two_segments) <= most;
                     }
                 }
                 CAPTURE(heads);
@@ -158,16 +158,16 @@ TEST_CASE("strides: fused QKV rows, and K and V in one pool") {
     all.k = slice(heads, kv_heads);
     all.v = slice(heads + kv_heads, kv_heads);
     for (const isa set : instruction_sets()) {
-        const host on(1, set);
+        const host ctx(1, set);
         Result<float> result(p.shape);
         std::vector<unsigned char> memory(
-            attend_workspace_bytes(on, p.attention, slice(0, heads), all, p.sequences()));
-        attend(on, p.attention, slice(0, heads), all, p.sequences(), result.out_view(), result.lse_view(),
+            attend_workspace_bytes(ctx, p.attention, slice(0, heads), all, p.sequences()));
+        attend(ctx, p.attention, slice(0, heads), all, p.sequences(), result.out_view(), result.lse_view(),
                {memory.data(), memory.size()});
         check(p, result);
         // Outputs go through strides too, and lse may be left out: [B, S, Hq, D].
         std::vector<float> transposed(result.out.size());
-        attend(on, p.attention, slice(0, heads), all, p.sequences(),
+        attend(ctx, p.attention, slice(0, heads), all, p.sequences(),
                view_bshd(transposed.data(), batch, length, heads, dim), {}, {memory.data(), memory.size()});
         bool same = true;
         for (std::int32_t b = 0; b < batch; ++b) {
@@ -189,11 +189,11 @@ TEST_CASE("a stride beyond 32 bits of elements between heads is a 64-bit product
     auto all = p.key_views();
     all.k.batch_stride = std::int64_t{1} << 40;  // never multiplied by more than 0
     all.v.batch_stride = std::int64_t{1} << 40;
-    const host on(1);
+    const host ctx(1);
     Result<float> result(p.shape);
     std::vector<unsigned char> memory(
-        attend_workspace_bytes(on, p.attention, p.q_view(), all, p.sequences()));
-    attend(on, p.attention, p.q_view(), all, p.sequences(), result.out_view(), result.lse_view(),
+        attend_workspace_bytes(ctx, p.attention, p.q_view(), all, p.sequences()));
+    attend(ctx, p.attention, p.q_view(), all, p.sequences(), result.out_view(), result.lse_view(),
            {memory.data(), memory.size()});
     check(p, result);
 }

@@ -69,7 +69,7 @@ double reference(const Case& c, const test::Tensor<double>& q, const test::Tenso
 }
 
 template <class T>
-void check(const host& on, const Case& c, double tolerance, std::mt19937& generator) {
+void check(const host& ctx, const Case& c, double tolerance, std::mt19937& generator) {
     CAPTURE(c.length);
     CAPTURE(c.window);
     CAPTURE(c.look_ahead);
@@ -87,11 +87,11 @@ void check(const host& on, const Case& c, double tolerance, std::mt19937& genera
 
     const AttentionParams attention{.logits_soft_cap = c.logits_soft_cap};
     const Sequences sequences{.batch = 1, .length = c.length};
-    test::Workspace workspace(future_mass_workspace_bytes<T>(on, q.view(), k.view()));
+    test::Workspace workspace(future_mass_workspace_bytes<T>(ctx, q.view(), k.view()));
     test::Plane<float> lse(1, q.heads, c.length, -7.0f), target(1, k.heads, c.length, -7.0f);
     const test::Tensor<T>& cq = q;
     const test::Tensor<T>& ck = k;
-    causal_lse<T>(on, attention, cq.view(), ck.view(), sequences, lse.view(), workspace);
+    causal_lse<T>(ctx, attention, cq.view(), ck.view(), sequences, lse.view(), workspace);
     for (std::int32_t hq = 0; hq < q.heads; ++hq) {
         for (std::int32_t d = 0; d < c.length; ++d) {
             double sum = 0.0;
@@ -115,7 +115,7 @@ void check(const host& on, const Case& c, double tolerance, std::mt19937& genera
     options.normalize = c.normalize;
     options.aggregate = c.aggregate;
     const test::Plane<float>& clse = lse;
-    future_mass<T>(on, attention, cq.view(), ck.view(), clse.view(), sequences, target.view(), workspace,
+    future_mass<T>(ctx, attention, cq.view(), ck.view(), clse.view(), sequences, target.view(), workspace,
                    options);
     for (std::int32_t h = 0; h < k.heads; ++h) {
         for (std::int32_t t = 0; t < c.length; ++t) {
@@ -130,34 +130,35 @@ void check(const host& on, const Case& c, double tolerance, std::mt19937& genera
 }  // namespace
 
 TEST_CASE("future mass by its definition") {
-    const host on{2};
+    const host ctx{2};
     std::mt19937 generator(1);
     const float infinity = std::numeric_limits<float>::infinity();
     // fp32: logits have |x| up to about 20 and 64 terms, so their error is a few times 2^-24 * 20; times
     // beta in exponents.
     for (const std::int32_t length : {0, 1, 2, 5, 23, 24, 25, 63, 64, 65, 200}) {
         for (const float beta : {1.0f, 2.0f, 4.0f, infinity}) {
-            check<float>(on, {length, 2, 3, 16, 4, unlimited, beta, true, group_aggregate::max}, 5e-5,
+            check<float>(ctx, {length, 2, 3, 16, 4, unlimited, beta, true, group_aggregate::max}, 5e-5,
                          generator);
         }
-        check<float>(on, {length, 1, 2, 64, 1, unlimited, 1.0f, false, group_aggregate::mean}, 5e-5,
+        check<float>(ctx, {length, 1, 2, 64, 1, unlimited, 1.0f, false, group_aggregate::mean}, 5e-5,
                      generator);
-        check<float>(on, {length, 1, 1, 8, 7, 10, 2.0f, true, group_aggregate::mean}, 5e-5, generator);
-        check<float>(on, {length, 1, 1, 8, 300, 0, 1.0f, true, group_aggregate::max}, 5e-5, generator);
-        check<float>(on, {length, 1, 5, 8, 3, 0, 1.0f, true, group_aggregate::max, 5.0f}, 5e-5, generator);
-        check<bf16>(on, {length, 2, 2, 16, 4, unlimited, 2.0f, true, group_aggregate::max}, 5e-5, generator);
-        check<double>(on, {length, 2, 2, 16, 4, 30, 3.0f, true, group_aggregate::max, 8.0f}, 3e-6, generator);
+        check<float>(ctx, {length, 1, 1, 8, 7, 10, 2.0f, true, group_aggregate::mean}, 5e-5, generator);
+        check<float>(ctx, {length, 1, 1, 8, 300, 0, 1.0f, true, group_aggregate::max}, 5e-5, generator);
+        check<float>(ctx, {length, 1, 5, 8, 3, 0, 1.0f, true, group_aggregate::max, 5.0f}, 5e-5, generator);
+        check<bf16>(ctx, {length, 2, 2, 16, 4, unlimited, 2.0f, true, group_aggregate::max}, 5e-5, generator);
+        check<double>(ctx, {length, 2, 2, 16, 4, 30, 3.0f, true, group_aggregate::max, 8.0f}, 3e-6,
+                      generator);
     }
 }
 
 TEST_CASE("future mass refuses what it cannot mean") {
-    const host on{1};
+    const host ctx{1};
     test::Tensor<float> q(1, 4, 8, 16), k(1, 2, 8, 16);
     test::Plane<float> lse(1, 4, 8), target(1, 2, 8);
     Sequences sequences{.batch = 1, .length = 8};
-    test::Workspace workspace(future_mass_workspace_bytes<float>(on, q.view(), k.view()));
+    test::Workspace workspace(future_mass_workspace_bytes<float>(ctx, q.view(), k.view()));
     const auto call = [&](const FutureMassOptions& options, workspace_view provided) {
-        future_mass<float>(on, {}, q.view(), k.view(), lse.view(), sequences, target.view(), provided,
+        future_mass<float>(ctx, {}, q.view(), k.view(), lse.view(), sequences, target.view(), provided,
                            options);
     };
     FutureMassOptions options;
@@ -186,13 +187,13 @@ TEST_CASE("future mass refuses what it cannot mean") {
         plane_view<const float> of_lse = std::as_const(lse).view();
         plane_view<float> of_target = target.view();
         spoil(of_q, of_k, of_lse, of_target);
-        future_mass<float>(on, {}, of_q, of_k, of_lse, sequences, of_target, workspace);
+        future_mass<float>(ctx, {}, of_q, of_k, of_lse, sequences, of_target, workspace);
     };
     const auto sums = [&](auto&& spoil) {
         rows_view<const float> of_q = std::as_const(q).view(), of_k = std::as_const(k).view();
         plane_view<float> of_lse = lse.view();
         spoil(of_q, of_k, of_lse);
-        causal_lse<float>(on, {}, of_q, of_k, sequences, of_lse, workspace);
+        causal_lse<float>(ctx, {}, of_q, of_k, sequences, of_lse, workspace);
     };
     CHECK_REFUSED(mass([](auto& of_q, auto&...) { of_q.data = nullptr; }), "q: null is not allowed");
     CHECK_REFUSED(mass([](auto&, auto& of_k, auto&...) { of_k.data = nullptr; }), "k: null is not allowed");
@@ -220,7 +221,7 @@ TEST_CASE("future mass refuses what it cannot mean") {
     const auto bytes = [&](std::int32_t heads, std::int32_t length, std::int32_t dim) {
         const rows_view<const float> of_q{nullptr, 1, heads, length, dim, 0, 0, 0},
             of_k{nullptr, 1, 2, length, dim, 0, 0, 0};
-        static_cast<void>(future_mass_workspace_bytes<float>(on, of_q, of_k));
+        static_cast<void>(future_mass_workspace_bytes<float>(ctx, of_q, of_k));
     };
     CHECK_REFUSED(bytes(4, -1, 8), "q: 1 x 4 x -1");
     CHECK_REFUSED(bytes(3, 8, 8), "q.heads: 3");
@@ -228,7 +229,7 @@ TEST_CASE("future mass refuses what it cannot mean") {
 }
 
 TEST_CASE("a window beyond the sequence leaves no future, however large it is") {
-    const host on{2};
+    const host ctx{2};
     std::mt19937 generator(5);
     const std::int32_t lengths[] = {8, 0, 3};
     test::Tensor<float> q(3, 2, 8, 16), k(3, 1, 8, 16);
@@ -236,8 +237,8 @@ TEST_CASE("a window beyond the sequence leaves no future, however large it is") 
     k.fill_normal(generator);
     const Sequences sequences{.batch = 3, .length = 8, .lengths = lengths};
     test::Plane<float> lse(3, 2, 8);
-    test::Workspace workspace(future_mass_workspace_bytes<float>(on, q.view(), k.view()));
-    causal_lse<float>(on, {}, std::as_const(q).view(), std::as_const(k).view(), sequences, lse.view(),
+    test::Workspace workspace(future_mass_workspace_bytes<float>(ctx, q.view(), k.view()));
+    causal_lse<float>(ctx, {}, std::as_const(q).view(), std::as_const(k).view(), sequences, lse.view(),
                       workspace);
     for (const std::int32_t window : {8, 9, 1 << 30, 2147483640, 2147483647}) {
         for (const std::int32_t look_ahead : {0, 5, 2147483646, unlimited}) {
@@ -245,7 +246,7 @@ TEST_CASE("a window beyond the sequence leaves no future, however large it is") 
             FutureMassOptions options;
             options.window = window;
             options.look_ahead = look_ahead;
-            future_mass<float>(on, {}, std::as_const(q).view(), std::as_const(k).view(),
+            future_mass<float>(ctx, {}, std::as_const(q).view(), std::as_const(k).view(),
                                std::as_const(lse).view(), sequences, target.view(), workspace, options);
             bool none = true;
             for (std::int32_t b = 0; b < 3; ++b) {

@@ -21,13 +21,13 @@ std::vector<isa> instruction_sets() {
 }
 
 template <class P, class T>
-std::vector<expiry_t> mask_of(const host& on, const P& policy, const BaselineCase& one,
+std::vector<expiry_t> mask_of(const host& ctx, const P& policy, const BaselineCase& one,
                               const std::vector<T>& q, const std::vector<T>& k, std::int32_t prompt) {
     const auto queries = view_bhsd<const T>(q.data(), 1, one.heads(), one.length, one.dim);
     const auto keys = view_bhsd<const T>(k.data(), 1, one.kv_heads, one.length, one.dim);
     std::vector<expiry_t> expiry(static_cast<std::size_t>(one.kv_heads * one.length), -7);
-    test::Workspace workspace(build_observed_mask_workspace_bytes(on, policy, queries, keys));
-    build_observed_mask(on, policy, one.attention, queries, keys, {.batch = 1, .length = one.length},
+    test::Workspace workspace(build_observed_mask_workspace_bytes(ctx, policy, queries, keys));
+    build_observed_mask(ctx, policy, one.attention, queries, keys, {.batch = 1, .length = one.length},
                         view_bhs(expiry.data(), 1, one.kv_heads, one.length), workspace, {.prompt = prompt});
     for (expiry_t& end : expiry) {
         end = std::min(end, one.length);
@@ -62,8 +62,8 @@ void check_masses() {
             end = end == one.length ? never : end;
         }
         for (const isa set : instruction_sets()) {
-            const host on(2, set);
-            test::Workspace workspace(received_mass_workspace_bytes<T>(on, queries, keys));
+            const host ctx(2, set);
+            test::Workspace workspace(received_mass_workspace_bytes<T>(ctx, queries, keys));
             for (const bool sparse : {false, true}) {
                 mask_view mask;
                 if (sparse) {
@@ -76,7 +76,7 @@ void check_masses() {
                                                                        : one.window;
                 }
                 std::vector<float> mass(expiry.size(), -1.0f);
-                received_mass<T>(on, one.attention, queries, keys, mask, {.batch = 1, .length = one.length},
+                received_mass<T>(ctx, one.attention, queries, keys, mask, {.batch = 1, .length = one.length},
                                  view_bhs(mass.data(), 1, one.kv_heads, one.length), workspace, options);
                 std::int64_t wrong = 0;
                 const std::vector<double>& expected = sparse ? one.sparse_mass : one.mass;
@@ -102,7 +102,7 @@ TEST_CASE("masses, double") { check_masses<double>(); }
 
 TEST_CASE(
     "a batch with lengths is its sequences one by one; what is beyond a length is not read or written") {
-    const host on{2};
+    const host ctx{2};
     BaselineCase one{};
     one.kv_heads = 2, one.group = 2, one.length = 40, one.dim = 16, one.seed = 5;
     std::vector<float> q, k;
@@ -128,8 +128,8 @@ TEST_CASE(
         const auto queries = view_bhsd<const float>(q.data(), 2, 4, 40, 16);
         const auto keys = view_bhsd<const float>(k.data(), 2, 2, 40, 16);
         std::vector<expiry_t> expiry(2 * 2 * 40, -7);
-        test::Workspace workspace(build_observed_mask_workspace_bytes(on, policy, queries, keys));
-        build_observed_mask(on, policy, {}, queries, keys, {.batch = 2, .length = 40, .lengths = lengths},
+        test::Workspace workspace(build_observed_mask_workspace_bytes(ctx, policy, queries, keys));
+        build_observed_mask(ctx, policy, {}, queries, keys, {.batch = 2, .length = 40, .lengths = lengths},
                             view_bhs(expiry.data(), 2, 2, 40), workspace, {.prompt = 10});
         for (std::int32_t b = 0; b < 2; ++b) {
             const auto part = [&](const rows_view<const float>& rows) {
@@ -140,36 +140,37 @@ TEST_CASE(
                 return mine;
             };
             std::vector<expiry_t> alone(2 * 40, -7);
-            build_observed_mask(on, policy, {}, part(queries), part(keys), {.batch = 1, .length = lengths[b]},
-                                view_bhs(alone.data(), 1, 2, 40), workspace, {.prompt = 10});
+            build_observed_mask(ctx, policy, {}, part(queries), part(keys),
+                                {.batch = 1, .length = lengths[b]}, view_bhs(alone.data(), 1, 2, 40),
+                                workspace, {.prompt = 10});
             CHECK(std::equal(alone.begin(), alone.end(), expiry.begin() + b * 80));
         }
     }
 }
 
 TEST_CASE("each way to take a prompt is its own, and the same every time") {
-    const host one_thread{1}, on{3};
+    const host one_thread{1}, ctx{3};
     const BaselineCase& one = test::baseline_cases()[1];
     const std::vector<float> q = one.drawn<float>(0), k = one.drawn<float>(1);
     std::vector<std::vector<expiry_t>> found;
     for (const ObservedPrefill prefill :
          {ObservedPrefill::dense_then_prune(), ObservedPrefill::in_chunks(16), ObservedPrefill::stepwise()}) {
         const auto policy = h2o_for_total(16, 8, {prefill});
-        found.push_back(mask_of(on, policy, one, q, k, unlimited));
+        found.push_back(mask_of(ctx, policy, one, q, k, unlimited));
         CHECK(found.back() == mask_of(one_thread, policy, one, q, k, unlimited));
-        CHECK(found.back() == mask_of(on, policy, one, q, k, unlimited));
+        CHECK(found.back() == mask_of(ctx, policy, one, q, k, unlimited));
     }
     CHECK(found[0] != found[1]);
     CHECK(found[1] != found[2]);
     // A prompt step by step, and no prompt.
-    CHECK(found[2] == mask_of(on, h2o_for_total(16, 8), one, q, k, 0));
+    CHECK(found[2] == mask_of(ctx, h2o_for_total(16, 8), one, q, k, 0));
     // Chunks that are the prompt.
     CHECK(found[0] ==
-          mask_of(on, h2o_for_total(16, 8, {ObservedPrefill::in_chunks(500)}), one, q, k, unlimited));
+          mask_of(ctx, h2o_for_total(16, 8, {ObservedPrefill::in_chunks(500)}), one, q, k, unlimited));
 }
 
 TEST_CASE("a query sees at most the budget and itself, or the block") {
-    const host on{1};
+    const host ctx{1};
     for (const BaselineCase& one : test::baseline_cases()) {
         CAPTURE(one.seed);
         for (std::int32_t h = 0; h < one.kv_heads; ++h) {
@@ -186,7 +187,7 @@ TEST_CASE("a query sees at most the budget and itself, or the block") {
 }
 
 TEST_CASE("refusals") {
-    const host on{1};
+    const host ctx{1};
     CHECK_REFUSED(h2o_for_total(-1), "total budget: -1 is not allowed; it must be 0 or more");
     CHECK_REFUSED(h2o_for_total(7, 8),
                   "total budget: 7 is not allowed; it must be at least the recent keys, 8");
@@ -200,7 +201,7 @@ TEST_CASE("refusals") {
     one.kv_heads = 2, one.group = 2, one.length = 9, one.dim = 8, one.seed = 1;
     std::vector<float> q = one.drawn<float>(0), k = one.drawn<float>(1);
     const auto check = [&](const auto& policy, const std::string& text) {
-        CHECK_REFUSED(mask_of(on, policy, one, q, k, unlimited), text);
+        CHECK_REFUSED(mask_of(ctx, policy, one, q, k, unlimited), text);
     };
     check(snapkv_for_total(32, 4, {.pooling = MassPooling::mean(4)}),
           "pooling width: 4 is not allowed; it must be odd");
@@ -209,7 +210,7 @@ TEST_CASE("refusals") {
     check(TOVA<>{Window<1>{}, TopKBudget<>{per_head(budgets, 1, 2)}, LastMass{}},
           "sinks, window and budget of head 1: 0, 1, 4 is not allowed; it must be those of head 0 (0, 1, 3)");
     // Heads that decide for themselves may differ.
-    CHECK(mask_of(on,
+    CHECK(mask_of(ctx,
                   TOVA<>{Window<1>{}, TopKBudget<>{per_head(budgets, 1, 2)}, LastMass{.whole_layer = false}},
                   one, q, k, 0)
               .size() == 18);
@@ -224,22 +225,22 @@ TEST_CASE("refusals") {
     std::vector<expiry_t> expiry(18);
     const auto out = view_bhs(expiry.data(), 1, 2, 9);
     const auto policy = h2o_for_total(4);
-    test::Workspace workspace(build_observed_mask_workspace_bytes(on, policy, queries, keys));
-    CHECK_REFUSED(build_observed_mask(on, policy, {}, queries, keys, {.batch = 1, .length = 9}, out, {}),
+    test::Workspace workspace(build_observed_mask_workspace_bytes(ctx, policy, queries, keys));
+    CHECK_REFUSED(build_observed_mask(ctx, policy, {}, queries, keys, {.batch = 1, .length = 9}, out, {}),
                   "workspace.bytes");
-    CHECK_REFUSED(build_observed_mask(on, policy, {}, queries, keys, {.batch = 1, .length = 9}, out,
+    CHECK_REFUSED(build_observed_mask(ctx, policy, {}, queries, keys, {.batch = 1, .length = 9}, out,
                                       workspace, {.prompt = -1}),
                   "prompt: -1");
     CHECK_REFUSED(
-        build_observed_mask(on, policy, {}, queries, keys, {.batch = 1, .length = 10}, out, workspace),
+        build_observed_mask(ctx, policy, {}, queries, keys, {.batch = 1, .length = 10}, out, workspace),
         "sequences.length");
     const std::int32_t edges[] = {0, 9};
     CHECK_REFUSED(
-        build_observed_mask(on, policy, {}, queries, keys,
+        build_observed_mask(ctx, policy, {}, queries, keys,
                             {.batch = 1, .length = 9, .cu_seqlens = edges, .segments = 1}, out, workspace),
         "cu_seqlens");
     std::vector<float> mass(18);
-    CHECK_REFUSED(received_mass<float>(on, {}, queries, keys, {}, {.batch = 1, .length = 9},
+    CHECK_REFUSED(received_mass<float>(ctx, {}, queries, keys, {}, {.batch = 1, .length = 9},
                                        view_bhs(mass.data(), 1, 2, 9), workspace, {.queries = -1}),
                   "queries: -1");
 }

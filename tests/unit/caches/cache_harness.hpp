@@ -43,7 +43,7 @@ struct CacheUnderTest {
     std::vector<unsigned char> memory;
     std::vector<std::unique_ptr<std::vector<unsigned char>>> slabs;
 
-    CacheUnderTest(const kvpolicy::host& on, const Sizes& sizes, const P& policy,
+    CacheUnderTest(const kvpolicy::host& ctx, const Sizes& sizes, const P& policy,
                    kvpolicy::position_t rebase_limit, const typename P::scorer_type* scorers = nullptr,
                    std::int32_t page_size = 1)
         : cache(make(kvpolicy::CacheShape{.layers = 1,
@@ -56,12 +56,12 @@ struct CacheUnderTest {
                      sizes, policy, scorers)),
           memory(cache.bytes().total(), 0xff) {
         cache.rebase_limit(rebase_limit);
-        cache.bind(on, memory.data(), memory.size());
+        cache.bind(ctx, memory.data(), memory.size());
     }
 
-    void add_slab(const kvpolicy::host& on) requires pooled {
+    void add_slab(const kvpolicy::host& ctx) requires pooled {
         slabs.push_back(std::make_unique<std::vector<unsigned char>>(cache.slab_bytes(), 0xff));
-        cache.add_slab(on, slabs.back()->data(), slabs.back()->size());
+        cache.add_slab(ctx, slabs.back()->data(), slabs.back()->size());
     }
 
     std::vector<kvpolicy::position_t> sorted_positions(std::int32_t seq, std::int32_t head) const {
@@ -131,11 +131,11 @@ double difference(const Tensor<T>& a, const Tensor<T>& b) {
 /// Feeds tokens [from, from + count) of every sequence; one token goes through step, more through prefill. A
 /// cache that runs out of pages grows by a slab and tries the rest again.
 template <class P, class T, template <class, class> class Kind>
-void feed(const kvpolicy::host& on, CacheUnderTest<P, T, Kind>& under_test, const Inputs<T>& in,
+void feed(const kvpolicy::host& ctx, CacheUnderTest<P, T, Kind>& under_test, const Inputs<T>& in,
           Tensor<T>& out, std::int32_t from, std::int32_t count, bool as_step) {
     const kvpolicy::Batch batch{.count = in.q.batch, .length = count};
     const auto ref = under_test.cache.layer(0);
-    Workspace workspace(kvpolicy::workspace_bytes(on, ref, {.batch = in.q.batch, .tokens = count}));
+    Workspace workspace(kvpolicy::workspace_bytes(ctx, ref, {.batch = in.q.batch, .tokens = count}));
     test::Extras extras;
     if constexpr (P::ranked && P::scorer_type::when == kvpolicy::score_time::given) {
         extras.scores = in.scores.tokens(from, count);
@@ -145,12 +145,12 @@ void feed(const kvpolicy::host& on, CacheUnderTest<P, T, Kind>& under_test, cons
         std::vector<std::uint32_t> status(tokens.size(), 0);
         const kvpolicy::Batch rest{.count = in.q.batch, .q_len = tokens.data(), .length = count};
         if (as_step) {
-            kvpolicy::step(on, ref,
+            kvpolicy::step(ctx, ref,
                            test::step_io(rest, in.q.tokens(from, count), in.k.tokens(from, count),
                                          in.v.tokens(from, count), out.tokens(from, count), extras),
                            workspace, {.status = status.data()});
         } else {
-            kvpolicy::prefill(on, ref,
+            kvpolicy::prefill(ctx, ref,
                               test::step_io(rest, in.q.tokens(from, count), in.k.tokens(from, count),
                                             in.v.tokens(from, count), out.tokens(from, count), extras),
                               workspace, {.status = status.data()});
@@ -165,14 +165,14 @@ void feed(const kvpolicy::host& on, CacheUnderTest<P, T, Kind>& under_test, cons
         }
         if constexpr (CacheUnderTest<P, T, Kind>::pooled) {
             if (again) {
-                under_test.add_slab(on);
+                under_test.add_slab(ctx);
             }
         } else if (again) {
             FAIL_CHECK("a cache of fixed size ran out of pages");
             return;
         }
     }
-    under_test.cache.advance(on, batch);
+    under_test.cache.advance(ctx, batch);
 }
 
 /// Softmax weights are at most 1 and sum to 1, so an output differs by a few units in the last place of the
@@ -182,14 +182,14 @@ inline constexpr double output_tolerance = 64 * 1.2e-7 * 5.0;
 
 /// mask = steps = one chunk = random chunks, for one policy whose scores are given, in one kind of cache.
 template <template <class, class> class Kind, class T = float, class P>
-void check_policy_in(const kvpolicy::host& on, const P& policy, const Sizes& sizes, Scores kind,
+void check_policy_in(const kvpolicy::host& ctx, const P& policy, const Sizes& sizes, Scores kind,
                      std::mt19937& generator, kvpolicy::position_t rebase_limit = kvpolicy::rebase_limit,
                      std::int32_t page_size = 1) {
     CAPTURE(name(kind));
     CAPTURE(sizes.length);
     CAPTURE(page_size);
     const auto fresh = [&] {
-        return CacheUnderTest<P, T, Kind>(on, sizes, policy, rebase_limit, nullptr, page_size);
+        return CacheUnderTest<P, T, Kind>(ctx, sizes, policy, rebase_limit, nullptr, page_size);
     };
     const Inputs<T> in(sizes, kind, generator);
     const kvpolicy::Sequences sequences{.batch = sizes.batch, .length = sizes.length};
@@ -197,14 +197,14 @@ void check_policy_in(const kvpolicy::host& on, const P& policy, const Sizes& siz
 
     Plane<kvpolicy::expiry_t> expiry(sizes.batch, sizes.kv_heads, sizes.length, -7);
     Workspace mask_workspace(
-        kvpolicy::build_mask_workspace_bytes(on, policy, sequences, sizes.kv_heads, options));
-    kvpolicy::build_mask(on, policy, in.scores.view(), sequences, expiry.view(), mask_workspace, options);
+        kvpolicy::build_mask_workspace_bytes(ctx, policy, sequences, sizes.kv_heads, options));
+    kvpolicy::build_mask(ctx, policy, in.scores.view(), sequences, expiry.view(), mask_workspace, options);
 
     Tensor<T> by_mask(sizes.batch, sizes.kv_heads * sizes.group, sizes.length, sizes.dim);
     const kvpolicy::kv_view<T> keys{.k = in.k.view(), .v = in.v.view(), .mask = {.expiry = expiry.view()}};
     Workspace attention_workspace(
-        kvpolicy::attend_workspace_bytes(on, kvpolicy::AttentionParams{}, in.q.view(), keys, sequences));
-    kvpolicy::attend(on, kvpolicy::AttentionParams{}, in.q.view(), keys, sequences, by_mask.view(), {},
+        kvpolicy::attend_workspace_bytes(ctx, kvpolicy::AttentionParams{}, in.q.view(), keys, sequences));
+    kvpolicy::attend(ctx, kvpolicy::AttentionParams{}, in.q.view(), keys, sequences, by_mask.view(), {},
                      attention_workspace);
 
     CacheUnderTest<P, T, Kind> stepped = fresh();
@@ -212,7 +212,7 @@ void check_policy_in(const kvpolicy::host& on, const P& policy, const Sizes& siz
     by_steps.fill(std::numeric_limits<float>::quiet_NaN());
     bool same = true;
     for (std::int32_t q = 0; q < sizes.length; ++q) {
-        feed(on, stepped, in, by_steps, q, 1, true);
+        feed(ctx, stepped, in, by_steps, q, 1, true);
         for (std::int32_t b = 0; b < sizes.batch; ++b) {
             for (std::int32_t h = 0; h < sizes.kv_heads; ++h) {
                 const bool equal = stepped.sorted_positions(b, h) == visible(expiry.view().head(b, h), q);
@@ -235,7 +235,7 @@ void check_policy_in(const kvpolicy::host& on, const P& policy, const Sizes& siz
         std::int32_t at = 0;
         bool equal = true;
         for (const std::int32_t chunk : chunks) {
-            feed(on, chunked, in, out, at, chunk, steps_between && chunk == 1);
+            feed(ctx, chunked, in, out, at, chunk, steps_between && chunk == 1);
             at += chunk;
             for (std::int32_t b = 0; b < sizes.batch && at > 0; ++b) {
                 for (std::int32_t h = 0; h < sizes.kv_heads; ++h) {
@@ -291,15 +291,15 @@ bool bounded(const P& policy, std::int32_t kv_heads) {
 
 /// The same in every kind of cache that can hold the policy.
 template <class T = float, class P>
-void check_policy(const kvpolicy::host& on, const P& policy, const Sizes& sizes, Scores kind,
+void check_policy(const kvpolicy::host& ctx, const P& policy, const Sizes& sizes, Scores kind,
                   std::mt19937& generator, kvpolicy::position_t rebase_limit = kvpolicy::rebase_limit) {
     if constexpr (!P::has_keep && (!P::has_gate || P::has_budget)) {
         if (bounded(policy, sizes.kv_heads)) {
-            check_policy_in<Fixed, T>(on, policy, sizes, kind, generator, rebase_limit);
+            check_policy_in<Fixed, T>(ctx, policy, sizes, kind, generator, rebase_limit);
         }
     }
     constexpr std::int32_t pages[] = {1, 2, 3, 5, 16};
-    check_policy_in<Dual, T>(on, policy, sizes, kind, generator, rebase_limit, pages[generator() % 5]);
+    check_policy_in<Dual, T>(ctx, policy, sizes, kind, generator, rebase_limit, pages[generator() % 5]);
 }
 
 }  // namespace test

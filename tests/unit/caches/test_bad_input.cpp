@@ -47,24 +47,24 @@ CacheShape with(std::int32_t CacheShape::*member, std::int32_t value) {
 }  // namespace
 
 TEST_CASE("a cache that was moved from is unbound, and the other goes on") {
-    const host on{1};
+    const host ctx{1};
     FixedBudgetCache<P, float> from(good, policy());
     std::vector<unsigned char> memory(from.bytes().total());
-    from.bind(on, memory.data(), memory.size());
+    from.bind(ctx, memory.data(), memory.size());
     FixedBudgetCache<P, float> to(std::move(from));
     CHECK(to.length(0) == 0);
     // What is left of it is what this test is about.
-    CHECK_REFUSED(from.layer(0), "cache: unbound");                   // NOLINT(bugprone-use-after-move)
-    CHECK_REFUSED(from.advance(on, {.count = 1}), "cache: unbound");  // NOLINT(bugprone-use-after-move)
-    CHECK_REFUSED(from.length(0), "cache: unbound");                  // NOLINT(bugprone-use-after-move)
-    CHECK_REFUSED(from.bind(on, memory.data(), memory.size()),        // NOLINT(bugprone-use-after-move)
+    CHECK_REFUSED(from.layer(0), "cache: unbound");                    // NOLINT(bugprone-use-after-move)
+    CHECK_REFUSED(from.advance(ctx, {.count = 1}), "cache: unbound");  // NOLINT(bugprone-use-after-move)
+    CHECK_REFUSED(from.length(0), "cache: unbound");                   // NOLINT(bugprone-use-after-move)
+    CHECK_REFUSED(from.bind(ctx, memory.data(), memory.size()),        // NOLINT(bugprone-use-after-move)
                   "cache: moved from is not allowed");
     CHECK_REFUSED(static_cast<void>(from.rows(0)),  // NOLINT(bugprone-use-after-move)
                   "cache: moved from is not allowed; it must be one that still has its policy");
     CHECK(to.length(0) == 0);
     CHECK(to.rows(0) > 0);
     from = std::move(to);
-    from.clear(on, 0);
+    from.clear(ctx, 0);
     CHECK(from.length(0) == 0);
     CHECK_REFUSED(to.layer(0), "cache: unbound");  // NOLINT(bugprone-use-after-move)
 }
@@ -175,20 +175,20 @@ TEST_CASE("sizes whose product no address space holds do not wrap to small ones"
 }
 
 TEST_CASE("memory: unbound, null, too small by a byte") {
-    const host on(1);
+    const host ctx(1);
     FixedBudgetCache<P, float> cache(good, policy());
     CHECK_REFUSED(cache.layer(0),
                   "cache: unbound is not allowed; it must be bound to memory by bind() first");
     CHECK_REFUSED(cache.length(0), "cache: unbound");
-    CHECK_REFUSED(cache.clear(on, 0), "cache: unbound");
-    CHECK_REFUSED(cache.advance(on, {.count = 1}), "cache: unbound");
+    CHECK_REFUSED(cache.clear(ctx, 0), "cache: unbound");
+    CHECK_REFUSED(cache.advance(ctx, {.count = 1}), "cache: unbound");
     CHECK_REFUSED(cache.usage(0, 0, 0), "cache: unbound");
     CHECK_REFUSED(cache.retained(0, 0, 0, nullptr), "cache: unbound");
     std::vector<unsigned char> memory(cache.bytes().total(), 0xab);
-    CHECK_REFUSED(cache.bind(on, nullptr, memory.size()),
+    CHECK_REFUSED(cache.bind(ctx, nullptr, memory.size()),
                   "buffer: null is not allowed; it must be memory of bytes().total()");
     CHECK_REFUSED(
-        cache.bind(on, memory.data(), memory.size() - 1),
+        cache.bind(ctx, memory.data(), memory.size() - 1),
         "buffer_bytes: " + std::to_string(memory.size() - 1) +
             " is not allowed; it must be at least bytes().total() = " + std::to_string(memory.size()));
     CHECK_REFUSED(cache.layer(0), "cache: unbound");
@@ -199,60 +199,60 @@ TEST_CASE("memory: unbound, null, too small by a byte") {
 }
 
 TEST_CASE("layers, sequences and heads out of range") {
-    const host on(1);
-    test::BoundCache<P, float> under_test(on, good, policy());
+    const host ctx(1);
+    test::BoundCache<P, float> under_test(ctx, good, policy());
     const std::vector<unsigned char> before = under_test.memory;
     auto& cache = under_test.cache;
     CHECK_REFUSED(cache.layer(2), "layer: 2 is not allowed; it must be 0 to 1");
     CHECK_REFUSED(cache.layer(-1), "layer: -1");
     CHECK_REFUSED(cache.rows(2), "layer: 2 is not allowed; it must be 0 to 1");
     CHECK_REFUSED(cache.rows(-1), "layer: -1");
-    CHECK_REFUSED(workspace_bytes(on, cache.layer(0), {.batch = -1, .tokens = 1}),
+    CHECK_REFUSED(workspace_bytes(ctx, cache.layer(0), {.batch = -1, .tokens = 1}),
                   "size.batch: -1 is not allowed; it must be 0 or more");
-    CHECK_REFUSED(workspace_bytes(on, cache.layer(0), {.batch = 1, .tokens = -2}), "size.tokens: -2");
+    CHECK_REFUSED(workspace_bytes(ctx, cache.layer(0), {.batch = 1, .tokens = -2}), "size.tokens: -2");
     CHECK_REFUSED(cache.length(3), "seq: 3 is not allowed; it must be 0 to 2");
-    CHECK_REFUSED(cache.clear(on, -1), "seq: -1");
+    CHECK_REFUSED(cache.clear(ctx, -1), "seq: -1");
     CHECK_REFUSED(cache.usage(0, 0, 2), "head: 2 is not allowed; it must be 0 to 1");
     CHECK_REFUSED(cache.usage(2, 0, 0), "layer: 2");
     CHECK_REFUSED(cache.usage(0, 3, 0), "seq: 3");
     CHECK_REFUSED(cache.retained(0, 0, -1, nullptr), "head: -1");
     const std::int32_t far[] = {0, 3}, twice[] = {1, 1}, negative[] = {1, -2};
-    CHECK_REFUSED(cache.advance(on, {.count = 2, .seq_ids = far}),
+    CHECK_REFUSED(cache.advance(ctx, {.count = 2, .seq_ids = far}),
                   "batch.seq_ids[1]: 3 is not allowed; it must be 0 to 2");
-    CHECK_REFUSED(cache.advance(on, {.count = 2, .seq_ids = twice}),
+    CHECK_REFUSED(cache.advance(ctx, {.count = 2, .seq_ids = twice}),
                   "batch.seq_ids[1]: 1 is not allowed; it must be a sequence that no other entry names");
-    CHECK_REFUSED(cache.advance(on, {.count = 2, .q_len = negative}), "batch tokens[1]: -2");
-    CHECK_REFUSED(cache.advance(on, {.count = 4}),
+    CHECK_REFUSED(cache.advance(ctx, {.count = 2, .q_len = negative}), "batch tokens[1]: -2");
+    CHECK_REFUSED(cache.advance(ctx, {.count = 4}),
                   "batch.count: 4 is not allowed; it must be 0 to the cache's max_sequences, 3");
-    CHECK_REFUSED(cache.advance(on, {.count = -1}), "batch.count: -1");
+    CHECK_REFUSED(cache.advance(ctx, {.count = -1}), "batch.count: -1");
     CHECK(under_test.memory == before);
 }
 
 TEST_CASE("max_sequences named twice are found among any number of them, the first entry first") {
-    const host on(1);
+    const host ctx(1);
     using One = Policy<Window<1>>;
     for (const std::int32_t max_sequences : {63, 64, 65, 4096, 4097, 9000}) {
         test::BoundCache<One, float> under_test(
-            on, {.max_sequences = max_sequences, .query_heads = 1, .kv_heads = 1, .head_dim = 8});
+            ctx, {.max_sequences = max_sequences, .query_heads = 1, .kv_heads = 1, .head_dim = 8});
         std::vector<std::int32_t> named(static_cast<std::size_t>(max_sequences));
         for (std::int32_t i = 0; i < max_sequences; ++i) {
             named[static_cast<std::size_t>(i)] = max_sequences - 1 - i;
         }
         const Batch batch{.count = max_sequences, .seq_ids = named.data(), .length = 0};
-        under_test.cache.advance(on, batch);
+        under_test.cache.advance(ctx, batch);
         named[40] = named[17];
         named[30] = named[29];
-        CHECK_REFUSED(under_test.cache.advance(on, batch),
+        CHECK_REFUSED(under_test.cache.advance(ctx, batch),
                       "batch.seq_ids[30]: " + std::to_string(named[29]) +
                           " is not allowed; it must be a sequence that no other entry names");
         named[30] = max_sequences - 1;
-        CHECK_REFUSED(under_test.cache.advance(on, batch),
+        CHECK_REFUSED(under_test.cache.advance(ctx, batch),
                       "batch.seq_ids[30]: " + std::to_string(max_sequences - 1));
         named[30] = max_sequences - 1 - 30;
         named[40] = max_sequences - 1 - 40;
         named.back() = named[0];
         CHECK_REFUSED(
-            under_test.cache.advance(on, batch),
+            under_test.cache.advance(ctx, batch),
             "batch.seq_ids[" + std::to_string(max_sequences - 1) + "]: " + std::to_string(max_sequences - 1));
         CHECK(under_test.cache.length(max_sequences - 1) == 0);
     }
@@ -287,19 +287,19 @@ struct Arguments {
 /// them with the text, nothing written.
 class Refusals {
   public:
-    Refusals() : on_(1), cache_(on_, good, policy()) {
+    Refusals() : ctx_(1), cache_(ctx_, good, policy()) {
         Arguments start(bytes());
         const Batch batch{.count = 3, .length = 5};
         for (std::int32_t layer = 0; layer < 2; ++layer) {
             prefill(
-                on_, cache_.cache.layer(layer),
+                ctx_, cache_.cache.layer(layer),
                 test::step_io(batch, start.q_view, start.k_view, start.v_view, start.out_view, start.extras),
                 start.workspace);
         }
-        cache_.cache.advance(on_, batch);
+        cache_.cache.advance(ctx_, batch);
     }
     [[nodiscard]] std::size_t bytes() const {
-        return workspace_bytes(on_, cache_.cache.layer(1), {.batch = 3, .tokens = 5});
+        return workspace_bytes(ctx_, cache_.cache.layer(1), {.batch = 3, .tokens = 5});
     }
 
     void check(const std::string& text, const std::function<void(Arguments&)>& spoil, bool for_step = true,
@@ -312,19 +312,19 @@ class Refusals {
             CAPTURE(which);
             if (which == 0 && for_step) {
                 CHECK_REFUSED(
-                    (step(on_, ref,
+                    (step(ctx_, ref,
                           test::step_io(a.batch, a.q_view, a.k_view, a.v_view, a.out_view, a.extras),
                           a.workspace)),
                     text);
             } else if (which == 1 && for_prefill) {
                 CHECK_REFUSED(
-                    (prefill(on_, ref,
+                    (prefill(ctx_, ref,
                              test::step_io(a.batch, a.q_view, a.k_view, a.v_view, a.out_view, a.extras),
                              a.workspace)),
                     text);
             } else if (which == 2 && for_attend) {
                 CHECK_REFUSED(
-                    (attend(on_, ref,
+                    (attend(ctx_, ref,
                             {.q = a.q_view, .out = a.out_view, .batch = a.batch, .lse = a.extras.lse},
                             a.workspace)),
                     text);
@@ -336,7 +336,7 @@ class Refusals {
     }
 
   private:
-    host on_;
+    host ctx_;
     test::BoundCache<P, float> cache_;
 };
 
@@ -370,33 +370,33 @@ TEST_CASE("batches: counts, sequences and lengths") {
 }
 
 TEST_CASE("what a batch leaves out is what q has") {
-    const host on(1);
-    test::BoundCache<P, float> under_test(on, with(&CacheShape::max_draft_tokens, 5), policy());
+    const host ctx(1);
+    test::BoundCache<P, float> under_test(ctx, with(&CacheShape::max_draft_tokens, 5), policy());
     const auto ref = under_test.cache.layer(0);
-    Arguments a(workspace_bytes(on, ref, {.batch = 3, .tokens = 5}));
+    Arguments a(workspace_bytes(ctx, ref, {.batch = 3, .tokens = 5}));
     const auto io = [&](const Batch& batch) {
         return test::step_io(batch, a.q_view, a.k_view, a.v_view, a.out_view, a.extras);
     };
-    append_draft(on, ref, io({.count = 3}), a.workspace);
+    append_draft(ctx, ref, io({.count = 3}), a.workspace);
     CHECK(ref.num_draft[2] == 5);
     // A step takes one token: a chunk is not cut silently.
-    CHECK_REFUSED((step(on, ref, io({.count = 3}), a.workspace)),
+    CHECK_REFUSED((step(ctx, ref, io({.count = 3}), a.workspace)),
                   "batch tokens[0]: 5 is not allowed; it must be 0 to 1 (a step takes one token; prefill "
                   "takes chunks)");
-    CHECK_REFUSED((attend(on, ref, io({}), a.workspace)), "batch tokens[0]: 5");
-    prefill(on, ref, io({}), a.workspace);
+    CHECK_REFUSED((attend(ctx, ref, io({}), a.workspace)), "batch tokens[0]: 5");
+    prefill(ctx, ref, io({}), a.workspace);
     for (const std::int32_t seq : {0, 1, 2}) {
         CHECK(ref.appended[seq] == 5);
     }
-    CHECK_REFUSED((step(on, ref, StepIO<float>{}, a.workspace)),
+    CHECK_REFUSED((step(ctx, ref, StepIO<float>{}, a.workspace)),
                   "q.batch: 0 is not allowed; it must be 1 or more where io.batch.count is not set");
     const std::int32_t edges[] = {0, 5};
     StepIO<float> packed = io({});
     packed.cu_seqlens = edges;
-    CHECK_REFUSED((prefill(on, ref, packed, a.workspace)),
+    CHECK_REFUSED((prefill(ctx, ref, packed, a.workspace)),
                   "io.batch.count: not set is not allowed; it must be the entries that io.cu_seqlens packs");
     packed.batch.count = 1;
-    CHECK_REFUSED((attend(on, ref, packed, a.workspace)), "io.cu_seqlens: given");
+    CHECK_REFUSED((attend(ctx, ref, packed, a.workspace)), "io.cu_seqlens: given");
 }
 
 TEST_CASE("a head_dim and its parts that contradict each other") {
@@ -416,22 +416,22 @@ TEST_CASE("a head_dim and its parts that contradict each other") {
 }
 
 TEST_CASE("sizes that a workspace is asked for") {
-    const host on(1);
+    const host ctx(1);
     const FixedBudgetCache<P, float> unbound(good, policy());
-    CHECK_REFUSED(unbound.workspace_bytes(on, {.batch = -1}),
+    CHECK_REFUSED(unbound.workspace_bytes(ctx, {.batch = -1}),
                   "size.batch: -1 is not allowed; it must be 0 or more");
-    CHECK_REFUSED(unbound.workspace_bytes(on, {.tokens = -2}),
+    CHECK_REFUSED(unbound.workspace_bytes(ctx, {.tokens = -2}),
                   "size.tokens: -2 is not allowed; it must be 0 or more");
-    CHECK_REFUSED(unbound.step_workspace_bytes(on, -3), "size.batch: -3");
+    CHECK_REFUSED(unbound.step_workspace_bytes(ctx, -3), "size.batch: -3");
     CHECK_REFUSED(unbound.nhd(nullptr, nullptr, nullptr, nullptr, {.batch = -1}), "size.batch: -1");
     CHECK_REFUSED(unbound.hnd(nullptr, nullptr, nullptr, nullptr, {.tokens = -1}), "size.tokens: -1");
     // Needs no memory, and says what the bound cache says.
-    test::BoundCache<P, float> bound(on, good, policy());
-    CHECK(unbound.workspace_bytes(on, {.batch = 3, .tokens = 5}) ==
-          bound.cache.workspace_bytes(on, {.batch = 3, .tokens = 5}));
-    CHECK(unbound.workspace_bytes(on, {.batch = 3, .tokens = 5}) >=
-          workspace_bytes(on, bound.cache.layer(0), {.batch = 3, .tokens = 5}));
-    CHECK(unbound.step_workspace_bytes(on, 3) == bound.cache.step_workspace_bytes(on, 3));
+    test::BoundCache<P, float> bound(ctx, good, policy());
+    CHECK(unbound.workspace_bytes(ctx, {.batch = 3, .tokens = 5}) ==
+          bound.cache.workspace_bytes(ctx, {.batch = 3, .tokens = 5}));
+    CHECK(unbound.workspace_bytes(ctx, {.batch = 3, .tokens = 5}) >=
+          workspace_bytes(ctx, bound.cache.layer(0), {.batch = 3, .tokens = 5}));
+    CHECK(unbound.step_workspace_bytes(ctx, 3) == bound.cache.step_workspace_bytes(ctx, 3));
 }
 
 TEST_CASE("run-time parts that nobody set") {
@@ -443,24 +443,24 @@ TEST_CASE("run-time parts that nobody set") {
     CHECK_REFUSED(Cache(good, P{Sink<>{1}, Window<>{3}, {}}), "budget k: not set");
     using D = Policy<Window<3>, TopKBudget<4>, Decay<dynamic>>;
     CHECK_REFUSED((FixedBudgetCache<D, float>{good}), "decay step n: not set");
-    const host on(1);
+    const host ctx(1);
     expiry_t expiry[4] = {};
     using Kept = Policy<Window<2>, Stride<>>;
-    CHECK_REFUSED(build_mask(on, Kept{}, {}, {.batch = 1, .length = 4}, view_bhs(expiry, 1, 1, 4), {}),
+    CHECK_REFUSED(build_mask(ctx, Kept{}, {}, {.batch = 1, .length = 4}, view_bhs(expiry, 1, 1, 4), {}),
                   "stride n: not set is not allowed; it must be a number: Stride<>{n}");
 }
 
 TEST_CASE("a layer takes a token once, and every layer does") {
-    const host on(1);
-    test::BoundCache<P, float> under_test(on, with(&CacheShape::max_draft_tokens, 5), policy());
+    const host ctx(1);
+    test::BoundCache<P, float> under_test(ctx, with(&CacheShape::max_draft_tokens, 5), policy());
     auto& cache = under_test.cache;
-    Arguments a(workspace_bytes(on, cache.layer(0), {.batch = 3, .tokens = 5}));
+    Arguments a(workspace_bytes(ctx, cache.layer(0), {.batch = 3, .tokens = 5}));
     const Batch two{.count = 2, .length = 1}, three{.count = 3, .length = 1};
     const auto take = [&](std::int32_t layer, const Batch& batch) {
         a.q_view.batch = a.k_view.batch = a.v_view.batch = a.out_view.batch = batch.count;
         a.extras.scores.batch = a.extras.lse.batch = batch.count;
-        step(on, cache.layer(layer), test::step_io(batch, a.q_view, a.k_view, a.v_view, a.out_view, a.extras),
-             a.workspace);
+        step(ctx, cache.layer(layer),
+             test::step_io(batch, a.q_view, a.k_view, a.v_view, a.out_view, a.extras), a.workspace);
     };
     take(0, two);
     const std::vector<unsigned char> before = under_test.memory;
@@ -469,30 +469,30 @@ TEST_CASE("a layer takes a token once, and every layer does") {
         "already: advance(batch) once, after the last layer";
     CHECK_REFUSED(take(0, two), again);
     CHECK_REFUSED(
-        (prefill(on, cache.layer(0),
+        (prefill(ctx, cache.layer(0),
                  test::step_io({.count = 2, .length = 1}, a.q_view, a.k_view, a.v_view, a.out_view, a.extras),
                  a.workspace)),
         again);
-    CHECK_REFUSED(cache.advance(on, two),
+    CHECK_REFUSED(cache.advance(ctx, two),
                   "tokens of entry 0: 1 is not allowed; it must be the 0 that layer 1 has taken: advance() "
                   "takes the same "
                   "Batch as the layers, and every layer takes a token once");
     CHECK(under_test.memory == before);
     CHECK(cache.length(0) == 0);
     take(1, two);
-    CHECK_REFUSED(cache.advance(on, {.count = 2, .length = 2}),
+    CHECK_REFUSED(cache.advance(ctx, {.count = 2, .length = 2}),
                   "tokens of entry 0: 2 is not allowed; it must be the 1 that layer 0 has taken");
-    cache.advance(on, two);
-    CHECK_REFUSED(cache.advance(on, two),
+    cache.advance(ctx, two);
+    CHECK_REFUSED(cache.advance(ctx, two),
                   "tokens of entry 0: 1 is not allowed; it must be the 0 that layer 0");
     // Sequences are apart, and a sequence that is cleared begins anew.
     take(0, three);
-    cache.clear(on, 1);
+    cache.clear(ctx, 1);
     CHECK_REFUSED(take(0, three), "has taken 1 of sequence 0");
     const std::int32_t second[] = {1};
     take(0, {.count = 1, .seq_ids = second, .length = 1});
     take(1, three);
-    cache.advance(on, three);
+    cache.advance(ctx, three);
     CHECK(cache.length(0) == 2);
     CHECK(cache.length(1) == 1);
     // MaxDraftTokens are no tokens until they are committed.
@@ -501,53 +501,53 @@ TEST_CASE("a layer takes a token once, and every layer does") {
     const Batch four{.count = 3, .length = 4};
     for (std::int32_t layer = 0; layer < 2; ++layer) {
         for (int turn = 0; turn < 2; ++turn) {
-            append_draft(on, cache.layer(layer),
+            append_draft(ctx, cache.layer(layer),
                          test::step_io(four, a.q_view, a.k_view, a.v_view, a.out_view, a.extras),
                          a.workspace);
         }
-        accept(on, cache.layer(layer), three, a.workspace);
-        CHECK_REFUSED((accept(on, cache.layer(layer), three, a.workspace)),
+        accept(ctx, cache.layer(layer), three, a.workspace);
+        CHECK_REFUSED((accept(ctx, cache.layer(layer), three, a.workspace)),
                       "0 to the 0 that sequence 0 has drafted");
     }
-    cache.advance(on, three);
+    cache.advance(ctx, three);
     CHECK(cache.length(0) == 3);
 }
 
 TEST_CASE("advance without a batch, or without tokens, moves by what the layers have appended") {
-    const host on(1);
-    test::BoundCache<P, float> under_test(on, good, policy());
+    const host ctx(1);
+    test::BoundCache<P, float> under_test(ctx, good, policy());
     auto& cache = under_test.cache;
-    Arguments a(cache.workspace_bytes(on, {.batch = 3, .tokens = 5}));
+    Arguments a(cache.workspace_bytes(ctx, {.batch = 3, .tokens = 5}));
     const std::int32_t tokens[] = {5, 0, 2};
     const auto take = [&](std::int32_t layer, const Batch& batch) {
-        prefill(on, cache.layer(layer),
+        prefill(ctx, cache.layer(layer),
                 test::step_io(batch, a.q_view, a.k_view, a.v_view, a.out_view, a.extras), a.workspace);
     };
-    cache.advance(on);  // nothing was appended: nothing moves
+    cache.advance(ctx);  // nothing was appended: nothing moves
     take(0, {.q_len = tokens});
     take(1, {.q_len = tokens});
-    cache.advance(on);
-    CHECK(cache.length(on, 0) == 5);
-    CHECK(cache.length(on, 1) == 0);
-    CHECK(cache.length(on, 2) == 2);
+    cache.advance(ctx);
+    CHECK(cache.length(ctx, 0) == 5);
+    CHECK(cache.length(ctx, 1) == 0);
+    CHECK(cache.length(ctx, 2) == 2);
     take(0, {});
-    CHECK_REFUSED(cache.advance(on),
+    CHECK_REFUSED(cache.advance(ctx),
                   "tokens of entry 0: 5 is not allowed; it must be the 0 that layer 1 has taken");
-    CHECK_REFUSED(cache.advance(on, {.count = 1}), "tokens of entry 0: 5 is not allowed");
+    CHECK_REFUSED(cache.advance(ctx, {.count = 1}), "tokens of entry 0: 5 is not allowed");
     // With a status word per entry the sequences whose layers agree move, and the others say why they do not.
     take(1, {.count = 3, .q_len = tokens});
     std::uint32_t status[3] = {};
-    cache.advance(on, {}, {.status = status});
+    cache.advance(ctx, {}, {.status = status});
     CHECK(status[0] == status_ok);
     CHECK(status[1] == status_layer_skipped);
     CHECK(status[2] == status_layer_skipped);
-    CHECK(cache.length(on, 0) == 10);
-    CHECK(cache.length(on, 1) == 0);
-    CHECK(cache.length(on, 2) == 2);
+    CHECK(cache.length(ctx, 0) == 10);
+    CHECK(cache.length(ctx, 1) == 0);
+    CHECK(cache.length(ctx, 2) == 2);
     // A sequence that a batch names must have a token.
-    CHECK_REFUSED(cache.advance(on, {.count = 1}),
+    CHECK_REFUSED(cache.advance(ctx, {.count = 1}),
                   "tokens of entry 0: 1 is not allowed; it must be the 0 that layer 0");
-    cache.advance(on, {.count = 1}, {.status = status});
+    cache.advance(ctx, {.count = 1}, {.status = status});
     CHECK(status[0] == status_layer_skipped);
 }
 
@@ -556,31 +556,31 @@ TEST_CASE("scores beside a policy's own scorer") {
     const std::vector<float> weight(2 * 24, 0.5f);
     const Own own{
         {}, {}, {.heads = 2, .head_dim_qk = 16, .head_dim_vo = 8, .weights = {.weight = weight.data()}}};
-    const host on(1);
-    test::BoundCache<Own, float> under_test(on, good, own);
+    const host ctx(1);
+    test::BoundCache<Own, float> under_test(ctx, good, own);
     const auto ref = under_test.cache.layer(0);
-    Arguments a(workspace_bytes(on, ref, {.batch = 3, .tokens = 5}));
+    Arguments a(workspace_bytes(ctx, ref, {.batch = 3, .tokens = 5}));
     const std::string text =
         "io.scores: given is not allowed; it must be nothing, since this policy has a scorer of its own";
     CHECK_REFUSED(
-        (step(on, ref,
+        (step(ctx, ref,
               test::step_io({.count = 3, .length = 1}, a.q_view, a.k_view, a.v_view, a.out_view, a.extras),
               a.workspace)),
         text);
     CHECK_REFUSED(
-        (prefill(on, ref,
+        (prefill(ctx, ref,
                  test::step_io({.count = 3, .length = 5}, a.q_view, a.k_view, a.v_view, a.out_view, a.extras),
                  a.workspace)),
         text);
     a.extras.scores = {};
-    step(on, ref,
+    step(ctx, ref,
          test::step_io({.count = 3, .length = 1}, a.q_view, a.k_view, a.v_view, a.out_view, a.extras),
          a.workspace);
 }
 
 TEST_CASE("a NaN score of a key that its position keeps is never read, as in a mask") {
     using Kept = Policy<Window<3>, TopKBudget<2>, Stride<4>>;
-    const host on(1);
+    const host ctx(1);
     const Kept policy;
     constexpr std::int32_t tokens = 12;
     constexpr float nan = std::numeric_limits<float>::quiet_NaN();
@@ -588,8 +588,8 @@ TEST_CASE("a NaN score of a key that its position keeps is never read, as in a m
     scores[4] = scores[8] = nan;
     std::vector<expiry_t> expiry(tokens);
     const Sequences sequences{.batch = 1, .length = tokens};
-    test::Workspace for_mask(build_mask_workspace_bytes(on, policy, sequences, 1));
-    build_mask(on, policy, view_bhs(std::as_const(scores).data(), 1, 1, tokens), sequences,
+    test::Workspace for_mask(build_mask_workspace_bytes(ctx, policy, sequences, 1));
+    build_mask(ctx, policy, view_bhs(std::as_const(scores).data(), 1, 1, tokens), sequences,
                view_bhs(expiry.data(), 1, 1, tokens), for_mask);
     std::vector<position_t> visible;
     for (std::int32_t t = 0; t < tokens; ++t) {
@@ -599,22 +599,22 @@ TEST_CASE("a NaN score of a key that its position keeps is never read, as in a m
     }
     const CacheShape shape{.query_heads = 1, .kv_heads = 1, .head_dim_qk = 8, .head_dim_vo = 8};
     for (const bool steps : {true, false}) {
-        test::BoundDual<Kept, float> bound(on, shape, {.slab_pages = 20, .max_slabs = 1, .max_seq_len = 20},
+        test::BoundDual<Kept, float> bound(ctx, shape, {.slab_pages = 20, .max_slabs = 1, .max_seq_len = 20},
                                            policy, nullptr);
-        bound.add_slab(on);
+        bound.add_slab(ctx);
         const auto ref = bound.cache.layer(0);
-        test::Workspace scratch(workspace_bytes(on, ref, {.batch = 1, .tokens = tokens}));
+        test::Workspace scratch(workspace_bytes(ctx, ref, {.batch = 1, .tokens = tokens}));
         const auto take = [&](std::int32_t first, std::int32_t count) {
             const auto rows = view_bhsd(std::as_const(x).data(), 1, 1, count, 8);
             const auto to = view_bhsd(out.data(), 1, 1, count, 8);
             const Batch batch{.count = 1, .length = count};
             const test::Extras extras{.scores = view_bhs(std::as_const(scores).data() + first, 1, 1, count)};
             if (steps) {
-                step(on, ref, test::step_io(batch, rows, rows, rows, to, extras), scratch);
+                step(ctx, ref, test::step_io(batch, rows, rows, rows, to, extras), scratch);
             } else {
-                prefill(on, ref, test::step_io(batch, rows, rows, rows, to, extras), scratch);
+                prefill(ctx, ref, test::step_io(batch, rows, rows, rows, to, extras), scratch);
             }
-            bound.cache.advance(on, batch);
+            bound.cache.advance(ctx, batch);
         };
         for (std::int32_t t = 0; steps && t < tokens; ++t) {
             take(t, 1);
@@ -625,13 +625,13 @@ TEST_CASE("a NaN score of a key that its position keeps is never read, as in a m
         CHECK(bound.sorted(0, 0, 0) == visible);
     }
     // Others are read, and refused by their place.
-    test::BoundDual<Kept, float> bound(on, shape, {.slab_pages = 20, .max_slabs = 1, .max_seq_len = 20},
+    test::BoundDual<Kept, float> bound(ctx, shape, {.slab_pages = 20, .max_slabs = 1, .max_seq_len = 20},
                                        policy, nullptr);
-    bound.add_slab(on);
-    test::Workspace scratch(workspace_bytes(on, bound.cache.layer(0), {.batch = 1, .tokens = tokens}));
+    bound.add_slab(ctx);
+    test::Workspace scratch(workspace_bytes(ctx, bound.cache.layer(0), {.batch = 1, .tokens = tokens}));
     scores[5] = nan;
     const auto rows = view_bhsd(std::as_const(x).data(), 1, 1, tokens, 8);
-    CHECK_REFUSED((prefill(on, bound.cache.layer(0),
+    CHECK_REFUSED((prefill(ctx, bound.cache.layer(0),
                            {.q = rows,
                             .k = rows,
                             .v = rows,
@@ -679,27 +679,27 @@ TEST_CASE("tensors: shapes and null pointers, each by name") {
 }
 
 TEST_CASE("a workspace that is too small by a byte") {
-    const host on(2);
-    test::BoundCache<P, float> under_test(on, good, policy());
+    const host ctx(2);
+    test::BoundCache<P, float> under_test(ctx, good, policy());
     const auto ref = under_test.cache.layer(0);
-    Arguments a(workspace_bytes(on, ref, {.batch = 3, .tokens = 5}));
-    const std::size_t for_step = workspace_bytes(on, ref, {.batch = 3, .tokens = 1}),
-                      for_chunk = workspace_bytes(on, ref, {.batch = 3, .tokens = 5});
+    Arguments a(workspace_bytes(ctx, ref, {.batch = 3, .tokens = 5}));
+    const std::size_t for_step = workspace_bytes(ctx, ref, {.batch = 3, .tokens = 1}),
+                      for_chunk = workspace_bytes(ctx, ref, {.batch = 3, .tokens = 5});
     const auto message = [](std::size_t bytes) {
         return "workspace.bytes: " + std::to_string(bytes - 1) + " is not allowed; it must be at least " +
                std::to_string(bytes);
     };
     const std::vector<unsigned char> before = under_test.memory;
     CHECK_REFUSED(
-        (step(on, ref,
+        (step(ctx, ref,
               test::step_io({.count = 3, .length = 1}, a.q_view, a.k_view, a.v_view, a.out_view, a.extras),
               {a.workspace.data, for_step - 1})),
         message(for_step));
-    CHECK_REFUSED((attend(on, ref, {.q = a.q_view, .out = a.out_view, .batch = {.count = 3, .length = 1}},
+    CHECK_REFUSED((attend(ctx, ref, {.q = a.q_view, .out = a.out_view, .batch = {.count = 3, .length = 1}},
                           {a.workspace.data, for_step - 1})),
                   message(for_step));
     CHECK_REFUSED(
-        (prefill(on, ref,
+        (prefill(ctx, ref,
                  test::step_io({.count = 3, .length = 5}, a.q_view, a.k_view, a.v_view, a.out_view, a.extras),
                  {a.workspace.data, for_chunk - 1})),
         message(for_chunk));
@@ -707,43 +707,43 @@ TEST_CASE("a workspace that is too small by a byte") {
 }
 
 TEST_CASE("an export without arrays") {
-    const host on(1);
-    test::BoundCache<P, float> under_test(on, good, policy());
+    const host ctx(1);
+    test::BoundCache<P, float> under_test(ctx, good, policy());
     const auto ref = under_test.cache.layer(0);
     std::vector<std::int32_t> numbers(7, -9);
-    CHECK_REFUSED(export_heads(on, ref, {.count = 3}, {nullptr, numbers.data(), numbers.data(), 7}),
+    CHECK_REFUSED(export_heads(ctx, ref, {.count = 3}, {nullptr, numbers.data(), numbers.data(), 7}),
                   "pages.indptr: null");
-    CHECK_REFUSED(export_heads(on, ref, {.count = 3}, {numbers.data(), nullptr, nullptr, 0}),
+    CHECK_REFUSED(export_heads(ctx, ref, {.count = 3}, {numbers.data(), nullptr, nullptr, 0}),
                   "pages.last_page_len: null");
-    CHECK_REFUSED(export_heads(on, ref, {.count = 3}, {numbers.data(), nullptr, numbers.data(), -1}),
+    CHECK_REFUSED(export_heads(ctx, ref, {.count = 3}, {numbers.data(), nullptr, numbers.data(), -1}),
                   "pages.indices_capacity: -1");
-    CHECK_REFUSED(export_heads(on, ref, {.count = 4}, {numbers.data(), numbers.data(), numbers.data(), 7}),
+    CHECK_REFUSED(export_heads(ctx, ref, {.count = 4}, {numbers.data(), numbers.data(), numbers.data(), 7}),
                   "batch.count: 4");
     CHECK(std::count(numbers.begin(), numbers.end(), -9) == 7);
 }
 
 TEST_CASE("an empty batch and empty entries are no error") {
-    const host on(1);
-    test::BoundCache<P, float> under_test(on, good, policy());
+    const host ctx(1);
+    test::BoundCache<P, float> under_test(ctx, good, policy());
     const auto ref = under_test.cache.layer(0);
     const std::vector<unsigned char> before = under_test.memory;
-    test::Workspace workspace(workspace_bytes(on, ref, {.batch = 3, .tokens = 1}));
+    test::Workspace workspace(workspace_bytes(ctx, ref, {.batch = 3, .tokens = 1}));
     const rows_view<const float> no_q{nullptr, 0, 4, 0, 16}, no_k{nullptr, 0, 2, 0, 16},
         no_v{nullptr, 0, 2, 0, 8};
     const rows_view<float> no_out{nullptr, 0, 4, 0, 8};
-    step(on, ref, {.q = no_q, .k = no_k, .v = no_v, .out = no_out, .batch = {.count = 0}}, workspace);
-    prefill(on, ref, {.q = no_q, .k = no_k, .v = no_v, .out = no_out, .batch = {.count = 0}}, workspace);
-    attend(on, ref, {.q = no_q, .out = no_out, .batch = {.count = 0}}, workspace);
-    under_test.cache.advance(on, {.count = 0});
+    step(ctx, ref, {.q = no_q, .k = no_k, .v = no_v, .out = no_out, .batch = {.count = 0}}, workspace);
+    prefill(ctx, ref, {.q = no_q, .k = no_k, .v = no_v, .out = no_out, .batch = {.count = 0}}, workspace);
+    attend(ctx, ref, {.q = no_q, .out = no_out, .batch = {.count = 0}}, workspace);
+    under_test.cache.advance(ctx, {.count = 0});
     Arguments a(workspace.memory.size());
     const std::int32_t nothing[] = {0, 0, 0};
-    step(on, ref,
+    step(ctx, ref,
          test::step_io({.count = 3, .q_len = nothing}, a.q_view, a.k_view, a.v_view, a.out_view, a.extras),
          workspace);
-    prefill(on, ref,
+    prefill(ctx, ref,
             test::step_io({.count = 3, .q_len = nothing}, a.q_view, a.k_view, a.v_view, a.out_view, a.extras),
             workspace);
-    attend(on, ref, {.q = a.q_view, .out = a.out_view, .batch = {.count = 3, .q_len = nothing}}, workspace);
+    attend(ctx, ref, {.q = a.q_view, .out = a.out_view, .batch = {.count = 3, .q_len = nothing}}, workspace);
     CHECK(under_test.memory == before);
     CHECK(std::all_of(a.out.data.begin(), a.out.data.end(), [](float x) { return x == -55.0f; }));
 }

@@ -71,7 +71,7 @@ struct Call {
 };
 
 template <class T, class P>
-void check_joins_and_leaves(const host& on, const P& policy, std::uint32_t seed, position_t rebase_limit) {
+void check_joins_and_leaves(const host& ctx, const P& policy, std::uint32_t seed, position_t rebase_limit) {
     std::mt19937 generator(seed);
     const CacheShape shape{.layers = layers,
                            .max_sequences = seq_ids,
@@ -82,14 +82,14 @@ void check_joins_and_leaves(const host& on, const P& policy, std::uint32_t seed,
                            .page_size = 3};
     CacheShape one = shape;
     one.max_sequences = 1;
-    test::BoundCache<P, T> batched(on, shape, policy, nullptr, {}, rebase_limit);
+    test::BoundCache<P, T> batched(ctx, shape, policy, nullptr, {}, rebase_limit);
     std::vector<test::Shadow<P, T>> shadows;
     for (std::int32_t layer = 0; layer < layers; ++layer) {
         shadows.emplace_back(policy, shape, layer, AttentionParams{}, rebase_limit);
     }
     std::vector<std::unique_ptr<test::BoundCache<P, T>>> alone;
     for (std::int32_t seq = 0; seq < seq_ids; ++seq) {
-        alone.push_back(std::make_unique<test::BoundCache<P, T>>(on, one, policy, nullptr, AttentionParams{},
+        alone.push_back(std::make_unique<test::BoundCache<P, T>>(ctx, one, policy, nullptr, AttentionParams{},
                                                                  rebase_limit));
     }
     std::vector<position_t> lengths(seq_ids, 0);
@@ -103,8 +103,8 @@ void check_joins_and_leaves(const host& on, const P& policy, std::uint32_t seed,
             for (std::int32_t other = 0; other < seq_ids; ++other) {
                 before.push_back(batched.slot_bytes(0, other));
             }
-            batched.cache.clear(on, seq);
-            alone[static_cast<std::size_t>(seq)]->cache.clear(on, 0);
+            batched.cache.clear(ctx, seq);
+            alone[static_cast<std::size_t>(seq)]->cache.clear(ctx, 0);
             for (auto& shadow : shadows) {
                 shadow.clear(seq);
             }
@@ -146,7 +146,7 @@ void check_joins_and_leaves(const host& on, const P& policy, std::uint32_t seed,
                     before.push_back(batched.slot_bytes(l, seq));
                 }
             }
-            test::call<P, T>(on, batched, layer, batch, in.q.view(), in.k.view(), in.v.view(), in.out.view(),
+            test::call<P, T>(ctx, batched, layer, batch, in.q.view(), in.k.view(), in.v.view(), in.out.view(),
                              {.scores = in.scores.view(), .lse = in.lse.view()}, as_steps);
             for (std::int32_t l = 0; l < layers; ++l) {
                 for (std::int32_t seq = 0; seq < seq_ids; ++seq) {
@@ -171,7 +171,7 @@ void check_joins_and_leaves(const host& on, const P& policy, std::uint32_t seed,
                 test::Tensor<T> out(1, query_heads, length, dim);
                 out.fill(-55.0f);
                 const Batch own{.count = 1, .length = mine};
-                test::call<P, T>(on, single, layer, own, entry(std::as_const(in.q).view()),
+                test::call<P, T>(ctx, single, layer, own, entry(std::as_const(in.q).view()),
                                  entry(std::as_const(in.k).view()), entry(std::as_const(in.v).view()),
                                  out.view(), {.scores = entry(std::as_const(in.scores).view())}, as_steps);
                 const T* batch_out = in.out.view().row(i, 0, 0);
@@ -195,12 +195,12 @@ void check_joins_and_leaves(const host& on, const P& policy, std::uint32_t seed,
                 }
             }
         }
-        batched.cache.advance(on, batch);
+        batched.cache.advance(ctx, batch);
         for (std::int32_t i = 0; i < count; ++i) {
             const std::int32_t seq = named[static_cast<std::size_t>(i)],
                                mine = q_len[static_cast<std::size_t>(i)];
             lengths[static_cast<std::size_t>(seq)] += mine;
-            alone[static_cast<std::size_t>(seq)]->cache.advance(on, {.count = 1, .length = mine});
+            alone[static_cast<std::size_t>(seq)]->cache.advance(ctx, {.count = 1, .length = mine});
         }
         for (std::int32_t seq = 0; seq < seq_ids; ++seq) {
             same_lengths =
@@ -223,23 +223,23 @@ void check_joins_and_leaves(const host& on, const P& policy, std::uint32_t seed,
 }  // namespace
 
 TEST_CASE("sequences join and leave, in any order, with any number of tokens") {
-    const host on(2);
+    const host ctx(2);
     for (const std::uint32_t seed : {1u, 2u, 3u, 4u}) {
         CAPTURE(seed);
-        check_joins_and_leaves<float>(on, budget_policy(), seed, seed % 2 == 0 ? 7 : rebase_limit);
+        check_joins_and_leaves<float>(ctx, budget_policy(), seed, seed % 2 == 0 ? 7 : rebase_limit);
     }
     check_joins_and_leaves<bf16>(host(1), budget_policy(), 5, rebase_limit);
     const Policy<Sink<2>, Window<3>, ThresholdGate<above>, TopKBudget<4>, Decay<1>> gated{
         {}, {}, ThresholdGate<above>{0.25f}, {}, Decay<1>{-0.05f}};
     check_joins_and_leaves<float>(host(3), gated, 6, 11);
-    check_joins_and_leaves<float>(on, Policy<Sink<1>, Window<4>>{}, 7, rebase_limit);
+    check_joins_and_leaves<float>(ctx, Policy<Sink<1>, Window<4>>{}, 7, rebase_limit);
 }
 
 TEST_CASE("usage: rows in use, and a length that no count of rows can tell") {
-    const host on(1);
+    const host ctx(1);
     using P = Policy<Sink<3>, Window<4>, TopKBudget<8>>;
     test::BoundCache<P, float> under_test(
-        on, {.query_heads = 1, .kv_heads = 1, .head_dim_qk = 8, .head_dim_vo = 8, .page_size = 4});
+        ctx, {.query_heads = 1, .kv_heads = 1, .head_dim_qk = 8, .head_dim_vo = 8, .page_size = 4});
     std::mt19937 generator(2);
     test::Tensor<float> x(1, 1, 1, 8), out(1, 1, 1, 8);
     test::Plane<float> scores(1, 1, 1);
@@ -254,12 +254,12 @@ TEST_CASE("usage: rows in use, and a length that no count of rows can tell") {
         CHECK(now.capacity == 15);
         x.fill_normal(generator);
         scores.data[0] = static_cast<float>(generator() % 5);
-        test::call<P, float>(on, under_test, 0, {.count = 1}, x.view(), x.view(), x.view(), out.view(),
+        test::call<P, float>(ctx, under_test, 0, {.count = 1}, x.view(), x.view(), x.view(), out.view(),
                              {.scores = scores.view()}, true);
         // Its own position, not the count of rows.
         const std::vector<position_t> held = under_test.positions(0, 0, 0);
         CHECK(std::count(held.begin(), held.end(), t) <= 1);
-        under_test.cache.advance(on, {.count = 1});
+        under_test.cache.advance(ctx, {.count = 1});
         const std::vector<position_t> after = under_test.sorted(0, 0, 0);
         CHECK(after.back() == t);
         CHECK(std::adjacent_find(after.begin(), after.end()) == after.end());
@@ -267,10 +267,10 @@ TEST_CASE("usage: rows in use, and a length that no count of rows can tell") {
 }
 
 TEST_CASE("the rows in use come first: [sinks | ring | long-range]") {
-    const host on(1);
+    const host ctx(1);
     using P = Policy<Sink<2>, Window<3>, TopKBudget<2>>;
     test::BoundCache<P, float> under_test(
-        on, {.query_heads = 1, .kv_heads = 1, .head_dim_qk = 8, .head_dim_vo = 8});
+        ctx, {.query_heads = 1, .kv_heads = 1, .head_dim_qk = 8, .head_dim_vo = 8});
     test::Tensor<float> x(1, 1, 1, 8), out(1, 1, 1, 8);
     test::Plane<float> scores(1, 1, 1);
     // Scores by position: 0 and 1 are sinks, 4 and 6 are the best of the rest.
@@ -291,9 +291,9 @@ TEST_CASE("the rows in use come first: [sinks | ring | long-range]") {
         CAPTURE(t);
         x.fill(static_cast<float>(t));
         scores.data[0] = by_position[t];
-        test::call<P, float>(on, under_test, 0, {.count = 1}, x.view(), x.view(), x.view(), out.view(),
+        test::call<P, float>(ctx, under_test, 0, {.count = 1}, x.view(), x.view(), x.view(), out.view(),
                              {.scores = scores.view()}, true);
-        under_test.cache.advance(on, {.count = 1});
+        under_test.cache.advance(ctx, {.count = 1});
         CHECK(under_test.positions(0, 0, 0) == rows[t]);
         const auto ref = under_test.cache.layer(0);
         for (std::size_t r = 0; r < rows[t].size(); ++r) {
@@ -312,7 +312,7 @@ TEST_CASE("bytes() is the formula, bind keeps inside the buffer wherever that st
                            .head_dim_qk = 16,
                            .head_dim_vo = 8,
                            .page_size = 4};
-    const host on(1);
+    const host ctx(1);
     FixedBudgetCache<Budget, bf16> cache(shape, budget_policy());
     std::size_t values = 0;
     for (std::int32_t layer = 0; layer < layers; ++layer) {
@@ -332,7 +332,7 @@ TEST_CASE("bytes() is the formula, bind keeps inside the buffer wherever that st
 
     for (const std::size_t shift : {std::size_t{0}, std::size_t{1}, std::size_t{16}, std::size_t{63}}) {
         std::vector<unsigned char> memory(cache.bytes().total() + shift + 64, 0xab);
-        cache.bind(on, memory.data() + shift, cache.bytes().total());
+        cache.bind(ctx, memory.data() + shift, cache.bytes().total());
         std::mt19937 generator(1);
         test::Tensor<bf16> q(seq_ids, query_heads, 9, 16), k(seq_ids, kv_heads, 9, 16),
             v(seq_ids, kv_heads, 9, 8), out(seq_ids, query_heads, 9, 8);
@@ -345,10 +345,10 @@ TEST_CASE("bytes() is the formula, bind keeps inside the buffer wherever that st
         for (int round = 0; round < 12; ++round) {
             for (std::int32_t layer = 0; layer < layers; ++layer) {
                 const auto ref = cache.layer(layer);
-                const std::size_t needed = workspace_bytes(on, ref, {.batch = seq_ids, .tokens = 9});
+                const std::size_t needed = workspace_bytes(ctx, ref, {.batch = seq_ids, .tokens = 9});
                 // The workspace may start anywhere too.
                 std::vector<unsigned char> workspace(needed + shift + 64, 0xab);
-                prefill(on, ref,
+                prefill(ctx, ref,
                         {.q = q.view(),
                          .k = k.view(),
                          .v = v.view(),
@@ -360,7 +360,7 @@ TEST_CASE("bytes() is the formula, bind keeps inside the buffer wherever that st
                                  0xab) == static_cast<std::ptrdiff_t>(shift));
                 CHECK(std::count(workspace.end() - 64, workspace.end(), 0xab) == 64);
             }
-            cache.advance(on, batch);
+            cache.advance(ctx, batch);
         }
         CHECK(std::count(memory.begin(), memory.begin() + static_cast<std::ptrdiff_t>(shift), 0xab) ==
               static_cast<std::ptrdiff_t>(shift));
@@ -369,7 +369,7 @@ TEST_CASE("bytes() is the formula, bind keeps inside the buffer wherever that st
     }
     // A bind empties every sequence.
     std::vector<unsigned char> memory(cache.bytes().total(), 0xff);
-    cache.bind(on, memory.data(), memory.size());
+    cache.bind(ctx, memory.data(), memory.size());
     CHECK(cache.length(4) == 0);
     CHECK(cache.usage(1, 4, 2).size() == 0);
 }
@@ -398,7 +398,7 @@ std::vector<double> paged_attention(const T* k, const T* v, std::int32_t page_si
 }  // namespace
 
 TEST_CASE("exported pages cover exactly the rows in use, and paged attention over them is attend()") {
-    const host on(2);
+    const host ctx(2);
     for (const std::int32_t page_size : {1, 4, 16}) {
         CAPTURE(page_size);
         const CacheShape shape{.layers = layers,
@@ -408,7 +408,7 @@ TEST_CASE("exported pages cover exactly the rows in use, and paged attention ove
                                .head_dim_qk = 16,
                                .head_dim_vo = 8,
                                .page_size = page_size};
-        test::BoundCache<Budget, bf16> under_test(on, shape, budget_policy());
+        test::BoundCache<Budget, bf16> under_test(ctx, shape, budget_policy());
         std::mt19937 generator(9);
         constexpr std::int32_t max_seq_len = 23;
         const std::int32_t q_len[] = {23, 0, 1, 9, 4};
@@ -421,10 +421,10 @@ TEST_CASE("exported pages cover exactly the rows in use, and paged attention ove
         test::fill_scores(scores, test::Scores::random, generator);
         const Batch batch{.count = seq_ids, .q_len = q_len, .length = max_seq_len};
         for (std::int32_t layer = 0; layer < layers; ++layer) {
-            test::call<Budget, bf16>(on, under_test, layer, batch, q.view(), k.view(), v.view(), out.view(),
+            test::call<Budget, bf16>(ctx, under_test, layer, batch, q.view(), k.view(), v.view(), out.view(),
                                      {.scores = scores.view()}, false);
         }
-        under_test.cache.advance(on, batch);
+        under_test.cache.advance(ctx, batch);
 
         const std::int32_t order[] = {3, 1, 0, 4};  // some sequences, in another order; sequence 1 is empty
         const Batch named{.count = 4, .seq_ids = order};
@@ -439,19 +439,19 @@ TEST_CASE("exported pages cover exactly the rows in use, and paged attention ove
             std::vector<std::int32_t> indptr(4 * kv_heads + 1, -9),
                 indices(static_cast<std::size_t>(pages), -9), last(4 * kv_heads, -9);
             CHECK_REFUSED(
-                export_heads(on, ref, named, {indptr.data(), indices.data(), last.data(), pages - 1}),
+                export_heads(ctx, ref, named, {indptr.data(), indices.data(), last.data(), pages - 1}),
                 "at least the pages in use, " + std::to_string(pages));
             CHECK(indptr[0] == -9);
-            export_heads(on, ref, named, {indptr.data(), indices.data(), last.data(), pages});
+            export_heads(ctx, ref, named, {indptr.data(), indices.data(), last.data(), pages});
             CHECK(indptr[0] == 0);
             CHECK(indptr.back() == pages);
             test::Tensor<bf16> seen(4, query_heads, 1, 8);
             seen.fill(-55.0f);
-            test::Workspace workspace(workspace_bytes(on, ref, {.batch = 4, .tokens = 1}));
+            test::Workspace workspace(workspace_bytes(ctx, ref, {.batch = 4, .tokens = 1}));
             test::Tensor<bf16> queries(4, query_heads, 1, 16);
             queries.fill_normal(generator);
             test::Plane<float> lse(4, query_heads, 1, -55.0f);
-            attend(on, ref, {.q = queries.view(), .out = seen.view(), .batch = named, .lse = lse.view()},
+            attend(ctx, ref, {.q = queries.view(), .out = seen.view(), .batch = named, .lse = lse.view()},
                    workspace);
             bool covered = true, equal = true;
             for (std::int32_t i = 0; i < 4; ++i) {
@@ -494,7 +494,7 @@ TEST_CASE("exported pages cover exactly the rows in use, and paged attention ove
 }
 
 TEST_CASE("attend changes nothing, and leaves entries without a query alone") {
-    const host on(1);
+    const host ctx(1);
     const CacheShape shape{.layers = 1,
                            .max_sequences = 3,
                            .query_heads = query_heads,
@@ -503,21 +503,21 @@ TEST_CASE("attend changes nothing, and leaves entries without a query alone") {
                            .head_dim_vo = dim,
                            .page_size = 1};
     using P = Policy<Sink<1>, Window<3>, TopKBudget<4>>;
-    test::BoundCache<P, float> under_test(on, shape);
+    test::BoundCache<P, float> under_test(ctx, shape);
     std::mt19937 generator(4);
     const std::int32_t lens[] = {11, 0, 5};
     Call<float> in(3, 11, lens, generator);
-    test::call<P, float>(on, under_test, 0, {.count = 3, .q_len = lens, .length = 11}, in.q.view(),
+    test::call<P, float>(ctx, under_test, 0, {.count = 3, .q_len = lens, .length = 11}, in.q.view(),
                          in.k.view(), in.v.view(), in.out.view(), {.scores = in.scores.view()}, false);
-    under_test.cache.advance(on, {.count = 3, .q_len = lens, .length = 11});
+    under_test.cache.advance(ctx, {.count = 3, .q_len = lens, .length = 11});
     const std::vector<unsigned char> before = under_test.memory;
     test::Tensor<float> q(3, query_heads, 1, dim), out(3, query_heads, 1, dim);
     q.fill_normal(generator);
     out.fill(-55.0f);
     test::Plane<float> lse(3, query_heads, 1, -55.0f);
     const std::int32_t ask[] = {1, 1, 0};
-    test::Workspace workspace(workspace_bytes(on, under_test.cache.layer(0), {.batch = 3, .tokens = 1}));
-    attend(on, under_test.cache.layer(0),
+    test::Workspace workspace(workspace_bytes(ctx, under_test.cache.layer(0), {.batch = 3, .tokens = 1}));
+    attend(ctx, under_test.cache.layer(0),
            {.q = q.view(), .out = out.view(), .batch = {.count = 3, .q_len = ask}, .lse = lse.view()},
            workspace);
     CHECK(under_test.memory == before);

@@ -137,7 +137,7 @@ double lse_tolerance(double keys, double logits_soft_cap, double value) {
 }
 
 template <class T>
-void check_case(const host& on, std::int32_t index, const std::vector<std::int32_t>& sizes, bool steps) {
+void check_case(const host& ctx, std::int32_t index, const std::vector<std::int32_t>& sizes, bool steps) {
     CAPTURE(index);
     CAPTURE(steps);
     const test::Tensor<T> q = tensor<T>("q"), k = tensor<T>("k"), v = tensor<T>("v");
@@ -149,7 +149,7 @@ void check_case(const host& on, std::int32_t index, const std::vector<std::int32
     const bool bounded = with_case<std::is_same_v<T, float>>(index, [&](const auto& policy) {
         using P = std::decay_t<decltype(policy)>;
         test::BoundCache<P, T> under_test(
-            on, {.query_heads = heads * group, .kv_heads = heads, .head_dim_qk = dim, .head_dim_vo = dim},
+            ctx, {.query_heads = heads * group, .kv_heads = heads, .head_dim_qk = dim, .head_dim_vo = dim},
             policy, nullptr, attention, head_params_of(index, 0).rebase_limit);
         test::Tensor<T> out(1, heads * group, length(), dim);
         out.fill(std::numeric_limits<float>::quiet_NaN());
@@ -161,10 +161,10 @@ void check_case(const host& on, std::int32_t index, const std::vector<std::int32
             plane_view<float> sums = lse.view();
             sums.data += at;
             sums.length = chunk;
-            test::call<P, T>(on, under_test, 0, batch, q.tokens(at, chunk), k.tokens(at, chunk),
+            test::call<P, T>(ctx, under_test, 0, batch, q.tokens(at, chunk), k.tokens(at, chunk),
                              v.tokens(at, chunk), out.tokens(at, chunk),
                              {.scores = scores.tokens(at, chunk), .lse = sums}, steps);
-            under_test.cache.advance(on, batch);
+            under_test.cache.advance(ctx, batch);
             at += chunk;
             for (std::int32_t h = 0; h < heads; ++h) {
                 std::vector<position_t> wanted;
@@ -218,13 +218,13 @@ void check_case(const host& on, std::int32_t index, const std::vector<std::int32
 }
 
 template <class T>
-void check_all(const host& on) {
+void check_all(const host& ctx) {
     for (std::int32_t index = 0; index < case_count(); ++index) {
-        check_case<T>(on, index, {1}, true);
-        check_case<T>(on, index, {1}, false);
-        check_case<T>(on, index, {0}, false);
-        check_case<T>(on, index, {3, 1, 7, 20, 2}, false);
-        check_case<T>(on, index, {30, 1, 13, 5}, false);
+        check_case<T>(ctx, index, {1}, true);
+        check_case<T>(ctx, index, {1}, false);
+        check_case<T>(ctx, index, {0}, false);
+        check_case<T>(ctx, index, {3, 1, 7, 20, 2}, false);
+        check_case<T>(ctx, index, {30, 1, 13, 5}, false);
     }
 }
 
@@ -235,8 +235,8 @@ TEST_CASE("bf16: sets, outputs and sums are the reference's") { check_all<bf16>(
 TEST_CASE("fp16: sets, outputs and sums are the reference's") { check_all<fp16>(host(1)); }
 TEST_CASE("double: sets, outputs and sums are the reference's") { check_all<double>(host(1)); }
 TEST_CASE("the portable bodies on two threads") {
-    const host on(2, isa::portable);
-    check_all<float>(on);
-    check_all<bf16>(on);
-    check_all<fp16>(on);
+    const host ctx(2, isa::portable);
+    check_all<float>(ctx);
+    check_all<bf16>(ctx);
+    check_all<fp16>(ctx);
 }

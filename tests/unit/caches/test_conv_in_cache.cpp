@@ -40,9 +40,9 @@ struct Tokens {
         out.fill(-55.0f);
     }
     template <class P, class Ref>
-    void run(const host& on, const Ref& ref, const Batch& batch, std::int32_t from, std::int32_t count,
+    void run(const host& ctx, const Ref& ref, const Batch& batch, std::int32_t from, std::int32_t count,
              bool steps) {
-        test::call_ref<P, T>(on, ref, batch, std::as_const(q).tokens(from, count),
+        test::call_ref<P, T>(ctx, ref, batch, std::as_const(q).tokens(from, count),
                              std::as_const(k).tokens(from, count), std::as_const(v).tokens(from, count),
                              out.tokens(from, count), {}, steps);
     }
@@ -69,7 +69,7 @@ constexpr PoolShape pool{.slab_pages = 400, .max_slabs = 1, .max_seq_len = 200};
 /// The positions that the mask of score_sequence and build_mask leaves visible to the last of
 /// `length` queries.
 template <class T, class P>
-std::vector<std::vector<position_t>> masked(const host& on, const P& policy, const Tokens<T>& in,
+std::vector<std::vector<position_t>> masked(const host& ctx, const P& policy, const Tokens<T>& in,
                                             std::int32_t b, std::int32_t length) {
     std::vector<std::vector<position_t>> seen;
     test::Plane<float> scores(1, heads, in.k.length, std::numeric_limits<float>::quiet_NaN());
@@ -80,14 +80,14 @@ std::vector<std::vector<position_t>> masked(const host& on, const P& policy, con
     for (std::int32_t h = 0; h < heads; ++h) {
         // A window a head: the mask of each is one call of its own.
         const std::int32_t window = policy.params(0, h).window;
-        test::Workspace workspace(score_sequence_workspace_bytes(on, policy.scorer(), k, v, sequences));
+        test::Workspace workspace(score_sequence_workspace_bytes(ctx, policy.scorer(), k, v, sequences));
         test::Plane<float> mine(1, heads, in.k.length, std::numeric_limits<float>::quiet_NaN());
-        score_sequence(on, policy.scorer(), k, v, sequences, window, mine.view(), workspace);
+        score_sequence(ctx, policy.scorer(), k, v, sequences, window, mine.view(), workspace);
         std::copy_n(mine.view().head(0, h), length, scores.view().head(0, h));
     }
     const test::Plane<float>& known = scores;
-    test::Workspace workspace(build_mask_workspace_bytes(on, policy, sequences, heads));
-    build_mask(on, policy, known.view(), sequences, expiry.view(), workspace);
+    test::Workspace workspace(build_mask_workspace_bytes(ctx, policy, sequences, heads));
+    build_mask(ctx, policy, known.view(), sequences, expiry.view(), workspace);
     for (std::int32_t h = 0; h < heads; ++h) {
         seen.emplace_back();
         for (std::int32_t t = 0; t < length; ++t) {
@@ -100,8 +100,8 @@ std::vector<std::vector<position_t>> masked(const host& on, const P& policy, con
 }
 
 template <class T, class P, class Cache>
-bool holds(const host& on, const P& policy, const Cache& cache, const Tokens<T>& in, std::int32_t length) {
-    const auto wanted = masked<T>(on, policy, in, 0, length);
+bool holds(const host& ctx, const P& policy, const Cache& cache, const Tokens<T>& in, std::int32_t length) {
+    const auto wanted = masked<T>(ctx, policy, in, 0, length);
     for (std::int32_t h = 0; h < heads; ++h) {
         std::vector<position_t> held(static_cast<std::size_t>(cache.usage(0, 0, h).size()));
         cache.retained(0, 0, h, held.data());
@@ -115,19 +115,19 @@ bool holds(const host& on, const P& policy, const Cache& cache, const Tokens<T>&
 
 template <class T, class P>
 void check_paths(const P& eager, const P& lazy, const P& some, std::int32_t length) {
-    const host on{2};
+    const host ctx{2};
     const Batch one{.count = 1};
     Tokens<T> in(1, length, 3);
     std::vector<std::vector<position_t>> last;
     std::vector<T> out;
     for (const P& policy : {eager, lazy, some}) {
-        test::BoundDual<P, T> stepped(on, shape, pool, policy);
-        stepped.add_slab(on);
+        test::BoundDual<P, T> stepped(ctx, shape, pool, policy);
+        stepped.add_slab(ctx);
         bool right = true;
         for (std::int32_t t = 0; t < length; ++t) {
-            in.template run<P>(on, stepped.cache.layer(0), one, t, 1, true);
-            stepped.cache.advance(on, one);
-            right = right && holds(on, policy, stepped.cache, in, t + 1);
+            in.template run<P>(ctx, stepped.cache.layer(0), one, t, 1, true);
+            stepped.cache.advance(ctx, one);
+            right = right && holds(ctx, policy, stepped.cache, in, t + 1);
         }
         CHECK(right);
         if (!out.empty()) {
@@ -137,22 +137,22 @@ void check_paths(const P& eager, const P& lazy, const P& some, std::int32_t leng
         out = in.out.data;
         for (const std::vector<std::int32_t>& sizes :
              {std::vector<std::int32_t>{0}, {1}, {5, 1, 30, 2, 13}, {40, 7}}) {
-            test::BoundDual<P, T> chunked(on, shape, pool, policy);
-            chunked.add_slab(on);
+            test::BoundDual<P, T> chunked(ctx, shape, pool, policy);
+            chunked.add_slab(ctx);
             Tokens<T> again(1, length, 3);
             std::int32_t at = 0;
             for (const std::int32_t n : test::chunks_of(length, sizes)) {
                 const Batch batch{.count = 1, .length = n};
-                again.template run<P>(on, chunked.cache.layer(0), batch, at, n, false);
-                chunked.cache.advance(on, batch);
+                again.template run<P>(ctx, chunked.cache.layer(0), batch, at, n, false);
+                chunked.cache.advance(ctx, batch);
                 at += n;
-                CHECK(holds(on, policy, chunked.cache, again, at));
+                CHECK(holds(ctx, policy, chunked.cache, again, at));
             }
             CHECK(test::content_of(chunked.cache.layer(0), 0) == test::content_of(stepped.cache.layer(0), 0));
         }
         // By draft tokens of which some are taken.
-        test::BoundDual<P, T> guessed(on, shape, pool, policy);
-        guessed.add_slab(on);
+        test::BoundDual<P, T> guessed(ctx, shape, pool, policy);
+        guessed.add_slab(ctx);
         Tokens<T> third(1, length, 3);
         std::mt19937 generator(8);
         for (std::int32_t at = 0; at < length;) {
@@ -161,16 +161,16 @@ void check_paths(const P& eager, const P& lazy, const P& some, std::int32_t leng
             const std::int32_t appended =
                 static_cast<std::int32_t>(generator() % static_cast<unsigned>(n + 1));
             const auto ref = guessed.cache.layer(0);
-            test::Workspace workspace(workspace_bytes(on, ref, {.batch = 1, .tokens = n}));
-            append_draft(on, ref,
+            test::Workspace workspace(workspace_bytes(ctx, ref, {.batch = 1, .tokens = n}));
+            append_draft(ctx, ref,
                          {.q = std::as_const(third.q).tokens(at, n),
                           .k = std::as_const(third.k).tokens(at, n),
                           .v = std::as_const(third.v).tokens(at, n),
                           .out = third.out.tokens(at, n),
                           .batch = {.count = 1, .length = n}},
                          workspace);
-            accept(on, ref, {.count = 1, .length = appended}, workspace);
-            guessed.cache.advance(on, {.count = 1, .length = appended});
+            accept(ctx, ref, {.count = 1, .length = appended}, workspace);
+            guessed.cache.advance(ctx, {.count = 1, .length = appended});
             at += appended;
         }
         CHECK(test::content_of(guessed.cache.layer(0), 0) == test::content_of(stepped.cache.layer(0), 0));
@@ -207,28 +207,28 @@ TEST_CASE(
     const Weights weights;
     const Capped policy{Sink<>{2}, Window<>{19}, ThresholdGate<above>{-0.5f}, TopKBudget<>{8},
                         weights.scorer(0)};
-    const host on{2};
-    test::BoundCache<Capped, float> fixed(on, shape, policy);
-    test::BoundDual<Capped, float> dual(on, shape, pool, policy);
-    dual.add_slab(on);
+    const host ctx{2};
+    test::BoundCache<Capped, float> fixed(ctx, shape, policy);
+    test::BoundDual<Capped, float> dual(ctx, shape, pool, policy);
+    dual.add_slab(ctx);
     std::mt19937 generator(2);
     bool same = true;
     for (std::uint32_t round = 0; round < 80; ++round) {
         const auto seq = static_cast<std::int32_t>(generator() % 3);
         switch (generator() % 8) {
             case 0:
-                fixed.cache.clear(on, seq);
-                dual.cache.clear(on, seq);
+                fixed.cache.clear(ctx, seq);
+                dual.cache.clear(ctx, seq);
                 break;
             case 1:
-                fixed.cache.fork(on, seq, (seq + 1) % 3);
-                dual.cache.fork(on, seq, (seq + 1) % 3);
+                fixed.cache.fork(ctx, seq, (seq + 1) % 3);
+                dual.cache.fork(ctx, seq, (seq + 1) % 3);
                 break;
             case 2: {
                 std::vector<unsigned char> blob(fixed.cache.snapshot_bytes(seq));
-                fixed.cache.snapshot(on, seq, blob.data(), blob.size());
-                dual.cache.restore(on, (seq + 2) % 3, blob.data(), blob.size());
-                fixed.cache.restore(on, (seq + 2) % 3, blob.data(), blob.size());
+                fixed.cache.snapshot(ctx, seq, blob.data(), blob.size());
+                dual.cache.restore(ctx, (seq + 2) % 3, blob.data(), blob.size());
+                fixed.cache.restore(ctx, (seq + 2) % 3, blob.data(), blob.size());
                 break;
             }
             default:
@@ -242,14 +242,14 @@ TEST_CASE(
         }
         Tokens<float> a(3, 12, round), b(3, 12, round);
         const Batch batch{.count = 3, .seq_ids = seq_ids, .q_len = lengths, .length = 12};
-        a.run<Capped>(on, fixed.cache.layer(0), batch, 0, 12, steps);
-        b.run<Capped>(on, dual.cache.layer(0), batch, 0, 12, steps);
-        fixed.cache.advance(on, batch);
-        dual.cache.advance(on, batch);
+        a.run<Capped>(ctx, fixed.cache.layer(0), batch, 0, 12, steps);
+        b.run<Capped>(ctx, dual.cache.layer(0), batch, 0, 12, steps);
+        fixed.cache.advance(ctx, batch);
+        dual.cache.advance(ctx, batch);
         for (std::int32_t i = 0; i < 3; ++i) {
             if (fixed.cache.length(i) > 150) {
-                fixed.cache.clear(on, i);
-                dual.cache.clear(on, i);
+                fixed.cache.clear(ctx, i);
+                dual.cache.clear(ctx, i);
             }
             same =
                 same && test::content_of(fixed.cache.layer(0), i) == test::content_of(dual.cache.layer(0), i);
@@ -270,22 +270,22 @@ TEST_CASE("windows below 13, and NaN in a neighbor, are refused with nothing cha
                   "either side of a key while the window holds them");
     const Budget policy{Sink<>{1}, Window<>{15}, TopKBudget<>{3}, weights.scorer(1)};
     for (const bool steps : {true, false}) {
-        const host on{1};
-        test::BoundCache<Budget, float> cache(on, shape, policy);
+        const host ctx{1};
+        test::BoundCache<Budget, float> cache(ctx, shape, policy);
         Tokens<float> in(1, 30, 4);
         in.v.view().row(0, 1, 20)[3] = std::numeric_limits<float>::quiet_NaN();
         if (steps) {
             for (std::int32_t t = 0; t < 20; ++t) {
-                in.run<Budget>(on, cache.cache.layer(0), {.count = 1}, t, 1, true);
-                cache.cache.advance(on, {.count = 1});
+                in.run<Budget>(ctx, cache.cache.layer(0), {.count = 1}, t, 1, true);
+                cache.cache.advance(ctx, {.count = 1});
             }
             const auto before = test::content_of(cache.cache.layer(0), 0);
             // Token 14 is the first that sees token 20.
-            CHECK_REFUSED(in.run<Budget>(on, cache.cache.layer(0), {.count = 1}, 20, 1, true),
+            CHECK_REFUSED(in.run<Budget>(ctx, cache.cache.layer(0), {.count = 1}, 20, 1, true),
                           "score of entry 0, head 1, position 14: NaN");
             CHECK(test::content_of(cache.cache.layer(0), 0) == before);
         } else {
-            CHECK_REFUSED(in.run<Budget>(on, cache.cache.layer(0), {.count = 1, .length = 30}, 0, 30, false),
+            CHECK_REFUSED(in.run<Budget>(ctx, cache.cache.layer(0), {.count = 1, .length = 30}, 0, 30, false),
                           "score of entry 0, head 1, position 14: NaN");
             CHECK(cache.cache.length(0) == 0);
             CHECK(cache.cache.usage(0, 0, 1).long_range == 0);
@@ -298,33 +298,33 @@ TEST_CASE("a snapshot of another batch of scores is of another policy") {
     const auto with = [&](std::int32_t batch) {
         return Budget{Sink<>{1}, Window<>{20}, TopKBudget<>{3}, weights.scorer(batch)};
     };
-    const host on{1};
-    test::BoundCache<Budget, float> lazy(on, shape, with(0)), eager(on, shape, with(1));
+    const host ctx{1};
+    test::BoundCache<Budget, float> lazy(ctx, shape, with(0)), eager(ctx, shape, with(1));
     std::vector<unsigned char> blob(lazy.cache.snapshot_bytes(0));
-    lazy.cache.snapshot(on, 0, blob.data(), blob.size());
-    CHECK_REFUSED(eager.cache.restore(on, 0, blob.data(), blob.size()), "of another policy");
+    lazy.cache.snapshot(ctx, 0, blob.data(), blob.size());
+    CHECK_REFUSED(eager.cache.restore(ctx, 0, blob.data(), blob.size()), "of another policy");
 }
 
 TEST_CASE("a pool that runs out leaves scores unwritten; grown, the call gives what an ample pool gives") {
     const Weights weights;
-    const host on{1};
+    const host ctx{1};
     const Open policy{Sink<>{2}, Window<>{15}, ThresholdGate<above>{-0.5f}, weights.scorer(0)};
     for (const bool steps : {true, false}) {
-        test::BoundDual<Open, float> tight(on, shape, {.slab_pages = 3, .max_slabs = 200, .max_seq_len = 200},
-                                           policy),
-            ample(on, shape, pool, policy);
-        ample.add_slab(on);
+        test::BoundDual<Open, float> tight(ctx, shape,
+                                           {.slab_pages = 3, .max_slabs = 200, .max_seq_len = 200}, policy),
+            ample(ctx, shape, pool, policy);
+        ample.add_slab(ctx);
         Tokens<float> a(3, 70, 5), b(3, 70, 5);
         std::int32_t refused = 0;
         for (std::int32_t t = 0, n = 0; t < 70; t += n) {
             n = steps ? 1 : std::min(70 - t, 1 + t % 20);  // chunks longer than the window among them
-            b.run<Open>(on, ample.cache.layer(0), {.count = 3, .length = n}, t, n, steps);
+            b.run<Open>(ctx, ample.cache.layer(0), {.count = 3, .length = n}, t, n, steps);
             std::int32_t left[] = {n, n, n};
             for (bool again = true; again;) {
                 std::uint32_t status[3] = {};
                 const std::vector<unsigned char> before = test::content_of(tight.cache.layer(0), 2);
                 test::call_ref<Open, float>(
-                    on, tight.cache.layer(0), {.count = 3, .q_len = left, .length = n},
+                    ctx, tight.cache.layer(0), {.count = 3, .q_len = left, .length = n},
                     std::as_const(a.q).tokens(t, n), std::as_const(a.k).tokens(t, n),
                     std::as_const(a.v).tokens(t, n), a.out.tokens(t, n), {}, steps, status);
                 again = false;
@@ -338,11 +338,11 @@ TEST_CASE("a pool that runs out leaves scores unwritten; grown, the call gives w
                     }
                 }
                 if (again) {
-                    tight.add_slab(on);
+                    tight.add_slab(ctx);
                 }
             }
-            tight.cache.advance(on, {.count = 3, .length = n});
-            ample.cache.advance(on, {.count = 3, .length = n});
+            tight.cache.advance(ctx, {.count = 3, .length = n});
+            ample.cache.advance(ctx, {.count = 3, .length = n});
             for (std::int32_t seq = 0; seq < 3; ++seq) {
                 CHECK(test::content_of(tight.cache.layer(0), seq) ==
                       test::content_of(ample.cache.layer(0), seq));
@@ -355,16 +355,16 @@ TEST_CASE("a pool that runs out leaves scores unwritten; grown, the call gives w
 
 TEST_CASE("one token, a prompt twice the budget, a budget of 0: LTE holds what its mask shows") {
     const Weights weights;
-    const host on{1};
+    const host ctx{1};
     const std::int32_t budgets[] = {0, 6};
     const Capped policy{Sink<>{2}, Window<>{13}, ThresholdGate<above>{-10.0f},
                         TopKBudget<>{per_head(budgets, 1, 2)}, weights.scorer(0)};
     for (const std::int32_t length : {1, 2, 13, 14, 15, 16, 20, 21, 22, 42}) {  // 21 rows of the second head
-        test::BoundCache<Capped, float> cache(on, shape, policy);
+        test::BoundCache<Capped, float> cache(ctx, shape, policy);
         Tokens<float> in(1, length, 6);
-        in.run<Capped>(on, cache.cache.layer(0), {.count = 1, .length = length}, 0, length, length == 1);
-        cache.cache.advance(on, {.count = 1, .length = length});
-        CHECK(holds(on, policy, cache.cache, in, length));
+        in.run<Capped>(ctx, cache.cache.layer(0), {.count = 1, .length = length}, 0, length, length == 1);
+        cache.cache.advance(ctx, {.count = 1, .length = length});
+        CHECK(holds(ctx, policy, cache.cache, in, length));
         CHECK(cache.cache.usage(0, 0, 0).long_range == 0);
         CHECK(cache.cache.usage(0, 0, 1).long_range == std::clamp(length - 15, 0, 6));
     }

@@ -11,7 +11,7 @@ using namespace kvpolicy;
 namespace {
 
 template <class T>
-void check_values(const host& on, bool steps) {
+void check_values(const host& ctx, bool steps) {
     constexpr std::int32_t dim = 256, length = 256;
     test::Tensor<T> q(1, 1, length, dim), k(1, 1, length, dim), v(1, 1, length, dim), out(1, 1, length, dim);
     q.fill(0.5f);
@@ -21,13 +21,13 @@ void check_values(const host& on, bool steps) {
     }
     using P = Policy<Window<1>>;
     test::BoundCache<P, T> under_test(
-        on, {.query_heads = 1, .kv_heads = 1, .head_dim_qk = dim, .head_dim_vo = dim});
+        ctx, {.query_heads = 1, .kv_heads = 1, .head_dim_qk = dim, .head_dim_vo = dim});
     std::int32_t at = 0;
     for (const std::int32_t chunk : test::chunks_of(length, {steps ? 1 : 0})) {
         const Batch batch{.count = 1, .length = chunk};
-        test::call<P, T>(on, under_test, 0, batch, q.tokens(at, chunk), k.tokens(at, chunk),
+        test::call<P, T>(ctx, under_test, 0, batch, q.tokens(at, chunk), k.tokens(at, chunk),
                          v.tokens(at, chunk), out.tokens(at, chunk), {}, steps);
-        under_test.cache.advance(on, batch);
+        under_test.cache.advance(ctx, batch);
         at += chunk;
     }
     int wrong = 0;

@@ -53,12 +53,12 @@ struct Tokens {
         test::fill_scores(scores, test::Scores::random, generator);
     }
     template <class P, class Ref>
-    void run(const host& on, const Ref& ref, const Batch& batch, std::int32_t from, std::int32_t count,
+    void run(const host& ctx, const Ref& ref, const Batch& batch, std::int32_t from, std::int32_t count,
              bool steps, std::uint32_t* status = nullptr) {
         plane_view<float> sums = lse.view();
         sums.data += from;
         sums.length = count;
-        test::call_ref<P, T>(on, ref, batch, std::as_const(q).tokens(from, count),
+        test::call_ref<P, T>(ctx, ref, batch, std::as_const(q).tokens(from, count),
                              std::as_const(k).tokens(from, count), std::as_const(v).tokens(from, count),
                              out.tokens(from, count), {.scores = scores.tokens(from, count), .lse = sums},
                              steps, status);
@@ -76,26 +76,26 @@ constexpr CacheShape small{.layers = 1,
 }  // namespace
 
 TEST_CASE("exhaustion leaves the sequence alone: out 0, lse -inf, status set, not a byte of state changed") {
-    const host on(2);
+    const host ctx(2);
     for (const bool steps : {true, false}) {
         CAPTURE(steps);
-        test::BoundDual<Gated, float> tight(on, small, {.slab_pages = 4, .max_slabs = 30, .max_seq_len = 100},
-                                            gated(1, 5));
+        test::BoundDual<Gated, float> tight(
+            ctx, small, {.slab_pages = 4, .max_slabs = 30, .max_seq_len = 100}, gated(1, 5));
         test::BoundDual<Gated, float> ample(
-            on, small, {.slab_pages = 200, .max_slabs = 1, .max_seq_len = 100}, gated(1, 5));
-        tight.add_slab(on);
-        ample.add_slab(on);
+            ctx, small, {.slab_pages = 200, .max_slabs = 1, .max_seq_len = 100}, gated(1, 5));
+        tight.add_slab(ctx);
+        ample.add_slab(ctx);
         Tokens<> a(3, 2, 2, 60, 8, 1), b(3, 2, 2, 60, 8, 1);
         std::int32_t refused = 0, served_beside = 0;
         bool same = true, unchanged = true, cleared = true;
         for (std::int32_t t = 0, n = 1; t < 60; t += n) {
             n = steps ? 1 : std::min(60 - t, 1 + t % 7);
-            b.run<Gated>(on, ample.cache.layer(0), {.count = 3, .length = n}, t, n, steps);
+            b.run<Gated>(ctx, ample.cache.layer(0), {.count = 3, .length = n}, t, n, steps);
             std::int32_t left[3] = {n, n, n};
             for (bool again = true; again;) {
                 const std::vector<unsigned char> before = tight.everything();
                 std::uint32_t status[3] = {0, 8, 0};
-                a.run<Gated>(on, tight.cache.layer(0), {.count = 3, .q_len = left, .length = n}, t, n, steps,
+                a.run<Gated>(ctx, tight.cache.layer(0), {.count = 3, .q_len = left, .length = n}, t, n, steps,
                              status);
                 again = false;
                 std::int32_t served = 0;
@@ -125,11 +125,11 @@ TEST_CASE("exhaustion leaves the sequence alone: out 0, lse -inf, status set, no
                 }
                 served_beside += again ? served : 0;
                 if (again) {
-                    tight.add_slab(on);
+                    tight.add_slab(ctx);
                 }
             }
-            tight.cache.advance(on, {.count = 3, .length = n});
-            ample.cache.advance(on, {.count = 3, .length = n});
+            tight.cache.advance(ctx, {.count = 3, .length = n});
+            ample.cache.advance(ctx, {.count = 3, .length = n});
             for (std::int32_t seq = 0; seq < 3; ++seq) {
                 same = same && test::content_of(tight.cache.layer(0), seq) ==
                                    test::content_of(ample.cache.layer(0), seq);
@@ -146,29 +146,29 @@ TEST_CASE("exhaustion leaves the sequence alone: out 0, lse -inf, status set, no
 }
 
 TEST_CASE("without a status array exhaustion is refused, and nobody's state changes") {
-    const host on(1);
-    test::BoundDual<Gated, float> tight(on, small, {.slab_pages = 4, .max_slabs = 3, .max_seq_len = 100},
+    const host ctx(1);
+    test::BoundDual<Gated, float> tight(ctx, small, {.slab_pages = 4, .max_slabs = 3, .max_seq_len = 100},
                                         gated(1, 5));
     Tokens<> a(3, 2, 2, 9, 8, 2);
     const std::vector<unsigned char> empty = tight.everything();
-    CHECK_REFUSED((a.run<Gated>(on, tight.cache.layer(0), {.count = 3}, 0, 1, true)),
+    CHECK_REFUSED((a.run<Gated>(ctx, tight.cache.layer(0), {.count = 3}, 0, 1, true)),
                   "free pages of the pool: 0 is not allowed; it must be at least the 6 that the call needs "
                   "(add_slab adds "
                   "more), or the call takes a status array");
     CHECK(tight.everything() == empty);
-    tight.add_slab(on);  // enough for two of the three
+    tight.add_slab(ctx);  // enough for two of the three
     const std::vector<unsigned char> before = tight.everything();
-    CHECK_REFUSED((a.run<Gated>(on, tight.cache.layer(0), {.count = 3, .length = 3}, 0, 3, false)),
+    CHECK_REFUSED((a.run<Gated>(ctx, tight.cache.layer(0), {.count = 3, .length = 3}, 0, 3, false)),
                   "free pages of the pool: 4");
     CHECK(tight.everything() == before);
     CHECK(std::all_of(a.out.data.begin(), a.out.data.end(), [](float x) { return x == -55.0f; }));
-    tight.add_slab(on);
-    a.run<Gated>(on, tight.cache.layer(0), {.count = 3, .length = 3}, 0, 3, false);
+    tight.add_slab(ctx);
+    a.run<Gated>(ctx, tight.cache.layer(0), {.count = 3, .length = 3}, 0, 3, false);
     CHECK(tight.cache.free_pages() == 2);
 }
 
 TEST_CASE("after reserve(n) n tokens cannot fail, whatever the gates say") {
-    const host on(1);
+    const host ctx(1);
     CacheShape shape = small;
     shape.layers = 2;
     const std::int32_t budgets[] = {unlimited, 3, 0, unlimited};
@@ -176,7 +176,7 @@ TEST_CASE("after reserve(n) n tokens cannot fail, whatever the gates say") {
                         TopKBudget<>{per_head(budgets, 2, 2)}, Decay<dynamic>{0.0f, 1}};
     for (const std::int32_t page_size : {1, 3, 16}) {
         shape.page_size = page_size;
-        test::BoundDual<Capped, float> cache(on, shape,
+        test::BoundDual<Capped, float> cache(ctx, shape,
                                              {.slab_pages = 5, .max_slabs = 200, .max_seq_len = 64}, policy);
         Tokens<> a(3, 2, 2, 64, 8, 3);
         std::mt19937 generator(7);
@@ -185,25 +185,25 @@ TEST_CASE("after reserve(n) n tokens cannot fail, whatever the gates say") {
             const std::int32_t n = std::min(1 + static_cast<std::int32_t>(generator() % 20), 64 - at);
             const Batch ahead{.count = 3, .length = n};
             const std::vector<unsigned char> before = cache.everything();
-            const std::int64_t slabs = cache.cache.reserve(on, ahead);
+            const std::int64_t slabs = cache.cache.reserve(ctx, ahead);
             if (slabs > 0) {
                 CHECK(cache.everything() == before);
                 // One slab less does not do.
                 for (std::int64_t i = 0; i + 1 < slabs; ++i) {
-                    cache.add_slab(on);
+                    cache.add_slab(ctx);
                 }
-                CHECK(cache.cache.reserve(on, ahead) == 1);
-                cache.add_slab(on);
-                CHECK(cache.cache.reserve(on, ahead) == 0);
+                CHECK(cache.cache.reserve(ctx, ahead) == 1);
+                cache.add_slab(ctx);
+                CHECK(cache.cache.reserve(ctx, ahead) == 0);
             }
             const std::int64_t free = cache.cache.free_pages();
             for (std::int32_t done = 0; done < n;) {
                 const std::int32_t chunk = std::min(n - done, 1 + static_cast<std::int32_t>(generator() % 4));
                 for (std::int32_t layer = 0; layer < 2; ++layer) {
-                    a.run<Capped>(on, cache.cache.layer(layer), {.count = 3, .length = chunk}, at + done,
+                    a.run<Capped>(ctx, cache.cache.layer(layer), {.count = 3, .length = chunk}, at + done,
                                   chunk, chunk == 1);
                 }
-                cache.cache.advance(on, {.count = 3, .length = chunk});
+                cache.cache.advance(ctx, {.count = 3, .length = chunk});
                 done += chunk;
             }
             CHECK(cache.cache.free_pages() == free);
@@ -214,49 +214,49 @@ TEST_CASE("after reserve(n) n tokens cannot fail, whatever the gates say") {
         CHECK(cache.cache.usage(1, 0, 0).size() == 5);
         CHECK(cache.cache.usage(0, 0, 0).capacity == 64);
         CHECK(cache.cache.usage(0, 0, 1).capacity == 8);
-        CHECK_REFUSED((a.run<Capped>(on, cache.cache.layer(0), {.count = 3}, 0, 1, true)),
+        CHECK_REFUSED((a.run<Capped>(ctx, cache.cache.layer(0), {.count = 3}, 0, 1, true)),
                       "length of sequence 0 after the call: 65 is not allowed; it must be at most the "
                       "cache's max_seq_len, 64");
-        CHECK_REFUSED(cache.cache.reserve(on, {.count = 1}), "length of sequence 0 after the call: 65");
+        CHECK_REFUSED(cache.cache.reserve(ctx, {.count = 1}), "length of sequence 0 after the call: 65");
     }
 }
 
 TEST_CASE("a capped cache goes on beyond the longest length that bounds unlimited heads") {
-    const host on(1);
-    test::BoundDual<Capped, float> cache(on, small, {.slab_pages = 24, .max_slabs = 1, .max_seq_len = 16},
+    const host ctx(1);
+    test::BoundDual<Capped, float> cache(ctx, small, {.slab_pages = 24, .max_slabs = 1, .max_seq_len = 16},
                                          capped(1, 5, 6));
-    cache.add_slab(on);
+    cache.add_slab(ctx);
     Tokens<> a(3, 2, 2, 100, 8, 3);
     for (std::int32_t t = 0; t < 100; ++t) {
-        a.run<Capped>(on, cache.cache.layer(0), {.count = 3}, t, 1, true);
-        cache.cache.advance(on, {.count = 3});
+        a.run<Capped>(ctx, cache.cache.layer(0), {.count = 3}, t, 1, true);
+        cache.cache.advance(ctx, {.count = 3});
     }
     CHECK(cache.cache.length(2) == 100);
     CHECK(cache.cache.usage(0, 2, 1).size() == 12);
 }
 
 TEST_CASE("pages go back when a sequence is cleared, and whoever gets them next sees nothing of it") {
-    const host on(1);
-    test::BoundDual<Gated, float> reused(on, small, {.slab_pages = 16, .max_slabs = 40, .max_seq_len = 100},
+    const host ctx(1);
+    test::BoundDual<Gated, float> reused(ctx, small, {.slab_pages = 16, .max_slabs = 40, .max_seq_len = 100},
                                          gated(2, 3));
     std::mt19937 generator(5);
     for (std::uint32_t round = 0; round < 12; ++round) {
         test::BoundDual<Gated, float> fresh(
-            on, small, {.slab_pages = 200, .max_slabs = 1, .max_seq_len = 100}, gated(2, 3));
-        fresh.add_slab(on);
+            ctx, small, {.slab_pages = 200, .max_slabs = 1, .max_seq_len = 100}, gated(2, 3));
+        fresh.add_slab(ctx);
         const auto seq = static_cast<std::int32_t>(generator() % 3);
-        reused.cache.clear(on, seq);
+        reused.cache.clear(ctx, seq);
         CHECK(reused.cache.length(seq) == 0);
         Tokens<> a(1, 2, 2, 40, 8, round), b(1, 2, 2, 40, 8, round);
         bool equal = true;
         for (std::int32_t t = 0, n = 0; t < 40; t += n) {
             n = std::min(40 - t, 1 + static_cast<std::int32_t>(generator() % 5));
             const Batch batch{.count = 1, .seq_ids = &seq, .length = n};
-            reused.reserve(on, batch);
-            a.run<Gated>(on, reused.cache.layer(0), batch, t, n, n == 1);
-            b.run<Gated>(on, fresh.cache.layer(0), batch, t, n, n == 1);
-            reused.cache.advance(on, batch);
-            fresh.cache.advance(on, batch);
+            reused.reserve(ctx, batch);
+            a.run<Gated>(ctx, reused.cache.layer(0), batch, t, n, n == 1);
+            b.run<Gated>(ctx, fresh.cache.layer(0), batch, t, n, n == 1);
+            reused.cache.advance(ctx, batch);
+            fresh.cache.advance(ctx, batch);
             equal = equal && test::content_of(reused.cache.layer(0), seq) ==
                                  test::content_of(fresh.cache.layer(0), seq);
         }
@@ -265,7 +265,7 @@ TEST_CASE("pages go back when a sequence is cleared, and whoever gets them next 
         CHECK(std::all_of(a.out.data.begin(), a.out.data.end(), [](float x) { return std::isfinite(x); }));
     }
     for (std::int32_t seq = 0; seq < 3; ++seq) {
-        reused.cache.clear(on, seq);
+        reused.cache.clear(ctx, seq);
     }
     CHECK(reused.cache.free_pages() == reused.cache.attached_pages());
     // Every page is free exactly once.
@@ -285,18 +285,18 @@ TEST_CASE("beside a cache of fixed size: the same rows and the same bits, in bat
     CacheShape shape = small;
     shape.layers = 2;
     for (const std::int32_t page_size : {1, 4, 7, 64}) {
-        const host on(1 + page_size % 2);
+        const host ctx(1 + page_size % 2);
         shape.page_size = page_size;
         test::BoundDual<Capped, bf16> dual(
-            on, shape, {.slab_pages = 7, .max_slabs = 500, .max_seq_len = 1000}, policy, nullptr, 11);
-        test::BoundCache<Capped, bf16> fixed(on, shape, policy, nullptr, {}, 11);
+            ctx, shape, {.slab_pages = 7, .max_slabs = 500, .max_seq_len = 1000}, policy, nullptr, 11);
+        test::BoundCache<Capped, bf16> fixed(ctx, shape, policy, nullptr, {}, 11);
         std::mt19937 generator(static_cast<std::uint32_t>(page_size));
         bool same_rows = true, same_bits = true;
         for (std::uint32_t round = 0; round < 60; ++round) {
             if (generator() % 8 == 0) {
                 const auto seq = static_cast<std::int32_t>(generator() % 3);
-                dual.cache.clear(on, seq);
-                fixed.cache.clear(on, seq);
+                dual.cache.clear(ctx, seq);
+                fixed.cache.clear(ctx, seq);
             }
             std::int32_t seq_ids[] = {0, 1, 2}, lengths[3];
             std::shuffle(seq_ids, seq_ids + 3, generator);
@@ -308,17 +308,17 @@ TEST_CASE("beside a cache of fixed size: the same rows and the same bits, in bat
                 n = steps ? std::min(n, 1) : n;
             }
             const Batch batch{.count = 3, .seq_ids = seq_ids, .q_len = lengths, .length = 6};
-            dual.reserve(on, batch);
+            dual.reserve(ctx, batch);
             for (std::int32_t layer = 0; layer < 2; ++layer) {
                 Tokens<bf16> a(3, 2, 2, 6, 8, round), b(3, 2, 2, 6, 8, round);
-                a.run<Capped>(on, dual.cache.layer(layer), batch, 0, 6, steps);
-                b.run<Capped>(on, fixed.cache.layer(layer), batch, 0, 6, steps);
+                a.run<Capped>(ctx, dual.cache.layer(layer), batch, 0, 6, steps);
+                b.run<Capped>(ctx, fixed.cache.layer(layer), batch, 0, 6, steps);
                 same_bits = same_bits &&
                             std::memcmp(a.out.data.data(), b.out.data.data(), a.out.data.size() * 2) == 0 &&
                             a.lse.data == b.lse.data;
             }
-            dual.cache.advance(on, batch);
-            fixed.cache.advance(on, batch);
+            dual.cache.advance(ctx, batch);
+            fixed.cache.advance(ctx, batch);
             for (std::int32_t layer = 0; layer < 2; ++layer) {
                 for (std::int32_t seq = 0; seq < 3; ++seq) {
                     same_rows = same_rows && test::content_of(dual.cache.layer(layer), seq) ==
@@ -361,29 +361,29 @@ void check_scorer() {
     using Open = Policy<Sink<1>, Window<4>, ThresholdGate<above>, TopKBudget<>, S>;
     const P policy{{}, {}, ThresholdGate<above>{-1.0f}, {}, {}};
     const Open open{{}, {}, ThresholdGate<above>{-1.0f}, TopKBudget<>{unlimited}, {}};
-    const host on(2);
+    const host ctx(2);
     const PoolShape pool{.slab_pages = 400, .max_slabs = 1, .max_seq_len = 80};
-    test::BoundDual<P, float> dual(on, small, pool, policy);
-    test::BoundCache<P, float> fixed(on, small, policy);
-    test::BoundDual<Open, float> stepped(on, small, pool, open), chunked(on, small, pool, open);
-    dual.add_slab(on);
-    stepped.add_slab(on);
-    chunked.add_slab(on);
+    test::BoundDual<P, float> dual(ctx, small, pool, policy);
+    test::BoundCache<P, float> fixed(ctx, small, policy);
+    test::BoundDual<Open, float> stepped(ctx, small, pool, open), chunked(ctx, small, pool, open);
+    dual.add_slab(ctx);
+    stepped.add_slab(ctx);
+    chunked.add_slab(ctx);
     Tokens<> a(3, 2, 2, 60, 8, 9), b(3, 2, 2, 60, 8, 9), c(3, 2, 2, 60, 8, 9);
     for (std::int32_t t = 0, n = 0; t < 60; t += n) {
         n = std::min(60 - t, t % 3 == 0 ? 1 : 7);
         const Batch batch{.count = 3, .length = n};
-        a.template run<P>(on, dual.cache.layer(0), batch, t, n, n == 1);
-        b.template run<P>(on, fixed.cache.layer(0), batch, t, n, n == 1);
-        dual.cache.advance(on, batch);
-        fixed.cache.advance(on, batch);
-        c.template run<Open>(on, chunked.cache.layer(0), batch, t, n, false);
-        chunked.cache.advance(on, batch);
+        a.template run<P>(ctx, dual.cache.layer(0), batch, t, n, n == 1);
+        b.template run<P>(ctx, fixed.cache.layer(0), batch, t, n, n == 1);
+        dual.cache.advance(ctx, batch);
+        fixed.cache.advance(ctx, batch);
+        c.template run<Open>(ctx, chunked.cache.layer(0), batch, t, n, false);
+        chunked.cache.advance(ctx, batch);
     }
     CHECK(a.out.data == b.out.data);
     for (std::int32_t t = 0; t < 60; ++t) {
-        a.template run<Open>(on, stepped.cache.layer(0), {.count = 3}, t, 1, true);
-        stepped.cache.advance(on, {.count = 3});
+        a.template run<Open>(ctx, stepped.cache.layer(0), {.count = 3}, t, 1, true);
+        stepped.cache.advance(ctx, {.count = 3});
     }
     for (std::int32_t seq = 0; seq < 3; ++seq) {
         CHECK(test::content_of(dual.cache.layer(0), seq) == test::content_of(fixed.cache.layer(0), seq));
@@ -397,9 +397,9 @@ void check_scorer() {
     // A NaN score is refused with nothing changed, pages included.
     const std::vector<unsigned char> before = stepped.everything();
     a.k.fill(std::numeric_limits<float>::quiet_NaN());
-    CHECK_REFUSED((a.template run<Open>(on, stepped.cache.layer(0), {.count = 3}, 0, 1, true)),
+    CHECK_REFUSED((a.template run<Open>(ctx, stepped.cache.layer(0), {.count = 3}, 0, 1, true)),
                   "score of entry 0, head 0");
-    CHECK_REFUSED((a.template run<Open>(on, stepped.cache.layer(0), {.count = 3, .length = 9}, 0, 9, false)),
+    CHECK_REFUSED((a.template run<Open>(ctx, stepped.cache.layer(0), {.count = 3, .length = 9}, 0, 9, false)),
                   "score of entry 0");
     CHECK(stepped.everything() == before);
 }
@@ -412,14 +412,14 @@ TEST_CASE("scorers that run on arrival and on leaving") {
 }
 
 TEST_CASE("one-hot values: exactly sinks, window and open keys have weight") {
-    const host on(1);
+    const host ctx(1);
     constexpr std::int32_t length = 40, dim = 40;
     const CacheShape shape{
         .query_heads = 1, .kv_heads = 1, .head_dim_qk = 8, .head_dim_vo = dim, .page_size = 3};
     for (const std::int32_t chunk : {1, 7, 40}) {
-        test::BoundDual<Gated, float> cache(on, shape, {.slab_pages = 30, .max_slabs = 1, .max_seq_len = 40},
+        test::BoundDual<Gated, float> cache(ctx, shape, {.slab_pages = 30, .max_slabs = 1, .max_seq_len = 40},
                                             gated(2, 4));
-        cache.add_slab(on);
+        cache.add_slab(ctx);
         test::Tensor<float> q(1, 1, length, 8), k(1, 1, length, 8), v(1, 1, length, dim),
             out(1, 1, length, dim);
         std::mt19937 generator(3);
@@ -434,10 +434,10 @@ TEST_CASE("one-hot values: exactly sinks, window and open keys have weight") {
         for (std::int32_t t = 0, n = 0; t < length; t += n) {
             n = std::min(chunk, length - t);
             const Batch batch{.count = 1, .length = n};
-            test::call_ref<Gated, float>(on, cache.cache.layer(0), batch, std::as_const(q).tokens(t, n),
+            test::call_ref<Gated, float>(ctx, cache.cache.layer(0), batch, std::as_const(q).tokens(t, n),
                                          std::as_const(k).tokens(t, n), std::as_const(v).tokens(t, n),
                                          out.tokens(t, n), {.scores = scores.tokens(t, n)}, n == 1);
-            cache.cache.advance(on, batch);
+            cache.cache.advance(ctx, batch);
         }
         bool exact = true;
         for (std::int32_t query = 0; query < length; ++query) {
@@ -451,11 +451,11 @@ TEST_CASE("one-hot values: exactly sinks, window and open keys have weight") {
 }
 
 TEST_CASE("heads filled to their cap and to one below it, in the same step") {
-    const host on(1);
-    test::BoundDual<Capped, float> cache(on, small, {.slab_pages = 60, .max_slabs = 1, .max_seq_len = 60},
+    const host ctx(1);
+    test::BoundDual<Capped, float> cache(ctx, small, {.slab_pages = 60, .max_slabs = 1, .max_seq_len = 60},
                                          capped(1, 3, 5));
-    test::BoundCache<Capped, float> fixed(on, small, capped(1, 3, 5));
-    cache.add_slab(on);
+    test::BoundCache<Capped, float> fixed(ctx, small, capped(1, 3, 5));
+    cache.add_slab(ctx);
     Tokens<> a(1, 2, 2, 20, 8, 4), b(1, 2, 2, 20, 8, 4);
     for (std::int32_t t = 0; t < 20; ++t) {  // head 0 admits every key, head 1 leaves one out
         for (Tokens<>* one : {&a, &b}) {
@@ -467,10 +467,10 @@ TEST_CASE("heads filled to their cap and to one below it, in the same step") {
     const Batch one{.count = 1, .seq_ids = &seq};
     bool edge = false;
     for (std::int32_t t = 0; t < 20; ++t) {
-        a.run<Capped>(on, cache.cache.layer(0), one, t, 1, true);
-        b.run<Capped>(on, fixed.cache.layer(0), one, t, 1, true);
-        cache.cache.advance(on, one);
-        fixed.cache.advance(on, one);
+        a.run<Capped>(ctx, cache.cache.layer(0), one, t, 1, true);
+        b.run<Capped>(ctx, fixed.cache.layer(0), one, t, 1, true);
+        cache.cache.advance(ctx, one);
+        fixed.cache.advance(ctx, one);
         edge = edge ||
                (cache.cache.usage(0, 1, 0).long_range == 5 && cache.cache.usage(0, 1, 1).long_range == 4);
         CHECK(test::content_of(cache.cache.layer(0), 1) == test::content_of(fixed.cache.layer(0), 1));
@@ -480,22 +480,22 @@ TEST_CASE("heads filled to their cap and to one below it, in the same step") {
 }
 
 TEST_CASE("many rows on few heads: decode is cut into parts across pages") {
-    const host on(3);
+    const host ctx(3);
     constexpr std::int32_t length = 9000;
     const CacheShape shape{
         .query_heads = 2, .kv_heads = 1, .head_dim_qk = 8, .head_dim_vo = 8, .page_size = 48};
     using Keep = Policy<Sink<2>, Window<5>, TopKBudget<>>;
-    test::BoundDual<Keep, float> dual(on, shape, {.slab_pages = 200, .max_slabs = 1, .max_seq_len = length},
+    test::BoundDual<Keep, float> dual(ctx, shape, {.slab_pages = 200, .max_slabs = 1, .max_seq_len = length},
                                       Keep{{}, {}, TopKBudget<>{unlimited}});
-    test::BoundCache<Keep, float> fixed(on, shape, Keep{{}, {}, TopKBudget<>{length}});
-    dual.add_slab(on);
+    test::BoundCache<Keep, float> fixed(ctx, shape, Keep{{}, {}, TopKBudget<>{length}});
+    dual.add_slab(ctx);
     Tokens<> a(1, 1, 2, length, 8, 6), b(1, 1, 2, length, 8, 6);
     for (std::int32_t t = 0, n = 0; t < length; t += n) {
         n = t + 10 < length ? std::min(700, length - 10 - t) : 1;
-        a.run<Keep>(on, dual.cache.layer(0), {.count = 1, .length = n}, t, n, n == 1);
-        b.run<Keep>(on, fixed.cache.layer(0), {.count = 1, .length = n}, t, n, n == 1);
-        dual.cache.advance(on, {.count = 1, .length = n});
-        fixed.cache.advance(on, {.count = 1, .length = n});
+        a.run<Keep>(ctx, dual.cache.layer(0), {.count = 1, .length = n}, t, n, n == 1);
+        b.run<Keep>(ctx, fixed.cache.layer(0), {.count = 1, .length = n}, t, n, n == 1);
+        dual.cache.advance(ctx, {.count = 1, .length = n});
+        fixed.cache.advance(ctx, {.count = 1, .length = n});
     }
     // Keys come in the same order, but masked and plain ones fall into other blocks: equal to rounding.
     double most = 0.0;
@@ -508,19 +508,19 @@ TEST_CASE("many rows on few heads: decode is cut into parts across pages") {
 }
 
 TEST_CASE("an export is the page table; tails of pages stay poisoned and nobody reads them") {
-    const host on(1);
-    test::BoundDual<Gated, float> cache(on, small, {.slab_pages = 8, .max_slabs = 20, .max_seq_len = 100},
+    const host ctx(1);
+    test::BoundDual<Gated, float> cache(ctx, small, {.slab_pages = 8, .max_slabs = 20, .max_seq_len = 100},
                                         gated(1, 4));
     Tokens<> a(2, 2, 2, 30, 8, 8);
     const std::int32_t seq_ids[] = {2, 0};
     const Batch batch{.count = 2, .seq_ids = seq_ids, .length = 30};
-    cache.reserve(on, batch);
-    a.run<Gated>(on, cache.cache.layer(0), batch, 0, 30, false);
-    cache.cache.advance(on, batch);
+    cache.reserve(ctx, batch);
+    a.run<Gated>(ctx, cache.cache.layer(0), batch, 0, 30, false);
+    cache.cache.advance(ctx, batch);
     CHECK(std::all_of(a.out.data.begin(), a.out.data.end(), [](float x) { return std::isfinite(x); }));
     const auto ref = cache.cache.layer(0);
     std::vector<std::int32_t> indptr(5), indices(100), last(4);
-    export_heads(on, ref, batch, {indptr.data(), indices.data(), last.data(), 100});
+    export_heads(ctx, ref, batch, {indptr.data(), indices.data(), last.data(), 100});
     bool exact = true, poisoned = true;
     for (std::int32_t sequence = 0; sequence < 4; ++sequence) {
         const std::int32_t seq = seq_ids[sequence / 2], head = sequence % 2;
@@ -546,26 +546,26 @@ TEST_CASE("an export is the page table; tails of pages stay poisoned and nobody 
     }
     CHECK(exact);
     CHECK(poisoned);
-    CHECK_REFUSED(export_heads(on, ref, batch, {indptr.data(), indices.data(), last.data(), 3}),
+    CHECK_REFUSED(export_heads(ctx, ref, batch, {indptr.data(), indices.data(), last.data(), 3}),
                   "pages.indices_capacity: 3");
 }
 
 TEST_CASE("a sequence whose token found no page does not move on before it has one") {
-    const host on(1);
+    const host ctx(1);
     CacheShape shape = small;
     shape.layers = 2;
     shape.max_sequences = 2;
     shape.query_heads = shape.kv_heads = 1;
     // A page for each layer of one sequence.
-    test::BoundDual<Gated, float> cache(on, shape, {.slab_pages = 2, .max_slabs = 2, .max_seq_len = 100},
+    test::BoundDual<Gated, float> cache(ctx, shape, {.slab_pages = 2, .max_slabs = 2, .max_seq_len = 100},
                                         gated(1, 5));
-    cache.add_slab(on);
+    cache.add_slab(ctx);
     test::Tensor<float> x(2, 1, 1, 8), out(2, 1, 1, 8);
     test::Plane<float> scores(2, 1, 1, 1.0f);
     x.fill(42.0f);
     std::fill_n(x.view().row(1, 0, 0), 8, -1.0f);
     const auto step = [&](std::int32_t layer, const Batch& batch, std::uint32_t* status) {
-        test::call_ref<Gated, float>(on, cache.cache.layer(layer), batch, std::as_const(x).view(),
+        test::call_ref<Gated, float>(ctx, cache.cache.layer(layer), batch, std::as_const(x).view(),
                                      std::as_const(x).view(), std::as_const(x).view(), out.view(),
                                      {.scores = std::as_const(scores).view()}, true, status);
     };
@@ -576,15 +576,15 @@ TEST_CASE("a sequence whose token found no page does not move on before it has o
     CHECK((first_exhausted || (status[1] & status_pool_exhausted) != 0));
     const std::vector<unsigned char> before = cache.everything();
     CHECK_REFUSED(
-        cache.cache.advance(on, {.count = 2}),
+        cache.cache.advance(ctx, {.count = 2}),
         "1 is not allowed; it must be 0 until layer 1 has taken them: it lacks 1 page (add_slab adds more");
     CHECK(cache.everything() == before);
     // With status words nothing is refused: each says why its sequence stays.
     std::uint32_t why[2] = {};
-    cache.cache.advance(on, {}, {.status = why});
+    cache.cache.advance(ctx, {}, {.status = why});
     CHECK((why[0] | why[1]) == status_pool_exhausted);
     CHECK(cache.cache.length(0) + cache.cache.length(1) == ((why[0] & why[1]) != 0 ? 0 : 1));
-    cache.add_slab(on);
+    cache.add_slab(ctx);
     std::uint32_t again[2] = {};
     for (std::int32_t layer = 0; layer < 2; ++layer) {
         for (std::int32_t seq = 0; seq < 2; ++seq) {
@@ -595,7 +595,7 @@ TEST_CASE("a sequence whose token found no page does not move on before it has o
         }
     }
     CHECK((again[0] | again[1]) == 0u);
-    cache.cache.advance(on, {.count = 2});
+    cache.cache.advance(ctx, {.count = 2});
     CHECK(cache.cache.length(0) == 1);
     CHECK(cache.cache.length(1) == 1);
 }
@@ -635,42 +635,42 @@ TEST_CASE("a pool and slabs that cannot be") {
     odd.max_draft_tokens = -1;
     CHECK_REFUSED(Cache(odd, {.slab_pages = 4, .max_slabs = 1, .max_seq_len = 9}, p), "max_draft_tokens: -1");
 
-    const host on(1);
+    const host ctx(1);
     Cache cache(small, {.slab_pages = 4, .max_slabs = 1, .max_seq_len = 9}, p);
     std::vector<unsigned char> tables(cache.bytes().total(), 0xab), slab(cache.slab_bytes(), 0xab);
-    CHECK_REFUSED(cache.add_slab(on, slab.data(), slab.size()), "cache: unbound");
-    CHECK_REFUSED(cache.reserve(on, {.count = 1}), "cache: unbound");
+    CHECK_REFUSED(cache.add_slab(ctx, slab.data(), slab.size()), "cache: unbound");
+    CHECK_REFUSED(cache.reserve(ctx, {.count = 1}), "cache: unbound");
     CHECK_REFUSED(cache.free_pages(), "cache: unbound");
-    CHECK_REFUSED(cache.bind(on, tables.data(), tables.size() - 1), "buffer_bytes");
-    cache.bind(on, tables.data(), tables.size());
-    CHECK_REFUSED(cache.add_slab(on, nullptr, slab.size()),
+    CHECK_REFUSED(cache.bind(ctx, tables.data(), tables.size() - 1), "buffer_bytes");
+    cache.bind(ctx, tables.data(), tables.size());
+    CHECK_REFUSED(cache.add_slab(ctx, nullptr, slab.size()),
                   "slab: null is not allowed; it must be memory of slab_bytes()");
-    CHECK_REFUSED(cache.add_slab(on, slab.data(), slab.size() - 1), "bytes of the slab: ");
-    cache.add_slab(on, slab.data(), slab.size());
-    CHECK_REFUSED(cache.add_slab(on, slab.data(), slab.size()),
+    CHECK_REFUSED(cache.add_slab(ctx, slab.data(), slab.size() - 1), "bytes of the slab: ");
+    cache.add_slab(ctx, slab.data(), slab.size());
+    CHECK_REFUSED(cache.add_slab(ctx, slab.data(), slab.size()),
                   "slabs: 2 is not allowed; it must be at most max_slabs = 1");
     CHECK(std::count(slab.begin(), slab.end(), 0xab) == std::ssize(slab));
     Cache two(small, {.slab_pages = 4, .max_slabs = 2, .max_seq_len = 9}, p);
     std::vector<unsigned char> others(two.bytes().total());
-    two.bind(on, others.data(), others.size());
+    two.bind(ctx, others.data(), others.size());
     std::vector<unsigned char> both(2 * two.slab_bytes());
-    two.add_slab(on, both.data(), two.slab_bytes());
+    two.add_slab(ctx, both.data(), two.slab_bytes());
     for (const std::size_t at : {std::size_t{0}, std::size_t{64}, std::size_t{128}, two.slab_bytes() - 128}) {
-        CHECK_REFUSED(two.add_slab(on, both.data() + at, two.slab_bytes()),
+        CHECK_REFUSED(two.add_slab(ctx, both.data() + at, two.slab_bytes()),
                       "slab: memory of slab 0 is not allowed; it must be memory that no slab has yet");
     }
-    two.add_slab(on, both.data() + two.slab_bytes(), two.slab_bytes());
+    two.add_slab(ctx, both.data() + two.slab_bytes(), two.slab_bytes());
     CHECK(cache.attached_pages() == 4);
     CHECK(cache.free_pages() == 4);
-    CHECK_REFUSED(cache.clear(on, 3), "seq: 3");
-    CHECK_REFUSED(cache.reserve(on, {.count = 4}), "batch.count: 4");
-    cache.bind(on, tables.data(), tables.size());
+    CHECK_REFUSED(cache.clear(ctx, 3), "seq: 3");
+    CHECK_REFUSED(cache.reserve(ctx, {.count = 4}), "batch.count: 4");
+    cache.bind(ctx, tables.data(), tables.size());
     CHECK(cache.slabs() == 0);
     CHECK(cache.free_pages() == 0);
 }
 
 TEST_CASE("the workspace of a cache is that of the layer that needs most") {
-    const host on(2);
+    const host ctx(2);
     using P = Policy<Sink<>, Window<>, TopKBudget<>>;
     constexpr std::int32_t budgets[] = {10, 900, 40};
     const P policy{Sink<>{1}, Window<>{4}, TopKBudget<>{per_head(budgets, 3, 1)}};
@@ -681,30 +681,30 @@ TEST_CASE("the workspace of a cache is that of the layer that needs most") {
                            .head_dim_qk = 8,
                            .head_dim_vo = 8,
                            .page_size = 4};
-    const test::BoundCache<P, float> fixed(on, shape, policy);
-    const test::BoundDual<P, float> dual(on, shape, {.slab_pages = 4, .max_slabs = 1, .max_seq_len = 2000},
+    const test::BoundCache<P, float> fixed(ctx, shape, policy);
+    const test::BoundDual<P, float> dual(ctx, shape, {.slab_pages = 4, .max_slabs = 1, .max_seq_len = 2000},
                                          policy);
     const auto check = [&](const auto& cache) {
         std::size_t most = 0;
         for (std::int32_t layer = 0; layer < 3; ++layer) {
-            most = std::max(most, workspace_bytes(on, cache.layer(layer), {.batch = 2, .tokens = 50}));
+            most = std::max(most, workspace_bytes(ctx, cache.layer(layer), {.batch = 2, .tokens = 50}));
         }
-        CHECK(cache.workspace_bytes(on, {.batch = 2, .tokens = 50}) == most);
-        CHECK(most > workspace_bytes(on, cache.layer(0), {.batch = 2, .tokens = 50}));
+        CHECK(cache.workspace_bytes(ctx, {.batch = 2, .tokens = 50}) == most);
+        CHECK(most > workspace_bytes(ctx, cache.layer(0), {.batch = 2, .tokens = 50}));
     };
     check(fixed.cache);
     check(dual.cache);
 }
 
 TEST_CASE("a window longer than any sequence costs what one of that length does") {
-    const host on(1);
+    const host ctx(1);
     using P = Policy<Sink<2>, Window<>, TopKBudget<8>>;
     constexpr std::int32_t max_seq_len = 1024;
     const auto cache_of = [&](std::int32_t window) {
         const std::int32_t windows[] = {16, window};  // a head that never evicts beside one that does
         const P policy{{}, Window<>{per_head(windows, 1, 2)}, {}};
         auto bound = std::make_unique<test::BoundDual<P, float>>(
-            on,
+            ctx,
             CacheShape{.max_sequences = 1,
                        .query_heads = 2,
                        .kv_heads = 2,
@@ -712,12 +712,12 @@ TEST_CASE("a window longer than any sequence costs what one of that length does"
                        .head_dim_vo = 8,
                        .page_size = 16},
             PoolShape{.slab_pages = 70, .max_slabs = 2, .max_seq_len = max_seq_len}, policy);
-        bound->add_slab(on);
+        bound->add_slab(ctx);
         return bound;
     };
     const auto least = cache_of(max_seq_len), most = cache_of(1 << 30);
-    CHECK(workspace_bytes(on, most->cache.layer(0), {.batch = 1, .tokens = 16}) ==
-          workspace_bytes(on, least->cache.layer(0), {.batch = 1, .tokens = 16}));
+    CHECK(workspace_bytes(ctx, most->cache.layer(0), {.batch = 1, .tokens = 16}) ==
+          workspace_bytes(ctx, least->cache.layer(0), {.batch = 1, .tokens = 16}));
     std::mt19937 generator(1);
     for (const std::int32_t n : {1, 16, 700, 1, 200, 16}) {
         test::Tensor<float> q(1, 2, n, 8), k(1, 2, n, 8), v(1, 2, n, 8), a(1, 2, n, 8), b(1, 2, n, 8);
@@ -728,9 +728,9 @@ TEST_CASE("a window longer than any sequence costs what one of that length does"
         test::fill_scores(scores, test::Scores::random, generator);
         const Batch batch{.count = 1, .length = n};
         for (const auto& [bound, out] : {std::pair{least.get(), &a}, std::pair{most.get(), &b}}) {
-            test::call_ref<P, float>(on, bound->cache.layer(0), batch, q.view(), k.view(), v.view(),
+            test::call_ref<P, float>(ctx, bound->cache.layer(0), batch, q.view(), k.view(), v.view(),
                                      out->view(), {.scores = scores.view()}, n == 1);
-            bound->cache.advance(on, batch);
+            bound->cache.advance(ctx, batch);
         }
         CHECK(a.data == b.data);
         CHECK(test::content_of(least->cache.layer(0), 0) == test::content_of(most->cache.layer(0), 0));

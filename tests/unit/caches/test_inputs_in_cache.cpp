@@ -42,7 +42,7 @@ struct Tokens {
     }
     /// `scores` instead of hidden states, where they are given.
     template <class P>
-    void run(const host& on, const DualRef<P, T>& ref, std::int32_t from, std::int32_t n, bool steps,
+    void run(const host& ctx, const DualRef<P, T>& ref, std::int32_t from, std::int32_t n, bool steps,
              const test::Plane<float>* scores = nullptr) {
         test::Extras extras;
         if (scores != nullptr) {
@@ -50,7 +50,7 @@ struct Tokens {
         } else {
             extras.hidden = std::as_const(hidden).tokens(from, n);
         }
-        test::call_ref<P, T>(on, ref, {.count = 1, .length = n}, std::as_const(q).tokens(from, n),
+        test::call_ref<P, T>(ctx, ref, {.count = 1, .length = n}, std::as_const(q).tokens(from, n),
                              std::as_const(k).tokens(from, n), std::as_const(v).tokens(from, n),
                              out.tokens(from, n), extras, steps);
     }
@@ -72,13 +72,13 @@ struct Mlp {
 /// which some are taken.
 template <class T, class Own, class Given>
 void check_beside_given(const Own& own, const Given& given, const test::Plane<float>& scores) {
-    const host on{2};
-    test::BoundDual<Given, T> wanted(on, shape, pool, given);
-    wanted.add_slab(on);
+    const host ctx{2};
+    test::BoundDual<Given, T> wanted(ctx, shape, pool, given);
+    wanted.add_slab(ctx);
     Tokens<T> reference(4);
     for (std::int32_t t = 0; t < length; ++t) {
-        reference.run(on, wanted.cache.layer(0), t, 1, true, &scores);
-        wanted.cache.advance(on, {.count = 1});
+        reference.run(ctx, wanted.cache.layer(0), t, 1, true, &scores);
+        wanted.cache.advance(ctx, {.count = 1});
     }
     CHECK(wanted.cache.usage(0, 0, 0).long_range + wanted.cache.usage(0, 0, 1).long_range > 10);
     CHECK(wanted.cache.usage(0, 0, 0).size() + wanted.cache.usage(0, 0, 1).size() < 2 * length - 10);
@@ -87,13 +87,13 @@ void check_beside_given(const Own& own, const Given& given, const test::Plane<fl
             if (steps && sizes[0] != 1) {
                 continue;
             }
-            test::BoundDual<Own, T> cache(on, shape, pool, own);
-            cache.add_slab(on);
+            test::BoundDual<Own, T> cache(ctx, shape, pool, own);
+            cache.add_slab(ctx);
             Tokens<T> in(4);
             std::int32_t at = 0;
             for (const std::int32_t n : test::chunks_of(length, sizes)) {
-                in.run(on, cache.cache.layer(0), at, n, steps);
-                cache.cache.advance(on, {.count = 1, .length = n});
+                in.run(ctx, cache.cache.layer(0), at, n, steps);
+                cache.cache.advance(ctx, {.count = 1, .length = n});
                 at += n;
             }
             CHECK(test::content_of(cache.cache.layer(0), 0) == test::content_of(wanted.cache.layer(0), 0));
@@ -104,14 +104,14 @@ void check_beside_given(const Own& own, const Given& given, const test::Plane<fl
             }
         }
     }
-    test::BoundDual<Own, T> guessed(on, shape, pool, own);
-    guessed.add_slab(on);
+    test::BoundDual<Own, T> guessed(ctx, shape, pool, own);
+    guessed.add_slab(ctx);
     Tokens<T> in(4);
     for (std::int32_t at = 0, round = 0; at < length; ++round) {
         const std::int32_t n = std::min(length - at, 1 + round % 5), appended = std::min(n, 1 + round % 3);
         const auto ref = guessed.cache.layer(0);
-        test::Workspace workspace(workspace_bytes(on, ref, {.batch = 1, .tokens = n}));
-        append_draft(on, ref,
+        test::Workspace workspace(workspace_bytes(ctx, ref, {.batch = 1, .tokens = n}));
+        append_draft(ctx, ref,
                      {.q = std::as_const(in.q).tokens(at, n),
                       .k = std::as_const(in.k).tokens(at, n),
                       .v = std::as_const(in.v).tokens(at, n),
@@ -119,8 +119,8 @@ void check_beside_given(const Own& own, const Given& given, const test::Plane<fl
                       .batch = {.count = 1, .length = n},
                       .hidden = std::as_const(in.hidden).tokens(at, n)},
                      workspace);
-        accept(on, ref, {.count = 1, .length = appended}, workspace);
-        guessed.cache.advance(on, {.count = 1, .length = appended});
+        accept(ctx, ref, {.count = 1, .length = appended}, workspace);
+        guessed.cache.advance(ctx, {.count = 1, .length = appended});
         at += appended;
     }
     CHECK(test::content_of(guessed.cache.layer(0), 0) == test::content_of(wanted.cache.layer(0), 0));
@@ -137,9 +137,9 @@ TEST_CASE("SP-KV with its predictor is SP-KV with the predictor's scores") {
     const Tokens<float> in(4);
     const Sequences sequences{.batch = 1, .length = length};
     test::Plane<float> scores(1, heads, length);
-    const host on{1};
-    test::Workspace workspace(score_hidden_workspace_bytes(on, scorer, in.hidden.view(), sequences));
-    score_hidden(on, scorer, in.hidden.view(), sequences, scores.view(), workspace);
+    const host ctx{1};
+    test::Workspace workspace(score_hidden_workspace_bytes(ctx, scorer, in.hidden.view(), sequences));
+    score_hidden(ctx, scorer, in.hidden.view(), sequences, scores.view(), workspace);
     using Own = SPKV<6, UtilityPredictor, 2>;
     using Given = SPKV<6, GivenScores, 2>;
     const Own own{{}, {}, {}, scorer};
@@ -153,13 +153,13 @@ TEST_CASE("WG-KV with its gate is WG-KV with the gate's scores of the stored key
     scorer.heads = heads, scorer.hidden = 7;
     scorer.weights = weights.views();
     scorer.input.rope = {rope_layout::half_split, 10000.0f};
-    const host on{1};
+    const host ctx{1};
     const Tokens<fp16> in(4);
     const Sequences sequences{.batch = 1, .length = length};
     test::Plane<float> scores(1, heads, length);
     test::Workspace workspace(
-        score_sequence_workspace_bytes(on, scorer, in.k.view(), in.v.view(), sequences));
-    score_sequence(on, scorer, in.k.view(), in.v.view(), sequences, 0, scores.view(), workspace);
+        score_sequence_workspace_bytes(ctx, scorer, in.k.view(), in.v.view(), sequences));
+    score_sequence(ctx, scorer, in.k.view(), in.v.view(), sequences, 0, scores.view(), workspace);
     const auto gate = ThresholdGate<at_least>::probability(0.5);
     check_beside_given<fp16>(WGKV<6, WriteGateScorer<dim>>{{}, {}, gate, scorer}, WGKV<6>{{}, {}, gate, {}},
                              scores);
@@ -172,20 +172,20 @@ TEST_CASE("hidden states that are missing, of another shape or NaN are refused w
     scorer.input.width = width;
     scorer.weights = weights.views();
     using Own = SPKV<6, UtilityPredictor, 1>;
-    const host on{1};
-    test::BoundDual<Own, float> cache(on, shape, pool, Own{{}, {}, {}, scorer});
-    cache.add_slab(on);
+    const host ctx{1};
+    test::BoundDual<Own, float> cache(ctx, shape, pool, Own{{}, {}, {}, scorer});
+    cache.add_slab(ctx);
     Tokens<float> in(4);
     const auto before = cache.everything();
     const auto ref = cache.cache.layer(0);
     const test::Plane<float> none(0, 0, 0);
     CHECK_REFUSED(
-        in.run(on, ref, 0, 1, true, &none),
+        in.run(ctx, ref, 0, 1, true, &none),
         "io.hidden: null is not allowed; it must be the tokens' hidden states, 1 x 1 x at least 1 x "
         "12");
-    CHECK_REFUSED(in.run(on, ref, 0, 9, false, &none), "io.hidden: null");
+    CHECK_REFUSED(in.run(ctx, ref, 0, 9, false, &none), "io.hidden: null");
     in.hidden.view().row(0, 0, 3)[1] = bf16(std::numeric_limits<float>::quiet_NaN());
-    CHECK_REFUSED(in.run(on, ref, 0, 9, false), "score of entry 0, head 0, position 3: NaN");
+    CHECK_REFUSED(in.run(ctx, ref, 0, 9, false), "score of entry 0, head 0, position 3: NaN");
     CHECK(cache.everything() == before);
     UtilityPredictor other = scorer;
     other.heads = 3;
@@ -193,10 +193,10 @@ TEST_CASE("hidden states that are missing, of another shape or NaN are refused w
     CHECK_REFUSED(Cache(shape, pool, Own{{}, {}, {}, other}), "MlpScorer.heads: 3");
     // A sink's own state may be anything.
     in.hidden.view().row(0, 0, 0)[1] = bf16(std::numeric_limits<float>::quiet_NaN());
-    in.run(on, ref, 0, 2, false);
-    cache.cache.advance(on, {.count = 1, .length = 2});
+    in.run(ctx, ref, 0, 2, false);
+    cache.cache.advance(ctx, {.count = 1, .length = 2});
     std::vector<unsigned char> blob(cache.cache.snapshot_bytes(0));
-    cache.cache.snapshot(on, 0, blob.data(), blob.size());
-    cache.cache.restore(on, 1, blob.data(), blob.size());
+    cache.cache.snapshot(ctx, 0, blob.data(), blob.size());
+    cache.cache.restore(ctx, 1, blob.data(), blob.size());
     CHECK(cache.cache.length(1) == 2);
 }

@@ -55,14 +55,14 @@ std::vector<position_t> selection(std::int32_t head, float log_gamma, position_t
 /// `slopes`: with a lowered rebase limit, multiples of a power of two only, so that priorities are
 /// exact under any base.
 void decode(const float (&slopes)[heads], position_t limit, std::int32_t steps, std::int32_t checkpoint) {
-    const host on(1);
+    const host ctx(1);
     const P policy{{}, {}, TopKBudget<>{per_head(budgets, 1, heads)}, Decay<1>{per_head(slopes, 1, heads)}};
     test::BoundCache<P, float> under_test(
-        on, {.query_heads = heads, .kv_heads = heads, .head_dim_qk = dim, .head_dim_vo = dim}, policy,
+        ctx, {.query_heads = heads, .kv_heads = heads, .head_dim_qk = dim, .head_dim_vo = dim}, policy,
         nullptr, {}, limit);
     CHECK(under_test.memory.size() < 10000);
     const auto ref = under_test.cache.layer(0);
-    test::Workspace workspace(workspace_bytes(on, ref, {.batch = 1, .tokens = 1}));
+    test::Workspace workspace(workspace_bytes(ctx, ref, {.batch = 1, .tokens = 1}));
     test::Tensor<float> x(1, heads, 1, dim), out(1, heads, 1, dim);
     test::Plane<float> scores(1, heads, 1);
     std::vector<position_t> scratch;
@@ -72,7 +72,7 @@ void decode(const float (&slopes)[heads], position_t limit, std::int32_t steps, 
             x.view().row(0, h, 0)[0] = static_cast<float>(q % 7);
             scores.at(0, h, 0) = score_of(h, q);
         }
-        step(on, ref,
+        step(ctx, ref,
              {.q = x.view(),
               .k = x.view(),
               .v = x.view(),
@@ -80,7 +80,7 @@ void decode(const float (&slopes)[heads], position_t limit, std::int32_t steps, 
               .batch = {.count = 1},
               .scores = scores.view()},
              workspace);
-        under_test.cache.advance(on, {.count = 1});
+        under_test.cache.advance(ctx, {.count = 1});
         finite = finite && std::isfinite(out.data[0]);
         // Around rebasing too, where the default limit is not reached.
         if (q % checkpoint == checkpoint - 1 || q == limit + 5 || q == 3 * limit - 1 || q == 3 * limit) {
@@ -123,10 +123,10 @@ std::pair<std::vector<position_t>, std::vector<float>> run_shifted(position_t sh
                                                                    const std::vector<std::int32_t>& sizes,
                                                                    bool steps) {
     using Q = Policy<Sink<2>, Window<4>, TopKBudget<9>, Decay<1>>;
-    const host on(1);
+    const host ctx(1);
     const Q policy{{}, {}, {}, Decay<1>{-0x1p-10f}};
     test::BoundCache<Q, float> under_test(
-        on, {.query_heads = 2, .kv_heads = 1, .head_dim_qk = dim, .head_dim_vo = dim}, policy);
+        ctx, {.query_heads = 2, .kv_heads = 1, .head_dim_qk = dim, .head_dim_vo = dim}, policy);
     std::mt19937 generator(4);
     test::Tensor<float> q(1, 2, length, dim), k(1, 1, length, dim), v(1, 1, length, dim),
         out(1, 2, length, dim);
@@ -140,10 +140,10 @@ std::pair<std::vector<position_t>, std::vector<float>> run_shifted(position_t sh
     std::vector<position_t> held;
     const auto feed = [&](std::int32_t from, std::int32_t count, bool as_step) {
         const Batch batch{.count = 1, .length = count};
-        test::call<Q, float>(on, under_test, 0, batch, std::as_const(q).tokens(from, count),
+        test::call<Q, float>(ctx, under_test, 0, batch, std::as_const(q).tokens(from, count),
                              std::as_const(k).tokens(from, count), std::as_const(v).tokens(from, count),
                              out.tokens(from, count), {.scores = scores.tokens(from, count)}, as_step);
-        under_test.cache.advance(on, batch);
+        under_test.cache.advance(ctx, batch);
     };
     feed(0, 40, false);
     const auto ref = under_test.cache.layer(0);

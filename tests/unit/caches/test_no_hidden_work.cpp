@@ -61,33 +61,35 @@ TEST_CASE("no call of a cache allocates") {
     const HeadPages exported{indptr.data(), pages.data(), last.data(),
                              static_cast<std::int64_t>(pages.size())};
     for (const int threads : {1, 2}) {
-        const host on(threads);
+        const host ctx(threads);
         test::BoundCache<P, float> under_test(
-            on, {.max_sequences = count, .query_heads = 2, .kv_heads = 2, .head_dim_qk = 8, .head_dim_vo = 8},
+            ctx,
+            {.max_sequences = count, .query_heads = 2, .kv_heads = 2, .head_dim_qk = 8, .head_dim_vo = 8},
             policy);
         const auto ref = under_test.cache.layer(0);
-        test::Workspace workspace(workspace_bytes(on, ref, {.batch = count, .tokens = 4}));
+        test::Workspace workspace(workspace_bytes(ctx, ref, {.batch = count, .tokens = 4}));
         const Sequences sequences{.batch = count, .length = 4};
-        test::Workspace mask_workspace(build_mask_workspace_bytes(on, policy, sequences, 2));
+        test::Workspace mask_workspace(build_mask_workspace_bytes(ctx, policy, sequences, 2));
         const kv_view<float> masked{.k = k.view(), .v = v.view(), .mask = {.expiry = expiry.view()}};
         const std::int32_t lengths[count] = {4, 3, 2, 1, 0, 4, 4, 4, 4, 4, 4, 4};
         const Sequences ragged{.batch = count, .length = 4, .lengths = lengths, .starts = lengths};
         test::Workspace attention_workspace(
-            attend_workspace_bytes(on, AttentionParams{}, q.view(), masked, ragged));
+            attend_workspace_bytes(ctx, AttentionParams{}, q.view(), masked, ragged));
         const Batch chunk{.count = count, .length = 4}, token{.count = count, .length = 1};
         const test::Extras extras{.scores = scores.view(), .lse = lse.view()};
         const long before = allocations.load();
         for (int round = 0; round < 5; ++round) {
-            prefill(on, under_test.cache.layer(0),
+            prefill(ctx, under_test.cache.layer(0),
                     test::step_io(chunk, q.view(), k.view(), v.view(), out.view(), extras), workspace);
-            under_test.cache.advance(on, chunk);
-            step(on, under_test.cache.layer(0),
+            under_test.cache.advance(ctx, chunk);
+            step(ctx, under_test.cache.layer(0),
                  test::step_io(token, q.view(), k.view(), v.view(), out.view(), extras), workspace);
-            under_test.cache.advance(on, token);
-            attend(on, ref, {.q = q.view(), .out = out.view(), .batch = token, .lse = lse.view()}, workspace);
-            export_heads(on, ref, token, exported);
-            build_mask(on, policy, scores.view(), sequences, expiry.view(), mask_workspace);
-            attend(on, AttentionParams{}, q.view(), masked, ragged, out.view(), lse.view(),
+            under_test.cache.advance(ctx, token);
+            attend(ctx, ref, {.q = q.view(), .out = out.view(), .batch = token, .lse = lse.view()},
+                   workspace);
+            export_heads(ctx, ref, token, exported);
+            build_mask(ctx, policy, scores.view(), sequences, expiry.view(), mask_workspace);
+            attend(ctx, AttentionParams{}, q.view(), masked, ragged, out.view(), lse.view(),
                    attention_workspace);
         }
         const long after = allocations.load();
@@ -107,8 +109,8 @@ TEST_CASE("no call of a cache with a pool allocates, growing included") {
     v.fill_normal(generator);
     test::Plane<float> scores(count, 2, 4), lse(count, 2, 4);
     test::fill_scores(scores, test::Scores::random, generator);
-    const host on(2);
-    test::BoundDual<P, float> under_test(on,
+    const host ctx(2);
+    test::BoundDual<P, float> under_test(ctx,
                                          {.max_sequences = count,
                                           .query_heads = 2,
                                           .kv_heads = 2,
@@ -119,7 +121,7 @@ TEST_CASE("no call of a cache with a pool allocates, growing included") {
     std::vector<std::vector<unsigned char>> slabs(20,
                                                   std::vector<unsigned char>(under_test.cache.slab_bytes()));
     const auto ref = under_test.cache.layer(0);
-    test::Workspace workspace(workspace_bytes(on, ref, {.batch = count, .tokens = 4}));
+    test::Workspace workspace(workspace_bytes(ctx, ref, {.batch = count, .tokens = 4}));
     constexpr std::size_t heads = std::size_t{count} * 2;
     std::vector<std::int32_t> indptr(heads + 1), pages(heads * 12), last(heads);
     std::vector<std::uint32_t> status(count), found(count);
@@ -129,28 +131,28 @@ TEST_CASE("no call of a cache with a pool allocates, growing included") {
     const test::Extras extras{.scores = scores.view(), .lse = lse.view()};
     std::size_t provided = 0;
     const long before = allocations.load();
-    prefill(on, ref, test::step_io(chunk, q.view(), k.view(), v.view(), out.view(), extras), workspace,
+    prefill(ctx, ref, test::step_io(chunk, q.view(), k.view(), v.view(), out.view(), extras), workspace,
             {.status = status.data()});
     for (int round = 0; round < 5; ++round) {
-        while (under_test.cache.reserve(on, chunk) > 0) {
-            under_test.cache.add_slab(on, slabs[provided].data(), slabs[provided].size());
+        while (under_test.cache.reserve(ctx, chunk) > 0) {
+            under_test.cache.add_slab(ctx, slabs[provided].data(), slabs[provided].size());
             ++provided;
         }
-        prefill(on, ref, test::step_io(chunk, q.view(), k.view(), v.view(), out.view(), extras), workspace);
-        under_test.cache.advance(on, chunk);
+        prefill(ctx, ref, test::step_io(chunk, q.view(), k.view(), v.view(), out.view(), extras), workspace);
+        under_test.cache.advance(ctx, chunk);
         std::fill(found.begin(), found.end(), 0u);
-        step(on, ref, test::step_io(token, q.view(), k.view(), v.view(), out.view(), extras), workspace,
+        step(ctx, ref, test::step_io(token, q.view(), k.view(), v.view(), out.view(), extras), workspace,
              {.status = found.data()});
         for (std::int32_t i = 0; i < count; ++i) {
             const std::int32_t one = 1;
             if (found[static_cast<std::size_t>(i)] == status_ok) {
-                under_test.cache.advance(on, {.count = 1, .seq_ids = &i, .q_len = &one});
+                under_test.cache.advance(ctx, {.count = 1, .seq_ids = &i, .q_len = &one});
             }
         }
-        attend(on, ref, {.q = q.view(), .out = out.view(), .batch = token, .lse = lse.view()}, workspace);
-        export_heads(on, ref, token, exported);
+        attend(ctx, ref, {.q = q.view(), .out = out.view(), .batch = token, .lse = lse.view()}, workspace);
+        export_heads(ctx, ref, token, exported);
     }
-    under_test.cache.clear(on, 3);
+    under_test.cache.clear(ctx, 3);
     CHECK(allocations.load() - before == 0);
     CHECK(std::all_of(status.begin(), status.end(),
                       [](std::uint32_t s) { return s == status_pool_exhausted; }));
@@ -169,8 +171,8 @@ TEST_CASE("no call of an observed policy allocates") {
     const auto check = [&](const auto& policy) {
         using P = std::remove_cvref_t<decltype(policy)>;
         for (const int threads : {1, 2}) {
-            const host on(threads);
-            test::BoundDual<P, float> under_test(on,
+            const host ctx(threads);
+            test::BoundDual<P, float> under_test(ctx,
                                                  {.max_sequences = count,
                                                   .query_heads = 4,
                                                   .kv_heads = 2,
@@ -179,28 +181,28 @@ TEST_CASE("no call of an observed policy allocates") {
                                                   .page_size = 3},
                                                  {.slab_pages = 600, .max_slabs = 2, .max_seq_len = 100},
                                                  policy);
-            under_test.add_slab(on);
-            under_test.add_slab(on);
+            under_test.add_slab(ctx);
+            under_test.add_slab(ctx);
             const auto ref = under_test.cache.layer(0);
-            test::Workspace workspace(workspace_bytes(on, ref, {.batch = count, .tokens = 16}));
+            test::Workspace workspace(workspace_bytes(ctx, ref, {.batch = count, .tokens = 16}));
             test::Workspace mask_workspace(build_observed_mask_workspace_bytes(
-                on, policy, std::as_const(q).view(), std::as_const(k).view()));
+                ctx, policy, std::as_const(q).view(), std::as_const(k).view()));
             test::Workspace mass_workspace(
-                received_mass_workspace_bytes<float>(on, std::as_const(q).view(), std::as_const(k).view()));
+                received_mass_workspace_bytes<float>(ctx, std::as_const(q).view(), std::as_const(k).view()));
             const Batch chunk{.count = count, .length = 16}, token{.count = count, .length = 1};
             const long before = allocations.load();
             for (int round = 0; round < 3; ++round) {
-                prefill(on, ref,
+                prefill(ctx, ref,
                         {.q = q.view(), .k = k.view(), .v = v.view(), .out = out.view(), .batch = chunk},
                         workspace);
-                under_test.cache.advance(on, chunk);
-                step(on, ref,
+                under_test.cache.advance(ctx, chunk);
+                step(ctx, ref,
                      {.q = q.view(), .k = k.view(), .v = v.view(), .out = out.view(), .batch = token},
                      workspace);
-                under_test.cache.advance(on, token);
-                build_observed_mask(on, policy, {}, std::as_const(q).view(), std::as_const(k).view(),
+                under_test.cache.advance(ctx, token);
+                build_observed_mask(ctx, policy, {}, std::as_const(q).view(), std::as_const(k).view(),
                                     sequences, expiry.view(), mask_workspace, {.prompt = 8});
-                received_mass<float>(on, {}, std::as_const(q).view(), std::as_const(k).view(), {}, sequences,
+                received_mass<float>(ctx, {}, std::as_const(q).view(), std::as_const(k).view(), {}, sequences,
                                      mass.view(), mass_workspace);
             }
             CHECK(allocations.load() - before == 0);

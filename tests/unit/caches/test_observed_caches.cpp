@@ -30,20 +30,20 @@ std::vector<position_t> expected_at(const BaselineCase& one, std::int32_t h, std
 
 /// The prompt in one call, the rest in steps; what is held after each, and all outputs.
 template <class T, class Cache>
-void follow(const host& on, const BaselineCase& one, Cache& bound, const Tensor<T>& q, const Tensor<T>& k,
+void follow(const host& ctx, const BaselineCase& one, Cache& bound, const Tensor<T>& q, const Tensor<T>& k,
             const Tensor<T>& v, Tensor<T>& out) {
-    constexpr bool pooled = requires { bound.reserve(on, Batch{}); };
+    constexpr bool pooled = requires { bound.reserve(ctx, Batch{}); };
     for (std::int32_t at = 0; at < one.length;) {
         const bool prompt = at < one.prompt;
         const std::int32_t count = prompt ? std::min(one.prompt, one.length) - at : 1;
         const Batch batch{.count = 1, .length = count};
         if constexpr (pooled) {
-            bound.reserve(on, batch);
+            bound.reserve(ctx, batch);
         }
         using P = std::remove_cvref_t<decltype(bound.cache.policy())>;
-        test::call_ref<P, T>(on, bound.cache.layer(0), batch, q.tokens(at, count), k.tokens(at, count),
+        test::call_ref<P, T>(ctx, bound.cache.layer(0), batch, q.tokens(at, count), k.tokens(at, count),
                              v.tokens(at, count), out.tokens(at, count), {}, !prompt);
-        bound.cache.advance(on, batch);
+        bound.cache.advance(ctx, batch);
         at += count;
         for (std::int32_t h = 0; h < one.kv_heads; ++h) {
             const std::vector<position_t> held = bound.sorted(0, 0, h);
@@ -79,7 +79,7 @@ void check_caches() {
         const Tensor<T> q = tensor<T>(one, 0), k = tensor<T>(one, 1), v = tensor<T>(one, 2);
         one.with_policy([&](const auto& policy) {
             using P = std::remove_cvref_t<decltype(policy)>;
-            const host on(2);
+            const host ctx(2);
             // Attention through the lifetimes.
             Tensor<T> expected(1, one.heads(), one.length, one.dim);
             std::vector<expiry_t> expiry(one.expiry.begin(), one.expiry.end());
@@ -89,21 +89,22 @@ void check_caches() {
             const mask_view mask{view_bhs<const expiry_t>(expiry.data(), 1, one.kv_heads, one.length)};
             const kv_view<T> all{k.view(), v.view(), mask};
             const Sequences sequences{.batch = 1, .length = one.length};
-            test::Workspace workspace(attend_workspace_bytes<T>(on, one.attention, q.view(), all, sequences));
-            attend<T>(on, one.attention, q.view(), all, sequences, expected.view(), {}, workspace);
+            test::Workspace workspace(
+                attend_workspace_bytes<T>(ctx, one.attention, q.view(), all, sequences));
+            attend<T>(ctx, one.attention, q.view(), all, sequences, expected.view(), {}, workspace);
             for (const bool dual : {false, true}) {
                 CAPTURE(dual);
                 Tensor<T> out(1, one.heads(), one.length, one.dim);
                 out.fill(-77.0f);
-                const auto run = [&](auto& bound) { follow<T>(on, one, bound, q, k, v, out); };
+                const auto run = [&](auto& bound) { follow<T>(ctx, one, bound, q, k, v, out); };
                 if constexpr (!P::grows) {
                     if (!dual) {
-                        test::BoundCache<P, T> bound(on, shape_of(one), policy, nullptr, one.attention);
+                        test::BoundCache<P, T> bound(ctx, shape_of(one), policy, nullptr, one.attention);
                         run(bound);
                     }
                 }
                 if (dual || P::grows) {
-                    test::BoundDual<P, T> bound(on, shape_of(one), pool, policy, nullptr, rebase_limit,
+                    test::BoundDual<P, T> bound(ctx, shape_of(one), pool, policy, nullptr, rebase_limit,
                                                 one.attention);
                     run(bound);
                 }

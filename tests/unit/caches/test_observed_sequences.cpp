@@ -18,15 +18,15 @@ using test::Tensor;
 using test::tensor;
 
 TEST_CASE("a prompt in blocks of one is steps, and blocks of c are calls of c") {
-    const host on{1};
+    const host ctx{1};
     const BaselineCase one = random_case(3, 2, 3, 50);
     const auto same = [&](const auto& whole_policy, const auto& cut_policy, std::int32_t chunk, bool steps) {
         using P = std::remove_cvref_t<decltype(whole_policy)>;
-        test::BoundDual<P, float> whole(on, shape_of(one), pool, whole_policy);
-        test::BoundDual<P, float> cut(on, shape_of(one), pool, cut_policy);
-        const Tensor<float> out = feed<P>(on, one, whole, 0, 0, 50, false);
+        test::BoundDual<P, float> whole(ctx, shape_of(one), pool, whole_policy);
+        test::BoundDual<P, float> cut(ctx, shape_of(one), pool, cut_policy);
+        const Tensor<float> out = feed<P>(ctx, one, whole, 0, 0, 50, false);
         for (std::int32_t at = 0; at < 50; at += chunk) {
-            const Tensor<float> part = feed<P>(on, one, cut, 0, at, std::min(at + chunk, 50), steps);
+            const Tensor<float> part = feed<P>(ctx, one, cut, 0, at, std::min(at + chunk, 50), steps);
             for (std::int32_t h = 0; h < one.heads(); ++h) {
                 for (std::int32_t t = at; t < std::min(at + chunk, 50); ++t) {
                     for (std::int32_t d = 0; d < one.dim; ++d) {
@@ -49,33 +49,33 @@ TEST_CASE("a prompt in blocks of one is steps, and blocks of c are calls of c") 
 }
 
 TEST_CASE("rows: the budget and one, the budget, and what is decoded") {
-    const host on{1};
+    const host ctx{1};
     const BaselineCase one = random_case(4, 2, 1, 60);
-    test::BoundCache<H2O<>, float> heavy(on, shape_of(one), h2o_for_total(10));
+    test::BoundCache<H2O<>, float> heavy(ctx, shape_of(one), h2o_for_total(10));
     CHECK(heavy.cache.bytes().keys_and_values == std::size_t{2} * 12 * 2 * 16 * 4);  // 11 rows in pages of 4
-    feed<H2O<>>(on, one, heavy, 0, 0, 30, false);
+    feed<H2O<>>(ctx, one, heavy, 0, 0, 30, false);
     CHECK(heavy.cache.usage(0, 0, 0).size() == 11);
     CHECK(heavy.cache.length(0) == 30);
-    test::BoundDual<SnapKV<>, float> snap(on, shape_of(one), pool, snapkv_for_total(12, 4));
-    feed<SnapKV<>>(on, one, snap, 0, 0, 30, false);
+    test::BoundDual<SnapKV<>, float> snap(ctx, shape_of(one), pool, snapkv_for_total(12, 4));
+    feed<SnapKV<>>(ctx, one, snap, 0, 0, 30, false);
     CHECK(snap.cache.usage(0, 0, 1).size() == 12);
-    feed<SnapKV<>>(on, one, snap, 0, 30, 45, true);
+    feed<SnapKV<>>(ctx, one, snap, 0, 30, 45, true);
     CHECK(snap.cache.usage(0, 0, 1).size() == 27);
     // A second prompt prunes what was decoded, too.
-    feed<SnapKV<>>(on, one, snap, 0, 45, 60, false);
+    feed<SnapKV<>>(ctx, one, snap, 0, 45, 60, false);
     CHECK(snap.cache.usage(0, 0, 1).size() == 12);
     CHECK(snap.sorted(0, 0, 1)[8] == 56);
 }
 
 TEST_CASE("max_sequences of one call are as if alone, and others are untouched") {
-    const host on{2};
+    const host ctx{2};
     const std::int32_t seq_ids[] = {2, 0}, q_len[] = {9, 23};
     const auto check = [&](const auto& policy) {
         using P = std::remove_cvref_t<decltype(policy)>;
         const BaselineCase a = random_case(7, 2, 3, 40), b = random_case(8, 2, 3, 40);
-        test::BoundDual<P, float> both(on, shape_of(a, 3), pool, policy),
-            alone(on, shape_of(a, 3), pool, policy);
-        feed<P>(on, a, both, 1, 0, 20, false);
+        test::BoundDual<P, float> both(ctx, shape_of(a, 3), pool, policy),
+            alone(ctx, shape_of(a, 3), pool, policy);
+        feed<P>(ctx, a, both, 1, 0, 20, false);
         const auto bystander = content(both, 1);
         Tensor<float> q(2, a.heads(), 23, 16), k(2, 2, 23, 16), v(2, 2, 23, 16), out(2, a.heads(), 23, 16);
         for (std::int32_t i = 0; i < 2; ++i) {
@@ -88,22 +88,22 @@ TEST_CASE("max_sequences of one call are as if alone, and others are untouched")
             fill(q, 0), fill(k, 1), fill(v, 2);
         }
         const Batch batch{.count = 2, .seq_ids = seq_ids, .q_len = q_len, .length = 23};
-        both.reserve(on, batch);
-        test::call_ref<P, float>(on, both.cache.layer(0), batch, q.view(), k.view(), v.view(), out.view(), {},
-                                 false);
-        both.cache.advance(on, batch);
-        feed<P>(on, a, alone, 2, 0, 9, false);
-        feed<P>(on, b, alone, 0, 0, 23, false);
+        both.reserve(ctx, batch);
+        test::call_ref<P, float>(ctx, both.cache.layer(0), batch, q.view(), k.view(), v.view(), out.view(),
+                                 {}, false);
+        both.cache.advance(ctx, batch);
+        feed<P>(ctx, a, alone, 2, 0, 9, false);
+        feed<P>(ctx, b, alone, 0, 0, 23, false);
         CHECK(content(both, 2) == content(alone, 2));
         CHECK(content(both, 0) == content(alone, 0));
         CHECK(content(both, 1) == bystander);
         // Steps, one of them of an entry that sits out.
         const std::int32_t ones[] = {1, 0};
         const Batch step{.count = 2, .seq_ids = seq_ids, .q_len = ones};
-        both.reserve(on, step);
-        test::call_ref<P, float>(on, both.cache.layer(0), step, q.tokens(10, 1), k.tokens(10, 1),
+        both.reserve(ctx, step);
+        test::call_ref<P, float>(ctx, both.cache.layer(0), step, q.tokens(10, 1), k.tokens(10, 1),
                                  v.tokens(10, 1), out.tokens(0, 1), {}, true);
-        both.cache.advance(on, step);
+        both.cache.advance(ctx, step);
         CHECK(content(both, 0) == content(alone, 0));
         CHECK(both.cache.length(2) == 10);
     };
@@ -113,29 +113,29 @@ TEST_CASE("max_sequences of one call are as if alone, and others are untouched")
 }
 
 TEST_CASE("fork, snapshot and restore go on alike") {
-    const host on{1};
+    const host ctx{1};
     const BaselineCase one = random_case(9, 2, 2, 60);
     const auto check = [&](const auto& policy, const auto& other) {
         using P = std::remove_cvref_t<decltype(policy)>;
-        test::BoundDual<P, float> bound(on, shape_of(one, 3), pool, policy),
-            second(on, shape_of(one, 1), pool, policy);
-        feed<P>(on, one, bound, 0, 0, 30, false);
-        feed<P>(on, one, bound, 0, 30, 40, true);
+        test::BoundDual<P, float> bound(ctx, shape_of(one, 3), pool, policy),
+            second(ctx, shape_of(one, 1), pool, policy);
+        feed<P>(ctx, one, bound, 0, 0, 30, false);
+        feed<P>(ctx, one, bound, 0, 30, 40, true);
         for (int i = 0; i < 20; ++i) {
-            bound.add_slab(on);
-            second.add_slab(on);
+            bound.add_slab(ctx);
+            second.add_slab(ctx);
         }
-        bound.cache.fork(on, 0, 2);
+        bound.cache.fork(ctx, 0, 2);
         std::vector<unsigned char> blob(bound.cache.snapshot_bytes(0));
-        bound.cache.snapshot(on, 0, blob.data(), blob.size());
-        second.cache.restore(on, 0, blob.data(), blob.size());
-        feed<P>(on, one, bound, 0, 40, 60, true);
-        feed<P>(on, one, bound, 2, 40, 60, true);
-        feed<P>(on, one, second, 0, 40, 60, true);
+        bound.cache.snapshot(ctx, 0, blob.data(), blob.size());
+        second.cache.restore(ctx, 0, blob.data(), blob.size());
+        feed<P>(ctx, one, bound, 0, 40, 60, true);
+        feed<P>(ctx, one, bound, 2, 40, 60, true);
+        feed<P>(ctx, one, second, 0, 40, 60, true);
         CHECK(content(bound, 0) == content(bound, 2));
         CHECK(content(bound, 0) == content(second, 0));
-        test::BoundDual<P, float> stranger(on, shape_of(one, 1), pool, other);
-        CHECK_REFUSED(stranger.cache.restore(on, 0, blob.data(), blob.size()), "of another policy");
+        test::BoundDual<P, float> stranger(ctx, shape_of(one, 1), pool, other);
+        CHECK_REFUSED(stranger.cache.restore(ctx, 0, blob.data(), blob.size()), "of another policy");
     };
     check(h2o_for_total(12), h2o_for_total(12, {.aggregate = group_aggregate::max}));
     check(tova_for_total(12), tova_for_total(12, {.whole_layer = false}));
@@ -143,19 +143,19 @@ TEST_CASE("fork, snapshot and restore go on alike") {
 }
 
 TEST_CASE("a refused call and an exhausted pool change nothing") {
-    const host on{1};
+    const host ctx{1};
     const BaselineCase one = random_case(10, 2, 2, 40);
     const float bad[] = {std::numeric_limits<float>::quiet_NaN(), std::numeric_limits<float>::infinity()};
-    test::BoundDual<TOVA<>, float> bound(on, shape_of(one), pool,
+    test::BoundDual<TOVA<>, float> bound(ctx, shape_of(one), pool,
                                          tova_for_total(8, {ObservedPrefill::in_chunks(3)}));
-    feed<TOVA<>>(on, one, bound, 0, 0, 20, false);
+    feed<TOVA<>>(ctx, one, bound, 0, 0, 20, false);
     const auto before = bound.everything();
     Tensor<float> q = tensor<float>(one, 0), k = tensor<float>(one, 1), v = tensor<float>(one, 2);
     Tensor<float> out(1, 4, 40, 16);
     for (const float x : bad) {
         k.view().row(0, 1, 29)[3] = x;
         const Batch batch{.count = 1, .length = 15};
-        CHECK_REFUSED((test::call_ref<TOVA<>, float>(on, bound.cache.layer(0), batch, q.tokens(20, 15),
+        CHECK_REFUSED((test::call_ref<TOVA<>, float>(ctx, bound.cache.layer(0), batch, q.tokens(20, 15),
                                                      k.tokens(20, 15), v.tokens(20, 15), out.tokens(20, 15),
                                                      {}, false)),
                       "k[0][1][9]");
@@ -163,23 +163,23 @@ TEST_CASE("a refused call and an exhausted pool change nothing") {
     }
     const std::int32_t budgets[] = {3, 4};
     test::BoundCache<TOVA<>, float> uneven(
-        on, shape_of(one), TOVA<>{Window<1>{}, TopKBudget<>{per_head(budgets, 1, 2)}, LastMass{}});
-    CHECK_REFUSED((test::call_ref<TOVA<>, float>(on, uneven.cache.layer(0), {.count = 1}, q.tokens(0, 1),
+        ctx, shape_of(one), TOVA<>{Window<1>{}, TopKBudget<>{per_head(budgets, 1, 2)}, LastMass{}});
+    CHECK_REFUSED((test::call_ref<TOVA<>, float>(ctx, uneven.cache.layer(0), {.count = 1}, q.tokens(0, 1),
                                                  k.tokens(0, 1), v.tokens(0, 1), out.tokens(0, 1), {}, true)),
                   "head 1: 0, 1, 4 is not allowed");
 
     test::BoundDual<SnapKV<>, float> small(
-        on, shape_of(one), {.slab_pages = 4, .max_slabs = 8, .max_seq_len = 40}, snapkv_for_total(8, 4));
-    small.add_slab(on);
+        ctx, shape_of(one), {.slab_pages = 4, .max_slabs = 8, .max_seq_len = 40}, snapkv_for_total(8, 4));
+    small.add_slab(ctx);
     const Tensor<float> good = tensor<float>(one, 1);
     std::uint32_t status = 0;
     std::int32_t appended = 0;
     for (; appended < 40 && status == 0; ++appended) {
-        test::call_ref<SnapKV<>, float>(on, small.cache.layer(0), {.count = 1}, q.tokens(appended, 1),
+        test::call_ref<SnapKV<>, float>(ctx, small.cache.layer(0), {.count = 1}, q.tokens(appended, 1),
                                         good.tokens(appended, 1), v.tokens(appended, 1),
                                         out.tokens(appended, 1), {}, true, &status);
         if (status == 0) {
-            small.cache.advance(on, {.count = 1});
+            small.cache.advance(ctx, {.count = 1});
         }
     }
     CHECK(status == status_pool_exhausted);
@@ -187,13 +187,13 @@ TEST_CASE("a refused call and an exhausted pool change nothing") {
     CHECK(out.view().row(0, 0, 8)[0] == 0.0f);
     const auto held = small.sorted(0, 0, 0);
     status = 0;
-    small.add_slab(on);
-    test::call_ref<SnapKV<>, float>(on, small.cache.layer(0), {.count = 1}, q.tokens(8, 1), good.tokens(8, 1),
-                                    v.tokens(8, 1), out.tokens(8, 1), {}, true, &status);
-    small.cache.advance(on, {.count = 1});
+    small.add_slab(ctx);
+    test::call_ref<SnapKV<>, float>(ctx, small.cache.layer(0), {.count = 1}, q.tokens(8, 1),
+                                    good.tokens(8, 1), v.tokens(8, 1), out.tokens(8, 1), {}, true, &status);
+    small.cache.advance(ctx, {.count = 1});
     CHECK(status == 0);
     CHECK(small.sorted(0, 0, 0).size() == held.size() + 1);
-    CHECK_REFUSED((feed<SnapKV<>>(on, one, small, 0, 9, 41, false)), "max_seq_len");
+    CHECK_REFUSED((feed<SnapKV<>>(ctx, one, small, 0, 9, 41, false)), "max_seq_len");
 }
 
 TEST_CASE("threads and instruction sets") {
@@ -202,10 +202,10 @@ TEST_CASE("threads and instruction sets") {
         using P = std::remove_cvref_t<decltype(policy)>;
         std::vector<std::vector<unsigned char>> found;
         for (const int threads : {1, 2, 5}) {
-            const host on(threads);
-            test::BoundDual<P, float> bound(on, shape_of(one), pool, policy);
-            feed<P>(on, one, bound, 0, 0, 40, false);
-            feed<P>(on, one, bound, 0, 40, 60, true);
+            const host ctx(threads);
+            test::BoundDual<P, float> bound(ctx, shape_of(one), pool, policy);
+            feed<P>(ctx, one, bound, 0, 0, 40, false);
+            feed<P>(ctx, one, bound, 0, 40, 60, true);
             found.push_back(content(bound, 0));
         }
         CHECK(found[0] == found[1]);

@@ -73,9 +73,9 @@ struct Row {
 
 /// A call on tokens [from, from + n) of a row.
 template <class P, class Ref>
-void run(const host& on, const Ref& ref, const Batch& batch, Row& row, std::int32_t from, std::int32_t n,
+void run(const host& ctx, const Ref& ref, const Batch& batch, Row& row, std::int32_t from, std::int32_t n,
          const test::Extras& extras, bool steps = false, std::uint32_t* status = nullptr) {
-    test::call_ref<P, float>(on, ref, batch, std::as_const(row.q).tokens(from, n),
+    test::call_ref<P, float>(ctx, ref, batch, std::as_const(row.q).tokens(from, n),
                              std::as_const(row.k).tokens(from, n), std::as_const(row.v).tokens(from, n),
                              row.out.tokens(from, n), extras, steps, status);
 }
@@ -86,19 +86,19 @@ constexpr std::int32_t edges[] = {0, 17, 17, 40, 49}, lengths[] = {17, 0, 23, 9}
 /// A pack of four entries beside the same entries one by one, twice in a row, and then draft tokens.
 template <class P, class Bound>
 void check_pack(Bound& packed, Bound& alone, bool states) {
-    const host on{2};
+    const host ctx{2};
     for (std::uint32_t round = 0; round < 2; ++round) {
         Row a(total, round), b(total, round);
         test::Extras extras = a.extras(states, 0, total);
         extras.cu_seqlens = edges;
         const Batch batch{.count = 4, .seq_ids = seq_ids, .q_len = lengths, .length = total};
-        run<P>(on, packed.cache.layer(0), batch, a, 0, total, extras);
-        packed.cache.advance(on, batch);
+        run<P>(ctx, packed.cache.layer(0), batch, a, 0, total, extras);
+        packed.cache.advance(ctx, batch);
         for (std::int32_t i = 0; i < 4; ++i) {
             const Batch one{.count = 1, .seq_ids = seq_ids + i, .length = lengths[i]};
-            run<P>(on, alone.cache.layer(0), one, b, edges[i], lengths[i],
+            run<P>(ctx, alone.cache.layer(0), one, b, edges[i], lengths[i],
                    b.extras(states, edges[i], lengths[i]));
-            alone.cache.advance(on, one);
+            alone.cache.advance(ctx, one);
         }
         CHECK(a.out.data == b.out.data);
         CHECK(a.lse.data == b.lse.data);
@@ -112,27 +112,27 @@ void check_pack(Bound& packed, Bound& alone, bool states) {
     test::Extras extras = a.extras(states, 0, 10);
     extras.cu_seqlens = few;
     const auto ref = packed.cache.layer(0), other = alone.cache.layer(0);
-    test::Workspace workspace(workspace_bytes(on, ref, {.batch = 4, .tokens = 10}));
-    append_draft(on, ref,
+    test::Workspace workspace(workspace_bytes(ctx, ref, {.batch = 4, .tokens = 10}));
+    append_draft(ctx, ref,
                  test::step_io({.count = 4, .seq_ids = seq_ids, .q_len = guesses, .length = 10},
                                std::as_const(a.q).view(), std::as_const(a.k).view(),
                                std::as_const(a.v).view(), a.out.view(), extras),
                  workspace);
-    accept(on, ref, {.count = 4, .seq_ids = seq_ids, .q_len = appended, .length = 10}, workspace);
+    accept(ctx, ref, {.count = 4, .seq_ids = seq_ids, .q_len = appended, .length = 10}, workspace);
     for (std::int32_t i = 0; i < 4; ++i) {
         const Batch one{.count = 1, .seq_ids = seq_ids + i, .length = guesses[i]};
-        append_draft(on, other,
+        append_draft(ctx, other,
                      test::step_io(one, std::as_const(b.q).tokens(few[i], guesses[i]),
                                    std::as_const(b.k).tokens(few[i], guesses[i]),
                                    std::as_const(b.v).tokens(few[i], guesses[i]),
                                    b.out.tokens(few[i], guesses[i]), b.extras(states, few[i], guesses[i])),
                      workspace);
-        accept(on, other, {.count = 1, .seq_ids = seq_ids + i, .length = appended[i]}, workspace);
+        accept(ctx, other, {.count = 1, .seq_ids = seq_ids + i, .length = appended[i]}, workspace);
     }
     CHECK(a.out.data == b.out.data);
     const Batch batch{.count = 4, .seq_ids = seq_ids, .q_len = appended, .length = 10};
-    packed.cache.advance(on, batch);
-    alone.cache.advance(on, batch);
+    packed.cache.advance(ctx, batch);
+    alone.cache.advance(ctx, batch);
     for (std::int32_t seq = 0; seq < 4; ++seq) {
         CHECK(test::content_of(packed.cache.layer(0), seq) == test::content_of(alone.cache.layer(0), seq));
     }
@@ -141,16 +141,16 @@ void check_pack(Bound& packed, Bound& alone, bool states) {
 }  // namespace
 
 TEST_CASE("a packed batch is its entries one by one, on both kinds of caches, with scores or hidden states") {
-    const host on{1};
+    const host ctx{1};
     const PoolShape pool{.slab_pages = 200, .max_slabs = 1, .max_seq_len = 200};
     {
-        test::BoundCache<Budget, float> packed(on, shape, {}), alone(on, shape, {});
+        test::BoundCache<Budget, float> packed(ctx, shape, {}), alone(ctx, shape, {});
         check_pack<Budget>(packed, alone, false);
     }
     {
-        test::BoundDual<Gated, float> packed(on, shape, pool), alone(on, shape, pool);
-        packed.add_slab(on);
-        alone.add_slab(on);
+        test::BoundDual<Gated, float> packed(ctx, shape, pool), alone(ctx, shape, pool);
+        packed.add_slab(ctx);
+        alone.add_slab(ctx);
         check_pack<Gated>(packed, alone, false);
     }
     const auto w1 = test::draw(1, test::array::w1, 5 * width, 1.0f),
@@ -160,10 +160,10 @@ TEST_CASE("a packed batch is its entries one by one, on both kinds of caches, wi
     scorer.weights.w1 = w1.data();
     scorer.weights.w2 = w2.data();
     using P = SPKV<4, UtilityPredictor, 1>;
-    test::BoundDual<P, float> packed(on, shape, pool, P{{}, {}, {}, scorer}),
-        alone(on, shape, pool, P{{}, {}, {}, scorer});
-    packed.add_slab(on);
-    alone.add_slab(on);
+    test::BoundDual<P, float> packed(ctx, shape, pool, P{{}, {}, {}, scorer}),
+        alone(ctx, shape, pool, P{{}, {}, {}, scorer});
+    packed.add_slab(ctx);
+    alone.add_slab(ctx);
     check_pack<P>(packed, alone, true);
 }
 
@@ -171,7 +171,7 @@ TEST_CASE(
     "samples of a pack that are sequences of their own are reset; a pack in one sequence keeps attention: as "
     "masks "
     "have it") {
-    const host on{2};
+    const host ctx{2};
     Row row(total, 4), one(total, 4);
     const std::int32_t cuts[] = {0, 17, 40, 49};
     const Budget policy;
@@ -182,21 +182,21 @@ TEST_CASE(
             sequences.segments = 3;
         }
         test::Plane<expiry_t> expiry(1, heads, total);
-        test::Workspace workspace(build_mask_workspace_bytes(on, policy, sequences, heads));
-        build_mask(on, policy, std::as_const(row.scores).view(), sequences, expiry.view(), workspace);
+        test::Workspace workspace(build_mask_workspace_bytes(ctx, policy, sequences, heads));
+        build_mask(ctx, policy, std::as_const(row.scores).view(), sequences, expiry.view(), workspace);
         test::Tensor<float> wanted(1, heads * group, total, dim);
         const kv_view<float> masked{
             std::as_const(row.k).view(), std::as_const(row.v).view(), {std::as_const(expiry).view()}};
-        test::Workspace more(attend_workspace_bytes(on, {}, std::as_const(row.q).view(), masked, sequences));
-        attend(on, {}, std::as_const(row.q).view(), masked, sequences, wanted.view(), {}, more);
+        test::Workspace more(attend_workspace_bytes(ctx, {}, std::as_const(row.q).view(), masked, sequences));
+        attend(ctx, {}, std::as_const(row.q).view(), masked, sequences, wanted.view(), {}, more);
 
-        test::BoundCache<Budget, float> cache(on, shape, policy);
+        test::BoundCache<Budget, float> cache(ctx, shape, policy);
         const std::int32_t own[] = {17, 23, 9}, all[] = {0, total};
         test::Extras extras = row.extras(false, 0, total);
         extras.cu_seqlens = reset ? cuts : all;
         const Batch batch{.count = reset ? 3 : 1, .q_len = reset ? own : all + 1, .length = total};
-        run<Budget>(on, cache.cache.layer(0), batch, row, 0, total, extras);
-        cache.cache.advance(on, batch);
+        run<Budget>(ctx, cache.cache.layer(0), batch, row, 0, total, extras);
+        cache.cache.advance(ctx, batch);
         double worst = 0.0;
         for (std::size_t i = 0; i < wanted.data.size(); ++i) {
             const double off = std::abs(static_cast<double>(wanted.data[i] - row.out.data[i]));
@@ -219,9 +219,9 @@ TEST_CASE(
 }
 
 TEST_CASE("a packed entry without pages is left alone, and the others are served") {
-    const host on{1};
-    test::BoundDual<Gated, float> cache(on, shape, {.slab_pages = 12, .max_slabs = 20, .max_seq_len = 100});
-    cache.add_slab(on);
+    const host ctx{1};
+    test::BoundDual<Gated, float> cache(ctx, shape, {.slab_pages = 12, .max_slabs = 20, .max_seq_len = 100});
+    cache.add_slab(ctx);
     Row row(total, 6), other(total, 6);
     row.scores.data.assign(row.scores.data.size(), 1.0f);  // all is kept: 10, 0, 12 and 6 pages
     other.scores = row.scores;
@@ -229,7 +229,7 @@ TEST_CASE("a packed entry without pages is left alone, and the others are served
     extras.cu_seqlens = edges;
     const Batch batch{.count = 4, .seq_ids = seq_ids, .q_len = lengths, .length = total};
     std::uint32_t status[4] = {};
-    run<Gated>(on, cache.cache.layer(0), batch, row, 0, total, extras, false, status);
+    run<Gated>(ctx, cache.cache.layer(0), batch, row, 0, total, extras, false, status);
     CHECK((status[0] == 0 && status[1] == 0));
     CHECK((status[2] == status_pool_exhausted && status[3] == status_pool_exhausted));
     for (std::int32_t t = 0; t < total; ++t) {
@@ -238,18 +238,18 @@ TEST_CASE("a packed entry without pages is left alone, and the others are served
         CHECK(std::isinf(row.lse.at(0, 1, t)) == !served);
     }
     const std::int32_t left[] = {0, 0, 23, 9}, rest[] = {0, 0, 0, 23, 32};
-    cache.reserve(on, {.count = 4, .seq_ids = seq_ids, .q_len = left, .length = total});
+    cache.reserve(ctx, {.count = 4, .seq_ids = seq_ids, .q_len = left, .length = total});
     test::Extras again = row.extras(false, 17, 32);
     again.cu_seqlens = rest;
-    run<Gated>(on, cache.cache.layer(0), {.count = 4, .seq_ids = seq_ids, .q_len = left, .length = 32}, row,
+    run<Gated>(ctx, cache.cache.layer(0), {.count = 4, .seq_ids = seq_ids, .q_len = left, .length = 32}, row,
                17, 32, again);
-    cache.cache.advance(on, batch);
-    test::BoundDual<Gated, float> ample(on, shape, {.slab_pages = 100, .max_slabs = 1, .max_seq_len = 100});
-    ample.add_slab(on);
+    cache.cache.advance(ctx, batch);
+    test::BoundDual<Gated, float> ample(ctx, shape, {.slab_pages = 100, .max_slabs = 1, .max_seq_len = 100});
+    ample.add_slab(ctx);
     test::Extras whole = other.extras(false, 0, total);
     whole.cu_seqlens = edges;
-    run<Gated>(on, ample.cache.layer(0), batch, other, 0, total, whole);
-    ample.cache.advance(on, batch);
+    run<Gated>(ctx, ample.cache.layer(0), batch, other, 0, total, whole);
+    ample.cache.advance(ctx, batch);
     CHECK(row.out.data == other.out.data);
     for (std::int32_t seq = 0; seq < 4; ++seq) {
         CHECK(test::content_of(cache.cache.layer(0), seq) == test::content_of(ample.cache.layer(0), seq));
@@ -257,13 +257,13 @@ TEST_CASE("a packed entry without pages is left alone, and the others are served
 }
 
 TEST_CASE("edges that do not fit the batch are refused") {
-    const host on{1};
-    test::BoundCache<Budget, float> cache(on, shape, {});
+    const host ctx{1};
+    test::BoundCache<Budget, float> cache(ctx, shape, {});
     Row row(total, 1);
     const auto call = [&](const std::int32_t* cu, const std::int32_t* q_len, std::int32_t n = total) {
         test::Extras extras = row.extras(false, 0, n);
         extras.cu_seqlens = cu;
-        run<Budget>(on, cache.cache.layer(0), {.count = 4, .seq_ids = seq_ids, .q_len = q_len, .length = n},
+        run<Budget>(ctx, cache.cache.layer(0), {.count = 4, .seq_ids = seq_ids, .q_len = q_len, .length = n},
                     row, 0, n, extras);
     };
     const std::int32_t late[] = {1, 17, 17, 40, 49}, other[] = {0, 17, 17, 39, 49}, less[] = {17, 0, 22, 9};
@@ -276,18 +276,18 @@ TEST_CASE("edges that do not fit the batch are refused") {
                   "q: 1 x 4 x 48 x 8 is not allowed; it must be 1 x 4 x at least 49 x 8");
     test::Extras extras = row.extras(false, 0, 1);
     extras.cu_seqlens = edges;
-    CHECK_REFUSED(run<Budget>(on, cache.cache.layer(0), {.count = 1}, row, 0, 1, extras, true),
+    CHECK_REFUSED(run<Budget>(ctx, cache.cache.layer(0), {.count = 1}, row, 0, 1, extras, true),
                   "io.cu_seqlens: given is not allowed; it must be null in a step");
     CHECK(cache.cache.length(2) == 0);
 }
 
 TEST_CASE(
     "sequences that join and leave while others run are as if they were alone, and leave no page behind") {
-    const host on{2};
+    const host ctx{2};
     for (const std::int32_t page_size : {1, 5}) {
         CacheShape sizes = shape;
         sizes.page_size = page_size;
-        test::BoundDual<Gated, float> shared(on, sizes,
+        test::BoundDual<Gated, float> shared(ctx, sizes,
                                              {.slab_pages = 9, .max_slabs = 100, .max_seq_len = 80});
         struct Running {
             std::int32_t id = -1, at = 0, length = 0;
@@ -335,11 +335,11 @@ TEST_CASE(
                 }
             }
             const Batch batch{.count = count, .seq_ids = named, .q_len = tokens, .length = max_seq_len};
-            shared.reserve(on, batch);
-            test::call_ref<Gated, float>(on, shared.cache.layer(0), batch, std::as_const(q).view(),
+            shared.reserve(ctx, batch);
+            test::call_ref<Gated, float>(ctx, shared.cache.layer(0), batch, std::as_const(q).view(),
                                          std::as_const(k).view(), std::as_const(v).view(), out.view(),
                                          {.scores = std::as_const(scores).view()}, steps);
-            shared.cache.advance(on, batch);
+            shared.cache.advance(ctx, batch);
             for (std::int32_t i = 0; i < count; ++i) {
                 Running& mine = running[named[i]];
                 mine.at += tokens[i];
@@ -347,13 +347,13 @@ TEST_CASE(
                     continue;
                 }
                 // It leaves; alone it would have held the same.
-                test::BoundDual<Gated, float> alone(on, sizes,
+                test::BoundDual<Gated, float> alone(ctx, sizes,
                                                     {.slab_pages = 400, .max_slabs = 1, .max_seq_len = 80});
-                alone.add_slab(on);
+                alone.add_slab(ctx);
                 Row row(60, static_cast<std::uint32_t>(mine.id));
-                run<Gated>(on, alone.cache.layer(0), {.count = 1, .length = mine.length}, row, 0, mine.length,
-                           row.extras(false, 0, mine.length));
-                alone.cache.advance(on, {.count = 1, .length = mine.length});
+                run<Gated>(ctx, alone.cache.layer(0), {.count = 1, .length = mine.length}, row, 0,
+                           mine.length, row.extras(false, 0, mine.length));
+                alone.cache.advance(ctx, {.count = 1, .length = mine.length});
                 CHECK(test::content_of(alone.cache.layer(0), 0) ==
                       test::content_of(shared.cache.layer(0), named[i]));
                 if (tokens[i] > 0) {
@@ -361,13 +361,13 @@ TEST_CASE(
                                 wanted = row.out.view().row(0, 3, mine.length - 1)[5];
                     CHECK(std::abs(got - wanted) < 2e-6f);
                 }
-                shared.cache.clear(on, named[i]);
+                shared.cache.clear(ctx, named[i]);
                 mine.id = -1;
                 ++finished;
             }
         }
         for (std::int32_t seq = 0; seq < 4; ++seq) {
-            shared.cache.clear(on, seq);
+            shared.cache.clear(ctx, seq);
         }
         CHECK(shared.cache.free_pages() == shared.cache.attached_pages());
     }

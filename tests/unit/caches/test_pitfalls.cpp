@@ -54,9 +54,9 @@ constexpr CacheShape one_head{.query_heads = 1, .kv_heads = 1, .head_dim_qk = 8,
 
 /// Held positions after `length` tokens with the scores that score_of(t) gives, fed in chunks.
 template <class ScoreOf>
-std::vector<position_t> held(const host& on, const P& head_params, std::int32_t length,
+std::vector<position_t> held(const host& ctx, const P& head_params, std::int32_t length,
                              const std::vector<std::int32_t>& sizes, bool steps, ScoreOf&& score_of) {
-    test::BoundCache<P, float> under_test(on, one_head, head_params);
+    test::BoundCache<P, float> under_test(ctx, one_head, head_params);
     test::Tensor<float> x(1, 1, length, 8), out(1, 1, length, 8);
     x.fill(0.5f);
     test::Plane<float> scores(1, 1, length);
@@ -66,10 +66,10 @@ std::vector<position_t> held(const host& on, const P& head_params, std::int32_t 
     std::int32_t at = 0;
     for (const std::int32_t chunk : test::chunks_of(length, sizes)) {
         const Batch batch{.count = 1, .length = chunk};
-        test::call<P, float>(on, under_test, 0, batch, std::as_const(x).tokens(at, chunk),
+        test::call<P, float>(ctx, under_test, 0, batch, std::as_const(x).tokens(at, chunk),
                              std::as_const(x).tokens(at, chunk), std::as_const(x).tokens(at, chunk),
                              out.tokens(at, chunk), {.scores = scores.tokens(at, chunk)}, steps);
-        under_test.cache.advance(on, batch);
+        under_test.cache.advance(ctx, batch);
         at += chunk;
     }
     CHECK(under_test.cache.length(0) == length);
@@ -98,38 +98,38 @@ TEST_CASE("6: of 1000 equal scores the 7 oldest stay, every time") {
     const auto equal = [](position_t) { return 1.5f; };
     const std::vector<position_t> wanted = joined(range(0, 9), range(990, 1000));
     for (int run = 0; run < 100; ++run) {
-        const host on(1 + run % 3);
+        const host ctx(1 + run % 3);
         const Way& way = ways[run % 3];
-        const std::vector<position_t> kept = held(on, policy(2, 10, 7), 1000, way.sizes, way.steps, equal);
+        const std::vector<position_t> kept = held(ctx, policy(2, 10, 7), 1000, way.sizes, way.steps, equal);
         if (kept != wanted) {
             CHECK(kept == wanted);
         }
     }
-    const host on(1);
+    const host ctx(1);
     // With a decay the newest win, and the steps n change nothing among equal scores but when a
     // boundary is crossed.
     for (const Way& way : ways) {
-        CHECK(held(on, policy(2, 10, 7, -0.5f), 1000, way.sizes, way.steps, equal) ==
+        CHECK(held(ctx, policy(2, 10, 7, -0.5f), 1000, way.sizes, way.steps, equal) ==
               joined(range(0, 2), range(983, 1000)));
-        CHECK(held(on, policy(2, 10, 7), 1000, way.sizes, way.steps, equal) == wanted);
+        CHECK(held(ctx, policy(2, 10, 7), 1000, way.sizes, way.steps, equal) == wanted);
     }
 }
 
 TEST_CASE("7: budgets above the number of tokens keep everything") {
-    const host on(1);
+    const host ctx(1);
     const auto some = [](position_t t) { return static_cast<float>(t * 7 % 5); };
     for (const Way& way : ways) {
-        CHECK(held(on, policy(0, 1, 2048), 64, way.sizes, way.steps, some) == range(0, 64));
-        CHECK(held(on, policy(0, 1, 5), 3, way.sizes, way.steps, some) == range(0, 3));
-        CHECK(held(on, policy(0, 1, 5), 0, way.sizes, way.steps, some).empty());
+        CHECK(held(ctx, policy(0, 1, 2048), 64, way.sizes, way.steps, some) == range(0, 64));
+        CHECK(held(ctx, policy(0, 1, 5), 3, way.sizes, way.steps, some) == range(0, 3));
+        CHECK(held(ctx, policy(0, 1, 5), 0, way.sizes, way.steps, some).empty());
     }
 }
 
 TEST_CASE("3, 9: a page of 4 rows, 13 tokens, NaN in the tail, pages in any order") {
     // Whoever reads exported pages may move them: a pool with permuted ids gives the same rows.
-    const host on(1);
+    const host ctx(1);
     test::BoundCache<P, float> under_test(
-        on, {.query_heads = 1, .kv_heads = 1, .head_dim_qk = 8, .head_dim_vo = 8, .page_size = 4},
+        ctx, {.query_heads = 1, .kv_heads = 1, .head_dim_qk = 8, .head_dim_vo = 8, .page_size = 4},
         policy(2, 5, 9));
     std::mt19937 generator(1);
     test::Tensor<float> q(1, 1, 13, 8), k(1, 1, 13, 8), v(1, 1, 13, 8), out(1, 1, 13, 8);
@@ -138,14 +138,14 @@ TEST_CASE("3, 9: a page of 4 rows, 13 tokens, NaN in the tail, pages in any orde
     v.fill_normal(generator);
     test::Plane<float> scores(1, 1, 13, 1.0f);
     const Batch batch{.count = 1, .length = 13};
-    test::call<P, float>(on, under_test, 0, batch, std::as_const(q).view(), std::as_const(k).view(),
+    test::call<P, float>(ctx, under_test, 0, batch, std::as_const(q).view(), std::as_const(k).view(),
                          std::as_const(v).view(), out.view(), {.scores = scores.view()}, false);
-    under_test.cache.advance(on, batch);
+    under_test.cache.advance(ctx, batch);
     CHECK(std::all_of(out.data.begin(), out.data.end(), [](float x) { return std::isfinite(x); }));
     const auto ref = under_test.cache.layer(0);
     CHECK(std::isnan(ref.k[std::int64_t{13} * 8]));  // the tail of the last page is still poisoned
     std::int32_t indptr[2], indices[4], last[1];
-    export_heads(on, ref, {.count = 1}, {indptr, indices, last, 4});
+    export_heads(ctx, ref, {.count = 1}, {indptr, indices, last, 4});
     CHECK(indptr[1] == 4);
     CHECK(last[0] == 1);
     std::vector<float> pool(static_cast<std::size_t>(ref.rows * 8), std::numeric_limits<float>::quiet_NaN());
@@ -172,42 +172,42 @@ TEST_CASE("3, 9: a page of 4 rows, 13 tokens, NaN in the tail, pages in any orde
 }
 
 TEST_CASE("13: a window of 1024 with 19 tokens; 4 sinks with 2 tokens, growing past the window") {
-    const host on(1);
+    const host ctx(1);
     const auto falling = [](position_t t) { return -static_cast<float>(t); };
     for (const Way& way : ways) {
-        CHECK(held(on, policy(0, 1024, 3), 19, way.sizes, way.steps, falling) == range(0, 19));
-        CHECK(held(on, policy(4, 3, 0), 2, way.sizes, way.steps, falling) == range(0, 2));
-        CHECK(held(on, policy(4, 3, 0), 5, way.sizes, way.steps, falling) == range(0, 5));
-        CHECK(held(on, policy(4, 3, 0), 7, way.sizes, way.steps, falling) == range(0, 7));
-        CHECK(held(on, policy(4, 3, 0), 8, way.sizes, way.steps, falling) ==
+        CHECK(held(ctx, policy(0, 1024, 3), 19, way.sizes, way.steps, falling) == range(0, 19));
+        CHECK(held(ctx, policy(4, 3, 0), 2, way.sizes, way.steps, falling) == range(0, 2));
+        CHECK(held(ctx, policy(4, 3, 0), 5, way.sizes, way.steps, falling) == range(0, 5));
+        CHECK(held(ctx, policy(4, 3, 0), 7, way.sizes, way.steps, falling) == range(0, 7));
+        CHECK(held(ctx, policy(4, 3, 0), 8, way.sizes, way.steps, falling) ==
               joined(range(0, 4), range(5, 8)));
-        CHECK(held(on, policy(4, 3, 2), 30, way.sizes, way.steps, falling) ==
+        CHECK(held(ctx, policy(4, 3, 2), 30, way.sizes, way.steps, falling) ==
               joined(range(0, 6), range(27, 30)));
     }
 }
 
 TEST_CASE("14: a budget of 8 rows and 20 tokens: the next position is 20") {
-    const host on(1);
+    const host ctx(1);
     for (const Way& way : ways) {
-        const std::vector<position_t> kept = held(on, policy(1, 3, 4), 21, way.sizes, way.steps,
+        const std::vector<position_t> kept = held(ctx, policy(1, 3, 4), 21, way.sizes, way.steps,
                                                   [](position_t t) { return t % 4 == 0 ? 5.0f : 0.0f; });
         CHECK(kept == std::vector<position_t>{0, 4, 8, 12, 16, 18, 19, 20});
     }
 }
 
 TEST_CASE("16: one token and a budget of 0; chunks longer than everything that is kept") {
-    const host on(1);
+    const host ctx(1);
     const auto zero = [](position_t) { return 0.0f; };
     for (const Way& way : ways) {
-        CHECK(held(on, policy(0, 1, 0), 1, way.sizes, way.steps, zero) == range(0, 1));
-        CHECK(held(on, policy(0, 1, 0), 9, way.sizes, way.steps, zero) == range(8, 9));
-        CHECK(held(on, policy(1, 1, 0), 9, way.sizes, way.steps, zero) == std::vector<position_t>{0, 8});
-        CHECK(held(on, policy(0, 1, 1), 2, way.sizes, way.steps, zero) == range(0, 2));
+        CHECK(held(ctx, policy(0, 1, 0), 1, way.sizes, way.steps, zero) == range(0, 1));
+        CHECK(held(ctx, policy(0, 1, 0), 9, way.sizes, way.steps, zero) == range(8, 9));
+        CHECK(held(ctx, policy(1, 1, 0), 9, way.sizes, way.steps, zero) == std::vector<position_t>{0, 8});
+        CHECK(held(ctx, policy(0, 1, 1), 2, way.sizes, way.steps, zero) == range(0, 2));
     }
 }
 
 TEST_CASE("18: a prompt twice the budget, and totals at every edge") {
-    const host on(1);
+    const host ctx(1);
     const auto rising = [](position_t t) { return static_cast<float>(t); };
     constexpr std::int32_t s = 2, w = 5;
     for (const std::int64_t total : {s + w, s + w + 1, 16}) {
@@ -215,7 +215,7 @@ TEST_CASE("18: a prompt twice the budget, and totals at every edge") {
         for (const Way& way : ways) {
             const auto length = static_cast<std::int32_t>(2 * total);
             const std::vector<position_t> kept =
-                held(on, policy(s, w, k), length, way.sizes, way.steps, rising);
+                held(ctx, policy(s, w, k), length, way.sizes, way.steps, rising);
             CHECK(static_cast<std::int64_t>(kept.size()) == total);
             CHECK(kept == joined(range(0, s), range(length - w - k, length)));
         }
@@ -227,7 +227,7 @@ TEST_CASE("18: a prompt twice the budget, and totals at every edge") {
 }
 
 TEST_CASE("19: the window has as many keys in a mask as in prefill and in decode") {
-    const host on(1);
+    const host ctx(1);
     constexpr std::int32_t length = 40;
     for (const std::int32_t w : {1, 2, 4, 16, 39, 40, 41, 100}) {
         CAPTURE(w);
@@ -236,13 +236,13 @@ TEST_CASE("19: the window has as many keys in a mask as in prefill and in decode
         test::Plane<expiry_t> expiry(1, 1, length);
         test::Plane<float> scores(1, 1, length);
         test::Plane<std::int32_t> live(1, 1, length);
-        test::Workspace workspace(build_mask_workspace_bytes(on, head_params, sequences, 1));
-        build_mask(on, head_params, std::as_const(scores).view(), sequences, expiry.view(), workspace);
-        live_keys(on, std::as_const(expiry).view(), sequences, live.view());
+        test::Workspace workspace(build_mask_workspace_bytes(ctx, head_params, sequences, 1));
+        build_mask(ctx, head_params, std::as_const(scores).view(), sequences, expiry.view(), workspace);
+        live_keys(ctx, std::as_const(expiry).view(), sequences, live.view());
         for (const Way& way : ways) {
             for (std::int32_t n = 1; n <= length; n += 3) {
                 const std::vector<position_t> kept =
-                    held(on, head_params, n, way.sizes, way.steps, [](position_t) { return 0.0f; });
+                    held(ctx, head_params, n, way.sizes, way.steps, [](position_t) { return 0.0f; });
                 const std::vector<position_t> wanted = range(std::max(0, n - w), n);
                 if (kept != wanted) {
                     CHECK(kept == wanted);
@@ -256,12 +256,12 @@ TEST_CASE("19: the window has as many keys in a mask as in prefill and in decode
 }
 
 TEST_CASE("20: two heads of one layer, one with its long-range part full and one not, in the same step") {
-    const host on(2);
+    const host ctx(2);
     const std::int32_t budgets[] = {3, 500};
     const P head_params{Sink<>{1}, Window<>{4}, TopKBudget<>{per_head(budgets, 1, 2)},
                         Decay<dynamic>{-0.01f, 1}};
     const CacheShape shape{.query_heads = 4, .kv_heads = 2, .head_dim_qk = 16, .head_dim_vo = 16};
-    CHECK(test::run_beside_shadow<float>(on, head_params, shape, 100, {1}, true, 1) <= 1.0);
-    CHECK(test::run_beside_shadow<float>(on, head_params, shape, 100, {50, 1, 1, 7}, true, 2) <= 1.0);
-    CHECK(test::run_beside_shadow<bf16>(on, head_params, shape, 100, {3, 1, 20}, false, 3) <= 1.0);
+    CHECK(test::run_beside_shadow<float>(ctx, head_params, shape, 100, {1}, true, 1) <= 1.0);
+    CHECK(test::run_beside_shadow<float>(ctx, head_params, shape, 100, {50, 1, 1, 7}, true, 2) <= 1.0);
+    CHECK(test::run_beside_shadow<bf16>(ctx, head_params, shape, 100, {3, 1, 20}, false, 3) <= 1.0);
 }

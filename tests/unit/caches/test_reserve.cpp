@@ -27,7 +27,7 @@ Evicting evicting(float share) {
 }
 
 /// A token of one sequence, which must find its pages, and an eviction; returns its rounds.
-std::int32_t token(const host& on, test::BoundDual<Evicting, float>& bound, std::int32_t seq,
+std::int32_t token(const host& ctx, test::BoundDual<Evicting, float>& bound, std::int32_t seq,
                    std::mt19937& generator) {
     test::Tensor<float> q(1, 1, 1, 8), k(1, 1, 1, 8), v(1, 1, 1, 8), out(1, 1, 1, 8);
     q.fill_normal(generator);
@@ -35,101 +35,101 @@ std::int32_t token(const host& on, test::BoundDual<Evicting, float>& bound, std:
     v.fill_normal(generator);
     const test::Plane<float> scores(1, 1, 1, 0.0f);
     const Batch batch{.count = 1, .seq_ids = &seq};
-    test::call_ref<Evicting, float>(on, bound.cache.layer(0), batch, q.view(), k.view(), v.view(), out.view(),
-                                    {.scores = scores.view()}, true);
-    bound.cache.advance(on, batch);
-    test::Workspace workspace(bound.cache.evict_workspace_bytes(on));
+    test::call_ref<Evicting, float>(ctx, bound.cache.layer(0), batch, q.view(), k.view(), v.view(),
+                                    out.view(), {.scores = scores.view()}, true);
+    bound.cache.advance(ctx, batch);
+    test::Workspace workspace(bound.cache.evict_workspace_bytes(ctx));
     EvictionReport report;
-    bound.cache.evict(on, batch, workspace, {.reports = &report});
+    bound.cache.evict(ctx, batch, workspace, {.reports = &report});
     return report.rounds;
 }
 
 /// Gives a sequence all pages that are free.
-void drain(const host& on, test::BoundDual<Evicting, float>& bound, std::int32_t seq,
+void drain(const host& ctx, test::BoundDual<Evicting, float>& bound, std::int32_t seq,
            std::int32_t& appended) {
     while (bound.cache.free_pages() != 0) {
         appended += 16;
-        REQUIRE(bound.cache.reserve(on, {.count = 1, .seq_ids = &seq, .length = appended}) == 0);
+        REQUIRE(bound.cache.reserve(ctx, {.count = 1, .seq_ids = &seq, .length = appended}) == 0);
     }
 }
 
 }  // namespace
 
 TEST_CASE("a reservation holds across evictions") {
-    const host on(1);
+    const host ctx(1);
     for (const float share : {0.05f, 0.3f, 0.7f}) {
         CAPTURE(share);
         test::BoundDual<Evicting, float> bound(
-            on, shape, {.slab_pages = 12, .max_slabs = 1, .max_seq_len = 2000}, evicting(share));
-        bound.add_slab(on);
+            ctx, shape, {.slab_pages = 12, .max_slabs = 1, .max_seq_len = 2000}, evicting(share));
+        bound.add_slab(ctx);
         std::mt19937 generator(3);
         std::int32_t rounds = 0;
         for (std::int32_t round = 0; round < 20; ++round) {
             const std::int32_t seq = 0, ahead = 11 + round;
-            REQUIRE(bound.cache.reserve(on, {.count = 1, .seq_ids = &seq, .length = ahead}) == 0);
+            REQUIRE(bound.cache.reserve(ctx, {.count = 1, .seq_ids = &seq, .length = ahead}) == 0);
             std::int32_t appended = 0;
-            drain(on, bound, 1, appended);
+            drain(ctx, bound, 1, appended);
             for (std::int32_t t = 0; t < ahead; ++t) {
-                rounds += token(on, bound, seq, generator);  // would be refused without a page
-                drain(on, bound, 1, appended);
+                rounds += token(ctx, bound, seq, generator);  // would be refused without a page
+                drain(ctx, bound, 1, appended);
             }
-            bound.cache.clear(on, 1);
+            bound.cache.clear(ctx, 1);
         }
         CHECK(rounds > 10);
-        bound.cache.clear(on, 0);
+        bound.cache.clear(ctx, 0);
         CHECK(bound.cache.free_pages() == bound.cache.attached_pages());
     }
 }
 
 TEST_CASE("what is no longer reserved goes back with an eviction; copies have no reservation") {
-    const host on(1);
-    test::BoundDual<Evicting, float> bound(on, shape, {.slab_pages = 40, .max_slabs = 1, .max_seq_len = 2000},
-                                           evicting(0.2f));
-    bound.add_slab(on);
+    const host ctx(1);
+    test::BoundDual<Evicting, float> bound(
+        ctx, shape, {.slab_pages = 40, .max_slabs = 1, .max_seq_len = 2000}, evicting(0.2f));
+    bound.add_slab(ctx);
     std::mt19937 generator(3);
     const std::int32_t seq = 0;
-    REQUIRE(bound.cache.reserve(on, {.count = 1, .seq_ids = &seq, .length = 60}) == 0);
+    REQUIRE(bound.cache.reserve(ctx, {.count = 1, .seq_ids = &seq, .length = 60}) == 0);
     std::int32_t t = 0;
     for (; t < 60; ++t) {
-        token(on, bound, seq, generator);
+        token(ctx, bound, seq, generator);
     }
-    while (token(on, bound, seq, generator) == 0) {
+    while (token(ctx, bound, seq, generator) == 0) {
     }
     const auto ref = bound.cache.layer(0);
     const auto pages = [&](std::int32_t of) { return (ref.used(of, 0) + 15) / 16; };
     CHECK(ref.held[0] == pages(0));
-    REQUIRE(bound.cache.reserve(on, {.count = 1, .seq_ids = &seq, .length = 200}) == 0);
+    REQUIRE(bound.cache.reserve(ctx, {.count = 1, .seq_ids = &seq, .length = 200}) == 0);
     const std::int32_t held = ref.held[0];
-    bound.cache.fork(on, 0, 1);
+    bound.cache.fork(ctx, 0, 1);
     CHECK(ref.held[1] == pages(1));
-    while (token(on, bound, 1, generator) == 0) {
+    while (token(ctx, bound, 1, generator) == 0) {
     }
     CHECK(ref.held[1] == pages(1));
     // The reservation goes with the rows.
     const std::int32_t sources[] = {1, 2, 0};
-    bound.cache.reorder(on, sources, 3);
+    bound.cache.reorder(ctx, sources, 3);
     CHECK(ref.held[2] == held);
     for (t = 0; t < 100; ++t) {
-        token(on, bound, 2, generator);
+        token(ctx, bound, 2, generator);
     }
     CHECK(ref.held[2] >= (ref.used(2, 0) + 100 + 15) / 16);
-    while (token(on, bound, 0, generator) == 0) {
+    while (token(ctx, bound, 0, generator) == 0) {
     }
     CHECK(ref.held[0] == pages(0));
 }
 
 TEST_CASE("in the middle of a token a reservation is for those after it") {
-    const host on(1);
+    const host ctx(1);
     using P = Policy<Sink<1>, Window<4>, ThresholdGate<at_least>>;
     CacheShape two = shape;
     two.layers = 2;
     two.page_size = 1;  // every token shows
     for (const std::int32_t ahead : {1, 3}) {
         // No page more than what is reserved.
-        test::BoundDual<P, float> bound(on, two,
+        test::BoundDual<P, float> bound(ctx, two,
                                         {.slab_pages = 2 * (13 + ahead), .max_slabs = 1, .max_seq_len = 100},
                                         P{{}, {}, ThresholdGate<at_least>{-100.0f}});
-        bound.add_slab(on);
+        bound.add_slab(ctx);
         std::mt19937 generator(3);
         const std::int32_t seq = 0;
         const Batch one{.count = 1, .seq_ids = &seq};
@@ -139,106 +139,106 @@ TEST_CASE("in the middle of a token a reservation is for those after it") {
             q.fill_normal(generator);
             k.fill_normal(generator);
             v.fill_normal(generator);
-            test::call_ref<P, float>(on, bound.cache.layer(layer), one, q.view(), k.view(), v.view(),
+            test::call_ref<P, float>(ctx, bound.cache.layer(layer), one, q.view(), k.view(), v.view(),
                                      out.view(), {.scores = scores.view()}, true);
         };
         const auto token = [&] {
             take(0);
             take(1);
-            bound.cache.advance(on, one);
+            bound.cache.advance(ctx, one);
         };
         for (std::int32_t t = 0; t < 12; ++t) {
             token();
         }
         take(1);  // layers in any order
-        REQUIRE(bound.cache.reserve(on, {.count = 1, .seq_ids = &seq, .length = ahead}) == 0);
+        REQUIRE(bound.cache.reserve(ctx, {.count = 1, .seq_ids = &seq, .length = ahead}) == 0);
         CHECK(bound.cache.layer(0).held[0] == 13 + ahead);
         CHECK(bound.cache.layer(1).held[0] == 13 + ahead);
         take(0);
-        bound.cache.advance(on, one);
+        bound.cache.advance(ctx, one);
         for (std::int32_t t = 0; t < ahead; ++t) {
             token();
         }
         CHECK(bound.cache.free_pages() == 0);
-        CHECK(bound.cache.reserve(on, {.count = 1, .seq_ids = &seq, .length = 87 - ahead}) > 0);
+        CHECK(bound.cache.reserve(ctx, {.count = 1, .seq_ids = &seq, .length = 87 - ahead}) > 0);
         CHECK_REFUSED(
-            static_cast<void>(bound.cache.reserve(on, {.count = 1, .seq_ids = &seq, .length = 88 - ahead})),
+            static_cast<void>(bound.cache.reserve(ctx, {.count = 1, .seq_ids = &seq, .length = 88 - ahead})),
             "length of sequence 0 after the call: 101 is not allowed");
     }
 }
 
 TEST_CASE("a token that any layer has taken counts against the longest sequence in all of them") {
-    const host on(1);
+    const host ctx(1);
     using P = Policy<Sink<1>, Window<4>, TopKBudget<>>;
     CacheShape two = shape;
     two.layers = 2;
     constexpr std::int32_t budgets[] = {unlimited,
                                         6};  // so that only layer 0 is bounded by the longest sequence
-    test::BoundDual<P, float> bound(on, two, {.slab_pages = 60, .max_slabs = 1, .max_seq_len = 30},
+    test::BoundDual<P, float> bound(ctx, two, {.slab_pages = 60, .max_slabs = 1, .max_seq_len = 30},
                                     P{{}, {}, TopKBudget<>{per_head(budgets, 2, 1)}});
-    bound.add_slab(on);
+    bound.add_slab(ctx);
     const std::int32_t seq = 0;
     const Batch one{.count = 1, .seq_ids = &seq};
     const test::Plane<float> scores(1, 1, 1, 0.0f);
     const test::Tensor<float> in(1, 1, 1, 8);
     test::Tensor<float> out(1, 1, 1, 8);
-    test::call_ref<P, float>(on, bound.cache.layer(1), one, in.view(), in.view(), in.view(), out.view(),
+    test::call_ref<P, float>(ctx, bound.cache.layer(1), one, in.view(), in.view(), in.view(), out.view(),
                              {.scores = scores.view()}, true);
     const auto before = bound.everything();
-    CHECK_REFUSED(static_cast<void>(bound.cache.reserve(on, {.count = 1, .seq_ids = &seq, .length = 30})),
+    CHECK_REFUSED(static_cast<void>(bound.cache.reserve(ctx, {.count = 1, .seq_ids = &seq, .length = 30})),
                   "length of sequence 0 after the call: 31 is not allowed; it must be at most the cache's "
                   "max_seq_len, 30");
     CHECK(bound.everything() == before);
-    CHECK(bound.cache.reserve(on, {.count = 1, .seq_ids = &seq, .length = 29}) == 0);
+    CHECK(bound.cache.reserve(ctx, {.count = 1, .seq_ids = &seq, .length = 29}) == 0);
 }
 
 TEST_CASE("an eviction is between two tokens") {
-    const host on(1);
-    test::BoundDual<Evicting, float> bound(on, shape, {.slab_pages = 12, .max_slabs = 1, .max_seq_len = 2000},
-                                           evicting(0.3f));
-    bound.add_slab(on);
+    const host ctx(1);
+    test::BoundDual<Evicting, float> bound(
+        ctx, shape, {.slab_pages = 12, .max_slabs = 1, .max_seq_len = 2000}, evicting(0.3f));
+    bound.add_slab(ctx);
     std::mt19937 generator(3);
     for (std::int32_t t = 0; t < 30; ++t) {
-        token(on, bound, 0, generator);
+        token(ctx, bound, 0, generator);
     }
     test::Tensor<float> q(1, 1, 1, 8), k(1, 1, 1, 8), v(1, 1, 1, 8), out(1, 1, 1, 8);
     const test::Plane<float> scores(1, 1, 1, 0.0f);
     const std::int32_t seq = 0, none = 0;
     const Batch one{.count = 1, .seq_ids = &seq};
-    test::call_ref<Evicting, float>(on, bound.cache.layer(0), one, q.view(), k.view(), v.view(), out.view(),
+    test::call_ref<Evicting, float>(ctx, bound.cache.layer(0), one, q.view(), k.view(), v.view(), out.view(),
                                     {.scores = scores.view()}, true);
-    test::Workspace workspace(bound.cache.evict_workspace_bytes(on));
+    test::Workspace workspace(bound.cache.evict_workspace_bytes(ctx));
     const std::vector<unsigned char> before = bound.everything();
     CHECK_REFUSED(
-        bound.cache.evict(on, one, workspace),
+        bound.cache.evict(ctx, one, workspace),
         "sequence of entry 0: 0 is not allowed; it must be a sequence between two tokens: layer 0 has taken "
         "some that advance() has not counted");
     std::uint32_t status = 0;
-    bound.cache.evict(on, one, workspace, {.status = &status});
+    bound.cache.evict(ctx, one, workspace, {.status = &status});
     CHECK(status == status_layer_skipped);
     CHECK(bound.everything() == before);
-    bound.cache.evict(on, {.count = 1, .seq_ids = &seq, .q_len = &none}, workspace);  // which names nobody
-    bound.cache.advance(on, one);
-    bound.cache.evict(on, one, workspace);
+    bound.cache.evict(ctx, {.count = 1, .seq_ids = &seq, .q_len = &none}, workspace);  // which names nobody
+    bound.cache.advance(ctx, one);
+    bound.cache.evict(ctx, one, workspace);
 }
 
 TEST_CASE("spared pages are never handed out, nor written") {
-    const host on(1);
+    const host ctx(1);
     using P = Policy<Window<4>, ThresholdGate<at_least>>;
     const P policy{{}, ThresholdGate<at_least>{-1.0f}};
     test::BoundDual<P, float> bound(
-        on, shape, {.slab_pages = 6, .max_slabs = 2, .max_seq_len = 2000, .spared_pages = 2}, policy);
+        ctx, shape, {.slab_pages = 6, .max_slabs = 2, .max_seq_len = 2000, .spared_pages = 2}, policy);
     const std::int32_t seq = 0;
     const Batch ahead{.count = 1, .seq_ids = &seq, .length = 16 * 5};
     CHECK(bound.cache.attached_pages() == 0);
-    CHECK(bound.cache.reserve(on, ahead) == 2);  // 5 pages and the two of the first slab
-    bound.add_slab(on);
+    CHECK(bound.cache.reserve(ctx, ahead) == 2);  // 5 pages and the two of the first slab
+    bound.add_slab(ctx);
     CHECK(bound.cache.attached_pages() == 4);
     CHECK(bound.cache.free_pages() == 4);
-    CHECK(bound.cache.reserve(on, ahead) == 1);
-    bound.add_slab(on);
+    CHECK(bound.cache.reserve(ctx, ahead) == 1);
+    bound.add_slab(ctx);
     CHECK(bound.cache.free_pages() == 10);
-    CHECK(bound.cache.reserve(on, ahead) == 0);
+    CHECK(bound.cache.reserve(ctx, ahead) == 0);
     const auto ref = bound.cache.layer(0);
     for (std::int32_t page = 0; page < ref.held[0]; ++page) {
         CHECK(ref.pages(0, 0)[page] >= 2);
@@ -272,7 +272,7 @@ struct EnginePages {
 }  // namespace
 
 TEST_CASE("pages that an engine keeps to itself: of every slab, also where its rows follow one another") {
-    const host on(1);
+    const host ctx(1);
     using P = Policy<Sink<2>, Window<5>, ThresholdGate<at_least>>;
     const P policy{{}, {}, ThresholdGate<at_least>{0.0f}};
     const CacheShape one{.layers = 2,
@@ -291,12 +291,12 @@ TEST_CASE("pages that an engine keeps to itself: of every slab, also where its r
                               policy);
     std::vector<unsigned char> memory(cache.bytes().total(), test::poison), notes[2];
     std::vector<float> keys[2], values[2];  // of each layer
-    cache.bind(on, memory.data(), memory.size());
+    cache.bind(ctx, memory.data(), memory.size());
     for (int layer = 0; layer < 2; ++layer) {
         notes[layer].assign(cache.notes_bytes(), test::poison);
         keys[layer].assign(8 * 128, -7.0f);
         values[layer].assign(8 * 128, -7.0f);
-        cache.add_pages(on, keys[layer].data(), values[layer].data(), notes[layer].data(),
+        cache.add_pages(ctx, keys[layer].data(), values[layer].data(), notes[layer].data(),
                         notes[layer].size());
         CHECK(cache.attached_pages() == 7 * (layer + 1));
         CHECK(cache.free_pages() == cache.attached_pages());
@@ -308,10 +308,10 @@ TEST_CASE("pages that an engine keeps to itself: of every slab, also where its r
     std::fill(scores.data.begin(), scores.data.end(), 1.0f);
     const Batch batch{.count = 2, .length = tokens};
     for (std::int32_t layer = 0; layer < 2; ++layer) {
-        test::call_ref<P, float>(on, cache.layer(layer), batch, q.view(), k.view(), v.view(), out.view(),
+        test::call_ref<P, float>(ctx, cache.layer(layer), batch, q.view(), k.view(), v.view(), out.view(),
                                  {.scores = scores.view()}, false);
     }
-    cache.advance(on, batch);
+    cache.advance(ctx, batch);
     CHECK(cache.free_pages() == 2);
     for (std::int32_t layer = 0; layer < 2; ++layer) {
         const auto ref = cache.layer(layer);
@@ -330,7 +330,7 @@ TEST_CASE("pages that an engine keeps to itself: of every slab, also where its r
 }
 
 TEST_CASE("an engine's pool: FlashInfer's pages, NHD and HND, with a page that is left alone") {
-    const host on(1);
+    const host ctx(1);
     using P = Policy<Sink<2>, Window<5>, ThresholdGate<at_least>>;
     const P policy{{}, {}, ThresholdGate<at_least>{0.0f}};
     const CacheShape two{.max_sequences = 3,
@@ -343,10 +343,10 @@ TEST_CASE("an engine's pool: FlashInfer's pages, NHD and HND, with a page that i
     for (const bool nhd : {true, false}) {
         CAPTURE(nhd);
         EnginePages engine{nhd};
-        test::BoundDual<P, float> own(on, two, {.slab_pages = 60, .max_slabs = 2, .max_seq_len = 400},
+        test::BoundDual<P, float> own(ctx, two, {.slab_pages = 60, .max_slabs = 2, .max_seq_len = 400},
                                       policy);
-        own.add_slab(on);
-        own.add_slab(on);
+        own.add_slab(ctx);
+        own.add_slab(ctx);
         DualCache<P, float> theirs(two,
                                    {.slab_pages = 60,
                                     .max_slabs = 2,
@@ -355,14 +355,14 @@ TEST_CASE("an engine's pool: FlashInfer's pages, NHD and HND, with a page that i
                                     .strides = engine.strides()},
                                    policy);
         std::vector<unsigned char> memory(theirs.bytes().total(), test::poison), notes[2];
-        theirs.bind(on, memory.data(), memory.size());
+        theirs.bind(ctx, memory.data(), memory.size());
         const std::int32_t ahead[] = {320, 320, 320};  // 120 pages, of slabs that have 59 for them
-        CHECK(theirs.reserve(on, {.count = 3, .q_len = ahead}) == 3);
+        CHECK(theirs.reserve(ctx, {.count = 3, .q_len = ahead}) == 3);
         const std::int32_t less[] = {320, 320, 304};
-        CHECK(theirs.reserve(on, {.count = 3, .q_len = less}) == 2);
+        CHECK(theirs.reserve(ctx, {.count = 3, .q_len = less}) == 2);
         for (std::int32_t h = 0; h < 2; ++h) {
             notes[h].assign(theirs.notes_bytes(), test::poison);
-            theirs.add_pages(on, engine.keys(h), engine.values(h), notes[h].data(), notes[h].size());
+            theirs.add_pages(ctx, engine.keys(h), engine.values(h), notes[h].data(), notes[h].size());
             CHECK(theirs.attached_pages() == 59 * (h + 1));
             CHECK(theirs.free_pages() == theirs.attached_pages());
         }
@@ -377,12 +377,12 @@ TEST_CASE("an engine's pool: FlashInfer's pages, NHD and HND, with a page that i
             test::fill_scores(scores, test::Scores::random, generator);
             const std::int32_t q_len[] = {n, turn % 2, n};
             const Batch batch{.count = 3, .q_len = q_len, .length = n};
-            test::call_ref<P, float>(on, own.cache.layer(0), batch, q.view(), k.view(), v.view(), a.view(),
+            test::call_ref<P, float>(ctx, own.cache.layer(0), batch, q.view(), k.view(), v.view(), a.view(),
                                      {.scores = scores.view()}, n == 1);
-            test::call_ref<P, float>(on, theirs.layer(0), batch, q.view(), k.view(), v.view(), b.view(),
+            test::call_ref<P, float>(ctx, theirs.layer(0), batch, q.view(), k.view(), v.view(), b.view(),
                                      {.scores = scores.view()}, n == 1);
-            own.cache.advance(on, batch);
-            theirs.advance(on, batch);
+            own.cache.advance(ctx, batch);
+            theirs.advance(ctx, batch);
             bool near = true;
             for (std::size_t i = 0; i < a.data.size(); ++i) {
                 near = near && (i / static_cast<std::size_t>(4 * n * 8) == 1 ||
@@ -390,8 +390,8 @@ TEST_CASE("an engine's pool: FlashInfer's pages, NHD and HND, with a page that i
             }
             CHECK(near);
             if (turn % 10 == 9) {
-                own.cache.fork(on, 0, 1);
-                theirs.fork(on, 0, 1);
+                own.cache.fork(ctx, 0, 1);
+                theirs.fork(ctx, 0, 1);
             }
             for (std::int32_t seq = 0; seq < 3; ++seq) {
                 const bool same =
@@ -414,10 +414,10 @@ TEST_CASE("an engine's pool: FlashInfer's pages, NHD and HND, with a page that i
                 CHECK(engine.row(0, true, r, h)[3] == -7.0f);
             }
         }
-        CHECK_REFUSED(own.cache.add_pages(on, nullptr, engine.values(0), notes[0].data(), notes[0].size()),
+        CHECK_REFUSED(own.cache.add_pages(ctx, nullptr, engine.values(0), notes[0].data(), notes[0].size()),
                       "k: null");
         CHECK_REFUSED(
-            theirs.add_slab(on, notes[0].data(), notes[0].size()),
+            theirs.add_slab(ctx, notes[0].data(), notes[0].size()),
             "slab: memory without strides is not allowed; it must be pages by add_pages(), since the pool's "
             "strides are an engine's");
         const PoolShape some{

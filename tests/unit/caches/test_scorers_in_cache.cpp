@@ -146,29 +146,29 @@ constexpr CacheShape shape{
     .query_heads = query_heads, .kv_heads = kv_heads, .head_dim_qk = dim, .head_dim_vo = dim};
 
 template <class P, class T>
-void feed(const host& on, test::BoundCache<P, T>& under_test, Tokens<T>& in, std::int32_t from,
+void feed(const host& ctx, test::BoundCache<P, T>& under_test, Tokens<T>& in, std::int32_t from,
           std::int32_t count, bool steps, std::int32_t layer = 0, bool advance = true) {
     const Batch batch{.count = 1, .length = count};
-    test::call<P, T>(on, under_test, layer, batch, std::as_const(in.q).tokens(from, count),
+    test::call<P, T>(ctx, under_test, layer, batch, std::as_const(in.q).tokens(from, count),
                      std::as_const(in.k).tokens(from, count), std::as_const(in.v).tokens(from, count),
                      in.out.tokens(from, count), {}, steps);
     if (advance) {
-        under_test.cache.advance(on, batch);
+        under_test.cache.advance(ctx, batch);
     }
 }
 
 /// Steps beside the naive cache, then the same in chunks: equal to the last byte of rows, scores and state.
 template <class T, class P>
 void check_scorer(const P& policy, std::int32_t length) {
-    const host on(1);
+    const host ctx(1);
     Tokens<T> in(length, 5);
     const auto scorer = policy.scorer();
-    test::BoundCache<P, T> stepped(on, shape, policy);
+    test::BoundCache<P, T> stepped(ctx, shape, policy);
     test::Shadow<P, T> shadow(policy, shape);
     bool sets = true;
     double worst = 0.0;
     for (std::int32_t t = 0; t < length; ++t) {
-        feed(on, stepped, in, t, 1, true);
+        feed(ctx, stepped, in, t, 1, true);
         for (std::int32_t h = 0; h < kv_heads; ++h) {
             shadow.head(0, h).append(
                 test::real_row(in.k.view().row(0, h, t), dim), test::real_row(in.v.view().row(0, h, t), dim),
@@ -181,11 +181,11 @@ void check_scorer(const P& policy, std::int32_t length) {
     CHECK(worst <= 8.0);  // keys up to 4 and values up to `length` here
     for (const std::vector<std::int32_t>& sizes :
          {std::vector<std::int32_t>{0}, {1}, {3, 1, 8, 2}, {20, 1, 5}}) {
-        test::BoundCache<P, T> chunked(on, shape, policy);
+        test::BoundCache<P, T> chunked(ctx, shape, policy);
         Tokens<T> again(length, 5);
         std::int32_t at = 0;
         for (const std::int32_t chunk : test::chunks_of(length, sizes)) {
-            feed(on, chunked, again, at, chunk, false);
+            feed(ctx, chunked, again, at, chunk, false);
             at += chunk;
         }
         CHECK(chunked.content(0, 0) == stepped.content(0, 0));
@@ -227,7 +227,7 @@ TEST_CASE("the order of a step: every token is absorbed once, and read once, whe
             wanted.push_back(-(q - w + 1));
         }
     }
-    const host on(1);
+    const host ctx(1);
     for (const std::vector<std::int32_t>& sizes : {std::vector<std::int32_t>{1}, {0}, {5, 1, 4}}) {
         for (const bool steps : {true, false}) {
             if (steps && sizes[0] != 1) {
@@ -236,11 +236,11 @@ TEST_CASE("the order of a step: every token is absorbed once, and read once, whe
             Journal journal;
             const CountingScorer scorer{1, &journal};
             using P = Scored<CountingScorer>;
-            test::BoundCache<P, float> under_test(on, shape, scored(s, w, 4, scorer));
+            test::BoundCache<P, float> under_test(ctx, shape, scored(s, w, 4, scorer));
             Tokens<float> in(length, 1);
             std::int32_t at = 0;
             for (const std::int32_t chunk : test::chunks_of(length, sizes)) {
-                feed(on, under_test, in, at, chunk, steps);
+                feed(ctx, under_test, in, at, chunk, steps);
                 at += chunk;
             }
             CHECK(journal.events == wanted);
@@ -250,14 +250,14 @@ TEST_CASE("the order of a step: every token is absorbed once, and read once, whe
 
 TEST_CASE(
     "the state stands still between refs, belongs to sequence, layer and head, and starts anew after clear") {
-    const host on(2);
+    const host ctx(2);
     using P = Scored<CountingScorer>;
     const CountingScorer scorers[] = {{3}, {7}};  // one a layer
     const P policy = scored(1, 3, 4, CountingScorer{});
     CacheShape two = shape;
     two.layers = 2;
     two.max_sequences = 2;
-    test::BoundCache<P, float> under_test(on, two, policy, scorers);
+    test::BoundCache<P, float> under_test(ctx, two, policy, scorers);
     CHECK(under_test.cache.bytes().scorer_state == std::size_t{2} * 2 * kv_heads * 2 * sizeof(float));
     for (std::int32_t seq = 0; seq < 2; ++seq) {
         for (std::int32_t layer = 0; layer < 2; ++layer) {
@@ -274,7 +274,7 @@ TEST_CASE(
         for (std::int32_t t = 0; t < length; ++t) {
             for (std::int32_t layer = 0; layer < 2; ++layer) {
                 Tokens<float>& mine = layer == 0 ? in : other;
-                feed(on, under_test, mine, t, 1, t % 2 == 0, layer, layer == 1);
+                feed(ctx, under_test, mine, t, 1, t % 2 == 0, layer, layer == 1);
                 for (std::int32_t h = 0; h < kv_heads; ++h) {
                     shadows[static_cast<std::size_t>(layer)].head(0, h).append(
                         test::real_row(mine.k.view().row(0, h, t), dim),
@@ -291,7 +291,7 @@ TEST_CASE(
         CHECK(under_test.cache.layer(1).state[std::int64_t{kv_heads} * 2] == fresh);
         CHECK(under_test.cache.length(1) == 0);
         CHECK(under_test.cache.layer(0).state[0] == fresh + static_cast<float>(length));
-        under_test.cache.clear(on, 0);
+        under_test.cache.clear(ctx, 0);
         CHECK(under_test.cache.layer(0).state[0] == fresh);
         CHECK(under_test.cache.layer(1).state[2] == fresh);
     }
@@ -300,11 +300,11 @@ TEST_CASE(
 TEST_CASE("sequences of a batch have states of their own, whoever takes part in a call") {
     using Q = Scored<CountingScorer>;
     constexpr std::int32_t max_sequences = 3, length = 60;
-    const host on(2);
+    const host ctx(2);
     const Q head_params = scored(1, 3, 4, CountingScorer{3});
     CacheShape many = shape;
     many.max_sequences = max_sequences;
-    test::BoundCache<Q, float> batched(on, many, head_params);
+    test::BoundCache<Q, float> batched(ctx, many, head_params);
     Tokens<float> all(
         length, 12,
         max_sequences);  // sequence b belongs to sequence b, which takes from it at its own pace
@@ -332,10 +332,10 @@ TEST_CASE("sequences of a batch have states of their own, whoever takes part in 
             }
         }
         const Batch batch{.count = count, .seq_ids = named, .q_len = q_len, .length = 5};
-        test::call<Q, float>(on, batched, 0, batch, std::as_const(call.q).view(),
+        test::call<Q, float>(ctx, batched, 0, batch, std::as_const(call.q).view(),
                              std::as_const(call.k).view(), std::as_const(call.v).view(), call.out.view(), {},
                              steps);
-        batched.cache.advance(on, batch);
+        batched.cache.advance(ctx, batch);
         for (std::int32_t i = 0; i < count; ++i) {
             const std::int32_t seq = named[i];
             for (std::int32_t j = 0; j < q_len[i]; ++j, ++at[seq]) {
@@ -359,7 +359,7 @@ namespace {
 /// A call that is refused writes nothing, and the cache goes on as if it had not been made.
 template <class S>
 void check_refused_calls(const S& scorer, std::int32_t trapped_head, const char* text) {
-    const host on(1);
+    const host ctx(1);
     using P = Scored<S>;
     constexpr std::int32_t s = 1, w = 3, length = 24;
     const P policy = scored(s, w, 4, scorer);
@@ -369,7 +369,7 @@ void check_refused_calls(const S& scorer, std::int32_t trapped_head, const char*
         for (const bool steps : {true, false}) {
             CAPTURE(trapped);
             CAPTURE(steps);
-            test::BoundCache<P, float> under_test(on, shape, policy), untroubled(on, shape, policy);
+            test::BoundCache<P, float> under_test(ctx, shape, policy), untroubled(ctx, shape, policy);
             Tokens<float> bad(length, 3), good(length, 3);
             bad.set_trap(trapped, trapped_head);
             // The token that brings the trouble, alone or amid a chunk of 5.
@@ -379,8 +379,8 @@ void check_refused_calls(const S& scorer, std::int32_t trapped_head, const char*
             for (std::int32_t t = 0; t < from; ++t) {
                 // What was fed before must be the same in both, so the trap is put in only later,
                 // into the cached row.
-                feed(on, under_test, good, t, 1, true);
-                feed(on, untroubled, good, t, 1, true);
+                feed(ctx, under_test, good, t, 1, true);
+                feed(ctx, untroubled, good, t, 1, true);
             }
             const auto ref = under_test.cache.layer(0);
             float* cached = nullptr;
@@ -396,8 +396,8 @@ void check_refused_calls(const S& scorer, std::int32_t trapped_head, const char*
             }
             const std::vector<unsigned char> before = under_test.memory;
             const std::vector<float> out_before = bad.out.data;
-            CHECK_REFUSED(feed(on, under_test, bad, from, count, steps), text);
-            CHECK_REFUSED(feed(on, under_test, bad, from, count, steps),
+            CHECK_REFUSED(feed(ctx, under_test, bad, from, count, steps), text);
+            CHECK_REFUSED(feed(ctx, under_test, bad, from, count, steps),
                           "position " + std::to_string(trapped) + ": NaN");
             CHECK(under_test.memory == before);
             CHECK(std::memcmp(out_before.data(), bad.out.data.data(), out_before.size() * sizeof(float)) ==
@@ -406,8 +406,8 @@ void check_refused_calls(const S& scorer, std::int32_t trapped_head, const char*
                 *cached = 0.0f;
             }
             for (std::int32_t t = from; t < length; ++t) {
-                feed(on, under_test, good, t, 1, true);
-                feed(on, untroubled, good, t, 1, true);
+                feed(ctx, under_test, good, t, 1, true);
+                feed(ctx, untroubled, good, t, 1, true);
             }
             CHECK(under_test.content(0, 0) == untroubled.content(0, 0));
         }
@@ -423,24 +423,24 @@ TEST_CASE("a computed score that is NaN refuses the call and leaves the cache as
 }
 
 TEST_CASE("what is never scored may be anything: sinks, and keys that are still in the window") {
-    const host on(1);
+    const host ctx(1);
     using P = Scored<SumScorer>;
-    test::BoundCache<P, float> immediate(on, shape, scored(2, 3, 4, SumScorer{3}));
+    test::BoundCache<P, float> immediate(ctx, shape, scored(2, 3, 4, SumScorer{3}));
     Tokens<float> in(4, 3);
     in.set_trap(0, 0);
     in.set_trap(1, 1);
-    feed(on, immediate, in, 0, 1, true);
-    feed(on, immediate, in, 1, 3, false);
+    feed(ctx, immediate, in, 0, 1, true);
+    feed(ctx, immediate, in, 1, 3, false);
     CHECK(immediate.cache.length(0) == 4);
     using Q = Scored<CountingScorer>;
-    test::BoundCache<Q, float> leaving(on, shape, scored(2, 3, 4, CountingScorer{3}));
+    test::BoundCache<Q, float> leaving(ctx, shape, scored(2, 3, 4, CountingScorer{3}));
     Tokens<float> window(5, 3);
     for (std::int32_t t = 0; t < 5; ++t) {
         window.set_trap(t, 0);
     }
-    feed(on, leaving, window, 0, 2, false);
-    feed(on, leaving, window, 2, 1, true);
-    feed(on, leaving, window, 3, 2, false);
+    feed(ctx, leaving, window, 0, 2, false);
+    feed(ctx, leaving, window, 2, 1, true);
+    feed(ctx, leaving, window, 3, 2, false);
     CHECK(leaving.cache.length(0) == 5);
 }
 
@@ -476,11 +476,11 @@ template <class S>
 void check_set(isa set, float wanted) {
     using P = Scored<S>;
     for (const bool steps : {true, false}) {
-        const host on(1, set);
-        test::BoundCache<P, float> under_test(on, shape, scored(0, 2, 1, S{}));
+        const host ctx(1, set);
+        test::BoundCache<P, float> under_test(ctx, shape, scored(0, 2, 1, S{}));
         Tokens<float> in(5, 3);
         for (std::int32_t t = 0; t < 5; t += steps ? 1 : 5) {
-            feed(on, under_test, in, t, steps ? 1 : 5, steps);
+            feed(ctx, under_test, in, t, steps ? 1 : 5, steps);
         }
         const auto ref = under_test.cache.layer(0);
         CHECK(ref.used(0, 0) == 3);
@@ -500,20 +500,21 @@ TEST_CASE("a scorer gets the context's instruction set, not the machine's") {
 }
 
 TEST_CASE("a given score that is NaN refuses the call, names its place and leaves the cache as it was") {
-    const host on(1);
+    const host ctx(1);
     using P = Policy<Sink<1>, Window<3>, TopKBudget<4>>;
     CacheShape two = shape;
     two.max_sequences = 2;
-    test::BoundCache<P, float> under_test(on, two);
+    test::BoundCache<P, float> under_test(ctx, two);
     Tokens<float> in(6, 4, 2);
     test::Plane<float> scores(2, kv_heads, 6, 1.0f);
     const Batch chunk{.count = 2, .length = 6}, token{.count = 2, .length = 1};
     const auto run = [&](const Batch& batch, bool steps) {
-        test::call<P, float>(on, under_test, 0, batch, std::as_const(in.q).view(), std::as_const(in.k).view(),
-                             std::as_const(in.v).view(), in.out.view(), {.scores = scores.view()}, steps);
+        test::call<P, float>(ctx, under_test, 0, batch, std::as_const(in.q).view(),
+                             std::as_const(in.k).view(), std::as_const(in.v).view(), in.out.view(),
+                             {.scores = scores.view()}, steps);
     };
     run(chunk, false);
-    under_test.cache.advance(on, chunk);
+    under_test.cache.advance(ctx, chunk);
     in.out.fill(-55.0f);
     const std::vector<unsigned char> before = under_test.memory;
     scores.at(1, 1, 0) = quiet_nan;
@@ -550,14 +551,14 @@ struct ThrowingScorer : CountingScorer {
 TEST_CASE("a scorer that throws leaves the cache as it was") {
     using Q = Scored<ThrowingScorer>;
     for (const int threads : {1, 3}) {
-        const host on(threads);
-        test::BoundCache<Q, float> under_test(on, shape, scored(1, 3, 4, ThrowingScorer{{3}}));
+        const host ctx(threads);
+        test::BoundCache<Q, float> under_test(ctx, shape, scored(1, 3, 4, ThrowingScorer{{3}}));
         Tokens<float> in(12, 3);
         in.set_trap(7, 1);
-        feed(on, under_test, in, 0, 10, false);
+        feed(ctx, under_test, in, 0, 10, false);
         const std::vector<unsigned char> before = under_test.memory;
-        CHECK_THROWS_AS(feed(on, under_test, in, 10, 1, true), float);
-        CHECK_THROWS_AS(feed(on, under_test, in, 10, 2, false), float);
+        CHECK_THROWS_AS(feed(ctx, under_test, in, 10, 1, true), float);
+        CHECK_THROWS_AS(feed(ctx, under_test, in, 10, 2, false), float);
         CHECK(under_test.memory == before);
         CHECK(under_test.cache.length(0) == 10);
     }

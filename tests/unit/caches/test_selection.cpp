@@ -111,26 +111,26 @@ struct Tokens {
         }
     }
     template <class P, class Cache>
-    void run(const host& on, Cache& cache, std::int32_t seq, std::int32_t from, std::int32_t n, bool steps) {
+    void run(const host& ctx, Cache& cache, std::int32_t seq, std::int32_t from, std::int32_t n, bool steps) {
         const Batch batch{.count = 1, .seq_ids = &seq, .length = n};
         for (std::size_t l = 0; l < q.size(); ++l) {
             plane_view<float> sums = lse[l].view();
             sums.data += from;
             sums.length = n;
-            test::call_ref<P, T>(on, cache.layer(static_cast<std::int32_t>(l)), batch,
+            test::call_ref<P, T>(ctx, cache.layer(static_cast<std::int32_t>(l)), batch,
                                  std::as_const(q[l]).tokens(from, n), std::as_const(k[l]).tokens(from, n),
                                  std::as_const(v[l]).tokens(from, n), out[l].tokens(from, n),
                                  {.scores = std::as_const(scores[l]).tokens(from, n), .lse = sums}, steps);
         }
-        cache.advance(on, batch);
+        cache.advance(ctx, batch);
     }
 };
 
 template <class Cache>
-EvictionReport evict(const host& on, Cache& cache, std::int32_t seq) {
-    test::Workspace workspace(cache.evict_workspace_bytes(on));
+EvictionReport evict(const host& ctx, Cache& cache, std::int32_t seq) {
+    test::Workspace workspace(cache.evict_workspace_bytes(ctx));
     EvictionReport report;
-    cache.evict(on, {.count = 1, .seq_ids = &seq}, workspace, {.reports = &report});
+    cache.evict(ctx, {.count = 1, .seq_ids = &seq}, workspace, {.reports = &report});
     return report;
 }
 
@@ -152,19 +152,19 @@ void compare(double tolerance) {
     std::int32_t i = 0;
     for (const Case& c : all_cases(file)) {
         CAPTURE(i);
-        const host on{1 + i % 3};
+        const host ctx{1 + i % 3};
         const std::int32_t factor = 1 + i++ % 3;
         const CacheShape shape = c.shape(factor);
-        test::BoundDual<All, T> cache(on, shape, {.slab_pages = 40, .max_slabs = 40, .max_seq_len = c.length},
-                                      c.policy());
+        test::BoundDual<All, T> cache(
+            ctx, shape, {.slab_pages = 40, .max_slabs = 40, .max_seq_len = c.length}, c.policy());
         Tokens<T> in(c);
         const std::int32_t words = (c.length + 31) / 32;
         bool same_sets = true, same_rounds = true;
         double worst = 0.0;
         for (std::int32_t t = 0; t < c.length; ++t) {
             const std::int32_t seq = 1;
-            cache.reserve(on, {.count = 1, .seq_ids = &seq});
-            in.template run<All>(on, cache.cache, seq, t, 1, true);
+            cache.reserve(ctx, {.count = 1, .seq_ids = &seq});
+            in.template run<All>(ctx, cache.cache, seq, t, 1, true);
             for (std::int32_t l = 0; l < c.layers; ++l) {
                 for (std::int32_t h = 0; h < c.heads * c.group; ++h) {
                     const float got = in.lse[static_cast<std::size_t>(l)].view().head(0, h)[t];
@@ -177,7 +177,7 @@ void compare(double tolerance) {
                     }
                 }
             }
-            const EvictionReport report = evict(on, cache.cache, 1);
+            const EvictionReport report = evict(ctx, cache.cache, 1);
             same_rounds = same_rounds && report.rounds == *rounds++;
             std::int64_t rows = 0;
             for (std::int32_t l = 0; l < c.layers; ++l) {
@@ -199,7 +199,7 @@ void compare(double tolerance) {
         CHECK(same_rounds);
         CHECK(worst <= tolerance);
         const std::int64_t free = cache.cache.free_pages();
-        cache.cache.clear(on, 1);
+        cache.cache.clear(ctx, 1);
         CHECK(cache.cache.free_pages() == cache.cache.attached_pages());
         CHECK(free < cache.cache.attached_pages());
     }
@@ -234,10 +234,10 @@ TEST_CASE("chunks, draft tokens, copies and snapshots leave the same bounds, que
     const Case c = all_cases(file).back();
     const CacheShape shape = c.shape(2);
     const PoolShape pool{.slab_pages = 400, .max_slabs = 1, .max_seq_len = c.length};
-    const host on{2};
-    test::BoundDual<All, float> stepped(on, shape, pool, c.policy()), other(on, shape, pool, c.policy());
-    stepped.add_slab(on);
-    other.add_slab(on);
+    const host ctx{2};
+    test::BoundDual<All, float> stepped(ctx, shape, pool, c.policy()), other(ctx, shape, pool, c.policy());
+    stepped.add_slab(ctx);
+    other.add_slab(ctx);
     Tokens<float> a(c), b(c);
     std::mt19937 generator(5);
     std::int32_t seq = 0;
@@ -245,15 +245,15 @@ TEST_CASE("chunks, draft tokens, copies and snapshots leave the same bounds, que
     for (std::int32_t t = 0; t < c.length;) {
         const std::int32_t n = std::min(c.length - t, 1 + static_cast<std::int32_t>(generator() % 6));
         for (std::int32_t j = 0; j < n; ++j) {
-            a.run<All>(on, stepped.cache, 0, t + j, 1, true);
+            a.run<All>(ctx, stepped.cache, 0, t + j, 1, true);
         }
         switch (generator() % 3) {
             case 0:
-                b.run<All>(on, other.cache, seq, t, n, false);
+                b.run<All>(ctx, other.cache, seq, t, n, false);
                 break;
             case 1:
                 for (std::int32_t j = 0; j < n; ++j) {
-                    b.run<All>(on, other.cache, seq, t + j, 1, true);
+                    b.run<All>(ctx, other.cache, seq, t + j, 1, true);
                 }
                 break;
             default: {
@@ -262,8 +262,8 @@ TEST_CASE("chunks, draft tokens, copies and snapshots leave the same bounds, que
                     appended{.count = 1, .seq_ids = &seq, .length = n};
                 for (std::size_t l = 0; l < b.q.size(); ++l) {
                     const auto ref = other.cache.layer(static_cast<std::int32_t>(l));
-                    test::Workspace workspace(workspace_bytes(on, ref, {.batch = 1, .tokens = guess}));
-                    append_draft(on, ref,
+                    test::Workspace workspace(workspace_bytes(ctx, ref, {.batch = 1, .tokens = guess}));
+                    append_draft(ctx, ref,
                                  {.q = std::as_const(b.q[l]).tokens(t, guess),
                                   .k = std::as_const(b.k[l]).tokens(t, guess),
                                   .v = std::as_const(b.v[l]).tokens(t, guess),
@@ -271,14 +271,14 @@ TEST_CASE("chunks, draft tokens, copies and snapshots leave the same bounds, que
                                   .batch = batch,
                                   .scores = std::as_const(b.scores[l]).tokens(t, guess)},
                                  workspace);
-                    accept(on, ref, appended, workspace);
+                    accept(ctx, ref, appended, workspace);
                 }
-                other.cache.advance(on, appended);
+                other.cache.advance(ctx, appended);
                 break;
             }
         }
         t += n;
-        const EvictionReport one = evict(on, stepped.cache, 0), two = evict(on, other.cache, seq);
+        const EvictionReport one = evict(ctx, stepped.cache, 0), two = evict(ctx, other.cache, seq);
         dropped += one.dropped;
         CHECK(one.rounds == two.rounds);
         for (std::int32_t l = 0; l < c.layers; ++l) {
@@ -287,17 +287,17 @@ TEST_CASE("chunks, draft tokens, copies and snapshots leave the same bounds, que
         // On to another sequence, by one way or another; what was there is somebody else's.
         const std::int32_t next = (seq + 1) % 3;
         if (generator() % 2 == 0) {
-            other.cache.fork(on, seq, next);
-            other.cache.clear(on, seq);
+            other.cache.fork(ctx, seq, next);
+            other.cache.clear(ctx, seq);
         } else if (generator() % 2 == 0) {
             std::int32_t sources[] = {0, 1, 2};
             std::swap(sources[seq], sources[next]);
-            other.cache.reorder(on, sources, 3);
+            other.cache.reorder(ctx, sources, 3);
         } else {
             std::vector<unsigned char> blob(other.cache.snapshot_bytes(seq));
-            other.cache.snapshot(on, seq, blob.data(), blob.size());
-            other.cache.clear(on, seq);
-            other.cache.restore(on, next, blob.data(), blob.size());
+            other.cache.snapshot(ctx, seq, blob.data(), blob.size());
+            other.cache.clear(ctx, seq);
+            other.cache.restore(ctx, next, blob.data(), blob.size());
         }
         seq = next;
     }
@@ -312,7 +312,7 @@ TEST_CASE(
     };
     const CacheShape shape{
         .query_heads = 4, .kv_heads = 2, .head_dim_qk = 8, .head_dim_vo = 8, .page_size = 4};
-    const host on{2};
+    const host ctx{2};
     std::mt19937 generator(3);
     test::Tensor<float> q(1, 4, 80, 8), k(1, 2, 80, 8), v(1, 2, 80, 8), out(1, 4, 80, 8), all(1, 4, 80, 8);
     q.fill_normal(generator);
@@ -321,16 +321,16 @@ TEST_CASE(
     test::Plane<float> scores(1, 2, 80);
     test::fill_scores(scores, test::Scores::random, generator);
     const auto run = [&](const Fixed& with, test::Tensor<float>& into) {
-        test::BoundCache<Fixed, float> cache(on, shape, with);
+        test::BoundCache<Fixed, float> cache(ctx, shape, with);
         bool bounds = true;
         for (std::int32_t t = 0, n = 0; t < 80; t += n) {
             n = t % 10 == 0 ? 7 : 1;
             const Batch batch{.count = 1, .length = n};
-            test::call<Fixed, float>(on, cache, 0, batch, std::as_const(q).tokens(t, n),
+            test::call<Fixed, float>(ctx, cache, 0, batch, std::as_const(q).tokens(t, n),
                                      std::as_const(k).tokens(t, n), std::as_const(v).tokens(t, n),
                                      into.tokens(t, n), {.scores = std::as_const(scores).tokens(t, n)},
                                      n == 1);
-            cache.cache.advance(on, batch);
+            cache.cache.advance(ctx, batch);
             const auto ref = cache.cache.layer(0);
             for (std::int32_t h = 0; h < 2; ++h) {
                 const auto rows = ref.head_rows(0, h);
@@ -352,18 +352,18 @@ TEST_CASE(
     CHECK(std::equal(out.view().row(0, 0, 0), out.view().row(0, 0, 8),
                      all.view().row(0, 0, 0)));  // the first pages
     // Looking only: the same pages as the step read.
-    test::BoundCache<Fixed, float> cache(on, shape, policy(2));
+    test::BoundCache<Fixed, float> cache(ctx, shape, policy(2));
     test::Tensor<float> looked(1, 4, 1, 8);
-    test::call<Fixed, float>(on, cache, 0, {.count = 1, .length = 70}, std::as_const(q).tokens(0, 70),
+    test::call<Fixed, float>(ctx, cache, 0, {.count = 1, .length = 70}, std::as_const(q).tokens(0, 70),
                              std::as_const(k).tokens(0, 70), std::as_const(v).tokens(0, 70),
                              out.tokens(0, 70), {.scores = std::as_const(scores).tokens(0, 70)}, false);
-    cache.cache.advance(on, {.count = 1, .length = 70});
-    test::call<Fixed, float>(on, cache, 0, {.count = 1}, std::as_const(q).tokens(70, 1),
+    cache.cache.advance(ctx, {.count = 1, .length = 70});
+    test::call<Fixed, float>(ctx, cache, 0, {.count = 1}, std::as_const(q).tokens(70, 1),
                              std::as_const(k).tokens(70, 1), std::as_const(v).tokens(70, 1),
                              out.tokens(70, 1), {.scores = std::as_const(scores).tokens(70, 1)}, true);
-    cache.cache.advance(on, {.count = 1});
-    test::Workspace workspace(workspace_bytes(on, cache.cache.layer(0), {.batch = 1, .tokens = 1}));
-    attend(on, cache.cache.layer(0),
+    cache.cache.advance(ctx, {.count = 1});
+    test::Workspace workspace(workspace_bytes(ctx, cache.cache.layer(0), {.batch = 1, .tokens = 1}));
+    attend(ctx, cache.cache.layer(0),
            {.q = std::as_const(q).tokens(70, 1), .out = looked.view(), .batch = {.count = 1}}, workspace);
     for (std::int32_t h = 0; h < 4; ++h) {
         CHECK(
@@ -375,10 +375,10 @@ TEST_CASE("Quest as a system: a full cache, of which a needle's page is read") {
     const Quest<16> policy{{}, {}, QuestPages<16>{3}};
     const CacheShape shape{
         .query_heads = 1, .kv_heads = 1, .head_dim_qk = 8, .head_dim_vo = 8, .page_size = 16};
-    const host on{1};
-    test::BoundDual<Quest<16>, float> cache(on, shape, {.slab_pages = 40, .max_slabs = 1, .max_seq_len = 600},
-                                            policy);
-    cache.add_slab(on);
+    const host ctx{1};
+    test::BoundDual<Quest<16>, float> cache(ctx, shape,
+                                            {.slab_pages = 40, .max_slabs = 1, .max_seq_len = 600}, policy);
+    cache.add_slab(ctx);
     std::mt19937 generator(1);
     test::Tensor<float> q(1, 1, 500, 8), k(1, 1, 500, 8), v(1, 1, 500, 8), out(1, 1, 500, 8);
     q.fill_normal(generator, 0.1f);
@@ -388,10 +388,10 @@ TEST_CASE("Quest as a system: a full cache, of which a needle's page is read") {
     v.view().row(0, 0, 123)[0] = 1.0f;
     q.view().row(0, 0, 499)[0] = 20.0f;
     for (std::int32_t t = 0, n = 499; t < 500; t += n, n = 1) {
-        test::call_ref<Quest<16>, float>(on, cache.cache.layer(0), {.count = 1, .length = n},
+        test::call_ref<Quest<16>, float>(ctx, cache.cache.layer(0), {.count = 1, .length = n},
                                          std::as_const(q).tokens(t, n), std::as_const(k).tokens(t, n),
                                          std::as_const(v).tokens(t, n), out.tokens(t, n), {}, n == 1);
-        cache.cache.advance(on, {.count = 1, .length = n});
+        cache.cache.advance(ctx, {.count = 1, .length = n});
     }
     CHECK(cache.cache.usage(0, 0, 0).size() == 500);
     CHECK(out.view().row(0, 0, 499)[0] > 0.99f);
@@ -403,15 +403,15 @@ TEST_CASE("what a keep part keeps is not evicted") {
     Case c = all_cases(file).back();
     c.average = 4;  // less than what stays
     const Kept policy{Sink<>{2}, Window<>{5}, Stride<>{9}, ThresholdGate<at_least>{-infinity}, c.eviction()};
-    const host on{1};
-    test::BoundDual<Kept, float> cache(on, c.shape(1),
+    const host ctx{1};
+    test::BoundDual<Kept, float> cache(ctx, c.shape(1),
                                        {.slab_pages = 400, .max_slabs = 1, .max_seq_len = c.length}, policy);
-    cache.add_slab(on);
+    cache.add_slab(ctx);
     Tokens<float> in(c);
     std::int64_t rounds = 0;
     for (std::int32_t t = 0; t < c.length; ++t) {
-        in.run<Kept>(on, cache.cache, 0, t, 1, true);
-        rounds += evict(on, cache.cache, 0).rounds;
+        in.run<Kept>(ctx, cache.cache, 0, t, 1, true);
+        rounds += evict(ctx, cache.cache, 0).rounds;
         std::vector<position_t> wanted;
         for (std::int32_t at = 0; at <= t; ++at) {
             if (at < 2 || at > t - 5 || at % 9 == 0) {
@@ -446,11 +446,11 @@ TEST_CASE("what cannot be is refused") {
     CHECK_REFUSED(Cache(shape, pool, with({.share = 0.0f}, {8, 4})), "share of SnapKVEviction: 0");
     CHECK_REFUSED(Cache(shape, pool, with({.observing = 0}, {8, 4})), "observing of SnapKVEviction: 0");
     CHECK_REFUSED(Cache(shape, pool, with({.pool = 4}, {8, 4})), "pool of SnapKVEviction: 4");
-    const host on{1};
-    test::BoundDual<All, float> cache(on, shape, pool, with({}, {8, 4}));
-    cache.add_slab(on);
-    CHECK_REFUSED(cache.cache.evict(on, {.count = 1}, {}), "workspace.bytes: 0");
-    CHECK_REFUSED(cache.cache.evict(on, {.count = 2}, {}), "batch.count: 2");
+    const host ctx{1};
+    test::BoundDual<All, float> cache(ctx, shape, pool, with({}, {8, 4}));
+    cache.add_slab(ctx);
+    CHECK_REFUSED(cache.cache.evict(ctx, {.count = 1}, {}), "workspace.bytes: 0");
+    CHECK_REFUSED(cache.cache.evict(ctx, {.count = 2}, {}), "batch.count: 2");
     using Full = FixedBudgetCache<Policy<Window<4>, TopKBudget<8>, QuestPages<8>>, float>;
     CacheShape one = shape;
     one.page_size = 1;
@@ -462,22 +462,22 @@ TEST_CASE("dropping rows gives their pages back, and leaves what was reserved") 
         .query_heads = 1, .kv_heads = 1, .head_dim_qk = 8, .head_dim_vo = 8, .page_size = 2};
     const All policy{Sink<>{0}, Window<>{4}, ThresholdGate<at_least>{-infinity},
                      SnapKVEviction{.average = 20, .share = 0.5f}, QuestPages<>{2, unlimited}};
-    const host on{1};
-    test::BoundDual<All, float> cache(on, shape, {.slab_pages = 40, .max_slabs = 1, .max_seq_len = 100},
+    const host ctx{1};
+    test::BoundDual<All, float> cache(ctx, shape, {.slab_pages = 40, .max_slabs = 1, .max_seq_len = 100},
                                       policy);
-    cache.add_slab(on);
+    cache.add_slab(ctx);
     const Case sizes(std::vector<std::int32_t>{0, 4, 0, 2, 0, 0, 0, 4, 1, 1, 1, 1, 8, 30, 1}.data(), 0.5f);
     Tokens<float> in(sizes);
-    in.run<All>(on, cache.cache, 0, 0, 24, false);
+    in.run<All>(ctx, cache.cache, 0, 0, 24, false);
     CHECK(cache.cache.free_pages() == 28);
-    CHECK(cache.cache.reserve(on, {.count = 1, .length = 6}) == 0);
+    CHECK(cache.cache.reserve(ctx, {.count = 1, .length = 6}) == 0);
     CHECK(cache.cache.free_pages() == 25);
-    const EvictionReport report = evict(on, cache.cache, 0);
+    const EvictionReport report = evict(ctx, cache.cache, 0);
     CHECK(report.rounds == 1);
     CHECK(report.dropped == 12);
     CHECK(report.rows == 12);
     CHECK(cache.cache.free_pages() == 31);
-    in.run<All>(on, cache.cache, 0, 24, 6, false);
+    in.run<All>(ctx, cache.cache, 0, 24, 6, false);
     CHECK(cache.cache.free_pages() == 31);
-    CHECK(evict(on, cache.cache, 0).rounds == 0);
+    CHECK(evict(ctx, cache.cache, 0).rounds == 0);
 }

@@ -33,13 +33,13 @@ constexpr PoolShape pool{.slab_pages = 2, .max_slabs = 600, .max_seq_len = 400};
 /// A cache of either kind.
 template <class P, bool Pooled>
 struct Bound : std::conditional_t<Pooled, test::BoundDual<P, float>, test::BoundCache<P, float>> {
-    Bound(const host& on, const P& policy) requires Pooled
-        : test::BoundDual<P, float>(on, shape, pool, policy) {}
-    Bound(const host& on, const P& policy) requires(!Pooled)
-        : test::BoundCache<P, float>(on, shape, policy) {}
-    void workspace(const host& on, const Batch& batch) {
+    Bound(const host& ctx, const P& policy) requires Pooled
+        : test::BoundDual<P, float>(ctx, shape, pool, policy) {}
+    Bound(const host& ctx, const P& policy) requires(!Pooled)
+        : test::BoundCache<P, float>(ctx, shape, policy) {}
+    void workspace(const host& ctx, const Batch& batch) {
         if constexpr (Pooled) {
-            this->reserve(on, batch);
+            this->reserve(ctx, batch);
         }
     }
 };
@@ -64,9 +64,9 @@ struct Call {
 };
 
 template <class P, class Ref>
-void append_draft_call(const host& on, const Ref& ref, const Batch& batch, Call& in) {
-    test::Workspace workspace(workspace_bytes(on, ref, {.batch = batch.count, .tokens = most}));
-    append_draft(on, ref,
+void append_draft_call(const host& ctx, const Ref& ref, const Batch& batch, Call& in) {
+    test::Workspace workspace(workspace_bytes(ctx, ref, {.batch = batch.count, .tokens = most}));
+    append_draft(ctx, ref,
                  test::step_io(batch, in.q.view(), in.k.view(), in.v.view(), in.out.view(),
                                test::wanted_by<P>(in.extras())),
                  workspace);
@@ -74,8 +74,8 @@ void append_draft_call(const host& on, const Ref& ref, const Batch& batch, Call&
 
 template <bool Pooled, class P>
 void check_speculation(const P& policy, std::uint32_t seed) {
-    const host on(2);
-    Bound<P, Pooled> guessing(on, policy), stepping(on, policy);
+    const host ctx(2);
+    Bound<P, Pooled> guessing(ctx, policy), stepping(ctx, policy);
     std::mt19937 generator(seed);
     bool same_rows = true, unchanged = true;
     double off = 0.0;
@@ -88,7 +88,7 @@ void check_speculation(const P& policy, std::uint32_t seed) {
         }
         const Batch guess{.count = 3, .q_len = num_draft, .length = most},
             appended{.count = 3, .q_len = accepted, .length = most};
-        stepping.workspace(on, appended);
+        stepping.workspace(ctx, appended);
         std::vector<std::unique_ptr<Call>> calls;
         for (std::int32_t layer = 0; layer < 2; ++layer) {
             calls.push_back(std::make_unique<Call>(most, generator));
@@ -98,9 +98,9 @@ void check_speculation(const P& policy, std::uint32_t seed) {
             }
             if (round % 3 == 0) {  // a guess that nobody takes up
                 Call wrong(most, generator);
-                append_draft_call<P>(on, guessing.cache.layer(layer), guess, wrong);
+                append_draft_call<P>(ctx, guessing.cache.layer(layer), guess, wrong);
             }
-            append_draft_call<P>(on, guessing.cache.layer(layer), guess, *calls.back());
+            append_draft_call<P>(ctx, guessing.cache.layer(layer), guess, *calls.back());
             for (std::int32_t seq = 0; seq < 3; ++seq) {
                 unchanged = unchanged && before[static_cast<std::size_t>(seq)] ==
                                              test::content_of(guessing.cache.layer(layer), seq);
@@ -108,11 +108,11 @@ void check_speculation(const P& policy, std::uint32_t seed) {
         }
         for (std::int32_t layer = 0; layer < 2; ++layer) {
             const auto ref = guessing.cache.layer(layer);
-            test::Workspace workspace(workspace_bytes(on, ref, {.batch = 3, .tokens = most}));
+            test::Workspace workspace(workspace_bytes(ctx, ref, {.batch = 3, .tokens = most}));
             std::int32_t left[3] = {accepted[0], accepted[1], accepted[2]};
             for (bool again = true; again;) {
                 std::uint32_t status[3] = {};
-                accept(on, ref, {.count = 3, .q_len = left, .length = most}, workspace, {.status = status});
+                accept(ctx, ref, {.count = 3, .q_len = left, .length = most}, workspace, {.status = status});
                 again = false;
                 std::vector<std::int32_t> failed;
                 for (std::int32_t i = 0; i < 3; ++i) {
@@ -124,7 +124,7 @@ void check_speculation(const P& policy, std::uint32_t seed) {
                     break;
                 }
                 if constexpr (Pooled) {
-                    guessing.add_slab(on);
+                    guessing.add_slab(ctx);
                 }
                 // Those that are through are not named again: 0 tokens would be right too, since
                 // nothing waits there.
@@ -133,7 +133,7 @@ void check_speculation(const P& policy, std::uint32_t seed) {
                 }
             }
         }
-        guessing.cache.advance(on, appended);
+        guessing.cache.advance(ctx, appended);
         for (std::int32_t j = 0; j < most; ++j) {
             std::int32_t now[3];
             for (std::size_t i = 0; i < 3; ++i) {
@@ -144,7 +144,7 @@ void check_speculation(const P& policy, std::uint32_t seed) {
                 Call& in = *calls[static_cast<std::size_t>(layer)];
                 test::Tensor<float> out(3, 4, 1, 16);
                 test::Plane<float> lse(3, 4, 1);
-                test::call_ref<P, float>(on, stepping.cache.layer(layer), one,
+                test::call_ref<P, float>(ctx, stepping.cache.layer(layer), one,
                                          std::as_const(in.q).tokens(j, 1), std::as_const(in.k).tokens(j, 1),
                                          std::as_const(in.v).tokens(j, 1), out.view(),
                                          {.scores = in.scores.tokens(j, 1), .lse = lse.view()}, true);
@@ -159,7 +159,7 @@ void check_speculation(const P& policy, std::uint32_t seed) {
                     }
                 }
             }
-            stepping.cache.advance(on, one);
+            stepping.cache.advance(ctx, one);
         }
         for (std::int32_t layer = 0; layer < 2; ++layer) {
             for (std::int32_t seq = 0; seq < 3; ++seq) {
@@ -213,47 +213,47 @@ TEST_CASE("max_draft_tokens: equal to stepping, and nothing is decided before th
 
 template <bool Pooled>
 void check_refusals() {
-    const host on(1);
-    Bound<Budget, Pooled> bound(on, budget(1, 3, 4));
-    bound.workspace(on, {.count = 3, .length = 50});
+    const host ctx(1);
+    Bound<Budget, Pooled> bound(ctx, budget(1, 3, 4));
+    bound.workspace(ctx, {.count = 3, .length = 50});
     const auto ref = bound.cache.layer(0);
     std::mt19937 generator(1);
     Call in(8, generator);
-    test::Workspace workspace(workspace_bytes(on, ref, {.batch = 3, .tokens = 8}));
+    test::Workspace workspace(workspace_bytes(ctx, ref, {.batch = 3, .tokens = 8}));
     const auto guess = [&](const Batch& batch) {
-        append_draft(on, ref,
+        append_draft(ctx, ref,
                      test::step_io(batch, in.q.view(), in.k.view(), in.v.view(), in.out.view(), in.extras()),
                      workspace);
     };
     CHECK_REFUSED(guess({.count = 3, .length = 7}),
                   "batch tokens[0]: 7 is not allowed; it must be 0 to 6 (the cache's max_draft_tokens");
-    CHECK_REFUSED(accept(on, ref, {.count = 3, .length = 1}, workspace),
+    CHECK_REFUSED(accept(ctx, ref, {.count = 3, .length = 1}, workspace),
                   "batch tokens[0]: 1 is not allowed; it must be 0 to the 0 that sequence 0 has drafted");
     const std::int32_t num_draft[] = {3, 4, 2}, seq_ids[] = {2, 0, 1};
     guess({.count = 3, .seq_ids = seq_ids, .q_len = num_draft, .length = 6});
     const std::int32_t too_many[] = {3, 5, 2};
     const std::vector<unsigned char> before = test::content_of(ref, 0);
-    CHECK_REFUSED(accept(on, ref, {.count = 3, .seq_ids = seq_ids, .q_len = too_many}, workspace),
+    CHECK_REFUSED(accept(ctx, ref, {.count = 3, .seq_ids = seq_ids, .q_len = too_many}, workspace),
                   "batch tokens[1]: 5 is not allowed; it must be 0 to the 4 that sequence 0 has drafted");
-    CHECK_REFUSED(accept(on, ref, {.count = 1, .length = 7}, workspace), "batch tokens[0]: 7");
-    CHECK_REFUSED(accept(on, ref, {.count = 1, .length = 2}, {nullptr, 0}), "workspace.bytes: 0");
+    CHECK_REFUSED(accept(ctx, ref, {.count = 1, .length = 7}, workspace), "batch tokens[0]: 7");
+    CHECK_REFUSED(accept(ctx, ref, {.count = 1, .length = 2}, {nullptr, 0}), "workspace.bytes: 0");
     CHECK(test::content_of(ref, 0) == before);
     // Another layer has no draft.
-    CHECK_REFUSED(accept(on, bound.cache.layer(1), {.count = 1}, workspace),
+    CHECK_REFUSED(accept(ctx, bound.cache.layer(1), {.count = 1}, workspace),
                   "batch tokens[0]: 1 is not allowed; it must be 0 to the 0");
     // MaxDraftTokens wait at one length only; a step forgets them, and so does a commit of none.
     ++ref.length[0];
     CHECK_REFUSED(
-        accept(on, ref, {.count = 1}, workspace),
+        accept(ctx, ref, {.count = 1}, workspace),
         "length of sequence 0: 1 is not allowed; it must be what it was when the tokens were drafted, 0");
-    bound.cache.clear(on, 0);
-    CHECK_REFUSED(accept(on, ref, {.count = 1}, workspace), "0 to the 0 that sequence 0");
+    bound.cache.clear(ctx, 0);
+    CHECK_REFUSED(accept(ctx, ref, {.count = 1}, workspace), "0 to the 0 that sequence 0");
     guess({.count = 3, .q_len = num_draft, .length = 6});
     const auto one = [](auto view) {
         view.batch = 1;
         return view;
     };
-    step(on, ref,
+    step(ctx, ref,
          {.q = one(in.q.view()),
           .k = one(in.k.view()),
           .v = one(in.v.view()),
@@ -261,11 +261,12 @@ void check_refusals() {
           .batch = {.count = 1, .length = 1},
           .scores = one(std::as_const(in.scores).view())},
          workspace);
-    CHECK_REFUSED(accept(on, ref, {.count = 1}, workspace), "0 to the 0 that sequence 0");
-    accept(on, ref, {.count = 2, .seq_ids = seq_ids, .length = 0}, workspace);
-    CHECK_REFUSED(accept(on, ref, {.count = 1, .seq_ids = seq_ids}, workspace), "0 to the 0 that sequence 2");
+    CHECK_REFUSED(accept(ctx, ref, {.count = 1}, workspace), "0 to the 0 that sequence 0");
+    accept(ctx, ref, {.count = 2, .seq_ids = seq_ids, .length = 0}, workspace);
+    CHECK_REFUSED(accept(ctx, ref, {.count = 1, .seq_ids = seq_ids}, workspace),
+                  "0 to the 0 that sequence 2");
     const std::int32_t last = 1;
-    accept(on, ref, {.count = 1, .seq_ids = &last, .length = 4}, workspace);
+    accept(ctx, ref, {.count = 1, .seq_ids = &last, .length = 4}, workspace);
 }
 
 TEST_CASE("what a accept refuses") {
@@ -274,27 +275,27 @@ TEST_CASE("what a accept refuses") {
 }
 
 TEST_CASE("a accept without pages is a no-op that can be tried again") {
-    const host on(1);
+    const host ctx(1);
     CacheShape one = shape;
     one.layers = 1;
-    test::BoundDual<Gated, float> bound(on, one, {.slab_pages = 4, .max_slabs = 9, .max_seq_len = 50},
+    test::BoundDual<Gated, float> bound(ctx, one, {.slab_pages = 4, .max_slabs = 9, .max_seq_len = 50},
                                         Gated{});
     const auto ref = bound.cache.layer(0);
     std::mt19937 generator(1);
     Call in(6, generator);
-    append_draft_call<Gated>(on, ref, {.count = 3, .length = 5}, in);
-    test::Workspace workspace(workspace_bytes(on, ref, {.batch = 3, .tokens = 5}));
+    append_draft_call<Gated>(ctx, ref, {.count = 3, .length = 5}, in);
+    test::Workspace workspace(workspace_bytes(ctx, ref, {.batch = 3, .tokens = 5}));
     const std::vector<unsigned char> before = bound.everything();
-    CHECK_REFUSED(accept(on, ref, {.count = 3, .length = 5}, workspace), "free pages of the pool: 0");
+    CHECK_REFUSED(accept(ctx, ref, {.count = 3, .length = 5}, workspace), "free pages of the pool: 0");
     std::uint32_t status[3] = {};
-    accept(on, ref, {.count = 3, .length = 5}, workspace, {.status = status});
+    accept(ctx, ref, {.count = 3, .length = 5}, workspace, {.status = status});
     CHECK((status[0] == status_pool_exhausted && status[1] == status_pool_exhausted &&
            status[2] == status_pool_exhausted));
     CHECK(bound.everything() == before);
     for (int i = 0; i < 3; ++i) {
-        bound.add_slab(on);
+        bound.add_slab(ctx);
     }
-    accept(on, ref, {.count = 3, .length = 5}, workspace);
-    bound.cache.advance(on, {.count = 3, .length = 5});
+    accept(ctx, ref, {.count = 3, .length = 5}, workspace);
+    bound.cache.advance(ctx, {.count = 3, .length = 5});
     CHECK(bound.cache.usage(0, 2, 1).size() == 5);
 }

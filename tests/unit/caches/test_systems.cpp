@@ -46,19 +46,19 @@ TEST_CASE("the examples of the pages") {
 }
 
 TEST_CASE("mask, steps and chunks agree for every system") {
-    const host on{1};
+    const host ctx{1};
     std::mt19937 generator(1);
     for (const test::Scores kind : test::all_scores) {
-        test::check_policy(on, SPKV<6>{}, Sizes{.length = 50}, kind, generator);
+        test::check_policy(ctx, SPKV<6>{}, Sizes{.length = 50}, kind, generator);
         test::check_policy(
-            on, WGKV<>{Sink<0>{}, Window<>{5}, ThresholdGate<at_least>::probability(0.1), GivenScores{}},
+            ctx, WGKV<>{Sink<0>{}, Window<>{5}, ThresholdGate<at_least>::probability(0.1), GivenScores{}},
             Sizes{.length = 50}, kind, generator);
-        test::check_policy(on, LTE<2, 5, 7, GivenScores>{}, Sizes{.length = 50}, kind, generator);
+        test::check_policy(ctx, LTE<2, 5, 7, GivenScores>{}, Sizes{.length = 50}, kind, generator);
         // Hybrid layouts: a global head, a local one, and one that is gated.
         const float infinity = std::numeric_limits<float>::infinity();
         const float thresholds[] = {-infinity, infinity, 0.0f};
         const SPKV<6, GivenScores, 4> hybrid{
             Sink<4>{}, Window<6>{}, ThresholdGate<at_least>{per_head(thresholds, 1, 3)}, GivenScores{}};
-        test::check_policy(on, hybrid, Sizes{.kv_heads = 3, .length = 50}, kind, generator);
+        test::check_policy(ctx, hybrid, Sizes{.kv_heads = 3, .length = 50}, kind, generator);
     }
 }

@@ -27,12 +27,12 @@ struct Run {
 
 /// A prefill of `length` tokens and some steps, on one context.
 template <class T>
-Run<T> run(const host& on, std::int32_t max_sequences, std::int32_t window, std::int32_t budget,
+Run<T> run(const host& ctx, std::int32_t max_sequences, std::int32_t window, std::int32_t budget,
            std::int32_t length, CacheShape shape) {
     const P policy{{}, Window<>{window}, TopKBudget<>{budget}, Decay<1>{-0.01f}};
     shape.max_sequences = max_sequences;
     const std::int32_t heads = shape.kv_heads, query_heads = shape.query_heads, dim = shape.head_dim_qk;
-    test::BoundCache<P, T> under_test(on, shape, policy);
+    test::BoundCache<P, T> under_test(ctx, shape, policy);
     std::mt19937 generator(6);
     Run<T> result;
     for (const std::int32_t chunk : {length, 1, 1, 17, 1}) {
@@ -44,10 +44,10 @@ Run<T> run(const host& on, std::int32_t max_sequences, std::int32_t window, std:
         test::Plane<float> scores(max_sequences, heads, chunk), lse(max_sequences, query_heads, chunk);
         test::fill_scores(scores, test::Scores::random, generator);
         const Batch batch{.count = max_sequences, .length = chunk};
-        test::call<P, T>(on, under_test, 0, batch, std::as_const(q).view(), std::as_const(k).view(),
+        test::call<P, T>(ctx, under_test, 0, batch, std::as_const(q).view(), std::as_const(k).view(),
                          std::as_const(v).view(), out.view(), {.scores = scores.view(), .lse = lse.view()},
                          chunk == 1);
-        under_test.cache.advance(on, batch);
+        under_test.cache.advance(ctx, batch);
         result.outputs.insert(result.outputs.end(), out.data.begin(), out.data.end());
         result.sums.insert(result.sums.end(), lse.data.begin(), lse.data.end());
     }
@@ -55,8 +55,9 @@ Run<T> run(const host& on, std::int32_t max_sequences, std::int32_t window, std:
     test::Tensor<T> query(max_sequences, query_heads, 1, dim), seen(max_sequences, query_heads, 1, dim);
     query.fill_normal(generator);
     const auto ref = under_test.cache.layer(0);
-    test::Workspace workspace(workspace_bytes(on, ref, {.batch = max_sequences, .tokens = 1}));
-    attend(on, ref, {.q = std::as_const(query).view(), .out = seen.view(), .batch = {.count = max_sequences}},
+    test::Workspace workspace(workspace_bytes(ctx, ref, {.batch = max_sequences, .tokens = 1}));
+    attend(ctx, ref,
+           {.q = std::as_const(query).view(), .out = seen.view(), .batch = {.count = max_sequences}},
            workspace);
     double worst = 0.0;
     for (std::int32_t seq = 0; seq < max_sequences; ++seq) {

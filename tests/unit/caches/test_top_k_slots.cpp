@@ -317,17 +317,17 @@ struct Emulated {
 /// The host's cache of one head of at most `length` tokens, and the positions that it holds, row by row.
 template <class P>
 struct Oracle : test::BoundCache<P, float> {
-    Oracle(const host& on, const CacheShape& shape, const P& policy, position_t limit,
+    Oracle(const host& ctx, const CacheShape& shape, const P& policy, position_t limit,
            std::int32_t /*length*/)
-        : test::BoundCache<P, float>(on, shape, policy, nullptr, {}, limit) {}
+        : test::BoundCache<P, float>(ctx, shape, policy, nullptr, {}, limit) {}
     [[nodiscard]] std::vector<position_t> held() const { return this->positions(0, 0, 0); }
 };
 template <class P>
 requires P::has_keep struct Oracle<P> : test::BoundDual<P, float> {
-    Oracle(const host& on, const CacheShape& shape, const P& policy, position_t limit, std::int32_t length)
-        : test::BoundDual<P, float>(on, shape, {.slab_pages = length, .max_slabs = 1, .max_seq_len = length},
+    Oracle(const host& ctx, const CacheShape& shape, const P& policy, position_t limit, std::int32_t length)
+        : test::BoundDual<P, float>(ctx, shape, {.slab_pages = length, .max_slabs = 1, .max_seq_len = length},
                                     policy, nullptr, limit) {
-        this->add_slab(on);
+        this->add_slab(ctx);
     }
     [[nodiscard]] std::vector<position_t> held() const {
         std::vector<position_t> all(static_cast<std::size_t>(this->cache.usage(0, 0, 0).size()));
@@ -344,8 +344,8 @@ void check(const P& policy, test::Scores kind, std::int32_t length, std::int32_t
     CAPTURE(threads);
     CAPTURE(length);
     std::mt19937 generator(static_cast<unsigned>(length + threads));
-    const host on{1};
-    Oracle<P> oracle(on,
+    const host ctx{1};
+    Oracle<P> oracle(ctx,
                      {.layers = 1,
                       .max_sequences = 1,
                       .query_heads = 1,
@@ -369,9 +369,9 @@ void check(const P& policy, test::Scores kind, std::int32_t length, std::int32_t
         if constexpr (P::ranked) {
             extras.scores = std::as_const(scores).tokens(at, count);
         }
-        test::call<P, float>(on, oracle, 0, batch, rows.tokens(at, count), rows.tokens(at, count),
+        test::call<P, float>(ctx, oracle, 0, batch, rows.tokens(at, count), rows.tokens(at, count),
                              rows.tokens(at, count), out.tokens(at, count), extras, stepping);
-        oracle.cache.advance(on, batch);
+        oracle.cache.advance(ctx, batch);
         if (stepping) {
             emulated.step(threads, P::ranked ? scores.at(0, 0, at) : 0.0f);
         } else {

@@ -23,7 +23,7 @@ const std::vector<std::vector<std::int32_t>> chunkings = {{1},   {0}, {3, 1, 7, 
 /// Values are one-hot(position), so an output is the row of weights: which of them are not 0 after each
 /// token, fed in chunks. The first chunking goes through step.
 template <class T, class P>
-void check_one_hot(const host& on, const P& policy, std::int32_t length) {
+void check_one_hot(const host& ctx, const P& policy, std::int32_t length) {
     constexpr std::int32_t dim = 64;
     REQUIRE(length <= dim);
     std::mt19937 generator(7);
@@ -39,7 +39,7 @@ void check_one_hot(const host& on, const P& policy, std::int32_t length) {
     const CacheShape shape{.query_heads = 2, .kv_heads = 1, .head_dim_qk = 8, .head_dim_vo = dim};
     for (std::size_t way = 0; way < chunkings.size(); ++way) {
         CAPTURE(way);
-        test::BoundCache<P, T> under_test(on, shape, policy);
+        test::BoundCache<P, T> under_test(ctx, shape, policy);
         test::Shadow<P, T> shadow(policy, shape);
         test::Tensor<T> out(1, 2, length, dim), again(1, 2, 1, dim);
         std::int32_t at = 0;
@@ -55,10 +55,10 @@ void check_one_hot(const host& on, const P& policy, std::int32_t length) {
         };
         for (const std::int32_t chunk : test::chunks_of(length, chunkings[way])) {
             const Batch batch{.count = 1, .length = chunk};
-            test::call<P, T>(on, under_test, 0, batch, q.tokens(at, chunk), k.tokens(at, chunk),
+            test::call<P, T>(ctx, under_test, 0, batch, q.tokens(at, chunk), k.tokens(at, chunk),
                              v.tokens(at, chunk), out.tokens(at, chunk), {.scores = scores.tokens(at, chunk)},
                              way == 0);
-            under_test.cache.advance(on, batch);
+            under_test.cache.advance(ctx, batch);
             for (std::int32_t j = 0; j < chunk; ++j, ++at) {
                 shadow.append(0, 0, at, k.view(), v.view(), std::as_const(scores).view());
                 const std::vector<position_t> wanted = shadow.head(0, 0).positions();
@@ -73,8 +73,8 @@ void check_one_hot(const host& on, const P& policy, std::int32_t length) {
             }
             // A query that brings no token sees what is held.
             test::Workspace workspace(
-                workspace_bytes(on, under_test.cache.layer(0), {.batch = 1, .tokens = 1}));
-            attend(on, under_test.cache.layer(0),
+                workspace_bytes(ctx, under_test.cache.layer(0), {.batch = 1, .tokens = 1}));
+            attend(ctx, under_test.cache.layer(0),
                    {.q = q.tokens(at - 1, 1), .out = again.view(), .batch = {.count = 1}}, workspace);
             all_agree = all_agree && seen(again.view().row(0, 0, 0)) == under_test.sorted(0, 0, 0);
         }
@@ -85,10 +85,10 @@ void check_one_hot(const host& on, const P& policy, std::int32_t length) {
 }  // namespace
 
 TEST_CASE("a window of w shows exactly w keys, by steps, in chunks and in one prefill") {
-    const host on(1);
+    const host ctx(1);
     using Streaming = Policy<Sink<>, Window<>>;
-    check_one_hot<bf16>(on, Streaming{Sink<>{0}, Window<>{4}}, 40);
-    check_one_hot<float>(on, Policy<Sink<3>>{}, 12);  // no Window: w = 1
+    check_one_hot<bf16>(ctx, Streaming{Sink<>{0}, Window<>{4}}, 40);
+    check_one_hot<float>(ctx, Policy<Sink<3>>{}, 12);  // no Window: w = 1
     struct Numbers {
         std::int32_t s, w, length;
     };
@@ -96,12 +96,12 @@ TEST_CASE("a window of w shows exactly w keys, by steps, in chunks and in one pr
          {Numbers{0, 4, 40}, {0, 1, 12}, {4, 7, 60}, {2, 1024, 19}, {30, 4, 20}, {4, 3, 2}}) {
         CAPTURE(n.s);
         CAPTURE(n.w);
-        check_one_hot<float>(on, Streaming{Sink<>{n.s}, Window<>{n.w}}, n.length);
+        check_one_hot<float>(ctx, Streaming{Sink<>{n.s}, Window<>{n.w}}, n.length);
     }
 }
 
 TEST_CASE("with a budget, a query sees sinks, window and the long-range keys, and nothing else") {
-    const host on(1);
+    const host ctx(1);
     using Budget = Policy<Sink<>, Window<>, TopKBudget<>>;
     struct Numbers {
         std::int32_t s, w, k, length;
@@ -111,8 +111,8 @@ TEST_CASE("with a budget, a query sees sinks, window and the long-range keys, an
         CAPTURE(n.s);
         CAPTURE(n.w);
         CAPTURE(n.k);
-        check_one_hot<float>(on, Budget{Sink<>{n.s}, Window<>{n.w}, TopKBudget<>{n.k}}, n.length);
-        check_one_hot<bf16>(on, Budget{Sink<>{n.s}, Window<>{n.w}, TopKBudget<>{n.k}}, n.length);
+        check_one_hot<float>(ctx, Budget{Sink<>{n.s}, Window<>{n.w}, TopKBudget<>{n.k}}, n.length);
+        check_one_hot<bf16>(ctx, Budget{Sink<>{n.s}, Window<>{n.w}, TopKBudget<>{n.k}}, n.length);
     }
 }
 
@@ -122,7 +122,7 @@ namespace {
 template <class T>
 void check_poisoned_token(bool in_value, const std::vector<std::int32_t>& sizes, bool steps,
                           std::int32_t group) {
-    const host on(1);
+    const host ctx(1);
     constexpr std::int32_t length = 40, poisoned = 13, window = 4;
     using P = Policy<Sink<>, Window<>>;
     std::mt19937 generator(3);
@@ -133,14 +133,14 @@ void check_poisoned_token(bool in_value, const std::vector<std::int32_t>& sizes,
     v.fill_normal(generator);
     (in_value ? v : k).view().row(0, 0, poisoned)[5] = static_cast<T>(quiet_nan);
     test::BoundCache<P, T> under_test(
-        on, {.query_heads = group, .kv_heads = 1, .head_dim_qk = 16, .head_dim_vo = 16},
+        ctx, {.query_heads = group, .kv_heads = 1, .head_dim_qk = 16, .head_dim_vo = 16},
         P{Sink<>{2}, Window<>{window}});
     std::int32_t at = 0;
     for (const std::int32_t chunk : test::chunks_of(length, sizes)) {
         const Batch batch{.count = 1, .length = chunk};
-        test::call<P, T>(on, under_test, 0, batch, q.tokens(at, chunk), k.tokens(at, chunk),
+        test::call<P, T>(ctx, under_test, 0, batch, q.tokens(at, chunk), k.tokens(at, chunk),
                          v.tokens(at, chunk), out.tokens(at, chunk), {}, steps);
-        under_test.cache.advance(on, batch);
+        under_test.cache.advance(ctx, batch);
         at += chunk;
     }
     bool right = true;
@@ -175,7 +175,7 @@ TEST_CASE("a NaN reaches the queries that see its key, and no others") {
 }
 
 TEST_CASE("a sequence that held NaN is clean after clear, and so are rows that were never written") {
-    const host on(1);
+    const host ctx(1);
     using P = Policy<Sink<1>, Window<6>, TopKBudget<8>>;
     const CacheShape shape{.max_sequences = 2,
                            .query_heads = 2,
@@ -183,14 +183,14 @@ TEST_CASE("a sequence that held NaN is clean after clear, and so are rows that w
                            .head_dim_qk = 8,
                            .head_dim_vo = 8,
                            .page_size = 5};
-    test::BoundCache<P, float> under_test(on, shape);
+    test::BoundCache<P, float> under_test(ctx, shape);
     test::Tensor<float> q(2, 2, 1, 8), k(2, 1, 1, 8), v(2, 1, 1, 8), out(2, 2, 1, 8);
     test::Plane<float> scores(2, 1, 1, 1.0f);
     const Batch both{.count = 2};
     const auto step_once = [&] {
-        test::call<P, float>(on, under_test, 0, both, q.view(), k.view(), v.view(), out.view(),
+        test::call<P, float>(ctx, under_test, 0, both, q.view(), k.view(), v.view(), out.view(),
                              {.scores = scores.view()}, true);
-        under_test.cache.advance(on, both);
+        under_test.cache.advance(ctx, both);
     };
     std::mt19937 generator(1);
     k.fill(quiet_nan);
@@ -201,7 +201,7 @@ TEST_CASE("a sequence that held NaN is clean after clear, and so are rows that w
         test::fill_scores(scores, test::Scores::random, generator);
         step_once();
     }
-    under_test.cache.clear(on, 0);
+    under_test.cache.clear(ctx, 0);
     test::Shadow<P, float> shadow({}, shape);
     for (std::int32_t t = 0; t < 40; ++t) {
         test::fill_scores(scores, test::Scores::random, generator);
@@ -253,22 +253,22 @@ struct Layouts {
     }
 
     /// Outputs [batch, query_heads, length, dim] from inputs in any layout, into a view of any layout.
-    void run(const host& on, rows_view<const T> qs, rows_view<const T> ks, rows_view<const T> vs,
+    void run(const host& ctx, rows_view<const T> qs, rows_view<const T> ks, rows_view<const T> vs,
              rows_view<T> out, const std::vector<std::int32_t>& sizes, bool steps) const {
-        test::BoundCache<P, T> under_test(on, {.max_sequences = batch,
-                                               .query_heads = query_heads,
-                                               .kv_heads = kv_heads,
-                                               .head_dim_qk = dim,
-                                               .head_dim_vo = dim});
+        test::BoundCache<P, T> under_test(ctx, {.max_sequences = batch,
+                                                .query_heads = query_heads,
+                                                .kv_heads = kv_heads,
+                                                .head_dim_qk = dim,
+                                                .head_dim_vo = dim});
         std::int32_t at = 0;
         for (const std::int32_t chunk : test::chunks_of(length, sizes)) {
             const Batch entries{.count = batch, .length = chunk};
             rows_view<T> to = out;
             to.data += at * to.row_stride;
             to.length = chunk;
-            test::call<P, T>(on, under_test, 0, entries, part(qs, at, chunk), part(ks, at, chunk),
+            test::call<P, T>(ctx, under_test, 0, entries, part(qs, at, chunk), part(ks, at, chunk),
                              part(vs, at, chunk), to, {.scores = scores.tokens(at, chunk)}, steps);
-            under_test.cache.advance(on, entries);
+            under_test.cache.advance(ctx, entries);
             at += chunk;
         }
     }
@@ -279,13 +279,13 @@ struct Layouts {
         copy(q.view(), qs);
         copy(k.view(), ks);
         copy(v.view(), vs);
-        const host on(1);
+        const host ctx(1);
         for (const std::vector<std::int32_t>& sizes : {std::vector<std::int32_t>{1}, {0}, {4, 1, 9}}) {
             const bool steps = sizes[0] == 1;
             test::Tensor<T> wanted(batch, query_heads, length, dim);
-            run(on, q.view(), k.view(), v.view(), wanted.view(), sizes, steps);
+            run(ctx, q.view(), k.view(), v.view(), wanted.view(), sizes, steps);
             std::fill(out_memory.begin(), out_memory.end(), static_cast<T>(-77.0f));
-            run(on, qs, ks, vs, outs, sizes, steps);
+            run(ctx, qs, ks, vs, outs, sizes, steps);
             bool equal = true;
             std::size_t written = 0;
             for (std::int32_t b = 0; b < batch; ++b) {
@@ -359,27 +359,27 @@ TEST_CASE_TEMPLATE("K and V as two views of one [N, 2, block, H, D] buffer", T, 
 
 TEST_CASE("any number of query heads a KV head") {
     using P = Policy<Sink<1>, Window<6>, TopKBudget<8>>;
-    const host on(1);
+    const host ctx(1);
     for (const std::int32_t group : {1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 64}) {
         CAPTURE(group);
         const CacheShape shape{.query_heads = 2 * group, .kv_heads = 2, .head_dim_qk = 16, .head_dim_vo = 16};
-        CHECK(test::run_beside_shadow<float>(on, P{}, shape, 30, {1}, true, 1) <= 1.0);
-        CHECK(test::run_beside_shadow<float>(on, P{}, shape, 30, {13, 1, 4}, false, 2) <= 1.0);
-        CHECK(test::run_beside_shadow<bf16>(on, P{}, shape, 30, {5, 1, 9}, true, 3) <= 1.0);
+        CHECK(test::run_beside_shadow<float>(ctx, P{}, shape, 30, {1}, true, 1) <= 1.0);
+        CHECK(test::run_beside_shadow<float>(ctx, P{}, shape, 30, {13, 1, 4}, false, 2) <= 1.0);
+        CHECK(test::run_beside_shadow<bf16>(ctx, P{}, shape, 30, {5, 1, 9}, true, 3) <= 1.0);
     }
 }
 
 TEST_CASE("head dimensions that are multiples of 8, and D_k != D_v; other ones are refused by name") {
     using P = Policy<Sink<1>, Window<6>, TopKBudget<8>>;
-    const host on(1);
+    const host ctx(1);
     constexpr std::int32_t dims[][2] = {{64, 64},   {72, 72},   {80, 80}, {96, 96}, {128, 128},
                                         {256, 256}, {192, 128}, {64, 8},  {8, 64},  {24, 40}};
     for (const auto& dim : dims) {
         CAPTURE(dim[0]);
         CAPTURE(dim[1]);
         const CacheShape shape{.query_heads = 3, .kv_heads = 1, .head_dim_qk = dim[0], .head_dim_vo = dim[1]};
-        CHECK(test::run_beside_shadow<float>(on, P{}, shape, 24, {1}, true, 1) <= 1.0);
-        CHECK(test::run_beside_shadow<bf16>(on, P{}, shape, 24, {9, 1, 4}, false, 2) <= 1.0);
+        CHECK(test::run_beside_shadow<float>(ctx, P{}, shape, 24, {1}, true, 1) <= 1.0);
+        CHECK(test::run_beside_shadow<bf16>(ctx, P{}, shape, 24, {9, 1, 4}, false, 2) <= 1.0);
         CHECK(test::run_beside_shadow<float>(host(1, isa::portable), P{}, shape, 24, {9, 1, 4}, false, 2) <=
               1.0);
     }
@@ -387,11 +387,11 @@ TEST_CASE("head dimensions that are multiples of 8, and D_k != D_v; other ones a
 
 TEST_CASE("scale and logits_soft_cap are the call's own") {
     using P = Policy<Sink<1>, Window<6>, TopKBudget<8>>;
-    const host on(1);
+    const host ctx(1);
     const CacheShape shape{.query_heads = 4, .kv_heads = 2, .head_dim_qk = 32, .head_dim_vo = 32};
     for (const AttentionParams attention :
          {AttentionParams{0.3f, 0.0f}, AttentionParams{0.0f, 2.0f}, AttentionParams{0.5f, 20.0f}}) {
-        CHECK(test::run_beside_shadow<float>(on, P{}, shape, 30, {1}, true, 4, attention) <= 1.0);
-        CHECK(test::run_beside_shadow<bf16>(on, P{}, shape, 30, {7, 2}, false, 5, attention) <= 1.0);
+        CHECK(test::run_beside_shadow<float>(ctx, P{}, shape, 30, {1}, true, 4, attention) <= 1.0);
+        CHECK(test::run_beside_shadow<bf16>(ctx, P{}, shape, 30, {7, 2}, false, 5, attention) <= 1.0);
     }
 }

@@ -20,25 +20,25 @@ using kvpolicy::host;
 
 TEST_CASE("every index is visited once, for any count and number of threads") {
     for (const int threads : {1, 2, 3, 4, 9}) {
-        const host on(threads);
-        CHECK(on.threads() == threads);
+        const host ctx(threads);
+        CHECK(ctx.threads() == threads);
         for (const std::int64_t count : {0, 1, 2, 3, 7, 64, 1000}) {
             std::vector<int> visits(static_cast<std::size_t>(count), 0);  // not atomic: one index, one thread
-            on.parallel_for(count, [&](std::int64_t i) { ++visits[static_cast<std::size_t>(i)]; });
+            ctx.parallel_for(count, [&](std::int64_t i) { ++visits[static_cast<std::size_t>(i)]; });
             CHECK(std::all_of(visits.begin(), visits.end(), [](int n) { return n == 1; }));
         }
         bool called = false;
-        on.parallel_for(-3, [&](std::int64_t) { called = true; });
+        ctx.parallel_for(-3, [&](std::int64_t) { called = true; });
         CHECK_FALSE(called);
     }
 }
 
 TEST_CASE("the thread's number names memory that no other thread uses meanwhile") {
     for (const int threads : {1, 2, 4}) {
-        const host on(threads);
+        const host ctx(threads);
         std::vector<std::int64_t> sums(static_cast<std::size_t>(threads), 0);  // not atomic
         std::atomic<bool> in_range{true};
-        on.parallel_for(5000, [&](std::int64_t i, int thread) {
+        ctx.parallel_for(5000, [&](std::int64_t i, int thread) {
             if (thread < 0 || thread >= threads) {
                 in_range = false;
             }
@@ -50,12 +50,12 @@ TEST_CASE("the thread's number names memory that no other thread uses meanwhile"
 }
 
 TEST_CASE("what was written before a range is seen in it, and the other way round") {
-    const host on(3);
+    const host ctx(3);
     std::vector<std::int64_t> data(50, 0);  // not atomic
     for (int round = 0; round < 600; ++round) {
         const std::int64_t count = round % 50 + 1;
         std::fill_n(data.begin(), count, round);
-        on.parallel_for(count, [&](std::int64_t i) { data[static_cast<std::size_t>(i)] += i; });
+        ctx.parallel_for(count, [&](std::int64_t i) { data[static_cast<std::size_t>(i)] += i; });
         bool right = true;
         for (std::int64_t i = 0; i < count; ++i) {
             right = right && data[static_cast<std::size_t>(i)] == round + i;
@@ -68,10 +68,10 @@ TEST_CASE("what was written before a range is seen in it, and the other way roun
 }
 
 TEST_CASE("many short ranges, with pauses in which the workers fall asleep") {
-    const host on(4);
+    const host ctx(4);
     std::atomic<std::int64_t> sum{0};
     for (int round = 0; round < 2000; ++round) {
-        on.parallel_for(2, [&](std::int64_t i) { sum += i + 1; });
+        ctx.parallel_for(2, [&](std::int64_t i) { sum += i + 1; });
         if (round % 200 == 0) {
             std::this_thread::sleep_for(std::chrono::milliseconds(2));
         }
@@ -80,14 +80,14 @@ TEST_CASE("many short ranges, with pauses in which the workers fall asleep") {
 }
 
 TEST_CASE("concurrent callers of one context wait for each other") {
-    const host on(3);
+    const host ctx(3);
     std::vector<std::int64_t> sums(4, 0);
     std::vector<std::thread> callers;
     for (std::size_t caller = 0; caller < sums.size(); ++caller) {
         callers.emplace_back([&, caller] {
             for (int round = 0; round < 300; ++round) {
                 std::vector<std::int64_t> mine(20, 0);
-                on.parallel_for(20, [&](std::int64_t i) { mine[static_cast<std::size_t>(i)] += i; });
+                ctx.parallel_for(20, [&](std::int64_t i) { mine[static_cast<std::size_t>(i)] += i; });
                 sums[caller] += std::accumulate(mine.begin(), mine.end(), std::int64_t{0});
             }
         });
@@ -102,12 +102,12 @@ TEST_CASE("concurrent callers of one context wait for each other") {
 
 TEST_CASE("contexts come and go, and can be moved") {
     for (int round = 0; round < 100; ++round) {
-        host on(3);
+        host ctx(3);
         std::atomic<int> sum{0};
         if (round % 2 == 0) {
-            on.parallel_for(5, [&](std::int64_t) { ++sum; });
+            ctx.parallel_for(5, [&](std::int64_t) { ++sum; });
         }
-        const host moved = std::move(on);
+        const host moved = std::move(ctx);
         moved.parallel_for(5, [&](std::int64_t) { ++sum; });
         if (sum != (round % 2 == 0 ? 10 : 5)) {
             CHECK(sum == -1);
@@ -130,22 +130,22 @@ TEST_CASE("a number of threads that makes no sense is refused") {
 }
 
 TEST_CASE("a range inside a range runs on the thread that asks for it") {
-    const host on(3), other(2);
+    const host ctx(3), other(2);
     std::vector<std::int64_t> sums(3, 0);  // not atomic: the inner index has the outer one's number
     std::atomic<bool> same_thread{true};
     std::atomic<int> in_other{0};
-    on.parallel_for(40, [&](std::int64_t i, int thread) {
+    ctx.parallel_for(40, [&](std::int64_t i, int thread) {
         const std::thread::id mine = std::this_thread::get_id();
-        on.parallel_for(10, [&](std::int64_t j, int inner) {
+        ctx.parallel_for(10, [&](std::int64_t j, int inner) {
             if (inner != thread || std::this_thread::get_id() != mine) {
                 same_thread = false;
             }
-            on.parallel_for(1, [&](std::int64_t, int innermost) {
+            ctx.parallel_for(1, [&](std::int64_t, int innermost) {
                 sums[static_cast<std::size_t>(innermost)] += i * 10 + j;
             });
         });
         // Through another pool and back, on the thread that waits for it.
-        other.parallel_for(1, [&](std::int64_t) { on.parallel_for(2, [&](std::int64_t) { ++in_other; }); });
+        other.parallel_for(1, [&](std::int64_t) { ctx.parallel_for(2, [&](std::int64_t) { ++in_other; }); });
         other.parallel_for(4, [&](std::int64_t) { ++in_other; });
     });
     CHECK(same_thread);
@@ -153,7 +153,7 @@ TEST_CASE("a range inside a range runs on the thread that asks for it") {
     CHECK(in_other == 40 * 6);
     // Afterwards all threads take part again.
     std::atomic<int> visits{0};
-    on.parallel_for(100, [&](std::int64_t) { ++visits; });
+    ctx.parallel_for(100, [&](std::int64_t) { ++visits; });
     CHECK(visits == 100);
 }
 
@@ -188,13 +188,13 @@ TEST_CASE("a system that gives fewer threads: refused, and those that it gave ha
 
 TEST_CASE("what an index throws reaches the caller, the lowest index first, and the pool goes on") {
     for (const int threads : {1, 2, 4}) {
-        const host on(threads);
+        const host ctx(threads);
         for (int round = 0; round < 50; ++round) {
             std::atomic<int> finished{0};
             std::string caught;
             std::atomic<bool> later_one_failed{false};
             try {
-                on.parallel_for(40, [&](std::int64_t i) {
+                ctx.parallel_for(40, [&](std::int64_t i) {
                     if (i == 7) {
                         // Give a later index the time to fail first, if there is a thread to run it.
                         const auto end =
@@ -216,26 +216,26 @@ TEST_CASE("what an index throws reaches the caller, the lowest index first, and 
             // Nobody is still at it. (One thread stops where it throws.)
             CHECK(finished == (threads == 1 ? 7 : 37));
             int sum = 0;
-            on.parallel_for(1, [&](std::int64_t) { ++sum; });
+            ctx.parallel_for(1, [&](std::int64_t) { ++sum; });
             CHECK(sum == 1);
             std::atomic<int> again{0};
-            on.parallel_for(10, [&](std::int64_t) { ++again; });
+            ctx.parallel_for(10, [&](std::int64_t) { ++again; });
             CHECK(again == 10);
         }
-        CHECK_THROWS_AS(on.parallel_for(1, [](std::int64_t) { throw 3; }), int);
-        CHECK_THROWS_AS(on.parallel_for(8, [](std::int64_t) { throw 3; }), int);
+        CHECK_THROWS_AS(ctx.parallel_for(1, [](std::int64_t) { throw 3; }), int);
+        CHECK_THROWS_AS(ctx.parallel_for(8, [](std::int64_t) { throw 3; }), int);
     }
 }
 
 TEST_CASE("a caller that fails does not disturb another") {
-    const host on(2);
+    const host ctx(2);
     std::atomic<int> wrong{0}, failures{0};
     std::vector<std::thread> callers;
     for (int caller = 0; caller < 3; ++caller) {
         callers.emplace_back([&, caller] {
             for (int round = 0; round < 200; ++round) {
                 try {
-                    on.parallel_for(6, [&](std::int64_t i) {
+                    ctx.parallel_for(6, [&](std::int64_t i) {
                         if (caller == 0 && i == 3) {
                             throw int{caller};
                         }

@@ -44,7 +44,7 @@ using Cache = FixedBudgetCache<Budget, float>;
 
 /// Whether every public call that reads rows or planes takes `Rows` and `Plane`, of const numbers or not.
 template <class Rows, class Plane, class Words>
-constexpr bool takes = requires(const host& on, const AttentionParams& attention, Rows rows, Plane plane,
+constexpr bool takes = requires(const host& ctx, const AttentionParams& attention, Rows rows, Plane plane,
                                 Words words, const Sequences& sequences, rows_view<float> out,
                                 plane_view<float> written, plane_view<std::int32_t> integers,
                                 workspace_view workspace, double* doubles, Recall* recalls,
@@ -53,54 +53,54 @@ constexpr bool takes = requires(const host& on, const AttentionParams& attention
                                 const LinearScorer<8>& linear, const UtilityPredictor& predictor,
                                 LinearParameters<float> linear_gradients, rows_view<std::int32_t> indices,
                                 BoundaryValue* boundary, LossValue* value, EvictionSums* sums) {
-    attend_workspace_bytes(on, attention, rows, kv_view{rows, rows}, sequences);
-    attend(on, attention, rows, kv_view{rows, rows, mask_view{words, plane}}, sequences, out, written,
+    attend_workspace_bytes(ctx, attention, rows, kv_view{rows, rows}, sequences);
+    attend(ctx, attention, rows, kv_view{rows, rows, mask_view{words, plane}}, sequences, out, written,
            workspace);
-    attend_backward(on, attention, rows, kv_view{rows, rows}, sequences, SavedForward{rows, plane, rows},
+    attend_backward(ctx, attention, rows, kv_view{rows, rows}, sequences, SavedForward{rows, plane, rows},
                     AttentionGrads<float>{out, out, out}, workspace);
-    future_mass_workspace_bytes(on, rows, rows);
-    causal_lse(on, attention, rows, rows, sequences, written, workspace);
-    future_mass(on, attention, rows, rows, plane, sequences, written, workspace, FutureMassOptions{});
-    received_mass_workspace_bytes(on, rows, rows);
-    received_mass(on, attention, rows, rows, mask_view{words}, sequences, written, workspace,
+    future_mass_workspace_bytes(ctx, rows, rows);
+    causal_lse(ctx, attention, rows, rows, sequences, written, workspace);
+    future_mass(ctx, attention, rows, rows, plane, sequences, written, workspace, FutureMassOptions{});
+    received_mass_workspace_bytes(ctx, rows, rows);
+    received_mass(ctx, attention, rows, rows, mask_view{words}, sequences, written, workspace,
                   ReceivedMassOptions{});
-    build_mask(on, budget, plane, sequences, integers, workspace);
-    build_cutoffs(on, budget, plane, sequences, integers, integers, workspace);
-    expiry_from_cutoffs(on, budget, words, words, sequences, integers, {});
-    build_observed_mask_workspace_bytes(on, observed, rows, rows);
-    build_observed_mask(on, observed, attention, rows, rows, sequences, integers, workspace);
-    build_log_bias(on, gated, SoftGate{}, plane, sequences, integers, written, {});
-    log_bias_backward(on, gated, SoftGate{}, plane, plane, sequences, written, {});
-    BoundaryLoss{}(on, budget, plane, plane, sequences, written, doubles, boundary, workspace);
-    TopDistillation{}.workspace_bytes(on, rows, sequences);
-    TopDistillation{}(on, rows, rows, sequences, out, value, workspace);
-    TopDistillation{}(on, rows, indices, rows, sequences, out, value, {});
-    CrossEntropy{}(on, words, rows, sequences, out, value, {});
-    L2Distillation{}(on, rows, rows, sequences, out, value, {});
-    GateSparsity{}(on, gated, plane, sequences, written, value, {});
-    GateDensity{}(on, gated, plane, sequences, written, value, {});
-    RetentionPenalty{}(on, gated, plane, sequences, written, value, {});
-    straight_through_values(on, gated, plane, rows, rows, sequences, written, {});
-    retention_counts(on, gated, plane, sequences, doubles, {});
-    CompressionLoss{}.sums(on, gated, plane, sequences, sums, {});
-    CompressionLoss{}(on, gated, plane, sequences, written, value, {});
-    live_keys(on, words, sequences, integers);
-    density(on, words, sequences, doubles);
-    evict_ratio(on, budget, words, sequences, doubles);
-    oracle_recall_workspace_bytes(on, words, sequences);
-    oracle_recall(on, budget, words, words, sequences, recalls, workspace);
-    score_sequence_workspace_bytes(on, linear, rows, rows, sequences);
-    score_sequence(on, linear, rows, rows, sequences, 0, written, workspace);
-    score_sequence_backward(on, linear, ScoreBackward{rows, rows, sequences, 0, plane}, linear_gradients,
+    build_mask(ctx, budget, plane, sequences, integers, workspace);
+    build_cutoffs(ctx, budget, plane, sequences, integers, integers, workspace);
+    expiry_from_cutoffs(ctx, budget, words, words, sequences, integers, {});
+    build_observed_mask_workspace_bytes(ctx, observed, rows, rows);
+    build_observed_mask(ctx, observed, attention, rows, rows, sequences, integers, workspace);
+    build_log_bias(ctx, gated, SoftGate{}, plane, sequences, integers, written, {});
+    log_bias_backward(ctx, gated, SoftGate{}, plane, plane, sequences, written, {});
+    BoundaryLoss{}(ctx, budget, plane, plane, sequences, written, doubles, boundary, workspace);
+    TopDistillation{}.workspace_bytes(ctx, rows, sequences);
+    TopDistillation{}(ctx, rows, rows, sequences, out, value, workspace);
+    TopDistillation{}(ctx, rows, indices, rows, sequences, out, value, {});
+    CrossEntropy{}(ctx, words, rows, sequences, out, value, {});
+    L2Distillation{}(ctx, rows, rows, sequences, out, value, {});
+    GateSparsity{}(ctx, gated, plane, sequences, written, value, {});
+    GateDensity{}(ctx, gated, plane, sequences, written, value, {});
+    RetentionPenalty{}(ctx, gated, plane, sequences, written, value, {});
+    straight_through_values(ctx, gated, plane, rows, rows, sequences, written, {});
+    retention_counts(ctx, gated, plane, sequences, doubles, {});
+    CompressionLoss{}.sums(ctx, gated, plane, sequences, sums, {});
+    CompressionLoss{}(ctx, gated, plane, sequences, written, value, {});
+    live_keys(ctx, words, sequences, integers);
+    density(ctx, words, sequences, doubles);
+    evict_ratio(ctx, budget, words, sequences, doubles);
+    oracle_recall_workspace_bytes(ctx, words, sequences);
+    oracle_recall(ctx, budget, words, words, sequences, recalls, workspace);
+    score_sequence_workspace_bytes(ctx, linear, rows, rows, sequences);
+    score_sequence(ctx, linear, rows, rows, sequences, 0, written, workspace);
+    score_sequence_backward(ctx, linear, ScoreBackward{rows, rows, sequences, 0, plane}, linear_gradients,
                             workspace);
-    score_hidden(on, predictor, rows, sequences, written, workspace);
-    step(on, cache, {.q = rows, .k = rows, .v = rows, .out = out, .batch = batch, .scores = plane},
+    score_hidden(ctx, predictor, rows, sequences, written, workspace);
+    step(ctx, cache, {.q = rows, .k = rows, .v = rows, .out = out, .batch = batch, .scores = plane},
          workspace);
-    prefill(on, cache, {.q = rows, .k = rows, .v = rows, .out = out, .batch = batch, .scores = plane},
+    prefill(ctx, cache, {.q = rows, .k = rows, .v = rows, .out = out, .batch = batch, .scores = plane},
             workspace);
-    append_draft(on, cache, {.q = rows, .k = rows, .v = rows, .out = out, .batch = batch, .scores = plane},
+    append_draft(ctx, cache, {.q = rows, .k = rows, .v = rows, .out = out, .batch = batch, .scores = plane},
                  workspace);
-    attend(on, cache, {.q = rows, .out = out, .batch = batch, .lse = written}, workspace);
+    attend(ctx, cache, {.q = rows, .out = out, .batch = batch, .lse = written}, workspace);
 };
 static_assert(takes<rows_view<const float>, plane_view<const float>, plane_view<const std::int32_t>>);
 static_assert(takes<rows_view<float>, plane_view<float>, plane_view<std::int32_t>>);
@@ -109,11 +109,11 @@ static_assert(
     std::is_same_v<decltype(kv_view{rows_view<float>{}, rows_view<const float>{}}), kv_view<float>>);
 static_assert(
     std::is_same_v<decltype(kv_view{rows_view<const float>{}, rows_view<float>{}}), kv_view<float>>);
-static_assert(requires(const host& on, rows_view<float> may, rows_view<const float> may_not,
+static_assert(requires(const host& ctx, rows_view<float> may, rows_view<const float> may_not,
                        const Sequences& sequences, plane_view<float> written, workspace_view workspace) {
-    causal_lse(on, {}, may, may_not, sequences, written, workspace);
-    causal_lse(on, {}, may_not, may, sequences, written, workspace);
-    causal_lse<float>(on, {}, may, may, sequences, written, workspace);
+    causal_lse(ctx, {}, may, may_not, sequences, written, workspace);
+    causal_lse(ctx, {}, may_not, may, sequences, written, workspace);
+    causal_lse<float>(ctx, {}, may, may, sequences, written, workspace);
 });
 
 /// Both write the same.
@@ -130,7 +130,7 @@ void same(const Call& call) {
 
 TEST_CASE("what may be written is read like the rest") {
     constexpr std::int32_t batch = 2, heads = 2, length = 20, dim = 8;
-    const host on(1);
+    const host ctx(1);
     std::mt19937 generator(3);
     test::Tensor<float> q(batch, 2 * heads, length, dim), k(batch, heads, length, dim),
         v(batch, heads, length, dim);
@@ -172,42 +172,42 @@ TEST_CASE("what may be written is read like the rest") {
         });
     };
     checked([&](auto& to, auto a, auto b, auto, auto) {
-        test::Workspace scratch(future_mass_workspace_bytes(on, a, b));
-        causal_lse(on, {}, a, b, sequences, lse.view(), scratch);
+        test::Workspace scratch(future_mass_workspace_bytes(ctx, a, b));
+        causal_lse(ctx, {}, a, b, sequences, lse.view(), scratch);
         add(to, lse.data);
         test::Plane<float> target(batch, heads, length);
-        future_mass(on, {}, a, b, lse.view(), sequences, target.view(), scratch, {.window = 3});
+        future_mass(ctx, {}, a, b, lse.view(), sequences, target.view(), scratch, {.window = 3});
         add(to, target.data);
     });
     checked([&](auto& to, auto a, auto b, auto, auto) {
-        test::Workspace scratch(received_mass_workspace_bytes(on, a, b));
+        test::Workspace scratch(received_mass_workspace_bytes(ctx, a, b));
         test::Plane<float> received(batch, heads, length);
-        received_mass(on, {}, a, b, {}, sequences, received.view(), scratch);
+        received_mass(ctx, {}, a, b, {}, sequences, received.view(), scratch);
         add(to, received.data);
     });
     checked([&](auto& to, auto a, auto b, auto, auto) {
         const Observed policy{};
-        test::Workspace scratch(build_observed_mask_workspace_bytes(on, policy, a, b));
+        test::Workspace scratch(build_observed_mask_workspace_bytes(ctx, policy, a, b));
         test::Plane<expiry_t> expiry(batch, heads, length);
-        build_observed_mask(on, policy, {}, a, b, sequences, expiry.view(), scratch);
+        build_observed_mask(ctx, policy, {}, a, b, sequences, expiry.view(), scratch);
         add(to, expiry.data);
     });
     const Gated gated{{}, {}, ThresholdGate<at_least>{0.0f}};
     checked([&](auto& to, auto, auto b, auto c, auto z) {
         test::Plane<expiry_t> expiry(batch, heads, length);
         test::Plane<float> bias(batch, heads, length), slope(batch, heads, length);
-        build_log_bias(on, gated, SoftGate{}, z, sequences, expiry.view(), bias.view(), {});
-        log_bias_backward(on, gated, SoftGate{}, z, z, sequences, slope.view(), {});
+        build_log_bias(ctx, gated, SoftGate{}, z, sequences, expiry.view(), bias.view(), {});
+        log_bias_backward(ctx, gated, SoftGate{}, z, z, sequences, slope.view(), {});
         add(to, expiry.data);
         add(to, bias.data);
         add(to, slope.data);
-        straight_through_values(on, gated, z, b, c, sequences, slope.view(), {});
+        straight_through_values(ctx, gated, z, b, c, sequences, slope.view(), {});
         add(to, slope.data);
         std::vector<double> counts(heads);
-        retention_counts(on, gated, z, sequences, counts.data(), {});
+        retention_counts(ctx, gated, z, sequences, counts.data(), {});
         add(to, counts);
         EvictionSums sums;
-        CompressionLoss{}.sums(on, gated, z, sequences, &sums, {});
+        CompressionLoss{}.sums(ctx, gated, z, sequences, &sums, {});
         to.push_back(sums.evicted);
         to.push_back(static_cast<double>(sums.keys));
     });

@@ -81,7 +81,7 @@ TEST_CASE("warm-up and cosine") {
 TEST_CASE("scorers learn a target that their input holds, with the library's losses and gradients") {
     // The target is a nonlinear function of each key: labels follow from it, and a scorer that finds it
     // agrees with the teacher.
-    const host on{2};
+    const host ctx{2};
     const std::int32_t length = 256, dim = 8, heads = 2;
     std::mt19937 generator(3);
     test::Tensor<float> k(1, heads, length, dim), v(1, heads, length, dim);
@@ -131,18 +131,18 @@ TEST_CASE("scorers learn a target that their input holds, with the library's los
                 {}, {}, {}, Decay<1>{log_gamma}};
             std::fill(scores.data.begin(), scores.data.end(), 0.0f);
             test::Workspace for_scores(
-                score_sequence_workspace_bytes(on, scorer, ck.view(), cv.view(), sequences));
-            score_sequence(on, scorer, ck.view(), cv.view(), sequences, delay, scores.view(), for_scores);
+                score_sequence_workspace_bytes(ctx, scorer, ck.view(), cv.view(), sequences));
+            score_sequence(ctx, scorer, ck.view(), cv.view(), sequences, delay, scores.view(), for_scores);
             std::vector<double> d_log_gamma(static_cast<std::size_t>(heads), 0.0);
-            test::Workspace for_loss(loss.workspace_bytes(on, policy, sequences, heads));
+            test::Workspace for_loss(loss.workspace_bytes(ctx, policy, sequences, heads));
             BoundaryValue value;
-            loss(on, policy, cs.view(), ct.view(), sequences, d_scores.view(), d_log_gamma.data(), &value,
+            loss(ctx, policy, cs.view(), ct.view(), sequences, d_scores.view(), d_log_gamma.data(), &value,
                  for_loss);
             if (step) {
                 adam.zero_gradients();
                 const ScoreBackward<float> call{ck.view(), cv.view(), sequences, delay, cd.view()};
-                test::Workspace for_backward(score_sequence_backward_workspace_bytes(on, scorer, call));
-                score_sequence_backward(on, scorer, call, gradients, for_backward);
+                test::Workspace for_backward(score_sequence_backward_workspace_bytes(ctx, scorer, call));
+                score_sequence_backward(ctx, scorer, call, gradients, for_backward);
                 adam.step(1e-2);
                 alpha -= 1e-2 * (d_log_gamma[0] + d_log_gamma[1]) * log_gamma_slope(alpha, 0.999, 0.999999);
             }

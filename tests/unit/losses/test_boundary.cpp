@@ -145,7 +145,7 @@ Run<double> reference(const Case& c, const test::Plane<double>& scores, const te
         }
         const double rho = keeps / all;
         const auto balance = [&](double y) {
-            if (!c.loss.balance.on || keeps == 0.0 || keeps == all) {
+            if (!c.loss.balance.enabled || keeps == 0.0 || keeps == all) {
                 return 1.0;
             }
             return std::clamp(1.0 / (2.0 * (y > 0.0 ? rho : 1.0 - rho)),
@@ -207,7 +207,7 @@ std::vector<Case> cases() {
     all[3].lengths = {60, 31};
     all[3].budgets = {40, 1};
     all[4].edges = {0, 25, 30, 60};
-    all[5].loss.balance.on = false;
+    all[5].loss.balance.enabled = false;
     all[5].loss.margin.omega_min = 1.0f;
     all[6].loss.balance = {true, 0.9f, 1.1f};
     return all;

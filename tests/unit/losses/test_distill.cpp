@@ -37,10 +37,10 @@ struct Inputs {
     [[nodiscard]] rows_view<const double> of_student() const { return student.view(); }
 };
 
-LossValue distill(const host& on, const TopDistillation& loss, Inputs& in) {
-    test::Workspace workspace(loss.workspace_bytes(on, in.of_teacher(), in.sequences()));
+LossValue distill(const host& ctx, const TopDistillation& loss, Inputs& in) {
+    test::Workspace workspace(loss.workspace_bytes(ctx, in.of_teacher(), in.sequences()));
     return test::value_of([&](auto* into) {
-        loss(on, in.of_teacher(), in.of_student(), in.sequences(), in.d.view(), into, workspace);
+        loss(ctx, in.of_teacher(), in.of_student(), in.sequences(), in.d.view(), into, workspace);
     });
 }
 
@@ -69,13 +69,13 @@ double reference(const TopDistillation& loss, const double* teacher, const doubl
 }  // namespace
 
 TEST_CASE("KL over the teacher's top logits") {
-    const host on{2};
+    const host ctx{2};
     for (const TopDistillation loss :
          {TopDistillation{}, TopDistillation{8, 1.0f, false, 1.0f}, TopDistillation{8, 2.0f, true, 0.5f},
           TopDistillation{1, 1.0f, false, 1.0f}, TopDistillation{37, 0.5f, true, 1.0f}}) {
         CAPTURE(loss.top);
         Inputs in(static_cast<unsigned>(loss.top));
-        const LossValue got = distill(on, loss, in);
+        const LossValue got = distill(ctx, loss, in);
         CHECK(got.count == 24);
         double expected = 0.0;
         for (std::int32_t b = 0; b < 2; ++b) {
@@ -95,7 +95,7 @@ TEST_CASE("KL over the teacher's top logits") {
             for (std::int32_t i = 0; i < vocabulary; ++i) {
                 double& x = in.student.view().row(0, 0, t)[i];
                 const double slope = test::difference(
-                    x, 1e-2, [&](double to) { x = to; }, [&] { return distill(on, loss, in).value; });
+                    x, 1e-2, [&](double to) { x = to; }, [&] { return distill(ctx, loss, in).value; });
                 CHECK(test::relative(d.view().row(0, 0, t)[i], slope, std::max(scale, 1e-6)) < 1e-6);
             }
         }
@@ -104,25 +104,25 @@ TEST_CASE("KL over the teacher's top logits") {
 }
 
 TEST_CASE("stored top logits give the same loss, ties by index, fp32 close to double") {
-    const host on{2};
+    const host ctx{2};
     Inputs in(3);
     for (std::int32_t i = 0; i < vocabulary; ++i) {
         in.teacher.view().row(0, 0, 2)[i] = 1.0;
     }
     const TopDistillation loss{8, 1.0f, false, 1.0f};
-    const LossValue expected = distill(on, loss, in);
+    const LossValue expected = distill(ctx, loss, in);
     const test::Tensor<double> d = in.d;
     test::Tensor<double> values(2, 1, 19, 8);
     test::Tensor<std::int32_t> indices(2, 1, 19, 8);
-    test::Workspace workspace(top_logits_workspace_bytes(on, vocabulary));
-    top_logits<double>(on, in.of_teacher(), in.sequences(), values.view(), indices.view(), workspace);
+    test::Workspace workspace(top_logits_workspace_bytes(ctx, vocabulary));
+    top_logits<double>(ctx, in.of_teacher(), in.sequences(), values.view(), indices.view(), workspace);
     for (std::int32_t i = 0; i < 8; ++i) {
         CHECK(indices.view().row(0, 0, 2)[i] == i);
     }
     const test::Tensor<double>& stored = values;
     const test::Tensor<std::int32_t>& at = indices;
     const LossValue got = test::value_of([&](auto* into) {
-        loss(on, stored.view(), at.view(), in.of_student(), in.sequences(), in.d.view(), into, {});
+        loss(ctx, stored.view(), at.view(), in.of_student(), in.sequences(), in.d.view(), into, {});
     });
     CHECK(got.value == expected.value);
     CHECK(in.d.data == d.data);
@@ -133,22 +133,22 @@ TEST_CASE("stored top logits give the same loss, ties by index, fp32 close to do
         student.data[i] = static_cast<float>(in.student.data[i]);
     }
     const test::Tensor<float>&t32 = teacher, &s32 = student;
-    test::Workspace more(loss.workspace_bytes(on, t32.view(), in.sequences()));
+    test::Workspace more(loss.workspace_bytes(ctx, t32.view(), in.sequences()));
     CHECK(test::value_of([&](auto* into) {
-              loss(on, t32.view(), s32.view(), in.sequences(), d32.view(), into, more);
+              loss(ctx, t32.view(), s32.view(), in.sequences(), d32.view(), into, more);
           }).value == expected.value);
     CHECK(std::abs(static_cast<double>(d32.data[5]) - d.data[5]) <= 0x1p-24 * std::abs(d.data[5]));
 
     indices.view().row(1, 0, 4)[3] = vocabulary;
     CHECK_REFUSED(test::value_of([&](auto* into) {
-                      loss(on, stored.view(), at.view(), in.of_student(), in.sequences(), in.d.view(), into,
+                      loss(ctx, stored.view(), at.view(), in.of_student(), in.sequences(), in.d.view(), into,
                            {});
                   }),
                   "indices[1][0][4][3]: 37");
 }
 
 TEST_CASE("cross-entropy and L2") {
-    const host on{2};
+    const host ctx{2};
     Inputs in(4);
     test::Plane<std::int32_t> labels(2, 1, 19, -1);
     for (std::int32_t t = 0; t < 19; t += 2) {
@@ -158,12 +158,13 @@ TEST_CASE("cross-entropy and L2") {
     const test::Plane<std::int32_t>& wanted = labels;
     const auto entropy = [&] {
         return test::value_of([&](auto* into) {
-            CrossEntropy{0.5f}(on, wanted.view(), in.of_student(), in.sequences(), in.d.view(), into, {});
+            CrossEntropy{0.5f}(ctx, wanted.view(), in.of_student(), in.sequences(), in.d.view(), into, {});
         });
     };
     const auto l2 = [&] {
         return test::value_of([&](auto* into) {
-            L2Distillation{3.0f}(on, in.of_teacher(), in.of_student(), in.sequences(), in.d.view(), into, {});
+            L2Distillation{3.0f}(ctx, in.of_teacher(), in.of_student(), in.sequences(), in.d.view(), into,
+                                 {});
         });
     };
     CHECK(entropy().count == 11);
@@ -173,10 +174,10 @@ TEST_CASE("cross-entropy and L2") {
     Sequences chunk = in.sequences();
     chunk.starts = starts;
     CHECK(test::value_of([&](auto* into) {
-              CrossEntropy{0.5f}(on, wanted.view(), in.of_student(), chunk, in.d.view(), into, {});
+              CrossEntropy{0.5f}(ctx, wanted.view(), in.of_student(), chunk, in.d.view(), into, {});
           }).value == entropy().value);
     CHECK(test::value_of([&](auto* into) {
-              L2Distillation{3.0f}(on, in.of_teacher(), in.of_student(), chunk, in.d.view(), into, {});
+              L2Distillation{3.0f}(ctx, in.of_teacher(), in.of_student(), chunk, in.d.view(), into, {});
           }).value == l2().value);
     double squares = 0.0;
     for (std::int32_t b = 0; b < 2; ++b) {
@@ -207,25 +208,25 @@ TEST_CASE("cross-entropy and L2") {
     in.student.view().row(0, 0, 2)[9] = std::numeric_limits<double>::quiet_NaN();
     CHECK_REFUSED(entropy(), "student[0][0][2][9]: NaN");
     CHECK_REFUSED(l2(), "student[0][0][2]");
-    CHECK_REFUSED(distill(on, TopDistillation{}, in), "student[0][0][2][9]: NaN");
+    CHECK_REFUSED(distill(ctx, TopDistillation{}, in), "student[0][0][2][9]: NaN");
     in.student.view().row(0, 0, 2)[9] = 0.0;
     in.teacher.view().row(1, 0, 3)[0] = std::numeric_limits<double>::quiet_NaN();
-    CHECK_REFUSED(distill(on, TopDistillation{}, in), "teacher[1][0][3][0]: NaN");
-    CHECK_REFUSED(distill(on, TopDistillation{0}, in), "top: 0");
-    CHECK_REFUSED(top_logits_workspace_bytes(on, -1), "vocabulary: -1");
-    CHECK_REFUSED(TopDistillation{}.workspace_bytes(on, rows_view<const float>{nullptr, 1, 1, -1, 8, 0, 0, 0},
-                                                    in.sequences()),
+    CHECK_REFUSED(distill(ctx, TopDistillation{}, in), "teacher[1][0][3][0]: NaN");
+    CHECK_REFUSED(distill(ctx, TopDistillation{0}, in), "top: 0");
+    CHECK_REFUSED(top_logits_workspace_bytes(ctx, -1), "vocabulary: -1");
+    CHECK_REFUSED(TopDistillation{}.workspace_bytes(
+                      ctx, rows_view<const float>{nullptr, 1, 1, -1, 8, 0, 0, 0}, in.sequences()),
                   "teacher: 1 x 1 x -1");
-    CHECK_REFUSED(distill(on, TopDistillation{4, 0.0f}, in), "temperature: 0");
+    CHECK_REFUSED(distill(ctx, TopDistillation{4, 0.0f}, in), "temperature: 0");
     test::Tensor<double> narrow(2, 1, 19, 8);
     const test::Tensor<double>& other = narrow;
     CHECK_REFUSED(test::value_of([&](auto* into) {
-                      L2Distillation{}(on, other.view(), in.of_student(), in.sequences(), in.d.view(), into,
+                      L2Distillation{}(ctx, other.view(), in.of_student(), in.sequences(), in.d.view(), into,
                                        {});
                   }),
                   "teacher: 2 x 1 x 19 x 8");
     Inputs none(1);
     none.lengths = {0, 0};
-    CHECK(distill(on, TopDistillation{}, none).count == 0);
-    CHECK(distill(on, TopDistillation{}, none).value == 0.0);
+    CHECK(distill(ctx, TopDistillation{}, none).count == 0);
+    CHECK(distill(ctx, TopDistillation{}, none).value == 0.0);
 }

@@ -68,17 +68,17 @@ TEST_CASE("the gate and its noise") {
 }
 
 TEST_CASE("the relaxed mask: log-biases outside the window, nothing expires") {
-    const host on{1};
+    const host ctx{1};
     const DMS<4> policy;
     const DmsGate gate{.temperature = 0.5f, .seed = 7};
     test::Plane<float> scores(2, 3, 20), bias(2, 3, 20, -1.0f), back(2, 3, 20);
     test::Plane<expiry_t> expiry(2, 3, 20);
     std::mt19937 generator(1);
     test::fill_scores(scores, test::Scores::random, generator);
-    build_log_bias(on, policy, gate, std::as_const(scores).view(), {.batch = 2, .length = 20}, expiry.view(),
+    build_log_bias(ctx, policy, gate, std::as_const(scores).view(), {.batch = 2, .length = 20}, expiry.view(),
                    bias.view(), {});
     test::Plane<float> ones(2, 3, 20, 1.0f);
-    log_bias_backward(on, policy, gate, std::as_const(scores).view(), std::as_const(ones).view(),
+    log_bias_backward(ctx, policy, gate, std::as_const(scores).view(), std::as_const(ones).view(),
                       {.batch = 2, .length = 20}, back.view(), {});
     for (std::int32_t b = 0; b < 2; ++b) {
         for (std::int32_t h = 0; h < 3; ++h) {
@@ -94,7 +94,7 @@ TEST_CASE("the relaxed mask: log-biases outside the window, nothing expires") {
 }
 
 TEST_CASE("hard decisions: the mask and the cache evict what asks for it, after w queries") {
-    const host on{1};
+    const host ctx{1};
     const DMS<4> policy;
     test::Plane<float> scores(1, 1, 30);
     std::mt19937 generator(3);
@@ -102,7 +102,7 @@ TEST_CASE("hard decisions: the mask and the cache evict what asks for it, after 
     scores.at(0, 0, 5) = 0.0f;  // alpha = 0.5 stays
     scores.at(0, 0, 6) = std::nextafter(0.0f, 1.0f);
     test::Plane<expiry_t> expiry(1, 1, 30);
-    build_mask(on, policy, scores.view(), {.batch = 1, .length = 30}, expiry.view(), {});
+    build_mask(ctx, policy, scores.view(), {.batch = 1, .length = 30}, expiry.view(), {});
     for (std::int32_t t = 0; t < 30; ++t) {
         const bool evict = scores.at(0, 0, t) > 0.0f;
         CHECK((expiry.at(0, 0, t) >= 30) == (!evict || t + 4 >= 30));
@@ -111,17 +111,17 @@ TEST_CASE("hard decisions: the mask and the cache evict what asks for it, after 
     CHECK(expiry.at(0, 0, 5) == never);
     CHECK(expiry.at(0, 0, 6) == 10);
     test::BoundDual<DMS<4>, float> bound(
-        on, {.query_heads = 1, .kv_heads = 1, .head_dim_qk = 8, .head_dim_vo = 8, .page_size = 4},
+        ctx, {.query_heads = 1, .kv_heads = 1, .head_dim_qk = 8, .head_dim_vo = 8, .page_size = 4},
         {.slab_pages = 4, .max_slabs = 20, .max_seq_len = 40}, policy);
     test::Tensor<float> x(1, 1, 30, 8), out(1, 1, 30, 8);
     x.fill_normal(generator);
     const test::Tensor<float>& in = x;
     for (std::int32_t q = 0; q < 30; ++q) {
-        bound.reserve(on, {.count = 1});
-        test::call_ref<DMS<4>, float>(on, bound.cache.layer(0), {.count = 1}, in.tokens(q, 1),
+        bound.reserve(ctx, {.count = 1});
+        test::call_ref<DMS<4>, float>(ctx, bound.cache.layer(0), {.count = 1}, in.tokens(q, 1),
                                       in.tokens(q, 1), in.tokens(q, 1), out.tokens(q, 1),
                                       {.scores = std::as_const(scores).tokens(q, 1)}, true);
-        bound.cache.advance(on, {.count = 1});
+        bound.cache.advance(ctx, {.count = 1});
         std::vector<position_t> held;
         for (std::int32_t t = 0; t <= q; ++t) {
             if (q < expiry.at(0, 0, t)) {
@@ -134,12 +134,12 @@ TEST_CASE("hard decisions: the mask and the cache evict what asks for it, after 
     CHECK(EvictionGate::probability(0.9).threshold.value == doctest::Approx(2.1972246));
     CHECK(!EvictionGate{}.open(std::numeric_limits<float>::quiet_NaN(), HeadParams{}));
     scores.at(0, 0, 2) = std::numeric_limits<float>::quiet_NaN();
-    CHECK_REFUSED(build_mask(on, policy, scores.view(), {.batch = 1, .length = 30}, expiry.view(), {}),
+    CHECK_REFUSED(build_mask(ctx, policy, scores.view(), {.batch = 1, .length = 30}, expiry.view(), {}),
                   "scores[0][0][2]");
 }
 
 TEST_CASE("the compression loss") {
-    const host on{1};
+    const host ctx{1};
     const File file;
     const auto n = static_cast<std::int32_t>(file.z.size());
     // The file's stream is 3: head 3 of four, of which the others hold no keys of their own (lengths
@@ -153,7 +153,7 @@ TEST_CASE("the compression loss") {
         }
         const Sequences sequences{.batch = 4, .length = n, .lengths = lengths};
         const LossValue value = test::value_of(
-            [&](auto* into) { loss(on, DMS<4>{}, scores.view(), sequences, d.view(), into, {}); });
+            [&](auto* into) { loss(ctx, DMS<4>{}, scores.view(), sequences, d.view(), into, {}); });
         CHECK(value.count == n);
         CHECK(close(value.value, file.loss[noise ? 1 : 0], 1e-13));
         for (std::int32_t t = 0; t < n; ++t) {
@@ -170,7 +170,7 @@ TEST_CASE("the compression loss") {
             evicted += loss.gate.relaxed(scores.at(3, 0, t), place) > 0.0 ? 1.0 : 0.0;
         }
         CHECK(test::value_of([&](auto* into) {
-                  counting(on, DMS<4>{}, scores.view(), sequences, same.view(), into, {});
+                  counting(ctx, DMS<4>{}, scores.view(), sequences, same.view(), into, {});
               }).value == doctest::Approx(2.0 * (0.75 - evicted / n)));
         for (std::int32_t t = 0; t < n; ++t) {
             CHECK(same.at(3, 0, t) == d.at(3, 0, t));
@@ -178,12 +178,12 @@ TEST_CASE("the compression loss") {
         // Two layers as one loss: the sums of both, and each layer's part of the gradient.
         CompressionLoss both = loss;
         EvictionSums sums;
-        loss.sums(on, DMS<4>{}, std::as_const(scores).view(), sequences, &sums, {});
+        loss.sums(ctx, DMS<4>{}, std::as_const(scores).view(), sequences, &sums, {});
         CHECK(sums.keys == n);
         both.total = {sums.evicted * 2.0, sums.keys * 2};
         test::Plane<double> half(4, 1, n);
         CHECK(test::value_of([&](auto* into) {
-                  both(on, DMS<4>{}, scores.view(), sequences, half.view(), into, {});
+                  both(ctx, DMS<4>{}, scores.view(), sequences, half.view(), into, {});
               }).value == doctest::Approx(value.value));
         for (std::int32_t t = 0; t < n; ++t) {
             CHECK(half.at(3, 0, t) == doctest::Approx(d.at(3, 0, t) / 2.0));
@@ -194,7 +194,7 @@ TEST_CASE("the compression loss") {
             const auto at = [&](double z) {
                 scores.at(3, 0, t) = z;
                 const double v = test::value_of([&](auto* into) {
-                                     loss(on, DMS<4>{}, scores.view(), sequences, half.view(), into, {});
+                                     loss(ctx, DMS<4>{}, scores.view(), sequences, half.view(), into, {});
                                  }).value;
                 scores.at(3, 0, t) = here;
                 return v;
@@ -207,23 +207,23 @@ TEST_CASE("the compression loss") {
     test::Plane<float> scores(1, 1, 10, 8.0f), d(1, 1, 10, 9.0f);
     CHECK(test::value_of([&](auto* into) {
               CompressionLoss{.target = 0.5f, .gate = {.noise = false}}(
-                  on, DMS<4>{}, scores.view(), {.batch = 1, .length = 10}, d.view(), into, {});
+                  ctx, DMS<4>{}, scores.view(), {.batch = 1, .length = 10}, d.view(), into, {});
           }).value == 0.0);
     CHECK(d.at(0, 0, 3) == 0.0f);
     CHECK(test::value_of([&](auto* into) {
               CompressionLoss{.target = 1.0f, .gate = {.noise = false}, .scope = gate_scope::decided}(
-                  on, DMS<4>{}, scores.view(), {.batch = 1, .length = 10}, d.view(), into, {});
+                  ctx, DMS<4>{}, scores.view(), {.batch = 1, .length = 10}, d.view(), into, {});
           }).count == 6);
     CHECK(d.at(0, 0, 5) < 0.0f);
     CHECK(d.at(0, 0, 6) == 0.0f);
     CHECK(test::value_of([&](auto* into) {
-              CompressionLoss{.target = 1.0f}(on, DMS<4>{}, scores.view(), {.batch = 1, .length = 0},
+              CompressionLoss{.target = 1.0f}(ctx, DMS<4>{}, scores.view(), {.batch = 1, .length = 0},
                                               d.view(), into, {});
           }).value == 0.0);
 }
 
 TEST_CASE("schedule and refusals") {
-    const host on{1};
+    const host ctx{1};
     CHECK(eviction_target(0, 8.0) == 0.0f);
     CHECK(eviction_target(100, 8.0) == 0.5f);
     CHECK(eviction_target(300, 8.0) == 0.75f);
@@ -233,7 +233,7 @@ TEST_CASE("schedule and refusals") {
     test::Plane<float> scores(1, 1, 10), d(1, 1, 10);
     const auto call = [&](const CompressionLoss& loss) {
         return test::value_of([&](auto* into) {
-            loss(on, DMS<4>{}, scores.view(), {.batch = 1, .length = 10}, d.view(), into, {});
+            loss(ctx, DMS<4>{}, scores.view(), {.batch = 1, .length = 10}, d.view(), into, {});
         });
     };
     CHECK_REFUSED(call({.target = 1.5f}), "CompressionLoss.target: 1.5");

@@ -28,7 +28,7 @@ P policy(std::int32_t s = 1, std::int32_t w = 2, std::int32_t k = 3, float log_g
 /// A call with good arguments; tests spoil one of them.
 struct Call {
     static constexpr std::int32_t batch = 2, heads = 3, length = 12;
-    const host on{1};
+    const host ctx{1};
     P head_params = policy();
     test::Plane<float> score_memory{batch, heads, length, 0.5f};
     test::Plane<expiry_t> expiry_memory{batch, heads, length, -77};
@@ -46,13 +46,13 @@ struct Call {
     void build() {
         MaskOptions all = options;
         all.status = status;
-        build_mask(on, head_params, scores, sequences, expiry, workspace, all);
+        build_mask(ctx, head_params, scores, sequences, expiry, workspace, all);
     }
     void cutoffs() {
-        build_cutoffs(on, head_params, scores, sequences, rank, cutoff, workspace, {.layer = options.layer});
+        build_cutoffs(ctx, head_params, scores, sequences, rank, cutoff, workspace, {.layer = options.layer});
     }
     void convert() {
-        expiry_from_cutoffs(on, head_params, plane_view<const std::int32_t>(rank),
+        expiry_from_cutoffs(ctx, head_params, plane_view<const std::int32_t>(rank),
                             plane_view<const std::int32_t>(cutoff), sequences, expiry, {},
                             {.layer = options.layer});
     }
@@ -120,7 +120,7 @@ TEST_CASE("numbers that no policy can have, of the layer that is asked for") {
 
     Call gate;
     const Policy<Window<2>, ThresholdGate<above>> open{{}, ThresholdGate<above>{quiet_nan}};
-    CHECK_REFUSED(build_mask(gate.on, open, gate.scores, gate.sequences, gate.expiry, gate.workspace),
+    CHECK_REFUSED(build_mask(gate.ctx, open, gate.scores, gate.sequences, gate.expiry, gate.workspace),
                   "tau of layer 0, head 0");
 }
 
@@ -208,10 +208,10 @@ TEST_CASE("null and small outputs, small workspaces, limits of rebasing") {
     CHECK_REFUSED(call.convert(), "rank: 2 x 3 x 11 is not allowed");
     call.rank = call.rank_memory.view();
 
-    call.workspace.bytes = build_mask_workspace_bytes(call.on, call.head_params, call.sequences, 3) - 1;
+    call.workspace.bytes = build_mask_workspace_bytes(call.ctx, call.head_params, call.sequences, 3) - 1;
     CHECK_REFUSED(call.build(),
                   "workspace.bytes: " + std::to_string(call.workspace.bytes) + " is not allowed");
-    call.workspace.bytes = build_cutoffs_workspace_bytes(call.on, call.head_params, call.sequences, 3) - 1;
+    call.workspace.bytes = build_cutoffs_workspace_bytes(call.ctx, call.head_params, call.sequences, 3) - 1;
     CHECK_REFUSED(call.cutoffs(), "workspace.bytes: " + std::to_string(call.workspace.bytes));
     call.workspace = {nullptr, 100000};
     CHECK_REFUSED(call.build(), "workspace.data: null");
@@ -270,7 +270,7 @@ TEST_CASE("a NaN score: refused where it is read, with its place; on request it 
     std::uint32_t status[2] = {0, 0};
     MaskOptions reported = last.options;
     reported.status = status;
-    build_mask(last.on, gated, last.scores, last.sequences, last.expiry, last.workspace, reported);
+    build_mask(last.ctx, gated, last.scores, last.sequences, last.expiry, last.workspace, reported);
     CHECK(last.expiry.head(1, 0)[3] == 5);
     CHECK(last.expiry.head(1, 0)[4] == never);
     CHECK(status[0] == 0);
@@ -283,8 +283,8 @@ TEST_CASE("sequences of no tokens, and views longer than the sequences") {
     call.workspace = {};
     call.build();
     CHECK(call.untouched());
-    const host on(1);
-    build_mask(on, policy(), {}, {.batch = 0, .length = 0}, {}, {});
+    const host ctx(1);
+    build_mask(ctx, policy(), {}, {.batch = 0, .length = 0}, {}, {});
     const std::int32_t lengths[] = {0, 5};
     Call some;
     some.sequences.lengths = lengths;
@@ -298,11 +298,11 @@ TEST_CASE("a workspace is not asked for shapes that cannot be") {
     const std::int32_t budgets[2] = {3, 4};
     const P head_params{Sink<>{1}, Window<>{2}, TopKBudget<>{per_head(budgets, 1, 2)},
                         Decay<dynamic>{0.0f, 1}};
-    const host on{1};
-    CHECK(build_mask_workspace_bytes(on, head_params, {1, 12}, 2) > 0);
-    CHECK_REFUSED(build_mask_workspace_bytes(on, head_params, {1, 12}, 3), "array of budgets");
-    CHECK_REFUSED(build_mask_workspace_bytes(on, head_params, {1, 12}, -1), "heads");
-    CHECK_REFUSED(build_mask_workspace_bytes(on, head_params, {-1, 12}, 2), "sequences.batch");
-    CHECK_REFUSED(build_mask_workspace_bytes(on, head_params, {1, -1}, 2), "sequences.length");
-    CHECK_REFUSED(build_cutoffs_workspace_bytes(on, head_params, {1, -1}, 2), "sequences.length");
+    const host ctx{1};
+    CHECK(build_mask_workspace_bytes(ctx, head_params, {1, 12}, 2) > 0);
+    CHECK_REFUSED(build_mask_workspace_bytes(ctx, head_params, {1, 12}, 3), "array of budgets");
+    CHECK_REFUSED(build_mask_workspace_bytes(ctx, head_params, {1, 12}, -1), "heads");
+    CHECK_REFUSED(build_mask_workspace_bytes(ctx, head_params, {-1, 12}, 2), "sequences.batch");
+    CHECK_REFUSED(build_mask_workspace_bytes(ctx, head_params, {1, -1}, 2), "sequences.length");
+    CHECK_REFUSED(build_cutoffs_workspace_bytes(ctx, head_params, {1, -1}, 2), "sequences.length");
 }

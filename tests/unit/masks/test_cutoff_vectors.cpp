@@ -24,7 +24,7 @@ using kvpolicy_test::with_policy;
 TEST_CASE_TEMPLATE("ranks, cutoffs and what they imply equal the reference's", C, FenwickCutoff,
                    LinkedCutoff) {
     const vectors file = vectors::load("cutoff.kvpv");
-    const host on(1);
+    const host ctx(1);
     for_each_case(file, [&](const LifetimeCase& c, std::int64_t index) {
         CAPTURE(index);
         const auto begin = file.get<std::int32_t>("offsets")[index];
@@ -36,9 +36,9 @@ TEST_CASE_TEMPLATE("ranks, cutoffs and what they imply equal the reference's", C
             if constexpr (std::decay_t<decltype(policy)>::has_budget) {
                 std::vector<std::int32_t> rank(static_cast<std::size_t>(c.length) + 1);
                 std::vector<std::int32_t> cutoff(rank.size());
-                const std::size_t bytes = build_cutoffs_workspace_bytes<C>(on, policy, sequences, 1);
+                const std::size_t bytes = build_cutoffs_workspace_bytes<C>(ctx, policy, sequences, 1);
                 std::vector<std::max_align_t> workspace(bytes / sizeof(std::max_align_t) + 1);
-                build_cutoffs<C>(on, policy, scores, sequences, view_bhs(rank.data(), 1, 1, c.length),
+                build_cutoffs<C>(ctx, policy, scores, sequences, view_bhs(rank.data(), 1, 1, c.length),
                                  view_bhs(cutoff.data(), 1, 1, c.length),
                                  workspace_view{workspace.data(), bytes});
                 bool ranks_agree = true;
@@ -51,12 +51,12 @@ TEST_CASE_TEMPLATE("ranks, cutoffs and what they imply equal the reference's", C
 
                 std::vector<expiry_t> expiry(rank.size());
                 std::vector<expiry_t> direct(rank.size());
-                expiry_from_cutoffs(on, policy, view_bhs(std::as_const(rank).data(), 1, 1, c.length),
+                expiry_from_cutoffs(ctx, policy, view_bhs(std::as_const(rank).data(), 1, 1, c.length),
                                     view_bhs(std::as_const(cutoff).data(), 1, 1, c.length), sequences,
                                     view_bhs(expiry.data(), 1, 1, c.length), {});
-                const std::size_t mask_bytes = build_mask_workspace_bytes(on, policy, sequences, 1);
+                const std::size_t mask_bytes = build_mask_workspace_bytes(ctx, policy, sequences, 1);
                 std::vector<std::max_align_t> mask_workspace(mask_bytes / sizeof(std::max_align_t) + 1);
-                build_mask(on, policy, scores, sequences, view_bhs(direct.data(), 1, 1, c.length),
+                build_mask(ctx, policy, scores, sequences, view_bhs(direct.data(), 1, 1, c.length),
                            workspace_view{mask_workspace.data(), mask_bytes});
                 bool masks_agree = true;
                 for (std::int32_t t = 0; t < c.length; ++t) {

@@ -58,17 +58,17 @@ struct Built {
 };
 
 template <class P>
-Built build(const host& on, const P& policy, plane_view<const float> scores, const Sequences& sequences,
+Built build(const host& ctx, const P& policy, plane_view<const float> scores, const Sequences& sequences,
             std::int32_t heads, const MaskOptions& options) {
     const std::int64_t row = std::int64_t{sequences.length} + 1;
     Built result;
     result.memory.assign(static_cast<std::size_t>(row * heads * sequences.batch), untouched);
     result.view = {result.memory.data(), sequences.batch, heads, sequences.length, row * heads, row};
-    const std::size_t bytes = build_mask_workspace_bytes(on, policy, sequences, heads, options);
+    const std::size_t bytes = build_mask_workspace_bytes(ctx, policy, sequences, heads, options);
     std::vector<std::max_align_t> workspace(bytes / sizeof(std::max_align_t) + 1);
     std::fill_n(reinterpret_cast<unsigned char*>(workspace.data()),
                 workspace.size() * sizeof(std::max_align_t), static_cast<unsigned char>(0xff));
-    build_mask(on, policy, scores, sequences, result.view, workspace_view{workspace.data(), bytes}, options);
+    build_mask(ctx, policy, scores, sequences, result.view, workspace_view{workspace.data(), bytes}, options);
     return result;
 }
 
@@ -131,7 +131,7 @@ std::vector<float> scores_of(const LifetimeCase& c, std::int64_t index, bool poi
     return scores;
 }
 
-void check_all(const host& on, bool poisoned, float poison) {
+void check_all(const host& ctx, bool poisoned, float poison) {
     for_each_case(file(), [&](const LifetimeCase& c, std::int64_t index) {
         const std::vector<float> scores = scores_of(c, index, poisoned, poison);
         const std::vector<std::int32_t> edges = segments_of(index);
@@ -142,7 +142,7 @@ void check_all(const host& on, bool poisoned, float poison) {
         }
         with_policy(c, [&](const auto& policy) {
             const auto plane = view_bhs(scores.data(), 1, 1, c.length);
-            const Built mask = build(on, policy, plane, sequences, 1, options_of(c.rebase_limit));
+            const Built mask = build(ctx, policy, plane, sequences, 1, options_of(c.rebase_limit));
             std::string wrong = difference(mask.view.head(0, 0), expected_of(index), c.length, c.length);
             // A key of a packed segment is invisible to the next one: there, expiries are exact, not
             // only clamped to S.
@@ -176,14 +176,14 @@ TEST_CASE("scores of keys that never leave are not read: a NaN there is no error
 }
 
 TEST_CASE("policies that rank nothing need no scores") {
-    const host on(1);
+    const host ctx(1);
     for_each_case(file(), [&](const LifetimeCase& c, std::int64_t index) {
         if (c.has_budget || c.gate != gate_kind::none || !segments_of(index).empty()) {
             return;
         }
         const Sequences sequences{.batch = 1, .length = c.length};
         with_policy(c, [&](const auto& policy) {
-            const Built mask = build(on, policy, {}, sequences, 1, options_of(c.rebase_limit));
+            const Built mask = build(ctx, policy, {}, sequences, 1, options_of(c.rebase_limit));
             CHECK_MESSAGE(difference(mask.view.head(0, 0), expected_of(index), c.length, c.length) == "",
                           describe(c, index));
         });
@@ -191,12 +191,12 @@ TEST_CASE("policies that rank nothing need no scores") {
             return;
         }
         if (c.window == 1) {  // a policy without a Window has w = 1
-            const Built mask = build(on, Policy<Sink<>>(Sink<>{c.sinks}), {}, sequences, 1, {});
+            const Built mask = build(ctx, Policy<Sink<>>(Sink<>{c.sinks}), {}, sequences, 1, {});
             CHECK_MESSAGE(difference(mask.view.head(0, 0), expected_of(index), c.length, c.length) == "",
                           describe(c, index));
         }
         if (c.sinks == 0) {  // and one without a Sink has s = 0
-            const Built mask = build(on, Policy<Window<>>(Window<>{c.window}), {}, sequences, 1, {});
+            const Built mask = build(ctx, Policy<Window<>>(Window<>{c.window}), {}, sequences, 1, {});
             CHECK_MESSAGE(difference(mask.view.head(0, 0), expected_of(index), c.length, c.length) == "",
                           describe(c, index));
         }
@@ -204,7 +204,7 @@ TEST_CASE("policies that rank nothing need no scores") {
 }
 
 TEST_CASE("parameters at compile time give the lifetimes of the same parameters at run time") {
-    const host on(1);
+    const host ctx(1);
     int seen = 0;
     for_each_case(file(), [&](const LifetimeCase& c, std::int64_t index) {
         if (c.sinks != 4 || c.window != 16 || !c.has_budget || c.budget != 12 || c.keep_every != 0 ||
@@ -215,7 +215,7 @@ TEST_CASE("parameters at compile time give the lifetimes of the same parameters 
         const auto check = [&](const auto& policy) {
             ++seen;
             const Sequences sequences{.batch = 1, .length = c.length};
-            const Built mask = build(on, policy, view_bhs(scores.data(), 1, 1, c.length), sequences, 1, {});
+            const Built mask = build(ctx, policy, view_bhs(scores.data(), 1, 1, c.length), sequences, 1, {});
             CHECK_MESSAGE(difference(mask.view.head(0, 0), expected_of(index), c.length, c.length) == "",
                           describe(c, index));
         };
@@ -251,7 +251,7 @@ TEST_CASE("parameters at compile time give the lifetimes of the same parameters 
 
 TEST_CASE("heads of one call have their own numbers") {
     // Cases that differ in numbers only, with one length and one base, become the heads of one mask.
-    const host on(2);
+    const host ctx(2);
     std::map<std::pair<std::int32_t, std::int32_t>, std::vector<std::int64_t>> groups;
     std::vector<LifetimeCase> cases;
     for_each_case(file(), [&](const LifetimeCase& c, std::int64_t index) {
@@ -286,7 +286,7 @@ TEST_CASE("heads of one call have their own numbers") {
         const auto check = [&](const auto& policy) {
             const Sequences sequences{.batch = 1, .length = length};
             const Built mask =
-                build(on, policy, view_bhs(scores.data(), 1, heads, length), sequences, heads, {});
+                build(ctx, policy, view_bhs(scores.data(), 1, heads, length), sequences, heads, {});
             for (std::int32_t h = 0; h < heads; ++h) {
                 const std::int64_t index = members[static_cast<std::size_t>(h)];
                 CHECK_MESSAGE(difference(mask.view.head(0, h), expected_of(index), length, length) == "",
@@ -314,7 +314,7 @@ TEST_CASE("heads of one call have their own numbers") {
 TEST_CASE(
     "sequences of different lengths in one batch: a prefix has the same mask, and nothing past a length is "
     "touched") {
-    const host on(2);
+    const host ctx(2);
     for_each_case(file(), [&](const LifetimeCase& c, std::int64_t index) {
         if (!segments_of(index).empty() || c.length < 50 || index % 3 != 0) {
             return;
@@ -333,7 +333,7 @@ TEST_CASE(
         sequences.lengths = lengths.data();
         with_policy(c, [&](const auto& policy) {
             const auto plane = view_bhs(std::as_const(scores).data(), batch, 1, c.length);
-            const Built mask = build(on, policy, plane, sequences, 1, options_of(c.rebase_limit));
+            const Built mask = build(ctx, policy, plane, sequences, 1, options_of(c.rebase_limit));
             for (std::int32_t b = 0; b < batch; ++b) {
                 const std::int32_t length = lengths[static_cast<std::size_t>(b)];
                 const expiry_t* expiry = mask.view.head(b, 0);
@@ -349,22 +349,22 @@ TEST_CASE(
 
 #if KVPOLICY_EXCEPTIONS
 TEST_CASE("a NaN score that competes is refused, and a workspace too small by a byte") {
-    const host on(1);
+    const host ctx(1);
     const Policy<Sink<>, Window<>, TopKBudget<>> policy(Sink<>{1}, Window<>{2}, TopKBudget<>{3});
     std::vector<float> scores(20, 0.0f);
     std::vector<expiry_t> expiry(20, untouched);
     const Sequences sequences{.batch = 1, .length = 20};
-    const std::size_t bytes = build_mask_workspace_bytes(on, policy, sequences, 1);
+    const std::size_t bytes = build_mask_workspace_bytes(ctx, policy, sequences, 1);
     std::vector<std::max_align_t> workspace(bytes / sizeof(std::max_align_t) + 1);
     const auto plane = view_bhs(std::as_const(scores).data(), 1, 1, 20);
     const auto mask = view_bhs(expiry.data(), 1, 1, 20);
     if (bytes > 0) {
         CHECK_THROWS_AS(
-            build_mask(on, policy, plane, sequences, mask, workspace_view{workspace.data(), bytes - 1}),
+            build_mask(ctx, policy, plane, sequences, mask, workspace_view{workspace.data(), bytes - 1}),
             invalid_argument);
     }
     scores[10] = std::numeric_limits<float>::quiet_NaN();
-    CHECK_THROWS_AS(build_mask(on, policy, plane, sequences, mask, workspace_view{workspace.data(), bytes}),
+    CHECK_THROWS_AS(build_mask(ctx, policy, plane, sequences, mask, workspace_view{workspace.data(), bytes}),
                     invalid_argument);
     CHECK(std::all_of(expiry.begin(), expiry.end(), [](expiry_t e) { return e == untouched; }));
 }

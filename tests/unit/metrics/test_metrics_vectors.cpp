@@ -69,7 +69,7 @@ void fill_expiry(test::Plane<expiry_t>& plane, std::mt19937& generator) {
 }  // namespace
 
 TEST_CASE("live keys, density, evict ratio and oracle recall are the reference's") {
-    const host on(2);
+    const host ctx(2);
     for_each_case(file(), [&](const LifetimeCase& c, std::int64_t index) {
         CAPTURE(index);
         const auto length = static_cast<std::int32_t>(file().get<float>("scores").shape[2]);
@@ -81,8 +81,8 @@ TEST_CASE("live keys, density, evict ratio and oracle recall are the reference's
         with_policy(c, [&](const auto& policy) {
             // Teacher and student as one batch of two.
             test::Plane<expiry_t> expiry(2, 1, length);
-            test::Workspace workspace(build_mask_workspace_bytes(on, policy, pair, 1));
-            build_mask(on, policy, view_bhs(scores, 2, 1, length), pair, expiry.view(), workspace);
+            test::Workspace workspace(build_mask_workspace_bytes(ctx, policy, pair, 1));
+            build_mask(ctx, policy, view_bhs(scores, 2, 1, length), pair, expiry.view(), workspace);
             bool masks_agree = true;
             for (std::size_t i = 0; i < expiry.data.size(); ++i) {
                 masks_agree = masks_agree && std::min(expiry.data[i], length) == wanted_expiry[i];
@@ -90,12 +90,12 @@ TEST_CASE("live keys, density, evict ratio and oracle recall are the reference's
             CHECK(masks_agree);
 
             test::Plane<std::int32_t> live(2, 1, length, -1);
-            live_keys(on, expiry.view(), pair, live.view());
+            live_keys(ctx, expiry.view(), pair, live.view());
             CHECK(std::equal(wanted_live, wanted_live + length, live.view().head(1, 0)));
 
             double densities[2] = {-1, -1}, ratios[2] = {-1, -1};
-            density(on, expiry.view(), pair, densities);
-            evict_ratio(on, policy, expiry.view(), pair, ratios);
+            density(ctx, expiry.view(), pair, densities);
+            evict_ratio(ctx, policy, expiry.view(), pair, ratios);
             CHECK(close(densities[1], wanted[0]));
             CHECK(close(ratios[1], wanted[1]));
             CHECK(close(densities[0], wanted[7]));
@@ -106,15 +106,15 @@ TEST_CASE("live keys, density, evict ratio and oracle recall are the reference's
             };
             const Sequences single{.batch = 1, .length = length};
             Recall recall{.queries = -1, .mean = -1, .chance_mean = -1, .last = -1, .chance_last = -1};
-            test::Workspace memory(oracle_recall_workspace_bytes(on, one(0), single));
-            oracle_recall(on, policy, one(0), one(1), single, &recall, memory);
+            test::Workspace memory(oracle_recall_workspace_bytes(ctx, one(0), single));
+            oracle_recall(ctx, policy, one(0), one(1), single, &recall, memory);
             CHECK(close(recall.mean, wanted[2]));
             CHECK(close(recall.chance_mean, wanted[3]));
             CHECK(close(recall.last, wanted[4]));
             CHECK(close(recall.chance_last, wanted[5]));
             CHECK(static_cast<double>(recall.queries) == wanted[6]);
 
-            oracle_recall(on, policy, one(0), one(0), single, &recall, memory);
+            oracle_recall(ctx, policy, one(0), one(0), single, &recall, memory);
             CHECK(recall.mean == 1.0);
             CHECK(recall.last == 1.0);
         });
@@ -122,7 +122,7 @@ TEST_CASE("live keys, density, evict ratio and oracle recall are the reference's
 }
 
 TEST_CASE("any mask, heads of their own rules, sequences of their own lengths") {
-    const host on(3);
+    const host ctx(3);
     std::mt19937 generator(1);
     constexpr std::int32_t batch = 4, heads = 3, length = 23;
     const std::int32_t lengths[batch] = {0, 23, 1, 14};
@@ -139,14 +139,14 @@ TEST_CASE("any mask, heads of their own rules, sequences of their own lengths") 
         test::Plane<std::int32_t> live(batch, heads, length, -9);
         std::vector<double> densities(all_heads, -9.0), ratios(all_heads, -9.0);
         std::vector<Recall> recalls(all_heads);
-        live_keys(on, teacher.view(), sequences, live.view());
-        density(on, teacher.view(), sequences, densities.data());
-        evict_ratio(on, policy, teacher.view(), sequences, ratios.data());
-        test::Workspace memory(oracle_recall_workspace_bytes(on, teacher.view(), sequences));
-        oracle_recall(on, policy, teacher.view(), student.view(), sequences, recalls.data(), memory);
+        live_keys(ctx, teacher.view(), sequences, live.view());
+        density(ctx, teacher.view(), sequences, densities.data());
+        evict_ratio(ctx, policy, teacher.view(), sequences, ratios.data());
+        test::Workspace memory(oracle_recall_workspace_bytes(ctx, teacher.view(), sequences));
+        oracle_recall(ctx, policy, teacher.view(), student.view(), sequences, recalls.data(), memory);
         const auto query = static_cast<std::int32_t>(generator() % length);
         std::vector<std::int32_t> holding(std::size_t{batch} * length, -9);
-        retention_map(on, teacher.view(), sequences, query, holding.data());
+        retention_map(ctx, teacher.view(), sequences, query, holding.data());
         for (std::int32_t b = 0; b < batch; ++b) {
             const std::int32_t n = lengths[b];
             for (std::int32_t h = 0; h < heads; ++h) {
@@ -218,7 +218,7 @@ TEST_CASE("any mask, heads of their own rules, sequences of their own lengths") 
 }
 
 TEST_CASE("metrics refuse what they cannot read") {
-    const host on(1);
+    const host ctx(1);
     const Policy<Sink<>, Window<>, TopKBudget<>> policy{Sink<>{1}, Window<>{2}, TopKBudget<>{3}};
     test::Plane<expiry_t> expiry(1, 1, 10, never);
     test::Plane<std::int32_t> live(1, 1, 10, -9), short_live(1, 1, 9, -9);
@@ -228,65 +228,66 @@ TEST_CASE("metrics refuse what they cannot read") {
     const Sequences longer{.batch = 1, .length = 11}, two{.batch = 2, .length = 10};
     const std::int32_t negative[] = {-1};
     const Sequences bad{.batch = 1, .length = 10, .lengths = negative};
-    CHECK_REFUSED(live_keys(on, expiry.view(), longer, live.view()),
+    CHECK_REFUSED(live_keys(ctx, expiry.view(), longer, live.view()),
                   "sequences.length: 11 is not allowed; it must be 0 to");
-    CHECK_REFUSED(live_keys(on, expiry.view(), two, live.view()), "sequences.batch: 2");
-    CHECK_REFUSED(live_keys(on, expiry.view(), bad, live.view()), "sequences.lengths[0]: -1");
-    CHECK_REFUSED(live_keys(on, expiry.view(), all, short_live.view()),
+    CHECK_REFUSED(live_keys(ctx, expiry.view(), two, live.view()), "sequences.batch: 2");
+    CHECK_REFUSED(live_keys(ctx, expiry.view(), bad, live.view()), "sequences.lengths[0]: -1");
+    CHECK_REFUSED(live_keys(ctx, expiry.view(), all, short_live.view()),
                   "live: 1 x 1 x 9 is not allowed; it must be 1 x 1 x at least 10");
-    CHECK_REFUSED(density(on, expiry.view(), bad, &number), "sequences.lengths[0]: -1");
-    CHECK_REFUSED(evict_ratio(on, policy, expiry.view(), bad, &number), "sequences.lengths[0]: -1");
-    CHECK_REFUSED(retention_map(on, expiry.view(), all, -1, live.data.data()), "query: -1");
+    CHECK_REFUSED(density(ctx, expiry.view(), bad, &number), "sequences.lengths[0]: -1");
+    CHECK_REFUSED(evict_ratio(ctx, policy, expiry.view(), bad, &number), "sequences.lengths[0]: -1");
+    CHECK_REFUSED(retention_map(ctx, expiry.view(), all, -1, live.data.data()), "query: -1");
     // A chunk's start; packed samples, whose sinks and pairs are not those of one sequence.
     const std::int32_t start[] = {3}, edges[] = {0, 4, 10};
     const Sequences chunk{.batch = 1, .length = 10, .starts = start};
     const Sequences packed{.batch = 1, .length = 10, .cu_seqlens = edges, .segments = 2};
-    test::Workspace for_recall(oracle_recall_workspace_bytes(on, expiry.view(), all));
-    CHECK_REFUSED(live_keys(on, expiry.view(), chunk, live.view()), "sequences.starts: given");
-    CHECK_REFUSED(retention_map(on, expiry.view(), chunk, 1, live.data.data()), "sequences.starts: given");
+    test::Workspace for_recall(oracle_recall_workspace_bytes(ctx, expiry.view(), all));
+    CHECK_REFUSED(live_keys(ctx, expiry.view(), chunk, live.view()), "sequences.starts: given");
+    CHECK_REFUSED(retention_map(ctx, expiry.view(), chunk, 1, live.data.data()), "sequences.starts: given");
     for (const auto& [sequences, text] :
          {std::pair{chunk, "sequences.starts: given"}, std::pair{packed, "sequences.cu_seqlens: given"}}) {
-        CHECK_REFUSED(density(on, expiry.view(), sequences, &number), text);
-        CHECK_REFUSED(evict_ratio(on, policy, expiry.view(), sequences, &number), text);
-        CHECK_REFUSED(oracle_recall(on, policy, expiry.view(), expiry.view(), sequences, &recall, for_recall),
-                      text);
+        CHECK_REFUSED(density(ctx, expiry.view(), sequences, &number), text);
+        CHECK_REFUSED(evict_ratio(ctx, policy, expiry.view(), sequences, &number), text);
+        CHECK_REFUSED(
+            oracle_recall(ctx, policy, expiry.view(), expiry.view(), sequences, &recall, for_recall), text);
     }
-    CHECK_REFUSED(oracle_recall_workspace_bytes(on, expiry.view(), {.batch = 1}), "sequences.length: -1");
+    CHECK_REFUSED(oracle_recall_workspace_bytes(ctx, expiry.view(), {.batch = 1}), "sequences.length: -1");
 
-    test::Workspace memory(oracle_recall_workspace_bytes(on, expiry.view(), all));
+    test::Workspace memory(oracle_recall_workspace_bytes(ctx, expiry.view(), all));
     const workspace_view small{memory.memory.data(), memory.memory.size() - 1};
-    CHECK_REFUSED(oracle_recall(on, policy, expiry.view(), expiry.view(), all, &recall, small),
+    CHECK_REFUSED(oracle_recall(ctx, policy, expiry.view(), expiry.view(), all, &recall, small),
                   "workspace.bytes");
     test::Plane<expiry_t> other(1, 2, 10, never);
-    CHECK_REFUSED(oracle_recall(on, policy, expiry.view(), other.view(), all, &recall, memory),
+    CHECK_REFUSED(oracle_recall(ctx, policy, expiry.view(), other.view(), all, &recall, memory),
                   "student: 1 x 2 x 10 is not allowed; it must be 1 x 1 x at least 10");
 
     // Numbers that no policy can have would send the counts out of bounds.
     const Policy<Sink<>, Window<>, TopKBudget<>> below{Sink<>{-1}, Window<>{2}, TopKBudget<>{3}};
     const Policy<Sink<>, Window<>, TopKBudget<>> narrow{Sink<>{1}, Window<>{0}, TopKBudget<>{3}};
-    CHECK_REFUSED(evict_ratio(on, below, expiry.view(), all, &number), "sinks of layer 0, head 0: -1");
-    CHECK_REFUSED(evict_ratio(on, narrow, expiry.view(), all, &number), "window of layer 0, head 0: 0");
-    CHECK_REFUSED(oracle_recall(on, below, expiry.view(), expiry.view(), all, &recall, memory),
+    CHECK_REFUSED(evict_ratio(ctx, below, expiry.view(), all, &number), "sinks of layer 0, head 0: -1");
+    CHECK_REFUSED(evict_ratio(ctx, narrow, expiry.view(), all, &number), "window of layer 0, head 0: 0");
+    CHECK_REFUSED(oracle_recall(ctx, below, expiry.view(), expiry.view(), all, &recall, memory),
                   "sinks of layer 0");
-    CHECK_REFUSED(evict_ratio(on, policy, expiry.view(), all, &number, {}, {.layer = -1}), "layer: -1");
-    CHECK_REFUSED(live_keys(on, expiry.view(), all, {nullptr, 1, 1, 10, 10, 10}), "live: null");
-    CHECK_REFUSED(density(on, expiry.view(), all, nullptr),
+    CHECK_REFUSED(evict_ratio(ctx, policy, expiry.view(), all, &number, {}, {.layer = -1}), "layer: -1");
+    CHECK_REFUSED(live_keys(ctx, expiry.view(), all, {nullptr, 1, 1, 10, 10, 10}), "live: null");
+    CHECK_REFUSED(density(ctx, expiry.view(), all, nullptr),
                   "out: null is not allowed; it must be a pointer to the results");
-    CHECK_REFUSED(evict_ratio(on, policy, expiry.view(), all, nullptr), "out: null");
-    CHECK_REFUSED(oracle_recall(on, policy, expiry.view(), expiry.view(), all, nullptr, memory), "out: null");
-    CHECK_REFUSED(retention_map(on, expiry.view(), all, 0, nullptr), "heads_holding: null");
+    CHECK_REFUSED(evict_ratio(ctx, policy, expiry.view(), all, nullptr), "out: null");
+    CHECK_REFUSED(oracle_recall(ctx, policy, expiry.view(), expiry.view(), all, nullptr, memory),
+                  "out: null");
+    CHECK_REFUSED(retention_map(ctx, expiry.view(), all, 0, nullptr), "heads_holding: null");
 
     const plane_view<const expiry_t> none{nullptr, 1, 1, 10, 10, 10};
-    CHECK_REFUSED(live_keys(on, none, all, live.view()),
+    CHECK_REFUSED(live_keys(ctx, none, all, live.view()),
                   "expiry: null is not allowed; it must be a pointer to its numbers");
-    CHECK_REFUSED(density(on, none, all, &number), "expiry: null");
-    CHECK_REFUSED(evict_ratio(on, policy, none, all, &number), "expiry: null");
-    CHECK_REFUSED(retention_map(on, none, all, 0, live.data.data()), "expiry: null");
-    CHECK_REFUSED(oracle_recall(on, policy, none, expiry.view(), all, &recall, memory), "teacher: null");
-    CHECK_REFUSED(oracle_recall(on, policy, expiry.view(), none, all, &recall, memory), "student: null");
+    CHECK_REFUSED(density(ctx, none, all, &number), "expiry: null");
+    CHECK_REFUSED(evict_ratio(ctx, policy, none, all, &number), "expiry: null");
+    CHECK_REFUSED(retention_map(ctx, none, all, 0, live.data.data()), "expiry: null");
+    CHECK_REFUSED(oracle_recall(ctx, policy, none, expiry.view(), all, &recall, memory), "teacher: null");
+    CHECK_REFUSED(oracle_recall(ctx, policy, expiry.view(), none, all, &recall, memory), "student: null");
     // Where there is nothing to read, nothing is missing.
     double nothing = -9.0;
-    density(on, none, {.batch = 1, .length = 0}, &nothing);
+    density(ctx, none, {.batch = 1, .length = 0}, &nothing);
     CHECK(nothing == 0.0);
     CHECK(number == -9.0);
     CHECK(recall.queries == -9);

@@ -15,7 +15,7 @@
 using namespace kvpolicy;
 
 TEST_CASE("random keys are those of the reference, in masks and in caches") {
-    const host on{1};
+    const host ctx{1};
     const auto file = kvpolicy_test::vectors::load("baselines.kvpv");
     const auto& cases = file.get<std::int32_t>("random_cases");
     for (std::int64_t n = 0; n < cases.shape[0]; ++n) {
@@ -34,21 +34,21 @@ TEST_CASE("random keys are those of the reference, in masks and in caches") {
         const test::Tensor<float>& in = x;
         test::Plane<float> scores(1, heads, length);
         const Sequences sequences{.batch = 1, .length = length};
-        test::Workspace scratch(score_sequence_workspace_bytes(on, scorer, in.view(), in.view(), sequences));
-        score_sequence(on, scorer, in.view(), in.view(), sequences, c[4], scores.view(), scratch);
+        test::Workspace scratch(score_sequence_workspace_bytes(ctx, scorer, in.view(), in.view(), sequences));
+        score_sequence(ctx, scorer, in.view(), in.view(), sequences, c[4], scores.view(), scratch);
         test::Plane<expiry_t> expiry(1, heads, length);
-        test::Workspace workspace(build_mask_workspace_bytes(on, policy, sequences, heads));
-        build_mask(on, policy, scores.view(), sequences, expiry.view(), workspace);
+        test::Workspace workspace(build_mask_workspace_bytes(ctx, policy, sequences, heads));
+        build_mask(ctx, policy, scores.view(), sequences, expiry.view(), workspace);
 
         test::BoundCache<RandomKeys<>, float> steps(
-            on, {.query_heads = heads, .kv_heads = heads, .head_dim_qk = 8, .head_dim_vo = 8}, policy);
+            ctx, {.query_heads = heads, .kv_heads = heads, .head_dim_qk = 8, .head_dim_vo = 8}, policy);
         test::BoundCache<RandomKeys<>, float> chunk(
-            on, {.query_heads = heads, .kv_heads = heads, .head_dim_qk = 8, .head_dim_vo = 8}, policy);
+            ctx, {.query_heads = heads, .kv_heads = heads, .head_dim_qk = 8, .head_dim_vo = 8}, policy);
         for (std::int32_t q = 0; q < length; ++q) {
             CHECK(std::min(expiry.at(0, head, q), length) == expected[static_cast<std::size_t>(q)]);
-            test::call<RandomKeys<>, float>(on, steps, 0, {.count = 1}, in.tokens(q, 1), in.tokens(q, 1),
+            test::call<RandomKeys<>, float>(ctx, steps, 0, {.count = 1}, in.tokens(q, 1), in.tokens(q, 1),
                                             in.tokens(q, 1), out.tokens(q, 1), {}, true);
-            steps.cache.advance(on, {.count = 1});
+            steps.cache.advance(ctx, {.count = 1});
             std::vector<position_t> held;
             for (std::int32_t t = 0; t <= q; ++t) {
                 if (q < expiry.at(0, head, t)) {
@@ -58,9 +58,9 @@ TEST_CASE("random keys are those of the reference, in masks and in caches") {
             CHECK(steps.sorted(0, 0, head) == held);
         }
         const Batch all{.count = 1, .length = length};
-        test::call<RandomKeys<>, float>(on, chunk, 0, all, in.view(), in.view(), in.view(), out.view(), {},
+        test::call<RandomKeys<>, float>(ctx, chunk, 0, all, in.view(), in.view(), in.view(), out.view(), {},
                                         false);
-        chunk.cache.advance(on, all);
+        chunk.cache.advance(ctx, all);
         CHECK(chunk.content(0, 0) == steps.content(0, 0));
     }
 }
@@ -128,9 +128,9 @@ TEST_CASE("a stride for a total is the smallest that fits") {
     CHECK_REFUSED(stride_for_total(8, 3, 5, 100),
                   "total budget: 8 is not allowed; it must be above sinks + window = 8");
     CHECK_REFUSED(Stride<>{0}, "stride n: 0");
-    const host on{1};
+    const host ctx{1};
     test::Plane<expiry_t> expiry(1, 1, 40);
-    build_mask(on, UniformStride<>{Sink<>{1}, Window<>{4}, Stride<>{7}}, {}, {.batch = 1, .length = 40},
+    build_mask(ctx, UniformStride<>{Sink<>{1}, Window<>{4}, Stride<>{7}}, {}, {.batch = 1, .length = 40},
                expiry.view(), {});
     for (std::int32_t t = 0; t < 40; ++t) {
         CHECK(std::min(expiry.at(0, 0, t), 40) == (t % 7 == 0 ? 40 : std::min(t + 4, 40)));

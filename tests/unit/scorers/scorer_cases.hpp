@@ -165,7 +165,7 @@ std::vector<T> converted(const std::vector<float>& from) {
 /// score_sequence with a workspace of exactly the bytes it asks for, onto scores that hold a mark. The
 /// address sanitizer sees what the workspace does not.
 template <class S, class K>
-std::vector<kvpolicy::compute_t<K>> score_all(const kvpolicy::host& on, const S& scorer,
+std::vector<kvpolicy::compute_t<K>> score_all(const kvpolicy::host& ctx, const S& scorer,
                                               kvpolicy::rows_view<const K> k, kvpolicy::rows_view<const K> v,
                                               const kvpolicy::Sequences& sequences, std::int32_t delay,
                                               kvpolicy::form how, kvpolicy::compute_t<K> mark,
@@ -175,9 +175,9 @@ std::vector<kvpolicy::compute_t<K>> score_all(const kvpolicy::host& on, const S&
     std::vector<Real> scores(static_cast<std::size_t>(k.batch) * static_cast<std::size_t>(k.heads) *
                                  static_cast<std::size_t>(k.length),
                              mark);
-    std::vector<std::byte> memory(score_sequence_workspace_bytes(on, scorer, k, v, sequences, options),
+    std::vector<std::byte> memory(score_sequence_workspace_bytes(ctx, scorer, k, v, sequences, options),
                                   std::byte{0xff});
-    kvpolicy::score_sequence(on, scorer, k, v, sequences, delay,
+    kvpolicy::score_sequence(ctx, scorer, k, v, sequences, delay,
                              kvpolicy::view_bhs(scores.data(), k.batch, k.heads, k.length),
                              {memory.data(), memory.size()}, options);
     return scores;

@@ -46,8 +46,8 @@ struct Result {
 };
 
 template <class T, class S>
-Result<S, T> run_backward(const host& on, const S& scorer, const test::Tensor<T>& k, const test::Tensor<T>& v,
-                          const Sequences& sequences, std::int32_t delay,
+Result<S, T> run_backward(const host& ctx, const S& scorer, const test::Tensor<T>& k,
+                          const test::Tensor<T>& v, const Sequences& sequences, std::int32_t delay,
                           const test::Plane<compute_t<T>>& d_scores, bool inputs = true) {
     using Real = compute_t<T>;
     Result<S, T> out{Gradients<S, Real>(scorer), test::Tensor<Real>(k.batch, k.heads, k.length, k.dim),
@@ -59,8 +59,8 @@ Result<S, T> run_backward(const host& on, const S& scorer, const test::Tensor<T>
         call.d_k = out.d_k.view();
         call.d_v = out.d_v.view();
     }
-    test::Workspace workspace(score_sequence_backward_workspace_bytes(on, scorer, call));
-    score_sequence_backward(on, scorer, call, out.gradients.views, workspace);
+    test::Workspace workspace(score_sequence_backward_workspace_bytes(ctx, scorer, call));
+    score_sequence_backward(ctx, scorer, call, out.gradients.views, workspace);
     return out;
 }
 
@@ -330,7 +330,7 @@ stateless_case<S> mlp_case(std::int32_t heads, std::int32_t head_dim_qk, std::in
 
 template <class S, class Act>
 void check_mlp(bool shared, bool normalized, Act&& act) {
-    const host on{2};
+    const host ctx{2};
     const std::int32_t heads = 2, head_dim_qk = 10, head_dim_vo = 6, hidden = 21, length = 80;
     auto c = mlp_case<S>(heads, head_dim_qk, head_dim_vo, hidden, shared ? 1 : heads);
     std::mt19937 generator(4);
@@ -380,14 +380,14 @@ void check_mlp(bool shared, bool normalized, Act&& act) {
         }
         return sum;
     };
-    const auto got = run_backward<double>(on, c.scorer, k, v, sequences, 0, d);
+    const auto got = run_backward<double>(ctx, c.scorer, k, v, sequences, 0, d);
     check_against_differences(c.scorer, got, k, v, sequences, loss);
 }
 
 }  // namespace
 
 TEST_CASE("mLSTM: gradients of weights and inputs by differences of the written-out sums") {
-    const host on{2};
+    const host ctx{2};
     for (const test::mlstm_case& c : mlstm_cases()) {
         CAPTURE(c.name());
         const test::mlstm_weights weights = mlstm_weights_of(c);
@@ -401,7 +401,7 @@ TEST_CASE("mLSTM: gradients of weights and inputs by differences of the written-
                 }
                 return sum;
             };
-            const auto got = run_backward<double>(on, scorer, in.k, in.v, c.sequences(), c.delay, in.d);
+            const auto got = run_backward<double>(ctx, scorer, in.k, in.v, c.sequences(), c.delay, in.d);
             if (c.length <= c.delay) {
                 for (const auto& array : got.gradients.arrays) {
                     CHECK(largest(array) == 0.0);
@@ -411,7 +411,7 @@ TEST_CASE("mLSTM: gradients of weights and inputs by differences of the written-
             }
             // The reference is the library's function.
             const std::vector<double> ours = test::score_all<std::decay_t<decltype(scorer)>, double>(
-                on, scorer, std::as_const(in.k).view(), std::as_const(in.v).view(), c.sequences(), c.delay,
+                ctx, scorer, std::as_const(in.k).view(), std::as_const(in.v).view(), c.sequences(), c.delay,
                 form::recurrent, 0.0);
             const std::vector<double> written = mlstm_reference(scorer, c, in.k, in.v);
             for (std::size_t i = 0; i < written.size(); ++i) {
@@ -513,7 +513,7 @@ TEST_CASE("linear and MLP scorers: gradients by differences") {
     check_mlp<BasicMlpScorer<NormalizedInput, GeluErf>>(false, true, gelu);
     check_mlp<BasicMlpScorer<SharedInput, Silu>>(true, false, silu);
 
-    const host on{2};
+    const host ctx{2};
     std::mt19937 generator(6);
     test::Tensor<double> k(1, 2, 70, 5), v(1, 2, 70, 3);
     k.fill_normal(generator);
@@ -529,7 +529,7 @@ TEST_CASE("linear and MLP scorers: gradients by differences") {
     scorer.heads = 2, scorer.head_dim_qk = 5, scorer.head_dim_vo = 3;
     scorer.weights = {weight.data(), bias.data()};
     const Sequences sequences{.batch = 1, .length = 66};
-    const auto got = run_backward<double>(on, scorer, k, v, sequences, 0, d);
+    const auto got = run_backward<double>(ctx, scorer, k, v, sequences, 0, d);
     for (std::int32_t h = 0; h < 2; ++h) {
         double sum = 0.0;
         std::vector<double> x(8, 0.0);
@@ -550,7 +550,7 @@ TEST_CASE("linear and MLP scorers: gradients by differences") {
 }
 
 TEST_CASE("backward adds to parameters, leaves out null arrays, and takes bf16 rows") {
-    const host on{2};
+    const host ctx{2};
     auto c = mlp_case<MlpScorer<>>(2, 8, 8, 16, 2);
     std::mt19937 generator(7);
     test::Tensor<bf16> k(1, 2, 100, 8), v(1, 2, 100, 8);
@@ -560,12 +560,12 @@ TEST_CASE("backward adds to parameters, leaves out null arrays, and takes bf16 r
     const test::Tensor<bf16>&ck = k, &cv = v;
     const test::Plane<float>& cd = d;
     const ScoreBackward<bf16> call{ck.view(), cv.view(), {.batch = 1, .length = 100}, 0, cd.view()};
-    test::Workspace workspace(score_sequence_backward_workspace_bytes(on, c.scorer, call));
+    test::Workspace workspace(score_sequence_backward_workspace_bytes(ctx, c.scorer, call));
     Gradients<MlpScorer<>, float> once(c.scorer), twice(c.scorer);
-    score_sequence_backward(on, c.scorer, call, once.views, workspace);
+    score_sequence_backward(ctx, c.scorer, call, once.views, workspace);
     twice.views.b1 = nullptr;
-    score_sequence_backward(on, c.scorer, call, twice.views, workspace);
-    score_sequence_backward(on, c.scorer, call, twice.views, workspace);
+    score_sequence_backward(ctx, c.scorer, call, twice.views, workspace);
+    score_sequence_backward(ctx, c.scorer, call, twice.views, workspace);
     CHECK(largest(twice.arrays[1]) == 0.0);
     for (std::size_t i = 0; i < once.arrays[0].size(); ++i) {
         CHECK(twice.arrays[0][i] == doctest::Approx(2.0f * once.arrays[0][i]).epsilon(1e-4));
@@ -574,14 +574,14 @@ TEST_CASE("backward adds to parameters, leaves out null arrays, and takes bf16 r
 }
 
 TEST_CASE("score_sequence_backward refuses what it cannot mean") {
-    const host on{1};
+    const host ctx{1};
     test::mlstm_case c;
     c.length = 30;
     const test::mlstm_weights weights(c);
     auto scorer = weights.scorer<mLSTMScorer<>>();
     mlstm_inputs in(c, 1);
     const auto call = [&] {
-        return run_backward<double>(on, scorer, in.k, in.v, c.sequences(), c.delay, in.d, false);
+        return run_backward<double>(ctx, scorer, in.k, in.v, c.sequences(), c.delay, in.d, false);
     };
     call();
     in.k.view().row(0, 1, 7)[3] = std::nan("");
@@ -595,7 +595,7 @@ TEST_CASE("score_sequence_backward refuses what it cannot mean") {
     in.d.at(0, 1, 19) = 0.0;
     const std::int32_t starts[] = {3};
     const auto started = [&] {
-        return run_backward<double>(on, scorer, in.k, in.v, {.batch = 1, .length = 20, .starts = starts},
+        return run_backward<double>(ctx, scorer, in.k, in.v, {.batch = 1, .length = 20, .starts = starts},
                                     c.delay, in.d, false);
     };
     CHECK_REFUSED(started(), "sequences.starts[0]: 3");
@@ -607,8 +607,8 @@ TEST_CASE("score_sequence_backward refuses what it cannot mean") {
     const mlstm_inputs& given = in;
     const ScoreBackward<double> arguments{given.k.view(), given.v.view(), same.sequences(), c.delay,
                                           given.d.view()};
-    CHECK_REFUSED(score_sequence_backward(on, scorer, arguments, gradients.views, {}), "workspace.bytes: 0");
+    CHECK_REFUSED(score_sequence_backward(ctx, scorer, arguments, gradients.views, {}), "workspace.bytes: 0");
     ScoreBackward<double> half = arguments;
     half.d_k = in.k.view();
-    CHECK_REFUSED(score_sequence_backward(on, scorer, half, gradients.views, {}), "d_v.data: null");
+    CHECK_REFUSED(score_sequence_backward(ctx, scorer, half, gradients.views, {}), "d_v.data: null");
 }

@@ -77,15 +77,15 @@ struct Inputs {
 };
 
 /// The forward pass in double, through the library's own forward call, which the reference has checked.
-double loss_of(const host& on, const ConvScorer<>& scorer, const Inputs& in, const Sequences& sequences,
+double loss_of(const host& ctx, const ConvScorer<>& scorer, const Inputs& in, const Sequences& sequences,
                std::int32_t delay, const Dropout& dropout) {
     const auto k = in.k.view();
     const auto v = in.v.view();
     BasicScoreOptions<double> options;
     options.dropout = dropout;
     test::Plane<double> scores(k.batch, k.heads, k.length);
-    test::Workspace workspace(score_sequence_workspace_bytes(on, scorer, k, v, sequences, options));
-    score_sequence(on, scorer, k, v, sequences, delay, scores.view(), workspace, options);
+    test::Workspace workspace(score_sequence_workspace_bytes(ctx, scorer, k, v, sequences, options));
+    score_sequence(ctx, scorer, k, v, sequences, delay, scores.view(), workspace, options);
     double sum = 0.0;
     for (std::size_t i = 0; i < scores.data.size(); ++i) {
         sum += scores.data[i] * in.d.data[i];  // a score that is not written stays 0
@@ -126,12 +126,12 @@ void check_gradients(conv_case c, const Dropout& dropout, std::int32_t batch = 1
         }
     }
     const ConvScorer<> scorer = weights.scorer();
-    const host on{2};
+    const host ctx{2};
     Inputs in(c, batch, static_cast<unsigned>(c.seed));
     Sequences sequences = c.sequences();
     sequences.batch = batch;
     sequences.lengths = lengths;
-    const auto loss = [&] { return loss_of(on, scorer, in, sequences, c.delay, dropout); };
+    const auto loss = [&] { return loss_of(ctx, scorer, in, sequences, c.delay, dropout); };
     Gradients got(scorer);
     test::Tensor<double> d_k(batch, c.heads, c.length, c.head_dim_qk),
         d_v(batch, c.heads, c.length, c.head_dim_vo);
@@ -142,8 +142,8 @@ void check_gradients(conv_case c, const Dropout& dropout, std::int32_t batch = 1
     call.d_k = d_k.view();
     call.d_v = d_v.view();
     call.dropout = dropout;
-    test::Workspace workspace(score_sequence_backward_workspace_bytes(on, scorer, call));
-    score_sequence_backward(on, scorer, call, got.views, workspace);
+    test::Workspace workspace(score_sequence_backward_workspace_bytes(ctx, scorer, call));
+    score_sequence_backward(ctx, scorer, call, got.views, workspace);
 
     auto parameters = scorer.weights;
     std::size_t i = 0;
@@ -266,7 +266,7 @@ TEST_CASE("chunks of a sequence get the scores of the whole, batches and lengths
     c.length = 100;
     const conv_weights weights(c);
     const ConvScorer<> scorer = weights.scorer();
-    const host on{2};
+    const host ctx{2};
     test::Tensor<bf16> k(2, c.heads, c.length, c.head_dim_qk), v(2, c.heads, c.length, c.head_dim_vo);
     std::mt19937 generator(4);
     k.fill_normal(generator);
@@ -274,7 +274,7 @@ TEST_CASE("chunks of a sequence get the scores of the whole, batches and lengths
     const test::Tensor<bf16>&ck = k, &cv = v;
     const std::int32_t ends[] = {100, 57};
     for (const std::int32_t delay : {13, 30}) {
-        const auto whole = test::score_all<ConvScorer<>, bf16>(on, scorer, ck.view(), cv.view(),
+        const auto whole = test::score_all<ConvScorer<>, bf16>(ctx, scorer, ck.view(), cv.view(),
                                                                {.batch = 2, .length = 100, .lengths = ends},
                                                                delay, form::fastest, mark);
         for (const std::int32_t chunk : {1, 9, 40}) {
@@ -285,8 +285,8 @@ TEST_CASE("chunks of a sequence get the scores of the whole, batches and lengths
                                                 std::min(chunk, 57 - starts[1])};
                 const Sequences part{.batch = 2, .length = chunk, .lengths = lengths, .starts = starts};
                 test::Workspace memory(
-                    score_sequence_workspace_bytes(on, scorer, ck.view(), cv.view(), part));
-                score_sequence(on, scorer, ck.view(), cv.view(), part, delay, scores.view(), memory);
+                    score_sequence_workspace_bytes(ctx, scorer, ck.view(), cv.view(), part));
+                score_sequence(ctx, scorer, ck.view(), cv.view(), part, delay, scores.view(), memory);
             }
             CHECK(test::same_bits(scores.data, whole));
         }
@@ -342,12 +342,12 @@ TEST_CASE("dropout: by seed, at its rate, and with the mean kept") {
     const auto k = view_bhsd(keys.data(), 1, 1, c.length, c.head_dim_qk);
     const auto v = view_bhsd(values.data(), 1, 1, c.length, c.head_dim_vo);
     const auto run = [&](float rate, std::uint64_t seed, int threads) {
-        const host on{threads};
+        const host ctx{threads};
         ScoreOptions options;
         options.dropout = {rate, seed};
         std::vector<float> scores(static_cast<std::size_t>(c.length), 0.0f);
-        test::Workspace memory(score_sequence_workspace_bytes(on, scorer, k, v, c.sequences(), options));
-        score_sequence(on, scorer, k, v, c.sequences(), 13, view_bhs(scores.data(), 1, 1, c.length), memory,
+        test::Workspace memory(score_sequence_workspace_bytes(ctx, scorer, k, v, c.sequences(), options));
+        score_sequence(ctx, scorer, k, v, c.sequences(), 13, view_bhs(scores.data(), 1, 1, c.length), memory,
                        options);
         return scores;
     };
@@ -397,10 +397,10 @@ TEST_CASE("bad input to ConvScorer gets a sentence") {
     std::int32_t delay = 13;
     ScoreOptions options;
     const auto run = [&] {
-        const host on{1};
+        const host ctx{1};
         test::Plane<float> scores(1, c.heads, c.length);
-        test::Workspace memory(score_sequence_workspace_bytes(on, scorer, k, v, c.sequences(), options));
-        score_sequence(on, scorer, k, v, c.sequences(), delay, scores.view(), memory, options);
+        test::Workspace memory(score_sequence_workspace_bytes(ctx, scorer, k, v, c.sequences(), options));
+        score_sequence(ctx, scorer, k, v, c.sequences(), delay, scores.view(), memory, options);
     };
     run();
     delay = 12;

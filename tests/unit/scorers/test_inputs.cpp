@@ -67,14 +67,14 @@ struct input_case {
 };
 
 template <class T>
-std::vector<compute_t<T>> run_hidden(const host& on, const UtilityPredictor& scorer,
+std::vector<compute_t<T>> run_hidden(const host& ctx, const UtilityPredictor& scorer,
                                      const std::vector<T>& states, const Sequences& sequences,
                                      std::int32_t length) {
     using Real = compute_t<T>;
     std::vector<Real> scores(static_cast<std::size_t>(scorer.heads * length), Real(-77));
     test::Workspace workspace(score_hidden_workspace_bytes<UtilityPredictor, Real>(
-        on, scorer, view_bhsd(states.data(), 1, 1, length, scorer.input.width), sequences));
-    score_hidden(on, scorer, view_bhsd(states.data(), 1, 1, length, scorer.input.width), sequences,
+        ctx, scorer, view_bhsd(states.data(), 1, 1, length, scorer.input.width), sequences));
+    score_hidden(ctx, scorer, view_bhsd(states.data(), 1, 1, length, scorer.input.width), sequences,
                  view_bhs(scores.data(), 1, scorer.heads, length), workspace);
     return scores;
 }
@@ -90,12 +90,12 @@ void compare(double tolerance) {
         std::vector<compute_t<T>> first;
         for (const int threads : {1, 3}) {
             for (const isa set : {isa::portable, detected_isa()}) {
-                const host on(threads, set);
+                const host ctx(threads, set);
                 const auto got =
                     c.hidden_state != 0
-                        ? run_hidden<T>(on, c.predictor(), rows, c.sequences(), c.length)
+                        ? run_hidden<T>(ctx, c.predictor(), rows, c.sequences(), c.length)
                         : test::score_all<WriteGateScorer<>, T>(
-                              on, c.gate(), view_bhsd<const T>(rows.data(), 1, c.heads, c.length, c.dim),
+                              ctx, c.gate(), view_bhsd<const T>(rows.data(), 1, c.heads, c.length, c.dim),
                               view_bhsd<const T>(values.data(), 1, c.heads, c.length, 4), c.sequences(), 0,
                               form::fastest, T(-77));
                 first = first.empty() ? got : first;
@@ -160,7 +160,7 @@ TEST_CASE("the write gate: gradients by differences, through both norms and the 
         for (auto* array : {&c.w1, &c.b1, &c.w2, &c.b2}) {
             quantize(*array);
         }
-        const host on{2};
+        const host ctx{2};
         auto keys = test::converted<double>(c.k);
         const std::vector<double> values(static_cast<std::size_t>(c.heads * c.length * 4), 1.0);
         test::Plane<double> d(1, c.heads, c.length);
@@ -173,7 +173,7 @@ TEST_CASE("the write gate: gradients by differences, through both norms and the 
         const auto v = view_bhsd<const double>(values.data(), 1, c.heads, c.length, 4);
         const auto loss = [&] {
             const auto scores = test::score_all<WriteGateScorer<>, double>(
-                on, c.gate(), k(), v, c.sequences(), 0, form::fastest, 0.0);
+                ctx, c.gate(), k(), v, c.sequences(), 0, form::fastest, 0.0);
             double sum = 0.0;
             for (std::size_t t = 0; t < scores.size(); ++t) {
                 sum += scores[t] * d.data[t];
@@ -190,8 +190,8 @@ TEST_CASE("the write gate: gradients by differences, through both norms and the 
         ScoreBackward<double> call{k(), v, c.sequences(), 0, fixed.view()};
         call.d_k = d_k.view();
         call.d_v = d_v.view();
-        test::Workspace workspace(score_sequence_backward_workspace_bytes(on, scorer, call));
-        score_sequence_backward(on, scorer, call,
+        test::Workspace workspace(score_sequence_backward_workspace_bytes(ctx, scorer, call));
+        score_sequence_backward(ctx, scorer, call,
                                 {got[0].data(), got[1].data(), got[2].data(), got[3].data()}, workspace);
         check_weights(c, got, loss);
         const double scale = largest(d_k.data);
@@ -221,12 +221,12 @@ TEST_CASE("the predictor: gradients by differences, of states of any batch and s
     }
     const std::int32_t lengths[] = {71, 3}, starts[] = {2, 80};
     const Sequences sequences{.batch = 2, .length = 80, .lengths = lengths, .starts = starts};
-    const host on{2};
+    const host ctx{2};
     const auto loss = [&] {
         test::Plane<double> scores(2, c.heads, length);
         test::Workspace workspace(score_hidden_workspace_bytes<UtilityPredictor, double>(
-            on, c.predictor(), std::as_const(states).view(), sequences));
-        score_hidden(on, c.predictor(), std::as_const(states).view(), sequences, scores.view(), workspace);
+            ctx, c.predictor(), std::as_const(states).view(), sequences));
+        score_hidden(ctx, c.predictor(), std::as_const(states).view(), sequences, scores.view(), workspace);
         double sum = 0.0;
         for (std::size_t t = 0; t < scores.data.size(); ++t) {
             sum += scores.data[t] * d.data[t];
@@ -248,7 +248,7 @@ TEST_CASE("the predictor: gradients by differences, of states of any batch and s
     };
     test::Tensor<double> d_hidden(2, 1, length, c.dim);
     d_hidden.fill(-3.0f);
-    const auto got = run(on, &d_hidden);
+    const auto got = run(ctx, &d_hidden);
     check_weights(c, got, loss);
     for (std::int32_t b = 0; b < 2; ++b) {
         for (std::int32_t t = 0; t < length; ++t) {
@@ -270,10 +270,10 @@ TEST_CASE("the predictor: gradients by differences, of states of any batch and s
         CHECK(test::same_bits(got[a], again[a]));
     }
     states.view().row(0, 0, 5)[1] = std::nan("");
-    CHECK_REFUSED(run(on, nullptr), "hidden[0][5]: NaN or infinite");
+    CHECK_REFUSED(run(ctx, nullptr), "hidden[0][5]: NaN or infinite");
     states.view().row(0, 0, 5)[1] = 0.0;
     d.at(1, 1, 81) = std::nan("");
-    CHECK_REFUSED(run(on, nullptr), "d_scores[1][1][81]: nan");
+    CHECK_REFUSED(run(ctx, nullptr), "d_scores[1][1][81]: nan");
 }
 
 TEST_CASE("hidden states of every storage type are the same states") {
@@ -290,11 +290,11 @@ TEST_CASE("hidden states of every storage type are the same states") {
             rows.push_back(static_cast<T>(x));
         }
         std::vector<float> out(static_cast<std::size_t>(c.heads * c.length));
-        const host on{1};
+        const host ctx{1};
         test::Workspace workspace(score_hidden_workspace_bytes(
-            on, c.predictor(), view_bhsd<const T>(rows.data(), 1, 1, c.length, c.dim), c.sequences()));
-        score_hidden(on, c.predictor(), view_bhsd<const T>(rows.data(), 1, 1, c.length, c.dim), c.sequences(),
-                     view_bhs(out.data(), 1, c.heads, c.length), workspace);
+            ctx, c.predictor(), view_bhsd<const T>(rows.data(), 1, 1, c.length, c.dim), c.sequences()));
+        score_hidden(ctx, c.predictor(), view_bhsd<const T>(rows.data(), 1, 1, c.length, c.dim),
+                     c.sequences(), view_bhs(out.data(), 1, c.heads, c.length), workspace);
         return out;
     };
     const auto plain = scores(0.0f);
@@ -306,13 +306,13 @@ TEST_CASE("hidden states of every storage type are the same states") {
 TEST_CASE("what does not fit gets a sentence; a predictor starts open") {
     input_case c(0);
     UtilityPredictor scorer = c.predictor();
-    const host on{1};
+    const host ctx{1};
     std::vector<float> out(static_cast<std::size_t>(c.heads * c.length));
     std::int32_t width = c.dim, heads = c.heads;
     const auto run = [&] {
         test::Workspace workspace(score_hidden_workspace_bytes(
-            on, scorer, view_bhsd<const float>(c.k.data(), 1, 1, c.length, width), c.sequences()));
-        score_hidden(on, scorer, view_bhsd<const float>(c.k.data(), 1, 1, c.length, width), c.sequences(),
+            ctx, scorer, view_bhsd<const float>(c.k.data(), 1, 1, c.length, width), c.sequences()));
+        score_hidden(ctx, scorer, view_bhsd<const float>(c.k.data(), 1, 1, c.length, width), c.sequences(),
                      view_bhs(out.data(), 1, heads, c.length), workspace);
     };
     run();

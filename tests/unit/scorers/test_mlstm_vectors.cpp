@@ -44,13 +44,13 @@ template <class T>
 std::vector<compute_t<T>> scores_of(const test::mlstm_weights& weights, const std::vector<float>& k,
                                     const std::vector<float>& v, form how, compute_t<T> mark) {
     const test::mlstm_case& c = weights.c;
-    const host on(2);
+    const host ctx(2);
     const auto keys = test::converted<T>(k);
     const auto values = test::converted<T>(v);
     std::vector<compute_t<T>> scores;
     test::with_mlstm(weights, [&](const auto& scorer) {
         scores = test::score_all<std::decay_t<decltype(scorer)>, T>(
-            on, scorer, view_bhsd(keys.data(), 1, c.heads, c.length, c.head_dim_qk),
+            ctx, scorer, view_bhsd(keys.data(), 1, c.heads, c.length, c.head_dim_qk),
             view_bhsd(values.data(), 1, c.heads, c.length, c.head_dim_vo), c.sequences(), c.delay, how, mark);
     });
     return scores;

@@ -35,9 +35,9 @@ struct call {
     std::size_t missing = 0;
 
     void operator()() const {
-        const host on(1);
-        std::vector<std::byte> memory(score_sequence_workspace_bytes(on, scorer, k, v, sequences, options));
-        score_sequence(on, scorer, k, v, sequences, delay, out, {memory.data(), memory.size() - missing},
+        const host ctx(1);
+        std::vector<std::byte> memory(score_sequence_workspace_bytes(ctx, scorer, k, v, sequences, options));
+        score_sequence(ctx, scorer, k, v, sequences, delay, out, {memory.data(), memory.size() - missing},
                        options);
     }
     [[nodiscard]] bool untouched() const {
@@ -103,7 +103,7 @@ TEST_CASE("views and sequences that disagree are refused") {
 }
 
 TEST_CASE("no workspace is asked for sequences whose length nobody said") {
-    const host on(1);
+    const host ctx(1);
     const rows_view<const float> rows{nullptr, 1, 2, 20, 16, 640, 320, 16};
     const Sequences unset{.batch = 1};
     const auto refused_bytes = [&](auto scorer) {
@@ -111,8 +111,8 @@ TEST_CASE("no workspace is asked for sequences whose length nobody said") {
         ScoreBackward<float> back{};
         back.k = back.v = rows;
         back.sequences = unset;
-        CHECK_REFUSED(score_sequence_workspace_bytes(on, scorer, rows, rows, unset), "sequences.length: -1");
-        CHECK_REFUSED(score_sequence_backward_workspace_bytes(on, scorer, back), "sequences.length: -1");
+        CHECK_REFUSED(score_sequence_workspace_bytes(ctx, scorer, rows, rows, unset), "sequences.length: -1");
+        CHECK_REFUSED(score_sequence_backward_workspace_bytes(ctx, scorer, back), "sequences.length: -1");
     };
     refused_bytes(mLSTMScorer<16>{});
     refused_bytes(LinearScorer<16>{});

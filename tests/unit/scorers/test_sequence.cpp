@@ -56,8 +56,8 @@ TEST_CASE("the recurrent form is absorb and read, bit for bit, on every instruct
                 const auto stepped = test::step_all(scorer, in.keys, in.values, c.sequences(), delay, mark);
                 for (const isa set : {isa::portable, detected_isa()}) {
                     for (const int threads : {1, 3}) {
-                        const host on(threads, set);
-                        CHECK(same_bits(stepped, score_all(on, scorer, in.keys, in.values, c.sequences(),
+                        const host ctx(threads, set);
+                        CHECK(same_bits(stepped, score_all(ctx, scorer, in.keys, in.values, c.sequences(),
                                                            delay, form::recurrent, mark)));
                     }
                 }
@@ -105,10 +105,10 @@ TEST_CASE("a score is written for every key that leaves its window, and for no o
     const std::int32_t lengths[3] = {100, 0, 37};
     for (const form how : {form::recurrent, form::chunkwise}) {
         for (const std::int32_t delay : {0, 10, 36, 37, 200}) {
-            const host on(2);
+            const host ctx(2);
             Sequences sequences{3, c.length};
             sequences.lengths = lengths;
-            const auto scores = score_all(on, scorer, in.keys, in.values, sequences, delay, how, mark);
+            const auto scores = score_all(ctx, scorer, in.keys, in.values, sequences, delay, how, mark);
             for (std::int32_t b = 0; b < 3; ++b) {
                 for (std::int32_t h = 0; h < c.heads; ++h) {
                     for (std::int32_t t = 0; t < c.length; ++t) {
@@ -131,15 +131,15 @@ TEST_CASE("rows past a sequence's length are not read") {
     const std::int32_t length = 70;
     Sequences sequences{1, c.length};
     sequences.lengths = &length;
-    const host on(1);
+    const host ctx(1);
     for (const form how : {form::recurrent, form::chunkwise}) {
-        const auto before = score_all(on, scorer, in.keys, in.values, sequences, c.delay, how, mark);
+        const auto before = score_all(ctx, scorer, in.keys, in.values, sequences, c.delay, how, mark);
         for (std::int32_t h = 0; h < c.heads; ++h) {
             for (std::int32_t t = length; t < c.length; ++t) {
                 in.k[test::at(h * c.length + t, c.head_dim_qk, 0)] = std::numeric_limits<float>::quiet_NaN();
             }
         }
-        CHECK(same_bits(before, score_all(on, scorer, in.keys, in.values, sequences, c.delay, how, mark)));
+        CHECK(same_bits(before, score_all(ctx, scorer, in.keys, in.values, sequences, c.delay, how, mark)));
     }
 }
 
@@ -150,17 +150,17 @@ TEST_CASE("a score sees the tokens up to t + delay and nothing after them; a NaN
     c.heads = 1;
     const mlstm_weights weights(c);
     const auto scorer = weights.scorer<mLSTMScorer<>>();
-    const host on(2);
+    const host ctx(2);
     for (const form how : {form::recurrent, form::chunkwise}) {
         for (const bool in_value : {false, true}) {
             for (const std::int32_t at : {0, 63, 64, 101, 102, 103, 199}) {
                 inputs in(c);
                 const auto before =
-                    score_all(on, scorer, in.keys, in.values, c.sequences(), c.delay, how, mark);
+                    score_all(ctx, scorer, in.keys, in.values, c.sequences(), c.delay, how, mark);
                 auto& array = in_value ? in.v : in.k;
                 array[test::at(at, 16, 3)] = std::numeric_limits<float>::quiet_NaN();
                 const auto after =
-                    score_all(on, scorer, in.keys, in.values, c.sequences(), c.delay, how, mark);
+                    score_all(ctx, scorer, in.keys, in.values, c.sequences(), c.delay, how, mark);
                 for (std::int32_t t = 0; t + c.delay < c.length; ++t) {
                     const auto i = static_cast<std::size_t>(t);
                     CAPTURE(t);
@@ -184,13 +184,14 @@ TEST_CASE("the delayed tokens matter: a later token changes an earlier score") {
     inputs in(c);
     const mlstm_weights weights(c);
     const auto scorer = weights.scorer<mLSTMScorer<>>();
-    const host on(1);
+    const host ctx(1);
     const auto before =
-        score_all(on, scorer, in.keys, in.values, c.sequences(), c.delay, form::fastest, mark);
+        score_all(ctx, scorer, in.keys, in.values, c.sequences(), c.delay, form::fastest, mark);
     for (std::size_t i = 0; i < 16; ++i) {
         in.v[test::at(80, 16, 0) + i] += 10.0f;
     }
-    const auto after = score_all(on, scorer, in.keys, in.values, c.sequences(), c.delay, form::fastest, mark);
+    const auto after =
+        score_all(ctx, scorer, in.keys, in.values, c.sequences(), c.delay, form::fastest, mark);
     CHECK(before[49] == after[49]);
     CHECK(std::abs(before[50] - after[50]) > 1e-4f);
     CHECK(std::abs(before[69] - after[69]) > 1e-4f);
@@ -204,15 +205,15 @@ TEST_CASE("packed segments score as sequences of their own") {
         const inputs in(c);
         const mlstm_weights weights(c);
         const auto scorer = weights.scorer<mLSTMScorer<>>();
-        const host on(2);
-        const auto packed = score_all(on, scorer, in.keys, in.values, c.sequences(), c.delay, how, mark);
+        const host ctx(2);
+        const auto packed = score_all(ctx, scorer, in.keys, in.values, c.sequences(), c.delay, how, mark);
         for (std::size_t s = 0; s + 1 < c.cu.size(); ++s) {
             const std::int32_t begin = c.cu[s], length = c.cu[s + 1] - c.cu[s];
             rows_view<const float> k = in.keys, v = in.values;
             k.data += begin * k.row_stride;
             v.data += begin * v.row_stride;
             k.length = v.length = length;
-            const auto alone = score_all(on, scorer, k, v, {1, length}, c.delay, how, mark);
+            const auto alone = score_all(ctx, scorer, k, v, {1, length}, c.delay, how, mark);
             for (std::int32_t h = 0; h < c.heads; ++h) {
                 for (std::int32_t t = 0; t < length; ++t) {
                     REQUIRE(alone[static_cast<std::size_t>(h * length + t)] ==
@@ -230,12 +231,12 @@ TEST_CASE("a sequence that comes in parts scores as one that comes whole, and le
     const inputs in(c, 2);
     const mlstm_weights weights(c);
     const auto scorer = weights.scorer<mLSTMScorer<>>();
-    const host on(2);
+    const host ctx(2);
     for (const form how : {form::recurrent, form::chunkwise}) {
         const std::size_t size = scorer.state_size();
         std::vector<float> whole_states(4 * size), states(4 * size, 5.0f);
-        const auto whole =
-            score_all(on, scorer, in.keys, in.values, {2, c.length}, c.delay, how, mark, whole_states.data());
+        const auto whole = score_all(ctx, scorer, in.keys, in.values, {2, c.length}, c.delay, how, mark,
+                                     whole_states.data());
         std::vector<float> parts(whole.size(), mark);
         // Parts at chunk edges and elsewhere, empty ones among them.
         for (const bool edges : {true, false}) {
@@ -248,8 +249,8 @@ TEST_CASE("a sequence that comes in parts scores as one that comes whole, and le
                 sequences.starts = starts;
                 BasicScoreOptions<float> options{how, states.data()};
                 std::vector<std::byte> memory(
-                    score_sequence_workspace_bytes(on, scorer, in.keys, in.values, sequences, options));
-                score_sequence(on, scorer, in.keys, in.values, sequences, c.delay,
+                    score_sequence_workspace_bytes(ctx, scorer, in.keys, in.values, sequences, options));
+                score_sequence(ctx, scorer, in.keys, in.values, sequences, c.delay,
                                view_bhs(parts.data(), 2, c.heads, c.length), {memory.data(), memory.size()},
                                options);
                 at += part;
@@ -274,12 +275,12 @@ TEST_CASE("a state that a sequence call leaves is taken up by absorb and read") 
     const inputs in(c);
     const mlstm_weights weights(c);
     const auto scorer = weights.scorer<mLSTMScorer<>>();
-    const host on(1);
+    const host ctx(1);
     const auto stepped = test::step_all(scorer, in.keys, in.values, c.sequences(), c.delay, mark);
     for (const form how : {form::recurrent, form::chunkwise}) {
         std::vector<float> state(scorer.state_size()), scratch(scorer.scratch_size());
         static_cast<void>(
-            score_all(on, scorer, in.keys, in.values, {1, 100}, c.delay, how, mark, state.data()));
+            score_all(ctx, scorer, in.keys, in.values, {1, 100}, c.delay, how, mark, state.data()));
         for (std::int32_t q = 100; q < c.length; ++q) {
             scorer.absorb(0, state.data(), in.keys.row(0, 0, q), in.values.row(0, 0, q), scratch.data());
             const float* same = state.data();
@@ -297,7 +298,7 @@ TEST_CASE("strided keys and values, and halves of one fused row, score as dense 
     c.delay = 9;
     const inputs in(c, 2);
     const mlstm_weights weights(c);
-    const host on(2);
+    const host ctx(2);
     // [batch, length, heads, 2 D + 3]: k and v of one row side by side.
     const std::int64_t row = 2 * 16 + 3;
     std::vector<float> fused(test::at(std::int64_t{2} * c.length * c.heads, row, 0),
@@ -318,14 +319,14 @@ TEST_CASE("strided keys and values, and halves of one fused row, score as dense 
     const Sequences sequences{2, c.length};
     const auto scorer = weights.scorer<mLSTMScorer<16>>();
     for (const form how : {form::recurrent, form::chunkwise}) {
-        CHECK(same_bits(score_all(on, scorer, in.keys, in.values, sequences, c.delay, how, mark),
-                        score_all(on, scorer, k, v, sequences, c.delay, how, mark)));
+        CHECK(same_bits(score_all(ctx, scorer, in.keys, in.values, sequences, c.delay, how, mark),
+                        score_all(ctx, scorer, k, v, sequences, c.delay, how, mark)));
     }
     LinearScorer<16> linear;
     linear.heads = c.heads;
     linear.weights.weight = weights.skip.data();
-    CHECK(same_bits(score_all(on, linear, in.keys, in.values, sequences, 0, form::fastest, mark),
-                    score_all(on, linear, k, v, sequences, 0, form::fastest, mark)));
+    CHECK(same_bits(score_all(ctx, linear, in.keys, in.values, sequences, 0, form::fastest, mark),
+                    score_all(ctx, linear, k, v, sequences, 0, form::fastest, mark)));
 }
 
 TEST_CASE_TEMPLATE("16-bit keys and values score as the numbers they hold", T, bf16, fp16) {
@@ -343,12 +344,12 @@ TEST_CASE_TEMPLATE("16-bit keys and values score as the numbers they hold", T, b
     }
     const auto view = [&](const auto& data) { return view_bhsd(data.data(), 1, c.heads, c.length, 16); };
     const mlstm_weights weights(c);
-    const host on(2);
+    const host ctx(2);
     const auto check = [&](const auto& scorer, form how) {
         using S = std::decay_t<decltype(scorer)>;
         CHECK(same_bits(
-            score_all<S, T>(on, scorer, view(narrow_k), view(narrow_v), c.sequences(), c.delay, how, mark),
-            score_all<S, float>(on, scorer, view(wide_k), view(wide_v), c.sequences(), c.delay, how, mark)));
+            score_all<S, T>(ctx, scorer, view(narrow_k), view(narrow_v), c.sequences(), c.delay, how, mark),
+            score_all<S, float>(ctx, scorer, view(wide_k), view(wide_v), c.sequences(), c.delay, how, mark)));
     };
     check(weights.scorer<mLSTMScorer<16>>(), form::recurrent);
     check(weights.scorer<mLSTMScorer<16>>(), form::chunkwise);

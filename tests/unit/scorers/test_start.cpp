@@ -69,8 +69,8 @@ TEST_CASE("an mLSTM starts from identity-like projections, slow forgetting and e
                       first.parameters.readout_bias, first.parameters.skip};
     const auto x = test::draw(1, 3200, 2.0f);
     const auto view = view_bhsd(x.data(), 1, 4, 50, 16);
-    const host on(1);
-    const auto scores = test::score_all(on, scorer, view, view, {1, 50}, 0, form::fastest, 9.0f);
+    const host ctx(1);
+    const auto scores = test::score_all(ctx, scorer, view, view, {1, 50}, 0, form::fastest, 9.0f);
     CHECK(scores == std::vector<float>(200, 0.0f));
 }
 

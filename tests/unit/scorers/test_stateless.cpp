@@ -75,7 +75,7 @@ struct mlp_case {
 template <class T>
 void compare(double tolerance) {
     const auto& cases = file().get<std::int32_t>("mlp_cases");
-    const host on(2);
+    const host ctx(2);
     for (std::int64_t i = 0; i < cases.shape[0]; ++i) {
         CAPTURE(i);
         const mlp_case c(cases.row(i));
@@ -87,7 +87,8 @@ void compare(double tolerance) {
         const auto v = view_bhsd(values.data(), 1, c.heads, c.length, c.head_dim_vo);
         c.with_scorer([&](const auto& scorer) {
             using S = std::decay_t<decltype(scorer)>;
-            const auto got = test::score_all<S, T>(on, scorer, k, v, {1, c.length}, 3, form::fastest, T(-77));
+            const auto got =
+                test::score_all<S, T>(ctx, scorer, k, v, {1, c.length}, 3, form::fastest, T(-77));
             for (std::size_t t = 0; t < got.size(); ++t) {
                 REQUIRE(std::abs(static_cast<double>(got[t]) - want[t]) <=
                         tolerance * (1.0 + std::abs(want[t])));

@@ -53,10 +53,10 @@ static_assert(StatefulScorer<AboveMean> && Scorer<AboveMean>);
 TEST_CASE("a user's scorers score sequences and fit a policy") {
     const float k[] = {3, 4, 0, 1, 6, 8, 5, 12};  // one head, four tokens of two
     const auto keys = view_bhsd(k, 1, 1, 4, 2);
-    const host on(2);
-    const auto norms = test::score_all(on, KeyNorm{2}, keys, keys, {1, 4}, 0, form::fastest, 9.0f);
+    const host ctx(2);
+    const auto norms = test::score_all(ctx, KeyNorm{2}, keys, keys, {1, 4}, 0, form::fastest, 9.0f);
     CHECK(norms == std::vector<float>{-5, -1, -10, -13});
-    const auto above = test::score_all(on, AboveMean{}, keys, keys, {1, 4}, 2, form::fastest, 9.0f);
+    const auto above = test::score_all(ctx, AboveMean{}, keys, keys, {1, 4}, 2, form::fastest, 9.0f);
     CHECK(above == std::vector<float>{0, -3.5f, 9, 9});
 
     const Policy<Sink<1>, Window<2>, TopKBudget<1>, KeyNorm> policy{{}, {}, {}, KeyNorm{2}};
@@ -66,13 +66,13 @@ TEST_CASE("a user's scorers score sequences and fit a policy") {
 TEST_CASE("a user's scorer has no chunkwise form, and says so") {
     const float k[2] = {1, 2};
     float score = 0.0f;
-    const host on(1);
+    const host ctx(1);
     const ScoreOptions options{form::chunkwise};
-    CHECK_REFUSED(score_sequence(on, AboveMean{}, view_bhsd(k, 1, 1, 2, 1), view_bhsd(k, 1, 1, 2, 1), {1, 2},
+    CHECK_REFUSED(score_sequence(ctx, AboveMean{}, view_bhsd(k, 1, 1, 2, 1), view_bhsd(k, 1, 1, 2, 1), {1, 2},
                                  0, view_bhs(&score, 1, 1, 1), {}, options),
                   "scores: 1 x 1 x 1");
     float two[2];
-    CHECK_REFUSED(score_sequence(on, AboveMean{}, view_bhsd(k, 1, 1, 2, 1), view_bhsd(k, 1, 1, 2, 1), {1, 2},
+    CHECK_REFUSED(score_sequence(ctx, AboveMean{}, view_bhsd(k, 1, 1, 2, 1), view_bhsd(k, 1, 1, 2, 1), {1, 2},
                                  0, view_bhs(two, 1, 1, 2), {}, options),
                   "only mLSTMScorer has a chunkwise form");
 }

@@ -9,7 +9,7 @@
 
 #include <kvpolicy/attention/cuda/attention_params.cuh>
 #include <kvpolicy/attention/cuda/key_frame.cuh>
-#include <kvpolicy/cuda/config.cuh>
+#include <kvpolicy/core/cuda_config.cuh>
 #include <kvpolicy/cuda/primitives/warp.cuh>
 
 #include <cstdint>

@@ -6,8 +6,8 @@
 // both key segments of the call: rows of `past` come first, then rows of `self`.
 #pragma once
 
+#include <kvpolicy/core/cuda_config.cuh>
 #include <kvpolicy/core/view.hpp>
-#include <kvpolicy/cuda/config.cuh>
 
 #include <cstdint>
 

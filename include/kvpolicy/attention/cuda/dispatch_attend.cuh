@@ -5,9 +5,9 @@
 #include <kvpolicy/attention/cuda/kernel_plan.cuh>
 #include <kvpolicy/attention/cuda/make_attention_params.cuh>
 #include <kvpolicy/attention/cuda_attend.cuh>
+#include <kvpolicy/core/cuda_config.cuh>
 #include <kvpolicy/core/status.hpp>
 #include <kvpolicy/cuda/check.cuh>
-#include <kvpolicy/cuda/config.cuh>
 #include <kvpolicy/cuda/head_tiles.cuh>
 #include <kvpolicy/cuda/hopper.cuh>
 #include <kvpolicy/cuda/launch.cuh>
@@ -25,10 +25,10 @@ namespace cuda_backend {
 template <class T, class Dims>
 class attend_plan {
   public:
-    attend_plan(const cuda& on, const AttentionParams& attention, const rows_view<const T>& q,
+    attend_plan(const cuda& ctx, const AttentionParams& attention, const rows_view<const T>& q,
                 const kv_view<T>& past, const kv_view<T>* self, const Sequences& sequences,
                 const AttendOptions& options)
-        : on_(on), device_(on), sequences_(sequences), options_(options) {
+        : ctx_(ctx), device_(ctx), sequences_(sequences), options_(options) {
         check_attend(attention, q, past, self, sequences);
         check_aligned("q", q);
         check_key_rows(self != nullptr ? "past.k" : "keys.k", self != nullptr ? "past.v" : "keys.v", past);
@@ -87,8 +87,8 @@ class attend_plan {
         if (heads() * sequences_.length == 0) {
             return;
         }
-        launch_edges(on_, sequences_, edges_, options_.status);
-        launch("forward_begin_kernel", forward_begin_kernel<key_frames>, 1, 256, 0, on_, call_.frames,
+        launch_edges(ctx_, sequences_, edges_, options_.status);
+        launch("forward_begin_kernel", forward_begin_kernel<key_frames>, 1, 256, 0, ctx_, call_.frames,
                sequences_.batch, options_.status, counters_, is_half<T> ? counters() : 0);
         if constexpr (is_half<T>) {
             call_.not_finite = counters_ + (counters() - 1);
@@ -102,12 +102,12 @@ class attend_plan {
             const std::int64_t queries = heads() * call_.params.group * call_.params.length;
             launch("forward_fix_nonfinite_kernel", forward_fix_nonfinite_kernel<T>,
                    std::min<std::int64_t>((queries + plain_warps - 1) / plain_warps, fix_blocks),
-                   32 * plain_warps, 0, on_, call_);
+                   32 * plain_warps, 0, ctx_, call_);
         } else {
             const attention_params<T>& params = call_.params;
             const std::int64_t queries = heads() * params.group * params.length;
             launch("forward_plain_kernel", forward_plain_kernel<T>, (queries + plain_warps - 1) / plain_warps,
-                   32 * plain_warps, 0, on_, call_, static_cast<double>(params.scale),
+                   32 * plain_warps, 0, ctx_, call_, static_cast<double>(params.scale),
                    static_cast<double>(params.logits_soft_cap));
         }
     }
@@ -178,7 +178,7 @@ class attend_plan {
         const std::int32_t tiles_a_super = whole.super_q / whole.tile_q;
         for (std::int32_t first = 0, i = 0; first < whole.supers; ++i) {
             call_.plan = plan_round(whole, heads(), first);
-            launch_plan(on_, call_.frames, call_.plan, call_.params.batch, call_.params.kv_heads);
+            launch_plan(ctx_, call_.frames, call_.plan, call_.params.batch, call_.params.kv_heads);
             call_.first_tile = first * tiles_a_super;
             call_.tiles = std::min(call_.plan.supers * tiles_a_super, tiles - call_.first_tile);
             run_tiles<Dim, General>(i);
@@ -194,15 +194,15 @@ class attend_plan {
         if (hopper_) {
             const std::int64_t processors = device_.attribute(cudaDevAttrMultiProcessorCount);
             launch("forward_hopper_kernel", forward_hopper_kernel<Hopper>, std::min(count, processors),
-                   Hopper::threads, forward_hopper_shared_bytes<Hopper>(), on_, call_, boxes(),
+                   Hopper::threads, forward_hopper_shared_bytes<Hopper>(), ctx_, call_, boxes(),
                    counters_ + round);
         } else {
             launch("forward_portable_kernel", forward_portable_kernel<Portable>, count, Portable::threads,
-                   forward_portable_shared_bytes<Portable>(), on_, call_);
+                   forward_portable_shared_bytes<Portable>(), ctx_, call_);
         }
     }
 
-    const cuda& on_;
+    const cuda& ctx_;
     device_scope device_;
     Sequences sequences_;
     AttendOptions options_;
@@ -221,36 +221,36 @@ class attend_plan {
 }  // namespace cuda_backend
 
 template <Storage T, class Dims>
-std::size_t attend_workspace_bytes(const cuda& on, const AttentionParams& attention,
+std::size_t attend_workspace_bytes(const cuda& ctx, const AttentionParams& attention,
                                    std::type_identity_t<rows_view<const T>> q, const kv_view<T>& all,
                                    const Sequences& sequences, const AttendOptions& options) {
-    return cuda_backend::attend_plan<T, Dims>(on, attention, q, all, nullptr, sequences, options)
+    return cuda_backend::attend_plan<T, Dims>(ctx, attention, q, all, nullptr, sequences, options)
         .lay_out(nullptr);
 }
 
 template <Storage T, class Dims>
-std::size_t attend_workspace_bytes(const cuda& on, const AttentionParams& attention,
+std::size_t attend_workspace_bytes(const cuda& ctx, const AttentionParams& attention,
                                    std::type_identity_t<rows_view<const T>> q, const kv_view<T>& past,
                                    const kv_view<T>& self, const Sequences& sequences,
                                    const AttendOptions& options) {
-    return cuda_backend::attend_plan<T, Dims>(on, attention, q, past, &self, sequences, options)
+    return cuda_backend::attend_plan<T, Dims>(ctx, attention, q, past, &self, sequences, options)
         .lay_out(nullptr);
 }
 
 template <Storage T, class Dims>
-void attend(const cuda& on, const AttentionParams& attention, std::type_identity_t<rows_view<const T>> q,
+void attend(const cuda& ctx, const AttentionParams& attention, std::type_identity_t<rows_view<const T>> q,
             const kv_view<T>& all, const Sequences& sequences, std::type_identity_t<rows_view<T>> out,
             plane_view<float> lse, workspace_view workspace, const AttendOptions& options) {
-    cuda_backend::attend_plan<T, Dims>(on, attention, q, all, nullptr, sequences, options)
+    cuda_backend::attend_plan<T, Dims>(ctx, attention, q, all, nullptr, sequences, options)
         .run(out, lse, workspace);
 }
 
 template <Storage T, class Dims>
-void attend(const cuda& on, const AttentionParams& attention, std::type_identity_t<rows_view<const T>> q,
+void attend(const cuda& ctx, const AttentionParams& attention, std::type_identity_t<rows_view<const T>> q,
             const kv_view<T>& past, const kv_view<T>& self, const Sequences& sequences,
             std::type_identity_t<rows_view<T>> out, plane_view<float> lse, workspace_view workspace,
             const AttendOptions& options) {
-    cuda_backend::attend_plan<T, Dims>(on, attention, q, past, &self, sequences, options)
+    cuda_backend::attend_plan<T, Dims>(ctx, attention, q, past, &self, sequences, options)
         .run(out, lse, workspace);
 }
 

@@ -118,22 +118,22 @@ struct backward_plan {
 
     /// Calls body for every round of super-tiles, with its lists enqueued.
     template <class Body>
-    void for_rounds(const cuda& on, const Sequences& sequences, const BackwardOptions& options, Body body) {
-        launch_edges(on, sequences, edges, options.status);
+    void for_rounds(const cuda& ctx, const Sequences& sequences, const BackwardOptions& options, Body body) {
+        launch_edges(ctx, sequences, edges, options.status);
         if (options.status != nullptr) {
-            launch("forward_begin_kernel", forward_begin_kernel<key_frames>, 1, 256, 0, on, frames,
+            launch("forward_begin_kernel", forward_begin_kernel<key_frames>, 1, 256, 0, ctx, frames,
                    sequences.batch, options.status, static_cast<std::uint32_t*>(nullptr), 0);
         }
         for (std::int32_t first = 0; first < whole.supers;) {
             attention_plan round = whole;
             if (lists) {
                 round = plan_round(whole, heads, first);
-                launch_plan(on, frames, round, params.call.batch, params.call.kv_heads);
+                launch_plan(ctx, frames, round, params.call.batch, params.call.kv_heads);
             }
             params.plan = round;
             if (lists) {
                 launch("backward_young_kernel", backward_young_kernel<T>, heads * round.supers, pack_threads,
-                       0, on, params);
+                       0, ctx, params);
             }
             first += round.supers;
             body();
@@ -141,11 +141,11 @@ struct backward_plan {
     }
 };
 
-inline void zero(const cuda& on, void* memory, std::int64_t bytes) {
+inline void zero(const cuda& ctx, void* memory, std::int64_t bytes) {
     if (bytes == 0) {
         return;
     }
-    check(cudaMemsetAsync(memory, 0, static_cast<std::size_t>(bytes), on.stream), "cudaMemsetAsync");
+    check(cudaMemsetAsync(memory, 0, static_cast<std::size_t>(bytes), ctx.stream), "cudaMemsetAsync");
 }
 
 /// The Hopper kernel of keys for a tile of head_dims.
@@ -160,28 +160,28 @@ constexpr auto hopper_keys_kernel() {
 
 /// The kernels of one tile of head_dims.
 template <class T, int Dim, bool Bias, bool Softcap>
-void run_backward(const cuda& on, const device_scope& device, backward_plan<T>& call,
+void run_backward(const cuda& ctx, const device_scope& device, backward_plan<T>& call,
                   const Sequences& sequences, const BackwardOptions& options) {
     using S = portable_sizes<Dim>;
     backward_params<T>& p = call.params;
     const int processors = device.attribute(cudaDevAttrMultiProcessorCount);
     const std::size_t shared = sizeof(portable_memory<Dim>) + 128;
     const std::int64_t rows = call.heads * p.call.rows.k.length;
-    zero(on, p.sum_k, rows * Dim * 4);
-    zero(on, p.sum_v, rows * Dim * 4);
+    zero(ctx, p.sum_k, rows * Dim * 4);
+    zero(ctx, p.sum_v, rows * Dim * 4);
     if (p.sum_bias != nullptr) {
-        zero(on, p.sum_bias, rows * 4);
+        zero(ctx, p.sum_bias, rows * 4);
     }
     constexpr auto hopper_kernel = hopper_keys_kernel<T, Dim, Bias, Softcap>();
     const bool hopper = !options.portable && has_hopper_code(device, hopper_kernel);
     const auto keys_pass = [&](std::int32_t begin, std::int32_t end, std::int32_t counter) {
         if (hopper) {
             using H = hopper_backward<Dim>;
-            launch("backward_hopper_kernel", hopper_kernel, processors, H::threads, H::shared_bytes, on, p,
+            launch("backward_hopper_kernel", hopper_kernel, processors, H::threads, H::shared_bytes, ctx, p,
                    begin, end, counter);
         } else {
             launch("backward_portable_kernel", backward_portable_kernel<T, Dim, Bias, Softcap>,
-                   2 * processors, S::threads, shared, on, p, begin, end, counter);
+                   2 * processors, S::threads, shared, ctx, p, begin, end, counter);
         }
     };
     const auto queries_pass = [&](std::int64_t lines, const auto& items_pass) {
@@ -190,29 +190,29 @@ void run_backward(const cuda& on, const device_scope& device, backward_plan<T>& 
                 using H = hopper_queries<Dim>;
                 launch("backward_queries_hopper_kernel",
                        backward_queries_hopper_kernel<T, Dim, Bias, Softcap>, lines / H::rows, H::threads,
-                       H::shared_bytes, on, p);
+                       H::shared_bytes, ctx, p);
                 return;
             }
         } else if (hopper) {
             items_pass(S::keys);  // that kernel's own blocks
         }
         launch("backward_queries_kernel", backward_queries_kernel<T, Dim, Bias, Softcap>, lines / S::queries,
-               S::threads, shared, on, p);
+               S::threads, shared, ctx, p);
     };
-    call.for_rounds(on, sequences, options, [&] {
+    call.for_rounds(ctx, sequences, options, [&] {
         const std::int32_t lists = p.lists(), heads = p.heads();
         const std::int64_t lines = std::int64_t{lists} * p.padded_rows;
         const auto items_pass = [&](std::int32_t block_keys) {
-            launch("backward_items_kernel", backward_items_kernel<T>, 1, 1024, 0, on, p, block_keys);
+            launch("backward_items_kernel", backward_items_kernel<T>, 1, 1024, 0, ctx, p, block_keys);
         };
-        launch("backward_pack_kernel", backward_pack_kernel<T, Dim>, lines / packed_tile, pack_threads, 0, on,
-               p);
+        launch("backward_pack_kernel", backward_pack_kernel<T, Dim>, lines / packed_tile, pack_threads, 0,
+               ctx, p);
         items_pass(hopper ? hopper_backward<Dim>::keys : S::keys);
         if (!options.deterministic) {
-            zero(on, p.sum_q, lines * Dim * 4);
+            zero(ctx, p.sum_q, lines * Dim * 4);
             keys_pass(0, lists, 0);
             launch("backward_finish_q_kernel", backward_finish_q_kernel<T, Dim>,
-                   lines / packed_tile * (Dim / 64), finish_threads, 0, on, p);
+                   lines / packed_tile * (Dim / 64), finish_threads, 0, ctx, p);
         } else {
             for (std::int32_t j = 0; j < p.plan.supers; ++j) {
                 keys_pass(j * heads, (j + 1) * heads, j);
@@ -223,41 +223,41 @@ void run_backward(const cuda& on, const device_scope& device, backward_plan<T>& 
         constexpr int warps = plain_threads / 32;
         launch("backward_fix_nonfinite_kernel", backward_fix_nonfinite_kernel<T>,
                std::min((std::int64_t{lists} * p.super_rows + warps - 1) / warps, fix_blocks), plain_threads,
-               0, on, p);
+               0, ctx, p);
     });
     launch("backward_finish_keys_kernel", backward_finish_keys_kernel<T, Dim>,
-           (rows * (Dim / 8) + finish_threads - 1) / finish_threads, finish_threads, 0, on, p);
+           (rows * (Dim / 8) + finish_threads - 1) / finish_threads, finish_threads, 0, ctx, p);
 }
 
 /// float and double: sums go straight into the outputs.
 template <class T>
-void run_backward_plain(const cuda& on, backward_plan<T>& call, const Sequences& sequences,
+void run_backward_plain(const cuda& ctx, backward_plan<T>& call, const Sequences& sequences,
                         const BackwardOptions& options) {
     backward_params<T>& p = call.params;
     constexpr int warps = plain_threads / 32;
     const std::int64_t rows = call.heads * p.call.rows.k.length;
     launch("backward_plain_zero_kernel", backward_plain_zero_kernel<T>, (rows + warps - 1) / warps,
-           plain_threads, 0, on, p);
-    call.for_rounds(on, sequences, options, [&] {
+           plain_threads, 0, ctx, p);
+    call.for_rounds(ctx, sequences, options, [&] {
         const std::int64_t lines = std::int64_t{p.lists()} * p.super_rows;
         launch("backward_plain_queries_kernel", backward_plain_queries_kernel<T>, (lines + warps - 1) / warps,
-               plain_threads, 0, on, p);
+               plain_threads, 0, ctx, p);
         for (std::int32_t j = 0; j < p.plan.supers; ++j) {
             launch("backward_plain_keys_kernel", backward_plain_keys_kernel<T>, (rows + warps - 1) / warps,
-                   plain_threads, 0, on, p, j);
+                   plain_threads, 0, ctx, p, j);
         }
     });
 }
 
 template <class T, int Dim>
-void choose_backward(const cuda& on, const device_scope& device, backward_plan<T>& call,
+void choose_backward(const cuda& ctx, const device_scope& device, backward_plan<T>& call,
                      const Sequences& sequences, const BackwardOptions& options) {
     if (call.params.call.logits_soft_cap > 0.0f) {
-        run_backward<T, Dim, true, true>(on, device, call, sequences, options);
+        run_backward<T, Dim, true, true>(ctx, device, call, sequences, options);
     } else if (call.with_bias) {
-        run_backward<T, Dim, true, false>(on, device, call, sequences, options);
+        run_backward<T, Dim, true, false>(ctx, device, call, sequences, options);
     } else {
-        run_backward<T, Dim, false, false>(on, device, call, sequences, options);
+        run_backward<T, Dim, false, false>(ctx, device, call, sequences, options);
     }
 }
 
@@ -298,7 +298,7 @@ std::size_t attend_backward_workspace_bytes(const cuda&, const AttentionParams& 
 }
 
 template <Storage T, class Dims>
-void attend_backward(const cuda& on, const AttentionParams& attention,
+void attend_backward(const cuda& ctx, const AttentionParams& attention,
                      std::type_identity_t<rows_view<const T>> q, const kv_view<T>& all,
                      const Sequences& sequences, const SavedForward<T>& saved, const AttentionGrads<T>& grads,
                      workspace_view workspace, const BackwardOptions& options) {
@@ -311,18 +311,18 @@ void attend_backward(const cuda& on, const AttentionParams& attention,
     backend::check_aligned("d_k", grads.d_k);
     backend::check_aligned("d_v", grads.d_v);
     backend::check_workspace(
-        workspace, attend_backward_workspace_bytes<T, Dims>(on, attention, q, all, sequences, options));
-    const backend::device_scope device(on);
+        workspace, attend_backward_workspace_bytes<T, Dims>(ctx, attention, q, all, sequences, options));
+    const backend::device_scope device(ctx);
     std::size_t bytes = 0;
     backend::backward_plan<T> call(attention, q, all, sequences, options, tile,
                                    static_cast<bool>(grads.d_log_bias), workspace.data, bytes);
     call.use(saved, grads);
     if constexpr (backend::is_half<T>) {
         backend::with_tile(Dims{}, tile, [&](auto dim) {
-            backend::choose_backward<T, decltype(dim)::value>(on, device, call, sequences, options);
+            backend::choose_backward<T, decltype(dim)::value>(ctx, device, call, sequences, options);
         });
     } else {
-        backend::run_backward_plain(on, call, sequences, options);
+        backend::run_backward_plain(ctx, call, sequences, options);
     }
 }
 

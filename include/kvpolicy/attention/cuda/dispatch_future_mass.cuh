@@ -11,8 +11,8 @@
 #include <kvpolicy/attention/cuda/future_mass/qk_reduce_pipeline.cuh>
 #include <kvpolicy/attention/cuda_future_mass.cuh>
 #include <kvpolicy/attention/future_mass.hpp>
+#include <kvpolicy/core/cuda_config.cuh>
 #include <kvpolicy/cuda/check.cuh>
-#include <kvpolicy/cuda/config.cuh>
 #include <kvpolicy/cuda/head_tiles.cuh>
 #include <kvpolicy/cuda/hopper.cuh>
 #include <kvpolicy/cuda/launch.cuh>
@@ -126,15 +126,15 @@ inline float shift_of(float epsilon, float beta, std::int32_t length) {
 }
 
 template <class Pass, class T, class C>
-void launch_plain(const cuda& on, const qk_reduce_params<T, C>& params) {
+void launch_plain(const cuda& ctx, const qk_reduce_params<T, C>& params) {
     constexpr int rows = qk_reduce_plain_sizes::rows;
     launch("qk_reduce_plain_kernel", qk_reduce_plain_kernel<T, Pass>,
            (std::int64_t{params.length} + rows - 1) / rows * params.batch * params.row_heads,
-           qk_reduce_plain_sizes::threads, 0, on, params);
+           qk_reduce_plain_sizes::threads, 0, ctx, params);
 }
 
 template <class Pass, int Dim, class T>
-void launch_tiles(const cuda& on, const device_scope& device, qk_reduce_path path,
+void launch_tiles(const cuda& ctx, const device_scope& device, qk_reduce_path path,
                   const qk_reduce_params<T>& params) {
     const std::int64_t heads = std::int64_t{params.batch} * params.row_heads;
     CUtensorMap rows, columns;
@@ -148,7 +148,7 @@ void launch_tiles(const cuda& on, const device_scope& device, qk_reduce_path pat
         if constexpr (std::is_same_v<Pass, lse_pass> && Dim > 64) {
             if (params.length >= 8192) {
                 launch("normalizer_hopper_kernel", lse_hopper_kernel<T, Dim>, items, sizes::threads,
-                       sizes::shared, on, params, rows, columns);
+                       sizes::shared, ctx, params, rows, columns);
                 return;
             }
         }
@@ -157,27 +157,27 @@ void launch_tiles(const cuda& on, const device_scope& device, qk_reduce_path pat
                 launch("qk_reduce_bias_kernel", qk_reduce_bias_kernel<T>,
                        std::int64_t{params.batch} * params.columns.heads *
                            ((params.bias_stride + bias_columns - 1) / bias_columns),
-                       256, 0, on, params);
+                       256, 0, ctx, params);
             }
         } else if (!again) {
-            check(cudaMemsetAsync(params.next, 0, sizeof(std::int32_t), on.stream), "cudaMemsetAsync");
+            check(cudaMemsetAsync(params.next, 0, sizeof(std::int32_t), ctx.stream), "cudaMemsetAsync");
         }
         launch("qk_reduce_hopper_kernel", qk_reduce_hopper_kernel<T, Dim, Pass>,
                std::min(items, std::int64_t{device.attribute(cudaDevAttrMultiProcessorCount)}),
-               sizes::threads, sizes::shared, on, params, rows, columns, static_cast<std::int32_t>(items));
+               sizes::threads, sizes::shared, ctx, params, rows, columns, static_cast<std::int32_t>(items));
     } else {
         using sizes = qk_reduce_portable_sizes<Dim>;
         launch("qk_reduce_portable_kernel", qk_reduce_portable_kernel<T, Dim, Pass>,
                (std::int64_t{params.length} + sizes::rows - 1) / sizes::rows * heads, sizes::threads,
-               sizes::shared, on, params);
+               sizes::shared, ctx, params);
     }
 }
 
 template <class Pass, class Dims, class T>
-void launch_qk_reduce(const cuda& on, const device_scope& device, qk_reduce_path path,
+void launch_qk_reduce(const cuda& ctx, const device_scope& device, qk_reduce_path path,
                       const qk_reduce_params<T>& params) {
     with_tile(Dims{}, fitting_tile(Dims{}, params.rows.dim),
-              [&](auto dim) { launch_tiles<Pass, decltype(dim)::value>(on, device, path, params); });
+              [&](auto dim) { launch_tiles<Pass, decltype(dim)::value>(ctx, device, path, params); });
 }
 
 template <class T>
@@ -206,11 +206,11 @@ qk_reduce_params<T, C> qk_reduce_params_of(rows_view<const T> rows, rows_view<co
 
 /// causal_lse by a path of one's choice.
 template <class T, class Dims = all_head_dims>
-void causal_lse_by(const cuda& on, qk_reduce_path path, const AttentionParams& attention,
+void causal_lse_by(const cuda& ctx, qk_reduce_path path, const AttentionParams& attention,
                    rows_view<const T> q, rows_view<const T> k, const Sequences& sequences,
                    plane_view<float> lse, workspace_view workspace) {
     using C = compute_t<T>;
-    const device_scope device(on);
+    const device_scope device(ctx);
     workspace_parts parts(workspace.data);
     auto params = qk_reduce_params_of<C>(q, k, lse, sequences);
     params.share = q.heads / k.heads;
@@ -220,17 +220,17 @@ void causal_lse_by(const cuda& on, qk_reduce_path path, const AttentionParams& a
             const qk_reduce_workspace memory = qk_reduce_workspace::take(parts, q, k);
             params.flags = memory.flags;
             params.next = memory.next;
-            launch_qk_reduce<lse_pass, Dims>(on, device, path, params);
-            launch_qk_reduce<careful_lse_pass, Dims>(on, device, path, params);
+            launch_qk_reduce<lse_pass, Dims>(ctx, device, path, params);
+            launch_qk_reduce<careful_lse_pass, Dims>(ctx, device, path, params);
             return;
         }
     }
-    launch_plain<careful_lse_pass>(on, params);
+    launch_plain<careful_lse_pass>(ctx, params);
 }
 
 /// Windows of all heads: one number, or a table that is written here.
 template <class T, class C>
-void set_windows(const cuda& on, const FutureMassOptions& options, std::int32_t* table,
+void set_windows(const cuda& ctx, const FutureMassOptions& options, std::int32_t* table,
                  qk_reduce_params<T, C>& params) {
     const auto window = [&](std::int32_t h) { return options.window.at(options.layer, h); };
     params.window = window(0);
@@ -250,18 +250,18 @@ void set_windows(const cuda& on, const FutureMassOptions& options, std::int32_t*
             batch.values[i] = window(first + i);
         }
         launch("write_head_values_kernel", write_head_values_kernel<std::int32_t>, 1, head_values::capacity,
-               0, on, batch, table);
+               0, ctx, batch, table);
     }
 }
 
 /// future_mass by a path of one's choice.
 template <class T, class Dims = all_head_dims>
-void future_mass_by(const cuda& on, qk_reduce_path path, const AttentionParams& attention,
+void future_mass_by(const cuda& ctx, qk_reduce_path path, const AttentionParams& attention,
                     rows_view<const T> q, rows_view<const T> k, plane_view<const float> lse,
                     const Sequences& sequences, const FutureMassOptions& options, plane_view<float> target,
                     workspace_view workspace) {
     using C = compute_t<T>;
-    const device_scope device(on);
+    const device_scope device(ctx);
     workspace_parts parts(workspace.data);
     const qk_reduce_workspace memory = qk_reduce_workspace::take(parts, q, k);
     const bool largest = std::isinf(options.beta);
@@ -278,38 +278,38 @@ void future_mass_by(const cuda& on, qk_reduce_path path, const AttentionParams& 
     if (params.batch == 0 || params.length == 0) {
         return;
     }
-    set_windows(on, options, memory.windows, params);
+    set_windows(ctx, options, memory.windows, params);
     params.bias = memory.bias;
     params.next = memory.next;
     params.bias_stride = qk_reduce_workspace::bias_stride(q.length);
     if constexpr (has_tiles<T>) {
         if (takes_tiles<Dims>(path, q, k)) {
             if (largest) {
-                launch_qk_reduce<largest_mass_pass, Dims>(on, device, path, params);
+                launch_qk_reduce<largest_mass_pass, Dims>(ctx, device, path, params);
                 return;
             }
             const float shift = shift_of(options.epsilon, beta, params.length);
             if (shift >= 0.0f) {
                 params.exponents.shift = shift;
                 params.flags = memory.flags;
-                launch_qk_reduce<mass_pass, Dims>(on, device, path, params);
+                launch_qk_reduce<mass_pass, Dims>(ctx, device, path, params);
             }
-            launch_qk_reduce<careful_mass_pass, Dims>(on, device, path, params);
+            launch_qk_reduce<careful_mass_pass, Dims>(ctx, device, path, params);
             return;
         }
     }
     if (largest) {
-        launch_plain<largest_mass_pass>(on, params);
+        launch_plain<largest_mass_pass>(ctx, params);
     } else {
-        launch_plain<careful_mass_pass>(on, params);
+        launch_plain<careful_mass_pass>(ctx, params);
     }
 }
 
 }  // namespace cuda_backend
 
 template <Storage T>
-std::size_t future_mass_workspace_bytes(const cuda& on, rows_view<const T> q, input_rows<T> k) {
-    static_cast<void>(on);
+std::size_t future_mass_workspace_bytes(const cuda& ctx, rows_view<const T> q, input_rows<T> k) {
+    static_cast<void>(ctx);
     checks::check_mass_heads(q, k);
     cuda_backend::workspace_parts parts(nullptr);
     static_cast<void>(cuda_backend::qk_reduce_workspace::take(parts, q, k));
@@ -317,27 +317,27 @@ std::size_t future_mass_workspace_bytes(const cuda& on, rows_view<const T> q, in
 }
 
 template <Storage T, class Dims>
-void causal_lse(const cuda& on, const AttentionParams& attention, rows_view<const T> q, input_rows<T> k,
+void causal_lse(const cuda& ctx, const AttentionParams& attention, rows_view<const T> q, input_rows<T> k,
                 const Sequences& sequences, plane_view<float> lse, workspace_view workspace,
                 const CausalLseOptions& options) {
     namespace cb = cuda_backend;
     cb::check_mass_call(attention, q, k, plane_view<const float>(lse), sequences);
-    cb::check_workspace(workspace, future_mass_workspace_bytes<T>(on, q, k));
-    cb::report_lengths(on, sequences, options.status);
-    cb::causal_lse_by<T, Dims>(on, cb::qk_reduce_path::hopper, attention, q, k, sequences, lse, workspace);
+    cb::check_workspace(workspace, future_mass_workspace_bytes<T>(ctx, q, k));
+    cb::report_lengths(ctx, sequences, options.status);
+    cb::causal_lse_by<T, Dims>(ctx, cb::qk_reduce_path::hopper, attention, q, k, sequences, lse, workspace);
 }
 
 template <Storage T, class Dims>
-void future_mass(const cuda& on, const AttentionParams& attention, rows_view<const T> q, input_rows<T> k,
+void future_mass(const cuda& ctx, const AttentionParams& attention, rows_view<const T> q, input_rows<T> k,
                  plane_view<const float> lse, const Sequences& sequences, plane_view<float> target,
                  workspace_view workspace, const FutureMassOptions& options) {
     namespace cb = cuda_backend;
     cb::check_mass_call(attention, q, k, lse, sequences);
     cb::check_plane("target", target, q.batch, k.heads, sequences.length);
     checks::check_mass_options(options, k.heads);
-    cb::check_workspace(workspace, future_mass_workspace_bytes<T>(on, q, k));
-    cb::report_lengths(on, sequences, options.status);
-    cb::future_mass_by<T, Dims>(on, cb::qk_reduce_path::hopper, attention, q, k, lse, sequences, options,
+    cb::check_workspace(workspace, future_mass_workspace_bytes<T>(ctx, q, k));
+    cb::report_lengths(ctx, sequences, options.status);
+    cb::future_mass_by<T, Dims>(ctx, cb::qk_reduce_path::hopper, attention, q, k, lse, sequences, options,
                                 target, workspace);
 }
 

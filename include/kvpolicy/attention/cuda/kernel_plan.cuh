@@ -5,7 +5,7 @@
 #include <kvpolicy/attention/cuda/agent_plan.cuh>
 #include <kvpolicy/attention/cuda/attention_params.cuh>
 #include <kvpolicy/attention/cuda/key_frame.cuh>
-#include <kvpolicy/cuda/config.cuh>
+#include <kvpolicy/core/cuda_config.cuh>
 #include <kvpolicy/cuda/launch.cuh>
 
 #include <algorithm>
@@ -113,11 +113,11 @@ inline attention_plan plan_round(const attention_plan& whole, std::int64_t heads
 }
 
 /// Enqueues the plan of a round.
-inline void launch_plan(const cuda& on, const key_frames& frames, const attention_plan& round,
+inline void launch_plan(const cuda& ctx, const key_frames& frames, const attention_plan& round,
                         std::int32_t batch, std::int32_t kv_heads) {
     const std::int32_t heads = batch * kv_heads;
     const bool plain = plain_frame::fits(frames) && round.bias == nullptr;
-    const device_scope device(on);
+    const device_scope device(ctx);
     const bool many = round.rows >= plan_many_rows &&
                       plan_shared_bytes(round, plan_max_warps) + 1024 <=
                           static_cast<std::size_t>(device.attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin));
@@ -126,7 +126,7 @@ inline void launch_plan(const cuda& on, const key_frames& frames, const attentio
         launch("attention_plan_kernel",
                plain ? attention_plan_kernel<true, Warps, key_frames>
                      : attention_plan_kernel<false, Warps, key_frames>,
-               std::int64_t{heads} * round.supers, 32 * Warps, plan_shared_bytes(round, Warps), on, frames,
+               std::int64_t{heads} * round.supers, 32 * Warps, plan_shared_bytes(round, Warps), ctx, frames,
                round, kv_heads, heads);
     };
     if (many) {

@@ -6,9 +6,9 @@
 #pragma once
 
 #include <kvpolicy/attention/cuda/attention_params.cuh>
+#include <kvpolicy/core/cuda_config.cuh>
 #include <kvpolicy/core/types.hpp>
 #include <kvpolicy/core/view.hpp>
-#include <kvpolicy/cuda/config.cuh>
 
 #include <cstdint>
 

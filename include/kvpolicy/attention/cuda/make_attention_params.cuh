@@ -5,10 +5,10 @@
 #include <kvpolicy/attention/cuda/attention_params.cuh>
 #include <kvpolicy/attention/cuda/key_frame.cuh>
 #include <kvpolicy/attention/kv_view.hpp>
+#include <kvpolicy/core/cuda_config.cuh>
 #include <kvpolicy/core/cuda_context.hpp>
 #include <kvpolicy/core/error.hpp>
 #include <kvpolicy/cuda/check.cuh>
-#include <kvpolicy/cuda/config.cuh>
 #include <kvpolicy/cuda/launch.cuh>
 
 #include <cmath>

@@ -129,11 +129,11 @@ key_segment<T> part_of(key_segment<T> segment, std::int32_t begin, std::int32_t 
 template <Storage T>
 class attend_call {
   public:
-    attend_call(const host& on, const attention_shape& shape, const rows_view<const T>& q,
+    attend_call(const host& ctx, const attention_shape& shape, const rows_view<const T>& q,
                 const kv_view<T>& past, const kv_view<T>* self, const Sequences& sequences,
                 const rows_view<T>& out, const plane_view<float>& lse, const attend_plan<T>& plan,
                 void* memory)
-        : on_(on),
+        : ctx_(ctx),
           shape_(shape),
           q_(q),
           past_(past),
@@ -144,18 +144,18 @@ class attend_call {
           plan_(plan),
           group_(q.heads / past.k.heads),
           scratch_(detail::aligned(memory)),
-          partials_(scratch_ + static_cast<std::size_t>(on.threads()) * plan.scratch) {}
+          partials_(scratch_ + static_cast<std::size_t>(ctx.threads()) * plan.scratch) {}
 
     void run() {
         const std::int64_t tiles = plan_.heads * plan_.tiles;
-        on_.parallel_for(tiles * plan_.splits, [this](std::int64_t i, int thread) {
+        ctx_.parallel_for(tiles * plan_.splits, [this](std::int64_t i, int thread) {
             task(i / plan_.splits, static_cast<std::int32_t>(i % plan_.splits),
                  scratch_ + static_cast<std::size_t>(thread) * plan_.scratch);
         });
         if (plan_.splits == 1) {
             return;
         }
-        on_.parallel_for(tiles, [this](std::int64_t i) {
+        ctx_.parallel_for(tiles, [this](std::int64_t i) {
             const place at = place_of(i);
             if (at.begin < at.end) {
                 merge_splits<T>(shape_, block_of(at), at.begin, at.end, plan_.splits, partial_out(i),
@@ -222,12 +222,12 @@ class attend_call {
         if (sequences_.cu_seqlens != nullptr) {
             packed(at, block, segments[0], scratch);
         } else if (plan_.splits == 1) {
-            attend_head<T>(on_.instructions(), shape_, segments, count, block, at.begin, at.end, scratch);
+            attend_head<T>(ctx_.instructions(), shape_, segments, count, block, at.begin, at.end, scratch);
         } else {
             const std::int64_t rows = std::int64_t{segments[0].count} + segments[1].count;
             const std::int64_t step = (rows + plan_.splits - 1) / plan_.splits;
             const std::int64_t first_row = split * std::int64_t{at.end - at.begin} * group_;
-            attend_head_split<T>(on_.instructions(), shape_, segments, count, block, at.begin, at.end,
+            attend_head_split<T>(ctx_.instructions(), shape_, segments, count, block, at.begin, at.end,
                                  split * step, (split + 1) * step,
                                  partial_out(i) + first_row * shape_.head_dim_vo, partial_lse(i) + first_row,
                                  scratch);
@@ -245,12 +245,12 @@ class attend_call {
                 continue;
             }
             const key_segment<T> own = part_of(segment, *edge, std::min(edge[1], segment.count));
-            attend_head<T>(on_.instructions(), shape_, &own, 1, block, begin, end, scratch);
+            attend_head<T>(ctx_.instructions(), shape_, &own, 1, block, begin, end, scratch);
             begin = end;
         }
     }
 
-    const host& on_;
+    const host& ctx_;
     attention_shape shape_;
     rows_view<const T> q_;
     const kv_view<T>& past_;
@@ -272,56 +272,56 @@ attend_plan<T> checked_plan(const AttentionParams& attention, const rows_view<co
 }
 
 template <class T>
-void attend(const host& on, const AttentionParams& attention, const rows_view<const T>& q,
+void attend(const host& ctx, const AttentionParams& attention, const rows_view<const T>& q,
             const kv_view<T>& past, const kv_view<T>* self, const Sequences& sequences,
             const rows_view<T>& out, const plane_view<float>& lse, workspace_view workspace) {
     const attend_plan<T> plan = checked_plan(attention, q, past, self, sequences);
     checks::check_results(q, past.v.dim, out, lse);
-    checks::check_workspace(workspace, plan.bytes(on.threads()));
+    checks::check_workspace(workspace, plan.bytes(ctx.threads()));
     if (plan.heads * plan.tiles == 0) {
         return;
     }
-    attend_call<T>(on, resolve(attention, q, past), q, past, self, sequences, out, lse, plan, workspace.data)
+    attend_call<T>(ctx, resolve(attention, q, past), q, past, self, sequences, out, lse, plan, workspace.data)
         .run();
 }
 
 }  // namespace host_backend
 
 template <Storage T, class Dims>
-std::size_t attend_workspace_bytes(const host& on, const AttentionParams& attention,
+std::size_t attend_workspace_bytes(const host& ctx, const AttentionParams& attention,
                                    std::type_identity_t<rows_view<const T>> q, const kv_view<T>& all,
                                    const Sequences& sequences, const AttendOptions&) {
-    return host_backend::checked_plan<T>(attention, q, all, nullptr, sequences).bytes(on.threads());
+    return host_backend::checked_plan<T>(attention, q, all, nullptr, sequences).bytes(ctx.threads());
 }
 
 template <Storage T, class Dims>
-std::size_t attend_workspace_bytes(const host& on, const AttentionParams& attention,
+std::size_t attend_workspace_bytes(const host& ctx, const AttentionParams& attention,
                                    std::type_identity_t<rows_view<const T>> q, const kv_view<T>& past,
                                    const kv_view<T>& self, const Sequences& sequences, const AttendOptions&) {
-    return host_backend::checked_plan<T>(attention, q, past, &self, sequences).bytes(on.threads());
+    return host_backend::checked_plan<T>(attention, q, past, &self, sequences).bytes(ctx.threads());
 }
 
 template <Storage T, class Dims>
-void attend(const host& on, const AttentionParams& attention, std::type_identity_t<rows_view<const T>> q,
+void attend(const host& ctx, const AttentionParams& attention, std::type_identity_t<rows_view<const T>> q,
             const kv_view<T>& all, const Sequences& sequences, std::type_identity_t<rows_view<T>> out,
             plane_view<float> lse, workspace_view workspace, const AttendOptions& options) {
     if (const checks::repaired_sequences repaired(sequences, options.status); repaired) {
-        return host_backend::attend<T>(on, attention, q, all, nullptr, repaired.sequences, out, lse,
+        return host_backend::attend<T>(ctx, attention, q, all, nullptr, repaired.sequences, out, lse,
                                        workspace);
     }
-    host_backend::attend<T>(on, attention, q, all, nullptr, sequences, out, lse, workspace);
+    host_backend::attend<T>(ctx, attention, q, all, nullptr, sequences, out, lse, workspace);
 }
 
 template <Storage T, class Dims>
-void attend(const host& on, const AttentionParams& attention, std::type_identity_t<rows_view<const T>> q,
+void attend(const host& ctx, const AttentionParams& attention, std::type_identity_t<rows_view<const T>> q,
             const kv_view<T>& past, const kv_view<T>& self, const Sequences& sequences,
             std::type_identity_t<rows_view<T>> out, plane_view<float> lse, workspace_view workspace,
             const AttendOptions& options) {
     if (const checks::repaired_sequences repaired(sequences, options.status); repaired) {
-        return host_backend::attend<T>(on, attention, q, past, &self, repaired.sequences, out, lse,
+        return host_backend::attend<T>(ctx, attention, q, past, &self, repaired.sequences, out, lse,
                                        workspace);
     }
-    host_backend::attend<T>(on, attention, q, past, &self, sequences, out, lse, workspace);
+    host_backend::attend<T>(ctx, attention, q, past, &self, sequences, out, lse, workspace);
 }
 
 }  // namespace kvpolicy

@@ -64,10 +64,10 @@ class backward_call {
   public:
     using real = compute_t<T>;
 
-    backward_call(const host& on, const attention_shape& shape, const rows_view<const T>& q,
+    backward_call(const host& ctx, const attention_shape& shape, const rows_view<const T>& q,
                   const kv_view<T>& all, const Sequences& sequences, const SavedForward<T>& saved,
                   const AttentionGrads<T>& grads, const backward_plan<T>& plan, void* data)
-        : on_(on),
+        : ctx_(ctx),
           shape_(shape),
           q_(q),
           all_(all),
@@ -75,14 +75,14 @@ class backward_call {
           saved_(saved),
           grads_(grads),
           plan_(plan),
-          memory_(plan.lay_out(data, on.threads())) {}
+          memory_(plan.lay_out(data, ctx.threads())) {}
 
     void run() {
-        on_.parallel_for(plan_.heads * plan_.splits, [this](std::int64_t i, int thread) {
+        ctx_.parallel_for(plan_.heads * plan_.splits, [this](std::int64_t i, int thread) {
             task(i / plan_.splits, static_cast<std::int32_t>(i % plan_.splits),
                  memory_.scratch + static_cast<std::size_t>(thread) * detail::aligned_size(plan_.scratch));
         });
-        on_.parallel_for(plan_.heads, [this](std::int64_t head) { add_up(head); });
+        ctx_.parallel_for(plan_.heads, [this](std::int64_t head) { add_up(head); });
     }
 
   private:
@@ -143,8 +143,8 @@ class backward_call {
         if (begin >= end) {
             return;
         }
-        with_kernels<T>(on_.instructions(), [&](auto kernels) {
-            backward_tile<decltype(kernels), T>(on_.instructions(), shape_, block, gradients, begin, end,
+        with_kernels<T>(ctx_.instructions(), [&](auto kernels) {
+            backward_tile<decltype(kernels), T>(ctx_.instructions(), shape_, block, gradients, begin, end,
                                                 keys, sums, scratch)
                 .run();
         });
@@ -178,7 +178,7 @@ class backward_call {
         }
     }
 
-    const host& on_;
+    const host& ctx_;
     attention_shape shape_;
     rows_view<const T> q_;
     const kv_view<T>& all_;
@@ -192,33 +192,33 @@ class backward_call {
 }  // namespace host_backend
 
 template <Storage T, class Dims>
-std::size_t attend_backward_workspace_bytes(const host& on, const AttentionParams& attention,
+std::size_t attend_backward_workspace_bytes(const host& ctx, const AttentionParams& attention,
                                             std::type_identity_t<rows_view<const T>> q, const kv_view<T>& all,
                                             const Sequences& sequences, const BackwardOptions&) {
     namespace hb = host_backend;
     checks::check_attend<T>(attention, q, all, nullptr, sequences);
     return hb::backward_plan<T>(hb::resolve(attention, q, all), q, all, sequences)
-        .lay_out(nullptr, on.threads())
+        .lay_out(nullptr, ctx.threads())
         .bytes;
 }
 
 template <Storage T, class Dims>
-void attend_backward(const host& on, const AttentionParams& attention,
+void attend_backward(const host& ctx, const AttentionParams& attention,
                      std::type_identity_t<rows_view<const T>> q, const kv_view<T>& all,
                      const Sequences& sequences, const SavedForward<T>& saved, const AttentionGrads<T>& grads,
                      workspace_view workspace, const BackwardOptions& options) {
     namespace hb = host_backend;
     if (const checks::repaired_sequences repaired(sequences, options.status); repaired) {
-        return attend_backward<T, Dims>(on, attention, q, all, repaired.sequences, saved, grads, workspace,
+        return attend_backward<T, Dims>(ctx, attention, q, all, repaired.sequences, saved, grads, workspace,
                                         options);
     }
-    const std::size_t needed = attend_backward_workspace_bytes<T, Dims>(on, attention, q, all, sequences);
+    const std::size_t needed = attend_backward_workspace_bytes<T, Dims>(ctx, attention, q, all, sequences);
     checks::check_backward_shapes(q, all, saved, grads);
     checks::check_workspace(workspace, needed);
-    checks::check_gradient_numbers(on, q, all, sequences, saved);
+    checks::check_gradient_numbers(ctx, q, all, sequences, saved);
     const hb::attention_shape shape = hb::resolve(attention, q, all);
     const hb::backward_plan<T> plan(shape, q, all, sequences);
-    hb::backward_call<T>(on, shape, q, all, sequences, saved, grads, plan, workspace.data).run();
+    hb::backward_call<T>(ctx, shape, q, all, sequences, saved, grads, plan, workspace.data).run();
 }
 
 }  // namespace kvpolicy

@@ -99,7 +99,7 @@ inline void aggregate_mass(const FutureMassOptions& options, std::int32_t length
 }  // namespace host_backend
 
 template <Storage T>
-std::size_t future_mass_workspace_bytes(const host& on, rows_view<const T> q, input_rows<T> k) {
+std::size_t future_mass_workspace_bytes(const host& ctx, rows_view<const T> q, input_rows<T> k) {
     namespace hb = host_backend;
     checks::check_mass_heads(q, k);
     const hb::attention_shape shape = hb::valueless_shape({}, q.dim);
@@ -108,28 +108,28 @@ std::size_t future_mass_workspace_bytes(const host& on, rows_view<const T> q, in
     const std::size_t arrays =
         2 * heads * detail::aligned_size(length * sizeof(float)) +  // biases, log-sums
         detail::aligned_size(length * sizeof(expiry_t)) * static_cast<std::size_t>(q.batch);
-    return arrays + static_cast<std::size_t>(on.threads()) * hb::mass_scratch_bytes<T>(shape) +
+    return arrays + static_cast<std::size_t>(ctx.threads()) * hb::mass_scratch_bytes<T>(shape) +
            detail::alignment;
 }
 
 template <Storage T, class Dims>
-void causal_lse(const host& on, const AttentionParams& attention, rows_view<const T> q, input_rows<T> k,
+void causal_lse(const host& ctx, const AttentionParams& attention, rows_view<const T> q, input_rows<T> k,
                 const Sequences& sequences, plane_view<float> lse, workspace_view workspace,
                 const CausalLseOptions& options) {
     namespace hb = host_backend;
     if (const checks::repaired_sequences repaired(sequences, options.status); repaired) {
-        return causal_lse<T, Dims>(on, attention, q, k, repaired.sequences, lse, workspace, options);
+        return causal_lse<T, Dims>(ctx, attention, q, k, repaired.sequences, lse, workspace, options);
     }
     checks::check_attention(attention);
     checks::check_mass_call(q, k, plane_view<const float>(lse), sequences);
-    checks::check_workspace(workspace, future_mass_workspace_bytes<T>(on, q, k));
+    checks::check_workspace(workspace, future_mass_workspace_bytes<T>(ctx, q, k));
     const hb::attention_shape shape = hb::valueless_shape(attention, q.dim);
     const std::int32_t group = q.heads / k.heads;
     const std::int32_t tile = hb::attend_tile<T>(shape, 1);
     const std::int64_t tiles = (sequences.length + tile - 1) / tile;
     const std::int64_t heads = std::int64_t{q.batch} * q.heads;
     std::byte* memory = detail::aligned(workspace.data);
-    on.parallel_for(tiles * heads, [&](std::int64_t task, int thread) {
+    ctx.parallel_for(tiles * heads, [&](std::int64_t task, int thread) {
         const auto begin = static_cast<std::int32_t>((tiles - 1 - task / heads) * tile);
         const std::int64_t b = task % heads / q.heads, h = task % q.heads;
         const std::int32_t length = sequences.length_of(b);
@@ -146,24 +146,25 @@ void causal_lse(const host& on, const AttentionParams& attention, rows_view<cons
         block.lse = lse.head(b, h);
         block.lse_row_stride = 1;
         block.count = length;
-        hb::attend_head(on.instructions(), shape, &keys, 1, block, begin, std::min(length, begin + tile),
+        hb::attend_head(ctx.instructions(), shape, &keys, 1, block, begin, std::min(length, begin + tile),
                         memory + static_cast<std::size_t>(thread) * hb::mass_scratch_bytes<T>(shape));
     });
 }
 
 template <Storage T, class Dims>
-void future_mass(const host& on, const AttentionParams& attention, rows_view<const T> q, input_rows<T> k,
+void future_mass(const host& ctx, const AttentionParams& attention, rows_view<const T> q, input_rows<T> k,
                  plane_view<const float> lse, const Sequences& sequences, plane_view<float> target,
                  workspace_view workspace, const FutureMassOptions& options) {
     namespace hb = host_backend;
     if (const checks::repaired_sequences repaired(sequences, options.status); repaired) {
-        return future_mass<T, Dims>(on, attention, q, k, lse, repaired.sequences, target, workspace, options);
+        return future_mass<T, Dims>(ctx, attention, q, k, lse, repaired.sequences, target, workspace,
+                                    options);
     }
     checks::check_attention(attention);
     checks::check_mass_call(q, k, lse, sequences);
     checks::check_plane("target", target, q.batch, k.heads, sequences.length);
     checks::check_mass_options(options, k.heads);
-    checks::check_workspace(workspace, future_mass_workspace_bytes<T>(on, q, k));
+    checks::check_workspace(workspace, future_mass_workspace_bytes<T>(ctx, q, k));
 
     const bool largest = std::isinf(options.beta);
     const float beta = largest ? 1.0f : options.beta;
@@ -183,7 +184,7 @@ void future_mass(const host& on, const AttentionParams& attention, rows_view<con
     };
     std::byte* scratch = memory + static_cast<std::size_t>(2 * heads + q.batch) * row;
 
-    on.parallel_for(heads, [&](std::int64_t head) {
+    ctx.parallel_for(heads, [&](std::int64_t head) {
         const std::int64_t b = head / q.heads;
         const std::int32_t length = sequences.length_of(b);
         const float* of_queries = lse.head(b, head % q.heads);
@@ -203,7 +204,7 @@ void future_mass(const host& on, const AttentionParams& attention, rows_view<con
     const std::int32_t group = q.heads / k.heads;
     const std::int32_t tile = hb::attend_tile<T>(shape, 1);
     const std::int64_t tiles = (sequences.length + tile - 1) / tile;
-    on.parallel_for(tiles * heads, [&](std::int64_t task, int thread) {
+    ctx.parallel_for(tiles * heads, [&](std::int64_t task, int thread) {
         const auto begin =
             static_cast<std::int32_t>(task / heads * tile);  // early keys have the most queries
         const std::int64_t head = task % heads, b = head / q.heads, h = head % q.heads;
@@ -215,13 +216,14 @@ void future_mass(const host& on, const AttentionParams& attention, rows_view<con
         // 32 bits.
         const std::int32_t window =
             std::min(options.window.at(options.layer, static_cast<std::int32_t>(h / group)), length);
-        hb::mass_tile(on.instructions(), shape, q.row(b, h, length - 1), q.row_stride, k.row(b, h / group, 0),
-                      k.row_stride, bias_of(head), options.look_ahead == unlimited ? nullptr : expiry_of(b),
-                      length, window, largest, begin, std::min(length, begin + tile), sums_of(head) + begin,
+        hb::mass_tile(ctx.instructions(), shape, q.row(b, h, length - 1), q.row_stride,
+                      k.row(b, h / group, 0), k.row_stride, bias_of(head),
+                      options.look_ahead == unlimited ? nullptr : expiry_of(b), length, window, largest,
+                      begin, std::min(length, begin + tile), sums_of(head) + begin,
                       scratch + static_cast<std::size_t>(thread) * hb::mass_scratch_bytes<T>(shape));
     });
 
-    on.parallel_for(std::int64_t{q.batch} * k.heads, [&](std::int64_t kv) {
+    ctx.parallel_for(std::int64_t{q.batch} * k.heads, [&](std::int64_t kv) {
         const std::int64_t b = kv / k.heads, h = kv % k.heads;
         hb::aggregate_mass(options, sequences.length_of(b), static_cast<std::int32_t>(h), group,
                            sums_of(b * q.heads + h * group), row / sizeof(float), target.head(b, h));

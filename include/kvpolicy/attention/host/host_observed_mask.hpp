@@ -110,19 +110,19 @@ struct observed_mask_task {
 }  // namespace host_backend
 
 template <Storage T, AnyPolicy P>
-std::size_t build_observed_mask_workspace_bytes(const host& on, const P&, rows_view<const T> q,
+std::size_t build_observed_mask_workspace_bytes(const host& ctx, const P&, rows_view<const T> q,
                                                 input_rows<T> k) {
     checks::check_mass_heads(q, k);
     const std::int32_t keys = q.length;
     const std::size_t tasks = static_cast<std::size_t>(q.batch) * static_cast<std::size_t>(k.heads);
     return tasks * host_backend::observed_head<T>::bytes(keys) +
-           static_cast<std::size_t>(on.threads()) *
+           static_cast<std::size_t>(ctx.threads()) *
                host_backend::mass_scratch<T>(nullptr, q.dim, keys).bytes +
            detail::alignment;
 }
 
 template <AnyPolicy P, Storage T>
-void build_observed_mask(const host& on, const P& policy, const AttentionParams& attention,
+void build_observed_mask(const host& ctx, const P& policy, const AttentionParams& attention,
                          rows_view<const T> q, input_rows<T> k, const Sequences& sequences,
                          plane_view<expiry_t> expiry, workspace_view workspace,
                          const ObservedMaskOptions& options) {
@@ -131,7 +131,7 @@ void build_observed_mask(const host& on, const P& policy, const AttentionParams&
                   "kvpolicy: build_observed_mask takes a policy whose scorer is an ObservedScorer; "
                   "build_mask takes the others");
     if (const checks::repaired_sequences repaired(sequences, options.status); repaired) {
-        return build_observed_mask<P, T>(on, policy, attention, q, k, repaired.sequences, expiry, workspace,
+        return build_observed_mask<P, T>(ctx, policy, attention, q, k, repaired.sequences, expiry, workspace,
                                          options);
     }
     const Observation seen = policy.scorer().observation();
@@ -144,10 +144,10 @@ void build_observed_mask(const host& on, const P& policy, const AttentionParams&
     checks::check_plane("expiry", expiry, q.batch, heads, sequences.length);
     const auto head_params_of = [&](std::int32_t h) { return policy.params(options.layer, h); };
     hb::check_same_params(seen, heads, head_params_of);
-    checks::check_workspace(workspace, build_observed_mask_workspace_bytes<T>(on, policy, q, k));
+    checks::check_workspace(workspace, build_observed_mask_workspace_bytes<T>(ctx, policy, q, k));
     const auto tokens = [&](std::int64_t b) { return sequences.length_of(b); };
-    checks::check_finite_rows(on, "q", q, tokens);
-    checks::check_finite_rows(on, "k", k, tokens);
+    checks::check_finite_rows(ctx, "q", q, tokens);
+    checks::check_finite_rows(ctx, "k", k, tokens);
 
     const std::size_t each = hb::observed_head<T>::bytes(q.length);
     const std::size_t scratch_bytes = hb::mass_scratch<T>(nullptr, q.dim, q.length).bytes;
@@ -156,11 +156,11 @@ void build_observed_mask(const host& on, const P& policy, const AttentionParams&
         memory + static_cast<std::size_t>(q.batch) * static_cast<std::size_t>(heads) * each;
     // Heads that are averaged go side by side, the others on their own.
     const std::int32_t together = seen.whole_layer ? heads : 1;
-    on.parallel_for(std::int64_t{q.batch} * heads / together, [&](std::int64_t task, int thread) {
+    ctx.parallel_for(std::int64_t{q.batch} * heads / together, [&](std::int64_t task, int thread) {
         const std::int64_t first = task * together, b = first / heads;
         const auto begin = static_cast<std::int32_t>(first % heads);
         const hb::observed_mask_task<P, T> heads_of{
-            on.instructions(),
+            ctx.instructions(),
             policy,
             options,
             hb::valueless_shape(attention, q.dim),

@@ -50,20 +50,20 @@ struct mass_memory {
 }  // namespace host_backend
 
 template <Storage T>
-std::size_t received_mass_workspace_bytes(const host& on, rows_view<const T> q, input_rows<T> k) {
+std::size_t received_mass_workspace_bytes(const host& ctx, rows_view<const T> q, input_rows<T> k) {
     checks::check_mass_heads(q, k);
-    return static_cast<std::size_t>(on.threads()) *
+    return static_cast<std::size_t>(ctx.threads()) *
                host_backend::mass_memory<T>(nullptr, q.dim, q.length).bytes +
            detail::alignment;
 }
 
 template <Storage T>
-void received_mass(const host& on, const AttentionParams& attention, rows_view<const T> q, input_rows<T> k,
+void received_mass(const host& ctx, const AttentionParams& attention, rows_view<const T> q, input_rows<T> k,
                    const mask_view& mask, const Sequences& sequences, plane_view<float> received,
                    workspace_view workspace, const ReceivedMassOptions& options) {
     namespace hb = host_backend;
     if (const checks::repaired_sequences repaired(sequences, options.status); repaired) {
-        return received_mass<T>(on, attention, q, k, mask, repaired.sequences, received, workspace, options);
+        return received_mass<T>(ctx, attention, q, k, mask, repaired.sequences, received, workspace, options);
     }
     checks::check_attention(attention);
     checks::check_mass_shapes(q, k, sequences);
@@ -75,12 +75,12 @@ void received_mass(const host& on, const AttentionParams& attention, rows_view<c
     if (mask.log_bias) {
         checks::check_plane("mask.log_bias", mask.log_bias, q.batch, k.heads, sequences.length);
     }
-    checks::check_workspace(workspace, received_mass_workspace_bytes<T>(on, q, k));
+    checks::check_workspace(workspace, received_mass_workspace_bytes<T>(ctx, q, k));
     const hb::attention_shape shape = hb::valueless_shape(attention, q.dim);
     const std::int32_t group = q.heads / k.heads;
     const std::size_t each = hb::mass_memory<T>(nullptr, q.dim, q.length).bytes;
     std::byte* const memory = detail::aligned(workspace.data);
-    on.parallel_for(std::int64_t{q.batch} * k.heads, [&](std::int64_t task, int thread) {
+    ctx.parallel_for(std::int64_t{q.batch} * k.heads, [&](std::int64_t task, int thread) {
         const std::int64_t b = task / k.heads, h = task % k.heads;
         const std::int32_t length = sequences.length_of(b);
         const hb::mass_memory<T> mine(memory + static_cast<std::size_t>(thread) * each, q.dim, q.length);
@@ -97,7 +97,7 @@ void received_mass(const host& on, const AttentionParams& attention, rows_view<c
         queries.group = group;
         const hb::sees_mask seen{mask.expiry ? mask.expiry.head(b, h) : nullptr,
                                  mask.log_bias ? mask.log_bias.head(b, h) : nullptr, mask.bias_from_of(h)};
-        hb::add_mass(on.instructions(), shape, options.aggregate, queries, mine.key, seen, mine.sum,
+        hb::add_mass(ctx.instructions(), shape, options.aggregate, queries, mine.key, seen, mine.sum,
                      mine.scratch, q.length);
         std::transform(mine.sum, mine.sum + length, received.head(b, h),
                        [](double x) { return static_cast<float>(x); });

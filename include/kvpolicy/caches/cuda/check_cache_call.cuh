@@ -8,9 +8,9 @@
 #include <kvpolicy/caches/cuda/scoring/dispatch_cache_conv.cuh>
 #include <kvpolicy/caches/cuda_calls.cuh>
 #include <kvpolicy/core/check.hpp>
+#include <kvpolicy/core/cuda_config.cuh>
 #include <kvpolicy/core/error.hpp>
 #include <kvpolicy/cuda/check.cuh>
-#include <kvpolicy/cuda/config.cuh>
 #include <kvpolicy/cuda/head_tiles.cuh>
 #include <kvpolicy/scorers/cuda/common/device_scorer.cuh>
 #include <kvpolicy/scorers/cuda/common/warp_scorer.cuh>

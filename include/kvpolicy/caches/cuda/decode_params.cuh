@@ -2,8 +2,8 @@
 #pragma once
 
 #include <kvpolicy/caches/cuda/agent_decode_stream.cuh>
+#include <kvpolicy/core/cuda_config.cuh>
 #include <kvpolicy/core/view.hpp>
-#include <kvpolicy/cuda/config.cuh>
 #include <kvpolicy/policies/scorer_concept.hpp>
 #include <kvpolicy/scorers/cuda/common/device_scorer.cuh>
 

@@ -2,8 +2,8 @@
 // keys.
 #pragma once
 
+#include <kvpolicy/core/cuda_config.cuh>
 #include <kvpolicy/core/types.hpp>
-#include <kvpolicy/cuda/config.cuh>
 
 #include <cstdint>
 #include <type_traits>

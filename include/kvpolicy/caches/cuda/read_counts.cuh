@@ -3,7 +3,7 @@
 #pragma once
 
 #include <kvpolicy/caches/cache.hpp>
-#include <kvpolicy/cuda/config.cuh>
+#include <kvpolicy/core/cuda_config.cuh>
 #include <kvpolicy/cuda/launch.cuh>
 
 #include <cstdint>

@@ -6,7 +6,7 @@
 // 13.0 give up the registers of setmaxnreg.
 #pragma once
 
-#include <kvpolicy/cuda/config.cuh>
+#include <kvpolicy/core/cuda_config.cuh>
 
 #include <cstdint>
 

@@ -1,7 +1,7 @@
 // Sums over a block, in one order.
 #pragma once
 
-#include <kvpolicy/cuda/config.cuh>
+#include <kvpolicy/core/cuda_config.cuh>
 #include <kvpolicy/cuda/primitives/warp.cuh>
 
 namespace kvpolicy {

@@ -1,7 +1,7 @@
 // Clusters of blocks, which read and write each other's shared memory: compute capability 9.0.
 #pragma once
 
-#include <kvpolicy/cuda/config.cuh>
+#include <kvpolicy/core/cuda_config.cuh>
 #include <kvpolicy/cuda/primitives/async.cuh>
 
 #include <cstdint>

@@ -7,8 +7,8 @@
 // 2..3 in row group + 8, columns 2 pair and 2 pair + 1.
 #pragma once
 
+#include <kvpolicy/core/cuda_config.cuh>
 #include <kvpolicy/core/types.hpp>
-#include <kvpolicy/cuda/config.cuh>
 
 #include <cstdint>
 #include <type_traits>

@@ -1,7 +1,7 @@
 // Where a thread is in a ring of stages in shared memory.
 #pragma once
 
-#include <kvpolicy/cuda/config.cuh>
+#include <kvpolicy/core/cuda_config.cuh>
 
 #include <cstdint>
 

@@ -1,7 +1,7 @@
 // Which packed segment something falls into.
 #pragma once
 
-#include <kvpolicy/cuda/config.cuh>
+#include <kvpolicy/core/cuda_config.cuh>
 
 #include <cstdint>
 

@@ -2,7 +2,7 @@
 // capability 8.0.
 #pragma once
 
-#include <kvpolicy/cuda/config.cuh>
+#include <kvpolicy/core/cuda_config.cuh>
 #include <kvpolicy/cuda/primitives/mma.cuh>
 #include <kvpolicy/cuda/primitives/warp.cuh>
 #include <kvpolicy/cuda/primitives/wgmma.cuh>

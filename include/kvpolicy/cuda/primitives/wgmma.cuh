@@ -19,8 +19,8 @@
 // columns.
 #pragma once
 
+#include <kvpolicy/core/cuda_config.cuh>
 #include <kvpolicy/core/types.hpp>
-#include <kvpolicy/cuda/config.cuh>
 
 #include <cstdint>
 #include <type_traits>

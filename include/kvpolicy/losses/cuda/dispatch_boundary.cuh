@@ -2,8 +2,8 @@
 // losses/cuda/kernel_boundary.cuh.
 #pragma once
 
+#include <kvpolicy/core/cuda_config.cuh>
 #include <kvpolicy/cuda/check.cuh>
-#include <kvpolicy/cuda/config.cuh>
 #include <kvpolicy/cuda/launch.cuh>
 #include <kvpolicy/losses/boundary.hpp>
 #include <kvpolicy/losses/check.hpp>
@@ -34,7 +34,7 @@ struct boundary_memory {
     std::size_t ranking_bytes;
 
     template <class P>
-    boundary_memory(const cuda& on, const P& policy, const Sequences& sequences, std::int32_t heads,
+    boundary_memory(const cuda& ctx, const P& policy, const Sequences& sequences, std::int32_t heads,
                     workspace_parts& parts) {
         const std::int64_t count = std::int64_t{sequences.batch} * heads * sequences.length;
         for (std::int32_t** row : {&rank, &cutoff, &order, &drawn, &first, &last}) {
@@ -46,7 +46,7 @@ struct boundary_memory {
         tiles = (sequences.length + boundary_threads - 1) / boundary_threads;
         sums = parts.take<boundary_tile>(std::int64_t{sequences.batch} * heads * tiles);
         small = small_numbers::take(parts, sequences, heads);
-        ranking_bytes = build_cutoffs_workspace_bytes(on, policy, sequences, heads);
+        ranking_bytes = build_cutoffs_workspace_bytes(ctx, policy, sequences, heads);
         ranking = parts.take<unsigned char>(static_cast<std::int64_t>(ranking_bytes));
     }
 
@@ -75,7 +75,7 @@ inline boundary_numbers boundary_numbers_of(const BoundaryLoss& loss, std::int32
     numbers.least = static_cast<double>(loss.balance.least);
     numbers.most = static_cast<double>(loss.balance.most);
     numbers.scale = static_cast<double>(loss.scale);
-    numbers.balance = loss.balance.on;
+    numbers.balance = loss.balance.enabled;
     numbers.count = loss.sampler.count;
     numbers.late =
         std::llround(static_cast<double>(loss.sampler.late) * static_cast<double>(loss.sampler.count));
@@ -89,16 +89,16 @@ inline boundary_numbers boundary_numbers_of(const BoundaryLoss& loss, std::int32
 }  // namespace KVPOLICY_HIDDEN
 
 template <AnyPolicy P, class Build>
-std::size_t BoundaryLoss::workspace_bytes(const cuda& on, const P& policy, const Sequences& sequences,
+std::size_t BoundaryLoss::workspace_bytes(const cuda& ctx, const P& policy, const Sequences& sequences,
                                           std::int32_t heads) const {
     cuda_backend::check_shape(sequences, heads);
     cuda_backend::workspace_parts parts(nullptr);
-    const cuda_backend::boundary_memory memory(on, policy, sequences, heads, parts);
+    const cuda_backend::boundary_memory memory(ctx, policy, sequences, heads, parts);
     return parts.bytes();
 }
 
 template <AnyPolicy P, class Real, class Build>
-void BoundaryLoss::operator()(const cuda& on, const P& policy,
+void BoundaryLoss::operator()(const cuda& ctx, const P& policy,
                               std::type_identity_t<plane_view<const Real>> scores,
                               plane_view<const float> target, const Sequences& sequences,
                               plane_view<Real> d_scores, double* d_log_gamma, BoundaryValue* value,
@@ -118,25 +118,25 @@ void BoundaryLoss::operator()(const cuda& on, const P& policy,
     cb::check_plane("d_scores", d_scores, sequences.batch, heads, sequences.length);
     cb::check_plane("scores", scores, sequences.batch, heads, sequences.length);
     cb::check_plane("target", target, sequences.batch, heads, sequences.length);
-    cb::check_workspace(workspace, workspace_bytes<P, Build>(on, policy, sequences, heads));
-    const cb::device_scope device(on);
+    cb::check_workspace(workspace, workspace_bytes<P, Build>(ctx, policy, sequences, heads));
+    const cb::device_scope device(ctx);
     cb::workspace_parts parts(workspace.data);
-    const cb::boundary_memory memory(on, policy, sequences, heads, parts);
+    const cb::boundary_memory memory(ctx, policy, sequences, heads, parts);
     const auto plane = [&](std::int32_t* data) {
         return view_bhs(data, sequences.batch, heads, sequences.length);
     };
     // Refuses packed segments and decay steps above 1.
-    cb::cutoffs_of<ParallelCutoff>(on, policy, options.log_gamma, target, sequences, plane(memory.rank),
+    cb::cutoffs_of<ParallelCutoff>(ctx, policy, options.log_gamma, target, sequences, plane(memory.rank),
                                    plane(memory.cutoff), {memory.ranking, memory.ranking_bytes}, loss.layer,
                                    status);
     const auto wait_for_scores = [&] {
         if (options.scores_ready != nullptr) {
-            cb::check(cudaStreamWaitEvent(on.stream, options.scores_ready, 0), "cudaStreamWaitEvent");
+            cb::check(cudaStreamWaitEvent(ctx.stream, options.scores_ready, 0), "cudaStreamWaitEvent");
         }
     };
     const std::int64_t planes = std::int64_t{sequences.batch} * heads;
     if (planes > 0 && sequences.length > 0) {
-        auto mask = cb::make_params(on, policy, target, sequences, heads, loss.layer, memory.small, status);
+        auto mask = cb::make_params(ctx, policy, target, sequences, heads, loss.layer, memory.small, status);
         mask.all_params.log_gamma = options.log_gamma;
         using Gate = std::remove_cvref_t<decltype(mask.gate)>;
         using Keep = std::remove_cvref_t<decltype(mask.keep)>;
@@ -145,27 +145,27 @@ void BoundaryLoss::operator()(const cuda& on, const P& policy,
         memory.place(params);
         const std::int64_t blocks = planes * memory.tiles;
         cb::launch("boundary_begin_kernel", cb::boundary_begin_kernel<Gate, Keep>, blocks,
-                   cb::boundary_threads, 0, on, params);
+                   cb::boundary_threads, 0, ctx, params);
         if (params.numbers.count < sequences.length) {  // else all are drawn
             const std::int32_t of_plane =
                 (params.numbers.count + cb::boundary_threads - 1) / cb::boundary_threads;
             cb::launch("boundary_draw_kernel", cb::boundary_draw_kernel<Gate, Keep>, planes * of_plane,
-                       cb::boundary_threads, 0, on, params, of_plane);
+                       cb::boundary_threads, 0, ctx, params, of_plane);
         }
         cb::launch("boundary_examples_kernel", cb::boundary_examples_kernel<Gate, Keep>, blocks,
-                   cb::boundary_threads, 0, on, params);
+                   cb::boundary_threads, 0, ctx, params);
         wait_for_scores();  // before this nobody reads them
         cb::launch("boundary_gradient_kernel", cb::boundary_gradient_kernel<Gate, Keep>, blocks,
-                   cb::boundary_threads, 0, on, params);
-        cb::launch("boundary_carry_kernel", cb::boundary_carry_kernel<cb::boundary_tile>, planes, 32, 0, on,
+                   cb::boundary_threads, 0, ctx, params);
+        cb::launch("boundary_carry_kernel", cb::boundary_carry_kernel<cb::boundary_tile>, planes, 32, 0, ctx,
                    memory.planes, memory.sums, memory.tiles);
         cb::launch("boundary_finish_kernel", cb::boundary_finish_kernel<Gate, Keep>, blocks,
-                   cb::boundary_threads, 0, on, params);
+                   cb::boundary_threads, 0, ctx, params);
     } else {
         wait_for_scores();
     }
     cb::launch("boundary_value_kernel", cb::boundary_value_kernel<BoundaryValue>, 1, cb::boundary_threads, 0,
-               on, static_cast<const cb::boundary_plane*>(memory.planes), sequences.length > 0 ? planes : 0,
+               ctx, static_cast<const cb::boundary_plane*>(memory.planes), sequences.length > 0 ? planes : 0,
                heads, d_log_gamma, value);
 }
 

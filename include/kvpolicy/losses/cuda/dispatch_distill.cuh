@@ -2,8 +2,8 @@
 #pragma once
 
 #include <kvpolicy/core/check.hpp>
+#include <kvpolicy/core/cuda_config.cuh>
 #include <kvpolicy/cuda/check.cuh>
-#include <kvpolicy/cuda/config.cuh>
 #include <kvpolicy/cuda/launch.cuh>
 #include <kvpolicy/losses/check.hpp>
 #include <kvpolicy/losses/cuda/kernel_distill.cuh>
@@ -60,20 +60,20 @@ inline std::size_t row_loss_workspace_bytes(const Sequences& sequences, std::int
 
 /// Counts tokens, enqueue(problem) where there are any, and adds values up.
 template <class L, class Enqueue>
-void run_row_loss(const cuda& on, const L& loss, const Sequences& sequences, std::int32_t heads,
+void run_row_loss(const cuda& ctx, const L& loss, const Sequences& sequences, std::int32_t heads,
                   plane_view<const std::int32_t> labels, std::int32_t dim, LossValue* value,
                   workspace_view workspace, std::uint32_t* status, const Enqueue& enqueue) {
     checks::check_value(value);
     check_workspace(workspace, row_loss_workspace_bytes(sequences, heads));
-    const device_scope device(on);
+    const device_scope device(ctx);
     workspace_parts parts(workspace.data);
     row_loss_params params = row_loss_params_of(sequences, heads, loss.scale, status);
     take_row_memory(params, parts);
-    launch("row_count_kernel", row_count_kernel<std::int32_t>, 1, row_threads, 0, on, params, labels, dim);
+    launch("row_count_kernel", row_count_kernel<std::int32_t>, 1, row_threads, 0, ctx, params, labels, dim);
     if (row_tokens(sequences, heads) > 0) {
         enqueue(params, row_tokens(sequences, heads));
     }
-    launch("row_value_kernel", row_value_kernel<LossValue>, 1, row_threads, 0, on, params, value);
+    launch("row_value_kernel", row_value_kernel<LossValue>, 1, row_threads, 0, ctx, params, value);
 }
 
 template <class T>
@@ -90,14 +90,14 @@ inline std::int32_t top_count(const TopDistillation& loss, std::int32_t vocabula
 
 }  // namespace cuda_backend
 
-inline std::size_t top_logits_workspace_bytes(const cuda& on, std::int32_t vocabulary) {
-    static_cast<void>(on);
+inline std::size_t top_logits_workspace_bytes(const cuda& ctx, std::int32_t vocabulary) {
+    static_cast<void>(ctx);
     detail::require(vocabulary >= 0, "vocabulary", vocabulary, "0 or more");
     return 0;
 }
 
 template <Storage T>
-void top_logits(const cuda& on, std::type_identity_t<rows_view<const T>> logits, const Sequences& sequences,
+void top_logits(const cuda& ctx, std::type_identity_t<rows_view<const T>> logits, const Sequences& sequences,
                 rows_view<T> values, rows_view<std::int32_t> indices, workspace_view,
                 const LossOptions& options) {
     namespace cb = cuda_backend;
@@ -111,13 +111,13 @@ void top_logits(const cuda& on, std::type_identity_t<rows_view<const T>> logits,
     if (cb::row_tokens(sequences, values.heads) == 0) {
         return;
     }
-    const cb::device_scope device(on);
+    const cb::device_scope device(ctx);
     int capacity = 1;
     while (capacity < values.dim) {
         capacity *= 2;
     }
     cb::launch("top_logits_kernel", cb::top_logits_kernel<T>, cb::row_tokens(sequences, values.heads),
-               cb::row_threads, static_cast<std::size_t>(capacity) * sizeof(std::uint64_t), on,
+               cb::row_threads, static_cast<std::size_t>(capacity) * sizeof(std::uint64_t), ctx,
                cb::row_loss_params_of(sequences, values.heads, 1.0f, options.status), logits, values, indices,
                capacity);
 }
@@ -143,7 +143,7 @@ std::size_t TopDistillation::workspace_bytes(const cuda&, rows_view<Rows> values
 }
 
 template <Storage T, class Build>
-void TopDistillation::operator()(const cuda& on, std::type_identity_t<rows_view<const T>> teacher,
+void TopDistillation::operator()(const cuda& ctx, std::type_identity_t<rows_view<const T>> teacher,
                                  std::type_identity_t<rows_view<const T>> student, const Sequences& sequences,
                                  rows_view<T> d_student, LossValue* value, workspace_view workspace,
                                  const LossOptions& options) const {
@@ -157,7 +157,7 @@ void TopDistillation::operator()(const cuda& on, std::type_identity_t<rows_view<
     const std::int32_t batch = sequences.batch, heads = d_student.heads;
     checks::check_rows("teacher", teacher, batch, heads, sequences.length, d_student.dim);
     checks::check_rows("student", student, batch, heads, sequences.length, d_student.dim);
-    cb::check_workspace(workspace, workspace_bytes<const T, Build>(on, teacher, sequences));
+    cb::check_workspace(workspace, workspace_bytes<const T, Build>(ctx, teacher, sequences));
     checks::check_value(value);
     const std::int32_t count = cb::top_count(loss, d_student.dim);
     cb::workspace_parts parts(workspace.data);
@@ -167,14 +167,14 @@ void TopDistillation::operator()(const cuda& on, std::type_identity_t<rows_view<
     const std::size_t bytes = cb::row_loss_workspace_bytes(sequences, heads);
     unsigned char* const rest = parts.take<unsigned char>(static_cast<std::int64_t>(bytes));
     if (count > 0) {
-        top_logits<T>(on, teacher, sequences, values, indices, {}, options);
+        top_logits<T>(ctx, teacher, sequences, values, indices, {}, options);
     }
-    (*this)(on, values, rows_view<const std::int32_t>(indices), student, sequences, d_student, value,
+    (*this)(ctx, values, rows_view<const std::int32_t>(indices), student, sequences, d_student, value,
             workspace_view{rest, bytes}, options);
 }
 
 template <Storage T, class Build>
-void TopDistillation::operator()(const cuda& on, std::type_identity_t<rows_view<const T>> values,
+void TopDistillation::operator()(const cuda& ctx, std::type_identity_t<rows_view<const T>> values,
                                  rows_view<const std::int32_t> indices,
                                  std::type_identity_t<rows_view<const T>> student, const Sequences& sequences,
                                  rows_view<T> d_student, LossValue* value, workspace_view workspace,
@@ -185,10 +185,10 @@ void TopDistillation::operator()(const cuda& on, std::type_identity_t<rows_view<
     const std::int32_t batch = sequences.batch, heads = d_student.heads;
     checks::check_rows("values", values, batch, heads, sequences.length, values.dim);
     checks::check_rows("indices", indices, batch, heads, sequences.length, values.dim);
-    cb::run_row_loss(on, loss, sequences, heads, {}, 0, value, workspace, options.status,
+    cb::run_row_loss(ctx, loss, sequences, heads, {}, 0, value, workspace, options.status,
                      [&](const cb::row_loss_params& params, std::int64_t tokens) {
                          cb::launch("top_distillation_kernel", cb::top_distillation_kernel<T>, tokens,
-                                    cb::row_threads, 0, on, params,
+                                    cb::row_threads, 0, ctx, params,
                                     1.0 / static_cast<double>(loss.temperature), loss.reverse, values,
                                     indices, student, d_student);
                      });
@@ -201,7 +201,7 @@ std::size_t CrossEntropy::workspace_bytes(const cuda&, rows_view<Rows> student,
 }
 
 template <Storage T, class Build>
-void CrossEntropy::operator()(const cuda& on, plane_view<const std::int32_t> labels,
+void CrossEntropy::operator()(const cuda& ctx, plane_view<const std::int32_t> labels,
                               std::type_identity_t<rows_view<const T>> student, const Sequences& sequences,
                               rows_view<T> d_student, LossValue* value, workspace_view workspace,
                               const LossOptions& options) const {
@@ -210,10 +210,10 @@ void CrossEntropy::operator()(const cuda& on, plane_view<const std::int32_t> lab
     cb::check_student(1.0f, loss.scale, student, sequences, d_student);
     const std::int32_t batch = sequences.batch, heads = d_student.heads;
     cb::check_plane("labels", labels, batch, heads, sequences.length);
-    cb::run_row_loss(on, loss, sequences, heads, labels, d_student.dim, value, workspace, options.status,
+    cb::run_row_loss(ctx, loss, sequences, heads, labels, d_student.dim, value, workspace, options.status,
                      [&](const cb::row_loss_params& params, std::int64_t tokens) {
                          cb::launch("cross_entropy_kernel", cb::cross_entropy_kernel<T>, tokens,
-                                    cb::row_threads, 0, on, params, labels, student, d_student);
+                                    cb::row_threads, 0, ctx, params, labels, student, d_student);
                      });
 }
 
@@ -224,7 +224,7 @@ std::size_t L2Distillation::workspace_bytes(const cuda&, rows_view<Rows> teacher
 }
 
 template <Storage T, class Build>
-void L2Distillation::operator()(const cuda& on, std::type_identity_t<rows_view<const T>> teacher,
+void L2Distillation::operator()(const cuda& ctx, std::type_identity_t<rows_view<const T>> teacher,
                                 std::type_identity_t<rows_view<const T>> student, const Sequences& sequences,
                                 rows_view<T> d_student, LossValue* value, workspace_view workspace,
                                 const LossOptions& options) const {
@@ -233,9 +233,9 @@ void L2Distillation::operator()(const cuda& on, std::type_identity_t<rows_view<c
     cb::check_student(1.0f, loss.scale, student, sequences, d_student);
     const std::int32_t batch = sequences.batch, heads = d_student.heads;
     checks::check_rows("teacher", teacher, batch, heads, sequences.length, d_student.dim);
-    cb::run_row_loss(on, loss, sequences, heads, {}, 0, value, workspace, options.status,
+    cb::run_row_loss(ctx, loss, sequences, heads, {}, 0, value, workspace, options.status,
                      [&](const cb::row_loss_params& params, std::int64_t tokens) {
-                         cb::launch("l2_kernel", cb::l2_kernel<T>, tokens, cb::row_threads, 0, on, params,
+                         cb::launch("l2_kernel", cb::l2_kernel<T>, tokens, cb::row_threads, 0, ctx, params,
                                     teacher, student, d_student);
                      });
 }

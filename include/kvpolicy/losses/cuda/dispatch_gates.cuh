@@ -2,8 +2,8 @@
 #pragma once
 
 #include <kvpolicy/core/check.hpp>
+#include <kvpolicy/core/cuda_config.cuh>
 #include <kvpolicy/cuda/check.cuh>
-#include <kvpolicy/cuda/config.cuh>
 #include <kvpolicy/cuda/launch.cuh>
 #include <kvpolicy/losses/check.hpp>
 #include <kvpolicy/losses/cuda/kernel_gates.cuh>
@@ -55,46 +55,46 @@ void check_gate_loss(const P& policy, plane_view<const float> scores, const Sequ
 }
 
 template <class Controller>
-void launch_controller(const cuda& on, const Controller& controller, controller_action call,
+void launch_controller(const cuda& ctx, const Controller& controller, controller_action call,
                        const double* counts) {
     controller.check();
-    const device_scope device(on);
+    const device_scope device(ctx);
     launch("controller_kernel", controller_kernel<Controller>, (std::int64_t{controller.heads} + 127) / 128,
-           128, 0, on, controller, call, counts);
+           128, 0, ctx, controller, call, counts);
 }
 
 /// Enqueues the count of keys that a loss is about, 0 where there is no key at all.
 template <class Params>
-void launch_gate_count(const cuda& on, const gate_memory& memory, const Params* params, gate_scope scope) {
+void launch_gate_count(const cuda& ctx, const gate_memory& memory, const Params* params, gate_scope scope) {
     if (params != nullptr) {
         using Gate = std::remove_cvref_t<decltype(params->gate)>;
         using Keep = std::remove_cvref_t<decltype(params->keep)>;
-        launch("gate_count_kernel", gate_count_kernel<Gate, Keep>, memory.blocks, mask_chunk, 0, on, *params,
+        launch("gate_count_kernel", gate_count_kernel<Gate, Keep>, memory.blocks, mask_chunk, 0, ctx, *params,
                scope == gate_scope::all, false, memory.shares);
     }
-    launch("gate_total_kernel", gate_total_kernel<long long>, 1, gate_sum_threads, 0, on,
+    launch("gate_total_kernel", gate_total_kernel<long long>, 1, gate_sum_threads, 0, ctx,
            static_cast<const long long*>(memory.shares), memory.blocks, memory.count);
 }
 
 /// Adds a call's decisions to *sums, or writes them there.
 template <class Params>
-void launch_decisions(const cuda& on, const gate_memory& memory, const Params* params,
+void launch_decisions(const cuda& ctx, const gate_memory& memory, const Params* params,
                       const CompressionLoss& loss, bool add, EvictionSums* sums) {
-    launch_gate_count(on, memory, params, loss.scope);
+    launch_gate_count(ctx, memory, params, loss.scope);
     if (params != nullptr) {
         using Gate = std::remove_cvref_t<decltype(params->gate)>;
         using Keep = std::remove_cvref_t<decltype(params->keep)>;
-        launch("decisions_kernel", decisions_kernel<Gate, Keep>, memory.blocks, mask_chunk, 0, on, *params,
+        launch("decisions_kernel", decisions_kernel<Gate, Keep>, memory.blocks, mask_chunk, 0, ctx, *params,
                loss, memory.values);
     }
-    launch("decisions_total_kernel", decisions_total_kernel<EvictionSums>, 1, gate_sum_threads, 0, on,
+    launch("decisions_total_kernel", decisions_total_kernel<EvictionSums>, 1, gate_sum_threads, 0, ctx,
            static_cast<const double*>(memory.values), memory.blocks,
            static_cast<const long long*>(memory.count), add, sums);
 }
 
 /// GateSparsity, GateDensity or RetentionPenalty.
 template <class L, AnyPolicy P>
-void gate_loss(const cuda& on, const L& loss, const P& policy, plane_view<const float> scores,
+void gate_loss(const cuda& ctx, const L& loss, const P& policy, plane_view<const float> scores,
                const Sequences& sequences, plane_view<float> d_scores, LossValue* value,
                workspace_view workspace, std::uint32_t* status) {
     namespace cb = cuda_backend;
@@ -106,23 +106,23 @@ void gate_loss(const cuda& on, const L& loss, const P& policy, plane_view<const 
     cb::check_gate_loss(policy, scores, sequences, loss.layer, workspace);
     cb::check_plane("d_scores", d_scores, sequences.batch, scores.heads, sequences.length);
     checks::check_value(value);
-    const cb::device_scope device(on);
+    const cb::device_scope device(ctx);
     cb::workspace_parts parts(workspace.data);
     const cb::gate_memory memory(sequences, scores.heads, parts);
-    using Params = decltype(cb::make_params(on, policy, scores, sequences, scores.heads, loss.layer,
+    using Params = decltype(cb::make_params(ctx, policy, scores, sequences, scores.heads, loss.layer,
                                             memory.small, status));
     if (memory.blocks > 0) {
         const Params params =
-            cb::make_params(on, policy, scores, sequences, scores.heads, loss.layer, memory.small, status);
+            cb::make_params(ctx, policy, scores, sequences, scores.heads, loss.layer, memory.small, status);
         using Gate = std::remove_cvref_t<decltype(params.gate)>;
         using Keep = std::remove_cvref_t<decltype(params.keep)>;
-        cb::launch_gate_count(on, memory, &params, loss.scope);
+        cb::launch_gate_count(ctx, memory, &params, loss.scope);
         cb::launch("gate_loss_kernel", cb::gate_loss_kernel<L, Gate, Keep>, memory.blocks, cb::mask_chunk, 0,
-                   on, params, loss, static_cast<const long long*>(memory.count), d_scores, memory.values);
+                   ctx, params, loss, static_cast<const long long*>(memory.count), d_scores, memory.values);
     } else {
-        cb::launch_gate_count(on, memory, static_cast<const Params*>(nullptr), loss.scope);
+        cb::launch_gate_count(ctx, memory, static_cast<const Params*>(nullptr), loss.scope);
     }
-    cb::launch("gate_value_kernel", cb::gate_value_kernel<LossValue>, 1, cb::gate_sum_threads, 0, on,
+    cb::launch("gate_value_kernel", cb::gate_value_kernel<LossValue>, 1, cb::gate_sum_threads, 0, ctx,
                static_cast<const double*>(memory.values), memory.blocks,
                static_cast<const long long*>(memory.count), L::mean_over_keys ? 0.0 : sequences.batch, value);
 }
@@ -136,12 +136,13 @@ std::size_t GateSparsity::workspace_bytes(const cuda&, const P&, const Sequences
     return cuda_backend::gate_workspace_bytes(sequences, heads);
 }
 template <AnyPolicy P, class Real, class Build>
-void GateSparsity::operator()(const cuda& on, const P& policy,
+void GateSparsity::operator()(const cuda& ctx, const P& policy,
                               std::type_identity_t<plane_view<const Real>> scores, const Sequences& sequences,
                               plane_view<Real> d_scores, LossValue* value, workspace_view workspace,
                               const LossOptions& options) const {
     static_assert(std::is_same_v<Real, float>, "kvpolicy: scores on CUDA are fp32");
-    cuda_backend::gate_loss(on, *this, policy, scores, sequences, d_scores, value, workspace, options.status);
+    cuda_backend::gate_loss(ctx, *this, policy, scores, sequences, d_scores, value, workspace,
+                            options.status);
 }
 
 template <AnyPolicy P, class Build>
@@ -150,12 +151,13 @@ std::size_t GateDensity::workspace_bytes(const cuda&, const P&, const Sequences&
     return cuda_backend::gate_workspace_bytes(sequences, heads);
 }
 template <AnyPolicy P, class Real, class Build>
-void GateDensity::operator()(const cuda& on, const P& policy,
+void GateDensity::operator()(const cuda& ctx, const P& policy,
                              std::type_identity_t<plane_view<const Real>> scores, const Sequences& sequences,
                              plane_view<Real> d_scores, LossValue* value, workspace_view workspace,
                              const LossOptions& options) const {
     static_assert(std::is_same_v<Real, float>, "kvpolicy: scores on CUDA are fp32");
-    cuda_backend::gate_loss(on, *this, policy, scores, sequences, d_scores, value, workspace, options.status);
+    cuda_backend::gate_loss(ctx, *this, policy, scores, sequences, d_scores, value, workspace,
+                            options.status);
 }
 
 template <AnyPolicy P, class Build>
@@ -164,12 +166,13 @@ std::size_t RetentionPenalty::workspace_bytes(const cuda&, const P&, const Seque
     return cuda_backend::gate_workspace_bytes(sequences, heads);
 }
 template <AnyPolicy P, class Real, class Build>
-void RetentionPenalty::operator()(const cuda& on, const P& policy,
+void RetentionPenalty::operator()(const cuda& ctx, const P& policy,
                                   std::type_identity_t<plane_view<const Real>> scores,
                                   const Sequences& sequences, plane_view<Real> d_scores, LossValue* value,
                                   workspace_view workspace, const LossOptions& options) const {
     static_assert(std::is_same_v<Real, float>, "kvpolicy: scores on CUDA are fp32");
-    cuda_backend::gate_loss(on, *this, policy, scores, sequences, d_scores, value, workspace, options.status);
+    cuda_backend::gate_loss(ctx, *this, policy, scores, sequences, d_scores, value, workspace,
+                            options.status);
 }
 
 template <AnyPolicy P, class Build>
@@ -179,7 +182,7 @@ std::size_t CompressionLoss::workspace_bytes(const cuda&, const P&, const Sequen
 }
 
 template <AnyPolicy P, class Real, class Build>
-void CompressionLoss::sums(const cuda& on, const P& policy, plane_view<Real> scores,
+void CompressionLoss::sums(const cuda& ctx, const P& policy, plane_view<Real> scores,
                            const Sequences& sequences, EvictionSums* sums, workspace_view workspace,
                            const CompressionOptions& options) const {
     namespace cb = cuda_backend;
@@ -189,18 +192,18 @@ void CompressionLoss::sums(const cuda& on, const P& policy, plane_view<Real> sco
     loss.gate.check();
     cb::check_gate_loss(policy, scores, sequences, loss.layer, workspace);
     detail::require(sums != nullptr, "sums", "null", "device memory");
-    const cb::device_scope device(on);
+    const cb::device_scope device(ctx);
     cb::workspace_parts parts(workspace.data);
     const cb::gate_memory memory(sequences, scores.heads, parts);
     if (memory.blocks > 0) {
         const auto params =
-            cb::make_params(on, policy, scores, sequences, scores.heads, loss.layer, memory.small, status);
-        cb::launch_decisions(on, memory, &params, loss, true, sums);
+            cb::make_params(ctx, policy, scores, sequences, scores.heads, loss.layer, memory.small, status);
+        cb::launch_decisions(ctx, memory, &params, loss, true, sums);
     }
 }
 
 template <AnyPolicy P, class Real, class Build>
-void CompressionLoss::operator()(const cuda& on, const P& policy,
+void CompressionLoss::operator()(const cuda& ctx, const P& policy,
                                  std::type_identity_t<plane_view<const Real>> scores,
                                  const Sequences& sequences, plane_view<Real> d_scores, LossValue* value,
                                  workspace_view workspace, const CompressionOptions& options) const {
@@ -216,24 +219,24 @@ void CompressionLoss::operator()(const cuda& on, const P& policy,
     cb::check_gate_loss(policy, scores, sequences, loss.layer, workspace);
     cb::check_plane("d_scores", d_scores, sequences.batch, scores.heads, sequences.length);
     checks::check_value(value);
-    const cb::device_scope device(on);
+    const cb::device_scope device(ctx);
     cb::workspace_parts parts(workspace.data);
     const cb::gate_memory memory(sequences, scores.heads, parts);
-    using Params = decltype(cb::make_params(on, policy, scores, sequences, scores.heads, loss.layer,
+    using Params = decltype(cb::make_params(ctx, policy, scores, sequences, scores.heads, loss.layer,
                                             memory.small, status));
     const EvictionSums* const all = total != nullptr || loss.total.keys != 0 ? total : memory.sums;
     if (memory.blocks > 0) {
         const Params params =
-            cb::make_params(on, policy, scores, sequences, scores.heads, loss.layer, memory.small, status);
+            cb::make_params(ctx, policy, scores, sequences, scores.heads, loss.layer, memory.small, status);
         using Gate = std::remove_cvref_t<decltype(params.gate)>;
         using Keep = std::remove_cvref_t<decltype(params.keep)>;
-        cb::launch_decisions(on, memory, &params, loss, false, memory.sums);
+        cb::launch_decisions(ctx, memory, &params, loss, false, memory.sums);
         cb::launch("compression_kernel", cb::compression_kernel<Gate, Keep>, memory.blocks, cb::mask_chunk, 0,
-                   on, params, loss, all, d_scores);
+                   ctx, params, loss, all, d_scores);
     } else {
-        cb::launch_decisions(on, memory, static_cast<const Params*>(nullptr), loss, false, memory.sums);
+        cb::launch_decisions(ctx, memory, static_cast<const Params*>(nullptr), loss, false, memory.sums);
     }
-    cb::launch("compression_value_kernel", cb::compression_value_kernel<LossValue>, 1, 32, 0, on, loss, all,
+    cb::launch("compression_value_kernel", cb::compression_value_kernel<LossValue>, 1, 32, 0, ctx, loss, all,
                static_cast<const long long*>(memory.count), value);
 }
 
@@ -252,7 +255,7 @@ std::size_t retention_counts_workspace_bytes(const cuda&, const P&, const Sequen
 }
 
 template <AnyPolicy P, class V>
-void straight_through_values(const cuda& on, const P& policy,
+void straight_through_values(const cuda& ctx, const P& policy,
                              std::type_identity_t<plane_view<const compute_t<std::remove_const_t<V>>>> scores,
                              rows_view<V> given_v, input_rows<std::remove_const_t<V>> d_v,
                              const Sequences& sequences,
@@ -272,19 +275,19 @@ void straight_through_values(const cuda& on, const P& policy,
     if (keys == 0) {
         return;
     }
-    const cb::device_scope device(on);
+    const cb::device_scope device(ctx);
     cb::workspace_parts parts(workspace.data);
     const cb::gate_memory memory(sequences, scores.heads, parts);
     const auto params =
-        cb::make_params(on, policy, scores, sequences, scores.heads, layer, memory.small, status);
+        cb::make_params(ctx, policy, scores, sequences, scores.heads, layer, memory.small, status);
     using Gate = std::remove_cvref_t<decltype(params.gate)>;
     using Keep = std::remove_cvref_t<decltype(params.keep)>;
     cb::launch("straight_through_kernel", cb::straight_through_kernel<T, Gate, Keep>, (keys + 7) / 8, 256, 0,
-               on, params, v, d_v, d_scores);
+               ctx, params, v, d_v, d_scores);
 }
 
 template <AnyPolicy P, class Real>
-void retention_counts(const cuda& on, const P& policy, plane_view<Real> scores, const Sequences& sequences,
+void retention_counts(const cuda& ctx, const P& policy, plane_view<Real> scores, const Sequences& sequences,
                       double* counts, workspace_view workspace, const GateOptions& options) {
     namespace cb = cuda_backend;
     static_assert(std::is_same_v<std::remove_const_t<Real>, float>, "kvpolicy: scores on CUDA are fp32");
@@ -292,36 +295,36 @@ void retention_counts(const cuda& on, const P& policy, plane_view<Real> scores, 
     std::uint32_t* const status = options.status;
     cb::check_gate_loss(policy, scores, sequences, layer, workspace);
     detail::require(counts != nullptr || scores.heads == 0, "counts", "null", "device memory");
-    const cb::device_scope device(on);
+    const cb::device_scope device(ctx);
     cb::workspace_parts parts(workspace.data);
     const cb::gate_memory memory(sequences, scores.heads, parts);
     if (memory.blocks > 0) {
         const auto params =
-            cb::make_params(on, policy, scores, sequences, scores.heads, layer, memory.small, status);
+            cb::make_params(ctx, policy, scores, sequences, scores.heads, layer, memory.small, status);
         using Gate = std::remove_cvref_t<decltype(params.gate)>;
         using Keep = std::remove_cvref_t<decltype(params.keep)>;
         cb::launch("gate_count_kernel", cb::gate_count_kernel<Gate, Keep>, memory.blocks, cb::mask_chunk, 0,
-                   on, params, false, true, memory.shares);
+                   ctx, params, false, true, memory.shares);
     }
     cb::launch("retention_counts_kernel", cb::retention_counts_kernel<double>, scores.heads,
-               cb::gate_sum_threads, 0, on, static_cast<const long long*>(memory.shares), memory.blocks,
+               cb::gate_sum_threads, 0, ctx, static_cast<const long long*>(memory.shares), memory.blocks,
                sequences.batch, counts);
 }
 
 }  // namespace KVPOLICY_HIDDEN
 
 template <class Build>
-void LambdaController::start(const cuda& on) const {
-    cuda_backend::launch_controller(on, *this, cuda_backend::controller_action::start, nullptr);
+void LambdaController::start(const cuda& ctx) const {
+    cuda_backend::launch_controller(ctx, *this, cuda_backend::controller_action::start, nullptr);
 }
 template <class Build>
-void LambdaController::observe(const cuda& on, const double* counts) const {
+void LambdaController::observe(const cuda& ctx, const double* counts) const {
     detail::require(counts != nullptr || heads == 0, "counts", "null", "device memory");
-    cuda_backend::launch_controller(on, *this, cuda_backend::controller_action::observe, counts);
+    cuda_backend::launch_controller(ctx, *this, cuda_backend::controller_action::observe, counts);
 }
 template <class Build>
-void LambdaController::update(const cuda& on) const {
-    cuda_backend::launch_controller(on, *this, cuda_backend::controller_action::update, nullptr);
+void LambdaController::update(const cuda& ctx) const {
+    cuda_backend::launch_controller(ctx, *this, cuda_backend::controller_action::update, nullptr);
 }
 
 }  // namespace kvpolicy

@@ -5,9 +5,9 @@
 // difference of two prefix sums over them, in double: inside a tile, and over the tiles before it.
 #pragma once
 
+#include <kvpolicy/core/cuda_config.cuh>
 #include <kvpolicy/core/random.hpp>
 #include <kvpolicy/core/status.hpp>
-#include <kvpolicy/cuda/config.cuh>
 #include <kvpolicy/cuda/launch.cuh>
 #include <kvpolicy/cuda/primitives/block_reduce.cuh>
 #include <kvpolicy/cuda/primitives/warp.cuh>

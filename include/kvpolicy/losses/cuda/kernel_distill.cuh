@@ -1,10 +1,10 @@
 // Losses of rows: a block per token, its value in workspace, values added up in one order.
 #pragma once
 
+#include <kvpolicy/core/cuda_config.cuh>
 #include <kvpolicy/core/status.hpp>
 #include <kvpolicy/core/types.hpp>
 #include <kvpolicy/core/view.hpp>
-#include <kvpolicy/cuda/config.cuh>
 #include <kvpolicy/cuda/launch.cuh>
 #include <kvpolicy/cuda/primitives/block_reduce.cuh>
 #include <kvpolicy/masks/cuda/mask_params.cuh>

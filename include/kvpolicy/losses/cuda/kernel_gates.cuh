@@ -2,9 +2,9 @@
 // up in one order.
 #pragma once
 
+#include <kvpolicy/core/cuda_config.cuh>
 #include <kvpolicy/core/sigmoid.hpp>
 #include <kvpolicy/core/status.hpp>
-#include <kvpolicy/cuda/config.cuh>
 #include <kvpolicy/cuda/primitives/block_reduce.cuh>
 #include <kvpolicy/losses/dms.hpp>
 #include <kvpolicy/losses/gates.hpp>

@@ -207,7 +207,7 @@ struct boundary_pass {
             count += sums[std::int64_t{b} * d_scores.heads + h].count;
             kept += sums[std::int64_t{b} * d_scores.heads + h].kept;
         }
-        if (balance.on && kept > 0 && kept < count) {
+        if (balance.enabled && kept > 0 && kept < count) {
             const double rho = static_cast<double>(kept) / static_cast<double>(count);
             const auto clip = [&](double w) {
                 return std::clamp(w, static_cast<double>(balance.least), static_cast<double>(balance.most));
@@ -287,7 +287,7 @@ std::size_t BoundaryLoss::workspace_bytes(const host&, const P& policy, const Se
 }
 
 template <AnyPolicy P, class Real>
-void BoundaryLoss::operator()(const host& on, const P& policy,
+void BoundaryLoss::operator()(const host& ctx, const P& policy,
                               std::type_identity_t<plane_view<const Real>> scores,
                               plane_view<const float> target, const Sequences& sequences,
                               plane_view<Real> d_scores, double* d_log_gamma, BoundaryValue* value,
@@ -296,7 +296,7 @@ void BoundaryLoss::operator()(const host& on, const P& policy,
     static_assert(P::has_budget && !P::has_gate,
                   "kvpolicy: BoundaryLoss needs a policy with a TopKBudget and without a gate");
     if (const checks::repaired_sequences repaired(sequences, options.status); repaired) {
-        return (*this)(on, policy, scores, target, repaired.sequences, d_scores, d_log_gamma, value,
+        return (*this)(ctx, policy, scores, target, repaired.sequences, d_scores, d_log_gamma, value,
                        workspace, options);
     }
     const std::int32_t heads = d_scores.heads;
@@ -335,7 +335,7 @@ void BoundaryLoss::operator()(const host& on, const P& policy,
     for (std::int32_t of_call = 0; of_call < options.layers; ++of_call) {
         pass_of(of_call).check_inputs();
     }
-    checks::check_workspace(workspace, workspace_bytes(on, policy, sequences, heads));
+    checks::check_workspace(workspace, workspace_bytes(ctx, policy, sequences, heads));
 
     const std::int64_t tasks = std::int64_t{batch} * layer_heads;
     BoundaryValue all;
@@ -347,7 +347,7 @@ void BoundaryLoss::operator()(const host& on, const P& policy,
         pass.sums = reinterpret_cast<hb::boundary_sums*>(pass.memory +
                                                          static_cast<std::size_t>(tasks) * pass.task_bytes);
 
-        on.parallel_for(tasks, [&](std::int64_t task) { pass.collect_examples(task); });
+        ctx.parallel_for(tasks, [&](std::int64_t task) { pass.collect_examples(task); });
         std::int64_t count = 0;
         for (std::int64_t task = 0; task < tasks; ++task) {
             all.sampled += pass.sums[task].sampled;
@@ -356,7 +356,7 @@ void BoundaryLoss::operator()(const host& on, const P& policy,
         }
         all.count += count;
         pass.mean = count > 0 ? static_cast<double>(scale) / static_cast<double>(count) : 0.0;
-        on.parallel_for(tasks, [&](std::int64_t task) { pass.differentiate(task); });
+        ctx.parallel_for(tasks, [&](std::int64_t task) { pass.differentiate(task); });
         for (std::int64_t task = 0; task < tasks; ++task) {
             all.value += pass.sums[task].value;
             all.agreed += pass.sums[task].agreed;

@@ -43,9 +43,9 @@ bool row_of_numbers(bool refuse, const char* name, std::int64_t b, std::int64_t 
 
 /// Checks all tokens: good(b, h, t, refuse).
 template <class Good>
-void check_tokens(const host& on, const Sequences& sequences, std::int32_t heads, Good&& good) {
+void check_tokens(const host& ctx, const Sequences& sequences, std::int32_t heads, Good&& good) {
     const std::int64_t length = sequences.length;
-    checks::check_in_parallel(on, length * sequences.batch * heads, [&](std::int64_t task, bool refuse) {
+    checks::check_in_parallel(ctx, length * sequences.batch * heads, [&](std::int64_t task, bool refuse) {
         const std::int64_t b = task / length / heads, h = task / length % heads, t = task % length;
         return t >= sequences.length_of(b) || good(b, h, t, refuse);
     });
@@ -53,10 +53,10 @@ void check_tokens(const host& on, const Sequences& sequences, std::int32_t heads
 
 /// Calls body(b, h, t) for every token of every row plane, blocks of tokens in parallel.
 template <class Body>
-void for_each_token(const host& on, const Sequences& sequences, std::int32_t heads, Body&& body) {
+void for_each_token(const host& ctx, const Sequences& sequences, std::int32_t heads, Body&& body) {
     constexpr std::int64_t block = 16;
     const std::int64_t blocks = (sequences.length + block - 1) / block;
-    on.parallel_for(blocks * sequences.batch * heads, [&](std::int64_t task, int thread) {
+    ctx.parallel_for(blocks * sequences.batch * heads, [&](std::int64_t task, int thread) {
         const std::int64_t b = task / blocks / heads;
         const std::int64_t h = task / blocks % heads;
         const std::int64_t end = std::min<std::int64_t>(sequences.length_of(b), (task % blocks + 1) * block);
@@ -69,7 +69,7 @@ void for_each_token(const host& on, const Sequences& sequences, std::int32_t hea
 /// The sum over tokens of body(b, h, t), each computed by whichever thread, added up in one order: every
 /// block of tokens is one term.
 template <class Body>
-double sum_over_tokens(const host& on, const Sequences& sequences, std::int32_t heads, Body&& body) {
+double sum_over_tokens(const host& ctx, const Sequences& sequences, std::int32_t heads, Body&& body) {
     constexpr std::int64_t block = 16;
     constexpr std::int64_t round = 256;  // blocks whose sums are held at once
     const std::int64_t blocks = (sequences.length + block - 1) / block;
@@ -78,7 +78,7 @@ double sum_over_tokens(const host& on, const Sequences& sequences, std::int32_t 
     for (std::int64_t first = 0; first < all; first += round) {
         double sums[round];
         const std::int64_t count = std::min(round, all - first);
-        on.parallel_for(count, [&](std::int64_t i) {
+        ctx.parallel_for(count, [&](std::int64_t i) {
             const std::int64_t task = first + i;
             const std::int64_t b = task / blocks / heads;
             const std::int64_t h = task / blocks % heads;
@@ -187,20 +187,20 @@ void check_student(const Sequences& sequences, const rows_view<const Real>& stud
 
 }  // namespace host_backend
 
-inline std::size_t top_logits_workspace_bytes(const host& on, std::int32_t vocabulary) {
+inline std::size_t top_logits_workspace_bytes(const host& ctx, std::int32_t vocabulary) {
     detail::require(vocabulary >= 0, "vocabulary", vocabulary, "0 or more");
-    return static_cast<std::size_t>(on.threads()) * host_backend::index_row_bytes(vocabulary) +
+    return static_cast<std::size_t>(ctx.threads()) * host_backend::index_row_bytes(vocabulary) +
            detail::alignment;
 }
 
 template <Storage Real>
-void top_logits(const host& on, std::type_identity_t<rows_view<const Real>> logits,
+void top_logits(const host& ctx, std::type_identity_t<rows_view<const Real>> logits,
                 const Sequences& sequences, rows_view<Real> values, rows_view<std::int32_t> indices,
                 workspace_view workspace, const LossOptions& options) {
     namespace hb = host_backend;
     static_assert(hb::row_type<Real>, "kvpolicy: losses on the host take rows of float or double");
     if (const checks::repaired_sequences repaired(sequences, options.status); repaired) {
-        return top_logits<Real>(on, logits, repaired.sequences, values, indices, workspace, options);
+        return top_logits<Real>(ctx, logits, repaired.sequences, values, indices, workspace, options);
     }
     checks::check_sequences(sequences, logits.batch, logits.length);
     detail::require(values.dim >= 1 && values.dim <= logits.dim, "values.dim", values.dim,
@@ -209,14 +209,14 @@ void top_logits(const host& on, std::type_identity_t<rows_view<const Real>> logi
     checks::check_rows("values", values, values.batch, values.heads, sequences.length, values.dim);
     checks::check_rows("indices", indices, values.batch, values.heads, sequences.length, values.dim);
     hb::check_tokens(
-        on, sequences, logits.heads, [&](std::int64_t b, std::int64_t h, std::int64_t t, bool refuse) {
+        ctx, sequences, logits.heads, [&](std::int64_t b, std::int64_t h, std::int64_t t, bool refuse) {
             return hb::row_of_numbers(refuse, "logits", b, h, t, logits.row(b, h, t), logits.dim);
         });
-    checks::check_workspace(workspace, top_logits_workspace_bytes(on, logits.dim));
+    checks::check_workspace(workspace, top_logits_workspace_bytes(ctx, logits.dim));
     std::byte* memory = detail::aligned(workspace.data);
     const std::size_t stride = hb::index_row_bytes(logits.dim);
     hb::for_each_token(
-        on, sequences, logits.heads, [&](std::int64_t b, std::int64_t h, std::int64_t t, int thread) {
+        ctx, sequences, logits.heads, [&](std::int64_t b, std::int64_t h, std::int64_t t, int thread) {
             auto* all = reinterpret_cast<std::int32_t*>(memory + static_cast<std::size_t>(thread) * stride);
             hb::select_top(logits.row(b, h, t), logits.dim, values.dim, all);
             std::copy_n(all, values.dim, indices.row(b, h, t));
@@ -227,14 +227,14 @@ void top_logits(const host& on, std::type_identity_t<rows_view<const Real>> logi
 }
 
 template <class Rows>
-std::size_t TopDistillation::workspace_bytes(const host& on, rows_view<Rows> teacher,
+std::size_t TopDistillation::workspace_bytes(const host& ctx, rows_view<Rows> teacher,
                                              const Sequences&) const {
     detail::require(top >= 1, "top", top, "1 or more");
     checks::check_extents("teacher", teacher);
     const auto count = static_cast<std::size_t>(std::clamp(top, 1, std::max(teacher.dim, 1)));
     const auto rows = static_cast<std::size_t>(teacher.batch) * static_cast<std::size_t>(teacher.heads) *
                       static_cast<std::size_t>(teacher.length);
-    return top_logits_workspace_bytes(on, teacher.dim) + detail::alignment +
+    return top_logits_workspace_bytes(ctx, teacher.dim) + detail::alignment +
            rows * count * (sizeof(Rows) + sizeof(std::int32_t));
 }
 
@@ -246,23 +246,23 @@ std::size_t TopDistillation::workspace_bytes(const host&, rows_view<Rows> values
 }
 
 template <Storage Real>
-void TopDistillation::operator()(const host& on, std::type_identity_t<rows_view<const Real>> teacher,
+void TopDistillation::operator()(const host& ctx, std::type_identity_t<rows_view<const Real>> teacher,
                                  std::type_identity_t<rows_view<const Real>> student,
                                  const Sequences& sequences, rows_view<Real> d_student, LossValue* value,
                                  workspace_view workspace, const LossOptions& options) const {
     namespace hb = host_backend;
     static_assert(hb::row_type<Real>, "kvpolicy: losses on the host take rows of float or double");
     if (const checks::repaired_sequences repaired(sequences, options.status); repaired) {
-        return (*this)(on, teacher, student, repaired.sequences, d_student, value, workspace, options);
+        return (*this)(ctx, teacher, student, repaired.sequences, d_student, value, workspace, options);
     }
     checks::check_value(value);
     detail::require(top >= 1, "top", top, "1 or more");
     checks::check_temperature(temperature, scale);
     checks::check_sequences(sequences, d_student.batch, d_student.length);
     checks::check_rows("teacher", teacher, d_student.batch, d_student.heads, sequences.length, d_student.dim);
-    checks::check_workspace(workspace, workspace_bytes(on, teacher, sequences));
+    checks::check_workspace(workspace, workspace_bytes(ctx, teacher, sequences));
     hb::check_tokens(
-        on, sequences, teacher.heads, [&](std::int64_t b, std::int64_t h, std::int64_t t, bool refuse) {
+        ctx, sequences, teacher.heads, [&](std::int64_t b, std::int64_t h, std::int64_t t, bool refuse) {
             return hb::row_of_numbers(refuse, "teacher", b, h, t, teacher.row(b, h, t), teacher.dim);
         });
     const std::int32_t count = std::min(top, teacher.dim);
@@ -270,20 +270,20 @@ void TopDistillation::operator()(const host& on, std::type_identity_t<rows_view<
         *value = {};
         return;
     }
-    const std::size_t select = top_logits_workspace_bytes(on, teacher.dim);
+    const std::size_t select = top_logits_workspace_bytes(ctx, teacher.dim);
     const auto rows = static_cast<std::size_t>(teacher.batch) * static_cast<std::size_t>(teacher.heads) *
                       static_cast<std::size_t>(teacher.length) * static_cast<std::size_t>(count);
     auto* values = reinterpret_cast<Real*>(detail::aligned(static_cast<std::byte*>(workspace.data) + select));
     auto* indices = reinterpret_cast<std::int32_t*>(values + rows);
     const auto values_view = view_bhsd(values, teacher.batch, teacher.heads, teacher.length, count);
     const auto indices_view = view_bhsd(indices, teacher.batch, teacher.heads, teacher.length, count);
-    top_logits<Real>(on, teacher, sequences, values_view, indices_view, {workspace.data, select});
-    (*this)(on, values_view, rows_view<const std::int32_t>(indices_view), student, sequences, d_student,
+    top_logits<Real>(ctx, teacher, sequences, values_view, indices_view, {workspace.data, select});
+    (*this)(ctx, values_view, rows_view<const std::int32_t>(indices_view), student, sequences, d_student,
             value, {});
 }
 
 template <Storage Real>
-void TopDistillation::operator()(const host& on, std::type_identity_t<rows_view<const Real>> values,
+void TopDistillation::operator()(const host& ctx, std::type_identity_t<rows_view<const Real>> values,
                                  rows_view<const std::int32_t> indices,
                                  std::type_identity_t<rows_view<const Real>> student,
                                  const Sequences& sequences, rows_view<Real> d_student, LossValue* value,
@@ -291,7 +291,7 @@ void TopDistillation::operator()(const host& on, std::type_identity_t<rows_view<
     namespace hb = host_backend;
     static_assert(hb::row_type<Real>, "kvpolicy: losses on the host take rows of float or double");
     if (const checks::repaired_sequences repaired(sequences, options.status); repaired) {
-        return (*this)(on, values, indices, student, repaired.sequences, d_student, value, workspace,
+        return (*this)(ctx, values, indices, student, repaired.sequences, d_student, value, workspace,
                        options);
     }
     checks::check_value(value);
@@ -300,7 +300,7 @@ void TopDistillation::operator()(const host& on, std::type_identity_t<rows_view<
     const std::int32_t heads = d_student.heads, vocabulary = d_student.dim;
     checks::check_rows("values", values, d_student.batch, heads, sequences.length, values.dim);
     checks::check_rows("indices", indices, d_student.batch, heads, sequences.length, values.dim);
-    hb::check_tokens(on, sequences, heads, [&](std::int64_t b, std::int64_t h, std::int64_t t, bool refuse) {
+    hb::check_tokens(ctx, sequences, heads, [&](std::int64_t b, std::int64_t h, std::int64_t t, bool refuse) {
         bool good = hb::row_of_numbers(refuse, "values", b, h, t, values.row(b, h, t), values.dim);
         for (std::int32_t i = 0; good && i < values.dim; ++i) {
             const std::int32_t at = indices.row(b, h, t)[i];
@@ -325,7 +325,7 @@ void TopDistillation::operator()(const host& on, std::type_identity_t<rows_view<
     }
     const double mean = static_cast<double>(scale) / static_cast<double>(result.count);
     result.value =
-        hb::sum_over_tokens(on, sequences, heads, [&](std::int64_t b, std::int64_t h, std::int64_t t) {
+        hb::sum_over_tokens(ctx, sequences, heads, [&](std::int64_t b, std::int64_t h, std::int64_t t) {
             return hb::distill_token(*this, values.row(b, h, t), indices.row(b, h, t), values.dim,
                                      student.row(b, h, t), vocabulary, mean, d_student.row(b, h, t));
         });
@@ -339,14 +339,14 @@ std::size_t CrossEntropy::workspace_bytes(const host&, rows_view<Rows> student, 
 }
 
 template <Storage Real>
-void CrossEntropy::operator()(const host& on, plane_view<const std::int32_t> labels,
+void CrossEntropy::operator()(const host& ctx, plane_view<const std::int32_t> labels,
                               std::type_identity_t<rows_view<const Real>> student, const Sequences& sequences,
                               rows_view<Real> d_student, LossValue* value, workspace_view workspace,
                               const LossOptions& options) const {
     namespace hb = host_backend;
     static_assert(hb::row_type<Real>, "kvpolicy: losses on the host take rows of float or double");
     if (const checks::repaired_sequences repaired(sequences, options.status); repaired) {
-        return (*this)(on, labels, student, repaired.sequences, d_student, value, workspace, options);
+        return (*this)(ctx, labels, student, repaired.sequences, d_student, value, workspace, options);
     }
     checks::check_value(value);
     checks::check_temperature(1.0f, scale);
@@ -366,14 +366,14 @@ void CrossEntropy::operator()(const host& on, plane_view<const std::int32_t> lab
             }
         }
     }
-    hb::check_tokens(on, sequences, heads, [&](std::int64_t b, std::int64_t h, std::int64_t t, bool refuse) {
+    hb::check_tokens(ctx, sequences, heads, [&](std::int64_t b, std::int64_t h, std::int64_t t, bool refuse) {
         return labels.head(b, h)[t] < 0 ||
                hb::row_of_numbers(refuse, "student", b, h, t, student.row(b, h, t), vocabulary);
     });
     const double mean =
         result.count > 0 ? static_cast<double>(scale) / static_cast<double>(result.count) : 0.0;
     result.value =
-        hb::sum_over_tokens(on, sequences, heads, [&](std::int64_t b, std::int64_t h, std::int64_t t) {
+        hb::sum_over_tokens(ctx, sequences, heads, [&](std::int64_t b, std::int64_t h, std::int64_t t) {
             const std::int32_t label = labels.head(b, h)[t];
             const Real* z = student.row(b, h, t);
             Real* d = d_student.row(b, h, t);
@@ -398,21 +398,21 @@ std::size_t L2Distillation::workspace_bytes(const host&, rows_view<Rows> teacher
 }
 
 template <Storage Real>
-void L2Distillation::operator()(const host& on, std::type_identity_t<rows_view<const Real>> teacher,
+void L2Distillation::operator()(const host& ctx, std::type_identity_t<rows_view<const Real>> teacher,
                                 std::type_identity_t<rows_view<const Real>> student,
                                 const Sequences& sequences, rows_view<Real> d_student, LossValue* value,
                                 workspace_view workspace, const LossOptions& options) const {
     namespace hb = host_backend;
     static_assert(hb::row_type<Real>, "kvpolicy: losses on the host take rows of float or double");
     if (const checks::repaired_sequences repaired(sequences, options.status); repaired) {
-        return (*this)(on, teacher, student, repaired.sequences, d_student, value, workspace, options);
+        return (*this)(ctx, teacher, student, repaired.sequences, d_student, value, workspace, options);
     }
     checks::check_value(value);
     checks::check_temperature(1.0f, scale);
     hb::check_student<Real>(sequences, student, d_student);
     const std::int32_t heads = d_student.heads, dim = d_student.dim;
     checks::check_rows("teacher", teacher, d_student.batch, heads, sequences.length, dim);
-    hb::check_tokens(on, sequences, heads, [&](std::int64_t b, std::int64_t h, std::int64_t t, bool refuse) {
+    hb::check_tokens(ctx, sequences, heads, [&](std::int64_t b, std::int64_t h, std::int64_t t, bool refuse) {
         return hb::row_of_numbers(refuse, "teacher", b, h, t, teacher.row(b, h, t), dim) &&
                hb::row_of_numbers(refuse, "student", b, h, t, student.row(b, h, t), dim);
     });
@@ -425,7 +425,7 @@ void L2Distillation::operator()(const host& on, std::type_identity_t<rows_view<c
     const double mean =
         static_cast<double>(scale) / (static_cast<double>(result.count) * static_cast<double>(dim));
     result.value =
-        hb::sum_over_tokens(on, sequences, heads, [&](std::int64_t b, std::int64_t h, std::int64_t t) {
+        hb::sum_over_tokens(ctx, sequences, heads, [&](std::int64_t b, std::int64_t h, std::int64_t t) {
             double sum = 0.0;
             for (std::int32_t i = 0; i < dim; ++i) {
                 const double off = static_cast<double>(student.row(b, h, t)[i]) -

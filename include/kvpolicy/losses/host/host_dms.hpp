@@ -38,12 +38,12 @@ std::size_t CompressionLoss::workspace_bytes(const host&, const P& policy, const
 }
 
 template <AnyPolicy P, class Real>
-void CompressionLoss::sums(const host& on, const P& policy, plane_view<Real> given_scores,
+void CompressionLoss::sums(const host& ctx, const P& policy, plane_view<Real> given_scores,
                            const Sequences& sequences, EvictionSums* sums, workspace_view workspace,
                            const CompressionOptions& options) const {
     namespace hb = host_backend;
     if (const checks::repaired_sequences repaired(sequences, options.status); repaired) {
-        return this->sums(on, policy, given_scores, repaired.sequences, sums, workspace, options);
+        return this->sums(ctx, policy, given_scores, repaired.sequences, sums, workspace, options);
     }
     detail::require(sums != nullptr, "sums", "null", "memory for the sums (device memory on CUDA)");
     const plane_view<const std::remove_const_t<Real>> scores = given_scores;
@@ -62,19 +62,19 @@ void CompressionLoss::sums(const host& on, const P& policy, plane_view<Real> giv
 }
 
 template <AnyPolicy P, class Real>
-void CompressionLoss::operator()(const host& on, const P& policy,
+void CompressionLoss::operator()(const host& ctx, const P& policy,
                                  std::type_identity_t<plane_view<const Real>> scores,
                                  const Sequences& sequences, plane_view<Real> d_scores, LossValue* value,
                                  workspace_view workspace, const CompressionOptions& options) const {
     namespace hb = host_backend;
     if (const checks::repaired_sequences repaired(sequences, options.status); repaired) {
-        return (*this)(on, policy, scores, repaired.sequences, d_scores, value, workspace, options);
+        return (*this)(ctx, policy, scores, repaired.sequences, d_scores, value, workspace, options);
     }
     checks::check_value(value);
     checks::check_gate_scale(scale);
     detail::require(target >= 0.0f && target <= 1.0f, "CompressionLoss.target", target, "0 to 1");
     EvictionSums mine;
-    sums(on, policy, scores, sequences, &mine, workspace);
+    sums(ctx, policy, scores, sequences, &mine, workspace);
     checks::check_plane("d_scores", d_scores, scores.batch, scores.heads, sequences.length);
     const EvictionSums given = options.total != nullptr ? *options.total : total;
     const EvictionSums all = given.keys == 0 ? mine : given;

@@ -117,12 +117,12 @@ std::size_t GateSparsity::workspace_bytes(const host&, const P& policy, const Se
     return host_backend::gate_workspace_bytes(policy, sequences, heads, layer);
 }
 template <AnyPolicy P, class Real>
-void GateSparsity::operator()(const host& on, const P& policy,
+void GateSparsity::operator()(const host& ctx, const P& policy,
                               std::type_identity_t<plane_view<const Real>> scores, const Sequences& sequences,
                               plane_view<Real> d_scores, LossValue* value, workspace_view workspace,
                               const LossOptions& options) const {
     if (const checks::repaired_sequences repaired(sequences, options.status); repaired) {
-        return (*this)(on, policy, scores, repaired.sequences, d_scores, value, workspace, options);
+        return (*this)(ctx, policy, scores, repaired.sequences, d_scores, value, workspace, options);
     }
     checks::check_value(value);
     checks::check_gate_scale(scale);
@@ -135,12 +135,12 @@ std::size_t GateDensity::workspace_bytes(const host&, const P& policy, const Seq
     return host_backend::gate_workspace_bytes(policy, sequences, heads, layer);
 }
 template <AnyPolicy P, class Real>
-void GateDensity::operator()(const host& on, const P& policy,
+void GateDensity::operator()(const host& ctx, const P& policy,
                              std::type_identity_t<plane_view<const Real>> scores, const Sequences& sequences,
                              plane_view<Real> d_scores, LossValue* value, workspace_view workspace,
                              const LossOptions& options) const {
     if (const checks::repaired_sequences repaired(sequences, options.status); repaired) {
-        return (*this)(on, policy, scores, repaired.sequences, d_scores, value, workspace, options);
+        return (*this)(ctx, policy, scores, repaired.sequences, d_scores, value, workspace, options);
     }
     checks::check_value(value);
     checks::check_gate_scale(scale);
@@ -153,12 +153,12 @@ std::size_t RetentionPenalty::workspace_bytes(const host&, const P& policy, cons
     return host_backend::gate_workspace_bytes(policy, sequences, heads, layer);
 }
 template <AnyPolicy P, class Real>
-void RetentionPenalty::operator()(const host& on, const P& policy,
+void RetentionPenalty::operator()(const host& ctx, const P& policy,
                                   std::type_identity_t<plane_view<const Real>> scores,
                                   const Sequences& sequences, plane_view<Real> d_scores, LossValue* value,
                                   workspace_view workspace, const LossOptions& options) const {
     if (const checks::repaired_sequences repaired(sequences, options.status); repaired) {
-        return (*this)(on, policy, scores, repaired.sequences, d_scores, value, workspace, options);
+        return (*this)(ctx, policy, scores, repaired.sequences, d_scores, value, workspace, options);
     }
     checks::check_value(value);
     checks::check_gate_scale(scale);
@@ -179,7 +179,7 @@ std::size_t retention_counts_workspace_bytes(const host&, const P& policy, const
 }
 
 template <AnyPolicy P, class V>
-void straight_through_values(const host& on, const P& policy,
+void straight_through_values(const host& ctx, const P& policy,
                              std::type_identity_t<plane_view<const compute_t<std::remove_const_t<V>>>> scores,
                              rows_view<V> given_v, input_rows<std::remove_const_t<V>> d_v,
                              const Sequences& sequences,
@@ -187,7 +187,7 @@ void straight_through_values(const host& on, const P& policy,
                              const GateOptions& options) {
     namespace hb = host_backend;
     if (const checks::repaired_sequences repaired(sequences, options.status); repaired) {
-        return straight_through_values(on, policy, scores, given_v, d_v, repaired.sequences, d_scores,
+        return straight_through_values(ctx, policy, scores, given_v, d_v, repaired.sequences, d_scores,
                                        workspace, options);
     }
     using T = std::remove_const_t<V>;
@@ -222,7 +222,7 @@ void straight_through_values(const host& on, const P& policy,
                                   });
         }
     }
-    on.parallel_for(std::int64_t{batch} * heads, [&](std::int64_t task) {
+    ctx.parallel_for(std::int64_t{batch} * heads, [&](std::int64_t task) {
         const auto b = static_cast<std::int32_t>(task / heads);
         const auto h = static_cast<std::int32_t>(task % heads);
         Real* d = d_scores.head(b, h);
@@ -236,11 +236,11 @@ void straight_through_values(const host& on, const P& policy,
 }
 
 template <AnyPolicy P, class Real>
-void retention_counts(const host& on, const P& policy, plane_view<Real> scores, const Sequences& sequences,
+void retention_counts(const host& ctx, const P& policy, plane_view<Real> scores, const Sequences& sequences,
                       double* counts, workspace_view workspace, const GateOptions& options) {
     namespace hb = host_backend;
     if (const checks::repaired_sequences repaired(sequences, options.status); repaired) {
-        return retention_counts(on, policy, scores, repaired.sequences, counts, workspace, options);
+        return retention_counts(ctx, policy, scores, repaired.sequences, counts, workspace, options);
     }
     const std::int32_t layer = options.layer;
     policy.check_layer(layer, scores.heads);

@@ -1,7 +1,7 @@
 // One pass of a radix sort of 8 bits per digit, by one block, on arrays in device memory.
 #pragma once
 
-#include <kvpolicy/cuda/config.cuh>
+#include <kvpolicy/core/cuda_config.cuh>
 #include <kvpolicy/cuda/primitives/warp.cuh>
 #include <kvpolicy/masks/cuda/sorted_keys.cuh>
 

@@ -1,7 +1,7 @@
 // Ranks of one head by one block: a radix sort in shared memory, and the cutoffs at the edges of chunks.
 #pragma once
 
-#include <kvpolicy/cuda/config.cuh>
+#include <kvpolicy/core/cuda_config.cuh>
 #include <kvpolicy/cuda/primitives/warp.cuh>
 #include <kvpolicy/masks/cuda/mask_params.cuh>
 

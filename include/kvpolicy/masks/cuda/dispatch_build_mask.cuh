@@ -2,8 +2,8 @@
 // dispatch_rank_and_expire.cuh.
 #pragma once
 
+#include <kvpolicy/core/cuda_config.cuh>
 #include <kvpolicy/cuda/check.cuh>
-#include <kvpolicy/cuda/config.cuh>
 #include <kvpolicy/cuda/launch.cuh>
 #include <kvpolicy/cuda/tuning.cuh>
 #include <kvpolicy/masks/check_cutoffs.hpp>
@@ -30,26 +30,26 @@ void check_mask_call(const P& policy, plane_view<const float> scores, const Sequ
 }
 
 /// The tuning for a context's GPU.
-inline mask_tuning mask_tuning_of(const cuda& on) {
-    const device_scope device(on);
+inline mask_tuning mask_tuning_of(const cuda& ctx) {
+    const device_scope device(ctx);
     return select_mask_tuning(device.capability());
 }
 
 // build_mask with a given tuning, so that tests can take every way on one GPU.
 
 template <class P>
-std::size_t mask_workspace_bytes(const cuda& on, const P& policy, const Sequences& sequences,
+std::size_t mask_workspace_bytes(const cuda& ctx, const P& policy, const Sequences& sequences,
                                  std::int32_t heads, const MaskOptions& options, const mask_tuning& tuning) {
     check_shape(sequences, heads);
     policy.check_layer(options.layer, heads);
     workspace_parts parts(nullptr);
     static_cast<void>(small_numbers::take(parts, sequences, heads));
     if constexpr (P::has_budget) {
-        const device_scope device(on);
+        const device_scope device(ctx);
         const mask_plan plan =
             plan_mask(policy, sequences, heads, options.layer, options.rebase_limit, tuning);
         if (plan.ranked) {
-            static_cast<void>(ranking_memory::take(parts, plan, sequences, heads, on));
+            static_cast<void>(ranking_memory::take(parts, plan, sequences, heads, ctx));
         }
         if (plan.decayed_top_k) {
             const std::int64_t segments = sequences.cu_seqlens == nullptr ? 1 : sequences.segments;
@@ -61,7 +61,7 @@ std::size_t mask_workspace_bytes(const cuda& on, const P& policy, const Sequence
 }
 
 template <class P>
-void build_mask_tuned(const cuda& on, const P& policy, plane_view<const float> scores,
+void build_mask_tuned(const cuda& ctx, const P& policy, plane_view<const float> scores,
                       const Sequences& sequences, plane_view<expiry_t> expiry, workspace_view workspace,
                       const MaskOptions& options, std::uint32_t* status, const mask_tuning& tuning) {
     const std::int32_t heads = expiry.heads;
@@ -69,32 +69,32 @@ void build_mask_tuned(const cuda& on, const P& policy, plane_view<const float> s
     check_plane("expiry", expiry, sequences.batch, heads, sequences.length);
     detail::require(options.rebase_limit >= 1 && options.rebase_limit <= rebase_limit, "rebase_limit",
                     options.rebase_limit, "1 to 2^29");
-    check_workspace(workspace, mask_workspace_bytes(on, policy, sequences, heads, options, tuning));
+    check_workspace(workspace, mask_workspace_bytes(ctx, policy, sequences, heads, options, tuning));
     if (sequences.batch == 0 || heads == 0 || sequences.length == 0) {
         return;
     }
 
-    const device_scope device(on);
+    const device_scope device(ctx);
     workspace_parts parts(workspace.data);
     const small_numbers small = small_numbers::take(parts, sequences, heads);
-    auto params = make_params(on, policy, scores, sequences, heads, options.layer, small, status);
+    auto params = make_params(ctx, policy, scores, sequences, heads, options.layer, small, status);
     params.limit = options.rebase_limit;
     using Gate = decltype(params.gate);
     using Keep = decltype(params.keep);
     const std::int64_t planes = std::int64_t{params.batch} * heads;
     if constexpr (!P::has_budget) {
         launch("expire_alone_kernel", expire_alone_kernel<P::ranked, Gate, Keep>, planes * params.chunks,
-               mask_chunk, 0, on, params, expiry);
+               mask_chunk, 0, ctx, params, expiry);
     } else {
         const mask_plan plan =
             plan_mask(policy, sequences, heads, options.layer, options.rebase_limit, tuning);
         if (plan.ranked) {
-            const ranking_memory memory = ranking_memory::take(parts, plan, sequences, heads, on);
-            rank_and_expire(on, device, plan, params, memory, {expiry, {}, {}}, false, tuning);
+            const ranking_memory memory = ranking_memory::take(parts, plan, sequences, heads, ctx);
+            rank_and_expire(ctx, device, plan, params, memory, {expiry, {}, {}}, false, tuning);
         }
         if (plan.decayed_top_k) {
             const std::int64_t tasks = planes * params.segments;
-            launch_decayed_top_k(on, params, expiry, parts.take<top_k_entry>(tasks * plan.max_entries),
+            launch_decayed_top_k(ctx, params, expiry, parts.take<top_k_entry>(tasks * plan.max_entries),
                                  plan.max_entries);
         }
     }
@@ -103,31 +103,31 @@ void build_mask_tuned(const cuda& on, const P& policy, plane_view<const float> s
 }  // namespace cuda_backend
 
 template <AnyPolicy P>
-std::size_t build_mask_workspace_bytes(const cuda& on, const P& policy, const Sequences& sequences,
+std::size_t build_mask_workspace_bytes(const cuda& ctx, const P& policy, const Sequences& sequences,
                                        std::int32_t heads, const MaskOptions& options) {
-    return cuda_backend::mask_workspace_bytes(on, policy, sequences, heads, options,
-                                              cuda_backend::mask_tuning_of(on));
+    return cuda_backend::mask_workspace_bytes(ctx, policy, sequences, heads, options,
+                                              cuda_backend::mask_tuning_of(ctx));
 }
 
 template <AnyPolicy P>
-void build_mask(const cuda& on, const P& policy, plane_view<const float> scores, const Sequences& sequences,
+void build_mask(const cuda& ctx, const P& policy, plane_view<const float> scores, const Sequences& sequences,
                 plane_view<expiry_t> expiry, workspace_view workspace, const MaskOptions& options) {
-    cuda_backend::build_mask_tuned(on, policy, scores, sequences, expiry, workspace, options, options.status,
-                                   cuda_backend::mask_tuning_of(on));
+    cuda_backend::build_mask_tuned(ctx, policy, scores, sequences, expiry, workspace, options, options.status,
+                                   cuda_backend::mask_tuning_of(ctx));
 }
 
 template <Cutoff C, AnyPolicy P>
-std::size_t build_cutoffs_workspace_bytes(const cuda& on, const P&, const Sequences& sequences,
+std::size_t build_cutoffs_workspace_bytes(const cuda& ctx, const P&, const Sequences& sequences,
                                           std::int32_t heads, const MaskOptions&) {
     using namespace cuda_backend;
     static_assert(P::has_budget, "kvpolicy: build_cutoffs needs a policy with a TopKBudget");
     check_shape(sequences, heads);
-    const device_scope device(on);
+    const device_scope device(ctx);
     workspace_parts parts(nullptr);
     static_cast<void>(small_numbers::take(parts, sequences, heads));
     mask_plan plan;  // the rules do not matter: no call here has an order that depends on the query
     plan.by_block = sequences.length <= select_mask_tuning(device.capability()).longest_block_sort;
-    static_cast<void>(ranking_memory::take(parts, plan, sequences, heads, on));
+    static_cast<void>(ranking_memory::take(parts, plan, sequences, heads, ctx));
     if constexpr (!std::is_same_v<C, ParallelCutoff>) {
         constexpr std::size_t unit = workspace_parts::alignment;
         const std::size_t each = (C::scratch_bytes(sequences.length) + unit - 1) / unit * unit;
@@ -141,7 +141,7 @@ namespace cuda_backend {
 
 /// build_cutoffs; with log_gamma [heads], in device memory, in place of the policy's.
 template <Cutoff C, class P>
-void cutoffs_of(const cuda& on, const P& policy, const float* log_gamma, plane_view<const float> scores,
+void cutoffs_of(const cuda& ctx, const P& policy, const float* log_gamma, plane_view<const float> scores,
                 const Sequences& sequences, plane_view<std::int32_t> rank, plane_view<std::int32_t> cutoff,
                 workspace_view workspace, std::int32_t layer, std::uint32_t* status) {
     static_assert(P::has_budget, "kvpolicy: build_cutoffs needs a policy with a TopKBudget");
@@ -150,22 +150,22 @@ void cutoffs_of(const cuda& on, const P& policy, const float* log_gamma, plane_v
     check_plane("rank", rank, sequences.batch, heads, sequences.length);
     check_plane("cutoff", cutoff, sequences.batch, heads, sequences.length);
     checks::check_static_ranks(policy, sequences, heads, layer);
-    check_workspace(workspace, build_cutoffs_workspace_bytes<C>(on, policy, sequences, heads));
+    check_workspace(workspace, build_cutoffs_workspace_bytes<C>(ctx, policy, sequences, heads));
     if (sequences.batch == 0 || heads == 0 || sequences.length == 0) {
         return;
     }
 
-    const device_scope device(on);
+    const device_scope device(ctx);
     const mask_tuning tuning = select_mask_tuning(device.capability());
     workspace_parts parts(workspace.data);
     const small_numbers small = small_numbers::take(parts, sequences, heads);
-    auto params = make_params(on, policy, scores, sequences, heads, layer, small, status);
+    auto params = make_params(ctx, policy, scores, sequences, heads, layer, small, status);
     params.all_params.log_gamma = log_gamma;
     mask_plan plan = plan_mask(policy, sequences, heads, layer, rebase_limit, tuning);
     plan.decayed = plan.decayed || log_gamma != nullptr;
-    const ranking_memory memory = ranking_memory::take(parts, plan, sequences, heads, on);
+    const ranking_memory memory = ranking_memory::take(parts, plan, sequences, heads, ctx);
     constexpr bool parallel = std::is_same_v<C, ParallelCutoff>;
-    rank_and_expire(on, device, plan, params, memory,
+    rank_and_expire(ctx, device, plan, params, memory,
                     {{}, rank, parallel ? cutoff : plane_view<std::int32_t>{}}, true, tuning);
     if constexpr (!parallel) {
         using Gate = std::remove_cvref_t<decltype(params.gate)>;
@@ -175,7 +175,7 @@ void cutoffs_of(const cuda& on, const P& policy, const float* log_gamma, plane_v
         const std::int64_t planes = std::int64_t{sequences.batch} * heads;
         auto* const scratch = parts.take<unsigned char>(planes * static_cast<std::int64_t>(each));
         launch("sequential_cutoffs_kernel", sequential_cutoffs_kernel<C, Gate, Keep>,
-               (planes + plane_threads - 1) / plane_threads, plane_threads, 0, on, params,
+               (planes + plane_threads - 1) / plane_threads, plane_threads, 0, ctx, params,
                plane_view<const std::int32_t>(rank), cutoff, scratch, each);
     }
 }
@@ -183,10 +183,10 @@ void cutoffs_of(const cuda& on, const P& policy, const float* log_gamma, plane_v
 }  // namespace cuda_backend
 
 template <Cutoff C, AnyPolicy P>
-void build_cutoffs(const cuda& on, const P& policy, plane_view<const float> scores,
+void build_cutoffs(const cuda& ctx, const P& policy, plane_view<const float> scores,
                    const Sequences& sequences, plane_view<std::int32_t> rank, plane_view<std::int32_t> cutoff,
                    workspace_view workspace, const MaskOptions& options) {
-    cuda_backend::cutoffs_of<C>(on, policy, nullptr, scores, sequences, rank, cutoff, workspace,
+    cuda_backend::cutoffs_of<C>(ctx, policy, nullptr, scores, sequences, rank, cutoff, workspace,
                                 options.layer, options.status);
 }
 
@@ -201,7 +201,7 @@ std::size_t expiry_from_cutoffs_workspace_bytes(const cuda&, const P&, const Seq
 }
 
 template <AnyPolicy P>
-void expiry_from_cutoffs(const cuda& on, const P& policy, plane_view<const std::int32_t> rank,
+void expiry_from_cutoffs(const cuda& ctx, const P& policy, plane_view<const std::int32_t> rank,
                          plane_view<const std::int32_t> cutoff, const Sequences& sequences,
                          plane_view<expiry_t> expiry, workspace_view workspace, const MaskOptions& options) {
     using namespace cuda_backend;
@@ -215,19 +215,19 @@ void expiry_from_cutoffs(const cuda& on, const P& policy, plane_view<const std::
     detail::require(sequences.cu_seqlens == nullptr, "sequences.cu_seqlens", "given",
                     "null (build_mask takes packed segments)");
     cuda_backend::check_workspace(workspace,
-                                  expiry_from_cutoffs_workspace_bytes(on, policy, sequences, heads));
+                                  expiry_from_cutoffs_workspace_bytes(ctx, policy, sequences, heads));
     if (sequences.batch == 0 || heads == 0 || sequences.length == 0) {
         return;
     }
 
-    const device_scope device(on);
+    const device_scope device(ctx);
     workspace_parts parts(workspace.data);
     const small_numbers small = small_numbers::take(parts, sequences, heads);
-    const auto params = make_params(on, policy, {}, sequences, heads, layer, small, options.status);
+    const auto params = make_params(ctx, policy, {}, sequences, heads, layer, small, options.status);
     using Gate = std::remove_cvref_t<decltype(params.gate)>;
     using Keep = std::remove_cvref_t<decltype(params.keep)>;
     launch("expiry_from_cutoffs_kernel", expiry_from_cutoffs_kernel<Gate, Keep>,
-           std::int64_t{params.batch} * heads * params.chunks, mask_chunk, 0, on, params, rank, cutoff,
+           std::int64_t{params.batch} * heads * params.chunks, mask_chunk, 0, ctx, params, rank, cutoff,
            expiry);
 }
 

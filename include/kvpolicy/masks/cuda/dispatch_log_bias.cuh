@@ -1,8 +1,8 @@
 // Bodies of masks/cuda_log_bias.cuh: from arguments to launches.
 #pragma once
 
+#include <kvpolicy/core/cuda_config.cuh>
 #include <kvpolicy/cuda/check.cuh>
-#include <kvpolicy/cuda/config.cuh>
 #include <kvpolicy/cuda/launch.cuh>
 #include <kvpolicy/masks/cuda/kernel_log_bias.cuh>
 #include <kvpolicy/masks/cuda/make_mask_params.cuh>
@@ -27,16 +27,16 @@ void check_gate_call(const P& policy, const G& gate, plane_view<const float> sco
 
 /// Calls enqueue(problem) on the context's device, where the call has any keys.
 template <class P, class Enqueue>
-void with_gate_problem(const cuda& on, const P& policy, plane_view<const float> scores,
+void with_gate_problem(const cuda& ctx, const P& policy, plane_view<const float> scores,
                        const Sequences& sequences, workspace_view workspace, std::int32_t layer,
                        std::uint32_t* status, const Enqueue& enqueue) {
     if (sequences.batch == 0 || scores.heads == 0 || sequences.length == 0) {
         return;
     }
-    const device_scope device(on);
+    const device_scope device(ctx);
     workspace_parts parts(workspace.data);
     const auto small = small_numbers::take(parts, sequences, scores.heads);
-    enqueue(make_params(on, policy, scores, sequences, scores.heads, layer, small, status));
+    enqueue(make_params(ctx, policy, scores, sequences, scores.heads, layer, small, status));
 }
 
 }  // namespace cuda_backend
@@ -51,7 +51,7 @@ std::size_t log_bias_workspace_bytes(const cuda&, const P&, const Sequences& seq
 }
 
 template <AnyPolicy P, TrainingGate G, class Real>
-void build_log_bias(const cuda& on, const P& policy, const G& gate, plane_view<Real> scores,
+void build_log_bias(const cuda& ctx, const P& policy, const G& gate, plane_view<Real> scores,
                     const Sequences& sequences, plane_view<expiry_t> expiry, plane_view<float> log_bias,
                     workspace_view workspace, const MaskOptions& options) {
     namespace cb = cuda_backend;
@@ -59,18 +59,18 @@ void build_log_bias(const cuda& on, const P& policy, const G& gate, plane_view<R
     cb::check_gate_call(policy, gate, scores, sequences, options.layer);
     cb::check_plane("expiry", expiry, sequences.batch, scores.heads, sequences.length);
     cb::check_plane("log_bias", log_bias, sequences.batch, scores.heads, sequences.length);
-    cb::check_workspace(workspace, log_bias_workspace_bytes(on, policy, sequences, scores.heads));
-    cb::with_gate_problem(on, policy, scores, sequences, workspace, options.layer, options.status,
+    cb::check_workspace(workspace, log_bias_workspace_bytes(ctx, policy, sequences, scores.heads));
+    cb::with_gate_problem(ctx, policy, scores, sequences, workspace, options.layer, options.status,
                           [&]<class Gate, class Keep>(const cb::mask_params<Gate, Keep>& params) {
                               cb::launch("log_bias_kernel", cb::log_bias_kernel<G, Gate, Keep>,
                                          std::int64_t{params.batch} * params.heads * params.chunks,
-                                         cb::mask_chunk, 0, on, params, cb::ready_gate<G>(gate), expiry,
+                                         cb::mask_chunk, 0, ctx, params, cb::ready_gate<G>(gate), expiry,
                                          log_bias);
                           });
 }
 
 template <AnyPolicy P, TrainingGate G, class Real>
-void log_bias_backward(const cuda& on, const P& policy, const G& gate,
+void log_bias_backward(const cuda& ctx, const P& policy, const G& gate,
                        std::type_identity_t<plane_view<const Real>> scores,
                        std::type_identity_t<plane_view<const Real>> d_log_bias, const Sequences& sequences,
                        plane_view<Real> d_scores, workspace_view workspace, const MaskOptions& options) {
@@ -79,13 +79,13 @@ void log_bias_backward(const cuda& on, const P& policy, const G& gate,
     cb::check_gate_call(policy, gate, scores, sequences, options.layer);
     cb::check_plane("d_log_bias", d_log_bias, sequences.batch, scores.heads, sequences.length);
     cb::check_plane("d_scores", d_scores, sequences.batch, scores.heads, sequences.length);
-    cb::check_workspace(workspace, log_bias_workspace_bytes(on, policy, sequences, scores.heads));
-    cb::with_gate_problem(on, policy, scores, sequences, workspace, options.layer, options.status,
+    cb::check_workspace(workspace, log_bias_workspace_bytes(ctx, policy, sequences, scores.heads));
+    cb::with_gate_problem(ctx, policy, scores, sequences, workspace, options.layer, options.status,
                           [&]<class Gate, class Keep>(const cb::mask_params<Gate, Keep>& params) {
                               cb::launch(
                                   "log_bias_backward_kernel", cb::log_bias_backward_kernel<G, Gate, Keep>,
                                   std::int64_t{params.batch} * params.heads * params.chunks, cb::mask_chunk,
-                                  0, on, params, cb::ready_gate<G>(gate), d_log_bias, d_scores);
+                                  0, ctx, params, cb::ready_gate<G>(gate), d_log_bias, d_scores);
                           });
 }
 

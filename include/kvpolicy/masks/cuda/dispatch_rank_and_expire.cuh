@@ -3,8 +3,8 @@
 // and the GPU, never on what is in device memory.
 #pragma once
 
+#include <kvpolicy/core/cuda_config.cuh>
 #include <kvpolicy/cuda/check.cuh>
-#include <kvpolicy/cuda/config.cuh>
 #include <kvpolicy/cuda/launch.cuh>
 #include <kvpolicy/cuda/tuning.cuh>
 #include <kvpolicy/masks/cuda/kernel_cutoff_prefix.cuh>
@@ -76,7 +76,7 @@ struct ranking_memory {
 
     /// `chunks` and `segments` as in the params.
     static ranking_memory take(workspace_parts& parts, const mask_plan& plan, const Sequences& sequences,
-                               std::int32_t heads, const cuda& on) {
+                               std::int32_t heads, const cuda& ctx) {
         ranking_memory memory;
         const bool packed = sequences.cu_seqlens != nullptr;
         const std::int64_t segments = packed ? sequences.segments : 1;
@@ -121,7 +121,7 @@ struct ranking_memory {
             std::size_t bytes = 0;
             check(cub::DeviceRadixSort::SortPairs(
                       nullptr, bytes, keys, tokens, static_cast<std::int32_t>(count), 0,
-                      prefix_bits(planes * segments, decayed) + task_bits(planes * segments), on.stream),
+                      prefix_bits(planes * segments, decayed) + task_bits(planes * segments), ctx.stream),
                   "cub::DeviceRadixSort::SortPairs");
             memory.cub_bytes = std::max(memory.cub_bytes, bytes);
         }
@@ -140,31 +140,31 @@ struct ranking_memory {
 };
 
 template <int Threads, int Items, int Bits = 4, class Gate, class Keep>
-void launch_rank(const cuda& on, const mask_params<Gate, Keep>& params, const ranking<std::uint16_t>& out,
+void launch_rank(const cuda& ctx, const mask_params<Gate, Keep>& params, const ranking<std::uint16_t>& out,
                  bool wants_ranks) {
     const std::int64_t blocks = std::int64_t{params.batch} * params.heads * params.segments;
     launch("rank_kernel", rank_kernel<Threads, Items, Bits, Gate, Keep>, blocks, Threads,
-           sizeof(typename agent_rank<Threads, Items, Bits, Gate, Keep>::shared), on, params, out,
+           sizeof(typename agent_rank<Threads, Items, Bits, Gate, Keep>::shared), ctx, params, out,
            wants_ranks);
 }
 
 template <class Index, class Gate, class Keep>
-void launch_expire(const cuda& on, const mask_params<Gate, Keep>& params, const ranking<Index>& ranks,
+void launch_expire(const cuda& ctx, const mask_params<Gate, Keep>& params, const ranking<Index>& ranks,
                    const mask_output& out) {
     const std::int64_t blocks = std::int64_t{params.batch} * params.heads * params.chunks;
     launch("expire_kernel", expire_kernel<Index, Gate, Keep>, blocks, mask_chunk,
-           sizeof(typename agent_expire<Index, Gate, Keep>::shared), on, params, ranks, out);
+           sizeof(typename agent_expire<Index, Gate, Keep>::shared), ctx, params, ranks, out);
 }
 
 /// The kernel that holds the places of the largest budget.
 template <class Gate, class Keep>
-void launch_decayed_top_k(const cuda& on, const mask_params<Gate, Keep>& params, plane_view<expiry_t> expiry,
+void launch_decayed_top_k(const cuda& ctx, const mask_params<Gate, Keep>& params, plane_view<expiry_t> expiry,
                           top_k_entry* memory, std::int64_t max_entries) {
     const std::int64_t tasks = std::int64_t{params.batch} * params.heads * params.segments;
     const auto with = [&]<int Threads, class Entries>(std::integral_constant<int, Threads>,
                                                       std::type_identity<Entries>) {
         launch("decayed_top_k_kernel", decayed_top_k_kernel<Threads, Entries, Gate, Keep>, tasks, Threads,
-               sizeof(decayed_top_k_shared<Threads>), on, params, expiry, memory, max_entries);
+               sizeof(decayed_top_k_shared<Threads>), ctx, params, expiry, memory, max_entries);
     };
     if (max_entries <= register_entries<128>::capacity) {
         with(std::integral_constant<int, 128>{}, std::type_identity<register_entries<128>>{});
@@ -177,7 +177,7 @@ void launch_decayed_top_k(const cuda& on, const mask_params<Gate, Keep>& params,
 
 /// Ranks and what follows from them, for the heads whose ranks are static.
 template <class Gate, class Keep>
-void rank_and_expire(const cuda& on, const device_scope& device, const mask_plan& plan,
+void rank_and_expire(const cuda& ctx, const device_scope& device, const mask_plan& plan,
                      const mask_params<Gate, Keep>& params, const ranking_memory& memory,
                      const mask_output& out, bool wants_ranks, const mask_tuning& tuning) {
     if (plan.by_block) {
@@ -185,13 +185,13 @@ void rank_and_expire(const cuda& on, const device_scope& device, const mask_plan
                                            static_cast<std::uint16_t*>(memory.order), memory.checkpoints,
                                            memory.competitors};
         if (params.length <= 2048) {
-            launch_rank<256, 8>(on, params, ranks, wants_ranks);
+            launch_rank<256, 8>(ctx, params, ranks, wants_ranks);
         } else if (params.length <= 4096) {
-            launch_rank<512, 8>(on, params, ranks, wants_ranks);
+            launch_rank<512, 8>(ctx, params, ranks, wants_ranks);
         } else {
-            launch_rank<1024, 16, 5>(on, params, ranks, wants_ranks);
+            launch_rank<1024, 16, 5>(ctx, params, ranks, wants_ranks);
         }
-        launch_expire(on, params, ranks, out);
+        launch_expire(ctx, params, ranks, out);
         return;
     }
     const std::int64_t planes = std::int64_t{params.batch} * params.heads;
@@ -200,26 +200,26 @@ void rank_and_expire(const cuda& on, const device_scope& device, const mask_plan
     const std::int64_t tasks = planes * params.segments;
     const int bits = ranking_memory::prefix_bits(tasks, plan.decayed);
     const sorted_keys unsorted{memory.sort[0].keys, memory.sort[0].tokens, bits};
-    launch("make_sort_keys_kernel", make_sort_keys_kernel<Gate, Keep>, planes * parts, device_threads, 0, on,
+    launch("make_sort_keys_kernel", make_sort_keys_kernel<Gate, Keep>, planes * parts, device_threads, 0, ctx,
            params, unsorted);
     cub::DoubleBuffer<std::uint64_t> keys(memory.sort[0].keys, memory.sort[1].keys);
     cub::DoubleBuffer<std::int32_t> tokens(memory.sort[0].tokens, memory.sort[1].tokens);
     std::size_t cub_bytes = memory.cub_bytes;
     check(
         cub::DeviceRadixSort::SortPairs(memory.cub, cub_bytes, keys, tokens, static_cast<std::int32_t>(count),
-                                        0, bits + ranking_memory::task_bits(tasks), on.stream),
+                                        0, bits + ranking_memory::task_bits(tasks), ctx.stream),
         "cub::DeviceRadixSort::SortPairs");
     const sorted_keys sorted{keys.Current(), tokens.Current(), bits};
     const sorted_keys spare{keys.Alternate(), tokens.Alternate(), bits};
     if (plan.decayed) {
         check(cudaMemsetAsync(memory.cleared, 0, ranking_memory::cleared_numbers * sizeof(std::uint64_t),
-                              on.stream),
+                              ctx.stream),
               "cudaMemsetAsync");
         constexpr std::int64_t decided = fix_ties_keys * device_threads;
         launch("fix_ties_kernel", fix_ties_kernel<Gate, Keep>, (count + decided - 1) / decided,
-               device_threads, 0, on, params, sorted, memory.runs);
+               device_threads, 0, ctx, params, sorted, memory.runs);
         launch_cooperative("sort_long_ties_kernel", sort_long_ties_kernel<Gate, Keep>, tuning.list_blocks,
-                           device, device_threads, sizeof(radix_shared), on, params, sorted, spare,
+                           device, device_threads, sizeof(radix_shared), ctx, params, sorted, spare,
                            memory.runs);
     }
     // From here on the sort's other half is free.
@@ -229,11 +229,11 @@ void rank_and_expire(const cuda& on, const device_scope& device, const mask_plan
     launch("invert_and_count_kernel", invert_and_count_kernel<Gate, Keep>, planes * memory.counts.buckets,
            device_threads,
            (32 + static_cast<std::size_t>(std::min(params.chunks, counted_chunks))) * sizeof(std::int32_t),
-           on, params, sorted, ranks, memory.counts);
+           ctx, params, sorted, ranks, memory.counts);
     launch("cutoff_checkpoints_kernel", cutoff_checkpoints_kernel<Gate, Keep>,
-           (planes * params.chunks + device_threads / 32 - 1) / (device_threads / 32), device_threads, 0, on,
+           (planes * params.chunks + device_threads / 32 - 1) / (device_threads / 32), device_threads, 0, ctx,
            params, ranks, memory.counts);
-    launch_expire(on, params, ranks, out);
+    launch_expire(ctx, params, ranks, out);
 }
 
 }  // namespace cuda_backend

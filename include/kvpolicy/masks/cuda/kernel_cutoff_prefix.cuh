@@ -1,7 +1,7 @@
 // From the sorted order of long sequences to ranks, and to the cutoffs at the edges of chunks.
 #pragma once
 
-#include <kvpolicy/cuda/config.cuh>
+#include <kvpolicy/core/cuda_config.cuh>
 #include <kvpolicy/cuda/launch.cuh>
 #include <kvpolicy/cuda/primitives/warp.cuh>
 #include <kvpolicy/masks/cuda/mask_params.cuh>

@@ -5,7 +5,7 @@
 // present values of their keys: a value changes once in n queries.
 #pragma once
 
-#include <kvpolicy/cuda/config.cuh>
+#include <kvpolicy/core/cuda_config.cuh>
 #include <kvpolicy/cuda/launch.cuh>
 #include <kvpolicy/cuda/primitives/warp.cuh>
 #include <kvpolicy/masks/cuda/mask_params.cuh>

@@ -2,7 +2,7 @@
 // kernel_sort_long_ties.cuh.
 #pragma once
 
-#include <kvpolicy/cuda/config.cuh>
+#include <kvpolicy/core/cuda_config.cuh>
 #include <kvpolicy/masks/cuda/mask_params.cuh>
 #include <kvpolicy/masks/cuda/sorted_keys.cuh>
 

@@ -1,6 +1,6 @@
 #pragma once
 
-#include <kvpolicy/cuda/config.cuh>
+#include <kvpolicy/core/cuda_config.cuh>
 #include <kvpolicy/cuda/launch.cuh>
 #include <kvpolicy/masks/cuda/mask_params.cuh>
 #include <kvpolicy/masks/log_bias.hpp>

@@ -1,7 +1,7 @@
 // Rules by head, which arrive as kernel parameters and are written to device memory.
 #pragma once
 
-#include <kvpolicy/cuda/config.cuh>
+#include <kvpolicy/core/cuda_config.cuh>
 #include <kvpolicy/policies/parameters.hpp>
 
 #include <cstdint>

@@ -1,11 +1,11 @@
 // A call's policy and sequences as kernels of masks take them.
 #pragma once
 
+#include <kvpolicy/core/cuda_config.cuh>
 #include <kvpolicy/core/cuda_context.hpp>
 #include <kvpolicy/core/types.hpp>
 #include <kvpolicy/core/view.hpp>
 #include <kvpolicy/cuda/check.cuh>
-#include <kvpolicy/cuda/config.cuh>
 #include <kvpolicy/cuda/kernel_check_edges.cuh>
 #include <kvpolicy/cuda/launch.cuh>
 #include <kvpolicy/masks/cuda/kernel_write_rules.cuh>
@@ -49,7 +49,7 @@ struct small_numbers {
 
 /// The params of a call, with whatever has to be in device memory first already enqueued.
 template <class P>
-auto make_params(const cuda& on, const P& policy, plane_view<const float> scores, const Sequences& sequences,
+auto make_params(const cuda& ctx, const P& policy, plane_view<const float> scores, const Sequences& sequences,
                  std::int32_t heads, std::int32_t layer, const small_numbers& memory, std::uint32_t* status) {
     using Gate = typename P::gate_type;
     using Keep = decltype(policy.keep());
@@ -66,7 +66,7 @@ auto make_params(const cuda& on, const P& policy, plane_view<const float> scores
     if (sequences.cu_seqlens != nullptr) {
         params.segments = sequences.segments;
         params.edges = memory.edges;
-        launch("check_edges_kernel", check_edges_kernel<std::int32_t>, 1, 256, 0, on, sequences.cu_seqlens,
+        launch("check_edges_kernel", check_edges_kernel<std::int32_t>, 1, 256, 0, ctx, sequences.cu_seqlens,
                sequences.segments, sequences.length, memory.edges, status, sequences.batch);
     }
     params.all_params.common = policy.params(layer, 0);
@@ -80,7 +80,7 @@ auto make_params(const cuda& on, const P& policy, plane_view<const float> scores
                 batch.all_params[i] = policy.params(layer, first + i);
             }
             launch("write_rules_kernel", write_head_params_kernel<HeadParams>, 1, head_params_batch::capacity,
-                   0, on, batch, memory.all_params);
+                   0, ctx, batch, memory.all_params);
         }
     }
     return params;

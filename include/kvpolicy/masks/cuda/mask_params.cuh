@@ -1,10 +1,10 @@
 // What every kernel of build_mask knows of a call: scores, sequences, rules, and which keys compete.
 #pragma once
 
+#include <kvpolicy/core/cuda_config.cuh>
 #include <kvpolicy/core/status.hpp>
 #include <kvpolicy/core/types.hpp>
 #include <kvpolicy/core/view.hpp>
-#include <kvpolicy/cuda/config.cuh>
 #include <kvpolicy/cuda/primitives/segment_search.cuh>
 #include <kvpolicy/cuda/tuning.cuh>
 #include <kvpolicy/policies/parameters.hpp>

@@ -8,7 +8,7 @@
 // segment.
 #pragma once
 
-#include <kvpolicy/cuda/config.cuh>
+#include <kvpolicy/core/cuda_config.cuh>
 #include <kvpolicy/masks/cuda/mask_params.cuh>
 #include <kvpolicy/policies/parameters.hpp>
 

@@ -168,13 +168,13 @@ std::size_t build_mask_workspace_bytes(const host&, const P& policy, const Seque
 }
 
 template <AnyPolicy P>
-void build_mask(const host& on, const P& policy, plane_view<const float> scores, const Sequences& sequences,
+void build_mask(const host& ctx, const P& policy, plane_view<const float> scores, const Sequences& sequences,
                 plane_view<expiry_t> expiry, workspace_view workspace, const MaskOptions& options) {
     static_assert(
         !P::has_eviction,
         "kvpolicy: a policy with an eviction part decides by queries, so only a cache knows its lifetimes");
     if (const checks::repaired_sequences repaired(sequences, options.status); repaired) {
-        return build_mask(on, policy, scores, repaired.sequences, expiry, workspace, options);
+        return build_mask(ctx, policy, scores, repaired.sequences, expiry, workspace, options);
     }
     const std::int32_t heads = expiry.heads;
     host_backend::check_mask_call(policy, scores, sequences, expiry.batch, heads, expiry.length,
@@ -187,12 +187,12 @@ void build_mask(const host& on, const P& policy, plane_view<const float> scores,
             host_backend::check_scores(policy, scores, sequences, options.layer);
         }
     }
-    checks::check_workspace(workspace, build_mask_workspace_bytes(on, policy, sequences, heads, options));
+    checks::check_workspace(workspace, build_mask_workspace_bytes(ctx, policy, sequences, heads, options));
     const std::int64_t capacity = host_backend::top_k_capacity(policy, sequences, heads, options.layer);
     auto* storage =
         capacity == 0 ? nullptr : reinterpret_cast<detail::top_k_entry*>(detail::aligned(workspace.data));
     // One task per sequence and head; the heads of a sequence share its status word.
-    on.parallel_for(std::int64_t{sequences.batch} * heads, [&](std::int64_t task) {
+    ctx.parallel_for(std::int64_t{sequences.batch} * heads, [&](std::int64_t task) {
         const auto b = static_cast<std::int32_t>(task / heads);
         const auto h = static_cast<std::int32_t>(task % heads);
         const HeadParams head_params = policy.params(options.layer, h);
@@ -228,12 +228,12 @@ std::size_t build_cutoffs_workspace_bytes(const host&, const P&, const Sequences
 }
 
 template <Cutoff C, AnyPolicy P>
-void build_cutoffs(const host& on, const P& policy, plane_view<const float> scores,
+void build_cutoffs(const host& ctx, const P& policy, plane_view<const float> scores,
                    const Sequences& sequences, plane_view<std::int32_t> rank, plane_view<std::int32_t> cutoff,
                    workspace_view workspace, const MaskOptions& options) {
     static_assert(P::has_budget, "kvpolicy: build_cutoffs needs a policy with a TopKBudget");
     if (const checks::repaired_sequences repaired(sequences, options.status); repaired) {
-        return build_cutoffs<C>(on, policy, scores, repaired.sequences, rank, cutoff, workspace, options);
+        return build_cutoffs<C>(ctx, policy, scores, repaired.sequences, rank, cutoff, workspace, options);
     }
     const std::int32_t layer = options.layer;
     const std::int32_t heads = rank.heads;
@@ -242,14 +242,14 @@ void build_cutoffs(const host& on, const P& policy, plane_view<const float> scor
     checks::check_plane("cutoff", cutoff, rank.batch, heads, sequences.length);
     checks::check_static_ranks(policy, sequences, heads, layer);
     host_backend::check_scores(policy, scores, sequences, layer);
-    checks::check_workspace(workspace, build_cutoffs_workspace_bytes<C>(on, policy, sequences, heads));
+    checks::check_workspace(workspace, build_cutoffs_workspace_bytes<C>(ctx, policy, sequences, heads));
     const auto capacity = static_cast<std::size_t>(sequences.length);
     const std::size_t value_bytes = detail::aligned_size(capacity * sizeof(double));
     const std::size_t order_bytes = detail::aligned_size(capacity * sizeof(std::int32_t));
     const std::size_t per_head =
         value_bytes + order_bytes + detail::aligned_size(C::scratch_bytes(sequences.length));
     std::byte* memory = detail::aligned(workspace.data);
-    on.parallel_for(std::int64_t{sequences.batch} * heads, [&](std::int64_t task) {
+    ctx.parallel_for(std::int64_t{sequences.batch} * heads, [&](std::int64_t task) {
         const std::int64_t b = task / heads;
         const auto h = static_cast<std::int32_t>(task % heads);
         const std::int32_t length = sequences.length_of(b);
@@ -286,11 +286,11 @@ std::size_t expiry_from_cutoffs_workspace_bytes(const host&, const P&, const Seq
 }
 
 template <AnyPolicy P>
-void expiry_from_cutoffs(const host& on, const P& policy, plane_view<const std::int32_t> rank,
+void expiry_from_cutoffs(const host& ctx, const P& policy, plane_view<const std::int32_t> rank,
                          plane_view<const std::int32_t> cutoff, const Sequences& sequences,
                          plane_view<expiry_t> expiry, workspace_view workspace, const MaskOptions& options) {
     if (const checks::repaired_sequences repaired(sequences, options.status); repaired) {
-        return expiry_from_cutoffs(on, policy, rank, cutoff, repaired.sequences, expiry, workspace, options);
+        return expiry_from_cutoffs(ctx, policy, rank, cutoff, repaired.sequences, expiry, workspace, options);
     }
     const std::int32_t layer = options.layer;
     const std::int32_t heads = expiry.heads;
@@ -301,7 +301,7 @@ void expiry_from_cutoffs(const host& on, const P& policy, plane_view<const std::
     checks::check_plane("rank", rank, expiry.batch, heads, sequences.length);
     checks::check_plane("cutoff", cutoff, expiry.batch, heads, sequences.length);
     checks::check_plane("expiry", expiry, expiry.batch, heads, sequences.length);
-    on.parallel_for(std::int64_t{sequences.batch} * heads, [&](std::int64_t task) {
+    ctx.parallel_for(std::int64_t{sequences.batch} * heads, [&](std::int64_t task) {
         const std::int64_t b = task / heads;
         const auto h = static_cast<std::int32_t>(task % heads);
         const std::int32_t length = sequences.length_of(b);

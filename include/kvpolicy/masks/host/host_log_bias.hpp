@@ -167,13 +167,13 @@ std::size_t log_bias_workspace_bytes(const host&, const P&, const Sequences& seq
 }
 
 template <AnyPolicy P, TrainingGate G, class Real>
-void build_log_bias(const host& on, const P& policy, const G& gate, plane_view<Real> given_scores,
+void build_log_bias(const host& ctx, const P& policy, const G& gate, plane_view<Real> given_scores,
                     const Sequences& sequences, plane_view<expiry_t> expiry, plane_view<float> log_bias,
                     workspace_view workspace, const MaskOptions& options) {
     namespace hb = host_backend;
     if (const checks::repaired_sequences repaired(sequences, options.status); repaired) {
-        return build_log_bias(on, policy, gate, given_scores, repaired.sequences, expiry, log_bias, workspace,
-                              options);
+        return build_log_bias(ctx, policy, gate, given_scores, repaired.sequences, expiry, log_bias,
+                              workspace, options);
     }
     using Number = std::remove_const_t<Real>;
     const plane_view<const Number> scores = given_scores;
@@ -181,7 +181,7 @@ void build_log_bias(const host& on, const P& policy, const G& gate, plane_view<R
     hb::check_gate_call(policy, gate, scores, sequences, layer);
     checks::check_plane("expiry", expiry, scores.batch, scores.heads, sequences.length);
     checks::check_plane("log_bias", log_bias, scores.batch, scores.heads, sequences.length);
-    on.parallel_for(std::int64_t{scores.batch} * scores.heads, [&](std::int64_t task) {
+    ctx.parallel_for(std::int64_t{scores.batch} * scores.heads, [&](std::int64_t task) {
         const auto b = static_cast<std::int32_t>(task / scores.heads);
         const auto h = static_cast<std::int32_t>(task % scores.heads);
         expiry_t* ends = expiry.head(b, h);
@@ -201,20 +201,20 @@ void build_log_bias(const host& on, const P& policy, const G& gate, plane_view<R
 }
 
 template <AnyPolicy P, TrainingGate G, class Real>
-void log_bias_backward(const host& on, const P& policy, const G& gate,
+void log_bias_backward(const host& ctx, const P& policy, const G& gate,
                        std::type_identity_t<plane_view<const Real>> scores,
                        std::type_identity_t<plane_view<const Real>> d_log_bias, const Sequences& sequences,
                        plane_view<Real> d_scores, workspace_view workspace, const MaskOptions& options) {
     namespace hb = host_backend;
     if (const checks::repaired_sequences repaired(sequences, options.status); repaired) {
-        return log_bias_backward(on, policy, gate, scores, d_log_bias, repaired.sequences, d_scores,
+        return log_bias_backward(ctx, policy, gate, scores, d_log_bias, repaired.sequences, d_scores,
                                  workspace, options);
     }
     const std::int32_t layer = options.layer;
     hb::check_gate_call(policy, gate, scores, sequences, layer);
     checks::check_plane("d_log_bias", d_log_bias, scores.batch, scores.heads, sequences.length);
     checks::check_plane("d_scores", d_scores, scores.batch, scores.heads, sequences.length);
-    on.parallel_for(std::int64_t{scores.batch} * scores.heads, [&](std::int64_t task) {
+    ctx.parallel_for(std::int64_t{scores.batch} * scores.heads, [&](std::int64_t task) {
         const auto b = static_cast<std::int32_t>(task / scores.heads);
         const auto h = static_cast<std::int32_t>(task % scores.heads);
         const Real* from = d_log_bias.head(b, h);

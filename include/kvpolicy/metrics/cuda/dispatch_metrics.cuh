@@ -1,8 +1,8 @@
 // Bodies of metrics/cuda_metrics.cuh.
 #pragma once
 
+#include <kvpolicy/core/cuda_config.cuh>
 #include <kvpolicy/cuda/check.cuh>
-#include <kvpolicy/cuda/config.cuh>
 #include <kvpolicy/cuda/launch.cuh>
 #include <kvpolicy/masks/cuda/make_mask_params.cuh>
 #include <kvpolicy/metrics/cuda/kernel_metrics.cuh>
@@ -42,44 +42,44 @@ void for_each_head_params_batch(const P& policy, std::int32_t layer, std::int32_
 }  // namespace cuda_backend
 
 template <class Expiry>
-void live_keys(const cuda& on, plane_view<const expiry_t> expiry, const Sequences& sequences,
+void live_keys(const cuda& ctx, plane_view<const expiry_t> expiry, const Sequences& sequences,
                plane_view<std::int32_t> live, workspace_view, const MetricOptions& options) {
     namespace cb = cuda_backend;
     cb::check_metric_call(expiry, sequences, "live",
                           sequences.length == 0 ? &sequences : static_cast<const void*>(live.data));
     cb::check_plane("live", live, sequences.batch, expiry.heads, sequences.length);
-    const cb::device_scope device(on);
-    cb::report_lengths(on, sequences, options.status);
+    const cb::device_scope device(ctx);
+    cb::report_lengths(ctx, sequences, options.status);
     cb::launch("live_keys_kernel", cb::live_keys_kernel<Expiry>, std::int64_t{expiry.batch} * expiry.heads,
-               cb::metric_threads, 0, on, expiry, sequences, live);
+               cb::metric_threads, 0, ctx, expiry, sequences, live);
 }
 
 template <class Expiry>
-void density(const cuda& on, plane_view<const expiry_t> expiry, const Sequences& sequences, double* out,
+void density(const cuda& ctx, plane_view<const expiry_t> expiry, const Sequences& sequences, double* out,
              workspace_view, const MetricOptions& options) {
     namespace cb = cuda_backend;
     cb::check_metric_call(expiry, sequences, "out", out);
     checks::check_not_packed(sequences);
-    const cb::device_scope device(on);
-    cb::report_lengths(on, sequences, options.status);
+    const cb::device_scope device(ctx);
+    cb::report_lengths(ctx, sequences, options.status);
     cb::launch("density_kernel", cb::density_kernel<Expiry>, std::int64_t{expiry.batch} * expiry.heads,
-               cb::metric_threads, 0, on, expiry, sequences, out);
+               cb::metric_threads, 0, ctx, expiry, sequences, out);
 }
 
 template <AnyPolicy P>
-void evict_ratio(const cuda& on, const P& policy, plane_view<const expiry_t> expiry,
+void evict_ratio(const cuda& ctx, const P& policy, plane_view<const expiry_t> expiry,
                  const Sequences& sequences, double* out, workspace_view, const MetricOptions& options) {
     const std::int32_t layer = options.layer;
     namespace cb = cuda_backend;
     cb::check_metric_call(expiry, sequences, "out", out);
     checks::check_not_packed(sequences);
     policy.check_layer(layer, expiry.heads);
-    const cb::device_scope device(on);
-    cb::report_lengths(on, sequences, options.status);
+    const cb::device_scope device(ctx);
+    cb::report_lengths(ctx, sequences, options.status);
     cb::for_each_head_params_batch(policy, layer, expiry.batch, expiry.heads,
                                    [&](const cb::head_params_batch& all_params, std::int64_t blocks) {
                                        cb::launch("evict_ratio_kernel", cb::evict_ratio_kernel<expiry_t>,
-                                                  blocks, cb::metric_threads, 0, on, expiry, sequences,
+                                                  blocks, cb::metric_threads, 0, ctx, expiry, sequences,
                                                   all_params, out);
                                    });
 }
@@ -94,7 +94,7 @@ inline std::size_t oracle_recall_workspace_bytes(const cuda&, plane_view<const e
 }
 
 template <AnyPolicy P>
-void oracle_recall(const cuda& on, const P& policy, plane_view<const expiry_t> teacher,
+void oracle_recall(const cuda& ctx, const P& policy, plane_view<const expiry_t> teacher,
                    plane_view<const expiry_t> student, const Sequences& sequences, Recall* out,
                    workspace_view workspace, const MetricOptions& options) {
     const std::int32_t layer = options.layer;
@@ -103,16 +103,16 @@ void oracle_recall(const cuda& on, const P& policy, plane_view<const expiry_t> t
     checks::check_not_packed(sequences);
     policy.check_layer(layer, teacher.heads);
     cb::check_plane("student", student, sequences.batch, teacher.heads, sequences.length);
-    cb::check_workspace(workspace, oracle_recall_workspace_bytes(on, teacher, sequences));
-    const cb::device_scope device(on);
-    cb::report_lengths(on, sequences, options.status);
+    cb::check_workspace(workspace, oracle_recall_workspace_bytes(ctx, teacher, sequences));
+    const cb::device_scope device(ctx);
+    cb::report_lengths(ctx, sequences, options.status);
     cb::workspace_parts parts(workspace.data);
     auto* const counts =
         parts.take<std::int32_t>(std::int64_t{3} * teacher.batch * teacher.heads * sequences.length);
     cb::for_each_head_params_batch(policy, layer, teacher.batch, teacher.heads,
                                    [&](const cb::head_params_batch& all_params, std::int64_t blocks) {
                                        cb::launch("oracle_recall_kernel", cb::oracle_recall_kernel<expiry_t>,
-                                                  blocks, cb::metric_threads, 0, on, teacher, student,
+                                                  blocks, cb::metric_threads, 0, ctx, teacher, student,
                                                   sequences, all_params, out, counts);
                                    });
 }

@@ -1,9 +1,9 @@
 // Metrics of masks: one block per plane, in one pass over its keys or queries.
 #pragma once
 
+#include <kvpolicy/core/cuda_config.cuh>
 #include <kvpolicy/core/types.hpp>
 #include <kvpolicy/core/view.hpp>
-#include <kvpolicy/cuda/config.cuh>
 #include <kvpolicy/cuda/primitives/warp.cuh>
 #include <kvpolicy/masks/cuda/kernel_write_rules.cuh>
 #include <kvpolicy/metrics/recall.hpp>

@@ -2,7 +2,7 @@
 // enqueues the kernels.
 #pragma once
 
-#include <kvpolicy/cuda/config.cuh>
+#include <kvpolicy/core/cuda_config.cuh>
 #include <kvpolicy/cuda/launch.cuh>
 #include <kvpolicy/scorers/check_backward.hpp>
 #include <kvpolicy/scorers/cuda/common/scorer_plan.cuh>
@@ -34,27 +34,28 @@ void check_backward_call(const S& scorer, const ScoreBackward<T>& call) {
 }  // namespace cuda_backend
 
 template <class Widths, Scorer S, Storage T>
-std::size_t score_sequence_backward_workspace_bytes(const cuda& on, const S& scorer,
+std::size_t score_sequence_backward_workspace_bytes(const cuda& ctx, const S& scorer,
                                                     const ScoreBackward<T>& call) {
     cuda_backend::check_scorer_types<S, T>();
     cuda_backend::check_scorer_gradients<S>();
     cuda_backend::workspace_parts parts(nullptr);
-    device_scorer<S>::template backward<Widths, T>(on, scorer, call, {}, parts, true, nullptr);
+    device_scorer<S>::template backward<Widths, T>(ctx, scorer, call, {}, parts, true, nullptr);
     return parts.bytes();
 }
 
 template <class Widths, Scorer S, Storage T>
-void score_sequence_backward(const cuda& on, const S& scorer, const ScoreBackward<T>& call,
+void score_sequence_backward(const cuda& ctx, const S& scorer, const ScoreBackward<T>& call,
                              typename S::template parameters<compute_t<T>> gradients,
                              workspace_view workspace, const ScoreBackwardOptions& options) {
     namespace cb = cuda_backend;
     cb::check_scorer_types<S, T>();
     cb::check_scorer_gradients<S>();
     cb::check_backward_call(scorer, call);
-    cb::check_workspace(workspace, score_sequence_backward_workspace_bytes<Widths>(on, scorer, call));
-    const cb::device_scope device(on);
+    cb::check_workspace(workspace, score_sequence_backward_workspace_bytes<Widths>(ctx, scorer, call));
+    const cb::device_scope device(ctx);
     cb::workspace_parts parts(workspace.data);
-    device_scorer<S>::template backward<Widths, T>(on, scorer, call, gradients, parts, false, options.status);
+    device_scorer<S>::template backward<Widths, T>(ctx, scorer, call, gradients, parts, false,
+                                                   options.status);
 }
 
 }  // namespace KVPOLICY_HIDDEN

@@ -1,7 +1,7 @@
 // Dispatch of the scorers: arguments are checked, and the scorer's device_scorer enqueues the kernels.
 #pragma once
 
-#include <kvpolicy/cuda/config.cuh>
+#include <kvpolicy/core/cuda_config.cuh>
 #include <kvpolicy/cuda/launch.cuh>
 #include <kvpolicy/scorers/backward.hpp>
 #include <kvpolicy/scorers/check_score.hpp>
@@ -40,19 +40,19 @@ void check_sequence_call(const S& scorer, rows_view<const T> k, rows_view<const 
 
 template <class Widths, Scorer S, class K, class V>
 std::size_t score_sequence_workspace_bytes(
-    const cuda& on, const S& scorer, rows_view<K> k, rows_view<V> v, const Sequences& sequences,
+    const cuda& ctx, const S& scorer, rows_view<K> k, rows_view<V> v, const Sequences& sequences,
     const BasicScoreOptions<compute_t<std::remove_const_t<K>>>& options) {
     namespace cb = cuda_backend;
     using T = std::remove_const_t<K>;
     cb::check_scorer_types<S, T>();
     cb::workspace_parts parts(nullptr);
     const score_sequence_params<T> call{k, v, sequences, 0, {}, options};
-    device_scorer<S>::template forward<Widths>(on, scorer, call, parts, true, nullptr);
+    device_scorer<S>::template forward<Widths>(ctx, scorer, call, parts, true, nullptr);
     return parts.bytes();
 }
 
 template <class Widths, Scorer S, class K, class V>
-void score_sequence(const cuda& on, const S& scorer, rows_view<K> k, rows_view<V> v,
+void score_sequence(const cuda& ctx, const S& scorer, rows_view<K> k, rows_view<V> v,
                     const Sequences& sequences, std::int32_t delay,
                     plane_view<compute_t<std::remove_const_t<K>>> scores, workspace_view workspace,
                     const BasicScoreOptions<compute_t<std::remove_const_t<K>>>& options) {
@@ -63,11 +63,11 @@ void score_sequence(const cuda& on, const S& scorer, rows_view<K> k, rows_view<V
     cb::check_scorer_types<S, T>();
     cb::check_sequence_call<T>(scorer, k, v, sequences, delay, scores, options);
     cb::check_workspace(workspace,
-                        score_sequence_workspace_bytes<Widths>(on, scorer, k, v, sequences, options));
-    const cb::device_scope device(on);
+                        score_sequence_workspace_bytes<Widths>(ctx, scorer, k, v, sequences, options));
+    const cb::device_scope device(ctx);
     cb::workspace_parts parts(workspace.data);
     const score_sequence_params<T> call{k, v, sequences, delay, scores, options};
-    device_scorer<S>::template forward<Widths>(on, scorer, call, parts, false, options.status);
+    device_scorer<S>::template forward<Widths>(ctx, scorer, call, parts, false, options.status);
 }
 
 }  // namespace KVPOLICY_HIDDEN

@@ -280,15 +280,15 @@ std::size_t backward_workspace_bytes(const host&, const ConvScorer<D>& scorer, c
 }
 
 template <std::int32_t D, Storage T>
-void backward(const host& on, const ConvScorer<D>& scorer, const ScoreBackward<T>& call,
+void backward(const host& ctx, const ConvScorer<D>& scorer, const ScoreBackward<T>& call,
               ConvParameters<compute_t<T>> gradients, workspace_view workspace) {
     namespace hb = host_backend;
-    checks::check_workspace(workspace, backward_workspace_bytes(on, scorer, call));
+    checks::check_workspace(workspace, backward_workspace_bytes(ctx, scorer, call));
     const hb::conv_backward_memory<compute_t<T>> memory(scorer, call, workspace.data);
-    const hb::conv_backward_pass<D, T> pass(on.instructions(), scorer, call, memory);
+    const hb::conv_backward_pass<D, T> pass(ctx.instructions(), scorer, call, memory);
     const std::int64_t heads = call.k.heads;
-    on.parallel_for(call.k.batch * heads,
-                    [&](std::int64_t task) { pass.run_head(task / heads, task % heads); });
+    ctx.parallel_for(call.k.batch * heads,
+                     [&](std::int64_t task) { pass.run_head(task / heads, task % heads); });
 
     // A task is some rows of the weights of one layer of one head; the score head goes with the last layer's.
     std::int64_t strips[4] = {};
@@ -296,7 +296,7 @@ void backward(const host& on, const ConvScorer<D>& scorer, const ScoreBackward<T
         strips[layer] = (pass.width(layer) + pass.strip - 1) / pass.strip;
     }
     const std::int64_t each = strips[1] + strips[2] + strips[3];
-    on.parallel_for(each * heads, [&](std::int64_t task) {
+    ctx.parallel_for(each * heads, [&](std::int64_t task) {
         std::int64_t part = task % each;
         std::int32_t layer = 1;
         for (; part >= strips[layer]; ++layer) {

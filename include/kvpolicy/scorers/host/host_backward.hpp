@@ -26,22 +26,23 @@ namespace host_backend {
 
 /// Refuses a row of the named array that is not finite, or reports it where a status is given.
 template <class T>
-void refuse_bad_rows(const host& on, const char* name, const rows_view<const T>& rows,
+void refuse_bad_rows(const host& ctx, const char* name, const rows_view<const T>& rows,
                      const Sequences& sequences, std::uint32_t* status) {
-    checks::check_in_parallel(on, std::int64_t{rows.batch} * rows.heads, [&](std::int64_t task, bool refuse) {
-        const std::int64_t b = task / rows.heads, h = task % rows.heads;
-        const std::int64_t start = sequences.start_of(b);
-        for (std::int64_t t = start; t < start + sequences.length_of(b); ++t) {
-            if (checks::good_row(refuse, name, rows, b, h, t)) [[likely]] {
-                continue;
-            }
-            if (status == nullptr) {
-                return false;
-            }
-            std::atomic_ref(status[b]).fetch_or(status_not_finite);
-        }
-        return true;
-    });
+    checks::check_in_parallel(ctx, std::int64_t{rows.batch} * rows.heads,
+                              [&](std::int64_t task, bool refuse) {
+                                  const std::int64_t b = task / rows.heads, h = task % rows.heads;
+                                  const std::int64_t start = sequences.start_of(b);
+                                  for (std::int64_t t = start; t < start + sequences.length_of(b); ++t) {
+                                      if (checks::good_row(refuse, name, rows, b, h, t)) [[likely]] {
+                                          continue;
+                                      }
+                                      if (status == nullptr) {
+                                          return false;
+                                      }
+                                      std::atomic_ref(status[b]).fetch_or(status_not_finite);
+                                  }
+                                  return true;
+                              });
 }
 
 /// Calls visit(t) for the tokens of sequence b that have a score.
@@ -63,7 +64,7 @@ void for_each_scored(const Sequences& sequences, std::int64_t b, std::int32_t de
 }
 
 template <class S, Storage T>
-void check_backward_call(const host& on, const S& scorer, const ScoreBackward<T>& call,
+void check_backward_call(const host& ctx, const S& scorer, const ScoreBackward<T>& call,
                          std::uint32_t* status) {
     using Real = compute_t<T>;
     if constexpr (S::when != score_time::on_arrival) {
@@ -78,8 +79,8 @@ void check_backward_call(const host& on, const S& scorer, const ScoreBackward<T>
     checks::check_score_call<T>(scorer, call.k, call.v, call.sequences, call.delay, checks::scores_of(call),
                                 options);
     checks::check_row_gradients(call);
-    refuse_bad_rows(on, "k", call.k, call.sequences, status);
-    refuse_bad_rows(on, "v", call.v, call.sequences, status);
+    refuse_bad_rows(ctx, "k", call.k, call.sequences, status);
+    refuse_bad_rows(ctx, "v", call.v, call.sequences, status);
     for (std::int32_t b = 0; b < call.k.batch; ++b) {
         for (std::int32_t h = 0; h < call.k.heads; ++h) {
             for_each_scored<S>(call.sequences, b, call.delay, [&](std::int64_t t) {
@@ -117,14 +118,14 @@ struct mlp_backward_memory {
     std::size_t bytes;
 
     template <class S, Storage T>
-    mlp_backward_memory(const host& on, const S& scorer, const ScoreBackward<T>& call, void* data) {
+    mlp_backward_memory(const host& ctx, const S& scorer, const ScoreBackward<T>& call, void* data) {
         detail::arena from(data);
         const auto inner = static_cast<std::size_t>(scorer.input_size());
         const auto width =
             static_cast<std::size_t>(scorer.head_dim_qk) + static_cast<std::size_t>(scorer.head_dim_vo);
         const auto heads = static_cast<std::size_t>(call.k.batch) * static_cast<std::size_t>(call.k.heads);
         worker_size = detail::aligned_size(scorer_block * (2 * inner + width) * sizeof(Real)) / sizeof(Real);
-        workers = from.take<Real>(worker_size * static_cast<std::size_t>(on.threads()));
+        workers = from.take<Real>(worker_size * static_cast<std::size_t>(ctx.threads()));
         tokens = from.take<Real>(heads * static_cast<std::size_t>(call.sequences.length) * 2 *
                                  static_cast<std::size_t>(scorer.hidden));
         const bool convert = !std::is_same_v<Real, float>;
@@ -136,24 +137,24 @@ struct mlp_backward_memory {
 }  // namespace host_backend
 
 template <std::int32_t D, Storage T>
-std::size_t backward_workspace_bytes(const host& on, const LinearScorer<D>&, const ScoreBackward<T>& call) {
+std::size_t backward_workspace_bytes(const host& ctx, const LinearScorer<D>&, const ScoreBackward<T>& call) {
     checks::check_shape(call.sequences, call.k.heads);
-    return static_cast<std::size_t>(on.threads()) *
+    return static_cast<std::size_t>(ctx.threads()) *
                detail::aligned_size(static_cast<std::size_t>(call.k.dim + call.v.dim) *
                                     sizeof(compute_t<T>)) +
            detail::alignment;
 }
 
 template <std::int32_t D, Storage T>
-void backward(const host& on, const LinearScorer<D>& scorer, const ScoreBackward<T>& call,
+void backward(const host& ctx, const LinearScorer<D>& scorer, const ScoreBackward<T>& call,
               LinearParameters<compute_t<T>> gradients, workspace_view workspace) {
     namespace hb = host_backend;
     using Real = compute_t<T>;
-    checks::check_workspace(workspace, backward_workspace_bytes(on, scorer, call));
+    checks::check_workspace(workspace, backward_workspace_bytes(ctx, scorer, call));
     const std::int32_t head_dim_qk = call.k.dim, head_dim_vo = call.v.dim, inner = head_dim_qk + head_dim_vo;
     std::byte* memory = detail::aligned(workspace.data);
     const std::size_t stride = detail::aligned_size(static_cast<std::size_t>(inner) * sizeof(Real));
-    on.parallel_for(call.k.heads, [&](std::int64_t h, int thread) {
+    ctx.parallel_for(call.k.heads, [&](std::int64_t h, int thread) {
         Real* x = reinterpret_cast<Real*>(memory + static_cast<std::size_t>(thread) * stride);
         Real* into = gradients.weight == nullptr ? nullptr : gradients.weight + h * inner;
         const float* w = scorer.weights.weight + h * inner;
@@ -188,14 +189,14 @@ void backward(const host& on, const LinearScorer<D>& scorer, const ScoreBackward
 }
 
 template <class Input, class Act, std::int32_t D, Storage T>
-std::size_t backward_workspace_bytes(const host& on, const BasicMlpScorer<Input, Act, D>& scorer,
+std::size_t backward_workspace_bytes(const host& ctx, const BasicMlpScorer<Input, Act, D>& scorer,
                                      const ScoreBackward<T>& call) {
     checks::check_shape(call.sequences, call.k.heads);
-    return host_backend::mlp_backward_memory<compute_t<T>>(on, scorer, call, nullptr).bytes;
+    return host_backend::mlp_backward_memory<compute_t<T>>(ctx, scorer, call, nullptr).bytes;
 }
 
 template <class Input, class Act, std::int32_t D, Storage T>
-void backward(const host& on, const BasicMlpScorer<Input, Act, D>& scorer, const ScoreBackward<T>& call,
+void backward(const host& ctx, const BasicMlpScorer<Input, Act, D>& scorer, const ScoreBackward<T>& call,
               MlpParameters<compute_t<T>> gradients, workspace_view workspace) {
     namespace hb = host_backend;
     using Real = compute_t<T>;
@@ -203,9 +204,9 @@ void backward(const host& on, const BasicMlpScorer<Input, Act, D>& scorer, const
                   "kvpolicy: this MLP's input has no pull_back, so it cannot be trained");
     static_assert(DifferentiableActivation<Act>,
                   "kvpolicy: this MLP's activation has no pull_back, so it cannot be trained");
-    checks::check_workspace(workspace, backward_workspace_bytes(on, scorer, call));
-    const hb::mlp_backward_memory<Real> memory(on, scorer, call, workspace.data);
-    const isa set = on.instructions();
+    checks::check_workspace(workspace, backward_workspace_bytes(ctx, scorer, call));
+    const hb::mlp_backward_memory<Real> memory(ctx, scorer, call, workspace.data);
+    const isa set = ctx.instructions();
     const std::int32_t inner = scorer.input_size(), hidden = scorer.hidden, heads = call.k.heads;
     const std::int64_t length = call.sequences.length;
     const std::ptrdiff_t token = 2 * std::ptrdiff_t{hidden};
@@ -237,7 +238,7 @@ void backward(const host& on, const BasicMlpScorer<Input, Act, D>& scorer, const
     };
 
     const std::int64_t blocks = (length + scorer_block - 1) / scorer_block;
-    on.parallel_for(blocks * call.k.batch * heads, [&](std::int64_t task, int thread) {
+    ctx.parallel_for(blocks * call.k.batch * heads, [&](std::int64_t task, int thread) {
         const std::int64_t b = task / blocks / heads, h = task / blocks % heads;
         const std::int64_t begin = task % blocks * scorer_block;
         const auto count = static_cast<std::int32_t>(
@@ -287,7 +288,7 @@ void backward(const host& on, const BasicMlpScorer<Input, Act, D>& scorer, const
 
     constexpr std::int32_t rows = 16;
     const std::int64_t parts = (hidden + rows - 1) / rows;
-    on.parallel_for(static_cast<std::int64_t>(layers) * parts, [&](std::int64_t task, int thread) {
+    ctx.parallel_for(static_cast<std::int64_t>(layers) * parts, [&](std::int64_t task, int thread) {
         const std::int64_t layer = task / parts;
         const auto r = static_cast<std::int32_t>(task % parts * rows);
         const std::int32_t some = std::min(rows, hidden - r);
@@ -327,23 +328,23 @@ void backward(const host& on, const BasicMlpScorer<Input, Act, D>& scorer, const
 
 template <class Widths, Scorer S, Storage T>
 requires DifferentiableScorer<S> std::size_t score_sequence_backward_workspace_bytes(
-    const host& on, const S& scorer, const ScoreBackward<T>& call) {
-    return backward_workspace_bytes(on, scorer, call);
+    const host& ctx, const S& scorer, const ScoreBackward<T>& call) {
+    return backward_workspace_bytes(ctx, scorer, call);
 }
 
 template <class Widths, Scorer S, Storage T>
 requires DifferentiableScorer<S>
-void score_sequence_backward(const host& on, const S& scorer, const ScoreBackward<T>& call,
+void score_sequence_backward(const host& ctx, const S& scorer, const ScoreBackward<T>& call,
                              typename S::template parameters<compute_t<T>> gradients,
                              workspace_view workspace, const ScoreBackwardOptions& options) {
     if (const checks::repaired_sequences repaired(call.sequences, options.status); repaired) {
         ScoreBackward<T> again = call;
         again.sequences = repaired.sequences;
-        return score_sequence_backward<Widths>(on, scorer, again, gradients, workspace, options);
+        return score_sequence_backward<Widths>(ctx, scorer, again, gradients, workspace, options);
     }
-    host_backend::check_backward_call(on, scorer, call, options.status);
-    checks::check_workspace(workspace, backward_workspace_bytes(on, scorer, call));
-    backward(on, scorer, call, gradients, workspace);
+    host_backend::check_backward_call(ctx, scorer, call, options.status);
+    checks::check_workspace(workspace, backward_workspace_bytes(ctx, scorer, call));
+    backward(ctx, scorer, call, gradients, workspace);
 }
 
 }  // namespace kvpolicy

@@ -44,32 +44,32 @@ void score_hidden_tokens(isa set, const S& scorer, const HiddenRows& hidden, std
 }  // namespace host_backend
 
 template <HiddenScorer S, class Real, class T>
-std::size_t score_hidden_workspace_bytes(const host& on, const S& scorer, rows_view<T>, const Sequences&) {
-    return static_cast<std::size_t>(on.threads()) *
+std::size_t score_hidden_workspace_bytes(const host& ctx, const S& scorer, rows_view<T>, const Sequences&) {
+    return static_cast<std::size_t>(ctx.threads()) *
                detail::aligned_size(host_backend::hidden_block_reals(scorer) * sizeof(Real)) +
            detail::alignment;
 }
 
 template <HiddenScorer S, class T, class Real>
-void score_hidden(const host& on, const S& scorer, rows_view<T> rows, const Sequences& sequences,
+void score_hidden(const host& ctx, const S& scorer, rows_view<T> rows, const Sequences& sequences,
                   plane_view<Real> scores, workspace_view workspace, const ScoreHiddenOptions& options) {
     namespace hb = host_backend;
     if (const checks::repaired_sequences repaired(sequences, options.status); repaired) {
-        return score_hidden(on, scorer, rows, repaired.sequences, scores, workspace, options);
+        return score_hidden(ctx, scorer, rows, repaired.sequences, scores, workspace, options);
     }
     const HiddenRows hidden = rows;
     checks::check_hidden_call<S, Real>(scorer, hidden, sequences, scores, "scores");
-    checks::check_workspace(workspace, score_hidden_workspace_bytes<S, Real>(on, scorer, rows, sequences));
+    checks::check_workspace(workspace, score_hidden_workspace_bytes<S, Real>(ctx, scorer, rows, sequences));
     std::byte* const memory = detail::aligned(workspace.data);
     const std::size_t stride = detail::aligned_size(hb::hidden_block_reals(scorer) * sizeof(Real));
     const std::int64_t blocks = (std::int64_t{sequences.length} + scorer_block - 1) / scorer_block;
-    on.parallel_for(blocks * hidden.batch, [&](std::int64_t task, int thread) {
+    ctx.parallel_for(blocks * hidden.batch, [&](std::int64_t task, int thread) {
         const std::int64_t b = task / blocks, begin = task % blocks * scorer_block;
         const std::int64_t count = std::min<std::int64_t>(scorer_block, sequences.length_of(b) - begin);
         const std::int64_t first = sequences.start_of(b) + begin;
         if (count > 0) {
             hb::score_hidden_tokens(
-                on.instructions(), scorer, hidden, b, first, count, scores.head(b, 0) + first,
+                ctx.instructions(), scorer, hidden, b, first, count, scores.head(b, 0) + first,
                 scores.head_stride,
                 reinterpret_cast<Real*>(memory + static_cast<std::size_t>(thread) * stride));
         }
@@ -112,14 +112,14 @@ requires takes_hidden_state<Input> std::size_t score_hidden_backward_workspace_b
 
 template <class Input, class Act, std::int32_t D, class T, class Real>
 requires takes_hidden_state<Input>
-void score_hidden_backward(const host& on, const BasicMlpScorer<Input, Act, D>& scorer,
+void score_hidden_backward(const host& ctx, const BasicMlpScorer<Input, Act, D>& scorer,
                            const HiddenBackward<T, Real>& call, MlpParameters<Real> gradients,
                            workspace_view workspace, const ScoreHiddenOptions& options) {
     namespace hb = host_backend;
     if (const checks::repaired_sequences repaired(call.sequences, options.status); repaired) {
         HiddenBackward<T, Real> again = call;
         again.sequences = repaired.sequences;
-        return score_hidden_backward(on, scorer, again, gradients, workspace, options);
+        return score_hidden_backward(ctx, scorer, again, gradients, workspace, options);
     }
     const HiddenRows states = call.hidden;
     static_assert(DifferentiableActivation<Act>,
@@ -132,12 +132,12 @@ void score_hidden_backward(const host& on, const BasicMlpScorer<Input, Act, D>& 
     if (call.d_hidden.data != nullptr) {
         checks::check_rows("d_hidden", call.d_hidden, batch, 1, call.hidden.length, inner);
     }
-    checks::check_workspace(workspace, score_hidden_backward_workspace_bytes(on, scorer, call));
+    checks::check_workspace(workspace, score_hidden_backward_workspace_bytes(ctx, scorer, call));
     const hb::hidden_backward_memory<Real> memory(scorer, call, workspace.data);
-    const isa set = on.instructions();
+    const isa set = ctx.instructions();
     const auto row_of = [&](std::int64_t b, std::int64_t t) { return b * length + t; };
     // Looked at in the workspace, before anything of the caller's is written.
-    checks::check_in_parallel(on, batch * length, [&](std::int64_t task, bool refuse) {
+    checks::check_in_parallel(ctx, batch * length, [&](std::int64_t task, bool refuse) {
         const std::int64_t b = task / length, t = task % length;
         if (t >= call.sequences.length_of(b)) {
             return true;
@@ -182,7 +182,7 @@ void score_hidden_backward(const host& on, const BasicMlpScorer<Input, Act, D>& 
         return static_cast<std::int32_t>(
             std::clamp<std::int64_t>(call.sequences.length_of(b) - begin, 0, scorer_block));
     };
-    on.parallel_for(blocks * batch, [&](std::int64_t task) {
+    ctx.parallel_for(blocks * batch, [&](std::int64_t task) {
         const std::int64_t b = task / blocks, begin = task % blocks * scorer_block;
         const std::int64_t start = call.sequences.start_of(b) + begin;
         const std::int32_t count = count_of(b, begin);
@@ -216,7 +216,7 @@ void score_hidden_backward(const host& on, const BasicMlpScorer<Input, Act, D>& 
     });
 
     constexpr std::int32_t strip = 16;
-    on.parallel_for((hidden + strip - 1) / strip, [&](std::int64_t task) {
+    ctx.parallel_for((hidden + strip - 1) / strip, [&](std::int64_t task) {
         const auto r = static_cast<std::int32_t>(task * strip);
         const std::int32_t some = std::min(strip, hidden - r);
         for (std::int64_t b = 0; b < batch; ++b) {

@@ -69,9 +69,9 @@ std::size_t block_scratch(const S& scorer) {
 /// Work items are taken by as many workers as there are threads, each with memory of its own; results
 /// depend on neither.
 template <class Body>
-void for_each_by_worker(const host& on, std::int64_t count, std::int64_t workers, Body&& body) {
+void for_each_by_worker(const host& ctx, std::int64_t count, std::int64_t workers, Body&& body) {
     std::atomic<std::int64_t> next{0};
-    on.parallel_for(workers, [&](std::int64_t worker) {
+    ctx.parallel_for(workers, [&](std::int64_t worker) {
         for (std::int64_t item; (item = next.fetch_add(1, std::memory_order_relaxed)) < count;) {
             body(worker, item);
         }
@@ -124,24 +124,24 @@ inline std::int64_t stateless_blocks(const Sequences& sequences) {
 /// Calls visit(memory of the slot, b, h, block) for the blocks of scorer_block tokens of all sequences and
 /// heads.
 template <class S, class T, class Real, class Visit>
-void for_each_scorer_block(const host& on, const S& scorer, const rows_view<const T>& k,
+void for_each_scorer_block(const host& ctx, const S& scorer, const rows_view<const T>& k,
                            const rows_view<const T>& v, const Sequences& sequences, Real* memory,
                            Visit&& visit) {
     const std::int64_t blocks = stateless_blocks(sequences);
     const std::int64_t count = blocks * k.batch * k.heads;
-    const std::int64_t workers = std::min<std::int64_t>(count, on.threads());
+    const std::int64_t workers = std::min<std::int64_t>(count, ctx.threads());
     const auto stride = static_cast<std::ptrdiff_t>(worker_reals<Real>(scorer, k.dim, v.dim));
-    for_each_by_worker(on, count, workers, [&](std::int64_t worker, std::int64_t item) {
+    for_each_by_worker(ctx, count, workers, [&](std::int64_t worker, std::int64_t item) {
         const auto h = static_cast<std::int32_t>(item / blocks % k.heads);
         visit(memory + worker * stride, item / blocks / k.heads, h, item % blocks);
     });
 }
 
 template <class S, class T, class Real>
-void score_stateless(const host& on, const S& scorer, rows_view<const T> k, rows_view<const T> v,
+void score_stateless(const host& ctx, const S& scorer, rows_view<const T> k, rows_view<const T> v,
                      const Sequences& sequences, plane_view<Real> scores, Real* memory) {
     for_each_scorer_block(
-        on, scorer, k, v, sequences, memory,
+        ctx, scorer, k, v, sequences, memory,
         [&](Real* keys, std::int64_t b, std::int32_t h, std::int64_t block) {
             const std::int64_t begin = block * scorer_block;
             const auto tokens = static_cast<std::int32_t>(
@@ -162,16 +162,16 @@ void score_stateless(const host& on, const S& scorer, rows_view<const T> k, rows
                                         [&](std::int64_t t, std::int32_t some, position_t position) {
                                             scorer.score_block(h, some, dense_rows(k, b, h, t, some, keys),
                                                                dense_rows(v, b, h, t, some, values), out + t,
-                                                               scratch, on.instructions(), position);
+                                                               scratch, ctx.instructions(), position);
                                         });
             } else if constexpr (BlockScorer<S>) {
                 scorer.score_block(h, tokens, dense_rows(k, b, h, first, tokens, keys),
                                    dense_rows(v, b, h, first, tokens, values), out + first, scratch,
-                                   on.instructions());
+                                   ctx.instructions());
             } else {
                 for (std::int64_t t = first; t < first + tokens; ++t) {
                     out[t] =
-                        score_one(on.instructions(), scorer, h, dense_rows(k, b, h, t, 1, keys),
+                        score_one(ctx.instructions(), scorer, h, dense_rows(k, b, h, t, 1, keys),
                                   dense_rows(v, b, h, t, 1, values), scratch, t - origin_of(sequences, t));
                 }
             }
@@ -179,15 +179,15 @@ void score_stateless(const host& on, const S& scorer, rows_view<const T> k, rows
 }
 
 template <class S, class T, class Real>
-void score_recurrent(const host& on, const S& scorer, rows_view<const T> k, rows_view<const T> v,
+void score_recurrent(const host& ctx, const S& scorer, rows_view<const T> k, rows_view<const T> v,
                      const Sequences& sequences, std::int32_t delay, plane_view<Real> scores, Real* states,
                      Real* memory) {
     const std::int64_t segments = sequences.cu_seqlens == nullptr ? 1 : sequences.segments;
     const std::int64_t count = segments * k.batch * k.heads;
-    const std::int64_t workers = std::min<std::int64_t>(count, on.threads());
+    const std::int64_t workers = std::min<std::int64_t>(count, ctx.threads());
     const auto stride = static_cast<std::ptrdiff_t>(worker_reals<Real>(scorer, k.dim, v.dim));
     const std::size_t size = scorer.state_size();
-    for_each_by_worker(on, count, workers, [&](std::int64_t worker, std::int64_t item) {
+    for_each_by_worker(ctx, count, workers, [&](std::int64_t worker, std::int64_t item) {
         const auto h = static_cast<std::int32_t>(item / segments % k.heads);
         const std::int64_t b = item / segments / k.heads;
         const stream_range range = segment_of(sequences, b, item % segments);
@@ -205,12 +205,12 @@ void score_recurrent(const host& on, const S& scorer, rows_view<const T> k, rows
         }
         Real* out = scores.head(b, h);
         for (std::int64_t q = range.first; q < range.end; ++q) {
-            absorb_one(on.instructions(), scorer, h, state, dense_rows(k, b, h, q, 1, key),
+            absorb_one(ctx.instructions(), scorer, h, state, dense_rows(k, b, h, q, 1, key),
                        dense_rows(v, b, h, q, 1, value), scratch);
             const std::int64_t t = q - delay;
             if (t >= range.begin) {
                 const Real* same = state;
-                out[t] = read_one(on.instructions(), scorer, h, same, dense_rows(k, b, h, t, 1, key),
+                out[t] = read_one(ctx.instructions(), scorer, h, same, dense_rows(k, b, h, t, 1, key),
                                   dense_rows(v, b, h, t, 1, value), scratch);
             }
         }
@@ -258,11 +258,11 @@ void for_each_leaving(const Sequences& sequences, std::int64_t b, std::int64_t b
 }
 
 template <class S, class T, class Real>
-void score_in_window(const host& on, const S& scorer, rows_view<const T> k, rows_view<const T> v,
+void score_in_window(const host& ctx, const S& scorer, rows_view<const T> k, rows_view<const T> v,
                      const Sequences& sequences, std::int32_t delay, plane_view<Real> scores,
                      [[maybe_unused]] const Dropout& dropout, Real* memory) {
     for_each_scorer_block(
-        on, scorer, k, v, sequences, memory,
+        ctx, scorer, k, v, sequences, memory,
         [&](Real* keys, std::int64_t b, std::int32_t h, std::int64_t block) {
             // The tokens that leave in this call are as many as it brings.
             const std::int64_t begin =
@@ -279,12 +279,12 @@ void score_in_window(const host& on, const S& scorer, rows_view<const T> k, rows
                     Real* out = scores.head(b, h) + first;
                     if constexpr (checks::has_dropout<S>) {
                         scorer.score_span(h, first - origin, tokens, key, value, out, scratch,
-                                          on.instructions(),
+                                          ctx.instructions(),
                                           {dropout, dropout_stream(b, h, k.heads, segment)});
                     } else {
                         static_cast<void>(segment);
                         scorer.score_span(h, first - origin, tokens, key, value, out, scratch,
-                                          on.instructions());
+                                          ctx.instructions());
                     }
                 });
         });
@@ -296,7 +296,7 @@ bool takes_chunks(const S&, form how) {
 }
 
 template <class Real, class S>
-std::size_t score_sequence_bytes(const host& on, const S& scorer, std::int32_t heads,
+std::size_t score_sequence_bytes(const host& ctx, const S& scorer, std::int32_t heads,
                                  std::int32_t head_dim_qk, std::int32_t head_dim_vo,
                                  const Sequences& sequences, form how) {
     const std::int64_t pairs = std::int64_t{sequences.batch} * heads;
@@ -309,13 +309,13 @@ std::size_t score_sequence_bytes(const host& on, const S& scorer, std::int32_t h
         items = pairs * stateless_blocks(sequences);
     } else if constexpr (checks::has_chunkwise<S>) {
         if (takes_chunks(scorer, how)) {
-            return mlstm_chunkwise_bytes<Real>(on, scorer, sequences, heads) + detail::alignment;
+            return mlstm_chunkwise_bytes<Real>(ctx, scorer, sequences, heads) + detail::alignment;
         }
         items = pairs * segments;
     } else {
         items = pairs * segments;
     }
-    const auto workers = static_cast<std::size_t>(std::min<std::int64_t>(items, on.threads()));
+    const auto workers = static_cast<std::size_t>(std::min<std::int64_t>(items, ctx.threads()));
     return workers * worker_reals<Real>(scorer, head_dim_qk, head_dim_vo) * sizeof(Real) + detail::alignment;
 }
 
@@ -323,16 +323,16 @@ std::size_t score_sequence_bytes(const host& on, const S& scorer, std::int32_t h
 
 template <class Widths, Scorer S, class K, class V>
 std::size_t score_sequence_workspace_bytes(
-    const host& on, const S& scorer, rows_view<K> k, rows_view<V> v, const Sequences& sequences,
+    const host& ctx, const S& scorer, rows_view<K> k, rows_view<V> v, const Sequences& sequences,
     const BasicScoreOptions<compute_t<std::remove_const_t<K>>>& options) {
     using Real = compute_t<std::remove_const_t<K>>;
     checks::check_shape(sequences, k.heads);
-    return host_backend::score_sequence_bytes<Real>(on, scorer, k.heads, k.dim, v.dim, sequences,
+    return host_backend::score_sequence_bytes<Real>(ctx, scorer, k.heads, k.dim, v.dim, sequences,
                                                     options.how);
 }
 
 template <class Widths, Scorer S, class K, class V>
-void score_sequence(const host& on, const S& scorer, rows_view<K> k, rows_view<V> v,
+void score_sequence(const host& ctx, const S& scorer, rows_view<K> k, rows_view<V> v,
                     const Sequences& sequences, std::int32_t delay,
                     plane_view<compute_t<std::remove_const_t<K>>> scores, workspace_view workspace,
                     const BasicScoreOptions<compute_t<std::remove_const_t<K>>>& options) {
@@ -350,14 +350,14 @@ void score_sequence(const host& on, const S& scorer, rows_view<K> k, rows_view<V
         scores_come_along<S> || host_backend::computes_in<S, Real>,
         "kvpolicy: this scorer computes in float only; double rows need members that are templates on Real");
     if (const checks::repaired_sequences repaired(sequences, options.status); repaired) {
-        return score_sequence<Widths>(on, scorer, k, v, repaired.sequences, delay, scores, workspace,
+        return score_sequence<Widths>(ctx, scorer, k, v, repaired.sequences, delay, scores, workspace,
                                       options);
     }
     const rows_view<const T> keys = k;
     const rows_view<const T> values = v;
     checks::check_score_call<T>(scorer, keys, values, sequences, delay, scores, options);
     const std::size_t needed =
-        host_backend::score_sequence_bytes<Real>(on, scorer, k.heads, k.dim, v.dim, sequences, options.how);
+        host_backend::score_sequence_bytes<Real>(ctx, scorer, k.heads, k.dim, v.dim, sequences, options.how);
     checks::check_workspace(workspace, needed);
     Real* states = options.states;
     if constexpr (S::when == score_time::on_leaving) {
@@ -376,19 +376,19 @@ void score_sequence(const host& on, const S& scorer, rows_view<K> k, rows_view<V
     }
     Real* memory = reinterpret_cast<Real*>(detail::aligned(workspace.data));
     if constexpr (S::when == score_time::on_arrival) {
-        host_backend::score_stateless(on, scorer, keys, values, sequences, scores, memory);
+        host_backend::score_stateless(ctx, scorer, keys, values, sequences, scores, memory);
     } else if constexpr (S::when == score_time::in_window) {
-        host_backend::score_in_window(on, scorer, keys, values, sequences, delay, scores, options.dropout,
+        host_backend::score_in_window(ctx, scorer, keys, values, sequences, delay, scores, options.dropout,
                                       memory);
     } else {
         if constexpr (checks::has_chunkwise<S>) {
             if (host_backend::takes_chunks(scorer, options.how)) {
-                host_backend::score_chunkwise(on, scorer, keys, values, sequences, delay, scores, states,
+                host_backend::score_chunkwise(ctx, scorer, keys, values, sequences, delay, scores, states,
                                               reinterpret_cast<std::byte*>(memory));
                 return;
             }
         }
-        host_backend::score_recurrent(on, scorer, keys, values, sequences, delay, scores, states, memory);
+        host_backend::score_recurrent(ctx, scorer, keys, values, sequences, delay, scores, states, memory);
     }
 }
 

@@ -29,12 +29,12 @@ struct mlstm_backward_pass {
     };
     static constexpr std::int64_t part_count = 6;
 
-    const host& on;
+    const host& ctx;
     const Scorer& scorer;
     const ScoreBackward<T>& call;
     const mlstm_backward_memory<Scorer, Real>& memory;
     const parameters& gradients;
-    isa set = on.instructions();
+    isa set = ctx.instructions();
     mlstm_token_row row{scorer};
     std::int32_t inputs = scorer.input_size();
     std::int64_t heads = call.k.heads;
@@ -170,29 +170,29 @@ struct mlstm_backward_pass {
 }  // namespace host_backend
 
 template <std::int32_t D, class Feature, class Values, Storage T>
-std::size_t backward_workspace_bytes(const host& on, const mLSTMScorer<D, Feature, Values>& scorer,
+std::size_t backward_workspace_bytes(const host& ctx, const mLSTMScorer<D, Feature, Values>& scorer,
                                      const ScoreBackward<T>& call) {
     checks::check_shape(call.sequences, call.k.heads);
-    return host_backend::mlstm_backward_memory<mLSTMScorer<D, Feature, Values>, compute_t<T>>(on, scorer,
+    return host_backend::mlstm_backward_memory<mLSTMScorer<D, Feature, Values>, compute_t<T>>(ctx, scorer,
                                                                                               call, nullptr)
         .bytes;
 }
 
 template <std::int32_t D, class Feature, class Values, Storage T>
-void backward(const host& on, const mLSTMScorer<D, Feature, Values>& scorer, const ScoreBackward<T>& call,
+void backward(const host& ctx, const mLSTMScorer<D, Feature, Values>& scorer, const ScoreBackward<T>& call,
               mLSTMParameters<compute_t<T>> gradients, workspace_view workspace) {
     namespace hb = host_backend;
     using Scorer = mLSTMScorer<D, Feature, Values>;
     static_assert(DifferentiableFeatureMap<Feature>,
                   "kvpolicy: this feature map has no pull_back, so its scorer cannot be trained");
-    checks::check_workspace(workspace, backward_workspace_bytes(on, scorer, call));
-    const hb::mlstm_backward_memory<Scorer, compute_t<T>> memory(on, scorer, call, workspace.data);
-    const hb::mlstm_backward_pass<Scorer, T> pass{on, scorer, call, memory, gradients};
+    checks::check_workspace(workspace, backward_workspace_bytes(ctx, scorer, call));
+    const hb::mlstm_backward_memory<Scorer, compute_t<T>> memory(ctx, scorer, call, workspace.data);
+    const hb::mlstm_backward_pass<Scorer, T> pass{ctx, scorer, call, memory, gradients};
     const std::int64_t heads = call.k.heads, batch = call.k.batch;
-    on.parallel_for(batch * heads, [&](std::int64_t task, int thread) {
+    ctx.parallel_for(batch * heads, [&](std::int64_t task, int thread) {
         pass.run_head(task / heads, task % heads, thread);
     });
-    on.parallel_for(pass.part_count * heads, [&](std::int64_t task, int thread) {
+    ctx.parallel_for(pass.part_count * heads, [&](std::int64_t task, int thread) {
         pass.add_weight_gradients(pass.parts[task % pass.part_count], task / pass.part_count, thread);
     });
     for (std::int64_t h = 0; h < heads; ++h) {
@@ -205,7 +205,7 @@ void backward(const host& on, const mLSTMScorer<D, Feature, Values>& scorer, con
     }
     const auto converted = pass.convert_weights();
     const std::int64_t blocks = (call.sequences.length + scorer_block - 1) / scorer_block;
-    on.parallel_for(blocks * batch * heads, [&](std::int64_t task, int thread) {
+    ctx.parallel_for(blocks * batch * heads, [&](std::int64_t task, int thread) {
         const std::int64_t b = task / blocks / heads, h = task / blocks % heads;
         const std::int64_t first = task % blocks * scorer_block;
         const std::int64_t rest = call.sequences.length_of(b) - first;

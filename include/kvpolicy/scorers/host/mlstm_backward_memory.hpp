@@ -63,7 +63,7 @@ struct mlstm_backward_memory {
     };
 
     template <Storage T>
-    mlstm_backward_memory(const host& on, const Scorer& scorer, const ScoreBackward<T>& call, void* data) {
+    mlstm_backward_memory(const host& ctx, const Scorer& scorer, const ScoreBackward<T>& call, void* data) {
         detail::arena from(data);
         const auto heads = static_cast<std::size_t>(call.k.batch) * static_cast<std::size_t>(call.k.heads);
         const mlstm_token_row row(scorer);
@@ -79,7 +79,7 @@ struct mlstm_backward_memory {
         detail::arena counter(nullptr);
         scratch(counter, scorer, chunks);
         worker_size = counter.bytes();
-        workers = from.take<std::byte>(worker_size * static_cast<std::size_t>(on.threads()));
+        workers = from.take<std::byte>(worker_size * static_cast<std::size_t>(ctx.threads()));
         bytes = from.bytes();
     }
     scratch of_thread(const Scorer& scorer, int thread) const {

@@ -71,17 +71,17 @@ struct mlstm_chunk_layout {
 };
 
 /// Chunks in a round.
-inline std::int64_t mlstm_round(const host& on, const Sequences& sequences, std::int32_t heads) {
+inline std::int64_t mlstm_round(const host& ctx, const Sequences& sequences, std::int32_t heads) {
     const std::int64_t segments = sequences.cu_seqlens == nullptr ? 1 : sequences.segments;
     const std::int64_t all = std::int64_t{sequences.batch} * heads *
                              (sequences.length / scorer_block + segments);  // at least as many
-    return std::min<std::int64_t>(all, std::int64_t{4} * on.threads());
+    return std::min<std::int64_t>(all, std::int64_t{4} * ctx.threads());
 }
 
 template <class Real, class Scorer>
-std::size_t mlstm_chunkwise_bytes(const host& on, const Scorer& scorer, const Sequences& sequences,
+std::size_t mlstm_chunkwise_bytes(const host& ctx, const Scorer& scorer, const Sequences& sequences,
                                   std::int32_t heads) {
-    const auto round = static_cast<std::size_t>(mlstm_round(on, sequences, heads));
+    const auto round = static_cast<std::size_t>(mlstm_round(ctx, sequences, heads));
     const mlstm_chunk_layout layout(scorer);
     return detail::aligned_size(round * sizeof(mlstm_chunk)) +
            detail::aligned_size(scorer.state_size() * sizeof(Real)) +
@@ -91,11 +91,11 @@ std::size_t mlstm_chunkwise_bytes(const host& on, const Scorer& scorer, const Se
 template <class Scorer, class T, class Real>
 class mlstm_chunkwise {
   public:
-    mlstm_chunkwise(const host& on, const Scorer& scorer, rows_view<const T> k, rows_view<const T> v,
+    mlstm_chunkwise(const host& ctx, const Scorer& scorer, rows_view<const T> k, rows_view<const T> v,
                     const Sequences& sequences, std::int64_t delay, plane_view<Real> scores, Real* states,
                     std::byte* memory)
-        : on_(on),
-          set_(on.instructions()),
+        : ctx_(ctx),
+          set_(ctx.instructions()),
           scorer_(scorer),
           k_(k),
           v_(v),
@@ -104,7 +104,7 @@ class mlstm_chunkwise {
           scores_(scores),
           states_(states),
           layout_(scorer),
-          round_(mlstm_round(on, sequences, k.heads)) {
+          round_(mlstm_round(ctx, sequences, k.heads)) {
         chunks_ = reinterpret_cast<mlstm_chunk*>(memory);
         memory += detail::aligned_size(static_cast<std::size_t>(round_) * sizeof(mlstm_chunk));
         running_ = reinterpret_cast<Real*>(memory);
@@ -155,9 +155,9 @@ class mlstm_chunkwise {
     }
 
     void run_round(std::int64_t count) {
-        on_.parallel_for(count, [&](std::int64_t i) { write(chunks_[i], buffers_ + i * stride_); });
+        ctx_.parallel_for(count, [&](std::int64_t i) { write(chunks_[i], buffers_ + i * stride_); });
         scan(count);
-        on_.parallel_for(count, [&](std::int64_t i) { read(chunks_[i], buffers_ + i * stride_); });
+        ctx_.parallel_for(count, [&](std::int64_t i) { read(chunks_[i], buffers_ + i * stride_); });
     }
 
     Real* states_of(const mlstm_chunk& chunk) const {
@@ -260,9 +260,9 @@ class mlstm_chunkwise {
             }
         }
         constexpr std::ptrdiff_t least = 1024;
-        const std::ptrdiff_t parts = std::clamp<std::ptrdiff_t>(size / least, 1, on_.threads());
+        const std::ptrdiff_t parts = std::clamp<std::ptrdiff_t>(size / least, 1, ctx_.threads());
         const std::ptrdiff_t part = (size / parts + 15) / 16 * 16;
-        on_.parallel_for((size + part - 1) / part, [&](std::int64_t p) {
+        ctx_.parallel_for((size + part - 1) / part, [&](std::int64_t p) {
             const std::ptrdiff_t from = p * part;
             const auto width = static_cast<int>(std::min(part, size - from));
             Real* running = running_ + from;
@@ -385,7 +385,7 @@ class mlstm_chunkwise {
         }
     }
 
-    const host& on_;
+    const host& ctx_;
     isa set_;
     const Scorer& scorer_;
     rows_view<const T> k_, v_;
@@ -403,10 +403,10 @@ class mlstm_chunkwise {
 };
 
 template <class Scorer, class T, class Real>
-void score_chunkwise(const host& on, const Scorer& scorer, rows_view<const T> k, rows_view<const T> v,
+void score_chunkwise(const host& ctx, const Scorer& scorer, rows_view<const T> k, rows_view<const T> v,
                      const Sequences& sequences, std::int32_t delay, plane_view<Real> scores, Real* states,
                      std::byte* memory) {
-    mlstm_chunkwise<Scorer, T, Real>(on, scorer, k, v, sequences, delay, scores, states, memory).run();
+    mlstm_chunkwise<Scorer, T, Real>(ctx, scorer, k, v, sequences, delay, scores, states, memory).run();
 }
 
 }  // namespace kvpolicy::host_backend

@@ -53,8 +53,8 @@ kv_view<double> keys_of(const AttendCase& c, const KeyNumbers& n, const std::vec
 }
 
 /// The host in double; `magnitude` with the values' absolute values.
-AttendResult<double> on_host(const AttendCase& c, const AttendTensors<double>& t, bool magnitude) {
-    static const host on(0);
+AttendResult<double> host_ctx(const AttendCase& c, const AttendTensors<double>& t, bool magnitude) {
+    static const host ctx(0);
     AttendTensors<double> tensors = t;
     if (magnitude) {
         for (std::vector<double>* v : {&tensors.v, &tensors.self_v}) {
@@ -81,11 +81,11 @@ AttendResult<double> on_host(const AttendCase& c, const AttendTensors<double>& t
     const auto out = rows_of(c, result.out.data(), c.heads(), c.queries, c.head_dim_vo);
     const auto lse = view_bhs(result.lse.data(), c.batch, c.heads(), c.queries);
     if (c.self.rows != 0) {
-        Workspace workspace(attend_workspace_bytes<double>(on, c.attention, q, past, self, sequences));
-        attend<double>(on, c.attention, q, past, self, sequences, out, lse, workspace);
+        Workspace workspace(attend_workspace_bytes<double>(ctx, c.attention, q, past, self, sequences));
+        attend<double>(ctx, c.attention, q, past, self, sequences, out, lse, workspace);
     } else {
-        Workspace workspace(attend_workspace_bytes<double>(on, c.attention, q, past, sequences));
-        attend<double>(on, c.attention, q, past, sequences, out, lse, workspace);
+        Workspace workspace(attend_workspace_bytes<double>(ctx, c.attention, q, past, sequences));
+        attend<double>(ctx, c.attention, q, past, sequences, out, lse, workspace);
     }
     return result;
 }
@@ -261,8 +261,8 @@ void check_attend(const AttendCase& c, unsigned seed) {
     const AttendTensors<T> tensors = random_tensors<T>(c, seed);
     const AttendTensors<double> wide{to_double(tensors.q), to_double(tensors.k), to_double(tensors.v),
                                      to_double(tensors.self_k), to_double(tensors.self_v)};
-    const AttendResult<double> wanted = on_host(c, wide, false);
-    const AttendResult<double> magnitude = on_host(c, wide, true);
+    const AttendResult<double> wanted = host_ctx(c, wide, false);
+    const AttendResult<double> magnitude = host_ctx(c, wide, true);
     const bool fast = std::is_same_v<T, bf16> || std::is_same_v<T, fp16>;
     for (int way = 0; way < (fast ? 6 : 1); ++way) {
         AttendWay how;

@@ -41,7 +41,7 @@ struct Call {
     Device<float> lse{std::size_t{batch} * kv_heads * group * length};
     Sequences sequences;
     AttendOptions options;
-    kvpolicy::cuda on{};
+    kvpolicy::cuda ctx{};
 
     Call() {
         sequences.batch = batch;
@@ -59,10 +59,10 @@ struct Call {
                 view_bhsd<const bf16>(v.data(), batch, kv_heads, length, dim), mask};
     }
     [[nodiscard]] std::size_t bytes() const {
-        return attend_workspace_bytes<bf16>(on, {}, q_view(), all(), sequences, options);
+        return attend_workspace_bytes<bf16>(ctx, {}, q_view(), all(), sequences, options);
     }
     void run(workspace_view workspace) const {
-        attend<bf16>(on, {}, q_view(), all(), sequences,
+        attend<bf16>(ctx, {}, q_view(), all(), sequences,
                      view_bhsd(out.data(), batch, kv_heads * group, length, dim),
                      view_bhs(lse.data(), batch, kv_heads * group, length), workspace, options);
     }
@@ -95,7 +95,7 @@ TEST_CASE("a graph captured at one length serves others, with the workspace pois
             ok(cudaDeviceSynchronize());
             cudaStream_t stream = nullptr;
             ok(cudaStreamCreate(&stream));
-            call.on = kvpolicy::cuda{stream};
+            call.ctx = kvpolicy::cuda{stream};
             ok(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal));
             call.run(workspace);
             cudaGraph_t graph = nullptr;
@@ -111,12 +111,12 @@ TEST_CASE("a graph captured at one length serves others, with the workspace pois
                 ok(cudaStreamSynchronize(stream));
                 const auto out = call.out.read();
                 const auto lse = call.lse.read();
-                call.on = kvpolicy::cuda{};
+                call.ctx = kvpolicy::cuda{};
                 call.poison();
                 call.run(workspace);
                 CHECK(same_bits(call.out.read(), out));
                 CHECK(same_bits(call.lse.read(), lse));
-                call.on = kvpolicy::cuda{stream};
+                call.ctx = kvpolicy::cuda{stream};
             }
             ok(cudaGraphExecDestroy(executable));
             ok(cudaGraphDestroy(graph));
@@ -168,13 +168,13 @@ TEST_CASE(
     all.v = view(Call::kv_heads, Call::kv_heads * (Call::group + 1));
     call.poison();
     attend<bf16>(
-        call.on, {}, view(Call::kv_heads * Call::group, 0), all, call.sequences,
+        call.ctx, {}, view(Call::kv_heads * Call::group, 0), all, call.sequences,
         view_bhsd(call.out.data(), Call::batch, Call::kv_heads * Call::group, Call::length, Call::dim),
         view_bhs(call.lse.data(), Call::batch, Call::kv_heads * Call::group, Call::length), workspace);
     CHECK(same_bits(call.out.read(), wanted));
     call.poison();
     attend<bf16>(
-        call.on, {}, view(Call::kv_heads * Call::group, 0), all, call.sequences,
+        call.ctx, {}, view(Call::kv_heads * Call::group, 0), all, call.sequences,
         view_bhsd(call.out.data(), Call::batch, Call::kv_heads * Call::group, Call::length, Call::dim), {},
         workspace);  // no lse
     CHECK(same_bits(call.out.read(), wanted));
@@ -209,40 +209,40 @@ TEST_CASE("refusals: one sentence, before anything runs") {
     const plane_view<float> lse{};
     const workspace_view provided = workspace;
     CHECK_REFUSED(
-        attend<bf16>(call.on, {}, call.q_view(), call.all(), call.sequences, out, lse, {provided.data, 8}),
+        attend<bf16>(call.ctx, {}, call.q_view(), call.all(), call.sequences, out, lse, {provided.data, 8}),
         "workspace.bytes");
     CHECK_REFUSED(
-        attend<bf16>(call.on, {-1.0f, -2.0f}, call.q_view(), call.all(), call.sequences, out, lse, provided),
+        attend<bf16>(call.ctx, {-1.0f, -2.0f}, call.q_view(), call.all(), call.sequences, out, lse, provided),
         "attention.logits_soft_cap");
     rows_view<const bf16> q = call.q_view();
     q.heads = 5;
-    CHECK_REFUSED(attend<bf16>(call.on, {}, q, call.all(), call.sequences, out, lse, provided), "q.heads");
+    CHECK_REFUSED(attend<bf16>(call.ctx, {}, q, call.all(), call.sequences, out, lse, provided), "q.heads");
     q = call.q_view();
     q.dim = 60;
-    CHECK_REFUSED(attend<bf16>(call.on, {}, q, call.all(), call.sequences, out, lse, provided), "q.dim");
+    CHECK_REFUSED(attend<bf16>(call.ctx, {}, q, call.all(), call.sequences, out, lse, provided), "q.dim");
     q = call.q_view();
     q.data += 1;
-    CHECK_REFUSED(attend<bf16>(call.on, {}, q, call.all(), call.sequences, out, lse, provided),
+    CHECK_REFUSED(attend<bf16>(call.ctx, {}, q, call.all(), call.sequences, out, lse, provided),
                   "aligned to 16 bytes");
     q = call.q_view();
     q.row_stride = 68;
-    CHECK_REFUSED(attend<bf16>(call.on, {}, q, call.all(), call.sequences, out, lse, provided),
+    CHECK_REFUSED(attend<bf16>(call.ctx, {}, q, call.all(), call.sequences, out, lse, provided),
                   "aligned to 16 bytes");
     q = call.q_view();
     q.dim = 264;
     kv_view<bf16> all = call.all();
     all.k.dim = 264;
-    CHECK_REFUSED(attend<bf16>(call.on, {}, q, all, call.sequences, out, lse, provided), "head_dim");
+    CHECK_REFUSED(attend<bf16>(call.ctx, {}, q, all, call.sequences, out, lse, provided), "head_dim");
     Sequences sequences = call.sequences;
     sequences.length = 1501;
-    CHECK_REFUSED(attend<bf16>(call.on, {}, call.q_view(), call.all(), sequences, out, lse, provided),
+    CHECK_REFUSED(attend<bf16>(call.ctx, {}, call.q_view(), call.all(), sequences, out, lse, provided),
                   "sequences.length");
     sequences = call.sequences;
     sequences.cu_seqlens = call.lengths.data();
-    CHECK_REFUSED(attend<bf16>(call.on, {}, call.q_view(), call.all(), sequences, out, lse, provided),
+    CHECK_REFUSED(attend<bf16>(call.ctx, {}, call.q_view(), call.all(), sequences, out, lse, provided),
                   "segments");
     sequences.segments = 1;
     CHECK_REFUSED(
-        attend<bf16>(call.on, {}, call.q_view(), call.all(), call.all(), sequences, out, lse, provided),
+        attend<bf16>(call.ctx, {}, call.q_view(), call.all(), call.all(), sequences, out, lse, provided),
         "cu_seqlens");
 }

@@ -72,12 +72,12 @@ AttendResult<T> attend_on_device(const AttendCase& c, const AttendTensors<T>& te
                                  : attend_copies::rows;
     options.path = way.scan ? attend_path::scan : way.gather ? attend_path::gather : attend_path::automatic;
     const auto q_view = rows_of<const T>(c, q.data(), c.heads(), c.queries, c.head_dim_qk);
-    const kvpolicy::cuda on{};
+    const kvpolicy::cuda ctx{};
     const bool two = c.self.rows != 0;
     const std::size_t bytes =
-        two ? attend_workspace_bytes<T, AttendDims>(on, c.attention, q_view, past.view, self.view, sequences,
+        two ? attend_workspace_bytes<T, AttendDims>(ctx, c.attention, q_view, past.view, self.view, sequences,
                                                     options)
-            : attend_workspace_bytes<T, AttendDims>(on, c.attention, q_view, past.view, sequences, options);
+            : attend_workspace_bytes<T, AttendDims>(ctx, c.attention, q_view, past.view, sequences, options);
     AttendResult<T> result;
     for (int i = 0; i < repeats; ++i) {
         const Device<unsigned char> workspace(bytes);
@@ -87,10 +87,10 @@ AttendResult<T> attend_on_device(const AttendCase& c, const AttendTensors<T>& te
         const auto out_view = rows_of<T>(c, out.data(), c.heads(), c.queries, c.head_dim_vo);
         const auto lse_view = view_bhs(lse.data(), c.batch, c.heads(), c.queries);
         if (two) {
-            attend<T, AttendDims>(on, c.attention, q_view, past.view, self.view, sequences, out_view,
+            attend<T, AttendDims>(ctx, c.attention, q_view, past.view, self.view, sequences, out_view,
                                   lse_view, workspace, options);
         } else {
-            attend<T, AttendDims>(on, c.attention, q_view, past.view, sequences, out_view, lse_view,
+            attend<T, AttendDims>(ctx, c.attention, q_view, past.view, sequences, out_view, lse_view,
                                   workspace, options);
         }
         AttendResult<T> now{out.read(), lse.read()};

@@ -24,16 +24,16 @@ TEST_CASE("a policy instantiated elsewhere") {
     const EnginePolicy policy;
     const Sequences sequences{1, 300};
     test::Plane<expiry_t> wanted(1, 2, 300);
-    const host on_host(1);
-    test::Workspace memory(build_mask_workspace_bytes(on_host, policy, sequences, 2));
-    build_mask(on_host, policy, static_cast<const test::Plane<float>&>(scores).view(), sequences,
+    const host host_ctx(1);
+    test::Workspace memory(build_mask_workspace_bytes(host_ctx, policy, sequences, 2));
+    build_mask(host_ctx, policy, static_cast<const test::Plane<float>&>(scores).view(), sequences,
                wanted.view(), memory);
 
-    const kvpolicy::cuda on{};
+    const kvpolicy::cuda ctx{};
     const test::Device<float> device_scores(scores.data);
     const test::Device<expiry_t> expiry(wanted.data.size());
-    const test::Device<unsigned char> workspace(build_mask_workspace_bytes(on, policy, sequences, 2));
-    build_mask(on, policy, view_bhs<const float>(device_scores.data(), 1, 2, 300), sequences,
+    const test::Device<unsigned char> workspace(build_mask_workspace_bytes(ctx, policy, sequences, 2));
+    build_mask(ctx, policy, view_bhs<const float>(device_scores.data(), 1, 2, 300), sequences,
                view_bhs(expiry.data(), 1, 2, 300), workspace);
     CHECK(expiry.read() == wanted.data);
 }

@@ -20,8 +20,8 @@ extern "C" __attribute__((visibility("default"))) int KVPOLICY_TEST_LIBRARY(cons
                                                                             std::size_t text_bytes) {
     try {
         const kvp::Policy<kvp::Sink<4>, kvp::Window<16>, kvp::TopKBudget<64>> policy;
-        const kvp::cuda on{};
-        kvp::build_mask(on, policy, kvp::view_bhs<const float>(scores, 1, heads, length), {1, length},
+        const kvp::cuda ctx{};
+        kvp::build_mask(ctx, policy, kvp::view_bhs<const float>(scores, 1, heads, length), {1, length},
                         kvp::view_bhs(expiry, 1, heads, length), {workspace, bytes});
         std::snprintf(text, text_bytes, "%s", KVPOLICY_CUDA_ARCHS_TEXT);
         return 0;

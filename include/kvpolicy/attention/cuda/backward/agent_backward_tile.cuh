@@ -7,7 +7,7 @@
 #pragma once
 
 #include <kvpolicy/attention/cuda/backward/backward_params.cuh>
-#include <kvpolicy/cuda/config.cuh>
+#include <kvpolicy/core/cuda_config.cuh>
 #include <kvpolicy/cuda/primitives/async.cuh>
 #include <kvpolicy/cuda/primitives/mma.cuh>
 #include <kvpolicy/cuda/primitives/tile_product.cuh>

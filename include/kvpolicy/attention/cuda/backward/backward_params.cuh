@@ -12,8 +12,8 @@
 #pragma once
 
 #include <kvpolicy/attention/cuda/attention_params.cuh>
+#include <kvpolicy/core/cuda_config.cuh>
 #include <kvpolicy/core/view.hpp>
-#include <kvpolicy/cuda/config.cuh>
 #include <kvpolicy/cuda/primitives/mma.cuh>
 #include <kvpolicy/masks/expiry.hpp>
 

@@ -9,7 +9,7 @@
 
 #include <kvpolicy/attention/cuda/backward/agent_backward_warpgroup.cuh>
 #include <kvpolicy/attention/cuda/backward/backward_params.cuh>
-#include <kvpolicy/cuda/config.cuh>
+#include <kvpolicy/core/cuda_config.cuh>
 #include <kvpolicy/cuda/hopper.cuh>
 #include <kvpolicy/cuda/launch.cuh>
 #include <kvpolicy/cuda/primitives/async.cuh>

@@ -2,7 +2,7 @@
 #pragma once
 
 #include <kvpolicy/attention/cuda/backward/backward_params.cuh>
-#include <kvpolicy/cuda/config.cuh>
+#include <kvpolicy/core/cuda_config.cuh>
 #include <kvpolicy/cuda/launch.cuh>
 #include <kvpolicy/cuda/primitives/warp.cuh>
 #include <kvpolicy/cuda/primitives/wgmma.cuh>

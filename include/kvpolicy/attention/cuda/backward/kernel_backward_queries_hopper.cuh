@@ -5,7 +5,7 @@
 
 #include <kvpolicy/attention/cuda/backward/backward_params.cuh>
 #include <kvpolicy/attention/cuda/backward/kernel_backward_prepare.cuh>
-#include <kvpolicy/cuda/config.cuh>
+#include <kvpolicy/core/cuda_config.cuh>
 #include <kvpolicy/cuda/hopper.cuh>
 #include <kvpolicy/cuda/launch.cuh>
 #include <kvpolicy/cuda/primitives/async.cuh>

@@ -6,7 +6,7 @@
 #include <kvpolicy/attention/cuda/forward/forward_pipeline.cuh>
 #include <kvpolicy/attention/cuda/forward/online_softmax.cuh>
 #include <kvpolicy/attention/cuda/forward/row_stream.cuh>
-#include <kvpolicy/cuda/config.cuh>
+#include <kvpolicy/core/cuda_config.cuh>
 #include <kvpolicy/cuda/primitives/async.cuh>
 #include <kvpolicy/cuda/primitives/wgmma.cuh>
 

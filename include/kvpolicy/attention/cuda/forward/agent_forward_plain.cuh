@@ -6,8 +6,8 @@
 
 #include <kvpolicy/attention/cuda/forward/forward_params.cuh>
 #include <kvpolicy/attention/cuda/key_frame.cuh>
+#include <kvpolicy/core/cuda_config.cuh>
 #include <kvpolicy/core/types.hpp>
-#include <kvpolicy/cuda/config.cuh>
 #include <kvpolicy/cuda/primitives/warp.cuh>
 
 #include <cstdint>

@@ -5,8 +5,8 @@
 #include <kvpolicy/attention/cuda/forward/forward_params.cuh>
 #include <kvpolicy/attention/cuda/forward/online_softmax.cuh>
 #include <kvpolicy/attention/cuda/forward/row_stream.cuh>
+#include <kvpolicy/core/cuda_config.cuh>
 #include <kvpolicy/core/types.hpp>
-#include <kvpolicy/cuda/config.cuh>
 #include <kvpolicy/cuda/primitives/async.cuh>
 #include <kvpolicy/cuda/primitives/mma.cuh>
 #include <kvpolicy/cuda/primitives/wgmma.cuh>

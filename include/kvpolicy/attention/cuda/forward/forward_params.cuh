@@ -3,8 +3,8 @@
 
 #include <kvpolicy/attention/cuda/attention_params.cuh>
 #include <kvpolicy/attention/cuda/key_frame.cuh>
+#include <kvpolicy/core/cuda_config.cuh>
 #include <kvpolicy/core/view.hpp>
-#include <kvpolicy/cuda/config.cuh>
 
 #include <cuda.h>
 

@@ -4,8 +4,8 @@
 
 #include <kvpolicy/attention/cuda/forward/forward_params.cuh>
 #include <kvpolicy/attention/cuda/forward/row_stream.cuh>
+#include <kvpolicy/core/cuda_config.cuh>
 #include <kvpolicy/core/types.hpp>
-#include <kvpolicy/cuda/config.cuh>
 #include <kvpolicy/cuda/primitives/async.cuh>
 #include <kvpolicy/cuda/primitives/pipeline_state.cuh>
 #include <kvpolicy/cuda/primitives/warp.cuh>

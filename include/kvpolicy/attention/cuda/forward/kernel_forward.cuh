@@ -5,8 +5,8 @@
 #include <kvpolicy/attention/cuda/forward/agent_forward_plain.cuh>
 #include <kvpolicy/attention/cuda/forward/agent_forward_portable.cuh>
 #include <kvpolicy/attention/cuda/forward/forward_params.cuh>
+#include <kvpolicy/core/cuda_config.cuh>
 #include <kvpolicy/core/status.hpp>
-#include <kvpolicy/cuda/config.cuh>
 #include <kvpolicy/cuda/hopper.cuh>
 #include <kvpolicy/cuda/launch.cuh>
 

@@ -4,8 +4,8 @@
 #pragma once
 
 #include <kvpolicy/attention/cuda/forward/row_stream.cuh>
+#include <kvpolicy/core/cuda_config.cuh>
 #include <kvpolicy/core/types.hpp>
-#include <kvpolicy/cuda/config.cuh>
 #include <kvpolicy/cuda/primitives/mma.cuh>
 #include <kvpolicy/cuda/primitives/warp.cuh>
 

@@ -11,7 +11,7 @@
 #pragma once
 
 #include <kvpolicy/attention/cuda/forward/forward_params.cuh>
-#include <kvpolicy/cuda/config.cuh>
+#include <kvpolicy/core/cuda_config.cuh>
 
 #include <cstdint>
 

@@ -3,7 +3,7 @@
 
 #include <kvpolicy/attention/cuda/forward/row_source.cuh>
 #include <kvpolicy/attention/cuda/key_frame.cuh>
-#include <kvpolicy/cuda/config.cuh>
+#include <kvpolicy/core/cuda_config.cuh>
 #include <kvpolicy/cuda/primitives/async.cuh>
 #include <kvpolicy/cuda/primitives/warp.cuh>
 

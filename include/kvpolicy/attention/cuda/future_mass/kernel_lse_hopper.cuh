@@ -7,7 +7,7 @@
 #include <kvpolicy/attention/cuda/future_mass/qk_reduce_params.cuh>
 #include <kvpolicy/attention/cuda/future_mass/qk_reduce_pipeline.cuh>
 #include <kvpolicy/attention/cuda/future_mass/row_result.cuh>
-#include <kvpolicy/cuda/config.cuh>
+#include <kvpolicy/core/cuda_config.cuh>
 #include <kvpolicy/cuda/hopper.cuh>
 #include <kvpolicy/cuda/launch.cuh>
 #include <kvpolicy/cuda/primitives/async.cuh>

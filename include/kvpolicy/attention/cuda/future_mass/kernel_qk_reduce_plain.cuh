@@ -4,8 +4,8 @@
 
 #include <kvpolicy/attention/cuda/future_mass/qk_reduce_params.cuh>
 #include <kvpolicy/attention/cuda/future_mass/row_result.cuh>
+#include <kvpolicy/core/cuda_config.cuh>
 #include <kvpolicy/core/types.hpp>
-#include <kvpolicy/cuda/config.cuh>
 #include <kvpolicy/cuda/primitives/warp.cuh>
 
 #include <cstdint>

@@ -4,8 +4,8 @@
 // for each query head of the group. Neither has a product with values.
 #pragma once
 
+#include <kvpolicy/core/cuda_config.cuh>
 #include <kvpolicy/core/view.hpp>
-#include <kvpolicy/cuda/config.cuh>
 
 #include <cstdint>
 

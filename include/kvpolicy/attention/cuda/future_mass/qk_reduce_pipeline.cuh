@@ -7,7 +7,7 @@
 #pragma once
 
 #include <kvpolicy/attention/cuda/future_mass/qk_reduce_params.cuh>
-#include <kvpolicy/cuda/config.cuh>
+#include <kvpolicy/core/cuda_config.cuh>
 #include <kvpolicy/cuda/hopper.cuh>
 #include <kvpolicy/cuda/primitives/async.cuh>
 #include <kvpolicy/cuda/primitives/warp.cuh>

@@ -2,7 +2,7 @@
 #pragma once
 
 #include <kvpolicy/attention/cuda/future_mass/qk_reduce_params.cuh>
-#include <kvpolicy/cuda/config.cuh>
+#include <kvpolicy/core/cuda_config.cuh>
 
 #include <cstdint>
 

@@ -5,7 +5,7 @@
 #include <kvpolicy/caches/cuda/agent_decode_stream.cuh>
 #include <kvpolicy/caches/cuda/contiguous/agent_merge_states.cuh>
 #include <kvpolicy/caches/cuda/contiguous/contiguous_params.cuh>
-#include <kvpolicy/cuda/config.cuh>
+#include <kvpolicy/core/cuda_config.cuh>
 #include <kvpolicy/cuda/primitives/mma.cuh>
 
 #include <cstdint>

@@ -3,7 +3,7 @@
 
 #include <kvpolicy/caches/cuda/agent_decode_stream.cuh>
 #include <kvpolicy/caches/cuda/contiguous/contiguous_params.cuh>
-#include <kvpolicy/cuda/config.cuh>
+#include <kvpolicy/core/cuda_config.cuh>
 #include <kvpolicy/cuda/primitives/cluster.cuh>
 #include <kvpolicy/cuda/primitives/warp.cuh>
 

@@ -6,8 +6,8 @@
 #include <kvpolicy/caches/cuda/kernel_sequences.cuh>
 #include <kvpolicy/caches/cuda/read_counts.cuh>
 #include <kvpolicy/caches/fixed_budget.hpp>
+#include <kvpolicy/core/cuda_config.cuh>
 #include <kvpolicy/core/workspace.hpp>
-#include <kvpolicy/cuda/config.cuh>
 #include <kvpolicy/cuda/launch.cuh>
 
 #include <algorithm>

@@ -2,7 +2,7 @@
 #pragma once
 
 #include <kvpolicy/caches/cuda/contiguous/agent_contiguous_decode.cuh>
-#include <kvpolicy/cuda/config.cuh>
+#include <kvpolicy/core/cuda_config.cuh>
 #include <kvpolicy/cuda/launch.cuh>
 
 namespace kvpolicy {

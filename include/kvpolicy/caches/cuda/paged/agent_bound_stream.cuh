@@ -4,8 +4,8 @@
 // neighbor's, so a warp copies them into shared memory in lines of 128 bytes, one stage ahead.
 #pragma once
 
+#include <kvpolicy/core/cuda_config.cuh>
 #include <kvpolicy/core/types.hpp>
-#include <kvpolicy/cuda/config.cuh>
 #include <kvpolicy/cuda/primitives/async.cuh>
 #include <kvpolicy/cuda/primitives/warp.cuh>
 

@@ -2,7 +2,7 @@
 #pragma once
 
 #include <kvpolicy/caches/cuda/paged/agent_admit.cuh>
-#include <kvpolicy/cuda/config.cuh>
+#include <kvpolicy/core/cuda_config.cuh>
 #include <kvpolicy/cuda/primitives/block_find_largest.cuh>
 #include <kvpolicy/cuda/primitives/warp.cuh>
 

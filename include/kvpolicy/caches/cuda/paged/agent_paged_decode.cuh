@@ -7,7 +7,7 @@
 #include <kvpolicy/caches/cuda/paged/agent_paged_head.cuh>
 #include <kvpolicy/caches/cuda/paged/paged_view.cuh>
 #include <kvpolicy/caches/top_k_slots.hpp>
-#include <kvpolicy/cuda/config.cuh>
+#include <kvpolicy/core/cuda_config.cuh>
 
 #include <cstdint>
 

@@ -7,8 +7,8 @@
 #include <kvpolicy/attention/cuda/key_frame.cuh>
 #include <kvpolicy/caches/cuda/agent_decode_stream.cuh>
 #include <kvpolicy/caches/page_pool.hpp>
+#include <kvpolicy/core/cuda_config.cuh>
 #include <kvpolicy/core/types.hpp>
-#include <kvpolicy/cuda/config.cuh>
 #include <kvpolicy/cuda/primitives/async.cuh>
 #include <kvpolicy/cuda/primitives/mma.cuh>
 #include <kvpolicy/cuda/primitives/warp.cuh>

@@ -11,8 +11,8 @@
 #include <kvpolicy/caches/cuda/paged/kernel_paged_snapshot.cuh>
 #include <kvpolicy/caches/cuda/read_counts.cuh>
 #include <kvpolicy/caches/dual.hpp>
+#include <kvpolicy/core/cuda_config.cuh>
 #include <kvpolicy/core/workspace.hpp>
-#include <kvpolicy/cuda/config.cuh>
 #include <kvpolicy/cuda/launch.cuh>
 
 #include <algorithm>

@@ -5,7 +5,7 @@
 #include <kvpolicy/caches/cuda/paged/agent_bound_stream.cuh>
 #include <kvpolicy/caches/cuda/paged/agent_largest_keys.cuh>
 #include <kvpolicy/caches/cuda/paged/paged_view.cuh>
-#include <kvpolicy/cuda/config.cuh>
+#include <kvpolicy/core/cuda_config.cuh>
 #include <kvpolicy/cuda/launch.cuh>
 #include <kvpolicy/cuda/primitives/block_find_largest.cuh>
 #include <kvpolicy/cuda/primitives/warp.cuh>

@@ -5,8 +5,8 @@
 #include <kvpolicy/caches/cuda/paged/agent_admit.cuh>
 #include <kvpolicy/caches/cuda/paged/paged_view.cuh>
 #include <kvpolicy/caches/dual.hpp>
+#include <kvpolicy/core/cuda_config.cuh>
 #include <kvpolicy/core/status.hpp>
-#include <kvpolicy/cuda/config.cuh>
 
 #include <cstdint>
 

@@ -5,7 +5,7 @@
 #include <kvpolicy/caches/dual.hpp>
 #include <kvpolicy/caches/page_pool.hpp>
 #include <kvpolicy/caches/top_k_slots.hpp>
-#include <kvpolicy/cuda/config.cuh>
+#include <kvpolicy/core/cuda_config.cuh>
 #include <kvpolicy/cuda/primitives/warp.cuh>
 
 #include <cstdint>

@@ -15,7 +15,7 @@
 #include <kvpolicy/caches/cuda/scoring/agent_mlstm_step.cuh>
 #include <kvpolicy/caches/cuda/scoring/agent_score.cuh>
 #include <kvpolicy/caches/cuda/scoring/mlstm_batched_memory.cuh>
-#include <kvpolicy/cuda/config.cuh>
+#include <kvpolicy/core/cuda_config.cuh>
 #include <kvpolicy/cuda/primitives/async.cuh>
 #include <kvpolicy/cuda/primitives/cluster.cuh>
 

@@ -14,7 +14,7 @@
 #include <kvpolicy/caches/cuda/contiguous/contiguous_view.cuh>
 #include <kvpolicy/caches/cuda/scoring/agent_mlstm_step.cuh>
 #include <kvpolicy/caches/cuda/scoring/agent_score.cuh>
-#include <kvpolicy/cuda/config.cuh>
+#include <kvpolicy/core/cuda_config.cuh>
 #include <kvpolicy/cuda/primitives/cluster.cuh>
 
 #include <cstdint>

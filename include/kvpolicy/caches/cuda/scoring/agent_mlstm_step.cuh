@@ -5,8 +5,8 @@
 
 #include <kvpolicy/caches/cuda/scoring/agent_mlstm_projections.cuh>
 #include <kvpolicy/caches/cuda/scoring/agent_score.cuh>
+#include <kvpolicy/core/cuda_config.cuh>
 #include <kvpolicy/core/types.hpp>
-#include <kvpolicy/cuda/config.cuh>
 #include <kvpolicy/cuda/primitives/warp.cuh>
 #include <kvpolicy/scorers/mlstm.hpp>
 

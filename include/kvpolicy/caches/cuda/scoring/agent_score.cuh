@@ -3,7 +3,7 @@
 #pragma once
 
 #include <kvpolicy/caches/cuda/contiguous/contiguous_view.cuh>
-#include <kvpolicy/cuda/config.cuh>
+#include <kvpolicy/core/cuda_config.cuh>
 #include <kvpolicy/scorers/cuda/common/device_scorer.cuh>
 #include <kvpolicy/scorers/cuda/common/warp_scorer.cuh>
 #include <kvpolicy/scorers/mlp.hpp>

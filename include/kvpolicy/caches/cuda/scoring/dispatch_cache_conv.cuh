@@ -2,7 +2,7 @@
 #pragma once
 
 #include <kvpolicy/caches/cuda/scoring/kernel_cache_conv.cuh>
-#include <kvpolicy/cuda/config.cuh>
+#include <kvpolicy/core/cuda_config.cuh>
 #include <kvpolicy/cuda/hopper.cuh>
 #include <kvpolicy/cuda/launch.cuh>
 #include <kvpolicy/scorers/cuda/conv/dispatch_conv.cuh>

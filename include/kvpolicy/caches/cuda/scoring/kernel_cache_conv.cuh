@@ -15,8 +15,8 @@
 #include <kvpolicy/caches/cuda/contiguous/contiguous_view.cuh>
 #include <kvpolicy/caches/cuda/scoring/agent_score.cuh>
 #include <kvpolicy/caches/top_k_slots.hpp>
+#include <kvpolicy/core/cuda_config.cuh>
 #include <kvpolicy/core/status.hpp>
-#include <kvpolicy/cuda/config.cuh>
 #include <kvpolicy/cuda/hopper.cuh>
 #include <kvpolicy/cuda/launch.cuh>
 #include <kvpolicy/scorers/cuda/conv/kernel_conv.cuh>

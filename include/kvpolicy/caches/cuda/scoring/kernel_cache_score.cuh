@@ -4,7 +4,7 @@
 #include <kvpolicy/caches/cuda/scoring/agent_mlstm_batched.cuh>
 #include <kvpolicy/caches/cuda/scoring/agent_mlstm_cluster.cuh>
 #include <kvpolicy/caches/cuda/scoring/agent_score.cuh>
-#include <kvpolicy/cuda/config.cuh>
+#include <kvpolicy/core/cuda_config.cuh>
 #include <kvpolicy/cuda/launch.cuh>
 
 #include <algorithm>

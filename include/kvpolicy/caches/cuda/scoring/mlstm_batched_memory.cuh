@@ -2,7 +2,7 @@
 #pragma once
 
 #include <kvpolicy/caches/cuda/scoring/agent_mlstm_step.cuh>
-#include <kvpolicy/cuda/config.cuh>
+#include <kvpolicy/core/cuda_config.cuh>
 
 #include <cstdint>
 

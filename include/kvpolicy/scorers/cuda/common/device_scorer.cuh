@@ -3,9 +3,9 @@
 // the user's header (examples/recipes/own_scorer_on_cuda.cu).
 #pragma once
 
+#include <kvpolicy/core/cuda_config.cuh>
 #include <kvpolicy/core/types.hpp>
 #include <kvpolicy/core/view.hpp>
-#include <kvpolicy/cuda/config.cuh>
 #include <kvpolicy/policies/scorer_concept.hpp>
 #include <kvpolicy/scorers/sequence.hpp>
 

@@ -2,9 +2,9 @@
 // (scorer_plan.cuh, score_gradients).
 #pragma once
 
+#include <kvpolicy/core/cuda_config.cuh>
 #include <kvpolicy/core/cuda_context.hpp>
 #include <kvpolicy/core/view.hpp>
-#include <kvpolicy/cuda/config.cuh>
 #include <kvpolicy/cuda/launch.cuh>
 #include <kvpolicy/cuda/primitives/warp.cuh>
 #include <kvpolicy/scorers/cuda/common/scorer_params.cuh>
@@ -61,13 +61,13 @@ __global__ void __launch_bounds__(scale_threads)
 }
 
 /// Enqueues it: [numbers], one a head or one for all.
-inline void find_largest_gradients(const cuda& on, const scorer_streams& streams,
+inline void find_largest_gradients(const cuda& ctx, const scorer_streams& streams,
                                    const plane_view<const float>& d_scores, std::int32_t numbers,
                                    std::uint32_t* largest) {
-    check(cudaMemsetAsync(largest, 0, static_cast<std::size_t>(numbers) * sizeof(std::uint32_t), on.stream),
+    check(cudaMemsetAsync(largest, 0, static_cast<std::size_t>(numbers) * sizeof(std::uint32_t), ctx.stream),
           "cudaMemsetAsync");
     launch("largest_gradients_kernel", largest_gradients_kernel<std::uint32_t>, scale_blocks(streams),
-           scale_threads, 0, on, streams, d_scores, numbers, largest);
+           scale_threads, 0, ctx, streams, d_scores, numbers, largest);
 }
 
 /// d_scores times the power of two that brings each head's largest |d score| to [1, 2).

@@ -4,7 +4,7 @@
 // hold anything. Sums are made in one fixed order: blocks write partial sums, and one thread adds those up.
 #pragma once
 
-#include <kvpolicy/cuda/config.cuh>
+#include <kvpolicy/core/cuda_config.cuh>
 #include <kvpolicy/cuda/hopper.cuh>
 #include <kvpolicy/cuda/launch.cuh>
 #include <kvpolicy/cuda/primitives/wgmma.cuh>

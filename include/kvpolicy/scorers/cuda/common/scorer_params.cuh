@@ -2,10 +2,10 @@
 // a token.
 #pragma once
 
+#include <kvpolicy/core/cuda_config.cuh>
 #include <kvpolicy/core/status.hpp>
 #include <kvpolicy/core/types.hpp>
 #include <kvpolicy/core/view.hpp>
-#include <kvpolicy/cuda/config.cuh>
 #include <kvpolicy/cuda/primitives/segment_search.cuh>
 #include <kvpolicy/scorers/cuda/common/scorer_tile.cuh>
 #include <kvpolicy/scorers/rope.hpp>

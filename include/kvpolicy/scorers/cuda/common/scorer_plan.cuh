@@ -2,10 +2,10 @@
 // them.
 #pragma once
 
+#include <kvpolicy/core/cuda_config.cuh>
 #include <kvpolicy/core/cuda_context.hpp>
 #include <kvpolicy/core/error.hpp>
 #include <kvpolicy/cuda/check.cuh>
-#include <kvpolicy/cuda/config.cuh>
 #include <kvpolicy/cuda/launch.cuh>
 #include <kvpolicy/scorers/check_score.hpp>
 #include <kvpolicy/scorers/cuda/common/device_scorer.cuh>
@@ -128,14 +128,14 @@ struct scorer_plan {
     [[nodiscard]] std::int64_t rows() const { return chunks() * scorer_chunk; }
 
     /// Enqueues what the streams and inputs need before anything reads them.
-    void begin(const cuda& on, std::uint32_t* status) {
+    void begin(const cuda& ctx, std::uint32_t* status) {
         streams.status = status;
-        launch_edges(on, sequences, edges, status);
+        launch_edges(ctx, sequences, edges, status);
         if (status != nullptr) {
-            launch("check_streams_kernel", check_streams_kernel<scorer_streams>, 1, 256, 0, on, streams);
+            launch("check_streams_kernel", check_streams_kernel<scorer_streams>, 1, 256, 0, ctx, streams);
         }
         if (frequencies != nullptr) {
-            launch("frequencies_kernel", frequencies_kernel<float>, 1, 256, 0, on, base, source.rotated,
+            launch("frequencies_kernel", frequencies_kernel<float>, 1, 256, 0, ctx, base, source.rotated,
                    frequencies);
         }
     }
@@ -144,10 +144,10 @@ struct scorer_plan {
 /// Refuses inputs too wide for a block's shared memory, of which bytes(padded) says how much inputs of so
 /// many numbers, a multiple of 64, need. `what` says what for.
 template <class T, class Bytes>
-void check_input_shared_memory(const cuda& on, const scorer_source<T>& source, const char* what,
+void check_input_shared_memory(const cuda& ctx, const scorer_source<T>& source, const char* what,
                                const Bytes& bytes) {
     const auto capacity =
-        static_cast<std::size_t>(device_scope(on).attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin));
+        static_cast<std::size_t>(device_scope(ctx).attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin));
     detail::require(bytes(source.padded) <= capacity,
                     source.input == scorer_input::write_gate ? "2 k.dim" : "k.dim + v.dim", source.size, [&] {
                         std::int32_t most = source.padded;
@@ -180,14 +180,14 @@ struct score_gradients {
         }
     }
     /// Enqueues the copy, after scorer_plan::begin.
-    [[nodiscard]] plane_view<const float> of([[maybe_unused]] const cuda& on,
+    [[nodiscard]] plane_view<const float> of([[maybe_unused]] const cuda& ctx,
                                              [[maybe_unused]] const scorer_plan<T>& call,
                                              const plane_view<const float>& given) const {
         if constexpr (scales) {
             const scorer_streams& streams = call.streams;
-            find_largest_gradients(on, streams, given, streams.heads, largest);
+            find_largest_gradients(ctx, streams, given, streams.heads, largest);
             launch("scale_gradients_kernel", scale_gradients_kernel<float>, scale_blocks(streams),
-                   scale_threads, 0, on, streams, given,
+                   scale_threads, 0, ctx, streams, given,
                    view_bhs(scaled, streams.batch, streams.heads, rows));
             return view_bhs<const float>(scaled, streams.batch, streams.heads, rows);
         } else {
@@ -202,10 +202,10 @@ T* take_stack(workspace_parts& parts, const weight_stack& stack, std::int32_t he
     return parts.take<T>(std::int64_t{heads} * stack.rows * padded);
 }
 template <class T>
-void fill_stack(const cuda& on, const weight_stack& stack, const scorer_plan<T>& call, T* to) {
+void fill_stack(const cuda& ctx, const weight_stack& stack, const scorer_plan<T>& call, T* to) {
     const std::int64_t count = std::int64_t{call.streams.heads} * stack.rows * call.source.padded;
     launch("stack_weights_kernel", stack_weights_kernel<T>,
-           std::min<std::int64_t>((count / 8 + 255) / 256, 1024), 256, 0, on, stack, call.streams.heads,
+           std::min<std::int64_t>((count / 8 + 255) / 256, 1024), 256, 0, ctx, stack, call.streams.heads,
            call.source.size, call.source.padded, to);
 }
 
@@ -226,7 +226,7 @@ float* take_gradient_parts(workspace_parts& parts, const scorer_plan<T>& call, c
 }
 /// Gradients of a stack's arrays from rows d y; inputs stand `shift` tokens before their rows.
 template <class T>
-void add_weight_gradients(const cuda& on, const scorer_plan<T>& call, const weight_stack& stack,
+void add_weight_gradients(const cuda& ctx, const scorer_plan<T>& call, const weight_stack& stack,
                           const T* d_rows, std::int32_t shift, float* partial) {
     const std::int32_t splits = gradient_splits(call, stack);
     shared_parts shared(nullptr);
@@ -234,27 +234,27 @@ void add_weight_gradients(const cuda& on, const scorer_plan<T>& call, const weig
     shared.take<float>(2 * scorer_chunk);
     launch("weight_gradient_kernel", weight_gradient_kernel<T>,
            std::int64_t{splits} * call.streams.heads * (stack.rows / 64) * ((call.source.padded + 127) / 128),
-           128, shared.bytes(), on, call.streams, call.source, stack, d_rows, shift, splits, partial);
+           128, shared.bytes(), ctx, call.streams, call.source, stack, d_rows, shift, splits, partial);
     const std::int64_t count = std::int64_t{call.streams.heads} * stack.rows * call.source.size;
     launch("add_weight_gradients_kernel", add_weight_gradients_kernel<weight_stack>,
-           std::min<std::int64_t>((count + 255) / 256, 4096), 256, 0, on, call.streams, stack,
+           std::min<std::int64_t>((count + 255) / 256, 4096), 256, 0, ctx, call.streams, stack,
            static_cast<const float*>(partial), splits, call.source.size, call.source.padded);
 }
 
 /// Adds up the chunks' sums, all of them in one launch.
-inline void add_sums(const cuda& on, const scorer_streams& streams, const chunk_sums& sums) {
+inline void add_sums(const cuda& ctx, const scorer_streams& streams, const chunk_sums& sums) {
     if (sums.count() == 0) {
         return;  // none is wanted
     }
-    launch("add_sums_kernel", add_sums_kernel<chunk_sums>, (streams.heads * sums.count() + 3) / 4, 128, 0, on,
-           streams, sums);
+    launch("add_sums_kernel", add_sums_kernel<chunk_sums>, (streams.heads * sums.count() + 3) / 4, 128, 0,
+           ctx, streams, sums);
 }
 
 template <class T>
-void launch_input_gradients(const cuda& on, const scorer_plan<T>& call, const gradient_rows<T>& first,
+void launch_input_gradients(const cuda& ctx, const scorer_plan<T>& call, const gradient_rows<T>& first,
                             const gradient_rows<T>& second, const ScoreBackward<T>& to) {
     launch("input_gradient_kernel", input_gradient_kernel<T>, call.chunks(), 128,
-           input_gradient_shared<T>(call.source.input, call.source.padded), on, call.streams, call.source,
+           input_gradient_shared<T>(call.source.input, call.source.padded), ctx, call.streams, call.source,
            first, second, to.d_k, to.d_v);
 }
 

@@ -1,7 +1,7 @@
 // Scorers of which one warp scores an entry: score_sequence for all of them, from their score() alone.
 #pragma once
 
-#include <kvpolicy/cuda/config.cuh>
+#include <kvpolicy/core/cuda_config.cuh>
 #include <kvpolicy/cuda/launch.cuh>
 #include <kvpolicy/cuda/primitives/warp.cuh>
 #include <kvpolicy/scorers/cuda/common/device_scorer.cuh>
@@ -64,11 +64,11 @@ struct warp_device_scorer : device_scorer_defaults {
     static constexpr bool by_warp = true;
 
     template <class Widths, class T>
-    static void forward(const cuda& on, const S& scorer, const score_sequence_params<T>& call,
+    static void forward(const cuda& ctx, const S& scorer, const score_sequence_params<T>& call,
                         cuda_backend::workspace_parts& parts, bool measure, std::uint32_t* status) {
         namespace cb = cuda_backend;
-        cb::score_chunks(on, call, parts, measure, status, [&](const cb::scorer_plan<T>& all) {
-            cb::launch("warp_scorer_kernel", cb::warp_scorer_kernel<S, T>, all.chunks(), 256, 0, on,
+        cb::score_chunks(ctx, call, parts, measure, status, [&](const cb::scorer_plan<T>& all) {
+            cb::launch("warp_scorer_kernel", cb::warp_scorer_kernel<S, T>, all.chunks(), 256, 0, ctx,
                        all.streams, all.source, scorer, call.scores);
         });
     }

@@ -6,7 +6,7 @@
 // 64 each takes all, for 64 tokens. Narrower layers multiply tokens by weights that stay in shared memory.
 #pragma once
 
-#include <kvpolicy/cuda/config.cuh>
+#include <kvpolicy/core/cuda_config.cuh>
 #include <kvpolicy/cuda/hopper.cuh>
 #include <kvpolicy/cuda/primitives/async.cuh>
 #include <kvpolicy/cuda/primitives/mma.cuh>

@@ -1,7 +1,7 @@
 // How ConvScorer runs on CUDA.
 #pragma once
 
-#include <kvpolicy/cuda/config.cuh>
+#include <kvpolicy/core/cuda_config.cuh>
 #include <kvpolicy/cuda/launch.cuh>
 #include <kvpolicy/scorers/backward.hpp>
 #include <kvpolicy/scorers/conv.hpp>
@@ -21,7 +21,7 @@ struct device_scorer<ConvScorer<D>> : device_scorer_defaults {
     using scorer_type = ConvScorer<D>;
 
     template <class Widths, class T>
-    static void forward(const cuda& on, const scorer_type& scorer, const score_sequence_params<T>& call,
+    static void forward(const cuda& ctx, const scorer_type& scorer, const score_sequence_params<T>& call,
                         cuda_backend::workspace_parts& parts, bool measure, std::uint32_t* status) {
         namespace cb = cuda_backend;
         cb::conv_plan<T> conv(scorer, call.k, call.v, call.sequences, call.delay, call.options.dropout,
@@ -31,13 +31,13 @@ struct device_scorer<ConvScorer<D>> : device_scorer_defaults {
         }
         conv.call.streams.rows = std::min(conv.call.streams.rows, call.scores.length);
         conv.params.scores = call.scores;
-        conv.run(on, cb::device_scope(on), status);
+        conv.run(ctx, cb::device_scope(ctx), status);
     }
     template <class Widths, class T>
-    static void backward(const cuda& on, const scorer_type& scorer, const ScoreBackward<T>& call,
+    static void backward(const cuda& ctx, const scorer_type& scorer, const ScoreBackward<T>& call,
                          const ConvParameters<float>& gradients, cuda_backend::workspace_parts& parts,
                          bool measure, std::uint32_t* status) {
-        const cuda_backend::device_scope device(on);
+        const cuda_backend::device_scope device(ctx);
         cuda_backend::conv_backward_plan<T> plan(device, scorer, call, parts);
         if (measure) {
             return;
@@ -45,10 +45,10 @@ struct device_scorer<ConvScorer<D>> : device_scorer_defaults {
         auto& all = plan.conv.call;
         all.streams.rows = std::min(all.streams.rows, call.d_scores.length);
         if (all.chunks() == 0) {
-            all.begin(on, status);
+            all.begin(ctx, status);
             return;
         }
-        plan.run(on, gradients, call, status);
+        plan.run(ctx, gradients, call, status);
     }
 };
 

@@ -1,7 +1,7 @@
 // The stages of a ConvScorer's calls.
 #pragma once
 
-#include <kvpolicy/cuda/config.cuh>
+#include <kvpolicy/core/cuda_config.cuh>
 #include <kvpolicy/cuda/hopper.cuh>
 #include <kvpolicy/cuda/launch.cuh>
 #include <kvpolicy/scorers/backward.hpp>
@@ -120,21 +120,21 @@ struct conv_plan {
     }
 
     /// `packs`: pack_weights follows, which makes the frequencies too.
-    void begin(const cuda& on, std::uint32_t* status, bool packs) {
+    void begin(const cuda& ctx, std::uint32_t* status, bool packs) {
         float* const frequencies = call.frequencies;
         call.frequencies = packs ? nullptr : frequencies;
-        call.begin(on, status);
+        call.begin(ctx, status);
         call.frequencies = frequencies;
         params.streams = call.streams;
         params.source = call.source;
     }
-    void stack_weights(const cuda& on) const {
+    void stack_weights(const cuda& ctx) const {
         for (int l = 0; l < 3; ++l) {
             const conv_layer_params<T>& layer = params.layer[l];
             const std::int64_t count =
                 std::int64_t{call.streams.heads} * layer.padded * 3 * layer.padded_inputs;
             launch("stack_conv_kernel", stack_conv_kernel<T>,
-                   std::min<std::int64_t>((count + 255) / 256, 1024), 256, 0, on, weights[l],
+                   std::min<std::int64_t>((count + 255) / 256, 1024), 256, 0, ctx, weights[l],
                    call.streams.heads, layer, stack[l]);
         }
     }
@@ -150,18 +150,18 @@ struct conv_plan {
         return from;
     }
     template <int Inputs>
-    void pack_weights(const cuda& on) const {
+    void pack_weights(const cuda& ctx) const {
         const std::int64_t eights =
             std::int64_t{call.streams.heads} * conv_hopper_shape<Inputs>::weights_before(4) / 8;
         launch("pack_conv_kernel", pack_conv_kernel<T, Inputs>,
-               std::min<std::int64_t>((eights + 255) / 256, 4096), 256, 0, on, to_pack(), packed, call.base,
+               std::min<std::int64_t>((eights + 255) / 256, 4096), 256, 0, ctx, to_pack(), packed, call.base,
                call.source.rotated, call.frequencies);
     }
     /// The whole forward pass.
-    void run(const cuda& on, const device_scope& device, std::uint32_t* status) {
+    void run(const cuda& ctx, const device_scope& device, std::uint32_t* status) {
         if constexpr (is_half<T>) {
-            if (params.rate == 0.0f && (hopper_inputs() == 128   ? hopper<128>(on, device, status)
-                                        : hopper_inputs() == 256 ? hopper<256>(on, device, status)
+            if (params.rate == 0.0f && (hopper_inputs() == 128   ? hopper<128>(ctx, device, status)
+                                        : hopper_inputs() == 256 ? hopper<256>(ctx, device, status)
                                                                  : false)) {
                 return;
             }
@@ -171,27 +171,27 @@ struct conv_plan {
             shared_capacity(device, "conv_kernel",
                             reinterpret_cast<const void*>(conv_kernel<T, conv_max_tiles>)),
             conv_columns<T>);
-        begin(on, status, false);
-        stack_weights(on);
+        begin(ctx, status, false);
+        stack_weights(ctx);
         params.columns = size.columns;
         with_conv_tiles<T>(size.tiles, [&](auto tiles) {
             params.streams.chunks = conv_tiles(call.sequences, conv_tiling<tiles>::tokens);
             launch("conv_kernel", conv_kernel<T, tiles>,
                    std::int64_t{call.streams.batch} * call.streams.heads * params.streams.chunks, 128,
-                   conv_shared_bytes<false>(params, size), on, params);
+                   conv_shared_bytes<false>(params, size), ctx, params);
         });
     }
 
   private:
     /// False where the GPU cannot run the kernel.
     template <int Inputs>
-    bool hopper(const cuda& on, const device_scope& device, std::uint32_t* status) {
+    bool hopper(const cuda& ctx, const device_scope& device, std::uint32_t* status) {
         constexpr auto kernel = conv_hopper_kernel<T, Inputs>;
         if (!has_hopper_code(device, kernel)) {
             return false;
         }
-        begin(on, status, true);
-        pack_weights<Inputs>(on);
+        begin(ctx, status, true);
+        pack_weights<Inputs>(ctx);
         // As many ranges as blocks run at once, or for many planes several rounds of them, but none shorter
         // than a tile.
         const std::int64_t planes = std::int64_t{call.streams.batch} * call.streams.heads,
@@ -206,7 +206,7 @@ struct conv_plan {
         ranges.streams.chunks = conv_tiles(call.sequences, tokens);
         share_sms<kernel>(device);
         launch_early<kernel>("conv_hopper_kernel", planes * ranges.streams.chunks, conv_consumers,
-                             conv_forward_shape<Inputs>::shared_bytes, device, on, 1, ranges, tokens,
+                             conv_forward_shape<Inputs>::shared_bytes, device, ctx, 1, ranges, tokens,
                              call.frequencies != nullptr ? call.base : 0.0f, static_cast<const T*>(packed));
         return true;
     }
@@ -284,30 +284,30 @@ struct conv_backward_plan {
         }
     }
 
-    void run(const cuda& on, const ConvParameters<float>& to, const ScoreBackward<T>& call,
+    void run(const cuda& ctx, const ConvParameters<float>& to, const ScoreBackward<T>& call,
              std::uint32_t* status) {
-        conv.begin(on, status, hopper != 0);
-        params.d_scores = tiles.d_scores = d_scores.of(on, conv.call, call.d_scores);
+        conv.begin(ctx, status, hopper != 0);
+        params.d_scores = tiles.d_scores = d_scores.of(ctx, conv.call, call.d_scores);
         if constexpr (is_half<T>) {
             if (hopper == 128) {
-                return run_tiles<128>(on, to, call);
+                return run_tiles<128>(ctx, to, call);
             }
             if (hopper == 256) {
-                return run_tiles<256>(on, to, call);
+                return run_tiles<256>(ctx, to, call);
             }
         }
-        with_conv_tiles<T>(size.tiles, [&](auto tiles) { run_chunks<tiles>(on, to, call); });
+        with_conv_tiles<T>(size.tiles, [&](auto tiles) { run_chunks<tiles>(ctx, to, call); });
     }
 
   private:
     template <int Tiles>
-    void run_chunks(const cuda& on, const ConvParameters<float>& to, const ScoreBackward<T>& call) {
+    void run_chunks(const cuda& ctx, const ConvParameters<float>& to, const ScoreBackward<T>& call) {
         using tiling = conv_tiling<Tiles>;
-        conv.stack_weights(on);
+        conv.stack_weights(ctx);
         params.forward = conv.params;
         const scorer_streams& streams = conv.call.streams;
         launch("conv_backward_kernel", conv_backward_kernel<T, Tiles>, conv.call.chunks(), 128,
-               conv_shared_bytes<true>(conv.params, size), on, params);
+               conv_shared_bytes<true>(conv.params, size), ctx, params);
         float* const into[3] = {to.w1, to.w2, to.w3};
         float* const biases[3] = {to.b1, to.b2, to.b3};
         chunk_sums sums;
@@ -321,11 +321,11 @@ struct conv_backward_plan {
                 launch("conv_weight_gradient_kernel", conv_weight_gradient_kernel<T, Tiles>,
                        std::int64_t{splits[l]} * streams.heads * (layer.padded / 64) *
                            (layer.padded_inputs / 64),
-                       128, shared.bytes(), on, streams, static_cast<const T*>(params.d[l]), layer.padded,
+                       128, shared.bytes(), ctx, streams, static_cast<const T*>(params.d[l]), layer.padded,
                        static_cast<const T*>(params.in[l]), layer.padded_inputs, splits[l], partial);
                 const std::int64_t count = std::int64_t{streams.heads} * layer.width * 3 * layer.inputs;
                 launch("add_conv_gradients_kernel", add_conv_gradients_kernel<float>,
-                       std::min<std::int64_t>((count + 255) / 256, 4096), 256, 0, on, streams,
+                       std::min<std::int64_t>((count + 255) / 256, 4096), 256, 0, ctx, streams,
                        static_cast<const float*>(partial), splits[l], layer.width, layer.padded, layer.inputs,
                        layer.padded_inputs, into[l]);
             }
@@ -335,10 +335,10 @@ struct conv_backward_plan {
         const std::int32_t last = conv.params.layer[2].width;
         sums.add(params.sums, params.sums_width, at, last, to.readout);
         sums.add(params.sums, params.sums_width, at + last, 1, to.readout_bias);
-        add_sums(on, streams, sums);
+        add_sums(ctx, streams, sums);
         if (params.d_x != nullptr) {
             launch("conv_input_gradient_kernel", conv_input_gradient_kernel<T, Tiles>, conv.call.chunks(),
-                   128, 0, on, params, call.d_k, call.d_v);
+                   128, 0, ctx, params, call.d_k, call.d_v);
         }
     }
 
@@ -379,28 +379,28 @@ struct conv_backward_plan {
         partial = parts.take<float>(most);
     }
     template <int Inputs>
-    void run_tiles(const cuda& on, const ConvParameters<float>& to, const ScoreBackward<T>& call) {
+    void run_tiles(const cuda& ctx, const ConvParameters<float>& to, const ScoreBackward<T>& call) {
         using shape = conv_backward_hopper_shape<Inputs>;
         const std::int32_t chunks = tiles.forward.streams.chunks;
         tiles.forward = conv.params;
         tiles.forward.streams.chunks = chunks;
         const scorer_streams& streams = tiles.forward.streams;
-        conv.template pack_weights<Inputs>(on);
+        conv.template pack_weights<Inputs>(ctx);
         const std::int64_t eights = std::int64_t{streams.heads} * shape::weights / 8;
         launch("pack_conv_backward_kernel", pack_conv_backward_kernel<T, Inputs>,
-               std::min<std::int64_t>((eights + 255) / 256, 4096), 256, 0, on, conv.to_pack(), back);
+               std::min<std::int64_t>((eights + 255) / 256, 4096), 256, 0, ctx, conv.to_pack(), back);
         launch("conv_backward_hopper_kernel", conv_backward_hopper_kernel<T, Inputs>, tile_count(),
-               conv_consumers, shape::shared_bytes, on, tiles, static_cast<const T*>(conv.packed),
+               conv_consumers, shape::shared_bytes, ctx, tiles, static_cast<const T*>(conv.packed),
                static_cast<const T*>(back));
         if (streams.delay > conv_reach) {
-            launch("conv_unread_kernel", conv_unread_kernel<T>, tile_count(), 128, 0, on, tiles.forward);
+            launch("conv_unread_kernel", conv_unread_kernel<T>, tile_count(), 128, 0, ctx, tiles.forward);
         }
         if (call.d_k.data != nullptr) {
-            add_inputs<Inputs>(on, call);
+            add_inputs<Inputs>(ctx, call);
         }
-        add_gradient<shape::channels(1)>(on, 0, shape::channels(0), 0, to.w1);
-        add_gradient<shape::channels(2)>(on, 1, shape::channels(1), 4, to.w2);
-        add_gradient<shape::channels(3)>(on, 2, shape::channels(2), 0, to.w3);
+        add_gradient<shape::channels(1)>(ctx, 0, shape::channels(0), 0, to.w1);
+        add_gradient<shape::channels(2)>(ctx, 1, shape::channels(1), 4, to.w2);
+        add_gradient<shape::channels(3)>(ctx, 2, shape::channels(2), 0, to.w3);
         float* const biases[3] = {to.b1, to.b2, to.b3};
         chunk_sums sums{};
         std::int32_t at = 0;
@@ -411,24 +411,24 @@ struct conv_backward_plan {
         const std::int32_t last = conv.params.layer[2].width;
         sums.add(tiles.sums, tiles.sums_width, at, last, to.readout);
         sums.add(tiles.sums, tiles.sums_width, at + last, 1, to.readout_bias);
-        add_sums(on, streams, sums);
+        add_sums(ctx, streams, sums);
     }
     template <int Inputs>
-    void add_inputs(const cuda& on, const ScoreBackward<T>& call) {
+    void add_inputs(const cuda& ctx, const ScoreBackward<T>& call) {
         using shape = conv_input_shape<Inputs>;
         scorer_streams parts = tiles.forward.streams;
         parts.chunks = conv_tiles(call.sequences, conv_tile_rows);
         const std::int64_t eights = std::int64_t{parts.heads} * shape::weights / 8;
         launch("pack_conv_inputs_kernel", pack_conv_inputs_kernel<T, Inputs>,
-               std::min<std::int64_t>((eights + 255) / 256, 4096), 256, 0, on, conv.to_pack(), back_inputs);
+               std::min<std::int64_t>((eights + 255) / 256, 4096), 256, 0, ctx, conv.to_pack(), back_inputs);
         launch("conv_input_gradients_hopper_kernel", conv_input_gradients_hopper_kernel<T, Inputs>,
                std::int64_t{parts.batch} * parts.heads * parts.chunks, conv_consumers, shape::shared_bytes,
-               on, parts, tiles.forward.streams, tiles.forward.source, static_cast<const T*>(tiles.d[0]),
+               ctx, parts, tiles.forward.streams, tiles.forward.source, static_cast<const T*>(tiles.d[0]),
                static_cast<const T*>(back_inputs), call.d_k, call.d_v);
     }
     /// into += d W of layer l + 1, whose inputs stand `shift` rows after its gradients.
     template <int Width>
-    void add_gradient(const cuda& on, int l, std::int32_t inputs, std::int32_t shift, float* into) {
+    void add_gradient(const cuda& ctx, int l, std::int32_t inputs, std::int32_t shift, float* into) {
         if (into == nullptr) {
             return;
         }
@@ -436,12 +436,12 @@ struct conv_backward_plan {
         const scorer_streams& streams = tiles.forward.streams;
         launch("conv_weight_gradients_hopper_kernel", conv_weight_gradients_hopper_kernel<T, Width>,
                std::int64_t{splits[l]} * streams.heads * ((inputs + 63) / 64), 3 * 128 + 32,
-               conv_gradient_shared<Width>, on, streams, static_cast<const T*>(tiles.d[l]),
+               conv_gradient_shared<Width>, ctx, streams, static_cast<const T*>(tiles.d[l]),
                static_cast<const T*>(tiles.in[l]), inputs, shift, splits[l], layer.padded,
                layer.padded_inputs, partial);
         const std::int64_t count = std::int64_t{streams.heads} * layer.width * 3 * layer.inputs;
         launch("add_conv_gradients_kernel", add_conv_gradients_kernel<float>,
-               std::min<std::int64_t>((count + 255) / 256, 4096), 256, 0, on, streams,
+               std::min<std::int64_t>((count + 255) / 256, 4096), 256, 0, ctx, streams,
                static_cast<const float*>(partial), splits[l], layer.width, layer.padded, layer.inputs,
                layer.padded_inputs, into);
     }

@@ -1,7 +1,7 @@
 // How LinearScorer runs on CUDA.
 #pragma once
 
-#include <kvpolicy/cuda/config.cuh>
+#include <kvpolicy/core/cuda_config.cuh>
 #include <kvpolicy/cuda/launch.cuh>
 #include <kvpolicy/scorers/backward.hpp>
 #include <kvpolicy/scorers/cuda/common/device_scorer.cuh>
@@ -19,7 +19,7 @@ namespace cuda_backend {
 
 /// LinearScorer, or with no memory only its workspace.
 template <class T, class S>
-void linear_backward(const cuda& on, const S& scorer, const ScoreBackward<T>& call,
+void linear_backward(const cuda& ctx, const S& scorer, const ScoreBackward<T>& call,
                      LinearParameters<float> gradients, workspace_parts& parts, bool measure,
                      std::uint32_t* status) {
     scorer_plan<T> all(call.k, call.v, call.sequences, 0, parts);
@@ -29,16 +29,16 @@ void linear_backward(const cuda& on, const S& scorer, const ScoreBackward<T>& ca
         return;
     }
     all.streams.rows = std::min(all.streams.rows, call.d_scores.length);
-    all.begin(on, status);
+    all.begin(ctx, status);
     if (all.chunks() == 0) {
         return;
     }
-    launch("linear_backward_kernel", linear_backward_kernel<T>, all.chunks(), 256, 0, on, all.streams,
+    launch("linear_backward_kernel", linear_backward_kernel<T>, all.chunks(), 256, 0, ctx, all.streams,
            all.source, call.d_scores, scorer.weights.weight, call.d_k, call.d_v, sums);
     chunk_sums all_sums;
     all_sums.add(sums, width, 0, all.source.size, gradients.weight);
     all_sums.add(sums, width, all.source.size, 1, gradients.bias);
-    add_sums(on, all.streams, all_sums);
+    add_sums(ctx, all.streams, all_sums);
 }
 
 /// a . [k; v] + b, by all lanes of a warp.
@@ -64,19 +64,19 @@ struct device_scorer<LinearScorer<D>> : warp_device_scorer<LinearScorer<D>> {
     static constexpr bool has_gradients = true;
 
     template <class Widths, class T>
-    static void forward(const cuda& on, const LinearScorer<D>& scorer, const score_sequence_params<T>& call,
+    static void forward(const cuda& ctx, const LinearScorer<D>& scorer, const score_sequence_params<T>& call,
                         cuda_backend::workspace_parts& parts, bool measure, std::uint32_t* status) {
         namespace cb = cuda_backend;
-        cb::score_chunks(on, call, parts, measure, status, [&](const cb::scorer_plan<T>& all) {
-            cb::launch("linear_kernel", cb::linear_kernel<T>, all.chunks(), 256, 0, on, all.streams,
+        cb::score_chunks(ctx, call, parts, measure, status, [&](const cb::scorer_plan<T>& all) {
+            cb::launch("linear_kernel", cb::linear_kernel<T>, all.chunks(), 256, 0, ctx, all.streams,
                        all.source, scorer.weights.weight, scorer.weights.bias, call.scores);
         });
     }
     template <class Widths, class T>
-    static void backward(const cuda& on, const LinearScorer<D>& scorer, const ScoreBackward<T>& call,
+    static void backward(const cuda& ctx, const LinearScorer<D>& scorer, const ScoreBackward<T>& call,
                          const LinearParameters<float>& gradients, cuda_backend::workspace_parts& parts,
                          bool measure, std::uint32_t* status) {
-        cuda_backend::linear_backward<T>(on, scorer, call, gradients, parts, measure, status);
+        cuda_backend::linear_backward<T>(ctx, scorer, call, gradients, parts, measure, status);
     }
     template <class T>
     __device__ static float score(const LinearScorer<D>& scorer, std::int32_t head, const T* key,

@@ -1,7 +1,7 @@
 // How BasicMlpScorers of keys and values (MlpScorer, WriteGateScorer) run on CUDA.
 #pragma once
 
-#include <kvpolicy/cuda/config.cuh>
+#include <kvpolicy/core/cuda_config.cuh>
 #include <kvpolicy/cuda/launch.cuh>
 #include <kvpolicy/scorers/backward.hpp>
 #include <kvpolicy/scorers/cuda/common/device_scorer.cuh>
@@ -60,34 +60,34 @@ struct mlp_plan {
     }
     /// The streams of a call of `length` tokens at most, and the weights as kernels take them. False where it
     /// has no chunks.
-    bool begin(const cuda& on, std::int32_t length, std::uint32_t* status) {
+    bool begin(const cuda& ctx, std::int32_t length, std::uint32_t* status) {
         call.streams.rows = std::min(call.streams.rows, length);
-        call.begin(on, status);
+        call.begin(ctx, status);
         if (call.chunks() == 0) {
             return false;
         }
-        fill_stack(on, stack, call, w1);
+        fill_stack(ctx, stack, call, w1);
         params.streams = call.streams;
         params.source = call.source;
         return true;
     }
     [[nodiscard]] std::size_t shared() const { return mlp_memory<T>(nullptr, call.source.padded).bytes; }
-    void check_shared_memory(const cuda& on) const {
-        check_input_shared_memory(on, call.source, "this scorer",
+    void check_shared_memory(const cuda& ctx) const {
+        check_input_shared_memory(ctx, call.source, "this scorer",
                                   [](std::int32_t padded) { return mlp_memory<T>(nullptr, padded).bytes; });
     }
 };
 
 /// BasicMlpScorer, or with no memory only its workspace.
 template <class T, class S>
-void mlp_backward(const cuda& on, const S& scorer, const ScoreBackward<T>& call,
+void mlp_backward(const cuda& ctx, const S& scorer, const ScoreBackward<T>& call,
                   MlpParameters<float> gradients, workspace_parts& parts, bool measure,
                   std::uint32_t* status) {
     mlp_plan<T> mlp(scorer, call.k, call.v, call.sequences, gradients.w1, parts);
-    mlp.check_shared_memory(on);
+    mlp.check_shared_memory(ctx);
     if (call.d_k.data != nullptr) {
         check_input_shared_memory(
-            on, mlp.call.source, "gradients of keys and values",
+            ctx, mlp.call.source, "gradients of keys and values",
             [&](std::int32_t padded) { return input_gradient_shared<T>(mlp.call.source.input, padded); });
     }
     score_gradients<T> d_scores;
@@ -99,21 +99,21 @@ void mlp_backward(const cuda& on, const S& scorer, const ScoreBackward<T>& call,
     if (measure) {
         return;
     }
-    if (!mlp.begin(on, call.d_scores.length, status)) {
+    if (!mlp.begin(ctx, call.d_scores.length, status)) {
         return;
     }
-    launch("mlp_backward_kernel", mlp_backward_kernel<T>, mlp.call.chunks(), 128, mlp.shared(), on,
-           mlp.params, d_scores.of(on, mlp.call, call.d_scores), d_rows, sums);
+    launch("mlp_backward_kernel", mlp_backward_kernel<T>, mlp.call.chunks(), 128, mlp.shared(), ctx,
+           mlp.params, d_scores.of(ctx, mlp.call, call.d_scores), d_rows, sums);
     if (gradients.w1 != nullptr) {
-        add_weight_gradients(on, mlp.call, mlp.stack, static_cast<const T*>(d_rows), 0, partial);
+        add_weight_gradients(ctx, mlp.call, mlp.stack, static_cast<const T*>(d_rows), 0, partial);
     }
     chunk_sums all_sums;
     all_sums.add(sums, width, 0, hidden, gradients.b1);
     all_sums.add(sums, width, hidden, hidden, gradients.w2);
     all_sums.add(sums, width, 2 * hidden, 1, gradients.b2);
-    add_sums(on, mlp.call.streams, all_sums);
+    add_sums(ctx, mlp.call.streams, all_sums);
     if (call.d_k.data != nullptr) {
-        launch_input_gradients(on, mlp.call,
+        launch_input_gradients(ctx, mlp.call,
                                gradient_rows<T>{d_rows, mlp.w1, mlp.stack.rows, mlp.stack.used, 0},
                                gradient_rows<T>{}, call);
     }
@@ -132,24 +132,24 @@ requires(cuda_backend::is_known_input<Input> &&
     using scorer_type = BasicMlpScorer<Input, Act, D>;
 
     template <class Widths, class T>
-    static void forward(const cuda& on, const scorer_type& scorer, const score_sequence_params<T>& call,
+    static void forward(const cuda& ctx, const scorer_type& scorer, const score_sequence_params<T>& call,
                         cuda_backend::workspace_parts& parts, bool measure, std::uint32_t* status) {
         namespace cb = cuda_backend;
         cb::mlp_plan<T> mlp(scorer, call.k, call.v, call.sequences, nullptr, parts);
         if (measure) {
-            mlp.check_shared_memory(on);
+            mlp.check_shared_memory(ctx);
             return;
         }
-        if (mlp.begin(on, call.scores.length, status)) {
-            cb::launch("mlp_kernel", cb::mlp_kernel<T>, mlp.call.chunks(), 128, mlp.shared(), on, mlp.params,
+        if (mlp.begin(ctx, call.scores.length, status)) {
+            cb::launch("mlp_kernel", cb::mlp_kernel<T>, mlp.call.chunks(), 128, mlp.shared(), ctx, mlp.params,
                        call.scores);
         }
     }
     template <class Widths, class T>
-    static void backward(const cuda& on, const scorer_type& scorer, const ScoreBackward<T>& call,
+    static void backward(const cuda& ctx, const scorer_type& scorer, const ScoreBackward<T>& call,
                          const MlpParameters<float>& gradients, cuda_backend::workspace_parts& parts,
                          bool measure, std::uint32_t* status) {
-        cuda_backend::mlp_backward<T>(on, scorer, call, gradients, parts, measure, status);
+        cuda_backend::mlp_backward<T>(ctx, scorer, call, gradients, parts, measure, status);
     }
 };
 

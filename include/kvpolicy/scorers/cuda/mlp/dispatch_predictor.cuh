@@ -98,18 +98,18 @@ struct predictor_plan {
     }
 
     /// Reports lengths that cannot be.
-    void check_streams(const cuda& on, std::uint32_t* status) {
+    void check_streams(const cuda& ctx, std::uint32_t* status) {
         params.streams.status = status;
         if (status != nullptr) {
-            launch("check_streams_kernel", check_streams_kernel<scorer_streams>, 1, 256, 0, on,
+            launch("check_streams_kernel", check_streams_kernel<scorer_streams>, 1, 256, 0, ctx,
                    params.streams);
         }
     }
-    void begin(const cuda& on, std::uint32_t* status) {
-        check_streams(on, status);
+    void begin(const cuda& ctx, std::uint32_t* status) {
+        check_streams(ctx, status);
         const std::int64_t all = std::int64_t{params.padded} * hidden.dim;
         launch("cast_weights_kernel", cast_weights_kernel<T>, std::min<std::int64_t>((all + 255) / 256, 1024),
-               256, 0, on, weights, std::int64_t{params.hidden} * hidden.dim, all, w1);
+               256, 0, ctx, weights, std::int64_t{params.hidden} * hidden.dim, all, w1);
     }
     /// visit(first row, rows) for every part.
     template <class Visit>
@@ -128,8 +128,8 @@ struct predictor_plan {
         return matrix_of(view.row(first / params.per, 0, first % params.per), count, view.dim,
                          view.row_stride);
     }
-    void project(const cuda& on, cublasLtHandle_t handle, const product_matrix& x) const {
-        multiply(on, handle, x, false, matrix_of(w1, params.padded, hidden.dim, hidden.dim), true,
+    void project(const cuda& ctx, cublasLtHandle_t handle, const product_matrix& x) const {
+        multiply(ctx, handle, x, false, matrix_of(w1, params.padded, hidden.dim, hidden.dim), true,
                  matrix_of(y, x.rows, params.padded, params.padded), false, capacity);
     }
 };
@@ -166,14 +166,14 @@ struct predictor_backward_plan {
             }
         }
     }
-    void run(const cuda& on, cublasLtHandle_t handle, const HiddenBackward<T>& from,
+    void run(const cuda& ctx, cublasLtHandle_t handle, const HiddenBackward<T>& from,
              const MlpParameters<float>& into, std::uint32_t* status) {
-        call.begin(on, status);
+        call.begin(ctx, status);
         if constexpr (scales) {
             scorer_streams streams = call.params.streams;
             streams.chunks = (streams.length + scorer_chunk - 1) / scorer_chunk;
-            find_largest_gradients(on, streams, from.d_scores, 1, largest);
-            launch("predictor_factors_kernel", predictor_factors_kernel<predictor_factors>, 1, 1, 0, on,
+            find_largest_gradients(ctx, streams, from.d_scores, 1, largest);
+            launch("predictor_factors_kernel", predictor_factors_kernel<predictor_factors>, 1, 1, 0, ctx,
                    static_cast<const std::uint32_t*>(largest), factors);
         }
         const float* const of_products = scales ? &factors->product : nullptr;
@@ -181,21 +181,21 @@ struct predictor_backward_plan {
                            heads = call.params.streams.heads;
         call.for_each_part([&](std::int64_t first, std::int32_t count) {
             if (call.ragged || status != nullptr) {
-                launch("read_hidden_kernel", read_hidden_kernel<T>, std::min(count, 4096), 256, 0, on,
+                launch("read_hidden_kernel", read_hidden_kernel<T>, std::min(count, 4096), 256, 0, ctx,
                        call.params, from.hidden, first, count, x);
             }
             const product_matrix rows =
                 call.ragged ? matrix_of(x, count, width, width) : call.rows_of(from.hidden, first, count);
-            call.project(on, handle, rows);
+            call.project(ctx, handle, rows);
             const std::int32_t these = (count + predictor_block - 1) / predictor_block;
             launch("predictor_backward_kernel", predictor_backward_kernel<T>,
                    std::int64_t{these} * ((padded + predictor_block - 1) / predictor_block), predictor_block,
-                   0, on, call.params, static_cast<const float*>(call.y), first, count, from.d_scores,
+                   0, ctx, call.params, static_cast<const float*>(call.y), first, count, from.d_scores,
                    static_cast<const predictor_factors*>(factors), d_rows, partial);
             const auto add = [&](std::int64_t at, std::int64_t numbers, float* to) {
                 if (to != nullptr) {
                     launch("predictor_sums_kernel", predictor_sums_kernel<float>, (numbers + 255) / 256, 256,
-                           0, on, static_cast<const float*>(partial), these, sums, at, numbers, to);
+                           0, ctx, static_cast<const float*>(partial), these, sums, at, numbers, to);
                 }
             };
             add(0, hidden, into.b1);
@@ -203,17 +203,17 @@ struct predictor_backward_plan {
             add((std::int64_t{heads} + 1) * hidden, heads, into.b2);
             const product_matrix d_y = matrix_of(d_rows, count, padded, padded);
             if (into.w1 != nullptr) {
-                multiply(on, handle, matrix_of(d_rows, count, hidden, padded), true, rows, false,
+                multiply(ctx, handle, matrix_of(d_rows, count, hidden, padded), true, rows, false,
                          matrix_of(into.w1, hidden, width, width), true, call.capacity, of_products);
             }
             if (from.d_hidden.data != nullptr) {
-                multiply(on, handle, d_y, false, matrix_of(call.w1, padded, width, width), false,
+                multiply(ctx, handle, d_y, false, matrix_of(call.w1, padded, width, width), false,
                          call.ragged ? matrix_of(d_x, count, width, width)
                                      : call.rows_of(from.d_hidden, first, count),
                          false, call.capacity, of_products);
                 if (call.ragged) {
                     launch("write_hidden_kernel", write_hidden_kernel<float>, std::min(count, 4096), 256, 0,
-                           on, call.params, static_cast<const float*>(d_x), first, count, from.d_hidden);
+                           ctx, call.params, static_cast<const float*>(d_x), first, count, from.d_hidden);
                 }
             }
         });
@@ -234,7 +234,7 @@ std::size_t score_hidden_workspace_bytes(const cuda&, const S& scorer, rows_view
 }
 
 template <HiddenScorer S, class T, class Real>
-void score_hidden(const cuda& on, const S& scorer, rows_view<T> hidden, const Sequences& sequences,
+void score_hidden(const cuda& ctx, const S& scorer, rows_view<T> hidden, const Sequences& sequences,
                   plane_view<Real> scores, workspace_view workspace, const ScoreHiddenOptions& options) {
     namespace cb = cuda_backend;
     static_assert(std::is_same_v<Real, float>, "kvpolicy: scores on CUDA are fp32");
@@ -243,20 +243,20 @@ void score_hidden(const cuda& on, const S& scorer, rows_view<T> hidden, const Se
     using Element = std::remove_const_t<T>;
     cb::check_predictor_types<S, Element>();
     cb::check_predictor_call<S, Element>(handle, scorer, hidden, sequences, "scores", scores);
-    cb::check_workspace(workspace, score_hidden_workspace_bytes(on, scorer, hidden, sequences));
-    const cb::device_scope device(on);
+    cb::check_workspace(workspace, score_hidden_workspace_bytes(ctx, scorer, hidden, sequences));
+    const cb::device_scope device(ctx);
     cb::workspace_parts parts(workspace.data);
     cb::predictor_plan<Element> call(scorer, hidden, sequences, scores.heads, {}, parts);
     call.params.streams.rows = std::min(call.params.streams.rows, scores.length);
     if (call.rows == 0) {
-        call.check_streams(on, status);
+        call.check_streams(ctx, status);
         return;
     }
-    call.begin(on, status);
+    call.begin(ctx, status);
     call.for_each_part([&](std::int64_t first, std::int32_t count) {
-        call.project(on, handle, call.rows_of(call.hidden, first, count));
+        call.project(ctx, handle, call.rows_of(call.hidden, first, count));
         cb::launch("predictor_scores_kernel", cb::predictor_scores_kernel<float>,
-                   (count + 8 * cb::predictor_rows - 1) / (8 * cb::predictor_rows), 256, 0, on, call.params,
+                   (count + 8 * cb::predictor_rows - 1) / (8 * cb::predictor_rows), 256, 0, ctx, call.params,
                    static_cast<const float*>(call.y), first, count, scores);
     });
 }
@@ -275,7 +275,7 @@ requires takes_hidden_state<Input> std::size_t score_hidden_backward_workspace_b
 
 template <class Input, class Act, std::int32_t D, class T, class Real>
 requires takes_hidden_state<Input>
-void score_hidden_backward(const cuda& on, const BasicMlpScorer<Input, Act, D>& scorer,
+void score_hidden_backward(const cuda& ctx, const BasicMlpScorer<Input, Act, D>& scorer,
                            const HiddenBackward<T, Real>& call, MlpParameters<Real> gradients,
                            workspace_view workspace, const ScoreHiddenOptions& options) {
     namespace cb = cuda_backend;
@@ -292,17 +292,17 @@ void score_hidden_backward(const cuda& on, const BasicMlpScorer<Input, Act, D>& 
                         call.d_hidden.row_stride,
                         [&] { return detail::text("at least the width, ", call.d_hidden.dim); });
     }
-    cb::check_workspace(workspace, score_hidden_backward_workspace_bytes(on, scorer, call));
-    const cb::device_scope device(on);
+    cb::check_workspace(workspace, score_hidden_backward_workspace_bytes(ctx, scorer, call));
+    const cb::device_scope device(ctx);
     cb::workspace_parts parts(workspace.data);
     cb::predictor_backward_plan<T> backward(scorer, call, parts);
     std::int32_t& length = backward.call.params.streams.rows;
     length = std::min(length, call.d_scores.length);
     if (backward.call.rows == 0) {
-        backward.call.check_streams(on, status);
+        backward.call.check_streams(ctx, status);
         return;
     }
-    backward.run(on, handle, call, gradients, status);
+    backward.run(ctx, handle, call, gradients, status);
 }
 
 }  // namespace KVPOLICY_HIDDEN

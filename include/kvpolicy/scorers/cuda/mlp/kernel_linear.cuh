@@ -1,7 +1,7 @@
 // LinearScorer on CUDA: one weighted sum per head, and its gradients.
 #pragma once
 
-#include <kvpolicy/cuda/config.cuh>
+#include <kvpolicy/core/cuda_config.cuh>
 #include <kvpolicy/cuda/primitives/warp.cuh>
 #include <kvpolicy/scorers/cuda/common/kernel_scorer_weights.cuh>
 #include <kvpolicy/scorers/cuda/common/kernel_streams.cuh>

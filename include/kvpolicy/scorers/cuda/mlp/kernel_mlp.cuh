@@ -1,7 +1,7 @@
 // BasicMlpScorer on CUDA: one hidden layer per head, and its gradients.
 #pragma once
 
-#include <kvpolicy/cuda/config.cuh>
+#include <kvpolicy/core/cuda_config.cuh>
 #include <kvpolicy/cuda/launch.cuh>
 #include <kvpolicy/scorers/cuda/common/kernel_scorer_weights.cuh>
 #include <kvpolicy/scorers/cuda/common/kernel_streams.cuh>

@@ -7,7 +7,7 @@
 // The second pass starts each segment from the sum. The result is the same sum in another order, in fp32.
 #pragma once
 
-#include <kvpolicy/cuda/config.cuh>
+#include <kvpolicy/core/cuda_config.cuh>
 #include <kvpolicy/cuda/hopper.cuh>
 #include <kvpolicy/cuda/launch.cuh>
 #include <kvpolicy/scorers/cuda/mlstm/agent_mlstm_state.cuh>

@@ -2,7 +2,7 @@
 // the chunk's frame.
 #pragma once
 
-#include <kvpolicy/cuda/config.cuh>
+#include <kvpolicy/core/cuda_config.cuh>
 #include <kvpolicy/scorers/cuda/mlstm/mlstm_params.cuh>
 #include <kvpolicy/scorers/mlstm.hpp>
 

@@ -1,7 +1,7 @@
 // An mLSTM's state in the accumulators of a block: what chunks add to it, and the ways in and out.
 #pragma once
 
-#include <kvpolicy/cuda/config.cuh>
+#include <kvpolicy/core/cuda_config.cuh>
 #include <kvpolicy/cuda/hopper.cuh>
 #include <kvpolicy/cuda/primitives/async.cuh>
 #include <kvpolicy/cuda/primitives/mma.cuh>

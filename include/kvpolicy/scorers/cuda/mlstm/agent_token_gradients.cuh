@@ -1,7 +1,7 @@
 // The block of token_gradients: the tokens of one chunk.
 #pragma once
 
-#include <kvpolicy/cuda/config.cuh>
+#include <kvpolicy/core/cuda_config.cuh>
 #include <kvpolicy/cuda/launch.cuh>
 #include <kvpolicy/scorers/cuda/mlstm/agent_chunk_outputs_backward.cuh>
 #include <kvpolicy/scorers/cuda/mlstm/kernel_chunk_outputs.cuh>

@@ -2,7 +2,7 @@
 // those of kernel_chunk_outputs_backward.cuh and kernel_token_gradients.cuh.
 #pragma once
 
-#include <kvpolicy/cuda/config.cuh>
+#include <kvpolicy/core/cuda_config.cuh>
 #include <kvpolicy/cuda/launch.cuh>
 #include <kvpolicy/scorers/cuda/mlstm/agent_chunk_outputs_backward.cuh>
 #include <kvpolicy/scorers/cuda/mlstm/agent_chunk_outputs_backward_hopper.cuh>

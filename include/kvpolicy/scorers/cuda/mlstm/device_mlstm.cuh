@@ -1,7 +1,7 @@
 // How mLSTMScorer runs on CUDA.
 #pragma once
 
-#include <kvpolicy/cuda/config.cuh>
+#include <kvpolicy/core/cuda_config.cuh>
 #include <kvpolicy/cuda/launch.cuh>
 #include <kvpolicy/scorers/backward.hpp>
 #include <kvpolicy/scorers/cuda/common/device_scorer.cuh>
@@ -18,7 +18,7 @@ namespace cuda_backend {
 
 /// mLSTMScorer, or with no memory only its workspace.
 template <class Widths, class T, class S>
-void mlstm_backward(const cuda& on, const S& scorer, const ScoreBackward<T>& call,
+void mlstm_backward(const cuda& ctx, const S& scorer, const ScoreBackward<T>& call,
                     const mLSTMParameters<float>& gradients, workspace_parts& parts, bool measure,
                     std::uint32_t* status) {
     check_mlstm<Widths, T>(scorer, true);
@@ -27,23 +27,23 @@ void mlstm_backward(const cuda& on, const S& scorer, const ScoreBackward<T>& cal
     if (measure) {
         return;
     }
-    mlstm.check_shared_memory(device_scope(on), false, true);
+    mlstm.check_shared_memory(device_scope(ctx), false, true);
     mlstm.call.streams.rows = std::min(mlstm.call.streams.rows, call.d_scores.length);
     if (mlstm.call.chunks() == 0) {
-        mlstm.call.begin(on, status);
+        mlstm.call.begin(ctx, status);
         return;
     }
     if (call.kept) {
-        mlstm.resume(on, status);
+        mlstm.resume(ctx, status);
     } else {
-        mlstm.project(on, status);
-        mlstm.states(on);
+        mlstm.project(ctx, status);
+        mlstm.states(ctx);
     }
-    mlstm.params.d_scores = mlstm.d_scores.of(on, mlstm.call, call.d_scores);
-    mlstm.tokens_backward(on);
-    mlstm.weights_backward(on, gradients);
+    mlstm.params.d_scores = mlstm.d_scores.of(ctx, mlstm.call, call.d_scores);
+    mlstm.tokens_backward(ctx);
+    mlstm.weights_backward(ctx, gradients);
     if (call.d_k.data != nullptr) {
-        mlstm.inputs_backward(on, call);
+        mlstm.inputs_backward(ctx, call);
     }
 }
 
@@ -58,7 +58,7 @@ struct device_scorer<mLSTMScorer<D, Feature, Values>> : device_scorer_defaults {
     using scorer_type = mLSTMScorer<D, Feature, Values>;
 
     template <class Widths, class T>
-    static void forward(const cuda& on, const scorer_type& scorer, const score_sequence_params<T>& call,
+    static void forward(const cuda& ctx, const scorer_type& scorer, const score_sequence_params<T>& call,
                         cuda_backend::workspace_parts& parts, bool measure, std::uint32_t* status) {
         namespace cb = cuda_backend;
         const bool for_backward = call.options.for_backward;
@@ -71,18 +71,18 @@ struct device_scorer<mLSTMScorer<D, Feature, Values>> : device_scorer_defaults {
         if (measure) {
             return;
         }
-        mlstm.check_shared_memory(cb::device_scope(on), for_backward, false);
+        mlstm.check_shared_memory(cb::device_scope(ctx), for_backward, false);
         mlstm.call.streams.rows = std::min(mlstm.call.streams.rows, call.scores.length);
         mlstm.params.scores = call.scores;
         mlstm.params.states = call.options.states;
-        mlstm.project(on, status);
-        mlstm.scores(on, for_backward);
+        mlstm.project(ctx, status);
+        mlstm.scores(ctx, for_backward);
     }
     template <class Widths, class T>
-    static void backward(const cuda& on, const scorer_type& scorer, const ScoreBackward<T>& call,
+    static void backward(const cuda& ctx, const scorer_type& scorer, const ScoreBackward<T>& call,
                          const mLSTMParameters<float>& gradients, cuda_backend::workspace_parts& parts,
                          bool measure, std::uint32_t* status) {
-        cuda_backend::mlstm_backward<Widths, T>(on, scorer, call, gradients, parts, measure, status);
+        cuda_backend::mlstm_backward<Widths, T>(ctx, scorer, call, gradients, parts, measure, status);
     }
 };
 

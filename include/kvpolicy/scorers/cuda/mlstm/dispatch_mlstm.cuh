@@ -1,7 +1,7 @@
 // The stages of an mLSTM scorer's calls: projections, states between chunks, outputs, and back.
 #pragma once
 
-#include <kvpolicy/cuda/config.cuh>
+#include <kvpolicy/core/cuda_config.cuh>
 #include <kvpolicy/cuda/hopper.cuh>
 #include <kvpolicy/cuda/launch.cuh>
 #include <kvpolicy/scorers/backward.hpp>
@@ -187,31 +187,31 @@ struct mlstm_plan {
         });
     }
     /// Goes on from what an earlier call with the same arguments left in the workspace.
-    void resume(const cuda& on, std::uint32_t* status) {
+    void resume(const cuda& ctx, std::uint32_t* status) {
         if (status != nullptr) {
-            call.begin(on, status);  // what it reports of lengths; all else is there
+            call.begin(ctx, status);  // what it reports of lengths; all else is there
         }
         params.streams = call.streams;
         params.source = call.source;
     }
     /// Weights, features, values and gates.
-    void project(const cuda& on, std::uint32_t* status) {
-        call.begin(on, status);
+    void project(const cuda& ctx, std::uint32_t* status) {
+        call.begin(ctx, status);
         params.streams = call.streams;
         params.source = call.source;
-        fill_stack(on, of_queries, call, stack_q);
-        fill_stack(on, of_tokens, call, stack_k);
+        fill_stack(ctx, of_queries, call, stack_q);
+        fill_stack(ctx, of_tokens, call, stack_k);
         widths([&](auto features, auto values) {
             constexpr int F = features, V = values;
             const auto with = [&](auto chunks_per_block, std::size_t shared) {
                 constexpr int Chunks = chunks_per_block;
                 const std::int64_t groups = (call.streams.chunks + Chunks - 1) / Chunks;
                 launch("mlstm_project_kernel", mlstm_project_kernel<T, F, V, Hedgehog, Chunks>,
-                       2 * planes() * groups, 128 * Chunks, shared, on, params, direct_values);
+                       2 * planes() * groups, 128 * Chunks, shared, ctx, params, direct_values);
             };
             // Two chunks share what is loaded of the weights, where two such blocks fit on a large
             // SM, and one on any.
-            const std::size_t capacity = device_scope(on).shared_limit(), both = project_bytes<F, V, 2>();
+            const std::size_t capacity = device_scope(ctx).shared_limit(), both = project_bytes<F, V, 2>();
             if (both <= std::min<std::size_t>(capacity, 112 * 1024)) {
                 with(two{}, both);
             } else {
@@ -220,84 +220,84 @@ struct mlstm_plan {
         });
     }
     /// States before each chunk.
-    void states(const cuda& on) {
-        if (fused_on_hopper(on, false, true)) {
+    void states(const cuda& ctx) {
+        if (fused_on_hopper(ctx, false, true)) {
             return;
         }
-        chunk_stats(on);
-        chunk_states<false>(on);
+        chunk_stats(ctx);
+        chunk_states<false>(ctx);
     }
     /// Scores; keeps: and states before each chunk.
-    void scores(const cuda& on, bool keeps = false) {
-        if (fused_on_hopper(on, true, keeps)) {
+    void scores(const cuda& ctx, bool keeps = false) {
+        if (fused_on_hopper(ctx, true, keeps)) {
             return;
         }
         if constexpr (!shared_tile<E>::plain) {
             if (keeps) {
-                states(on);
-                chunk_outputs(on);
+                states(ctx);
+                chunk_outputs(ctx);
                 return;
             }
             bool fused = false;
             widths([&](auto features, auto values) {
                 constexpr int F = features, V = values;
                 const std::size_t shared = mlstm_fused_memory<E, F, V>(nullptr).bytes;
-                const device_scope device(on);
+                const device_scope device(ctx);
                 if (shared > device.shared_limit()) {
                     return;
                 }
                 fused = true;
-                chunk_stats(on);
+                chunk_stats(ctx);
                 cut(fused_segments(F, V, false));
-                begin_segments<F, V, false>(on);
+                begin_segments<F, V, false>(ctx);
                 launch("mlstm_fused_states_outputs_kernel", mlstm_fused_states_outputs_kernel<T, F, V>,
-                       planes() * params.segments, mlstm_fused_threads, shared, on, params);
+                       planes() * params.segments, mlstm_fused_threads, shared, ctx, params);
             });
             if (fused) {
                 return;
             }
         }
-        states(on);
-        chunk_outputs(on);
+        states(ctx);
+        chunk_outputs(ctx);
     }
-    void chunk_outputs(const cuda& on) {
-        params.ahead = device_scope(on).attribute(cudaDevAttrMultiProcessorCount);
+    void chunk_outputs(const cuda& ctx) {
+        params.ahead = device_scope(ctx).attribute(cudaDevAttrMultiProcessorCount);
         widths([&](auto features, auto values) {
             constexpr int F = features, V = values;
             launch("mlstm_chunk_outputs_kernel", mlstm_chunk_outputs_kernel<T, F, V>, call.chunks(),
-                   mlstm_threads, mlstm_chunk_outputs_memory<E, F, V, false>(nullptr).bytes, on, params);
+                   mlstm_threads, mlstm_chunk_outputs_memory<E, F, V, false>(nullptr).bytes, ctx, params);
         });
     }
     /// From gradients of scores to those of the stacks' products, of the readout and of the gates.
-    void tokens_backward(const cuda& on) {
-        params.ahead = device_scope(on).attribute(cudaDevAttrMultiProcessorCount);
+    void tokens_backward(const cuda& ctx) {
+        params.ahead = device_scope(ctx).attribute(cudaDevAttrMultiProcessorCount);
         widths([&](auto features, auto values) {
             constexpr int F = features, V = values;
             if constexpr (std::is_same_v<T, float> && V > 64) {
                 return;  // refused by check_mlstm
             } else {
                 if constexpr (!shared_tile<E>::plain) {
-                    const device_scope device(on);
+                    const device_scope device(ctx);
                     if (has_hopper_code(device, mlstm_chunk_outputs_backward_hopper_kernel<T, F, V, false>)) {
                         const std::int64_t at_once =
                             std::int64_t{params.ahead} * mlstm_chunk_outputs_blocks<V>;
                         const auto outputs = [&](auto kernel) {
                             launch("mlstm_chunk_outputs_backward_hopper_kernel", kernel,
                                    std::min(call.chunks(), at_once), mlstm_warpgroup_threads,
-                                   mlstm_chunk_outputs_backward_memory<E, F, V>::bytes(), on, params);
+                                   mlstm_chunk_outputs_backward_memory<E, F, V>::bytes(), ctx, params);
                         };
                         if (params.norm_gain != nullptr) {
                             outputs(mlstm_chunk_outputs_backward_hopper_kernel<T, F, V, true>);
                         } else {
                             outputs(mlstm_chunk_outputs_backward_hopper_kernel<T, F, V, false>);
                         }
-                        chunk_states<true>(on);
+                        chunk_states<true>(ctx);
                         launch("mlstm_token_gradients_hopper_kernel",
                                mlstm_token_gradients_hopper_kernel<T, F, V>,
                                std::min(call.chunks(),
                                         std::int64_t{params.ahead} * mlstm_token_gradients_blocks),
                                mlstm_warpgroup_threads,
-                               mlstm_token_gradients_hopper_memory<T, F, V>(nullptr).bytes, on, params);
+                               mlstm_token_gradients_hopper_memory<T, F, V>(nullptr).bytes, ctx, params);
                         return;
                     }
                 }
@@ -305,14 +305,14 @@ struct mlstm_plan {
                     constexpr bool Small = less;
                     launch("mlstm_chunk_outputs_backward_kernel",
                            mlstm_chunk_outputs_backward_kernel<T, F, V, Small>, call.chunks(), mlstm_threads,
-                           mlstm_chunk_outputs_memory<E, F, V, true, Small>(nullptr).bytes, on, params);
-                    chunk_states<true>(on);
+                           mlstm_chunk_outputs_memory<E, F, V, true, Small>(nullptr).bytes, ctx, params);
+                    chunk_states<true>(ctx);
                     launch("mlstm_token_gradients_kernel", mlstm_token_gradients_kernel<T, F, V, Small>,
                            call.chunks(), mlstm_threads,
-                           mlstm_token_gradients_memory<E, F, V, Small>(nullptr).bytes, on, params);
+                           mlstm_token_gradients_memory<E, F, V, Small>(nullptr).bytes, ctx, params);
                 };
                 if constexpr (mlstm_can_be_small<E, F, V>) {
-                    if (backward_bytes<F, V, false>() > device_scope(on).shared_limit()) {
+                    if (backward_bytes<F, V, false>() > device_scope(ctx).shared_limit()) {
                         with(std::true_type{});
                         return;
                     }
@@ -321,10 +321,10 @@ struct mlstm_plan {
             }
         });
     }
-    void weights_backward(const cuda& on, const mLSTMParameters<float>& to) {
-        add_weight_gradients(on, call, of_queries, static_cast<const T*>(params.d_rows_q), call.streams.delay,
-                             partial);
-        add_weight_gradients(on, call, of_tokens, static_cast<const T*>(params.d_rows_k), 0, partial);
+    void weights_backward(const cuda& ctx, const mLSTMParameters<float>& to) {
+        add_weight_gradients(ctx, call, of_queries, static_cast<const T*>(params.d_rows_q),
+                             call.streams.delay, partial);
+        add_weight_gradients(ctx, call, of_tokens, static_cast<const T*>(params.d_rows_k), 0, partial);
         const std::int32_t width = params.width, all = 2 * width + 1;
         chunk_sums sums;
         sums.add(params.d_readout, all, 0, width, to.readout);
@@ -334,11 +334,11 @@ struct mlstm_plan {
         sums.add(params.d_readout, all, 2 * width, 1, to.readout_bias);
         sums.add(params.d_gates, 2, 0, 1, to.b_i);
         sums.add(params.d_gates, 2, 1, 1, to.b_f);
-        add_sums(on, call.streams, sums);
+        add_sums(ctx, call.streams, sums);
     }
-    void inputs_backward(const cuda& on, const ScoreBackward<T>& to) {
+    void inputs_backward(const cuda& ctx, const ScoreBackward<T>& to) {
         launch_input_gradients(
-            on, call, gradient_rows<T>{params.d_rows_k, stack_k, of_tokens.rows, of_tokens.used, 0},
+            ctx, call, gradient_rows<T>{params.d_rows_k, stack_k, of_tokens.rows, of_tokens.used, 0},
             gradient_rows<T>{params.d_rows_q, stack_q, of_queries.rows, of_queries.used, call.streams.delay},
             to);
     }
@@ -413,9 +413,9 @@ struct mlstm_plan {
         return segments == 1 ? 1 : static_cast<std::int32_t>(std::max<std::int64_t>(1, most));
     }
     /// What every chunk begins with and counts, by plane.
-    void chunk_stats(const cuda& on) {
+    void chunk_stats(const cuda& ctx) {
         launch("mlstm_chunk_stabilizers_kernel", mlstm_chunk_stabilizers_kernel<T>, planes(),
-               mlstm_chunk_stabilizers_threads, 0, on, params);
+               mlstm_chunk_stabilizers_threads, 0, ctx, params);
     }
     void cut(std::int32_t segments, std::int32_t cuts = 1) {
         const std::int32_t chunks = call.streams.chunks;
@@ -424,25 +424,25 @@ struct mlstm_plan {
         params.segments = chunks == 0 ? 1 : (chunks + params.segment_chunks - 1) / params.segment_chunks;
     }
     /// fused_states_outputs on Hopper; false where there is no code for it.
-    bool fused_on_hopper([[maybe_unused]] const cuda& on, [[maybe_unused]] bool outputs,
+    bool fused_on_hopper([[maybe_unused]] const cuda& ctx, [[maybe_unused]] bool outputs,
                          [[maybe_unused]] bool keeps) {
         bool fused = false;
         if constexpr (!shared_tile<E>::plain) {
             widths([&](auto features, auto values) {
                 constexpr int F = features, V = values;
-                if (!has_hopper_code(device_scope(on), mlstm_fused_states_outputs_hopper_kernel<T, F, V>)) {
+                if (!has_hopper_code(device_scope(ctx), mlstm_fused_states_outputs_hopper_kernel<T, F, V>)) {
                     return;
                 }
                 fused = true;
-                chunk_stats(on);
+                chunk_stats(ctx);
                 const std::int32_t segments = fused_segments(F, V, true);
                 cut(segments, cuts_of(segments));
-                begin_segments<F, V, false>(on);
+                begin_segments<F, V, false>(ctx);
                 params.fused_writes_scores = outputs;
                 params.fused_writes_states = keeps;
                 launch("mlstm_fused_states_outputs_hopper_kernel",
                        mlstm_fused_states_outputs_hopper_kernel<T, F, V>, planes() * params.segments,
-                       mlstm_fused_hopper_threads<F>, mlstm_fused_hopper_memory<E, F, V>(nullptr).bytes, on,
+                       mlstm_fused_hopper_threads<F>, mlstm_fused_hopper_memory<E, F, V>(nullptr).bytes, ctx,
                        params);
             });
         }
@@ -450,54 +450,54 @@ struct mlstm_plan {
     }
     /// The states that segments begin with.
     template <int F, int V, bool Backward>
-    void begin_segments(const cuda& on) {
+    void begin_segments(const cuda& ctx) {
         if (params.segments == 1) {
             return;
         }
         const std::int64_t added = planes() * (params.segments - 1);
         bool done = false;
         if constexpr (!shared_tile<E>::plain) {
-            if (has_hopper_code(device_scope(on), mlstm_segment_states_hopper_kernel<T, F, V, Backward>)) {
+            if (has_hopper_code(device_scope(ctx), mlstm_segment_states_hopper_kernel<T, F, V, Backward>)) {
                 done = true;
                 launch("mlstm_segment_states_hopper_kernel",
                        mlstm_segment_states_hopper_kernel<T, F, V, Backward>, added * params.cuts,
                        mlstm_segment_states_threads<F>, mlstm_segment_states_memory<E, F, V>(nullptr).bytes,
-                       on, params);
+                       ctx, params);
             }
         }
         if (!done) {
-            launch_chunk_states<F, V, Backward, true>(on, added * state_parts(F, V));
+            launch_chunk_states<F, V, Backward, true>(ctx, added * state_parts(F, V));
         }
         launch("mlstm_segment_scan_kernel", mlstm_segment_scan_kernel<T, F, V>,
-               (planes() * (F * (V + 1) / 4) + 255) / 256, 256, 0, on, params, Backward);
+               (planes() * (F * (V + 1) / 4) + 255) / 256, 256, 0, ctx, params, Backward);
     }
     template <int F, int V, bool Backward, bool SegmentStates>
-    void launch_chunk_states(const cuda& on, std::int64_t blocks) {
+    void launch_chunk_states(const cuda& ctx, std::int64_t blocks) {
         launch("mlstm_chunk_states_kernel",
                mlstm_chunk_states_kernel<T, F, V, state_part, state_part, Backward, SegmentStates>, blocks,
                mlstm_chunk_states_threads<false>,
-               mlstm_chunk_states_memory<E, state_part, state_part, false>(nullptr).bytes, on, params);
+               mlstm_chunk_states_memory<E, state_part, state_part, false>(nullptr).bytes, ctx, params);
     }
     /// chunk_states: the states of all chunks.
     template <bool Backward>
-    void chunk_states(const cuda& on) {
+    void chunk_states(const cuda& ctx) {
         widths([&](auto features, auto values) {
             constexpr int F = features, V = values;
             params.sum_parts = V / state_part;
             const std::int32_t segments = state_segments(F, V);
             if constexpr (Backward && !shared_tile<E>::plain) {
-                if (has_hopper_code(device_scope(on), mlstm_chunk_states_hopper_kernel<T, F, V>)) {
+                if (has_hopper_code(device_scope(ctx), mlstm_chunk_states_hopper_kernel<T, F, V>)) {
                     cut(segments, cuts_of(segments));
-                    begin_segments<F, V, Backward>(on);
+                    begin_segments<F, V, Backward>(ctx);
                     launch("mlstm_chunk_states_hopper_kernel", mlstm_chunk_states_hopper_kernel<T, F, V>,
                            planes() * params.segments * state_parts(F, V), mlstm_chunk_states_threads<true>,
-                           mlstm_chunk_states_memory<E, 64, 64, true>(nullptr).bytes, on, params);
+                           mlstm_chunk_states_memory<E, 64, 64, true>(nullptr).bytes, ctx, params);
                     return;
                 }
             }
             cut(segments);
-            begin_segments<F, V, Backward>(on);
-            launch_chunk_states<F, V, Backward, false>(on, planes() * params.segments * state_parts(F, V));
+            begin_segments<F, V, Backward>(ctx);
+            launch_chunk_states<F, V, Backward, false>(ctx, planes() * params.segments * state_parts(F, V));
         });
     }
     template <int F, int V>

@@ -5,7 +5,7 @@
 // has; or, where Parts is 4, sixteen warps and quarters. Sums along rows meet in shared memory.
 #pragma once
 
-#include <kvpolicy/cuda/config.cuh>
+#include <kvpolicy/core/cuda_config.cuh>
 #include <kvpolicy/cuda/launch.cuh>
 #include <kvpolicy/scorers/cuda/mlstm/mlstm_params.cuh>
 

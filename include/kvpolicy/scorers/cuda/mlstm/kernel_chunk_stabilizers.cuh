@@ -1,7 +1,7 @@
 // chunk_stabilizers: the scan over the chunks of each plane that comes before all other passes over them.
 #pragma once
 
-#include <kvpolicy/cuda/config.cuh>
+#include <kvpolicy/core/cuda_config.cuh>
 #include <kvpolicy/cuda/launch.cuh>
 #include <kvpolicy/scorers/cuda/mlstm/mlstm_params.cuh>
 

@@ -5,7 +5,7 @@
 // itself wants no scores.
 #pragma once
 
-#include <kvpolicy/cuda/config.cuh>
+#include <kvpolicy/core/cuda_config.cuh>
 #include <kvpolicy/cuda/hopper.cuh>
 #include <kvpolicy/cuda/launch.cuh>
 #include <kvpolicy/cuda/primitives/pipeline_state.cuh>

@@ -3,7 +3,7 @@
 // through them.
 #pragma once
 
-#include <kvpolicy/cuda/config.cuh>
+#include <kvpolicy/core/cuda_config.cuh>
 #include <kvpolicy/cuda/launch.cuh>
 #include <kvpolicy/scorers/cuda/mlstm/agent_mlstm_state.cuh>
 #include <kvpolicy/scorers/cuda/mlstm/mlstm_params.cuh>

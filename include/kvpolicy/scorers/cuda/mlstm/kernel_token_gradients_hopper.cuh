@@ -1,7 +1,7 @@
 // token_gradients on Hopper. agent_token_gradients_hopper.cuh is the body of a block.
 #pragma once
 
-#include <kvpolicy/cuda/config.cuh>
+#include <kvpolicy/core/cuda_config.cuh>
 #include <kvpolicy/cuda/launch.cuh>
 #include <kvpolicy/scorers/cuda/mlstm/agent_token_gradients_hopper.cuh>
 #include <kvpolicy/scorers/cuda/mlstm/mlstm_params.cuh>
