@@ -6,7 +6,7 @@
 #include <kvpolicy/losses/cuda/dispatch_gates.cuh>
 #include <kvpolicy/policies/decay.hpp>
 #include <kvpolicy/policies/threshold_gate.hpp>
-#include <kvpolicy/scorers/cuda/library_scorers.cuh>
+#include <kvpolicy/cuda_scorers.cuh>
 
 #include "../examples/train/adamw.cuh"
 #include "cold.cuh"

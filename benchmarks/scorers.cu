@@ -2,7 +2,7 @@
 // between chunks, reads, and back), which is what kernels for linear recurrences are compared by, and SP-KV's
 // predictor. What is bound by products also has tf_per_s, to be read beside "measured matrix rate", a product
 // of 8192^3 by cuBLASLt on the same GPU.
-#include <kvpolicy/scorers/cuda/library_scorers.cuh>
+#include <kvpolicy/cuda_scorers.cuh>
 #include <kvpolicy/scorers/cuda/mlstm/dispatch_mlstm.cuh>
 #include <kvpolicy/scorers/cuda_predictor.cuh>
 

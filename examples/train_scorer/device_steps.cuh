@@ -6,7 +6,7 @@
 #include <kvpolicy/masks/build.hpp>
 #include <kvpolicy/metrics/cuda/dispatch_metrics.cuh>
 #include <kvpolicy/scorers/backward.hpp>
-#include <kvpolicy/scorers/cuda/library_scorers.cuh>
+#include <kvpolicy/cuda_scorers.cuh>
 #include <kvpolicy/scorers/sequence.hpp>
 
 #include "device_calls.cuh"

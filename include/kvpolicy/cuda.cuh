@@ -22,4 +22,4 @@
 #include <kvpolicy/masks/cuda/dispatch_build_mask.cuh>
 #include <kvpolicy/masks/cuda/dispatch_log_bias.cuh>
 #include <kvpolicy/metrics/cuda/dispatch_metrics.cuh>
-#include <kvpolicy/scorers/cuda/library_scorers.cuh>
+#include <kvpolicy/cuda_scorers.cuh>

@@ -9,7 +9,7 @@ arrows     A header includes its own folder or lower ones. Headers that include 
 bodies     The one way up: a public header includes the body of its own folder (host/, cuda/) after its last
     line
            of code,
-           and cuda.cuh includes dispatch_*.
+           and cuda.cuh and cuda_scorers.cuh include dispatch_* and device_*.
 host_cuda  host/ does not include CUDA code, and CUDA code does not include host/.
 stems      A file name stands once in a folder of include/kvpolicy and the folders below it.
 levels     The folders, with those joined that include each other, have at most LEVELS levels.
@@ -97,8 +97,8 @@ def includes(texts):
 def goes_to_body(include):
     """Whether this is the one allowed way up."""
     source, target = include.source, include.target
-    if source == "cuda.cuh":
-        return is_body(target) and posixpath.basename(target).startswith("dispatch_")
+    if source in ("cuda.cuh", "cuda_scorers.cuh"):
+        return is_body(target) and posixpath.basename(target).startswith(("dispatch_", "device_"))
     own = top(source) == top(target) and not is_body(source)
     return own and include.at_end and (is_body(target) or is_cuda(target))
 

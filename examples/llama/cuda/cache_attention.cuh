@@ -9,7 +9,7 @@
 #include <kvpolicy/caches/fixed_budget.hpp>
 #include <kvpolicy/core/random.hpp>
 #include <kvpolicy/core/status.hpp>
-#include <kvpolicy/scorers/cuda/library_scorers.cuh>
+#include <kvpolicy/cuda_scorers.cuh>
 
 #include "../config.hpp"
 #include "attention.hpp"

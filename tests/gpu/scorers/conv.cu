@@ -1,6 +1,6 @@
 // ConvScorer on the device against the host's in double.
 #define KVPOLICY_TEST_GPU
-#include <kvpolicy/scorers/cuda/library_scorers.cuh>
+#include <kvpolicy/cuda_scorers.cuh>
 
 #include "../support/lesser_gpu.hpp"
 #include "scorer_case.hpp"

@@ -1,6 +1,6 @@
 // The kernels of scorers for bf16 and head_dims 64 and 128, as an engine's own translation unit would
 // instantiate them.
-#include <kvpolicy/scorers/cuda/library_scorers.cuh>
+#include <kvpolicy/cuda_scorers.cuh>
 
 namespace kvpolicy {
 using Rows = rows_view<const bf16>;

@@ -4,7 +4,7 @@
 #include <kvpolicy/policies/sink.hpp>
 #include <kvpolicy/policies/topk_budget.hpp>
 #include <kvpolicy/policies/window.hpp>
-#include <kvpolicy/scorers/cuda/library_scorers.cuh>
+#include <kvpolicy/cuda_scorers.cuh>
 
 #include "scorer_case.hpp"
 

@@ -2,7 +2,7 @@
 // storage type run.
 #pragma once
 
-#include <kvpolicy/scorers/cuda/library_scorers.cuh>
+#include <kvpolicy/cuda_scorers.cuh>
 
 #include "scorer_case.hpp"
 

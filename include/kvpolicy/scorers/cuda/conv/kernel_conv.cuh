@@ -12,9 +12,9 @@
 #include <kvpolicy/core/cuda_config.cuh>
 #include <kvpolicy/core/random.hpp>
 #include <kvpolicy/cuda/launch.cuh>
+#include <kvpolicy/scorers/cuda/common/kernel_streams.cuh>
 #include <kvpolicy/scorers/cuda/common/scorer_params.cuh>
 #include <kvpolicy/scorers/cuda/common/scorer_tile.cuh>
-#include <kvpolicy/scorers/cuda/mlp/kernel_mlp.cuh>
 #include <kvpolicy/scorers/dropout.hpp>
 
 #include <cstdint>

@@ -9,10 +9,10 @@
 
 #include <kvpolicy/core/cuda_config.cuh>
 #include <kvpolicy/cuda/launch.cuh>
+#include <kvpolicy/scorers/cuda/common/kernel_streams.cuh>
 #include <kvpolicy/scorers/cuda/common/scorer_params.cuh>
 #include <kvpolicy/scorers/cuda/common/scorer_tile.cuh>
 #include <kvpolicy/scorers/cuda/conv/kernel_conv.cuh>
-#include <kvpolicy/scorers/cuda/mlp/kernel_mlp.cuh>
 
 #include <cstdint>
 

@@ -18,9 +18,9 @@
 #include <kvpolicy/cuda/launch.cuh>
 #include <kvpolicy/cuda/primitives/async.cuh>
 #include <kvpolicy/cuda/primitives/wgmma.cuh>
+#include <kvpolicy/scorers/cuda/common/kernel_streams.cuh>
 #include <kvpolicy/scorers/cuda/common/scorer_params.cuh>
 #include <kvpolicy/scorers/cuda/conv/kernel_conv_hopper.cuh>
-#include <kvpolicy/scorers/cuda/mlp/kernel_mlp.cuh>
 
 #include <cstddef>
 #include <cstdint>

@@ -14,26 +14,6 @@ namespace kvpolicy {
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 namespace cuda_backend {
 
-enum class scorer_activation : std::uint8_t { silu, gelu_erf };
-
-/// act(y), and act'(y) where it is asked for.
-template <bool Slope>
-__device__ inline float activated(scorer_activation kind, float y, float& slope) {
-    if (kind == scorer_activation::silu) {
-        const float e = expf(-fabsf(y));
-        const float open = (y < 0.0f ? e : 1.0f) / (1.0f + e);
-        if (Slope) {
-            slope = open * (1.0f + y * ((y < 0.0f ? 1.0f : e) / (1.0f + e)));
-        }
-        return y * open;
-    }
-    const float below = (1.0f + erff(y * 0.70710678118654752440f)) * 0.5f;
-    if (Slope) {
-        slope = below + y * 0.39894228040143267794f * expf(-0.5f * y * y);
-    }
-    return y * below;
-}
-
 // ---- one hidden layer ----
 
 /// The numbers of a hidden layer, and where its weights lie in device memory.

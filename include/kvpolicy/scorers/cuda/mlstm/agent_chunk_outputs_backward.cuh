@@ -3,7 +3,7 @@
 
 #include <kvpolicy/core/cuda_config.cuh>
 #include <kvpolicy/cuda/launch.cuh>
-#include <kvpolicy/scorers/cuda/mlp/kernel_mlp.cuh>
+#include <kvpolicy/scorers/cuda/common/kernel_streams.cuh>
 #include <kvpolicy/scorers/cuda/mlstm/kernel_chunk_outputs.cuh>
 #include <kvpolicy/scorers/cuda/mlstm/mlstm_params.cuh>
 

@@ -4,7 +4,7 @@
 
 #include <kvpolicy/core/cuda_config.cuh>
 #include <kvpolicy/cuda/launch.cuh>
-#include <kvpolicy/scorers/cuda/mlp/kernel_mlp.cuh>
+#include <kvpolicy/scorers/cuda/common/kernel_streams.cuh>
 #include <kvpolicy/scorers/cuda/mlstm/agent_chunk_outputs_backward.cuh>
 #include <kvpolicy/scorers/cuda/mlstm/agent_chunk_outputs_hopper.cuh>
 #include <kvpolicy/scorers/cuda/mlstm/agent_mlstm_warpgroup.cuh>
