@@ -21,15 +21,18 @@ enum class attend_path : std::uint8_t {
     scan,       ///< every tile looks at all rows that are not in the future: needs no lists
 };
 
-/// How a call on Hopper (head_dim up to 128, no softcap, no biases) copies rows that all queries of a tile see.
+/// How a call on Hopper (head_dim up to 128, no softcap, no biases) copies rows that all queries of a tile
+/// see.
 enum class attend_copies : std::uint8_t {
-    automatic,  ///< boxes for the super-tiles whose rows follow one another in runs of 32 or more on average; else rows
-    boxes,  ///< eight rows that follow one another come as one box by TMA, others singly: for gates open in long runs
+    /// boxes for the super-tiles whose rows follow one another in runs of 32 or more on average; else rows
+    automatic,
+    /// eight rows that follow one another come as one box by TMA, others singly: for gates open in long runs
+    boxes,
     rows,  ///< every row by itself
 };
 
-/// What a caller may change about an attend call. Results agree to rounding whatever it says. The host has one path: it looks at the
-/// status alone.
+/// What a caller may change about an attend call. Results agree to rounding whatever it says. The host has
+/// one path: it looks at the status alone.
 struct AttendOptions {
     attend_path path = attend_path::automatic;
     bool portable = false;  ///< the kernels of compute capability 8.0 on any GPU
@@ -37,10 +40,12 @@ struct AttendOptions {
     std::uint32_t* status = nullptr;  ///< [B], OR-ed into: status_bad_length
 };
 
-/// What a caller may change about an attend_backward call. The host is deterministic, and looks at the status alone.
+/// What a caller may change about an attend_backward call. The host is deterministic, and looks at the status
+/// alone.
 struct BackwardOptions {
-    /// The same bits in every run. d_q then comes from a pass of its own, and super-tiles of about 1024 queries go one after
-    /// another for d_k and d_v: about twice the time, more where batch * KV heads is small.
+    /// The same bits in every run. d_q then comes from a pass of its own, and super-tiles of about 1024
+    /// queries go one after another for d_k and d_v: about twice the time, more where batch * KV heads is
+    /// small.
     bool deterministic = false;
     bool portable = false;            ///< the kernels of compute capability 8.0 on any GPU
     std::uint32_t* status = nullptr;  ///< [B], OR-ed into: status_bad_length

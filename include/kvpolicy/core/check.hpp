@@ -73,9 +73,10 @@ inline void check_not_packed(const Sequences& sequences) {
                     "null (give each sample as a sequence of its own)");
 }
 
-/// The sequences of a call whose caller gives a status word per sequence, with what a device reports instead of refusing: a
-/// length out of range counts as 0 and sets status_bad_length; edges that do not rise from 0 to the length leave no
-/// sequence any token, and set it for all. False, and empty, where there is no status or nothing is wrong.
+/// The sequences of a call whose caller gives a status word per sequence, with what a device reports instead
+/// of refusing: a length out of range counts as 0 and sets status_bad_length; edges that do not rise from 0
+/// to the length leave no sequence any token, and set it for all. False, and empty, where there is no status
+/// or nothing is wrong.
 class repaired_sequences {
   public:
     repaired_sequences(const Sequences& given, std::uint32_t* status) {

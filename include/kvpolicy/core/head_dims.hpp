@@ -1,4 +1,5 @@
-// The head_dims that attention on CUDA is compiled for, as a template argument of its calls. The host takes it and needs none.
+// The head_dims that attention on CUDA is compiled for, as a template argument of its calls. The host takes
+// it and needs none.
 #pragma once
 
 namespace kvpolicy {

@@ -105,7 +105,8 @@ void check_aligned(const char* name, const rows_view<T>& view) {
     }
 }
 
-/// For calls whose kernels count a length out of range as 0 and do not say so: reports it, where a status is given.
+/// For calls whose kernels count a length out of range as 0 and do not say so: reports it, where a status is
+/// given.
 inline void report_lengths(const cuda& on, const Sequences& sequences, std::uint32_t* status) {
     if (status != nullptr && sequences.lengths != nullptr && sequences.batch > 0) {
         const device_scope device(on);

@@ -52,19 +52,21 @@ struct BoundaryValue : LossValue {
 
 /// What a call of BoundaryLoss takes besides the usual.
 struct BoundaryOptions {
-    /// Layers whose heads stand one after another: planes are [B, layers * Hkv, S] and d_log_gamma [layers * Hkv],
-    /// those of layer loss.layer first. Each layer is a loss of its own, with its own draws and mean, as in a call
-    /// for it alone; value and counts are sums over the layers. The policy is asked for the rules of heads 0 to
-    /// layers * Hkv - 1 of loss.layer.
+    /// Layers whose heads stand one after another: planes are [B, layers * Hkv, S] and d_log_gamma [layers *
+    /// Hkv], those of layer loss.layer first. Each layer is a loss of its own, with its own draws and mean,
+    /// as in a call for it alone; value and counts are sums over the layers. The policy is asked for the
+    /// rules of heads 0 to layers * Hkv - 1 of loss.layer.
     std::int32_t layers = 1;
-    /// [layers * Hkv], in place of the policy's log gamma; on CUDA in device memory, read when the work runs, so that a decay
-    /// that is learned stays on the device. Must be <= 0.
+    /// [layers * Hkv], in place of the policy's log gamma; on CUDA in device memory, read when the work runs,
+    /// so that a decay that is learned stays on the device. Must be <= 0.
     const float* log_gamma = nullptr;
-    /// CUDA alone, a cudaEvent_t: recorded where `scores` are ready, when another stream makes them. Only what needs them waits
-    /// for it, so that ranking the target, which a few SMs do, runs beside the scorer's forward pass. Null: they are ready.
+    /// CUDA alone, a cudaEvent_t: recorded where `scores` are ready, when another stream makes them. Only
+    /// what needs them waits for it, so that ranking the target, which a few SMs do, runs beside the scorer's
+    /// forward pass. Null: they are ready.
     CUevent_st* scores_ready = nullptr;
-    /// [B], OR-ed into: status_bad_length, for a length that then counts as 0. CUDA alone: status_nan_score for a NaN target, which
-    /// ranks last, and status_not_finite for a score of an example; the host refuses both. Null: not wanted.
+    /// [B], OR-ed into: status_bad_length, for a length that then counts as 0. CUDA alone: status_nan_score
+    /// for a NaN target, which ranks last, and status_not_finite for a score of an example; the host refuses
+    /// both. Null: not wanted.
     std::uint32_t* status = nullptr;
 };
 
@@ -95,10 +97,11 @@ struct BoundaryLoss {
                                               std::int32_t heads) const;
 
     /// scores [B, Hkv, S] raw logits of the student, target [B, Hkv, S] of the teacher (future_mass). Overwrites d_scores
-    /// [B, Hkv, S] for the sequences' lengths, and *value; adds to d_log_gamma [Hkv] where that is not null (log_gamma_slope makes
-    /// d alpha of it). Real is float, or double for checks; sums run in double, in an order that does not depend on the
-    /// threads. Sequences with S <= s + w + k have no valid position: value 0, zero gradient, count 0. With cu_seqlens
-    /// each segment counts for itself, with a share of `count` by its valid positions. Synchronous; O(S log k) a head.
+    /// [B, Hkv, S] for the sequences' lengths, and *value; adds to d_log_gamma [Hkv] where that is not null
+    /// (log_gamma_slope makes d alpha of it). Real is float, or double for checks; sums run in double, in an
+    /// order that does not depend on the threads. Sequences with S <= s + w + k have no valid position: value
+    /// 0, zero gradient, count 0. With cu_seqlens each segment counts for itself, with a share of `count` by
+    /// its valid positions. Synchronous; O(S log k) a head.
     ///
     /// Refuses, before anything is written: numbers out of range, shapes that disagree, a NaN target or a score that is
     /// not finite at a key that leaves the window, too little workspace.
@@ -109,17 +112,18 @@ struct BoundaryLoss {
                     const BoundaryOptions& options = {}) const;
 
 #if defined(__CUDACC__)
-    // Planes, d_log_gamma, *value and the array `lengths` of the sequences are device memory; loss, policy and its numbers
-    // by head are host memory, read during the call. Nothing is allocated, nothing waited for.
+    // Planes, d_log_gamma, *value and the array `lengths` of the sequences are device memory; loss, policy
+    // and its numbers by head are host memory, read during the call. Nothing is allocated, nothing waited
+    // for.
 
     template <AnyPolicy P, class Build = cuda_build>
     [[nodiscard]] std::size_t workspace_bytes(const cuda& ctx, const P& policy, const Sequences& sequences,
                                               std::int32_t heads) const;
 
-    /// The same examples and draws, value and gradients to rounding, the same bits in every run. Scores are fp32. Labels come
-    /// from build_cutoffs on the target, so decay steps are 1 and sequences are whole and not packed (cu_seqlens and
-    /// starts null). Refuses, before anything is enqueued, the rest of what the host refuses, and heads that options.layers
-    /// does not divide.
+    /// The same examples and draws, value and gradients to rounding, the same bits in every run. Scores are
+    /// fp32. Labels come from build_cutoffs on the target, so decay steps are 1 and sequences are whole and
+    /// not packed (cu_seqlens and starts null). Refuses, before anything is enqueued, the rest of what the
+    /// host refuses, and heads that options.layers does not divide.
     template <AnyPolicy P, class Real, class Build = cuda_build>
     void operator()(const cuda& ctx, const P& policy, std::type_identity_t<plane_view<const Real>> scores,
                     plane_view<const float> target, const Sequences& sequences, plane_view<Real> d_scores,

@@ -1,6 +1,6 @@
-// What a loss is: a functor that writes a value and its gradient in one call, on the host and on CUDA alike (where *value is device
-// memory, and kvpolicy/cuda.cuh has the bodies). No graph, no framework: whoever calls
-// it hands the gradient on (scorers/backward.hpp, attention/attend.hpp, or a framework's own tape).
+// What a loss is: a functor that writes a value and its gradient in one call, on the host and on CUDA alike
+// (where *value is device memory, and kvpolicy/cuda.cuh has the bodies). No graph, no framework: whoever
+// calls it hands the gradient on (scorers/backward.hpp, attention/attend.hpp, or a framework's own tape).
 //
 // Gradients of activations (scores, logits, hidden states) are overwritten for the sequences' lengths; gradients of
 // parameters are added to.
@@ -28,14 +28,15 @@ struct LossValue {
 
 /// What a loss takes besides the usual.
 struct LossOptions {
-    /// [B], OR-ed into: status_bad_length, for a length that then counts as 0. CUDA alone: status_nan_score, status_not_finite and
-    /// status_bad_index, for numbers that the host refuses. Null: not wanted; the host then refuses such a length, too.
+    /// [B], OR-ed into: status_bad_length, for a length that then counts as 0. CUDA alone: status_nan_score,
+    /// status_not_finite and status_bad_index, for numbers that the host refuses. Null: not wanted; the host
+    /// then refuses such a length, too.
     std::uint32_t* status = nullptr;
 };
 
-/// A loss on scores that a teacher's target supervises: loss(ctx, policy, scores, target, sequences, d_scores, d_log_gamma,
-/// value, workspace), with scores, target and d_scores [B, Hkv, S] and d_log_gamma [Hkv] (may be null). value_type is
-/// LossValue or a struct derived from it.
+/// A loss on scores that a teacher's target supervises: loss(ctx, policy, scores, target, sequences,
+/// d_scores, d_log_gamma, value, workspace), with scores, target and d_scores [B, Hkv, S] and d_log_gamma
+/// [Hkv] (may be null). value_type is LossValue or a struct derived from it.
 template <class L, class P>
 concept ScoreLoss = std::derived_from<typename L::value_type, LossValue> &&
     requires(const L& loss, const host& ctx, const P& policy, plane_view<const float> target,
@@ -45,8 +46,8 @@ concept ScoreLoss = std::derived_from<typename L::value_type, LossValue> &&
     {loss(ctx, policy, target, target, sequences, d_scores, d_log_gamma, value, workspace)};
 };
 
-/// A loss on gates, from their raw logits alone: loss(ctx, policy, scores, sequences, d_scores, value, workspace), scores and
-/// d_scores [B, Hkv, S].
+/// A loss on gates, from their raw logits alone: loss(ctx, policy, scores, sequences, d_scores, value,
+/// workspace), scores and d_scores [B, Hkv, S].
 template <class L, class P>
 concept GateLoss = requires(const L& loss, const host& ctx, const P& policy, plane_view<const float> scores,
                             plane_view<float> d_scores, const Sequences& sequences, LossValue* value,
@@ -55,8 +56,8 @@ concept GateLoss = requires(const L& loss, const host& ctx, const P& policy, pla
     {loss(ctx, policy, scores, sequences, d_scores, value, workspace)};
 };
 
-/// A loss between a teacher's and a student's rows (logits, hidden states), [B, 1, S, N] each: loss(ctx, teacher, student,
-/// sequences, d_student, value, workspace).
+/// A loss between a teacher's and a student's rows (logits, hidden states), [B, 1, S, N] each: loss(ctx,
+/// teacher, student, sequences, d_student, value, workspace).
 template <class L>
 concept DistillationLoss = requires(const L& loss, const host& ctx, rows_view<const float> rows,
                                     rows_view<float> d_student, const Sequences& sequences, LossValue* value,

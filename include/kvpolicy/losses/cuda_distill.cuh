@@ -20,7 +20,8 @@ inline constexpr std::int32_t max_top_logits = 4096;
 /// Bytes of device workspace for top_logits: none.
 inline std::size_t top_logits_workspace_bytes(const cuda& ctx, std::int32_t vocabulary);
 
-/// The host's top_logits: the same logits and indices in the same order. K is 1 to V, and at most max_top_logits.
+/// The host's top_logits: the same logits and indices in the same order. K is 1 to V, and at most
+/// max_top_logits.
 template <Storage T>
 void top_logits(const cuda& ctx, std::type_identity_t<rows_view<const T>> logits, const Sequences& sequences,
                 rows_view<T> values, rows_view<std::int32_t> indices, workspace_view workspace,

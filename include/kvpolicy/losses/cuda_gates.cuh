@@ -1,5 +1,5 @@
-// Gradients and counts of gates on CUDA: declarations. kvpolicy/cuda.cuh has the bodies; include it where they are
-// instantiated.
+// Gradients and counts of gates on CUDA: declarations. kvpolicy/cuda.cuh has the bodies; include it where
+// they are instantiated.
 #pragma once
 
 #include <kvpolicy/core/cuda_context.hpp>
@@ -15,10 +15,10 @@
 namespace kvpolicy {
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 
-// The host's calls of these names. Tensors, counts, status and the arrays of `sequences` are device memory, the policy's numbers
-// by head host memory; nothing is allocated, nothing waited for. Scores are fp32. A length or edge that cannot be counts as 0
-// and sets status_bad_length where options.status [B] is given; so does a NaN score status_nan_score: it adds nothing, and its
-// gradient is 0.
+// The host's calls of these names. Tensors, counts, status and the arrays of `sequences` are device memory,
+// the policy's numbers by head host memory; nothing is allocated, nothing waited for. Scores are fp32. A
+// length or edge that cannot be counts as 0 and sets status_bad_length where options.status [B] is given; so
+// does a NaN score status_nan_score: it adds nothing, and its gradient is 0.
 
 /// Bytes of device workspace that straight_through_values needs.
 template <AnyPolicy P>

@@ -14,12 +14,13 @@
 
 namespace kvpolicy {
 
-// On CUDA: rows of fp32, bf16 or fp16; what is stored is rounded once, sums and exponentials are fp32 or better. A mean over n
-// tokens has gradients of 1 / n and less, and fp16 has no digits below 3e-8: give a loss of fp16 rows a scale of about n, and
-// take it out of the fp32 gradients that it becomes. Rows, labels, indices, *value, status and lengths are device memory; nothing is
-// allocated, nothing waited for. options.status says what the host refuses: status_bad_length for a length that cannot be, which
-// counts as 0; status_not_finite for a NaN logit or hidden number, whose token's results then mean nothing; status_bad_index for a
-// label or index outside its row, which is left out.
+// On CUDA: rows of fp32, bf16 or fp16; what is stored is rounded once, sums and exponentials are fp32 or
+// better. A mean over n tokens has gradients of 1 / n and less, and fp16 has no digits below 3e-8: give a
+// loss of fp16 rows a scale of about n, and take it out of the fp32 gradients that it becomes. Rows, labels,
+// indices, *value, status and lengths are device memory; nothing is allocated, nothing waited for.
+// options.status says what the host refuses: status_bad_length for a length that cannot be, which counts as
+// 0; status_not_finite for a NaN logit or hidden number, whose token's results then mean nothing;
+// status_bad_index for a label or index outside its row, which is left out.
 
 /// Bytes of workspace for top_logits: none on CUDA.
 std::size_t top_logits_workspace_bytes(const host& ctx, std::int32_t vocabulary);
@@ -54,16 +55,17 @@ struct TopDistillation {
                                               rows_view<const std::int32_t> indices,
                                               const Sequences& sequences) const;
 
-    /// teacher and student [B, 1, S, V]; overwrites d_student [B, 1, S, V] for the sequences' lengths, and *value. Refuses shapes
-    /// that disagree, a NaN logit that is read. On CUDA `top` is at most max_top_logits.
+    /// teacher and student [B, 1, S, V]; overwrites d_student [B, 1, S, V] for the sequences' lengths, and
+    /// *value. Refuses shapes that disagree, a NaN logit that is read. On CUDA `top` is at most
+    /// max_top_logits.
     template <Storage T>
     void operator()(const host& ctx, std::type_identity_t<rows_view<const T>> teacher,
                     std::type_identity_t<rows_view<const T>> student, const Sequences& sequences,
                     rows_view<T> d_student, LossValue* value, workspace_view workspace,
                     const LossOptions& options = {}) const;
 
-    /// The same from stored logits: values and indices [B, 1, S, K] as top_logits writes them, the indices of one token
-    /// distinct; `top` does not count.
+    /// The same from stored logits: values and indices [B, 1, S, K] as top_logits writes them, the indices of
+    /// one token distinct; `top` does not count.
     template <Storage T>
     void operator()(const host& ctx, std::type_identity_t<rows_view<const T>> values,
                     rows_view<const std::int32_t> indices, std::type_identity_t<rows_view<const T>> student,
@@ -100,7 +102,8 @@ struct CrossEntropy {
     [[nodiscard]] std::size_t workspace_bytes(const host& ctx, rows_view<Rows> student,
                                               const Sequences& sequences) const;
 
-    /// student [B, 1, S, V]; labels [B, 1, S], where -1 leaves a token out; overwrites d_student for the sequences' lengths, and
+    /// student [B, 1, S, V]; labels [B, 1, S], where -1 leaves a token out; overwrites d_student for the
+    /// sequences' lengths, and
     /// *value. Refuses shapes that disagree, a label of V or more, a NaN logit.
     template <Storage T>
     void operator()(const host& ctx, plane_view<const std::int32_t> labels,
@@ -129,7 +132,8 @@ struct L2Distillation {
     [[nodiscard]] std::size_t workspace_bytes(const host& ctx, rows_view<Rows> teacher,
                                               const Sequences& sequences) const;
 
-    /// teacher, student and d_student [B, 1, S, D] (or any number of heads). Overwrites d_student for the lengths, and *value.
+    /// teacher, student and d_student [B, 1, S, D] (or any number of heads). Overwrites d_student for the
+    /// lengths, and *value.
     template <Storage T>
     void operator()(const host& ctx, std::type_identity_t<rows_view<const T>> teacher,
                     std::type_identity_t<rows_view<const T>> student, const Sequences& sequences,

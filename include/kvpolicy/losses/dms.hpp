@@ -22,8 +22,8 @@ struct EvictionSums {
 
 /// What CompressionLoss takes besides the usual.
 struct CompressionOptions {
-    /// The sums over the model, in place of loss.total; on CUDA in device memory. A device takes a total of fewer keys than the
-    /// call's as it is; the host refuses it.
+    /// The sums over the model, in place of loss.total; on CUDA in device memory. A device takes a total of
+    /// fewer keys than the call's as it is; the host refuses it.
     const EvictionSums* total = nullptr;
     std::uint32_t* status = nullptr;  ///< as in LossOptions
 };
@@ -32,9 +32,10 @@ struct CompressionOptions {
 /// mask's) and the mean over layers, heads and keys: the paper's max(target L H T - sum alpha, 0) over L H T. It is
 /// one-sided: evicting more than asked for costs nothing.
 ///
-/// The mean is over everything, so a model of several layers takes two passes: sums() for each layer, which add up, into `total` or CompressionOptions::total
-/// (and over devices), then the loss for each layer's gradient. Every layer's value is the whole loss then: count it once.
-/// Without `total` (keys = 0) a call is on its own.
+/// The mean is over everything, so a model of several layers takes two passes: sums() for each layer, which
+/// add up, into `total` or CompressionOptions::total (and over devices), then the loss for each layer's
+/// gradient. Every layer's value is the whole loss then: count it once. Without `total` (keys = 0) a call is
+/// on its own.
 struct CompressionLoss {
     float target = 0.0f;  ///< the share of keys to evict, 0 to 1: 1 - 1 / compression ratio (eviction_target)
     float scale = 1.0f;
@@ -45,14 +46,15 @@ struct CompressionLoss {
     gate_scope scope = gate_scope::all;
     std::int32_t layer = 0;
 
-    /// Bytes of workspace for sums, and for a call with these sequences and `heads` KV heads: none on the host.
+    /// Bytes of workspace for sums, and for a call with these sequences and `heads` KV heads: none on the
+    /// host.
     template <AnyPolicy P>
     [[nodiscard]] std::size_t workspace_bytes(const host& ctx, const P& policy, const Sequences& sequences,
                                               std::int32_t heads) const;
 
-    /// Adds the decisions on scores [B, Hkv, S] to *sums, so that the layers of a model add up. Refuses a NaN score that is read.
-    /// On CUDA (memory as in losses/gates.hpp) the same decisions: draws, and what `straight_through` counts but for alphas
-    /// within rounding of 0.5.
+    /// Adds the decisions on scores [B, Hkv, S] to *sums, so that the layers of a model add up. Refuses a NaN
+    /// score that is read. On CUDA (memory as in losses/gates.hpp) the same decisions: draws, and what
+    /// `straight_through` counts but for alphas within rounding of 0.5.
     template <AnyPolicy P, class Real>
     void sums(const host& ctx, const P& policy, plane_view<Real> scores, const Sequences& sequences,
               EvictionSums* sums, workspace_view workspace, const CompressionOptions& options = {}) const;

@@ -40,9 +40,10 @@ struct GateSparsity {
     [[nodiscard]] std::size_t workspace_bytes(const host& ctx, const P& policy, const Sequences& sequences,
                                               std::int32_t heads) const;
 
-    /// scores and d_scores [B, Hkv, S]; overwrites d_scores for the sequences' lengths, and *value. Refuses a NaN score that is
-    /// read. On CUDA: tensors, *value, status and the arrays of `sequences` are device memory, scores fp32; value and gradients are
-    /// the host's to rounding, the same bits in every run; a NaN score adds nothing, its gradient is 0, and it sets status_nan_score.
+    /// scores and d_scores [B, Hkv, S]; overwrites d_scores for the sequences' lengths, and *value. Refuses a
+    /// NaN score that is read. On CUDA: tensors, *value, status and the arrays of `sequences` are device
+    /// memory, scores fp32; value and gradients are the host's to rounding, the same bits in every run; a NaN
+    /// score adds nothing, its gradient is 0, and it sets status_nan_score.
     template <AnyPolicy P, class Real>
     void operator()(const host& ctx, const P& policy, std::type_identity_t<plane_view<const Real>> scores,
                     const Sequences& sequences, plane_view<Real> d_scores, LossValue* value,
@@ -125,8 +126,8 @@ struct RetentionPenalty {
 /// What straight_through_values and retention_counts take besides the usual.
 struct GateOptions {
     std::int32_t layer = 0;  ///< the layer whose rules hold
-    /// [B], OR-ed into: status_bad_length, for a length that then counts as 0. CUDA alone: status_nan_score and
-    /// status_not_finite, for numbers that the host refuses.
+    /// [B], OR-ed into: status_bad_length, for a length that then counts as 0. CUDA alone: status_nan_score
+    /// and status_not_finite, for numbers that the host refuses.
     std::uint32_t* status = nullptr;
 };
 
@@ -158,7 +159,8 @@ void retention_counts(const host& ctx, const P& policy, plane_view<Real> scores,
                       double* counts, workspace_view workspace, const GateOptions& options = {});
 
 /// LTE's controller of lambda by head (algorithm 1): arrays are the caller's, `heads` of them over all layers. Each step
-/// observe(ctx, counts); where due(step), after the caller has averaged `average` over its devices, update(ctx).
+/// observe(ctx, counts); where due(step), after the caller has averaged `average` over its devices,
+/// update(ctx).
 ///
 ///     c <- (1 - a) c + a count,  a = 2 / (1 + every / 2)         (the paper's line 6 has the weights the other way round)
 ///     lambda <- min(lambda factor^s, 1),  s = [c > cap] - [c < slack cap];  below `least` it becomes 0;
@@ -180,8 +182,8 @@ struct LambdaController {
     void check() const;
 
 #if defined(__CUDACC__)
-    // With lambda, average and counts in device memory, so that the penalty's weights never leave the device. A negative count
-    // is taken as it is.
+    // With lambda, average and counts in device memory, so that the penalty's weights never leave the device.
+    // A negative count is taken as it is.
     template <class Build = cuda_build>
     void start(const cuda& ctx) const;
     template <class Build = cuda_build>

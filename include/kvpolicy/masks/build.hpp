@@ -21,8 +21,8 @@ struct MaskOptions {
     position_t rebase_limit = kvpolicy::rebase_limit;
     /// false: a NaN score is refused. true: it ranks last, closes its gate, and sets status_nan_score, as on a device.
     bool nan_ranks_last = false;
-    /// A word per sequence, OR-ed into: status_nan_score, status_bad_length (a length out of range then counts as 0). Null: not
-    /// wanted; the host then refuses such a length.
+    /// A word per sequence, OR-ed into: status_nan_score, status_bad_length (a length out of range then
+    /// counts as 0). Null: not wanted; the host then refuses such a length.
     std::uint32_t* status = nullptr;
 };
 

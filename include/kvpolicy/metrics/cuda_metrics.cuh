@@ -14,7 +14,8 @@ namespace kvpolicy {
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 
 // The same numbers as the host's calls of these names, into device memory: enqueued, nothing allocated, nothing waited for.
-// A length in device memory that cannot be counts as 0; options.status is device memory. One block a plane: these are for evaluation, not for every step.
+// A length in device memory that cannot be counts as 0; options.status is device memory. One block a plane:
+// these are for evaluation, not for every step.
 
 /// live[b][h][q], [B, Hkv, S]: the keys that query q sees.
 template <class Expiry = expiry_t>

@@ -42,8 +42,9 @@ std::size_t score_hidden_workspace_bytes(const cuda& ctx, const S& scorer, rows_
                                          const Sequences& sequences);
 
 /// As the host's score_hidden: scores [B, Hkv, S] are overwritten for t < length (rows starts[b] on), nothing else is, to 16-bit rounding (float: to
-/// rounding) the same numbers. options.status [B], where given, is OR-ed into: status_bad_length for a length or start that cannot be; such a
-/// sequence counts as empty. Rows of hidden beyond the lengths may hold anything.
+/// rounding) the same numbers. options.status [B], where given, is OR-ed into: status_bad_length for a length
+/// or start that cannot be; such a sequence counts as empty. Rows of hidden beyond the lengths may hold
+/// anything.
 ///
 /// Refuses, before anything is enqueued, what the host refuses as far as no device memory must be read, a null handle, widths and alignment as
 /// above. A status of cuBLASLt's is thrown as cuda_error with its name.
@@ -60,8 +61,9 @@ requires takes_hidden_state<Input> std::size_t score_hidden_backward_workspace_b
 /// As the host's score_hidden_backward, with y = W1 x + b1 computed again: d y = act'(y) sum over h of d r_h w2_h (rounded to T),
 /// d W1 += sum d y x^T, d b1 += sum d y, d w2_h += sum d r_h act(y), d b2_h += sum d r_h, and where wanted d x = W1^T d y. Null arrays are left out.
 /// b1, w2 and b2 get the same bits in every run, the others what cuBLASLt gives. fp16: d y is scaled by the power of two that brings the
-/// call's largest |d_scores| to [1, 2), and products are scaled back, so that small d_scores do not vanish. options.status is OR-ed into, as by
-/// score_hidden, and with status_not_finite where a gradient came from NaN or infinity in d_scores or hidden. Refuses what score_hidden refuses.
+/// call's largest |d_scores| to [1, 2), and products are scaled back, so that small d_scores do not vanish.
+/// options.status is OR-ed into, as by score_hidden, and with status_not_finite where a gradient came from
+/// NaN or infinity in d_scores or hidden. Refuses what score_hidden refuses.
 template <class Input, class Act, std::int32_t D, class T, class Real>
 requires takes_hidden_state<Input>
 void score_hidden_backward(const cuda& ctx, const BasicMlpScorer<Input, Act, D>& scorer,

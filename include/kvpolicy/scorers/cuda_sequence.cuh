@@ -40,10 +40,11 @@ std::size_t score_sequence_workspace_bytes(
 /// token (WriteGateScorer: the key alone) makes the token's score NaN; an infinity does, too, or gives an infinity where one sum
 /// decides. An mLSTM's reads are NaN from either on, ConvScorer's scores up to 6 tokens before and after it, at even distances.
 ///
-/// options.status [B], where given, is OR-ed into: status_bad_length for a length or start that cannot be, and edges that do not rise
-/// from 0 to the length. Such a sequence counts as empty, and its states stay as they are. Refuses, before anything is
-/// enqueued, what the host refuses as far as no device memory must be read, widths and alignment as above, inputs of an MLP that
-/// a block has no room for, and form::recurrent of an mLSTM.
+/// options.status [B], where given, is OR-ed into: status_bad_length for a length or start that cannot be,
+/// and edges that do not rise from 0 to the length. Such a sequence counts as empty, and its states stay as
+/// they are. Refuses, before anything is enqueued, what the host refuses as far as no device memory must be
+/// read, widths and alignment as above, inputs of an MLP that a block has no room for, and form::recurrent of
+/// an mLSTM.
 template <class Widths = all_mlstm_widths, Scorer S, class K, class V>
 void score_sequence(const cuda& ctx, const S& scorer, rows_view<K> k, rows_view<V> v,
                     const Sequences& sequences, std::int32_t delay,
@@ -62,10 +63,10 @@ std::size_t score_sequence_backward_workspace_bytes(const cuda& ctx, const S& sc
 /// brings each head's largest |d_scores| to [1, 2), and sums are scaled back, so d_scores of any size lose as little as those near 1;
 /// that takes 4 bytes of workspace a token and head.
 ///
-/// options.status [B], where given, is OR-ed into: status_bad_length as above, status_not_finite for a NaN or infinity in k, v or
-/// d_scores, which the host refuses; gradients then mean nothing. Refuses, before anything is added to, the rest of what the host
-/// refuses as far as no device memory must be read; sequences.starts of an mLSTM or a convolution; inputs of an MLP that a block
-/// has no room for.
+/// options.status [B], where given, is OR-ed into: status_bad_length as above, status_not_finite for a NaN or
+/// infinity in k, v or d_scores, which the host refuses; gradients then mean nothing. Refuses, before
+/// anything is added to, the rest of what the host refuses as far as no device memory must be read;
+/// sequences.starts of an mLSTM or a convolution; inputs of an MLP that a block has no room for.
 template <class Widths = all_mlstm_widths, Scorer S, Storage T>
 void score_sequence_backward(const cuda& ctx, const S& scorer, const ScoreBackward<T>& call,
                              typename S::template parameters<compute_t<T>> gradients,

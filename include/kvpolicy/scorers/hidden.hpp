@@ -21,21 +21,24 @@ namespace kvpolicy {
 struct ScoreHiddenOptions {
     /// CUDA alone, where it must be given: the caller's cublasLtHandle_t.
     cublasLtContext* cublaslt = nullptr;
-    /// [B], OR-ed into: status_bad_length for a length or start that cannot be, and from the backward pass status_not_finite for a
-    /// NaN or infinity in d_scores or hidden (the gradients then mean nothing). Null: not wanted; the host then refuses both.
+    /// [B], OR-ed into: status_bad_length for a length or start that cannot be, and from the backward pass
+    /// status_not_finite for a NaN or infinity in d_scores or hidden (the gradients then mean nothing). Null:
+    /// not wanted; the host then refuses both.
     std::uint32_t* status = nullptr;
 };
 
-/// Bytes of workspace that score_hidden needs; Real is that of the scores. On the host it depends on the threads of `ctx`.
+/// Bytes of workspace that score_hidden needs; Real is that of the scores. On the host it depends on the
+/// threads of `ctx`.
 template <HiddenScorer S, class Real = float, class T>
 std::size_t score_hidden_workspace_bytes(const host& ctx, const S& scorer, rows_view<T> hidden,
                                          const Sequences& sequences);
 
-/// Scores the tokens of sequences from hidden [B, 1, S, width], of any Storage type: scores [B, Hkv, S] of float (double for
-/// checks) are overwritten for t < length, all heads of a token at once, and nothing else is. Every token has a score of its
-/// own, so cu_seqlens and starts change nothing but which rows are read (starts[b] .. starts[b] + length - 1). Synchronous;
-/// the bits depend neither on threads nor on the instruction set, and are those that a cache computes. Refuses, before
-/// anything is written: views that disagree, a scorer that does not fit the views, too little workspace.
+/// Scores the tokens of sequences from hidden [B, 1, S, width], of any Storage type: scores [B, Hkv, S] of
+/// float (double for checks) are overwritten for t < length, all heads of a token at once, and nothing else
+/// is. Every token has a score of its own, so cu_seqlens and starts change nothing but which rows are read
+/// (starts[b] .. starts[b] + length - 1). Synchronous; the bits depend neither on threads nor on the
+/// instruction set, and are those that a cache computes. Refuses, before anything is written: views that
+/// disagree, a scorer that does not fit the views, too little workspace.
 template <HiddenScorer S, class T, class Real>
 void score_hidden(const host& ctx, const S& scorer, rows_view<T> hidden, const Sequences& sequences,
                   plane_view<Real> scores, workspace_view workspace, const ScoreHiddenOptions& options = {});

@@ -12,8 +12,9 @@
 
 namespace kvpolicy {
 
-/// Which kernels of an mLSTM a call on CUDA is compiled for: d_qk up to Features, d_v up to Values, padded to them. 64 and 64, 128 and 64, or
-/// 128 and 128; all_mlstm_widths takes the smallest that fits, and as much time to compile as the three.
+/// Which kernels of an mLSTM a call on CUDA is compiled for: d_qk up to Features, d_v up to Values, padded to
+/// them. 64 and 64, 128 and 64, or 128 and 128; all_mlstm_widths takes the smallest that fits, and as much
+/// time to compile as the three.
 template <std::int32_t Features, std::int32_t Values>
 struct mlstm_widths {
     static_assert((Features == 64 || Features == 128) && (Values == 64 || Values == Features),

@@ -29,8 +29,8 @@ struct ScoreBackward {
 
 /// What score_sequence_backward takes besides the usual.
 struct ScoreBackwardOptions {
-    /// [B], OR-ed into: status_not_finite, for a NaN or infinity in k, v or d_scores (the gradients then mean nothing), and
-    /// status_bad_length. Null: not wanted; the host then refuses both.
+    /// [B], OR-ed into: status_not_finite, for a NaN or infinity in k, v or d_scores (the gradients then mean
+    /// nothing), and status_bad_length. Null: not wanted; the host then refuses both.
     std::uint32_t* status = nullptr;
 };
 

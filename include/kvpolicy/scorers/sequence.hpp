@@ -34,12 +34,14 @@ struct BasicScoreOptions {
     /// with `kept` then goes on from what this call leaves there (an mLSTMScorer's features, gates and states on CUDA; nothing elsewhere). The
     /// workspace needs more (score_sequence_workspace_bytes says so), as much as the backward pass.
     bool for_backward = false;
-    /// [B], OR-ed into: status_bad_length, for a length that then counts as 0. Null: not wanted; the host refuses such a length.
+    /// [B], OR-ed into: status_bad_length, for a length that then counts as 0. Null: not wanted; the host
+    /// refuses such a length.
     std::uint32_t* status = nullptr;
 };
 using ScoreOptions = BasicScoreOptions<float>;
 
-/// Bytes of workspace that score_sequence needs for a call with the same arguments. Depends on the threads of `ctx`.
+/// Bytes of workspace that score_sequence needs for a call with the same arguments. Depends on the threads of
+/// `ctx`.
 template <class Widths = all_mlstm_widths, Scorer S, class K, class V>
 std::size_t score_sequence_workspace_bytes(
     const host& ctx, const S& scorer, rows_view<K> k, rows_view<V> v, const Sequences& sequences,
@@ -60,11 +62,12 @@ std::size_t score_sequence_workspace_bytes(
 /// one takes up options.states, where an earlier call left it, and reads the last `delay` of them as they leave; one that
 /// reads neighbors reads the last delay + reach. starts and cu_seqlens do not go together.
 ///
-/// Synchronous, on the threads of `ctx`; scores depend neither on their number nor on the instruction set. A NaN in what a
-/// scorer looks at makes the scores NaN that see it: the token's own, those read after a stateful scorer absorbed it, those
-/// whose neighbor it is. Nothing is refused for it here. Refuses, before anything is written: views that disagree, lengths below 0 or over S, a scorer that does not fit
-/// (check()), a delay below 0 (2 reach + 1 where neighbors are read), starts > 0 without states, a form or dropout that the
-/// scorer lacks, too little workspace.
+/// Synchronous, on the threads of `ctx`; scores depend neither on their number nor on the instruction set. A
+/// NaN in what a scorer looks at makes the scores NaN that see it: the token's own, those read after a
+/// stateful scorer absorbed it, those whose neighbor it is. Nothing is refused for it here. Refuses, before
+/// anything is written: views that disagree, lengths below 0 or over S, a scorer that does not fit (check()),
+/// a delay below 0 (2 reach + 1 where neighbors are read), starts > 0 without states, a form or dropout that
+/// the scorer lacks, too little workspace.
 template <class Widths = all_mlstm_widths, Scorer S, class K, class V>
 void score_sequence(const host& ctx, const S& scorer, rows_view<K> k, rows_view<V> v,
                     const Sequences& sequences, std::int32_t delay,
