@@ -3,8 +3,9 @@
 //
 //     cublasLtHandle_t handle;                                      // the caller's; one may serve all layers and streams
 //     cublasLtCreate(&handle);
-//     const std::size_t bytes = kvpolicy::score_hidden_workspace_bytes(on, predictor, hidden, sequences);
-//     kvpolicy::score_hidden(on, predictor, hidden, sequences, scores, {memory, bytes}, {.cublaslt = handle});
+//     const std::size_t bytes = kvpolicy::score_hidden_workspace_bytes(ctx, predictor, hidden, sequences);
+//     kvpolicy::score_hidden(ctx, predictor, hidden, sequences, scores, {memory, bytes},
+//                            {.cublaslt = handle});
 //
 // A cache on CUDA takes such scores as CacheExtras::scores of a policy with GivenScores.
 #pragma once

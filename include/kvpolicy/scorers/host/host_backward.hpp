@@ -337,8 +337,8 @@ void backward(const host& on, const BasicMlpScorer<Input, Act, D>& scorer, const
 }
 
 template <class Widths, Scorer S, Storage T>
-requires DifferentiableScorer<S> std::size_t score_sequence_backward_workspace_bytes(const host& on, const S& scorer,
-                                                    const ScoreBackward<T>& call) {
+requires DifferentiableScorer<S> std::size_t score_sequence_backward_workspace_bytes(
+    const host& on, const S& scorer, const ScoreBackward<T>& call) {
     return backward_workspace_bytes(on, scorer, call);
 }
 
