@@ -59,7 +59,7 @@ gpu.metrics.metrics | $all_checks | *
 profiled[attention]='(forward|forward . backward|future mass|causal lse)/16k/'
 sanitized[attention]="
 gpu.attention.future_mass | $all_checks | small future masses*
-gpu.attention.future_mass | memcheck synccheck | normalisers of long*
+gpu.attention.future_mass | memcheck synccheck | normalizers of long*
 gpu.attention.plan        | $all_checks | lengths*
 gpu.attention.small       | $all_checks | hopper forward*
 gpu.attention.small       | $all_checks | portable forward*,plain forward*

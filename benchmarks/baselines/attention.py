@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""What a PyTorch user does for the calls of benchmarks/attention.cu: FlexAttention, compiled, with a mask_mod
-that reads lifetimes (and the time to make its block mask), and dense causal attention by cuDNN. Tensors and
-lifetimes are those of the C++ benchmark, bit for bit.
+"""The PyTorch baselines of benchmarks/attention.cu: compiled FlexAttention with a mask_mod that reads
+lifetimes (and the time to make its block mask), and dense causal attention by cuDNN. Tensors and lifetimes
+are those of the C++ benchmark, bit for bit.
 
 Caches are cold: 256 MB are written before every timed call. "extra_bytes" is the peak of memory beyond inputs
 and results. Prints one JSON object; --out writes it to a file too, and --check compares FlexAttention's
@@ -27,12 +27,12 @@ GROUPS = ("flex", "mass", "dense")
 HEADS, GROUP, WINDOW = 8, 4, masks.WINDOW
 QUERY_HEADS = HEADS * GROUP
 
-# One compilation a shape and mask: each is a function of its own.
+# One compilation per shape and mask: each is a function of its own.
 torch._dynamo.config.cache_size_limit = 256
 flex = torch.compile(flex_attention, dynamic=False)
-# Inductor makes of the block mask's argsort, for up to 512 blocks, and of its sums over 128 x 128 pairs
-# Triton kernels that keep a whole row in registers, and Triton then compiles for minutes
-# (pytorch/pytorch#182060). Without them the sort is ATen's.
+# For up to 512 blocks Inductor turns the block mask's argsort, and its sums over 128 x 128 pairs, into Triton
+# kernels that keep a whole row in registers. Triton compiles these for minutes (pytorch/pytorch#182060).
+# Without them the sort is ATen's.
 block_mask_of = torch.compile(create_block_mask, dynamic=False,
                               options={"triton.persistent_reductions": False})
 
@@ -179,8 +179,8 @@ def time_flex_backward(timer, name, batch, length, dim):
 
 
 def mass_by_flex(q, k, lse, block):
-    """KVpop, D.2: keys take the part of queries, -lse that of a bias; the log-sum-exp is the
-    log of the mass."""
+    """KVpop, D.2: keys take the part of queries, and -lse is a bias; the log-sum-exp is the log of the
+    mass."""
     def bias(score, b, h, t, d):
         return score - lse[b, h, d]
     keys = k.repeat_interleave(GROUP, dim=1)

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""What a PyTorch user does for the decode steps of benchmarks/caches.cu: attention alone, by cuDNN, of one
-query over B cached keys. Nobody appends, scores or evicts in it.
+"""The PyTorch baseline of the decode steps of benchmarks/caches.cu: attention alone, by cuDNN, of one query
+over B cached keys. It does not append, score or evict.
 
 A call goes through layers of several times the L2 cache in turn, as one graph; median_ms is the time of one
 layer. Prints one JSON object; --out writes it to a file too.

@@ -1,7 +1,6 @@
 #!/usr/bin/env python3
-"""What a PyTorch user does for the masks of benchmarks/masks.cu: a stable sort for ranks, then the
-paper's Fenwick tree (KVpop, algorithm 2) in Triton, one program per head, then expiries by a binary search
-over the cutoffs.
+"""The PyTorch and Triton baseline of benchmarks/masks.cu: a stable sort for ranks, then the paper's Fenwick
+tree (KVpop, algorithm 2) in Triton, one program per head, then expiries by a binary search over the cutoffs.
 
 The scores are those of the C++ benchmark, bit for bit. Caches are cold: 256 MB are written before every timed
 call. Prints one JSON object; --out writes it to a file too, and --check compares cutoffs and expiries of a

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""What a PyTorch user does for an mLSTM without its projections (benchmarks/scorers.cu): mlstm_kernels,
-NX-AI's own Triton kernels, over queries, keys, values and gates that are there: 8 heads, 16k tokens, 128
-features and values, forward, and forward with backward to all of them.
+"""The baseline of the mLSTM without projections of benchmarks/scorers.cu: mlstm_kernels, NX-AI's own Triton
+kernels, over given queries, keys, values and gates: 8 heads, 16k tokens, 128 features and values, forward,
+and forward with backward to all of them.
 
 KVPOLICY_MLSTM_KERNELS may name a folder that the package is in (and einops, which it imports); otherwise it
 is imported as installed. Where that fails, rows have no median_ms, and say why. Of the package's chunkwise

@@ -1,6 +1,6 @@
 # cmake -D GENERATE=<program> -P test_generate_cuda.cmake
-# What generate writes on a GPU is what it writes on the host, and what a GPU does not have is refused.
-# tests/gpu/llama has longer texts, and knows what a near-tie is.
+# generate writes the same text on a GPU and on the host, and refuses a policy that has no GPU version.
+# tests/gpu/llama has longer texts, and allows for near-ties.
 
 cmake_minimum_required(VERSION 3.25)
 

@@ -124,7 +124,8 @@ def declared(tree):
             if any(scope[2] == "other" for scope in around):
                 continue
             owner = next((scope for scope in reversed(around) if scope[2] == "class"), None)
-            internal = any(set(scope[3].split("::")) & INTERNAL for scope in around if scope[2] == "namespace")
+            internal = any(set(scope[3].split("::")) & INTERNAL
+                           for scope in around if scope[2] == "namespace")
             if (internal and not owner) or (owner and not is_public(text, owner, match.start())):
                 continue
             begin = max(text.rfind(";", 0, match.start()), text.rfind("}", 0, match.start()))
@@ -165,7 +166,8 @@ def inherit(found, bases):
 def by_name(tree):
     calls = {}
     for one in declared(tree):
-        calls.setdefault(one.name, {"host": {}, "cuda": {}})[one.context][(one.templates, one.parameters)] = one
+        overloads = calls.setdefault(one.name, {"host": {}, "cuda": {}})
+        overloads[one.context][(one.templates, one.parameters)] = one
     return calls
 
 
@@ -238,7 +240,8 @@ def self_test():
         "include/kvpolicy/masks/build.hpp": """
             namespace kvpolicy {
             template <AnyPolicy P>
-            void build(const host& ctx, const P& policy, plane_view<const float> scores, Options options = {});
+            void build(const host& ctx, const P& policy, plane_view<const float> scores,
+                       Options options = {});
             template <class T>
             void only(const host& ctx, T x);
             std::size_t only_workspace_bytes(const host& ctx);

@@ -26,7 +26,8 @@ import numpy as np
 
 import scorers
 
-COLUMNS = ["seed", "kv_heads", "group", "queries", "rows", "head_dim_qk", "head_dim_vo", "start", "masked", "biased"]
+COLUMNS = ["seed", "kv_heads", "group", "queries", "rows", "head_dim_qk", "head_dim_vo", "start", "masked",
+           "biased"]
 STEP = 9
 NEVER = 2**31 - 1
 

@@ -1,5 +1,5 @@
-"""What people use today, in float64 and from the papers' formulas: H2O, TOVA and SnapKV on attention,
-DMS, random keys.
+"""Published policies in float64, from the papers' formulas: H2O, TOVA and SnapKV on attention, DMS, random
+keys.
 
 Observed policies. Per KV head a set of kept keys; a prompt comes in blocks [a, b), what is decoded in blocks
 of one. The queries of a block see the kept keys and the block's own up to themselves, and pay p_q,g(t) =

@@ -28,8 +28,8 @@ import math
 
 import numpy as np
 
-MLSTM_COLUMNS = ["hedgehog", "projected", "head_dim_qk", "head_dim_vo", "d_qk", "d_v", "heads", "length", "delay",
-                 "norm", "skip", "biases", "seed", "reserved"]
+MLSTM_COLUMNS = ["hedgehog", "projected", "head_dim_qk", "head_dim_vo", "d_qk", "d_v", "heads", "length",
+                 "delay", "norm", "skip", "biases", "seed", "reserved"]
 MLSTM_LEVELS = ["soft_cap", "weight_scale", "input_scale", "input_bias", "forget_scale", "forget_bias",
                 "value_scale"]
 MLP_COLUMNS = ["activation", "head_dim_qk", "head_dim_vo", "hidden", "heads", "length", "biases", "seed"]
