@@ -30,14 +30,16 @@ constexpr const char* usage = R"(usage: evaluate [OPTION...]
   --held-out FOLDER  eval.bin and eval.json (default: those of the byte model, in the model's own tokens)
   --scorers FILE     trained scorers, named by the file; may be repeated
   --policies LIST    some of them, as in dense,streaming,oracle-* (default: all; an unknown name lists them)
-  --budgets LIST     entries per head, or percent of a sequence that is compressed away: 1024,512 or 75%,88%,94% (the default)
+  --budgets LIST     entries per head, or percent of a sequence that is compressed away: 1024,512 or
+                     75%,88%,94% (the default)
   --sequences N      at most N (default: all 16, as tokens of other models fewer)
   --joined N         held-out sequences put together for a model that does not read bytes (2)
   --sinks N (4)  --window N (64)  --threads N (all)
   --chunk N          of prefill on the host (1024)
   --speed N          tokens that are decoded after the first sequence to measure the speed, 0 for none (48)
-  --backend NAME     host (the default), or cuda: the first GPU, with fp32 weights; policies that it does not have are left
-                     out unless they are named, and so is what only the host measures: scorers beside the oracle
+  --backend NAME     host (the default), or cuda: the first GPU, with fp32 weights; policies that it does not
+                     have are left out unless they are named, and so are the host's own measures: scorers
+                     beside the oracle
   --out NAME         writes NAME.csv, NAME.json and NAME.txt, the table, after every line of it
 
 An option that a run would not look at is refused.

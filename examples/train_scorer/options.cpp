@@ -29,12 +29,14 @@ q, k, v of a frozen model:
   --pairs N               retrieval queries "@AB:1234" woven into each (32 for models that read bytes, else 0)
   --tokens FILE           instead of a text: token ids, a sequence a line, with spaces between
   --qkv FILE              instead of a model: a file of q, k and v (docs/training.md)
-  --held-out FILE         sequences to watch, never trained on: text, or q, k, v (default: the model's eval.bin,
-                          for models without one the byte model's in their own tokens, two of its sequences as one)
+  --held-out FILE         sequences to watch, never trained on: text, or q, k, v (default: the model's
+                          eval.bin, for models without one the byte model's in their own tokens, two of its
+                          sequences as one)
   --held-out-sequences N  at most so many of them (2; of a file of q, k, v all; 0: none)
   --dump FILE             write q, k, v of the sequences to FILE instead of training
   --dump-eval             with --dump: the default sequences to hold out instead of the text's
-  --dump-targets LIST     with --dump: targets for these betas instead of q, as in 1,2,4,inf; of --window, --aggregate, --look-ahead
+  --dump-targets LIST     with --dump: targets for these betas instead of q, as in 1,2,4,inf; of --window,
+                          --aggregate, --look-ahead
   --dump-tokens FILE      write the tokens of the sequences to FILE instead, for --tokens
 
 the scorer (one a layer and KV head) and its policy:
@@ -59,7 +61,8 @@ where it runs:
   --backend host|cuda     (host); cuda: targets, steps and held-out numbers on the present GPU, in one stream
   --rows bf16|fp32        of keys and values there (bf16: tensor cores)
   --model-rows bf16|fp32  what the model's own attention reads there (fp32)
-  --compare N             with --backend cuda: N steps of both backends from the same start, losses and times; writes nothing
+  --compare N             with --backend cuda: N steps of both backends from the same start, losses and times;
+                          writes nothing
 
 what comes out:
   --out FILE              the scorers (scorers.safetensors); matrices in bf16 unless --fp32

@@ -12,7 +12,8 @@
 //         them
 //     const kvpolicy::DmsGate gate{.temperature = 0.1f, .seed = step};
 //     kvpolicy::build_log_bias(ctx, DMS{}, gate, scores, sequences, expiry, log_bias);
-//     auto loss = kvpolicy::CompressionLoss{.target = kvpolicy::eviction_target(step, 8.0), .gate = gate}(ctx,
+//     auto loss = kvpolicy::CompressionLoss{.target = kvpolicy::eviction_target(step, 8.0), .gate = gate}(
+//         ctx,
 //         DMS{}, scores, sequences, d_scores);
 //
 // With alpha_t = sigmoid(z_t), visible(q, t) <=> t <= q and (q - t < w or alpha_t <= 0.5): a key whose

@@ -8,7 +8,7 @@
 
 namespace kvpolicy {
 
-/// What attend_backward is given besides the arguments of attend(ctx, attention, q, all, sequences, out, lse):
+/// The inputs of attend_backward besides those of attend(ctx, params, q, kv, sequences, out, lse):
 /// its results, and the gradient of out. The shapes are those of attend.
 template <class T>
 struct SavedForward {

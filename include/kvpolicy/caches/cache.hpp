@@ -288,7 +288,8 @@ class CacheOwner {
     static void reset(const LayerRef<P, T>& ref, std::int32_t seq);
     template <class V>
     [[nodiscard]] V* at(std::size_t offset) const {
-        // Of an unbound cache, in a ref of which only sizes are taken. NOLINTNEXTLINE(performance-no-int-to-ptr)
+        // Of an unbound cache, in a ref of which only sizes are taken.
+        // NOLINTNEXTLINE(performance-no-int-to-ptr)
         std::byte* const base =
             memory_ != nullptr ? memory_ : reinterpret_cast<std::byte*>(detail::alignment);
         return reinterpret_cast<V*>(base + offset);

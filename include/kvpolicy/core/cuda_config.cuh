@@ -45,7 +45,7 @@
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
 #error \
-    "kvpolicy: needs nvcc -arch=sm_80 or later, CUDA_ARCHITECTURES in CMake (the default, and native where there is no GPU, is sm_75)"
+    "kvpolicy: needs nvcc -arch=sm_80 or later, CUDA_ARCHITECTURES in CMake (the default is sm_75)"
 #endif
 
 // The architectures of this translation unit, as a list and as text.

@@ -59,7 +59,8 @@ void backward(const host& ctx, const ConvScorer<D>& scorer, const ScoreBackward<
               ConvParameters<compute_t<T>> gradients, workspace_view workspace);
 
 /// A scorer that can be trained: parameters<Float>, a struct of arrays that for_each_parameter visits, and
-/// functions backward(ctx, scorer, call, gradients, workspace) and backward_workspace_bytes(ctx, scorer, call)
+/// functions backward(ctx, scorer, call, gradients, workspace) and
+/// backward_workspace_bytes(ctx, scorer, call)
 /// beside the scorer's type. backward adds to every array of `gradients` that is not null, and overwrites
 /// call.d_k and call.d_v where they are not empty. Results must not depend on the number of threads.
 template <class S>
