@@ -16,6 +16,8 @@
 namespace kvp = kvpolicy;
 
 struct SquaredDistance {
+    using value_type = kvp::LossValue;  // the type of *value
+
     template <class P>
     std::size_t workspace_bytes(const kvp::host&, const P&, const kvp::Sequences&,
                                 std::int32_t /*heads*/) const {

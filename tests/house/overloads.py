@@ -6,7 +6,7 @@ A public call is a function, a member of an owner or the operator() of a functor
 
 pairs    the overloads of a call on `host` and on `cuda` have the same template parameters, and the same
          parameters by type and name
-names    the context is called ctx
+names    the context is called ctx, where it has a name
 support  the calls of one context alone are those of the table "Calls on one context only" of
          docs/support.md. A row for `name` is one for `name_workspace_bytes`, too.
 
@@ -23,6 +23,11 @@ HEADER = re.compile(r"include/kvpolicy/\w+/(\w+\.hpp|cuda_\w+\.cuh)$")
 CONTEXT = re.compile(r"\(\s*const (host|cuda)\s*&\s*(\w*)\s*(?=[,)])")
 # Template parameters that nobody gives: they delay an instantiation, or name the build.
 DELAYED = {"Build", "Expiry"}
+# The layers of both kinds of caches: one template on the host, two overloads on CUDA.
+LAYER = re.compile(r"\b(FixedBudgetRef|DualRef)<P, T>")
+LAYER_TEMPLATE = "template <class, class> class Ref"
+# Found by argument-dependent lookup from a public call, and not for users.
+HOOKS = {"measure_on"}
 INTERNAL = {"detail", "checks", "host_backend", "cuda_backend"}
 SUPPORT = "docs/support.md"
 MARK = "<!-- support: calls -->"
@@ -135,14 +140,16 @@ def declared(tree):
             if not name or name.group(1) in ("requires", "explicit"):
                 continue
             name = re.sub(r"\s+", "", name.group(1))
-            if owner and name == owner[3]:
-                continue  # a constructor
+            if owner and name == owner[3] or name in HOOKS:
+                continue  # a constructor, or a hook
             end = cpp.closing(text, match.start(), "()")
             parameters = [without_default(part) for part in split(text[match.start() + 1 : end])][1:]
+            parameters = [LAYER.sub("Ref<P, T>", part) for part in parameters]
+            templates = tuple(part for part in templates_of(head) if part != LAYER_TEMPLATE)
             full = f"{owner[3]}::{name}" if owner else name
             place = f"{path}:{text.count(chr(10), 0, match.start()) + 1}"
             found.append(
-                Overload(full, match.group(1), match.group(2), templates_of(head), tuple(parameters), place)
+                Overload(full, match.group(1), match.group(2), templates, tuple(parameters), place)
             )
     return inherit(found, bases)
 
@@ -206,9 +213,9 @@ def pairs(tree):
 
 def names(tree):
     return [
-        f"{one.place}: the context of {one.name} is called {one.ctx or 'nothing'}"
+        f"{one.place}: the context of {one.name} is called {one.ctx}"
         for one in sorted(set(declared(tree)))
-        if one.ctx != "ctx"
+        if one.ctx not in ("ctx", "")
     ]
 
 

@@ -271,7 +271,7 @@ class BothCaches {
                                                   shape.max_draft_tokens};
                 const Device<unsigned char> more(kvpolicy::workspace_bytes<Dims>(
                     device, ref, {.batch = count, .tokens = shape.max_draft_tokens}));
-                kvpolicy::accept<Dims>(device, ref, device_some, more, {.status = {.status = status.data()}});
+                kvpolicy::accept<Dims>(device, ref, device_some, more, {.status = status.data()});
                 Workspace host_more(kvpolicy::workspace_bytes(
                     ctx, oracle.cache.layer(layer), {.batch = count, .tokens = shape.max_draft_tokens}));
                 kvpolicy::accept(ctx, oracle.cache.layer(layer), some, host_more);

@@ -121,7 +121,7 @@ struct Side {
     Words accept(std::int32_t layer, std::int32_t n) {
         ok(cudaMemset(status.data(), 0, status.bytes()));
         kvpolicy::accept<head_dims<64>>(ctx, cache.layer(layer), {.count = max_sequences, .length = n},
-                                        *workspace, {.status = {.status = status.data()}});
+                                        *workspace, {.status = status.data()});
         return status.read();
     }
     Words advance(std::int32_t n) {

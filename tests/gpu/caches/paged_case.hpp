@@ -135,9 +135,9 @@ class BothDuals {
                         kvpolicy::workspace_bytes(ctx, host_ref, {.batch = count, .tokens = batch.length}));
                     if (committing) {
                         kvpolicy::accept<Dims>(device, ref, device_batch, workspace,
-                                               {.status = {.status = status.data()}});
+                                               {.status = status.data()});
                         kvpolicy::accept(ctx, host_ref, batch, host_workspace,
-                                         {.status = {.status = wanted_status.data()}});
+                                         {.status = wanted_status.data()});
                     } else if (mode == Mode::prefill) {
                         kvpolicy::prefill<Dims>(
                             device, ref,

@@ -331,19 +331,19 @@ TEST_CASE("a scorer too wide for a GPU's blocks is refused before anything is en
     const kvpolicy::cuda ctx{};
     const Device<std::uint32_t> status(std::vector<std::uint32_t>{0u});
     const Device<unsigned char> workspace(
-        score_sequence_workspace_bytes(ctx, weights.on_device(), k.view, v.view, c.host_ctx()));
+        score_sequence_workspace_bytes(ctx, weights.on_device(), k.view, v.view, c.on_host()));
     const auto text = doctest::Contains(
         "ConvScorer.head_dim_qk + head_dim_vo: 512 is not allowed; it must be less on this device for rows "
         "of this type: "
         "a "
         "block needs 141312 bytes of shared memory for it, and has at most 101376");
     CHECK_THROWS_WITH_AS(
-        score_sequence(ctx, weights.on_device(), k.view, v.view, c.host_ctx(), c.delay,
+        score_sequence(ctx, weights.on_device(), k.view, v.view, c.on_host(), c.delay,
                        view_bhs(scores.data(), 1, c.heads, 100), workspace, {.status = status.data()}),
         text, invalid_argument);
     const std::vector<float> after = scores.read();
     CHECK(std::count(after.begin(), after.end(), -77.0f) == c.plane());
-    const ScoreBackward<float> call{k.view, v.view, c.host_ctx(), c.delay,
+    const ScoreBackward<float> call{k.view, v.view, c.on_host(), c.delay,
                                     view_bhs<const float>(scores.data(), 1, c.heads, 100)};
     CHECK_THROWS_WITH_AS(score_sequence_backward_workspace_bytes(ctx, weights.on_device(), call), text,
                          invalid_argument);

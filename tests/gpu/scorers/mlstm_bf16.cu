@@ -279,20 +279,20 @@ TEST_CASE("refusals") {
     const Rows<bf16> k(c, in.k, 64), v(c, in.v, 64);
     const kvpolicy::cuda ctx{};
     CHECK_THROWS_WITH_AS(
-        score_sequence_workspace_bytes(ctx, weights.on_device(), k.view, v.view, c.host_ctx()),
+        score_sequence_workspace_bytes(ctx, weights.on_device(), k.view, v.view, c.on_host()),
         doctest::Contains("mLSTMScorer.d_qk: 256 is not allowed; it must be at most 128 on CUDA"),
         invalid_argument);
     const Weights<Plain> fitting(shaped<Plain>(c), drawing({}, false, false), 1);
     const Device<float> scores(std::vector<float>(128, 0.0f));
     ScoreOptions options;
     options.how = form::recurrent;
-    CHECK_THROWS_WITH_AS(score_sequence(ctx, fitting.on_device(), k.view, v.view, c.host_ctx(), 4,
+    CHECK_THROWS_WITH_AS(score_sequence(ctx, fitting.on_device(), k.view, v.view, c.on_host(), 4,
                                         view_bhs(scores.data(), 1, 2, 64), workspace_view{}, options),
                          doctest::Contains("options.how: form::recurrent"), invalid_argument);
     const test::LesserGpu as(48 * 1024);
     const Device<unsigned char> workspace(
-        score_sequence_workspace_bytes(ctx, fitting.on_device(), k.view, v.view, c.host_ctx()));
-    CHECK_THROWS_WITH_AS(score_sequence(ctx, fitting.on_device(), k.view, v.view, c.host_ctx(), 4,
+        score_sequence_workspace_bytes(ctx, fitting.on_device(), k.view, v.view, c.on_host()));
+    CHECK_THROWS_WITH_AS(score_sequence(ctx, fitting.on_device(), k.view, v.view, c.on_host(), 4,
                                         view_bhs(scores.data(), 1, 2, 64), workspace),
                          doctest::Contains("mLSTMScorer.d_qk + d_v: 96 is not allowed; it must be less on "
                                            "this device for rows of this type: a block needs"),

@@ -114,7 +114,7 @@ void check(const Shape& c) {
     const Sequences sequences = c.sequences(c.lengths.data(), c.starts.data());
     std::vector<double> scores(c.planes(), untouched);
     const auto hidden = c.view<const T>(states.data());
-    const S host_ctx = weights.host_ctx();
+    const S host_ctx = weights.on_host();
     std::vector<std::byte> memory(
         score_hidden_workspace_bytes<S, double>(oracle(), host_ctx, hidden, sequences));
     score_hidden(oracle(), host_ctx, hidden, sequences,

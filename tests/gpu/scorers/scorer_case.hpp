@@ -69,7 +69,7 @@ struct Case {
         all.segments = edges.empty() ? 0 : static_cast<std::int32_t>(edges.size()) - 1;
         return all;
     }
-    [[nodiscard]] Sequences host_ctx() const {
+    [[nodiscard]] Sequences on_host() const {
         return sequences(lengths.data(), starts.data(), edges.data());
     }
 };
@@ -163,7 +163,7 @@ struct Weights {
             memory.push_back(std::make_unique<Device<float>>(array.values));
         }
     }
-    [[nodiscard]] S host_ctx() const {
+    [[nodiscard]] S on_host() const {
         S bound = scorer;
         std::size_t i = 0;
         for_each_parameter(scorer, bound.weights, [&](const char*, const float*& pointer, std::size_t, bool) {
@@ -307,9 +307,9 @@ void check_scores(const Case& c, const Weights<S>& weights, Tolerance allowed,
         wanted_states = *states;
         options.states = wanted_states.data();
     }
-    std::vector<std::byte> memory(score_sequence_workspace_bytes(oracle(), weights.host_ctx(), in.keys(c),
-                                                                 in.values(c), c.host_ctx(), options));
-    score_sequence(oracle(), weights.host_ctx(), in.keys(c), in.values(c), c.host_ctx(), c.delay,
+    std::vector<std::byte> memory(score_sequence_workspace_bytes(oracle(), weights.on_host(), in.keys(c),
+                                                                 in.values(c), c.on_host(), options));
+    score_sequence(oracle(), weights.on_host(), in.keys(c), in.values(c), c.on_host(), c.delay,
                    view_bhs(wanted.data(), c.batch, c.heads, c.all_rows()), {memory.data(), memory.size()},
                    options);
 
@@ -373,14 +373,14 @@ void check_gradients(const Case& c, const Weights<S>& weights, Tolerance allowed
                            pointer = array.values.empty() ? nullptr : got.back()->data();
                        });
     std::vector<double> d_k(in.k.size(), untouched), d_v(in.v.size(), untouched);
-    ScoreBackward<double> call{in.keys(c), in.values(c), c.host_ctx(), c.delay,
+    ScoreBackward<double> call{in.keys(c), in.values(c), c.on_host(), c.delay,
                                view_bhs(in.d_scores.data(), c.batch, c.heads, c.all_rows())};
     if (c.with_inputs) {
         call.d_k = view_bhsd(d_k.data(), c.batch, c.heads, c.all_rows(), c.head_dim_qk);
         call.d_v = view_bhsd(d_v.data(), c.batch, c.heads, c.all_rows(), c.head_dim_vo);
     }
     call.dropout = c.dropout;
-    const S host_scorer = weights.host_ctx();
+    const S host_scorer = weights.on_host();
     std::vector<std::byte> memory(score_sequence_backward_workspace_bytes(oracle(), host_scorer, call));
     score_sequence_backward(oracle(), host_scorer, call, host_gradients, {memory.data(), memory.size()});
 

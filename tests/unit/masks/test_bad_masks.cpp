@@ -42,10 +42,12 @@ struct Call {
     std::vector<unsigned char> memory = std::vector<unsigned char>(100000);
     workspace_view workspace{memory.data(), memory.size()};
     std::uint32_t status[batch] = {8, 8};
+    // With a status, the host reports lengths and edges as a device does, in place of a refusal.
+    bool with_status = true;
 
     void build() {
         MaskOptions all = options;
-        all.status = status;
+        all.status = with_status ? status : nullptr;
         build_mask(ctx, head_params, scores, sequences, expiry, workspace, all);
     }
     void cutoffs() {
@@ -156,8 +158,9 @@ TEST_CASE("shapes, lengths and packed edges") {
     CHECK(chunk.untouched());
     static constexpr std::int32_t below[] = {3, -1}, over[] = {13, 1};
     check_both("sequences.lengths[1]: -1 is not allowed; it must be 0 to sequences.length = 12",
-               [](Call& c) { c.sequences.lengths = below; });
-    check_both("sequences.lengths[0]: 13", [](Call& c) { c.sequences.lengths = over; });
+               [](Call& c) { c.sequences.lengths = below, c.with_status = false; });
+    check_both("sequences.lengths[0]: 13",
+               [](Call& c) { c.sequences.lengths = over, c.with_status = false; });
     check_both("scores.data: null is not allowed; it must be fp32 scores",
                [](Call& c) { c.scores.data = nullptr; });
     check_both("scores: 2 x 2 x 12 is not allowed; it must be 2 x 3 x at least 12",
@@ -166,6 +169,7 @@ TEST_CASE("shapes, lengths and packed edges") {
     check_both("scores: 2 x 3 x 11", [](Call& c) { c.scores.length = 11; });
 
     Call call;
+    call.with_status = false;
     const auto edges = [&](std::vector<std::int32_t> cu, const std::string& text) {
         call.sequences.cu_seqlens = cu.data();
         call.sequences.segments = static_cast<std::int32_t>(cu.size()) - 1;
@@ -180,6 +184,25 @@ TEST_CASE("shapes, lengths and packed edges") {
     edges({0, -4, 12}, "sequences.cu_seqlens[1]: -4");
     edges({0}, "sequences.segments: 0 is not allowed; it must be 1 or more where cu_seqlens is given");
     CHECK(call.untouched());
+}
+
+TEST_CASE("with a status, a length out of range counts as 0, and edges that do not rise leave no tokens") {
+    static constexpr std::int32_t over[] = {13, 1}, falling[] = {0, 5, 3, 12};
+    Call call;
+    call.sequences.lengths = over;
+    call.build();
+    CHECK(call.status[0] == (8u | status_bad_length));
+    CHECK(call.status[1] == 8u);
+    CHECK(call.expiry.head(0, 0)[0] == -77);
+    CHECK(call.expiry.head(1, 0)[0] != -77);
+
+    Call packed;
+    packed.sequences.cu_seqlens = falling;
+    packed.sequences.segments = 3;
+    packed.build();
+    CHECK(packed.status[0] == (8u | status_bad_length));
+    CHECK(packed.status[1] == (8u | status_bad_length));
+    CHECK(packed.expiry.head(0, 0)[0] == -77);
 }
 
 TEST_CASE("null and small outputs, small workspaces, limits of rebasing") {
