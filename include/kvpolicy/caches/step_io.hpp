@@ -8,7 +8,6 @@
 #include <kvpolicy/core/types.hpp>
 #include <kvpolicy/core/view.hpp>
 
-#include <algorithm>
 #include <cstdint>
 #include <type_traits>
 
@@ -78,7 +77,7 @@ Batch batch_of(const StepIO<T>& io) {
         batch.count = io.q.batch;
     }
     if (batch.q_len == nullptr && batch.length == Batch::not_set) {
-        batch.length = std::max(io.q.length, 1);
+        batch.length = io.q.length;
     }
     return batch;
 }
