@@ -263,7 +263,7 @@ TEST_CASE("in the middle of a token nothing is evicted") {
     const Device<unsigned char> memory(cache.bytes().total()), slab(cache.slab_bytes());
     cache.bind(ctx, memory.data(), memory.size());
     cache.add_slab(ctx, slab.data(), slab.size());
-    const Device<unsigned char> workspace(step_workspace_bytes(ctx, cache, 1)),
+    const Device<unsigned char> workspace(cache.step_workspace_bytes(ctx, 1)),
         eviction(cache.evict_workspace_bytes(ctx));
     const Device<double> rows(std::vector<double>(8, 0.25)), out(8);
     const Device<float> score(std::vector<float>(1, 0.0f));

@@ -67,9 +67,10 @@ void check(bool nhd) {
     CHECK(theirs.free_pages(ctx) == theirs.attached_pages());
     std::mt19937 generator(5);
     constexpr std::int32_t most = 9;
-    std::size_t needed = step_workspace_bytes<head_dims<64>>(ctx, theirs, max_sequences);
+    std::size_t needed = theirs.template step_workspace_bytes<head_dims<64>>(ctx, max_sequences);
     if constexpr (Chunks) {
-        needed = workspace_bytes<head_dims<64>>(ctx, theirs, {.batch = max_sequences, .tokens = most});
+        needed =
+            theirs.template workspace_bytes<head_dims<64>>(ctx, {.batch = max_sequences, .tokens = most});
     }
     const Device<unsigned char> workspace(needed);
     for (std::int32_t turn = 0; turn < 60; ++turn) {
