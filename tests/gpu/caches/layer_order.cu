@@ -222,7 +222,7 @@ void check_middle(const typename Side<Cache>::P& policy,
                     alone.ctx, alone.cache.layer(0),
                     {.q = view_bhsd<const float>(alone.q.data(), max_sequences, 4, most, head_dim_qk),
                      .out = view_bhsd(alone.out.data(), max_sequences, 4, most, head_dim_vo),
-                     .batch = {.count = max_sequences}},
+                     .batch = {.count = max_sequences, .length = 1}},
                     *alone.workspace);
                 const std::vector<float> got = alone.out.read();
                 double off = 0.0;
