@@ -1,4 +1,4 @@
-"""Attention through a mask in float64, written from its definition: a query sees the keys that are born
+"""Attention through a mask in float64, written from its definition: a query sees the keys that begin
 and not expired.
 
     seen(t)  =  pos(t) <= p  and  p < expiry[h][t],      p = start + i

@@ -244,8 +244,11 @@ TEST_CASE("metrics refuse what they cannot read") {
     test::Workspace for_recall(oracle_recall_workspace_bytes(ctx, expiry.view(), all));
     CHECK_REFUSED(live_keys(ctx, expiry.view(), chunk, live.view()), "sequences.starts: given");
     CHECK_REFUSED(retention_map(ctx, expiry.view(), chunk, 1, live.data.data()), "sequences.starts: given");
-    for (const auto& [sequences, text] :
+    // (Named copies, since clang 14 does not capture a structured binding.)
+    for (const auto& one :
          {std::pair{chunk, "sequences.starts: given"}, std::pair{packed, "sequences.cu_seqlens: given"}}) {
+        const Sequences sequences = one.first;
+        const char* const text = one.second;
         CHECK_REFUSED(density(ctx, expiry.view(), sequences, &number), text);
         CHECK_REFUSED(evict_ratio(ctx, policy, expiry.view(), sequences, &number), text);
         CHECK_REFUSED(

@@ -101,7 +101,8 @@ TEST_CASE("a stride for a total is the smallest that fits") {
     struct Sizes {
         std::int32_t sinks, window;
     };
-    for (const auto& [sinks, window] : {Sizes{0, 5}, Sizes{3, 5}, Sizes{5, 1}}) {
+    for (const Sizes& sizes : {Sizes{0, 5}, Sizes{3, 5}, Sizes{5, 1}}) {
+        const std::int32_t sinks = sizes.sinks, window = sizes.window;
         for (const std::int32_t length : {1, 5, 12, 20, 97}) {
             for (const std::int32_t total : {7, 9, 10, 30}) {
                 if (total <= sinks + window) {
