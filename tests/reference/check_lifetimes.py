@@ -2,8 +2,8 @@
 
 Where lifetimes.py steps through queries with a sorted list of the keys held, this file asks per key and
 counts: for n = 1 a key is visible at q as long as fewer than k eligible keys beat it (no state, valid because
-the k best of a growing set with static priorities never re-admit); for n > 1 the key evicted by each top-k update is
-the key that every other beats. Priorities are rational numbers, rounded once.
+the k best of a growing set with static priorities never re-admit); for n > 1 the key evicted by each top-k
+update is the key that every other beats. Priorities are rational numbers, rounded once.
 """
 
 import math
