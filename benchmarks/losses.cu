@@ -1,12 +1,12 @@
 // Losses on CUDA, and whole steps of scorer training: target, scores, loss, gradients, AdamW.
 #include <kvpolicy/attention/cuda/dispatch_future_mass.cuh>
+#include <kvpolicy/cuda_scorers.cuh>
 #include <kvpolicy/kvpop.hpp>
 #include <kvpolicy/losses/cuda/dispatch_boundary.cuh>
 #include <kvpolicy/losses/cuda/dispatch_distill.cuh>
 #include <kvpolicy/losses/cuda/dispatch_gates.cuh>
 #include <kvpolicy/policies/decay.hpp>
 #include <kvpolicy/policies/threshold_gate.hpp>
-#include <kvpolicy/cuda_scorers.cuh>
 
 #include "../examples/train/adamw.cuh"
 #include "cold.cuh"

@@ -2,11 +2,11 @@
 #pragma once
 
 #include <kvpolicy/attention/future_mass.hpp>
+#include <kvpolicy/cuda_scorers.cuh>
 #include <kvpolicy/losses/boundary.hpp>
 #include <kvpolicy/masks/build.hpp>
 #include <kvpolicy/metrics/cuda/dispatch_metrics.cuh>
 #include <kvpolicy/scorers/backward.hpp>
-#include <kvpolicy/cuda_scorers.cuh>
 #include <kvpolicy/scorers/sequence.hpp>
 
 #include "device_calls.cuh"

@@ -16,10 +16,10 @@
 #include <kvpolicy/caches/cuda/paged/dispatch_paged.cuh>
 #include <kvpolicy/caches/cuda/paged/dispatch_paged_decode.cuh>
 #include <kvpolicy/cuda/buffer.cuh>
+#include <kvpolicy/cuda_scorers.cuh>
 #include <kvpolicy/losses/cuda/dispatch_boundary.cuh>
 #include <kvpolicy/losses/cuda/dispatch_distill.cuh>
 #include <kvpolicy/losses/cuda/dispatch_gates.cuh>
 #include <kvpolicy/masks/cuda/dispatch_build_mask.cuh>
 #include <kvpolicy/masks/cuda/dispatch_log_bias.cuh>
 #include <kvpolicy/metrics/cuda/dispatch_metrics.cuh>
-#include <kvpolicy/cuda_scorers.cuh>

@@ -44,8 +44,7 @@
     KVPOLICY_DETAIL_VERSIONED(KVPOLICY_VERSION_MAJOR, KVPOLICY_VERSION_MINOR, KVPOLICY_VERSION_PATCH)
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
-#error \
-    "kvpolicy: needs nvcc -arch=sm_80 or later, CUDA_ARCHITECTURES in CMake (the default is sm_75)"
+#error "kvpolicy: needs nvcc -arch=sm_80 or later, CUDA_ARCHITECTURES in CMake (the default is sm_75)"
 #endif
 
 // The architectures of this translation unit, as a list and as text.

@@ -1,10 +1,10 @@
 // LinearScorer and BasicMlpScorer on the device against the host's in double.
+#include <kvpolicy/cuda_scorers.cuh>
 #include <kvpolicy/losses/cuda/dispatch_boundary.cuh>
 #include <kvpolicy/policies/compose.hpp>
 #include <kvpolicy/policies/sink.hpp>
 #include <kvpolicy/policies/topk_budget.hpp>
 #include <kvpolicy/policies/window.hpp>
-#include <kvpolicy/cuda_scorers.cuh>
 
 #include "scorer_case.hpp"
 

@@ -69,9 +69,7 @@ struct Case {
         all.segments = edges.empty() ? 0 : static_cast<std::int32_t>(edges.size()) - 1;
         return all;
     }
-    [[nodiscard]] Sequences on_host() const {
-        return sequences(lengths.data(), starts.data(), edges.data());
-    }
+    [[nodiscard]] Sequences on_host() const { return sequences(lengths.data(), starts.data(), edges.data()); }
 };
 
 /// Rows on the device, in the case's layout; what lies between rows is NaN.
