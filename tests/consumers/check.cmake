@@ -42,6 +42,8 @@ if(KIND STREQUAL "find_package")
     file(RENAME ${WORK_DIR}/installed ${WORK_DIR}/moved)
 
     file(GLOB_RECURSE headers RELATIVE ${SOURCE_DIR}/include ${SOURCE_DIR}/include/*)
+    # (The READMEs beside kernels are for readers of the tree.)
+    list(FILTER headers EXCLUDE REGEX "\\.md$")
     file(GLOB_RECURSE installed RELATIVE ${WORK_DIR}/moved/include ${WORK_DIR}/moved/include/*)
     if(NOT headers STREQUAL installed)
         message(FATAL_ERROR "include/ has\n  ${headers}\nand installed was\n  ${installed}")
