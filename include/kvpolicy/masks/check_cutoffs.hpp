@@ -4,6 +4,7 @@
 #include <kvpolicy/core/error.hpp>
 #include <kvpolicy/core/types.hpp>
 #include <kvpolicy/core/view.hpp>
+#include <kvpolicy/policies/ranking.hpp>
 
 #include <cstdint>
 
