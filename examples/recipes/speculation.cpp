@@ -1,7 +1,7 @@
 // Speculative decoding: several guessed tokens are answered at once, and only those that turn
 // out right are kept.
 //
-// Eviction overwrites rows, so it cannot be undone: append_draft() decides nothing, and commit(m) does for
+// Eviction overwrites rows, so it cannot be undone: append_draft() decides nothing, and accept(m) does for
 // the first m tokens what m steps would have done.
 #include <kvpolicy/kvpop.hpp>
 
