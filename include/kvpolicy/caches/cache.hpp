@@ -241,12 +241,6 @@ class CacheOwner {
     void require_seq_number(std::int32_t seq, const char* name) const;
     [[nodiscard]] bool between_tokens(std::int32_t seq) const;
     void require_layer(std::int32_t layer) const;
-    /// The plan of a layer that the cache has.
-    template <class Plan>
-    const Plan& plan_of(const std::vector<Plan>& plans, std::int32_t layer) const {
-        require_layer(layer);
-        return plans[static_cast<std::size_t>(layer)];
-    }
     /// Of a head of a sequence of `length` tokens, and `pending` that its layer has taken since, that keeps
     /// `num_long_range` rows in top-k slots.
     [[nodiscard]] HeadUsage usage_of(std::int32_t layer, std::int32_t head, position_t length,
