@@ -5,7 +5,7 @@
 
 #include <kvpolicy/caches/cuda/contiguous/dispatch_contiguous.cuh>
 #include <kvpolicy/caches/cuda/contiguous/dispatch_contiguous_decode.cuh>
-#include <kvpolicy/caches/cuda/dispatch_prefill.cuh>
+#include <kvpolicy/caches/cuda/prefill/dispatch_prefill.cuh>
 #include <kvpolicy/caches/fixed_budget.hpp>
 #include <kvpolicy/core/random.hpp>
 #include <kvpolicy/core/status.hpp>

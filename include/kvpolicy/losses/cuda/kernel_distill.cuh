@@ -7,7 +7,7 @@
 #include <kvpolicy/core/view.hpp>
 #include <kvpolicy/cuda/launch.cuh>
 #include <kvpolicy/cuda/primitives/block_reduce.cuh>
-#include <kvpolicy/masks/cuda/mask_params.cuh>
+#include <kvpolicy/masks/cuda/priority_keys.cuh>
 
 #include <cstdint>
 #include <cstring>

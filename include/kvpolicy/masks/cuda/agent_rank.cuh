@@ -4,6 +4,8 @@
 #include <kvpolicy/core/cuda_config.cuh>
 #include <kvpolicy/cuda/primitives/warp.cuh>
 #include <kvpolicy/masks/cuda/mask_params.cuh>
+#include <kvpolicy/masks/cuda/priority_keys.cuh>
+#include <kvpolicy/masks/cuda/sorted_order.cuh>
 
 #include <cub/block/block_radix_sort.cuh>
 
@@ -177,7 +179,9 @@ struct agent_rank {
                 memory.keys[r] = keys[i];
             }
             __syncthreads();
-            if (pass == 2 || head_params.log_gamma == 0.0f || fix_ties(code_of)) {
+            if (pass == 2 || head_params.log_gamma == 0.0f ||
+                fix_short_ties<Threads>(memory.keys, memory.order, competitors,
+                                        [&](index a, index b) { return code_of(a) > code_of(b); })) {
                 break;
             }
         }
@@ -212,93 +216,12 @@ struct agent_rank {
             }
             const std::int32_t cutoff =
                 head_params.budget > 0 && count >= head_params.budget
-                    ? kth_before(memory.order, static_cast<index>(c * mask_chunk), head_params.budget)
+                    ? kth_before<padded>(memory.order, static_cast<index>(c * mask_chunk), head_params.budget)
                     : open_cutoff;
             if (lane_id() == 0) {
                 checkpoints[c] = {cutoff, count};
             }
         }
-    }
-
-    /// Puts runs of equal keys in the order of their codes. False where a run is too long for that.
-    template <class Code>
-    __device__ __forceinline__ bool fix_ties(const Code& code) const {
-        bool turned = false;
-        bool too_long = false;
-        for (int r = static_cast<int>(threadIdx.x); r + 1 < competitors; r += Threads) {
-            const std::uint32_t key = memory.keys[r];
-            if (key != memory.keys[r + 1] || key == nan_key) {
-                continue;
-            }
-            if (code(memory.order[r]) <= code(memory.order[r + 1])) {
-                continue;
-            }
-            int first = r;
-            int last = r + 1;
-            while (first > 0 && r - first < short_tie && memory.keys[first - 1] == key) {
-                --first;
-            }
-            while (last + 1 < competitors && last - r < short_tie && memory.keys[last + 1] == key) {
-                ++last;
-            }
-            turned = true;
-            too_long = too_long || last - first + 1 > short_tie;
-        }
-        if (__syncthreads_or(too_long ? 1 : 0) != 0) {
-            return false;
-        }
-        if (__syncthreads_or(turned ? 1 : 0) == 0) {
-            return true;
-        }
-        for (int r = static_cast<int>(threadIdx.x); r + 1 < competitors; r += Threads) {
-            const std::uint32_t key = memory.keys[r];
-            if (key != memory.keys[r + 1] || key == nan_key || (r > 0 && memory.keys[r - 1] == key)) {
-                continue;
-            }
-            int last = r + 1;
-            while (last + 1 < competitors && last - r < short_tie && memory.keys[last + 1] == key) {
-                ++last;
-            }
-            // A longer run is in order, or pass 0 would have been given up.
-            if (last - r + 1 <= short_tie) {
-                insertion_sort(memory.order + r, last - r + 1, code);
-            }
-        }
-        __syncthreads();
-        return true;
-    }
-
-    /// The rank of the k-th best key before token `edge`, by one warp; there are k of them.
-    __device__ static std::int32_t kth_before(const index* order, index edge, std::int32_t k) {
-        std::int32_t missing = k;
-        for (int base = 0; base < padded; base += 256) {
-            const uint4 eight = reinterpret_cast<const uint4*>(order + base)[lane_id()];
-            const std::uint32_t words[4] = {eight.x, eight.y, eight.z, eight.w};
-            unsigned found = 0;  // bit i: rank base + 8 * lane + i came before the edge
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                found |= static_cast<unsigned>((words[i] & 0xffffu) < edge) << (2 * i);
-                found |= static_cast<unsigned>((words[i] >> 16) < edge) << (2 * i + 1);
-            }
-            const int mine = __popc(found);
-            const int group = __reduce_add_sync(all_lanes, mine);
-            if (group < missing) {
-                missing -= group;
-                continue;
-            }
-            const int through = warp_inclusive_sum(mine);
-            const unsigned reached = __ballot_sync(all_lanes, through >= missing);
-            const int lane = __ffs(static_cast<int>(reached)) - 1;
-            int nth = missing - (through - mine);  // in the lane that has it
-            int bit = 0;
-            for (int i = 0; i < 8; ++i) {
-                if ((found >> i & 1u) != 0u && --nth == 0) {
-                    bit = i;
-                }
-            }
-            return base + 8 * lane + __shfl_sync(all_lanes, bit, lane);
-        }
-        return open_cutoff;  // not reached
     }
 };
 

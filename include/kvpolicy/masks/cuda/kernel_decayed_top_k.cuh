@@ -9,6 +9,7 @@
 #include <kvpolicy/cuda/launch.cuh>
 #include <kvpolicy/cuda/primitives/warp.cuh>
 #include <kvpolicy/masks/cuda/mask_params.cuh>
+#include <kvpolicy/masks/cuda/priority_keys.cuh>
 
 #include <cstdint>
 

@@ -5,6 +5,7 @@
 #include <kvpolicy/core/cuda_config.cuh>
 #include <kvpolicy/masks/cuda/mask_params.cuh>
 #include <kvpolicy/masks/cuda/sorted_keys.cuh>
+#include <kvpolicy/masks/cuda/sorted_order.cuh>
 
 #include <cstdint>
 
@@ -85,8 +86,9 @@ __global__ void __launch_bounds__(device_threads)
         }
         // 2. Sort a short run.
         if (length <= short_tie) {
-            insertion_sort(sorted.tokens + at, length,
-                           [&](std::int32_t token) { return code_of_token(params, segment, token); });
+            insertion_sort(sorted.tokens + at, length, [&](std::int32_t a, std::int32_t b) {
+                return code_of_token(params, segment, a) > code_of_token(params, segment, b);
+            });
             continue;
         }
         // 3. List a long one.

@@ -3,6 +3,7 @@
 #include <kvpolicy/core/cuda_config.cuh>
 #include <kvpolicy/core/status.hpp>
 #include <kvpolicy/masks/cuda/mask_params.cuh>
+#include <kvpolicy/masks/cuda/priority_keys.cuh>
 #include <kvpolicy/masks/cuda/sorted_keys.cuh>
 
 #include <cstdint>

@@ -10,6 +10,7 @@
 
 #include <kvpolicy/core/cuda_config.cuh>
 #include <kvpolicy/masks/cuda/mask_params.cuh>
+#include <kvpolicy/masks/cuda/priority_keys.cuh>
 #include <kvpolicy/policies/parameters.hpp>
 
 #include <cstdint>

@@ -4,7 +4,7 @@
 // pages serve the copies.
 #pragma once
 
-#include <kvpolicy/caches/cuda/kernel_prefill.cuh>
+#include <kvpolicy/caches/cuda/copy_rows.cuh>
 #include <kvpolicy/caches/cuda/kernel_sequences.cuh>
 #include <kvpolicy/caches/cuda/paged/agent_admit.cuh>
 #include <kvpolicy/caches/dual.hpp>

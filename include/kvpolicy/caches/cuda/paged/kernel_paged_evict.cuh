@@ -3,7 +3,7 @@
 // to rounding.
 #pragma once
 
-#include <kvpolicy/caches/cuda/kernel_prefill.cuh>
+#include <kvpolicy/caches/cuda/copy_rows.cuh>
 #include <kvpolicy/caches/cuda/page_bounds.cuh>
 #include <kvpolicy/caches/cuda/paged/agent_admit.cuh>
 #include <kvpolicy/caches/cuda/paged/agent_largest_keys.cuh>

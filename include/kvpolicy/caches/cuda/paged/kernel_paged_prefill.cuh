@@ -3,9 +3,10 @@
 // its head.
 #pragma once
 
-#include <kvpolicy/caches/cuda/kernel_prefill.cuh>
+#include <kvpolicy/caches/cuda/copy_rows.cuh>
 #include <kvpolicy/caches/cuda/paged/agent_admit.cuh>
 #include <kvpolicy/caches/cuda/paged/paged_view.cuh>
+#include <kvpolicy/caches/cuda/prefill/prefill_params.cuh>
 #include <kvpolicy/core/cuda_config.cuh>
 
 #include <cstdint>
@@ -18,7 +19,7 @@ namespace cuda_backend {
 /// round by round.
 ///
 /// Grid: 1 block. Block: admit_threads. Shared memory: admit_memory.
-/// In: taken, kept of prefill_decide_kernel. Out: taken [count] (-1: no pages), first_row [count, Hkv] int64;
+/// In: appended, num_long_range after the updates. Out: appended [count] (-1: no pages), first_row [count, Hkv] int64;
 /// status is OR-ed.
 /// Overwrites: page tables, held, refcounts, the stack of free pages.
 ///
@@ -33,12 +34,13 @@ __global__ void __launch_bounds__(admit_threads)
     // 1. Admission.
     if (writes) {
         const admission wanted{call.tokens.most, call.appended, missing, call.status};
-        agent_admit(
-            cache, call.batch, wanted, memory, [&](std::int32_t pair, std::int32_t seq, std::int32_t h) {
-                const HeadParams& head_params = cache.all_params[h];
-                return HeadRows{head_params.sinks, head_params.window}.used(
-                    cache.length[seq] + call.appended[pair / cache.kv_heads], call.num_long_range[pair]);
-            });
+        agent_admit(cache, call.batch, wanted, memory,
+                    [&](std::int32_t pair, std::int32_t seq, std::int32_t h) {
+                        const HeadParams& head_params = cache.all_params[h];
+                        return HeadRows{head_params.sinks, head_params.window}.used(
+                            cache.length[seq] + call.appended[pair / cache.kv_heads],
+                            call.top_k.num_long_range[pair]);
+                    });
     }
     // 2. Where the entries of each head begin.
     for (std::int32_t first = 0; first < call.batch.count; first += call.together) {
@@ -103,8 +105,8 @@ __global__ void __launch_bounds__(prefill_threads)
     const std::int64_t first = call.first_row[at.pair];
     for (std::int32_t row = static_cast<std::int32_t>(blockIdx.x) % pieces * warps + warp_id(); row < used;
          row += pieces * warps) {
-        copy_row<T>(at.rows.key(row), k + (first + row) * cache.head_dim_qk, cache.head_dim_qk);
-        copy_row<T>(at.rows.value(row), v + (first + row) * cache.head_dim_vo, cache.head_dim_vo);
+        copy_entry<T>(at.rows.key(row), at.rows.value(row), k + (first + row) * cache.head_dim_qk,
+                      v + (first + row) * cache.head_dim_vo, cache.head_dim_qk, cache.head_dim_vo);
     }
 }
 

@@ -2,7 +2,7 @@
 // sequence.
 #pragma once
 
-#include <kvpolicy/caches/cuda/kernel_prefill.cuh>
+#include <kvpolicy/caches/cuda/copy_rows.cuh>
 #include <kvpolicy/caches/cuda/kernel_sequences.cuh>
 #include <kvpolicy/caches/cuda/page_bounds.cuh>
 #include <kvpolicy/caches/cuda/paged/agent_admit.cuh>

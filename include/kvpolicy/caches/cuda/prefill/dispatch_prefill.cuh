@@ -4,9 +4,12 @@
 #include <kvpolicy/attention/cuda/dispatch_attend.cuh>
 #include <kvpolicy/caches/cuda/check_cache_call.cuh>
 #include <kvpolicy/caches/cuda/contiguous/dispatch_contiguous_decode.cuh>
-#include <kvpolicy/caches/cuda/kernel_prefill.cuh>
 #include <kvpolicy/caches/cuda/paged/dispatch_paged_decode.cuh>
 #include <kvpolicy/caches/cuda/paged/kernel_paged_prefill.cuh>
+#include <kvpolicy/caches/cuda/prefill/kernel_decayed_update.cuh>
+#include <kvpolicy/caches/cuda/prefill/kernel_lifetimes.cuh>
+#include <kvpolicy/caches/cuda/prefill/kernel_top_k_update.cuh>
+#include <kvpolicy/caches/cuda/prefill/kernel_write_entries.cuh>
 #include <kvpolicy/caches/cuda/scoring/kernel_cache_score.cuh>
 #include <kvpolicy/core/cuda_config.cuh>
 #include <kvpolicy/cuda/launch.cuh>
@@ -48,6 +51,14 @@ inline constexpr std::int64_t gathered_bytes = KVPOLICY_TEST_GATHERED_BYTES;  //
 inline constexpr std::int64_t gathered_bytes = std::int64_t{1} << 30;
 #endif
 
+/// Chunks of so few tokens take a small block per head.
+inline constexpr std::int32_t few_tokens = 64;
+
+/// Keys that a block ranks at once, by the shared memory that it can have. Results do not depend on it.
+inline std::int32_t select_sorted_keys(const device_scope& device) {
+    return sizeof(agent_top_k_update<1024, 16>::shared) <= device.shared_limit() ? 16384 : 4096;
+}
+
 /// A chunk of at most `tokens` tokens per entry.
 template <class Cache, class Dims>
 class prefill_plan {
@@ -76,12 +87,15 @@ class prefill_plan {
             call_.bounds = cache.bounds;
             call_.bound_rows = cache.selection.page_size();
         }
-        call_.max_entries = static_cast<std::int32_t>(max_rows_of(cache));
-        call_.top_k_slots = static_cast<std::int32_t>(
-            std::max<std::int64_t>(max_top_k_slots_of(cache), std::min(tokens, call_.max_entries)));
-        call_.tiles = detail::tiles_of_slots(call_.max_entries);
-        constexpr std::size_t max_shared = 96 * 1024;  // what every GPU has
-        call_.top_k_in_shared = retains && top_k_bytes(call_.top_k_slots, call_.tiles) <= max_shared;
+        top_k_update_params& top_k = call_.top_k;
+        top_k.most = tokens;
+        top_k.rebase_limit = cache.rebase_limit;
+        top_k.max_entries = static_cast<std::int32_t>(max_rows_of(cache));
+        top_k.top_k_slots = static_cast<std::int32_t>(
+            std::max<std::int64_t>(max_top_k_slots_of(cache), std::min(tokens, top_k.max_entries)));
+        tiles_ = detail::tiles_of_slots(top_k.max_entries);
+        sorted_keys_ = tokens <= few_tokens ? 2 * few_tokens : select_sorted_keys(device_);
+        call_.pieces = pieces_of(std::max(tokens, top_k.max_entries));
         detail::require(heads() * std::max<std::int64_t>(tokens, 1) <= 0x7fffffff, "entries x heads x tokens",
                         heads() * tokens, "below 2^31: split the batch");
         call_.together = count;
@@ -89,7 +103,7 @@ class prefill_plan {
             // No more rows of an entry than its heads can have, and than the pool has: its pages are all
             // different.
             of_entry_ =
-                std::max<std::int64_t>(std::min(std::int64_t{call_.cache.kv_heads} * call_.max_entries,
+                std::max<std::int64_t>(std::min(std::int64_t{call_.cache.kv_heads} * call_.top_k.max_entries,
                                                 ref_.page_count() * ref_.page_size),
                                        1);
             detail::require(of_entry_ <= max_together, "rows of an entry, at most", of_entry_, "below 2^31");
@@ -105,20 +119,32 @@ class prefill_plan {
     /// Takes the parts of the workspace; with null only measures.
     std::size_t lay_out(void* memory) {
         workspace_parts parts(memory);
-        const std::int64_t rows = heads() * call_.max_entries, tokens = heads() * call_.tokens.most;
-        const std::int64_t top_k_slots = retains ? heads() * call_.top_k_slots : 0;
+        const std::int64_t rows = heads() * call_.top_k.max_entries, tokens = heads() * call_.tokens.most;
+        top_k_update_params& top_k = call_.top_k;
         call_.appended = parts.take<std::int32_t>(call_.batch.count);
         call_.first_row = parts.take<std::int64_t>(heads());
         call_.position = parts.take<std::int32_t>(rows);
-        call_.past_expiry = parts.take<expiry_t>(rows);
-        call_.chunk_expiry = parts.take<expiry_t>(tokens);
-        call_.slot_score = parts.take<float>(top_k_slots);
-        call_.slot_position = parts.take<position_t>(top_k_slots);
-        call_.holder = parts.take<std::int32_t>(top_k_slots);
-        call_.record = parts.take<std::int32_t>(retains ? heads() * call_.tiles : 0);
-        call_.num_long_range = parts.take<std::int32_t>(heads());
+        top_k.past_expiry = parts.take<expiry_t>(rows);
+        top_k.chunk_expiry = parts.take<expiry_t>(tokens);
+        top_k.num_long_range = parts.take<std::int32_t>(heads());
         if constexpr (P::has_keep) {
-            call_.num_protected = parts.take<std::int32_t>(heads());
+            top_k.num_protected = parts.take<std::int32_t>(heads());
+        }
+        if constexpr (retains) {
+            const std::int64_t slots = heads() * top_k.top_k_slots;
+            top_k.heads = call_.heads = parts.take<top_k_head>(heads());
+            top_k.leaving_score = parts.take<float>(tokens);
+            top_k.leaving_kind = parts.take<unsigned char>(tokens);
+            top_k.slot_score = parts.take<float>(slots);
+            top_k.slot_position = parts.take<position_t>(slots);
+            top_k.holder = parts.take<std::int32_t>(slots);
+            if constexpr (P::has_keep) {
+                top_k.slot_protected = parts.take<unsigned char>(slots);
+            }
+            top_k.members = parts.take<std::int32_t>(heads() * 3 * sorted_keys_);
+            if constexpr (P::has_decay) {
+                records_ = parts.take<std::int32_t>(heads() * tiles_);
+            }
         }
         if constexpr (P::has_selection) {
             call_.num_long_range_before = parts.take<std::int32_t>(heads());
@@ -127,7 +153,7 @@ class prefill_plan {
         if constexpr (late) {
             of_tokens_ = parts.take<float>(tokens);
             late_.emplace(device_, ref_.scorer, call_.cache, gate_, call_.batch.count, call_.tokens.most,
-                          call_.max_entries, parts);
+                          call_.top_k.max_entries, parts);
         }
         state_ = parts.take<float>(heads() * call_.cache.state_size);
         if constexpr (paged) {
@@ -167,7 +193,7 @@ class prefill_plan {
         bring(k, v, extras);
         decide(false);
         attend(q, out, extras.lse);
-        launch("prefill_draft_kernel", prefill_draft_kernel<View>, heads() * chunk_pieces, prefill_threads, 0,
+        launch("prefill_draft_kernel", prefill_draft_kernel<View>, heads() * call_.pieces, prefill_threads, 0,
                ctx_, call_);
         remember(q, true);
     }
@@ -183,6 +209,13 @@ class prefill_plan {
   private:
     [[nodiscard]] std::int64_t heads() const {
         return std::int64_t{call_.batch.count} * call_.cache.kv_heads;
+    }
+    /// Blocks that share a head of `rows` rows: enough to fill a GPU, with some rows for each.
+    [[nodiscard]] std::int32_t pieces_of(std::int32_t rows) const {
+        constexpr std::int64_t blocks = 1024, rows_of_block = 64, most = 128;
+        const std::int64_t pieces = blocks / std::max<std::int64_t>(heads(), 1);
+        return static_cast<std::int32_t>(
+            std::clamp<std::int64_t>(pieces, 1, std::min<std::int64_t>(rows / rows_of_block + 1, most)));
     }
 
     void begin(const Batch& batch, workspace_view workspace, std::uint32_t* status) {
@@ -234,12 +267,37 @@ class prefill_plan {
             late_->begin(ctx_, device_, call_.batch, call_.tokens, call_.status);
             late_->decide(ctx_, device_, computed_, writes ? of_tokens_ : nullptr);
         }
-        const std::size_t shared = call_.top_k_in_shared ? top_k_bytes(call_.top_k_slots, call_.tiles) : 0;
-        launch("prefill_decide_kernel", prefill_decide_kernel<View, gate_of<P>>, heads(), prefill_threads,
-               shared, ctx_, call_, gate_);
+        launch("prefill_lifetimes_kernel", prefill_lifetimes_kernel<View, gate_of<P>>, heads() * call_.pieces,
+               prefill_threads, 0, ctx_, call_, gate_);
+        if constexpr (retains) {
+            update_top_k();
+        }
         if constexpr (paged) {
             launch("paged_prefill_plan_kernel", paged_prefill_plan_kernel<T>, call_.batch.count == 0 ? 0 : 1,
                    admit_threads, 0, ctx_, call_, missing_, writes);
+        }
+    }
+
+    /// The top-k updates, of heads with static priorities in parallel.
+    void update_top_k() {
+        const auto with = [this]<int Threads, int Items>(std::integral_constant<int, Threads>,
+                                                         std::integral_constant<int, Items>) {
+            launch("top_k_update_kernel", top_k_update_kernel<Threads, Items>, heads(), Threads,
+                   sizeof(typename agent_top_k_update<Threads, Items>::shared), ctx_, call_.top_k);
+        };
+        if (sorted_keys_ == 2 * few_tokens) {
+            with(std::integral_constant<int, 2 * few_tokens>{}, std::integral_constant<int, 1>{});
+        } else if (sorted_keys_ == 4096) {
+            with(std::integral_constant<int, 1024>{}, std::integral_constant<int, 4>{});
+        } else {
+            with(std::integral_constant<int, 1024>{}, std::integral_constant<int, 16>{});
+        }
+        if constexpr (P::has_decay) {
+            constexpr std::size_t max_shared = 96 * 1024;  // what every GPU has
+            const std::size_t bytes = decayed_update_bytes(call_.top_k.top_k_slots, tiles_);
+            const bool in_shared = bytes <= max_shared;
+            launch("prefill_decayed_update_kernel", prefill_decayed_update_kernel<View, gate_of<P>>, heads(),
+                   prefill_threads, in_shared ? bytes : 0, ctx_, call_, gate_, records_, tiles_, in_shared);
         }
     }
 
@@ -248,20 +306,20 @@ class prefill_plan {
             late_->in_rows(ctx_, device_, call_.batch);
         }
         if constexpr (retains) {
-            launch("prefill_top_k_kernel", prefill_top_k_kernel<View>, heads() * chunk_pieces,
+            launch("prefill_top_k_kernel", prefill_top_k_kernel<View>, heads() * call_.pieces,
                    prefill_threads, 0, ctx_, call_);
         }
-        launch("prefill_recent_kernel", prefill_recent_kernel<View>, heads() * chunk_pieces, prefill_threads,
+        launch("prefill_recent_kernel", prefill_recent_kernel<View>, heads() * call_.pieces, prefill_threads,
                0, ctx_, call_);
         if constexpr (P::has_selection) {
-            launch("prefill_bounds_kernel", prefill_bounds_kernel<View>, heads() * chunk_pieces,
+            launch("prefill_bounds_kernel", prefill_bounds_kernel<View>, heads() * call_.pieces,
                    prefill_threads, 0, ctx_, call_);
         }
     }
     /// Keeps the tokens' queries for an eviction part: those of a call, or without any the draft tokens.
     void remember([[maybe_unused]] const rows_view<const T>& q, [[maybe_unused]] bool num_draft) {
         if constexpr (P::has_eviction) {
-            launch("prefill_queries_kernel", prefill_queries_kernel<View>, heads() * chunk_pieces,
+            launch("prefill_queries_kernel", prefill_queries_kernel<View>, heads() * call_.pieces,
                    prefill_threads, 0, ctx_, call_, q, num_draft);
         }
     }
@@ -304,24 +362,38 @@ class prefill_plan {
                                : view_bhsd(any, count, kv_heads * ref_.group, most, call_.cache.head_dim_qk);
         q.length = most;
         kv_view<T> past, self;
-        past.k = {
-            k, count, kv_heads, call_.max_entries, call_.cache.head_dim_qk, 0, 0, call_.cache.head_dim_qk};
-        past.v = {
-            v, count, kv_heads, call_.max_entries, call_.cache.head_dim_vo, 0, 0, call_.cache.head_dim_vo};
-        past.position = view_bhs<const std::int32_t>(call_.position, count, kv_heads, call_.max_entries);
-        past.mask.expiry = view_bhs<const expiry_t>(call_.past_expiry, count, kv_heads, call_.max_entries);
+        past.k = {k,
+                  count,
+                  kv_heads,
+                  call_.top_k.max_entries,
+                  call_.cache.head_dim_qk,
+                  0,
+                  0,
+                  call_.cache.head_dim_qk};
+        past.v = {v,
+                  count,
+                  kv_heads,
+                  call_.top_k.max_entries,
+                  call_.cache.head_dim_vo,
+                  0,
+                  0,
+                  call_.cache.head_dim_vo};
+        past.position =
+            view_bhs<const std::int32_t>(call_.position, count, kv_heads, call_.top_k.max_entries);
+        past.mask.expiry =
+            view_bhs<const expiry_t>(call_.top_k.past_expiry, count, kv_heads, call_.top_k.max_entries);
         self.k = queries != nullptr ? entries(call_.tokens.k, first, count)
                                     : view_bhsd(any, count, kv_heads, most, call_.cache.head_dim_qk);
         self.v = queries != nullptr ? entries(call_.tokens.v, first, count)
                                     : view_bhsd(any, count, kv_heads, most, call_.cache.head_dim_vo);
-        self.mask.expiry = view_bhs<const expiry_t>(call_.chunk_expiry, count, kv_heads, most);
+        self.mask.expiry = view_bhs<const expiry_t>(call_.top_k.chunk_expiry, count, kv_heads, most);
         Sequences sequences;
         sequences.batch = count;
         sequences.length = most;
         sequences.lengths = call_.appended;
         if (queries != nullptr) {
-            past.position.data += head * call_.max_entries;
-            past.mask.expiry.data += head * call_.max_entries;
+            past.position.data += head * call_.top_k.max_entries;
+            past.mask.expiry.data += head * call_.top_k.max_entries;
             self.mask.expiry.data += head * most;
             sequences.lengths += first;
         }
@@ -370,6 +442,9 @@ class prefill_plan {
     gate_of<P> gate_;
     Scorer scorer_;
     std::optional<late_scores<View, gate_of<P>>> late_;
+    std::int32_t tiles_ = 0;        // of all slots of a head
+    std::int32_t sorted_keys_ = 0;  // that a block ranks at once
+    std::int32_t* records_ = nullptr;
     float* computed_ = nullptr;
     float* of_tokens_ = nullptr;
     float* state_ = nullptr;

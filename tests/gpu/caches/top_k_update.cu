@@ -1,0 +1,423 @@
+// The top-k updates of a chunk beside the naive ones: one candidate after another against the worst of all
+// top-k slots, in double, from the definition. Slots, positions, scores, expiries and counts are the same numbers.
+#include <kvpolicy/caches/cuda/prefill/kernel_top_k_update.cuh>
+#include <kvpolicy/caches/layer_ref.hpp>
+#include <kvpolicy/policies/ranking.hpp>
+
+#include "gpu/support/device.hpp"
+
+#include <doctest/doctest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <limits>
+#include <random>
+#include <string>
+#include <vector>
+
+using namespace kvpolicy;
+using namespace kvpolicy::cuda_backend;
+using test::Device;
+
+namespace {
+
+/// One head: its numbers, the keys that leave, and what holds the top-k slots.
+struct Head {
+    top_k_head numbers{};
+    std::vector<float> score;         // of the keys that leave, from token 0 on
+    std::vector<unsigned char> kind;  // the same
+    std::vector<float> slot_score;
+    std::vector<position_t> slot_position;
+    std::vector<std::int32_t> holder;
+    std::vector<unsigned char> slot_protected;
+    std::vector<expiry_t> past, chunk;
+
+    [[nodiscard]] std::int32_t name(std::int32_t j) const {
+        const position_t u = numbers.base + j - numbers.head_params.window;
+        const HeadRows layout{numbers.head_params.sinks, numbers.head_params.window};
+        return u < numbers.base ? layout.recent(u)
+                                : numbers.capacity + static_cast<std::int32_t>(u - numbers.base);
+    }
+    void expire(std::int32_t of, expiry_t at) {
+        (of < numbers.capacity ? past[static_cast<std::size_t>(of)]
+                               : chunk[static_cast<std::size_t>(of - numbers.capacity)]) = at;
+    }
+    void put(std::size_t p, std::int32_t j, bool is_protected) {
+        slot_score[p] = score[static_cast<std::size_t>(j)];
+        slot_position[p] = numbers.base + j - numbers.head_params.window;
+        holder[p] = name(j);
+        slot_protected[p] = is_protected ? 1 : 0;
+        expire(holder[p], never);
+    }
+
+    /// The definition. Slots from `numbers.first_slot` on are at the arrays' begin.
+    void update(position_t limit) {
+        const HeadParams& head_params = numbers.head_params;
+        const std::int32_t before = numbers.first_slot;
+        for (std::int32_t j = numbers.first_leaving; j < numbers.tokens; ++j) {
+            const unsigned char its = kind[static_cast<std::size_t>(j)];
+            const position_t q = numbers.base + j, u = q - head_params.window;
+            if (its == leaving_kind_evicted) {
+                continue;
+            }
+            if (its == leaving_kind_protected) {
+                put(static_cast<std::size_t>(numbers.num_long_range++ - before), j, true);
+                ++numbers.num_protected;
+                continue;
+            }
+            if (numbers.num_long_range - numbers.num_protected < head_params.budget) {
+                put(static_cast<std::size_t>(numbers.num_long_range++ - before), j, false);
+                continue;
+            }
+            std::size_t worst = slot_score.size();
+            double value = 0;
+            for (std::size_t p = 0; p < static_cast<std::size_t>(numbers.num_long_range - before); ++p) {
+                if (slot_protected[p] != 0) {
+                    continue;
+                }
+                const double its_value = rank_value(head_params, slot_score[p], slot_position[p], q, limit);
+                if (worst == slot_score.size() ||
+                    ranks_before(value, slot_position[worst], its_value, slot_position[p])) {
+                    worst = p;
+                    value = its_value;
+                }
+            }
+            const double mine = rank_value(head_params, score[static_cast<std::size_t>(j)], u, q, limit);
+            if (ranks_before(mine, u, value, slot_position[worst])) {
+                expire(holder[worst], j);
+                put(worst, j, false);
+            }
+        }
+    }
+};
+
+enum class Order { random, rising, falling, equal, few, line, signs, saw, best_first, best_last };
+constexpr Order all_orders[] = {Order::random,     Order::rising,   Order::falling, Order::equal,
+                                Order::few,        Order::line,     Order::signs,   Order::saw,
+                                Order::best_first, Order::best_last};
+
+float score_of(Order order, std::int64_t t, std::int64_t tokens, float log_gamma, std::mt19937& generator) {
+    const auto normal = [&] { return std::normal_distribution<float>()(generator); };
+    switch (order) {
+        case Order::random:
+            return normal();
+        case Order::rising:
+            return static_cast<float>(t) * 0.25f;
+        case Order::falling:
+            return static_cast<float>(-t) * 0.25f;
+        case Order::equal:
+            return 1.0f;
+        case Order::few:
+            return static_cast<float>(generator() % 3);
+        case Order::line:  // all priorities nearly equal
+            return static_cast<float>(static_cast<double>(t) * static_cast<double>(log_gamma));
+        case Order::signs: {
+            constexpr float infinite = std::numeric_limits<float>::infinity();
+            const float some[] = {0.0f, -0.0f, infinite, -infinite, std::nanf(""), 1e-42f};
+            return some[generator() % 6];
+        }
+        case Order::saw:
+            return static_cast<float>(t % 97);
+        case Order::best_first:
+            return t == 0 ? 1e30f : normal();
+        case Order::best_last:
+            return t == tokens - 1 ? 1e30f : normal();
+    }
+    return 0;
+}
+
+struct Case {
+    std::int32_t sinks = 0, window = 1, budget = 1, tokens = 0;
+    std::int32_t held = 0;  // top-k slots in use before, at most the budget and some protected ones
+    position_t base = 0;    // at least sinks + window + held, or small
+    float log_gamma = 0;
+    double closed = 0, staying = 0;  // how many keys are evicted by the gate, or protected
+    Order order = Order::random;
+};
+
+Head make(const Case& of, std::uint32_t seed) {
+    std::mt19937 generator(seed);
+    Head head;
+    top_k_head& numbers = head.numbers;
+    numbers.head_params = {of.sinks, of.window, of.budget, 1, of.log_gamma, 0.0f};
+    numbers.base = of.base;
+    numbers.tokens = of.tokens;
+    const position_t first = position_t{of.sinks} + of.window - of.base;
+    numbers.first_leaving = static_cast<std::int32_t>(std::clamp<position_t>(first, 0, of.tokens));
+    numbers.num_long_range = of.held;
+    const std::int32_t used = of.sinks + of.window + of.held;
+    numbers.capacity = used + of.tokens;
+    const bool contested = of.budget != unlimited && of.budget != 0;
+    numbers.first_slot = contested ? 0 : of.held;
+    const auto chance = [&](double share) {
+        return std::uniform_real_distribution<double>()(generator) < share;
+    };
+    const auto tokens = static_cast<std::size_t>(of.tokens);
+    head.score.resize(tokens);
+    head.kind.resize(tokens);
+    for (std::size_t j = 0; j < tokens; ++j) {
+        const position_t u = of.base + static_cast<position_t>(j) - of.window;
+        head.score[j] = score_of(of.order, u, of.base + of.tokens - of.window, of.log_gamma, generator);
+        head.kind[j] = chance(of.staying)                    ? leaving_kind_protected
+                       : of.budget == 0 || chance(of.closed) ? leaving_kind_evicted
+                                                             : leaving_kind_competes;
+    }
+    const std::size_t of_slots = static_cast<std::size_t>(of.held - numbers.first_slot) + tokens;
+    head.slot_score.assign(of_slots, -7.0f);
+    head.slot_position.assign(of_slots, -7);
+    head.holder.assign(of_slots, -7);
+    head.slot_protected.assign(of_slots, 0);
+    // Any old positions, in any order of top-k slots.
+    std::vector<position_t> old(static_cast<std::size_t>(of.held - numbers.first_slot));
+    const position_t until = of.base - of.window;
+    for (std::size_t p = 0; p < old.size(); ++p) {
+        old[p] = until - 1 - static_cast<position_t>(p) * (until > 4 * of.held ? 3 : 1);
+    }
+    std::shuffle(old.begin(), old.end(), generator);
+    for (std::size_t p = 0; p < old.size(); ++p) {
+        head.slot_position[p] = old[p];
+        head.slot_score[p] = score_of(of.order, old[p], until + of.tokens, of.log_gamma, generator);
+        head.holder[p] = of.sinks + of.window + static_cast<std::int32_t>(p);
+        head.slot_protected[p] = chance(of.staying) ? 1 : 0;
+        numbers.num_protected += head.slot_protected[p];
+    }
+    // No more competitors than the budget.
+    for (std::size_t p = 0; contested && of.held - numbers.num_protected > of.budget; ++p) {
+        numbers.num_protected += head.slot_protected[p] == 0 ? 1 : 0;
+        head.slot_protected[p] = 1;
+    }
+    head.past.assign(static_cast<std::size_t>(used), never);
+    head.chunk.resize(tokens);
+    for (std::size_t j = 0; j < tokens; ++j) {
+        head.chunk[j] = static_cast<expiry_t>(j) + of.window;
+    }
+    return head;
+}
+
+/// All heads' numbers one after another, `each` a head.
+template <class T>
+std::vector<T> joined(const std::vector<Head>& heads, std::size_t each, std::vector<T> Head::*of) {
+    std::vector<T> all(heads.size() * each);
+    for (std::size_t h = 0; h < heads.size(); ++h) {
+        const std::vector<T>& one = heads[h].*of;
+        std::copy(one.begin(), one.end(), all.begin() + static_cast<std::ptrdiff_t>(h * each));
+    }
+    return all;
+}
+
+template <class T>
+bool same(T a, T b) {
+    return a == b || (a != a && b != b);
+}
+
+/// Runs the kernel on all cases at once and compares. Returns milliseconds of a run.
+template <int Threads, int Items>
+double check(const std::vector<Case>& cases, position_t limit = rebase_limit, bool timed = false) {
+    std::vector<Head> heads;
+    std::size_t tokens = 0, of_slots = 0, entries = 0;
+    for (std::size_t i = 0; i < cases.size(); ++i) {
+        heads.push_back(make(cases[i], static_cast<std::uint32_t>(i) + 1));
+        tokens = std::max(tokens, heads.back().score.size());
+        of_slots = std::max(of_slots, heads.back().slot_score.size());
+        entries = std::max(entries, heads.back().past.size());
+    }
+    std::vector<top_k_head> numbers;
+    for (const Head& head : heads) {
+        numbers.push_back(head.numbers);
+    }
+    const Device<top_k_head> of_numbers(numbers);
+    const Device<float> score(joined(heads, tokens, &Head::score));
+    const Device<unsigned char> kind(joined(heads, tokens, &Head::kind));
+    const Device<float> slot_score(joined(heads, of_slots, &Head::slot_score));
+    const Device<position_t> slot_position(joined(heads, of_slots, &Head::slot_position));
+    const Device<std::int32_t> holder(joined(heads, of_slots, &Head::holder));
+    const Device<unsigned char> slot_protected(joined(heads, of_slots, &Head::slot_protected));
+    const Device<expiry_t> past(joined(heads, entries, &Head::past));
+    const Device<expiry_t> chunk(joined(heads, tokens, &Head::chunk));
+    const Device<std::int32_t> members(heads.size() * 3 * Threads * Items);
+    std::vector<std::int32_t> counts, protected_counts;
+    for (const Head& head : heads) {
+        counts.push_back(head.numbers.num_long_range);
+        protected_counts.push_back(head.numbers.num_protected);
+    }
+    const Device<std::int32_t> num_long_range(counts), num_protected(protected_counts);
+    top_k_update_params params;
+    params.heads = of_numbers.data();
+    params.leaving_score = score.data();
+    params.leaving_kind = kind.data();
+    params.slot_score = slot_score.data();
+    params.slot_position = slot_position.data();
+    params.holder = holder.data();
+    params.slot_protected = slot_protected.data();
+    params.past_expiry = past.data();
+    params.chunk_expiry = chunk.data();
+    params.members = members.data();
+    params.num_long_range = num_long_range.data();
+    params.num_protected = num_protected.data();
+    params.most = static_cast<std::int32_t>(tokens);
+    params.top_k_slots = static_cast<std::int32_t>(of_slots);
+    params.max_entries = static_cast<std::int32_t>(entries);
+    params.rebase_limit = limit;
+    const kvpolicy::cuda ctx{};
+    cudaEvent_t begin{}, end{};
+    test::ok(cudaEventCreate(&begin));
+    test::ok(cudaEventCreate(&end));
+    test::ok(cudaEventRecord(begin));
+    launch("top_k_update_kernel", top_k_update_kernel<Threads, Items>,
+           static_cast<std::int64_t>(heads.size()), Threads,
+           sizeof(typename agent_top_k_update<Threads, Items>::shared), ctx, params);
+    test::ok(cudaEventRecord(end));
+    test::ok(cudaDeviceSynchronize());
+    float ms = 0;
+    test::ok(cudaEventElapsedTime(&ms, begin, end));
+    if (timed) {
+        return ms;
+    }
+    const std::vector<float> new_score = slot_score.read();
+    const std::vector<position_t> new_position = slot_position.read();
+    const std::vector<std::int32_t> new_holder = holder.read(), new_count = num_long_range.read(),
+                                    new_protected_count = num_protected.read();
+    const std::vector<unsigned char> new_protected = slot_protected.read();
+    const std::vector<expiry_t> new_past = past.read(), new_chunk = chunk.read();
+    for (std::size_t h = 0; h < heads.size(); ++h) {
+        Head& head = heads[h];
+        head.update(limit);
+        CAPTURE(h);
+        CAPTURE(static_cast<int>(cases[h].order));
+        CAPTURE(cases[h].budget);
+        CAPTURE(cases[h].tokens);
+        CAPTURE(cases[h].held);
+        CAPTURE(cases[h].log_gamma);
+        CHECK(new_count[h] == head.numbers.num_long_range);
+        CHECK(new_protected_count[h] == head.numbers.num_protected);
+        std::int32_t wrong = 0;
+        const auto used = static_cast<std::size_t>(head.numbers.num_long_range - head.numbers.first_slot);
+        for (std::size_t p = 0; p < used; ++p) {
+            const std::size_t at = h * of_slots + p;
+            wrong += same(new_score[at], head.slot_score[p]) && new_position[at] == head.slot_position[p] &&
+                             new_holder[at] == head.holder[p] && new_protected[at] == head.slot_protected[p]
+                         ? 0
+                         : 1;
+        }
+        CHECK(wrong == 0);
+        std::int32_t wrong_expiries = 0;
+        for (std::size_t r = 0; r < head.past.size(); ++r) {
+            wrong_expiries += new_past[h * entries + r] == head.past[r] ? 0 : 1;
+        }
+        for (std::size_t j = 0; j < head.chunk.size(); ++j) {
+            wrong_expiries += new_chunk[h * tokens + j] == head.chunk[j] ? 0 : 1;
+        }
+        CHECK(wrong_expiries == 0);
+    }
+    return ms;
+}
+
+/// Every order with and without decay, for these sizes.
+std::vector<Case> orders_of(const Case& sizes) {
+    std::vector<Case> cases;
+    for (const Order order : all_orders) {
+        for (const float log_gamma : {0.0f, -0.001f, -1e-7f}) {
+            for (const double share : {0.0, 0.1}) {
+                Case one = sizes;
+                one.order = order;
+                one.log_gamma = log_gamma;
+                one.closed = one.staying = share;
+                cases.push_back(one);
+            }
+        }
+    }
+    return cases;
+}
+
+/// A third of them, since naive updates take their time.
+std::vector<Case> some_of(const Case& sizes) {
+    std::vector<Case> all = orders_of(sizes), some;
+    for (std::size_t i = static_cast<std::size_t>(sizes.held) % 3; i < all.size(); i += 3) {
+        some.push_back(all[i]);
+    }
+    return some;
+}
+
+}  // namespace
+
+TEST_CASE("top-k updates of small chunks equal naive ones") {
+    for (const std::int32_t tokens : {1, 2, 31, 32, 33, 63, 64}) {
+        for (const std::int32_t budget : {0, 1, 2, 31, 64, 100, unlimited}) {
+            for (const std::int32_t held : {0, 1, budget / 2, budget}) {
+                if (held > 200 || held > budget) {
+                    continue;
+                }
+                check<128, 1>(orders_of({.sinks = 1,
+                                         .window = 5,
+                                         .budget = budget,
+                                         .tokens = tokens,
+                                         .held = held,
+                                         .base = 6 + held + 1000}));
+            }
+        }
+    }
+}
+
+TEST_CASE("top-k updates of larger chunks equal naive ones") {
+    for (const std::int32_t tokens : {65, 127, 511, 1023, 1024, 1025, 2300}) {
+        for (const std::int32_t budget : {1, 33, 300, 1024, unlimited}) {
+            const std::int32_t most = budget == unlimited ? 50 : budget;
+            for (const std::int32_t held : {0, most / 2, most}) {
+                check<1024, 16>(orders_of({.sinks = 4,
+                                           .window = 64,
+                                           .budget = budget,
+                                           .tokens = tokens,
+                                           .held = held,
+                                           .base = held == 0 ? 0 : 68 + 4 * held + tokens}));
+            }
+        }
+    }
+}
+
+TEST_CASE("top-k updates in rounds equal naive ones") {
+    // More keys than a block of 4096 ranks at once, and more old keys than half of them.
+    for (const std::int32_t budget : {700, 2049, 3000}) {
+        for (const std::int32_t held : {0, budget}) {
+            check<1024, 4>(some_of({.window = 16,
+                                    .budget = budget,
+                                    .tokens = 5100,
+                                    .held = held,
+                                    .base = held == 0 ? 0 : 40000}));
+        }
+    }
+    check<1024, 16>(some_of({.window = 256, .budget = 1836, .tokens = 17000}));
+    check<1024, 16>(some_of({.window = 256, .budget = 9000, .tokens = 9500, .held = 9000, .base = 60000}));
+}
+
+TEST_CASE("the base of priorities may move within a chunk") {
+    for (const position_t limit : {64, 1000}) {
+        check<128, 1>(orders_of({.window = 3, .budget = 40, .tokens = 64, .held = 40, .base = 5000}), limit);
+        check<1024, 16>(orders_of({.window = 3, .budget = 300, .tokens = 1500, .held = 300, .base = 5000}),
+                        limit);
+    }
+    const position_t far = (position_t{1} << 33) - 100;
+    check<1024, 16>(orders_of({.window = 3, .budget = 300, .tokens = 1500, .held = 300, .base = far}));
+}
+
+TEST_CASE("time of top-k updates, 8 heads" * doctest::skip()) {
+    for (const std::int32_t held : {0, 3836}) {
+        for (const std::int32_t tokens : {2048, 8192, 16384, 131072}) {
+            for (const Order order : {Order::random, Order::rising, Order::falling, Order::equal}) {
+                Case one{.sinks = 4,
+                         .window = 256,
+                         .budget = 3836,
+                         .tokens = tokens,
+                         .held = held,
+                         .base = held == 0 ? 0 : 100000};
+                one.order = order;
+                double least = 1e9;
+                for (int i = 0; i < 3; ++i) {
+                    least = std::min(least, check<1024, 16>(std::vector<Case>(8, one), rebase_limit, true));
+                }
+                std::printf("held %d tokens %d order %d: %.3f ms\n", held, tokens, static_cast<int>(order),
+                            least);
+            }
+        }
+    }
+}
