@@ -127,6 +127,8 @@ gpu.caches.paged_select | $all_checks | few calls
 gpu.caches.paged_evict  | $all_checks | few calls
 gpu.caches.paged_keep   | $all_checks | few calls
 gpu.caches.paged_rounds | $all_checks | few calls
+gpu.caches.prefill_orders       | $all_checks | few calls
+gpu.caches.prefill_paged_orders | $all_checks | few calls
 gpu.caches.reserve      | $all_checks | a layer*
 "
 targets[caches]="
