@@ -11,6 +11,7 @@
 #include <kvpolicy/scorers/mlp.hpp>
 #include <kvpolicy/scorers/mlstm.hpp>
 
+#include "cache_inputs.cuh"
 #include "cold.cuh"
 #include "ragged.cuh"
 
@@ -19,7 +20,6 @@
 #include <cstdint>
 #include <cstdlib>
 #include <string>
-#include <type_traits>
 #include <vector>
 
 namespace kvp = kvpolicy;
@@ -34,20 +34,6 @@ constexpr std::int32_t heads = 8, group = 4, sinks = 4, window = 256;
 
 /// Which scores come with the tokens.
 enum class Order { random, improving };
-
-__global__ void fill_rows(bf16* to, std::int64_t count, std::uint32_t seed) {
-    const std::int64_t i = std::int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
-    if (i < count) {
-        to[i] = bf16(0.433f * hashed(static_cast<std::uint32_t>(i) + seed));
-    }
-}
-
-__global__ void fill_weights(float* to, std::int64_t count, float scale, std::uint32_t seed) {
-    const std::int64_t i = std::int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
-    if (i < count) {
-        to[i] = scale * hashed(static_cast<std::uint32_t>(i) + seed);
-    }
-}
 
 /// A full layer, as a long sequence leaves it: rows at random, and the positions that the layout wants.
 /// `length` is its tokens.
@@ -88,16 +74,6 @@ __global__ void next_scores(float* to, std::int32_t count, const kvp::position_t
         to[i] = improving ? static_cast<float>(t) : hashed(t * 8191u + static_cast<std::uint32_t>(i));
     }
 }
-
-unsigned blocks_of(std::int64_t count) { return static_cast<unsigned>((count + 255) / 256); }
-
-struct Numbers {
-    buffer<bf16> memory;
-    Numbers(std::int64_t count, std::uint32_t seed) : memory(count) {
-        fill_rows<<<blocks_of(count), 256>>>(memory.data(), count, seed);
-        ok(cudaGetLastError());
-    }
-};
 
 /// Times `token`, which goes through all layers, as a graph: median_us is the time of one layer, which moves
 /// `bytes` bytes at least.
@@ -188,45 +164,6 @@ void decode(benchmark::State& state, const P& policy, std::int32_t batch, std::i
 }
 
 using Given = kvp::Policy<kvp::Sink<>, kvp::Window<>, kvp::TopKBudget<>>;
-/// A prompt into an empty cache of 4096 rows: contests, attention over lists of live rows, copies.
-void prompt(benchmark::State& state, std::int32_t length, Order order) {
-    using Dims = kvp::head_dims<128>;
-    constexpr std::int32_t dim = 128;
-    const kvp::Policy<kvp::Sink<>, kvp::Window<>, kvp::TopKBudget<>> policy{
-        kvp::Sink<>{sinks}, kvp::Window<>{window}, kvp::TopKBudget<>{4096 - sinks - window}};
-    kvp::FixedBudgetCache<std::remove_const_t<decltype(policy)>, bf16> cache(
-        {.layers = 1, .max_sequences = 1, .query_heads = heads * group, .kv_heads = heads, .head_dim = dim},
-        policy);
-    const stream_of_calls calls;
-    const kvp::cuda ctx{calls.stream};
-    const buffer<unsigned char> memory(static_cast<std::int64_t>(cache.bytes().total()));
-    cache.bind(ctx, memory.data(), static_cast<std::size_t>(memory.count()));
-    const std::int64_t row = std::int64_t{heads} * length * dim;
-    const Numbers q(row * group, 1), k(row, 2), v(row, 3);
-    const buffer<bf16> out(row * group);
-    std::vector<float> given(static_cast<std::size_t>(heads) * static_cast<std::size_t>(length));
-    for (std::size_t i = 0; i < given.size(); ++i) {
-        const auto t = static_cast<std::uint32_t>(i % static_cast<std::size_t>(length));
-        given[i] = order == Order::improving
-                       ? static_cast<float>(t)
-                       : static_cast<float>((t * 2654435761u + static_cast<std::uint32_t>(i)) >> 8);
-    }
-    const buffer<float> scores(static_cast<std::int64_t>(given.size()));
-    ok(cudaMemcpy(scores.data(), given.data(), given.size() * sizeof(float), cudaMemcpyHostToDevice));
-    const std::size_t needed = cache.workspace_bytes<Dims>(ctx, {.batch = 1, .tokens = length});
-    const buffer<unsigned char> workspace(static_cast<std::int64_t>(needed));
-    kvp::StepIO<bf16> io = cache.hnd(q.memory.data(), k.memory.data(), v.memory.data(), out.data(),
-                                     {.batch = 1, .tokens = length});
-    io.scores = kvp::view_bhs<const float>(scores.data(), 1, heads, length);
-    measure(
-        state, calls.stream,
-        [&] {
-            cache.clear(ctx, 0);
-            kvp::prefill<Dims>(ctx, cache.layer(0), io, {workspace.data(), needed});
-        },
-        needed);
-}
-
 using Linear = kvp::Policy<kvp::Sink<>, kvp::Window<>, kvp::TopKBudget<>, kvp::LinearScorer<>>;
 using Mlp = kvp::Policy<kvp::Sink<>, kvp::Window<>, kvp::TopKBudget<>, kvp::MlpScorer<>>;
 using Memory = kvp::Policy<kvp::Sink<>, kvp::Window<>, kvp::TopKBudget<>, kvp::mLSTMScorer<>>;
@@ -234,44 +171,6 @@ using Memory = kvp::Policy<kvp::Sink<>, kvp::Window<>, kvp::TopKBudget<>, kvp::m
 template <class P, class... Scorer>
 P policy_of(std::int32_t rows, const Scorer&... scorer) {
     return P{kvp::Sink<>{sinks}, kvp::Window<>{window}, kvp::TopKBudget<>{rows - sinks - window}, scorer...};
-}
-
-/// A scorer with weights at random, which live as long as the program.
-template <class S>
-S scorer_of(std::int32_t dim) {
-    S scorer{};
-    scorer.heads = heads;
-    scorer.head_dim_qk = scorer.head_dim_vo = dim;
-    if constexpr (requires { scorer.hidden; }) {
-        scorer.hidden = 128;
-    }
-    typename S::template parameters<float> weights{};
-    std::uint32_t seed = 100;
-    kvp::for_each_parameter(scorer, weights,
-                            [&](const char*, float*& array, std::size_t count, bool optional) {
-                                if (count == 0 || optional) {
-                                    return;
-                                }
-                                array = device<float>(static_cast<std::int64_t>(count));
-                                fill_weights<<<blocks_of(static_cast<std::int64_t>(count)), 256>>>(
-                                    array, static_cast<std::int64_t>(count), 0.05f, seed += 1000);
-                                ok(cudaGetLastError());
-                            });
-    ok(cudaDeviceSynchronize());
-    if constexpr (S::when == kvp::score_time::on_leaving) {
-        scorer.weights.w_q = weights.w_q;
-        scorer.weights.w_k = weights.w_k;
-        scorer.weights.w_v = weights.w_v;
-        scorer.weights.w_i = weights.w_i;
-        scorer.weights.w_f = weights.w_f;
-        scorer.weights.readout = weights.readout;
-    } else if constexpr (requires { scorer.weights.w1; }) {
-        scorer.weights.w1 = weights.w1;
-        scorer.weights.w2 = weights.w2;
-    } else {
-        scorer.weights.weight = weights.weight;
-    }
-    return scorer;
 }
 
 /// Bytes a second that the GPU's memory moves at most, from its clock and width.
@@ -287,7 +186,7 @@ double peak_bandwidth() {
 /// decode(), layers follow each other, so that states are cold.
 void score_alone(benchmark::State& state, std::int32_t batch) {
     constexpr std::int32_t dim = 128, budget = 8, rows = sinks + window + budget;
-    const auto scorer = scorer_of<kvp::mLSTMScorer<>>(dim);
+    const auto scorer = scorer_of<kvp::mLSTMScorer<>>(heads, dim);
     const double bytes =
         2.0 * batch * heads * static_cast<double>(scorer.state_size()) * sizeof(float);  // read, written
     const auto layers = static_cast<std::int32_t>(std::clamp(400e6 / bytes, 3.0, 48.0));
@@ -338,16 +237,16 @@ void add_steps() {
                 decode(state, policy_of<Given>(rows), batch, rows, 128, Order::improving);
             });
             add("step, linear/" + size, [=](benchmark::State& state) {
-                decode(state, policy_of<Linear>(rows, scorer_of<kvp::LinearScorer<>>(128)), batch, rows, 128,
-                       Order::random);
+                decode(state, policy_of<Linear>(rows, scorer_of<kvp::LinearScorer<>>(heads, 128)), batch,
+                       rows, 128, Order::random);
             });
             add("step, MLP/" + size, [=](benchmark::State& state) {
-                decode(state, policy_of<Mlp>(rows, scorer_of<kvp::MlpScorer<>>(128)), batch, rows, 128,
+                decode(state, policy_of<Mlp>(rows, scorer_of<kvp::MlpScorer<>>(heads, 128)), batch, rows, 128,
                        Order::random);
             });
             add("step, mLSTM/" + size, [=](benchmark::State& state) {
-                decode(state, policy_of<Memory>(rows, scorer_of<kvp::mLSTMScorer<>>(128)), batch, rows, 128,
-                       Order::random);
+                decode(state, policy_of<Memory>(rows, scorer_of<kvp::mLSTMScorer<>>(heads, 128)), batch, rows,
+                       128, Order::random);
             });
         }
     }
@@ -359,24 +258,10 @@ void add_steps() {
         [](benchmark::State& state) { decode(state, policy_of<Given>(4096), 8, 4096, 64, Order::random); });
 }
 
-void add_prompts() {
-    for (const std::int32_t length : {1 << 11, 1 << 13, 1 << 14}) {
-        const std::string size = std::to_string(length >> 10) + "k";
-        add(
-            "prefill/" + size, [=](benchmark::State& state) { prompt(state, length, Order::random); }, 9);
-        add(
-            "prefill, improving/" + size,
-            [=](benchmark::State& state) { prompt(state, length, Order::improving); }, 9);
-    }
-}
-
 }  // namespace
 
 int main(int argc, char** argv) {
     add_steps();
     ragged::add_rows();
-    add_prompts();
-    return run(
-        argc, argv,
-        "cold: steps go through layers of several times the L2 cache; 256 MB are written before a prefill");
+    return run(argc, argv, "cold: steps go through layers of several times the L2 cache");
 }

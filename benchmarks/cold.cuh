@@ -131,10 +131,13 @@ inline double median_of(std::vector<double> times) {
 
 inline constexpr std::size_t flushed_bytes = std::size_t{256} << 20;
 
-/// Times `call`; `state` gets the median, the least, and the workspace.
-template <class Call>
-void measure(benchmark::State& state, cudaStream_t stream, const Call& call, std::size_t workspace_bytes) {
+/// Times `call`; `state` gets the median, the least, and the workspace. `before` runs before every call,
+/// outside of the timing.
+template <class Call, class Before>
+void measure(benchmark::State& state, cudaStream_t stream, const Call& call, std::size_t workspace_bytes,
+             const Before& before) {
     if (std::getenv("KVPOLICY_BENCH_PROFILE") != nullptr) {  // one call, for a profiler to look at
+        before();
         call();
         ok(cudaStreamSynchronize(stream));
         for (auto _ : state) {
@@ -144,6 +147,7 @@ void measure(benchmark::State& state, cudaStream_t stream, const Call& call, std
     }
     static void* const flushed = device<unsigned char>(flushed_bytes);
     for (int i = 0; i < 3; ++i) {
+        before();
         call();
     }
     ok(cudaStreamSynchronize(stream));
@@ -151,6 +155,7 @@ void measure(benchmark::State& state, cudaStream_t stream, const Call& call, std
     const stopwatch watch(stream);
     std::vector<double> times, direct;
     const auto cold = [&](const auto& made) {
+        before();
         ok(cudaMemsetAsync(flushed, 1, flushed_bytes, stream));
         return watch.time(made);
     };
@@ -163,6 +168,10 @@ void measure(benchmark::State& state, cudaStream_t stream, const Call& call, std
     state.counters["min_ms"] = *std::min_element(times.begin(), times.end());
     state.counters["median_ms_without_graph"] = median_of(direct);
     state.counters["workspace_bytes"] = static_cast<double>(workspace_bytes);
+}
+template <class Call>
+void measure(benchmark::State& state, cudaStream_t stream, const Call& call, std::size_t workspace_bytes) {
+    measure(state, stream, call, workspace_bytes, [] {});
 }
 
 template <class Body>

@@ -84,22 +84,39 @@ def baselines_of(folder, operation):
 
 
 def targets(folder, operation):
-    """(pattern, pass, stretch, names of baseline rows) of every line of the suite's table."""
+    """(pattern, pass, stretch, names of baseline rows) of every row of the suite's table, which may take
+    several lines."""
+    rows = []
     for line in lines(folder, f"targets-{operation}.txt"):
-        pattern, passes, stretch, baselines = (part.strip() for part in line.split("|"))
+        if rows and ("|" not in line or rows[-1].count("|") < 3):
+            rows[-1] += " " + line
+        else:
+            rows.append(line)
+    for row in rows:
+        pattern, passes, stretch, baselines = (part.strip() for part in row.split("|"))
         yield pattern, passes, stretch, [name.strip() for name in baselines.split(",") if name.strip()]
 
 
+def of_name(target, pattern, name):
+    """The target for the benchmark `name`: an asterisk at its end stands for what that of the pattern
+    matched."""
+    if " of " in target and target.endswith("*") and pattern.endswith("*"):
+        return target[:-1] + name[len(pattern) - 1:]
+    return target
+
+
 def limit_ms(target, row, baseline_ms, rates):
-    """A target in milliseconds, None where it is unknown. "3.4x" is relative to the baseline, "0.7 of NAME" a
-    share of the rate of the benchmark of that name."""
+    """A target in milliseconds, None where it is unknown. "3.4x" is relative to the first baseline, "3.4x
+    fastest" to the fastest, "0.7 of NAME" a share of the rate of the benchmark of that name."""
     if " of " in target:
         share, other = target.split(" of ", 1)
         if other not in rates or not row.get("tflops"):
             return None
         return row["median_ms"] * row["tflops"] / (float(share) * rates[other])
+    if target.endswith("x fastest"):
+        return min(baseline_ms) / float(target.split("x")[0]) if baseline_ms else None
     if target.endswith("x"):
-        return baseline_ms / float(target[:-1]) if baseline_ms else None
+        return baseline_ms[0] / float(target[:-1]) if baseline_ms else None
     return float(target)
 
 
@@ -124,12 +141,12 @@ def benchmark_rows(bench, table, baselines):
             if found:
                 entry["baseline_ms"] = found
                 entry["times_faster"] = {one: ms / entry["median_ms"] for one, ms in found.items()}
+            passes, stretch = (of_name(target, pattern, name) for target in (passes, stretch))
             entry["pass"], entry["stretch"] = passes, stretch
             if " of " in passes and passes.split(" of ", 1)[1] in rates and entry.get("tflops"):
                 entry["share_of_rate"] = entry["tflops"] / rates[passes.split(" of ", 1)[1]]
-            first = next(iter(found.values()), None)
             for met in ("stretch", "pass"):
-                limit = limit_ms(entry[met], entry, first, rates)
+                limit = limit_ms(entry[met], entry, list(found.values()), rates)
                 if limit is not None and entry["median_ms"] <= limit:
                     entry["met"] = met
                     break

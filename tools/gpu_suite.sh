@@ -24,8 +24,9 @@
 #                           runs time later
 #   targets[<operation>]    a line per target: a shell pattern of benchmark names | pass | stretch | baseline
 #                           rows, separated by commas. A target is milliseconds, or a multiple of the first
-#                           baseline's speed (3.4x), or a share of another benchmark's rate in tflops
-#                           (0.7 of forward/16k).
+#                           baseline's speed (3.4x) or of the fastest one's (0.77x fastest), or a share of
+#                           another benchmark's rate in tflops (0.7 of forward/16k); an asterisk at the end
+#                           of that name stands for what the pattern's last one matched.
 
 all_checks="memcheck synccheck initcheck racecheck"
 
@@ -33,6 +34,9 @@ all_checks="memcheck synccheck initcheck racecheck"
 # follow: it runs a build of its own of their programs (KVPOLICY_RACECHECK,
 # include/kvpolicy/cuda/primitives/async.cuh).
 one_lane_arrives="attention caches scorers"
+
+# Operations with a benchmark and no folder of tests: other operations' tests have their calls.
+timed_only="prefill"
 
 # ---- masks ---------------------------------------------------------------------------------------
 
@@ -127,6 +131,8 @@ gpu.caches.paged_select | $all_checks | few calls
 gpu.caches.paged_evict  | $all_checks | few calls
 gpu.caches.paged_keep   | $all_checks | few calls
 gpu.caches.paged_rounds | $all_checks | few calls
+gpu.caches.prefill_orders       | $all_checks | few calls
+gpu.caches.prefill_paged_orders | $all_checks | few calls
 gpu.caches.reserve      | $all_checks | a layer*
 "
 targets[caches]="
@@ -138,6 +144,35 @@ step, mLSTM/4096 x 8  | 0.057 | 0.054 | cuDNN attention alone 4096 x 8
 step, mLSTM/4096 x 32 | 0.202 | 0.195 | cuDNN attention alone 4096 x 32
 ragged DualCache, 25% of 128k x 16* | 3.4x | 3.7x |
     cuDNN attention alone 131072 x 16, FlashAttention attention alone 131072 x 16
+"
+
+# ---- prefill -------------------------------------------------------------------------------------
+
+# Rates of the same visible pairs: 0.8 of the rate is 1.25 of the time. Its tests are those of caches.
+profiled[prefill]='prefill(, DualCache)?/(16k/(random|rising)|2k over 4096/random)/'
+targets[prefill]="
+prefill/8k/random    | 0.8 of mask + attend/8k/random   | 0.909 of mask + attend/8k/random   |
+    cuDNN dense forward 8k
+prefill/16k/random   | 0.8 of mask + attend/16k/random  | 0.909 of mask + attend/16k/random  |
+    cuDNN dense forward 16k
+prefill/32k/random   | 0.8 of mask + attend/32k/random  | 0.909 of mask + attend/32k/random  |
+    cuDNN dense forward 32k
+prefill/128k/random  | 0.8 of mask + attend/128k/random | 0.909 of mask + attend/128k/random |
+    cuDNN dense forward 128k
+prefill/8k/*         | 0.714 of mask + attend/8k/*   | 0.87 of mask + attend/8k/*   | cuDNN dense forward 8k
+prefill/16k/*        | 0.714 of mask + attend/16k/*  | 0.87 of mask + attend/16k/*  | cuDNN dense forward 16k
+prefill/32k/*        | 0.714 of mask + attend/32k/*  | 0.87 of mask + attend/32k/*  | cuDNN dense forward 32k
+prefill/128k/*       | 0.714 of mask + attend/128k/* | 0.87 of mask + attend/128k/* | cuDNN dense forward 128k
+prefill/8 x 4k/*     | 0.8 of mask + attend/8 x 4k/* | 0.909 of mask + attend/8 x 4k/* |
+    cuDNN dense forward 8 x 4k
+prefill/8 x 100 to 8000/* | 0.8 of mask + attend/8 x 100 to 8000/* |
+    0.909 of mask + attend/8 x 100 to 8000/* |
+prefill/16k, decay/* | 0.714 of mask + attend/16k, decay/* | 0.87 of mask + attend/16k, decay/* |
+prefill/2k over 4096/*    | 0.769x fastest | 0.909x fastest |
+    FlashAttention dense 2k over 4096, cuDNN all pairs 2k over 4096, cuDNN masked 2k over 4096
+prefill, DualCache/16k, gates 25%/* | 0.8 of mask + attend/16k, gates 25%/* |
+    0.909 of mask + attend/16k, gates 25%/* |
+prefill, DualCache/* | 0.87 of prefill/* | 0.909 of prefill/* |
 "
 
 # ---- scorers -------------------------------------------------------------------------------------
