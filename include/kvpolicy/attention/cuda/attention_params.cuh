@@ -95,14 +95,15 @@ struct alignas(4) row_interval {
 struct attention_plan {
     std::int32_t super_q = 0;
     std::int32_t tile_q = 0;
-    std::int32_t first = 0;            // the round's first super-tile
-    std::int32_t supers = 0;           // super-tiles of the round
-    std::int32_t boundaries = 0;       // super_q / tile_q + 1
-    std::int32_t rows = 0;             // rows of both segments
-    bool triangular = false;           // plain frame: super-tile i needs only the first (i + 1) super_q rows
-    std::int32_t* row = nullptr;       // entries: row numbers
-    row_interval* interval = nullptr;  // entries
-    float* bias = nullptr;             // entries: log-bias, natural log; null where the mask has none
+    std::int32_t first = 0;              // the round's first super-tile
+    std::int32_t supers = 0;             // super-tiles of the round
+    std::int32_t boundaries = 0;         // super_q / tile_q + 1
+    std::int32_t rows = 0;               // rows of both segments
+    std::int32_t whole = 0;              // rows that every super-tile may need: all, unless `triangular`
+    bool triangular = false;             // of the rows behind, super-tile i needs the first (i + 1) super_q
+    std::int32_t* row = nullptr;         // entries: row numbers
+    row_interval* interval = nullptr;    // entries
+    float* bias = nullptr;               // entries: log-bias, natural log; null where the mask has none
     std::uint16_t* bias_from = nullptr;  // entries: the bias counts for queries i >= this; in [0, super_q]
     std::int32_t* old = nullptr;         // [lists]
     std::int32_t* total = nullptr;       // [lists]
@@ -117,10 +118,11 @@ struct attention_plan {
         if (!triangular) {
             return j * rows;
         }
-        // sum over i < j of min(rows, (first + i + 1) super_q)
-        const std::int64_t full = rows / super_q - first;  // i < full have (first + i + 1) super_q <= rows
+        // whole + min(behind, (first + i + 1) super_q), summed over i < j
+        const std::int64_t behind = rows - whole;
+        const std::int64_t full = behind / super_q - first;  // i < full: (first + i + 1) super_q <= behind
         const std::int64_t ramp = j < full ? j : full > 0 ? full : 0;
-        return ramp * (2 * std::int64_t{first} + ramp + 1) / 2 * super_q + (j - ramp) * rows;
+        return j * whole + ramp * (2 * std::int64_t{first} + ramp + 1) / 2 * super_q + (j - ramp) * behind;
     }
     __host__ __device__ std::int64_t entries_a_head() const { return before(supers); }
     __device__ std::int64_t offset(std::int64_t head, std::int32_t j) const {  // head = b * kv_heads + h

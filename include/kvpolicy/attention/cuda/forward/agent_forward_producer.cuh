@@ -118,8 +118,10 @@ class agent_forward_producer : forward_pipeline<S> {
         tell_last(state);  // of the tile before: its last values were under way in the meantime
         bool first = true;
         std::int32_t done = 0;
-        if (!S::General && call_.params.rows.self_k.length == 0) {
-            done = produce_full(state, number, parity, first, stream_memory_.source);
+        if constexpr (!S::General) {
+            done = call_.params.rows.self_k.length == 0
+                       ? produce_full<false>(state, number, parity, first, stream_memory_.source)
+                       : produce_full<true>(state, number, parity, first, stream_memory_.source);
         }
         stream.start(done);
         bool more = true;
@@ -159,8 +161,8 @@ class agent_forward_producer : forward_pipeline<S> {
     /// Most of a tile: blocks of rows that all its queries see, without the stream's bookkeeping. Lane i of
     /// the eight that share rows knows the number of row i of theirs; where they follow one another, they
     /// come as boxes. Leaves at least one full block, if there is any, so that the stream decides which is
-    /// the last. Returns how many rows it took.
-    template <class Source>
+    /// the last. Returns how many rows it took. `Two`: of two segments.
+    template <bool Two, class Source>
     __device__ std::int32_t produce_full(producer_state& state, std::uint32_t number, std::uint32_t parity,
                                          bool& first, const Source& source) const {
         constexpr int each = S::keys / 16;
@@ -178,8 +180,9 @@ class agent_forward_producer : forward_pipeline<S> {
             bool together = false;  // this lane's eight rows
             bool gathered = true;   // some of the warp's
             if constexpr (has_boxes) {
-                const bool follows = row == __shfl_sync(all_lanes, row, 0, 8) + lane;
-                const unsigned apart = ~__ballot_sync(all_lanes, follows && boxed);
+                const std::int32_t leads = __shfl_sync(all_lanes, row, 0, 8);
+                const bool mapped = boxed && (!Two || leads >= boxes_.first_row);
+                const unsigned apart = ~__ballot_sync(all_lanes, row == leads + lane && mapped);
                 together = (apart >> (lane_id() & 24) & 0xffu) == 0;
                 gathered = apart != 0;
             }
@@ -199,17 +202,28 @@ class agent_forward_producer : forward_pipeline<S> {
                 if (has_boxes && together && lane < S::Dim / 64) {
                     barrier_expect_more(full_ + 8 * state.ring.stage, forward_boxes::box_rows * 128);
                     copy_box(to + lane * S::keys * 128, half == 0 ? boxes_.k : boxes_.v, 64 * lane,
-                             row - lane, memory_->h, memory_->b, full_ + 8 * state.ring.stage);
+                             row - lane - (Two ? boxes_.first_row : 0), memory_->h, memory_->b,
+                             full_ + 8 * state.ring.stage);
                 }
                 if (gathered) {
                     const rows_view<const T>& view = half == 0 ? call_.params.rows.k : call_.params.rows.v;
-                    const std::uint64_t from = (half == 0 ? memory_->k.past : memory_->v.past) + 16 * lane;
+                    const rows_view<const T>& self =
+                        half == 0 ? call_.params.rows.self_k : call_.params.rows.self_v;
+                    const head_rows& of_head = half == 0 ? memory_->k : memory_->v;
+                    const std::uint64_t from = of_head.past + 16 * lane;
+                    const std::uint64_t from_self = Two ? of_head.self + 16 * lane : 0;
                     const auto stride = static_cast<std::uint32_t>(view.row_stride) * 2;
+                    const std::uint32_t self_stride =
+                        Two ? static_cast<std::uint32_t>(self.row_stride) * 2 : 0;
                     const std::uint32_t chunk = to + ((lane ^ (state.thread / 8 * each % 8)) << 4);
 #pragma unroll
                     for (int i = 0; i < each; ++i) {
                         const auto of = static_cast<std::uint32_t>(__shfl_sync(all_lanes, row, i, 8));
-                        const std::uint64_t at = from + std::uint64_t{of} * stride;
+                        const bool second = Two && of >= static_cast<std::uint32_t>(view.length);
+                        const std::uint64_t at =
+                            second ? from_self + std::uint64_t{of - static_cast<std::uint32_t>(view.length)} *
+                                                     self_stride
+                                   : from + std::uint64_t{of} * stride;
                         if (has_boxes && together) {
                             continue;
                         }

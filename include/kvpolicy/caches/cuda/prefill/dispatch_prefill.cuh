@@ -124,6 +124,7 @@ class prefill_plan {
         call_.appended = parts.take<std::int32_t>(call_.batch.count);
         call_.first_row = parts.take<std::int64_t>(heads());
         call_.position = parts.take<std::int32_t>(rows);
+        call_.past_rows = parts.take<std::int32_t>(heads());
         top_k.past_expiry = parts.take<expiry_t>(rows);
         top_k.chunk_expiry = parts.take<expiry_t>(tokens);
         top_k.num_long_range = parts.take<std::int32_t>(heads());
@@ -403,6 +404,7 @@ class prefill_plan {
         }
         attend_plan<T, Dims> call(ctx_, ref_.attention, q, past, &self, sequences, AttendOptions{});
         call.past_begins(call_.first_row + (queries != nullptr ? head : 0));
+        call.past_counts(call_.past_rows + (queries != nullptr ? head : 0));
         return body(call);
     }
     /// Some of a tensor's entries.

@@ -36,6 +36,7 @@ struct prefill_params {
     std::int32_t* appended = nullptr;   // [count]: tokens that count
     std::int64_t* first_row = nullptr;  // [count, Hkv]
     std::int32_t* position = nullptr;   // [count, Hkv, max_entries], from the chunk's first token on
+    std::int32_t* past_rows = nullptr;  // [count, Hkv]: entries before the chunk
     top_k_head* heads = nullptr;        // [count, Hkv]
     top_k_update_params top_k{};        // decisions; `num_long_range` are slots in use after the chunk
     std::int32_t* num_long_range_before = nullptr;  // [count, Hkv], with a selection
