@@ -66,6 +66,8 @@ class attend_plan {
 
     /// Says where the rows of the first segment begin, by head: key_rows::first_row.
     void past_begins(const std::int64_t* first_row) { call_.params.rows.first_row = first_row; }
+    /// Says in which pages they lie.
+    void past_pages(const key_pages<T>& pages) { call_.params.rows.pages = pages; }
     /// Says how many rows of the first segment count, by head: segment_frame::head_rows.
     void past_counts(const std::int32_t* head_rows) { call_.frames.past.head_rows = head_rows; }
 

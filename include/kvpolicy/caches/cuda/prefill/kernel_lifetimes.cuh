@@ -112,6 +112,8 @@ struct lifetimes_block {
         }
         if constexpr (std::is_same_v<View, contiguous_view<typename View::value_type>>) {
             call.first_row[at.pair] = at.active.seq * call.cache.rows + call.cache.row_offset[at.head];
+        } else {
+            call.first_row[at.pair] = at.rows.table - call.cache.table;
         }
     }
 
@@ -177,15 +179,15 @@ struct lifetimes_block {
     /// Slots whose key may change; slots before those are not read.
     __device__ void copy_slots() const {
         const std::int32_t first_slot = first_contested(head_params, num_long_range);
-        const std::int64_t slots = std::int64_t{at.pair} * call.top_k.top_k_slots - first_slot;
+        const std::int64_t of_head = std::int64_t{at.pair} * call.top_k.top_k_slots - first_slot;
         for (std::int32_t p = first_slot + first; p < num_long_range; p += stride) {
             const std::int32_t row = at.rows.layout.slot(p);
             const position_t t = at.rows.position_of(row);
-            call.top_k.slot_score[slots + p] = at.rows.score_of(row);
-            call.top_k.slot_position[slots + p] = t;
-            call.top_k.holder[slots + p] = row;
+            call.top_k.slot_score[of_head + p] = at.rows.score_of(row);
+            call.top_k.slot_position[of_head + p] = t;
+            call.top_k.holder[of_head + p] = row;
             if constexpr (detail::holds_keys<Gate>) {
-                call.top_k.slot_protected[slots + p] = gate.keeps(t) ? 1 : 0;
+                call.top_k.slot_protected[of_head + p] = gate.keeps(t) ? 1 : 0;
             }
         }
     }
@@ -201,8 +203,8 @@ struct lifetimes_block {
 /// rows, relative to the chunk's first token;
 /// chunk_expiry [count, Hkv, most] int32; leaving_score fp32 and leaving_kind uint8 [count, Hkv, most];
 /// slot_score fp32, slot_position int64, holder int32 and slot_protected uint8 [count, Hkv, top_k_slots];
-/// heads, num_long_range, num_protected and num_long_range_before [count, Hkv]; first_row [count, Hkv] of a
-/// contiguous cache; status [count] is OR-ed.
+/// heads, num_long_range, num_protected and num_long_range_before [count, Hkv]; first_row [count, Hkv];
+/// status [count] is OR-ed.
 /// Overwrites: `computed` of keys that are held for their position, with 0.
 ///
 /// Phases: 1. The head's numbers. 2. Entries. 3. Tokens. 4. Slots.
