@@ -37,6 +37,12 @@ struct alignas(16) key_addresses {
     std::uint64_t v[Keys];
 };
 
+/// The same as row numbers, a quarter of the memory. -1: no row, zeros.
+template <int Keys>
+struct key_numbers {
+    std::int32_t row[Keys];
+};
+
 /// Row 0 of keys, or of values, of a head in both segments.
 struct head_rows {
     std::uint64_t past, self;
@@ -124,15 +130,16 @@ class row_stream {
         fetch();
     }
 
-    /// The next block's addresses and notes. False where it was the last. At least one block comes, of which
-    /// no row need be there. Threads may read both after it, and must have read the addresses before any
+    /// The next block's places (key_addresses or key_numbers) and notes. False where it was the last. At least one block comes, of which
+    /// no row need be there. Threads may read both after it, and must have read the places before any
     /// calls it again with the same ones.
-    __device__ bool next(key_addresses<Keys>& addresses, key_notes<Keys, Biased>& notes) {
+    template <class Places>
+    __device__ bool next(Places& places, key_notes<Keys, Biased>& notes) {
         const Source& source = memory_.source;
         std::uint32_t masked = 0;
         if (next_ + Keys <= source.full) {
             if (thread_ < Keys) {
-                put(addresses, fetched_.row);
+                put(places, fetched_.row);
                 note_bias(notes, bias_, bias_from_);
             }
             next_ += Keys;
@@ -151,7 +158,7 @@ class row_stream {
                 const int at = (head_ + thread_) % Memory::ring;
                 present = thread_ < waiting_;
                 interval = present ? memory_.interval[at] : 0;
-                put(addresses, present ? memory_.row[at] : -1);
+                put(places, present ? memory_.row[at] : -1);
                 note_bias(notes, present ? memory_.bias[at] : 0.0f, present ? memory_.bias_from[at] : 0);
                 const auto begin = static_cast<std::int32_t>(interval & 0xffffu);
                 const auto lasts = static_cast<std::int32_t>(interval >> 16);
@@ -222,6 +229,8 @@ class row_stream {
         addresses.k[thread_] = row < 0 ? 0 : memory_.k.key(all, row);
         addresses.v[thread_] = row < 0 ? 0 : memory_.v.value(all, row);
     }
+
+    __device__ void put(key_numbers<Keys>& numbers, std::int32_t row) const { numbers.row[thread_] = row; }
 
     __device__ void note_bias(key_notes<Keys, Biased>& notes, float bias, std::int32_t from) const {
         if constexpr (Biased) {
