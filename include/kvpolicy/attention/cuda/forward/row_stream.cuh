@@ -130,9 +130,9 @@ class row_stream {
         fetch();
     }
 
-    /// The next block's places (key_addresses or key_numbers) and notes. False where it was the last. At least one block comes, of which
-    /// no row need be there. Threads may read both after it, and must have read the places before any
-    /// calls it again with the same ones.
+    /// The next block's places (key_addresses or key_numbers) and notes. False where it was the last. At
+    /// least one block comes, of which no row need be there. Threads may read both after it, and must have
+    /// read the places before any calls it again with the same ones.
     template <class Places>
     __device__ bool next(Places& places, key_notes<Keys, Biased>& notes) {
         const Source& source = memory_.source;

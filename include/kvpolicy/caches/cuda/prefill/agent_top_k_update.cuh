@@ -189,8 +189,8 @@ struct agent_top_k_update : agent_rank_keys<Threads, Items> {
         __syncthreads();
     }
 
-    /// A bound so that `wanted` of the keys in top-k slots are evicted no later than it; found digit by digit,
-    /// first of the code, then of the position, until all keys with the digits so far are wanted.
+    /// A bound so that `wanted` of the keys in top-k slots are evicted no later than it. Found digit by
+    /// digit, first of the code, then of the position, until all keys with the digits so far are wanted.
     __device__ __forceinline__ eviction_rank find_last(int wanted) {
         select_memory& select = memory.select;
         eviction_rank last{0, 0};
