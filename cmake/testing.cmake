@@ -10,6 +10,8 @@ endif()
 set(KVPOLICY_TEST_VARIANTS "plain" CACHE STRING
     "Build every unit test in each of these variants: ${kvpolicy_variants}")
 option(KVPOLICY_TESTS_TOGETHER "Compile several unit tests of a folder as one program, without --full" OFF)
+option(KVPOLICY_TEST_QUICK
+    "Compile headers, mistakes and texts together, and leave long loops out: tools/run test --quick" OFF)
 option(KVPOLICY_TEST_FULL "Also register the slow tests that tools/run test --full runs" OFF)
 
 set(kvpolicy_tests_dir ${PROJECT_SOURCE_DIR}/tests)
@@ -81,10 +83,10 @@ endif()
 
 # Most of our users build with -O2, which compiles these templates a third faster than -O3. Without
 # optimization they take a third of that: where the tree has the variant optimized, which is some tests of
-# each operation, plain does without.
+# each operation, plain does without, and so it does with --quick.
 set(kvpolicy_test_flags_plain -O2)
 set(kvpolicy_test_flags_optimized -O2)
-if("optimized" IN_LIST kvpolicy_test_variants)
+if(KVPOLICY_TEST_QUICK OR "optimized" IN_LIST kvpolicy_test_variants)
     set(kvpolicy_test_flags_plain -O0)
 endif()
 

@@ -27,8 +27,12 @@ if there is such a block. A C++ block that is no program says so, with the reaso
 <!-- no test: a sketch of ... -->.
 
     snippets.py extract FOLDER FILE...   writes the programs, prints a line "name extension" for each
+    snippets.py together SOURCE PROGRAM...
+                                         writes one program that runs the extracted C++ program of the name
+                                         that it is given
     snippets.py check ROOT FILE...       every C++ block has a mark, every relative link a target
-    snippets.py run PROGRAM EXPECTED     runs a program and compares its output
+    snippets.py run EXPECTED PROGRAM [ARGUMENT...]
+                                         runs a program and compares its output
 """
 
 import difflib
@@ -152,6 +156,35 @@ def extract(folder, paths):
             file.unlink()
 
 
+def together(source, paths):
+    """Each program stands in a namespace of its own, behind the includes of all."""
+    includes, bodies, calls = ["#include <string_view>"], [], []
+    for path in paths:
+        lines = path.read_text(encoding="utf-8").split("\n")
+        first, = (i for i, line in enumerate(lines) if re.match(r"int main\(\) *\{", line))
+        last = lines.index("}", first)
+        # Other functions than ::main must return.
+        lines[first] = lines[first].replace("main", "program", 1)
+        lines[last] = "    return 0; }"
+        for i, line in enumerate(lines):
+            if line.startswith("#include"):
+                includes.append(line)
+                lines[i] = ""
+        space = "text_of_" + re.sub(r"\W", "_", path.stem)
+        bodies += [f"namespace {space} {{"] + lines + ["}"]
+        calls.append(f'    if (name == "{path.stem}") return {space}::program();')
+    entry = [
+        "int main(int count, char** arguments) {",
+        '    const std::string_view name{count > 1 ? arguments[1] : ""};',
+    ]
+    entry += calls + ["    return 2;", "}"]
+    # A short text names results that it does not go on to use, and counts with int, of which clang++ warns.
+    ignored = [f'#pragma GCC diagnostic ignored "-W{warning}"' for warning in
+               ("sign-conversion", "unused-variable", "unused-but-set-variable", "unused-local-typedefs")]
+    text = list(dict.fromkeys(includes)) + ignored + bodies + entry
+    write(source, "\n".join(text) + "\n")
+
+
 def check(root, paths):
     faults = []
     for path in paths:
@@ -178,11 +211,11 @@ def check(root, paths):
     return 1 if faults else 0
 
 
-def run(executable, expected):
-    result = subprocess.run([executable], stdout=subprocess.PIPE, text=True, check=False)
+def run(expected, command):
+    result = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
     if result.returncode != 0:
         print(result.stdout)
-        print(f"{executable} exits with {result.returncode}")
+        print(f"{command[0]} exits with {result.returncode}")
         return 1
 
     def lines(text):
@@ -200,8 +233,10 @@ def main(arguments):
         return extract(pathlib.Path(arguments[1]), [pathlib.Path(path) for path in arguments[2:]])
     if command == "check" and len(arguments) >= 2:
         return check(pathlib.Path(arguments[1]), [pathlib.Path(path) for path in arguments[2:]])
-    if command == "run" and len(arguments) == 3:
-        return run(arguments[1], arguments[2])
+    if command == "together" and len(arguments) > 2:
+        return together(pathlib.Path(arguments[1]), [pathlib.Path(path) for path in arguments[2:]])
+    if command == "run" and len(arguments) > 2:
+        return run(arguments[1], arguments[2:])
     sys.exit(__doc__)
 
 

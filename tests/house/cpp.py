@@ -1,7 +1,9 @@
 """A reader of C++ and CUDA sources for the checks: comments, strings, functions. It is no compiler, and
 does for this tree's style."""
 
+import bisect
 import collections
+import functools
 import re
 
 Function = collections.namedtuple("Function", "name first last head")
@@ -10,6 +12,8 @@ TOKEN = re.compile(
     r"|(?<![0-9A-Za-z_])'(?:\\.|[^'\\\n])+'",
     re.S,
 )
+BRACKETS = {"{}": re.compile(r"[{}]"), "()": re.compile(r"[()]")}
+MARK = re.compile(r"[()\[\]{};:]")
 # What has parentheses and names no function.
 NOT_A_NAME = re.compile(
     r"\b(__launch_bounds__|__cluster_dims__|__attribute__|alignas|decltype|noexcept|explicit|requires"
@@ -42,13 +46,10 @@ def without_directives(text):
 
 def closing(text, start, pair="{}"):
     depth = 0
-    for i in range(start, len(text)):
-        if text[i] == pair[0]:
-            depth += 1
-        elif text[i] == pair[1]:
-            depth -= 1
-            if depth == 0:
-                return i
+    for match in BRACKETS[pair].finditer(text, start):
+        depth += 1 if match.group() == pair[0] else -1
+        if depth == 0 and match.group() == pair[1]:
+            return match.start()
     return len(text) - 1
 
 
@@ -99,18 +100,21 @@ def name_of(head):
         return re.sub(r"\s+", " ", match.group(1)).strip()
 
 
+@functools.lru_cache(maxsize=None)
 def functions(text):
     """The functions of a file that have a body, but for those inside functions."""
     text = without_directives(blank(text))
     found = []
+    ends = [match.start() for match in re.finditer("\n", text)]
 
     def line(position):
-        return text.count("\n", 0, position) + 1
+        return bisect.bisect_left(ends, position) + 1
 
     i = start = 0
     parens = 0
-    while i < len(text):
-        c = text[i]
+    while mark := MARK.search(text, i):
+        i = mark.start()
+        c = mark.group()
         if c in "([":
             parens += 1
         elif c in ")]":

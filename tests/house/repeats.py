@@ -3,6 +3,7 @@ letter or of the same shape (with other names and numbers). Comments, blank line
 punctuation do not count; white space is folded. A run in more than PLACES places does not count either."""
 
 import collections
+import functools
 import re
 
 import cpp
@@ -19,6 +20,7 @@ KEYWORDS = frozenset("""
     """.split())
 
 
+@functools.lru_cache(maxsize=None)
 def code_lines(text):
     """[(line number, words)] of the lines that count."""
     lines = []
@@ -31,16 +33,18 @@ def code_lines(text):
     return lines
 
 
+@functools.lru_cache(maxsize=None)
+def kind(word):
+    return word if word in KEYWORDS or not re.match(r"\w", word) else "0" if word[0].isdigit() else "a"
+
+
 def shape(words):
-    return tuple(
-        word if word in KEYWORDS or not re.match(r"\w", word) else "0" if word[0].isdigit() else "a"
-        for word in words
-    )
+    return tuple(map(kind, words))
 
 
 def thin(words):
     """Lines whose shape says little: one name at most, or a member's declaration."""
-    names = sum(word not in KEYWORDS and re.match(r"[A-Za-z_]", word) is not None for word in words)
+    names = sum(kind(word) == "a" for word in words)
     return names < 2 or words[-1] == ";" and not set(words) & set("()[]+-/%?.!|")
 
 
