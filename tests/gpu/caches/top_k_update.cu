@@ -258,6 +258,7 @@ double check(const std::vector<Case>& cases, position_t limit = rebase_limit, bo
     params.most = static_cast<std::int32_t>(tokens);
     params.top_k_slots = static_cast<std::int32_t>(of_slots);
     params.max_entries = static_cast<std::int32_t>(entries);
+    params.max_members = Threads * Items;
     params.rebase_limit = limit;
     const kvpolicy::cuda ctx{};
     cudaEvent_t begin{}, end{};

@@ -17,9 +17,9 @@ template <int Threads, int Items>
 struct agent_rank_keys : top_k_round<Threads, Items> {
     using round = top_k_round<Threads, Items>;
     using round::capacity, round::counted, round::padded, round::sorts, round::none;
-    using round::round;
     using round::memory, round::thread, round::head, round::head_params, round::old, round::candidates,
         round::key_of;
+    using round::round;
     using typename round::index, typename round::pairs_memory;
 
     /// Keys that are sorted for so many.

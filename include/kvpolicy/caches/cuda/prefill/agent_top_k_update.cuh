@@ -61,7 +61,7 @@ struct agent_top_k_update : agent_rank_keys<Threads, Items> {
     }
 
   private:
-    using ranked::capacity, ranked::warps, ranked::padded, ranked::params, ranked::memory,
+    using ranked::capacity, ranked::none, ranked::warps, ranked::padded, ranked::params, ranked::memory,
         ranked::head_params, ranked::thread, ranked::lane, ranked::warp, ranked::slot_protected,
         ranked::holder, ranked::scores, ranked::kinds, ranked::old_slot, ranked::token, ranked::free_slot,
         ranked::base, ranked::free, ranked::old, ranked::candidates, ranked::places, ranked::full,
@@ -347,17 +347,23 @@ struct agent_top_k_update : agent_rank_keys<Threads, Items> {
         __syncthreads();
     }
 
-    /// memory.rank: the first key of every chain of evictions, which has the slot. All threads may move
-    /// links at once: whatever a link is, it leads to the same key.
+    /// memory.rank: the first key of every chain of evictions, which has the slot.
     __device__ __forceinline__ void find_slots() {
         bool moved = true;
         while (__syncthreads_or(moved ? 1 : 0) != 0) {
+            index next[Items];
+#pragma unroll
+            for (int i = 0; i < Items; ++i) {
+                const int x = i * Threads + thread;
+                next[i] = x < candidates ? memory.rank[memory.rank[old + x]] : none;
+            }
+            __syncthreads();
             moved = false;
-            for (int v = old + thread; v < old + candidates; v += Threads) {
-                const volatile index* const links = memory.rank;
-                const index link = links[v], next = links[link];
-                if (next != link) {
-                    memory.rank[v] = next;
+#pragma unroll
+            for (int i = 0; i < Items; ++i) {
+                const int x = i * Threads + thread;
+                if (x < candidates && memory.rank[old + x] != next[i]) {
+                    memory.rank[old + x] = next[i];
                     moved = true;
                 }
             }

@@ -54,9 +54,11 @@ inline constexpr std::int64_t lists_bytes = std::int64_t{1} << 30;
 /// Chunks of so few tokens take a small block per head.
 inline constexpr std::int32_t few_tokens = 64;
 
-/// Keys that a block ranks at once, by the shared memory that it can have. Results do not depend on it.
-inline std::int32_t select_sorted_keys(const device_scope& device) {
-    return sizeof(agent_top_k_update<1024, 16>::shared) <= device.shared_limit() ? 16384 : 4096;
+/// Of up to `keys` keys of a head, those that a block ranks at once, by the shared memory that it can have.
+/// Results do not depend on it.
+inline std::int32_t select_sorted_keys(const device_scope& device, std::int64_t keys) {
+    constexpr std::size_t bytes = sizeof(agent_top_k_update<1024, 16>::shared);
+    return keys > 4096 && bytes <= device.shared_limit() ? 16384 : 4096;
 }
 
 /// A chunk of at most `tokens` tokens per entry.
@@ -93,7 +95,9 @@ class prefill_plan {
         top_k.top_k_slots = static_cast<std::int32_t>(
             std::max<std::int64_t>(max_top_k_slots_of(cache), std::min(tokens, top_k.max_entries)));
         tiles_ = detail::tiles_of_slots(top_k.max_entries);
-        sorted_keys_ = tokens <= few_tokens ? 2 * few_tokens : select_sorted_keys(device_);
+        const std::int64_t keys = max_top_k_slots_of(cache) + tokens;
+        sorted_keys_ = tokens <= few_tokens ? 2 * few_tokens : select_sorted_keys(device_, keys);
+        top_k.max_members = static_cast<std::int32_t>(std::min<std::int64_t>(keys, sorted_keys_));
         call_.pieces = pieces_of(std::max(tokens, top_k.max_entries));
         detail::require(heads() * std::max<std::int64_t>(tokens, 1) <= 0x7fffffff, "entries x heads x tokens",
                         heads() * tokens, "below 2^31: split the batch");
@@ -134,7 +138,7 @@ class prefill_plan {
             if constexpr (P::has_keep) {
                 top_k.slot_protected = parts.take<unsigned char>(num_slots);
             }
-            top_k.members = parts.take<std::int32_t>(heads() * 3 * sorted_keys_);
+            top_k.members = parts.take<std::int32_t>(heads() * 3 * top_k.max_members);
             if constexpr (P::has_decay) {
                 records_ = parts.take<std::int32_t>(heads() * tiles_);
             }

@@ -80,9 +80,9 @@ struct top_k_round {
     expiry_t* chunk_expiry;
     const float* scores;         // [tokens]: of the key that leaves when token j comes
     const unsigned char* kinds;  // [tokens]
-    std::int32_t* old_slot;      // [capacity]: of V's old keys
-    std::int32_t* token;         // [capacity]: of V's candidates, the token at which it leaves
-    std::int32_t* free_slot;     // [capacity]: of V's candidates, the slot of those that find a free one
+    std::int32_t* old_slot;      // [max_members]: of V's old keys
+    std::int32_t* token;         // [max_members]: of V's candidates, the token at which it leaves
+    std::int32_t* free_slot;     // [max_members]: of V's candidates, the slot of those that find a free one
     // The head between rounds.
     std::int32_t used, outside;  // slots in use, and those of them whose keys do not compete
     int turn = 0;                // of memory.total
@@ -109,9 +109,9 @@ struct top_k_round {
           chunk_expiry(call.chunk_expiry + pair * call.most),
           scores(call.leaving_score + pair * call.most),
           kinds(call.leaving_kind + pair * call.most),
-          old_slot(call.members + pair * 3 * capacity),
-          token(old_slot + capacity),
-          free_slot(token + capacity),
+          old_slot(call.members + pair * 3 * call.max_members),
+          token(old_slot + call.max_members),
+          free_slot(token + call.max_members),
           used(of.num_long_range),
           outside(of.num_protected) {}
 

@@ -40,12 +40,13 @@ struct top_k_update_params {
     unsigned char* slot_protected = nullptr;  // [pairs, top_k_slots]; null: no key is protected
     expiry_t* past_expiry = nullptr;          // [pairs, max_entries]: by row
     expiry_t* chunk_expiry = nullptr;         // [pairs, most]: by token
-    std::int32_t* members = nullptr;          // [pairs, 3, capacity of a block]: scratch
+    std::int32_t* members = nullptr;          // [pairs, 3, max_members]: scratch
     std::int32_t* num_long_range = nullptr;   // [pairs]
     std::int32_t* num_protected = nullptr;    // [pairs]; null: no key is protected
     std::int32_t most = 0;                    // tokens
     std::int32_t top_k_slots = 0;
     std::int32_t max_entries = 0;
+    std::int32_t max_members = 0;  // keys of a round, at most
     position_t rebase_limit = 0;
 };
 
