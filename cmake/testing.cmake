@@ -387,7 +387,7 @@ function(kvpolicy_add_gpu_test name)
 endfunction()
 
 option(KVPOLICY_GPU_TESTS_TOGETHER
-    "Let ctest --parallel run GPU tests at once: they need some 10 GB of the card" OFF)
+    "Let ctest --parallel run GPU tests at once: they need some 10 GB of the GPU" OFF)
 if(KVPOLICY_ENABLE_CUDA)
     add_library(kvpolicy_gpu_test_main OBJECT ${kvpolicy_tests_dir}/main_gpu.cpp)
     target_compile_features(kvpolicy_gpu_test_main PUBLIC cxx_std_20)

@@ -85,7 +85,7 @@ class Tables:
                                for b in by if b}, reverse=True)
 
     def read_parts(self):
-        """(measured on the host beside a card, results); a file that its
+        """(measured on the host beside a GPU, results); a file that its
         program did not finish is left out."""
         for file in sorted((self.out / 'parts').glob('*.json')):
             try:

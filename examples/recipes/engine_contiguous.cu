@@ -53,7 +53,7 @@ int main() {
     Cache host_cache{shape};
     kvp::Buffer host_memory{host_ctx, host_cache.bytes()};
     host_cache.bind(host_ctx, host_memory);
-    kvp::Buffer host_room{host_ctx, host_cache.workspace_bytes(host_ctx, {.batch = batch, .tokens = 1})};
+    kvp::Buffer host_workspace{host_ctx, host_cache.workspace_bytes(host_ctx, {.batch = batch, .tokens = 1})};
 
     const std::vector<int> seq_ids{5, 0, 3};
     std::vector<int> q_len(batch);
@@ -98,7 +98,7 @@ int main() {
             step(ctx, cache.layer(layer), device_batch, raw(device_fused), raw(device_scores),
                  raw(device_out), scratch);
             step(host_ctx, host_cache.layer(layer), host_batch, fused.data(), scores.data(), expected.data(),
-                 host_room);
+                 host_workspace);
             thrust::copy(device_out.begin(), device_out.end(), out.begin());
             for (std::size_t i = 0; i < out.size(); ++i) {
                 if (q_len[i / (heads * dim)] != 0) {  // the others' outputs are not touched

@@ -63,7 +63,7 @@ def counted_expiry(scores, rule):
     return np.array(expiry, dtype=np.int64)
 
 
-def contested_expiry(scores, rule):
+def top_k_expiry(scores, rule):
     """expiry for any n and any base: one candidate per query, and one evicted key where the
     budget is used up."""
     length = len(scores)
@@ -132,7 +132,7 @@ def check_one(scores, rule):
     length = len(scores)
     visible = lifetimes.visible_matrix(np.asarray(scores, dtype=np.float32), rule)
     expiry = lifetimes.expiry_of(visible)
-    assert np.array_equal(expiry, contested_expiry(scores, rule)), (scores, rule)
+    assert np.array_equal(expiry, top_k_expiry(scores, rule)), (scores, rule)
     if rule.decay_step == 1 and rule.rebase_limit >= length:
         assert np.array_equal(expiry, counted_expiry(scores, rule)), (scores, rule)
         assert np.array_equal(expiry, cutoff.expiry_from_cutoffs(scores, rule)), (scores, rule)

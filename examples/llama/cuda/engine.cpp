@@ -90,11 +90,11 @@ DeviceEngine::DeviceEngine(const Model& model, DType weights) : config_(model.co
     for (int i = 0; i < config_.head_dim / 2; ++i)
         frequency.push_back(std::pow(config_.rope_theta, -2.0 * i / config_.head_dim));
     frequency_ = DeviceArray<double>(std::span<const double>(frequency));
-    make_room();
+    allocate_buffers();
     ok(cudaDeviceSynchronize(), "cudaDeviceSynchronize");  // the copies went to another stream
 }
 
-void DeviceEngine::make_room() {
+void DeviceEngine::allocate_buffers() {
     const Config& c = config_;
     const int all = (c.heads + 2 * c.kv_heads) * c.head_dim;
     const auto bytes = [](int width) { return DeviceArray<std::byte>(size(chunk, width) * sizeof(float)); };

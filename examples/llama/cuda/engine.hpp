@@ -62,7 +62,7 @@ class DeviceEngine {
     };
 
     void check_tokens(std::span<const std::int32_t> tokens, const char* name) const;
-    void make_room();
+    void allocate_buffers();
     /// Prompt tokens through all layers, a chunk at a time; done(first, count) after each.
     template <class Done>
     void chunks(std::span<const std::int32_t> tokens, DeviceAttention& attention, const Done& done);

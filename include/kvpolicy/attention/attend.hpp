@@ -47,20 +47,21 @@ struct BackwardOptions {
     /// 1024 queries go one after another for d_k and d_v: about twice the time, more where batch *
     /// KV heads is small.
     bool deterministic = false;
-    bool portable = false;            ///< the kernels of compute capability 8.0 on any GPU
-    std::uint32_t* status = nullptr;  ///< [B], OR-ed into: status_bad_length
+    bool portable = false;  ///< the kernels of compute capability 8.0 on any GPU
+    /// [B], OR-ed into: status_bad_length. The host also sets status_not_finite, for a number that it refuses
+    /// without a status; the gradients of that sequence are then invalid.
+    std::uint32_t* status = nullptr;
 };
 
 /// Bytes of workspace for the attend call with the same arguments, and for every call that differs from it
 /// only by fewer queries or keys: one workspace for the longest call serves them all.
 template <Storage T, class Dims = all_head_dims>
-std::size_t attend_workspace_bytes(const host& ctx, const AttentionParams& attention,
-                                   std::type_identity_t<rows_view<const T>> q, const kv_view<T>& all,
-                                   const Sequences& sequences, const AttendOptions& options = {});
+std::size_t attend_workspace_bytes(const host& ctx, const AttentionParams& attention, input_rows<T> q,
+                                   const kv_view<T>& all, const Sequences& sequences,
+                                   const AttendOptions& options = {});
 template <Storage T, class Dims = all_head_dims>
-std::size_t attend_workspace_bytes(const host& ctx, const AttentionParams& attention,
-                                   std::type_identity_t<rows_view<const T>> q, const kv_view<T>& past,
-                                   const kv_view<T>& self, const Sequences& sequences,
+std::size_t attend_workspace_bytes(const host& ctx, const AttentionParams& attention, input_rows<T> q,
+                                   const kv_view<T>& past, const kv_view<T>& self, const Sequences& sequences,
                                    const AttendOptions& options = {});
 
 /// Attention through an expiry mask, for query i of head h * G + g at position p = start_b + i (start_b =
@@ -92,25 +93,24 @@ std::size_t attend_workspace_bytes(const host& ctx, const AttentionParams& atten
 /// head_dim, null data, lengths below 0, beyond the view or beyond 2^30, positions that 31 bits do not hold,
 /// a negative bias_from or logits_soft_cap, a scale that is not finite, too little workspace.
 template <Storage T, class Dims = all_head_dims>
-void attend(const host& ctx, const AttentionParams& attention, std::type_identity_t<rows_view<const T>> q,
-            const kv_view<T>& all, const Sequences& sequences, std::type_identity_t<rows_view<T>> out,
-            plane_view<float> lse, workspace_view workspace, const AttendOptions& options = {});
+void attend(const host& ctx, const AttentionParams& attention, input_rows<T> q, const kv_view<T>& all,
+            const Sequences& sequences, output_rows<T> out, plane_view<float> lse, workspace_view workspace,
+            const AttendOptions& options = {});
 
 /// A chunk attends to the rows of a cache and to itself, as if both were one list of keys. `past` is as
 /// above, with positions in the frame of the queries. `self` holds the chunk's own keys, [B, Hkv, S, ...]:
 /// its row t sits at start_b + t unless it brings positions, only the first sequences.lengths[b] rows count,
 /// and its `first` and `lengths` stay unset. Packed segments are refused.
 template <Storage T, class Dims = all_head_dims>
-void attend(const host& ctx, const AttentionParams& attention, std::type_identity_t<rows_view<const T>> q,
-            const kv_view<T>& past, const kv_view<T>& self, const Sequences& sequences,
-            std::type_identity_t<rows_view<T>> out, plane_view<float> lse, workspace_view workspace,
-            const AttendOptions& options = {});
+void attend(const host& ctx, const AttentionParams& attention, input_rows<T> q, const kv_view<T>& past,
+            const kv_view<T>& self, const Sequences& sequences, output_rows<T> out, plane_view<float> lse,
+            workspace_view workspace, const AttendOptions& options = {});
 
 /// Bytes of workspace for the attend_backward call with the same arguments. O(Skv (Dk + Dv)), at most 16
 /// copies per head of the keys' and values' gradients.
 template <Storage T, class Dims = all_head_dims>
 std::size_t attend_backward_workspace_bytes(const host& ctx, const AttentionParams& attention,
-                                            std::type_identity_t<rows_view<const T>> q, const kv_view<T>& all,
+                                            input_rows<T> q, const kv_view<T>& all,
                                             const Sequences& sequences, const BackwardOptions& options = {});
 
 /// Gradients of attend() through the mask, at a cost proportional to the live pairs. With P = exp(logit -
@@ -125,14 +125,14 @@ std::size_t attend_backward_workspace_bytes(const host& ctx, const AttentionPara
 /// lse must be that of this call's keys. Synchronous; the bits do not depend on the number of threads;
 /// portable and AVX2 bodies agree to rounding. Packed segments as in attend.
 ///
-/// Refuses, before anything is written: inputs that attend refuses, shapes that disagree, a number that is
-/// not finite in q, out, d_out, or a k, v or log_bias that some query sees (named with batch, head and
-/// position), a NaN lse.
+/// Refuses, before anything is written: inputs that attend refuses, shapes that disagree, and without a
+/// status a number that is not finite in q, out, d_out, or a k, v or log_bias that some query sees (named
+/// with batch, head and position), a NaN lse.
 template <Storage T, class Dims = all_head_dims>
-void attend_backward(const host& ctx, const AttentionParams& attention,
-                     std::type_identity_t<rows_view<const T>> q, const kv_view<T>& all,
-                     const Sequences& sequences, const SavedForward<T>& saved, const AttentionGrads<T>& grads,
-                     workspace_view workspace, const BackwardOptions& options = {});
+void attend_backward(const host& ctx, const AttentionParams& attention, input_rows<T> q,
+                     const kv_view<T>& all, const Sequences& sequences, const SavedForward<T>& saved,
+                     const AttentionGrads<T>& grads, workspace_view workspace,
+                     const BackwardOptions& options = {});
 
 }  // namespace kvpolicy
 

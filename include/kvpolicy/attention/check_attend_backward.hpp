@@ -23,10 +23,11 @@ inline bool good_number(bool good, bool refuse, const char* name, std::int64_t b
     return good;
 }
 
-/// Numbers that take part must be finite; what no query sees may hold anything.
+/// Numbers that take part must be finite; what no query sees may hold anything. Others set status_not_finite,
+/// or are refused without a status.
 template <class T>
 void check_gradient_numbers(const host& ctx, const rows_view<const T>& q, const kv_view<T>& all,
-                            const Sequences& sequences, const SavedForward<T>& saved) {
+                            const Sequences& sequences, const SavedForward<T>& saved, std::uint32_t* status) {
     constexpr float infinite = std::numeric_limits<float>::infinity();
     check_in_parallel(ctx, std::int64_t{q.batch} * q.heads, [&](std::int64_t task, bool refuse) {
         const std::int64_t b = task / q.heads, h = task % q.heads;
@@ -37,7 +38,7 @@ void check_gradient_numbers(const host& ctx, const rows_view<const T>& q, const 
                    good_row(refuse, "d_out", saved.d_out, b, h, i) &&
                    good_number(lse < infinite, refuse, "lse", b, h, i, lse, "a number, or -inf");
         }
-        return good;
+        return good || reported(status, b, status_not_finite);
     });
     check_in_parallel(ctx, std::int64_t{q.batch} * all.k.heads, [&](std::int64_t task, bool refuse) {
         const auto b = static_cast<std::int32_t>(task / all.k.heads),
@@ -64,7 +65,7 @@ void check_gradient_numbers(const host& ctx, const rows_view<const T>& q, const 
             }
             good = good_row(refuse, "k", all.k, b, h, t) && good_row(refuse, "v", all.v, b, h, t);
         }
-        return good;
+        return good || reported(status, b, status_not_finite);
     });
 }
 

@@ -23,13 +23,12 @@ inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 /// more); nearly nothing with `scan`. Shapes and strides count; nothing is read, but no view may be null:
 /// before tensors exist any address at a multiple of 16 bytes stands for them.
 template <Storage T, class Dims = all_head_dims>
-std::size_t attend_workspace_bytes(const cuda& ctx, const AttentionParams& attention,
-                                   std::type_identity_t<rows_view<const T>> q, const kv_view<T>& all,
-                                   const Sequences& sequences, const AttendOptions& options = {});
+std::size_t attend_workspace_bytes(const cuda& ctx, const AttentionParams& attention, input_rows<T> q,
+                                   const kv_view<T>& all, const Sequences& sequences,
+                                   const AttendOptions& options = {});
 template <Storage T, class Dims = all_head_dims>
-std::size_t attend_workspace_bytes(const cuda& ctx, const AttentionParams& attention,
-                                   std::type_identity_t<rows_view<const T>> q, const kv_view<T>& past,
-                                   const kv_view<T>& self, const Sequences& sequences,
+std::size_t attend_workspace_bytes(const cuda& ctx, const AttentionParams& attention, input_rows<T> q,
+                                   const kv_view<T>& past, const kv_view<T>& self, const Sequences& sequences,
                                    const AttendOptions& options = {});
 
 /// The host's attend (attention/attend.hpp has the equation and the shapes) on CUDA. All tensors, planes and
@@ -57,16 +56,15 @@ std::size_t attend_workspace_bytes(const cuda& ctx, const AttentionParams& atten
 /// head_dim beyond Dims, rows that are not aligned, too little workspace. Failing CUDA calls throw
 /// kvpolicy::cuda_error.
 template <Storage T, class Dims = all_head_dims>
-void attend(const cuda& ctx, const AttentionParams& attention, std::type_identity_t<rows_view<const T>> q,
-            const kv_view<T>& all, const Sequences& sequences, std::type_identity_t<rows_view<T>> out,
-            plane_view<float> lse, workspace_view workspace, const AttendOptions& options = {});
+void attend(const cuda& ctx, const AttentionParams& attention, input_rows<T> q, const kv_view<T>& all,
+            const Sequences& sequences, output_rows<T> out, plane_view<float> lse, workspace_view workspace,
+            const AttendOptions& options = {});
 
 /// Two segments of keys, as on the host: the rows of a cache, and the chunk's own.
 template <Storage T, class Dims = all_head_dims>
-void attend(const cuda& ctx, const AttentionParams& attention, std::type_identity_t<rows_view<const T>> q,
-            const kv_view<T>& past, const kv_view<T>& self, const Sequences& sequences,
-            std::type_identity_t<rows_view<T>> out, plane_view<float> lse, workspace_view workspace,
-            const AttendOptions& options = {});
+void attend(const cuda& ctx, const AttentionParams& attention, input_rows<T> q, const kv_view<T>& past,
+            const kv_view<T>& self, const Sequences& sequences, output_rows<T> out, plane_view<float> lse,
+            workspace_view workspace, const AttendOptions& options = {});
 
 }  // namespace KVPOLICY_HIDDEN
 }  // namespace kvpolicy

@@ -24,7 +24,7 @@ inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 /// key and KV head, and the lists of live keys.
 template <Storage T, class Dims = all_head_dims>
 std::size_t attend_backward_workspace_bytes(const cuda& ctx, const AttentionParams& attention,
-                                            std::type_identity_t<rows_view<const T>> q, const kv_view<T>& all,
+                                            input_rows<T> q, const kv_view<T>& all,
                                             const Sequences& sequences, const BackwardOptions& options = {});
 
 /// Gradients of attend() through the mask: arguments and equations of the host's attend_backward
@@ -54,10 +54,10 @@ std::size_t attend_backward_workspace_bytes(const cuda& ctx, const AttentionPara
 /// head_dim beyond Dims, rows that are not aligned, too little workspace. Failing CUDA calls throw
 /// kvpolicy::cuda_error.
 template <Storage T, class Dims = all_head_dims>
-void attend_backward(const cuda& ctx, const AttentionParams& attention,
-                     std::type_identity_t<rows_view<const T>> q, const kv_view<T>& all,
-                     const Sequences& sequences, const SavedForward<T>& saved, const AttentionGrads<T>& grads,
-                     workspace_view workspace, const BackwardOptions& options = {});
+void attend_backward(const cuda& ctx, const AttentionParams& attention, input_rows<T> q,
+                     const kv_view<T>& all, const Sequences& sequences, const SavedForward<T>& saved,
+                     const AttentionGrads<T>& grads, workspace_view workspace,
+                     const BackwardOptions& options = {});
 
 }  // namespace KVPOLICY_HIDDEN
 }  // namespace kvpolicy

@@ -124,6 +124,31 @@ class repaired_sequences {
     std::vector<std::int32_t> lengths_;
 };
 
+/// Reports a fault of sequence b in the call's status, as a device does. False where the call has none: then
+/// the caller of this refuses the fault.
+inline bool reported(std::uint32_t* status, std::int64_t b, std::uint32_t bits) {
+    if (status == nullptr) {
+        return false;
+    }
+    std::atomic_ref(status[b]).fetch_or(bits);
+    return true;
+}
+
+/// Whether the score at [b][h][t] of the array `name` is a number. A NaN sets status_nan_score; without a
+/// status it is refused.
+template <class Real>
+bool is_number(const char* name, std::int64_t b, std::int64_t h, std::int64_t t, Real score,
+               std::uint32_t* status) {
+    if (!std::isnan(score)) [[likely]] {
+        return true;
+    }
+    if (!reported(status, b, status_nan_score)) {
+        detail::refuse(detail::text(name, "[", b, "][", h, "][", t, "]").c_str(), "NaN",
+                       "a number (-inf and +inf are allowed)");
+    }
+    return false;
+}
+
 /// Shapes that a workspace can be asked for.
 inline void check_shape(const Sequences& sequences, std::int32_t heads) {
     detail::require(sequences.batch >= 0, "sequences.batch", sequences.batch, "0 or more");

@@ -1,5 +1,6 @@
-// What a call on a device reports when it cannot throw: bits OR-ed into a word per sequence. The host backend
-// throws instead of setting nan_score (except where a call says that it runs in the device's mode).
+// What a call on a device reports when it cannot throw: bits OR-ed into a word per sequence. The host sets
+// the same bits where a status is given, and throws where none is; its caches throw for a NaN score in any
+// case.
 #pragma once
 
 #include <cstdint>
@@ -12,8 +13,8 @@ enum status_bits : std::uint32_t {
     status_nan_score = 1u << 0,       ///< a score was NaN; it ranked last
     status_pool_exhausted = 1u << 1,  ///< no page was left: the step was a no-op for this sequence
     status_bad_length = 1u << 2,      ///< a length in device memory was negative or too large: treated as 0
-    status_not_finite =
-        1u << 3,  ///< a NaN or infinity in what a backward pass reads; its results mean nothing
+    /// A NaN or infinity in what a loss or a backward pass reads: its results mean nothing.
+    status_not_finite = 1u << 3,
     status_bad_index = 1u << 4,  ///< a label or index in device memory was outside its row: left out
     /// A layer of a cache was called again before advance(): the second call left this sequence alone.
     status_layer_repeated = 1u << 5,

@@ -104,4 +104,9 @@ static_assert(Storage<bf16> && Storage<fp16> && Storage<float> && Storage<double
 template <Storage T>
 using compute_t = std::conditional_t<std::is_same_v<T, double>, double, float>;
 
+/// The same for the elements of a view, which may be const.
+template <class T>
+requires Storage<std::remove_const_t<T>>
+using real_of = compute_t<std::remove_const_t<T>>;
+
 }  // namespace kvpolicy

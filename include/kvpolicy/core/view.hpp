@@ -85,10 +85,12 @@ KVPOLICY_HOST_DEVICE constexpr plane_view<T> view_bhs(T* data, std::int32_t batc
     return {data, batch, heads, length, static_cast<std::int64_t>(heads) * length, length};
 }
 
-/// Views as parameters from which no type is deduced, so that a view of mutable rows converts to
-/// one of const rows.
+/// Views as parameters from which no type is deduced, so that a view of mutable numbers converts to
+/// one of const numbers.
 template <class T>
 using input_rows = std::type_identity_t<rows_view<const T>>;
+template <class T>
+using input_plane = std::type_identity_t<plane_view<const T>>;
 template <class T>
 using output_rows = std::type_identity_t<rows_view<T>>;
 

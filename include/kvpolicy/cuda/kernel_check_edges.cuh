@@ -13,9 +13,8 @@ namespace cuda_backend {
 /// Copies cu_seqlens to edges. Edges that do not rise from 0 to the length all become 0 (every segment is
 /// empty), and every sequence's status gets status_bad_length.
 ///
-/// Grid:
-/// 1. Block: any. Shared memory: none. Reads cu_seqlens [segments + 1], int32. Overwrites edges [segments +
-///    1]. Adds bits to status [B], where it is given.
+/// Grid: one block. Block: any. Shared memory: none. Reads cu_seqlens [segments + 1], int32. Overwrites edges
+/// [segments + 1]. Adds bits to status [B], where it is given.
 template <class Edge>
 __global__ void check_edges_kernel(const Edge* const cu_seqlens, const std::int32_t segments,
                                    const std::int32_t length, Edge* const edges, std::uint32_t* const status,

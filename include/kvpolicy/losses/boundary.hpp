@@ -66,9 +66,9 @@ struct BoundaryOptions {
     /// what needs them waits for it, so that ranking the target, which a few SMs do, runs beside the scorer's
     /// forward pass. Null: they are ready.
     CUevent_st* scores_ready = nullptr;
-    /// [B], OR-ed into: status_bad_length, for a length that then counts as 0. CUDA alone: status_nan_score
-    /// for a NaN target, which ranks last, and status_not_finite for a score of an example; the host refuses
-    /// both. Null: not wanted.
+    /// [B], OR-ed into: status_bad_length, for a length that then counts as 0; status_nan_score, for a NaN
+    /// target, which ranks last; status_not_finite, for a score of an example that is NaN or infinite (the
+    /// results are then invalid). Null: not wanted; the host then refuses all three.
     std::uint32_t* status = nullptr;
 };
 
@@ -107,10 +107,10 @@ struct BoundaryLoss {
     /// have no valid position: value 0, zero gradient, count 0. With cu_seqlens each segment counts for
     /// itself, with a share of `count` by its valid positions. Synchronous; O(S log k) per head.
     ///
-    /// Refuses, before anything is written: numbers out of range, shapes that disagree, a NaN target or a
-    /// score that is not finite at a key that leaves the window, too little workspace.
+    /// Refuses, before anything is written: numbers out of range, shapes that disagree, too little workspace,
+    /// and without a status a NaN target or a score that is not finite at a key that leaves the window.
     template <AnyPolicy P, class Real>
-    void operator()(const host& ctx, const P& policy, std::type_identity_t<plane_view<const Real>> scores,
+    void operator()(const host& ctx, const P& policy, input_plane<Real> scores,
                     plane_view<const float> target, const Sequences& sequences, plane_view<Real> d_scores,
                     double* d_log_gamma, BoundaryValue* value, workspace_view workspace,
                     const BoundaryOptions& options = {}) const;
@@ -129,7 +129,7 @@ struct BoundaryLoss {
     /// not packed (cu_seqlens and starts null). Refuses, before anything is enqueued, the rest of what the
     /// host refuses, and heads that options.layers does not divide.
     template <AnyPolicy P, class Real, class Build = cuda_build>
-    void operator()(const cuda& ctx, const P& policy, std::type_identity_t<plane_view<const Real>> scores,
+    void operator()(const cuda& ctx, const P& policy, input_plane<Real> scores,
                     plane_view<const float> target, const Sequences& sequences, plane_view<Real> d_scores,
                     double* d_log_gamma, BoundaryValue* value, workspace_view workspace,
                     const BoundaryOptions& options = {}) const;

@@ -48,4 +48,14 @@ inline void check_temperature(float temperature, float scale) {
 
 inline void check_gate_scale(float scale) { detail::require(std::isfinite(scale), "scale", scale, "finite"); }
 
+/// The numbers of a BasicGateLoss.
+template <class Loss>
+void check_gate_loss(const Loss& loss, std::int32_t heads) {
+    check_gate_scale(loss.scale);
+    if constexpr (requires { loss.term.lambda; }) {
+        detail::require(loss.term.lambda != nullptr || heads == 0, "lambda", "null",
+                        "an array by head (device memory on CUDA)");
+    }
+}
+
 }  // namespace kvpolicy::checks

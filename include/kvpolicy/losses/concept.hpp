@@ -28,9 +28,9 @@ struct LossValue {
 
 /// Options of a loss.
 struct LossOptions {
-    /// [B], OR-ed into: status_bad_length, for a length that then counts as 0. CUDA alone: status_nan_score,
-    /// status_not_finite and status_bad_index, for numbers that the host refuses. Null: not wanted; the host
-    /// then refuses such a length, too.
+    /// [B], OR-ed into: status_bad_length, for a length that then counts as 0; status_nan_score,
+    /// status_not_finite and status_bad_index, for the numbers that each loss names. Null: not wanted; the
+    /// host then refuses all of them.
     std::uint32_t* status = nullptr;
 };
 

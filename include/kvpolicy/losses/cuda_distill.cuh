@@ -23,9 +23,8 @@ inline std::size_t top_logits_workspace_bytes(const cuda& ctx, std::int32_t voca
 /// The host's top_logits: the same logits and indices in the same order. K is 1 to V, and at
 /// most max_top_logits.
 template <Storage T>
-void top_logits(const cuda& ctx, std::type_identity_t<rows_view<const T>> logits, const Sequences& sequences,
-                rows_view<T> values, rows_view<std::int32_t> indices, workspace_view workspace,
-                const LossOptions& options = {});
+void top_logits(const cuda& ctx, input_rows<T> logits, const Sequences& sequences, rows_view<T> values,
+                rows_view<std::int32_t> indices, workspace_view workspace, const LossOptions& options = {});
 
 }  // namespace KVPOLICY_HIDDEN
 }  // namespace kvpolicy

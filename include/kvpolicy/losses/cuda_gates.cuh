@@ -17,8 +17,8 @@ inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 
 // The host's calls of these names. Tensors, counts, status and the arrays of `sequences` are device memory,
 // the policy's numbers by head host memory; nothing is allocated, nothing waited for. Scores are fp32. A
-// length or edge that cannot be counts as 0 and sets status_bad_length where options.status [B] is given; so
-// does a NaN score status_nan_score: it adds nothing, and its gradient is 0.
+// length or edge that cannot be counts as 0 and sets status_bad_length where options.status [B] is given. A
+// NaN score sets status_nan_score; it adds nothing, and its gradient is 0.
 
 /// Bytes of device workspace that straight_through_values needs.
 template <AnyPolicy P>
@@ -28,12 +28,9 @@ std::size_t straight_through_values_workspace_bytes(const cuda& ctx, const P& po
 /// v and d_v [B, Hkv, S, Dv]; overwrites d_scores [B, Hkv, S] for the sequences' lengths. Where v or d_v of a
 /// key that counts is not finite, status_not_finite says so.
 template <AnyPolicy P, class V>
-void straight_through_values(const cuda& ctx, const P& policy,
-                             std::type_identity_t<plane_view<const compute_t<std::remove_const_t<V>>>> scores,
-                             rows_view<V> v, input_rows<std::remove_const_t<V>> d_v,
-                             const Sequences& sequences,
-                             plane_view<compute_t<std::remove_const_t<V>>> d_scores, workspace_view workspace,
-                             const GateOptions& options = {});
+void straight_through_values(const cuda& ctx, const P& policy, input_plane<real_of<V>> scores, rows_view<V> v,
+                             input_rows<V> d_v, const Sequences& sequences, plane_view<real_of<V>> d_scores,
+                             workspace_view workspace, const GateOptions& options = {});
 
 /// Bytes of device workspace that retention_counts needs.
 template <AnyPolicy P>

@@ -20,20 +20,22 @@ namespace kvpolicy {
 // better. A mean over n tokens has gradients of 1 / n and less, and fp16 has no digits below 3e-8: give a
 // loss of fp16 rows a scale of about n, and take it out of the fp32 gradients that it becomes. Rows, labels,
 // indices, *value, status and lengths are device memory; nothing is allocated, nothing waited for.
-// options.status says what the host refuses: status_bad_length for a length that cannot be, which counts as
-// 0; status_not_finite for a NaN logit or hidden number, whose token's results then mean nothing;
-// status_bad_index for a label or index outside its row, which is left out.
+//
+// options.status reports on both contexts: status_bad_length, for a length that cannot be, which counts as 0;
+// status_not_finite, for a NaN logit or hidden number, whose token's results then mean nothing;
+// status_bad_index, for a label or index outside its row, which is left out. Without a status the host
+// refuses all three.
 
 /// Bytes of workspace for top_logits: none on CUDA.
 std::size_t top_logits_workspace_bytes(const host& ctx, std::int32_t vocabulary);
 
 /// Writes the `values.dim` largest logits of each token, largest first (equal ones by rising index), and
 /// their indices: logits [B, 1, S, V], values and indices [B, 1, S, K], K <= V. So a teacher's logits can be
-/// stored, and the teacher left out of training. Overwrites. Refuses a NaN among the logits.
+/// stored, and the teacher left out of training. Overwrites. A NaN logit ranks last, or is refused (see
+/// above).
 template <Storage T>
-void top_logits(const host& ctx, std::type_identity_t<rows_view<const T>> logits, const Sequences& sequences,
-                rows_view<T> values, rows_view<std::int32_t> indices, workspace_view workspace,
-                const LossOptions& options = {});
+void top_logits(const host& ctx, input_rows<T> logits, const Sequences& sequences, rows_view<T> values,
+                rows_view<std::int32_t> indices, workspace_view workspace, const LossOptions& options = {});
 
 /// KL over the teacher's top logits, both sides renormalized over that set: with p and s the softmaxes of
 /// teacher and student logits / temperature over the set,
@@ -58,21 +60,19 @@ struct TopDistillation {
                                               const Sequences& sequences) const;
 
     /// teacher and student [B, 1, S, V]; overwrites d_student [B, 1, S, V] for the sequences'
-    /// lengths, and *value. Refuses shapes that disagree, a NaN logit that is read. On CUDA `top` is
+    /// lengths, and *value. Refuses shapes that disagree; NaN logits as above. On CUDA `top` is
     /// at most max_top_logits.
     template <Storage T>
-    void operator()(const host& ctx, std::type_identity_t<rows_view<const T>> teacher,
-                    std::type_identity_t<rows_view<const T>> student, const Sequences& sequences,
+    void operator()(const host& ctx, input_rows<T> teacher, input_rows<T> student, const Sequences& sequences,
                     rows_view<T> d_student, LossValue* value, workspace_view workspace,
                     const LossOptions& options = {}) const;
 
     /// The same from stored logits: values and indices [B, 1, S, K] as top_logits writes them, the indices of
     /// one token distinct; `top` does not count.
     template <Storage T>
-    void operator()(const host& ctx, std::type_identity_t<rows_view<const T>> values,
-                    rows_view<const std::int32_t> indices, std::type_identity_t<rows_view<const T>> student,
-                    const Sequences& sequences, rows_view<T> d_student, LossValue* value,
-                    workspace_view workspace, const LossOptions& options = {}) const;
+    void operator()(const host& ctx, input_rows<T> values, rows_view<const std::int32_t> indices,
+                    input_rows<T> student, const Sequences& sequences, rows_view<T> d_student,
+                    LossValue* value, workspace_view workspace, const LossOptions& options = {}) const;
 
 #if defined(__CUDACC__)
     template <class Rows, class Build = cuda_build>
@@ -83,15 +83,13 @@ struct TopDistillation {
                                               rows_view<const std::int32_t> indices,
                                               const Sequences& sequences) const;
     template <Storage T, class Build = cuda_build>
-    void operator()(const cuda& ctx, std::type_identity_t<rows_view<const T>> teacher,
-                    std::type_identity_t<rows_view<const T>> student, const Sequences& sequences,
+    void operator()(const cuda& ctx, input_rows<T> teacher, input_rows<T> student, const Sequences& sequences,
                     rows_view<T> d_student, LossValue* value, workspace_view workspace,
                     const LossOptions& options = {}) const;
     template <Storage T, class Build = cuda_build>
-    void operator()(const cuda& ctx, std::type_identity_t<rows_view<const T>> values,
-                    rows_view<const std::int32_t> indices, std::type_identity_t<rows_view<const T>> student,
-                    const Sequences& sequences, rows_view<T> d_student, LossValue* value,
-                    workspace_view workspace, const LossOptions& options = {}) const;
+    void operator()(const cuda& ctx, input_rows<T> values, rows_view<const std::int32_t> indices,
+                    input_rows<T> student, const Sequences& sequences, rows_view<T> d_student,
+                    LossValue* value, workspace_view workspace, const LossOptions& options = {}) const;
 #endif
 };
 
@@ -106,22 +104,20 @@ struct CrossEntropy {
                                               const Sequences& sequences) const;
 
     /// student [B, 1, S, V]; labels [B, 1, S], where -1 leaves a token out; overwrites d_student for the
-    /// sequences' lengths, and *value. Refuses shapes that disagree, a label of V or more, a NaN logit.
+    /// sequences' lengths, and *value. Refuses shapes that disagree; other labels and NaN logits as above.
     template <Storage T>
-    void operator()(const host& ctx, plane_view<const std::int32_t> labels,
-                    std::type_identity_t<rows_view<const T>> student, const Sequences& sequences,
-                    rows_view<T> d_student, LossValue* value, workspace_view workspace,
-                    const LossOptions& options = {}) const;
+    void operator()(const host& ctx, plane_view<const std::int32_t> labels, input_rows<T> student,
+                    const Sequences& sequences, rows_view<T> d_student, LossValue* value,
+                    workspace_view workspace, const LossOptions& options = {}) const;
 
 #if defined(__CUDACC__)
     template <class Rows, class Build = cuda_build>
     [[nodiscard]] std::size_t workspace_bytes(const cuda& ctx, rows_view<Rows> student,
                                               const Sequences& sequences) const;
     template <Storage T, class Build = cuda_build>
-    void operator()(const cuda& ctx, plane_view<const std::int32_t> labels,
-                    std::type_identity_t<rows_view<const T>> student, const Sequences& sequences,
-                    rows_view<T> d_student, LossValue* value, workspace_view workspace,
-                    const LossOptions& options = {}) const;
+    void operator()(const cuda& ctx, plane_view<const std::int32_t> labels, input_rows<T> student,
+                    const Sequences& sequences, rows_view<T> d_student, LossValue* value,
+                    workspace_view workspace, const LossOptions& options = {}) const;
 #endif
 };
 
@@ -137,8 +133,7 @@ struct L2Distillation {
     /// teacher, student and d_student [B, 1, S, D] (or any number of heads). Overwrites d_student for the
     /// lengths, and *value.
     template <Storage T>
-    void operator()(const host& ctx, std::type_identity_t<rows_view<const T>> teacher,
-                    std::type_identity_t<rows_view<const T>> student, const Sequences& sequences,
+    void operator()(const host& ctx, input_rows<T> teacher, input_rows<T> student, const Sequences& sequences,
                     rows_view<T> d_student, LossValue* value, workspace_view workspace,
                     const LossOptions& options = {}) const;
 
@@ -147,8 +142,7 @@ struct L2Distillation {
     [[nodiscard]] std::size_t workspace_bytes(const cuda& ctx, rows_view<Rows> teacher,
                                               const Sequences& sequences) const;
     template <Storage T, class Build = cuda_build>
-    void operator()(const cuda& ctx, std::type_identity_t<rows_view<const T>> teacher,
-                    std::type_identity_t<rows_view<const T>> student, const Sequences& sequences,
+    void operator()(const cuda& ctx, input_rows<T> teacher, input_rows<T> student, const Sequences& sequences,
                     rows_view<T> d_student, LossValue* value, workspace_view workspace,
                     const LossOptions& options = {}) const;
 #endif

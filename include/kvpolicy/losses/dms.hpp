@@ -54,8 +54,9 @@ struct CompressionLoss {
     [[nodiscard]] std::size_t workspace_bytes(const host& ctx, const P& policy, const Sequences& sequences,
                                               std::int32_t heads) const;
 
-    /// Adds the decisions on scores [B, Hkv, S] to *sums, so that the layers of a model add up. Refuses a NaN
-    /// score that is read. On CUDA (memory as in losses/gates.hpp) the same decisions: draws, and what
+    /// Adds the decisions on scores [B, Hkv, S] to *sums, so that the layers of a model add up. A NaN score
+    /// that is read is a key with alpha 0 and gradient 0, and sets status_nan_score; without a status the
+    /// host refuses it. On CUDA (memory as in losses/gates.hpp) the same decisions: draws, and what
     /// `straight_through` counts but for alphas within rounding of 0.5.
     template <AnyPolicy P, class Real>
     void sums(const host& ctx, const P& policy, plane_view<Real> scores, const Sequences& sequences,
@@ -63,23 +64,23 @@ struct CompressionLoss {
 
     /// d_scores [B, Hkv, S]: overwritten for the sequences' lengths with d value / d z = -scale alpha (1 -
     /// alpha) / (temperature keys) where the mean is below the target, else 0. Refuses a target outside [0,
-    /// 1], a NaN score that is read, and a total of fewer keys than the call's.
+    /// 1], a NaN score that is read as in sums(), and a total of fewer keys than the call's.
     template <AnyPolicy P, class Real>
-    void operator()(const host& ctx, const P& policy, std::type_identity_t<plane_view<const Real>> scores,
-                    const Sequences& sequences, plane_view<Real> d_scores, LossValue* value,
-                    workspace_view workspace, const CompressionOptions& options = {}) const;
+    void operator()(const host& ctx, const P& policy, input_plane<Real> scores, const Sequences& sequences,
+                    plane_view<Real> d_scores, LossValue* value, workspace_view workspace,
+                    const CompressionOptions& options = {}) const;
 
 #if defined(__CUDACC__)
-    template <AnyPolicy P, class Real, class Build = cuda_build>
-    void sums(const cuda& ctx, const P& policy, plane_view<Real> scores, const Sequences& sequences,
-              EvictionSums* sums, workspace_view workspace, const CompressionOptions& options = {}) const;
     template <AnyPolicy P, class Build = cuda_build>
     [[nodiscard]] std::size_t workspace_bytes(const cuda& ctx, const P& policy, const Sequences& sequences,
                                               std::int32_t heads) const;
     template <AnyPolicy P, class Real, class Build = cuda_build>
-    void operator()(const cuda& ctx, const P& policy, std::type_identity_t<plane_view<const Real>> scores,
-                    const Sequences& sequences, plane_view<Real> d_scores, LossValue* value,
-                    workspace_view workspace, const CompressionOptions& options = {}) const;
+    void sums(const cuda& ctx, const P& policy, plane_view<Real> scores, const Sequences& sequences,
+              EvictionSums* sums, workspace_view workspace, const CompressionOptions& options = {}) const;
+    template <AnyPolicy P, class Real, class Build = cuda_build>
+    void operator()(const cuda& ctx, const P& policy, input_plane<Real> scores, const Sequences& sequences,
+                    plane_view<Real> d_scores, LossValue* value, workspace_view workspace,
+                    const CompressionOptions& options = {}) const;
 #endif
 };
 

@@ -26,109 +26,73 @@ struct GateTerm {
     double value, slope;
 };
 
-/// WG-KV's sparsity term (3.3): scale * mean over heads and keys of g + g (1 - g).
-struct GateSparsity {
-    float scale = 1.0f;  ///< lambda, over the number of layers
-    gate_scope scope = gate_scope::all;
-    std::int32_t layer = 0;
-
+/// WG-KV's sparsity term (3.3): scale (g + g (1 - g)); the loss is its mean over heads and keys.
+struct SparsityTerm {
     static constexpr bool mean_over_keys = true;
-    [[nodiscard]] KVPOLICY_HOST_DEVICE GateTerm term(std::int32_t head, double z) const;
-
-    /// Bytes of workspace for a call with these sequences and `heads` KV heads: none on the host.
-    template <AnyPolicy P>
-    [[nodiscard]] std::size_t workspace_bytes(const host& ctx, const P& policy, const Sequences& sequences,
-                                              std::int32_t heads) const;
-
-    /// scores and d_scores [B, Hkv, S]; overwrites d_scores for the sequences' lengths, and *value. Refuses a
-    /// NaN score that is read. On CUDA: tensors, *value, status and the arrays of `sequences` are device
-    /// memory, scores fp32; value and gradients are the host's to rounding, the same bits in every run; a NaN
-    /// score adds 0 and has gradient 0, and it sets status_nan_score.
-    template <AnyPolicy P, class Real>
-    void operator()(const host& ctx, const P& policy, std::type_identity_t<plane_view<const Real>> scores,
-                    const Sequences& sequences, plane_view<Real> d_scores, LossValue* value,
-                    workspace_view workspace, const LossOptions& options = {}) const;
-
-#if defined(__CUDACC__)
-    template <AnyPolicy P, class Build = cuda_build>
-    [[nodiscard]] std::size_t workspace_bytes(const cuda& ctx, const P& policy, const Sequences& sequences,
-                                              std::int32_t heads) const;
-    template <AnyPolicy P, class Real, class Build = cuda_build>
-    void operator()(const cuda& ctx, const P& policy, std::type_identity_t<plane_view<const Real>> scores,
-                    const Sequences& sequences, plane_view<Real> d_scores, LossValue* value,
-                    workspace_view workspace, const LossOptions& options = {}) const;
-#endif
+    KVPOLICY_HOST_DEVICE GateTerm operator()(double scale, std::int32_t head, double z) const;
 };
 
-/// SP-KV's density regularizer (eq. 13): -scale * mean of u, as the paper has the sign: minimizing it raises
-/// density. A negative scale lowers it.
-struct GateDensity {
-    float scale = 1.0f;  ///< lambda_aux, over the number of layers
-    gate_scope scope = gate_scope::all;
-    std::int32_t layer = 0;
-
+/// SP-KV's density regularizer (eq. 13): -scale u, as the paper has the sign: minimizing its mean over heads
+/// and keys raises density. A negative scale lowers it.
+struct DensityTerm {
     static constexpr bool mean_over_keys = true;
-    [[nodiscard]] KVPOLICY_HOST_DEVICE GateTerm term(std::int32_t head, double z) const;
-
-    /// Bytes of workspace for a call with these sequences and `heads` KV heads: none on the host.
-    template <AnyPolicy P>
-    [[nodiscard]] std::size_t workspace_bytes(const host& ctx, const P& policy, const Sequences& sequences,
-                                              std::int32_t heads) const;
-
-    template <AnyPolicy P, class Real>
-    void operator()(const host& ctx, const P& policy, std::type_identity_t<plane_view<const Real>> scores,
-                    const Sequences& sequences, plane_view<Real> d_scores, LossValue* value,
-                    workspace_view workspace, const LossOptions& options = {}) const;
-
-#if defined(__CUDACC__)
-    template <AnyPolicy P, class Build = cuda_build>
-    [[nodiscard]] std::size_t workspace_bytes(const cuda& ctx, const P& policy, const Sequences& sequences,
-                                              std::int32_t heads) const;
-    template <AnyPolicy P, class Real, class Build = cuda_build>
-    void operator()(const cuda& ctx, const P& policy, std::type_identity_t<plane_view<const Real>> scores,
-                    const Sequences& sequences, plane_view<Real> d_scores, LossValue* value,
-                    workspace_view workspace, const LossOptions& options = {}) const;
-#endif
+    KVPOLICY_HOST_DEVICE GateTerm operator()(double scale, std::int32_t head, double z) const;
 };
 
-/// LTE's penalty (eq. 7): sum over heads of lambda_h times the sum over keys of relu(r - 0.5),
-/// averaged over sequences.
-struct RetentionPenalty {
-    const float* lambda =
-        nullptr;  ///< [Hkv], as the controller has them; on CUDA device memory, read when the work runs
-    float scale = 1.0f;
+/// LTE's penalty (eq. 7): scale lambda_h relu(r - 0.5); the loss is its sum over heads and keys, averaged
+/// over sequences.
+struct RetentionTerm {
+    static constexpr bool mean_over_keys = false;
+    /// [Hkv], as the controller has them; on CUDA device memory, read when the work runs.
+    const float* lambda = nullptr;
+    KVPOLICY_HOST_DEVICE GateTerm operator()(double scale, std::int32_t head, double z) const;
+};
+
+/// A loss on gates that adds up a term per key: over the keys of all heads and sequences, divided by the
+/// number of keys where Term::mean_over_keys, else by the number of sequences.
+template <class Term>
+struct BasicGateLoss {
+    float scale = 1.0f;  ///< lambda or lambda_aux, over the number of layers
     gate_scope scope = gate_scope::all;
-    std::int32_t layer = 0;
-
-    static constexpr bool mean_over_keys = false;  // over sequences
-    [[nodiscard]] KVPOLICY_HOST_DEVICE GateTerm term(std::int32_t head, double z) const;
+    std::int32_t layer = 0;  ///< the layer whose rules hold
+    Term term{};
 
     /// Bytes of workspace for a call with these sequences and `heads` KV heads: none on the host.
     template <AnyPolicy P>
     [[nodiscard]] std::size_t workspace_bytes(const host& ctx, const P& policy, const Sequences& sequences,
                                               std::int32_t heads) const;
 
+    /// scores and d_scores [B, Hkv, S]; overwrites d_scores for the sequences' lengths, and *value. A NaN
+    /// score that is read adds 0, has gradient 0 and sets status_nan_score in options.status; without a
+    /// status the host refuses it, before anything is written. On CUDA: tensors, *value, status and the
+    /// arrays of `sequences` are device memory, scores fp32; value and gradients are the host's to rounding,
+    /// the same bits in every run.
     template <AnyPolicy P, class Real>
-    void operator()(const host& ctx, const P& policy, std::type_identity_t<plane_view<const Real>> scores,
-                    const Sequences& sequences, plane_view<Real> d_scores, LossValue* value,
-                    workspace_view workspace, const LossOptions& options = {}) const;
+    void operator()(const host& ctx, const P& policy, input_plane<Real> scores, const Sequences& sequences,
+                    plane_view<Real> d_scores, LossValue* value, workspace_view workspace,
+                    const LossOptions& options = {}) const;
 
 #if defined(__CUDACC__)
     template <AnyPolicy P, class Build = cuda_build>
     [[nodiscard]] std::size_t workspace_bytes(const cuda& ctx, const P& policy, const Sequences& sequences,
                                               std::int32_t heads) const;
     template <AnyPolicy P, class Real, class Build = cuda_build>
-    void operator()(const cuda& ctx, const P& policy, std::type_identity_t<plane_view<const Real>> scores,
-                    const Sequences& sequences, plane_view<Real> d_scores, LossValue* value,
-                    workspace_view workspace, const LossOptions& options = {}) const;
+    void operator()(const cuda& ctx, const P& policy, input_plane<Real> scores, const Sequences& sequences,
+                    plane_view<Real> d_scores, LossValue* value, workspace_view workspace,
+                    const LossOptions& options = {}) const;
 #endif
 };
+
+using GateSparsity = BasicGateLoss<SparsityTerm>;
+using GateDensity = BasicGateLoss<DensityTerm>;
+using RetentionPenalty = BasicGateLoss<RetentionTerm>;
 
 /// Options of straight_through_values and retention_counts.
 struct GateOptions {
     std::int32_t layer = 0;  ///< the layer whose rules hold
-    /// [B], OR-ed into: status_bad_length, for a length that then counts as 0. CUDA alone: status_nan_score
-    /// and status_not_finite, for numbers that the host refuses.
+    /// [B], OR-ed into: status_bad_length, for a length that then counts as 0; status_nan_score, for a NaN
+    /// score that is read; status_not_finite, for a sum <v_t, dv_t> that is NaN or infinite. Null: not
+    /// wanted; the host then refuses all three (retention_counts: lengths alone).
     std::uint32_t* status = nullptr;
 };
 
@@ -139,14 +103,12 @@ std::size_t straight_through_values_workspace_bytes(const host& ctx, const P& po
 
 /// LTE's straight-through gradient (eq. 6): d r[t] = <v_t, dv_t>, times r (1 - r) for the logit. v and d_v
 /// [B, Hkv, S, Dv] (from attend_backward); overwrites d_scores [B, Hkv, S] for the sequences' lengths, with 0
-/// for keys whose gate is not asked (gate_scope::decided). Refuses a NaN in v or d_v at a key that counts.
+/// for keys whose gate is not asked (gate_scope::decided) and for a NaN score. Refuses, where there is no
+/// status: a NaN score, and a NaN or infinity in v or d_v, at a key that counts.
 template <AnyPolicy P, class V>
-void straight_through_values(const host& ctx, const P& policy,
-                             std::type_identity_t<plane_view<const compute_t<std::remove_const_t<V>>>> scores,
-                             rows_view<V> v, input_rows<std::remove_const_t<V>> d_v,
-                             const Sequences& sequences,
-                             plane_view<compute_t<std::remove_const_t<V>>> d_scores, workspace_view workspace,
-                             const GateOptions& options = {});
+void straight_through_values(const host& ctx, const P& policy, input_plane<real_of<V>> scores, rows_view<V> v,
+                             input_rows<V> d_v, const Sequences& sequences, plane_view<real_of<V>> d_scores,
+                             workspace_view workspace, const GateOptions& options = {});
 
 /// Bytes of workspace that retention_counts needs for `heads` KV heads: none on the host.
 template <AnyPolicy P>
@@ -154,7 +116,7 @@ std::size_t retention_counts_workspace_bytes(const host& ctx, const P& policy, c
                                              std::int32_t heads);
 
 /// counts[h] = how many keys of head h are out of the window, no sinks, and have r > 0.5 (z > 0): mean over
-/// sequences. Overwrites counts [Hkv].
+/// sequences. Overwrites counts [Hkv]. A NaN score is not above 0, and sets status_nan_score.
 template <AnyPolicy P, class Real>
 void retention_counts(const host& ctx, const P& policy, plane_view<Real> scores, const Sequences& sequences,
                       double* counts, workspace_view workspace, const GateOptions& options = {});

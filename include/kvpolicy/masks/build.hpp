@@ -19,11 +19,11 @@ struct MaskOptions {
     std::int32_t layer = 0;
     /// Static priorities are taken relative to a base that moves at multiples of this (tests lower it).
     position_t rebase_limit = kvpolicy::rebase_limit;
-    /// false: a NaN score is refused. true: it ranks last, closes its gate, and sets
-    /// status_nan_score, as on a device.
+    /// On the host without a status: a NaN score that is read ranks last and closes its gate, as it does with
+    /// a status and on a device. Otherwise the host refuses the score.
     bool nan_ranks_last = false;
-    /// A word per sequence, OR-ed into: status_nan_score, status_bad_length (a length out of range then
-    /// counts as 0). Null: not wanted; the host then refuses such a length.
+    /// [B], OR-ed into: status_nan_score, for a NaN score that is read (it ranks last and closes its gate);
+    /// status_bad_length, for a length that then counts as 0. Null: not wanted; the host then refuses both.
     std::uint32_t* status = nullptr;
 };
 
@@ -42,7 +42,7 @@ std::size_t build_mask_workspace_bytes(const host& ctx, const P& policy, const S
 /// cu_seqlens every segment starts anew and its keys expire with it. Synchronous; O(S log k) per head for
 /// decay step 1, O(S k) otherwise. Refuses, before anything is written: numbers that no policy can have,
 /// shapes that disagree, lengths below 0 or over S, starts (a mask begins at position 0), cu_seqlens that do
-/// not rise from 0 to the length, a NaN score that is read (unless nan_ranks_last), too little workspace.
+/// not rise from 0 to the length, a NaN score that is read (see MaskOptions), too little workspace.
 template <AnyPolicy P>
 void build_mask(const host& ctx, const P& policy, plane_view<const float> scores, const Sequences& sequences,
                 plane_view<expiry_t> expiry, workspace_view workspace, const MaskOptions& options = {});

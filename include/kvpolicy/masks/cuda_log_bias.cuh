@@ -31,10 +31,9 @@ void build_log_bias(const cuda& ctx, const P& policy, const G& gate, plane_view<
 
 /// As the host's log_bias_backward. Where the score is NaN, d_scores is 0.
 template <AnyPolicy P, TrainingGate G, class Real>
-void log_bias_backward(const cuda& ctx, const P& policy, const G& gate,
-                       std::type_identity_t<plane_view<const Real>> scores,
-                       std::type_identity_t<plane_view<const Real>> d_log_bias, const Sequences& sequences,
-                       plane_view<Real> d_scores, workspace_view workspace, const MaskOptions& options = {});
+void log_bias_backward(const cuda& ctx, const P& policy, const G& gate, input_plane<Real> scores,
+                       input_plane<Real> d_log_bias, const Sequences& sequences, plane_view<Real> d_scores,
+                       workspace_view workspace, const MaskOptions& options = {});
 
 }  // namespace KVPOLICY_HIDDEN
 }  // namespace kvpolicy

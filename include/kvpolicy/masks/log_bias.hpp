@@ -108,19 +108,21 @@ std::size_t log_bias_workspace_bytes(const host& ctx, const P& policy, const Seq
 /// policy gives sinks and windows; its own gate, if any, is not asked. With cu_seqlens keys expire with their
 /// segment. A mask_view of both arrays also needs bias_from = the windows by head (windows_of).
 ///
-/// Refuses, before anything is written: a gate's numbers, shapes that disagree, a NaN score that is read.
+/// A NaN score that is read closes its gate and sets status_nan_score in options.status.
+///
+/// Refuses, before anything is written: a gate's numbers, shapes that disagree, a NaN score that is read
+/// where there is no status (see MaskOptions).
 template <AnyPolicy P, TrainingGate G, class Real>
 void build_log_bias(const host& ctx, const P& policy, const G& gate, plane_view<Real> scores,
                     const Sequences& sequences, plane_view<expiry_t> expiry, plane_view<float> log_bias,
                     workspace_view workspace, const MaskOptions& options = {});
 
-/// The way back: d_scores[b][h][t] = derivative * d_log_bias[b][h][t] where the score was read, else 0.
-/// Overwrites d_scores [B, Hkv, S] for the sequences' lengths.
+/// The way back: d_scores[b][h][t] = derivative * d_log_bias[b][h][t] where the score was read, else 0, also
+/// for a NaN score. Overwrites d_scores [B, Hkv, S] for the sequences' lengths. NaN scores as above.
 template <AnyPolicy P, TrainingGate G, class Real>
-void log_bias_backward(const host& ctx, const P& policy, const G& gate,
-                       std::type_identity_t<plane_view<const Real>> scores,
-                       std::type_identity_t<plane_view<const Real>> d_log_bias, const Sequences& sequences,
-                       plane_view<Real> d_scores, workspace_view workspace, const MaskOptions& options = {});
+void log_bias_backward(const host& ctx, const P& policy, const G& gate, input_plane<Real> scores,
+                       input_plane<Real> d_log_bias, const Sequences& sequences, plane_view<Real> d_scores,
+                       workspace_view workspace, const MaskOptions& options = {});
 
 /// out[h] = w of head h, what a mask_view with log-biases takes as bias_from. Refuses a layer that the policy
 /// does not have, null.

@@ -25,13 +25,12 @@ struct top_k_entry {
 struct top_k_outcome {
     enum : std::uint8_t { took_free_slot, replaced, refused } kind;
     std::int32_t slot;  // the candidate's place, where it has one
-    std::int32_t
-        lost;  // contestant::key of the evicted key; the candidate's where refused; -1 where nobody lost
+    std::int32_t lost;  // top_k_entry::key of the evicted key; the candidate's where refused; -1 where none
 };
 
 /// The k best of the keys that have competed so far. Worst on top of a binary heap where priorities are
 /// static (decay step 1), a scan of the keys held otherwise.
-/// Storage is the caller's: capacity(rule, competitors) entries.
+/// Storage is the caller's: capacity(head_params, competitors) entries.
 class top_k_set {
   public:
     /// How many entries the storage needs when at most `competitors` keys will ever compete.

@@ -172,40 +172,32 @@ constexpr auto make_keep_set(const First& first, const Rest&... rest) {
 /// budget a key expires with its window (StreamingLLM).
 template <class... Parts>
 class Policy {
+    template <part_kind Kind>
+    static constexpr auto count = detail::count_of<Kind, Parts...>;
+
     static_assert((detail::has_kind<Parts> && ...),
                   "kvpolicy: every part of a Policy needs `static constexpr kvpolicy::part_kind kind`");
-    static_assert(detail::count_of<part_kind::sink, Parts...> <= 1,
-                  "kvpolicy: a Policy has at most one Sink");
-    static_assert(detail::count_of<part_kind::window, Parts...> <= 1,
-                  "kvpolicy: a Policy has at most one Window");
-    static_assert(detail::count_of<part_kind::gate, Parts...> <= 1,
-                  "kvpolicy: a Policy has at most one gate");
-    static_assert(detail::count_of<part_kind::budget, Parts...> <= 1,
-                  "kvpolicy: a Policy has at most one TopKBudget");
-    static_assert(detail::count_of<part_kind::decay, Parts...> <= 1,
-                  "kvpolicy: a Policy has at most one Decay");
-    static_assert(detail::count_of<part_kind::scorer, Parts...> <= 1,
-                  "kvpolicy: a Policy has at most one scorer");
-    static_assert(detail::count_of<part_kind::eviction, Parts...> <= 1,
-                  "kvpolicy: a Policy has at most one eviction part");
-    static_assert(detail::count_of<part_kind::selection, Parts...> <= 1,
-                  "kvpolicy: a Policy has at most one selection part");
-    static_assert(detail::count_of<part_kind::scorer, Parts...> == 0 ||
-                      detail::count_of<part_kind::budget, Parts...> +
-                              detail::count_of<part_kind::gate, Parts...> >
-                          0,
+    static_assert(count<part_kind::sink> <= 1, "kvpolicy: a Policy has at most one Sink");
+    static_assert(count<part_kind::window> <= 1, "kvpolicy: a Policy has at most one Window");
+    static_assert(count<part_kind::gate> <= 1, "kvpolicy: a Policy has at most one gate");
+    static_assert(count<part_kind::budget> <= 1, "kvpolicy: a Policy has at most one TopKBudget");
+    static_assert(count<part_kind::decay> <= 1, "kvpolicy: a Policy has at most one Decay");
+    static_assert(count<part_kind::scorer> <= 1, "kvpolicy: a Policy has at most one scorer");
+    static_assert(count<part_kind::eviction> <= 1, "kvpolicy: a Policy has at most one eviction part");
+    static_assert(count<part_kind::selection> <= 1, "kvpolicy: a Policy has at most one selection part");
+    static_assert(count<part_kind::scorer> == 0 || count<part_kind::budget> + count<part_kind::gate> > 0,
                   "kvpolicy: a scorer ranks keys for a TopKBudget or a gate, and this Policy has neither");
 
   public:
-    static constexpr bool has_gate = detail::count_of<part_kind::gate, Parts...> == 1;
-    static constexpr bool has_budget = detail::count_of<part_kind::budget, Parts...> == 1;
-    static constexpr bool has_decay = detail::count_of<part_kind::decay, Parts...> == 1;
-    static constexpr bool has_keep = detail::count_of<part_kind::keep, Parts...> > 0;
+    static constexpr bool has_gate = count<part_kind::gate> == 1;
+    static constexpr bool has_budget = count<part_kind::budget> == 1;
+    static constexpr bool has_decay = count<part_kind::decay> == 1;
+    static constexpr bool has_keep = count<part_kind::keep> > 0;
     /// Whether a key's fate depends on its score.
     static constexpr bool ranked = has_gate || has_budget;
 
-    static constexpr bool has_eviction = detail::count_of<part_kind::eviction, Parts...> == 1;
-    static constexpr bool has_selection = detail::count_of<part_kind::selection, Parts...> == 1;
+    static constexpr bool has_eviction = count<part_kind::eviction> == 1;
+    static constexpr bool has_selection = count<part_kind::selection> == 1;
 
     using eviction_type = typename detail::part_of<part_kind::eviction, detail::no_eviction, Parts...>::type;
     using selection_type =
@@ -262,37 +254,10 @@ class Policy {
         return head_params;
     }
 
-    constexpr gate_type gate() const {
-        if constexpr (has_gate) {
-            return std::get<gate_type>(parts_);
-        } else {
-            return {};
-        }
-    }
-
-    constexpr eviction_type eviction() const {
-        if constexpr (has_eviction) {
-            return std::get<eviction_type>(parts_);
-        } else {
-            return {};
-        }
-    }
-
-    constexpr selection_type selection() const {
-        if constexpr (has_selection) {
-            return std::get<selection_type>(parts_);
-        } else {
-            return {};
-        }
-    }
-
-    constexpr scorer_type scorer() const {
-        if constexpr (std::is_same_v<scorer_type, GivenScores>) {
-            return {};
-        } else {
-            return std::get<scorer_type>(parts_);
-        }
-    }
+    constexpr gate_type gate() const { return part_or_default<gate_type>(); }
+    constexpr eviction_type eviction() const { return part_or_default<eviction_type>(); }
+    constexpr selection_type selection() const { return part_or_default<selection_type>(); }
+    constexpr scorer_type scorer() const { return part_or_default<scorer_type>(); }
 
     /// The keep parts alone, as a value that may go to a kernel (a tuple may not).
     constexpr keep_type keep() const {
@@ -329,6 +294,16 @@ class Policy {
     }
 
   private:
+    /// The part of that type, or the default that stands for a kind that the policy does not have.
+    template <class Part>
+    constexpr Part part_or_default() const {
+        if constexpr ((std::is_same_v<Part, Parts> || ...)) {
+            return std::get<Part>(parts_);
+        } else {
+            return {};
+        }
+    }
+
     template <class Part>
     static constexpr void write_part(const Part& part, HeadParams& head_params, std::int32_t layer,
                                      std::int32_t head) {

@@ -34,9 +34,9 @@ inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 /// mLSTM also, with F and V its compiled widths, about 4 F + 2 V bytes a token and head, and 2 F V for every
 /// 64 tokens (twice that for float rows).
 template <class Widths = all_mlstm_widths, Scorer S, class K, class V>
-std::size_t score_sequence_workspace_bytes(
-    const cuda& ctx, const S& scorer, rows_view<K> k, rows_view<V> v, const Sequences& sequences,
-    const BasicScoreOptions<compute_t<std::remove_const_t<K>>>& options = {});
+std::size_t score_sequence_workspace_bytes(const cuda& ctx, const S& scorer, rows_view<K> k, rows_view<V> v,
+                                           const Sequences& sequences,
+                                           const BasicScoreOptions<real_of<K>>& options = {});
 
 /// As the host's score_sequence: the same entries of `scores` are written, to 16-bit rounding (fp32 to
 /// rounding) the same numbers, and options.states are the same arrays. options.how: fastest, or chunkwise for
@@ -51,9 +51,8 @@ std::size_t score_sequence_workspace_bytes(
 /// form::recurrent of an mLSTM.
 template <class Widths = all_mlstm_widths, Scorer S, class K, class V>
 void score_sequence(const cuda& ctx, const S& scorer, rows_view<K> k, rows_view<V> v,
-                    const Sequences& sequences, std::int32_t delay,
-                    plane_view<compute_t<std::remove_const_t<K>>> scores, workspace_view workspace,
-                    const BasicScoreOptions<compute_t<std::remove_const_t<K>>>& options = {});
+                    const Sequences& sequences, std::int32_t delay, plane_view<real_of<K>> scores,
+                    workspace_view workspace, const BasicScoreOptions<real_of<K>>& options = {});
 
 /// Bytes of device workspace that score_sequence_backward needs.
 template <class Widths = all_mlstm_widths, Scorer S, Storage T>

@@ -45,9 +45,9 @@ using ScoreOptions = BasicScoreOptions<float>;
 /// Bytes of workspace that score_sequence needs for a call with the same arguments. Depends on the
 /// threads of `ctx`.
 template <class Widths = all_mlstm_widths, Scorer S, class K, class V>
-std::size_t score_sequence_workspace_bytes(
-    const host& ctx, const S& scorer, rows_view<K> k, rows_view<V> v, const Sequences& sequences,
-    const BasicScoreOptions<compute_t<std::remove_const_t<K>>>& options = {});
+std::size_t score_sequence_workspace_bytes(const host& ctx, const S& scorer, rows_view<K> k, rows_view<V> v,
+                                           const Sequences& sequences,
+                                           const BasicScoreOptions<real_of<K>>& options = {});
 
 /// Scores the keys of sequences. k [B, Hkv, S, Dk] and v [B, Hkv, S, Dv] are as they are cached (keys after
 /// RoPE), of any Storage type, the same for both; scores [B, Hkv, S] are fp32 (double for double).
@@ -74,9 +74,8 @@ std::size_t score_sequence_workspace_bytes(
 /// scorer lacks, too little workspace.
 template <class Widths = all_mlstm_widths, Scorer S, class K, class V>
 void score_sequence(const host& ctx, const S& scorer, rows_view<K> k, rows_view<V> v,
-                    const Sequences& sequences, std::int32_t delay,
-                    plane_view<compute_t<std::remove_const_t<K>>> scores, workspace_view workspace,
-                    const BasicScoreOptions<compute_t<std::remove_const_t<K>>>& options = {});
+                    const Sequences& sequences, std::int32_t delay, plane_view<real_of<K>> scores,
+                    workspace_view workspace, const BasicScoreOptions<real_of<K>>& options = {});
 
 /// The k of a cache whose scorer has a state, such that it takes no more memory than a cache of `budget` keys
 /// whose scorer has none (KVpop, section 4, compares so): per (sequence, KV head), state_bytes are taken off

@@ -109,8 +109,8 @@ void check_losses(const P& policy, const Case& c) {
     for (const gate_scope scope : {gate_scope::all, gate_scope::decided}) {
         check_loss(GateSparsity{0.5f, scope}, GateSparsity{0.5f, scope}, policy, c);
         check_loss(GateDensity{2.0f, scope}, GateDensity{2.0f, scope}, policy, c);
-        check_loss(RetentionPenalty{lambda.data(), 3.0f, scope}, RetentionPenalty{on_gpu.data(), 3.0f, scope},
-                   policy, c);
+        check_loss(RetentionPenalty{.scale = 3.0f, .scope = scope, .term = {lambda.data()}},
+                   RetentionPenalty{.scale = 3.0f, .scope = scope, .term = {on_gpu.data()}}, policy, c);
     }
     // Counts.
     const host host_ctx(1);
@@ -390,7 +390,7 @@ TEST_CASE("captured losses serve other scores, lengths and weights") {
     };
     loss(GateSparsity{0.5f, gate_scope::all});
     loss(GateDensity{2.0f, gate_scope::decided});
-    loss(RetentionPenalty{lambda.data(), 3.0f, gate_scope::decided});
+    loss(RetentionPenalty{.scale = 3.0f, .scope = gate_scope::decided, .term = {lambda.data()}});
     check([&](const kvpolicy::cuda& ctx) {
         retention_counts(ctx, policy, in, sequences, counts.data(), workspace);
     });

@@ -11,7 +11,7 @@ template __global__ void boundary_begin_kernel<Gate, Keep>(const boundary_params
 template __global__ void boundary_draw_kernel<Gate, Keep>(const boundary_params<Gate, Keep>, std::int32_t);
 template __global__ void boundary_examples_kernel<Gate, Keep>(const boundary_params<Gate, Keep>);
 template __global__ void boundary_gradient_kernel<Gate, Keep>(const boundary_params<Gate, Keep>);
-template __global__ void boundary_carry_kernel<boundary_tile>(boundary_plane*, boundary_tile*, std::int32_t);
+template __global__ void boundary_scan_kernel<boundary_tile>(boundary_plane*, boundary_tile*, std::int32_t);
 template __global__ void boundary_finish_kernel<Gate, Keep>(const boundary_params<Gate, Keep>);
 template __global__ void boundary_value_kernel<BoundaryValue>(const boundary_plane*, std::int64_t,
                                                               std::int32_t, double*, BoundaryValue*);

@@ -97,7 +97,7 @@ TEST_CASE("states are taken up and left") {
 }
 
 TEST_CASE("a sequence whose length or edges cannot be keeps its state") {
-    for (const std::int32_t length : {20, 700}) {  // in one segment of the walks, and in several
+    for (const std::int32_t length : {20, 700}) {  // in one segment, and in several
         Case c = sized(length, 10, 32);
         c.batch = 3;
         c.rows = length + 80;
@@ -159,7 +159,7 @@ TEST_CASE("a NaN reaches its own score and those of later reads") {
     }
 }
 
-TEST_CASE("plenty of chunks, so that walks go in segments") {
+TEST_CASE("so many chunks that states are scanned in segments") {
     for (const auto& [length, delay] : {std::pair{1000, 0}, {1100, 256}}) {
         const Case c = sized(length, delay, 64);
         check<bf16>(c, "bf16", shaped<Plain>(c), drawing({}, true, true));

@@ -50,7 +50,7 @@ TEST_CASE("GPUs with less shared memory") {
     }
 }
 
-TEST_CASE("plenty of chunks, so that walks go in segments") {
+TEST_CASE("so many chunks that states are scanned in segments") {
     const Case c = sized(700, 70, 64);
     check<float>(c, "float", shaped<Plain>(c), drawing({}, true, true));
     Case packed = sized(700, 10, 32);
@@ -129,7 +129,7 @@ TEST_CASE("states are taken up and left") {
 }
 
 TEST_CASE("states of more planes than run at once: the same bits twice") {
-    // Two chunks a plane, so that walks are in one segment: of a plane's blocks each begins with the caller's
+    // Two chunks a plane, so that a plane is one segment: of a plane's blocks each begins with the caller's
     // state, and one leaves the new one there, perhaps before another begins.
     Case c = sized(100, 10, 64);
     c.batch = 96;

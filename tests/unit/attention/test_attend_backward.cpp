@@ -359,7 +359,23 @@ TEST_CASE("attention gradients: unseen garbage, rows that see nothing, any threa
     const auto call = [&] { return run_backward(ctx, p, forward, d_out); };
     p.k[4 * 16 + 2] = std::nanf("");
     CHECK_REFUSED(call(), "k[0][0][4]: NaN or infinite");
+    const auto reported = [&] {
+        std::uint32_t status = status_ok;
+        Gradients<float> to = got;
+        const SavedForward<float> from{forward.out_view(), forward.lse_view(),
+                                       view_bhsd<const float>(d_out.data(), 1, 2, 60, 16)};
+        const AttentionGrads<float> where{view_bhsd(to.d_q.data(), 1, 2, 60, 16),
+                                          view_bhsd(to.d_k.data(), 1, 1, 60, 16),
+                                          view_bhsd(to.d_v.data(), 1, 1, 60, 16)};
+        std::vector<unsigned char> memory(attend_backward_workspace_bytes<float>(
+            ctx, p.attention, p.q_view(), p.key_views(), p.sequences()));
+        attend_backward(ctx, p.attention, p.q_view(), p.key_views(), p.sequences(), from, where,
+                        {memory.data(), memory.size()}, {.status = &status});
+        return status;
+    };
+    CHECK(reported() == status_not_finite);
     p.k[4 * 16 + 2] = 0.0f;
+    CHECK(reported() == status_ok);
     p.v[5 * 16] = std::numeric_limits<float>::infinity();
     CHECK_REFUSED(call(), "v[0][0][5]: NaN or infinite");
     p.v[5 * 16] = 0.0f;

@@ -92,9 +92,9 @@ TEST_CASE("a rebase that reorders two keys changes the next victim, in every way
     const Sequences sequences{.batch = 1, .length = length};
     const MaskOptions options{.rebase_limit = 8};
     std::int32_t expiry[length];
-    Buffer mask_room{ctx, build_mask_workspace_bytes(ctx, policy, sequences, 1, options)};
+    Buffer mask_workspace{ctx, build_mask_workspace_bytes(ctx, policy, sequences, 1, options)};
     build_mask(ctx, policy, view_bhs<const float>(scores, 1, 1, length), sequences,
-               view_bhs(expiry, 1, 1, length), mask_room, options);
+               view_bhs(expiry, 1, 1, length), mask_workspace, options);
     CHECK(expiry[7] == never);
     CHECK(expiry[8] == 16);
     CHECK(expiry[15] == never);

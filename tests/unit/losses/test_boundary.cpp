@@ -59,7 +59,7 @@ struct Run {
 
 template <class Real>
 Run<Real> run(const host& on, const Case& c, const test::Plane<Real>& scores,
-              const test::Plane<float>& target) {
+              const test::Plane<float>& target, const BoundaryOptions& options = {}) {
     Run<Real> out{{},
                   test::Plane<Real>(c.batch, c.heads, c.length, Real(-77)),
                   std::vector<double>(static_cast<std::size_t>(c.heads), 0.0)};
@@ -67,7 +67,7 @@ Run<Real> run(const host& on, const Case& c, const test::Plane<Real>& scores,
     test::Workspace workspace(c.loss.workspace_bytes(on, policy, c.sequences(), c.heads));
     out.value = test::value_of<BoundaryValue>([&](auto* into) {
         c.loss(on, policy, scores.view(), target.view(), c.sequences(), out.d_scores.view(),
-               out.d_log_gamma.data(), into, workspace);
+               out.d_log_gamma.data(), into, workspace, options);
     });
     return out;
 }
@@ -425,6 +425,32 @@ TEST_CASE("boundary loss refuses what it cannot mean") {
                              d.view(), nullptr, into, {});
                   }),
                   "workspace.bytes: 0");
+}
+
+TEST_CASE("with a status, a NaN target ranks last and scores of examples are reported, as on a device") {
+    const host on{2};
+    Case c;
+    c.loss.margin.omega_min = 1.0f;  // no margin, which an infinite target would change
+    Inputs in(c, 5);
+    std::uint32_t status[2] = {0, 0};
+    const BoundaryOptions options{.status = status};
+    in.target.at(1, 0, 20) = -std::numeric_limits<float>::infinity();
+    const Run<double> expected = run<double>(on, c, in.scores, in.target, options);
+    CHECK(status[1] == status_ok);
+    in.target.at(1, 0, 20) = std::numeric_limits<float>::quiet_NaN();
+    const Run<double> got = run<double>(on, c, in.scores, in.target, options);
+    CHECK(status[0] == status_ok);
+    CHECK(status[1] == status_nan_score);
+    CHECK(got.value.value == expected.value.value);
+    CHECK(got.value.count == expected.value.count);
+    CHECK(got.d_scores.data == expected.d_scores.data);
+    in.scores.at(0, 1, 59) = std::numeric_limits<double>::quiet_NaN();  // never leaves the window: not read
+    CHECK(run<double>(on, c, in.scores, in.target, options).value.value == expected.value.value);
+    CHECK(status[0] == status_ok);
+    in.scores.at(0, 1, 30) = std::numeric_limits<double>::infinity();
+    const Run<double> spoiled = run<double>(on, c, in.scores, in.target, options);
+    CHECK(status[0] == status_not_finite);
+    CHECK(spoiled.d_scores.view().head(1, 1)[30] == expected.d_scores.view().head(1, 1)[30]);
 }
 
 TEST_CASE("layers of one call are losses of their own, with the decay of the options") {

@@ -230,3 +230,118 @@ TEST_CASE("cross-entropy and L2") {
     CHECK(distill(ctx, TopDistillation{}, none).count == 0);
     CHECK(distill(ctx, TopDistillation{}, none).value == 0.0);
 }
+
+TEST_CASE("with a status, NaN rows and bad indices are reported, and bad indices left out, as on a device") {
+    const host ctx{2};
+    constexpr double nan = std::numeric_limits<double>::quiet_NaN();
+    const Inputs good(6);
+    Inputs in(6);
+    std::uint32_t status[2] = {0, 0};
+    const LossOptions options{.status = status};
+    const auto reports = [&](std::uint32_t first, std::uint32_t second) {
+        const bool as_expected = status[0] == first && status[1] == second;
+        status[0] = status[1] = 0;
+        return as_expected;
+    };
+    const auto same_row = [](const test::Tensor<double>& a, const test::Tensor<double>& b, std::int32_t batch,
+                             std::int32_t t) {
+        return std::equal(a.view().row(batch, 0, t), a.view().row(batch, 0, t) + vocabulary,
+                          b.view().row(batch, 0, t));
+    };
+    const auto l2 = [&](Inputs& of) {
+        return test::value_of([&](auto* into) {
+            L2Distillation{}(ctx, of.of_teacher(), of.of_student(), of.sequences(), of.d.view(), into, {},
+                             options);
+        });
+    };
+    const auto kl = [&](Inputs& of) {
+        const TopDistillation loss{.top = 8};
+        test::Workspace workspace(loss.workspace_bytes(ctx, of.of_teacher(), of.sequences()));
+        return test::value_of([&](auto* into) {
+            loss(ctx, of.of_teacher(), of.of_student(), of.sequences(), of.d.view(), into, workspace,
+                 options);
+        });
+    };
+    Inputs plain = good;
+    in.student.view().row(1, 0, 2)[3] = nan;
+    in.student.view().row(1, 0, 9)[3] = nan;  // beyond the length
+    l2(plain);
+    CHECK(reports(0, 0));
+    CHECK(std::isnan(l2(in).value));
+    CHECK(reports(0, status_not_finite));
+    CHECK(same_row(in.d, plain.d, 0, 4));
+    CHECK(same_row(in.d, plain.d, 1, 3));
+    in.student = good.student;
+    in.student.view().row(0, 0, 2)[3] = in.teacher.view().row(0, 0, 2)[3] =
+        std::numeric_limits<double>::infinity();
+    CHECK(std::isnan(l2(in).value));
+    CHECK(reports(status_not_finite, 0));
+
+    // A teacher's NaN logit ranks last.
+    in = good;
+    in.teacher.view().row(0, 0, 2)[3] = nan;
+    kl(plain);
+    CHECK(reports(0, 0));
+    CHECK(std::isfinite(kl(in).value));
+    CHECK(reports(status_not_finite, 0));
+    CHECK(same_row(in.d, plain.d, 0, 3));
+    test::Tensor<double> values(2, 1, 19, vocabulary);
+    std::vector<std::int32_t> memory(2 * 19 * vocabulary);
+    const auto indices = view_bhsd(memory.data(), 2, 1, 19, vocabulary);
+    const auto rank = [&] {
+        test::Workspace workspace(top_logits_workspace_bytes(ctx, vocabulary));
+        top_logits(ctx, in.of_teacher(), in.sequences(), values.view(), indices, workspace, options);
+    };
+    rank();
+    CHECK(reports(status_not_finite, 0));
+    CHECK(indices.row(0, 0, 2)[vocabulary - 1] == 3);
+
+    // An index outside its row counts as if its logit were not stored.
+    in = good;
+    rank();
+    CHECK(reports(0, 0));
+    const auto stored = [&](std::int32_t count) {
+        const test::Tensor<double>& all = values;
+        rows_view<const double> some = all.view();
+        rows_view<const std::int32_t> at = indices;
+        some.dim = at.dim = count;
+        return test::value_of([&](auto* into) {
+            TopDistillation{}(ctx, some, at, in.of_student(), in.sequences(), in.d.view(), into, {}, options);
+        });
+    };
+    stored(4);
+    const test::Tensor<double> of_four = in.d;
+    stored(5);
+    const test::Tensor<double> of_five = in.d;
+    CHECK(reports(0, 0));
+    for (const std::int32_t bad : {-1, vocabulary}) {
+        indices.row(1, 0, 1)[4] = bad;
+        stored(5);
+        CHECK(reports(0, status_bad_index));
+        CHECK(same_row(in.d, of_four, 1, 1));
+        CHECK(same_row(in.d, of_five, 1, 2));
+    }
+
+    // So does a label; the token has no gradient.
+    test::Plane<std::int32_t> labels(2, 1, 19, 5);
+    labels.at(0, 0, 3) = vocabulary, labels.at(1, 0, 1) = -2;
+    const auto entropy = [&] {
+        const test::Plane<std::int32_t>& wanted = labels;
+        return test::value_of([&](auto* into) {
+            CrossEntropy{}(ctx, wanted.view(), in.of_student(), in.sequences(), in.d.view(), into, {},
+                           options);
+        });
+    };
+    const LossValue without = entropy();
+    CHECK(reports(status_bad_index, status_bad_index));
+    CHECK(without.count == 22);
+    CHECK(in.d.view().row(0, 0, 3)[5] == 0.0);
+    labels.at(0, 0, 3) = labels.at(1, 0, 1) = -1;
+    CHECK(entropy().value == without.value);
+    CHECK(reports(0, 0));
+    in.student.view().row(0, 0, 3)[0] = nan;  // no label: not read
+    CHECK(entropy().value == without.value);
+    in.student.view().row(0, 0, 4)[0] = nan;
+    CHECK(std::isnan(entropy().value));
+    CHECK(reports(status_not_finite, 0));
+}

@@ -241,4 +241,27 @@ TEST_CASE("schedule and refusals") {
     CHECK_REFUSED(call({.target = 0.5f, .total = {1.0, 3}}), "CompressionLoss.total.keys: 3");
     scores.at(0, 0, 4) = std::numeric_limits<float>::quiet_NaN();
     CHECK_REFUSED(call({.target = 0.5f}), "scores[0][0][4]");
+    // With a status the key counts, with alpha and gradient 0, as on a device.
+    for (const bool straight_through : {false, true}) {
+        const CompressionLoss loss{
+            .target = 1.0f, .gate = {.noise = false}, .straight_through = straight_through};
+        std::uint32_t status = status_ok;
+        const CompressionOptions options{.status = &status};
+        const auto with_status = [&] {
+            return test::value_of([&](auto* into) {
+                loss(ctx, DMS<4>{}, scores.view(), {.batch = 1, .length = 10}, d.view(), into, {}, options);
+            });
+        };
+        const LossValue value = with_status();
+        CHECK(status == status_nan_score);
+        CHECK(value.count == 10);
+        CHECK(d.at(0, 0, 4) == 0.0f);
+        CHECK(d.at(0, 0, 5) < 0.0f);
+        EvictionSums sums;
+        loss.sums(ctx, DMS<4>{}, scores.view(), {.batch = 1, .length = 10}, &sums, {}, options);
+        CHECK(sums.keys == 10);
+        scores.at(0, 0, 4) = -std::numeric_limits<float>::infinity();
+        CHECK(with_status().value == value.value);
+        scores.at(0, 0, 4) = std::numeric_limits<float>::quiet_NaN();
+    }
 }

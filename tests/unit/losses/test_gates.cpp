@@ -142,6 +142,26 @@ TEST_CASE("a log-bias mask, and the way back") {
         build_log_bias(on, policy, gate, s.view(), sequences, expiry.view(), bias.view(), {});
     };
     CHECK_REFUSED(call(SoftGate{}), "scores[0][1][9]: NaN");
+    // With a status the gate is closed to NaN, as on a device.
+    d_bias.at(0, 1, 9) = std::numeric_limits<float>::infinity();
+    for (std::uint32_t status = 0; const bool back : {false, true}) {
+        const MaskOptions options{.status = &status};
+        if (back) {
+            log_bias_backward(on, policy, SoftGate{}, s.view(), d.view(), sequences, d_scores.view(), {},
+                              options);
+            CHECK(d_scores.at(0, 1, 9) == 0.0f);
+            CHECK(d_scores.at(0, 1, 10) == SoftGate{}(scores.at(0, 1, 10)).derivative * d_bias.at(0, 1, 10));
+        } else {
+            build_log_bias(on, policy, SoftGate{}, s.view(), sequences, expiry.view(), bias.view(), {},
+                           options);
+            CHECK(expiry.at(0, 1, 9) == 13);
+            CHECK(expiry.at(0, 1, 10) == never);
+            CHECK(bias.at(0, 1, 9) == 0.0f);
+            CHECK(bias.at(0, 1, 10) == SoftGate{}(scores.at(0, 1, 10)).log_bias);
+        }
+        CHECK(status == status_nan_score);
+        status = 0;
+    }
     scores.at(0, 1, 9) = 0.0f;
     CHECK_REFUSED(call(AnnealedGate{1.5f, 0.5f}), "AnnealedGate.alpha: 1.5");
     CHECK_REFUSED(call(ThresholdSoftGate{-0.5f}), "ThresholdSoftGate.tau: -0.5");
@@ -204,7 +224,7 @@ TEST_CASE("gate losses by formula and by differences") {
         };
         check(GateSparsity{2.0f, scope}, 2.0 * sparse / count);
         check(GateDensity{2.0f, scope}, -2.0 * density / count);
-        check(RetentionPenalty{lambda, 1.0f, scope}, penalty);
+        check(RetentionPenalty{.scope = scope, .term = {lambda}}, penalty);
     }
     const Sequences nothing{.batch = 2, .length = 0};
     CHECK(test::value_of([&](auto* into) {
@@ -326,4 +346,68 @@ TEST_CASE("a length out of range counts as 0 where a status is given, and is ref
     CHECK(status[1] == status_bad_length);
     CHECK(value.count == 0);
     CHECK(d.data == wanted.data);
+}
+
+TEST_CASE("with a status, a NaN score adds 0, has gradient 0 and is reported, as on a device") {
+    const host ctx{2};
+    const Gated policy;
+    constexpr double nan = std::numeric_limits<double>::quiet_NaN();
+    test::Plane<double> scores(2, 1, 20, 1.0), d(2, 1, 20, -5.0), rest(2, 1, 20, -5.0);
+    const test::Plane<double>& s = scores;
+    const Sequences sequences{.batch = 2, .length = 20};
+    std::uint32_t status[2] = {0, 0};
+    const float lambda[] = {0.5f};
+    const auto check = [&](const auto& loss) {
+        const auto call = [&](auto& to) {
+            return test::value_of([&](auto* into) {
+                loss(ctx, policy, s.view(), sequences, to.view(), into, {}, {.status = status});
+            });
+        };
+        scores.at(1, 0, 7) = 1.0;
+        const LossValue all = call(rest);
+        CHECK(status[1] == status_ok);
+        scores.at(1, 0, 7) = nan;
+        const LossValue value = call(d);
+        CHECK(status[0] == status_ok);
+        CHECK(status[1] == status_nan_score);
+        status[1] = status_ok;
+        CHECK(value.count == all.count);
+        const double term = loss.term(static_cast<double>(loss.scale), 0, 1.0).value;
+        const double over =
+            loss.term.mean_over_keys ? static_cast<double>(all.count) : static_cast<double>(sequences.batch);
+        CHECK(std::abs(value.value - (all.value - term / over)) < 1e-14);
+        CHECK(d.at(1, 0, 7) == 0.0);
+        d.at(1, 0, 7) = rest.at(1, 0, 7);
+        CHECK(d.data == rest.data);
+    };
+    for (const gate_scope scope : {gate_scope::all, gate_scope::decided}) {
+        check(GateSparsity{.scope = scope});
+        check(GateDensity{.scope = scope});
+        check(RetentionPenalty{.scope = scope, .term = {lambda}});
+    }
+
+    // Straight-through values: v and d_v are reported, too.
+    test::Tensor<double> v(2, 1, 20, 8), d_v(2, 1, 20, 8);
+    v.fill(1.0f), d_v.fill(2.0f);
+    const test::Tensor<double>&cv = v, &cd = d_v;
+    const GateOptions options{.status = status};
+    d_v.view().row(0, 0, 8)[3] = nan;
+    d_v.view().row(0, 0, 1)[3] = nan;  // a sink: not read
+    straight_through_values(ctx, policy, s.view(), cv.view(), cd.view(), sequences, d.view(), {}, options);
+    CHECK(status[0] == status_not_finite);
+    CHECK(status[1] == status_nan_score);
+    CHECK(d.at(0, 0, 1) == 0.0);
+    CHECK(std::isnan(d.at(0, 0, 8)));
+    CHECK(d.at(1, 0, 7) == 0.0);
+    CHECK(std::abs(d.at(1, 0, 8) - 16.0 * sigmoid(1.0) * sigmoid(-1.0)) < 1e-14);
+
+    // A NaN score is not above 0.
+    status[0] = status[1] = status_ok;
+    double count = 0.0;
+    retention_counts(ctx, policy, s.view(), sequences, &count, {}, options);
+    CHECK(count == (14.0 + 13.0) / 2.0);
+    CHECK(status[0] == status_ok);
+    CHECK(status[1] == status_nan_score);
+    retention_counts(ctx, policy, s.view(), sequences, &count, {});
+    CHECK(count == (14.0 + 13.0) / 2.0);
 }

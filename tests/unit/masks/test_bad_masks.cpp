@@ -42,7 +42,7 @@ struct Call {
     std::vector<unsigned char> memory = std::vector<unsigned char>(100000);
     workspace_view workspace{memory.data(), memory.size()};
     std::uint32_t status[batch] = {8, 8};
-    // With a status, the host reports lengths and edges as a device does, in place of a refusal.
+    // With a status, the host reports lengths, edges and NaN scores as a device does, in place of a refusal.
     bool with_status = true;
 
     void build() {
@@ -51,7 +51,10 @@ struct Call {
         build_mask(ctx, head_params, scores, sequences, expiry, workspace, all);
     }
     void cutoffs() {
-        build_cutoffs(ctx, head_params, scores, sequences, rank, cutoff, workspace, {.layer = options.layer});
+        build_cutoffs(ctx, head_params, scores, sequences, rank, cutoff, workspace,
+                      {.layer = options.layer,
+                       .nan_ranks_last = options.nan_ranks_last,
+                       .status = with_status ? status : nullptr});
     }
     void convert() {
         expiry_from_cutoffs(ctx, head_params, plane_view<const std::int32_t>(rank),
@@ -261,10 +264,18 @@ TEST_CASE("cutoffs are for whole sequences and decay step 1") {
     CHECK(call.untouched());
 }
 
-TEST_CASE("a NaN score: refused where it is read, with its place; on request it ranks last, as on a device") {
-    check_both("scores[1][2][9]: NaN is not allowed; it must be a number",
-               [](Call& c) { c.score_memory.at(1, 2, 9) = quiet_nan; });
-    check_both("scores[0][1][1]: NaN", [](Call& c) { c.score_memory.at(0, 1, 1) = quiet_nan; });
+TEST_CASE("a NaN score without a status: refused where it is read, with its place") {
+    check_both("scores[1][2][9]: NaN is not allowed; it must be a number", [](Call& c) {
+        c.with_status = false;
+        c.score_memory.at(1, 2, 9) = quiet_nan;
+    });
+    check_both("scores[0][1][1]: NaN", [](Call& c) {
+        c.with_status = false;
+        c.score_memory.at(0, 1, 1) = quiet_nan;
+    });
+}
+
+TEST_CASE("a NaN score with a status, or on request, ranks last, as on a device") {
     Call call;
     call.score_memory.at(0, 0, 0) = quiet_nan;   // a sink
     call.score_memory.at(0, 1, 10) = quiet_nan;  // never leaves the window
@@ -276,7 +287,6 @@ TEST_CASE("a NaN score: refused where it is read, with its place; on request it 
     Call last;
     last.score_memory.at(1, 0, 3) = quiet_nan;
     last.score_memory.at(1, 0, 5) = quiet_nan;
-    last.options.nan_ranks_last = true;
     last.build();
     const expiry_t* expiry = last.expiry.head(1, 0);
     CHECK(expiry[1] == never);
@@ -286,6 +296,25 @@ TEST_CASE("a NaN score: refused where it is read, with its place; on request it 
     CHECK(expiry[5] == 7);  // enters never
     CHECK(last.status[0] == 8);
     CHECK(last.status[1] == (8 | status_nan_score));
+    const std::vector<expiry_t> reported_expiry = last.expiry_memory.data;
+
+    // Ranks and cutoffs say the same.
+    last.status[1] = 8;
+    last.cutoffs();
+    CHECK(last.status[0] == 8);
+    CHECK(last.status[1] == (8 | status_nan_score));
+    CHECK(last.rank_memory.at(1, 0, 3) == 7);  // of the 9 keys that compete the last two, the older first
+    CHECK(last.rank_memory.at(1, 0, 5) == 8);
+    last.convert();
+    CHECK(last.expiry_memory.data == reported_expiry);
+
+    // On request without a status.
+    last.with_status = false;
+    last.options.nan_ranks_last = true;
+    last.build();
+    CHECK(last.expiry_memory.data == reported_expiry);
+    last.cutoffs();
+    CHECK(last.rank_memory.at(1, 0, 5) == 8);
 
     // A gate is closed to NaN.
     const Policy<Window<2>, ThresholdGate<at_least>> gated{

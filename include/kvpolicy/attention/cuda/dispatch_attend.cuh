@@ -230,35 +230,33 @@ class attend_plan {
 }  // namespace cuda_backend
 
 template <Storage T, class Dims>
-std::size_t attend_workspace_bytes(const cuda& ctx, const AttentionParams& attention,
-                                   std::type_identity_t<rows_view<const T>> q, const kv_view<T>& all,
-                                   const Sequences& sequences, const AttendOptions& options) {
+std::size_t attend_workspace_bytes(const cuda& ctx, const AttentionParams& attention, input_rows<T> q,
+                                   const kv_view<T>& all, const Sequences& sequences,
+                                   const AttendOptions& options) {
     return cuda_backend::attend_plan<T, Dims>(ctx, attention, q, all, nullptr, sequences, options)
         .lay_out(nullptr);
 }
 
 template <Storage T, class Dims>
-std::size_t attend_workspace_bytes(const cuda& ctx, const AttentionParams& attention,
-                                   std::type_identity_t<rows_view<const T>> q, const kv_view<T>& past,
-                                   const kv_view<T>& self, const Sequences& sequences,
+std::size_t attend_workspace_bytes(const cuda& ctx, const AttentionParams& attention, input_rows<T> q,
+                                   const kv_view<T>& past, const kv_view<T>& self, const Sequences& sequences,
                                    const AttendOptions& options) {
     return cuda_backend::attend_plan<T, Dims>(ctx, attention, q, past, &self, sequences, options)
         .lay_out(nullptr);
 }
 
 template <Storage T, class Dims>
-void attend(const cuda& ctx, const AttentionParams& attention, std::type_identity_t<rows_view<const T>> q,
-            const kv_view<T>& all, const Sequences& sequences, std::type_identity_t<rows_view<T>> out,
-            plane_view<float> lse, workspace_view workspace, const AttendOptions& options) {
+void attend(const cuda& ctx, const AttentionParams& attention, input_rows<T> q, const kv_view<T>& all,
+            const Sequences& sequences, output_rows<T> out, plane_view<float> lse, workspace_view workspace,
+            const AttendOptions& options) {
     cuda_backend::attend_plan<T, Dims>(ctx, attention, q, all, nullptr, sequences, options)
         .run(out, lse, workspace);
 }
 
 template <Storage T, class Dims>
-void attend(const cuda& ctx, const AttentionParams& attention, std::type_identity_t<rows_view<const T>> q,
-            const kv_view<T>& past, const kv_view<T>& self, const Sequences& sequences,
-            std::type_identity_t<rows_view<T>> out, plane_view<float> lse, workspace_view workspace,
-            const AttendOptions& options) {
+void attend(const cuda& ctx, const AttentionParams& attention, input_rows<T> q, const kv_view<T>& past,
+            const kv_view<T>& self, const Sequences& sequences, output_rows<T> out, plane_view<float> lse,
+            workspace_view workspace, const AttendOptions& options) {
     cuda_backend::attend_plan<T, Dims>(ctx, attention, q, past, &self, sequences, options)
         .run(out, lse, workspace);
 }

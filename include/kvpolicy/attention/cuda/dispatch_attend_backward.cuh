@@ -287,9 +287,9 @@ std::int32_t check_backward(const AttentionParams& attention, const rows_view<co
 }  // namespace cuda_backend
 
 template <Storage T, class Dims>
-std::size_t attend_backward_workspace_bytes(const cuda&, const AttentionParams& attention,
-                                            std::type_identity_t<rows_view<const T>> q, const kv_view<T>& all,
-                                            const Sequences& sequences, const BackwardOptions& options) {
+std::size_t attend_backward_workspace_bytes(const cuda&, const AttentionParams& attention, input_rows<T> q,
+                                            const kv_view<T>& all, const Sequences& sequences,
+                                            const BackwardOptions& options) {
     namespace backend = cuda_backend;
     const std::int32_t tile = backend::check_backward<T, Dims>(attention, q, all, sequences);
     std::size_t bytes = 0;
@@ -298,10 +298,10 @@ std::size_t attend_backward_workspace_bytes(const cuda&, const AttentionParams& 
 }
 
 template <Storage T, class Dims>
-void attend_backward(const cuda& ctx, const AttentionParams& attention,
-                     std::type_identity_t<rows_view<const T>> q, const kv_view<T>& all,
-                     const Sequences& sequences, const SavedForward<T>& saved, const AttentionGrads<T>& grads,
-                     workspace_view workspace, const BackwardOptions& options) {
+void attend_backward(const cuda& ctx, const AttentionParams& attention, input_rows<T> q,
+                     const kv_view<T>& all, const Sequences& sequences, const SavedForward<T>& saved,
+                     const AttentionGrads<T>& grads, workspace_view workspace,
+                     const BackwardOptions& options) {
     namespace backend = cuda_backend;
     const std::int32_t tile = backend::check_backward<T, Dims>(attention, q, all, sequences);
     checks::check_backward_shapes(q, all, saved, grads);

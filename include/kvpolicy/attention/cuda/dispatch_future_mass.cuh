@@ -41,8 +41,8 @@ struct head_values {
 /// table[batch.first + i] = batch.values[i] for i < batch.count: windows by head, which arrive as launch
 /// parameters.
 ///
-/// Grid:
-/// 1. Block: head_values::capacity threads. Shared memory: none. Overwrites table [heads], int32.
+/// Grid: one block. Block: head_values::capacity threads. Shared memory: none. Overwrites table [heads],
+/// int32.
 template <class Number>
 __global__ void write_head_values_kernel(const head_values batch, Number* const table) {
     if (static_cast<std::int32_t>(threadIdx.x) < batch.count) {

@@ -42,7 +42,7 @@ inline std::size_t plan_shared_bytes(const attention_plan& plan, int warps) {
 /// Grid: lists = B * Hkv * supers, the last super-tiles, which have most keys, first. Block: 32 * Warps
 /// threads. Shared memory: 3 * super_q * Warps counters (dynamic), plan_memory (static). Reads frames
 /// (expiry, positions, starts, lengths, packed edges, biases). `Plain`: plain_frame fits, and no biases.
-/// Overwrites plan.row, life and bias [entries], old, total, lasting and runs [lists], through, known and
+/// Overwrites plan.row, interval and bias [entries], old, total, lasting and runs [lists], through, known and
 /// passing [lists, boundaries].
 /// 1. Count the keys of every bin, per warp.
 /// 2. Scan the counts.

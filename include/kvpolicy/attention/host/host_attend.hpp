@@ -288,23 +288,22 @@ void attend(const host& ctx, const AttentionParams& attention, const rows_view<c
 }  // namespace host_backend
 
 template <Storage T, class Dims>
-std::size_t attend_workspace_bytes(const host& ctx, const AttentionParams& attention,
-                                   std::type_identity_t<rows_view<const T>> q, const kv_view<T>& all,
-                                   const Sequences& sequences, const AttendOptions&) {
+std::size_t attend_workspace_bytes(const host& ctx, const AttentionParams& attention, input_rows<T> q,
+                                   const kv_view<T>& all, const Sequences& sequences, const AttendOptions&) {
     return host_backend::checked_plan<T>(attention, q, all, nullptr, sequences).bytes(ctx.threads());
 }
 
 template <Storage T, class Dims>
-std::size_t attend_workspace_bytes(const host& ctx, const AttentionParams& attention,
-                                   std::type_identity_t<rows_view<const T>> q, const kv_view<T>& past,
-                                   const kv_view<T>& self, const Sequences& sequences, const AttendOptions&) {
+std::size_t attend_workspace_bytes(const host& ctx, const AttentionParams& attention, input_rows<T> q,
+                                   const kv_view<T>& past, const kv_view<T>& self, const Sequences& sequences,
+                                   const AttendOptions&) {
     return host_backend::checked_plan<T>(attention, q, past, &self, sequences).bytes(ctx.threads());
 }
 
 template <Storage T, class Dims>
-void attend(const host& ctx, const AttentionParams& attention, std::type_identity_t<rows_view<const T>> q,
-            const kv_view<T>& all, const Sequences& sequences, std::type_identity_t<rows_view<T>> out,
-            plane_view<float> lse, workspace_view workspace, const AttendOptions& options) {
+void attend(const host& ctx, const AttentionParams& attention, input_rows<T> q, const kv_view<T>& all,
+            const Sequences& sequences, output_rows<T> out, plane_view<float> lse, workspace_view workspace,
+            const AttendOptions& options) {
     if (const checks::repaired_sequences repaired(sequences, options.status); repaired) {
         return host_backend::attend<T>(ctx, attention, q, all, nullptr, repaired.sequences, out, lse,
                                        workspace);
@@ -313,10 +312,9 @@ void attend(const host& ctx, const AttentionParams& attention, std::type_identit
 }
 
 template <Storage T, class Dims>
-void attend(const host& ctx, const AttentionParams& attention, std::type_identity_t<rows_view<const T>> q,
-            const kv_view<T>& past, const kv_view<T>& self, const Sequences& sequences,
-            std::type_identity_t<rows_view<T>> out, plane_view<float> lse, workspace_view workspace,
-            const AttendOptions& options) {
+void attend(const host& ctx, const AttentionParams& attention, input_rows<T> q, const kv_view<T>& past,
+            const kv_view<T>& self, const Sequences& sequences, output_rows<T> out, plane_view<float> lse,
+            workspace_view workspace, const AttendOptions& options) {
     if (const checks::repaired_sequences repaired(sequences, options.status); repaired) {
         return host_backend::attend<T>(ctx, attention, q, past, &self, repaired.sequences, out, lse,
                                        workspace);

@@ -193,7 +193,7 @@ class backward_call {
 
 template <Storage T, class Dims>
 std::size_t attend_backward_workspace_bytes(const host& ctx, const AttentionParams& attention,
-                                            std::type_identity_t<rows_view<const T>> q, const kv_view<T>& all,
+                                            input_rows<T> q, const kv_view<T>& all,
                                             const Sequences& sequences, const BackwardOptions&) {
     namespace hb = host_backend;
     checks::check_attend<T>(attention, q, all, nullptr, sequences);
@@ -203,19 +203,19 @@ std::size_t attend_backward_workspace_bytes(const host& ctx, const AttentionPara
 }
 
 template <Storage T, class Dims>
-void attend_backward(const host& ctx, const AttentionParams& attention,
-                     std::type_identity_t<rows_view<const T>> q, const kv_view<T>& all,
-                     const Sequences& sequences, const SavedForward<T>& saved, const AttentionGrads<T>& grads,
-                     workspace_view workspace, const BackwardOptions& options) {
-    namespace hb = host_backend;
+void attend_backward(const host& ctx, const AttentionParams& attention, input_rows<T> q,
+                     const kv_view<T>& all, const Sequences& sequences, const SavedForward<T>& saved,
+                     const AttentionGrads<T>& grads, workspace_view workspace,
+                     const BackwardOptions& options) {
     if (const checks::repaired_sequences repaired(sequences, options.status); repaired) {
         return attend_backward<T, Dims>(ctx, attention, q, all, repaired.sequences, saved, grads, workspace,
                                         options);
     }
+    namespace hb = host_backend;
     const std::size_t needed = attend_backward_workspace_bytes<T, Dims>(ctx, attention, q, all, sequences);
     checks::check_backward_shapes(q, all, saved, grads);
     checks::check_workspace(workspace, needed);
-    checks::check_gradient_numbers(ctx, q, all, sequences, saved);
+    checks::check_gradient_numbers(ctx, q, all, sequences, saved, options.status);
     const hb::attention_shape shape = hb::resolve(attention, q, all);
     const hb::backward_plan<T> plan(shape, q, all, sequences);
     hb::backward_call<T>(ctx, shape, q, all, sequences, saved, grads, plan, workspace.data).run();

@@ -38,8 +38,9 @@ void mass_tile(isa set, const attention_shape& shape, const T* q_last, std::int6
                std::int64_t k_stride, const float* bias, const expiry_t* expiry, std::int32_t length,
                std::int32_t window, bool largest, std::int32_t begin, std::int32_t end, float* out,
                void* scratch) {
-    // Query d is a "key" at position -d, so key t at position -(t + w) sees it iff d >= t + w; walking the
-    // queries backwards keeps positions rising. The look-ahead ends it: visible while -(t + w) < -d + L + 1.
+    // Query d is a "key" at position -d, so key t at position -(t + w) sees it iff d >= t + w; going through
+    // the queries backwards keeps positions rising. The look-ahead ends it: visible while -(t + w) < -d + L +
+    // 1.
     key_segment<T> queries;
     queries.k = q_last;
     queries.k_stride = -q_stride;

@@ -98,8 +98,7 @@ std::size_t BoundaryLoss::workspace_bytes(const cuda& ctx, const P& policy, cons
 }
 
 template <AnyPolicy P, class Real, class Build>
-void BoundaryLoss::operator()(const cuda& ctx, const P& policy,
-                              std::type_identity_t<plane_view<const Real>> scores,
+void BoundaryLoss::operator()(const cuda& ctx, const P& policy, input_plane<Real> scores,
                               plane_view<const float> target, const Sequences& sequences,
                               plane_view<Real> d_scores, double* d_log_gamma, BoundaryValue* value,
                               workspace_view workspace, const BoundaryOptions& options) const {
@@ -157,7 +156,7 @@ void BoundaryLoss::operator()(const cuda& ctx, const P& policy,
         wait_for_scores();  // before this nobody reads them
         cb::launch("boundary_gradient_kernel", cb::boundary_gradient_kernel<Gate, Keep>, blocks,
                    cb::boundary_threads, 0, ctx, params);
-        cb::launch("boundary_carry_kernel", cb::boundary_carry_kernel<cb::boundary_tile>, planes, 32, 0, ctx,
+        cb::launch("boundary_scan_kernel", cb::boundary_scan_kernel<cb::boundary_tile>, planes, 32, 0, ctx,
                    memory.planes, memory.sums, memory.tiles);
         cb::launch("boundary_finish_kernel", cb::boundary_finish_kernel<Gate, Keep>, blocks,
                    cb::boundary_threads, 0, ctx, params);

@@ -97,9 +97,8 @@ inline std::size_t top_logits_workspace_bytes(const cuda& ctx, std::int32_t voca
 }
 
 template <Storage T>
-void top_logits(const cuda& ctx, std::type_identity_t<rows_view<const T>> logits, const Sequences& sequences,
-                rows_view<T> values, rows_view<std::int32_t> indices, workspace_view,
-                const LossOptions& options) {
+void top_logits(const cuda& ctx, input_rows<T> logits, const Sequences& sequences, rows_view<T> values,
+                rows_view<std::int32_t> indices, workspace_view, const LossOptions& options) {
     namespace cb = cuda_backend;
     cb::check_row_call("values", values, sequences);
     detail::require(
@@ -125,6 +124,13 @@ void top_logits(const cuda& ctx, std::type_identity_t<rows_view<const T>> logits
 }  // namespace KVPOLICY_HIDDEN
 
 template <class Rows, class Build>
+std::size_t TopDistillation::workspace_bytes(const cuda&, rows_view<Rows> values,
+                                             rows_view<const std::int32_t>,
+                                             const Sequences& sequences) const {
+    return cuda_backend::row_loss_workspace_bytes(sequences, values.heads);
+}
+
+template <class Rows, class Build>
 std::size_t TopDistillation::workspace_bytes(const cuda&, rows_view<Rows> teacher,
                                              const Sequences& sequences) const {
     const std::int64_t count = cuda_backend::row_tokens(sequences, teacher.heads) *
@@ -135,31 +141,22 @@ std::size_t TopDistillation::workspace_bytes(const cuda&, rows_view<Rows> teache
     return parts.bytes() + cuda_backend::row_loss_workspace_bytes(sequences, teacher.heads);
 }
 
-template <class Rows, class Build>
-std::size_t TopDistillation::workspace_bytes(const cuda&, rows_view<Rows> values,
-                                             rows_view<const std::int32_t>,
-                                             const Sequences& sequences) const {
-    return cuda_backend::row_loss_workspace_bytes(sequences, values.heads);
-}
-
 template <Storage T, class Build>
-void TopDistillation::operator()(const cuda& ctx, std::type_identity_t<rows_view<const T>> teacher,
-                                 std::type_identity_t<rows_view<const T>> student, const Sequences& sequences,
-                                 rows_view<T> d_student, LossValue* value, workspace_view workspace,
-                                 const LossOptions& options) const {
+void TopDistillation::operator()(const cuda& ctx, input_rows<T> teacher, input_rows<T> student,
+                                 const Sequences& sequences, rows_view<T> d_student, LossValue* value,
+                                 workspace_view workspace, const LossOptions& options) const {
     namespace cb = cuda_backend;
-    const TopDistillation& loss = *this;
-    detail::require(loss.top >= 1, "top", loss.top, "1 or more");
-    detail::require(cb::top_count(loss, d_student.dim) <= max_top_logits, "top", loss.top,
+    detail::require(top >= 1, "top", top, "1 or more");
+    detail::require(cb::top_count(*this, d_student.dim) <= max_top_logits, "top", top,
                     [] { return detail::text("at most ", max_top_logits, " on a device"); });
-    checks::check_temperature(loss.temperature, loss.scale);
+    checks::check_temperature(temperature, scale);
     cb::check_row_call("d_student", d_student, sequences);
     const std::int32_t batch = sequences.batch, heads = d_student.heads;
     checks::check_rows("teacher", teacher, batch, heads, sequences.length, d_student.dim);
     checks::check_rows("student", student, batch, heads, sequences.length, d_student.dim);
     cb::check_workspace(workspace, workspace_bytes<const T, Build>(ctx, teacher, sequences));
     checks::check_value(value);
-    const std::int32_t count = cb::top_count(loss, d_student.dim);
+    const std::int32_t count = cb::top_count(*this, d_student.dim);
     cb::workspace_parts parts(workspace.data);
     const std::int64_t all = cb::row_tokens(sequences, heads) * count;
     const auto values = view_bhsd(parts.take<T>(all), batch, heads, sequences.length, count);
@@ -174,23 +171,20 @@ void TopDistillation::operator()(const cuda& ctx, std::type_identity_t<rows_view
 }
 
 template <Storage T, class Build>
-void TopDistillation::operator()(const cuda& ctx, std::type_identity_t<rows_view<const T>> values,
-                                 rows_view<const std::int32_t> indices,
-                                 std::type_identity_t<rows_view<const T>> student, const Sequences& sequences,
-                                 rows_view<T> d_student, LossValue* value, workspace_view workspace,
+void TopDistillation::operator()(const cuda& ctx, input_rows<T> values, rows_view<const std::int32_t> indices,
+                                 input_rows<T> student, const Sequences& sequences, rows_view<T> d_student,
+                                 LossValue* value, workspace_view workspace,
                                  const LossOptions& options) const {
     namespace cb = cuda_backend;
-    const TopDistillation& loss = *this;
-    cb::check_student(loss.temperature, loss.scale, student, sequences, d_student);
+    cb::check_student(temperature, scale, student, sequences, d_student);
     const std::int32_t batch = sequences.batch, heads = d_student.heads;
     checks::check_rows("values", values, batch, heads, sequences.length, values.dim);
     checks::check_rows("indices", indices, batch, heads, sequences.length, values.dim);
-    cb::run_row_loss(ctx, loss, sequences, heads, {}, 0, value, workspace, options.status,
+    cb::run_row_loss(ctx, *this, sequences, heads, {}, 0, value, workspace, options.status,
                      [&](const cb::row_loss_params& params, std::int64_t tokens) {
                          cb::launch("top_distillation_kernel", cb::top_distillation_kernel<T>, tokens,
-                                    cb::row_threads, 0, ctx, params,
-                                    1.0 / static_cast<double>(loss.temperature), loss.reverse, values,
-                                    indices, student, d_student);
+                                    cb::row_threads, 0, ctx, params, 1.0 / static_cast<double>(temperature),
+                                    reverse, values, indices, student, d_student);
                      });
 }
 
@@ -201,17 +195,14 @@ std::size_t CrossEntropy::workspace_bytes(const cuda&, rows_view<Rows> student,
 }
 
 template <Storage T, class Build>
-void CrossEntropy::operator()(const cuda& ctx, plane_view<const std::int32_t> labels,
-                              std::type_identity_t<rows_view<const T>> student, const Sequences& sequences,
-                              rows_view<T> d_student, LossValue* value, workspace_view workspace,
-                              const LossOptions& options) const {
+void CrossEntropy::operator()(const cuda& ctx, plane_view<const std::int32_t> labels, input_rows<T> student,
+                              const Sequences& sequences, rows_view<T> d_student, LossValue* value,
+                              workspace_view workspace, const LossOptions& options) const {
     namespace cb = cuda_backend;
-    const CrossEntropy& loss = *this;
-    cb::check_student(1.0f, loss.scale, student, sequences, d_student);
-    const std::int32_t batch = sequences.batch, heads = d_student.heads;
-    cb::check_plane("labels", labels, batch, heads, sequences.length);
-    cb::run_row_loss(ctx, loss, sequences, heads, labels, d_student.dim, value, workspace, options.status,
-                     [&](const cb::row_loss_params& params, std::int64_t tokens) {
+    cb::check_student(1.0f, scale, student, sequences, d_student);
+    cb::check_plane("labels", labels, sequences.batch, d_student.heads, sequences.length);
+    cb::run_row_loss(ctx, *this, sequences, d_student.heads, labels, d_student.dim, value, workspace,
+                     options.status, [&](const cb::row_loss_params& params, std::int64_t tokens) {
                          cb::launch("cross_entropy_kernel", cb::cross_entropy_kernel<T>, tokens,
                                     cb::row_threads, 0, ctx, params, labels, student, d_student);
                      });
@@ -224,16 +215,13 @@ std::size_t L2Distillation::workspace_bytes(const cuda&, rows_view<Rows> teacher
 }
 
 template <Storage T, class Build>
-void L2Distillation::operator()(const cuda& ctx, std::type_identity_t<rows_view<const T>> teacher,
-                                std::type_identity_t<rows_view<const T>> student, const Sequences& sequences,
-                                rows_view<T> d_student, LossValue* value, workspace_view workspace,
-                                const LossOptions& options) const {
+void L2Distillation::operator()(const cuda& ctx, input_rows<T> teacher, input_rows<T> student,
+                                const Sequences& sequences, rows_view<T> d_student, LossValue* value,
+                                workspace_view workspace, const LossOptions& options) const {
     namespace cb = cuda_backend;
-    const L2Distillation& loss = *this;
-    cb::check_student(1.0f, loss.scale, student, sequences, d_student);
-    const std::int32_t batch = sequences.batch, heads = d_student.heads;
-    checks::check_rows("teacher", teacher, batch, heads, sequences.length, d_student.dim);
-    cb::run_row_loss(ctx, loss, sequences, heads, {}, 0, value, workspace, options.status,
+    cb::check_student(1.0f, scale, student, sequences, d_student);
+    checks::check_rows("teacher", teacher, sequences.batch, d_student.heads, sequences.length, d_student.dim);
+    cb::run_row_loss(ctx, *this, sequences, d_student.heads, {}, 0, value, workspace, options.status,
                      [&](const cb::row_loss_params& params, std::int64_t tokens) {
                          cb::launch("l2_kernel", cb::l2_kernel<T>, tokens, cb::row_threads, 0, ctx, params,
                                     teacher, student, d_student);

@@ -15,6 +15,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <type_traits>
+#include <utility>
 
 namespace kvpolicy {
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
@@ -46,7 +47,7 @@ inline std::size_t gate_workspace_bytes(const Sequences& sequences, std::int32_t
 
 /// What all of these calls check.
 template <class P>
-void check_gate_loss(const P& policy, plane_view<const float> scores, const Sequences& sequences,
+void check_gate_call(const P& policy, plane_view<const float> scores, const Sequences& sequences,
                      std::int32_t layer, workspace_view workspace) {
     policy.check_layer(layer, scores.heads);
     check_whole_sequences(sequences, scores.batch, scores.length);
@@ -63,116 +64,87 @@ void launch_controller(const cuda& ctx, const Controller& controller, controller
            128, 0, ctx, controller, call, counts);
 }
 
-/// Enqueues the count of keys that a loss is about, 0 where there is no key at all.
-template <class Params>
-void launch_gate_count(const cuda& ctx, const gate_memory& memory, const Params* params, gate_scope scope) {
-    if (params != nullptr) {
-        using Gate = std::remove_cvref_t<decltype(params->gate)>;
-        using Keep = std::remove_cvref_t<decltype(params->keep)>;
-        launch("gate_count_kernel", gate_count_kernel<Gate, Keep>, memory.blocks, mask_chunk, 0, ctx, *params,
-               scope == gate_scope::all, false, memory.shares);
-    }
-    launch("gate_total_kernel", gate_total_kernel<long long>, 1, gate_sum_threads, 0, ctx,
-           static_cast<const long long*>(memory.shares), memory.blocks, memory.count);
-}
+/// A checked call on its device: its arrays in workspace, and what kernels of a thread per key take.
+template <class P>
+class gate_plan {
+  public:
+    using Gate = typename P::gate_type;
+    using Keep = decltype(std::declval<const P&>().keep());
 
-/// Adds a call's decisions to *sums, or writes them there.
-template <class Params>
-void launch_decisions(const cuda& ctx, const gate_memory& memory, const Params* params,
-                      const CompressionLoss& loss, bool add, EvictionSums* sums) {
-    launch_gate_count(ctx, memory, params, loss.scope);
-    if (params != nullptr) {
-        using Gate = std::remove_cvref_t<decltype(params->gate)>;
-        using Keep = std::remove_cvref_t<decltype(params->keep)>;
-        launch("decisions_kernel", decisions_kernel<Gate, Keep>, memory.blocks, mask_chunk, 0, ctx, *params,
-               loss, memory.values);
+    gate_plan(const cuda& ctx, const P& policy, plane_view<const float> scores, const Sequences& sequences,
+              std::int32_t layer, workspace_view workspace, std::uint32_t* status)
+        : ctx_(ctx), device_(ctx), parts_(workspace.data), memory_(sequences, scores.heads, parts_) {
+        if (memory_.blocks > 0) {
+            params_ = make_params(ctx, policy, scores, sequences, scores.heads, layer, memory_.small, status);
+        }
     }
-    launch("decisions_total_kernel", decisions_total_kernel<EvictionSums>, 1, gate_sum_threads, 0, ctx,
-           static_cast<const double*>(memory.values), memory.blocks,
-           static_cast<const long long*>(memory.count), add, sums);
-}
 
-/// GateSparsity, GateDensity or RetentionPenalty.
-template <class L, AnyPolicy P>
-void gate_loss(const cuda& ctx, const L& loss, const P& policy, plane_view<const float> scores,
-               const Sequences& sequences, plane_view<float> d_scores, LossValue* value,
-               workspace_view workspace, std::uint32_t* status) {
-    namespace cb = cuda_backend;
-    checks::check_gate_scale(loss.scale);
-    if constexpr (requires { loss.lambda; }) {
-        detail::require(loss.lambda != nullptr || scores.heads == 0, "lambda", "null",
-                        "an array by head in device memory");
+    /// Enqueues a kernel of a thread per key, where there is any key.
+    template <class... Parameters, class... Arguments>
+    void launch_keys(const char* name, void (*kernel)(mask_params<Gate, Keep>, Parameters...),
+                     const Arguments&... arguments) const {
+        launch(name, kernel, memory_.blocks, mask_chunk, 0, ctx_, params_, arguments...);
     }
-    cb::check_gate_loss(policy, scores, sequences, loss.layer, workspace);
-    cb::check_plane("d_scores", d_scores, sequences.batch, scores.heads, sequences.length);
-    checks::check_value(value);
-    const cb::device_scope device(ctx);
-    cb::workspace_parts parts(workspace.data);
-    const cb::gate_memory memory(sequences, scores.heads, parts);
-    using Params = decltype(cb::make_params(ctx, policy, scores, sequences, scores.heads, loss.layer,
-                                            memory.small, status));
-    if (memory.blocks > 0) {
-        const Params params =
-            cb::make_params(ctx, policy, scores, sequences, scores.heads, loss.layer, memory.small, status);
-        using Gate = std::remove_cvref_t<decltype(params.gate)>;
-        using Keep = std::remove_cvref_t<decltype(params.keep)>;
-        cb::launch_gate_count(ctx, memory, &params, loss.scope);
-        cb::launch("gate_loss_kernel", cb::gate_loss_kernel<L, Gate, Keep>, memory.blocks, cb::mask_chunk, 0,
-                   ctx, params, loss, static_cast<const long long*>(memory.count), d_scores, memory.values);
-    } else {
-        cb::launch_gate_count(ctx, memory, static_cast<const Params*>(nullptr), loss.scope);
+
+    /// Enqueues the count of keys that a loss is about, to *memory().count.
+    void count_keys(gate_scope scope) const {
+        launch_keys("gate_count_kernel", gate_count_kernel<Gate, Keep>, scope == gate_scope::all, false,
+                    memory_.shares);
+        launch("gate_total_kernel", gate_total_kernel<long long>, 1, gate_sum_threads, 0, ctx_,
+               static_cast<const long long*>(memory_.shares), memory_.blocks, memory_.count);
     }
-    cb::launch("gate_value_kernel", cb::gate_value_kernel<LossValue>, 1, cb::gate_sum_threads, 0, ctx,
-               static_cast<const double*>(memory.values), memory.blocks,
-               static_cast<const long long*>(memory.count), L::mean_over_keys ? 0.0 : sequences.batch, value);
-}
+
+    /// Adds the call's decisions to *sums, or writes them there.
+    void sum_decisions(const CompressionLoss& loss, bool add, EvictionSums* sums) const {
+        count_keys(loss.scope);
+        launch_keys("decisions_kernel", decisions_kernel<Gate, Keep>, loss, memory_.values);
+        launch("decisions_total_kernel", decisions_total_kernel<EvictionSums>, 1, gate_sum_threads, 0, ctx_,
+               static_cast<const double*>(memory_.values), memory_.blocks,
+               static_cast<const long long*>(memory_.count), add, sums);
+    }
+
+    [[nodiscard]] const gate_memory& memory() const { return memory_; }
+    [[nodiscard]] const mask_params<Gate, Keep>& params() const { return params_; }
+
+  private:
+    const cuda& ctx_;
+    device_scope device_;
+    workspace_parts parts_;
+    gate_memory memory_;
+    mask_params<Gate, Keep> params_{};
+};
 
 }  // namespace cuda_backend
 }  // namespace KVPOLICY_HIDDEN
 
+template <class Term>
 template <AnyPolicy P, class Build>
-std::size_t GateSparsity::workspace_bytes(const cuda&, const P&, const Sequences& sequences,
-                                          std::int32_t heads) const {
+std::size_t BasicGateLoss<Term>::workspace_bytes(const cuda&, const P&, const Sequences& sequences,
+                                                 std::int32_t heads) const {
     return cuda_backend::gate_workspace_bytes(sequences, heads);
 }
+template <class Term>
 template <AnyPolicy P, class Real, class Build>
-void GateSparsity::operator()(const cuda& ctx, const P& policy,
-                              std::type_identity_t<plane_view<const Real>> scores, const Sequences& sequences,
-                              plane_view<Real> d_scores, LossValue* value, workspace_view workspace,
-                              const LossOptions& options) const {
+void BasicGateLoss<Term>::operator()(const cuda& ctx, const P& policy, input_plane<Real> scores,
+                                     const Sequences& sequences, plane_view<Real> d_scores, LossValue* value,
+                                     workspace_view workspace, const LossOptions& options) const {
+    namespace cb = cuda_backend;
     static_assert(std::is_same_v<Real, float>, "kvpolicy: scores on CUDA are fp32");
-    cuda_backend::gate_loss(ctx, *this, policy, scores, sequences, d_scores, value, workspace,
-                            options.status);
-}
-
-template <AnyPolicy P, class Build>
-std::size_t GateDensity::workspace_bytes(const cuda&, const P&, const Sequences& sequences,
-                                         std::int32_t heads) const {
-    return cuda_backend::gate_workspace_bytes(sequences, heads);
-}
-template <AnyPolicy P, class Real, class Build>
-void GateDensity::operator()(const cuda& ctx, const P& policy,
-                             std::type_identity_t<plane_view<const Real>> scores, const Sequences& sequences,
-                             plane_view<Real> d_scores, LossValue* value, workspace_view workspace,
-                             const LossOptions& options) const {
-    static_assert(std::is_same_v<Real, float>, "kvpolicy: scores on CUDA are fp32");
-    cuda_backend::gate_loss(ctx, *this, policy, scores, sequences, d_scores, value, workspace,
-                            options.status);
-}
-
-template <AnyPolicy P, class Build>
-std::size_t RetentionPenalty::workspace_bytes(const cuda&, const P&, const Sequences& sequences,
-                                              std::int32_t heads) const {
-    return cuda_backend::gate_workspace_bytes(sequences, heads);
-}
-template <AnyPolicy P, class Real, class Build>
-void RetentionPenalty::operator()(const cuda& ctx, const P& policy,
-                                  std::type_identity_t<plane_view<const Real>> scores,
-                                  const Sequences& sequences, plane_view<Real> d_scores, LossValue* value,
-                                  workspace_view workspace, const LossOptions& options) const {
-    static_assert(std::is_same_v<Real, float>, "kvpolicy: scores on CUDA are fp32");
-    cuda_backend::gate_loss(ctx, *this, policy, scores, sequences, d_scores, value, workspace,
-                            options.status);
+    checks::check_gate_loss(*this, scores.heads);
+    cb::check_gate_call(policy, scores, sequences, layer, workspace);
+    cb::check_plane("d_scores", d_scores, sequences.batch, scores.heads, sequences.length);
+    checks::check_value(value);
+    using Plan = cb::gate_plan<P>;
+    const Plan plan(ctx, policy, scores, sequences, layer, workspace, options.status);
+    const cb::gate_memory& memory = plan.memory();
+    const long long* const count = memory.count;
+    plan.count_keys(scope);
+    plan.launch_keys("gate_loss_kernel",
+                     cb::gate_loss_kernel<BasicGateLoss, typename Plan::Gate, typename Plan::Keep>, *this,
+                     count, d_scores, memory.values);
+    cb::launch("gate_value_kernel", cb::gate_value_kernel<LossValue>, 1, cb::gate_sum_threads, 0, ctx,
+               static_cast<const double*>(memory.values), memory.blocks, count,
+               Term::mean_over_keys ? 0.0 : sequences.batch, value);
 }
 
 template <AnyPolicy P, class Build>
@@ -187,57 +159,36 @@ void CompressionLoss::sums(const cuda& ctx, const P& policy, plane_view<Real> sc
                            const CompressionOptions& options) const {
     namespace cb = cuda_backend;
     static_assert(std::is_same_v<std::remove_const_t<Real>, float>, "kvpolicy: scores on CUDA are fp32");
-    const CompressionLoss& loss = *this;
-    std::uint32_t* const status = options.status;
-    loss.gate.check();
-    cb::check_gate_loss(policy, scores, sequences, loss.layer, workspace);
+    gate.check();
+    cb::check_gate_call(policy, scores, sequences, layer, workspace);
     detail::require(sums != nullptr, "sums", "null", "device memory");
-    const cb::device_scope device(ctx);
-    cb::workspace_parts parts(workspace.data);
-    const cb::gate_memory memory(sequences, scores.heads, parts);
-    if (memory.blocks > 0) {
-        const auto params =
-            cb::make_params(ctx, policy, scores, sequences, scores.heads, loss.layer, memory.small, status);
-        cb::launch_decisions(ctx, memory, &params, loss, true, sums);
+    const cb::gate_plan<P> plan(ctx, policy, scores, sequences, layer, workspace, options.status);
+    if (plan.memory().blocks > 0) {
+        plan.sum_decisions(*this, true, sums);
     }
 }
 
 template <AnyPolicy P, class Real, class Build>
-void CompressionLoss::operator()(const cuda& ctx, const P& policy,
-                                 std::type_identity_t<plane_view<const Real>> scores,
+void CompressionLoss::operator()(const cuda& ctx, const P& policy, input_plane<Real> scores,
                                  const Sequences& sequences, plane_view<Real> d_scores, LossValue* value,
                                  workspace_view workspace, const CompressionOptions& options) const {
     namespace cb = cuda_backend;
     static_assert(std::is_same_v<Real, float>, "kvpolicy: scores on CUDA are fp32");
-    const CompressionLoss& loss = *this;
-    std::uint32_t* const status = options.status;
-    const EvictionSums* const total = options.total;
-    checks::check_gate_scale(loss.scale);
-    detail::require(loss.target >= 0.0f && loss.target <= 1.0f, "CompressionLoss.target", loss.target,
-                    "0 to 1");
-    loss.gate.check();
-    cb::check_gate_loss(policy, scores, sequences, loss.layer, workspace);
+    checks::check_gate_scale(scale);
+    detail::require(target >= 0.0f && target <= 1.0f, "CompressionLoss.target", target, "0 to 1");
+    gate.check();
+    cb::check_gate_call(policy, scores, sequences, layer, workspace);
     cb::check_plane("d_scores", d_scores, sequences.batch, scores.heads, sequences.length);
     checks::check_value(value);
-    const cb::device_scope device(ctx);
-    cb::workspace_parts parts(workspace.data);
-    const cb::gate_memory memory(sequences, scores.heads, parts);
-    using Params = decltype(cb::make_params(ctx, policy, scores, sequences, scores.heads, loss.layer,
-                                            memory.small, status));
-    const EvictionSums* const all = total != nullptr || loss.total.keys != 0 ? total : memory.sums;
-    if (memory.blocks > 0) {
-        const Params params =
-            cb::make_params(ctx, policy, scores, sequences, scores.heads, loss.layer, memory.small, status);
-        using Gate = std::remove_cvref_t<decltype(params.gate)>;
-        using Keep = std::remove_cvref_t<decltype(params.keep)>;
-        cb::launch_decisions(ctx, memory, &params, loss, false, memory.sums);
-        cb::launch("compression_kernel", cb::compression_kernel<Gate, Keep>, memory.blocks, cb::mask_chunk, 0,
-                   ctx, params, loss, all, d_scores);
-    } else {
-        cb::launch_decisions(ctx, memory, static_cast<const Params*>(nullptr), loss, false, memory.sums);
-    }
-    cb::launch("compression_value_kernel", cb::compression_value_kernel<LossValue>, 1, 32, 0, ctx, loss, all,
-               static_cast<const long long*>(memory.count), value);
+    using Plan = cb::gate_plan<P>;
+    const Plan plan(ctx, policy, scores, sequences, layer, workspace, options.status);
+    plan.sum_decisions(*this, false, plan.memory().sums);
+    const EvictionSums* const all =
+        options.total != nullptr || total.keys != 0 ? options.total : plan.memory().sums;
+    plan.launch_keys("compression_kernel", cb::compression_kernel<typename Plan::Gate, typename Plan::Keep>,
+                     *this, all, d_scores);
+    cb::launch("compression_value_kernel", cb::compression_value_kernel<LossValue>, 1, 32, 0, ctx, *this, all,
+               static_cast<const long long*>(plan.memory().count), value);
 }
 
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
@@ -255,19 +206,15 @@ std::size_t retention_counts_workspace_bytes(const cuda&, const P&, const Sequen
 }
 
 template <AnyPolicy P, class V>
-void straight_through_values(const cuda& ctx, const P& policy,
-                             std::type_identity_t<plane_view<const compute_t<std::remove_const_t<V>>>> scores,
-                             rows_view<V> given_v, input_rows<std::remove_const_t<V>> d_v,
-                             const Sequences& sequences,
-                             plane_view<compute_t<std::remove_const_t<V>>> d_scores, workspace_view workspace,
+void straight_through_values(const cuda& ctx, const P& policy, input_plane<real_of<V>> scores,
+                             rows_view<V> given_v, input_rows<V> d_v, const Sequences& sequences,
+                             plane_view<real_of<V>> d_scores, workspace_view workspace,
                              const GateOptions& options) {
     namespace cb = cuda_backend;
     using T = std::remove_const_t<V>;
     static_assert(!std::is_same_v<T, double>, "kvpolicy: values on CUDA are fp32, bf16 or fp16");
     const rows_view<const T> v = given_v;
-    const std::int32_t layer = options.layer;
-    std::uint32_t* const status = options.status;
-    cb::check_gate_loss(policy, scores, sequences, layer, workspace);
+    cb::check_gate_call(policy, scores, sequences, options.layer, workspace);
     cb::check_plane("d_scores", d_scores, sequences.batch, scores.heads, sequences.length);
     checks::check_rows("v", v, sequences.batch, scores.heads, sequences.length, v.dim);
     checks::check_rows("d_v", d_v, sequences.batch, scores.heads, sequences.length, v.dim);
@@ -275,15 +222,11 @@ void straight_through_values(const cuda& ctx, const P& policy,
     if (keys == 0) {
         return;
     }
-    const cb::device_scope device(ctx);
-    cb::workspace_parts parts(workspace.data);
-    const cb::gate_memory memory(sequences, scores.heads, parts);
-    const auto params =
-        cb::make_params(ctx, policy, scores, sequences, scores.heads, layer, memory.small, status);
-    using Gate = std::remove_cvref_t<decltype(params.gate)>;
-    using Keep = std::remove_cvref_t<decltype(params.keep)>;
-    cb::launch("straight_through_kernel", cb::straight_through_kernel<T, Gate, Keep>, (keys + 7) / 8, 256, 0,
-               ctx, params, v, d_v, d_scores);
+    using Plan = cb::gate_plan<P>;
+    const Plan plan(ctx, policy, scores, sequences, options.layer, workspace, options.status);
+    cb::launch("straight_through_kernel",
+               cb::straight_through_kernel<T, typename Plan::Gate, typename Plan::Keep>, (keys + 7) / 8, 256,
+               0, ctx, plan.params(), v, d_v, d_scores);
 }
 
 template <AnyPolicy P, class Real>
@@ -291,24 +234,15 @@ void retention_counts(const cuda& ctx, const P& policy, plane_view<Real> scores,
                       double* counts, workspace_view workspace, const GateOptions& options) {
     namespace cb = cuda_backend;
     static_assert(std::is_same_v<std::remove_const_t<Real>, float>, "kvpolicy: scores on CUDA are fp32");
-    const std::int32_t layer = options.layer;
-    std::uint32_t* const status = options.status;
-    cb::check_gate_loss(policy, scores, sequences, layer, workspace);
+    cb::check_gate_call(policy, scores, sequences, options.layer, workspace);
     detail::require(counts != nullptr || scores.heads == 0, "counts", "null", "device memory");
-    const cb::device_scope device(ctx);
-    cb::workspace_parts parts(workspace.data);
-    const cb::gate_memory memory(sequences, scores.heads, parts);
-    if (memory.blocks > 0) {
-        const auto params =
-            cb::make_params(ctx, policy, scores, sequences, scores.heads, layer, memory.small, status);
-        using Gate = std::remove_cvref_t<decltype(params.gate)>;
-        using Keep = std::remove_cvref_t<decltype(params.keep)>;
-        cb::launch("gate_count_kernel", cb::gate_count_kernel<Gate, Keep>, memory.blocks, cb::mask_chunk, 0,
-                   ctx, params, false, true, memory.shares);
-    }
+    using Plan = cb::gate_plan<P>;
+    const Plan plan(ctx, policy, scores, sequences, options.layer, workspace, options.status);
+    plan.launch_keys("gate_count_kernel", cb::gate_count_kernel<typename Plan::Gate, typename Plan::Keep>,
+                     false, true, plan.memory().shares);
     cb::launch("retention_counts_kernel", cb::retention_counts_kernel<double>, scores.heads,
-               cb::gate_sum_threads, 0, ctx, static_cast<const long long*>(memory.shares), memory.blocks,
-               sequences.batch, counts);
+               cb::gate_sum_threads, 0, ctx, static_cast<const long long*>(plan.memory().shares),
+               plan.memory().blocks, sequences.batch, counts);
 }
 
 }  // namespace KVPOLICY_HIDDEN

@@ -359,9 +359,9 @@ __global__ void __launch_bounds__(boundary_threads)
 /// tiles]. Overwrites planes[].slope, value, log_gamma and agreed.
 template <class Tile>
 __global__ void __launch_bounds__(32)
-    boundary_carry_kernel(boundary_plane* const planes, Tile* const all, const std::int32_t tiles) {
+    boundary_scan_kernel(boundary_plane* const planes, Tile* const all, const std::int32_t tiles) {
     Tile* const sums = all + std::int64_t{blockIdx.x} * tiles;
-    double carried = 0.0, value = 0.0, of_gamma = 0.0;
+    double before = 0.0, value = 0.0, of_gamma = 0.0;
     long long agreed = 0;
     for (std::int32_t first = 0; first < tiles; first += 32) {
         const std::int32_t i = first + lane_id();
@@ -371,9 +371,9 @@ __global__ void __launch_bounds__(32)
         }
         const double sum = warp_inclusive_sum_of(one.slope);
         if (i < tiles) {
-            sums[i].before = carried + (sum - one.slope);
+            sums[i].before = before + (sum - one.slope);
         }
-        carried += __shfl_sync(all_lanes, sum, 31);
+        before += __shfl_sync(all_lanes, sum, 31);
         value += one.value;
         of_gamma += one.log_gamma;
         agreed += one.agreed;
@@ -386,7 +386,7 @@ __global__ void __launch_bounds__(32)
     }
     if (lane_id() == 0) {
         boundary_plane& mine = planes[blockIdx.x];
-        mine.slope = carried;
+        mine.slope = before;
         mine.value = value;
         mine.log_gamma = of_gamma;
         mine.agreed = agreed;
@@ -416,9 +416,8 @@ __global__ void __launch_bounds__(boundary_threads)
 
 /// The call's value and counts from its planes.
 ///
-/// Grid:
-/// 1. Block: boundary_threads. Shared memory: two numbers per warp (static). Reads planes [count]. Overwrites
-///    *out. Accumulates in d_log_gamma [heads], double. Either may be null.
+/// Grid: one block. Block: boundary_threads. Shared memory: two numbers per warp (static). Reads planes
+/// [count]. Overwrites *out. Accumulates in d_log_gamma [heads], double. Either may be null.
 template <class Value>
 __global__ void __launch_bounds__(boundary_threads)
     boundary_value_kernel(const boundary_plane* const planes, const std::int64_t count,

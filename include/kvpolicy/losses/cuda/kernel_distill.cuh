@@ -117,9 +117,8 @@ __device__ inline void clear_numbers(T* row, std::int32_t count) {
 
 /// *count = tokens inside their sequences and, where labels are given, with a label of 0 to vocabulary - 1.
 ///
-/// Grid:
-/// 1. Block: row_threads. Shared memory: one number per warp (static). Reads labels [B, H, S], lengths [B].
-///    Overwrites *p.count. Reports status_bad_length and status_bad_index.
+/// Grid: one block. Block: row_threads. Shared memory: one number per warp (static). Reads labels [B, H, S],
+/// lengths [B]. Overwrites *p.count. Reports status_bad_length and status_bad_index.
 template <class Label>
 __global__ void __launch_bounds__(row_threads)
     row_count_kernel(const row_loss_params p, const plane_view<const Label> labels,
@@ -151,9 +150,8 @@ __global__ void __launch_bounds__(row_threads)
 
 /// *value = the sum of the tokens' values, in one order, and their count.
 ///
-/// Grid:
-/// 1. Block: row_threads. Shared memory: one number per warp (static). Reads p.values [B, H, S], double.
-///    Overwrites *value.
+/// Grid: one block. Block: row_threads. Shared memory: one number per warp (static). Reads p.values [B, H,
+/// S], double. Overwrites *value.
 template <class Value>
 __global__ void __launch_bounds__(row_threads) row_value_kernel(const row_loss_params p, Value* const value) {
     __shared__ double shared[row_warps];

@@ -60,9 +60,8 @@ __device__ __forceinline__ Number sum_of_shares(const Number* shares, std::int64
 
 /// *total = the sum of shares, in one order.
 ///
-/// Grid:
-/// 1. Block: gate_sum_threads. Shared memory: one number per warp (static). Reads shares [count]. Overwrites
-///    *total.
+/// Grid: one block. Block: gate_sum_threads. Shared memory: one number per warp (static). Reads shares
+/// [count]. Overwrites *total.
 template <class Number>
 __global__ void __launch_bounds__(gate_sum_threads)
     gate_total_kernel(const Number* const shares, const std::int64_t count, Number* const total) {
@@ -88,9 +87,9 @@ __global__ void __launch_bounds__(mask_chunk)
     if (key.inside) {
         const float score = params.scores.head(key.b, key.h)[key.t];
         if ((loss.scope == gate_scope::all || key.decided) && score == score) {
-            one = loss.term(key.h, static_cast<double>(score));
+            one = loss.term(static_cast<double>(loss.scale), key.h, static_cast<double>(score));
         }
-        const double over = L::mean_over_keys ? static_cast<double>(*count) : params.batch;
+        const double over = decltype(loss.term)::mean_over_keys ? static_cast<double>(*count) : params.batch;
         d_scores.head(key.b, key.h)[key.t] = *count == 0 ? 0.0f : static_cast<float>(one.slope / over);
     }
     const double sum = sum_over_block<mask_chunk>(one.value, shared);
@@ -101,9 +100,8 @@ __global__ void __launch_bounds__(mask_chunk)
 
 /// *value = the sum of the blocks' parts over the keys or over `over`.
 ///
-/// Grid:
-/// 1. Block: gate_sum_threads. Shared memory: one number per warp (static). Reads values [blocks] and *count.
-///    Overwrites *value.
+/// Grid: one block. Block: gate_sum_threads. Shared memory: one number per warp (static). Reads values
+/// [blocks] and *count. Overwrites *value.
 template <class Value>
 __global__ void __launch_bounds__(gate_sum_threads)
     gate_value_kernel(const double* const values, const std::int64_t blocks, const long long* const count,
@@ -143,9 +141,8 @@ __global__ void __launch_bounds__(mask_chunk)
 
 /// *sums += the blocks' sums, or = where `add` is not set.
 ///
-/// Grid:
-/// 1. Block: gate_sum_threads. Shared memory: one number per warp (static). Reads evicted [blocks] and
-///    *count.
+/// Grid: one block. Block: gate_sum_threads. Shared memory: one number per warp (static). Reads evicted
+/// [blocks] and *count.
 template <class Sums>
 __global__ void __launch_bounds__(gate_sum_threads)
     decisions_total_kernel(const double* const evicted, const std::int64_t blocks,
@@ -192,8 +189,7 @@ __global__ void __launch_bounds__(mask_chunk)
 
 /// *value from the decisions of all layers.
 ///
-/// Grid:
-/// 1. Block: 32. Shared memory: none. Reads *total and *count. Overwrites *value.
+/// Grid: one block. Block: 32. Shared memory: none. Reads *total and *count. Overwrites *value.
 template <class Value>
 __global__ void __launch_bounds__(32)
     compression_value_kernel(const CompressionLoss loss, const EvictionSums* const total,

@@ -115,6 +115,7 @@ struct boundary_pass {
     std::int32_t layer = 0;            // of the call's layers: 0 is loss.layer
     std::int32_t first_head = 0;       // of the layer, among the heads of the call
     const float* log_gamma = nullptr;  // [heads of the call], in place of the policy's
+    std::uint32_t* status = nullptr;   // [batch]
     double mean = 0.0;
 
     [[nodiscard]] HeadParams params_of(std::int32_t head) const {
@@ -132,7 +133,8 @@ struct boundary_pass {
         return {memory + static_cast<std::size_t>(task) * task_bytes, sequences.length};
     }
 
-    /// Keys that leave the window need a target that is a number, and a finite score.
+    /// Keys that leave the window need a target that is a number, and a finite score. With a status a NaN
+    /// target is reported, and ranks last; scores are then left to add_example().
     void check_inputs() const {
         for (std::int64_t task = 0; task < std::int64_t{d_scores.batch} * d_scores.heads; ++task) {
             const std::int32_t b = batch_of(task), h = head_of(task);
@@ -141,8 +143,8 @@ struct boundary_pass {
             for_each_segment<P>(sequences, b, [&](std::int32_t begin, std::int32_t end) {
                 for_each_leaver(policy, params_of(h), end - begin, [&](std::int32_t at, std::int32_t) {
                     const std::int32_t t = begin + at;
-                    refuse_nan("target", b, h, t, of_teacher[t]);
-                    if (std::isfinite(of_student[t])) [[likely]] {
+                    static_cast<void>(checks::is_number("target", b, h, t, of_teacher[t], status));
+                    if (status != nullptr || std::isfinite(of_student[t])) [[likely]] {
                         return;
                     }
                     detail::refuse(detail::text("scores[", b, "][", h, "][", t, "]").c_str(), of_student[t],
@@ -232,7 +234,7 @@ struct boundary_pass {
         for_each_segment<P>(sequences, b, [&](std::int32_t begin, std::int32_t end) {
             for (std::int32_t q = begin; q < end; ++q) {
                 if (rows.boundary[q] >= 0) {
-                    add_example(head_params, rows, scores.head(b, h), weights, q, mine);
+                    add_example(b, head_params, rows, scores.head(b, h), weights, q, mine);
                 }
             }
         });
@@ -247,12 +249,16 @@ struct boundary_pass {
     }
 
     /// Adds the example of query q: the key that leaves the window at q against the boundary key.
-    void add_example(const HeadParams& head_params, const boundary_rows& rows, const Real* score,
-                     const label_weights& weights, std::int32_t q, boundary_sums& mine) const {
+    void add_example(std::int32_t b, const HeadParams& head_params, const boundary_rows& rows,
+                     const Real* score, const label_weights& weights, std::int32_t q,
+                     boundary_sums& mine) const {
         const double tau = static_cast<double>(loss.temperature);
         const auto omega_min = static_cast<double>(loss.margin.omega_min);
         const std::int32_t old = rows.boundary[q];
         const std::int32_t fresh = q - head_params.window;
+        if (!std::isfinite(score[fresh]) || !std::isfinite(score[old])) {
+            static_cast<void>(checks::reported(status, b, status_not_finite));
+        }
         const bool keeps = !std::signbit(rows.margin[q]);
         const double y = keeps ? 1.0 : -1.0;
         const std::int32_t age = (q - fresh) / head_params.decay_step - (q - old) / head_params.decay_step;
@@ -287,18 +293,17 @@ std::size_t BoundaryLoss::workspace_bytes(const host&, const P& policy, const Se
 }
 
 template <AnyPolicy P, class Real>
-void BoundaryLoss::operator()(const host& ctx, const P& policy,
-                              std::type_identity_t<plane_view<const Real>> scores,
+void BoundaryLoss::operator()(const host& ctx, const P& policy, input_plane<Real> scores,
                               plane_view<const float> target, const Sequences& sequences,
                               plane_view<Real> d_scores, double* d_log_gamma, BoundaryValue* value,
                               workspace_view workspace, const BoundaryOptions& options) const {
-    namespace hb = host_backend;
-    static_assert(P::has_budget && !P::has_gate,
-                  "kvpolicy: BoundaryLoss needs a policy with a TopKBudget and without a gate");
     if (const checks::repaired_sequences repaired(sequences, options.status); repaired) {
         return (*this)(ctx, policy, scores, target, repaired.sequences, d_scores, d_log_gamma, value,
                        workspace, options);
     }
+    namespace hb = host_backend;
+    static_assert(P::has_budget && !P::has_gate,
+                  "kvpolicy: BoundaryLoss needs a policy with a TopKBudget and without a gate");
     const std::int32_t heads = d_scores.heads;
     const std::int32_t batch = d_scores.batch;
     checks::check_boundary(*this);
@@ -330,7 +335,8 @@ void BoundaryLoss::operator()(const host& ctx, const P& policy,
                                           .sums = nullptr,
                                           .layer = of_call,
                                           .first_head = first,
-                                          .log_gamma = options.log_gamma};
+                                          .log_gamma = options.log_gamma,
+                                          .status = options.status};
     };
     for (std::int32_t of_call = 0; of_call < options.layers; ++of_call) {
         pass_of(of_call).check_inputs();

@@ -6,6 +6,7 @@
 #include <kvpolicy/core/workspace.hpp>
 #include <kvpolicy/losses/check.hpp>
 #include <kvpolicy/losses/distill.hpp>
+#include <kvpolicy/policies/ranking.hpp>
 
 #include <algorithm>
 #include <cmath>
@@ -41,13 +42,16 @@ bool row_of_numbers(bool refuse, const char* name, std::int64_t b, std::int64_t 
     return false;
 }
 
-/// Checks all tokens: good(b, h, t, refuse).
+/// Checks all tokens: good(b, h, t, refuse). A token that is not good sets status_not_finite; without a
+/// status it is refused.
 template <class Good>
-void check_tokens(const host& ctx, const Sequences& sequences, std::int32_t heads, Good&& good) {
+void check_tokens(const host& ctx, const Sequences& sequences, std::int32_t heads, std::uint32_t* status,
+                  Good&& good) {
     const std::int64_t length = sequences.length;
     checks::check_in_parallel(ctx, length * sequences.batch * heads, [&](std::int64_t task, bool refuse) {
         const std::int64_t b = task / length / heads, h = task / length % heads, t = task % length;
-        return t >= sequences.length_of(b) || good(b, h, t, refuse);
+        return t >= sequences.length_of(b) || good(b, h, t, refuse) ||
+               checks::reported(status, b, status_not_finite);
     });
 }
 
@@ -122,14 +126,18 @@ double log_sum_exp(std::int32_t count, Pick&& at) {
     return most + std::log(sum);
 }
 
-/// One token of TopDistillation. Overwrites d[0, vocabulary).
+/// One token of TopDistillation. Overwrites d[0, vocabulary). Indices outside the row do not count.
 template <class Real>
 double distill_token(const TopDistillation& loss, const Real* values, const std::int32_t* indices,
                      std::int32_t count, const Real* student, std::int32_t vocabulary, double mean, Real* d) {
+    constexpr double none = -std::numeric_limits<double>::infinity();
     const double inverse = 1.0 / static_cast<double>(loss.temperature);
-    const auto of_teacher = [&](std::int32_t i) { return static_cast<double>(values[i]) * inverse; };
+    const auto counts = [&](std::int32_t i) { return indices[i] >= 0 && indices[i] < vocabulary; };
+    const auto of_teacher = [&](std::int32_t i) {
+        return counts(i) ? static_cast<double>(values[i]) * inverse : none;
+    };
     const auto of_student = [&](std::int32_t i) {
-        return static_cast<double>(student[indices[i]]) * inverse;
+        return counts(i) ? static_cast<double>(student[indices[i]]) * inverse : none;
     };
     const double teacher_lse = log_sum_exp(count, of_teacher);
     const double student_lse = log_sum_exp(count, of_student);
@@ -145,6 +153,9 @@ double distill_token(const TopDistillation& loss, const Real* values, const std:
     }
     std::fill_n(d, vocabulary, Real(0));
     for (std::int32_t i = 0; i < count; ++i) {
+        if (!counts(i)) {
+            continue;
+        }
         const double log_p = of_teacher(i) - teacher_lse;
         const double log_s = of_student(i) - student_lse;
         const double s = std::exp(log_s);
@@ -156,14 +167,14 @@ double distill_token(const TopDistillation& loss, const Real* values, const std:
     return mean * value;
 }
 
-/// indices[0, count) of the largest logits, in order. `all` has space for every index.
+/// indices[0, count) of the largest logits, in order, NaN last. `all` has space for every index.
 template <class Real>
 void select_top(const Real* logits, std::int32_t vocabulary, std::int32_t count, std::int32_t* all) {
     for (std::int32_t i = 0; i < vocabulary; ++i) {
         all[i] = i;
     }
     const auto before = [&](std::int32_t a, std::int32_t b) {
-        return logits[a] > logits[b] || (logits[a] == logits[b] && a < b);
+        return ranks_before(static_cast<double>(logits[a]), a, static_cast<double>(logits[b]), b);
     };
     if (count < vocabulary) {
         std::nth_element(all, all + count, all + vocabulary, before);
@@ -175,14 +186,33 @@ inline std::size_t index_row_bytes(std::int32_t vocabulary) {
     return detail::aligned_size(static_cast<std::size_t>(vocabulary) * sizeof(std::int32_t));
 }
 
-/// Sequences, and the shapes of student and d_student, which are the same.
+/// What losses of rows share: their numbers, sequences, the shapes of student and d_student, which are the
+/// same, and the memory for the value.
 template <class Real>
-void check_student(const Sequences& sequences, const rows_view<const Real>& student,
-                   const rows_view<Real>& d_student) {
+void check_row_loss(float temperature, float scale, const Sequences& sequences,
+                    const rows_view<const Real>& student, const rows_view<Real>& d_student,
+                    const LossValue* value) {
+    static_assert(row_type<Real>, "kvpolicy: losses on the host take rows of float or double");
+    checks::check_value(value);
+    checks::check_temperature(temperature, scale);
     checks::check_sequences(sequences, d_student.batch, d_student.length);
     checks::check_rows("d_student", d_student, d_student.batch, d_student.heads, sequences.length,
                        d_student.dim);
     checks::check_rows("student", student, d_student.batch, d_student.heads, sequences.length, d_student.dim);
+}
+
+/// The value of a loss that is a mean over `count` tokens: the sum of token(b, h, t, mean), where mean =
+/// scale / (count * numbers).
+template <class Token>
+LossValue mean_over_tokens(const host& ctx, const Sequences& sequences, std::int32_t heads,
+                           std::int64_t count, float scale, std::int32_t numbers, const Token& token) {
+    LossValue result{0.0, count};
+    const double over = static_cast<double>(count) * static_cast<double>(numbers);
+    const double mean = count > 0 ? static_cast<double>(scale) / over : 0.0;
+    result.value =
+        sum_over_tokens(ctx, sequences, heads,
+                        [&](std::int64_t b, std::int64_t h, std::int64_t t) { return token(b, h, t, mean); });
+    return result;
 }
 
 }  // namespace host_backend
@@ -194,9 +224,8 @@ inline std::size_t top_logits_workspace_bytes(const host& ctx, std::int32_t voca
 }
 
 template <Storage Real>
-void top_logits(const host& ctx, std::type_identity_t<rows_view<const Real>> logits,
-                const Sequences& sequences, rows_view<Real> values, rows_view<std::int32_t> indices,
-                workspace_view workspace, const LossOptions& options) {
+void top_logits(const host& ctx, input_rows<Real> logits, const Sequences& sequences, rows_view<Real> values,
+                rows_view<std::int32_t> indices, workspace_view workspace, const LossOptions& options) {
     namespace hb = host_backend;
     static_assert(hb::row_type<Real>, "kvpolicy: losses on the host take rows of float or double");
     if (const checks::repaired_sequences repaired(sequences, options.status); repaired) {
@@ -208,10 +237,11 @@ void top_logits(const host& ctx, std::type_identity_t<rows_view<const Real>> log
     checks::check_rows("logits", logits, values.batch, values.heads, sequences.length, logits.dim);
     checks::check_rows("values", values, values.batch, values.heads, sequences.length, values.dim);
     checks::check_rows("indices", indices, values.batch, values.heads, sequences.length, values.dim);
-    hb::check_tokens(
-        ctx, sequences, logits.heads, [&](std::int64_t b, std::int64_t h, std::int64_t t, bool refuse) {
-            return hb::row_of_numbers(refuse, "logits", b, h, t, logits.row(b, h, t), logits.dim);
-        });
+    hb::check_tokens(ctx, sequences, logits.heads, options.status,
+                     [&](std::int64_t b, std::int64_t h, std::int64_t t, bool refuse) {
+                         return hb::row_of_numbers(refuse, "logits", b, h, t, logits.row(b, h, t),
+                                                   logits.dim);
+                     });
     checks::check_workspace(workspace, top_logits_workspace_bytes(ctx, logits.dim));
     std::byte* memory = detail::aligned(workspace.data);
     const std::size_t stride = hb::index_row_bytes(logits.dim);
@@ -227,6 +257,13 @@ void top_logits(const host& ctx, std::type_identity_t<rows_view<const Real>> log
 }
 
 template <class Rows>
+std::size_t TopDistillation::workspace_bytes(const host&, rows_view<Rows> values,
+                                             rows_view<const std::int32_t>, const Sequences&) const {
+    checks::check_extents("values", values);
+    return 0;
+}
+
+template <class Rows>
 std::size_t TopDistillation::workspace_bytes(const host& ctx, rows_view<Rows> teacher,
                                              const Sequences&) const {
     detail::require(top >= 1, "top", top, "1 or more");
@@ -238,33 +275,23 @@ std::size_t TopDistillation::workspace_bytes(const host& ctx, rows_view<Rows> te
            rows * count * (sizeof(Rows) + sizeof(std::int32_t));
 }
 
-template <class Rows>
-std::size_t TopDistillation::workspace_bytes(const host&, rows_view<Rows> values,
-                                             rows_view<const std::int32_t>, const Sequences&) const {
-    checks::check_extents("values", values);
-    return 0;
-}
-
 template <Storage Real>
-void TopDistillation::operator()(const host& ctx, std::type_identity_t<rows_view<const Real>> teacher,
-                                 std::type_identity_t<rows_view<const Real>> student,
+void TopDistillation::operator()(const host& ctx, input_rows<Real> teacher, input_rows<Real> student,
                                  const Sequences& sequences, rows_view<Real> d_student, LossValue* value,
                                  workspace_view workspace, const LossOptions& options) const {
     namespace hb = host_backend;
-    static_assert(hb::row_type<Real>, "kvpolicy: losses on the host take rows of float or double");
+    detail::require(top >= 1, "top", top, "1 or more");
     if (const checks::repaired_sequences repaired(sequences, options.status); repaired) {
         return (*this)(ctx, teacher, student, repaired.sequences, d_student, value, workspace, options);
     }
-    checks::check_value(value);
-    detail::require(top >= 1, "top", top, "1 or more");
-    checks::check_temperature(temperature, scale);
-    checks::check_sequences(sequences, d_student.batch, d_student.length);
+    hb::check_row_loss<Real>(temperature, scale, sequences, student, d_student, value);
     checks::check_rows("teacher", teacher, d_student.batch, d_student.heads, sequences.length, d_student.dim);
     checks::check_workspace(workspace, workspace_bytes(ctx, teacher, sequences));
-    hb::check_tokens(
-        ctx, sequences, teacher.heads, [&](std::int64_t b, std::int64_t h, std::int64_t t, bool refuse) {
-            return hb::row_of_numbers(refuse, "teacher", b, h, t, teacher.row(b, h, t), teacher.dim);
-        });
+    hb::check_tokens(ctx, sequences, teacher.heads, options.status,
+                     [&](std::int64_t b, std::int64_t h, std::int64_t t, bool refuse) {
+                         return hb::row_of_numbers(refuse, "teacher", b, h, t, teacher.row(b, h, t),
+                                                   teacher.dim);
+                     });
     const std::int32_t count = std::min(top, teacher.dim);
     if (count == 0) {
         *value = {};
@@ -277,59 +304,51 @@ void TopDistillation::operator()(const host& ctx, std::type_identity_t<rows_view
     auto* indices = reinterpret_cast<std::int32_t*>(values + rows);
     const auto values_view = view_bhsd(values, teacher.batch, teacher.heads, teacher.length, count);
     const auto indices_view = view_bhsd(indices, teacher.batch, teacher.heads, teacher.length, count);
-    top_logits<Real>(ctx, teacher, sequences, values_view, indices_view, {workspace.data, select});
+    top_logits<Real>(ctx, teacher, sequences, values_view, indices_view, {workspace.data, select}, options);
     (*this)(ctx, values_view, rows_view<const std::int32_t>(indices_view), student, sequences, d_student,
-            value, {});
+            value, {}, options);
 }
 
 template <Storage Real>
-void TopDistillation::operator()(const host& ctx, std::type_identity_t<rows_view<const Real>> values,
-                                 rows_view<const std::int32_t> indices,
-                                 std::type_identity_t<rows_view<const Real>> student,
+void TopDistillation::operator()(const host& ctx, input_rows<Real> values,
+                                 rows_view<const std::int32_t> indices, input_rows<Real> student,
                                  const Sequences& sequences, rows_view<Real> d_student, LossValue* value,
                                  workspace_view workspace, const LossOptions& options) const {
     namespace hb = host_backend;
-    static_assert(hb::row_type<Real>, "kvpolicy: losses on the host take rows of float or double");
     if (const checks::repaired_sequences repaired(sequences, options.status); repaired) {
         return (*this)(ctx, values, indices, student, repaired.sequences, d_student, value, workspace,
                        options);
     }
-    checks::check_value(value);
-    checks::check_temperature(temperature, scale);
-    hb::check_student<Real>(sequences, student, d_student);
+    hb::check_row_loss<Real>(temperature, scale, sequences, student, d_student, value);
     const std::int32_t heads = d_student.heads, vocabulary = d_student.dim;
     checks::check_rows("values", values, d_student.batch, heads, sequences.length, values.dim);
     checks::check_rows("indices", indices, d_student.batch, heads, sequences.length, values.dim);
-    hb::check_tokens(ctx, sequences, heads, [&](std::int64_t b, std::int64_t h, std::int64_t t, bool refuse) {
-        bool good = hb::row_of_numbers(refuse, "values", b, h, t, values.row(b, h, t), values.dim);
-        for (std::int32_t i = 0; good && i < values.dim; ++i) {
-            const std::int32_t at = indices.row(b, h, t)[i];
-            if (at < 0 || at >= vocabulary) {
-                if (!refuse) {
-                    return false;
+    hb::check_tokens(
+        ctx, sequences, heads, options.status,
+        [&](std::int64_t b, std::int64_t h, std::int64_t t, bool refuse) {
+            const Real *of_teacher = values.row(b, h, t), *of_student = student.row(b, h, t);
+            bool good = true;
+            for (std::int32_t i = 0; i < values.dim; ++i) {
+                const std::int32_t at = indices.row(b, h, t)[i];
+                if (at >= 0 && at < vocabulary) {
+                    good = good && !std::isnan(of_teacher[i]) && !std::isnan(of_student[at]);
+                } else if (!checks::reported(options.status, b, status_bad_index)) {
+                    if (!refuse) {
+                        return false;
+                    }
+                    detail::refuse(detail::text("indices[", b, "][", h, "][", t, "][", i, "]").c_str(), at,
+                                   detail::text("0 to ", vocabulary - 1));
                 }
-                detail::refuse(detail::text("indices[", b, "][", h, "][", t, "][", i, "]").c_str(), at,
-                               detail::text("0 to ", vocabulary - 1));
             }
-            const Real z = student.row(b, h, t)[at];
-            good = !std::isnan(z) ||
-                   hb::row_of_numbers(refuse, "student", b, h, t, student.row(b, h, t), vocabulary);
-        }
-        return good;
-    });
-    LossValue result;
-    result.count = hb::tokens_of(sequences) * heads;
-    if (result.count == 0) {
-        *value = result;
-        return;
-    }
-    const double mean = static_cast<double>(scale) / static_cast<double>(result.count);
-    result.value =
-        hb::sum_over_tokens(ctx, sequences, heads, [&](std::int64_t b, std::int64_t h, std::int64_t t) {
-            return hb::distill_token(*this, values.row(b, h, t), indices.row(b, h, t), values.dim,
-                                     student.row(b, h, t), vocabulary, mean, d_student.row(b, h, t));
+            return good || (hb::row_of_numbers(refuse, "values", b, h, t, of_teacher, values.dim) &&
+                            hb::row_of_numbers(refuse, "student", b, h, t, of_student, vocabulary));
         });
-    *value = result;
+    *value = hb::mean_over_tokens(ctx, sequences, heads, hb::tokens_of(sequences) * heads, scale, 1,
+                                  [&](std::int64_t b, std::int64_t h, std::int64_t t, double mean) {
+                                      return hb::distill_token(
+                                          *this, values.row(b, h, t), indices.row(b, h, t), values.dim,
+                                          student.row(b, h, t), vocabulary, mean, d_student.row(b, h, t));
+                                  });
 }
 
 template <class Rows>
@@ -340,44 +359,44 @@ std::size_t CrossEntropy::workspace_bytes(const host&, rows_view<Rows> student, 
 
 template <Storage Real>
 void CrossEntropy::operator()(const host& ctx, plane_view<const std::int32_t> labels,
-                              std::type_identity_t<rows_view<const Real>> student, const Sequences& sequences,
-                              rows_view<Real> d_student, LossValue* value, workspace_view workspace,
-                              const LossOptions& options) const {
+                              input_rows<Real> student, const Sequences& sequences, rows_view<Real> d_student,
+                              LossValue* value, workspace_view workspace, const LossOptions& options) const {
     namespace hb = host_backend;
-    static_assert(hb::row_type<Real>, "kvpolicy: losses on the host take rows of float or double");
     if (const checks::repaired_sequences repaired(sequences, options.status); repaired) {
         return (*this)(ctx, labels, student, repaired.sequences, d_student, value, workspace, options);
     }
-    checks::check_value(value);
-    checks::check_temperature(1.0f, scale);
-    hb::check_student<Real>(sequences, student, d_student);
+    hb::check_row_loss<Real>(1.0f, scale, sequences, student, d_student, value);
     const std::int32_t heads = d_student.heads, vocabulary = d_student.dim;
     checks::check_plane("labels", labels, d_student.batch, heads, sequences.length);
-    LossValue result;
+    const auto counts = [&](std::int32_t label) { return label >= 0 && label < vocabulary; };
+    std::int64_t count = 0;
     for (std::int32_t b = 0; b < labels.batch; ++b) {
         for (std::int32_t h = 0; h < heads; ++h) {
             for (std::int32_t t = 0; t < sequences.length_of(b); ++t) {
                 const std::int32_t label = labels.head(b, h)[t];
-                if (label < -1 || label >= vocabulary) [[unlikely]] {
-                    detail::refuse(detail::text("labels[", b, "][", h, "][", t, "]").c_str(), label,
-                                   detail::text("-1 (none) to ", vocabulary - 1));
+                count += counts(label) ? 1 : 0;
+                if (counts(label) || label == -1 || checks::reported(options.status, b, status_bad_index))
+                    [[likely]] {
+                    continue;
                 }
-                result.count += label >= 0 ? 1 : 0;
+                detail::refuse(detail::text("labels[", b, "][", h, "][", t, "]").c_str(), label,
+                               detail::text("-1 (none) to ", vocabulary - 1));
             }
         }
     }
-    hb::check_tokens(ctx, sequences, heads, [&](std::int64_t b, std::int64_t h, std::int64_t t, bool refuse) {
-        return labels.head(b, h)[t] < 0 ||
-               hb::row_of_numbers(refuse, "student", b, h, t, student.row(b, h, t), vocabulary);
-    });
-    const double mean =
-        result.count > 0 ? static_cast<double>(scale) / static_cast<double>(result.count) : 0.0;
-    result.value =
-        hb::sum_over_tokens(ctx, sequences, heads, [&](std::int64_t b, std::int64_t h, std::int64_t t) {
+    hb::check_tokens(ctx, sequences, heads, options.status,
+                     [&](std::int64_t b, std::int64_t h, std::int64_t t, bool refuse) {
+                         return !counts(labels.head(b, h)[t]) ||
+                                hb::row_of_numbers(refuse, "student", b, h, t, student.row(b, h, t),
+                                                   vocabulary);
+                     });
+    *value = hb::mean_over_tokens(
+        ctx, sequences, heads, count, scale, 1,
+        [&](std::int64_t b, std::int64_t h, std::int64_t t, double mean) {
             const std::int32_t label = labels.head(b, h)[t];
             const Real* z = student.row(b, h, t);
             Real* d = d_student.row(b, h, t);
-            if (label < 0) {
+            if (!counts(label)) {
                 std::fill_n(d, vocabulary, Real(0));
                 return 0.0;
             }
@@ -388,7 +407,6 @@ void CrossEntropy::operator()(const host& ctx, plane_view<const std::int32_t> la
             }
             return mean * (lse - at(label));
         });
-    *value = result;
 }
 
 template <class Rows>
@@ -398,34 +416,24 @@ std::size_t L2Distillation::workspace_bytes(const host&, rows_view<Rows> teacher
 }
 
 template <Storage Real>
-void L2Distillation::operator()(const host& ctx, std::type_identity_t<rows_view<const Real>> teacher,
-                                std::type_identity_t<rows_view<const Real>> student,
+void L2Distillation::operator()(const host& ctx, input_rows<Real> teacher, input_rows<Real> student,
                                 const Sequences& sequences, rows_view<Real> d_student, LossValue* value,
                                 workspace_view workspace, const LossOptions& options) const {
     namespace hb = host_backend;
-    static_assert(hb::row_type<Real>, "kvpolicy: losses on the host take rows of float or double");
     if (const checks::repaired_sequences repaired(sequences, options.status); repaired) {
         return (*this)(ctx, teacher, student, repaired.sequences, d_student, value, workspace, options);
     }
-    checks::check_value(value);
-    checks::check_temperature(1.0f, scale);
-    hb::check_student<Real>(sequences, student, d_student);
+    hb::check_row_loss<Real>(1.0f, scale, sequences, student, d_student, value);
     const std::int32_t heads = d_student.heads, dim = d_student.dim;
     checks::check_rows("teacher", teacher, d_student.batch, heads, sequences.length, dim);
-    hb::check_tokens(ctx, sequences, heads, [&](std::int64_t b, std::int64_t h, std::int64_t t, bool refuse) {
-        return hb::row_of_numbers(refuse, "teacher", b, h, t, teacher.row(b, h, t), dim) &&
-               hb::row_of_numbers(refuse, "student", b, h, t, student.row(b, h, t), dim);
-    });
-    LossValue result;
-    result.count = hb::tokens_of(sequences) * heads;
-    if (result.count == 0) {
-        *value = result;
-        return;
-    }
-    const double mean =
-        static_cast<double>(scale) / (static_cast<double>(result.count) * static_cast<double>(dim));
-    result.value =
-        hb::sum_over_tokens(ctx, sequences, heads, [&](std::int64_t b, std::int64_t h, std::int64_t t) {
+    hb::check_tokens(ctx, sequences, heads, options.status,
+                     [&](std::int64_t b, std::int64_t h, std::int64_t t, bool refuse) {
+                         return hb::row_of_numbers(refuse, "teacher", b, h, t, teacher.row(b, h, t), dim) &&
+                                hb::row_of_numbers(refuse, "student", b, h, t, student.row(b, h, t), dim);
+                     });
+    *value = hb::mean_over_tokens(
+        ctx, sequences, heads, hb::tokens_of(sequences) * heads, scale, dim,
+        [&](std::int64_t b, std::int64_t h, std::int64_t t, double mean) {
             double sum = 0.0;
             for (std::int32_t i = 0; i < dim; ++i) {
                 const double off = static_cast<double>(student.row(b, h, t)[i]) -
@@ -433,9 +441,11 @@ void L2Distillation::operator()(const host& ctx, std::type_identity_t<rows_view<
                 sum += off * off;
                 d_student.row(b, h, t)[i] = static_cast<Real>(2.0 * mean * off);
             }
+            if (std::isnan(sum)) {  // also a difference of infinities
+                static_cast<void>(checks::reported(options.status, b, status_not_finite));
+            }
             return mean * sum;
         });
-    *value = result;
 }
 
 }  // namespace kvpolicy

@@ -5,25 +5,28 @@
 #include <kvpolicy/losses/host/host_gates.hpp>
 
 #include <algorithm>
+#include <limits>
 
 namespace kvpolicy {
 
 namespace host_backend {
 
-/// Calls visit(b, h, t, x) for the keys that the loss is about, in order: alpha = sigmoid(x).
+/// Calls visit(b, h, t, x) for the keys that the loss is about, in order: alpha = sigmoid(x), which is 0 for
+/// a NaN score. That is reported, or refused.
 template <class P, class Real, class Visit>
 void for_each_decision(const CompressionLoss& loss, const P& policy, const plane_view<const Real>& scores,
-                       const Sequences& sequences, Visit&& visit) {
+                       const Sequences& sequences, std::uint32_t* status, Visit&& visit) {
     for (std::int32_t b = 0; b < scores.batch; ++b) {
         for (std::int32_t h = 0; h < scores.heads; ++h) {
             const auto stream = static_cast<std::uint64_t>(std::int64_t{b} * scores.heads + h);
             for_each_in_scope(policy, loss.scope, policy.params(loss.layer, h), sequences, b,
                               [&](std::int32_t t) {
                                   const Real z = scores.head(b, h)[t];
-                                  refuse_nan("scores", b, h, t, z);
+                                  const gate_place place{stream, static_cast<std::uint64_t>(t)};
                                   visit(b, h, t,
-                                        loss.gate.relaxed(static_cast<double>(z),
-                                                          gate_place{stream, static_cast<std::uint64_t>(t)}));
+                                        checks::is_number("scores", b, h, t, z, status)
+                                            ? loss.gate.relaxed(static_cast<double>(z), place)
+                                            : -std::numeric_limits<double>::infinity());
                               });
         }
     }
@@ -52,7 +55,7 @@ void CompressionLoss::sums(const host& ctx, const P& policy, plane_view<Real> gi
     checks::check_whole_sequences(sequences, scores.batch, scores.length);
     checks::check_plane("scores", scores, scores.batch, scores.heads, sequences.length);
     EvictionSums sum;
-    hb::for_each_decision(*this, policy, scores, sequences,
+    hb::for_each_decision(*this, policy, scores, sequences, options.status,
                           [&](std::int32_t, std::int32_t, std::int32_t, double x) {
                               sum.evicted += !straight_through ? detail::sigmoid(x) : x > 0.0 ? 1.0 : 0.0;
                               ++sum.keys;
@@ -62,8 +65,7 @@ void CompressionLoss::sums(const host& ctx, const P& policy, plane_view<Real> gi
 }
 
 template <AnyPolicy P, class Real>
-void CompressionLoss::operator()(const host& ctx, const P& policy,
-                                 std::type_identity_t<plane_view<const Real>> scores,
+void CompressionLoss::operator()(const host& ctx, const P& policy, input_plane<Real> scores,
                                  const Sequences& sequences, plane_view<Real> d_scores, LossValue* value,
                                  workspace_view workspace, const CompressionOptions& options) const {
     namespace hb = host_backend;
@@ -74,7 +76,7 @@ void CompressionLoss::operator()(const host& ctx, const P& policy,
     checks::check_gate_scale(scale);
     detail::require(target >= 0.0f && target <= 1.0f, "CompressionLoss.target", target, "0 to 1");
     EvictionSums mine;
-    sums(ctx, policy, scores, sequences, &mine, workspace);
+    sums(ctx, policy, scores, sequences, &mine, workspace, options);
     checks::check_plane("d_scores", d_scores, scores.batch, scores.heads, sequences.length);
     const EvictionSums given = options.total != nullptr ? *options.total : total;
     const EvictionSums all = given.keys == 0 ? mine : given;
@@ -96,10 +98,11 @@ void CompressionLoss::operator()(const host& ctx, const P& policy,
     }
     value->value = static_cast<double>(scale) * missing;
     const double slope = -static_cast<double>(scale) / (keys * static_cast<double>(gate.temperature));
-    hb::for_each_decision(
-        *this, policy, scores, sequences, [&](std::int32_t b, std::int32_t h, std::int32_t t, double x) {
-            d_scores.head(b, h)[t] = static_cast<Real>(slope * detail::sigmoid(x) * detail::sigmoid(-x));
-        });
+    hb::for_each_decision(*this, policy, scores, sequences, options.status,
+                          [&](std::int32_t b, std::int32_t h, std::int32_t t, double x) {
+                              d_scores.head(b, h)[t] =
+                                  static_cast<Real>(slope * detail::sigmoid(x) * detail::sigmoid(-x));
+                          });
 }
 
 }  // namespace kvpolicy

@@ -52,118 +52,81 @@ std::size_t gate_workspace_bytes(const P& policy, const Sequences& sequences, st
     return 0;
 }
 
-/// A loss that is the sum over keys of its terms, divided by the number of keys or of sequences.
-template <class L, class P, class Real>
-LossValue gate_loss(const L& loss, const P& policy, const plane_view<const Real>& scores,
-                    const Sequences& sequences, const plane_view<Real>& d_scores) {
+}  // namespace host_backend
+
+KVPOLICY_HOST_DEVICE inline GateTerm SparsityTerm::operator()(double scale, std::int32_t, double z) const {
+    const double g = detail::sigmoid(z), closed = detail::sigmoid(-z);
+    return {scale * (g + g * closed), scale * 2.0 * closed * closed * g};
+}
+KVPOLICY_HOST_DEVICE inline GateTerm DensityTerm::operator()(double scale, std::int32_t, double z) const {
+    const double u = detail::sigmoid(z), factor = -scale;
+    return {factor * u, factor * u * detail::sigmoid(-z)};
+}
+KVPOLICY_HOST_DEVICE inline GateTerm RetentionTerm::operator()(double scale, std::int32_t head,
+                                                               double z) const {
+    if (!(z > 0.0)) {
+        return {0.0, 0.0};
+    }
+    const double r = detail::sigmoid(z);
+    const double factor = scale * static_cast<double>(lambda[head]);
+    return {factor * (r - 0.5), factor * r * detail::sigmoid(-z)};
+}
+
+template <class Term>
+template <AnyPolicy P>
+std::size_t BasicGateLoss<Term>::workspace_bytes(const host&, const P& policy, const Sequences& sequences,
+                                                 std::int32_t heads) const {
+    return host_backend::gate_workspace_bytes(policy, sequences, heads, layer);
+}
+
+template <class Term>
+template <AnyPolicy P, class Real>
+void BasicGateLoss<Term>::operator()(const host& ctx, const P& policy, input_plane<Real> scores,
+                                     const Sequences& sequences, plane_view<Real> d_scores, LossValue* value,
+                                     workspace_view workspace, const LossOptions& options) const {
+    namespace hb = host_backend;
+    if (const checks::repaired_sequences repaired(sequences, options.status); repaired) {
+        return (*this)(ctx, policy, scores, repaired.sequences, d_scores, value, workspace, options);
+    }
     const std::int32_t heads = d_scores.heads, batch = d_scores.batch;
-    policy.check_layer(loss.layer, heads);
+    checks::check_value(value);
+    checks::check_gate_loss(*this, heads);
+    policy.check_layer(layer, heads);
     checks::check_whole_sequences(sequences, batch, d_scores.length);
     checks::check_plane("d_scores", d_scores, batch, heads, sequences.length);
     checks::check_plane("scores", scores, batch, heads, sequences.length);
+    // First the keys that count, and the scores that nothing can be made of; then values and gradients.
     LossValue result;
+    const auto for_each_key = [&](std::int32_t b, std::int32_t h, const auto& visit) {
+        hb::for_each_in_scope(policy, scope, policy.params(layer, h), sequences, b, visit);
+    };
     for (std::int32_t b = 0; b < batch; ++b) {
         for (std::int32_t h = 0; h < heads; ++h) {
-            for_each_in_scope(policy, loss.scope, policy.params(loss.layer, h), sequences, b,
-                              [&](std::int32_t t) {
-                                  refuse_nan("scores", b, h, t, scores.head(b, h)[t]);
-                                  ++result.count;
-                              });
+            for_each_key(b, h, [&](std::int32_t t) {
+                static_cast<void>(checks::is_number("scores", b, h, t, scores.head(b, h)[t], options.status));
+                ++result.count;
+            });
         }
     }
     const double mean =
-        result.count == 0 ? 0.0 : 1.0 / static_cast<double>(L::mean_over_keys ? result.count : batch);
+        result.count == 0 ? 0.0 : 1.0 / static_cast<double>(Term::mean_over_keys ? result.count : batch);
     for (std::int32_t b = 0; b < batch; ++b) {
         for (std::int32_t h = 0; h < heads; ++h) {
             const Real* z = scores.head(b, h);
             Real* d = d_scores.head(b, h);
             std::fill_n(d, sequences.length_of(b), Real(0));
             double sum = 0.0;
-            for_each_in_scope(policy, loss.scope, policy.params(loss.layer, h), sequences, b,
-                              [&](std::int32_t t) {
-                                  const GateTerm one = loss.term(h, static_cast<double>(z[t]));
-                                  sum += one.value;
-                                  d[t] = static_cast<Real>(mean * one.slope);
-                              });
+            for_each_key(b, h, [&](std::int32_t t) {
+                if (!std::isnan(z[t])) {
+                    const GateTerm one = term(static_cast<double>(scale), h, static_cast<double>(z[t]));
+                    sum += one.value;
+                    d[t] = static_cast<Real>(mean * one.slope);
+                }
+            });
             result.value += mean * sum;
         }
     }
-    return result;
-}
-
-}  // namespace host_backend
-
-KVPOLICY_HOST_DEVICE inline GateTerm GateSparsity::term(std::int32_t, double z) const {
-    const double g = detail::sigmoid(z), closed = detail::sigmoid(-z);
-    const auto factor = static_cast<double>(scale);
-    return {factor * (g + g * closed), factor * 2.0 * closed * closed * g};
-}
-KVPOLICY_HOST_DEVICE inline GateTerm GateDensity::term(std::int32_t, double z) const {
-    const double u = detail::sigmoid(z), factor = -static_cast<double>(scale);
-    return {factor * u, factor * u * detail::sigmoid(-z)};
-}
-KVPOLICY_HOST_DEVICE inline GateTerm RetentionPenalty::term(std::int32_t head, double z) const {
-    if (!(z > 0.0)) {
-        return {0.0, 0.0};
-    }
-    const double r = detail::sigmoid(z);
-    const double factor = static_cast<double>(scale) * static_cast<double>(lambda[head]);
-    return {factor * (r - 0.5), factor * r * detail::sigmoid(-z)};
-}
-
-template <AnyPolicy P>
-std::size_t GateSparsity::workspace_bytes(const host&, const P& policy, const Sequences& sequences,
-                                          std::int32_t heads) const {
-    return host_backend::gate_workspace_bytes(policy, sequences, heads, layer);
-}
-template <AnyPolicy P, class Real>
-void GateSparsity::operator()(const host& ctx, const P& policy,
-                              std::type_identity_t<plane_view<const Real>> scores, const Sequences& sequences,
-                              plane_view<Real> d_scores, LossValue* value, workspace_view workspace,
-                              const LossOptions& options) const {
-    if (const checks::repaired_sequences repaired(sequences, options.status); repaired) {
-        return (*this)(ctx, policy, scores, repaired.sequences, d_scores, value, workspace, options);
-    }
-    checks::check_value(value);
-    checks::check_gate_scale(scale);
-    *value = host_backend::gate_loss(*this, policy, scores, sequences, d_scores);
-}
-
-template <AnyPolicy P>
-std::size_t GateDensity::workspace_bytes(const host&, const P& policy, const Sequences& sequences,
-                                         std::int32_t heads) const {
-    return host_backend::gate_workspace_bytes(policy, sequences, heads, layer);
-}
-template <AnyPolicy P, class Real>
-void GateDensity::operator()(const host& ctx, const P& policy,
-                             std::type_identity_t<plane_view<const Real>> scores, const Sequences& sequences,
-                             plane_view<Real> d_scores, LossValue* value, workspace_view workspace,
-                             const LossOptions& options) const {
-    if (const checks::repaired_sequences repaired(sequences, options.status); repaired) {
-        return (*this)(ctx, policy, scores, repaired.sequences, d_scores, value, workspace, options);
-    }
-    checks::check_value(value);
-    checks::check_gate_scale(scale);
-    *value = host_backend::gate_loss(*this, policy, scores, sequences, d_scores);
-}
-
-template <AnyPolicy P>
-std::size_t RetentionPenalty::workspace_bytes(const host&, const P& policy, const Sequences& sequences,
-                                              std::int32_t heads) const {
-    return host_backend::gate_workspace_bytes(policy, sequences, heads, layer);
-}
-template <AnyPolicy P, class Real>
-void RetentionPenalty::operator()(const host& ctx, const P& policy,
-                                  std::type_identity_t<plane_view<const Real>> scores,
-                                  const Sequences& sequences, plane_view<Real> d_scores, LossValue* value,
-                                  workspace_view workspace, const LossOptions& options) const {
-    if (const checks::repaired_sequences repaired(sequences, options.status); repaired) {
-        return (*this)(ctx, policy, scores, repaired.sequences, d_scores, value, workspace, options);
-    }
-    checks::check_value(value);
-    checks::check_gate_scale(scale);
-    detail::require(lambda != nullptr || d_scores.heads == 0, "lambda", "null", "an array by head");
-    *value = host_backend::gate_loss(*this, policy, scores, sequences, d_scores);
+    *value = result;
 }
 
 template <AnyPolicy P>
@@ -179,17 +142,15 @@ std::size_t retention_counts_workspace_bytes(const host&, const P& policy, const
 }
 
 template <AnyPolicy P, class V>
-void straight_through_values(const host& ctx, const P& policy,
-                             std::type_identity_t<plane_view<const compute_t<std::remove_const_t<V>>>> scores,
-                             rows_view<V> given_v, input_rows<std::remove_const_t<V>> d_v,
-                             const Sequences& sequences,
-                             plane_view<compute_t<std::remove_const_t<V>>> d_scores, workspace_view workspace,
+void straight_through_values(const host& ctx, const P& policy, input_plane<real_of<V>> scores,
+                             rows_view<V> given_v, input_rows<V> d_v, const Sequences& sequences,
+                             plane_view<real_of<V>> d_scores, workspace_view workspace,
                              const GateOptions& options) {
-    namespace hb = host_backend;
     if (const checks::repaired_sequences repaired(sequences, options.status); repaired) {
         return straight_through_values(ctx, policy, scores, given_v, d_v, repaired.sequences, d_scores,
                                        workspace, options);
     }
+    namespace hb = host_backend;
     using T = std::remove_const_t<V>;
     using Real = compute_t<T>;
     const rows_view<const T> v = given_v;
@@ -211,15 +172,17 @@ void straight_through_values(const host& ctx, const P& policy,
     };
     for (std::int32_t b = 0; b < batch; ++b) {
         for (std::int32_t h = 0; h < heads; ++h) {
-            hb::for_each_in_scope(policy, gate_scope::decided, policy.params(layer, h), sequences, b,
-                                  [&](std::int32_t t) {
-                                      hb::refuse_nan("scores", b, h, t, scores.head(b, h)[t]);
-                                      if (std::isfinite(dot(b, h, t))) [[likely]] {
-                                          return;
-                                      }
-                                      hb::refuse_not_finite("v", b, h, t, v);
-                                      hb::refuse_not_finite("d_v", b, h, t, d_v);
-                                  });
+            hb::for_each_in_scope(
+                policy, gate_scope::decided, policy.params(layer, h), sequences, b, [&](std::int32_t t) {
+                    static_cast<void>(
+                        checks::is_number("scores", b, h, t, scores.head(b, h)[t], options.status));
+                    if (std::isfinite(dot(b, h, t)) ||
+                        checks::reported(options.status, b, status_not_finite)) {
+                        return;
+                    }
+                    hb::refuse_not_finite("v", b, h, t, v);
+                    hb::refuse_not_finite("d_v", b, h, t, d_v);
+                });
         }
     }
     ctx.parallel_for(std::int64_t{batch} * heads, [&](std::int64_t task) {
@@ -230,7 +193,9 @@ void straight_through_values(const host& ctx, const P& policy,
         hb::for_each_in_scope(
             policy, gate_scope::decided, policy.params(layer, h), sequences, b, [&](std::int32_t t) {
                 const double z = static_cast<double>(scores.head(b, h)[t]);
-                d[t] = static_cast<Real>(dot(b, h, t) * detail::sigmoid(z) * detail::sigmoid(-z));
+                d[t] = std::isnan(z)
+                           ? Real(0)
+                           : static_cast<Real>(dot(b, h, t) * detail::sigmoid(z) * detail::sigmoid(-z));
             });
     });
 }
@@ -250,8 +215,14 @@ void retention_counts(const host& ctx, const P& policy, plane_view<Real> scores,
     for (std::int32_t h = 0; h < scores.heads; ++h) {
         std::int64_t count = 0;
         for (std::int32_t b = 0; b < scores.batch; ++b) {
-            hb::for_each_in_scope(policy, gate_scope::decided, policy.params(layer, h), sequences, b,
-                                  [&](std::int32_t t) { count += scores.head(b, h)[t] > Real(0) ? 1 : 0; });
+            hb::for_each_in_scope(
+                policy, gate_scope::decided, policy.params(layer, h), sequences, b, [&](std::int32_t t) {
+                    const Real z = scores.head(b, h)[t];
+                    count += z > Real(0) ? 1 : 0;
+                    if (std::isnan(z)) {
+                        static_cast<void>(checks::reported(options.status, b, status_nan_score));
+                    }
+                });
         }
         counts[h] = scores.batch > 0 ? static_cast<double>(count) / static_cast<double>(scores.batch) : 0.0;
     }

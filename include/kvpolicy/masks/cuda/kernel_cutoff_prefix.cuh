@@ -261,7 +261,7 @@ __device__ __forceinline__ std::int32_t find_rank(const std::int32_t* order, std
 /// before it.
 ///
 /// Grid: planes * chunks / (device_threads / 32), a warp per chunk. Block: device_threads. Shared memory:
-/// none. Reads counts.before, ranks.order and competitors. Overwrites ranks.anchors [planes, chunks].
+/// none. Reads counts.before, ranks.order and competitors. Overwrites ranks.checkpoints [planes, chunks].
 /// 1. Find the bucket in which the keys reach k.
 /// 2. Find the rank in it.
 template <class Gate, class Keep>

@@ -12,8 +12,8 @@ namespace cuda_backend {
 ///
 /// Grid: planes * chunks; early chunks first, since their rank windows are longest. Block: mask_chunk
 /// threads, a key each. Shared memory: agent_expire::shared (dynamic). Reads ranks.rank and order [planes,
-/// S], anchors [planes, chunks], competitors [planes, segments]. Overwrites expiry, rank and cutoff [B, Hkv,
-/// S], int32, where they are given. Phases: agent_expire::run (agent_expire.cuh).
+/// S], checkpoints [planes, chunks], competitors [planes, segments]. Overwrites expiry, rank and cutoff [B,
+/// Hkv, S], int32, where they are given. Phases: agent_expire::run (agent_expire.cuh).
 template <class Index, class Gate, class Keep>
 __global__ void __launch_bounds__(mask_chunk, 3)
     expire_kernel(const mask_params<Gate, Keep> params, const ranking<Index> ranks, const mask_output out) {

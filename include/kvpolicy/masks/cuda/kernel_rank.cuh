@@ -11,7 +11,7 @@ namespace cuda_backend {
 /// Ranks and cutoff_checkpoints of segments of up to Threads * Items tokens, sorted in shared memory.
 ///
 /// Grid: planes * segments. Block: Threads. Shared memory: agent_rank::shared (dynamic). Reads scores [B,
-/// Hkv, S], fp32. Overwrites out.rank and order [planes, S] (uint16), anchors [planes, chunks] and
+/// Hkv, S], fp32. Overwrites out.rank and order [planes, S] (uint16), checkpoints [planes, chunks] and
 /// competitors [planes, segments]. Reports status_bad_length and status_nan_score. Phases: agent_rank::run
 /// (agent_rank.cuh).
 template <int Threads, int Items, int Bits, class Gate, class Keep>

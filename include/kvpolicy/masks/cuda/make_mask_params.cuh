@@ -8,7 +8,7 @@
 #include <kvpolicy/cuda/check.cuh>
 #include <kvpolicy/cuda/kernel_check_edges.cuh>
 #include <kvpolicy/cuda/launch.cuh>
-#include <kvpolicy/masks/cuda/kernel_write_rules.cuh>
+#include <kvpolicy/masks/cuda/kernel_write_head_params.cuh>
 #include <kvpolicy/masks/cuda/mask_params.cuh>
 #include <kvpolicy/policies/compose.hpp>
 
@@ -79,8 +79,8 @@ auto make_params(const cuda& ctx, const P& policy, plane_view<const float> score
             for (std::int32_t i = 0; i < batch.count; ++i) {
                 batch.all_params[i] = policy.params(layer, first + i);
             }
-            launch("write_rules_kernel", write_head_params_kernel<HeadParams>, 1, head_params_batch::capacity,
-                   0, ctx, batch, memory.all_params);
+            launch("write_head_params_kernel", write_head_params_kernel<HeadParams>, 1,
+                   head_params_batch::capacity, 0, ctx, batch, memory.all_params);
         }
     }
     return params;

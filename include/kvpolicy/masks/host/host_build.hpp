@@ -2,14 +2,12 @@
 #pragma once
 
 #include <kvpolicy/core/check.hpp>
-#include <kvpolicy/core/status.hpp>
 #include <kvpolicy/core/workspace.hpp>
 #include <kvpolicy/masks/build.hpp>
 #include <kvpolicy/masks/check_cutoffs.hpp>
 #include <kvpolicy/masks/top_k_set.hpp>
 
 #include <algorithm>
-#include <atomic>
 #include <string>
 
 namespace kvpolicy {
@@ -58,20 +56,21 @@ void for_each_leaver(const P& policy, const HeadParams& head_params, std::int32_
     }
 }
 
-/// Refuses a NaN score that will be read.
-template <class P>
-void check_scores(const P& policy, plane_view<const float> scores, const Sequences& sequences,
-                  std::int32_t layer) {
+/// Looks for NaN among the scores that a call reads: reports them in options.status, or refuses the first.
+template <class P, class Real>
+void check_scores(const P& policy, const plane_view<const Real>& scores, const Sequences& sequences,
+                  const MaskOptions& options) {
+    if (options.nan_ranks_last && options.status == nullptr) {
+        return;
+    }
     for (std::int32_t b = 0; b < sequences.batch; ++b) {
         for (std::int32_t h = 0; h < scores.heads; ++h) {
-            const float* score = scores.head(b, h);
-            const HeadParams head_params = policy.params(layer, h);
+            const Real* score = scores.head(b, h);
+            const HeadParams head_params = policy.params(options.layer, h);
             for_each_segment<P>(sequences, b, [&](std::int32_t begin, std::int32_t end) {
-                for_each_leaver(policy, head_params, end - begin, [&](std::int32_t t, std::int32_t) {
-                    if (score[begin + t] != score[begin + t]) [[unlikely]] {
-                        detail::refuse(detail::text("scores[", b, "][", h, "][", begin + t, "]").c_str(),
-                                       "NaN", "a number (-inf and +inf are allowed)");
-                    }
+                for_each_leaver(policy, head_params, end - begin, [&](std::int32_t at, std::int32_t) {
+                    const std::int32_t t = begin + at;
+                    static_cast<void>(checks::is_number("scores", b, h, t, score[t], options.status));
                 });
             });
         }
@@ -115,11 +114,10 @@ std::int64_t top_k_capacity(const P& policy, const Sequences& sequences, std::in
     return most;
 }
 
-/// Expiries of one segment of one head, relative to the segment. Returns status bits.
+/// Expiries of one segment of one head, relative to the segment.
 template <class P>
-std::uint32_t segment_expiry(const P& policy, const HeadParams& head_params, const float* score,
-                             std::int32_t length, expiry_t* expiry, detail::top_k_entry* storage,
-                             position_t limit) {
+void segment_expiry(const P& policy, const HeadParams& head_params, const float* score, std::int32_t length,
+                    expiry_t* expiry, detail::top_k_entry* storage, position_t limit) {
     for (std::int32_t t = 0; t < length; ++t) {
         bool forever = t < head_params.sinks;
         if constexpr (P::has_keep) {
@@ -127,14 +125,10 @@ std::uint32_t segment_expiry(const P& policy, const HeadParams& head_params, con
         }
         expiry[t] = forever ? never : window_expiry(t, head_params.window);
     }
-    std::uint32_t status = status_ok;
     if constexpr (P::ranked) {
         detail::top_k_set slots(storage, head_params, limit);
         const auto gate = policy.gate();
         for_each_leaver(policy, head_params, length, [&](std::int32_t t, std::int32_t q) {
-            if (score[t] != score[t]) {
-                status |= status_nan_score;
-            }
             if (!gate.open(score[t], head_params)) {
                 return;
             }
@@ -151,7 +145,6 @@ std::uint32_t segment_expiry(const P& policy, const HeadParams& head_params, con
             }
         });
     }
-    return status;
 }
 
 }  // namespace host_backend
@@ -183,35 +176,29 @@ void build_mask(const host& ctx, const P& policy, plane_view<const float> scores
     detail::require(options.rebase_limit >= 1 && options.rebase_limit <= rebase_limit, "rebase_limit",
                     options.rebase_limit, "1 to 2^29");
     if constexpr (P::ranked) {
-        if (!options.nan_ranks_last) {
-            host_backend::check_scores(policy, scores, sequences, options.layer);
-        }
+        host_backend::check_scores(policy, scores, sequences, options);
     }
     checks::check_workspace(workspace, build_mask_workspace_bytes(ctx, policy, sequences, heads, options));
     const std::int64_t capacity = host_backend::top_k_capacity(policy, sequences, heads, options.layer);
     auto* storage =
         capacity == 0 ? nullptr : reinterpret_cast<detail::top_k_entry*>(detail::aligned(workspace.data));
-    // One task per sequence and head; the heads of a sequence share its status word.
+    // One task per sequence and head.
     ctx.parallel_for(std::int64_t{sequences.batch} * heads, [&](std::int64_t task) {
         const auto b = static_cast<std::int32_t>(task / heads);
         const auto h = static_cast<std::int32_t>(task % heads);
         const HeadParams head_params = policy.params(options.layer, h);
-        std::uint32_t bits = status_ok;
         host_backend::for_each_segment<P>(sequences, b, [&](std::int32_t begin, std::int32_t end) {
             const float* score = P::ranked ? scores.head(b, h) + begin : nullptr;
             expiry_t* out = expiry.head(b, h) + begin;
-            bits |= host_backend::segment_expiry(policy, head_params, score, end - begin, out,
-                                                 storage == nullptr ? nullptr : storage + task * capacity,
-                                                 options.rebase_limit);
+            host_backend::segment_expiry(policy, head_params, score, end - begin, out,
+                                         storage == nullptr ? nullptr : storage + task * capacity,
+                                         options.rebase_limit);
             if (sequences.cu_seqlens != nullptr) {
                 for (std::int32_t t = 0; t < end - begin; ++t) {
                     out[t] = static_cast<expiry_t>(std::min<std::int64_t>(end, std::int64_t{out[t]} + begin));
                 }
             }
         });
-        if (options.status != nullptr && bits != status_ok) {
-            std::atomic_ref(options.status[b]).fetch_or(bits);
-        }
     });
 }
 
@@ -241,7 +228,7 @@ void build_cutoffs(const host& ctx, const P& policy, plane_view<const float> sco
     checks::check_plane("rank", rank, rank.batch, heads, sequences.length);
     checks::check_plane("cutoff", cutoff, rank.batch, heads, sequences.length);
     checks::check_static_ranks(policy, sequences, heads, layer);
-    host_backend::check_scores(policy, scores, sequences, layer);
+    host_backend::check_scores(policy, scores, sequences, options);
     checks::check_workspace(workspace, build_cutoffs_workspace_bytes<C>(ctx, policy, sequences, heads));
     const auto capacity = static_cast<std::size_t>(sequences.length);
     const std::size_t value_bytes = detail::aligned_size(capacity * sizeof(double));

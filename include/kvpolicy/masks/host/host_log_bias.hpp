@@ -33,47 +33,37 @@ inline void check_probability(const char* name, float value, float most) {
                     [&] { return detail::text("a probability in [0, ", most, "]"); });
 }
 
-/// Refuses a NaN at [b][h][t] of the array `name`.
-template <class Real>
-void refuse_nan(const char* name, std::int64_t b, std::int64_t h, std::int64_t t, Real value) {
-    if (!std::isnan(value)) [[likely]] {
-        return;
-    }
-    detail::refuse(detail::text(name, "[", b, "][", h, "][", t, "]").c_str(), "NaN", "a number");
-}
-
 /// Shapes of a gated call, and the scores that it reads.
 template <class P, class G, class Real>
 void check_gate_call(const P& policy, const G& gate, const plane_view<const Real>& scores,
-                     const Sequences& sequences, std::int32_t layer) {
+                     const Sequences& sequences, const MaskOptions& options) {
     static_assert(!P::has_budget, "kvpolicy: a soft gate takes a policy without a TopKBudget");
     gate.check();
-    policy.check_layer(layer, scores.heads);
+    policy.check_layer(options.layer, scores.heads);
     checks::check_whole_sequences(sequences, scores.batch, scores.length);
     checks::check_plane("scores", scores, scores.batch, scores.heads, sequences.length);
-    for (std::int32_t b = 0; b < scores.batch; ++b) {
-        for (std::int32_t h = 0; h < scores.heads; ++h) {
-            const HeadParams head_params = policy.params(layer, h);
-            for_each_segment<P>(sequences, b, [&](std::int32_t begin, std::int32_t end) {
-                for_each_leaver(policy, head_params, end - begin, [&](std::int32_t t, std::int32_t) {
-                    refuse_nan("scores", b, h, begin + t, scores.head(b, h)[begin + t]);
-                });
-            });
-        }
-    }
+    check_scores(policy, scores, sequences, options);
 }
 
-/// Calls visit(b, h, t, value) for every key that the gate decides.
-template <class P, class G, class Real, class Visit>
-void for_each_gated(const P& policy, const HeadParams& head_params, const G& gate,
-                    const plane_view<const Real>& scores, const Sequences& sequences, std::int32_t b,
-                    std::int32_t h, Visit&& visit) {
-    const auto stream = static_cast<std::uint64_t>(std::int64_t{b} * scores.heads + h);
-    for_each_segment<P>(sequences, b, [&](std::int32_t begin, std::int32_t end) {
-        for_each_leaver(policy, head_params, end - begin, [&](std::int32_t at, std::int32_t leaves) {
-            const std::int32_t t = begin + at;
-            visit(t, begin + leaves,
-                  gate(scores.head(b, h)[t], gate_place{stream, static_cast<std::uint64_t>(t)}));
+/// Per head, in parallel: clear(b, h), then visit(b, h, t, q, value) for every key t that the gate decides,
+/// where q is the query at which the key leaves the window. A NaN score closes its gate.
+template <class P, class G, class Real, class Clear, class Visit>
+void for_each_gated(const host& ctx, const P& policy, const G& gate, const plane_view<const Real>& scores,
+                    const Sequences& sequences, std::int32_t layer, const Clear& clear, const Visit& visit) {
+    const std::int32_t heads = scores.heads;
+    ctx.parallel_for(std::int64_t{scores.batch} * heads, [&](std::int64_t task) {
+        const auto b = static_cast<std::int32_t>(task / heads), h = static_cast<std::int32_t>(task % heads);
+        const auto stream = static_cast<std::uint64_t>(task);
+        clear(b, h);
+        for_each_segment<P>(sequences, b, [&](std::int32_t begin, std::int32_t end) {
+            for_each_leaver(
+                policy, policy.params(layer, h), end - begin, [&](std::int32_t at, std::int32_t q) {
+                    const std::int32_t t = begin + at;
+                    const Real z = scores.head(b, h)[t];
+                    visit(b, h, t, begin + q,
+                          std::isnan(z) ? gate_value<Real>{Real(0), Real(0), false}
+                                        : gate(z, gate_place{stream, static_cast<std::uint64_t>(t)}));
+                });
         });
     });
 }
@@ -177,54 +167,49 @@ void build_log_bias(const host& ctx, const P& policy, const G& gate, plane_view<
     }
     using Number = std::remove_const_t<Real>;
     const plane_view<const Number> scores = given_scores;
-    const std::int32_t layer = options.layer;
-    hb::check_gate_call(policy, gate, scores, sequences, layer);
+    hb::check_gate_call(policy, gate, scores, sequences, options);
     checks::check_plane("expiry", expiry, scores.batch, scores.heads, sequences.length);
     checks::check_plane("log_bias", log_bias, scores.batch, scores.heads, sequences.length);
-    ctx.parallel_for(std::int64_t{scores.batch} * scores.heads, [&](std::int64_t task) {
-        const auto b = static_cast<std::int32_t>(task / scores.heads);
-        const auto h = static_cast<std::int32_t>(task % scores.heads);
-        expiry_t* ends = expiry.head(b, h);
-        float* bias = log_bias.head(b, h);
-        hb::for_each_segment<P>(sequences, b, [&](std::int32_t begin, std::int32_t end) {
-            std::fill(ends + begin, ends + end, sequences.cu_seqlens == nullptr ? never : end);
-            std::fill(bias + begin, bias + end, 0.0f);
+    hb::for_each_gated(
+        ctx, policy, gate, scores, sequences, options.layer,
+        [&](std::int32_t b, std::int32_t h) {
+            hb::for_each_segment<P>(sequences, b, [&](std::int32_t begin, std::int32_t end) {
+                std::fill(expiry.head(b, h) + begin, expiry.head(b, h) + end,
+                          sequences.cu_seqlens == nullptr ? never : end);
+                std::fill(log_bias.head(b, h) + begin, log_bias.head(b, h) + end, 0.0f);
+            });
+        },
+        [&](std::int32_t b, std::int32_t h, std::int32_t t, std::int32_t leaves,
+            const gate_value<Number>& value) {
+            if (!value.open) {
+                expiry.head(b, h)[t] = leaves;
+            }
+            log_bias.head(b, h)[t] = static_cast<float>(value.log_bias);
         });
-        hb::for_each_gated(policy, policy.params(layer, h), gate, scores, sequences, b, h,
-                           [&](std::int32_t t, std::int32_t leaves, const gate_value<Number>& value) {
-                               if (!value.open) {
-                                   ends[t] = leaves;
-                               }
-                               bias[t] = static_cast<float>(value.log_bias);
-                           });
-    });
 }
 
 template <AnyPolicy P, TrainingGate G, class Real>
-void log_bias_backward(const host& ctx, const P& policy, const G& gate,
-                       std::type_identity_t<plane_view<const Real>> scores,
-                       std::type_identity_t<plane_view<const Real>> d_log_bias, const Sequences& sequences,
-                       plane_view<Real> d_scores, workspace_view workspace, const MaskOptions& options) {
+void log_bias_backward(const host& ctx, const P& policy, const G& gate, input_plane<Real> scores,
+                       input_plane<Real> d_log_bias, const Sequences& sequences, plane_view<Real> d_scores,
+                       workspace_view workspace, const MaskOptions& options) {
     namespace hb = host_backend;
     if (const checks::repaired_sequences repaired(sequences, options.status); repaired) {
         return log_bias_backward(ctx, policy, gate, scores, d_log_bias, repaired.sequences, d_scores,
                                  workspace, options);
     }
-    const std::int32_t layer = options.layer;
-    hb::check_gate_call(policy, gate, scores, sequences, layer);
+    hb::check_gate_call(policy, gate, scores, sequences, options);
     checks::check_plane("d_log_bias", d_log_bias, scores.batch, scores.heads, sequences.length);
     checks::check_plane("d_scores", d_scores, scores.batch, scores.heads, sequences.length);
-    ctx.parallel_for(std::int64_t{scores.batch} * scores.heads, [&](std::int64_t task) {
-        const auto b = static_cast<std::int32_t>(task / scores.heads);
-        const auto h = static_cast<std::int32_t>(task % scores.heads);
-        const Real* from = d_log_bias.head(b, h);
-        Real* to = d_scores.head(b, h);
-        std::fill_n(to, sequences.length_of(b), Real(0));
-        hb::for_each_gated(policy, policy.params(layer, h), gate, scores, sequences, b, h,
-                           [&](std::int32_t t, std::int32_t, const gate_value<Real>& value) {
-                               to[t] = value.derivative * from[t];
-                           });
-    });
+    hb::for_each_gated(
+        ctx, policy, gate, scores, sequences, options.layer,
+        [&](std::int32_t b, std::int32_t h) {
+            std::fill_n(d_scores.head(b, h), sequences.length_of(b), Real(0));
+        },
+        [&](std::int32_t b, std::int32_t h, std::int32_t t, std::int32_t, const gate_value<Real>& value) {
+            if (!std::isnan(scores.head(b, h)[t])) {
+                d_scores.head(b, h)[t] = value.derivative * d_log_bias.head(b, h)[t];
+            }
+        });
 }
 
 }  // namespace kvpolicy

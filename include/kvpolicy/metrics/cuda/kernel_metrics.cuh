@@ -5,7 +5,7 @@
 #include <kvpolicy/core/types.hpp>
 #include <kvpolicy/core/view.hpp>
 #include <kvpolicy/cuda/primitives/warp.cuh>
-#include <kvpolicy/masks/cuda/kernel_write_rules.cuh>
+#include <kvpolicy/masks/cuda/kernel_write_head_params.cuh>
 #include <kvpolicy/metrics/recall.hpp>
 
 #include <cstdint>

@@ -39,9 +39,9 @@ void check_sequence_call(const S& scorer, rows_view<const T> k, rows_view<const 
 }  // namespace cuda_backend
 
 template <class Widths, Scorer S, class K, class V>
-std::size_t score_sequence_workspace_bytes(
-    const cuda& ctx, const S& scorer, rows_view<K> k, rows_view<V> v, const Sequences& sequences,
-    const BasicScoreOptions<compute_t<std::remove_const_t<K>>>& options) {
+std::size_t score_sequence_workspace_bytes(const cuda& ctx, const S& scorer, rows_view<K> k, rows_view<V> v,
+                                           const Sequences& sequences,
+                                           const BasicScoreOptions<real_of<K>>& options) {
     namespace cb = cuda_backend;
     using T = std::remove_const_t<K>;
     cb::check_scorer_types<S, T>();
@@ -53,9 +53,8 @@ std::size_t score_sequence_workspace_bytes(
 
 template <class Widths, Scorer S, class K, class V>
 void score_sequence(const cuda& ctx, const S& scorer, rows_view<K> k, rows_view<V> v,
-                    const Sequences& sequences, std::int32_t delay,
-                    plane_view<compute_t<std::remove_const_t<K>>> scores, workspace_view workspace,
-                    const BasicScoreOptions<compute_t<std::remove_const_t<K>>>& options) {
+                    const Sequences& sequences, std::int32_t delay, plane_view<real_of<K>> scores,
+                    workspace_view workspace, const BasicScoreOptions<real_of<K>>& options) {
     namespace cb = cuda_backend;
     using T = std::remove_const_t<K>;
     static_assert(std::is_same_v<T, std::remove_const_t<V>>,

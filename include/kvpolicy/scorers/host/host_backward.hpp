@@ -16,7 +16,6 @@
 #include <kvpolicy/scorers/host/rows.hpp>
 
 #include <algorithm>
-#include <atomic>
 #include <cmath>
 #include <limits>
 
@@ -33,13 +32,10 @@ void refuse_bad_rows(const host& ctx, const char* name, const rows_view<const T>
                                   const std::int64_t b = task / rows.heads, h = task % rows.heads;
                                   const std::int64_t start = sequences.start_of(b);
                                   for (std::int64_t t = start; t < start + sequences.length_of(b); ++t) {
-                                      if (checks::good_row(refuse, name, rows, b, h, t)) [[likely]] {
-                                          continue;
-                                      }
-                                      if (status == nullptr) {
+                                      if (!checks::good_row(refuse, name, rows, b, h, t) &&
+                                          !checks::reported(status, b, status_not_finite)) {
                                           return false;
                                       }
-                                      std::atomic_ref(status[b]).fetch_or(status_not_finite);
                                   }
                                   return true;
                               });
@@ -85,11 +81,8 @@ void check_backward_call(const host& ctx, const S& scorer, const ScoreBackward<T
         for (std::int32_t h = 0; h < call.k.heads; ++h) {
             for_each_scored<S>(call.sequences, b, call.delay, [&](std::int64_t t) {
                 const Real d = call.d_scores.head(b, h)[t];
-                if (std::abs(d) <= std::numeric_limits<Real>::max()) [[likely]] {
-                    return;
-                }
-                if (status != nullptr) {
-                    status[b] |= status_not_finite;
+                if (std::abs(d) <= std::numeric_limits<Real>::max() ||
+                    checks::reported(status, b, status_not_finite)) [[likely]] {
                     return;
                 }
                 detail::refuse(detail::text("d_scores[", b, "][", h, "][", t, "]").c_str(), d,

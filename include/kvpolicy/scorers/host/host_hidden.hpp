@@ -11,7 +11,6 @@
 #include <kvpolicy/scorers/host/rows.hpp>
 
 #include <algorithm>
-#include <atomic>
 #include <cmath>
 
 namespace kvpolicy {
@@ -115,12 +114,12 @@ requires takes_hidden_state<Input>
 void score_hidden_backward(const host& ctx, const BasicMlpScorer<Input, Act, D>& scorer,
                            const HiddenBackward<T, Real>& call, MlpParameters<Real> gradients,
                            workspace_view workspace, const ScoreHiddenOptions& options) {
-    namespace hb = host_backend;
     if (const checks::repaired_sequences repaired(call.sequences, options.status); repaired) {
         HiddenBackward<T, Real> again = call;
         again.sequences = repaired.sequences;
         return score_hidden_backward(ctx, scorer, again, gradients, workspace, options);
     }
+    namespace hb = host_backend;
     const HiddenRows states = call.hidden;
     static_assert(DifferentiableActivation<Act>,
                   "kvpolicy: this MLP's activation has no pull_back, so it cannot be trained");
@@ -149,21 +148,14 @@ void score_hidden_backward(const host& ctx, const BasicMlpScorer<Input, Act, D>&
         for (std::int32_t i = 0; i < inner; ++i) {
             good &= std::isfinite(x[i]);
         }
-        const auto report = [&] {
-            if (!good && options.status != nullptr) {
-                std::atomic_ref(options.status[b]).fetch_or(status_not_finite);
-                good = true;
-            }
-        };
-        report();
+        good = good || checks::reported(options.status, b, status_not_finite);
         if (!good && refuse) {
             detail::refuse(detail::text("hidden[", b, "][", at, "]").c_str(), "NaN or infinite",
                            "a row of finite numbers");
         }
         for (std::int32_t h = 0; good && h < heads; ++h) {
             const Real d = call.d_scores.head(b, h)[at];
-            good = std::isfinite(d);
-            report();
+            good = std::isfinite(d) || checks::reported(options.status, b, status_not_finite);
             if (!good && refuse) {
                 detail::refuse(detail::text("d_scores[", b, "][", h, "][", at, "]").c_str(), d,
                                "a finite number");

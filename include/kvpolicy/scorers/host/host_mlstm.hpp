@@ -159,9 +159,9 @@ void mLSTMScorer<D, Feature, Values>::absorb(std::int32_t head, Real* state, con
 
     Real* z = state + static_cast<std::ptrdiff_t>(of.features) * of.width;
     Real* stabilizer = z + of.features;
-    const double kept = gates.log_forget + load_stabilizer(stabilizer);
-    const double m = mlstm_max(kept, gates.log_input);
-    run_kernel<update_kernel>(set, static_cast<Real>(std::exp(kept - m)),
+    const double log_decay = gates.log_forget + load_stabilizer(stabilizer);
+    const double m = mlstm_max(log_decay, gates.log_input);
+    run_kernel<update_kernel>(set, static_cast<Real>(std::exp(log_decay - m)),
                               static_cast<Real>(std::exp(gates.log_input - m)), static_cast<const Real*>(k),
                               of.features, written, of.width, state, z);
     store_stabilizer(m, stabilizer);

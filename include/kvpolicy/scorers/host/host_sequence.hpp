@@ -322,10 +322,10 @@ std::size_t score_sequence_bytes(const host& ctx, const S& scorer, std::int32_t 
 }  // namespace host_backend
 
 template <class Widths, Scorer S, class K, class V>
-std::size_t score_sequence_workspace_bytes(
-    const host& ctx, const S& scorer, rows_view<K> k, rows_view<V> v, const Sequences& sequences,
-    const BasicScoreOptions<compute_t<std::remove_const_t<K>>>& options) {
-    using Real = compute_t<std::remove_const_t<K>>;
+std::size_t score_sequence_workspace_bytes(const host& ctx, const S& scorer, rows_view<K> k, rows_view<V> v,
+                                           const Sequences& sequences,
+                                           const BasicScoreOptions<real_of<K>>& options) {
+    using Real = real_of<K>;
     checks::check_shape(sequences, k.heads);
     return host_backend::score_sequence_bytes<Real>(ctx, scorer, k.heads, k.dim, v.dim, sequences,
                                                     options.how);
@@ -333,9 +333,8 @@ std::size_t score_sequence_workspace_bytes(
 
 template <class Widths, Scorer S, class K, class V>
 void score_sequence(const host& ctx, const S& scorer, rows_view<K> k, rows_view<V> v,
-                    const Sequences& sequences, std::int32_t delay,
-                    plane_view<compute_t<std::remove_const_t<K>>> scores, workspace_view workspace,
-                    const BasicScoreOptions<compute_t<std::remove_const_t<K>>>& options) {
+                    const Sequences& sequences, std::int32_t delay, plane_view<real_of<K>> scores,
+                    workspace_view workspace, const BasicScoreOptions<real_of<K>>& options) {
     using T = std::remove_const_t<K>;
     using Real = compute_t<T>;
     static_assert(std::is_same_v<T, std::remove_const_t<V>>,

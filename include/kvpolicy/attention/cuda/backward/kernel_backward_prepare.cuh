@@ -99,7 +99,7 @@ __global__ void __launch_bounds__(pack_threads) backward_pack_kernel(const backw
 /// interval that expire inside it (keys that are dropped when they leave the window), then the others, both
 /// by rising begin. A block of mixed keys would be computed for many queries that few of its keys see.
 ///
-/// Grid: lists. Block: pack_threads. Shared memory: one count per warp (static). Reads plan.life, old and
+/// Grid: lists. Block: pack_threads. Shared memory: one count per warp (static). Reads plan.interval, old and
 /// total. Overwrites young [lists, max_young] and brief [lists].
 /// 1. Count the short intervals.
 /// 2. Scatter both kinds, each in its order.
@@ -149,9 +149,8 @@ __global__ void __launch_bounds__(pack_threads) backward_young_kernel(const back
 /// items[i] = work items of the lists before position i, in blocks of `block_keys` entries. Clears taken and
 /// not_finite.
 ///
-/// Grid:
-/// 1. Block: 1024. Shared memory: one count per warp (static). Overwrites items [lists + 1] and taken
-///    [supers].
+/// Grid: one block. Block: 1024. Shared memory: one count per warp (static). Overwrites items [lists + 1] and
+/// taken [supers].
 template <class T>
 __global__ void __launch_bounds__(1024)
     backward_items_kernel(const backward_params<T> p, const std::int32_t block_keys) {

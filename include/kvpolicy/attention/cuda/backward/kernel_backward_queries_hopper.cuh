@@ -1,4 +1,4 @@
-// d_q without atomic additions on Hopper: one block has 128 packed rows, two warpgroups of 64, and walks over
+// d_q without atomic additions on Hopper: one block has 128 packed rows, two warpgroups of 64, and goes over
 // all entries of their list that any of them sees. A producer warpgroup gathers blocks of 64 keys and values
 // into a ring.
 #pragma once

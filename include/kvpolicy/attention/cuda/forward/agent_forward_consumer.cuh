@@ -150,7 +150,7 @@ class agent_forward_consumer : forward_pipeline<S> {
     };
     /// Whether weights are relative to the first maximum. Above head_dim 128 it moves lazily, which is 4%
     /// faster there.
-    static constexpr bool anchors = S::Dim <= 128;
+    static constexpr bool fixed_reference = S::Dim <= 128;
 
     /// This warp no longer needs the keys of a stage. True where it was the tile's last.
     __device__ bool release_keys(int stage) const {
@@ -166,10 +166,10 @@ class agent_forward_consumer : forward_pipeline<S> {
     __device__ weighing weigh(float (&s)[scores], int stage, const std::uint32_t (&query)[2],
                               online_softmax& softmax) const {
         weighing w{};
-        if constexpr (anchors) {
-            if (softmax.anchored) {
+        if constexpr (fixed_reference) {
+            if (softmax.has_reference) {
                 to_stage_logits(s, stage, query);
-                w.done = softmax.take_anchored(s, slope());
+                w.done = softmax.take_relative(s, slope());
             }
         } else {
             to_stage_logits(s, stage, query);
@@ -183,9 +183,9 @@ class agent_forward_consumer : forward_pipeline<S> {
     __device__ bool finish_weights(float (&s)[scores], const weighing& w, int stage,
                                    const std::uint32_t (&query)[2], online_softmax& softmax,
                                    Output& o) const {
-        if constexpr (anchors) {
+        if constexpr (fixed_reference) {
             if (!w.done) {
-                if (softmax.anchored) {
+                if (softmax.has_reference) {
                     multiply_again(s, stage);  // weigh() has written over them
                 }
                 to_stage_logits(s, stage, query);

@@ -104,8 +104,7 @@ __global__ void __launch_bounds__(32 * plain_warps)
 /// Before a call's launches: counters[0, count) = 0, and status_bad_length for sequences whose device lengths
 /// cannot be (they count as empty).
 ///
-/// Grid:
-/// 1. Block: 256. Shared memory: none. Adds bits to status [B], uint32, where it is given.
+/// Grid: one block. Block: 256. Shared memory: none. Adds bits to status [B], uint32, where it is given.
 template <class Frames>
 __global__ void forward_begin_kernel(const __grid_constant__ Frames frames, const std::int32_t batch,
                                      std::uint32_t* const status, std::uint32_t* const counters,

@@ -53,7 +53,7 @@ __device__ inline void hide(float (&s)[N], const key_notes<Keys, Biased>& notes,
                             const std::uint32_t (&query)[2]) {
     static_assert(N == Keys / 2);
     const int column = 2 * (lane_id() % 4);
-    if (notes.masked == masked_by_births) {
+    if (notes.masked == masked_by_begins) {
 #pragma unroll
         for (int n = 0; n < Keys / 8; ++n) {
             const uint2 begin = *reinterpret_cast<const uint2*>(notes.interval + 8 * n + column);
@@ -85,13 +85,13 @@ struct online_softmax {
 
     float max[2] = {minus_infinity(), minus_infinity()};
     float sum[2] = {0.0f, 0.0f};
-    bool anchored = false;  // both rows of all the warp's lanes have seen something
+    bool has_reference = false;  // both rows of all the warp's lanes have seen something
 
-    /// As take() where all rows are anchored, without looking for a larger logit: weights are relative to the
-    /// `max` that is there. False where some would be so large that fp16 might not hold it, or not a number;
-    /// then only s has changed. All lanes get the same.
+    /// As take() where all rows have a reference, without looking for a larger logit: weights are relative to
+    /// the `max` that is there. False where some would be so large that fp16 might not hold it, or not a
+    /// number; then only s has changed. All lanes get the same.
     template <int N>
-    __device__ bool take_anchored(float (&s)[N], float slope) {
+    __device__ bool take_relative(float (&s)[N], float slope) {
         constexpr float most = 0x1p14f;
         const float reference[2] = {max[0] * slope, max[1] * slope};
         float part[2] = {0.0f, 0.0f};
@@ -141,8 +141,9 @@ struct online_softmax {
                 sum[r] *= decay[r];
             }
         }
-        if (!anchored) {
-            anchored = __all_sync(all_lanes, max[0] > minus_infinity() && max[1] > minus_infinity()) != 0;
+        if (!has_reference) {
+            has_reference =
+                __all_sync(all_lanes, max[0] > minus_infinity() && max[1] > minus_infinity()) != 0;
         }
         const float reference[2] = {max[0] == minus_infinity() ? 0.0f : max[0] * slope,
                                     max[1] == minus_infinity() ? 0.0f : max[1] * slope};

@@ -96,7 +96,7 @@ struct listed_rows {
     }
 };
 
-/// All rows of the head that are not in the future, in order. Lives are given in the frame of the tile.
+/// All rows of the head that are not in the future, in order. Intervals are given in the frame of the tile.
 struct scanned_rows {
     std::int32_t full, candidates, begin, end;
     std::int32_t b, h, first_query;

@@ -16,17 +16,17 @@ namespace cuda_backend {
 /// What softmax needs to know of a block's keys.
 template <int Keys, bool Biased>
 struct key_notes {
-    // Where masked is masked_by_births, query i sees key n iff i >= life[n]; else iff i - (life[n] & 0xffff),
-    // as an unsigned number, is below life[n] >> 16.
+    // Where masked is masked_by_begins, query i sees key n iff i >= interval[n]; else iff i - (interval[n] &
+    // 0xffff), as an unsigned number, is below interval[n] >> 16.
     std::uint32_t interval[Keys];
     float bias[Biased ? Keys : 1];               // in units of log 2
     std::uint32_t bias_from[Biased ? Keys : 1];  // the bias counts for queries i >= this
-    std::uint32_t masked;  // some query of the tile does not see some key: read `life`; else 0
+    std::uint32_t masked;  // some query of the tile does not see some key: read `interval`; else 0
     std::uint32_t last;    // no block follows
 };
 
 /// What `masked` may be: keys that are there outlast the tile, or not all do.
-inline constexpr std::uint32_t masked_by_births = 1, masked_by_intervals = 2;
+inline constexpr std::uint32_t masked_by_begins = 1, masked_by_intervals = 2;
 
 inline constexpr int stream_threads = 128;
 
@@ -162,7 +162,7 @@ class row_stream {
                 note_bias(notes, present ? memory_.bias[at] : 0.0f, present ? memory_.bias_from[at] : 0);
                 const auto begin = static_cast<std::int32_t>(interval & 0xffffu);
                 const auto lasts = static_cast<std::int32_t>(interval >> 16);
-                why = (!present || begin > source.begin ? masked_by_births : 0) |
+                why = (!present || begin > source.begin ? masked_by_begins : 0) |
                       (present && begin + lasts < source.end ? masked_by_intervals : 0);
             }
             why = any(why);

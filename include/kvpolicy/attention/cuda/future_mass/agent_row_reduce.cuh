@@ -95,7 +95,7 @@ __device__ inline void for_each_bias(const float* bias, const Visit& visit) {
 /// What two rows have reduced so far.
 template <class Pass>
 struct row_state {
-    float top[2];  // largest exponent: anchored (of the first tile), running and largest
+    float top[2];  // largest exponent: relative (of the first tile), running and largest
     float sum[2];  // of exponentials, relative to `top` where there is one
 
     __device__ void clear() {
@@ -161,7 +161,7 @@ struct row_state {
     }
 
     /// Reduces a part of a tile in whose pairs all count: values [4 begin, 4 end) of every row, in a quick
-    /// pass and without a soft cap. `bias` and Share as above, `scale` with its sign. An anchored pass has
+    /// pass and without a soft cap. `bias` and Share as above, `scale` with its sign. A relative pass has
     /// had its first tile by absorb() before.
     template <int Share, int N>
     __device__ void absorb_part(const float (&s)[N], int begin, int end, const float* bias, float scale) {
@@ -201,9 +201,9 @@ struct row_state {
                 result[r] = most;
             } else {
                 float total = sum[r];
-                if constexpr (Pass::reduce == row_reduce::anchored) {
-                    // The thread of the largest anchor has a sum of 1 or more: what the others lose below is
-                    // less than 2^-26.
+                if constexpr (Pass::reduce == row_reduce::relative) {
+                    // The thread of the largest reference has a sum of 1 or more: what the others lose below
+                    // is less than 2^-26.
                     overflow[r] = !(total < 0x1p100f);
                 }
                 if constexpr (!Pass::mass || Pass::reduce == row_reduce::running) {

@@ -14,11 +14,11 @@ inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 namespace cuda_backend {
 
 /// What a row reduces. `sum` takes exponents as they are: right as long as no term overflows, and none that
-/// counts underflows. `anchored` takes them relative to the largest of the row's first tile, which is a term
+/// counts underflows. `relative` takes them relative to the largest of the row's first tile, which is a term
 /// of the sum itself: right as long as no later one is so much larger that the sum overflows. `running` keeps
 /// the largest exponent so far beside the sum: always right, and slower. `largest` keeps the largest exponent
 /// alone (beta = infinity).
-enum class row_reduce { sum, anchored, running, largest };
+enum class row_reduce { sum, relative, running, largest };
 
 /// Which of the two a kernel is for, and how.
 template <bool Mass, row_reduce Reduce>
@@ -26,9 +26,9 @@ struct qk_reduce_pass {
     static constexpr bool mass = Mass;
     static constexpr row_reduce reduce = Reduce;
     /// Sums may overflow, and flags say where.
-    static constexpr bool quick = Reduce == row_reduce::sum || Reduce == row_reduce::anchored;
+    static constexpr bool quick = Reduce == row_reduce::sum || Reduce == row_reduce::relative;
 };
-using lse_pass = qk_reduce_pass<false, row_reduce::anchored>;
+using lse_pass = qk_reduce_pass<false, row_reduce::relative>;
 using careful_lse_pass = qk_reduce_pass<false, row_reduce::running>;
 using mass_pass = qk_reduce_pass<true, row_reduce::sum>;
 using careful_mass_pass = qk_reduce_pass<true, row_reduce::running>;

@@ -217,7 +217,7 @@ __device__ inline void conv_hopper_block(const conv_params<T>& params, const T* 
         named_barrier(1, conv_consumers);  // all copies have arrived
         take_weights();
     }
-    uint4 kept = make_uint4(0, 0, 0, 0);  // of the last rows of y_1 and y_2
+    uint4 last_rows = make_uint4(0, 0, 0, 0);  // of the last rows of y_1 and y_2
 #pragma unroll 1
     for (int tile = 0; tile < tiles.count; ++tile) {
         // Made anew for every tile: addresses that outlive one would fill the registers.
@@ -265,13 +265,13 @@ __device__ inline void conv_hopper_block(const conv_params<T>& params, const T* 
             }
         }
         if (follows && keeps_1) {
-            conv_eight(y_1, thread % 4, thread / 4 * 8) = kept;
+            conv_eight(y_1, thread % 4, thread / 4 * 8) = last_rows;
         }
         const auto stored_first = [&] {
             fence_async_proxy();
             named_barrier(1, conv_consumers);
             if (keeps_1) {
-                kept = conv_eight(y_1, conv_tile_rows - 4 + shift + thread % 4, thread / 4 * 8);
+                last_rows = conv_eight(y_1, conv_tile_rows - 4 + shift + thread % 4, thread / 4 * 8);
             }
         };
         const auto multiplied_second = [&] {
@@ -279,7 +279,7 @@ __device__ inline void conv_hopper_block(const conv_params<T>& params, const T* 
                 named_barrier(1, conv_consumers);  // y_1 is free
             }
             if (follows && keeps_2) {
-                conv_eight(y_2, thread % 4, (thread - c1 / 2) / 4 * 8) = kept;
+                conv_eight(y_2, thread % 4, (thread - c1 / 2) / 4 * 8) = last_rows;
             }
         };
         // 3. Layer 2, after y_1 is stored.
@@ -305,8 +305,8 @@ __device__ inline void conv_hopper_block(const conv_params<T>& params, const T* 
         fence_async_proxy();
         named_barrier(1, conv_consumers);
         if (keeps_2) {
-            kept = conv_eight(y_2, (follows ? conv_tile_rows : conv_tile) + thread % 4,
-                              (thread - c1 / 2) / 4 * 8);
+            last_rows = conv_eight(y_2, (follows ? conv_tile_rows : conv_tile) + thread % 4,
+                                   (thread - c1 / 2) / 4 * 8);
         }
 
         // 4. Layer 3 and the readout.

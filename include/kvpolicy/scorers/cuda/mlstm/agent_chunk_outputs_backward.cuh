@@ -360,7 +360,7 @@ struct chunk_outputs_backward_agent {
             const float d_g = rows.clamped[r] ? 0.0f : -memory.sums[3].get(l);
             if (half == 0 && lane % 4 == 0) {
                 params.d_g[row + l] = d_g;
-                params.kept[row + l] = rows.in[r] ? memory.exponents.kept[l] : 0.0f;
+                params.state_decay[row + l] = rows.in[r] ? memory.exponents.state_decay[l] : 0.0f;
             }
             const auto weights = memory.weights.pairs_of(l, 32 * half + lane % 4 * 2);
 #pragma unroll
@@ -380,7 +380,7 @@ struct chunk_outputs_backward_agent {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             const int l = m0 + lane / 4 + 8 * r;
-            const float kept = memory.exponents.kept[l], state = memory.sums[4].get(l);
+            const float state_decay = memory.exponents.state_decay[l], state = memory.sums[4].get(l);
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
 #pragma unroll
@@ -388,7 +388,7 @@ struct chunk_outputs_backward_agent {
 #pragma unroll
                     for (int e = 0; e < 2; ++e) {
                         float& x = d_q.of[i][0][j][2 * r + e];
-                        x = kept * (x + state * memory.z[d_q.column(i, j) + e]);
+                        x = state_decay * (x + state * memory.z[d_q.column(i, j) + e]);
                     }
                 }
             }
@@ -400,7 +400,8 @@ struct chunk_outputs_backward_agent {
         d_q.sum_along(queries, m0, memory.sums[0], memory.sums[1]);
         sync_rows();
         if (half == 0 && lane < 16) {
-            params.carried[row + m0 + lane] = memory.sums[0].get(m0 + lane) + memory.sums[1].get(m0 + lane);
+            params.cross_chunk[row + m0 + lane] =
+                memory.sums[0].get(m0 + lane) + memory.sums[1].get(m0 + lane);
         }
         d_q.template add<scorer_chunk, true>(memory.weights, m0, memory.k);
         d_q.sum_along(queries, m0, memory.sums[2], memory.sums[3]);

@@ -207,13 +207,13 @@ struct chunk_outputs_backward_hopper_agent {
             divide(skipped, count, outputs, rows);
             d_n_type to_n;
             through_scores(outputs, rows, to_n);  // 4
-            store_rows(rows, outputs.kept);
+            store_rows(rows, outputs.state_decay);
             float d_q[F / 2];
             held_type held;
             multiply_values(outputs, rows, to_n, d_q, held);  // 5
             __syncthreads();  // the state and the values are free; d N and the sums of columns are complete
             load_state_of_next(follows);
-            add_state_part(outputs.kept, rows, d_q);  // 6
+            add_state_part(outputs.state_decay, rows, d_q);  // 6
             multiply_keys(d_q, held);
             through_features(d_q, follows, count);  // 7
         }
@@ -345,13 +345,13 @@ struct chunk_outputs_backward_hopper_agent {
             rows.d_g[r] = rows.clamped[r] ? 0.0f : -row_sum(of_divisor[r]);
         }
     }
-    __device__ __forceinline__ void store_rows(const row_numbers& rows, const float (&kept)[2]) const {
+    __device__ __forceinline__ void store_rows(const row_numbers& rows, const float (&state_decay)[2]) const {
         const std::int64_t row = std::int64_t{chunk} * scorer_chunk;
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             if (lane % 4 == 0) {
                 params.d_g[row + l0 + 8 * r] = rows.d_g[r];
-                params.kept[row + l0 + 8 * r] = rows.in[r] ? kept[r] : 0.0f;
+                params.state_decay[row + l0 + 8 * r] = rows.in[r] ? state_decay[r] : 0.0f;
             }
         }
     }
@@ -399,15 +399,15 @@ struct chunk_outputs_backward_hopper_agent {
     }
 
     /// Phase 6: d q~ = exp(m - M_l) (C d N + z d g) + sum_j w_lj G_lj k~_j, the part of the state first;
-    __device__ __forceinline__ void add_state_part(const float (&kept)[2], const row_numbers& rows,
+    __device__ __forceinline__ void add_state_part(const float (&state_decay)[2], const row_numbers& rows,
                                                    float (&d_q)[F / 2]) const {
 #pragma unroll
         for (int j = 0; j < F / 8; ++j) {
             const float2 z = *reinterpret_cast<const float2*>(memory.z + 8 * j + c0);
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
-                d_q[4 * j + 2 * r] = kept[r] * fmaf(rows.of_state[r], z.x, d_q[4 * j + 2 * r]);
-                d_q[4 * j + 2 * r + 1] = kept[r] * fmaf(rows.of_state[r], z.y, d_q[4 * j + 2 * r + 1]);
+                d_q[4 * j + 2 * r] = state_decay[r] * fmaf(rows.of_state[r], z.x, d_q[4 * j + 2 * r]);
+                d_q[4 * j + 2 * r + 1] = state_decay[r] * fmaf(rows.of_state[r], z.y, d_q[4 * j + 2 * r + 1]);
             }
         }
     }
@@ -424,9 +424,9 @@ struct chunk_outputs_backward_hopper_agent {
         wgmma_commit();
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            const float carried = row_sum(of_q[0][r] + of_q[1][r]);
+            const float cross_chunk = row_sum(of_q[0][r] + of_q[1][r]);
             if (lane % 4 == 0) {
-                params.carried[row + l0 + 8 * r] = carried;
+                params.cross_chunk[row + l0 + 8 * r] = cross_chunk;
             }
         }
         write_columns_of<V, threads>(params.d_n + row * V, V, memory.d_n, scorer_chunk, thread);

@@ -152,7 +152,7 @@ struct mlstm_output_numbers {
 template <class E, int F, int V>
 struct mlstm_warpgroup_outputs {
     float n[V / 2];
-    float divisor[2], kept[2], most[2];
+    float divisor[2], state_decay[2], most[2];
     float weights[32];  // of pairs
 
     __device__ static int row(int r) { return 16 * (warp_id() % 4) + lane_id() / 4 + 8 * r; }
@@ -179,7 +179,7 @@ struct mlstm_warpgroup_outputs {
         }
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            kept[r] = memory.exponents.kept[row(r)];
+            state_decay[r] = memory.exponents.state_decay[row(r)];
             most[r] = memory.exponents.most[row(r)];
             divisor[r] = 0.0f;
         }
@@ -210,7 +210,7 @@ struct mlstm_warpgroup_outputs {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             qz[r] = __shfl_sync(all_lanes, of_z[2 * r] + of_z[2 * r + 1], lane_id() & ~3);
-            divisor[r] = kept[r] * qz[r] + row_sum(divisor[r]);
+            divisor[r] = state_decay[r] * qz[r] + row_sum(divisor[r]);
         }
         wgmma_wait<0>();
         pin(n);
@@ -219,8 +219,8 @@ struct mlstm_warpgroup_outputs {
             const float2 ref_value = *reinterpret_cast<const float2*>(memory.ref_value + 8 * j + column());
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
-                n[4 * j + 2 * r] = kept[r] * fmaf(qz[r], ref_value.x, n[4 * j + 2 * r]);
-                n[4 * j + 2 * r + 1] = kept[r] * fmaf(qz[r], ref_value.y, n[4 * j + 2 * r + 1]);
+                n[4 * j + 2 * r] = state_decay[r] * fmaf(qz[r], ref_value.x, n[4 * j + 2 * r]);
+                n[4 * j + 2 * r + 1] = state_decay[r] * fmaf(qz[r], ref_value.y, n[4 * j + 2 * r + 1]);
             }
         }
         pin(n);

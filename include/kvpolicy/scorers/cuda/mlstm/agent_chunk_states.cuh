@@ -166,7 +166,7 @@ struct chunk_states_agent {
         const std::int64_t from = first_row + std::int64_t{chunk_at(0)} * scorer_chunk;
         next_a = (Backward ? of.q : of.k) + from * F + f0;
         next_b = (Backward ? of.d_n : of.v) + from * V + v0;
-        next_scale = (Backward ? of.kept : of.weight) + from;
+        next_scale = (Backward ? of.state_decay : of.weight) + from;
         next_ratio = Backward ? of.d_g + from : nullptr;
     }
 
@@ -175,8 +175,8 @@ struct chunk_states_agent {
         fill_ring();  // 1
         state_type acc;
         sums_type of_sums;
-        begin_state(acc, of_sums);  // 2
-        float kept = 1.0f;          // of the state before the segment; below 0: a sequence begins in it
+        begin_state(acc, of_sums);   // 2
+        float segment_decay = 1.0f;  // of the state before the segment; below 0: a sequence begins in it
         [[maybe_unused]] product_type product, following;
         copy_wait<stages - 2>();
         wait_for_others();
@@ -234,7 +234,7 @@ struct chunk_states_agent {
                     asm volatile("" ::: "memory");
                     clear_all(acc, of_sums);
                 }
-                kept = step.fresh != 0 || kept < 0.0f ? -1.0f : kept * step.keep;
+                segment_decay = step.fresh != 0 || segment_decay < 0.0f ? -1.0f : segment_decay * step.keep;
             }
             stage = after;
             if (n % batch == 1) {  // the batch before is no longer read
@@ -243,7 +243,7 @@ struct chunk_states_agent {
         }
         __syncthreads();
         write_sums(count - 1, there_before);
-        end_state(acc, of_sums, kept);  // 7
+        end_state(acc, of_sums, segment_decay);  // 7
     }
 
   private:
@@ -657,11 +657,11 @@ struct chunk_states_agent {
 
     /// Phase 7: what the segment adds and keeps, or the caller's state.
     __device__ __forceinline__ void end_state(const state_type& acc, const sums_type& of_sums,
-                                              [[maybe_unused]] float kept) const {
+                                              [[maybe_unused]] float segment_decay) const {
         if constexpr (SegmentStates) {
             part.template write_partial<F, V>(params, partial, acc[0], of_sums);
             if (f0 == 0 && v0 == 0 && thread == 0) {
-                params.partial_keeps[partial - 1] = kept;
+                params.partial_keeps[partial - 1] = segment_decay;
             }
         } else if constexpr (!Backward) {
             if (segment == params.segments - 1) {

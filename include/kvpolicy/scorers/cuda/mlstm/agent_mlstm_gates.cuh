@@ -1,5 +1,5 @@
 // An mLSTM's gates of a chunk, from keys and values: the products with their weights, their logarithms, and
-// the chunk's frame.
+// the numbers of the chunk (mlstm_chunk_stats).
 #pragma once
 
 #include <kvpolicy/core/cuda_config.cuh>
@@ -137,7 +137,8 @@ __device__ inline void compute_gates(const mlstm_params<T>& params, const scorer
     }
 }
 
-/// s_j, top_l and the chunk's frame from its gates, by one warp; each lane has two tokens.
+/// s_j, top_l and the numbers of the chunk (mlstm_chunk_stats) from its gates, by one warp; each lane has two
+/// tokens.
 template <class T>
 __device__ inline void scan_gates(const mlstm_params<T>& params, const scorer_span& s,
                                   const double* log_input, const double* log_forget,

@@ -25,7 +25,7 @@ struct mlstm_token_gradients_memory {
     float* z;
     float* ref_value;  // before the chunk
     float* d_g;
-    float* carried;
+    float* cross_chunk;
     float* columns;  // [4][64]: sums down the columns, of 16 rows each
     float* across;   // [8]
     float* d_gates;  // [64][2]
@@ -52,7 +52,7 @@ struct mlstm_token_gradients_memory {
         z = parts.take<float>(F);
         ref_value = parts.take<float>(V);
         d_g = parts.take<float>(scorer_chunk);
-        carried = parts.take<float>(scorer_chunk);
+        cross_chunk = parts.take<float>(scorer_chunk);
         columns = parts.take<float>(4 * scorer_chunk);
         across = parts.take<float>(8);
         d_gates = parts.take<float>(2 * scorer_chunk);
@@ -130,7 +130,7 @@ __device__ inline void gate_gradients(const mlstm_params<T>& params, const score
     // d log f_t = pairs across the chunk + outputs from t on of earlier tokens + tokens before t read later +
     // those inside; two tokens a lane.
     const int lane = lane_id(), at = 2 * lane;
-    const float carried[2] = {memory.carried[at], memory.carried[at + 1]};
+    const float cross_chunk[2] = {memory.cross_chunk[at], memory.cross_chunk[at + 1]};
     const float later[2] = {memory.later[at], memory.later[at + 1]};
     constexpr bool all = std::is_null_pointer_v<Over>;
     float left_out[2] = {};
@@ -138,7 +138,8 @@ __device__ inline void gate_gradients(const mlstm_params<T>& params, const score
         left_out[0] = over(at);
         left_out[1] = over(at + 1);
     }
-    float suffix = carried[0] + carried[1], prefix = later[0] + later[1], middle = left_out[0] + left_out[1];
+    float suffix = cross_chunk[0] + cross_chunk[1], prefix = later[0] + later[1],
+          middle = left_out[0] + left_out[1];
 #pragma unroll
     for (int step = 1; step < 32; step *= 2) {
         const float behind = __shfl_down_sync(all_lanes, suffix, static_cast<unsigned>(step));
@@ -153,7 +154,7 @@ __device__ inline void gate_gradients(const mlstm_params<T>& params, const score
     const float behind = __shfl_down_sync(all_lanes, suffix, 1u);
     prefix = lane > 0 ? ahead : 0.0f;
     middle = lane > 0 ? before : 0.0f;
-    const float suffixes[2] = {suffix, carried[1] + (lane < 31 ? behind : 0.0f)};
+    const float suffixes[2] = {suffix, cross_chunk[1] + (lane < 31 ? behind : 0.0f)};
     const float prefixes[2] = {prefix, prefix + later[0]};
     const float middles[2] = {middle, middle + left_out[0]};
     float of_gates[2] = {};
@@ -287,7 +288,7 @@ struct token_gradients_agent {
         }
         if (thread < scorer_chunk) {
             memory.d_g[thread] = outputs ? params.d_g[row + thread] : 0.0f;
-            memory.carried[thread] = outputs ? params.carried[row + thread] : 0.0f;
+            memory.cross_chunk[thread] = outputs ? params.cross_chunk[row + thread] : 0.0f;
             const bool there = thread < s.count;
             memory.slopes[thread] = there ? params.slope_i[row + thread] : 0.0f;
             memory.slopes[scorer_chunk + thread] = there ? params.slope_f[row + thread] : 0.0f;

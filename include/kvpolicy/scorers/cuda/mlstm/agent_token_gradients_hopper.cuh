@@ -30,12 +30,12 @@ struct mlstm_token_gradients_hopper_memory {
     shared_tile<E> q, d_n, k, v;
     shared_tile<E> a;  // then, in its place, gradients on their way out
     shared_tile<T> to_k, to_v;
-    float* a_z;                             // [F]
-    float *d_g, *carried, *later, *inside;  // [64]
-    float* columns;                         // [4][64]: sums down the columns, of 16 rows each
-    float* across;                          // [parts]
-    float* d_gates;                         // [64][2]
-    float* slopes;                          // [2][64]: of the input gates, of the forget gates
+    float* a_z;                                 // [F]
+    float *d_g, *cross_chunk, *later, *inside;  // [64]
+    float* columns;                             // [4][64]: sums down the columns, of 16 rows each
+    float* across;                              // [parts]
+    float* d_gates;                             // [64][2]
+    float* slopes;                              // [2][64]: of the input gates, of the forget gates
     mlstm_exponents<E> exponents;
     std::size_t bytes;
 
@@ -50,7 +50,7 @@ struct mlstm_token_gradients_hopper_memory {
         to_v = parts.tile<T>(scorer_chunk, V);
         a = {to_k.data, F};
         a_z = parts.take<float>(F);
-        for (float** one : {&d_g, &carried, &later, &inside}) {
+        for (float** one : {&d_g, &cross_chunk, &later, &inside}) {
             *one = parts.take<float>(scorer_chunk);
         }
         columns = parts.take<float>(4 * scorer_chunk);
@@ -68,7 +68,7 @@ template <class E, int F, int V>
 struct mlstm_token_numbers {
     double source, top, last, m;
     float a_z[V / 64], across;  // parts of sums
-    float d_g, carried, slope_i, slope_f;
+    float d_g, cross_chunk, slope_i, slope_f;
     std::int32_t first_output, count, bad;
 
     /// Nothing where there is no such chunk, or no token in it.
@@ -86,7 +86,7 @@ struct mlstm_token_numbers {
         top = load_if(of_row, params.log_top + row + thread);
         last = load_if(of_row, params.log_top + row + scorer_chunk - 1);
         d_g = load_if(read, params.d_g + row + thread);
-        carried = load_if(read, params.carried + row + thread);
+        cross_chunk = load_if(read, params.cross_chunk + row + thread);
         slope_i = load_if(there, params.slope_i + row + thread);
         slope_f = load_if(there, params.slope_f + row + thread);
 #pragma unroll
@@ -102,7 +102,7 @@ struct mlstm_token_numbers {
         const auto thread = static_cast<int>(threadIdx.x);
         if (thread < scorer_chunk) {
             memory.d_g[thread] = d_g;
-            memory.carried[thread] = carried;
+            memory.cross_chunk[thread] = cross_chunk;
             memory.slopes[thread] = slope_i;
             memory.slopes[scorer_chunk + thread] = slope_f;
             memory.exponents.set(source, top, last, m);

@@ -525,9 +525,9 @@ struct mlstm_plan {
         params.slope_i = parts.take<float>(rows);
         params.slope_f = parts.take<float>(rows);
         params.d_n = parts.take<E>(rows * V);
-        params.kept = parts.take<float>(rows);
+        params.state_decay = parts.take<float>(rows);
         params.d_g = parts.take<float>(rows);
-        params.carried = parts.take<float>(rows);
+        params.cross_chunk = parts.take<float>(rows);
         params.d_memory = parts.take<E>(chunks * F * V);
         params.d_sums = parts.take<float>(chunks * F * (V / 32));
         params.d_across = parts.take<float>(chunks * (F / 64) * (V / 64));

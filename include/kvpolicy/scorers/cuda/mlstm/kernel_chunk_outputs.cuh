@@ -207,14 +207,14 @@ __device__ inline void apply_pairs(const Memory& memory, mlstm_chunk_outputs<V, 
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
         const int l = m0 + lane / 4 + 8 * r;
-        const float kept = memory.exponents.kept[l], of_state = kept * memory.qz[l];
+        const float state_decay = memory.exponents.state_decay[l], of_state = state_decay * memory.qz[l];
         outputs.divisor[r] = of_state + memory.sums[0].get(l);
 #pragma unroll
         for (int j = 0; j < NI; ++j) {
 #pragma unroll
             for (int e = 0; e < 2; ++e) {
                 float& h = outputs.h[0][j][2 * r + e];
-                h = kept * h + of_state * memory.ref_value[n0 + 8 * j + lane % 4 * 2 + e];
+                h = state_decay * h + of_state * memory.ref_value[n0 + 8 * j + lane % 4 * 2 + e];
             }
         }
     }
@@ -365,7 +365,7 @@ __device__ inline void score_outputs(const mlstm_params<T>& params, const Memory
 /// chunk_outputs: scores of the tokens that a chunk reads.
 /// Grid: a block per chunk. Block: 256 threads. Shared memory: mlstm_chunk_outputs_memory<E, F, V, false>.
 /// In: rows q, k [planes, chunks * 64, F], v [.., V] E; memory [chunks, F, V] E and sums [chunks, F] fp32,
-/// the states before the chunks; frames of chunk_stabilizers; log_source, log_top, skipped; readout,
+/// the states before the chunks; chunk_stats of chunk_stabilizers; log_source, log_top, skipped; readout,
 /// norm_gain, readout_bias.
 /// Out: scores [B, heads, S] fp32, overwritten for the tokens that the chunk reads.
 /// 1. The chunk's rows, state and numbers to shared memory.

@@ -21,9 +21,9 @@ namespace cuda_backend {
 /// Grid: a block per chunk. Block: 256 threads, eight warps; 16-bit rows: two blocks per SM.
 /// Shared memory: mlstm_chunk_outputs_memory<E, F, V, true, Small>. Small: for GPUs that give a block less.
 /// In: as chunk_outputs (kernel_chunk_outputs.cuh), and d_scores [B, heads, S] fp32.
-/// Out, all overwritten: rows d_n [.., V] E, d_g, kept, carried [..] fp32; d_rows_q [.., rows_q] T (d (Wq x)
-/// and d score); d_readout [chunks, 2 width + 1] fp32. A chunk without outputs writes zeros to d_rows_q and
-/// d_readout.
+/// Out, all overwritten: rows d_n [.., V] E, d_g, state_decay, cross_chunk [..] fp32; d_rows_q [.., rows_q] T
+/// (d (Wq x) and d score); d_readout [chunks, 2 width + 1] fp32. A chunk without outputs writes zeros to
+/// d_rows_q and d_readout.
 /// 1. The chunk is read again: h_l.
 /// 2. Back through readout, SiLU and gain: d h, and the sums of their gradients.
 /// 3. Back through the norm: d N, rounded, d g and d N . ref_value + d g.

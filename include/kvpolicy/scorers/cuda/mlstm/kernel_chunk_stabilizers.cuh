@@ -16,16 +16,16 @@ inline constexpr int mlstm_chunk_stabilizers_threads = 256;
 /// chunk_stabilizers: what the states' kernels must know of each chunk before they go through the chunks.
 /// Grid: a block per plane. Block: 256 threads, a chunk per thread and round. Shared memory: 256 bytes,
 /// static.
-/// In: frames [planes, chunks], with what mlstm_project_kernel left of each chunk (top, forgotten, weights,
-/// ref_token, bad).
-/// Out: frames, completed in place: m, keep, add, reads, count, fresh, before (ref_token) and share
-/// (ref_weight). Continued sequences: the caller's m, overwritten; partial_states gets the caller's sums. m'
-/// = forgotten + max(m, top) is max(m + a, b), and such maps compose, so the scan is parallel.
+/// In: chunk_stats [planes, chunks], with what mlstm_project_kernel left of each chunk (top, forgotten,
+/// weights, ref_token, bad).
+/// Out: chunk_stats, completed in place: m, keep, add, first_output, count, fresh, before and ref_weight.
+/// Continued sequences: the caller's m, overwritten; partial_states gets the caller's sums. m' = forgotten +
+/// max(m, top) is max(m + a, b), and such maps compose, so the scan is parallel.
 /// 1. The caller's m and sums.
 /// Per 256 chunks: 2. each chunk's map (a, b), scanned over the warp, then over the warps.
 /// 3. m before the chunk, keep and add.
 /// 4. The weights of all tokens, scanned alike: ref_weight.
-/// 5. The frame is written.
+/// 5. chunk_stats are written.
 /// 6. The caller's m.
 template <class T>
 __global__ void __launch_bounds__(mlstm_chunk_stabilizers_threads)
@@ -150,7 +150,7 @@ __global__ void __launch_bounds__(mlstm_chunk_stabilizers_threads)
         }
         const float weights_after = keep_all * begin_weights + add_all;
         const float weights_before = __shfl_up_sync(all_lanes, weights_after, 1u);
-        // 5. The frame.
+        // 5. chunk_stats.
         stats.count = s.count;
         stats.fresh = fresh ? 1 : 0;
         stats.first_output = scorer_chunk;

@@ -16,10 +16,10 @@ namespace cuda_backend {
 /// adds and keeps.
 /// Grid: planes x segments x (F / FS) x (V / VS), the parts of a state first; Ends: all segments but the
 /// last. Block: 256 threads, eight warps. Shared memory: mlstm_chunk_states_memory<E, FS, VS, false>, 5
-/// stages. In: frames; forward rows k, v E and weight fp32; backward rows q, d_n E, kept and d_g fp32.
-/// Partial_states and partial_keeps of segment_scan where there are several segments; the caller's states.
-/// Out, overwritten: forward memory [chunks, F, V] E (C - z ref_value^T) and sums [chunks, F] fp32 (z);
-/// backward d_memory [chunks, F, V] E (A) and d_sums [chunks, sum_parts, F] fp32. Ends: partial_states
+/// stages. In: chunk_stats; forward rows k, v E and weight fp32; backward rows q, d_n E, state_decay and d_g
+/// fp32. Partial_states and partial_keeps of segment_scan where there are several segments; the caller's
+/// states. Out, overwritten: forward memory [chunks, F, V] E (C - z ref_value^T) and sums [chunks, F] fp32
+/// (z); backward d_memory [chunks, F, V] E (A) and d_sums [chunks, sum_parts, F] fp32. Ends: partial_states
 /// [planes, segments, F (V + 1)] and partial_keeps [planes, segments] fp32. The last segment of a forward
 /// pass overwrites the caller's states.
 /// 1. The first stages of the ring.
@@ -38,7 +38,7 @@ __global__ void __launch_bounds__(mlstm_chunk_states_threads<false>)
 /// wgmma.
 /// Grid: planes x segments x (F / 64) x (V / 64). Block: 128 threads, one warpgroup; two blocks per
 /// SM. Shared memory: mlstm_chunk_states_memory<E, 64, 64, true>, 4 stages.
-/// In: frames; rows q, d_n E, kept and d_g fp32; memory and sums, the states before the chunks;
+/// In: chunk_stats; rows q, d_n E, state_decay and d_g fp32; memory and sums, the states before the chunks;
 /// partial_states and partial_keeps of segment_scan.
 /// Out, overwritten: d_memory [chunks, F V] E in the image of the tiles, d_sums [chunks, V / 64, F] fp32,
 /// d_across [chunks, F V / 4096] fp32: parts of the sum of pairs across each chunk.

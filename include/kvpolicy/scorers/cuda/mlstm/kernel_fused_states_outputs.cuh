@@ -160,7 +160,7 @@ struct fused_states_outputs_agent {
     }
 
   private:
-    /// Phase 1: the first frame, and what all chunks share.
+    /// Phase 1: the numbers of the first chunk, and what all chunks share.
     __device__ __forceinline__ void begin() {
         copy_stats(0);
         copy_commit();
@@ -183,7 +183,7 @@ struct fused_states_outputs_agent {
                         16 * i);
         }
     }
-    /// The rows of chunk n, whose frame has arrived, and the next chunk's frame.
+    /// The rows of chunk n, whose numbers have arrived, and the next chunk's numbers.
     __device__ void fetch(std::int32_t n) const {
         copy_stats(n + 1);
         if (n < count) {
@@ -289,10 +289,10 @@ struct fused_states_outputs_agent {
 /// fused_states_outputs, portable, 16-bit rows: scores without states in memory.
 /// Grid: planes x segments. Block: 512 threads, sixteen warps. Shared memory: mlstm_fused_memory<E, F, V>, 2
 /// stages.
-/// In: rows q, k [.., F], v [.., V] E; log_source, log_top, weight, skipped; frames; partial_states of
+/// In: rows q, k [.., F], v [.., V] E; log_source, log_top, weight, skipped; chunk_stats; partial_states of
 /// segment_scan; readout, norm_gain, readout_bias.
 /// Out: scores [B, heads, S] fp32, overwritten. The last segment overwrites the caller's states.
-/// 1. The first frame, what all chunks share, and the state that the segment begins with.
+/// 1. The numbers of the first chunk, what all chunks share, and the state that the segment begins with.
 /// Per chunk: 2. the next chunk's rows are copied.
 /// 3. The state, less z ref_value^T and rounded, to shared memory.
 /// 4. The chunk's outputs from the state and from its own tokens.

@@ -40,7 +40,7 @@ inline constexpr int mlstm_fused_hopper_threads = mlstm_fused_warpgroups<F>::thr
 template <int V>
 struct alignas(16) mlstm_fused_chunk {
     float weight[scorer_chunk];
-    float source[scorer_chunk], most[scorer_chunk], kept[scorer_chunk];
+    float source[scorer_chunk], most[scorer_chunk], state_decay[scorer_chunk];
     float added[scorer_chunk];  // what a score has besides
     float ref_value[V];
     mlstm_chunk_stats stats;
@@ -94,7 +94,7 @@ struct mlstm_fused_range {
 };
 
 /// What the loading warpgroup must know of a chunk before it loads its rows.
-struct fused_load_frame {
+struct fused_chunk_numbers {
     double m;
     float ref_weight;
     std::int32_t before, first_output, count;
@@ -124,7 +124,7 @@ __device__ inline void fused_load_rows(const mlstm_params<T>& params, const mlst
     double source, top, last;
     float skipped;
     E ref_token;
-    const auto load_numbers = [&](std::int32_t n, const fused_load_frame& stats) {
+    const auto load_numbers = [&](std::int32_t n, const fused_chunk_numbers& stats) {
         const bool any = params.fused_writes_scores && stats.first_output < stats.count,
                    of_row = any && thread < scorer_chunk;
         const std::int64_t row = std::int64_t{range.first + n} * scorer_chunk;
@@ -135,7 +135,7 @@ __device__ inline void fused_load_rows(const mlstm_params<T>& params, const mlst
         ref_token = load_if(stats.count > 0 && thread < V && stats.before >= 0,
                             static_cast<const E*>(params.v) + (plane_row + stats.before) * V + thread);
     };
-    fused_load_frame stats, following;
+    fused_chunk_numbers stats, following;
     stats.load(params, range, 0);
     following.load(params, range, 1);
     load_numbers(0, stats);
@@ -158,8 +158,8 @@ __device__ inline void fused_load_rows(const mlstm_params<T>& params, const mlst
             copy_slice<scorer_chunk, F, 128>(memory.queries(pipe.stage), 0,
                                              static_cast<const E*>(params.q) + row * F, F, thread);
             if (thread < scorer_chunk) {
-                mlstm_exponents<E>{chunk.source, chunk.most, chunk.kept}.set(source, top, last, stats.m,
-                                                                             static_cast<unsigned>(thread));
+                mlstm_exponents<E>{chunk.source, chunk.most, chunk.state_decay}.set(
+                    source, top, last, stats.m, static_cast<unsigned>(thread));
                 chunk.added[thread] = bias + skipped;
             }
         }
@@ -234,7 +234,7 @@ __device__ __forceinline__ void keep_fused_state(const mlstm_params<T>& params, 
 }
 
 /// Waits until the copy to memory that used this place of shared memory has read it.
-__device__ __forceinline__ void wait_for_kept_state(bool has_outputs, int lane) {
+__device__ __forceinline__ void wait_for_stored_state(bool has_outputs, int lane) {
     if (lane == 0) {
         if (has_outputs) {
             bulk_wait_read<0>();
@@ -279,7 +279,7 @@ __device__ inline void fused_add_chunks(const mlstm_params<T>& params, const mls
                         at = turn;
                         turn ^= 1;
                     }
-                    wait_for_kept_state(params.fused_writes_scores, lane);
+                    wait_for_stored_state(params.fused_writes_scores, lane);
                 }
                 float z[2];
 #pragma unroll
@@ -364,7 +364,7 @@ __device__ inline void fused_score_chunks(const mlstm_params<T>& params, const m
                                        memory.state(held.stage),
                                        memory.sums_of(held.stage),
                                        chunk.ref_value,
-                                       {chunk.source, chunk.most, chunk.kept}};
+                                       {chunk.source, chunk.most, chunk.state_decay}};
             barrier_wait(memory.full_state(held.stage), held.parity);
             mlstm_warpgroup_outputs<E, F, V> outputs;
             outputs.template compute<mlstm_fused_warpgroups<F>::few>(tiles);

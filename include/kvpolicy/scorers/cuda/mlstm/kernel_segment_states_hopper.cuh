@@ -97,7 +97,7 @@ struct segment_states_hopper_agent {
             part.template write_partial<F, V>(params, partial, acc, of_sums);
             mlstm_state_part::clear(acc, of_sums);
         }
-        float kept = 1.0f;    // of a state by the chunks after this one
+        float decay = 1.0f;   // of a state by the chunks after this one
         bool begins = false;  // a sequence, at or after this chunk
         int stage = 0;
         for (std::int32_t n = 0; n < count; ++n) {  // 3
@@ -109,10 +109,10 @@ struct segment_states_hopper_agent {
             // Nothing goes back beyond a sequence's first chunk, that chunk's own outputs included.
             begins = begins || (Backward && step.fresh != 0);
             if (step.adds != 0 && !begins) {
-                add_chunk(stage, step.add * kept, acc, of_sums);
+                add_chunk(stage, step.add * decay, acc, of_sums);
             }
             begins = begins || step.fresh != 0;
-            kept *= step.keep;
+            decay *= step.keep;
             stage = stage + 1 == stages ? 0 : stage + 1;
             if (n % batch == 1) {  // the batch before is no longer read
                 load_steps(n - 1 + batch);
@@ -120,7 +120,7 @@ struct segment_states_hopper_agent {
         }
         part.template write_partial<F, V>(params, partial + 1, acc, of_sums);  // 4
         if (thread == 0) {
-            params.partial_keeps[partial] = begins ? -1.0f : kept;
+            params.partial_keeps[partial] = begins ? -1.0f : decay;
         }
         copy_wait<0>();
     }
@@ -162,8 +162,8 @@ struct segment_states_hopper_agent {
                 tile, 0, static_cast<const E*>(Backward ? params.q : params.k) + row * F, F);
             copy_slice<scorer_chunk, V, threads>(
                 tile, F, static_cast<const E*>(Backward ? params.d_n : params.v) + row * V, V);
-            copy_line(memory.scale + stage * scorer_chunk, (Backward ? params.kept : params.weight) + row,
-                      scorer_chunk, 0);
+            copy_line(memory.scale + stage * scorer_chunk,
+                      (Backward ? params.state_decay : params.weight) + row, scorer_chunk, 0);
             if (Backward) {
                 copy_line(memory.ratio + stage * scorer_chunk, params.d_g + row, scorer_chunk, 32);
             }
@@ -204,10 +204,9 @@ struct segment_states_hopper_agent {
 /// from zero.
 /// Grid: planes x (segments - 1) x cuts. Block: 2 F threads, a warpgroup per 64 features; two blocks per
 /// SM. Shared memory: mlstm_segment_states_memory<E, F, V>, 3 stages.
-/// In: frames; forward rows k, v E and weight fp32; backward rows q, d_n E, kept and d_g fp32; the caller's
-/// states.
-/// Out, overwritten: partial_states [planes, segments * cuts, F (V + 1)] fp32, partial_keeps [planes,
-/// segments * cuts] fp32.
+/// In: chunk_stats; forward rows k, v E and weight fp32; backward rows q, d_n E, state_decay and d_g fp32;
+/// the caller's states. Out, overwritten: partial_states [planes, segments * cuts, F (V + 1)] fp32,
+/// partial_keeps [planes, segments * cuts] fp32.
 /// 1. The first stages of the ring.
 /// 2. The caller's state, to number 0 of its plane. 3.
 /// Per chunk, the last first: its outer products, times what the chunks after it keep; the accumulators are

@@ -13,11 +13,10 @@ namespace cuda_backend {
 /// preactivations.
 /// Grid: a block per chunk. Block: 256 threads, eight warps; 16-bit rows: two blocks per SM.
 /// Shared memory: mlstm_token_gradients_memory<E, F, V, Small>. Small: for GPUs that give a block less.
-/// In: rows q, k, v, d_n E, d_g, carried, slope_i, slope_f fp32, log_source, log_top fp64; d_memory [chunks,
-/// F, V] E and d_sums [chunks, sum_parts, F] fp32 (the state after the chunks); memory and sums (the state
-/// before them); frames.
-/// Out, overwritten: d_rows_k [planes, chunks * 64, rows_k] T, d_gates [chunks, 2] fp32 (sums
-/// of b_i and b_f).
+/// In: rows q, k, v, d_n E, d_g, cross_chunk, slope_i, slope_f fp32, log_source, log_top fp64; d_memory
+/// [chunks, F, V] E and d_sums [chunks, sum_parts, F] fp32 (the state after the chunks); memory and sums (the
+/// state before them); chunk_stats. Out, overwritten: d_rows_k [planes, chunks * 64, rows_k] T, d_gates
+/// [chunks, 2] fp32 (sums of b_i and b_f).
 /// 1. Rows, state and numbers to shared memory.
 /// 2. Pairs of the chunk's tokens and reads: w_lj (q~_l . k~_j), w_lj G_lj.
 /// 3. d v~ from the state, then from the pairs.

@@ -105,8 +105,8 @@ struct mlstm_params {
     plane_view<const float> d_scores;
     float *slope_i = nullptr, *slope_f = nullptr;  // rows: d log i / d preactivation, d log f alike
     E* d_n = nullptr;                              // rows x V: d N_l
-    float *kept = nullptr, *d_g = nullptr;         // rows: exp(m - M_l), d g_l
-    float* carried = nullptr;                      // rows: pairs of an output with tokens before its chunk
+    float *state_decay = nullptr, *d_g = nullptr;  // rows: exp(m - M_l), d g_l
+    float* cross_chunk = nullptr;                  // rows: pairs of an output with tokens before its chunk
     E* d_memory = nullptr;    // chunks x F V, as memory: what later outputs say of the state after them (A)
     float* d_sums = nullptr;  // chunks x sum_parts x F: parts of a + (A - A rounded) ref_value
     std::int32_t sum_parts = 1;  // whose sum it is
@@ -286,14 +286,14 @@ struct mlstm_exponents {
     static constexpr bool exact = std::is_same_v<E, float>;
     using number = std::conditional_t<exact, double, float>;
 
-    number* source;  // [64]: s_j
-    number* most;    // [64]: M_l
-    float* kept;     // [64]: exp(m - M_l)
+    number* source;      // [64]: s_j
+    number* most;        // [64]: M_l
+    float* state_decay;  // [64]: exp(m - M_l)
 
     KVPOLICY_HOST_DEVICE void take(shared_parts& parts) {
         source = parts.take<number>(scorer_chunk);
         most = parts.take<number>(scorer_chunk);
-        kept = parts.take<float>(scorer_chunk);
+        state_decay = parts.take<float>(scorer_chunk);
     }
 
     __device__ void load(const double* log_source, const double* log_top, double m) const {
@@ -306,7 +306,7 @@ struct mlstm_exponents {
                         unsigned i = threadIdx.x) const {
         const double top = of_top > m ? of_top : m;
         const double last = of_last > m ? of_last : m;
-        kept[i] = expf(static_cast<float>(m - top));
+        state_decay[i] = expf(static_cast<float>(m - top));
         if constexpr (exact) {
             source[i] = of_source;
             most[i] = top;

@@ -21,8 +21,7 @@ struct head_params_batch {
 /// table[batch.first + i] = batch.rules[i]: rules by head, which arrive as launch parameters. A template, so
 /// that including this header alone gives a program no kernel.
 ///
-/// Grid:
-/// 1. Block: any. Shared memory: none. Overwrites table [heads].
+/// Grid: one block. Block: any. Shared memory: none. Overwrites table [heads].
 template <class Rule>
 __global__ void write_head_params_kernel(const head_params_batch batch, Rule* const table) {
     for (auto i = static_cast<std::int32_t>(threadIdx.x); i < batch.count;
