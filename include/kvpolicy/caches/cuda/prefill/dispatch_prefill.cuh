@@ -10,6 +10,7 @@
 #include <kvpolicy/caches/cuda/prefill/kernel_lifetimes.cuh>
 #include <kvpolicy/caches/cuda/prefill/kernel_top_k_update.cuh>
 #include <kvpolicy/caches/cuda/prefill/kernel_write_entries.cuh>
+#include <kvpolicy/caches/cuda/scoring/dispatch_chunk_scores.cuh>
 #include <kvpolicy/caches/cuda/scoring/kernel_cache_score.cuh>
 #include <kvpolicy/core/cuda_config.cuh>
 #include <kvpolicy/cuda/launch.cuh>
@@ -167,7 +168,11 @@ class prefill_plan {
                                             return attend.lay_out(nullptr);
                                         }));
         });
-        attention_ = parts.take<unsigned char>(static_cast<std::int64_t>(attention_bytes_));
+        if constexpr (scored) {
+            chunk_score_bytes_ = chunk_score_bytes(ctx_, scores_of_tokens(nullptr));
+        }
+        scratch_ = parts.take<unsigned char>(
+            static_cast<std::int64_t>(std::max(attention_bytes_, chunk_score_bytes_)));
         return parts.bytes();
     }
 
@@ -254,12 +259,11 @@ class prefill_plan {
         call_.batch.q_len = call_.appended;
         if constexpr (scored) {
             call_.computed = computed_;
-            launch_scores(ctx_, score_params<View, Scorer>{.cache = call_.cache,
-                                                           .batch = call_.batch,
-                                                           .tokens = call_.tokens,
-                                                           .scores = computed_,
-                                                           .state = state,
-                                                           .scorer = scorer_});
+            if (chunk_score_bytes_ != 0 && writes && !call_.tokens.spare) {
+                launch_chunk_scores(ctx_, scores_of_tokens(state), {scratch_, chunk_score_bytes_});
+            } else {
+                launch_scores(ctx_, scores_of_tokens(state));
+            }
         }
         if constexpr (late) {
             call_.computed = computed_;
@@ -276,6 +280,16 @@ class prefill_plan {
             launch("paged_prefill_plan_kernel", paged_prefill_plan_kernel<T>, call_.batch.count == 0 ? 0 : 1,
                    admit_threads, 0, ctx_, call_, missing_, writes);
         }
+    }
+
+    /// Scores before the chunk is decided, and the states after it, in `state`.
+    [[nodiscard]] score_params<View, Scorer> scores_of_tokens(float* state) const {
+        return {.cache = call_.cache,
+                .batch = call_.batch,
+                .tokens = call_.tokens,
+                .scores = computed_,
+                .state = state,
+                .scorer = scorer_};
     }
 
     /// The top-k updates, of heads with static priorities in parallel.
@@ -429,7 +443,7 @@ class prefill_plan {
             }
             attention(&q, first, count, [&](auto& call) {
                 call.run(entries(to, first, count), entries(sums, first, count),
-                         {attention_, attention_bytes_});
+                         {scratch_, attention_bytes_});
             });
         };
         each_round(round, true);
@@ -452,8 +466,9 @@ class prefill_plan {
     std::int32_t* missing_ = nullptr;  // of a DualCache: scratch, and its rows
     T* k_ = nullptr;
     T* v_ = nullptr;
-    unsigned char* attention_ = nullptr;
+    unsigned char* scratch_ = nullptr;  // of scores, then of attention
     std::size_t attention_bytes_ = 0;
+    std::size_t chunk_score_bytes_ = 0;  // of a scorer's kernels for chunks; 0: it scores as in steps
 };
 
 /// The most tokens that an entry of a call may bring.
