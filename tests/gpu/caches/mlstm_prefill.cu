@@ -73,9 +73,7 @@ void check_graph() {
     cudaStream_t stream = nullptr;
     test::ok(cudaStreamCreate(&stream));
     const kvpolicy::cuda ctx{stream};
-    const auto call = [&] {
-        cache.enqueue(ctx, Kind::prefill, chunk, seq_ids, workspace, status.data());
-    };
+    const auto call = [&] { cache.enqueue(ctx, Kind::prefill, chunk, seq_ids, workspace, status.data()); };
     call();
     test::ok(cudaStreamSynchronize(stream));
     cudaGraph_t graph = nullptr;

@@ -73,19 +73,14 @@ struct PromptChunk {
           q_len(std::move(lengths)),
           k(rows(c, in.k, c.head_dim_qk, from)),
           v(rows(c, in.v, c.head_dim_vo, from)),
-          out(static_cast<std::size_t>(count) * prompt_heads * static_cast<std::size_t>(length * c.head_dim_vo)),
+          out(static_cast<std::size_t>(count) * prompt_heads *
+              static_cast<std::size_t>(length * c.head_dim_vo)),
           device_len(q_len),
           scores(plane(c, all_scores, from)) {}
 
     [[nodiscard]] rows_view<const T> view(const Device<T>& of, std::int32_t dim) const {
         const std::int64_t row = dim + gap;
-        return {of.data(),
-                count,
-                prompt_heads,
-                length,
-                dim,
-                row * prompt_heads * length,
-                row,
+        return {of.data(),         count, prompt_heads, length, dim, row * prompt_heads * length, row,
                 row * prompt_heads};
     }
 
@@ -292,19 +287,19 @@ PromptScores<float> device_scores(const Case& c, const Inputs<T>& in, const S& s
     const Device<std::int32_t> lengths(c.lengths);
     const Sequences sequences = c.sequences(lengths.data(), nullptr, nullptr);
     const kvpolicy::cuda ctx{};
-    return by_windows<float>(
-        c, scorer.state_size(), 0.0f,
-        [&](std::int32_t delay, std::vector<float>& scores, std::vector<float>& states) {
-            const Device<float> to_scores(scores), to_states(states);
-            ScoreOptions options;
-            options.states = to_states.data();
-            const Device<unsigned char> workspace(
-                score_sequence_workspace_bytes(ctx, scorer, k.view, v.view, sequences, options));
-            score_sequence(ctx, scorer, k.view, v.view, sequences, delay,
-                           view_bhs(to_scores.data(), c.batch, c.heads, c.length), workspace, options);
-            scores = to_scores.read();
-            states = to_states.read();
-        });
+    return by_windows<float>(c, scorer.state_size(), 0.0f,
+                             [&](std::int32_t delay, std::vector<float>& scores, std::vector<float>& states) {
+                                 const Device<float> to_scores(scores), to_states(states);
+                                 ScoreOptions options;
+                                 options.states = to_states.data();
+                                 const Device<unsigned char> workspace(score_sequence_workspace_bytes(
+                                     ctx, scorer, k.view, v.view, sequences, options));
+                                 score_sequence(ctx, scorer, k.view, v.view, sequences, delay,
+                                                view_bhs(to_scores.data(), c.batch, c.heads, c.length),
+                                                workspace, options);
+                                 scores = to_scores.read();
+                                 states = to_states.read();
+                             });
 }
 
 /// Prompts of c.lengths tokens into caches, call by call. `budgets` of `all` keep every key.
@@ -366,8 +361,8 @@ class Prompts {
             }
             if (c_.lengths[static_cast<std::size_t>(i)] != 0) {
                 const auto each = static_cast<std::ptrdiff_t>(states.size());
-                const bool same =
-                    same_bits(states, {given.states.begin() + i * each, given.states.begin() + (i + 1) * each});
+                const bool same = same_bits(
+                    states, {given.states.begin() + i * each, given.states.begin() + (i + 1) * each});
                 CHECK(same);
             }
         }

@@ -107,9 +107,9 @@ bool score_chunk_in(const cuda& ctx, const score_params<View, Scorer>& call, wor
                                       .scores = call.scores};
     if (!measure) {
         constexpr std::int64_t blocks = 1024;
-        keys.pieces = static_cast<std::int32_t>(std::clamp<std::int64_t>(
-            blocks / std::max<std::int64_t>(heads, 1), 1,
-            std::max(1, (most + leaving_keys_threads - 1) / leaving_keys_threads)));
+        keys.pieces = static_cast<std::int32_t>(
+            std::clamp<std::int64_t>(blocks / std::max<std::int64_t>(heads, 1), 1,
+                                     std::max(1, (most + leaving_keys_threads - 1) / leaving_keys_threads)));
         launch("leaving_keys_kernel", leaving_keys_kernel<View>, heads * keys.pieces, leaving_keys_threads, 0,
                ctx, keys);
     }

@@ -70,10 +70,10 @@ struct chunk_state {
 /// window (score_time::on_leaving). All pointers are to device memory.
 template <class T>
 struct score_chunk_params {
-    rows_view<const T> k;                     // [B, Hkv, S, Dk]
-    rows_view<const T> v;                     // [B, Hkv, S, Dv]
-    const std::int32_t* lengths = nullptr;    // [B]: tokens of an entry, 0 to S
-    const leaving_key<T>* leaving = nullptr;  // [B, Hkv, S]: the key that leaves when token j comes
+    rows_view<const T> k;                         // [B, Hkv, S, Dk]
+    rows_view<const T> v;                         // [B, Hkv, S, Dv]
+    const std::int32_t* lengths = nullptr;        // [B]: tokens of an entry, 0 to S
+    const leaving_key<T>* leaving = nullptr;      // [B, Hkv, S]: the key that leaves when token j comes
     const std::int32_t* first_leaving = nullptr;  // [B, Hkv]: the first j with such a key; S or more: none
     const chunk_state* states = nullptr;          // [B, Hkv]
     float* scores = nullptr;  // [B, Hkv, S]: of leaving[j], for j from first_leaving to the length

@@ -164,9 +164,10 @@ struct mlstm_plan {
     /// Hopper's kernels fit into the 227 KB that its GPUs give a block.
     void check_shared_memory(const device_scope& device, bool outputs, bool backward) const {
         const std::size_t capacity = device.shared_limit();
-        for_each_block(device, outputs, backward, [&](const char* name, std::int32_t size, std::size_t bytes) {
-            require_shared(name, size, bytes, capacity);
-        });
+        for_each_block(device, outputs, backward,
+                       [&](const char* name, std::int32_t size, std::size_t bytes) {
+                           require_shared(name, size, bytes, capacity);
+                       });
     }
     /// Whether the device's blocks have enough for scores.
     [[nodiscard]] bool fits_shared_memory(const device_scope& device) const {

@@ -390,7 +390,9 @@ struct project_agent {
                 }
                 x.set_eight(r, c, of);
             } else {  // widths are multiples of 8
-                const T* const from = !in ? source.k.data : c < of_key ? row.key + c : row.value + (c - of_key);
+                const T* const from = !in          ? source.k.data
+                                      : c < of_key ? row.key + c
+                                                   : row.value + (c - of_key);
                 copy_16(shared_address(x.data) + x.offset(r, c), from, in ? 16 : 0);
             }
         }

@@ -149,8 +149,7 @@ struct mlstm_params {
         if (cached_states != nullptr) {
             return streams.length_of(b) > 0 ? cached_states[plane].after : nullptr;
         }
-        return states != nullptr && streams.sound(b) &&
-                       (streams.length_of(b) > 0 || streams.start_of(b) == 0)
+        return states != nullptr && streams.sound(b) && (streams.length_of(b) > 0 || streams.start_of(b) == 0)
                    ? states + plane * state_size()
                    : nullptr;
     }
