@@ -116,6 +116,8 @@ gpu.caches.steps    | memcheck synccheck racecheck | few*,attention over*
 gpu.caches.scorers  | $all_checks | few calls
 gpu.caches.conv     | memcheck synccheck | *bf16*
 gpu.caches.scorers_mlstm | memcheck synccheck initcheck | few calls
+gpu.caches.mlstm_prefill       | memcheck synccheck initcheck | few calls
+gpu.caches.mlstm_prefill_types | memcheck synccheck initcheck | few calls
 gpu.caches.layer_order         | memcheck synccheck racecheck | a FixedBudgetCache,a DualCache
 gpu.caches.snapshots    | memcheck synccheck | *
 gpu.caches.stress       | $all_checks | few operations

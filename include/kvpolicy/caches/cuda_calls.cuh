@@ -72,8 +72,9 @@ void step(const cuda& ctx, const FixedBudgetRef<P, T>& cache, const step_io<T>& 
 /// A chunk of up to n tokens a sequence, as the host's prefill: what as many steps would keep. Entry i brings
 /// batch.q_len[i] tokens, or batch.length, or all n of q. io.q [count, Hq, n, Dk], io.k and io.v [count, Hkv,
 /// n, D], io.out [count, Hq, n, Dv]. Contests run one after another, in one warp a head: a candidate that
-/// wins costs about half a microsecond (with a decay step above 1 every candidate looks at all places). An
-/// mLSTM absorbs token by token.
+/// wins costs about half a microsecond (with a decay step above 1 every candidate looks at all places). With
+/// n > 32 an mLSTM of up to 128 features and values scores by chunks, as score_sequence does: it agrees with
+/// steps to rounding, of 16-bit rows to that of bf16.
 template <class Dims = all_head_dims, class P, Storage T>
 void prefill(const cuda& ctx, const FixedBudgetRef<P, T>& cache, const step_io<T>& io,
              workspace_view workspace, const StepOptions& options = {});

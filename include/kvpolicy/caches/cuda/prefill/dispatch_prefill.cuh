@@ -10,6 +10,7 @@
 #include <kvpolicy/caches/cuda/prefill/kernel_lifetimes.cuh>
 #include <kvpolicy/caches/cuda/prefill/kernel_top_k_update.cuh>
 #include <kvpolicy/caches/cuda/prefill/kernel_write_entries.cuh>
+#include <kvpolicy/caches/cuda/scoring/dispatch_chunk_scores.cuh>
 #include <kvpolicy/caches/cuda/scoring/kernel_cache_score.cuh>
 #include <kvpolicy/core/cuda_config.cuh>
 #include <kvpolicy/cuda/launch.cuh>
@@ -162,7 +163,11 @@ class prefill_plan {
                                             return attend.lay_out(nullptr);
                                         }));
         });
-        attention_ = parts.take<unsigned char>(static_cast<std::int64_t>(attention_bytes_));
+        if constexpr (scored) {
+            chunk_score_bytes_ = chunk_score_bytes(ctx_, scores_of_tokens(nullptr));
+        }
+        scratch_ = parts.take<unsigned char>(
+            static_cast<std::int64_t>(std::max(attention_bytes_, chunk_score_bytes_)));
         return parts.bytes();
     }
 
@@ -249,12 +254,11 @@ class prefill_plan {
         call_.batch.q_len = call_.appended;
         if constexpr (scored) {
             call_.computed = computed_;
-            launch_scores(ctx_, score_params<View, Scorer>{.cache = call_.cache,
-                                                           .batch = call_.batch,
-                                                           .tokens = call_.tokens,
-                                                           .scores = computed_,
-                                                           .state = state,
-                                                           .scorer = scorer_});
+            if (chunk_score_bytes_ != 0 && writes && !call_.tokens.spare) {
+                launch_chunk_scores(ctx_, scores_of_tokens(state), {scratch_, chunk_score_bytes_});
+            } else {
+                launch_scores(ctx_, scores_of_tokens(state));
+            }
         }
         if constexpr (late) {
             call_.computed = computed_;
@@ -273,6 +277,16 @@ class prefill_plan {
                        call_.batch.count == 0 ? 0 : 1, admit_threads, 0, ctx_, call_, missing_);
             }
         }
+    }
+
+    /// Scores before the chunk is decided, and the states after it, in `state`.
+    [[nodiscard]] score_params<View, Scorer> scores_of_tokens(float* state) const {
+        return {.cache = call_.cache,
+                .batch = call_.batch,
+                .tokens = call_.tokens,
+                .scores = computed_,
+                .state = state,
+                .scorer = scorer_};
     }
 
     /// The top-k updates, of heads with static priorities in parallel.
@@ -440,7 +454,7 @@ class prefill_plan {
         const auto round = [&](std::int32_t first, std::int32_t count) {
             attention(&q, first, count, [&](auto& call) {
                 call.run(entries(to, first, count), entries(sums, first, count),
-                         {attention_, attention_bytes_});
+                         {scratch_, attention_bytes_});
             });
         };
         each_round(round, true);
@@ -459,10 +473,11 @@ class prefill_plan {
     float* computed_ = nullptr;
     float* of_tokens_ = nullptr;
     float* state_ = nullptr;
-    std::int64_t of_entry_ = 0;        // of a DualCache: bytes of the lists of an entry's rows
-    std::int32_t* missing_ = nullptr;  // of a DualCache: scratch
-    unsigned char* attention_ = nullptr;
+    std::int64_t of_entry_ = 0;         // of a DualCache: bytes of the lists of an entry's rows
+    std::int32_t* missing_ = nullptr;   // of a DualCache: scratch
+    unsigned char* scratch_ = nullptr;  // of scores, then of attention
     std::size_t attention_bytes_ = 0;
+    std::size_t chunk_score_bytes_ = 0;  // of a scorer's kernels for chunks; 0: it scores as in steps
 };
 
 /// The most tokens that an entry of a call may bring.

@@ -182,7 +182,8 @@ void launch_scores(const cuda& ctx, score_params<View, Scorer> call) {
         call.width = call.scorer.value_width();
         blocks = heads;
         // Whether clusters take a token, or blocks whose sums have the same order, depends on sizes and the
-        // GPU alone, so that no batch changes a score's last bit, nor does a prefill.
+        // GPU alone, so that no batch changes a score's last bit, nor does a short chunk or a draft. Long
+        // chunks: dispatch_chunk_scores.cuh.
         if (blocks != 0 && (launch_cluster<cluster_sizes<8, 2>>(ctx, device, call) ||
                             launch_cluster<cluster_sizes<2, 2>>(ctx, device, call))) {
             return;

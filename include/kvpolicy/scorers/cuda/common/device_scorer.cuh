@@ -30,6 +30,12 @@ struct device_scorer_defaults {
     static constexpr bool before_step = false;
     /// Keys get their scores while they are in the window (caches/cuda/scoring).
     static constexpr bool in_window = false;
+    /// Prefill of a cache with at least min_chunk tokens per entry: score_chunk<T>(ctx, scorer, call, parts,
+    /// measure) takes its memory from `parts`. It returns false where it has no kernels for these sizes on
+    /// this GPU; sizes and GPU alone decide, and so does `min_chunk`. Else it returns true, and enqueues its
+    /// kernels unless `measure` is true. Other chunks are scored as steps are (caches/cuda/scoring).
+    static constexpr bool scores_chunks = false;
+    static constexpr std::int32_t min_chunk = 1;
 };
 
 template <class S>
@@ -45,6 +51,32 @@ struct score_sequence_params {
     std::int32_t delay = 0;
     plane_view<float> scores{};
     ScoreOptions options{};
+};
+
+/// A key that leaves the window, wherever its entry is.
+template <class T>
+struct alignas(16) leaving_key {
+    const T* key;
+    const T* value;
+};
+/// Where a head's state is before a chunk, and where it goes after it: perhaps the same memory. Null for an
+/// entry without tokens.
+struct chunk_state {
+    const float* before;
+    float* after;
+};
+
+/// The arguments of score_chunk: a chunk of tokens of a cache whose scorer scores keys as they leave the
+/// window (score_time::on_leaving). All pointers are to device memory.
+template <class T>
+struct score_chunk_params {
+    rows_view<const T> k;                         // [B, Hkv, S, Dk]
+    rows_view<const T> v;                         // [B, Hkv, S, Dv]
+    const std::int32_t* lengths = nullptr;        // [B]: tokens of an entry, 0 to S
+    const leaving_key<T>* leaving = nullptr;      // [B, Hkv, S]: the key that leaves when token j comes
+    const std::int32_t* first_leaving = nullptr;  // [B, Hkv]: the first j with such a key; S or more: none
+    const chunk_state* states = nullptr;          // [B, Hkv]
+    float* scores = nullptr;  // [B, Hkv, S]: of leaving[j], for j from first_leaving to the length
 };
 
 namespace cuda_backend {

@@ -395,8 +395,8 @@ struct chunk_states_agent {
     __device__ __forceinline__ void begin_state(state_type& acc, sums_type& of_sums) const {
         clear_all(acc, of_sums);
         if constexpr (SegmentStates) {
-            if (!Backward && segment == 0 && part.takes_state(params, plane)) {
-                const float* const state = part.state_of(params, plane);
+            const float* const state = Backward || segment != 0 ? nullptr : params.state_before(plane);
+            if (state != nullptr) {
                 part.take(params, F, state, state + std::int64_t{params.features} * params.width, acc[0],
                           of_sums);
                 part.template write_partial<F, V>(params, partial - 1, acc[0], of_sums);

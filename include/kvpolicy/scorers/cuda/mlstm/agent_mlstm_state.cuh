@@ -304,35 +304,23 @@ struct mlstm_state_part {
     template <int F, int V, int NI, class T>
     __device__ void begin(const mlstm_params<T>& params, std::int32_t plane, std::int32_t segment,
                           bool backward, float (&acc)[NI][4], float (&sums)[4]) const {
-        const bool taken = !backward && takes_state(params, plane);
-        if (params.segments == 1 && taken) {
-            take(params, F, state_of(params, plane),
-                 params.partial_states + std::int64_t{plane} * params.features, acc, sums);
+        const float* const state = backward ? nullptr : params.state_before(plane);
+        if (params.segments == 1 && state != nullptr) {
+            take(params, F, state, params.partial_states + std::int64_t{plane} * params.features, acc, sums);
         } else if (segment > 0 ||
-                   taken) {  // of several segments the last may leave its state while another begins
+                   state !=
+                       nullptr) {  // of several segments the last may leave its state while another begins
             const std::int64_t first = std::int64_t{plane} * params.segments;
             read_partial<F, V>(params, (first + segment) * params.cuts, acc, sums);
         }
     }
-    /// Leaves the state after a plane's last chunk with the caller; where the call's lengths cannot be, the
-    /// caller's stays.
+    /// Leaves the state after a plane's last chunk with the caller (mlstm_params::state_after).
     template <int NI, class T>
     __device__ void end(const mlstm_params<T>& params, std::int32_t plane, int F, const float (&acc)[NI][4],
                         const float (&sums)[4]) const {
-        const scorer_streams& streams = params.streams;
-        const std::int32_t b = plane / streams.heads;
-        if (params.states != nullptr && streams.sound(b) &&
-            (streams.length_of(b) > 0 || streams.start_of(b) == 0)) {
-            leave(params, F, state_of(params, plane), acc, sums);
+        if (float* const state = params.state_after(plane)) {
+            leave(params, F, state, acc, sums);
         }
-    }
-    template <class T>
-    __device__ static bool takes_state(const mlstm_params<T>& params, std::int32_t plane) {
-        return params.states != nullptr && params.streams.start_of(plane / params.streams.heads) > 0;
-    }
-    template <class T>
-    __device__ static float* state_of(const mlstm_params<T>& params, std::int32_t plane) {
-        return params.states + plane * (std::int64_t{params.features} * (params.width + 1) + 2);
     }
 };
 

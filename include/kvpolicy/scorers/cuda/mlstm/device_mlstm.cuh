@@ -47,6 +47,37 @@ void mlstm_backward(const cuda& ctx, const S& scorer, const ScoreBackward<T>& ca
     }
 }
 
+/// score_chunk of an mLSTMScorer: the kernels of score_sequence, which go on from a cache's states.
+template <class T, class S>
+bool mlstm_score_chunk(const cuda& ctx, const S& scorer, const score_chunk_params<T>& call,
+                       workspace_parts& parts, bool measure) {
+    using Widths = all_mlstm_widths;
+    using Plan = mlstm_plan<Widths, T, is_hedgehog<S>>;
+    const std::int32_t features = scorer.features(), width = scorer.value_width();
+    if (!mlstm_width_choice<Widths>::fits(features, width) ||
+        (is_half<T> && (call.k.dim % 8 != 0 || call.v.dim % 8 != 0))) {
+        return false;
+    }
+    const device_scope device(ctx);
+    Sequences sequences;
+    sequences.batch = call.k.batch;
+    sequences.length = call.k.length;
+    sequences.lengths = call.lengths;
+    Plan mlstm(scorer, call.k, call.v, sequences, 0, nullptr, parts, !Plan::fuses(device, features, width));
+    if (!mlstm.fits_shared_memory(device)) {
+        return false;
+    }
+    if (!measure) {
+        mlstm.params.leaving = call.leaving;
+        mlstm.params.first_leaving = call.first_leaving;
+        mlstm.params.cached_states = call.states;
+        mlstm.params.scores = view_bhs(call.scores, call.k.batch, call.k.heads, call.k.length);
+        mlstm.project(ctx, nullptr);
+        mlstm.scores(ctx);
+    }
+    return true;
+}
+
 }  // namespace cuda_backend
 
 template <std::int32_t D, class Feature, class Values>
@@ -55,6 +86,10 @@ struct device_scorer<mLSTMScorer<D, Feature, Values>> : device_scorer_defaults {
         std::is_same_v<Feature, Softmax> || std::is_same_v<Feature, Hedgehog>;
     static constexpr bool has_gradients = scores_sequences;
     static constexpr bool before_step = true;
+    static constexpr bool scores_chunks = scores_sequences;
+    // A step's kernels take some 4 us per token, these some 50 us at once. Below, a prefill has the very bits
+    // of steps.
+    static constexpr std::int32_t min_chunk = 33;
     using scorer_type = mLSTMScorer<D, Feature, Values>;
 
     template <class Widths, class T>
@@ -83,6 +118,11 @@ struct device_scorer<mLSTMScorer<D, Feature, Values>> : device_scorer_defaults {
                          const mLSTMParameters<float>& gradients, cuda_backend::workspace_parts& parts,
                          bool measure, std::uint32_t* status) {
         cuda_backend::mlstm_backward<Widths, T>(ctx, scorer, call, gradients, parts, measure, status);
+    }
+    template <class T>
+    static bool score_chunk(const cuda& ctx, const scorer_type& scorer, const score_chunk_params<T>& call,
+                            cuda_backend::workspace_parts& parts, bool measure) {
+        return cuda_backend::mlstm_score_chunk(ctx, scorer, call, parts, measure);
     }
 };
 

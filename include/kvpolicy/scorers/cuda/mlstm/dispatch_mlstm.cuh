@@ -34,13 +34,15 @@ namespace cuda_backend {
 /// Calls body(std::integral_constant F, the same V) with the compiled widths that fit.
 template <class Widths>
 struct mlstm_width_choice {
+    static constexpr std::int32_t most = 128;
+    static bool fits(std::int32_t features, std::int32_t width) { return features <= most && width <= most; }
     static void check(std::int32_t features, std::int32_t width) {
-        require_at_most(features, 128, width, 128);
+        require_at_most(features, most, width, most);
     }
     static void require_at_most(std::int32_t features, std::int32_t max_features, std::int32_t width,
                                 std::int32_t max_values) {
-        const auto allowed = [](std::int32_t most) {
-            return [most] { return detail::text("at most ", most, " on CUDA, as the call is compiled"); };
+        const auto allowed = [](std::int32_t limit) {
+            return [limit] { return detail::text("at most ", limit, " on CUDA, as the call is compiled"); };
         };
         detail::require(features <= max_features, "mLSTMScorer.d_qk", features, allowed(max_features));
         detail::require(width <= max_values, "mLSTMScorer.d_v", width, allowed(max_values));
@@ -96,10 +98,11 @@ struct mlstm_plan {
     using one = std::integral_constant<int, 1>;
     using two = std::integral_constant<int, 2>;
 
-    /// `gradients` null: forward only.
+    /// `gradients` null: forward only. `states` in memory are what all but fused kernels need.
     template <class S>
     mlstm_plan(const S& scorer, rows_view<const T> k, rows_view<const T> v, const Sequences& sequences,
-               std::int32_t delay, const mLSTMParameters<float>* gradients, workspace_parts& parts)
+               std::int32_t delay, const mLSTMParameters<float>* gradients, workspace_parts& parts,
+               bool states = true)
         : call(k, v, sequences, delay, parts) {
         const auto& weights = scorer.weights;
         mLSTMParameters<float> to;
@@ -126,7 +129,7 @@ struct mlstm_plan {
             params.at_f = of_tokens.add(weights.w_f, to.w_f, 1);
             of_tokens.hold(Hedgehog ? F / 2 : F);
             of_tokens.hold(params.at_v + V);
-            take_rows<F, V>(parts, gradients != nullptr);
+            take_rows<F, V>(parts, gradients != nullptr, states);
         });
         params.rows_q = of_queries.rows;
         params.rows_k = of_tokens.rows;
@@ -161,9 +164,37 @@ struct mlstm_plan {
     /// Hopper's kernels fit into the 227 KB that its GPUs give a block.
     void check_shared_memory(const device_scope& device, bool outputs, bool backward) const {
         const std::size_t capacity = device.shared_limit();
+        for_each_block(device, outputs, backward,
+                       [&](const char* name, std::int32_t size, std::size_t bytes) {
+                           require_shared(name, size, bytes, capacity);
+                       });
+    }
+    /// Whether the device's blocks have enough for scores.
+    [[nodiscard]] bool fits_shared_memory(const device_scope& device) const {
+        bool fits = true;
+        for_each_block(device, false, false, [&](const char*, std::int32_t, std::size_t bytes) {
+            fits = fits && bytes <= device.shared_limit();
+        });
+        return fits;
+    }
+    /// Whether scores are made without states in memory.
+    static bool fuses(const device_scope& device, std::int32_t features, std::int32_t width) {
+        bool fused = false;
+        if constexpr (!shared_tile<E>::plain) {
+            mlstm_width_choice<Widths>::with(features, width, [&](auto of_features, auto of_values) {
+                constexpr int F = of_features, V = of_values;
+                fused = has_hopper_code(device, mlstm_fused_states_outputs_hopper_kernel<T, F, V>) ||
+                        mlstm_fused_memory<E, F, V>(nullptr).bytes <= device.shared_limit();
+            });
+        }
+        return fused;
+    }
+    /// Calls need(argument, its value, bytes of shared memory) for blocks that a call takes.
+    template <class Need>
+    void for_each_block(const device_scope& device, bool outputs, bool backward, const Need& need) const {
         widths([&](auto features, auto values) {
             constexpr int F = features, V = values;
-            require_shared("k.dim + v.dim", call.source.size, project_bytes<F, V, 1>(), capacity);
+            need("k.dim + v.dim", call.source.size, project_bytes<F, V, 1>());
             if constexpr (!shared_tile<E>::plain) {
                 if (has_hopper_code(device, mlstm_fused_states_outputs_hopper_kernel<T, F, V>)) {
                     return;
@@ -183,7 +214,7 @@ struct mlstm_plan {
                 }
                 wanted = std::max(wanted, outputs_bytes);
             }
-            require_shared("mLSTMScorer.d_qk + d_v", params.features + params.width, wanted, capacity);
+            need("mLSTMScorer.d_qk + d_v", params.features + params.width, wanted);
         });
     }
     /// Goes on from what an earlier call with the same arguments left in the workspace.
@@ -501,7 +532,7 @@ struct mlstm_plan {
         });
     }
     template <int F, int V>
-    void take_rows(workspace_parts& parts, bool backward) {
+    void take_rows(workspace_parts& parts, bool backward, bool states) {
         const std::int64_t rows = call.rows(), chunks = call.chunks();
         params.q = parts.take<E>(rows * F);
         params.k = parts.take<E>(rows * F);
@@ -510,8 +541,8 @@ struct mlstm_plan {
         params.log_top = parts.take<double>(rows);
         params.weight = parts.take<float>(rows);
         params.skipped = parts.take<float>(rows);
-        params.memory = parts.take<E>(chunks * F * V);
-        params.sums = parts.take<float>(chunks * F);
+        params.memory = parts.take<E>(states ? chunks * F * V : 0);
+        params.sums = parts.take<float>(states ? chunks * F : 0);
         params.chunk_stats = parts.take<mlstm_chunk_stats>(chunks);
         const std::int32_t of_states = state_segments(F, V), fused = fused_segments(F, V, true);
         const std::int64_t segments =

@@ -377,7 +377,7 @@ __global__ void __launch_bounds__(mlstm_threads, mlstm_blocks<T>)
     using E = mlstm_element<T>;
     const scorer_streams& streams = params.streams;
     const scorer_span s = streams.span_of_block();
-    const std::int32_t skipped = streams.first_read(s);
+    const std::int32_t skipped = params.first_output(s);
     if (skipped >= s.count) {
         return;
     }

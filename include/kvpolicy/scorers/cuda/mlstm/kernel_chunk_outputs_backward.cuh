@@ -35,7 +35,7 @@ __global__ void __launch_bounds__(mlstm_threads, mlstm_blocks<T>)
     mlstm_chunk_outputs_backward_kernel(const mlstm_params<T> params) {
     const scorer_streams& streams = params.streams;
     const scorer_span s = streams.span_of_block();
-    const std::int32_t skipped = streams.first_read(s);
+    const std::int32_t skipped = params.first_output(s);
     if (skipped >= s.count) {
         float* const sums = params.d_readout + params.chunk(s) * (2 * params.width + 1);
         for (int i = static_cast<int>(threadIdx.x); i <= 2 * params.width; i += mlstm_threads) {

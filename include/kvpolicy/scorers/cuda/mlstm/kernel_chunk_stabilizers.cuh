@@ -38,12 +38,11 @@ __global__ void __launch_bounds__(mlstm_chunk_stabilizers_threads)
     __shared__ std::int32_t of_ref_token[warps];
     __shared__ float of_keep[warps], of_add[warps];
     const int thread = static_cast<int>(threadIdx.x), lane = lane_id(), warp = warp_id();
-    const std::int64_t state = std::int64_t{params.features} * (params.width + 1) + 2;
-    float* const stabilizer = params.states == nullptr ? nullptr : params.states + (plane + 1) * state - 2;
     // 1. The caller's m and sums.
-    const std::int32_t start = streams.start_of(plane / streams.heads);
+    const float* const state = params.state_before(plane);
     double m = -INFINITY;
-    if (start > 0 && stabilizer != nullptr) {
+    if (state != nullptr) {
+        const float* const stabilizer = state + params.state_size() - 2;
         m = static_cast<double>(stabilizer[0]) + static_cast<double>(stabilizer[1]);
         // The sums that chunk_states in one segment begins with: several of its blocks do, and one leaves new
         // ones, perhaps before others begin.
@@ -52,7 +51,6 @@ __global__ void __launch_bounds__(mlstm_chunk_stabilizers_threads)
             params.partial_states[std::int64_t{plane} * params.features + i] = sums[i];
         }
     }
-    bool any = false;
     float weights =
         1.0f;  // of all tokens before the next chunks, from m on; of the caller's state nothing is known
     std::int32_t ref_token = -1;
@@ -71,7 +69,7 @@ __global__ void __launch_bounds__(mlstm_chunk_stabilizers_threads)
             next = params.chunk_stats[std::int64_t{plane} * streams.chunks + chunk_index + threads];
         }
         const bool there = s.count > 0;
-        const bool fresh = there && s.first == s.begin;
+        const bool fresh = there && s.first == s.begin && params.cached_states == nullptr;
         // 2. The chunk's map, scanned over the warp, then over the warps.
         double a = 0.0, b = -INFINITY;
         std::int32_t own_ref_token = -1;  // what b is of
@@ -97,7 +95,7 @@ __global__ void __launch_bounds__(mlstm_chunk_stabilizers_threads)
             of_b[warp] = b;
             of_ref_token[warp] = own_ref_token;
         }
-        any = __syncthreads_or(there ? 1 : 0) != 0 || any;
+        __syncthreads();
         double begin = m;  // before the warp's chunks
         std::int32_t begin_ref_token = ref_token;
 #pragma unroll
@@ -157,7 +155,7 @@ __global__ void __launch_bounds__(mlstm_chunk_stabilizers_threads)
         if (there) {
             // A token that is not finite makes all later states NaN.
             stats.add = stats.bad < s.count ? NAN : add;
-            const std::int32_t skipped = streams.first_read(s);
+            const std::int32_t skipped = params.first_output(s);
             stats.first_output = skipped < s.count ? skipped : scorer_chunk;
             stats.before = fresh ? -1 : lane == 0 ? begin_ref_token : ref_token_before;
             const float all = lane == 0 ? begin_weights : weights_before;
@@ -171,7 +169,9 @@ __global__ void __launch_bounds__(mlstm_chunk_stabilizers_threads)
         }
     }
     // 6. The caller's m.
-    if (thread == 0 && stabilizer != nullptr && (any || start == 0) && streams.sound(plane / streams.heads)) {
+    float* const after = params.state_after(plane);
+    if (thread == 0 && after != nullptr) {
+        float* const stabilizer = after + params.state_size() - 2;
         const auto high = static_cast<float>(m);
         stabilizer[0] = high;
         stabilizer[1] = fabs(m) <= 3.402823466e38 ? static_cast<float>(m - static_cast<double>(high)) : 0.0f;

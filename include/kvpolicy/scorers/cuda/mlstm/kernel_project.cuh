@@ -358,12 +358,45 @@ struct project_agent {
             }
             __syncthreads();
         }
-        if (active) {
+        if (active && queries && params.leaving != nullptr) {
+            load_leaving();
+        } else if (active) {
             source.load(s, first, skipped, s.count, memory.ones, memory.ones, x, 0, source.padded, thread,
                         128);
         } else {
             copy_commit();
         }
+    }
+    /// The keys that leave a cache's window, from wherever they are.
+    __device__ __forceinline__ void load_leaving() const {
+        const leaving_key<T>* const leaving =
+            params.leaving + (std::int64_t{s.plane} * params.streams.length + s.first);
+        const std::int32_t across = source.padded / 8, of_key = source.k.dim;
+#pragma unroll 4
+        for (std::int32_t i = thread; i < scorer_chunk * across; i += 128) {
+            const std::int32_t r = i / across, c = i % across * 8;
+            const bool in = r >= skipped && r < s.count && c < source.size;
+            leaving_key<T> row{};
+            if (in) {
+                row = leaving[r];
+            }
+            if constexpr (shared_tile<T>::plain) {
+                float of[8] = {};
+#pragma unroll
+                for (std::int32_t e = c; e < c + 8; ++e) {
+                    if (in && e < source.size) {
+                        of[e - c] = e < of_key ? row.key[e] : row.value[e - of_key];
+                    }
+                }
+                x.set_eight(r, c, of);
+            } else {  // widths are multiples of 8
+                const T* const from = !in          ? source.k.data
+                                      : c < of_key ? row.key + c
+                                                   : row.value + (c - of_key);
+                copy_16(shared_address(x.data) + x.offset(r, c), from, in ? 16 : 0);
+            }
+        }
+        copy_commit();
     }
     __device__ __forceinline__ void load_gate_weights() const {
         const float* const w = queries ? params.skip : params.w_i;
@@ -479,7 +512,7 @@ struct project_agent {
 /// Grid: 2 x planes x ceil(chunks / Slots): the tokens of `Chunks` neighboring chunks of a plane, then as
 /// many blocks for their queries. Block: 128 Slots threads, four warps per chunk. Shared memory:
 /// mlstm_project_memory.
-/// In: source (k, v) T; stack_q [heads, rows_q, padded], stack_k [heads, rows_k, padded] T; w_i, b_i, w_f,
+/// In: source (k, v) T, of a cache's queries `leaving` [planes, length]; stack_q [heads, rows_q, padded], stack_k [heads, rows_k, padded] T; w_i, b_i, w_f,
 /// b_f, skip fp32. direct_values: v~ are the values themselves.
 /// Out, overwritten: rows q, k [.., F], v [.., V] E; log_source, log_top fp64, weight, skipped fp32; slope_i,
 /// slope_f where a backward pass wants them; chunk_stats [planes, chunks] with top, forgotten, weights,
@@ -500,7 +533,7 @@ __global__ void __launch_bounds__(128 * Chunks, shared_tile<T>::plain || Chunks 
     const std::int32_t chunk_index = block % groups * Chunks + warp_id() / 4;
     const scorer_span s =
         streams.span(block / groups, chunk_index < streams.chunks ? chunk_index : streams.chunks - 1);
-    const std::int32_t skipped = queries ? streams.first_read(s) : 0;
+    const std::int32_t skipped = queries ? params.first_output(s) : 0;
     const bool active = chunk_index < streams.chunks && skipped < s.count;
     if (!queries && !active && chunk_index < streams.chunks && threadIdx.x % 128 == 0) {
         params.chunk_stats[params.chunk(s)] = mlstm_chunk_stats{};  // chunk_stabilizers reads all of them

@@ -33,7 +33,7 @@ __global__ void __launch_bounds__(256)
     const std::int32_t last = (params.segments - 1) * params.cuts;
     float4* const states = reinterpret_cast<float4*>(params.partial_states) + first * size + column;
     float4 all = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-    if (!backward && mlstm_state_part::takes_state(params, plane)) {
+    if (!backward && params.state_before(plane) != nullptr) {
         all = states[0];
     }
     constexpr int together = 8;  // loads that are under way at once

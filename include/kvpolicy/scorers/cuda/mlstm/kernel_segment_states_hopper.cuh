@@ -91,8 +91,8 @@ struct segment_states_hopper_agent {
         const std::int64_t partial = std::int64_t{plane} * params.segments * params.cuts + cut;
         float acc[NI][4], of_sums[4];
         mlstm_state_part::clear(acc, of_sums);
-        if (!Backward && cut == 0 && part.takes_state(params, plane)) {  // 2
-            const float* const state = part.state_of(params, plane);
+        const float* const state = Backward || cut != 0 ? nullptr : params.state_before(plane);
+        if (state != nullptr) {  // 2
             part.take(params, F, state, state + std::int64_t{params.features} * params.width, acc, of_sums);
             part.template write_partial<F, V>(params, partial, acc, of_sums);
             mlstm_state_part::clear(acc, of_sums);

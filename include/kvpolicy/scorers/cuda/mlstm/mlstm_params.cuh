@@ -26,6 +26,7 @@
 #include <kvpolicy/core/cuda_config.cuh>
 #include <kvpolicy/core/types.hpp>
 #include <kvpolicy/core/view.hpp>
+#include <kvpolicy/scorers/cuda/common/device_scorer.cuh>
 #include <kvpolicy/scorers/cuda/common/scorer_params.cuh>
 #include <kvpolicy/scorers/cuda/common/scorer_tile.cuh>
 
@@ -79,6 +80,11 @@ struct mlstm_params {
         0;  // blocks that run at once: what one of so many later loads is brought to the L2 cache
     float* states = nullptr;  // the caller's [B, Hkv, features (width + 1) + 2], or null
     plane_view<float> scores;
+    // A cache's chunk (score_chunk_params): all its streams go on from states, and an output is the query of
+    // the key that leaves the window with its token. Null for sequences.
+    const leaving_key<T>* leaving = nullptr;      // [planes, streams.length]
+    const std::int32_t* first_leaving = nullptr;  // [planes]
+    const chunk_state* cached_states = nullptr;   // [planes]
 
     // Workspace. Rows are [planes, chunks * 64], chunks [planes, chunks]; F and V are the compiled widths.
     E *q = nullptr, *k = nullptr, *v = nullptr;  // rows x F, F, V
@@ -118,6 +124,34 @@ struct mlstm_params {
 
     [[nodiscard]] __device__ std::int64_t chunk(const scorer_span& s) const {
         return std::int64_t{s.plane} * streams.chunks + s.chunk_index;
+    }
+    /// The first l of a chunk with an output; s.count or more: none has.
+    [[nodiscard]] __device__ std::int32_t first_output(const scorer_span& s) const {
+        return first_leaving == nullptr ? streams.first_read(s) : max(0, first_leaving[s.plane] - s.first);
+    }
+    /// Numbers of a state as the caller has it.
+    [[nodiscard]] __device__ std::int64_t state_size() const {
+        return std::int64_t{features} * (width + 1) + 2;
+    }
+    /// The caller's state that a plane's tokens go on from; null: they begin with none.
+    [[nodiscard]] __device__ const float* state_before(std::int32_t plane) const {
+        if (cached_states != nullptr) {
+            return cached_states[plane].before;
+        }
+        return states != nullptr && streams.start_of(plane / streams.heads) > 0
+                   ? states + plane * state_size()
+                   : nullptr;
+    }
+    /// Where the state after a plane's tokens goes; null where the caller's stays as it is: without tokens,
+    /// and where the call's lengths cannot be.
+    [[nodiscard]] __device__ float* state_after(std::int32_t plane) const {
+        const std::int32_t b = plane / streams.heads;
+        if (cached_states != nullptr) {
+            return streams.length_of(b) > 0 ? cached_states[plane].after : nullptr;
+        }
+        return states != nullptr && streams.sound(b) && (streams.length_of(b) > 0 || streams.start_of(b) == 0)
+                   ? states + plane * state_size()
+                   : nullptr;
     }
     /// Features are kept in F columns; Hedgehog's halves begin at 0 and F / 2. The number of column i, or -1.
     __device__ std::int32_t feature_of(std::int32_t i, std::int32_t tile) const {
