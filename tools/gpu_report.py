@@ -174,10 +174,12 @@ def operation_report(folder, operation):
                if key in ("card", "caches")}
     report = {"context": context, "rows": [], "baseline": baseline, "profile": profile(folder, operation)}
     rows = (baseline or {}).get("rows", [])
-    if bench:
-        table = list(targets(folder, operation))
-        baselines = {row["name"]: row["median_ms"] for row in rows if row.get("median_ms") is not None}
-        report["rows"] = list(benchmark_rows(bench, table, baselines))
+    table = list(targets(folder, operation))
+    baselines = {row["name"]: row["median_ms"] for row in rows if row.get("median_ms") is not None}
+    if not bench:  # a library, which the baseline's program has timed
+        bench = {"benchmarks": [row for row in rows if row["name"] in baselines and
+                                any(fnmatch.fnmatchcase(row["name"], pattern) for pattern, *_ in table)]}
+    report["rows"] = list(benchmark_rows(bench, table, baselines))
     for entry in report["rows"]:
         print_row(entry)
     for row in rows:
