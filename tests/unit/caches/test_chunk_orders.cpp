@@ -41,7 +41,9 @@ const Order orders[] = {
     {"zeros of both signs", [](std::int32_t t, std::mt19937&) { return t % 3 == 0 ? -0.0f : 0.0f; }},
     {"one beats all", [](std::int32_t t, std::mt19937&) { return t == 77 ? 1e9f : 0.5f; }},
     {"alternating", [](std::int32_t t, std::mt19937&) { return t % 2 == 0 ? 1.0f : -1.0f; }},
-    {"infinities", [](std::int32_t t, std::mt19937&) { return t % 3 == 0 ? inf : t % 3 == 1 ? -inf : 2.0f; }},
+    {"infinities", [](std::int32_t t, std::mt19937&) { return t % 3 == 0   ? inf
+                                                              : t % 3 == 1 ? -inf
+                                                                           : 2.0f; }},
     {"values that absorb the decay",
      [](std::int32_t t, std::mt19937& g) { return 1e30f * static_cast<float>(1 + (t + g() % 2) % 2); }},
     {"random", [](std::int32_t, std::mt19937& g) { return static_cast<float>(g() % 2001) * 1e-3f - 1.0f; }},
@@ -62,12 +64,8 @@ struct PooledCache : test::BoundDual<P, float> {
     }
 };
 
-constexpr CacheShape shape{.layers = 1,
-                           .max_sequences = 1,
-                           .query_heads = 1,
-                           .kv_heads = 1,
-                           .head_dim_qk = 8,
-                           .head_dim_vo = 8};
+constexpr CacheShape shape{
+    .layers = 1, .max_sequences = 1, .query_heads = 1, .kv_heads = 1, .head_dim_qk = 8, .head_dim_vo = 8};
 
 /// The rows of a cache after all tokens, in chunks of `chunk` tokens; 0: in single steps.
 template <template <class> class Kind, class P>
@@ -138,9 +136,10 @@ TEST_CASE("a chunk leaves the rows of single steps: rebased often") {
                 CAPTURE(limit);
                 CAPTURE(budget);
                 CAPTURE(step);
-                check<FixedCache>(Policy<Sink<>, Window<>, TopKBudget<>, Decay<dynamic>>{
-                                      Sink<>{1}, Window<>{1}, TopKBudget<>{budget}, Decay<dynamic>{-0.1f, step}},
-                                  limit);
+                check<FixedCache>(
+                    Policy<Sink<>, Window<>, TopKBudget<>, Decay<dynamic>>{
+                        Sink<>{1}, Window<>{1}, TopKBudget<>{budget}, Decay<dynamic>{-0.1f, step}},
+                    limit);
             }
         }
     }
@@ -208,11 +207,16 @@ TEST_CASE("the search for the worst key decides as top_k_set does") {
         const auto score = [&](std::int32_t t) {
             const auto small = static_cast<float>(generator() % 7);
             switch (kind) {
-                case 0: return small;
-                case 1: return static_cast<float>(t);
-                case 2: return 1e9f * (small + 1.0f);       // absorbs some of the decay
-                case 3: return pick(inf, -inf, 0.0f, -0.0f, small);
-                default: return static_cast<float>(generator() % 100000) * 1e-4f;
+                case 0:
+                    return small;
+                case 1:
+                    return static_cast<float>(t);
+                case 2:
+                    return 1e9f * (small + 1.0f);  // absorbs some of the decay
+                case 3:
+                    return pick(inf, -inf, 0.0f, -0.0f, small);
+                default:
+                    return static_cast<float>(generator() % 100000) * 1e-4f;
             }
         };
         CAPTURE(trial);
