@@ -24,7 +24,7 @@
 
 namespace kvpolicy::host_backend {
 
-/// The worst key on top of a binary heap; values do not change between build() calls. push order: fill(),
+/// The worst key on top of a binary heap; values do not change between build() calls: fill(),
 /// build(), then worst() and replace_worst().
 class priority_heap {
   public:
