@@ -1,6 +1,6 @@
-// Which keys a chunk admits and evicts, and in which slots they end: chunks of every length against single
-// steps, byte for byte, for orders of scores that are hard on a search for the worst key; and the search
-// itself against top_k_set.
+// Which keys a chunk admits and evicts, and in which top-k slots they end: chunks of every length against
+// single steps, byte for byte, for orders of scores that are hard on a search for the worst key; and the
+// search itself against top_k_set.
 #include <kvpolicy/caches/host/chunk_top_k.hpp>
 #include <kvpolicy/policies/decay.hpp>
 #include <kvpolicy/policies/sink.hpp>
@@ -220,13 +220,13 @@ TEST_CASE("the search for the worst key decides as top_k_set does") {
             }
         };
         CAPTURE(trial);
-        const auto slots = static_cast<std::size_t>(head_params.budget);
-        std::vector<detail::top_k_entry> storage(slots), expected_storage(slots);
-        std::vector<std::byte> memory(host_backend::chunk_top_k::bytes(head_params, slots) + 64);
-        host_backend::chunk_top_k top_k(storage.data(), detail::aligned(memory.data()), slots, head_params,
-                                        limit, base, tokens);
+        const auto top_k_slots = static_cast<std::size_t>(head_params.budget);
+        std::vector<detail::top_k_entry> storage(top_k_slots), expected_storage(top_k_slots);
+        std::vector<std::byte> memory(host_backend::chunk_top_k::bytes(head_params, top_k_slots) + 64);
+        host_backend::chunk_top_k top_k(storage.data(), detail::aligned(memory.data()), top_k_slots,
+                                        head_params, limit, base, tokens);
         detail::top_k_set expected(expected_storage.data(), head_params, limit);
-        // Keys from before the chunk, some of them from long before, in slots of any order.
+        // Keys from before the chunk, some of them from long before, in top-k slots of any order.
         const std::int32_t restored = std::min(pick(0, 1, 60), head_params.budget);
         const position_t oldest = pick(position_t{0}, base - 40);
         for (std::int32_t i = 0; i < restored; ++i) {

@@ -1,5 +1,5 @@
-// The top-k slots of one head while a chunk passes: the decisions of masks/top_k_set.hpp, the same keys in the
-// same slots, at O(log k) an admitted key for every decay step.
+// The top-k slots of one head while a chunk passes: the decisions of masks/top_k_set.hpp, the same keys in
+// the same top-k slots, at O(log k) per admitted key.
 //
 // Decay step 1, or no decay: priorities are static, and a binary heap has the worst key on top. A rejected
 // candidate costs one comparison, an admitted one a descent.
@@ -24,7 +24,7 @@
 
 namespace kvpolicy::host_backend {
 
-/// The worst key on top of a binary heap; values do not change between build() calls: fill(),
+/// A binary heap with the worst key on top. Values stand still after build(). Calls in order: fill(),
 /// build(), then worst() and replace_worst().
 class priority_heap {
   public:
@@ -76,8 +76,8 @@ class priority_heap {
     std::int32_t size_ = 0;
 };
 
-/// For decay step n > 1: one skew heap for each class of positions mod n, the worst key on top. Nodes have the
-/// numbers of the entries that they rank. Ages stay below rebase_limit, so age * log gamma is exact.
+/// For decay step n > 1: one skew heap for each class of positions mod n, the worst key on top. Nodes have
+/// the numbers of the entries that they rank. Ages stay below rebase_limit, so age * log gamma is exact.
 class class_heaps {
   public:
     struct node {
@@ -217,20 +217,20 @@ class class_heaps {
 /// order.
 class chunk_top_k {
   public:
-    /// Bytes of `memory` for `slots` top-k slots.
-    static std::size_t bytes(const HeadParams& head_params, std::size_t slots) {
-        return layout(head_params, slots, nullptr).bytes;
+    /// Bytes of `memory` for `top_k_slots` top-k slots.
+    static std::size_t bytes(const HeadParams& head_params, std::size_t top_k_slots) {
+        return layout(head_params, top_k_slots, nullptr).bytes;
     }
 
-    /// entries [slots]; `memory` has bytes(). The chunk has `tokens` tokens from position `base` on.
-    chunk_top_k(detail::top_k_entry* entries, std::byte* memory, std::size_t slots,
+    /// entries [top_k_slots]; `memory` has bytes(). The chunk has `tokens` tokens from position `base` on.
+    chunk_top_k(detail::top_k_entry* entries, std::byte* memory, std::size_t top_k_slots,
                 const HeadParams& head_params, position_t limit, position_t base, std::int32_t tokens)
         : entries_(entries),
           head_params_(head_params),
           limit_(limit),
           origin_(base),
           scan_(entries, head_params, limit),
-          memory_(layout(head_params, slots, memory)),
+          memory_(layout(head_params, top_k_slots, memory)),
           heap_(memory_.priorities),
           classes_(memory_.classes, memory_.links, memory_.roots, head_params, base),
           way_(way_of(head_params)) {
@@ -276,7 +276,7 @@ class chunk_top_k {
 
   private:
     enum way : std::uint8_t { by_priority, by_class, by_scan };
-    static constexpr std::int32_t max_classes = 256;  // beyond it a scan of the slots is no slower
+    static constexpr std::int32_t max_classes = 256;  // beyond it a scan of the top-k slots is no slower
     static constexpr std::int32_t least_tokens = 16;
     static constexpr position_t max_distance = position_t{1} << 30;  // relative positions are int32
 
@@ -296,17 +296,17 @@ class chunk_top_k {
         return head_params.decay_step <= max_classes ? by_class : by_scan;
     }
 
-    static parts layout(const HeadParams& head_params, std::size_t slots, std::byte* memory) {
+    static parts layout(const HeadParams& head_params, std::size_t top_k_slots, std::byte* memory) {
         parts all;
         const auto take = [&]<class Element>(Element*& array, std::size_t count) {
             array = memory == nullptr ? nullptr : reinterpret_cast<Element*>(memory + all.bytes);
             all.bytes += detail::aligned_size(count * sizeof(Element));
         };
         const way chosen = way_of(head_params);
-        take(all.priorities, chosen == by_priority ? slots : 0);
-        const bool by_classes = chosen == by_class && slots != 0;
-        take(all.classes, by_classes ? slots : 0);
-        take(all.links, by_classes ? slots + 1 : 0);
+        take(all.priorities, chosen == by_priority ? top_k_slots : 0);
+        const bool by_classes = chosen == by_class && top_k_slots != 0;
+        take(all.classes, by_classes ? top_k_slots : 0);
+        take(all.links, by_classes ? top_k_slots + 1 : 0);
         take(all.roots, by_classes ? static_cast<std::size_t>(head_params.decay_step) : 0);
         return all;
     }
@@ -361,7 +361,7 @@ class chunk_top_k {
         }
         const double value = rank_value(head_params_, score, t, q, limit_);
         const double worst = classes_.worst_value(q);
-        if (!(value > worst)) {  // equal: the older key stays, and all that hold slots are older
+        if (!(value > worst)) {  // equal: the older key stays, and all that hold top-k slots are older
             return -1;
         }
         const std::int32_t entry = classes_.remove_worst(q, worst);
