@@ -2,8 +2,8 @@
 // prefill with a budget against dense prefill. Prints the ratios of one run after the times.
 //
 // Targets: a step at B = 2048 after 32k tokens within 1.3x of attention over 2048 rows, and 12x faster than
-// over 32k rows; prefill of 16k tokens with a budget of 2048 at the dense one's rate per visible pair, of which
-// dense prefill has 4.27 times as many; on two threads twice as fast.
+// over 32k rows; prefill of 16k tokens with a budget of 2048 at the rate per visible pair of dense prefill,
+// which has 4.27 times as many pairs; on two threads twice as fast.
 #include <kvpolicy/kvpop.hpp>
 #include <kvpolicy/streaming_llm.hpp>
 
