@@ -2,7 +2,8 @@
 // prefill with a budget against dense prefill. Prints the ratios of one run after the times.
 //
 // Targets: a step at B = 2048 after 32k tokens within 1.3x of attention over 2048 rows, and 12x faster than
-// over 32k rows; prefill of 16k tokens with a budget of 2048 at least 3x faster than dense.
+// over 32k rows; prefill of 16k tokens with a budget of 2048 at the rate per visible pair of dense prefill,
+// which has 4.27 times as many pairs; on two threads twice as fast.
 #include <kvpolicy/kvpop.hpp>
 #include <kvpolicy/streaming_llm.hpp>
 
@@ -11,6 +12,7 @@
 #include <benchmark/benchmark.h>
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <map>
 #include <random>
@@ -51,8 +53,10 @@ struct Filled {
     std::vector<float> scores;
     std::int32_t chunk;
 
-    Filled(const Model& sizes, const P& policy, std::int64_t tokens, std::int32_t prefill_tokens)
+    Filled(const Model& sizes, const P& policy, std::int64_t tokens, std::int32_t prefill_tokens,
+           int threads = 0)
         : model(sizes),
+          ctx(threads),
           cache({.layers = 1,
                  .max_sequences = 1,
                  .query_heads = sizes.kv_heads * sizes.group,
@@ -132,19 +136,44 @@ void step_after_32k(benchmark::State& state) {
 }
 BENCHMARK(step_after_32k)->Unit(benchmark::kMicrosecond)->UseRealTime();
 
-/// 16k tokens in one chunk, into a cache that is empty.
+/// The orders in which scores may come. Rising: every key that leaves the window evicts another.
+enum Order : std::int64_t { random_order, rising_order };
+
+/// 16k tokens in chunks of `chunk` tokens, into a cache that is empty, on state.range(0) threads.
+constexpr std::int32_t prompt = 16384;
 template <class P>
-void prefill_16k(benchmark::State& state, const P& policy) {
-    Filled<P> filled(prefill_model, policy, 0, 16384);
+void prefill_16k(benchmark::State& state, const P& policy, Order order = random_order,
+                 std::int32_t chunk = prompt) {
+    Filled<P> filled(prefill_model, policy, 0, chunk, static_cast<int>(state.range(0)));
+    for (std::size_t i = 0; order == rising_order && i < filled.scores.size(); ++i) {
+        filled.scores[i] = static_cast<float>(i % static_cast<std::size_t>(chunk));
+    }
     for ([[maybe_unused]] auto _ : state) {
         filled.cache.clear(filled.ctx, 0);
-        filled.feed(16384);
+        for (std::int32_t at = 0; at < prompt; at += chunk) {
+            filled.feed(chunk);
+        }
     }
 }
+auto decayed_by_threes() {
+    return Policy<Sink<>, Window<>, TopKBudget<>, Decay<dynamic>>{
+        Sink<>{sinks}, Window<>{window}, TopKBudget<>{budget - sinks - window}, Decay<dynamic>{-1e-4f, 3}};
+}
 void prefill_16k_bounded(benchmark::State& state) { prefill_16k(state, bounded()); }
-void prefill_16k_dense(benchmark::State& state) { prefill_16k(state, Policy<Window<>>{Window<>{16384}}); }
-BENCHMARK(prefill_16k_bounded)->Unit(benchmark::kMillisecond)->UseRealTime()->Iterations(1);
-BENCHMARK(prefill_16k_dense)->Unit(benchmark::kMillisecond)->UseRealTime()->Iterations(1);
+void prefill_16k_rising(benchmark::State& state) { prefill_16k(state, bounded(), rising_order); }
+void prefill_16k_decay_step_3(benchmark::State& state) { prefill_16k(state, decayed_by_threes()); }
+void prefill_16k_in_chunks_of_2k(benchmark::State& state) {
+    prefill_16k(state, bounded(), random_order, 2048);
+}
+void prefill_16k_dense(benchmark::State& state) { prefill_16k(state, Policy<Window<>>{Window<>{prompt}}); }
+void prefill_row(benchmark::internal::Benchmark* row) {
+    row->Arg(1)->Arg(2)->Unit(benchmark::kMillisecond)->UseRealTime()->Iterations(1);
+}
+BENCHMARK(prefill_16k_bounded)->Apply(prefill_row);
+BENCHMARK(prefill_16k_rising)->Apply(prefill_row);
+BENCHMARK(prefill_16k_decay_step_3)->Apply(prefill_row);
+BENCHMARK(prefill_16k_in_chunks_of_2k)->Apply(prefill_row);
+BENCHMARK(prefill_16k_dense)->Apply(prefill_row);
 
 /// Remembers the times, so that ratios of one run can be printed.
 class Ratios : public benchmark::ConsoleReporter {
@@ -152,8 +181,10 @@ class Ratios : public benchmark::ConsoleReporter {
     void ReportRuns(const std::vector<Run>& runs) override {
         for (const Run& run : runs) {
             if (run.run_type == Run::RT_Iteration) {
-                seconds_[run.run_name.function_name + run.run_name.args] =
-                    run.real_accumulated_time / static_cast<double>(run.iterations);
+                // Of repeated runs the fastest: others use the machine, too.
+                const double seconds = run.real_accumulated_time / static_cast<double>(run.iterations);
+                double& best = seconds_[run.run_name.function_name + run.run_name.args];
+                best = best == 0.0 ? seconds : std::min(best, seconds);
             }
         }
         ConsoleReporter::ReportRuns(runs);
@@ -164,7 +195,7 @@ class Ratios : public benchmark::ConsoleReporter {
         if (a == seconds_.end() || b == seconds_.end()) {
             return;
         }
-        fmt::print("{:<64} {:>6.2f}x   (target: {})\n", what, a->second / b->second, target);
+        fmt::print("{:<78} {:>6.2f}x   (target: {})\n", what, a->second / b->second, target);
     }
 
   private:
@@ -185,7 +216,18 @@ int main(int argc, char** argv) {
                  "attention_over2048", "at most 1.3");
     ratios.print("attention over 32k rows / step at B = 2048", "attention_over32768", "step_after_32k",
                  "at least 12");
-    ratios.print("dense prefill of 16k tokens / with a budget of 2048", "prefill_16k_dense",
-                 "prefill_16k_bounded", "at least 3");
+    for (const std::string threads : {"1", "2"}) {
+        const auto row = [&](const std::string& how, const std::string& name) {
+            ratios.print(
+                "dense prefill of 16k tokens / with a budget of 2048" + how + ", threads: " + threads,
+                "prefill_16k_dense" + threads, name + threads, "4.27, the visible pairs");
+        };
+        row("", "prefill_16k_bounded");
+        row(", rising scores", "prefill_16k_rising");
+        row(", decay step 3", "prefill_16k_decay_step_3");
+        row(", chunks of 2k", "prefill_16k_in_chunks_of_2k");
+    }
+    ratios.print("prefill of 16k tokens with a budget of 2048: 1 thread / 2", "prefill_16k_bounded1",
+                 "prefill_16k_bounded2", "2");
     return 0;
 }

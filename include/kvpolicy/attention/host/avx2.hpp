@@ -169,20 +169,29 @@ struct avx2_kernels : avx2_direct<T> {
             }
         }
         const float scale = shape.logits_soft_cap > 0.0f ? 1.0f : shape.scale;
-        for (std::int32_t r = 0; r < rows; ++r, scores += block_keys) {
+        // Maxima of all rows first: a row's weights wait for its own maximum, so rows that go through both
+        // at once would leave the processor little to overlap.
+        float base[strip_rows + 8];
+        float moved[strip_rows + 8] = {};  // by how much a maximum rises, negative
+        for (std::int64_t r = 0; r < rows; ++r) {
+            float* const row = scores + r * block_keys;
             const __m256 largest = mask != nullptr
-                                       ? masked_logits(scale, *mask, state.position[r], count, scores)
-                                       : logits(scale, count, scores);
+                                       ? masked_logits(scale, *mask, state.position[r], count, row)
+                                       : logits(scale, count, row);
             const float before = state.max[r];
             const float found = avx2::largest_of(largest);
             const float now = found > before ? found : before;
-            const float base = now == nothing ? 0.0f : now;
-            // The decay rides along in a vector of its own, which overlaps with the weights'.
-            const float decay = _mm256_cvtss_f32(avx2::exp_nonpositive(_mm256_set1_ps(before - base)));
-            const float sum = weights(base, count, scores);
-            state.sum[r] = state.sum[r] * static_cast<double>(decay) + static_cast<double>(sum);
+            base[r] = now == nothing ? 0.0f : now;
+            moved[r] = before - base[r];
             state.max[r] = now;
-            state.decay[r] = decay;
+        }
+        for (std::int32_t r = 0; r < rows; r += 8) {
+            _mm256_storeu_ps(moved + r, avx2::exp_nonpositive(_mm256_loadu_ps(moved + r)));
+        }
+        for (std::int64_t r = 0; r < rows; ++r) {
+            const float sum = weights(base[r], count, scores + r * block_keys);
+            state.sum[r] = state.sum[r] * static_cast<double>(moved[r]) + static_cast<double>(sum);
+            state.decay[r] = moved[r];
         }
     }
 

@@ -1,9 +1,10 @@
 // Which keys a tile of queries sees: one scan over the lifetimes, handing on the live keys in blocks.
 //
 // A key that no query of the tile sees costs an eighth of a vector comparison and nothing else. Those that
-// every query sees as they are go into one kind of block (no masking needed later), the others (those that
-// begin in the tile, expiring in it, or with a bias) into the other, so that in a long sequence only the last
-// few blocks need a mask.
+// every query sees as they are go into one kind of block (no masking needed later), the others into two more:
+// keys that begin in the tile, or have a bias, in order; and older keys that expire in it, the last to expire
+// first. So in a long sequence only a few blocks need a mask, and of those a strip of queries computes a
+// prefix: the keys that have begun, or have not expired.
 #pragma once
 
 #include <kvpolicy/attention/host/types.hpp>
@@ -44,9 +45,16 @@ constexpr std::uint64_t low_bits(std::int64_t count) {
 template <class Kernels, Storage T, class Consume>
 class key_collector {
   public:
-    key_collector(std::int32_t first_query, std::int32_t last_query, Consume& consume)
-        : first_query_(first_query), last_query_(last_query), consume_(consume) {
+    /// `one_behind`: a full block without masks waits for the next one, which it then names in `next`.
+    key_collector(std::int32_t first_query, std::int32_t last_query, Consume& consume,
+                  bool one_behind = false)
+        : first_query_(first_query),
+          last_query_(last_query),
+          consume_(consume),
+          one_behind_(one_behind),
+          plain_(blocks_) {
         masked_.masked = true;
+        expiring_.masked = true;
     }
 
     /// Takes rows [begin, end) of a segment.
@@ -63,7 +71,11 @@ class key_collector {
 
     /// Hands on what is left.
     void finish() {
-        flush(plain_);
+        flush_plain();
+        if (waiting_ != nullptr) {
+            flush(*waiting_);
+        }
+        flush_expiring();
         flush(masked_);
     }
 
@@ -82,30 +94,30 @@ class key_collector {
         if (segment.log_bias != nullptr) {
             seen.all = 0;
         }
-        if (seen.all == low_bits(count) && plain_.count + count <= block_keys) {
+        if (seen.all == low_bits(count) && plain_->count + count <= block_keys) {
             // The common case of a long prefix or a page: no bit by bit.
             const T* k = segment.k + row * segment.k_stride;
             const T* v = segment.v + row * segment.v_stride;
             for (std::int32_t i = 0; i < count; ++i) {
-                plain_.k[plain_.count + i] = k + i * segment.k_stride;
-                plain_.v[plain_.count + i] = v + i * segment.v_stride;
+                plain_->k[plain_->count + i] = k + i * segment.k_stride;
+                plain_->v[plain_->count + i] = v + i * segment.v_stride;
             }
-            plain_.count += count;
-            if (plain_.count == block_keys) {
+            plain_->count += count;
+            if (plain_->count == block_keys) {
                 const bool more = count == block_keys && row + 2 * block_keys <= segment.count;
-                plain_.ahead = more ? k + block_keys * segment.k_stride : nullptr;
-                plain_.ahead_stride = segment.k_stride;
-                flush(plain_);
+                plain_->ahead = more ? k + block_keys * segment.k_stride : nullptr;
+                plain_->ahead_stride = segment.k_stride;
+                flush_plain();
             }
             return;
         }
         for (std::uint64_t bits = seen.all; bits != 0; bits &= bits - 1) {
             const std::int32_t r = row + __builtin_ctzll(bits);
-            const std::int32_t i = plain_.count++;
-            plain_.k[i] = segment.k + r * segment.k_stride;
-            plain_.v[i] = segment.v + r * segment.v_stride;
-            if (plain_.count == block_keys) {
-                flush(plain_);
+            const std::int32_t i = plain_->count++;
+            plain_->k[i] = segment.k + r * segment.k_stride;
+            plain_->v[i] = segment.v + r * segment.v_stride;
+            if (plain_->count == block_keys) {
+                flush_plain();
             }
         }
         for (std::uint64_t bits = seen.some & ~seen.all; bits != 0; bits &= bits - 1) {
@@ -134,16 +146,55 @@ class key_collector {
                 masked_.biased = true;
             }
         }
-        const std::int32_t i = masked_.count++;
-        masked_.k[i] = segment.k + r * segment.k_stride;
-        masked_.v[i] = segment.v + r * segment.v_stride;
-        masked_.begins[i] = begins;
-        masked_.expires[i] = expires;
-        masked_.bias[i] = bias;
-        masked_.bias_start[i] = bias_start;
-        if (masked_.count == block_keys) {
-            flush(masked_);
+        const bool expiring = begins <= first_query_ && bias_start == no_query;
+        key_block<T>& block = expiring ? expiring_ : masked_;
+        const std::int32_t i = block.count++;
+        block.k[i] = segment.k + r * segment.k_stride;
+        block.v[i] = segment.v + r * segment.v_stride;
+        block.begins[i] = begins;
+        block.expires[i] = expires;
+        block.bias[i] = bias;
+        block.bias_start[i] = bias_start;
+        if (block.count == block_keys) {
+            expiring ? flush_expiring() : flush(block);
         }
+    }
+
+    /// The last to expire first: by insertion, since keys of a window expire in order.
+    void flush_expiring() {
+        for (std::int32_t i = 1; i < expiring_.count; ++i) {
+            const T *const k = expiring_.k[i], *const v = expiring_.v[i];
+            const std::int32_t begins = expiring_.begins[i];
+            const expiry_t expires = expiring_.expires[i];
+            std::int32_t to = i;
+            for (; to > 0 && expiring_.expires[to - 1] < expires; --to) {
+                expiring_.k[to] = expiring_.k[to - 1];
+                expiring_.v[to] = expiring_.v[to - 1];
+                expiring_.begins[to] = expiring_.begins[to - 1];
+                expiring_.expires[to] = expiring_.expires[to - 1];
+            }
+            expiring_.k[to] = k;
+            expiring_.v[to] = v;
+            expiring_.begins[to] = begins;
+            expiring_.expires[to] = expires;
+        }
+        flush(expiring_);
+    }
+
+    void flush_plain() {
+        if (!one_behind_) {
+            flush(*plain_);
+            return;
+        }
+        if (plain_->count == 0) {
+            return;
+        }
+        if (waiting_ != nullptr) {
+            waiting_->next = plain_;
+            flush(*waiting_);
+        }
+        waiting_ = plain_;
+        plain_ = plain_ == blocks_ ? blocks_ + 1 : blocks_;
     }
 
     void flush(key_block<T>& block) {
@@ -158,13 +209,18 @@ class key_collector {
         block.count = 0;
         block.biased = false;
         block.ahead = nullptr;
+        block.next = nullptr;
     }
 
     std::int32_t first_query_;
     std::int32_t last_query_;
     Consume& consume_;
-    key_block<T> plain_;
+    bool one_behind_;
+    key_block<T> blocks_[2];
+    key_block<T>* plain_;  // collects
+    key_block<T>* waiting_ = nullptr;
     key_block<T> masked_;
+    key_block<T> expiring_;
 };
 
 /// The part of a masked block that some query in [first_query, last_query] sees lies below `count`; `all`:

@@ -104,7 +104,7 @@ class tile_pass {
     template <class Segments>
     void run(const Segments& segments, std::int64_t key_begin, std::int64_t key_end) {
         key_collector<Kernels, T, tile_pass> collector(memory_.position[0], memory_.position[rows_ - 1],
-                                                       *this);
+                                                       *this, packed_);
         std::int64_t start = 0;
         segments([&](const key_segment<T>& segment) {
             const std::int64_t begin = std::clamp<std::int64_t>(key_begin - start, 0, segment.count);
@@ -135,8 +135,14 @@ class tile_pass {
         }
         Kernels::pack_keys(keys.k, keys.count, shape_.head_dim_qk, memory_.keys);
         Kernels::pack_values(keys.v, keys.count, shape_.head_dim_vo, memory_.values);
-        for (std::int32_t row = 0; row < padded_; row += strip_rows) {
-            take_strip(keys, row);
+        // Survivors lie anywhere: the processor does not foresee where, so the next block is fetched in
+        // between.
+        const std::int32_t strips = (padded_ + strip_rows - 1) / strip_rows;
+        for (std::int32_t strip = 0; strip < strips; ++strip) {
+            if (keys.next != nullptr) {
+                fetch(*keys.next, strip, strips);
+            }
+            take_strip(keys, strip * strip_rows);
         }
     }
 
@@ -188,6 +194,21 @@ class tile_pass {
                                : memory_.q + std::int64_t{r} * shape_.head_dim_qk;
             for (std::int32_t d = 0; d < shape_.head_dim_qk; ++d) {
                 to[d * step] = r < rows_ ? to_compute(from[d]) : real(0);
+            }
+        }
+    }
+
+    /// Fetches part `part` of `parts` of a block's keys and values.
+    void fetch(const key_block<T>& keys, std::int32_t part, std::int32_t parts) const {
+        // g++ takes a function that only fetches for one without effect, and drops calls of it.
+        __asm__ volatile("");
+        constexpr std::int32_t line = 64 / sizeof(T);
+        for (std::int32_t j = keys.count * part / parts; j < keys.count * (part + 1) / parts; ++j) {
+            for (std::int32_t c = 0; c < shape_.head_dim_qk; c += line) {
+                __builtin_prefetch(keys.k[j] + c, 0, 2);
+            }
+            for (std::int32_t c = 0; c < shape_.head_dim_vo; c += line) {
+                __builtin_prefetch(keys.v[j] + c, 0, 2);
             }
         }
     }

@@ -80,6 +80,7 @@ struct key_block {
     // Where the next block's keys probably lie, to be fetched meanwhile; null: unknown.
     const T* ahead = nullptr;
     std::int64_t ahead_stride = 0;
+    const key_block* next = nullptr;  // the block that comes next, to be fetched meanwhile; null: unknown
 };
 
 /// What the softmax pass knows of a strip of rows.

@@ -4,6 +4,7 @@
 #include <kvpolicy/caches/calls.hpp>
 #include <kvpolicy/caches/host/admit.hpp>
 #include <kvpolicy/caches/host/attend_entries.hpp>
+#include <kvpolicy/caches/host/chunk_top_k.hpp>
 #include <kvpolicy/caches/host/entries.hpp>
 #include <kvpolicy/caches/host/hidden_scores.hpp>
 #include <kvpolicy/caches/host/observed_step.hpp>
@@ -42,6 +43,8 @@ struct chunk_plan {
     float* score;                   // [n], or [late + n]: scores of tokens from counts->scored_from on
     detail::top_k_entry* keepers;   // [top_k_slots]: keys held after the chunk's top-k updates
     detail::top_k_entry* promoted;  // [n], for heads without a limit and keep parts
+    std::byte* ranks;               // chunk_top_k's
+    std::size_t top_k_slots;
     chunk_counts* counts;
     float* state;  // a copy of the scorer's state
     std::size_t bytes;
@@ -66,6 +69,8 @@ chunk_plan plan_of(const Cache& cache, std::int32_t head, std::int32_t tokens, s
     take(plan.score, n + static_cast<std::size_t>(late_scores(cache, head)));
     take(plan.keepers, top_k_slots);
     take(plan.promoted, Cache::pooled ? n : 0);
+    plan.top_k_slots = top_k_slots;
+    take(plan.ranks, retains<typename Cache::policy_type> ? chunk_top_k::bytes(head_params, top_k_slots) : 0);
     take(plan.counts, 1);
     take(plan.state, static_cast<std::size_t>(cache.state_size));
     plan.bytes = at;
@@ -112,7 +117,8 @@ class chunk_decision {
           plan_(plan),
           counts_(*plan.counts),
           scratch_(scratch),
-          places_(plan.keepers, head_params_, cache.rebase_limit) {}
+          places_(plan.keepers, plan.ranks, plan.top_k_slots, head_params_, cache.rebase_limit, base_,
+                  tokens) {}
 
     void run([[maybe_unused]] const float* given) {
         counts_ = {-1, 0, 0, 0, cache_.num_long_range[rows_.index], base_, base_ + tokens_};
@@ -256,7 +262,7 @@ class chunk_decision {
     const chunk_plan& plan_;
     chunk_counts& counts_;
     std::byte* scratch_;
-    detail::top_k_set places_;
+    chunk_top_k places_;
 };
 
 /// Writes what the chunk leaves behind: new top-k entries first (they may come from ring rows), then sinks
