@@ -512,8 +512,9 @@ struct project_agent {
 /// Grid: 2 x planes x ceil(chunks / Slots): the tokens of `Chunks` neighboring chunks of a plane, then as
 /// many blocks for their queries. Block: 128 Slots threads, four warps per chunk. Shared memory:
 /// mlstm_project_memory.
-/// In: source (k, v) T, of a cache's queries `leaving` [planes, length]; stack_q [heads, rows_q, padded], stack_k [heads, rows_k, padded] T; w_i, b_i, w_f,
-/// b_f, skip fp32. direct_values: v~ are the values themselves.
+/// In: source (k, v) T, or for a cache's queries `leaving` [planes, length]; stack_q [heads, rows_q, padded],
+/// stack_k [heads, rows_k, padded] T; w_i, b_i, w_f, b_f, skip fp32. direct_values: v~ are the values
+/// themselves.
 /// Out, overwritten: rows q, k [.., F], v [.., V] E; log_source, log_top fp64, weight, skipped fp32; slope_i,
 /// slope_f where a backward pass wants them; frames [planes, chunks] with top, forgotten, weights, ref_token
 /// and bad of each chunk. Rows without a token are made of inputs that are 0.
