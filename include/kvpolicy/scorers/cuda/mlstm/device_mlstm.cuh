@@ -87,7 +87,7 @@ struct device_scorer<mLSTMScorer<D, Feature, Values>> : device_scorer_defaults {
     static constexpr bool has_gradients = scores_sequences;
     static constexpr bool before_step = true;
     static constexpr bool scores_chunks = scores_sequences;
-    // From about 15 tokens on the launches of these kernels take less time than as many tokens in a row. Up to
+    // From about 15 tokens on the launches of these kernels take less time than the tokens in a row. Up to
     // 32 tokens a prefill has the bits of steps.
     static constexpr std::int32_t min_chunk = 33;
     using scorer_type = mLSTMScorer<D, Feature, Values>;
