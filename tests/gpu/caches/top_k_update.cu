@@ -1,5 +1,5 @@
 // The top-k updates of a chunk beside the naive ones: one candidate after another against the worst of all
-// top-k slots, in double, from the definition. Slots, positions, scores, expiries and counts are the same numbers.
+// keys that hold a slot, in double, from the definition. All numbers are the same.
 #include <kvpolicy/caches/cuda/prefill/kernel_top_k_update.cuh>
 #include <kvpolicy/caches/layer_ref.hpp>
 #include <kvpolicy/policies/ranking.hpp>
@@ -148,8 +148,8 @@ Head make(const Case& of, std::uint32_t seed) {
     numbers.num_long_range = of.held;
     const std::int32_t used = of.sinks + of.window + of.held;
     numbers.capacity = used + of.tokens;
-    const bool contested = of.budget != unlimited && of.budget != 0;
-    numbers.first_slot = contested ? 0 : of.held;
+    const bool competes = of.budget != unlimited && of.budget != 0;
+    numbers.first_slot = competes ? 0 : of.held;
     const auto chance = [&](double share) {
         return std::uniform_real_distribution<double>()(generator) < share;
     };
@@ -183,7 +183,7 @@ Head make(const Case& of, std::uint32_t seed) {
         numbers.num_protected += head.slot_protected[p];
     }
     // No more competitors than the budget.
-    for (std::size_t p = 0; contested && of.held - numbers.num_protected > of.budget; ++p) {
+    for (std::size_t p = 0; competes && of.held - numbers.num_protected > of.budget; ++p) {
         numbers.num_protected += head.slot_protected[p] == 0 ? 1 : 0;
         head.slot_protected[p] = 1;
     }

@@ -98,8 +98,9 @@ struct plan_block {
         const std::int64_t left = frames.queries(b) - first_query;
         queries = left <= 0 ? 0 : left < super_q ? static_cast<std::int32_t>(left) : super_q;
         rows = queries == 0 ? 0 : head.count();
-        if (plan.triangular && rows > first_query + super_q) {
-            rows = static_cast<std::int32_t>(first_query + super_q);
+        const std::int64_t needed = (plan.whole != 0 ? head.past() : 0) + first_query + super_q;
+        if (plan.triangular && rows > needed) {
+            rows = static_cast<std::int32_t>(needed);
         }
     }
 

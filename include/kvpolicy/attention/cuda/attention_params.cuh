@@ -15,11 +15,53 @@ namespace kvpolicy {
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 namespace cuda_backend {
 
+/// Where rows of the first segment are that lie in pages: row r of a head in the page with id
+/// table[first_page[b, h] + r / page_size], which is page id % slab_pages of slab id / slab_pages.
+template <class T>
+struct key_pages {
+    const std::int32_t* table = nullptr;       // ids; null: strides say where rows are
+    const std::int64_t* first_page = nullptr;  // [B, Hkv]
+    const T* const* k = nullptr;               // a slab's pages, slab_step pointers apart
+    const T* const* v = nullptr;
+    std::int32_t slab_step = 1;
+    std::int32_t slab_pages = 1;
+    std::int32_t page_size = 1;
+    std::int64_t k_page = 0, k_row = 0, v_page = 0, v_row = 0;  // strides, in elements
+
+    /// The ids of a head.
+    __device__ const std::int32_t* of_head(std::int64_t b, std::int64_t h, std::int32_t heads) const {
+        return table + first_page[b * heads + h];
+    }
+    __device__ const T* key(const std::int32_t* ids, std::int32_t row) const {
+        const in_slab at(*this, ids, row);
+        return k[at.slab] + at.page * k_page + at.row * k_row;
+    }
+    __device__ const T* value(const std::int32_t* ids, std::int32_t row) const {
+        const in_slab at(*this, ids, row);
+        return v[at.slab] + at.page * v_page + at.row * v_row;
+    }
+
+  private:
+    struct in_slab {
+        std::int64_t slab, page, row;
+        __device__ in_slab(const key_pages& pages, const std::int32_t* ids, std::int32_t of) {
+            const auto number = static_cast<std::uint32_t>(of);
+            const auto size = static_cast<std::uint32_t>(pages.page_size);
+            const auto id = static_cast<std::uint32_t>(ids[number / size]);
+            const auto of_slab = static_cast<std::uint32_t>(pages.slab_pages);
+            slab = std::int64_t{id / of_slab} * pages.slab_step;
+            page = id % of_slab;
+            row = number % size;
+        }
+    };
+};
+
 /// Keys and values of a call, by row number.
 template <class T>
 struct key_rows {
-    rows_view<const T> k;       // [B, Hkv, past, Dk]
-    rows_view<const T> v;       // [B, Hkv, past, Dv]
+    rows_view<const T> k;  // [B, Hkv, past, Dk]; in pages: sizes alone
+    rows_view<const T> v;  // [B, Hkv, past, Dv]
+    key_pages<T> pages;
     rows_view<const T> self_k;  // [B, Hkv, S, Dk]; data null: one segment
     rows_view<const T> self_v;  // [B, Hkv, S, Dv]
     // [B, Hkv], where a head's rows of the first segment begin, in rows from k.data and v.data; null: as
@@ -32,10 +74,14 @@ struct key_rows {
                                     : view.row(b, h, 0);
     }
     __device__ const T* key(std::int64_t b, std::int64_t h, std::int32_t row) const {
-        return row < k.length ? past(k, b, h) + row * k.row_stride : self_k.row(b, h, row - k.length);
+        return row >= k.length          ? self_k.row(b, h, row - k.length)
+               : pages.table != nullptr ? pages.key(pages.of_head(b, h, k.heads), row)
+                                        : past(k, b, h) + row * k.row_stride;
     }
     __device__ const T* value(std::int64_t b, std::int64_t h, std::int32_t row) const {
-        return row < v.length ? past(v, b, h) + row * v.row_stride : self_v.row(b, h, row - v.length);
+        return row >= v.length          ? self_v.row(b, h, row - v.length)
+               : pages.table != nullptr ? pages.value(pages.of_head(b, h, v.heads), row)
+                                        : past(v, b, h) + row * v.row_stride;
     }
 };
 
@@ -95,14 +141,15 @@ struct alignas(4) row_interval {
 struct attention_plan {
     std::int32_t super_q = 0;
     std::int32_t tile_q = 0;
-    std::int32_t first = 0;            // the round's first super-tile
-    std::int32_t supers = 0;           // super-tiles of the round
-    std::int32_t boundaries = 0;       // super_q / tile_q + 1
-    std::int32_t rows = 0;             // rows of both segments
-    bool triangular = false;           // plain frame: super-tile i needs only the first (i + 1) super_q rows
-    std::int32_t* row = nullptr;       // entries: row numbers
-    row_interval* interval = nullptr;  // entries
-    float* bias = nullptr;             // entries: log-bias, natural log; null where the mask has none
+    std::int32_t first = 0;              // the round's first super-tile
+    std::int32_t supers = 0;             // super-tiles of the round
+    std::int32_t boundaries = 0;         // super_q / tile_q + 1
+    std::int32_t rows = 0;               // rows of both segments
+    std::int32_t whole = 0;              // rows that every super-tile may need: all, unless `triangular`
+    bool triangular = false;             // of the rows behind, super-tile i needs the first (i + 1) super_q
+    std::int32_t* row = nullptr;         // entries: row numbers
+    row_interval* interval = nullptr;    // entries
+    float* bias = nullptr;               // entries: log-bias, natural log; null where the mask has none
     std::uint16_t* bias_from = nullptr;  // entries: the bias counts for queries i >= this; in [0, super_q]
     std::int32_t* old = nullptr;         // [lists]
     std::int32_t* total = nullptr;       // [lists]
@@ -117,10 +164,11 @@ struct attention_plan {
         if (!triangular) {
             return j * rows;
         }
-        // sum over i < j of min(rows, (first + i + 1) super_q)
-        const std::int64_t full = rows / super_q - first;  // i < full have (first + i + 1) super_q <= rows
+        // whole + min(behind, (first + i + 1) super_q), summed over i < j
+        const std::int64_t behind = rows - whole;
+        const std::int64_t full = behind / super_q - first;  // i < full: (first + i + 1) super_q <= behind
         const std::int64_t ramp = j < full ? j : full > 0 ? full : 0;
-        return ramp * (2 * std::int64_t{first} + ramp + 1) / 2 * super_q + (j - ramp) * rows;
+        return j * whole + ramp * (2 * std::int64_t{first} + ramp + 1) / 2 * super_q + (j - ramp) * behind;
     }
     __host__ __device__ std::int64_t entries_a_head() const { return before(supers); }
     __device__ std::int64_t offset(std::int64_t head, std::int32_t j) const {  // head = b * kv_heads + h

@@ -58,12 +58,18 @@ class attend_plan {
             detail::require(count <= 0x7fffffff, "tiles of queries", count, "below 2^31: split the batch");
         }
         if (call_.listed) {
-            call_.plan = shape_plan(rows_, sequences.length, call_.tile_q, plain_frame_);
+            const bool chunk = is_plain_chunk(self, sequences);
+            call_.plan = shape_plan(rows_, sequences.length, call_.tile_q, plain_frame_ || chunk,
+                                    chunk ? past.k.length : 0);
         }
     }
 
     /// Says where the rows of the first segment begin, by head: key_rows::first_row.
     void past_begins(const std::int64_t* first_row) { call_.params.rows.first_row = first_row; }
+    /// Says in which pages they lie.
+    void past_pages(const key_pages<T>& pages) { call_.params.rows.pages = pages; }
+    /// Says how many rows of the first segment count, by head: segment_frame::head_rows.
+    void past_counts(const std::int32_t* head_rows) { call_.frames.past.head_rows = head_rows; }
 
     /// Takes the parts of the workspace; with null only measures.
     std::size_t lay_out(void* memory) {
@@ -154,14 +160,17 @@ class attend_plan {
         call_.tile_q = rows / call_.heads;
     }
 
-    /// Maps of the first segment, where a call may use them and TMA can read it.
+    /// Maps of the last segment, where a call may use them and TMA can read it.
     [[nodiscard]] forward_boxes boxes() const {
         forward_boxes maps;
         const key_rows<T>& rows = call_.params.rows;
+        const bool two = rows.self_k.length != 0;
         maps.always = options_.copies == attend_copies::boxes;
+        maps.first_row = two ? rows.k.length : 0;
         maps.there = !general_ && tile_ <= 128 && options_.copies != attend_copies::rows &&
-                     rows.first_row == nullptr && make_tensor_map(rows.k, forward_boxes::box_rows, maps.k) &&
-                     make_tensor_map(rows.v, forward_boxes::box_rows, maps.v);
+                     (two || rows.first_row == nullptr) &&
+                     make_tensor_map(two ? rows.self_k : rows.k, forward_boxes::box_rows, maps.k) &&
+                     make_tensor_map(two ? rows.self_v : rows.v, forward_boxes::box_rows, maps.v);
         return maps;
     }
 

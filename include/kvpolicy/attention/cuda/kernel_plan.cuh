@@ -61,9 +61,9 @@ __global__ void __launch_bounds__(32 * Warps)
 }
 
 /// A plan's sizes for `queries` queries per sequence in tiles of tile_q, without memory: all super-tiles in
-/// one round.
+/// one round. `triangular`: rows behind the first `whole` ones have the queries' positions, in order.
 inline attention_plan shape_plan(std::int64_t rows, std::int32_t queries, std::int32_t tile_q,
-                                 bool triangular) {
+                                 bool triangular, std::int32_t whole = 0) {
     attention_plan plan;
     plan.tile_q = tile_q;
     plan.super_q = std::max(plan_queries / tile_q, 1) * tile_q;
@@ -71,6 +71,7 @@ inline attention_plan shape_plan(std::int64_t rows, std::int32_t queries, std::i
     plan.boundaries = plan.super_q / tile_q + 1;
     plan.rows = static_cast<std::int32_t>(rows);
     plan.triangular = triangular;
+    plan.whole = whole;
     return plan;
 }
 

@@ -23,6 +23,8 @@ struct segment_frame {
     plane_view<const float> log_bias{};         // empty: none
     const std::int32_t* bias_from = nullptr;    // [Hkv]
     const std::int32_t* lengths = nullptr;      // [B]; null: all rows count
+    const std::int32_t* head_rows = nullptr;    // [B, Hkv]: rows that count, in place of lengths
+    std::int32_t heads = 0;                     // Hkv
     std::int32_t rows = 0;                      // rows per sequence, at most
     std::int32_t first = 0;
 };
@@ -111,6 +113,9 @@ class head_frame {
         return segment.bias_from != nullptr ? segment.bias_from[h_] : 0;
     }
     [[nodiscard]] __device__ std::int32_t counted(const segment_frame& segment) const {
+        if (segment.head_rows != nullptr) {
+            return segment.head_rows[std::int64_t{b_} * segment.heads + h_];
+        }
         if (segment.lengths == nullptr) {
             return segment.rows;
         }

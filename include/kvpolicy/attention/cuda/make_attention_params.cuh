@@ -77,6 +77,7 @@ segment_frame frame_of(const kv_view<T>& all) {
     frame.bias_from = all.mask.bias_from;
     frame.lengths = all.lengths;
     frame.rows = all.k.length;
+    frame.heads = all.k.heads;
     frame.first = all.first;
     return frame;
 }
@@ -105,6 +106,12 @@ key_frames frames_of(const kv_view<T>& past, const kv_view<T>* self, const Seque
 template <class T>
 bool is_plain_frame(const kv_view<T>& past, const kv_view<T>* self, const Sequences& sequences) {
     return self == nullptr && !past.position && past.first == 0 && sequences.starts == nullptr;
+}
+
+/// The same for a chunk's own rows, behind those of the first segment.
+template <class T>
+bool is_plain_chunk(const kv_view<T>* self, const Sequences& sequences) {
+    return self != nullptr && !self->position && sequences.cu_seqlens == nullptr;
 }
 
 template <class T>

@@ -38,7 +38,7 @@ struct forward_portable_memory {
     unsigned char k[S::stages][S::keys * S::row_bytes];
     unsigned char v[S::stages][S::keys * S::row_bytes];
     key_notes<S::keys, S::General> notes[S::stages];
-    key_offsets<S::keys> offsets;
+    key_numbers<S::keys> numbers;
     union {
         stream_memory<S::keys, S::General, listed_rows> listed;
         stream_memory<S::keys, S::General, scanned_rows> scanned;
@@ -101,38 +101,27 @@ class agent_forward_portable {
     /// Enqueues the copies of a block's keys and values. A pass of all threads takes some whole rows; what
     /// depends on the pass is a constant, as everywhere below: swizzling is an exclusive or of bits 4 to 6 of
     /// an address, and the rest of it adds.
-    __device__ void load_block(const tile_coords& coords, int stage) const {
-        if (call_.params.rows.self_k.length != 0) {
-            load_block<true>(coords, stage);
-        } else {
-            load_block<false>(coords, stage);
-        }
-    }
-    template <bool Two>
-    __device__ void load_block(const tile_coords& coords, int stage) const {
+    __device__ void load_block(int stage, const head_rows& keys, const head_rows& values) const {
         constexpr int rows = S::threads / chunks;
-        const key_offsets<S::keys>& offsets = memory_.offsets;
+        const key_numbers<S::keys>& numbers = memory_.numbers;
         const key_rows<T>& all = call_.params.rows;
         const int row = thread_ / chunks;
         const int chunk = thread_ % chunks;
         const std::uint32_t at = swizzled(S::keys, row, chunk);
         const std::uint32_t k = shared_address(memory_.k[stage]) + at;
         const std::uint32_t v = shared_address(memory_.v[stage]) + at;
-        const head_rows from_k = head_rows::keys_of(all, coords.b, coords.h);
-        const head_rows from_v = head_rows::values_of(all, coords.b, coords.h);
         const std::uint32_t k_bytes = 8 * chunk < all.k.dim ? 16 : 0;
         const std::uint32_t v_bytes = 8 * chunk < all.v.dim ? 16 : 0;
 #pragma unroll
         for (int pass = 0; pass < S::keys / rows; ++pass) {
             const int flip = (pass * rows % 8) << 4;
-            const std::uint32_t of_k = offsets.k[row + pass * rows];
-            const std::uint32_t of_v = offsets.v[row + pass * rows];
-            copy_16((k ^ flip) + pass * rows * 128,
-                    reinterpret_cast<const void*>(from_k.at<Two>(of_k) + 16 * chunk),
-                    of_k != offsets.none ? k_bytes : 0);
-            copy_16((v ^ flip) + pass * rows * 128,
-                    reinterpret_cast<const void*>(from_v.at<Two>(of_v) + 16 * chunk),
-                    of_v != offsets.none ? v_bytes : 0);
+            const std::int32_t number = numbers.row[row + pass * rows];
+            const std::uint64_t of_k = number < 0 ? 0 : keys.key(all, number);
+            const std::uint64_t of_v = number < 0 ? 0 : values.value(all, number);
+            copy_16((k ^ flip) + pass * rows * 128, reinterpret_cast<const void*>(of_k + 16 * chunk),
+                    number < 0 ? 0 : k_bytes);
+            copy_16((v ^ flip) + pass * rows * 128, reinterpret_cast<const void*>(of_v + 16 * chunk),
+                    number < 0 ? 0 : v_bytes);
         }
         copy_commit();
     }
@@ -160,14 +149,14 @@ class agent_forward_portable {
                 o[m][i] = 0.0f;
             }
         }
-        bool more = stream.next(memory_.offsets, memory_.notes[0]);
-        load_block(coords, 0);
-        __syncthreads();  // the offsets are read
+        bool more = stream.next(memory_.numbers, memory_.notes[0]);
+        load_block(0, stream_memory_.k, stream_memory_.v);
+        __syncthreads();  // the numbers are read
         for (int stage = 0;; stage ^= 1) {
             const bool last = !more;
             if (more) {
-                more = stream.next(memory_.offsets, memory_.notes[stage ^ 1]);
-                load_block(coords, stage ^ 1);
+                more = stream.next(memory_.numbers, memory_.notes[stage ^ 1]);
+                load_block(stage ^ 1, stream_memory_.k, stream_memory_.v);
                 copy_wait<1>();
             } else {
                 copy_wait<0>();

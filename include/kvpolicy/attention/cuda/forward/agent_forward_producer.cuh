@@ -108,9 +108,6 @@ class agent_forward_producer : forward_pipeline<S> {
                                  std::uint32_t parity,
                                  stream_memory<S::keys, S::General, Source>& stream_memory_) const {
         if (state.thread == 0) {  // the stream's first barrier shows it to the others
-            const key_rows<T>& all = call_.params.rows;
-            memory_->k = head_rows::keys_of(all, coords.b, coords.h);
-            memory_->v = head_rows::values_of(all, coords.b, coords.h);
             memory_->b = coords.b;
             memory_->h = coords.h;
         }
@@ -118,8 +115,10 @@ class agent_forward_producer : forward_pipeline<S> {
         tell_last(state);  // of the tile before: its last values were under way in the meantime
         bool first = true;
         std::int32_t done = 0;
-        if (!S::General && call_.params.rows.self_k.length == 0) {
-            done = produce_full(state, number, parity, first, stream_memory_.source);
+        if constexpr (!S::General) {
+            done = call_.params.rows.self_k.length == 0
+                       ? produce_full<false>(state, number, parity, first, stream_memory_)
+                       : produce_full<true>(state, number, parity, first, stream_memory_);
         }
         stream.start(done);
         bool more = true;
@@ -128,20 +127,14 @@ class agent_forward_producer : forward_pipeline<S> {
             for (int half = 0; half < 2; ++half) {  // keys, values
                 barrier_wait(empty_ + 8 * state.ring.stage, state.ring.parity ^ 1);
                 if (half == 0) {
-                    more = stream.next(memory_->offsets[buffer], memory_->notes[state.ring.stage]);
+                    more = stream.next(memory_->addresses[buffer], memory_->notes[state.ring.stage]);
                 } else if (first) {
                     first = false;
                     produce_queries(state, number, parity);
                 }
-                const key_offsets<S::keys>& offsets = memory_->offsets[buffer];
-                const std::uint32_t* const rows = half == 0 ? offsets.k : offsets.v;
-                const head_rows& from = half == 0 ? memory_->k : memory_->v;
-                const std::int32_t dim = half == 0 ? call_.params.rows.k.dim : call_.params.rows.v.dim;
-                if (call_.params.rows.self_k.length != 0) {
-                    gather<true>(rows, from, dim, state);
-                } else {
-                    gather<false>(rows, from, dim, state);
-                }
+                const key_addresses<S::keys>& addresses = memory_->addresses[buffer];
+                gather(half == 0 ? addresses.k : addresses.v,
+                       half == 0 ? call_.params.rows.k.dim : call_.params.rows.v.dim, state);
             }
         }
     }
@@ -159,11 +152,12 @@ class agent_forward_producer : forward_pipeline<S> {
     /// Most of a tile: blocks of rows that all its queries see, without the stream's bookkeeping. Lane i of
     /// the eight that share rows knows the number of row i of theirs; where they follow one another, they
     /// come as boxes. Leaves at least one full block, if there is any, so that the stream decides which is
-    /// the last. Returns how many rows it took.
-    template <class Source>
+    /// the last. Returns how many rows it took. `Two`: of two segments.
+    template <bool Two, class Memory>
     __device__ std::int32_t produce_full(producer_state& state, std::uint32_t number, std::uint32_t parity,
-                                         bool& first, const Source& source) const {
+                                         bool& first, const Memory& of_tile) const {
         constexpr int each = S::keys / 16;
+        const auto& source = of_tile.source;
         const int lane = state.thread % 8;
         const std::int32_t full = source.full;
         const std::int32_t mine = state.thread / 8 * each + lane % each;
@@ -178,13 +172,19 @@ class agent_forward_producer : forward_pipeline<S> {
             bool together = false;  // this lane's eight rows
             bool gathered = true;   // some of the warp's
             if constexpr (has_boxes) {
-                const bool follows = row == __shfl_sync(all_lanes, row, 0, 8) + lane;
-                const unsigned apart = ~__ballot_sync(all_lanes, follows && boxed);
+                const std::int32_t leads = __shfl_sync(all_lanes, row, 0, 8);
+                const bool mapped = boxed && (!Two || leads >= boxes_.first_row);
+                const unsigned apart = ~__ballot_sync(all_lanes, row == leads + lane && mapped);
                 together = (apart >> (lane_id() & 24) & 0xffu) == 0;
                 gathered = apart != 0;
             }
 #pragma unroll 1
             for (int half = 0; half < 2; ++half) {
+                std::uint64_t address = 0;  // of this lane's row
+                if constexpr (Two) {
+                    address = half == 0 ? of_tile.k.key(call_.params.rows, row)
+                                        : of_tile.v.value(call_.params.rows, row);
+                }
                 barrier_wait(empty_ + 8 * state.ring.stage, state.ring.parity ^ 1);
                 if (half == 0 && state.thread == 0) {
                     memory_->notes[state.ring.stage].masked = 0;
@@ -199,17 +199,23 @@ class agent_forward_producer : forward_pipeline<S> {
                 if (has_boxes && together && lane < S::Dim / 64) {
                     barrier_expect_more(full_ + 8 * state.ring.stage, forward_boxes::box_rows * 128);
                     copy_box(to + lane * S::keys * 128, half == 0 ? boxes_.k : boxes_.v, 64 * lane,
-                             row - lane, memory_->h, memory_->b, full_ + 8 * state.ring.stage);
+                             row - lane - (Two ? boxes_.first_row : 0), memory_->h, memory_->b,
+                             full_ + 8 * state.ring.stage);
                 }
                 if (gathered) {
                     const rows_view<const T>& view = half == 0 ? call_.params.rows.k : call_.params.rows.v;
-                    const std::uint64_t from = (half == 0 ? memory_->k.past : memory_->v.past) + 16 * lane;
+                    const std::uint64_t from = (half == 0 ? of_tile.k.past : of_tile.v.past) + 16 * lane;
                     const auto stride = static_cast<std::uint32_t>(view.row_stride) * 2;
                     const std::uint32_t chunk = to + ((lane ^ (state.thread / 8 * each % 8)) << 4);
 #pragma unroll
                     for (int i = 0; i < each; ++i) {
-                        const auto of = static_cast<std::uint32_t>(__shfl_sync(all_lanes, row, i, 8));
-                        const std::uint64_t at = from + std::uint64_t{of} * stride;
+                        std::uint64_t at = 0;
+                        if constexpr (Two) {
+                            at = __shfl_sync(all_lanes, address, i, 8) + 16 * lane;
+                        } else {
+                            const auto of = static_cast<std::uint32_t>(__shfl_sync(all_lanes, row, i, 8));
+                            at = from + std::uint64_t{of} * stride;
+                        }
                         if (has_boxes && together) {
                             continue;
                         }
@@ -229,9 +235,7 @@ class agent_forward_producer : forward_pipeline<S> {
     }
 
     /// One tile of keys or values into the ring. Eight threads share a row.
-    template <bool Two>
-    __device__ void gather(const std::uint32_t* offsets, const head_rows& rows, std::int32_t dim,
-                           producer_state& state) const {
+    __device__ void gather(const std::uint64_t* addresses, std::int32_t dim, producer_state& state) const {
         constexpr int each = S::keys / 16;
         const int first = state.thread / 8 * each;
         const int chunk = state.thread % 8;
@@ -240,22 +244,14 @@ class agent_forward_producer : forward_pipeline<S> {
         static_assert(each == 4 || each == 8);
         const std::uint32_t to =
             ring_ + state.ring.stage * S::tile_bytes + first * 128 + ((chunk ^ (first % 8)) << 4);
-        const head_rows from{rows.past + 16 * chunk, rows.self + 16 * chunk};
-        uint4 some[each / 4];
-#pragma unroll
-        for (int four = 0; four < each / 4; ++four) {
-            some[four] = reinterpret_cast<const uint4*>(offsets + first)[four];
-        }
 #pragma unroll
         for (int i = 0; i < each; ++i) {
-            const uint4& of = some[i / 4];
-            const std::uint32_t offset = i % 4 == 0 ? of.x : i % 4 == 1 ? of.y : i % 4 == 2 ? of.z : of.w;
-            const std::uint64_t row = from.at<Two>(offset);
+            const std::uint64_t row = addresses[first + i];
 #pragma unroll
             for (int part = 0; part < S::Dim / 64; ++part) {
-                const bool there = offset != key_offsets<S::keys>::none && 8 * chunk + 64 * part < dim;
+                const bool there = row != 0 && 8 * chunk + 64 * part < dim;
                 copy_16((to ^ (i << 4)) + i * 128 + part * S::keys * 128,
-                        reinterpret_cast<const void*>(row + 128 * part), there ? 16 : 0);
+                        reinterpret_cast<const void*>(row + 16 * chunk + 128 * part), there ? 16 : 0);
             }
         }
         tell(state, full_ + 8 * state.ring.stage);

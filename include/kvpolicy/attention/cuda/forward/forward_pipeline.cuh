@@ -42,9 +42,8 @@ struct forward_hopper_memory {
     std::uint64_t full[S::stages];
     std::uint64_t empty[S::stages];
     std::uint64_t queries_full, queries_empty;
-    key_offsets<S::keys> offsets[2];
-    head_rows k, v;     // of the tile that the producer is at
-    std::int32_t b, h;  // the same tile's
+    key_addresses<S::keys> addresses[2];
+    std::int32_t b, h;  // of the tile that the producer is at
     union {
         stream_memory<S::keys, S::General, listed_rows> listed;
         stream_memory<S::keys, S::General, scanned_rows> scanned;

@@ -30,38 +30,63 @@ inline constexpr std::uint32_t masked_by_births = 1, masked_by_intervals = 2;
 
 inline constexpr int stream_threads = 128;
 
-/// Where a block's rows of keys and of values lie: units of 16 bytes from row 0 of this head, in the second
-/// segment where the highest bit is set.
+/// Where a block's rows of keys and of values lie. 0: no row, zeros.
 template <int Keys>
-struct alignas(16) key_offsets {
-    static constexpr std::uint32_t none = 0xffffffffu;  // no row: zeros
-    static constexpr std::uint32_t self = 0x80000000u;
-    std::uint32_t k[Keys];
-    std::uint32_t v[Keys];
+struct alignas(16) key_addresses {
+    std::uint64_t k[Keys];
+    std::uint64_t v[Keys];
 };
 
-/// Row 0 of a head in both segments.
+/// The same as row numbers, a quarter of the memory. -1: no row, zeros.
+template <int Keys>
+struct key_numbers {
+    std::int32_t row[Keys];
+};
+
+/// Row 0 of keys, or of values, of a head in both segments.
 struct head_rows {
     std::uint64_t past, self;
+    const std::int32_t* page_ids;  // of the first segment, where it lies in pages
 
     template <class T>
     __device__ static head_rows keys_of(const key_rows<T>& all, std::int32_t b, std::int32_t h) {
-        return {reinterpret_cast<std::uint64_t>(all.past(all.k, b, h)),
-                reinterpret_cast<std::uint64_t>(all.self_k.row(b, h, 0))};
+        return {all.pages.table != nullptr ? 0 : reinterpret_cast<std::uint64_t>(all.past(all.k, b, h)),
+                reinterpret_cast<std::uint64_t>(all.self_k.row(b, h, 0)), ids_of(all, b, h)};
     }
     template <class T>
     __device__ static head_rows values_of(const key_rows<T>& all, std::int32_t b, std::int32_t h) {
-        return {reinterpret_cast<std::uint64_t>(all.past(all.v, b, h)),
-                reinterpret_cast<std::uint64_t>(all.self_v.row(b, h, 0))};
+        return {all.pages.table != nullptr ? 0 : reinterpret_cast<std::uint64_t>(all.past(all.v, b, h)),
+                reinterpret_cast<std::uint64_t>(all.self_v.row(b, h, 0)), ids_of(all, b, h)};
     }
-    /// The row at an offset of key_offsets; an address for `none` too, which nobody reads.
-    template <bool Two>
-    [[nodiscard]] __device__ std::uint64_t at(std::uint32_t offset) const {
-        if constexpr (Two) {
-            return ((offset & 0x80000000u) != 0 ? self : past) + std::uint64_t{offset & 0x7fffffffu} * 16;
-        } else {
-            return past + std::uint64_t{offset} * 16;
+
+    /// The address of a row.
+    template <class T>
+    [[nodiscard]] __device__ std::uint64_t key(const key_rows<T>& all, std::int32_t row) const {
+        if (row < all.k.length && page_ids != nullptr) {
+            return reinterpret_cast<std::uint64_t>(all.pages.key(page_ids, row));
         }
+        return at(row, all.k, all.self_k);
+    }
+    template <class T>
+    [[nodiscard]] __device__ std::uint64_t value(const key_rows<T>& all, std::int32_t row) const {
+        if (row < all.v.length && page_ids != nullptr) {
+            return reinterpret_cast<std::uint64_t>(all.pages.value(page_ids, row));
+        }
+        return at(row, all.v, all.self_v);
+    }
+
+  private:
+    template <class T>
+    __device__ static const std::int32_t* ids_of(const key_rows<T>& all, std::int32_t b, std::int32_t h) {
+        return all.pages.table != nullptr ? all.pages.of_head(b, h, all.k.heads) : nullptr;
+    }
+    template <class T>
+    [[nodiscard]] __device__ std::uint64_t at(std::int32_t row, const rows_view<const T>& first,
+                                              const rows_view<const T>& second) const {
+        const bool own = row >= first.length;
+        const auto stride = static_cast<std::uint32_t>((own ? second : first).row_stride * sizeof(T));
+        return (own ? self : past) +
+               std::uint64_t{static_cast<std::uint32_t>(own ? row - first.length : row)} * stride;
     }
 };
 
@@ -71,6 +96,7 @@ struct stream_memory {
     static constexpr int ring =
         Keys + stream_threads;  // fewer than Keys wait when stream_threads more are looked at
     Source source;
+    head_rows k, v;
     std::int32_t sums[2][4];
     // Waiting rows.
     std::int32_t row[ring];
@@ -92,6 +118,8 @@ class row_stream {
         : call_(call), memory_(memory), thread_(thread), barrier_(barrier) {
         if (thread == 0) {
             memory.source = Source(call, coords);
+            memory.k = head_rows::keys_of(call.params.rows, coords.b, coords.h);
+            memory.v = head_rows::values_of(call.params.rows, coords.b, coords.h);
         }
         named_barrier(barrier, stream_threads);
     }
@@ -102,15 +130,16 @@ class row_stream {
         fetch();
     }
 
-    /// The next block's offsets and notes. False where it was the last. At least one block comes, of which no
-    /// row need be there. Threads may read both after it, and must have read the offsets before any calls it
-    /// again with the same ones.
-    __device__ bool next(key_offsets<Keys>& offsets, key_notes<Keys, Biased>& notes) {
+    /// The next block's places (key_addresses or key_numbers) and notes. False where it was the last. At
+    /// least one block comes, of which no row need be there. Threads may read both after it, and must have
+    /// read the places before any calls it again with the same ones.
+    template <class Places>
+    __device__ bool next(Places& places, key_notes<Keys, Biased>& notes) {
         const Source& source = memory_.source;
         std::uint32_t masked = 0;
         if (next_ + Keys <= source.full) {
             if (thread_ < Keys) {
-                put(offsets, fetched_.row);
+                put(places, fetched_.row);
                 note_bias(notes, bias_, bias_from_);
             }
             next_ += Keys;
@@ -129,7 +158,7 @@ class row_stream {
                 const int at = (head_ + thread_) % Memory::ring;
                 present = thread_ < waiting_;
                 interval = present ? memory_.interval[at] : 0;
-                put(offsets, present ? memory_.row[at] : -1);
+                put(places, present ? memory_.row[at] : -1);
                 note_bias(notes, present ? memory_.bias[at] : 0.0f, present ? memory_.bias_from[at] : 0);
                 const auto begin = static_cast<std::int32_t>(interval & 0xffffu);
                 const auto lasts = static_cast<std::int32_t>(interval >> 16);
@@ -195,25 +224,13 @@ class row_stream {
         }
     }
 
-    /// The dispatch has made sure that offsets fit in 31 bits.
-    __device__ void put(key_offsets<Keys>& offsets, std::int32_t row) const {
-        using offset = key_offsets<Keys>;
+    __device__ void put(key_addresses<Keys>& addresses, std::int32_t row) const {
         const key_rows<T>& all = call_.params.rows;
-        const auto times = [](std::int32_t x, const rows_view<const T>& view) {
-            return static_cast<std::uint32_t>(x) * static_cast<std::uint32_t>(view.row_stride / 8);
-        };
-        std::uint32_t k = offset::none;
-        std::uint32_t v = offset::none;
-        if (row >= all.k.length) {
-            k = times(row - all.k.length, all.self_k) | offset::self;
-            v = times(row - all.k.length, all.self_v) | offset::self;
-        } else if (row >= 0) {
-            k = times(row, all.k);
-            v = times(row, all.v);
-        }
-        offsets.k[thread_] = k;
-        offsets.v[thread_] = v;
+        addresses.k[thread_] = row < 0 ? 0 : memory_.k.key(all, row);
+        addresses.v[thread_] = row < 0 ? 0 : memory_.v.value(all, row);
     }
+
+    __device__ void put(key_numbers<Keys>& numbers, std::int32_t row) const { numbers.row[thread_] = row; }
 
     __device__ void note_bias(key_notes<Keys, Biased>& notes, float bias, std::int32_t from) const {
         if constexpr (Biased) {

@@ -17,123 +17,27 @@
 // Positions, scores and slots equal those of single steps.
 #pragma once
 
-#include <kvpolicy/caches/cuda/prefill/top_k_update_params.cuh>
-#include <kvpolicy/caches/layer_ref.hpp>
+#include <kvpolicy/caches/cuda/prefill/agent_rank_keys.cuh>
+#include <kvpolicy/caches/cuda/prefill/top_k_round.cuh>
 #include <kvpolicy/core/cuda_config.cuh>
-#include <kvpolicy/cuda/launch.cuh>
 #include <kvpolicy/cuda/primitives/block_find_largest.cuh>
 #include <kvpolicy/cuda/primitives/warp.cuh>
-#include <kvpolicy/masks/cuda/priority_keys.cuh>
 #include <kvpolicy/masks/cuda/sorted_order.cuh>
 #include <kvpolicy/policies/cutoff.hpp>
 #include <kvpolicy/policies/ranking.hpp>
 
-#include <cub/block/block_radix_sort.cuh>
-
-#include <algorithm>
 #include <cstdint>
 
 namespace kvpolicy {
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 namespace cuda_backend {
 
-/// How early a key is evicted: the larger code first, of equal ones the younger key.
-struct eviction_rank {
-    std::uint64_t code = 0;
-    position_t position = -1;  // -1: no key, which is evicted after all others
-
-    __device__ bool before(const eviction_rank& other) const {
-        return code != other.code ? code > other.code : position > other.position;
-    }
-};
-
-/// One head of an entry by one block of Threads. A round has up to Threads * Items keys.
 template <int Threads, int Items>
-struct agent_top_k_update {
-    static constexpr int capacity = Threads * Items;
-    static constexpr int warps = Threads / 32;
-    static constexpr int counted = std::min(256, capacity);  // so many keys are ranked by comparing all pairs
-    static constexpr int padded = (capacity + 255) / 256 * 256;
-    static constexpr bool sorts = capacity > counted;
-
-    using index = std::uint16_t;
-    static constexpr index none = 0xffff;
-    static_assert(capacity < none && capacity % 32 == 0);
-    template <int Each>
-    using sorter = cub::BlockRadixSort<std::uint32_t, Threads, Each, index, 5, false>;
-
-    struct pairs_memory {
-        std::uint64_t code[counted];
-        position_t position[counted];
-    };
-    struct select_memory {
-        std::int32_t counts[256];
-        std::uint64_t prefix;
-        std::int32_t wanted;
-    };
-    struct shared {
-        union {
-            pairs_memory pairs;
-            select_memory select;
-            unsigned char sort[sorts ? sizeof(typename sorter<Items>::TempStorage) : 1];
-            std::uint32_t keys[capacity];                 // sorted
-            std::uint32_t present[warps][capacity / 32];  // by warp, bit r: the key of rank r holds a slot
-        };
-        alignas(16) index order[padded];     // a rank -> its key in V
-        index rank[capacity];                // a key of V -> its rank; then the key whose slot it takes
-        std::int32_t checkpoint[warps + 1];  // the cutoff at the begin of a warp's share
-        int total[2][warps];                 // in turns, so that one barrier a scan is enough
-        eviction_rank worst[warps];
-    };
-
-    const top_k_update_params& params;
-    const top_k_head& head;
-    shared& memory;
-    const HeadParams head_params;
-    const int thread = static_cast<int>(threadIdx.x), lane = lane_id(), warp = warp_id();
-    // The head's parts of the workspace. Slots are numbered as in the cache.
-    float* slot_score;
-    position_t* slot_position;
-    std::int32_t* holder;
-    unsigned char* slot_protected;  // null: no key stays for its position
-    expiry_t* past_expiry;
-    expiry_t* chunk_expiry;
-    const float* scores;         // [tokens]: of the key that leaves when token j comes
-    const unsigned char* kinds;  // [tokens]
-    std::int32_t* old_slot;      // [capacity]: of V's old keys
-    std::int32_t* token;         // [capacity]: of V's candidates, the token at which it leaves
-    std::int32_t* free_slot;     // [capacity]: of V's candidates, the slot of those that find a free one
-    // The head between rounds.
-    std::int32_t used, outside;  // slots in use, and those of them whose keys do not compete
-    int turn = 0;                // of memory.total
-    // A round.
-    position_t base;            // of its priorities
-    int free, old, candidates;  // free slots; keys of V
-    int places;                 // K
-    bool full;                  // no slot was free at its begin
-    eviction_rank minimum;      // the key that is evicted first, where `full`
-
-    __device__ __forceinline__ agent_top_k_update(const top_k_update_params& call, const top_k_head& of,
-                                                  std::int64_t pair, shared& block_memory)
-        : params(call),
-          head(of),
-          memory(block_memory),
-          head_params(of.head_params),
-          slot_score(call.slot_score + pair * call.top_k_slots - of.first_slot),
-          slot_position(call.slot_position + pair * call.top_k_slots - of.first_slot),
-          holder(call.holder + pair * call.top_k_slots - of.first_slot),
-          slot_protected(call.slot_protected == nullptr
-                             ? nullptr
-                             : call.slot_protected + pair * call.top_k_slots - of.first_slot),
-          past_expiry(call.past_expiry + pair * call.max_entries),
-          chunk_expiry(call.chunk_expiry + pair * call.most),
-          scores(call.leaving_score + pair * call.most),
-          kinds(call.leaving_kind + pair * call.most),
-          old_slot(call.members + pair * 3 * capacity),
-          token(old_slot + capacity),
-          free_slot(token + capacity),
-          used(of.num_long_range),
-          outside(of.num_protected) {}
+struct agent_top_k_update : agent_rank_keys<Threads, Items> {
+    using ranked = agent_rank_keys<Threads, Items>;
+    using ranked::head, ranked::used, ranked::outside;
+    using ranked::ranked;
+    using typename ranked::index, typename ranked::select_memory;
 
     __device__ __forceinline__ void run() {
         for (std::int32_t next = head.first_leaving; next < head.tokens;) {
@@ -157,52 +61,12 @@ struct agent_top_k_update {
     }
 
   private:
-    /// The position of the key that leaves at token j.
-    __device__ __forceinline__ position_t leaving(std::int32_t j) const {
-        return head.base + j - head_params.window;
-    }
-    /// Where the expiry of the key is that leaves at token j.
-    __device__ __forceinline__ std::int32_t name_of(std::int32_t j) const {
-        const position_t u = leaving(j);
-        return u < head.base ? HeadRows{head_params.sinks, head_params.window}.recent(u)
-                             : head.capacity + static_cast<std::int32_t>(u - head.base);
-    }
-    __device__ __forceinline__ void expire(std::int32_t name, expiry_t at) const {
-        (name < head.capacity ? past_expiry[name] : chunk_expiry[name - head.capacity]) = at;
-    }
-
-    __device__ __forceinline__ std::uint64_t code(float score, position_t t) const {
-        return head_params.log_gamma == 0.0f
-                   ? static_cast<std::uint64_t>(descending_key(score)) << 32
-                   : descending_code(static_priority(score, head_params.log_gamma, t, base));
-    }
-    /// A key of V.
-    __device__ __forceinline__ eviction_rank key_of(int v) const {
-        if (v < old) {
-            const position_t t = slot_position[old_slot[v]];
-            return {code(slot_score[old_slot[v]], t), t};
-        }
-        const std::int32_t j = token[v - old];
-        return {code(scores[j], leaving(j)), leaving(j)};
-    }
-    __device__ __forceinline__ eviction_rank key_of_slot(std::int32_t p) const {
-        return {code(slot_score[p], slot_position[p]), slot_position[p]};
-    }
-    __device__ __forceinline__ bool competes(std::int32_t p) const {
-        return slot_protected == nullptr || slot_protected[p] == 0;
-    }
-
-    /// The sum of `mine` over the threads before, and over all. One barrier.
-    __device__ __forceinline__ block_sum scan(int mine) {
-        const int through = warp_inclusive_sum(mine);
-        if (lane == 31) {
-            memory.total[turn][warp] = through;
-        }
-        __syncthreads();
-        const block_sum sums = sum_of_warps<warps>(memory.total[turn]);
-        turn ^= 1;
-        return {sums.before + through - mine, sums.total};
-    }
+    using ranked::capacity, ranked::warps, ranked::padded, ranked::params, ranked::memory,
+        ranked::head_params, ranked::thread, ranked::lane, ranked::warp, ranked::slot_protected,
+        ranked::holder, ranked::scores, ranked::kinds, ranked::old_slot, ranked::token, ranked::free_slot,
+        ranked::base, ranked::free, ranked::old, ranked::candidates, ranked::places, ranked::full,
+        ranked::minimum, ranked::leaving, ranked::name_of, ranked::expire, ranked::code, ranked::key_of_slot,
+        ranked::competes, ranked::scan, ranked::put, ranked::sorted_size, ranked::rank_all;
 
     /// Base of priorities, free slots, and where none is free the minimum of all slots.
     __device__ __forceinline__ void begin_round(std::int32_t next) {
@@ -257,9 +121,9 @@ struct agent_top_k_update {
             for (int i = 0; i < each; ++i) {
                 const std::int32_t j = first + i;
                 const unsigned char kind = j < end ? kinds[j] : leaving_kind_evicted;
-                const bool competes =
+                const bool may =
                     kind == leaving_kind_competes && (!full || code(scores[j], leaving(j)) < minimum.code);
-                comes |= competes ? 1u << i : 0u;
+                comes |= may ? 1u << i : 0u;
                 stays |= kind == leaving_kind_protected ? 1u << i : 0u;
             }
             const block_sum both = scan(__popc(comes) | __popc(stays) << 16);
@@ -290,31 +154,10 @@ struct agent_top_k_update {
         return staying;
     }
 
-    /// The key that leaves at token j holds slot p from now on.
-    __device__ __forceinline__ void put(std::int32_t p, std::int32_t j) const {
-        const std::int32_t name = name_of(j);
-        expire(name, never);
-        holder[p] = name;
-        slot_score[p] = scores[j];
-        slot_position[p] = leaving(j);
-        if (slot_protected != nullptr) {
-            slot_protected[p] = 0;
-        }
-    }
-
     __device__ __forceinline__ void write_into_free_slots() const {
         for (int x = thread; x < candidates; x += Threads) {
             put(free_slot[x], token[x]);
         }
-    }
-
-    /// Keys that are sorted for so many.
-    __device__ static constexpr int sorted_size(int count) {
-        int size = counted;
-        while (size < count) {
-            size = size < Threads ? Threads : 4 * size;
-        }
-        return size;
     }
 
     /// V's old keys: at most as many as can be evicted, those that are evicted first. All of them where that
@@ -346,8 +189,8 @@ struct agent_top_k_update {
         __syncthreads();
     }
 
-    /// A bound so that `wanted` of the keys in slots are evicted no later than it; found digit by digit, first
-    /// of the code, then of the position, until all keys with the digits so far are wanted.
+    /// A bound so that `wanted` of the keys in top-k slots are evicted no later than it. Found digit by
+    /// digit, first of the code, then of the position, until all keys with the digits so far are wanted.
     __device__ __forceinline__ eviction_rank find_last(int wanted) {
         select_memory& select = memory.select;
         eviction_rank last{0, 0};
@@ -395,130 +238,6 @@ struct agent_top_k_update {
         return last;
     }
 
-    /// memory.order and memory.rank.
-    __device__ __forceinline__ void rank_all() {
-        const int keys = old + candidates;
-        for (int r = thread; r < padded; r += Threads) {
-            memory.order[r] = none;
-        }
-        if (keys <= counted) {
-            compare_all_pairs(keys);
-        } else if constexpr (sorts) {
-            __syncthreads();
-            sort_any<1>(keys);
-        }
-        for (int r = thread; r < keys; r += Threads) {
-            memory.rank[memory.order[r]] = static_cast<index>(r);
-        }
-        __syncthreads();
-    }
-
-    __device__ __forceinline__ void compare_all_pairs(int keys) {
-        pairs_memory& pairs = memory.pairs;
-        for (int v = thread; v < keys; v += Threads) {
-            const eviction_rank key = key_of(v);
-            pairs.code[v] = key.code;
-            pairs.position[v] = key.position;
-        }
-        __syncthreads();
-        for (int v = thread; v < keys; v += Threads) {
-            const eviction_rank mine{pairs.code[v], pairs.position[v]};
-            int better = 0;
-            for (int other = 0; other < keys; ++other) {
-                better += mine.before({pairs.code[other], pairs.position[other]}) ? 1 : 0;
-            }
-            memory.order[better] = static_cast<index>(v);
-        }
-        __syncthreads();
-    }
-
-    /// The smallest sort that is large enough.
-    template <int Each>
-    __device__ __forceinline__ void sort_any(int keys) {
-        if constexpr (Each < Items) {
-            if (keys > Threads * Each) {
-                sort_any<4 * Each>(keys);
-                return;
-            }
-        }
-        sort<Each>(keys);
-    }
-
-    /// Pass 0 sorts by 32 bits of the priority. Where that leaves long runs of equal ones out of order, the
-    /// other passes sort by the position, lower half first, and then by the 64-bit code, lower half first.
-    template <int Each>
-    __device__ __forceinline__ void sort(int keys) {
-        static_assert(sizeof(typename sorter<Each>::TempStorage) <= sizeof(memory.sort));
-        auto& storage = reinterpret_cast<typename sorter<Each>::TempStorage&>(memory.sort);
-        std::uint32_t key[Each];
-        index member[Each];
-#pragma unroll
-        for (int i = 0; i < Each; ++i) {
-            member[i] = static_cast<index>(thread * Each + i);
-        }
-#pragma unroll 1
-        for (int pass = 0; pass < 5; pass = pass_after(pass)) {
-#pragma unroll
-            for (int i = 0; i < Each; ++i) {
-                key[i] = idle_key;
-                if (member[i] < keys) {
-                    const eviction_rank its = key_of(member[i]);
-                    const std::uint64_t number =
-                        pass <= 2 ? static_cast<std::uint64_t>(its.position) : its.code;
-                    key[i] = pass == 0 ? short_key(its.code)
-                                       : static_cast<std::uint32_t>(pass % 2 == 1 ? number : number >> 32);
-                }
-            }
-            sorter<Each>(storage).Sort(key, member);
-            __syncthreads();
-            if (pass != 0 && pass != 4) {
-                continue;
-            }
-#pragma unroll
-            for (int i = 0; i < Each; ++i) {
-                const int r = thread * Each + i;
-                if (r < keys) {
-                    memory.order[r] = member[i];
-                    memory.keys[r] = key[i];
-                }
-            }
-            __syncthreads();
-            if (pass == 4 || fix_short_ties<Threads>(memory.keys, memory.order, keys, [&](index a, index b) {
-                    return key_of(a).before(key_of(b));
-                })) {
-                break;
-            }
-#pragma unroll
-            for (int i = 0; i < Each; ++i) {
-                member[i] = static_cast<index>(thread * Each + i);
-            }
-        }
-        __syncthreads();
-    }
-    /// Candidates are in the order of their positions from the first; halves that are all 0 need no pass.
-    __device__ __forceinline__ int pass_after(int pass) const {
-        int next = pass + 1;
-        if (next == 1 && old == 0) {
-            next = 3;
-        }
-        if (next == 2 && head.base + head.tokens < position_t{1} << 32) {
-            next = 3;
-        }
-        return next == 3 && head_params.log_gamma == 0.0f ? 4 : next;
-    }
-    /// 32 bits in the order of codes.
-    __device__ __forceinline__ std::uint32_t short_key(std::uint64_t of) const {
-        if (head_params.log_gamma == 0.0f) {
-            return static_cast<std::uint32_t>(of >> 32);
-        }
-        if (of == nan_code) {
-            return nan_key;
-        }
-        constexpr std::uint64_t sign = std::uint64_t{1} << 63;
-        const std::uint64_t bits = (of & sign) != 0 ? of : ~(of | sign);
-        return descending_key(__double2float_rn(__longlong_as_double(static_cast<long long>(bits))));
-    }
-
     /// A warp's share of the candidates.
     __device__ __forceinline__ int share() const { return ((candidates + warps - 1) / warps + 31) / 32 * 32; }
 
@@ -549,7 +268,7 @@ struct agent_top_k_update {
         std::uint32_t* const present = memory.present[warp];
         const std::int32_t after = memory.checkpoint[warp + 1];
         std::int32_t cutoff = memory.checkpoint[warp];
-        // Ranks below `after` keep their slots; ranks above `cutoff` had none.
+        // Keys with ranks below `after` stay; those with ranks above `cutoff` were evicted before.
         const int first_word = after == open_cutoff ? capacity / 32 : after / 32;
         const int last_word = (cutoff == open_cutoff ? keys - 1 : cutoff) / 32;
         if (begin < end) {

@@ -44,12 +44,12 @@ std::int64_t max_top_k_slots_of(const DualRef<P, T>& cache) {
     return cache.max_contested;
 }
 
-/// Bytes of keys and values of a DualCache that a chunk brings together at once, unless a single entry can
+/// Bytes of attention's lists of a DualCache's rows that a chunk makes at once, unless a single entry can
 /// have more.
-#if defined(KVPOLICY_TEST_GATHERED_BYTES)
-inline constexpr std::int64_t gathered_bytes = KVPOLICY_TEST_GATHERED_BYTES;  // so that tests have rounds
+#if defined(KVPOLICY_TEST_LISTS_BYTES)
+inline constexpr std::int64_t lists_bytes = KVPOLICY_TEST_LISTS_BYTES;  // so that tests have rounds
 #else
-inline constexpr std::int64_t gathered_bytes = std::int64_t{1} << 30;
+inline constexpr std::int64_t lists_bytes = std::int64_t{1} << 30;
 #endif
 
 /// Chunks of so few tokens take a small block per head.
@@ -70,7 +70,6 @@ class prefill_plan {
     static constexpr bool scored = scored_before<Scorer> || scores_by_warp<Scorer>, late = scored_late<P>;
     static constexpr bool paged = Cache::pooled;
     static constexpr bool retains = P::ranked || P::has_keep;  // keys may live on after their window
-    static constexpr std::int64_t max_together = 0x7fffffff;   // rows
 
   public:
     prefill_plan(const cuda& ctx, const Cache& cache, std::int32_t count, std::int32_t tokens)
@@ -101,19 +100,12 @@ class prefill_plan {
                         heads() * tokens, "below 2^31: split the batch");
         call_.together = count;
         if constexpr (paged) {
-            // No more rows of an entry than its heads can have, and than the pool has: its pages are all
-            // different.
+            // Attention lists the rows that queries see, 8 bytes each, for so many tiles of queries.
+            const std::int64_t lists = std::clamp(tokens / 1024, 1, 32);
             of_entry_ =
-                std::max<std::int64_t>(std::min(std::int64_t{call_.cache.kv_heads} * call_.top_k.max_entries,
-                                                ref_.page_count() * ref_.page_size),
-                                       1);
-            detail::require(of_entry_ <= max_together, "rows of an entry, at most", of_entry_, "below 2^31");
-            const std::int64_t row = (std::int64_t{call_.cache.head_dim_qk} + call_.cache.head_dim_vo) *
-                                     static_cast<std::int64_t>(sizeof(T));
-            call_.together = static_cast<std::int32_t>(std::min<std::int64_t>(
-                std::max<std::int64_t>(std::min(gathered_bytes / (of_entry_ * row), max_together / of_entry_),
-                                       1),
-                count));
+                std::max<std::int64_t>(std::int64_t{call_.cache.kv_heads} * top_k.max_entries * 8 * lists, 1);
+            call_.together = static_cast<std::int32_t>(
+                std::clamp<std::int64_t>(lists_bytes / of_entry_, 1, std::max(count, 1)));
         }
     }
 
@@ -125,6 +117,7 @@ class prefill_plan {
         call_.appended = parts.take<std::int32_t>(call_.batch.count);
         call_.first_row = parts.take<std::int64_t>(heads());
         call_.position = parts.take<std::int32_t>(rows);
+        call_.past_rows = parts.take<std::int32_t>(heads());
         top_k.past_expiry = parts.take<expiry_t>(rows);
         top_k.chunk_expiry = parts.take<expiry_t>(tokens);
         top_k.num_long_range = parts.take<std::int32_t>(heads());
@@ -132,15 +125,15 @@ class prefill_plan {
             top_k.num_protected = parts.take<std::int32_t>(heads());
         }
         if constexpr (retains) {
-            const std::int64_t slots = heads() * top_k.top_k_slots;
+            const std::int64_t num_slots = heads() * top_k.top_k_slots;
             top_k.heads = call_.heads = parts.take<top_k_head>(heads());
             top_k.leaving_score = parts.take<float>(tokens);
             top_k.leaving_kind = parts.take<unsigned char>(tokens);
-            top_k.slot_score = parts.take<float>(slots);
-            top_k.slot_position = parts.take<position_t>(slots);
-            top_k.holder = parts.take<std::int32_t>(slots);
+            top_k.slot_score = parts.take<float>(num_slots);
+            top_k.slot_position = parts.take<position_t>(num_slots);
+            top_k.holder = parts.take<std::int32_t>(num_slots);
             if constexpr (P::has_keep) {
-                top_k.slot_protected = parts.take<unsigned char>(slots);
+                top_k.slot_protected = parts.take<unsigned char>(num_slots);
             }
             top_k.members = parts.take<std::int32_t>(heads() * 3 * sorted_keys_);
             if constexpr (P::has_decay) {
@@ -159,8 +152,6 @@ class prefill_plan {
         state_ = parts.take<float>(heads() * call_.cache.state_size);
         if constexpr (paged) {
             missing_ = parts.take<std::int32_t>(heads());
-            k_ = parts.take<T>(call_.together * of_entry_ * call_.cache.head_dim_qk);
-            v_ = parts.take<T>(call_.together * of_entry_ * call_.cache.head_dim_vo);
         }
         attention_bytes_ = 0;
         each_round([this](std::int32_t first, std::int32_t count) {
@@ -229,7 +220,7 @@ class prefill_plan {
             const std::int32_t least = call_.together;
             for (std::int32_t together = call_.batch.count; together > least; together = (together + 1) / 2) {
                 call_.together = together;
-                if (together * of_entry_ <= max_together && lay_out(nullptr) <= workspace.bytes) {
+                if (lay_out(nullptr) <= workspace.bytes) {
                     break;
                 }
                 call_.together = least;
@@ -277,8 +268,10 @@ class prefill_plan {
             update_top_k();
         }
         if constexpr (paged) {
-            launch("paged_prefill_plan_kernel", paged_prefill_plan_kernel<T>, call_.batch.count == 0 ? 0 : 1,
-                   admit_threads, 0, ctx_, call_, missing_, writes);
+            if (writes) {
+                launch("paged_prefill_pages_kernel", paged_prefill_pages_kernel<T>,
+                       call_.batch.count == 0 ? 0 : 1, admit_threads, 0, ctx_, call_, missing_);
+            }
         }
     }
 
@@ -362,11 +355,8 @@ class prefill_plan {
         // Sizes alone never look at the tensors: rows of the cache stand for them.
         const T *k = nullptr, *v = nullptr, *any = nullptr;
         if constexpr (paged) {
-            k = k_;
-            v = v_;
             any = reinterpret_cast<const T*>(call_.cache.table);
-            k = queries != nullptr ? k : any;
-            v = queries != nullptr ? v : any;
+            k = v = queries != nullptr ? queries->data : any;  // the pages say where rows are
         } else {
             k = any = call_.cache.k;
             v = call_.cache.v;
@@ -416,8 +406,31 @@ class prefill_plan {
             past.position.data = past.mask.expiry.data = self.mask.expiry.data = there;
         }
         attend_plan<T, Dims> call(ctx_, ref_.attention, q, past, &self, sequences, AttendOptions{});
-        call.past_begins(call_.first_row + (queries != nullptr ? head : 0));
+        const std::int64_t* const first_row = call_.first_row + (queries != nullptr ? head : 0);
+        if constexpr (paged) {
+            call.past_pages(pages_of(call_.cache, first_row));
+        } else {
+            call.past_begins(first_row);
+        }
+        call.past_counts(call_.past_rows + (queries != nullptr ? head : 0));
         return body(call);
+    }
+    /// A paged cache's entries as attention finds them.
+    static key_pages<T> pages_of(const paged_view<T>& cache, const std::int64_t* first_page) {
+        static_assert(sizeof(Slab<T>) % sizeof(T*) == 0);
+        key_pages<T> pages;
+        pages.table = cache.table;
+        pages.first_page = first_page;
+        pages.k = &cache.pool.slabs->k;
+        pages.v = &cache.pool.slabs->v;
+        pages.slab_step = sizeof(Slab<T>) / sizeof(T*);
+        pages.slab_pages = cache.pool.slab_pages;
+        pages.page_size = cache.pool.page_size;
+        pages.k_page = cache.pool.strides.k_page;
+        pages.k_row = cache.pool.strides.k_row;
+        pages.v_page = cache.pool.strides.v_page;
+        pages.v_row = cache.pool.strides.v_row;
+        return pages;
     }
     /// Some of a tensor's entries.
     template <class View_>
@@ -435,12 +448,6 @@ class prefill_plan {
         plane_view<float> sums = lse;
         to.length = sums.length = call_.tokens.most;
         const auto round = [&](std::int32_t first, std::int32_t count) {
-            if constexpr (paged) {
-                constexpr std::int32_t pieces = 32;  // blocks that share the rows of a head
-                launch("paged_prefill_gather_kernel", paged_prefill_gather_kernel<T>,
-                       std::int64_t{count} * call_.cache.kv_heads * pieces, prefill_threads, 0, ctx_, call_,
-                       k_, v_, first * call_.cache.kv_heads, pieces);
-            }
             attention(&q, first, count, [&](auto& call) {
                 call.run(entries(to, first, count), entries(sums, first, count),
                          {scratch_, attention_bytes_});
@@ -462,10 +469,8 @@ class prefill_plan {
     float* computed_ = nullptr;
     float* of_tokens_ = nullptr;
     float* state_ = nullptr;
-    std::int64_t of_entry_ = 0;        // of a DualCache: the most rows of an entry
-    std::int32_t* missing_ = nullptr;  // of a DualCache: scratch, and its rows
-    T* k_ = nullptr;
-    T* v_ = nullptr;
+    std::int64_t of_entry_ = 0;         // of a DualCache: bytes of the lists of an entry's rows
+    std::int32_t* missing_ = nullptr;   // of a DualCache: scratch
     unsigned char* scratch_ = nullptr;  // of scores, then of attention
     std::size_t attention_bytes_ = 0;
     std::size_t chunk_score_bytes_ = 0;  // of a scorer's kernels for chunks; 0: it scores as in steps

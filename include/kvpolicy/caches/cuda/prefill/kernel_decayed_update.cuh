@@ -43,10 +43,10 @@ __global__ void __launch_bounds__(prefill_threads)
     }
     const std::int32_t num_long_range = call.cache.num_long_range[at.rows.index];
     const top_k_update_params& top_k = call.top_k;
-    const std::int64_t slots = std::int64_t{at.pair} * top_k.top_k_slots;
+    const std::int64_t of_head = std::int64_t{at.pair} * top_k.top_k_slots;
     detail::chunk_slots chunk{
-        {head_params, call.cache.rebase_limit, top_k.slot_score + slots, top_k.slot_position + slots},
-        top_k.holder + slots,
+        {head_params, call.cache.rebase_limit, top_k.slot_score + of_head, top_k.slot_position + of_head},
+        top_k.holder + of_head,
         records + std::int64_t{at.pair} * tiles,
         top_k.past_expiry + std::int64_t{at.pair} * top_k.max_entries,
         top_k.chunk_expiry + std::int64_t{at.pair} * top_k.most};
@@ -56,8 +56,8 @@ __global__ void __launch_bounds__(prefill_threads)
         chunk.of.score = reinterpret_cast<float*>(chunk.of.position + top_k.top_k_slots);
         chunk.record = reinterpret_cast<std::int32_t*>(chunk.of.score + top_k.top_k_slots);
         for (std::int32_t p = thread; p < num_long_range; p += prefill_threads) {
-            chunk.of.score[p] = top_k.slot_score[slots + p];
-            chunk.of.position[p] = top_k.slot_position[slots + p];
+            chunk.of.score[p] = top_k.slot_score[of_head + p];
+            chunk.of.position[p] = top_k.slot_position[of_head + p];
         }
         __syncthreads();
     }
@@ -84,8 +84,8 @@ __global__ void __launch_bounds__(prefill_threads)
         __syncthreads();
         const std::int32_t after = top_k.num_long_range[at.pair];
         for (std::int32_t p = thread; p < after; p += prefill_threads) {
-            top_k.slot_score[slots + p] = chunk.of.score[p];
-            top_k.slot_position[slots + p] = chunk.of.position[p];
+            top_k.slot_score[of_head + p] = chunk.of.score[p];
+            top_k.slot_position[of_head + p] = chunk.of.position[p];
         }
     }
 }

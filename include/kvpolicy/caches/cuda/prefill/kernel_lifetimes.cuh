@@ -112,6 +112,8 @@ struct lifetimes_block {
         }
         if constexpr (std::is_same_v<View, contiguous_view<typename View::value_type>>) {
             call.first_row[at.pair] = at.active.seq * call.cache.rows + call.cache.row_offset[at.head];
+        } else {
+            call.first_row[at.pair] = at.rows.table - call.cache.table;
         }
     }
 
@@ -119,21 +121,18 @@ struct lifetimes_block {
     __device__ void fill_past() const {
         const std::int64_t plane = std::int64_t{at.pair} * call.top_k.max_entries;
         const std::int32_t used = tokens != 0 ? at.rows.layout.used(at.base, num_long_range) : 0;
-        constexpr expiry_t dead = -never - 1;
-        for (std::int32_t r = first; r < call.top_k.max_entries; r += stride) {
-            std::int32_t position = 0;
-            expiry_t expiry = dead;
-            if (r < used) {
-                // What lies further back than 31 bits reach is just as visible there.
-                const position_t t = at.rows.position_of(r), distance = t - at.base,
-                                 least = -(position_t{1} << 30);
-                position = static_cast<std::int32_t>(distance > least ? distance : least);
-                const bool recent = r >= head_params.sinks && r < at.rows.layout.slot(0);
-                const position_t leaves = distance + head_params.window;
-                expiry = recent && leaves < never ? static_cast<expiry_t>(leaves) : never;
-            }
-            call.position[plane + r] = position;
-            call.top_k.past_expiry[plane + r] = expiry;
+        if (first == 0) {
+            call.past_rows[at.pair] = used;
+        }
+        for (std::int32_t r = first; r < used; r += stride) {
+            // What lies further back than 31 bits reach is just as visible there.
+            const position_t t = at.rows.position_of(r), distance = t - at.base,
+                             least = -(position_t{1} << 30);
+            const bool recent = r >= head_params.sinks && r < at.rows.layout.slot(0);
+            const position_t leaves = distance + head_params.window;
+            call.position[plane + r] = static_cast<std::int32_t>(distance > least ? distance : least);
+            call.top_k.past_expiry[plane + r] =
+                recent && leaves < never ? static_cast<expiry_t>(leaves) : never;
         }
     }
 
@@ -180,15 +179,15 @@ struct lifetimes_block {
     /// Slots whose key may change; slots before those are not read.
     __device__ void copy_slots() const {
         const std::int32_t first_slot = first_contested(head_params, num_long_range);
-        const std::int64_t slots = std::int64_t{at.pair} * call.top_k.top_k_slots - first_slot;
+        const std::int64_t of_head = std::int64_t{at.pair} * call.top_k.top_k_slots - first_slot;
         for (std::int32_t p = first_slot + first; p < num_long_range; p += stride) {
             const std::int32_t row = at.rows.layout.slot(p);
             const position_t t = at.rows.position_of(row);
-            call.top_k.slot_score[slots + p] = at.rows.score_of(row);
-            call.top_k.slot_position[slots + p] = t;
-            call.top_k.holder[slots + p] = row;
+            call.top_k.slot_score[of_head + p] = at.rows.score_of(row);
+            call.top_k.slot_position[of_head + p] = t;
+            call.top_k.holder[of_head + p] = row;
             if constexpr (detail::holds_keys<Gate>) {
-                call.top_k.slot_protected[slots + p] = gate.keeps(t) ? 1 : 0;
+                call.top_k.slot_protected[of_head + p] = gate.keeps(t) ? 1 : 0;
             }
         }
     }
@@ -200,11 +199,12 @@ struct lifetimes_block {
 ///
 /// Grid: count * Hkv * pieces blocks. Block: prefill_threads. Shared memory: none.
 /// In: lengths, num_long_range, positions and scores of the entries; scores of the tokens.
-/// Out: position and past_expiry [count, Hkv, max_entries] int32, relative to the chunk's first token;
+/// Out: past_rows [count, Hkv] int32; position and past_expiry [count, Hkv, max_entries] int32 of those
+/// rows, relative to the chunk's first token;
 /// chunk_expiry [count, Hkv, most] int32; leaving_score fp32 and leaving_kind uint8 [count, Hkv, most];
 /// slot_score fp32, slot_position int64, holder int32 and slot_protected uint8 [count, Hkv, top_k_slots];
-/// heads, num_long_range, num_protected and num_long_range_before [count, Hkv]; first_row [count, Hkv] of a
-/// contiguous cache; status [count] is OR-ed.
+/// heads, num_long_range, num_protected and num_long_range_before [count, Hkv]; first_row [count, Hkv];
+/// status [count] is OR-ed.
 /// Overwrites: `computed` of keys that are held for their position, with 0.
 ///
 /// Phases: 1. The head's numbers. 2. Entries. 3. Tokens. 4. Slots.

@@ -70,10 +70,10 @@ __global__ void __launch_bounds__(prefill_threads)
 /// Writes the chunk's tokens into sinks and window, and the head's counters.
 ///
 /// Grid: count * Hkv * pieces blocks. Block: prefill_threads; a warp per token.
-/// In: the tokens, their scores; num_long_range and num_protected of top_k_update_kernel; `advanced` [count, Hkv,
-/// state_size] fp32.
-/// Overwrites: entries of the tokens that are still in the window or are sinks; appended, num_long_range, victim, num_protected;
-/// the scorer's state from `advanced`; the count of draft tokens.
+/// In: the tokens, their scores; num_long_range and num_protected of top_k_update_kernel; `advanced` [count,
+/// Hkv, state_size] fp32.
+/// Overwrites: entries of the tokens that are still in the window or are sinks; appended, num_long_range,
+/// victim, num_protected; the scorer's state from `advanced`; the count of draft tokens.
 ///
 /// Phases: 1. Counters, by the first block of a head. 2. The scorer's state. 3. Entries.
 template <class View>

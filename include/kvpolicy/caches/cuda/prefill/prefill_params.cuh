@@ -31,11 +31,13 @@ struct prefill_params {
         nullptr;  // [count, Hkv, most]: of the new tokens, where those are of the keys that leave
     std::uint32_t* status = nullptr;  // [count]
     std::int32_t pieces = 1;          // blocks that share a head
-    std::int32_t together = 1;        // entries whose rows are brought together at once, of a DualCache
+    std::int32_t together = 1;        // entries that are attended to at once, of a DualCache
     // Made by the kernels.
     std::int32_t* appended = nullptr;   // [count]: tokens that count
-    std::int64_t* first_row = nullptr;  // [count, Hkv]
+    std::int64_t* first_row = nullptr;  // [count, Hkv]: of the entries; in a paged cache the first page id's
+                                        // place in the page tables
     std::int32_t* position = nullptr;   // [count, Hkv, max_entries], from the chunk's first token on
+    std::int32_t* past_rows = nullptr;  // [count, Hkv]: entries before the chunk
     top_k_head* heads = nullptr;        // [count, Hkv]
     top_k_update_params top_k{};        // decisions; `num_long_range` are slots in use after the chunk
     std::int32_t* num_long_range_before = nullptr;  // [count, Hkv], with a selection
