@@ -1,4 +1,4 @@
-// Prompts into caches with an mLSTMScorer, in chunks of many tokens. Scores in the entries and states are
+// Prompts into caches with an mLSTMScorer, in chunks of many tokens. Scores in the entries, and states, are
 // near the host's in double, by the tolerance of score_sequence. A prompt in one chunk has the bits of
 // score_sequence on the same device, and keeps the keys that a cache with those scores given keeps.
 #pragma once

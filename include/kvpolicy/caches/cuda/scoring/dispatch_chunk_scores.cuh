@@ -18,19 +18,13 @@ namespace cuda_backend {
 
 inline constexpr int leaving_keys_threads = 256;
 
-template <class View>
+template <class View, class Scorer>
 struct leaving_keys_params {
-    using T = typename View::value_type;
-
-    View cache;
-    Batch batch{};
-    prefill_tokens<T> tokens{};
-    float* scores = nullptr;  // as in score_params
-    float* state = nullptr;
-    leaving_key<T>* leaving = nullptr;      // [count, Hkv, most]
-    std::int32_t* first_leaving = nullptr;  // [count, Hkv]
-    chunk_state* states = nullptr;          // [count, Hkv]
-    std::int32_t pieces = 1;                // blocks that share a head
+    score_params<View, Scorer> chunk;
+    leaving_key<typename View::value_type>* leaving = nullptr;  // [count, Hkv, most]
+    std::int32_t* first_leaving = nullptr;                      // [count, Hkv]
+    chunk_state* states = nullptr;                              // [count, Hkv]
+    std::int32_t pieces = 1;                                    // blocks that share a head
 };
 
 /// Where a scorer finds the keys that leave the window with a chunk's tokens, in the window or in the chunk,
@@ -42,11 +36,12 @@ struct leaving_keys_params {
 /// [count, Hkv, most] fp32: 0 for tokens with which no key leaves.
 ///
 /// Phases: 1. The head's numbers, by its first block. 2. Tokens.
-template <class View>
+template <class View, class Scorer>
 __global__ void __launch_bounds__(leaving_keys_threads)
-    leaving_keys_kernel(const __grid_constant__ leaving_keys_params<View> call) {
+    leaving_keys_kernel(const __grid_constant__ leaving_keys_params<View, Scorer> call) {
+    const score_params<View, Scorer>& chunk = call.chunk;
     const auto block = static_cast<std::int32_t>(blockIdx.x), piece = block % call.pieces;
-    const scored_token<View> at(call.cache, call.batch, block / call.pieces, call.tokens.most);
+    const scored_token<View> at(chunk.cache, chunk.batch, block / call.pieces, chunk.tokens.most);
     const std::int32_t tokens = at.active.tokens;
     const HeadParams& head_params = at.rows.head_params;
     const position_t leaves = position_t{head_params.sinks} + head_params.window - at.base;
@@ -54,28 +49,28 @@ __global__ void __launch_bounds__(leaving_keys_threads)
     const auto thread = static_cast<std::int32_t>(threadIdx.x);
     // 1. The head's numbers.
     if (piece == 0 && thread == 0) {
-        float* const state = call.cache.state + at.rows.index * call.cache.state_size;
+        float* const state = chunk.cache.state + at.rows.index * chunk.cache.state_size;
         float* const after =
-            call.state == nullptr ? state : call.state + std::int64_t{at.pair} * call.cache.state_size;
+            chunk.state == nullptr ? state : chunk.state + std::int64_t{at.pair} * chunk.cache.state_size;
         call.first_leaving[at.pair] = first;
         call.states[at.pair] = tokens != 0 ? chunk_state{state, after} : chunk_state{nullptr, nullptr};
     }
     // 2. Tokens.
     for (std::int32_t j = piece * leaving_keys_threads + thread; j < tokens;
          j += call.pieces * leaving_keys_threads) {
-        const std::int64_t token = std::int64_t{at.pair} * call.tokens.most + j;
+        const std::int64_t token = std::int64_t{at.pair} * chunk.tokens.most + j;
         if (j < first) {
-            call.scores[token] = 0.0f;
+            chunk.scores[token] = 0.0f;
         } else {
             const auto find = [&](bool of_value) {
-                return token_source(at.rows, call.tokens, at.entry, at.head, at.base, j, true, of_value);
+                return token_source(at.rows, chunk.tokens, at.entry, at.head, at.base, j, true, of_value);
             };
             call.leaving[token] = {find(false), find(true)};
         }
     }
 }
 
-/// A chunk's scores by the scorer's kernels for chunks. Without `memory` only sizes: false where it has none
+/// A chunk's scores by the scorer's kernels for chunks; with `measure` only sizes. False where it has none
 /// for these.
 template <class View, class Scorer>
 bool score_chunk_in(const cuda& ctx, const score_params<View, Scorer>& call, workspace_parts& parts,
@@ -83,11 +78,7 @@ bool score_chunk_in(const cuda& ctx, const score_params<View, Scorer>& call, wor
     using T = typename View::value_type;
     const std::int32_t count = call.batch.count, most = call.tokens.most;
     const std::int64_t heads = std::int64_t{count} * call.cache.kv_heads;
-    leaving_keys_params<View> keys{.cache = call.cache,
-                                   .batch = call.batch,
-                                   .tokens = call.tokens,
-                                   .scores = call.scores,
-                                   .state = call.state};
+    leaving_keys_params<View, Scorer> keys{call};
     keys.leaving = parts.take<leaving_key<T>>(heads * most);
     keys.first_leaving = parts.take<std::int32_t>(heads);
     keys.states = parts.take<chunk_state>(heads);
@@ -110,8 +101,8 @@ bool score_chunk_in(const cuda& ctx, const score_params<View, Scorer>& call, wor
         keys.pieces = static_cast<std::int32_t>(
             std::clamp<std::int64_t>(blocks / std::max<std::int64_t>(heads, 1), 1,
                                      std::max(1, (most + leaving_keys_threads - 1) / leaving_keys_threads)));
-        launch("leaving_keys_kernel", leaving_keys_kernel<View>, heads * keys.pieces, leaving_keys_threads, 0,
-               ctx, keys);
+        launch("leaving_keys_kernel", leaving_keys_kernel<View, Scorer>, heads * keys.pieces,
+               leaving_keys_threads, 0, ctx, keys);
     }
     return device_scorer<Scorer>::score_chunk(ctx, call.scorer, chunk, parts, measure);
 }

@@ -307,9 +307,8 @@ struct mlstm_state_part {
         const float* const state = backward ? nullptr : params.state_before(plane);
         if (params.segments == 1 && state != nullptr) {
             take(params, F, state, params.partial_states + std::int64_t{plane} * params.features, acc, sums);
-        } else if (segment > 0 ||
-                   state !=
-                       nullptr) {  // of several segments the last may leave its state while another begins
+        } else if (segment > 0 || state != nullptr) {
+            // Of several segments the last may leave its state while another begins.
             const std::int64_t first = std::int64_t{plane} * params.segments;
             read_partial<F, V>(params, (first + segment) * params.cuts, acc, sums);
         }

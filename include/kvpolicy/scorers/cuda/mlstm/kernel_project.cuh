@@ -499,7 +499,7 @@ struct project_agent {
         store_rows(warp, params.v + row * V, V, 0, y);
         scan();
     }
-    /// Phase 5: the chunk's numbers, by one warp; no other warp waits for it.
+    /// Phase 5: the chunk's frame, by one warp; no other warp waits for it.
     __device__ void scan() const {
         if (active && warp_id() % 4 == 0) {
             scan_gates(params, s, memory.log_input + own * scorer_chunk,
@@ -512,16 +512,17 @@ struct project_agent {
 /// Grid: 2 x planes x ceil(chunks / Slots): the tokens of `Chunks` neighboring chunks of a plane, then as
 /// many blocks for their queries. Block: 128 Slots threads, four warps per chunk. Shared memory:
 /// mlstm_project_memory.
-/// In: source (k, v) T, of a cache's queries `leaving` [planes, length]; stack_q [heads, rows_q, padded],
-/// stack_k [heads, rows_k, padded] T; w_i, b_i, w_f, b_f, skip fp32. direct_values: v~ are the values themselves.
+/// In: source (k, v) T, or for a cache's queries `leaving` [planes, length]; stack_q [heads, rows_q, padded],
+/// stack_k [heads, rows_k, padded] T; w_i, b_i, w_f, b_f, skip fp32. direct_values: v~ are the values
+/// themselves.
 /// Out, overwritten: rows q, k [.., F], v [.., V] E; log_source, log_top fp64, weight, skipped fp32; slope_i,
-/// slope_f where a backward pass wants them; chunk_stats [planes, chunks] with top, forgotten, weights,
-/// ref_token and bad of each chunk. Rows without a token are made of inputs that are 0.
+/// slope_f where a backward pass wants them; frames [planes, chunks] with top, forgotten, weights, ref_token
+/// and bad of each chunk. Rows without a token are made of inputs that are 0.
 /// 1. The inputs and the gates' weights to shared memory.
 /// 2. The gates of the tokens; tokens that are not finite become 0.
 /// 3. Features: projection and softmax.
 /// 4. Values.
-/// 5. The chunk's numbers, by a scan over its gates. Queries: 1 and 3, and skip.
+/// 5. The chunk's frame, by a scan over its gates. Queries: 1 and 3, and skip.
 template <class T, int F, int V, bool Hedgehog, int Chunks>
 __global__ void __launch_bounds__(128 * Chunks, shared_tile<T>::plain || Chunks == 1 ? 1 : 2)
     mlstm_project_kernel(const mlstm_params<T> params, const bool direct_values) {
