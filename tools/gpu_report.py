@@ -174,13 +174,18 @@ def operation_report(folder, operation):
                if key in ("card", "caches")}
     report = {"context": context, "rows": [], "baseline": baseline, "profile": profile(folder, operation)}
     rows = (baseline or {}).get("rows", [])
-    if bench:
-        table = list(targets(folder, operation))
-        baselines = {row["name"]: row["median_ms"] for row in rows if row.get("median_ms") is not None}
-        report["rows"] = list(benchmark_rows(bench, table, baselines))
+    table = list(targets(folder, operation))
+    baselines = {row["name"]: row["median_ms"] for row in rows if row.get("median_ms") is not None}
+    if not bench:  # a library, which the baseline's program has timed
+        bench = {"benchmarks": [row for row in rows if row["name"] in baselines and
+                                any(fnmatch.fnmatchcase(row["name"], pattern) for pattern, *_ in table)]}
+    report["rows"] = list(benchmark_rows(bench, table, baselines))
     for entry in report["rows"]:
         print_row(entry)
+    reported = {entry["name"] for entry in report["rows"]}
     for row in rows:
+        if row["name"] in reported:
+            continue
         rest = ", ".join(f"{key} {value}" for key, value in row.items() if key not in ("name", "median_ms"))
         print(f"{row.get('median_ms') or float('nan'):10.4f} ms  baseline {row['name']}  {rest}")
     for launch in report["profile"]:

@@ -7,7 +7,8 @@
 #   benchmarks/<operation>.cu              its benchmark, if it has one
 #   benchmarks/baselines/<operation>.py    the PyTorch or Triton baseline, timed beside it: takes --quick and
 #                                          --out FILE, writes {"rows": [{"name": ..., "median_ms": ..., ...},
-#                                          ...]}
+#                                          ...]}. Where the benchmark is a library (`libraries`), this program
+#                                          loads it and times both
 #
 # and here, all optional:
 #
@@ -36,7 +37,11 @@ all_checks="memcheck synccheck initcheck racecheck"
 one_lane_arrives="attention caches scorers"
 
 # Operations with a benchmark and no folder of tests: other operations' tests have their calls.
-timed_only="prefill"
+timed_only="prefill first_token"
+
+# Operations whose benchmark is a library (benchmarks/<operation>.so of the build). Rows of the baseline that
+# a target names are then reported as rows of the benchmark.
+libraries="first_token"
 
 # ---- masks ---------------------------------------------------------------------------------------
 
@@ -173,6 +178,22 @@ prefill/2k over 4096/*    | 0.769x fastest | 0.909x fastest |
 prefill, DualCache/16k, gates 25%/* | 0.8 of mask + attend/16k, gates 25%/* |
     0.909 of mask + attend/16k, gates 25%/* |
 prefill, DualCache/* | 0.87 of prefill/* | 0.909 of prefill/* |
+"
+
+# ---- first_token ---------------------------------------------------------------------------------
+
+# Time to first token as a share of dense: 0.92, 0.78 and 0.38 are 1.087, 1.282 and 2.632 times its speed. Its
+# tests are those of caches. Peaks of memory stand in the rows: peak_of_dense, at most 0.3 in chunks of 4k.
+baselines[first_token]="
+| 150
+"
+targets[first_token]="
+first token/16k  | 1.087x | 1.087x | dense 16k
+first token/32k  | 1.282x | 1.282x | dense 32k
+first token/128k | 2.632x | 2.632x | dense 128k
+first token, chunks of 4k/16k  | 1.087x | 1.087x | dense 16k
+first token, chunks of 4k/32k  | 1.282x | 1.282x | dense 32k
+first token, chunks of 4k/128k | 2.632x | 2.632x | dense 128k
 "
 
 # ---- scorers -------------------------------------------------------------------------------------
