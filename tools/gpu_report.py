@@ -182,7 +182,10 @@ def operation_report(folder, operation):
     report["rows"] = list(benchmark_rows(bench, table, baselines))
     for entry in report["rows"]:
         print_row(entry)
+    reported = {entry["name"] for entry in report["rows"]}
     for row in rows:
+        if row["name"] in reported:
+            continue
         rest = ", ".join(f"{key} {value}" for key, value in row.items() if key not in ("name", "median_ms"))
         print(f"{row.get('median_ms') or float('nan'):10.4f} ms  baseline {row['name']}  {rest}")
     for launch in report["profile"]:

@@ -71,9 +71,9 @@ void step(const cuda& ctx, const FixedBudgetRef<P, T>& cache, const step_io<T>& 
 
 /// A chunk of up to n tokens a sequence, as the host's prefill: what as many steps would keep. Entry i brings
 /// batch.q_len[i] tokens, or batch.length, or all n of q. io.q [count, Hq, n, Dk], io.k and io.v [count, Hkv,
-/// n, D], io.out [count, Hq, n, Dv]. Contests run one after another, in one warp a head: a candidate that
-/// wins costs about half a microsecond (with a decay step above 1 every candidate looks at all places). With
-/// n > 32 an mLSTM of up to 128 features and values scores by chunks, as score_sequence does: it agrees with
+/// n, D], io.out [count, Hq, n, Dv]. Top-k updates of heads with static priorities are decided together, by a
+/// sort (a decay step above 1 takes them one after another, and every candidate looks at all slots). With n >
+/// 32 an mLSTM of up to 128 features and values scores by chunks, as score_sequence does: it agrees with
 /// steps to rounding, of 16-bit rows to that of bf16.
 template <class Dims = all_head_dims, class P, Storage T>
 void prefill(const cuda& ctx, const FixedBudgetRef<P, T>& cache, const step_io<T>& io,
@@ -114,10 +114,9 @@ template <class Dims = all_head_dims, class P, Storage T>
 void step(const cuda& ctx, const DualRef<P, T>& cache, const step_io<T>& io, workspace_view workspace,
           const StepOptions& options = {});
 
-/// A chunk fits, or the call leaves the sequence unchanged. Rows are gathered once per chunk, at the cost of
-/// reading them twice: those of as many entries at once as fit in 1 GiB, or in the workspace if that is
-/// larger than workspace_bytes (at least one), each with all the rows that it can hold, but no more than the
-/// pool has. docs/cuda.md, Ragged heads, has the workspace's other parts.
+/// A chunk fits, or the call leaves the sequence unchanged. Attention reads rows in their pages. It takes as
+/// many entries at once as have their lists of rows in 1 GiB, or in the workspace if that is larger than
+/// workspace_bytes (at least one). docs/cuda.md, Ragged heads, has the workspace's parts.
 template <class Dims = all_head_dims, class P, Storage T>
 void prefill(const cuda& ctx, const DualRef<P, T>& cache, const step_io<T>& io, workspace_view workspace,
              const StepOptions& options = {});
