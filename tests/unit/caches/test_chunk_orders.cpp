@@ -45,7 +45,9 @@ const Order orders[] = {
                                                               : t % 3 == 1 ? -inf
                                                                            : 2.0f; }},
     {"values that absorb the decay",
-     [](std::int32_t t, std::mt19937& g) { return 1e30f * static_cast<float>(1 + (t + g() % 2) % 2); }},
+     [](std::int32_t t, std::mt19937& g) {
+         return 1e30f * static_cast<float>(1 + (static_cast<unsigned>(t) + g() % 2) % 2);
+     }},
     {"random", [](std::int32_t, std::mt19937& g) { return static_cast<float>(g() % 2001) * 1e-3f - 1.0f; }},
 };
 
