@@ -264,13 +264,16 @@ inline std::int32_t first_named_twice(const std::int32_t* named, std::int32_t co
     return first;
 }
 
+/// A number of sequences, by the name of its argument.
+inline void check_count(const char* name, std::int32_t count, std::int32_t max_sequences) {
+    detail::require(count >= 0 && count <= max_sequences, name, count,
+                    [&] { return detail::text("0 to the cache's max_sequences, ", max_sequences); });
+}
+
 /// Sequences and token counts of a batch. Returns the largest token count.
 inline std::int32_t check_batch(const Batch& batch, std::int32_t max_sequences, std::int32_t most,
                                 const char* max_name) {
-    if (batch.count < 0 || batch.count > max_sequences) {
-        detail::refuse("batch.count", batch.count,
-                       detail::text("0 to the cache's max_sequences, ", max_sequences));
-    }
+    check_count("batch.count", batch.count, max_sequences);
     const auto refuse = [](std::int32_t i, const char* what, std::int32_t value, const std::string& allowed) {
         detail::refuse(detail::text(what, "[", i, "]").c_str(), value, allowed);
     };

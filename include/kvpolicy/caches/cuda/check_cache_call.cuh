@@ -102,8 +102,7 @@ void check_cache_call(const Cache& cache, const Batch& batch, std::int32_t token
                       const rows_view<const T>& q, const rows_view<T>& out, const plane_view<float>& lse) {
     const std::int32_t query_heads = cache.kv_heads * cache.group;
     check_on_device(cache);
-    detail::require(batch.count >= 0 && batch.count <= cache.max_sequences, "batch.count", batch.count,
-                    [&] { return detail::text("0 to the cache's max_sequences, ", cache.max_sequences); });
+    checks::check_count("batch.count", batch.count, cache.max_sequences);
     const std::int32_t length = batch.length_or_one();
     detail::require(batch.q_len != nullptr || (length >= 0 && length <= tokens), "batch.length", length,
                     [&] { return detail::text("0 to ", tokens); });

@@ -7,6 +7,7 @@
 #include <kvpolicy/caches/host/chunk_top_k.hpp>
 #include <kvpolicy/caches/host/entries.hpp>
 #include <kvpolicy/caches/host/hidden_scores.hpp>
+#include <kvpolicy/caches/host/layer_call.hpp>
 #include <kvpolicy/caches/host/observed_step.hpp>
 #include <kvpolicy/caches/host/score_step.hpp>
 #include <kvpolicy/core/workspace.hpp>
@@ -532,14 +533,10 @@ requires CacheRef<Ref<P, T>>
 void prefill(const host& ctx, const Ref<P, T>& cache, const step_io<T>& io, workspace_view workspace,
              const StepOptions& options) {
     namespace hb = host_backend;
-    hb::check_on_host(cache);
-    const Batch batch = checks::batch_of(io);
-    const detail::step_extras extras = detail::extras_of(io);
-    const std::int32_t longest =
-        checks::check_batch(batch, cache.max_sequences, io.q.length, "the length of q");
-    hb::check_cache_call(cache, batch, longest, io.q, io.k, io.v, io.out, extras);
-    hb::check_appended(cache, batch);
-    hb::check_max_seq_len(cache, batch);
+    const hb::layer_call call = hb::checked_call(cache, io, io.q.length, "the length of q");
+    const Batch& batch = call.batch;
+    const detail::step_extras& extras = call.extras;
+    const std::int32_t longest = call.max_tokens;
     checks::check_workspace(workspace,
                             workspace_bytes(ctx, cache, {.batch = batch.count, .tokens = longest}));
     std::byte* const begin = detail::aligned(workspace.data);

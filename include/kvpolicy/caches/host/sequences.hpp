@@ -4,6 +4,7 @@
 #include <kvpolicy/caches/cache.hpp>
 #include <kvpolicy/caches/host/host_cache.hpp>
 #include <kvpolicy/caches/host/select.hpp>
+#include <kvpolicy/core/check.hpp>
 #include <kvpolicy/core/status.hpp>
 
 #include <algorithm>
@@ -252,8 +253,7 @@ template <class Derived, AnyPolicy P, Storage T>
 void CacheOwner<Derived, P, T>::reorder(const host&, const std::int32_t* sources, std::int32_t count,
                                         const StepOptions& options) {
     require_bound();
-    detail::require(count >= 0 && count <= shape_.max_sequences, "count", count,
-                    [&] { return detail::text("0 to the cache's max_sequences, ", shape_.max_sequences); });
+    checks::check_count("count", count, shape_.max_sequences);
     detail::require(sources != nullptr || count == 0, "sources", "null", "an array of count sequences");
     for (std::int32_t i = 0; i < count; ++i) {
         detail::require(

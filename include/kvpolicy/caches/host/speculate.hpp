@@ -2,6 +2,7 @@
 #pragma once
 
 #include <kvpolicy/caches/calls.hpp>
+#include <kvpolicy/caches/host/layer_call.hpp>
 #include <kvpolicy/caches/host/prefill.hpp>
 #include <kvpolicy/core/workspace.hpp>
 
@@ -56,21 +57,16 @@ void append_draft(const host& ctx, const Ref<P, T>& cache, const step_io<T>& io,
     namespace hb = host_backend;
     static_assert(!P::observed,
                   "kvpolicy: append_draft takes a policy whose scores do not change with every query");
-    hb::check_on_host(cache);
-    const Batch batch = checks::batch_of(io);
-    const detail::step_extras extras = detail::extras_of(io);
-    const std::int32_t longest =
-        checks::check_batch(batch, cache.max_sequences, cache.max_draft_tokens,
-                            "the cache's max_draft_tokens, CacheShape::draft tokens");
-    hb::check_appended(cache, batch);
-    hb::check_cache_call(cache, batch, longest, io.q, io.k, io.v, io.out, extras);
-    hb::check_max_seq_len(cache, batch);
+    const hb::layer_call call = hb::checked_call(cache, io, cache.max_draft_tokens,
+                                                 "the cache's max_draft_tokens, CacheShape::draft tokens");
+    const Batch& batch = call.batch;
     checks::check_workspace(workspace,
-                            workspace_bytes(ctx, cache, {.batch = batch.count, .tokens = longest}));
+                            workspace_bytes(ctx, cache, {.batch = batch.count, .tokens = call.max_tokens}));
     std::byte* const begin = detail::aligned(workspace.data);
-    const detail::step_extras scored = hb::with_scores(ctx, cache, batch, longest, extras, begin);
-    const hb::chunk_pass<Ref<P, T>> pass(ctx, cache, longest,
-                                         begin + hb::hidden_bytes(ctx, cache, batch.count, longest));
+    const detail::step_extras scored =
+        hb::with_scores(ctx, cache, batch, call.max_tokens, call.extras, begin);
+    const hb::chunk_pass<Ref<P, T>> pass(ctx, cache, call.max_tokens,
+                                         begin + hb::hidden_bytes(ctx, cache, batch.count, call.max_tokens));
     const auto source = hb::tensor_source(io.k, io.v, scored, !hb::reads_hidden<P>);
     pass.decide(batch, source);
     pass.attend(batch, io.q, source, io.out, scored);
@@ -86,9 +82,10 @@ void append_draft(const host& ctx, const Ref<P, T>& cache, const step_io<T>& io,
             spare.score(j) = P::ranked && scores_come_along<typename P::scorer_type> ? from.scores[j] : 0.0f;
             if constexpr (P::has_eviction) {
                 for (std::int32_t g = 0; g < cache.group; ++g) {
-                    hb::copy_row(hb::entry_rows(io.q, extras.cu_seqlens, i).row(i, h * cache.group + g, j),
-                                 cache.head_dim_qk,
-                                 cache.spare_query_row(seq, h, j) + std::int64_t{g} * cache.head_dim_qk);
+                    hb::copy_row(
+                        hb::entry_rows(io.q, call.extras.cu_seqlens, i).row(i, h * cache.group + g, j),
+                        cache.head_dim_qk,
+                        cache.spare_query_row(seq, h, j) + std::int64_t{g} * cache.head_dim_qk);
                 }
             }
         }

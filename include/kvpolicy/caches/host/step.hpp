@@ -7,6 +7,7 @@
 #include <kvpolicy/caches/host/attend_entries.hpp>
 #include <kvpolicy/caches/host/entries.hpp>
 #include <kvpolicy/caches/host/hidden_scores.hpp>
+#include <kvpolicy/caches/host/layer_call.hpp>
 #include <kvpolicy/caches/host/observed_step.hpp>
 #include <kvpolicy/caches/host/score_step.hpp>
 #include <kvpolicy/core/workspace.hpp>
@@ -142,16 +143,12 @@ requires CacheRef<Ref<P, T>>
 void step(const host& ctx, const Ref<P, T>& cache, const step_io<T>& io, workspace_view workspace,
           const StepOptions& options) {
     namespace hb = host_backend;
-    hb::check_on_host(cache);
-    const Batch batch = checks::batch_of(io);
-    const detail::step_extras extras = detail::extras_of(io);
-    const std::int32_t longest =
-        checks::check_batch(batch, cache.max_sequences, 1, "a step takes one token; prefill takes chunks");
-    detail::require(extras.cu_seqlens == nullptr, "io.cu_seqlens", "given",
+    detail::require(io.cu_seqlens == nullptr, "io.cu_seqlens", "given",
                     "null in a step, whose entries have one token");
-    hb::check_cache_call(cache, batch, longest, io.q, io.k, io.v, io.out, extras);
-    hb::check_appended(cache, batch);
-    hb::check_max_seq_len(cache, batch);
+    const auto call = hb::checked_call(cache, io, 1, "a step takes one token; prefill takes chunks");
+    const auto& batch = call.batch;
+    const auto& extras = call.extras;
+    const auto longest = call.max_tokens;
     checks::check_workspace(workspace, step_workspace_bytes(ctx, cache, batch.count));
     std::byte* const begin = detail::aligned(workspace.data);
     if constexpr (P::observed) {

@@ -11,9 +11,6 @@ namespace kvpolicy {
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 namespace cuda_backend {
 
-/// Runs of equal sort keys up to this length are put right by one thread.
-inline constexpr int short_tie = 32;
-
 /// Sorts order[0, length), stable; after(a, b): b must come first. For short runs.
 template <class Index, class After>
 __device__ inline void insertion_sort(Index* order, int length, const After& after) {
@@ -27,6 +24,9 @@ __device__ inline void insertion_sort(Index* order, int length, const After& aft
         order[j + 1] = moving;
     }
 }
+
+/// Runs of equal sort keys up to this length are put right by one thread.
+inline constexpr int short_tie = 32;
 
 /// Puts runs of equal keys[0, count) right: order[] so that after(a, b) holds of no neighbors. By a block of
 /// Threads; both arrays are shared memory. False where a run that is not in order is too long for that.

@@ -6,6 +6,7 @@
 #include <kvpolicy/caches/cuda/kernel_sequences.cuh>
 #include <kvpolicy/caches/cuda/read_counts.cuh>
 #include <kvpolicy/caches/fixed_budget.hpp>
+#include <kvpolicy/core/check.hpp>
 #include <kvpolicy/core/cuda_config.cuh>
 #include <kvpolicy/core/workspace.hpp>
 #include <kvpolicy/cuda/launch.cuh>
@@ -84,9 +85,7 @@ void FixedBudgetCache<P, T>::advance(const cuda& ctx, const Batch& named, const 
     namespace cb = cuda_backend;
     this->require_memory(true);
     const Batch batch = checks::batch_of(named, this->shape_.max_sequences);
-    detail::require(
-        batch.count >= 0 && batch.count <= this->shape_.max_sequences, "batch.count", batch.count,
-        [&] { return detail::text("0 to the cache's max_sequences, ", this->shape_.max_sequences); });
+    checks::check_count("batch.count", batch.count, this->shape_.max_sequences);
     const cb::device_scope device(ctx, this->device_);
     cb::launch("advance_kernel", cb::advance_kernel<cb::advance_params>, batch.count, cb::advance_threads, 0,
                ctx,
@@ -314,8 +313,7 @@ void export_heads(const cuda& ctx, const FixedBudgetRef<P, T>& cache, const Batc
     namespace cb = cuda_backend;
     cb::check_on_device(cache);
     const Batch batch = checks::batch_of(named, cache.max_sequences);
-    detail::require(batch.count >= 0 && batch.count <= cache.max_sequences, "batch.count", batch.count,
-                    [&] { return detail::text("0 to the cache's max_sequences, ", cache.max_sequences); });
+    checks::check_count("batch.count", batch.count, cache.max_sequences);
     const std::int64_t most = batch.count * (cache.rows / cache.page_size);
     checks::check_head_pages(cache, batch, pages, most, "the pages that the batch's sequences can have");
     const cb::device_scope device(ctx, cache.device);

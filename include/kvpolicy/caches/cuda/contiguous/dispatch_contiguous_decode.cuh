@@ -5,6 +5,7 @@
 #include <kvpolicy/caches/cuda/contiguous/kernel_contiguous_decode.cuh>
 #include <kvpolicy/caches/cuda/paged/dispatch_paged_decode.cuh>
 #include <kvpolicy/caches/cuda/scoring/kernel_cache_score.cuh>
+#include <kvpolicy/core/check.hpp>
 #include <kvpolicy/core/cuda_config.cuh>
 #include <kvpolicy/cuda/launch.cuh>
 
@@ -189,8 +190,7 @@ void with_decode_plan(const cuda& ctx, const FixedBudgetRef<P, T>& cache, std::i
 
 template <class Dims, class P, Storage T>
 std::size_t step_workspace_bytes(const cuda& ctx, const FixedBudgetRef<P, T>& cache, std::int32_t count) {
-    detail::require(count >= 0 && count <= cache.max_sequences, "batch", count,
-                    [&] { return detail::text("0 to the cache's max_sequences, ", cache.max_sequences); });
+    checks::check_count("batch", count, cache.max_sequences);
     std::size_t bytes = 0;
     const auto measure = [&](auto& call) { bytes = std::max(bytes, call.lay_out(nullptr)); };
     cuda_backend::with_decode_plan<Dims>(ctx, cache, count, measure);

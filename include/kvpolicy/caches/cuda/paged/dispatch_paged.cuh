@@ -11,6 +11,7 @@
 #include <kvpolicy/caches/cuda/paged/kernel_paged_snapshot.cuh>
 #include <kvpolicy/caches/cuda/read_counts.cuh>
 #include <kvpolicy/caches/dual.hpp>
+#include <kvpolicy/core/check.hpp>
 #include <kvpolicy/core/cuda_config.cuh>
 #include <kvpolicy/core/workspace.hpp>
 #include <kvpolicy/cuda/launch.cuh>
@@ -133,9 +134,7 @@ std::int64_t DualCache<P, T>::reserve(const cuda& ctx, const Batch& named) {
     namespace cb = cuda_backend;
     this->require_memory(true);
     const Batch batch = checks::batch_of(named, this->shape_.max_sequences);
-    detail::require(
-        batch.count >= 0 && batch.count <= this->shape_.max_sequences, "batch.count", batch.count,
-        [&] { return detail::text("0 to the cache's max_sequences, ", this->shape_.max_sequences); });
+    checks::check_count("batch.count", batch.count, this->shape_.max_sequences);
     if (batch.count == 0) {
         return 0;
     }
@@ -208,9 +207,7 @@ void DualCache<P, T>::evict(const cuda& ctx, const Batch& named, workspace_view 
     namespace cb = cuda_backend;
     this->require_memory(true);
     const Batch batch = checks::batch_of(named, this->shape_.max_sequences);
-    detail::require(
-        batch.count >= 0 && batch.count <= this->shape_.max_sequences, "batch.count", batch.count,
-        [&] { return detail::text("0 to the cache's max_sequences, ", this->shape_.max_sequences); });
+    checks::check_count("batch.count", batch.count, this->shape_.max_sequences);
     cb::check_workspace(workspace, this->template evict_workspace_bytes<Build>(ctx));
     if (batch.count == 0) {
         return;
@@ -238,9 +235,7 @@ void DualCache<P, T>::advance(const cuda& ctx, const Batch& named, const StepOpt
     namespace cb = cuda_backend;
     this->require_memory(true);
     const Batch batch = checks::batch_of(named, this->shape_.max_sequences);
-    detail::require(
-        batch.count >= 0 && batch.count <= this->shape_.max_sequences, "batch.count", batch.count,
-        [&] { return detail::text("0 to the cache's max_sequences, ", this->shape_.max_sequences); });
+    checks::check_count("batch.count", batch.count, this->shape_.max_sequences);
     const cb::device_scope device(ctx, this->device_);
     cb::launch("advance_kernel", cb::advance_kernel<cb::advance_params>, batch.count, cb::advance_threads, 0,
                ctx,
@@ -589,8 +584,7 @@ void export_heads(const cuda& ctx, const DualRef<P, T>& cache, const Batch& name
     namespace cb = cuda_backend;
     cb::check_on_device(cache);
     const Batch batch = checks::batch_of(named, cache.max_sequences);
-    detail::require(batch.count >= 0 && batch.count <= cache.max_sequences, "batch.count", batch.count,
-                    [&] { return detail::text("0 to the cache's max_sequences, ", cache.max_sequences); });
+    checks::check_count("batch.count", batch.count, cache.max_sequences);
     checks::check_head_pages(cache, batch, pages, cache.page_count(), "the pages that the pool can have");
     const cb::device_scope device(ctx, cache.device);
     const cb::paged_view<T> view(cache);

@@ -7,6 +7,7 @@
 #include <kvpolicy/caches/cuda/scoring/kernel_cache_score.cuh>
 #include <kvpolicy/caches/dual.hpp>
 #include <kvpolicy/caches/fixed_budget.hpp>
+#include <kvpolicy/core/check.hpp>
 #include <kvpolicy/core/cuda_config.cuh>
 #include <kvpolicy/cuda/launch.cuh>
 
@@ -280,8 +281,7 @@ void with_decode_plan(const cuda& ctx, const DualRef<P, T>& cache, std::int32_t 
 
 template <class Dims, class P, Storage T>
 std::size_t step_workspace_bytes(const cuda& ctx, const DualRef<P, T>& cache, std::int32_t count) {
-    detail::require(count >= 0 && count <= cache.max_sequences, "batch", count,
-                    [&] { return detail::text("0 to the cache's max_sequences, ", cache.max_sequences); });
+    checks::check_count("batch", count, cache.max_sequences);
     std::size_t bytes = 0;
     cuda_backend::with_decode_plan<Dims>(ctx, cache, count,
                                          [&](auto& call) { bytes = call.lay_out(nullptr); });

@@ -15,6 +15,8 @@ namespace cuda_backend {
 /// A round whose keys are ranked: memory.order and memory.rank.
 template <int Threads, int Items>
 struct agent_rank_keys : top_k_round<Threads, Items> {
+    template <int Each>
+    using sorter = typename top_k_round<Threads, Items>::template sorter<Each>;
     using round = top_k_round<Threads, Items>;
     using round::capacity, round::counted, round::padded, round::sorts, round::none;
     using round::memory, round::thread, round::head, round::head_params, round::old, round::candidates,
@@ -50,9 +52,6 @@ struct agent_rank_keys : top_k_round<Threads, Items> {
     }
 
   private:
-    template <int Each>
-    using sorter = typename round::template sorter<Each>;
-
     __device__ __forceinline__ void compare_all_pairs(int keys) {
         pairs_memory& pairs = memory.pairs;
         for (int v = thread; v < keys; v += Threads) {

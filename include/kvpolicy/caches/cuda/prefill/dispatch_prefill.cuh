@@ -12,6 +12,7 @@
 #include <kvpolicy/caches/cuda/prefill/kernel_write_entries.cuh>
 #include <kvpolicy/caches/cuda/scoring/dispatch_chunk_scores.cuh>
 #include <kvpolicy/caches/cuda/scoring/kernel_cache_score.cuh>
+#include <kvpolicy/core/check.hpp>
 #include <kvpolicy/core/cuda_config.cuh>
 #include <kvpolicy/cuda/launch.cuh>
 
@@ -171,31 +172,26 @@ class prefill_plan {
         return parts.bytes();
     }
 
-    void prefill(const Batch& batch, const rows_view<const T>& q, const rows_view<const T>& k,
-                 const rows_view<const T>& v, const rows_view<T>& out, workspace_view workspace,
-                 std::uint32_t* status, const detail::step_extras& extras) {
+    /// prefill; with `draft` append_draft.
+    void attend_chunk(bool draft, const Batch& batch, const StepIO<T>& io, workspace_view workspace,
+                      std::uint32_t* status) {
         begin(batch, workspace, status);
-        bring(k, v, extras);
-        decide(true);
+        bring(io);
+        decide(!draft);
         if constexpr (paged) {
-            launch("paged_prefill_refuse_kernel", paged_prefill_refuse_kernel<T>, batch.count,
-                   prefill_threads, 0, ctx_, call_, batch.q_len, out, extras.lse);
+            if (!draft) {
+                launch("paged_prefill_refuse_kernel", paged_prefill_refuse_kernel<T>, batch.count,
+                       prefill_threads, 0, ctx_, call_, batch.q_len, io.out, io.lse);
+            }
         }
-        attend(q, out, extras.lse);
-        write();
-        remember(q, false);
-    }
-
-    void append_draft(const Batch& batch, const rows_view<const T>& q, const rows_view<const T>& k,
-                      const rows_view<const T>& v, const rows_view<T>& out, workspace_view workspace,
-                      std::uint32_t* status, const detail::step_extras& extras) {
-        begin(batch, workspace, status);
-        bring(k, v, extras);
-        decide(false);
-        attend(q, out, extras.lse);
-        launch("prefill_draft_kernel", prefill_draft_kernel<View>, heads() * call_.pieces, prefill_threads, 0,
-               ctx_, call_);
-        remember(q, true);
+        attend(io.q, io.out, io.lse);
+        if (draft) {
+            launch("prefill_draft_kernel", prefill_draft_kernel<View>, heads() * call_.pieces,
+                   prefill_threads, 0, ctx_, call_);
+        } else {
+            write();
+        }
+        remember(io.q, draft);
     }
 
     void accept(const Batch& batch, workspace_view workspace, std::uint32_t* status) {
@@ -235,11 +231,11 @@ class prefill_plan {
         call_.status = status;
     }
     /// The tokens are a call's tensors.
-    void bring(const rows_view<const T>& k, const rows_view<const T>& v, const detail::step_extras& extras) {
-        call_.tokens.k = k;
-        call_.tokens.v = v;
+    void bring(const StepIO<T>& io) {
+        call_.tokens.k = io.k;
+        call_.tokens.v = io.v;
         call_.tokens.k.length = call_.tokens.v.length = call_.tokens.most;
-        call_.scores = scores_given<P> ? extras.scores : plane_view<const float>{};
+        call_.scores = scores_given<P> ? io.scores : plane_view<const float>{};
     }
 
     /// Whether the chunk `writes` to the cache later, or only looks ahead.
@@ -511,32 +507,20 @@ std::size_t chunk_workspace_bytes(const cuda& ctx, const Cache& cache, const Cal
     return std::max(step, prefill_plan<Cache, Dims>(ctx, cache, count, tokens).lay_out(nullptr));
 }
 
+/// prefill; with `draft` append_draft.
 template <class Dims, class Cache, class T>
-void prefill_chunk(const cuda& ctx, const Cache& cache, const StepIO<T>& io, workspace_view workspace,
-                   const StepOptions& options) {
+void attend_chunk(bool draft, const cuda& ctx, const Cache& cache, const StepIO<T>& io,
+                  workspace_view workspace, const StepOptions& options) {
     const Batch batch = checks::batch_of(io);
-    const detail::step_extras extras = detail::extras_of(io);
     const std::int32_t tokens = max_tokens(batch, io.q.length);
-    check_cache_call(cache, batch, tokens, io.q, io.k, io.v, io.out, extras);
-    check_chunk_keys<T>(batch.count, tokens, io.k, io.v);
-    prefill_plan<Cache, Dims>(ctx, cache, batch.count, tokens)
-        .prefill(batch, io.q, io.k, io.v, io.out, workspace, options.status, extras);
-}
-
-template <class Dims, class Cache, class T>
-void append_draft_chunk(const cuda& ctx, const Cache& cache, const StepIO<T>& io, workspace_view workspace,
-                        const StepOptions& options) {
-    const Batch batch = checks::batch_of(io);
-    const detail::step_extras extras = detail::extras_of(io);
-    const std::int32_t tokens = max_tokens(batch, io.q.length);
-    detail::require(tokens <= cache.max_draft_tokens, "q.length", tokens, [&] {
+    detail::require(!draft || tokens <= cache.max_draft_tokens, "q.length", tokens, [&] {
         return detail::text("at most the cache's max_draft_tokens, ", cache.max_draft_tokens,
                             " (CacheShape::draft tokens)");
     });
-    check_cache_call(cache, batch, tokens, io.q, io.k, io.v, io.out, extras);
+    check_cache_call(cache, batch, tokens, io.q, io.k, io.v, io.out, detail::extras_of(io));
     check_chunk_keys<T>(batch.count, tokens, io.k, io.v);
     prefill_plan<Cache, Dims>(ctx, cache, batch.count, tokens)
-        .append_draft(batch, io.q, io.k, io.v, io.out, workspace, options.status, extras);
+        .attend_chunk(draft, batch, io, workspace, options.status);
 }
 
 template <class Dims, class Cache>
@@ -544,8 +528,7 @@ void accept_chunk(const cuda& ctx, const Cache& cache, const Batch& named, works
                   const StepOptions& options) {
     check_on_device(cache);
     const Batch batch = checks::batch_of(named, cache.max_sequences);
-    detail::require(batch.count >= 0 && batch.count <= cache.max_sequences, "batch.count", batch.count,
-                    [&] { return detail::text("0 to the cache's max_sequences, ", cache.max_sequences); });
+    checks::check_count("batch.count", batch.count, cache.max_sequences);
     detail::require(batch.q_len != nullptr ||
                         (batch.length_or_one() >= 0 && batch.length_or_one() <= cache.max_draft_tokens),
                     "batch.length", batch.length_or_one(), [&] {
@@ -565,13 +548,13 @@ std::size_t workspace_bytes(const cuda& ctx, const FixedBudgetRef<P, T>& cache, 
 template <class Dims, class P, Storage T>
 void prefill(const cuda& ctx, const FixedBudgetRef<P, T>& cache, const step_io<T>& io,
              workspace_view workspace, const StepOptions& options) {
-    cuda_backend::prefill_chunk<Dims, FixedBudgetRef<P, T>, T>(ctx, cache, io, workspace, options);
+    cuda_backend::attend_chunk<Dims, FixedBudgetRef<P, T>, T>(false, ctx, cache, io, workspace, options);
 }
 
 template <class Dims, class P, Storage T>
 void append_draft(const cuda& ctx, const FixedBudgetRef<P, T>& cache, const step_io<T>& io,
                   workspace_view workspace, const StepOptions& options) {
-    cuda_backend::append_draft_chunk<Dims, FixedBudgetRef<P, T>, T>(ctx, cache, io, workspace, options);
+    cuda_backend::attend_chunk<Dims, FixedBudgetRef<P, T>, T>(true, ctx, cache, io, workspace, options);
 }
 
 template <class Dims, class P, Storage T>
@@ -588,13 +571,13 @@ std::size_t workspace_bytes(const cuda& ctx, const DualRef<P, T>& cache, const C
 template <class Dims, class P, Storage T>
 void prefill(const cuda& ctx, const DualRef<P, T>& cache, const step_io<T>& io, workspace_view workspace,
              const StepOptions& options) {
-    cuda_backend::prefill_chunk<Dims, DualRef<P, T>, T>(ctx, cache, io, workspace, options);
+    cuda_backend::attend_chunk<Dims, DualRef<P, T>, T>(false, ctx, cache, io, workspace, options);
 }
 
 template <class Dims, class P, Storage T>
 void append_draft(const cuda& ctx, const DualRef<P, T>& cache, const step_io<T>& io, workspace_view workspace,
                   const StepOptions& options) {
-    cuda_backend::append_draft_chunk<Dims, DualRef<P, T>, T>(ctx, cache, io, workspace, options);
+    cuda_backend::attend_chunk<Dims, DualRef<P, T>, T>(true, ctx, cache, io, workspace, options);
 }
 
 template <class Dims, class P, Storage T>

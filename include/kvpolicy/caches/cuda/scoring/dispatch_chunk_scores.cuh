@@ -16,8 +16,6 @@ namespace kvpolicy {
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 namespace cuda_backend {
 
-inline constexpr int leaving_keys_threads = 256;
-
 template <class View, class Scorer>
 struct leaving_keys_params {
     score_params<View, Scorer> chunk;
@@ -26,6 +24,8 @@ struct leaving_keys_params {
     chunk_state* states = nullptr;                              // [count, Hkv]
     std::int32_t pieces = 1;                                    // blocks that share a head
 };
+
+inline constexpr int leaving_keys_threads = 256;
 
 /// Where a scorer finds the keys that leave the window with a chunk's tokens, in the window or in the chunk,
 /// and the states of the sequences.
