@@ -7,7 +7,6 @@
 #include <kvpolicy/core/status.hpp>
 #include <kvpolicy/core/types.hpp>
 #include <kvpolicy/core/view.hpp>
-#include <kvpolicy/cuda/primitives/warp.cuh>
 
 #include <cstdint>
 
@@ -92,20 +91,6 @@ struct prefill_head {
     __device__ std::int32_t name(position_t u) const {
         return u < base ? rows.layout.recent(u) : rows.capacity() + static_cast<std::int32_t>(u - base);
     }
-};
-
-/// One of the `pieces` blocks of a head: warps take what they copy in turn.
-template <class View>
-struct prefill_piece : prefill_head<View> {
-    std::int32_t piece;
-    std::int32_t warp;   // of all the head's
-    std::int32_t warps;  // that share the head
-
-    __device__ explicit prefill_piece(const prefill_params<View>& call)
-        : prefill_head<View>(call, static_cast<std::int32_t>(blockIdx.x) / call.pieces),
-          piece(static_cast<std::int32_t>(blockIdx.x) % call.pieces),
-          warp(piece * (prefill_threads / 32) + warp_id()),
-          warps(call.pieces * (prefill_threads / 32)) {}
 };
 
 }  // namespace cuda_backend
