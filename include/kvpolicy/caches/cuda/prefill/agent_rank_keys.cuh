@@ -24,7 +24,7 @@ struct agent_rank_keys : top_k_round<Threads, Items> {
     using round::round;
     using typename round::index, typename round::pairs_memory;
 
-    /// Keys that are sorted for so many.
+    /// `count` rounded up to a size that rank_all has.
     __device__ static constexpr int sorted_size(int count) {
         int size = counted;
         while (size < count) {
@@ -33,7 +33,7 @@ struct agent_rank_keys : top_k_round<Threads, Items> {
         return size;
     }
 
-    /// All of them.
+    /// Writes memory.order and memory.rank.
     __device__ __forceinline__ void rank_all() {
         const int keys = old + candidates;
         for (int r = thread; r < padded; r += Threads) {

@@ -14,7 +14,7 @@
 // the cutoff, and only admitted keys take turns. An admitted key takes the slot of the key that it evicts, so
 // slots are the roots of chains of evictions, which pointer doubling finds.
 //
-// Positions, scores and slots equal those of single steps.
+// For the same scores, positions and slots equal those of single steps.
 #pragma once
 
 #include <kvpolicy/caches/cuda/prefill/agent_rank_keys.cuh>
@@ -100,9 +100,9 @@ struct agent_top_k_update : agent_rank_keys<Threads, Items> {
         }
     }
 
-    /// The round's candidates, from `next` on, which moves behind them. A round ends where its priorities get
-    /// another base, and before it has more keys than the block can rank. Keys that stay for their position
-    /// get their slots at once; returns how many.
+    /// Collects candidates from token `next` on, and advances it. Stops where priorities get another base,
+    /// and before the round has more keys than the block can rank. Keys that stay for their position get
+    /// their slots at once; returns how many.
     __device__ __forceinline__ int gather(std::int32_t& next) {
         constexpr int each = Items < 8 ? 1 : Items / 4;  // neighbors that a thread takes in a turn
         const std::int32_t competing = used - outside;
@@ -189,8 +189,8 @@ struct agent_top_k_update : agent_rank_keys<Threads, Items> {
         __syncthreads();
     }
 
-    /// A bound so that `wanted` of the keys in top-k slots are evicted no later than it. Found digit by
-    /// digit, first of the code, then of the position, until all keys with the digits so far are wanted.
+    /// The `wanted`-th key to be evicted of those in top-k slots, or a bound between it and the next one.
+    /// Radix selection, 8 bits per pass: first the code, then the position.
     __device__ __forceinline__ eviction_rank find_last(int wanted) {
         select_memory& select = memory.select;
         eviction_rank last{0, 0};

@@ -16,9 +16,9 @@ namespace cuda_backend {
 /// Grid: pairs (entries * Hkv). Block: Threads. Shared memory: agent_top_k_update::shared (dynamic).
 /// In: heads [pairs]; leaving_score fp32 and leaving_kind uint8 [pairs, most]; of the slots in use before,
 /// slot_score fp32, slot_position int64, holder int32 and slot_protected uint8 [pairs, top_k_slots].
-/// Overwrites: the same of slots whose key is new; past_expiry [pairs, max_entries] and chunk_expiry [pairs,
-/// most] int32, of keys that are admitted or evicted; num_long_range and num_protected [pairs], of heads
-/// whose window a key leaves. Scratch: members [pairs, 3, max_members] int32.
+/// Overwrites: the four slot arrays, of slots whose key is new; past_expiry [pairs, max_entries] and
+/// chunk_expiry [pairs, most] int32, of keys that are admitted or evicted; num_long_range and num_protected
+/// [pairs], of heads whose window a key leaves. Scratch: members [pairs, 3, max_members] int32.
 ///
 /// Phases, in rounds of up to Threads * Items keys (agent_top_k_update::run):
 /// 1. The base of priorities, free slots, and the key that is evicted first.

@@ -1,6 +1,7 @@
 // device_scorer<S>: how a scorer runs on CUDA. A scorer is one folder: its kernels, and one specialization of
-// this template beside them. No shared file names a scorer, and a scorer of a user's own specializes it in
-// the user's header (examples/recipes/own_scorer_on_cuda.cu).
+// this template beside them. No shared file of scorers/ names a scorer (caches/cuda/scoring has the decode
+// kernels of the MLP and the mLSTM), and a scorer of a user's own specializes it in the user's header
+// (examples/recipes/own_scorer_on_cuda.cu).
 #pragma once
 
 #include <kvpolicy/core/cuda_config.cuh>
