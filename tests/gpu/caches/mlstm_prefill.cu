@@ -33,6 +33,15 @@ TEST_CASE("other widths") {
     wide.check({{Kind::prefill, {70}}, {Kind::prefill, {80}}});
 }
 
+TEST_CASE("workspaces serve smaller chunks") {
+    const Lengths tokens{1, 32, 33, 64, 65, 1000, 1024, 2048, 4224, 4288, 4352, 4608, 4864, 6400, 6912, 8128};
+    for (const auto& [d_qk, d_v] : {std::pair{128, 64}, {128, 128}, {64, 64}}) {
+        const Lengths ones(24, 1);
+        Prompts<FixedBudgetCache, bf16, Plain>(prompts_of(ones), plain(d_qk, d_v)).check_sizes(tokens);
+        Prompts<DualCache, bf16, Plain>(prompts_of(ones), plain(d_qk, d_v)).check_sizes(tokens);
+    }
+}
+
 TEST_CASE("prompts of several lengths together") {
     check_ragged<FixedBudgetCache, bf16>(plain());
     check_ragged<DualCache, bf16>(plain());

@@ -336,6 +336,19 @@ class Prompts {
         REQUIRE(from == c_.lengths);
         near_exact(cache, std::to_string(calls.size()) + " calls");
     }
+    /// A workspace is large enough for fewer prompts and for shorter chunks, too.
+    void check_sizes(const Lengths& tokens) const {
+        const PromptCache<Cache<P, T>> cache(c_, prompt_policy<P>(all, of_device_), &of_device_);
+        for (std::int32_t count = 1; count <= c_.batch; ++count) {
+            for (std::size_t i = 0; i < tokens.size(); ++i) {
+                CAPTURE(count);
+                CAPTURE(tokens[i]);
+                const std::size_t bytes = cache.workspace_bytes(count, tokens[i]);
+                CHECK((i == 0 || cache.workspace_bytes(count, tokens[i - 1]) <= bytes));
+                CHECK((count == 1 || cache.workspace_bytes(count - 1, tokens[i]) <= bytes));
+            }
+        }
+    }
     /// A prefill of all tokens has the bits of score_sequence, and decides as with given scores.
     void check_whole(const std::int32_t* budgets) const {
         const PromptScores<float> given = device_scores<T>(c_, in_, of_device_);

@@ -53,6 +53,37 @@ TEST_CASE("as many entries at a time as fit") {
     check(1, 5, 60, std::size_t{2} * KVPOLICY_TEST_LISTS_BYTES);
 }
 
+TEST_CASE("a workspace for long chunks does for shorter ones") {
+    using P = Policy<Sink<>, Window<>, ThresholdGate<at_least>>;
+    const P policy{Sink<>{4}, Window<>{32}, ThresholdGate<at_least>{0.0f}};
+    const kvpolicy::cuda ctx{};
+    constexpr std::int32_t count = 4, longest = 3000;
+    DualCache<P, float> cache(
+        {.max_sequences = count, .query_heads = 2, .kv_heads = 2, .head_dim = 64, .page_size = 16},
+        {.slab_pages = 40, .max_slabs = 1, .max_seq_len = 3500}, policy);
+    const Device<unsigned char> memory(cache.bytes().total());
+    cache.bind(ctx, memory.data(), memory.size());
+    const Device<float> rows(std::vector<float>(std::size_t{count} * 2 * longest * 64));
+    const Device<float> scores(std::vector<float>(std::size_t{count} * 2 * longest));
+    const Device<std::int32_t> none(std::vector<std::int32_t>(count));
+    for (const std::int32_t most : {longest, 2048, 1024}) {
+        const Device<unsigned char> workspace(
+            workspace_bytes<head_dims<64>>(ctx, cache.layer(0), {.batch = count, .tokens = most}));
+        for (const std::int32_t n : {most, most - 1, 2047, 1025, 1024, 1023, 100, 1}) {
+            if (n > most) {
+                continue;
+            }
+            // Sizes follow from the shapes; no entry brings a token.
+            const auto view = [&] { return view_bhsd(rows.data(), count, 2, n, 64); };
+            StepIO<float> io{.q = view(), .k = view(), .v = view(), .out = view()};
+            io.batch = {.count = count, .q_len = none.data()};
+            io.scores = view_bhs<const float>(scores.data(), count, 2, n);
+            prefill<head_dims<64>>(ctx, cache.layer(0), io, workspace);
+        }
+    }
+    ok(cudaDeviceSynchronize());
+}
+
 TEST_CASE("a workspace does not grow with the entries' rows beyond a round's") {
     using P = Policy<Sink<>, Window<>, ThresholdGate<at_least>>;
     const P policy{Sink<>{4}, Window<>{32}, ThresholdGate<at_least>{0.0f}};

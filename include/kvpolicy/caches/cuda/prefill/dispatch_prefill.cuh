@@ -106,7 +106,7 @@ class prefill_plan {
         call_.together = count;
         if constexpr (paged) {
             // Attention lists the rows that queries see, 8 bytes each, for so many tiles of queries.
-            const std::int64_t lists = std::clamp(tokens / 1024, 1, 32);
+            const std::int64_t lists = std::clamp<std::int64_t>((std::int64_t{tokens} + 1023) / 1024, 1, 32);
             of_entry_ =
                 std::max<std::int64_t>(std::int64_t{call_.cache.kv_heads} * top_k.max_entries * 8 * lists, 1);
             call_.together = static_cast<std::int32_t>(
@@ -215,6 +215,11 @@ class prefill_plan {
     }
 
     void begin(const Batch& batch, workspace_view workspace, std::uint32_t* status) {
+        if constexpr (paged) {  // what longer chunks ask for may hold fewer entries at once
+            while (call_.together > 1 && lay_out(nullptr) > workspace.bytes) {
+                call_.together = (call_.together + 1) / 2;
+            }
+        }
         check_workspace(workspace, lay_out(nullptr));
         if constexpr (paged) {  // more than is asked for makes for fewer rounds
             const std::int32_t least = call_.together;

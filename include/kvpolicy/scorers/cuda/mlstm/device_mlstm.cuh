@@ -63,7 +63,8 @@ bool mlstm_score_chunk(const cuda& ctx, const S& scorer, const score_chunk_param
     sequences.batch = call.k.batch;
     sequences.length = call.k.length;
     sequences.lengths = call.lengths;
-    Plan mlstm(scorer, call.k, call.v, sequences, 0, nullptr, parts, !Plan::fuses(device, features, width));
+    Plan mlstm(scorer, call.k, call.v, sequences, 0, nullptr, parts, !Plan::fuses(device, features, width),
+               true);
     if (!mlstm.fits_shared_memory(device)) {
         return false;
     }

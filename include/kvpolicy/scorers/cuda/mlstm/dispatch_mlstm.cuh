@@ -98,11 +98,12 @@ struct mlstm_plan {
     using one = std::integral_constant<int, 1>;
     using two = std::integral_constant<int, 2>;
 
-    /// `gradients` null: forward only. `states` in memory are what all but fused kernels need.
+    /// `gradients` null: forward only. `states` in memory are what all but fused kernels need. With
+    /// `for_smaller` the parts are large enough for every call of fewer or shorter sequences, too.
     template <class S>
     mlstm_plan(const S& scorer, rows_view<const T> k, rows_view<const T> v, const Sequences& sequences,
                std::int32_t delay, const mLSTMParameters<float>* gradients, workspace_parts& parts,
-               bool states = true)
+               bool states = true, bool for_smaller = false)
         : call(k, v, sequences, delay, parts) {
         const auto& weights = scorer.weights;
         mLSTMParameters<float> to;
@@ -129,7 +130,7 @@ struct mlstm_plan {
             params.at_f = of_tokens.add(weights.w_f, to.w_f, 1);
             of_tokens.hold(Hedgehog ? F / 2 : F);
             of_tokens.hold(params.at_v + V);
-            take_rows<F, V>(parts, gradients != nullptr, states);
+            take_rows<F, V>(parts, gradients != nullptr, states, for_smaller);
         });
         params.rows_q = of_queries.rows;
         params.rows_k = of_tokens.rows;
@@ -395,6 +396,7 @@ struct mlstm_plan {
     // How planes are cut into segments depends on shapes alone, so that bits do not depend on the GPU. What
     // it reckons with are the 132 SMs of an H100.
     static constexpr std::int64_t processors = 132;
+    static constexpr std::int32_t max_fused_segments = 64;  // of a plane
     /// Features and values of a block of chunk_states.
     static constexpr int state_part = shared_tile<E>::plain ? 32 : 64;
     static constexpr std::int64_t state_parts(int F, int V) {
@@ -418,7 +420,8 @@ struct mlstm_plan {
         };
         std::int32_t best = 1;
         std::int64_t least = 0;
-        for (std::int32_t n = 1; n <= std::min(64, std::max(1, call.streams.chunks / 2)); ++n) {
+        for (std::int32_t n = 1; n <= std::min(max_fused_segments, std::max(1, call.streams.chunks / 2));
+             ++n) {
             const std::int64_t chunks = waves(call.streams.chunks, n);
             const std::int64_t blocks = waves(planes() * n, processors);
             std::int64_t time = 0;
@@ -532,7 +535,7 @@ struct mlstm_plan {
         });
     }
     template <int F, int V>
-    void take_rows(workspace_parts& parts, bool backward, bool states) {
+    void take_rows(workspace_parts& parts, bool backward, bool states, bool for_smaller) {
         const std::int64_t rows = call.rows(), chunks = call.chunks();
         params.q = parts.take<E>(rows * F);
         params.k = parts.take<E>(rows * F);
@@ -545,9 +548,13 @@ struct mlstm_plan {
         params.sums = parts.take<float>(states ? chunks * F : 0);
         params.chunk_stats = parts.take<mlstm_chunk_stats>(chunks);
         const std::int32_t of_states = state_segments(F, V), fused = fused_segments(F, V, true);
+        // Smaller calls may be cut into more segments: fused_segments() into `most` a plane, cuts_of() and
+        // state_segments() into no more in all than 4 * processors.
+        const std::int64_t most = std::min(max_fused_segments, std::max(1, call.streams.chunks / 2));
         const std::int64_t segments =
-            planes() *
-            std::max({of_states * cuts_of(of_states), fused * cuts_of(fused), fused_segments(F, V, false)});
+            for_smaller ? std::max(planes() * most, 4 * processors)
+                        : planes() * std::max({of_states * cuts_of(of_states), fused * cuts_of(fused),
+                                               fused_segments(F, V, false)});
         params.partial_states = parts.take<float>(segments * (F * (V + 1)));
         params.partial_keeps = parts.take<float>(segments);
         if (!backward) {
