@@ -50,8 +50,12 @@ requires CacheRef<Ref<P, T>> std::size_t step_workspace_bytes(const host& ctx, c
 ///   4. the query heads attend to sinks, window (q - w + 1 .. q) and top-k keys.
 /// A key that is evicted at 3 is invisible to q. Synchronous, no allocation. Refuses before anything is
 /// written: shapes that disagree, more than one token, sequences out of range or named twice, a NaN score
-/// that is read (given or computed), too little workspace, a second call of the same layer before advance(),
-/// which would keep the token twice.
+/// that is read (given or computed; see below), too little workspace, a second call of the same layer before
+/// advance(), which would keep the token twice.
+///
+/// With options.status a NaN score is not refused: it ranks last, after -inf and after older NaN, closes its
+/// gate, and sets status_nan_score of its entry in the call in which it becomes known. A given score that is
+/// NaN sets it for a key that is kept for its position too, but not for a sink.
 ///
 /// A policy that ranks keys by the attention they receive (H2O, TOVA, SnapKV; scorers/observed.hpp) decides
 /// in 3 by the masses up to q - 1, and adds the query's own after 4. Its q and k must be finite: a number
@@ -85,7 +89,8 @@ void prefill(const host& ctx, const Ref<P, T>& cache, const step_io<T>& io, work
 /// they are. In-place replacement cannot be undone, so accept() makes all evictions. The draft tokens, at
 /// most CacheShape::max_draft_tokens per sequence, stay in spare rows until accept(); a second append_draft,
 /// a step or a prefill of the sequence drops them. Errors as for prefill; takes no pages. Not for policies
-/// that rank keys by the attention they receive: they do not compile here.
+/// that rank keys by the attention they receive: they do not compile here. A NaN score is reported or refused
+/// as in prefill; accept() does so again for the tokens that it takes.
 template <class Dims = all_head_dims, class P, Storage T, template <class, class> class Ref>
 requires CacheRef<Ref<P, T>>
 void append_draft(const host& ctx, const Ref<P, T>& cache, const step_io<T>& io, workspace_view workspace,

@@ -47,9 +47,9 @@ using step_io = std::type_identity_t<StepIO<T>>;
 /// Options of calls on a cache and its layers.
 struct StepOptions {
     /// One word per entry (one word alone for fork and restore, and for reorder), OR-ed into, in the
-    /// context's memory: status_bits. The host writes status_pool_exhausted and status_layer_skipped, and
-    /// refuses everything else that a device reports; without `status` it refuses these two as well, before
-    /// anything is written. A device never refuses what lies in device memory.
+    /// context's memory: status_bits. The host writes status_nan_score, status_pool_exhausted and
+    /// status_layer_skipped, and refuses everything else that a device reports; without `status` it refuses
+    /// these three as well, before anything is written. A device never refuses what lies in device memory.
     std::uint32_t* status = nullptr;
 };
 

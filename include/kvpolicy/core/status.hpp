@@ -1,6 +1,5 @@
 // What a call on a device reports when it cannot throw: bits OR-ed into a word per sequence. The host sets
-// the same bits where a status is given, and throws where none is; its caches throw for a NaN score in any
-// case.
+// the same bits where a status is given, and throws where none is.
 #pragma once
 
 #include <cstdint>

@@ -205,7 +205,7 @@ TEST_CASE("the search for the worst key decides as top_k_set does") {
         // Near 0; where priorities are rounded; beyond int32.
         const position_t base = pick(position_t{40}, (position_t{1} << 26) + 3, (position_t{1} << 33) + 5);
         const position_t limit = pick(position_t{7}, position_t{64}, rebase_limit);
-        const std::int32_t tokens = pick(3, 40, 300), kind = pick(0, 1, 2, 3, 4);
+        const std::int32_t tokens = pick(3, 40, 300), kind = pick(0, 1, 2, 3, 4, 5);
         const auto score = [&](std::int32_t t) {
             const auto small = static_cast<float>(generator() % 7);
             switch (kind) {
@@ -217,6 +217,8 @@ TEST_CASE("the search for the worst key decides as top_k_set does") {
                     return 1e9f * (small + 1.0f);  // absorbs some of the decay
                 case 3:
                     return pick(inf, -inf, 0.0f, -0.0f, small);
+                case 4:
+                    return pick(inf, -inf, std::numeric_limits<float>::quiet_NaN(), small);
                 default:
                     return static_cast<float>(generator() % 100000) * 1e-4f;
             }

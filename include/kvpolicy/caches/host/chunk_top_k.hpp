@@ -17,6 +17,7 @@
 #include <kvpolicy/policies/parameters.hpp>
 #include <kvpolicy/policies/ranking.hpp>
 
+#include <cmath>
 #include <cstddef>
 #include <cstdint>
 #include <limits>
@@ -24,12 +25,20 @@
 
 namespace kvpolicy::host_backend {
 
+/// A rank value (ranking.hpp) as a number that < and == order as ranks_before() orders values: NaN becomes
+/// -inf, and -inf the lowest double, which no value of a finite score comes near.
+inline double ordered(double value) {
+    constexpr double infinity = std::numeric_limits<double>::infinity();
+    const double number = value == -infinity ? std::numeric_limits<double>::lowest() : value;
+    return std::isnan(value) ? -infinity : number;
+}
+
 /// A binary heap with the worst key on top. Values stand still after build(). Calls in order: fill(),
 /// build(), then worst() and replace_worst().
 class priority_heap {
   public:
     struct node {
-        double value;
+        double value;           // ordered()
         std::int32_t position;  // relative; of two equal values the younger key is the worse one
         std::int32_t entry;     // whose priority it is
     };
@@ -81,7 +90,7 @@ class priority_heap {
 class class_heaps {
   public:
     struct node {
-        double score;
+        double score;           // ordered()
         double high, low;       // score - (position / n) * log gamma, without rounding, as high + low
         double period;          // position / n, relative
         std::int32_t position;  // relative
@@ -107,23 +116,25 @@ class class_heaps {
 
     void insert(std::int32_t entry, position_t t, float score) {
         node& one = nodes_[entry];
-        one.score = static_cast<double>(score);
+        one.score = ordered(static_cast<double>(score));
         one.position = static_cast<std::int32_t>(t - origin_);
         one.phase = static_cast<std::int32_t>(t % steps_);
         one.period = period_of(t);
         one.left = one.right = none;
-        // high + low is the difference itself (Knuth's two-sum), and an infinite score stays what it is.
+        // high + low is the difference itself (Knuth's two-sum), and a score that absorbs its decay stays
+        // what it is.
         const double decay = one.period * log_gamma_;
         one.high = one.score - decay;
         const double taken = one.high - one.score;
         one.low = (one.score - (one.high - taken)) - (decay + taken);
-        if (infinite(one.score)) {
+        if (absorbs(one.score)) {
             one.low = 0.0;
         }
         roots_[one.phase] = merge(roots_[one.phase], entry);
     }
 
-    /// The rounded value of the worst key at query q: that of some top. At least one key is there.
+    /// The rounded value of the worst key at query q, ordered(): that of some top. At least one key is
+    /// there.
     [[nodiscard]] double worst_value(position_t q) const {
         const double period = period_of(q);
         const auto phase = static_cast<std::int32_t>(q % steps_);
@@ -154,8 +165,8 @@ class class_heaps {
                 if (youngest == nullptr || one.position > nodes_[*youngest].position) {
                     youngest = link;
                 }
-                // Infinite values are equal without rounding: the youngest of those is on top.
-                if (!infinite(worst)) {
+                // Values that absorb are equal without rounding: the youngest of those is on top.
+                if (!absorbs(worst)) {
                     links_[waiting++] = &one.left;
                     links_[waiting++] = &one.right;
                 }
@@ -169,8 +180,9 @@ class class_heaps {
   private:
     static constexpr std::int32_t none = -1;
 
-    static bool infinite(double x) {
-        return x == std::numeric_limits<double>::infinity() || x == -std::numeric_limits<double>::infinity();
+    /// Whether x is the value of an infinite score or of a NaN: no decay changes it.
+    static bool absorbs(double x) {
+        return x == std::numeric_limits<double>::infinity() || x <= std::numeric_limits<double>::lowest();
     }
     static bool worse(const node& a, const node& b) {
         if (a.high != b.high) {
@@ -326,7 +338,7 @@ class chunk_top_k {
     }
 
     [[nodiscard]] priority_heap::node priority(position_t t, float score, std::int32_t entry) const {
-        return {static_priority(score, head_params_.log_gamma, t, base_),
+        return {ordered(static_priority(score, head_params_.log_gamma, t, base_)),
                 static_cast<std::int32_t>(t - origin_), entry};
     }
 
@@ -359,7 +371,7 @@ class chunk_top_k {
                 classes_.insert(i, entries_[i].position, entries_[i].score);
             }
         }
-        const double value = rank_value(head_params_, score, t, q, limit_);
+        const double value = ordered(rank_value(head_params_, score, t, q, limit_));
         const double worst = classes_.worst_value(q);
         if (!(value > worst)) {  // equal: the older key stays, and all that hold top-k slots are older
             return -1;

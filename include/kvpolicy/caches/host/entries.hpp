@@ -5,11 +5,14 @@
 #include <kvpolicy/caches/host/select.hpp>
 #include <kvpolicy/caches/layer_ref.hpp>
 #include <kvpolicy/core/check.hpp>
+#include <kvpolicy/core/status.hpp>
 #include <kvpolicy/policies/ranking.hpp>
 #include <kvpolicy/policies/scorer_concept.hpp>
 #include <kvpolicy/scorers/host/host_hidden.hpp>
 
 #include <algorithm>
+#include <cmath>
+#include <cstdint>
 #include <cstring>
 #include <type_traits>
 #include <utility>
@@ -96,11 +99,12 @@ void mark_appended(const Cache& cache, const Batch& batch) {
     }
 }
 
-/// The arguments that step, prefill and append_draft share.
+/// The arguments that step, prefill and append_draft share. With a `status` a NaN score is no fault of the
+/// arguments: the call reports it, as a device does.
 template <class Cache, class T>
 void check_cache_call(const Cache& cache, const Batch& batch, std::int32_t longest, rows_view<const T> q,
                       rows_view<const T> k, rows_view<const T> v, rows_view<T> out,
-                      const detail::step_extras& extras) {
+                      const detail::step_extras& extras, const std::uint32_t* status) {
     using P = typename Cache::policy_type;
     const bool packed = extras.cu_seqlens != nullptr;
     const std::int32_t rows = packed ? check_packed(batch, extras.cu_seqlens) : longest;
@@ -127,7 +131,7 @@ void check_cache_call(const Cache& cache, const Batch& batch, std::int32_t longe
             detail::refuse("io.scores", detail::text(scores.batch, " x ", scores.heads, " x ", scores.length),
                            detail::text(count, " x ", cache.kv_heads, " x at least ", rows));
         }
-        for (std::int32_t i = 0; i < batch.count; ++i) {
+        for (std::int32_t i = 0; status == nullptr && i < batch.count; ++i) {
             for (std::int32_t h = 0; h < cache.kv_heads; ++h) {
                 const float* score = entry_plane(scores, extras.cu_seqlens, i).head(i, h);
                 // The score of a sink, or of a key that is kept by position, is never read.
@@ -144,14 +148,23 @@ void check_cache_call(const Cache& cache, const Batch& batch, std::int32_t longe
     }
 }
 
-/// What is stored of a score that came with its token: the number, and 0 for a NaN, which only keys that
-/// nothing ranks may have.
-inline float stored_score(float given) { return given == given ? given : 0.0f; }
+/// What is stored of a score that came with its token, as a device stores it: of a sink, whose score nothing
+/// reads, 0 for a NaN; else the score itself.
+inline float stored_score(float given, bool sink) { return sink && std::isnan(given) ? 0.0f : given; }
 
-/// A computed score that is NaN: the keys, values or weights that it was made from are not finite.
-[[noreturn]] inline void refuse_computed_score(std::int32_t entry, std::int32_t head, position_t position) {
-    detail::refuse(detail::text("score of entry ", entry, ", head ", head, ", position ", position).c_str(),
-                   "NaN", "a number; look for NaN or infinity in its key, its value or the scorer's weights");
+/// The key at `position` of an entry has a score that is NaN: sets status_nan_score, or refuses it where the
+/// call has no status. A key that is kept for its position is not ranked, so its score is not refused.
+template <class Cache>
+void report_nan_score(const Cache& cache, std::int32_t entry, std::int32_t head, position_t position,
+                      std::uint32_t* status) {
+    if (checks::reported(status, entry, status_nan_score) || cache.keep.keeps(position)) {
+        return;
+    }
+    constexpr bool given = Cache::policy_type::scorer_type::when == score_time::given;
+    detail::refuse(
+        detail::text("score of entry ", entry, ", head ", head, ", position ", position).c_str(), "NaN",
+        given ? "a number where the call takes no status"
+              : "a number; look for NaN or infinity in its key, its value or the scorer's weights");
 }
 
 template <class T>

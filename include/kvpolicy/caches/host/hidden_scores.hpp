@@ -31,7 +31,8 @@ std::size_t hidden_bytes([[maybe_unused]] const host& ctx, [[maybe_unused]] cons
     return 0;
 }
 
-/// The call's extras, with the scores of its tokens where they come from hidden states.
+/// The call's extras, with the scores of its tokens where they come from hidden states. A NaN among them is
+/// left to what takes scores that come with their tokens.
 template <class Cache>
 detail::step_extras with_scores([[maybe_unused]] const host& ctx, [[maybe_unused]] const Cache& cache,
                                 [[maybe_unused]] const Batch& batch, [[maybe_unused]] std::int32_t longest,
@@ -62,18 +63,6 @@ detail::step_extras with_scores([[maybe_unused]] const host& ctx, [[maybe_unused
                     reinterpret_cast<float*>(scratch + static_cast<std::size_t>(thread) * stride));
             }
         });
-        for (std::int32_t i = 0; i < batch.count; ++i) {
-            for (std::int32_t h = 0; h < cache.kv_heads; ++h) {
-                const float* mine = plane.head(i, h);
-                const position_t base = cache.length[batch.seq(i)];
-                for (std::int32_t j = 0; j < batch.tokens(i); ++j) {
-                    if (mine[j] != mine[j] && base + j >= cache.all_params[h].sinks &&
-                        !cache.keep.keeps(base + j)) [[unlikely]] {
-                        refuse_computed_score(i, h, base + j);
-                    }
-                }
-            }
-        }
         return scored;
     }
 }

@@ -17,13 +17,14 @@ struct layer_call {
     std::int32_t max_tokens;  // of an entry
 };
 
-/// Checks it all. An entry may bring at most `most` tokens, which `max_name` names.
+/// Checks it all. An entry may bring at most `most` tokens, which `max_name` names. `status` is the call's.
 template <class Cache, class IO>
-layer_call checked_call(const Cache& cache, const IO& io, std::int32_t most, const char* max_name) {
+layer_call checked_call(const Cache& cache, const IO& io, std::int32_t most, const char* max_name,
+                        const std::uint32_t* status) {
     check_on_host(cache);
     layer_call call{checks::batch_of(io), detail::extras_of(io), 0};
     call.max_tokens = checks::check_batch(call.batch, cache.max_sequences, most, max_name);
-    check_cache_call(cache, call.batch, call.max_tokens, io.q, io.k, io.v, io.out, call.extras);
+    check_cache_call(cache, call.batch, call.max_tokens, io.q, io.k, io.v, io.out, call.extras, status);
     check_appended(cache, call.batch);
     check_max_seq_len(cache, call.batch);
     return call;

@@ -15,6 +15,8 @@
 #include <kvpolicy/scorers/host/scorer_input.hpp>
 
 #include <algorithm>
+#include <cmath>
+#include <cstdint>
 #include <type_traits>
 
 namespace kvpolicy {
@@ -23,7 +25,7 @@ namespace host_backend {
 
 /// What a chunk will leave in one head.
 struct chunk_counts {
-    position_t bad;               // the first position whose score is NaN, or -1
+    position_t bad;               // a position whose score is NaN, one that is ranked if any is; or -1
     std::int32_t keepers;         // keys that compete and hold a place
     std::int32_t promoted;        // keys that got a place without a top-k update
     std::int32_t num_protected;   // of these, by a keep part
@@ -125,16 +127,14 @@ class chunk_decision {
         counts_ = {-1, 0, 0, 0, cache_.num_long_range[rows_.index], base_, base_ + tokens_};
         take_present();
         if constexpr (retains<P>) {
-            if (!score_tokens(given)) {
-                return;
-            }
+            score_tokens(given);
             for (std::int32_t j = 0; j < tokens_; ++j) {
                 if constexpr (P::ranked && S::when == score_time::on_leaving) {
                     input().absorb(plan_.state, k_.row(entry_, head_, j), v_.row(entry_, head_, j));
                 }
                 const position_t u = base_ + j - head_params_.window;
-                if (u >= head_params_.sinks && !leave(u, j)) {
-                    return;
+                if (u >= head_params_.sinks) {
+                    leave(u, j);
                 }
             }
         }
@@ -163,13 +163,25 @@ class chunk_decision {
         }
     }
 
-    /// Scores that are known before keys leave. False: one is NaN, and counts.bad says which.
-    bool score_tokens([[maybe_unused]] const float* given) {
+    /// Notes a position whose score is NaN: the first, or the first that no keep part holds.
+    void note_nan(position_t t) {
+        if (counts_.bad < 0 || (rows_.keeps(counts_.bad) && !rows_.keeps(t))) {
+            counts_.bad = t;
+        }
+    }
+
+    /// Scores that are known before keys leave.
+    void score_tokens([[maybe_unused]] const float* given) {
         if constexpr (S::when == score_time::on_leaving) {
             std::copy_n(cache_.state + rows_.index * cache_.state_size, cache_.state_size, plan_.state);
         }
         if constexpr (P::ranked && scores_come_along<S>) {
-            std::transform(given, given + tokens_, plan_.score, stored_score);
+            for (std::int32_t j = 0; j < tokens_; ++j) {
+                plan_.score[j] = stored_score(given[j], base_ + j < head_params_.sinks);
+                if (std::isnan(plan_.score[j])) {
+                    note_nan(base_ + j);
+                }
+            }
         } else {
             std::fill_n(plan_.score, tokens_, 0.0f);
         }
@@ -182,9 +194,8 @@ class chunk_decision {
             for (std::int32_t j = from; j < tokens_; ++j) {
                 if (rows_.keeps(base_ + j)) {
                     plan_.score[j] = 0.0f;
-                } else if (plan_.score[j] != plan_.score[j]) {
-                    counts_.bad = base_ + j;
-                    return false;
+                } else if (std::isnan(plan_.score[j])) {
+                    note_nan(base_ + j);
                 }
             }
         }
@@ -195,13 +206,11 @@ class chunk_decision {
                 set_, cache_, rows_, head_, counts_.scored_from, counts_.scored_end,
                 [&](position_t u) { return key(u); }, [&](position_t u) { return value(u); }, plan_.score,
                 scratch_);
-            return counts_.bad < 0;
         }
-        return true;
     }
 
-    /// Key u leaves the window at token j: its top-k update. False: its score is NaN, and counts.bad says so.
-    bool leave(position_t u, std::int32_t j) {
+    /// Key u leaves the window at token j: its top-k update.
+    void leave(position_t u, std::int32_t j) {
         const std::int32_t name =
             u < base_ ? rows_.layout.recent(u) : plan_.expirable + static_cast<std::int32_t>(u - base_);
         const bool num_protected = rows_.keeps(u);
@@ -210,22 +219,21 @@ class chunk_decision {
             if (!num_protected) {
                 score = input().read(plan_.state, key(u), value(u));
             }
-            if (score != score) {
-                counts_.bad = u;
-                return false;
+            if (std::isnan(score)) {
+                note_nan(u);
             }
         } else {
             score = u < counts_.scored_from ? rows_.score(name) : plan_.score[u - counts_.scored_from];
         }
         if (!num_protected && (head_params_.budget == 0 || !cache_.gate.open(score, head_params_))) {
-            return true;
+            return;
         }
         if constexpr (Cache::pooled) {
             if (num_protected || head_params_.budget == unlimited) {
                 plan_.promoted[counts_.promoted++] = {0.0, u, score, name, counts_.num_long_range++};
                 counts_.num_protected += num_protected ? 1 : 0;
                 plan_.expiry[name] = never;
-                return true;
+                return;
             }
         }
         const detail::top_k_outcome outcome =
@@ -239,7 +247,6 @@ class chunk_decision {
         if (outcome.kind == detail::top_k_outcome::took_free_slot) {
             ++counts_.num_long_range;
         }
-        return true;
     }
 
     [[nodiscard]] scorer_input<S, T> input() const {
@@ -404,9 +411,10 @@ class chunk_pass {
         host_backend::for_each_head(ctx_, cache_.kv_heads, batch, visit);
     }
 
-    /// Fills the plans of all heads; refuses a NaN score. source(i, h) says where the tokens of a head are.
+    /// Fills the plans of all heads; reports NaN scores in `status`, or refuses them where it is null.
+    /// source(i, h) says where the tokens of a head are.
     template <class Source>
-    void decide(const Batch& batch, const Source& source) const {
+    void decide(const Batch& batch, const Source& source, std::uint32_t* status) const {
         for_each_head(batch, [&](std::int32_t i, std::int32_t h, int thread) {
             const chunk_source<T> from = source(i, h);
             const chunk_plan mine = plan(i, h);
@@ -415,16 +423,16 @@ class chunk_pass {
                                      scratch_ + static_cast<std::size_t>(thread) * thread_bytes_)
                 .run(from.scores);
         });
-        refuse_bad(batch);
+        report_nan(batch, status);
     }
 
     /// Refused from here and not from a task: without exceptions a handler may jump out of the call.
-    void refuse_bad(const Batch& batch) const {
+    void report_nan(const Batch& batch, std::uint32_t* status) const {
         for (std::int32_t i = 0; i < batch.count; ++i) {
             for (std::int32_t h = 0; batch.tokens(i) != 0 && h < cache_.kv_heads; ++h) {
                 const position_t bad = plan(i, h).counts->bad;
                 if (bad >= 0) {
-                    refuse_computed_score(i, h, bad);
+                    report_nan_score(cache_, i, h, bad, status);
                 }
             }
         }
@@ -509,7 +517,7 @@ void prefill_scored(const host& ctx, const Cache& cache, const Batch& batch, std
                     std::byte* start, std::uint32_t* status, const detail::step_extras& extras) {
     const chunk_pass<Cache> pass(ctx, cache, longest, start + admission_bytes(cache, batch.count));
     const auto source = tensor_source(k, v, extras, !reads_hidden<typename Cache::policy_type>);
-    pass.decide(batch, source);
+    pass.decide(batch, source, status);
     const Batch admitted = admit(cache, batch, status, start, [&](std::int32_t i, std::int32_t h) {
         return pass.rows_after(batch, i, h);
     });
@@ -533,7 +541,7 @@ requires CacheRef<Ref<P, T>>
 void prefill(const host& ctx, const Ref<P, T>& cache, const step_io<T>& io, workspace_view workspace,
              const StepOptions& options) {
     namespace hb = host_backend;
-    const hb::layer_call call = hb::checked_call(cache, io, io.q.length, "the length of q");
+    const hb::layer_call call = hb::checked_call(cache, io, io.q.length, "the length of q", options.status);
     const Batch& batch = call.batch;
     const detail::step_extras& extras = call.extras;
     const std::int32_t longest = call.max_tokens;

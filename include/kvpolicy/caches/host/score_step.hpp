@@ -6,6 +6,7 @@
 #include <kvpolicy/scorers/host/scorer_input.hpp>
 
 #include <algorithm>
+#include <cmath>
 #include <cstddef>
 #include <cstdint>
 
@@ -13,7 +14,7 @@ namespace kvpolicy::host_backend {
 
 /// What phase one of a step found for one (entry, head): the scores of the new token and of the key that
 /// leaves, and those of keys in the window that are scored in this step, late_from .. late_end - 1. `bad` is
-/// a position whose score is NaN, or -1.
+/// a position whose score is NaN and became known in this step, or -1.
 struct step_scores {
     float arriving, leaving;
     position_t late_from, late_end, bad;
@@ -83,7 +84,7 @@ void score_step([[maybe_unused]] isa set, const Cache& cache, std::int32_t seq, 
     const bool leaves = u >= rows.head_params.sinks;
     const std::int32_t row = leaves ? rows.layout.recent(u) : 0;
     if constexpr (scores_come_along<S>) {
-        scores.arriving = given == nullptr ? 0.0f : stored_score(*given);
+        scores.arriving = given == nullptr ? 0.0f : stored_score(*given, q < rows.head_params.sinks);
         scores.leaving = leaves ? rows.score(row) : 0.0f;
     } else if constexpr (S::when == score_time::on_arrival) {
         scorer_input<S, T> input(set, cache.scorer, head, cache.head_dim_qk, cache.head_dim_vo, scratch);
@@ -108,12 +109,10 @@ void score_step([[maybe_unused]] isa set, const Cache& cache, std::int32_t seq, 
         input.absorb(task.state, key, value);
         if (leaves && !rows.keeps(u)) {
             scores.leaving = input.read(task.state, rows.k(row), rows.v(row));
+            scores.bad = std::isnan(scores.leaving) ? u : -1;
         }
     }
-    if (scores.leaving != scores.leaving) {
-        scores.bad = u;
-    }
-    if (scores.arriving != scores.arriving) {
+    if (std::isnan(scores.arriving)) {
         scores.bad = q;
     }
 }

@@ -53,12 +53,13 @@ auto spare_source(const Cache& cache, const Batch& batch) {
 template <class Dims, class P, Storage T, template <class, class> class Ref>
 requires CacheRef<Ref<P, T>>
 void append_draft(const host& ctx, const Ref<P, T>& cache, const step_io<T>& io, workspace_view workspace,
-                  const StepOptions& /*options*/) {
+                  const StepOptions& options) {
     namespace hb = host_backend;
     static_assert(!P::observed,
                   "kvpolicy: append_draft takes a policy whose scores do not change with every query");
-    const hb::layer_call call = hb::checked_call(cache, io, cache.max_draft_tokens,
-                                                 "the cache's max_draft_tokens, CacheShape::draft tokens");
+    const hb::layer_call call =
+        hb::checked_call(cache, io, cache.max_draft_tokens,
+                         "the cache's max_draft_tokens, CacheShape::draft tokens", options.status);
     const Batch& batch = call.batch;
     checks::check_workspace(workspace,
                             workspace_bytes(ctx, cache, {.batch = batch.count, .tokens = call.max_tokens}));
@@ -68,7 +69,7 @@ void append_draft(const host& ctx, const Ref<P, T>& cache, const step_io<T>& io,
     const hb::chunk_pass<Ref<P, T>> pass(ctx, cache, call.max_tokens,
                                          begin + hb::hidden_bytes(ctx, cache, batch.count, call.max_tokens));
     const auto source = hb::tensor_source(io.k, io.v, scored, !hb::reads_hidden<P>);
-    pass.decide(batch, source);
+    pass.decide(batch, source, options.status);
     pass.attend(batch, io.q, source, io.out, scored);
     pass.for_each_head(batch, [&](std::int32_t i, std::int32_t h) {
         const std::int32_t seq = batch.seq(i);
@@ -115,7 +116,7 @@ void accept(const host& ctx, const Ref<P, T>& cache, const Batch& named, workspa
     const hb::chunk_pass<Ref<P, T>> pass(ctx, cache, longest,
                                          start + hb::admission_bytes(cache, batch.count));
     const auto source = hb::spare_source(cache, batch);
-    pass.decide(batch, source);
+    pass.decide(batch, source, options.status);
     const Batch admitted =
         hb::admit(cache, batch, options.status, start,
                   [&](std::int32_t i, std::int32_t h) { return pass.rows_after(batch, i, h); });

@@ -20,8 +20,8 @@ namespace kvpolicy {
 namespace host_backend {
 
 /// The body of step for policies whose scores stand when a key competes. Phase one, score(), only reads the
-/// cache: a NaN score, or a step that finds no pages and gives none up, changes no state. Phase two,
-/// append(), writes it.
+/// cache: a NaN score that is refused, or a step that finds no pages and gives none up, changes no state.
+/// Phase two, append(), writes it.
 template <class Cache, class T>
 class scored_step {
   public:
@@ -37,7 +37,7 @@ class scored_step {
                              task_bytes_;
     }
 
-    /// Scores of the keys that arrive and leave; refuses a NaN.
+    /// Scores of the keys that arrive and leave.
     void score(const detail::step_extras& extras) const {
         const std::size_t thread_bytes = scorer_thread_bytes(cache_);
         std::byte* const scratch = rest();
@@ -46,11 +46,15 @@ class scored_step {
             score_step(ctx_.instructions(), cache_, batch_.seq(i), h, k_.row(i, h, 0), v_.row(i, h, 0), given,
                        task(i, h), scratch + static_cast<std::size_t>(thread) * thread_bytes);
         });
-        // Refused from here and not from a task: without exceptions a handler may jump out of the call.
-        for (std::int32_t i = 0; i < batch_.count; ++i) {
-            for (std::int32_t h = 0; batch_.tokens(i) != 0 && h < cache_.kv_heads; ++h) {
+    }
+
+    /// Reports NaN scores of the entries of `batch` that bring tokens, or refuses them without a status: from
+    /// here and not from a task, since without exceptions a handler may jump out of the call.
+    void report_nan(const Batch& batch, std::uint32_t* status) const {
+        for (std::int32_t i = 0; i < batch.count; ++i) {
+            for (std::int32_t h = 0; batch.tokens(i) != 0 && h < cache_.kv_heads; ++h) {
                 if (const position_t bad = task(i, h).found->bad; bad >= 0) {
-                    refuse_computed_score(i, h, bad);
+                    report_nan_score(cache_, i, h, bad, status);
                 }
             }
         }
@@ -126,9 +130,17 @@ void step_scored(const host& ctx, const Cache& cache, const Batch& batch, rows_v
     const scored_step<Cache, T> one(ctx, cache, batch, k, v, start + admission_bytes(cache, batch.count));
     if constexpr (Cache::policy_type::ranked) {
         one.score(extras);
+        if (status == nullptr) {
+            one.report_nan(batch, nullptr);
+        }
     }
     const Batch admitted = admit(cache, batch, status, start,
                                  [&](std::int32_t i, std::int32_t h) { return one.rows_after(i, h); });
+    if constexpr (Cache::policy_type::ranked) {
+        if (status != nullptr) {  // an entry that is left alone has no score yet
+            one.report_nan(admitted, status);
+        }
+    }
     for_each_head(ctx, cache.kv_heads, admitted,
                   [&](std::int32_t i, std::int32_t h) { one.append(admitted.seq(i), i, h, q); });
     attend_rows(ctx, cache, admitted, q, out, extras.lse, 1, one.rest());
@@ -145,7 +157,8 @@ void step(const host& ctx, const Ref<P, T>& cache, const step_io<T>& io, workspa
     namespace hb = host_backend;
     detail::require(io.cu_seqlens == nullptr, "io.cu_seqlens", "given",
                     "null in a step, whose entries have one token");
-    const auto call = hb::checked_call(cache, io, 1, "a step takes one token; prefill takes chunks");
+    const auto call =
+        hb::checked_call(cache, io, 1, "a step takes one token; prefill takes chunks", options.status);
     const auto& batch = call.batch;
     const auto& extras = call.extras;
     const auto longest = call.max_tokens;
