@@ -33,7 +33,7 @@ constexpr float inf = std::numeric_limits<float>::infinity();
 constexpr float quiet_nan = std::numeric_limits<float>::quiet_NaN();
 /// Stands for a score of NaN in the rows that a scorer reads.
 constexpr float trap = 42.0f;
-constexpr std::int32_t heads = 2, dim = 8, length = 97, most_draft = 9;
+constexpr std::int32_t heads = 2, dim = 8, length = 97, max_draft = 9;
 constexpr std::int32_t sinks = 2, window = 5;
 constexpr std::uint32_t other_bit = status_bad_index;
 
@@ -43,7 +43,7 @@ constexpr CacheShape shape{.layers = 1,
                            .kv_heads = heads,
                            .head_dim_qk = dim,
                            .head_dim_vo = dim,
-                           .max_draft_tokens = most_draft};
+                           .max_draft_tokens = max_draft};
 constexpr PoolShape pool{.slab_pages = 2 * heads * length, .max_slabs = 1, .max_seq_len = length};
 
 float score_of(const float* value) { return value[0] == trap ? quiet_nan : value[0]; }
@@ -277,7 +277,7 @@ void check(const P& policy) {
         CHECK(content_after(ctx, chunked, policy, in, chunk, Way::chunks) == content);
         CHECK(same_outputs());
     }
-    for (const std::int32_t chunk : {1, most_draft}) {
+    for (const std::int32_t chunk : {1, max_draft}) {
         CAPTURE(chunk);
         Bound<P, Pooled> drafted(ctx, policy);
         CHECK(content_after(ctx, drafted, policy, in, chunk, Way::drafts) == content);
