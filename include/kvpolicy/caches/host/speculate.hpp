@@ -54,9 +54,9 @@ template <class Dims, class P, Storage T, template <class, class> class Ref>
 requires CacheRef<Ref<P, T>>
 void append_draft(const host& ctx, const Ref<P, T>& cache, const step_io<T>& io, workspace_view workspace,
                   const StepOptions& options) {
-    namespace hb = host_backend;
     static_assert(!P::observed,
                   "kvpolicy: append_draft takes a policy whose scores do not change with every query");
+    namespace hb = host_backend;
     const hb::layer_call call =
         hb::checked_call(cache, io, cache.max_draft_tokens,
                          "the cache's max_draft_tokens, CacheShape::draft tokens", options.status);
