@@ -65,7 +65,7 @@ TEST_CASE("a workspace for long chunks does for shorter ones") {
     cache.bind(ctx, memory.data(), memory.size());
     const Device<float> rows(std::vector<float>(std::size_t{count} * 2 * longest * 64));
     const Device<float> scores(std::vector<float>(std::size_t{count} * 2 * longest));
-    const Device<std::int32_t> none(std::vector<std::int32_t>(count));
+    const Device<std::int32_t> none{std::vector<std::int32_t>(count)};
     for (const std::int32_t most : {longest, 2048, 1024}) {
         const Device<unsigned char> workspace(
             workspace_bytes<head_dims<64>>(ctx, cache.layer(0), {.batch = count, .tokens = most}));
