@@ -215,22 +215,13 @@ class prefill_plan {
     }
 
     void begin(const Batch& batch, workspace_view workspace, std::uint32_t* status) {
-        if constexpr (paged) {  // what longer chunks ask for may hold fewer entries at once
+        if constexpr (paged) {  // as many at once as fit: more than was asked for makes for fewer rounds
+            call_.together = std::max(call_.batch.count, 1);
             while (call_.together > 1 && lay_out(nullptr) > workspace.bytes) {
                 call_.together = (call_.together + 1) / 2;
             }
         }
         check_workspace(workspace, lay_out(nullptr));
-        if constexpr (paged) {  // more than is asked for makes for fewer rounds
-            const std::int32_t least = call_.together;
-            for (std::int32_t together = call_.batch.count; together > least; together = (together + 1) / 2) {
-                call_.together = together;
-                if (lay_out(nullptr) <= workspace.bytes) {
-                    break;
-                }
-                call_.together = least;
-            }
-        }
         lay_out(workspace.data);
         call_.batch = batch;
         call_.status = status;
