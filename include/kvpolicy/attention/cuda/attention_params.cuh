@@ -145,7 +145,7 @@ struct attention_plan {
     std::int32_t supers = 0;             // super-tiles of the round
     std::int32_t boundaries = 0;         // super_q / tile_q + 1
     std::int32_t rows = 0;               // rows of both segments
-    std::int32_t whole = 0;              // rows that every super-tile may need: all, unless `triangular`
+    std::int32_t whole = 0;              // of the first segment, if there are two and `triangular`
     bool triangular = false;             // of the rows behind, super-tile i needs the first (i + 1) super_q
     std::int32_t* row = nullptr;         // entries: row numbers
     row_interval* interval = nullptr;    // entries
