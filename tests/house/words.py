@@ -100,9 +100,6 @@ ALLOWED = (
     (CARD, r"tools/", r"[\"']cards?[\"']|card\.txt|\bcard (=|or\b)"),
     # ScoreBackward::kept, whether the workspace has what the forward pass left there.
     (r"^[^/]*(?<![A-Za-z])(kept", r"", r"\bcall\.kept\b"),
-    # Caches: to be renamed.
-    (r"(?<![A-Za-z])(?:contest", r"include/kvpolicy/caches/", r"contested"),
-    (r"(?<![A-Za-z])(?:lend", r"include/kvpolicy/caches/", r"room"),
     # Text in the metadata of a file that is compared by its hash.
     (r"\b\w*(initial", r"tools/get_smollm2", r"dequantised"),
     # The page's space for lines of code.

@@ -38,8 +38,8 @@ struct DualRef : LayerRef<P, T> {
     std::int32_t max_slabs = 0;
     bool limited = false;  // whether some head's rows are bounded by `longest` only
     position_t max_seq_len = 0;
-    std::int64_t max_rows = 0;       // the largest capacity(head): a number that a device's host may read
-    std::int64_t max_contested = 0;  // the same, of heads with a budget
+    std::int64_t max_rows = 0;           // the largest capacity(head): a number that a device's host may read
+    std::int64_t max_budgeted_rows = 0;  // the same, of heads with a budget
     // State of calls on a device between launches, as in a FixedBudgetRef; records are of heads with a
     // budget.
     const std::int64_t* tile_offset = nullptr;  // [kv_heads + 1]
@@ -388,7 +388,7 @@ class DualCache : public CacheOwner<DualCache<P, T>, P, T> {
     /// The arrays of a slab in memory that may be added.
     [[nodiscard]] Slab<T> slab_in(void* buffer, std::size_t buffer_bytes) const;
     [[nodiscard]] Slab<T> slab_of(T* k, T* v, void* notes, std::size_t notes_bytes) const;
-    void require_room() const;
+    void require_free_slab() const;
     /// Positions, scores and bounds of a slab, from `memory` on.
     void place_notes(typename base::layout& layout, std::byte* memory, Slab<T>& slab) const;
     void attach(const Slab<T>& slab);
@@ -413,11 +413,11 @@ class DualCache : public CacheOwner<DualCache<P, T>, P, T> {
     };
 
     PoolShape pool_;
-    bool strides_given_ = false;               // also where they are those of rows that follow one another
-    std::vector<std::int64_t> table_offset_;   // [layers, kv_heads + 1]
-    std::vector<std::int64_t> tile_offset_;    // [layers, kv_heads + 1]
-    std::vector<std::int64_t> max_rows_;       // [layers]
-    std::vector<std::int64_t> max_contested_;  // [layers]: of heads with a budget
+    bool strides_given_ = false;              // also where they are those of rows that follow one another
+    std::vector<std::int64_t> table_offset_;  // [layers, kv_heads + 1]
+    std::vector<std::int64_t> tile_offset_;   // [layers, kv_heads + 1]
+    std::vector<std::int64_t> max_rows_;      // [layers]
+    std::vector<std::int64_t> max_budgeted_rows_;  // [layers]: of heads with a budget
     std::vector<Slab<T>> attached_;
     std::vector<layer_plan> plan_;
     std::vector<char> limited_;  // [layers]

@@ -82,7 +82,7 @@ struct head_slots {
 
 /// Slots some of whose keys do not compete; slot -1 is the record of a tile without competitors.
 template <class Slots, class Gate>
-struct contested_slots : Slots {
+struct candidate_slots : Slots {
     Gate gate;
     KVPOLICY_HOST_DEVICE ranked_slot at(std::int32_t slot, position_t q) const {
         if (slot < 0) {
@@ -95,7 +95,7 @@ struct contested_slots : Slots {
 template <class Slots, class Gate>
 KVPOLICY_HOST_DEVICE auto competing(const Slots& top_k_slots, [[maybe_unused]] const Gate& gate) {
     if constexpr (holds_keys<Gate>) {
-        return contested_slots<Slots, Gate>{top_k_slots, gate};
+        return candidate_slots<Slots, Gate>{top_k_slots, gate};
     } else {
         return top_k_slots;
     }

@@ -50,7 +50,7 @@ DualCache<P, T>::DualCache(const CacheShape& sizes, const PoolShape& pool, const
     detail::require(!P::has_selection || own_layout(), "strides", "given",
                     "0 for a policy with a selection, whose pages are parts of the pool's");
     for (std::int32_t layer = 0; layer < shape.layers; ++layer) {
-        std::int64_t table = 0, tiles = 0, max_rows = 0, max_contested = 0;
+        std::int64_t table = 0, tiles = 0, max_rows = 0, max_budgeted_rows = 0;
         bool limited = false;
         for (std::int32_t head = 0; head < shape.kv_heads; ++head) {
             const HeadParams& head_params = this->head_params_of(layer, head);
@@ -72,13 +72,13 @@ DualCache<P, T>::DualCache(const CacheShape& sizes, const PoolShape& pool, const
                          ? 0
                          : detail::tiles_of_slots(static_cast<std::int32_t>(top_k_slots));
             max_rows = std::max(max_rows, rows);
-            max_contested = std::max(max_contested,
-                                     head_params.budget == unlimited || head_params.budget == 0 ? 0 : rows);
+            max_budgeted_rows = std::max(
+                max_budgeted_rows, head_params.budget == unlimited || head_params.budget == 0 ? 0 : rows);
         }
         table_offset_.push_back(table);
         tile_offset_.push_back(tiles);
         max_rows_.push_back(max_rows);
-        max_contested_.push_back(max_contested);
+        max_budgeted_rows_.push_back(max_budgeted_rows);
         limited_.push_back(limited ? 1 : 0);
     }
     plan();
@@ -158,7 +158,7 @@ void DualCache<P, T>::bind(const host&, void* buffer, std::size_t buffer_bytes) 
 }
 
 template <AnyPolicy P, Storage T>
-void DualCache<P, T>::require_room() const {
+void DualCache<P, T>::require_free_slab() const {
     detail::require(slabs() < pool_.max_slabs, "slabs", slabs() + 1,
                     [&] { return detail::text("at most max_slabs = ", pool_.max_slabs); });
 }
@@ -179,7 +179,7 @@ Slab<T> DualCache<P, T>::slab_in(void* buffer, std::size_t buffer_bytes) const {
     detail::require(buffer != nullptr, "slab", "null", "memory of slab_bytes()");
     detail::require(buffer_bytes >= slab_bytes_, "bytes of the slab", buffer_bytes,
                     [&] { return detail::text("at least slab_bytes() = ", slab_bytes_); });
-    require_room();
+    require_free_slab();
     const std::size_t rows =
         static_cast<std::size_t>(pool_.slab_pages) * static_cast<std::size_t>(this->shape_.page_size);
     std::byte* const memory = detail::aligned(buffer);
@@ -207,7 +207,7 @@ Slab<T> DualCache<P, T>::slab_of(T* k, T* v, void* notes, std::size_t notes_byte
     detail::require(notes != nullptr, "notes", "null", "memory of notes_bytes()");
     detail::require(notes_bytes >= notes_bytes_, "bytes of the notes", notes_bytes,
                     [&] { return detail::text("at least notes_bytes() = ", notes_bytes_); });
-    require_room();
+    require_free_slab();
     typename base::layout layout;
     Slab<T> provided;
     provided.k = k;
@@ -325,7 +325,7 @@ DualRef<P, T> DualCache<P, T>::ref_of(std::int32_t layer) const {
     ref.arrivals = this->template at<std::uint32_t>(plan.arrivals);
     ref.tile_victims = this->template at<std::int32_t>(plan.tile_victims);
     ref.max_rows = max_rows_[static_cast<std::size_t>(layer)];
-    ref.max_contested = max_contested_[static_cast<std::size_t>(layer)];
+    ref.max_budgeted_rows = max_budgeted_rows_[static_cast<std::size_t>(layer)];
     ref.spare = {this->template at<T>(plan.spare_k),
                  this->template at<T>(plan.spare_v),
                  this->template at<position_t>(plan.spare_position),

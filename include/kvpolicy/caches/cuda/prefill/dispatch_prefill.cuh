@@ -42,7 +42,7 @@ std::int64_t max_top_k_slots_of(const FixedBudgetRef<P, T>& cache) {
 }
 template <class P, class T>
 std::int64_t max_top_k_slots_of(const DualRef<P, T>& cache) {
-    return cache.max_contested;
+    return cache.max_budgeted_rows;
 }
 
 /// Bytes of attention's lists of a DualCache's rows that a chunk makes at once, unless a single entry can

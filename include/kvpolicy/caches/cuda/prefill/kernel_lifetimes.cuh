@@ -45,7 +45,8 @@ __device__ inline bool ranks_by_query(const HeadParams& head_params) {
 
 /// The first of `num_long_range` slots whose key may change: without a budget a key keeps its slot for good,
 /// and so does one that has it for its position.
-__device__ inline std::int32_t first_contested(const HeadParams& head_params, std::int32_t num_long_range) {
+__device__ inline std::int32_t first_changing_slot(const HeadParams& head_params,
+                                                   std::int32_t num_long_range) {
     return head_params.budget == unlimited || head_params.budget == 0 ? num_long_range : 0;
 }
 
@@ -107,7 +108,7 @@ struct lifetimes_block {
             head.first_leaving = first_leaving;
             head.num_long_range = num_long_range;
             head.num_protected = num_protected;
-            head.first_slot = first_contested(head_params, num_long_range);
+            head.first_slot = first_changing_slot(head_params, num_long_range);
             head.capacity = at.rows.capacity();
         }
         if constexpr (std::is_same_v<View, contiguous_view<typename View::value_type>>) {
@@ -178,7 +179,7 @@ struct lifetimes_block {
 
     /// Slots whose key may change; slots before those are not read.
     __device__ void copy_slots() const {
-        const std::int32_t first_slot = first_contested(head_params, num_long_range);
+        const std::int32_t first_slot = first_changing_slot(head_params, num_long_range);
         const std::int64_t of_head = std::int64_t{at.pair} * call.top_k.top_k_slots - first_slot;
         for (std::int32_t p = first_slot + first; p < num_long_range; p += stride) {
             const std::int32_t row = at.rows.layout.slot(p);

@@ -47,7 +47,7 @@ __global__ void __launch_bounds__(prefill_threads)
     const std::int32_t piece = static_cast<std::int32_t>(blockIdx.x) % call.pieces;
     const std::int32_t num_long_range = call.top_k.num_long_range[at.pair], capacity = at.rows.capacity();
     const View& cache = call.cache;
-    const std::int32_t first = first_contested(at.rows.head_params, cache.num_long_range[at.rows.index]);
+    const std::int32_t first = first_changing_slot(at.rows.head_params, cache.num_long_range[at.rows.index]);
     const std::int64_t top_k_slots = std::int64_t{at.pair} * call.top_k.top_k_slots - first;
     for (std::int32_t p = first + piece * warps + warp_id(); p < num_long_range; p += call.pieces * warps) {
         const std::int32_t holder = call.top_k.holder[top_k_slots + p];
