@@ -13,7 +13,7 @@
 #include <kvpolicy/cuda/primitives/async.cuh>
 #include <kvpolicy/scorers/cuda/common/scorer_params.cuh>
 #include <kvpolicy/scorers/cuda/conv/agent_conv_products.cuh>
-#include <kvpolicy/scorers/cuda/conv/kernel_conv_backward_hopper.cuh>
+#include <kvpolicy/scorers/cuda/conv/conv_backward_tile.cuh>
 
 #include <cstddef>
 #include <cstdint>

@@ -9,7 +9,7 @@
 #include <kvpolicy/cuda/primitives/async.cuh>
 #include <kvpolicy/cuda/primitives/wgmma.cuh>
 #include <kvpolicy/scorers/cuda/common/scorer_params.cuh>
-#include <kvpolicy/scorers/cuda/conv/kernel_conv_backward_hopper.cuh>
+#include <kvpolicy/scorers/cuda/conv/conv_backward_tile.cuh>
 
 #include <cstddef>
 #include <cstdint>
