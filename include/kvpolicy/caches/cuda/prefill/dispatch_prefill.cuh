@@ -103,13 +103,13 @@ class prefill_plan {
         call_.pieces = pieces_of(std::max(tokens, top_k.max_entries));
         detail::require(heads() * std::max<std::int64_t>(tokens, 1) <= 0x7fffffff, "entries x heads x tokens",
                         heads() * tokens, "below 2^31: split the batch");
-        call_.together = count;
+        together_ = count;
         if constexpr (paged) {
             // Attention lists the rows that queries see, 8 bytes each, for so many tiles of queries.
             const std::int64_t lists = std::clamp<std::int64_t>((std::int64_t{tokens} + 1023) / 1024, 1, 32);
             of_entry_ =
                 std::max<std::int64_t>(std::int64_t{call_.cache.kv_heads} * top_k.max_entries * 8 * lists, 1);
-            call_.together = static_cast<std::int32_t>(
+            together_ = static_cast<std::int32_t>(
                 std::clamp<std::int64_t>(lists_bytes / of_entry_, 1, std::max(count, 1)));
         }
     }
@@ -216,9 +216,9 @@ class prefill_plan {
 
     void begin(const Batch& batch, workspace_view workspace, std::uint32_t* status) {
         if constexpr (paged) {  // as many at once as fit: more than was asked for makes for fewer rounds
-            call_.together = std::max(call_.batch.count, 1);
-            while (call_.together > 1 && lay_out(nullptr) > workspace.bytes) {
-                call_.together = (call_.together + 1) / 2;
+            together_ = std::max(call_.batch.count, 1);
+            while (together_ > 1 && lay_out(nullptr) > workspace.bytes) {
+                together_ = (together_ + 1) / 2;
             }
         }
         check_workspace(workspace, lay_out(nullptr));
@@ -331,13 +331,13 @@ class prefill_plan {
     /// of a round.
     template <class Body>
     void each_round(const Body& body, bool all = false) const {
-        const std::int32_t count = call_.batch.count, together = call_.together;
+        const std::int32_t count = call_.batch.count;
         std::int32_t first = 0;
         do {
-            if (all || first == 0 || count - first < together) {
-                body(first, std::min(together, count - first));
+            if (all || first == 0 || count - first < together_) {
+                body(first, std::min(together_, count - first));
             }
-            first += together;
+            first += together_;
         } while (first < count);
     }
 
@@ -465,6 +465,7 @@ class prefill_plan {
     float* computed_ = nullptr;
     float* of_tokens_ = nullptr;
     float* state_ = nullptr;
+    std::int32_t together_ = 1;         // entries that are attended to at once
     std::int64_t of_entry_ = 0;         // of a DualCache: bytes of the lists of an entry's rows
     std::int32_t* missing_ = nullptr;   // of a DualCache: scratch
     unsigned char* scratch_ = nullptr;  // of scores, then of attention

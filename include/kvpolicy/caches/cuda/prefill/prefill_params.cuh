@@ -31,7 +31,6 @@ struct prefill_params {
         nullptr;  // [count, Hkv, most]: of the new tokens, where those are of the keys that leave
     std::uint32_t* status = nullptr;  // [count]
     std::int32_t pieces = 1;          // blocks that share a head
-    std::int32_t together = 1;        // entries that are attended to at once, of a DualCache
     // Made by the kernels.
     std::int32_t* appended = nullptr;   // [count]: tokens that count
     std::int64_t* first_row = nullptr;  // [count, Hkv]: of the entries; in a paged cache the first page id's
