@@ -33,6 +33,16 @@ struct part_of<Kind, Default, First, Rest...> {
                                              part_of<Kind, Default, Rest...>>::type;
 };
 
+/// Whether a part may order keys by the query: a decay, unless it says that its order is static.
+template <class P>
+constexpr bool orders_by_query() {
+    if constexpr (requires { P::static_order; }) {
+        return !P::static_order;
+    } else {
+        return P::kind == part_kind::decay;
+    }
+}
+
 /// A gate that is always open, for policies without one.
 struct no_gate {
     static constexpr part_kind kind = part_kind::gate;
@@ -192,6 +202,8 @@ class Policy {
     static constexpr bool has_gate = count<part_kind::gate> == 1;
     static constexpr bool has_budget = count<part_kind::budget> == 1;
     static constexpr bool has_decay = count<part_kind::decay> == 1;
+    /// Whether the order of keys may depend on the query, as with decay steps above 1.
+    static constexpr bool ranks_by_query = (false || ... || detail::orders_by_query<Parts>());
     static constexpr bool has_keep = count<part_kind::keep> > 0;
     /// Whether a key's fate depends on its score.
     static constexpr bool ranked = has_gate || has_budget;

@@ -24,7 +24,8 @@ enum class part_kind : std::uint8_t {
 
 /// A part that writes numbers: Sink, Window, TopKBudget, Decay, and gates with a threshold. A part that reads
 /// arrays may have `void check_values(int layers, int heads) const`, which refuses arrays of another shape
-/// (PerHead::check).
+/// (PerHead::check). A decay part whose step is 1 for all heads may say `static constexpr bool static_order =
+/// true`.
 template <class P>
 concept RulePart = requires(const P& part, HeadParams& head_params, std::int32_t layer, std::int32_t head) {
     { P::kind } -> std::convertible_to<part_kind>;

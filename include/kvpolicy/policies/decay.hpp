@@ -15,6 +15,7 @@ template <std::int32_t Step = 1>
 struct Decay {
     static_assert(Step >= 1, "kvpolicy: Decay<n> needs a step n >= 1");
     static constexpr part_kind kind = part_kind::decay;
+    static constexpr bool static_order = Step == 1;
     PerHead<float> log_gamma;
 
     constexpr Decay() = default;

@@ -34,6 +34,12 @@ struct EveryFifth {
     static constexpr part_kind kind = part_kind::keep;
     constexpr bool keeps(position_t t) const { return t % 5 == 0; }
 };
+struct SlowDecay {
+    static constexpr part_kind kind = part_kind::decay;
+    constexpr void write(HeadParams& head_params, std::int32_t, std::int32_t) const {
+        head_params.decay_step = 100;
+    }
+};
 
 }  // namespace
 
@@ -75,6 +81,14 @@ TEST_CASE("parts in any order, at compile time or at run time, by layer and head
     for (position_t t = 0; t < 40; ++t) {
         CHECK(keep.keeps(t) == (t % 3 == 0 || t % 5 == 0));
     }
+}
+
+TEST_CASE("the query orders keys where a decay's step may be above 1") {
+    static_assert(!Policy<TopKBudget<5>>::ranks_by_query);
+    static_assert(!Policy<TopKBudget<5>, Decay<1>>::ranks_by_query && !KVpop<>::ranks_by_query);
+    static_assert(Policy<TopKBudget<5>, Decay<2>>::ranks_by_query);
+    static_assert(Policy<Decay<dynamic>, TopKBudget<5>>::ranks_by_query);
+    static_assert(Policy<TopKBudget<5>, SlowDecay>::ranks_by_query);
 }
 
 TEST_CASE("the systems are the compositions that they name") {

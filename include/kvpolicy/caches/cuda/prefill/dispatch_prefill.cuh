@@ -141,7 +141,7 @@ class prefill_plan {
                 top_k.slot_protected = parts.take<unsigned char>(num_slots);
             }
             top_k.members = parts.take<std::int32_t>(heads() * 3 * top_k.max_members);
-            if constexpr (P::has_decay) {
+            if constexpr (P::ranks_by_query) {
                 records_ = parts.take<std::int32_t>(heads() * tiles_);
             }
         }
@@ -295,7 +295,7 @@ class prefill_plan {
         } else {
             with(std::integral_constant<int, 1024>{}, std::integral_constant<int, 16>{});
         }
-        if constexpr (P::has_decay) {
+        if constexpr (P::ranks_by_query) {
             constexpr std::size_t max_shared = 96 * 1024;  // what every GPU has
             const std::size_t bytes = decayed_update_bytes(call_.top_k.top_k_slots, tiles_);
             const bool in_shared = bytes <= max_shared;
