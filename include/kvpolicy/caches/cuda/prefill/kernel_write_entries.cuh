@@ -17,6 +17,18 @@ namespace kvpolicy {
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 namespace cuda_backend {
 
+/// A head that `pieces` blocks share: the block is number `piece`, its warp number `warp` of `warps`.
+template <class View>
+struct prefill_piece : prefill_head<View> {
+    std::int32_t piece, warp, warps;
+
+    __device__ explicit prefill_piece(const prefill_params<View>& call)
+        : prefill_head<View>(call, static_cast<std::int32_t>(blockIdx.x) / call.pieces),
+          piece(static_cast<std::int32_t>(blockIdx.x) % call.pieces),
+          warp(piece * (prefill_threads / 32) + warp_id()),
+          warps(call.pieces * (prefill_threads / 32)) {}
+};
+
 /// Writes token j of a chunk to a row, by a warp.
 template <class View, class T>
 __device__ void put_token(const prefill_params<View>& call, const prefill_head<View>& at, std::int32_t j,
@@ -39,17 +51,15 @@ __device__ void put_token(const prefill_params<View>& call, const prefill_head<V
 template <class View>
 __global__ void __launch_bounds__(prefill_threads)
     prefill_top_k_kernel(const __grid_constant__ prefill_params<View> call) {
-    const prefill_head<View> at(call, static_cast<std::int32_t>(blockIdx.x) / call.pieces);
+    const prefill_piece<View> at(call);
     if (at.active.tokens == 0) {
         return;
     }
-    constexpr std::int32_t warps = prefill_threads / 32;
-    const std::int32_t piece = static_cast<std::int32_t>(blockIdx.x) % call.pieces;
     const std::int32_t num_long_range = call.top_k.num_long_range[at.pair], capacity = at.rows.capacity();
     const View& cache = call.cache;
     const std::int32_t first = first_changing_slot(at.rows.head_params, cache.num_long_range[at.rows.index]);
     const std::int64_t top_k_slots = std::int64_t{at.pair} * call.top_k.top_k_slots - first;
-    for (std::int32_t p = first + piece * warps + warp_id(); p < num_long_range; p += call.pieces * warps) {
+    for (std::int32_t p = first + at.warp; p < num_long_range; p += at.warps) {
         const std::int32_t holder = call.top_k.holder[top_k_slots + p];
         const std::int32_t row = at.rows.layout.slot(p);
         if (holder == row) {
@@ -79,12 +89,11 @@ __global__ void __launch_bounds__(prefill_threads)
 template <class View>
 __global__ void __launch_bounds__(prefill_threads)
     prefill_recent_kernel(const __grid_constant__ prefill_params<View> call) {
-    const prefill_head<View> at(call, static_cast<std::int32_t>(blockIdx.x) / call.pieces);
-    const std::int32_t piece = static_cast<std::int32_t>(blockIdx.x) % call.pieces;
+    const prefill_piece<View> at(call);
     const std::int32_t tokens = at.active.tokens;
     const View& cache = call.cache;
     // 1. Counters.
-    if (piece == 0 && threadIdx.x == 0 && at.active.there) {
+    if (at.piece == 0 && threadIdx.x == 0 && at.active.there) {
         if (tokens != 0) {
             cache.appended[at.rows.index] = tokens;
             cache.num_long_range[at.rows.index] = call.top_k.num_long_range[at.pair];
@@ -103,18 +112,17 @@ __global__ void __launch_bounds__(prefill_threads)
     // 2. The scorer's state.
     if (call.advanced != nullptr && tokens != 0) {
         const std::int64_t size = cache.state_size;
-        for (std::int64_t i = piece * prefill_threads + static_cast<std::int32_t>(threadIdx.x); i < size;
+        for (std::int64_t i = at.piece * prefill_threads + static_cast<std::int32_t>(threadIdx.x); i < size;
              i += call.pieces * prefill_threads) {
             cache.state[at.rows.index * size + i] = call.advanced[at.pair * size + i];
         }
     }
     // 3. Entries.
-    constexpr std::int32_t warps = prefill_threads / 32;
     const position_t sinks = at.rows.head_params.sinks - at.base,
                      recent = tokens - at.rows.head_params.window;
     const auto gap = static_cast<std::int32_t>(max(position_t{0}, min(sinks, position_t{tokens})));
     const auto left = static_cast<std::int32_t>(max(position_t{0}, recent - gap));  // have left the window
-    for (std::int32_t x = piece * warps + warp_id(); x < tokens - left; x += call.pieces * warps) {
+    for (std::int32_t x = at.warp; x < tokens - left; x += at.warps) {
         const std::int32_t j = x < gap ? x : x + left;
         const std::int32_t row = at.rows.layout.recent(at.base + j);
         put_token(call, at, j, at.rows.key(row), at.rows.value(row), at.rows.position_of(row),
@@ -129,15 +137,13 @@ __global__ void __launch_bounds__(prefill_threads)
 template <class View>
 __global__ void __launch_bounds__(prefill_threads)
     prefill_draft_kernel(const __grid_constant__ prefill_params<View> call) {
-    const prefill_head<View> at(call, static_cast<std::int32_t>(blockIdx.x) / call.pieces);
-    const std::int32_t piece = static_cast<std::int32_t>(blockIdx.x) % call.pieces;
+    const prefill_piece<View> at(call);
     const std::int32_t tokens = at.active.tokens;
     const View& cache = call.cache;
-    if (piece == 0 && at.head == 0 && threadIdx.x == 0 && tokens != 0) {
+    if (at.piece == 0 && at.head == 0 && threadIdx.x == 0 && tokens != 0) {
         cache.num_draft[at.active.seq] = tokens;
     }
-    constexpr std::int32_t warps = prefill_threads / 32;
-    for (std::int32_t j = piece * warps + warp_id(); j < tokens; j += call.pieces * warps) {
+    for (std::int32_t j = at.warp; j < tokens; j += at.warps) {
         put_token(call, at, j, at.rows.spare_key(j), at.rows.spare_value(j), at.rows.spare_position(j),
                   at.rows.spare_score(j));
     }
@@ -170,12 +176,10 @@ __device__ auto bounded_rows(const prefill_params<View>& call, const typename Vi
 template <class View>
 __global__ void __launch_bounds__(prefill_threads)
     prefill_bounds_kernel(const __grid_constant__ prefill_params<View> call) {
-    const prefill_head<View> at(call, static_cast<std::int32_t>(blockIdx.x) / call.pieces);
+    const prefill_piece<View> at(call);
     if (at.active.tokens == 0) {
         return;
     }
-    constexpr std::int32_t warps = prefill_threads / 32;
-    const std::int32_t warp = static_cast<std::int32_t>(blockIdx.x) % call.pieces * warps + warp_id();
     const HeadParams& head_params = at.rows.head_params;
     const std::int32_t used =
         at.rows.layout.used(at.base + at.active.tokens, call.top_k.num_long_range[at.pair]);
@@ -183,10 +187,10 @@ __global__ void __launch_bounds__(prefill_threads)
     const std::int32_t expirable = updates ? used : at.rows.layout.slot(0);
     const std::int32_t fresh = at.rows.layout.slot(call.num_long_range_before[at.pair]);
     const auto rows = bounded_rows(call, at.rows);
-    refresh_pages(rows, 0, expirable, used, warp, call.pieces * warps);
+    refresh_pages(rows, 0, expirable, used, at.warp, at.warps);
     if (expirable < used) {
         // A page that both ranges have is the same, whoever writes it.
-        refresh_pages(rows, fresh, used, used, warp, call.pieces * warps);
+        refresh_pages(rows, fresh, used, used, at.warp, at.warps);
     }
 }
 
@@ -202,14 +206,11 @@ __global__ void __launch_bounds__(prefill_threads)
     prefill_queries_kernel(const __grid_constant__ prefill_params<View> call,
                            const rows_view<const typename View::value_type> q, const bool num_draft) {
     using T = typename View::value_type;
-    const prefill_head<View> at(call, static_cast<std::int32_t>(blockIdx.x) / call.pieces);
+    const prefill_piece<View> at(call);
     const View& cache = call.cache;
-    constexpr std::int32_t warps = prefill_threads / 32;
     const std::int32_t tokens = at.active.tokens, group = cache.group;
     const std::int32_t first = num_draft || tokens < cache.observing ? 0 : tokens - cache.observing;
-    for (std::int32_t x =
-             first * group + static_cast<std::int32_t>(blockIdx.x) % call.pieces * warps + warp_id();
-         x < tokens * group; x += call.pieces * warps) {
+    for (std::int32_t x = first * group + at.warp; x < tokens * group; x += at.warps) {
         const std::int32_t j = x / group, g = x % group;
         T* const spare = cache.spare_query_row(at.rows.index, j) + std::int64_t{g} * cache.head_dim_qk;
         const T* const from = q.data != nullptr ? q.row(at.entry, at.head * group + g, j) : spare;
