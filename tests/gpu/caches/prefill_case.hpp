@@ -18,7 +18,6 @@
 #include <array>
 #include <cmath>
 #include <cstdint>
-#include <cstring>
 #include <limits>
 #include <memory>
 #include <random>
@@ -162,35 +161,17 @@ struct PrefillTokens {
     }
 };
 
-/// Scores of the same prompts. A NaN ranks last on a device and closes its gate; the host refuses it, and is
-/// given the number that ranks last instead.
+/// Scores of the same prompts.
 struct PrefillScores {
-    Plane<float> given, of_host;
+    Plane<float> given;
     Device<float> on_device;
-    bool has_nan;
 
     /// Token 0 is at position `first`. Every `nan_every`-th score of some, all with 1, is NaN.
     PrefillScores(Order order, const HeadNumbers& of, std::int32_t batch, std::int32_t length,
                   kvpolicy::position_t first, std::mt19937& generator, std::int32_t nan_every = 0)
-        : given(made(order, of, batch, length, first, generator, nan_every)),
-          of_host(without_nan(given, of, first)),
-          on_device(given.data),
-          has_nan(nan_every != 0) {}
+        : given(made(order, of, batch, length, first, generator, nan_every)), on_device(given.data) {}
 
   private:
-    /// A sink has no score: a device keeps 0 for a NaN.
-    static Plane<float> without_nan(Plane<float> plane, const HeadNumbers& of, kvpolicy::position_t first) {
-        for (std::int32_t b = 0; b < plane.batch; ++b) {
-            for (std::int32_t h = 0; h < plane.heads; ++h) {
-                for (std::int32_t j = 0; j < plane.length; ++j) {
-                    float& x = plane.at(b, h, j);
-                    const bool sink = first + j < of.sinks[static_cast<std::size_t>(h)];
-                    x = x == x ? x : sink ? 0.0f : -std::numeric_limits<float>::infinity();
-                }
-            }
-        }
-        return plane;
-    }
     static Plane<float> made(Order order, const HeadNumbers& of, std::int32_t batch, std::int32_t length,
                              kvpolicy::position_t first, std::mt19937& generator, std::int32_t nan_every) {
         Plane<float> plane(batch, prefill_heads, length);
@@ -317,34 +298,18 @@ class PrefillPair {
         const kvpolicy::Batch device_batch{count, device_seq_ids.data(), device_accepted.data(), most};
         const auto ref = both_->cache.layer(0);
         const auto host_ref = both_->oracle.cache.layer(0);
-        const kvpolicy::CallSize size{.batch = count, .tokens = most};
-        const Device<unsigned char> workspace(
-            kvpolicy::workspace_bytes<PrefillDims>(both_->device, ref, size));
-        Workspace host_workspace(kvpolicy::workspace_bytes(all_cores(), host_ref, size));
-        const Device<std::uint32_t> status(std::vector<std::uint32_t>(seq_ids.size(), 0));
-        kvpolicy::accept<PrefillDims>(both_->device, ref, device_batch, workspace, {.status = status.data()});
-        kvpolicy::accept(all_cores(), host_ref, batch, host_workspace);
-        CHECK(status.read() == std::vector<std::uint32_t>(seq_ids.size(), 0));
+        Memory memory = memory_for({.batch = count, .tokens = most});
+        std::vector<std::uint32_t> wanted_status(seq_ids.size(), 0);
+        const Device<std::uint32_t> status(wanted_status);
+        kvpolicy::accept<PrefillDims>(both_->device, ref, device_batch, memory.device,
+                                      {.status = status.data()});
+        kvpolicy::accept(all_cores(), host_ref, batch, memory.host, {.status = wanted_status.data()});
+        CHECK(status.read() == wanted_status);
         advance(seq_ids, accepted);
     }
 
-    /// Both hold the same in the same rows. NaN scores: as PrefillScores gives them to the host.
-    void same_rows(const std::string& when, bool has_nan = false) {
-        if (!has_nan) {
-            both_->same_rows(when);
-            return;
-        }
-        CAPTURE(when);
-        for (std::int32_t seq = 0; seq < options_.max_sequences; ++seq) {
-            std::vector<unsigned char> blob(both_->cache.snapshot_bytes(both_->device, seq)),
-                of_host(both_->oracle.cache.snapshot_bytes(seq));
-            both_->cache.snapshot(both_->device, seq, blob.data(), blob.size());
-            both_->oracle.cache.snapshot(both_->ctx, seq, of_host.data(), of_host.size());
-            const bool same = without_nan(blob) == without_nan(of_host);
-            CAPTURE(seq);
-            CHECK(same);
-        }
-    }
+    /// Both hold the same in the same rows.
+    void same_rows(const std::string& when) const { both_->same_rows(when); }
 
     /// What a cache of the host holds, row by row, after steps of the same tokens.
     [[nodiscard]] std::vector<unsigned char> content_of_steps(const PrefillScores& scores,
@@ -360,7 +325,7 @@ class PrefillPair {
         for (std::int32_t t = 0; t < tokens; ++t) {
             const auto one = [&](const Tensor<float>& of) { return PrefillTokens::part(of.view(), 1, t, 1); };
             call_ref<P, float>(ctx, stepped->cache.layer(0), batch, one(tokens_.q), one(tokens_.k),
-                               one(tokens_.v), out.view(), {.scores = scores.of_host.tokens(t, 1)}, true);
+                               one(tokens_.v), out.view(), {.scores = scores.given.tokens(t, 1)}, true);
             stepped->cache.advance(ctx, batch);
         }
         return content_of(stepped->cache.layer(0), 0);
@@ -424,6 +389,16 @@ class PrefillPair {
         }
     }
 
+    struct Memory {
+        Device<unsigned char> device;
+        Workspace host;
+    };
+    [[nodiscard]] Memory memory_for(const kvpolicy::CallSize& size) const {
+        return {Device<unsigned char>(
+                    kvpolicy::workspace_bytes<PrefillDims>(both_->device, both_->cache.layer(0), size)),
+                Workspace(kvpolicy::workspace_bytes(all_cores(), both_->oracle.cache.layer(0), size))};
+    }
+
     /// Prefill or draft tokens on both; compares and returns status words.
     std::vector<std::uint32_t> call(const PrefillScores& scores, const std::vector<std::int32_t>& seq_ids,
                                     const std::vector<std::int32_t>& q_len, std::int32_t from, bool draft) {
@@ -438,7 +413,6 @@ class PrefillPair {
         const Device<float> out(wanted.data), lse(wanted_lse.data);
         std::vector<std::uint32_t> wanted_status(seq_ids.size(), 0);
         const Device<std::uint32_t> status(wanted_status);
-        const std::vector<std::uint32_t> nan = nan_status(scores, seq_ids, q_len, from);
         const auto part = [&](const auto& view) { return PrefillTokens::part(view, count, from, length); };
         const auto plane = [&](kvpolicy::plane_view<const float> view) {
             view.data += from;
@@ -449,7 +423,7 @@ class PrefillPair {
         const auto io = test::step_io<float>(
             batch, part(std::as_const(tokens_.q).view()), part(std::as_const(tokens_.k).view()),
             part(std::as_const(tokens_.v).view()), wanted.view(),
-            {.scores = plane(scores.of_host.view()), .lse = wanted_lse.view()});
+            {.scores = plane(scores.given.view()), .lse = wanted_lse.view()});
         const auto device_io = test::step_io<float>(
             device_batch, part(tokens_.on_device(tokens_.device_q)),
             part(tokens_.on_device(tokens_.device_k)), part(tokens_.on_device(tokens_.device_v)),
@@ -459,44 +433,19 @@ class PrefillPair {
              .lse = kvpolicy::view_bhs(lse.data(), count, prefill_heads, length)});
         const auto ref = both_->cache.layer(0);
         const auto host_ref = both_->oracle.cache.layer(0);
-        const kvpolicy::CallSize size{.batch = count, .tokens = length};
-        const Device<unsigned char> workspace(
-            kvpolicy::workspace_bytes<PrefillDims>(both_->device, ref, size));
-        Workspace host_workspace(kvpolicy::workspace_bytes(all_cores(), host_ref, size));
+        Memory memory = memory_for({.batch = count, .tokens = length});
         if (draft) {
-            kvpolicy::append_draft<PrefillDims>(both_->device, ref, device_io, workspace,
+            kvpolicy::append_draft<PrefillDims>(both_->device, ref, device_io, memory.device,
                                                 {.status = status.data()});
-            kvpolicy::append_draft(all_cores(), host_ref, io, host_workspace);
+            kvpolicy::append_draft(all_cores(), host_ref, io, memory.host, {.status = wanted_status.data()});
         } else {
-            kvpolicy::prefill<PrefillDims>(both_->device, ref, device_io, workspace,
+            kvpolicy::prefill<PrefillDims>(both_->device, ref, device_io, memory.device,
                                            {.status = status.data()});
-            kvpolicy::prefill(all_cores(), host_ref, io, host_workspace, {.status = wanted_status.data()});
-        }
-        for (std::size_t i = 0; i < nan.size(); ++i) {
-            wanted_status[i] |= nan[i];
+            kvpolicy::prefill(all_cores(), host_ref, io, memory.host, {.status = wanted_status.data()});
         }
         CHECK(status.read() == wanted_status);
         check_.compare(out.read(), wanted, lse.read(), wanted_lse, q_len, Tensor<float>(0, 0, 0, 0));
         return wanted_status;
-    }
-
-    [[nodiscard]] std::vector<std::uint32_t> nan_status(const PrefillScores& scores,
-                                                        const std::vector<std::int32_t>& seq_ids,
-                                                        const std::vector<std::int32_t>& q_len,
-                                                        std::int32_t from) const {
-        std::vector<std::uint32_t> words(seq_ids.size(), 0);
-        for (std::size_t i = 0; scores.has_nan && i < words.size(); ++i) {
-            for (std::int32_t h = 0; h < prefill_heads; ++h) {
-                const kvpolicy::position_t sinks = of_.sinks[static_cast<std::size_t>(h)];
-                for (std::int32_t j = 0; j < q_len[i]; ++j) {
-                    const float x = scores.given.data[(i * prefill_heads + static_cast<std::size_t>(h)) *
-                                                          static_cast<std::size_t>(scores.given.length) +
-                                                      static_cast<std::size_t>(from + j)];
-                    words[i] |= x != x && length(seq_ids[i]) + j >= sinks ? kvpolicy::status_nan_score : 0u;
-                }
-            }
-        }
-        return words;
     }
 
     void advance(const std::vector<std::int32_t>& seq_ids, const std::vector<std::int32_t>& moved) {
@@ -509,18 +458,6 @@ class PrefillPair {
         both_->cache.advance(both_->device, {count, device_seq_ids.data(), device_moved.data(), most},
                              {.status = status.data()});
         CHECK(status.read() == no_status);
-    }
-
-    /// A snapshot's words behind its header, those of NaN in PrefillScores' place. (Its other words are
-    /// positions, finite numbers and counts.)
-    static std::vector<std::uint32_t> without_nan(const std::vector<unsigned char>& blob) {
-        constexpr std::size_t header = sizeof(kvpolicy::host_backend::snapshot_header);
-        std::vector<std::uint32_t> words((blob.size() - header) / 4);
-        std::memcpy(words.data(), blob.data() + header, words.size() * 4);
-        for (std::uint32_t& word : words) {
-            word = (word & 0x7fffffffu) > 0x7f800000u ? 0xff800000u : word;
-        }
-        return words;
     }
 
     HeadNumbers of_;
@@ -540,7 +477,7 @@ void prefill_chunks(PrefillPair<System>& pair, const PrefillScores& scores,
         CAPTURE(at);
         CAPTURE(chunk);
         pair.prefill(scores, at, chunk);
-        pair.same_rows("after a chunk", scores.has_nan);
+        pair.same_rows("after a chunk");
         at += chunk;
     }
 }
@@ -729,18 +666,20 @@ void check_rebase(const HeadNumbers& numbers) {
     }
 }
 
-/// Scores of which some, most or all are NaN: they rank last, and the status word says so.
+/// Scores of which some, most or all are NaN: they rank last, behind -infinity, close their gates, and the
+/// status words say so.
 template <class System>
 void check_nan(HeadNumbers numbers) {
     constexpr std::int32_t length = 3000;
     const PrefillTokens tokens(1, length);
     std::mt19937 generator(7);
-    numbers.gates = {-3e38f, -3e38f, 0.0f};  // closed for a NaN, and for what the host has in its place
+    numbers.gates = {HeadNumbers::all_open, -3e38f, 0.0f};
     for (const HeadDecay& decay : {no_decay, decay_of_step_1, decay_of_longer_steps}) {
         CAPTURE(decay.name);
         const HeadNumbers of = with_decay(numbers, decay);
         PrefillPair<System> pair(of, tokens, {.max_seq_len = length});
-        for (const Order order : {Order::random, Order::rising, Order::falling, Order::two_values}) {
+        for (const Order order :
+             {Order::random, Order::rising, Order::falling, Order::two_values, Order::infinities}) {
             CAPTURE(name(order));
             for (const std::int32_t nan_every : {1, 2, 1000}) {
                 CAPTURE(nan_every);
