@@ -12,6 +12,7 @@
 #include <kvpolicy/policies/window.hpp>
 
 #include "paged_case.hpp"
+#include "score_orders.hpp"
 #include "support/step_io.hpp"
 
 #include <algorithm>
@@ -37,34 +38,6 @@ inline const kvpolicy::host& all_cores() {
     static const kvpolicy::host ctx{
         static_cast<int>(std::clamp(std::thread::hardware_concurrency(), 1u, 16u))};
     return ctx;
-}
-
-/// Orders of scores.
-enum class Order {
-    random,
-    rising,
-    falling,
-    equal,
-    two_values,
-    signed_zeros,
-    infinities,
-    best_first,     // one key ranks before all others, early
-    best_late,      // and late
-    sawtooth,       // rises for 97 tokens, again and again
-    falling_teeth,  // rises for 512 tokens, and every tooth is below the one before
-    uneven,         // one head rises beside others that fall
-    level           // priorities with decay step 1 that fp32 cannot tell apart, and many of them equal
-};
-inline constexpr Order all_orders[] = {
-    Order::random,        Order::rising,     Order::falling,    Order::equal,     Order::two_values,
-    Order::signed_zeros,  Order::infinities, Order::best_first, Order::best_late, Order::sawtooth,
-    Order::falling_teeth, Order::uneven,     Order::level};
-
-inline const char* name(Order order) {
-    static const char* const names[] = {
-        "random",     "rising",    "falling",  "equal",         "two values", "signed zeros", "infinities",
-        "best first", "best late", "sawtooth", "falling teeth", "uneven",     "level"};
-    return names[static_cast<int>(order)];
 }
 
 /// Numbers by head, which the policy of a cache points to.
@@ -180,8 +153,8 @@ struct PrefillScores {
             for (std::int32_t h = 0; h < prefill_heads; ++h) {
                 for (std::int32_t j = 0; j < length; ++j) {
                     float& x = plane.at(b, h, j);
-                    x = one(order, of.log_gammas[static_cast<std::size_t>(h)], h, length, j, first + j,
-                            normal, generator);
+                    x = score_of(order, {of.log_gammas[static_cast<std::size_t>(h)], h, length, j, first + j},
+                                 normal, generator);
                     if (nan_every != 0 && generator() % static_cast<std::uint32_t>(nan_every) == 0) {
                         x = std::numeric_limits<float>::quiet_NaN();
                     }
@@ -189,42 +162,6 @@ struct PrefillScores {
             }
         }
         return plane;
-    }
-    static float one(Order order, float log_gamma, std::int32_t head, std::int32_t length, std::int32_t j,
-                     kvpolicy::position_t position, std::normal_distribution<float>& normal,
-                     std::mt19937& generator) {
-        constexpr float infinity = std::numeric_limits<float>::infinity();
-        const auto t = static_cast<float>(position);
-        switch (order) {
-            case Order::random:
-                break;
-            case Order::rising:
-                return 0.25f * t;
-            case Order::falling:
-                return -0.25f * t;
-            case Order::equal:
-                return 1.5f;
-            case Order::two_values:
-                return static_cast<float>(generator() % 2);
-            case Order::signed_zeros:
-                return generator() % 2 == 0 ? 0.0f : -0.0f;
-            case Order::infinities:
-                return generator() % 3 == 0 ? infinity : generator() % 2 == 0 ? -infinity : normal(generator);
-            case Order::best_first:
-                return j == length / 7 ? 1e30f : normal(generator);
-            case Order::best_late:
-                return j == length - length / 7 ? 1e30f : -t;
-            case Order::sawtooth:
-                return static_cast<float>(position % 97);
-            case Order::falling_teeth:
-                return static_cast<float>(position % 512) - 700.0f * static_cast<float>(position / 512);
-            case Order::uneven:
-                return head == 0 ? t : -t;
-            case Order::level:
-                return static_cast<float>(1000.0 +
-                                          static_cast<double>(position) * static_cast<double>(log_gamma));
-        }
-        return normal(generator);
     }
 };
 

@@ -2,16 +2,15 @@
 // keys that hold a slot, in double, from the definition. All numbers are the same.
 #include <kvpolicy/caches/cuda/prefill/kernel_top_k_update.cuh>
 #include <kvpolicy/caches/layer_ref.hpp>
-#include <kvpolicy/policies/ranking.hpp>
 
 #include "gpu/support/device.hpp"
+#include "score_orders.hpp"
 
 #include <doctest/doctest.h>
 
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
-#include <limits>
 #include <random>
 #include <string>
 #include <vector>
@@ -19,6 +18,8 @@
 using namespace kvpolicy;
 using namespace kvpolicy::cuda_backend;
 using test::Device;
+using test::Order;
+using test::score_of;
 
 namespace {
 
@@ -92,40 +93,9 @@ struct Head {
     }
 };
 
-enum class Order { random, rising, falling, equal, few, line, signs, saw, best_first, best_last };
-constexpr Order all_orders[] = {Order::random,     Order::rising,   Order::falling, Order::equal,
-                                Order::few,        Order::line,     Order::signs,   Order::saw,
-                                Order::best_first, Order::best_last};
-
-float score_of(Order order, std::int64_t t, std::int64_t tokens, float log_gamma, std::mt19937& generator) {
-    const auto normal = [&] { return std::normal_distribution<float>()(generator); };
-    switch (order) {
-        case Order::random:
-            return normal();
-        case Order::rising:
-            return static_cast<float>(t) * 0.25f;
-        case Order::falling:
-            return static_cast<float>(-t) * 0.25f;
-        case Order::equal:
-            return 1.0f;
-        case Order::few:
-            return static_cast<float>(generator() % 3);
-        case Order::line:  // all priorities nearly equal
-            return static_cast<float>(static_cast<double>(t) * static_cast<double>(log_gamma));
-        case Order::signs: {
-            constexpr float infinite = std::numeric_limits<float>::infinity();
-            const float some[] = {0.0f, -0.0f, infinite, -infinite, std::nanf(""), 1e-42f};
-            return some[generator() % 6];
-        }
-        case Order::saw:
-            return static_cast<float>(t % 97);
-        case Order::best_first:
-            return t == 0 ? 1e30f : normal();
-        case Order::best_last:
-            return t == tokens - 1 ? 1e30f : normal();
-    }
-    return 0;
-}
+constexpr Order orders[] = {Order::random,     Order::rising,   Order::falling, Order::equal,
+                            Order::two_values, Order::level,    Order::special, Order::sawtooth,
+                            Order::best_first, Order::best_late};
 
 struct Case {
     std::int32_t sinks = 0, window = 1, budget = 1, tokens = 0;
@@ -138,6 +108,7 @@ struct Case {
 
 Head make(const Case& of, std::uint32_t seed) {
     std::mt19937 generator(seed);
+    std::normal_distribution<float> normal;
     Head head;
     top_k_head& numbers = head.numbers;
     numbers.head_params = {of.sinks, of.window, of.budget, 1, of.log_gamma, 0.0f};
@@ -158,7 +129,8 @@ Head make(const Case& of, std::uint32_t seed) {
     head.kind.resize(tokens);
     for (std::size_t j = 0; j < tokens; ++j) {
         const position_t u = of.base + static_cast<position_t>(j) - of.window;
-        head.score[j] = score_of(of.order, u, of.base + of.tokens - of.window, of.log_gamma, generator);
+        head.score[j] = score_of(of.order, {of.log_gamma, 0, of.tokens, static_cast<std::int32_t>(j), u},
+                                 normal, generator);
         head.kind[j] = chance(of.staying)                    ? leaving_kind_protected
                        : of.budget == 0 || chance(of.closed) ? leaving_kind_evicted
                                                              : leaving_kind_competes;
@@ -177,7 +149,8 @@ Head make(const Case& of, std::uint32_t seed) {
     std::shuffle(old.begin(), old.end(), generator);
     for (std::size_t p = 0; p < old.size(); ++p) {
         head.slot_position[p] = old[p];
-        head.slot_score[p] = score_of(of.order, old[p], until + of.tokens, of.log_gamma, generator);
+        head.slot_score[p] = score_of(
+            of.order, {of.log_gamma, 0, of.held, static_cast<std::int32_t>(p), old[p]}, normal, generator);
         head.holder[p] = of.sinks + of.window + static_cast<std::int32_t>(p);
         head.slot_protected[p] = chance(of.staying) ? 1 : 0;
         numbers.num_protected += head.slot_protected[p];
@@ -317,7 +290,7 @@ double check(const std::vector<Case>& cases, position_t limit = rebase_limit, bo
 /// Every order with and without decay, for these sizes.
 std::vector<Case> orders_of(const Case& sizes) {
     std::vector<Case> cases;
-    for (const Order order : all_orders) {
+    for (const Order order : orders) {
         for (const float log_gamma : {0.0f, -0.001f, -1e-7f}) {
             for (const double share : {0.0, 0.1}) {
                 Case one = sizes;
