@@ -23,6 +23,22 @@ using test::score_of;
 
 namespace {
 
+/// A key's number at query q, from the definition: with decay step 1 its score less its position times log
+/// gamma, in double. Positions count from the last multiple of `limit`, which is no more than q.
+double priority(const HeadParams& head_params, float score, position_t t, position_t q, position_t limit) {
+    const position_t base = q - q % limit;
+    return static_cast<double>(score) -
+           static_cast<double>(t - base) * static_cast<double>(head_params.log_gamma);
+}
+/// Whether a key with number x at position t stays longer than one with y at u: the larger number, of equal
+/// ones (zeros of both signs are) the older key. A NaN is below all numbers.
+bool stays_longer(double x, position_t t, double y, position_t u) {
+    if (std::isnan(x) || std::isnan(y)) {
+        return std::isnan(y) && (!std::isnan(x) || t < u);
+    }
+    return x != y ? x > y : t < u;
+}
+
 /// One head: its numbers, the keys that leave, and what holds the top-k slots.
 struct Head {
     top_k_head numbers{};
@@ -77,15 +93,15 @@ struct Head {
                 if (slot_protected[p] != 0) {
                     continue;
                 }
-                const double its_value = rank_value(head_params, slot_score[p], slot_position[p], q, limit);
+                const double its_value = priority(head_params, slot_score[p], slot_position[p], q, limit);
                 if (worst == slot_score.size() ||
-                    ranks_before(value, slot_position[worst], its_value, slot_position[p])) {
+                    stays_longer(value, slot_position[worst], its_value, slot_position[p])) {
                     worst = p;
                     value = its_value;
                 }
             }
-            const double mine = rank_value(head_params, score[static_cast<std::size_t>(j)], u, q, limit);
-            if (ranks_before(mine, u, value, slot_position[worst])) {
+            const double mine = priority(head_params, score[static_cast<std::size_t>(j)], u, q, limit);
+            if (stays_longer(mine, u, value, slot_position[worst])) {
                 expire(holder[worst], j);
                 put(worst, j, false);
             }
