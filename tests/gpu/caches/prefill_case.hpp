@@ -654,31 +654,45 @@ void check_steps(const HeadNumbers& numbers) {
     }
 }
 
-/// Positions around the first rebase, 2^31, and far beyond.
+/// Positions around the first rebase, 2^31 and 2^32, and far beyond; with a small limit above 2^32, where the
+/// base moves several times within a chunk.
 template <class System>
 void check_far_positions(const HeadNumbers& numbers) {
     constexpr std::int32_t before = 1200, length = 4000;
+    // The base moves, too, where a chunk passes these.
     constexpr kvpolicy::position_t near_rebase = kvpolicy::rebase_limit - 2400,
-                                   near_31_bits = (kvpolicy::position_t{1} << 31) - 2400;
+                                   near_31_bits = (kvpolicy::position_t{1} << 31) - 2400,
+                                   near_32_bits = (kvpolicy::position_t{1} << 32) - 2400;
+    static_assert(near_rebase % 32 == 0 && near_31_bits % 32 == 0 && near_32_bits % 32 == 0);
+    struct Far {
+        kvpolicy::position_t rebase_limit;
+        std::vector<kvpolicy::position_t> by;
+    };
+    const Far all[] = {
+        {kvpolicy::rebase_limit, {near_rebase, near_31_bits, near_32_bits, kvpolicy::position_t{1} << 40}},
+        {1000, {near_32_bits}}};
     const PrefillTokens tokens(1, length);
     std::mt19937 generator(9);
     for (const HeadDecay& decay : {no_decay, decay_of_step_1, decay_of_longer_steps}) {
         CAPTURE(decay.name);
         const HeadNumbers of = with_decay(numbers, decay);
-        PrefillPair<System> pair(of, tokens, {.max_seq_len = length + 600});
-        for (const Order order : {Order::random, Order::two_values, Order::falling}) {
-            CAPTURE(name(order));
-            const PrefillScores scores(order, of, 1, length, 0, generator);
-            for (const kvpolicy::position_t by : {near_rebase, near_31_bits, kvpolicy::position_t{1} << 40}) {
-                CAPTURE(by);
-                static_assert(near_rebase % 32 == 0 && near_31_bits % 32 == 0);
-                prefill_chunks(pair, scores, {before});
-                pair.shift(by);
-                pair.same_rows("after the shift");
-                pair.prefill(scores, before, length - before);
-                pair.same_rows("after a chunk");
-                pair.prefill(scores, 0, 600);
-                pair.same_rows("after another");
+        for (const Far& far : all) {
+            CAPTURE(far.rebase_limit);
+            PrefillPair<System> pair(of, tokens,
+                                     {.max_seq_len = length + 600, .rebase_limit = far.rebase_limit});
+            for (const Order order : {Order::random, Order::two_values, Order::falling}) {
+                CAPTURE(name(order));
+                const PrefillScores scores(order, of, 1, length, 0, generator);
+                for (const kvpolicy::position_t by : far.by) {
+                    CAPTURE(by);
+                    prefill_chunks(pair, scores, {before});
+                    pair.shift(by);
+                    pair.same_rows("after the shift");
+                    pair.prefill(scores, before, length - before);
+                    pair.same_rows("after a chunk");
+                    pair.prefill(scores, 0, 600);
+                    pair.same_rows("after another");
+                }
             }
         }
     }

@@ -34,6 +34,13 @@ TEST_CASE("budgets of more slots than a round has candidates") {
     check_long<FixedSystem>(of, {Order::random}, {decay_of_longer_steps}, {{24000}});
 }
 
+TEST_CASE("more top-k slots in use than half of what a block of 4096 keys ranks") {
+    // Slots and a chunk of 900 tokens: at most 4096 keys.
+    check_long<FixedSystem>({.budgets = {3000, 2049, 2500}},
+                            {Order::random, Order::rising, Order::falling, Order::equal, Order::uneven},
+                            {no_decay, decay_of_step_1}, {{4000, 900, 70, 900}});
+}
+
 TEST_CASE("a prompt of 40k tokens") {
     check_long<FixedSystem>({.budgets = {512, 4096, 1}}, {std::begin(all_orders), std::end(all_orders)},
                             {no_decay, decay_of_step_1}, {{40000}});
@@ -54,4 +61,6 @@ TEST_CASE("chunks equal steps") {
     check_steps<FixedSystem>({.budgets = {64, 0, 1000}});
 }
 
-TEST_CASE("positions beyond 31 bits") { check_far_positions<FixedSystem>({.budgets = {31, 513, 2000}}); }
+TEST_CASE("positions beyond 31 and 32 bits") {
+    check_far_positions<FixedSystem>({.budgets = {31, 513, 2000}});
+}

@@ -41,6 +41,12 @@ TEST_CASE("budgets of more slots than a round has candidates") {
                       {{24000}, {5000, 12000, 7000}});
 }
 
+TEST_CASE("more top-k slots in use than half of what a block of 4096 keys ranks") {
+    check_long<Gated>({.budgets = {3000, 2049, 2500}, .gates = {all_open, all_open, 0.0f}},
+                      {Order::random, Order::rising, Order::equal}, {no_decay, decay_of_step_1},
+                      {{4000, 900, 70, 900}});
+}
+
 TEST_CASE("a prompt of 40k tokens") {
     check_long<Gated>({.budgets = {512, unlimited, 4096}, .gates = {all_open, 0.8f, 0.0f}},
                       {Order::random, Order::rising, Order::falling, Order::two_values, Order::falling_teeth},
@@ -78,4 +84,4 @@ TEST_CASE("chunks equal steps") {
     check_steps<KeepSystem>({.budgets = {1, 31, 200}});
 }
 
-TEST_CASE("positions beyond 31 bits") { check_far_positions<Gated>({.budgets = {31, 513, 2000}}); }
+TEST_CASE("positions beyond 31 and 32 bits") { check_far_positions<Gated>({.budgets = {31, 513, 2000}}); }

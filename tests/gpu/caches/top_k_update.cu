@@ -380,6 +380,15 @@ TEST_CASE("top-k updates in rounds equal naive ones") {
     check<1024, 16>(some_of({.window = 256, .budget = 9000, .tokens = 9500, .held = 9000, .base = 60000}));
 }
 
+TEST_CASE("more keys in top-k slots than half of a block's, and all in one round") {
+    for (const std::int32_t held : {2047, 2048, 2049, 3000, 4095, 4096, 5000}) {
+        for (const std::int32_t tokens : {1, 1000, 2047, 2049}) {
+            check<1024, 4>(some_of(
+                {.sinks = 4, .window = 16, .budget = held, .tokens = tokens, .held = held, .base = 40000}));
+        }
+    }
+}
+
 TEST_CASE("the base of priorities may move within a chunk") {
     for (const position_t limit : {64, 1000}) {
         check<128, 1>(orders_of({.window = 3, .budget = 40, .tokens = 64, .held = 40, .base = 5000}), limit);
@@ -388,6 +397,12 @@ TEST_CASE("the base of priorities may move within a chunk") {
     }
     const position_t far = (position_t{1} << 33) - 100;
     check<1024, 16>(orders_of({.window = 3, .budget = 300, .tokens = 1500, .held = 300, .base = far}));
+    // Beyond 2^32, where positions take both of their halves to sort.
+    for (const position_t base : {(position_t{1} << 32) - 700, (position_t{1} << 40) + 5}) {
+        const Case far_off{.window = 3, .budget = 300, .tokens = 1500, .held = 300, .base = base};
+        check<1024, 16>(orders_of(far_off), 1000);
+        check<1024, 4>(orders_of(far_off));
+    }
 }
 
 TEST_CASE("time of top-k updates, 8 heads" * doctest::skip()) {
