@@ -1,7 +1,5 @@
 // Which keys a chunk admits and evicts, and in which top-k slots they end: chunks of every length against
-// single steps, byte for byte, for orders of scores that are hard on a search for the worst key; and the
-// search itself against top_k_set.
-#include <kvpolicy/caches/host/chunk_top_k.hpp>
+// single steps, byte for byte, for orders of scores that are hard on a search for the worst key.
 #include <kvpolicy/policies/decay.hpp>
 #include <kvpolicy/policies/sink.hpp>
 #include <kvpolicy/policies/stride.hpp>
@@ -188,88 +186,4 @@ TEST_CASE("a NaN that competes is refused and changes no row; a NaN that has a s
     CHECK_THROWS_AS(prefill_into(bound, ranked), kvpolicy::invalid_argument);
     CHECK(bound.memory == before);
 #endif
-}
-
-TEST_CASE("the search for the worst key decides as top_k_set does") {
-    std::mt19937 generator(11);
-    const auto pick = [&](auto... values) {
-        const std::common_type_t<decltype(values)...> all[] = {values...};
-        return all[generator() % sizeof...(values)];
-    };
-    for (std::int32_t trial = 0; trial < 600; ++trial) {
-        HeadParams head_params{};
-        head_params.budget = pick(1, 2, 5, 64, 130);
-        head_params.window = pick(1, 3, 17);
-        head_params.decay_step = pick(1, 2, 3, 7, 64, 256, 257);
-        head_params.log_gamma = pick(0.0f, -1e-6f, -0.03f, -0.5f, -0x1p-60f, -3e10f);
-        // Near 0; where priorities are rounded; beyond int32.
-        const position_t base = pick(position_t{40}, (position_t{1} << 26) + 3, (position_t{1} << 33) + 5);
-        const position_t limit = pick(position_t{7}, position_t{64}, rebase_limit);
-        const std::int32_t tokens = pick(3, 40, 300), kind = pick(0, 1, 2, 3, 4, 5);
-        const auto score = [&](std::int32_t t) {
-            const auto small = static_cast<float>(generator() % 7);
-            switch (kind) {
-                case 0:
-                    return small;
-                case 1:
-                    return static_cast<float>(t);
-                case 2:
-                    return 1e9f * (small + 1.0f);  // absorbs some of the decay
-                case 3:
-                    return pick(inf, -inf, 0.0f, -0.0f, small);
-                case 4:
-                    return pick(inf, -inf, std::numeric_limits<float>::quiet_NaN(), small);
-                default:
-                    return static_cast<float>(generator() % 100000) * 1e-4f;
-            }
-        };
-        CAPTURE(trial);
-        const auto top_k_slots = static_cast<std::size_t>(head_params.budget);
-        std::vector<detail::top_k_entry> storage(top_k_slots), expected_storage(top_k_slots);
-        std::vector<std::byte> memory(host_backend::chunk_top_k::bytes(head_params, top_k_slots) + 64);
-        host_backend::chunk_top_k top_k(storage.data(), detail::aligned(memory.data()), top_k_slots,
-                                        head_params, limit, base, tokens);
-        detail::top_k_set expected(expected_storage.data(), head_params, limit);
-        // Keys from before the chunk, some of them from long before, in top-k slots of any order.
-        const std::int32_t restored = std::min(pick(0, 1, 60), head_params.budget);
-        const position_t oldest = pick(position_t{0}, base - 40);
-        for (std::int32_t i = 0; i < restored; ++i) {
-            const position_t t = i < 20 ? oldest + i : base - head_params.window - 1 - 60 + i;
-            if (t < 0 || (i >= 20 && t < oldest + 20)) {
-                continue;
-            }
-            const float s = score(i);
-            const std::int32_t slot = expected.size();
-            top_k.restore(t, s, i, slot);
-            expected.restore(t, s, i, slot);
-        }
-        bool same = true;
-        for (std::int32_t j = 0; j < tokens; ++j) {
-            if (generator() % 5 == 0) {  // its gate is closed
-                continue;
-            }
-            const float s = score(j + 1000);
-            const position_t u = base + j - head_params.window;
-            if (u < 0) {
-                continue;
-            }
-            const std::int32_t free = expected.size();
-            const auto mine = top_k.update(u, s, 5000 + j, base + j, free);
-            const auto theirs = expected.update(u, s, 5000 + j, base + j, free);
-            same = same && mine.kind == theirs.kind && mine.slot == theirs.slot && mine.lost == theirs.lost;
-        }
-        CHECK(same);
-        CHECK(top_k.size() == expected.size());
-        const auto by_slot = [](const detail::top_k_entry& a, const detail::top_k_entry& b) {
-            return a.slot < b.slot;
-        };
-        std::sort(storage.begin(), storage.begin() + top_k.size(), by_slot);
-        std::sort(expected_storage.begin(), expected_storage.begin() + top_k.size(), by_slot);
-        for (std::int32_t i = 0; i < top_k.size(); ++i) {
-            const auto &a = storage[static_cast<std::size_t>(i)],
-                       &b = expected_storage[static_cast<std::size_t>(i)];
-            same = same && a.key == b.key && a.position == b.position && a.slot == b.slot;
-        }
-        CHECK(same);
-    }
 }

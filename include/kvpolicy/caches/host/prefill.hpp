@@ -4,7 +4,6 @@
 #include <kvpolicy/caches/calls.hpp>
 #include <kvpolicy/caches/host/admit.hpp>
 #include <kvpolicy/caches/host/attend_entries.hpp>
-#include <kvpolicy/caches/host/chunk_top_k.hpp>
 #include <kvpolicy/caches/host/entries.hpp>
 #include <kvpolicy/caches/host/hidden_scores.hpp>
 #include <kvpolicy/caches/host/layer_call.hpp>
@@ -44,9 +43,8 @@ struct chunk_plan {
     std::int32_t* position;         // [expirable]
     expiry_t* expiry;               // [expirable + n]
     float* score;                   // [n], or [late + n]: scores of tokens from counts->scored_from on
-    detail::top_k_entry* keepers;   // [top_k_slots]: keys held after the chunk's top-k updates
+    std::byte* keepers;             // of a top_k_set: keys held after the chunk's top-k updates
     detail::top_k_entry* promoted;  // [n], for heads without a limit and keep parts
-    std::byte* ranks;               // chunk_top_k's
     std::size_t top_k_slots;
     chunk_counts* counts;
     float* state;  // a copy of the scorer's state
@@ -70,10 +68,9 @@ chunk_plan plan_of(const Cache& cache, std::int32_t head, std::int32_t tokens, s
     take(plan.position, expirable);
     take(plan.expiry, expirable + n);
     take(plan.score, n + static_cast<std::size_t>(late_scores(cache, head)));
-    take(plan.keepers, top_k_slots);
+    take(plan.keepers, detail::top_k_set::bytes(head_params, top_k_slots));
     take(plan.promoted, Cache::pooled ? n : 0);
     plan.top_k_slots = top_k_slots;
-    take(plan.ranks, retains<typename Cache::policy_type> ? chunk_top_k::bytes(head_params, top_k_slots) : 0);
     take(plan.counts, 1);
     take(plan.state, static_cast<std::size_t>(cache.state_size));
     plan.bytes = at;
@@ -120,8 +117,7 @@ class chunk_decision {
           plan_(plan),
           counts_(*plan.counts),
           scratch_(scratch),
-          places_(plan.keepers, plan.ranks, plan.top_k_slots, head_params_, cache.rebase_limit, base_,
-                  tokens) {}
+          places_(plan.keepers, plan.top_k_slots, head_params_, cache.rebase_limit, base_, tokens) {}
 
     void run([[maybe_unused]] const float* given) {
         counts_ = {-1, 0, 0, 0, cache_.num_long_range[rows_.index], base_, base_ + tokens_};
@@ -270,7 +266,7 @@ class chunk_decision {
     const chunk_plan& plan_;
     chunk_counts& counts_;
     std::byte* scratch_;
-    chunk_top_k places_;
+    detail::top_k_set places_;
 };
 
 /// Writes what the chunk leaves behind: new top-k entries first (they may come from ring rows), then sinks
@@ -296,7 +292,7 @@ void accept_chunk(const Cache& cache, std::int32_t seq, std::int32_t head, std::
             rows.put(row, k.row(entry, head, j), v.row(entry, head, j), keeper.position, keeper.score);
         }
     };
-    std::for_each_n(plan.keepers, counts.keepers, put);
+    std::for_each_n(detail::top_k_set::entries(plan.keepers), counts.keepers, put);
     std::for_each_n(plan.promoted, counts.promoted, put);
     for (std::int32_t j = 0; j < tokens; ++j) {
         const position_t t = base + j;

@@ -30,12 +30,11 @@ struct boundary_rows {
     std::int32_t* boundary;  // t_bnd at q; -1: no example
     double* margin;          // Delta at q, with the sign of y
     double* gradient;        // d r_t
-    detail::top_k_entry* top_k_entries;
-    static std::size_t bytes(std::int32_t length, std::int64_t capacity) {
+    std::byte* top_k;        // of a top_k_set
+    static std::size_t bytes(std::int32_t length, std::size_t top_k_bytes) {
         const auto count = static_cast<std::size_t>(length);
         return 2 * detail::aligned_size(count * sizeof(std::int32_t)) +
-               2 * detail::aligned_size(count * sizeof(double)) +
-               detail::aligned_size(static_cast<std::size_t>(capacity) * sizeof(detail::top_k_entry));
+               2 * detail::aligned_size(count * sizeof(double)) + top_k_bytes;
     }
     boundary_rows(std::byte* at, std::int32_t length) {
         const auto count = static_cast<std::size_t>(length);
@@ -47,7 +46,7 @@ struct boundary_rows {
         at += detail::aligned_size(count * sizeof(double));
         gradient = reinterpret_cast<double*>(at);
         at += detail::aligned_size(count * sizeof(double));
-        top_k_entries = reinterpret_cast<detail::top_k_entry*>(at);
+        top_k = at;
     }
 };
 
@@ -170,7 +169,8 @@ struct boundary_pass {
             if (end - begin <= first_saturated(head_params) || head_params.budget == 0) {
                 return;
             }
-            detail::top_k_set slots(rows.top_k_entries, head_params, rebase_limit);
+            detail::top_k_set slots(rows.top_k, top_k_capacity(head_params, sequences), head_params,
+                                    rebase_limit, 0, end - begin);
             for_each_leaver(policy, head_params, end - begin, [&](std::int32_t t, std::int32_t at) {
                 const auto outcome = slots.update(t, goal[begin + t], t, at);
                 const std::int32_t q = begin + at;
@@ -286,9 +286,9 @@ std::size_t BoundaryLoss::workspace_bytes(const host&, const P& policy, const Se
     namespace hb = host_backend;
     checks::check_shape(sequences, heads);
     policy.check_layer(layer, heads);
-    const std::int64_t capacity = hb::top_k_capacity(policy, sequences, heads, layer);
+    const std::size_t top_k = hb::top_k_bytes(policy, sequences, heads, layer);
     const auto tasks = static_cast<std::size_t>(sequences.batch) * static_cast<std::size_t>(heads);
-    return tasks * hb::boundary_rows::bytes(sequences.length, capacity) +
+    return tasks * hb::boundary_rows::bytes(sequences.length, top_k) +
            detail::aligned_size(tasks * sizeof(hb::boundary_sums)) + detail::alignment;
 }
 
@@ -349,7 +349,7 @@ void BoundaryLoss::operator()(const host& ctx, const P& policy, input_plane<Real
         hb::boundary_pass<P, Real> pass = pass_of(of_call);
         pass.memory = detail::aligned(workspace.data);
         pass.task_bytes =
-            hb::boundary_rows::bytes(sequences.length, hb::top_k_capacity(policy, sequences, heads, layer));
+            hb::boundary_rows::bytes(sequences.length, hb::top_k_bytes(policy, sequences, heads, layer));
         pass.sums = reinterpret_cast<hb::boundary_sums*>(pass.memory +
                                                          static_cast<std::size_t>(tasks) * pass.task_bytes);
 

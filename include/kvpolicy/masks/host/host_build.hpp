@@ -96,19 +96,24 @@ void check_mask_call(const P& policy, plane_view<const float> scores, const Sequ
     }
 }
 
-/// The entries that one head may need: the largest budget that a segment can fill.
+/// The most top-k slots that a segment of a head may use.
+inline std::size_t top_k_capacity(const HeadParams& head_params, const Sequences& sequences) {
+    const std::int64_t competitors =
+        std::max<std::int64_t>(0, std::int64_t{sequences.length} - head_params.sinks - head_params.window);
+    return head_params.budget == unlimited
+               ? 0
+               : static_cast<std::size_t>(detail::top_k_set::capacity(head_params, competitors));
+}
+
+/// Bytes that the top-k set of any head needs.
 template <class P>
-std::int64_t top_k_capacity(const P& policy, const Sequences& sequences, std::int32_t heads,
-                            std::int32_t layer) {
-    std::int64_t most = 0;
+std::size_t top_k_bytes(const P& policy, const Sequences& sequences, std::int32_t heads, std::int32_t layer) {
+    std::size_t most = 0;
     if constexpr (P::has_budget) {
         for (std::int32_t h = 0; h < heads; ++h) {
             const HeadParams head_params = policy.params(layer, h);
-            const std::int64_t competitors = std::max<std::int64_t>(
-                0, std::int64_t{sequences.length} - head_params.sinks - head_params.window);
-            if (head_params.budget != unlimited) {
-                most = std::max(most, detail::top_k_set::capacity(head_params, competitors));
-            }
+            most =
+                std::max(most, detail::top_k_set::bytes(head_params, top_k_capacity(head_params, sequences)));
         }
     }
     return most;
@@ -117,7 +122,7 @@ std::int64_t top_k_capacity(const P& policy, const Sequences& sequences, std::in
 /// Expiries of one segment of one head, relative to the segment.
 template <class P>
 void segment_expiry(const P& policy, const HeadParams& head_params, const float* score, std::int32_t length,
-                    expiry_t* expiry, detail::top_k_entry* storage, position_t limit) {
+                    expiry_t* expiry, std::byte* memory, std::size_t top_k_slots, position_t limit) {
     for (std::int32_t t = 0; t < length; ++t) {
         bool forever = t < head_params.sinks;
         if constexpr (P::has_keep) {
@@ -126,7 +131,7 @@ void segment_expiry(const P& policy, const HeadParams& head_params, const float*
         expiry[t] = forever ? never : window_expiry(t, head_params.window);
     }
     if constexpr (P::ranked) {
-        detail::top_k_set slots(storage, head_params, limit);
+        detail::top_k_set slots(memory, top_k_slots, head_params, limit, 0, length);
         const auto gate = policy.gate();
         for_each_leaver(policy, head_params, length, [&](std::int32_t t, std::int32_t q) {
             if (!gate.open(score[t], head_params)) {
@@ -154,10 +159,9 @@ std::size_t build_mask_workspace_bytes(const host&, const P& policy, const Seque
                                        std::int32_t heads, const MaskOptions& options) {
     checks::check_shape(sequences, heads);
     policy.check_layer(options.layer, heads);
-    const auto capacity =
-        static_cast<std::size_t>(host_backend::top_k_capacity(policy, sequences, heads, options.layer));
+    const std::size_t bytes = host_backend::top_k_bytes(policy, sequences, heads, options.layer);
     const auto tasks = static_cast<std::size_t>(sequences.batch) * static_cast<std::size_t>(heads);
-    return capacity == 0 ? 0 : tasks * capacity * sizeof(detail::top_k_entry) + detail::alignment;
+    return bytes == 0 ? 0 : tasks * bytes + detail::alignment;
 }
 
 template <AnyPolicy P>
@@ -179,9 +183,8 @@ void build_mask(const host& ctx, const P& policy, plane_view<const float> scores
         host_backend::check_scores(policy, scores, sequences, options);
     }
     checks::check_workspace(workspace, build_mask_workspace_bytes(ctx, policy, sequences, heads, options));
-    const std::int64_t capacity = host_backend::top_k_capacity(policy, sequences, heads, options.layer);
-    auto* storage =
-        capacity == 0 ? nullptr : reinterpret_cast<detail::top_k_entry*>(detail::aligned(workspace.data));
+    const std::size_t bytes = host_backend::top_k_bytes(policy, sequences, heads, options.layer);
+    std::byte* const memory = bytes == 0 ? nullptr : detail::aligned(workspace.data);
     // One task per sequence and head.
     ctx.parallel_for(std::int64_t{sequences.batch} * heads, [&](std::int64_t task) {
         const auto b = static_cast<std::int32_t>(task / heads);
@@ -190,9 +193,10 @@ void build_mask(const host& ctx, const P& policy, plane_view<const float> scores
         host_backend::for_each_segment<P>(sequences, b, [&](std::int32_t begin, std::int32_t end) {
             const float* score = P::ranked ? scores.head(b, h) + begin : nullptr;
             expiry_t* out = expiry.head(b, h) + begin;
-            host_backend::segment_expiry(policy, head_params, score, end - begin, out,
-                                         storage == nullptr ? nullptr : storage + task * capacity,
-                                         options.rebase_limit);
+            host_backend::segment_expiry(
+                policy, head_params, score, end - begin, out,
+                memory == nullptr ? nullptr : memory + static_cast<std::size_t>(task) * bytes,
+                host_backend::top_k_capacity(head_params, sequences), options.rebase_limit);
             if (sequences.cu_seqlens != nullptr) {
                 for (std::int32_t t = 0; t < end - begin; ++t) {
                     out[t] = static_cast<expiry_t>(std::min<std::int64_t>(end, std::int64_t{out[t]} + begin));
