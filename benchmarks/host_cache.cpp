@@ -218,9 +218,9 @@ int main(int argc, char** argv) {
                  "at least 12");
     for (const std::string threads : {"1", "2"}) {
         const auto row = [&](const std::string& how, const std::string& name) {
-            ratios.print(
-                "dense prefill of 16k tokens / with a budget of 2048" + how + ", threads: " + threads,
-                "prefill_16k_dense" + threads, name + threads, "4.27, the visible pairs");
+            std::string what = "dense prefill of 16k tokens / with a budget of 2048";
+            what.append(how).append(", threads: ").append(threads);
+            ratios.print(what, "prefill_16k_dense" + threads, name + threads, "4.27, the visible pairs");
         };
         row("", "prefill_16k_bounded");
         row(", rising scores", "prefill_16k_rising");

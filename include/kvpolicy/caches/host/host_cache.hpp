@@ -316,27 +316,27 @@ void CacheOwner<Derived, P, T>::require_appended(const Batch& batch, const std::
 }
 
 template <class Derived, AnyPolicy P, Storage T>
-void CacheOwner<Derived, P, T>::advance(const host&, const Batch& named, const StepOptions& options) {
+void CacheOwner<Derived, P, T>::advance(const host&, const Batch& batch, const StepOptions& options) {
     require_bound();
-    const Batch batch = checks::batch_of(named, shape_.max_sequences);
-    checks::check_batch(batch, shape_.max_sequences, std::numeric_limits<std::int32_t>::max(), "any");
-    const bool says_tokens = batch.q_len != nullptr || batch.length != Batch::not_set;
-    const std::int32_t least = named.count == Batch::not_set ? 0 : 1;
+    const Batch all = checks::batch_of(batch, shape_.max_sequences);
+    checks::check_batch(all, shape_.max_sequences, std::numeric_limits<std::int32_t>::max(), "any");
+    const bool says_tokens = all.q_len != nullptr || all.length != Batch::not_set;
+    const std::int32_t least = batch.count == Batch::not_set ? 0 : 1;
     std::int32_t* const tokens_of = scratch_.data();  // [count]
-    for (std::int32_t i = 0; i < batch.count; ++i) {
-        tokens_of[i] = says_tokens ? batch.tokens(i) : least;
+    for (std::int32_t i = 0; i < all.count; ++i) {
+        tokens_of[i] = says_tokens ? all.tokens(i) : least;
     }
     for (std::int32_t layer = 0; !says_tokens && layer < shape_.layers; ++layer) {
-        for (std::int32_t i = 0; i < batch.count; ++i) {
-            tokens_of[i] = std::max(tokens_of[i], appended_by(layer)[batch.seq(i)]);
+        for (std::int32_t i = 0; i < all.count; ++i) {
+            tokens_of[i] = std::max(tokens_of[i], appended_by(layer)[all.seq(i)]);
         }
     }
     if (options.status == nullptr) {
-        require_appended(batch, tokens_of);
+        require_appended(all, tokens_of);
     }
     auto* length = at<position_t>(length_at_);
-    for (std::int32_t i = 0; i < batch.count; ++i) {
-        const std::int32_t seq = batch.seq(i), tokens = tokens_of[i];
+    for (std::int32_t i = 0; i < all.count; ++i) {
+        const std::int32_t seq = all.seq(i), tokens = tokens_of[i];
         if (options.status != nullptr) {
             if (const std::uint32_t status = advance_status(seq, tokens); status != status_ok) {
                 options.status[i] |= status;

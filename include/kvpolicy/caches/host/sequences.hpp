@@ -165,7 +165,7 @@ struct reorder_plan {
     }
     [[nodiscard]] bool inherits(std::int32_t i) const { return sources[i] < count && heir[sources[i]] == i; }
     /// Sequence i has its inheritance, and sequence `at_present`, which held it, what sequence i held.
-    void swapped(std::int32_t i, std::int32_t at_present) {
+    void swapped(std::int32_t i, std::int32_t at_present) const {
         *std::find(where, where + seq_ids, i) = at_present;
         where[sources[i]] = i;
     }

@@ -98,44 +98,42 @@ void append_draft(const host& ctx, const Ref<P, T>& cache, const step_io<T>& io,
 
 template <class Dims, class P, Storage T, template <class, class> class Ref>
 requires CacheRef<Ref<P, T>>
-void accept(const host& ctx, const Ref<P, T>& cache, const Batch& named, workspace_view workspace,
+void accept(const host& ctx, const Ref<P, T>& cache, const Batch& batch, workspace_view workspace,
             const StepOptions& options) {
     namespace hb = host_backend;
     static_assert(!P::observed,
                   "kvpolicy: accept takes a policy whose scores do not change with every query");
     hb::check_on_host(cache);
-    const Batch batch = checks::batch_of(named, cache.max_sequences);
+    const Batch all = checks::batch_of(batch, cache.max_sequences);
     const std::int32_t longest =
-        checks::check_batch(batch, cache.max_sequences, cache.max_draft_tokens,
+        checks::check_batch(all, cache.max_sequences, cache.max_draft_tokens,
                             "the cache's max_draft_tokens, CacheShape::draft tokens");
-    hb::check_draft(cache, batch);
-    hb::check_appended(cache, batch);
-    checks::check_workspace(workspace,
-                            workspace_bytes(ctx, cache, {.batch = batch.count, .tokens = longest}));
+    hb::check_draft(cache, all);
+    hb::check_appended(cache, all);
+    checks::check_workspace(workspace, workspace_bytes(ctx, cache, {.batch = all.count, .tokens = longest}));
     std::byte* const start = detail::aligned(workspace.data);
-    const hb::chunk_pass<Ref<P, T>> pass(ctx, cache, longest,
-                                         start + hb::admission_bytes(cache, batch.count));
-    const auto source = hb::spare_source(cache, batch);
-    pass.decide(batch, source, options.status);
-    const Batch admitted =
-        hb::admit(cache, batch, options.status, start,
-                  [&](std::int32_t i, std::int32_t h) { return pass.rows_after(batch, i, h); });
+    const hb::chunk_pass<Ref<P, T>> pass(ctx, cache, longest, start + hb::admission_bytes(cache, all.count));
+    const auto source = hb::spare_source(cache, all);
+    pass.decide(all, source, options.status);
+    const Batch admitted = hb::admit(cache, all, options.status, start, [&](std::int32_t i, std::int32_t h) {
+        return pass.rows_after(all, i, h);
+    });
     pass.accept(admitted, source);
     hb::mark_appended(cache, admitted);
     if constexpr (P::has_eviction) {
         pass.for_each_head(admitted, [&](std::int32_t i, std::int32_t h) {
-            const std::int32_t seq = batch.seq(i);
+            const std::int32_t seq = all.seq(i);
             const std::int64_t width = std::int64_t{cache.group} * cache.head_dim_qk;
-            for (std::int32_t j = std::max(0, batch.tokens(i) - cache.eviction.observing);
-                 j < batch.tokens(i); ++j) {
+            for (std::int32_t j = std::max(0, all.tokens(i) - cache.eviction.observing); j < all.tokens(i);
+                 ++j) {
                 std::copy_n(cache.spare_query_row(seq, h, j), width,
                             cache.query_row(seq, h, cache.length[seq] + j));
             }
         });
     }
-    for (std::int32_t i = 0; i < batch.count; ++i) {
-        if (batch.tokens(i) == 0) {
-            cache.num_draft[batch.seq(i)] = 0;
+    for (std::int32_t i = 0; i < all.count; ++i) {
+        if (all.tokens(i) == 0) {
+            cache.num_draft[all.seq(i)] = 0;
         }
     }
 }

@@ -193,24 +193,24 @@ void attend(const host& ctx, const Ref<P, T>& cache, const step_io<T>& io, works
 
 template <class Dims, class P, Storage T, template <class, class> class Ref>
 requires CacheRef<Ref<P, T>>
-void export_heads(const host&, const Ref<P, T>& cache, const Batch& named, const HeadPages& pages,
+void export_heads(const host&, const Ref<P, T>& cache, const Batch& batch, const HeadPages& pages,
                   workspace_view /*workspace*/, const StepOptions& /*options*/) {
     host_backend::check_on_host(cache);
-    const Batch batch = checks::batch_of(named, cache.max_sequences);
-    checks::check_batch(batch, cache.max_sequences, std::numeric_limits<std::int32_t>::max(), "any");
+    const Batch all = checks::batch_of(batch, cache.max_sequences);
+    checks::check_batch(all, cache.max_sequences, std::numeric_limits<std::int32_t>::max(), "any");
     const std::int64_t page_size = cache.page_size;
     std::int64_t needed = 0;
     const auto for_each_head = [&](auto&& visit) {
-        for (std::int32_t i = 0; i < batch.count; ++i) {
+        for (std::int32_t i = 0; i < all.count; ++i) {
             for (std::int32_t h = 0; h < cache.kv_heads; ++h) {
-                visit(batch.seq(i), h);
+                visit(all.seq(i), h);
             }
         }
     };
     for_each_head([&](std::int32_t seq, std::int32_t h) {
         needed += (cache.used(seq, h) + page_size - 1) / page_size;
     });
-    checks::check_head_pages(cache, batch, pages, needed, "the pages in use");
+    checks::check_head_pages(cache, all, pages, needed, "the pages in use");
     std::int64_t at = 0;
     std::int64_t sequence = 0;
     pages.indptr[0] = 0;

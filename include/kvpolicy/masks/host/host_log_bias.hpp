@@ -137,12 +137,12 @@ inline void ThresholdSoftGate::check() const {
 }
 
 template <class Real>
-KVPOLICY_HOST_DEVICE gate_value<Real> BernoulliGate::operator()(Real z, gate_place slot) const {
+KVPOLICY_HOST_DEVICE gate_value<Real> BernoulliGate::operator()(Real z, gate_place place) const {
     const double x = z;
     const double u = detail::sigmoid(x);
     const double p = clip;
     const double chance = u < p ? p : 1.0 - p < u ? 1.0 - p : u;
-    const bool open = random_unit(seed, slot.stream, slot.position) < chance;
+    const bool open = random_unit(seed, place.stream, place.position) < chance;
     return host_backend::rounded<Real>({0.0, detail::sigmoid(-x), open});
 }
 inline void BernoulliGate::check() const {

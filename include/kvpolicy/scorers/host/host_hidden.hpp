@@ -50,25 +50,25 @@ std::size_t score_hidden_workspace_bytes(const host& ctx, const S& scorer, rows_
 }
 
 template <HiddenScorer S, class T, class Real>
-void score_hidden(const host& ctx, const S& scorer, rows_view<T> rows, const Sequences& sequences,
+void score_hidden(const host& ctx, const S& scorer, rows_view<T> hidden, const Sequences& sequences,
                   plane_view<Real> scores, workspace_view workspace, const ScoreHiddenOptions& options) {
     namespace hb = host_backend;
     if (const checks::repaired_sequences repaired(sequences, options.status); repaired) {
-        return score_hidden(ctx, scorer, rows, repaired.sequences, scores, workspace, options);
+        return score_hidden(ctx, scorer, hidden, repaired.sequences, scores, workspace, options);
     }
-    const HiddenRows hidden = rows;
-    checks::check_hidden_call<S, Real>(scorer, hidden, sequences, scores, "scores");
-    checks::check_workspace(workspace, score_hidden_workspace_bytes<S, Real>(ctx, scorer, rows, sequences));
+    const HiddenRows states = hidden;
+    checks::check_hidden_call<S, Real>(scorer, states, sequences, scores, "scores");
+    checks::check_workspace(workspace, score_hidden_workspace_bytes<S, Real>(ctx, scorer, hidden, sequences));
     std::byte* const memory = detail::aligned(workspace.data);
     const std::size_t stride = detail::aligned_size(hb::hidden_block_reals(scorer) * sizeof(Real));
     const std::int64_t blocks = (std::int64_t{sequences.length} + scorer_block - 1) / scorer_block;
-    ctx.parallel_for(blocks * hidden.batch, [&](std::int64_t task, int thread) {
+    ctx.parallel_for(blocks * states.batch, [&](std::int64_t task, int thread) {
         const std::int64_t b = task / blocks, begin = task % blocks * scorer_block;
         const std::int64_t count = std::min<std::int64_t>(scorer_block, sequences.length_of(b) - begin);
         const std::int64_t first = sequences.start_of(b) + begin;
         if (count > 0) {
             hb::score_hidden_tokens(
-                ctx.instructions(), scorer, hidden, b, first, count, scores.head(b, 0) + first,
+                ctx.instructions(), scorer, states, b, first, count, scores.head(b, 0) + first,
                 scores.head_stride,
                 reinterpret_cast<Real*>(memory + static_cast<std::size_t>(thread) * stride));
         }
