@@ -32,12 +32,22 @@ enum class attend_copies : std::uint8_t {
     rows,       ///< every row by itself
 };
 
+/// How many queries a tile has on Hopper (head_dim up to 128, no soft cap, no biases). Narrow tiles have two
+/// thirds of the rows of wide ones.
+enum class attend_tiles : std::uint8_t {
+    automatic,  ///< of few tiles so many heads' are narrow that the GPU is done soonest; else wide
+    wide,
+    narrow,
+    mixed,  ///< narrow for half of the heads
+};
+
 /// Options of attend. Results agree to rounding whatever it says. The host has one path: it looks at the
 /// status alone.
 struct AttendOptions {
     attend_path path = attend_path::automatic;
     bool portable = false;  ///< the kernels of compute capability 8.0 on any GPU
     attend_copies copies = attend_copies::automatic;
+    attend_tiles tiles = attend_tiles::automatic;
     std::uint32_t* status = nullptr;  ///< [B], OR-ed into: status_bad_length
 };
 

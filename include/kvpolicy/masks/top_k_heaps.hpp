@@ -194,7 +194,8 @@ class class_heaps {
         return a.low != b.low ? a.low < b.low : a.position > b.position;
     }
     [[nodiscard]] double period_of(position_t t) const {
-        return static_cast<double>(t / steps_ - origin_ / steps_);
+        const position_t periods = t / steps_ - origin_ / steps_;
+        return static_cast<double>(periods);
     }
     /// effective_score(), from the query's period and phase: no division.
     [[nodiscard]] double value_of(const node& one, double period, std::int32_t phase) const {

@@ -30,10 +30,11 @@ struct Segment {
 };
 
 struct Case {
-    std::int32_t batch = 1, heads = 1, queries = 1, tile_q = 16;
+    std::int32_t batch = 1, heads = 1, queries = 1, tile_q = 16, boundary_q = 0;
     Segment past, self;
     std::vector<std::int32_t> lengths, starts, edges, bias_from;
     bool triangular = false;
+    std::int32_t whole = 0;
 };
 
 struct Row {
@@ -146,8 +147,8 @@ void check(const Case& c, const std::string& what) {
     frames.length = c.queries;
 
     const bool with_bias = !c.past.log_bias.empty() || !c.self.log_bias.empty();
-    backend::attention_plan whole =
-        backend::shape_plan(std::int64_t{c.past.rows} + c.self.rows, c.queries, c.tile_q, c.triangular);
+    backend::attention_plan whole = backend::shape_plan(std::int64_t{c.past.rows} + c.self.rows, c.queries,
+                                                        c.tile_q, c.triangular, c.whole, c.boundary_q);
     backend::workspace_parts measure(nullptr);
     const std::int64_t heads = std::int64_t{c.batch} * c.heads;
     backend::take_plan(measure, whole, heads, with_bias);
@@ -231,7 +232,7 @@ void check(const Case& c, const std::string& what) {
                                   wrong == 0 ? 0 : row[where], ", not ", wrong == 0 ? 0 : wanted[where].row,
                                   "; wrong: ", wrong);
                     for (std::size_t i = 0; i < boundaries; ++i) {
-                        const auto e = static_cast<std::int32_t>(i) * round.tile_q;
+                        const auto e = static_cast<std::int32_t>(i) * round.boundary_q;
                         const auto lives = std::count_if(wanted.begin(), wanted.end(), [&](const Row& r) {
                             return r.begin == 0 && r.expiry >= e;
                         });
@@ -291,6 +292,7 @@ TEST_CASE("plain frames: every kind of lifetime, lengths around a super-tile") {
             c.heads = 2;
             c.queries = queries;
             c.tile_q = kind % 2 == 0 ? 48 : 38;
+            c.boundary_q = kind % 4 == 0 ? 16 : 0;
             c.triangular = true;
             c.past.rows = queries + kind;
             if (kind != 4) {
@@ -353,6 +355,34 @@ TEST_CASE("positions in any order, starts below and above 0, two segments") {
         c.past.position.clear();
         c.past.first = 3700;
         check(c, "a cache without positions");
+    }
+}
+
+TEST_CASE("a chunk behind older rows, without positions") {
+    std::mt19937 generator(7);
+    for (const std::int32_t queries : {1, 47, 384, 1009, 2100}) {
+        for (std::int32_t kind = 0; kind < 6; ++kind) {
+            Case c;
+            c.batch = 2;
+            c.heads = 2;
+            c.queries = c.self.rows = queries;
+            c.tile_q = 48;
+            c.boundary_q = 16;
+            c.past.rows = c.whole = 777;
+            c.past.first = -777;
+            c.triangular = kind != 1;
+            if (kind != 4) {
+                c.past.expiry = lifetimes(generator, 4, 777, -300, kind);
+            }
+            c.self.expiry = lifetimes(generator, 4, queries, 0, (kind + 1) % 6);
+            const std::string name = std::to_string(queries) + " queries, kind " + std::to_string(kind);
+            check(c, name);
+            c.past.lengths = {0, 500};
+            c.lengths = {queries, queries / 2};
+            check(c, name + ", lengths");
+            c.self.expiry.clear();
+            check(c, name + ", tokens that stay");
+        }
     }
 }
 

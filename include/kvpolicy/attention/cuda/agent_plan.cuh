@@ -92,7 +92,7 @@ struct plan_block {
           super_q(of_plan.super_q),
           first_query((std::int64_t{of_plan.first} + super_tile) * super_q),
           base(head.start() + first_query),
-          plain(of_frames, b, h, base, super_q),
+          plain(of_frames, head, b, h, base, super_q),
           warp(warp_id()),
           thread(static_cast<std::int32_t>(threadIdx.x)) {
         const std::int64_t left = frames.queries(b) - first_query;
@@ -203,7 +203,7 @@ struct plan_block {
         const std::int32_t old = counts[super_q * Warps];
         const std::int32_t behind_lasting = counts[(2 * super_q - 1) * Warps];
         for (std::int32_t i = thread; i < plan.boundaries; i += 32 * Warps) {
-            const std::int32_t e = i * plan.tile_q;
+            const std::int32_t e = i * plan.boundary_q;
             plan.through[list * plan.boundaries + i] = e == 0 ? old : counts[(super_q - e + 1) * Warps];
             plan.known[list * plan.boundaries + i] = e == 0 ? 0 : counts[(super_q - 1 + e) * Warps] - old;
             plan.passing[list * plan.boundaries + i] =
@@ -249,7 +249,7 @@ struct plan_block {
         }
         __syncwarp();  // other lanes may have the same bin next time
         if (seen) {
-            plan.row[offset + place] = Plain ? x : head.row_of(x);
+            plan.row[offset + place] = head.row_of(x);
             plan.interval[offset + place] = {static_cast<std::uint16_t>(time.begin),
                                              static_cast<std::uint16_t>(time.expiry)};
             if (!Plain && plan.bias != nullptr) {

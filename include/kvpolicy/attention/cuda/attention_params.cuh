@@ -127,8 +127,8 @@ struct alignas(4) row_interval {
 ///
 /// Ties go by row number. Lists are the same in every run.
 ///
-/// For query tiles of tile_q queries (super_q is a multiple of it) and boundaries e = i tile_q,
-/// i = 0 .. super_q / tile_q:
+/// A query tile begins and ends at multiples of boundary_q (super_q is one of them). For boundaries
+/// e = i boundary_q, i = 0 .. super_q / boundary_q:
 ///   through[L * boundaries + i] = old entries with an expiry >= e: a prefix of the list, visible before e;
 ///   known[L * boundaries + i]   = entries of the second kind with a begin < e;
 ///   passing[L * boundaries + i] = entries of the third kind with a begin < e.
@@ -140,10 +140,10 @@ struct alignas(4) row_interval {
 /// the super-tile mostly follow one another, in runs of 32 or more on average.
 struct attention_plan {
     std::int32_t super_q = 0;
-    std::int32_t tile_q = 0;
+    std::int32_t boundary_q = 0;
     std::int32_t first = 0;              // the round's first super-tile
     std::int32_t supers = 0;             // super-tiles of the round
-    std::int32_t boundaries = 0;         // super_q / tile_q + 1
+    std::int32_t boundaries = 0;         // super_q / boundary_q + 1
     std::int32_t rows = 0;               // rows of both segments
     std::int32_t whole = 0;              // of the first segment, if there are two and `triangular`
     bool triangular = false;             // of the rows behind, super-tile i needs the first (i + 1) super_q

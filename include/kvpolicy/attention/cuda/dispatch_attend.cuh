@@ -59,8 +59,16 @@ class attend_plan {
         }
         if (call_.listed) {
             const bool chunk = is_plain_chunk(self, sequences);
-            call_.plan = shape_plan(rows_, sequences.length, call_.tile_q, plain_frame_ || chunk,
-                                    chunk ? past.k.length : 0);
+            const auto shape = [&](std::int32_t queries) {
+                return shape_plan(rows_, queries, call_.tile_q, plain_frame_ || chunk,
+                                  chunk ? past.k.length : 0, narrow_q_ / 2,
+                                  queries <= plan_few_queries ? plan_queries_of_few : plan_queries);
+            };
+            call_.plan = shape(sequences.length);
+            few_plan_ = shape(std::min(sequences.length, plan_few_queries));
+        }
+        if (narrow_q_ > 0) {
+            choose_narrow_tiles();
         }
     }
 
@@ -77,7 +85,7 @@ class attend_plan {
         edges_ = parts.take<std::int32_t>(edges_needed(sequences_));
         call_.frames.edges = sequences_.cu_seqlens != nullptr ? edges_ : nullptr;
         if (call_.listed) {
-            take_plan(parts, call_.plan, heads(), biased_);
+            take_plan(parts, call_.plan, few_plan_, heads(), biased_);
         }
         counters_ = parts.take<std::uint32_t>(is_half<T> ? counters() : 0);
         return parts.bytes();
@@ -120,9 +128,13 @@ class attend_plan {
 
   private:
     static constexpr std::int64_t fix_blocks = 1024;
+    static constexpr std::int64_t narrow_max_rounds = 4;  // wide tiles per processor
+    static constexpr double narrow_cost = 0.88;           // a narrow tile's time over a wide one's
 
     /// One for each round's tiles, and one that says whether outputs were finite.
-    [[nodiscard]] std::int32_t counters() const { return std::max(call_.plan.supers, 1) + 1; }
+    [[nodiscard]] std::int32_t counters() const {
+        return std::max({call_.plan.supers, few_plan_.supers, 1}) + 1;
+    }
     [[nodiscard]] std::int64_t heads() const {
         return std::int64_t{call_.params.batch} * call_.params.kv_heads;
     }
@@ -158,20 +170,96 @@ class attend_plan {
         call_.parts = (group + rows - 1) / rows;
         call_.heads = (group + call_.parts - 1) / call_.parts;
         call_.tile_q = rows / call_.heads;
+        if (hopper_ && Hopper::consumers == 3 && call_.tile_q % 3 == 0) {
+            narrow_q_ = call_.tile_q / 3 * 2;
+        }
     }
 
-    /// Maps of the last segment, where a call may use them and TMA can read it.
+    /// Cuts the tiles of some heads narrow, where all processors are done sooner by that: one launch of few
+    /// tiles that take about as long as each other.
+    void choose_narrow_tiles() {
+        const std::int64_t all = heads() * call_.parts;
+        const std::int32_t length = call_.params.length;
+        const std::int64_t tiles = (std::int64_t{length} + call_.tile_q - 1) / call_.tile_q;
+        const std::int64_t processors = device_.attribute(cudaDevAttrMultiProcessorCount);
+        const attend_tiles asked = options_.tiles;
+        if (all * tiles == 0 || asked == attend_tiles::wide ||
+            (asked == attend_tiles::automatic && all * tiles > narrow_max_rounds * processors) ||
+            (call_.listed && plan_round(call_.plan, heads(), 0).supers < call_.plan.supers)) {
+            return;
+        }
+        call_.narrow_q = narrow_q_;
+        call_.narrow_tiles = (length + narrow_q_ - 1) / narrow_q_;
+        if (call_.listed) {
+            const std::int32_t super_q = call_.plan.super_q;
+            call_.narrow_tiles =
+                length / super_q * call_.narrow_per_super() + (length % super_q + narrow_q_ - 1) / narrow_q_;
+        }
+        if (asked != attend_tiles::automatic) {
+            call_.narrow_heads = static_cast<std::int32_t>(asked == attend_tiles::narrow ? all : all / 2);
+            return;
+        }
+        double best = 0.97 * tiles_end(all * tiles, 0, processors);
+        for (std::int64_t narrow = all; narrow > 0; narrow -= std::max<std::int64_t>(1, all / 16)) {
+            const double end = tiles_end((all - narrow) * tiles, narrow * call_.narrow_tiles, processors);
+            if (end < best) {
+                best = end;
+                call_.narrow_heads = static_cast<std::int32_t>(narrow);
+            }
+        }
+    }
+
+    /// When the last tile ends, in times that a wide tile takes: processors take wide tiles first, then
+    /// narrow ones.
+    static double tiles_end(std::int64_t wide, std::int64_t narrow, std::int64_t processors) {
+        // So many processors are free after `round` wide tiles, the others one later.
+        const auto round = static_cast<double>(wide / processors);
+        const std::int64_t late = wide % processors;
+        double end = late > 0 ? round + 1 : round;
+        double early_end = round + narrow_cost;
+        double late_end = round + 1 + narrow_cost;
+        while (narrow > 0) {
+            double& next = late == 0 || early_end <= late_end ? early_end : late_end;
+            narrow -= &next == &early_end ? processors - late : late;
+            end = std::max(end, next);
+            next += narrow_cost;
+        }
+        return end;
+    }
+
+    /// Maps of the segments, where a call may use them and TMA can read them.
     [[nodiscard]] forward_boxes boxes() const {
         forward_boxes maps;
         const key_rows<T>& rows = call_.params.rows;
+        if (general_ || tile_ > 128 || options_.copies == attend_copies::rows) {
+            return maps;
+        }
+        const auto map = [](const rows_view<const T>& k, const rows_view<const T>& v, CUtensorMap& of_k,
+                            CUtensorMap& of_v) {
+            return make_tensor_map(k, forward_boxes::box_rows, of_k) &&
+                   make_tensor_map(v, forward_boxes::box_rows, of_v);
+        };
         const bool two = rows.self_k.length != 0;
         maps.always = options_.copies == attend_copies::boxes;
-        maps.first_row = two ? rows.k.length : 0;
-        maps.there = !general_ && tile_ <= 128 && options_.copies != attend_copies::rows &&
-                     (two || rows.first_row == nullptr) &&
-                     make_tensor_map(two ? rows.self_k : rows.k, forward_boxes::box_rows, maps.k) &&
-                     make_tensor_map(two ? rows.self_v : rows.v, forward_boxes::box_rows, maps.v);
+        if (!two) {
+            maps.there = rows.first_row == nullptr && map(rows.k, rows.v, maps.k, maps.v);
+            return maps;
+        }
+        maps.first_row = rows.k.length;
+        maps.there = map(rows.self_k, rows.self_v, maps.k, maps.v);
+        if (rows.pages.table == nullptr) {
+            maps.past_there = rows.first_row == nullptr
+                                  ? map(rows.k, rows.v, maps.past_k, maps.past_v)
+                                  : map(all_rows(rows.k), all_rows(rows.v), maps.past_k, maps.past_v);
+        }
         return maps;
+    }
+    /// Rows of all heads one after another, from view.data on.
+    static rows_view<const T> all_rows(rows_view<const T> view) {
+        view.batch = view.heads = 1;
+        view.batch_stride = view.head_stride = view.row_stride;
+        view.length = 0x7fffffff;
+        return view;
     }
 
     template <int Dim, bool General>
@@ -184,7 +272,7 @@ class attend_plan {
             return;
         }
         const attention_plan whole = call_.plan;
-        const std::int32_t tiles_a_super = whole.super_q / whole.tile_q;
+        const std::int32_t tiles_a_super = whole.super_q / call_.tile_q;
         for (std::int32_t first = 0, i = 0; first < whole.supers; ++i) {
             call_.plan = plan_round(whole, heads(), first);
             launch_plan(ctx_, call_.frames, call_.plan, call_.params.batch, call_.params.kv_heads);
@@ -216,6 +304,7 @@ class attend_plan {
     Sequences sequences_;
     AttendOptions options_;
     forward_params<T> call_;
+    attention_plan few_plan_;  // of a call with fewer queries, whose lists may take more memory
     std::int64_t rows_ = 0;
     std::int32_t dim_ = 0;
     int tile_ = 0;
@@ -223,6 +312,7 @@ class attend_plan {
     bool plain_frame_ = false;
     bool general_ = false;
     bool hopper_ = false;
+    std::int32_t narrow_q_ = 0;  // queries of a narrow tile; 0: there are none
     std::int32_t* edges_ = nullptr;
     std::uint32_t* counters_ = nullptr;
 };

@@ -24,6 +24,9 @@ inline constexpr std::int32_t plan_many_rows = 4096;
 /// Queries a super-tile, about: lists are read by all its query tiles, and a row's visible
 /// interval takes 16 bits.
 inline constexpr std::int32_t plan_queries = 1024;
+/// The same for forward calls with few queries: shorter lists take more memory, but blocks make them at once,
+/// and have fewer counters to clear and sum.
+inline constexpr std::int32_t plan_few_queries = 4096, plan_queries_of_few = 400;
 /// Lists of all rows that a round may take, by KV head: 8 bytes per entry (14 with biases) make at most 256
 /// (448) a row.
 inline constexpr std::int64_t plan_full_lists = 32;
@@ -61,40 +64,56 @@ __global__ void __launch_bounds__(32 * Warps)
 }
 
 /// A plan's sizes for `queries` queries per sequence in tiles of tile_q, without memory: all super-tiles in
-/// one round. `triangular`: rows behind the first `whole` ones have the queries' positions, in order.
+/// one round. `triangular`: rows behind the first `whole` ones have the queries' positions, in order. A tile
+/// may also end at multiples of boundary_q, which divides tile_q; 0: at those of tile_q alone. `about`: queries
+/// per super-tile.
 inline attention_plan shape_plan(std::int64_t rows, std::int32_t queries, std::int32_t tile_q,
-                                 bool triangular, std::int32_t whole = 0) {
+                                 bool triangular, std::int32_t whole = 0, std::int32_t boundary_q = 0,
+                                 std::int32_t about = plan_queries) {
     attention_plan plan;
-    plan.tile_q = tile_q;
-    plan.super_q = std::max(plan_queries / tile_q, 1) * tile_q;
+    plan.boundary_q = boundary_q > 0 ? boundary_q : tile_q;
+    plan.super_q = std::max(about / tile_q, 1) * tile_q;
     plan.supers = (queries + plan.super_q - 1) / plan.super_q;
-    plan.boundaries = plan.super_q / tile_q + 1;
+    plan.boundaries = plan.super_q / plan.boundary_q + 1;
     plan.rows = static_cast<std::int32_t>(rows);
     plan.triangular = triangular;
     plan.whole = whole;
     return plan;
 }
 
-/// Entries that a round may take. Never less for more queries or more rows.
+/// Entries that a round may take. Never less for more queries or more rows, where super_q is the same.
 inline std::int64_t plan_capacity(const attention_plan& whole, std::int64_t heads) {
     return heads * std::min(whole.entries_a_head(), plan_full_lists * whole.rows);
 }
 
-/// Memory for any round of this plan (shape_plan) out of the workspace.
-inline void take_plan(workspace_parts& parts, attention_plan& plan, std::int64_t heads, bool with_bias) {
-    const std::int64_t entries = plan_capacity(plan, heads);
-    const std::int64_t lists = heads * plan.supers;
+/// Lists of a forward call with at most `queries` queries, about.
+inline std::int64_t max_plan_lists(std::int64_t queries) {
+    return std::max(queries / plan_queries,
+                    std::min<std::int64_t>(queries, plan_few_queries) * 13 / 12 / plan_queries_of_few) +
+           1;
+}
+
+/// Memory for any round of this plan (shape_plan) out of the workspace, and as much as `other` takes at least.
+inline void take_plan(workspace_parts& parts, attention_plan& plan, const attention_plan& other,
+                      std::int64_t heads, bool with_bias) {
+    const std::int64_t entries = std::max(plan_capacity(plan, heads), plan_capacity(other, heads));
+    const std::int64_t lists = heads * std::max(plan.supers, other.supers);
+    const std::int64_t boundaries = heads * std::max(std::int64_t{plan.supers} * plan.boundaries,
+                                                     std::int64_t{other.supers} * other.boundaries);
     plan.row = parts.take<std::int32_t>(entries);
     plan.interval = parts.take<row_interval>(entries);
     plan.bias = with_bias ? parts.take<float>(entries) : nullptr;
     plan.bias_from = with_bias ? parts.take<std::uint16_t>(entries) : nullptr;
     plan.old = parts.take<std::int32_t>(lists);
     plan.total = parts.take<std::int32_t>(lists);
-    plan.through = parts.take<std::int32_t>(lists * plan.boundaries);
-    plan.known = parts.take<std::int32_t>(lists * plan.boundaries);
-    plan.passing = parts.take<std::int32_t>(lists * plan.boundaries);
+    plan.through = parts.take<std::int32_t>(boundaries);
+    plan.known = parts.take<std::int32_t>(boundaries);
+    plan.passing = parts.take<std::int32_t>(boundaries);
     plan.lasting = parts.take<std::int32_t>(lists);
     plan.runs = parts.take<std::int32_t>(lists);
+}
+inline void take_plan(workspace_parts& parts, attention_plan& plan, std::int64_t heads, bool with_bias) {
+    take_plan(parts, plan, plan, heads, with_bias);
 }
 
 /// The round that begins at super-tile `first` of `whole`: as many super-tiles as its memory holds.

@@ -149,30 +149,37 @@ class head_frame {
     std::int32_t self_;
 };
 
-/// The same for one segment without positions, biases or packed edges, in 32 bits: what a plan has most rows
+/// The same without positions, biases or packed edges, in 32 bits and with one load: what a plan has most rows
 /// of.
 class plain_frame {
   public:
     static __host__ bool fits(const key_frames& frames) {
-        return frames.self.rows == 0 && !frames.past.position && !frames.past.log_bias &&
-               frames.edges == nullptr;
+        const auto plain = [](const segment_frame& segment) {
+            return !segment.position && !segment.log_bias;
+        };
+        return plain(frames.past) && (frames.self.rows == 0 || plain(frames.self)) && frames.edges == nullptr;
     }
-    __device__ plain_frame(const key_frames& frames, std::int32_t b, std::int32_t h, std::int64_t base,
-                           std::int32_t span)
-        : expiry_(frames.past.expiry ? frames.past.expiry.head(b, h) : nullptr),
-          span_(span),
+    __device__ plain_frame(const key_frames& frames, const head_frame& head, std::int32_t b, std::int32_t h,
+                           std::int64_t base, std::int32_t span)
+        : span_(span),
           first_(in_32_bits(base)),
           end_(in_32_bits(base + span)),
-          shift_(in_32_bits(base - frames.past.first)) {}
+          past_(frames.self.rows == 0 ? never : head.past()),
+          past_segment_(frames.past, b, h, base - frames.past.first),
+          self_segment_(frames.self, b, h, base - head.start()) {}
 
-    [[nodiscard]] __device__ row_time time_of(std::int32_t t) const {
+    [[nodiscard]] __device__ row_time time_of(std::int32_t x) const {
+        const bool own = x >= past_;
+        const std::int32_t t = own ? x - past_ : x;
+        const std::int32_t shift = own ? self_segment_.shift : past_segment_.shift;
+        const expiry_t* const expiries = own ? self_segment_.expiry : past_segment_.expiry;
         row_time time{0, span_};
-        if (t > shift_) {
-            const std::uint32_t later = static_cast<std::uint32_t>(t) - static_cast<std::uint32_t>(shift_);
+        if (t > shift) {
+            const std::uint32_t later = static_cast<std::uint32_t>(t) - static_cast<std::uint32_t>(shift);
             time.begin = later < static_cast<std::uint32_t>(span_) ? static_cast<std::int32_t>(later) : span_;
         }
-        if (expiry_ != nullptr) {
-            const expiry_t expiry = expiry_[t];
+        if (expiries != nullptr) {
+            const expiry_t expiry = expiries[t];
             if (expiry < end_) {  // so it is not `never`
                 // Not (expiry > first_ ? expiry - first_ : 0): nvcc subtracts first, which wraps for expiries
                 // near -2^31.
@@ -188,10 +195,20 @@ class plain_frame {
         return x > never ? never : x < least ? least : static_cast<std::int32_t>(x);
     }
 
-    const expiry_t* expiry_;
+    struct plain_segment {
+        const expiry_t* expiry;  // null: never
+        std::int32_t shift;      // the row that has the position of the first query
+
+        __device__ plain_segment(const segment_frame& segment, std::int32_t b, std::int32_t h,
+                                 std::int64_t of_first_query)
+            : expiry(segment.expiry ? segment.expiry.head(b, h) : nullptr),
+              shift(in_32_bits(of_first_query)) {}
+    };
+
     std::int32_t span_;
     std::int32_t first_, end_;  // positions of the first query and after the last
-    std::int32_t shift_;        // the row that has the position of the first query
+    std::int32_t past_;         // rows of the first segment; never: there is no other
+    plain_segment past_segment_, self_segment_;
 };
 
 }  // namespace cuda_backend

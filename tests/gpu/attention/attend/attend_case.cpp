@@ -264,7 +264,7 @@ void check_attend(const AttendCase& c, unsigned seed) {
     const AttendResult<double> wanted = host_ctx(c, wide, false);
     const AttendResult<double> magnitude = host_ctx(c, wide, true);
     const bool fast = std::is_same_v<T, bf16> || std::is_same_v<T, fp16>;
-    for (int way = 0; way < (fast ? 6 : 1); ++way) {
+    for (int way = 0; way < (fast ? 7 : 1); ++way) {
         AttendWay how;
         how.portable = way % 2 != 0;
         how.gather = way != 2 && way != 3;
@@ -272,6 +272,10 @@ void check_attend(const AttendCase& c, unsigned seed) {
         how.boxes = way != 4;
         how.count = way == 5;
         how.portable = how.portable && !how.count;
+        how.tiles = way == 2 || way == 4 ? attend_tiles::mixed
+                    : way == 5           ? attend_tiles::automatic
+                    : way == 6           ? attend_tiles::narrow
+                                         : attend_tiles::wide;
         const std::string name = c.what +
                                  (!fast          ? " (plain)"
                                   : how.portable ? " (portable, "
@@ -279,6 +283,7 @@ void check_attend(const AttendCase& c, unsigned seed) {
                                  (!fast        ? ""
                                   : !how.boxes ? "gather, every row alone)"
                                   : how.count  ? "gather, boxes by what the plan counts)"
+                                  : way == 6   ? "gather, narrow tiles)"
                                   : how.gather ? "gather)"
                                                : "scan)");
         compare(c, attend_on_device(c, tensors, how), wanted, magnitude, name);

@@ -70,6 +70,7 @@ struct AttendResult {
 /// How the device goes about it.
 struct AttendWay {
     bool scan = false, gather = false, portable = false, boxes = true, count = false;
+    kvpolicy::attend_tiles tiles = kvpolicy::attend_tiles::automatic;
 };
 
 /// One call on the device. Defined in device.cuh, instantiated for every storage type.

@@ -70,6 +70,7 @@ AttendResult<T> attend_on_device(const AttendCase& c, const AttendTensors<T>& te
     options.copies = way.count   ? attend_copies::automatic
                      : way.boxes ? attend_copies::boxes
                                  : attend_copies::rows;
+    options.tiles = way.tiles;
     options.path = way.scan ? attend_path::scan : way.gather ? attend_path::gather : attend_path::automatic;
     const auto q_view = rows_of<const T>(c, q.data(), c.heads(), c.queries, c.head_dim_qk);
     const kvpolicy::cuda ctx{};

@@ -38,6 +38,10 @@ class agent_forward_consumer : forward_pipeline<S> {
             std::uint32_t query[2];
             {
                 const tile_coords coords = tile_coords_of(call_, static_cast<std::uint32_t>(number));
+                if (64 * group >= coords.queries * call_.heads) {
+                    skip_tile(ring);
+                    continue;
+                }
                 const int begin = call_.listed ? coords.first_query % call_.plan.super_q : 0;
                 query[0] = static_cast<std::uint32_t>(begin + first_row / call_.heads);
                 query[1] = static_cast<std::uint32_t>(begin + (first_row + 8) / call_.heads);
@@ -252,6 +256,19 @@ class agent_forward_consumer : forward_pipeline<S> {
         multiply_keys(s, queries, ring.stage);
         wgmma_wait<0>();
         pin(s);
+    }
+
+    /// Releases a tile's stages: none of its queries are this warpgroup's.
+    __device__ void skip_tile(pipeline_state<S::stages>& ring) const {
+        bool last;
+        do {
+            barrier_wait(full_ + 8 * ring.stage, ring.parity);
+            last = release_keys(ring.stage);
+            ring.advance();
+            barrier_wait(full_ + 8 * ring.stage, ring.parity);
+            release(empty_ + 8 * ring.stage);
+            ring.advance();
+        } while (!last);
     }
 
     /// One product after the other. The warpgroups are out of step, so the tensor cores still have work.

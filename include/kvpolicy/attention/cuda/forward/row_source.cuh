@@ -47,16 +47,17 @@ struct listed_rows {
         const std::int64_t list = head * plan.supers + (super - plan.first);
         offset = plan.offset(head, super - plan.first);
         begin = coords.first_query - super * plan.super_q;
-        end = begin + plan.tile_q;
-        const std::int64_t boundary = list * plan.boundaries + begin / plan.tile_q;
+        end = begin + coords.tile_q;
+        const std::int64_t boundary = list * plan.boundaries + begin / plan.boundary_q;
+        const std::int64_t next = list * plan.boundaries + end / plan.boundary_q;
         const std::int32_t old = plan.old[list];
         const std::int32_t dying = plan.through[boundary];
         const std::int32_t known = plan.known[boundary];  // by the whole tile
-        full_old = plan.through[boundary + 1];
+        full_old = plan.through[next];
         full = full_old + known;
         before_known = full + dying - full_old;
-        before_passing = before_known + plan.known[boundary + 1] - known;
-        candidates = before_passing + plan.passing[boundary + 1] - full;
+        before_passing = before_known + plan.known[next] - known;
+        candidates = before_passing + plan.passing[next] - full;
         to_full = old - full_old;
         to_old = full_old - full;
         to_known = old + known - before_known;
@@ -106,7 +107,7 @@ struct scanned_rows {
     scanned_rows() = default;
     template <class T>
     __device__ scanned_rows(const forward_params<T>& call, const tile_coords& coords)
-        : begin(0), end(call.tile_q), b(coords.b), h(coords.h), first_query(coords.first_query), runs(1) {
+        : begin(0), end(coords.tile_q), b(coords.b), h(coords.h), first_query(coords.first_query), runs(1) {
         const head_frame head(call.frames, b, h);
         const segment_frame& first = call.frames.past;
         const std::int64_t base = head.start() + first_query;
