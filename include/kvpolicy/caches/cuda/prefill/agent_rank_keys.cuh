@@ -28,7 +28,7 @@ struct agent_rank_keys : top_k_round<Threads, Items> {
     __device__ static constexpr int sorted_size(int count) {
         int size = counted;
         while (size < count) {
-            size = size < Threads ? Threads : 4 * size;
+            size = size < 2 * Threads ? 2 * Threads : 2 * size;
         }
         return size;
     }
@@ -43,7 +43,7 @@ struct agent_rank_keys : top_k_round<Threads, Items> {
             compare_all_pairs(keys);
         } else if constexpr (sorts) {
             __syncthreads();
-            sort_any<1>(keys);
+            sort_any<2>(keys);
         }
         for (int r = thread; r < keys; r += Threads) {
             memory.rank[memory.order[r]] = static_cast<index>(r);
@@ -76,7 +76,7 @@ struct agent_rank_keys : top_k_round<Threads, Items> {
     __device__ __forceinline__ void sort_any(int keys) {
         if constexpr (Each < Items) {
             if (keys > Threads * Each) {
-                sort_any<4 * Each>(keys);
+                sort_any<2 * Each>(keys);
                 return;
             }
         }

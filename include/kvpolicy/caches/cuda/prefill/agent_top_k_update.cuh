@@ -238,20 +238,25 @@ struct agent_top_k_update : agent_rank_keys<Threads, Items> {
         return last;
     }
 
-    /// A warp's share of the candidates.
-    __device__ __forceinline__ int share() const { return ((candidates + warps - 1) / warps + 31) / 32 * 32; }
+    /// A warp's share of the candidates that find no free slot, and its first one.
+    __device__ __forceinline__ int share() const {
+        return ((candidates - free + warps - 1) / warps + 31) / 32 * 32;
+    }
+    __device__ __forceinline__ int first_of_share() const { return min(candidates, free + warp * share()); }
 
-    /// The cutoff at the begin of every share, a warp each; open_cutoff while slots are free.
+    /// The cutoff at the begin of every share, a warp each.
     __device__ __forceinline__ void find_checkpoints() {
-        const int begin = min(candidates, warp * share());
-        std::int32_t cutoff = open_cutoff;
-        if (old + begin >= places) {
-            cutoff = begin == candidates
-                         ? places - 1
-                         : kth_before<padded>(memory.order, static_cast<index>(old + begin), places);
+        const int begin = first_of_share();
+        if (begin < candidates) {
+            const std::int32_t cutoff =
+                kth_before<padded>(memory.order, static_cast<index>(old + begin), places);
+            if (lane == 0) {
+                memory.checkpoint[warp] = cutoff;
+            }
+        } else if (lane == 0) {
+            memory.checkpoint[warp] = places - 1;
         }
         if (lane == 0) {
-            memory.checkpoint[warp] = cutoff;
             if (warp == 0) {
                 memory.checkpoint[warps] = places - 1;
             }
@@ -259,20 +264,17 @@ struct agent_top_k_update : agent_rank_keys<Threads, Items> {
         __syncthreads();
     }
 
-    /// Each warp takes its share of the candidates: memory.rank of an admitted one becomes the key that it
-    /// evicts, of the others the candidate itself.
+    /// Each warp takes its share of the candidates: memory.rank of one that is admitted becomes the key that it
+    /// evicts, of all other keys of V the key itself.
     __device__ __forceinline__ void evict() {
-        const int begin = min(candidates, warp * share());
+        const int begin = first_of_share();
         const int end = min(candidates, begin + share());
-        const int keys = old + candidates;
         std::uint32_t* const present = memory.present[warp];
-        const std::int32_t after = memory.checkpoint[warp + 1];
         std::int32_t cutoff = memory.checkpoint[warp];
-        // Keys with ranks below `after` stay; those with ranks above `cutoff` were evicted before.
-        const int first_word = after == open_cutoff ? capacity / 32 : after / 32;
-        const int last_word = (cutoff == open_cutoff ? keys - 1 : cutoff) / 32;
         if (begin < end) {
-            for (int word = first_word; word <= last_word; ++word) {
+            // Keys with ranks below the next share's cutoff stay; those above this one's were evicted before.
+            const int last_word = cutoff / 32;
+            for (int word = memory.checkpoint[warp + 1] / 32; word <= last_word; ++word) {
                 const int r = 32 * word + lane;
                 const unsigned bits = __ballot_sync(all_lanes, memory.order[r] < old + begin);
                 if (lane == 0) {
@@ -282,35 +284,22 @@ struct agent_top_k_update : agent_rank_keys<Threads, Items> {
             __syncwarp();
         }
         for (int first = begin; first < end; first += 32) {
-            evict_for(first + lane, first, end, present, first_word, last_word, cutoff);
+            evict_for(first + lane, end, present, cutoff);
         }
-        for (int v = thread; v < old; v += Threads) {
+        for (int v = thread; v < old + free; v += Threads) {
             memory.rank[v] = static_cast<index>(v);
         }
         __syncthreads();
     }
 
     /// 32 candidates, x of them this lane's.
-    __device__ __forceinline__ void evict_for(int x, int first, int end, std::uint32_t* present,
-                                              int first_word, int last_word, std::int32_t& cutoff) const {
+    __device__ __forceinline__ void evict_for(int x, int end, std::uint32_t* present,
+                                              std::int32_t& cutoff) const {
         const std::int32_t r = x < end ? memory.rank[old + x] : never;
         if (x < end) {
             memory.rank[old + x] = static_cast<index>(old + x);
         }
-        bool waits = x < end;
-        if (cutoff == open_cutoff) {
-            const bool finds_free = x < end && old + x < places;
-            if (finds_free && r / 32 >= first_word) {
-                atomicOr(present + r / 32, 1u << r % 32);
-            }
-            __syncwarp();
-            if (old + min(first + 32, end) < places) {
-                return;  // slots are free still
-            }
-            waits = waits && !finds_free;
-            cutoff = last_present(present, last_word, 32 * last_word + 32);
-        }
-        waits = waits && r < cutoff;
+        bool waits = x < end && r < cutoff;
         for (unsigned lanes = __ballot_sync(all_lanes, waits); lanes != 0u;
              lanes = __ballot_sync(all_lanes, waits)) {
             const int admitted = __ffs(static_cast<int>(lanes)) - 1;

@@ -118,7 +118,7 @@ struct lifetimes_block {
         }
     }
 
-    /// Positions and expiries of all rows as they are before the chunk.
+    /// Expiries of all rows as they are before the chunk.
     __device__ void fill_past() const {
         const std::int64_t plane = std::int64_t{at.pair} * call.top_k.max_entries;
         const std::int32_t used = tokens != 0 ? at.rows.layout.used(at.base, num_long_range) : 0;
@@ -126,12 +126,8 @@ struct lifetimes_block {
             call.past_rows[at.pair] = used;
         }
         for (std::int32_t r = first; r < used; r += stride) {
-            // What lies further back than 31 bits reach is just as visible there.
-            const position_t t = at.rows.position_of(r), distance = t - at.base,
-                             least = -(position_t{1} << 30);
             const bool recent = r >= head_params.sinks && r < at.rows.layout.slot(0);
-            const position_t leaves = distance + head_params.window;
-            call.position[plane + r] = static_cast<std::int32_t>(distance > least ? distance : least);
+            const position_t leaves = at.rows.position_of(r) - at.base + head_params.window;
             call.top_k.past_expiry[plane + r] =
                 recent && leaves < never ? static_cast<expiry_t>(leaves) : never;
         }
@@ -200,9 +196,8 @@ struct lifetimes_block {
 ///
 /// Grid: count * Hkv * pieces blocks. Block: prefill_threads. Shared memory: none.
 /// In: lengths, num_long_range, positions and scores of the entries; scores of the tokens.
-/// Out: past_rows [count, Hkv] int32; position and past_expiry [count, Hkv, max_entries] int32 of those
-/// rows, relative to the chunk's first token;
-/// chunk_expiry [count, Hkv, most] int32; leaving_score fp32 and leaving_kind uint8 [count, Hkv, most];
+/// Out: past_rows [count, Hkv] int32; past_expiry [count, Hkv, max_entries] int32 of those rows, relative to
+/// the chunk's first token; chunk_expiry [count, Hkv, most] int32; leaving_score fp32 and leaving_kind uint8 [count, Hkv, most];
 /// slot_score fp32, slot_position int64, holder int32 and slot_protected uint8 [count, Hkv, top_k_slots];
 /// heads, num_long_range, num_protected and num_long_range_before [count, Hkv]; first_row [count, Hkv];
 /// status [count] is OR-ed.

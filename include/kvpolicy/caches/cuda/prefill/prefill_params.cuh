@@ -35,7 +35,6 @@ struct prefill_params {
     std::int32_t* appended = nullptr;   // [count]: tokens that count
     std::int64_t* first_row = nullptr;  // [count, Hkv]: of the entries; in a paged cache the first page id's
                                         // place in the page tables
-    std::int32_t* position = nullptr;   // [count, Hkv, max_entries], from the chunk's first token on
     std::int32_t* past_rows = nullptr;  // [count, Hkv]: entries before the chunk
     top_k_head* heads = nullptr;        // [count, Hkv]
     top_k_update_params top_k{};        // decisions; `num_long_range` are slots in use after the chunk

@@ -106,7 +106,7 @@ class prefill_plan {
         together_ = count;
         if constexpr (paged) {
             // Attention lists the rows that queries see, 8 bytes each, for so many tiles of queries.
-            const std::int64_t lists = std::clamp<std::int64_t>((std::int64_t{tokens} + 1023) / 1024, 1, 32);
+            const std::int64_t lists = std::clamp<std::int64_t>(max_plan_lists(tokens), 1, plan_full_lists);
             of_entry_ =
                 std::max<std::int64_t>(std::int64_t{call_.cache.kv_heads} * top_k.max_entries * 8 * lists, 1);
             together_ = static_cast<std::int32_t>(
@@ -121,7 +121,6 @@ class prefill_plan {
         top_k_update_params& top_k = call_.top_k;
         call_.appended = parts.take<std::int32_t>(call_.batch.count);
         call_.first_row = parts.take<std::int64_t>(heads());
-        call_.position = parts.take<std::int32_t>(rows);
         call_.past_rows = parts.take<std::int32_t>(heads());
         top_k.past_expiry = parts.take<expiry_t>(rows);
         top_k.chunk_expiry = parts.take<expiry_t>(tokens);
@@ -378,8 +377,7 @@ class prefill_plan {
                   0,
                   0,
                   call_.cache.head_dim_vo};
-        past.position =
-            view_bhs<const std::int32_t>(call_.position, count, kv_heads, call_.top_k.max_entries);
+        past.first = -call_.top_k.max_entries;  // all rows before the chunk: which position, nobody asks
         past.mask.expiry =
             view_bhs<const expiry_t>(call_.top_k.past_expiry, count, kv_heads, call_.top_k.max_entries);
         self.k = queries != nullptr ? entries(call_.tokens.k, first, count)
@@ -392,14 +390,13 @@ class prefill_plan {
         sequences.length = most;
         sequences.lengths = call_.appended;
         if (queries != nullptr) {
-            past.position.data += head * call_.top_k.max_entries;
             past.mask.expiry.data += head * call_.top_k.max_entries;
             self.mask.expiry.data += head * most;
             sequences.lengths += first;
         }
         if (queries == nullptr) {  // planes that are not there would be another call
             const auto* const there = reinterpret_cast<const std::int32_t*>(any);
-            past.position.data = past.mask.expiry.data = self.mask.expiry.data = there;
+            past.mask.expiry.data = self.mask.expiry.data = there;
         }
         attend_plan<T, Dims> call(ctx_, ref_.attention, q, past, &self, sequences, AttendOptions{});
         const std::int64_t* const first_row = call_.first_row + (queries != nullptr ? head : 0);
