@@ -19,6 +19,7 @@ namespace cuda_backend {
 inline constexpr int sequence_threads = 128;
 inline constexpr int advance_threads = 512;
 inline constexpr std::int32_t max_reordered = 512;
+inline constexpr std::int32_t row_pieces = 16;  // blocks that share the rows of a head
 
 /// Empties `count` sequences from `first` on. Pages go back to the pool; `fresh` memory names none.
 ///
