@@ -81,6 +81,11 @@ struct contiguous_view {
           rebase_limit(ref.rebase_limit) {}
 };
 
+template <class P, class T>
+contiguous_view<T> view_of(const FixedBudgetRef<P, T>& cache) {
+    return contiguous_view<T>(cache);
+}
+
 /// One head of one sequence.
 template <class T>
 struct contiguous_head {

@@ -1,5 +1,4 @@
-// Where the entries of a FixedBudgetCache lie, for its owner on a device (dispatch_owner.cuh), and the export
-// of its pages.
+// Where the entries of a FixedBudgetCache lie, for its owner on a device (dispatch_owner.cuh).
 #pragma once
 
 #include <kvpolicy/caches/check.hpp>
@@ -165,24 +164,4 @@ bool FixedBudgetCache<P, T>::store_rows(const cuda& ctx, std::int32_t seq, const
     return true;
 }
 
-inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
-
-template <class Dims, class P, Storage T>
-void export_heads(const cuda& ctx, const FixedBudgetRef<P, T>& cache, const Batch& named,
-                  const HeadPages& pages, workspace_view /*workspace*/, const StepOptions& /*options*/) {
-    namespace cb = cuda_backend;
-    cb::check_on_device(cache);
-    const Batch batch = checks::batch_of(named, cache.max_sequences);
-    checks::check_count("batch.count", batch.count, cache.max_sequences);
-    const std::int64_t most = batch.count * (cache.rows / cache.page_size);
-    checks::check_head_pages(cache, batch, pages, most, "the pages that the batch's sequences can have");
-    const cb::device_scope device(ctx, cache.device);
-    const cb::contiguous_view<T> view(cache);
-    cb::launch("count_pages_kernel", cb::count_pages_kernel<T>, 1, cb::sequence_threads, 0, ctx, view, batch,
-               cache.page_size, pages);
-    cb::launch("fill_pages_kernel", cb::fill_pages_kernel<T>, std::int64_t{batch.count} * cache.kv_heads,
-               cb::sequence_threads, 0, ctx, view, batch, cache.page_size, pages);
-}
-
-}  // namespace KVPOLICY_HIDDEN
 }  // namespace kvpolicy

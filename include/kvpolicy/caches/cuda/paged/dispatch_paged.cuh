@@ -1,5 +1,5 @@
-// Where the entries of a DualCache lie, for its owner on a device (dispatch_owner.cuh); its pool, eviction, and
-// the export of its pages.
+// Where the entries of a DualCache lie, for its owner on a device (dispatch_owner.cuh); its pool, and
+// eviction.
 #pragma once
 
 #include <kvpolicy/caches/check.hpp>
@@ -399,23 +399,4 @@ bool DualCache<P, T>::store_rows(const cuda& ctx, std::int32_t seq, const sequen
     return true;
 }
 
-inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
-
-template <class Dims, class P, Storage T>
-void export_heads(const cuda& ctx, const DualRef<P, T>& cache, const Batch& named, const HeadPages& pages,
-                  workspace_view /*workspace*/, const StepOptions& /*options*/) {
-    namespace cb = cuda_backend;
-    cb::check_on_device(cache);
-    const Batch batch = checks::batch_of(named, cache.max_sequences);
-    checks::check_count("batch.count", batch.count, cache.max_sequences);
-    checks::check_head_pages(cache, batch, pages, cache.page_count(), "the pages that the pool can have");
-    const cb::device_scope device(ctx, cache.device);
-    const cb::paged_view<T> view(cache);
-    cb::launch("count_paged_pages_kernel", cb::count_paged_pages_kernel<T>, 1, cb::admit_threads, 0, ctx,
-               view, batch, pages);
-    cb::launch("fill_paged_pages_kernel", cb::fill_paged_pages_kernel<T>,
-               std::int64_t{batch.count} * cache.kv_heads, cb::admit_threads, 0, ctx, view, batch, pages);
-}
-
-}  // namespace KVPOLICY_HIDDEN
 }  // namespace kvpolicy

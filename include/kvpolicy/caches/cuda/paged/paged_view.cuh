@@ -151,6 +151,11 @@ struct paged_view {
     }
 };
 
+template <class P, class T>
+paged_view<T> view_of(const DualRef<P, T>& cache) {
+    return paged_view<T>(cache);
+}
+
 /// Top-k slots of a head whose rows lie in pages: see detail::head_slots.
 template <class T>
 struct paged_top_k_slots {
