@@ -4,7 +4,7 @@
 #pragma once
 
 #include <kvpolicy/caches/cuda/contiguous/dispatch_contiguous.cuh>
-#include <kvpolicy/caches/cuda/dispatch_decode.cuh>
+#include <kvpolicy/caches/cuda/decode/dispatch_decode.cuh>
 #include <kvpolicy/caches/cuda/paged/dispatch_paged.cuh>
 #include <kvpolicy/policies/selection.hpp>
 #include <kvpolicy/policies/sink.hpp>

@@ -1,6 +1,6 @@
 // Caches' steps for bf16 and head_dims up to 128, as an engine's own translation unit would instantiate them.
 #include <kvpolicy/caches/cuda/contiguous/dispatch_contiguous.cuh>
-#include <kvpolicy/caches/cuda/dispatch_decode.cuh>
+#include <kvpolicy/caches/cuda/decode/dispatch_decode.cuh>
 #include <kvpolicy/caches/cuda/dispatch_export_heads.cuh>
 #include <kvpolicy/caches/cuda/paged/dispatch_paged.cuh>
 #include <kvpolicy/kvpop.hpp>

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <kvpolicy/caches/calls.hpp>
+#include <kvpolicy/caches/cuda/batch_entry.cuh>
 #include <kvpolicy/caches/cuda/contiguous/contiguous_view.cuh>
 #include <kvpolicy/caches/cuda/paged/agent_admit.cuh>
 #include <kvpolicy/caches/cuda/paged/paged_view.cuh>

@@ -1,7 +1,7 @@
 // Sequence operations of a cache on CUDA: clear and advance; fork and reorder of a FixedBudgetCache.
 #pragma once
 
-#include <kvpolicy/caches/cuda/contiguous/contiguous_view.cuh>
+#include <kvpolicy/caches/cuda/batch_entry.cuh>
 #include <kvpolicy/core/cuda_config.cuh>
 #include <kvpolicy/core/status.hpp>
 #include <kvpolicy/cuda/launch.cuh>

@@ -11,12 +11,13 @@
 // victim of the next step.
 #pragma once
 
-#include <kvpolicy/caches/cuda/agent_decode_stream.cuh>
-#include <kvpolicy/caches/cuda/contiguous/agent_decode_output.cuh>
-#include <kvpolicy/caches/cuda/contiguous/agent_merge_states.cuh>
-#include <kvpolicy/caches/cuda/contiguous/agent_write_entries.cuh>
 #include <kvpolicy/caches/cuda/contiguous/contiguous_params.cuh>
 #include <kvpolicy/caches/cuda/contiguous/contiguous_view.cuh>
+#include <kvpolicy/caches/cuda/decode/agent_decode_output.cuh>
+#include <kvpolicy/caches/cuda/decode/agent_decode_stream.cuh>
+#include <kvpolicy/caches/cuda/decode/agent_merge_states.cuh>
+#include <kvpolicy/caches/cuda/decode/agent_write_entries.cuh>
+#include <kvpolicy/caches/cuda/warp_group.cuh>
 #include <kvpolicy/caches/top_k_slots.hpp>
 #include <kvpolicy/core/cuda_config.cuh>
 #include <kvpolicy/core/status.hpp>

@@ -2,7 +2,7 @@
 #pragma once
 
 #include <kvpolicy/caches/cuda/contiguous/contiguous_view.cuh>
-#include <kvpolicy/caches/cuda/decode_params.cuh>
+#include <kvpolicy/caches/cuda/decode/decode_params.cuh>
 #include <kvpolicy/core/cuda_config.cuh>
 
 #include <cstdint>

@@ -3,7 +3,7 @@
 
 #include <kvpolicy/caches/cuda/check_cache_call.cuh>
 #include <kvpolicy/caches/cuda/contiguous/kernel_contiguous_decode.cuh>
-#include <kvpolicy/caches/cuda/decode_plan.cuh>
+#include <kvpolicy/caches/cuda/decode/decode_plan.cuh>
 #include <kvpolicy/caches/cuda/scoring/kernel_cache_score.cuh>
 #include <kvpolicy/core/cuda_config.cuh>
 #include <kvpolicy/cuda/launch.cuh>

@@ -3,6 +3,7 @@
 // no more than even ones.
 #pragma once
 
+#include <kvpolicy/caches/cuda/batch_entry.cuh>
 #include <kvpolicy/caches/cuda/paged/agent_admit.cuh>
 #include <kvpolicy/caches/cuda/paged/agent_paged_head.cuh>
 #include <kvpolicy/caches/cuda/paged/paged_view.cuh>

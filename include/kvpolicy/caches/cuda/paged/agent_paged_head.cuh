@@ -8,11 +8,12 @@
 #pragma once
 
 #include <kvpolicy/caches/cuda/contiguous/agent_contiguous_decode.cuh>
-#include <kvpolicy/caches/cuda/contiguous/agent_decode_output.cuh>
 #include <kvpolicy/caches/cuda/contiguous/contiguous_view.cuh>
-#include <kvpolicy/caches/cuda/decode_params.cuh>
+#include <kvpolicy/caches/cuda/decode/agent_decode_output.cuh>
+#include <kvpolicy/caches/cuda/decode/decode_params.cuh>
 #include <kvpolicy/caches/cuda/page_bounds.cuh>
 #include <kvpolicy/caches/cuda/paged/agent_paged_stream.cuh>
+#include <kvpolicy/caches/cuda/warp_group.cuh>
 #include <kvpolicy/caches/top_k_slots.hpp>
 #include <kvpolicy/core/cuda_config.cuh>
 #include <kvpolicy/core/status.hpp>

@@ -5,7 +5,7 @@
 #pragma once
 
 #include <kvpolicy/attention/cuda/key_frame.cuh>
-#include <kvpolicy/caches/cuda/agent_decode_stream.cuh>
+#include <kvpolicy/caches/cuda/decode/agent_decode_stream.cuh>
 #include <kvpolicy/caches/page_pool.hpp>
 #include <kvpolicy/core/cuda_config.cuh>
 #include <kvpolicy/core/types.hpp>

@@ -1,7 +1,7 @@
 // The plan of a step over paged entries: sizes, workspace, launches.
 #pragma once
 
-#include <kvpolicy/caches/cuda/decode_plan.cuh>
+#include <kvpolicy/caches/cuda/decode/decode_plan.cuh>
 #include <kvpolicy/caches/cuda/paged/kernel_choose_pages.cuh>
 #include <kvpolicy/caches/cuda/paged/kernel_paged_decode.cuh>
 #include <kvpolicy/caches/cuda/scoring/kernel_cache_score.cuh>

@@ -3,8 +3,8 @@
 
 #include <kvpolicy/attention/cuda/dispatch_attend.cuh>
 #include <kvpolicy/caches/cuda/check_cache_call.cuh>
-#include <kvpolicy/caches/cuda/decode_plan.cuh>
-#include <kvpolicy/caches/cuda/dispatch_decode.cuh>
+#include <kvpolicy/caches/cuda/decode/decode_plan.cuh>
+#include <kvpolicy/caches/cuda/decode/dispatch_decode.cuh>
 #include <kvpolicy/caches/cuda/paged/kernel_paged_prefill.cuh>
 #include <kvpolicy/caches/cuda/prefill/kernel_decayed_update.cuh>
 #include <kvpolicy/caches/cuda/prefill/kernel_lifetimes.cuh>

@@ -1,8 +1,8 @@
 // Softmax states of several warps or blocks become one.
 #pragma once
 
-#include <kvpolicy/caches/cuda/agent_decode_stream.cuh>
 #include <kvpolicy/caches/cuda/contiguous/contiguous_params.cuh>
+#include <kvpolicy/caches/cuda/decode/agent_decode_stream.cuh>
 #include <kvpolicy/core/cuda_config.cuh>
 #include <kvpolicy/cuda/primitives/cluster.cuh>
 #include <kvpolicy/cuda/primitives/warp.cuh>

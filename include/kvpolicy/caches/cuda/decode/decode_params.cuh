@@ -1,7 +1,7 @@
 // What the kernels of a step are given, whichever cache it is of.
 #pragma once
 
-#include <kvpolicy/caches/cuda/agent_decode_stream.cuh>
+#include <kvpolicy/caches/cuda/decode/agent_decode_stream.cuh>
 #include <kvpolicy/core/cuda_config.cuh>
 #include <kvpolicy/core/view.hpp>
 #include <kvpolicy/policies/scorer_concept.hpp>
