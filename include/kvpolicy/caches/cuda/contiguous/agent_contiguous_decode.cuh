@@ -13,11 +13,11 @@
 
 #include <kvpolicy/caches/cuda/contiguous/contiguous_params.cuh>
 #include <kvpolicy/caches/cuda/contiguous/contiguous_view.cuh>
+#include <kvpolicy/caches/cuda/decode/agent_decode_head.cuh>
 #include <kvpolicy/caches/cuda/decode/agent_decode_output.cuh>
 #include <kvpolicy/caches/cuda/decode/agent_decode_stream.cuh>
 #include <kvpolicy/caches/cuda/decode/agent_merge_states.cuh>
 #include <kvpolicy/caches/cuda/decode/agent_write_entries.cuh>
-#include <kvpolicy/caches/cuda/warp_group.cuh>
 #include <kvpolicy/caches/top_k_slots.hpp>
 #include <kvpolicy/core/cuda_config.cuh>
 #include <kvpolicy/core/status.hpp>
@@ -36,18 +36,18 @@ inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 namespace cuda_backend {
 
 template <class Rows, class Gate, class Scorer>
-class agent_contiguous_decode {
+class agent_contiguous_decode : agent_decode_head<contiguous_params<Rows, Gate, Scorer>> {
     using Launch = contiguous_params<Rows, Gate, Scorer>;
     using T = typename Rows::T;
     using Compute = typename Rows::Compute;
     using Four = four_columns<Compute>;
+    using base = agent_decode_head<Launch>;
+    using base::call_, base::regions_, base::part_, base::pair_, base::entry_, base::head_, base::seq_;
     static constexpr bool finds_next_victims = scored_before<Scorer>;
     static constexpr bool on_leaving = Scorer::when == score_time::on_leaving;
 
   public:
-    struct Memory {
-        detail::ranked_slot worst[Rows::warps];
-        std::uint32_t last;
+    struct Memory : decode_head_memory<Rows> {
         state_weights<Rows> weights;
         // Of a cluster:
         std::uint64_t all_states;  // a barrier
@@ -55,18 +55,11 @@ class agent_contiguous_decode {
     };
 
     __device__ agent_contiguous_decode(const Launch& call, Memory& memory, unsigned char* regions)
-        : call_(call),
+        : base(call, memory, regions, static_cast<std::int32_t>(blockIdx.x) / call.blocks() / call.parts,
+               static_cast<std::int32_t>(blockIdx.x) / call.blocks() % call.parts, 0),
           memory_(memory),
           mixer_(memory.weights, call.width, call.cache.head_dim_vo),
-          regions_(regions) {
-        auto number = static_cast<std::int32_t>(blockIdx.x);
-        split_ = number % call.blocks();
-        number /= call.blocks();
-        part_ = number % call.parts;
-        pair_ = number / call.parts;
-        entry_ = pair_ / call.cache.kv_heads;
-        head_ = pair_ % call.cache.kv_heads;
-    }
+          split_(static_cast<std::int32_t>(blockIdx.x) % call.blocks()) {}
 
     __device__ void run() {
         // The launch of a scorer lets this one begin when all before it have ended, so only its scores are
@@ -98,11 +91,7 @@ class agent_contiguous_decode {
         unsigned char* const region = regions_ + warp_id() * region_bytes();
         typename stream_of<Rows>::type stream(region, rows);
         stream.start();
-        const std::int32_t first_head = part_ * Rows::heads;
-        const std::int32_t heads_left = call_.cache.group - first_head;
-        const stream_queries<T> queries{call_.q.row(entry_, head_ * call_.cache.group + first_head, 0),
-                                        call_.q.head_stride,
-                                        heads_left < Rows::heads ? heads_left : Rows::heads};
+        const stream_queries<T> queries = this->queries();
         stream.ask(queries);
         if (again) {  // only here, since the count has a long way, too
             copy_wait<0>();
@@ -125,7 +114,7 @@ class agent_contiguous_decode {
         const std::int64_t region_size = region_bytes() / static_cast<int>(sizeof(Compute));
         const auto* const of_warps = reinterpret_cast<const Compute*>(regions_);
         const states_of_warps<Compute> warps{of_warps, region_size};
-        const agent_write_entries<Rows, Launch> moving(call_, entry_, head_, seq_);
+        const agent_write_entries<Launch> moving(call_, entry_, head_, seq_);
         if constexpr (compiled_for_clusters && Rows::clusters) {
             if (call_.clustered) {
                 if constexpr (scored_before<Scorer>) {
@@ -170,7 +159,7 @@ class agent_contiguous_decode {
     [[nodiscard]] __device__ bool both_ways() const {
         return scored_before<Scorer> && call_.writes && call_.clustered;
     }
-    [[nodiscard]] __device__ int region_bytes() const { return Rows::shared_bytes(call_.cache.head_dim_vo); }
+    using base::region_bytes;
     /// The states of a cluster's blocks in the leader's shared memory, behind the regions.
     [[nodiscard]] __device__ Compute* inbox() const {
         return reinterpret_cast<Compute*>(regions_ + Rows::warps * region_bytes());
@@ -264,9 +253,9 @@ class agent_contiguous_decode {
 
     /// Blocks of a cluster send their states to the leader block, which merges them and writes.
     __device__ void end_in_cluster(const contiguous_head<T>& head, position_t q, std::int32_t heads,
-                                   const agent_write_entries<Rows, Launch>& moving,
+                                   const agent_write_entries<Launch>& moving,
                                    const states_of_warps<Compute>& warps) {
-        const moved_rows moved = is_leader() ? moving.fetch(head, q, memory_.note) : moved_rows{};
+        const moved_rows moved = is_leader() ? fetch(head, q, moving, memory_.note) : moved_rows{};
         cluster_wait();  // all have begun, and the leader block's barrier is ready
         const std::uint32_t barrier = shared_address(&memory_.all_states);
         const Compute* const mine = inbox() + split_ * state_size();
@@ -285,24 +274,47 @@ class agent_contiguous_decode {
 
     /// Blocks leave their states in the workspace; the last to arrive merges them and writes.
     __device__ void end_in_memory(const contiguous_head<T>& head, position_t q, std::int32_t heads,
-                                  const agent_write_entries<Rows, Launch>& moving,
+                                  const agent_write_entries<Launch>& moving,
                                   const states_of_warps<Compute>& warps) {
         moved_rows moved;
         if (call_.blocks() * call_.parts == 1) {
-            moved = moving.fetch(head, q, memory_.note);
+            moved = fetch(head, q, moving, memory_.note);
             write_results(warps, Rows::warps, 0);
         } else {
             mixer_.merge_warps(warps, heads, state_in_memory<Compute>{state(part_, split_)});
-            if (!arrives_last(head.index)) {
+            if (!this->arrives_last(head.index, static_cast<std::uint32_t>(call_.blocks() * call_.parts))) {
                 return;
             }
-            moved = moving.fetch(head, q, memory_.note);
+            moved = fetch(head, q, moving, memory_.note);
             write_results(states_of_blocks<Compute>{state(0, 0), state_size()}, call_.blocks(),
                           call_.blocks() * state_size());
         }
         if (call_.writes) {
             moving.write(head, q, moved);
         }
+    }
+
+    /// What the step writes, where it does: all that may move, before it is known what does.
+    [[nodiscard]] __device__ moved_rows fetch(const contiguous_head<T>& head, position_t q,
+                                              const agent_write_entries<Launch>& moving,
+                                              const decode_note& of_cluster) const {
+        if (!call_.writes) {
+            return {};
+        }
+        moved_rows moved = moving.fetch(head, head.layout.recent(q), true);
+        if (call_.clustered) {
+            moved.note = of_cluster;
+            return moved;
+        }
+        const decode_note* const note = call_.notes + pair_;
+        moved.note.promoted = __ldcg(&note->promoted);
+        if (threadIdx.x == 0) {
+            moved.note.num_long_range = __ldcg(&note->num_long_range);
+            moved.note.victim = __ldcg(&note->victim);
+            moved.note.arriving = __ldcg(&note->arriving);
+            moved.note.leaving = __ldcg(&note->leaving);
+        }
+        return moved;
     }
 
     __device__ candidates find_candidates(const contiguous_head<T>& head, position_t q,
@@ -318,22 +330,9 @@ class agent_contiguous_decode {
         const position_t limit = call_.cache.rebase_limit;
         std::int32_t slot = detail::known_worst(head.head_params, limit, q, victim);
         if (slot < 0) {
-            // All warps of the block come here or none, since the numbers are the head's.
-            const detail::head_slots top_k_slots = head.top_k_slots(limit);
             std::int32_t* const record =
                 part_ == 0 && is_leader() ? call_.cache.tile_victims + head.tile : nullptr;
-            found.worst = detail::worst_of_tiles(warp_group{}, top_k_slots, record, warp_id(), Rows::warps,
-                                                 num_long_range, q);
-            if (lane_id() == 0) {
-                memory_.worst[warp_id()] = found.worst;
-            }
-            __syncthreads();
-            found.worst = memory_.worst[0];
-            for (int i = 1; i < Rows::warps; ++i) {
-                if (detail::gives_way(memory_.worst[i], found.worst)) {
-                    found.worst = memory_.worst[i];
-                }
-            }
+            found.worst = this->worst_of_block(head.top_k_slots(limit), record, num_long_range, q);
             slot = found.worst.slot;
         }
         found.hidden.b = head.layout.slot(slot);
@@ -433,7 +432,7 @@ class agent_contiguous_decode {
             }
         }
         if (part_ == 0 && warp_id() == Rows::warps - 1) {
-            const float arriving = arriving_score(q >= head.head_params.sinks);
+            const float arriving = this->arriving_score(q >= head.head_params.sinks);
             if (lane_id() == 0) {
                 note_to_write().arriving = arriving;
             }
@@ -446,9 +445,9 @@ class agent_contiguous_decode {
     /// The end of both_ways(): merges both outcomes, waits for the scores, chooses one and writes.
     __device__ void end_either_way(const contiguous_head<T>& head, position_t q, std::int32_t num_long_range,
                                    std::int32_t victim, const candidates& found,
-                                   const agent_write_entries<Rows, Launch>& moving,
+                                   const agent_write_entries<Launch>& moving,
                                    const states_of_warps<Compute>& warps) {
-        moved_rows moved = moving.fetch(head, q, {});
+        moved_rows moved = fetch(head, q, moving, {});
         cluster_wait();
         barrier_wait(shared_address(&memory_.all_states),
                      0);  // all have read the cache, and left their states
@@ -490,25 +489,6 @@ class agent_contiguous_decode {
         return call_.clustered ? memory_.note : call_.notes[pair_];
     }
 
-    /// The new token's score as its entry stores it; a sink's is not used.
-    __device__ float arriving_score(bool counts) const {
-        return arriving_score_of(call_, entry_, head_, pair_, counts);
-    }
-
-    /// Whether all other blocks of the head have arrived. What they wrote before is then visible to this one,
-    /// and they no longer read the cache. The counter is back at 0 for the next launch.
-    __device__ bool arrives_last(std::int64_t index) const {
-        __syncthreads();  // the block's own work comes before its arrival
-        if (threadIdx.x == 0) {
-            const auto blocks = static_cast<std::uint32_t>(call_.blocks() * call_.parts);
-            __threadfence();
-            memory_.last = atomicInc(call_.cache.arrivals + index, blocks - 1) == blocks - 1 ? 1 : 0;
-            __threadfence();
-        }
-        __syncthreads();
-        return memory_.last != 0;
-    }
-
     __device__ static void next_part(states_of_warps<Compute>&, std::int64_t) {}  // there is one
     __device__ static void next_part(states_of_blocks<Compute>& states, std::int64_t stride) {
         states.first += stride;
@@ -538,12 +518,9 @@ class agent_contiguous_decode {
         }
     }
 
-    const Launch& call_;
     Memory& memory_;
     agent_merge_states<Rows> mixer_;
-    unsigned char* regions_;
-    std::int32_t split_, part_, pair_, entry_, head_;
-    std::int32_t seq_ = 0;
+    std::int32_t split_;
     struct nothing {};
     // Of the worst slot, where they are found before the scores come.
     std::conditional_t<finds_next_victims, detail::next_victims, nothing> next_victims_;

@@ -20,6 +20,7 @@ template <class T>
 struct contiguous_view {
     using value_type = T;
     using head_type = contiguous_head<T>;
+    static constexpr bool paged = false;
 
     const HeadParams* all_params = nullptr;    // [kv_heads]
     const std::int64_t* row_offset = nullptr;  // [kv_heads + 1]

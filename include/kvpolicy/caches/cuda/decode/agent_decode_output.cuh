@@ -2,7 +2,6 @@
 #pragma once
 
 #include <kvpolicy/attention/cuda/key_frame.cuh>
-#include <kvpolicy/caches/cuda/contiguous/contiguous_params.cuh>
 #include <kvpolicy/caches/cuda/decode/agent_decode_stream.cuh>
 #include <kvpolicy/caches/cuda/decode/agent_merge_states.cuh>
 #include <kvpolicy/core/cuda_config.cuh>

@@ -1,7 +1,6 @@
 // Softmax states of several warps or blocks become one.
 #pragma once
 
-#include <kvpolicy/caches/cuda/contiguous/contiguous_params.cuh>
 #include <kvpolicy/caches/cuda/decode/agent_decode_stream.cuh>
 #include <kvpolicy/core/cuda_config.cuh>
 #include <kvpolicy/cuda/primitives/cluster.cuh>
@@ -12,6 +11,9 @@
 namespace kvpolicy {
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 namespace cuda_backend {
+
+/// The most blocks of a head that share its rows.
+inline constexpr std::int32_t max_splits = 32;
 
 /// Four columns of one query head.
 template <class Compute>

@@ -13,6 +13,15 @@ namespace kvpolicy {
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 namespace cuda_backend {
 
+/// What the leader block of a head, which decides, tells the block that writes.
+struct decode_note {
+    std::int32_t promoted;        // the row that u, the key that leaves the window, gets; or -1
+    std::int32_t num_long_range;  // top-k slots in use after the step
+    std::int32_t victim;          // the worst slot after the step
+    float arriving;               // the new token's score
+    float leaving;                // u's
+};
+
 /// Rows: sizes of the stream; Gate and Scorer: the policy's; View: the cache.
 template <class Rows_, class Gate_, class Scorer_, class View_>
 struct decode_params {

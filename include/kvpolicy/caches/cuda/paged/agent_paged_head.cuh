@@ -7,13 +7,12 @@
 // copied.
 #pragma once
 
-#include <kvpolicy/caches/cuda/contiguous/agent_contiguous_decode.cuh>
-#include <kvpolicy/caches/cuda/contiguous/contiguous_view.cuh>
+#include <kvpolicy/caches/cuda/decode/agent_decode_head.cuh>
 #include <kvpolicy/caches/cuda/decode/agent_decode_output.cuh>
+#include <kvpolicy/caches/cuda/decode/agent_write_entries.cuh>
 #include <kvpolicy/caches/cuda/decode/decode_params.cuh>
 #include <kvpolicy/caches/cuda/page_bounds.cuh>
 #include <kvpolicy/caches/cuda/paged/agent_paged_stream.cuh>
-#include <kvpolicy/caches/cuda/warp_group.cuh>
 #include <kvpolicy/caches/top_k_slots.hpp>
 #include <kvpolicy/core/cuda_config.cuh>
 #include <kvpolicy/core/status.hpp>
@@ -29,18 +28,12 @@ inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 namespace cuda_backend {
 namespace paged {
 
-/// The note of a head's first block to the last block.
-struct decode_note {
-    std::int32_t victim;  // the worst slot after the step
-    float arriving;       // the new token's score
-};
-
 /// A launch. Work: how the cache's rows are cut among blocks.
 template <class Rows, class Gate, class Scorer, class View, class Work>
 struct paged_params : decode_params<Rows, Gate, Scorer, View> {
     const float* advanced =
         nullptr;  // [count, Hkv, state_size]: the scorer's states after the step, if not in the cache
-    decode_note* notes = nullptr;  // [count, Hkv]
+    decode_note* notes = nullptr;  // [count, Hkv]: the worst slot after the step, and the new token's score
     Work work{};
 
     /// The head's places whose keys do not compete.
@@ -141,7 +134,7 @@ struct part_states {
 ///     state()                 where the block's own state goes
 ///     states_of(part)         those of all blocks of a part
 template <class Launch>
-class agent_paged_head {
+class agent_paged_head : agent_decode_head<Launch> {
     using Rows = typename Launch::Rows;
     using Scorer = typename Launch::Scorer;
     using Head = typename Launch::View::head_type;
@@ -149,24 +142,15 @@ class agent_paged_head {
     using Compute = typename Launch::Compute;
     using Merged = merged_state<Rows::heads, Compute>;
     using states_of_part = part_states<Compute>;
-    static constexpr bool on_leaving = Scorer::when == score_time::on_leaving;
+    using base = agent_decode_head<Launch>;
+    using base::call_, base::regions_, base::part_, base::pair_, base::entry_, base::head_, base::seq_;
 
   public:
-    struct Memory {
-        detail::ranked_slot worst[Rows::warps];
-        std::uint32_t last;
-    };
+    using Memory = decode_head_memory<Rows>;
 
     __device__ agent_paged_head(const Launch& call, Memory& memory, unsigned char* regions, std::int32_t pair,
                                 std::int32_t part, std::int32_t seq)
-        : call_(call),
-          memory_(memory),
-          regions_(regions),
-          part_(part),
-          pair_(pair),
-          entry_(pair / call.cache.kv_heads),
-          head_(pair % call.cache.kv_heads),
-          seq_(seq) {}
+        : base(call, memory, regions, pair, part, seq) {}
 
     template <class Share>
     __device__ void run(const Share& share) {
@@ -201,11 +185,7 @@ class agent_paged_head {
             candidate = {call_.k.row(entry_, head_, 0), call_.v.row(entry_, head_, 0), hole,
                          hole == used ? used + 1 : used};
         }
-        const std::int32_t first_head = part_ * Rows::heads;
-        const std::int32_t heads_left = call_.cache.group - first_head;
-        const stream_queries<T> queries{call_.q.row(entry_, head_ * call_.cache.group + first_head, 0),
-                                        call_.q.head_stride,
-                                        heads_left < Rows::heads ? heads_left : Rows::heads};
+        const stream_queries<T> queries = this->queries();
         // 3. Attention over the warp's tiles.
         stream.finish(queries, candidate, call_.logits);
         stream.store();
@@ -214,10 +194,11 @@ class agent_paged_head {
         // 4 and 5. States are merged, results written.
         const std::int64_t region_size = region_bytes() / static_cast<int>(sizeof(Compute));
         const auto* const of_warps = reinterpret_cast<const Compute*>(regions_);
+        const agent_write_entries<Launch> moving(call_, entry_, head_, seq_);
         moved_rows moved;
         const std::int32_t blocks = share.blocks();
         if (blocks == 1) {
-            moved = fetch_rows(head, step);
+            moved = fetch(head, step, score, moving);
             write_results<Rows::warps>(
                 [&](std::int32_t) {
                     return states_of_part{of_warps, Rows::warps, region_size};
@@ -225,16 +206,16 @@ class agent_paged_head {
                 load_of_block{});
         } else {
             merge_warps(of_warps, region_size, queries.heads, share.state());
-            if (!arrives_last(head.index, static_cast<std::uint32_t>(blocks))) {
+            if (!this->arrives_last(head.index, static_cast<std::uint32_t>(blocks))) {
                 return;
             }
-            moved = fetch_rows(head, step);
+            moved = fetch(head, step, score, moving);
             constexpr int batch = sizeof(Compute) == 4 ? 16 : 2;
             write_results<batch>([&](std::int32_t part) { return share.states_of(part); },
                                  load_shared_between_blocks{});
         }
         if (call_.writes) {
-            write_rows(head, q, step, score, moved);
+            moving.write(head, q, moved);
         }
     }
 
@@ -247,7 +228,8 @@ class agent_paged_head {
         float score = 0.0f;
         const detail::step_decision step = decide(head, q, num_long_range, victim, score, true);
         __syncthreads();  // the note is there, and all have read what changes now
-        write_rows(head, q, step, score, fetch_rows(head, step));
+        const agent_write_entries<Launch> moving(call_, entry_, head_, seq_);
+        moving.write(head, q, fetch(head, step, score, moving));
         __syncthreads();  // the rows are there
         const auto thread = static_cast<std::int32_t>(threadIdx.x);
         const std::int32_t used = head.layout.used(q + 1, step.num_long_range), size = head.rows.bound_rows;
@@ -258,7 +240,8 @@ class agent_paged_head {
     }
 
   private:
-    [[nodiscard]] __device__ int region_bytes() const { return Rows::shared_bytes(call_.cache.head_dim_vo); }
+    using base::region_bytes;
+
     /// Decides what the step does to the entries, the same in every block and thread; `score` is u's. One
     /// block `notes`.
     __device__ detail::step_decision decide(const Head& head, position_t q, std::int32_t num_long_range,
@@ -279,19 +262,7 @@ class agent_paged_head {
             if (step.known >= 0) {
                 worst = top_k_slots.at(step.known, q);
             } else {
-                // All warps of the block come here or none, since the numbers are the head's.
-                worst = detail::worst_of_tiles(warp_group{}, top_k_slots, notes ? record : nullptr, warp_id(),
-                                               Rows::warps, num_long_range, q);
-                if (lane_id() == 0) {
-                    memory_.worst[warp_id()] = worst;
-                }
-                __syncthreads();
-                worst = memory_.worst[0];
-                for (int i = 1; i < Rows::warps; ++i) {
-                    if (detail::gives_way(memory_.worst[i], worst)) {
-                        worst = memory_.worst[i];
-                    }
-                }
+                worst = this->worst_of_block(top_k_slots, notes ? record : nullptr, num_long_range, q);
             }
             detail::resolve_eviction(step, head.head_params, ranked, worst);
         }
@@ -302,19 +273,13 @@ class agent_paged_head {
             }
         }
         if (notes && warp_id() == Rows::warps - 1) {
-            const float arriving = arriving_score(
+            const float arriving = this->arriving_score(
                 q >= head.head_params.sinks && (scores_come_along<Scorer> || !detail::holds(call_.gate, q)));
             if (lane_id() == 0) {
                 call_.notes[pair_].arriving = arriving;
             }
         }
         return step;
-    }
-
-    /// The new token's score as its row keeps it; a sink's is never read, nor is a key's that is held for its
-    /// position.
-    __device__ float arriving_score(bool counts) const {
-        return arriving_score_of(call_, entry_, head_, pair_, counts);
     }
 
     /// The warps' states become the block's, in memory that the last block reads.
@@ -336,19 +301,6 @@ class agent_paged_head {
         }
     }
 
-    /// Whether all other blocks of the head have arrived. What they wrote before is then visible to this one,
-    /// and they no longer read the cache. The counter is back at 0 for the next launch.
-    __device__ bool arrives_last(std::int64_t index, std::uint32_t blocks) const {
-        __syncthreads();  // the block's own work comes before its arrival
-        if (threadIdx.x == 0) {
-            __threadfence();
-            memory_.last = atomicInc(call_.cache.arrivals + index, blocks - 1) == blocks - 1 ? 1 : 0;
-            __threadfence();
-        }
-        __syncthreads();
-        return memory_.last != 0;
-    }
-
     /// Outputs of all query heads of the group, from states_of(part).
     template <int Batch, class StatesOf, class Load>
     __device__ void write_results(const StatesOf& states_of, const Load& load) const {
@@ -365,116 +317,22 @@ class agent_paged_head {
         }
     }
 
-    /// What a thread moves, loaded while outputs are computed: 16 bytes of an entry where T has 16 bits, and
-    /// in thread 0 the note.
-    struct moved_rows {
-        uint4 leaving, arriving;
-        decode_note note;
-    };
-    static constexpr int piece = sizeof(T) == 2 ? 8 : 1;  // elements
-
-    /// Piece i of a row, those of the key before those of the value: in a row of the cache, and of the new
-    /// token.
-    [[nodiscard]] __device__ T* piece_of(const Head& head, std::int32_t row, std::int32_t i) const {
-        const std::int32_t of_k = call_.cache.head_dim_qk / piece;
-        return i < of_k ? head.key(row) + i * piece : head.value(row) + (i - of_k) * piece;
-    }
-    [[nodiscard]] __device__ const T* piece_of_candidate(std::int32_t i) const {
-        const std::int32_t of_k = call_.cache.head_dim_qk / piece;
-        return i < of_k ? call_.k.row(entry_, head_, 0) + i * piece
-                        : call_.v.row(entry_, head_, 0) + (i - of_k) * piece;
-    }
-    [[nodiscard]] __device__ std::int32_t pieces() const {
-        return (call_.cache.head_dim_qk + call_.cache.head_dim_vo) / piece;
-    }
-
-    [[nodiscard]] __device__ moved_rows fetch_rows(const Head& head,
-                                                   const detail::step_decision& step) const {
-        moved_rows moved{};
+    [[nodiscard]] __device__ moved_rows fetch(const Head& head, const detail::step_decision& step,
+                                              float score, const agent_write_entries<Launch>& moving) const {
         if (!call_.writes) {
-            return moved;
+            return {};
         }
-        const auto thread = static_cast<std::int32_t>(threadIdx.x);
-        if constexpr (sizeof(T) == 2) {
-            static_assert(Rows::threads >= 2 * Rows::Dim / piece, "a piece a thread");
-            if (thread < pieces()) {
-                moved.arriving = *reinterpret_cast<const uint4*>(piece_of_candidate(thread));
-                if (step.promoted >= 0) {
-                    moved.leaving = *reinterpret_cast<const uint4*>(piece_of(head, step.newest, thread));
-                }
-            }
-        }
-        if (thread == 0) {
-            moved.note = {__ldcg(&call_.notes[pair_].victim), __ldcg(&call_.notes[pair_].arriving)};
+        moved_rows moved = moving.fetch(head, step.newest, step.promoted >= 0);
+        moved.num_protected = step.num_protected;
+        moved.note.promoted = step.promoted;
+        moved.note.num_long_range = step.num_long_range;
+        moved.note.leaving = score;
+        if (threadIdx.x == 0) {
+            moved.note.victim = __ldcg(&call_.notes[pair_].victim);
+            moved.note.arriving = __ldcg(&call_.notes[pair_].arriving);
         }
         return moved;
     }
-
-    /// The key that leaves moves to its place, then the new token takes its row. Each thread moves pieces of
-    /// its own, so that no piece is overwritten before it is read.
-    __device__ void write_rows(const Head& head, position_t q, const detail::step_decision& step, float score,
-                               const moved_rows& moved) const {
-        const auto thread = static_cast<std::int32_t>(threadIdx.x);
-        for (std::int32_t i = thread; i < pieces(); i += Rows::threads) {
-            T* const newest = piece_of(head, step.newest, i);
-            if (step.promoted >= 0) {
-                T* const promoted = piece_of(head, step.promoted, i);
-                if constexpr (sizeof(T) == 2) {
-                    *reinterpret_cast<uint4*>(promoted) = moved.leaving;
-                } else {
-                    *promoted = *newest;
-                }
-            }
-            if constexpr (sizeof(T) == 2) {
-                *reinterpret_cast<uint4*>(newest) = moved.arriving;
-            } else {
-                *newest = *piece_of_candidate(i);
-            }
-        }
-        if (call_.cache.queries != nullptr) {
-            const std::int32_t dim = call_.cache.head_dim_qk;
-            T* const to = call_.cache.query_row(head.index, q);
-            for (std::int32_t i = thread; i < call_.cache.group * dim; i += Rows::threads) {
-                to[i] = call_.q.row(entry_, head_ * call_.cache.group + i / dim, 0)[i % dim];
-            }
-        }
-        if constexpr (on_leaving) {
-            if (call_.advanced != nullptr) {
-                const std::int64_t size = call_.cache.state_size;
-                for (std::int64_t i = thread; i < size; i += Rows::threads) {
-                    call_.cache.state[head.index * size + i] = call_.advanced[pair_ * size + i];
-                }
-            }
-        }
-        if (thread != 0) {
-            return;
-        }
-        if (step.promoted >= 0) {
-            head.position_of(step.promoted) = step.leaving;
-            head.score_of(step.promoted) = score;
-        }
-        head.position_of(step.newest) = q;
-        head.score_of(step.newest) = moved.note.arriving;
-        call_.cache.num_long_range[head.index] = step.num_long_range;
-        if constexpr (detail::holds_keys<typename Launch::Gate>) {
-            call_.cache.num_protected[head.index] += step.num_protected ? 1 : 0;
-        }
-        call_.cache.victim[head.index] = moved.note.victim;
-        call_.cache.appended[head.index] = 1;
-        if (head_ == 0) {
-            call_.cache.num_draft[seq_] = 0;
-        }
-        const float arriving = moved.note.arriving;
-        const bool bad = arriving != arriving || (on_leaving && score != score);
-        if (bad && call_.status != nullptr) {
-            atomicOr(call_.status + entry_, static_cast<std::uint32_t>(status_nan_score));
-        }
-    }
-
-    const Launch& call_;
-    Memory& memory_;
-    unsigned char* regions_;
-    std::int32_t part_, pair_, entry_, head_, seq_;
 };
 
 }  // namespace paged

@@ -21,6 +21,7 @@ template <class T>
 struct paged_view {
     using value_type = T;
     using head_type = paged_head<T>;
+    static constexpr bool paged = true;
 
     const HeadParams* all_params = nullptr;      // [kv_heads]
     const std::int64_t* table_offset = nullptr;  // [kv_heads + 1]
