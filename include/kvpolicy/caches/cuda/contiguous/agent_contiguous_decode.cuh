@@ -85,9 +85,8 @@ class agent_contiguous_decode : agent_decode_head<contiguous_params<Rows, Gate, 
         const std::int32_t used = head.layout.used(q, num_long_range);
 
         // 1. Copies and queries.
-        const tile_share share = share_of(used);
-        const stream_rows<T> rows{
-            head.k, head.v, call_.cache.head_dim_qk, call_.cache.head_dim_vo, used, share.begin, share.end};
+        const stream_rows<typename Rows::Source> rows{head.source(), call_.cache.head_dim_qk,
+                                                      call_.cache.head_dim_vo, used, share_of(used)};
         unsigned char* const region = regions_ + warp_id() * region_bytes();
         typename stream_of<Rows>::type stream(region, rows);
         stream.start();
@@ -105,7 +104,7 @@ class agent_contiguous_decode : agent_decode_head<contiguous_params<Rows, Gate, 
         if (call_.writes) {
             found = attend_and_decide(stream, queries, head, q, num_long_range, victim);
         } else {
-            stream.finish(queries, {}, call_.logits);
+            stream.finish(queries, stream_hidden{}, call_.logits);
         }
         stream.store();
         __syncthreads();  // all warps' states are in shared memory
@@ -138,11 +137,8 @@ class agent_contiguous_decode : agent_decode_head<contiguous_params<Rows, Gate, 
         }
         wait_for_kernel_before();  // so that what comes after this kernel comes after the one before it, too
     }
-    struct tile_share {
-        std::int32_t begin, end;
-    };
     /// The tiles of the warp, of `used` rows.
-    [[nodiscard]] __device__ tile_share share_of(std::int32_t used) const {
+    [[nodiscard]] __device__ tile_range share_of(std::int32_t used) const {
         const std::int32_t tiles = used / stream_tile + (used % stream_tile != 0 ? 1 : 0);
         const std::int32_t workers = call_.splits * Rows::warps, each = tiles / workers,
                            more = tiles % workers;

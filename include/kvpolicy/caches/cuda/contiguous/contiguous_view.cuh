@@ -3,6 +3,7 @@
 #pragma once
 
 #include <kvpolicy/caches/cuda/batch_entry.cuh>
+#include <kvpolicy/caches/cuda/contiguous/contiguous_source.cuh>
 #include <kvpolicy/caches/layer_ref.hpp>
 #include <kvpolicy/caches/top_k_slots.hpp>
 #include <kvpolicy/core/cuda_config.cuh>
@@ -110,6 +111,7 @@ struct contiguous_head {
         head_dim_qk = cache.head_dim_qk;
         head_dim_vo = cache.head_dim_vo;
     }
+    [[nodiscard]] __device__ contiguous_source<T> source() const { return {k, v, head_dim_qk, head_dim_vo}; }
     // What heads of other caches have too, wherever their rows lie.
     [[nodiscard]] __device__ T* key(std::int32_t row) const { return k + std::int64_t{row} * head_dim_qk; }
     [[nodiscard]] __device__ T* value(std::int32_t row) const { return v + std::int64_t{row} * head_dim_vo; }

@@ -128,7 +128,7 @@ class contiguous_decode_plan
 template <class Dims, class P, class T, class Body>
 void with_contiguous_decode_plan(const cuda& ctx, const device_scope& device,
                                  const FixedBudgetRef<P, T>& cache, std::int32_t count, const Body& body) {
-    with_decode_rows<Dims, tensor_rows, plain_rows>(cache, [&](auto rows) {
+    with_decode_rows<Dims, contiguous_layout>(cache, [&](auto rows) {
         contiguous_decode_plan<decltype(rows), P> plan(ctx, device, cache, count);
         body(plan);
     });

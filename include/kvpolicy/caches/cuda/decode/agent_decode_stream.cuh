@@ -1,43 +1,41 @@
-// One warp's share of decode attention over contiguous entries: tiles of 16 entries of a head against the
-// query heads of its group.
+// One warp's share of decode attention: tiles of 16 entries of a head against the query heads of its group. A
+// source (contiguous/contiguous_source.cuh, paged/paged_source.cuh) says where entries lie.
 //
 // A warp copies and reads its own tiles only. It keeps one softmax state per query head; states are merged at
-// the end. Entries beyond those in use are not read. Entries whose key may be evicted in this step are
-// skipped (`stream_hidden`). One warp adds those that stay and the new token, which is in no entry yet
-// (`stream_extra`).
+// the end. Entries beyond those in use are not read. What a step changes is in no entry yet, so an edit says
+// what attention sees instead:
+//     stream_hidden     entries whose key may be evicted are passed over; one warp adds those that stay and
+//                       the new token (`stream_extra`). Where the leader block alone knows what the step does
+//     stream_candidate  the new token is read in place of the entry that the step frees, or behind the last
+//                       entry. Where every block knows
 #pragma once
 
-#include <kvpolicy/attention/cuda/key_frame.cuh>
+#include <kvpolicy/caches/cuda/decode/warp_softmax.cuh>
 #include <kvpolicy/core/cuda_config.cuh>
 #include <kvpolicy/core/types.hpp>
 #include <kvpolicy/cuda/primitives/async.cuh>
-#include <kvpolicy/cuda/primitives/mma.cuh>
 #include <kvpolicy/cuda/primitives/warp.cuh>
 
 #include <cstdint>
-#include <type_traits>
 
 namespace kvpolicy {
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 namespace cuda_backend {
 
+/// Tiles of a warp: begin, begin + warps of the block, ... below end where warps take tiles in turn, else all
+/// between.
+struct tile_range {
+    std::int32_t begin, end;
+};
+
 /// The rows of a head, and the part of them that a warp takes.
-template <class T>
+template <class Source>
 struct stream_rows {
-    const T* k;  // [used, head_dim_qk]
-    const T* v;  // [used, head_dim_vo]
+    Source source;
     std::int32_t head_dim_qk;
     std::int32_t head_dim_vo;
     std::int32_t used;
-    std::int32_t begin, end;  // tiles
-};
-
-/// The query heads of a part of a group.
-template <class T>
-struct stream_queries {
-    const T* q;
-    std::int64_t head_stride;
-    std::int32_t heads;
+    tile_range tiles;
 };
 
 /// Rows in use that are passed over; -1: none.
@@ -46,6 +44,36 @@ struct stream_hidden {
     std::int32_t b = -1;
 
     [[nodiscard]] __device__ bool has(std::int32_t row) const { return row == a || row == b; }
+    /// Rows below it are seen.
+    [[nodiscard]] __device__ std::int32_t limit(std::int32_t used) const { return used; }
+    template <class Source>
+    [[nodiscard]] __device__ auto key(const Source& source, std::int32_t row) const {
+        return source.key(row);
+    }
+    template <class Source>
+    [[nodiscard]] __device__ auto value(const Source& source, std::int32_t row) const {
+        return source.value(row);
+    }
+};
+
+/// What is in place of row `hole` (-1: nothing). Rows below `end` are seen.
+template <class T>
+struct stream_candidate {
+    const T* k;
+    const T* v;
+    std::int32_t hole;
+    std::int32_t end;
+
+    [[nodiscard]] __device__ bool has(std::int32_t /*row*/) const { return false; }
+    [[nodiscard]] __device__ std::int32_t limit(std::int32_t /*used*/) const { return end; }
+    template <class Source>
+    [[nodiscard]] __device__ const T* key(const Source& source, std::int32_t row) const {
+        return row == hole ? k : source.key(row);
+    }
+    template <class Source>
+    [[nodiscard]] __device__ const T* value(const Source& source, std::int32_t row) const {
+        return row == hole ? v : source.value(row);
+    }
 };
 
 /// Keys that may be attended to beside the rows: the new token, and the hidden rows. All are asked for before
@@ -58,130 +86,16 @@ struct stream_extra {
     bool counts[most] = {};
 };
 
-/// Logits in units of log 2: slope * <q, k>; with cap != 0 cap (1 - 2 / (1 + 2^(slope <q, k>))), a soft cap.
-template <class Compute>
-struct stream_logits {
-    Compute slope = Compute(0);
-    Compute cap = Compute(0);
-};
-
-inline constexpr int stream_tile = 16;
-
-/// A state in memory: max[heads], sum[heads] (in a header of 4 numbers at least), weighted values
-/// [heads][width].
-template <int Heads>
-struct stream_state {
-    static constexpr int header = 2 * Heads < 4 ? 4 : 2 * Heads;
-    __host__ __device__ static constexpr std::int32_t width(std::int32_t dim) { return dim + 4; }
-    __host__ __device__ static constexpr std::int64_t size(std::int32_t width) {
-        return header + std::int64_t{Heads} * width;
-    }
-};
-
-/// Sizes for the tensor cores: T is bf16 or fp16, head_dims up to Dim, 8 query heads at once.
-template <class T_, int Dim_>
-struct tensor_rows {
-    using T = T_;
-    using Compute = float;
-    static constexpr int Dim = Dim_;
-    static constexpr int heads = 8;
-    static constexpr bool clusters = true;
-    static constexpr int warps = Dim > 128 ? 2 : 4;
-    static constexpr int threads = 32 * warps;
-    static constexpr int half_bytes = stream_tile * Dim * 2;  // the keys of a tile, or the values
-    static constexpr int tile_bytes = 2 * half_bytes;
-    // The instructions of a tile wait for each other, so it is warps that hide this, not copies under way:
-    // three blocks an SM, where it has the memory.
-    static constexpr int blocks = 3;
-    static constexpr int stages = 64 * 1024 / warps / tile_bytes;
-    static constexpr int region_bytes = stages * tile_bytes;
-    static_assert(stages >= 2 && 2 * stream_state<heads>::size(Dim + 4) * 4 <= region_bytes);
-    __host__ __device__ static constexpr std::int32_t width(std::int32_t /*head_dim_vo*/) {
-        return stream_state<heads>::width(Dim);
-    }
-    /// Shared memory of one warp.
-    __host__ __device__ static constexpr int shared_bytes(std::int32_t /*head_dim_vo*/) {
-        return region_bytes;
-    }
-};
-
-/// Sizes for everything else: one query head at a time, in the precision of T.
-template <class T_>
-struct plain_rows {
-    using T = T_;
-    using Compute = T_;
-    static constexpr int heads = 1;
-    static constexpr bool clusters = false;
-    static constexpr int warps = 4;
-    static constexpr int threads = 32 * warps;
-    static constexpr int blocks = 2;
-    __host__ __device__ static constexpr std::int32_t width(std::int32_t head_dim_vo) {
-        return stream_state<heads>::width(head_dim_vo);
-    }
-    __host__ __device__ static constexpr int shared_bytes(std::int32_t head_dim_vo) {
-        return static_cast<int>(stream_state<heads>::size(width(head_dim_vo)) * sizeof(Compute));
-    }
-};
-
-/// A lane's operands of 8 query heads, of which there may be fewer, with zeros beyond a head_dim.
-template <class T, int Steps>
-__device__ void load_tensor_queries(const stream_queries<T>& queries, std::int32_t dim,
-                                    std::uint32_t (&q)[Steps][2]) {
-    const int head = lane_id() / 4;
-    const T* const from = queries.q + (head < queries.heads ? head : 0) * queries.head_stride;
-#pragma unroll
-    for (int k = 0; k < Steps; ++k) {
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            const int first = 16 * k + 8 * i;
-            q[k][i] = head < queries.heads && first < dim
-                          ? *reinterpret_cast<const std::uint32_t*>(from + first + lane_id() % 4 * 2)
-                          : 0;
-        }
-    }
-}
-
-/// Writes a warp's state over its own tiles, which it has read. `sum` has a lane's share.
-template <class S, int Steps>
-__device__ void store_tensor_state(unsigned char* region, const float (&max)[2], const float (&sum)[2],
-                                   const float (&o)[Steps][4]) {
-    constexpr std::int32_t width = S::width(0);
-    auto* const state = reinterpret_cast<float*>(region);
-    const int group = lane_id() / 4, head = lane_id() % 4 * 2;
-    __syncwarp();
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-        float all = sum[i];
-        all += __shfl_xor_sync(all_lanes, all, 4);
-        all += __shfl_xor_sync(all_lanes, all, 8);
-        all += __shfl_xor_sync(all_lanes, all, 16);
-        if (group == 0) {
-            state[head + i] = max[i];
-            state[S::heads + head + i] = all;
-        }
-    }
-    float* const values = state + stream_state<S::heads>::header;
-#pragma unroll
-    for (int m = 0; m < Steps; ++m) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            values[(head + i % 2) * width + 16 * m + group + i / 2 * 8] = o[m][i];
-        }
-    }
-}
-
-/// Keys stand on the rows of the products (mma's M), query heads on the columns: S^T = K Q^T, O^T = V^T P^T.
-/// So one tile of 16 rows serves 8 heads. In an accumulator lane 4 group + pair has rows group, group + 8 and
-/// heads 2 pair, 2 pair + 1.
+/// Copies tiles to shared memory and attends to them with the tensor cores.
 template <class S>
 class tensor_stream {
     using T = typename S::T;
-    static constexpr int steps = S::Dim / 16;
-    static constexpr int at_once = steps < 8 ? steps : 8;
-    static_assert(at_once % 4 == 0, "flips repeat after four steps");
+    using Source = typename S::Source;
+    using Logits = stream_logits<typename S::Compute>;
+    static constexpr std::int32_t step = S::in_turn ? S::warps : 1;
 
   public:
-    __device__ tensor_stream(unsigned char* region, const stream_rows<T>& rows)
+    __device__ tensor_stream(unsigned char* region, const stream_rows<Source>& rows)
         : rows_(rows), region_(region), shared_(shared_address(region)) {
         exact_ = rows.head_dim_qk == S::Dim && rows.head_dim_vo == S::Dim;
     }
@@ -190,48 +104,26 @@ class tensor_stream {
     __device__ void start() {
 #pragma unroll 1
         for (int stage = 0; stage < S::stages; ++stage) {
-            load(rows_.begin + stage, stage);
+            load(rows_.tiles.begin + stage * step, stage);
         }
     }
 
     /// Sets out to read the queries.
-    __device__ void ask(const stream_queries<T>& queries) {
-        load_tensor_queries(queries, rows_.head_dim_qk, q_);
-    }
+    __device__ void ask(const stream_queries<T>& queries) { softmax_.ask(queries, rows_.head_dim_qk); }
 
     /// Reads all tiles.
-    __device__ void finish(const stream_queries<T>& /*queries*/, const stream_hidden& hidden,
-                           const stream_logits<typename S::Compute>& logits) {
-        slope_ = logits.slope;
-        cap_ = logits.cap;
-#pragma unroll
-        for (int m = 0; m < steps; ++m) {
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                o_[m][i] = 0.0f;
-            }
-        }
+    template <class Edit>
+    __device__ void finish(const stream_queries<T>& /*queries*/, const Edit& edit, const Logits& logits) {
+        softmax_.begin(logits);
         int stage = 0;
 #pragma unroll 1
-        for (std::int32_t tile = rows_.begin; tile < rows_.end; ++tile) {
+        for (std::int32_t tile = rows_.tiles.begin; tile < rows_.tiles.end; tile += step) {
             copy_wait<S::stages - 1>();
             __syncwarp();
-            const std::int32_t first = tile * stream_tile;
-            const bool a = hidden.a / stream_tile == tile && hidden.a >= 0;
-            const bool b = hidden.b / stream_tile == tile && hidden.b >= 0;
-            if (a || b) {
-                // Their weights are 0, and 0 times a value that is not finite is not.
-                if (a) {
-                    put_value(hidden.a - first, nullptr, stage);
-                }
-                if (b) {
-                    put_value(hidden.b - first, nullptr, stage);
-                }
-                __syncwarp();
-            }
-            take(stage, rows_.used - first, a ? hidden.a - first : -1, b ? hidden.b - first : -1);
+            const seen_rows seen = apply(edit, tile, stage);
+            softmax_.take(shared_ + stage * S::tile_bytes, seen.limit, seen.a, seen.b);
             __syncwarp();  // the tile is read
-            load(tile + S::stages, stage);
+            load(tile + S::stages * step, stage);
             stage = stage + 1 == S::stages ? 0 : stage + 1;
         }
         copy_wait<0>();
@@ -267,7 +159,7 @@ class tensor_stream {
 
     /// Attends to what bring() asked for, after finish().
     __device__ void add(const stream_extra<T>& extra, const stream_queries<T>& /*queries*/,
-                        const stream_logits<typename S::Compute>& /*logits*/) {
+                        const Logits& /*logits*/) {
         copy_wait<0>();
         __syncwarp();
 #pragma unroll
@@ -277,137 +169,74 @@ class tensor_stream {
             }
         }
         __syncwarp();
-        take(0, stream_extra<T>::most, extra.counts[1] ? -1 : 1, extra.counts[2] ? -1 : 2);
+        softmax_.take(shared_, stream_extra<T>::most, extra.counts[1] ? -1 : 1, extra.counts[2] ? -1 : 2);
     }
 
     /// Writes the warp's state over its own tiles, which it has read.
-    __device__ void store() { store_tensor_state<S>(region_, max_, sum_, o_); }
+    __device__ void store() { softmax_.store(region_); }
 
   private:
-    /// Attends to the tile of a stage: to rows below `limit` but a and b. Chunks beyond a head_dim hold
-    /// zeros.
-    __device__ void take(int stage, std::int32_t limit, std::int32_t a, std::int32_t b) {
-        const int lane = lane_id();
-        // ldmatrix: lane i names row i % 8 of matrix i / 8. Keys: matrices 0, 1 are rows 0..7 and 8..15 of
-        // the first 8 dims, 2, 3 of the next. Values, transposed: 0, 1 are the first and next 8 dims of rows
-        // 0..7, 2, 3 of rows 8..15. A chunk of 16 bytes stands where its number, flipped by the row's last 3
-        // bits, says; those are bits 4 to 6 of an address.
-        const std::uint32_t at = shared_ + stage * S::tile_bytes;
-        const int k_row = lane % 16, v_row = lane % 8 + 8 * (lane / 16);
-        const std::uint32_t k_at = at + k_row * S::Dim * 2;
-        const std::uint32_t v_at = at + S::half_bytes + v_row * S::Dim * 2;
-        const std::uint32_t k_flip = ((lane / 16) ^ (k_row % 8)) << 4;
-        const std::uint32_t v_flip = ((lane / 8 % 2) ^ (v_row % 8)) << 4;
-        // A product waits for its operands, so those of many are asked for at once, and the values before the
-        // softmax.
-        std::uint32_t operands[at_once][4];
-        float s[2][4] = {};
-#pragma unroll
-        for (int first = 0; first < steps; first += at_once) {
-#pragma unroll
-            for (int k = 0; k < at_once; ++k) {
-                load_matrices(operands[k], k_at + (k_flip ^ (k % 4 << 5)) + (first + k) / 4 * 128);
+    /// Rows of a tile that count: those below `limit` but a and b.
+    struct seen_rows {
+        std::int32_t limit, a, b;
+    };
+    __device__ seen_rows apply(const stream_hidden& hidden, std::int32_t tile, int stage) const {
+        const std::int32_t first = tile * stream_tile;
+        const bool a = hidden.a / stream_tile == tile && hidden.a >= 0;
+        const bool b = hidden.b / stream_tile == tile && hidden.b >= 0;
+        if (a || b) {
+            // Their weights are 0, and 0 times a value that is not finite is not.
+            if (a) {
+                put_value(hidden.a - first, nullptr, stage);
             }
-#pragma unroll
-            for (int k = 0; k < at_once; ++k) {
-                mma_16x8x16<T>(s[k % 2], operands[k], q_[first + k][0], q_[first + k][1]);
+            if (b) {
+                put_value(hidden.b - first, nullptr, stage);
             }
+            __syncwarp();
         }
-        const auto load_values = [&](int first) {
-#pragma unroll
-            for (int m = 0; m < at_once; ++m) {
-                load_matrices_transposed(operands[m], v_at + (v_flip ^ (m % 4 << 5)) + (first + m) / 4 * 128);
-            }
-        };
-        load_values(0);
-        float weight[4];
-        const std::int32_t row = lane / 4;
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const float x = s[0][i] + s[1][i];
-            const float logit =
-                cap_ != 0.0f ? cap_ - __fdividef(2.0f * cap_, 1.0f + fast_exp2(x * slope_)) : x * slope_;
-            weight[i] = row + i / 2 * 8 < limit ? logit : minus_infinity();
+        return {rows_.used - first, a ? hidden.a - first : -1, b ? hidden.b - first : -1};
+    }
+    __device__ seen_rows apply(const stream_candidate<T>& candidate, std::int32_t tile, int stage) const {
+        const std::int32_t first = tile * stream_tile;
+        if (candidate.hole >= 0 && candidate.hole / stream_tile == tile) {
+            put(candidate.hole - first, candidate.k, rows_.head_dim_qk, stage * S::tile_bytes);
+            put_value(candidate.hole - first, candidate.v, stage);
+            __syncwarp();
         }
-        if (a >= 0 || b >= 0) {
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const std::int32_t mine = row + i / 2 * 8;
-                weight[i] = mine == a || mine == b ? minus_infinity() : weight[i];
-            }
-        }
-        float largest[2] = {fmaxf(weight[0], weight[2]), fmaxf(weight[1], weight[3])};
-#pragma unroll
-        for (int step = 4; step != 32; step *= 2) {
-            const float other[2] = {__shfl_xor_sync(all_lanes, largest[0], step),
-                                    __shfl_xor_sync(all_lanes, largest[1], step)};
-            largest[0] = fmaxf(largest[0], other[0]);
-            largest[1] = fmaxf(largest[1], other[1]);
-        }
-        float decay[2];
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            const float top = fmaxf(largest[i], max_[i]);
-            // Where nothing has been seen yet -inf must not be subtracted from -inf.
-            const float finite = top == minus_infinity() ? 0.0f : top;
-            decay[i] = fast_exp2(max_[i] - finite);
-            max_[i] = top;
-            weight[i] = fast_exp2(weight[i] - finite);
-            weight[i + 2] = fast_exp2(weight[i + 2] - finite);
-            sum_[i] = sum_[i] * decay[i] + weight[i] + weight[i + 2];  // this lane's share
-        }
-        const std::uint32_t p0 = transpose_8x8(pack<T>(weight[0], weight[1]));
-        const std::uint32_t p1 = transpose_8x8(pack<T>(weight[2], weight[3]));
-        // The largest logit seldom changes.
-        if (__any_sync(all_lanes, !(decay[0] == 1.0f && decay[1] == 1.0f))) {
-#pragma unroll
-            for (int m = 0; m < steps; ++m) {
-#pragma unroll
-                for (int i = 0; i < 4; ++i) {
-                    o_[m][i] *= decay[i % 2];
-                }
-            }
-        }
-#pragma unroll
-        for (int first = 0; first < steps; first += at_once) {
-            if (first != 0) {
-                load_values(first);
-            }
-#pragma unroll
-            for (int m = 0; m < at_once; ++m) {
-                mma_16x8x16<T>(o_[first + m], operands[m], p0, p1);
-            }
-        }
+        return {candidate.end - first, -1, -1};
     }
 
     /// Copies a tile, if it is one of this warp's, and closes a group of copies in any case. Each lane has
     /// its chunk of every row that it copies; of rows that are not in use nothing is read, and zeros come.
-    __device__ void load(std::int32_t tile, int stage) const {
-        constexpr int chunks = S::Dim / 8, rows = 32 / chunks;  // at once
-        const int chunk = lane_id() % chunks, first = lane_id() / chunks;
-        const std::int32_t row = tile * stream_tile + first;
-        const T* k = rows_.k + std::int64_t{row} * rows_.head_dim_qk + 8 * chunk;
-        const T* v = rows_.v + std::int64_t{row} * rows_.head_dim_vo + 8 * chunk;
-        const std::uint32_t to = shared_ + stage * S::tile_bytes + first * S::Dim * 2;
-        if (tile >= rows_.end) {
-        } else if (exact_ && (tile + 1) * stream_tile <= rows_.used) {
+    __device__ void load(std::int32_t tile, int stage) {
+        if (tile < rows_.tiles.end) {
+            constexpr int chunks = S::Dim / 8, rows = 32 / chunks;  // at once
+            const int chunk = lane_id() % chunks, first = lane_id() / chunks;
+            const std::int32_t row = tile * stream_tile + first;
+            const auto from = rows_.source.rows_of(tile, first);
+            const T *k = from.k + 8 * chunk, *v = from.v + 8 * chunk;
+            const std::uint32_t to = shared_ + stage * S::tile_bytes + first * S::Dim * 2;
+            if (Source::dense && exact_ && (tile + 1) * stream_tile <= rows_.used) {
 #pragma unroll
-            for (int i = 0; i < stream_tile; i += rows) {
-                const std::uint32_t at = to + i * S::Dim * 2 + ((chunk ^ ((first + i) % 8)) << 4);
-                copy_16(at, k + i * S::Dim);
-                copy_16(at + S::half_bytes, v + i * S::Dim);
-            }
-        } else {
-            const std::uint32_t of_k = 8 * chunk < rows_.head_dim_qk ? 16 : 0,
-                                of_v = 8 * chunk < rows_.head_dim_vo ? 16 : 0;
-#pragma unroll 1
-            for (int i = 0; i < stream_tile; i += rows) {
-                const bool in_use = row + i < rows_.used;
-                const std::uint32_t at = to + i * S::Dim * 2 + ((chunk ^ ((first + i) % 8)) << 4);
-                copy_16(at, k, in_use ? of_k : 0);
-                copy_16(at + S::half_bytes, v, in_use ? of_v : 0);
-                k += rows * rows_.head_dim_qk;
-                v += rows * rows_.head_dim_vo;
+                for (int i = 0; i < stream_tile; i += rows) {
+                    const std::uint32_t at = to + i * S::Dim * 2 + ((chunk ^ ((first + i) % 8)) << 4);
+                    copy_16(at, k + i * S::Dim);
+                    copy_16(at + S::half_bytes, v + i * S::Dim);
+                }
+            } else {
+                constexpr int unrolled = Source::dense ? 1 : stream_tile / rows;
+                const std::int32_t k_row = rows_.source.k_row(), v_row = rows_.source.v_row();
+                const std::uint32_t of_k = 8 * chunk < rows_.head_dim_qk ? 16 : 0,
+                                    of_v = 8 * chunk < rows_.head_dim_vo ? 16 : 0;
+#pragma unroll unrolled
+                for (int i = 0; i < stream_tile; i += rows) {
+                    const bool in_use = row + i < rows_.used;
+                    const std::uint32_t at = to + i * S::Dim * 2 + ((chunk ^ ((first + i) % 8)) << 4);
+                    copy_16(at, k, in_use ? of_k : 0);
+                    copy_16(at + S::half_bytes, v, in_use ? of_v : 0);
+                    k += rows * k_row;
+                    v += rows * v_row;
+                }
             }
         }
         copy_commit();
@@ -427,137 +256,41 @@ class tensor_stream {
     }
     static_assert(S::Dim / 8 <= 32, "a lane a chunk of a row");
 
-    stream_rows<T> rows_;
+    stream_rows<Source> rows_;
     unsigned char* region_;
     std::uint32_t shared_;
     bool exact_;  // both head_dims are Dim
-    std::uint32_t q_[steps][2];
-    float slope_ = 0.0f, cap_ = 0.0f;
-    float max_[2] = {minus_infinity(), minus_infinity()};
-    float sum_[2] = {0.0f, 0.0f};
-    float o_[steps][4];
-};
-
-/// A softmax state by plain loops, one lane per key: to check others with, and for storage that the tensor
-/// cores do not take.
-template <class S>
-class plain_softmax {
-    using T = typename S::T;
-    static constexpr int most = 32;  // columns a lane: head_dims up to 1024
-
-  public:
-    __device__ plain_softmax(std::int32_t head_dim_qk, std::int32_t head_dim_vo)
-        : head_dim_qk_(head_dim_qk), head_dim_vo_(head_dim_vo) {
-#pragma unroll
-        for (int i = 0; i < most; ++i) {
-            o_[i] = T(0);
-        }
-    }
-
-    /// Attends to rows [begin, end), but those that are hidden(row): key_of(row) and value_of(row) say where
-    /// they are.
-    template <class Hidden, class Key, class Value>
-    __device__ void take(std::int32_t begin, std::int32_t end, const stream_queries<T>& queries,
-                         const stream_logits<typename S::Compute>& logits, const Hidden& hidden,
-                         const Key& key_of, const Value& value_of) {
-        const T slope = static_cast<T>(logits.slope), cap = static_cast<T>(logits.cap);
-        for (std::int32_t first = begin; first < end; first += 32) {
-            const std::int32_t row = first + lane_id();
-            T logit = nothing();
-            if (row < end && !hidden(row)) {
-                const T* const key = key_of(row);
-                T sum = T(0);
-                for (std::int32_t d = 0; d < head_dim_qk_; ++d) {
-                    sum += queries.q[d] * key[d];
-                }
-                logit = cap != T(0) ? cap - T(2) * cap / (T(1) + exp2(sum * slope)) : sum * slope;
-            }
-            T largest = logit;
-#pragma unroll
-            for (int step = 16; step != 0; step /= 2) {
-                largest = fmax(largest, __shfl_xor_sync(all_lanes, largest, step));
-            }
-            largest = fmax(largest, max_);
-            const T finite = largest == nothing() ? T(0) : largest;
-            const T decay = exp2(max_ - finite), weight = exp2(logit - finite);
-            max_ = largest;
-            sum_ = sum_ * decay + weight;
-#pragma unroll
-            for (int i = 0; i < most; ++i) {
-                o_[i] *= decay;
-            }
-            for (std::int32_t x = 0; x < 32 && first + x < end; ++x) {
-                const T w = __shfl_sync(all_lanes, weight, x);
-                if (hidden(first + x)) {
-                    continue;
-                }
-                const T* const value = value_of(first + x);
-#pragma unroll
-                for (int i = 0; i < most; ++i) {
-                    const std::int32_t column = 32 * i + lane_id();
-                    if (column < head_dim_vo_) {
-                        o_[i] += w * value[column];
-                    }
-                }
-            }
-        }
-    }
-
-    __device__ void store(unsigned char* region) const {
-        T* const state = reinterpret_cast<T*>(region);
-        T sum = sum_;
-#pragma unroll
-        for (int step = 16; step != 0; step /= 2) {
-            sum += __shfl_xor_sync(all_lanes, sum, step);
-        }
-        if (lane_id() == 0) {
-            state[0] = max_;
-            state[S::heads] = sum;
-        }
-#pragma unroll
-        for (int i = 0; i < most; ++i) {
-            const std::int32_t column = 32 * i + lane_id();
-            if (column < head_dim_vo_) {
-                state[stream_state<S::heads>::header + column] = o_[i];
-            }
-        }
-    }
-
-  private:
-    __device__ static T nothing() { return static_cast<T>(minus_infinity()); }
-
-    std::int32_t head_dim_qk_, head_dim_vo_;
-    T max_ = nothing();
-    T sum_ = T(0);
-    T o_[most];
+    tensor_softmax<S> softmax_;
 };
 
 /// What tensor_stream is, by plain loops.
 template <class S>
 class plain_stream {
     using T = typename S::T;
+    using Source = typename S::Source;
+    using Logits = stream_logits<typename S::Compute>;
 
   public:
-    __device__ plain_stream(unsigned char* region, const stream_rows<T>& rows)
+    __device__ plain_stream(unsigned char* region, const stream_rows<Source>& rows)
         : rows_(rows), region_(region), softmax_(rows.head_dim_qk, rows.head_dim_vo) {}
 
     __device__ void start() {}
     __device__ void ask(const stream_queries<T>& /*queries*/) {}
 
-    __device__ void finish(const stream_queries<T>& queries, const stream_hidden& hidden,
-                           const stream_logits<typename S::Compute>& logits) {
-        const std::int32_t last = rows_.end * stream_tile;
+    template <class Edit>
+    __device__ void finish(const stream_queries<T>& queries, const Edit& edit, const Logits& logits) {
+        const std::int32_t last = rows_.tiles.end * stream_tile, limit = edit.limit(rows_.used);
         softmax_.take(
-            rows_.begin * stream_tile, last < rows_.used ? last : rows_.used, queries, logits,
-            [&](std::int32_t row) { return hidden.has(row); },
-            [&](std::int32_t row) { return rows_.k + std::int64_t{row} * rows_.head_dim_qk; },
-            [&](std::int32_t row) { return rows_.v + std::int64_t{row} * rows_.head_dim_vo; });
+            rows_.tiles.begin * stream_tile, last < limit ? last : limit, queries, logits,
+            [&](std::int32_t row) { return edit.has(row); },
+            [&](std::int32_t row) { return edit.key(rows_.source, row); },
+            [&](std::int32_t row) { return edit.value(rows_.source, row); });
     }
 
     __device__ void bring(const stream_extra<T>& /*extra*/) const {}
 
     __device__ void add(const stream_extra<T>& extra, const stream_queries<T>& queries,
-                        const stream_logits<typename S::Compute>& logits) {
+                        const Logits& logits) {
         static_assert(stream_extra<T>::most == 3);
         softmax_.take(
             0, stream_extra<T>::most, queries, logits,
@@ -575,20 +308,20 @@ class plain_stream {
     __device__ void store() { softmax_.store(region_); }
 
   private:
-    stream_rows<T> rows_;
+    stream_rows<Source> rows_;
     unsigned char* region_;
     plain_softmax<S> softmax_;
 };
 
 template <class S>
 struct stream_of;
-template <class T, int Dim>
-struct stream_of<tensor_rows<T, Dim>> {
-    using type = tensor_stream<tensor_rows<T, Dim>>;
+template <class T, int Dim, class Layout>
+struct stream_of<tensor_rows<T, Dim, Layout>> {
+    using type = tensor_stream<tensor_rows<T, Dim, Layout>>;
 };
-template <class T>
-struct stream_of<plain_rows<T>> {
-    using type = plain_stream<plain_rows<T>>;
+template <class T, class Layout>
+struct stream_of<plain_rows<T, Layout>> {
+    using type = plain_stream<plain_rows<T, Layout>>;
 };
 
 }  // namespace cuda_backend

@@ -114,19 +114,17 @@ class decode_plan {
     }
 };
 
-/// Calls body(sizes of the stream) with those that serve a cache: Tensor<T, tile> for 16-bit storage, else
-/// Plain<T>.
-template <class Dims, template <class, int> class Tensor, template <class> class Plain, class Cache,
-          class Body>
+/// Calls body(sizes of the stream) with those that serve a cache.
+template <class Dims, class Layout, class Cache, class Body>
 void with_decode_rows(const Cache& cache, const Body& body) {
     using T = typename Cache::value_type;
     if constexpr (is_half<T>) {
         const std::int32_t dim = std::max(cache.head_dim_qk, cache.head_dim_vo);
         const int tile = fitting_tile(Dims{}, dim);
         detail::require(tile != 0, "head_dim", dim, "at most the largest of the call's head_dims, and 256");
-        with_tile(Dims{}, tile, [&](auto of) { body(Tensor<T, decltype(of)::value>{}); });
+        with_tile(Dims{}, tile, [&](auto of) { body(tensor_rows<T, decltype(of)::value, Layout>{}); });
     } else {
-        body(Plain<T>{});
+        body(plain_rows<T, Layout>{});
     }
 }
 

@@ -12,7 +12,7 @@
 #include <kvpolicy/caches/cuda/decode/agent_write_entries.cuh>
 #include <kvpolicy/caches/cuda/decode/decode_params.cuh>
 #include <kvpolicy/caches/cuda/page_bounds.cuh>
-#include <kvpolicy/caches/cuda/paged/agent_paged_stream.cuh>
+#include <kvpolicy/caches/cuda/paged/paged_source.cuh>
 #include <kvpolicy/caches/top_k_slots.hpp>
 #include <kvpolicy/core/cuda_config.cuh>
 #include <kvpolicy/core/status.hpp>
@@ -26,7 +26,6 @@
 namespace kvpolicy {
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 namespace cuda_backend {
-namespace paged {
 
 /// A launch. Work: how the cache's rows are cut among blocks.
 template <class Rows, class Gate, class Scorer, class View, class Work>
@@ -164,12 +163,12 @@ class agent_paged_head : agent_decode_head<Launch> {
         const std::int32_t used = call_.cache.rows_read(head, pair_, q, num_long_range);
 
         // 1. Copies.
-        using Source = decltype(head.source(used));
         const tile_range mine = share.tiles_of(decode_tiles(used, call_.writes), warp_id());
-        const stream_rows<Source> rows{call_.cache.source(head, pair_, used), call_.cache.head_dim_qk,
-                                       call_.cache.head_dim_vo, used, mine};
+        const stream_rows<typename Rows::Source> rows{call_.cache.source(head, pair_, used),
+                                                      call_.cache.head_dim_qk, call_.cache.head_dim_vo, used,
+                                                      mine};
         unsigned char* const region = regions_ + warp_id() * region_bytes();
-        typename stream_of<Rows, Source>::type stream(region, rows);
+        typename stream_of<Rows>::type stream(region, rows);
         stream.start();
 
         // 2. The decision.
@@ -187,6 +186,7 @@ class agent_paged_head : agent_decode_head<Launch> {
         }
         const stream_queries<T> queries = this->queries();
         // 3. Attention over the warp's tiles.
+        stream.ask(queries);
         stream.finish(queries, candidate, call_.logits);
         stream.store();
         __syncthreads();  // all warps' states are in shared memory
@@ -335,7 +335,6 @@ class agent_paged_head : agent_decode_head<Launch> {
     }
 };
 
-}  // namespace paged
 }  // namespace cuda_backend
 }  // namespace KVPOLICY_HIDDEN
 }  // namespace kvpolicy

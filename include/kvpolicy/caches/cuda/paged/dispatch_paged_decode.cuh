@@ -198,7 +198,7 @@ class paged_decode_plan : public decode_plan<paged_decode_plan<Rows, Cache>, Cac
 template <class Dims, class Cache, class Body>
 void with_paged_decode_plan(const cuda& ctx, const device_scope& device, const Cache& cache,
                             std::int32_t count, const Body& body) {
-    with_decode_rows<Dims, paged::tensor_rows, paged::plain_rows>(cache, [&](auto rows) {
+    with_decode_rows<Dims, paged_layout>(cache, [&](auto rows) {
         paged_decode_plan<decltype(rows), Cache> plan(ctx, device, cache, count);
         body(plan);
     });

@@ -1,7 +1,7 @@
 // A layer of a DualCache as kernels see it: as contiguous_view for a FixedBudgetCache, with entries in pages.
 #pragma once
 
-#include <kvpolicy/caches/cuda/paged/agent_paged_stream.cuh>
+#include <kvpolicy/caches/cuda/paged/paged_source.cuh>
 #include <kvpolicy/caches/dual.hpp>
 #include <kvpolicy/caches/page_pool.hpp>
 #include <kvpolicy/caches/top_k_slots.hpp>
@@ -104,8 +104,8 @@ struct paged_view {
                                                     position_t queries, std::int32_t top_k_slots) const {
         return head.layout.used(queries, top_k_slots);
     }
-    [[nodiscard]] __device__ paged::paged_source<T> source(const paged_head<T>& head, std::int32_t /*pair*/,
-                                                           std::int32_t used) const {
+    [[nodiscard]] __device__ paged_source<T> source(const paged_head<T>& head, std::int32_t /*pair*/,
+                                                    std::int32_t used) const {
         return head.source(used);
     }
     /// Pages for so many rows.
@@ -196,7 +196,7 @@ struct paged_head {
     [[nodiscard]] __device__ T* value(std::int32_t row) const { return rows.v(row); }
     [[nodiscard]] __device__ position_t& position_of(std::int32_t row) const { return rows.position(row); }
     [[nodiscard]] __device__ float& score_of(std::int32_t row) const { return rows.score(row); }
-    [[nodiscard]] __device__ paged::paged_source<T> source(std::int32_t used) const {
+    [[nodiscard]] __device__ paged_source<T> source(std::int32_t used) const {
         return {rows, cache->pages_of(used)};
     }
     [[nodiscard]] __device__ T* spare_key(std::int32_t j) const { return cache->spare.k(spare_row(j)); }
@@ -242,8 +242,8 @@ struct chosen_view : paged_view<T> {
                                                     position_t /*queries*/, std::int32_t /*places*/) const {
         return chosen_rows[pair];
     }
-    [[nodiscard]] __device__ paged::paged_source<T> source(const paged_head<T>& /*head*/, std::int32_t pair,
-                                                           std::int32_t used) const {
+    [[nodiscard]] __device__ paged_source<T> source(const paged_head<T>& /*head*/, std::int32_t pair,
+                                                    std::int32_t used) const {
         return {{chosen + pair * most,
                  this->pool.slabs,
                  this->pool.slab_pages * parts(),
