@@ -40,7 +40,6 @@ class agent_contiguous_decode : agent_decode_head<contiguous_params<Rows, Gate, 
     using Launch = contiguous_params<Rows, Gate, Scorer>;
     using T = typename Rows::T;
     using Compute = typename Rows::Compute;
-    using Four = four_columns<Compute>;
     using base = agent_decode_head<Launch>;
     using base::call_, base::regions_, base::part_, base::pair_, base::entry_, base::head_, base::seq_;
     static constexpr bool finds_next_victims = scored_before<Scorer>;
@@ -261,7 +260,9 @@ class agent_contiguous_decode : agent_decode_head<contiguous_params<Rows, Gate, 
         if (is_leader()) {
             barrier_wait(barrier, 0);  // all have read the cache, and left their states
             __syncthreads();           // the weights of this block's warps have been read
-            write_results(states_of_warps<Compute>{inbox(), state_size()}, call_.blocks(), 0);
+            write_results([&](std::int32_t /*part*/, std::int32_t /*heads*/) {
+                return states_of_part<states_of_warps<Compute>>{{inbox(), state_size()}, call_.blocks()};
+            });
             if (call_.writes) {
                 moving.write(head, q, moved);
             }
@@ -275,15 +276,19 @@ class agent_contiguous_decode : agent_decode_head<contiguous_params<Rows, Gate, 
         moved_rows moved;
         if (call_.blocks() * call_.parts == 1) {
             moved = fetch(head, q, moving, memory_.note);
-            write_results(warps, Rows::warps, 0);
+            write_results([&](std::int32_t /*part*/, std::int32_t /*heads*/) {
+                return states_of_part<states_of_warps<Compute>>{warps, Rows::warps};
+            });
         } else {
             mixer_.merge_warps(warps, heads, state_in_memory<Compute>{state(part_, split_)});
             if (!this->arrives_last(head.index, static_cast<std::uint32_t>(call_.blocks() * call_.parts))) {
                 return;
             }
             moved = fetch(head, q, moving, memory_.note);
-            write_results(states_of_blocks<Compute>{state(0, 0), state_size()}, call_.blocks(),
-                          call_.blocks() * state_size());
+            write_results([&](std::int32_t part, std::int32_t /*heads*/) {
+                return states_of_part<states_of_blocks<Compute>>{{state(part, 0), state_size()},
+                                                                 call_.blocks()};
+            });
         }
         if (call_.writes) {
             moving.write(head, q, moved);
@@ -485,33 +490,10 @@ class agent_contiguous_decode : agent_decode_head<contiguous_params<Rows, Gate, 
         return call_.clustered ? memory_.note : call_.notes[pair_];
     }
 
-    __device__ static void next_part(states_of_warps<Compute>&, std::int64_t) {}  // there is one
-    __device__ static void next_part(states_of_blocks<Compute>& states, std::int64_t stride) {
-        states.first += stride;
-    }
-
     /// Outputs of all query heads of the group.
-    template <class States>
-    __device__ void write_results(States states, std::int32_t count, std::int64_t part_stride) const {
-        const std::int32_t fours = call_.cache.head_dim_vo / 4;
-        for (std::int32_t first = 0; first < call_.cache.group; first += Rows::heads) {
-            const std::int32_t left = call_.cache.group - first,
-                               heads = left < Rows::heads ? left : Rows::heads;
-            if (first != 0) {
-                __syncthreads();  // all have read the weights
-                next_part(states, part_stride);
-            }
-            mixer_.weigh(states, count, heads);
-            for (std::int32_t i = static_cast<std::int32_t>(threadIdx.x); i < heads * fours;
-                 i += Rows::threads) {
-                const std::int32_t head = i / fours, column = i % fours * 4;
-                constexpr int batch = sizeof(Compute) == 4 ? 11 : 3;  // 33 states in three turns
-                const Four all = mixer_.template mix<batch>(states, count, head, column);
-                const output_columns<Compute> output{all, memory_.weights.top[head],
-                                                     memory_.weights.sum[head]};
-                output.write(call_, entry_, std::int64_t{head_} * call_.cache.group + first + head, column);
-            }
-        }
+    template <class StatesOf>
+    __device__ void write_results(const StatesOf& states_of) const {
+        agent_decode_output<Launch>(call_, mixer_, memory_.weights, entry_, head_).write(states_of);
     }
 
     Memory& memory_;

@@ -9,6 +9,8 @@
 
 #include <kvpolicy/caches/cuda/decode/agent_decode_head.cuh>
 #include <kvpolicy/caches/cuda/decode/agent_decode_output.cuh>
+#include <kvpolicy/caches/cuda/decode/agent_decode_stream.cuh>
+#include <kvpolicy/caches/cuda/decode/agent_merge_states.cuh>
 #include <kvpolicy/caches/cuda/decode/agent_write_entries.cuh>
 #include <kvpolicy/caches/cuda/decode/decode_params.cuh>
 #include <kvpolicy/caches/cuda/page_bounds.cuh>
@@ -54,64 +56,6 @@ struct paged_params : decode_params<Rows, Gate, Scorer, View> {
     }
 };
 
-/// The states of `count` warps or blocks, as one: four columns of one query head.
-template <int Heads, class Compute>
-struct merged_state {
-    Compute max = static_cast<Compute>(minus_infinity());
-    Compute sum = Compute(0);
-    Compute o[4] = {};
-
-    struct alignas(16) four {
-        Compute x[4];
-    };
-
-    /// `Load` reads memory: a pointer to const Compute or to const four. Batch states are loaded at once.
-    template <int Batch, class Load>
-    __device__ void take(const Compute* states, std::int32_t count, std::int64_t stride, std::int32_t head,
-                         std::int32_t width, std::int32_t column, const Load& load) {
-        for (std::int32_t first = 0; first < count; first += Batch) {
-            Compute m[Batch], l[Batch];
-            four x[Batch];
-#pragma unroll
-            for (int i = 0; i < Batch; ++i) {
-                m[i] = static_cast<Compute>(minus_infinity());
-                l[i] = Compute(0);
-                x[i] = {};
-                if (first + i < count) {
-                    const Compute* const state = states + (first + i) * stride;
-                    m[i] = load(state + head);
-                    l[i] = load(state + Heads + head);
-                    x[i] = load(reinterpret_cast<const four*>(state + stream_state<Heads>::header +
-                                                              head * width + column));
-                }
-            }
-            Compute top = max;
-#pragma unroll
-            for (int i = 0; i < Batch; ++i) {
-                top = fmax(top, m[i]);
-            }
-            const Compute finite = top == static_cast<Compute>(minus_infinity()) ? Compute(0) : top;
-            add(exp2(max - finite), Compute(0), {});
-#pragma unroll
-            for (int i = 0; i < Batch; ++i) {
-                const Compute weight = exp2(m[i] - finite);
-                add(Compute(1), weight * l[i],
-                    {weight * x[i].x[0], weight * x[i].x[1], weight * x[i].x[2], weight * x[i].x[3]});
-            }
-            max = top;
-        }
-    }
-
-  private:
-    __device__ void add(Compute decay, Compute of_sum, const four& of_o) {
-        sum = sum * decay + of_sum;
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            o[i] = o[i] * decay + of_o.x[i];
-        }
-    }
-};
-
 /// The tiles of all rows, and of one more for a new token that takes a new row.
 __device__ inline std::int64_t decode_tiles(std::int32_t used, bool writes) {
     return (std::int64_t{used} + (writes ? 1 : 0) + stream_tile - 1) / stream_tile;
@@ -120,7 +64,7 @@ __device__ inline std::int64_t decode_tiles(std::int32_t used, bool writes) {
 /// The states of `count` blocks that share a part of a head; one every `stride` numbers.
 template <class Compute>
 struct part_states {
-    const Compute* states;
+    Compute* states;
     std::int32_t count;
     std::int64_t stride;
 };
@@ -139,17 +83,19 @@ class agent_paged_head : agent_decode_head<Launch> {
     using Head = typename Launch::View::head_type;
     using T = typename Launch::T;
     using Compute = typename Launch::Compute;
-    using Merged = merged_state<Rows::heads, Compute>;
-    using states_of_part = part_states<Compute>;
     using base = agent_decode_head<Launch>;
     using base::call_, base::regions_, base::part_, base::pair_, base::entry_, base::head_, base::seq_;
 
   public:
-    using Memory = decode_head_memory<Rows>;
+    struct Memory : decode_head_memory<Rows> {
+        state_weights<Rows> weights;
+    };
 
     __device__ agent_paged_head(const Launch& call, Memory& memory, unsigned char* regions, std::int32_t pair,
                                 std::int32_t part, std::int32_t seq)
-        : base(call, memory, regions, pair, part, seq) {}
+        : base(call, memory, regions, pair, part, seq),
+          weights_(memory.weights),
+          mixer_(memory.weights, call.width, call.cache.head_dim_vo) {}
 
     template <class Share>
     __device__ void run(const Share& share) {
@@ -193,26 +139,25 @@ class agent_paged_head : agent_decode_head<Launch> {
 
         // 4 and 5. States are merged, results written.
         const std::int64_t region_size = region_bytes() / static_cast<int>(sizeof(Compute));
-        const auto* const of_warps = reinterpret_cast<const Compute*>(regions_);
+        const states_of_warps<Compute> warps{reinterpret_cast<const Compute*>(regions_), region_size};
         const agent_write_entries<Launch> moving(call_, entry_, head_, seq_);
         moved_rows moved;
         const std::int32_t blocks = share.blocks();
         if (blocks == 1) {
             moved = fetch(head, step, score, moving);
-            write_results<Rows::warps>(
-                [&](std::int32_t) {
-                    return states_of_part{of_warps, Rows::warps, region_size};
-                },
-                load_of_block{});
+            write_results([&](std::int32_t /*part*/, std::int32_t /*heads*/) {
+                return states_of_part<states_of_warps<Compute>>{warps, Rows::warps};
+            });
         } else {
-            merge_warps(of_warps, region_size, queries.heads, share.state());
+            mixer_.merge_warps(warps, queries.heads, state_in_memory<Compute>{share.state()});
             if (!this->arrives_last(head.index, static_cast<std::uint32_t>(blocks))) {
                 return;
             }
             moved = fetch(head, step, score, moving);
-            constexpr int batch = sizeof(Compute) == 4 ? 16 : 2;
-            write_results<batch>([&](std::int32_t part) { return share.states_of(part); },
-                                 load_shared_between_blocks{});
+            write_results([&](std::int32_t part, std::int32_t heads) {
+                const auto of = share.states_of(part);
+                return mixer_.few_of(of.states, of.count, of.stride, heads);
+            });
         }
         if (call_.writes) {
             moving.write(head, q, moved);
@@ -282,39 +227,10 @@ class agent_paged_head : agent_decode_head<Launch> {
         return step;
     }
 
-    /// The warps' states become the block's, in memory that the last block reads.
-    __device__ void merge_warps(const Compute* of_warps, std::int64_t stride, std::int32_t heads,
-                                Compute* to) const {
-        const std::int32_t fours = call_.cache.head_dim_vo / 4;
-        for (std::int32_t i = static_cast<std::int32_t>(threadIdx.x); i < heads * fours; i += Rows::threads) {
-            const std::int32_t head = i / fours, column = i % fours * 4;
-            Merged all;
-            all.template take<Rows::warps>(of_warps, Rows::warps, stride, head, call_.width, column,
-                                           load_of_block{});
-            if (column == 0) {
-                to[head] = all.max;
-                to[Rows::heads + head] = all.sum;
-            }
-            *reinterpret_cast<typename Merged::four*>(to + stream_state<Rows::heads>::header +
-                                                      head * call_.width +
-                                                      column) = {{all.o[0], all.o[1], all.o[2], all.o[3]}};
-        }
-    }
-
-    /// Outputs of all query heads of the group, from states_of(part).
-    template <int Batch, class StatesOf, class Load>
-    __device__ void write_results(const StatesOf& states_of, const Load& load) const {
-        const std::int32_t fours = call_.cache.head_dim_vo / 4;
-        for (std::int32_t i = static_cast<std::int32_t>(threadIdx.x); i < call_.cache.group * fours;
-             i += Rows::threads) {
-            const std::int32_t head = i / fours, column = i % fours * 4;
-            Merged all;
-            const states_of_part from = states_of(head / Rows::heads);
-            all.template take<Batch>(from.states, from.count, from.stride, head % Rows::heads, call_.width,
-                                     column, load);
-            const output_columns<Compute> found{{{all.o[0], all.o[1], all.o[2], all.o[3]}}, all.max, all.sum};
-            found.write(call_, entry_, std::int64_t{head_} * call_.cache.group + head, column);
-        }
+    /// Outputs of all query heads of the group.
+    template <class StatesOf>
+    __device__ void write_results(const StatesOf& states_of) const {
+        agent_decode_output<Launch>(call_, mixer_, weights_, entry_, head_).write(states_of);
     }
 
     [[nodiscard]] __device__ moved_rows fetch(const Head& head, const detail::step_decision& step,
@@ -333,6 +249,9 @@ class agent_paged_head : agent_decode_head<Launch> {
         }
         return moved;
     }
+
+    state_weights<Rows>& weights_;
+    agent_merge_states<Rows> mixer_;
 };
 
 }  // namespace cuda_backend
