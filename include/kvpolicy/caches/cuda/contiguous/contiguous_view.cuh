@@ -3,6 +3,7 @@
 #pragma once
 
 #include <kvpolicy/caches/cuda/batch_entry.cuh>
+#include <kvpolicy/caches/cuda/cache_view.cuh>
 #include <kvpolicy/caches/cuda/contiguous/contiguous_source.cuh>
 #include <kvpolicy/caches/layer_ref.hpp>
 #include <kvpolicy/caches/top_k_slots.hpp>
@@ -18,35 +19,18 @@ template <class T>
 struct contiguous_head;
 
 template <class T>
-struct contiguous_view {
+struct contiguous_view : cache_view {
     using value_type = T;
     using head_type = contiguous_head<T>;
     static constexpr bool paged = false;
 
-    const HeadParams* all_params = nullptr;    // [kv_heads]
     const std::int64_t* row_offset = nullptr;  // [kv_heads + 1]
-    position_t* length = nullptr;              // [max_sequences]
-    std::int32_t* num_long_range = nullptr;    // [max_sequences, kv_heads]
-    std::int32_t* victim = nullptr;            // [max_sequences, kv_heads]
-    std::int32_t* num_draft = nullptr;         // [max_sequences]
-    std::int32_t* appended = nullptr;          // [max_sequences, kv_heads]
-    std::uint32_t* arrivals = nullptr;         // [max_sequences, kv_heads]
-    std::int32_t* tile_victims = nullptr;      // [max_sequences, tiles]
     T* k = nullptr;                            // [max_sequences, rows, head_dim_qk]
     T* v = nullptr;                            // [max_sequences, rows, head_dim_vo]
     position_t* position = nullptr;            // [max_sequences, rows]
     float* score = nullptr;                    // [max_sequences, rows]
-    float* state = nullptr;                    // [max_sequences, kv_heads, state_size]
-    std::int64_t state_size = 0;
-    std::int64_t rows = 0;   // of one sequence
-    std::int64_t tiles = 0;  // of one sequence
-    std::int32_t max_sequences = 0;
-    std::int32_t kv_heads = 0;
-    std::int32_t group = 1;
-    std::int32_t head_dim_qk = 0;
-    std::int32_t head_dim_vo = 0;
-    std::int32_t max_draft_tokens = 0;
-    position_t rebase_limit = kvpolicy::rebase_limit;
+    std::int64_t rows = 0;                     // of one sequence
+    std::int64_t tiles = 0;                    // of one sequence
 
     /// Whether a sequence may become so much longer.
     [[nodiscard]] __device__ bool takes(std::int32_t /*sequence*/, std::int32_t /*tokens*/) const {
@@ -55,30 +39,14 @@ struct contiguous_view {
 
     template <class P>
     __host__ __device__ explicit contiguous_view(const FixedBudgetRef<P, T>& ref)
-        : all_params(ref.all_params),
+        : cache_view(ref),
           row_offset(ref.row_offset),
-          length(ref.length),
-          num_long_range(ref.num_long_range),
-          victim(ref.victim),
-          num_draft(ref.num_draft),
-          appended(ref.appended),
-          arrivals(ref.arrivals),
-          tile_victims(ref.tile_victims),
           k(ref.k),
           v(ref.v),
           position(ref.position),
           score(ref.score),
-          state(ref.state),
-          state_size(ref.state_size),
           rows(ref.rows),
-          tiles(ref.tiles(ref.rows, ref.kv_heads)),
-          max_sequences(ref.max_sequences),
-          kv_heads(ref.kv_heads),
-          group(ref.group),
-          head_dim_qk(ref.head_dim_qk),
-          head_dim_vo(ref.head_dim_vo),
-          max_draft_tokens(ref.max_draft_tokens),
-          rebase_limit(ref.rebase_limit) {}
+          tiles(ref.tiles(ref.rows, ref.kv_heads)) {}
 };
 
 template <class P, class T>
