@@ -4,9 +4,8 @@
 #pragma once
 
 #include <kvpolicy/caches/cuda/contiguous/dispatch_contiguous.cuh>
-#include <kvpolicy/caches/cuda/contiguous/dispatch_contiguous_decode.cuh>
+#include <kvpolicy/caches/cuda/decode/dispatch_decode.cuh>
 #include <kvpolicy/caches/cuda/paged/dispatch_paged.cuh>
-#include <kvpolicy/caches/cuda/paged/dispatch_paged_decode.cuh>
 #include <kvpolicy/policies/selection.hpp>
 #include <kvpolicy/policies/sink.hpp>
 #include <kvpolicy/policies/threshold_gate.hpp>

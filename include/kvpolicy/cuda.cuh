@@ -11,9 +11,9 @@
 #include <kvpolicy/attention/cuda/dispatch_attend_backward.cuh>
 #include <kvpolicy/attention/cuda/dispatch_future_mass.cuh>
 #include <kvpolicy/caches/cuda/contiguous/dispatch_contiguous.cuh>
-#include <kvpolicy/caches/cuda/contiguous/dispatch_contiguous_decode.cuh>
+#include <kvpolicy/caches/cuda/decode/dispatch_decode.cuh>
+#include <kvpolicy/caches/cuda/dispatch_export_heads.cuh>
 #include <kvpolicy/caches/cuda/paged/dispatch_paged.cuh>
-#include <kvpolicy/caches/cuda/paged/dispatch_paged_decode.cuh>
 #include <kvpolicy/caches/cuda/prefill/dispatch_prefill.cuh>
 #include <kvpolicy/cuda/buffer.cuh>
 #include <kvpolicy/cuda_scorers.cuh>

@@ -4,7 +4,7 @@
 #pragma once
 
 #include <kvpolicy/caches/cuda/contiguous/dispatch_contiguous.cuh>
-#include <kvpolicy/caches/cuda/contiguous/dispatch_contiguous_decode.cuh>
+#include <kvpolicy/caches/cuda/decode/dispatch_decode.cuh>
 #include <kvpolicy/caches/cuda/prefill/dispatch_prefill.cuh>
 #include <kvpolicy/caches/fixed_budget.hpp>
 #include <kvpolicy/core/random.hpp>

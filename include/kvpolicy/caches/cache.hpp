@@ -136,17 +136,6 @@ class CacheOwner {
     /// The positions held by one head, in the order of its rows. `out` has space for usage(...).size();
     /// returns that. Host memory only: on a device use export_heads().
     std::int32_t retained(std::int32_t layer, std::int32_t seq, std::int32_t head, position_t* out) const;
-#if defined(__CUDACC__)
-    /// The same of a cache in device memory (kvpolicy/cuda.cuh has the bodies): a copy or two, for which they
-    /// wait; not to be captured. A call that must not wait reads layer(layer).length [max_sequences] and
-    /// .num_long_range [max_sequences, kv_heads].
-    template <class Build = cuda_build>
-    [[nodiscard]] position_t length(const cuda& ctx, std::int32_t seq) const;
-    template <class Build = cuda_build>
-    [[nodiscard]] HeadUsage usage(const cuda& ctx, std::int32_t layer, std::int32_t seq,
-                                  std::int32_t head) const;
-#endif
-
     /// Makes sequence `to` a copy of sequence `from`, in all layers, for a beam that splits in two. A
     /// DualCache shares the pages that do not change any more (full ones of the global part, in heads without
     /// a budget), and copies the others. The entries of sequence `to` are dropped, draft tokens are not
@@ -180,6 +169,58 @@ class CacheOwner {
     /// A hash of this cache's policy and shape, which snapshots carry: the numbers of all heads, the answers
     /// of gates and keep parts, the scorer's timing and state (and its fingerprint(), where it has one).
     [[nodiscard]] std::uint64_t fingerprint() const;
+
+#if defined(__CUDACC__)
+    // The same on a device (kvpolicy/cuda.cuh has the bodies). A cache belongs to the context that bound it
+    // last: calls with the other one are refused. Callers leave `Build` out. Unless its comment says
+    // otherwise, a call enqueues work on the stream and can be captured. Arguments in device memory that
+    // would be refused leave the sequence as it is and set status_bad_length.
+
+    /// Takes device memory, at least bytes().total() long, and empties every sequence, and a DualCache's
+    /// pool. Waits for the stream; not to be captured. Refuses a selection whose pages are no multiple of 16
+    /// rows, and a DualCache with such a page_size.
+    template <class Build = cuda_build>
+    void bind(const cuda& ctx, void* buffer, std::size_t buffer_bytes);
+    template <class Build = cuda_build>
+    void bind(const cuda& ctx, Buffer& buffer) {
+        this->template bind<Build>(ctx, buffer.data(), buffer.size());
+    }
+    template <class Build = cuda_build>
+    void clear(const cuda& ctx, std::int32_t seq);
+    /// The batch's arrays are device memory, as in calls. options.status [entries] is OR-ed into. A sequence
+    /// one of whose layers has not appended the tokens, or has appended others, stays where it is, and sets
+    /// status_pool_exhausted where the layer found no page (add a slab), else status_layer_skipped: call that
+    /// layer, then advance again.
+    template <class Build = cuda_build>
+    void advance(const cuda& ctx, const Batch& batch = {}, const StepOptions& options = {});
+    /// A copy or two, for which these two wait; not to be captured. A call that must not wait reads
+    /// layer(layer).length [max_sequences] and .num_long_range [max_sequences, kv_heads].
+    template <class Build = cuda_build>
+    [[nodiscard]] position_t length(const cuda& ctx, std::int32_t seq) const;
+    template <class Build = cuda_build>
+    [[nodiscard]] HeadUsage usage(const cuda& ctx, std::int32_t layer, std::int32_t seq,
+                                  std::int32_t head) const;
+    /// options.status: one word of device memory.
+    template <class Build = cuda_build>
+    void fork(const cuda& ctx, std::int32_t from, std::int32_t to, const StepOptions& options = {});
+    /// `sources` [count] is device memory; count is at most 512. options.status: one word.
+    template <class Build = cuda_build>
+    void reorder(const cuda& ctx, const std::int32_t* sources, std::int32_t count,
+                 const StepOptions& options = {});
+    // Snapshots allocate host memory of one sequence, a DualCache's also device memory for its rows, and wait
+    // for the stream; of the rows only those in use are copied. Blobs are the host's, and those of any kind
+    // of cache: a snapshot of a cache on a device can be restored in one on the host, and the other way
+    // round. As on the host a sequence in the middle of a token is refused.
+    template <class Build = cuda_build>
+    [[nodiscard]] std::size_t snapshot_bytes(const cuda& ctx, std::int32_t seq) const;
+    /// `buffer` is host memory.
+    template <class Build = cuda_build>
+    std::size_t snapshot(const cuda& ctx, std::int32_t seq, void* buffer, std::size_t buffer_bytes) const;
+    /// `blob` is host memory; options.status is one word of device memory, or of host memory.
+    template <class Build = cuda_build>
+    void restore(const cuda& ctx, std::int32_t seq, const void* blob, std::size_t blob_bytes,
+                 const StepOptions& options = {});
+#endif
 
     /// Lowers the limit at which static priorities are rebased (tests; default 2^29, the largest). Same
     /// schedule as a mask's. Counts from the next layer() on; set it before the first token.
@@ -259,6 +300,23 @@ class CacheOwner {
     /// Why a sequence cannot move on by so many tokens: 0 where all layers have appended them.
     [[nodiscard]] std::uint32_t advance_status(std::int32_t seq, std::int32_t tokens) const;
     void require_appended(const Batch& batch, const std::int32_t* tokens_of) const;  // [count]
+#if defined(__CUDACC__)
+    /// What says which rows a sequence has.
+    struct sequence_counts {
+        position_t length = 0;
+        std::vector<std::int32_t> num_long_range;  // [layers, kv_heads]
+    };
+    template <class Build>
+    void require_device_seq(std::int32_t seq, const char* name) const;
+    /// The refs of all layers in device memory, for kernels that serve all layers.
+    [[nodiscard]] auto* device_refs() const { return at<const typename Derived::ref_type>(refs_at_); }
+    template <class Build, class Element>
+    void put_on_device(const cuda& ctx, std::size_t to, const std::vector<Element>& from) const;
+    template <class Build>
+    [[nodiscard]] auto counted_sequence(const cuda& ctx, std::int32_t seq) const;
+    template <class Build, class Copy>
+    void for_each_counter(const Derived& other, std::int32_t seq, const Copy& copy) const;
+#endif
     template <class PagesNeeded>
     bool drop(const std::int32_t* seq_ids, std::int32_t count, PagesNeeded&& needed,
               std::uint32_t* status) const;
@@ -308,6 +366,7 @@ class CacheOwner {
     std::size_t read_pages_at_ = 0;
     std::size_t length_at_ = 0;
     std::size_t appended_at_ = 0;  // [layers, max_sequences, kv_heads]
+    std::size_t refs_at_ = 0;      // [layers]: see device_refs()
     CacheBytes bytes_;
     detail::owned_pointer<std::byte> memory_;
     std::vector<std::int32_t>

@@ -13,9 +13,6 @@
 
 namespace kvpolicy {
 
-template <class P, class T>
-struct DualRef;
-
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 
 // All calls below take the ref of a cache that was bound with a cuda context (bind of its owner). Tensors,
@@ -55,18 +52,22 @@ void measure_on(const cuda& ctx, Ref& cache);
 
 /// Bytes of device workspace for all calls below with at most size.batch entries of at most
 /// size.tokens tokens.
-template <class Dims = all_head_dims, class P, Storage T>
-std::size_t workspace_bytes(const cuda& ctx, const FixedBudgetRef<P, T>& cache, const CallSize& size);
+template <class Dims = all_head_dims, class P, Storage T, template <class, class> class Ref>
+requires CacheRef<Ref<P, T>> std::size_t workspace_bytes(const cuda& ctx, const Ref<P, T>& cache,
+                                                         const CallSize& size);
 /// The same for step and attend alone, of at most `batch` entries: much less, and a program that only decodes
 /// then compiles no kernel of prefill.
-template <class Dims = all_head_dims, class P, Storage T>
-std::size_t step_workspace_bytes(const cuda& ctx, const FixedBudgetRef<P, T>& cache, std::int32_t batch);
+template <class Dims = all_head_dims, class P, Storage T, template <class, class> class Ref>
+requires CacheRef<Ref<P, T>> std::size_t step_workspace_bytes(const cuda& ctx, const Ref<P, T>& cache,
+                                                              std::int32_t batch);
 
-/// One decode step of one layer (the host's step has the order, the shapes and what is overwritten), in one
-/// launch; a scorer with a hidden layer or a state has one more before it. Outputs equal the host's to
-/// rounding.
-template <class Dims = all_head_dims, class P, Storage T>
-void step(const cuda& ctx, const FixedBudgetRef<P, T>& cache, const step_io<T>& io, workspace_view workspace,
+/// One decode step of one layer (the host's step has the order, the shapes and what is overwritten). A
+/// FixedBudgetCache takes one launch; a DualCache two: one block takes pages and lays out the work, then all
+/// blocks of the GPU share the rows of all heads evenly, however ragged they are. A scorer with a hidden
+/// layer or a state has one more before. Outputs equal the host's to rounding.
+template <class Dims = all_head_dims, class P, Storage T, template <class, class> class Ref>
+requires CacheRef<Ref<P, T>>
+void step(const cuda& ctx, const Ref<P, T>& cache, const step_io<T>& io, workspace_view workspace,
           const StepOptions& options = {});
 
 /// A chunk of up to n tokens a sequence, as the host's prefill: what as many steps would keep. Entry i brings
@@ -75,68 +76,42 @@ void step(const cuda& ctx, const FixedBudgetRef<P, T>& cache, const step_io<T>& 
 /// sort (a decay step above 1 takes them one after another, and every candidate looks at all slots). With n >
 /// 32 an mLSTM of up to 128 features and values scores by chunks, as score_sequence does: it agrees with
 /// steps to rounding, of 16-bit rows to that of bf16.
-template <class Dims = all_head_dims, class P, Storage T>
-void prefill(const cuda& ctx, const FixedBudgetRef<P, T>& cache, const step_io<T>& io,
-             workspace_view workspace, const StepOptions& options = {});
+///
+/// Of a DualCache a chunk fits, or the call leaves the sequence unchanged. Attention reads rows in their
+/// pages. It takes as many entries at once as have their lists of rows in 1 GiB, or in the workspace if that
+/// is larger than workspace_bytes (at least one). docs/cuda.md, Ragged heads, has the workspace's parts.
+template <class Dims = all_head_dims, class P, Storage T, template <class, class> class Ref>
+requires CacheRef<Ref<P, T>>
+void prefill(const cuda& ctx, const Ref<P, T>& cache, const step_io<T>& io, workspace_view workspace,
+             const StepOptions& options = {});
 
 /// As the host's append_draft; n is at most CacheShape::max_draft_tokens.
-template <class Dims = all_head_dims, class P, Storage T>
-void append_draft(const cuda& ctx, const FixedBudgetRef<P, T>& cache, const step_io<T>& io,
-                  workspace_view workspace, const StepOptions& options = {});
+template <class Dims = all_head_dims, class P, Storage T, template <class, class> class Ref>
+requires CacheRef<Ref<P, T>>
+void append_draft(const cuda& ctx, const Ref<P, T>& cache, const step_io<T>& io, workspace_view workspace,
+                  const StepOptions& options = {});
 
 /// As the host's accept. An entry of more tokens than were drafted, or drafted at another length, counts as
 /// one of no token (which forgets the draft) and sets status_bad_length.
-template <class Dims = all_head_dims, class P, Storage T>
-void accept(const cuda& ctx, const FixedBudgetRef<P, T>& cache, const Batch& batch, workspace_view workspace,
+template <class Dims = all_head_dims, class P, Storage T, template <class, class> class Ref>
+requires CacheRef<Ref<P, T>>
+void accept(const cuda& ctx, const Ref<P, T>& cache, const Batch& batch, workspace_view workspace,
             const StepOptions& options = {});
 
 /// As the host's attend: attention of io.q [count, Hq, 1, Dk] over the rows that the named sequences hold
 /// now. The cache is not changed.
-template <class Dims = all_head_dims, class P, Storage T>
-void attend(const cuda& ctx, const FixedBudgetRef<P, T>& cache, const step_io<T>& io,
-            workspace_view workspace, const StepOptions& options = {});
-
-/// Fills `pages`, device memory, as the host's export_heads does. Refuses a capacity below what the batch's
-/// sequences could ever need, count * rows / page_size. A sequence that there is not has no pages.
-template <class Dims = all_head_dims, class P, Storage T>
-void export_heads(const cuda& ctx, const FixedBudgetRef<P, T>& cache, const Batch& batch,
-                  const HeadPages& pages, workspace_view workspace = {}, const StepOptions& options = {});
-
-// The same for a DualCache. A step is two launches: one block takes pages and lays out the work, then all
-// blocks of the GPU share the rows of all heads evenly, however ragged they are.
-
-template <class Dims = all_head_dims, class P, Storage T>
-std::size_t step_workspace_bytes(const cuda& ctx, const DualRef<P, T>& cache, std::int32_t batch);
-template <class Dims = all_head_dims, class P, Storage T>
-std::size_t workspace_bytes(const cuda& ctx, const DualRef<P, T>& cache, const CallSize& size);
-
-template <class Dims = all_head_dims, class P, Storage T>
-void step(const cuda& ctx, const DualRef<P, T>& cache, const step_io<T>& io, workspace_view workspace,
-          const StepOptions& options = {});
-
-/// A chunk fits, or the call leaves the sequence unchanged. Attention reads rows in their pages. It takes as
-/// many entries at once as have their lists of rows in 1 GiB, or in the workspace if that is larger than
-/// workspace_bytes (at least one). docs/cuda.md, Ragged heads, has the workspace's parts.
-template <class Dims = all_head_dims, class P, Storage T>
-void prefill(const cuda& ctx, const DualRef<P, T>& cache, const step_io<T>& io, workspace_view workspace,
-             const StepOptions& options = {});
-
-template <class Dims = all_head_dims, class P, Storage T>
-void append_draft(const cuda& ctx, const DualRef<P, T>& cache, const step_io<T>& io, workspace_view workspace,
-                  const StepOptions& options = {});
-
-template <class Dims = all_head_dims, class P, Storage T>
-void accept(const cuda& ctx, const DualRef<P, T>& cache, const Batch& batch, workspace_view workspace,
+template <class Dims = all_head_dims, class P, Storage T, template <class, class> class Ref>
+requires CacheRef<Ref<P, T>>
+void attend(const cuda& ctx, const Ref<P, T>& cache, const step_io<T>& io, workspace_view workspace,
             const StepOptions& options = {});
 
-template <class Dims = all_head_dims, class P, Storage T>
-void attend(const cuda& ctx, const DualRef<P, T>& cache, const step_io<T>& io, workspace_view workspace,
-            const StepOptions& options = {});
-
-/// Refuses a capacity below the pages of the pool, max_slabs * slab_pages. Forks share pages, so a batch of
-/// them may name more: indptr says how many, and those beyond the capacity are not written.
-template <class Dims = all_head_dims, class P, Storage T>
-void export_heads(const cuda& ctx, const DualRef<P, T>& cache, const Batch& batch, const HeadPages& pages,
+/// Fills `pages`, device memory, as the host's export_heads does. A sequence that there is not has no pages.
+/// Refuses a capacity below what the batch's sequences could ever need in a FixedBudgetCache, count * rows /
+/// page_size, and below the pages of a DualCache's pool, max_slabs * slab_pages. Forks share pages, so a
+/// batch of them may name more: indptr says how many, and those beyond the capacity are not written.
+template <class Dims = all_head_dims, class P, Storage T, template <class, class> class Ref>
+requires CacheRef<Ref<P, T>>
+void export_heads(const cuda& ctx, const Ref<P, T>& cache, const Batch& batch, const HeadPages& pages,
                   workspace_view workspace = {}, const StepOptions& options = {});
 
 }  // namespace KVPOLICY_HIDDEN

@@ -243,24 +243,11 @@ class DualCache : public CacheOwner<DualCache<P, T>, P, T> {
     void clear(const host& ctx, std::int32_t seq);
 
 #if defined(__CUDACC__)
-    // The same on a device (kvpolicy/cuda.cuh has the bodies); the comment in FixedBudgetCache holds for all
-    // of them. Tables, states and slabs are device memory. page_size must be a multiple of 16, and the rows
-    // of a selection's page, too.
-    using base::advance;
-    using base::fork;
-    using base::reorder;
-    using base::restore;
-    using base::snapshot;
-    using base::snapshot_bytes;
+    using base::bind;
+    using base::clear;
+    // The rest of the above on a device: see the comment in CacheOwner. Tables, states and slabs are device
+    // memory.
 
-    /// Takes device memory for the bookkeeping, and empties every sequence and the pool. Waits for the
-    /// stream; not to be captured.
-    template <class Build = cuda_build>
-    void bind(const cuda& ctx, void* buffer, std::size_t buffer_bytes);
-    template <class Build = cuda_build>
-    void bind(const cuda& ctx, Buffer& buffer) {
-        this->template bind<Build>(ctx, buffer.data(), buffer.size());
-    }
     /// Attaches slab_bytes() of device memory. A graph captured before finds the new pages too. Waits for the
     /// stream; not to be captured.
     template <class Build = cuda_build>
@@ -282,8 +269,6 @@ class DualCache : public CacheOwner<DualCache<P, T>, P, T> {
     /// ones cannot fail inside a graph.
     template <class Build = cuda_build>
     [[nodiscard]] std::int64_t reserve(const cuda& ctx, const Batch& batch);
-    template <class Build = cuda_build>
-    void clear(const cuda& ctx, std::int32_t seq);
     /// Bytes of workspace that evict needs. Depends on the slabs that were attached.
     template <class Build = cuda_build>
     [[nodiscard]] std::size_t evict_workspace_bytes(const cuda& ctx) const requires P::has_eviction;
@@ -295,42 +280,30 @@ class DualCache : public CacheOwner<DualCache<P, T>, P, T> {
     template <class Build = cuda_build>
     void evict(const cuda& ctx, const Batch& batch, workspace_view workspace,
                const EvictOptions& options = {}) requires P::has_eviction;
-    /// A sequence one of whose layers has not taken the tokens stays where it is, and sets
-    /// status_pool_exhausted where the layer found no page (add a slab), else status_layer_skipped: call that
-    /// layer, then advance again.
-    template <class Build = cuda_build>
-    void advance(const cuda& ctx, const Batch& batch = {}, const StepOptions& options = {});
-    /// options.status: one word of device memory.
-    template <class Build = cuda_build>
-    void fork(const cuda& ctx, std::int32_t from, std::int32_t to, const StepOptions& options = {});
-    /// `sources` [count] is device memory; count is at most 512. options.status: one word.
-    template <class Build = cuda_build>
-    void reorder(const cuda& ctx, const std::int32_t* sources, std::int32_t count,
-                 const StepOptions& options = {});
-    // Snapshots allocate host memory of one sequence, and device memory for its rows, and wait for the
-    // stream. Blobs are the host's, and those of any kind of cache. As on the host a sequence in the middle
-    // of a token is refused.
-    template <class Build = cuda_build>
-    [[nodiscard]] std::size_t snapshot_bytes(const cuda& ctx, std::int32_t seq) const;
-    /// `buffer` is host memory.
-    template <class Build = cuda_build>
-    std::size_t snapshot(const cuda& ctx, std::int32_t seq, void* buffer, std::size_t buffer_bytes) const;
-    /// `blob` is host memory; options.status is one word of device memory, or of host memory.
-    template <class Build = cuda_build>
-    void restore(const cuda& ctx, std::int32_t seq, const void* blob, std::size_t blob_bytes,
-                 const StepOptions& options = {});
 #endif
 
   private:
 #if defined(__CUDACC__)
+    // What CacheOwner asks on a device: caches/cuda/dispatch_owner.cuh says of what.
     template <class Build>
-    void require_device_seq(std::int32_t seq, const char* name) const;
+    void check_device_pages() const;
     template <class Build>
-    void attach(const cuda& ctx, const Slab<T>& slab);
+    void lay_out_on_device(const cuda& ctx);
+    template <class Build, class Moves>
+    void move_sequences(const cuda& ctx, const Moves& moves, std::uint32_t* status) const;
     template <class Build>
     struct sequence_copy;
     template <class Build>
-    auto counted_sequence(const cuda& ctx, std::int32_t seq) const;
+    auto sequence_of(const typename base::sequence_counts& counts) const;
+    template <class Build>
+    auto restored_sequence(const void* blob, std::size_t blob_bytes) const;
+    template <class Build>
+    void fetch_rows(const cuda& ctx, std::int32_t seq, const sequence_copy<Build>& copy) const;
+    template <class Build>
+    bool store_rows(const cuda& ctx, std::int32_t seq, const sequence_copy<Build>& copy,
+                    const StepOptions& options) const;
+    template <class Build>
+    void attach(const cuda& ctx, const Slab<T>& slab);
     [[nodiscard]] PoolShape one_sequence_pool(std::int64_t rows) const {
         const std::int64_t heads = std::int64_t{this->shape_.layers} * this->shape_.kv_heads;
         return {static_cast<std::int32_t>(rows / this->shape_.page_size + heads + 1), 1, pool_.max_seq_len};
@@ -425,7 +398,6 @@ class DualCache : public CacheOwner<DualCache<P, T>, P, T> {
     std::size_t notes_bytes_ = 0;
     std::size_t offsets_at_ = 0;
     std::size_t tiles_at_ = 0;
-    std::size_t refs_at_ = 0;    // [layers]: the refs, for kernels that serve all layers
     std::size_t answer_at_ = 0;  // [1]: the result of a call on a device
     std::size_t claims_at_ = 0;  // [max_sequences]: of reserve() on a device
     std::size_t slabs_at_ = 0;

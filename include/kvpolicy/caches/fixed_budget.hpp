@@ -15,6 +15,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <limits>
 #include <vector>
 
 namespace kvpolicy {
@@ -86,60 +87,31 @@ class FixedBudgetCache : public CacheOwner<FixedBudgetCache<P, T>, P, T> {
     void clear(const host& ctx, std::int32_t seq);
 
 #if defined(__CUDACC__)
-    // The same on a device (kvpolicy/cuda.cuh has the bodies). A cache belongs to the context that bound it
-    // last: calls with the other one are refused. Callers leave `Build` out. Unless its comment says
-    // otherwise, a call enqueues work on the stream and can be captured. Arguments in device memory that
-    // would be refused leave the sequence as it is and set status_bad_length.
-    using base::advance;
-    using base::fork;
-    using base::reorder;
-    using base::restore;
-    using base::snapshot;
-    using base::snapshot_bytes;
-
-    /// Takes device memory, at least bytes().total() long, and empties every sequence. Waits for the stream;
-    /// not to be captured. Refuses a selection whose pages are no multiple of 16 rows.
-    template <class Build = cuda_build>
-    void bind(const cuda& ctx, void* buffer, std::size_t buffer_bytes);
-    template <class Build = cuda_build>
-    void bind(const cuda& ctx, Buffer& buffer) {
-        this->template bind<Build>(ctx, buffer.data(), buffer.size());
-    }
-    template <class Build = cuda_build>
-    void clear(const cuda& ctx, std::int32_t seq);
-    /// The batch's arrays are device memory, as in calls. options.status [entries] is OR-ed into. A sequence
-    /// one of whose layers has not appended the tokens, or has appended others, stays where it is and sets
-    /// status_layer_skipped: call that layer, then advance again.
-    template <class Build = cuda_build>
-    void advance(const cuda& ctx, const Batch& batch = {}, const StepOptions& options = {});
-    template <class Build = cuda_build>
-    void fork(const cuda& ctx, std::int32_t from, std::int32_t to, const StepOptions& options = {});
-    /// `sources` [count] is device memory; count is at most 512. options.status: one word.
-    template <class Build = cuda_build>
-    void reorder(const cuda& ctx, const std::int32_t* sources, std::int32_t count,
-                 const StepOptions& options = {});
-    // Snapshots go through host memory of one sequence, which these calls allocate, and wait for the stream;
-    // of its rows only those in use are copied. Blobs are the host's: a snapshot of a cache on a device can
-    // be restored in one on the host, and the other way round.
-    template <class Build = cuda_build>
-    [[nodiscard]] std::size_t snapshot_bytes(const cuda& ctx, std::int32_t seq) const;
-    /// `buffer` is host memory.
-    template <class Build = cuda_build>
-    std::size_t snapshot(const cuda& ctx, std::int32_t seq, void* buffer, std::size_t buffer_bytes) const;
-    /// `blob` is host memory.
-    template <class Build = cuda_build>
-    void restore(const cuda& ctx, std::int32_t seq, const void* blob, std::size_t blob_bytes,
-                 const StepOptions& options = {});
+    using base::bind;
+    using base::clear;
 #endif
 
   private:
 #if defined(__CUDACC__)
+    // What CacheOwner asks on a device: caches/cuda/dispatch_owner.cuh says of what.
     template <class Build>
-    void require_device_seq(std::int32_t seq, const char* name) const;
+    void check_device_pages() const;
+    template <class Build>
+    void lay_out_on_device(const cuda& ctx);
+    [[nodiscard]] static constexpr position_t max_seq_len() { return std::numeric_limits<position_t>::max(); }
+    template <class Build, class Moves>
+    void move_sequences(const cuda& ctx, const Moves& moves, std::uint32_t* status) const;
     template <class Build>
     struct sequence_copy;
     template <class Build>
-    auto counted_sequence(const cuda& ctx, std::int32_t seq) const;
+    auto sequence_of(const typename base::sequence_counts& counts) const;
+    template <class Build>
+    auto restored_sequence(const void* blob, std::size_t blob_bytes) const;
+    template <class Build>
+    void fetch_rows(const cuda& ctx, std::int32_t seq, const sequence_copy<Build>& copy) const;
+    template <class Build>
+    bool store_rows(const cuda& ctx, std::int32_t seq, const sequence_copy<Build>& copy,
+                    const StepOptions& options) const;
     template <class Build, class Copy>
     void for_each_slice(const FixedBudgetCache& other, std::int32_t seq, const Copy& copy) const;
 #endif
@@ -162,7 +134,6 @@ class FixedBudgetCache : public CacheOwner<FixedBudgetCache<P, T>, P, T> {
     std::vector<std::int64_t> row_offset_;  // [layers, kv_heads + 1]
     std::vector<layer_plan> plan_;
     std::size_t offsets_at_ = 0;
-    std::size_t refs_at_ = 0;  // [layers]: the refs, for kernels that serve all layers
 };
 
 }  // namespace kvpolicy

@@ -3,8 +3,8 @@
 
 #include <kvpolicy/attention/cuda/make_attention_params.cuh>
 #include <kvpolicy/caches/check.hpp>
-#include <kvpolicy/caches/cuda/agent_decode_stream.cuh>
 #include <kvpolicy/caches/cuda/contiguous/contiguous_view.cuh>
+#include <kvpolicy/caches/cuda/decode/agent_decode_stream.cuh>
 #include <kvpolicy/caches/cuda/scoring/dispatch_cache_conv.cuh>
 #include <kvpolicy/caches/cuda_calls.cuh>
 #include <kvpolicy/core/check.hpp>

@@ -1,9 +1,7 @@
-// Sequence operations of a cache on CUDA: clear, advance, fork and reorder of a FixedBudgetCache, page
-// export.
+// Sequence operations of a cache on CUDA: clear and advance; fork and reorder of a FixedBudgetCache.
 #pragma once
 
-#include <kvpolicy/caches/calls.hpp>
-#include <kvpolicy/caches/cuda/contiguous/contiguous_view.cuh>
+#include <kvpolicy/caches/cuda/batch_entry.cuh>
 #include <kvpolicy/core/cuda_config.cuh>
 #include <kvpolicy/core/status.hpp>
 #include <kvpolicy/cuda/launch.cuh>
@@ -19,6 +17,7 @@ namespace cuda_backend {
 inline constexpr int sequence_threads = 128;
 inline constexpr int advance_threads = 512;
 inline constexpr std::int32_t max_reordered = 512;
+inline constexpr std::int32_t row_pieces = 16;  // blocks that share the rows of a head
 
 /// Empties `count` sequences from `first` on. Pages go back to the pool; `fresh` memory names none.
 ///
@@ -329,64 +328,6 @@ __global__ void __launch_bounds__(sequence_threads)
             all, moves.count, scratch, thread, threads, 2,
             [&](std::int32_t seq) { return cache.length + seq; },
             [](const sequence_move&) { return std::int64_t{2}; });
-    }
-}
-
-/// export_heads of a FixedBudgetCache: how many pages each head of a batch has.
-///
-/// Grid: 1 block. Block: sequence_threads. Shared memory: two arrays of warp sums.
-/// In: lengths, kept. Out: indptr [count * Hkv + 1] and last_page_len [count * Hkv], int32.
-template <class T>
-__global__ void __launch_bounds__(sequence_threads)
-    count_pages_kernel(const __grid_constant__ contiguous_view<T> cache, const Batch batch,
-                       const std::int32_t page_size, const HeadPages pages) {
-    __shared__ int totals[2][sequence_threads / 32];
-    const std::int32_t heads = batch.count * cache.kv_heads;
-    int before = 0;
-    for (std::int32_t first = 0, turn = 0; first < heads; first += sequence_threads, turn ^= 1) {
-        const std::int32_t x = first + static_cast<std::int32_t>(threadIdx.x);
-        std::int32_t used = 0;
-        if (x < heads) {
-            const std::int32_t seq = batch.seq(x / cache.kv_heads);
-            if (seq >= 0 && seq < cache.max_sequences) {
-                const contiguous_head<T> head(cache, seq, x % cache.kv_heads);
-                used = rows_now(cache, head, seq);
-            }
-        }
-        const int mine = (used + page_size - 1) / page_size, through = warp_inclusive_sum(mine);
-        if (lane_id() == 31) {
-            totals[turn][warp_id()] = through;
-        }
-        __syncthreads();  // two arrays in turn: no warp writes the one that others still read
-        const block_sum of_block = sum_of_warps<sequence_threads / 32>(totals[turn]);
-        if (x < heads) {
-            pages.indptr[x + 1] = before + of_block.before + through;
-            pages.last_page_len[x] = used == 0 ? 0 : (used - 1) % page_size + 1;
-        }
-        before += of_block.total;
-    }
-    if (threadIdx.x == 0) {
-        pages.indptr[0] = 0;
-    }
-}
-
-/// export_heads of a FixedBudgetCache: the numbers of a head's pages.
-///
-/// Grid: count * Hkv blocks. Block: sequence_threads.
-/// In: indptr of count_pages_kernel. Out: indices [indptr[count * Hkv]] int32.
-template <class T>
-__global__ void __launch_bounds__(sequence_threads)
-    fill_pages_kernel(const __grid_constant__ contiguous_view<T> cache, const Batch batch,
-                      const std::int32_t page_size, const HeadPages pages) {
-    const auto x = static_cast<std::int32_t>(blockIdx.x);
-    const std::int32_t seq = batch.seq(x / cache.kv_heads);
-    const std::int32_t begin = pages.indptr[x], count = pages.indptr[x + 1] - begin;
-    if (count == 0) {
-        return;
-    }
-    const std::int64_t first = (seq * cache.rows + cache.row_offset[x % cache.kv_heads]) / page_size;
-    for (auto page = static_cast<std::int32_t>(threadIdx.x); page < count; page += sequence_threads) {
-        pages.indices[begin + page] = static_cast<std::int32_t>(first + page);
     }
 }
 

@@ -97,7 +97,7 @@ void DualCache<P, T>::plan() {
     const std::size_t v_row = static_cast<std::size_t>(shape.head_dim_vo) * sizeof(T);
     offsets_at_ = memory.take(table_offset_.size() * sizeof(std::int64_t));
     tiles_at_ = memory.take(tile_offset_.size() * sizeof(std::int64_t));
-    refs_at_ = memory.take(static_cast<std::size_t>(shape.layers) * sizeof(ref_type));
+    this->refs_at_ = memory.take(static_cast<std::size_t>(shape.layers) * sizeof(ref_type));
     answer_at_ = memory.take(sizeof(std::int64_t));
     claims_at_ = memory.take(max_sequences * sizeof(PageClaim));
     slabs_at_ = memory.take(slabs * sizeof(Slab<T>));

@@ -40,7 +40,7 @@ void FixedBudgetCache<P, T>::plan() {
     typename base::layout memory;
     this->plan_common(memory);
     offsets_at_ = memory.take(row_offset_.size() * sizeof(std::int64_t));
-    refs_at_ = memory.take(static_cast<std::size_t>(this->shape_.layers) * sizeof(ref_type));
+    this->refs_at_ = memory.take(static_cast<std::size_t>(this->shape_.layers) * sizeof(ref_type));
     for (std::int32_t layer = 0; layer < this->shape_.layers; ++layer) {
         const std::size_t rows = detail::product_of(this->shape_.max_sequences, this->rows(layer));
         const std::size_t k_bytes = detail::product_of(rows, this->shape_.head_dim_qk, sizeof(T));

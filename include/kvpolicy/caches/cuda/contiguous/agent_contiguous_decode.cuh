@@ -11,12 +11,13 @@
 // victim of the next step.
 #pragma once
 
-#include <kvpolicy/caches/cuda/agent_decode_stream.cuh>
-#include <kvpolicy/caches/cuda/contiguous/agent_decode_output.cuh>
-#include <kvpolicy/caches/cuda/contiguous/agent_merge_states.cuh>
-#include <kvpolicy/caches/cuda/contiguous/agent_write_entries.cuh>
 #include <kvpolicy/caches/cuda/contiguous/contiguous_params.cuh>
 #include <kvpolicy/caches/cuda/contiguous/contiguous_view.cuh>
+#include <kvpolicy/caches/cuda/decode/agent_decode_head.cuh>
+#include <kvpolicy/caches/cuda/decode/agent_decode_output.cuh>
+#include <kvpolicy/caches/cuda/decode/agent_decode_stream.cuh>
+#include <kvpolicy/caches/cuda/decode/agent_merge_states.cuh>
+#include <kvpolicy/caches/cuda/decode/agent_write_entries.cuh>
 #include <kvpolicy/caches/top_k_slots.hpp>
 #include <kvpolicy/core/cuda_config.cuh>
 #include <kvpolicy/core/status.hpp>
@@ -35,18 +36,17 @@ inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 namespace cuda_backend {
 
 template <class Rows, class Gate, class Scorer>
-class agent_contiguous_decode {
+class agent_contiguous_decode : agent_decode_head<contiguous_params<Rows, Gate, Scorer>> {
     using Launch = contiguous_params<Rows, Gate, Scorer>;
     using T = typename Rows::T;
     using Compute = typename Rows::Compute;
-    using Four = four_columns<Compute>;
+    using base = agent_decode_head<Launch>;
+    using base::call_, base::regions_, base::part_, base::pair_, base::entry_, base::head_, base::seq_;
     static constexpr bool finds_next_victims = scored_before<Scorer>;
     static constexpr bool on_leaving = Scorer::when == score_time::on_leaving;
 
   public:
-    struct Memory {
-        detail::ranked_slot worst[Rows::warps];
-        std::uint32_t last;
+    struct Memory : decode_head_memory<Rows> {
         state_weights<Rows> weights;
         // Of a cluster:
         std::uint64_t all_states;  // a barrier
@@ -54,18 +54,11 @@ class agent_contiguous_decode {
     };
 
     __device__ agent_contiguous_decode(const Launch& call, Memory& memory, unsigned char* regions)
-        : call_(call),
+        : base(call, memory, regions, static_cast<std::int32_t>(blockIdx.x) / call.blocks() / call.parts,
+               static_cast<std::int32_t>(blockIdx.x) / call.blocks() % call.parts, 0),
           memory_(memory),
           mixer_(memory.weights, call.width, call.cache.head_dim_vo),
-          regions_(regions) {
-        auto number = static_cast<std::int32_t>(blockIdx.x);
-        split_ = number % call.blocks();
-        number /= call.blocks();
-        part_ = number % call.parts;
-        pair_ = number / call.parts;
-        entry_ = pair_ / call.cache.kv_heads;
-        head_ = pair_ % call.cache.kv_heads;
-    }
+          split_(static_cast<std::int32_t>(blockIdx.x) % call.blocks()) {}
 
     __device__ void run() {
         // The launch of a scorer lets this one begin when all before it have ended, so only its scores are
@@ -91,17 +84,12 @@ class agent_contiguous_decode {
         const std::int32_t used = head.layout.used(q, num_long_range);
 
         // 1. Copies and queries.
-        const tile_share share = share_of(used);
-        const stream_rows<T> rows{
-            head.k, head.v, call_.cache.head_dim_qk, call_.cache.head_dim_vo, used, share.begin, share.end};
+        const stream_rows<typename Rows::Source> rows{head.source(), call_.cache.head_dim_qk,
+                                                      call_.cache.head_dim_vo, used, share_of(used)};
         unsigned char* const region = regions_ + warp_id() * region_bytes();
         typename stream_of<Rows>::type stream(region, rows);
         stream.start();
-        const std::int32_t first_head = part_ * Rows::heads;
-        const std::int32_t heads_left = call_.cache.group - first_head;
-        const stream_queries<T> queries{call_.q.row(entry_, head_ * call_.cache.group + first_head, 0),
-                                        call_.q.head_stride,
-                                        heads_left < Rows::heads ? heads_left : Rows::heads};
+        const stream_queries<T> queries = this->queries();
         stream.ask(queries);
         if (again) {  // only here, since the count has a long way, too
             copy_wait<0>();
@@ -115,7 +103,7 @@ class agent_contiguous_decode {
         if (call_.writes) {
             found = attend_and_decide(stream, queries, head, q, num_long_range, victim);
         } else {
-            stream.finish(queries, {}, call_.logits);
+            stream.finish(queries, stream_hidden{}, call_.logits);
         }
         stream.store();
         __syncthreads();  // all warps' states are in shared memory
@@ -124,7 +112,7 @@ class agent_contiguous_decode {
         const std::int64_t region_size = region_bytes() / static_cast<int>(sizeof(Compute));
         const auto* const of_warps = reinterpret_cast<const Compute*>(regions_);
         const states_of_warps<Compute> warps{of_warps, region_size};
-        const agent_write_entries<Rows, Launch> moving(call_, entry_, head_, seq_);
+        const agent_write_entries<Launch> moving(call_, entry_, head_, seq_);
         if constexpr (compiled_for_clusters && Rows::clusters) {
             if (call_.clustered) {
                 if constexpr (scored_before<Scorer>) {
@@ -148,11 +136,8 @@ class agent_contiguous_decode {
         }
         wait_for_kernel_before();  // so that what comes after this kernel comes after the one before it, too
     }
-    struct tile_share {
-        std::int32_t begin, end;
-    };
     /// The tiles of the warp, of `used` rows.
-    [[nodiscard]] __device__ tile_share share_of(std::int32_t used) const {
+    [[nodiscard]] __device__ tile_range share_of(std::int32_t used) const {
         const std::int32_t tiles = used / stream_tile + (used % stream_tile != 0 ? 1 : 0);
         const std::int32_t workers = call_.splits * Rows::warps, each = tiles / workers,
                            more = tiles % workers;
@@ -169,7 +154,7 @@ class agent_contiguous_decode {
     [[nodiscard]] __device__ bool both_ways() const {
         return scored_before<Scorer> && call_.writes && call_.clustered;
     }
-    [[nodiscard]] __device__ int region_bytes() const { return Rows::shared_bytes(call_.cache.head_dim_vo); }
+    using base::region_bytes;
     /// The states of a cluster's blocks in the leader's shared memory, behind the regions.
     [[nodiscard]] __device__ Compute* inbox() const {
         return reinterpret_cast<Compute*>(regions_ + Rows::warps * region_bytes());
@@ -263,9 +248,9 @@ class agent_contiguous_decode {
 
     /// Blocks of a cluster send their states to the leader block, which merges them and writes.
     __device__ void end_in_cluster(const contiguous_head<T>& head, position_t q, std::int32_t heads,
-                                   const agent_write_entries<Rows, Launch>& moving,
+                                   const agent_write_entries<Launch>& moving,
                                    const states_of_warps<Compute>& warps) {
-        const moved_rows moved = is_leader() ? moving.fetch(head, q, memory_.note) : moved_rows{};
+        const moved_rows moved = is_leader() ? fetch(head, q, moving, memory_.note) : moved_rows{};
         cluster_wait();  // all have begun, and the leader block's barrier is ready
         const std::uint32_t barrier = shared_address(&memory_.all_states);
         const Compute* const mine = inbox() + split_ * state_size();
@@ -275,7 +260,9 @@ class agent_contiguous_decode {
         if (is_leader()) {
             barrier_wait(barrier, 0);  // all have read the cache, and left their states
             __syncthreads();           // the weights of this block's warps have been read
-            write_results(states_of_warps<Compute>{inbox(), state_size()}, call_.blocks(), 0);
+            write_results([&](std::int32_t /*part*/, std::int32_t /*heads*/) {
+                return states_of_part<states_of_warps<Compute>>{{inbox(), state_size()}, call_.blocks()};
+            });
             if (call_.writes) {
                 moving.write(head, q, moved);
             }
@@ -284,24 +271,51 @@ class agent_contiguous_decode {
 
     /// Blocks leave their states in the workspace; the last to arrive merges them and writes.
     __device__ void end_in_memory(const contiguous_head<T>& head, position_t q, std::int32_t heads,
-                                  const agent_write_entries<Rows, Launch>& moving,
+                                  const agent_write_entries<Launch>& moving,
                                   const states_of_warps<Compute>& warps) {
         moved_rows moved;
         if (call_.blocks() * call_.parts == 1) {
-            moved = moving.fetch(head, q, memory_.note);
-            write_results(warps, Rows::warps, 0);
+            moved = fetch(head, q, moving, memory_.note);
+            write_results([&](std::int32_t /*part*/, std::int32_t /*heads*/) {
+                return states_of_part<states_of_warps<Compute>>{warps, Rows::warps};
+            });
         } else {
             mixer_.merge_warps(warps, heads, state_in_memory<Compute>{state(part_, split_)});
-            if (!arrives_last(head.index)) {
+            if (!this->arrives_last(head.index, static_cast<std::uint32_t>(call_.blocks() * call_.parts))) {
                 return;
             }
-            moved = moving.fetch(head, q, memory_.note);
-            write_results(states_of_blocks<Compute>{state(0, 0), state_size()}, call_.blocks(),
-                          call_.blocks() * state_size());
+            moved = fetch(head, q, moving, memory_.note);
+            write_results([&](std::int32_t part, std::int32_t /*heads*/) {
+                return states_of_part<states_of_blocks<Compute>>{{state(part, 0), state_size()},
+                                                                 call_.blocks()};
+            });
         }
         if (call_.writes) {
             moving.write(head, q, moved);
         }
+    }
+
+    /// What the step writes, where it does: all that may move, before it is known what does.
+    [[nodiscard]] __device__ moved_rows fetch(const contiguous_head<T>& head, position_t q,
+                                              const agent_write_entries<Launch>& moving,
+                                              const decode_note& of_cluster) const {
+        if (!call_.writes) {
+            return {};
+        }
+        moved_rows moved = moving.fetch(head, head.layout.recent(q), true);
+        if (call_.clustered) {
+            moved.note = of_cluster;
+            return moved;
+        }
+        const decode_note* const note = call_.notes + pair_;
+        moved.note.promoted = __ldcg(&note->promoted);
+        if (threadIdx.x == 0) {
+            moved.note.num_long_range = __ldcg(&note->num_long_range);
+            moved.note.victim = __ldcg(&note->victim);
+            moved.note.arriving = __ldcg(&note->arriving);
+            moved.note.leaving = __ldcg(&note->leaving);
+        }
+        return moved;
     }
 
     __device__ candidates find_candidates(const contiguous_head<T>& head, position_t q,
@@ -317,22 +331,9 @@ class agent_contiguous_decode {
         const position_t limit = call_.cache.rebase_limit;
         std::int32_t slot = detail::known_worst(head.head_params, limit, q, victim);
         if (slot < 0) {
-            // All warps of the block come here or none, since the numbers are the head's.
-            const detail::head_slots top_k_slots = head.top_k_slots(limit);
             std::int32_t* const record =
                 part_ == 0 && is_leader() ? call_.cache.tile_victims + head.tile : nullptr;
-            found.worst = detail::worst_of_tiles(warp_group{}, top_k_slots, record, warp_id(), Rows::warps,
-                                                 num_long_range, q);
-            if (lane_id() == 0) {
-                memory_.worst[warp_id()] = found.worst;
-            }
-            __syncthreads();
-            found.worst = memory_.worst[0];
-            for (int i = 1; i < Rows::warps; ++i) {
-                if (detail::gives_way(memory_.worst[i], found.worst)) {
-                    found.worst = memory_.worst[i];
-                }
-            }
+            found.worst = this->worst_of_block(head.top_k_slots(limit), record, num_long_range, q);
             slot = found.worst.slot;
         }
         found.hidden.b = head.layout.slot(slot);
@@ -432,7 +433,7 @@ class agent_contiguous_decode {
             }
         }
         if (part_ == 0 && warp_id() == Rows::warps - 1) {
-            const float arriving = arriving_score(q >= head.head_params.sinks);
+            const float arriving = this->arriving_score(q >= head.head_params.sinks);
             if (lane_id() == 0) {
                 note_to_write().arriving = arriving;
             }
@@ -445,9 +446,9 @@ class agent_contiguous_decode {
     /// The end of both_ways(): merges both outcomes, waits for the scores, chooses one and writes.
     __device__ void end_either_way(const contiguous_head<T>& head, position_t q, std::int32_t num_long_range,
                                    std::int32_t victim, const candidates& found,
-                                   const agent_write_entries<Rows, Launch>& moving,
+                                   const agent_write_entries<Launch>& moving,
                                    const states_of_warps<Compute>& warps) {
-        moved_rows moved = moving.fetch(head, q, {});
+        moved_rows moved = fetch(head, q, moving, {});
         cluster_wait();
         barrier_wait(shared_address(&memory_.all_states),
                      0);  // all have read the cache, and left their states
@@ -489,60 +490,15 @@ class agent_contiguous_decode {
         return call_.clustered ? memory_.note : call_.notes[pair_];
     }
 
-    /// The new token's score as its entry stores it; a sink's is not used.
-    __device__ float arriving_score(bool counts) const {
-        return arriving_score_of(call_, entry_, head_, pair_, counts);
-    }
-
-    /// Whether all other blocks of the head have arrived. What they wrote before is then visible to this one,
-    /// and they no longer read the cache. The counter is back at 0 for the next launch.
-    __device__ bool arrives_last(std::int64_t index) const {
-        __syncthreads();  // the block's own work comes before its arrival
-        if (threadIdx.x == 0) {
-            const auto blocks = static_cast<std::uint32_t>(call_.blocks() * call_.parts);
-            __threadfence();
-            memory_.last = atomicInc(call_.cache.arrivals + index, blocks - 1) == blocks - 1 ? 1 : 0;
-            __threadfence();
-        }
-        __syncthreads();
-        return memory_.last != 0;
-    }
-
-    __device__ static void next_part(states_of_warps<Compute>&, std::int64_t) {}  // there is one
-    __device__ static void next_part(states_of_blocks<Compute>& states, std::int64_t stride) {
-        states.first += stride;
-    }
-
     /// Outputs of all query heads of the group.
-    template <class States>
-    __device__ void write_results(States states, std::int32_t count, std::int64_t part_stride) const {
-        const std::int32_t fours = call_.cache.head_dim_vo / 4;
-        for (std::int32_t first = 0; first < call_.cache.group; first += Rows::heads) {
-            const std::int32_t left = call_.cache.group - first,
-                               heads = left < Rows::heads ? left : Rows::heads;
-            if (first != 0) {
-                __syncthreads();  // all have read the weights
-                next_part(states, part_stride);
-            }
-            mixer_.weigh(states, count, heads);
-            for (std::int32_t i = static_cast<std::int32_t>(threadIdx.x); i < heads * fours;
-                 i += Rows::threads) {
-                const std::int32_t head = i / fours, column = i % fours * 4;
-                constexpr int batch = sizeof(Compute) == 4 ? 11 : 3;  // 33 states in three turns
-                const Four all = mixer_.template mix<batch>(states, count, head, column);
-                const output_columns<Compute> output{all, memory_.weights.top[head],
-                                                     memory_.weights.sum[head]};
-                output.write(call_, entry_, std::int64_t{head_} * call_.cache.group + first + head, column);
-            }
-        }
+    template <class StatesOf>
+    __device__ void write_results(const StatesOf& states_of) const {
+        agent_decode_output<Launch>(call_, mixer_, memory_.weights, entry_, head_).write(states_of);
     }
 
-    const Launch& call_;
     Memory& memory_;
     agent_merge_states<Rows> mixer_;
-    unsigned char* regions_;
-    std::int32_t split_, part_, pair_, entry_, head_;
-    std::int32_t seq_ = 0;
+    std::int32_t split_;
     struct nothing {};
     // Of the worst slot, where they are found before the scores come.
     std::conditional_t<finds_next_victims, detail::next_victims, nothing> next_victims_;

@@ -2,7 +2,7 @@
 #pragma once
 
 #include <kvpolicy/caches/cuda/contiguous/contiguous_view.cuh>
-#include <kvpolicy/caches/cuda/decode_params.cuh>
+#include <kvpolicy/caches/cuda/decode/decode_params.cuh>
 #include <kvpolicy/core/cuda_config.cuh>
 
 #include <cstdint>
@@ -10,15 +10,6 @@
 namespace kvpolicy {
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 namespace cuda_backend {
-
-/// What the leader block of a head tells the last block.
-struct decode_note {
-    std::int32_t promoted;        // the row that u gets, or -1
-    std::int32_t num_long_range;  // top-k slots in use after the step
-    std::int32_t victim;          // the worst slot after the step
-    float arriving;               // the new token's score
-    float leaving;                // u's
-};
 
 /// A launch. `states` are [count, Hkv, parts, blocks(), stream_state], null where parts * blocks() = 1.
 template <class Rows, class Gate, class Scorer>
@@ -31,9 +22,6 @@ struct contiguous_params : decode_params<Rows, Gate, Scorer, contiguous_view<typ
     /// Blocks of a head, of one part.
     [[nodiscard]] __host__ __device__ std::int32_t blocks() const { return splits + leader_blocks; }
 };
-
-/// The most blocks of a head that share its rows.
-inline constexpr std::int32_t max_splits = 32;
 
 }  // namespace cuda_backend
 }  // namespace KVPOLICY_HIDDEN

@@ -3,7 +3,7 @@
 // reject the same ones.
 #pragma once
 
-#include <kvpolicy/caches/cuda/contiguous/contiguous_view.cuh>
+#include <kvpolicy/caches/cuda/batch_entry.cuh>
 #include <kvpolicy/caches/cuda/paged/paged_view.cuh>
 #include <kvpolicy/core/cuda_config.cuh>
 #include <kvpolicy/core/status.hpp>

@@ -3,6 +3,7 @@
 // no more than even ones.
 #pragma once
 
+#include <kvpolicy/caches/cuda/batch_entry.cuh>
 #include <kvpolicy/caches/cuda/paged/agent_admit.cuh>
 #include <kvpolicy/caches/cuda/paged/agent_paged_head.cuh>
 #include <kvpolicy/caches/cuda/paged/paged_view.cuh>
@@ -31,7 +32,7 @@ struct paged_decode_work {
 // lie together.
 
 template <class Rows, class Gate, class Scorer, class View>
-using paged_decode_params = paged::paged_params<Rows, Gate, Scorer, View, paged_decode_work>;
+using paged_decode_params = paged_params<Rows, Gate, Scorer, View, paged_decode_work>;
 
 /// Which entries take part, with pages for what a step writes; those that find none get empty outputs. One
 /// block.
@@ -106,7 +107,7 @@ __device__ void share_paged_decode(const Launch& call, admit_memory& memory) {
             }
             const std::int32_t used =
                 call.cache.rows_read(head, pair, queries, call.cache.num_long_range[head.index]);
-            const auto tiles = static_cast<std::int32_t>(paged::decode_tiles(used, call.writes));
+            const auto tiles = static_cast<std::int32_t>(decode_tiles(used, call.writes));
             return tiles == 0 ? 1 : tiles;
         },
         [&](std::int32_t pair, std::int32_t before) { work.first_tile[pair] = before; });
@@ -139,8 +140,8 @@ struct paged_tile_range {
     std::int32_t begin, end;
 
     [[nodiscard]] __device__ bool notes() const { return part == 0 && begin == 0; }
-    [[nodiscard]] __device__ paged::tile_range tiles_of(std::int64_t /*tiles*/, int warp) const {
-        return paged::tiles_of_warp<typename Launch::Rows>(begin, end, warp);
+    [[nodiscard]] __device__ tile_range tiles_of(std::int64_t /*tiles*/, int warp) const {
+        return tiles_of_warp<typename Launch::Rows>(begin, end, warp);
     }
     [[nodiscard]] __device__ std::int32_t blocks() const {
         std::int32_t sum = 0;
@@ -152,7 +153,7 @@ struct paged_tile_range {
     [[nodiscard]] __device__ Compute* state() const {
         return state_at(static_cast<std::int32_t>(blockIdx.x), part);
     }
-    [[nodiscard]] __device__ paged::part_states<Compute> states_of(std::int32_t of_part) const {
+    [[nodiscard]] __device__ part_states<Compute> states_of(std::int32_t of_part) const {
         const std::int32_t block = first_block(of_part);
         return {state_at(block, of_part), last_block(of_part) - block + 1, state_size()};
     }
@@ -174,7 +175,7 @@ struct paged_tile_range {
 
 /// One block's shares, head after head.
 template <class Launch>
-__device__ void run_paged_decode(const Launch& call, typename paged::agent_paged_head<Launch>::Memory& memory,
+__device__ void run_paged_decode(const Launch& call, typename agent_paged_head<Launch>::Memory& memory,
                                  unsigned char* regions) {
     const paged_decode_work& work = call.work;
     const std::int32_t pairs = call.batch.count * call.cache.kv_heads;
@@ -192,8 +193,8 @@ __device__ void run_paged_decode(const Launch& call, typename paged::agent_paged
             const auto part = static_cast<std::int32_t>((at - first) / tiles);
             const std::int64_t begin = first + std::int64_t{part} * tiles;
             const std::int64_t stop = begin + tiles < end ? begin + tiles : end;
-            paged::agent_paged_head<Launch>(call, memory, regions, pair, part,
-                                            call.batch.seq(pair / call.cache.kv_heads))
+            agent_paged_head<Launch>(call, memory, regions, pair, part,
+                                     call.batch.seq(pair / call.cache.kv_heads))
                 .run(paged_tile_range<Launch>{call, each, first, tiles, pair, part,
                                               static_cast<std::int32_t>(at - begin),
                                               static_cast<std::int32_t>(stop - begin)});

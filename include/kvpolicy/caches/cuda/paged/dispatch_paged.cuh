@@ -1,7 +1,9 @@
-// What the owner of a DualCache does on a device, and the export of its pages.
+// Where the entries of a DualCache lie, for its owner on a device (dispatch_owner.cuh); its pool, and
+// eviction.
 #pragma once
 
 #include <kvpolicy/caches/check.hpp>
+#include <kvpolicy/caches/cuda/dispatch_owner.cuh>
 #include <kvpolicy/caches/cuda/kernel_sequences.cuh>
 #include <kvpolicy/caches/cuda/paged/dispatch_paged_decode.cuh>
 #include <kvpolicy/caches/cuda/paged/kernel_page_pool.cuh>
@@ -9,7 +11,6 @@
 #include <kvpolicy/caches/cuda/paged/kernel_paged_evict.cuh>
 #include <kvpolicy/caches/cuda/paged/kernel_paged_reserve.cuh>
 #include <kvpolicy/caches/cuda/paged/kernel_paged_snapshot.cuh>
-#include <kvpolicy/caches/cuda/read_counts.cuh>
 #include <kvpolicy/caches/dual.hpp>
 #include <kvpolicy/core/check.hpp>
 #include <kvpolicy/core/cuda_config.cuh>
@@ -25,53 +26,22 @@ namespace kvpolicy {
 
 template <AnyPolicy P, Storage T>
 template <class Build>
-void DualCache<P, T>::require_device_seq(std::int32_t seq, const char* name) const {
-    this->require_memory(true);
-    this->require_seq_number(seq, name);
-}
-
-template <AnyPolicy P, Storage T>
-template <class Build>
-void DualCache<P, T>::bind(const cuda& ctx, void* buffer, std::size_t buffer_bytes) {
+void DualCache<P, T>::check_device_pages() const {
     namespace cb = cuda_backend;
-    cb::require_device_policy<P>();
-    detail::require(!this->all_params_.empty(), "cache", "moved from", "one that still has its policy");
     detail::require(this->shape_.page_size % cb::stream_tile == 0, "page_size", this->shape_.page_size,
                     [&] { return detail::text("a multiple of ", cb::stream_tile, " on CUDA"); });
     cb::check_selection(this->policy_, this->shape_.page_size,
                         std::int64_t{pool_.slab_pages} * pool_.max_slabs);
-    detail::require(buffer != nullptr, "buffer", "null", "device memory of bytes().total()");
-    detail::require(buffer_bytes >= this->bytes_.total(), "buffer_bytes", buffer_bytes,
-                    [&] { return detail::text("at least bytes().total() = ", this->bytes_.total()); });
-    const cb::device_scope device(ctx);
-    cb::check_device_memory(device, "buffer", buffer);
-    this->memory_ = detail::aligned(buffer);
-    this->device_ = device.number();
+}
+
+template <AnyPolicy P, Storage T>
+template <class Build>
+void DualCache<P, T>::lay_out_on_device(const cuda& ctx) {
     forget_slabs();
-    std::vector<ref_type> refs;
-    for (std::int32_t layer = 0; layer < this->shape_.layers; ++layer) {
-        refs.push_back(this->layer(layer));
-    }
-    const auto copy = [&](std::size_t to, const auto& from) {
-        cb::check(cudaMemcpyAsync(this->memory_ + to, from.data(), from.size() * sizeof from[0],
-                                  cudaMemcpyHostToDevice, ctx.stream),
-                  "cudaMemcpyAsync");
-    };
-    copy(this->all_params_at_, this->all_params_);
-    if constexpr (P::has_selection) {
-        copy(this->read_pages_at_, this->read_pages_);
-    }
-    copy(offsets_at_, table_offset_);
-    copy(tiles_at_, tile_offset_);
-    copy(refs_at_, refs);
-    cb::check(cudaMemsetAsync(this->memory_ + count_at_, 0, sizeof(std::int32_t), ctx.stream),
-              "cudaMemsetAsync");
-    const std::int64_t heads =
-        std::int64_t{this->shape_.layers} * this->shape_.max_sequences * this->shape_.kv_heads;
-    cb::launch("clear_sequences_kernel", cb::clear_sequences_kernel<ref_type>, heads, cb::sequence_threads, 0,
-               ctx, this->template at<const ref_type>(refs_at_), this->shape_.kv_heads, 0,
-               this->shape_.max_sequences, true);
-    cb::check(cudaStreamSynchronize(ctx.stream), "cudaStreamSynchronize");  // `refs` may go
+    this->template put_on_device<Build>(ctx, offsets_at_, table_offset_);
+    this->template put_on_device<Build>(ctx, tiles_at_, tile_offset_);
+    cuda_backend::check(cudaMemsetAsync(this->memory_ + count_at_, 0, sizeof(std::int32_t), ctx.stream),
+                        "cudaMemsetAsync");
 }
 
 template <AnyPolicy P, Storage T>
@@ -84,7 +54,7 @@ void DualCache<P, T>::attach(const cuda& ctx, const Slab<T>& slab) {
     cb::check_device_memory(device, "notes of the slab", slab.position);
     cb::launch("attach_slab_kernel", cb::attach_slab_kernel<T>, 1, cb::admit_threads, 0, ctx,
                this->layer(0).pool, this->template at<Slab<T>>(slabs_at_), slabs(), spared_of(slabs()), slab);
-    cb::check(cudaStreamSynchronize(ctx.stream), "cudaStreamSynchronize");
+    cb::wait_for(ctx);
     attached_.push_back(slab);
 }
 
@@ -120,12 +90,7 @@ std::int64_t DualCache<P, T>::free_pages(const cuda& ctx) const {
     namespace cb = cuda_backend;
     this->require_memory(true);
     const cb::device_scope device(ctx, this->device_);
-    std::int32_t count = 0;
-    cb::check(
-        cudaMemcpyAsync(&count, this->memory_ + count_at_, sizeof count, cudaMemcpyDeviceToHost, ctx.stream),
-        "cudaMemcpyAsync");
-    cb::check(cudaStreamSynchronize(ctx.stream), "cudaStreamSynchronize");
-    return count;
+    return cb::fetched(ctx, this->template at<const std::int32_t>(count_at_));
 }
 
 template <AnyPolicy P, Storage T>
@@ -140,7 +105,7 @@ std::int64_t DualCache<P, T>::reserve(const cuda& ctx, const Batch& named) {
     }
     const cb::device_scope device(ctx, this->device_);
     auto* const answer = this->template at<std::int64_t>(answer_at_);
-    const cb::reserve_params<P, T> call{.refs = this->template at<const ref_type>(refs_at_),
+    const cb::reserve_params<P, T> call{.refs = this->device_refs(),
                                         .layers = this->shape_.layers,
                                         .max_sequences = this->shape_.max_sequences,
                                         .max_seq_len = max_seq_len(),
@@ -152,22 +117,8 @@ std::int64_t DualCache<P, T>::reserve(const cuda& ctx, const Batch& named) {
     cb::launch("grant_reserved_kernel", cb::grant_reserved_kernel<P, T>, 1, cb::admit_threads, 0, ctx, call);
     cb::launch("take_reserved_kernel", cb::take_reserved_kernel<P, T>, batch.count, cb::admit_threads, 0, ctx,
                call);
-    std::int64_t lacking = 0;
-    cb::check(cudaMemcpyAsync(&lacking, answer, sizeof lacking, cudaMemcpyDeviceToHost, ctx.stream),
-              "cudaMemcpyAsync");
-    cb::check(cudaStreamSynchronize(ctx.stream), "cudaStreamSynchronize");
+    const std::int64_t lacking = cb::fetched(ctx, answer);
     return lacking == 0 ? 0 : slabs_of(lacking);
-}
-
-template <AnyPolicy P, Storage T>
-template <class Build>
-void DualCache<P, T>::clear(const cuda& ctx, std::int32_t seq) {
-    namespace cb = cuda_backend;
-    this->template require_device_seq<Build>(seq, "seq");
-    const cb::device_scope device(ctx, this->device_);
-    cb::launch("clear_sequences_kernel", cb::clear_sequences_kernel<ref_type>,
-               std::int64_t{this->shape_.layers} * this->shape_.kv_heads, cb::sequence_threads, 0, ctx,
-               this->template at<const ref_type>(refs_at_), this->shape_.kv_heads, seq, 1, false);
 }
 
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
@@ -225,93 +176,37 @@ void DualCache<P, T>::evict(const cuda& ctx, const Batch& named, workspace_view 
                  static_cast<std::size_t>(cb::evict_tile) *
                      static_cast<std::size_t>(this->shape_.head_dim_qk) * sizeof(compute_t<T>));
     cb::launch_cooperative("paged_evict_kernel", cb::paged_evict_kernel<P, T>, 4, device, cb::admit_threads,
-                           shared, ctx, this->template at<const ref_type>(refs_at_), this->shape_.layers,
-                           batch, memory, options.reports, options.status);
+                           shared, ctx, this->device_refs(), this->shape_.layers, batch, memory,
+                           options.reports, options.status);
 }
 
+/// The moves of fork and reorder, in all layers.
 template <AnyPolicy P, Storage T>
-template <class Build>
-void DualCache<P, T>::advance(const cuda& ctx, const Batch& named, const StepOptions& options) {
+template <class Build, class Moves>
+void DualCache<P, T>::move_sequences(const cuda& ctx, const Moves& moves, std::uint32_t* status) const {
     namespace cb = cuda_backend;
-    this->require_memory(true);
-    const Batch batch = checks::batch_of(named, this->shape_.max_sequences);
-    checks::check_count("batch.count", batch.count, this->shape_.max_sequences);
-    const cb::device_scope device(ctx, this->device_);
-    cb::launch("advance_kernel", cb::advance_kernel<cb::advance_params>, batch.count, cb::advance_threads, 0,
-               ctx,
-               cb::advance_params{.length = this->template at<position_t>(this->length_at_),
-                                  .appended = this->template at<std::int32_t>(this->appended_at_),
-                                  .layers = this->shape_.layers,
-                                  .max_sequences = this->shape_.max_sequences,
-                                  .kv_heads = this->shape_.kv_heads,
-                                  .max_seq_len = max_seq_len(),
-                                  .batch = batch,
-                                  .status = options.status,
-                                  .says_tokens = batch.q_len != nullptr || batch.length != Batch::not_set,
-                                  .least = named.count == Batch::not_set ? 0 : 1});
-}
-
-inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
-namespace cuda_backend {
-
-/// The moves of fork and reorder, in all layers. `refused`: a word of the cache's.
-template <class P, class T>
-void move_paged_sequences(const cuda& ctx, const DualRef<P, T>* refs, const DualRef<P, T>& any,
-                          std::int32_t layers, const sequence_moves& moves, std::int64_t* refused,
-                          std::uint32_t* status) {
-    if (moves.count == 0) {
-        return;
-    }
-    const device_scope device(ctx, any.device);
+    const auto* const refs = this->device_refs();
+    const ref_type any = this->layer(0);
+    const std::int32_t layers = this->shape_.layers;
+    auto* const refused = this->template at<std::int64_t>(answer_at_);
     const std::size_t a_thread = static_cast<std::size_t>(moves.count) * sizeof(std::uint32_t);
-    const int threads = a_thread * sequence_threads <= 64 * 1024 ? sequence_threads : 32;
-    const std::size_t scratch = a_thread * static_cast<std::size_t>(threads);
+    const int threads = a_thread * cb::sequence_threads <= 64 * 1024 ? cb::sequence_threads : 32;
+    const std::size_t shared = cb::moves_bytes + a_thread * static_cast<std::size_t>(threads);
     const std::int64_t heads = std::int64_t{layers} * any.kv_heads;
-    constexpr std::int32_t pieces = 16;  // blocks that share the rows of a head
-    launch("paged_drop_kernel", paged_drop_kernel<P, T>, 1, admit_threads, 0, ctx, refs, layers, moves,
-           refused, status);
-    launch("paged_inherit_kernel", paged_inherit_kernel<P, T>, heads, threads, 2 * moves_bytes + scratch, ctx,
-           refs, moves, refused);
+    cb::launch("paged_drop_kernel", cb::paged_drop_kernel<P, T>, 1, cb::admit_threads, 0, ctx, refs, layers,
+               moves, refused, status);
+    cb::launch("paged_inherit_kernel", cb::paged_inherit_kernel<P, T>, heads, threads,
+               cb::moves_bytes + shared, ctx, refs, moves, refused);
     if constexpr (P::has_eviction) {
-        launch("paged_queries_kernel", paged_queries_kernel<P, T>, heads * pieces, threads,
-               moves_bytes + scratch, ctx, refs, moves, pieces, refused);
+        cb::launch("paged_queries_kernel", cb::paged_queries_kernel<P, T>, heads * cb::row_pieces, threads,
+                   shared, ctx, refs, moves, cb::row_pieces, refused);
     }
-    launch("paged_share_kernel", paged_share_kernel<P, T>, 1, admit_threads, 0, ctx, refs, layers, moves,
-           refused);
-    launch("paged_copy_kernel", paged_copy_kernel<P, T>, heads * pieces, sequence_threads, 0, ctx, refs,
-           moves, pieces, refused);
-    launch("paged_lengths_kernel", paged_lengths_kernel<position_t>, 1, threads, moves_bytes + scratch, ctx,
-           any.length, any.max_sequences, moves, refused);
-}
-
-}  // namespace cuda_backend
-}  // namespace KVPOLICY_HIDDEN
-
-template <AnyPolicy P, Storage T>
-template <class Build>
-void DualCache<P, T>::fork(const cuda& ctx, std::int32_t from, std::int32_t to, const StepOptions& options) {
-    this->template require_device_seq<Build>(from, "from");
-    this->template require_device_seq<Build>(to, "to");
-    if (from != to) {
-        cuda_backend::move_paged_sequences<P, T>(ctx, this->template at<const ref_type>(refs_at_),
-                                                 this->layer(0), this->shape_.layers, {nullptr, 1, from, to},
-                                                 this->template at<std::int64_t>(answer_at_), options.status);
-    }
-}
-
-template <AnyPolicy P, Storage T>
-template <class Build>
-void DualCache<P, T>::reorder(const cuda& ctx, const std::int32_t* sources, std::int32_t count,
-                              const StepOptions& options) {
-    this->require_memory(true);
-    const std::int32_t most = std::min(this->shape_.max_sequences, cuda_backend::max_reordered);
-    detail::require(count >= 0 && count <= most, "count", count, [&] {
-        return detail::text("0 to ", most, ", the cache's max_sequences and at most 512");
-    });
-    detail::require(sources != nullptr || count == 0, "sources", "null", "device memory of count sequences");
-    cuda_backend::move_paged_sequences<P, T>(ctx, this->template at<const ref_type>(refs_at_), this->layer(0),
-                                             this->shape_.layers, {sources, count, 0, 0},
-                                             this->template at<std::int64_t>(answer_at_), options.status);
+    cb::launch("paged_share_kernel", cb::paged_share_kernel<P, T>, 1, cb::admit_threads, 0, ctx, refs, layers,
+               moves, refused);
+    cb::launch("paged_copy_kernel", cb::paged_copy_kernel<P, T>, heads * cb::row_pieces, cb::sequence_threads,
+               0, ctx, refs, moves, cb::row_pieces, refused);
+    cb::launch("paged_lengths_kernel", cb::paged_lengths_kernel<position_t>, 1, threads, shared, ctx,
+               any.length, any.max_sequences, moves, refused);
 }
 
 /// A cache of the same kind with one sequence in host memory, and the numbers that say which rows it has.
@@ -345,44 +240,37 @@ struct DualCache<P, T>::sequence_copy {
 
 template <AnyPolicy P, Storage T>
 template <class Build>
-auto DualCache<P, T>::counted_sequence(const cuda& ctx, std::int32_t seq) const {
-    namespace cb = cuda_backend;
-    cb::check_between_tokens(ctx, this->shape_, this->template at<const std::int32_t>(this->appended_at_),
-                             seq);
-    // Rows in use depend on lengths and counters alone.
+auto DualCache<P, T>::sequence_of(const typename base::sequence_counts& counts) const {
     const std::int32_t heads = this->shape_.kv_heads;
-    std::vector<std::int32_t> num_long_range(static_cast<std::size_t>(this->shape_.layers) *
-                                             static_cast<std::size_t>(heads));
-    position_t length = 0;
-    const auto fetch = [&](auto* to, const auto* from, std::int64_t count) {
-        cb::check(cudaMemcpyAsync(to, from, static_cast<std::size_t>(count) * sizeof *to,
-                                  cudaMemcpyDeviceToHost, ctx.stream),
-                  "cudaMemcpyAsync");
-    };
-    fetch(&length, this->layer(0).length + seq, 1);
-    for (std::int32_t layer = 0; layer < this->shape_.layers; ++layer) {
-        const ref_type of = this->layer(layer);
-        fetch(num_long_range.data() + std::int64_t{layer} * heads,
-              of.num_long_range + std::int64_t{seq} * heads, heads);
-    }
-    cb::check(cudaStreamSynchronize(ctx.stream), "cudaStreamSynchronize");
     std::int64_t rows = 0;
     for (std::int32_t layer = 0; layer < this->shape_.layers; ++layer) {
         for (std::int32_t head = 0; head < heads; ++head) {
             const HeadParams& head_params = this->head_params_of(layer, head);
             rows += HeadRows{head_params.sinks, head_params.window}.used(
-                length, num_long_range[static_cast<std::size_t>(layer * heads + head)]);
+                counts.length, counts.num_long_range[static_cast<std::size_t>(layer * heads + head)]);
         }
     }
     sequence_copy<Build> copy(*this, rows);
-    *copy.cache.layer(0).length = length;
+    *copy.cache.layer(0).length = counts.length;
     for (std::int32_t layer = 0; layer < this->shape_.layers; ++layer) {
         const ref_type of = copy.cache.layer(layer);
-        std::copy_n(num_long_range.data() + std::int64_t{layer} * heads, heads, of.num_long_range);
+        std::copy_n(counts.num_long_range.data() + std::int64_t{layer} * heads, heads, of.num_long_range);
         for (std::int32_t head = 0; head < heads; ++head) {
             of.take_pages(0, head, of.used(0, head));
         }
     }
+    copy.count();
+    return copy;
+}
+
+template <AnyPolicy P, Storage T>
+template <class Build>
+auto DualCache<P, T>::restored_sequence(const void* blob, std::size_t blob_bytes) const {
+    const std::size_t row =
+        static_cast<std::size_t>(this->shape_.head_dim_qk + this->shape_.head_dim_vo) * sizeof(T);
+    // More rows do not fit in the blob.
+    sequence_copy<Build> copy(*this, static_cast<std::int64_t>(blob_bytes / row));
+    copy.cache.restore(host{1}, 0, blob, blob_bytes);
     copy.count();
     return copy;
 }
@@ -396,8 +284,7 @@ class staged_rows {
   public:
     staged_rows(const cuda& ctx, const std::vector<std::int64_t>& first, std::int32_t head_dim_qk,
                 std::int32_t head_dim_vo)
-        : ctx_(ctx),
-          rows_(static_cast<std::size_t>(first.back())),
+        : rows_(static_cast<std::size_t>(first.back())),
           head_dim_qk_(head_dim_qk),
           head_dim_vo_(head_dim_vo) {
         workspace_parts measure(nullptr);
@@ -405,7 +292,7 @@ class staged_rows {
         check(cudaMalloc(&memory_, measure.bytes()), "cudaMalloc");
         workspace_parts parts(memory_);
         take(parts, first.size());
-        copy(const_cast<std::int64_t*>(rows.first), first.data(), first.size());
+        copy_elements(ctx, const_cast<std::int64_t*>(rows.first), first.data(), first.size());
     }
     staged_rows(const staged_rows&) = delete;
     staged_rows& operator=(const staged_rows&) = delete;
@@ -424,12 +311,6 @@ class staged_rows {
         move(rows.position, position.data(), rows_);
         move(rows.score, score.data(), rows_);
     }
-    template <class Element>
-    void copy(Element* to, const Element* from, std::size_t count) const {
-        check(cudaMemcpyAsync(to, from, count * sizeof(Element), cudaMemcpyDefault, ctx_.stream),
-              "cudaMemcpyAsync");
-    }
-
     slot_rows<T> rows;
 
   private:
@@ -441,7 +322,6 @@ class staged_rows {
         rows.position = parts.take<position_t>(count);
         rows.score = parts.take<float>(count);
     }
-    const cuda& ctx_;
     std::size_t rows_;
     std::int32_t head_dim_qk_, head_dim_vo_;
     void* memory_ = nullptr;
@@ -452,84 +332,45 @@ class staged_rows {
 
 template <AnyPolicy P, Storage T>
 template <class Build>
-std::size_t DualCache<P, T>::snapshot_bytes(const cuda& ctx, std::int32_t seq) const {
-    this->template require_device_seq<Build>(seq, "seq");
-    const cuda_backend::device_scope device(ctx, this->device_);
-    return this->template counted_sequence<Build>(ctx, seq).cache.snapshot_bytes(0);
-}
-
-template <AnyPolicy P, Storage T>
-template <class Build>
-std::size_t DualCache<P, T>::snapshot(const cuda& ctx, std::int32_t seq, void* buffer,
-                                      std::size_t buffer_bytes) const {
+void DualCache<P, T>::fetch_rows(const cuda& ctx, std::int32_t seq, const sequence_copy<Build>& copy) const {
     namespace cb = cuda_backend;
-    this->template require_device_seq<Build>(seq, "seq");
-    const cb::device_scope device(ctx, this->device_);
-    const auto copy = this->template counted_sequence<Build>(ctx, seq);
     const cb::staged_rows<T> staged(ctx, copy.first, this->shape_.head_dim_qk, this->shape_.head_dim_vo);
-    constexpr std::int32_t pieces = 16;  // blocks that share the rows of a head
     const std::int64_t heads = std::int64_t{this->shape_.layers} * this->shape_.kv_heads;
-    cb::launch("paged_sequence_rows_kernel", cb::paged_sequence_rows_kernel<P, T>, heads * pieces,
-               cb::sequence_threads, 0, ctx, this->template at<const ref_type>(refs_at_), seq, staged.rows,
-               pieces, false);
+    cb::launch("paged_sequence_rows_kernel", cb::paged_sequence_rows_kernel<P, T>, heads * cb::row_pieces,
+               cb::sequence_threads, 0, ctx, this->device_refs(), seq, staged.rows, cb::row_pieces, false);
     std::vector<T> k, v;
     std::vector<position_t> position;
     std::vector<float> score;
-    staged.each(k, v, position, score, [&](auto* of_device, auto* of_host, std::size_t count) {
-        staged.copy(of_host, of_device, count);
+    staged.each(k, v, position, score, [&](const auto* of_device, auto* of_host, std::size_t count) {
+        cb::copy_elements(ctx, of_host, of_device, count);
     });
-    for (std::int32_t layer = 0; layer < this->shape_.layers; ++layer) {
-        const ref_type a = this->layer(layer), b = copy.cache.layer(layer);
-        staged.copy(b.state, a.state + std::int64_t{seq} * a.kv_heads * a.state_size,
-                    static_cast<std::size_t>(a.kv_heads * a.state_size));
-        if constexpr (P::has_eviction) {
-            const std::int64_t queries =
-                std::int64_t{a.kv_heads} * a.eviction.observing * a.group * a.head_dim_qk;
-            staged.copy(b.queries, a.queries + seq * queries, static_cast<std::size_t>(queries));
-        }
-    }
-    cb::check(cudaStreamSynchronize(ctx.stream), "cudaStreamSynchronize");
+    cb::wait_for(ctx);
     for_each_row(copy, [&](const auto& rows, std::int32_t r, std::int64_t at) {
         std::copy_n(k.data() + at * this->shape_.head_dim_qk, this->shape_.head_dim_qk, rows.k(r));
         std::copy_n(v.data() + at * this->shape_.head_dim_vo, this->shape_.head_dim_vo, rows.v(r));
         rows.position(r) = position[static_cast<std::size_t>(at)];
         rows.score(r) = score[static_cast<std::size_t>(at)];
     });
-    return copy.cache.snapshot(host{1}, 0, buffer, buffer_bytes);
 }
 
 template <AnyPolicy P, Storage T>
 template <class Build>
-void DualCache<P, T>::restore(const cuda& ctx, std::int32_t seq, const void* blob, std::size_t blob_bytes,
-                              const StepOptions& options) {
+bool DualCache<P, T>::store_rows(const cuda& ctx, std::int32_t seq, const sequence_copy<Build>& copy,
+                                 const StepOptions& options) const {
     namespace cb = cuda_backend;
-    this->template require_device_seq<Build>(seq, "seq");
-    const cb::device_scope device(ctx, this->device_);
-    const std::size_t row =
-        static_cast<std::size_t>(this->shape_.head_dim_qk + this->shape_.head_dim_vo) * sizeof(T);
-    sequence_copy<Build> copy(*this,
-                              static_cast<std::int64_t>(blob_bytes / row));  // more rows do not fit in it
-    copy.cache.restore(host{1}, 0, blob, blob_bytes);
-    copy.count();
     const cb::staged_rows<T> staged(ctx, copy.first, this->shape_.head_dim_qk, this->shape_.head_dim_vo);
     auto* const answer = this->template at<std::int64_t>(answer_at_);
-    const auto* const refs = this->template at<const ref_type>(refs_at_);
+    const auto* const refs = this->device_refs();
     cb::launch("paged_refill_kernel", cb::paged_refill_kernel<P, T>, 1, cb::admit_threads, 0, ctx, refs,
                this->shape_.layers, seq, staged.rows.first, answer);
-    std::int64_t lacking = 0;
-    staged.copy(&lacking, answer, 1);
-    cb::check(cudaStreamSynchronize(ctx.stream), "cudaStreamSynchronize");
-    if (lacking != 0) {
+    if (const std::int64_t lacking = cb::fetched(ctx, answer); lacking != 0) {
         if (options.status == nullptr) {
             detail::refuse("pages that the pool lacks", lacking, "0 (add_slab adds more)");
         }
-        std::uint32_t status = 0;
-        staged.copy(&status, options.status, 1);
-        cb::check(cudaStreamSynchronize(ctx.stream), "cudaStreamSynchronize");
-        status |= status_pool_exhausted;
-        staged.copy(options.status, &status, 1);
-        cb::check(cudaStreamSynchronize(ctx.stream), "cudaStreamSynchronize");
-        return;
+        const std::uint32_t status = cb::fetched(ctx, options.status) | status_pool_exhausted;
+        cb::copy_elements(ctx, options.status, &status, 1);
+        cb::wait_for(ctx);
+        return false;
     }
     std::vector<T> k, v;
     std::vector<position_t> position;
@@ -542,57 +383,20 @@ void DualCache<P, T>::restore(const cuda& ctx, std::int32_t seq, const void* blo
         score[static_cast<std::size_t>(at)] = rows.score(r);
     });
     staged.each(k, v, position, score, [&](auto* of_device, const auto* of_host, std::size_t count) {
-        staged.copy(of_device, of_host, count);
+        cb::copy_elements(ctx, of_device, of_host, count);
     });
-    constexpr std::int32_t pieces = 16;  // blocks that share the rows of a head
     const std::int64_t heads = std::int64_t{this->shape_.layers} * this->shape_.kv_heads;
-    cb::launch("paged_sequence_rows_kernel", cb::paged_sequence_rows_kernel<P, T>, heads * pieces,
-               cb::sequence_threads, 0, ctx, refs, seq, staged.rows, pieces, true);
+    cb::launch("paged_sequence_rows_kernel", cb::paged_sequence_rows_kernel<P, T>, heads * cb::row_pieces,
+               cb::sequence_threads, 0, ctx, refs, seq, staged.rows, cb::row_pieces, true);
     if constexpr (P::has_selection) {
-        cb::launch("paged_sequence_bounds_kernel", cb::paged_sequence_bounds_kernel<P, T>, heads * pieces,
-                   cb::sequence_threads, 0, ctx, refs, seq, staged.rows.first, pieces);
+        cb::launch("paged_sequence_bounds_kernel", cb::paged_sequence_bounds_kernel<P, T>,
+                   heads * cb::row_pieces, cb::sequence_threads, 0, ctx, refs, seq, staged.rows.first,
+                   cb::row_pieces);
     }
-    for (std::int32_t layer = 0; layer < this->shape_.layers; ++layer) {
-        const ref_type a = this->layer(layer), b = copy.cache.layer(layer);
-        const std::int64_t at = std::int64_t{seq} * a.kv_heads;
-        const auto count = static_cast<std::size_t>(a.kv_heads);
-        staged.copy(a.state + at * a.state_size, b.state, count * static_cast<std::size_t>(a.state_size));
-        staged.copy(a.num_long_range + at, b.num_long_range, count);
-        staged.copy(a.victim + at, b.victim, count);
-        cb::check(cudaMemsetAsync(a.appended + at, 0, count * sizeof(std::int32_t), ctx.stream),
-                  "cudaMemsetAsync");
-        staged.copy(a.num_draft + seq, b.num_draft, 1);
-        if constexpr (P::has_keep) {
-            staged.copy(a.num_protected + at, b.num_protected, count);
-        }
-        if constexpr (P::has_eviction) {
-            const std::int64_t queries =
-                std::int64_t{a.kv_heads} * a.eviction.observing * a.group * a.head_dim_qk;
-            staged.copy(a.queries + seq * queries, b.queries, static_cast<std::size_t>(queries));
-        }
-    }
-    staged.copy(this->layer(0).length + seq, copy.cache.layer(0).length, 1);
-    staged.copy(this->layer(0).reserved + seq, copy.cache.layer(0).reserved, 1);
-    cb::check(cudaStreamSynchronize(ctx.stream), "cudaStreamSynchronize");  // host memory may go
+    const position_t none = 0;
+    cb::copy_elements(ctx, this->layer(0).reserved + seq, &none, 1);
+    cb::wait_for(ctx);  // `staged` and host memory may go
+    return true;
 }
 
-inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
-
-template <class Dims, class P, Storage T>
-void export_heads(const cuda& ctx, const DualRef<P, T>& cache, const Batch& named, const HeadPages& pages,
-                  workspace_view /*workspace*/, const StepOptions& /*options*/) {
-    namespace cb = cuda_backend;
-    cb::check_on_device(cache);
-    const Batch batch = checks::batch_of(named, cache.max_sequences);
-    checks::check_count("batch.count", batch.count, cache.max_sequences);
-    checks::check_head_pages(cache, batch, pages, cache.page_count(), "the pages that the pool can have");
-    const cb::device_scope device(ctx, cache.device);
-    const cb::paged_view<T> view(cache);
-    cb::launch("count_paged_pages_kernel", cb::count_paged_pages_kernel<T>, 1, cb::admit_threads, 0, ctx,
-               view, batch, pages);
-    cb::launch("fill_paged_pages_kernel", cb::fill_paged_pages_kernel<T>,
-               std::int64_t{batch.count} * cache.kv_heads, cb::admit_threads, 0, ctx, view, batch, pages);
-}
-
-}  // namespace KVPOLICY_HIDDEN
 }  // namespace kvpolicy

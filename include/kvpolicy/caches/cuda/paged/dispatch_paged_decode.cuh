@@ -1,7 +1,7 @@
-// The dispatch of a DualCache's step and of attention over it: sizes, workspace, launches.
+// The plan of a step over paged entries: sizes, workspace, launches.
 #pragma once
 
-#include <kvpolicy/caches/cuda/check_cache_call.cuh>
+#include <kvpolicy/caches/cuda/decode/decode_plan.cuh>
 #include <kvpolicy/caches/cuda/paged/kernel_choose_pages.cuh>
 #include <kvpolicy/caches/cuda/paged/kernel_paged_decode.cuh>
 #include <kvpolicy/caches/cuda/scoring/kernel_cache_score.cuh>
@@ -22,20 +22,6 @@ namespace kvpolicy {
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 namespace cuda_backend {
 
-/// A policy's gate as kernels take it: with its keep part, if it has one.
-template <class P>
-using gate_of =
-    std::conditional_t<P::has_keep, detail::held_gate<typename P::gate_type, typename P::keep_type>,
-                       typename P::gate_type>;
-template <class P, class Cache>
-gate_of<P> gate_in(const Cache& cache) {
-    if constexpr (P::has_keep) {
-        return {cache.gate, cache.keep};
-    } else {
-        return cache.gate;
-    }
-}
-
 /// Pages of a selection that `rows` rows take.
 template <class Cache>
 std::int64_t bound_pages_of(const Cache& cache, std::int64_t rows) {
@@ -43,41 +29,31 @@ std::int64_t bound_pages_of(const Cache& cache, std::int64_t rows) {
     return (rows + size - 1) / size;
 }
 
-/// The most rows of a head.
-template <class Cache>
-std::int64_t max_rows_of(const Cache& cache) {
-    if constexpr (Cache::pooled) {
-        return cache.max_rows;
-    } else {
-        return cache.max_capacity;
-    }
-}
+/// How a query finds the entries that it reads: all, or those in chosen pages.
+template <class P, class T>
+using paged_decode_view = std::conditional_t<P::has_selection, chosen_view<T>, paged_view<T>>;
+template <class Rows, class P>
+using paged_params_of =
+    paged_decode_params<Rows, gate_of<P>, asked_scorer<P>, paged_decode_view<P, typename Rows::T>>;
 
-/// A step, or attention alone, with kernels of these sizes; of a FixedBudgetCache with a selection, too.
+/// Of a FixedBudgetCache with a selection, too.
 template <class Rows, class Cache>
-class paged_decode_plan {
+class paged_decode_plan : public decode_plan<paged_decode_plan<Rows, Cache>, Cache,
+                                             paged_params_of<Rows, typename Cache::policy_type>> {
     using T = typename Rows::T;
     using P = typename Cache::policy_type;
     using Gate = gate_of<P>;
     using Scorer = asked_scorer<P>;
-    using View = std::conditional_t<P::has_selection, chosen_view<T>, paged_view<T>>;
-    using Launch = paged_decode_params<Rows, Gate, Scorer, View>;
+    using View = paged_decode_view<P, T>;
+    using base = decode_plan<paged_decode_plan, Cache, paged_params_of<Rows, P>>;
+    friend base;
     static constexpr auto kernel = paged_decode_kernel<Rows, Gate, Scorer, View>;
     static constexpr bool on_leaving = Scorer::when == score_time::on_leaving;
 
   public:
     paged_decode_plan(const cuda& ctx, const device_scope& device, const Cache& cache, std::int32_t count)
-        : ctx_(ctx),
-          device_(device),
-          ref_(cache),
-          call_{{.cache = View(cache), .gate = gate_in<P>(cache), .scorer = scorer_of<P>(cache.scorer)}},
-          choose_{choice_in(cache)} {
-        call_.batch.count = count;
-        call_.width = Rows::width(cache.head_dim_vo);
-        call_.logits = logits_of<typename Rows::Compute>(cache.attention, cache.head_dim_qk);
-        call_.parts = (cache.group + Rows::heads - 1) / Rows::heads;
+        : base(ctx, device, cache, count), choose_{choice_in(cache)} {
         detail::require(heads() * call_.parts <= 0x7fffffff, "entries x heads", heads(), "below 2^31");
-        shared_ = static_cast<std::size_t>(Rows::warps) * Rows::shared_bytes(cache.head_dim_vo);
         allow_shared("paged_decode_kernel", reinterpret_cast<const void*>(kernel), shared_);
         int fit = 0;
         check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&fit, kernel, Rows::threads, shared_),
@@ -111,7 +87,7 @@ class paged_decode_plan {
         call_.work.first_tile = parts.take<std::int32_t>(heads() + 1);
         call_.work.first_pair = parts.take<std::int32_t>(call_.work.blocks);
         call_.work.share = parts.take<std::int32_t>(1);
-        call_.notes = parts.take<paged::decode_note>(heads());
+        call_.notes = parts.take<decode_note>(heads());
         computed_ = parts.take<float>(scored_before<Scorer> ? heads() : 0);
         advanced_ = parts.take<float>(on_leaving ? heads() * call_.cache.state_size : 0);
         call_.states = parts.take<typename Rows::Compute>((call_.work.blocks + heads() * call_.parts) *
@@ -132,13 +108,10 @@ class paged_decode_plan {
         return parts.bytes();
     }
 
-    void step(const Batch& batch, const rows_view<const T>& q, const rows_view<const T>& k,
-              const rows_view<const T>& v, const rows_view<T>& out, workspace_view workspace,
-              std::uint32_t* status, const detail::step_extras& extras) {
-        begin(batch, q, out, extras.lse, workspace, status);
-        call_.k = k;
-        call_.v = v;
-        call_.scores = scores_given<P> ? extras.scores : plane_view<const float>{};
+  private:
+    using base::call_, base::computed_, base::ctx_, base::device_, base::heads, base::ref_, base::shared_;
+
+    void score(const Batch& batch, const prefill_tokens<T>& tokens) {
         if constexpr (scored_before<Scorer>) {
             // A state is the cache's only once the step has its pages.
             call_.computed = computed_;
@@ -146,37 +119,14 @@ class paged_decode_plan {
             launch_scores(ctx_, score_params<paged_view<T>, Scorer>{
                                     .cache = call_.cache,
                                     .batch = batch,
-                                    .tokens = {.k = k, .v = v},
+                                    .tokens = tokens,
                                     .scores = computed_,
                                     .state = call_.advanced != nullptr ? advanced_ : nullptr,
                                     .scorer = call_.scorer});
         }
         if constexpr (scored_late<P>) {
-            late_->begin(ctx_, device_, batch, {.k = k, .v = v}, status);
+            late_->begin(ctx_, device_, batch, tokens, call_.status);
         }
-        run();
-    }
-
-    void attend(const Batch& batch, const rows_view<const T>& q, const rows_view<T>& out,
-                const plane_view<float>& lse, workspace_view workspace, std::uint32_t* status) {
-        begin(batch, q, out, lse, workspace, status);
-        call_.writes = false;
-        run();
-    }
-
-  private:
-    [[nodiscard]] std::int64_t heads() const {
-        return std::int64_t{call_.batch.count} * call_.cache.kv_heads;
-    }
-    void begin(const Batch& batch, const rows_view<const T>& q, const rows_view<T>& out,
-               const plane_view<float>& lse, workspace_view workspace, std::uint32_t* status) {
-        check_workspace(workspace, lay_out(nullptr));
-        lay_out(workspace.data);
-        call_.batch = batch;
-        call_.q = q;
-        call_.out = out;
-        call_.lse = lse;
-        call_.status = status;
     }
     void run() {
         if (call_.batch.count == 0) {
@@ -238,79 +188,22 @@ class paged_decode_plan {
             return {};
         }
     }
-    const cuda& ctx_;
-    const device_scope& device_;
-    const Cache& ref_;
-    Launch call_;
     std::optional<late_scores<paged_view<T>, Gate>> late_;
     Choose choose_;
     int bound_warps_ = bound_threads / 32;
-    float* computed_ = nullptr;
     float* advanced_ = nullptr;
-    std::size_t shared_ = 0;
 };
 
-/// Calls body(call) with the paged_decode_plan that serves the cache.
+/// Calls body(plan) with the paged_decode_plan that serves the cache.
 template <class Dims, class Cache, class Body>
-void with_paged_decode_plan(const cuda& ctx, const Cache& cache, std::int32_t count, const Body& body) {
-    using T = typename Cache::value_type;
-    require_device_policy<typename Cache::policy_type>();
-    check_on_device(cache);
-    const device_scope device(ctx, cache.device);
-    if constexpr (is_half<T>) {
-        const std::int32_t dim = std::max(cache.head_dim_qk, cache.head_dim_vo);
-        const int tile = fitting_tile(Dims{}, dim);
-        detail::require(tile != 0, "head_dim", dim, "at most the largest of the call's head_dims, and 256");
-        with_tile(Dims{}, tile, [&](auto of) {
-            paged_decode_plan<paged::tensor_rows<T, decltype(of)::value>, Cache> call(ctx, device, cache,
-                                                                                      count);
-            body(call);
-        });
-    } else {
-        paged_decode_plan<paged::plain_rows<T>, Cache> call(ctx, device, cache, count);
-        body(call);
-    }
-}
-
-template <class Dims, class P, class T, class Body>
-void with_decode_plan(const cuda& ctx, const DualRef<P, T>& cache, std::int32_t count, const Body& body) {
-    with_paged_decode_plan<Dims>(ctx, cache, count, body);
+void with_paged_decode_plan(const cuda& ctx, const device_scope& device, const Cache& cache,
+                            std::int32_t count, const Body& body) {
+    with_decode_rows<Dims, paged_layout>(cache, [&](auto rows) {
+        paged_decode_plan<decltype(rows), Cache> plan(ctx, device, cache, count);
+        body(plan);
+    });
 }
 
 }  // namespace cuda_backend
-
-template <class Dims, class P, Storage T>
-std::size_t step_workspace_bytes(const cuda& ctx, const DualRef<P, T>& cache, std::int32_t count) {
-    checks::check_count("batch", count, cache.max_sequences);
-    std::size_t bytes = 0;
-    cuda_backend::with_decode_plan<Dims>(ctx, cache, count,
-                                         [&](auto& call) { bytes = call.lay_out(nullptr); });
-    return bytes;
-}
-
-template <class Dims, class P, Storage T>
-void step(const cuda& ctx, const DualRef<P, T>& cache, const step_io<T>& io, workspace_view workspace,
-          const StepOptions& options) {
-    cuda_backend::require_device_policy<P>();
-    const Batch batch = checks::batch_of(io);
-    const detail::step_extras extras = detail::extras_of(io);
-    cuda_backend::check_cache_call(cache, batch, 1, io.q, io.k, io.v, io.out, extras);
-    cuda_backend::with_decode_plan<Dims>(ctx, cache, batch.count, [&](auto& call) {
-        call.step(batch, io.q, io.k, io.v, io.out, workspace, options.status, extras);
-    });
-}
-
-template <class Dims, class P, Storage T>
-void attend(const cuda& ctx, const DualRef<P, T>& cache, const step_io<T>& io, workspace_view workspace,
-            const StepOptions& options) {
-    const Batch batch = checks::batch_of(io);
-    detail::require(io.cu_seqlens == nullptr, "io.cu_seqlens", "given",
-                    "null in attend, whose entries have one query");
-    cuda_backend::check_cache_call(cache, batch, 1, io.q, io.out, io.lse);
-    cuda_backend::with_decode_plan<Dims>(ctx, cache, batch.count, [&](auto& call) {
-        call.attend(batch, io.q, io.out, io.lse, workspace, options.status);
-    });
-}
-
 }  // namespace KVPOLICY_HIDDEN
 }  // namespace kvpolicy

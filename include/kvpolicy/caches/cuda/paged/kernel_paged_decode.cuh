@@ -50,9 +50,9 @@ __global__ void __launch_bounds__(admit_threads)
 /// 4. The blocks of a head merge their softmax states in the workspace.
 /// 5. The last block to arrive writes outputs, entries and counters.
 template <class Rows, class Gate, class Scorer, class View>
-__global__ void __launch_bounds__(Rows::threads, 2)
+__global__ void __launch_bounds__(Rows::threads, Rows::blocks)
     paged_decode_kernel(const __grid_constant__ paged_decode_params<Rows, Gate, Scorer, View> call) {
-    __shared__ typename paged::agent_paged_head<paged_decode_params<Rows, Gate, Scorer, View>>::Memory memory;
+    __shared__ typename agent_paged_head<paged_decode_params<Rows, Gate, Scorer, View>>::Memory memory;
     wait_for_kernel_before();
     run_paged_decode(call, memory, dynamic_shared());
 }
@@ -78,7 +78,7 @@ __global__ void __launch_bounds__(admit_threads)
 template <class Rows, class Gate, class Scorer, class View>
 __global__ void __launch_bounds__(Rows::threads)
     paged_write_kernel(const __grid_constant__ paged_decode_params<Rows, Gate, Scorer, View> call) {
-    using Step = paged::agent_paged_head<paged_decode_params<Rows, Gate, Scorer, View>>;
+    using Step = agent_paged_head<paged_decode_params<Rows, Gate, Scorer, View>>;
     __shared__ typename Step::Memory memory;
     const auto pair = static_cast<std::int32_t>(blockIdx.x);
     const std::int32_t entry = pair / call.cache.kv_heads;

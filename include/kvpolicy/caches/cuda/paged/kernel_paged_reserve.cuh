@@ -2,7 +2,7 @@
 // granted or rejected by one block, taken by one block per entry.
 #pragma once
 
-#include <kvpolicy/caches/cuda/contiguous/contiguous_view.cuh>
+#include <kvpolicy/caches/cuda/batch_entry.cuh>
 #include <kvpolicy/caches/cuda/paged/agent_admit.cuh>
 #include <kvpolicy/caches/dual.hpp>
 #include <kvpolicy/core/cuda_config.cuh>

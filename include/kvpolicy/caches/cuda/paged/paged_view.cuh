@@ -1,7 +1,8 @@
 // A layer of a DualCache as kernels see it: as contiguous_view for a FixedBudgetCache, with entries in pages.
 #pragma once
 
-#include <kvpolicy/caches/cuda/paged/agent_paged_stream.cuh>
+#include <kvpolicy/caches/cuda/cache_view.cuh>
+#include <kvpolicy/caches/cuda/paged/paged_source.cuh>
 #include <kvpolicy/caches/dual.hpp>
 #include <kvpolicy/caches/page_pool.hpp>
 #include <kvpolicy/caches/top_k_slots.hpp>
@@ -18,42 +19,26 @@ template <class T>
 struct paged_head;
 
 template <class T>
-struct paged_view {
+struct paged_view : cache_view {
     using value_type = T;
     using head_type = paged_head<T>;
+    static constexpr bool paged = true;
 
-    const HeadParams* all_params = nullptr;      // [kv_heads]
     const std::int64_t* table_offset = nullptr;  // [kv_heads + 1]
     const std::int64_t* tile_offset = nullptr;   // [kv_heads + 1]
-    position_t* length = nullptr;                // [max_sequences]
-    std::int32_t* num_long_range = nullptr;      // [max_sequences, kv_heads]
-    std::int32_t* victim = nullptr;              // [max_sequences, kv_heads]
-    std::int32_t* num_draft = nullptr;           // [max_sequences]
-    std::int32_t* appended = nullptr;            // [max_sequences, kv_heads]
     std::int32_t* table = nullptr;               // [max_sequences, table_offset[kv_heads]]
     std::int32_t* held = nullptr;                // [max_sequences, kv_heads]
-    std::uint32_t* arrivals = nullptr;           // [max_sequences, kv_heads]
-    std::int32_t* tile_victims = nullptr;        // [max_sequences, tile_offset[kv_heads]]
-    float* state = nullptr;                      // [max_sequences, kv_heads, state_size]
     std::int32_t* num_protected = nullptr;       // [max_sequences, kv_heads], with a keep part
     T* queries = nullptr;  // [max_sequences, kv_heads, observing, group, head_dim_qk], with an eviction part
     T* spare_queries = nullptr;  // [max_sequences, kv_heads, max_draft_tokens, group, head_dim_qk]
     const std::int32_t* read_pages = nullptr;  // [kv_heads], with a selection: pages of bound_rows rows
     PagePool<T> pool;
-    PlainRows<T> spare;  // [max_sequences, kv_heads, max_draft_tokens]
-    std::int64_t state_size = 0;
+    PlainRows<T> spare;          // [max_sequences, kv_heads, max_draft_tokens]
     position_t max_seq_len = 0;  // of a sequence; where some head's rows are bounded by nothing else
-    position_t rebase_limit = kvpolicy::rebase_limit;
-    std::int32_t max_sequences = 0;
-    std::int32_t kv_heads = 0;
-    std::int32_t group = 1;
-    std::int32_t head_dim_qk = 0;
-    std::int32_t head_dim_vo = 0;
-    std::int32_t max_draft_tokens = 0;
     std::int32_t observing = 1;
     std::int32_t bound_rows = 1;
     bool limited = false;
-    bool unbounded = false;   // no head has a bound but `longest`
+    bool unbounded = false;   // no head has a bound but max_seq_len
     bool mean_bound = false;  // of a group's query heads; else the largest
 
     template <class P>
@@ -64,7 +49,6 @@ struct paged_view {
         spare_queries = ref.spare_queries;
         pool = ref.pool;
         spare = ref.spare;
-        max_draft_tokens = ref.max_draft_tokens;
         limited = ref.limited;
         unbounded = P::has_keep || P::grows;
         if constexpr (P::has_eviction) {
@@ -77,6 +61,7 @@ struct paged_view {
         : paged_view(ref,
                      {ref.placed.table_offset, ref.placed.tile_offset, ref.placed.table, ref.placed.held},
                      ref.max_capacity) {
+        max_draft_tokens = 0;  // they have no pages
         pool.slabs = ref.placed.slab;
         pool.free_count = ref.placed.free_count;
         pool.slab_pages = static_cast<std::int32_t>(ref.page_count());
@@ -103,8 +88,8 @@ struct paged_view {
                                                     position_t queries, std::int32_t top_k_slots) const {
         return head.layout.used(queries, top_k_slots);
     }
-    [[nodiscard]] __device__ paged::paged_source<T> source(const paged_head<T>& head, std::int32_t /*pair*/,
-                                                           std::int32_t used) const {
+    [[nodiscard]] __device__ paged_source<T> source(const paged_head<T>& head, std::int32_t /*pair*/,
+                                                    std::int32_t used) const {
         return head.source(used);
     }
     /// Pages for so many rows.
@@ -122,34 +107,24 @@ struct paged_view {
     /// What refs of both kinds have.
     template <class Ref>
     __host__ __device__ paged_view(const Ref& ref, const page_tables& tables, position_t max_entries)
-        : all_params(ref.all_params),
+        : cache_view(ref),
           table_offset(tables.table_offset),
           tile_offset(tables.tile_offset),
-          length(ref.length),
-          num_long_range(ref.num_long_range),
-          victim(ref.victim),
-          num_draft(ref.num_draft),
-          appended(ref.appended),
           table(tables.table),
           held(tables.held),
-          arrivals(ref.arrivals),
-          tile_victims(ref.tile_victims),
-          state(ref.state),
           read_pages(ref.read_pages),
-          state_size(ref.state_size),
           max_seq_len(max_entries),
-          rebase_limit(ref.rebase_limit),
-          max_sequences(ref.max_sequences),
-          kv_heads(ref.kv_heads),
-          group(ref.group),
-          head_dim_qk(ref.head_dim_qk),
-          head_dim_vo(ref.head_dim_vo),
           bound_rows(ref.selection.page_size()) {
         if constexpr (Ref::policy_type::has_selection) {
             mean_bound = ref.selection.aggregate == group_aggregate::mean;
         }
     }
 };
+
+template <class P, class T>
+paged_view<T> view_of(const DualRef<P, T>& cache) {
+    return paged_view<T>(cache);
+}
 
 /// Top-k slots of a head whose rows lie in pages: see detail::head_slots.
 template <class T>
@@ -190,7 +165,7 @@ struct paged_head {
     [[nodiscard]] __device__ T* value(std::int32_t row) const { return rows.v(row); }
     [[nodiscard]] __device__ position_t& position_of(std::int32_t row) const { return rows.position(row); }
     [[nodiscard]] __device__ float& score_of(std::int32_t row) const { return rows.score(row); }
-    [[nodiscard]] __device__ paged::paged_source<T> source(std::int32_t used) const {
+    [[nodiscard]] __device__ paged_source<T> source(std::int32_t used) const {
         return {rows, cache->pages_of(used)};
     }
     [[nodiscard]] __device__ T* spare_key(std::int32_t j) const { return cache->spare.k(spare_row(j)); }
@@ -236,8 +211,8 @@ struct chosen_view : paged_view<T> {
                                                     position_t /*queries*/, std::int32_t /*places*/) const {
         return chosen_rows[pair];
     }
-    [[nodiscard]] __device__ paged::paged_source<T> source(const paged_head<T>& /*head*/, std::int32_t pair,
-                                                           std::int32_t used) const {
+    [[nodiscard]] __device__ paged_source<T> source(const paged_head<T>& /*head*/, std::int32_t pair,
+                                                    std::int32_t used) const {
         return {{chosen + pair * most,
                  this->pool.slabs,
                  this->pool.slab_pages * parts(),

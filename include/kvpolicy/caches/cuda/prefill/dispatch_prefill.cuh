@@ -2,8 +2,7 @@
 #pragma once
 
 #include <kvpolicy/caches/cuda/check_cache_call.cuh>
-#include <kvpolicy/caches/cuda/contiguous/dispatch_contiguous_decode.cuh>
-#include <kvpolicy/caches/cuda/paged/dispatch_paged_decode.cuh>
+#include <kvpolicy/caches/cuda/decode/decode_plan.cuh>
 #include <kvpolicy/caches/cuda/prefill/prefill_plan.cuh>
 #include <kvpolicy/core/check.hpp>
 #include <kvpolicy/core/cuda_config.cuh>
@@ -75,48 +74,29 @@ void accept_chunk(const cuda& ctx, const Cache& cache, const Batch& named, works
 
 }  // namespace cuda_backend
 
-template <class Dims, class P, Storage T>
-std::size_t workspace_bytes(const cuda& ctx, const FixedBudgetRef<P, T>& cache, const CallSize& size) {
+template <class Dims, class P, Storage T, template <class, class> class Ref>
+requires CacheRef<Ref<P, T>> std::size_t workspace_bytes(const cuda& ctx, const Ref<P, T>& cache,
+                                                         const CallSize& size) {
     return cuda_backend::chunk_workspace_bytes<Dims>(ctx, cache, size);
 }
 
-template <class Dims, class P, Storage T>
-void prefill(const cuda& ctx, const FixedBudgetRef<P, T>& cache, const step_io<T>& io,
-             workspace_view workspace, const StepOptions& options) {
-    cuda_backend::attend_chunk<Dims, FixedBudgetRef<P, T>, T>(false, ctx, cache, io, workspace, options);
-}
-
-template <class Dims, class P, Storage T>
-void append_draft(const cuda& ctx, const FixedBudgetRef<P, T>& cache, const step_io<T>& io,
-                  workspace_view workspace, const StepOptions& options) {
-    cuda_backend::attend_chunk<Dims, FixedBudgetRef<P, T>, T>(true, ctx, cache, io, workspace, options);
-}
-
-template <class Dims, class P, Storage T>
-void accept(const cuda& ctx, const FixedBudgetRef<P, T>& cache, const Batch& batch, workspace_view workspace,
-            const StepOptions& options) {
-    cuda_backend::accept_chunk<Dims>(ctx, cache, batch, workspace, options);
-}
-
-template <class Dims, class P, Storage T>
-std::size_t workspace_bytes(const cuda& ctx, const DualRef<P, T>& cache, const CallSize& size) {
-    return cuda_backend::chunk_workspace_bytes<Dims>(ctx, cache, size);
-}
-
-template <class Dims, class P, Storage T>
-void prefill(const cuda& ctx, const DualRef<P, T>& cache, const step_io<T>& io, workspace_view workspace,
+template <class Dims, class P, Storage T, template <class, class> class Ref>
+requires CacheRef<Ref<P, T>>
+void prefill(const cuda& ctx, const Ref<P, T>& cache, const step_io<T>& io, workspace_view workspace,
              const StepOptions& options) {
-    cuda_backend::attend_chunk<Dims, DualRef<P, T>, T>(false, ctx, cache, io, workspace, options);
+    cuda_backend::attend_chunk<Dims, Ref<P, T>, T>(false, ctx, cache, io, workspace, options);
 }
 
-template <class Dims, class P, Storage T>
-void append_draft(const cuda& ctx, const DualRef<P, T>& cache, const step_io<T>& io, workspace_view workspace,
+template <class Dims, class P, Storage T, template <class, class> class Ref>
+requires CacheRef<Ref<P, T>>
+void append_draft(const cuda& ctx, const Ref<P, T>& cache, const step_io<T>& io, workspace_view workspace,
                   const StepOptions& options) {
-    cuda_backend::attend_chunk<Dims, DualRef<P, T>, T>(true, ctx, cache, io, workspace, options);
+    cuda_backend::attend_chunk<Dims, Ref<P, T>, T>(true, ctx, cache, io, workspace, options);
 }
 
-template <class Dims, class P, Storage T>
-void accept(const cuda& ctx, const DualRef<P, T>& cache, const Batch& batch, workspace_view workspace,
+template <class Dims, class P, Storage T, template <class, class> class Ref>
+requires CacheRef<Ref<P, T>>
+void accept(const cuda& ctx, const Ref<P, T>& cache, const Batch& batch, workspace_view workspace,
             const StepOptions& options) {
     cuda_backend::accept_chunk<Dims>(ctx, cache, batch, workspace, options);
 }

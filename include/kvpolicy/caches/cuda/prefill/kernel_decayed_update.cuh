@@ -3,6 +3,7 @@
 
 #include <kvpolicy/caches/cuda/prefill/kernel_lifetimes.cuh>
 #include <kvpolicy/caches/cuda/prefill/prefill_params.cuh>
+#include <kvpolicy/caches/cuda/warp_group.cuh>
 #include <kvpolicy/caches/top_k_slots.hpp>
 #include <kvpolicy/core/cuda_config.cuh>
 #include <kvpolicy/cuda/launch.cuh>

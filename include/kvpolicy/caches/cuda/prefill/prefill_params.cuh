@@ -1,6 +1,7 @@
 // What the kernels of a chunk share: the cache, the tokens, and the workspace.
 #pragma once
 
+#include <kvpolicy/caches/cuda/batch_entry.cuh>
 #include <kvpolicy/caches/cuda/contiguous/contiguous_view.cuh>
 #include <kvpolicy/caches/cuda/prefill/top_k_update_params.cuh>
 #include <kvpolicy/core/cuda_config.cuh>

@@ -3,8 +3,8 @@
 
 #include <kvpolicy/attention/cuda/dispatch_attend.cuh>
 #include <kvpolicy/caches/cuda/check_cache_call.cuh>
-#include <kvpolicy/caches/cuda/contiguous/dispatch_contiguous_decode.cuh>
-#include <kvpolicy/caches/cuda/paged/dispatch_paged_decode.cuh>
+#include <kvpolicy/caches/cuda/decode/decode_plan.cuh>
+#include <kvpolicy/caches/cuda/decode/dispatch_decode.cuh>
 #include <kvpolicy/caches/cuda/paged/kernel_paged_prefill.cuh>
 #include <kvpolicy/caches/cuda/prefill/kernel_decayed_update.cuh>
 #include <kvpolicy/caches/cuda/prefill/kernel_lifetimes.cuh>
@@ -25,15 +25,6 @@
 namespace kvpolicy {
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 namespace cuda_backend {
-
-template <class P, class T>
-contiguous_view<T> view_of(const FixedBudgetRef<P, T>& cache) {
-    return contiguous_view<T>(cache);
-}
-template <class P, class T>
-paged_view<T> view_of(const DualRef<P, T>& cache) {
-    return paged_view<T>(cache);
-}
 
 /// The most rows of a head whose slots may change their key.
 template <class P, class T>

@@ -1,10 +1,4 @@
-// One warp's share of decode attention over contiguous entries: tiles of 16 entries of a head against the
-// query heads of its group.
-//
-// A warp copies and reads its own tiles only. It keeps one softmax state per query head; states are merged at
-// the end. Entries beyond those in use are not read. Entries whose key may be evicted in this step are
-// skipped (`stream_hidden`). One warp adds those that stay and the new token, which is in no entry yet
-// (`stream_extra`).
+// Softmax states of a warp: sizes, how a state lies in memory, and how a warp attends to keys.
 #pragma once
 
 #include <kvpolicy/attention/cuda/key_frame.cuh>
@@ -15,22 +9,10 @@
 #include <kvpolicy/cuda/primitives/warp.cuh>
 
 #include <cstdint>
-#include <type_traits>
 
 namespace kvpolicy {
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 namespace cuda_backend {
-
-/// The rows of a head, and the part of them that a warp takes.
-template <class T>
-struct stream_rows {
-    const T* k;  // [used, head_dim_qk]
-    const T* v;  // [used, head_dim_vo]
-    std::int32_t head_dim_qk;
-    std::int32_t head_dim_vo;
-    std::int32_t used;
-    std::int32_t begin, end;  // tiles
-};
 
 /// The query heads of a part of a group.
 template <class T>
@@ -38,24 +20,6 @@ struct stream_queries {
     const T* q;
     std::int64_t head_stride;
     std::int32_t heads;
-};
-
-/// Rows in use that are passed over; -1: none.
-struct stream_hidden {
-    std::int32_t a = -1;
-    std::int32_t b = -1;
-
-    [[nodiscard]] __device__ bool has(std::int32_t row) const { return row == a || row == b; }
-};
-
-/// Keys that may be attended to beside the rows: the new token, and the hidden rows. All are asked for before
-/// it is known which count.
-template <class T>
-struct stream_extra {
-    static constexpr int most = 3;
-    const T* k[most] = {};
-    const T* v[most] = {};
-    bool counts[most] = {};
 };
 
 /// Logits in units of log 2: slope * <q, k>; with cap != 0 cap (1 - 2 / (1 + 2^(slope <q, k>))), a soft cap.
@@ -78,22 +42,23 @@ struct stream_state {
     }
 };
 
-/// Sizes for the tensor cores: T is bf16 or fp16, head_dims up to Dim, 8 query heads at once.
-template <class T_, int Dim_>
+/// Sizes for the tensor cores: T is bf16 or fp16, head_dims up to Dim, 8 query heads at once. Layout: where
+/// the cache's rows lie, and how warps and blocks share them (contiguous_layout, paged_layout).
+template <class T_, int Dim_, class Layout>
 struct tensor_rows {
     using T = T_;
     using Compute = float;
+    using Source = typename Layout::template source<T>;
     static constexpr int Dim = Dim_;
     static constexpr int heads = 8;
-    static constexpr bool clusters = true;
+    static constexpr bool clusters = Layout::clusters;
     static constexpr int warps = Dim > 128 ? 2 : 4;
     static constexpr int threads = 32 * warps;
     static constexpr int half_bytes = stream_tile * Dim * 2;  // the keys of a tile, or the values
     static constexpr int tile_bytes = 2 * half_bytes;
-    // The instructions of a tile wait for each other, so it is warps that hide this, not copies under way:
-    // three blocks an SM, where it has the memory.
-    static constexpr int blocks = 3;
-    static constexpr int stages = 64 * 1024 / warps / tile_bytes;
+    static constexpr int blocks = Layout::blocks;
+    static constexpr bool in_turn = Layout::in_turn;
+    static constexpr int stages = Layout::kilobytes * 1024 / warps / tile_bytes;
     static constexpr int region_bytes = stages * tile_bytes;
     static_assert(stages >= 2 && 2 * stream_state<heads>::size(Dim + 4) * 4 <= region_bytes);
     __host__ __device__ static constexpr std::int32_t width(std::int32_t /*head_dim_vo*/) {
@@ -106,15 +71,17 @@ struct tensor_rows {
 };
 
 /// Sizes for everything else: one query head at a time, in the precision of T.
-template <class T_>
+template <class T_, class Layout>
 struct plain_rows {
     using T = T_;
     using Compute = T_;
+    using Source = typename Layout::template source<T>;
     static constexpr int heads = 1;
     static constexpr bool clusters = false;
     static constexpr int warps = 4;
     static constexpr int threads = 32 * warps;
     static constexpr int blocks = 2;
+    static constexpr bool in_turn = false;  // one lane per row: two tiles at once
     __host__ __device__ static constexpr std::int32_t width(std::int32_t head_dim_vo) {
         return stream_state<heads>::width(head_dim_vo);
     }
@@ -170,38 +137,23 @@ __device__ void store_tensor_state(unsigned char* region, const float (&max)[2],
     }
 }
 
-/// Keys stand on the rows of the products (mma's M), query heads on the columns: S^T = K Q^T, O^T = V^T P^T.
-/// So one tile of 16 rows serves 8 heads. In an accumulator lane 4 group + pair has rows group, group + 8 and
-/// heads 2 pair, 2 pair + 1.
+/// A softmax state of 8 query heads, on the tensor cores. Keys stand on the rows of the products (mma's M),
+/// query heads on the columns: S^T = K Q^T, O^T = V^T P^T. So one tile of 16 rows serves 8 heads. In an
+/// accumulator lane 4 group + pair has rows group, group + 8 and heads 2 pair, 2 pair + 1.
 template <class S>
-class tensor_stream {
+class tensor_softmax {
     using T = typename S::T;
     static constexpr int steps = S::Dim / 16;
     static constexpr int at_once = steps < 8 ? steps : 8;
     static_assert(at_once % 4 == 0, "flips repeat after four steps");
 
   public:
-    __device__ tensor_stream(unsigned char* region, const stream_rows<T>& rows)
-        : rows_(rows), region_(region), shared_(shared_address(region)) {
-        exact_ = rows.head_dim_qk == S::Dim && rows.head_dim_vo == S::Dim;
-    }
-
-    /// Sets the first copies on their way.
-    __device__ void start() {
-#pragma unroll 1
-        for (int stage = 0; stage < S::stages; ++stage) {
-            load(rows_.begin + stage, stage);
-        }
-    }
-
     /// Sets out to read the queries.
-    __device__ void ask(const stream_queries<T>& queries) {
-        load_tensor_queries(queries, rows_.head_dim_qk, q_);
+    __device__ void ask(const stream_queries<T>& queries, std::int32_t head_dim_qk) {
+        load_tensor_queries(queries, head_dim_qk, q_);
     }
-
-    /// Reads all tiles.
-    __device__ void finish(const stream_queries<T>& /*queries*/, const stream_hidden& hidden,
-                           const stream_logits<typename S::Compute>& logits) {
+    /// Nothing has been seen yet.
+    __device__ void begin(const stream_logits<typename S::Compute>& logits) {
         slope_ = logits.slope;
         cap_ = logits.cap;
 #pragma unroll
@@ -211,88 +163,15 @@ class tensor_stream {
                 o_[m][i] = 0.0f;
             }
         }
-        int stage = 0;
-#pragma unroll 1
-        for (std::int32_t tile = rows_.begin; tile < rows_.end; ++tile) {
-            copy_wait<S::stages - 1>();
-            __syncwarp();
-            const std::int32_t first = tile * stream_tile;
-            const bool a = hidden.a / stream_tile == tile && hidden.a >= 0;
-            const bool b = hidden.b / stream_tile == tile && hidden.b >= 0;
-            if (a || b) {
-                // Their weights are 0, and 0 times a value that is not finite is not.
-                if (a) {
-                    put_value(hidden.a - first, nullptr, stage);
-                }
-                if (b) {
-                    put_value(hidden.b - first, nullptr, stage);
-                }
-                __syncwarp();
-            }
-            take(stage, rows_.used - first, a ? hidden.a - first : -1, b ? hidden.b - first : -1);
-            __syncwarp();  // the tile is read
-            load(tile + S::stages, stage);
-            stage = stage + 1 == S::stages ? 0 : stage + 1;
-        }
-        copy_wait<0>();
     }
-
-    /// Sets out to read what add() takes, into the first tile's memory: before finish() for a warp without
-    /// rows, else after it.
-    __device__ void bring(const stream_extra<T>& extra) const {
-        constexpr int most = stream_extra<T>::most, chunks = S::Dim / 8;
-        const int chunk = lane_id();
-        __syncwarp();
-        if (chunk < chunks) {
-#pragma unroll
-            for (int r = 0; r < most; ++r) {
-                const bool there = extra.k[r] != nullptr;
-                const std::uint32_t at = shared_ + r * S::Dim * 2 + ((chunk ^ (r % 8)) << 4);
-                copy_16(at, (there ? extra.k[r] : extra.k[0]) + 8 * chunk,
-                        there && 8 * chunk < rows_.head_dim_qk ? 16 : 0);
-                copy_16(at + S::half_bytes, (there ? extra.v[r] : extra.v[0]) + 8 * chunk,
-                        there && 8 * chunk < rows_.head_dim_vo ? 16 : 0);
-            }
-        }
-        copy_commit();
-        // Weights of the tile's other rows are 0, and 0 times a value that is not finite is not.
-        auto* const values = reinterpret_cast<uint4*>(region_ + S::half_bytes);
-#pragma unroll
-        for (int i = most * chunks; i < stream_tile * chunks; i += 32) {
-            if (i + lane_id() < stream_tile * chunks) {
-                values[i + lane_id()] = uint4{};
-            }
-        }
-    }
-
-    /// Attends to what bring() asked for, after finish().
-    __device__ void add(const stream_extra<T>& extra, const stream_queries<T>& /*queries*/,
-                        const stream_logits<typename S::Compute>& /*logits*/) {
-        copy_wait<0>();
-        __syncwarp();
-#pragma unroll
-        for (int r = 1; r < stream_extra<T>::most; ++r) {
-            if (!extra.counts[r]) {
-                put_value(r, nullptr, 0);
-            }
-        }
-        __syncwarp();
-        take(0, stream_extra<T>::most, extra.counts[1] ? -1 : 1, extra.counts[2] ? -1 : 2);
-    }
-
-    /// Writes the warp's state over its own tiles, which it has read.
-    __device__ void store() { store_tensor_state<S>(region_, max_, sum_, o_); }
-
-  private:
-    /// Attends to the tile of a stage: to rows below `limit` but a and b. Chunks beyond a head_dim hold
-    /// zeros.
-    __device__ void take(int stage, std::int32_t limit, std::int32_t a, std::int32_t b) {
+    /// Attends to a tile in shared memory at `at`, its keys before its values: to rows below `limit` but a
+    /// and b. Chunks beyond a head_dim hold zeros.
+    __device__ void take(std::uint32_t at, std::int32_t limit, std::int32_t a, std::int32_t b) {
         const int lane = lane_id();
         // ldmatrix: lane i names row i % 8 of matrix i / 8. Keys: matrices 0, 1 are rows 0..7 and 8..15 of
         // the first 8 dims, 2, 3 of the next. Values, transposed: 0, 1 are the first and next 8 dims of rows
         // 0..7, 2, 3 of rows 8..15. A chunk of 16 bytes stands where its number, flipped by the row's last 3
         // bits, says; those are bits 4 to 6 of an address.
-        const std::uint32_t at = shared_ + stage * S::tile_bytes;
         const int k_row = lane % 16, v_row = lane % 8 + 8 * (lane / 16);
         const std::uint32_t k_at = at + k_row * S::Dim * 2;
         const std::uint32_t v_at = at + S::half_bytes + v_row * S::Dim * 2;
@@ -379,58 +258,9 @@ class tensor_stream {
             }
         }
     }
+    __device__ void store(unsigned char* region) const { store_tensor_state<S>(region, max_, sum_, o_); }
 
-    /// Copies a tile, if it is one of this warp's, and closes a group of copies in any case. Each lane has
-    /// its chunk of every row that it copies; of rows that are not in use nothing is read, and zeros come.
-    __device__ void load(std::int32_t tile, int stage) const {
-        constexpr int chunks = S::Dim / 8, rows = 32 / chunks;  // at once
-        const int chunk = lane_id() % chunks, first = lane_id() / chunks;
-        const std::int32_t row = tile * stream_tile + first;
-        const T* k = rows_.k + std::int64_t{row} * rows_.head_dim_qk + 8 * chunk;
-        const T* v = rows_.v + std::int64_t{row} * rows_.head_dim_vo + 8 * chunk;
-        const std::uint32_t to = shared_ + stage * S::tile_bytes + first * S::Dim * 2;
-        if (tile >= rows_.end) {
-        } else if (exact_ && (tile + 1) * stream_tile <= rows_.used) {
-#pragma unroll
-            for (int i = 0; i < stream_tile; i += rows) {
-                const std::uint32_t at = to + i * S::Dim * 2 + ((chunk ^ ((first + i) % 8)) << 4);
-                copy_16(at, k + i * S::Dim);
-                copy_16(at + S::half_bytes, v + i * S::Dim);
-            }
-        } else {
-            const std::uint32_t of_k = 8 * chunk < rows_.head_dim_qk ? 16 : 0,
-                                of_v = 8 * chunk < rows_.head_dim_vo ? 16 : 0;
-#pragma unroll 1
-            for (int i = 0; i < stream_tile; i += rows) {
-                const bool in_use = row + i < rows_.used;
-                const std::uint32_t at = to + i * S::Dim * 2 + ((chunk ^ ((first + i) % 8)) << 4);
-                copy_16(at, k, in_use ? of_k : 0);
-                copy_16(at + S::half_bytes, v, in_use ? of_v : 0);
-                k += rows * rows_.head_dim_qk;
-                v += rows * rows_.head_dim_vo;
-            }
-        }
-        copy_commit();
-    }
-
-    /// Writes a row of `dim` elements over row r of a half tile, zeros where there is none.
-    __device__ void put(int r, const T* from, std::int32_t dim, int offset) const {
-        const int chunk = lane_id();
-        if (chunk < S::Dim / 8) {
-            *reinterpret_cast<uint4*>(region_ + offset + r * S::Dim * 2 + ((chunk ^ (r % 8)) << 4)) =
-                from != nullptr && 8 * chunk < dim ? *reinterpret_cast<const uint4*>(from + 8 * chunk)
-                                                   : uint4{};
-        }
-    }
-    __device__ void put_value(int r, const T* from, int stage) const {
-        put(r, from, rows_.head_dim_vo, stage * S::tile_bytes + S::half_bytes);
-    }
-    static_assert(S::Dim / 8 <= 32, "a lane a chunk of a row");
-
-    stream_rows<T> rows_;
-    unsigned char* region_;
-    std::uint32_t shared_;
-    bool exact_;  // both head_dims are Dim
+  private:
     std::uint32_t q_[steps][2];
     float slope_ = 0.0f, cap_ = 0.0f;
     float max_[2] = {minus_infinity(), minus_infinity()};
@@ -530,65 +360,6 @@ class plain_softmax {
     T max_ = nothing();
     T sum_ = T(0);
     T o_[most];
-};
-
-/// What tensor_stream is, by plain loops.
-template <class S>
-class plain_stream {
-    using T = typename S::T;
-
-  public:
-    __device__ plain_stream(unsigned char* region, const stream_rows<T>& rows)
-        : rows_(rows), region_(region), softmax_(rows.head_dim_qk, rows.head_dim_vo) {}
-
-    __device__ void start() {}
-    __device__ void ask(const stream_queries<T>& /*queries*/) {}
-
-    __device__ void finish(const stream_queries<T>& queries, const stream_hidden& hidden,
-                           const stream_logits<typename S::Compute>& logits) {
-        const std::int32_t last = rows_.end * stream_tile;
-        softmax_.take(
-            rows_.begin * stream_tile, last < rows_.used ? last : rows_.used, queries, logits,
-            [&](std::int32_t row) { return hidden.has(row); },
-            [&](std::int32_t row) { return rows_.k + std::int64_t{row} * rows_.head_dim_qk; },
-            [&](std::int32_t row) { return rows_.v + std::int64_t{row} * rows_.head_dim_vo; });
-    }
-
-    __device__ void bring(const stream_extra<T>& /*extra*/) const {}
-
-    __device__ void add(const stream_extra<T>& extra, const stream_queries<T>& queries,
-                        const stream_logits<typename S::Compute>& logits) {
-        static_assert(stream_extra<T>::most == 3);
-        softmax_.take(
-            0, stream_extra<T>::most, queries, logits,
-            [&](std::int32_t row) {
-                return !(row == 0 ? extra.counts[0] : row == 1 ? extra.counts[1] : extra.counts[2]);
-            },
-            [&](std::int32_t row) { return row == 0   ? extra.k[0]
-                                           : row == 1 ? extra.k[1]
-                                                      : extra.k[2]; },
-            [&](std::int32_t row) { return row == 0   ? extra.v[0]
-                                           : row == 1 ? extra.v[1]
-                                                      : extra.v[2]; });
-    }
-
-    __device__ void store() { softmax_.store(region_); }
-
-  private:
-    stream_rows<T> rows_;
-    unsigned char* region_;
-    plain_softmax<S> softmax_;
-};
-
-template <class S>
-struct stream_of;
-template <class T, int Dim>
-struct stream_of<tensor_rows<T, Dim>> {
-    using type = tensor_stream<tensor_rows<T, Dim>>;
-};
-template <class T>
-struct stream_of<plain_rows<T>> {
-    using type = plain_stream<plain_rows<T>>;
 };
 
 }  // namespace cuda_backend

@@ -1,8 +1,7 @@
 // Softmax states of several warps or blocks become one.
 #pragma once
 
-#include <kvpolicy/caches/cuda/agent_decode_stream.cuh>
-#include <kvpolicy/caches/cuda/contiguous/contiguous_params.cuh>
+#include <kvpolicy/caches/cuda/decode/agent_decode_stream.cuh>
 #include <kvpolicy/core/cuda_config.cuh>
 #include <kvpolicy/cuda/primitives/cluster.cuh>
 #include <kvpolicy/cuda/primitives/warp.cuh>
@@ -12,6 +11,9 @@
 namespace kvpolicy {
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 namespace cuda_backend {
+
+/// The most blocks of a head that share its rows.
+inline constexpr std::int32_t max_splits = 32;
 
 /// Four columns of one query head.
 template <class Compute>
@@ -58,6 +60,14 @@ template <class Compute>
 using states_of_warps = stored_states<Compute, load_of_block>;
 template <class Compute>
 using states_of_blocks = stored_states<Compute, load_shared_between_blocks>;
+
+/// The softmax states of a part of a group of query heads.
+template <class States>
+struct states_of_part {
+    States states;
+    std::int32_t count;
+};
+
 /// Destination of a block's state: global memory, which the last block reads.
 template <class Compute>
 struct state_in_memory {
@@ -98,6 +108,8 @@ class agent_merge_states {
     static constexpr std::int32_t max_states = state_weights<Rows>::most;
 
   public:
+    static constexpr int batch = sizeof(Compute) == 4 ? 11 : 3;  // 33 states in three turns
+
     __device__ agent_merge_states(state_weights<Rows>& memory, std::int32_t width, std::int32_t head_dim_vo)
         : memory_(memory), width_(width), head_dim_vo_(head_dim_vo) {}
 
@@ -173,17 +185,28 @@ class agent_merge_states {
     template <class To>
     __device__ void merge_warps(const states_of_warps<Compute>& of_warps, std::int32_t heads,
                                 const To& to) const {
-        const std::int32_t fours = head_dim_vo_ / 4;
-        weigh(of_warps, Rows::warps, heads);
-        for (std::int32_t i = static_cast<std::int32_t>(threadIdx.x); i < heads * fours; i += Rows::threads) {
-            const std::int32_t head = i / fours, column = i % fours * 4;
-            to.columns(stream_state<Rows::heads>::header + head * width_ + column,
-                       mix<Rows::warps>(of_warps, Rows::warps, head, column));
-            if (column == 0) {
-                to.number(head, memory_.top[head]);
-                to.number(Rows::heads + head, memory_.sum[head]);
+        merge<Rows::warps>(of_warps, Rows::warps, heads, to);
+    }
+    /// `count` states, `stride` numbers apart in global memory, or as few as weigh() takes in their place.
+    /// While there are more, those of a round become one, where its first was.
+    [[nodiscard]] __device__ states_of_part<states_of_blocks<Compute>> few_of(Compute* states,
+                                                                              std::int32_t count,
+                                                                              std::int64_t stride,
+                                                                              std::int32_t heads) const {
+#pragma unroll 1
+        while (count > max_states) {
+#pragma unroll 1
+            for (std::int32_t first = 0; first < count; first += max_states) {
+                const std::int32_t now = count - first < max_states ? count - first : max_states;
+                Compute* const round = states + first * stride;
+                merge<batch>(states_of_blocks<Compute>{round, stride}, now, heads,
+                             state_in_memory<Compute>{round});
+                __syncthreads();  // the weights have been read, and the state is there
             }
+            count = (count + max_states - 1) / max_states;
+            stride *= max_states;
         }
+        return {{states, stride}, count};
     }
     /// Bytes that merge_warps() sends.
     [[nodiscard]] __device__ std::uint32_t merged_bytes(std::int32_t heads) const {
@@ -192,6 +215,21 @@ class agent_merge_states {
     }
 
   private:
+    template <int Batch, class States, class To>
+    __device__ void merge(const States& states, std::int32_t count, std::int32_t heads, const To& to) const {
+        const std::int32_t fours = head_dim_vo_ / 4;
+        weigh(states, count, heads);
+        for (std::int32_t i = static_cast<std::int32_t>(threadIdx.x); i < heads * fours; i += Rows::threads) {
+            const std::int32_t head = i / fours, column = i % fours * 4;
+            to.columns(stream_state<Rows::heads>::header + head * width_ + column,
+                       mix<Batch>(states, count, head, column));
+            if (column == 0) {
+                to.number(head, memory_.top[head]);
+                to.number(Rows::heads + head, memory_.sum[head]);
+            }
+        }
+    }
+
     state_weights<Rows>& memory_;
     std::int32_t width_, head_dim_vo_;
 };

@@ -2,9 +2,8 @@
 #pragma once
 
 #include <kvpolicy/attention/cuda/key_frame.cuh>
-#include <kvpolicy/caches/cuda/agent_decode_stream.cuh>
-#include <kvpolicy/caches/cuda/contiguous/agent_merge_states.cuh>
-#include <kvpolicy/caches/cuda/contiguous/contiguous_params.cuh>
+#include <kvpolicy/caches/cuda/decode/agent_decode_stream.cuh>
+#include <kvpolicy/caches/cuda/decode/agent_merge_states.cuh>
 #include <kvpolicy/core/cuda_config.cuh>
 #include <kvpolicy/cuda/primitives/mma.cuh>
 
@@ -62,6 +61,46 @@ struct output_columns {
                 sum == Compute(0) ? minus_infinity() : static_cast<float>((top + log2(sum)) * ln_2);
         }
     }
+};
+
+/// Outputs of all query heads of KV head `head` of entry `entry`, by all threads of a block.
+template <class Launch>
+class agent_decode_output {
+    using Rows = typename Launch::Rows;
+    using Columns = output_columns<typename Launch::Compute>;
+
+  public:
+    __device__ agent_decode_output(const Launch& call, const agent_merge_states<Rows>& mixer,
+                                   const state_weights<Rows>& weights, std::int32_t entry, std::int32_t head)
+        : call_(call), mixer_(mixer), weights_(weights), entry_(entry), head_(head) {}
+
+    /// states_of(part, its query heads) has the states of a part, no more than state_weights takes.
+    template <class StatesOf>
+    __device__ void write(const StatesOf& states_of) const {
+        const std::int32_t fours = call_.cache.head_dim_vo / 4;
+        for (std::int32_t first = 0, part = 0; first < call_.cache.group; first += Rows::heads, ++part) {
+            const std::int32_t left = call_.cache.group - first,
+                               heads = left < Rows::heads ? left : Rows::heads;
+            if (first != 0) {
+                __syncthreads();  // all have read the weights
+            }
+            const auto of = states_of(part, heads);
+            mixer_.weigh(of.states, of.count, heads);
+            for (auto i = static_cast<std::int32_t>(threadIdx.x); i < heads * fours; i += Rows::threads) {
+                const std::int32_t head = i / fours, column = i % fours * 4;
+                const Columns columns{
+                    mixer_.template mix<agent_merge_states<Rows>::batch>(of.states, of.count, head, column),
+                    weights_.top[head], weights_.sum[head]};
+                columns.write(call_, entry_, std::int64_t{head_} * call_.cache.group + first + head, column);
+            }
+        }
+    }
+
+  private:
+    const Launch& call_;
+    const agent_merge_states<Rows>& mixer_;
+    const state_weights<Rows>& weights_;
+    std::int32_t entry_, head_;
 };
 
 }  // namespace cuda_backend

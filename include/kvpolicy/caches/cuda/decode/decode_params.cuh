@@ -1,7 +1,7 @@
 // What the kernels of a step are given, whichever cache it is of.
 #pragma once
 
-#include <kvpolicy/caches/cuda/agent_decode_stream.cuh>
+#include <kvpolicy/caches/cuda/decode/agent_decode_stream.cuh>
 #include <kvpolicy/core/cuda_config.cuh>
 #include <kvpolicy/core/view.hpp>
 #include <kvpolicy/policies/scorer_concept.hpp>
@@ -12,6 +12,15 @@
 namespace kvpolicy {
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 namespace cuda_backend {
+
+/// What the leader block of a head, which decides, tells the block that writes.
+struct decode_note {
+    std::int32_t promoted;        // the row that u, the key that leaves the window, gets; or -1
+    std::int32_t num_long_range;  // top-k slots in use after the step
+    std::int32_t victim;          // the worst slot after the step
+    float arriving;               // the new token's score
+    float leaving;                // u's
+};
 
 /// Rows: sizes of the stream; Gate and Scorer: the policy's; View: the cache.
 template <class Rows_, class Gate_, class Scorer_, class View_>

@@ -1,0 +1,106 @@
+// What the blocks that share a head do in a step, wherever its entries lie: find the worst top-k slot, score
+// the new token, and learn which of them arrives last.
+#pragma once
+
+#include <kvpolicy/caches/cuda/decode/agent_decode_stream.cuh>
+#include <kvpolicy/caches/cuda/decode/decode_params.cuh>
+#include <kvpolicy/caches/cuda/warp_group.cuh>
+#include <kvpolicy/caches/top_k_slots.hpp>
+#include <kvpolicy/core/cuda_config.cuh>
+#include <kvpolicy/cuda/primitives/warp.cuh>
+
+#include <cstdint>
+
+namespace kvpolicy {
+inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
+namespace cuda_backend {
+
+/// Of a head's blocks, in shared memory.
+template <class Rows>
+struct decode_head_memory {
+    detail::ranked_slot worst[Rows::warps];
+    std::uint32_t last;
+};
+
+/// A block's place in the work: `pair` is an entry of the batch and a KV head, `part` one of its group of
+/// query heads.
+template <class Launch>
+class agent_decode_head {
+  protected:
+    using Rows = typename Launch::Rows;
+    using Scorer = typename Launch::Scorer;
+    using T = typename Launch::T;
+    using Compute = typename Launch::Compute;
+    static constexpr bool on_leaving = Scorer::when == score_time::on_leaving;
+
+    __device__ agent_decode_head(const Launch& call, decode_head_memory<Rows>& memory, unsigned char* regions,
+                                 std::int32_t pair, std::int32_t part, std::int32_t seq)
+        : call_(call),
+          regions_(regions),
+          part_(part),
+          pair_(pair),
+          entry_(pair / call.cache.kv_heads),
+          head_(pair % call.cache.kv_heads),
+          seq_(seq),
+          of_head_(memory) {}
+
+    /// Bytes of a warp's region.
+    [[nodiscard]] __device__ int region_bytes() const { return Rows::shared_bytes(call_.cache.head_dim_vo); }
+    [[nodiscard]] __device__ stream_queries<T> queries() const {
+        const std::int32_t first = part_ * Rows::heads, left = call_.cache.group - first;
+        return {call_.q.row(entry_, head_ * call_.cache.group + first, 0), call_.q.head_stride,
+                left < Rows::heads ? left : Rows::heads};
+    }
+
+    /// The worst of the head's slots where no step before has left it, the same in all threads. All warps of
+    /// the block come here or none. Writes `record`, if it is not null.
+    template <class Slots>
+    [[nodiscard]] __device__ detail::ranked_slot worst_of_block(const Slots& top_k_slots,
+                                                                std::int32_t* record,
+                                                                std::int32_t num_long_range,
+                                                                position_t q) const {
+        detail::ranked_slot worst = detail::worst_of_tiles(warp_group{}, top_k_slots, record, warp_id(),
+                                                           Rows::warps, num_long_range, q);
+        if (lane_id() == 0) {
+            of_head_.worst[warp_id()] = worst;
+        }
+        __syncthreads();
+        worst = of_head_.worst[0];
+        for (int i = 1; i < Rows::warps; ++i) {
+            if (detail::gives_way(of_head_.worst[i], worst)) {
+                worst = of_head_.worst[i];
+            }
+        }
+        return worst;
+    }
+
+    /// Whether all other blocks of the head have arrived. What they wrote before is then visible to this one,
+    /// and they no longer read the cache. The counter is back at 0 for the next launch.
+    [[nodiscard]] __device__ bool arrives_last(std::int64_t index, std::uint32_t blocks) const {
+        __syncthreads();  // the block's own work comes before its arrival
+        if (threadIdx.x == 0) {
+            __threadfence();
+            of_head_.last = atomicInc(call_.cache.arrivals + index, blocks - 1) == blocks - 1 ? 1 : 0;
+            __threadfence();
+        }
+        __syncthreads();
+        return of_head_.last != 0;
+    }
+
+    /// The new token's score as its entry stores it, 0 where it does not count: a sink's is not used, nor is
+    /// that of a key that is held for its position.
+    [[nodiscard]] __device__ float arriving_score(bool counts) const {
+        return arriving_score_of(call_, entry_, head_, pair_, counts);
+    }
+
+    const Launch& call_;
+    unsigned char* regions_;
+    std::int32_t part_, pair_, entry_, head_, seq_;
+
+  private:
+    decode_head_memory<Rows>& of_head_;
+};
+
+}  // namespace cuda_backend
+}  // namespace KVPOLICY_HIDDEN
+}  // namespace kvpolicy
