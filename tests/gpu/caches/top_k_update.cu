@@ -1,5 +1,6 @@
 // The top-k updates of a chunk beside the naive ones: one candidate after another against the worst of all
 // keys that hold a slot, in double, from the definition. All numbers are the same.
+#include <kvpolicy/caches/cuda/prefill/kernel_decayed_update.cuh>
 #include <kvpolicy/caches/cuda/prefill/kernel_top_k_update.cuh>
 #include <kvpolicy/caches/layer_ref.hpp>
 #include <kvpolicy/policies/ranking.hpp>
@@ -51,6 +52,16 @@ struct Head {
         expire(holder[p], never);
     }
 
+    /// What ranks a key at query q. The product is exact, so the sum is rounded once.
+    [[nodiscard]] double value_at(float of, position_t t, position_t q, position_t limit) const {
+        const HeadParams& head_params = numbers.head_params;
+        if (head_params.decay_step == 1) {
+            return rank_value(head_params, of, t, q, limit);
+        }
+        const double age = std::floor(static_cast<double>(q - t) / head_params.decay_step);
+        return static_cast<double>(of) + age * static_cast<double>(head_params.log_gamma);
+    }
+
     /// The definition. Slots from `numbers.first_slot` on are at the arrays' begin.
     void update(position_t limit) {
         const HeadParams& head_params = numbers.head_params;
@@ -76,14 +87,14 @@ struct Head {
                 if (slot_protected[p] != 0) {
                     continue;
                 }
-                const double its_value = rank_value(head_params, slot_score[p], slot_position[p], q, limit);
+                const double its_value = value_at(slot_score[p], slot_position[p], q, limit);
                 if (worst == slot_score.size() ||
                     ranks_before(value, slot_position[worst], its_value, slot_position[p])) {
                     worst = p;
                     value = its_value;
                 }
             }
-            const double mine = rank_value(head_params, score[static_cast<std::size_t>(j)], u, q, limit);
+            const double mine = value_at(score[static_cast<std::size_t>(j)], u, q, limit);
             if (ranks_before(mine, u, value, slot_position[worst])) {
                 expire(holder[worst], j);
                 put(worst, j, false);
@@ -92,10 +103,10 @@ struct Head {
     }
 };
 
-enum class Order { random, rising, falling, equal, few, line, signs, saw, best_first, best_last };
-constexpr Order all_orders[] = {Order::random,     Order::rising,   Order::falling, Order::equal,
-                                Order::few,        Order::line,     Order::signs,   Order::saw,
-                                Order::best_first, Order::best_last};
+enum class Order { random, rising, falling, equal, few, line, signs, saw, best_first, best_last, tiny, huge };
+constexpr Order all_orders[] = {Order::random, Order::rising, Order::falling,    Order::equal,
+                                Order::few,    Order::line,   Order::signs,      Order::saw,
+                                Order::tiny,   Order::huge,   Order::best_first, Order::best_last};
 
 float score_of(Order order, std::int64_t t, std::int64_t tokens, float log_gamma, std::mt19937& generator) {
     const auto normal = [&] { return std::normal_distribution<float>()(generator); };
@@ -121,6 +132,11 @@ float score_of(Order order, std::int64_t t, std::int64_t tokens, float log_gamma
             return static_cast<float>(t % 97);
         case Order::best_first:
             return t == 0 ? 1e30f : normal();
+        case Order::tiny:  // values round to multiples of log gamma, and are equal where they do
+            return static_cast<float>(generator() % 3) * 1e-30f;
+        case Order::huge:  // some absorb every decay, some all but the largest
+            return (generator() % 2 == 0 ? -1.0f : 1.0f) *
+                   std::ldexp(1.0f, 30 + 6 * static_cast<int>(generator() % 8));
         case Order::best_last:
             return t == tokens - 1 ? 1e30f : normal();
     }
@@ -132,7 +148,9 @@ struct Case {
     std::int32_t held = 0;  // top-k slots in use before, at most the budget and some protected ones
     position_t base = 0;    // at least sinks + window + held, or small
     float log_gamma = 0;
+    std::int32_t step = 1;
     double closed = 0, staying = 0;  // how many keys are evicted by the gate, or protected
+    position_t apart = 0;            // of old keys; 0: a few positions
     Order order = Order::random;
 };
 
@@ -140,7 +158,7 @@ Head make(const Case& of, std::uint32_t seed) {
     std::mt19937 generator(seed);
     Head head;
     top_k_head& numbers = head.numbers;
-    numbers.head_params = {of.sinks, of.window, of.budget, 1, of.log_gamma, 0.0f};
+    numbers.head_params = {of.sinks, of.window, of.budget, of.step, of.log_gamma, 0.0f};
     numbers.base = of.base;
     numbers.tokens = of.tokens;
     const position_t first = position_t{of.sinks} + of.window - of.base;
@@ -172,7 +190,8 @@ Head make(const Case& of, std::uint32_t seed) {
     std::vector<position_t> old(static_cast<std::size_t>(of.held - numbers.first_slot));
     const position_t until = of.base - of.window;
     for (std::size_t p = 0; p < old.size(); ++p) {
-        old[p] = until - 1 - static_cast<position_t>(p) * (until > 4 * of.held ? 3 : 1);
+        const position_t apart = of.apart != 0 ? of.apart : until > 4 * of.held ? 3 : 1;
+        old[p] = until - 1 - static_cast<position_t>(p) * apart;
     }
     std::shuffle(old.begin(), old.end(), generator);
     for (std::size_t p = 0; p < old.size(); ++p) {
@@ -211,9 +230,11 @@ bool same(T a, T b) {
     return a == b || (a != a && b != b);
 }
 
-/// Runs the kernel on all cases at once and compares. Returns milliseconds of a run.
-template <int Threads, int Items>
-double check(const std::vector<Case>& cases, position_t limit = rebase_limit, bool timed = false) {
+/// Runs a kernel, which ranks up to `members` keys at once, on all cases at once and compares. Returns
+/// milliseconds of a run.
+template <class Launch>
+double check_kernel(const Launch& launch_kernel, std::int32_t members_each, const std::vector<Case>& cases,
+                    position_t limit, bool timed) {
     std::vector<Head> heads;
     std::size_t tokens = 0, of_slots = 0, entries = 0;
     for (std::size_t i = 0; i < cases.size(); ++i) {
@@ -235,7 +256,7 @@ double check(const std::vector<Case>& cases, position_t limit = rebase_limit, bo
     const Device<unsigned char> slot_protected(joined(heads, of_slots, &Head::slot_protected));
     const Device<expiry_t> past(joined(heads, entries, &Head::past));
     const Device<expiry_t> chunk(joined(heads, tokens, &Head::chunk));
-    const Device<std::int32_t> members(heads.size() * 3 * Threads * Items);
+    const Device<std::int32_t> members(heads.size() * 3 * static_cast<std::size_t>(members_each));
     std::vector<std::int32_t> counts, protected_counts;
     for (const Head& head : heads) {
         counts.push_back(head.numbers.num_long_range);
@@ -258,16 +279,14 @@ double check(const std::vector<Case>& cases, position_t limit = rebase_limit, bo
     params.most = static_cast<std::int32_t>(tokens);
     params.top_k_slots = static_cast<std::int32_t>(of_slots);
     params.max_entries = static_cast<std::int32_t>(entries);
-    params.max_members = Threads * Items;
+    params.max_members = members_each;
     params.rebase_limit = limit;
     const kvpolicy::cuda ctx{};
     cudaEvent_t begin{}, end{};
     test::ok(cudaEventCreate(&begin));
     test::ok(cudaEventCreate(&end));
     test::ok(cudaEventRecord(begin));
-    launch("top_k_update_kernel", top_k_update_kernel<Threads, Items>,
-           static_cast<std::int64_t>(heads.size()), Threads,
-           sizeof(typename agent_top_k_update<Threads, Items>::shared), ctx, params);
+    launch_kernel(ctx, static_cast<std::int64_t>(heads.size()), params);
     test::ok(cudaEventRecord(end));
     test::ok(cudaDeviceSynchronize());
     float ms = 0;
@@ -290,6 +309,7 @@ double check(const std::vector<Case>& cases, position_t limit = rebase_limit, bo
         CAPTURE(cases[h].tokens);
         CAPTURE(cases[h].held);
         CAPTURE(cases[h].log_gamma);
+        CAPTURE(cases[h].step);
         CHECK(new_count[h] == head.numbers.num_long_range);
         CHECK(new_protected_count[h] == head.numbers.num_protected);
         std::int32_t wrong = 0;
@@ -313,6 +333,49 @@ double check(const std::vector<Case>& cases, position_t limit = rebase_limit, bo
     }
     return ms;
 }
+
+/// The kernel for static priorities.
+template <int Threads, int Items>
+double check(const std::vector<Case>& cases, position_t limit = rebase_limit, bool timed = false) {
+    const auto launch_kernel = [](const kvpolicy::cuda& ctx, std::int64_t heads,
+                                  const top_k_update_params& params) {
+        launch("top_k_update_kernel", top_k_update_kernel<Threads, Items>, heads, Threads,
+               sizeof(typename agent_top_k_update<Threads, Items>::shared), ctx, params);
+    };
+    return check_kernel(launch_kernel, Threads * Items, cases, limit, timed);
+}
+
+/// The kernel for keys that rank by the query.
+double check_decayed(const std::vector<Case>& cases, bool timed = false) {
+    const auto launch_kernel = [](const kvpolicy::cuda& ctx, std::int64_t heads,
+                                  const top_k_update_params& params) {
+        launch("decayed_update_kernel", decayed_update_kernel<top_k_update_params>, heads,
+               decayed_round_threads, sizeof(decayed_update_memory), ctx, params);
+    };
+    return check_kernel(launch_kernel, decayed_round_keys, cases, rebase_limit, timed);
+}
+
+/// Orders of scores, decays and steps, for these sizes: one in `every`.
+std::vector<Case> decays_of(const Case& sizes, const std::vector<std::int32_t>& steps, int every = 1) {
+    std::vector<Case> cases;
+    int number = 0;
+    for (const std::int32_t step : steps) {
+        for (const Order order : all_orders) {
+            for (const float log_gamma : {-0.05f, -0x1p-10f, -1e-7f, -3.0f, -1e-40f}) {
+                Case one = sizes;
+                one.order = order;
+                one.log_gamma = log_gamma;
+                one.step = step;
+                one.closed = one.staying = number % 2 == 0 ? 0.0 : 0.1;
+                if (number++ % every == 0) {
+                    cases.push_back(one);
+                }
+            }
+        }
+    }
+    return cases;
+}
+const std::vector<std::int32_t> all_steps{2, 3, 7, 32, 33, 64, 1000, 1024, 1025};
 
 /// Every order with and without decay, for these sizes.
 std::vector<Case> orders_of(const Case& sizes) {
@@ -399,6 +462,86 @@ TEST_CASE("the base of priorities may move within a chunk") {
     }
     const position_t far = (position_t{1} << 33) - 100;
     check<1024, 16>(orders_of({.window = 3, .budget = 300, .tokens = 1500, .held = 300, .base = far}));
+}
+
+TEST_CASE("top-k updates whose order depends on the query, of small chunks") {
+    for (const std::int32_t tokens : {1, 2, 16, 17, 33, 64, 100}) {  // up to 16 are updated by scans
+        for (const std::int32_t budget : {1, 2, 31, 64, 100}) {
+            for (const std::int32_t held : {0, budget / 2, budget}) {
+                check_decayed(decays_of({.sinks = 1,
+                                         .window = 5,
+                                         .budget = budget,
+                                         .tokens = tokens,
+                                         .held = held,
+                                         .base = 6 + held + 1000},
+                                        all_steps));
+            }
+        }
+    }
+}
+
+TEST_CASE("top-k updates whose order depends on the query, of larger chunks") {
+    for (const std::int32_t tokens : {511, 512, 513, 1300}) {
+        for (const std::int32_t budget : {1, 33, 300, 1024}) {
+            for (const std::int32_t held : {0, budget / 2, budget}) {
+                check_decayed(decays_of({.sinks = 4,
+                                         .window = 64,
+                                         .budget = budget,
+                                         .tokens = tokens,
+                                         .held = held,
+                                         .base = held == 0 ? 0 : 68 + 4 * held + tokens},
+                                        all_steps, 7));
+            }
+        }
+    }
+}
+
+TEST_CASE("top-k updates whose order depends on the query, in rounds and beyond") {
+    const auto sizes = [](std::int32_t budget, std::int32_t tokens, std::int32_t held) {
+        return Case{.window = 16,
+                    .budget = budget,
+                    .tokens = tokens,
+                    .held = held,
+                    .base = held == 0 ? 0 : position_t{40000}};
+    };
+    check_decayed(decays_of(sizes(700, 9000, 700), {3, 64}, 7));
+    check_decayed(decays_of(sizes(3000, 8000, 0), {3, 40}, 11));
+    // Around the largest budget that rounds take.
+    for (const std::int32_t budget : {4607, 4608, 4609}) {
+        check_decayed(decays_of(sizes(budget, 3300, budget), {3}, 17));
+    }
+    // Positions beyond 31 bits, and keys that are too far apart for rounds.
+    for (const position_t base : {(position_t{1} << 33) + 5, (position_t{1} << 40) - 100}) {
+        Case far = sizes(300, 1000, 300);
+        far.base = base;
+        check_decayed(decays_of(far, {2, 33}, 7));
+        far.apart = 1 << 21;
+        check_decayed(decays_of(far, {2, 33}, 7));
+    }
+}
+
+TEST_CASE("time of top-k updates whose order depends on the query, 8 heads" * doctest::skip()) {
+    for (const std::int32_t step : {3, 32, 64, 1000}) {
+        for (const std::int32_t held : {0, 3836}) {
+            for (const Order order : {Order::random, Order::rising, Order::falling, Order::equal}) {
+                Case one{.sinks = 4,
+                         .window = 256,
+                         .budget = 3836,
+                         .tokens = 16384,
+                         .held = held,
+                         .base = held == 0 ? 0 : 100000,
+                         .log_gamma = -1e-3f,
+                         .step = step};
+                one.order = order;
+                double least = 1e9;
+                for (int i = 0; i < 3; ++i) {
+                    least = std::min(least, check_decayed(std::vector<Case>(8, one), true));
+                }
+                std::printf("step %d held %d order %d: %.3f ms\n", step, held, static_cast<int>(order),
+                            least);
+            }
+        }
+    }
 }
 
 TEST_CASE("time of top-k updates, 8 heads" * doctest::skip()) {
