@@ -367,7 +367,8 @@ struct agent_decayed_round {
                 next_key = memory.by_rank[next < 0 ? 0 : next];
             }
         } else if ((worst & (worst - 1)) != 0u) {
-            evicts = evicts && __reduce_max_sync(all_lanes, token) == token;
+            const std::int32_t youngest = __reduce_max_sync(all_lanes, token);
+            evicts = evicts && youngest == token;
         }
         if (evicts) {
             memory.rank[v] = memory.order[victim];
