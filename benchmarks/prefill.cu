@@ -66,9 +66,17 @@ __global__ void fill_scores(float* to, std::int64_t count, std::int32_t length, 
 }
 
 using Given = kvp::Policy<kvp::Sink<>, kvp::Window<>, kvp::TopKBudget<>>;
-using Decayed = kvp::Policy<kvp::Sink<>, kvp::Window<>, kvp::TopKBudget<>, kvp::Decay<1>>;
+template <std::int32_t Step>
+using Decayed = kvp::Policy<kvp::Sink<>, kvp::Window<>, kvp::TopKBudget<>, kvp::Decay<Step>>;
 using Gated = kvp::Policy<kvp::Sink<>, kvp::Window<>, kvp::ThresholdGate<kvp::at_least>>;
 using Memory = kvp::Policy<kvp::Sink<>, kvp::Window<>, kvp::TopKBudget<>, kvp::mLSTMScorer<>>;
+
+template <class P>
+struct decay_part;
+template <std::int32_t Step>
+struct decay_part<Decayed<Step>> {
+    using type = kvp::Decay<Step>;
+};
 
 using Budgets = std::array<std::int32_t, heads>;
 
@@ -102,7 +110,7 @@ struct Setup {
         } else {
             const kvp::TopKBudget<> budget{kvp::per_head(budgets.data(), 1, heads)};
             if constexpr (P::has_decay) {
-                return P{sink, recent, budget, kvp::Decay<1>{log_gamma}};
+                return P{sink, recent, budget, typename decay_part<P>::type{log_gamma}};
             } else if constexpr (std::is_same_v<P, Memory>) {
                 return P{sink, recent, budget, scorer_of<kvp::mLSTMScorer<>>(heads, dim)};
             } else {
@@ -472,8 +480,15 @@ void add_chunks() {
 void add_policies() {
     const Setup decayed{.length = 1 << 14, .log_gamma = -1e-3f},
         level{.length = 1 << 14, .order = Order::level, .log_gamma = -1e-3f};
-    add_pair<Decayed>("16k, decay/random", decayed, 15, false);
-    add_pair<Decayed>("16k, decay/level", level, 15, false);
+    add_pair<Decayed<1>>("16k, decay/random", decayed, 15, false);
+    add_pair<Decayed<1>>("16k, decay/level", level, 15, false);
+    Setup rising = decayed;
+    rising.order = Order::rising;
+    add_pair<Decayed<3>>("16k, decay step 3/random", decayed, 15, false);
+    add_pair<Decayed<3>>("16k, decay step 3/rising", rising, 15, false);
+    add_pair<Decayed<64>>("16k, decay step 64/random", decayed, 15, false);
+    add_parts<Decayed<3>>("16k, decay step 3/random", decayed, 15);
+    add_parts<Decayed<3>>("16k, decay step 3/rising", rising, 15);
     // Scores are even in [-4, 4): a quarter of all gates is open.
     const Setup gated{.length = 1 << 14, .threshold = 2.0f};
     add(

@@ -175,6 +175,10 @@ prefill/8 x 4k/*     | 0.8 of mask + attend/8 x 4k/* | 0.909 of mask + attend/8 
 prefill/8 x 100 to 8000/* | 0.8 of mask + attend/8 x 100 to 8000/* |
     0.909 of mask + attend/8 x 100 to 8000/* |
 prefill/16k, decay/* | 0.714 of mask + attend/16k, decay/* | 0.87 of mask + attend/16k, decay/* |
+prefill/16k, decay step 3/* | 0.714 of mask + attend/16k, decay step 3/* |
+    0.87 of mask + attend/16k, decay step 3/* |
+prefill/16k, decay step 64/* | 0.714 of mask + attend/16k, decay step 64/* |
+    0.87 of mask + attend/16k, decay step 64/* |
 prefill/2k over 4096/*    | 0.769x fastest | 0.909x fastest |
     FlashAttention dense 2k over 4096, cuDNN all pairs 2k over 4096, cuDNN masked 2k over 4096
 prefill, DualCache/16k, gates 25%/* | 0.8 of mask + attend/16k, gates 25%/* |

@@ -1,5 +1,5 @@
-// Top-k updates as kernels run them: which key is admitted to a top-k slot. Bodies are for a group of
-// threads; a plain C++ compiler runs them as a group of one. The CPU backend has its own
+// Top-k updates of a step as kernels run them: which key is admitted to a top-k slot. Bodies are for a group
+// of threads; a plain C++ compiler runs them as a group of one. The CPU backend has its own
 // (caches/host/entries.hpp, masks/top_k_set.hpp); tests require identical results.
 //
 // A step does not search all slots for the worst key. Slots are cut into tiles, and a cache records the worst
@@ -289,152 +289,12 @@ KVPOLICY_HOST_DEVICE std::int32_t next_victim(const Group& group, const HeadPara
     return worst_after(group, victims, record, admitted).slot;
 }
 
-/// What a chunk of tokens leaves of one head's top-k updates, in memory of the caller's. Keys have names, as
-/// in the host's chunk plan: a row r of the cache is r, token j of the chunk is rows + j, where `rows` is the
-/// head's capacity.
-struct chunk_slots {
-    head_slots of;                     // copies of the cache's, which the top-k updates change
-    std::int32_t* holder = nullptr;    // [budget]: the name of the key in each slot
-    std::int32_t* record = nullptr;    // [tiles_of_slots(budget)]
-    expiry_t* past_expiry = nullptr;   // of the cache's rows
-    expiry_t* chunk_expiry = nullptr;  // of the chunk's tokens
-};
-
-/// The first threads of a group that wait take the free slots, all at once; keys that stay for their position
-/// get slots, too.
-template <class Group, class Gate, class Put>
-KVPOLICY_HOST_DEVICE void fill_free_places(const Group& group, [[maybe_unused]] const Gate& gate,
-                                           const chunk_slots& chunk, std::int32_t& num_long_range,
-                                           [[maybe_unused]] std::int32_t& outside, bool& waits,
-                                           [[maybe_unused]] bool stays, Put&& put) {
-    // The first of those that wait take the free top-k slots, all at once.
-    std::int32_t before = group.before(waits), waiting = group.count(waits);
-    std::int32_t free = chunk.of.head_params.budget - num_long_range;
-    if constexpr (holds_keys<Gate>) {
-        free += outside;
-    }
-    const bool takes = waits && before < free;
-    std::int32_t taken = waiting < free ? waiting : free;
-    if constexpr (holds_keys<Gate>) {
-        before = group.before(takes || stays);
-        const std::int32_t staying = group.count(stays), tiles = tiles_of_slots(num_long_range);
-        outside += staying;
-        taken += staying;
-        if (group.rank() == 0) {  // tiles of keys that do not compete
-            for (std::int32_t tile = tiles; tile < tiles_of_slots(num_long_range + taken); ++tile) {
-                chunk.record[tile] = -1;
-            }
-        }
-    }
-    if (takes || stays) {
-        put(num_long_range + before);
-    }
-    group.sync();
-    num_long_range += taken;
-    waits = waits && !takes;
-}
-
-/// Runs the top-k updates of a chunk of `tokens` tokens from position `base` on. score(j) is that of the key
-/// that leaves the window at token j; name(u) of key u. Expiries, relative to `base`, have been filled in for
-/// keys that leave with their window. Returns the slots in use; `num_protected`: those of keys that do not
-/// compete, before and after.
-///
-/// With decay step 1 the worst key only gets better, so a group looks at as many candidates at once as it has
-/// threads, and only those that beat the worst take their turn.
-template <class Group, class Gate, class Score, class Name>
-KVPOLICY_HOST_DEVICE std::int32_t update_top_k(const Group& group, const chunk_slots& chunk, const Gate& gate,
-                                               position_t base, std::int32_t tokens,
-                                               std::int32_t num_long_range, Score&& score, Name&& name,
-                                               std::int32_t rows, std::int32_t* num_protected = nullptr) {
-    const HeadParams& head_params = chunk.of.head_params;
-    const position_t limit = chunk.of.rebase_limit;
-    const bool still = head_params.decay_step == 1;
-    const position_t first =
-        position_t{head_params.sinks} + head_params.window - base;  // the first token at which a key leaves
-    if ((head_params.budget == 0 && !holds_keys<Gate>) || first >= tokens) {
-        return num_long_range;
-    }
-    const auto top_k_slots = competing(chunk.of, gate);
-    [[maybe_unused]] std::int32_t outside = num_protected != nullptr ? *num_protected : 0;
-    ranked_slot worst;
-    position_t known_for = -1;  // the base of priorities that `worst` and the records belong to
-    for (std::int32_t j = first > 0 ? static_cast<std::int32_t>(first) : 0; j < tokens;) {
-        // A batch has one base of priorities; a step that ranks anew has one candidate.
-        const position_t q = base + j, next_base = priority_base(q, limit) + limit;
-        position_t count = still ? group.size() : 1;
-        count = count < tokens - j ? count : tokens - j;
-        count = count < next_base - q ? count : next_base - q;
-        ranked_slot mine;
-        float my_score = 0.0f;
-        bool waits = group.rank() < count;
-        [[maybe_unused]] bool stays = false;
-        if (waits) {
-            const position_t u = q + group.rank() - head_params.window;
-            my_score = score(j + group.rank());
-            mine = chunk.of.rank(my_score, u, -1, q + group.rank());
-            stays = holds(gate, u);
-            waits = !stays && head_params.budget != 0 && gate.open(my_score, head_params);
-        }
-        const auto put = [&](std::int32_t slot, position_t u, float s) {
-            const std::int32_t key = name(u);
-            (key < rows ? chunk.past_expiry[key] : chunk.chunk_expiry[key - rows]) = never;
-            chunk.holder[slot] = key;
-            chunk.of.score[slot] = s;
-            chunk.of.position[slot] = u;
-        };
-        if (holds_keys<Gate> || num_long_range < head_params.budget) {
-            fill_free_places(
-                group, gate, chunk, num_long_range, outside, waits, stays,
-                [&](std::int32_t slot) { put(slot, q + group.rank() - head_params.window, my_score); });
-        }
-        while (group.count(waits) != 0) {
-            if (!still || known_for != priority_base(q, limit)) {
-                worst = worst_of_tiles(group, top_k_slots, chunk.record, 0, 1, num_long_range, q);
-                group.sync();
-                known_for = priority_base(q, limit);
-            }
-            const std::int32_t admitted =
-                group.first(waits && ranks_before(mine.value, mine.position, worst.value, worst.position));
-            if (admitted >= group.size()) {
-                break;
-            }
-            const float s = group.from(admitted, my_score);
-            const std::int32_t slot = worst.slot;
-            if (group.rank() == 0) {
-                const std::int32_t evicted = chunk.holder[slot];
-                (evicted < rows ? chunk.past_expiry[evicted] : chunk.chunk_expiry[evicted - rows]) =
-                    j + admitted;
-                put(slot, q + admitted - head_params.window, s);
-            }
-            group.sync();
-            if (still) {
-                worst =
-                    worst_after(group, top_k_slots, chunk.record, num_long_range, q, chunk.of.at(slot, q));
-                group.sync();
-            }
-            waits = waits && group.rank() > admitted;
-        }
-        j += static_cast<std::int32_t>(count);
-    }
-    if constexpr (holds_keys<Gate>) {
-        if (num_protected != nullptr) {
-            *num_protected = outside;
-        }
-    }
-    return num_long_range;
-}
-
 /// A group of one thread. All threads of a group call its members together: rank() below size(); the worst of
-/// all; the first thread for which something is so, or size(), how many threads before this one it is so for,
-/// and for how many in all; the number of one of them; sync() shows what they wrote to each other.
+/// all; sync() shows what they wrote to each other.
 struct single_thread_group {
     KVPOLICY_HOST_DEVICE static std::int32_t rank() { return 0; }
     KVPOLICY_HOST_DEVICE static std::int32_t size() { return 1; }
     KVPOLICY_HOST_DEVICE static ranked_slot worst(const ranked_slot& mine) { return mine; }
-    KVPOLICY_HOST_DEVICE static std::int32_t first(bool is) { return is ? 0 : 1; }
-    KVPOLICY_HOST_DEVICE static std::int32_t before(bool /*is*/) { return 0; }
-    KVPOLICY_HOST_DEVICE static std::int32_t count(bool is) { return is ? 1 : 0; }
-    KVPOLICY_HOST_DEVICE static float from(std::int32_t /*rank*/, float mine) { return mine; }
     KVPOLICY_HOST_DEVICE static void sync() {}
 };
 

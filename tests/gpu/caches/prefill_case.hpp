@@ -427,7 +427,8 @@ struct HeadDecay {
 };
 inline constexpr HeadDecay no_decay{"no decay", {0.0f, 0.0f, 0.0f}, {1, 1, 1}},
     decay_of_step_1{"decay of step 1", {-0x1p-10f, -0.01f, -0.3f}, {1, 1, 1}},
-    decay_of_longer_steps{"decay of longer steps", {-0.05f, -0x1p-6f, -0.01f}, {3, 2, 3}};
+    decay_of_longer_steps{"decay of longer steps", {-0.05f, -0x1p-6f, -0.01f}, {3, 2, 3}},
+    decay_of_long_steps{"decay of long steps", {-0.05f, -0x1p-6f, -1.0f}, {33, 64, 1000}};
 
 inline HeadNumbers with_decay(HeadNumbers of, const HeadDecay& decay) {
     of.log_gammas = decay.log_gammas;

@@ -46,6 +46,9 @@ TEST_CASE("a prompt of 40k tokens") {
                             {no_decay, decay_of_step_1}, {{40000}});
     check_long<FixedSystem>({.budgets = {513, 2000, 31}}, {Order::random, Order::two_values},
                             {decay_of_longer_steps}, {{40000}});
+    check_long<FixedSystem>({.budgets = {512, 3836, 1000}},
+                            {Order::random, Order::rising, Order::equal, Order::infinities, Order::uneven},
+                            {decay_of_longer_steps, decay_of_long_steps}, {{16384}, {9000, 7, 7377}});
 }
 
 TEST_CASE("batches of ragged lengths") { check_ragged<FixedSystem>({.budgets = {1, 600, 2500}}); }

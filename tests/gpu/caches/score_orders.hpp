@@ -25,18 +25,21 @@ enum class Order {
     falling_teeth,  // rises for 512 tokens, and every tooth is below the one before
     uneven,         // one head rises beside others that fall
     level,          // priorities with decay step 1 that fp32 cannot tell apart, and many of them equal
+    tiny,           // round to multiples of log gamma once keys have an age
+    huge,           // some absorb every decay, some all but the largest
     special         // zeros, infinities, NaN and a number without an exponent
 };
 /// All without a NaN.
 inline constexpr Order all_orders[] = {
     Order::random,        Order::rising,     Order::falling,    Order::equal,     Order::two_values,
     Order::signed_zeros,  Order::infinities, Order::best_first, Order::best_late, Order::sawtooth,
-    Order::falling_teeth, Order::uneven,     Order::level};
+    Order::falling_teeth, Order::uneven,     Order::level,      Order::tiny,      Order::huge};
 
 inline const char* name(Order order) {
-    static const char* const names[] = {
-        "random",     "rising",    "falling",  "equal",         "two values", "signed zeros", "infinities",
-        "best first", "best late", "sawtooth", "falling teeth", "uneven",     "level",        "special"};
+    static const char* const names[] = {"random",     "rising",       "falling",       "equal",
+                                        "two values", "signed zeros", "infinities",    "best first",
+                                        "best late",  "sawtooth",     "falling teeth", "uneven",
+                                        "level",      "tiny",         "huge",          "special"};
     return names[static_cast<int>(order)];
 }
 
@@ -80,6 +83,11 @@ inline float score_of(Order order, const ScoredToken& of, std::normal_distributi
             const float some[] = {0.0f, -0.0f, infinity, -infinity, std::nanf(""), 1e-42f};
             return some[generator() % 6];
         }
+        case Order::tiny:
+            return static_cast<float>(generator() % 3) * 1e-30f;
+        case Order::huge:
+            return (generator() % 2 == 0 ? -1.0f : 1.0f) *
+                   std::ldexp(1.0f, 30 + 6 * static_cast<int>(generator() % 8));
         case Order::level:
             return static_cast<float>(1000.0 +
                                       static_cast<double>(of.position) * static_cast<double>(of.log_gamma));

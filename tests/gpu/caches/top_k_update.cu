@@ -1,5 +1,6 @@
 // The top-k updates of a chunk beside the naive ones: one candidate after another against the worst of all
 // keys that hold a slot, in double, from the definition. All numbers are the same.
+#include <kvpolicy/caches/cuda/prefill/kernel_decayed_update.cuh>
 #include <kvpolicy/caches/cuda/prefill/kernel_top_k_update.cuh>
 #include <kvpolicy/caches/layer_ref.hpp>
 
@@ -23,9 +24,14 @@ using test::score_of;
 
 namespace {
 
-/// A key's number at query q, from the definition: with decay step 1 its score less its position times log
-/// gamma, in double. Positions count from the last multiple of `limit`, which is no more than q.
+/// A key's number at query q, from the definition, in double. With decay step 1: its score less its position
+/// times log gamma, where positions count from the last multiple of `limit`, which is no more than q. Else its
+/// score and log gamma once per decay step of its age: the product is exact, so the sum is rounded once.
 double priority(const HeadParams& head_params, float score, position_t t, position_t q, position_t limit) {
+    if (head_params.decay_step != 1) {
+        const double age = std::floor(static_cast<double>(q - t) / head_params.decay_step);
+        return static_cast<double>(score) + age * static_cast<double>(head_params.log_gamma);
+    }
     const position_t base = q - q % limit;
     return static_cast<double>(score) -
            static_cast<double>(t - base) * static_cast<double>(head_params.log_gamma);
@@ -109,16 +115,18 @@ struct Head {
     }
 };
 
-constexpr Order orders[] = {Order::random,     Order::rising,   Order::falling, Order::equal,
-                            Order::two_values, Order::level,    Order::special, Order::sawtooth,
-                            Order::best_first, Order::best_late};
+constexpr Order orders[] = {Order::random,     Order::rising, Order::falling,    Order::equal,
+                            Order::two_values, Order::level,  Order::special,    Order::sawtooth,
+                            Order::tiny,       Order::huge,   Order::best_first, Order::best_late};
 
 struct Case {
     std::int32_t sinks = 0, window = 1, budget = 1, tokens = 0;
     std::int32_t held = 0;  // top-k slots in use before, at most the budget and some protected ones
     position_t base = 0;    // at least sinks + window + held, or small
     float log_gamma = 0;
+    std::int32_t step = 1;
     double closed = 0, staying = 0;  // how many keys are evicted by the gate, or protected
+    position_t apart = 0;            // of old keys; 0: a few positions
     Order order = Order::random;
 };
 
@@ -127,7 +135,7 @@ Head make(const Case& of, std::uint32_t seed) {
     std::normal_distribution<float> normal;
     Head head;
     top_k_head& numbers = head.numbers;
-    numbers.head_params = {of.sinks, of.window, of.budget, 1, of.log_gamma, 0.0f};
+    numbers.head_params = {of.sinks, of.window, of.budget, of.step, of.log_gamma, 0.0f};
     numbers.base = of.base;
     numbers.tokens = of.tokens;
     const position_t first = position_t{of.sinks} + of.window - of.base;
@@ -160,7 +168,8 @@ Head make(const Case& of, std::uint32_t seed) {
     std::vector<position_t> old(static_cast<std::size_t>(of.held - numbers.first_slot));
     const position_t until = of.base - of.window;
     for (std::size_t p = 0; p < old.size(); ++p) {
-        old[p] = until - 1 - static_cast<position_t>(p) * (until > 4 * of.held ? 3 : 1);
+        const position_t apart = of.apart != 0 ? of.apart : until > 4 * of.held ? 3 : 1;
+        old[p] = until - 1 - static_cast<position_t>(p) * apart;
     }
     std::shuffle(old.begin(), old.end(), generator);
     for (std::size_t p = 0; p < old.size(); ++p) {
@@ -200,9 +209,11 @@ bool same(T a, T b) {
     return a == b || (a != a && b != b);
 }
 
-/// Runs the kernel on all cases at once and compares. Returns milliseconds of a run.
-template <int Threads, int Items>
-double check(const std::vector<Case>& cases, position_t limit = rebase_limit, bool timed = false) {
+/// Runs a kernel, which ranks up to `members` keys at once, on all cases at once and compares. Returns
+/// milliseconds of a run.
+template <class Launch>
+double check_kernel(const Launch& launch_kernel, std::int32_t members_each, const std::vector<Case>& cases,
+                    position_t limit, bool timed) {
     std::vector<Head> heads;
     std::size_t tokens = 0, of_slots = 0, entries = 0;
     for (std::size_t i = 0; i < cases.size(); ++i) {
@@ -224,7 +235,7 @@ double check(const std::vector<Case>& cases, position_t limit = rebase_limit, bo
     const Device<unsigned char> slot_protected(joined(heads, of_slots, &Head::slot_protected));
     const Device<expiry_t> past(joined(heads, entries, &Head::past));
     const Device<expiry_t> chunk(joined(heads, tokens, &Head::chunk));
-    const Device<std::int32_t> members(heads.size() * 3 * Threads * Items);
+    const Device<std::int32_t> members(heads.size() * 3 * static_cast<std::size_t>(members_each));
     std::vector<std::int32_t> counts, protected_counts;
     for (const Head& head : heads) {
         counts.push_back(head.numbers.num_long_range);
@@ -247,16 +258,14 @@ double check(const std::vector<Case>& cases, position_t limit = rebase_limit, bo
     params.most = static_cast<std::int32_t>(tokens);
     params.top_k_slots = static_cast<std::int32_t>(of_slots);
     params.max_entries = static_cast<std::int32_t>(entries);
-    params.max_members = Threads * Items;
+    params.max_members = members_each;
     params.rebase_limit = limit;
     const kvpolicy::cuda ctx{};
     cudaEvent_t begin{}, end{};
     test::ok(cudaEventCreate(&begin));
     test::ok(cudaEventCreate(&end));
     test::ok(cudaEventRecord(begin));
-    launch("top_k_update_kernel", top_k_update_kernel<Threads, Items>,
-           static_cast<std::int64_t>(heads.size()), Threads,
-           sizeof(typename agent_top_k_update<Threads, Items>::shared), ctx, params);
+    launch_kernel(ctx, static_cast<std::int64_t>(heads.size()), params);
     test::ok(cudaEventRecord(end));
     test::ok(cudaDeviceSynchronize());
     float ms = 0;
@@ -279,6 +288,7 @@ double check(const std::vector<Case>& cases, position_t limit = rebase_limit, bo
         CAPTURE(cases[h].tokens);
         CAPTURE(cases[h].held);
         CAPTURE(cases[h].log_gamma);
+        CAPTURE(cases[h].step);
         CHECK(new_count[h] == head.numbers.num_long_range);
         CHECK(new_protected_count[h] == head.numbers.num_protected);
         std::int32_t wrong = 0;
@@ -302,6 +312,49 @@ double check(const std::vector<Case>& cases, position_t limit = rebase_limit, bo
     }
     return ms;
 }
+
+/// The kernel for static priorities.
+template <int Threads, int Items>
+double check(const std::vector<Case>& cases, position_t limit = rebase_limit, bool timed = false) {
+    const auto launch_kernel = [](const kvpolicy::cuda& ctx, std::int64_t heads,
+                                  const top_k_update_params& params) {
+        launch("top_k_update_kernel", top_k_update_kernel<Threads, Items>, heads, Threads,
+               sizeof(typename agent_top_k_update<Threads, Items>::shared), ctx, params);
+    };
+    return check_kernel(launch_kernel, Threads * Items, cases, limit, timed);
+}
+
+/// The kernel for keys that rank by the query.
+double check_decayed(const std::vector<Case>& cases, bool timed = false) {
+    const auto launch_kernel = [](const kvpolicy::cuda& ctx, std::int64_t heads,
+                                  const top_k_update_params& params) {
+        launch("decayed_update_kernel", decayed_update_kernel<top_k_update_params>, heads,
+               decayed_round_threads, sizeof(decayed_update_memory), ctx, params);
+    };
+    return check_kernel(launch_kernel, decayed_round_keys, cases, rebase_limit, timed);
+}
+
+/// Orders of scores, decays and steps, for these sizes: one in `every`.
+std::vector<Case> decays_of(const Case& sizes, const std::vector<std::int32_t>& steps, int every = 1) {
+    std::vector<Case> cases;
+    int number = 0;
+    for (const std::int32_t step : steps) {
+        for (const Order order : orders) {
+            for (const float log_gamma : {-0.05f, -0x1p-10f, -1e-7f, -3.0f, -1e-40f}) {
+                Case one = sizes;
+                one.order = order;
+                one.log_gamma = log_gamma;
+                one.step = step;
+                one.closed = one.staying = number % 2 == 0 ? 0.0 : 0.1;
+                if (number++ % every == 0) {
+                    cases.push_back(one);
+                }
+            }
+        }
+    }
+    return cases;
+}
+const std::vector<std::int32_t> all_steps{2, 3, 7, 32, 33, 64, 1000, 1024, 1025};
 
 /// Every order with and without decay, for these sizes.
 std::vector<Case> orders_of(const Case& sizes) {
@@ -402,6 +455,86 @@ TEST_CASE("the base of priorities may move within a chunk") {
         const Case far_off{.window = 3, .budget = 300, .tokens = 1500, .held = 300, .base = base};
         check<1024, 16>(orders_of(far_off), 1000);
         check<1024, 4>(orders_of(far_off));
+    }
+}
+
+TEST_CASE("top-k updates whose order depends on the query, of small chunks") {
+    for (const std::int32_t tokens : {1, 2, 16, 17, 33, 64, 100}) {  // up to 16 are updated by scans
+        for (const std::int32_t budget : {1, 2, 31, 64, 100}) {
+            for (const std::int32_t held : {0, budget / 2, budget}) {
+                check_decayed(decays_of({.sinks = 1,
+                                         .window = 5,
+                                         .budget = budget,
+                                         .tokens = tokens,
+                                         .held = held,
+                                         .base = 6 + held + 1000},
+                                        all_steps));
+            }
+        }
+    }
+}
+
+TEST_CASE("top-k updates whose order depends on the query, of larger chunks") {
+    for (const std::int32_t tokens : {511, 512, 513, 1300}) {
+        for (const std::int32_t budget : {1, 33, 300, 1024}) {
+            for (const std::int32_t held : {0, budget / 2, budget}) {
+                check_decayed(decays_of({.sinks = 4,
+                                         .window = 64,
+                                         .budget = budget,
+                                         .tokens = tokens,
+                                         .held = held,
+                                         .base = held == 0 ? 0 : 68 + 4 * held + tokens},
+                                        all_steps, 7));
+            }
+        }
+    }
+}
+
+TEST_CASE("top-k updates whose order depends on the query, in rounds and beyond") {
+    const auto sizes = [](std::int32_t budget, std::int32_t tokens, std::int32_t held) {
+        return Case{.window = 16,
+                    .budget = budget,
+                    .tokens = tokens,
+                    .held = held,
+                    .base = held == 0 ? 0 : position_t{40000}};
+    };
+    check_decayed(decays_of(sizes(700, 9000, 700), {3, 64}, 7));
+    check_decayed(decays_of(sizes(3000, 8000, 0), {3, 40}, 11));
+    // Around the largest budget that rounds take.
+    for (const std::int32_t budget : {4607, 4608, 4609}) {
+        check_decayed(decays_of(sizes(budget, 3300, budget), {3}, 17));
+    }
+    // Positions beyond 31 bits, and keys that are too far apart for rounds.
+    for (const position_t base : {(position_t{1} << 33) + 5, (position_t{1} << 40) - 100}) {
+        Case far = sizes(300, 1000, 300);
+        far.base = base;
+        check_decayed(decays_of(far, {2, 33}, 7));
+        far.apart = 1 << 21;
+        check_decayed(decays_of(far, {2, 33}, 7));
+    }
+}
+
+TEST_CASE("time of top-k updates whose order depends on the query, 8 heads" * doctest::skip()) {
+    for (const std::int32_t step : {3, 32, 64, 1000}) {
+        for (const std::int32_t held : {0, 3836}) {
+            for (const Order order : {Order::random, Order::rising, Order::falling, Order::equal}) {
+                Case one{.sinks = 4,
+                         .window = 256,
+                         .budget = 3836,
+                         .tokens = 16384,
+                         .held = held,
+                         .base = held == 0 ? 0 : 100000,
+                         .log_gamma = -1e-3f,
+                         .step = step};
+                one.order = order;
+                double least = 1e9;
+                for (int i = 0; i < 3; ++i) {
+                    least = std::min(least, check_decayed(std::vector<Case>(8, one), true));
+                }
+                std::printf("step %d held %d order %d: %.3f ms\n", step, held, static_cast<int>(order),
+                            least);
+            }
+        }
     }
 }
 

@@ -12,6 +12,7 @@
 #include <doctest/doctest.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <limits>
 #include <random>
@@ -49,6 +50,73 @@ MaskCase random_case(std::int32_t batch, std::int32_t heads, std::int32_t length
     std::mt19937 generator(seed);
     fill_scores(input.scores, Scores::random, generator);
     return input;
+}
+
+/// Orders of scores whose values round to equal ones, or absorb their decay.
+enum class NaiveScores { random, signs, tiny, huge, masked };
+constexpr NaiveScores all_naive_scores[] = {NaiveScores::random, NaiveScores::signs, NaiveScores::tiny,
+                                            NaiveScores::huge, NaiveScores::masked};
+
+float naive_score(NaiveScores kind, std::mt19937& generator) {
+    const auto pick = [&](std::uint32_t below) { return static_cast<int>(generator() % below); };
+    switch (kind) {
+        case NaiveScores::random:
+            break;
+        case NaiveScores::signs: {
+            constexpr float infinite = std::numeric_limits<float>::infinity();
+            const float some[] = {0.0f, -0.0f, infinite, -infinite, std::nanf(""), 1e-42f};
+            return some[pick(6)];
+        }
+        case NaiveScores::tiny:
+            return static_cast<float>(pick(3)) * 1e-30f;
+        case NaiveScores::huge:
+            return (pick(2) == 0 ? -1.0f : 1.0f) * std::ldexp(1.0f, 30 + 6 * pick(8));
+        case NaiveScores::masked:
+            if (pick(3) != 0) {
+                return -3e38f;
+            }
+            break;
+    }
+    return std::normal_distribution<float>()(generator);
+}
+
+/// The definition for decay steps above 1 in double, one head: at every query the minimum of all held keys.
+MaskResult naive_decayed_mask(const Plane<float>& scores, std::int32_t sinks, std::int32_t window,
+                              std::int32_t k, float log_gamma, std::int32_t step) {
+    MaskResult result{std::vector<expiry_t>(scores.data.size()), {0u}};
+    const auto value = [&](std::int32_t t, std::int32_t q) {
+        return static_cast<double>(scores.data[static_cast<std::size_t>(t)]) +
+               std::floor(static_cast<double>(q - t) / step) * static_cast<double>(log_gamma);
+    };
+    // Whether a is evicted before b at q: smaller, NaN before all numbers, the younger of equal ones.
+    const auto worse = [&](std::int32_t a, std::int32_t b, std::int32_t q) {
+        const double of_a = value(a, q), of_b = value(b, q);
+        const bool nan_a = of_a != of_a, nan_b = of_b != of_b;
+        return nan_a != nan_b ? nan_a : nan_a || of_a == of_b ? a > b : of_a < of_b;
+    };
+    std::vector<std::int32_t> held;
+    for (std::int32_t t = 0; t < scores.length; ++t) {
+        result.expiry[static_cast<std::size_t>(t)] = t < sinks ? never : t + window;
+        const std::int32_t u = t - window;
+        if (u < sinks) {
+            continue;
+        }
+        const float score = scores.data[static_cast<std::size_t>(u)];
+        result.status[0] |= score != score ? status_nan_score : 0u;
+        if (static_cast<std::int32_t>(held.size()) < k) {
+            held.push_back(u);
+            result.expiry[static_cast<std::size_t>(u)] = never;
+            continue;
+        }
+        const auto worst = std::min_element(held.begin(), held.end(),
+                                            [&](std::int32_t a, std::int32_t b) { return worse(a, b, t); });
+        if (worse(*worst, u, t)) {
+            result.expiry[static_cast<std::size_t>(*worst)] = t;
+            result.expiry[static_cast<std::size_t>(u)] = never;
+            *worst = u;
+        }
+    }
+    return result;
 }
 
 }  // namespace
@@ -273,7 +341,7 @@ TEST_CASE("a NaN score under every kind of gate") {
 }
 
 TEST_CASE("top-k updates whose order depends on the query") {
-    for (const std::int32_t step : {2, 7, 64, 5000}) {
+    for (const std::int32_t step : {2, 3, 32, 33, 64, 1000, 1025, 5000}) {
         for (const std::int32_t k : {1, 64, 700}) {
             MaskCase input = random_case(1, 2, 1500, static_cast<unsigned>(step));
             const std::string end = ", step " + std::to_string(step) + ", k " + std::to_string(k);
@@ -299,14 +367,64 @@ TEST_CASE("top-k updates whose order depends on the query") {
     }
 }
 
+TEST_CASE("top-k updates whose order depends on the query equal a naive model") {
+    std::mt19937 generator(31);
+    for (const std::int32_t step : {2, 3, 33, 1000}) {
+        for (const float log_gamma : {-0.05f, -1e-7f, -3.0f, -1e-40f}) {
+            for (const NaiveScores kind : all_naive_scores) {
+                MaskCase input = random_case(1, 1, 900, 3);
+                for (float& x : input.scores.data) {
+                    x = naive_score(kind, generator);
+                }
+                const MaskResult wanted = naive_decayed_mask(input.scores, 2, 7, 100, log_gamma, step);
+                const std::string what = "step " + std::to_string(step) + ", log gamma " +
+                                         std::to_string(log_gamma) + ", scores " +
+                                         std::to_string(static_cast<int>(kind));
+                const MaskResult got =
+                    device_mask(budget(2, 7, 100, log_gamma, step), input, all_tunings()[0]);
+                same(got.expiry, wanted.expiry, 900, what);
+                CHECK_MESSAGE(got.status == wanted.status, what, ": status");
+            }
+        }
+    }
+}
+
+TEST_CASE("top-k updates whose order depends on the query, in rounds") {
+    std::mt19937 generator(32);
+    for (const std::int32_t step : {3, 64}) {
+        for (const std::int32_t k : {700, 3836, 4608, 4609}) {
+            MaskCase input = random_case(1, 2, 16384, static_cast<unsigned>(k));
+            const std::string end = ", step " + std::to_string(step) + ", k " + std::to_string(k);
+            check_mask(budget(4, 256, k, -1e-3f, step), input, "random" + end);
+            for (const Scores kind : {Scores::equal, Scores::improving, Scores::few_values}) {
+                fill_scores(input.scores, kind, generator);
+                check_mask(budget(4, 256, k, -1e-3f, step), input, name(kind) + end);
+            }
+        }
+    }
+    // Gates and keep parts beside it, and a round that ends with its candidates.
+    MaskCase input = random_case(2, 2, 13000, 33);
+    check_mask(Policy<Sink<>, Window<>, ThresholdGate<above>, TopKBudget<>, Decay<3>, KeepEvery>(
+                   Sink<>{3}, Window<>{17}, ThresholdGate<above>(-0.5f), TopKBudget<>{1000}, Decay<3>(-0.01f),
+                   KeepEvery{5}),
+               input, "gate, keep, decay step 3");
+    input.cu_seqlens = {0, 0, 5, 4000, 12999, 13000};
+    check_mask(budget(1, 9, 300, -0.01f, 3), input, "packed, decay step 3");
+}
+
 TEST_CASE("top-k updates of more entries than a thread's registers hold, and around it") {
     for (const std::int32_t k : {1024, 1025, 2000, 4096, 4097, 5000}) {
         MaskCase input = random_case(1, 1, 6000, static_cast<unsigned>(k));
-        check_mask(budget(2, 20, k, -0.05f, 7), input, "decayed top-k, k " + std::to_string(k));
-        // All keys equal: the younger loses, whoever holds it.
-        std::mt19937 generator(8);
-        fill_scores(input.scores, Scores::equal, generator);
-        check_mask(budget(2, 20, k, -0.05f, 7), input, "decayed top-k, equal, k " + std::to_string(k));
+        // A step that rounds take, and one that is too large for them.
+        for (const std::int32_t step : {7, 1500}) {
+            const std::string end = ", k " + std::to_string(k) + ", step " + std::to_string(step);
+            check_mask(budget(2, 20, k, -0.05f, step), input, "decayed top-k" + end);
+            // All keys equal: the younger loses, whoever holds it.
+            std::mt19937 generator(8);
+            MaskCase equal = input;
+            fill_scores(equal.scores, Scores::equal, generator);
+            check_mask(budget(2, 20, k, -0.05f, step), equal, "decayed top-k, equal" + end);
+        }
     }
 }
 

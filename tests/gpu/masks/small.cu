@@ -87,8 +87,21 @@ TEST_CASE("packed segments, lengths, numbers by head") {
 TEST_CASE("decayed top-k") {
     for (const std::int32_t k : {50, 1200, 4200}) {
         MaskCase input = case_of(1, 1, k + 200);
-        check_way(budget(k, -0.05f, 7), input, 0, "k " + std::to_string(k));
+        check_way(budget(k, -0.05f, 1500), input, 0, "k " + std::to_string(k));
     }
+}
+
+// decayed_rounds_kernel: one class per lane, and several.
+TEST_CASE("decayed rounds") {
+    std::mt19937 generator(5);
+    for (const std::int32_t step : {3, 70}) {
+        MaskCase input = case_of(1, 1, 900);
+        check_way(budget(50, -0.05f, step), input, 0, "step " + std::to_string(step));
+        fill_scores(input.scores, HardScores::nan, -0.05f, generator);
+        check_way(budget(50, -0.05f, step), input, 0, "NaN, step " + std::to_string(step));
+    }
+    MaskCase input = case_of(1, 1, 6600);
+    check_way(budget(300, -0.05f, 3), input, 0, "two rounds");
 }
 
 // expire_alone_kernel, whether scores are read or not.

@@ -1,6 +1,5 @@
 // The decisions that kernels run, on a group of one thread and on groups of several in step, against the
-// host's cache: the same keys in the same rows after every step, whatever the scores, and the same keys
-// after every chunk.
+// host's cache: the same keys in the same rows after every step, whatever the scores.
 #include <kvpolicy/caches/top_k_slots.hpp>
 #include <kvpolicy/policies/decay.hpp>
 #include <kvpolicy/policies/sink.hpp>
@@ -28,15 +27,9 @@ namespace {
 
 /// What the threads of a group exchange.
 struct Exchange {
-    explicit Exchange(std::int32_t threads)
-        : meet(threads),
-          worst(static_cast<std::size_t>(threads)),
-          number(worst.size()),
-          is(worst.size(), 0) {}
+    explicit Exchange(std::int32_t threads) : meet(threads), worst(static_cast<std::size_t>(threads)) {}
     std::barrier<> meet;
     std::vector<detail::ranked_slot> worst;
-    std::vector<float> number;
-    std::vector<char> is;
 };
 
 /// One thread of a group: every call is made by all of them, as a warp's are.
@@ -62,25 +55,6 @@ class LaneGroup {
             return *std::min_element(of.begin(), of.end(),
                                      [](const auto& a, const auto& b) { return detail::gives_way(a, b); });
         });
-    }
-    [[nodiscard]] std::int32_t first(bool is) const {
-        return exchange(all_.is, static_cast<char>(is), [](const auto& of) {
-            return static_cast<std::int32_t>(std::find(of.begin(), of.end(), 1) - of.begin());
-        });
-    }
-    [[nodiscard]] std::int32_t before(bool is) const {
-        return exchange(all_.is, static_cast<char>(is), [&](const auto& of) {
-            return static_cast<std::int32_t>(std::count(of.begin(), of.begin() + rank_, 1));
-        });
-    }
-    [[nodiscard]] std::int32_t count(bool is) const {
-        return exchange(all_.is, static_cast<char>(is), [](const auto& of) {
-            return static_cast<std::int32_t>(std::count(of.begin(), of.end(), 1));
-        });
-    }
-    [[nodiscard]] float from(std::int32_t rank, float mine) const {
-        return exchange(all_.number, mine,
-                        [&](const auto& of) { return of[static_cast<std::size_t>(rank)]; });
     }
     void sync() const { all_.meet.arrive_and_wait(); }
 };
@@ -230,87 +204,8 @@ struct Emulated {
         return layout().slot(worst.slot);
     }
 
-    void chunk(std::int32_t threads, const std::vector<float>& scores) {
-        const auto tokens = static_cast<std::int32_t>(scores.size());
-        const auto rows = static_cast<std::int32_t>(capacity());
-        const std::int32_t used = layout().used(length, kept);
-        std::vector<float> slot_score(score.begin() + layout().slot(0), score.end());
-        std::vector<position_t> slot_position(position.begin() + layout().slot(0), position.end());
-        std::vector<std::int32_t> holder(slot_score.size());
-        for (std::size_t p = 0; p < holder.size(); ++p) {
-            holder[p] = layout().slot(static_cast<std::int32_t>(p));
-        }
-        std::vector<expiry_t> past(capacity(), std::numeric_limits<expiry_t>::min()), own(scores.size());
-        for (std::int32_t r = 0; r < used; ++r) {
-            const bool recent = r >= head_params.sinks && r < head_params.sinks + head_params.window;
-            past[static_cast<std::size_t>(r)] =
-                recent ? static_cast<expiry_t>(position[static_cast<std::size_t>(r)] + head_params.window -
-                                               length)
-                       : never;
-        }
-        for (std::int32_t j = 0; j < tokens; ++j) {
-            own[static_cast<std::size_t>(j)] =
-                length + j < head_params.sinks ? never : j + head_params.window;
-        }
-        const detail::chunk_slots plan{{head_params, limit, slot_score.data(), slot_position.data()},
-                                       holder.data(),
-                                       record.data(),
-                                       past.data(),
-                                       own.data()};
-        const auto name = [&](position_t u) {
-            return u < length ? layout().recent(u) : rows + static_cast<std::int32_t>(u - length);
-        };
-        const auto score_at = [&](std::int32_t j) {
-            const position_t u = length + j - head_params.window;
-            return u < length ? score[static_cast<std::size_t>(layout().recent(u))]
-                              : scores[static_cast<std::size_t>(u - length)];
-        };
-        std::int32_t after = 0, num_protected_after = 0;
-        on_group(threads, [&](const auto& group) {
-            std::int32_t outside = num_protected;
-            const std::int32_t found =
-                detail::update_top_k(group, plan, gate, length, tokens, kept, score_at, name, rows, &outside);
-            if (group.rank() == 0) {
-                after = found;
-                num_protected_after = outside;
-            }
-        });
-        // Visible after the chunk: whatever has not expired by then.
-        std::vector<position_t> alive;
-        for (std::int32_t r = 0; r < used; ++r) {
-            if (past[static_cast<std::size_t>(r)] > tokens - 1) {
-                alive.push_back(position[static_cast<std::size_t>(r)]);
-            }
-        }
-        for (std::int32_t j = 0; j < tokens; ++j) {
-            if (own[static_cast<std::size_t>(j)] > tokens - 1) {
-                alive.push_back(length + j);
-            }
-        }
-        std::copy(slot_score.begin(), slot_score.end(), score.begin() + layout().slot(0));
-        std::copy(slot_position.begin(), slot_position.end(), position.begin() + layout().slot(0));
-        for (std::int32_t j = 0; j < tokens; ++j) {
-            if (length + j < head_params.sinks || j > tokens - 1 - head_params.window) {
-                const auto row = static_cast<std::size_t>(layout().recent(length + j));
-                score[row] = scores[static_cast<std::size_t>(j)];
-                position[row] = length + j;
-            }
-        }
-        kept = after;
-        num_protected = num_protected_after;
-        length += tokens;
-        victim = -1;
-        std::sort(alive.begin(), alive.end());
-        CHECK(alive == sorted());
-    }
-
     [[nodiscard]] std::vector<position_t> held() const {
         return {position.begin(), position.begin() + layout().used(length, kept)};
-    }
-    [[nodiscard]] std::vector<position_t> sorted() const {
-        std::vector<position_t> all = held();
-        std::sort(all.begin(), all.end());
-        return all;
     }
 };
 
@@ -336,9 +231,9 @@ requires P::has_keep struct Oracle<P> : test::BoundDual<P, float> {
     }
 };
 
-/// Steps and chunks in turn, beside the host's cache.
+/// Steps beside the host's cache.
 template <class P>
-void check(const P& policy, test::Scores kind, std::int32_t length, std::int32_t threads, bool chunks,
+void check(const P& policy, test::Scores kind, std::int32_t length, std::int32_t threads,
            position_t limit = rebase_limit) {
     CAPTURE(test::name(kind));
     CAPTURE(threads);
@@ -359,30 +254,17 @@ void check(const P& policy, test::Scores kind, std::int32_t length, std::int32_t
     test::Plane<float> scores(1, 1, length);
     test::fill_scores(scores, kind, generator);
     bool same = true;
-    for (std::int32_t at = 0; at < length && same;) {
-        const bool stepping = !chunks || generator() % 3 == 0;
-        const auto max_seq_len = static_cast<std::uint32_t>(generator() % 2 == 0 ? 7 : 2 * length / 3);
-        const std::int32_t count =
-            stepping ? 1 : std::min(length - at, 1 + static_cast<std::int32_t>(generator() % max_seq_len));
-        const Batch batch{.count = 1, .length = count};
+    for (std::int32_t at = 0; at < length && same; ++at) {
+        const Batch batch{.count = 1, .length = 1};
         test::Extras extras;
         if constexpr (P::ranked) {
-            extras.scores = std::as_const(scores).tokens(at, count);
+            extras.scores = std::as_const(scores).tokens(at, 1);
         }
-        test::call<P, float>(ctx, oracle, 0, batch, rows.tokens(at, count), rows.tokens(at, count),
-                             rows.tokens(at, count), out.tokens(at, count), extras, stepping);
+        test::call<P, float>(ctx, oracle, 0, batch, rows.tokens(at, 1), rows.tokens(at, 1),
+                             rows.tokens(at, 1), out.tokens(at, 1), extras, true);
         oracle.cache.advance(ctx, batch);
-        if (stepping) {
-            emulated.step(threads, P::ranked ? scores.at(0, 0, at) : 0.0f);
-        } else {
-            std::vector<float> given(static_cast<std::size_t>(count), 0.0f);
-            for (std::int32_t j = 0; P::ranked && j < count; ++j) {
-                given[static_cast<std::size_t>(j)] = scores.at(0, 0, at + j);
-            }
-            emulated.chunk(threads, given);
-        }
-        at += count;
-        // Steps put every key in the row that the host gives it; so do chunks.
+        emulated.step(threads, P::ranked ? scores.at(0, 0, at) : 0.0f);
+        // Every key is in the row that the host gives it.
         same = emulated.held() == oracle.held();
         CAPTURE(at);
         CHECK(same);
@@ -391,15 +273,14 @@ void check(const P& policy, test::Scores kind, std::int32_t length, std::int32_t
 
 }  // namespace
 
-TEST_CASE("kernels' decisions are the host's: steps, chunks, every order of scores") {
+TEST_CASE("kernels' decisions are the host's: steps, every order of scores") {
     const auto one_or_three = [](auto policy, position_t limit = rebase_limit) {
         for (const test::Scores kind : test::all_scores) {
-            check(policy, kind, 500, 1, false, limit);
-            check(policy, kind, 700, 1, true, limit);
+            check(policy, kind, 700, 1, limit);
         }
-        check(policy, test::Scores::random, 150, 3, true, limit);
-        check(policy, test::Scores::few_values, 150, 3, true, limit);
-        check(policy, test::Scores::improving, 150, 3, true, limit);
+        check(policy, test::Scores::random, 150, 3, limit);
+        check(policy, test::Scores::few_values, 150, 3, limit);
+        check(policy, test::Scores::improving, 150, 3, limit);
     };
     SUBCASE("budget over several tiles") { one_or_three(Policy<Sink<4>, Window<8>, TopKBudget<150>>{}); }
     SUBCASE("a budget of one, a window of one") { one_or_three(Policy<Window<1>, TopKBudget<1>>{}); }

@@ -37,15 +37,6 @@ struct warp_group {
                 static_cast<position_t>(__shfl_sync(all_lanes, static_cast<long long>(mine.position), lane)),
                 __shfl_sync(all_lanes, mine.slot, lane)};
     }
-    __device__ static std::int32_t first(bool is) {
-        const unsigned votes = __ballot_sync(all_lanes, is);
-        return votes == 0 ? 32 : __ffs(static_cast<int>(votes)) - 1;
-    }
-    __device__ static std::int32_t before(bool is) {
-        return __popc(__ballot_sync(all_lanes, is) & lanes_before(lane_id()));
-    }
-    __device__ static std::int32_t count(bool is) { return __popc(__ballot_sync(all_lanes, is)); }
-    __device__ static float from(std::int32_t rank, float mine) { return __shfl_sync(all_lanes, mine, rank); }
     __device__ static void sync() { __syncwarp(); }
 
   private:

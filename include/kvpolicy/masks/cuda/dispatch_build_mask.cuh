@@ -51,6 +51,9 @@ std::size_t mask_workspace_bytes(const cuda& ctx, const P& policy, const Sequenc
         if (plan.ranked) {
             static_cast<void>(ranking_memory::take(parts, plan, sequences, heads, ctx));
         }
+        if (plan.decayed_rounds) {
+            static_cast<void>(take_decayed_lists(parts, sequences, heads));
+        }
         if (plan.decayed_top_k) {
             const std::int64_t segments = sequences.cu_seqlens == nullptr ? 1 : sequences.segments;
             static_cast<void>(
@@ -91,6 +94,11 @@ void build_mask_tuned(const cuda& ctx, const P& policy, plane_view<const float> 
         if (plan.ranked) {
             const ranking_memory memory = ranking_memory::take(parts, plan, sequences, heads, ctx);
             rank_and_expire(ctx, device, plan, params, memory, {expiry, {}, {}}, false, tuning);
+        }
+        if (plan.decayed_rounds) {
+            launch("decayed_rounds_kernel", decayed_rounds_kernel<Gate, Keep>, planes * params.segments,
+                   decayed_round_threads, sizeof(typename decayed_rounds_block<Gate, Keep>::shared), ctx,
+                   params, expiry, take_decayed_lists(parts, sequences, heads));
         }
         if (plan.decayed_top_k) {
             const std::int64_t tasks = planes * params.segments;

@@ -8,6 +8,7 @@
 #include <kvpolicy/cuda/launch.cuh>
 #include <kvpolicy/cuda/tuning.cuh>
 #include <kvpolicy/masks/cuda/kernel_cutoff_prefix.cuh>
+#include <kvpolicy/masks/cuda/kernel_decayed_rounds.cuh>
 #include <kvpolicy/masks/cuda/kernel_decayed_top_k.cuh>
 #include <kvpolicy/masks/cuda/kernel_expire.cuh>
 #include <kvpolicy/masks/cuda/kernel_fix_ties.cuh>
@@ -31,9 +32,10 @@ namespace cuda_backend {
 struct mask_plan {
     bool ranked = false;           // some head's order is static: ranks and the expiry kernel
     bool decayed = false;          // some of those have gamma < 1: 32-bit keys may need repair
-    bool decayed_top_k = false;    // some head's is not
+    bool decayed_rounds = false;   // some head's is not, and its keys are ranked by class
+    bool decayed_top_k = false;    // some head's is not, and they are not
     bool by_block = false;         // ranks by one block per segment, not by a sort over the device
-    std::int64_t max_entries = 0;  // of a head whose order is not
+    std::int64_t max_entries = 0;  // of a head of decayed_top_k
 };
 
 template <class P>
@@ -43,7 +45,9 @@ mask_plan plan_mask(const P& policy, const Sequences& sequences, std::int32_t he
     mask_plan plan;
     for (std::int32_t h = 0; h < heads; ++h) {
         const HeadParams head_params = policy.params(layer, h);
-        if (params::needs_decayed_top_k(head_params, sequences.length, limit)) {
+        if (params::needs_decayed_rounds(head_params, sequences.length, limit)) {
+            plan.decayed_rounds = true;
+        } else if (params::needs_decayed_top_k(head_params, sequences.length, limit)) {
             plan.decayed_top_k = true;
             const std::int64_t leaving = std::max<std::int64_t>(
                 0, std::int64_t{sequences.length} - head_params.sinks - head_params.window);
@@ -154,6 +158,14 @@ void launch_expire(const cuda& ctx, const mask_params<Gate, Keep>& params, const
     const std::int64_t blocks = std::int64_t{params.batch} * params.heads * params.chunks;
     launch("expire_kernel", expire_kernel<Index, Gate, Keep>, blocks, mask_chunk,
            sizeof(typename agent_expire<Index, Gate, Keep>::shared), ctx, params, ranks, out);
+}
+
+/// The lists of decayed_rounds_kernel.
+inline decayed_round_lists take_decayed_lists(workspace_parts& parts, const Sequences& sequences,
+                                              std::int32_t heads) {
+    const std::int64_t length =
+        decayed_round_lists::length_of(sequences.length, sequences.cu_seqlens != nullptr);
+    return {parts.take<std::int32_t>(std::int64_t{sequences.batch} * heads * 2 * length), length};
 }
 
 /// The kernel that holds the places of the largest budget.

@@ -1,8 +1,9 @@
-// Top-k updates whose order depends on the query: decay steps n > 1, and priorities whose base moves
-// (rebase_limit). One block per segment holds the top-k chunks, each thread the same few of them from the
-// first update to the last, and takes one candidate after another. Exact and serial: O(S k / threads) per
-// head, where static ranks take a sort. Up to place_registers chunks per thread stay in registers, with the
-// present values of their keys: a value changes once in n queries.
+// Top-k updates whose order depends on the query, where rounds (kernel_decayed_rounds.cuh) do not take them:
+// large decay steps or budgets, and priorities whose base moves (rebase_limit). One block per segment holds
+// the top-k chunks, each thread the same few of them from the first update to the last, and takes one
+// candidate after another. Exact and serial: O(S k / threads) per head, where static ranks take a sort. Up to
+// place_registers chunks per thread stay in registers, with the present values of their keys: a value changes
+// once in n queries.
 #pragma once
 
 #include <kvpolicy/core/cuda_config.cuh>
@@ -288,7 +289,8 @@ struct decayed_top_k_block {
     }
 };
 
-/// decayed_top_k: expiries where the order of keys depends on the query. One top-k update after another.
+/// decayed_top_k: expiries where the order of keys depends on the query, of heads that decayed_rounds_kernel
+/// leaves out. One top-k update after another.
 ///
 /// Grid: planes * segments. Block: Threads. Shared memory: decayed_top_k_shared<Threads> (dynamic). Reads
 /// scores [B, Hkv, S], fp32. Overwrites out [B, Hkv, S], int32. `entries_memory` [grid, capacity] holds the
@@ -310,7 +312,8 @@ __global__ void __launch_bounds__(Threads)
     }
     const segment_range segment = params.segment(b, index);
     const HeadParams head_params = params.all_params.of(h);
-    if (segment.length() == 0 || !params.by_decayed_top_k(head_params)) {
+    if (segment.length() == 0 || !params.by_decayed_top_k(head_params) ||
+        params.by_decayed_rounds(head_params)) {
         return;
     }
     decayed_top_k_block<Threads, Entries, Gate, Keep> block(

@@ -7,6 +7,7 @@
 #include <kvpolicy/core/view.hpp>
 #include <kvpolicy/cuda/primitives/segment_search.cuh>
 #include <kvpolicy/cuda/tuning.cuh>
+#include <kvpolicy/masks/cuda/decay_classes.cuh>
 #include <kvpolicy/policies/parameters.hpp>
 #include <kvpolicy/policies/ranking.hpp>
 
@@ -147,6 +148,15 @@ struct mask_params {
             return false;
         }
         return head_params.decay_step != 1 || length > limit;
+    }
+
+    /// Whether such a head's keys are ranked by class, in rounds.
+    __device__ bool by_decayed_rounds(const HeadParams& head_params) const {
+        return needs_decayed_rounds(head_params, length, limit);
+    }
+    KVPOLICY_HOST_DEVICE static bool needs_decayed_rounds(const HeadParams& head_params, std::int32_t length,
+                                                          position_t limit) {
+        return needs_decayed_top_k(head_params, length, limit) && ranks_by_class(head_params, length);
     }
 };
 

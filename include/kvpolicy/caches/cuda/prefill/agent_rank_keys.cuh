@@ -1,6 +1,7 @@
 // Ranks of a round's keys, by one block: all pairs where there are few, else a radix sort in shared memory.
 #pragma once
 
+#include <kvpolicy/caches/cuda/prefill/agent_top_k_round.cuh>
 #include <kvpolicy/caches/cuda/prefill/top_k_round.cuh>
 #include <kvpolicy/core/cuda_config.cuh>
 #include <kvpolicy/masks/cuda/priority_keys.cuh>
@@ -14,15 +15,20 @@ namespace cuda_backend {
 
 /// A round whose keys are ranked: memory.order and memory.rank.
 template <int Threads, int Items>
-struct agent_rank_keys : top_k_round<Threads, Items> {
+struct agent_rank_keys : agent_top_k_round<Threads, Items, static_round_memory<Threads, Items>> {
+    using shared = static_round_memory<Threads, Items>;
+    using round = agent_top_k_round<Threads, Items, shared>;
     template <int Each>
-    using sorter = typename top_k_round<Threads, Items>::template sorter<Each>;
-    using round = top_k_round<Threads, Items>;
-    using round::capacity, round::counted, round::padded, round::sorts, round::none;
+    using sorter = typename shared::template sorter<Each>;
+    using pairs_memory = typename shared::pairs_memory;
+    using select_memory = typename shared::select_memory;
+    static constexpr int counted = shared::counted, padded = shared::padded;
+    static constexpr bool sorts = shared::sorts;
+    using round::capacity, round::none;
     using round::memory, round::thread, round::head, round::head_params, round::old, round::candidates,
         round::key_of;
     using round::round;
-    using typename round::index, typename round::pairs_memory;
+    using typename round::index;
 
     /// `count` rounded up to a size that rank_all has.
     __device__ static constexpr int sorted_size(int count) {

@@ -41,8 +41,8 @@ struct agent_top_k_update : agent_rank_keys<Threads, Items> {
 
     __device__ __forceinline__ void run() {
         for (std::int32_t next = head.first_leaving; next < head.tokens;) {
-            begin_round(next);                 // 1
-            const int staying = gather(next);  // 2
+            begin_round(next);                        // 1
+            const int staying = gather_better(next);  // 2
             if (candidates > free) {
                 choose_old();        // 3
                 rank_all();          // 4
@@ -50,7 +50,10 @@ struct agent_top_k_update : agent_rank_keys<Threads, Items> {
                 evict();             // 6
                 write_evictions();   // 7
                 find_slots();        // 8
-                write_admitted();    // 9
+                // Candidates among the `places` best hold their slots in the end.
+                for (int r = thread; r < places; r += Threads) {  // 9
+                    write_admitted(memory.order[r]);
+                }
             } else {
                 write_into_free_slots();
             }
@@ -62,11 +65,11 @@ struct agent_top_k_update : agent_rank_keys<Threads, Items> {
 
   private:
     using ranked::capacity, ranked::none, ranked::warps, ranked::padded, ranked::params, ranked::memory,
-        ranked::head_params, ranked::thread, ranked::lane, ranked::warp, ranked::slot_protected,
-        ranked::holder, ranked::scores, ranked::kinds, ranked::old_slot, ranked::token, ranked::free_slot,
-        ranked::base, ranked::free, ranked::old, ranked::candidates, ranked::places, ranked::full,
-        ranked::minimum, ranked::leaving, ranked::name_of, ranked::expire, ranked::code, ranked::key_of_slot,
-        ranked::competes, ranked::scan, ranked::put, ranked::sorted_size, ranked::rank_all;
+        ranked::head_params, ranked::thread, ranked::lane, ranked::warp, ranked::scores, ranked::base,
+        ranked::free, ranked::old, ranked::candidates, ranked::places, ranked::leaving, ranked::code,
+        ranked::key_of_slot, ranked::competes, ranked::sorted_size, ranked::rank_all, ranked::find_minimum,
+        ranked::gather, ranked::write_into_free_slots, ranked::list_old, ranked::write_evictions,
+        ranked::find_slots, ranked::write_admitted;
 
     /// Base of priorities, free slots, and where none is free the minimum of all slots.
     __device__ __forceinline__ void begin_round(std::int32_t next) {
@@ -74,90 +77,23 @@ struct agent_top_k_update : agent_rank_keys<Threads, Items> {
         const std::int32_t competing = used - outside;
         free = head_params.budget == unlimited ? unlimited : head_params.budget - competing;
         full = free == 0 && head_params.budget != 0;
-        if (!full) {
-            return;
-        }
-        eviction_rank mine;
-        for (std::int32_t p = thread; p < used; p += Threads) {
-            const eviction_rank one = key_of_slot(p);
-            if (competes(p) && one.before(mine)) {
-                mine = one;
-            }
-        }
-        for (int step = 16; step > 0; step /= 2) {
-            const eviction_rank other{__shfl_xor_sync(all_lanes, mine.code, step),
-                                      static_cast<position_t>(__shfl_xor_sync(
-                                          all_lanes, static_cast<long long>(mine.position), step))};
-            mine = other.before(mine) ? other : mine;
-        }
-        if (lane == 0) {
-            memory.worst[warp] = mine;
-        }
-        __syncthreads();
-        minimum = memory.worst[0];
-        for (int w = 1; w < warps; ++w) {
-            minimum = memory.worst[w].before(minimum) ? memory.worst[w] : minimum;
+        if (full) {
+            std::int32_t slot = -1;
+            minimum = find_minimum([this](std::int32_t p) { return key_of_slot(p); }, slot);
         }
     }
 
-    /// Collects candidates from token `next` on, and advances it. Stops where priorities get another base,
-    /// and before the round has more keys than the block can rank. Keys that stay for their position get
-    /// their slots at once; returns how many.
-    __device__ __forceinline__ int gather(std::int32_t& next) {
-        constexpr int each = Items < 8 ? 1 : Items / 4;  // neighbors that a thread takes in a turn
+    /// Collects candidates. Stops where priorities get another base, and before the round has more keys than
+    /// the block can rank.
+    __device__ __forceinline__ int gather_better(std::int32_t& next) {
         const std::int32_t competing = used - outside;
         const int most = competing <= capacity / 2 ? capacity - competing : capacity / 2;
-        static_assert(Items == 1 || each * Threads <= capacity / 2);  // a turn fits into a round
         position_t end = head.tokens;
         if (head_params.log_gamma != 0.0f) {
             end = min(end, base + params.rebase_limit - head.base);
         }
-        int staying = 0;
-        candidates = 0;
-        for (; next < end; next += each * Threads) {
-            const std::int32_t first = next + each * thread;
-            unsigned comes = 0, stays = 0;  // bit i: of token first + i
-#pragma unroll
-            for (int i = 0; i < each; ++i) {
-                const std::int32_t j = first + i;
-                const unsigned char kind = j < end ? kinds[j] : leaving_kind_evicted;
-                const bool may =
-                    kind == leaving_kind_competes && (!full || code(scores[j], leaving(j)) < minimum.code);
-                comes |= may ? 1u << i : 0u;
-                stays |= kind == leaving_kind_protected ? 1u << i : 0u;
-            }
-            const block_sum both = scan(__popc(comes) | __popc(stays) << 16);
-            const int coming = both.total & 0xffff;
-            if (candidates + coming > most) {
-                break;
-            }
-            int nth = candidates + (both.before & 0xffff), stay = staying + (both.before >> 16);
-            for (int i = 0; i < each; ++i) {
-                if ((comes >> i & 1u) != 0u) {
-                    token[nth] = first + i;
-                    if (nth < free) {
-                        free_slot[nth] = used + nth + stay;
-                    }
-                    ++nth;
-                } else if ((stays >> i & 1u) != 0u) {
-                    const std::int32_t p = used + min(nth, free) + stay;
-                    put(p, first + i);
-                    slot_protected[p] = 1;
-                    ++stay;
-                }
-            }
-            candidates += coming;
-            staying += both.total >> 16;
-        }
-        next = next < end ? next : static_cast<std::int32_t>(end);
-        __syncthreads();
-        return staying;
-    }
-
-    __device__ __forceinline__ void write_into_free_slots() const {
-        for (int x = thread; x < candidates; x += Threads) {
-            put(free_slot[x], token[x]);
-        }
+        return gather(next, end, most,
+                      [this](std::int32_t j) { return !full || code(scores[j], leaving(j)) < minimum.code; });
     }
 
     /// V's old keys: at most as many as can be evicted, those that are evicted first. All of them where that
@@ -173,20 +109,7 @@ struct agent_top_k_update : agent_rank_keys<Threads, Items> {
             last = find_last(old);
         }
         places = free + old;
-        int chosen = 0;
-        for (std::int32_t first = 0; first < used; first += Threads) {
-            const std::int32_t p = first + thread;
-            bool is = p < used && competes(p);
-            if (is && old != competing) {
-                is = !last.before(key_of_slot(p));
-            }
-            const block_sum sums = scan(is ? 1 : 0);
-            if (is) {
-                old_slot[chosen + sums.before] = p;
-            }
-            chosen += sums.total;
-        }
-        __syncthreads();
+        list_old([&](std::int32_t p) { return old == competing || !last.before(key_of_slot(p)); });
     }
 
     /// The `wanted`-th key to be evicted of those in top-k slots, or a bound between it and the next one.
@@ -325,50 +248,8 @@ struct agent_top_k_update : agent_rank_keys<Threads, Items> {
         return 32 * word + 31 - __clz(static_cast<int>(bits));
     }
 
-    /// The expiry of every key that is evicted: the token at which its evictor leaves the window.
-    __device__ __forceinline__ void write_evictions() const {
-        for (int x = thread; x < candidates; x += Threads) {
-            const int evicted = memory.rank[old + x];
-            if (evicted != old + x) {
-                expire(evicted < old ? holder[old_slot[evicted]] : name_of(token[evicted - old]), token[x]);
-            }
-        }
-        __syncthreads();
-    }
-
-    /// memory.rank: the first key of every chain of evictions, which has the slot.
-    __device__ __forceinline__ void find_slots() {
-        bool moved = true;
-        while (__syncthreads_or(moved ? 1 : 0) != 0) {
-            index next[Items];
-#pragma unroll
-            for (int i = 0; i < Items; ++i) {
-                const int x = i * Threads + thread;
-                next[i] = x < candidates ? memory.rank[memory.rank[old + x]] : none;
-            }
-            __syncthreads();
-            moved = false;
-#pragma unroll
-            for (int i = 0; i < Items; ++i) {
-                const int x = i * Threads + thread;
-                if (x < candidates && memory.rank[old + x] != next[i]) {
-                    memory.rank[old + x] = next[i];
-                    moved = true;
-                }
-            }
-        }
-    }
-
-    /// Candidates among the `places` best hold their slots in the end.
-    __device__ __forceinline__ void write_admitted() const {
-        for (int r = thread; r < places; r += Threads) {
-            const int v = memory.order[r];
-            if (v >= old) {
-                const int root = memory.rank[v];
-                put(root < old ? old_slot[root] : free_slot[root - old], token[v - old]);
-            }
-        }
-    }
+    bool full = false;      // no slot was free at the round's begin
+    eviction_rank minimum;  // the key that is evicted first, where `full`
 };
 
 }  // namespace cuda_backend

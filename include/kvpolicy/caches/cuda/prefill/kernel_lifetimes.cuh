@@ -37,12 +37,6 @@ __global__ void __launch_bounds__(prefill_threads)
     }
 }
 
-/// Whether the order of a head's keys depends on the query, so that its top-k updates run one after another.
-__device__ inline bool ranks_by_query(const HeadParams& head_params) {
-    return head_params.decay_step != 1 && head_params.log_gamma != 0.0f && head_params.budget != 0 &&
-           head_params.budget != unlimited;
-}
-
 /// The first of `num_long_range` slots whose key may change: without a budget a key keeps its slot for good,
 /// and so does one that has it for its position.
 __device__ inline std::int32_t first_changing_slot(const HeadParams& head_params,
@@ -104,7 +98,7 @@ struct lifetimes_block {
             top_k_head& head = call.heads[at.pair];
             head.head_params = head_params;
             head.base = at.base;
-            head.tokens = ranks_by_query(head_params) ? 0 : tokens;
+            head.tokens = tokens;
             head.first_leaving = first_leaving;
             head.num_long_range = num_long_range;
             head.num_protected = num_protected;

@@ -35,18 +35,13 @@ __global__ void __launch_bounds__(Threads)
     top_k_update_kernel(const __grid_constant__ top_k_update_params params) {
     using agent = agent_top_k_update<Threads, Items>;
     const top_k_head head = params.heads[blockIdx.x];
-    if (head.first_leaving >= head.tokens) {
+    if (head.first_leaving >= head.tokens || ranks_by_query(head.head_params)) {
         return;
     }
     agent update(params, head, static_cast<std::int64_t>(blockIdx.x),
                  *reinterpret_cast<typename agent::shared*>(dynamic_shared()));
     update.run();
-    if (threadIdx.x == 0) {
-        params.num_long_range[blockIdx.x] = update.used;
-        if (params.num_protected != nullptr) {
-            params.num_protected[blockIdx.x] = update.outside;
-        }
-    }
+    update.write_counts(static_cast<std::int64_t>(blockIdx.x));
 }
 
 }  // namespace cuda_backend

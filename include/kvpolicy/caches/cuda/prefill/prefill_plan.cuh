@@ -87,10 +87,10 @@ class prefill_plan {
         top_k.max_entries = static_cast<std::int32_t>(max_rows_of(cache));
         top_k.top_k_slots = static_cast<std::int32_t>(
             std::max<std::int64_t>(max_top_k_slots_of(cache), std::min(tokens, top_k.max_entries)));
-        tiles_ = detail::tiles_of_slots(top_k.max_entries);
         const std::int64_t keys = max_top_k_slots_of(cache) + tokens;
         sorted_keys_ = tokens <= few_tokens ? 2 * few_tokens : select_sorted_keys(device_, keys);
-        top_k.max_members = static_cast<std::int32_t>(std::min<std::int64_t>(keys, sorted_keys_));
+        top_k.max_members = static_cast<std::int32_t>(std::min<std::int64_t>(
+            keys, P::ranks_by_query ? std::max(sorted_keys_, decayed_round_keys) : sorted_keys_));
         call_.pieces = pieces_of(std::max(tokens, top_k.max_entries));
         detail::require(heads() * std::max<std::int64_t>(tokens, 1) <= 0x7fffffff, "entries x heads x tokens",
                         heads() * tokens, "below 2^31: split the batch");
@@ -131,9 +131,6 @@ class prefill_plan {
                 top_k.slot_protected = parts.take<unsigned char>(num_slots);
             }
             top_k.members = parts.take<std::int32_t>(heads() * 3 * top_k.max_members);
-            if constexpr (P::ranks_by_query) {
-                records_ = parts.take<std::int32_t>(heads() * tiles_);
-            }
         }
         if constexpr (P::has_selection) {
             call_.num_long_range_before = parts.take<std::int32_t>(heads());
@@ -271,7 +268,7 @@ class prefill_plan {
                 .scorer = scorer_};
     }
 
-    /// The top-k updates, of heads with static priorities in parallel.
+    /// The top-k updates: heads with static priorities, then those whose keys rank by the query.
     void update_top_k() {
         const auto with = [this]<int Threads, int Items>(std::integral_constant<int, Threads>,
                                                          std::integral_constant<int, Items>) {
@@ -286,11 +283,8 @@ class prefill_plan {
             with(std::integral_constant<int, 1024>{}, std::integral_constant<int, 16>{});
         }
         if constexpr (P::ranks_by_query) {
-            constexpr std::size_t max_shared = 96 * 1024;  // what every GPU has
-            const std::size_t bytes = decayed_update_bytes(call_.top_k.top_k_slots, tiles_);
-            const bool in_shared = bytes <= max_shared;
-            launch("prefill_decayed_update_kernel", prefill_decayed_update_kernel<View, gate_of<P>>, heads(),
-                   prefill_threads, in_shared ? bytes : 0, ctx_, call_, gate_, records_, tiles_, in_shared);
+            launch("decayed_update_kernel", decayed_update_kernel<top_k_update_params>, heads(),
+                   decayed_round_threads, sizeof(decayed_update_memory), ctx_, call_.top_k);
         }
     }
 
@@ -447,9 +441,7 @@ class prefill_plan {
     gate_of<P> gate_;
     Scorer scorer_;
     std::optional<late_scores<View, gate_of<P>>> late_;
-    std::int32_t tiles_ = 0;        // of all slots of a head
     std::int32_t sorted_keys_ = 0;  // that a block ranks at once
-    std::int32_t* records_ = nullptr;
     float* computed_ = nullptr;
     float* of_tokens_ = nullptr;
     float* state_ = nullptr;

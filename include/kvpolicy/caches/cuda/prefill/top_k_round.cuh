@@ -27,9 +27,9 @@ struct eviction_rank {
     }
 };
 
-/// One head of an entry by one block of Threads. A round has up to Threads * Items keys.
+/// Shared memory of a block that ranks static priorities, up to Threads * Items keys at once.
 template <int Threads, int Items>
-struct top_k_round {
+struct static_round_memory {
     static constexpr int capacity = Threads * Items;
     static constexpr int warps = Threads / 32;
     static constexpr int counted = std::min(256, capacity);  // so many keys are ranked by comparing all pairs
@@ -51,20 +51,29 @@ struct top_k_round {
         std::uint64_t prefix;
         std::int32_t wanted;
     };
-    struct shared {
-        union {
-            pairs_memory pairs;
-            select_memory select;
-            unsigned char sort[sorts ? sizeof(typename sorter<Items>::TempStorage) : 1];
-            std::uint32_t keys[capacity];                 // sorted
-            std::uint32_t present[warps][capacity / 32];  // by warp, bit r: the key of rank r holds a slot
-        };
-        alignas(16) index order[padded];     // a rank -> its key in V
-        index rank[capacity];                // a key of V -> its rank; then the key whose slot it takes
-        std::int32_t checkpoint[warps + 1];  // the cutoff at the begin of a warp's share
-        int total[2][warps];                 // in turns, so that one barrier a scan is enough
-        eviction_rank worst[warps];
+    union {
+        pairs_memory pairs;
+        select_memory select;
+        unsigned char sort[sorts ? sizeof(typename sorter<Items>::TempStorage) : 1];
+        std::uint32_t keys[capacity];                 // sorted
+        std::uint32_t present[warps][capacity / 32];  // by warp, bit r: the key of rank r holds a slot
     };
+    alignas(16) index order[padded];     // a rank -> its key in V
+    index rank[capacity];                // a key of V -> its rank; then the key whose slot it takes
+    std::int32_t checkpoint[warps + 1];  // the cutoff at the begin of a warp's share
+    int total[2][warps];                 // in turns, so that one barrier a scan is enough
+    eviction_rank worst[warps];
+};
+
+/// One head of an entry by one block of Threads. A round has up to Threads * Items keys. Shared has order,
+/// rank, total and worst.
+template <int Threads, int Items, class Shared>
+struct top_k_round {
+    static constexpr int capacity = Threads * Items;
+    static constexpr int warps = Threads / 32;
+    using index = std::uint16_t;
+    static constexpr index none = 0xffff;
+    using shared = Shared;
 
     const top_k_update_params& params;
     const top_k_head& head;
@@ -90,8 +99,6 @@ struct top_k_round {
     position_t base;            // of its priorities
     int free, old, candidates;  // free slots; keys of V
     int places;                 // K
-    bool full;                  // no slot was free at its begin
-    eviction_rank minimum;      // the key that is evicted first, where `full`
 
     __device__ __forceinline__ top_k_round(const top_k_update_params& call, const top_k_head& of,
                                            std::int64_t pair, shared& block_memory)

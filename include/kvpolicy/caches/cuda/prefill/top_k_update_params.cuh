@@ -24,6 +24,12 @@ struct top_k_head {
     std::int32_t capacity;       // a key is named by its row below this, token j of the chunk capacity + j
 };
 
+/// Whether the order of a head's keys depends on the query.
+__device__ inline bool ranks_by_query(const HeadParams& head_params) {
+    return head_params.decay_step != 1 && head_params.log_gamma != 0.0f && head_params.budget != 0 &&
+           head_params.budget != unlimited;
+}
+
 /// What becomes of a key that leaves the window.
 inline constexpr unsigned char leaving_kind_evicted = 0;    // the gate is closed, or there is no budget
 inline constexpr unsigned char leaving_kind_competes = 1;   // for a top-k slot
