@@ -6,6 +6,7 @@
 #include "measure.hpp"
 #include "policies.hpp"
 #include "report.hpp"
+#include "support/arguments.hpp"
 #include "support/progress.hpp"
 #include "support/whole_file.hpp"
 
@@ -16,7 +17,6 @@
 #include <llama/tokenizer.hpp>
 
 #include <algorithm>
-#include <charconv>
 #include <chrono>
 #include <memory>
 #include <string>
@@ -24,6 +24,9 @@
 
 namespace evaluate {
 namespace {
+
+using examples::list;
+using examples::number;
 
 constexpr const char* usage = R"(usage: evaluate [OPTION...]
   --model FOLDER     (default: the byte model of this repository)
@@ -52,26 +55,6 @@ struct Options {
                  speed = 48;
     bool on_gpu = false, joins = false;  ///< joins: --joined was given
 };
-
-std::int32_t number(const std::string& name, std::string_view text, std::int32_t least, std::int32_t most) {
-    std::int32_t value = 0;
-    const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
-    if (error != std::errc{} || end != text.data() + text.size() || value < least || value > most) {
-        llama::fail("{}: {} is not allowed; it must be a number, {} to {}", name, llama::clipped(text), least,
-                    most);
-    }
-    return value;
-}
-
-std::vector<std::string> list(const std::string& text) {
-    std::vector<std::string> items;
-    for (std::size_t at = 0; at <= text.size();) {
-        const std::size_t comma = std::min(text.find(',', at), text.size());
-        items.push_back(text.substr(at, comma - at));
-        at = comma + 1;
-    }
-    return items;
-}
 
 Options parse(int argc, char** argv) {
     Options o;

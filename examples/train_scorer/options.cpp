@@ -1,11 +1,11 @@
 #include "options.hpp"
 
+#include "support/arguments.hpp"
 #include "support/whole_file.hpp"
 
 #include <llama/error.hpp>
 
 #include <algorithm>
-#include <charconv>
 #include <cstdlib>
 #include <filesystem>
 #include <functional>
@@ -77,16 +77,7 @@ An option that a run would not look at is refused.
 
 namespace {
 
-template <class Number>
-Number number(const std::string& name, std::string_view text, Number least, Number most) {
-    Number value{};
-    const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
-    if (error != std::errc{} || end != text.data() + text.size() || !(value >= least) || !(value <= most)) {
-        llama::fail("{}: {} is not allowed; it must be a number, {} to {}", name, llama::clipped(text), least,
-                    most);
-    }
-    return value;
-}
+using examples::number;
 
 template <class Item>
 std::vector<Item> list(const std::string& text, Item (*one)(std::string_view)) {

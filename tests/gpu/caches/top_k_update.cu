@@ -25,8 +25,8 @@ using test::score_of;
 namespace {
 
 /// A key's number at query q, from the definition, in double. With decay step 1: its score less its position
-/// times log gamma, where positions count from the last multiple of `limit`, which is no more than q. Else its
-/// score and log gamma once per decay step of its age: the product is exact, so the sum is rounded once.
+/// times log gamma, where positions count from the last multiple of `limit`, which is no more than q. Else
+/// its score and log gamma once per decay step of its age: the product is exact, the sum rounded once.
 double priority(const HeadParams& head_params, float score, position_t t, position_t q, position_t limit) {
     if (head_params.decay_step != 1) {
         const double age = std::floor(static_cast<double>(q - t) / head_params.decay_step);

@@ -65,8 +65,8 @@ __global__ void __launch_bounds__(32 * Warps)
 
 /// A plan's sizes for `queries` queries per sequence in tiles of tile_q, without memory: all super-tiles in
 /// one round. `triangular`: rows behind the first `whole` ones have the queries' positions, in order. A tile
-/// may also end at multiples of boundary_q, which divides tile_q; 0: at those of tile_q alone. `about`: queries
-/// per super-tile.
+/// may also end at multiples of boundary_q, which divides tile_q; 0: at those of tile_q alone. `about`:
+/// queries per super-tile.
 inline attention_plan shape_plan(std::int64_t rows, std::int32_t queries, std::int32_t tile_q,
                                  bool triangular, std::int32_t whole = 0, std::int32_t boundary_q = 0,
                                  std::int32_t about = plan_queries) {
@@ -93,7 +93,7 @@ inline std::int64_t max_plan_lists(std::int64_t queries) {
            1;
 }
 
-/// Memory for any round of this plan (shape_plan) out of the workspace, and as much as `other` takes at least.
+/// Memory for any round of this plan (shape_plan) out of the workspace; at least as much as `other` takes.
 inline void take_plan(workspace_parts& parts, attention_plan& plan, const attention_plan& other,
                       std::int64_t heads, bool with_bias) {
     const std::int64_t entries = std::max(plan_capacity(plan, heads), plan_capacity(other, heads));

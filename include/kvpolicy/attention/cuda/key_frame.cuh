@@ -149,8 +149,8 @@ class head_frame {
     std::int32_t self_;
 };
 
-/// The same without positions, biases or packed edges, in 32 bits and with one load: what a plan has most rows
-/// of.
+/// The same without positions, biases or packed edges, in 32 bits and with one load: what a plan has most
+/// rows of.
 class plain_frame {
   public:
     static __host__ bool fits(const key_frames& frames) {

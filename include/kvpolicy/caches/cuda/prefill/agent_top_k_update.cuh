@@ -187,8 +187,8 @@ struct agent_top_k_update : agent_rank_keys<Threads, Items> {
         __syncthreads();
     }
 
-    /// Each warp takes its share of the candidates: memory.rank of one that is admitted becomes the key that it
-    /// evicts, of all other keys of V the key itself.
+    /// Each warp takes its share of the candidates: memory.rank of one that is admitted becomes the key that
+    /// it evicts, of all other keys of V the key itself.
     __device__ __forceinline__ void evict() {
         const int begin = first_of_share();
         const int end = min(candidates, begin + share());
