@@ -141,6 +141,11 @@ foreach(variant IN LISTS kvpolicy_test_variants)
         target_compile_definitions(kvpolicy_test_main_${variant}
             PUBLIC DOCTEST_CONFIG_NO_EXCEPTIONS_BUT_WITH_ALL_ASSERTS)
     endif()
+    # What a variant runs again after another one it runs in short loops (tests/support/loops.hpp).
+    if(NOT KVPOLICY_TEST_FULL AND KVPOLICY_VARIANT STREQUAL "plain"
+        AND (variant MATCHES "^(noexcept|sanitize|thread)$" OR KVPOLICY_TEST_QUICK))
+        target_compile_definitions(kvpolicy_test_main_${variant} PUBLIC KVPOLICY_TEST_SHORT_LOOPS)
+    endif()
     kvpolicy_compile_for_variant(kvpolicy_test_main_${variant} ${variant})
     # Every test begins with these: most of a second of each. None of the library's headers, so
     # that a test says what it needs.
