@@ -14,6 +14,13 @@ option(KVPOLICY_TEST_QUICK
     "Compile headers, mistakes and texts together, and leave long loops out: tools/run test --quick" OFF)
 option(KVPOLICY_TEST_FULL "Also register the slow tests that tools/run test --full runs" OFF)
 
+# Where CUDA code is compiled and not run, programs are compiled together, too.
+set(kvpolicy_cuda_together OFF)
+if(KVPOLICY_TESTS_TOGETHER AND NOT KVPOLICY_TEST_FULL AND KVPOLICY_ENABLE_CUDA
+    AND KVPOLICY_CUDA_COMPILED_ONLY)
+    set(kvpolicy_cuda_together ON)
+endif()
+
 set(kvpolicy_tests_dir ${PROJECT_SOURCE_DIR}/tests)
 # A test that exits with this is reported as skipped, not passed.
 set(kvpolicy_skip_code 77)
@@ -141,6 +148,11 @@ foreach(variant IN LISTS kvpolicy_test_variants)
         target_compile_definitions(kvpolicy_test_main_${variant}
             PUBLIC DOCTEST_CONFIG_NO_EXCEPTIONS_BUT_WITH_ALL_ASSERTS)
     endif()
+    # What a variant runs again after another one it runs in short loops (tests/support/loops.hpp).
+    if(NOT KVPOLICY_TEST_FULL AND KVPOLICY_VARIANT STREQUAL "plain"
+        AND (variant MATCHES "^(noexcept|sanitize|thread)$" OR KVPOLICY_TEST_QUICK))
+        target_compile_definitions(kvpolicy_test_main_${variant} PUBLIC KVPOLICY_TEST_SHORT_LOOPS)
+    endif()
     kvpolicy_compile_for_variant(kvpolicy_test_main_${variant} ${variant})
     # Every test begins with these: most of a second of each. None of the library's headers, so
     # that a test says what it needs.
@@ -226,6 +238,39 @@ function(kvpolicy_add_test name)
     endforeach()
 endfunction()
 
+# kvpolicy_join_sources(<file> [PROGRAMS] <source>...)
+#
+# Writes one source of several: each in a namespace of its own, behind the headers of all. PROGRAMS: they have
+# a main() each, and are compiled only.
+function(kvpolicy_join_sources file)
+    cmake_parse_arguments(PARSE_ARGV 1 arg "PROGRAMS" "" "")
+    set(includes)
+    set(bodies)
+    foreach(source IN LISTS arg_UNPARSED_ARGUMENTS)
+        file(STRINGS ${source} lines REGEX "^#include ")
+        cmake_path(GET source PARENT_PATH parent)
+        foreach(line IN LISTS lines)
+            # What stands beside the source is found from the common file, too.
+            string(REGEX REPLACE "^#include \"(.*)\"" "${parent}/\\1" beside "${line}")
+            if(EXISTS "${beside}")
+                set(line "#include \"${beside}\"")
+            endif()
+            list(APPEND includes "${line}")
+        endforeach()
+        cmake_path(RELATIVE_PATH source BASE_DIRECTORY ${PROJECT_SOURCE_DIR} OUTPUT_VARIABLE space)
+        string(MAKE_C_IDENTIFIER "${space}" space)
+        string(APPEND bodies "namespace text_of_${space} {\n#include \"${source}\"\n}\n")
+    endforeach()
+    list(REMOVE_DUPLICATES includes)
+    list(JOIN includes "\n" includes)
+    if(arg_PROGRAMS)
+        # Other functions than ::main must return.
+        string(PREPEND bodies "#pragma nv_diag_suppress 940\n#pragma GCC diagnostic ignored \"-Wreturn-type\"\n"
+            "#define main program\n")
+    endif()
+    file(CONFIGURE OUTPUT ${file} CONTENT "${includes}\n${bodies}" @ONLY)
+endfunction()
+
 # kvpolicy_add_tests_together(<variant> <name>...)
 #
 # As kvpolicy_add_test for one variant, with up to six tests of one folder as one program: what they
@@ -247,27 +292,13 @@ function(kvpolicy_add_tests_together variant)
             list(REMOVE_ITEM names_${folder} ${names})
             math(EXPR number "${number} + 1")
             set(target test.${folder}.together_${number}.${variant})
-            set(includes)
-            set(bodies)
+            set(sources)
             foreach(name IN LISTS names)
                 get_property(source GLOBAL PROPERTY kvpolicy_source_${name})
-                file(STRINGS ${source} lines REGEX "^#include ")
-                cmake_path(GET source PARENT_PATH parent)
-                foreach(line IN LISTS lines)
-                    # What stands beside the source is found from the common file, too.
-                    string(REGEX REPLACE "^#include \"(.*)\"" "${parent}/\\1" beside "${line}")
-                    if(EXISTS "${beside}")
-                        set(line "#include \"${beside}\"")
-                    endif()
-                    list(APPEND includes "${line}")
-                endforeach()
-                string(REPLACE "." "_" space ${name})
-                string(APPEND bodies "namespace test_of_${space} {\n#include \"${source}\"\n}\n")
+                list(APPEND sources ${source})
             endforeach()
-            list(REMOVE_DUPLICATES includes)
-            list(JOIN includes "\n" includes)
             set(file ${PROJECT_BINARY_DIR}/tests/together/${target}.cpp)
-            file(CONFIGURE OUTPUT ${file} CONTENT "${includes}\n${bodies}" @ONLY)
+            kvpolicy_join_sources(${file} ${sources})
 
             add_executable(${target} ${file})
             target_link_libraries(${target} PRIVATE
@@ -291,10 +322,10 @@ function(kvpolicy_add_tests_together variant)
                     add_custom_target(test.${name} DEPENDS ${target})
                     add_dependencies(kvpolicy_tests_quick ${target})
                 endif()
-                if(slow)
+                if(slow AND NOT variant STREQUAL "optimized")
                     list(APPEND arguments "--test-case-exclude=${slow}")
                 endif()
-                add_test(NAME ${test} COMMAND $<TARGET_FILE:${target}> ${arguments}
+                add_test(NAME ${test} COMMAND ${kvpolicy_launch_${variant}} $<TARGET_FILE:${target}> ${arguments}
                          WORKING_DIRECTORY ${PROJECT_BINARY_DIR}/tests)
                 set_tests_properties(${test} PROPERTIES
                     LABELS "unit;${variant}" TIMEOUT 600 SKIP_RETURN_CODE ${kvpolicy_skip_code}
@@ -397,6 +428,34 @@ if(KVPOLICY_ENABLE_CUDA)
     add_custom_target(kvpolicy_tests_gpu)
     add_dependencies(kvpolicy_tests kvpolicy_tests_gpu)
 endif()
+
+# kvpolicy_add_gpu_tests_together(<name>...)
+#
+# GPU tests as one program, for all architectures, where CUDA code is only compiled: their headers take nvcc
+# most of its time. The property kvpolicy_gpu_source_<name> has the source.
+function(kvpolicy_add_gpu_tests_together)
+    set(sources)
+    foreach(name IN LISTS ARGN)
+        get_property(source GLOBAL PROPERTY kvpolicy_gpu_source_${name})
+        list(APPEND sources ${source})
+    endforeach()
+    set(file ${PROJECT_BINARY_DIR}/tests/together/test.gpu.together.cu)
+    kvpolicy_join_sources(${file} ${sources})
+    add_executable(test.gpu.together ${file})
+    target_link_libraries(test.gpu.together PRIVATE
+        kvpolicy::kvpolicy kvpolicy_gpu_test_main kvpolicy_warnings)
+    set_target_properties(test.gpu.together PROPERTIES
+        RUNTIME_OUTPUT_DIRECTORY ${PROJECT_BINARY_DIR}/tests/bin/gpu
+        OUTPUT_NAME gpu.together)
+    add_dependencies(kvpolicy_tests_gpu test.gpu.together)
+    foreach(name source IN ZIP_LISTS ARGN sources)
+        add_test(NAME ${name} COMMAND test.gpu.together --source-file=${source}
+                 WORKING_DIRECTORY ${PROJECT_BINARY_DIR}/tests)
+        set_tests_properties(${name} PROPERTIES
+            LABELS gpu TIMEOUT 600 RESOURCE_LOCK gpu SKIP_RETURN_CODE ${kvpolicy_skip_code}
+            FAIL_REGULAR_EXPRESSION "test cases: *0 ")
+    endforeach()
+endfunction()
 
 # Applies TIMEOUT and PROCESSORS of the caller.
 macro(kvpolicy_test_options test)

@@ -19,6 +19,10 @@ foreach(header IN LISTS headers)
         string(APPEND text "#include <${header}>\n")
     endif()
 endforeach()
+# (nvcc takes long for all of them: once is enough, and add_subdirectory brings the same files.)
+if(LANGUAGE STREQUAL "cu" AND NOT KIND STREQUAL "find_package")
+    set(text "#pragma once\n#include <kvpolicy/kvpop.hpp>\n#include <kvpolicy/version.hpp>\n")
+endif()
 file(WRITE ${WORK_DIR}/everything/everything.hpp "${text}")
 
 set(options -G ${GENERATOR} -D CMAKE_CXX_COMPILER=${CXX} -D CONSUMER_LANGUAGE=${LANGUAGE}

@@ -6,6 +6,8 @@
 #include <kvpolicy/core/types.hpp>
 #include <kvpolicy/core/view.hpp>
 
+#include "../../support/loops.hpp"
+
 #include <doctest/doctest.h>
 
 #include <algorithm>
@@ -297,7 +299,8 @@ Expected expect(const Problem<T>& p, std::int32_t b, std::int32_t head, std::int
     return e;
 }
 
-/// Compares all outputs with the definition; rows past a sequence's length must be untouched.
+/// Compares all outputs with the definition; rows past a sequence's length must be untouched. Where loops
+/// are short, the definition is worked out for a third of the rows.
 template <class T>
 void check(const Problem<T>& problem, const Result<T>& result) {
     const Shape& s = problem.shape;
@@ -314,7 +317,7 @@ void check(const Problem<T>& problem, const Result<T>& result) {
                     for (std::int32_t c = 0; c < s.head_dim_vo; ++c) {
                         right = right && number(row[c]) == -77.0;
                     }
-                } else {
+                } else if (!test::short_loops || (b + head + i) % 3 == 0) {
                     const Expected e = expect(problem, b, head, i);
                     empty += e.seen == 0;
                     right = e.seen == 0 ? lse == -infinity : std::fabs(lse - e.lse) <= e.lse_tolerance;

@@ -190,6 +190,10 @@ void check_problem(const Problem<T>& p, unsigned seed) {
         Result<T> forward = run(ctx, p);
         const std::vector<T> d_out = draw_d_out(p, seed);
         const Gradients<T> got = run_backward(ctx, p, forward, d_out);
+        // Where loops are short, the gradients of one instruction set are worked out.
+        if (test::short_loops && set != instruction_sets()[(seed + seed / 20) % instruction_sets().size()]) {
+            continue;
+        }
         Reference expected = reference(p, forward, d_out);
         // Beyond a sequence's length nothing is written.
         for (std::size_t i = 0; i < got.d_q.size(); ++i) {

@@ -33,6 +33,7 @@
 #include <kvpolicy/policies/window.hpp>
 
 #include "support/bound_cache.hpp"
+#include "support/loops.hpp"
 #include "support/refusal.hpp"
 #include "support/shadow.hpp"
 
@@ -97,7 +98,7 @@ const Way ways[] = {{{1}, true}, {{0}, false}, {{7, 1, 3}, false}};
 TEST_CASE("6: of 1000 equal scores the 7 oldest stay, every time") {
     const auto equal = [](position_t) { return 1.5f; };
     const std::vector<position_t> wanted = joined(range(0, 9), range(990, 1000));
-    for (int run = 0; run < 100; ++run) {
+    for (int run = 0; run < test::rounds(100, 6); ++run) {
         const host ctx(1 + run % 3);
         const Way& way = ways[run % 3];
         const std::vector<position_t> kept = held(ctx, policy(2, 10, 7), 1000, way.sizes, way.steps, equal);

@@ -6,6 +6,7 @@
 #include <kvpolicy/policies/window.hpp>
 
 #include "support/bound_dual.hpp"
+#include "support/loops.hpp"
 #include "support/refusal.hpp"
 
 #include <doctest/doctest.h>
@@ -305,7 +306,7 @@ TEST_CASE("a fork of a gated cache shares full pages, and pages are free when th
 }
 
 TEST_CASE("reorder is a gather of all sequences at once") {
-    for (const std::uint32_t seed : {1u, 2u}) {
+    for (std::uint32_t seed = 1; seed <= std::uint32_t{test::rounds(2, 1)}; ++seed) {
         check_reorders<false>(capped(), seed);
         check_reorders<true>(capped(), seed);
         check_reorders<true>(Gated{}, seed);
@@ -320,7 +321,7 @@ template <bool Pooled, class P>
 void check_middle_of_a_token(const P& policy) {
     const host ctx(1);
     constexpr std::int32_t before = 20;  // sinks and rings are full from 6 on
-    for (std::int32_t n = 0; n <= before; ++n) {
+    for (std::int32_t n = 0; n <= before; n += n < 8 ? 1 : test::rounds(1, 6)) {
         for (const std::int32_t tokens : {1, 4}) {
             CAPTURE(n);
             CAPTURE(tokens);
@@ -579,7 +580,8 @@ TEST_CASE("forged snapshots, checksum and all, never write where they must not")
         std::mt19937 generator(seed);
         const std::vector<unsigned char> good = bound.saved(ctx, 0);
         std::size_t refused = 0;
-        for (int round = 0; round < 3000; ++round) {
+        const int rounds = test::rounds(3000, 500);
+        for (int round = 0; round < rounds; ++round) {
             std::vector<unsigned char> blob = good;
             const std::uint32_t changes = 1 + static_cast<std::uint32_t>(generator() % 3);
             for (std::uint32_t i = 0; i < changes; ++i) {
@@ -613,7 +615,7 @@ TEST_CASE("forged snapshots, checksum and all, never write where they must not")
                 bound.cache.clear(ctx, 1);
             }
         }
-        CHECK(refused > 300);
+        CHECK(refused > static_cast<std::size_t>(rounds / 10));
         CHECK(bound.saved(ctx, 0) == good);
     };
     Bound<Capped, false> fixed(ctx, capped());
