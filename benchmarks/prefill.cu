@@ -541,12 +541,12 @@ void add_trained_rows() {
     for (const std::int32_t length : {1 << 14, 1 << 15, 1 << 17}) {
         const std::string row = std::to_string(length >> 10) + "k/trained";
         const Setup of{.length = length};
-        add_trained_pair<Decayed>(row, mlstm, of);
-        add_trained<Decayed>("attend/" + row, mlstm, of, [](benchmark::State& state, const Setup& made) {
-            without_cache<Decayed>(state, made, false, true);
+        add_trained_pair<Decayed<1>>(row, mlstm, of);
+        add_trained<Decayed<1>>("attend/" + row, mlstm, of, [](benchmark::State& state, const Setup& made) {
+            without_cache<Decayed<1>>(state, made, false, true);
         });
     }
-    add_trained_pair<Decayed>("2k over 4096/trained", mlstm, {.length = 14336, .history = 12288});
+    add_trained_pair<Decayed<1>>("2k over 4096/trained", mlstm, {.length = 14336, .history = 12288});
     add_trained_pair<Gated>("16k, gates/trained", mlp, {.length = 1 << 14});
 }
 
