@@ -39,6 +39,7 @@ struct chunk_round_keys {
 struct decayed_update_memory : decayed_round_memory<decayed_round_threads, decayed_round_items> {
     eviction_rank worst[decayed_round_threads / 32];
 };
+static_assert(sizeof(decayed_update_memory) <= 99 * 1024, "the least that a block of any GPU can have");
 
 struct agent_decayed_update
     : agent_top_k_round<decayed_round_threads, decayed_round_items, decayed_update_memory> {
