@@ -322,10 +322,10 @@ function(kvpolicy_add_tests_together variant)
                     add_custom_target(test.${name} DEPENDS ${target})
                     add_dependencies(kvpolicy_tests_quick ${target})
                 endif()
-                if(slow)
+                if(slow AND NOT variant STREQUAL "optimized")
                     list(APPEND arguments "--test-case-exclude=${slow}")
                 endif()
-                add_test(NAME ${test} COMMAND $<TARGET_FILE:${target}> ${arguments}
+                add_test(NAME ${test} COMMAND ${kvpolicy_launch_${variant}} $<TARGET_FILE:${target}> ${arguments}
                          WORKING_DIRECTORY ${PROJECT_BINARY_DIR}/tests)
                 set_tests_properties(${test} PROPERTIES
                     LABELS "unit;${variant}" TIMEOUT 600 SKIP_RETURN_CODE ${kvpolicy_skip_code}
