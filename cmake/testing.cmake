@@ -265,8 +265,8 @@ function(kvpolicy_join_sources file)
     list(JOIN includes "\n" includes)
     if(arg_PROGRAMS)
         # Other functions than ::main must return.
-        string(PREPEND bodies "#pragma nv_diag_suppress 940\n#pragma GCC diagnostic ignored \"-Wreturn-type\"\n"
-            "#define main program\n")
+        string(PREPEND bodies "#pragma nv_diag_suppress 940\n"
+            "#pragma GCC diagnostic ignored \"-Wreturn-type\"\n" "#define main program\n")
     endif()
     file(CONFIGURE OUTPUT ${file} CONTENT "${includes}\n${bodies}" @ONLY)
 endfunction()
@@ -325,7 +325,12 @@ function(kvpolicy_add_tests_together variant)
                 if(slow AND NOT variant STREQUAL "optimized")
                     list(APPEND arguments "--test-case-exclude=${slow}")
                 endif()
+<<<<<<< HEAD
                 add_test(NAME ${test} COMMAND ${kvpolicy_launch_${variant}} $<TARGET_FILE:${target}> ${arguments}
+=======
+                add_test(NAME ${test}
+                         COMMAND ${kvpolicy_launch_${variant}} $<TARGET_FILE:${target}> ${arguments}
+>>>>>>> time
                          WORKING_DIRECTORY ${PROJECT_BINARY_DIR}/tests)
                 set_tests_properties(${test} PROPERTIES
                     LABELS "unit;${variant}" TIMEOUT 600 SKIP_RETURN_CODE ${kvpolicy_skip_code}

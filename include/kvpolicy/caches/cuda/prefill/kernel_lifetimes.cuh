@@ -192,8 +192,9 @@ struct lifetimes_block {
 /// In: lengths, num_long_range, positions and scores of the entries; scores of the tokens.
 /// Out: past_rows [count, Hkv] int32; past_expiry [count, Hkv, max_entries] int32 of those rows, relative to
 /// the chunk's first token; chunk_expiry [count, Hkv, most] int32; leaving_score fp32 and leaving_kind uint8
-/// [count, Hkv, most]; slot_score fp32, slot_position int64, holder int32 and slot_protected uint8
-/// [count, Hkv, top_k_slots]; heads, num_long_range, num_protected and num_long_range_before [count, Hkv]; first_row [count, Hkv];
+/// [count, Hkv, most]; slot_score fp32, slot_position int64, holder int32 and slot_protected uint8 [count,
+/// Hkv, top_k_slots]; heads, num_long_range, num_protected and num_long_range_before [count, Hkv]; first_row
+/// [count, Hkv];
 /// status [count] is OR-ed.
 /// Overwrites: `computed` of keys that are held for their position, with 0.
 ///
