@@ -325,12 +325,8 @@ function(kvpolicy_add_tests_together variant)
                 if(slow AND NOT variant STREQUAL "optimized")
                     list(APPEND arguments "--test-case-exclude=${slow}")
                 endif()
-<<<<<<< HEAD
-                add_test(NAME ${test} COMMAND ${kvpolicy_launch_${variant}} $<TARGET_FILE:${target}> ${arguments}
-=======
                 add_test(NAME ${test}
                          COMMAND ${kvpolicy_launch_${variant}} $<TARGET_FILE:${target}> ${arguments}
->>>>>>> time
                          WORKING_DIRECTORY ${PROJECT_BINARY_DIR}/tests)
                 set_tests_properties(${test} PROPERTIES
                     LABELS "unit;${variant}" TIMEOUT 600 SKIP_RETURN_CODE ${kvpolicy_skip_code}
