@@ -2,6 +2,9 @@
 // build_mask and attend of the same tokens and scores, which do the same work without a cache, and the bytes
 // of the entries that are left. Dense attention of the same shapes is benchmarks/baselines/prefill.py.
 //
+// Rows `trained` have scores of trained scorers, from files in benchmarks/data or in the folder that
+// KVPOLICY_BENCH_SCORES names.
+//
 // The cache is emptied (or filled by an earlier prompt) before every call, outside of the timing. Rates count
 // visible pairs of a query and a key: 4 D operations per pair.
 #include <kvpolicy/cuda.cuh>
@@ -15,15 +18,23 @@
 
 #include "cache_inputs.cuh"
 #include "cold.cuh"
+#include "score_file.hpp"
 
 #include <algorithm>
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <cstdlib>
+#include <exception>
+#include <memory>
 #include <string>
 #include <type_traits>
 #include <utility>
 #include <vector>
+
+#ifndef KVPOLICY_BENCH_SCORES_FOLDER
+#define KVPOLICY_BENCH_SCORES_FOLDER "benchmarks/data"
+#endif
 
 namespace kvp = kvpolicy;
 
@@ -92,17 +103,22 @@ struct Setup {
     std::int32_t history = 0;             // tokens that the cache has taken before
     float log_gamma = 0.0f;
     float threshold = 0.0f;
+    std::shared_ptr<const Scores> trained{};  // scores, decays and thresholds instead of those above
 
     template <class P>
     [[nodiscard]] P policy() const {
         const kvp::Sink<> sink{sinks};
         const kvp::Window<> recent{window};
         if constexpr (P::has_gate) {
-            return P{sink, recent, kvp::ThresholdGate<kvp::at_least>{threshold}};
+            using Gate = kvp::ThresholdGate<kvp::at_least>;
+            return P{sink, recent,
+                     trained ? Gate{kvp::per_head(trained->thresholds.data(), 1, heads)} : Gate{threshold}};
         } else {
             const kvp::TopKBudget<> budget{kvp::per_head(budgets.data(), 1, heads)};
             if constexpr (P::has_decay) {
-                return P{sink, recent, budget, kvp::Decay<1>{log_gamma}};
+                return P{sink, recent, budget,
+                         trained ? kvp::Decay<1>{kvp::per_head(trained->log_gamma.data(), 1, heads)}
+                                 : kvp::Decay<1>{log_gamma}};
             } else if constexpr (std::is_same_v<P, Memory>) {
                 return P{sink, recent, budget, scorer_of<kvp::mLSTMScorer<>>(heads, dim)};
             } else {
@@ -132,8 +148,13 @@ struct Tensors {
           out(rows * group * dim),
           scores(rows),
           q_len(of.batch) {
-        fill_scores<<<blocks_of(rows), 256>>>(scores.data(), rows, of.length, of.order, of.log_gamma);
-        ok(cudaGetLastError());
+        if (of.trained) {
+            ok(cudaMemcpy(scores.data(), of.trained->scores.data(),
+                          static_cast<std::size_t>(rows) * sizeof(float), cudaMemcpyHostToDevice));
+        } else {
+            fill_scores<<<blocks_of(rows), 256>>>(scores.data(), rows, of.length, of.order, of.log_gamma);
+            ok(cudaGetLastError());
+        }
         std::vector<std::int32_t> tokens;
         for (std::int32_t i = 0; i < of.batch; ++i) {
             tokens.push_back(of.tokens_of(i));
@@ -469,6 +490,57 @@ void add_chunks() {
     }
 }
 
+/// A row of policy P on the scores of a trained scorer. The row reads its file: one that is missing or too
+/// short is the row's error.
+template <class P, class Body>
+void add_trained(const std::string& name, const std::string& file, const Setup& of, const Body& body) {
+    const auto read_and_time = [=](benchmark::State& state) {
+        const char* const given = std::getenv("KVPOLICY_BENCH_SCORES");
+        const std::string folder = given != nullptr ? given : KVPOLICY_BENCH_SCORES_FOLDER;
+        Setup trained = of;
+        try {
+            trained.trained = std::make_shared<const Scores>(
+                read_scores(folder + "/" + file, heads, of.length, P::has_gate));
+        } catch (const std::exception& error) {
+            state.SkipWithError(error.what());
+            return;
+        }
+        body(state, trained);
+    };
+    add(name, read_and_time, of.length > 1 << 15 ? 7 : 15);
+}
+
+/// As add_pair; a gate's keys fit into a DualCache only.
+template <class P>
+void add_trained_pair(const std::string& row, const std::string& file, const Setup& of) {
+    if constexpr (!P::has_gate) {
+        add_trained<P>("prefill/" + row, file, of,
+                       [](benchmark::State& state, const Setup& made) { prefill_fixed<P>(state, made); });
+    }
+    add_trained<P>("prefill, DualCache/" + row, file, of,
+                   [](benchmark::State& state, const Setup& made) { prefill_dual<P>(state, made); });
+    if (of.history == 0) {
+        add_trained<P>("mask + attend/" + row, file, of, [](benchmark::State& state, const Setup& made) {
+            without_cache<P>(state, made, true, true);
+        });
+    }
+}
+
+/// KVpop's policy on the scores of a trained mLSTM, and WG-KV's on those of a trained MLP.
+void add_trained_rows() {
+    const std::string mlstm = "kvpop.safetensors", mlp = "kvpop-mlp.safetensors";
+    for (const std::int32_t length : {1 << 14, 1 << 15, 1 << 17}) {
+        const std::string row = std::to_string(length >> 10) + "k/trained";
+        const Setup of{.length = length};
+        add_trained_pair<Decayed>(row, mlstm, of);
+        add_trained<Decayed>("attend/" + row, mlstm, of, [](benchmark::State& state, const Setup& made) {
+            without_cache<Decayed>(state, made, false, true);
+        });
+    }
+    add_trained_pair<Decayed>("2k over 4096/trained", mlstm, {.length = 14336, .history = 12288});
+    add_trained_pair<Gated>("16k, gates/trained", mlp, {.length = 1 << 14});
+}
+
 void add_policies() {
     const Setup decayed{.length = 1 << 14, .log_gamma = -1e-3f},
         level{.length = 1 << 14, .order = Order::level, .log_gamma = -1e-3f};
@@ -496,5 +568,6 @@ int main(int argc, char** argv) {
     add_batches();
     add_chunks();
     add_policies();
+    add_trained_rows();
     return run(argc, argv);
 }

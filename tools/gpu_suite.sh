@@ -179,7 +179,12 @@ prefill/2k over 4096/*    | 0.769x fastest | 0.909x fastest |
     FlashAttention dense 2k over 4096, cuDNN all pairs 2k over 4096, cuDNN masked 2k over 4096
 prefill, DualCache/16k, gates 25%/* | 0.8 of mask + attend/16k, gates 25%/* |
     0.909 of mask + attend/16k, gates 25%/* |
+prefill, DualCache/16k, gates/* | 0.8 of mask + attend/16k, gates/* |
+    0.909 of mask + attend/16k, gates/* |
 prefill, DualCache/* | 0.87 of prefill/* | 0.909 of prefill/* |
+attend/16k/trained  | 0.9 of attend/16k/random  | 1 of attend/16k/random  |
+attend/32k/trained  | 0.9 of attend/32k/random  | 1 of attend/32k/random  |
+attend/128k/trained | 0.9 of attend/128k/random | 1 of attend/128k/random |
 "
 
 # ---- first_token ---------------------------------------------------------------------------------
