@@ -219,7 +219,7 @@ TEST_CASE("a file is the same for any number of threads, and is read as it was w
     const examples::TrainedScorers trained = scorers("kvpop");
     const auto write = [&](const std::string& name, std::int32_t threads) {
         const kvpolicy::host ctx{threads};
-        const auto file = place.path() / name;
+        auto file = place.path() / name;
         examples::save_dump(file, examples::dump_scores(ctx, model(), trained, text(), small()), trained.spec,
                             {{"model", "byte-llama"}});
         return file;
@@ -234,17 +234,17 @@ TEST_CASE("a file is the same for any number of threads, and is read as it was w
     CHECK(opened.find("log_gamma")->shape == std::vector<std::int64_t>{2, 2});
     CHECK(opened.find("thresholds")->shape == std::vector<std::int64_t>{2, 2});
     const auto& metadata = opened.metadata();
-    for (const auto& [key, value] : {std::pair{"format", "kvpolicy-scores-1"},
-                                     {"model", "byte-llama"},
-                                     {"layers", "1,4"},
-                                     {"segment", "150"},
-                                     {"overlap", "40"},
-                                     {"share", "0.25"},
-                                     {"scorer.kind", "mlstm"},
-                                     {"scorer.window", "64"}}) {
-        CAPTURE(key);
-        REQUIRE(metadata.contains(key));
-        CHECK(metadata.at(key) == value);
+    for (const auto& entry : {std::pair{"format", "kvpolicy-scores-1"},
+                              {"model", "byte-llama"},
+                              {"layers", "1,4"},
+                              {"segment", "150"},
+                              {"overlap", "40"},
+                              {"share", "0.25"},
+                              {"scorer.kind", "mlstm"},
+                              {"scorer.window", "64"}}) {
+        CAPTURE(entry.first);
+        REQUIRE(metadata.contains(entry.first));
+        CHECK(metadata.at(entry.first) == entry.second);
     }
 
     std::vector<float> all(opened.find("scores")->numel);
