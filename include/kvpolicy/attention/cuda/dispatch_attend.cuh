@@ -227,39 +227,18 @@ class attend_plan {
         return end;
     }
 
-    /// Maps of the segments, where a call may use them and TMA can read them.
+    /// Maps of the last segment, where a call may use them and TMA can read it.
     [[nodiscard]] forward_boxes boxes() const {
         forward_boxes maps;
         const key_rows<T>& rows = call_.params.rows;
-        if (general_ || tile_ > 128 || options_.copies == attend_copies::rows) {
-            return maps;
-        }
-        const auto map = [](const rows_view<const T>& k, const rows_view<const T>& v, CUtensorMap& of_k,
-                            CUtensorMap& of_v) {
-            return make_tensor_map(k, forward_boxes::box_rows, of_k) &&
-                   make_tensor_map(v, forward_boxes::box_rows, of_v);
-        };
         const bool two = rows.self_k.length != 0;
         maps.always = options_.copies == attend_copies::boxes;
-        if (!two) {
-            maps.there = rows.first_row == nullptr && map(rows.k, rows.v, maps.k, maps.v);
-            return maps;
-        }
-        maps.first_row = rows.k.length;
-        maps.there = map(rows.self_k, rows.self_v, maps.k, maps.v);
-        if (rows.pages.table == nullptr) {
-            maps.past_there = rows.first_row == nullptr
-                                  ? map(rows.k, rows.v, maps.past_k, maps.past_v)
-                                  : map(all_rows(rows.k), all_rows(rows.v), maps.past_k, maps.past_v);
-        }
+        maps.first_row = two ? rows.k.length : 0;
+        maps.there = !general_ && tile_ <= 128 && options_.copies != attend_copies::rows &&
+                     (two || rows.first_row == nullptr) &&
+                     make_tensor_map(two ? rows.self_k : rows.k, forward_boxes::box_rows, maps.k) &&
+                     make_tensor_map(two ? rows.self_v : rows.v, forward_boxes::box_rows, maps.v);
         return maps;
-    }
-    /// Rows of all heads one after another, from view.data on.
-    static rows_view<const T> all_rows(rows_view<const T> view) {
-        view.batch = view.heads = 1;
-        view.batch_stride = view.head_stride = view.row_stride;
-        view.length = 0x7fffffff;
-        return view;
     }
 
     template <int Dim, bool General>

@@ -110,13 +110,6 @@ class agent_forward_producer : forward_pipeline<S> {
         if (state.thread == 0) {  // the stream's first barrier shows it to the others
             memory_->b = coords.b;
             memory_->h = coords.h;
-            const std::int64_t* const first_row = call_.params.rows.first_row;
-            const bool strided = first_row == nullptr;
-            memory_->past_row =
-                strided ? 0
-                        : static_cast<std::int32_t>(first_row[coords.b * call_.params.kv_heads + coords.h]);
-            memory_->past_h = strided ? coords.h : 0;
-            memory_->past_b = strided ? coords.b : 0;
         }
         row_stream<T, S::keys, S::General, Source> stream(call_, coords, stream_memory_, state.thread, 1);
         tell_last(state);  // of the tile before: its last values were under way in the meantime
@@ -170,7 +163,7 @@ class agent_forward_producer : forward_pipeline<S> {
         const std::int32_t mine = state.thread / 8 * each + lane % each;
         std::int32_t done = 0;
         std::int32_t later = 2 * S::keys <= full ? source.row(call_, mine) : 0;
-        const bool boxed = (boxes_.there || boxes_.past_there) && (boxes_.always || source.runs != 0);
+        const bool boxed = boxes_.there && (boxes_.always || source.runs != 0);
         for (; done + 2 * S::keys <= full; done += S::keys) {
             const std::int32_t row = later;
             if (done + 3 * S::keys <= full) {
@@ -180,13 +173,7 @@ class agent_forward_producer : forward_pipeline<S> {
             bool gathered = true;   // some of the warp's
             if constexpr (has_boxes) {
                 const std::int32_t leads = __shfl_sync(all_lanes, row, 0, 8);
-                const std::int32_t past_rows = Two ? boxes_.first_row : 0;
-                const bool mapped =
-                    boxed &&
-                    (leads >= past_rows
-                         ? boxes_.there
-                         : boxes_.past_there &&
-                               leads + static_cast<std::int32_t>(forward_boxes::box_rows) <= past_rows);
+                const bool mapped = boxed && (!Two || leads >= boxes_.first_row);
                 const unsigned apart = ~__ballot_sync(all_lanes, row == leads + lane && mapped);
                 together = (apart >> (lane_id() & 24) & 0xffu) == 0;
                 gathered = apart != 0;
@@ -211,7 +198,9 @@ class agent_forward_producer : forward_pipeline<S> {
                     ring_ + state.ring.stage * S::tile_bytes + state.thread / 8 * each * 128;
                 if (has_boxes && together && lane < S::Dim / 64) {
                     barrier_expect_more(full_ + 8 * state.ring.stage, forward_boxes::box_rows * 128);
-                    load_box<Two>(to + lane * S::keys * 128, half, lane, row - lane, state);
+                    copy_box(to + lane * S::keys * 128, half == 0 ? boxes_.k : boxes_.v, 64 * lane,
+                             row - lane - (Two ? boxes_.first_row : 0), memory_->h, memory_->b,
+                             full_ + 8 * state.ring.stage);
                 }
                 if (gathered) {
                     const rows_view<const T>& view = half == 0 ? call_.params.rows.k : call_.params.rows.v;
@@ -243,20 +232,6 @@ class agent_forward_producer : forward_pipeline<S> {
             }
         }
         return done;
-    }
-
-    /// A box of keys (half 0) or values: part `part` of the columns of the rows from number `row` on.
-    template <bool Two>
-    __device__ void load_box(std::uint32_t to, int half, int part, std::int32_t row,
-                             const producer_state& state) const {
-        const std::uint32_t full = full_ + 8 * state.ring.stage;
-        if (Two && row < boxes_.first_row) {
-            copy_box(to, half == 0 ? boxes_.past_k : boxes_.past_v, 64 * part, memory_->past_row + row,
-                     memory_->past_h, memory_->past_b, full);
-        } else {
-            copy_box(to, half == 0 ? boxes_.k : boxes_.v, 64 * part, row - (Two ? boxes_.first_row : 0),
-                     memory_->h, memory_->b, full);
-        }
     }
 
     /// One tile of keys or values into the ring. Eight threads share a row.

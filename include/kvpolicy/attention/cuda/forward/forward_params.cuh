@@ -55,12 +55,12 @@ struct forward_params {
 };
 
 /// Rows that lie together come by TMA: maps of keys and values whose boxes are box_rows rows. Without them,
-/// every row is gathered. Of two segments, the first has maps of its own, unless it lies in pages.
+/// every row is gathered. Of two segments, the second has maps.
 struct forward_boxes {
     static constexpr std::uint32_t box_rows = 8;
-    CUtensorMap k, v, past_k, past_v;
-    std::int32_t first_row = 0;  // the number of the first row of k and v
-    bool there = false, past_there = false;
+    CUtensorMap k, v;
+    std::int32_t first_row = 0;  // the number of the maps' first row
+    bool there = false;
     bool always = false;  // whatever the plan has counted
 };
 

@@ -43,8 +43,7 @@ struct forward_hopper_memory {
     std::uint64_t empty[S::stages];
     std::uint64_t queries_full, queries_empty;
     key_addresses<S::keys> addresses[2];
-    std::int32_t b, h;                      // of the tile that the producer is at
-    std::int32_t past_row, past_h, past_b;  // where its first segment begins, in forward_boxes' past maps
+    std::int32_t b, h;  // of the tile that the producer is at
     union {
         stream_memory<S::keys, S::General, listed_rows> listed;
         stream_memory<S::keys, S::General, scanned_rows> scanned;
