@@ -19,14 +19,15 @@ struct DualRef;
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 
 // All calls below take the ref of a cache that was bound with a cuda context (bind of its owner). Tensors,
-// planes, options.status, scorer weights, and of the batch the arrays seq_ids and q_len are device memory.
-// Work is enqueued on the context's stream; nothing is allocated, nothing waited for. Grids depend on shapes
-// and capacities, and whatever changes from step to step is read from device memory when the work runs, so
-// one captured graph serves all later steps.
+// planes, hidden states, options.status, scorer weights, and of the batch the arrays seq_ids and q_len are
+// device memory. Work is enqueued on the context's stream; nothing is allocated, nothing waited for. Grids
+// depend on shapes and capacities, and whatever changes from step to step is read from device memory when the
+// work runs, so one captured graph serves all later steps.
 //
 // Policies: all but those that rank keys by attention. Scorers: given scores, LinearScorer, MlpScorer,
-// mLSTMScorer, ConvScorer (others do not compile). Given the same scores, the same keys are kept as on the
-// host; steps put them in the same rows too.
+// WriteGateScorer, UtilityPredictor, mLSTMScorer, ConvScorer, and what specializes device_scorer (others do
+// not compile). Given the same scores, the same keys are kept as on the host; steps put them in the same rows
+// too.
 //
 // bf16 and fp16: head_dims that are multiples of 8 up to the largest of Dims, any group, fp32 sums; rows
 // begin at multiples of 16 bytes, and those of a chunk's keys and values one after another: a row stride of 0
@@ -63,8 +64,8 @@ template <class Dims = all_head_dims, class P, Storage T>
 std::size_t step_workspace_bytes(const cuda& ctx, const FixedBudgetRef<P, T>& cache, std::int32_t batch);
 
 /// One decode step of one layer (the host's step has the order, the shapes and what is overwritten), in one
-/// launch; a scorer with a hidden layer or a state has one more before it. Outputs equal the host's to
-/// rounding.
+/// launch; a scorer with a hidden layer or a state has one more before it, one of hidden states two. Outputs
+/// equal the host's to rounding.
 template <class Dims = all_head_dims, class P, Storage T>
 void step(const cuda& ctx, const FixedBudgetRef<P, T>& cache, const step_io<T>& io, workspace_view workspace,
           const StepOptions& options = {});

@@ -69,6 +69,7 @@ class contiguous_decode_plan {
             call_.clustered || call_.blocks() * call_.parts == 1 ? 0 : heads() * call_.parts * call_.blocks();
         call_.states =
             parts.take<typename Rows::Compute>(states * stream_state<Rows::heads>::size(call_.width));
+        arriving_.lay_out(ctx_, ref_.scorer, call_.batch.count, call_.cache.kv_heads, 1, parts);
         if constexpr (scored_late<P>) {
             late_.emplace(device_, ref_.scorer, call_.cache, call_.gate, call_.batch.count, 1,
                           ref_.max_capacity, parts);
@@ -82,7 +83,7 @@ class contiguous_decode_plan {
         begin(batch, q, out, extras.lse, workspace, status);
         call_.k = k;
         call_.v = v;
-        call_.scores = scores_given<P> ? extras.scores : plane_view<const float>{};
+        call_.scores = arriving_.of(ctx_, ref_.scorer, batch, extras);
         if constexpr (scored_before<Scorer>) {
             call_.computed = computed_;
             launch_scores(ctx_, score_params<contiguous_view<T>, Scorer>{.cache = call_.cache,
@@ -160,6 +161,7 @@ class contiguous_decode_plan {
     const FixedBudgetRef<P, T>& ref_;
     Launch call_;
     std::optional<late_scores<contiguous_view<T>, Gate>> late_;
+    arriving_scores<P> arriving_;
     float* computed_ = nullptr;
     std::size_t shared_ = 0;
 };

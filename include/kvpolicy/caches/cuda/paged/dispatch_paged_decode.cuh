@@ -125,6 +125,7 @@ class paged_decode_plan {
             call_.cache.chosen_rows = choose_.chosen_rows;
             call_.cache.most = choose_.max_chosen;
         }
+        arriving_.lay_out(ctx_, ref_.scorer, call_.batch.count, call_.cache.kv_heads, 1, parts);
         if constexpr (scored_late<P>) {
             late_.emplace(device_, ref_.scorer, paged_view<T>(ref_), call_.gate, call_.batch.count, 1,
                           max_rows_of(ref_), parts);
@@ -138,7 +139,7 @@ class paged_decode_plan {
         begin(batch, q, out, extras.lse, workspace, status);
         call_.k = k;
         call_.v = v;
-        call_.scores = scores_given<P> ? extras.scores : plane_view<const float>{};
+        call_.scores = arriving_.of(ctx_, ref_.scorer, batch, extras);
         if constexpr (scored_before<Scorer>) {
             // A state is the cache's only once the step has its pages.
             call_.computed = computed_;
@@ -245,6 +246,7 @@ class paged_decode_plan {
     std::optional<late_scores<paged_view<T>, Gate>> late_;
     Choose choose_;
     int bound_warps_ = bound_threads / 32;
+    arriving_scores<P> arriving_;
     float* computed_ = nullptr;
     float* advanced_ = nullptr;
     std::size_t shared_ = 0;
