@@ -45,6 +45,12 @@ S scorer_of(std::int32_t heads, std::int32_t dim) {
     if constexpr (requires { scorer.hidden; }) {
         scorer.hidden = 128;
     }
+    if constexpr (requires { scorer.input.rope; }) {
+        scorer.input.rope = {kvpolicy::rope_layout::half_split, 500000.0f};
+    }
+    if constexpr (requires { scorer.input.width; }) {
+        scorer.input.width = 4096;
+    }
     typename S::template parameters<float> weights{};
     std::uint32_t seed = 100;
     kvpolicy::for_each_parameter(

@@ -134,6 +134,14 @@ void decode(benchmark::State& state, const P& policy, std::int32_t batch, std::i
     if constexpr (P::scorer_type::when == kvp::score_time::given) {
         io.scores = kvp::view_bhs<const float>(scores.data(), batch, heads, 1);
     }
+    std::int32_t width = 0;
+    if constexpr (P::scorer_type::when == kvp::score_time::from_hidden) {
+        width = policy.scorer().hidden_width();
+    }
+    const Numbers states(std::int64_t{batch} * std::max(width, 1), 4);
+    if (width != 0) {
+        io.hidden = kvp::view_bhsd<const bf16>(states.memory.data(), batch, 1, 1, width);
+    }
     const auto token = [&] {
         next_scores<<<blocks_of(scores.count()), 256, 0, calls.stream>>>(
             scores.data(), static_cast<std::int32_t>(scores.count()), cache.layer(0).length,
@@ -166,6 +174,8 @@ void decode(benchmark::State& state, const P& policy, std::int32_t batch, std::i
 using Given = kvp::Policy<kvp::Sink<>, kvp::Window<>, kvp::TopKBudget<>>;
 using Linear = kvp::Policy<kvp::Sink<>, kvp::Window<>, kvp::TopKBudget<>, kvp::LinearScorer<>>;
 using Mlp = kvp::Policy<kvp::Sink<>, kvp::Window<>, kvp::TopKBudget<>, kvp::MlpScorer<>>;
+using Gate = kvp::Policy<kvp::Sink<>, kvp::Window<>, kvp::TopKBudget<>, kvp::WriteGateScorer<>>;
+using Predictor = kvp::Policy<kvp::Sink<>, kvp::Window<>, kvp::TopKBudget<>, kvp::UtilityPredictor>;
 using Memory = kvp::Policy<kvp::Sink<>, kvp::Window<>, kvp::TopKBudget<>, kvp::mLSTMScorer<>>;
 
 template <class P, class... Scorer>
@@ -243,6 +253,14 @@ void add_steps() {
             add("step, MLP/" + size, [=](benchmark::State& state) {
                 decode(state, policy_of<Mlp>(rows, scorer_of<kvp::MlpScorer<>>(heads, 128)), batch, rows, 128,
                        Order::random);
+            });
+            add("step, write gate/" + size, [=](benchmark::State& state) {
+                decode(state, policy_of<Gate>(rows, scorer_of<kvp::WriteGateScorer<>>(heads, 128)), batch,
+                       rows, 128, Order::random);
+            });
+            add("step, predictor/" + size, [=](benchmark::State& state) {
+                decode(state, policy_of<Predictor>(rows, scorer_of<kvp::UtilityPredictor>(heads, 128)), batch,
+                       rows, 128, Order::random);
             });
             add("step, mLSTM/" + size, [=](benchmark::State& state) {
                 decode(state, policy_of<Memory>(rows, scorer_of<kvp::mLSTMScorer<>>(heads, 128)), batch, rows,

@@ -7,4 +7,5 @@
 #include <kvpolicy/scorers/cuda/dispatch_score_sequence.cuh>
 #include <kvpolicy/scorers/cuda/mlp/device_linear.cuh>
 #include <kvpolicy/scorers/cuda/mlp/device_mlp.cuh>
+#include <kvpolicy/scorers/cuda/mlp/device_predictor.cuh>
 #include <kvpolicy/scorers/cuda/mlstm/device_mlstm.cuh>

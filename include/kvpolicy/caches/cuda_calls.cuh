@@ -16,14 +16,15 @@ namespace kvpolicy {
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 
 // All calls below take the ref of a cache that was bound with a cuda context (bind of its owner). Tensors,
-// planes, options.status, scorer weights, and of the batch the arrays seq_ids and q_len are device memory.
-// Work is enqueued on the context's stream; nothing is allocated, nothing waited for. Grids depend on shapes
-// and capacities, and whatever changes from step to step is read from device memory when the work runs, so
-// one captured graph serves all later steps.
+// planes, hidden states, options.status, scorer weights, and of the batch the arrays seq_ids and q_len are
+// device memory. Work is enqueued on the context's stream; nothing is allocated, nothing waited for. Grids
+// depend on shapes and capacities, and whatever changes from step to step is read from device memory when the
+// work runs, so one captured graph serves all later steps.
 //
 // Policies: all but those that rank keys by attention. Scorers: given scores, LinearScorer, MlpScorer,
-// mLSTMScorer, ConvScorer (others do not compile). Given the same scores, the same keys are kept as on the
-// host; steps put them in the same rows too.
+// WriteGateScorer, UtilityPredictor, mLSTMScorer, ConvScorer, and what specializes device_scorer (others do
+// not compile). Given the same scores, the same keys are kept as on the host; steps put them in the same rows
+// too.
 //
 // bf16 and fp16: head_dims that are multiples of 8 up to the largest of Dims, any group, fp32 sums; rows
 // begin at multiples of 16 bytes, and those of a chunk's keys and values one after another: a row stride of 0
@@ -64,7 +65,7 @@ requires CacheRef<Ref<P, T>> std::size_t step_workspace_bytes(const cuda& ctx, c
 /// One decode step of one layer (the host's step has the order, the shapes and what is overwritten). A
 /// FixedBudgetCache takes one launch; a DualCache two: one block takes pages and lays out the work, then all
 /// blocks of the GPU share the rows of all heads evenly, however ragged they are. A scorer with a hidden
-/// layer or a state has one more before. Outputs equal the host's to rounding.
+/// layer or a state has one more before it, one of hidden states two. Outputs equal the host's to rounding.
 template <class Dims = all_head_dims, class P, Storage T, template <class, class> class Ref>
 requires CacheRef<Ref<P, T>>
 void step(const cuda& ctx, const Ref<P, T>& cache, const step_io<T>& io, workspace_view workspace,

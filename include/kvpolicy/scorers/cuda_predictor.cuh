@@ -9,7 +9,8 @@
 //     kvpolicy::score_hidden(ctx, predictor, hidden, sequences, scores, {memory, bytes}, {.cublaslt =
 //         handle});
 //
-// A cache on CUDA takes such scores as StepIO::scores of a policy with GivenScores.
+// A cache on CUDA takes such scores as StepIO::scores of a policy with GivenScores. One whose policy has the
+// predictor scores its tokens itself, in fp32 and without cuBLASLt (StepIO::hidden).
 #pragma once
 
 #include <kvpolicy/core/cuda_config.cuh>

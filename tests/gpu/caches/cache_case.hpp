@@ -45,18 +45,49 @@ template <class T>
 struct CallTensors {
     Tensor<T> q, k, v;
     Plane<float> scores;
+    Tensor<kvpolicy::bf16> hidden;  // of no width unless a scorer reads it
 
     CallTensors(const kvpolicy::CacheShape& shape, std::int32_t count, std::int32_t length, Scores kind,
-                std::mt19937& generator)
+                std::mt19937& generator, std::int32_t hidden_width = 0)
         : q(count, shape.query_heads, length, shape.head_dim_qk),
           k(count, shape.kv_heads, length, shape.head_dim_qk),
           v(count, shape.kv_heads, length, shape.head_dim_vo),
-          scores(count, shape.kv_heads, length) {
+          scores(count, shape.kv_heads, length),
+          hidden(count, 1, length, hidden_width) {
         q.fill_normal(generator);
         k.fill_normal(generator);
         v.fill_normal(generator);
         fill_scores(scores, kind, generator);
+        if (hidden_width != 0) {
+            hidden.fill_normal(generator);
+        }
     }
+};
+
+/// What policy P reads of a call beside queries, keys and values, in device memory.
+template <class P>
+class ArrivingInputs {
+  public:
+    template <class T>
+    explicit ArrivingInputs(const CallTensors<T>& in) : scores_(in.scores.data), hidden_(in.hidden.data) {}
+    template <class T>
+    void add(const CallTensors<T>& in, Extras& of_host, Extras& of_device) const {
+        if constexpr (P::ranked) {
+            if constexpr (P::scorer_type::when == kvpolicy::score_time::given) {
+                of_host.scores = in.scores.view();
+                of_device.scores = kvpolicy::view_bhs<const float>(scores_.data(), in.scores.batch,
+                                                                   in.scores.heads, in.scores.length);
+            } else if constexpr (P::scorer_type::when == kvpolicy::score_time::from_hidden) {
+                of_host.hidden = in.hidden.view();
+                of_device.hidden = kvpolicy::view_bhsd<const kvpolicy::bf16>(
+                    hidden_.data(), in.hidden.batch, 1, in.hidden.length, in.hidden.dim);
+            }
+        }
+    }
+
+  private:
+    Device<float> scores_;
+    Device<kvpolicy::bf16> hidden_;
 };
 
 /// Compares calls' outputs with the host's.
@@ -203,7 +234,7 @@ class BothCaches {
         const Device<std::int32_t> device_seq_ids(seq_ids), device_len(q_len);
         const kvpolicy::Batch device_batch{count, device_seq_ids.data(), device_len.data(), length};
         const Device<T> q(in.q.data), k(in.k.data), v(in.v.data);
-        const Device<float> scores(in.scores.data);
+        const ArrivingInputs<P> arriving(in);
         const std::int32_t heads = shape.kv_heads, query_heads = shape.query_heads;
         const auto q_view =
             kvpolicy::view_bhsd<const T>(q.data(), count, query_heads, length, shape.head_dim_qk);
@@ -220,13 +251,7 @@ class BothCaches {
             test::Extras extras, device_extras;
             extras.lse = wanted_lse.view();
             device_extras.lse = kvpolicy::view_bhs(lse.data(), count, query_heads, length);
-            if constexpr (P::ranked) {
-                if constexpr (P::scorer_type::when == kvpolicy::score_time::given) {
-                    extras.scores = in.scores.view();
-                    device_extras.scores =
-                        kvpolicy::view_bhs<const float>(scores.data(), count, heads, length);
-                }
-            }
+            arriving.add(in, extras, device_extras);
             const auto ref = cache.layer(layer);
             std::size_t needed = kvpolicy::step_workspace_bytes<Dims>(device, ref, count);
             if constexpr (Chunks) {
@@ -286,6 +311,50 @@ class BothCaches {
         cache.advance(device, {count, device_seq_ids.data(), device_moved.data(), length},
                       {.status = status.data()});
         CHECK(status.read() == no_status);
+    }
+
+    void fork(std::int32_t from, std::int32_t to) {
+        oracle.cache.fork(ctx, from, to);
+        cache.fork(device, from, to);
+    }
+    /// Sequence i becomes what sources[i] was.
+    void reorder(const std::vector<std::int32_t>& sources) {
+        const auto count = static_cast<std::int32_t>(sources.size());
+        oracle.cache.reorder(ctx, sources.data(), count);
+        const Device<std::int32_t> of_device(sources);
+        cache.reorder(device, of_device.data(), count);
+    }
+    /// Sequence `to` becomes what `from` was, through a blob of the device's.
+    void snapshot(std::int32_t from, std::int32_t to) {
+        std::vector<unsigned char> blob(cache.snapshot_bytes(device, from));
+        CHECK(blob.size() == oracle.cache.snapshot_bytes(from));
+        cache.snapshot(device, from, blob.data(), blob.size());
+        cache.restore(device, to, blob.data(), blob.size());
+        oracle.cache.restore(ctx, to, blob.data(), blob.size());
+    }
+
+    /// Whether both hold the same keys of layer 0 in the same rows, with scores and scorer states as `near`
+    /// has it.
+    template <class Near>
+    void near_rows(Near& near) const {
+        const auto ref = cache.layer(0), host_ref = oracle.cache.layer(0);
+        const auto position = fetch(ref.position, ref.max_sequences * ref.rows);
+        const auto score = fetch(ref.score, ref.max_sequences * ref.rows);
+        const auto state = fetch(ref.state, ref.max_sequences * ref.kv_heads * ref.state_size);
+        bool same = true;
+        for (std::int32_t seq = 0; seq < shape.max_sequences; ++seq) {
+            for (std::int32_t h = 0; h < shape.kv_heads; ++h) {
+                const auto first = static_cast<std::size_t>(host_ref.first_row(seq, h));
+                for (std::size_t r = first; r < first + static_cast<std::size_t>(host_ref.used(seq, h));
+                     ++r) {
+                    same = same && position[r] == host_ref.position[r];
+                    near.score(seq, h, host_ref.position[r], score[r], host_ref.score[r]);
+                }
+                const std::int64_t of_head = host_ref.head_index(seq, h) * ref.state_size;
+                near.states(seq, h, state.data() + of_head, host_ref.state + of_head, ref.state_size);
+            }
+        }
+        CHECK(same);
     }
 
     /// Whether both hold the same keys, values, positions and scores in the same rows, and the same
@@ -360,25 +429,17 @@ void random_life(BothCaches<P, T, Dims>& both, Scores kind, std::int32_t calls, 
         const std::int32_t a = pick(shape.max_sequences), b = pick(shape.max_sequences);
         std::string done;
         if (what == 0) {
-            both.oracle.cache.fork(both.ctx, a, b);
-            both.cache.fork(both.device, a, b);
+            both.fork(a, b);
             done = "fork";
         } else if (what == 1) {
             std::vector<std::int32_t> sources(static_cast<std::size_t>(1 + pick(shape.max_sequences)));
             for (std::int32_t& source : sources) {
                 source = pick(shape.max_sequences);
             }
-            const auto count = static_cast<std::int32_t>(sources.size());
-            both.oracle.cache.reorder(both.ctx, sources.data(), count);
-            const Device<std::int32_t> of_device(sources);
-            both.cache.reorder(both.device, of_device.data(), count);
+            both.reorder(sources);
             done = "reorder";
         } else if (what == 2) {
-            std::vector<unsigned char> blob(both.cache.snapshot_bytes(both.device, a));
-            CHECK(blob.size() == both.oracle.cache.snapshot_bytes(a));
-            both.cache.snapshot(both.device, a, blob.data(), blob.size());
-            both.cache.restore(both.device, b, blob.data(), blob.size());
-            both.oracle.cache.restore(both.ctx, b, blob.data(), blob.size());
+            both.snapshot(a, b);
             done = "snapshot";
         } else if (what == 3) {
             both.oracle.cache.clear(both.ctx, a);

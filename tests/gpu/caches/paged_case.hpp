@@ -80,7 +80,7 @@ class BothDuals {
         const std::int32_t length = in.q.length, heads = shape.kv_heads, query_heads = shape.query_heads;
         const Device<std::int32_t> device_seq_ids(seq_ids);
         const Device<T> q(in.q.data), k(in.k.data), v(in.v.data);
-        const Device<float> scores(in.scores.data);
+        const ArrivingInputs<P> arriving(in);
         const auto q_view =
             kvpolicy::view_bhsd<const T>(q.data(), count, query_heads, length, shape.head_dim_qk);
         const auto k_view = kvpolicy::view_bhsd<const T>(k.data(), count, heads, length, shape.head_dim_qk);
@@ -106,13 +106,7 @@ class BothDuals {
                 test::Extras extras, device_extras;
                 extras.lse = wanted_lse.view();
                 device_extras.lse = kvpolicy::view_bhs(lse.data(), count, query_heads, length);
-                if constexpr (P::ranked) {
-                    if constexpr (P::scorer_type::when == kvpolicy::score_time::given) {
-                        extras.scores = in.scores.view();
-                        device_extras.scores =
-                            kvpolicy::view_bhs<const float>(scores.data(), count, heads, length);
-                    }
-                }
+                arriving.add(in, extras, device_extras);
                 const auto ref = cache.layer(layer);
                 const auto host_ref = oracle.cache.layer(layer);
                 const auto out_view =

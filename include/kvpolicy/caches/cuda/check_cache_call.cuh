@@ -5,6 +5,7 @@
 #include <kvpolicy/caches/check.hpp>
 #include <kvpolicy/caches/cuda/contiguous/contiguous_view.cuh>
 #include <kvpolicy/caches/cuda/decode/agent_decode_stream.cuh>
+#include <kvpolicy/caches/cuda/scoring/dispatch_arriving_scores.cuh>
 #include <kvpolicy/caches/cuda/scoring/dispatch_cache_conv.cuh>
 #include <kvpolicy/caches/cuda_calls.cuh>
 #include <kvpolicy/core/check.hpp>
@@ -25,17 +26,15 @@ namespace kvpolicy {
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 namespace cuda_backend {
 
-/// The scorer that a policy asks in a call: none where nothing is ranked, or where scores wait in rows
-/// (scored_late).
+/// The scorer that a policy asks in a call: none where nothing is ranked, where scores wait in rows
+/// (scored_late), or where they come with the tokens (arriving_scores).
 template <class P>
-using asked_scorer = std::conditional_t<P::ranked && !scored_late<P>, typename P::scorer_type, GivenScores>;
-
-template <class P>
-inline constexpr bool scores_given = P::ranked&& P::scorer_type::when == score_time::given;
+using asked_scorer = std::conditional_t<P::ranked && !scored_late<P> && !scored_from_hidden<P>,
+                                        typename P::scorer_type, GivenScores>;
 
 template <class P>
 asked_scorer<P> scorer_of(const typename P::scorer_type& scorer) {
-    if constexpr (P::ranked && !scored_late<P>) {
+    if constexpr (std::is_same_v<asked_scorer<P>, typename P::scorer_type>) {
         return scorer;
     } else {
         return {};
@@ -76,11 +75,11 @@ constexpr void require_device_policy() {
                   "TOVA and SnapKV "
                   "run on the host)");
     static_assert(has_device_scorer<asked_scorer<P>> &&
-                      (!scored_late<P> || device_scorer<typename P::scorer_type>::in_window),
+                      (!scored_late<P> || device_scorer<typename P::scorer_type>::in_window) &&
+                      (!scored_from_hidden<P> || device_scorer<typename P::scorer_type>::from_hidden),
                   "kvpolicy: on CUDA a cache takes given scores, or a scorer whose device_scorer "
                   "(scorers/cuda/common/device_scorer.cuh) takes part in a step: LinearScorer, MlpScorer, "
-                  "mLSTMScorer and "
-                  "ConvScorer do");
+                  "WriteGateScorer, UtilityPredictor, mLSTMScorer and ConvScorer do");
 }
 
 /// Refuses pages that kernels cannot read, of a pool of at most `pages` pages.
@@ -127,14 +126,7 @@ void check_cache_call(const Cache& cache, const Batch& batch, std::int32_t token
     check_aligned("v", v);
     detail::require(extras.cu_seqlens == nullptr, "io.cu_seqlens", "given",
                     "null on CUDA: entries of different lengths have batch.q_len");
-    checks::check_scores_wanted<P>(extras);
-    if constexpr (scores_given<P>) {
-        if (batch.count != 0 && tokens != 0) {
-            detail::require(static_cast<bool>(extras.scores), "io.scores", "null",
-                            "fp32 scores, since this policy's scores are given");
-            checks::check_plane("io.scores", extras.scores, batch.count, cache.kv_heads, tokens);
-        }
-    }
+    check_arriving_scores(cache, batch, tokens, extras);
 }
 
 template <class Compute>

@@ -61,6 +61,7 @@ class contiguous_decode_plan
             call_.clustered || call_.blocks() * call_.parts == 1 ? 0 : heads() * call_.parts * call_.blocks();
         call_.states =
             parts.take<typename Rows::Compute>(states * stream_state<Rows::heads>::size(call_.width));
+        arriving_.lay_out(ctx_, ref_.scorer, call_.batch.count, call_.cache.kv_heads, 1, parts);
         if constexpr (scored_late<P>) {
             late_.emplace(device_, ref_.scorer, call_.cache, call_.gate, call_.batch.count, 1,
                           ref_.max_capacity, parts);
@@ -69,7 +70,8 @@ class contiguous_decode_plan
     }
 
   private:
-    using base::call_, base::computed_, base::ctx_, base::device_, base::heads, base::ref_, base::shared_;
+    using base::arriving_, base::call_, base::computed_, base::ctx_, base::device_, base::heads, base::ref_,
+        base::shared_;
 
     void score(const Batch& batch, const prefill_tokens<T>& tokens) {
         if constexpr (scored_before<Scorer>) {

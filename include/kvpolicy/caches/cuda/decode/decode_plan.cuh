@@ -3,6 +3,7 @@
 #pragma once
 
 #include <kvpolicy/caches/cuda/check_cache_call.cuh>
+#include <kvpolicy/caches/cuda/scoring/dispatch_arriving_scores.cuh>
 #include <kvpolicy/caches/cuda/scoring/kernel_cache_score.cuh>
 #include <kvpolicy/caches/step_io.hpp>
 #include <kvpolicy/core/check.hpp>
@@ -64,7 +65,7 @@ class decode_plan {
         begin(batch, io, workspace, status);
         call_.k = io.k;
         call_.v = io.v;
-        call_.scores = scores_given<P> ? io.scores : plane_view<const float>{};
+        call_.scores = arriving_.of(ctx_, ref_.scorer, batch, detail::extras_of(io));
         plan().score(batch, {.k = io.k, .v = io.v});
         plan().run();
     }
@@ -98,6 +99,7 @@ class decode_plan {
     const device_scope& device_;
     const Cache& ref_;
     Params call_;
+    arriving_scores<P> arriving_;
     float* computed_ = nullptr;
     std::size_t shared_ = 0;
 

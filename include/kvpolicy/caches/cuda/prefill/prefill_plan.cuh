@@ -135,6 +135,8 @@ class prefill_plan {
         if constexpr (P::has_selection) {
             call_.num_long_range_before = parts.take<std::int32_t>(heads());
         }
+        arriving_.lay_out(ctx_, ref_.scorer, call_.batch.count, call_.cache.kv_heads, call_.tokens.most,
+                          parts);
         computed_ = parts.take<float>(scored || late ? tokens : 0);
         if constexpr (late) {
             of_tokens_ = parts.take<float>(tokens);
@@ -218,7 +220,7 @@ class prefill_plan {
         call_.tokens.k = io.k;
         call_.tokens.v = io.v;
         call_.tokens.k.length = call_.tokens.v.length = call_.tokens.most;
-        call_.scores = scores_given<P> ? io.scores : plane_view<const float>{};
+        call_.scores = arriving_.of(ctx_, ref_.scorer, call_.batch, detail::extras_of(io));
     }
 
     /// Whether the chunk `writes` to the cache later, or only looks ahead.
@@ -442,6 +444,7 @@ class prefill_plan {
     Scorer scorer_;
     std::optional<late_scores<View, gate_of<P>>> late_;
     std::int32_t sorted_keys_ = 0;  // that a block ranks at once
+    arriving_scores<P> arriving_;
     float* computed_ = nullptr;
     float* of_tokens_ = nullptr;
     float* state_ = nullptr;

@@ -6,7 +6,6 @@
 #include <kvpolicy/core/cuda_config.cuh>
 #include <kvpolicy/scorers/cuda/common/device_scorer.cuh>
 #include <kvpolicy/scorers/cuda/common/warp_scorer.cuh>
-#include <kvpolicy/scorers/mlp.hpp>
 #include <kvpolicy/scorers/mlstm.hpp>
 
 #include <cmath>
@@ -17,9 +16,9 @@ namespace kvpolicy {
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 namespace cuda_backend {
 
-inline constexpr int score_warps = 16;
-inline constexpr int score_threads = 32 * score_warps;
-inline constexpr int score_batch = 8;  // tokens that a block of a stateless scorer takes
+inline constexpr int score_threads = block_scorer_threads;
+inline constexpr int score_warps = score_threads / 32;
+inline constexpr int score_batch = block_scorer_tokens;  // that a block of a stateless scorer takes
 
 /// A launch that scores the tokens of a chunk (a step: of one token).
 template <class View, class Scorer>
@@ -43,8 +42,6 @@ struct score_params {
 };
 
 __device__ inline float silu(float y) { return y / (1.0f + __expf(-y)); }
-__device__ inline float activate(Silu, float y) { return silu(y); }
-__device__ inline float activate(GeluErf, float y) { return 0.5f * y * (1.0f + erff(y * 0.70710678f)); }
 
 /// What a block is to score: entry, head, and where its chunk begins.
 template <class View>
@@ -89,65 +86,36 @@ requires scores_by_warp<Scorer> __device__ void decode_scorer(const score_params
     }
 }
 
-/// A few tokens share every row of the first layer's weights; a warp takes a hidden number at a time.
-template <class View, class Act, std::int32_t D>
-__device__ void decode_scorer(const score_params<View, BasicMlpScorer<KeyValueInput, Act, D>>& call,
-                              float* const shared) {
+/// The tokens of a block, of one head of an entry.
+template <class View>
+struct tokens_of_block {
+    using T = typename View::value_type;
+    const prefill_tokens<T>& tokens;
+    const scored_token<View>& at;
+    std::int32_t first;
+
+    __device__ const T* key(std::int32_t t) const {
+        return tokens.key(at.rows, at.entry, at.head, first + t);
+    }
+    __device__ const T* value(std::int32_t t) const {
+        return tokens.value(at.rows, at.entry, at.head, first + t);
+    }
+};
+
+/// A scorer that one block computes, of a few tokens at once.
+template <class View, class Scorer>
+requires scores_by_block<Scorer> __device__ void decode_scorer(const score_params<View, Scorer>& call,
+                                                               float* shared) {
     const std::int32_t pieces = (call.tokens.most + score_batch - 1) / score_batch;
     const auto number = static_cast<std::int32_t>(blockIdx.x);
     const scored_token<View> at(call.cache, call.batch, number / pieces, call.tokens.most);
     const std::int32_t first = number % pieces * score_batch;
     const std::int32_t left = at.active.tokens - first, count = left < score_batch ? left : score_batch;
-    if (count <= 0) {
-        return;
-    }
-    const std::int32_t inputs = call.cache.head_dim_qk + call.cache.head_dim_vo, hidden = call.scorer.hidden;
-    float* const x = shared;                       // [score_batch, inputs]
-    float* const sums = x + score_batch * inputs;  // [score_warps, score_batch]
-    for (std::int32_t t = 0; t < count; ++t) {
-        to_floats(call.tokens.key(at.rows, at.entry, at.head, first + t), call.cache.head_dim_qk,
-                  x + t * inputs);
-        to_floats(call.tokens.value(at.rows, at.entry, at.head, first + t), call.cache.head_dim_vo,
-                  x + t * inputs + call.cache.head_dim_qk);
-    }
-    __syncthreads();
-    const auto& weights = call.scorer.weights;
-    float score[score_batch] = {};
-    for (std::int32_t unit = warp_id(); unit < hidden; unit += score_warps) {
-        const std::int64_t index = std::int64_t{at.head} * hidden + unit;
-        const float* const w = weights.w1 + index * inputs;
-        float sum[score_batch] = {};
-        for (std::int32_t i = lane_id(); i < inputs; i += 32) {
-            const float weight = w[i];
-#pragma unroll
-            for (int t = 0; t < score_batch; ++t) {
-                if (t < count) {
-                    sum[t] += weight * x[t * inputs + i];
-                }
-            }
-        }
-        const float bias = weights.b1 != nullptr ? weights.b1[index] : 0.0f, out = weights.w2[index];
-#pragma unroll
-        for (int t = 0; t < score_batch; ++t) {
-            if (t < count) {
-                score[t] += out * activate(Act{}, warp_total(sum[t]) + bias);
-            }
-        }
-    }
-    if (lane_id() == 0) {
-#pragma unroll
-        for (int t = 0; t < score_batch; ++t) {
-            sums[warp_id() * score_batch + t] = score[t];
-        }
-    }
-    __syncthreads();
-    const auto t = static_cast<std::int32_t>(threadIdx.x);
-    if (t < count) {
-        float all = weights.b2 != nullptr ? weights.b2[at.head] : 0.0f;
-        for (int w = 0; w < score_warps; ++w) {
-            all += sums[w * score_batch + t];
-        }
-        call.scores[std::int64_t{at.pair} * call.tokens.most + first + t] = all;
+    if (count > 0) {
+        device_scorer<Scorer>::score_by_block(call.scorer, at.head, at.base + first, count,
+                                              tokens_of_block<View>{call.tokens, at, first},
+                                              call.cache.head_dim_qk, call.cache.head_dim_vo, shared,
+                                              call.scores + std::int64_t{at.pair} * call.tokens.most + first);
     }
 }
 

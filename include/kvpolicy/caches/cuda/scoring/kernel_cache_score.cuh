@@ -18,15 +18,16 @@ namespace cuda_backend {
 /// Scores of a chunk's tokens (on arrival), or of the keys that leave the window when the tokens come (on
 /// leaving), by blocks that share nothing: decode_scorer() of agent_score.cuh per scorer.
 ///
-/// Grid: linear and MLP: count * Hkv * ceil(most / score_batch) blocks; mLSTM: count * Hkv, the tokens one
-/// after another. Block: score_threads. Shared memory: dynamic, mlstm_memory::floats() or score_batch *
-/// (inputs + score_warps) floats.
+/// Grid: count * Hkv * ceil(most / score_batch) blocks; mLSTM: count * Hkv, the tokens one after another.
+/// Block: score_threads. Shared memory: dynamic, mlstm_memory::floats() or device_scorer::block_floats()
+/// floats.
 /// In: tokens' k [count, Hkv, most, Dk] and v [count, Hkv, most, Dv] of T, weights fp32, window entries.
 /// Out: scores [count, Hkv, most] fp32; 0 where no key leaves.
 /// Overwrites: state [.., state_size] fp32 of the cache, or with `state` a copy.
 template <class View, class Scorer>
 __global__ void __launch_bounds__(score_threads)
     decode_scorer_kernel(const __grid_constant__ score_params<View, Scorer> call) {
+    wait_for_kernel_before();
     let_next_kernel_start();  // it may stream rows meanwhile, and waits for scores where it needs them
     decode_scorer(call, reinterpret_cast<float*>(dynamic_shared()));
 }
@@ -172,11 +173,15 @@ template <class View, class Scorer>
 void launch_scores(const cuda& ctx, score_params<View, Scorer> call) {
     const device_scope device(ctx);
     const std::int64_t heads = std::int64_t{call.batch.count} * call.cache.kv_heads;
-    const std::int32_t inputs = call.cache.head_dim_qk + call.cache.head_dim_vo;
     const std::int64_t pieces = (std::int64_t{call.tokens.most} + score_batch - 1) / score_batch;
     std::int64_t blocks = heads * pieces;
-    std::size_t floats = std::size_t{score_batch} * static_cast<std::size_t>(inputs + score_warps);
+    std::size_t floats = 0;
+    if constexpr (scores_by_block<Scorer>) {
+        floats =
+            device_scorer<Scorer>::block_floats(call.scorer, call.cache.head_dim_qk, call.cache.head_dim_vo);
+    }
     if constexpr (Scorer::when == score_time::on_leaving) {
+        const std::int32_t inputs = call.cache.head_dim_qk + call.cache.head_dim_vo;
         call.projection = call.scorer.projection();
         call.features = call.scorer.features();
         call.width = call.scorer.value_width();
@@ -195,7 +200,8 @@ void launch_scores(const cuda& ctx, score_params<View, Scorer> call) {
     if (call.tokens.most == 1) {
         share_sms<kernel>(device);  // with the step that follows
     }
-    launch("decode_scorer_kernel", kernel, blocks, score_threads, floats * sizeof(float), ctx, call);
+    launch_early<kernel>("decode_scorer_kernel", blocks, score_threads, floats * sizeof(float), device, ctx,
+                         1, call);
 }
 
 }  // namespace cuda_backend

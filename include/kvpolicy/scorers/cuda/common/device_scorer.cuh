@@ -5,6 +5,7 @@
 #pragma once
 
 #include <kvpolicy/core/cuda_config.cuh>
+#include <kvpolicy/core/hidden_rows.hpp>
 #include <kvpolicy/core/types.hpp>
 #include <kvpolicy/core/view.hpp>
 #include <kvpolicy/policies/scorer_concept.hpp>
@@ -27,8 +28,18 @@ struct device_scorer_defaults {
     /// One warp scores an entry inside a decode step: score(scorer, head, key, value, head_dim_qk,
     /// head_dim_vo), called by all 32 lanes, with the score in each of them.
     static constexpr bool by_warp = false;
+    /// A block scores up to block_scorer_tokens new tokens of a head, in a launch before a step or a chunk:
+    /// score_by_block(scorer, head, first, count, tokens, head_dim_qk, head_dim_vo, shared, scores), called
+    /// by all block_scorer_threads threads. Token t < count has position first + t, and the rows
+    /// tokens.key(t) and tokens.value(t) of the cache's type. It overwrites scores[0 .. count), the same bits
+    /// whichever tokens share the block. `shared`: block_floats(scorer, head_dim_qk, head_dim_vo) numbers.
+    static constexpr bool by_block = false;
     /// A kernel of its own scores new tokens before a decode step (caches/cuda/scoring).
     static constexpr bool before_step = false;
+    /// Scores come from hidden states, for all heads of a token at once, before anything else of a cache's
+    /// call: score_hidden(ctx, scorer, call, parts, measure) takes its memory from `parts`, returns where
+    /// `measure` is true, and else enqueues its kernels, which overwrite call.scores of tokens that count.
+    static constexpr bool from_hidden = false;
     /// Keys get their scores while they are in the window (caches/cuda/scoring).
     static constexpr bool in_window = false;
     /// Prefill of a cache with at least min_chunk tokens per entry: score_chunk<T>(ctx, scorer, call, parts,
@@ -52,6 +63,19 @@ struct score_sequence_params {
     std::int32_t delay = 0;
     plane_view<float> scores{};
     ScoreOptions options{};
+};
+
+/// What score_by_block may count on.
+inline constexpr int block_scorer_threads = 512;
+inline constexpr int block_scorer_tokens = 8;
+
+/// The arguments of score_hidden: the new tokens of a cache's call. What is device memory: the hidden states,
+/// lengths and scores.
+struct score_hidden_params {
+    HiddenRows hidden;                      // [B, >= S, width]; rows of tokens that do not count: anything
+    const std::int32_t* lengths = nullptr;  // [B]: tokens of an entry; null: `length`
+    std::int32_t length = 1;                // tokens of an entry, at most
+    plane_view<float> scores{};             // [B, heads, S]
 };
 
 /// A key that leaves the window, wherever its entry is.
@@ -85,9 +109,12 @@ namespace cuda_backend {
 /// A scorer so small that a warp scores an entry beside other work.
 template <class S>
 inline constexpr bool scores_by_warp = device_scorer<S>::by_warp;
+/// A scorer of which a block scores a few tokens.
+template <class S>
+inline constexpr bool scores_by_block = device_scorer<S>::by_block;
 /// A scorer that takes a launch of its own before a step.
 template <class S>
-inline constexpr bool scored_before = device_scorer<S>::before_step;
+inline constexpr bool scored_before = device_scorer<S>::before_step || scores_by_block<S>;
 
 template <class S>
 inline constexpr bool has_device_scorer =

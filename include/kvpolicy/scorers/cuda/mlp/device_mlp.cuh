@@ -6,6 +6,7 @@
 #include <kvpolicy/scorers/backward.hpp>
 #include <kvpolicy/scorers/cuda/common/device_scorer.cuh>
 #include <kvpolicy/scorers/cuda/common/scorer_plan.cuh>
+#include <kvpolicy/scorers/cuda/mlp/agent_mlp_block.cuh>
 #include <kvpolicy/scorers/cuda/mlp/kernel_mlp.cuh>
 #include <kvpolicy/scorers/mlp.hpp>
 
@@ -128,7 +129,7 @@ requires(cuda_backend::is_known_input<Input> &&
     : device_scorer_defaults {
     static constexpr bool scores_sequences = true;
     static constexpr bool has_gradients = true;
-    static constexpr bool before_step = std::is_same_v<Input, KeyValueInput>;
+    static constexpr bool by_block = true;
     using scorer_type = BasicMlpScorer<Input, Act, D>;
 
     template <class Widths, class T>
@@ -150,6 +151,19 @@ requires(cuda_backend::is_known_input<Input> &&
                          const MlpParameters<float>& gradients, cuda_backend::workspace_parts& parts,
                          bool measure, std::uint32_t* status) {
         cuda_backend::mlp_backward<T>(ctx, scorer, call, gradients, parts, measure, status);
+    }
+    static std::size_t block_floats(const scorer_type& scorer, std::int32_t head_dim_qk,
+                                    std::int32_t head_dim_vo) {
+        return cuda_backend::mlp_block_memory::floats(scorer.input.size(head_dim_qk, head_dim_vo),
+                                                      head_dim_qk);
+    }
+    template <class Tokens>
+    __device__ static void score_by_block(const scorer_type& scorer, std::int32_t head, position_t first,
+                                          std::int32_t count, const Tokens& tokens, std::int32_t head_dim_qk,
+                                          std::int32_t head_dim_vo, float* shared, float* scores) {
+        cuda_backend::agent_mlp_block<Input, Act, Tokens>(scorer.input, scorer.weights, scorer.hidden, head,
+                                                          tokens, head_dim_qk, head_dim_vo, shared)
+            .run(first, count, scores);
     }
 };
 

@@ -1,0 +1,87 @@
+// Host side of scores that come with a call's tokens: given ones, and those of hidden states, which kernels
+// of the scorer compute before anything else of the call.
+#pragma once
+
+#include <kvpolicy/caches/step_io.hpp>
+#include <kvpolicy/core/cuda_config.cuh>
+#include <kvpolicy/cuda/launch.cuh>
+#include <kvpolicy/policies/scorer_concept.hpp>
+#include <kvpolicy/scorers/check_hidden.hpp>
+#include <kvpolicy/scorers/cuda/common/device_scorer.cuh>
+
+#include <cstdint>
+
+namespace kvpolicy {
+inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
+namespace cuda_backend {
+
+template <class P>
+inline constexpr bool scores_given = P::ranked&& P::scorer_type::when == score_time::given;
+template <class P>
+inline constexpr bool scored_from_hidden = P::ranked&& P::scorer_type::when == score_time::from_hidden;
+
+/// Refuses a call without the scores or hidden states that its policy reads. `tokens` is the most of an
+/// entry.
+template <class Cache>
+void check_arriving_scores([[maybe_unused]] const Cache& cache, const Batch& batch, std::int32_t tokens,
+                           [[maybe_unused]] const detail::step_extras& extras) {
+    using P = typename Cache::policy_type;
+    checks::check_scores_wanted<P>(extras);
+    if (batch.count == 0 || tokens == 0) {
+        return;
+    }
+    if constexpr (scores_given<P>) {
+        detail::require(static_cast<bool>(extras.scores), "io.scores", "null",
+                        "fp32 scores, since this policy's scores are given");
+        checks::check_plane("io.scores", extras.scores, batch.count, cache.kv_heads, tokens);
+    }
+    if constexpr (scored_from_hidden<P>) {
+        checks::check_hidden("io.hidden", extras.hidden, batch.count, tokens, cache.scorer.hidden_width());
+    }
+}
+
+/// The scores of the tokens of a call on a cache with policy P.
+template <class P>
+class arriving_scores {
+    using Scorer = typename P::scorer_type;
+
+  public:
+    /// Takes its parts of the workspace, for `batch` entries of at most `tokens` tokens.
+    void lay_out([[maybe_unused]] const cuda& ctx, [[maybe_unused]] const Scorer& scorer,
+                 [[maybe_unused]] std::int32_t batch, [[maybe_unused]] std::int32_t heads,
+                 [[maybe_unused]] std::int32_t tokens, [[maybe_unused]] workspace_parts& parts) {
+        if constexpr (scored_from_hidden<P>) {
+            call_.scores =
+                view_bhs(parts.take<float>(std::int64_t{batch} * heads * tokens), batch, heads, tokens);
+            workspace_parts own(nullptr);
+            device_scorer<Scorer>::score_hidden(ctx, scorer, call_, own, true);
+            memory_ = parts.take<unsigned char>(static_cast<std::int64_t>(own.bytes()));
+        }
+    }
+    /// Enqueues what computes them. No scores where the cache has them of keys and values.
+    [[nodiscard]] plane_view<const float> of([[maybe_unused]] const cuda& ctx,
+                                             [[maybe_unused]] const Scorer& scorer,
+                                             [[maybe_unused]] const Batch& batch,
+                                             [[maybe_unused]] const detail::step_extras& extras) {
+        if constexpr (scored_from_hidden<P>) {
+            call_.hidden = extras.hidden;
+            call_.lengths = batch.q_len;
+            call_.length = batch.length_or_one();
+            workspace_parts own(memory_);
+            device_scorer<Scorer>::score_hidden(ctx, scorer, call_, own, false);
+            return call_.scores;
+        } else if constexpr (scores_given<P>) {
+            return extras.scores;
+        } else {
+            return {};
+        }
+    }
+
+  private:
+    score_hidden_params call_{};
+    unsigned char* memory_ = nullptr;
+};
+
+}  // namespace cuda_backend
+}  // namespace KVPOLICY_HIDDEN
+}  // namespace kvpolicy

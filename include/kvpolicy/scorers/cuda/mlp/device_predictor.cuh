@@ -1,0 +1,92 @@
+// How UtilityPredictor, and other BasicMlpScorers of hidden states, run in a cache on CUDA. Whole sequences
+// are scored by score_hidden (scorers/cuda_predictor.cuh).
+#pragma once
+
+#include <kvpolicy/core/cuda_config.cuh>
+#include <kvpolicy/cuda/launch.cuh>
+#include <kvpolicy/scorers/cuda/common/device_scorer.cuh>
+#include <kvpolicy/scorers/cuda/mlp/kernel_hidden_scores.cuh>
+#include <kvpolicy/scorers/mlp.hpp>
+
+#include <algorithm>
+#include <cstdint>
+#include <type_traits>
+
+namespace kvpolicy {
+inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
+namespace cuda_backend {
+
+/// Tokens whose hidden layers are in the workspace at once.
+#if defined(KVPOLICY_TEST_HIDDEN_TOKENS)
+inline constexpr std::int64_t hidden_tokens =
+    KVPOLICY_TEST_HIDDEN_TOKENS;  // so that tests have several parts
+#else
+inline constexpr std::int64_t hidden_tokens = 2048;
+#endif
+
+template <int Tokens, int Units>
+void launch_hidden_layer(const cuda& ctx, const device_scope& device, const hidden_layer_params& call) {
+    constexpr auto kernel = hidden_layer_kernel<Tokens, Units>;
+    share_sms<kernel>(device);  // with what follows
+    const std::int64_t tokens = (std::int64_t{call.count} + Tokens - 1) / Tokens;
+    launch_early<kernel>("hidden_layer_kernel", tokens * ((call.predictor.hidden + Units - 1) / Units),
+                         hidden_layer_threads, 0, device, ctx, 1, call);
+}
+
+}  // namespace cuda_backend
+
+template <class Act, std::int32_t D>
+requires(std::is_same_v<Act, Silu> ||
+         std::is_same_v<Act, GeluErf>) struct device_scorer<BasicMlpScorer<HiddenInput, Act, D>>
+    : device_scorer_defaults {
+    static constexpr bool from_hidden = true;
+    using scorer_type = BasicMlpScorer<HiddenInput, Act, D>;
+
+    static void score_hidden(const cuda& ctx, const scorer_type& scorer, const score_hidden_params& from,
+                             cuda_backend::workspace_parts& parts, bool measure) {
+        namespace cb = cuda_backend;
+        const plane_view<float>& scores = from.scores;
+        cb::hidden_layer_params call;
+        cb::predictor_params& predictor = call.predictor;
+        predictor.streams.batch = scores.batch;
+        predictor.streams.heads = scores.heads;
+        predictor.streams.length = from.lengths != nullptr ? scores.length : from.length;
+        predictor.streams.rows = scores.length;
+        predictor.streams.lengths = from.lengths;
+        predictor.per = std::max(scores.length, 1);
+        predictor.hidden = scorer.hidden;
+        predictor.activation =
+            std::is_same_v<Act, Silu> ? cb::scorer_activation::silu : cb::scorer_activation::gelu_erf;
+        predictor.b1 = scorer.weights.b1;
+        predictor.w2 = scorer.weights.w2;
+        predictor.b2 = scorer.weights.b2;
+        call.states = from.hidden;
+        call.w1 = scorer.weights.w1;
+        const std::int64_t all = std::int64_t{scores.batch} * scores.length;
+        call.activations = parts.take<float>(std::min(all, cb::hidden_tokens) * scorer.hidden);
+        if (measure) {
+            return;
+        }
+        const cb::device_scope device(ctx);
+        constexpr auto readout = cb::hidden_readout_kernel<cb::hidden_layer_params>;
+        cb::share_sms<readout>(device);
+        for (call.first = 0; call.first < all; call.first += call.count) {
+            call.count = static_cast<std::int32_t>(std::min(all - call.first, cb::hidden_tokens));
+            // Few tokens: many blocks, so that all of the memory's rate is used.
+            const std::int64_t blocks = ((std::int64_t{call.count} + 7) / 8) * ((scorer.hidden + 7) / 8);
+            if (call.count == 1) {
+                cb::launch_hidden_layer<1, 2>(ctx, device, call);
+            } else if (blocks < device.attribute(cudaDevAttrMultiProcessorCount)) {
+                cb::launch_hidden_layer<8, 2>(ctx, device, call);
+            } else {
+                cb::launch_hidden_layer<8, 8>(ctx, device, call);
+            }
+            cb::launch_early<readout>("hidden_readout_kernel",
+                                      (std::int64_t{call.count} * scores.heads + 7) / 8, 256, 0, device, ctx,
+                                      1, call, scores);
+        }
+    }
+};
+
+}  // namespace KVPOLICY_HIDDEN
+}  // namespace kvpolicy
