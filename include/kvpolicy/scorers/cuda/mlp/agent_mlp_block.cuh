@@ -11,6 +11,7 @@
 #include <kvpolicy/scorers/cuda/common/warp_scorer.cuh>
 #include <kvpolicy/scorers/mlp.hpp>
 
+#include <cstddef>
 #include <cstdint>
 #include <type_traits>
 
