@@ -59,20 +59,34 @@ __global__ void __launch_bounds__(prefill_threads)
     const View& cache = call.cache;
     const std::int32_t first = first_changing_slot(at.rows.head_params, cache.num_long_range[at.rows.index]);
     const std::int64_t top_k_slots = std::int64_t{at.pair} * call.top_k.top_k_slots - first;
+    // What the next slot holds is loaded while this one's key is copied.
+    struct held_key {
+        std::int32_t holder;
+        position_t position;
+        float score;
+    };
+    const auto key_of_slot = [&](std::int32_t p) {
+        return p < num_long_range
+                   ? held_key{call.top_k.holder[top_k_slots + p], call.top_k.slot_position[top_k_slots + p],
+                              call.top_k.slot_score[top_k_slots + p]}
+                   : held_key{};
+    };
+    held_key next = key_of_slot(first + at.warp);
     for (std::int32_t p = first + at.warp; p < num_long_range; p += at.warps) {
-        const std::int32_t holder = call.top_k.holder[top_k_slots + p];
+        const held_key key = next;
+        next = key_of_slot(p + at.warps);
         const std::int32_t row = at.rows.layout.slot(p);
-        if (holder == row) {
+        if (key.holder == row) {
             continue;  // it held its slot already
         }
-        const bool of_ring = holder < capacity;
-        const std::int32_t j = holder - capacity;
-        copy_entry(of_ring ? at.rows.key(holder) : call.tokens.key(at.rows, at.entry, at.head, j),
-                   of_ring ? at.rows.value(holder) : call.tokens.value(at.rows, at.entry, at.head, j),
+        const bool of_ring = key.holder < capacity;
+        const std::int32_t j = key.holder - capacity;
+        copy_entry(of_ring ? at.rows.key(key.holder) : call.tokens.key(at.rows, at.entry, at.head, j),
+                   of_ring ? at.rows.value(key.holder) : call.tokens.value(at.rows, at.entry, at.head, j),
                    at.rows.key(row), at.rows.value(row), cache.head_dim_qk, cache.head_dim_vo);
         if (lane_id() == 0) {
-            at.rows.position_of(row) = call.top_k.slot_position[top_k_slots + p];
-            at.rows.score_of(row) = call.top_k.slot_score[top_k_slots + p];
+            at.rows.position_of(row) = key.position;
+            at.rows.score_of(row) = key.score;
         }
     }
 }
