@@ -392,6 +392,7 @@ function(kvpolicy_add_gpu_test name)
         RUNTIME_OUTPUT_DIRECTORY ${PROJECT_BINARY_DIR}/tests/bin/gpu
         OUTPUT_NAME ${name})
     add_dependencies(kvpolicy_tests_gpu ${target})
+    set_property(GLOBAL APPEND PROPERTY kvpolicy_kernel_targets ${target})
     if(arg_ONE_ARCHITECTURE AND KVPOLICY_CUDA_COMPILED_ONLY AND NOT KVPOLICY_TEST_FULL)
         list(GET CMAKE_CUDA_ARCHITECTURES -1 architecture)
         set_target_properties(${target} PROPERTIES CUDA_ARCHITECTURES ${architecture})
@@ -449,6 +450,7 @@ function(kvpolicy_add_gpu_tests_together)
         RUNTIME_OUTPUT_DIRECTORY ${PROJECT_BINARY_DIR}/tests/bin/gpu
         OUTPUT_NAME gpu.together)
     add_dependencies(kvpolicy_tests_gpu test.gpu.together)
+    set_property(GLOBAL APPEND PROPERTY kvpolicy_kernel_targets test.gpu.together)
     foreach(name source IN ZIP_LISTS ARGN sources)
         add_test(NAME ${name} COMMAND test.gpu.together --source-file=${source}
                  WORKING_DIRECTORY ${PROJECT_BINARY_DIR}/tests)

@@ -37,3 +37,12 @@ template void future_mass<bf16, Dims>(const cuda&, const AttentionParams&, rows_
                                       rows_view<const bf16>, plane_view<const float>, const Sequences&,
                                       plane_view<float>, workspace_view, const FutureMassOptions&);
 }  // namespace kvpolicy
+
+// Kernels that these do not call: of other types than bf16 and fp16, of head_dim 256.
+namespace kvpolicy::cuda_backend {
+template __global__ void backward_plain_queries_kernel<float>(const backward_params<float>);
+template __global__ void backward_plain_keys_kernel<float>(const backward_params<float>, std::int32_t);
+template __global__ void backward_plain_zero_kernel<float>(const backward_params<float>);
+template __global__ void backward_hopper_wide_kernel<bf16, false, false>(
+    const __grid_constant__ backward_params<bf16>, std::int32_t, std::int32_t, std::int32_t);
+}  // namespace kvpolicy::cuda_backend

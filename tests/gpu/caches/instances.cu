@@ -3,6 +3,7 @@
 #include <kvpolicy/caches/cuda/decode/dispatch_decode.cuh>
 #include <kvpolicy/caches/cuda/dispatch_export_heads.cuh>
 #include <kvpolicy/caches/cuda/paged/dispatch_paged.cuh>
+#include <kvpolicy/caches/cuda/prefill/dispatch_prefill.cuh>
 #include <kvpolicy/kvpop.hpp>
 #include <kvpolicy/policies/eviction.hpp>
 #include <kvpolicy/policies/selection.hpp>
@@ -57,3 +58,41 @@ template void step<head_dims<64>>(const cuda&, const DualRef<Parts, bf16>&, cons
 template void DualCache<Parts, bf16>::evict<cuda_build>(const cuda&, const Batch&, workspace_view,
                                                         const EvictOptions&);
 }  // namespace kvpolicy
+
+// Kernels that these do not call: of scorers, of selections and evictions, of a prefill.
+namespace kvpolicy::cuda_backend {
+using Contiguous = contiguous_view<bf16>;
+using Pages = paged_view<bf16>;
+template __global__ void lay_out_pages_kernel<Given, bf16>(const FixedBudgetRef<Given, bf16>*);
+template __global__ void paged_queries_kernel<Parts, bf16>(const DualRef<Parts, bf16>*, const sequence_moves,
+                                                           std::int32_t, const std::int64_t*);
+template __global__ void paged_sequence_bounds_kernel<Parts, bf16>(const DualRef<Parts, bf16>*, std::int32_t,
+                                                                   const std::int64_t*, std::int32_t);
+template __global__ void paged_prefill_pages_kernel<bf16>(const __grid_constant__ prefill_params<Pages>,
+                                                          std::int32_t*);
+template __global__ void paged_prefill_refuse_kernel<bf16>(const __grid_constant__ prefill_params<Pages>,
+                                                           const std::int32_t*, const rows_view<bf16>,
+                                                           const plane_view<float>);
+template __global__ void decayed_update_kernel<top_k_update_params>(
+    const __grid_constant__ top_k_update_params);
+template __global__ void prefill_bounds_kernel<Pages>(const __grid_constant__ prefill_params<Pages>);
+template __global__ void prefill_queries_kernel<Pages>(const __grid_constant__ prefill_params<Pages>,
+                                                       const rows_view<const bf16>, bool);
+
+template __global__ void decode_scorer_kernel<Contiguous, MlpScorer<128>>(
+    const __grid_constant__ score_params<Contiguous, MlpScorer<128>>);
+using Mlstm = mLSTMScorer<128, Hedgehog, ProjectedValues>;
+template __global__ void mlstm_decode_cluster_kernel<cluster_sizes<2, 2>, Contiguous>(
+    const __grid_constant__ score_params<Contiguous, Mlstm>);
+template __global__ void mlstm_decode_batched_kernel<Contiguous>(
+    const __grid_constant__ score_params<Contiguous, Mlstm>);
+template __global__ void leaving_keys_kernel<Contiguous, Mlstm>(
+    const __grid_constant__ leaving_keys_params<Contiguous, Mlstm>);
+using CacheGate = gate_of<Given>;
+template __global__ void late_prepare_kernel<Contiguous, 128>(
+    const __grid_constant__ late_score_params<Contiguous>, const conv_weights, float, float*, bf16*);
+template __global__ void cache_conv_kernel<Contiguous, CacheGate, conv_few_tiles<bf16>>(
+    const __grid_constant__ late_score_params<Contiguous>, const CacheGate);
+template __global__ void cache_conv_hopper_kernel<Contiguous, CacheGate, 128>(
+    const __grid_constant__ late_score_params<Contiguous>, const CacheGate, const bf16*);
+}  // namespace kvpolicy::cuda_backend
