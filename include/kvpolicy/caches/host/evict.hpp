@@ -149,17 +149,17 @@ std::int64_t DualCache<P, T>::max_rows() const {
 }
 
 template <AnyPolicy P, Storage T>
-void DualCache<P, T>::evict(const host& ctx, const Batch& named, workspace_view workspace,
+void DualCache<P, T>::evict(const host& ctx, const Batch& batch, workspace_view workspace,
                             const EvictOptions& options) requires P::has_eviction {
     namespace hb = host_backend;
     this->require_bound();
-    const Batch batch = checks::batch_of(named, this->shape_.max_sequences);
-    checks::check_batch(batch, this->shape_.max_sequences, std::numeric_limits<std::int32_t>::max(), "any");
+    const Batch all = checks::batch_of(batch, this->shape_.max_sequences);
+    checks::check_batch(all, this->shape_.max_sequences, std::numeric_limits<std::int32_t>::max(), "any");
     checks::check_workspace(workspace, evict_workspace_bytes(ctx));
-    for (std::int32_t i = 0; i < batch.count; ++i) {
-        if (batch.tokens(i) != 0 && options.status == nullptr) {
+    for (std::int32_t i = 0; i < all.count; ++i) {
+        if (all.tokens(i) != 0 && options.status == nullptr) {
             // A token's key and query have taken the places of older ones, which its length does not say yet.
-            this->require_between_tokens(batch.seq(i), [&] { return detail::text("sequence of entry ", i); });
+            this->require_between_tokens(all.seq(i), [&] { return detail::text("sequence of entry ", i); });
         }
     }
     const std::int32_t layers = this->shape_.layers, kv_heads = this->shape_.kv_heads;
@@ -171,14 +171,14 @@ void DualCache<P, T>::evict(const host& ctx, const Batch& named, workspace_view 
     const std::size_t each =
         hb::eviction_memory<T>(nullptr, this->shape_.head_dim_qk, keys, this->policy_.eviction().observing)
             .bytes;
-    for (std::int32_t i = 0; i < batch.count; ++i) {
+    for (std::int32_t i = 0; i < all.count; ++i) {
         EvictionReport report;
-        const std::int32_t seq = batch.seq(i);
+        const std::int32_t seq = all.seq(i);
         const bool between = options.status == nullptr || this->between_tokens(seq);
-        if (batch.tokens(i) != 0 && !between) {
+        if (all.tokens(i) != 0 && !between) {
             options.status[i] |= status_layer_skipped;
         }
-        while (batch.tokens(i) != 0 && between) {
+        while (all.tokens(i) != 0 && between) {
             std::int64_t rows = 0;
             for (std::int32_t layer = 0; layer < layers; ++layer) {
                 const ref_type cache = this->layer(layer);

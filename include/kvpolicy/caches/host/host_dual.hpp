@@ -14,16 +14,16 @@
 namespace kvpolicy {
 
 template <AnyPolicy P, Storage T>
-DualCache<P, T>::DualCache(const CacheShape& sizes, const PoolShape& pool, const P& policy,
+DualCache<P, T>::DualCache(const CacheShape& shape, const PoolShape& pool, const P& policy,
                            const scorer_type* scorers, const AttentionParams& attention)
-    : base(sizes, policy, scorers, attention), pool_(pool) {
-    const CacheShape& shape = this->shape_;  // with its head_dims filled in
+    : base(shape, policy, scorers, attention), pool_(pool) {
+    const CacheShape& filled = this->shape_;  // with its head_dims filled in
     constexpr std::int64_t most = std::numeric_limits<std::int32_t>::max();
     detail::require(pool.slab_pages >= 1, "slab_pages", pool.slab_pages, "1 or more");
     detail::require(pool.max_slabs >= 1, "max_slabs", pool.max_slabs, "1 or more");
-    detail::require(pool.max_seq_len >= 1 && pool.max_seq_len <= most - shape.page_size, "max_seq_len",
+    detail::require(pool.max_seq_len >= 1 && pool.max_seq_len <= most - filled.page_size, "max_seq_len",
                     pool.max_seq_len,
-                    [&] { return detail::text("1 to ", most - shape.page_size, ", 2^31 - 1 less a page"); });
+                    [&] { return detail::text("1 to ", most - filled.page_size, ", 2^31 - 1 less a page"); });
     detail::require(pool.spared_pages >= 0 && pool.spared_pages < pool.slab_pages, "spared_pages",
                     pool.spared_pages,
                     [&] { return detail::text("0 to ", pool.slab_pages - 1, ", less than a slab"); });
@@ -32,38 +32,39 @@ DualCache<P, T>::DualCache(const CacheShape& sizes, const PoolShape& pool, const
     PageStrides& strides = pool_.strides;
     strides_given_ = strides.k_page != 0 || strides.v_page != 0 || strides.k_row != 0 || strides.v_row != 0;
     if (!strides_given_) {
-        strides = {std::int64_t{shape.page_size} * shape.head_dim_qk,
-                   std::int64_t{shape.page_size} * shape.head_dim_vo, shape.head_dim_qk, shape.head_dim_vo};
+        strides = {std::int64_t{filled.page_size} * filled.head_dim_qk,
+                   std::int64_t{filled.page_size} * filled.head_dim_vo, filled.head_dim_qk,
+                   filled.head_dim_vo};
     }
-    detail::require(strides.k_row >= shape.head_dim_qk, "strides.k_row", strides.k_row, [&] {
-        return detail::text("head_dim_qk = ", shape.head_dim_qk, " or more, or all strides 0");
+    detail::require(strides.k_row >= filled.head_dim_qk, "strides.k_row", strides.k_row, [&] {
+        return detail::text("head_dim_qk = ", filled.head_dim_qk, " or more, or all strides 0");
     });
-    detail::require(strides.v_row >= shape.head_dim_vo, "strides.v_row", strides.v_row, [&] {
-        return detail::text("head_dim_vo = ", shape.head_dim_vo, " or more, or all strides 0");
+    detail::require(strides.v_row >= filled.head_dim_vo, "strides.v_row", strides.v_row, [&] {
+        return detail::text("head_dim_vo = ", filled.head_dim_vo, " or more, or all strides 0");
     });
-    detail::require(strides.k_page >= shape.head_dim_qk, "strides.k_page", strides.k_page, [&] {
-        return detail::text("head_dim_qk = ", shape.head_dim_qk, " or more, or all strides 0");
+    detail::require(strides.k_page >= filled.head_dim_qk, "strides.k_page", strides.k_page, [&] {
+        return detail::text("head_dim_qk = ", filled.head_dim_qk, " or more, or all strides 0");
     });
-    detail::require(strides.v_page >= shape.head_dim_vo, "strides.v_page", strides.v_page, [&] {
-        return detail::text("head_dim_vo = ", shape.head_dim_vo, " or more, or all strides 0");
+    detail::require(strides.v_page >= filled.head_dim_vo, "strides.v_page", strides.v_page, [&] {
+        return detail::text("head_dim_vo = ", filled.head_dim_vo, " or more, or all strides 0");
     });
     detail::require(!P::has_selection || own_layout(), "strides", "given",
                     "0 for a policy with a selection, whose pages are parts of the pool's");
-    for (std::int32_t layer = 0; layer < shape.layers; ++layer) {
+    for (std::int32_t layer = 0; layer < filled.layers; ++layer) {
         std::int64_t table = 0, tiles = 0, max_rows = 0, max_budgeted_rows = 0;
         bool limited = false;
-        for (std::int32_t head = 0; head < shape.kv_heads; ++head) {
+        for (std::int32_t head = 0; head < filled.kv_heads; ++head) {
             const HeadParams& head_params = this->head_params_of(layer, head);
             const std::int64_t recent = std::int64_t{head_params.sinks} + head_params.window;
             detail::require(
-                recent <= most - shape.page_size,
+                recent <= most - filled.page_size,
                 [&] { return detail::text("sinks + window of layer ", layer, ", head ", head); }, recent,
-                [&] { return detail::text(most - shape.page_size, " at most, 2^31 - 1 less a page"); });
+                [&] { return detail::text(most - filled.page_size, " at most, 2^31 - 1 less a page"); });
             const std::int64_t rows = ref_type::capacity_of(head_params, pool.max_seq_len);
             limited = limited || P::has_keep || P::grows || head_params.budget == unlimited ||
                       rows < recent + head_params.budget;
             table_offset_.push_back(table);
-            table += (rows + shape.page_size - 1) / shape.page_size;
+            table += (rows + filled.page_size - 1) / filled.page_size;
             tile_offset_.push_back(tiles);
             // Keys that a keep part holds stand between those that compete.
             const std::int64_t top_k_slots = std::min<std::int64_t>(P::has_keep ? rows : head_params.budget,
@@ -248,35 +249,35 @@ std::int64_t DualCache<P, T>::free_pages() const {
 }
 
 template <AnyPolicy P, Storage T>
-std::int64_t DualCache<P, T>::reserve(const host&, const Batch& named) {
+std::int64_t DualCache<P, T>::reserve(const host&, const Batch& batch) {
     this->require_bound();
-    const Batch batch = checks::batch_of(named, this->shape_.max_sequences);
-    checks::check_batch(batch, this->shape_.max_sequences, std::numeric_limits<std::int32_t>::max(), "any");
+    const Batch all = checks::batch_of(batch, this->shape_.max_sequences);
+    checks::check_batch(all, this->shape_.max_sequences, std::numeric_limits<std::int32_t>::max(), "any");
     // Counted from the layer that is ahead: in the middle of a token the others take that one, too.
     std::int32_t* const num_appended = this->scratch_.data();  // [count]
-    std::fill_n(num_appended, batch.count, 0);
+    std::fill_n(num_appended, all.count, 0);
     for (std::int32_t layer = 0; layer < this->shape_.layers; ++layer) {
         const ref_type cache = this->layer(layer);
-        for (std::int32_t i = 0; i < batch.count; ++i) {
-            num_appended[i] = std::max(num_appended[i], cache.num_appended(batch.seq(i), 0));
+        for (std::int32_t i = 0; i < all.count; ++i) {
+            num_appended[i] = std::max(num_appended[i], cache.num_appended(all.seq(i), 0));
         }
     }
     const auto until = [&](const ref_type& cache, std::int32_t i) {
-        return cache.length[batch.seq(i)] + num_appended[i] + batch.tokens(i);
+        return cache.length[all.seq(i)] + num_appended[i] + all.tokens(i);
     };
-    for (std::int32_t i = 0; i < batch.count; ++i) {
-        if (batch.tokens(i) != 0) {
-            host_backend::require_max_seq_len(batch.seq(i), until(this->layer(0), i), max_seq_len());
+    for (std::int32_t i = 0; i < all.count; ++i) {
+        if (all.tokens(i) != 0) {
+            host_backend::require_max_seq_len(all.seq(i), until(this->layer(0), i), max_seq_len());
         }
     }
     const auto rows_after = [&](const ref_type& cache, std::int32_t i, std::int32_t h) {
-        return cache.rows_until(batch.seq(i), h, until(cache, i));
+        return cache.rows_until(all.seq(i), h, until(cache, i));
     };
     const auto for_each_head = [&](auto&& visit) {
         for (std::int32_t layer = 0; layer < this->shape_.layers; ++layer) {
             const ref_type cache = this->layer(layer);
-            for (std::int32_t i = 0; i < batch.count; ++i) {
-                for (std::int32_t h = 0; batch.tokens(i) != 0 && h < cache.kv_heads; ++h) {
+            for (std::int32_t i = 0; i < all.count; ++i) {
+                for (std::int32_t h = 0; all.tokens(i) != 0 && h < cache.kv_heads; ++h) {
                     visit(cache, i, h);
                 }
             }
@@ -284,19 +285,19 @@ std::int64_t DualCache<P, T>::reserve(const host&, const Batch& named) {
     };
     std::int64_t needed = 0;
     for_each_head([&](const ref_type& cache, std::int32_t i, std::int32_t h) {
-        needed += cache.pages_missing(batch.seq(i), h, rows_after(cache, i, h));
+        needed += cache.pages_missing(all.seq(i), h, rows_after(cache, i, h));
     });
     const std::int64_t missing = needed - free_pages();
     if (missing > 0) {
         return slabs_of(missing);
     }
     for_each_head([&](const ref_type& cache, std::int32_t i, std::int32_t h) {
-        cache.take_pages(batch.seq(i), h, rows_after(cache, i, h));
+        cache.take_pages(all.seq(i), h, rows_after(cache, i, h));
     });
     const ref_type any = this->layer(0);
-    for (std::int32_t i = 0; i < batch.count; ++i) {
-        position_t& reserved = any.reserved[batch.seq(i)];
-        reserved = std::max(reserved, batch.tokens(i) != 0 ? until(any, i) : 0);
+    for (std::int32_t i = 0; i < all.count; ++i) {
+        position_t& reserved = any.reserved[all.seq(i)];
+        reserved = std::max(reserved, all.tokens(i) != 0 ? until(any, i) : 0);
     }
     return 0;
 }
