@@ -209,13 +209,16 @@ class tensor_stream {
     /// Copies a tile, if it is one of this warp's, and closes a group of copies in any case. Each lane has
     /// its chunk of every row that it copies; of rows that are not in use nothing is read, and zeros come.
     __device__ void load(std::int32_t tile, int stage) {
+        constexpr int chunks = S::Dim / 8, rows = 32 / chunks;  // at once
+        const int chunk = lane_id() % chunks, first = lane_id() / chunks;
+        const std::int32_t row = tile * stream_tile + first;
+        typename Source::row_pointers from{};
+        if (Source::dense || tile < rows_.tiles.end) {  // addresses alone need not wait for the test
+            from = rows_.source.rows_of(tile, first);
+        }
+        const T *k = from.k + 8 * chunk, *v = from.v + 8 * chunk;
+        const std::uint32_t to = shared_ + stage * S::tile_bytes + first * S::Dim * 2;
         if (tile < rows_.tiles.end) {
-            constexpr int chunks = S::Dim / 8, rows = 32 / chunks;  // at once
-            const int chunk = lane_id() % chunks, first = lane_id() / chunks;
-            const std::int32_t row = tile * stream_tile + first;
-            const auto from = rows_.source.rows_of(tile, first);
-            const T *k = from.k + 8 * chunk, *v = from.v + 8 * chunk;
-            const std::uint32_t to = shared_ + stage * S::tile_bytes + first * S::Dim * 2;
             if (Source::dense && exact_ && (tile + 1) * stream_tile <= rows_.used) {
 #pragma unroll
                 for (int i = 0; i < stream_tile; i += rows) {

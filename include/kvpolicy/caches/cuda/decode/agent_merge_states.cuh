@@ -95,7 +95,8 @@ struct state_in_cluster {
 template <class Rows>
 struct state_weights {
     using Compute = typename Rows::Compute;
-    static constexpr std::int32_t most = max_splits + 1;
+    static constexpr std::int32_t most = 64;  // a head of a DualCache may have more states
+    static_assert(most > max_splits);
     Compute weight[Rows::heads][most];
     Compute top[Rows::heads], sum[Rows::heads];
 };
@@ -199,9 +200,11 @@ class agent_merge_states {
             for (std::int32_t first = 0; first < count; first += max_states) {
                 const std::int32_t now = count - first < max_states ? count - first : max_states;
                 Compute* const round = states + first * stride;
-                merge<batch>(states_of_blocks<Compute>{round, stride}, now, heads,
-                             state_in_memory<Compute>{round});
-                __syncthreads();  // the weights have been read, and the state is there
+                if (now > 1) {
+                    merge<batch>(states_of_blocks<Compute>{round, stride}, now, heads,
+                                 state_in_memory<Compute>{round});
+                    __syncthreads();  // the weights have been read, and the state is there
+                }
             }
             count = (count + max_states - 1) / max_states;
             stride *= max_states;
