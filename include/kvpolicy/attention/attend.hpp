@@ -33,7 +33,7 @@ enum class attend_copies : std::uint8_t {
 };
 
 /// How many queries a tile has on Hopper (head_dim up to 128, no soft cap, no biases). Narrow tiles have two
-/// thirds of the rows of wide ones.
+/// thirds of the rows of wide ones, where that is a number of queries and the call has one round of lists.
 enum class attend_tiles : std::uint8_t {
     automatic,  ///< of few tiles so many heads' are narrow that the GPU is done soonest; else wide
     wide,

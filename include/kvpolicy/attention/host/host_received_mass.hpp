@@ -59,16 +59,16 @@ std::size_t received_mass_workspace_bytes(const host& ctx, rows_view<const T> q,
 
 template <Storage T>
 void received_mass(const host& ctx, const AttentionParams& attention, rows_view<const T> q, input_rows<T> k,
-                   const mask_view& mask, const Sequences& sequences, plane_view<float> received,
+                   const mask_view& mask, const Sequences& sequences, plane_view<float> mass,
                    workspace_view workspace, const ReceivedMassOptions& options) {
     namespace hb = host_backend;
     if (const checks::repaired_sequences repaired(sequences, options.status); repaired) {
-        return received_mass<T>(ctx, attention, q, k, mask, repaired.sequences, received, workspace, options);
+        return received_mass<T>(ctx, attention, q, k, mask, repaired.sequences, mass, workspace, options);
     }
     checks::check_attention(attention);
     checks::check_mass_shapes(q, k, sequences);
     detail::require(options.queries >= 0, "queries", options.queries, "0 or more, or kvpolicy::unlimited");
-    checks::check_plane("received", received, q.batch, k.heads, sequences.length);
+    checks::check_plane("mass", mass, q.batch, k.heads, sequences.length);
     if (mask.expiry) {
         checks::check_plane("mask.expiry", mask.expiry, q.batch, k.heads, sequences.length);
     }
@@ -99,7 +99,7 @@ void received_mass(const host& ctx, const AttentionParams& attention, rows_view<
                                  mask.log_bias ? mask.log_bias.head(b, h) : nullptr, mask.bias_from_of(h)};
         hb::add_mass(ctx.instructions(), shape, options.aggregate, queries, mine.key, seen, mine.sum,
                      mine.scratch, q.length);
-        std::transform(mine.sum, mine.sum + length, received.head(b, h),
+        std::transform(mine.sum, mine.sum + length, mass.head(b, h),
                        [](double x) { return static_cast<float>(x); });
     });
 }

@@ -80,6 +80,9 @@ struct agent_decayed_update
     __device__ __forceinline__ void run_round(std::int32_t& next, const decay_clock& clock) {
         const int competing = used - outside;
         free = head_params.budget - competing;
+        // A turn of gather() fits beside the largest budget of rounds.
+        static_assert(decayed_round_items / 4 * decayed_round_threads <=
+                      decayed_round_keys - decayed_round_keys / 4 * 3);
         const int staying =
             gather(next, head.tokens, capacity - competing, [](std::int32_t) { return true; });  // 1
         if (candidates > free) {

@@ -88,6 +88,7 @@ class prefill_plan {
         top_k.top_k_slots = static_cast<std::int32_t>(
             std::max<std::int64_t>(max_top_k_slots_of(cache), std::min(tokens, top_k.max_entries)));
         const std::int64_t keys = max_top_k_slots_of(cache) + tokens;
+        // Half of a small block's keys: gather() takes so many tokens in a turn that may all be candidates.
         sorted_keys_ = tokens <= few_tokens ? 2 * few_tokens : select_sorted_keys(device_, keys);
         top_k.max_members = static_cast<std::int32_t>(std::min<std::int64_t>(
             keys, P::ranks_by_query ? std::max(sorted_keys_, decayed_round_keys) : sorted_keys_));

@@ -2,6 +2,7 @@
 // of the scorer compute before anything else of the call.
 #pragma once
 
+#include <kvpolicy/caches/check.hpp>
 #include <kvpolicy/caches/step_io.hpp>
 #include <kvpolicy/core/cuda_config.cuh>
 #include <kvpolicy/cuda/launch.cuh>
