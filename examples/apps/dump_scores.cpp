@@ -59,10 +59,7 @@ Options parse(int argc, char** argv) {
             fmt::print("{}", usage);
             std::exit(0);
         }
-        if (i + 1 == argc) {
-            llama::fail("{}: needs a value, or is not understood\n{}", llama::clipped(name), usage);
-        }
-        const std::string value = argv[++i];
+        const std::string value = examples::next_value(argc, argv, i, usage);
         if (name == "--out") {
             o.out = value;
         } else if (name == "--model") {

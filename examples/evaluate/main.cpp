@@ -65,13 +65,7 @@ Options parse(int argc, char** argv) {
             fmt::print("{}", usage);
             std::exit(0);
         }
-        if (i + 1 == argc) {
-            llama::fail("{}: needs a value, or is not understood\n{}", llama::clipped(name), usage);
-        }
-        const std::string value = argv[++i];
-        if (value.empty()) {  // a shell's variable that was not set
-            llama::fail("{}: needs a value", name);
-        }
+        const std::string value = examples::next_value(argc, argv, i, usage);
         if (name == "--model") {
             o.model = value;
         } else if (name == "--held-out") {

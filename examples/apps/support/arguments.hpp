@@ -24,6 +24,20 @@ Number number(std::string_view option, std::string_view text, Number least, Numb
     return value;
 }
 
+/// The value behind option i of the command line; i moves to it. An option without one, or with an empty one
+/// (a shell's variable that was not set), is refused.
+inline std::string next_value(int argc, char** argv, int& i, std::string_view usage) {
+    const std::string_view name = argv[i];
+    if (i + 1 == argc) {
+        llama::fail("{}: needs a value, or is not understood\n{}", llama::clipped(name), usage);
+    }
+    const std::string value = argv[++i];
+    if (value.empty()) {
+        llama::fail("{}: needs a value", llama::clipped(name));
+    }
+    return value;
+}
+
 /// What stands between commas.
 inline std::vector<std::string> list(const std::string& text) {
     std::vector<std::string> items;
