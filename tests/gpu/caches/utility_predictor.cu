@@ -237,5 +237,5 @@ TEST_CASE("hidden states that are missing or of another width, and a predictor t
     Predictor other = scorers.of_device;
     other.heads = 3;
     CHECK_REFUSED(Cache(shape, pool, Named{{}, {}, {}, other}, &other),
-                  "MlpScorer.heads: 3 is not allowed; it must be the layer's KV heads, 2");
+                  "UtilityPredictor.heads: 3 is not allowed; it must be the layer's KV heads, 2");
 }

@@ -88,12 +88,12 @@ TEST_CASE("a gate that does not fit the heads, or says no RoPE") {
         const Cache cache(shape, pool, policy, &gate);
     };
     CHECK_REFUSED(made(scorers.of_device, arriving_shape(1, 24, 24)),
-                  "MlpScorer.head_dim_qk: 16 is not allowed; it must be the width of the keys, 24");
+                  "WriteGateScorer.head_dim_qk: 16 is not allowed; it must be the width of the keys, 24");
     StoredGate other = scorers.of_device;
     other.heads = 3;
     CHECK_REFUSED(made(other, arriving_shape(1, 16, 24)),
-                  "MlpScorer.heads: 3 is not allowed; it must be the layer's KV heads, 2");
+                  "WriteGateScorer.heads: 3 is not allowed; it must be the layer's KV heads, 2");
     other = scorers.of_device;
     other.input.rope = {};
-    CHECK_REFUSED(made(other, arriving_shape(1, 16, 24)), "MlpScorer.input.rope.layout: none");
+    CHECK_REFUSED(made(other, arriving_shape(1, 16, 24)), "WriteGateScorer.input.rope.layout: none");
 }

@@ -320,13 +320,13 @@ TEST_CASE("what does not fit gets a sentence; a predictor starts open") {
     CHECK_REFUSED(run(), "the width that the scorer reads");
     width = c.dim;
     heads = 1;
-    CHECK_REFUSED(run(), "MlpScorer.heads: 2");
+    CHECK_REFUSED(run(), "UtilityPredictor.heads: 2");
     heads = c.heads;
     scorer.hidden = 0;
-    CHECK_REFUSED(run(), "MlpScorer.hidden: 0");
+    CHECK_REFUSED(run(), "UtilityPredictor.hidden: 0");
     scorer = c.predictor();
     scorer.weights.w1 = nullptr;
-    CHECK_REFUSED(run(), "MlpScorer.weights.w1: null");
+    CHECK_REFUSED(run(), "UtilityPredictor.weights.w1: null");
 
     scorer = c.predictor();
     MlpParameters<float> into{c.w1.data(), c.b1.data(), c.w2.data(), c.b2.data()};
@@ -334,7 +334,14 @@ TEST_CASE("what does not fit gets a sentence; a predictor starts open") {
     CHECK(c.b2[1] == 5.0f);  // sigmoid(5) = 0.993
     WriteGateScorer<> gate;
     gate.heads = 2, gate.head_dim_qk = 8, gate.head_dim_vo = 8, gate.hidden = 4;
-    CHECK_REFUSED(gate.check(2, 8, 8), "MlpScorer.input.rope.layout: none");
+    CHECK_REFUSED(gate.check(2, 8, 8), "WriteGateScorer.input.rope.layout: none");
     gate.input.rope = {rope_layout::half_split, 10000.0f, 9};
-    CHECK_REFUSED(gate.check(2, 8, 8), "MlpScorer.input.rope.dims: 9");
+    CHECK_REFUSED(gate.check(2, 8, 8), "WriteGateScorer.input.rope.dims: 9");
+    WriteGateScorer<16> fixed;
+    fixed.heads = 2, fixed.head_dim_qk = 8;
+    CHECK_REFUSED(
+        fixed.check(2, 8, 8),
+        "WriteGateScorer.head_dim_qk: 8 is not allowed; it must be 16, as WriteGateScorer<16> says");
+    BasicMlpScorer<NormalizedInput, GeluErf> other;
+    CHECK_REFUSED(other.check(2, 8, 8), "BasicMlpScorer.heads: 0");
 }
