@@ -97,37 +97,42 @@ if(KVPOLICY_TEST_QUICK OR "optimized" IN_LIST kvpolicy_test_variants)
     set(kvpolicy_test_flags_plain -O0)
 endif()
 
-# clang++ needs three fifths of g++'s time for the sanitizers' checks, so the variant sanitize is compiled by
-# it where it is there. With --full g++ compiles it, and so it does with -D KVPOLICY_SANITIZE_CLANGXX=OFF.
-option(KVPOLICY_SANITIZE_CLANGXX "Compile the variant sanitize with clang++, where there is one" ON)
-set(kvpolicy_sanitize_launcher "")
-if(KVPOLICY_SANITIZE_CLANGXX AND CMAKE_CXX_COMPILER_ID STREQUAL "GNU" AND
-    KVPOLICY_CLANGXX AND NOT KVPOLICY_TEST_FULL
-   AND "sanitize" IN_LIST kvpolicy_test_variants)
+# clang++ needs three fifths of g++'s time for code that is not optimized and for the sanitizers' checks, so it
+# compiles these variants where it is there: g++ compiles their tests as plain. With --full g++ compiles all,
+# and so it does with -D KVPOLICY_VARIANTS_CLANGXX=OFF. kvpolicy_launcher_<variant> runs it in g++'s place.
+option(KVPOLICY_VARIANTS_CLANGXX
+    "Compile the variants noexcept and sanitize with clang++, where there is one" ON)
+foreach(variant IN ITEMS noexcept sanitize)
+    set(kvpolicy_launcher_${variant} "")
+    if(NOT KVPOLICY_VARIANTS_CLANGXX OR NOT CMAKE_CXX_COMPILER_ID STREQUAL "GNU" OR NOT KVPOLICY_CLANGXX
+        OR KVPOLICY_TEST_FULL OR NOT variant IN_LIST kvpolicy_test_variants)
+        continue()
+    endif()
     set(launcher ${PROJECT_SOURCE_DIR}/cmake/with_compiler.sh ${KVPOLICY_CLANGXX})
-    if(NOT DEFINED KVPOLICY_HAVE_CLANGXX_SANITIZERS)
-        set(probe ${PROJECT_BINARY_DIR}/CMakeFiles/sanitize_probe.cpp)
+    if(NOT DEFINED KVPOLICY_HAVE_CLANGXX_${variant})
+        # It may come without the sanitizers' libraries, or with some that do not run here.
+        set(probe ${PROJECT_BINARY_DIR}/CMakeFiles/${variant}_probe.cpp)
         file(WRITE ${probe} "#include <vector>\nint main() { return std::vector<int>(3)[1]; }\n")
-        execute_process(COMMAND ${launcher} ${CMAKE_CXX_COMPILER} -std=c++20 ${kvpolicy_flags_sanitize}
+        execute_process(COMMAND ${launcher} ${CMAKE_CXX_COMPILER} -std=c++20 ${kvpolicy_flags_${variant}}
             ${probe} -o ${probe}.out
                         RESULT_VARIABLE kvpolicy_result OUTPUT_QUIET ERROR_QUIET)
         if(kvpolicy_result EQUAL 0)
             execute_process(COMMAND ${probe}.out RESULT_VARIABLE kvpolicy_result OUTPUT_QUIET ERROR_QUIET)
         endif()
         string(COMPARE EQUAL "${kvpolicy_result}" 0 found)
-        set(KVPOLICY_HAVE_CLANGXX_SANITIZERS ${found} CACHE INTERNAL "")
+        set(KVPOLICY_HAVE_CLANGXX_${variant} ${found} CACHE INTERNAL "")
     endif()
-    if(KVPOLICY_HAVE_CLANGXX_SANITIZERS)
-        set(kvpolicy_sanitize_launcher ${launcher})
+    if(KVPOLICY_HAVE_CLANGXX_${variant})
+        set(kvpolicy_launcher_${variant} ${launcher})
     endif()
-endif()
+endforeach()
 
 # kvpolicy_compile_for_variant(<target> <variant>): by the variant's compiler, with its precompiled header.
 function(kvpolicy_compile_for_variant target variant)
-    if(variant STREQUAL "sanitize" AND kvpolicy_sanitize_launcher)
+    if(kvpolicy_launcher_${variant})
         set_target_properties(${target} PROPERTIES
-            CXX_COMPILER_LAUNCHER "${kvpolicy_sanitize_launcher}"
-            CXX_LINKER_LAUNCHER "${kvpolicy_sanitize_launcher}")
+            CXX_COMPILER_LAUNCHER "${kvpolicy_launcher_${variant}}"
+            CXX_LINKER_LAUNCHER "${kvpolicy_launcher_${variant}}")
     elseif(CMAKE_CXX_COMPILER_ID STREQUAL "GNU" AND NOT target STREQUAL "kvpolicy_test_main_${variant}")
         target_precompile_headers(${target} REUSE_FROM kvpolicy_test_main_${variant})
     endif()
@@ -156,8 +161,7 @@ foreach(variant IN LISTS kvpolicy_test_variants)
     kvpolicy_compile_for_variant(kvpolicy_test_main_${variant} ${variant})
     # Every test begins with these: most of a second of each. None of the library's headers, so
     # that a test says what it needs.
-    if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU" AND
-        NOT (variant STREQUAL "sanitize" AND kvpolicy_sanitize_launcher))
+    if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU" AND NOT kvpolicy_launcher_${variant})
         target_precompile_headers(kvpolicy_test_main_${variant} PRIVATE
             <doctest/doctest.h> <algorithm> <array> <cmath> <cstdint> <functional> <limits> <memory> <random>
             <span> <stdexcept> <string>
@@ -304,8 +308,10 @@ function(kvpolicy_add_tests_together variant)
             target_link_libraries(${target} PRIVATE
                 kvpolicy::kvpolicy kvpolicy_test_main_${variant} kvpolicy_warnings)
             # g++ takes an included file for a header, whose unnamed namespaces it warns of.
-            target_compile_options(${target} PRIVATE
-                $<$<COMPILE_LANG_AND_ID:CXX,GNU>:-Wno-subobject-linkage>)
+            if(NOT kvpolicy_launcher_${variant})
+                target_compile_options(${target} PRIVATE
+                    $<$<COMPILE_LANG_AND_ID:CXX,GNU>:-Wno-subobject-linkage>)
+            endif()
             kvpolicy_compile_for_variant(${target} ${variant})
             set_target_properties(${target} PROPERTIES
                 RUNTIME_OUTPUT_DIRECTORY ${PROJECT_BINARY_DIR}/tests/bin/${variant}
