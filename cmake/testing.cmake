@@ -97,9 +97,10 @@ if(KVPOLICY_TEST_QUICK OR "optimized" IN_LIST kvpolicy_test_variants)
     set(kvpolicy_test_flags_plain -O0)
 endif()
 
-# clang++ needs three fifths of g++'s time for code that is not optimized and for the sanitizers' checks, so it
-# compiles these variants where it is there: g++ compiles their tests as plain. With --full g++ compiles all,
-# and so it does with -D KVPOLICY_VARIANTS_CLANGXX=OFF. kvpolicy_launcher_<variant> runs it in g++'s place.
+# clang++ needs three fifths of g++'s time for code that is not optimized and for the sanitizers' checks, so
+# it compiles these variants where it is there: g++ compiles their tests as plain. With --full g++ compiles
+# all, and so it does with -D KVPOLICY_VARIANTS_CLANGXX=OFF. kvpolicy_launcher_<variant> runs clang++ in place
+# of g++.
 option(KVPOLICY_VARIANTS_CLANGXX
     "Compile the variants noexcept and sanitize with clang++, where there is one" ON)
 foreach(variant IN ITEMS noexcept sanitize)
@@ -275,15 +276,22 @@ function(kvpolicy_join_sources file)
     file(CONFIGURE OUTPUT ${file} CONTENT "${includes}\n${bodies}" @ONLY)
 endfunction()
 
-# kvpolicy_add_tests_together(<variant> <name>...)
+# kvpolicy_add_tests_together(<variant> <name>... [LABEL <label>] [LIBRARIES <target>...]
+#                             [DEFINITIONS <def>...])
 #
 # As kvpolicy_add_test for one variant, with up to six tests of one folder as one program: what they
 # instantiate alike is compiled once. Each source stands in a namespace of its own, behind the headers of all,
 # and stays a ctest test, by doctest's filter. The property kvpolicy_source_<name> has the source, and
-# kvpolicy_slow_<name> the cases to leave out.
+# kvpolicy_slow_<name> the cases to leave out. LABEL: that of the tests of plain, which --quick leaves out
+# then.
 function(kvpolicy_add_tests_together variant)
+    cmake_parse_arguments(PARSE_ARGV 1 arg "" "LABEL" "LIBRARIES;DEFINITIONS")
+    set(label "unit;${variant}")
+    if(DEFINED arg_LABEL)
+        string(REPLACE "unit;plain" "${arg_LABEL}" label "${label}")
+    endif()
     set(folders)
-    foreach(name IN LISTS ARGN)
+    foreach(name IN LISTS arg_UNPARSED_ARGUMENTS)
         string(REGEX REPLACE "\\..*" "" folder ${name})
         list(APPEND folders ${folder})
         list(APPEND names_${folder} ${name})
@@ -306,7 +314,8 @@ function(kvpolicy_add_tests_together variant)
 
             add_executable(${target} ${file})
             target_link_libraries(${target} PRIVATE
-                kvpolicy::kvpolicy kvpolicy_test_main_${variant} kvpolicy_warnings)
+                kvpolicy::kvpolicy kvpolicy_test_main_${variant} kvpolicy_warnings ${arg_LIBRARIES})
+            target_compile_definitions(${target} PRIVATE ${arg_DEFINITIONS})
             # g++ takes an included file for a header, whose unnamed namespaces it warns of.
             if(NOT kvpolicy_launcher_${variant})
                 target_compile_options(${target} PRIVATE
@@ -326,7 +335,9 @@ function(kvpolicy_add_tests_together variant)
                 if(variant STREQUAL "plain")
                     set(test ${name})
                     add_custom_target(test.${name} DEPENDS ${target})
-                    add_dependencies(kvpolicy_tests_quick ${target})
+                    if(NOT DEFINED arg_LABEL)
+                        add_dependencies(kvpolicy_tests_quick ${target})
+                    endif()
                 endif()
                 if(slow AND NOT variant STREQUAL "optimized")
                     list(APPEND arguments "--test-case-exclude=${slow}")
@@ -335,7 +346,7 @@ function(kvpolicy_add_tests_together variant)
                          COMMAND ${kvpolicy_launch_${variant}} $<TARGET_FILE:${target}> ${arguments}
                          WORKING_DIRECTORY ${PROJECT_BINARY_DIR}/tests)
                 set_tests_properties(${test} PROPERTIES
-                    LABELS "unit;${variant}" TIMEOUT 600 SKIP_RETURN_CODE ${kvpolicy_skip_code}
+                    LABELS "${label}" TIMEOUT 600 SKIP_RETURN_CODE ${kvpolicy_skip_code}
                     ENVIRONMENT "${kvpolicy_environment_${variant}}"
                     # A filter that no case passes would succeed.
                     FAIL_REGULAR_EXPRESSION "test cases: *0 ")
