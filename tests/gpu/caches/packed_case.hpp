@@ -105,7 +105,8 @@ Written<T> call_device(Both& both, Mode mode, const kvpolicy::Batch& batch, cons
         static_cast<std::size_t>(entries * shape.query_heads * rows * shape.head_dim_vo), T(untouched)));
     const Device<float> lse(
         std::vector<float>(static_cast<std::size_t>(entries * shape.query_heads * rows), untouched));
-    const Device<std::uint32_t> status(std::vector<std::uint32_t>(static_cast<std::size_t>(batch.count), 0));
+    const Device<std::uint32_t> status(
+        std::vector<std::uint32_t>(static_cast<std::size_t>(std::max(batch.count, 0)), 0));
     const ArrivingInputs<P> arriving(in);
     Extras extras, of_device;
     arriving.add(in, extras, of_device);
