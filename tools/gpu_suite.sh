@@ -127,6 +127,7 @@ gpu.caches.conv     | memcheck synccheck | *bf16*
 gpu.caches.write_gate        | $all_checks | few calls
 gpu.caches.utility_predictor | $all_checks | few calls
 gpu.caches.scorers_mlstm | memcheck synccheck initcheck | few calls
+gpu.caches.observed_prefill | memcheck synccheck racecheck | prompts of budgets*,prompts of several*
 gpu.caches.mlstm_prefill       | memcheck synccheck initcheck | few calls
 gpu.caches.mlstm_prefill_types | memcheck synccheck initcheck | few calls
 gpu.caches.layer_order         | memcheck synccheck racecheck | a FixedBudgetCache,a DualCache
