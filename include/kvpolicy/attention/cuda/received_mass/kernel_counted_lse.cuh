@@ -72,33 +72,38 @@ struct agent_counted_lse {
         }
     }
 
-    /// Products become exponents of 2; of keys that a query does not see -inf.
-    __device__ void make_exponents(C (&s)[2][width], std::int32_t column) const {
-        const bool plain = params.plain_logits();
+    __device__ void absorb(C (&s)[2][width], std::int32_t column) {
+        C scale = params.logits.scale;
+        if (!params.plain_logits()) {
+            params.make_exponents(s, b, h, [&](int m, int i) {
+                const std::int32_t query = first + mass_tile_row(m, i), j = column + mass_tile_column(i);
+                return mass_pair{query, j, query < length && j < keys};
+            });
+            scale = C(1);
+        }
         const bool whole =
             column + Tile::columns <= keys && (!params.own || column + Tile::columns - 1 - before <= first);
-#pragma unroll
-        for (int m = 0; m < 2; ++m) {
-#pragma unroll
-            for (int i = 0; i < width; ++i) {
-                const std::int32_t j = column + mass_tile_column(i), query = first + mass_tile_row(m, i);
-                const bool seen =
-                    whole || (j < keys && query < length && (!params.own || j - before <= query));
-                s[m][i] = !seen   ? -static_cast<C>(INFINITY)
-                          : plain ? params.logits.scale * s[m][i]
-                                  : params.exponent(s[m][i]) +
-                                        (query < length ? params.masked(b, h, query, j) : C(0));
-            }
+        if (whole) {
+            reduce<false>(s, column, scale);
+        } else {
+            reduce<true>(s, column, scale);
         }
     }
 
-    __device__ void absorb(C (&s)[2][width], std::int32_t column) {
-        make_exponents(s, column);
+    /// A tile into the sums; `Masked`: not all queries see all of its keys.
+    template <bool Masked>
+    __device__ void reduce(C (&s)[2][width], std::int32_t column, C scale) {
 #pragma unroll
         for (int m = 0; m < 2; ++m) {
             C most[2] = {top[m][0], top[m][1]}, part[2] = {C(0), C(0)};
 #pragma unroll
             for (int i = 0; i < width; ++i) {
+                s[m][i] *= scale;
+                if constexpr (Masked) {
+                    const std::int32_t j = column + mass_tile_column(i);
+                    const bool seen = j < keys && (!params.own || j - before <= first + mass_tile_row(m, i));
+                    s[m][i] = seen ? s[m][i] : -static_cast<C>(INFINITY);
+                }
                 most[i / 2 % 2] = s[m][i] > most[i / 2 % 2] ? s[m][i] : most[i / 2 % 2];
             }
 #pragma unroll

@@ -114,28 +114,42 @@ struct agent_received_mass {
         }
     }
 
-    __device__ void absorb(const C (&s)[2][width], std::int32_t query, std::int32_t g, const C* bias) {
-        const bool plain = params.plain_logits();
-        const bool whole = plain && (!params.own || first + mass_tile_rows - 1 - before <= query);
+    __device__ void absorb(C (&s)[2][width], std::int32_t query, std::int32_t g, const C* bias) {
+        C scale = params.logits.scale;
+        if (!params.plain_logits()) {
+            params.make_exponents(s, b, h, [&](int m, int i) {
+                const std::int32_t column = query + mass_tile_column(i), j = first + mass_tile_row(m, i);
+                return mass_pair{column, j, column < end && j < keys};
+            });
+            scale = C(1);
+        }
+        if (!params.own || first + mass_tile_rows - 1 - before <= query) {
+            add_weights<false>(s, query, g, bias, scale);
+        } else {
+            add_weights<true>(s, query, g, bias, scale);
+        }
+    }
+
+    /// A tile into the sums. `Masked`: not all of its queries see all keys. Queries that give nothing have a
+    /// bias of -inf.
+    template <bool Masked>
+    __device__ void add_weights(const C (&s)[2][width], std::int32_t query, std::int32_t g, const C* bias,
+                                C scale) {
+        const bool last = g == params.group - 1;
 #pragma unroll
         for (int m = 0; m < 2; ++m) {
             C part[2] = {C(0), C(0)};
 #pragma unroll
             for (int i = 0; i < width; ++i) {
-                const C of_column = bias[mass_tile_column(i)];
-                C x = params.logits.scale * s[m][i];
-                if (!whole) {
-                    const std::int32_t column = query + mass_tile_column(i);
-                    const std::int32_t j = first + mass_tile_row(m, i);
-                    const bool seen = j < keys && column < end && (!params.own || j - before <= column);
-                    x = !seen   ? -static_cast<C>(INFINITY)
-                        : plain ? x
-                                : params.exponent(s[m][i]) + params.masked(b, h, column, j);
+                C x = s[m][i] * scale + bias[mass_tile_column(i)];
+                if constexpr (Masked) {
+                    const bool seen = first + mass_tile_row(m, i) - before <= query + mass_tile_column(i);
+                    x = seen ? x : -static_cast<C>(INFINITY);
                 }
-                const C p = exp2_of(x + of_column);
+                const C p = exp2_of(x);
                 if constexpr (Largest) {
                     best[m][i] = g == 0 || p > best[m][i] ? p : best[m][i];
-                    part[i / 2 % 2] += g == params.group - 1 ? best[m][i] : C(0);
+                    part[i / 2 % 2] += last ? best[m][i] : C(0);
                 } else {
                     part[i / 2 % 2] += p;
                 }

@@ -71,13 +71,24 @@ struct half_mass_tile {
     __device__ void copy(std::uint32_t to, const Source& source) const {
         constexpr int chunks = Dim / 8, at_once = mass_tile_threads / chunks;
         static_assert(mass_tile_threads % chunks == 0 && Count % at_once == 0);
+        constexpr int each = Count / at_once < 8 ? Count / at_once : 8;
         const int chunk = static_cast<int>(threadIdx.x) % chunks;
         const bool inside = chunk * 8 < dim;
-        for (int r = static_cast<int>(threadIdx.x) / chunks; r < Count; r += at_once) {
-            const T* const from = inside ? source(r) : nullptr;
-            // A copy of no bytes takes any address that is aligned.
-            copy_16(to + swizzled(Count, r, chunk), from != nullptr ? from + chunk * 8 : source.any(),
-                    from != nullptr ? 16u : 0u);
+#pragma unroll 1
+        for (int first = static_cast<int>(threadIdx.x) / chunks; first < Count; first += each * at_once) {
+            // Where rows lie may have to be looked up: of several rows at once.
+            const T* from[each];
+#pragma unroll
+            for (int i = 0; i < each; ++i) {
+                from[i] = inside ? source(first + i * at_once) : nullptr;
+            }
+#pragma unroll
+            for (int i = 0; i < each; ++i) {
+                // A copy of no bytes takes any address that is aligned.
+                copy_16(to + swizzled(Count, first + i * at_once, chunk),
+                        from[i] != nullptr ? from[i] + chunk * 8 : source.any(),
+                        from[i] != nullptr ? 16u : 0u);
+            }
         }
     }
 };

@@ -6,6 +6,7 @@
 #include <kvpolicy/core/cuda_config.cuh>
 #include <kvpolicy/core/types.hpp>
 #include <kvpolicy/core/view.hpp>
+#include <kvpolicy/cuda/primitives/mma.cuh>
 #include <kvpolicy/masks/expiry.hpp>
 #include <kvpolicy/policies/parameters.hpp>
 
@@ -14,6 +15,12 @@
 namespace kvpolicy {
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 namespace cuda_backend {
+
+/// A query and a key of a product; `there`: both exist.
+struct mass_pair {
+    std::int32_t query, key;
+    bool there;
+};
 
 /// The queries of a block, numbered from 0, and the keys of each head, numbered from 0: first `before` keys
 /// that all queries see, then, where `own` is set, one key per query. Query i sees key j iff
@@ -61,19 +68,51 @@ struct received_mass_params {
     __device__ bool plain_logits() const {
         return logits.cap == compute(0) && !mask.expiry && !mask.log_bias;
     }
-    /// A product as an exponent of 2.
-    __device__ compute exponent(compute dot) const {
-        return logits.scale * (logits.cap > compute(0) ? logits.cap * tanh(dot * logits.inner) : dot);
-    }
-    /// What the mask adds to the exponent of key j at query i; -inf where it hides the key.
-    __device__ compute masked(std::int64_t b, std::int64_t h, std::int32_t i, std::int32_t j) const {
-        if (mask.expiry && i >= mask.expiry.head(b, h)[j]) {
-            return -static_cast<compute>(INFINITY);
+    /// Products of a tile become exponents of 2, of soft-capped and masked logits: -inf where the mask hides
+    /// the key. place(m, i) names the query and the key of s[m][i], and whether there are such.
+    template <int N, class Place>
+    __device__ void make_exponents(compute (&s)[2][N], std::int64_t b, std::int64_t h,
+                                   const Place& place) const {
+        const compute cap = logits.cap;
+#pragma unroll
+        for (int m = 0; m < 2; ++m) {
+#pragma unroll
+            for (int i = 0; i < N; ++i) {
+                s[m][i] = logits.scale * (cap > compute(0) ? cap * tanh_of_exponent(s[m][i]) : s[m][i]);
+            }
         }
-        constexpr double log2_e = 1.4426950408889634;
-        return mask.log_bias && std::int64_t{i} - j >= mask.bias_from_of(h)
-                   ? static_cast<compute>(log2_e) * static_cast<compute>(mask.log_bias.head(b, h)[j])
-                   : compute(0);
+        const expiry_t* const expiry = mask.expiry ? mask.expiry.head(b, h) : nullptr;
+        const float* const bias = mask.log_bias ? mask.log_bias.head(b, h) : nullptr;
+        const std::int32_t bias_from = bias != nullptr ? mask.bias_from_of(h) : 0;
+        if (expiry == nullptr && bias == nullptr) {
+            return;
+        }
+#pragma unroll
+        for (int m = 0; m < 2; ++m) {
+#pragma unroll
+            for (int i = 0; i < N; ++i) {
+                const mass_pair at = place(m, i);
+                if (!at.there) {
+                    continue;
+                }
+                if (expiry != nullptr && at.query >= expiry[at.key]) {
+                    s[m][i] = -static_cast<compute>(INFINITY);
+                } else if (bias != nullptr && std::int64_t{at.query} - at.key >= bias_from) {
+                    s[m][i] += static_cast<compute>(1.4426950408889634) * static_cast<compute>(bias[at.key]);
+                }
+            }
+        }
+    }
+
+  private:
+    /// tanh of a product times logits.inner: 1 - 2 / (exp(2 y) + 1).
+    __device__ compute tanh_of_exponent(compute dot) const {
+        if constexpr (sizeof(compute) == 4) {
+            const float y = dot * (logits.inner * 2.8853900817779268f);
+            return 1.0f - __fdividef(2.0f, fast_exp2(y) + 1.0f);
+        } else {
+            return tanh(dot * logits.inner);
+        }
     }
 };
 
