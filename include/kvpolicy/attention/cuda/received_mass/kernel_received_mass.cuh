@@ -141,7 +141,8 @@ struct agent_received_mass {
             C part[2] = {C(0), C(0)};
 #pragma unroll
             for (int i = 0; i < width; ++i) {
-                C x = s[m][i] * scale + bias[mass_tile_column(i)];
+                // Fused in every case: equal products must give equal weights.
+                C x = fma(s[m][i], scale, bias[mass_tile_column(i)]);
                 if constexpr (Masked) {
                     const bool seen = first + mass_tile_row(m, i) - before <= query + mass_tile_column(i);
                     x = seen ? x : -static_cast<C>(INFINITY);

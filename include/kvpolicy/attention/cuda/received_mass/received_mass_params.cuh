@@ -98,7 +98,8 @@ struct received_mass_params {
                 if (expiry != nullptr && at.query >= expiry[at.key]) {
                     s[m][i] = -static_cast<compute>(INFINITY);
                 } else if (bias != nullptr && std::int64_t{at.query} - at.key >= bias_from) {
-                    s[m][i] += static_cast<compute>(1.4426950408889634) * static_cast<compute>(bias[at.key]);
+                    s[m][i] = fma(static_cast<compute>(1.4426950408889634),
+                                  static_cast<compute>(bias[at.key]), s[m][i]);
                 }
             }
         }
