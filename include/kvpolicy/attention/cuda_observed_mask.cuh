@@ -29,8 +29,9 @@ std::size_t build_observed_mask_workspace_bytes(const cuda& ctx, const P& policy
 /// As the host's build_observed_mask: expiry [B, Hkv, S] of q [B, Hq, S, Dk] and k [B, Hkv, S, Dk], refusing
 /// what the host refuses of shapes and numbers. A prompt in one block costs two passes over its pairs of
 /// queries and keys, of which only the queries that count take part (the last one, or the window's). Each
-/// block takes four to six launches. So does each token beyond options.prompt, where decoded tokens evict, one
-/// after the other: O(keys of a head) per token, by few blocks. A long decoded part is quicker through a cache.
+/// block takes four to six launches. So does each token beyond options.prompt, where decoded tokens evict,
+/// one after the other: O(keys of a head) per token, by few blocks. A long decoded part is quicker through a
+/// cache.
 template <AnyPolicy P, Storage T, class Dims = all_head_dims>
 void build_observed_mask(const cuda& ctx, const P& policy, const AttentionParams& attention,
                          rows_view<const T> q, input_rows<T> k, const Sequences& sequences,
