@@ -4,11 +4,14 @@
 // pair forward, 10 D backward, 2 D without values), the rate that they make, and the bytes that a call needs
 // beyond its tensors.
 #include <kvpolicy/cuda.cuh>
+#include <kvpolicy/h2o.hpp>
 #include <kvpolicy/policies/compose.hpp>
 #include <kvpolicy/policies/sink.hpp>
 #include <kvpolicy/policies/threshold_gate.hpp>
 #include <kvpolicy/policies/topk_budget.hpp>
 #include <kvpolicy/policies/window.hpp>
+#include <kvpolicy/snapkv.hpp>
+#include <kvpolicy/tova.hpp>
 
 #include "cold.cuh"
 
@@ -163,6 +166,63 @@ void add_future_mass() {
                 15);
         }
     }
+}
+
+// ---- masks of observed policies ---------------------------------------------------------------------------
+
+template <class P>
+void observed_mask(benchmark::State& state, const shape& s, const P& policy) {
+    const rows q(s, s.query_heads(), 1), k(s, s.heads, 2);
+    const buffer<kvp::expiry_t> expiry(s.keys());
+    const kvp::Sequences sequences{s.batch, s.length};
+    measure_with_workspace(
+        state, kvp::build_observed_mask_workspace_bytes<bf16>(kvp::cuda{}, policy, q.read(), k.read()),
+        [&](const kvp::cuda& ctx, kvp::workspace_view workspace) {
+            kvp::build_observed_mask<P, bf16, kvp::head_dims<128>>(
+                ctx, policy, {}, q.read(), k.read(), sequences,
+                kvp::view_bhs(expiry.data(), s.batch, s.heads, s.length), workspace);
+        });
+    // Operations of dense attention, so that rates compare times.
+    const double n = s.length;
+    report(state, n * (n + 1) / 2 * s.batch * s.query_heads(), 4.0 * s.dim, (s.queries() + s.keys()) * s.dim);
+}
+
+/// Attention of the same prompt, in which nothing is evicted.
+void dense(benchmark::State& state, const shape& s) {
+    const rows q(s, s.query_heads(), 1), k(s, s.heads, 2), v(s, s.heads, 3);
+    const buffer<bf16> out(s.queries() * s.dim);
+    const kvp::kv_view<bf16> keys{k.read(), v.read()};
+    const kvp::Sequences sequences{s.batch, s.length};
+    const auto to = kvp::view_bhsd(out.data(), s.batch, s.query_heads(), s.length, s.dim);
+    measure_with_workspace(
+        state, kvp::attend_workspace_bytes<bf16, Dims>(kvp::cuda{}, {}, q.read(), keys, sequences),
+        [&](const kvp::cuda& ctx, kvp::workspace_view workspace) {
+            kvp::attend<bf16, Dims>(ctx, {}, q.read(), keys, sequences, to, {}, workspace);
+        });
+    const double n = s.length;
+    report(state, n * (n + 1) / 2 * s.batch * s.query_heads(), 4.0 * s.dim,
+           2 * (s.queries() + s.keys()) * s.dim);
+}
+
+void add_observed_masks() {
+    const shape s{1, 1 << 14, 128};
+    add(
+        "forward/16k, dense", [=](benchmark::State& state) { dense(state, s); }, 10);
+    add(
+        "observed mask/16k, H2O",
+        [=](benchmark::State& state) { observed_mask(state, s, kvp::h2o_for_total(4096)); }, 10);
+    add(
+        "observed mask/16k, H2O in chunks of 2k",
+        [=](benchmark::State& state) {
+            observed_mask(state, s, kvp::h2o_for_total(4096, {kvp::ObservedPrefill::in_chunks(2048)}));
+        },
+        10);
+    add(
+        "observed mask/16k, TOVA",
+        [=](benchmark::State& state) { observed_mask(state, s, kvp::tova_for_total(4096)); }, 10);
+    add(
+        "observed mask/16k, SnapKV",
+        [=](benchmark::State& state) { observed_mask(state, s, kvp::snapkv_for_total(4096)); }, 10);
 }
 
 // ---- through lifetimes ------------------------------------------------------------------------------------
@@ -417,5 +477,6 @@ int main(int argc, char** argv) {
     add_forward();
     add_backward();
     add_future_mass();
+    add_observed_masks();
     return run(argc, argv);
 }

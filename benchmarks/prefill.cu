@@ -8,6 +8,7 @@
 // The cache is emptied (or filled by an earlier prompt) before every call, outside of the timing. Rates count
 // visible pairs of a query and a key: 4 D operations per pair.
 #include <kvpolicy/cuda.cuh>
+#include <kvpolicy/h2o.hpp>
 #include <kvpolicy/policies/compose.hpp>
 #include <kvpolicy/policies/decay.hpp>
 #include <kvpolicy/policies/sink.hpp>
@@ -15,6 +16,7 @@
 #include <kvpolicy/policies/topk_budget.hpp>
 #include <kvpolicy/policies/window.hpp>
 #include <kvpolicy/scorers/mlstm.hpp>
+#include <kvpolicy/snapkv.hpp>
 
 #include "cache_inputs.cuh"
 #include "cold.cuh"
@@ -117,7 +119,11 @@ struct Setup {
     [[nodiscard]] P policy() const {
         const kvp::Sink<> sink{sinks};
         const kvp::Window<> recent{window};
-        if constexpr (P::has_gate) {
+        if constexpr (std::is_same_v<P, kvp::H2O<>>) {
+            return kvp::h2o_for_total(entries);
+        } else if constexpr (std::is_same_v<P, kvp::SnapKV<>>) {
+            return kvp::snapkv_for_total(entries);
+        } else if constexpr (P::has_gate) {
             using Gate = kvp::ThresholdGate<kvp::at_least>;
             return P{sink, recent,
                      trained ? Gate{kvp::per_head(trained->thresholds.data(), 1, heads)} : Gate{threshold}};
@@ -282,7 +288,12 @@ void time_prefill(benchmark::State& state, Cache& cache, const Setup& of, std::s
     constexpr bool scored = P::scorer_type::when == kvp::score_time::given;
     const Tensors in(of);
     double pairs = 0.0, left = 0.0;
-    Mask<counted<P>>(in).count(pairs, left);
+    if constexpr (P::observed) {  // a prompt in one block: nothing is evicted before its end
+        pairs = 0.5 * of.length * (of.length + 1.0) * heads;
+        left = static_cast<double>(entries) * heads;
+    } else {
+        Mask<counted<P>>(in).count(pairs, left);
+    }
     const stream_of_calls calls;
     const kvp::cuda ctx{calls.stream};
     const std::int32_t chunk = of.chunk != 0 ? of.chunk : of.length - of.history;
@@ -575,6 +586,12 @@ void add_policies() {
             "prefill/" + std::to_string(length >> 10) + "k, mLSTM",
             [=](benchmark::State& state) { prefill_fixed<Memory>(state, {.length = length}); }, 15);
     }
+    const Setup observed{.length = 1 << 14};
+    add(
+        "prefill/16k, H2O", [=](benchmark::State& state) { prefill_fixed<kvp::H2O<>>(state, observed); }, 15);
+    add(
+        "prefill, DualCache/16k, SnapKV",
+        [=](benchmark::State& state) { prefill_dual<kvp::SnapKV<>>(state, observed); }, 15);
 }
 
 }  // namespace

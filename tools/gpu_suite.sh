@@ -69,6 +69,8 @@ profiled[attention]='(forward|forward . backward|future mass|causal lse)/16k/'
 sanitized[attention]="
 gpu.attention.future_mass | $all_checks | small future masses*
 gpu.attention.future_mass | memcheck synccheck | normalizers of long*
+gpu.attention.received_mass | $all_checks | masses of small*
+gpu.attention.observed_mask | $all_checks | every choice of small*
 gpu.attention.plan        | $all_checks | lengths*
 gpu.attention.small       | $all_checks | hopper forward*
 gpu.attention.small       | $all_checks | portable forward*,plain forward*
@@ -107,6 +109,8 @@ future mass/32k          | 8.2  | 6.8  | FlexAttention future mass 32k
 future mass/16k, d 64    | 0.7 of future mass/16k  | 0.7 of future mass/16k  |
 future mass/8 x 4k       | 0.85 of future mass/16k | 0.85 of future mass/16k |
 future mass/32 x 2k      | 0.85 of future mass/16k | 0.85 of future mass/16k |
+observed mask/16k, H2O    | 0.455 of forward/16k, dense | 0.8 of forward/16k, dense |
+observed mask/16k, SnapKV | 0.87 of forward/16k, dense  | 4 of forward/16k, dense   |
 "
 
 # ---- caches --------------------------------------------------------------------------------------
@@ -124,6 +128,7 @@ gpu.caches.write_gate        | $all_checks | few calls
 gpu.caches.utility_predictor | $all_checks | few calls
 gpu.caches.packed            | memcheck synccheck | *
 gpu.caches.scorers_mlstm | memcheck synccheck initcheck | few calls
+gpu.caches.observed_prefill | memcheck synccheck racecheck | prompts of budgets*,prompts of several*
 gpu.caches.mlstm_prefill       | memcheck synccheck initcheck | few calls
 gpu.caches.mlstm_prefill_types | memcheck synccheck initcheck | few calls
 gpu.caches.layer_order         | memcheck synccheck racecheck | a FixedBudgetCache,a DualCache

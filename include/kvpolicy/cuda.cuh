@@ -10,6 +10,8 @@
 #include <kvpolicy/attention/cuda/dispatch_attend.cuh>
 #include <kvpolicy/attention/cuda/dispatch_attend_backward.cuh>
 #include <kvpolicy/attention/cuda/dispatch_future_mass.cuh>
+#include <kvpolicy/attention/cuda/dispatch_observed_mask.cuh>
+#include <kvpolicy/attention/cuda/dispatch_received_mass.cuh>
 #include <kvpolicy/caches/cuda/contiguous/dispatch_contiguous.cuh>
 #include <kvpolicy/caches/cuda/decode/dispatch_decode.cuh>
 #include <kvpolicy/caches/cuda/dispatch_export_heads.cuh>

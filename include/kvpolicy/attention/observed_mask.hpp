@@ -3,6 +3,7 @@
 #pragma once
 
 #include <kvpolicy/core/context.hpp>
+#include <kvpolicy/core/head_dims.hpp>
 #include <kvpolicy/core/types.hpp>
 #include <kvpolicy/core/view.hpp>
 #include <kvpolicy/policies/compose.hpp>
@@ -39,7 +40,7 @@ std::size_t build_observed_mask_workspace_bytes(const host& ctx, const P& policy
 /// depend on the number of threads. Refuses, before anything is written: numbers that no policy can have,
 /// shapes that disagree, packed segments, starts, a q or k that is not finite (named), rules that differ
 /// between the heads of a layer that is averaged (TOVA), too little workspace.
-template <AnyPolicy P, Storage T>
+template <AnyPolicy P, Storage T, class Dims = all_head_dims>
 void build_observed_mask(const host& ctx, const P& policy, const AttentionParams& attention,
                          rows_view<const T> q, input_rows<T> k, const Sequences& sequences,
                          plane_view<expiry_t> expiry, workspace_view workspace,
@@ -51,13 +52,17 @@ std::size_t build_observed_mask_workspace_bytes(const host& ctx, const P& policy
                                                 input_rows<T> k) {
     return build_observed_mask_workspace_bytes(ctx, policy, input_rows<T>(q), k);
 }
-template <AnyPolicy P, Storage T>
+template <AnyPolicy P, Storage T, class Dims = all_head_dims>
 void build_observed_mask(const host& ctx, const P& policy, const AttentionParams& attention, rows_view<T> q,
                          input_rows<T> k, const Sequences& sequences, plane_view<expiry_t> expiry,
                          workspace_view workspace, const ObservedMaskOptions& options = {}) {
-    build_observed_mask(ctx, policy, attention, input_rows<T>(q), k, sequences, expiry, workspace, options);
+    build_observed_mask<P, T, Dims>(ctx, policy, attention, input_rows<T>(q), k, sequences, expiry, workspace,
+                                    options);
 }
 
 }  // namespace kvpolicy
 
 #include <kvpolicy/attention/host/host_observed_mask.hpp>
+#if defined(__CUDACC__)
+#include <kvpolicy/attention/cuda_observed_mask.cuh>
+#endif

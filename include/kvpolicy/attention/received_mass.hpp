@@ -2,6 +2,7 @@
 #pragma once
 
 #include <kvpolicy/core/context.hpp>
+#include <kvpolicy/core/head_dims.hpp>
 #include <kvpolicy/core/types.hpp>
 #include <kvpolicy/core/view.hpp>
 #include <kvpolicy/masks/expiry.hpp>
@@ -36,23 +37,26 @@ std::size_t received_mass_workspace_bytes(const host& ctx, rows_view<const T> q,
 /// (fp32 per weight; all double for double). Synchronous, O(queries * S), no array of that size; the bits do
 /// not depend on the number of threads. Refuses: shapes that disagree, null data, queries below 0, packed
 /// segments, starts, too little workspace.
-template <Storage T>
+template <Storage T, class Dims = all_head_dims>
 void received_mass(const host& ctx, const AttentionParams& attention, rows_view<const T> q, input_rows<T> k,
                    const mask_view& mask, const Sequences& sequences, plane_view<float> mass,
                    workspace_view workspace, const ReceivedMassOptions& options = {});
 
 // The same of queries that may be written.
-template <Storage T>
-std::size_t received_mass_workspace_bytes(const host& ctx, rows_view<T> q, input_rows<T> k) {
-    return received_mass_workspace_bytes(ctx, input_rows<T>(q), k);
-}
-template <Storage T>
+template <Storage T, class Dims = all_head_dims>
 void received_mass(const host& ctx, const AttentionParams& attention, rows_view<T> q, input_rows<T> k,
                    const mask_view& mask, const Sequences& sequences, plane_view<float> mass,
                    workspace_view workspace, const ReceivedMassOptions& options = {}) {
-    received_mass(ctx, attention, input_rows<T>(q), k, mask, sequences, mass, workspace, options);
+    received_mass<T, Dims>(ctx, attention, input_rows<T>(q), k, mask, sequences, mass, workspace, options);
+}
+template <Storage T>
+std::size_t received_mass_workspace_bytes(const host& ctx, rows_view<T> q, input_rows<T> k) {
+    return received_mass_workspace_bytes(ctx, input_rows<T>(q), k);
 }
 
 }  // namespace kvpolicy
 
 #include <kvpolicy/attention/host/host_received_mass.hpp>
+#if defined(__CUDACC__)
+#include <kvpolicy/attention/cuda_received_mass.cuh>
+#endif

@@ -21,10 +21,10 @@ inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 // for. Grids depend on shapes and capacities, and whatever changes from step to step is read from device
 // memory when the work runs, so one captured graph serves all later steps.
 //
-// Policies: all but those that rank keys by attention. Scorers: given scores, LinearScorer, MlpScorer,
-// WriteGateScorer, UtilityPredictor, mLSTMScorer, ConvScorer, and what specializes device_scorer (others do
-// not compile). Given the same scores, the same keys are kept as on the host; steps put them in the same rows
-// too.
+// Policies: all; those that rank keys by attention in prefill alone (step does not compile). Scorers: given
+// scores, LinearScorer, MlpScorer, WriteGateScorer, UtilityPredictor, mLSTMScorer, ConvScorer, and what
+// specializes device_scorer (others do not compile). Given the same scores, the same keys are kept as on the
+// host; steps put them in the same rows too.
 //
 // bf16 and fp16: head_dims that are multiples of 8 up to the largest of Dims, any group, fp32 sums; rows
 // begin at multiples of 16 bytes, and those of a chunk's keys and values one after another: a row stride of 0

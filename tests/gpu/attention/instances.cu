@@ -45,4 +45,18 @@ template __global__ void backward_plain_keys_kernel<float>(const backward_params
 template __global__ void backward_plain_zero_kernel<float>(const backward_params<float>);
 template __global__ void backward_hopper_wide_kernel<bf16, false, false>(
     const __grid_constant__ backward_params<bf16>, std::int32_t, std::int32_t, std::int32_t);
+using Halves = half_mass_tile<bf16, 64>;
+template __global__ void counted_lse_kernel<Halves>(const __grid_constant__ received_mass_params<bf16>,
+                                                    std::int32_t);
+template __global__ void received_mass_kernel<Halves, true>(
+    const __grid_constant__ received_mass_params<bf16>, std::int32_t);
+template __global__ void received_mass_kernel<plain_mass_tile<float>, false>(
+    const __grid_constant__ received_mass_params<float>, std::int32_t);
+template __global__ void dense_mass_kernel<float>(const plane_view<float>, std::int32_t, const std::int32_t*);
+template __global__ void observed_begin_kernel<observed_list_params>(
+    const __grid_constant__ observed_list_params);
+template __global__ void observed_end_kernel<observed_list_params>(
+    const __grid_constant__ observed_list_params);
+template __global__ void layer_mass_kernel<float>(float*, std::int64_t, std::int32_t, std::int32_t,
+                                                  const std::int32_t*, const std::int32_t*);
 }  // namespace kvpolicy::cuda_backend

@@ -79,6 +79,16 @@ template __global__ void prefill_bounds_kernel<Pages>(const __grid_constant__ pr
 template __global__ void prefill_queries_kernel<Pages>(const __grid_constant__ prefill_params<Pages>,
                                                        const rows_view<const bf16>, bool);
 
+using Observed = observed_prefill_params<Pages>;
+template __global__ void observed_tokens_kernel<std::int32_t>(const std::int32_t*, std::int32_t*,
+                                                              std::int32_t, std::int32_t, std::int32_t);
+template __global__ void observed_slots_after_kernel<Pages>(const __grid_constant__ prefill_params<Pages>);
+template __global__ void observed_past_kernel<Pages>(const __grid_constant__ Observed);
+template __global__ void observed_order_kernel<Pages>(const __grid_constant__ Observed);
+template __global__ void observed_end_block_kernel<Pages>(const __grid_constant__ Observed);
+template __global__ void observed_slots_kernel<Pages>(const __grid_constant__ Observed);
+template __global__ void observed_recent_kernel<Pages>(const __grid_constant__ Observed);
+
 template __global__ void decode_scorer_kernel<Contiguous, MlpScorer<128>>(
     const __grid_constant__ score_params<Contiguous, MlpScorer<128>>);
 using Mlstm = mLSTMScorer<128, Hedgehog, ProjectedValues>;

@@ -77,9 +77,10 @@ void check_qk_rows(const char* name, const rows_view<const T>& rows, const Seque
                     "null", "device memory");
 }
 
+/// The queries and keys of a pass over whole sequences.
 template <class T>
-void check_mass_call(const AttentionParams& attention, rows_view<const T> q, rows_view<const T> k,
-                     plane_view<const float> lse, const Sequences& sequences) {
+void check_mass_rows(const AttentionParams& attention, rows_view<const T> q, rows_view<const T> k,
+                     const Sequences& sequences) {
     checks::check_attention(attention);
     check_whole_sequences(sequences, q.batch, q.length);
     detail::require(sequences.length <= longest_sequence, "sequences.length", sequences.length,
@@ -90,6 +91,12 @@ void check_mass_call(const AttentionParams& attention, rows_view<const T> q, row
                     [&] { return detail::text("at least sequences.length = ", sequences.length); });
     check_qk_rows("q", q, sequences);
     check_qk_rows("k", k, sequences);
+}
+
+template <class T>
+void check_mass_call(const AttentionParams& attention, rows_view<const T> q, rows_view<const T> k,
+                     plane_view<const float> lse, const Sequences& sequences) {
+    check_mass_rows(attention, q, k, sequences);
     check_plane("lse", lse, q.batch, q.heads, sequences.length);
 }
 
@@ -254,6 +261,48 @@ void set_windows(const cuda& ctx, const FutureMassOptions& options, std::int32_t
     }
 }
 
+/// A mass of every key from the queries of its group.
+template <class C, class T>
+qk_reduce_params<T, C> mass_params_of(rows_view<const T> q, rows_view<const T> k, plane_view<const float> lse,
+                                      plane_view<float> out, const Sequences& sequences,
+                                      const qk_reduce_workspace& memory) {
+    auto params = qk_reduce_params_of<C>(k, q, out, sequences);
+    params.lse = lse;
+    params.streams = q.heads / k.heads;
+    params.bias = memory.bias;
+    params.next = memory.next;
+    params.bias_stride = qk_reduce_workspace::bias_stride(q.length);
+    return params;
+}
+
+/// out[t] = log of the mean over the group of sum over d >= t of exp(logit - lse_d), by a path of one's
+/// choice. No weight may exceed 1 (lse is that of at least these keys): then sums need no careful pass.
+template <class T, class Dims>
+void log_mass_by(const cuda& ctx, qk_reduce_path path, const AttentionParams& attention, rows_view<const T> q,
+                 rows_view<const T> k, plane_view<const float> lse, const Sequences& sequences,
+                 plane_view<float> out, workspace_view workspace) {
+    using C = compute_t<T>;
+    const device_scope device(ctx);
+    workspace_parts parts(workspace.data);
+    const qk_reduce_workspace memory = qk_reduce_workspace::take(parts, q, k);
+    auto params = mass_params_of<C>(q, k, lse, out, sequences, memory);
+    params.look_ahead = unlimited;
+    params.window = 0;
+    params.exponents = exponents_of<C>(attention, q.dim, 1.0);
+    params.mass.log_epsilon = -std::numeric_limits<C>::infinity();
+    params.mass.normalize = false;
+    params.mass.mean = true;
+    if constexpr (has_tiles<T>) {
+        if (takes_tiles<Dims>(path, q, k)) {
+            params.exponents.shift = 64.0f;  // below 2^126 for 2^31 weights, and tiny weights count
+            params.flags = memory.flags;
+            launch_qk_reduce<mass_pass, Dims>(ctx, device, path, params);
+            return;
+        }
+    }
+    launch_plain<careful_mass_pass>(ctx, params);
+}
+
 /// future_mass by a path of one's choice.
 template <class T, class Dims = all_head_dims>
 void future_mass_by(const cuda& ctx, qk_reduce_path path, const AttentionParams& attention,
@@ -266,9 +315,7 @@ void future_mass_by(const cuda& ctx, qk_reduce_path path, const AttentionParams&
     const qk_reduce_workspace memory = qk_reduce_workspace::take(parts, q, k);
     const bool largest = std::isinf(options.beta);
     const float beta = largest ? 1.0f : options.beta;
-    auto params = qk_reduce_params_of<C>(k, q, target, sequences);
-    params.lse = lse;
-    params.streams = q.heads / k.heads;
+    auto params = mass_params_of<C>(q, k, lse, target, sequences, memory);
     params.look_ahead = options.look_ahead;
     params.exponents = exponents_of<C>(attention, q.dim, static_cast<double>(beta));
     params.mass.over_beta = static_cast<C>(1.0 / static_cast<double>(beta));
@@ -279,9 +326,6 @@ void future_mass_by(const cuda& ctx, qk_reduce_path path, const AttentionParams&
         return;
     }
     set_windows(ctx, options, memory.windows, params);
-    params.bias = memory.bias;
-    params.next = memory.next;
-    params.bias_stride = qk_reduce_workspace::bias_stride(q.length);
     if constexpr (has_tiles<T>) {
         if (takes_tiles<Dims>(path, q, k)) {
             if (largest) {

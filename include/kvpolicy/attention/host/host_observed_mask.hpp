@@ -121,7 +121,7 @@ std::size_t build_observed_mask_workspace_bytes(const host& ctx, const P&, rows_
            detail::alignment;
 }
 
-template <AnyPolicy P, Storage T>
+template <AnyPolicy P, Storage T, class Dims>
 void build_observed_mask(const host& ctx, const P& policy, const AttentionParams& attention,
                          rows_view<const T> q, input_rows<T> k, const Sequences& sequences,
                          plane_view<expiry_t> expiry, workspace_view workspace,
@@ -131,8 +131,8 @@ void build_observed_mask(const host& ctx, const P& policy, const AttentionParams
                   "kvpolicy: build_observed_mask takes a policy whose scorer is an ObservedScorer; "
                   "build_mask takes the others");
     if (const checks::repaired_sequences repaired(sequences, options.status); repaired) {
-        return build_observed_mask<P, T>(ctx, policy, attention, q, k, repaired.sequences, expiry, workspace,
-                                         options);
+        return build_observed_mask<P, T, Dims>(ctx, policy, attention, q, k, repaired.sequences, expiry,
+                                               workspace, options);
     }
     const Observation seen = policy.scorer().observation();
     const std::int32_t heads = k.heads;
@@ -143,7 +143,7 @@ void build_observed_mask(const host& ctx, const P& policy, const AttentionParams
     policy.scorer().check(heads, k.dim, k.dim);
     checks::check_plane("expiry", expiry, q.batch, heads, sequences.length);
     const auto head_params_of = [&](std::int32_t h) { return policy.params(options.layer, h); };
-    hb::check_same_params(seen, heads, head_params_of);
+    detail::check_same_params(seen, heads, head_params_of);
     checks::check_workspace(workspace, build_observed_mask_workspace_bytes<T>(ctx, policy, q, k));
     const auto tokens = [&](std::int64_t b) { return sequences.length_of(b); };
     checks::check_finite_rows(ctx, "q", q, tokens);

@@ -57,13 +57,14 @@ std::size_t received_mass_workspace_bytes(const host& ctx, rows_view<const T> q,
            detail::alignment;
 }
 
-template <Storage T>
+template <Storage T, class Dims>
 void received_mass(const host& ctx, const AttentionParams& attention, rows_view<const T> q, input_rows<T> k,
                    const mask_view& mask, const Sequences& sequences, plane_view<float> mass,
                    workspace_view workspace, const ReceivedMassOptions& options) {
     namespace hb = host_backend;
     if (const checks::repaired_sequences repaired(sequences, options.status); repaired) {
-        return received_mass<T>(ctx, attention, q, k, mask, repaired.sequences, mass, workspace, options);
+        return received_mass<T, Dims>(ctx, attention, q, k, mask, repaired.sequences, mass, workspace,
+                                      options);
     }
     checks::check_attention(attention);
     checks::check_mass_shapes(q, k, sequences);

@@ -27,10 +27,11 @@ inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 namespace cuda_backend {
 
 /// The scorer that a policy asks in a call: none where nothing is ranked, where scores wait in rows
-/// (scored_late), or where they come with the tokens (arriving_scores).
+/// (scored_late), where they come with the tokens (arriving_scores), or from attention (observed).
 template <class P>
-using asked_scorer = std::conditional_t<P::ranked && !scored_late<P> && !scored_from_hidden<P>,
-                                        typename P::scorer_type, GivenScores>;
+using asked_scorer =
+    std::conditional_t<P::ranked && !P::observed && !scored_late<P> && !scored_from_hidden<P>,
+                       typename P::scorer_type, GivenScores>;
 
 template <class P>
 asked_scorer<P> scorer_of(const typename P::scorer_type& scorer) {
@@ -70,10 +71,6 @@ inline void check_between_tokens(const cuda& ctx, const CacheShape& shape, const
 
 template <class P>
 constexpr void require_device_policy() {
-    static_assert(!P::observed,
-                  "kvpolicy: on CUDA a cache takes a policy whose scores do not come from attention (H2O, "
-                  "TOVA and SnapKV "
-                  "run on the host)");
     static_assert(has_device_scorer<asked_scorer<P>> &&
                       (!scored_late<P> || device_scorer<typename P::scorer_type>::in_window) &&
                       (!scored_from_hidden<P> || device_scorer<typename P::scorer_type>::from_hidden),

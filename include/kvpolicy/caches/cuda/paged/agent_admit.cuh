@@ -8,6 +8,7 @@
 #include <kvpolicy/core/cuda_config.cuh>
 #include <kvpolicy/core/status.hpp>
 #include <kvpolicy/core/view.hpp>
+#include <kvpolicy/cuda/primitives/running_sums.cuh>
 #include <kvpolicy/cuda/primitives/warp.cuh>
 
 #include <cstdint>
@@ -18,9 +19,7 @@ namespace cuda_backend {
 
 inline constexpr int admit_threads = 256;
 
-struct admit_memory {
-    int totals[2][admit_threads / 32];
-};
+using admit_memory = sums_memory<admit_threads>;
 
 /// A sum over the block's threads.
 __device__ inline int block_total(admit_memory& memory, int mine) {
@@ -31,29 +30,6 @@ __device__ inline int block_total(admit_memory& memory, int mine) {
     }
     __syncthreads();
     return sum_of_warps<admit_threads / 32>(memory.totals[0]).total;
-}
-
-/// Running sums of numbers x = 0 .. count - 1: visit(x, sum before x) for all, by the threads of the block.
-/// Returns the sum of all.
-template <class Number, class Visit>
-__device__ int running_sums(admit_memory& memory, std::int32_t count, const Number& number,
-                            const Visit& visit) {
-    int before = 0;
-    __syncthreads();
-    for (std::int32_t first = 0, turn = 0; first < count; first += admit_threads, turn ^= 1) {
-        const std::int32_t x = first + static_cast<std::int32_t>(threadIdx.x);
-        const int mine = x < count ? number(x) : 0, through = warp_inclusive_sum(mine);
-        if (lane_id() == 31) {
-            memory.totals[turn][warp_id()] = through;
-        }
-        __syncthreads();  // two arrays in turn: no warp writes the one that others still read
-        const block_sum of_block = sum_of_warps<admit_threads / 32>(memory.totals[turn]);
-        if (x < count) {
-            visit(x, before + of_block.before + through - mine);
-        }
-        before += of_block.total;
-    }
-    return before;
 }
 
 /// What an admission works with.

@@ -3,6 +3,7 @@
 
 #include <kvpolicy/caches/cuda/check_cache_call.cuh>
 #include <kvpolicy/caches/cuda/decode/decode_plan.cuh>
+#include <kvpolicy/caches/cuda/prefill/observed_prefill_plan.cuh>
 #include <kvpolicy/caches/cuda/prefill/prefill_plan.cuh>
 #include <kvpolicy/core/check.hpp>
 #include <kvpolicy/core/cuda_config.cuh>
@@ -12,6 +13,7 @@
 #include <cstdint>
 #include <limits>
 #include <string>
+#include <type_traits>
 
 namespace kvpolicy {
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
@@ -58,6 +60,13 @@ StepIO<T> by_entry(StepIO<T> io, std::int32_t count) {
     return io;
 }
 
+template <class P>
+constexpr void require_drafts() {
+    static_assert(
+        !P::observed,
+        "kvpolicy: append_draft and accept take a policy whose scores do not change with every query");
+}
+
 /// What attention would refuse of a chunk's keys and values: here, under the caller's names and before
 /// anything is enqueued, since a scorer's states would have absorbed the chunk by then. (Its other checks are
 /// of sizes, which lay_out() makes, too.)
@@ -70,13 +79,18 @@ void check_chunk_keys(std::int32_t count, std::int32_t tokens, rows_view<const T
     }
 }
 
+/// The plan of a chunk: policies that rank keys by attention have their own.
+template <class Cache, class Dims>
+using chunk_plan = std::conditional_t<Cache::policy_type::observed, observed_prefill_plan<Cache, Dims>,
+                                      prefill_plan<Cache, Dims>>;
+
 template <class Dims, class Cache>
 std::size_t chunk_workspace_bytes(const cuda& ctx, const Cache& cache, const CallSize& size) {
     check_on_device(cache);
     checks::check_call_size(size);
     const std::int32_t count = size.batch, tokens = size.tokens;
     const std::size_t step = step_workspace_bytes<Dims>(ctx, cache, count);
-    return std::max(step, prefill_plan<Cache, Dims>(ctx, cache, count, tokens).lay_out(nullptr));
+    return std::max(step, chunk_plan<Cache, Dims>(ctx, cache, count, tokens).lay_out(nullptr));
 }
 
 /// prefill; with `draft` append_draft.
@@ -85,6 +99,8 @@ void attend_chunk(bool draft, const cuda& ctx, const Cache& cache, const StepIO<
                   workspace_view workspace, const StepOptions& options) {
     Batch batch = checks::batch_of(io);
     const bool packed = io.cu_seqlens != nullptr;
+    detail::require(!packed || !Cache::policy_type::observed, "io.cu_seqlens", "given",
+                    "null on CUDA where the policy ranks keys by attention: give each entry its q_len");
     const std::int32_t tokens = packed ? max_packed_tokens(cache, io, draft) : max_tokens(batch, io.q.length);
     if (packed) {
         batch.length = tokens;
@@ -96,8 +112,12 @@ void attend_chunk(bool draft, const cuda& ctx, const Cache& cache, const StepIO<
     const CallSize rows = packed ? CallSize{1, io.q.length} : CallSize{batch.count, tokens};
     check_cache_call(cache, batch, rows, io.q, io.k, io.v, io.out, detail::extras_of(io));
     check_chunk_keys<T>(batch.count, tokens, io.k, io.v);
-    prefill_plan<Cache, Dims>(ctx, cache, batch.count, tokens)
-        .attend_chunk(draft, batch, by_entry(io, batch.count), workspace, options.status);
+    chunk_plan<Cache, Dims> plan(ctx, cache, batch.count, tokens);
+    if constexpr (Cache::policy_type::observed) {
+        plan.run(batch, io, workspace, options.status);
+    } else {
+        plan.attend_chunk(draft, batch, by_entry(io, batch.count), workspace, options.status);
+    }
 }
 
 template <class Dims, class Cache>
@@ -134,6 +154,7 @@ template <class Dims, class P, Storage T, template <class, class> class Ref>
 requires CacheRef<Ref<P, T>>
 void append_draft(const cuda& ctx, const Ref<P, T>& cache, const step_io<T>& io, workspace_view workspace,
                   const StepOptions& options) {
+    cuda_backend::require_drafts<P>();
     cuda_backend::attend_chunk<Dims, Ref<P, T>, T>(true, ctx, cache, io, workspace, options);
 }
 
@@ -141,6 +162,7 @@ template <class Dims, class P, Storage T, template <class, class> class Ref>
 requires CacheRef<Ref<P, T>>
 void accept(const cuda& ctx, const Ref<P, T>& cache, const Batch& batch, workspace_view workspace,
             const StepOptions& options) {
+    cuda_backend::require_drafts<P>();
     cuda_backend::accept_chunk<Dims>(ctx, cache, batch, workspace, options);
 }
 

@@ -59,11 +59,14 @@ template <class Cache, class Dims>
 class prefill_plan {
     using P = typename Cache::policy_type;
     using T = typename Cache::value_type;
-    using View = decltype(view_of(std::declval<const Cache&>()));
     using Scorer = asked_scorer<P>;
     static constexpr bool scored = scored_before<Scorer> || scores_by_warp<Scorer>, late = scored_late<P>;
+    // Whether keys may live on after their window by the top-k updates of this plan.
+    static constexpr bool retains = (P::ranked && !P::observed) || P::has_keep;
+
+  protected:  // observed_prefill_plan adds to a plan
+    using View = decltype(view_of(std::declval<const Cache&>()));
     static constexpr bool paged = Cache::pooled;
-    static constexpr bool retains = P::ranked || P::has_keep;  // keys may live on after their window
 
   public:
     prefill_plan(const cuda& ctx, const Cache& cache, std::int32_t count, std::int32_t tokens)
@@ -195,7 +198,7 @@ class prefill_plan {
         remember({}, false);
     }
 
-  private:
+  protected:
     [[nodiscard]] std::int64_t heads() const {
         return std::int64_t{call_.batch.count} * call_.cache.kv_heads;
     }
@@ -208,14 +211,19 @@ class prefill_plan {
     }
 
     void begin(const Batch& batch, workspace_view workspace, std::uint32_t* status) {
+        begin(batch, workspace, status, [this](void* memory) { return lay_out(memory); });
+    }
+    /// Takes the workspace by `take`, which is lay_out() of this plan or of one that adds to it.
+    template <class Take>
+    void begin(const Batch& batch, workspace_view workspace, std::uint32_t* status, const Take& take) {
         if constexpr (paged) {  // as many at once as fit: more than was asked for makes for fewer rounds
             together_ = std::max(call_.batch.count, 1);
-            while (together_ > 1 && lay_out(nullptr) > workspace.bytes) {
+            while (together_ > 1 && take(nullptr) > workspace.bytes) {
                 together_ = (together_ + 1) / 2;
             }
         }
-        check_workspace(workspace, lay_out(nullptr));
-        lay_out(workspace.data);
+        check_workspace(workspace, take(nullptr));
+        take(workspace.data);
         call_.batch = batch;
         call_.status = status;
     }
@@ -425,6 +433,20 @@ class prefill_plan {
         pages.v_page = cache.pool.strides.v_page;
         pages.v_row = cache.pool.strides.v_row;
         return pages;
+    }
+    /// The entries of the heads by number, where they lie.
+    [[nodiscard]] key_rows<T> past_keys() const {
+        const prefill_params<View>& call = call_;
+        key_rows<T> rows;
+        const std::int32_t dim = call.cache.head_dim_qk;
+        rows.k = {nullptr, call.batch.count, call.cache.kv_heads, call.top_k.max_entries, dim, 0, 0, dim};
+        if constexpr (paged) {
+            rows.pages = pages_of(call.cache, call.first_row);
+        } else {
+            rows.k.data = call.cache.k;
+            rows.first_row = call.first_row;
+        }
+        return rows;
     }
     /// Some of a tensor's entries.
     template <class View_>
