@@ -50,6 +50,21 @@ inline void check_observation(const Observation& seen) {
     require(seen.pool >= 1 && seen.pool % 2 == 1, "pooling width", seen.pool, "odd and 1 or more");
     require(seen.chunk >= 0, "prefill chunk", seen.chunk, "1 or more, or 0 for the whole call");
 }
+
+/// Refuses numbers that differ within a layer whose heads are to keep the same keys.
+template <class HeadParamsOf>
+void check_same_params(const Observation& seen, std::int32_t heads, HeadParamsOf&& head_params_of) {
+    for (std::int32_t h = 1; seen.whole_layer && h < heads; ++h) {
+        const HeadParams a = head_params_of(0), b = head_params_of(h);
+        if (a.sinks == b.sinks && a.window == b.window && a.budget == b.budget) {
+            continue;
+        }
+        refuse(text("sinks, window and budget of head ", h).c_str(),
+               text(b.sinks, ", ", b.window, ", ", b.budget),
+               text("those of head 0 (", a.sinks, ", ", a.window, ", ", a.budget,
+                    "), since a policy that averages over a layer keeps the same keys in all its heads"));
+    }
+}
 }  // namespace detail
 
 /// H2O: score(t) = sum over all queries since t of mass_q(t).

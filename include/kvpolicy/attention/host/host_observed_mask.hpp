@@ -143,7 +143,7 @@ void build_observed_mask(const host& ctx, const P& policy, const AttentionParams
     policy.scorer().check(heads, k.dim, k.dim);
     checks::check_plane("expiry", expiry, q.batch, heads, sequences.length);
     const auto head_params_of = [&](std::int32_t h) { return policy.params(options.layer, h); };
-    hb::check_same_params(seen, heads, head_params_of);
+    detail::check_same_params(seen, heads, head_params_of);
     checks::check_workspace(workspace, build_observed_mask_workspace_bytes<T>(ctx, policy, q, k));
     const auto tokens = [&](std::int64_t b) { return sequences.length_of(b); };
     checks::check_finite_rows(ctx, "q", q, tokens);

@@ -197,21 +197,4 @@ void average_masses(std::int32_t heads, ListOf&& list) {
     }
 }
 
-/// Refuses rules that differ within a layer whose heads are to keep the same keys.
-template <class HeadParamsOf>
-void check_same_params(const Observation& seen, std::int32_t heads, HeadParamsOf&& head_params_of) {
-    for (std::int32_t h = 1; seen.whole_layer && h < heads; ++h) {
-        const HeadParams a = head_params_of(0), b = head_params_of(h);
-        if (a.sinks == b.sinks && a.window == b.window && a.budget == b.budget) {
-            continue;
-        }
-        detail::refuse(
-            detail::text("sinks, window and budget of head ", h).c_str(),
-            detail::text(b.sinks, ", ", b.window, ", ", b.budget),
-            detail::text(
-                "those of head 0 (", a.sinks, ", ", a.window, ", ", a.budget,
-                "), since a policy that averages over a layer keeps the same keys in all its heads"));
-    }
-}
-
 }  // namespace kvpolicy::host_backend

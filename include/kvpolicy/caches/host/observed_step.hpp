@@ -73,7 +73,8 @@ class observed_pass {
 
     /// What can be wrong beside shapes, before anything is written.
     void check(const Batch& batch, const observed_call<T>& call) const {
-        check_same_params(seen_, cache_.kv_heads, [&](std::int32_t h) { return cache_.all_params[h]; });
+        detail::check_same_params(seen_, cache_.kv_heads,
+                                  [&](std::int32_t h) { return cache_.all_params[h]; });
         const auto tokens = [&](std::int64_t i) { return batch.tokens(i); };
         checks::check_finite_rows(ctx_, "q", call.q, tokens);
         checks::check_finite_rows(ctx_, "k", call.k, tokens);

@@ -103,7 +103,7 @@ class agent_contiguous_decode : agent_decode_head<contiguous_params<Rows, Gate, 
         if (call_.writes) {
             found = attend_and_decide(stream, queries, head, q, num_long_range, victim);
         } else {
-            stream.finish(queries, stream_hidden{}, call_.logits);
+            stream.finish(queries, stream_hidden{}, call_.logits, no_logits{});
         }
         stream.store();
         __syncthreads();  // all warps' states are in shared memory
@@ -131,8 +131,11 @@ class agent_contiguous_decode : agent_decode_head<contiguous_params<Rows, Gate, 
   private:
     /// The end for an entry of the batch without a token.
     __device__ void leave(const active_entry& active) const {
-        if (head_ == 0 && part_ + split_ == 0 && threadIdx.x == 0) {
-            active.report(call_.status, entry_);
+        if (part_ + split_ == 0 && threadIdx.x == 0) {
+            if (head_ == 0) {
+                active.report(call_.status, entry_);
+            }
+            call_.leave_logits(pair_);
         }
         wait_for_kernel_before();  // so that what comes after this kernel comes after the one before it, too
     }
@@ -206,7 +209,7 @@ class agent_contiguous_decode : agent_decode_head<contiguous_params<Rows, Gate, 
                 stream.bring(extra);
             }
             rank_victim(head, q, found);
-            if (alone && part_ == 0 && warp_id() == 1 && found.hidden.b >= 0) {
+            if (!base::observed && alone && part_ == 0 && warp_id() == 1 && found.hidden.b >= 0) {
                 if constexpr (finds_next_victims) {  // there is time until the scores come
                     next_victims_ =
                         detail::find_next_victims(warp_group{}, head.top_k_slots(call_.cache.rebase_limit),
@@ -223,13 +226,14 @@ class agent_contiguous_decode : agent_decode_head<contiguous_params<Rows, Gate, 
             }
         }
         // 4. Attention over the warp's tiles, then over what the leader adds.
-        stream.finish(queries, found.hidden, call_.logits);
+        const auto sink = call_.logits_of(pair_, part_ * Rows::heads, queries.heads);
+        stream.finish(queries, found.hidden, call_.logits, sink);
         if (is_leader() && both_ways()) {
             const bool first = warp_id() == 0;
             if (first || warp_id() == Rows::warps - 1) {  // u stays, the worst stays
                 extra.counts[1] = first && found.hidden.a >= 0;
                 extra.counts[2] = !first && found.hidden.b >= 0;
-                stream.add(extra, queries, call_.logits);
+                stream.add(extra, queries, call_.logits, sink);
             }
         } else if (is_leader()) {
             if constexpr (scored_before<Scorer>) {
@@ -240,7 +244,7 @@ class agent_contiguous_decode : agent_decode_head<contiguous_params<Rows, Gate, 
                 if (!alone) {
                     stream.bring(extra);
                 }
-                stream.add(extra, queries, call_.logits);
+                stream.add(extra, queries, call_.logits, sink);
             }
         }
         return found;
@@ -331,9 +335,8 @@ class agent_contiguous_decode : agent_decode_head<contiguous_params<Rows, Gate, 
         const position_t limit = call_.cache.rebase_limit;
         std::int32_t slot = detail::known_worst(head.head_params, limit, q, victim);
         if (slot < 0) {
-            std::int32_t* const record =
-                part_ == 0 && is_leader() ? call_.cache.tile_victims + head.tile : nullptr;
-            found.worst = this->worst_of_block(head.top_k_slots(limit), record, num_long_range, q);
+            found.worst = this->worst_of_block(head, head.top_k_slots(limit), slot, part_ == 0 && is_leader(),
+                                               num_long_range, q);
             slot = found.worst.slot;
         }
         found.hidden.b = head.layout.slot(slot);
@@ -421,7 +424,9 @@ class agent_contiguous_decode : agent_decode_head<contiguous_params<Rows, Gate, 
                                                ranked);
                 }
             }
-            if (!finds_next_victims || call_.leader_blocks == 0) {
+            if constexpr (base::observed) {
+                next = victim_in_records;  // as soon as this step's weights are scores
+            } else if (!finds_next_victims || call_.leader_blocks == 0) {
                 next = detail::next_victim(warp_group{}, top_k_slots, record, step, ranked, q);
             }
             if (lane_id() == 0) {
@@ -441,6 +446,9 @@ class agent_contiguous_decode : agent_decode_head<contiguous_params<Rows, Gate, 
         // Of the hidden two at most one stays: u, where it is promoted, or else the worst.
         extra.counts[1] = step.promoted >= 0;
         extra.counts[2] = step.promoted < 0 && found.hidden.b >= 0;
+        extra.row[0] = step.newest;
+        extra.row[1] = step.promoted;
+        extra.row[2] = found.hidden.b;
     }
 
     /// The end of both_ways(): merges both outcomes, waits for the scores, chooses one and writes.

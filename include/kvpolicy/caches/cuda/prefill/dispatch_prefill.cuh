@@ -38,13 +38,18 @@ std::size_t chunk_workspace_bytes(const cuda& ctx, const Cache& cache, const Cal
     checks::check_call_size(size);
     const std::int32_t count = size.batch, tokens = size.tokens;
     const std::size_t step = step_workspace_bytes<Dims>(ctx, cache, count);
-    return std::max(step, prefill_plan<Cache, Dims>(ctx, cache, count, tokens).lay_out(nullptr));
+    if constexpr (Cache::policy_type::observed) {
+        return step;  // it takes no chunks: require_device_chunks
+    } else {
+        return std::max(step, prefill_plan<Cache, Dims>(ctx, cache, count, tokens).lay_out(nullptr));
+    }
 }
 
 /// prefill; with `draft` append_draft.
 template <class Dims, class Cache, class T>
 void attend_chunk(bool draft, const cuda& ctx, const Cache& cache, const StepIO<T>& io,
                   workspace_view workspace, const StepOptions& options) {
+    require_device_chunks<typename Cache::policy_type>();
     const Batch batch = checks::batch_of(io);
     const std::int32_t tokens = max_tokens(batch, io.q.length);
     detail::require(!draft || tokens <= cache.max_draft_tokens, "q.length", tokens, [&] {
@@ -60,6 +65,7 @@ void attend_chunk(bool draft, const cuda& ctx, const Cache& cache, const StepIO<
 template <class Dims, class Cache>
 void accept_chunk(const cuda& ctx, const Cache& cache, const Batch& named, workspace_view workspace,
                   const StepOptions& options) {
+    require_device_chunks<typename Cache::policy_type>();
     check_on_device(cache);
     const Batch batch = checks::batch_of(named, cache.max_sequences);
     checks::check_count("batch.count", batch.count, cache.max_sequences);

@@ -1,0 +1,56 @@
+// Host side of scores that come from a step's own attention: parts of the workspace, and the launch after it.
+#pragma once
+
+#include <kvpolicy/caches/cuda/observed/kernel_step_mass.cuh>
+#include <kvpolicy/core/cuda_config.cuh>
+#include <kvpolicy/core/error.hpp>
+#include <kvpolicy/cuda/launch.cuh>
+#include <kvpolicy/policies/scorer_concept.hpp>
+
+#include <cstdint>
+
+namespace kvpolicy {
+inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
+namespace cuda_backend {
+
+/// Takes the parts of the workspace that a step of `count` entries leaves its logits in. `rows`: the most of a
+/// head.
+template <class Compute>
+void lay_out_logits(step_logits<Compute>& logits, workspace_parts& parts, std::int64_t count,
+                    std::int64_t kv_heads, std::int32_t group, std::int64_t rows) {
+    logits.rows = rows;
+    logits.stride = group + group % 2;
+    logits.logit = parts.take<Compute>(count * kv_heads * rows * logits.stride);
+    logits.lse = parts.take<Compute>(count * kv_heads * group);
+    logits.after = parts.take<step_rows>(count * kv_heads);
+}
+
+/// Refuses an observation that kernels of a step do not make.
+inline void check_step_observation(const Observation& seen) {
+    detail::require(seen.pool == 1, "pooling width of a scorer that evicts at steps", seen.pool,
+                    "1 on CUDA, where decode steps do not pool masses");
+}
+
+/// Enqueues what makes scores of the logits of a step.
+template <class View, class Compute>
+void launch_step_mass(const cuda& ctx, const device_scope& device, const View& cache, std::int32_t count,
+                      const Observation& seen, const step_logits<Compute>& logits, std::uint32_t* status) {
+    const auto tiles = static_cast<std::int32_t>((logits.rows + mass_tile::rows - 1) / mass_tile::rows + 1);
+    const step_mass_params<View, Compute> call{
+        .cache = cache,
+        .logits = logits,
+        .status = status,
+        .tiles = tiles,
+        .accumulate = seen.accumulate,
+        .mean = seen.aggregate == group_aggregate::mean,
+        .whole_layer = seen.whole_layer,
+    };
+    constexpr auto kernel = step_mass_kernel<View, Compute>;
+    share_sms<kernel>(device);  // its blocks wait beside those of the step
+    launch_early<kernel>("step_mass_kernel", std::int64_t{count} * tiles * call.parts(), 32 * mass_warps, 0,
+                         device, ctx, 1, call);
+}
+
+}  // namespace cuda_backend
+}  // namespace KVPOLICY_HIDDEN
+}  // namespace kvpolicy
