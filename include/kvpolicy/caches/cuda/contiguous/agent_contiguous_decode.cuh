@@ -18,6 +18,7 @@
 #include <kvpolicy/caches/cuda/decode/agent_decode_stream.cuh>
 #include <kvpolicy/caches/cuda/decode/agent_merge_states.cuh>
 #include <kvpolicy/caches/cuda/decode/agent_write_entries.cuh>
+#include <kvpolicy/caches/cuda/observed/agent_step_mass.cuh>
 #include <kvpolicy/caches/top_k_slots.hpp>
 #include <kvpolicy/core/cuda_config.cuh>
 #include <kvpolicy/core/status.hpp>
@@ -269,6 +270,14 @@ class agent_contiguous_decode : agent_decode_head<contiguous_params<Rows, Gate, 
             });
             if (call_.writes) {
                 moving.write(head, q, moved);
+            }
+        }
+        if constexpr (scored_by_steps<Scorer>) {
+            if (call_.writes && call_.observed.in_step) {
+                cluster_barrier();  // logits, their sums and the entries are there
+                const agent_step_mass<contiguous_view<T>, Compute> masses(call_.cache, call_.observed, entry_,
+                                                                          head_);
+                masses.run(split_ * Rows::warps + warp_id(), call_.blocks() * Rows::warps, call_.status);
             }
         }
     }

@@ -120,6 +120,9 @@ class contiguous_decode_plan
                 call_.splits = static_cast<std::int32_t>(std::min(splits, cluster - 1));
                 call_.leader_blocks = 1;
                 call_.clustered = true;
+                if constexpr (scored_by_steps<Scorer>) {
+                    call_.observed.in_step = !call_.observed.whole_layer;
+                }
             }
         }
     }

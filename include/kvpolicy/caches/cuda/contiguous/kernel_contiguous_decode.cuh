@@ -36,12 +36,15 @@ namespace cuda_backend {
 ///    token.
 /// 5. The blocks of a head merge their softmax states.
 /// 6. The leader of a cluster, else the last block to arrive, writes outputs, entries and counters.
+/// 7. With observed.in_step the blocks of a cluster make scores of the query's weights: step_mass_kernel.
 template <class Rows, class Gate, class Scorer>
 __global__ void __launch_bounds__(Rows::threads, Rows::blocks)
     contiguous_decode_kernel(const __grid_constant__ contiguous_params<Rows, Gate, Scorer> call) {
     __shared__ typename agent_contiguous_decode<Rows, Gate, Scorer>::Memory memory;
     if constexpr (scored_by_steps<Scorer>) {
-        let_next_kernel_start();  // step_mass_kernel, whose blocks wait for the end of this kernel
+        if (!call.observed.in_step) {
+            let_next_kernel_start();  // step_mass_kernel, whose blocks wait for the end of this kernel
+        }
     }
     agent_contiguous_decode<Rows, Gate, Scorer>(call, memory, dynamic_shared()).run();
 }

@@ -73,8 +73,9 @@ class decode_plan {
         plan().score(batch, {.k = io.k, .v = io.v});
         plan().run();
         if constexpr (scored_by_steps<Scorer>) {
-            launch_step_mass(ctx_, device_, call_.cache, batch.count, ref_.scorer.observation(),
-                             call_.observed, status);
+            if (!call_.observed.in_step) {
+                launch_step_mass(ctx_, device_, call_.cache, batch.count, call_.observed, status);
+            }
         }
     }
 
@@ -97,6 +98,9 @@ class decode_plan {
         call_.logits = logits_of<typename Rows::Compute>(cache.attention, cache.head_dim_qk);
         call_.parts = (cache.group + Rows::heads - 1) / Rows::heads;
         shared_ = static_cast<std::size_t>(Rows::warps) * Rows::shared_bytes(cache.head_dim_vo);
+        if constexpr (scored_by_steps<Scorer>) {
+            observe_as(call_.observed, cache.scorer.observation());
+        }
     }
 
     /// Takes the part of the workspace that a step's logits are left in, if they are.

@@ -25,6 +25,14 @@ void lay_out_logits(step_logits<Compute>& logits, workspace_parts& parts, std::i
     logits.after = parts.take<step_rows>(count * kv_heads);
 }
 
+/// Says how logits become scores.
+template <class Compute>
+void observe_as(step_logits<Compute>& logits, const Observation& seen) {
+    logits.accumulate = seen.accumulate;
+    logits.mean = seen.aggregate == group_aggregate::mean;
+    logits.whole_layer = seen.whole_layer;
+}
+
 /// Refuses an observation that kernels of a step do not make.
 inline void check_step_observation(const Observation& seen) {
     detail::require(seen.pool == 1, "pooling width of a scorer that evicts at steps", seen.pool,
@@ -34,17 +42,10 @@ inline void check_step_observation(const Observation& seen) {
 /// Enqueues what makes scores of the logits of a step.
 template <class View, class Compute>
 void launch_step_mass(const cuda& ctx, const device_scope& device, const View& cache, std::int32_t count,
-                      const Observation& seen, const step_logits<Compute>& logits, std::uint32_t* status) {
+                      const step_logits<Compute>& logits, std::uint32_t* status) {
     const auto tiles = static_cast<std::int32_t>((logits.rows + mass_tile::rows - 1) / mass_tile::rows + 1);
     const step_mass_params<View, Compute> call{
-        .cache = cache,
-        .logits = logits,
-        .status = status,
-        .tiles = tiles,
-        .accumulate = seen.accumulate,
-        .mean = seen.aggregate == group_aggregate::mean,
-        .whole_layer = seen.whole_layer,
-    };
+        .cache = cache, .logits = logits, .status = status, .tiles = tiles};
     constexpr auto kernel = step_mass_kernel<View, Compute>;
     share_sms<kernel>(device);  // its blocks wait beside those of the step
     launch_early<kernel>("step_mass_kernel", std::int64_t{count} * tiles * call.parts(), 32 * mass_warps, 0,

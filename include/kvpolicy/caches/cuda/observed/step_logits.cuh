@@ -1,4 +1,4 @@
-// What the kernels of a decode step leave for step_mass_kernel, in the workspace: the logits of the step's
+// What the kernels of a decode step leave for what makes scores of it, in the workspace: the logits of the step's
 // query, by the row that each key has after the step.
 #pragma once
 
@@ -71,6 +71,11 @@ struct step_logits {
     step_rows* after = nullptr;  // [count, Hkv]
     std::int64_t rows = 0;       // the most that a head can have
     std::int32_t stride = 0;     // query heads of a group, rounded up to an even number
+    // How they become scores.
+    bool accumulate = true;    // else a mass takes the place of a score
+    bool mean = true;          // of a group's query heads; else the largest
+    bool whole_layer = false;  // mean over the KV heads, which hold the same keys
+    bool in_step = false;      // by the blocks of the step themselves; else by step_mass_kernel
 
     /// For query heads first .. first + heads - 1 of the group of `pair`, an entry's KV head.
     [[nodiscard]] __device__ logit_rows<Compute> of(std::int64_t pair, std::int32_t first,

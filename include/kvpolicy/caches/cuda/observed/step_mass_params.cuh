@@ -14,22 +14,16 @@ namespace cuda_backend {
 inline constexpr int mass_warps = 8;
 
 /// View: the cache. Compute: the numbers of attention.
-template <class View_, class Compute_>
+template <class View, class Compute>
 struct step_mass_params {
-    using View = View_;
-    using Compute = Compute_;
-
     View cache;
     step_logits<Compute> logits{};
     std::uint32_t* status = nullptr;  // [count]
     std::int32_t tiles = 1;           // of a head, at most
-    bool accumulate = true;           // else a mass takes the place of a score
-    bool mean = true;                 // of a group's query heads; else the largest
-    bool whole_layer = false;         // mean over the KV heads, which hold the same keys
 
     /// Blocks that share the KV heads of an entry's tile.
     [[nodiscard]] __host__ __device__ std::int32_t parts() const {
-        return whole_layer ? 1 : (cache.kv_heads + mass_warps - 1) / mass_warps;
+        return logits.whole_layer ? 1 : (cache.kv_heads + mass_warps - 1) / mass_warps;
     }
 };
 
