@@ -1,6 +1,6 @@
-// Steps of observed policies on a device beside the host's. Masses differ by rounding, and a decision may hang
-// on the last bit of one. So before every step the host takes over the device's state, scores included: then
-// both must evict the same keys, and the masses that the step adds differ by no more than the logits.
+// Steps of observed policies on a device beside the host's. Masses differ by rounding, and a decision may
+// hang on the last bit of one. So before every step the host takes over the device's state, scores included:
+// then both must evict the same keys, and the masses that the step adds differ by no more than the logits.
 #pragma once
 
 #include <kvpolicy/policies/sink.hpp>

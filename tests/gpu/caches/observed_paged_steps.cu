@@ -1,5 +1,5 @@
-// Steps of a DualCache whose policy ranks keys by attention, against the host's: pages that are there and that
-// are not, heads without a bound, H2O, and SnapKV, whose steps evict no key.
+// Steps of a DualCache whose policy ranks keys by attention, against the host's: pages that are there and
+// that are not, heads without a bound, H2O, and SnapKV, whose steps evict no key.
 #include <kvpolicy/h2o.hpp>
 #include <kvpolicy/snapkv.hpp>
 

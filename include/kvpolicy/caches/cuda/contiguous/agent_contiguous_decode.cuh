@@ -80,6 +80,9 @@ class agent_contiguous_decode : agent_decode_head<contiguous_params<Rows, Gate, 
         }
         const std::int32_t num_long_range = call_.cache.num_long_range[head.index],
                            victim = call_.cache.victim[head.index];
+        if (call_.writes) {
+            this->ask_records(head);
+        }
         // Counted per head, so that a block of another head cannot mark the token as appended too early.
         const bool again = call_.writes && call_.cache.appended[head.index] > 0;
         const std::int32_t used = head.layout.used(q, num_long_range);
@@ -90,6 +93,7 @@ class agent_contiguous_decode : agent_decode_head<contiguous_params<Rows, Gate, 
         unsigned char* const region = regions_ + warp_id() * region_bytes();
         typename stream_of<Rows>::type stream(region, rows);
         stream.start();
+        warm_scores(head);
         const stream_queries<T> queries = this->queries();
         stream.ask(queries);
         if (again) {  // only here, since the count has a long way, too
@@ -249,6 +253,27 @@ class agent_contiguous_decode : agent_decode_head<contiguous_params<Rows, Gate, 
             }
         }
         return found;
+    }
+
+    /// Prefetches into L2 the scores of the tiles that the warp will score after attention.
+    __device__ void warm_scores([[maybe_unused]] const contiguous_head<T>& head) const {
+        if constexpr (scored_by_steps<Scorer>) {
+            if (!call_.writes || !call_.observed.in_step) {
+                return;
+            }
+            constexpr std::int32_t line = 32;  // scores
+            const std::int32_t capacity = head.capacity(), stride = call_.blocks() * Rows::warps;
+            for (std::int32_t tile = split_ * Rows::warps + warp_id();; tile += stride) {
+                const std::int32_t begin = mass_tile(head.layout.slot(0), tile).begin,
+                                   row = begin + line * lane_id();
+                if (begin >= capacity) {
+                    return;
+                }
+                if (lane_id() < mass_tile::rows / line && row >= 0 && row < capacity) {
+                    asm volatile("prefetch.global.L2 [%0];" ::"l"(head.score + row));
+                }
+            }
+        }
     }
 
     /// Blocks of a cluster send their states to the leader block, which merges them and writes.

@@ -71,6 +71,17 @@ class agent_decode_head {
                                                      warp_id(), Rows::warps, num_long_range, q));
     }
 
+    /// Sets out to read what worst_of_block() begins with, before it is known whether it will.
+    template <class Head>
+    __device__ void ask_records([[maybe_unused]] const Head& head) {
+        if constexpr (scored_by_steps<Scorer>) {
+            const auto tile = static_cast<std::int32_t>(threadIdx.x);
+            if (tile < detail::tiles_of_slots(head.head_params.budget)) {
+                early_record_ = call_.cache.record_of(head)[tile];
+            }
+        }
+    }
+
     /// Whether all other blocks of the head have arrived. What they wrote before is then visible to this one,
     /// and they no longer read the cache. The counter is back at 0 for the next launch.
     [[nodiscard]] __device__ bool arrives_last(std::int64_t index, std::uint32_t blocks) const {
@@ -102,9 +113,11 @@ class agent_decode_head {
                                                                   std::int32_t num_long_range,
                                                                   position_t q) const {
         detail::ranked_slot worst;
-        for (auto tile = static_cast<std::int32_t>(threadIdx.x);
-             tile < detail::tiles_of_slots(num_long_range); tile += Rows::threads) {
-            const detail::ranked_slot one = top_k_slots.at(record[tile], q);
+        const auto thread = static_cast<std::int32_t>(threadIdx.x);
+        for (std::int32_t tile = thread; tile < detail::tiles_of_slots(num_long_range);
+             tile += Rows::threads) {
+            const detail::ranked_slot one =
+                top_k_slots.at(tile == thread && early_record_ >= 0 ? early_record_ : record[tile], q);
             worst = detail::gives_way(one, worst) ? one : worst;
         }
         return worst_of_warps(warp_group::worst(worst));
@@ -124,6 +137,7 @@ class agent_decode_head {
     }
 
     decode_head_memory<Rows>& of_head_;
+    std::int32_t early_record_ = -1;
 };
 
 }  // namespace cuda_backend

@@ -8,9 +8,9 @@
 #include <kvpolicy/caches/top_k_slots.hpp>
 #include <kvpolicy/core/cuda_config.cuh>
 #include <kvpolicy/core/status.hpp>
+#include <kvpolicy/cuda/primitives/mma.cuh>
 #include <kvpolicy/cuda/primitives/warp.cuh>
 
-#include <cmath>
 #include <cstdint>
 
 namespace kvpolicy {
@@ -30,30 +30,38 @@ struct mass_tile {
     [[nodiscard]] __device__ std::int32_t row(int i) const { return begin + 32 * i + lane_id(); }
 };
 
-/// KV head `head` of entry `entry`. View: the cache; Compute: the numbers of attention.
+/// 2^x: where numbers are float, below the smallest normal one it is 0.
+__device__ inline float weight_of(float x) { return fast_exp2(x); }
+__device__ inline double weight_of(double x) { return exp2(x); }
+
+/// Scores as integers of the same order: NaN first, -0 is 0.
+__device__ inline std::uint32_t score_order(float score) {
+    const std::uint32_t bits = __float_as_uint(score + 0.0f);
+    return score != score ? 0u : bits ^ ((bits & 0x80000000u) != 0 ? 0xffffffffu : 0x80000000u);
+}
+
+/// KV head `head` of entry `entry`. View: the cache; Compute: the numbers of attention. Few instructions
+/// matter: with many sequences they take more time than the memory does.
 template <class View, class Compute>
 class agent_step_mass {
     using Head = typename View::head_type;
+    using Pair = logit_pair<Compute>;
 
   public:
     static constexpr int each = mass_tile::each;
-
-    /// Of a lane's rows of a tile.
-    struct lane_rows {
-        Compute mass[each];
-        float before[each];
-        position_t position[each];
-    };
 
     __device__ agent_step_mass(const View& cache, const step_logits<Compute>& logits, std::int32_t entry,
                                std::int32_t head)
         : cache_(cache),
           logits_(logits),
-          pair_(std::int64_t{entry} * cache.kv_heads + head),
-          head_(head),
           entry_(entry),
-          after_(after(logits.after + pair_)),
-          first_slot_(first_slot_of(cache.all_params[head])) {}
+          after_(load(logits, cache, entry, head)),
+          head_(cache, after_.seq, head),
+          first_slot_(head_.layout.slot(0)) {
+        const std::int64_t pair = std::int64_t{entry} * cache.kv_heads + head;
+        lse_ = logits.lse + pair * cache.group;
+        logit_ = logits.logit + pair * logits.rows * logits.stride;
+    }
 
     /// Whether the entry took a token, and the head has rows in the tile.
     [[nodiscard]] __device__ bool reaches(std::int32_t tile) const {
@@ -64,80 +72,80 @@ class agent_step_mass {
     /// weights is NaN gives none, and is reported.
     __device__ void observe(std::int32_t tile_number, std::uint32_t* status, Compute (&mass)[each]) const {
         const mass_tile tile(first_slot_, tile_number);
-        const std::int32_t group = cache_.group, stride = logits_.stride;
-        const Compute* const lse = logits_.lse + pair_ * group;
-        const Compute* const logits = logits_.logit + pair_ * logits_.rows * stride;
+        const std::int32_t group = cache_.group;
         const Compute* from[each];
 #pragma unroll
         for (int i = 0; i < each; ++i) {
-            const std::int32_t row = tile.row(i);  // clamped: the loads do not wait to learn what is in use
-            from[i] = logits + (row < 0 || row >= logits_.rows ? 0 : row) * std::int64_t{stride};
+            const std::int32_t row = tile.row(i);
+            from[i] = logit_ + (row < 0 || row >= after_.used ? 0 : row) * std::int64_t{logits_.stride};
             mass[i] = Compute(0);
         }
         bool bad = false;
-#pragma unroll 4
+#pragma unroll 2
         for (std::int32_t g = 0; g < group; g += 2) {
             const bool both = g + 1 < group;
-            const Compute x_lse = load(lse + g),
-                          y_lse = both ? load(lse + g + 1) : static_cast<Compute>(INFINITY);
-            bad |= x_lse != x_lse || y_lse != y_lse;
+            const Compute x_lse = lse_[g], y_lse = lse_[both ? g + 1 : g];
+            const bool x_counts = x_lse == x_lse, y_counts = both && y_lse == y_lse;
+            bad |= !x_counts || (both && !y_counts);
 #pragma unroll
             for (int i = 0; i < each; ++i) {
-                const logit_pair<Compute> logit = load_pair(from[i] + g);
-                const Compute x = weight(logit.x, x_lse), y = both ? weight(logit.y, y_lse) : Compute(0);
+                const Pair logit = *reinterpret_cast<const Pair*>(from[i] + g);
+                const Compute x = x_counts ? weight_of(logit.x - x_lse) : Compute(0),
+                              y = y_counts ? weight_of(logit.y - y_lse) : Compute(0);
                 mass[i] = logits_.mean ? mass[i] + x + y : fmax(mass[i], fmax(x, y));
             }
         }
+        const Compute share = logits_.mean ? Compute(1) / static_cast<Compute>(group) : Compute(1);
 #pragma unroll
         for (int i = 0; i < each; ++i) {
-            mass[i] = logits_.mean ? mass[i] / static_cast<Compute>(group) : mass[i];
+            mass[i] *= share;
         }
-        const bool reports = tile.begin <= 0 && tile.begin + mass_tile::rows > 0 && lane_id() == 0;
-        if (bad && reports && after_.used != 0 && status != nullptr) {
+        if (bad && tile.begin <= 0 && tile.begin + mass_tile::rows > 0 && after_.used != 0 &&
+            lane_id() == 0 && status != nullptr) {
             atomicOr(status + entry_, static_cast<std::uint32_t>(status_nan_score));
         }
     }
 
-    /// Starts the loads of what give() needs beside masses.
-    __device__ void fetch(std::int32_t tile_number, lane_rows& rows) const {
+    /// What the lane's rows had received before, if that counts.
+    __device__ void fetch(std::int32_t tile_number, float (&before)[each]) const {
         const mass_tile tile(first_slot_, tile_number);
-        const Head head(cache_, after_.seq, head_);
 #pragma unroll
         for (int i = 0; i < each; ++i) {
-            const std::int32_t row = tile.row(i);
-            const bool there = row >= 0 && row < after_.used;
-            rows.before[i] = there && logits_.accumulate ? head.score_of(row) : 0.0f;
-            rows.position[i] = there && row >= first_slot_ ? head.position_of(row) : 0;
+            before[i] = logits_.accumulate && there(tile.row(i)) ? head_.score_of(tile.row(i)) : 0.0f;
         }
     }
 
     /// 2. Masses become scores. 3. The worst of a tile of top-k slots is recorded.
-    __device__ void give(std::int32_t tile_number, const lane_rows& rows) const {
+    __device__ void give(std::int32_t tile_number, const float (&before)[each],
+                         const Compute (&mass)[each]) const {
+        constexpr std::uint32_t none = 0xffffffffu;  // no score's order
         const mass_tile tile(first_slot_, tile_number);
-        const Head head(cache_, after_.seq, head_);
-        detail::ranked_slot worst;
+        std::uint32_t order[each];
 #pragma unroll
         for (int i = 0; i < each; ++i) {
             const std::int32_t row = tile.row(i);
-            if (row < 0 || row >= after_.used) {
-                continue;
+            const auto score = static_cast<float>(static_cast<Compute>(before[i]) + mass[i]);
+            if (there(row)) {
+                head_.score_of(row) = score;
             }
-            const auto score = static_cast<float>(static_cast<Compute>(rows.before[i]) + rows.mass[i]);
-            head.score_of(row) = score;
-            if (row >= first_slot_) {
-                const detail::ranked_slot one{static_cast<double>(score), rows.position[i],
-                                              row - first_slot_};
-                worst = detail::gives_way(one, worst) ? one : worst;
-            }
+            order[i] = there(row) ? score_order(score) : none;
         }
         // A head without a bound evicts no key, and has no records.
         if (tile.record < 0 || tile.record >= detail::tiles_of_slots(after_.num_long_range) ||
-            head.head_params.budget == unlimited) {
+            head_.head_params.budget == unlimited) {
             return;
         }
-        worst = warp_group::worst(worst);
+        const std::uint32_t least = __reduce_min_sync(all_lanes, order[0] < order[1] ? order[0] : order[1]);
+        const unsigned first = __ballot_sync(all_lanes, order[0] == least),
+                       second = __ballot_sync(all_lanes, order[1] == least);
+        std::int32_t slot =
+            tile.record * mass_tile::rows +
+            (first != 0 ? __ffs(static_cast<int>(first)) - 1 : 31 + __ffs(static_cast<int>(second)));
+        if (__popc(first) + __popc(second) > 1) {
+            slot = youngest(tile, order, least);
+        }
         if (lane_id() == 0) {
-            cache_.record_of(head)[tile.record] = worst.slot;
+            cache_.record_of(head_)[tile.record] = slot;
         }
     }
 
@@ -145,50 +153,54 @@ class agent_step_mass {
     __device__ void run(std::int32_t first, std::int32_t stride, std::uint32_t* status) const {
         for (std::int32_t tile = first; reaches(tile); tile += 2 * stride) {
             const bool both = reaches(tile + stride);
-            lane_rows rows[2];
-            fetch(tile, rows[0]);
+            float before[2][each] = {};
+            Compute mass[2][each];
+            fetch(tile, before[0]);
             if (both) {
-                fetch(tile + stride, rows[1]);
+                fetch(tile + stride, before[1]);
+                observe(tile + stride, status, mass[1]);
             }
-            observe(tile, status, rows[0].mass);
+            observe(tile, status, mass[0]);
+            give(tile, before[0], mass[0]);
             if (both) {
-                observe(tile + stride, status, rows[1].mass);
-            }
-            give(tile, rows[0]);
-            if (both) {
-                give(tile + stride, rows[1]);
+                give(tile + stride, before[1], mass[1]);
             }
         }
     }
 
   private:
-    __device__ static std::int32_t first_slot_of(const HeadParams& head_params) {
-        return HeadRows{head_params.sinks, head_params.window}.slot(0);
-    }
-    // Other blocks wrote these, perhaps of the same kernel: past the L1 cache.
-    __device__ static step_rows after(const step_rows* from) {
-        const int4 x = __ldcg(reinterpret_cast<const int4*>(from));
+    static_assert(each == 2);
+    __device__ static step_rows load(const step_logits<Compute>& logits, const View& cache,
+                                     std::int32_t entry, std::int32_t head) {
+        const int4 x =
+            *reinterpret_cast<const int4*>(logits.after + std::int64_t{entry} * cache.kv_heads + head);
         return {x.x, x.y, x.z, x.w};
     }
-    __device__ static Compute load(const Compute* from) { return __ldcg(from); }
-    __device__ static logit_pair<float> load_pair(const float* from) {
-        const float2 x = __ldcg(reinterpret_cast<const float2*>(from));
-        return {x.x, x.y};
-    }
-    __device__ static logit_pair<double> load_pair(const double* from) {
-        const double2 x = __ldcg(reinterpret_cast<const double2*>(from));
-        return {x.x, x.y};
-    }
-    __device__ static Compute weight(Compute logit, Compute lse) {
-        return lse == lse ? exp2(logit - lse) : Compute(0);
+    [[nodiscard]] __device__ bool there(std::int32_t row) const { return row >= 0 && row < after_.used; }
+
+    /// The slot of the youngest of the keys whose score is the least: the older ones stay.
+    [[nodiscard]] __device__ std::int32_t youngest(const mass_tile& tile, const std::uint32_t (&order)[each],
+                                                   std::uint32_t least) const {
+        detail::ranked_slot mine;
+#pragma unroll
+        for (int i = 0; i < each; ++i) {
+            const std::int32_t row = tile.row(i);
+            if (order[i] == least) {
+                const detail::ranked_slot one{0.0, head_.position_of(row), row - first_slot_};
+                mine = detail::gives_way(one, mine) ? one : mine;
+            }
+        }
+        return warp_group::worst(mine).slot;
     }
 
     const View& cache_;
     const step_logits<Compute>& logits_;
-    std::int64_t pair_;
-    std::int32_t head_, entry_;
+    std::int32_t entry_;
     step_rows after_;
+    Head head_;
     std::int32_t first_slot_;
+    const Compute* lse_;    // [G]
+    const Compute* logit_;  // [rows, stride]
 };
 
 }  // namespace cuda_backend

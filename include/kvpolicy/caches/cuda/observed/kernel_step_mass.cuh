@@ -19,34 +19,36 @@ template <class View, class Compute>
 __device__ void average_step_mass(const step_mass_params<View, Compute>& call, std::int32_t entry,
                                   std::int32_t tile, Compute (&shared)[mass_warps][mass_tile::rows]) {
     using Agent = agent_step_mass<View, Compute>;
-    typename Agent::lane_rows rows{};
+    Compute sum[Agent::each] = {};
     for (std::int32_t head = warp_id(); head < call.cache.kv_heads; head += mass_warps) {
         Compute mass[Agent::each];
         Agent(call.cache, call.logits, entry, head).observe(tile, call.status, mass);
 #pragma unroll
         for (int i = 0; i < Agent::each; ++i) {
-            rows.mass[i] += mass[i];
+            sum[i] += mass[i];
         }
     }
+    __syncthreads();  // the masses of the tile before have been read
 #pragma unroll
     for (int i = 0; i < Agent::each; ++i) {
-        shared[warp_id()][32 * i + lane_id()] = rows.mass[i];
+        shared[warp_id()][32 * i + lane_id()] = sum[i];
     }
     __syncthreads();
 #pragma unroll
     for (int i = 0; i < Agent::each; ++i) {  // in the same order in every warp, so that all heads agree
-        rows.mass[i] = Compute(0);
+        sum[i] = Compute(0);
 #pragma unroll
         for (int w = 0; w < mass_warps; ++w) {
-            rows.mass[i] += shared[w][32 * i + lane_id()];
+            sum[i] += shared[w][32 * i + lane_id()];
         }
-        rows.mass[i] /= static_cast<Compute>(call.cache.kv_heads);
+        sum[i] /= static_cast<Compute>(call.cache.kv_heads);
     }
     for (std::int32_t head = warp_id(); head < call.cache.kv_heads; head += mass_warps) {
         const Agent agent(call.cache, call.logits, entry, head);
         if (agent.reaches(tile)) {
-            agent.fetch(tile, rows);
-            agent.give(tile, rows);
+            float before[Agent::each];
+            agent.fetch(tile, before);
+            agent.give(tile, before, sum);
         }
     }
 }
@@ -60,9 +62,9 @@ __device__ void average_step_mass(const step_mass_params<View, Compute>& call, s
 /// for all entries t of a head after the step, its new token's too. A query head whose lse is NaN (a query or
 /// key that is not finite, logits beyond fp32) gives no mass and sets status_nan_score.
 ///
-/// Grid: count * tiles * parts() blocks; a tile is 64 rows, from the first top-k slot on as the records of
-/// slots are cut. Block: mass_warps warps, each with one KV head at a time; with whole_layer they share all
-/// heads of the layer. Shared memory: a mass per warp and row of a tile.
+/// Grid: count * shares * parts() blocks; each has every shares-th tile of 64 rows, which are cut as the
+/// records of top-k slots. Block: mass_warps warps, each with one KV head at a time; with whole_layer they
+/// share all heads of the layer. Shared memory: a mass per warp and row of a tile.
 ///
 /// In: logits (step_logits: logit [count, Hkv, rows, stride], lse [count, Hq], after [count, Hkv]).
 /// Overwrites: scores of entries [used] fp32; tile_victims [tiles of top-k slots] int32: the slot of the key
@@ -76,15 +78,19 @@ __global__ void __launch_bounds__(32 * mass_warps)
     let_next_kernel_start();
     wait_for_kernel_before();
     const std::int32_t parts = call.parts(), block = static_cast<std::int32_t>(blockIdx.x);
-    const std::int32_t tile = block / parts % call.tiles, entry = block / parts / call.tiles;
+    const std::int32_t share = block / parts % call.shares, entry = block / parts / call.shares;
     if (call.logits.whole_layer) {
-        average_step_mass(call, entry, tile, masses);
+        // All heads hold as many rows, so the first one speaks for all.
+        const agent_step_mass<View, Compute> first(call.cache, call.logits, entry, 0);
+        for (std::int32_t tile = share; first.reaches(tile); tile += call.shares) {
+            average_step_mass(call, entry, tile, masses);
+        }
         return;
     }
     const std::int32_t head = block % parts * mass_warps + warp_id();
     if (head < call.cache.kv_heads) {
         agent_step_mass<View, Compute>(call.cache, call.logits, entry, head)
-            .run(tile, call.tiles, call.status);
+            .run(share, call.shares, call.status);
     }
 }
 

@@ -1,5 +1,5 @@
-// What the kernels of a decode step leave for what makes scores of it, in the workspace: the logits of the step's
-// query, by the row that each key has after the step.
+// What the kernels of a decode step leave for what makes scores of it, in the workspace: the logits of the
+// step's query, by the row that each key has after the step.
 #pragma once
 
 #include <kvpolicy/core/cuda_config.cuh>

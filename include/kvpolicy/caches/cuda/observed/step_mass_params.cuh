@@ -19,7 +19,7 @@ struct step_mass_params {
     View cache;
     step_logits<Compute> logits{};
     std::uint32_t* status = nullptr;  // [count]
-    std::int32_t tiles = 1;           // of a head, at most
+    std::int32_t shares = 1;          // blocks that share the tiles of a head
 
     /// Blocks that share the KV heads of an entry's tile.
     [[nodiscard]] __host__ __device__ std::int32_t parts() const {
