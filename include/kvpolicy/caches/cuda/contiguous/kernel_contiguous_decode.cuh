@@ -25,7 +25,7 @@ namespace cuda_backend {
 /// Overwrites, with `writes`: per head the entry of the key that leaves the window (the new token takes it)
 /// and at most one top-k slot; num_long_range, victim, tile_victims, appended. `states` and `notes` are
 /// scratch; `arrivals` ends at 0, as it began. `observed` (step_logits), where scores come from attention:
-/// logits and lse of the step's query, for step_mass_kernel.
+/// logits and lse of the step's query, for step_mass_kernel or phase 7, which writes what that does.
 ///
 /// Phases (the numbers stand in agent_contiguous_decode.cuh):
 /// 1. Each warp starts the copies of its tiles and loads the queries.
@@ -36,7 +36,7 @@ namespace cuda_backend {
 ///    token.
 /// 5. The blocks of a head merge their softmax states.
 /// 6. The leader of a cluster, else the last block to arrive, writes outputs, entries and counters.
-/// 7. With observed.in_step the blocks of a cluster make scores of the query's weights: step_mass_kernel.
+/// 7. With observed.in_step the blocks of a cluster make scores of the query's weights, as step_mass_kernel.
 template <class Rows, class Gate, class Scorer>
 __global__ void __launch_bounds__(Rows::threads, Rows::blocks)
     contiguous_decode_kernel(const __grid_constant__ contiguous_params<Rows, Gate, Scorer> call) {
