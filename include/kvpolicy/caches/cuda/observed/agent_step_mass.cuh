@@ -30,9 +30,9 @@ struct mass_tile {
     [[nodiscard]] __device__ std::int32_t row(int i) const { return begin + 32 * i + lane_id(); }
 };
 
-/// 2^x: where numbers are float, below the smallest normal one it is 0.
-__device__ inline float weight_of(float x) { return fast_exp2(x); }
-__device__ inline double weight_of(double x) { return exp2(x); }
+/// 2^x. A float below the smallest normal one becomes 0.
+__device__ inline float step_weight(float x) { return fast_exp2(x); }
+__device__ inline double step_weight(double x) { return exp2(x); }
 
 /// Scores as integers of the same order: NaN first, -0 is 0.
 __device__ inline std::uint32_t score_order(float score) {
@@ -90,8 +90,8 @@ class agent_step_mass {
 #pragma unroll
             for (int i = 0; i < each; ++i) {
                 const Pair logit = *reinterpret_cast<const Pair*>(from[i] + g);
-                const Compute x = x_counts ? weight_of(logit.x - x_lse) : Compute(0),
-                              y = y_counts ? weight_of(logit.y - y_lse) : Compute(0);
+                const Compute x = x_counts ? step_weight(logit.x - x_lse) : Compute(0),
+                              y = y_counts ? step_weight(logit.y - y_lse) : Compute(0);
                 mass[i] = logits_.mean ? mass[i] + x + y : fmax(mass[i], fmax(x, y));
             }
         }
