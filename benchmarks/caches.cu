@@ -10,6 +10,7 @@
 #include <kvpolicy/scorers/linear.hpp>
 #include <kvpolicy/scorers/mlp.hpp>
 #include <kvpolicy/scorers/mlstm.hpp>
+#include <kvpolicy/scorers/observed.hpp>
 
 #include "cache_inputs.cuh"
 #include "cold.cuh"
@@ -51,7 +52,7 @@ __global__ void fill_layer(bf16* k, bf16* v, kvp::position_t* position, float* s
         const kvp::position_t oldest = length - window;  // of the window
         const kvp::position_t turned = (r - sinks - (oldest - sinks) % window + window) % window;
         position[row] = r < sinks ? r : r < sinks + window ? oldest + turned : r - window;
-        score[row] = hashed(static_cast<std::uint32_t>(row));
+        score[row] = hashed(static_cast<std::uint32_t>(r));  // alike in all heads, which TOVA's are
     }
 }
 __global__ void fill_counters(std::int32_t* kept, kvp::position_t* length_of, std::int32_t batch,
@@ -177,6 +178,8 @@ using Mlp = kvp::Policy<kvp::Sink<>, kvp::Window<>, kvp::TopKBudget<>, kvp::MlpS
 using Gate = kvp::Policy<kvp::Sink<>, kvp::Window<>, kvp::TopKBudget<>, kvp::WriteGateScorer<>>;
 using Predictor = kvp::Policy<kvp::Sink<>, kvp::Window<>, kvp::TopKBudget<>, kvp::UtilityPredictor>;
 using Memory = kvp::Policy<kvp::Sink<>, kvp::Window<>, kvp::TopKBudget<>, kvp::mLSTMScorer<>>;
+using Sums = kvp::Policy<kvp::Sink<>, kvp::Window<>, kvp::TopKBudget<>, kvp::AccumulatedMass>;
+using Last = kvp::Policy<kvp::Sink<>, kvp::Window<>, kvp::TopKBudget<>, kvp::LastMass>;
 
 template <class P, class... Scorer>
 P policy_of(std::int32_t rows, const Scorer&... scorer) {
@@ -245,6 +248,12 @@ void add_steps() {
             });
             add("step, always replaced/" + size, [=](benchmark::State& state) {
                 decode(state, policy_of<Given>(rows), batch, rows, 128, Order::improving);
+            });
+            add("step, H2O's masses/" + size, [=](benchmark::State& state) {
+                decode(state, policy_of<Sums>(rows, kvp::AccumulatedMass{}), batch, rows, 128, Order::random);
+            });
+            add("step, TOVA's masses/" + size, [=](benchmark::State& state) {
+                decode(state, policy_of<Last>(rows, kvp::LastMass{}), batch, rows, 128, Order::random);
             });
             add("step, linear/" + size, [=](benchmark::State& state) {
                 decode(state, policy_of<Linear>(rows, scorer_of<kvp::LinearScorer<>>(heads, 128)), batch,

@@ -124,6 +124,8 @@ gpu.caches.half     | $all_checks | few calls
 gpu.caches.steps    | memcheck synccheck racecheck | few*,attention over*
 gpu.caches.scorers  | $all_checks | few calls
 gpu.caches.conv     | memcheck synccheck | *bf16*
+gpu.caches.observed_steps    | memcheck synccheck racecheck | a layer*,TOVA*
+gpu.caches.observed_paged_steps | memcheck synccheck racecheck | H2O*
 gpu.caches.write_gate        | $all_checks | few calls
 gpu.caches.utility_predictor | $all_checks | few calls
 gpu.caches.packed            | memcheck synccheck | *

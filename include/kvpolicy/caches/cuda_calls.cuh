@@ -21,16 +21,18 @@ inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 // for. Grids depend on shapes and capacities, and whatever changes from step to step is read from device
 // memory when the work runs, so one captured graph serves all later steps.
 //
-// Policies: all; those that rank keys by attention in prefill alone (step does not compile). Scorers: given
-// scores, LinearScorer, MlpScorer, WriteGateScorer, UtilityPredictor, mLSTMScorer, ConvScorer, and what
-// specializes device_scorer (others do not compile). Given the same scores, the same keys are kept as on the
-// host; steps put them in the same rows too.
+// Policies: all; those that rank keys by attention without drafts (append_draft and accept do not compile).
+// Scorers: given scores, LinearScorer, MlpScorer, WriteGateScorer, UtilityPredictor, mLSTMScorer, ConvScorer,
+// all that observe attention, and what specializes device_scorer (others do not compile). Given the same
+// scores, the same keys are kept as on the host; steps put them in the same rows too.
 //
 // bf16 and fp16: head_dims that are multiples of 8 up to the largest of Dims, any group, fp32 sums; rows
 // begin at multiples of 16 bytes, and those of a chunk's keys and values one after another: a row stride of 0
 // or more. float and double: plain kernels, to check others with.
 //
-// What a host would refuse but a device finds too late: a NaN score ranks last and sets status_nan_score; a
+// What a host would refuse but a device finds too late: a NaN score ranks last and sets status_nan_score; for
+// a policy that ranks keys by attention, a query head whose weights are NaN (q or k is not finite, or a logit
+// overflows fp32) gives no mass in its step and sets status_nan_score; a
 // token count that the call does not take, or a sequence that the cache does not have, counts as no token and
 // sets status_bad_length (an entry of sequence -1 is padding: it brings no token, and nothing is wrong);
 // tokens for a layer that has taken some already, before advance() has counted them, count as none and set
@@ -74,6 +76,11 @@ requires CacheRef<Ref<P, T>> std::size_t step_workspace_bytes(const cuda& ctx, c
 /// FixedBudgetCache takes one launch; a DualCache two: one block takes pages and lays out the work, then all
 /// blocks of the GPU share the rows of all heads evenly, however ragged they are. A scorer with a hidden
 /// layer or a state has one more before it, one of hidden states two. Outputs equal the host's to rounding.
+///
+/// A scorer that observes attention and evicts at steps (H2O, TOVA) has one more launch after it: for all
+/// entries t of a head score(t) = mass(t), or score(t) + mass(t), fp32, with the step's query; so a key is
+/// ranked by the masses up to the query before. One that keeps decoded tokens (SnapKV) leaves scores as they
+/// are. bind() refuses a policy that averages over a layer whose heads differ in sinks, window or budget.
 template <class Dims = all_head_dims, class P, Storage T, template <class, class> class Ref>
 requires CacheRef<Ref<P, T>>
 void step(const cuda& ctx, const Ref<P, T>& cache, const step_io<T>& io, workspace_view workspace,
@@ -86,6 +93,11 @@ void step(const cuda& ctx, const Ref<P, T>& cache, const step_io<T>& io, workspa
 /// another, and every candidate looks at all slots). With n > 32 an mLSTM of up to 128 features and values
 /// scores by chunks, as score_sequence does: it agrees with steps to rounding, of 16-bit rows to that of
 /// bf16.
+///
+/// A policy that ranks keys by attention decides as the host does, once per block (ObservedPrefill), by
+/// masses in fp32: the same keys in the same rows, unless two masses agree to rounding. A mass that is NaN (q
+/// or k is not finite) ranks last and sets status_nan_score. A block takes a second pass over the pairs of
+/// keys and queries that count, and about a dozen launches.
 ///
 /// Of a DualCache a chunk fits, or the call leaves the sequence unchanged. Attention reads rows in their
 /// pages. It takes as many entries at once as have their lists of rows in 1 GiB, or in the workspace if that

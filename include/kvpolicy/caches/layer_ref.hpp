@@ -190,7 +190,8 @@ struct FixedBudgetRef : LayerRef<P, T> {
         nullptr;  // [max_sequences, rows / selection.page_size(), 2, head_dim_qk]; null without selection
     std::int64_t max_capacity = 0;  // the largest capacity(head): a number that a device's host may read
     // State of calls on a device between launches: how many blocks of a head have arrived (0 outside of a
-    // launch), and the worst slot of each tile of top-k slots, true where `victim` is known.
+    // launch), and the worst slot of each tile of top-k slots, true where `victim` is known or, in a cache of
+    // an observed policy, -2.
     std::uint32_t* arrivals = nullptr;     // [max_sequences, kv_heads]
     std::int32_t* tile_victims = nullptr;  // [max_sequences, tiles(rows, kv_heads)]
     PlacedPages<T> placed;                 // with a selection

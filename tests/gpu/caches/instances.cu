@@ -4,6 +4,7 @@
 #include <kvpolicy/caches/cuda/dispatch_export_heads.cuh>
 #include <kvpolicy/caches/cuda/paged/dispatch_paged.cuh>
 #include <kvpolicy/caches/cuda/prefill/dispatch_prefill.cuh>
+#include <kvpolicy/h2o.hpp>
 #include <kvpolicy/kvpop.hpp>
 #include <kvpolicy/policies/eviction.hpp>
 #include <kvpolicy/policies/selection.hpp>
@@ -51,6 +52,10 @@ template std::size_t Paged::snapshot_bytes<cuda_build>(const cuda&, std::int32_t
 template std::size_t Paged::snapshot<cuda_build>(const cuda&, std::int32_t, void*, std::size_t) const;
 template void Paged::restore<cuda_build>(const cuda&, std::int32_t, const void*, std::size_t,
                                          const StepOptions&);
+
+using Observed = FixedBudgetRef<H2O<>, bf16>;
+template void step<head_dims<64>>(const cuda&, const Observed&, const StepIO<bf16>&, workspace_view,
+                                  const StepOptions&);
 
 using Parts = Policy<Sink<>, Window<>, TopKBudget<>, Stride<>, QuestPages<16>, SnapKVEviction>;
 template void step<head_dims<64>>(const cuda&, const DualRef<Parts, bf16>&, const StepIO<bf16>&,

@@ -14,6 +14,7 @@
 #include <kvpolicy/cuda/check.cuh>
 #include <kvpolicy/cuda/head_tiles.cuh>
 #include <kvpolicy/scorers/cuda/common/device_scorer.cuh>
+#include <kvpolicy/scorers/cuda/common/observed_scorer.cuh>
 #include <kvpolicy/scorers/cuda/common/warp_scorer.cuh>
 
 #include <algorithm>
@@ -27,11 +28,13 @@ inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 namespace cuda_backend {
 
 /// The scorer that a policy asks in a call: none where nothing is ranked, where scores wait in rows
-/// (scored_late), where they come with the tokens (arriving_scores), or from attention (observed).
+/// (scored_late), or where they come with the tokens (arriving_scores). All scorers whose scores come from
+/// attention are asked alike.
 template <class P>
 using asked_scorer =
-    std::conditional_t<P::ranked && !P::observed && !scored_late<P> && !scored_from_hidden<P>,
-                       typename P::scorer_type, GivenScores>;
+    std::conditional_t<P::observed, observed_scorer<!P::grows>,
+                       std::conditional_t<P::ranked && !scored_late<P> && !scored_from_hidden<P>,
+                                          typename P::scorer_type, GivenScores>>;
 
 template <class P>
 asked_scorer<P> scorer_of(const typename P::scorer_type& scorer) {
@@ -71,12 +74,22 @@ inline void check_between_tokens(const cuda& ctx, const CacheShape& shape, const
 
 template <class P>
 constexpr void require_device_policy() {
-    static_assert(has_device_scorer<asked_scorer<P>> &&
-                      (!scored_late<P> || device_scorer<typename P::scorer_type>::in_window) &&
-                      (!scored_from_hidden<P> || device_scorer<typename P::scorer_type>::from_hidden),
-                  "kvpolicy: on CUDA a cache takes given scores, or a scorer whose device_scorer "
-                  "(scorers/cuda/common/device_scorer.cuh) takes part in a step: LinearScorer, MlpScorer, "
-                  "WriteGateScorer, UtilityPredictor, mLSTMScorer and ConvScorer do");
+    static_assert(
+        has_device_scorer<asked_scorer<P>> &&
+            (!scored_late<P> || device_scorer<typename P::scorer_type>::in_window) &&
+            (!scored_from_hidden<P> || device_scorer<typename P::scorer_type>::from_hidden),
+        "kvpolicy: on CUDA a cache takes given scores, a scorer that observes attention, or one whose "
+        "device_scorer (scorers/cuda/common/device_scorer.cuh) takes part in a step: LinearScorer, "
+        "MlpScorer, WriteGateScorer, UtilityPredictor, mLSTMScorer and ConvScorer do");
+}
+/// Refuses numbers of a layer's heads that its scorer cannot serve.
+template <class P, class HeadParamsOf>
+void check_observed_params([[maybe_unused]] const typename P::scorer_type& scorer,
+                           [[maybe_unused]] std::int32_t heads,
+                           [[maybe_unused]] const HeadParamsOf& head_params_of) {
+    if constexpr (P::observed) {
+        detail::check_same_params(scorer.observation(), heads, head_params_of);
+    }
 }
 
 /// Refuses pages that kernels cannot read, of a pool of at most `pages` pages.

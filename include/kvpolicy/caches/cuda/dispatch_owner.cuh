@@ -79,6 +79,10 @@ void CacheOwner<Derived, P, T>::bind(const cuda& ctx, void* buffer, std::size_t 
     cb::require_device_policy<P>();
     detail::require(!all_params_.empty(), "cache", "moved from", "one that still has its policy");
     self().template check_device_pages<Build>();
+    for (std::int32_t layer = 0; layer < shape_.layers; ++layer) {
+        cb::check_observed_params<P>(scorer_of(layer), shape_.kv_heads,
+                                     [&](std::int32_t head) { return head_params_of(layer, head); });
+    }
     detail::require(buffer != nullptr, "buffer", "null", "device memory of bytes().total()");
     detail::require(buffer_bytes >= bytes_.total(), "buffer_bytes", buffer_bytes,
                     [&] { return detail::text("at least bytes().total() = ", bytes_.total()); });

@@ -17,8 +17,8 @@ namespace host_backend {
 /// Pages of a head that another sequence may name too: full, and of rows that are never written again.
 template <class Cache>
 bool shareable(const Cache& cache, std::int32_t seq, std::int32_t head, std::int64_t page) {
-    if (Cache::policy_type::has_eviction) {
-        return false;  // gaps are closed in place
+    if (Cache::policy_type::has_eviction || Cache::policy_type::observed) {
+        return false;  // gaps are closed in place; scores change with every query
     }
     const std::int64_t first = page * cache.page_size;
     return first >= cache.expirable_entries(head) && first + cache.page_size <= cache.used(seq, head);

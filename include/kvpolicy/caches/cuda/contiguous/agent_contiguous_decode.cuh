@@ -18,6 +18,7 @@
 #include <kvpolicy/caches/cuda/decode/agent_decode_stream.cuh>
 #include <kvpolicy/caches/cuda/decode/agent_merge_states.cuh>
 #include <kvpolicy/caches/cuda/decode/agent_write_entries.cuh>
+#include <kvpolicy/caches/cuda/observed/agent_step_mass.cuh>
 #include <kvpolicy/caches/top_k_slots.hpp>
 #include <kvpolicy/core/cuda_config.cuh>
 #include <kvpolicy/core/status.hpp>
@@ -79,6 +80,9 @@ class agent_contiguous_decode : agent_decode_head<contiguous_params<Rows, Gate, 
         }
         const std::int32_t num_long_range = call_.cache.num_long_range[head.index],
                            victim = call_.cache.victim[head.index];
+        if (call_.writes) {
+            this->ask_records(head);
+        }
         // Counted per head, so that a block of another head cannot mark the token as appended too early.
         const bool again = call_.writes && call_.cache.appended[head.index] > 0;
         const std::int32_t used = head.layout.used(q, num_long_range);
@@ -89,6 +93,7 @@ class agent_contiguous_decode : agent_decode_head<contiguous_params<Rows, Gate, 
         unsigned char* const region = regions_ + warp_id() * region_bytes();
         typename stream_of<Rows>::type stream(region, rows);
         stream.start();
+        warm_scores(head);
         const stream_queries<T> queries = this->queries();
         stream.ask(queries);
         if (again) {  // only here, since the count has a long way, too
@@ -103,7 +108,7 @@ class agent_contiguous_decode : agent_decode_head<contiguous_params<Rows, Gate, 
         if (call_.writes) {
             found = attend_and_decide(stream, queries, head, q, num_long_range, victim);
         } else {
-            stream.finish(queries, stream_hidden{}, call_.logits);
+            stream.finish(queries, stream_hidden{}, call_.logits, no_logits{});
         }
         stream.store();
         __syncthreads();  // all warps' states are in shared memory
@@ -131,8 +136,11 @@ class agent_contiguous_decode : agent_decode_head<contiguous_params<Rows, Gate, 
   private:
     /// The end for an entry of the batch without a token.
     __device__ void leave(const active_entry& active) const {
-        if (head_ == 0 && part_ + split_ == 0 && threadIdx.x == 0) {
-            active.report(call_.status, entry_);
+        if (part_ + split_ == 0 && threadIdx.x == 0) {
+            if (head_ == 0) {
+                active.report(call_.status, entry_);
+            }
+            call_.leave_logits(pair_);
         }
         wait_for_kernel_before();  // so that what comes after this kernel comes after the one before it, too
     }
@@ -205,7 +213,7 @@ class agent_contiguous_decode : agent_decode_head<contiguous_params<Rows, Gate, 
                 stream.bring(extra);
             }
             rank_victim(head, q, found);
-            if (alone && part_ == 0 && warp_id() == 1 && found.hidden.b >= 0) {
+            if (!base::observed && alone && part_ == 0 && warp_id() == 1 && found.hidden.b >= 0) {
                 if constexpr (finds_next_victims) {  // there is time until the scores come
                     next_victims_ =
                         detail::find_next_victims(warp_group{}, head.top_k_slots(call_.cache.rebase_limit),
@@ -222,13 +230,14 @@ class agent_contiguous_decode : agent_decode_head<contiguous_params<Rows, Gate, 
             }
         }
         // 4. Attention over the warp's tiles, then over what the leader adds.
-        stream.finish(queries, found.hidden, call_.logits);
+        const auto sink = call_.logits_of(pair_, part_ * Rows::heads, queries.heads);
+        stream.finish(queries, found.hidden, call_.logits, sink);
         if (is_leader() && both_ways()) {
             const bool first = warp_id() == 0;
             if (first || warp_id() == Rows::warps - 1) {  // u stays, the worst stays
                 extra.counts[1] = first && found.hidden.a >= 0;
                 extra.counts[2] = !first && found.hidden.b >= 0;
-                stream.add(extra, queries, call_.logits);
+                stream.add(extra, queries, call_.logits, sink);
             }
         } else if (is_leader()) {
             if constexpr (scored_before<Scorer>) {
@@ -239,10 +248,31 @@ class agent_contiguous_decode : agent_decode_head<contiguous_params<Rows, Gate, 
                 if (!alone) {
                     stream.bring(extra);
                 }
-                stream.add(extra, queries, call_.logits);
+                stream.add(extra, queries, call_.logits, sink);
             }
         }
         return found;
+    }
+
+    /// Prefetches into L2 the scores of the tiles that the warp will score after attention.
+    __device__ void warm_scores([[maybe_unused]] const contiguous_head<T>& head) const {
+        if constexpr (scored_by_steps<Scorer>) {
+            if (!call_.writes || !call_.observed.in_step) {
+                return;
+            }
+            constexpr std::int32_t line = 32;  // scores
+            const std::int32_t capacity = head.capacity(), stride = call_.blocks() * Rows::warps;
+            for (std::int32_t tile = split_ * Rows::warps + warp_id();; tile += stride) {
+                const std::int32_t begin = mass_tile(head.layout.slot(0), tile).begin,
+                                   row = begin + line * lane_id();
+                if (begin >= capacity) {
+                    return;
+                }
+                if (lane_id() < mass_tile::rows / line && row >= 0 && row < capacity) {
+                    asm volatile("prefetch.global.L2 [%0];" ::"l"(head.score + row));
+                }
+            }
+        }
     }
 
     /// Blocks of a cluster send their states to the leader block, which merges them and writes.
@@ -264,6 +294,14 @@ class agent_contiguous_decode : agent_decode_head<contiguous_params<Rows, Gate, 
             });
             if (call_.writes) {
                 moving.write(head, q, moved);
+            }
+        }
+        if constexpr (scored_by_steps<Scorer>) {
+            if (call_.writes && call_.observed.in_step) {
+                cluster_barrier();  // logits, their sums and the entries are there
+                const agent_step_mass<contiguous_view<T>, Compute> masses(call_.cache, call_.observed, entry_,
+                                                                          head_);
+                masses.run(split_ * Rows::warps + warp_id(), call_.blocks() * Rows::warps, call_.status);
             }
         }
     }
@@ -330,9 +368,8 @@ class agent_contiguous_decode : agent_decode_head<contiguous_params<Rows, Gate, 
         const position_t limit = call_.cache.rebase_limit;
         std::int32_t slot = detail::known_worst(head.head_params, limit, q, victim);
         if (slot < 0) {
-            std::int32_t* const record =
-                part_ == 0 && is_leader() ? call_.cache.tile_victims + head.tile : nullptr;
-            found.worst = this->worst_of_block(head.top_k_slots(limit), record, num_long_range, q);
+            found.worst = this->worst_of_block(head, head.top_k_slots(limit), slot, part_ == 0 && is_leader(),
+                                               num_long_range, q);
             slot = found.worst.slot;
         }
         found.hidden.b = head.layout.slot(slot);
@@ -420,7 +457,9 @@ class agent_contiguous_decode : agent_decode_head<contiguous_params<Rows, Gate, 
                                                ranked);
                 }
             }
-            if (!finds_next_victims || call_.leader_blocks == 0) {
+            if constexpr (base::observed) {
+                next = victim_in_records;  // as soon as this step's weights are scores
+            } else if (!finds_next_victims || call_.leader_blocks == 0) {
                 next = detail::next_victim(warp_group{}, top_k_slots, record, step, ranked, q);
             }
             if (lane_id() == 0) {
@@ -440,6 +479,9 @@ class agent_contiguous_decode : agent_decode_head<contiguous_params<Rows, Gate, 
         // Of the hidden two at most one stays: u, where it is promoted, or else the worst.
         extra.counts[1] = step.promoted >= 0;
         extra.counts[2] = step.promoted < 0 && found.hidden.b >= 0;
+        extra.row[0] = step.newest;
+        extra.row[1] = step.promoted;
+        extra.row[2] = found.hidden.b;
     }
 
     /// The end of both_ways(): merges both outcomes, waits for the scores, chooses one and writes.

@@ -37,6 +37,11 @@ struct contiguous_view : cache_view {
         return true;
     }
 
+    /// What the tiles of a head's top-k slots have recorded as their worst: see caches/top_k_slots.hpp.
+    [[nodiscard]] __device__ std::int32_t* record_of(const contiguous_head<T>& head) const {
+        return tile_victims + head.tile;
+    }
+
     template <class P>
     __host__ __device__ explicit contiguous_view(const FixedBudgetRef<P, T>& ref)
         : cache_view(ref),

@@ -65,6 +65,7 @@ class contiguous_decode_plan
             call_.clustered || call_.blocks() * call_.parts == 1 ? 0 : heads() * call_.parts * call_.blocks();
         call_.states =
             parts.take<typename Rows::Compute>(states * stream_state<Rows::heads>::size(call_.width));
+        this->lay_out_logits(parts);
         arriving_.lay_out(ctx_, ref_.scorer, call_.batch.count, call_.cache.kv_heads, 1, parts);
         if constexpr (scored_late<P>) {
             late_.emplace(device_, ref_.scorer, call_.cache, call_.gate, call_.batch.count, 1,
@@ -95,7 +96,7 @@ class contiguous_decode_plan
     void run() const {
         const std::int64_t blocks = heads() * call_.parts * call_.blocks();
         const unsigned cluster = call_.clustered ? static_cast<unsigned>(call_.blocks()) : 1;
-        if (call_.computed != nullptr) {
+        if (call_.computed != nullptr || scored_by_steps<Scorer>) {
             share_sms<kernel>(device_);  // rows are streamed while they are scored
         }
         launch_early<kernel>("contiguous_decode_kernel", blocks, Rows::threads, shared_, device_, ctx_,
@@ -123,6 +124,9 @@ class contiguous_decode_plan
                 call_.splits = static_cast<std::int32_t>(std::min(splits, cluster - 1));
                 call_.leader_blocks = 1;
                 call_.clustered = true;
+                if constexpr (scored_by_steps<Scorer>) {
+                    call_.observed.in_step = !call_.observed.whole_layer;
+                }
             }
         }
     }

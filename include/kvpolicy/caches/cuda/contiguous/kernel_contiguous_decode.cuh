@@ -24,7 +24,8 @@ namespace cuda_backend {
 /// Out: out [count, Hq, 1, Dv] of T, lse [count, Hq] fp32 where given; status [count] is OR-ed.
 /// Overwrites, with `writes`: per head the entry of the key that leaves the window (the new token takes it)
 /// and at most one top-k slot; num_long_range, victim, tile_victims, appended. `states` and `notes` are
-/// scratch; `arrivals` ends at 0, as it began.
+/// scratch; `arrivals` ends at 0, as it began. `observed` (step_logits), where scores come from attention:
+/// logits and lse of the step's query, for step_mass_kernel or phase 7, which writes what that does.
 ///
 /// Phases (the numbers stand in agent_contiguous_decode.cuh):
 /// 1. Each warp starts the copies of its tiles and loads the queries.
@@ -35,10 +36,16 @@ namespace cuda_backend {
 ///    token.
 /// 5. The blocks of a head merge their softmax states.
 /// 6. The leader of a cluster, else the last block to arrive, writes outputs, entries and counters.
+/// 7. With observed.in_step the blocks of a cluster make scores of the query's weights, as step_mass_kernel.
 template <class Rows, class Gate, class Scorer>
 __global__ void __launch_bounds__(Rows::threads, Rows::blocks)
     contiguous_decode_kernel(const __grid_constant__ contiguous_params<Rows, Gate, Scorer> call) {
     __shared__ typename agent_contiguous_decode<Rows, Gate, Scorer>::Memory memory;
+    if constexpr (scored_by_steps<Scorer>) {
+        if (!call.observed.in_step) {
+            let_next_kernel_start();  // step_mass_kernel, whose blocks wait for the end of this kernel
+        }
+    }
     agent_contiguous_decode<Rows, Gate, Scorer>(call, memory, dynamic_shared()).run();
 }
 

@@ -32,6 +32,7 @@ class agent_decode_head {
     using T = typename Launch::T;
     using Compute = typename Launch::Compute;
     static constexpr bool on_leaving = Scorer::when == score_time::on_leaving;
+    static constexpr bool observed = Scorer::when == score_time::observed;
 
     __device__ agent_decode_head(const Launch& call, decode_head_memory<Rows>& memory, unsigned char* regions,
                                  std::int32_t pair, std::int32_t part, std::int32_t seq)
@@ -53,25 +54,32 @@ class agent_decode_head {
     }
 
     /// The worst of the head's slots where no step before has left it, the same in all threads. All warps of
-    /// the block come here or none. Writes `record`, if it is not null.
-    template <class Slots>
-    [[nodiscard]] __device__ detail::ranked_slot worst_of_block(const Slots& top_k_slots,
-                                                                std::int32_t* record,
-                                                                std::int32_t num_long_range,
+    /// the block come here or none. `records` writes those of the head's tiles; with `known`, which is
+    /// detail::known_worst, they may be there.
+    template <class Head, class Slots>
+    [[nodiscard]] __device__ detail::ranked_slot worst_of_block(const Head& head, const Slots& top_k_slots,
+                                                                [[maybe_unused]] std::int32_t known,
+                                                                bool records, std::int32_t num_long_range,
                                                                 position_t q) const {
-        detail::ranked_slot worst = detail::worst_of_tiles(warp_group{}, top_k_slots, record, warp_id(),
-                                                           Rows::warps, num_long_range, q);
-        if (lane_id() == 0) {
-            of_head_.worst[warp_id()] = worst;
-        }
-        __syncthreads();
-        worst = of_head_.worst[0];
-        for (int i = 1; i < Rows::warps; ++i) {
-            if (detail::gives_way(of_head_.worst[i], worst)) {
-                worst = of_head_.worst[i];
+        std::int32_t* const record = call_.cache.record_of(head);
+        if constexpr (scored_by_steps<Scorer>) {
+            if (known == victim_in_records) {
+                return worst_of_records(top_k_slots, record, num_long_range, q);
             }
         }
-        return worst;
+        return worst_of_warps(detail::worst_of_tiles(warp_group{}, top_k_slots, records ? record : nullptr,
+                                                     warp_id(), Rows::warps, num_long_range, q));
+    }
+
+    /// Sets out to read what worst_of_block() begins with, before it is known whether it will.
+    template <class Head>
+    __device__ void ask_records([[maybe_unused]] const Head& head) {
+        if constexpr (scored_by_steps<Scorer>) {
+            const auto tile = static_cast<std::int32_t>(threadIdx.x);
+            if (tile < detail::tiles_of_slots(head.head_params.budget)) {
+                early_record_ = call_.cache.record_of(head)[tile];
+            }
+        }
     }
 
     /// Whether all other blocks of the head have arrived. What they wrote before is then visible to this one,
@@ -98,7 +106,38 @@ class agent_decode_head {
     std::int32_t part_, pair_, entry_, head_, seq_;
 
   private:
+    /// worst_of_block() where step_mass_kernel has left the records.
+    template <class Slots>
+    [[nodiscard]] __device__ detail::ranked_slot worst_of_records(const Slots& top_k_slots,
+                                                                  const std::int32_t* record,
+                                                                  std::int32_t num_long_range,
+                                                                  position_t q) const {
+        detail::ranked_slot worst;
+        const auto thread = static_cast<std::int32_t>(threadIdx.x);
+        for (std::int32_t tile = thread; tile < detail::tiles_of_slots(num_long_range);
+             tile += Rows::threads) {
+            const detail::ranked_slot one =
+                top_k_slots.at(tile == thread && early_record_ >= 0 ? early_record_ : record[tile], q);
+            worst = detail::gives_way(one, worst) ? one : worst;
+        }
+        return worst_of_warps(warp_group::worst(worst));
+    }
+    [[nodiscard]] __device__ detail::ranked_slot worst_of_warps(detail::ranked_slot worst) const {
+        if (lane_id() == 0) {
+            of_head_.worst[warp_id()] = worst;
+        }
+        __syncthreads();
+        worst = of_head_.worst[0];
+        for (int i = 1; i < Rows::warps; ++i) {
+            if (detail::gives_way(of_head_.worst[i], worst)) {
+                worst = of_head_.worst[i];
+            }
+        }
+        return worst;
+    }
+
     decode_head_memory<Rows>& of_head_;
+    std::int32_t early_record_ = -1;
 };
 
 }  // namespace cuda_backend

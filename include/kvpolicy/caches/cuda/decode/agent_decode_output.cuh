@@ -6,6 +6,7 @@
 #include <kvpolicy/caches/cuda/decode/agent_merge_states.cuh>
 #include <kvpolicy/core/cuda_config.cuh>
 #include <kvpolicy/cuda/primitives/mma.cuh>
+#include <kvpolicy/scorers/cuda/common/observed_scorer.cuh>
 
 #include <cstdint>
 
@@ -53,6 +54,12 @@ struct output_columns {
 #pragma unroll
             for (int c = 0; c < 4; ++c) {
                 to[c] = x.x[c] * scale;
+            }
+        }
+        if constexpr (scored_by_steps<typename Launch::Scorer>) {
+            if (column == 0 && call.writes) {
+                call.observed.put_lse(std::int64_t{entry} * call.cache.kv_heads * call.cache.group + head,
+                                      top, sum);
             }
         }
         if (column == 0 && call.lse) {

@@ -98,6 +98,7 @@ struct stream_extra {
     const T* k[most] = {};
     const T* v[most] = {};
     bool counts[most] = {};
+    std::int32_t row[most] = {};  // where each is after the step
 };
 
 /// Copies tiles to shared memory and attends to them with the tensor cores.
@@ -125,9 +126,10 @@ class tensor_stream {
     /// Sets out to read the queries.
     __device__ void ask(const stream_queries<T>& queries) { softmax_.ask(queries, rows_.head_dim_qk); }
 
-    /// Reads all tiles.
-    template <class Edit>
-    __device__ void finish(const stream_queries<T>& /*queries*/, const Edit& edit, const Logits& logits) {
+    /// Reads all tiles. `sink` takes the logits: no_logits, or logit_rows (observed/step_logits.cuh).
+    template <class Edit, class Sink>
+    __device__ void finish(const stream_queries<T>& /*queries*/, const Edit& edit, const Logits& logits,
+                           const Sink& sink) {
         softmax_.begin(logits);
         int stage = 0;
 #pragma unroll 1
@@ -135,7 +137,10 @@ class tensor_stream {
             copy_wait<S::stages - 1>();
             __syncwarp();
             const seen_rows seen = apply(edit, tile, stage);
-            softmax_.take(shared_ + stage * S::tile_bytes, seen.limit, seen.a, seen.b);
+            softmax_.take(shared_ + stage * S::tile_bytes, seen.limit, seen.a, seen.b,
+                          [&](std::int32_t row, std::int32_t head, float x, float y) {
+                              sink.put(tile * stream_tile + row, head, x, y);
+                          });
             __syncwarp();  // the tile is read
             load(tile + S::stages * step, stage);
             stage = stage + 1 == S::stages ? 0 : stage + 1;
@@ -172,8 +177,9 @@ class tensor_stream {
     }
 
     /// Attends to what bring() asked for, after finish().
+    template <class Sink>
     __device__ void add(const stream_extra<T>& extra, const stream_queries<T>& /*queries*/,
-                        const Logits& /*logits*/) {
+                        const Logits& /*logits*/, const Sink& sink) {
         copy_wait<0>();
         __syncwarp();
 #pragma unroll
@@ -183,13 +189,20 @@ class tensor_stream {
             }
         }
         __syncwarp();
-        softmax_.take(shared_, stream_extra<T>::most, extra.counts[1] ? -1 : 1, extra.counts[2] ? -1 : 2);
+        softmax_.take(shared_, stream_extra<T>::most, extra.counts[1] ? -1 : 1, extra.counts[2] ? -1 : 2,
+                      [&](std::int32_t r, std::int32_t head, float x, float y) {
+                          sink.put(row_of(extra, r), head, x, y);
+                      });
     }
 
     /// Writes the warp's state over its own tiles, which it has read.
     __device__ void store() { softmax_.store(region_); }
 
   private:
+    __device__ static std::int32_t row_of(const stream_extra<T>& extra, std::int32_t r) {
+        static_assert(stream_extra<T>::most == 3);
+        return r == 0 ? extra.row[0] : r == 1 ? extra.row[1] : extra.row[2];
+    }
     /// Rows of a tile that count: those below `limit` but a and b.
     struct seen_rows {
         std::int32_t limit, a, b;
@@ -294,20 +307,23 @@ class plain_stream {
     __device__ void start() {}
     __device__ void ask(const stream_queries<T>& /*queries*/) {}
 
-    template <class Edit>
-    __device__ void finish(const stream_queries<T>& queries, const Edit& edit, const Logits& logits) {
+    template <class Edit, class Sink>
+    __device__ void finish(const stream_queries<T>& queries, const Edit& edit, const Logits& logits,
+                           const Sink& sink) {
         const std::int32_t last = rows_.tiles.end * stream_tile, limit = edit.limit(rows_.used);
         softmax_.take(
             rows_.tiles.begin * stream_tile, last < limit ? last : limit, queries, logits,
             [&](std::int32_t row) { return edit.has(row); },
             [&](std::int32_t row) { return edit.key(rows_.source, row); },
-            [&](std::int32_t row) { return edit.value(rows_.source, row); });
+            [&](std::int32_t row) { return edit.value(rows_.source, row); },
+            [&](std::int32_t row, T logit) { sink.put(row, logit); });
     }
 
     __device__ void bring(const stream_extra<T>& /*extra*/) const {}
 
-    __device__ void add(const stream_extra<T>& extra, const stream_queries<T>& queries,
-                        const Logits& logits) {
+    template <class Sink>
+    __device__ void add(const stream_extra<T>& extra, const stream_queries<T>& queries, const Logits& logits,
+                        const Sink& sink) {
         static_assert(stream_extra<T>::most == 3);
         softmax_.take(
             0, stream_extra<T>::most, queries, logits,
@@ -319,7 +335,10 @@ class plain_stream {
                                                       : extra.k[2]; },
             [&](std::int32_t row) { return row == 0   ? extra.v[0]
                                            : row == 1 ? extra.v[1]
-                                                      : extra.v[2]; });
+                                                      : extra.v[2]; },
+            [&](std::int32_t row, T logit) {
+                sink.put(row == 0 ? extra.row[0] : row == 1 ? extra.row[1] : extra.row[2], logit);
+            });
     }
 
     __device__ void store() { softmax_.store(region_); }

@@ -154,6 +154,10 @@ class agent_write_entries {
         if (head_ == 0) {
             call_.cache.num_draft[seq_] = 0;
         }
+        if constexpr (scored_by_steps<typename Launch::Scorer>) {
+            call_.observed.after[std::int64_t{entry_} * call_.cache.kv_heads + head_] = {
+                head.layout.used(q + 1, moved.note.num_long_range), moved.note.num_long_range, seq_, 0};
+        }
         const bool bad = arriving != arriving || (on_leaving && leaving != leaving);
         if (bad && call_.status != nullptr) {
             atomicOr(call_.status + entry_, static_cast<std::uint32_t>(status_nan_score));

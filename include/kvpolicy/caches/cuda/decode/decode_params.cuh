@@ -2,12 +2,15 @@
 #pragma once
 
 #include <kvpolicy/caches/cuda/decode/agent_decode_stream.cuh>
+#include <kvpolicy/caches/cuda/observed/step_logits.cuh>
 #include <kvpolicy/core/cuda_config.cuh>
 #include <kvpolicy/core/view.hpp>
 #include <kvpolicy/policies/scorer_concept.hpp>
 #include <kvpolicy/scorers/cuda/common/device_scorer.cuh>
+#include <kvpolicy/scorers/cuda/common/observed_scorer.cuh>
 
 #include <cstdint>
+#include <type_traits>
 
 namespace kvpolicy {
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
@@ -17,7 +20,7 @@ namespace cuda_backend {
 struct decode_note {
     std::int32_t promoted;        // the row that u, the key that leaves the window, gets; or -1
     std::int32_t num_long_range;  // top-k slots in use after the step
-    std::int32_t victim;          // the worst slot after the step
+    std::int32_t victim;          // the worst slot after the step, or which is to be found how
     float arriving;               // the new token's score
     float leaving;                // u's
 };
@@ -46,9 +49,28 @@ struct decode_params {
     std::int32_t parts = 1;            // of a group of query heads, Rows::heads each
     std::int32_t width = 0;            // of a state
     stream_logits<Compute> logits{};
+    // What a step leaves for step_mass_kernel, where that makes the scores.
+    std::conditional_t<scored_by_steps<Scorer>, step_logits<Compute>, no_logits> observed{};
     bool writes = true;  // a step; else attention over the rows as they are
     Gate gate;
     Scorer scorer;
+
+    /// Where the logits of `heads` query heads go, from head `first` of the group of `pair` on.
+    [[nodiscard]] __device__ auto logits_of(std::int64_t pair, std::int32_t first, std::int32_t heads) const {
+        if constexpr (scored_by_steps<Scorer>) {
+            return writes ? observed.of(pair, first, heads) : logit_rows<Compute>{};
+        } else {
+            return no_logits{};
+        }
+    }
+    /// Says that an entry takes no token. By one thread for each of its KV heads.
+    __device__ void leave_logits([[maybe_unused]] std::int64_t pair) const {
+        if constexpr (scored_by_steps<Scorer>) {
+            if (writes) {
+                observed.after[pair] = {};
+            }
+        }
+    }
 };
 
 /// The score of an entry's new token for a KV head (`pair`: of both), 0 where it does not count.
@@ -56,7 +78,9 @@ template <class Params>
 __device__ inline float arriving_score_of(const Params& call, std::int32_t entry, std::int32_t head,
                                           std::int64_t pair, bool counts) {
     using Scorer = typename Params::Scorer;
-    if constexpr (scores_come_along<Scorer>) {
+    if constexpr (Scorer::when == score_time::observed) {
+        return 0.0f;  // it has received no attention yet
+    } else if constexpr (scores_come_along<Scorer>) {
         const float score = call.scores ? call.scores.head(entry, head)[0] : 0.0f;
         return counts || score == score ? score : 0.0f;
     } else if constexpr (Scorer::when == score_time::on_leaving) {

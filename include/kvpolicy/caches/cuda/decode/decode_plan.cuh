@@ -3,6 +3,7 @@
 #pragma once
 
 #include <kvpolicy/caches/cuda/check_cache_call.cuh>
+#include <kvpolicy/caches/cuda/observed/dispatch_step_mass.cuh>
 #include <kvpolicy/caches/cuda/scoring/dispatch_arriving_scores.cuh>
 #include <kvpolicy/caches/cuda/scoring/kernel_cache_score.cuh>
 #include <kvpolicy/caches/step_io.hpp>
@@ -62,12 +63,20 @@ class decode_plan {
   public:
     /// With the keys and values of `io`.
     void step(const Batch& batch, const StepIO<T>& io, workspace_view workspace, std::uint32_t* status) {
+        if constexpr (scored_by_steps<Scorer>) {
+            check_step_observation(ref_.scorer.observation());
+        }
         begin(batch, io, workspace, status);
         call_.k = io.k;
         call_.v = io.v;
         call_.scores = arriving_.of(ctx_, ref_.scorer, batch, detail::extras_of(io));
         plan().score(batch, {.k = io.k, .v = io.v});
         plan().run();
+        if constexpr (scored_by_steps<Scorer>) {
+            if (!call_.observed.in_step) {
+                launch_step_mass(ctx_, device_, call_.cache, batch.count, call_.observed, status);
+            }
+        }
     }
 
     void attend(const Batch& batch, const StepIO<T>& io, workspace_view workspace, std::uint32_t* status) {
@@ -89,8 +98,18 @@ class decode_plan {
         call_.logits = logits_of<typename Rows::Compute>(cache.attention, cache.head_dim_qk);
         call_.parts = (cache.group + Rows::heads - 1) / Rows::heads;
         shared_ = static_cast<std::size_t>(Rows::warps) * Rows::shared_bytes(cache.head_dim_vo);
+        if constexpr (scored_by_steps<Scorer>) {
+            observe_as(call_.observed, cache.scorer.observation());
+        }
     }
 
+    /// Takes the part of the workspace that a step's logits are left in, if they are.
+    void lay_out_logits([[maybe_unused]] workspace_parts& parts) {
+        if constexpr (scored_by_steps<Scorer>) {
+            cuda_backend::lay_out_logits(call_.observed, parts, call_.batch.count, call_.cache.kv_heads,
+                                         call_.cache.group, max_rows_of(ref_));
+        }
+    }
     [[nodiscard]] std::int64_t heads() const {
         return std::int64_t{call_.batch.count} * call_.cache.kv_heads;
     }

@@ -165,8 +165,11 @@ class tensor_softmax {
         }
     }
     /// Attends to a tile in shared memory at `at`, its keys before its values: to rows below `limit` but a
-    /// and b. Chunks beyond a head_dim hold zeros.
-    __device__ void take(std::uint32_t at, std::int32_t limit, std::int32_t a, std::int32_t b) {
+    /// and b. Chunks beyond a head_dim hold zeros. note(row, head, logits of head and head + 1), head even,
+    /// hears of each row that counts.
+    template <class Note>
+    __device__ void take(std::uint32_t at, std::int32_t limit, std::int32_t a, std::int32_t b,
+                         const Note& note) {
         const int lane = lane_id();
         // ldmatrix: lane i names row i % 8 of matrix i / 8. Keys: matrices 0, 1 are rows 0..7 and 8..15 of
         // the first 8 dims, 2, 3 of the next. Values, transposed: 0, 1 are the first and next 8 dims of rows
@@ -213,6 +216,13 @@ class tensor_softmax {
             for (int i = 0; i < 4; ++i) {
                 const std::int32_t mine = row + i / 2 * 8;
                 weight[i] = mine == a || mine == b ? minus_infinity() : weight[i];
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < 4; i += 2) {
+            const std::int32_t mine = row + i / 2 * 8;
+            if (mine < limit && mine != a && mine != b) {
+                note(mine, lane % 4 * 2, weight[i], weight[i + 1]);
             }
         }
         float largest[2] = {fmaxf(weight[0], weight[2]), fmaxf(weight[1], weight[3])};
@@ -285,11 +295,11 @@ class plain_softmax {
     }
 
     /// Attends to rows [begin, end), but those that are hidden(row): key_of(row) and value_of(row) say where
-    /// they are.
-    template <class Hidden, class Key, class Value>
+    /// they are. note(row, logit) hears of each row that counts.
+    template <class Hidden, class Key, class Value, class Note>
     __device__ void take(std::int32_t begin, std::int32_t end, const stream_queries<T>& queries,
                          const stream_logits<typename S::Compute>& logits, const Hidden& hidden,
-                         const Key& key_of, const Value& value_of) {
+                         const Key& key_of, const Value& value_of, const Note& note) {
         const T slope = static_cast<T>(logits.slope), cap = static_cast<T>(logits.cap);
         for (std::int32_t first = begin; first < end; first += 32) {
             const std::int32_t row = first + lane_id();
@@ -301,6 +311,7 @@ class plain_softmax {
                     sum += queries.q[d] * key[d];
                 }
                 logit = cap != T(0) ? cap - T(2) * cap / (T(1) + exp2(sum * slope)) : sum * slope;
+                note(row, logit);
             }
             T largest = logit;
 #pragma unroll

@@ -46,6 +46,15 @@ struct paged_params : decode_params<Rows, Gate, Scorer, View> {
             return 0;
         }
     }
+    /// The head's numbers for a step: without its bound where steps do not evict.
+    template <class Head>
+    [[nodiscard]] __device__ HeadParams params_at_step(const Head& head) const {
+        HeadParams head_params = head.head_params;
+        if constexpr (keeps_all_at_steps<Scorer>()) {
+            head_params.budget = unlimited;
+        }
+        return head_params;
+    }
     /// The score of key u, which leaves the window.
     template <class Head>
     __device__ float leaving_score(const Head& head, std::int32_t pair, position_t u) const {
@@ -123,6 +132,7 @@ class agent_paged_head : agent_decode_head<Launch> {
         step.used = used;
         float score = 0.0f;
         stream_candidate<T> candidate{nullptr, nullptr, -1, used};
+        auto sink = call_.logits_of(pair_, part_ * Rows::heads, this->queries().heads);
         if (call_.writes) {
             step = decide(head, q, num_long_range, victim, score, share.notes());
             // The entry that attention must not read: the evicted key's, or none, where the new token or u
@@ -130,11 +140,17 @@ class agent_paged_head : agent_decode_head<Launch> {
             const std::int32_t hole = step.promoted >= 0 ? step.promoted : step.newest;
             candidate = {call_.k.row(entry_, head_, 0), call_.v.row(entry_, head_, 0), hole,
                          hole == used ? used + 1 : used};
+            if constexpr (scored_by_steps<Scorer>) {
+                if (step.promoted >= 0) {  // the new token is read where u goes
+                    sink.changes = step.promoted;
+                    sink.with = step.newest;
+                }
+            }
         }
         const stream_queries<T> queries = this->queries();
         // 3. Attention over the warp's tiles.
         stream.ask(queries);
-        stream.finish(queries, candidate, call_.logits);
+        stream.finish(queries, candidate, call_.logits, sink);
         stream.store();
         __syncthreads();  // all warps' states are in shared memory
 
@@ -198,22 +214,24 @@ class agent_paged_head : agent_decode_head<Launch> {
             score = call_.leaving_score(head, pair_, u);
         }
         detail::step_decision step =
-            detail::begin_step(head.head_params, call_.gate, limit, q, num_long_range, victim, score,
-                               call_.num_protected(head.index));
+            detail::begin_step(call_.params_at_step(head), call_.gate, limit, q, num_long_range, victim,
+                               score, call_.num_protected(head.index));
         const auto top_k_slots = detail::competing(head.top_k_slots(limit), call_.gate);
         const detail::ranked_slot ranked = top_k_slots.rank(score, u, -1, q);
-        std::int32_t* const record = head.record;
         if (step.full) {
             detail::ranked_slot worst;
             if (step.known >= 0) {
                 worst = top_k_slots.at(step.known, q);
             } else {
-                worst = this->worst_of_block(top_k_slots, notes ? record : nullptr, num_long_range, q);
+                worst = this->worst_of_block(head, top_k_slots, step.known, notes, num_long_range, q);
             }
             detail::resolve_eviction(step, head.head_params, ranked, worst);
         }
         if (notes && warp_id() == 0) {
-            const std::int32_t next = detail::next_victim(warp_group{}, top_k_slots, record, step, ranked, q);
+            std::int32_t next = victim_in_records;  // as soon as this step's weights are scores
+            if constexpr (!base::observed) {
+                next = detail::next_victim(warp_group{}, top_k_slots, head.record, step, ranked, q);
+            }
             if (lane_id() == 0) {
                 call_.notes[pair_].victim = next;
             }

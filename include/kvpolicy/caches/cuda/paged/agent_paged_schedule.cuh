@@ -44,6 +44,9 @@ __device__ void admit_paged_decode(const Launch& call, admit_memory& memory) {
     const std::int32_t kv_heads = call.cache.kv_heads;
     const auto thread = static_cast<std::int32_t>(threadIdx.x);
     bool refuses = false;
+    for (std::int32_t pair = thread; pair < call.batch.count * kv_heads; pair += admit_threads) {
+        call.leave_logits(pair);  // until a block that takes the token says otherwise
+    }
     if (call.writes) {
         const admission wanted{1, work.appended, work.missing, call.status};
         refuses = agent_admit(
@@ -56,7 +59,7 @@ __device__ void admit_paged_decode(const Launch& call, admit_memory& memory) {
                     score = call.leaving_score(head, pair, u);
                 }
                 const detail::step_decision step =
-                    detail::begin_step(head.head_params, call.gate, call.cache.rebase_limit, q,
+                    detail::begin_step(call.params_at_step(head), call.gate, call.cache.rebase_limit, q,
                                        num_long_range, -1, score, call.num_protected(head.index));
                 return head.layout.used(q + 1, step.num_long_range);
             });

@@ -101,6 +101,7 @@ class paged_decode_plan : public decode_plan<paged_decode_plan<Rows, Cache>, Cac
             call_.cache.chosen_rows = choose_.chosen_rows;
             call_.cache.most = choose_.max_chosen;
         }
+        this->lay_out_logits(parts);
         arriving_.lay_out(ctx_, ref_.scorer, call_.batch.count, call_.cache.kv_heads, 1, parts);
         if constexpr (scored_late<P>) {
             late_.emplace(device_, ref_.scorer, paged_view<T>(ref_), call_.gate, call_.batch.count, 1,

@@ -77,8 +77,8 @@ __device__ std::int32_t rows_of_copy(const Ref& cache, std::int32_t head, std::i
 /// written again.
 template <class Ref>
 __device__ bool page_is_shareable(const Ref& cache, std::int32_t head, std::int32_t used, std::int32_t page) {
-    if (Ref::policy_type::has_eviction) {
-        return false;  // gaps are closed in place
+    if (Ref::policy_type::has_eviction || Ref::policy_type::observed) {
+        return false;  // gaps are closed in place; scores change with every query
     }
     const std::int64_t first = std::int64_t{page} * cache.page_size;
     return first >= cache.expirable_entries(head) && first + cache.page_size <= used;

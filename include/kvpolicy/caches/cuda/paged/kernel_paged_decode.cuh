@@ -42,6 +42,7 @@ __global__ void __launch_bounds__(admit_threads)
 /// Out: out [count, Hq, 1, Dv] of T, lse [count, Hq] fp32 where given.
 /// Overwrites, with `writes`: per head the entries of the new token and of the admitted key; num_long_range,
 /// victim, tile_victims, num_protected, appended. `states` and `notes` are scratch; `arrivals` ends at 0.
+/// `observed` (step_logits), where scores come from attention: logits and lse of the step's query.
 ///
 /// Phases, per head of the block's share (the numbers stand in agent_paged_head.cuh):
 /// 1. Each warp starts the copies of its tiles; it reads 32 entries of the page table at once.
@@ -53,6 +54,9 @@ template <class Rows, class Gate, class Scorer, class View>
 __global__ void __launch_bounds__(Rows::threads, Rows::blocks)
     paged_decode_kernel(const __grid_constant__ paged_decode_params<Rows, Gate, Scorer, View> call) {
     __shared__ typename agent_paged_head<paged_decode_params<Rows, Gate, Scorer, View>>::Memory memory;
+    if constexpr (scored_by_steps<Scorer>) {
+        let_next_kernel_start();  // step_mass_kernel, whose blocks wait for the end of this kernel
+    }
     wait_for_kernel_before();
     run_paged_decode(call, memory, dynamic_shared());
 }

@@ -123,7 +123,7 @@ inline constexpr bool scored_before = device_scorer<S>::before_step || scores_by
 
 template <class S>
 inline constexpr bool has_device_scorer =
-    S::when == score_time::given || scores_by_warp<S> || scored_before<S>;
+    S::when == score_time::given || S::when == score_time::observed || scores_by_warp<S> || scored_before<S>;
 
 }  // namespace cuda_backend
 

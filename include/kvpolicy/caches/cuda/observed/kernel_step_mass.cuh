@@ -1,0 +1,99 @@
+// The kernel that follows a decode step whose policy ranks keys by attention, with its contract.
+#pragma once
+
+#include <kvpolicy/caches/cuda/observed/agent_step_mass.cuh>
+#include <kvpolicy/caches/cuda/observed/step_mass_params.cuh>
+#include <kvpolicy/core/cuda_config.cuh>
+#include <kvpolicy/cuda/launch.cuh>
+#include <kvpolicy/cuda/primitives/warp.cuh>
+
+#include <cstdint>
+
+namespace kvpolicy {
+inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
+namespace cuda_backend {
+
+/// The mean over all KV heads of an entry becomes the score of each, by the block. A warp has every
+/// mass_warps-th head.
+template <class View, class Compute>
+__device__ void average_step_mass(const step_mass_params<View, Compute>& call, std::int32_t entry,
+                                  std::int32_t tile, Compute (&shared)[mass_warps][mass_tile::rows]) {
+    using Agent = agent_step_mass<View, Compute>;
+    Compute sum[Agent::each] = {};
+    for (std::int32_t head = warp_id(); head < call.cache.kv_heads; head += mass_warps) {
+        Compute mass[Agent::each];
+        Agent(call.cache, call.logits, entry, head).observe(tile, call.status, mass);
+#pragma unroll
+        for (int i = 0; i < Agent::each; ++i) {
+            sum[i] += mass[i];
+        }
+    }
+    __syncthreads();  // the masses of the tile before have been read
+#pragma unroll
+    for (int i = 0; i < Agent::each; ++i) {
+        shared[warp_id()][32 * i + lane_id()] = sum[i];
+    }
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < Agent::each; ++i) {  // in the same order in every warp, so that all heads agree
+        sum[i] = Compute(0);
+#pragma unroll
+        for (int w = 0; w < mass_warps; ++w) {
+            sum[i] += shared[w][32 * i + lane_id()];
+        }
+        sum[i] /= static_cast<Compute>(call.cache.kv_heads);
+    }
+    for (std::int32_t head = warp_id(); head < call.cache.kv_heads; head += mass_warps) {
+        const Agent agent(call.cache, call.logits, entry, head);
+        if (agent.reaches(tile)) {
+            float before[Agent::each];
+            agent.fetch(tile, before);
+            agent.give(tile, before, sum);
+        }
+    }
+}
+
+/// Last launch of a decode step of an observed policy: the weights of the step's query become scores.
+///
+///     mass(t) = agg over the G query heads of 2^(logit[t, g] - lse[g]),
+///               with whole_layer the mean of that over the KV heads
+///     score(t) = mass(t), or with accumulate score(t) + mass(t)
+///
+/// for all entries t of a head after the step, its new token's too. A query head whose lse is NaN (a query or
+/// key that is not finite, logits beyond fp32) gives no mass and sets status_nan_score.
+///
+/// Grid: count * shares * parts() blocks; each has every shares-th tile of 64 rows, which are cut as the
+/// records of top-k slots. Block: mass_warps warps, each with one KV head at a time; with whole_layer they
+/// share all heads of the layer. Shared memory: a mass per warp and row of a tile.
+///
+/// In: logits (step_logits: logit [count, Hkv, rows, stride], lse [count, Hq], after [count, Hkv]).
+/// Overwrites: scores of entries [used] fp32; tile_victims [tiles of top-k slots] int32: the slot of the key
+/// of the tile that is evicted first. status [count] is OR-ed. Entries that took no token stay as they are.
+///
+/// Phases (the numbers stand in agent_step_mass.cuh): 1. masses of a lane's rows. 2. Scores. 3. Records.
+template <class View, class Compute>
+__global__ void __launch_bounds__(32 * mass_warps)
+    step_mass_kernel(const __grid_constant__ step_mass_params<View, Compute> call) {
+    __shared__ Compute masses[mass_warps][mass_tile::rows];
+    let_next_kernel_start();
+    wait_for_kernel_before();
+    const std::int32_t parts = call.parts(), block = static_cast<std::int32_t>(blockIdx.x);
+    const std::int32_t share = block / parts % call.shares, entry = block / parts / call.shares;
+    if (call.logits.whole_layer) {
+        // All heads hold as many rows, so the first one speaks for all.
+        const agent_step_mass<View, Compute> first(call.cache, call.logits, entry, 0);
+        for (std::int32_t tile = share; first.reaches(tile); tile += call.shares) {
+            average_step_mass(call, entry, tile, masses);
+        }
+        return;
+    }
+    const std::int32_t head = block % parts * mass_warps + warp_id();
+    if (head < call.cache.kv_heads) {
+        agent_step_mass<View, Compute>(call.cache, call.logits, entry, head)
+            .run(share, call.shares, call.status);
+    }
+}
+
+}  // namespace cuda_backend
+}  // namespace KVPOLICY_HIDDEN
+}  // namespace kvpolicy

@@ -1,0 +1,165 @@
+// Steps of observed policies on a device beside the host's. Masses differ by rounding, and a decision may
+// hang on the last bit of one. So before every step the host takes over the device's state, scores included:
+// then both must evict the same keys, and the masses that the step adds differ by no more than the logits.
+#pragma once
+
+#include <kvpolicy/policies/sink.hpp>
+#include <kvpolicy/policies/topk_budget.hpp>
+#include <kvpolicy/policies/window.hpp>
+#include <kvpolicy/scorers/observed.hpp>
+
+#include "paged_case.hpp"
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <random>
+#include <string>
+#include <vector>
+
+namespace test {
+
+using Observation = kvpolicy::Observation;
+
+/// Any observation, so that one policy's kernels serve all tests.
+struct AnyMass {
+    static constexpr kvpolicy::part_kind kind = kvpolicy::part_kind::scorer;
+    static constexpr kvpolicy::score_time when = kvpolicy::score_time::observed;
+    static constexpr bool evicts_at_steps = true;
+    Observation seen{};
+    [[nodiscard]] constexpr Observation observation() const { return seen; }
+};
+using Observed = kvpolicy::Policy<kvpolicy::Sink<>, kvpolicy::Window<>, kvpolicy::TopKBudget<>, AnyMass>;
+
+/// H2O's observation, and TOVA's of a layer or of a head.
+inline constexpr Observation accumulated{};
+inline constexpr Observation last_of_head{.queries = 1, .accumulate = false};
+inline constexpr Observation last_of_layer{.queries = 1, .accumulate = false, .whole_layer = true};
+
+/// Keys of a step: normal; half of them zero, which receive equal masses; or long ones, most of which receive
+/// none in fp32.
+enum class Keys { random, equal, far };
+
+/// Whether masses are near, and how near they must be. Either side rounds a sum of Dk products, so a logit is
+/// off by Dk units of |q| |k| at most, its own and those of the sum of weights; exponentials by 2^-20.
+class NearMasses {
+  public:
+    /// The inputs of a step: keys of earlier ones count, too.
+    template <class T>
+    void take(const CallTensors<T>& in, const kvpolicy::AttentionParams& attention) {
+        q_ = std::max(q_, longest(in.q));
+        k_ = std::max(k_, longest(in.k));
+        const double dim = in.q.dim;
+        const double scale =
+            attention.sm_scale != 0.0f ? static_cast<double>(attention.sm_scale) : 1.0 / std::sqrt(dim);
+        relative_ = 4.0 * dim * 0x1p-24 * scale * q_ * k_ + 0x1p-18;
+    }
+    void score(std::int32_t /*sequence*/, std::int32_t /*head*/, kvpolicy::position_t /*position*/,
+               float of_device, float of_host) {
+        const double a = of_device, b = of_host;
+        near_ = near_ && std::abs(a - b) <= relative_ * std::abs(b) + 1e-37;
+    }
+    void states(std::int32_t, std::int32_t, const float*, const float*, std::int64_t) {}
+    void check() {
+        CHECK(near_);
+        near_ = true;
+    }
+
+  private:
+    template <class T>
+    static double longest(const Tensor<T>& rows) {
+        double most = 0.0;
+        for (std::size_t first = 0; first < rows.data.size(); first += static_cast<std::size_t>(rows.dim)) {
+            double sum = 0.0;
+            for (std::int32_t d = 0; d < rows.dim; ++d) {
+                const auto x = static_cast<double>(
+                    static_cast<kvpolicy::compute_t<T>>(rows.data[first + static_cast<std::size_t>(d)]));
+                sum += x * x;
+            }
+            most = std::max(most, std::sqrt(sum));
+        }
+        return most;
+    }
+    double q_ = 0.0, k_ = 0.0, relative_ = 0.0;
+    bool near_ = true;
+};
+
+/// The host's cache becomes what the device's is.
+template <class Both>
+void take_over(Both& both) {
+    for (std::int32_t seq = 0; seq < both.shape.max_sequences; ++seq) {
+        std::vector<unsigned char> blob(both.cache.snapshot_bytes(both.device, seq));
+        both.cache.snapshot(both.device, seq, blob.data(), blob.size());
+        both.oracle.cache.restore(both.ctx, seq, blob.data(), blob.size());
+    }
+}
+
+/// The tokens of a step, the same zero keys in all heads.
+template <class T>
+CallTensors<T> observed_tokens(const kvpolicy::CacheShape& shape, std::int32_t count, Keys kind,
+                               std::mt19937& generator) {
+    CallTensors<T> in(shape, count, 1, Scores::random, generator);
+    const auto each = in.k.data.size() / static_cast<std::size_t>(count);
+    for (std::size_t entry = 0; entry < static_cast<std::size_t>(count) && kind != Keys::random; ++entry) {
+        const float factor = kind == Keys::far ? 20.0f : generator() % 2 == 0 ? 0.0f : 1.0f;
+        for (std::size_t i = entry * each; i < (entry + 1) * each; ++i) {
+            in.k.data[i] = T(factor * static_cast<float>(in.k.data[i]));
+        }
+    }
+    return in;
+}
+
+/// Steps of random sequences, some of which bring no token, and now and then another call.
+template <class T, class Both>
+void observed_life(Both& both, Keys kind, std::int32_t turns, std::mt19937& generator,
+                   const kvpolicy::AttentionParams& attention = {}) {
+    const kvpolicy::CacheShape& shape = both.shape;
+    const auto pick = [&](std::int32_t below) {
+        return static_cast<std::int32_t>(generator() % static_cast<std::uint32_t>(below));
+    };
+    NearMasses near;
+    for (std::int32_t turn = 0; turn < turns; ++turn) {
+        take_over(both);
+        std::vector<std::int32_t> seq_ids(static_cast<std::size_t>(shape.max_sequences)), q_len;
+        for (std::size_t i = 0; i < seq_ids.size(); ++i) {
+            seq_ids[i] = static_cast<std::int32_t>(i);
+        }
+        std::shuffle(seq_ids.begin(), seq_ids.end(), generator);
+        if (pick(4) == 0) {
+            seq_ids.resize(static_cast<std::size_t>(1 + pick(shape.max_sequences)));
+        }
+        for (std::size_t i = 0; i < seq_ids.size(); ++i) {
+            q_len.push_back(pick(8) != 0 ? 1 : 0);
+        }
+        const auto in = observed_tokens<T>(shape, static_cast<std::int32_t>(seq_ids.size()), kind, generator);
+        const std::int32_t what = pick(24), a = pick(shape.max_sequences), b = pick(shape.max_sequences);
+        std::string done = "step";
+        if (what == 0) {
+            both.fork(a, b);
+            done = "fork";
+        } else if (what == 1) {
+            std::vector<std::int32_t> sources(static_cast<std::size_t>(1 + a));
+            for (std::int32_t& source : sources) {
+                source = pick(shape.max_sequences);
+            }
+            both.reorder(sources);
+            done = "reorder";
+        } else if (what == 2) {
+            both.snapshot(a, b);
+            done = "snapshot";
+        } else if (what == 3 && pick(8) == 0) {
+            both.oracle.cache.clear(both.ctx, a);
+            both.cache.clear(both.device, a);
+            done = "clear";
+        } else {
+            near.take(in, attention);
+            both.call(Mode::step, seq_ids, q_len, in);
+        }
+        CAPTURE(turn);
+        CAPTURE(done);
+        both.near_rows(near);
+        near.check();
+    }
+}
+
+}  // namespace test
