@@ -53,9 +53,6 @@ template <class Dims, class P, Storage T, template <class, class> class Ref>
 requires CacheRef<Ref<P, T>>
 void step(const cuda& ctx, const Ref<P, T>& cache, const step_io<T>& io, workspace_view workspace,
           const StepOptions& options) {
-    static_assert(!P::observed,
-                  "kvpolicy: on CUDA step takes a policy whose scores do not come from attention; prefill "
-                  "takes H2O, TOVA and SnapKV, too");
     const Batch batch = checks::batch_of(io);
     detail::require(io.cu_seqlens == nullptr, "io.cu_seqlens", "given",
                     "null in a step, whose entries have one token");

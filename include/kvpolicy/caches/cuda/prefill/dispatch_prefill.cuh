@@ -123,7 +123,6 @@ void attend_chunk(bool draft, const cuda& ctx, const Cache& cache, const StepIO<
 template <class Dims, class Cache>
 void accept_chunk(const cuda& ctx, const Cache& cache, const Batch& named, workspace_view workspace,
                   const StepOptions& options) {
-    require_device_chunks<typename Cache::policy_type>();
     check_on_device(cache);
     const Batch batch = checks::batch_of(named, cache.max_sequences);
     checks::check_count("batch.count", batch.count, cache.max_sequences);
