@@ -59,8 +59,8 @@ template <class T>
 struct contiguous_head {
     HeadParams head_params;
     HeadRows layout;
-    std::int64_t index;  // sequence * kv_heads + head
-    std::int64_t tile;   // its first tile of top-k slots
+    std::int64_t index;    // sequence * kv_heads + head
+    std::int32_t* record;  // the worst slots of its tiles
     T* k;
     T* v;
     position_t* position;
@@ -71,7 +71,7 @@ struct contiguous_head {
         : head_params(cache.all_params[head]), layout{head_params.sinks, head_params.window} {
         const std::int64_t offset = cache.row_offset[head], first = seq * cache.rows + offset;
         index = std::int64_t{seq} * cache.kv_heads + head;
-        tile = seq * cache.tiles + offset / detail::slot_tile + head;
+        record = cache.tile_victims + seq * cache.tiles + offset / detail::slot_tile + head;
         k = cache.k + first * cache.head_dim_qk;
         v = cache.v + first * cache.head_dim_vo;
         position = cache.position + first;

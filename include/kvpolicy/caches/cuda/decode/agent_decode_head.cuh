@@ -93,6 +93,49 @@ class agent_decode_head {
         return arriving_score_of(call_, entry_, head_, pair_, counts);
     }
 
+    /// Decides what the step does to the entries, the same in every block and thread; `score` is u's. The
+    /// block with a `note`, one of the head's, leaves the next victim and the new token's score there, and
+    /// records the worst slots of the tiles that change. All warps of the block come here or none.
+    template <class Head>
+    [[nodiscard]] __device__ detail::step_decision decide(const Head& head, position_t q,
+                                                          std::int32_t num_long_range, std::int32_t victim,
+                                                          float& score, decode_note* note) const {
+        const position_t limit = call_.cache.rebase_limit;
+        const position_t u = q - head.head_params.window;
+        if (u >= head.head_params.sinks) {
+            score = call_.leaving_score(head, pair_, u);
+        }
+        detail::step_decision step =
+            detail::begin_step(head.head_params, call_.gate, limit, q, num_long_range, victim, score,
+                               call_.num_protected(head.index));
+        const auto top_k_slots = detail::competing(head.top_k_slots(limit), call_.gate);
+        const detail::ranked_slot ranked = top_k_slots.rank(score, u, -1, q);
+        std::int32_t* const record = head.record;
+        if (step.full) {
+            detail::ranked_slot worst;
+            if (step.known >= 0) {
+                worst = top_k_slots.at(step.known, q);
+            } else {
+                worst = worst_of_block(top_k_slots, note != nullptr ? record : nullptr, num_long_range, q);
+            }
+            detail::resolve_eviction(step, head.head_params, ranked, worst);
+        }
+        if (note != nullptr && warp_id() == 0) {
+            const std::int32_t next = detail::next_victim(warp_group{}, top_k_slots, record, step, ranked, q);
+            if (lane_id() == 0) {
+                note->victim = next;
+            }
+        }
+        if (note != nullptr && warp_id() == Rows::warps - 1) {
+            const float arriving = arriving_score(
+                q >= head.head_params.sinks && (scores_come_along<Scorer> || !detail::holds(call_.gate, q)));
+            if (lane_id() == 0) {
+                note->arriving = arriving;
+            }
+        }
+        return step;
+    }
+
     const Launch& call_;
     unsigned char* regions_;
     std::int32_t part_, pair_, entry_, head_, seq_;

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <kvpolicy/caches/cuda/decode/agent_decode_stream.cuh>
+#include <kvpolicy/caches/top_k_slots.hpp>
 #include <kvpolicy/core/cuda_config.cuh>
 #include <kvpolicy/core/view.hpp>
 #include <kvpolicy/policies/scorer_concept.hpp>
@@ -49,6 +50,24 @@ struct decode_params {
     bool writes = true;  // a step; else attention over the rows as they are
     Gate gate;
     Scorer scorer;
+
+    /// The head's slots whose keys do not compete.
+    [[nodiscard]] __device__ std::int32_t num_protected(std::int64_t index) const {
+        if constexpr (detail::holds_keys<Gate>) {
+            return cache.num_protected[index];
+        } else {
+            return 0;
+        }
+    }
+    /// The score of key u, which leaves the window.
+    template <class Head>
+    __device__ float leaving_score(const Head& head, std::int32_t pair, position_t u) const {
+        if constexpr (Scorer::when == score_time::on_leaving) {
+            return detail::holds(gate, u) ? 0.0f : computed[pair];
+        } else {
+            return head.score_of(head.layout.recent(u));
+        }
+    }
 };
 
 /// The score of an entry's new token for a KV head (`pair`: of both), 0 where it does not count.

@@ -1,0 +1,84 @@
+// A step of one head without attention, by one block: the top-k update of the key that leaves the window, and
+// the entries that it and the new token take. What the last phase of a step does, where no query reads.
+#pragma once
+
+#include <kvpolicy/caches/cuda/decode/agent_decode_head.cuh>
+#include <kvpolicy/caches/cuda/decode/agent_write_entries.cuh>
+#include <kvpolicy/caches/cuda/decode/decode_params.cuh>
+#include <kvpolicy/caches/cuda/page_bounds.cuh>
+#include <kvpolicy/caches/top_k_slots.hpp>
+#include <kvpolicy/core/cuda_config.cuh>
+
+#include <cstdint>
+
+namespace kvpolicy {
+inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
+namespace cuda_backend {
+
+/// Sizes of a block that appends, of rows of any head_dim that caches take.
+template <class T_>
+struct append_rows {
+    using T = T_;
+    using Compute = std::conditional_t<is_half<T>, float, T>;
+    static constexpr int Dim = 256;
+    static constexpr int warps = 4;
+    static constexpr int threads = 32 * warps;
+};
+
+/// A block of append_kernel.
+template <class Launch>
+class agent_append_head : agent_decode_head<Launch> {
+    using Rows = typename Launch::Rows;
+    using Head = typename Launch::View::head_type;
+    using base = agent_decode_head<Launch>;
+    using base::call_, base::entry_, base::head_, base::seq_;
+
+  public:
+    struct Memory : decode_head_memory<Rows> {
+        decode_note note;
+    };
+
+    __device__ agent_append_head(const Launch& call, Memory& memory, std::int32_t pair, std::int32_t seq)
+        : base(call, memory, nullptr, pair, 0, seq), note_(memory.note) {}
+
+    __device__ void run() {
+        // 1. Loads that do not wait for the decision.
+        const Head head(call_.cache, seq_, head_);
+        const position_t q = call_.cache.length[seq_];
+        const std::int32_t num_long_range = call_.cache.num_long_range[head.index],
+                           victim = call_.cache.victim[head.index];
+        const agent_write_entries<Launch> moving(call_, entry_, head_, seq_);
+        const bool leaves = q - head.head_params.window >= head.head_params.sinks;
+        moved_rows moved = moving.fetch(head, head.layout.recent(q), leaves);
+        // 2. The decision.
+        float score = 0.0f;
+        const detail::step_decision step = this->decide(head, q, num_long_range, victim, score, &note_);
+        __syncthreads();  // the note is there, and all have read what changes now
+        // 3. Entries and counters.
+        moved.take(step, score);
+        moved.note.victim = note_.victim;
+        moved.note.arriving = note_.arriving;
+        moving.write(head, q, moved);
+        if constexpr (requires { call_.cache.chosen; }) {
+            refresh_bounds(head, q, step);
+        }
+    }
+
+  private:
+    /// The bounds of the pages that a selection chooses from.
+    __device__ void refresh_bounds(const Head& head, position_t q, const detail::step_decision& step) const {
+        __syncthreads();  // the rows are there
+        const auto thread = static_cast<std::int32_t>(threadIdx.x);
+        const std::int32_t used = head.layout.used(q + 1, step.num_long_range), size = head.rows.bound_rows;
+        refresh_page(head.rows, step.newest / size, used, thread, Rows::threads);
+        if (step.promoted >= 0 && step.promoted / size != step.newest / size) {
+            refresh_page(head.rows, step.promoted / size, used, thread, Rows::threads);
+        }
+    }
+
+    decode_note& note_;
+};
+
+}  // namespace cuda_backend
+}  // namespace KVPOLICY_HIDDEN
+}  // namespace kvpolicy
