@@ -88,10 +88,10 @@ void prefill(const host& ctx, const Ref<P, T>& cache, const step_io<T>& io, work
 
 /// A step without attention, for an engine whose own kernel reads the pages of export_heads: 1 to 3 of
 /// step(). io.k, io.v and what the scorer reads are those of step; io.out and io.lse are not looked at, and
-/// io.q only where the policy keeps queries (an eviction part). Where io.batch does not say, entries are those of io.k.
-/// The cache is then as step() leaves it, so the entries that it holds are what the token's query sees; with
-/// a selection, the pages that it chooses from. Errors, status words, exhaustion and the order of layers as
-/// for step. Workspace: append_workspace_bytes.
+/// io.q only where the policy keeps queries (an eviction part). Without io.batch, entries are those
+/// of io.k. The cache is then as step() leaves it, so the entries that it holds are what the token's query
+/// sees; with a selection, the pages that it chooses from. Errors, status words, exhaustion and the order of
+/// layers as for step. Workspace: append_workspace_bytes.
 ///
 /// A policy that ranks keys by the attention they receive evicts by the masses that it has; give it those of
 /// the token's query with observe(). Its k must be finite.
@@ -123,8 +123,8 @@ void chunk_expiry(const host& ctx, const Ref<P, T>& cache, const step_io<T>& io,
 
 /// prefill() without attention: the cache takes the chunk, and is as prefill() leaves it. Tensors as for
 /// append, with n tokens per entry; io.cu_seqlens packs entries. Call chunk_expiry() and attend before.
-/// Errors and exhaustion as for prefill. Not for policies that rank keys by the attention they receive: they do not
-/// compile here; give them tokens one after another, with append() and observe().
+/// Errors and exhaustion as for prefill. Not for policies that rank keys by the attention they receive: they
+/// do not compile here; give them tokens one after another, with append() and observe().
 template <class Dims = all_head_dims, class P, Storage T, template <class, class> class Ref>
 requires CacheRef<Ref<P, T>>
 void append_chunk(const host& ctx, const Ref<P, T>& cache, const step_io<T>& io, workspace_view workspace,

@@ -208,9 +208,10 @@ class agent_contiguous_decode : agent_decode_head<contiguous_params<Rows, Gate, 
             rank_victim(head, q, found);
             if (alone && part_ == 0 && warp_id() == 1 && found.hidden.b >= 0) {
                 if constexpr (finds_next_victims) {  // there is time until the scores come
-                    next_victims_ = detail::find_next_victims(
-                        warp_group{}, head.top_k_slots(call_.cache.rebase_limit), head.record, num_long_range,
-                        q, found.hidden.b - head.layout.slot(0));
+                    next_victims_ =
+                        detail::find_next_victims(warp_group{}, head.top_k_slots(call_.cache.rebase_limit),
+                                                  call_.cache.tile_victims + head.tile, num_long_range, q,
+                                                  found.hidden.b - head.layout.slot(0));
                 } else {
                     warm_next_victim(head, num_long_range, found);
                 }
@@ -330,7 +331,8 @@ class agent_contiguous_decode : agent_decode_head<contiguous_params<Rows, Gate, 
         const position_t limit = call_.cache.rebase_limit;
         std::int32_t slot = detail::known_worst(head.head_params, limit, q, victim);
         if (slot < 0) {
-            std::int32_t* const record = part_ == 0 && is_leader() ? head.record : nullptr;
+            std::int32_t* const record =
+                part_ == 0 && is_leader() ? call_.cache.tile_victims + head.tile : nullptr;
             found.worst = this->worst_of_block(head.top_k_slots(limit), record, num_long_range, q);
             slot = found.worst.slot;
         }
@@ -381,7 +383,7 @@ class agent_contiguous_decode : agent_decode_head<contiguous_params<Rows, Gate, 
                 warm(first + tile * detail::slot_tile + p);
             }
         }
-        const std::int32_t* const record = head.record;
+        const std::int32_t* const record = call_.cache.tile_victims + head.tile;
         for (std::int32_t t = lane_id(); t < tiles; t += 32) {
             const std::int32_t slot = record[t];
             if (slot >= 0 && slot < num_long_range) {
@@ -411,7 +413,7 @@ class agent_contiguous_decode : agent_decode_head<contiguous_params<Rows, Gate, 
             detail::resolve_eviction(step, head.head_params, ranked, found.ranked);
         }
         if (part_ == 0 && warp_id() == 1) {  // the first warp goes on to attention
-            std::int32_t* const record = head.record;
+            std::int32_t* const record = call_.cache.tile_victims + head.tile;
             std::int32_t next = -1;
             if constexpr (finds_next_victims) {
                 if (call_.leader_blocks != 0) {

@@ -37,6 +37,11 @@ struct contiguous_view : cache_view {
         return true;
     }
 
+    /// What the tiles of a head's top-k slots have recorded as their worst: see caches/top_k_slots.hpp.
+    [[nodiscard]] __device__ std::int32_t* record_of(const contiguous_head<T>& head) const {
+        return tile_victims + head.tile;
+    }
+
     template <class P>
     __host__ __device__ explicit contiguous_view(const FixedBudgetRef<P, T>& ref)
         : cache_view(ref),
@@ -59,8 +64,8 @@ template <class T>
 struct contiguous_head {
     HeadParams head_params;
     HeadRows layout;
-    std::int64_t index;    // sequence * kv_heads + head
-    std::int32_t* record;  // the worst slots of its tiles
+    std::int64_t index;  // sequence * kv_heads + head
+    std::int64_t tile;   // its first tile of top-k slots
     T* k;
     T* v;
     position_t* position;
@@ -71,7 +76,7 @@ struct contiguous_head {
         : head_params(cache.all_params[head]), layout{head_params.sinks, head_params.window} {
         const std::int64_t offset = cache.row_offset[head], first = seq * cache.rows + offset;
         index = std::int64_t{seq} * cache.kv_heads + head;
-        record = cache.tile_victims + seq * cache.tiles + offset / detail::slot_tile + head;
+        tile = seq * cache.tiles + offset / detail::slot_tile + head;
         k = cache.k + first * cache.head_dim_qk;
         v = cache.v + first * cache.head_dim_vo;
         position = cache.position + first;

@@ -32,6 +32,7 @@ class agent_append_head : agent_decode_head<Launch> {
     using Head = typename Launch::View::head_type;
     using base = agent_decode_head<Launch>;
     using base::call_, base::entry_, base::head_, base::seq_;
+    struct next_victims;
 
   public:
     struct Memory : decode_head_memory<Rows> {
@@ -41,7 +42,10 @@ class agent_append_head : agent_decode_head<Launch> {
     __device__ agent_append_head(const Launch& call, Memory& memory, std::int32_t pair, std::int32_t seq)
         : base(call, memory, nullptr, pair, 0, seq), note_(memory.note) {}
 
-    __device__ void run() {
+    /// taken() says whether the entry takes its token, the same in all threads; what comes before it only
+    /// reads what no kernel before this one may still write, but for records that are true either way.
+    template <class Taken>
+    __device__ void run(const Taken& taken) {
         // 1. Loads that do not wait for the decision.
         const Head head(call_.cache, seq_, head_);
         const position_t q = call_.cache.length[seq_];
@@ -50,9 +54,15 @@ class agent_append_head : agent_decode_head<Launch> {
         const agent_write_entries<Launch> moving(call_, entry_, head_, seq_);
         const bool leaves = q - head.head_params.window >= head.head_params.sinks;
         moved_rows moved = moving.fetch(head, head.layout.recent(q), leaves);
+        const float score = this->score_of_leaving(head, q);
+        this->note_arriving(head, q, note_);
+        const next_victims next = find_next(head, q, num_long_range, victim);
         // 2. The decision.
-        float score = 0.0f;
-        const detail::step_decision step = this->decide(head, q, num_long_range, victim, score, &note_);
+        const decided_step step = this->decide(head, q, num_long_range, victim, score, true);
+        if (!taken()) {
+            return;
+        }
+        note_victim(head, q, step, next);
         __syncthreads();  // the note is there, and all have read what changes now
         // 3. Entries and counters.
         moved.take(step, score);
@@ -65,8 +75,38 @@ class agent_append_head : agent_decode_head<Launch> {
     }
 
   private:
+    /// The worst slots beside the known worst slot, in the first warp.
+    struct next_victims : detail::next_victims {
+        bool found = false;
+    };
+    [[nodiscard]] __device__ next_victims find_next(const Head& head, position_t q,
+                                                    std::int32_t num_long_range, std::int32_t victim) const {
+        const position_t limit = call_.cache.rebase_limit;
+        const std::int32_t known = detail::known_worst(head.head_params, limit, q, victim);
+        if (known < 0 || warp_id() != 0) {
+            return {};
+        }
+        const auto top_k_slots = detail::competing(head.top_k_slots(limit), call_.gate);
+        return {detail::find_next_victims(warp_group{}, top_k_slots, call_.cache.record_of(head),
+                                          num_long_range, q, known),
+                true};
+    }
+    /// base::note_next_victim, where they are found from these.
+    __device__ void note_victim(const Head& head, position_t q, const decided_step& step,
+                                const next_victims& next) const {
+        if (warp_id() == 0 && next.found) {
+            const std::int32_t victim = detail::next_victim(warp_group{}, head.head_params, next,
+                                                            call_.cache.record_of(head), step, step.ranked);
+            if (lane_id() == 0) {
+                note_.victim = victim;
+            }
+        } else {
+            this->note_next_victim(head, q, step, note_);
+        }
+    }
+
     /// The bounds of the pages that a selection chooses from.
-    __device__ void refresh_bounds(const Head& head, position_t q, const detail::step_decision& step) const {
+    __device__ void refresh_bounds(const Head& head, position_t q, const decided_step& step) const {
         __syncthreads();  // the rows are there
         const auto thread = static_cast<std::int32_t>(threadIdx.x);
         const std::int32_t used = head.layout.used(q + 1, step.num_long_range), size = head.rows.bound_rows;

@@ -66,8 +66,12 @@ class append_plan : public decode_plan<append_plan<Cache>, Cache, typename appen
                    call_.batch.count == 0 ? 0 : 1, admit_threads, 0, ctx_, call_);
         }
         this->score_late(appended);
-        launch_early<append_kernel<Params>>("append_kernel", heads(), Rows::threads, 0, device_, ctx_, 1,
-                                            call_);
+        if constexpr (Params::View::paged && scored_late<typename base::P>) {
+            launch("append_kernel", append_kernel<Params>, heads(), Rows::threads, 0, ctx_, call_);
+        } else {
+            launch_early<append_kernel<Params>>("append_kernel", heads(), Rows::threads, 0, device_, ctx_, 1,
+                                                call_);
+        }
     }
 };
 

@@ -12,15 +12,13 @@ namespace kvpolicy {
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 namespace cuda_backend {
 
-/// Which entries append: of a paged cache those that were admitted, with their pages; else those that the
-/// batch says, once per token. A refusal is reported by the head's block, to one word per entry.
+/// An entry that may append. Of a paged cache the admission has the last word; of another, a token that the
+/// layer has appended already is refused here: counted per head, so that a block of another head cannot mark
+/// the token as appended too early.
 template <class Launch>
 __device__ active_entry appending_entry(const Launch& call, std::int32_t entry, std::int32_t head) {
     active_entry active(call.cache, call.batch, entry, 1, !Launch::View::paged);
-    if constexpr (Launch::View::paged) {
-        active.tokens = call.work.appended[entry] > 0 ? 1 : 0;
-    } else {
-        // Counted per head, so that a block of another head cannot mark the token as appended too early.
+    if constexpr (!Launch::View::paged) {
         if (active.tokens != 0 &&
             call.cache.appended[std::int64_t{active.seq} * call.cache.kv_heads + head] > 0) {
             active.refuse(status_layer_repeated);
@@ -45,20 +43,34 @@ __device__ active_entry appending_entry(const Launch& call, std::int32_t entry, 
 /// top-k slot; num_long_range, victim, tile_victims, num_protected, appended; queries, with an eviction part;
 /// with a selection bounds [2, Dk] of T of one or two pages.
 ///
+/// Of a paged cache it begins beside the admission, whose launch comes right before it and after all else: it
+/// decides meanwhile, and then waits for the pages.
+///
 /// Phases (the numbers stand in agent_append_head.cuh):
-/// 1. The rows that may move are loaded.
+/// 1. The rows that may move are loaded, and one warp finds the slots that may be evicted next.
 /// 2. The key that leaves the window is compared with the top-k slot that is evicted first, which the step
-///    before has recorded; one warp finds the next one.
+///    before has recorded.
 /// 3. Entries and counters are written.
 template <class Launch>
 __global__ void __launch_bounds__(Launch::Rows::threads) append_kernel(const __grid_constant__ Launch call) {
     __shared__ typename agent_append_head<Launch>::Memory memory;
-    wait_for_kernel_before();
+    if constexpr (!Launch::View::paged) {
+        wait_for_kernel_before();
+    }
     const auto pair = static_cast<std::int32_t>(blockIdx.x);
     const std::int32_t entry = pair / call.cache.kv_heads;
     const active_entry active = appending_entry(call, entry, pair % call.cache.kv_heads);
     if (active.tokens != 0) {
-        agent_append_head<Launch>(call, memory, pair, active.seq).run();
+        agent_append_head<Launch>(call, memory, pair, active.seq).run([&] {
+            if constexpr (Launch::View::paged) {
+                wait_for_kernel_before();
+                return call.work.appended[entry] > 0;
+            } else {
+                return true;
+            }
+        });
+    } else {
+        wait_for_kernel_before();  // so that what comes after this kernel comes after the one before it, too
     }
 }
 

@@ -100,13 +100,17 @@ class agent_paged_head : agent_decode_head<Launch> {
         stream.start();
 
         // 2. The decision.
-        detail::step_decision step;
+        decided_step step;
         step.used = used;
         float score = 0.0f;
         stream_candidate<T> candidate{nullptr, nullptr, -1, used};
         if (call_.writes) {
-            step = this->decide(head, q, num_long_range, victim, score,
-                                share.notes() ? call_.notes + pair_ : nullptr);
+            score = this->score_of_leaving(head, q);
+            step = this->decide(head, q, num_long_range, victim, score, share.notes());
+            if (share.notes()) {
+                this->note_next_victim(head, q, step, call_.notes[pair_]);
+                this->note_arriving(head, q, call_.notes[pair_]);
+            }
             // The entry that attention must not read: the evicted key's, or none, where the new token or u
             // takes an entry that was not in use.
             const std::int32_t hole = step.promoted >= 0 ? step.promoted : step.newest;

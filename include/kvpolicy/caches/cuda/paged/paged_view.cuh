@@ -83,6 +83,7 @@ struct paged_view : cache_view {
     [[nodiscard]] __device__ bool takes(std::int32_t seq, std::int32_t tokens) const {
         return !limited || length[seq] + tokens <= max_seq_len;
     }
+    [[nodiscard]] __device__ std::int32_t* record_of(const paged_head<T>& head) const { return head.record; }
     /// How many rows of a head a query reads, and where they are: all that it has.
     [[nodiscard]] __device__ std::int32_t rows_read(const paged_head<T>& head, std::int32_t /*pair*/,
                                                     position_t queries, std::int32_t top_k_slots) const {
