@@ -95,7 +95,8 @@ class CacheOwner {
             ctx, [&](const auto& cache) { return detail::step_workspace_of<Dims>(ctx, cache, batch); });
     }
 
-    /// The same for append, append_chunk and chunk_expiry, which have no attention.
+    /// The same for append, and where size.tokens is above 1 for append_chunk and chunk_expiry: calls without
+    /// attention.
     template <class Dims = all_head_dims, class Context>
     [[nodiscard]] std::size_t append_workspace_bytes(const Context& ctx, const CallSize& size) const {
         return max_of_layers(

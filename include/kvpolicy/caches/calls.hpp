@@ -130,8 +130,8 @@ requires CacheRef<Ref<P, T>>
 void append_chunk(const host& ctx, const Ref<P, T>& cache, const step_io<T>& io, workspace_view workspace,
                   const StepOptions& options = {});
 
-/// Bytes of workspace for append, append_chunk and chunk_expiry of one layer with at most size.batch entries
-/// of at most size.tokens tokens. Refuses sizes below 0.
+/// Bytes of workspace for append, and where size.tokens is above 1 for append_chunk and chunk_expiry too, of
+/// one layer with at most size.batch entries of at most size.tokens tokens. Refuses sizes below 0.
 template <class Dims = all_head_dims, class P, Storage T, template <class, class> class Ref>
 requires CacheRef<Ref<P, T>> std::size_t append_workspace_bytes(const host& ctx, const Ref<P, T>& cache,
                                                                 const CallSize& size);

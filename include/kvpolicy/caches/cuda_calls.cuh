@@ -106,8 +106,8 @@ requires CacheRef<Ref<P, T>>
 void append_chunk(const cuda& ctx, const Ref<P, T>& cache, const step_io<T>& io, workspace_view workspace,
                   const StepOptions& options = {});
 
-/// Bytes of device workspace for append, append_chunk and chunk_expiry with at most size.batch entries of at
-/// most size.tokens tokens.
+/// Bytes of device workspace for append, and where size.tokens is above 1 for append_chunk and chunk_expiry
+/// too (which need much more), with at most size.batch entries of at most size.tokens tokens.
 template <class Dims = all_head_dims, class P, Storage T, template <class, class> class Ref>
 requires CacheRef<Ref<P, T>> std::size_t append_workspace_bytes(const cuda& ctx, const Ref<P, T>& cache,
                                                                 const CallSize& size);

@@ -105,7 +105,11 @@ requires CacheRef<Ref<P, T>> std::size_t append_workspace_bytes(const cuda& ctx,
     cb::check_on_device(cache);
     checks::check_call_size(size);
     const cb::device_scope device(ctx, cache.device);
-    return std::max(cb::append_plan<Ref<P, T>>(ctx, device, cache, size.batch).lay_out(nullptr),
+    const std::size_t bytes = cb::append_plan<Ref<P, T>>(ctx, device, cache, size.batch).lay_out(nullptr);
+    if (size.tokens <= 1) {
+        return bytes;
+    }
+    return std::max(bytes,
                     cb::prefill_plan<Ref<P, T>, void>(ctx, cache, size.batch, size.tokens).lay_out(nullptr));
 }
 
