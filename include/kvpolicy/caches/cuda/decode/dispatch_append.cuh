@@ -75,10 +75,19 @@ class append_plan : public decode_plan<append_plan<Cache>, Cache, typename appen
     }
 };
 
+template <class P>
+constexpr void require_device_append() {
+    static_assert(
+        !P::observed,
+        "kvpolicy: on CUDA append takes a policy whose scores do not come from attention (H2O, TOVA "
+        "and SnapKV append on the host)");
+}
+
 /// Refuses what a call that appends without attention cannot take: io.q counts only for an eviction part,
 /// io.out and io.lse not at all. `tokens` is the most of an entry.
 template <class Cache, class T>
 void check_append_call(const Cache& cache, const Batch& batch, std::int32_t tokens, const StepIO<T>& io) {
+    require_device_append<typename Cache::policy_type>();
     check_cache_batch(cache, batch, tokens);
     check_chunk(cache, batch, tokens, io.k, io.v, detail::extras_of(io));
     if constexpr (Cache::policy_type::has_eviction) {

@@ -101,6 +101,7 @@ template <class Dims, class P, Storage T, template <class, class> class Ref>
 requires CacheRef<Ref<P, T>> std::size_t append_workspace_bytes(const cuda& ctx, const Ref<P, T>& cache,
                                                                 const CallSize& size) {
     namespace cb = cuda_backend;
+    cb::require_device_append<P>();
     cb::require_device_policy<P>();
     cb::check_on_device(cache);
     checks::check_call_size(size);
