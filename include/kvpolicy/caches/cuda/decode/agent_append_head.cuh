@@ -8,8 +8,11 @@
 #include <kvpolicy/caches/cuda/page_bounds.cuh>
 #include <kvpolicy/caches/top_k_slots.hpp>
 #include <kvpolicy/core/cuda_config.cuh>
+#include <kvpolicy/cuda/check.cuh>
+#include <kvpolicy/cuda/launch.cuh>
 
 #include <cstdint>
+#include <type_traits>
 
 namespace kvpolicy {
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
@@ -42,10 +45,9 @@ class agent_append_head : agent_decode_head<Launch> {
     __device__ agent_append_head(const Launch& call, Memory& memory, std::int32_t pair, std::int32_t seq)
         : base(call, memory, nullptr, pair, 0, seq), note_(memory.note) {}
 
-    /// taken() says whether the entry takes its token, the same in all threads; what comes before it only
-    /// reads what no kernel before this one may still write, but for records that are true either way.
-    template <class Taken>
-    __device__ void run(const Taken& taken) {
+    /// Of a paged cache what comes before the wait only reads what the admission does not write, but for
+    /// records that are true either way.
+    __device__ void run() {
         // 1. Loads that do not wait for the decision.
         const Head head(call_.cache, seq_, head_);
         const position_t q = call_.cache.length[seq_];
@@ -59,8 +61,11 @@ class agent_append_head : agent_decode_head<Launch> {
         const next_victims next = find_next(head, q, num_long_range, victim);
         // 2. The decision.
         const decided_step step = this->decide(head, q, num_long_range, victim, score, true);
-        if (!taken()) {
-            return;
+        if constexpr (Launch::View::paged) {
+            wait_for_kernel_before();
+            if (call_.work.appended[entry_] <= 0) {
+                return;
+            }
         }
         note_victim(head, q, step, next);
         __syncthreads();  // the note is there, and all have read what changes now

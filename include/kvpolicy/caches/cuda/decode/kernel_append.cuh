@@ -61,14 +61,7 @@ __global__ void __launch_bounds__(Launch::Rows::threads) append_kernel(const __g
     const std::int32_t entry = pair / call.cache.kv_heads;
     const active_entry active = appending_entry(call, entry, pair % call.cache.kv_heads);
     if (active.tokens != 0) {
-        agent_append_head<Launch>(call, memory, pair, active.seq).run([&] {
-            if constexpr (Launch::View::paged) {
-                wait_for_kernel_before();
-                return call.work.appended[entry] > 0;
-            } else {
-                return true;
-            }
-        });
+        agent_append_head<Launch>(call, memory, pair, active.seq).run();
     } else {
         wait_for_kernel_before();  // so that what comes after this kernel comes after the one before it, too
     }
