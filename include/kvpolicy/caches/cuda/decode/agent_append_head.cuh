@@ -36,6 +36,8 @@ class agent_append_head : agent_decode_head<Launch> {
     using base = agent_decode_head<Launch>;
     using base::call_, base::entry_, base::head_, base::seq_;
     struct next_victims;
+    /// Whether queries choose among pages by their bounds.
+    static constexpr bool selects = requires(const typename Launch::View& view) { view.chosen; };
 
   public:
     struct Memory : decode_head_memory<Rows> {
@@ -45,8 +47,8 @@ class agent_append_head : agent_decode_head<Launch> {
     __device__ agent_append_head(const Launch& call, Memory& memory, std::int32_t pair, std::int32_t seq)
         : base(call, memory, nullptr, pair, 0, seq), note_(memory.note) {}
 
-    /// Of a paged cache what comes before the wait only reads what the admission does not write, but for
-    /// records that are true either way.
+    /// Of a paged cache what comes before the wait is beside the admission, which reads no record of tiles;
+    /// nothing else is written there.
     __device__ void run() {
         // 1. Loads that do not wait for the decision.
         const Head head(call_.cache, seq_, head_);
@@ -61,20 +63,21 @@ class agent_append_head : agent_decode_head<Launch> {
         const next_victims next = find_next(head, q, num_long_range, victim);
         // 2. The decision.
         const decided_step step = this->decide(head, q, num_long_range, victim, score, true);
+        note_victim(head, q, step, next);
+        __syncthreads();  // the note is there, and all have read what changes now
         if constexpr (Launch::View::paged) {
             wait_for_kernel_before();
             if (call_.work.appended[entry_] <= 0) {
+                forget(head, step);
                 return;
             }
         }
-        note_victim(head, q, step, next);
-        __syncthreads();  // the note is there, and all have read what changes now
         // 3. Entries and counters.
         moved.take(step, score);
         moved.note.victim = note_.victim;
         moved.note.arriving = note_.arriving;
         moving.write(head, q, moved);
-        if constexpr (requires { call_.cache.chosen; }) {
+        if constexpr (selects) {
             refresh_bounds(head, q, step);
         }
     }
@@ -107,6 +110,13 @@ class agent_append_head : agent_decode_head<Launch> {
             }
         } else {
             this->note_next_victim(head, q, step, note_);
+        }
+    }
+
+    /// The records as they were before the step, for an entry that found no pages.
+    __device__ void forget(const Head& head, const decided_step& step) const {
+        if (threadIdx.x == 0 && step.replaced) {
+            call_.cache.record_of(head)[step.known / detail::slot_tile] = step.known;  // the worst of all
         }
     }
 

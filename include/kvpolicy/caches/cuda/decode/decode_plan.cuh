@@ -49,6 +49,12 @@ std::int64_t max_rows_of(const Cache& cache) {
     }
 }
 
+/// Whether sizes are those of attention: append_rows are not.
+template <class Rows>
+inline constexpr bool has_attention = requires {
+    Rows::heads;
+};
+
 /// A step, or attention alone, with kernels of these sizes. A plan of a kind of cache (`Plan`) has
 ///     lay_out(memory)         takes the parts of the workspace; with null it only measures
 ///     run()                   the launches, after those of scores
@@ -90,7 +96,7 @@ class decode_plan {
                  .gate = gate_in<P>(cache),
                  .scorer = scorer_of<P>(cache.scorer)}} {
         call_.batch.count = count;
-        if constexpr (requires { Rows::heads; }) {  // sizes of attention
+        if constexpr (has_attention<Rows>) {
             call_.width = Rows::width(cache.head_dim_vo);
             call_.logits = logits_of<typename Rows::Compute>(cache.attention, cache.head_dim_qk);
             call_.parts = (cache.group + Rows::heads - 1) / Rows::heads;

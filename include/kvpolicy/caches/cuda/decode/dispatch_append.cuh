@@ -60,10 +60,10 @@ class append_plan : public decode_plan<append_plan<Cache>, Cache, typename appen
         const std::int32_t* appended = nullptr;
         if constexpr (Params::View::paged) {
             appended = call_.work.appended;
-            launch("paged_admit_kernel",
-                   paged_admit_kernel<Rows, typename Params::Gate, typename Params::Scorer,
-                                      typename Params::View>,
-                   call_.batch.count == 0 ? 0 : 1, admit_threads, 0, ctx_, call_);
+            launch_early<paged_admit_kernel<Rows, typename Params::Gate, typename Params::Scorer,
+                                            typename Params::View>>(
+                "paged_admit_kernel", call_.batch.count == 0 ? 0 : 1, admit_threads, 0, device_, ctx_, 1,
+                call_);
         }
         this->score_late(appended);
         if constexpr (Params::View::paged && scored_late<typename base::P>) {

@@ -54,6 +54,7 @@ __device__ active_entry appending_entry(const Launch& call, std::int32_t entry, 
 template <class Launch>
 __global__ void __launch_bounds__(Launch::Rows::threads) append_kernel(const __grid_constant__ Launch call) {
     __shared__ typename agent_append_head<Launch>::Memory memory;
+    let_next_kernel_start();  // it waits for what it reads
     if constexpr (!Launch::View::paged) {
         wait_for_kernel_before();
     }

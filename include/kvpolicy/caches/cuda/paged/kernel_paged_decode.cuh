@@ -68,7 +68,8 @@ template <class Rows, class Gate, class Scorer, class View>
 __global__ void __launch_bounds__(admit_threads)
     paged_admit_kernel(const __grid_constant__ paged_decode_params<Rows, Gate, Scorer, View> call) {
     __shared__ admit_memory memory;
-    let_next_kernel_start();  // its blocks wait for the pages
+    wait_for_kernel_before();
+    let_next_kernel_start();  // its blocks begin when all before have ended, and wait for the pages
     admit_paged_decode(call, memory);
 }
 
