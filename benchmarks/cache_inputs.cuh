@@ -8,6 +8,8 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <cstdlib>
+#include <vector>
 
 namespace bench {
 
@@ -35,6 +37,49 @@ struct Numbers {
         ok(cudaGetLastError());
     }
 };
+
+/// The next token's scores: even in [-4, 4), or always better than all before. Part of the graph,
+/// before the layers.
+static __global__ void next_scores(float* to, std::int32_t count, const kvpolicy::position_t* length,
+                                   bool improving) {
+    const auto i = static_cast<std::int32_t>(blockIdx.x * blockDim.x + threadIdx.x);
+    if (i < count) {
+        const auto t = static_cast<std::uint32_t>(length[0]);
+        to[i] = improving ? static_cast<float>(t) : hashed(t * 8191u + static_cast<std::uint32_t>(i));
+    }
+}
+
+/// Times `token`, which goes through all layers, as a graph: median_us is the time of one layer, which moves
+/// `bytes` bytes at least.
+template <class Token>
+void measure_layers(benchmark::State& state, cudaStream_t stream, std::int32_t layers, double bytes,
+                    const Token& token) {
+    token();  // loads the kernels
+    ok(cudaStreamSynchronize(stream));
+    if (std::getenv("KVPOLICY_BENCH_PROFILE") != nullptr) {
+        for (auto _ : state) {
+            state.SetIterationTime(1e-9);
+        }
+        return;
+    }
+    const captured graph(stream, token);
+    for (std::int32_t t = 0; t < 10; ++t) {
+        graph();
+    }
+    ok(cudaStreamSynchronize(stream));
+    const stopwatch watch(stream);
+    std::vector<double> times;
+    for (auto _ : state) {
+        times.push_back(watch.time(graph) / layers);
+        state.SetIterationTime(times.back() * 1e-3);
+    }
+    const double median = median_of(times);
+    state.counters["median_ms"] = median;
+    state.counters["median_us"] = 1e3 * median;
+    state.counters["layers"] = layers;
+    state.counters["kv_bytes"] = bytes;
+    state.counters["gb_per_s"] = bytes / median * 1e-6;
+}
 
 /// A scorer with weights at random, which live as long as the program.
 template <class S>

@@ -1,7 +1,8 @@
 // Decode steps of a FixedBudgetCache on CUDA, everything a step does: the append, the contest, attention, the
 // rows. A call steps all layers of a model once and advances, as one graph; its layers are caches of their
 // own, together several times the L2 cache, so that every step finds cold rows without a flush whose
-// write-back it would pay for. median_us is the time of one layer. ragged.cuh has the steps of a DualCache.
+// write-back it would pay for. median_us is the time of one layer. ragged.cuh has the steps of a DualCache,
+// appending.cuh steps without attention.
 //
 // Beside it stand the bytes that a step cannot avoid, those of keys and values in use, and the
 // rate that they make.
@@ -12,6 +13,7 @@
 #include <kvpolicy/scorers/mlstm.hpp>
 #include <kvpolicy/scorers/observed.hpp>
 
+#include "appending.cuh"
 #include "cache_inputs.cuh"
 #include "cold.cuh"
 #include "ragged.cuh"
@@ -64,48 +66,6 @@ __global__ void fill_counters(std::int32_t* kept, kvp::position_t* length_of, st
             length_of[i] = length;
         }
     }
-}
-
-/// The next token's scores: even in [-4, 4), or always better than all before. Part of the graph,
-/// before the layers.
-__global__ void next_scores(float* to, std::int32_t count, const kvp::position_t* length, bool improving) {
-    const auto i = static_cast<std::int32_t>(blockIdx.x * blockDim.x + threadIdx.x);
-    if (i < count) {
-        const auto t = static_cast<std::uint32_t>(length[0]);
-        to[i] = improving ? static_cast<float>(t) : hashed(t * 8191u + static_cast<std::uint32_t>(i));
-    }
-}
-
-/// Times `token`, which goes through all layers, as a graph: median_us is the time of one layer, which moves
-/// `bytes` bytes at least.
-template <class Token>
-void measure_layers(benchmark::State& state, cudaStream_t stream, std::int32_t layers, double bytes,
-                    const Token& token) {
-    token();  // loads the kernels
-    ok(cudaStreamSynchronize(stream));
-    if (std::getenv("KVPOLICY_BENCH_PROFILE") != nullptr) {
-        for (auto _ : state) {
-            state.SetIterationTime(1e-9);
-        }
-        return;
-    }
-    const captured graph(stream, token);
-    for (std::int32_t t = 0; t < 10; ++t) {
-        graph();
-    }
-    ok(cudaStreamSynchronize(stream));
-    const stopwatch watch(stream);
-    std::vector<double> times;
-    for (auto _ : state) {
-        times.push_back(watch.time(graph) / layers);
-        state.SetIterationTime(times.back() * 1e-3);
-    }
-    const double median = median_of(times);
-    state.counters["median_ms"] = median;
-    state.counters["median_us"] = 1e3 * median;
-    state.counters["layers"] = layers;
-    state.counters["kv_bytes"] = bytes;
-    state.counters["gb_per_s"] = bytes / median * 1e-6;
 }
 
 template <class P>
@@ -294,6 +254,7 @@ void add_steps() {
 
 int main(int argc, char** argv) {
     add_steps();
+    appending::add_rows();
     ragged::add_rows();
     return run(argc, argv, "cold: steps go through layers of several times the L2 cache");
 }

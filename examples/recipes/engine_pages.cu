@@ -1,11 +1,10 @@
-// Plug the cache into an engine with a paged attention kernel of its own: every KV head is exported as a
-// sequence with a page table, as FlashInfer's and FlashAttention's paged kernels take it (one KV head a
-// sequence), and no row is copied.
+// Let a paged attention kernel of an engine read the cache beside the library's own attention
+// (engine_append.cu puts it in its place): every KV head is exported as a sequence with a page table, as
+// FlashInfer's and FlashAttention's paged kernels take it (one KV head a sequence), and no row is copied.
 //
-// The cache then decides which rows there are, and the engine's kernel attends. Here a few lines stand in
-// for that kernel. Its outputs make the next layer's tokens, so a layer is exported right after its step,
-// with the newest token's row, and advance() comes last. Tables are device memory, so all of it can be
-// captured in one graph.
+// The cache decides which rows there are. Here a few lines stand in for the engine's kernel. Its outputs make
+// the next layer's tokens, so a layer is exported right after its step, with the newest token's row, and
+// advance() comes last. Tables are device memory, so all of it can be captured in one graph.
 #include <kvpolicy/cuda.cuh>  // the bodies, for the one file that instantiates them
 #include <kvpolicy/kvpop.hpp>
 

@@ -13,6 +13,7 @@
 #include <kvpolicy/attention/cuda/dispatch_observed_mask.cuh>
 #include <kvpolicy/attention/cuda/dispatch_received_mass.cuh>
 #include <kvpolicy/caches/cuda/contiguous/dispatch_contiguous.cuh>
+#include <kvpolicy/caches/cuda/decode/dispatch_append.cuh>
 #include <kvpolicy/caches/cuda/decode/dispatch_decode.cuh>
 #include <kvpolicy/caches/cuda/dispatch_export_heads.cuh>
 #include <kvpolicy/caches/cuda/paged/dispatch_paged.cuh>

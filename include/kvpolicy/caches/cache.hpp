@@ -59,6 +59,10 @@ template <class Dims, class Context, class Ref>
 std::size_t step_workspace_of(const Context& ctx, const Ref& cache, std::int32_t batch) {
     return step_workspace_bytes<Dims>(ctx, cache, batch);
 }
+template <class Dims, class Context, class Ref>
+std::size_t append_workspace_of(const Context& ctx, const Ref& cache, const CallSize& size) {
+    return append_workspace_bytes<Dims>(ctx, cache, size);
+}
 template <class Ref>
 void measure_on(const host& /*ctx*/, Ref& /*cache*/) {}
 
@@ -89,6 +93,14 @@ class CacheOwner {
     [[nodiscard]] std::size_t step_workspace_bytes(const Context& ctx, std::int32_t batch) const {
         return max_of_layers(
             ctx, [&](const auto& cache) { return detail::step_workspace_of<Dims>(ctx, cache, batch); });
+    }
+
+    /// The same for append, and where size.tokens is above 1 for append_chunk and chunk_expiry: calls without
+    /// attention.
+    template <class Dims = all_head_dims, class Context>
+    [[nodiscard]] std::size_t append_workspace_bytes(const Context& ctx, const CallSize& size) const {
+        return max_of_layers(
+            ctx, [&](const auto& cache) { return detail::append_workspace_of<Dims>(ctx, cache, size); });
     }
 
     /// The tensors of step and prefill: contiguous [batch, tokens, heads, head_dim], as projections write

@@ -1,5 +1,6 @@
-// The calls that every kind of cache takes: step, prefill, attend, append_draft and accept, and the
-// export of its pages.
+// The calls that every kind of cache takes: step, prefill, attend, append_draft and accept, the export of
+// its pages, and the same without attention, for an engine that has its own: append, append_chunk,
+// chunk_expiry and observe.
 #pragma once
 
 #include <kvpolicy/caches/layer_ref.hpp>
@@ -85,12 +86,76 @@ requires CacheRef<Ref<P, T>>
 void prefill(const host& ctx, const Ref<P, T>& cache, const step_io<T>& io, workspace_view workspace,
              const StepOptions& options = {});
 
+/// A step without attention, for an engine whose own kernel reads the pages of export_heads: 1 to 3 of
+/// step(). io.k, io.v and what the scorer reads are those of step; io.out and io.lse are not looked at, and
+/// io.q only where the policy keeps queries (an eviction part). Without io.batch, entries are those
+/// of io.k. The cache is then as step() leaves it, so the entries that it holds are what the token's query
+/// sees; with a selection, the pages that it chooses from. Errors, status words, exhaustion and the order of
+/// layers as for step. Workspace: append_workspace_bytes.
+///
+/// A policy that ranks keys by the attention they receive evicts by the masses that it has; give it those of
+/// the token's query with observe(). Its k must be finite.
+template <class Dims = all_head_dims, class P, Storage T, template <class, class> class Ref>
+requires CacheRef<Ref<P, T>>
+void append(const host& ctx, const Ref<P, T>& cache, const step_io<T>& io, workspace_view workspace,
+            const StepOptions& options = {});
+
+/// Until which query keys are seen, for attention of the caller's to a chunk of n tokens: query j (0 <= j <
+/// n) sees the cached entry r <=> j < cached[r], and the chunk's token t <=> t <= j < tokens[t]. Entries of a
+/// head are in the order of export_heads: entry r is row r mod page_size of its page r / page_size.
+struct ChunkExpiry {
+    plane_view<expiry_t> cached{};  ///< [count, Hkv, rows]: of the rows in use; others are untouched
+    plane_view<expiry_t> tokens{};  ///< [count, Hkv, n]; of a packed batch [1, Hkv, total]
+};
+
+/// What the queries of a chunk see. The entries that a chunk leaves are not those (with a window of 2, query
+/// 2 sees key 1, which tokens 2 and 3 evict), so an engine attends before the chunk is written: to the
+/// exported pages and to the chunk's own keys and values, through `expiry`. The chunk is io's tokens, as
+/// append_chunk() will take them; or where io.k is null the draft tokens that wait in spare rows, as accept()
+/// will take them, io.batch's of each entry. The cache is not changed. Decisions are made here and again when
+/// the chunk is written. Overwrites `expiry` for entries with tokens; leaves others untouched. Refuses planes
+/// below the rows in use; errors else, NaN scores included, as for append_draft. Not for policies that rank
+/// keys by the attention they receive: they do not compile here.
+template <class Dims = all_head_dims, class P, Storage T, template <class, class> class Ref>
+requires CacheRef<Ref<P, T>>
+void chunk_expiry(const host& ctx, const Ref<P, T>& cache, const step_io<T>& io, const ChunkExpiry& expiry,
+                  workspace_view workspace, const StepOptions& options = {});
+
+/// prefill() without attention: the cache takes the chunk, and is as prefill() leaves it. Tensors as for
+/// append, with n tokens per entry; io.cu_seqlens packs entries. Call chunk_expiry() and attend before.
+/// Errors and exhaustion as for prefill. Not for policies that rank keys by the attention they receive: they
+/// do not compile here; give them tokens one after another, with append() and observe().
+template <class Dims = all_head_dims, class P, Storage T, template <class, class> class Ref>
+requires CacheRef<Ref<P, T>>
+void append_chunk(const host& ctx, const Ref<P, T>& cache, const step_io<T>& io, workspace_view workspace,
+                  const StepOptions& options = {});
+
+/// Bytes of workspace for append, and where size.tokens is above 1 for append_chunk and chunk_expiry too, of
+/// one layer with at most size.batch entries of at most size.tokens tokens. Refuses sizes below 0.
+template <class Dims = all_head_dims, class P, Storage T, template <class, class> class Ref>
+requires CacheRef<Ref<P, T>> std::size_t append_workspace_bytes(const host& ctx, const Ref<P, T>& cache,
+                                                                const CallSize& size);
+
+/// The masses of the query of the token that append() wrote, for a policy that ranks keys by the attention
+/// they receive at steps (H2O, TOVA): masses [count, Hkv, rows] fp32, entry r of a head in the order of
+/// export_heads,
+///     mass(r) = agg_g p_g(r),    p_g: softmax weights of query head g over the head's entries
+/// with the scorer's aggregate over the G query heads of the KV head. They are added to those that keys have
+/// (H2O), or replace them (TOVA, which averages over the layer's heads here). Call it once per append, after
+/// the engine's attention and before the layer's next append; `batch` as there. Refuses masses that are no
+/// numbers of 0 or more, and planes below the rows in use. Other policies do not compile here.
+template <class Dims = all_head_dims, class P, Storage T, template <class, class> class Ref>
+requires CacheRef<Ref<P, T>>
+void observe(const host& ctx, const Ref<P, T>& cache, const Batch& batch, input_plane<float> masses,
+             workspace_view workspace = {}, const StepOptions& options = {});
+
 /// Speculative decoding: writes the out and lse of prefill(tokens) and leaves the entries of the cache as
 /// they are. In-place replacement cannot be undone, so accept() makes all evictions. The draft tokens, at
 /// most CacheShape::max_draft_tokens per sequence, stay in spare rows until accept(); a second append_draft,
 /// a step or a prefill of the sequence drops them. Errors as for prefill; takes no pages. Not for policies
 /// that rank keys by the attention they receive: they do not compile here. A NaN score is reported or refused
-/// as in prefill; accept() does so again for the tokens that it takes.
+/// as in prefill; accept() does so again for the tokens that it takes. Where io.out is null there is no
+/// attention, and tensors are as for append_chunk: an engine asks chunk_expiry() what the draft tokens see.
 template <class Dims = all_head_dims, class P, Storage T, template <class, class> class Ref>
 requires CacheRef<Ref<P, T>>
 void append_draft(const host& ctx, const Ref<P, T>& cache, const step_io<T>& io, workspace_view workspace,
@@ -136,6 +201,7 @@ void export_heads(const host& ctx, const Ref<P, T>& cache, const Batch& batch, c
 
 }  // namespace kvpolicy
 
+#include <kvpolicy/caches/host/append.hpp>
 #include <kvpolicy/caches/host/prefill.hpp>
 #include <kvpolicy/caches/host/step.hpp>
 #include <kvpolicy/caches/whole_cache.hpp>

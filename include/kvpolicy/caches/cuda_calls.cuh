@@ -107,6 +107,32 @@ requires CacheRef<Ref<P, T>>
 void prefill(const cuda& ctx, const Ref<P, T>& cache, const step_io<T>& io, workspace_view workspace,
              const StepOptions& options = {});
 
+/// As the host's append. One launch for a FixedBudgetCache, two for pages; a scorer has launches of its own
+/// before them, as in a step. No kernel of attention is compiled for it. `Dims` is ignored.
+template <class Dims = all_head_dims, class P, Storage T, template <class, class> class Ref>
+requires CacheRef<Ref<P, T>>
+void append(const cuda& ctx, const Ref<P, T>& cache, const step_io<T>& io, workspace_view workspace,
+            const StepOptions& options = {});
+
+/// As the host's chunk_expiry. Refuses expiry.cached below the rows that a head of the layer can ever use: in
+/// a DualCache at most PoolShape::max_seq_len.
+template <class Dims = all_head_dims, class P, Storage T, template <class, class> class Ref>
+requires CacheRef<Ref<P, T>>
+void chunk_expiry(const cuda& ctx, const Ref<P, T>& cache, const step_io<T>& io, const ChunkExpiry& expiry,
+                  workspace_view workspace, const StepOptions& options = {});
+
+/// As the host's append_chunk; scores as in prefill.
+template <class Dims = all_head_dims, class P, Storage T, template <class, class> class Ref>
+requires CacheRef<Ref<P, T>>
+void append_chunk(const cuda& ctx, const Ref<P, T>& cache, const step_io<T>& io, workspace_view workspace,
+                  const StepOptions& options = {});
+
+/// Bytes of device workspace for append, and where size.tokens is above 1 for append_chunk and chunk_expiry
+/// too (which need much more), with at most size.batch entries of at most size.tokens tokens.
+template <class Dims = all_head_dims, class P, Storage T, template <class, class> class Ref>
+requires CacheRef<Ref<P, T>> std::size_t append_workspace_bytes(const cuda& ctx, const Ref<P, T>& cache,
+                                                                const CallSize& size);
+
 /// As the host's append_draft; n is at most CacheShape::max_draft_tokens.
 template <class Dims = all_head_dims, class P, Storage T, template <class, class> class Ref>
 requires CacheRef<Ref<P, T>>

@@ -68,20 +68,25 @@ inline void check_call_size(const CallSize& size) {
     detail::require(size.tokens >= 0, "size.tokens", size.tokens, "0 or more");
 }
 
-/// The batch of a call, with what was left out taken from q.
+/// The batch of a call, with what was left out taken from `rows`, whose batch `name` names.
 template <class T>
-Batch batch_of(const StepIO<T>& io) {
+Batch batch_of(const StepIO<T>& io, const rows_view<const T>& rows, const char* name) {
     Batch batch = io.batch;
     if (batch.count == Batch::not_set) {
         detail::require(io.cu_seqlens == nullptr, "io.batch.count", "not set",
                         "the entries that io.cu_seqlens packs");
-        detail::require(io.q.batch >= 1, "q.batch", io.q.batch, "1 or more where io.batch.count is not set");
-        batch.count = io.q.batch;
+        detail::require(rows.batch >= 1, name, rows.batch, "1 or more where io.batch.count is not set");
+        batch.count = rows.batch;
     }
     if (batch.q_len == nullptr && batch.length == Batch::not_set) {
-        batch.length = io.q.length;
+        batch.length = rows.length;
     }
     return batch;
+}
+/// The same, taken from q.
+template <class T>
+Batch batch_of(const StepIO<T>& io) {
+    return batch_of(io, io.q, "q.batch");
 }
 /// The batch of a call without tensors: all sequences where it names no count.
 inline Batch batch_of(Batch batch, std::int32_t max_sequences) {

@@ -42,6 +42,31 @@ void prefill(const Context&, const Cache&, const detail::io_of<Cache>&, workspac
     detail::require_layer<Cache>();
 }
 template <class Dims = void, class Context, CacheObject Cache>
+std::size_t append_workspace_bytes(const Context&, const Cache&, const CallSize&) {
+    detail::require_layer<Cache>();
+    return 0;
+}
+template <class Dims = void, class Context, CacheObject Cache>
+void append(const Context&, const Cache&, const detail::io_of<Cache>&, workspace_view,
+            const StepOptions& = {}) {
+    detail::require_layer<Cache>();
+}
+template <class Dims = void, class Context, CacheObject Cache>
+void chunk_expiry(const Context&, const Cache&, const detail::io_of<Cache>&, const ChunkExpiry&,
+                  workspace_view, const StepOptions& = {}) {
+    detail::require_layer<Cache>();
+}
+template <class Dims = void, class Context, CacheObject Cache>
+void append_chunk(const Context&, const Cache&, const detail::io_of<Cache>&, workspace_view,
+                  const StepOptions& = {}) {
+    detail::require_layer<Cache>();
+}
+template <class Dims = void, class Context, CacheObject Cache>
+void observe(const Context&, const Cache&, const Batch&, input_plane<float>, workspace_view = {},
+             const StepOptions& = {}) {
+    detail::require_layer<Cache>();
+}
+template <class Dims = void, class Context, CacheObject Cache>
 void append_draft(const Context&, const Cache&, const detail::io_of<Cache>&, workspace_view,
                   const StepOptions& = {}) {
     detail::require_layer<Cache>();

@@ -1,5 +1,6 @@
 // Caches' steps for bf16 and head_dims up to 128, as an engine's own translation unit would instantiate them.
 #include <kvpolicy/caches/cuda/contiguous/dispatch_contiguous.cuh>
+#include <kvpolicy/caches/cuda/decode/dispatch_append.cuh>
 #include <kvpolicy/caches/cuda/decode/dispatch_decode.cuh>
 #include <kvpolicy/caches/cuda/dispatch_export_heads.cuh>
 #include <kvpolicy/caches/cuda/paged/dispatch_paged.cuh>
@@ -17,6 +18,7 @@ using Given = Policy<Sink<>, Window<>, TopKBudget<>>;
 using Ref = FixedBudgetRef<Given, bf16>;
 template std::size_t step_workspace_bytes<Dims>(const cuda&, const Ref&, std::int32_t);
 template void step<Dims>(const cuda&, const Ref&, const StepIO<bf16>&, workspace_view, const StepOptions&);
+template void append<Dims>(const cuda&, const Ref&, const StepIO<bf16>&, workspace_view, const StepOptions&);
 template void attend<Dims>(const cuda&, const Ref&, const StepIO<bf16>&, workspace_view, const StepOptions&);
 template void export_heads<Dims>(const cuda&, const Ref&, const Batch&, const HeadPages&, workspace_view,
                                  const StepOptions&);
@@ -35,6 +37,7 @@ using Gated = WGKV<256>;
 using Dual = DualRef<Gated, bf16>;
 template std::size_t step_workspace_bytes<Dims>(const cuda&, const Dual&, std::int32_t);
 template void step<Dims>(const cuda&, const Dual&, const StepIO<bf16>&, workspace_view, const StepOptions&);
+template void append<Dims>(const cuda&, const Dual&, const StepIO<bf16>&, workspace_view, const StepOptions&);
 template void attend<Dims>(const cuda&, const Dual&, const StepIO<bf16>&, workspace_view, const StepOptions&);
 template void export_heads<Dims>(const cuda&, const Dual&, const Batch&, const HeadPages&, workspace_view,
                                  const StepOptions&);
@@ -80,6 +83,8 @@ template __global__ void paged_prefill_refuse_kernel<bf16>(const __grid_constant
                                                            const plane_view<float>);
 template __global__ void decayed_update_kernel<top_k_update_params>(
     const __grid_constant__ top_k_update_params);
+template __global__ void chunk_expiry_kernel<Pages>(const __grid_constant__ prefill_params<Pages>,
+                                                    const ChunkExpiry);
 template __global__ void prefill_bounds_kernel<Pages>(const __grid_constant__ prefill_params<Pages>);
 template __global__ void prefill_queries_kernel<Pages>(const __grid_constant__ prefill_params<Pages>,
                                                        const rows_view<const bf16>, bool);

@@ -98,6 +98,8 @@ constexpr bool takes = requires(const host& ctx, const AttentionParams& attentio
          workspace);
     prefill(ctx, cache, {.q = rows, .k = rows, .v = rows, .out = out, .batch = batch, .scores = plane},
             workspace);
+    append(ctx, cache, {.k = rows, .v = rows, .batch = batch, .scores = plane}, workspace);
+    append_chunk(ctx, cache, {.k = rows, .v = rows, .batch = batch, .scores = plane}, workspace);
     append_draft(ctx, cache, {.q = rows, .k = rows, .v = rows, .out = out, .batch = batch, .scores = plane},
                  workspace);
     attend(ctx, cache, {.q = rows, .out = out, .batch = batch, .lse = written}, workspace);

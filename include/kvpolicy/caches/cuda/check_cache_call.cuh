@@ -105,17 +105,35 @@ void check_selection([[maybe_unused]] const P& policy, [[maybe_unused]] std::int
     }
 }
 
-/// What the host refuses, as far as no device memory must be read. `rows`: batch and length of the call's
-/// tensors, [count, most tokens of an entry], or [1, total] where entries are packed.
-template <class Cache, class T>
-void check_cache_call(const Cache& cache, const Batch& batch, const CallSize& rows,
-                      const rows_view<const T>& q, const rows_view<T>& out, const plane_view<float>& lse) {
-    const std::int32_t query_heads = cache.kv_heads * cache.group;
+// What the host refuses, as far as no device memory must be read. `rows`: batch and length of the call's
+// tensors, [count, most tokens of an entry], or [1, total] where entries are packed.
+
+template <class Cache>
+void check_cache_batch(const Cache& cache, const Batch& batch, const CallSize& rows) {
     check_on_device(cache);
     checks::check_count("batch.count", batch.count, cache.max_sequences);
     const std::int32_t length = batch.length_or_one();
     detail::require(batch.q_len != nullptr || (length >= 0 && length <= rows.tokens), "batch.length", length,
                     [&] { return detail::text("0 to ", rows.tokens); });
+}
+
+/// The keys and values of a chunk, and what comes with them.
+template <class Cache, class T>
+void check_chunk(const Cache& cache, const Batch& batch, const CallSize& rows, const rows_view<const T>& k,
+                 const rows_view<const T>& v, const detail::step_extras& extras) {
+    require_device_policy<typename Cache::policy_type>();
+    checks::check_rows("k", k, rows.batch, cache.kv_heads, rows.tokens, cache.head_dim_qk);
+    checks::check_rows("v", v, rows.batch, cache.kv_heads, rows.tokens, cache.head_dim_vo);
+    check_aligned("k", k);
+    check_aligned("v", v);
+    check_arriving_scores(cache, batch, rows, extras);
+}
+
+template <class Cache, class T>
+void check_cache_call(const Cache& cache, const Batch& batch, const CallSize& rows,
+                      const rows_view<const T>& q, const rows_view<T>& out, const plane_view<float>& lse) {
+    const std::int32_t query_heads = cache.kv_heads * cache.group;
+    check_cache_batch(cache, batch, rows);
     checks::check_rows("q", q, rows.batch, query_heads, rows.tokens, cache.head_dim_qk);
     checks::check_rows("out", out, rows.batch, query_heads, rows.tokens, cache.head_dim_vo);
     checks::check_lse(lse, rows.batch, query_heads, rows.tokens);
@@ -128,14 +146,8 @@ template <class Cache, class T>
 void check_cache_call(const Cache& cache, const Batch& batch, const CallSize& rows,
                       const rows_view<const T>& q, const rows_view<const T>& k, const rows_view<const T>& v,
                       const rows_view<T>& out, const detail::step_extras& extras) {
-    using P = typename Cache::policy_type;
-    require_device_policy<P>();
     check_cache_call(cache, batch, rows, q, out, extras.lse);
-    checks::check_rows("k", k, rows.batch, cache.kv_heads, rows.tokens, cache.head_dim_qk);
-    checks::check_rows("v", v, rows.batch, cache.kv_heads, rows.tokens, cache.head_dim_vo);
-    check_aligned("k", k);
-    check_aligned("v", v);
-    check_arriving_scores(cache, batch, rows, extras);
+    check_chunk(cache, batch, rows, k, v, extras);
 }
 
 template <class Compute>

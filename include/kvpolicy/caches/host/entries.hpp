@@ -99,23 +99,38 @@ void mark_appended(const Cache& cache, const Batch& batch) {
     }
 }
 
-/// The arguments that step, prefill and append_draft share. With a `status` a NaN score is no fault of the
+/// What the tensors of a call must have: entries, and tokens of an entry.
+struct tensor_size {
+    std::int32_t count, rows;
+};
+template <class Cache>
+tensor_size size_of_tensors(const Batch& batch, std::int32_t longest, const std::int32_t* cu_seqlens) {
+    const bool packed = cu_seqlens != nullptr;
+    const std::int32_t rows = packed ? check_packed(batch, cu_seqlens) : longest;
+    detail::require(!packed || !Cache::policy_type::observed, "io.cu_seqlens", "given",
+                    "null, since this policy ranks keys by the attention that they receive");
+    return {packed ? 1 : batch.count, rows};
+}
+
+/// Queries, and where attention goes.
+template <class Cache, class IO>
+void check_attention(const Cache& cache, const tensor_size& size, const IO& io) {
+    const std::int32_t heads = cache.kv_heads * cache.group;
+    checks::check_rows("q", io.q, size.count, heads, size.rows, cache.head_dim_qk);
+    checks::check_rows("out", io.out, size.count, heads, size.rows, cache.head_dim_vo);
+    checks::check_lse(io.lse, size.count, heads, size.rows);
+}
+
+/// Keys and values of a chunk, and what comes with them. With a `status` a NaN score is no fault of the
 /// arguments: the call reports it, as a device does.
 template <class Cache, class T>
-void check_cache_call(const Cache& cache, const Batch& batch, std::int32_t longest, rows_view<const T> q,
-                      rows_view<const T> k, rows_view<const T> v, rows_view<T> out,
-                      const detail::step_extras& extras, const std::uint32_t* status) {
+void check_chunk(const Cache& cache, const Batch& batch, const tensor_size& size, std::int32_t longest,
+                 rows_view<const T> k, rows_view<const T> v, const detail::step_extras& extras,
+                 const std::uint32_t* status) {
     using P = typename Cache::policy_type;
-    const bool packed = extras.cu_seqlens != nullptr;
-    const std::int32_t rows = packed ? check_packed(batch, extras.cu_seqlens) : longest;
-    const std::int32_t count = packed ? 1 : batch.count;
-    detail::require(!packed || !P::observed, "io.cu_seqlens", "given",
-                    "null, since this policy ranks keys by the attention that they receive");
-    checks::check_rows("q", q, count, cache.kv_heads * cache.group, rows, cache.head_dim_qk);
+    const std::int32_t count = size.count, rows = size.rows;
     checks::check_rows("k", k, count, cache.kv_heads, rows, cache.head_dim_qk);
     checks::check_rows("v", v, count, cache.kv_heads, rows, cache.head_dim_vo);
-    checks::check_rows("out", out, count, cache.kv_heads * cache.group, rows, cache.head_dim_vo);
-    checks::check_lse(extras.lse, count, cache.kv_heads * cache.group, rows);
     checks::check_scores_wanted<P>(extras);
     if constexpr (P::ranked && P::scorer_type::when == score_time::from_hidden) {
         if (longest != 0) {

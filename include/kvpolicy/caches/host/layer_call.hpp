@@ -17,14 +17,22 @@ struct layer_call {
     std::int32_t max_tokens;  // of an entry
 };
 
-/// Checks it all. An entry may bring at most `most` tokens, which `max_name` names. `status` is the call's.
+/// Checks it all; where a call does not attend, not io.out and io.lse, and io.q only if the policy keeps
+/// queries. An entry may bring at most `most` tokens, which `max_name` names. `status` is the call's.
 template <class Cache, class IO>
 layer_call checked_call(const Cache& cache, const IO& io, std::int32_t most, const char* max_name,
-                        const std::uint32_t* status) {
+                        const std::uint32_t* status, bool attends = true) {
     check_on_host(cache);
-    layer_call call{checks::batch_of(io), detail::extras_of(io), 0};
+    layer_call call{attends ? checks::batch_of(io) : checks::batch_of(io, io.k, "k.batch"),
+                    detail::extras_of(io), 0};
     call.max_tokens = checks::check_batch(call.batch, cache.max_sequences, most, max_name);
-    check_cache_call(cache, call.batch, call.max_tokens, io.q, io.k, io.v, io.out, call.extras, status);
+    const tensor_size size = size_of_tensors<Cache>(call.batch, call.max_tokens, io.cu_seqlens);
+    if (attends) {
+        check_attention(cache, size, io);
+    } else if (Cache::policy_type::has_eviction) {  // keeps queries
+        checks::check_rows("q", io.q, size.count, cache.kv_heads * cache.group, size.rows, cache.head_dim_qk);
+    }
+    check_chunk(cache, call.batch, size, call.max_tokens, io.k, io.v, call.extras, status);
     check_appended(cache, call.batch);
     check_max_seq_len(cache, call.batch);
     return call;

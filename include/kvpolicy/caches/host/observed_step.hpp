@@ -71,12 +71,14 @@ class observed_pass {
     }
     [[nodiscard]] std::size_t bytes() const { return bytes_; }
 
-    /// What can be wrong beside shapes, before anything is written.
-    void check(const Batch& batch, const observed_call<T>& call) const {
+    /// What can be wrong beside shapes, before anything is written. A call without attention has no queries.
+    void check(const Batch& batch, const observed_call<T>& call, bool attends = true) const {
         detail::check_same_params(seen_, cache_.kv_heads,
                                   [&](std::int32_t h) { return cache_.all_params[h]; });
         const auto tokens = [&](std::int64_t i) { return batch.tokens(i); };
-        checks::check_finite_rows(ctx_, "q", call.q, tokens);
+        if (attends) {
+            checks::check_finite_rows(ctx_, "q", call.q, tokens);
+        }
         checks::check_finite_rows(ctx_, "k", call.k, tokens);
     }
 
@@ -111,6 +113,21 @@ class observed_pass {
             const Batch now{.count = batch.count, .seq_ids = batch.seq_ids, .q_len = tokens_, .length = most};
             run_block(now, prompt, done, most, call.at(done));
         }
+    }
+
+    /// A step without attention: the key that loses its place goes, the token comes without a mass.
+    void append(const Batch& batch, const observed_call<T>& call) const {
+        for_each_head(batch, [&](std::int32_t i, std::int32_t h, int thread) {
+            observed_list<T>& list = make_list(batch, 0, call, i, h, head_at(i, h, thread));
+            if constexpr (!evicts_at_steps) {  // masses are those of one block's queries
+                std::fill_n(list.score, list.count, 0.0f);
+            }
+            const std::int32_t seq = batch.seq(i);
+            write(seq, call, i, h, list, cache_.length[seq]);
+            if (h == 0) {
+                cache_.num_draft[seq] = 0;
+            }
+        });
     }
 
   private:
@@ -160,11 +177,9 @@ class observed_pass {
         }
     }
 
-    /// Makes the list, lets go of what loses its place when the block begins, and collects the block's
-    /// masses.
-    void look(const Batch& batch, bool prompt, std::int32_t done, const observed_call<T>& call,
-              std::int32_t i, std::int32_t h, int thread) const {
-        observed_head<T>& head = head_at(i, h, thread);
+    /// Makes the list: without what loses its place when the block begins, and with the block's keys.
+    observed_list<T>& make_list(const Batch& batch, std::int32_t done, const observed_call<T>& call,
+                                std::int32_t i, std::int32_t h, observed_head<T>& head) const {
         observed_head<T>::make(&head, keys_);
         observed_list<T>& list = head.list;
         const std::int32_t seq = batch.seq(i);
@@ -183,6 +198,13 @@ class observed_pass {
         for (std::int32_t j = 0; j < batch.tokens(i); ++j) {
             list.add(call.k.row(i, h, j), base + j, 0.0f, -1 - j);
         }
+        return list;
+    }
+
+    /// Makes the list and collects the block's masses.
+    void look(const Batch& batch, bool prompt, std::int32_t done, const observed_call<T>& call,
+              std::int32_t i, std::int32_t h, int thread) const {
+        observed_list<T>& list = make_list(batch, done, call, i, h, head_at(i, h, thread));
         if (!evicts_at_steps && !prompt) {
             std::fill_n(list.mass, list.count, 0.0);
             return;
@@ -193,7 +215,7 @@ class observed_pass {
         queries.head_stride = call.q.head_stride;
         queries.end = batch.tokens(i);
         queries.group = cache_.group;
-        observe(ctx_.instructions(), shape_, seen_, head_params, queries, list,
+        observe(ctx_.instructions(), shape_, seen_, cache_.all_params[h], queries, list,
                 scratch_ + static_cast<std::size_t>(thread) * scratch_bytes_, keys_);
     }
 

@@ -389,9 +389,12 @@ class chunk_pass {
           memory_(memory + static_cast<std::size_t>(ctx.threads()) * thread_bytes_) {}
 
     static std::size_t bytes(const host& ctx, const Cache& cache, std::int32_t count, std::int32_t tokens) {
+        return bytes_without_attention(ctx, cache, count, tokens) + chunk_attention_bytes(ctx, cache);
+    }
+    static std::size_t bytes_without_attention(const host& ctx, const Cache& cache, std::int32_t count,
+                                               std::int32_t tokens) {
         return static_cast<std::size_t>(ctx.threads()) * scorer_thread_bytes(cache) +
-               static_cast<std::size_t>(count) * chunk_bytes(cache, tokens) +
-               chunk_attention_bytes(ctx, cache);
+               static_cast<std::size_t>(count) * chunk_bytes(cache, tokens);
     }
 
     chunk_plan plan(std::int32_t i, std::int32_t h) const {
@@ -506,18 +509,22 @@ requires CacheRef<Ref<P, T>> std::size_t step_workspace_bytes(const host& ctx, c
 
 namespace host_backend {
 
-/// The body of prefill for policies whose scores stand when a key competes.
+/// The body of prefill, or without attention of append_chunk, for policies whose scores stand when a key
+/// competes.
 template <class Cache, class T>
 void prefill_scored(const host& ctx, const Cache& cache, const Batch& batch, std::int32_t longest,
                     rows_view<const T> q, rows_view<const T> k, rows_view<const T> v, rows_view<T> out,
-                    std::byte* start, std::uint32_t* status, const detail::step_extras& extras) {
+                    std::byte* start, std::uint32_t* status, const detail::step_extras& extras,
+                    bool attends = true) {
     const chunk_pass<Cache> pass(ctx, cache, longest, start + admission_bytes(cache, batch.count));
     const auto source = tensor_source(k, v, extras, !reads_hidden<typename Cache::policy_type>);
     pass.decide(batch, source, status);
     const Batch admitted = admit(cache, batch, status, start, [&](std::int32_t i, std::int32_t h) {
         return pass.rows_after(batch, i, h);
     });
-    pass.attend(admitted, q, source, out, extras);
+    if (attends) {
+        pass.attend(admitted, q, source, out, extras);
+    }
     pass.accept(admitted, source);
     if constexpr (Cache::policy_type::has_eviction) {
         pass.for_each_head(admitted, [&](std::int32_t i, std::int32_t h) {
@@ -527,7 +534,9 @@ void prefill_scored(const host& ctx, const Cache& cache, const Batch& batch, std
         });
     }
     mark_appended(cache, admitted);
-    clear_refused(cache, batch, admitted, out, extras.lse, extras.cu_seqlens);
+    if (attends) {
+        clear_refused(cache, batch, admitted, out, extras.lse, extras.cu_seqlens);
+    }
 }
 
 }  // namespace host_backend

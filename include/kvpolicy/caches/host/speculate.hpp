@@ -33,6 +33,18 @@ void check_draft(const Cache& cache, const Batch& batch) {
     }
 }
 
+/// Refuses a batch that draft tokens do not serve. Returns the largest token count.
+template <class Cache>
+std::int32_t check_accepted(const Cache& cache, const Batch& batch) {
+    check_on_host(cache);
+    const std::int32_t longest =
+        checks::check_batch(batch, cache.max_sequences, cache.max_draft_tokens,
+                            "the cache's max_draft_tokens, CacheShape::draft tokens");
+    check_draft(cache, batch);
+    check_appended(cache, batch);
+    return longest;
+}
+
 /// The spare rows as a source.
 template <class Cache>
 auto spare_source(const Cache& cache, const Batch& batch) {
@@ -57,9 +69,10 @@ void append_draft(const host& ctx, const Ref<P, T>& cache, const step_io<T>& io,
     static_assert(!P::observed,
                   "kvpolicy: append_draft takes a policy whose scores do not change with every query");
     namespace hb = host_backend;
+    const bool attends = io.out.data != nullptr;
     const hb::layer_call call =
         hb::checked_call(cache, io, cache.max_draft_tokens,
-                         "the cache's max_draft_tokens, CacheShape::draft tokens", options.status);
+                         "the cache's max_draft_tokens, CacheShape::draft tokens", options.status, attends);
     const Batch& batch = call.batch;
     checks::check_workspace(workspace,
                             workspace_bytes(ctx, cache, {.batch = batch.count, .tokens = call.max_tokens}));
@@ -70,7 +83,9 @@ void append_draft(const host& ctx, const Ref<P, T>& cache, const step_io<T>& io,
                                          begin + hb::hidden_bytes(ctx, cache, batch.count, call.max_tokens));
     const auto source = hb::tensor_source(io.k, io.v, scored, !hb::reads_hidden<P>);
     pass.decide(batch, source, options.status);
-    pass.attend(batch, io.q, source, io.out, scored);
+    if (attends) {
+        pass.attend(batch, io.q, source, io.out, scored);
+    }
     pass.for_each_head(batch, [&](std::int32_t i, std::int32_t h) {
         const std::int32_t seq = batch.seq(i);
         const PlainRows<T> spare = cache.spare_rows(seq, h);
@@ -103,13 +118,8 @@ void accept(const host& ctx, const Ref<P, T>& cache, const Batch& batch, workspa
     namespace hb = host_backend;
     static_assert(!P::observed,
                   "kvpolicy: accept takes a policy whose scores do not change with every query");
-    hb::check_on_host(cache);
     const Batch all = checks::batch_of(batch, cache.max_sequences);
-    const std::int32_t longest =
-        checks::check_batch(all, cache.max_sequences, cache.max_draft_tokens,
-                            "the cache's max_draft_tokens, CacheShape::draft tokens");
-    hb::check_draft(cache, all);
-    hb::check_appended(cache, all);
+    const std::int32_t longest = hb::check_accepted(cache, all);
     checks::check_workspace(workspace, workspace_bytes(ctx, cache, {.batch = all.count, .tokens = longest}));
     std::byte* const start = detail::aligned(workspace.data);
     const hb::chunk_pass<Ref<P, T>> pass(ctx, cache, longest, start + hb::admission_bytes(cache, all.count));

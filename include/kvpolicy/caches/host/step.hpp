@@ -19,17 +19,44 @@ namespace kvpolicy {
 
 namespace host_backend {
 
-/// The body of step for policies whose scores stand when a key competes. Phase one, score(), only reads the
-/// cache: a NaN score that is refused, or a step that finds no pages and gives none up, changes no state.
-/// Phase two, append(), writes it.
+/// The body of step and append for policies whose scores stand when a key competes, but attention: run().
+/// Phase one, score(), only reads the cache: a NaN score that is refused, or a step that finds no pages and
+/// gives none up, changes no state. Phase two, append(), writes it.
 template <class Cache, class T>
 class scored_step {
   public:
     using P = typename Cache::policy_type;
 
+    /// `memory` has bytes().
     scored_step(const host& ctx, const Cache& cache, const Batch& batch, rows_view<const T> k,
                 rows_view<const T> v, std::byte* memory)
         : ctx_(ctx), cache_(cache), batch_(batch), k_(k), v_(v), memory_(memory) {}
+    static std::size_t bytes(const host& ctx, const Cache& cache, std::int32_t count) {
+        return static_cast<std::size_t>(count) * static_cast<std::size_t>(cache.kv_heads) *
+                   step_task_bytes(cache) +
+               static_cast<std::size_t>(ctx.threads()) * scorer_thread_bytes(cache);
+    }
+
+    /// Returns the entries that found their pages; `pages` is the memory of admit().
+    Batch run(rows_view<const T> q, std::byte* pages, std::uint32_t* status,
+              const detail::step_extras& extras) const {
+        if constexpr (P::ranked) {
+            score(extras);
+            if (status == nullptr) {
+                report_nan(batch_, nullptr);
+            }
+        }
+        const Batch admitted = admit(cache_, batch_, status, pages,
+                                     [&](std::int32_t i, std::int32_t h) { return rows_after(i, h); });
+        if constexpr (P::ranked) {
+            if (status != nullptr) {  // an entry that is left alone has no score yet
+                report_nan(admitted, status);
+            }
+        }
+        for_each_head(ctx_, cache_.kv_heads, admitted,
+                      [&](std::int32_t i, std::int32_t h) { append(admitted.seq(i), i, h, q); });
+        return admitted;
+    }
 
     /// Memory behind the tasks' own.
     [[nodiscard]] std::byte* rest() const {
@@ -37,6 +64,7 @@ class scored_step {
                              task_bytes_;
     }
 
+  private:
     /// Scores of the keys that arrive and leave.
     void score(const detail::step_extras& extras) const {
         const std::size_t thread_bytes = scorer_thread_bytes(cache_);
@@ -109,7 +137,6 @@ class scored_step {
         }
     }
 
-  private:
     [[nodiscard]] step_task task(std::int32_t i, std::int32_t h) const {
         return step_task_at(
             cache_, memory_ + static_cast<std::size_t>(std::int64_t{i} * cache_.kv_heads + h) * task_bytes_);
@@ -128,21 +155,7 @@ void step_scored(const host& ctx, const Cache& cache, const Batch& batch, rows_v
                  rows_view<const T> k, rows_view<const T> v, rows_view<T> out, std::byte* start,
                  std::uint32_t* status, const detail::step_extras& extras) {
     const scored_step<Cache, T> one(ctx, cache, batch, k, v, start + admission_bytes(cache, batch.count));
-    if constexpr (Cache::policy_type::ranked) {
-        one.score(extras);
-        if (status == nullptr) {
-            one.report_nan(batch, nullptr);
-        }
-    }
-    const Batch admitted = admit(cache, batch, status, start,
-                                 [&](std::int32_t i, std::int32_t h) { return one.rows_after(i, h); });
-    if constexpr (Cache::policy_type::ranked) {
-        if (status != nullptr) {  // an entry that is left alone has no score yet
-            one.report_nan(admitted, status);
-        }
-    }
-    for_each_head(ctx, cache.kv_heads, admitted,
-                  [&](std::int32_t i, std::int32_t h) { one.append(admitted.seq(i), i, h, q); });
+    const Batch admitted = one.run(q, start, status, extras);
     attend_rows(ctx, cache, admitted, q, out, extras.lse, 1, one.rest());
     mark_appended(cache, admitted);
     clear_refused(cache, batch, admitted, out, extras.lse);

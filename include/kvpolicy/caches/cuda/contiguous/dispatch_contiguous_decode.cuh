@@ -11,7 +11,6 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
-#include <optional>
 
 namespace kvpolicy {
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
@@ -60,40 +59,20 @@ class contiguous_decode_plan
     std::size_t lay_out(void* memory) {
         workspace_parts parts(memory);
         call_.notes = parts.take<decode_note>(heads());
-        computed_ = parts.take<float>(scored_before<Scorer> ? heads() : 0);
         const std::int64_t states =
             call_.clustered || call_.blocks() * call_.parts == 1 ? 0 : heads() * call_.parts * call_.blocks();
         call_.states =
             parts.take<typename Rows::Compute>(states * stream_state<Rows::heads>::size(call_.width));
         this->lay_out_logits(parts);
-        arriving_.lay_out(ctx_, ref_.scorer, call_.batch.count, call_.cache.kv_heads, 1, parts);
-        if constexpr (scored_late<P>) {
-            late_.emplace(device_, ref_.scorer, call_.cache, call_.gate, call_.batch.count, 1,
-                          ref_.max_capacity, parts);
-        }
+        this->lay_out_scores(parts);
         return parts.bytes();
     }
 
   private:
-    using base::arriving_, base::call_, base::computed_, base::ctx_, base::device_, base::heads, base::ref_,
-        base::shared_;
+    using base::call_, base::ctx_, base::device_, base::heads, base::shared_;
 
-    void score(const Batch& batch, const prefill_tokens<T>& tokens) {
-        if constexpr (scored_before<Scorer>) {
-            call_.computed = computed_;
-            launch_scores(ctx_, score_params<contiguous_view<T>, Scorer>{.cache = call_.cache,
-                                                                         .batch = batch,
-                                                                         .tokens = tokens,
-                                                                         .scores = computed_,
-                                                                         .scorer = call_.scorer,
-                                                                         .beside = true});
-        }
-        if constexpr (scored_late<P>) {
-            late_->begin(ctx_, device_, batch, tokens, call_.status);
-            late_->in_rows(ctx_, device_, batch);
-        }
-    }
-    void run() const {
+    void run() {
+        this->score_late(nullptr);
         const std::int64_t blocks = heads() * call_.parts * call_.blocks();
         const unsigned cluster = call_.clustered ? static_cast<unsigned>(call_.blocks()) : 1;
         if (call_.computed != nullptr || scored_by_steps<Scorer>) {
@@ -130,8 +109,6 @@ class contiguous_decode_plan
             }
         }
     }
-
-    std::optional<late_scores<contiguous_view<T>, Gate>> late_;
 };
 
 /// Calls body(plan) with the contiguous_decode_plan that serves the cache.

@@ -22,6 +22,11 @@ struct decode_head_memory {
     std::uint32_t last;
 };
 
+/// What a step does to a head, and how the key that leaves the window ranks.
+struct decided_step : detail::step_decision {
+    detail::ranked_slot ranked{};
+};
+
 /// A block's place in the work: `pair` is an entry of the batch and a KV head, `part` one of its group of
 /// query heads.
 template <class Launch>
@@ -99,6 +104,64 @@ class agent_decode_head {
     /// that of a key that is held for its position.
     [[nodiscard]] __device__ float arriving_score(bool counts) const {
         return arriving_score_of(call_, entry_, head_, pair_, counts);
+    }
+
+    /// Decides what the step does to the entries, the same in every block and thread; `score` is u's. All
+    /// warps of the block come here or none. Where no step before has left the worst slot, the block that
+    /// `records` writes the worst slots of all tiles.
+    template <class Head>
+    [[nodiscard]] __device__ decided_step decide(const Head& head, position_t q, std::int32_t num_long_range,
+                                                 std::int32_t victim, float score, bool records) const {
+        const position_t limit = call_.cache.rebase_limit;
+        decided_step step{detail::begin_step(call_.params_at_step(head), call_.gate, limit, q, num_long_range,
+                                             victim, score, call_.num_protected(head.index))};
+        const auto top_k_slots = detail::competing(head.top_k_slots(limit), call_.gate);
+        step.ranked = top_k_slots.rank(score, q - head.head_params.window, -1, q);
+        if (step.full) {
+            detail::ranked_slot worst;
+            if (step.known >= 0) {
+                worst = top_k_slots.at(step.known, q);
+            } else {
+                worst = worst_of_block(head, top_k_slots, step.known, records, num_long_range, q);
+            }
+            detail::resolve_eviction(step, head.head_params, step.ranked, worst);
+        }
+        return step;
+    }
+    /// The score of the key that leaves the window, if one does.
+    template <class Head>
+    [[nodiscard]] __device__ float score_of_leaving(const Head& head, position_t q) const {
+        const position_t u = q - head.head_params.window;
+        return u >= head.head_params.sinks ? call_.leaving_score(head, pair_, u) : 0.0f;
+    }
+    /// Leaves the new token's score in a note, by the last warp.
+    template <class Head>
+    __device__ void note_arriving(const Head& head, position_t q, decode_note& note) const {
+        if (warp_id() == Rows::warps - 1) {
+            const float arriving = arriving_score(
+                q >= head.head_params.sinks && (scores_come_along<Scorer> || !detail::holds(call_.gate, q)));
+            if (lane_id() == 0) {
+                note.arriving = arriving;
+            }
+        }
+    }
+    /// Finds the worst slot after the step, from the records of tiles, and records that of the tile that
+    /// changes. Leaves it in a note. By the first warp.
+    template <class Head>
+    __device__ void note_next_victim(const Head& head, position_t q, const decided_step& step,
+                                     decode_note& note) const {
+        if (warp_id() == 0) {
+            std::int32_t next = victim_in_records;  // as soon as this step's weights are scores
+            if constexpr (!observed) {
+                const auto top_k_slots =
+                    detail::competing(head.top_k_slots(call_.cache.rebase_limit), call_.gate);
+                next = detail::next_victim(warp_group{}, top_k_slots, call_.cache.record_of(head), step,
+                                           step.ranked, q);
+            }
+            if (lane_id() == 0) {
+                note.victim = next;
+            }
+        }
     }
 
     const Launch& call_;

@@ -22,6 +22,14 @@ struct moved_rows {
     std::int32_t newest;  // the new token's row
     bool num_protected;   // u has its slot for its position
     decode_note note;
+
+    /// What is decided of the step; `score` is u's.
+    __device__ void take(const detail::step_decision& step, float score) {
+        num_protected = step.num_protected;
+        note.promoted = step.promoted;
+        note.num_long_range = step.num_long_range;
+        note.leaving = score;
+    }
 };
 
 /// The rows of head `head` of entry `entry`, in sequence `seq`, by all threads of a block. A thread asks the

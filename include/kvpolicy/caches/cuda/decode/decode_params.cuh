@@ -3,6 +3,7 @@
 
 #include <kvpolicy/caches/cuda/decode/agent_decode_stream.cuh>
 #include <kvpolicy/caches/cuda/observed/step_logits.cuh>
+#include <kvpolicy/caches/top_k_slots.hpp>
 #include <kvpolicy/core/cuda_config.cuh>
 #include <kvpolicy/core/view.hpp>
 #include <kvpolicy/policies/scorer_concept.hpp>
@@ -69,6 +70,32 @@ struct decode_params {
             if (writes) {
                 observed.after[pair] = {};
             }
+        }
+    }
+    /// The head's slots whose keys do not compete.
+    [[nodiscard]] __device__ std::int32_t num_protected(std::int64_t index) const {
+        if constexpr (detail::holds_keys<Gate>) {
+            return cache.num_protected[index];
+        } else {
+            return 0;
+        }
+    }
+    /// The head's numbers for a step: without its bound where steps do not evict.
+    template <class Head>
+    [[nodiscard]] __device__ HeadParams params_at_step(const Head& head) const {
+        HeadParams head_params = head.head_params;
+        if constexpr (keeps_all_at_steps<Scorer>) {
+            head_params.budget = unlimited;
+        }
+        return head_params;
+    }
+    /// The score of key u, which leaves the window.
+    template <class Head>
+    __device__ float leaving_score(const Head& head, std::int32_t pair, position_t u) const {
+        if constexpr (Scorer::when == score_time::on_leaving) {
+            return detail::holds(gate, u) ? 0.0f : computed[pair];
+        } else {
+            return head.score_of(head.layout.recent(u));
         }
     }
 };

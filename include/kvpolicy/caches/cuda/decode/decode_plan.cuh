@@ -3,8 +3,11 @@
 #pragma once
 
 #include <kvpolicy/caches/cuda/check_cache_call.cuh>
+#include <kvpolicy/caches/cuda/contiguous/contiguous_view.cuh>
 #include <kvpolicy/caches/cuda/observed/dispatch_step_mass.cuh>
+#include <kvpolicy/caches/cuda/paged/paged_view.cuh>
 #include <kvpolicy/caches/cuda/scoring/dispatch_arriving_scores.cuh>
+#include <kvpolicy/caches/cuda/scoring/dispatch_cache_conv.cuh>
 #include <kvpolicy/caches/cuda/scoring/kernel_cache_score.cuh>
 #include <kvpolicy/caches/step_io.hpp>
 #include <kvpolicy/core/check.hpp>
@@ -47,10 +50,15 @@ std::int64_t max_rows_of(const Cache& cache) {
     }
 }
 
+/// Whether sizes are those of attention: append_rows are not.
+template <class Rows>
+inline constexpr bool has_attention = requires {
+    Rows::heads;
+};
+
 /// A step, or attention alone, with kernels of these sizes. A plan of a kind of cache (`Plan`) has
 ///     lay_out(memory)         takes the parts of the workspace; with null it only measures
-///     score(batch, tokens)    what scores the new tokens before the step
-///     run()                   the launches
+///     run()                   the launches, after those of scores
 template <class Plan, class Cache, class Params>
 class decode_plan {
   protected:
@@ -59,6 +67,9 @@ class decode_plan {
     using T = typename Cache::value_type;
     using Gate = gate_of<P>;
     using Scorer = asked_scorer<P>;
+    static constexpr bool paged = Params::View::paged, on_leaving = Scorer::when == score_time::on_leaving;
+    /// The cache as kernels of scorers see it.
+    using ScoreView = std::conditional_t<paged, paged_view<T>, contiguous_view<T>>;
 
   public:
     /// With the keys and values of `io`.
@@ -70,7 +81,7 @@ class decode_plan {
         call_.k = io.k;
         call_.v = io.v;
         call_.scores = arriving_.of(ctx_, ref_.scorer, batch, detail::extras_of(io));
-        plan().score(batch, {.k = io.k, .v = io.v});
+        score(batch, {.k = io.k, .v = io.v});
         plan().run();
         if constexpr (scored_by_steps<Scorer>) {
             if (!call_.observed.in_step) {
@@ -94,10 +105,12 @@ class decode_plan {
                  .gate = gate_in<P>(cache),
                  .scorer = scorer_of<P>(cache.scorer)}} {
         call_.batch.count = count;
-        call_.width = Rows::width(cache.head_dim_vo);
-        call_.logits = logits_of<typename Rows::Compute>(cache.attention, cache.head_dim_qk);
-        call_.parts = (cache.group + Rows::heads - 1) / Rows::heads;
-        shared_ = static_cast<std::size_t>(Rows::warps) * Rows::shared_bytes(cache.head_dim_vo);
+        if constexpr (has_attention<Rows>) {
+            call_.width = Rows::width(cache.head_dim_vo);
+            call_.logits = logits_of<typename Rows::Compute>(cache.attention, cache.head_dim_qk);
+            call_.parts = (cache.group + Rows::heads - 1) / Rows::heads;
+            shared_ = static_cast<std::size_t>(Rows::warps) * Rows::shared_bytes(cache.head_dim_vo);
+        }
         if constexpr (scored_by_steps<Scorer>) {
             observe_as(call_.observed, cache.scorer.observation());
         }
@@ -114,16 +127,61 @@ class decode_plan {
         return std::int64_t{call_.batch.count} * call_.cache.kv_heads;
     }
 
+    /// The parts of the workspace that scores need.
+    void lay_out_scores(workspace_parts& parts) {
+        computed_ = parts.take<float>(scored_before<Scorer> ? heads() : 0);
+        advanced_ = parts.take<float>(paged && on_leaving ? heads() * call_.cache.state_size : 0);
+        arriving_.lay_out(ctx_, ref_.scorer, call_.batch.count, call_.cache.kv_heads, 1, parts);
+        if constexpr (scored_late<P>) {
+            late_.emplace(device_, ref_.scorer, ScoreView(ref_), call_.gate, call_.batch.count, 1,
+                          max_rows_of(ref_), parts);
+        }
+    }
+    /// Scores of keys in rows are written once it is certain which sequences take their token: entry i
+    /// `appended[i]`, or null where all of the batch do.
+    void score_late(const std::int32_t* appended) {
+        if constexpr (scored_late<P>) {
+            if (call_.writes) {
+                Batch taken = call_.batch;
+                taken.q_len = appended != nullptr ? appended : taken.q_len;
+                late_->in_rows(ctx_, device_, taken);
+            }
+        }
+    }
+
     const cuda& ctx_;
     const device_scope& device_;
     const Cache& ref_;
     Params call_;
     arriving_scores<P> arriving_;
-    float* computed_ = nullptr;
     std::size_t shared_ = 0;
 
   private:
     Plan& plan() { return static_cast<Plan&>(*this); }
+    /// What scores the new tokens before the step, beside it where the cache has no pages to take.
+    void score(const Batch& batch, const prefill_tokens<T>& tokens) {
+        if constexpr (scored_before<Scorer>) {
+            call_.computed = computed_;
+            if constexpr (paged) {  // a state is the cache's only once the step has its pages
+                call_.advanced = on_leaving ? advanced_ : nullptr;
+            }
+            launch_scores(ctx_,
+                          score_params<ScoreView, Scorer>{.cache = call_.cache,
+                                                          .batch = batch,
+                                                          .tokens = tokens,
+                                                          .scores = computed_,
+                                                          .state = paged && on_leaving ? advanced_ : nullptr,
+                                                          .scorer = call_.scorer,
+                                                          .beside = !paged});
+        }
+        if constexpr (scored_late<P>) {
+            late_->begin(ctx_, device_, batch, tokens, call_.status);
+        }
+    }
+
+    float* computed_ = nullptr;  // [count, Hkv]
+    float* advanced_ = nullptr;  // [count, Hkv, state_size]
+    std::optional<late_scores<ScoreView, Gate>> late_;
     void begin(const Batch& batch, const StepIO<T>& io, workspace_view workspace, std::uint32_t* status) {
         check_workspace(workspace, plan().lay_out(nullptr));
         plan().lay_out(workspace.data);

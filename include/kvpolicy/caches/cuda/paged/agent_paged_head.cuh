@@ -37,33 +37,6 @@ struct paged_params : decode_params<Rows, Gate, Scorer, View> {
         nullptr;  // [count, Hkv, state_size]: the scorer's states after the step, if not in the cache
     decode_note* notes = nullptr;  // [count, Hkv]: the worst slot after the step, and the new token's score
     Work work{};
-
-    /// The head's places whose keys do not compete.
-    [[nodiscard]] __device__ std::int32_t num_protected(std::int64_t index) const {
-        if constexpr (detail::holds_keys<Gate>) {
-            return this->cache.num_protected[index];
-        } else {
-            return 0;
-        }
-    }
-    /// The head's numbers for a step: without its bound where steps do not evict.
-    template <class Head>
-    [[nodiscard]] __device__ HeadParams params_at_step(const Head& head) const {
-        HeadParams head_params = head.head_params;
-        if constexpr (keeps_all_at_steps<Scorer>()) {
-            head_params.budget = unlimited;
-        }
-        return head_params;
-    }
-    /// The score of key u, which leaves the window.
-    template <class Head>
-    __device__ float leaving_score(const Head& head, std::int32_t pair, position_t u) const {
-        if constexpr (Scorer::when == score_time::on_leaving) {
-            return detail::holds(this->gate, u) ? 0.0f : this->computed[pair];
-        } else {
-            return head.score_of(head.layout.recent(u));
-        }
-    }
 };
 
 /// The tiles of all rows, and of one more for a new token that takes a new row.
@@ -128,13 +101,18 @@ class agent_paged_head : agent_decode_head<Launch> {
         stream.start();
 
         // 2. The decision.
-        detail::step_decision step;
+        decided_step step;
         step.used = used;
         float score = 0.0f;
         stream_candidate<T> candidate{nullptr, nullptr, -1, used};
         auto sink = call_.logits_of(pair_, part_ * Rows::heads, this->queries().heads);
         if (call_.writes) {
-            step = decide(head, q, num_long_range, victim, score, share.notes());
+            score = this->score_of_leaving(head, q);
+            step = this->decide(head, q, num_long_range, victim, score, share.notes());
+            if (share.notes()) {
+                this->note_next_victim(head, q, step, call_.notes[pair_]);
+                this->note_arriving(head, q, call_.notes[pair_]);
+            }
             // The entry that attention must not read: the evicted key's, or none, where the new token or u
             // takes an entry that was not in use.
             const std::int32_t hole = step.promoted >= 0 ? step.promoted : step.newest;
@@ -181,70 +159,8 @@ class agent_paged_head : agent_decode_head<Launch> {
         }
     }
 
-    /// The writes of a step without attention, by one block per head: with a selection.
-    __device__ void write() {
-        const Head head(call_.cache, seq_, head_);
-        const position_t q = call_.cache.length[seq_];
-        const std::int32_t num_long_range = call_.cache.num_long_range[head.index],
-                           victim = call_.cache.victim[head.index];
-        float score = 0.0f;
-        const detail::step_decision step = decide(head, q, num_long_range, victim, score, true);
-        __syncthreads();  // the note is there, and all have read what changes now
-        const agent_write_entries<Launch> moving(call_, entry_, head_, seq_);
-        moving.write(head, q, fetch(head, step, score, moving));
-        __syncthreads();  // the rows are there
-        const auto thread = static_cast<std::int32_t>(threadIdx.x);
-        const std::int32_t used = head.layout.used(q + 1, step.num_long_range), size = head.rows.bound_rows;
-        refresh_page(head.rows, step.newest / size, used, thread, Rows::threads);
-        if (step.promoted >= 0 && step.promoted / size != step.newest / size) {
-            refresh_page(head.rows, step.promoted / size, used, thread, Rows::threads);
-        }
-    }
-
   private:
     using base::region_bytes;
-
-    /// Decides what the step does to the entries, the same in every block and thread; `score` is u's. One
-    /// block `notes`.
-    __device__ detail::step_decision decide(const Head& head, position_t q, std::int32_t num_long_range,
-                                            std::int32_t victim, float& score, bool notes) {
-        const position_t limit = call_.cache.rebase_limit;
-        const position_t u = q - head.head_params.window;
-        if (u >= head.head_params.sinks) {
-            score = call_.leaving_score(head, pair_, u);
-        }
-        detail::step_decision step =
-            detail::begin_step(call_.params_at_step(head), call_.gate, limit, q, num_long_range, victim,
-                               score, call_.num_protected(head.index));
-        const auto top_k_slots = detail::competing(head.top_k_slots(limit), call_.gate);
-        const detail::ranked_slot ranked = top_k_slots.rank(score, u, -1, q);
-        if (step.full) {
-            detail::ranked_slot worst;
-            if (step.known >= 0) {
-                worst = top_k_slots.at(step.known, q);
-            } else {
-                worst = this->worst_of_block(head, top_k_slots, step.known, notes, num_long_range, q);
-            }
-            detail::resolve_eviction(step, head.head_params, ranked, worst);
-        }
-        if (notes && warp_id() == 0) {
-            std::int32_t next = victim_in_records;  // as soon as this step's weights are scores
-            if constexpr (!base::observed) {
-                next = detail::next_victim(warp_group{}, top_k_slots, head.record, step, ranked, q);
-            }
-            if (lane_id() == 0) {
-                call_.notes[pair_].victim = next;
-            }
-        }
-        if (notes && warp_id() == Rows::warps - 1) {
-            const float arriving = this->arriving_score(
-                q >= head.head_params.sinks && (scores_come_along<Scorer> || !detail::holds(call_.gate, q)));
-            if (lane_id() == 0) {
-                call_.notes[pair_].arriving = arriving;
-            }
-        }
-        return step;
-    }
 
     /// Outputs of all query heads of the group.
     template <class StatesOf>
@@ -258,10 +174,7 @@ class agent_paged_head : agent_decode_head<Launch> {
             return {};
         }
         moved_rows moved = moving.fetch(head, step.newest, step.promoted >= 0);
-        moved.num_protected = step.num_protected;
-        moved.note.promoted = step.promoted;
-        moved.note.num_long_range = step.num_long_range;
-        moved.note.leaving = score;
+        moved.take(step, score);
         if (threadIdx.x == 0) {
             moved.note.victim = __ldcg(&call_.notes[pair_].victim);
             moved.note.arriving = __ldcg(&call_.notes[pair_].arriving);

@@ -70,7 +70,7 @@ __device__ void admit_paged_decode(const Launch& call, admit_memory& memory) {
             active.report(call.status, entry);
         }
     }
-    if (!refuses) {
+    if (!refuses || call.out.data == nullptr) {
         return;
     }
     for (std::int32_t entry = 0; entry < call.batch.count; ++entry) {

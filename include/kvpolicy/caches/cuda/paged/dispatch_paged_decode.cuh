@@ -2,6 +2,7 @@
 #pragma once
 
 #include <kvpolicy/caches/cuda/decode/decode_plan.cuh>
+#include <kvpolicy/caches/cuda/decode/kernel_append.cuh>
 #include <kvpolicy/caches/cuda/paged/kernel_choose_pages.cuh>
 #include <kvpolicy/caches/cuda/paged/kernel_paged_decode.cuh>
 #include <kvpolicy/caches/cuda/scoring/kernel_cache_score.cuh>
@@ -15,7 +16,6 @@
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
-#include <optional>
 #include <type_traits>
 
 namespace kvpolicy {
@@ -48,7 +48,6 @@ class paged_decode_plan : public decode_plan<paged_decode_plan<Rows, Cache>, Cac
     using base = decode_plan<paged_decode_plan, Cache, paged_params_of<Rows, P>>;
     friend base;
     static constexpr auto kernel = paged_decode_kernel<Rows, Gate, Scorer, View>;
-    static constexpr bool on_leaving = Scorer::when == score_time::on_leaving;
 
   public:
     paged_decode_plan(const cuda& ctx, const device_scope& device, const Cache& cache, std::int32_t count)
@@ -88,8 +87,6 @@ class paged_decode_plan : public decode_plan<paged_decode_plan<Rows, Cache>, Cac
         call_.work.first_pair = parts.take<std::int32_t>(call_.work.blocks);
         call_.work.share = parts.take<std::int32_t>(1);
         call_.notes = parts.take<decode_note>(heads());
-        computed_ = parts.take<float>(scored_before<Scorer> ? heads() : 0);
-        advanced_ = parts.take<float>(on_leaving ? heads() * call_.cache.state_size : 0);
         call_.states = parts.take<typename Rows::Compute>((call_.work.blocks + heads() * call_.parts) *
                                                           stream_state<Rows::heads>::size(call_.width));
         if constexpr (P::has_selection) {
@@ -102,35 +99,13 @@ class paged_decode_plan : public decode_plan<paged_decode_plan<Rows, Cache>, Cac
             call_.cache.most = choose_.max_chosen;
         }
         this->lay_out_logits(parts);
-        arriving_.lay_out(ctx_, ref_.scorer, call_.batch.count, call_.cache.kv_heads, 1, parts);
-        if constexpr (scored_late<P>) {
-            late_.emplace(device_, ref_.scorer, paged_view<T>(ref_), call_.gate, call_.batch.count, 1,
-                          max_rows_of(ref_), parts);
-        }
+        this->lay_out_scores(parts);
         return parts.bytes();
     }
 
   private:
-    using base::arriving_, base::call_, base::computed_, base::ctx_, base::device_, base::heads, base::ref_,
-        base::shared_;
+    using base::call_, base::ctx_, base::device_, base::heads, base::shared_;
 
-    void score(const Batch& batch, const prefill_tokens<T>& tokens) {
-        if constexpr (scored_before<Scorer>) {
-            // A state is the cache's only once the step has its pages.
-            call_.computed = computed_;
-            call_.advanced = on_leaving ? advanced_ : nullptr;
-            launch_scores(ctx_, score_params<paged_view<T>, Scorer>{
-                                    .cache = call_.cache,
-                                    .batch = batch,
-                                    .tokens = tokens,
-                                    .scores = computed_,
-                                    .state = call_.advanced != nullptr ? advanced_ : nullptr,
-                                    .scorer = call_.scorer});
-        }
-        if constexpr (scored_late<P>) {
-            late_->begin(ctx_, device_, batch, tokens, call_.status);
-        }
-    }
     void run() {
         if (call_.batch.count == 0) {
             return;
@@ -138,10 +113,10 @@ class paged_decode_plan : public decode_plan<paged_decode_plan<Rows, Cache>, Cac
         if constexpr (P::has_selection) {
             launch("paged_admit_kernel", paged_admit_kernel<Rows, Gate, Scorer, View>, 1, admit_threads, 0,
                    ctx_, call_);
-            score_late();
+            this->score_late(call_.work.appended);
             if (call_.writes) {
-                launch("paged_write_kernel", paged_write_kernel<Rows, Gate, Scorer, View>, heads(),
-                       Rows::threads, 0, ctx_, call_);
+                launch("append_kernel", append_kernel<paged_params_of<Rows, P>>, heads(), Rows::threads, 0,
+                       ctx_, call_);
             }
             choose();
             call_.writes = false;  // what is left to do is attention
@@ -150,20 +125,10 @@ class paged_decode_plan : public decode_plan<paged_decode_plan<Rows, Cache>, Cac
         } else {
             launch("paged_plan_kernel", paged_plan_kernel<Rows, Gate, Scorer, View>, 1, admit_threads, 0,
                    ctx_, call_);
-            score_late();
+            this->score_late(call_.work.appended);
         }
         launch_early<kernel>("paged_decode_kernel", call_.work.blocks, Rows::threads, shared_, device_, ctx_,
                              1, call_);
-    }
-    /// Scores of keys in rows are written once it is certain which sequences take their token.
-    void score_late() {
-        if constexpr (scored_late<P>) {
-            if (call_.writes) {
-                Batch appended = call_.batch;
-                appended.q_len = call_.work.appended;
-                late_->in_rows(ctx_, device_, appended);
-            }
-        }
     }
     /// Enough blocks for the bounds of all pages to be read at the memory's rate.
     void choose() {
@@ -191,10 +156,8 @@ class paged_decode_plan : public decode_plan<paged_decode_plan<Rows, Cache>, Cac
             return {};
         }
     }
-    std::optional<late_scores<paged_view<T>, Gate>> late_;
     Choose choose_;
     int bound_warps_ = bound_threads / 32;
-    float* advanced_ = nullptr;
 };
 
 /// Calls body(plan) with the paged_decode_plan that serves the cache.

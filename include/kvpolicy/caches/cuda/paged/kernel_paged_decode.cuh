@@ -61,34 +61,20 @@ __global__ void __launch_bounds__(Rows::threads, Rows::blocks)
     run_paged_decode(call, memory, dynamic_shared());
 }
 
-// Where pages are chosen, a step writes before it reads.
+// Where pages are chosen, a step writes before it reads: append_kernel (../decode/kernel_append.cuh) is
+// between the two launches below.
 
-/// With a selection, launch 1: pages for the entries that the step writes. As phase 1 of paged_plan_kernel.
+/// Launch 1 of a step with a selection, and of append: pages for the entries that the call writes. As phase 1
+/// of paged_plan_kernel.
 ///
 /// Grid: 1 block. Block: admit_threads. Shared memory: admit_memory.
 template <class Rows, class Gate, class Scorer, class View>
 __global__ void __launch_bounds__(admit_threads)
     paged_admit_kernel(const __grid_constant__ paged_decode_params<Rows, Gate, Scorer, View> call) {
     __shared__ admit_memory memory;
+    wait_for_kernel_before();
+    let_next_kernel_start();  // its blocks begin when all before have ended, and wait for the pages
     admit_paged_decode(call, memory);
-}
-
-/// With a selection, launch 2: the top-k update, the new token's entry, and the bounds of the pages that
-/// changed. The step writes before it reads, since pages are chosen by their bounds.
-///
-/// Grid: count * Hkv blocks. Block: Rows::threads. Shared memory: Memory.
-/// In: k, v, scores. Overwrites: as phase 5 of paged_decode_kernel, and bounds [2, Dk] of T of one or two
-/// pages.
-template <class Rows, class Gate, class Scorer, class View>
-__global__ void __launch_bounds__(Rows::threads)
-    paged_write_kernel(const __grid_constant__ paged_decode_params<Rows, Gate, Scorer, View> call) {
-    using Step = agent_paged_head<paged_decode_params<Rows, Gate, Scorer, View>>;
-    __shared__ typename Step::Memory memory;
-    const auto pair = static_cast<std::int32_t>(blockIdx.x);
-    const std::int32_t entry = pair / call.cache.kv_heads;
-    if (call.work.appended[entry] > 0) {
-        Step(call, memory, nullptr, pair, 0, call.batch.seq(entry)).write();
-    }
 }
 
 /// With a selection, the launch after choose_pages_kernel: shares of the chosen pages' tiles. As phase 2 of

@@ -1,8 +1,9 @@
-// The dispatch of chunks into a cache: prefill, append_draft, accept.
+// The dispatch of chunks into a cache: prefill, append_draft, accept, append_chunk, chunk_expiry.
 #pragma once
 
 #include <kvpolicy/caches/cuda/check_cache_call.cuh>
 #include <kvpolicy/caches/cuda/decode/decode_plan.cuh>
+#include <kvpolicy/caches/cuda/decode/dispatch_append.cuh>
 #include <kvpolicy/caches/cuda/prefill/observed_prefill_plan.cuh>
 #include <kvpolicy/caches/cuda/prefill/prefill_plan.cuh>
 #include <kvpolicy/core/check.hpp>
@@ -97,11 +98,14 @@ std::size_t chunk_workspace_bytes(const cuda& ctx, const Cache& cache, const Cal
 template <class Dims, class Cache, class T>
 void attend_chunk(bool draft, const cuda& ctx, const Cache& cache, const StepIO<T>& io,
                   workspace_view workspace, const StepOptions& options) {
-    Batch batch = checks::batch_of(io);
-    const bool packed = io.cu_seqlens != nullptr;
+    const bool attends = !draft || io.out.data != nullptr, packed = io.cu_seqlens != nullptr;
+    Batch batch = attends ? checks::batch_of(io) : checks::batch_of(io, io.k, "k.batch");
     detail::require(!packed || !Cache::policy_type::observed, "io.cu_seqlens", "given",
                     "null on CUDA where the policy ranks keys by attention: give each entry its q_len");
-    const std::int32_t tokens = packed ? max_packed_tokens(cache, io, draft) : max_tokens(batch, io.q.length);
+    detail::require(!packed || attends, "io.cu_seqlens", "given",
+                    "null where io.out is: give each entry its q_len");
+    const std::int32_t tokens =
+        packed ? max_packed_tokens(cache, io, draft) : max_tokens(batch, attends ? io.q.length : io.k.length);
     if (packed) {
         batch.length = tokens;
     }
@@ -110,7 +114,11 @@ void attend_chunk(bool draft, const cuda& ctx, const Cache& cache, const StepIO<
                             " (CacheShape::draft tokens)");
     });
     const CallSize rows = packed ? CallSize{1, io.q.length} : CallSize{batch.count, tokens};
-    check_cache_call(cache, batch, rows, io.q, io.k, io.v, io.out, detail::extras_of(io));
+    if (attends) {
+        check_cache_call(cache, batch, rows, io.q, io.k, io.v, io.out, detail::extras_of(io));
+    } else if constexpr (!Cache::policy_type::observed) {
+        check_append_call(cache, batch, tokens, io);
+    }
     check_chunk_keys<T>(batch.count, tokens, io.k, io.v);
     chunk_plan<Cache, Dims> plan(ctx, cache, batch.count, tokens);
     if constexpr (Cache::policy_type::observed) {
@@ -120,9 +128,9 @@ void attend_chunk(bool draft, const cuda& ctx, const Cache& cache, const StepIO<
     }
 }
 
-template <class Dims, class Cache>
-void accept_chunk(const cuda& ctx, const Cache& cache, const Batch& named, workspace_view workspace,
-                  const StepOptions& options) {
+/// The batch of a call on draft tokens.
+template <class Cache>
+Batch check_accepted(const Cache& cache, const Batch& named) {
     check_on_device(cache);
     const Batch batch = checks::batch_of(named, cache.max_sequences);
     checks::check_count("batch.count", batch.count, cache.max_sequences);
@@ -131,11 +139,76 @@ void accept_chunk(const cuda& ctx, const Cache& cache, const Batch& named, works
                     "batch.length", batch.length_or_one(), [&] {
                         return detail::text("0 to the cache's max_draft_tokens, ", cache.max_draft_tokens);
                     });
+    return batch;
+}
+
+template <class Dims, class Cache>
+void accept_chunk(const cuda& ctx, const Cache& cache, const Batch& named, workspace_view workspace,
+                  const StepOptions& options) {
+    const Batch batch = check_accepted(cache, named);
     prefill_plan<Cache, Dims>(ctx, cache, batch.count, max_tokens(batch, cache.max_draft_tokens))
         .accept(batch, workspace, options.status);
 }
 
+/// Checks a call without attention with io's chunk. Returns the most tokens of an entry, and the batch.
+template <class Cache, class T>
+std::int32_t check_brought_chunk(const Cache& cache, const StepIO<T>& io, Batch& batch) {
+    batch = checks::batch_of(io, io.k, "k.batch");
+    const std::int32_t tokens = max_tokens(batch, io.k.length);
+    check_append_call(cache, batch, tokens, io);
+    check_chunk_keys<T>(batch.count, tokens, io.k, io.v);
+    return tokens;
+}
+
 }  // namespace cuda_backend
+
+template <class Dims, class P, Storage T, template <class, class> class Ref>
+requires CacheRef<Ref<P, T>> std::size_t append_workspace_bytes(const cuda& ctx, const Ref<P, T>& cache,
+                                                                const CallSize& size) {
+    namespace cb = cuda_backend;
+    cb::require_device_append<P>();
+    cb::require_device_policy<P>();
+    cb::check_on_device(cache);
+    checks::check_call_size(size);
+    const cb::device_scope device(ctx, cache.device);
+    const std::size_t bytes = cb::append_plan<Ref<P, T>>(ctx, device, cache, size.batch).lay_out(nullptr);
+    if (size.tokens <= 1) {
+        return bytes;
+    }
+    return std::max(bytes,
+                    cb::prefill_plan<Ref<P, T>, void>(ctx, cache, size.batch, size.tokens).lay_out(nullptr));
+}
+
+template <class Dims, class P, Storage T, template <class, class> class Ref>
+requires CacheRef<Ref<P, T>>
+void append_chunk(const cuda& ctx, const Ref<P, T>& cache, const step_io<T>& io, workspace_view workspace,
+                  const StepOptions& options) {
+    namespace cb = cuda_backend;
+    Batch batch;
+    const std::int32_t tokens = cb::check_brought_chunk(cache, io, batch);
+    cb::prefill_plan<Ref<P, T>, void>(ctx, cache, batch.count, tokens)
+        .append_chunk(batch, io, workspace, options.status);
+}
+
+template <class Dims, class P, Storage T, template <class, class> class Ref>
+requires CacheRef<Ref<P, T>>
+void chunk_expiry(const cuda& ctx, const Ref<P, T>& cache, const step_io<T>& io, const ChunkExpiry& expiry,
+                  workspace_view workspace, const StepOptions& options) {
+    namespace cb = cuda_backend;
+    Batch batch;
+    std::int32_t tokens = 0;
+    if (io.k.data != nullptr) {
+        tokens = cb::check_brought_chunk(cache, io, batch);
+    } else {
+        batch = cb::check_accepted(cache, io.batch);
+        tokens = cb::max_tokens(batch, cache.max_draft_tokens);
+    }
+    checks::check_plane("expiry.cached", expiry.cached, batch.count, cache.kv_heads,
+                        static_cast<std::int32_t>(cb::max_rows_of(cache)));
+    checks::check_plane("expiry.tokens", expiry.tokens, batch.count, cache.kv_heads, tokens);
+    cb::prefill_plan<Ref<P, T>, void>(ctx, cache, batch.count, tokens)
+        .chunk_expiry(batch, io, expiry, workspace, options.status);
+}
 
 template <class Dims, class P, Storage T, template <class, class> class Ref>
 requires CacheRef<Ref<P, T>> std::size_t workspace_bytes(const cuda& ctx, const Ref<P, T>& cache,

@@ -1,4 +1,5 @@
-// The workspace and the launches of a chunk into a cache: prefill, append_draft, accept.
+// The workspace and the launches of a chunk into a cache: prefill, append_draft, accept, append_chunk,
+// chunk_expiry.
 #pragma once
 
 #include <kvpolicy/attention/cuda/dispatch_attend.cuh>
@@ -6,6 +7,7 @@
 #include <kvpolicy/caches/cuda/decode/decode_plan.cuh>
 #include <kvpolicy/caches/cuda/decode/dispatch_decode.cuh>
 #include <kvpolicy/caches/cuda/paged/kernel_paged_prefill.cuh>
+#include <kvpolicy/caches/cuda/prefill/kernel_chunk_expiry.cuh>
 #include <kvpolicy/caches/cuda/prefill/kernel_decayed_update.cuh>
 #include <kvpolicy/caches/cuda/prefill/kernel_lifetimes.cuh>
 #include <kvpolicy/caches/cuda/prefill/kernel_top_k_update.cuh>
@@ -54,7 +56,8 @@ inline std::int32_t select_sorted_keys(const device_scope& device, std::int64_t 
     return keys > 4096 && bytes <= device.shared_limit() ? 16384 : 4096;
 }
 
-/// A chunk of at most `tokens` tokens per entry.
+/// A chunk of at most `tokens` tokens per entry. Dims: head_dims<...> of attention; void: a plan of calls
+/// without attention, for which none is compiled.
 template <class Cache, class Dims>
 class prefill_plan {
     using P = typename Cache::policy_type;
@@ -66,7 +69,7 @@ class prefill_plan {
 
   protected:  // observed_prefill_plan adds to a plan
     using View = decltype(view_of(std::declval<const Cache&>()));
-    static constexpr bool paged = Cache::pooled;
+    static constexpr bool paged = Cache::pooled, has_attention = !std::is_void_v<Dims>;
 
   public:
     prefill_plan(const cuda& ctx, const Cache& cache, std::int32_t count, std::int32_t tokens)
@@ -99,7 +102,7 @@ class prefill_plan {
         detail::require(heads() * std::max<std::int64_t>(tokens, 1) <= 0x7fffffff, "entries x heads x tokens",
                         heads() * tokens, "below 2^31: split the batch");
         together_ = count;
-        if constexpr (paged) {
+        if constexpr (paged && has_attention) {
             // Attention lists the rows that queries see, 8 bytes each, for so many tiles of queries.
             const std::int64_t lists = std::clamp<std::int64_t>(max_plan_lists(tokens), 1, plan_full_lists);
             of_entry_ =
@@ -152,11 +155,13 @@ class prefill_plan {
             missing_ = parts.take<std::int32_t>(heads());
         }
         attention_bytes_ = 0;
-        each_round([this](std::int32_t first, std::int32_t count) {
-            attention_bytes_ = std::max(attention_bytes_, attention(nullptr, first, count, [](auto& attend) {
-                                            return attend.lay_out(nullptr);
-                                        }));
-        });
+        if constexpr (has_attention) {
+            each_round([this](std::int32_t first, std::int32_t count) {
+                attention_bytes_ = std::max(
+                    attention_bytes_,
+                    attention(nullptr, first, count, [](auto& attend) { return attend.lay_out(nullptr); }));
+            });
+        }
         if constexpr (scored) {
             chunk_score_bytes_ = chunk_score_bytes(ctx_, scores_of_tokens(nullptr));
         }
@@ -165,7 +170,7 @@ class prefill_plan {
         return parts.bytes();
     }
 
-    /// prefill; with `draft` append_draft.
+    /// prefill; with `draft` append_draft, without attention where io.out is null.
     void attend_chunk(bool draft, const Batch& batch, const StepIO<T>& io, workspace_view workspace,
                       std::uint32_t* status) {
         begin(batch, workspace, status);
@@ -179,7 +184,9 @@ class prefill_plan {
                        prefill_threads, 0, ctx_, call_, batch.q_len, io.out, io.lse);
             }
         }
-        attend(io.q, io.out, io.lse);
+        if (io.out.data != nullptr) {
+            attend(io.q, io.out, io.lse);
+        }
         if (draft) {
             launch("prefill_draft_kernel", prefill_draft_kernel<View>, heads() * call_.pieces,
                    prefill_threads, 0, ctx_, call_);
@@ -187,6 +194,34 @@ class prefill_plan {
             write();
         }
         remember(io.q, draft);
+    }
+
+    void append_chunk(const Batch& batch, const StepIO<T>& io, workspace_view workspace,
+                      std::uint32_t* status) {
+        begin(batch, workspace, status);
+        bring(io);
+        count_tokens();
+        call_.scores = arriving_.of(ctx_, ref_.scorer, call_.batch, detail::extras_of(io));
+        decide(true);
+        write();
+        remember(io.q, false);
+    }
+
+    /// The chunk is io's, or of draft tokens where io.k is null.
+    void chunk_expiry(const Batch& batch, const StepIO<T>& io, const ChunkExpiry& expiry,
+                      workspace_view workspace, std::uint32_t* status) {
+        begin(batch, workspace, status);
+        if (io.k.data != nullptr) {
+            bring(io);
+            count_tokens();
+            call_.scores = arriving_.of(ctx_, ref_.scorer, call_.batch, detail::extras_of(io));
+        } else {
+            call_.tokens.spare = true;
+            count_tokens();
+        }
+        decide(false, true);
+        launch("chunk_expiry_kernel", chunk_expiry_kernel<View>, heads() * call_.pieces, prefill_threads, 0,
+               ctx_, call_, expiry);
     }
 
     void accept(const Batch& batch, workspace_view workspace, std::uint32_t* status) {
@@ -245,8 +280,9 @@ class prefill_plan {
         call_.batch.q_len = call_.appended;
     }
 
-    /// Whether the chunk `writes` to the cache later, or only looks ahead.
-    void decide(bool writes) {
+    /// Whether the chunk `writes` to the cache later, or only looks ahead: with `as_chunk` to what
+    /// append_chunk or accept will do, else to what append_draft shows.
+    void decide(bool writes, bool as_chunk = false) {
         // A scorer's states advance in the cache, where nothing can go wrong any more.
         [[maybe_unused]] float* const state = writes && !paged ? nullptr : state_;
         if constexpr (Scorer::when == score_time::on_leaving) {
@@ -254,7 +290,7 @@ class prefill_plan {
         }
         if constexpr (scored) {
             call_.computed = computed_;
-            if (chunk_score_bytes_ != 0 && writes && !call_.tokens.spare) {
+            if (chunk_score_bytes_ != 0 && (writes || as_chunk) && !call_.tokens.spare) {
                 launch_chunk_scores(ctx_, scores_of_tokens(state), {scratch_, chunk_score_bytes_});
             } else {
                 launch_scores(ctx_, scores_of_tokens(state));

@@ -21,16 +21,13 @@ struct observed_scorer {
 
 /// Whether keys stay at every step, though their head has a budget.
 template <class S>
-constexpr bool keeps_all_at_steps() {
-    if constexpr (S::when == score_time::observed) {
-        return !S::evicts_at_steps;
-    } else {
-        return false;
-    }
-}
+inline constexpr bool keeps_all_at_steps = requires {
+    requires S::when == score_time::observed;
+    requires !S::evicts_at_steps;
+};
 /// Whether a step ends with new scores of all keys, from the weights of its query.
 template <class S>
-inline constexpr bool scored_by_steps = S::when == score_time::observed && !keeps_all_at_steps<S>();
+inline constexpr bool scored_by_steps = S::when == score_time::observed && !keeps_all_at_steps<S>;
 
 }  // namespace cuda_backend
 }  // namespace KVPOLICY_HIDDEN
