@@ -28,6 +28,12 @@ def has_cuda():
     return importlib.util.find_spec("kvpolicy._cuda") is not None
 
 
+def types(kind, operation="attention"):
+    """The names of the dtypes of rows that the module for `kind` (cpu, cuda) is compiled for, for `operation`
+    (attention, scorer)."""
+    return getattr(_module(kind), f"{operation}_types")
+
+
 def _argument(value):
     """Tensors become DLPack capsules, also within tuples and lists."""
     if isinstance(value, torch.Tensor):
@@ -79,7 +85,7 @@ def refuse_gradient(name, what):
     def backward(_ctx, *_gradients):
         raise NotImplementedError(f"{name}: a gradient through {what} is not there; pass detached tensors")
 
-    def setup(_ctx, inputs, output):
+    def setup(ctx, inputs, output):
         pass
 
     torch.library.register_autograd(f"kvpolicy::{name}", backward, setup_context=setup)

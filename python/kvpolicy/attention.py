@@ -107,15 +107,22 @@ def _attend_setup(ctx, inputs, output):
 
 
 def _attend_gradient(ctx, d_out, d_lse):
-    if d_lse is not None:
-        raise NotImplementedError("attend: a gradient through lse is not there; pass lse.detach() on")
-    out, lse, *inputs = ctx.saved_tensors
-    if d_out is None:
+    if d_out is None and d_lse is None:
         return (None,) * 11
+    out, lse, q, k, v, *others = ctx.saved_tensors
+    d_out = torch.zeros_like(out) if d_out is None else d_out
+    value_dim = v.shape[-1]
+    if d_lse is not None:
+        # d logit = P (<d_out, v> - <out, d_out> + d_lse). Eight more numbers per row add d_lse: 0 in v, -d_lse
+        # in out and 1 in d_out for the first of them, 0 for the rest.
+        pad = torch.nn.functional.pad
+        v = pad(v, (0, 8))
+        out = pad(torch.cat((out, -d_lse[..., None].to(out.dtype)), -1), (0, 7))
+        d_out = pad(pad(d_out, (0, 1), value=1.0), (0, 7))
     d_q, d_k, d_v, d_log_bias = torch.ops.kvpolicy.attend_backward(
-        d_out, out, lse, *inputs, *ctx.numbers, torch.are_deterministic_algorithms_enabled()
+        d_out, out, lse, q, k, v, *others, *ctx.numbers, torch.are_deterministic_algorithms_enabled()
     )
-    return d_q, d_k, d_v, None, None if inputs[4] is None else d_log_bias, *(None,) * 6
+    return d_q, d_k, d_v[..., :value_dim], None, None if others[1] is None else d_log_bias, *(None,) * 6
 
 
 torch.library.register_autograd("kvpolicy::attend", _attend_gradient, setup_context=_attend_setup)
@@ -150,7 +157,7 @@ def attend(
     cu_seqlens  [segments + 1] int32: queries see keys of their own packed segment
 
     Returns out [B, Hq, S, Dv] of q's dtype, and lse [B, Hq, S] float32 with return_lse. A query that sees no
-    key has out = 0 and lse = -inf. Gradients reach q, k, v and mask.log_bias; expiries are constants.
+    key has out = 0 and lse = -inf. Gradients of out and lse reach q, k, v and mask.log_bias; expiries are constants.
     torch.use_deterministic_algorithms(True) makes those of 16-bit CUDA tensors the same bits in every run.
     On CUDA the work is enqueued on the current stream.
     """

@@ -165,14 +165,14 @@ def _build_log_bias(
         expiry,
         log_bias,
     )
-    return expiry, log_bias
+    return log_bias, expiry
 
 
 @torch.library.register_fake("kvpolicy::build_log_bias")
 def _(scores, *_others):
     return (
-        torch.empty(scores.shape, dtype=torch.int32, device=scores.device),
         torch.empty(scores.shape, dtype=torch.float32, device=scores.device),
+        torch.empty(scores.shape, dtype=torch.int32, device=scores.device),
     )
 
 
@@ -216,10 +216,10 @@ def _(scores, *_others):
 def _log_bias_setup(ctx, inputs, output):
     ctx.save_for_backward(inputs[0], *inputs[-2:])
     ctx.rest = inputs[1:-2]
-    ctx.mark_non_differentiable(output[0])
+    ctx.mark_non_differentiable(output[1])
 
 
-def _log_bias_gradient(ctx, _d_expiry, d_log_bias):
+def _log_bias_gradient(ctx, d_log_bias, _d_expiry):
     scores, lengths, cu_seqlens = ctx.saved_tensors
     d_scores = torch.ops.kvpolicy.log_bias_backward(scores, d_log_bias, *ctx.rest, lengths, cu_seqlens)
     return (d_scores, *(None for _ in ctx.rest), None, None)
@@ -242,8 +242,10 @@ def build_log_bias(policy, gate, scores, *, lengths=None, cu_seqlens=None):
     """
     if policy.has_budget:
         raise ValueError("policy: a TopKBudget is not allowed; a soft gate takes sinks and a window")
-    expiry, log_bias = torch.ops.kvpolicy.build_log_bias(
+    log_bias, expiry = torch.ops.kvpolicy.build_log_bias(
         scores, *numbers_of(policy), *gate.numbers(), lengths, cu_seqlens
     )
     windows = policy.windows if len(policy.windows) > 1 else policy.windows * scores.shape[1]
-    return Mask(expiry, log_bias, torch.tensor(windows, dtype=torch.int32, device=scores.device))
+    # Filled on the device, since a graph captures no copy from the CPU.
+    bias_from = [torch.full((1,), w, dtype=torch.int32, device=scores.device) for w in windows]
+    return Mask(expiry, log_bias, torch.cat(bias_from))

@@ -16,7 +16,7 @@ UNLIMITED = 2**31 - 1
 
 def _whole(name, value, least):
     """A whole number, or a sequence of them by KV head, as a tuple."""
-    values = (value,) if isinstance(value, numbers.Integral) else tuple(value)
+    values = tuple(value) if isinstance(value, (list, tuple)) else (value,)
     for one in values:
         if isinstance(one, bool) or not isinstance(one, numbers.Integral):
             raise TypeError(f"{name}: {one!r} is not allowed; it must be a whole number")
@@ -28,7 +28,7 @@ def _whole(name, value, least):
 
 
 def _logits(name, value):
-    values = (value,) if isinstance(value, numbers.Real) else tuple(value)
+    values = tuple(value) if isinstance(value, (list, tuple)) else (value,)
     if not values or any(not isinstance(one, numbers.Real) or math.isnan(one) for one in values):
         raise ValueError(f"{name}: {value!r} is not allowed; it must be a number, or one per KV head")
     return tuple(map(float, values))

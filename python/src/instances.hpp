@@ -3,7 +3,7 @@
 //
 //     what              | _host                   | _cuda
 //     ------------------+-------------------------+-----------------------------------------
-//     rows (attention)  | bf16, fp16, fp32, fp64  | the same; fp32 and fp64 for checks only
+//     rows (attention)  | bf16, fp16, fp32, fp64  | the same, or fewer; fp32, fp64 for checks
 //     rows (scorers)    | bf16, fp16, fp32, fp64  | bf16, fp16, fp32
 //     scores in losses  | fp32, fp64              | fp32
 //     policies          | the five below          | the same
@@ -19,8 +19,12 @@
 
 #include "context.hpp"
 #include "tensor.hpp"
+#if defined(KVPOLICY_PYTHON_CUDA)
+#include "cuda_types.hpp"  // written by CMake: KVPOLICY_PYTHON_CUDA_TYPES
+#endif
 
 #include <string>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -29,8 +33,27 @@ namespace kvpolicy::python {
 template <class... T>
 struct types {};
 
+#if defined(KVPOLICY_PYTHON_CUDA)
+using attention_types = types<KVPOLICY_PYTHON_CUDA_TYPES>;
+#else
 using attention_types = types<bf16, fp16, float, double>;
-using scorer_types = std::conditional_t<on_cuda, types<bf16, fp16, float>, types<bf16, fp16, float, double>>;
+#endif
+
+template <class Kept, class... T>
+struct without_double;
+template <class... Kept>
+struct without_double<types<Kept...>> {
+    using type = types<Kept...>;
+};
+template <class... Kept, class First, class... Rest>
+struct without_double<types<Kept...>, First, Rest...>
+    : without_double<std::conditional_t<std::is_same_v<First, double>, types<Kept...>, types<Kept..., First>>,
+                     Rest...> {};
+template <class... T>
+auto scorer_types_of(types<T...>) -> typename without_double<types<>, T...>::type;
+
+using scorer_types =
+    std::conditional_t<on_cuda, decltype(scorer_types_of(attention_types{})), attention_types>;
 using score_types = std::conditional_t<on_cuda, types<float>, types<float, double>>;
 
 /// Calls visit.operator()<T>() for the T of `type`; another dtype is a TypeError that names `tensor`.

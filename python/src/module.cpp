@@ -328,6 +328,14 @@ std::size_t call_boundary_loss(Stream stream, Device device, const nb::tuple& po
     });
 }
 
+/// The names of compiled storage types.
+template <class... T>
+nb::list names_of(types<T...>) {
+    nb::list names;
+    (names.append(name_of(dtype_of<T>)), ...);
+    return names;
+}
+
 void translate(const std::exception_ptr& thrown, void* /*unused*/) {
     try {
         std::rethrow_exception(thrown);
@@ -342,7 +350,12 @@ void translate(const std::exception_ptr& thrown, void* /*unused*/) {
 NB_MODULE(KVPOLICY_PYTHON_MODULE, m) {
     using namespace kvpolicy::python;
     nb::register_exception_translator(translate);
-    const auto add = [&](const char* name, auto function) { m.def(name, function); };
+    // Without none() an argument of any type would not take None.
+    const auto add = [&]<class... Args>(const char* name, std::size_t (*function)(Args...)) {
+        m.def(name, function, (static_cast<void>(sizeof(Args)), nb::arg().none())...);
+    };
+    m.attr("attention_types") = names_of(attention_types{});
+    m.attr("scorer_types") = names_of(scorer_types{});
     add("build_mask", call_build_mask);
     add("build_log_bias", call_build_log_bias);
     add("log_bias_backward", call_log_bias_backward);

@@ -1,4 +1,5 @@
-// Scores of whole sequences and their gradients.
+// Scores of whole sequences and their gradients. KVPOLICY_PYTHON_TYPE, where set, is the one storage type of
+// this unit.
 #include <kvpolicy/scorers/backward.hpp>
 #include <kvpolicy/scorers/sequence.hpp>
 #if defined(KVPOLICY_PYTHON_CUDA)

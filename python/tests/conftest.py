@@ -14,6 +14,17 @@ def device(request):
     return torch.device(request.param, 0 if request.param == "cuda" else None)
 
 
+@pytest.fixture
+def compiled(device):
+    """compiled(dtype, operation): skips where the module of the device lacks the dtype."""
+
+    def check(dtype, operation="attention"):
+        if str(dtype).removeprefix("torch.") not in kvpolicy._native.types(device.type, operation):
+            pytest.skip(f"the {device.type} module has no {dtype} for {operation}")
+
+    return check
+
+
 @pytest.fixture(autouse=True)
 def seed():
     torch.manual_seed(1)

@@ -162,7 +162,7 @@ def boundary_loss(
     examples."""
     terms, number = [], 0
     for h in range(scores.shape[1]):
-        gamma = float(log_gamma[h])
+        gamma = float(log_gamma[h].detach())
         examples = []
         for b in range(scores.shape[0]):
             goal = target[b, h]

@@ -180,7 +180,7 @@ def test_gradient_in_double():
 def test_refusals():
     scores = torch.zeros(1, 2, 8)
     policy = kvp.KVpop(1, 2, 3)
-    with pytest.raises(ValueError, match="nan"):
+    with pytest.raises(ValueError, match="NaN"):
         kvp.build_mask(policy, scores.fill_(math.nan))
     scores = torch.zeros(1, 2, 8)
     with pytest.raises(ValueError, match="dim"):

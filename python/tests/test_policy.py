@@ -39,7 +39,7 @@ def test_expressions_map_to_instances():
         ),
         (lambda: kvp.Sink(-1), ValueError, "Sink: -1 is not allowed; it must be 0"),
         (lambda: kvp.Window(0), ValueError, "Window: 0 is not allowed; it must be 1"),
-        (lambda: kvp.Window(2.5), TypeError, ""),
+        (lambda: kvp.Window(2.5), TypeError, "2.5 is not allowed"),
         (lambda: kvp.Window([1, 2.5]), TypeError, "2.5 is not allowed"),
         (lambda: kvp.TopKBudget([]), ValueError, "empty"),
         (lambda: kvp.Decay(1.5), ValueError, "gamma: 1.5"),
