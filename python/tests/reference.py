@@ -48,7 +48,9 @@ def clamp(expiry):
 def logits_of(q, k, soft_cap=0.0):
     """[B, Hq, S, Skv], query heads h G to h G + G - 1 on KV head h."""
     group = q.shape[1] // k.shape[1]
-    logits = q @ k.repeat_interleave(group, 1).transpose(-1, -2) / math.sqrt(q.shape[-1])
+    # The library's scale is a float32.
+    scale = torch.tensor(1 / math.sqrt(q.shape[-1]), dtype=torch.float32).item()
+    logits = scale * (q @ k.repeat_interleave(group, 1).transpose(-1, -2))
     return soft_cap * torch.tanh(logits / soft_cap) if soft_cap else logits
 
 
