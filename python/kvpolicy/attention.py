@@ -113,8 +113,8 @@ def _attend_gradient(ctx, d_out, d_lse):
     d_out = torch.zeros_like(out) if d_out is None else d_out
     value_dim = v.shape[-1]
     if d_lse is not None:
-        # d logit = P (<d_out, v> - <out, d_out> + d_lse). Eight more numbers per row add d_lse: 0 in v, -d_lse
-        # in out and 1 in d_out for the first of them, 0 for the rest.
+        # d logit = P (<d_out, v> - <out, d_out> + d_lse). Eight more numbers per row add d_lse: the first is
+        # 0 in v, -d_lse in out and 1 in d_out, the rest are 0.
         pad = torch.nn.functional.pad
         v = pad(v, (0, 8))
         out = pad(torch.cat((out, -d_lse[..., None].to(out.dtype)), -1), (0, 7))
@@ -157,9 +157,9 @@ def attend(
     cu_seqlens  [segments + 1] int32: queries see keys of their own packed segment
 
     Returns out [B, Hq, S, Dv] of q's dtype, and lse [B, Hq, S] float32 with return_lse. A query that sees no
-    key has out = 0 and lse = -inf. Gradients of out and lse reach q, k, v and mask.log_bias; expiries are constants.
-    torch.use_deterministic_algorithms(True) makes those of 16-bit CUDA tensors the same bits in every run.
-    On CUDA the work is enqueued on the current stream.
+    key has out = 0 and lse = -inf. Gradients of out and lse reach q, k, v and mask.log_bias; expiries are
+    constants. torch.use_deterministic_algorithms(True) makes those of 16-bit CUDA tensors the same bits in
+    every run. On CUDA the work is enqueued on the current stream.
     """
     mask = Mask(None) if mask is None else mask
     out, lse = torch.ops.kvpolicy.attend(
