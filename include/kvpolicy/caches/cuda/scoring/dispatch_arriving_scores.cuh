@@ -66,6 +66,7 @@ class arriving_scores {
                                              [[maybe_unused]] const detail::step_extras& extras) {
         if constexpr (scored_from_hidden<P>) {
             call_.hidden = extras.hidden;
+            call_.seq_ids = batch.seq_ids;
             call_.lengths = batch.q_len;
             call_.length = batch.length_or_one();
             workspace_parts own(memory_);

@@ -174,8 +174,7 @@ class agent_mlp_block {
             const std::int32_t t = i / head_dim_qk_, c = i % head_dim_qk_;
             float* const row = memory_.x + t * memory_.stride;
             const float* const stored = row + head_dim_qk_;
-            row[c] = source.turned(c, static_cast<float>(first + t), -1.0f,
-                                   [&](std::int32_t j) { return stored[j]; });
+            row[c] = source.turned(c, first + t, -1.0f, [&](std::int32_t j) { return stored[j]; });
         }
     }
 

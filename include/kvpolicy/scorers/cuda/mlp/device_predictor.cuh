@@ -53,6 +53,7 @@ requires(std::is_same_v<Act, Silu> ||
         predictor.streams.length = from.lengths != nullptr ? scores.length : from.length;
         predictor.streams.rows = scores.length;
         predictor.streams.lengths = from.lengths;
+        predictor.seq_ids = from.seq_ids;
         predictor.per = std::max(scores.length, 1);
         predictor.hidden = scorer.hidden;
         predictor.activation =
