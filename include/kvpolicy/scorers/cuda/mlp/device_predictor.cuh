@@ -62,6 +62,7 @@ requires(std::is_same_v<Act, Silu> ||
         predictor.w2 = scorer.weights.w2;
         predictor.b2 = scorer.weights.b2;
         call.states = from.hidden;
+        call.packed = from.packed;
         call.w1 = scorer.weights.w1;
         const std::int64_t all = std::int64_t{scores.batch} * scores.length;
         call.activations = parts.take<float>(std::min(all, cb::hidden_tokens) * scorer.hidden);

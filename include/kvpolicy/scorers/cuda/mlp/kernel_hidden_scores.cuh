@@ -5,6 +5,7 @@
 #include <kvpolicy/core/hidden_rows.hpp>
 #include <kvpolicy/core/view.hpp>
 #include <kvpolicy/cuda/launch.cuh>
+#include <kvpolicy/cuda/packed_rows.cuh>
 #include <kvpolicy/cuda/primitives/warp.cuh>
 #include <kvpolicy/scorers/cuda/common/four_weights.cuh>
 #include <kvpolicy/scorers/cuda/common/kernel_streams.cuh>
@@ -24,6 +25,7 @@ inline constexpr int hidden_layer_threads = 32 * hidden_layer_warps;
 struct hidden_layer_params {
     predictor_params predictor;
     HiddenRows states;          // [B, >= S, width]
+    packed_rows packed{};       // of states
     const float* w1 = nullptr;  // [hidden, width]
     std::int64_t first = 0;
     std::int32_t count = 0;
@@ -105,7 +107,8 @@ __global__ void __launch_bounds__(hidden_layer_threads)
             const predictor_params::token at =
                 predictor.token_of(call.first + (token + t < call.count ? token + t : token));
             const bool there = at.there && token + t < call.count;
-            const std::int64_t from = at.b * call.states.batch_stride + at.t * call.states.row_stride + begin;
+            const std::int64_t row = (there ? call.packed.begin(at.b) : 0) + std::int64_t{at.t};
+            const std::int64_t from = at.b * call.states.batch_stride + row * call.states.row_stride + begin;
 #pragma unroll 4
             for (std::int32_t i = thread; i < (columns + 3) / 4 * 4; i += hidden_layer_threads) {
                 x[t][i] = there && i < columns ? hidden_number(call.states, from + i) : 0.0f;
