@@ -13,7 +13,17 @@ import sys
 # its check.
 PENDING: set[str] = set()
 
-SOURCE_FOLDERS = ("include", "tests", "examples", "benchmarks", "tools", "cmake", "packaging", ".ci")
+SOURCE_FOLDERS = (
+    "include",
+    "tests",
+    "examples",
+    "benchmarks",
+    "tools",
+    "cmake",
+    "packaging",
+    "python",
+    ".ci",
+)
 
 
 def repository(start=pathlib.Path(__file__).resolve()):

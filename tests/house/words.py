@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 """Words that the library does not use, with what to write instead, in include/, docs/, README.md, examples/,
-tests/, tools/ and cmake/.
+tests/, tools/, cmake/ and python/.
 
 Most words are looked for between letters, so that parts of an identifier count: card_only, make_room. A word
 that is right in its place stands in ALLOWED. Machine-readable files are not read."""
@@ -11,7 +11,7 @@ import re
 import house
 
 SCOPE = re.compile(
-    r"(README\.md$|(include|docs|examples|tests|tools|cmake)/)(?!.*\.(kvpv|json|csv|svg|txt|bib|bin)$)"
+    r"(README\.md$|(include|docs|examples|tests|tools|cmake|python)/)(?!.*\.(kvpv|json|csv|svg|txt|bib|bin)$)"
 )
 NOT_READ = re.compile(r"tests/(house|vectors)/|docs/site/")
 
@@ -114,6 +114,7 @@ ALLOWED = (
     (r"\bslots\b", r"include/kvpolicy/caches/", r"//.*\b(top-k|free|get) slots\b"),
     # Keys of safetensors metadata, and a label that stands in result files.
     (r"\bdim_", r"examples/apps/support/scorers\.cpp", r"\"dim_k\", \"dim_v\""),
+    (r"\bdim_", r"python/kvpolicy/files\.py", r"\"dim_k\", \"dim_v\""),
     (r"\bsoftcap\b", r"examples/apps/support/scorers\.cpp", r"\"mlstm: .* softcap "),
     # The option of train_scorer for gate_softcap, the soft cap of an mLSTM's gates.
     (r"\bsoftcap\b", r"examples/train_scorer/|tests/examples/", r"--softcap\b"),

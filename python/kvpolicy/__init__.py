@@ -1,0 +1,47 @@
+"""kvpolicy for PyTorch: which keys and values a transformer keeps, and how to learn that choice.
+
+Policy and its parts describe a policy; build_mask and build_log_bias make masks, attend reads them;
+future_mass and boundary_loss train the scorers of kvpolicy.scorers. docs/pytorch.md has examples.
+"""
+
+from importlib.metadata import PackageNotFoundError, version
+
+from kvpolicy._native import has_cuda
+from kvpolicy.attention import attend, causal_lse, future_mass
+from kvpolicy.files import Scorers
+from kvpolicy.losses import BoundaryResult, boundary_loss
+from kvpolicy.masks import (
+    AnnealedGate,
+    BernoulliGate,
+    DmsGate,
+    Mask,
+    SoftGate,
+    SoftWriteGate,
+    ThresholdSoftGate,
+    build_log_bias,
+    build_mask,
+)
+from kvpolicy.policy import (
+    DMS,
+    LTE,
+    SPKV,
+    UNLIMITED,
+    WGKV,
+    Decay,
+    EvictionGate,
+    KVpop,
+    Policy,
+    Sink,
+    StreamingLLM,
+    ThresholdGate,
+    TopKBudget,
+    Window,
+)
+from kvpolicy.scorers import LinearScorer, MLPScorer, Scorer, mLSTMScorer
+
+try:
+    __version__ = version("kvpolicy")
+except PackageNotFoundError:  # a source tree on the path
+    __version__ = "unknown"
+
+del PackageNotFoundError, version

@@ -1,0 +1,291 @@
+"""Attention through a mask, and the future-attention target."""
+
+import torch
+
+from kvpolicy import _native
+from kvpolicy.masks import Mask
+
+_MASK = "Tensor? expiry, Tensor? log_bias, Tensor? bias_from"
+_SEQUENCES = "Tensor? lengths, Tensor? starts, Tensor? cu_seqlens"
+_NUMBERS = "float sm_scale, float logits_soft_cap"
+
+
+def _plane32(tensor):
+    return None if tensor is None else _native.rows(tensor.float())
+
+
+# ---- attend ------------------------------------------------------------------------------------------------
+
+
+@_native.define(
+    "attend", f"(Tensor q, Tensor k, Tensor v, {_MASK}, {_SEQUENCES}, {_NUMBERS}) -> (Tensor, Tensor)"
+)
+def _attend(q, k, v, expiry, log_bias, bias_from, lengths, starts, cu_seqlens, sm_scale, logits_soft_cap):
+    # Queries beyond a sequence's length are not written.
+    make = torch.empty if lengths is None else torch.zeros
+    out = make((*q.shape[:-1], v.shape[-1]), dtype=q.dtype, device=q.device)
+    lse = make(q.shape[:-1], dtype=torch.float32, device=q.device)
+    mask = (_native.rows(expiry), _plane32(log_bias), bias_from)
+    _native.call(
+        "attend", q.device, q, k, v, mask, (lengths, starts, cu_seqlens), sm_scale, logits_soft_cap, out, lse
+    )
+    return out, lse
+
+
+@torch.library.register_fake("kvpolicy::attend")
+def _(q, k, v, *_others):
+    return (
+        torch.empty((*q.shape[:-1], v.shape[-1]), dtype=q.dtype, device=q.device),
+        torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device),
+    )
+
+
+@_native.define(
+    "attend_backward",
+    f"(Tensor d_out, Tensor out, Tensor lse, Tensor q, Tensor k, Tensor v, {_MASK}, {_SEQUENCES}, "
+    f"{_NUMBERS}, bool deterministic) -> (Tensor, Tensor, Tensor, Tensor)",
+)
+def _attend_backward(
+    d_out,
+    out,
+    lse,
+    q,
+    k,
+    v,
+    expiry,
+    log_bias,
+    bias_from,
+    lengths,
+    starts,
+    cu_seqlens,
+    sm_scale,
+    logits_soft_cap,
+    deterministic,
+):
+    make = torch.empty if lengths is None else torch.zeros
+    d_q = make(q.shape, dtype=q.dtype, device=q.device)
+    d_k = torch.empty(k.shape, dtype=k.dtype, device=k.device)
+    d_v = torch.empty(v.shape, dtype=v.dtype, device=v.device)
+    real = torch.float64 if q.dtype == torch.float64 else torch.float32
+    d_log_bias = None
+    if log_bias is not None:
+        d_log_bias = torch.empty(log_bias.shape, dtype=real, device=q.device)
+    mask = (_native.rows(expiry), _plane32(log_bias), bias_from)
+    _native.call(
+        "attend_backward",
+        q.device,
+        q,
+        k,
+        v,
+        mask,
+        (lengths, starts, cu_seqlens),
+        sm_scale,
+        logits_soft_cap,
+        deterministic,
+        (out, lse, _native.rows(d_out)),
+        (d_q, d_k, d_v, d_log_bias),
+    )
+    if d_log_bias is None:
+        return d_q, d_k, d_v, torch.empty(0, dtype=real, device=q.device)
+    return d_q, d_k, d_v, d_log_bias.to(log_bias.dtype)
+
+
+@torch.library.register_fake("kvpolicy::attend_backward")
+def _(d_out, out, lse, q, k, v, expiry, log_bias, *_others):
+    def like(x):
+        return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+    real = torch.float64 if q.dtype == torch.float64 else torch.float32
+    d_log_bias = torch.empty(0, dtype=real, device=q.device) if log_bias is None else like(log_bias)
+    return like(q), like(k), like(v), d_log_bias
+
+
+def _attend_setup(ctx, inputs, output):
+    ctx.save_for_backward(*output, *inputs[:9])
+    ctx.numbers = inputs[9:]
+    ctx.set_materialize_grads(False)
+
+
+def _attend_gradient(ctx, d_out, d_lse):
+    if d_out is None and d_lse is None:
+        return (None,) * 11
+    out, lse, q, k, v, *others = ctx.saved_tensors
+    d_out = torch.zeros_like(out) if d_out is None else d_out
+    value_dim = v.shape[-1]
+    if d_lse is not None:
+        # d logit = P (<d_out, v> - <out, d_out> + d_lse). Eight more numbers per row add d_lse: the first is
+        # 0 in v, -d_lse in out and 1 in d_out, the rest are 0.
+        pad = torch.nn.functional.pad
+        v = pad(v, (0, 8))
+        out = pad(torch.cat((out, -d_lse[..., None].to(out.dtype)), -1), (0, 7))
+        d_out = pad(pad(d_out, (0, 1), value=1.0), (0, 7))
+    d_q, d_k, d_v, d_log_bias = torch.ops.kvpolicy.attend_backward(
+        d_out, out, lse, q, k, v, *others, *ctx.numbers, torch.are_deterministic_algorithms_enabled()
+    )
+    return d_q, d_k, d_v[..., :value_dim], None, None if others[1] is None else d_log_bias, *(None,) * 6
+
+
+torch.library.register_autograd("kvpolicy::attend", _attend_gradient, setup_context=_attend_setup)
+_native.refuse_gradient("attend_backward", "the gradient of attend (a second derivative)")
+
+
+def attend(
+    q,
+    k,
+    v,
+    mask=None,
+    *,
+    lengths=None,
+    starts=None,
+    cu_seqlens=None,
+    sm_scale=None,
+    logits_soft_cap=0.0,
+    return_lse=False,
+):
+    """Attention of every query to the keys that the mask leaves visible, at a cost proportional to them.
+
+    q [B, Hq, S, Dk], k [B, Hkv, Skv, Dk], v [B, Hkv, Skv, Dv]; Hq = G Hkv, and query heads h G to h G + G - 1
+    belong to KV head h. bfloat16, float16, float32 or float64; the last dimension is contiguous, and a
+    multiple of 8. With logit = sm_scale <q, k> (default 1 / sqrt(Dk)), then c tanh(logit / c) where c =
+    logits_soft_cap > 0, plus the mask's log_bias:
+
+        out = sum over visible t of softmax(logit)(t) v_t,      lse = log sum over visible t of exp(logit)
+
+    mask        a Mask, or None for causal attention
+    lengths     [B] int32: queries per sequence; out and lse are 0 beyond
+    starts      [B] int32: the position of each sequence's first query among the keys (default 0)
+    cu_seqlens  [segments + 1] int32: queries see keys of their own packed segment
+
+    Returns out [B, Hq, S, Dv] of q's dtype, and lse [B, Hq, S] float32 with return_lse. A query that sees no
+    key has out = 0 and lse = -inf. Gradients of out and lse reach q, k, v and mask.log_bias; expiries are
+    constants. torch.use_deterministic_algorithms(True) makes those of 16-bit CUDA tensors the same bits in
+    every run. On CUDA the work is enqueued on the current stream.
+    """
+    mask = Mask(None) if mask is None else mask
+    out, lse = torch.ops.kvpolicy.attend(
+        q, k, v, *mask, lengths, starts, cu_seqlens, sm_scale or 0.0, logits_soft_cap
+    )
+    return (out, lse) if return_lse else out
+
+
+# ---- future_mass -------------------------------------------------------------------------------------------
+
+
+@_native.define("causal_lse", f"(Tensor q, Tensor k, Tensor? lengths, {_NUMBERS}) -> Tensor")
+def _causal_lse(q, k, lengths, sm_scale, logits_soft_cap):
+    lse = torch.zeros(q.shape[:-1], dtype=torch.float32, device=q.device)
+    _native.call("causal_lse", q.device, q, k, (lengths, None, None), sm_scale, logits_soft_cap, lse)
+    return lse
+
+
+@torch.library.register_fake("kvpolicy::causal_lse")
+def _(q, *_others):
+    return torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
+
+
+_native.refuse_gradient("causal_lse", "lse")
+
+
+def causal_lse(q, k, *, lengths=None, sm_scale=None, logits_soft_cap=0.0):
+    """lse[b, h, d] = log sum over t <= d of exp(logit(d, t)), [B, Hq, S] float32: the normalizer of dense
+    causal attention, for q [B, Hq, S, Dk] and k [B, Hkv, S, Dk]. O(S^2) time, no S x S array. It has no
+    gradient."""
+    return torch.ops.kvpolicy.causal_lse(q, k, lengths, sm_scale or 0.0, logits_soft_cap)
+
+
+@_native.define(
+    "future_mass",
+    f"(Tensor q, Tensor k, Tensor lse, Tensor? lengths, {_NUMBERS}, int[] windows, int look_ahead, "
+    "bool normalize, bool mean, float epsilon, float beta) -> Tensor",
+)
+def _future_mass(
+    q,
+    k,
+    lse,
+    lengths,
+    sm_scale,
+    logits_soft_cap,
+    windows,
+    look_ahead,
+    normalize,
+    mean,
+    epsilon,
+    beta,
+):
+    target = torch.zeros(k.shape[:-1], dtype=torch.float32, device=q.device)
+    _native.call(
+        "future_mass",
+        q.device,
+        q,
+        k,
+        _native.rows(lse),
+        (lengths, None, None),
+        sm_scale,
+        logits_soft_cap,
+        list(windows),
+        look_ahead,
+        normalize,
+        mean,
+        epsilon,
+        beta,
+        target,
+    )
+    return target
+
+
+@torch.library.register_fake("kvpolicy::future_mass")
+def _(q, k, *_others):
+    return torch.empty(k.shape[:-1], dtype=torch.float32, device=q.device)
+
+
+_native.refuse_gradient("future_mass", "the future-attention target")
+
+
+def future_mass(
+    q,
+    k,
+    window,
+    *,
+    lse=None,
+    lengths=None,
+    look_ahead=None,
+    normalize=True,
+    aggregate="max",
+    epsilon=1e-8,
+    beta=1.0,
+    sm_scale=None,
+    logits_soft_cap=0.0,
+):
+    """The future-attention target of KVpop (eq. 2, 3, 8): the logarithm of the attention that a key receives
+    after it has left the window.
+
+    q [B, Hq, S, Dk], k [B, Hkv, S, Dk], lse [B, Hq, S] (default: causal_lse, which makes it exact). With
+    p_d(t) = exp(logit(d, t) - lse_d) and d from t + w to min(S - 1, t + w + look_ahead):
+
+        M_g(t)    = (1 / N_t sum_d p_d(t)^beta)^(1 / beta)
+        N_t       = max(1, S - (t + w)), at most look_ahead + 1
+        target(t) = max_g log(epsilon + M_g),   or log(epsilon + mean_g M_g) with aggregate="mean"
+
+    window: w, an int or one per KV head. look_ahead: None for all queries. beta: 1 to infinity; 1 is the
+    paper's mean. normalize=False leaves N_t out. Returns [B, Hkv, S] float32; it has no gradient. O(S^2)
+    time.
+    """
+    if aggregate not in ("max", "mean"):
+        raise ValueError(f"aggregate: {aggregate!r} is not allowed; it must be 'max' or 'mean'")
+    if lse is None:
+        lse = causal_lse(q, k, lengths=lengths, sm_scale=sm_scale, logits_soft_cap=logits_soft_cap)
+    windows = (window,) if isinstance(window, int) else tuple(window)
+    return torch.ops.kvpolicy.future_mass(
+        q,
+        k,
+        lse,
+        lengths,
+        sm_scale or 0.0,
+        logits_soft_cap,
+        windows,
+        2**31 - 1 if look_ahead is None else look_ahead,
+        normalize,
+        aggregate == "mean",
+        epsilon,
+        beta,
+    )

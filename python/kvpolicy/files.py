@@ -1,0 +1,157 @@
+"""Files of trained scorers: safetensors, the format of train_scorer (docs/training.md)."""
+
+import math
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import nn
+
+from kvpolicy.policy import Decay, KVpop
+from kvpolicy.scorers import LinearScorer, MLPScorer, mLSTMScorer
+
+_FORMAT = "kvpolicy-scorers-1"
+# The names of the widths of keys and values in a file.
+_KEY_WIDTH, _VALUE_WIDTH = "dim_k", "dim_v"
+_CLASSES = {"linear": LinearScorer, "mlp": MLPScorer, "mlstm": mLSTMScorer}
+
+
+class Scorers(nn.Module):
+    """One scorer per layer, with the decay of each KV head.
+
+    layers        a sequence of scorers of one kind and size
+    window, sinks of the policy that they are trained for
+    gamma_range   (gamma_min, gamma_max): log gamma = log(gamma_min) + sigmoid(alpha) * (log(gamma_max) -
+                  log(gamma_min)) with the parameter alpha [layers, heads] (KVpop, eq. 21); None: no decay
+    """
+
+    def __init__(self, layers, *, window, sinks=0, gamma_range=(0.999, 1.0)):
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+        if not self.layers or any(type(s) is not type(self.layers[0]) for s in self.layers):
+            raise ValueError("layers: scorers of several kinds are not allowed; they must be of one")
+        self.window, self.sinks, self.gamma_range = window, sinks, gamma_range
+        if gamma_range is None:
+            self.register_parameter("alpha", None)
+        else:
+            if not 0.0 < gamma_range[0] <= gamma_range[1] <= 1.0:
+                raise ValueError(
+                    f"gamma_range: {gamma_range} is not allowed; it must be 0 < gamma_min <= gamma_max <= 1"
+                )
+            self.alpha = nn.Parameter(torch.zeros(len(self.layers), self.layers[0].heads))
+        self.training_notes, self.score_quantiles = {}, None
+
+    def log_gamma(self, layer):
+        """[heads], or None without a decay; a function of alpha."""
+        if self.alpha is None:
+            return None
+        low, high = map(math.log, self.gamma_range)
+        return low + torch.sigmoid(self.alpha[layer]) * (high - low)
+
+    def policy(self, layer, budget):
+        """KVpop's policy of one layer with a long-range budget per KV head."""
+        log_gamma = self.log_gamma(layer)
+        decay = () if log_gamma is None else (Decay(log_gamma=log_gamma),)
+        return KVpop(self.sinks, self.window, budget, *decay, self.layers[layer])
+
+    def save(self, path):
+        """Writes a file that load, train_scorer and the example engine read (they know mlp and mlstm).
+        Tensors are float32; bfloat16 for parameters of that dtype."""
+        first = self.layers[0]
+        hidden, d_qk, d_v, delay = first.sizes()
+        low, high = self.gamma_range or (1.0, 1.0)
+        metadata = {f"training.{key}": value for key, value in self.training_notes.items()}
+        metadata |= {
+            "format": _FORMAT,
+            "kind": first.kind,
+            "layers": len(self.layers),
+            "heads": first.heads,
+            _KEY_WIDTH: first.head_dim,
+            _VALUE_WIDTH: first.value_dim,
+            # Sizes that the kind lacks; readers want numbers above 0.
+            "hidden": hidden or 128,
+            "d_qk": d_qk or first.head_dim,
+            "d_v": d_v or max(1, first.value_dim // 2),
+            "delay": delay,
+            "sinks": self.sinks,
+            "window": self.window,
+            "gate_softcap": f"{first.gate_softcap:g}",
+            "norm": int(getattr(first, "norm_gain", None) is not None),
+            "skip": int(getattr(first, "skip", None) is not None),
+            "gamma_min": f"{low:.9g}",
+            "gamma_max": f"{high:.9g}",
+        }
+        tensors = {
+            f"layers.{layer}.{name}": parameter
+            for layer, scorer in enumerate(self.layers)
+            for name, parameter in scorer.named_parameters()
+        }
+        if self.alpha is not None:
+            tensors["alpha"] = self.alpha
+        if self.score_quantiles is not None:
+            tensors["score_quantiles"] = self.score_quantiles
+        for name, tensor in tensors.items():
+            kept = tensor.dtype if tensor.dtype == torch.bfloat16 else torch.float32
+            tensors[name] = tensor.detach().to("cpu", kept).contiguous()
+        save_file(tensors, path, metadata={key: str(value) for key, value in metadata.items()})
+
+    @classmethod
+    def load(cls, path):
+        """Reads such a file; parameters become float32 on the CPU. Raises ValueError with the file and what
+        it lacks."""
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}
+        if metadata.get("format") != _FORMAT or metadata.get("kind") not in _CLASSES:
+            raise ValueError(
+                f"{path}: format {metadata.get('format')}, kind {metadata.get('kind')} is not allowed; "
+                f"it must be {_FORMAT} of kind {', '.join(_CLASSES)}"
+            )
+        try:
+            layers = [_scorer_of(metadata) for _ in range(int(metadata["layers"]))]
+            gammas = (float(metadata["gamma_min"]), float(metadata["gamma_max"]))
+            scorers = cls(
+                layers,
+                window=int(metadata["window"]),
+                sinks=int(metadata["sinks"]),
+                gamma_range=gammas if "alpha" in tensors else None,
+            )
+        except KeyError as error:
+            raise ValueError(f"{path}: no {error} in the metadata is not allowed; it must be there") from None
+        scorers.score_quantiles = tensors.pop("score_quantiles", None)
+        prefix = "training."
+        scorers.training_notes = {
+            key[len(prefix) :]: value for key, value in metadata.items() if key.startswith(prefix)
+        }
+        wanted = {name: tuple(p.shape) for name, p in scorers.named_parameters()}
+        found = {name: tuple(t.shape) for name, t in tensors.items()}
+        if wanted != found:
+            name = min(name for name in wanted.keys() | found.keys() if wanted.get(name) != found.get(name))
+            raise ValueError(
+                f"{path}: {name} of shape {found.get(name)} is not allowed; it must be {wanted.get(name)}"
+            )
+        scorers.load_state_dict({name: tensor.float() for name, tensor in tensors.items()})
+        return scorers
+
+
+def _scorer_of(metadata):
+    """A scorer with the sizes that a file's metadata gives."""
+    number = {
+        key: int(metadata[key])
+        for key in ("heads", _KEY_WIDTH, _VALUE_WIDTH, "hidden", "d_qk", "d_v", "delay")
+    }
+    sizes = (number["heads"], number[_KEY_WIDTH])
+    if metadata["kind"] == "linear":
+        return LinearScorer(*sizes, number[_VALUE_WIDTH])
+    if metadata["kind"] == "mlp":
+        return MLPScorer(*sizes, number["hidden"], number[_VALUE_WIDTH])
+    return mLSTMScorer(
+        *sizes,
+        number[_VALUE_WIDTH],
+        delay=number["delay"],
+        d_qk=number["d_qk"],
+        d_v=number["d_v"],
+        gate_softcap=float(metadata["gate_softcap"]),
+        norm=metadata["norm"] == "1",
+        skip=metadata["skip"] == "1",
+    )

@@ -1,0 +1,251 @@
+"""Masks: the first query that no longer sees a key, and log-biases of soft gates."""
+
+import dataclasses
+from typing import NamedTuple, Optional
+
+import torch
+
+from kvpolicy import _native
+
+
+class Mask(NamedTuple):
+    """What a policy does to attention.
+
+    expiry     [B, Hkv, S] int32: query q sees key t where t <= q < expiry[b, h, t]. None: causal.
+    log_bias   [B, Hkv, S] float, added to the logit of key t from age bias_from[h] on; None: none.
+    bias_from  [Hkv] int32; None: 0.
+    """
+
+    expiry: Optional[torch.Tensor]
+    log_bias: Optional[torch.Tensor] = None
+    bias_from: Optional[torch.Tensor] = None
+
+
+# The numbers of a policy in the operators' schemas.
+_POLICY = "str instance, int[] sinks, int[] windows, int[] budgets, float[] thresholds"
+
+
+def numbers_of(policy):
+    return policy.instance, policy.sinks, policy.windows, policy.budgets, policy.thresholds
+
+
+def _native_policy(instance, sinks, windows, budgets, thresholds, log_gamma=None):
+    log_gammas = [0.0] if log_gamma is None else log_gamma.detach().tolist()
+    return instance, list(sinks), list(windows), list(budgets), list(thresholds), log_gammas
+
+
+# ---- build_mask --------------------------------------------------------------------------------------------
+
+
+@_native.define(
+    "build_mask",
+    f"(Tensor scores, {_POLICY}, Tensor? log_gamma, Tensor? lengths, Tensor? cu_seqlens) -> Tensor",
+)
+def _build_mask(scores, instance, sinks, windows, budgets, thresholds, log_gamma, lengths, cu_seqlens):
+    expiry = torch.full(scores.shape, -1, dtype=torch.int32, device=scores.device)
+    policy = _native_policy(instance, sinks, windows, budgets, thresholds, log_gamma)
+    ranked = None if instance == "window" else _native.rows(scores.float())
+    _native.call("build_mask", scores.device, policy, ranked, (lengths, None, cu_seqlens), expiry)
+    return expiry
+
+
+@torch.library.register_fake("kvpolicy::build_mask")
+def _(scores, *_others):
+    return torch.empty(scores.shape, dtype=torch.int32, device=scores.device)
+
+
+def build_mask(policy, scores, *, lengths=None, cu_seqlens=None):
+    """The expiry of every key under a policy: expiry = max(sink, window, min(gate, budget)).
+
+    scores      [B, Hkv, S] of any floating-point type, ranked as float32: raw logits. Read only where a key
+                leaves its window. For a policy without ranks only the shape and the device count.
+    lengths     [B] int32: the tokens of each sequence; keys beyond have expiry -1, which no query sees.
+    cu_seqlens  [segments + 1] int32: packed samples, each of which starts anew.
+
+    Returns a Mask with expiry [B, Hkv, S] int32 (2^31 - 1: never). It has no gradient. On CUDA the work is
+    enqueued on the current stream. A NaN score that is read raises ValueError on the CPU; on CUDA it ranks
+    last. O(S log k) per head.
+    """
+    expiry = torch.ops.kvpolicy.build_mask(
+        scores.detach(), *numbers_of(policy), policy.log_gamma, lengths, cu_seqlens
+    )
+    return Mask(expiry)
+
+
+# ---- soft gates --------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class SoftGate:
+    """log_bias = log u, u = sigmoid(score) (SP-KV, eq. 6)."""
+
+    def numbers(self):
+        return "soft", (0.0, 0.0, 0.0, 0.0, 1.0), False, 0
+
+
+@dataclasses.dataclass(frozen=True)
+class SoftWriteGate:
+    """log_bias = log(u + epsilon) (WG-KV, 3.2)."""
+
+    epsilon: float = 1e-6
+
+    def numbers(self):
+        return "soft_write", (self.epsilon, 0.0, 0.0, 0.0, 1.0), False, 0
+
+
+@dataclasses.dataclass(frozen=True)
+class AnnealedGate:
+    """log_bias = log((1 - alpha) u + alpha 1[u >= tau]) (SP-KV, eq. 7). At alpha = 1 a key below tau
+    expires."""
+
+    alpha: float
+    tau: float = 0.5
+
+    def numbers(self):
+        return "annealed", (0.0, self.alpha, self.tau, 0.0, 1.0), False, 0
+
+
+@dataclasses.dataclass(frozen=True)
+class ThresholdSoftGate:
+    """log u where u >= tau; a key below tau expires (SP-KV, table 4)."""
+
+    tau: float = 0.5
+
+    def numbers(self):
+        return "threshold_soft", (0.0, 0.0, self.tau, 0.0, 1.0), False, 0
+
+
+@dataclasses.dataclass(frozen=True)
+class BernoulliGate:
+    """Open with probability clip(u, clip, 1 - clip), without a bias; else the key expires. The derivative is
+    that of log u (straight-through; SP-KV, eq. 10 to 12). The same seed draws the same."""
+
+    clip: float = 0.0
+    seed: int = 0
+
+    def numbers(self):
+        return "bernoulli", (0.0, 0.0, 0.0, self.clip, 1.0), False, self.seed
+
+
+@dataclasses.dataclass(frozen=True)
+class DmsGate:
+    """log_bias = log(1 - sigmoid((score + n) / temperature)) with logistic noise n, or without (DMS)."""
+
+    temperature: float = 1.0
+    noise: bool = True
+    seed: int = 0
+
+    def numbers(self):
+        return "dms", (0.0, 0.0, 0.0, 0.0, self.temperature), self.noise, self.seed
+
+
+_GATE = "str gate, float[] numbers, bool noise, int seed"
+_TAIL = f"{_POLICY}, {_GATE}, Tensor? lengths, Tensor? cu_seqlens"
+
+
+def _wide(scores):
+    """Scores as the library reads them: float32, or float64."""
+    return _native.rows(scores if scores.dtype == torch.float64 else scores.float())
+
+
+@_native.define("build_log_bias", f"(Tensor scores, {_TAIL}) -> (Tensor, Tensor)")
+def _build_log_bias(
+    scores, instance, sinks, windows, budgets, thresholds, gate, numbers, noise, seed, lengths, cu_seqlens
+):
+    expiry = torch.full(scores.shape, -1, dtype=torch.int32, device=scores.device)
+    log_bias = torch.zeros(scores.shape, dtype=torch.float32, device=scores.device)
+    policy = _native_policy(instance, sinks, windows, budgets, thresholds)
+    _native.call(
+        "build_log_bias",
+        scores.device,
+        policy,
+        (gate, *numbers, noise, seed),
+        _wide(scores),
+        (lengths, None, cu_seqlens),
+        expiry,
+        log_bias,
+    )
+    return log_bias, expiry
+
+
+@torch.library.register_fake("kvpolicy::build_log_bias")
+def _(scores, *_others):
+    return (
+        torch.empty(scores.shape, dtype=torch.float32, device=scores.device),
+        torch.empty(scores.shape, dtype=torch.int32, device=scores.device),
+    )
+
+
+@_native.define("log_bias_backward", f"(Tensor scores, Tensor d_log_bias, {_TAIL}) -> Tensor")
+def _log_bias_backward(
+    scores,
+    d_log_bias,
+    instance,
+    sinks,
+    windows,
+    budgets,
+    thresholds,
+    gate,
+    numbers,
+    noise,
+    seed,
+    lengths,
+    cu_seqlens,
+):
+    wide = _wide(scores)
+    d_scores = torch.zeros(scores.shape, dtype=wide.dtype, device=scores.device)
+    policy = _native_policy(instance, sinks, windows, budgets, thresholds)
+    _native.call(
+        "log_bias_backward",
+        scores.device,
+        policy,
+        (gate, *numbers, noise, seed),
+        wide,
+        _native.rows(d_log_bias.to(wide.dtype)),
+        (lengths, None, cu_seqlens),
+        d_scores,
+    )
+    return d_scores.to(scores.dtype)
+
+
+@torch.library.register_fake("kvpolicy::log_bias_backward")
+def _(scores, *_others):
+    return torch.empty(scores.shape, dtype=scores.dtype, device=scores.device)
+
+
+def _log_bias_setup(ctx, inputs, output):
+    ctx.save_for_backward(inputs[0], *inputs[-2:])
+    ctx.rest = inputs[1:-2]
+    ctx.mark_non_differentiable(output[1])
+
+
+def _log_bias_gradient(ctx, d_log_bias, _d_expiry):
+    scores, lengths, cu_seqlens = ctx.saved_tensors
+    d_scores = torch.ops.kvpolicy.log_bias_backward(scores, d_log_bias, *ctx.rest, lengths, cu_seqlens)
+    return (d_scores, *(None for _ in ctx.rest), None, None)
+
+
+torch.library.register_autograd("kvpolicy::build_log_bias", _log_bias_gradient, setup_context=_log_bias_setup)
+_native.refuse_gradient("log_bias_backward", "the gradient of a gate (a second derivative)")
+
+
+def build_log_bias(policy, gate, scores, *, lengths=None, cu_seqlens=None):
+    """The mask of a gated policy in training: a log-bias for keys outside the window, and the expiry of those
+    that the gate closes.
+
+    The policy gives sinks and windows; its own gate is not asked, and a TopKBudget is not allowed. Sinks and
+    keys that never leave the window have bias 0. scores [B, Hkv, S] are raw logits of any floating-point
+    type. lengths and cu_seqlens as in build_mask.
+
+    Returns a Mask with expiry [B, Hkv, S], log_bias [B, Hkv, S] float32 and bias_from [Hkv]. The gradient
+    reaches the scores: d score = d log_bias * derivative of the gate.
+    """
+    if policy.has_budget:
+        raise ValueError("policy: a TopKBudget is not allowed; a soft gate takes sinks and a window")
+    log_bias, expiry = torch.ops.kvpolicy.build_log_bias(
+        scores, *numbers_of(policy), *gate.numbers(), lengths, cu_seqlens
+    )
+    windows = policy.windows if len(policy.windows) > 1 else policy.windows * scores.shape[1]
+    # Filled on the device, since a graph captures no copy from the CPU.
+    bias_from = [torch.full((1,), w, dtype=torch.int32, device=scores.device) for w in windows]
+    return Mask(expiry, log_bias, torch.cat(bias_from))

@@ -1,0 +1,220 @@
+"""Policies as expressions of parts: Policy(Sink(4), Window(256), TopKBudget(3836), Decay(0.9995)).
+
+An expression is mapped to an instance that is compiled ahead of time; its numbers are run-time values, one
+for all KV heads or one per KV head. expiry = max(sink, window, min(gate, budget)); docs/concepts.md explains
+the parts.
+"""
+
+import dataclasses
+import math
+import numbers
+
+import torch
+
+UNLIMITED = 2**31 - 1
+
+
+def _whole(name, value, least):
+    """A whole number, or a sequence of them by KV head, as a tuple."""
+    values = tuple(value) if isinstance(value, (list, tuple)) else (value,)
+    for one in values:
+        if isinstance(one, bool) or not isinstance(one, numbers.Integral):
+            raise TypeError(f"{name}: {one!r} is not allowed; it must be a whole number")
+        if not least <= one <= UNLIMITED:
+            raise ValueError(f"{name}: {one} is not allowed; it must be {least} to 2^31 - 1")
+    if not values:
+        raise ValueError(f"{name}: an empty sequence is not allowed; it must have a number per KV head")
+    return tuple(map(int, values))
+
+
+def _logits(name, value):
+    values = tuple(value) if isinstance(value, (list, tuple)) else (value,)
+    if not values or any(not isinstance(one, numbers.Real) or math.isnan(one) for one in values):
+        raise ValueError(f"{name}: {value!r} is not allowed; it must be a number, or one per KV head")
+    return tuple(map(float, values))
+
+
+def _logit_of(probability):
+    if not 0.0 <= probability <= 1.0:
+        raise ValueError(f"tau: {probability} is not allowed; it must be a probability in [0, 1]")
+    if probability in (0.0, 1.0):
+        return math.copysign(math.inf, probability - 0.5)
+    return math.log(probability) - math.log1p(-probability)
+
+
+@dataclasses.dataclass(frozen=True)
+class Sink:
+    """The first `keys` keys never expire. `keys`: an int >= 0, or one per KV head."""
+
+    keys: object
+
+    def __post_init__(self):
+        object.__setattr__(self, "keys", _whole("Sink", self.keys, 0))
+
+
+@dataclasses.dataclass(frozen=True)
+class Window:
+    """A query sees its `keys` most recent keys, itself included. `keys`: an int >= 1, or one per KV head."""
+
+    keys: object
+
+    def __post_init__(self):
+        object.__setattr__(self, "keys", _whole("Window", self.keys, 1))
+
+
+@dataclasses.dataclass(frozen=True)
+class TopKBudget:
+    """Of the keys that left the window, the `keys` best stay. `keys`: an int >= 0, or one per KV head;
+    UNLIMITED keeps all."""
+
+    keys: object
+
+    def __post_init__(self):
+        object.__setattr__(self, "keys", _whole("TopKBudget", self.keys, 0))
+
+
+class Decay:
+    """Scores fall with age: at query q, key t counts as r_t + (q - t) log(gamma).
+
+    `gamma` is a number in (0, 1], or `log_gamma` is a tensor [1] or [Hkv] of natural logarithms <= 0. A
+    tensor may need a gradient: boundary_loss gives it one. build_mask reads it on the CPU, so a CUDA tensor
+    there costs a synchronization.
+    """
+
+    def __init__(self, gamma=None, *, log_gamma=None):
+        if (gamma is None) == (log_gamma is None):
+            raise TypeError("Decay: takes either gamma or log_gamma")
+        if gamma is not None:
+            if not 0.0 < gamma <= 1.0:
+                raise ValueError(f"gamma: {gamma} is not allowed; it must be above 0 and at most 1")
+            log_gamma = torch.tensor([math.log(gamma)], dtype=torch.float32)
+        if log_gamma.dim() != 1:
+            raise ValueError(f"log_gamma.dim(): {log_gamma.dim()} is not allowed; it must be 1")
+        self.log_gamma = log_gamma
+
+    def __repr__(self):
+        return f"Decay(log_gamma={self.log_gamma!r})"
+
+
+@dataclasses.dataclass(frozen=True)
+class ThresholdGate:
+    """A key that leaves the window stays where its score is at least `threshold`, or above it with
+    `strict` (LTE). The threshold is a logit, or one per KV head; probability(tau) converts."""
+
+    threshold: object = 0.0
+    strict: bool = False
+
+    def __post_init__(self):
+        object.__setattr__(self, "threshold", _logits("threshold", self.threshold))
+
+    @classmethod
+    def probability(cls, tau, strict=False):
+        return cls(_logit_of(tau), strict)
+
+
+@dataclasses.dataclass(frozen=True)
+class EvictionGate:
+    """A key that leaves the window expires where its score is above `threshold` (DMS). The threshold is a
+    logit, or one per KV head."""
+
+    threshold: object = 0.0
+
+    def __post_init__(self):
+        object.__setattr__(self, "threshold", _logits("threshold", self.threshold))
+
+    @classmethod
+    def probability(cls, tau):
+        return cls(_logit_of(tau))
+
+
+_KINDS = {
+    Sink: "Sink",
+    Window: "Window",
+    TopKBudget: "TopKBudget",
+    Decay: "Decay",
+    ThresholdGate: "gate",
+    EvictionGate: "gate",
+}
+
+
+class Policy:
+    """Parts in any order, at most one of a kind: Sink, Window, TopKBudget, Decay, a gate, and a scorer (a
+    torch.nn.Module of kvpolicy.scorers, or any module that maps k and v to scores [B, Hkv, S]).
+
+    A part that is left out has its neutral number: no sinks, a window of 1, no budget, gamma = 1. Raises
+    TypeError for what is no part, ValueError for two parts of a kind and for parts that rank keys of no
+    budget, and NotImplementedError for an expression without a compiled instance.
+    """
+
+    def __init__(self, *parts):
+        found = {}
+        for part in parts:
+            kind = "scorer" if isinstance(part, torch.nn.Module) else _KINDS.get(type(part))
+            if kind is None:
+                raise TypeError(f"Policy: {part!r} is not allowed; it must be a part or a torch.nn.Module")
+            if kind in found:
+                raise ValueError(f"Policy: a second {kind} is not allowed; it must have at most one")
+            found[kind] = part
+        self.parts = tuple(parts)
+        self.scorer = found.get("scorer")
+        gate, budget, decay = found.get("gate"), found.get("TopKBudget"), found.get("Decay")
+        if gate is None and budget is None and (decay or self.scorer):
+            raise ValueError(
+                "Policy: a Decay or a scorer without a TopKBudget or a gate is not allowed; they rank keys"
+            )
+        if decay is not None and budget is None:
+            raise NotImplementedError(
+                "Policy: a Decay on a gate without a TopKBudget has no compiled instance; leave Decay out"
+            )
+        self.sinks = found["Sink"].keys if "Sink" in found else (0,)
+        self.windows = found["Window"].keys if "Window" in found else (1,)
+        self.budgets = budget.keys if budget else (UNLIMITED,) if gate else (0,)
+        self.thresholds = gate.threshold if gate else (0.0,)
+        self.log_gamma = decay.log_gamma if decay else None
+        self.gate, self.has_budget = gate, budget is not None
+        self.instance = self._instance_of(gate, budget)
+
+    @staticmethod
+    def _instance_of(gate, budget):
+        """The name of the compiled instance (src/instances.hpp)."""
+        if isinstance(gate, EvictionGate):
+            return "gate_evict"
+        if gate is not None:
+            return "gate_above" if gate.strict else "gate_at_least"
+        return "top_k" if budget is not None else "window"
+
+    @property
+    def ranked(self):
+        """Whether a key's expiry depends on its score."""
+        return self.instance != "window"
+
+    def __repr__(self):
+        return f"Policy({', '.join(map(repr, self.parts))})"
+
+
+def StreamingLLM(sinks, window):
+    """Sinks and a window (Xiao et al., 2024)."""
+    return Policy(Sink(sinks), Window(window))
+
+
+def KVpop(sinks, window, budget, *parts):
+    """Sinks, a window, and the `budget` best of the other keys; `parts` may be a Decay and a scorer."""
+    return Policy(Sink(sinks), Window(window), TopKBudget(budget), *parts)
+
+
+def SPKV(window, *parts, tau=0.5):
+    """A window, and all keys whose utility sigmoid(score) is at least tau."""
+    return Policy(Window(window), ThresholdGate.probability(tau), *parts)
+
+
+WGKV = SPKV
+
+
+def LTE(sinks, window, budget, *parts):
+    """Sinks, a window, and the `budget` best of the keys with sigmoid(score) > 0.5."""
+    return Policy(Sink(sinks), Window(window), ThresholdGate(strict=True), TopKBudget(budget), *parts)
+
+
+def DMS(window, *parts):
+    """A window, and all keys with sigmoid(score) <= 0.5, the relaxed decision to evict."""
+    return Policy(Window(window), EvictionGate(), *parts)

@@ -1,0 +1,249 @@
+"""Scorers as modules: scores of keys from keys and values, [B, Hkv, S, Dk] and [B, Hkv, S, Dv].
+
+Parameters have the names, shapes and order of the library's files (docs/training.md). The computation reads
+them as float32, whatever their dtype; their gradients have their dtype.
+"""
+
+import torch
+from torch import nn
+
+from kvpolicy import _native
+
+# ---- operators ---------------------------------------------------------------------------------------------
+
+_SCORER = "str kind, int[] sizes, float gate_softcap"
+_SEQUENCES = "Tensor? lengths, Tensor? cu_seqlens"
+
+
+def _real(rows):
+    return torch.float64 if rows.dtype == torch.float64 else torch.float32
+
+
+def _wide_parameters(parameters):
+    """As the library reads them; an empty tensor stands for a parameter that is left out."""
+    return [p.float().contiguous() if p.numel() else None for p in parameters]
+
+
+@_native.define("score", f"(Tensor k, Tensor v, Tensor[] parameters, {_SCORER}, {_SEQUENCES}) -> Tensor")
+def _score(k, v, parameters, kind, sizes, gate_softcap, lengths, cu_seqlens):
+    # Keys that do not leave their window are not scored.
+    scores = torch.zeros(k.shape[:-1], dtype=_real(k), device=k.device)
+    hidden, d_qk, d_v, delay = sizes
+    scorer = (kind, hidden, d_qk, d_v, gate_softcap, delay)
+    wide = _wide_parameters(parameters)
+    _native.call("score", k.device, scorer, k, v, wide, (lengths, None, cu_seqlens), scores)
+    return scores
+
+
+@torch.library.register_fake("kvpolicy::score")
+def _(k, *_others):
+    return torch.empty(k.shape[:-1], dtype=_real(k), device=k.device)
+
+
+@_native.define(
+    "score_backward",
+    f"(Tensor d_scores, Tensor k, Tensor v, Tensor[] parameters, {_SCORER}, {_SEQUENCES}, bool inputs) "
+    "-> (Tensor, Tensor, Tensor[])",
+)
+def _score_backward(d_scores, k, v, parameters, kind, sizes, gate_softcap, lengths, cu_seqlens, inputs):
+    real = _real(k)
+    hidden, d_qk, d_v, delay = sizes
+    scorer = (kind, hidden, d_qk, d_v, gate_softcap, delay)
+    rows = [torch.zeros(x.shape if inputs else 0, dtype=real, device=x.device) for x in (k, v)]
+    sums = [torch.zeros(p.shape, dtype=real, device=k.device) for p in parameters]
+    _native.call(
+        "score_backward",
+        k.device,
+        scorer,
+        k,
+        v,
+        _wide_parameters(parameters),
+        (lengths, None, cu_seqlens),
+        _native.rows(d_scores),
+        *(rows if inputs else (None, None)),
+        [s if s.numel() else None for s in sums],
+    )
+    return rows[0].to(k.dtype), rows[1].to(v.dtype), [s.to(p.dtype) for s, p in zip(sums, parameters)]
+
+
+@torch.library.register_fake("kvpolicy::score_backward")
+def _(d_scores, k, v, parameters, kind, sizes, gate_softcap, lengths, cu_seqlens, inputs):
+    rows = [torch.empty(x.shape if inputs else 0, dtype=x.dtype, device=x.device) for x in (k, v)]
+    return *rows, [torch.empty(p.shape, dtype=p.dtype, device=p.device) for p in parameters]
+
+
+def _score_setup(ctx, inputs, output):
+    k, v, parameters, *ctx.scorer, lengths, cu_seqlens = inputs
+    ctx.save_for_backward(k, v, lengths, cu_seqlens, *parameters)
+
+
+def _score_gradient(ctx, d_scores):
+    k, v, lengths, cu_seqlens, *parameters = ctx.saved_tensors
+    inputs = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
+    d_k, d_v, d_parameters = torch.ops.kvpolicy.score_backward(
+        d_scores, k, v, parameters, *ctx.scorer, lengths, cu_seqlens, inputs
+    )
+    rows = (d_k, d_v) if inputs else (None, None)
+    return *rows, d_parameters, None, None, None, None, None
+
+
+torch.library.register_autograd("kvpolicy::score", _score_gradient, setup_context=_score_setup)
+_native.refuse_gradient("score_backward", "the gradient of a scorer (a second derivative)")
+
+
+# ---- modules -----------------------------------------------------------------------------------------------
+
+
+class Scorer(nn.Module):
+    """What scorers share. `names` are the parameters in the library's order; an optional one may be None."""
+
+    kind = ""
+    names = ()
+
+    def __init__(self, heads, head_dim, value_dim=None):
+        super().__init__()
+        self.heads, self.head_dim = heads, head_dim
+        self.value_dim = head_dim if value_dim is None else value_dim
+        for name, value in (("heads", heads), ("head_dim", head_dim), ("value_dim", self.value_dim)):
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name}: {value!r} is not allowed; it must be a whole number above 0")
+        self.gate_softcap = 0.0
+
+    @property
+    def input_size(self):
+        return self.head_dim + self.value_dim
+
+    def sizes(self):
+        """hidden, d_qk, d_v, delay; 0 for those that the scorer lacks."""
+        return [0, 0, 0, 0]
+
+    def _add(self, **shapes):
+        for name, shape in shapes.items():
+            self.register_parameter(name, None if shape is None else nn.Parameter(torch.zeros(shape)))
+
+    def forward(self, k, v, *, lengths=None, cu_seqlens=None):
+        """Scores [B, Hkv, S], float32 (float64 for float64 rows), from k [B, Hkv, S, Dk] and v [B, Hkv, S,
+        Dv] of one dtype, as they are cached (keys after RoPE); the last dimension is contiguous. lengths [B]
+        and cu_seqlens [segments + 1], int32, as in build_mask: entries beyond a length are 0. Gradients reach
+        parameters, k and v. On CUDA the work is enqueued on the current stream."""
+        parameters = [getattr(self, name) for name in self.names]
+        parameters = [k.new_empty(0, dtype=torch.float32) if p is None else p for p in parameters]
+        return torch.ops.kvpolicy.score(
+            k, v, parameters, self.kind, self.sizes(), self.gate_softcap, lengths, cu_seqlens
+        )
+
+
+class LinearScorer(Scorer):
+    """r = a . [k; v] + b per KV head. weight [heads, Dk + Dv], bias [heads]; both start at 0."""
+
+    kind = "linear"
+    names = ("weight", "bias")
+
+    def __init__(self, heads, head_dim, value_dim=None, *, bias=True):
+        super().__init__(heads, head_dim, value_dim)
+        self._add(weight=(heads, self.input_size), bias=(heads,) if bias else None)
+
+
+class MLPScorer(Scorer):
+    """r = w2 . SiLU(W1 [k; v] + b1) + b2 per KV head (KVpop, eq. 35). w1 [heads, hidden, Dk + Dv], b1 [heads,
+    hidden], w2 [heads, hidden], b2 [heads]. w1 starts normal with variance 1 / (Dk + Dv), the rest at 0."""
+
+    kind = "mlp"
+    names = ("w1", "b1", "w2", "b2")
+
+    def __init__(self, heads, head_dim, hidden, value_dim=None):
+        super().__init__(heads, head_dim, value_dim)
+        if not isinstance(hidden, int) or hidden < 1:
+            raise ValueError(f"hidden: {hidden!r} is not allowed; it must be a whole number above 0")
+        self.hidden = hidden
+        self._add(w1=(heads, hidden, self.input_size), b1=(heads, hidden), w2=(heads, hidden), b2=(heads,))
+        nn.init.normal_(self.w1, std=self.input_size**-0.5)
+
+    def sizes(self):
+        return [self.hidden, 0, 0, 0]
+
+
+class mLSTMScorer(Scorer):
+    """KVpop's scorer with a memory (3.3, E; Hedgehog features, projected values). With x_t = [k_t; v_t]:
+
+        q~ = phi(Wq x), k~ = phi(Wk x), v~ = Wv x,      phi(y) = [softmax(y); softmax(-y)]
+        log i = cap(w_i . x + b_i),     log f = log sigmoid(cap(w_f . x + b_f)),  cap(y) = c tanh(y / c)
+        C_t = f_t C_{t-1} + i_t k~_t v~_t^T,            z_t = f_t z_{t-1} + i_t k~_t
+        h = q~_u C_q / (q~_u . z_q),                    r_u = a . SiLU(Norm(h)) + b + s . x_u
+
+    for the key u = q - delay. `delay` is the policy's window (0 scores each key at insertion); the last
+    `delay` keys of a sequence do not leave the window, and their scores are 0. `norm` adds Norm, an RMS norm
+    with a gain, `skip` adds s. Shapes: w_q and w_k [heads, d_qk / 2, X], w_v [heads, d_v, X], w_i, w_f and
+    skip [heads, X], b_i, b_f and readout_bias [heads], norm_gain and readout [heads, d_v], X = Dk + Dv.
+    Parameters start as in E.5: projections near the identity, gates that forget slowly, scores of 0.
+    """
+
+    kind = "mlstm"
+    names = (
+        "w_q",
+        "w_k",
+        "w_v",
+        "w_i",
+        "b_i",
+        "w_f",
+        "b_f",
+        "norm_gain",
+        "readout",
+        "readout_bias",
+        "skip",
+    )
+
+    def __init__(
+        self,
+        heads,
+        head_dim,
+        value_dim=None,
+        *,
+        delay,
+        d_qk=None,
+        d_v=None,
+        gate_softcap=15.0,
+        norm=False,
+        skip=False,
+    ):
+        super().__init__(heads, head_dim, value_dim)
+        self.d_qk = head_dim if d_qk is None else d_qk
+        self.d_v = self.value_dim // 2 if d_v is None else d_v
+        if self.d_qk < 2 or self.d_qk % 2:
+            raise ValueError(f"d_qk: {self.d_qk} is not allowed; it must be even and above 0")
+        if self.d_v < 1:
+            raise ValueError(f"d_v: {self.d_v} is not allowed; it must be above 0")
+        if delay < 0:
+            raise ValueError(f"delay: {delay} is not allowed; it must be 0 or more")
+        self.delay, self.gate_softcap = delay, float(gate_softcap)
+        size = self.input_size
+        self._add(
+            w_q=(heads, self.d_qk // 2, size),
+            w_k=(heads, self.d_qk // 2, size),
+            w_v=(heads, self.d_v, size),
+            w_i=(heads, size),
+            b_i=(heads,),
+            w_f=(heads, size),
+            b_f=(heads,),
+            norm_gain=(heads, self.d_v) if norm else None,
+            readout=(heads, self.d_v),
+            readout_bias=(heads,),
+            skip=(heads, size) if skip else None,
+        )
+        self._initialize(noise=0.01, forget_first=3.0, forget_last=6.0)
+
+    def sizes(self):
+        return [0, self.d_qk, self.d_v, self.delay]
+
+    @torch.no_grad()
+    def _initialize(self, noise, forget_first, forget_last):
+        for weights in (self.w_q, self.w_k, self.w_v, self.w_i, self.w_f):
+            nn.init.normal_(weights, std=noise)
+        for weights in (self.w_q, self.w_k):
+            for row in range(weights.shape[1]):
+                weights[:, row, row % self.head_dim] += 1
+        for row in range(self.d_v):
+            self.w_v[:, row, self.head_dim + row % self.value_dim] += 1
+        self.b_f.copy_(torch.linspace(forget_first, forget_last, self.heads))
+        if self.norm_gain is not None:
+            self.norm_gain.fill_(1)

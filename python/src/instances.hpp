@@ -1,0 +1,130 @@
+// The matrix of instances that are compiled ahead of time. Head dimensions, budgets and all other numbers are
+// run-time values.
+//
+//     what              | _host                   | _cuda
+//     ------------------+-------------------------+-----------------------------------------
+//     rows (attention)  | bf16, fp16, fp32, fp64  | the same, or fewer; fp32, fp64 for checks
+//     rows (scorers)    | bf16, fp16, fp32, fp64  | bf16, fp16, fp32
+//     scores in losses  | fp32, fp64              | fp32
+//     policies          | the five below          | the same
+#pragma once
+
+#include <kvpolicy/policies/compose.hpp>
+#include <kvpolicy/policies/decay.hpp>
+#include <kvpolicy/policies/eviction_gate.hpp>
+#include <kvpolicy/policies/sink.hpp>
+#include <kvpolicy/policies/threshold_gate.hpp>
+#include <kvpolicy/policies/topk_budget.hpp>
+#include <kvpolicy/policies/window.hpp>
+
+#include "context.hpp"
+#include "tensor.hpp"
+#if defined(KVPOLICY_PYTHON_CUDA)
+#include "cuda_types.hpp"  // written by CMake: KVPOLICY_PYTHON_CUDA_TYPES
+#endif
+
+#include <string>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+namespace kvpolicy::python {
+
+template <class... T>
+struct types {};
+
+#if defined(KVPOLICY_PYTHON_CUDA)
+using attention_types = types<KVPOLICY_PYTHON_CUDA_TYPES>;
+#else
+using attention_types = types<bf16, fp16, float, double>;
+#endif
+
+template <class Kept, class... T>
+struct without_double;
+template <class... Kept>
+struct without_double<types<Kept...>> {
+    using type = types<Kept...>;
+};
+template <class... Kept, class First, class... Rest>
+struct without_double<types<Kept...>, First, Rest...>
+    : without_double<std::conditional_t<std::is_same_v<First, double>, types<Kept...>, types<Kept..., First>>,
+                     Rest...> {};
+template <class... T>
+auto scorer_types_of(types<T...>) -> typename without_double<types<>, T...>::type;
+
+using scorer_types =
+    std::conditional_t<on_cuda, decltype(scorer_types_of(attention_types{})), attention_types>;
+using score_types = std::conditional_t<on_cuda, types<float>, types<float, double>>;
+
+/// Calls visit.operator()<T>() for the T of `type`; another dtype is a TypeError that names `tensor`.
+template <class... T, class Visit>
+std::size_t with_type(types<T...>, const Tensor& tensor, Visit&& visit) {
+    std::size_t result = 0;
+    const bool found =
+        ((tensor.type == dtype_of<T> && (result = visit.template operator()<T>(), true)) || ...);
+    if (!found) {
+        std::string allowed;
+        ((allowed += std::string(allowed.empty() ? "" : ", ") + name_of(dtype_of<T>)), ...);
+        throw type_error(std::string(tensor.name) + ": " + name_of(tensor.type) +
+                         " is not allowed; it must be one of " + allowed);
+    }
+    return result;
+}
+
+/// The numbers of a policy for one layer: one of each for all KV heads, or one per KV head.
+struct PolicyNumbers {
+    std::string instance;
+    std::vector<std::int32_t> sinks, windows, budgets;
+    std::vector<float> thresholds, log_gammas;
+};
+
+template <class T>
+PerHead<T> per_head_of(const std::vector<T>& values) {
+    if (values.size() == 1) {
+        return values[0];
+    }
+    return per_head(values.data(), 1, static_cast<std::int32_t>(values.size()));
+}
+
+using WindowPolicy = Policy<Sink<>, Window<>>;
+using TopKPolicy = Policy<Sink<>, Window<>, TopKBudget<>, Decay<1>>;
+template <class G>
+using GatedPolicy = Policy<Sink<>, Window<>, G, TopKBudget<>, Decay<1>>;
+
+inline WindowPolicy window_policy(const PolicyNumbers& numbers) {
+    return WindowPolicy{Sink<>{per_head_of(numbers.sinks)}, Window<>{per_head_of(numbers.windows)}};
+}
+inline TopKPolicy top_k_policy(const PolicyNumbers& numbers) {
+    return TopKPolicy{Sink<>{per_head_of(numbers.sinks)}, Window<>{per_head_of(numbers.windows)},
+                      TopKBudget<>{per_head_of(numbers.budgets)}, Decay<1>{per_head_of(numbers.log_gammas)}};
+}
+template <class G>
+GatedPolicy<G> gated_policy(const PolicyNumbers& numbers) {
+    return GatedPolicy<G>{Sink<>{per_head_of(numbers.sinks)}, Window<>{per_head_of(numbers.windows)},
+                          G{per_head_of(numbers.thresholds)}, TopKBudget<>{per_head_of(numbers.budgets)},
+                          Decay<1>{per_head_of(numbers.log_gammas)}};
+}
+
+/// Calls visit(policy) with the instance of that name; an unlimited budget stands for none.
+template <class Visit>
+std::size_t with_policy(const PolicyNumbers& numbers, Visit&& visit) {
+    const std::string& name = numbers.instance;
+    if (name == "window") {
+        return visit(window_policy(numbers));
+    }
+    if (name == "top_k") {
+        return visit(top_k_policy(numbers));
+    }
+    if (name == "gate_at_least") {
+        return visit(gated_policy<ThresholdGate<at_least>>(numbers));
+    }
+    if (name == "gate_above") {
+        return visit(gated_policy<ThresholdGate<above>>(numbers));
+    }
+    if (name == "gate_evict") {
+        return visit(gated_policy<EvictionGate>(numbers));
+    }
+    kvpolicy::detail::refuse("policy", name, "window, top_k, gate_at_least, gate_above or gate_evict");
+}
+
+}  // namespace kvpolicy::python

@@ -1,0 +1,106 @@
+// Scores of whole sequences and their gradients. KVPOLICY_PYTHON_TYPE, where set, is the one storage type of
+// this unit.
+#include <kvpolicy/scorers/backward.hpp>
+#include <kvpolicy/scorers/sequence.hpp>
+#if defined(KVPOLICY_PYTHON_CUDA)
+#include <kvpolicy/cuda_scorers.cuh>
+#endif
+
+#include "operators.hpp"
+
+namespace kvpolicy::python {
+
+namespace {
+
+/// Points the arrays of `into` at tensors, in the order of for_each_parameter.
+template <class S, class Parameters>
+void set_parameters(const S& scorer, Parameters& into, const std::vector<Tensor>& tensors) {
+    std::size_t at = 0;
+    for_each_parameter(scorer, into,
+                       [&]<class Float>(const char* name, Float*& array, std::size_t count, bool optional) {
+                           const Tensor missing;
+                           const Tensor& tensor = at < tensors.size() ? tensors[at] : missing;
+                           ++at;
+                           if (!tensor.given) {
+                               kvpolicy::detail::require(optional, name, "None", "a tensor");
+                               return;
+                           }
+                           array = array_of<Float>(tensor, static_cast<std::int64_t>(count));
+                       });
+    kvpolicy::detail::require(tensors.size() == at, "number of parameters", tensors.size(),
+                              kvpolicy::detail::text(at));
+}
+
+/// Calls visit(scorer) with the scorer of args.kind, its sizes and its weights.
+template <class Visit>
+std::size_t with_scorer(const ScoreArgs& args, Visit&& visit) {
+    const auto call = [&](auto scorer) {
+        scorer.heads = args.k.size(1);
+        scorer.head_dim_qk = args.k.size(3);
+        scorer.head_dim_vo = args.v.size(3);
+        set_parameters(scorer, scorer.weights, args.parameters);
+        return visit(scorer);
+    };
+    if (args.kind == "linear") {
+        return call(LinearScorer<>{});
+    }
+    if (args.kind == "mlp") {
+        return call(MlpScorer<>{.hidden = args.hidden});
+    }
+    if (args.kind == "mlstm") {
+        return call(mLSTMScorer<>{.d_qk = args.d_qk, .d_v = args.d_v, .gate_softcap = args.gate_softcap});
+    }
+    kvpolicy::detail::refuse("scorer", args.kind, "linear, mlp or mlstm");
+}
+
+}  // namespace
+
+template <class T>
+std::size_t score(const Context& ctx, const ScoreArgs& args, const workspace_view* workspace) {
+    const auto k = rows_of<const T>(args.k), v = rows_of<const T>(args.v);
+    const Sequences sequences = sequences_of(args.sequences, k.batch, k.length);
+    return with_scorer(args, [&](const auto& scorer) -> std::size_t {
+        if (workspace == nullptr) {
+            return score_sequence_workspace_bytes(ctx, scorer, k, v, sequences);
+        }
+        score_sequence(ctx, scorer, k, v, sequences, args.delay, plane_of<compute_t<T>>(args.scores),
+                       *workspace);
+        return 0;
+    });
+}
+
+template <class T>
+std::size_t score_backward(const Context& ctx, const ScoreArgs& args, const workspace_view* workspace) {
+    using Real = compute_t<T>;
+    ScoreBackward<T> call{rows_of<const T>(args.k), rows_of<const T>(args.v)};
+    call.sequences = sequences_of(args.sequences, call.k.batch, call.k.length);
+    call.delay = args.delay;
+    call.d_scores = plane_of<const Real>(args.scores);
+    if (args.d_k.given) {
+        call.d_k = rows_of<Real>(args.d_k);
+        call.d_v = rows_of<Real>(args.d_v_rows);
+    }
+    return with_scorer(args, [&]<class S>(const S& scorer) -> std::size_t {
+        if (workspace == nullptr) {
+            return score_sequence_backward_workspace_bytes(ctx, scorer, call);
+        }
+        typename S::template parameters<Real> gradients{};
+        set_parameters(scorer, gradients, args.d_parameters);
+        score_sequence_backward(ctx, scorer, call, gradients, *workspace);
+        return 0;
+    });
+}
+
+#define KVPOLICY_PYTHON_INSTANCE(T)                                                         \
+    template std::size_t score<T>(const Context&, const ScoreArgs&, const workspace_view*); \
+    template std::size_t score_backward<T>(const Context&, const ScoreArgs&, const workspace_view*);
+#if defined(KVPOLICY_PYTHON_TYPE)
+KVPOLICY_PYTHON_INSTANCE(KVPOLICY_PYTHON_TYPE)
+#else
+KVPOLICY_PYTHON_INSTANCE(bf16)
+KVPOLICY_PYTHON_INSTANCE(fp16)
+KVPOLICY_PYTHON_INSTANCE(float)
+KVPOLICY_PYTHON_INSTANCE(double)
+#endif
+
+}  // namespace kvpolicy::python

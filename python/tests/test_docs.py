@@ -1,0 +1,33 @@
+"""The code of docs/pytorch.md and of the package's README runs, and prints what the page says."""
+
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+def blocks():
+    """{name: (code, output)} of the Python blocks; the README's is named readme."""
+    text = (ROOT / "docs/pytorch.md").read_text()
+    found = {}
+    for name, code in re.findall(r"<!-- pytest: ([\w-]+) -->\n```python\n(.*?)```", text, re.S):
+        output = re.search(rf"<!-- pytest-output: {name} -->\n```text\n(.*?)```", text, re.S)
+        found[name] = code, output.group(1)
+    assert len(found) == text.count("```python")
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "python/README.md").read_text(), re.S)
+    found["readme"] = code, "torch.Size([1, 8, 512, 64])\n"
+    return found
+
+
+@pytest.mark.parametrize("name", blocks())
+def test_page(name, tmp_path):
+    code, output = blocks()[name]
+    ran = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout == output

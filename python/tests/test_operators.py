@@ -1,0 +1,145 @@
+"""What PyTorch asks of operators: schemas, fake tensors, autograd, torch.compile without graph breaks, and on
+a GPU streams and graphs."""
+
+import pytest
+import torch
+
+import kvpolicy as kvp
+
+S = 24
+
+
+def train_step(q, k, v, scorer, scores):
+    """Every differentiable operator once."""
+    policy = kvp.KVpop(1, 3, 4, kvp.Decay(0.95))
+    learned = scorer(k, v)
+    mask = kvp.build_mask(policy, learned)
+    soft = kvp.build_log_bias(kvp.Policy(kvp.Sink(1), kvp.Window(3)), kvp.SoftGate(), scores)
+    out = kvp.attend(q, k, v, kvp.Mask(mask.expiry, soft.log_bias, soft.bias_from))
+    target = kvp.future_mass(q.detach(), k.detach(), 3)
+    return out.square().mean() + kvp.boundary_loss(policy, learned, target).loss
+
+
+def inputs(device, length=S):
+    q, k, v = (torch.randn(2, h, length, 64, device=device).requires_grad_() for h in (4, 2, 2))
+    scores = torch.randn(2, 2, length, device=device).requires_grad_()
+    scorer = kvp.mLSTMScorer(2, 64, delay=3).to(device)
+    torch.nn.init.normal_(scorer.readout)
+    return q, k, v, scorer, scores
+
+
+def gradients(step, q, k, v, scorer, scores):
+    leaves = [q, k, v, scores, *scorer.parameters()]
+    return torch.autograd.grad(step(q, k, v, scorer, scores), leaves)
+
+
+def test_compile_has_no_graph_breaks(device):
+    arguments = inputs(device)
+    compiled = torch.compile(train_step, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(*arguments), train_step(*arguments))
+    for mine, theirs in zip(gradients(compiled, *arguments), gradients(train_step, *arguments)):
+        torch.testing.assert_close(mine, theirs)
+
+
+def test_compile_takes_dynamic_shapes():
+    compiled = torch.compile(train_step, fullgraph=True, dynamic=True, backend="aot_eager")
+    for length in (S, 31, 50):
+        arguments = inputs("cpu", length)
+        torch.testing.assert_close(compiled(*arguments), train_step(*arguments))
+
+
+def cases():
+    q, k, v, scorer, scores = inputs("cpu")
+    ops = torch.ops.kvpolicy
+    numbers = ("top_k", [1], [3], [4], [0.0])
+    window = ("window", [1], [3], [0], [0.0])
+    gate = ("soft", [0.0] * 4 + [1.0], False, 0)
+    bias = torch.randn(2, 2, S).requires_grad_()
+    expiry = torch.full((2, 2, S), S, dtype=torch.int32)
+    weights = [getattr(scorer, n) for n in scorer.names]
+    weights = [torch.empty(0) if w is None else w for w in weights]
+    score = (weights, "mlstm", scorer.sizes(), 15.0, None, None)
+    lse = torch.zeros(2, 4, S)
+    log_gamma = torch.tensor([-0.1, -0.2], requires_grad=True)
+    boundary = (1.0, 0.0, 1.0, True, 0.25, 4.0, 2**31 - 1, 0.5, 1.0, 0, None)
+    return {
+        "build_mask": (ops.build_mask, (scores.detach(), *numbers, log_gamma.detach(), None, None)),
+        "build_log_bias": (ops.build_log_bias, (scores, *window, *gate, None, None)),
+        "log_bias_backward": (
+            ops.log_bias_backward,
+            (scores.detach(), bias.detach(), *window, *gate, None, None),
+        ),
+        "attend": (ops.attend, (q, k, v, expiry, bias, None, None, None, None, 0.0, 0.0)),
+        "causal_lse": (ops.causal_lse, (q.detach(), k.detach(), None, 0.0, 0.0)),
+        "future_mass": (
+            ops.future_mass,
+            (q.detach(), k.detach(), lse, None, 0.0, 0.0, [3], 9, True, False, 1e-8, 1.0),
+        ),
+        "score": (ops.score, (k, v, *score)),
+        "boundary_loss": (
+            ops.boundary_loss,
+            (scores, log_gamma, torch.randn(2, 2, S), *numbers, *boundary),
+        ),
+    }
+
+
+@pytest.mark.parametrize("name", list(cases()))
+def test_opcheck(name):
+    operator, arguments = cases()[name]
+    torch.library.opcheck(operator.default, arguments)
+
+
+def test_no_gradient_of_a_gradient():
+    q, k, v, _, _ = inputs("cpu")
+    (d_q,) = torch.autograd.grad(kvp.attend(q, k, v).sum(), q, create_graph=True)
+    with pytest.raises(NotImplementedError, match="second derivative"):
+        d_q.sum().backward()
+
+
+def test_threads_give_the_same_bits():
+    arguments = inputs("cpu")
+    before = torch.get_num_threads()
+    results = []
+    for threads in (1, 3):
+        torch.set_num_threads(threads)
+        results.append(gradients(train_step, *arguments))
+    torch.set_num_threads(before)
+    assert all(torch.equal(a, b) for a, b in zip(*results))
+
+
+needs_gpu = pytest.mark.skipif(
+    not (torch.cuda.is_available() and kvp.has_cuda()), reason="no GPU, or no CUDA module"
+)
+
+
+@needs_gpu
+def test_tensors_of_two_devices_are_refused():
+    q, k, v, _, _ = inputs("cuda")
+    with pytest.raises(ValueError, match="k.device: cpu is not allowed"):
+        kvp.attend(q, k.cpu(), v)
+
+
+@needs_gpu
+def test_any_stream_and_a_graph():
+    q, k, v, scorer, scores = (x.detach() if isinstance(x, torch.Tensor) else x for x in inputs("cuda"))
+    policy = kvp.KVpop(1, 3, 4)
+
+    def forward():
+        learned = scorer(k, v)
+        return kvp.attend(q, k, v, kvp.build_mask(policy, learned)), kvp.future_mass(q, k, 3)
+
+    with torch.no_grad():
+        want = forward()
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for mine, theirs in zip(forward(), want):
+                torch.testing.assert_close(mine, theirs)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = forward()
+        q.copy_(torch.randn_like(q))
+        graph.replay()
+        for mine, theirs in zip(captured, forward()):
+            torch.testing.assert_close(mine, theirs)

@@ -1,0 +1,213 @@
+"""Scorers against the papers' formulas, their initial weights, and their files."""
+
+import pathlib
+
+import pytest
+import reference
+import torch
+
+import kvpolicy as kvp
+
+H, DK, DV, S = 2, 16, 8, 37
+SCORERS = pathlib.Path(__file__).parents[2] / "examples/models/byte-llama/scorers"
+
+
+def make(kind, **options):
+    if kind == "linear":
+        return kvp.LinearScorer(H, DK, DV)
+    if kind == "mlp":
+        return kvp.MLPScorer(H, DK, 24, DV)
+    return kvp.mLSTMScorer(H, DK, DV, delay=5, d_qk=16, d_v=8, **options)
+
+
+CASES = [
+    ("linear", {}),
+    ("mlp", {}),
+    ("mlstm", {}),
+    ("mlstm", {"norm": True, "skip": True, "gate_softcap": 0.0}),
+]
+
+
+def randomize(scorer):
+    """Weights that none of the formula's terms is small for: multiples of 2^-12 below 2."""
+    with torch.no_grad():
+        for parameter in scorer.parameters():
+            parameter.copy_((torch.randn_like(parameter) * 0.4).clamp(-1.5, 1.5).mul(4096).round() / 4096)
+        if isinstance(scorer, kvp.mLSTMScorer):
+            scorer.b_f += 1
+    return scorer
+
+
+def formula(scorer, k, v, parameters):
+    named = dict(zip(scorer.names, parameters))
+    if scorer.kind == "mlstm":
+        return reference.mlstm(k, v, scorer.delay, scorer.gate_softcap, **named)
+    return getattr(reference, scorer.kind)(k, v, **named)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("kind", "options"), CASES, ids=str)
+def test_scores_and_gradients_are_the_formula(kind, options, dtype, device, compiled):
+    compiled(dtype, "scorer")
+    scorer = randomize(make(kind, **options)).to(device)
+    k, v = (torch.randn(2, H, S, d, device=device).to(dtype).requires_grad_() for d in (DK, DV))
+    scores = scorer(k, v)
+    real = torch.float64 if dtype == torch.float64 else torch.float32
+    assert scores.dtype == real and scores.shape == (2, H, S)
+    exact = [x.detach().cpu().double().requires_grad_() for x in (k, v)]
+    parameters = [getattr(scorer, name) for name in scorer.names]
+    parameters = [p if p is None else p.detach().cpu().double().requires_grad_() for p in parameters]
+    want = formula(scorer, *exact, parameters)
+    # 16-bit rows on CUDA: weights and hidden numbers are rounded to 16 bits, too.
+    rounded = 3e-2 if dtype == torch.bfloat16 and device.type == "cuda" else 0.0
+    bound = {torch.float64: 1e-9, torch.float32: 2e-5, torch.bfloat16: max(2e-5, rounded)}[dtype]
+
+    def close(mine, theirs, bound):
+        scale = max(1.0, theirs.abs().max().item())
+        torch.testing.assert_close(mine.detach().cpu().double(), theirs, rtol=bound, atol=bound * scale)
+
+    close(scores, want.detach(), bound)
+    if kind == "mlstm":
+        assert (scores[..., S - 5 :] == 0).all()
+    weights = torch.randn(2, H, S)
+    (scores * weights.to(device)).sum().backward()
+    (want * weights).sum().backward()
+    # Gradients of parameters have their dtype, float32.
+    for name, theirs in zip(scorer.names, parameters):
+        if theirs is not None:
+            close(getattr(scorer, name).grad, theirs.grad, max(10 * bound, 2**-23))
+    # The gradients of bf16 rows are rounded to bf16.
+    bound = max(10 * bound, 2**-8 if dtype == torch.bfloat16 else 0.0)
+    close(k.grad, exact[0].grad, bound)
+    close(v.grad, exact[1].grad, bound)
+
+
+@pytest.mark.parametrize(("kind", "options"), CASES, ids=str)
+def test_gradient_in_double(kind, options):
+    """Rows in steps of 1e-6; parameters are read as float32, so in exact steps of 2^-10 with an error of the
+    formula below 2^-20 times the third derivative."""
+    scorer = randomize(make(kind, **options))
+    k, v = (torch.randn(1, H, 8, d, dtype=torch.float64).requires_grad_() for d in (DK, DV))
+    assert torch.autograd.gradcheck(scorer, (k, v), eps=1e-6, atol=1e-7)
+    names = [name for name in scorer.names if getattr(scorer, name) is not None]
+    values = [getattr(scorer, name).detach().double().requires_grad_() for name in names]
+
+    def function(*parameters):
+        given = dict(zip(names, parameters))
+        return torch.ops.kvpolicy.score(
+            k.detach(),
+            v.detach(),
+            [given.get(name, torch.empty(0)) for name in scorer.names],
+            scorer.kind,
+            scorer.sizes(),
+            scorer.gate_softcap,
+            None,
+            None,
+        )
+
+    assert torch.autograd.gradcheck(function, values, eps=2**-10, atol=2e-5, rtol=2e-4)
+
+
+def test_lengths_and_segments(device):
+    for kind, options in CASES[1:3]:
+        scorer = randomize(make(kind, **options)).to(device)
+        k, v = (torch.randn(2, H, S, d, device=device) for d in (DK, DV))
+        lengths = torch.tensor([S, 9], dtype=torch.int32, device=device)
+        scores = scorer(k, v, lengths=lengths)
+        alone = scorer(k[1:, :, :9].contiguous(), v[1:, :, :9].contiguous())
+        torch.testing.assert_close(scores[1:, :, :9], alone, rtol=1e-5, atol=1e-5)
+        assert (scores[1, :, 9:] == 0).all()
+        edges = torch.tensor([0, 11, S], dtype=torch.int32, device=device)
+        packed = scorer(k, v, cu_seqlens=edges)
+        alone = scorer(k[:, :, 11:].contiguous(), v[:, :, 11:].contiguous())
+        torch.testing.assert_close(packed[:, :, 11:], alone, rtol=1e-5, atol=1e-5)
+
+
+def test_a_bfloat16_module_has_bfloat16_gradients():
+    scorer = make("mlp").bfloat16()
+    scorer(torch.randn(1, H, 9, DK), torch.randn(1, H, 9, DV)).sum().backward()
+    assert all(p.grad.dtype == torch.bfloat16 for p in scorer.parameters())
+
+
+def test_initial_weights():
+    """E.5: a score of 0 for every key; projections near the identity; gates that forget slowly."""
+    k, v = torch.randn(1, 4, 20, 16), torch.randn(1, 4, 20, 16)
+    mlstm = kvp.mLSTMScorer(4, 16, delay=3, norm=True, skip=True)
+    for scorer in (kvp.LinearScorer(4, 16), kvp.MLPScorer(4, 16, 8), mlstm):
+        assert (scorer(k, v) == 0).all()
+    assert mlstm.d_qk == 16 and mlstm.d_v == 8
+    identity = torch.eye(8, 32).expand(4, 8, 32)
+    assert (mlstm.w_q - identity).abs().max() < 0.1
+    assert (mlstm.w_v - torch.roll(identity, 16, -1)).abs().max() < 0.1
+    assert mlstm.b_f.tolist() == [3.0, 4.0, 5.0, 6.0] and (mlstm.norm_gain == 1).all()
+    assert abs(kvp.MLPScorer(4, 16, 512).w1.std().item() - 32**-0.5) < 0.01
+
+
+@pytest.mark.parametrize(("kind", "options"), CASES, ids=str)
+def test_files_round_trip(kind, options, tmp_path):
+    scorers = kvp.Scorers(
+        [randomize(make(kind, **options)) for _ in range(3)], window=5, sinks=2, gamma_range=(0.99, 0.999)
+    )
+    scorers.alpha.data.normal_()
+    scorers.training_notes["rate"] = "0.001"
+    scorers.save(tmp_path / "a.safetensors")
+    again = kvp.Scorers.load(tmp_path / "a.safetensors")
+    assert again.state_dict().keys() == scorers.state_dict().keys()
+    assert all(torch.equal(again.state_dict()[name], x) for name, x in scorers.state_dict().items())
+    assert (again.window, again.sinks, again.training_notes) == (5, 2, {"rate": "0.001"})
+    assert again.gamma_range == (0.99, 0.999) and again.layers[0].sizes() == scorers.layers[0].sizes()
+    policy = again.policy(1, 7)
+    assert policy.scorer is again.layers[1] and policy.budgets == (7,)
+    k, v = torch.randn(1, H, S, DK), torch.randn(1, H, S, DV)
+    assert kvp.build_mask(policy, policy.scorer(k, v)).expiry.shape == (1, H, S)
+
+
+@pytest.mark.parametrize("name", ["kvpop-mlp", "kvpop", "kvpop-immediate"])
+def test_trained_files_are_read(name):
+    scorers = kvp.Scorers.load(SCORERS / f"{name}.safetensors")
+    assert len(scorers.layers) == 6 and scorers.window == 64 and scorers.score_quantiles.shape == (6, 2, 257)
+    k, v = torch.randn(1, 2, 100, 64), torch.randn(1, 2, 100, 64)
+    scorer = scorers.layers[3]
+    parameters = [getattr(scorer, n) for n in scorer.names]
+    want = formula(scorer, k.double(), v.double(), [p if p is None else p.double() for p in parameters])
+    torch.testing.assert_close(scorer(k, v).double(), want, rtol=1e-4, atol=1e-4)
+    log_gamma = scorers.log_gamma(2)
+    assert log_gamma.shape == (2,) and (log_gamma <= 0).all()
+
+
+def test_refusals(tmp_path):
+    scorer = make("mlp")
+    k, v = torch.randn(1, H, 9, DK), torch.randn(1, H, 9, DV)
+    with pytest.raises(TypeError, match="v: bfloat16"):
+        scorer(k, v.bfloat16())
+    with pytest.raises(ValueError, match="numel"):
+        scorer(k, torch.randn(1, H, 9, DV + 8))
+    with pytest.raises(ValueError, match="v"):
+        scorer(k, v[:, :, :8])
+    with pytest.raises(ValueError, match="NaN"):
+        scorer(k, torch.full_like(v, float("nan")).requires_grad_()).sum().backward()
+    for make_one in (
+        lambda: kvp.MLPScorer(0, 8, 8),
+        lambda: kvp.MLPScorer(2, 8, 0),
+        lambda: kvp.mLSTMScorer(2, 8, delay=-1),
+        lambda: kvp.mLSTMScorer(2, 8, delay=1, d_qk=3),
+        lambda: kvp.Scorers([], window=3),
+        lambda: kvp.Scorers([scorer], window=3, gamma_range=(0.9, 1.1)),
+    ):
+        with pytest.raises(ValueError, match="is not allowed|are not allowed"):
+            make_one()
+    other = tmp_path / "other.safetensors"
+    from safetensors.torch import save_file
+
+    save_file({"a": torch.zeros(1)}, other)
+    with pytest.raises(ValueError, match="it must be kvpolicy-scorers-1"):
+        kvp.Scorers.load(other)
+    kvp.Scorers([scorer], window=3).save(other)
+    from safetensors import safe_open
+
+    with safe_open(other, "pt") as file:
+        metadata, tensors = file.metadata(), {n: file.get_tensor(n) for n in file.keys()}
+    tensors["layers.0.w2"] = tensors["layers.0.w2"][:1]
+    save_file(tensors, other, metadata)
+    with pytest.raises(ValueError, match=r"layers.0.w2 of shape \(1, 24\)"):
+        kvp.Scorers.load(other)
