@@ -57,7 +57,8 @@ class decode_plan {
     using P = typename Cache::policy_type;
     using T = typename Cache::value_type;
     using Gate = gate_of<P>;
-    using Scorer = asked_scorer<P>;
+    using Scorer = typename Params::Scorer;
+    static constexpr bool reads_layer = reads_hidden_layer<Scorer>;
 
   public:
     /// With the keys and values of `io`.
@@ -65,7 +66,11 @@ class decode_plan {
         begin(batch, io, workspace, status);
         call_.k = io.k;
         call_.v = io.v;
-        call_.scores = arriving_.of(ctx_, ref_.scorer, batch, detail::extras_of(io));
+        if constexpr (reads_layer) {
+            call_.computed = arriving_.layer_of(ctx_, ref_.scorer, batch, detail::extras_of(io));
+        } else {
+            call_.scores = arriving_.of(ctx_, ref_.scorer, batch, detail::extras_of(io));
+        }
         plan().score(batch, {.k = io.k, .v = io.v});
         plan().run();
     }
@@ -83,23 +88,28 @@ class decode_plan {
           ref_(cache),
           call_{{.cache = typename Params::View(cache),
                  .gate = gate_in<P>(cache),
-                 .scorer = scorer_of<P>(cache.scorer)}} {
+                 .scorer = scorer_of<P, Scorer>(cache.scorer)}} {
         call_.batch.count = count;
         call_.width = Rows::width(cache.head_dim_vo);
         call_.logits = logits_of<typename Rows::Compute>(cache.attention, cache.head_dim_qk);
         call_.parts = (cache.group + Rows::heads - 1) / Rows::heads;
+        call_.score_parts = score_parts_of(call_.scorer);
         shared_ = static_cast<std::size_t>(Rows::warps) * Rows::shared_bytes(cache.head_dim_vo);
     }
 
     [[nodiscard]] std::int64_t heads() const {
         return std::int64_t{call_.batch.count} * call_.cache.kv_heads;
     }
+    /// Scores, in parts, that a launch before the step computes.
+    [[nodiscard]] std::int64_t computed_scores() const {
+        return scored_before<Scorer> ? heads() * call_.score_parts : 0;
+    }
 
     const cuda& ctx_;
     const device_scope& device_;
     const Cache& ref_;
     Params call_;
-    arriving_scores<P> arriving_;
+    arriving_scores<P, reads_layer> arriving_;
     float* computed_ = nullptr;
     std::size_t shared_ = 0;
 

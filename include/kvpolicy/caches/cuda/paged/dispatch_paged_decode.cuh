@@ -88,7 +88,7 @@ class paged_decode_plan : public decode_plan<paged_decode_plan<Rows, Cache>, Cac
         call_.work.first_pair = parts.take<std::int32_t>(call_.work.blocks);
         call_.work.share = parts.take<std::int32_t>(1);
         call_.notes = parts.take<decode_note>(heads());
-        computed_ = parts.take<float>(scored_before<Scorer> ? heads() : 0);
+        computed_ = parts.take<float>(this->computed_scores());
         advanced_ = parts.take<float>(on_leaving ? heads() * call_.cache.state_size : 0);
         call_.states = parts.take<typename Rows::Compute>((call_.work.blocks + heads() * call_.parts) *
                                                           stream_state<Rows::heads>::size(call_.width));
