@@ -268,6 +268,11 @@ void add_steps() {
             });
         }
     }
+    for (const std::int32_t batch : {64, 128}) {
+        add("step/4096 x " + std::to_string(batch), [=](benchmark::State& state) {
+            decode(state, policy_of<Given>(4096), batch, 4096, 128, Order::random);
+        });
+    }
     for (const std::int32_t batch : {1, 32, 256}) {
         add("mLSTM alone/" + std::to_string(batch) + " x 8",
             [=](benchmark::State& state) { score_alone(state, batch); });

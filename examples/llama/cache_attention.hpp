@@ -29,8 +29,9 @@ class KvAttention {
     virtual ~KvAttention() = default;
 
     /// `positions` go on from length(); others are refused with std::invalid_argument.
-    virtual void operator()(int layer, std::span<const std::int64_t> positions, std::span<const float> q,
-                            std::span<const float> k, std::span<const float> v, std::span<float> out) = 0;
+    virtual void operator()(int layer, std::span<const std::int64_t> positions, std::span<const float> hidden,
+                            std::span<const float> q, std::span<const float> k, std::span<const float> v,
+                            std::span<float> out) = 0;
     /// Scores of the sequence's tokens for a policy that takes them from its caller,
     /// [layers][kv_heads][length].
     virtual void give_scores(std::span<const float> scores, std::int64_t length) = 0;
@@ -63,8 +64,9 @@ class CacheAttention final : public KvAttention {
         cache_.bind(ctx_, memory_);
     }
 
-    void operator()(int layer, std::span<const std::int64_t> positions, std::span<const float> q,
-                    std::span<const float> k, std::span<const float> v, std::span<float> out) override {
+    void operator()(int layer, std::span<const std::int64_t> positions, std::span<const float> hidden,
+                    std::span<const float> q, std::span<const float> k, std::span<const float> v,
+                    std::span<float> out) override {
         check_positions(positions);
         const auto tokens = static_cast<std::int32_t>(positions.size());
         const auto ref = cache_.layer(layer);
@@ -94,6 +96,9 @@ class CacheAttention final : public KvAttention {
         T* result = std::is_same_v<T, float> ? reinterpret_cast<T*>(out.data()) : out_.data();
         kvpolicy::StepIO<T> io = cache_.nhd(query, key, value, result, {.batch = 1, .tokens = tokens});
         io.scores = scores;
+        if constexpr (P::scorer_type::when == kvpolicy::score_time::from_hidden) {
+            io.hidden = kvpolicy::view_bhsd(hidden.data(), 1, 1, tokens, config_.hidden_size);
+        }
         const auto call = [&](std::uint32_t* status) {
             if (tokens == 1) {
                 kvpolicy::step(ctx_, ref, io, workspace_, {.status = status});

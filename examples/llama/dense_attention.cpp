@@ -26,7 +26,8 @@ void DenseAttention::clear() noexcept {
     }
 }
 
-void DenseAttention::operator()(int layer, std::span<const std::int64_t> positions, std::span<const float> q,
+void DenseAttention::operator()(int layer, std::span<const std::int64_t> positions,
+                                std::span<const float> /*hidden*/, std::span<const float> q,
                                 std::span<const float> k, std::span<const float> v, std::span<float> out) {
     Store& store = stores_.at(static_cast<std::size_t>(layer));
     const int row = kv_heads_ * head_dim_;

@@ -14,8 +14,9 @@ class DenseAttention {
     explicit DenseAttention(const Config& config);
 
     /// The positions must continue where this layer's store ends.
-    void operator()(int layer, std::span<const std::int64_t> positions, std::span<const float> q,
-                    std::span<const float> k, std::span<const float> v, std::span<float> out);
+    void operator()(int layer, std::span<const std::int64_t> positions, std::span<const float> hidden,
+                    std::span<const float> q, std::span<const float> k, std::span<const float> v,
+                    std::span<float> out);
 
     /// Tokens stored (in the last layer: the one that a forward call fills last).
     std::int64_t length() const noexcept;

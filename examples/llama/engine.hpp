@@ -10,15 +10,17 @@ namespace llama {
 
 /// The seam between the engine and whatever keeps keys and values. For T tokens of one layer,
 ///
-///     attention(layer, positions, q, k, v, out)
+///     attention(layer, positions, hidden, q, k, v, out)
 ///
-/// gets positions[T], q[T, heads, head_dim], k and v[T, kv_heads, head_dim], all contiguous, q and k already
-/// rotated, and fills out[T, heads, head_dim]. Which sequence a row belongs to, and which earlier keys it
-/// sees, is the attention's business: the engine keeps nothing from one call to the next.
+/// gets positions[T], hidden[T, hidden_size], q[T, heads, head_dim], k and v[T, kv_heads, head_dim], all
+/// contiguous, q and k already rotated, and fills out[T, heads, head_dim]. `hidden` is what q, k and v are
+/// projections of: the layer's input after its RMSNorm. Scorers of hidden states (SP-KV) read it. Which
+/// sequence a row belongs to, and which earlier keys it sees, is the attention's business: the engine keeps
+/// nothing from one call to the next.
 template <class A>
 concept AttentionFunction = requires(A& attention, int layer, std::span<const std::int64_t> positions,
                                      std::span<const float> in, std::span<float> out) {
-    attention(layer, positions, in, in, in, out);
+    attention(layer, positions, in, in, in, in, out);
 };
 
 /// For which tokens forward() computes logits. They cost a product with [vocab, hidden], so a prefill asks
@@ -42,8 +44,8 @@ class Engine {
         begin(tokens, positions);
         for (int layer = 0; layer < model_->config.layers && !tokens.empty(); ++layer) {
             project_qkv(layer);
-            attention(layer, positions, std::span<const float>(q_), std::span<const float>(k_),
-                      std::span<const float>(v_), std::span<float>(attended_));
+            attention(layer, positions, std::span<const float>(normed_), std::span<const float>(q_),
+                      std::span<const float>(k_), std::span<const float>(v_), std::span<float>(attended_));
             finish_layer(layer);
         }
         return logits(which);
@@ -68,10 +70,11 @@ class Engine {
 /// data, oracles and debugging. Refers to both, so they must outlive it.
 template <AttentionFunction AttentionParams, class Observer>
 auto observed(AttentionParams& attention, Observer& observer) {
-    return [&](int layer, std::span<const std::int64_t> positions, std::span<const float> q,
-               std::span<const float> k, std::span<const float> v, std::span<float> out) {
+    return [&](int layer, std::span<const std::int64_t> positions, std::span<const float> hidden,
+               std::span<const float> q, std::span<const float> k, std::span<const float> v,
+               std::span<float> out) {
         observer(layer, positions, q, k, v);
-        attention(layer, positions, q, k, v, out);
+        attention(layer, positions, hidden, q, k, v, out);
     };
 }
 

@@ -23,8 +23,9 @@ class ObservedAttention final : public llama::DeviceAttention {
 
     llama::DType rows() const override { return inner_->rows(); }
     const std::int64_t* length_on_device() const override { return inner_->length_on_device(); }
-    void operator()(int layer, int count, const void* qkv, void* out) override {
-        (*inner_)(layer, count, qkv, out);
+    void operator()(int layer, int count, const llama::DeviceHidden& hidden, const void* qkv,
+                    void* out) override {
+        (*inner_)(layer, count, hidden, qkv, out);
         if (rows() == llama::DType::bf16) {
             watch_rows(layer, count, qkv, in_bf16_);
         } else {

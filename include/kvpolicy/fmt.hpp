@@ -151,11 +151,11 @@ std::string part_text(const LinearScorer<D>& part) {
 }
 template <class Input, class Act, std::int32_t D>
 std::string part_text(const BasicMlpScorer<Input, Act, D>& part) {
-    if constexpr (std::is_same_v<Input, HiddenInput>) {
-        return fmt::format("UtilityPredictor (hidden {})", part.hidden);
+    if constexpr (takes_hidden_state<Input>) {
+        return fmt::format("{} (hidden {})", part.name, part.hidden);
     } else {
-        const char* const name = std::is_same_v<Input, WriteGateInput> ? "WriteGateScorer" : "MlpScorer";
-        return fmt::format("{} ({} + {}, hidden {})", name, part.head_dim_qk, part.head_dim_vo, part.hidden);
+        return fmt::format("{} ({} + {}, hidden {})", part.name, part.head_dim_qk, part.head_dim_vo,
+                           part.hidden);
     }
 }
 template <std::int32_t D>

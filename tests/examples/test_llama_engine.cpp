@@ -180,6 +180,29 @@ TEST_CASE("the seam: shapes, order, observers, which logits") {
     CHECK(std::ranges::equal(first_values, dense.values(0)));
     const std::vector<float> last_of_all(all.end() - 61, all.end());
 
+    // The hidden states are what projections read: values are their products, and the first token's keys,
+    // which no rotation turns.
+    llama::DenseAttention inner(model.config);
+    auto projected = [&](int layer, std::span<const std::int64_t> p, std::span<const float> hidden,
+                         std::span<const float> q, std::span<const float> k, std::span<const float> v,
+                         std::span<float> out) {
+        const llama::Layer& weights = model.layers[static_cast<std::size_t>(layer)];
+        const auto width = static_cast<std::size_t>(model.config.hidden_size);
+        REQUIRE(hidden.size() == 5 * width);
+        const auto product = [&](const llama::Matrix& w, std::size_t row, std::size_t token) {
+            double sum = 0;
+            for (std::size_t i = 0; i < width; ++i)
+                sum += double{w.values[row * width + i]} * double{hidden[token * width + i]};
+            return sum;
+        };
+        for (std::size_t row = 0; row < 32; ++row) {
+            CHECK(v[4 * 32 + row] == doctest::Approx(product(weights.v, row, 4)).epsilon(1e-4));
+            CHECK(k[row] == doctest::Approx(product(weights.k, row, 0)).epsilon(1e-4));
+        }
+        inner(layer, p, hidden, q, k, v, out);
+    };
+    engine.forward(tokens, positions, projected);
+
     dense.clear();
     CHECK(dense.length() == 0);
     const auto last = engine.forward(tokens, positions, dense);
@@ -192,7 +215,8 @@ TEST_CASE("the seam: shapes, order, observers, which logits") {
     // Keys are rotated by their positions: the same token elsewhere has another key and the same value.
     llama::DenseAttention other(model.config);
     auto nothing = [](int, std::span<const std::int64_t>, std::span<const float>, std::span<const float>,
-                      std::span<const float>, std::span<float> out) { std::ranges::fill(out, 0.0f); };
+                      std::span<const float>, std::span<const float>,
+                      std::span<float> out) { std::ranges::fill(out, 0.0f); };
     std::vector<float> key0, key9, value0, value9;
     auto look = [&](int layer, std::span<const std::int64_t>, std::span<const float>,
                     std::span<const float> k, std::span<const float> v) {

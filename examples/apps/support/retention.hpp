@@ -21,9 +21,10 @@ class Keeping final : public llama::KvAttention {
     Keeping(Kept kept, std::unique_ptr<llama::KvAttention> attention)
         : kept_(std::move(kept)), attention_(std::move(attention)) {}
 
-    void operator()(int layer, std::span<const std::int64_t> positions, std::span<const float> q,
-                    std::span<const float> k, std::span<const float> v, std::span<float> out) override {
-        (*attention_)(layer, positions, q, k, v, out);
+    void operator()(int layer, std::span<const std::int64_t> positions, std::span<const float> hidden,
+                    std::span<const float> q, std::span<const float> k, std::span<const float> v,
+                    std::span<float> out) override {
+        (*attention_)(layer, positions, hidden, q, k, v, out);
     }
     void give_scores(std::span<const float> scores, std::int64_t length) override {
         attention_->give_scores(scores, length);

@@ -9,6 +9,12 @@
 
 namespace llama {
 
+/// A layer's input after its RMSNorm, [count, hidden_size] in device memory, of F32 or BF16.
+struct DeviceHidden {
+    const void* data = nullptr;
+    DType type = DType::f32;
+};
+
 /// One sequence. All calls enqueue work on the stream that the object was made for, and can be captured: what
 /// changes from token to token is in device memory.
 class DeviceAttention {
@@ -21,8 +27,9 @@ class DeviceAttention {
     [[nodiscard]] virtual const std::int64_t* length_on_device() const = 0;
 
     /// The next `count` tokens of one layer: qkv [count, heads + 2 kv_heads, head_dim], queries and keys
-    /// rotated; out [count, heads, head_dim] is overwritten.
-    virtual void operator()(int layer, int count, const void* qkv, void* out) = 0;
+    /// rotated; out [count, heads, head_dim] is overwritten. `hidden` is what qkv is a projection of, for
+    /// scorers of hidden states (SP-KV).
+    virtual void operator()(int layer, int count, const DeviceHidden& hidden, const void* qkv, void* out) = 0;
     /// Once after the last layer: the sequence is `count` tokens longer.
     virtual void advance(int count) = 0;
     virtual void clear() = 0;

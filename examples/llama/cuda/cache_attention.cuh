@@ -1,6 +1,7 @@
 // The engine's attention seam over a kvpolicy cache on a GPU: what cache_attention.hpp is on the host, and as
 // short. One cache object for the model, one ref a layer; queries, keys and values are slices of the fused
-// rows that the projections wrote.
+// rows that the projections wrote. A source with a DualCache includes its bodies,
+// kvpolicy/caches/cuda/paged/dispatch_paged.cuh.
 #pragma once
 
 #include <kvpolicy/caches/cuda/contiguous/dispatch_contiguous.cuh>
@@ -72,36 +73,45 @@ __global__ void score_kernel(ScoreSource source, const T* keys, std::int64_t row
     scores[i] = -sqrtf(sum);
 }
 
+/// The positions of a head's rows in use, a thread a row: positions [count] is overwritten.
+template <class Ref>
+__global__ void positions_kernel(Ref cache, int head, int count, std::int64_t* positions) {
+    const int i = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x);
+    if (i < count) {
+        positions[i] = cache.head_rows(0, head).position(i);
+    }
+}
+
 }  // namespace detail
 
-/// A sequence of policy P whose rows are of type T. Compiled for head_dims up to 128; the
-/// library refuses others.
-template <class P, class T>
+/// A sequence of policy P whose rows are of type T, in a FixedBudgetCache, or in a DualCache that has the
+/// pages of `max_seq_len` tokens from the beginning, since a captured step cannot add a slab. Compiled for
+/// head_dims up to 128; the library refuses others.
+template <class P, class T,
+          template <kvpolicy::AnyPolicy, kvpolicy::Storage> class Cache = kvpolicy::FixedBudgetCache>
 class DeviceCacheAttention final : public DeviceAttention {
   public:
     using Dims = kvpolicy::head_dims<64, 128>;
 
     /// `chunk` is the most tokens of a call. `scorers`, one a layer or none, have their weights in device
-    /// memory; `weights` is that memory, if it is to live here.
+    /// memory; `weights` is that memory, if it is to live here. `max_seq_len` is for a DualCache.
     DeviceCacheAttention(cudaStream_t stream, const Config& config, int chunk, const P& policy,
                          const ScoreSource& source = {}, std::vector<typename P::scorer_type> scorers = {},
-                         std::vector<DeviceArray<float>> weights = {})
+                         std::vector<DeviceArray<float>> weights = {}, std::int64_t max_seq_len = 0)
         : ctx_{stream},
           config_(config),
           source_(source),
-          policy_(policy),
           weights_(std::move(weights)),
           scorers_(std::move(scorers)),
-          cache_({.layers = config.layers,
-                  .max_sequences = 1,
-                  .query_heads = config.heads,
-                  .kv_heads = config.kv_heads,
-                  .head_dim = config.head_dim},
-                 policy, scorers_.empty() ? nullptr : scorers_.data()),
+          cache_(make_cache(config, policy, scorers_.empty() ? nullptr : scorers_.data(), max_seq_len)),
           memory_(cache_.bytes().total()),
           status_(1),
           scores_(static_cast<std::size_t>(config.kv_heads) * static_cast<std::size_t>(chunk)) {
         cache_.bind(ctx_, memory_.data(), memory_.size());
+        if constexpr (pooled) {
+            slab_ = DeviceArray<unsigned char>(cache_.slab_bytes());
+            cache_.add_slab(ctx_, slab_.data(), slab_.size());
+        }
         workspace_ = DeviceArray<unsigned char>(
             cache_.template workspace_bytes<Dims>(ctx_, {.batch = 1, .tokens = chunk}));
         ok(cudaMemsetAsync(status_.data(), 0, sizeof(std::uint32_t), stream), "cudaMemsetAsync");
@@ -110,7 +120,7 @@ class DeviceCacheAttention final : public DeviceAttention {
     DType rows() const override { return std::is_same_v<T, float> ? DType::f32 : DType::bf16; }
     const std::int64_t* length_on_device() const override { return cache_.layer(0).length; }
 
-    void operator()(int layer, int count, const void* qkv, void* out) override {
+    void operator()(int layer, int count, const DeviceHidden& hidden, const void* qkv, void* out) override {
         const auto ref = cache_.layer(layer);
         const auto* const rows = static_cast<const T*>(qkv);
         const std::int64_t row = std::int64_t{config_.heads + 2 * config_.kv_heads} * config_.head_dim;
@@ -136,6 +146,10 @@ class DeviceCacheAttention final : public DeviceAttention {
             ok(cudaGetLastError(), "score_kernel");
             io.scores = kvpolicy::view_bhs<const float>(scores_.data(), 1, config_.kv_heads, count);
         }
+        if constexpr (P::scorer_type::when == kvpolicy::score_time::from_hidden) {
+            io.hidden = hidden.type == DType::f32 ? hidden_rows<float>(hidden.data, count)
+                                                  : hidden_rows<kvpolicy::bf16>(hidden.data, count);
+        }
         const kvpolicy::workspace_view workspace{workspace_.data(), workspace_.size()};
         if (count == 1) {
             kvpolicy::step<Dims>(ctx_, ref, io, workspace, {.status = status_.data()});
@@ -152,19 +166,22 @@ class DeviceCacheAttention final : public DeviceAttention {
     double rows_per_head() const override {
         double sum = 0.0;
         for (int layer = 0; layer < config_.layers; ++layer) {
-            for (const std::int32_t rows : used(layer)) {
-                sum += rows;
+            for (int head = 0; head < config_.kv_heads; ++head) {
+                sum += cache_.usage(ctx_, layer, 0, head).size();
             }
         }
         return sum / (config_.layers * config_.kv_heads);
     }
     std::vector<std::int64_t> retained(int layer, int head) const override {
-        const auto ref = cache_.layer(layer);
-        std::int64_t first = 0;
-        for (int h = 0; h < head; ++h) {
-            first += capacity(layer, h);
+        const std::int32_t count = cache_.usage(ctx_, layer, 0, head).size();
+        if (count == 0) {
+            return {};
         }
-        return fetch(ref.position + first, used(layer)[static_cast<std::size_t>(head)]);
+        const DeviceArray<std::int64_t> positions(static_cast<std::size_t>(count));
+        detail::positions_kernel<<<static_cast<unsigned>((count + 127) / 128), 128, 0, ctx_.stream>>>(
+            cache_.layer(layer), head, count, positions.data());
+        ok(cudaGetLastError(), "positions_kernel");
+        return fetch(positions.data(), count);
     }
     void check() const override {
         const std::uint32_t status = fetch(status_.data(), 1)[0];
@@ -176,9 +193,43 @@ class DeviceCacheAttention final : public DeviceAttention {
                                      ", it must be 0 (kvpolicy/core/status.hpp)");
         }
     }
-    std::size_t bytes() const override { return cache_.bytes().keys_and_values; }
+    std::size_t bytes() const override {
+        if constexpr (pooled) {
+            return static_cast<std::size_t>(cache_.attached_pages() * page_size) *
+                   static_cast<std::size_t>(2 * config_.head_dim) * sizeof(T);
+        } else {
+            return cache_.bytes().keys_and_values;
+        }
+    }
 
   private:
+    using cache_type = Cache<P, T>;
+    static constexpr bool pooled = cache_type::ref_type::pooled;
+    static constexpr std::int32_t page_size = pooled ? 16 : 1;
+
+    static cache_type make_cache(const Config& config, const P& policy,
+                                 const typename P::scorer_type* scorers, std::int64_t max_seq_len) {
+        const kvpolicy::CacheShape shape{.layers = config.layers,
+                                         .max_sequences = 1,
+                                         .query_heads = config.heads,
+                                         .kv_heads = config.kv_heads,
+                                         .head_dim = config.head_dim,
+                                         .page_size = page_size};
+        if constexpr (pooled) {
+            const std::int64_t pages =
+                ((max_seq_len + page_size - 1) / page_size) * config.layers * config.kv_heads;
+            return cache_type(
+                shape,
+                {.slab_pages = static_cast<std::int32_t>(pages), .max_slabs = 1, .max_seq_len = max_seq_len},
+                policy, scorers);
+        } else {
+            return cache_type(shape, policy, scorers);
+        }
+    }
+    template <class H>
+    kvpolicy::HiddenRows hidden_rows(const void* data, int count) const {
+        return kvpolicy::view_bhsd(static_cast<const H*>(data), 1, 1, count, config_.hidden_size);
+    }
     template <class V>
     std::vector<V> fetch(const V* from, std::int64_t count) const {
         std::vector<V> values(static_cast<std::size_t>(count));
@@ -188,32 +239,14 @@ class DeviceCacheAttention final : public DeviceAttention {
         ok(cudaStreamSynchronize(ctx_.stream), "cudaStreamSynchronize");
         return values;
     }
-    std::int64_t capacity(int layer, int head) const {
-        const kvpolicy::HeadParams head_params = policy_.params(layer, head);
-        return std::int64_t{head_params.sinks} + head_params.window +
-               (P::has_budget ? head_params.budget : 0);
-    }
-    /// Rows in use of every KV head of a layer.
-    std::vector<std::int32_t> used(int layer) const {
-        const auto ref = cache_.layer(layer);
-        const std::int64_t tokens = length();
-        std::vector<std::int32_t> rows = fetch(ref.num_long_range, config_.kv_heads);
-        for (int head = 0; head < config_.kv_heads; ++head) {
-            const kvpolicy::HeadParams head_params = policy_.params(layer, head);
-            std::int32_t& kept = rows[static_cast<std::size_t>(head)];
-            kept = kvpolicy::HeadRows{head_params.sinks, head_params.window}.used(tokens, kept);
-        }
-        return rows;
-    }
 
     kvpolicy::cuda ctx_;
     const Config& config_;
     ScoreSource source_;
-    P policy_;
     std::vector<DeviceArray<float>> weights_;
     std::vector<typename P::scorer_type> scorers_;
-    kvpolicy::FixedBudgetCache<P, T> cache_;
-    DeviceArray<unsigned char> memory_, workspace_;
+    cache_type cache_;
+    DeviceArray<unsigned char> memory_, slab_, workspace_;
     DeviceArray<std::uint32_t> status_;
     DeviceArray<float> scores_;  // [kv_heads, chunk]
 };

@@ -134,7 +134,7 @@ void DeviceEngine::layers(const std::int32_t* tokens, int count, DeviceAttention
         products_.multiply(ctx, normed_.data(), count, layer.qkv, wide_.data());
         rotate(ctx, wide_.data(), count, c.heads, c.kv_heads, c.head_dim, cos_.data(), sin_.data(),
                rows_.data(), rows);
-        attention(static_cast<int>(i), count, rows_.data(), attended_.data());
+        attention(static_cast<int>(i), count, {normed_.data(), type_}, rows_.data(), attended_.data());
         const std::byte* attended = attended_.data();
         if (rows != type_) {
             convert(ctx, attended_.data(), rows, converted_.data(), type_, count * width);

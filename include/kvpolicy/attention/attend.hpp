@@ -38,7 +38,7 @@ enum class attend_tiles : std::uint8_t {
     automatic,  ///< of few tiles so many heads' are narrow that the GPU is done soonest; else wide
     wide,
     narrow,
-    mixed,  ///< narrow for half of the heads
+    mixed,  ///< narrow for half of the heads, of an odd number for one more
 };
 
 /// Options of attend. Results agree to rounding whatever it says. The host has one path: it looks at the

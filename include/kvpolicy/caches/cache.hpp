@@ -249,6 +249,11 @@ class CacheOwner {
         return all_params_[static_cast<std::size_t>(layer) * static_cast<std::size_t>(shape_.kv_heads) +
                            static_cast<std::size_t>(head)];
     }
+    /// Of a head in an array of heads' offsets, [layers, kv_heads + 1].
+    [[nodiscard]] std::size_t offset_index(std::int32_t layer, std::int32_t head) const {
+        return static_cast<std::size_t>(layer) * static_cast<std::size_t>(shape_.kv_heads + 1) +
+               static_cast<std::size_t>(head);
+    }
     /// The most that measure(ref) says of any layer, where budgets differ by layer.
     template <class Context, class Measure>
     [[nodiscard]] std::size_t max_of_layers(const Context& ctx, const Measure& measure) const {

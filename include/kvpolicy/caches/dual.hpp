@@ -321,10 +321,6 @@ class DualCache : public CacheOwner<DualCache<P, T>, P, T> {
         }
     }
 #endif
-    [[nodiscard]] std::size_t offset_index(std::int32_t layer, std::int32_t head) const {
-        return static_cast<std::size_t>(layer) * static_cast<std::size_t>(this->shape_.kv_heads + 1) +
-               static_cast<std::size_t>(head);
-    }
     void plan();
     /// layer() of a cache that may be unbound.
     friend base;

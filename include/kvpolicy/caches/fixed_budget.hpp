@@ -68,7 +68,7 @@ class FixedBudgetCache : public CacheOwner<FixedBudgetCache<P, T>, P, T> {
     /// bind().
     [[nodiscard]] std::int64_t rows(std::int32_t layer) const {
         this->check_layer(layer);
-        return row_offset_[offset_index(layer, this->shape_.kv_heads)];
+        return row_offset_[this->offset_index(layer, this->shape_.kv_heads)];
     }
 
     /// Takes `buffer`, at least bytes().total() long, and empties every sequence. Any alignment will do:
@@ -115,10 +115,6 @@ class FixedBudgetCache : public CacheOwner<FixedBudgetCache<P, T>, P, T> {
     template <class Build, class Copy>
     void for_each_slice(const FixedBudgetCache& other, std::int32_t seq, const Copy& copy) const;
 #endif
-    [[nodiscard]] std::size_t offset_index(std::int32_t layer, std::int32_t head) const {
-        return static_cast<std::size_t>(layer) * static_cast<std::size_t>(this->shape_.kv_heads + 1) +
-               static_cast<std::size_t>(head);
-    }
     void plan();
     /// layer() of a cache that may be unbound.
     friend base;

@@ -225,6 +225,12 @@ struct BasicMlpScorer {
         takes_hidden_state<Input> ? score_time::from_hidden : score_time::on_arrival;
     template <class Float>
     using parameters = MlpParameters<Float>;
+    /// What messages call it: the name of its alias, where it has one.
+    static constexpr const char* name =
+        std::is_same_v<Input, KeyValueInput> && std::is_same_v<Act, Silu>       ? "MlpScorer"
+        : std::is_same_v<Input, WriteGateInput> && std::is_same_v<Act, GeluErf> ? "WriteGateScorer"
+        : std::is_same_v<Input, HiddenInput> && std::is_same_v<Act, Silu>       ? "UtilityPredictor"
+                                                                                : "BasicMlpScorer";
 
     std::int32_t heads = 0;
     std::int32_t head_dim_qk = D == dynamic ? 0 : D;

@@ -19,9 +19,12 @@ enum class rope_layout : std::uint8_t {
                   ///< Hugging Face's format
 };
 
+/// The largest position for which angles are products in fp32.
+inline constexpr position_t max_fp32_position = position_t{1} << 24;
+
 /// How stored keys were rotated. The key of position t has its pair i turned by t * f_i radians, with f_i =
-/// base^(-2 i / dims). The angle is one fp32 product of the position and an fp32 f_i, as engines compute
-/// it. A plain value.
+/// base^(-2 i / dims) rounded to fp32. Up to position 2^24 the angle is one fp32 product, as engines compute
+/// it. Beyond, fp32 cannot tell neighbors apart, and the angle is the product in double. A plain value.
 struct Rope {
     rope_layout layout = rope_layout::none;
     float base = 10000.0f;  ///< theta
@@ -82,11 +85,13 @@ struct Rope {
         const std::int32_t apart = layout == rope_layout::interleaved ? 1 : pairs;
         const std::int32_t step = layout == rope_layout::interleaved ? 2 : 1;
         for (std::int32_t i = 0; i < pairs; ++i) {
-            // Cosine and sine of the fp32 angle, in double: no library's fp32 functions show in a score.
-            const Real angle =
-                static_cast<Real>(t) * static_cast<Real>(f != nullptr ? f[i] : frequency(head_dim_qk, i));
-            const auto c = static_cast<Real>(std::cos(static_cast<double>(angle)));
-            const auto s = static_cast<Real>(Sign * std::sin(static_cast<double>(angle)));
+            // Cosine and sine of the angle, in double: no library's fp32 functions show in a score.
+            const float turn = f != nullptr ? f[i] : frequency(head_dim_qk, i);
+            const double angle = t <= max_fp32_position
+                                     ? static_cast<double>(static_cast<Real>(t) * static_cast<Real>(turn))
+                                     : static_cast<double>(t) * static_cast<double>(turn);
+            const auto c = static_cast<Real>(std::cos(angle));
+            const auto s = static_cast<Real>(Sign * std::sin(angle));
             Real& a = key[std::ptrdiff_t{i} * step];
             Real& b = key[std::ptrdiff_t{i} * step + apart];
             const Real x = a * c - b * s;

@@ -45,7 +45,8 @@ double exact_mlp(const kvpolicy::MlpParameters<const float>& weights, std::int32
     return score;
 }
 
-/// WG-KV, 3.2: [RMSNorm(k before RoPE); RMSNorm(k)]. The angle is a product in fp32, as engines have it.
+/// WG-KV, 3.2: [RMSNorm(k before RoPE); RMSNorm(k)]. The angle is a product in fp32 up to position 2^24, as
+/// engines have it, and one in double beyond.
 inline std::vector<double> exact_gate_input(const kvpolicy::WriteGateInput& input, std::vector<double> k,
                                             kvpolicy::position_t t) {
     std::vector<double> before = k;
@@ -58,7 +59,9 @@ inline std::vector<double> exact_gate_input(const kvpolicy::WriteGateInput& inpu
                 ? input.rope.frequencies[i]
                 : static_cast<float>(std::pow(static_cast<double>(input.rope.base),
                                               -2.0 * static_cast<double>(i) / static_cast<double>(dims)));
-        const double angle = static_cast<double>(static_cast<float>(t) * f);
+        const double angle = t <= kvpolicy::position_t{1} << 24
+                                 ? static_cast<double>(static_cast<float>(t) * f)
+                                 : static_cast<double>(t) * static_cast<double>(f);
         const std::size_t a = neighbors ? 2 * i : i, b = neighbors ? 2 * i + 1 : i + dims / 2;
         before[a] = k[a] * std::cos(angle) + k[b] * std::sin(angle);
         before[b] = k[b] * std::cos(angle) - k[a] * std::sin(angle);

@@ -416,6 +416,24 @@ class BothCaches {
     OutputCheck<T> check_;
 };
 
+/// Moves all positions of a sequence but those of sinks, in both caches of one layer, by a multiple of all
+/// windows: rows stay where they are.
+template <class Both>
+void move_positions(Both& both, std::int32_t seq, kvpolicy::position_t by) {
+    const auto ref = both.oracle.cache.layer(0);
+    ref.length[seq] += by;
+    for (std::int32_t h = 0; h < ref.kv_heads; ++h) {
+        const auto rows = ref.head_rows(seq, h);
+        for (std::int32_t r = ref.layout(h).sinks; r < ref.used(seq, h); ++r) {
+            rows.position(r) += by;
+        }
+    }
+    std::vector<unsigned char> blob(both.oracle.cache.snapshot_bytes(seq));
+    both.oracle.cache.snapshot(both.ctx, seq, blob.data(), blob.size());
+    both.oracle.cache.restore(both.ctx, seq, blob.data(), blob.size());
+    both.cache.restore(both.device, seq, blob.data(), blob.size());
+}
+
 /// Random calls on random sequences: steps, chunks, max_draft_tokens, forks, reorders, snapshots, clears.
 template <class Dims = kvpolicy::all_head_dims, class P, class T>
 void random_life(BothCaches<P, T, Dims>& both, Scores kind, std::int32_t calls, std::mt19937& generator) {

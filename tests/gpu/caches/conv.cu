@@ -66,14 +66,26 @@ void live(Both& both, const CacheShape& shape, std::int32_t turns, std::int32_t 
     }
 }
 
+/// With `bits` positions are beyond 2^bits: they move after a chunk, by whole windows and whole batches of
+/// keys.
 template <std::int32_t Width, std::int32_t Budget, class T, class Dims = all_head_dims>
-void check_fixed(const ConvScorer<>& sizes, std::int32_t turns, std::int32_t max_seq_len, float tolerance) {
+void check_fixed(const ConvScorer<>& sizes, std::int32_t turns, std::int32_t max_seq_len, float tolerance,
+                 int bits = 0) {
     using P = Policy<Sink<2>, Window<Width>, TopKBudget<Budget>, ConvScorer<>>;
     std::mt19937 generator(11);
     const TwoScorers<ConvScorer<>> scorers(sizes, true, generator);
     const P policy{Sink<2>{}, Window<Width>{}, TopKBudget<Budget>{}, scorers.of_host};
     const CacheShape shape = shaped(sizes, 3, 1);
     BothCaches<P, T, Dims> both(shape, policy, &scorers.of_host, &scorers.of_device);
+    if (bits != 0) {
+        constexpr std::int32_t before = Width + 30;
+        const CallTensors<T> in(shape, 3, before, Scores::random, generator);
+        both.call(Mode::prefill, {0, 1, 2}, {before, before, before}, in, {});
+        const position_t cycle = position_t{Width} * sizes.tokens_at_once(Width);
+        for (std::int32_t seq = 0; seq < 3; ++seq) {
+            move_positions(both, seq, ((position_t{1} << bits) / cycle + 1) * cycle);
+        }
+    }
     live<T>(both, shape, turns, max_seq_len, generator, [&] {
         const auto ref = both.cache.layer(0), host_ref = both.oracle.cache.layer(0);
         const auto position = both.fetch(ref.position, ref.max_sequences * ref.rows);
@@ -122,6 +134,15 @@ TEST_CASE("FixedBudgetCache, bf16: tiles") {
     check_fixed<150, 4000, bf16, head_dims<64>>(convolution(64, 32, 17, rope_layout::none), 18, 90, 1e-2f);
     check_fixed<150, 4000, bf16, head_dims<128>>(convolution(128, 128, 0, rope_layout::half_split), 15, 200,
                                                  1e-2f);
+}
+
+TEST_CASE("FixedBudgetCache: positions beyond 2^24, 2^30 and 2^40") {
+    for (const int bits : {24, 30, 40}) {
+        CAPTURE(bits);
+        check_fixed<20, 30, float>(convolution(16, 24, 0, rope_layout::half_split), 30, 45, 5e-5f, bits);
+        check_fixed<150, 4000, bf16, head_dims<64>>(convolution(64, 64, 0, rope_layout::half_split), 18, 300,
+                                                    1e-2f, bits);
+    }
 }
 
 TEST_CASE("GPUs with less shared memory") {

@@ -273,20 +273,7 @@ class PrefillPair {
     }
 
     /// Moves all positions of sequence 0 but those of sinks, by a multiple of all windows.
-    void shift(kvpolicy::position_t by) {
-        const auto ref = both_->oracle.cache.layer(0);
-        ref.length[0] += by;
-        for (std::int32_t h = 0; h < prefill_heads; ++h) {
-            const auto rows = ref.head_rows(0, h);
-            for (std::int32_t r = of_.sinks[static_cast<std::size_t>(h)]; r < ref.used(0, h); ++r) {
-                rows.position(r) += by;
-            }
-        }
-        std::vector<unsigned char> blob(both_->oracle.cache.snapshot_bytes(0));
-        both_->oracle.cache.snapshot(both_->ctx, 0, blob.data(), blob.size());
-        both_->oracle.cache.restore(both_->ctx, 0, blob.data(), blob.size());
-        both_->cache.restore(both_->device, 0, blob.data(), blob.size());
-    }
+    void shift(kvpolicy::position_t by) { move_positions(*both_, 0, by); }
 
   private:
     /// A cache of the host alone, or a pair.

@@ -136,6 +136,68 @@ TEST_CASE("a token has the same bits alone and among others") {
     }
 }
 
+// The states of padding would be far behind the memory that there is.
+TEST_CASE("hidden states of padding are not read") {
+    constexpr std::int32_t width = 100, tokens = 3;
+    constexpr std::int64_t far = std::int64_t{1} << 44;
+    std::mt19937 generator(8);
+    const TwoScorers<Predictor> scorers(predictor_of(width, 37), true, generator, 0.1f);
+    const CacheShape shape = arriving_shape(2, 16, 24);
+    using P = GatedBudget<Predictor>;
+    using Dims = head_dims<64>;
+    const kvpolicy::cuda ctx{};
+    const CallTensors<float> in(shape, 2, tokens, Scores::random, generator, width);
+    const Device<float> q(in.q.data), k(in.k.data), v(in.v.data);
+    const Device<bf16> hidden(in.hidden.data);
+    const Device<std::int32_t> padded(std::vector<std::int32_t>{1, Batch::no_seq}),
+        lengths(std::vector<std::int32_t>{tokens, tokens}), ones(std::vector<std::int32_t>{1, 1});
+    // Keys, positions, scores of sequence 1 after a chunk and a step, with padding behind it or alone.
+    const auto content = [&](std::int32_t count, bool says_lengths) {
+        FixedBudgetCache<P, float> cache(shape, P{{}, {}, {}, {}, scorers.of_device}, &scorers.of_device);
+        const Device<unsigned char> memory(cache.bytes().total());
+        cache.bind(ctx, memory.data(), memory.size());
+        const Device<float> out(in.q.data.size() * 2);
+        const Device<std::uint32_t> status(std::vector<std::uint32_t>(2, 0));
+        const auto ref = cache.layer(0);
+        const Device<unsigned char> workspace(
+            workspace_bytes<Dims>(ctx, ref, {.batch = count, .tokens = tokens}));
+        for (const std::int32_t n : {tokens, 1}) {
+            Batch batch{.count = count, .seq_ids = padded.data(), .length = n};
+            if (says_lengths) {
+                batch.q_len = n == 1 ? ones.data() : lengths.data();
+            }
+            Extras extras;
+            extras.hidden = rows_view<const bf16>{hidden.data(), count, 1, tokens, width, far, width, width};
+            const auto rows = [&](const float* data, std::int32_t heads, std::int32_t dim) {
+                auto view = view_bhsd<const float>(data, 2, heads, tokens, dim);
+                view.batch = count;
+                view.length = n;
+                return view;
+            };
+            auto to = view_bhsd(out.data(), 2, 4, tokens, 24);
+            to.batch = count;
+            to.length = n;
+            const auto io = test::step_io<float>(batch, rows(q.data(), 4, 16), rows(k.data(), 2, 16),
+                                                 rows(v.data(), 2, 24), to, extras);
+            if (n == 1) {
+                step<Dims>(ctx, ref, io, workspace, {.status = status.data()});
+            } else {
+                prefill<Dims>(ctx, ref, io, workspace, {.status = status.data()});
+            }
+            cache.advance(ctx, batch, {.status = status.data()});
+        }
+        CHECK(status.read() == std::vector<std::uint32_t>(2, 0));
+        CHECK(cache.length(ctx, 0) == 0);
+        CHECK(cache.length(ctx, 1) == tokens + 1);
+        std::vector<unsigned char> blob(cache.snapshot_bytes(ctx, 1));
+        cache.snapshot(ctx, 1, blob.data(), blob.size());
+        return blob;
+    };
+    const auto alone = content(1, false);
+    CHECK(content(2, false) == alone);
+    CHECK(content(2, true) == alone);
+}
+
 TEST_CASE("a FixedBudgetCache of a gate and a budget") {
     contiguous_life<float, true>(predictor_of(100, 37), arriving_shape(3, 16, 24), true, 100, 80, 2);
     contiguous_life<float, true>(predictor_of(9, 6), arriving_shape(3, 16, 24), false, 9, 80, 3);
@@ -237,5 +299,5 @@ TEST_CASE("hidden states that are missing or of another width, and a predictor t
     Predictor other = scorers.of_device;
     other.heads = 3;
     CHECK_REFUSED(Cache(shape, pool, Named{{}, {}, {}, other}, &other),
-                  "MlpScorer.heads: 3 is not allowed; it must be the layer's KV heads, 2");
+                  "UtilityPredictor.heads: 3 is not allowed; it must be the layer's KV heads, 2");
 }

@@ -3,6 +3,11 @@
 
 #include "arriving_case.hpp"
 
+#include <algorithm>
+#include <cmath>
+#include <map>
+#include <utility>
+
 using namespace kvpolicy;
 using namespace test;
 
@@ -55,6 +60,63 @@ TEST_CASE("16-bit steps") {
     }
 }
 
+// Positions move after the first chunk, by whole windows: the ring stays as it is.
+TEST_CASE("positions around 2^24, 2^30 and 2^40") {
+    const CacheShape shape = arriving_shape(1, 16, 24);
+    using P = GatedBudget<StoredGate>;
+    for (const Rope& rope : {halves, neighbors}) {
+        for (const int bits : {24, 30, 40}) {
+            CAPTURE(bits);
+            const position_t by = ((position_t{1} << bits) / 7 - 4) * 7;
+            std::mt19937 generator(static_cast<unsigned>(bits));
+            const TwoScorers<StoredGate> scorers(gate_of<StoredGate>(37, rope), true, generator);
+            BothCaches<P, float, head_dims<64>> both(shape, P{{}, {}, {}, {}, scorers.of_host},
+                                                     &scorers.of_host, &scorers.of_device);
+            struct {
+                std::map<std::pair<std::int32_t, position_t>, double> exact;
+                double device = 0.0, host = 0.0;
+                std::size_t seen = 0;
+                void score(std::int32_t, std::int32_t head, position_t position, float of_device,
+                           float of_host) {
+                    const auto found = exact.find({head, position});
+                    if (found == exact.end()) {
+                        return;
+                    }
+                    const double scale = 1.0 + std::abs(found->second);
+                    device =
+                        std::max(device, std::abs(static_cast<double>(of_device) - found->second) / scale);
+                    host = std::max(host, std::abs(static_cast<double>(of_host) - found->second) / scale);
+                    ++seen;
+                }
+                void states(std::int32_t, std::int32_t, const float*, const float*, std::int64_t) {}
+            } near;
+            position_t next = 0;
+            const auto feed = [&](Mode mode, std::int32_t tokens) {
+                const CallTensors<float> in(shape, 1, tokens, Scores::random, generator);
+                both.call(mode, {0}, {tokens}, in, {tokens});
+                for (std::int32_t t = 0; t < tokens; ++t, ++next) {
+                    for (std::int32_t h = 0; next > 20 && h < 2; ++h) {
+                        near.exact[{h, next}] = exact_score(scorers.of_host, in, 0, h, t, next);
+                    }
+                }
+                both.near_rows(near);
+            };
+            feed(Mode::prefill, 20);
+            move_positions(both, 0, by);
+            next += by;
+            REQUIRE(next < position_t{1} << bits);
+            for (const std::int32_t tokens : {1, 1, 11, 1, 1, 1}) {
+                feed(tokens == 1 ? Mode::step : Mode::prefill, tokens);
+            }
+            REQUIRE(next > position_t{1} << bits);
+            CHECK(near.seen > 40);
+            MESSAGE("2^", bits, ": the furthest from double: ", near.device, ", the host's ", near.host);
+            CHECK(near.device <= score_tolerance);
+            CHECK(near.host <= score_tolerance);
+        }
+    }
+}
+
 TEST_CASE("a key that is NaN is reported, and is not admitted") {
     std::mt19937 generator(3);
     const TwoScorers<StoredGate> scorers(gate_of<StoredGate>(5, halves), true, generator);
@@ -88,12 +150,12 @@ TEST_CASE("a gate that does not fit the heads, or says no RoPE") {
         const Cache cache(shape, pool, policy, &gate);
     };
     CHECK_REFUSED(made(scorers.of_device, arriving_shape(1, 24, 24)),
-                  "MlpScorer.head_dim_qk: 16 is not allowed; it must be the width of the keys, 24");
+                  "WriteGateScorer.head_dim_qk: 16 is not allowed; it must be the width of the keys, 24");
     StoredGate other = scorers.of_device;
     other.heads = 3;
     CHECK_REFUSED(made(other, arriving_shape(1, 16, 24)),
-                  "MlpScorer.heads: 3 is not allowed; it must be the layer's KV heads, 2");
+                  "WriteGateScorer.heads: 3 is not allowed; it must be the layer's KV heads, 2");
     other = scorers.of_device;
     other.input.rope = {};
-    CHECK_REFUSED(made(other, arriving_shape(1, 16, 24)), "MlpScorer.input.rope.layout: none");
+    CHECK_REFUSED(made(other, arriving_shape(1, 16, 24)), "WriteGateScorer.input.rope.layout: none");
 }

@@ -1,5 +1,8 @@
 // The byte model on a GPU: the text that the host writes, with every policy that a GPU has; and one captured
 // graph against eager calls, for ten thousand tokens.
+#include <kvpolicy/spkv.hpp>
+
+#include "predictor_cache.hpp"
 #include "support/device_policies.hpp"
 #include "support/policies.hpp"
 #include "support/retention.hpp"
@@ -11,10 +14,15 @@
 #include <llama/model.hpp>
 #include <llama/tokenizer.hpp>
 
+#include <algorithm>
 #include <cmath>
 #include <functional>
+#include <iterator>
 #include <limits>
+#include <memory>
+#include <span>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace {
@@ -102,6 +110,57 @@ void check_same_text(const std::string& name, const HostCache& host_cache, const
     }
 }
 
+/// Hands every call on, and keeps the hidden states of all layers in host memory.
+class HiddenWatch final : public llama::DeviceAttention {
+  public:
+    HiddenWatch(const llama::DeviceEngine& engine, DeviceCache inner)
+        : engine_(engine),
+          inner_(std::move(inner)),
+          hidden_(static_cast<std::size_t>(engine.config().layers)) {}
+
+    const std::vector<float>& hidden(int layer) const { return hidden_[static_cast<std::size_t>(layer)]; }
+
+    llama::DType rows() const override { return inner_->rows(); }
+    const std::int64_t* length_on_device() const override { return inner_->length_on_device(); }
+    void operator()(int layer, int count, const llama::DeviceHidden& hidden, const void* qkv,
+                    void* out) override {
+        if (hidden.type == llama::DType::bf16) {
+            keep<kvpolicy::bf16>(layer, count, hidden.data);
+        } else {
+            keep<float>(layer, count, hidden.data);
+        }
+        (*inner_)(layer, count, hidden, qkv, out);
+    }
+    void advance(int count) override { inner_->advance(count); }
+    void clear() override { inner_->clear(); }
+    std::int64_t length() const override { return inner_->length(); }
+    double rows_per_head() const override { return inner_->rows_per_head(); }
+    std::vector<std::int64_t> retained(int layer, int head) const override {
+        return inner_->retained(layer, head);
+    }
+    void check() const override { inner_->check(); }
+    std::size_t bytes() const override { return inner_->bytes(); }
+
+  private:
+    template <class T>
+    void keep(int layer, int count, const void* from) {
+        const auto numbers =
+            static_cast<std::size_t>(count) * static_cast<std::size_t>(engine_.config().hidden_size);
+        std::vector<T> rows(numbers);
+        llama::ok(
+            cudaMemcpyAsync(rows.data(), from, numbers * sizeof(T), cudaMemcpyDeviceToHost, engine_.stream()),
+            "cudaMemcpyAsync");
+        llama::ok(cudaStreamSynchronize(engine_.stream()), "cudaStreamSynchronize");
+        std::vector<float>& to = hidden_[static_cast<std::size_t>(layer)];
+        std::transform(rows.begin(), rows.end(), std::back_inserter(to),
+                       [](T x) { return static_cast<float>(x); });
+    }
+
+    const llama::DeviceEngine& engine_;
+    DeviceCache inner_;
+    std::vector<std::vector<float>> hidden_;  // [layers]: [tokens, hidden_size]
+};
+
 DeviceSetting device_setting(llama::DeviceEngine& engine, llama::DType rows) {
     return {engine.stream(), engine.config(), rows, llama::DeviceEngine::chunk};
 }
@@ -130,6 +189,59 @@ TEST_CASE("the host's text, rows and weights in fp32") {
                     make_device_trained(device, budget, m.mlp), engine);
     check_same_text("kvpop, mLSTM", make_trained(m.ctx, config, m.mlstm, choice, false, llama::DType::f32),
                     make_device_trained(device, budget, m.mlstm), engine);
+}
+
+TEST_CASE("SP-KV's predictor: the host's text, and the keys that the paper's formula keeps") {
+    using Policy = kvpolicy::SPKV<test::predictor_window, kvpolicy::UtilityPredictor>;
+    ByteModel& m = byte_model();
+    const llama::Config& config = m.model.config;
+    const test::Predictors predictors(config);
+    const auto tokens = static_cast<std::int32_t>(m.prompt.size());
+    {
+        llama::DeviceEngine engine(m.model, llama::DType::f32);
+        check_same_text(
+            "SP-KV",
+            std::make_unique<llama::CacheAttention<Policy, float, kvpolicy::DualCache>>(
+                m.ctx, config, Policy{{}, {}, {}, predictors.of_layer.front()}, predictors.of_layer.data(),
+                tokens + 200),
+            test::make_device_predicted(device_setting(engine, llama::DType::f32), predictors, tokens + 200),
+            engine);
+    }
+    // A prompt, and tokens one by one, with hidden states of both types.
+    for (const llama::DType weights : {llama::DType::f32, llama::DType::bf16}) {
+        CAPTURE(llama::name_of(weights));
+        llama::DeviceEngine engine(m.model, weights);
+        HiddenWatch watch(engine, test::make_device_predicted(device_setting(engine, llama::DType::f32),
+                                                              predictors, tokens));
+        constexpr std::size_t steps = 20;
+        engine.read(std::span(m.prompt).first(m.prompt.size() - steps), watch);
+        for (std::size_t i = steps; i > 0; --i) {
+            engine.read(std::span(m.prompt).subspan(m.prompt.size() - i, 1), watch);
+        }
+        REQUIRE(watch.length() == tokens);
+        std::size_t kept = 0, wrong = 0;
+        for (int layer = 0; layer < config.layers; ++layer) {
+            const std::vector<float>& hidden = watch.hidden(layer);
+            REQUIRE(hidden.size() == m.prompt.size() * static_cast<std::size_t>(config.hidden_size));
+            for (int head = 0; head < config.kv_heads; ++head) {
+                const auto retained = watch.retained(layer, head);
+                kept += retained.size() - test::predictor_window;
+                for (std::int32_t t = 0; t < tokens; ++t) {
+                    const double utility =
+                        test::exact_utility(predictors.of_layer[static_cast<std::size_t>(layer)], head,
+                                            hidden.data() + std::int64_t{t} * config.hidden_size);
+                    const bool expected = t >= tokens - test::predictor_window || utility >= 0.0;
+                    const bool held = std::ranges::find(retained, t) != retained.end();
+                    wrong += held != expected && std::abs(utility) > 1e-4 ? 1 : 0;
+                }
+            }
+        }
+        CHECK(wrong == 0);
+        const std::size_t all = static_cast<std::size_t>(config.layers * config.kv_heads) *
+                                (m.prompt.size() - test::predictor_window);
+        CHECK(kept > all / 10);
+        CHECK(kept < all * 9 / 10);
+    }
 }
 
 TEST_CASE("one graph writes what eager calls write, for 10,000 tokens") {

@@ -354,7 +354,7 @@ TEST_CASE("refusals are sentences, and come before anything is written") {
     other.heads = 3;
     says(sentence(
              [&] { score_hidden(ctx, other, rows, sequences, scores, workspace, {.cublaslt = handle()}); }),
-         "MlpScorer.heads: 3 is not allowed");
+         "UtilityPredictor.heads: 3 is not allowed");
     other = scorer;
     other.weights.w1 = nullptr;
     says(sentence(

@@ -328,10 +328,11 @@ TEST_CASE("bytes() is the formula, bind keeps inside the buffer wherever that st
     CHECK(cache.bytes().scorer_state == 0);
     CHECK(cache.bytes().total() == values + cache.bytes().bookkeeping);
     // Positions and scores are 12 bytes a row of 48; the rest is small change and alignment.
-    CHECK(cache.bytes().bookkeeping < values / 48 * 12 + 64 * 40);
+    CHECK(cache.bytes().bookkeeping < values / 48 * 12 + detail::alignment * 40);
 
-    for (const std::size_t shift : {std::size_t{0}, std::size_t{1}, std::size_t{16}, std::size_t{63}}) {
-        std::vector<unsigned char> memory(cache.bytes().total() + shift + 64, 0xab);
+    for (const std::size_t shift :
+         {std::size_t{0}, std::size_t{1}, std::size_t{16}, std::size_t{63}, std::size_t{255}}) {
+        std::vector<unsigned char> memory(cache.bytes().total() + shift + 256, 0xab);
         cache.bind(ctx, memory.data() + shift, cache.bytes().total());
         std::mt19937 generator(1);
         test::Tensor<bf16> q(seq_ids, query_heads, 9, 16), k(seq_ids, kv_heads, 9, 16),

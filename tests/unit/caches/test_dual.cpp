@@ -656,7 +656,8 @@ TEST_CASE("a pool and slabs that cannot be") {
     two.bind(ctx, others.data(), others.size());
     std::vector<unsigned char> both(2 * two.slab_bytes());
     two.add_slab(ctx, both.data(), two.slab_bytes());
-    for (const std::size_t at : {std::size_t{0}, std::size_t{64}, std::size_t{128}, two.slab_bytes() - 128}) {
+    for (const std::size_t at :
+         {std::size_t{0}, std::size_t{64}, std::size_t{128}, two.slab_bytes() - 2 * detail::alignment}) {
         CHECK_REFUSED(two.add_slab(ctx, both.data() + at, two.slab_bytes()),
                       "slab: memory of slab 0 is not allowed; it must be memory that no slab has yet");
     }

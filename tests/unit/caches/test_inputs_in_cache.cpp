@@ -190,7 +190,7 @@ TEST_CASE("hidden states that are missing, of another shape or NaN are refused w
     UtilityPredictor other = scorer;
     other.heads = 3;
     using Cache = DualCache<Own, float>;
-    CHECK_REFUSED(Cache(shape, pool, Own{{}, {}, {}, other}), "MlpScorer.heads: 3");
+    CHECK_REFUSED(Cache(shape, pool, Own{{}, {}, {}, other}), "UtilityPredictor.heads: 3");
     // A sink's own state may be anything.
     in.hidden.view().row(0, 0, 0)[1] = bf16(std::numeric_limits<float>::quiet_NaN());
     in.run(ctx, ref, 0, 2, false);

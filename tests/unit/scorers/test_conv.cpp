@@ -332,6 +332,36 @@ TEST_CASE("RoPE: its own frequencies, and undoing it gives the key back") {
     }
 }
 
+// Angles up to position 2^24 are products in fp32; those beyond are within a rounding of double.
+TEST_CASE("RoPE at positions that fp32 does not tell apart") {
+    const std::int32_t dim = 16;
+    const Rope rope{rope_layout::half_split, 10000.0f};
+    for (const position_t first :
+         {(position_t{1} << 24) - 2, (position_t{1} << 30) - 2, (position_t{1} << 40)}) {
+        for (position_t t = first; t < first + 5; ++t) {
+            CAPTURE(t);
+            std::vector<float> key(dim, 0.0f);
+            std::fill_n(key.begin(), dim / 2, 1.0f);
+            rope.apply(t, dim, nullptr, key.data());
+            for (std::int32_t i = 0; i < dim / 2; ++i) {
+                const float f = rope.frequency(dim, i);
+                const double angle = t <= (position_t{1} << 24)
+                                         ? static_cast<double>(static_cast<float>(t) * f)
+                                         : static_cast<double>(t) * static_cast<double>(f);
+                CHECK(std::abs(static_cast<double>(key[static_cast<std::size_t>(i)]) - std::cos(angle)) <=
+                      0x1p-24);
+                CHECK(std::abs(static_cast<double>(key[static_cast<std::size_t>(i + dim / 2)]) -
+                               std::sin(angle)) <= 0x1p-24);
+            }
+            rope.undo(t, dim, nullptr, key.data());
+            for (std::int32_t i = 0; i < dim; ++i) {
+                CHECK(std::abs(key[static_cast<std::size_t>(i)] - (i < dim / 2 ? 1.0f : 0.0f)) <=
+                      4 * 0x1p-24f);
+            }
+        }
+    }
+}
+
 TEST_CASE("dropout: by seed, at its rate, and with the mean kept") {
     conv_case c;
     c.heads = 1;

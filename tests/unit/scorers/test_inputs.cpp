@@ -303,6 +303,53 @@ TEST_CASE("hidden states of every storage type are the same states") {
     CHECK(test::same_bits(plain, scores(fp16(0.0f))));
 }
 
+TEST_CASE("the write gate far from position 0, against its formula in double") {
+    constexpr std::size_t dim = 32, hidden = 9;
+    const auto w1 = test::draw(1, test::array::w1, hidden * 2 * dim, 0.5f);
+    const auto w2 = test::draw(1, test::array::w2, hidden, 1.0f);
+    const auto k = test::draw(1, test::array::k, dim, 2.0f);
+    WriteGateScorer<> gate;
+    gate.heads = 1, gate.head_dim_qk = 32, gate.head_dim_vo = 4, gate.hidden = 9;
+    gate.weights = {w1.data(), nullptr, w2.data(), nullptr};
+    gate.input.rope = {rope_layout::half_split, 10000.0f};
+    const std::vector<float> value(4);
+    std::vector<float> scratch(gate.scratch_size());
+    for (const position_t first : {position_t{1} << 24, position_t{1} << 30, position_t{1} << 40}) {
+        std::vector<float> scores;
+        for (position_t t = first - 2; t < first + 3; ++t) {
+            CAPTURE(t);
+            // WG-KV, 3.2, with the angle as Rope says.
+            std::vector<double> x(2 * dim), key(k.begin(), k.end());
+            double squares = 0.0;
+            for (std::size_t a = 0, b = dim / 2; a < dim / 2; ++a, ++b) {
+                const auto f = static_cast<float>(std::pow(10000.0, -2.0 * static_cast<double>(a) / 32.0));
+                const double angle = t <= position_t{1} << 24 ? static_cast<double>(static_cast<float>(t) * f)
+                                                              : static_cast<double>(t) * double{f};
+                x[a] = key[a] * std::cos(angle) + key[b] * std::sin(angle);
+                x[b] = key[b] * std::cos(angle) - key[a] * std::sin(angle);
+                squares += key[a] * key[a] + key[b] * key[b];
+            }
+            std::copy(key.begin(), key.end(), x.begin() + dim);
+            const double norm = std::sqrt(squares / 32.0 + double{gate.input.norm.epsilon});
+            double wanted = 0.0;
+            for (std::size_t j = 0; j < hidden; ++j) {
+                double y = 0.0;
+                for (std::size_t i = 0; i < 2 * dim; ++i) {
+                    y += double{w1[j * 2 * dim + i]} * x[i] / norm;
+                }
+                wanted += double{w2[j]} * 0.5 * y * (1.0 + std::erf(y / std::sqrt(2.0)));
+            }
+            scores.push_back(gate.score(0, k.data(), value.data(), scratch.data(), detected_isa(), t));
+            CHECK(std::abs(static_cast<double>(scores.back()) - wanted) <= 1e-5 * (1.0 + std::abs(wanted)));
+        }
+        // Neighbors have keys of their own.
+        std::sort(scores.begin(), scores.end());
+        for (std::size_t i = 1; i < scores.size(); ++i) {
+            CHECK(scores[i] - scores[i - 1] > 1e-4f);
+        }
+    }
+}
+
 TEST_CASE("what does not fit gets a sentence; a predictor starts open") {
     input_case c(0);
     UtilityPredictor scorer = c.predictor();
@@ -320,13 +367,13 @@ TEST_CASE("what does not fit gets a sentence; a predictor starts open") {
     CHECK_REFUSED(run(), "the width that the scorer reads");
     width = c.dim;
     heads = 1;
-    CHECK_REFUSED(run(), "MlpScorer.heads: 2");
+    CHECK_REFUSED(run(), "UtilityPredictor.heads: 2");
     heads = c.heads;
     scorer.hidden = 0;
-    CHECK_REFUSED(run(), "MlpScorer.hidden: 0");
+    CHECK_REFUSED(run(), "UtilityPredictor.hidden: 0");
     scorer = c.predictor();
     scorer.weights.w1 = nullptr;
-    CHECK_REFUSED(run(), "MlpScorer.weights.w1: null");
+    CHECK_REFUSED(run(), "UtilityPredictor.weights.w1: null");
 
     scorer = c.predictor();
     MlpParameters<float> into{c.w1.data(), c.b1.data(), c.w2.data(), c.b2.data()};
@@ -334,7 +381,14 @@ TEST_CASE("what does not fit gets a sentence; a predictor starts open") {
     CHECK(c.b2[1] == 5.0f);  // sigmoid(5) = 0.993
     WriteGateScorer<> gate;
     gate.heads = 2, gate.head_dim_qk = 8, gate.head_dim_vo = 8, gate.hidden = 4;
-    CHECK_REFUSED(gate.check(2, 8, 8), "MlpScorer.input.rope.layout: none");
+    CHECK_REFUSED(gate.check(2, 8, 8), "WriteGateScorer.input.rope.layout: none");
     gate.input.rope = {rope_layout::half_split, 10000.0f, 9};
-    CHECK_REFUSED(gate.check(2, 8, 8), "MlpScorer.input.rope.dims: 9");
+    CHECK_REFUSED(gate.check(2, 8, 8), "WriteGateScorer.input.rope.dims: 9");
+    WriteGateScorer<16> fixed;
+    fixed.heads = 2, fixed.head_dim_qk = 8;
+    CHECK_REFUSED(
+        fixed.check(2, 8, 8),
+        "WriteGateScorer.head_dim_qk: 8 is not allowed; it must be 16, as WriteGateScorer<16> says");
+    BasicMlpScorer<NormalizedInput, GeluErf> other;
+    CHECK_REFUSED(other.check(2, 8, 8), "BasicMlpScorer.heads: 0");
 }

@@ -196,7 +196,8 @@ class attend_plan {
                 length / super_q * call_.narrow_per_super() + (length % super_q + narrow_q_ - 1) / narrow_q_;
         }
         if (asked != attend_tiles::automatic) {
-            call_.narrow_heads = static_cast<std::int32_t>(asked == attend_tiles::narrow ? all : all / 2);
+            call_.narrow_heads =
+                static_cast<std::int32_t>(asked == attend_tiles::narrow ? all : (all + 1) / 2);
             return;
         }
         double best = 0.97 * tiles_end(all * tiles, 0, processors);

@@ -108,13 +108,13 @@ void DualCache<P, T>::plan() {
     reserved_at_ = memory.take(max_sequences * sizeof(position_t));
     const std::size_t spare = detail::product_of(heads, shape.max_draft_tokens);
     for (std::int32_t layer = 0; layer < shape.layers; ++layer) {
-        const auto table = static_cast<std::size_t>(table_offset_[offset_index(layer, shape.kv_heads)]);
+        const auto table = static_cast<std::size_t>(table_offset_[this->offset_index(layer, shape.kv_heads)]);
         layer_plan plan{};
         plan.table = memory.take(detail::product_of(max_sequences, table, sizeof(std::int32_t)));
         plan.held = memory.take(heads * sizeof(std::int32_t));
         plan.arrivals = memory.take(heads * sizeof(std::uint32_t));
         plan.tile_victims = memory.take(detail::product_of(
-            max_sequences, tile_offset_[offset_index(layer, shape.kv_heads)], sizeof(std::int32_t)));
+            max_sequences, tile_offset_[this->offset_index(layer, shape.kv_heads)], sizeof(std::int32_t)));
         plan.spare_k = memory.take(detail::product_of(spare, k_row));
         plan.spare_v = memory.take(detail::product_of(spare, v_row));
         plan.spare_position = memory.take(detail::product_of(spare, sizeof(position_t)));
@@ -318,11 +318,11 @@ DualRef<P, T> DualCache<P, T>::ref_of(std::int32_t layer) const {
     ref.pool.strides = pool_.strides;
     ref.table = this->template at<std::int32_t>(plan.table);
     ref.table_offset = this->template at<const std::int64_t>(offsets_at_) +
-                       static_cast<std::ptrdiff_t>(offset_index(layer, 0));
+                       static_cast<std::ptrdiff_t>(this->offset_index(layer, 0));
     ref.held = this->template at<std::int32_t>(plan.held);
     ref.reserved = this->template at<position_t>(reserved_at_);
     ref.tile_offset = this->template at<const std::int64_t>(tiles_at_) +
-                      static_cast<std::ptrdiff_t>(offset_index(layer, 0));
+                      static_cast<std::ptrdiff_t>(this->offset_index(layer, 0));
     ref.arrivals = this->template at<std::uint32_t>(plan.arrivals);
     ref.tile_victims = this->template at<std::int32_t>(plan.tile_victims);
     ref.max_rows = max_rows_[static_cast<std::size_t>(layer)];

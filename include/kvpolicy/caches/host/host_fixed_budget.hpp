@@ -94,7 +94,7 @@ FixedBudgetRef<P, T> FixedBudgetCache<P, T>::ref_of(std::int32_t layer) const {
     ref_type ref;
     this->fill(ref, layer, plan.common);
     ref.row_offset = this->template at<const std::int64_t>(offsets_at_) +
-                     static_cast<std::ptrdiff_t>(offset_index(layer, 0));
+                     static_cast<std::ptrdiff_t>(this->offset_index(layer, 0));
     ref.rows = rows(layer);
     ref.k = this->template at<T>(plan.k);
     ref.v = this->template at<T>(plan.v);

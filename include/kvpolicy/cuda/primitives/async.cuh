@@ -24,6 +24,10 @@ __device__ inline void copy_16(std::uint32_t to, const void* from, std::uint32_t
     asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes)
                  : "memory");
 }
+/// The same of a row that is read once, from beginning to end: nothing beyond the 16 bytes is asked for.
+__device__ inline void copy_16_once(std::uint32_t to, const void* from, std::uint32_t bytes = 16) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+}
 /// 8 bytes, which lie to 8.
 __device__ inline void copy_8(std::uint32_t to, const void* from) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(to), "l"(from) : "memory");

@@ -91,7 +91,7 @@ void initialize(const mLSTMScorer<D, Feature, Values>& scorer, mLSTMParameters<f
 template <class Input, class Act, std::int32_t D>
 void initialize(const BasicMlpScorer<Input, Act, D>& scorer, MlpParameters<float> into, std::uint64_t seed) {
     using namespace host_backend;
-    checks::check_parameters("MlpScorer", scorer, into);
+    checks::check_parameters(scorer.name, scorer, into);
     const std::int64_t rows = std::int64_t{Input::per_head ? scorer.heads : 1} * scorer.hidden;
     fill_normal(into.w1, rows * scorer.input_size(), {seed},
                 1.0 / std::sqrt(static_cast<double>(scorer.input_size())));

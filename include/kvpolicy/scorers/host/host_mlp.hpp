@@ -88,19 +88,19 @@ void BasicMlpScorer<Input, Act, D>::score_tokens(std::int32_t count, const Real*
 template <MlpInput Input, Activation Act, std::int32_t D>
 void BasicMlpScorer<Input, Act, D>::check(std::int32_t kv_heads, [[maybe_unused]] std::int32_t key_dim,
                                           [[maybe_unused]] std::int32_t value_dim) const {
+    const auto member = [](const char* of) { return [=] { return detail::text(name, ".", of); }; };
     if constexpr (takes_hidden_state<Input>) {
-        detail::require(heads == kv_heads, "MlpScorer.heads", heads,
+        detail::require(heads == kv_heads, member("heads"), heads,
                         [&] { return detail::text("the layer's KV heads, ", kv_heads); });
-        detail::require(input_size() >= 1, "MlpScorer.input.width", input_size(),
-                        "the width of hidden states");
+        detail::require(input_size() >= 1, member("input.width"), input_size(), "the width of hidden states");
     } else {
-        checks::check_scorer_shape("MlpScorer", D, *this, kv_heads, key_dim, value_dim);
+        checks::check_scorer_shape(name, D, *this, kv_heads, key_dim, value_dim);
     }
-    if constexpr (requires { input.check("MlpScorer", key_dim); }) {
-        input.check("MlpScorer", key_dim);
+    if constexpr (requires { input.check(name, key_dim); }) {
+        input.check(name, key_dim);
     }
-    detail::require(hidden >= 1, "MlpScorer.hidden", hidden, "1 or more");
-    checks::check_parameters("MlpScorer", *this, weights);
+    detail::require(hidden >= 1, member("hidden"), hidden, "1 or more");
+    checks::check_parameters(name, *this, weights);
 }
 
 }  // namespace kvpolicy

@@ -9,6 +9,7 @@
 
 #include <doctest/doctest.h>
 
+#include <algorithm>
 #include <cstring>
 #include <random>
 #include <vector>
@@ -198,6 +199,54 @@ TEST_CASE("a workspace of the longest call serves shorter ones") {
     for (std::int32_t length = 0; length < Call::length; length += 61) {
         call.sequences.length = length;
         CHECK(call.bytes() <= most);
+    }
+}
+
+// Sizes alone are asked for, so the views may be of more memory than there is.
+TEST_CASE("workspaces do not shrink with more queries, rows, heads or entries") {
+    Call call;
+    const auto bytes = [&](std::int32_t batch, std::int32_t kv_heads, std::int32_t rows, std::int32_t queries,
+                           bool causal) {
+        constexpr std::int32_t longest = 40'000;
+        const auto q =
+            view_bhsd<const bf16>(call.q.data(), batch, kv_heads * Call::group, longest, Call::dim);
+        kv_view<bf16> all{view_bhsd<const bf16>(call.k.data(), batch, kv_heads, rows, Call::dim),
+                          view_bhsd<const bf16>(call.v.data(), batch, kv_heads, rows, Call::dim),
+                          {}};
+        all.mask.expiry = view_bhs<const expiry_t>(call.expiry.data(), batch, kv_heads, rows);
+        if (!causal) {  // rows in any order
+            all.position = view_bhs<const std::int32_t>(call.lengths.data(), batch, kv_heads, rows);
+        }
+        Sequences sequences;
+        sequences.batch = batch;
+        sequences.length = queries;
+        return attend_workspace_bytes<bf16>(call.ctx, {}, q, all, sequences, call.options);
+    };
+    for (const bool portable : {false, true}) {
+        for (const attend_path path : {attend_path::automatic, attend_path::gather, attend_path::scan}) {
+            for (const bool causal : {false, true}) {
+                call.options.portable = portable;
+                call.options.path = path;
+                std::size_t before = 0;
+                for (const std::int32_t queries : {0, 1, 63, 64, 399, 400, 401, 1023, 1024, 1025, 4000, 4095,
+                                                   4096, 4097, 4500, 8192, 30'000, 33'000, 40'000}) {
+                    const std::size_t now = bytes(2, 2, 40'000, queries, causal);
+                    CHECK(now >= before);
+                    before = now;
+                    CHECK(bytes(3, 2, 40'000, queries, causal) >= now);
+                    CHECK(bytes(2, 3, 40'000, queries, causal) >= now);
+                }
+                for (const std::int32_t queries : {700, 5000, 40'000}) {
+                    before = 0;
+                    for (const std::int32_t rows : {0, 1, 100, 4095, 4096, 40'000, 50'000}) {
+                        const std::size_t now =
+                            bytes(2, 2, rows, causal ? std::min(queries, rows) : queries, causal);
+                        CHECK(now >= before);
+                        before = now;
+                    }
+                }
+            }
+        }
     }
 }
 

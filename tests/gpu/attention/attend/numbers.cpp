@@ -110,6 +110,46 @@ TEST_CASE("masks: budgets, gates open and shut, one key, none, all at once") {
     }
 }
 
+// Super-tiles are longer from 4097 queries on.
+TEST_CASE("more than 4096 queries") {
+    for (const std::int32_t length : {4096, 4097, 5000}) {
+        AttendCase c = plain_case(std::to_string(length) + " queries", 1, 1, 3, length, 64);
+        expire(c, 50, 40, 1500);
+        check_attend<bf16>(c);
+        c.what += ", in two segments";
+        c.queries = length;
+        c.self.rows = length;
+        c.self.expiry = std::move(c.past.expiry);
+        c.past.rows = 70;
+        c.past.first = -70;
+        c.past.expiry.assign(70, 900);
+        check_attend<bf16>(c);
+    }
+}
+
+// Lists of all rows for 32 super-tiles at most are made at once: more queries than rows take more rounds.
+TEST_CASE("several rounds of lists") {
+    for (const std::int32_t queries : {32 * 1024 + 1, 34'000, 70'000}) {
+        AttendCase c = plain_case(std::to_string(queries) + " queries of few rows", 1, 1, 2, queries, 64);
+        c.head_dim_vo = 8;
+        c.past.rows = 60;
+        std::mt19937 generator(6);
+        for (std::int32_t r = 0; r < c.past.rows; ++r) {
+            const auto position = static_cast<std::int32_t>(generator() % static_cast<unsigned>(queries));
+            c.past.position.push_back(position);
+            c.past.expiry.push_back(
+                r % 7 == 0 ? never : position + 1 + static_cast<std::int32_t>(generator() % 20'000));
+        }
+        check_attend<bf16>(c);
+        if (queries == 34'000) {
+            c.what += ", biases";
+            c.past.log_bias = random_biases(c, c.past.rows, 5);
+            c.bias_from = {3};
+            check_attend<bf16>(c);
+        }
+    }
+}
+
 TEST_CASE("gates in runs") {
     for (const std::int32_t dim : {128, 64, 72}) {
         for (const std::int32_t run : {3, 8, 29, 200}) {

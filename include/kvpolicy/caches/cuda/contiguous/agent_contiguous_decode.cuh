@@ -140,11 +140,10 @@ class agent_contiguous_decode : agent_decode_head<contiguous_params<Rows, Gate, 
     /// The tiles of the warp, of `used` rows.
     [[nodiscard]] __device__ tile_range share_of(std::int32_t used) const {
         const std::int32_t tiles = used / stream_tile + (used % stream_tile != 0 ? 1 : 0);
-        const std::int32_t workers = call_.splits * Rows::warps, each = tiles / workers,
-                           more = tiles % workers;
-        const std::int32_t worker = split_ * Rows::warps + warp_id();
-        const std::int32_t begin = each * worker + (worker < more ? worker : more);
-        return {begin, split_ == call_.splits ? begin : begin + each + (worker < more ? 1 : 0)};
+        const std::int32_t each = tiles / call_.splits, more = tiles % call_.splits;
+        const std::int32_t begin = each * split_ + (split_ < more ? split_ : more);
+        const std::int32_t end = begin + each + (split_ < more ? 1 : 0);
+        return tiles_of_warp<Rows>(begin, split_ == call_.splits ? begin : end, warp_id());
     }
 
     [[nodiscard]] __device__ bool is_leader() const {

@@ -38,7 +38,8 @@ struct contiguous_source {
     }
 };
 
-/// How the blocks of contiguous_decode_kernel share a head: each warp has a stretch of it.
+/// How the blocks of contiguous_decode_kernel share a head: each has a stretch of it, whose tiles its warps
+/// take in turn.
 struct contiguous_layout {
     template <class T>
     using source = contiguous_source<T>;
@@ -46,7 +47,7 @@ struct contiguous_layout {
     // The instructions of a tile wait for each other, so it is warps that hide this, not copies under way:
     // three blocks an SM, where it has the memory.
     static constexpr int blocks = 3, kilobytes = 64;
-    static constexpr bool in_turn = false;
+    static constexpr bool in_turn = true;
 };
 
 }  // namespace cuda_backend

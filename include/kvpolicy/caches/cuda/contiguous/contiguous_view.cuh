@@ -54,6 +54,15 @@ contiguous_view<T> view_of(const FixedBudgetRef<P, T>& cache) {
     return contiguous_view<T>(cache);
 }
 
+/// The same element of every row.
+template <class T>
+struct contiguous_column {
+    T* first;
+    std::int32_t stride;
+
+    [[nodiscard]] __device__ T* at(std::int32_t row) const { return first + std::int64_t{row} * stride; }
+};
+
 /// One head of one sequence.
 template <class T>
 struct contiguous_head {
@@ -83,6 +92,12 @@ struct contiguous_head {
     // What heads of other caches have too, wherever their rows lie.
     [[nodiscard]] __device__ T* key(std::int32_t row) const { return k + std::int64_t{row} * head_dim_qk; }
     [[nodiscard]] __device__ T* value(std::int32_t row) const { return v + std::int64_t{row} * head_dim_vo; }
+    [[nodiscard]] __device__ contiguous_column<T> key_column(std::int32_t i) const {
+        return {k + i, head_dim_qk};
+    }
+    [[nodiscard]] __device__ contiguous_column<T> value_column(std::int32_t i) const {
+        return {v + i, head_dim_vo};
+    }
     [[nodiscard]] __device__ position_t& position_of(std::int32_t row) const { return position[row]; }
     [[nodiscard]] __device__ float& score_of(std::int32_t row) const { return score[row]; }
     [[nodiscard]] __device__ T* spare_key(std::int32_t j) const { return key(capacity() + j); }

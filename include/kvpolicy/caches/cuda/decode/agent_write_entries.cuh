@@ -9,6 +9,7 @@
 #include <kvpolicy/policies/scorer_concept.hpp>
 
 #include <cstdint>
+#include <utility>
 
 namespace kvpolicy {
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
@@ -46,9 +47,10 @@ class agent_write_entries {
             static_assert(Rows::threads >= 2 * Rows::Dim / piece, "a piece a thread");
             const auto thread = static_cast<std::int32_t>(threadIdx.x);
             if (thread < pieces()) {
-                moved.arriving = *reinterpret_cast<const uint4*>(piece_of_token(thread));
+                const column<Head> mine = column_of(head, thread);
+                moved.arriving = *reinterpret_cast<const uint4*>(mine.token);
                 if (moves) {
-                    moved.leaving = *reinterpret_cast<const uint4*>(piece_of(head, newest, thread));
+                    moved.leaving = *reinterpret_cast<const uint4*>(mine.rows.at(newest));
                 }
             }
         }
@@ -62,18 +64,20 @@ class agent_write_entries {
         const std::int32_t to = moved.note.promoted;
         if constexpr (sizeof(T) == 2) {
             if (thread < pieces()) {
+                const column<Head> mine = column_of(head, thread);
                 if (to >= 0) {
-                    *reinterpret_cast<uint4*>(piece_of(head, to, thread)) = moved.leaving;
+                    *reinterpret_cast<uint4*>(mine.rows.at(to)) = moved.leaving;
                 }
-                *reinterpret_cast<uint4*>(piece_of(head, moved.newest, thread)) = moved.arriving;
+                *reinterpret_cast<uint4*>(mine.rows.at(moved.newest)) = moved.arriving;
             }
         } else {
             for (std::int32_t i = thread; i < pieces(); i += Rows::threads) {
-                T* const newest = piece_of(head, moved.newest, i);
+                const column<Head> mine = column_of(head, i);
+                T* const newest = mine.rows.at(moved.newest);
                 if (to >= 0) {
-                    *piece_of(head, to, i) = *newest;
+                    *mine.rows.at(to) = *newest;
                 }
-                *newest = *piece_of_token(i);
+                *newest = *mine.token;
             }
         }
         if constexpr (Launch::View::paged) {
@@ -88,17 +92,20 @@ class agent_write_entries {
     }
 
   private:
-    /// Piece i of a row of the cache, those of the key before those of the value.
+    /// Piece i of every row of the cache, those of the key before those of the value, and of the new token.
     template <class Head>
-    [[nodiscard]] __device__ T* piece_of(const Head& head, std::int32_t row, std::int32_t i) const {
+    struct column {
+        decltype(std::declval<const Head&>().key_column(0)) rows;
+        const T* token;
+    };
+    template <class Head>
+    [[nodiscard]] __device__ column<Head> column_of(const Head& head, std::int32_t i) const {
         const std::int32_t of_k = call_.cache.head_dim_qk / piece;
-        return i < of_k ? head.key(row) + i * piece : head.value(row) + (i - of_k) * piece;
-    }
-    /// The same of the new token.
-    [[nodiscard]] __device__ const T* piece_of_token(std::int32_t i) const {
-        const std::int32_t of_k = call_.cache.head_dim_qk / piece;
-        return i < of_k ? call_.k.row(entry_, head_, 0) + i * piece
-                        : call_.v.row(entry_, head_, 0) + (i - of_k) * piece;
+        if (i < of_k) {
+            return {head.key_column(i * piece), call_.k.row(entry_, head_, 0) + i * piece};
+        }
+        i -= of_k;
+        return {head.value_column(i * piece), call_.v.row(entry_, head_, 0) + i * piece};
     }
     [[nodiscard]] __device__ std::int32_t pieces() const {
         return (call_.cache.head_dim_qk + call_.cache.head_dim_vo) / piece;

@@ -1,4 +1,5 @@
-// A decode step of one head of a paged cache, shared by several blocks.
+// A decode step of one head of a paged cache, shared by several blocks: agent_paged_schedule.cuh
+// says by which.
 //
 // Every block attends to its share of the entries as they were before the step. Every block also decides what
 // the step does to the head: that takes a few loads, and says in place of which entry the new token is read.

@@ -1,7 +1,7 @@
 // Kernels of a decode step of a paged cache, with their contracts.
 #pragma once
 
-#include <kvpolicy/caches/cuda/paged/agent_paged_decode.cuh>
+#include <kvpolicy/caches/cuda/paged/agent_paged_schedule.cuh>
 #include <kvpolicy/core/cuda_config.cuh>
 #include <kvpolicy/cuda/launch.cuh>
 

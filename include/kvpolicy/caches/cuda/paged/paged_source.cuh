@@ -66,20 +66,6 @@ struct paged_layout {
     static constexpr bool in_turn = true;
 };
 
-/// The share of a warp in a block's tiles. Where warps take tiles in turn, a block reads one stretch of
-/// memory. With a stretch a warp, caches of 8 GB were read at half the rate: presumably more pages of memory
-/// than the GPU's TLBs hold.
-template <class Rows>
-__device__ tile_range tiles_of_warp(std::int64_t begin, std::int64_t end, int warp) {
-    if constexpr (Rows::in_turn) {
-        return {static_cast<std::int32_t>(begin + warp), static_cast<std::int32_t>(end)};
-    } else {
-        const std::int64_t count = end - begin;
-        return {static_cast<std::int32_t>(begin + count * warp / Rows::warps),
-                static_cast<std::int32_t>(begin + count * (warp + 1) / Rows::warps)};
-    }
-}
-
 }  // namespace cuda_backend
 }  // namespace KVPOLICY_HIDDEN
 }  // namespace kvpolicy

@@ -142,6 +142,18 @@ struct paged_top_k_slots {
     }
 };
 
+/// The same element of every key, or of every value.
+template <class T>
+struct paged_column {
+    PagedRows<T> rows;
+    bool of_key;
+    std::int32_t i;
+
+    [[nodiscard]] __device__ T* at(std::int32_t row) const {
+        return (of_key ? rows.k(row) : rows.v(row)) + i;
+    }
+};
+
 /// One head of one sequence: see contiguous_head.
 template <class T>
 struct paged_head {
@@ -163,6 +175,8 @@ struct paged_head {
     }
     [[nodiscard]] __device__ T* key(std::int32_t row) const { return rows.k(row); }
     [[nodiscard]] __device__ T* value(std::int32_t row) const { return rows.v(row); }
+    [[nodiscard]] __device__ paged_column<T> key_column(std::int32_t i) const { return {rows, true, i}; }
+    [[nodiscard]] __device__ paged_column<T> value_column(std::int32_t i) const { return {rows, false, i}; }
     [[nodiscard]] __device__ position_t& position_of(std::int32_t row) const { return rows.position(row); }
     [[nodiscard]] __device__ float& score_of(std::int32_t row) const { return rows.score(row); }
     [[nodiscard]] __device__ paged_source<T> source(std::int32_t used) const {

@@ -92,20 +92,12 @@ struct agent_decayed_update
                                         token,      old,           leaving(token[0])};
             agent_decayed_round<threads, decayed_round_items, decayed_update_memory, chunk_round_keys> round(
                 memory, keys, clock, head_params, old, candidates, head_params.budget);
-            round.run();                                                // 3
-            write_evictions();                                          // 4
-            find_slots();                                               // 5
-            for (int r = thread; r < old + candidates; r += threads) {  // 6
-                if (round.holds(r)) {
-                    write_admitted(memory.order[r]);
-                }
-            }
+            round.run();                                                                   // 3
+            write_decided(old + candidates, [&](int rank) { return round.holds(rank); });  // 4, 5, 6
         } else {
             write_into_free_slots();
         }
-        __syncthreads();
-        used += min(candidates, free) + staying;
-        outside += staying;
+        end_round(staying);
     }
 
     /// The key that leaves at token j, against the minimum of all slots.

@@ -124,6 +124,37 @@ struct agent_top_k_round : top_k_round<Threads, Items, Shared> {
         __syncthreads();
     }
 
+    /// Writes a round that memory.rank and memory.order have decided, since candidates found no free slot:
+    /// expiries of evicted keys, and slots of candidates among the `ranks` best of V for which holds(rank).
+    template <class Holds>
+    __device__ __forceinline__ void write_decided(int ranks, const Holds& holds) {
+        write_evictions();
+        find_slots();
+        for (int r = thread; r < ranks; r += Threads) {
+            if (holds(r)) {
+                write_admitted(memory.order[r]);
+            }
+        }
+    }
+
+    /// Counts what a round wrote, with `staying` keys that stay for their position. Begins with a barrier.
+    __device__ __forceinline__ void end_round(int staying) {
+        __syncthreads();
+        used += min(candidates, free) + staying;
+        outside += staying;
+    }
+
+    /// Slots in use after the last round.
+    __device__ __forceinline__ void write_counts(std::int64_t pair) const {
+        if (thread == 0) {
+            params.num_long_range[pair] = used;
+            if (params.num_protected != nullptr) {
+                params.num_protected[pair] = outside;
+            }
+        }
+    }
+
+  private:
     /// The expiry of every key that is evicted: the token at which its evictor leaves the window.
     __device__ __forceinline__ void write_evictions() const {
         for (int x = thread; x < candidates; x += Threads) {
@@ -163,16 +194,6 @@ struct agent_top_k_round : top_k_round<Threads, Items, Shared> {
         if (v >= old) {
             const int root = memory.rank[v];
             put(root < old ? old_slot[root] : free_slot[root - old], token[v - old]);
-        }
-    }
-
-    /// Slots in use after the last round.
-    __device__ __forceinline__ void write_counts(std::int64_t pair) const {
-        if (thread == 0) {
-            params.num_long_range[pair] = used;
-            if (params.num_protected != nullptr) {
-                params.num_protected[pair] = outside;
-            }
         }
     }
 };

@@ -48,18 +48,12 @@ struct agent_top_k_update : agent_rank_keys<Threads, Items> {
                 rank_all();          // 4
                 find_checkpoints();  // 5
                 evict();             // 6
-                write_evictions();   // 7
-                find_slots();        // 8
                 // Candidates among the `places` best hold their slots in the end.
-                for (int r = thread; r < places; r += Threads) {  // 9
-                    write_admitted(memory.order[r]);
-                }
+                write_decided(places, [](int) { return true; });  // 7, 8, 9
             } else {
                 write_into_free_slots();
             }
-            __syncthreads();
-            used += min(candidates, free) + staying;
-            outside += staying;
+            end_round(staying);
         }
     }
 
@@ -68,8 +62,8 @@ struct agent_top_k_update : agent_rank_keys<Threads, Items> {
         ranked::head_params, ranked::thread, ranked::lane, ranked::warp, ranked::scores, ranked::base,
         ranked::free, ranked::old, ranked::candidates, ranked::places, ranked::leaving, ranked::code,
         ranked::key_of_slot, ranked::competes, ranked::sorted_size, ranked::rank_all, ranked::find_minimum,
-        ranked::gather, ranked::write_into_free_slots, ranked::list_old, ranked::write_evictions,
-        ranked::find_slots, ranked::write_admitted;
+        ranked::gather, ranked::write_into_free_slots, ranked::list_old, ranked::write_decided,
+        ranked::end_round;
 
     /// Base of priorities, free slots, and where none is free the minimum of all slots.
     __device__ __forceinline__ void begin_round(std::int32_t next) {

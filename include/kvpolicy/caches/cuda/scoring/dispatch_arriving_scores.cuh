@@ -84,6 +84,7 @@ class arriving_scores {
     const float* run(const cuda& ctx, const Scorer& scorer, const Batch& batch,
                      const detail::step_extras& extras) {
         call_.hidden = extras.hidden;
+        call_.seq_ids = batch.seq_ids;
         call_.lengths = batch.q_len;
         call_.length = batch.length_or_one();
         workspace_parts own(memory_);

@@ -180,7 +180,8 @@ struct late_rows {
         return t < 0 ? head.at.rows.value(head.row(t))
                      : head.call.tokens.value(head.at.rows, head.at.entry, head.at.head, t);
     }
-    __device__ float position(std::int32_t t) const { return static_cast<float>(head.at.base + t); }
+    __device__ position_t position(std::int32_t t) const { return head.at.base + t; }
+    __device__ float position_in_fp32(std::int32_t t) const { return static_cast<float>(position(t)); }
 
     /// As scorer_rows has it; rows are where they are.
     struct path {

@@ -103,9 +103,11 @@ struct score_sequence_params {
 };
 
 /// The arguments of score_hidden: the new tokens of a cache's call. What is device memory: the hidden states,
-/// lengths and scores.
+/// sequences, lengths and scores. Tokens that count are those of an entry's length, of entries that are a
+/// sequence.
 struct score_hidden_params {
-    HiddenRows hidden;                      // [B, >= S, width]; rows of tokens that do not count: anything
+    HiddenRows hidden;  // [B, >= S, width]; rows of tokens that do not count may be no memory
+    const std::int32_t* seq_ids = nullptr;  // [B]: Batch::no_seq where an entry is padding; null: none is
     const std::int32_t* lengths = nullptr;  // [B]: tokens of an entry; null: `length`
     std::int32_t length = 1;                // tokens of an entry, at most
     plane_view<float> scores{};             // [B, heads, S]

@@ -450,8 +450,7 @@ __device__ __forceinline__ void through_input_norms(const scorer_source<T>& sour
         if (source.input == scorer_input::write_gate) {
             // Rotations keep lengths, so RMSNorm(k before RoPE) is RMSNorm(k) turned back.
             through_norm(key, scale_k[r], head_dim_qk, to_k, [&](std::int32_t c) {
-                return source.turned(c, static_cast<float>(t - s.begin), 1.0f, plain) +
-                       of_row[head_dim_qk + c];
+                return source.turned(c, t - s.begin, 1.0f, plain) + of_row[head_dim_qk + c];
             });
             for (std::int32_t c = lane; c < head_dim_vo; c += 32) {
                 to_v[c] = 0.0f;

@@ -142,6 +142,16 @@ enum class scorer_input : std::uint8_t {
     turned,      ///< [k before RoPE; v]
 };
 
+/// The angle of a pair of numbers of the key at position t (Rope), beyond max_fp32_position without whole
+/// turns: angle - 2 pi k in double, 2 pi being a sum of two numbers.
+__device__ inline float rope_angle(position_t t, float frequency) {
+    if (t <= max_fp32_position) {
+        return static_cast<float>(t) * frequency;
+    }
+    const double angle = static_cast<double>(t) * static_cast<double>(frequency);
+    const double turns = rint(angle * 0.15915494309189535);
+    return static_cast<float>(fma(turns, -2.4492935982947064e-16, fma(turns, -6.283185307179586, angle)));
+}
 /// Up to this angle rope_sine_quick is exact to 1e-6.
 inline constexpr float max_quick_angle = 16777216.0f;
 /// sin and cos by the special function unit, of an angle from which turns are taken first: angle - 2 pi k.
@@ -190,7 +200,7 @@ struct scorer_source {
     }
     /// Number c of a key turned by direction * its angle at `position`; `get` gives the key's numbers.
     template <class Get>
-    __device__ float turned(std::int32_t c, float position, float direction, const Get& get) const {
+    __device__ float turned(std::int32_t c, position_t position, float direction, const Get& get) const {
         if (c >= rotated) {
             return get(c);
         }
@@ -198,7 +208,7 @@ struct scorer_source {
         float sign;
         pair_of(c, pair, partner, sign);
         float sine, cosine;
-        rope_sine<T>(position * frequencies[pair], sine, cosine);
+        rope_sine<T>(rope_angle(position, frequencies[pair]), sine, cosine);
         return get(c) * cosine + sign * direction * sine * get(partner);
     }
 
@@ -208,11 +218,10 @@ struct scorer_source {
         const T* key = k.row(s.b, s.h, t);
         if (input == scorer_input::write_gate) {
             const auto get = [&](std::int32_t i) { return static_cast<float>(key[i]); };
-            return scale_k *
-                   (c < k.dim ? turned(c, static_cast<float>(t - s.begin), -1.0f, get) : get(c - k.dim));
+            return scale_k * (c < k.dim ? turned(c, t - s.begin, -1.0f, get) : get(c - k.dim));
         }
         if (input == scorer_input::turned) {
-            return turned_number(key, v.row(s.b, s.h, t), static_cast<float>(t - s.begin), c);
+            return turned_number(key, v.row(s.b, s.h, t), t - s.begin, c);
         }
         return c < k.dim ? static_cast<float>(key[c]) * scale_k
                          : static_cast<float>(v.row(s.b, s.h, t)[c - k.dim]) * scale_v;
@@ -247,7 +256,7 @@ struct scorer_source {
                (rotated == 0 || layout == rope_layout::half_split) && rotated % 16 == 0;
     }
     /// Columns c to c + 7 of a key before RoPE, and those rotated / 2 further.
-    __device__ void turn_eight(const T* key, float position, std::int32_t c, float (&low)[8],
+    __device__ void turn_eight(const T* key, position_t position, std::int32_t c, float (&low)[8],
                                float (&high)[8]) const {
         key += c;
         float x[8], y[8];
@@ -256,13 +265,13 @@ struct scorer_source {
 #pragma unroll
         for (int e = 0; e < 8; ++e) {
             float sine, cosine;
-            rope_sine<T>(position * frequencies[c + e], sine, cosine);
+            rope_sine<T>(rope_angle(position, frequencies[c + e]), sine, cosine);
             low[e] = x[e] * cosine + y[e] * sine;
             high[e] = y[e] * cosine - x[e] * sine;
         }
     }
     /// Number c of [k before RoPE; v].
-    __device__ float turned_number(const T* key, const T* value, float position, std::int32_t c) const {
+    __device__ float turned_number(const T* key, const T* value, position_t position, std::int32_t c) const {
         return c < k.dim
                    ? turned(c, position, -1.0f, [&](std::int32_t i) { return static_cast<float>(key[i]); })
                    : static_cast<float>(value[c - k.dim]);
@@ -367,7 +376,8 @@ struct scorer_rows {
     __device__ bool in(std::int32_t t) const { return t >= s.begin && t < s.end; }
     __device__ const T* key(std::int32_t t) const { return k.row(s.b, s.h, t); }
     __device__ const T* value(std::int32_t t) const { return v.row(s.b, s.h, t); }
-    __device__ float position(std::int32_t t) const { return static_cast<float>(t - s.begin); }
+    __device__ position_t position(std::int32_t t) const { return t - s.begin; }
+    __device__ float position_in_fp32(std::int32_t t) const { return static_cast<float>(t - s.begin); }
 
     /// Keys or values of tokens t, t + step, ...: each call gives the next one's row, which exists where
     /// in(t).

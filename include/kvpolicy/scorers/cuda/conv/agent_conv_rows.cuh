@@ -33,15 +33,15 @@ __device__ inline void turn_conv_pair(std::uint32_t& low, std::uint32_t& high, f
     high = pack<T>(high0, y1 * cosine - x1 * sine);
 }
 
-/// Whether rows may come by begin_conv_rows(): the source turns_eight(), and no angle of tokens first to last
-/// is beyond max_quick_angle. By the whole block of conv_consumers threads.
+/// Whether rows may come by begin_conv_rows(): the source turns_eight(), angles of tokens first to last are
+/// products in fp32, and none is beyond max_quick_angle. By the whole block of conv_consumers threads.
 template <class T, class Rows>
 __device__ inline bool turns_conv_rows(const scorer_source<T>& source, const float* frequencies,
                                        const Rows& rows, std::int32_t first, std::int32_t last, int thread) {
-    const float farthest = fmaxf(fabsf(rows.position(first)), fabsf(rows.position(last)));
-    bool far = false;
+    const position_t farthest = max(llabs(rows.position(first)), llabs(rows.position(last)));
+    bool far = farthest > max_fp32_position;
     for (int i = thread; i < source.rotated / 2; i += conv_consumers) {
-        far = far || !(farthest * fabsf(frequencies[i]) <= max_quick_angle);
+        far = far || !(static_cast<float>(farthest) * fabsf(frequencies[i]) <= max_quick_angle);
     }
     return source.turns_eight() && __syncthreads_or(far ? 1 : 0) == 0;
 }
@@ -97,7 +97,7 @@ __device__ __noinline__ void load_conv_rows(const scorer_source<T>& source, cons
         float x[8] = {};
         if (rows.in(t0 + row)) {
             const T *const key = rows.key(t0 + row), *const value = rows.value(t0 + row);
-            const float position = rows.position(t0 + row);
+            const position_t position = rows.position(t0 + row);
 #pragma unroll
             for (int e = 0; e < 8; ++e) {
                 x[e] = c + e < source.size ? source.turned_number(key, value, position, c + e) : 0.0f;
@@ -122,7 +122,7 @@ __device__ inline void finish_conv_rows(const scorer_source<T>& source, const fl
     for (int c = thread / 32 * 8; c < source.rotated / 2; c += conv_consumers / 32 * 8) {
 #pragma unroll 2
         for (int row = begin + thread % 32; row < conv_input_rows; row += 32) {
-            turn_conv_row(source, frequencies, rows.position(t0 + row), row, c, to);
+            turn_conv_row(source, frequencies, rows.position_in_fp32(t0 + row), row, c, to);
         }
     }
 }

@@ -234,7 +234,7 @@ __device__ inline void load_conv_input(const scorer_source<T>& source, const Row
                 source.load_eight(c < source.k.dim ? rows.key(t) + c : rows.value(t) + (c - source.k.dim), x);
             } else if (in) {
                 const T *const key = rows.key(t), *const value = rows.value(t);
-                const float position = rows.position(t);
+                const position_t position = rows.position(t);
 #pragma unroll
                 for (int e = 0; e < 8; ++e) {
                     x[e] = c + e < source.size ? source.turned_number(key, value, position, c + e) : 0.0f;

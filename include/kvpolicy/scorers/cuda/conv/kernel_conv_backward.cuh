@@ -426,7 +426,7 @@ __global__ void __launch_bounds__(128)
             return sum * unscale;
         };
         for (std::int32_t c = lane_id(); c < source.k.dim; c += 32) {
-            d_k.row(s.b, s.h, t)[c] = source.turned(c, static_cast<float>(t - s.begin), 1.0f, number);
+            d_k.row(s.b, s.h, t)[c] = source.turned(c, t - s.begin, 1.0f, number);
         }
         for (std::int32_t c = lane_id(); c < source.v.dim; c += 32) {
             d_v.row(s.b, s.h, t)[c] = number(source.k.dim + c);

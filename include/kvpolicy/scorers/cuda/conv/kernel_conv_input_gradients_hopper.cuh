@@ -148,7 +148,7 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(conv_consumers), 2)
             for (std::int32_t c = thread % 32; c < columns; c += 32) {
                 if (from + c < source.k.dim) {
                     d_k.row(s.b, s.h, t)[from + c] =
-                        source.turned(from + c, static_cast<float>(t - s.begin), 1.0f,
+                        source.turned(from + c, t - s.begin, 1.0f,
                                       [&](std::int32_t other) { return of[other - from] * unscale; });
                 } else {
                     d_v.row(s.b, s.h, t)[from + c - source.k.dim] = of[c] * unscale;

@@ -238,7 +238,7 @@ class agent_mlp_block {
             }
             const std::int32_t a = neighbors ? 2 * p : p, b = neighbors ? 2 * p + 1 : p + pairs;
             float sine, cosine;  // as exact as the host's, whatever the rows' type
-            rope_sine<float>(static_cast<float>(tokens[t].position) * memory_.frequencies[p], sine, cosine);
+            rope_sine<float>(rope_angle(tokens[t].position, memory_.frequencies[p]), sine, cosine);
             const float x = stored[a], y = stored[b];
             before[a] = (x * cosine + y * sine) * scale;
             before[b] = (y * cosine - x * sine) * scale;

@@ -43,6 +43,7 @@ struct mlp_plan {
     mlp_params<T> params{};
     weight_stack stack;
     T* w1 = nullptr;
+    const char* name = "";  // the scorer's, in messages
 
     template <class Input, class Act, std::int32_t D>
     mlp_plan(const BasicMlpScorer<Input, Act, D>& scorer, rows_view<const T> k, rows_view<const T> v,
@@ -55,6 +56,7 @@ struct mlp_plan {
         params.b1 = scorer.weights.b1;
         params.w2 = scorer.weights.w2;
         params.b2 = scorer.weights.b2;
+        name = scorer.name;
         params.hidden = scorer.hidden;
         params.width = stack.rows;
         params.activation = std::is_same_v<Act, Silu> ? scorer_activation::silu : scorer_activation::gelu_erf;
@@ -74,7 +76,7 @@ struct mlp_plan {
     }
     [[nodiscard]] std::size_t shared() const { return mlp_memory<T>(nullptr, call.source.padded).bytes; }
     void check_shared_memory(const cuda& ctx) const {
-        check_input_shared_memory(ctx, call.source, "this scorer",
+        check_input_shared_memory(ctx, call.source, name,
                                   [](std::int32_t padded) { return mlp_memory<T>(nullptr, padded).bytes; });
     }
 };

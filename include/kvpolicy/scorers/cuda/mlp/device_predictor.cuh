@@ -58,6 +58,7 @@ hidden_layer_params hidden_layer_of(const S& scorer, scorer_activation activatio
     predictor.streams.length = from.lengths != nullptr ? from.scores.length : from.length;
     predictor.streams.rows = from.scores.length;
     predictor.streams.lengths = from.lengths;
+    predictor.seq_ids = from.seq_ids;
     predictor.per = std::max(from.scores.length, 1);
     predictor.hidden = scorer.hidden;
     predictor.activation = activation;

@@ -20,7 +20,8 @@ inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 namespace cuda_backend {
 
 struct predictor_params {
-    scorer_streams streams;  // batch, heads, length, lengths, starts; no edges
+    scorer_streams streams;                 // batch, heads, length, lengths, starts; no edges
+    const std::int32_t* seq_ids = nullptr;  // [batch]: below 0 where an entry is only padding; null: none is
     std::int32_t per = 0;
     std::int32_t hidden = 0, padded = 0;
     scorer_activation activation = scorer_activation::silu;
@@ -34,8 +35,9 @@ struct predictor_params {
     };
     __device__ token token_of(std::int64_t row) const {
         token of{static_cast<std::int32_t>(row / per), static_cast<std::int32_t>(row % per), false};
-        const std::int32_t start = streams.start_of(of.b);
-        of.there = of.t >= start && of.t - start < streams.length_of(of.b);
+        const std::int32_t start = streams.start_of(of.b), length = streams.length_of(of.b);
+        const bool padding = seq_ids != nullptr && seq_ids[of.b] < 0;
+        of.there = !padding && of.t >= start && of.t - start < length;
         return of;
     }
 };

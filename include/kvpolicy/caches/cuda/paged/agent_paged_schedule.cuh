@@ -1,6 +1,7 @@
-// A decode step of a paged cache. One block takes the pages (agent_admit) and lays the tiles of all heads end
-// to end. Then every block takes the same number of tiles, wherever heads begin and end, so ragged heads cost
-// no more than even ones.
+// Which block does what in a decode step of a paged cache. One block takes the pages (agent_admit) and lays
+// the tiles of all heads end to end. Then every block takes the same number of tiles, wherever heads begin
+// and end, so ragged heads cost no more than even ones. What a block does with its tiles of a head is
+// agent_paged_head.cuh.
 #pragma once
 
 #include <kvpolicy/caches/cuda/batch_entry.cuh>
