@@ -97,37 +97,43 @@ if(KVPOLICY_TEST_QUICK OR "optimized" IN_LIST kvpolicy_test_variants)
     set(kvpolicy_test_flags_plain -O0)
 endif()
 
-# clang++ needs three fifths of g++'s time for the sanitizers' checks, so the variant sanitize is compiled by
-# it where it is there. With --full g++ compiles it, and so it does with -D KVPOLICY_SANITIZE_CLANGXX=OFF.
-option(KVPOLICY_SANITIZE_CLANGXX "Compile the variant sanitize with clang++, where there is one" ON)
-set(kvpolicy_sanitize_launcher "")
-if(KVPOLICY_SANITIZE_CLANGXX AND CMAKE_CXX_COMPILER_ID STREQUAL "GNU" AND
-    KVPOLICY_CLANGXX AND NOT KVPOLICY_TEST_FULL
-   AND "sanitize" IN_LIST kvpolicy_test_variants)
+# clang++ needs three fifths of g++'s time for code that is not optimized and for the sanitizers' checks, so
+# it compiles these variants where it is there: g++ compiles their tests as plain. With --full g++ compiles
+# all, and so it does with -D KVPOLICY_VARIANTS_CLANGXX=OFF. kvpolicy_launcher_<variant> runs clang++ in place
+# of g++.
+option(KVPOLICY_VARIANTS_CLANGXX
+    "Compile the variants noexcept and sanitize with clang++, where there is one" ON)
+foreach(variant IN ITEMS noexcept sanitize)
+    set(kvpolicy_launcher_${variant} "")
+    if(NOT KVPOLICY_VARIANTS_CLANGXX OR NOT CMAKE_CXX_COMPILER_ID STREQUAL "GNU" OR NOT KVPOLICY_CLANGXX
+        OR KVPOLICY_TEST_FULL OR NOT variant IN_LIST kvpolicy_test_variants)
+        continue()
+    endif()
     set(launcher ${PROJECT_SOURCE_DIR}/cmake/with_compiler.sh ${KVPOLICY_CLANGXX})
-    if(NOT DEFINED KVPOLICY_HAVE_CLANGXX_SANITIZERS)
-        set(probe ${PROJECT_BINARY_DIR}/CMakeFiles/sanitize_probe.cpp)
+    if(NOT DEFINED KVPOLICY_HAVE_CLANGXX_${variant})
+        # It may come without the sanitizers' libraries, or with some that do not run here.
+        set(probe ${PROJECT_BINARY_DIR}/CMakeFiles/${variant}_probe.cpp)
         file(WRITE ${probe} "#include <vector>\nint main() { return std::vector<int>(3)[1]; }\n")
-        execute_process(COMMAND ${launcher} ${CMAKE_CXX_COMPILER} -std=c++20 ${kvpolicy_flags_sanitize}
+        execute_process(COMMAND ${launcher} ${CMAKE_CXX_COMPILER} -std=c++20 ${kvpolicy_flags_${variant}}
             ${probe} -o ${probe}.out
                         RESULT_VARIABLE kvpolicy_result OUTPUT_QUIET ERROR_QUIET)
         if(kvpolicy_result EQUAL 0)
             execute_process(COMMAND ${probe}.out RESULT_VARIABLE kvpolicy_result OUTPUT_QUIET ERROR_QUIET)
         endif()
         string(COMPARE EQUAL "${kvpolicy_result}" 0 found)
-        set(KVPOLICY_HAVE_CLANGXX_SANITIZERS ${found} CACHE INTERNAL "")
+        set(KVPOLICY_HAVE_CLANGXX_${variant} ${found} CACHE INTERNAL "")
     endif()
-    if(KVPOLICY_HAVE_CLANGXX_SANITIZERS)
-        set(kvpolicy_sanitize_launcher ${launcher})
+    if(KVPOLICY_HAVE_CLANGXX_${variant})
+        set(kvpolicy_launcher_${variant} ${launcher})
     endif()
-endif()
+endforeach()
 
 # kvpolicy_compile_for_variant(<target> <variant>): by the variant's compiler, with its precompiled header.
 function(kvpolicy_compile_for_variant target variant)
-    if(variant STREQUAL "sanitize" AND kvpolicy_sanitize_launcher)
+    if(kvpolicy_launcher_${variant})
         set_target_properties(${target} PROPERTIES
-            CXX_COMPILER_LAUNCHER "${kvpolicy_sanitize_launcher}"
-            CXX_LINKER_LAUNCHER "${kvpolicy_sanitize_launcher}")
+            CXX_COMPILER_LAUNCHER "${kvpolicy_launcher_${variant}}"
+            CXX_LINKER_LAUNCHER "${kvpolicy_launcher_${variant}}")
     elseif(CMAKE_CXX_COMPILER_ID STREQUAL "GNU" AND NOT target STREQUAL "kvpolicy_test_main_${variant}")
         target_precompile_headers(${target} REUSE_FROM kvpolicy_test_main_${variant})
     endif()
@@ -156,8 +162,7 @@ foreach(variant IN LISTS kvpolicy_test_variants)
     kvpolicy_compile_for_variant(kvpolicy_test_main_${variant} ${variant})
     # Every test begins with these: most of a second of each. None of the library's headers, so
     # that a test says what it needs.
-    if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU" AND
-        NOT (variant STREQUAL "sanitize" AND kvpolicy_sanitize_launcher))
+    if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU" AND NOT kvpolicy_launcher_${variant})
         target_precompile_headers(kvpolicy_test_main_${variant} PRIVATE
             <doctest/doctest.h> <algorithm> <array> <cmath> <cstdint> <functional> <limits> <memory> <random>
             <span> <stdexcept> <string>
@@ -271,15 +276,22 @@ function(kvpolicy_join_sources file)
     file(CONFIGURE OUTPUT ${file} CONTENT "${includes}\n${bodies}" @ONLY)
 endfunction()
 
-# kvpolicy_add_tests_together(<variant> <name>...)
+# kvpolicy_add_tests_together(<variant> <name>... [LABEL <label>] [LIBRARIES <target>...]
+#                             [DEFINITIONS <def>...])
 #
 # As kvpolicy_add_test for one variant, with up to six tests of one folder as one program: what they
 # instantiate alike is compiled once. Each source stands in a namespace of its own, behind the headers of all,
 # and stays a ctest test, by doctest's filter. The property kvpolicy_source_<name> has the source, and
-# kvpolicy_slow_<name> the cases to leave out.
+# kvpolicy_slow_<name> the cases to leave out. LABEL: that of the tests of plain, which --quick leaves out
+# then.
 function(kvpolicy_add_tests_together variant)
+    cmake_parse_arguments(PARSE_ARGV 1 arg "" "LABEL" "LIBRARIES;DEFINITIONS")
+    set(label "unit;${variant}")
+    if(DEFINED arg_LABEL)
+        string(REPLACE "unit;plain" "${arg_LABEL}" label "${label}")
+    endif()
     set(folders)
-    foreach(name IN LISTS ARGN)
+    foreach(name IN LISTS arg_UNPARSED_ARGUMENTS)
         string(REGEX REPLACE "\\..*" "" folder ${name})
         list(APPEND folders ${folder})
         list(APPEND names_${folder} ${name})
@@ -302,10 +314,13 @@ function(kvpolicy_add_tests_together variant)
 
             add_executable(${target} ${file})
             target_link_libraries(${target} PRIVATE
-                kvpolicy::kvpolicy kvpolicy_test_main_${variant} kvpolicy_warnings)
+                kvpolicy::kvpolicy kvpolicy_test_main_${variant} kvpolicy_warnings ${arg_LIBRARIES})
+            target_compile_definitions(${target} PRIVATE ${arg_DEFINITIONS})
             # g++ takes an included file for a header, whose unnamed namespaces it warns of.
-            target_compile_options(${target} PRIVATE
-                $<$<COMPILE_LANG_AND_ID:CXX,GNU>:-Wno-subobject-linkage>)
+            if(NOT kvpolicy_launcher_${variant})
+                target_compile_options(${target} PRIVATE
+                    $<$<COMPILE_LANG_AND_ID:CXX,GNU>:-Wno-subobject-linkage>)
+            endif()
             kvpolicy_compile_for_variant(${target} ${variant})
             set_target_properties(${target} PROPERTIES
                 RUNTIME_OUTPUT_DIRECTORY ${PROJECT_BINARY_DIR}/tests/bin/${variant}
@@ -319,8 +334,13 @@ function(kvpolicy_add_tests_together variant)
                 set(test ${name}@${variant})
                 if(variant STREQUAL "plain")
                     set(test ${name})
+                    if(NOT DEFINED arg_LABEL)
+                        add_dependencies(kvpolicy_tests_quick ${target})
+                    endif()
+                endif()
+                # (A test without the variant plain has optimized.)
+                if(variant MATCHES "^(plain|optimized)$" AND NOT TARGET test.${name})
                     add_custom_target(test.${name} DEPENDS ${target})
-                    add_dependencies(kvpolicy_tests_quick ${target})
                 endif()
                 if(slow AND NOT variant STREQUAL "optimized")
                     list(APPEND arguments "--test-case-exclude=${slow}")
@@ -329,7 +349,7 @@ function(kvpolicy_add_tests_together variant)
                          COMMAND ${kvpolicy_launch_${variant}} $<TARGET_FILE:${target}> ${arguments}
                          WORKING_DIRECTORY ${PROJECT_BINARY_DIR}/tests)
                 set_tests_properties(${test} PROPERTIES
-                    LABELS "unit;${variant}" TIMEOUT 600 SKIP_RETURN_CODE ${kvpolicy_skip_code}
+                    LABELS "${label}" TIMEOUT 600 SKIP_RETURN_CODE ${kvpolicy_skip_code}
                     ENVIRONMENT "${kvpolicy_environment_${variant}}"
                     # A filter that no case passes would succeed.
                     FAIL_REGULAR_EXPRESSION "test cases: *0 ")

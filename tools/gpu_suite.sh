@@ -122,6 +122,7 @@ gpu.caches.scorers  | $all_checks | few calls
 gpu.caches.conv     | memcheck synccheck | *bf16*
 gpu.caches.write_gate        | $all_checks | few calls
 gpu.caches.utility_predictor | $all_checks | few calls
+gpu.caches.packed            | memcheck synccheck | *
 gpu.caches.scorers_mlstm | memcheck synccheck initcheck | few calls
 gpu.caches.mlstm_prefill       | memcheck synccheck initcheck | few calls
 gpu.caches.mlstm_prefill_types | memcheck synccheck initcheck | few calls

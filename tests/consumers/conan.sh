@@ -8,8 +8,8 @@ source=$1 work=$2 python=$3 skip=$4
 mkdir -p "$work"
 
 if ! "$work/venv/bin/conan" --version >/dev/null 2>&1; then
-    if ! { "$python" -m venv --clear "$work/venv" && "$work/venv/bin/pip" install --quiet 'conan>=2,<3'; } \
-        >"$work/pip.log" 2>&1; then
+    if ! { "$python" -m venv --clear "$work/venv" &&
+        "$work/venv/bin/pip" install --quiet --no-compile 'conan>=2,<3'; } >"$work/pip.log" 2>&1; then
         cat "$work/pip.log"
         echo "conan cannot be installed from PyPI"
         exit "$skip"

@@ -16,10 +16,10 @@ namespace kvpolicy {
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 
 // All calls below take the ref of a cache that was bound with a cuda context (bind of its owner). Tensors,
-// planes, hidden states, options.status, scorer weights, and of the batch the arrays seq_ids and q_len are
-// device memory. Work is enqueued on the context's stream; nothing is allocated, nothing waited for. Grids
-// depend on shapes and capacities, and whatever changes from step to step is read from device memory when the
-// work runs, so one captured graph serves all later steps.
+// planes, hidden states, cu_seqlens, options.status, scorer weights, and of the batch the arrays seq_ids and
+// q_len are device memory. Work is enqueued on the context's stream; nothing is allocated, nothing waited
+// for. Grids depend on shapes and capacities, and whatever changes from step to step is read from device
+// memory when the work runs, so one captured graph serves all later steps.
 //
 // Policies: all but those that rank keys by attention. Scorers: given scores, LinearScorer, MlpScorer,
 // WriteGateScorer, UtilityPredictor, mLSTMScorer, ConvScorer, and what specializes device_scorer (others do
@@ -38,14 +38,22 @@ inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 // (status_layer_skipped). Not detected: sequences named twice in a batch.
 // options.status [count], where given, is OR-ed into.
 //
+// Packed batches (io.cu_seqlens; prefill and append_draft): an entry brings as many tokens as its edges say,
+// at most batch.length. Without batch.length that is the total of q, in append_draft at most
+// max_draft_tokens. Workspace and grids are those of CallSize{count, that most}, however long the tensors
+// are, so give a batch of many entries its batch.length. Where q_len is given, too, it must agree. An entry
+// with edges beyond q, with more tokens than the most, or with another q_len counts as one of no token and
+// sets status_bad_length; so do all entries from the first that an edge falls in, and all of them where the
+// first edge is not 0. Results are those of the same entries in padded tensors, bit for bit.
+//
 // A DualCache takes the same calls. Where its pool has no pages for an entry, the entry is left as it is, its
 // out is 0, its lse -inf, and status_pool_exhausted is set: the same entries as on the host. Pages may have
 // other ids. Without options.status that is left unsaid, where the host refuses: until then advance() does
 // not move the sequence, so give one.
 //
 // Refused before anything is enqueued: shapes that disagree, a head_dim beyond Dims, rows that are not
-// aligned, too little workspace, cu_seqlens (entries of different lengths have batch.q_len). Failing CUDA
-// calls throw kvpolicy::cuda_error.
+// aligned, too little workspace, cu_seqlens in step and attend. Failing CUDA calls throw
+// kvpolicy::cuda_error.
 
 /// Gives a ref of an unbound cache, of which sizes are taken, the context's device.
 template <class Ref>
@@ -72,11 +80,12 @@ void step(const cuda& ctx, const Ref<P, T>& cache, const step_io<T>& io, workspa
           const StepOptions& options = {});
 
 /// A chunk of up to n tokens a sequence, as the host's prefill: what as many steps would keep. Entry i brings
-/// batch.q_len[i] tokens, or batch.length, or all n of q. io.q [count, Hq, n, Dk], io.k and io.v [count, Hkv,
-/// n, D], io.out [count, Hq, n, Dv]. Top-k updates of heads with static priorities are decided together, by a
-/// sort (a decay step above 1 takes them one after another, and every candidate looks at all slots). With n >
-/// 32 an mLSTM of up to 128 features and values scores by chunks, as score_sequence does: it agrees with
-/// steps to rounding, of 16-bit rows to that of bf16.
+/// batch.q_len[i] tokens, or batch.length, or all n of q; packed, those between its edges, up to n.
+/// io.q [count, Hq, n, Dk], io.k and io.v [count, Hkv, n, D], io.out [count, Hq, n, Dv]. Top-k updates of
+/// heads with static priorities are decided together, by a sort (a decay step above 1 takes them one after
+/// another, and every candidate looks at all slots). With n > 32 an mLSTM of up to 128 features and values
+/// scores by chunks, as score_sequence does: it agrees with steps to rounding, of 16-bit rows to that of
+/// bf16.
 ///
 /// Of a DualCache a chunk fits, or the call leaves the sequence unchanged. Attention reads rows in their
 /// pages. It takes as many entries at once as have their lists of rows in 1 GiB, or in the workspace if that

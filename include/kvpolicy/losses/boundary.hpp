@@ -116,8 +116,8 @@ struct BoundaryLoss {
                     const BoundaryOptions& options = {}) const;
 
 #if defined(__CUDACC__)
-    // Planes, d_log_gamma, *value and the array `lengths` of the sequences are device memory; loss,
-    // policy and its numbers by head are host memory, read during the call. Nothing is allocated,
+    // Planes, d_log_gamma, *value and the arrays lengths and cu_seqlens of the sequences are device memory;
+    // loss, policy and its numbers by head are host memory, read during the call. Nothing is allocated,
     // nothing waited for.
 
     template <AnyPolicy P, class Build = cuda_build>
@@ -125,9 +125,10 @@ struct BoundaryLoss {
                                               std::int32_t heads) const;
 
     /// The same examples and draws, value and gradients to rounding, the same bits in every run. Scores are
-    /// fp32. Labels come from build_cutoffs on the target, so decay steps are 1 and sequences are whole and
-    /// not packed (cu_seqlens and starts null). Refuses, before anything is enqueued, the rest of what the
-    /// host refuses, and heads that options.layers does not divide.
+    /// fp32. Labels come from ranks and cutoffs of the target, so decay steps are 1. Edges in cu_seqlens that
+    /// do not rise from 0 to the length leave no sequence a token, and set status_bad_length for all.
+    /// Refuses, before anything is enqueued, the rest of what the host refuses, and heads that options.layers
+    /// does not divide.
     template <AnyPolicy P, class Real, class Build = cuda_build>
     void operator()(const cuda& ctx, const P& policy, input_plane<Real> scores,
                     plane_view<const float> target, const Sequences& sequences, plane_view<Real> d_scores,

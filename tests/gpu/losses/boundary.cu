@@ -32,7 +32,7 @@ struct Case {
     std::int32_t batch = 2, heads = 2, length = 300;
     std::vector<std::int32_t> sinks{2, 0}, windows{5, 3}, budgets{7, 40};
     std::vector<float> log_gamma{-0.0078125f, -0.03125f};
-    std::vector<std::int32_t> lengths;
+    std::vector<std::int32_t> lengths, edges;
     Target target = Target::random;
     BoundaryLoss loss{};
 
@@ -41,8 +41,13 @@ struct Case {
                    TopKBudget<>{per_head(budgets.data(), 1, heads)},
                    Decay<dynamic>{per_head(log_gamma.data(), 1, heads), 1}};
     }
-    [[nodiscard]] Sequences sequences(const std::int32_t* of_sequences) const {
-        return {batch, length, lengths.empty() ? nullptr : of_sequences, nullptr, nullptr, 0};
+    [[nodiscard]] Sequences sequences(const std::int32_t* of_sequences, const std::int32_t* of_pack) const {
+        Sequences all{batch, length, lengths.empty() ? nullptr : of_sequences, nullptr, nullptr, 0};
+        if (!edges.empty()) {
+            all.cu_seqlens = of_pack;
+            all.segments = static_cast<std::int32_t>(edges.size()) - 1;
+        }
+        return all;
     }
 };
 
@@ -91,7 +96,7 @@ void check(const Case& c) {
     const host host_ctx(1);
     std::vector<float> wanted(count, untouched);
     std::vector<double> wanted_gamma(static_cast<std::size_t>(c.heads), before);
-    const Sequences sequences = c.sequences(c.lengths.data());
+    const Sequences sequences = c.sequences(c.lengths.data(), c.edges.data());
     std::vector<std::byte> memory(c.loss.workspace_bytes(host_ctx, policy, sequences, c.heads));
     const BoundaryValue value = test::value_of<BoundaryValue>([&](auto* into) {
         c.loss(host_ctx, policy, plane(static_cast<const float*>(scores.data())),
@@ -102,11 +107,11 @@ void check(const Case& c) {
     const Device<float> device_scores(scores), device_target(target),
         gradient(std::vector<float>(count, untouched));
     const Device<double> gamma(std::vector<double>(static_cast<std::size_t>(c.heads), before));
-    const Device<std::int32_t> lengths(c.lengths);
+    const Device<std::int32_t> lengths(c.lengths), edges(c.edges);
     const Device<BoundaryValue> result(1);
     const Device<std::uint32_t> status(std::vector<std::uint32_t>(static_cast<std::size_t>(c.batch), 0u));
     const kvpolicy::cuda ctx{};
-    const Sequences on_device = c.sequences(lengths.data());
+    const Sequences on_device = c.sequences(lengths.data(), edges.data());
     const Device<unsigned char> workspace(c.loss.workspace_bytes(ctx, policy, on_device, c.heads));
     c.loss(ctx, policy, plane(static_cast<const float*>(device_scores.data())),
            plane(static_cast<const float*>(device_target.data())), on_device, plane(gradient.data()),
@@ -213,6 +218,59 @@ TEST_CASE("lengths, tiles, budgets that never fill") {
     short_one.length = 2 + 5 + 7 + 1;
     short_one.budgets = {7, 100};
     check(short_one);
+}
+
+TEST_CASE("packed segments count for themselves, and share the draws") {
+    for (const Target target : {Target::random, Target::few_levels, Target::worsening}) {
+        for (const std::int32_t count : {unlimited, 0, 5, 300}) {
+            Case c;
+            c.name =
+                "target " + std::to_string(static_cast<int>(target)) + ", count " + std::to_string(count);
+            c.target = target;
+            c.loss.sampler = {count, 0.5f, 11};
+            // Segments without a token, without a valid query, with one, and across tiles.
+            c.length = 1700;
+            c.edges = {0, 0, 14, 29, 29, 80, 700, 701, 1600, 1700};
+            check(c);
+            c.name += ", ragged";
+            c.batch = 4;
+            c.lengths = {1700, 0, 20, 900};
+            check(c);
+        }
+    }
+    Case many;  // more segments than a warp, and than some have draws
+    many.name = "many segments";
+    many.length = 3000;
+    many.budgets = {7, 3};
+    many.loss.sampler = {40, 1.0f, 12};
+    for (std::int32_t i = 0; i <= 100; ++i) {
+        many.edges.push_back(30 * i);
+    }
+    check(many);
+}
+
+TEST_CASE("edges that do not rise to the length leave no token") {
+    Case c;
+    const Any policy = c.policy();
+    const Device<float> scores(std::vector<float>(1200, 0.5f)), gradient(std::vector<float>(1200, 3.0f));
+    const Device<BoundaryValue> result(1);
+    const kvpolicy::cuda ctx{};
+    for (const std::vector<std::int32_t>& wrong :
+         {std::vector<std::int32_t>{0, 150, 299}, {0, 200, 150, 300}, {1, 150, 300}}) {
+        c.edges = wrong;
+        const Device<std::int32_t> edges(wrong);
+        const Device<std::uint32_t> status(std::vector<std::uint32_t>(2, 0u));
+        const Sequences sequences = c.sequences(nullptr, edges.data());
+        const Device<unsigned char> workspace(c.loss.workspace_bytes(ctx, policy, sequences, 2));
+        const auto plane = [](auto* data) { return view_bhs(data, 2, 2, 300); };
+        c.loss(ctx, policy, plane(static_cast<const float*>(scores.data())),
+               plane(static_cast<const float*>(scores.data())), sequences, plane(gradient.data()), nullptr,
+               result.data(), workspace, {.status = status.data()});
+        CHECK(status.read() == std::vector<std::uint32_t>(2, status_bad_length));
+        CHECK(gradient.read() == std::vector<float>(1200, 3.0f));
+        CHECK(result.read()[0].count == 0);
+        CHECK(result.read()[0].sampled == 0);
+    }
 }
 
 TEST_CASE("layers in one call are layers one by one; a decay that stays on the device") {

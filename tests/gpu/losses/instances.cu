@@ -7,6 +7,7 @@
 namespace kvpolicy::cuda_backend {
 using Gate = detail::no_gate;
 using Keep = detail::keep_set<>;
+template __global__ void boundary_shares_kernel<Gate, Keep>(const boundary_params<Gate, Keep>);
 template __global__ void boundary_begin_kernel<Gate, Keep>(const boundary_params<Gate, Keep>);
 template __global__ void boundary_draw_kernel<Gate, Keep>(const boundary_params<Gate, Keep>, std::int32_t);
 template __global__ void boundary_examples_kernel<Gate, Keep>(const boundary_params<Gate, Keep>);

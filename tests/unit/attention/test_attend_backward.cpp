@@ -71,14 +71,28 @@ struct Reference {
     std::vector<Sum> d_q, d_k, d_v, d_bias;
 };
 
+template <class T>
+std::vector<double> numbers(const std::vector<T>& values) {
+    std::vector<double> all;
+    all.reserve(values.size());
+    for (const T& x : values) {
+        all.push_back(number(x));
+    }
+    return all;
+}
+
 /// By the definition; delta from the outputs as stored.
 template <class T>
-Reference reference(const Problem<T>& p, const Result<T>& forward, const std::vector<T>& d_out) {
+Reference reference(const Problem<T>& p, const Result<T>& forward, const std::vector<T>& d_outputs) {
     const Shape& s = p.shape;
+    const std::vector<double> queries = numbers(p.q), keys = numbers(p.k), values = numbers(p.v),
+                              outputs = numbers(forward.out), d_out_rows = numbers(d_outputs);
+    const auto dim_qk = static_cast<std::size_t>(s.head_dim_qk),
+               dim_vo = static_cast<std::size_t>(s.head_dim_vo);
     Reference r;
-    r.d_q.resize(p.q.size());
-    r.d_k.resize(p.k.size());
-    r.d_v.resize(p.v.size());
+    r.d_q.resize(queries.size());
+    r.d_k.resize(keys.size());
+    r.d_v.resize(values.size());
     r.d_bias.resize(p.planes());
     const double scale = static_cast<double>(p.attention.sm_scale != 0.0f
                                                  ? p.attention.sm_scale
@@ -95,12 +109,14 @@ Reference reference(const Problem<T>& p, const Result<T>& forward, const std::ve
                 if (lse == -infinity) {
                     continue;
                 }
+                const double* const q = queries.data() + q_at * dim_qk;
+                const double* const out = outputs.data() + q_at * dim_vo;
+                const double* const d_out = d_out_rows.data() + q_at * dim_vo;
+                Sum* const d_q = r.d_q.data() + q_at * dim_qk;
                 double delta = 0.0, delta_size = 0.0;
-                for (std::int32_t c = 0; c < s.head_dim_vo; ++c) {
-                    const std::size_t o =
-                        q_at * static_cast<std::size_t>(s.head_dim_vo) + static_cast<std::size_t>(c);
-                    delta += number(forward.out[o]) * number(d_out[o]);
-                    delta_size += std::fabs(number(forward.out[o]) * number(d_out[o]));
+                for (std::size_t c = 0; c < dim_vo; ++c) {
+                    delta += out[c] * d_out[c];
+                    delta_size += std::fabs(out[c] * d_out[c]);
                 }
                 for (std::int32_t t = 0; t < s.rows; ++t) {
                     const std::size_t k_at = p.plane_at(b, h, t);
@@ -114,13 +130,11 @@ Reference reference(const Problem<T>& p, const Result<T>& forward, const std::ve
                     if (!p.edges.empty() && segment(begins) != segment(at)) {
                         continue;
                     }
+                    const double* const k = keys.data() + k_at * dim_qk;
+                    const double* const v = values.data() + k_at * dim_vo;
                     double x = 0.0, dp = 0.0, dp_size = 0.0;
-                    for (std::int32_t c = 0; c < s.head_dim_qk; ++c) {
-                        x += scale *
-                             number(p.q[q_at * static_cast<std::size_t>(s.head_dim_qk) +
-                                        static_cast<std::size_t>(c)]) *
-                             number(p.k[k_at * static_cast<std::size_t>(s.head_dim_qk) +
-                                        static_cast<std::size_t>(c)]);
+                    for (std::size_t c = 0; c < dim_qk; ++c) {
+                        x += scale * q[c] * k[c];
                     }
                     const double y = cap > 0.0 ? std::tanh(x / cap) : 0.0;
                     double logit = cap > 0.0 ? cap * y : x;
@@ -134,27 +148,22 @@ Reference reference(const Problem<T>& p, const Result<T>& forward, const std::ve
                         continue;
                     }
                     const double weight = std::exp(logit - lse);
-                    for (std::int32_t c = 0; c < s.head_dim_vo; ++c) {
-                        const std::size_t o =
-                            q_at * static_cast<std::size_t>(s.head_dim_vo) + static_cast<std::size_t>(c);
-                        const std::size_t v =
-                            k_at * static_cast<std::size_t>(s.head_dim_vo) + static_cast<std::size_t>(c);
-                        dp += number(d_out[o]) * number(p.v[v]);
-                        dp_size += std::fabs(number(d_out[o]) * number(p.v[v]));
-                        r.d_v[v].add(weight * number(d_out[o]), std::fabs(weight * number(d_out[o])));
+                    Sum* const d_k = r.d_k.data() + k_at * dim_qk;
+                    Sum* const d_v = r.d_v.data() + k_at * dim_vo;
+                    for (std::size_t c = 0; c < dim_vo; ++c) {
+                        const double term = d_out[c] * v[c], of_value = weight * d_out[c];
+                        dp += term;
+                        dp_size += std::fabs(term);
+                        d_v[c].add(of_value, std::fabs(of_value));
                     }
                     const double d = weight * (dp - delta), size = weight * (dp_size + delta_size);
                     if (biased) {
                         r.d_bias[k_at].add(d, size);
                     }
                     const double slope = scale * (1.0 - y * y);
-                    for (std::int32_t c = 0; c < s.head_dim_qk; ++c) {
-                        const std::size_t q =
-                            q_at * static_cast<std::size_t>(s.head_dim_qk) + static_cast<std::size_t>(c);
-                        const std::size_t k =
-                            k_at * static_cast<std::size_t>(s.head_dim_qk) + static_cast<std::size_t>(c);
-                        r.d_q[q].add(d * slope * number(p.k[k]), std::fabs(size * scale * number(p.k[k])));
-                        r.d_k[k].add(d * slope * number(p.q[q]), std::fabs(size * scale * number(p.q[q])));
+                    for (std::size_t c = 0; c < dim_qk; ++c) {
+                        d_q[c].add(d * slope * k[c], std::fabs(size * scale * k[c]));
+                        d_k[c].add(d * slope * q[c], std::fabs(size * scale * q[c]));
                     }
                 }
             }

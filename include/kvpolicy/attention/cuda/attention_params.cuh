@@ -8,6 +8,7 @@
 
 #include <kvpolicy/core/cuda_config.cuh>
 #include <kvpolicy/core/view.hpp>
+#include <kvpolicy/cuda/packed_rows.cuh>
 
 #include <cstdint>
 
@@ -67,6 +68,7 @@ struct key_rows {
     // [B, Hkv], where a head's rows of the first segment begin, in rows from k.data and v.data; null: as
     // strides say
     const std::int64_t* first_row = nullptr;
+    packed_rows packed;  // of self_k and self_v, q and the results
 
     /// Row 0 of a head of the first segment, `view` being k or v.
     __device__ const T* past(const rows_view<const T>& view, std::int64_t b, std::int64_t h) const {
@@ -74,12 +76,12 @@ struct key_rows {
                                     : view.row(b, h, 0);
     }
     __device__ const T* key(std::int64_t b, std::int64_t h, std::int32_t row) const {
-        return row >= k.length          ? self_k.row(b, h, row - k.length)
+        return row >= k.length          ? self_k.row(b, h, packed.begin(b) + row - k.length)
                : pages.table != nullptr ? pages.key(pages.of_head(b, h, k.heads), row)
                                         : past(k, b, h) + row * k.row_stride;
     }
     __device__ const T* value(std::int64_t b, std::int64_t h, std::int32_t row) const {
-        return row >= v.length          ? self_v.row(b, h, row - v.length)
+        return row >= v.length          ? self_v.row(b, h, packed.begin(b) + row - v.length)
                : pages.table != nullptr ? pages.value(pages.of_head(b, h, v.heads), row)
                                         : past(v, b, h) + row * v.row_stride;
     }
@@ -98,6 +100,10 @@ struct attention_params {
     float scale = 0.0f;                     // resolved: never 0 for "default"
     float logits_soft_cap = 0.0f;           // 0: none
 
+    /// The row of a query of entry b in q and in the results.
+    __device__ std::int32_t query_row(std::int64_t b, std::int32_t query) const {
+        return rows.packed.begin(b) + query;
+    }
     __device__ std::int32_t length_of(std::int64_t b) const {
         // A length that no view holds counts as an empty sequence, as everywhere on a device.
         const std::int32_t own = lengths != nullptr ? lengths[b] : length;

@@ -79,6 +79,13 @@ class attend_plan {
     /// Says how many rows of the first segment count, by head: segment_frame::head_rows.
     void past_counts(const std::int32_t* head_rows) { call_.frames.past.head_rows = head_rows; }
 
+    /// Says that the entries of q, of the second segment and of the results are packed in tensors of `total`
+    /// rows: their views have a batch stride of 0.
+    void entries_packed(const packed_rows& entries, std::int32_t total) {
+        call_.params.rows.packed = entries;
+        packed_total_ = total;
+    }
+
     /// Takes the parts of the workspace; with null only measures.
     std::size_t lay_out(void* memory) {
         workspace_parts parts(memory);
@@ -92,7 +99,9 @@ class attend_plan {
     }
 
     void run(const rows_view<T>& out, const plane_view<float>& lse, workspace_view workspace) {
-        checks::check_results(call_.params.q, call_.params.rows.v.dim, out, lse);
+        if (call_.params.rows.packed.edges == nullptr) {  // a batch stride of 0 is no fault of packed results
+            checks::check_results(call_.params.q, call_.params.rows.v.dim, out, lse);
+        }
         check_aligned("out", out);
         check_workspace(workspace, lay_out(nullptr));
         lay_out(workspace.data);
@@ -233,12 +242,17 @@ class attend_plan {
         forward_boxes maps;
         const key_rows<T>& rows = call_.params.rows;
         const bool two = rows.self_k.length != 0;
+        rows_view<const T> k = two ? rows.self_k : rows.k, v = two ? rows.self_v : rows.v;
+        if (rows.packed.edges != nullptr) {
+            k.batch = v.batch = 1;
+            k.length = v.length = packed_total_;
+        }
         maps.always = options_.copies == attend_copies::boxes;
         maps.first_row = two ? rows.k.length : 0;
         maps.there = !general_ && tile_ <= 128 && options_.copies != attend_copies::rows &&
                      (two || rows.first_row == nullptr) &&
-                     make_tensor_map(two ? rows.self_k : rows.k, forward_boxes::box_rows, maps.k) &&
-                     make_tensor_map(two ? rows.self_v : rows.v, forward_boxes::box_rows, maps.v);
+                     make_tensor_map(k, forward_boxes::box_rows, maps.k) &&
+                     make_tensor_map(v, forward_boxes::box_rows, maps.v);
         return maps;
     }
 
@@ -286,6 +300,7 @@ class attend_plan {
     forward_params<T> call_;
     attention_plan few_plan_;  // of a call with fewer queries, whose lists may take more memory
     std::int64_t rows_ = 0;
+    std::int32_t packed_total_ = 0;
     std::int32_t dim_ = 0;
     int tile_ = 0;
     bool biased_ = false;

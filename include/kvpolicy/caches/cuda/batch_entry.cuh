@@ -6,6 +6,7 @@
 #include <kvpolicy/core/cuda_config.cuh>
 #include <kvpolicy/core/status.hpp>
 #include <kvpolicy/core/view.hpp>
+#include <kvpolicy/cuda/packed_rows.cuh>
 
 #include <cstdint>
 
@@ -77,16 +78,17 @@ template <class T>
 struct prefill_tokens {
     rows_view<const T> k{};  // [count, Hkv, most, Dk]
     rows_view<const T> v{};  // [count, Hkv, most, Dv]
+    packed_rows packed{};    // of k and v, and of the call's other tensors
     std::int32_t most = 1;
     bool spare = false;
 
     template <class Head>
     __device__ const T* key(const Head& head, std::int32_t i, std::int32_t h, std::int32_t j) const {
-        return spare ? head.spare_key(j) : k.row(i, h, j);
+        return spare ? head.spare_key(j) : k.row(i, h, packed.begin(i) + j);
     }
     template <class Head>
     __device__ const T* value(const Head& head, std::int32_t i, std::int32_t h, std::int32_t j) const {
-        return spare ? head.spare_value(j) : v.row(i, h, j);
+        return spare ? head.spare_value(j) : v.row(i, h, packed.begin(i) + j);
     }
 };
 

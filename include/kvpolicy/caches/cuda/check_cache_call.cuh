@@ -95,38 +95,37 @@ void check_selection([[maybe_unused]] const P& policy, [[maybe_unused]] std::int
     }
 }
 
-/// What the host refuses, as far as no device memory must be read. `tokens` is the most of an entry.
+/// What the host refuses, as far as no device memory must be read. `rows`: batch and length of the call's
+/// tensors, [count, most tokens of an entry], or [1, total] where entries are packed.
 template <class Cache, class T>
-void check_cache_call(const Cache& cache, const Batch& batch, std::int32_t tokens,
+void check_cache_call(const Cache& cache, const Batch& batch, const CallSize& rows,
                       const rows_view<const T>& q, const rows_view<T>& out, const plane_view<float>& lse) {
     const std::int32_t query_heads = cache.kv_heads * cache.group;
     check_on_device(cache);
     checks::check_count("batch.count", batch.count, cache.max_sequences);
     const std::int32_t length = batch.length_or_one();
-    detail::require(batch.q_len != nullptr || (length >= 0 && length <= tokens), "batch.length", length,
-                    [&] { return detail::text("0 to ", tokens); });
-    checks::check_rows("q", q, batch.count, query_heads, tokens, cache.head_dim_qk);
-    checks::check_rows("out", out, batch.count, query_heads, tokens, cache.head_dim_vo);
-    checks::check_lse(lse, batch.count, query_heads, tokens);
+    detail::require(batch.q_len != nullptr || (length >= 0 && length <= rows.tokens), "batch.length", length,
+                    [&] { return detail::text("0 to ", rows.tokens); });
+    checks::check_rows("q", q, rows.batch, query_heads, rows.tokens, cache.head_dim_qk);
+    checks::check_rows("out", out, rows.batch, query_heads, rows.tokens, cache.head_dim_vo);
+    checks::check_lse(lse, rows.batch, query_heads, rows.tokens);
     check_aligned("q", q);
     check_aligned("out", out);
 }
 
 /// The same for calls that bring keys.
 template <class Cache, class T>
-void check_cache_call(const Cache& cache, const Batch& batch, std::int32_t tokens,
+void check_cache_call(const Cache& cache, const Batch& batch, const CallSize& rows,
                       const rows_view<const T>& q, const rows_view<const T>& k, const rows_view<const T>& v,
                       const rows_view<T>& out, const detail::step_extras& extras) {
     using P = typename Cache::policy_type;
     require_device_policy<P>();
-    check_cache_call(cache, batch, tokens, q, out, extras.lse);
-    checks::check_rows("k", k, batch.count, cache.kv_heads, tokens, cache.head_dim_qk);
-    checks::check_rows("v", v, batch.count, cache.kv_heads, tokens, cache.head_dim_vo);
+    check_cache_call(cache, batch, rows, q, out, extras.lse);
+    checks::check_rows("k", k, rows.batch, cache.kv_heads, rows.tokens, cache.head_dim_qk);
+    checks::check_rows("v", v, rows.batch, cache.kv_heads, rows.tokens, cache.head_dim_vo);
     check_aligned("k", k);
     check_aligned("v", v);
-    detail::require(extras.cu_seqlens == nullptr, "io.cu_seqlens", "given",
-                    "null on CUDA: entries of different lengths have batch.q_len");
-    check_arriving_scores(cache, batch, tokens, extras);
+    check_arriving_scores(cache, batch, rows, extras);
 }
 
 template <class Compute>

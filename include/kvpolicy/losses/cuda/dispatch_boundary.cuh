@@ -13,6 +13,7 @@
 
 #include <cuda_runtime_api.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
@@ -27,6 +28,8 @@ struct boundary_memory {
     std::int32_t *rank, *cutoff, *order, *drawn, *first, *last;
     double *prefix, *slope;
     boundary_plane* planes;
+    std::int32_t* first_draw = nullptr;
+    std::int64_t* valid = nullptr;
     std::int32_t tiles;
     boundary_tile* sums;
     small_numbers small;
@@ -43,6 +46,11 @@ struct boundary_memory {
         prefix = parts.take<double>(count);
         slope = parts.take<double>(count);
         planes = parts.take<boundary_plane>(std::int64_t{sequences.batch} * heads);
+        if (sequences.cu_seqlens != nullptr) {
+            const std::int64_t segments = std::max(sequences.segments, 0);
+            first_draw = parts.take<std::int32_t>(std::int64_t{sequences.batch} * heads * (segments + 1));
+            valid = parts.take<std::int64_t>(std::int64_t{sequences.batch} * heads);
+        }
         tiles = (sequences.length + boundary_threads - 1) / boundary_threads;
         sums = parts.take<boundary_tile>(std::int64_t{sequences.batch} * heads * tiles);
         small = small_numbers::take(parts, sequences, heads);
@@ -61,6 +69,8 @@ struct boundary_memory {
         params.prefix = prefix;
         params.slope = slope;
         params.planes = planes;
+        params.first_draw = first_draw;
+        params.valid = valid;
         params.tiles = tiles;
         params.sums = sums;
     }
@@ -79,6 +89,7 @@ inline boundary_numbers boundary_numbers_of(const BoundaryLoss& loss, std::int32
     numbers.count = loss.sampler.count;
     numbers.late =
         std::llround(static_cast<double>(loss.sampler.late) * static_cast<double>(loss.sampler.count));
+    numbers.late_share = static_cast<double>(loss.sampler.late);
     numbers.seed = loss.sampler.seed;
     numbers.layer = loss.layer;
     numbers.heads = heads_of_layer;
@@ -124,7 +135,7 @@ void BoundaryLoss::operator()(const cuda& ctx, const P& policy, input_plane<Real
     const auto plane = [&](std::int32_t* data) {
         return view_bhs(data, sequences.batch, heads, sequences.length);
     };
-    // Refuses packed segments and decay steps above 1.
+    // Refuses decay steps above 1.
     cb::cutoffs_of<ParallelCutoff>(ctx, policy, options.log_gamma, target, sequences, plane(memory.rank),
                                    plane(memory.cutoff), {memory.ranking, memory.ranking_bytes}, loss.layer,
                                    status);
@@ -143,11 +154,18 @@ void BoundaryLoss::operator()(const cuda& ctx, const P& policy, input_plane<Real
         params.numbers = cb::boundary_numbers_of(loss, heads / options.layers);
         memory.place(params);
         const std::int64_t blocks = planes * memory.tiles;
+        const bool packed = sequences.cu_seqlens != nullptr;
+        if (packed) {
+            cb::launch("boundary_shares_kernel", cb::boundary_shares_kernel<Gate, Keep>, planes,
+                       cb::boundary_threads, 0, ctx, params);
+        }
         cb::launch("boundary_begin_kernel", cb::boundary_begin_kernel<Gate, Keep>, blocks,
                    cb::boundary_threads, 0, ctx, params);
         if (params.numbers.count < sequences.length) {  // else all are drawn
-            const std::int32_t of_plane =
-                (params.numbers.count + cb::boundary_threads - 1) / cb::boundary_threads;
+            // Shares of packed segments are rounded up.
+            const std::int64_t draws = std::int64_t{params.numbers.count} + (packed ? sequences.segments : 0);
+            const auto of_plane =
+                static_cast<std::int32_t>((draws + cb::boundary_threads - 1) / cb::boundary_threads);
             cb::launch("boundary_draw_kernel", cb::boundary_draw_kernel<Gate, Keep>, planes * of_plane,
                        cb::boundary_threads, 0, ctx, params, of_plane);
         }

@@ -45,6 +45,7 @@ struct boundary_numbers {
     bool balance;
     std::int32_t count;  // of the sampler
     std::int64_t late;   // draws that are the later of two, of `count`
+    double late_share;   // of draws of a packed segment
     std::uint64_t seed;
     std::int32_t layer;  // the first
     std::int32_t heads;  // of a layer
@@ -66,6 +67,9 @@ struct boundary_params {
     double* prefix = nullptr;       // sum of d delta before a query, of its tile's
     double* slope = nullptr;        // d delta
     boundary_plane* planes = nullptr;
+    // Of packed segments: [planes, segments + 1] draws before each, the last of all; null: one segment
+    std::int32_t* first_draw = nullptr;
+    std::int64_t* valid = nullptr;  // [planes]: queries that may be drawn
     std::int32_t tiles = 1;         // of a plane
     boundary_tile* sums = nullptr;  // [planes, tiles]
 };
@@ -96,8 +100,15 @@ struct boundary_row {
           row(plane * params.mask.length),
           b(params.mask.sequence_of(plane)),
           h(params.mask.head_of(plane)),
-          length(params.mask.length_of(b)),
+          length(length_of_plane(params, b)),
           head_params(params.mask.all_params.of(h)) {}
+
+    /// Tokens of sequence b: 0 where the edges of packed segments, which are all 0 then, were refused.
+    __device__ static std::int32_t length_of_plane(const boundary_params<Gate, Keep>& params,
+                                                   std::int32_t b) {
+        const std::int32_t given = params.mask.length_of(b);
+        return params.mask.edges == nullptr ? given : min(given, params.mask.edges[params.mask.segments]);
+    }
 
     /// This thread's token of the tile; it may be beyond the length.
     __device__ std::int32_t token() const {
@@ -106,8 +117,23 @@ struct boundary_row {
     __device__ std::int64_t saturated() const {
         return std::int64_t{head_params.sinks} + head_params.window + head_params.budget;
     }
+    /// The segment of token t < length.
+    __device__ segment_range segment_of(std::int32_t t) const {
+        return p.mask.segment(b, p.mask.segment_of_token(t));
+    }
+    /// Queries of a segment that may be drawn: its last ones.
+    __device__ std::int64_t valid_of(const segment_range& segment) const {
+        return segment.length() > saturated() ? segment.length() - saturated() : 0;
+    }
     /// Queries that may be drawn.
-    __device__ std::int64_t valid() const { return length > saturated() ? length - saturated() : 0; }
+    __device__ std::int64_t valid() const {
+        return p.valid != nullptr ? p.valid[plane] : valid_of({0, length, 0});
+    }
+    /// Draws of a segment where not all are taken: its share, rounded up, so that none goes without.
+    __device__ std::int64_t draws_of(const segment_range& segment, std::int64_t of_all) const {
+        const std::int64_t here = valid_of(segment);
+        return here == 0 ? 0 : (p.numbers.count * here + of_all - 1) / of_all;
+    }
     __device__ bool draws_all() const { return p.numbers.count >= valid(); }
     /// Sum of d delta over the queries before q.
     __device__ double prefix(std::int32_t q) const {
@@ -115,40 +141,87 @@ struct boundary_row {
                            : p.sums[plane * p.tiles + q / boundary_threads].before + p.prefix[row + q];
     }
     /// The boundary key at q: the worst of the k that are held, once they were k before q's top-k update.
-    __device__ std::int32_t boundary(std::int32_t q) const {
-        if (q < saturated() || q >= length || q < 1 || head_params.budget == 0) {
+    __device__ std::int32_t boundary(const segment_range& segment, std::int32_t q) const {
+        const std::int32_t at = q - segment.begin;
+        if (at < saturated() || q >= segment.end || at < 1 || head_params.budget == 0) {
             return -1;
         }
         const std::int32_t now = p.cutoff[row + q];
-        return now == open_cutoff || p.cutoff[row + q - 1] == open_cutoff ? -1 : p.order[row + now];
+        return now == open_cutoff || p.cutoff[row + q - 1] == open_cutoff
+                   ? -1
+                   : p.order[row + segment.begin + now];
     }
-    __device__ boundary_example example(std::int32_t q) const {
+    __device__ boundary_example example(const segment_range& segment, std::int32_t q) const {
         boundary_example e;
-        e.old = boundary(q);
+        e.old = boundary(segment, q);
         if (e.old < 0) {
             return e;
         }
         e.fresh = q - head_params.window;
-        e.counts = p.drawn[row + q] > 0 && e.fresh != e.old && p.mask.leaves(head_params, e.fresh, length);
+        e.counts = p.drawn[row + q] > 0 && e.fresh != e.old &&
+                   p.mask.leaves(head_params, e.fresh - segment.begin, segment.length());
         e.keeps = e.counts && p.rank[row + e.fresh] <= p.cutoff[row + q];
         return e;
     }
     /// Where the run of queries whose boundary is e.old begins or ends at q.
-    __device__ __forceinline__ void note_run(const boundary_example& e, std::int32_t q) const {
+    __device__ __forceinline__ void note_run(const segment_range& segment, const boundary_example& e,
+                                             std::int32_t q) const {
         if (e.old >= 0) {
-            if (boundary(q - 1) != e.old) {
+            if (boundary(segment, q - 1) != e.old) {
                 p.first[row + e.old] = q;
             }
-            if (boundary(q + 1) != e.old) {
+            if (boundary(segment, q + 1) != e.old) {
                 p.last[row + e.old] = q + 1;
             }
         }
     }
 };
 
-/// Clears a call's arrays and inverts ranks: order[rank] = token.
+/// What each packed segment has of a plane's draws.
 ///
-/// Grid: planes * tiles. Block: boundary_threads, a token each. Shared memory: none. Reads rank [planes, S].
+/// Grid: planes. Block: boundary_threads. Shared memory: one number per warp (static). Reads edges
+/// [segments + 1]. Overwrites valid [planes] and first_draw [planes, segments + 1].
+/// 1. Queries that may be drawn, of all segments.
+/// 2. Draws before each segment.
+template <class Gate, class Keep>
+__global__ void __launch_bounds__(boundary_threads)
+    boundary_shares_kernel(const boundary_params<Gate, Keep> params) {
+    __shared__ long long shared[boundary_threads / 32];
+    const boundary_row<Gate, Keep> of(params, 1);
+    const std::int32_t segments = params.mask.segments;
+    const auto thread = static_cast<std::int32_t>(threadIdx.x);
+    // 1. Queries.
+    long long all = 0;
+    for (std::int32_t i = thread; i < segments; i += boundary_threads) {
+        all += of.valid_of(params.mask.segment(of.b, i));
+    }
+    all = sum_over_block<boundary_threads>(all, shared);
+    if (thread == 0) {
+        params.valid[of.plane] = all;
+    }
+    // 2. Draws, by the first warp.
+    if (thread >= 32) {
+        return;
+    }
+    std::int32_t* const first = params.first_draw + of.plane * (segments + 1);
+    std::int32_t before = 0;
+    for (std::int32_t i = thread; i - thread < segments; i += 32) {
+        const std::int64_t draws = i < segments ? of.draws_of(params.mask.segment(of.b, i), all) : 0;
+        const std::int32_t through = warp_inclusive_sum(static_cast<std::int32_t>(draws));
+        if (i < segments) {
+            first[i] = before + through - static_cast<std::int32_t>(draws);
+        }
+        before += __shfl_sync(all_lanes, through, 31);
+    }
+    if (thread == 0) {
+        first[segments] = before;
+    }
+}
+
+/// Clears a call's arrays and inverts ranks: order[rank] = token, of each packed segment.
+///
+/// Grid: planes * tiles. Block: boundary_threads, a token each. Shared memory: none. Reads rank [planes, S],
+/// and of packed segments valid and first_draw.
 /// Overwrites order, drawn, first and last [planes, S] and planes [planes]. Where all queries are drawn,
 /// drawn = 1.
 template <class Gate, class Keep>
@@ -157,44 +230,60 @@ __global__ void __launch_bounds__(boundary_threads)
     const boundary_row<Gate, Keep> of(params, params.tiles);
     const std::int32_t t = of.token();
     if (t == 0) {
-        params.planes[of.plane] = {
-            of.draws_all() ? of.valid() : params.numbers.count, 0, 0, 0, 0.0, 0.0, 0.0};
+        const std::int32_t segments = params.mask.segments;
+        const std::int64_t drawn = params.first_draw != nullptr
+                                       ? params.first_draw[of.plane * (segments + 1) + segments]
+                                       : params.numbers.count;
+        params.planes[of.plane] = {of.draws_all() ? of.valid() : drawn, 0, 0, 0, 0.0, 0.0, 0.0};
     }
     if (t < of.length) {
-        params.drawn[of.row + t] = of.draws_all() && t >= of.saturated() ? 1 : 0;
+        const segment_range segment = of.segment_of(t);
+        params.drawn[of.row + t] = of.draws_all() && t - segment.begin >= of.saturated() ? 1 : 0;
         params.first[of.row + t] = -1;
         params.last[of.row + t] = -1;
-        if (params.mask.leaves(of.head_params, t, of.length)) {
-            params.order[of.row + params.rank[of.row + t]] = t;
+        if (params.mask.leaves(of.head_params, t - segment.begin, segment.length())) {
+            params.order[of.row + segment.begin + params.rank[of.row + t]] = t;
         }
     }
 }
 
-/// Draws queries, where not all are taken: numbers.count draws per plane, a share of them late-biased.
+/// Draws queries, where not all are taken: numbers.count draws per plane, a share of them late-biased. Packed
+/// segments draw for themselves, one after another.
 ///
-/// Grid: planes * blocks. Block: boundary_threads, a draw each. Shared memory: none. Adds to drawn [planes,
-/// S].
+/// Grid: planes * blocks. Block: boundary_threads, a draw each. Shared memory: none. Reads first_draw
+/// [planes, segments + 1] of packed segments. Adds to drawn [planes, S].
 template <class Gate, class Keep>
 __global__ void __launch_bounds__(boundary_threads)
     boundary_draw_kernel(const boundary_params<Gate, Keep> params, const std::int32_t blocks) {
     const boundary_row<Gate, Keep> of(params, blocks);
     const boundary_numbers& numbers = params.numbers;
     const std::int32_t i = of.token();
-    if (of.draws_all() || i >= numbers.count) {
+    segment_range segment{0, of.length, 0};
+    std::int32_t first = 0, draws = numbers.count;
+    std::int64_t late = numbers.late;
+    if (params.first_draw != nullptr) {
+        const std::int32_t* const firsts = params.first_draw + of.plane * (params.mask.segments + 1);
+        segment = params.mask.segment(
+            of.b, last_begun(params.mask.segments, [&](std::int32_t s) { return firsts[s] <= i; }));
+        first = firsts[segment.index];
+        draws = firsts[segment.index + 1] - first;
+        late = llround(numbers.late_share * static_cast<double>(draws));
+    }
+    if (of.draws_all() || i - first >= draws) {
         return;
     }
     // As the host numbers them: the layer, then the plane in it.
     const std::uint64_t stream =
         (static_cast<std::uint64_t>(numbers.layer + of.h / numbers.heads) << 40) +
         static_cast<std::uint64_t>(std::int64_t{of.b} * numbers.heads + of.h % numbers.heads);
-    const auto places = static_cast<std::uint32_t>(of.valid());
+    const auto places = static_cast<std::uint32_t>(of.valid_of(segment));
     const std::uint64_t index = 2 * static_cast<std::uint64_t>(i);
     std::uint32_t place = random_below(places, numbers.seed, stream, index);
-    if (i < numbers.late) {
+    if (i - first < late) {
         const std::uint32_t other = random_below(places, numbers.seed, stream, index + 1);
         place = other > place ? other : place;
     }
-    atomicAdd(params.drawn + of.row + of.saturated() + place, 1);
+    atomicAdd(params.drawn + of.row + segment.begin + of.saturated() + place, 1);
 }
 
 /// How many examples a plane has, and how many of them keep the new key.
@@ -209,7 +298,7 @@ __global__ void __launch_bounds__(boundary_threads)
     const std::int32_t q = of.token();
     long long count = 0, kept = 0;
     if (q < of.length) {
-        const boundary_example e = of.example(q);
+        const boundary_example e = of.example(of.segment_of(q), q);
         count = e.counts ? params.drawn[of.row + q] : 0;
         kept = e.keeps ? params.drawn[of.row + q] : 0;
     }
@@ -302,8 +391,9 @@ __global__ void __launch_bounds__(boundary_threads)
     const std::int32_t q = of.token();
     double d_delta = 0.0;
     if (q < of.length) {
-        const boundary_example e = of.example(q);
-        of.note_run(e, q);
+        const segment_range segment = of.segment_of(q);
+        const boundary_example e = of.example(segment, q);
+        of.note_run(segment, e, q);
         if (e.counts) {
             const double gamma = static_cast<double>(of.head_params.log_gamma);
             const double y = e.keeps ? 1.0 : -1.0;
@@ -405,7 +495,7 @@ __global__ void __launch_bounds__(boundary_threads)
     const std::int32_t t = of.token();
     if (t < of.length) {
         const std::int64_t leaves = std::int64_t{t} + of.head_params.window;
-        double gradient = leaves < of.length ? params.slope[of.row + leaves] : 0.0;
+        double gradient = leaves < of.segment_of(t).end ? params.slope[of.row + leaves] : 0.0;
         const std::int32_t first = params.first[of.row + t], last = params.last[of.row + t];
         if (first >= 0) {
             gradient -= of.prefix(last) - of.prefix(first);

@@ -126,7 +126,7 @@ struct agent_expire {
     }
     __device__ __forceinline__ void cut(std::int32_t value) const {
         if (inside && t + std::int64_t{head_params.window} < n) {
-            out.cutoff.head(b, h)[t + head_params.window] = value;
+            out.cutoff.head(b, h)[segment.begin + t + head_params.window] = value;
         }
     }
 
@@ -140,7 +140,7 @@ struct agent_expire {
             out.rank.head(b, h)[segment.begin + t] = competes ? rank : no_rank;
         }
         if (out.cutoff && inside && t < head_params.window) {
-            out.cutoff.head(b, h)[t] = head_params.budget == 0 ? -1 : open_cutoff;
+            out.cutoff.head(b, h)[segment.begin + t] = head_params.budget == 0 ? -1 : open_cutoff;
         }
         if (inside && !competes) {
             expire(t, params.forever(head_params, t) ? never : window_expiry(t, head_params.window));

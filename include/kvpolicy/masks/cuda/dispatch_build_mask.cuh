@@ -147,7 +147,8 @@ std::size_t build_cutoffs_workspace_bytes(const cuda& ctx, const P&, const Seque
 
 namespace cuda_backend {
 
-/// build_cutoffs; with log_gamma [heads], in device memory, in place of the policy's.
+/// build_cutoffs; with log_gamma [heads], in device memory, in place of the policy's. ParallelCutoff takes
+/// packed segments, too: ranks and cutoffs are those of each.
 template <Cutoff C, class P>
 void cutoffs_of(const cuda& ctx, const P& policy, const float* log_gamma, plane_view<const float> scores,
                 const Sequences& sequences, plane_view<std::int32_t> rank, plane_view<std::int32_t> cutoff,
@@ -194,6 +195,7 @@ template <Cutoff C, AnyPolicy P>
 void build_cutoffs(const cuda& ctx, const P& policy, plane_view<const float> scores,
                    const Sequences& sequences, plane_view<std::int32_t> rank, plane_view<std::int32_t> cutoff,
                    workspace_view workspace, const MaskOptions& options) {
+    checks::check_one_segment(sequences);
     cuda_backend::cutoffs_of<C>(ctx, policy, nullptr, scores, sequences, rank, cutoff, workspace,
                                 options.layer, options.status);
 }

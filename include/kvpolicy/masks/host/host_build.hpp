@@ -231,6 +231,7 @@ void build_cutoffs(const host& ctx, const P& policy, plane_view<const float> sco
     host_backend::check_mask_call(policy, scores, sequences, rank.batch, heads, rank.length, layer);
     checks::check_plane("rank", rank, rank.batch, heads, sequences.length);
     checks::check_plane("cutoff", cutoff, rank.batch, heads, sequences.length);
+    checks::check_one_segment(sequences);
     checks::check_static_ranks(policy, sequences, heads, layer);
     host_backend::check_scores(policy, scores, sequences, options);
     checks::check_workspace(workspace, build_cutoffs_workspace_bytes<C>(ctx, policy, sequences, heads));

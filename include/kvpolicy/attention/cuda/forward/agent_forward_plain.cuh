@@ -66,7 +66,8 @@ __device__ inline void agent_forward_plain(const forward_params<S>& call, comput
     const std::int64_t base = head.start() + query;
     const std::int32_t count = head.count();
     const std::int32_t head_dim_vo = params.rows.v.dim;
-    const S* const q = params.q.row(b, of_q, query);
+    const std::int32_t at = params.query_row(b, query);
+    const S* const q = params.q.row(b, of_q, at);
     T max = nothing;
     T sum = T(0);
     T o[most];
@@ -115,7 +116,7 @@ __device__ inline void agent_forward_plain(const forward_params<S>& call, comput
         }
     }
     sum = sum_over_warp(sum);
-    S* const out = call.out.row(b, of_q, query);
+    S* const out = call.out.row(b, of_q, at);
 #pragma unroll
     for (int i = 0; i < most; ++i) {
         const std::int32_t column = 32 * i + lane_id();
@@ -124,7 +125,7 @@ __device__ inline void agent_forward_plain(const forward_params<S>& call, comput
         }
     }
     if (call.lse && lane_id() == 0) {
-        call.lse.head(b, of_q)[query] = static_cast<float>(sum == T(0) ? nothing : max + log(sum));
+        call.lse.head(b, of_q)[at] = static_cast<float>(sum == T(0) ? nothing : max + log(sum));
     }
 }
 

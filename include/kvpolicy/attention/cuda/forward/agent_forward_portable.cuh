@@ -85,6 +85,7 @@ class agent_forward_portable {
     __device__ void load_queries(const tile_coords& coords) const {
         const std::uint32_t to = shared_address(memory_.q);
         const rows_view<const T>& q = call_.params.q;
+        const std::int32_t first = call_.params.query_row(coords.b, coords.first_query);
         for (int i = thread_; i < S::rows * chunks; i += S::threads) {
             const int row = i / chunks;
             const int chunk = i % chunks;
@@ -93,7 +94,7 @@ class agent_forward_portable {
             const bool there = query < coords.queries && head < coords.heads && 8 * chunk < q.dim;
             const std::int64_t from_head =
                 std::int64_t{coords.h} * call_.params.group + coords.first_head + (there ? head : 0);
-            const T* from = q.row(coords.b, from_head, coords.first_query + (there ? query : 0));
+            const T* from = q.row(coords.b, from_head, first + (there ? query : 0));
             copy_16(to + swizzled(S::rows, row, chunk), from + (there ? 8 * chunk : 0), there ? 16 : 0);
         }
     }

@@ -108,8 +108,10 @@ class agent_forward_producer : forward_pipeline<S> {
                                  std::uint32_t parity,
                                  stream_memory<S::keys, S::General, Source>& stream_memory_) const {
         if (state.thread == 0) {  // the stream's first barrier shows it to the others
-            memory_->b = coords.b;
-            memory_->h = coords.h;
+            const packed_rows packed = call_.params.rows.packed;
+            memory_->box_b = packed.edges != nullptr ? 0 : coords.b;
+            memory_->box_h = coords.h;
+            memory_->box_row = boxes_.first_row - packed.begin(coords.b);
         }
         row_stream<T, S::keys, S::General, Source> stream(call_, coords, stream_memory_, state.thread, 1);
         tell_last(state);  // of the tile before: its last values were under way in the meantime
@@ -199,7 +201,7 @@ class agent_forward_producer : forward_pipeline<S> {
                 if (has_boxes && together && lane < S::Dim / 64) {
                     barrier_expect_more(full_ + 8 * state.ring.stage, forward_boxes::box_rows * 128);
                     copy_box(to + lane * S::keys * 128, half == 0 ? boxes_.k : boxes_.v, 64 * lane,
-                             row - lane - (Two ? boxes_.first_row : 0), memory_->h, memory_->b,
+                             row - lane - (Two ? memory_->box_row : 0), memory_->box_h, memory_->box_b,
                              full_ + 8 * state.ring.stage);
                 }
                 if (gathered) {
@@ -268,7 +270,7 @@ class agent_forward_producer : forward_pipeline<S> {
         int query = thread / 8 / call_.heads;
         int head = thread / 8 % call_.heads;
         const T* const base = q.row(coords.b, std::int64_t{coords.h} * call_.params.group + coords.first_head,
-                                    coords.first_query);
+                                    call_.params.query_row(coords.b, coords.first_query));
         std::uint32_t to = queries_ + swizzled(64, thread / 8, chunk);
 #pragma unroll 1
         for (int i = 0; i < S::rows / 16; ++i) {

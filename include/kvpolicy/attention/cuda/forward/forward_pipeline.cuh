@@ -43,7 +43,8 @@ struct forward_hopper_memory {
     std::uint64_t empty[S::stages];
     std::uint64_t queries_full, queries_empty;
     key_addresses<S::keys> addresses[2];
-    std::int32_t b, h;  // of the tile that the producer is at
+    // Of the tile that the producer is at: sequence and head in the maps, and which row is row 0 there.
+    std::int32_t box_b, box_h, box_row;
     union {
         stream_memory<S::keys, S::General, listed_rows> listed;
         stream_memory<S::keys, S::General, scanned_rows> scanned;

@@ -91,10 +91,11 @@ __global__ void __launch_bounds__(32 * plain_warps)
         if (query >= params.length_of(head / query_heads)) {
             continue;
         }
-        const T* const out = call.out.row(head / query_heads, head % query_heads, query);
+        const std::int32_t at = params.query_row(head / query_heads, query);
+        const T* const out = call.out.row(head / query_heads, head % query_heads, at);
         // What the query itself brought cannot be repaired.
         if (!finite_row(out, call.out.dim) &&
-            finite_row(params.q.row(head / query_heads, head % query_heads, query), params.q.dim)) {
+            finite_row(params.q.row(head / query_heads, head % query_heads, at), params.q.dim)) {
             agent_forward_plain<256>(call, params.scale, params.logits_soft_cap, head / query_heads,
                                      head % query_heads, query);
         }

@@ -191,7 +191,7 @@ __device__ inline T* row_to_store(const forward_params<T>& call, const tile_coor
         return nullptr;
     }
     const std::int64_t of_q = std::int64_t{coords.h} * call.params.group + coords.first_head + head;
-    const std::int32_t at = coords.first_query + query;
+    const std::int32_t at = call.params.query_row(coords.b, coords.first_query + query);
     if (call.lse && lane_id() % 4 == 0) {
         call.lse.head(coords.b, of_q)[at] = lse;
     }

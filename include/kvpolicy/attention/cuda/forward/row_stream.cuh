@@ -51,12 +51,14 @@ struct head_rows {
     template <class T>
     __device__ static head_rows keys_of(const key_rows<T>& all, std::int32_t b, std::int32_t h) {
         return {all.pages.table != nullptr ? 0 : reinterpret_cast<std::uint64_t>(all.past(all.k, b, h)),
-                reinterpret_cast<std::uint64_t>(all.self_k.row(b, h, 0)), ids_of(all, b, h)};
+                reinterpret_cast<std::uint64_t>(all.self_k.row(b, h, all.packed.begin(b))),
+                ids_of(all, b, h)};
     }
     template <class T>
     __device__ static head_rows values_of(const key_rows<T>& all, std::int32_t b, std::int32_t h) {
         return {all.pages.table != nullptr ? 0 : reinterpret_cast<std::uint64_t>(all.past(all.v, b, h)),
-                reinterpret_cast<std::uint64_t>(all.self_v.row(b, h, 0)), ids_of(all, b, h)};
+                reinterpret_cast<std::uint64_t>(all.self_v.row(b, h, all.packed.begin(b))),
+                ids_of(all, b, h)};
     }
 
     /// The address of a row.

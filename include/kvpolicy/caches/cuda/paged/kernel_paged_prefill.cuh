@@ -33,8 +33,8 @@ __global__ void __launch_bounds__(admit_threads)
 
 /// Outputs of sequences that found no pages: out 0, lse -inf.
 ///
-/// Grid: count blocks. Block: prefill_threads; a warp per query row. Out: out [count, Hq, most, Dv] of T, lse
-/// fp32.
+/// Grid: count blocks. Block: prefill_threads; a warp per query row. In: appended; `asked` [count], null: all
+/// `most` tokens. Out: out [count, Hq, most, Dv] of T, lse fp32.
 template <class T>
 __global__ void __launch_bounds__(prefill_threads)
     paged_prefill_refuse_kernel(const __grid_constant__ prefill_params<paged_view<T>> call,
@@ -44,15 +44,19 @@ __global__ void __launch_bounds__(prefill_threads)
     if (call.appended[entry] >= 0) {
         return;
     }
-    const std::int32_t tokens = asked != nullptr ? asked[entry] : call.tokens.most;
+    const packed_rows& packed = call.tokens.packed;
+    const std::int32_t begin = packed.begin(entry);
+    const std::int32_t tokens = packed.edges != nullptr ? packed.edges[entry + 1] - begin
+                                : asked != nullptr      ? asked[entry]
+                                                        : call.tokens.most;
     for (std::int32_t x = warp_id(); x < call.cache.kv_heads * call.cache.group * tokens;
          x += prefill_threads / 32) {
-        T* const row = out.row(entry, x / tokens, x % tokens);
+        T* const row = out.row(entry, x / tokens, begin + x % tokens);
         for (std::int32_t d = lane_id(); d < call.cache.head_dim_vo; d += 32) {
             row[d] = T(0.0f);
         }
         if (lane_id() == 0 && lse) {
-            lse.head(entry, x / tokens)[x % tokens] = minus_infinity();
+            lse.head(entry, x / tokens)[begin + x % tokens] = minus_infinity();
         }
     }
 }

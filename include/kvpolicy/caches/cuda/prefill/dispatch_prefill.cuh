@@ -10,6 +10,8 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <limits>
+#include <string>
 
 namespace kvpolicy {
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
@@ -18,6 +20,42 @@ namespace cuda_backend {
 /// The most tokens that an entry of a call may bring.
 inline std::int32_t max_tokens(const Batch& batch, std::int32_t length) {
     return batch.q_len != nullptr ? length : std::min(length, std::max(batch.length_or_one(), 0));
+}
+
+/// The most tokens that an entry of a packed call may bring, whose edges the device alone knows. `draft`: to
+/// append_draft.
+template <class Cache, class T>
+std::int32_t max_packed_tokens(const Cache& cache, const StepIO<T>& io, bool draft) {
+    const std::int32_t total = std::max(io.q.length, 0), length = io.batch.length;
+    const std::int32_t allowed = draft ? cache.max_draft_tokens : std::numeric_limits<std::int32_t>::max();
+    if (length == Batch::not_set) {
+        return std::min(total, allowed);
+    }
+    detail::require(length >= 0 && length <= allowed, "batch.length", length, [&] {
+        return draft ? detail::text("0 to the cache's max_draft_tokens, ", allowed)
+                     : std::string("0 or more: the most tokens of a packed entry");
+    });
+    return std::min(total, length);
+}
+
+/// A call's tensors as views that name all entries: those of packed entries have a batch stride of 0, as
+/// packed_rows has them.
+template <class T>
+StepIO<T> by_entry(StepIO<T> io, std::int32_t count) {
+    if (io.cu_seqlens != nullptr) {
+        const auto name_all = [count](auto& view) {
+            view.batch = count;
+            view.batch_stride = 0;
+        };
+        name_all(io.q);
+        name_all(io.k);
+        name_all(io.v);
+        name_all(io.out);
+        name_all(io.scores);
+        name_all(io.hidden);
+        name_all(io.lse);
+    }
+    return io;
 }
 
 /// What attention would refuse of a chunk's keys and values: here, under the caller's names and before
@@ -45,16 +83,21 @@ std::size_t chunk_workspace_bytes(const cuda& ctx, const Cache& cache, const Cal
 template <class Dims, class Cache, class T>
 void attend_chunk(bool draft, const cuda& ctx, const Cache& cache, const StepIO<T>& io,
                   workspace_view workspace, const StepOptions& options) {
-    const Batch batch = checks::batch_of(io);
-    const std::int32_t tokens = max_tokens(batch, io.q.length);
+    Batch batch = checks::batch_of(io);
+    const bool packed = io.cu_seqlens != nullptr;
+    const std::int32_t tokens = packed ? max_packed_tokens(cache, io, draft) : max_tokens(batch, io.q.length);
+    if (packed) {
+        batch.length = tokens;
+    }
     detail::require(!draft || tokens <= cache.max_draft_tokens, "q.length", tokens, [&] {
         return detail::text("at most the cache's max_draft_tokens, ", cache.max_draft_tokens,
                             " (CacheShape::draft tokens)");
     });
-    check_cache_call(cache, batch, tokens, io.q, io.k, io.v, io.out, detail::extras_of(io));
+    const CallSize rows = packed ? CallSize{1, io.q.length} : CallSize{batch.count, tokens};
+    check_cache_call(cache, batch, rows, io.q, io.k, io.v, io.out, detail::extras_of(io));
     check_chunk_keys<T>(batch.count, tokens, io.k, io.v);
     prefill_plan<Cache, Dims>(ctx, cache, batch.count, tokens)
-        .attend_chunk(draft, batch, io, workspace, options.status);
+        .attend_chunk(draft, batch, by_entry(io, batch.count), workspace, options.status);
 }
 
 template <class Dims, class Cache>

@@ -14,17 +14,51 @@ namespace kvpolicy {
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 namespace cuda_backend {
 
+/// The tokens of packed entries by their edges, to `appended`: -1 where the edges are beyond the tensors, or
+/// differ from a q_len that is given, and for all entries from the first that an edge falls in, or where the
+/// first edge is not 0. By the whole block; a thread writes what it reads later.
+template <class View>
+__device__ void count_packed_tokens(const prefill_params<View>& call) {
+    __shared__ std::int32_t in_order;  // entries before the first edge that falls
+    const std::int32_t count = call.batch.count, *const edges = call.tokens.packed.edges;
+    const auto thread = static_cast<std::int32_t>(threadIdx.x);
+    if (thread == 0) {
+        in_order = edges[0] == 0 ? count : 0;
+    }
+    __syncthreads();
+    for (std::int32_t i = thread; i < count; i += prefill_threads) {
+        if (edges[i + 1] < edges[i]) {
+            atomicMin(&in_order, i);
+        }
+    }
+    __syncthreads();
+    for (std::int32_t i = thread; i < count; i += prefill_threads) {
+        const bool sound = i < in_order && edges[i + 1] <= call.packed_total;
+        const std::int32_t tokens = sound ? edges[i + 1] - edges[i] : -1;
+        call.appended[i] = call.batch.q_len == nullptr || call.batch.q_len[i] == tokens ? tokens : -1;
+    }
+}
+
 /// Finds how many tokens of the chunk each entry of the batch brings: at most `most`; from the draft tokens
 /// at most as many as were appended to the sequence.
 ///
 /// Grid: 1 block. Block: prefill_threads.
-/// In: batch, the sequences' lengths, counters and draft positions. Out: appended [count]; status [count] is
-/// OR-ed.
+/// In: batch, edges of packed entries, the sequences' lengths, counters and draft positions. Out: appended
+/// [count]; status [count] is OR-ed.
+///
+/// Phases: 1. Tokens of packed entries. 2. Tokens that count.
 template <class View>
 __global__ void __launch_bounds__(prefill_threads)
     prefill_begin_kernel(const __grid_constant__ prefill_params<View> call) {
-    for (auto i = static_cast<std::int32_t>(threadIdx.x); i < call.batch.count; i += prefill_threads) {
-        active_entry active = active_entry(call.cache, call.batch, i, call.tokens.most).once(call.cache);
+    // 1. Packed entries.
+    Batch batch = call.batch;
+    if (call.tokens.packed.edges != nullptr) {
+        count_packed_tokens(call);
+        batch.q_len = call.appended;
+    }
+    // 2. Tokens that count.
+    for (auto i = static_cast<std::int32_t>(threadIdx.x); i < batch.count; i += prefill_threads) {
+        active_entry active = active_entry(call.cache, batch, i, call.tokens.most).once(call.cache);
         if (call.tokens.spare && active.tokens != 0) {
             const typename View::head_type head(call.cache, active.seq, 0);
             if (active.tokens > call.cache.num_draft[active.seq] ||

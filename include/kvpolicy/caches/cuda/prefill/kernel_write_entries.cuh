@@ -227,7 +227,9 @@ __global__ void __launch_bounds__(prefill_threads)
     for (std::int32_t x = first * group + at.warp; x < tokens * group; x += at.warps) {
         const std::int32_t j = x / group, g = x % group;
         T* const spare = cache.spare_query_row(at.rows.index, j) + std::int64_t{g} * cache.head_dim_qk;
-        const T* const from = q.data != nullptr ? q.row(at.entry, at.head * group + g, j) : spare;
+        const T* const from =
+            q.data != nullptr ? q.row(at.entry, at.head * group + g, call.tokens.packed.begin(at.entry) + j)
+                              : spare;
         T* const to = num_draft
                           ? spare
                           : cache.query_row(at.rows.index, at.base + j) + std::int64_t{g} * cache.head_dim_qk;

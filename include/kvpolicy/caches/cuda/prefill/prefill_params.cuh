@@ -26,6 +26,8 @@ struct prefill_params {
     Batch batch{};  // q_len: `appended`, once prefill_begin_kernel has run
     prefill_tokens<T> tokens{};
     plane_view<const float> scores{};  // of the new tokens, where they come with them
+    packed_rows packed_scores{};       // of `scores`
+    std::int32_t packed_total = 0;     // rows of tensors whose entries are packed
     float* computed = nullptr;         // [count, Hkv, most]: see score_params; null: none
     bool on_leaving = false;           // `computed` are those of the keys that leave
     const float* late =
@@ -72,7 +74,7 @@ struct prefill_head {
         } else if (call.tokens.spare) {
             score = rows.spare_score(j);
         } else if (call.scores) {
-            score = call.scores.head(entry, head)[j];
+            score = call.scores.head(entry, head)[call.packed_scores.begin(entry) + j];
         }
         const bool counts = base + j >= rows.head_params.sinks;
         return counts ? score : call.computed == nullptr && score == score ? score : 0.0f;

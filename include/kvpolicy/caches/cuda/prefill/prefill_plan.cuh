@@ -167,6 +167,8 @@ class prefill_plan {
                       std::uint32_t* status) {
         begin(batch, workspace, status);
         bring(io);
+        count_tokens();
+        call_.scores = arriving_.of(ctx_, ref_.scorer, call_.batch, detail::extras_of(io));
         decide(!draft);
         if constexpr (paged) {
             if (!draft) {
@@ -187,6 +189,7 @@ class prefill_plan {
     void accept(const Batch& batch, workspace_view workspace, std::uint32_t* status) {
         begin(batch, workspace, status);
         call_.tokens.spare = true;
+        count_tokens();
         decide(true);
         write();
         remember({}, false);
@@ -221,7 +224,17 @@ class prefill_plan {
         call_.tokens.k = io.k;
         call_.tokens.v = io.v;
         call_.tokens.k.length = call_.tokens.v.length = call_.tokens.most;
-        call_.scores = arriving_.of(ctx_, ref_.scorer, call_.batch, detail::extras_of(io));
+        call_.tokens.packed = {io.cu_seqlens};
+        call_.packed_total = io.q.length;
+        if constexpr (scores_given<P>) {
+            call_.packed_scores = call_.tokens.packed;
+        }
+    }
+    /// The tokens that count are those of the batch, from here on.
+    void count_tokens() {
+        launch("prefill_begin_kernel", prefill_begin_kernel<View>, call_.batch.count == 0 ? 0 : 1,
+               prefill_threads, 0, ctx_, call_);
+        call_.batch.q_len = call_.appended;
     }
 
     /// Whether the chunk `writes` to the cache later, or only looks ahead.
@@ -231,9 +244,6 @@ class prefill_plan {
         if constexpr (Scorer::when == score_time::on_leaving) {
             call_.advanced = writes ? state : nullptr;
         }
-        launch("prefill_begin_kernel", prefill_begin_kernel<View>, call_.batch.count == 0 ? 0 : 1,
-               prefill_threads, 0, ctx_, call_);
-        call_.batch.q_len = call_.appended;
         if constexpr (scored) {
             call_.computed = computed_;
             if (chunk_score_bytes_ != 0 && writes && !call_.tokens.spare) {
@@ -394,6 +404,9 @@ class prefill_plan {
             call.past_begins(first_row);
         }
         call.past_counts(call_.past_rows + (queries != nullptr ? head : 0));
+        if (call_.tokens.packed.edges != nullptr) {
+            call.entries_packed({call_.tokens.packed.edges + first}, call_.packed_total);
+        }
         return body(call);
     }
     /// A paged cache's entries as attention finds them.

@@ -21,23 +21,24 @@ inline constexpr bool scores_given = P::ranked&& P::scorer_type::when == score_t
 template <class P>
 inline constexpr bool scored_from_hidden = P::ranked&& P::scorer_type::when == score_time::from_hidden;
 
-/// Refuses a call without the scores or hidden states that its policy reads. `tokens` is the most of an
-/// entry.
+/// Refuses a call without the scores or hidden states that its policy reads. `rows`: batch and length of the
+/// call's tensors.
 template <class Cache>
-void check_arriving_scores([[maybe_unused]] const Cache& cache, const Batch& batch, std::int32_t tokens,
+void check_arriving_scores([[maybe_unused]] const Cache& cache, const Batch& batch, const CallSize& rows,
                            [[maybe_unused]] const detail::step_extras& extras) {
     using P = typename Cache::policy_type;
     checks::check_scores_wanted<P>(extras);
-    if (batch.count == 0 || tokens == 0) {
+    if (batch.count == 0 || rows.tokens == 0) {
         return;
     }
     if constexpr (scores_given<P>) {
         detail::require(static_cast<bool>(extras.scores), "io.scores", "null",
                         "fp32 scores, since this policy's scores are given");
-        checks::check_plane("io.scores", extras.scores, batch.count, cache.kv_heads, tokens);
+        checks::check_plane("io.scores", extras.scores, rows.batch, cache.kv_heads, rows.tokens);
     }
     if constexpr (scored_from_hidden<P>) {
-        checks::check_hidden("io.hidden", extras.hidden, batch.count, tokens, cache.scorer.hidden_width());
+        checks::check_hidden("io.hidden", extras.hidden, rows.batch, rows.tokens,
+                             cache.scorer.hidden_width());
     }
 }
 
@@ -84,6 +85,7 @@ class arriving_scores {
     const float* run(const cuda& ctx, const Scorer& scorer, const Batch& batch,
                      const detail::step_extras& extras) {
         call_.hidden = extras.hidden;
+        call_.packed = {extras.cu_seqlens};
         call_.seq_ids = batch.seq_ids;
         call_.lengths = batch.q_len;
         call_.length = batch.length_or_one();

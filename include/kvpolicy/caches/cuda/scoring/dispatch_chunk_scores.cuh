@@ -91,6 +91,7 @@ bool score_chunk_in(const cuda& ctx, const score_params<View, Scorer>& call, wor
     };
     const score_chunk_params<T> chunk{.k = rows(call.tokens.k, call.cache.head_dim_qk),
                                       .v = rows(call.tokens.v, call.cache.head_dim_vo),
+                                      .packed = call.tokens.packed,
                                       .lengths = call.batch.q_len,
                                       .leaving = keys.leaving,
                                       .first_leaving = keys.first_leaving,

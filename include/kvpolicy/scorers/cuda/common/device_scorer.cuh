@@ -8,6 +8,7 @@
 #include <kvpolicy/core/hidden_rows.hpp>
 #include <kvpolicy/core/types.hpp>
 #include <kvpolicy/core/view.hpp>
+#include <kvpolicy/cuda/packed_rows.cuh>
 #include <kvpolicy/policies/scorer_concept.hpp>
 #include <kvpolicy/scorers/sequence.hpp>
 
@@ -67,8 +68,8 @@ struct device_scorer_defaults {
                                          float* /*shared*/) {}
     /// A kernel of its own scores new tokens before a decode step (caches/cuda/scoring).
     static constexpr bool before_step = false;
-    /// Scores come from hidden states, for all heads of a token at once, before anything else of a cache's
-    /// call: score_hidden(ctx, scorer, call, parts, measure) takes its memory from `parts`, returns where
+    /// Scores come from hidden states, for all heads of a token at once, before a cache's call looks at any:
+    /// score_hidden(ctx, scorer, call, parts, measure) takes its memory from `parts`, returns where
     /// `measure` is true, and else enqueues its kernels, which overwrite call.scores of tokens that count.
     static constexpr bool from_hidden = false;
     /// A step need not wait for score_hidden: hidden_layer(ctx, scorer, call, parts, measure), alike,
@@ -106,7 +107,8 @@ struct score_sequence_params {
 /// sequences, lengths and scores. Tokens that count are those of an entry's length, of entries that are a
 /// sequence.
 struct score_hidden_params {
-    HiddenRows hidden;  // [B, >= S, width]; rows of tokens that do not count may be no memory
+    HiddenRows hidden;     // [B, >= S, width]; rows of tokens that do not count may be no memory
+    packed_rows packed{};  // of hidden
     const std::int32_t* seq_ids = nullptr;  // [B]: Batch::no_seq where an entry is padding; null: none is
     const std::int32_t* lengths = nullptr;  // [B]: tokens of an entry; null: `length`
     std::int32_t length = 1;                // tokens of an entry, at most
@@ -132,6 +134,7 @@ template <class T>
 struct score_chunk_params {
     rows_view<const T> k;                         // [B, Hkv, S, Dk]
     rows_view<const T> v;                         // [B, Hkv, S, Dv]
+    packed_rows packed{};                         // of k and v
     const std::int32_t* lengths = nullptr;        // [B]: tokens of an entry, 0 to S
     const leaving_key<T>* leaving = nullptr;      // [B, Hkv, S]: the key that leaves when token j comes
     const std::int32_t* first_leaving = nullptr;  // [B, Hkv]: the first j with such a key; S or more: none

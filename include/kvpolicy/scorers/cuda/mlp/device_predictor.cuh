@@ -66,6 +66,7 @@ hidden_layer_params hidden_layer_of(const S& scorer, scorer_activation activatio
     predictor.w2 = scorer.weights.w2;
     predictor.b2 = scorer.weights.b2;
     call.states = from.hidden;
+    call.packed = from.packed;
     call.w1 = scorer.weights.w1;
     return call;
 }

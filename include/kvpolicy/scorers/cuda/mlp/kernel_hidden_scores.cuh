@@ -6,6 +6,7 @@
 #include <kvpolicy/core/hidden_rows.hpp>
 #include <kvpolicy/core/view.hpp>
 #include <kvpolicy/cuda/launch.cuh>
+#include <kvpolicy/cuda/packed_rows.cuh>
 #include <kvpolicy/cuda/primitives/warp.cuh>
 #include <kvpolicy/scorers/cuda/common/four_weights.cuh>
 #include <kvpolicy/scorers/cuda/common/kernel_streams.cuh>
@@ -26,6 +27,7 @@ inline constexpr int hidden_layer_tokens = 32;  // that a block reads its rows o
 struct hidden_layer_params {
     predictor_params predictor;
     HiddenRows states;          // [B, >= S, width]
+    packed_rows packed{};       // of states
     const float* w1 = nullptr;  // [hidden, width]
     std::int64_t first = 0;
     std::int32_t count = 0;
@@ -164,7 +166,11 @@ class agent_hidden_layer {
             return -1;
         }
         const predictor_params::token at = call_.predictor.token_of(call_.first + token_ + t);
-        return at.there ? at.b * call_.states.batch_stride + at.t * call_.states.row_stride : -1;
+        if (!at.there) {
+            return -1;
+        }
+        const std::int64_t row = call_.packed.begin(at.b) + std::int64_t{at.t};
+        return at.b * call_.states.batch_stride + row * call_.states.row_stride;
     }
     /// A lane's numbers of the block's rows of W1, from a column on; 0 beyond them.
     __device__ void load(std::int32_t column, float4 (&weight)[turns][Units]) const {

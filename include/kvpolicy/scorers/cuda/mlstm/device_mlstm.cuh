@@ -70,6 +70,7 @@ bool mlstm_score_chunk(const cuda& ctx, const S& scorer, const score_chunk_param
     }
     if (!measure) {
         mlstm.params.leaving = call.leaving;
+        mlstm.params.packed = call.packed;
         mlstm.params.first_leaving = call.first_leaving;
         mlstm.params.cached_states = call.states;
         mlstm.params.scores = view_bhs(call.scores, call.k.batch, call.k.heads, call.k.length);

@@ -315,7 +315,7 @@ struct project_agent {
           memory(aligned_dynamic_shared(), of.source.padded, slab_rows),
           x(memory.x.from(own * of.source.padded)),
           stats(memory.stats + own * 4 * scorer_chunk),
-          first(span.first - (of_queries ? of.streams.delay : 0)),
+          first(of.packed.begin(span.b) + span.first - (of_queries ? of.streams.delay : 0)),
           row(span.row(of.streams.chunks)) {}
 
     /// The phases; the numbers are those of the kernel's contract.

@@ -85,6 +85,7 @@ struct mlstm_params {
     const leaving_key<T>* leaving = nullptr;      // [planes, streams.length]
     const std::int32_t* first_leaving = nullptr;  // [planes]
     const chunk_state* cached_states = nullptr;   // [planes]
+    packed_rows packed{};                         // of the source's k and v
 
     // Workspace. Rows are [planes, chunks * 64], chunks [planes, chunks]; F and V are the compiled widths.
     E *q = nullptr, *k = nullptr, *v = nullptr;  // rows x F, F, V
