@@ -236,7 +236,7 @@ class agent_hidden_layer {
 /// 2. Each warp multiplies every eighth 128 columns of its rows, held in registers, by the tokens' states.
 /// 3. Sums over lanes and warps, activations.
 template <int Tokens, int Units>
-__global__ void __launch_bounds__(hidden_layer_threads, Units == 8 ? 2 : 3)  // beside two blocks of a step
+__global__ void __launch_bounds__(hidden_layer_threads, Units == 8 ? 1 : 3)  // beside two blocks of a step
     hidden_layer_kernel(const __grid_constant__ hidden_layer_params call) {
     using Agent = agent_hidden_layer<Tokens, Units>;
     __shared__ typename Agent::Memory memory;
