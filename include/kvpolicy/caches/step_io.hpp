@@ -88,6 +88,12 @@ template <class T>
 Batch batch_of(const StepIO<T>& io) {
     return batch_of(io, io.q, "q.batch");
 }
+/// The batch of a call whose entries bring one token or query each, and so no edges: `why` ends the sentence.
+template <class T>
+Batch single_batch_of(const StepIO<T>& io, const char* why) {
+    detail::require(io.cu_seqlens == nullptr, "io.cu_seqlens", "given", why);
+    return batch_of(io);
+}
 /// The batch of a call without tensors: all sequences where it names no count.
 inline Batch batch_of(Batch batch, std::int32_t max_sequences) {
     batch.count = batch.count == Batch::not_set ? max_sequences : batch.count;

@@ -193,9 +193,7 @@ void attend(const host& ctx, const Ref<P, T>& cache, const step_io<T>& io, works
             const StepOptions& /*options*/) {
     namespace hb = host_backend;
     hb::check_on_host(cache);
-    const Batch batch = checks::batch_of(io);
-    detail::require(io.cu_seqlens == nullptr, "io.cu_seqlens", "given",
-                    "null in attend, whose entries have one query");
+    const Batch batch = checks::single_batch_of(io, "null in attend, whose entries have one query");
     const std::int32_t longest = checks::check_batch(batch, cache.max_sequences, 1, "one query a sequence");
     checks::check_rows("q", io.q, batch.count, cache.kv_heads * cache.group, longest, cache.head_dim_qk);
     checks::check_rows("out", io.out, batch.count, cache.kv_heads * cache.group, longest, cache.head_dim_vo);

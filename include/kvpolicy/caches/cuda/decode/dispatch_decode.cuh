@@ -53,9 +53,7 @@ template <class Dims, class P, Storage T, template <class, class> class Ref>
 requires CacheRef<Ref<P, T>>
 void step(const cuda& ctx, const Ref<P, T>& cache, const step_io<T>& io, workspace_view workspace,
           const StepOptions& options) {
-    const Batch batch = checks::batch_of(io);
-    detail::require(io.cu_seqlens == nullptr, "io.cu_seqlens", "given",
-                    "null in a step, whose entries have one token");
+    const Batch batch = checks::single_batch_of(io, "null in a step, whose entries have one token");
     cuda_backend::check_cache_call(cache, batch, {batch.count, 1}, io.q, io.k, io.v, io.out,
                                    detail::extras_of(io));
     cuda_backend::with_decode_plan<Dims>(
@@ -66,9 +64,7 @@ template <class Dims, class P, Storage T, template <class, class> class Ref>
 requires CacheRef<Ref<P, T>>
 void attend(const cuda& ctx, const Ref<P, T>& cache, const step_io<T>& io, workspace_view workspace,
             const StepOptions& options) {
-    const Batch batch = checks::batch_of(io);
-    detail::require(io.cu_seqlens == nullptr, "io.cu_seqlens", "given",
-                    "null in attend, whose entries have one query");
+    const Batch batch = checks::single_batch_of(io, "null in attend, whose entries have one query");
     cuda_backend::check_cache_call(cache, batch, {batch.count, 1}, io.q, io.out, io.lse);
     cuda_backend::with_decode_plan<Dims>(
         ctx, cache, batch.count, [&](auto& plan) { plan.attend(batch, io, workspace, options.status); });
