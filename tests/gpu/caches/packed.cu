@@ -112,13 +112,12 @@ TEST_CASE("packed calls that are refused") {
     std::mt19937 generator(5);
     const CallTensors<bf16> in(shape, 1, 20, Scores::random, generator);
     const Device<std::int32_t> edges(Numbers{0, 5, 20});
-    const auto call = [&](Mode mode, const Batch& batch, std::int32_t tokens = 20) {
-        call_device(both, mode, batch, in, edges.data(), {2, tokens});
+    const auto call = [&](Mode mode, const Batch& batch) {
+        call_device(both, mode, batch, in, edges.data(), {2, 20});
     };
     CHECK_REFUSED(call(Mode::prefill, {}), "io.batch.count: not set");
     CHECK_REFUSED(call(Mode::prefill, {.count = 2, .length = -1}), "batch.length: -1");
     CHECK_REFUSED(call(Mode::append_draft, {.count = 2, .length = 7}), "batch.length: 7");
-    CHECK_REFUSED(call(Mode::prefill, {.count = 2}, 10), "workspace.bytes");
     StepIO<bf16> io;
     io.batch = {.count = 2};
     io.cu_seqlens = edges.data();
@@ -128,4 +127,13 @@ TEST_CASE("packed calls that are refused") {
     CHECK_REFUSED(attend<PackedDims>(ctx, both.cache.layer(0), io, {}),
                   "io.cu_seqlens: given is not allowed; it must be null in attend");
     CHECK_REFUSED(prefill<PackedDims>(ctx, both.cache.layer(0), io, {}), "q: 0 x 0 x 0 x 0");
+    const Device<bf16> tensor(std::vector<bf16>(static_cast<std::size_t>(20 * shape.query_heads) * 64));
+    const auto rows = [&](std::int32_t heads) {
+        return view_bhsd<const bf16>(tensor.data(), 1, heads, 20, 64);
+    };
+    io.q = rows(shape.query_heads);
+    io.k = io.v = rows(shape.kv_heads);
+    io.out = view_bhsd(tensor.data(), 1, shape.query_heads, 20, 64);
+    io.scores = view_bhs<const float>(reinterpret_cast<const float*>(tensor.data()), 1, shape.kv_heads, 20);
+    CHECK_REFUSED(prefill<PackedDims>(ctx, both.cache.layer(0), io, {}), "workspace.bytes: 0");
 }
