@@ -70,10 +70,9 @@ requires CacheRef<Ref<P, T>>
 void append(const host& ctx, const Ref<P, T>& cache, const step_io<T>& io, workspace_view workspace,
             const StepOptions& options) {
     namespace hb = host_backend;
-    detail::require(io.cu_seqlens == nullptr, "io.cu_seqlens", "given",
-                    "null in append, whose entries have one token");
     const hb::layer_call call =
-        hb::checked_call(cache, io, 1, "append takes one token; append_chunk more", options.status, false);
+        hb::checked_single_call(cache, io, "null in append, whose entries have one token",
+                                "append takes one token; append_chunk more", options.status, false);
     const Batch& batch = call.batch;
     checks::check_workspace(workspace, append_workspace_bytes(ctx, cache, {.batch = batch.count}));
     std::byte* const begin = detail::aligned(workspace.data);

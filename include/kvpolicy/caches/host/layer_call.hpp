@@ -38,4 +38,12 @@ layer_call checked_call(const Cache& cache, const IO& io, std::int32_t most, con
     return call;
 }
 
+/// The same of a call whose entries bring one token each, and so no edges: `why` says so.
+template <class Cache, class IO>
+layer_call checked_single_call(const Cache& cache, const IO& io, const char* why, const char* max_name,
+                               const std::uint32_t* status, bool attends = true) {
+    detail::require(io.cu_seqlens == nullptr, "io.cu_seqlens", "given", why);
+    return checked_call(cache, io, 1, max_name, status, attends);
+}
+
 }  // namespace kvpolicy::host_backend

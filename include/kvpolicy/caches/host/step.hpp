@@ -168,10 +168,8 @@ requires CacheRef<Ref<P, T>>
 void step(const host& ctx, const Ref<P, T>& cache, const step_io<T>& io, workspace_view workspace,
           const StepOptions& options) {
     namespace hb = host_backend;
-    detail::require(io.cu_seqlens == nullptr, "io.cu_seqlens", "given",
-                    "null in a step, whose entries have one token");
-    const auto call =
-        hb::checked_call(cache, io, 1, "a step takes one token; prefill takes chunks", options.status);
+    const auto call = hb::checked_single_call(cache, io, "null in a step, whose entries have one token",
+                                              "a step takes one token; prefill takes chunks", options.status);
     const auto& batch = call.batch;
     const auto& extras = call.extras;
     const auto longest = call.max_tokens;
