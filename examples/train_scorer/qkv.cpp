@@ -1,10 +1,13 @@
 #include "qkv.hpp"
 
+#include <kvpolicy/policies/compose.hpp>
+#include <kvpolicy/policies/window.hpp>
+
 #include "support/oracle.hpp"
-#include "support/policies.hpp"
 #include "support/safetensors_writer.hpp"
 #include "support/scorers.hpp"
 
+#include <llama/cache_attention.hpp>
 #include <llama/error.hpp>
 #include <llama/model.hpp>
 
@@ -287,11 +290,12 @@ const char* aggregate_name(kvpolicy::group_aggregate aggregate) {
 
 Observer host_observer(const kvpolicy::host& ctx, const llama::Model& model) {
     return [&ctx, &model](const std::vector<std::int32_t>& tokens, examples::Oracle& oracle) {
+        using Dense = kvpolicy::Policy<kvpolicy::Window<>>;
         constexpr std::size_t chunk = 512;
         llama::Engine engine(model);
         const auto max_seq_len = static_cast<std::int32_t>(tokens.size());
-        const auto attention =
-            examples::make_attention<float>(ctx, model.config, {.name = "dense"}, max_seq_len);
+        const auto attention = std::make_unique<llama::CacheAttention<Dense, float>>(
+            ctx, model.config, Dense{kvpolicy::Window<>{max_seq_len}});
         auto watched = llama::observed(*attention, oracle);
         std::vector<std::int64_t> positions(tokens.size());
         std::iota(positions.begin(), positions.end(), 0);

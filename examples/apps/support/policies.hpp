@@ -83,4 +83,10 @@ std::unique_ptr<llama::KvAttention> make_attention(const kvpolicy::host& ctx, co
               kvpolicy::GivenScores{}});
 }
 
+/// Compiled once, by policies.cpp, for the programs that link example_apps.
+extern template std::unique_ptr<llama::KvAttention> make_attention<kvpolicy::bf16>(const kvpolicy::host&,
+                                                                                   const llama::Config&,
+                                                                                   const PolicyChoice&,
+                                                                                   std::int32_t);
+
 }  // namespace examples
