@@ -2,7 +2,8 @@
 // rows. A call steps all layers of a model once and advances, as one graph; its layers are caches of their
 // own, together several times the L2 cache, so that every step finds cold rows without a flush whose
 // write-back it would pay for. median_us is the time of one layer. ragged.cuh has the steps of a DualCache,
-// appending.cuh steps without attention.
+// appending.cuh steps without attention. "among products": a product of bf16 matrices precedes each layer's
+// step, as in a model; "products alone" is what they take without the steps.
 //
 // Beside it stand the bytes that a step cannot avoid, those of keys and values in use, and the
 // rate that they make.
@@ -16,12 +17,14 @@
 #include "appending.cuh"
 #include "cache_inputs.cuh"
 #include "cold.cuh"
+#include "products.cuh"
 #include "ragged.cuh"
 
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <cstdlib>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -68,12 +71,21 @@ __global__ void fill_counters(std::int32_t* kept, kvp::position_t* length_of, st
     }
 }
 
+/// Layers of `bytes` each that are several times the L2 cache.
+std::int32_t layers_of(double bytes) {
+    return static_cast<std::int32_t>(std::clamp(400e6 / bytes, 4.0, 36.0));
+}
+
+double kv_bytes(std::int32_t batch, std::int32_t rows, std::int32_t dim) {
+    return 2.0 * batch * heads * rows * dim * sizeof(bf16);
+}
+
 template <class P>
 void decode(benchmark::State& state, const P& policy, std::int32_t batch, std::int32_t rows, std::int32_t dim,
-            Order order) {
+            Order order, bool among_products = false) {
     using Dims = kvp::head_dims<64, 128>;
-    const double bytes = 2.0 * batch * heads * rows * dim * sizeof(bf16);
-    const auto layers = static_cast<std::int32_t>(std::clamp(400e6 / bytes, 4.0, 36.0));
+    const double bytes = kv_bytes(batch, rows, dim);
+    const std::int32_t layers = layers_of(bytes);
     kvp::FixedBudgetCache<P, bf16> cache({.layers = layers,
                                           .max_sequences = batch,
                                           .query_heads = heads * group,
@@ -103,11 +115,18 @@ void decode(benchmark::State& state, const P& policy, std::int32_t batch, std::i
     if (width != 0) {
         io.hidden = kvp::view_bhsd<const bf16>(states.memory.data(), batch, 1, 1, width);
     }
+    std::optional<Products> products;
+    if (among_products) {
+        products.emplace(layers, batch);
+    }
     const auto token = [&] {
         next_scores<<<blocks_of(scores.count()), 256, 0, calls.stream>>>(
             scores.data(), static_cast<std::int32_t>(scores.count()), cache.layer(0).length,
             order == Order::improving);
         for (std::int32_t layer = 0; layer < layers; ++layer) {
+            if (products) {
+                (*products)(ctx, layer);
+            }
             kvp::step<Dims>(ctx, cache.layer(layer), io, {workspace.data(), needed});
         }
         cache.advance(ctx, {batch});
@@ -199,6 +218,28 @@ void score_alone(benchmark::State& state, std::int32_t batch) {
     state.counters["share_of_bandwidth"] = state.counters["gb_per_s"] * 1e9 / peak_bandwidth();
 }
 
+/// The products of as many layers as decode() has.
+void products_alone(benchmark::State& state, std::int32_t batch, std::int32_t rows) {
+    const std::int32_t layers = layers_of(kv_bytes(batch, rows, 128));
+    const stream_of_calls calls;
+    const Products products(layers, batch);
+    measure_layers(state, calls.stream, layers, 2.0 * Products::width * Products::width, [&] {
+        for (std::int32_t layer = 0; layer < layers; ++layer) {
+            products(kvp::cuda{calls.stream}, layer);
+        }
+    });
+}
+
+void add_products() {
+    for (const std::int32_t batch : {1, 8, 32, 64, 128}) {
+        const std::string size = "4096 x " + std::to_string(batch);
+        add("step among products/" + size, [=](benchmark::State& state) {
+            decode(state, policy_of<Given>(4096), batch, 4096, 128, Order::random, true);
+        });
+        add("products alone/" + size, [=](benchmark::State& state) { products_alone(state, batch, 4096); });
+    }
+}
+
 void add_steps() {
     for (const std::int32_t rows : {4096, 2048}) {
         for (const std::int32_t batch : {1, 8, 32}) {
@@ -254,6 +295,7 @@ void add_steps() {
 
 int main(int argc, char** argv) {
     add_steps();
+    add_products();
     appending::add_rows();
     ragged::add_rows();
     return run(argc, argv, "cold: steps go through layers of several times the L2 cache");

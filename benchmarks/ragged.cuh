@@ -1,6 +1,6 @@
 // Decode steps of one layer at 128k tokens, batch 16: a DualCache whose heads keep from 2% to 90% of the
 // keys, a quarter on average, beside dense decode. Both are steps of this library, everything included; the
-// layer is many times the L2 cache.
+// layer is many times the L2 cache. "4k to 128k": the sequences of a batch have those lengths.
 #pragma once
 
 #include <kvpolicy/caches/cuda/contiguous/dispatch_contiguous.cuh>
@@ -15,8 +15,11 @@
 
 #include <algorithm>
 #include <array>
+#include <cmath>
 #include <cstddef>
 #include <cstdint>
+#include <memory>
+#include <numeric>
 #include <string>
 #include <vector>
 
@@ -30,10 +33,23 @@ using Dims = kvp::head_dims<128>;
 
 inline constexpr std::int32_t heads = 8, group = 4, dim = 128, sinks = 4, window = 256;
 
-/// A layer's size.
+/// A layer's size: sequences of `length` tokens, or of `shortest` to `length`, each longer than the one before
+/// by the same factor.
 struct Size {
     std::int32_t batch = 16;
-    kvp::position_t length = 131072;
+    kvp::position_t length = 131072, shortest = length;
+    [[nodiscard]] kvp::position_t length_of(std::int32_t seq) const {
+        const double share = batch == 1 ? 1.0 : static_cast<double>(seq) / (batch - 1);
+        return static_cast<kvp::position_t>(
+            std::lround(shortest * std::pow(static_cast<double>(length) / shortest, share)));
+    }
+    [[nodiscard]] std::vector<kvp::position_t> lengths() const {
+        std::vector<kvp::position_t> all;
+        for (std::int32_t seq = 0; seq < batch; ++seq) {
+            all.push_back(length_of(seq));
+        }
+        return all;
+    }
 };
 inline constexpr std::int32_t tokens_to_come = 200;
 
@@ -124,20 +140,27 @@ void time_steps(benchmark::State& state, Cache& cache, const stream_of_calls& ca
     state.counters["workspace_bytes"] = static_cast<double>(needed);
 }
 
+template <class T>
+std::unique_ptr<buffer<T>> on_device(const std::vector<T>& numbers) {
+    auto memory = std::make_unique<buffer<T>>(static_cast<std::int64_t>(numbers.size()));
+    ok(cudaMemcpy(memory->data(), numbers.data(), numbers.size() * sizeof(T), cudaMemcpyHostToDevice));
+    return memory;
+}
+
 using Gated = kvp::Policy<kvp::Sink<>, kvp::Window<>, kvp::ThresholdGate<kvp::at_least>>;
 using Selecting =
     kvp::Policy<kvp::Sink<>, kvp::Window<>, kvp::ThresholdGate<kvp::at_least>, kvp::QuestPages<16>>;
 
-/// The state of a DualCache after `length` tokens of which head h has promoted kept[h]. Pages of a head are
-/// scattered over the pool.
+/// The state of a DualCache after length[seq] tokens of which head h of sequence seq has promoted
+/// kept[seq * heads + h]. Pages of a head are scattered over the pool.
 template <class P>
 __global__ void fill_dual(kvp::DualRef<P, bf16> cache, const std::int32_t* kept,
-                          const std::int64_t* first_page, std::int64_t slot_pages, std::int64_t pages,
-                          kvp::position_t length) {
+                          const std::int64_t* first_page, std::int64_t pages, const kvp::position_t* length) {
     const std::int32_t seq = static_cast<std::int32_t>(blockIdx.x) / heads,
                        h = static_cast<std::int32_t>(blockIdx.x) % heads;
-    const std::int32_t used = sinks + window + kept[h], held = (used + cache.page_size - 1) / cache.page_size;
-    const std::int64_t first = seq * slot_pages + first_page[h];
+    const std::int32_t used = sinks + window + kept[blockIdx.x],
+                       held = (used + cache.page_size - 1) / cache.page_size;
+    const std::int64_t first = first_page[blockIdx.x];
     for (auto page = static_cast<std::int32_t>(threadIdx.x); page < held;
          page += static_cast<std::int32_t>(blockDim.x)) {
         const auto id = static_cast<std::int32_t>((first + page) * 7919 % pages);
@@ -147,9 +170,9 @@ __global__ void fill_dual(kvp::DualRef<P, bf16> cache, const std::int32_t* kept,
     if (threadIdx.x == 0) {
         const std::int64_t index = cache.head_index(seq, h);
         cache.held[index] = held;
-        cache.num_long_range[index] = kept[h];
+        cache.num_long_range[index] = kept[blockIdx.x];
         if (h == 0) {
-            cache.length[seq] = length;
+            cache.length[seq] = length[seq];
         }
     }
 }
@@ -171,19 +194,21 @@ void dual(benchmark::State& state, const Size& size, const std::array<float, hea
     const std::int32_t batch = size.batch;
     const kvp::position_t length = size.length;
     std::array<float, heads> thresholds{};
-    std::array<std::int32_t, heads> kept{};
-    std::array<std::int64_t, heads> first_page{};
-    std::int64_t slot_pages = 0, rows = 0;
-    for (std::size_t h = 0; h < heads; ++h) {
-        thresholds[h] = 4.0f - 0.08f * percent[h];  // of scores that are even in [-4, 4)
-        kept[h] = std::max(
-            0, static_cast<std::int32_t>(static_cast<float>(length) * percent[h] / 100.0f) - sinks - window);
-        first_page[h] = slot_pages;
-        const std::int64_t used = sinks + window + std::int64_t{kept[h]};
-        slot_pages += (used + page_size - 1) / page_size;
-        rows += used;
+    std::vector<std::int32_t> kept;
+    std::vector<std::int64_t> first_page;
+    std::int64_t used_pages = 0, rows = 0;
+    for (std::int32_t seq = 0; seq < batch; ++seq) {
+        for (std::size_t h = 0; h < heads; ++h) {
+            thresholds[h] = 4.0f - 0.08f * percent[h];  // of scores that are even in [-4, 4)
+            const auto open = static_cast<float>(size.length_of(seq)) * percent[h] / 100.0f;
+            kept.push_back(std::max(0, static_cast<std::int32_t>(open) - sinks - window));
+            first_page.push_back(used_pages);
+            const std::int64_t used = sinks + window + std::int64_t{kept.back()};
+            used_pages += (used + page_size - 1) / page_size;
+            rows += used;
+        }
     }
-    std::int64_t pages = batch * slot_pages + std::int64_t{batch} * heads * (tokens_to_come / page_size + 2);
+    std::int64_t pages = used_pages + std::int64_t{batch} * heads * (tokens_to_come / page_size + 2);
     pages += pages % 7919 == 0 ? 1 : 0;  // so that every page has one place
     const P policy = [&] {
         const kvp::ThresholdGate<kvp::at_least> gate{kvp::per_head(thresholds.data(), 1, heads)};
@@ -218,20 +243,19 @@ void dual(benchmark::State& state, const Size& size, const std::array<float, hea
     double rows_read = static_cast<double>(rows);
     if constexpr (P::has_selection) {
         fill(provided.bounds, pages * page_size / 16 * 2 * dim);  // any: a choice costs the same
-        rows_read =
-            rows_read / 16 + 16.0 * read * heads;  // bounds of a page are as many bytes as a key and a value
+        rows_read = rows_read / 16 +
+                    16.0 * read * heads * batch;  // bounds of a page are as many bytes as a key and a value
     }
-    const buffer<std::int32_t> of_kept(heads);
-    const buffer<std::int64_t> of_pages(heads);
-    ok(cudaMemcpy(of_kept.data(), kept.data(), sizeof kept, cudaMemcpyHostToDevice));
-    ok(cudaMemcpy(of_pages.data(), first_page.data(), sizeof first_page, cudaMemcpyHostToDevice));
-    fill_dual<<<static_cast<unsigned>(batch * heads), 256>>>(ref, of_kept.data(), of_pages.data(), slot_pages,
-                                                             pages, length);
-    fill_free<<<1, 256>>>(ref, batch * slot_pages, pages);
+    const auto of_kept = on_device(kept);
+    const auto of_pages = on_device(first_page);
+    const auto of_lengths = on_device(size.lengths());
+    fill_dual<<<static_cast<unsigned>(batch * heads), 256>>>(ref, of_kept->data(), of_pages->data(), pages,
+                                                             of_lengths->data());
+    fill_free<<<1, 256>>>(ref, used_pages, pages);
     ok(cudaGetLastError());
     ok(cudaDeviceSynchronize());
     const Tensors in(batch);
-    time_steps(state, cache, calls, in, 2.0 * batch * rows_read * dim * sizeof(bf16));
+    time_steps(state, cache, calls, in, 2.0 * rows_read * dim * sizeof(bf16));
 }
 
 /// A window of all tokens.
@@ -252,12 +276,12 @@ inline void dense(benchmark::State& state, const Size& size) {
     const auto ref = cache.layer(0);
     fill(ref.k, batch * ref.rows * dim);
     fill(ref.v, batch * ref.rows * dim);
-    const std::vector<kvp::position_t> lengths(static_cast<std::size_t>(batch), length);
+    const std::vector<kvp::position_t> lengths = size.lengths();
     ok(cudaMemcpy(ref.length, lengths.data(), sizeof(kvp::position_t) * lengths.size(),
                   cudaMemcpyHostToDevice));
     const Tensors in(batch);
-    time_steps(state, cache, calls, in,
-               2.0 * batch * heads * static_cast<double>(length) * dim * sizeof(bf16));
+    const auto tokens = std::accumulate(lengths.begin(), lengths.end(), std::int64_t{0});
+    time_steps(state, cache, calls, in, 2.0 * heads * static_cast<double>(tokens) * dim * sizeof(bf16));
 }
 
 inline void add_rows() {
@@ -272,6 +296,10 @@ inline void add_rows() {
         add("even DualCache, 25% of 128k x 16" + pages,
             [=](benchmark::State& state) { dual(state, {}, even, page_size); });
     }
+    const Size lengths{.shortest = 4096};
+    add("dense decode, 4k to 128k x 16", [=](benchmark::State& state) { dense(state, lengths); });
+    add("ragged DualCache, 25% of 4k to 128k x 16, pages of 16",
+        [=](benchmark::State& state) { dual(state, lengths, mixed, 16); });
     add("DualCache, all of 128k x 16, pages of 16",
         [=](benchmark::State& state) { dual(state, {}, full, 16); });
     add("DualCache, 256 pages of 16 read of all of 128k x 16",

@@ -7,8 +7,7 @@
 #include <kvpolicy/scorers/cuda_predictor.cuh>
 
 #include "cold.cuh"
-
-#include <cublasLt.h>
+#include "lt_handle.cuh"
 
 #include <cmath>
 #include <cstdint>
@@ -215,20 +214,6 @@ void without_projections(benchmark::State& state, const shape& of) {
         },
         measured.bytes());
 }
-
-class lt_handle {
-  public:
-    lt_handle() {
-        if (cublasLtCreate(&handle) != CUBLAS_STATUS_SUCCESS) {
-            std::fprintf(stderr, "cublasLtCreate failed\n");
-            std::exit(1);
-        }
-    }
-    lt_handle(const lt_handle&) = delete;
-    lt_handle& operator=(const lt_handle&) = delete;
-    ~lt_handle() { static_cast<void>(cublasLtDestroy(handle)); }
-    cublasLtHandle_t handle = nullptr;
-};
 
 /// What the GPU's matrix units do in practice: a bf16 product of three 8192 x 8192 matrices, fp32 sums.
 void matrix_rate(benchmark::State& state) {

@@ -153,14 +153,21 @@ gpu.caches.prefill_paged_orders | $all_checks | few calls
 gpu.caches.reserve      | $all_checks | a layer*
 "
 targets[caches]="
-step/4096 x 1         | 0.014 | 0.012 | cuDNN attention alone 4096 x 1
-step/4096 x 8         | 0.054 | 0.052 | cuDNN attention alone 4096 x 8
-step/4096 x 32        | 0.192 | 0.185 | cuDNN attention alone 4096 x 32
-step, mLSTM/4096 x 1  | 0.016 | 0.014 | cuDNN attention alone 4096 x 1
-step, mLSTM/4096 x 8  | 0.057 | 0.054 | cuDNN attention alone 4096 x 8
-step, mLSTM/4096 x 32 | 0.202 | 0.195 | cuDNN attention alone 4096 x 32
-ragged DualCache, 25% of 128k x 16* | 3.4x | 3.7x |
-    cuDNN attention alone 131072 x 16, FlashAttention attention alone 131072 x 16
+step/4096 x 1   | 1.136x | 1.333x | cuDNN attention alone 4096 x 1
+step/4096 x 8   | 0.952x | 1.0x   | cuDNN attention alone 4096 x 8
+step/4096 x 32  | 0.943x | 0.98x  | cuDNN attention alone 4096 x 32
+step/4096 x 64  | 0.952x | 0.98x  | cuDNN attention alone 4096 x 64
+step/4096 x 128 | 0.952x | 0.98x  | cuDNN attention alone 4096 x 128
+step among products/4096 x 1   | 1.0x | 1.1x | cuDNN attention among products 4096 x 1
+step among products/4096 x 8   | 1.0x | 1.1x | cuDNN attention among products 4096 x 8
+step among products/4096 x 32  | 1.0x | 1.1x | cuDNN attention among products 4096 x 32
+step among products/4096 x 64  | 1.0x | 1.1x | cuDNN attention among products 4096 x 64
+step among products/4096 x 128 | 1.0x | 1.1x | cuDNN attention among products 4096 x 128
+dense decode, 128k x 16        | 0.97x | 1.0x | cuDNN attention alone 131072 x 16
+ragged DualCache, 25% of 128k x 16, pages of 64 | 3.7x | 3.9x |
+    cuDNN attention alone 131072 x 16
+ragged DualCache, 25% of 128k x 16, pages of 16 | 3.6x | 3.85x |
+    cuDNN attention alone 131072 x 16
 "
 
 # ---- prefill -------------------------------------------------------------------------------------

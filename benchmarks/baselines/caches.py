@@ -1,6 +1,7 @@
 #!/usr/bin/env python3
 """The PyTorch baseline of the decode steps of benchmarks/caches.cu: attention alone, by cuDNN, of one query
-over B cached keys. It does not append, score or evict.
+over B cached keys. It does not append, score or evict. "among products": a product of bf16 matrices precedes
+each layer's attention, as in a model.
 
 A call goes through layers of several times the L2 cache in turn, as one graph; median_ms is the time of one
 layer. Prints one JSON object; --out writes it to a file too.
@@ -14,18 +15,25 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 HEADS, GROUP, DIM = 8, 4, 128
+WIDTH = 4096  # of the products
 
 
-def time_decode(batch, length, backend, repetitions):
+def time_decode(batch, length, backend, repetitions, products=False):
     kv_bytes = 2 * batch * HEADS * length * DIM * 2
     layers = int(min(36, max(4 if kv_bytes < 1e9 else 1, 400e6 / kv_bytes)))  # one of 8 GB is cold by itself
     q = torch.randn(batch, HEADS * GROUP, 1, DIM, device="cuda", dtype=torch.bfloat16)
     keys = [torch.randn(2, batch, HEADS, length, DIM, device="cuda", dtype=torch.bfloat16)
             for _ in range(layers)]
+    x = torch.randn(batch, WIDTH, device="cuda", dtype=torch.bfloat16)
+    weights = [torch.randn(WIDTH, WIDTH, device="cuda", dtype=torch.bfloat16)
+               for _ in range(layers if products else 0)]
 
     def all_layers():
         with sdpa_kernel(backend):
-            return [F.scaled_dot_product_attention(q, kv[0], kv[1], enable_gqa=True) for kv in keys]
+            for layer in range(layers):
+                if products:
+                    F.linear(x, weights[layer])
+                F.scaled_dot_product_attention(q, *keys[layer], enable_gqa=True)
 
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream), torch.no_grad():
@@ -56,10 +64,12 @@ def main():
                           ("FlashAttention", SDPBackend.FLASH_ATTENTION)):
         sizes = [(4096, 1), (4096, 8), (4096, 32), (4096, 64), (4096, 128), (2048, 1), (2048, 8), (2048, 32)]
         # Beside the ragged caches of benchmarks/ragged.cuh: 8.6 GB of keys and values.
-        for length, batch in [*sizes, (131072, 16)]:
-            entry = {"name": f"{name} attention alone {length} x {batch}"}
+        calls = [("attention alone", *size, False) for size in [*sizes, (131072, 16)]]
+        calls += [("attention among products", 4096, batch, True) for batch in (1, 8, 32, 64, 128)]
+        for call, length, batch, products in calls:
+            entry = {"name": f"{name} {call} {length} x {batch}"}
             try:
-                median, kv_bytes = time_decode(batch, length, backend, 20 if arguments.quick else 60)
+                median, kv_bytes = time_decode(batch, length, backend, 20 if arguments.quick else 60, products)
                 entry |= {"median_ms": median, "gb_per_s": kv_bytes / median * 1e-6}
             except Exception as error:  # one that this version of PyTorch cannot run does not cost the others
                 entry |= {"median_ms": None, "error": f"{type(error).__name__}: {str(error)[:200]}"}
