@@ -36,9 +36,9 @@ using asked_scorer =
                        std::conditional_t<P::ranked && !scored_late<P> && !scored_from_hidden<P>,
                                           typename P::scorer_type, GivenScores>>;
 
-template <class P>
-asked_scorer<P> scorer_of(const typename P::scorer_type& scorer) {
-    if constexpr (std::is_same_v<asked_scorer<P>, typename P::scorer_type>) {
+template <class P, class Asked = asked_scorer<P>>
+Asked scorer_of(const typename P::scorer_type& scorer) {
+    if constexpr (std::is_same_v<Asked, typename P::scorer_type>) {
         return scorer;
     } else {
         return {};

@@ -29,6 +29,29 @@ __device__ inline int warp_inclusive_sum(int value) {
     return value;
 }
 
+/// Of Count numbers in each lane the sums over the lanes: lane l gets Count / 32 of them, from l Count / 32
+/// on, or where there are fewer than 32 number l Count / 32. Count is a power of two. Every sum adds up the
+/// lanes in one order, whatever Count is.
+template <int Count>
+__device__ void sum_over_lanes(float (&x)[Count]) {
+    int left = Count;
+#pragma unroll
+    for (int step = 16; step != 0; step /= 2) {
+        left /= 2;
+#pragma unroll
+        for (int i = 0; i < Count / 2; ++i) {
+            if (i < left) {
+                const bool upper = (lane_id() & step) != 0;
+                const float given = upper ? x[i] : x[i + left];
+                x[i] = (upper ? x[i + left] : x[i]) + __shfl_xor_sync(all_lanes, given, step);
+            }
+        }
+        if (left == 0) {
+            x[0] += __shfl_xor_sync(all_lanes, x[0], step);
+        }
+    }
+}
+
 /// Whether all numbers of a row are finite, the same answer for all lanes.
 template <class T>
 __device__ inline bool finite_row(const T* row, std::int32_t dim) {

@@ -4,7 +4,8 @@
 // that of the worst top-k slot. All blocks attend to the entries as they were before the step, without these
 // two. The leader block decides which of the two keys stays; it attends to that key and to the new token. So
 // only the leader waits for a score. Where the GPU has space for one more block per head, the leader has no
-// entries of its own.
+// entries of its own. The new token's own score is only stored, so where a launch before computes it, the
+// block that writes waits for it, after attention.
 //
 // The cache is written after all blocks of a head have arrived. The last to arrive (in a cluster the leader)
 // merges the softmax states and writes the entries that the leader's note names. The leader also finds the
@@ -43,7 +44,7 @@ class agent_contiguous_decode : agent_decode_head<contiguous_params<Rows, Gate, 
     using Compute = typename Rows::Compute;
     using base = agent_decode_head<Launch>;
     using base::call_, base::regions_, base::part_, base::pair_, base::entry_, base::head_, base::seq_;
-    static constexpr bool finds_next_victims = scored_before<Scorer>;
+    static constexpr bool late_score = arrives_late<Scorer>, late_decision = decides_late<Scorer>;
     static constexpr bool on_leaving = Scorer::when == score_time::on_leaving;
 
   public:
@@ -64,7 +65,7 @@ class agent_contiguous_decode : agent_decode_head<contiguous_params<Rows, Gate, 
     __device__ void run() {
         // The launch of a scorer lets this one begin when all before it have ended, so only its scores are
         // waited for, and late.
-        if (!scored_before<Scorer> || !call_.writes) {
+        if (!(late_score || late_decision) || !call_.writes) {
             wait_for_kernel_before();
         }
         const active_entry active(call_.cache, call_.batch, entry_, 1);
@@ -120,7 +121,7 @@ class agent_contiguous_decode : agent_decode_head<contiguous_params<Rows, Gate, 
         const agent_write_entries<Launch> moving(call_, entry_, head_, seq_);
         if constexpr (compiled_for_clusters && Rows::clusters) {
             if (call_.clustered) {
-                if constexpr (scored_before<Scorer>) {
+                if constexpr (late_decision) {
                     if (is_leader() && both_ways()) {
                         end_either_way(head, q, num_long_range, victim, found, moving, warps);
                         return;
@@ -159,7 +160,7 @@ class agent_contiguous_decode : agent_decode_head<contiguous_params<Rows, Gate, 
     /// Whether the leader block attends to both outcomes while it waits for scores: its first warp as if u
     /// stays, its last as if the worst slot's key stays. See end_either_way().
     [[nodiscard]] __device__ bool both_ways() const {
-        return scored_before<Scorer> && call_.writes && call_.clustered;
+        return late_decision && call_.writes && call_.clustered;
     }
     using base::region_bytes;
     /// The states of a cluster's blocks in the leader's shared memory, behind the regions.
@@ -214,7 +215,7 @@ class agent_contiguous_decode : agent_decode_head<contiguous_params<Rows, Gate, 
             }
             rank_victim(head, q, found);
             if (!base::observed && alone && part_ == 0 && warp_id() == 1 && found.hidden.b >= 0) {
-                if constexpr (finds_next_victims) {  // there is time until the scores come
+                if constexpr (late_decision) {  // there is time until the scores come
                     next_victims_ =
                         detail::find_next_victims(warp_group{}, head.top_k_slots(call_.cache.rebase_limit),
                                                   call_.cache.tile_victims + head.tile, num_long_range, q,
@@ -223,7 +224,7 @@ class agent_contiguous_decode : agent_decode_head<contiguous_params<Rows, Gate, 
                     warm_next_victim(head, num_long_range, found);
                 }
             }
-            if (!scored_before<Scorer>) {
+            if (!late_decision) {
                 // 3. Which of the two stays; with computed scores only after phase 4.
                 decide(head, q, num_long_range, victim, found,
                        extra);  // while the first rows are on their way
@@ -240,7 +241,7 @@ class agent_contiguous_decode : agent_decode_head<contiguous_params<Rows, Gate, 
                 stream.add(extra, queries, call_.logits, sink);
             }
         } else if (is_leader()) {
-            if constexpr (scored_before<Scorer>) {
+            if constexpr (late_decision) {
                 wait_for_kernel_before();  // no other block needs the scores
                 decide(head, q, num_long_range, victim, found, extra);
             }
@@ -279,7 +280,7 @@ class agent_contiguous_decode : agent_decode_head<contiguous_params<Rows, Gate, 
     __device__ void end_in_cluster(const contiguous_head<T>& head, position_t q, std::int32_t heads,
                                    const agent_write_entries<Launch>& moving,
                                    const states_of_warps<Compute>& warps) {
-        const moved_rows moved = is_leader() ? fetch(head, q, moving, memory_.note) : moved_rows{};
+        moved_rows moved = is_leader() ? fetch(head, q, moving, memory_.note) : moved_rows{};
         cluster_wait();  // all have begun, and the leader block's barrier is ready
         const std::uint32_t barrier = shared_address(&memory_.all_states);
         const Compute* const mine = inbox() + split_ * state_size();
@@ -289,6 +290,7 @@ class agent_contiguous_decode : agent_decode_head<contiguous_params<Rows, Gate, 
         if (is_leader()) {
             barrier_wait(barrier, 0);  // all have read the cache, and left their states
             __syncthreads();           // the weights of this block's warps have been read
+            bring_arriving(head, q, moved);
             write_results([&](std::int32_t /*part*/, std::int32_t /*heads*/) {
                 return states_of_part<states_of_warps<Compute>>{{inbox(), state_size()}, call_.blocks()};
             });
@@ -313,6 +315,7 @@ class agent_contiguous_decode : agent_decode_head<contiguous_params<Rows, Gate, 
         moved_rows moved;
         if (call_.blocks() * call_.parts == 1) {
             moved = fetch(head, q, moving, memory_.note);
+            bring_arriving(head, q, moved);
             write_results([&](std::int32_t /*part*/, std::int32_t /*heads*/) {
                 return states_of_part<states_of_warps<Compute>>{warps, Rows::warps};
             });
@@ -322,6 +325,7 @@ class agent_contiguous_decode : agent_decode_head<contiguous_params<Rows, Gate, 
                 return;
             }
             moved = fetch(head, q, moving, memory_.note);
+            bring_arriving(head, q, moved);
             write_results([&](std::int32_t part, std::int32_t /*heads*/) {
                 return states_of_part<states_of_blocks<Compute>>{{state(part, 0), state_size()},
                                                                  call_.blocks()};
@@ -353,6 +357,18 @@ class agent_contiguous_decode : agent_decode_head<contiguous_params<Rows, Gate, 
             moved.note.leaving = __ldcg(&note->leaving);
         }
         return moved;
+    }
+
+    /// The new token's score where a launch before this one computes it: waits for that. Thread 0 gets it.
+    __device__ void bring_arriving(const contiguous_head<T>& head, position_t q, moved_rows& moved) const {
+        if constexpr (late_score) {
+            if (call_.writes) {
+                wait_for_kernel_before();
+                if (warp_id() == 0) {
+                    moved.note.arriving = this->arriving_score(q >= head.head_params.sinks);
+                }
+            }
+        }
     }
 
     __device__ candidates find_candidates(const contiguous_head<T>& head, position_t q,
@@ -451,7 +467,7 @@ class agent_contiguous_decode : agent_decode_head<contiguous_params<Rows, Gate, 
         if (part_ == 0 && warp_id() == 1) {  // the first warp goes on to attention
             std::int32_t* const record = call_.cache.tile_victims + head.tile;
             std::int32_t next = -1;
-            if constexpr (finds_next_victims) {
+            if constexpr (late_decision) {
                 if (call_.leader_blocks != 0) {
                     next = detail::next_victim(warp_group{}, head.head_params, next_victims_, record, step,
                                                ranked);
@@ -459,7 +475,7 @@ class agent_contiguous_decode : agent_decode_head<contiguous_params<Rows, Gate, 
             }
             if constexpr (base::observed) {
                 next = victim_in_records;  // as soon as this step's weights are scores
-            } else if (!finds_next_victims || call_.leader_blocks == 0) {
+            } else if (!late_decision || call_.leader_blocks == 0) {
                 next = detail::next_victim(warp_group{}, top_k_slots, record, step, ranked, q);
             }
             if (lane_id() == 0) {
@@ -470,7 +486,7 @@ class agent_contiguous_decode : agent_decode_head<contiguous_params<Rows, Gate, 
                 note.leaving = score;
             }
         }
-        if (part_ == 0 && warp_id() == Rows::warps - 1) {
+        if (!late_score && part_ == 0 && warp_id() == Rows::warps - 1) {
             const float arriving = this->arriving_score(q >= head.head_params.sinks);
             if (lane_id() == 0) {
                 note_to_write().arriving = arriving;
@@ -542,7 +558,7 @@ class agent_contiguous_decode : agent_decode_head<contiguous_params<Rows, Gate, 
     std::int32_t split_;
     struct nothing {};
     // Of the worst slot, where they are found before the scores come.
-    std::conditional_t<finds_next_victims, detail::next_victims, nothing> next_victims_;
+    std::conditional_t<late_decision, detail::next_victims, nothing> next_victims_;
 };
 
 }  // namespace cuda_backend

@@ -11,6 +11,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <type_traits>
 
 namespace kvpolicy {
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
@@ -30,13 +31,19 @@ inline std::int32_t decode_splits(std::int64_t heads, std::int64_t rows, std::in
     return static_cast<std::int32_t>(std::clamp<std::int64_t>(wanted, 1, useful));
 }
 
+/// The scorer that a step's kernel asks: one of hidden states, too, where the kernel finishes its scores.
+template <class P>
+using contiguous_scorer =
+    std::conditional_t<scored_from_hidden<P> && reads_hidden_layer<typename P::scorer_type>,
+                       typename P::scorer_type, asked_scorer<P>>;
+
 template <class Rows, class P>
 class contiguous_decode_plan
     : public decode_plan<contiguous_decode_plan<Rows, P>, FixedBudgetRef<P, typename Rows::T>,
-                         contiguous_params<Rows, typename P::gate_type, asked_scorer<P>>> {
+                         contiguous_params<Rows, typename P::gate_type, contiguous_scorer<P>>> {
     using T = typename Rows::T;
     using Gate = typename P::gate_type;
-    using Scorer = asked_scorer<P>;
+    using Scorer = contiguous_scorer<P>;
     using base =
         decode_plan<contiguous_decode_plan, FixedBudgetRef<P, T>, contiguous_params<Rows, Gate, Scorer>>;
     friend base;

@@ -44,7 +44,7 @@ struct decode_params {
     rows_view<T> out{};      // [count, Hq, 1, Dv]
     plane_view<float> lse{};
     plane_view<const float> scores{};  // the new tokens', where they are given
-    const float* computed = nullptr;   // [count, Hkv], of a scorer that is scored_before: see score_params
+    const float* computed = nullptr;   // [score_parts, count, Hkv]: see score_params; or a hidden layer
     Compute* states = nullptr;         // of blocks that share a head
     std::uint32_t* status = nullptr;   // [count]
     std::int32_t parts = 1;            // of a group of query heads, Rows::heads each
@@ -53,6 +53,7 @@ struct decode_params {
     // What a step leaves for step_mass_kernel, where that makes the scores.
     std::conditional_t<scored_by_steps<Scorer>, step_logits<Compute>, no_logits> observed{};
     bool writes = true;  // a step; else attention over the rows as they are
+    std::int32_t score_parts = 1;
     Gate gate;
     Scorer scorer;
 
@@ -100,13 +101,16 @@ struct decode_params {
     }
 };
 
-/// The score of an entry's new token for a KV head (`pair`: of both), 0 where it does not count.
+/// The score of an entry's new token for a KV head (`pair`: of both), 0 where it does not count. By one warp.
 template <class Params>
 __device__ inline float arriving_score_of(const Params& call, std::int32_t entry, std::int32_t head,
                                           std::int64_t pair, bool counts) {
     using Scorer = typename Params::Scorer;
     if constexpr (Scorer::when == score_time::observed) {
         return 0.0f;  // it has received no attention yet
+    } else if constexpr (reads_hidden_layer<Scorer>) {
+        const float score = device_scorer<Scorer>::read_score(call.scorer, call.computed, entry, head);
+        return counts || score == score ? score : 0.0f;
     } else if constexpr (scores_come_along<Scorer>) {
         const float score = call.scores ? call.scores.head(entry, head)[0] : 0.0f;
         return counts || score == score ? score : 0.0f;
@@ -118,7 +122,14 @@ __device__ inline float arriving_score_of(const Params& call, std::int32_t entry
                                                      call.cache.head_dim_vo)
                       : 0.0f;
     } else {
-        return counts ? call.computed[pair] : 0.0f;
+        const std::int64_t pairs = std::int64_t{call.batch.count} * call.cache.kv_heads;
+        float score = 0.0f;
+#pragma unroll 8
+        for (std::int32_t part = 0; part < call.score_parts; ++part) {
+            const float next = call.computed[part * pairs + pair];
+            score = part == 0 ? next : score + next;
+        }
+        return counts ? score : 0.0f;
     }
 }
 

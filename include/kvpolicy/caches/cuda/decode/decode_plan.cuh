@@ -66,8 +66,9 @@ class decode_plan {
     using P = typename Cache::policy_type;
     using T = typename Cache::value_type;
     using Gate = gate_of<P>;
-    using Scorer = asked_scorer<P>;
-    static constexpr bool paged = Params::View::paged, on_leaving = Scorer::when == score_time::on_leaving;
+    using Scorer = typename Params::Scorer;
+    static constexpr bool paged = Params::View::paged, on_leaving = Scorer::when == score_time::on_leaving,
+                          reads_layer = reads_hidden_layer<Scorer>;
     /// The cache as kernels of scorers see it.
     using ScoreView = std::conditional_t<paged, paged_view<T>, contiguous_view<T>>;
 
@@ -80,7 +81,11 @@ class decode_plan {
         begin(batch, io, workspace, status);
         call_.k = io.k;
         call_.v = io.v;
-        call_.scores = arriving_.of(ctx_, ref_.scorer, batch, detail::extras_of(io));
+        if constexpr (reads_layer) {
+            call_.computed = arriving_.layer_of(ctx_, ref_.scorer, batch, detail::extras_of(io));
+        } else {
+            call_.scores = arriving_.of(ctx_, ref_.scorer, batch, detail::extras_of(io));
+        }
         score(batch, {.k = io.k, .v = io.v});
         plan().run();
         if constexpr (scored_by_steps<Scorer>) {
@@ -103,8 +108,9 @@ class decode_plan {
           ref_(cache),
           call_{{.cache = typename Params::View(cache),
                  .gate = gate_in<P>(cache),
-                 .scorer = scorer_of<P>(cache.scorer)}} {
+                 .scorer = scorer_of<P, Scorer>(cache.scorer)}} {
         call_.batch.count = count;
+        call_.score_parts = score_parts_of(call_.scorer);
         if constexpr (has_attention<Rows>) {
             call_.width = Rows::width(cache.head_dim_vo);
             call_.logits = logits_of<typename Rows::Compute>(cache.attention, cache.head_dim_qk);
@@ -126,10 +132,14 @@ class decode_plan {
     [[nodiscard]] std::int64_t heads() const {
         return std::int64_t{call_.batch.count} * call_.cache.kv_heads;
     }
+    /// Scores, in parts, that a launch before the step computes.
+    [[nodiscard]] std::int64_t computed_scores() const {
+        return scored_before<Scorer> ? heads() * call_.score_parts : 0;
+    }
 
     /// The parts of the workspace that scores need.
     void lay_out_scores(workspace_parts& parts) {
-        computed_ = parts.take<float>(scored_before<Scorer> ? heads() : 0);
+        computed_ = parts.take<float>(computed_scores());
         advanced_ = parts.take<float>(paged && on_leaving ? heads() * call_.cache.state_size : 0);
         arriving_.lay_out(ctx_, ref_.scorer, call_.batch.count, call_.cache.kv_heads, 1, parts);
         if constexpr (scored_late<P>) {
@@ -153,7 +163,7 @@ class decode_plan {
     const device_scope& device_;
     const Cache& ref_;
     Params call_;
-    arriving_scores<P> arriving_;
+    arriving_scores<P, reads_layer> arriving_;
     std::size_t shared_ = 0;
 
   private:

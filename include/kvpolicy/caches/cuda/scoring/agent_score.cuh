@@ -16,9 +16,10 @@ namespace kvpolicy {
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 namespace cuda_backend {
 
-inline constexpr int score_threads = block_scorer_threads;
+inline constexpr int score_threads = 512;  // at most
 inline constexpr int score_warps = score_threads / 32;
-inline constexpr int score_batch = block_scorer_tokens;  // that a block of a stateless scorer takes
+inline constexpr int score_batch = 8;  // tokens of a block whose warps score a token each
+static_assert(block_scorer_max_threads <= score_threads);
 
 /// A launch that scores the tokens of a chunk (a step: of one token).
 template <class View, class Scorer>
@@ -28,7 +29,8 @@ struct score_params {
     View cache;
     Batch batch{};
     prefill_tokens<T> tokens{};
-    // [count, Hkv, most]: of token j, or of the key that leaves when token j comes (0 where none does)
+    // [count, Hkv, most]: of token j, or of the key that leaves when token j comes (0 where none does).
+    // Where blocks share tokens, [shares, count, Hkv, most]: parts, to be added in their order.
     float* scores = nullptr;
     float* state = nullptr;  // [count, Hkv, state_size]: where the advanced states go; null: the cache itself
     Scorer scorer;
@@ -39,6 +41,8 @@ struct score_params {
     std::int32_t together = 1;  // sequences that blocks take at once
     std::int32_t stages = 0;    // for states in a block's memory: see agent_mlstm_batched.cuh
     bool beside = false;        // of a launch whose blocks run meanwhile
+    std::int32_t shares = 1;    // blocks of a scorer by block that share the work of their tokens
+    std::int32_t each = 1;      // tokens of such a block
 };
 
 __device__ inline float silu(float y) { return y / (1.0f + __expf(-y)); }
@@ -86,36 +90,67 @@ requires scores_by_warp<Scorer> __device__ void decode_scorer(const score_params
     }
 }
 
-/// The tokens of a block, of one head of an entry.
-template <class View>
+/// A block of a scorer by block: one of those that share `each` of the tokens of a head. Tokens of all
+/// entries are numbered, `most` an entry.
+template <class View, class Scorer>
 struct tokens_of_block {
     using T = typename View::value_type;
-    const prefill_tokens<T>& tokens;
-    const scored_token<View>& at;
-    std::int32_t first;
+    const score_params<View, Scorer>& call;
+    block_share share;
+    std::int32_t head, count;
+    std::int64_t first;
 
-    __device__ const T* key(std::int32_t t) const {
-        return tokens.key(at.rows, at.entry, at.head, first + t);
+    __device__ explicit tokens_of_block(const score_params<View, Scorer>& of)
+        : call(of),
+          share{static_cast<std::int32_t>(blockIdx.x) % of.shares, of.shares},
+          head(static_cast<std::int32_t>(blockIdx.x) / of.shares % of.cache.kv_heads),
+          first(std::int64_t{blockIdx.x} / of.shares / of.cache.kv_heads * of.each) {
+        const std::int64_t left = std::int64_t{of.batch.count} * of.tokens.most - first;
+        count = left < of.each ? static_cast<std::int32_t>(left) : of.each;
     }
-    __device__ const T* value(std::int32_t t) const {
-        return tokens.value(at.rows, at.entry, at.head, first + t);
+    [[nodiscard]] __device__ block_token<T> token(std::int32_t t) const {
+        const std::int32_t most = call.tokens.most;
+        const auto entry = static_cast<std::int32_t>((first + t) / most),
+                   j = static_cast<std::int32_t>((first + t) % most);
+        const active_entry active = active_entry(call.cache, call.batch, entry, most).once(call.cache);
+        if (j >= active.tokens) {
+            return {};
+        }
+        const typename View::head_type rows(call.cache, active.seq, head);
+        const std::int64_t pair = std::int64_t{entry} * call.cache.kv_heads + head,
+                           pairs = std::int64_t{call.batch.count} * call.cache.kv_heads;
+        return {call.tokens.key(rows, entry, head, j), call.tokens.value(rows, entry, head, j),
+                call.cache.length[active.seq] + j, call.scores + (share.index * pairs + pair) * most + j};
     }
 };
 
-/// A scorer that one block computes, of a few tokens at once.
+/// What the blocks of a scorer may do while the kernels before still run.
+template <class View, class Scorer>
+__device__ void prepare_scorer([[maybe_unused]] const score_params<View, Scorer>& call,
+                               [[maybe_unused]] float* shared) {
+    if constexpr (scores_by_block<Scorer>) {
+        const tokens_of_block<View, Scorer> mine(call);
+        device_scorer<Scorer>::prepare_block(call.scorer, mine.head, mine.share, call.cache.head_dim_qk,
+                                             call.cache.head_dim_vo, shared);
+    }
+}
+
+/// A scorer that one block computes, of a few tokens at once, or several blocks that share them.
 template <class View, class Scorer>
 requires scores_by_block<Scorer> __device__ void decode_scorer(const score_params<View, Scorer>& call,
                                                                float* shared) {
-    const std::int32_t pieces = (call.tokens.most + score_batch - 1) / score_batch;
-    const auto number = static_cast<std::int32_t>(blockIdx.x);
-    const scored_token<View> at(call.cache, call.batch, number / pieces, call.tokens.most);
-    const std::int32_t first = number % pieces * score_batch;
-    const std::int32_t left = at.active.tokens - first, count = left < score_batch ? left : score_batch;
-    if (count > 0) {
-        device_scorer<Scorer>::score_by_block(call.scorer, at.head, at.base + first, count,
-                                              tokens_of_block<View>{call.tokens, at, first},
-                                              call.cache.head_dim_qk, call.cache.head_dim_vo, shared,
-                                              call.scores + std::int64_t{at.pair} * call.tokens.most + first);
+    using T = typename View::value_type;
+    __shared__ block_token<T> tokens[block_scorer_tokens];
+    const tokens_of_block<View, Scorer> mine(call);
+    const auto thread = static_cast<std::int32_t>(threadIdx.x);
+    bool there = false;
+    if (thread < mine.count) {
+        tokens[thread] = mine.token(thread);
+        there = tokens[thread].key != nullptr;
+    }
+    if (__syncthreads_or(there ? 1 : 0) != 0) {
+        device_scorer<Scorer>::score_by_block(call.scorer, mine.head, tokens, mine.count, mine.share,
+                                              call.cache.head_dim_qk, call.cache.head_dim_vo, shared);
     }
 }
 

@@ -42,8 +42,9 @@ void check_arriving_scores([[maybe_unused]] const Cache& cache, const Batch& bat
     }
 }
 
-/// The scores of the tokens of a call on a cache with policy P.
-template <class P>
+/// The scores of the tokens of a call on a cache with policy P; with `Layer` only the hidden layer that a
+/// step reads them from (device_scorer::reads_hidden_layer).
+template <class P, bool Layer = false>
 class arriving_scores {
     using Scorer = typename P::scorer_type;
 
@@ -53,10 +54,10 @@ class arriving_scores {
                  [[maybe_unused]] std::int32_t batch, [[maybe_unused]] std::int32_t heads,
                  [[maybe_unused]] std::int32_t tokens, [[maybe_unused]] workspace_parts& parts) {
         if constexpr (scored_from_hidden<P>) {
-            call_.scores =
-                view_bhs(parts.take<float>(std::int64_t{batch} * heads * tokens), batch, heads, tokens);
+            call_.scores = view_bhs(parts.take<float>(Layer ? 0 : std::int64_t{batch} * heads * tokens),
+                                    batch, heads, tokens);
             workspace_parts own(nullptr);
-            device_scorer<Scorer>::score_hidden(ctx, scorer, call_, own, true);
+            static_cast<void>(enqueue(ctx, scorer, own, true));
             memory_ = parts.take<unsigned char>(static_cast<std::int64_t>(own.bytes()));
         }
     }
@@ -66,13 +67,7 @@ class arriving_scores {
                                              [[maybe_unused]] const Batch& batch,
                                              [[maybe_unused]] const detail::step_extras& extras) {
         if constexpr (scored_from_hidden<P>) {
-            call_.hidden = extras.hidden;
-            call_.packed = {extras.cu_seqlens};
-            call_.seq_ids = batch.seq_ids;
-            call_.lengths = batch.q_len;
-            call_.length = batch.length_or_one();
-            workspace_parts own(memory_);
-            device_scorer<Scorer>::score_hidden(ctx, scorer, call_, own, false);
+            static_cast<void>(run(ctx, scorer, batch, extras));
             return call_.scores;
         } else if constexpr (scores_given<P>) {
             return extras.scores;
@@ -80,8 +75,32 @@ class arriving_scores {
             return {};
         }
     }
+    /// Enqueues what computes the hidden layer.
+    [[nodiscard]] const float* layer_of(const cuda& ctx, const Scorer& scorer, const Batch& batch,
+                                        const detail::step_extras& extras) requires Layer {
+        return run(ctx, scorer, batch, extras);
+    }
 
   private:
+    const float* run(const cuda& ctx, const Scorer& scorer, const Batch& batch,
+                     const detail::step_extras& extras) {
+        call_.hidden = extras.hidden;
+        call_.packed = {extras.cu_seqlens};
+        call_.seq_ids = batch.seq_ids;
+        call_.lengths = batch.q_len;
+        call_.length = batch.length_or_one();
+        workspace_parts own(memory_);
+        return enqueue(ctx, scorer, own, false);
+    }
+    const float* enqueue(const cuda& ctx, const Scorer& scorer, workspace_parts& own, bool measure) {
+        if constexpr (Layer) {
+            return device_scorer<Scorer>::hidden_layer(ctx, scorer, call_, own, measure);
+        } else {
+            device_scorer<Scorer>::score_hidden(ctx, scorer, call_, own, measure);
+            return nullptr;
+        }
+    }
+
     score_hidden_params call_{};
     unsigned char* memory_ = nullptr;
 };

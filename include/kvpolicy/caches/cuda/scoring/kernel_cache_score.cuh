@@ -18,18 +18,22 @@ namespace cuda_backend {
 /// Scores of a chunk's tokens (on arrival), or of the keys that leave the window when the tokens come (on
 /// leaving), by blocks that share nothing: decode_scorer() of agent_score.cuh per scorer.
 ///
-/// Grid: count * Hkv * ceil(most / score_batch) blocks; mLSTM: count * Hkv, the tokens one after another.
-/// Block: score_threads. Shared memory: dynamic, mlstm_memory::floats() or device_scorer::block_floats()
-/// floats.
+/// Grid: count * Hkv * ceil(most / score_batch) blocks; mLSTM: count * Hkv, the tokens one after another;
+/// by block: ceil(count * most / each) * Hkv * shares, those that share tokens next to each other.
+/// Block: score_threads; by block: block_scorer_threads where blocks share tokens, else
+/// block_scorer_max_threads. Shared memory: dynamic, mlstm_memory::floats() or device_scorer::block_floats()
+/// floats; by block: the tokens.
 /// In: tokens' k [count, Hkv, most, Dk] and v [count, Hkv, most, Dv] of T, weights fp32, window entries.
-/// Out: scores [count, Hkv, most] fp32; 0 where no key leaves.
+/// Out: scores [count, Hkv, most] fp32; 0 where no key leaves; by block [shares, count, Hkv, most], parts.
 /// Overwrites: state [.., state_size] fp32 of the cache, or with `state` a copy.
 template <class View, class Scorer>
 __global__ void __launch_bounds__(score_threads)
     decode_scorer_kernel(const __grid_constant__ score_params<View, Scorer> call) {
+    auto* const shared = reinterpret_cast<float*>(dynamic_shared());
+    prepare_scorer(call, shared);
     wait_for_kernel_before();
     let_next_kernel_start();  // it may stream rows meanwhile, and waits for scores where it needs them
-    decode_scorer(call, reinterpret_cast<float*>(dynamic_shared()));
+    decode_scorer(call, shared);
 }
 
 /// mLSTM scores by clusters, for compute capability 9.0 and few sequences: cluster_blocks blocks share one
@@ -168,6 +172,31 @@ bool launch_cluster(const cuda& ctx, const device_scope& device,
     return true;
 }
 
+/// Enqueues the scores of the tokens of a step or a chunk by blocks. Those of a step are shared, so that the
+/// weights of a head are read by several SMs, and once for the tokens of several sequences.
+template <class View, class Scorer>
+requires scores_by_block<Scorer>
+void launch_scores(const cuda& ctx, score_params<View, Scorer> call) {
+    const device_scope device(ctx);
+    const bool step = call.tokens.most == 1;
+    const std::int64_t tokens = std::int64_t{call.batch.count} * call.tokens.most,
+                       pieces = (tokens + block_scorer_tokens - 1) / block_scorer_tokens;
+    if (tokens == 0) {
+        return;
+    }
+    constexpr auto kernel = decode_scorer_kernel<View, Scorer>;
+    call.shares = step ? score_parts_of(call.scorer) : 1;
+    call.each = static_cast<std::int32_t>((tokens + pieces - 1) / pieces);
+    const std::size_t floats = device_scorer<Scorer>::block_floats(
+        call.scorer, call.each, call.cache.head_dim_qk, call.cache.head_dim_vo);
+    if (step) {
+        share_sms<kernel>(device);  // with the step that follows
+    }
+    launch_early<kernel>("decode_scorer_kernel", pieces * call.cache.kv_heads * call.shares,
+                         step ? block_scorer_threads : block_scorer_max_threads, floats * sizeof(float),
+                         device, ctx, 1, call);
+}
+
 /// Enqueues the scores of a chunk's tokens.
 template <class View, class Scorer>
 void launch_scores(const cuda& ctx, score_params<View, Scorer> call) {
@@ -176,10 +205,6 @@ void launch_scores(const cuda& ctx, score_params<View, Scorer> call) {
     const std::int64_t pieces = (std::int64_t{call.tokens.most} + score_batch - 1) / score_batch;
     std::int64_t blocks = heads * pieces;
     std::size_t floats = 0;
-    if constexpr (scores_by_block<Scorer>) {
-        floats =
-            device_scorer<Scorer>::block_floats(call.scorer, call.cache.head_dim_qk, call.cache.head_dim_vo);
-    }
     if constexpr (Scorer::when == score_time::on_leaving) {
         const std::int32_t inputs = call.cache.head_dim_qk + call.cache.head_dim_vo;
         call.projection = call.scorer.projection();

@@ -17,6 +17,24 @@
 namespace kvpolicy {
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 
+/// One of the blocks that share the work of some tokens.
+struct block_share {
+    std::int32_t index = 0;
+    std::int32_t count = 1;
+};
+/// A token that a block scores: its rows, of the cache's type, and where its score goes.
+template <class T>
+struct block_token {
+    const T* key;  // null: there is no token
+    const T* value;
+    position_t position;
+    float* score;
+};
+/// What score_by_block may count on.
+inline constexpr int block_scorer_threads = 128;
+inline constexpr int block_scorer_max_threads = 512;
+inline constexpr int block_scorer_tokens = 16;
+
 /// What a specialization may say. A scorer says nothing of what it lacks, by inheriting from this.
 struct device_scorer_defaults {
     /// score_sequence: forward<Widths, T>(ctx, scorer, call, parts, measure, status) takes its memory from
@@ -29,18 +47,37 @@ struct device_scorer_defaults {
     /// One warp scores an entry inside a decode step: score(scorer, head, key, value, head_dim_qk,
     /// head_dim_vo), called by all 32 lanes, with the score in each of them.
     static constexpr bool by_warp = false;
-    /// A block scores up to block_scorer_tokens new tokens of a head, in a launch before a step or a chunk:
-    /// score_by_block(scorer, head, first, count, tokens, head_dim_qk, head_dim_vo, shared, scores), called
-    /// by all block_scorer_threads threads. Token t < count has position first + t, and the rows
-    /// tokens.key(t) and tokens.value(t) of the cache's type. It overwrites scores[0 .. count), the same bits
-    /// whichever tokens share the block. `shared`: block_floats(scorer, head_dim_qk, head_dim_vo) numbers.
+    /// Blocks score up to block_scorer_tokens new tokens of a head, in a launch before a step or a chunk. The
+    /// tokens of a step are of several sequences. All threads of a block, a multiple of block_scorer_threads,
+    /// call
+    ///     prepare_block(scorer, head, share, head_dim_qk, head_dim_vo, shared)
+    ///     score_by_block(scorer, head, tokens, count, share, head_dim_qk, head_dim_vo, shared)
+    /// the first while kernels before may still run: it may prefetch, and use values of the scorer. The
+    /// second overwrites *tokens[t].score for t < count where tokens[t].key is not null: with the token's
+    /// score where share.count is 1, else with a part of it. share.count is 1 or block_shares(scorer); the
+    /// parts are added in the order of share.index. Scores have the same bits in both cases, and whichever
+    /// tokens share the block. `shared`: block_floats(scorer, count, head_dim_qk, head_dim_vo) numbers.
     static constexpr bool by_block = false;
+    template <class S>
+    static std::int32_t block_shares(const S& /*scorer*/) {
+        return 1;
+    }
+    template <class S>
+    __device__ static void prepare_block(const S& /*scorer*/, std::int32_t /*head*/, block_share /*share*/,
+                                         std::int32_t /*head_dim_qk*/, std::int32_t /*head_dim_vo*/,
+                                         float* /*shared*/) {}
     /// A kernel of its own scores new tokens before a decode step (caches/cuda/scoring).
     static constexpr bool before_step = false;
     /// Scores come from hidden states, for all heads of a token at once, before a cache's call looks at any:
     /// score_hidden(ctx, scorer, call, parts, measure) takes its memory from `parts`, returns where
     /// `measure` is true, and else enqueues its kernels, which overwrite call.scores of tokens that count.
     static constexpr bool from_hidden = false;
+    /// A step need not wait for score_hidden: hidden_layer(ctx, scorer, call, parts, measure), alike,
+    /// enqueues what comes before the heads' sums, and returns its result in device memory. One warp computes
+    /// a score of it, read_score(scorer, result, token, head), with the score in each lane, and the bits of
+    /// score_hidden. The kernels of hidden_layer let the next kernel start, but only once all kernels before
+    /// have ended.
+    static constexpr bool reads_hidden_layer = false;
     /// Keys get their scores while they are in the window (caches/cuda/scoring).
     static constexpr bool in_window = false;
     /// Prefill of a cache with at least min_chunk tokens per entry: score_chunk<T>(ctx, scorer, call, parts,
@@ -65,10 +102,6 @@ struct score_sequence_params {
     plane_view<float> scores{};
     ScoreOptions options{};
 };
-
-/// What score_by_block may count on.
-inline constexpr int block_scorer_threads = 512;
-inline constexpr int block_scorer_tokens = 8;
 
 /// The arguments of score_hidden: the new tokens of a cache's call. What is device memory: the hidden states,
 /// sequences, lengths and scores. Tokens that count are those of an entry's length, of entries that are a
@@ -120,10 +153,30 @@ inline constexpr bool scores_by_block = device_scorer<S>::by_block;
 /// A scorer that takes a launch of its own before a step.
 template <class S>
 inline constexpr bool scored_before = device_scorer<S>::before_step || scores_by_block<S>;
+/// A scorer of hidden states whose heads' sums are a step's own.
+template <class S>
+inline constexpr bool reads_hidden_layer = device_scorer<S>::reads_hidden_layer;
+/// Whether the launches before a step compute the new token's score, which the step only stores.
+template <class S>
+inline constexpr bool arrives_late =
+    (scored_before<S> && S::when == score_time::on_arrival) || reads_hidden_layer<S>;
+/// Whether they compute the score that the step decides by.
+template <class S>
+inline constexpr bool decides_late = scored_before<S>&& S::when == score_time::on_leaving;
 
 template <class S>
 inline constexpr bool has_device_scorer =
     S::when == score_time::given || S::when == score_time::observed || scores_by_warp<S> || scored_before<S>;
+
+/// In how many parts the launch before a step computes the new tokens' scores.
+template <class S>
+std::int32_t score_parts_of([[maybe_unused]] const S& scorer) {
+    if constexpr (scores_by_block<S>) {
+        return device_scorer<S>::block_shares(scorer);
+    } else {
+        return 1;
+    }
+}
 
 }  // namespace cuda_backend
 

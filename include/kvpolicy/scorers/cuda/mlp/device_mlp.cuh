@@ -154,18 +154,27 @@ requires(cuda_backend::is_known_input<Input> &&
                          bool measure, std::uint32_t* status) {
         cuda_backend::mlp_backward<T>(ctx, scorer, call, gradients, parts, measure, status);
     }
-    static std::size_t block_floats(const scorer_type& scorer, std::int32_t head_dim_qk,
+    static std::int32_t block_shares(const scorer_type& scorer) {
+        return cuda_backend::mlp_slices(scorer.hidden).count;
+    }
+    static std::size_t block_floats(const scorer_type& scorer, std::int32_t tokens, std::int32_t head_dim_qk,
                                     std::int32_t head_dim_vo) {
-        return cuda_backend::mlp_block_memory::floats(scorer.input.size(head_dim_qk, head_dim_vo),
+        return cuda_backend::mlp_block_memory::floats(tokens, scorer.input.size(head_dim_qk, head_dim_vo),
                                                       head_dim_qk);
     }
-    template <class Tokens>
-    __device__ static void score_by_block(const scorer_type& scorer, std::int32_t head, position_t first,
-                                          std::int32_t count, const Tokens& tokens, std::int32_t head_dim_qk,
-                                          std::int32_t head_dim_vo, float* shared, float* scores) {
-        cuda_backend::agent_mlp_block<Input, Act, Tokens>(scorer.input, scorer.weights, scorer.hidden, head,
-                                                          tokens, head_dim_qk, head_dim_vo, shared)
-            .run(first, count, scores);
+    __device__ static void prepare_block(const scorer_type& scorer, std::int32_t head, block_share share,
+                                         std::int32_t head_dim_qk, std::int32_t head_dim_vo, float* shared) {
+        cuda_backend::agent_mlp_block<Input, Act, float>(scorer.input, scorer.weights, scorer.hidden, head,
+                                                         share, head_dim_qk, head_dim_vo, shared)
+            .prepare();
+    }
+    template <class T>
+    __device__ static void score_by_block(const scorer_type& scorer, std::int32_t head,
+                                          const block_token<T>* tokens, std::int32_t count, block_share share,
+                                          std::int32_t head_dim_qk, std::int32_t head_dim_vo, float* shared) {
+        cuda_backend::agent_mlp_block<Input, Act, T>(scorer.input, scorer.weights, scorer.hidden, head, share,
+                                                     head_dim_qk, head_dim_vo, shared)
+            .run(tokens, count);
     }
 };
 

@@ -27,10 +27,48 @@ inline constexpr std::int64_t hidden_tokens = 2048;
 template <int Tokens, int Units>
 void launch_hidden_layer(const cuda& ctx, const device_scope& device, const hidden_layer_params& call) {
     constexpr auto kernel = hidden_layer_kernel<Tokens, Units>;
+    constexpr std::int64_t together = agent_hidden_layer<Tokens, Units>::tokens;
     share_sms<kernel>(device);  // with what follows
-    const std::int64_t tokens = (std::int64_t{call.count} + Tokens - 1) / Tokens;
-    launch_early<kernel>("hidden_layer_kernel", tokens * ((call.predictor.hidden + Units - 1) / Units),
+    const std::int64_t pieces = (call.count + together - 1) / together;
+    launch_early<kernel>("hidden_layer_kernel", pieces * ((call.predictor.hidden + Units - 1) / Units),
                          hidden_layer_threads, 0, device, ctx, 1, call);
+}
+/// Enqueues the hidden layer of tokens first .. first + count - 1.
+inline void launch_hidden_layer(const cuda& ctx, const device_scope& device,
+                                const hidden_layer_params& call) {
+    // Few tokens: many blocks, so that all of the memory's rate is used.
+    constexpr std::int32_t few = 128;
+    if (call.count == 1) {
+        launch_hidden_layer<1, 2>(ctx, device, call);
+    } else if (call.count <= few) {
+        launch_hidden_layer<8, 2>(ctx, device, call);
+    } else {
+        launch_hidden_layer<8, 8>(ctx, device, call);
+    }
+}
+
+/// What both launches need of a call; `from` without data where it is only measured.
+template <class S>
+hidden_layer_params hidden_layer_of(const S& scorer, scorer_activation activation,
+                                    const score_hidden_params& from) {
+    hidden_layer_params call;
+    predictor_params& predictor = call.predictor;
+    predictor.streams.batch = from.scores.batch;
+    predictor.streams.heads = from.scores.heads;
+    predictor.streams.length = from.lengths != nullptr ? from.scores.length : from.length;
+    predictor.streams.rows = from.scores.length;
+    predictor.streams.lengths = from.lengths;
+    predictor.seq_ids = from.seq_ids;
+    predictor.per = std::max(from.scores.length, 1);
+    predictor.hidden = scorer.hidden;
+    predictor.activation = activation;
+    predictor.b1 = scorer.weights.b1;
+    predictor.w2 = scorer.weights.w2;
+    predictor.b2 = scorer.weights.b2;
+    call.states = from.hidden;
+    call.packed = from.packed;
+    call.w1 = scorer.weights.w1;
+    return call;
 }
 
 }  // namespace cuda_backend
@@ -40,30 +78,14 @@ requires(std::is_same_v<Act, Silu> ||
          std::is_same_v<Act, GeluErf>) struct device_scorer<BasicMlpScorer<HiddenInput, Act, D>>
     : device_scorer_defaults {
     static constexpr bool from_hidden = true;
+    static constexpr bool reads_hidden_layer = true;
     using scorer_type = BasicMlpScorer<HiddenInput, Act, D>;
 
     static void score_hidden(const cuda& ctx, const scorer_type& scorer, const score_hidden_params& from,
                              cuda_backend::workspace_parts& parts, bool measure) {
         namespace cb = cuda_backend;
         const plane_view<float>& scores = from.scores;
-        cb::hidden_layer_params call;
-        cb::predictor_params& predictor = call.predictor;
-        predictor.streams.batch = scores.batch;
-        predictor.streams.heads = scores.heads;
-        predictor.streams.length = from.lengths != nullptr ? scores.length : from.length;
-        predictor.streams.rows = scores.length;
-        predictor.streams.lengths = from.lengths;
-        predictor.seq_ids = from.seq_ids;
-        predictor.per = std::max(scores.length, 1);
-        predictor.hidden = scorer.hidden;
-        predictor.activation =
-            std::is_same_v<Act, Silu> ? cb::scorer_activation::silu : cb::scorer_activation::gelu_erf;
-        predictor.b1 = scorer.weights.b1;
-        predictor.w2 = scorer.weights.w2;
-        predictor.b2 = scorer.weights.b2;
-        call.states = from.hidden;
-        call.packed = from.packed;
-        call.w1 = scorer.weights.w1;
+        cb::hidden_layer_params call = cb::hidden_layer_of(scorer, activation, from);
         const std::int64_t all = std::int64_t{scores.batch} * scores.length;
         call.activations = parts.take<float>(std::min(all, cb::hidden_tokens) * scorer.hidden);
         if (measure) {
@@ -74,20 +96,35 @@ requires(std::is_same_v<Act, Silu> ||
         cb::share_sms<readout>(device);
         for (call.first = 0; call.first < all; call.first += call.count) {
             call.count = static_cast<std::int32_t>(std::min(all - call.first, cb::hidden_tokens));
-            // Few tokens: many blocks, so that all of the memory's rate is used.
-            const std::int64_t blocks = ((std::int64_t{call.count} + 7) / 8) * ((scorer.hidden + 7) / 8);
-            if (call.count == 1) {
-                cb::launch_hidden_layer<1, 2>(ctx, device, call);
-            } else if (blocks < device.attribute(cudaDevAttrMultiProcessorCount)) {
-                cb::launch_hidden_layer<8, 2>(ctx, device, call);
-            } else {
-                cb::launch_hidden_layer<8, 8>(ctx, device, call);
-            }
+            cb::launch_hidden_layer(ctx, device, call);
             cb::launch_early<readout>("hidden_readout_kernel",
                                       (std::int64_t{call.count} * scores.heads + 7) / 8, 256, 0, device, ctx,
                                       1, call, scores);
         }
     }
+    /// [batch * length, hidden] activations.
+    static const float* hidden_layer(const cuda& ctx, const scorer_type& scorer,
+                                     const score_hidden_params& from, cuda_backend::workspace_parts& parts,
+                                     bool measure) {
+        namespace cb = cuda_backend;
+        cb::hidden_layer_params call = cb::hidden_layer_of(scorer, activation, from);
+        call.count = from.scores.batch * from.scores.length;
+        call.activations = parts.take<float>(std::int64_t{call.count} * scorer.hidden);
+        if (!measure && call.count != 0) {
+            cb::launch_hidden_layer(ctx, cb::device_scope(ctx), call);
+        }
+        return call.activations;
+    }
+    __device__ static float read_score(const scorer_type& scorer, const float* layer, std::int64_t token,
+                                       std::int32_t head) {
+        return cuda_backend::hidden_readout(layer + token * scorer.hidden, scorer.hidden, scorer.weights.w2,
+                                            scorer.weights.b2, head);
+    }
+
+  private:
+    static constexpr cuda_backend::scorer_activation activation =
+        std::is_same_v<Act, Silu> ? cuda_backend::scorer_activation::silu
+                                  : cuda_backend::scorer_activation::gelu_erf;
 };
 
 }  // namespace KVPOLICY_HIDDEN

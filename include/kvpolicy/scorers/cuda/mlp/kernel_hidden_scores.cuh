@@ -1,4 +1,5 @@
-// Scores of a few tokens from their hidden states in fp32, W1 being read once: for new tokens of a cache.
+// Scores of a few tokens from their hidden states in fp32, for new tokens of a cache: the hidden layer, and
+// the heads' sums.
 #pragma once
 
 #include <kvpolicy/core/cuda_config.cuh>
@@ -20,6 +21,7 @@ namespace cuda_backend {
 
 inline constexpr int hidden_layer_warps = 8;
 inline constexpr int hidden_layer_threads = 32 * hidden_layer_warps;
+inline constexpr int hidden_layer_tokens = 32;  // that a block reads its rows of W1 for, at most
 
 /// Tokens first .. first + count - 1 of a call, see predictor_params::token_of, and their hidden layer.
 struct hidden_layer_params {
@@ -32,124 +34,229 @@ struct hidden_layer_params {
     float* activations = nullptr;  // [count, hidden]
 };
 
-/// Number `at` of hidden states.
-__device__ inline float hidden_number(const HiddenRows& states, std::int64_t at) {
-    switch (states.of) {
-        case HiddenRows::type::bf16:
-            return static_cast<float>(static_cast<const bf16*>(states.data)[at]);
-        case HiddenRows::type::fp16:
-            return static_cast<float>(static_cast<const fp16*>(states.data)[at]);
-        case HiddenRows::type::fp32:
-            return static_cast<const float*>(states.data)[at];
-        default:
-            return static_cast<float>(static_cast<const double*>(states.data)[at]);
+/// Four numbers of hidden states of T, where rows are aligned to four. A row is given by its first number;
+/// below 0 there is none, and all numbers are 0.
+template <class T>
+struct aligned_states {
+    struct alignas(4 * sizeof(T)) four {
+        T of[4];
+    };
+    const T* data;
+
+    __device__ explicit aligned_states(const HiddenRows& states) : data(static_cast<const T*>(states.data)) {}
+    [[nodiscard]] __device__ float4 read(std::int64_t row, std::int32_t i, std::int32_t width) const {
+        if (row < 0 || i >= width) {
+            return {};
+        }
+        const four x = *reinterpret_cast<const four*>(data + row + i);
+        return {static_cast<float>(x.of[0]), static_cast<float>(x.of[1]), static_cast<float>(x.of[2]),
+                static_cast<float>(x.of[3])};
     }
+};
+/// The same of any storage type and alignment.
+struct any_states {
+    const HiddenRows& states;
+
+    __device__ explicit any_states(const HiddenRows& from) : states(from) {}
+    [[nodiscard]] __device__ float number(std::int64_t at) const {
+        switch (states.of) {
+            case HiddenRows::type::bf16:
+                return static_cast<float>(static_cast<const bf16*>(states.data)[at]);
+            case HiddenRows::type::fp16:
+                return static_cast<float>(static_cast<const fp16*>(states.data)[at]);
+            case HiddenRows::type::fp32:
+                return static_cast<const float*>(states.data)[at];
+            default:
+                return static_cast<float>(static_cast<const double*>(states.data)[at]);
+        }
+    }
+    [[nodiscard]] __device__ float4 read(std::int64_t row, std::int32_t i, std::int32_t width) const {
+        if (row < 0) {
+            return {};
+        }
+        return {i < width ? number(row + i) : 0.0f, i + 1 < width ? number(row + i + 1) : 0.0f,
+                i + 2 < width ? number(row + i + 2) : 0.0f, i + 3 < width ? number(row + i + 3) : 0.0f};
+    }
+};
+/// Whether aligned_states<T> can read them.
+template <class T>
+__device__ bool states_in_fours(const HiddenRows& states) {
+    return states.width % 4 == 0 && states.row_stride % 4 == 0 && states.batch_stride % 4 == 0 &&
+           reinterpret_cast<std::uintptr_t>(states.data) % (4 * sizeof(T)) == 0;
 }
 
-/// Of Count numbers in each lane the sums over the lanes: lane l gets Count / 32 of them, from l Count / 32
-/// on, or where there are fewer than 32 number l Count / 32. Count is a power of two. Every sum adds up the
-/// lanes in one order, whatever Count is.
-template <int Count>
-__device__ void sum_over_lanes(float (&x)[Count]) {
-    int left = Count;
+/// The work of a block of hidden_layer_kernel. A warp has every eighth 128 columns, a lane four of them.
+/// Tokens: at once.
+template <int Tokens, int Units>
+class agent_hidden_layer {
+    static constexpr int turns = 8 / Units, sums = Units * Tokens;  // turns: loads of W1 under way at once
+    static constexpr std::int32_t stride = 128 * hidden_layer_warps;
+
+  public:
+    static constexpr int groups = Tokens == 1 ? 1 : hidden_layer_tokens / Tokens, tokens = groups * Tokens;
+    struct Memory {
+        float of_warps[groups][hidden_layer_warps][sums];
+        std::int64_t rows[tokens];  // of the states; below 0: none
+    };
+
+    __device__ agent_hidden_layer(const hidden_layer_params& call, Memory& memory)
+        : call_(call),
+          memory_(memory),
+          hidden_(call.predictor.hidden),
+          width_(call.states.width),
+          in_fours_(rows_in_fours(call.w1, call.states.width)) {
+        const std::int32_t across = (hidden_ + Units - 1) / Units,
+                           block = static_cast<std::int32_t>(blockIdx.x);
+        token_ = block / across * tokens;
+        unit_ = block % across * Units;
+        count_ = call.count - token_ < tokens ? call.count - token_ : tokens;
+    }
+    __device__ void prefetch() const {
+        const std::int32_t rows = hidden_ - unit_ < Units ? hidden_ - unit_ : Units;
+        prefetch_weights(call_.w1 + std::int64_t{unit_} * width_, std::int64_t{rows} * width_, thread(),
+                         hidden_layer_threads);
+    }
+    __device__ void run() {
+        const HiddenRows& states = call_.states;
+        if (states.of == HiddenRows::type::bf16 && states_in_fours<bf16>(states)) {
+            run_with(aligned_states<bf16>(states));
+        } else if (states.of == HiddenRows::type::fp16 && states_in_fours<fp16>(states)) {
+            run_with(aligned_states<fp16>(states));
+        } else {
+            run_with(any_states(states));
+        }
+    }
+
+  private:
+    [[nodiscard]] __device__ static std::int32_t thread() { return static_cast<std::int32_t>(threadIdx.x); }
+
+    template <class States>
+    __device__ void run_with(const States& states) {
+        const std::int32_t begin = 128 * warp_id() + 4 * lane_id();
+        const bool one_turn = width_ <= stride * turns;
+        float4 weight[turns][Units];
+        load(begin, weight);  // under way while the tokens' rows are found
+        if (thread() < tokens) {
+            memory_.rows[thread()] = row_of(thread());
+        }
+        __syncthreads();
+        for (int g = 0; g < groups && g * Tokens < count_; ++g) {
+            float sum[sums] = {};
+            for (std::int32_t column = begin; column < width_; column += stride * turns) {
+                if (!one_turn && (column != begin || g != 0)) {
+                    load(column, weight);
+                }
+                multiply(states, g * Tokens, column, weight, sum);
+            }
+            sum_over_lanes(sum);
+            constexpr int each = sums >= 32 ? sums / 32 : 1, sharing = sums >= 32 ? 1 : 32 / sums;
+            if (lane_id() % sharing == 0) {
 #pragma unroll
-    for (int step = 16; step != 0; step /= 2) {
-        left /= 2;
-#pragma unroll
-        for (int i = 0; i < Count / 2; ++i) {
-            if (i < left) {
-                const bool upper = (lane_id() & step) != 0;
-                const float given = upper ? x[i] : x[i + left];
-                x[i] = (upper ? x[i + left] : x[i]) + __shfl_xor_sync(all_lanes, given, step);
+                for (int i = 0; i < each; ++i) {
+                    memory_.of_warps[g][warp_id()][lane_id() / sharing * each + i] = sum[i];
+                }
             }
         }
-        if (left == 0) {
-            x[0] += __shfl_xor_sync(all_lanes, x[0], step);
+        __syncthreads();
+        activate();
+    }
+    /// Where the state of a token of the block begins, below 0 where it does not count.
+    [[nodiscard]] __device__ std::int64_t row_of(std::int32_t t) const {
+        if (t >= count_) {
+            return -1;
+        }
+        const predictor_params::token at = call_.predictor.token_of(call_.first + token_ + t);
+        if (!at.there) {
+            return -1;
+        }
+        const std::int64_t row = call_.packed.begin(at.b) + std::int64_t{at.t};
+        return at.b * call_.states.batch_stride + row * call_.states.row_stride;
+    }
+    /// A lane's numbers of the block's rows of W1, from a column on; 0 beyond them.
+    __device__ void load(std::int32_t column, float4 (&weight)[turns][Units]) const {
+#pragma unroll
+        for (int i = 0; i < turns; ++i) {
+#pragma unroll
+            for (int j = 0; j < Units; ++j) {
+                weight[i][j] = unit_ + j < hidden_ ? four_of_row(call_.w1 + std::int64_t{unit_ + j} * width_,
+                                                                 column + stride * i, width_, in_fours_)
+                                                   : float4{};
+            }
         }
     }
-}
+    template <class States>
+    __device__ void multiply(const States& states, int first, std::int32_t column,
+                             const float4 (&weight)[turns][Units], float (&sum)[sums]) const {
+#pragma unroll
+        for (int t = 0; t < Tokens; ++t) {
+            const std::int64_t row = memory_.rows[first + t];
+            float4 state[turns];
+#pragma unroll
+            for (int i = 0; i < turns; ++i) {
+                state[i] = states.read(row, column + stride * i, width_);
+            }
+#pragma unroll
+            for (int i = 0; i < turns; ++i) {
+#pragma unroll
+                for (int j = 0; j < Units; ++j) {
+                    sum[t * Units + j] = add_four(weight[i][j], state[i], sum[t * Units + j]);
+                }
+            }
+        }
+    }
+    /// Sums over the warps in order, and activations.
+    __device__ void activate() const {
+        for (std::int32_t i = thread(); i < count_ * Units; i += hidden_layer_threads) {
+            const std::int32_t t = i / Units, unit = unit_ + i % Units;
+            if (unit < hidden_) {
+                float y = call_.predictor.b1 != nullptr ? call_.predictor.b1[unit] : 0.0f, slope;
+                for (int w = 0; w < hidden_layer_warps; ++w) {
+                    y += memory_.of_warps[t / Tokens][w][t % Tokens * Units + i % Units];
+                }
+                call_.activations[std::int64_t{token_ + t} * hidden_ + unit] =
+                    activated<false>(call_.predictor.activation, y, slope);
+            }
+        }
+    }
+
+    const hidden_layer_params& call_;
+    Memory& memory_;
+    std::int32_t hidden_, width_, token_, unit_, count_;
+    bool in_fours_;
+};
 
 /// The hidden layer of a few tokens: activations[i][j] = act(W1_j . x_i + b1_j), `Units` of them in a block.
-/// Grid: ceil(count / Tokens) x ceil(hidden / Units); blocks of one group of tokens follow each other.
-/// Block: hidden_layer_threads. Shared memory: states of `slab` columns in fp32, the warps' sums.
+/// Grid: ceil(count / agent_hidden_layer::tokens) x ceil(hidden / Units); blocks of one group of tokens
+/// follow each other. Block: hidden_layer_threads. Shared memory: Memory: the warps' sums.
 /// In: states [B, S, width] of any storage type, w1 [hidden, width] and b1 [hidden] fp32.
 /// Out: activations [count, hidden] fp32, overwritten for tokens that count. A token's have the same bits
 /// whatever Tokens and Units are and whichever tokens share the block.
 ///
 /// 1. The L2 cache is asked for the block's rows of W1; then the kernel before must have ended.
-/// 2. Per slab: states to shared memory; each warp multiplies every eighth 128 columns.
+/// 2. Each warp multiplies every eighth 128 columns of its rows, held in registers, by the tokens' states.
 /// 3. Sums over lanes and warps, activations.
 template <int Tokens, int Units>
-__global__ void __launch_bounds__(hidden_layer_threads)
+__global__ void __launch_bounds__(hidden_layer_threads, Units == 8 ? 1 : 3)  // beside two blocks of a step
     hidden_layer_kernel(const __grid_constant__ hidden_layer_params call) {
-    constexpr int slab = 8192 / Tokens, sums = Units * Tokens;
-    static_assert(slab % (128 * hidden_layer_warps) == 0);
-    __shared__ __align__(16) float x[Tokens][slab];
-    __shared__ float of_warps[hidden_layer_warps][sums];
-    const predictor_params& predictor = call.predictor;
-    const std::int32_t hidden = predictor.hidden, width = call.states.width;
-    const std::int32_t across = (hidden + Units - 1) / Units;
-    const auto block = static_cast<std::int32_t>(blockIdx.x), thread = static_cast<std::int32_t>(threadIdx.x);
-    const std::int32_t token = block / across * Tokens, unit = block % across * Units;
-    // 1. W1.
-    const float* const w1 = call.w1 + std::int64_t{unit} * width;
-    const std::int32_t rows = hidden - unit < Units ? hidden - unit : Units;
-    const bool in_fours = rows_in_fours(call.w1, width);
-    prefetch_weights(w1, std::int64_t{rows} * width, thread, hidden_layer_threads);
+    using Agent = agent_hidden_layer<Tokens, Units>;
+    __shared__ typename Agent::Memory memory;
+    Agent agent(call, memory);
+    agent.prefetch();
     wait_for_kernel_before();
     let_next_kernel_start();  // it waits for the activations
-    // 2. Products.
-    float sum[sums] = {};
-    for (std::int32_t begin = 0; begin < width; begin += slab) {
-        const std::int32_t columns = width - begin < slab ? width - begin : slab;
-        __syncthreads();
-        for (int t = 0; t < Tokens; ++t) {
-            const predictor_params::token at =
-                predictor.token_of(call.first + (token + t < call.count ? token + t : token));
-            const bool there = at.there && token + t < call.count;
-            const std::int64_t row = (there ? call.packed.begin(at.b) : 0) + std::int64_t{at.t};
-            const std::int64_t from = at.b * call.states.batch_stride + row * call.states.row_stride + begin;
-#pragma unroll 4
-            for (std::int32_t i = thread; i < (columns + 3) / 4 * 4; i += hidden_layer_threads) {
-                x[t][i] = there && i < columns ? hidden_number(call.states, from + i) : 0.0f;
-            }
-        }
-        __syncthreads();
-        for (std::int32_t i = 128 * warp_id() + 4 * lane_id(); i < columns; i += 128 * hidden_layer_warps) {
-            float4 weight[Units];
-#pragma unroll
-            for (int j = 0; j < Units; ++j) {
-                weight[j] = j < rows ? four_of_row(w1 + std::int64_t{j} * width, begin + i, width, in_fours)
-                                     : float4{};
-            }
-#pragma unroll
-            for (int t = 0; t < Tokens; ++t) {
-                const auto state = *reinterpret_cast<const float4*>(&x[t][i]);
-#pragma unroll
-                for (int j = 0; j < Units; ++j) {
-                    sum[t * Units + j] = add_four(weight[j], state, sum[t * Units + j]);
-                }
-            }
-        }
+    agent.run();
+}
+
+/// A token's score for a head from its hidden layer [hidden]: w2_h . activations + b2_h. By one warp.
+__device__ inline float hidden_readout(const float* activations, std::int32_t hidden, const float* w2,
+                                       const float* b2, std::int32_t head) {
+    const float* const w = w2 + std::int64_t{head} * hidden;
+    float sum = 0.0f;
+#pragma unroll 8
+    for (std::int32_t j = lane_id(); j < hidden; j += 32) {
+        sum = fmaf(activations[j], w[j], sum);
     }
-    // 3. Sums and activations.
-    sum_over_lanes(sum);
-    constexpr int each = sums >= 32 ? sums / 32 : 1, sharing = sums >= 32 ? 1 : 32 / sums;
-    if (lane_id() % sharing == 0) {
-#pragma unroll
-        for (int i = 0; i < each; ++i) {
-            of_warps[warp_id()][lane_id() / sharing * each + i] = sum[i];
-        }
-    }
-    __syncthreads();
-    const std::int32_t t = token + thread / Units, j = unit + thread % Units;
-    if (thread < sums && t < call.count && j < hidden) {
-        float y = predictor.b1 != nullptr ? predictor.b1[j] : 0.0f, slope;
-        for (int w = 0; w < hidden_layer_warps; ++w) {
-            y += of_warps[w][thread];
-        }
-        call.activations[std::int64_t{t} * hidden + j] = activated<false>(predictor.activation, y, slope);
-    }
+    return warp_total(sum) + (b2 != nullptr ? b2[head] : 0.0f);
 }
 
 /// Scores of a few tokens from their hidden layer: r_h = w2_h . activations_i + b2_h.
@@ -171,16 +278,9 @@ __global__ void __launch_bounds__(256)
         return;
     }
     const predictor_params::token at = predictor.token_of(call.first + token);
-    float sum = 0.0f;
-    if (at.there) {
-        const float* const x = call.activations + token * hidden;
-        const float* const w = predictor.w2 + std::int64_t{head} * hidden;
-#pragma unroll 8
-        for (std::int32_t j = lane_id(); j < hidden; j += 32) {
-            sum = fmaf(x[j], w[j], sum);
-        }
-        sum = warp_total(sum) + (predictor.b2 != nullptr ? predictor.b2[head] : 0.0f);
-    }
+    const float sum =
+        at.there ? hidden_readout(call.activations + token * hidden, hidden, predictor.w2, predictor.b2, head)
+                 : 0.0f;
     if (lane_id() == 0) {
         scores.head(at.b, head)[at.t] = sum;
     }
