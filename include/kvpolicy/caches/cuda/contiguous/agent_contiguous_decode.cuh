@@ -353,7 +353,9 @@ class agent_contiguous_decode : agent_decode_head<contiguous_params<Rows, Gate, 
         if (threadIdx.x == 0) {
             moved.note.num_long_range = __ldcg(&note->num_long_range);
             moved.note.victim = __ldcg(&note->victim);
-            moved.note.arriving = __ldcg(&note->arriving);
+            if (!late_score) {
+                moved.note.arriving = __ldcg(&note->arriving);
+            }
             moved.note.leaving = __ldcg(&note->leaving);
         }
         return moved;

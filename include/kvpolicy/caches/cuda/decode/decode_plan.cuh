@@ -182,14 +182,15 @@ class decode_plan {
                                                           .scores = computed_,
                                                           .state = paged && on_leaving ? advanced_ : nullptr,
                                                           .scorer = call_.scorer,
-                                                          .beside = !paged});
+                                                          .beside = !paged,
+                                                          .step = true});
         }
         if constexpr (scored_late<P>) {
             late_->begin(ctx_, device_, batch, tokens, call_.status);
         }
     }
 
-    float* computed_ = nullptr;  // [count, Hkv]
+    float* computed_ = nullptr;  // [score_parts, count, Hkv]
     float* advanced_ = nullptr;  // [count, Hkv, state_size]
     std::optional<late_scores<ScoreView, Gate>> late_;
     void begin(const Batch& batch, const StepIO<T>& io, workspace_view workspace, std::uint32_t* status) {

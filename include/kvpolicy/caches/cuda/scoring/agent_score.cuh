@@ -30,7 +30,7 @@ struct score_params {
     Batch batch{};
     prefill_tokens<T> tokens{};
     // [count, Hkv, most]: of token j, or of the key that leaves when token j comes (0 where none does).
-    // Where blocks share tokens, [shares, count, Hkv, most]: parts, to be added in their order.
+    // Where blocks share a step's tokens, [shares, count, Hkv, most]: parts, to be added in their order.
     float* scores = nullptr;
     float* state = nullptr;  // [count, Hkv, state_size]: where the advanced states go; null: the cache itself
     Scorer scorer;
@@ -41,8 +41,10 @@ struct score_params {
     std::int32_t together = 1;  // sequences that blocks take at once
     std::int32_t stages = 0;    // for states in a block's memory: see agent_mlstm_batched.cuh
     bool beside = false;        // of a launch whose blocks run meanwhile
-    std::int32_t shares = 1;    // blocks of a scorer by block that share the work of their tokens
-    std::int32_t each = 1;      // tokens of such a block
+    // A step reads scores in parts, and its kernel comes next. A chunk has no parts, however short it is.
+    bool step = false;
+    std::int32_t shares = 1;  // blocks of a scorer by block that share the work of their tokens
+    std::int32_t each = 1;    // tokens of such a block
 };
 
 __device__ inline float silu(float y) { return y / (1.0f + __expf(-y)); }

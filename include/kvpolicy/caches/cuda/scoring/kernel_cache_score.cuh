@@ -20,11 +20,12 @@ namespace cuda_backend {
 ///
 /// Grid: count * Hkv * ceil(most / score_batch) blocks; mLSTM: count * Hkv, the tokens one after another;
 /// by block: ceil(count * most / each) * Hkv * shares, those that share tokens next to each other.
-/// Block: score_threads; by block: block_scorer_threads where blocks share tokens, else
-/// block_scorer_max_threads. Shared memory: dynamic, mlstm_memory::floats() or device_scorer::block_floats()
-/// floats; by block: the tokens.
+/// Block: score_threads; by block: block_scorer_threads in a step, else block_scorer_max_threads.
+/// Shared memory: dynamic, mlstm_memory::floats() or device_scorer::block_floats() floats; by block: the
+/// tokens.
 /// In: tokens' k [count, Hkv, most, Dk] and v [count, Hkv, most, Dv] of T, weights fp32, window entries.
-/// Out: scores [count, Hkv, most] fp32; 0 where no key leaves; by block [shares, count, Hkv, most], parts.
+/// Out: scores [count, Hkv, most] fp32; 0 where no key leaves; in a step by block
+/// [shares, count, Hkv, 1], parts.
 /// Overwrites: state [.., state_size] fp32 of the cache, or with `state` a copy.
 template <class View, class Scorer>
 __global__ void __launch_bounds__(score_threads)
@@ -178,22 +179,21 @@ template <class View, class Scorer>
 requires scores_by_block<Scorer>
 void launch_scores(const cuda& ctx, score_params<View, Scorer> call) {
     const device_scope device(ctx);
-    const bool step = call.tokens.most == 1;
     const std::int64_t tokens = std::int64_t{call.batch.count} * call.tokens.most,
                        pieces = (tokens + block_scorer_tokens - 1) / block_scorer_tokens;
     if (tokens == 0) {
         return;
     }
     constexpr auto kernel = decode_scorer_kernel<View, Scorer>;
-    call.shares = step ? score_parts_of(call.scorer) : 1;
+    call.shares = call.step ? score_parts_of(call.scorer) : 1;
     call.each = static_cast<std::int32_t>((tokens + pieces - 1) / pieces);
     const std::size_t floats = device_scorer<Scorer>::block_floats(
         call.scorer, call.each, call.cache.head_dim_qk, call.cache.head_dim_vo);
-    if (step) {
+    if (call.step) {
         share_sms<kernel>(device);  // with the step that follows
     }
     launch_early<kernel>("decode_scorer_kernel", pieces * call.cache.kv_heads * call.shares,
-                         step ? block_scorer_threads : block_scorer_max_threads, floats * sizeof(float),
+                         call.step ? block_scorer_threads : block_scorer_max_threads, floats * sizeof(float),
                          device, ctx, 1, call);
 }
 
@@ -222,7 +222,7 @@ void launch_scores(const cuda& ctx, score_params<View, Scorer> call) {
             mlstm_memory::floats(inputs, call.projection, call.features, call.width));
     }
     constexpr auto kernel = decode_scorer_kernel<View, Scorer>;
-    if (call.tokens.most == 1) {
+    if (call.step) {
         share_sms<kernel>(device);  // with the step that follows
     }
     launch_early<kernel>("decode_scorer_kernel", blocks, score_threads, floats * sizeof(float), device, ctx,
