@@ -3,9 +3,8 @@
 // At most two entries of a head may lose their key in a step: that of u, the key that leaves the window, and
 // that of the worst top-k slot. All blocks attend to the entries as they were before the step, without these
 // two. The leader block decides which of the two keys stays; it attends to that key and to the new token. So
-// only the leader waits for a score. Where the GPU has space for one more block per head, the leader has no
-// entries of its own. The new token's own score is only stored, so where a launch before computes it, the
-// block that writes waits for it, after attention.
+// only the leader waits for a score, near the end of its entries. Where the GPU has space for one more block
+// per head, the leader has no entries of its own.
 //
 // The cache is written after all blocks of a head have arrived. The last to arrive (in a cluster the leader)
 // merges the softmax states and writes the entries that the leader's note names. The leader also finds the
@@ -109,7 +108,7 @@ class agent_contiguous_decode : agent_decode_head<contiguous_params<Rows, Gate, 
         if (call_.writes) {
             found = attend_and_decide(stream, queries, head, q, num_long_range, victim);
         } else {
-            stream.finish(queries, stream_hidden{}, call_.logits, no_logits{});
+            stream.finish(queries, stream_hidden{}, call_.logits, no_logits{}, [](int /*stage*/) {});
         }
         stream.store();
         __syncthreads();  // all warps' states are in shared memory
@@ -211,28 +210,44 @@ class agent_contiguous_decode : agent_decode_head<contiguous_params<Rows, Gate, 
         if (is_leader()) {
             extra = extra_of(head, found);
             if (alone && (warp_id() == 0 || (both_ways() && warp_id() == Rows::warps - 1))) {
-                stream.bring(extra);
+                stream.bring(extra, 0);
             }
             rank_victim(head, q, found);
-            if (!base::observed && alone && part_ == 0 && warp_id() == 1 && found.hidden.b >= 0) {
+            if (!base::observed && part_ == 0 && warp_id() == 1 && found.hidden.b >= 0) {
                 if constexpr (late_decision) {  // there is time until the scores come
                     next_victims_ =
                         detail::find_next_victims(warp_group{}, head.top_k_slots(call_.cache.rebase_limit),
                                                   call_.cache.tile_victims + head.tile, num_long_range, q,
                                                   found.hidden.b - head.layout.slot(0));
-                } else {
+                } else if (alone) {
                     warm_next_victim(head, num_long_range, found);
                 }
             }
             if (!late_decision) {
-                // 3. Which of the two stays; with computed scores only after phase 4.
+                // 3. Which of the two stays; with computed scores only at the end of phase 4.
                 decide(head, q, num_long_range, victim, found,
                        extra);  // while the first rows are on their way
             }
         }
         // 4. Attention over the warp's tiles, then over what the leader adds.
         const auto sink = call_.logits_of(pair_, part_ * Rows::heads, queries.heads);
-        stream.finish(queries, found.hidden, call_.logits, sink);
+        stream.finish(queries, found.hidden, call_.logits, sink, [&](int stage) {
+            if (!is_leader()) {
+                return;
+            }
+            if (!alone && warp_id() == 0) {
+                stream.bring(extra, stage);
+            }
+            if constexpr (late_decision) {
+                if (!both_ways()) {
+                    wait_for_kernel_before();  // no other block needs the scores
+                    decide(head, q, num_long_range, victim, found, extra);
+                }
+            }
+            if constexpr (late_score) {
+                note_score(head, q);
+            }
+        });
         if (is_leader() && both_ways()) {
             const bool first = warp_id() == 0;
             if (first || warp_id() == Rows::warps - 1) {  // u stays, the worst stays
@@ -240,17 +255,8 @@ class agent_contiguous_decode : agent_decode_head<contiguous_params<Rows, Gate, 
                 extra.counts[2] = !first && found.hidden.b >= 0;
                 stream.add(extra, queries, call_.logits, sink);
             }
-        } else if (is_leader()) {
-            if constexpr (late_decision) {
-                wait_for_kernel_before();  // no other block needs the scores
-                decide(head, q, num_long_range, victim, found, extra);
-            }
-            if (warp_id() == 0) {
-                if (!alone) {
-                    stream.bring(extra);
-                }
-                stream.add(extra, queries, call_.logits, sink);
-            }
+        } else if (is_leader() && warp_id() == 0) {
+            stream.add(extra, queries, call_.logits, sink);
         }
         return found;
     }
@@ -280,7 +286,7 @@ class agent_contiguous_decode : agent_decode_head<contiguous_params<Rows, Gate, 
     __device__ void end_in_cluster(const contiguous_head<T>& head, position_t q, std::int32_t heads,
                                    const agent_write_entries<Launch>& moving,
                                    const states_of_warps<Compute>& warps) {
-        moved_rows moved = is_leader() ? fetch(head, q, moving, memory_.note) : moved_rows{};
+        const moved_rows moved = is_leader() ? fetch(head, q, moving, memory_.note) : moved_rows{};
         cluster_wait();  // all have begun, and the leader block's barrier is ready
         const std::uint32_t barrier = shared_address(&memory_.all_states);
         const Compute* const mine = inbox() + split_ * state_size();
@@ -290,7 +296,6 @@ class agent_contiguous_decode : agent_decode_head<contiguous_params<Rows, Gate, 
         if (is_leader()) {
             barrier_wait(barrier, 0);  // all have read the cache, and left their states
             __syncthreads();           // the weights of this block's warps have been read
-            bring_arriving(head, q, moved);
             write_results([&](std::int32_t /*part*/, std::int32_t /*heads*/) {
                 return states_of_part<states_of_warps<Compute>>{{inbox(), state_size()}, call_.blocks()};
             });
@@ -315,7 +320,6 @@ class agent_contiguous_decode : agent_decode_head<contiguous_params<Rows, Gate, 
         moved_rows moved;
         if (call_.blocks() * call_.parts == 1) {
             moved = fetch(head, q, moving, memory_.note);
-            bring_arriving(head, q, moved);
             write_results([&](std::int32_t /*part*/, std::int32_t /*heads*/) {
                 return states_of_part<states_of_warps<Compute>>{warps, Rows::warps};
             });
@@ -325,7 +329,6 @@ class agent_contiguous_decode : agent_decode_head<contiguous_params<Rows, Gate, 
                 return;
             }
             moved = fetch(head, q, moving, memory_.note);
-            bring_arriving(head, q, moved);
             write_results([&](std::int32_t part, std::int32_t /*heads*/) {
                 return states_of_part<states_of_blocks<Compute>>{{state(part, 0), state_size()},
                                                                  call_.blocks()};
@@ -353,24 +356,10 @@ class agent_contiguous_decode : agent_decode_head<contiguous_params<Rows, Gate, 
         if (threadIdx.x == 0) {
             moved.note.num_long_range = __ldcg(&note->num_long_range);
             moved.note.victim = __ldcg(&note->victim);
-            if (!late_score) {
-                moved.note.arriving = __ldcg(&note->arriving);
-            }
+            moved.note.arriving = __ldcg(&note->arriving);
             moved.note.leaving = __ldcg(&note->leaving);
         }
         return moved;
-    }
-
-    /// The new token's score where a launch before this one computes it: waits for that. Thread 0 gets it.
-    __device__ void bring_arriving(const contiguous_head<T>& head, position_t q, moved_rows& moved) const {
-        if constexpr (late_score) {
-            if (call_.writes) {
-                wait_for_kernel_before();
-                if (warp_id() == 0) {
-                    moved.note.arriving = this->arriving_score(q >= head.head_params.sinks);
-                }
-            }
-        }
     }
 
     __device__ candidates find_candidates(const contiguous_head<T>& head, position_t q,
@@ -468,16 +457,13 @@ class agent_contiguous_decode : agent_decode_head<contiguous_params<Rows, Gate, 
         }
         if (part_ == 0 && warp_id() == 1) {  // the first warp goes on to attention
             std::int32_t* const record = call_.cache.tile_victims + head.tile;
-            std::int32_t next = -1;
-            if constexpr (late_decision) {
-                if (call_.leader_blocks != 0) {
-                    next = detail::next_victim(warp_group{}, head.head_params, next_victims_, record, step,
-                                               ranked);
-                }
-            }
+            std::int32_t next;
             if constexpr (base::observed) {
                 next = victim_in_records;  // as soon as this step's weights are scores
-            } else if (!late_decision || call_.leader_blocks == 0) {
+            } else if constexpr (late_decision) {
+                next =
+                    detail::next_victim(warp_group{}, head.head_params, next_victims_, record, step, ranked);
+            } else {
                 next = detail::next_victim(warp_group{}, top_k_slots, record, step, ranked, q);
             }
             if (lane_id() == 0) {
@@ -488,11 +474,8 @@ class agent_contiguous_decode : agent_decode_head<contiguous_params<Rows, Gate, 
                 note.leaving = score;
             }
         }
-        if (!late_score && part_ == 0 && warp_id() == Rows::warps - 1) {
-            const float arriving = this->arriving_score(q >= head.head_params.sinks);
-            if (lane_id() == 0) {
-                note_to_write().arriving = arriving;
-            }
+        if (!late_score) {
+            note_score(head, q);
         }
         // Of the hidden two at most one stays: u, where it is promoted, or else the worst.
         extra.counts[1] = step.promoted >= 0;
@@ -500,6 +483,20 @@ class agent_contiguous_decode : agent_decode_head<contiguous_params<Rows, Gate, 
         extra.row[0] = step.newest;
         extra.row[1] = step.promoted;
         extra.row[2] = found.hidden.b;
+    }
+
+    /// Leaves the new token's score in the note, by the last warp of the leader block; where a launch before
+    /// computes it, once that has.
+    __device__ void note_score(const contiguous_head<T>& head, position_t q) const {
+        if (part_ == 0 && warp_id() == Rows::warps - 1) {
+            if (late_score) {
+                wait_for_kernel_before();
+            }
+            const float arriving = this->arriving_score(q >= head.head_params.sinks);
+            if (lane_id() == 0) {
+                note_to_write().arriving = arriving;
+            }
+        }
     }
 
     /// The end of both_ways(): merges both outcomes, waits for the scores, chooses one and writes.
