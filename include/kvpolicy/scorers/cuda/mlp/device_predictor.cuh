@@ -41,7 +41,7 @@ inline void launch_hidden_layer(const cuda& ctx, const device_scope& device,
     if (call.count == 1) {
         launch_hidden_layer<1, 2>(ctx, device, call);
     } else if (call.count <= few) {
-        launch_hidden_layer<8, 2>(ctx, device, call);
+        launch_hidden_layer<4, 2>(ctx, device, call);
     } else {
         launch_hidden_layer<8, 8>(ctx, device, call);
     }

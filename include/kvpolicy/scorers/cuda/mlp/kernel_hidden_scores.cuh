@@ -34,8 +34,8 @@ struct hidden_layer_params {
     float* activations = nullptr;  // [count, hidden]
 };
 
-/// Four numbers of hidden states of T, where rows are aligned to four. A row is given by its first number;
-/// below 0 there is none, and all numbers are 0.
+/// Four numbers of hidden states of T, where rows are aligned to four; on their way as they are stored. A row
+/// is given by its first number; below 0 there is none, and all numbers are 0.
 template <class T>
 struct aligned_states {
     struct alignas(4 * sizeof(T)) four {
@@ -44,17 +44,18 @@ struct aligned_states {
     const T* data;
 
     __device__ explicit aligned_states(const HiddenRows& states) : data(static_cast<const T*>(states.data)) {}
-    [[nodiscard]] __device__ float4 read(std::int64_t row, std::int32_t i, std::int32_t width) const {
-        if (row < 0 || i >= width) {
-            return {};
-        }
-        const four x = *reinterpret_cast<const four*>(data + row + i);
+    [[nodiscard]] __device__ const void* place(std::int64_t at) const { return data + at; }
+    [[nodiscard]] __device__ four read(std::int64_t row, std::int32_t i, std::int32_t width) const {
+        return row < 0 || i >= width ? four{} : *reinterpret_cast<const four*>(data + row + i);
+    }
+    [[nodiscard]] __device__ static float4 numbers(const four& x) {
         return {static_cast<float>(x.of[0]), static_cast<float>(x.of[1]), static_cast<float>(x.of[2]),
                 static_cast<float>(x.of[3])};
     }
 };
 /// The same of any storage type and alignment.
 struct any_states {
+    using four = float4;
     const HiddenRows& states;
 
     __device__ explicit any_states(const HiddenRows& from) : states(from) {}
@@ -70,6 +71,13 @@ struct any_states {
                 return static_cast<float>(static_cast<const double*>(states.data)[at]);
         }
     }
+    [[nodiscard]] __device__ const void* place(std::int64_t at) const {
+        const std::int64_t bytes = states.of == HiddenRows::type::fp64   ? 8
+                                   : states.of == HiddenRows::type::fp32 ? 4
+                                                                         : 2;
+        return static_cast<const unsigned char*>(states.data) + at * bytes;
+    }
+    [[nodiscard]] __device__ static float4 numbers(float4 x) { return x; }
     [[nodiscard]] __device__ float4 read(std::int64_t row, std::int32_t i, std::int32_t width) const {
         if (row < 0) {
             return {};
@@ -105,10 +113,9 @@ class agent_hidden_layer {
           hidden_(call.predictor.hidden),
           width_(call.states.width),
           in_fours_(rows_in_fours(call.w1, call.states.width)) {
-        const std::int32_t across = (hidden_ + Units - 1) / Units,
-                           block = static_cast<std::int32_t>(blockIdx.x);
-        token_ = block / across * tokens;
-        unit_ = block % across * Units;
+        const auto block = static_cast<std::int32_t>(blockIdx.x);
+        token_ = block / across() * tokens;
+        unit_ = block % across() * Units;
         count_ = call.count - token_ < tokens ? call.count - token_ : tokens;
     }
     __device__ void prefetch() const {
@@ -129,6 +136,8 @@ class agent_hidden_layer {
 
   private:
     [[nodiscard]] __device__ static std::int32_t thread() { return static_cast<std::int32_t>(threadIdx.x); }
+    /// Blocks that have the same tokens.
+    [[nodiscard]] __device__ std::int32_t across() const { return (hidden_ + Units - 1) / Units; }
 
     template <class States>
     __device__ void run_with(const States& states) {
@@ -140,6 +149,7 @@ class agent_hidden_layer {
             memory_.rows[thread()] = row_of(thread());
         }
         __syncthreads();
+        ask_for(states);
         for (int g = 0; g < groups && g * Tokens < count_; ++g) {
             float sum[sums] = {};
             for (std::int32_t column = begin; column < width_; column += stride * turns) {
@@ -159,6 +169,20 @@ class agent_hidden_layer {
         }
         __syncthreads();
         activate();
+    }
+    /// Has the L2 cache read the block's share of its tokens' states. The step that follows asks the memory for
+    /// much more, and states that come behind that, one after another, are late.
+    template <class States>
+    __device__ void ask_for(const States& states) const {
+        constexpr std::int32_t numbers = sizeof(typename States::four) == 8 ? 64 : 16;  // at most 128 bytes
+        const std::int32_t lines = (width_ + numbers - 1) / numbers,
+                           block = unit_ / Units * hidden_layer_threads;
+        for (std::int32_t i = block + thread(); i < count_ * lines; i += across() * hidden_layer_threads) {
+            const std::int64_t row = memory_.rows[i / lines];
+            if (row >= 0) {
+                asm volatile("prefetch.global.L2 [%0];" ::"l"(states.place(row + i % lines * numbers)));
+            }
+        }
     }
     /// Where the state of a token of the block begins, below 0 where it does not count.
     [[nodiscard]] __device__ std::int64_t row_of(std::int32_t t) const {
@@ -190,16 +214,17 @@ class agent_hidden_layer {
 #pragma unroll
         for (int t = 0; t < Tokens; ++t) {
             const std::int64_t row = memory_.rows[first + t];
-            float4 state[turns];
+            typename States::four state[turns];
 #pragma unroll
             for (int i = 0; i < turns; ++i) {
                 state[i] = states.read(row, column + stride * i, width_);
             }
 #pragma unroll
             for (int i = 0; i < turns; ++i) {
+                const float4 numbers = States::numbers(state[i]);
 #pragma unroll
                 for (int j = 0; j < Units; ++j) {
-                    sum[t * Units + j] = add_four(weight[i][j], state[i], sum[t * Units + j]);
+                    sum[t * Units + j] = add_four(weight[i][j], numbers, sum[t * Units + j]);
                 }
             }
         }
