@@ -18,6 +18,11 @@ __device__ inline std::uint32_t shared_address(const void* pointer) {
     return static_cast<std::uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
+/// Asks the L2 cache for the line of 128 bytes at an address.
+__device__ inline void ask_for_line(const void* line) {
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(line));
+}
+
 /// 16 bytes from global to shared memory; the last 16 - bytes of them become 0, and nothing is read where
 /// bytes = 0.
 __device__ inline void copy_16(std::uint32_t to, const void* from, std::uint32_t bytes = 16) {

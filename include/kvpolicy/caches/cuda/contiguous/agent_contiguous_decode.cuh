@@ -276,7 +276,7 @@ class agent_contiguous_decode : agent_decode_head<contiguous_params<Rows, Gate, 
                     return;
                 }
                 if (lane_id() < mass_tile::rows / line && row >= 0 && row < capacity) {
-                    asm volatile("prefetch.global.L2 [%0];" ::"l"(head.score + row));
+                    ask_for_line(head.score + row);
                 }
             }
         }
@@ -416,8 +416,8 @@ class agent_contiguous_decode : agent_decode_head<contiguous_params<Rows, Gate, 
                                      const candidates& found) const {
         const std::int32_t first = head.layout.slot(0), b = found.hidden.b;
         const auto warm = [&](std::int32_t row) {
-            asm volatile("prefetch.global.L2 [%0];" ::"l"(head.score + row));
-            asm volatile("prefetch.global.L2 [%0];" ::"l"(head.position + row));
+            ask_for_line(head.score + row);
+            ask_for_line(head.position + row);
         };
         const std::int32_t tile = (b - first) / detail::slot_tile,
                            tiles = detail::tiles_of_slots(num_long_range);

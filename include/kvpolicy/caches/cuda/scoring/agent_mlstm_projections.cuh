@@ -4,6 +4,7 @@
 #pragma once
 
 #include <kvpolicy/core/cuda_config.cuh>
+#include <kvpolicy/cuda/primitives/async.cuh>
 #include <kvpolicy/cuda/primitives/mma.cuh>
 #include <kvpolicy/cuda/primitives/warp.cuh>
 
@@ -81,11 +82,6 @@ __device__ inline int whole_warp_id() { return __shfl_sync(all_lanes, warp_id(),
 
 /// The first 11 bits of a number, which a tensor core takes as they are, and the rest.
 __device__ inline float first_bits(float x) { return __uint_as_float(__float_as_uint(x) & 0xffffe000u); }
-
-/// Asks the L2 cache for the line at an address.
-__device__ inline void ask_for_line(const void* line) {
-    asm volatile("prefetch.global.L2 [%0];" ::"l"(line));
-}
 
 /// sum += a b, a 16 x 8, b 8 x 8 of 11 bits each: a0, a1 in rows lane / 4 and + 8, column lane % 4, a2, a3 in
 /// column + 4; b0, b1 in rows lane % 4 and + 4, column lane / 4.

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <kvpolicy/core/cuda_config.cuh>
+#include <kvpolicy/cuda/primitives/async.cuh>
 
 #include <cstdint>
 
@@ -31,7 +32,7 @@ __device__ inline float add_four(float4 a, float4 b, float sum) {
 __device__ inline void prefetch_weights(const float* from, std::int64_t count, int thread, int threads) {
     constexpr int line = 32;  // numbers of 128 bytes
     for (std::int64_t i = std::int64_t{thread} * line; i < count; i += std::int64_t{threads} * line) {
-        asm volatile("prefetch.global.L2 [%0];" ::"l"(from + i));
+        ask_for_line(from + i);
     }
 }
 

@@ -7,6 +7,7 @@
 #include <kvpolicy/core/view.hpp>
 #include <kvpolicy/cuda/launch.cuh>
 #include <kvpolicy/cuda/packed_rows.cuh>
+#include <kvpolicy/cuda/primitives/async.cuh>
 #include <kvpolicy/cuda/primitives/warp.cuh>
 #include <kvpolicy/scorers/cuda/common/four_weights.cuh>
 #include <kvpolicy/scorers/cuda/common/kernel_streams.cuh>
@@ -180,7 +181,7 @@ class agent_hidden_layer {
         for (std::int32_t i = block + thread(); i < count_ * lines; i += across() * hidden_layer_threads) {
             const std::int64_t row = memory_.rows[i / lines];
             if (row >= 0) {
-                asm volatile("prefetch.global.L2 [%0];" ::"l"(states.place(row + i % lines * numbers)));
+                ask_for_line(states.place(row + i % lines * numbers));
             }
         }
     }
