@@ -127,8 +127,8 @@ class tensor_stream {
     __device__ void ask(const stream_queries<T>& queries) { softmax_.ask(queries, rows_.head_dim_qk); }
 
     /// Reads all tiles. `sink` takes the logits: no_logits, or logit_rows (observed/step_logits.cuh).
-    /// `before_end(stage)` is called once, where the warp's last tiles are on their way: `stage` takes no tile
-    /// any more.
+    /// `before_end(stage)` is called once, where the warp's last tiles are on their way: `stage` takes no
+    /// tile any more.
     template <class Edit, class Sink, class BeforeEnd>
     __device__ void finish(const stream_queries<T>& /*queries*/, const Edit& edit, const Logits& logits,
                            const Sink& sink, const BeforeEnd& before_end) {

@@ -171,8 +171,8 @@ class agent_hidden_layer {
         __syncthreads();
         activate();
     }
-    /// Has the L2 cache read the block's share of its tokens' states. The step that follows asks the memory for
-    /// much more, and states that come behind that, one after another, are late.
+    /// Has the L2 cache read the block's share of its tokens' states. The step that follows asks the memory
+    /// for much more, and states that come behind that, one after another, are late.
     template <class States>
     __device__ void ask_for(const States& states) const {
         constexpr std::int32_t numbers = sizeof(typename States::four) == 8 ? 64 : 16;  // at most 128 bytes
