@@ -3,8 +3,9 @@
 // At most two entries of a head may lose their key in a step: that of u, the key that leaves the window, and
 // that of the worst top-k slot. All blocks attend to the entries as they were before the step, without these
 // two. The leader block decides which of the two keys stays; it attends to that key and to the new token. So
-// only the leader waits for a score, near the end of its entries. Where the GPU has space for one more block
-// per head, the leader has no entries of its own.
+// only the leader waits for a score. Where the GPU has space for one more block per head, the leader has no
+// entries of its own. The new token's own score is only stored, so where a launch before computes it, one warp
+// of the leader waits for it, after attention.
 //
 // The cache is written after all blocks of a head have arrived. The last to arrive (in a cluster the leader)
 // merges the softmax states and writes the entries that the leader's note names. The leader also finds the
@@ -108,7 +109,7 @@ class agent_contiguous_decode : agent_decode_head<contiguous_params<Rows, Gate, 
         if (call_.writes) {
             found = attend_and_decide(stream, queries, head, q, num_long_range, victim);
         } else {
-            stream.finish(queries, stream_hidden{}, call_.logits, no_logits{}, [](int /*stage*/) {});
+            stream.finish(queries, stream_hidden{}, call_.logits, no_logits{});
         }
         stream.store();
         __syncthreads();  // all warps' states are in shared memory
@@ -210,7 +211,7 @@ class agent_contiguous_decode : agent_decode_head<contiguous_params<Rows, Gate, 
         if (is_leader()) {
             extra = extra_of(head, found);
             if (alone && (warp_id() == 0 || (both_ways() && warp_id() == Rows::warps - 1))) {
-                stream.bring(extra, 0);
+                stream.bring(extra);
             }
             rank_victim(head, q, found);
             if (!base::observed && part_ == 0 && warp_id() == 1 && found.hidden.b >= 0) {
@@ -224,30 +225,14 @@ class agent_contiguous_decode : agent_decode_head<contiguous_params<Rows, Gate, 
                 }
             }
             if (!late_decision) {
-                // 3. Which of the two stays; with computed scores only at the end of phase 4.
+                // 3. Which of the two stays; with computed scores only after phase 4.
                 decide(head, q, num_long_range, victim, found,
                        extra);  // while the first rows are on their way
             }
         }
         // 4. Attention over the warp's tiles, then over what the leader adds.
         const auto sink = call_.logits_of(pair_, part_ * Rows::heads, queries.heads);
-        stream.finish(queries, found.hidden, call_.logits, sink, [&](int stage) {
-            if (!is_leader()) {
-                return;
-            }
-            if (!alone && warp_id() == 0) {
-                stream.bring(extra, stage);
-            }
-            if constexpr (late_decision) {
-                if (!both_ways()) {
-                    wait_for_kernel_before();  // no other block needs the scores
-                    decide(head, q, num_long_range, victim, found, extra);
-                }
-            }
-            if constexpr (late_score) {
-                note_score(head, q);
-            }
-        });
+        stream.finish(queries, found.hidden, call_.logits, sink);
         if (is_leader() && both_ways()) {
             const bool first = warp_id() == 0;
             if (first || warp_id() == Rows::warps - 1) {  // u stays, the worst stays
@@ -255,8 +240,20 @@ class agent_contiguous_decode : agent_decode_head<contiguous_params<Rows, Gate, 
                 extra.counts[2] = !first && found.hidden.b >= 0;
                 stream.add(extra, queries, call_.logits, sink);
             }
-        } else if (is_leader() && warp_id() == 0) {
-            stream.add(extra, queries, call_.logits, sink);
+        } else if (is_leader()) {
+            if constexpr (late_decision) {
+                wait_for_kernel_before();  // no other block needs the scores
+                decide(head, q, num_long_range, victim, found, extra);
+            }
+            if (late_score && !call_.clustered) {
+                note_score(head, q);
+            }
+            if (warp_id() == 0) {
+                if (!alone) {
+                    stream.bring(extra);
+                }
+                stream.add(extra, queries, call_.logits, sink);
+            }
         }
         return found;
     }
@@ -286,7 +283,7 @@ class agent_contiguous_decode : agent_decode_head<contiguous_params<Rows, Gate, 
     __device__ void end_in_cluster(const contiguous_head<T>& head, position_t q, std::int32_t heads,
                                    const agent_write_entries<Launch>& moving,
                                    const states_of_warps<Compute>& warps) {
-        const moved_rows moved = is_leader() ? fetch(head, q, moving, memory_.note) : moved_rows{};
+        moved_rows moved = is_leader() ? fetch(head, q, moving, memory_.note) : moved_rows{};
         cluster_wait();  // all have begun, and the leader block's barrier is ready
         const std::uint32_t barrier = shared_address(&memory_.all_states);
         const Compute* const mine = inbox() + split_ * state_size();
@@ -294,8 +291,14 @@ class agent_contiguous_decode : agent_decode_head<contiguous_params<Rows, Gate, 
                            state_in_cluster{cluster_address(shared_address(mine), call_.splits),
                                             cluster_address(barrier, call_.splits)});
         if (is_leader()) {
+            if (late_score && call_.writes) {
+                note_score(head, q);  // by a warp that other blocks do not wait for
+            }
             barrier_wait(barrier, 0);  // all have read the cache, and left their states
             __syncthreads();           // the weights of this block's warps have been read
+            if (late_score && call_.writes) {
+                moved.note.arriving = memory_.note.arriving;
+            }
             write_results([&](std::int32_t /*part*/, std::int32_t /*heads*/) {
                 return states_of_part<states_of_warps<Compute>>{{inbox(), state_size()}, call_.blocks()};
             });

@@ -41,11 +41,11 @@ template <class Rows, class Gate, class Scorer>
 __global__ void __launch_bounds__(Rows::threads, Rows::blocks)
     contiguous_decode_kernel(const __grid_constant__ contiguous_params<Rows, Gate, Scorer> call) {
     __shared__ typename agent_contiguous_decode<Rows, Gate, Scorer>::Memory memory;
-    // Blocks that come early must not take places from a step behind this one (161 us instead of 144 at batch
-    // 32): a scorer's launch is small, and clusters leave most of the GPU free.
-    bool early = arrives_late<Scorer> || call.clustered;
+    // The launch of an mLSTM beside clusters, which leave most of the GPU free. Other launches must not have
+    // places before this one has ended: a step behind them then takes up to a tenth longer.
+    bool early = decides_late<Scorer> && call.clustered;
     if constexpr (scored_by_steps<Scorer>) {
-        early = early || !call.observed.in_step;  // step_mass_kernel
+        early = !call.observed.in_step;  // step_mass_kernel
     }
     if (early) {
         let_next_kernel_start();  // its blocks wait for the end of this kernel

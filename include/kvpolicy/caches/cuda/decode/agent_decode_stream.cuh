@@ -127,16 +127,13 @@ class tensor_stream {
     __device__ void ask(const stream_queries<T>& queries) { softmax_.ask(queries, rows_.head_dim_qk); }
 
     /// Reads all tiles. `sink` takes the logits: no_logits, or logit_rows (observed/step_logits.cuh).
-    /// `before_end(stage)` is called once, where the warp's last tiles are on their way: `stage` takes no
-    /// tile any more.
-    template <class Edit, class Sink, class BeforeEnd>
+    template <class Edit, class Sink>
     __device__ void finish(const stream_queries<T>& /*queries*/, const Edit& edit, const Logits& logits,
-                           const Sink& sink, const BeforeEnd& before_end) {
+                           const Sink& sink) {
         softmax_.begin(logits);
-        const std::int32_t end = rows_.tiles.end;
         int stage = 0;
 #pragma unroll 1
-        for (std::int32_t tile = rows_.tiles.begin; tile < end; tile += step) {
+        for (std::int32_t tile = rows_.tiles.begin; tile < rows_.tiles.end; tile += step) {
             copy_wait<S::stages - 1>();
             __syncwarp();
             const seen_rows seen = apply(edit, tile, stage);
@@ -145,40 +142,32 @@ class tensor_stream {
                               sink.put(tile * stream_tile + row, head, x, y);
                           });
             __syncwarp();  // the tile is read
-            const std::int32_t next = tile + S::stages * step;
-            if (next >= end && next - step < end) {
-                before_end(stage);
-            }
-            load(next, stage);
+            load(tile + S::stages * step, stage);
             stage = stage + 1 == S::stages ? 0 : stage + 1;
-        }
-        if (rows_.tiles.begin + (S::stages - 1) * step >= end) {  // not so many tiles as stages
-            before_end(0);
-            copy_commit();
         }
         copy_wait<0>();
     }
 
-    /// Sets out to read what add() takes, into the memory of a stage: before finish() for a warp without
-    /// rows, else in its before_end().
-    __device__ void bring(const stream_extra<T>& extra, int stage) {
+    /// Sets out to read what add() takes, into the first tile's memory: before finish() for a warp without
+    /// rows, else after it.
+    __device__ void bring(const stream_extra<T>& extra) const {
         constexpr int most = stream_extra<T>::most, chunks = S::Dim / 8;
         const int chunk = lane_id();
-        extra_stage_ = stage;
+        __syncwarp();
         if (chunk < chunks) {
 #pragma unroll
             for (int r = 0; r < most; ++r) {
                 const bool there = extra.k[r] != nullptr;
-                const std::uint32_t at =
-                    shared_ + stage * S::tile_bytes + r * S::Dim * 2 + ((chunk ^ (r % 8)) << 4);
+                const std::uint32_t at = shared_ + r * S::Dim * 2 + ((chunk ^ (r % 8)) << 4);
                 copy_16(at, (there ? extra.k[r] : extra.k[0]) + 8 * chunk,
                         there && 8 * chunk < rows_.head_dim_qk ? 16 : 0);
                 copy_16(at + S::half_bytes, (there ? extra.v[r] : extra.v[0]) + 8 * chunk,
                         there && 8 * chunk < rows_.head_dim_vo ? 16 : 0);
             }
         }
+        copy_commit();
         // Weights of the tile's other rows are 0, and 0 times a value that is not finite is not.
-        auto* const values = reinterpret_cast<uint4*>(region_ + stage * S::tile_bytes + S::half_bytes);
+        auto* const values = reinterpret_cast<uint4*>(region_ + S::half_bytes);
 #pragma unroll
         for (int i = most * chunks; i < stream_tile * chunks; i += 32) {
             if (i + lane_id() < stream_tile * chunks) {
@@ -191,16 +180,17 @@ class tensor_stream {
     template <class Sink>
     __device__ void add(const stream_extra<T>& extra, const stream_queries<T>& /*queries*/,
                         const Logits& /*logits*/, const Sink& sink) {
+        copy_wait<0>();
         __syncwarp();
 #pragma unroll
         for (int r = 1; r < stream_extra<T>::most; ++r) {
             if (!extra.counts[r]) {
-                put_value(r, nullptr, extra_stage_);
+                put_value(r, nullptr, 0);
             }
         }
         __syncwarp();
-        softmax_.take(shared_ + extra_stage_ * S::tile_bytes, stream_extra<T>::most, extra.counts[1] ? -1 : 1,
-                      extra.counts[2] ? -1 : 2, [&](std::int32_t r, std::int32_t head, float x, float y) {
+        softmax_.take(shared_, stream_extra<T>::most, extra.counts[1] ? -1 : 1, extra.counts[2] ? -1 : 2,
+                      [&](std::int32_t r, std::int32_t head, float x, float y) {
                           sink.put(row_of(extra, r), head, x, y);
                       });
     }
@@ -299,7 +289,6 @@ class tensor_stream {
     stream_rows<Source> rows_;
     unsigned char* region_;
     std::uint32_t shared_;
-    int extra_stage_ = 0;
     bool exact_;  // both head_dims are Dim
     tensor_softmax<S> softmax_;
 };
@@ -318,9 +307,9 @@ class plain_stream {
     __device__ void start() {}
     __device__ void ask(const stream_queries<T>& /*queries*/) {}
 
-    template <class Edit, class Sink, class BeforeEnd>
+    template <class Edit, class Sink>
     __device__ void finish(const stream_queries<T>& queries, const Edit& edit, const Logits& logits,
-                           const Sink& sink, const BeforeEnd& before_end) {
+                           const Sink& sink) {
         const std::int32_t last = rows_.tiles.end * stream_tile, limit = edit.limit(rows_.used);
         softmax_.take(
             rows_.tiles.begin * stream_tile, last < limit ? last : limit, queries, logits,
@@ -328,10 +317,9 @@ class plain_stream {
             [&](std::int32_t row) { return edit.key(rows_.source, row); },
             [&](std::int32_t row) { return edit.value(rows_.source, row); },
             [&](std::int32_t row, T logit) { sink.put(row, logit); });
-        before_end(0);
     }
 
-    __device__ void bring(const stream_extra<T>& /*extra*/, int /*stage*/) {}
+    __device__ void bring(const stream_extra<T>& /*extra*/) const {}
 
     template <class Sink>
     __device__ void add(const stream_extra<T>& extra, const stream_queries<T>& queries, const Logits& logits,

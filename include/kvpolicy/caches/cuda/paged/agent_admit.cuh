@@ -8,7 +8,6 @@
 #include <kvpolicy/core/cuda_config.cuh>
 #include <kvpolicy/core/status.hpp>
 #include <kvpolicy/core/view.hpp>
-#include <kvpolicy/cuda/primitives/async.cuh>
 #include <kvpolicy/cuda/primitives/running_sums.cuh>
 #include <kvpolicy/cuda/primitives/warp.cuh>
 
@@ -53,14 +52,11 @@ __device__ bool agent_admit(const paged_view<T>& cache, const Batch& batch, cons
     int mine = 0;
     for (std::int32_t pair = thread; pair < pairs; pair += admit_threads) {
         const std::int32_t entry = pair / cache.kv_heads, head = pair % cache.kv_heads;
-        const active_entry asked(cache, batch, entry, call.most);
-        const std::int64_t index = std::int64_t{asked.seq} * cache.kv_heads + head;
-        ask_for_line(cache.held + index);  // read once it is known that there are tokens
-        ask_for_line(cache.num_long_range + index);
-        const active_entry active = asked.once(cache);
+        const active_entry active = active_entry(cache, batch, entry, call.most).once(cache);
         std::int32_t pages = 0;
         if (active.tokens != 0) {
-            pages = cache.pages_of(rows_after(pair, active.seq, head)) - cache.held[index];
+            pages = cache.pages_of(rows_after(pair, active.seq, head)) -
+                    cache.held[std::int64_t{active.seq} * cache.kv_heads + head];
             pages = pages < 0 ? 0 : pages;
         }
         call.missing[pair] = pages;
@@ -69,9 +65,6 @@ __device__ bool agent_admit(const paged_view<T>& cache, const Batch& batch, cons
             call.appended[entry] = active.tokens;
             active.report(call.status, entry);
         }
-    }
-    if (__syncthreads_or(mine) == 0) {
-        return false;  // as in most steps
     }
     const int needed = block_total(memory, mine);
     const bool refuses = needed > free;
@@ -100,24 +93,26 @@ __device__ bool agent_admit(const paged_view<T>& cache, const Batch& batch, cons
         }
         __syncthreads();
     }
-    const int appended = running_sums(
-        memory, pairs, [&](std::int32_t pair) { return call.missing[pair]; },
-        [&](std::int32_t pair, int before) {
-            const std::int32_t pages = call.missing[pair];
-            if (pages == 0) {
-                return;
-            }
-            const paged_head<T> head(cache, batch.seq(pair / cache.kv_heads), pair % cache.kv_heads);
-            const std::int32_t have = cache.held[head.index];
-            for (std::int32_t page = 0; page < pages; ++page) {
-                const std::int32_t id = cache.pool.free_ids[free - 1 - before - page];
-                cache.pool.names[id] = 1;
-                head.table[have + page] = id;
-            }
-            cache.held[head.index] = have + pages;
-        });
-    if (thread == 0) {
-        *cache.pool.free_count = free - appended;
+    if (needed != 0) {
+        const int appended = running_sums(
+            memory, pairs, [&](std::int32_t pair) { return call.missing[pair]; },
+            [&](std::int32_t pair, int before) {
+                const std::int32_t pages = call.missing[pair];
+                if (pages == 0) {
+                    return;
+                }
+                const paged_head<T> head(cache, batch.seq(pair / cache.kv_heads), pair % cache.kv_heads);
+                const std::int32_t have = cache.held[head.index];
+                for (std::int32_t page = 0; page < pages; ++page) {
+                    const std::int32_t id = cache.pool.free_ids[free - 1 - before - page];
+                    cache.pool.names[id] = 1;
+                    head.table[have + page] = id;
+                }
+                cache.held[head.index] = have + pages;
+            });
+        if (thread == 0) {
+            *cache.pool.free_count = free - appended;
+        }
     }
     return refuses;
 }

@@ -128,7 +128,7 @@ class agent_paged_head : agent_decode_head<Launch> {
         const stream_queries<T> queries = this->queries();
         // 3. Attention over the warp's tiles.
         stream.ask(queries);
-        stream.finish(queries, candidate, call_.logits, sink, [](int /*stage*/) {});
+        stream.finish(queries, candidate, call_.logits, sink);
         stream.store();
         __syncthreads();  // all warps' states are in shared memory
 

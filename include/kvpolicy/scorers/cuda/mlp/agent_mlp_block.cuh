@@ -96,19 +96,11 @@ class agent_mlp_block {
           w1_(weights.w1 + std::int64_t{head} * hidden * memory_.inputs),
           in_fours_(rows_in_fours(w1_, memory_.inputs)) {}
 
-    /// Before the kernels before have ended: the L2 cache is asked for the block's rows of W1, and
-    /// frequencies are made of the base.
-    __device__ void prepare() {
+    /// Before the kernels before have ended: the L2 cache is asked for the block's rows of W1.
+    __device__ void prepare() const {
         const std::int32_t first = first_slice_ * slices_.rows, end = end_of(end_slice_ - 1);
         prefetch_weights(w1_ + std::int64_t{first} * memory_.inputs,
                          std::int64_t{end - first} * memory_.inputs, thread(), threads());
-        if constexpr (gate) {
-            if (input_.rope.frequencies == nullptr) {
-                for (std::int32_t i = thread(); i < rotated() / 2; i += threads()) {
-                    memory_.frequencies[i] = rope_frequency<float>(input_.rope.base, i, rotated());
-                }
-            }
-        }
     }
 
     /// Scores of `count` tokens, or the share's part. By all threads.
@@ -174,10 +166,10 @@ class agent_mlp_block {
             }
         }
         if constexpr (gate) {
-            if (input_.rope.frequencies != nullptr) {
-                for (std::int32_t i = thread(); i < rotated() / 2; i += threads()) {
-                    memory_.frequencies[i] = input_.rope.frequencies[i];
-                }
+            const float* const given = input_.rope.frequencies;
+            for (std::int32_t i = thread(); i < rotated() / 2; i += threads()) {
+                memory_.frequencies[i] =
+                    given != nullptr ? given[i] : rope_frequency<float>(input_.rope.base, i, rotated());
             }
         }
         __syncthreads();

@@ -98,7 +98,8 @@ __device__ bool states_in_fours(const HiddenRows& states) {
 /// Tokens: at once.
 template <int Tokens, int Units>
 class agent_hidden_layer {
-    static constexpr int turns = 8 / Units, sums = Units * Tokens;  // turns: loads of W1 under way at once
+    static constexpr int turns = Units == 8 ? 1 : 4;  // loads of a row of W1 under way at once
+    static constexpr int sums = Units * Tokens;
     static constexpr std::int32_t stride = 128 * hidden_layer_warps;
 
   public:
