@@ -95,7 +95,7 @@ TEST_CASE("few calls") {
 TEST_CASE("scores of every storage type, width and number of tokens") {
     const std::vector<std::int32_t> one{1}, steps{1, 0, 1, 1, 1, 0, 1, 1, 1, 1}, chunks{9, 0, 33, 20};
     for (const auto& [width, hidden] : std::vector<std::pair<std::int32_t, std::int32_t>>{
-             {5, 3}, {100, 37}, {128, 8}, {1100, 129}, {2050, 16}}) {
+             {5, 3}, {100, 37}, {128, 8}, {1100, 129}, {2050, 16}, {70, 600}}) {
         check_scores<bf16>(width, hidden, 2, one, 1, true);
         check_scores<bf16>(width, hidden, 9, steps, 1, true);
         check_scores<bf16>(width, hidden, 1, chunks, 33, false);
@@ -108,31 +108,34 @@ TEST_CASE("scores of every storage type, width and number of tokens") {
 }
 
 TEST_CASE("a token has the same bits alone and among others") {
-    constexpr std::int32_t width = 1300, hidden = 50, heads = 2, count = 21;
+    constexpr std::int32_t width = 1300, heads = 2, count = 21;
     std::mt19937 generator(6);
-    const TwoScorers<Predictor> scorers(predictor_of(width, hidden, heads), true, generator, 0.05f);
-    Tensor<bf16> states(count, 1, 1, width);
-    states.fill_normal(generator);
-    const Device<bf16> of_device(states.data);
-    const kvpolicy::cuda ctx{};
-    const auto scored = [&](std::int32_t first, std::int32_t tokens) {
-        const Device<float> scores(static_cast<std::size_t>(tokens * heads));
-        score_hidden_params call;
-        call.hidden =
-            view_bhsd<const bf16>(of_device.data() + std::int64_t{first} * width, tokens, 1, 1, width);
-        call.scores = view_bhs(scores.data(), tokens, heads, 1);
-        cuda_backend::workspace_parts measured(nullptr);
-        device_scorer<Predictor>::score_hidden(ctx, scorers.of_device, call, measured, true);
-        const Device<unsigned char> memory(measured.bytes());
-        cuda_backend::workspace_parts parts(memory.data());
-        device_scorer<Predictor>::score_hidden(ctx, scorers.of_device, call, parts, false);
-        return scores.read();
-    };
-    const std::vector<float> all = scored(0, count);
-    for (std::int32_t i = 0; i < count; ++i) {
-        const std::vector<float> alone = scored(i, 1);
-        CHECK(alone[0] == all[static_cast<std::size_t>(i * heads)]);
-        CHECK(alone[1] == all[static_cast<std::size_t>(i * heads + 1)]);
+    for (const std::int32_t hidden : {50, 600}) {
+        CAPTURE(hidden);
+        const TwoScorers<Predictor> scorers(predictor_of(width, hidden, heads), true, generator, 0.05f);
+        Tensor<bf16> states(count, 1, 1, width);
+        states.fill_normal(generator);
+        const Device<bf16> of_device(states.data);
+        const kvpolicy::cuda ctx{};
+        const auto scored = [&](std::int32_t first, std::int32_t tokens) {
+            const Device<float> scores(static_cast<std::size_t>(tokens * heads));
+            score_hidden_params call;
+            call.hidden =
+                view_bhsd<const bf16>(of_device.data() + std::int64_t{first} * width, tokens, 1, 1, width);
+            call.scores = view_bhs(scores.data(), tokens, heads, 1);
+            cuda_backend::workspace_parts measured(nullptr);
+            device_scorer<Predictor>::score_hidden(ctx, scorers.of_device, call, measured, true);
+            const Device<unsigned char> memory(measured.bytes());
+            cuda_backend::workspace_parts parts(memory.data());
+            device_scorer<Predictor>::score_hidden(ctx, scorers.of_device, call, parts, false);
+            return scores.read();
+        };
+        const std::vector<float> all = scored(0, count);
+        for (std::int32_t i = 0; i < count; ++i) {
+            const std::vector<float> alone = scored(i, 1);
+            CHECK(alone[0] == all[static_cast<std::size_t>(i * heads)]);
+            CHECK(alone[1] == all[static_cast<std::size_t>(i * heads + 1)]);
+        }
     }
 }
 
