@@ -4,8 +4,8 @@
 // that of the worst top-k slot. All blocks attend to the entries as they were before the step, without these
 // two. The leader block decides which of the two keys stays; it attends to that key and to the new token. So
 // only the leader waits for a score. Where the GPU has space for one more block per head, the leader has no
-// entries of its own. The new token's own score is only stored, so where a launch before computes it, one warp
-// of the leader waits for it, after attention.
+// entries of its own. The new token's own score is only stored, so where a launch before computes it, one
+// warp of the leader waits for it, after attention.
 //
 // The cache is written after all blocks of a head have arrived. The last to arrive (in a cluster the leader)
 // merges the softmax states and writes the entries that the leader's note names. The leader also finds the

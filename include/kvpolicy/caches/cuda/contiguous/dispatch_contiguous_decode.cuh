@@ -20,8 +20,8 @@ namespace cuda_backend {
 /// Into how many blocks the `rows` rows of each of `heads` heads are cut, on a GPU that holds
 /// `num_sms * resident` blocks at once. Few heads: as many as keep the SMs busy, since softmax states have to
 /// be merged, and none of few rows. More heads than the GPU holds blocks: five times as many blocks as it
-/// holds, so that the last blocks do not leave most SMs idle. `uneven`: another launch has some SMs meanwhile.
-/// Two blocks a head at least, then, where each SM would have two or three heads.
+/// holds, so that the last blocks do not leave most SMs idle. `uneven`: another launch has some SMs
+/// meanwhile; then two blocks a head at least, where an SM would have two or three heads.
 inline std::int32_t decode_splits(std::int64_t heads, std::int64_t rows, std::int64_t num_sms,
                                   std::int64_t resident, bool uneven) {
     constexpr std::int64_t least_rows = 512;

@@ -36,8 +36,8 @@ void launch_hidden_layer(const cuda& ctx, const device_scope& device, const hidd
 /// Enqueues the hidden layer of tokens first .. first + count - 1.
 inline void launch_hidden_layer(const cuda& ctx, const device_scope& device,
                                 const hidden_layer_params& call) {
-    // Few tokens: many blocks, so that all of the memory's rate is used; and where there is one for each SM, a
-    // step's blocks beside them spread evenly.
+    // Few tokens: many blocks, so that all of the memory's rate is used; and where there is one for each SM,
+    // a step's blocks beside them spread evenly.
     constexpr std::int32_t few = 128;
     const bool spread =
         call.predictor.hidden <= 2 * device.attribute(cudaDevAttrMultiProcessorCount) && call.count <= few;
