@@ -15,7 +15,7 @@
 namespace test {
 
 /// Every byte 0xff: NaN in every floating-point type, -1 in every integer.
-inline constexpr unsigned char poison = 0xff;
+inline constexpr unsigned char poison_byte = 0xff;
 
 /// For tests that bring scores for every policy: without them where the policy has a scorer of its own,
 /// which refuses them.
@@ -36,7 +36,7 @@ struct BoundCache {
                const typename P::scorer_type* scorers = nullptr,
                const kvpolicy::AttentionParams& attention = {},
                kvpolicy::position_t rebase_limit = kvpolicy::rebase_limit)
-        : cache(shape, policy, scorers, attention), memory(cache.bytes().total(), poison) {
+        : cache(shape, policy, scorers, attention), memory(cache.bytes().total(), poison_byte) {
         cache.rebase_limit(rebase_limit);
         cache.bind(ctx, memory.data(), memory.size());
     }

@@ -25,14 +25,14 @@ struct BoundDual {
               const P& policy = P{}, const typename P::scorer_type* scorers = nullptr,
               kvpolicy::position_t rebase_limit = kvpolicy::rebase_limit,
               const kvpolicy::AttentionParams& attention = {})
-        : cache(shape, pool, policy, scorers, attention), memory(cache.bytes().total(), poison) {
+        : cache(shape, pool, policy, scorers, attention), memory(cache.bytes().total(), poison_byte) {
         cache.rebase_limit(rebase_limit);
         cache.bind(ctx, memory.data(), memory.size());
     }
     BoundDual(const BoundDual&) = delete;
 
     void add_slab(const kvpolicy::host& ctx) {
-        slabs.push_back(std::make_unique<std::vector<unsigned char>>(cache.slab_bytes(), poison));
+        slabs.push_back(std::make_unique<std::vector<unsigned char>>(cache.slab_bytes(), poison_byte));
         cache.add_slab(ctx, slabs.back()->data(), slabs.back()->size());
     }
     void reserve(const kvpolicy::host& ctx, const kvpolicy::Batch& batch) {

@@ -289,11 +289,11 @@ TEST_CASE("pages that an engine keeps to itself: of every slab, also where its r
                                .spared_pages = 1,
                                .strides = {.k_page = 128, .v_page = 128, .k_row = 8, .v_row = 8}},
                               policy);
-    std::vector<unsigned char> memory(cache.bytes().total(), test::poison), notes[2];
+    std::vector<unsigned char> memory(cache.bytes().total(), test::poison_byte), notes[2];
     std::vector<float> keys[2], values[2];  // of each layer
     cache.bind(ctx, memory.data(), memory.size());
     for (int layer = 0; layer < 2; ++layer) {
-        notes[layer].assign(cache.notes_bytes(), test::poison);
+        notes[layer].assign(cache.notes_bytes(), test::poison_byte);
         keys[layer].assign(8 * 128, -7.0f);
         values[layer].assign(8 * 128, -7.0f);
         cache.add_pages(ctx, keys[layer].data(), values[layer].data(), notes[layer].data(),
@@ -354,14 +354,14 @@ TEST_CASE("an engine's pool: FlashInfer's pages, NHD and HND, with a page that i
                                     .spared_pages = 1,
                                     .strides = engine.strides()},
                                    policy);
-        std::vector<unsigned char> memory(theirs.bytes().total(), test::poison), notes[2];
+        std::vector<unsigned char> memory(theirs.bytes().total(), test::poison_byte), notes[2];
         theirs.bind(ctx, memory.data(), memory.size());
         const std::int32_t ahead[] = {320, 320, 320};  // 120 pages, of slabs that have 59 for them
         CHECK(theirs.reserve(ctx, {.count = 3, .q_len = ahead}) == 3);
         const std::int32_t less[] = {320, 320, 304};
         CHECK(theirs.reserve(ctx, {.count = 3, .q_len = less}) == 2);
         for (std::int32_t h = 0; h < 2; ++h) {
-            notes[h].assign(theirs.notes_bytes(), test::poison);
+            notes[h].assign(theirs.notes_bytes(), test::poison_byte);
             theirs.add_pages(ctx, engine.keys(h), engine.values(h), notes[h].data(), notes[h].size());
             CHECK(theirs.attached_pages() == 59 * (h + 1));
             CHECK(theirs.free_pages() == theirs.attached_pages());
