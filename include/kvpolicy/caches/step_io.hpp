@@ -32,13 +32,13 @@ struct StepIO {
     HiddenRows hidden{};
     /// Where to write the log-sum-exp of every query [count, Hq, n] (natural log), if wanted.
     plane_view<float> lse{};
-    /// For prefill and append_draft of a packed batch: the edges [count + 1], rising from 0, of the entries'
-    /// tokens in tensors of one sequence; in the context's memory. q is then [1, Hq, total, Dk], and likewise
-    /// k, v, out, scores, lse and hidden; entry i is the tokens cu_seqlens[i] .. cu_seqlens[i + 1] - 1, as
-    /// many as batch.tokens(i). On CUDA, whose host does not know the edges, batch.length is the most tokens
-    /// of an entry instead (caches/cuda_calls.cuh), and batch.q_len may be null. Whether samples of a pack
-    /// see each other is a question of sequences: one entry keeps attention across them, an entry and a
-    /// sequence for each resets it.
+    /// For prefill, append_draft, append_chunk and chunk_expiry of a packed batch: the edges [count + 1],
+    /// rising from 0, of the entries' tokens in tensors of one sequence; in the context's memory. q is then
+    /// [1, Hq, total, Dk], and likewise k, v, out, scores, lse and hidden; entry i is the tokens
+    /// cu_seqlens[i] .. cu_seqlens[i + 1] - 1, as many as batch.tokens(i). On CUDA, whose host does not know
+    /// the edges, batch.length is the most tokens of an entry instead (caches/cuda_calls.cuh), and
+    /// batch.q_len may be null. Whether samples of a pack see each other is a question of sequences: one
+    /// entry keeps attention across them, an entry and a sequence for each resets it.
     const std::int32_t* cu_seqlens = nullptr;
 };
 

@@ -19,6 +19,24 @@ struct packed_rows {
     [[nodiscard]] __device__ std::int32_t begin(std::int64_t b) const {
         return edges != nullptr ? edges[b] : 0;
     }
+    /// The sequence of entry b in a tensor map of packed_entries::whole().
+    [[nodiscard]] __device__ std::int32_t sequence(std::int32_t b) const { return edges != nullptr ? 0 : b; }
+};
+
+/// The entries, with what only the host asks: how many rows the tensors have.
+struct packed_entries {
+    packed_rows rows;
+    std::int32_t total = 0;
+
+    /// A view of all of them, for a tensor map: one sequence where entries are packed.
+    template <class View>
+    [[nodiscard]] View whole(View view) const {
+        if (rows.edges != nullptr) {
+            view.batch = 1;
+            view.length = total;
+        }
+        return view;
+    }
 };
 
 }  // namespace KVPOLICY_HIDDEN

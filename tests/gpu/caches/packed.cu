@@ -1,5 +1,6 @@
-// Packed batches with given scores, in a FixedBudgetCache: what they keep and write, and what packed calls
-// report and refuse.
+// Packed batches with given scores: what they keep and write, with attention, without and with a selection;
+// what packed calls report and refuse.
+#include <kvpolicy/policies/selection.hpp>
 #include <kvpolicy/policies/sink.hpp>
 #include <kvpolicy/policies/topk_budget.hpp>
 #include <kvpolicy/policies/window.hpp>
@@ -84,7 +85,142 @@ void check_edges(const Numbers& edges, std::int32_t total, std::int32_t most, co
     CHECK(near_inside);
 }
 
+/// What an engine's calls on layer 0 of a device's cache wrote.
+struct Brought {
+    std::vector<expiry_t> cached, tokens;
+    std::vector<std::uint32_t> status;
+};
+
+/// A chunk without attention, of padded or of packed tensors: chunk_expiry and append_chunk, or with
+/// `accepted` append_draft, chunk_expiry of the same tokens and accept.
+template <class T, class BothOf>
+Brought bring(BothOf& both, const Pack& pack, const CallTensors<T>& in, bool packed,
+              const Numbers* accepted = nullptr) {
+    const CacheShape& shape = both.shape;
+    const std::int32_t rows = in.k.length, entries = in.k.batch, heads = shape.kv_heads;
+    const auto ref = both.cache.layer(0);
+    const auto host_ref = both.oracle.cache.layer(0);
+    const std::int64_t max_rows = std::max(host_ref.capacity(0), host_ref.capacity(1));
+    const Device<T> k(in.k.data), v(in.v.data);
+    const Device<float> scores(in.scores.data);
+    const Device<std::int32_t> seq_ids(pack.seq_ids), q_len(pack.q_len), edges(pack.edges);
+    const Device<expiry_t> cached(
+        std::vector<expiry_t>(static_cast<std::size_t>(pack.count() * heads * max_rows), -7)),
+        tokens(std::vector<expiry_t>(static_cast<std::size_t>(entries * heads * rows), -7));
+    const Device<std::uint32_t> status(std::vector<std::uint32_t>(pack.q_len.size(), 0));
+    const CallSize size{.batch = pack.count(), .tokens = std::max(pack.most, shape.max_draft_tokens)};
+    const Device<unsigned char> workspace(append_workspace_bytes(both.device, ref, size)),
+        of_draft(workspace_bytes<PackedDims>(both.device, ref, size));
+    StepIO<T> io{.k = view_bhsd<const T>(k.data(), entries, heads, rows, shape.head_dim_qk),
+                 .v = view_bhsd<const T>(v.data(), entries, heads, rows, shape.head_dim_vo),
+                 .batch = {pack.count(), seq_ids.data(), packed ? nullptr : q_len.data(), pack.most},
+                 .scores = view_bhs<const float>(scores.data(), entries, heads, rows)};
+    io.cu_seqlens = packed ? edges.data() : nullptr;
+    const StepOptions reported{.status = status.data()};
+    if (accepted != nullptr) {
+        append_draft<PackedDims>(both.device, ref, io, of_draft, reported);
+    }
+    const ChunkExpiry expiry{
+        view_bhs(cached.data(), pack.count(), heads, static_cast<std::int32_t>(max_rows)),
+        view_bhs(tokens.data(), entries, heads, rows)};
+    chunk_expiry(both.device, ref, io, expiry, workspace, reported);
+    if (accepted != nullptr) {
+        const Device<std::int32_t> taken(*accepted);
+        accept<PackedDims>(both.device, ref,
+                           {pack.count(), seq_ids.data(), taken.data(), shape.max_draft_tokens}, of_draft,
+                           reported);
+    } else {
+        append_chunk(both.device, ref, io, workspace, reported);
+    }
+    const Device<std::int32_t> moved(accepted != nullptr ? *accepted : pack.q_len);
+    both.cache.advance(both.device, {pack.count(), seq_ids.data(), moved.data(), std::max(pack.most, 1)},
+                       reported);
+    return {cached.read(), tokens.read(), status.read()};
+}
+
+/// Packed chunks without attention leave and show what padded ones do.
+template <class T, class BothOf>
+void check_without_attention(BothOf& packed, BothOf& padded) {
+    std::mt19937 generator(23);
+    const auto call = [&](const Pack& pack, const Numbers* accepted = nullptr) {
+        CAPTURE(pack.most);
+        const CacheShape& shape = packed.shape;
+        const CallTensors<T> in(shape, pack.count(), pack.most, Scores::random, generator);
+        const CallTensors<T> one_row = packed_tensors(shape, pack, in);
+        const Brought a = bring(packed, pack, one_row, true, accepted),
+                      b = bring(padded, pack, in, false, accepted);
+        CHECK(a.status == std::vector<std::uint32_t>(pack.q_len.size(), 0));
+        CHECK(a.status == b.status);
+        CHECK(a.cached == b.cached);
+        std::vector<expiry_t> wanted(a.tokens.size(), -7);
+        for (std::int32_t i = 0; i < pack.count(); ++i) {
+            const auto entry = static_cast<std::size_t>(i);
+            for (std::int32_t h = 0; h < shape.kv_heads; ++h) {
+                const auto from = static_cast<std::size_t>((i * shape.kv_heads + h) * pack.most),
+                           to = static_cast<std::size_t>(h * one_row.k.length + pack.edges[entry]);
+                std::copy_n(b.tokens.begin() + static_cast<std::ptrdiff_t>(from), pack.q_len[entry],
+                            wanted.begin() + static_cast<std::ptrdiff_t>(to));
+            }
+        }
+        CHECK(a.tokens == wanted);
+        for (std::int32_t seq = 0; seq < packed_sequences; ++seq) {
+            std::vector<unsigned char> blobs[2];
+            for (BothOf* both : {&packed, &padded}) {
+                auto& blob = blobs[both == &packed ? 0 : 1];
+                blob.resize(both->cache.snapshot_bytes(both->device, seq));
+                both->cache.snapshot(both->device, seq, blob.data(), blob.size());
+            }
+            const bool same = blobs[0] == blobs[1];
+            CHECK(same);
+        }
+    };
+    const Numbers ids{3, 0, 6, 1, 7, 2, 5}, accepted{2, 1, 0, 3, 0, 5, 1};
+    call({ids, {0, 1, 15, 16, 17, 127, 129}});
+    call({ids, {6, 1, 0, 3, 2, 5, 4}}, &accepted);
+    call({ids, {129, 17, 0, 1, 127, 15, 16}});
+}
+
+/// A selection reads all pages in a chunk; steps choose by the bounds that chunks have left.
+template <class BothOf>
+void check_selection(BothOf& packed, BothOf& padded) {
+    packed_life<bf16>(packed, padded, 0, 0.0f);
+    std::mt19937 generator(29);
+    for (std::int32_t t = 0; t < 20; ++t) {
+        packed.call(Mode::step, {3, 0, 6, 1}, {1, 1, t % 2, 1},
+                    CallTensors<bf16>(packed.shape, 4, 1, Scores::random, generator));
+    }
+    packed.same_rows("after steps");
+}
+
 }  // namespace
+
+TEST_CASE("without attention") {
+    Both packed(packed_shape(64, 64)), padded(packed_shape(64, 64));
+    check_without_attention<bf16>(packed, padded);
+    using P = Policy<Sink<>, Window<>, TopKBudget<>>;
+    constexpr std::int32_t budgets[] = {40, unlimited};
+    const P policy{Sink<>{2}, Window<>{7}, TopKBudget<>{per_head(budgets, 1, 2)}};
+    const PoolShape pool{.slab_pages = 40, .max_slabs = 20, .max_seq_len = 600};
+    BothDuals<P, float, PackedDims, true> in_pages(packed_shape(16, 24), pool, policy),
+        beside(packed_shape(16, 24), pool, policy);
+    while (in_pages.add_slab() && beside.add_slab()) {
+    }
+    check_without_attention<float>(in_pages, beside);
+}
+
+TEST_CASE("with a selection, in both caches") {
+    using P = Policy<Sink<2>, Window<7>, TopKBudget<>, QuestPages<16>>;
+    const P policy{Sink<2>{}, Window<7>{}, TopKBudget<>{90}, QuestPages<16>{3}};
+    BothCaches<P, bf16, PackedDims> packed(packed_shape(64, 64), policy),
+        padded(packed_shape(64, 64), policy);
+    check_selection(packed, padded);
+    const PoolShape pool{.slab_pages = 40, .max_slabs = 20, .max_seq_len = 600};
+    BothDuals<P, bf16, PackedDims, true> in_pages(packed_shape(64, 64), pool, policy),
+        beside(packed_shape(64, 64), pool, policy);
+    while (in_pages.add_slab() && beside.add_slab()) {
+    }
+    check_selection(in_pages, beside);
+}
 
 TEST_CASE("scores that are given, in a FixedBudgetCache") {
     Both packed(packed_shape(64, 64)), padded(packed_shape(64, 64));

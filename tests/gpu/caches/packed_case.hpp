@@ -96,7 +96,7 @@ inline constexpr float untouched = 7.0f;
 /// of its workspace.
 template <class T, class Both>
 Written<T> call_device(Both& both, Mode mode, const kvpolicy::Batch& batch, const CallTensors<T>& in,
-                       const std::int32_t* edges, const kvpolicy::CallSize& size) {
+                       const std::int32_t* edges, const kvpolicy::CallSize& size, bool with_lse = true) {
     using P = typename std::remove_cvref_t<decltype(both.cache.layer(0))>::policy_type;
     const kvpolicy::CacheShape& shape = both.shape;
     const std::int32_t rows = in.q.length, entries = in.q.batch;
@@ -110,7 +110,9 @@ Written<T> call_device(Both& both, Mode mode, const kvpolicy::Batch& batch, cons
     const ArrivingInputs<P> arriving(in);
     Extras extras, of_device;
     arriving.add(in, extras, of_device);
-    of_device.lse = kvpolicy::view_bhs(lse.data(), entries, shape.query_heads, rows);
+    if (with_lse) {
+        of_device.lse = kvpolicy::view_bhs(lse.data(), entries, shape.query_heads, rows);
+    }
     of_device.cu_seqlens = edges;
     const auto ref = both.cache.layer(0);
     const Device<unsigned char> workspace(kvpolicy::workspace_bytes<PackedDims>(both.device, ref, size));
@@ -121,7 +123,7 @@ Written<T> call_device(Both& both, Mode mode, const kvpolicy::Batch& batch, cons
         kvpolicy::view_bhsd(out.data(), entries, shape.query_heads, rows, shape.head_dim_vo), of_device);
     if (mode == Mode::prefill) {
         kvpolicy::prefill<PackedDims>(both.device, ref, io, workspace, {.status = status.data()});
-    } else {
+    } else if constexpr (!P::observed) {
         kvpolicy::append_draft<PackedDims>(both.device, ref, io, workspace, {.status = status.data()});
     }
     return {out.read(), lse.read(), status.read()};
@@ -131,10 +133,14 @@ Written<T> call_device(Both& both, Mode mode, const kvpolicy::Batch& batch, cons
 /// same entries in padded tensors.
 template <class T, class Both>
 class PackedPair {
+    using P = typename std::remove_cvref_t<decltype(std::declval<Both&>().cache.layer(0))>::policy_type;
+
   public:
     /// `share`: how far scores and states of a device may be from the host's, relative to 1 + theirs.
     PackedPair(Both& of_packed, Both& of_padded, std::int32_t hidden_width, float share)
         : packed_(of_packed), padded_(of_padded), hidden_width_(hidden_width), share_(share) {}
+
+    bool with_lse = true;  // whether calls of a device write it
 
     /// A prefill, or draft tokens of which `accepted` are taken.
     void call(Mode mode, const Pack& pack, Told told, const Numbers& accepted = {}) {
@@ -148,7 +154,7 @@ class PackedPair {
             kvpolicy::Batch all = batch;
             all.q_len = q_len.data();
             all.length = pack.most;
-            return call_device(padded_, mode, all, in, nullptr, {pack.count(), pack.most});
+            return call_device(padded_, mode, all, in, nullptr, {pack.count(), pack.most}, with_lse);
         }();
         batch.q_len = told == Told::lengths ? q_len.data() : nullptr;
         batch.length = told == Told::nothing ? kvpolicy::Batch::not_set : pack.most;
@@ -156,13 +162,19 @@ class PackedPair {
         const std::int32_t most = told != Told::nothing        ? pack.most
                                   : mode == Mode::append_draft ? shape.max_draft_tokens
                                                                : one_row.q.length;
-        const auto packed = call_device(packed_, mode, batch, one_row, edges.data(), {pack.count(), most});
+        const auto packed =
+            call_device(packed_, mode, batch, one_row, edges.data(), {pack.count(), most}, with_lse);
         CHECK(packed.status == padded.status);
         // The size of a call chooses tiles and kernels, so bits are those of calls of one size.
         same_outputs(pack, padded, packed, told != Told::nothing);
         call_host(mode, pack, one_row, packed);
         Numbers moved = mode == Mode::append_draft ? accepted : pack.q_len;
-        const auto status = mode == Mode::append_draft ? accept(pack, accepted) : packed.status;
+        std::vector<std::uint32_t> status = packed.status;
+        if constexpr (!P::observed) {
+            if (mode == Mode::append_draft) {
+                status = accept(pack, accepted);
+            }
+        }
         for (std::size_t i = 0; i < moved.size(); ++i) {
             moved[i] = status[i] == 0 ? moved[i] : 0;
         }
@@ -230,7 +242,7 @@ class PackedPair {
         Tensor<T> out(1, shape.query_heads, in.q.length, shape.head_dim_vo);
         out.fill(untouched);
         Plane<float> lse(1, shape.query_heads, in.q.length, untouched);
-        const ArrivingInputs<typename std::remove_cvref_t<decltype(ref)>::policy_type> arriving(in);
+        const ArrivingInputs<P> arriving(in);
         Extras extras, of_device;
         arriving.add(in, extras, of_device);
         extras.lse = lse.view();
@@ -241,11 +253,11 @@ class PackedPair {
         const auto io = step_io<T>(batch, in.q.view(), in.k.view(), in.v.view(), out.view(), extras);
         if (mode == Mode::prefill) {
             kvpolicy::prefill(ctx, ref, io, workspace, {.status = status.data()});
-        } else {
+        } else if constexpr (!P::observed) {
             kvpolicy::append_draft(ctx, ref, io, workspace, {.status = status.data()});
         }
         CHECK(status == packed.status);
-        check_.compare(packed.out, out, packed.lse, lse, {pack.total()}, in.v);
+        check_.compare(packed.out, out, with_lse ? packed.lse : lse.data, lse, {pack.total()}, in.v);
     }
     /// Status words, which all agree on.
     std::vector<std::uint32_t> accept(const Pack& pack, const Numbers& accepted) {

@@ -1,11 +1,12 @@
 // Packed batches whose scores the cache computes, in both kinds of caches: of hidden states, by a launch of
-// their own, by an mLSTM and by a convolution.
+// their own, by warps of the step's kernels, by a write gate, an mLSTM and a convolution.
 #define KVPOLICY_TEST_LISTS_BYTES 200000  // so that a DualCache attends to some entries after others
 
 #include <kvpolicy/policies/sink.hpp>
 #include <kvpolicy/policies/topk_budget.hpp>
 #include <kvpolicy/policies/window.hpp>
 #include <kvpolicy/spkv.hpp>
+#include <kvpolicy/wgkv.hpp>
 
 #include "packed_case.hpp"
 #include "two_scorers.hpp"
@@ -68,6 +69,19 @@ TEST_CASE("scores by a launch of their own, in a DualCache") {
     constexpr std::int32_t budgets[] = {40, unlimited};
     check_paged(P{Sink<2>{}, Window<7>{}, TopKBudget<>{per_head(budgets, 1, 2)}, scorers.of_host}, scorers, 8,
                 0);
+}
+
+TEST_CASE("a linear scorer, in a FixedBudgetCache") { check_fixed(sized<LinearScorer<>>(), score_tolerance); }
+
+TEST_CASE("a write gate, in a DualCache with and without pages enough") {
+    using P = WGKV<7, WriteGateScorer<>>;
+    auto gate = sized<WriteGateScorer<>>();
+    gate.hidden = 37;
+    gate.input.rope = {rope_layout::half_split, 10000.0f, 0, nullptr};
+    std::mt19937 generator(6);
+    const TwoScorers<WriteGateScorer<>> scorers(gate, true, generator);
+    check_paged(P{{}, {}, {}, scorers.of_host}, scorers, 8, 0);
+    check_paged(P{{}, {}, {}, scorers.of_host}, scorers, 1, 0);
 }
 
 // Chunks of more than 32 tokens by the kernels of score_sequence, whose tolerance for fp32 is 1e-4.

@@ -1,13 +1,16 @@
 // Sequences of different lengths in one call, packed into one row or not, that join and leave: each is as
 // if it were alone.
 #include <kvpolicy/attention/attend.hpp>
+#include <kvpolicy/h2o.hpp>
 #include <kvpolicy/masks/build.hpp>
 #include <kvpolicy/policies/sink.hpp>
 #include <kvpolicy/policies/threshold_gate.hpp>
 #include <kvpolicy/policies/topk_budget.hpp>
 #include <kvpolicy/policies/window.hpp>
 #include <kvpolicy/scorers/mlp.hpp>
+#include <kvpolicy/snapkv.hpp>
 #include <kvpolicy/spkv.hpp>
+#include <kvpolicy/tova.hpp>
 
 #include "../scorers/scorer_cases.hpp"
 #include "support/bound_dual.hpp"
@@ -19,6 +22,7 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <type_traits>
 #include <utility>
 
 using namespace kvpolicy;
@@ -83,9 +87,9 @@ void run(const host& ctx, const Ref& ref, const Batch& batch, Row& row, std::int
 constexpr std::int32_t edges[] = {0, 17, 17, 40, 49}, lengths[] = {17, 0, 23, 9}, seq_ids[] = {2, 0, 3, 1},
                        total = 49;
 
-/// A pack of four entries beside the same entries one by one, twice in a row, and then draft tokens.
+/// A pack of four entries beside the same entries one by one, twice in a row.
 template <class P, class Bound>
-void check_pack(Bound& packed, Bound& alone, bool states) {
+void check_prompts(Bound& packed, Bound& alone, bool states) {
     const host ctx{2};
     for (std::uint32_t round = 0; round < 2; ++round) {
         Row a(total, round), b(total, round);
@@ -107,6 +111,13 @@ void check_pack(Bound& packed, Bound& alone, bool states) {
                   test::content_of(alone.cache.layer(0), seq));
         }
     }
+}
+
+/// The same, and then draft tokens.
+template <class P, class Bound>
+void check_pack(Bound& packed, Bound& alone, bool states) {
+    const host ctx{2};
+    check_prompts<P>(packed, alone, states);
     const std::int32_t few[] = {0, 6, 7, 7, 10}, guesses[] = {6, 1, 0, 3}, appended[] = {2, 1, 0, 3};
     Row a(10, 9), b(10, 9);
     test::Extras extras = a.extras(states, 0, 10);
@@ -216,6 +227,38 @@ TEST_CASE(
             }
         }
     }
+}
+
+TEST_CASE("packed prompts of policies that rank keys by attention, in blocks of any length") {
+    const host ctx{2};
+    const PoolShape pool{.slab_pages = 200, .max_slabs = 1, .max_seq_len = 200};
+    const auto fixed = [&](const auto& policy) {
+        using P = std::decay_t<decltype(policy)>;
+        test::BoundCache<P, float> packed(ctx, shape, policy), alone(ctx, shape, policy);
+        check_prompts<P>(packed, alone, false);
+    };
+    const auto paged = [&](const auto& policy) {
+        using P = std::decay_t<decltype(policy)>;
+        test::BoundDual<P, float> packed(ctx, shape, pool, policy), alone(ctx, shape, pool, policy);
+        packed.add_slab(ctx);
+        alone.add_slab(ctx);
+        check_prompts<P>(packed, alone, false);
+    };
+    fixed(h2o_for_total(12));
+    fixed(h2o_for_total(12, {ObservedPrefill::in_chunks(5)}));
+    paged(tova_for_total(9, {ObservedPrefill::stepwise()}));
+    paged(snapkv_for_total(14, 4));
+
+    test::BoundCache<H2O<>, float> cache(ctx, shape, h2o_for_total(12));
+    Row row(total, 3);
+    row.k.view().row(0, 1, 45)[2] = std::numeric_limits<float>::quiet_NaN();
+    test::Extras extras = row.extras(false, 0, total);
+    extras.cu_seqlens = edges;
+    CHECK_REFUSED(run<H2O<>>(ctx, cache.cache.layer(0),
+                             {.count = 4, .seq_ids = seq_ids, .q_len = lengths, .length = total}, row, 0,
+                             total, extras),
+                  "k[0][1][45]: nan");
+    CHECK(cache.cache.length(2) == 0);
 }
 
 TEST_CASE("a packed entry without pages is left alone, and the others are served") {

@@ -79,11 +79,11 @@ class attend_plan {
     /// Says how many rows of the first segment count, by head: segment_frame::head_rows.
     void past_counts(const std::int32_t* head_rows) { call_.frames.past.head_rows = head_rows; }
 
-    /// Says that the entries of q, of the second segment and of the results are packed in tensors of `total`
-    /// rows: their views have a batch stride of 0.
-    void entries_packed(const packed_rows& entries, std::int32_t total) {
-        call_.params.rows.packed = entries;
-        packed_total_ = total;
+    /// Says how the entries of q, of the second segment and of the results are packed: their views have a
+    /// batch stride of 0.
+    void entries_packed(const packed_entries& entries) {
+        call_.params.rows.packed = entries.rows;
+        packed_ = entries;
     }
 
     /// Takes the parts of the workspace; with null only measures.
@@ -242,11 +242,8 @@ class attend_plan {
         forward_boxes maps;
         const key_rows<T>& rows = call_.params.rows;
         const bool two = rows.self_k.length != 0;
-        rows_view<const T> k = two ? rows.self_k : rows.k, v = two ? rows.self_v : rows.v;
-        if (rows.packed.edges != nullptr) {
-            k.batch = v.batch = 1;
-            k.length = v.length = packed_total_;
-        }
+        const rows_view<const T> k = packed_.whole(two ? rows.self_k : rows.k),
+                                 v = packed_.whole(two ? rows.self_v : rows.v);
         maps.always = options_.copies == attend_copies::boxes;
         maps.first_row = two ? rows.k.length : 0;
         maps.there = !general_ && tile_ <= 128 && options_.copies != attend_copies::rows &&
@@ -300,7 +297,7 @@ class attend_plan {
     forward_params<T> call_;
     attention_plan few_plan_;  // of a call with fewer queries, whose lists may take more memory
     std::int64_t rows_ = 0;
-    std::int32_t packed_total_ = 0;
+    packed_entries packed_;
     std::int32_t dim_ = 0;
     int tile_ = 0;
     bool biased_ = false;

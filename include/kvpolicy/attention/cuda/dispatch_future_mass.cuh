@@ -146,8 +146,8 @@ void launch_tiles(const cuda& ctx, const device_scope& device, qk_reduce_path pa
     const std::int64_t heads = std::int64_t{params.batch} * params.row_heads;
     CUtensorMap rows, columns;
     if (path == qk_reduce_path::hopper && has_hopper_code(device, qk_reduce_hopper_kernel<T, Dim, Pass>) &&
-        make_tensor_map(params.rows, 64, rows) &&
-        make_tensor_map(params.columns, qk_reduce_hopper_sizes<Dim>::columns, columns)) {
+        make_tensor_map(params.packed.whole(params.rows), 64, rows) &&
+        make_tensor_map(params.packed.whole(params.columns), qk_reduce_hopper_sizes<Dim>::columns, columns)) {
         using sizes = qk_reduce_hopper_sizes<Dim>;
         const std::int64_t items = (std::int64_t{params.length} + sizes::rows - 1) / sizes::rows * heads;
         const bool again =
@@ -280,12 +280,13 @@ qk_reduce_params<T, C> mass_params_of(rows_view<const T> q, rows_view<const T> k
 template <class T, class Dims>
 void log_mass_by(const cuda& ctx, qk_reduce_path path, const AttentionParams& attention, rows_view<const T> q,
                  rows_view<const T> k, plane_view<const float> lse, const Sequences& sequences,
-                 plane_view<float> out, workspace_view workspace) {
+                 plane_view<float> out, workspace_view workspace, const packed_entries& packed = {}) {
     using C = compute_t<T>;
     const device_scope device(ctx);
     workspace_parts parts(workspace.data);
     const qk_reduce_workspace memory = qk_reduce_workspace::take(parts, q, k);
     auto params = mass_params_of<C>(q, k, lse, out, sequences, memory);
+    params.packed = packed;
     params.look_ahead = unlimited;
     params.window = 0;
     params.exponents = exponents_of<C>(attention, q.dim, 1.0);

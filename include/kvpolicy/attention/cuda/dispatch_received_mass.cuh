@@ -49,24 +49,26 @@ received_mass_params<T> received_mass_params_of(const AttentionParams& attention
 
 /// Masses of dense causal attention, the mean over the group, from all queries: qk_reduce has the kernels.
 /// `lse`, where `known`, is that of attention over these keys and possibly others; else it is computed.
-/// `workspace` begins with a qk_reduce_workspace.
+/// `workspace` begins with a qk_reduce_workspace. `packed`: how entries lie in q, k and lse, which is known.
 template <class T, class Dims>
 void dense_mass_by(const cuda& ctx, qk_reduce_path path, const AttentionParams& attention,
                    rows_view<const T> q, rows_view<const T> k, const Sequences& sequences,
-                   plane_view<float> lse, bool known, plane_view<float> mass, workspace_view workspace) {
+                   plane_view<float> lse, bool known, plane_view<float> mass, workspace_view workspace,
+                   const packed_entries& packed = {}) {
     if (sequences.batch == 0 || sequences.length == 0) {
         return;
     }
     if (!known) {
         causal_lse_by<T, Dims>(ctx, path, attention, q, k, sequences, lse, workspace);
     }
-    log_mass_by<T, Dims>(ctx, path, attention, q, k, lse, sequences, mass, workspace);
+    log_mass_by<T, Dims>(ctx, path, attention, q, k, lse, sequences, mass, workspace, packed);
     const std::int64_t pieces = (std::int64_t{sequences.length} + dense_mass_keys - 1) / dense_mass_keys;
     launch("dense_mass_kernel", dense_mass_kernel<float>, std::int64_t{sequences.batch} * k.heads * pieces,
            dense_mass_threads, 0, ctx, mass, sequences.length, sequences.lengths);
 }
 
-/// received_mass by a path of one's choice; a call without a mask that counts all queries takes qk_reduce.
+/// received_mass by a path of one's choice. A call without a mask that counts all queries takes qk_reduce;
+/// where the maximum over a group counts, for the lse alone.
 template <class T, class Dims = all_head_dims>
 void received_mass_by(const cuda& ctx, qk_reduce_path path, const AttentionParams& attention,
                       rows_view<const T> q, rows_view<const T> k, const mask_view& mask,
@@ -76,7 +78,8 @@ void received_mass_by(const cuda& ctx, qk_reduce_path path, const AttentionParam
     workspace_parts parts(workspace.data);
     const plane_view<float> lse = take_lse(parts, q, k);
     const bool mean = options.aggregate == group_aggregate::mean || q.heads == k.heads;
-    if (!mask.expiry && !mask.log_bias && options.queries >= sequences.length && mean) {
+    const bool dense = !mask.expiry && !mask.log_bias && options.queries >= sequences.length;
+    if (dense && mean) {
         dense_mass_by<T, Dims>(ctx, path, attention, q, k, sequences, lse, false, mass, workspace);
         return;
     }
@@ -84,7 +87,11 @@ void received_mass_by(const cuda& ctx, qk_reduce_path path, const AttentionParam
     params.mask = mask;
     params.counted = options.queries;
     const bool halves = takes_tiles<Dims>(path, q, k);
-    launch_counted_lse<Dims>(ctx, params, halves, options.queries);
+    if (dense) {
+        causal_lse_by<T, Dims>(ctx, path, attention, q, k, sequences, lse, workspace);
+    } else {
+        launch_counted_lse<Dims>(ctx, params, halves, options.queries);
+    }
     launch_received_mass<Dims>(ctx, params, halves, options.aggregate);
 }
 

@@ -132,7 +132,7 @@ void chunk_expiry(const host& ctx, const Ref<P, T>& cache, const step_io<T>& io,
         hb::checked_call(cache, io, io.k.length, "the length of k", options.status, false);
     const Batch& batch = call.batch;
     const std::int32_t longest = call.max_tokens;
-    hb::check_expiry(cache, batch, hb::size_of_tensors<Ref<P, T>>(batch, longest, io.cu_seqlens), expiry);
+    hb::check_expiry(cache, batch, hb::size_of_tensors(batch, longest, io.cu_seqlens), expiry);
     decide(batch, longest, io.cu_seqlens, hb::hidden_bytes(ctx, cache, batch.count, longest), [&] {
         return hb::tensor_source(
             io.k, io.v,

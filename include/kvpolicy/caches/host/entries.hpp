@@ -103,13 +103,9 @@ void mark_appended(const Cache& cache, const Batch& batch) {
 struct tensor_size {
     std::int32_t count, rows;
 };
-template <class Cache>
-tensor_size size_of_tensors(const Batch& batch, std::int32_t longest, const std::int32_t* cu_seqlens) {
+inline tensor_size size_of_tensors(const Batch& batch, std::int32_t longest, const std::int32_t* cu_seqlens) {
     const bool packed = cu_seqlens != nullptr;
-    const std::int32_t rows = packed ? check_packed(batch, cu_seqlens) : longest;
-    detail::require(!packed || !Cache::policy_type::observed, "io.cu_seqlens", "given",
-                    "null, since this policy ranks keys by the attention that they receive");
-    return {packed ? 1 : batch.count, rows};
+    return {packed ? 1 : batch.count, packed ? check_packed(batch, cu_seqlens) : longest};
 }
 
 /// Queries, and where attention goes.

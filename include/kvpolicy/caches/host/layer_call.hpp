@@ -26,7 +26,7 @@ layer_call checked_call(const Cache& cache, const IO& io, std::int32_t most, con
     layer_call call{attends ? checks::batch_of(io) : checks::batch_of(io, io.k, "k.batch"),
                     detail::extras_of(io), 0};
     call.max_tokens = checks::check_batch(call.batch, cache.max_sequences, most, max_name);
-    const tensor_size size = size_of_tensors<Cache>(call.batch, call.max_tokens, io.cu_seqlens);
+    const tensor_size size = size_of_tensors(call.batch, call.max_tokens, io.cu_seqlens);
     if (attends) {
         check_attention(cache, size, io);
     } else if (Cache::policy_type::has_eviction) {  // keeps queries

@@ -20,7 +20,13 @@ struct observed_call {
     rows_view<const T> q, k, v;
     rows_view<T> out;
     plane_view<float> lse;
+    const std::int32_t* edges = nullptr;  // of packed entries
 
+    /// Those of one packed entry, a batch of one.
+    [[nodiscard]] observed_call of_entry(std::int32_t i) const {
+        return {entry_rows(q, edges, i), entry_rows(k, edges, i), entry_rows(v, edges, i),
+                entry_rows(out, edges, i), entry_plane(lse, edges, i)};
+    }
     [[nodiscard]] observed_call at(std::int32_t j) const {
         observed_call rest = *this;
         rest.q.data += j * q.row_stride;
@@ -75,7 +81,9 @@ class observed_pass {
     void check(const Batch& batch, const observed_call<T>& call, bool attends = true) const {
         detail::check_same_params(seen_, cache_.kv_heads,
                                   [&](std::int32_t h) { return cache_.all_params[h]; });
-        const auto tokens = [&](std::int64_t i) { return batch.tokens(i); };
+        const auto tokens = [&](std::int64_t i) {
+            return call.edges != nullptr ? call.edges[batch.count] : batch.tokens(i);
+        };
         if (attends) {
             checks::check_finite_rows(ctx_, "q", call.q, tokens);
         }
@@ -99,19 +107,16 @@ class observed_pass {
         return cache_.layout(h).used(after, static_cast<std::int32_t>(num_long_range));
     }
 
+    /// Packed entries are taken one after another.
     void run(const Batch& batch, bool prompt, const observed_call<T>& call) {
-        std::int32_t longest = 0;
-        for (std::int32_t i = 0; i < batch.count; ++i) {
-            longest = std::max(longest, batch.tokens(i));
+        if (call.edges == nullptr) {
+            run_entries(batch, prompt, call);
+            return;
         }
-        for (std::int32_t done = 0; done < longest; done += block_) {
-            std::int32_t most = 0;
-            for (std::int32_t i = 0; i < batch.count; ++i) {
-                tokens_[i] = std::clamp(batch.tokens(i) - done, 0, block_);
-                most = std::max(most, tokens_[i]);
-            }
-            const Batch now{.count = batch.count, .seq_ids = batch.seq_ids, .q_len = tokens_, .length = most};
-            run_block(now, prompt, done, most, call.at(done));
+        for (std::int32_t i = 0; i < batch.count; ++i) {
+            const std::int32_t seq = batch.seq(i), tokens = batch.tokens(i);
+            run_entries({.count = 1, .seq_ids = &seq, .q_len = &tokens, .length = tokens}, prompt,
+                        call.of_entry(i));
         }
     }
 
@@ -131,6 +136,22 @@ class observed_pass {
     }
 
   private:
+    void run_entries(const Batch& batch, bool prompt, const observed_call<T>& call) {
+        std::int32_t longest = 0;
+        for (std::int32_t i = 0; i < batch.count; ++i) {
+            longest = std::max(longest, batch.tokens(i));
+        }
+        for (std::int32_t done = 0; done < longest; done += block_) {
+            std::int32_t most = 0;
+            for (std::int32_t i = 0; i < batch.count; ++i) {
+                tokens_[i] = std::clamp(batch.tokens(i) - done, 0, block_);
+                most = std::max(most, tokens_[i]);
+            }
+            const Batch now{.count = batch.count, .seq_ids = batch.seq_ids, .q_len = tokens_, .length = most};
+            run_block(now, prompt, done, most, call.at(done));
+        }
+    }
+
     observed_head<T>& head_at(std::int32_t i, std::int32_t h, int thread = 0) const {
         const std::size_t slot =
             lists_wait_ ? static_cast<std::size_t>(i) * static_cast<std::size_t>(cache_.kv_heads) +
@@ -351,7 +372,7 @@ void observed_tokens(const host& ctx, const Cache& cache, const Batch& all, std:
     });
     pass.run(batch, prompt, call);
     mark_appended(cache, batch);
-    clear_refused(cache, all, batch, call.out, call.lse);
+    clear_refused(cache, all, batch, call.out, call.lse, call.edges);
 }
 
 }  // namespace kvpolicy::host_backend

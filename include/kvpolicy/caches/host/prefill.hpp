@@ -554,8 +554,8 @@ void prefill(const host& ctx, const Ref<P, T>& cache, const step_io<T>& io, work
                             workspace_bytes(ctx, cache, {.batch = batch.count, .tokens = longest}));
     std::byte* const begin = detail::aligned(workspace.data);
     if constexpr (P::observed) {
-        hb::observed_tokens(ctx, cache, batch, longest, true, {io.q, io.k, io.v, io.out, io.lse}, begin,
-                            options.status);
+        hb::observed_tokens(ctx, cache, batch, longest, true,
+                            {io.q, io.k, io.v, io.out, io.lse, io.cu_seqlens}, begin, options.status);
     } else {
         const detail::step_extras scored = hb::with_scores(ctx, cache, batch, longest, extras, begin);
         hb::prefill_scored(ctx, cache, batch, longest, io.q, io.k, io.v, io.out,

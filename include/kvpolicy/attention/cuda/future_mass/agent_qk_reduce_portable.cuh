@@ -30,18 +30,18 @@ struct qk_reduce_portable_sizes {
     static constexpr int shared = totals + rows * 4 + 16;
 };
 
-/// Copies `Count` rows of a head, from `first` on, into a swizzled tile, by `Threads` threads. What lies
-/// beyond `length` or head_dim becomes 0.
+/// Copies `Count` rows of a head, which begins at `origin`, from row `first` on, into a swizzled tile, by
+/// `Threads` threads. What lies beyond `length` or head_dim becomes 0.
 template <int Count, int Dim, int Threads, class T>
-__device__ inline void copy_qk_tile(std::uint32_t to, const rows_view<const T>& from, std::int64_t b,
-                                    std::int64_t head, std::int32_t first, std::int32_t length, int thread) {
+__device__ inline void copy_qk_tile(std::uint32_t to, const T* origin, const rows_view<const T>& from,
+                                    std::int32_t first, std::int32_t length, int thread) {
     constexpr int chunks = Dim / 8;
     static_assert(Threads % chunks == 0);
     constexpr int at_once = Threads / chunks;  // rows
     const int chunk = thread % chunks;
     const int row = thread / chunks;
     const bool inside = chunk * 8 < from.dim;
-    const T* source = from.row(b, head, 0) + (inside ? chunk * 8 : 0);
+    const T* source = origin + (inside ? chunk * 8 : 0);
 #pragma unroll
     for (int i = 0; i < Count / at_once; ++i) {
         const int r = row + i * at_once;

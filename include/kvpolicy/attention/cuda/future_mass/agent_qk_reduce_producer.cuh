@@ -129,12 +129,14 @@ struct qk_reduce_producer {
 
     /// The rows of an item: 64 at a time, the swizzled tiles that one wgmma reads.
     __device__ __forceinline__ void fetch_rows(const qk_reduce_item& item) const {
+        const std::int32_t first = params.packed.rows.begin(item.b) + item.first;
 #pragma unroll 1
         for (int m = 0; m < sizes::rows / 64; ++m) {
 #pragma unroll
             for (int x = 0; x < Dim / 64; ++x) {
                 copy_box(memory.rows + static_cast<std::uint32_t>(m * Dim / 64 + x) * 64 * 128, rows_map,
-                         64 * x, item.first + 64 * m, item.head, item.b, memory.rows_filled);
+                         64 * x, first + 64 * m, item.head, params.packed.rows.sequence(item.b),
+                         memory.rows_filled);
             }
         }
     }
@@ -151,10 +153,12 @@ struct qk_reduce_producer {
                       params.bias + params.bias_row(item.b, head) + column, bias_bytes, full);
         }
         const std::uint32_t to = memory.ring + static_cast<std::uint32_t>(stage) * sizes::column_bytes;
+        const std::int32_t first = params.packed.rows.begin(item.b) + column,
+                           sequence = params.packed.rows.sequence(item.b);
 #pragma unroll
         for (int x = 0; x < Dim / 64; ++x) {
-            copy_box(to + static_cast<std::uint32_t>(x) * sizes::columns * 128, columns, 64 * x, column, head,
-                     item.b, full);
+            copy_box(to + static_cast<std::uint32_t>(x) * sizes::columns * 128, columns, 64 * x, first, head,
+                     sequence, full);
         }
         if (++stage == sizes::stages) {
             stage = 0;

@@ -42,7 +42,7 @@ __global__ void __launch_bounds__(256) qk_reduce_bias_kernel(const qk_reduce_par
         *params.next = 0;
     }
     const std::int32_t length = params.length_of(b);
-    const float* const lse = params.lse.head(b, head);
+    const float* const lse = params.lse_of(b, head);
     float* const bias = params.bias + params.bias_row(b, head);
     for (std::int64_t i = first + threadIdx.x; i < end; i += blockDim.x) {
         bias[i] = qk_reduce_bias(params, lse, static_cast<std::int32_t>(i), length);

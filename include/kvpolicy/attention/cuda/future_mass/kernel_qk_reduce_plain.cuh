@@ -39,6 +39,8 @@ __device__ __forceinline__ void multiply_band_plain(const qk_reduce_params<T, C>
     const auto thread = static_cast<int>(threadIdx.x);
     const int own = thread / 8;
     const int part = thread % 8;
+    const T* const rows = params.rows.row(item.b, item.head, params.packed.rows.begin(item.b));
+    const T* const columns = params.columns.row(item.b, of_columns, params.packed.rows.begin(item.b));
     for (std::int32_t from = 0; from < params.rows.dim; from += sizes::dims) {
         __syncthreads();
         for (int i = thread; i < sizes::rows * sizes::dims; i += sizes::threads) {
@@ -47,11 +49,11 @@ __device__ __forceinline__ void multiply_band_plain(const qk_reduce_params<T, C>
             const bool inside = from + x < params.rows.dim;
             memory.rows[r][x] =
                 inside && item.first + r < item.length
-                    ? static_cast<C>(params.rows.row(item.b, item.head, item.first + r)[from + x])
+                    ? static_cast<C>(rows[(item.first + r) * params.rows.row_stride + from + x])
                     : static_cast<C>(0);
             memory.columns[r][x] =
                 inside && column + r < item.length
-                    ? static_cast<C>(params.columns.row(item.b, of_columns, column + r)[from + x])
+                    ? static_cast<C>(columns[(column + r) * params.columns.row_stride + from + x])
                     : static_cast<C>(0);
         }
         __syncthreads();
@@ -112,7 +114,7 @@ __global__ void __launch_bounds__(256)
                 const qk_reduce_exponents<C>& e = params.exponents;
                 C x = e.scale * (e.cap > static_cast<C>(0) ? e.cap * tanh(dot[i] * e.inner) : dot[i]);
                 if constexpr (Pass::mass) {
-                    const float of = params.lse.head(item.b, of_columns)[c];
+                    const float of = params.lse_of(item.b, of_columns)[c];
                     x = of == -INFINITY ? static_cast<C>(-INFINITY)
                                         : x + e.of_lse * static_cast<C>(of) + e.shift;
                 }

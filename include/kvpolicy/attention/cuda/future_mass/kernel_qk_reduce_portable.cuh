@@ -59,8 +59,9 @@ __global__ void __launch_bounds__(128, Dim <= 128 ? 3 : 1)
     if (thread == 0) {
         *flag = 0;
     }
-    copy_qk_tile<sizes::rows, Dim, sizes::threads>(rows, params.rows, item.b, item.head, item.first,
-                                                   item.length, thread);
+    const std::int32_t begin = params.packed.rows.begin(item.b);
+    copy_qk_tile<sizes::rows, Dim, sizes::threads>(rows, params.rows.row(item.b, item.head, begin),
+                                                   params.rows, item.first, item.length, thread);
     const std::int32_t turns = item.tiles * params.streams;
     const row_constants constants = constants_of(params.exponents);
 
@@ -71,7 +72,7 @@ __global__ void __launch_bounds__(128, Dim <= 128 ? 3 : 1)
             if (turn < turns && thread < sizes::columns) {
                 const std::int32_t column =
                     qk_reduce_column<Pass, sizes::columns>(item, turn % item.tiles) + thread;
-                const float* lse = params.lse.head(item.b, params.column_head(item.head, turn / item.tiles));
+                const float* lse = params.lse_of(item.b, params.column_head(item.head, turn / item.tiles));
                 next_bias = qk_reduce_bias(params, lse, column, item.length);
             }
         }
@@ -79,9 +80,10 @@ __global__ void __launch_bounds__(128, Dim <= 128 ? 3 : 1)
     const auto fetch = [&](std::int32_t turn) {
         if (turn < turns) {
             copy_qk_tile<sizes::columns, Dim, sizes::threads>(
-                columns + static_cast<std::uint32_t>(turn % 2) * sizes::column_bytes, params.columns, item.b,
-                params.column_head(item.head, turn / item.tiles),
-                qk_reduce_column<Pass, sizes::columns>(item, turn % item.tiles), item.length, thread);
+                columns + static_cast<std::uint32_t>(turn % 2) * sizes::column_bytes,
+                params.columns.row(item.b, params.column_head(item.head, turn / item.tiles), begin),
+                params.columns, qk_reduce_column<Pass, sizes::columns>(item, turn % item.tiles), item.length,
+                thread);
             if (Pass::mass && thread < sizes::columns) {
                 bias[turn % 2 * sizes::columns + thread] = next_bias;
             }

@@ -6,6 +6,7 @@
 
 #include <kvpolicy/core/cuda_config.cuh>
 #include <kvpolicy/core/view.hpp>
+#include <kvpolicy/cuda/packed_rows.cuh>
 
 #include <cstdint>
 
@@ -80,6 +81,7 @@ struct qk_reduce_params {
     /// those alone.
     std::int32_t* flags = nullptr;
     std::int32_t* next = nullptr;  // of items that a Hopper kernel hands out, 0 when it begins
+    packed_entries packed;         // of rows, columns and lse; results are by sequence
 
     __device__ std::int32_t length_of(std::int64_t b) const {
         // A length that no view holds counts as an empty sequence, as everywhere on a device.
@@ -88,6 +90,10 @@ struct qk_reduce_params {
     }
     __device__ std::int32_t window_of(std::int32_t head) const {
         return windows != nullptr ? windows[head] : window;
+    }
+    /// The lse of a head's columns.
+    __device__ const float* lse_of(std::int64_t b, std::int64_t head) const {
+        return lse.head(b, head) + packed.rows.begin(b);
     }
     __device__ std::int64_t bias_row(std::int64_t b, std::int64_t of_columns) const {
         return (b * columns.heads + of_columns) * bias_stride;

@@ -41,7 +41,7 @@ struct agent_counted_lse {
             return;
         }
         clear();
-        const query_source<T> rows{params.q, b, head, first, length};
+        const query_source<T> rows{params.q, b, head, first, length, 0};
         const auto columns = [&](std::int32_t from) { return key_source<Params>{params, b, h, from, keys}; };
         const Tile tile(params.q.dim);
         tile.load_rows(rows);  // 1

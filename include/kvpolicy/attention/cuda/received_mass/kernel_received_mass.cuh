@@ -24,6 +24,7 @@ struct agent_received_mass {
     const Params& params;
     const std::int64_t b, h;
     const std::int32_t length, before, first, keys;  // keys: of the head
+    const std::int32_t row;                          // of query 0
     std::int32_t begin, end;                         // queries that count and see some key of the tile
     C sum[2][2];
     C best[2][Largest ? width : 1];  // of the group's heads so far
@@ -37,6 +38,7 @@ struct agent_received_mass {
           before(call.before_of(of_b, of_h)),
           first(tile * mass_tile_rows),
           keys(call.own ? before + length : before),
+          row(call.packed.begin(of_b)),
           begin(call.first_counted(of_h, length)),
           end(length) {}
 
@@ -94,8 +96,9 @@ struct agent_received_mass {
     }
 
     __device__ query_source<T> queries(std::int32_t turn) const {
-        return {params.q, b, h * params.group + turn % params.group,
-                begin + turn / params.group * Tile::columns, length};
+        return {
+            params.q, b,  h * params.group + turn % params.group, begin + turn / params.group * Tile::columns,
+            length,   row};
     }
 
     /// The queries of a turn, and -lse of each in base 2; -inf where the query gives nothing.
@@ -108,7 +111,7 @@ struct agent_received_mass {
         tile.load_columns(turn % 2, source);
         if (threadIdx.x < Tile::columns) {
             const std::int32_t i = source.first + static_cast<std::int32_t>(threadIdx.x);
-            const float lse = i < end ? params.lse.head(b, source.head)[i] : -INFINITY;
+            const float lse = i < end ? params.lse.head(b, source.head)[row + i] : -INFINITY;
             bias[turn % 2][threadIdx.x] = fabsf(lse) < INFINITY ? params.logits.of_lse * static_cast<C>(lse)
                                                                 : -static_cast<C>(INFINITY);
         }

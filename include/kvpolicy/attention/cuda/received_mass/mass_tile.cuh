@@ -155,15 +155,15 @@ struct plain_mass_tile {
     }
 };
 
-/// Query heads of a tile: queries [first, length) of head `head`.
+/// Query heads of a tile: queries [first, length) of head `head`; query 0 is row `begin`.
 template <class T>
 struct query_source {
     const rows_view<const T>& q;
     std::int64_t b, head;
-    std::int32_t first, length;
+    std::int32_t first, length, begin;
 
     __device__ const T* operator()(int r) const {
-        return first + r < length ? q.row(b, head, first + r) : nullptr;
+        return first + r < length ? q.row(b, head, begin + first + r) : nullptr;
     }
     __device__ const T* any() const { return q.data; }
 };

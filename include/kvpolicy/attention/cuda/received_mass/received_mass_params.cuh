@@ -6,6 +6,7 @@
 #include <kvpolicy/core/cuda_config.cuh>
 #include <kvpolicy/core/types.hpp>
 #include <kvpolicy/core/view.hpp>
+#include <kvpolicy/cuda/packed_rows.cuh>
 #include <kvpolicy/cuda/primitives/mma.cuh>
 #include <kvpolicy/masks/expiry.hpp>
 #include <kvpolicy/policies/parameters.hpp>
@@ -41,6 +42,7 @@ struct received_mass_params {
     const std::int32_t* lengths = nullptr;  // [B], queries of each sequence; null: n
     const std::int32_t* before = nullptr;   // [B, Hkv]; null: 0
     bool own = true;
+    packed_rows packed;         // of q, lse and the queries' own keys; then there is no list
     std::int32_t max_keys = 0;  // of a head
     std::int32_t counted = 0;   // the last so many queries count; below 0: as many as the head's window
     const HeadParams* all_params = nullptr;    // [Hkv], for those windows
@@ -63,7 +65,10 @@ struct received_mass_params {
         return most < length ? length - most : 0;
     }
     __device__ const T* key(std::int64_t b, std::int64_t h, std::int32_t j) const {
-        return rows.key(b, h, list != nullptr ? list[(b * kv_heads + h) * list_stride + j] : j);
+        return rows.key(b, h,
+                        list != nullptr ? list[(b * kv_heads + h) * list_stride + j]
+                        : own           ? packed.begin(b) + j
+                                        : j);
     }
     __device__ bool plain_logits() const {
         return logits.cap == compute(0) && !mask.expiry && !mask.log_bias;

@@ -30,7 +30,7 @@ struct append_params_of {
 };
 
 /// One launch for a FixedBudgetCache, two for pages, after those of scores. No kernel of attention is
-/// compiled for it.
+/// compiled for it. A policy that ranks keys by attention evicts by the masses that its keys have.
 template <class Cache>
 class append_plan : public decode_plan<append_plan<Cache>, Cache, typename append_params_of<Cache>::type> {
     using Params = typename append_params_of<Cache>::type;
@@ -75,26 +75,15 @@ class append_plan : public decode_plan<append_plan<Cache>, Cache, typename appen
     }
 };
 
-template <class P>
-constexpr void require_device_append() {
-    static_assert(
-        !P::observed,
-        "kvpolicy: on CUDA append takes a policy whose scores do not come from attention (H2O, TOVA "
-        "and SnapKV append on the host)");
-}
-
 /// Refuses what a call that appends without attention cannot take: io.q counts only for an eviction part,
-/// io.out and io.lse not at all. `tokens` is the most of an entry.
+/// io.out and io.lse not at all. `rows` as for check_cache_batch.
 template <class Cache, class T>
-void check_append_call(const Cache& cache, const Batch& batch, std::int32_t tokens, const StepIO<T>& io) {
-    require_device_append<typename Cache::policy_type>();
-    detail::require(io.cu_seqlens == nullptr, "io.cu_seqlens", "given",
-                    "null in a call without attention: give each entry its q_len");
-    const CallSize rows{batch.count, tokens};
+void check_append_call(const Cache& cache, const Batch& batch, const CallSize& rows, const StepIO<T>& io) {
     check_cache_batch(cache, batch, rows);
     check_chunk(cache, batch, rows, io.k, io.v, detail::extras_of(io));
     if constexpr (Cache::policy_type::has_eviction) {
-        checks::check_rows("q", io.q, batch.count, cache.kv_heads * cache.group, tokens, cache.head_dim_qk);
+        checks::check_rows("q", io.q, rows.batch, cache.kv_heads * cache.group, rows.tokens,
+                           cache.head_dim_qk);
         check_aligned("q", io.q);
     }
 }
@@ -106,8 +95,10 @@ requires CacheRef<Ref<P, T>>
 void append(const cuda& ctx, const Ref<P, T>& cache, const step_io<T>& io, workspace_view workspace,
             const StepOptions& options) {
     namespace cb = cuda_backend;
+    detail::require(io.cu_seqlens == nullptr, "io.cu_seqlens", "given",
+                    "null in append, whose entries have one token");
     const Batch batch = checks::batch_of(io, io.k, "k.batch");
-    cb::check_append_call(cache, batch, 1, io);
+    cb::check_append_call(cache, batch, {batch.count, 1}, io);
     const cb::device_scope device(ctx, cache.device);
     cb::append_plan<Ref<P, T>>(ctx, device, cache, batch.count).step(batch, io, workspace, options.status);
 }

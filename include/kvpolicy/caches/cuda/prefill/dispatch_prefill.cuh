@@ -26,10 +26,10 @@ inline std::int32_t max_tokens(const Batch& batch, std::int32_t length) {
 }
 
 /// The most tokens that an entry of a packed call may bring, whose edges the device alone knows. `draft`: to
-/// append_draft.
-template <class Cache, class T>
-std::int32_t max_packed_tokens(const Cache& cache, const StepIO<T>& io, bool draft) {
-    const std::int32_t total = std::max(io.q.length, 0), length = io.batch.length;
+/// append_draft. `rows`: of the call's tensors.
+template <class Cache>
+std::int32_t max_packed_tokens(const Cache& cache, const Batch& named, std::int32_t rows, bool draft) {
+    const std::int32_t total = std::max(rows, 0), length = named.length;
     const std::int32_t allowed = draft ? cache.max_draft_tokens : std::numeric_limits<std::int32_t>::max();
     if (length == Batch::not_set) {
         return std::min(total, allowed);
@@ -61,6 +61,29 @@ StepIO<T> by_entry(StepIO<T> io, std::int32_t count) {
     return io;
 }
 
+/// The size of a call's tensors, and the most tokens of an entry, which `batch` then has, too.
+struct chunk_size {
+    CallSize rows;
+    std::int32_t tokens = 0;
+};
+template <class Cache, class T>
+chunk_size size_of_chunk(const Cache& cache, const StepIO<T>& io, std::int32_t length, bool draft,
+                         Batch& batch) {
+    if (io.cu_seqlens == nullptr) {
+        const std::int32_t tokens = max_tokens(batch, length);
+        return {{batch.count, tokens}, tokens};
+    }
+    batch.length = max_packed_tokens(cache, io.batch, length, draft);
+    return {{1, length}, batch.length};
+}
+
+/// Whether the caller can attend to a chunk that is decided before it is written.
+template <class P>
+constexpr void require_standing_scores() {
+    static_assert(!P::observed,
+                  "kvpolicy: append_chunk and chunk_expiry take a policy whose scores do not "
+                  "change with every query");
+}
 template <class P>
 constexpr void require_drafts() {
     static_assert(
@@ -98,31 +121,23 @@ std::size_t chunk_workspace_bytes(const cuda& ctx, const Cache& cache, const Cal
 template <class Dims, class Cache, class T>
 void attend_chunk(bool draft, const cuda& ctx, const Cache& cache, const StepIO<T>& io,
                   workspace_view workspace, const StepOptions& options) {
-    const bool attends = !draft || io.out.data != nullptr, packed = io.cu_seqlens != nullptr;
+    const bool attends = !draft || io.out.data != nullptr;
     Batch batch = attends ? checks::batch_of(io) : checks::batch_of(io, io.k, "k.batch");
-    detail::require(!packed || !Cache::policy_type::observed, "io.cu_seqlens", "given",
-                    "null on CUDA where the policy ranks keys by attention: give each entry its q_len");
-    detail::require(!packed || attends, "io.cu_seqlens", "given",
-                    "null where io.out is: give each entry its q_len");
-    const std::int32_t tokens =
-        packed ? max_packed_tokens(cache, io, draft) : max_tokens(batch, attends ? io.q.length : io.k.length);
-    if (packed) {
-        batch.length = tokens;
-    }
+    const chunk_size size = size_of_chunk(cache, io, attends ? io.q.length : io.k.length, draft, batch);
+    const std::int32_t tokens = size.tokens;
     detail::require(!draft || tokens <= cache.max_draft_tokens, "q.length", tokens, [&] {
         return detail::text("at most the cache's max_draft_tokens, ", cache.max_draft_tokens,
                             " (CacheShape::draft tokens)");
     });
-    const CallSize rows = packed ? CallSize{1, io.q.length} : CallSize{batch.count, tokens};
     if (attends) {
-        check_cache_call(cache, batch, rows, io.q, io.k, io.v, io.out, detail::extras_of(io));
+        check_cache_call(cache, batch, size.rows, io.q, io.k, io.v, io.out, detail::extras_of(io));
     } else if constexpr (!Cache::policy_type::observed) {
-        check_append_call(cache, batch, tokens, io);
+        check_append_call(cache, batch, size.rows, io);
     }
     check_chunk_keys<T>(batch.count, tokens, io.k, io.v);
     chunk_plan<Cache, Dims> plan(ctx, cache, batch.count, tokens);
     if constexpr (Cache::policy_type::observed) {
-        plan.run(batch, io, workspace, options.status);
+        plan.run(batch, by_entry(io, batch.count), workspace, options.status);
     } else {
         plan.attend_chunk(draft, batch, by_entry(io, batch.count), workspace, options.status);
     }
@@ -150,14 +165,14 @@ void accept_chunk(const cuda& ctx, const Cache& cache, const Batch& named, works
         .accept(batch, workspace, options.status);
 }
 
-/// Checks a call without attention with io's chunk. Returns the most tokens of an entry, and the batch.
+/// Checks a call without attention with io's chunk. Returns its size, and the batch.
 template <class Cache, class T>
-std::int32_t check_brought_chunk(const Cache& cache, const StepIO<T>& io, Batch& batch) {
+chunk_size check_brought_chunk(const Cache& cache, const StepIO<T>& io, Batch& batch) {
     batch = checks::batch_of(io, io.k, "k.batch");
-    const std::int32_t tokens = max_tokens(batch, io.k.length);
-    check_append_call(cache, batch, tokens, io);
-    check_chunk_keys<T>(batch.count, tokens, io.k, io.v);
-    return tokens;
+    const chunk_size size = size_of_chunk(cache, io, io.k.length, false, batch);
+    check_append_call(cache, batch, size.rows, io);
+    check_chunk_keys<T>(batch.count, size.tokens, io.k, io.v);
+    return size;
 }
 
 }  // namespace cuda_backend
@@ -166,17 +181,19 @@ template <class Dims, class P, Storage T, template <class, class> class Ref>
 requires CacheRef<Ref<P, T>> std::size_t append_workspace_bytes(const cuda& ctx, const Ref<P, T>& cache,
                                                                 const CallSize& size) {
     namespace cb = cuda_backend;
-    cb::require_device_append<P>();
     cb::require_device_policy<P>();
     cb::check_on_device(cache);
     checks::check_call_size(size);
     const cb::device_scope device(ctx, cache.device);
     const std::size_t bytes = cb::append_plan<Ref<P, T>>(ctx, device, cache, size.batch).lay_out(nullptr);
-    if (size.tokens <= 1) {
-        return bytes;
+    if constexpr (!P::observed) {  // which takes no chunk without attention
+        if (size.tokens > 1) {
+            return std::max(
+                bytes,
+                cb::prefill_plan<Ref<P, T>, void>(ctx, cache, size.batch, size.tokens).lay_out(nullptr));
+        }
     }
-    return std::max(bytes,
-                    cb::prefill_plan<Ref<P, T>, void>(ctx, cache, size.batch, size.tokens).lay_out(nullptr));
+    return bytes;
 }
 
 template <class Dims, class P, Storage T, template <class, class> class Ref>
@@ -184,10 +201,11 @@ requires CacheRef<Ref<P, T>>
 void append_chunk(const cuda& ctx, const Ref<P, T>& cache, const step_io<T>& io, workspace_view workspace,
                   const StepOptions& options) {
     namespace cb = cuda_backend;
+    cb::require_standing_scores<P>();
     Batch batch;
-    const std::int32_t tokens = cb::check_brought_chunk(cache, io, batch);
+    const std::int32_t tokens = cb::check_brought_chunk(cache, io, batch).tokens;
     cb::prefill_plan<Ref<P, T>, void>(ctx, cache, batch.count, tokens)
-        .append_chunk(batch, io, workspace, options.status);
+        .append_chunk(batch, cb::by_entry(io, batch.count), workspace, options.status);
 }
 
 template <class Dims, class P, Storage T, template <class, class> class Ref>
@@ -195,19 +213,21 @@ requires CacheRef<Ref<P, T>>
 void chunk_expiry(const cuda& ctx, const Ref<P, T>& cache, const step_io<T>& io, const ChunkExpiry& expiry,
                   workspace_view workspace, const StepOptions& options) {
     namespace cb = cuda_backend;
+    cb::require_standing_scores<P>();
     Batch batch;
-    std::int32_t tokens = 0;
+    cb::chunk_size size;
     if (io.k.data != nullptr) {
-        tokens = cb::check_brought_chunk(cache, io, batch);
+        size = cb::check_brought_chunk(cache, io, batch);
     } else {
         batch = cb::check_accepted(cache, io.batch);
-        tokens = cb::max_tokens(batch, cache.max_draft_tokens);
+        size.tokens = cb::max_tokens(batch, cache.max_draft_tokens);
+        size.rows = {batch.count, size.tokens};
     }
     checks::check_plane("expiry.cached", expiry.cached, batch.count, cache.kv_heads,
                         static_cast<std::int32_t>(cb::max_rows_of(cache)));
-    checks::check_plane("expiry.tokens", expiry.tokens, batch.count, cache.kv_heads, tokens);
-    cb::prefill_plan<Ref<P, T>, void>(ctx, cache, batch.count, tokens)
-        .chunk_expiry(batch, io, expiry, workspace, options.status);
+    checks::check_plane("expiry.tokens", expiry.tokens, size.rows.batch, cache.kv_heads, size.rows.tokens);
+    cb::prefill_plan<Ref<P, T>, void>(ctx, cache, batch.count, size.tokens)
+        .chunk_expiry(batch, cb::by_entry(io, batch.count), expiry, workspace, options.status);
 }
 
 template <class Dims, class P, Storage T, template <class, class> class Ref>

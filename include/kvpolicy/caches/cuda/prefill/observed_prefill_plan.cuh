@@ -46,24 +46,35 @@ class observed_prefill_plan : prefill_plan<Cache, Dims> {
         block_.moved = parts.template take<std::int32_t>(rows);
         block_.num_long_range = parts.template take<std::int32_t>(heads());
         const T* const any = nullptr;
+        const std::int32_t count = call_.batch.count, heads_of_q = call_.cache.kv_heads * ref_.group;
+        lse_ = parts.template take<float>(std::int64_t{count} * heads_of_q * tokens_);
         reduce_at_ = before + parts.bytes();
         reduce_.data = memory == nullptr ? nullptr : static_cast<unsigned char*>(memory) + reduce_at_;
         workspace_parts reduce(reduce_.data);
-        const std::int32_t heads_of_q = call_.cache.kv_heads * ref_.group;
-        lse_ = take_lse<T>(
-            reduce, view_bhsd(any, call_.batch.count, heads_of_q, call_.tokens.most, call_.cache.head_dim_qk),
-            view_bhsd(any, call_.batch.count, call_.cache.kv_heads, call_.tokens.most,
-                      call_.cache.head_dim_qk));
+        const std::int32_t dim = call_.cache.head_dim_qk;
+        static_cast<void>(
+            qk_reduce_workspace::take(reduce, view_bhsd(any, count, heads_of_q, call_.tokens.most, dim),
+                                      view_bhsd(any, count, call_.cache.kv_heads, call_.tokens.most, dim)));
         reduce_.bytes = reduce.bytes();
         return reduce_at_ + reduce_.bytes;
     }
 
+    /// Tensors name all entries, packed ones too (by_entry).
     void run(const Batch& batch, const StepIO<T>& io, workspace_view workspace, std::uint32_t* status) {
+        const std::int64_t max_rows = std::int64_t{batch.count} * tokens_;
+        detail::require(io.cu_seqlens == nullptr || io.lse || io.q.length <= max_rows, "q.length",
+                        io.q.length, [&] {
+                            return detail::text("at most ", max_rows,
+                                                ", the batch's entries times the most tokens of one, where "
+                                                "entries are packed and io.lse is null");
+                        });
         base::begin(batch, workspace, status, [this](void* memory) { return lay_out(memory); });
         const std::int32_t block = call_.tokens.most;
         prefill_params<View> whole = call_;
         whole.tokens.most = tokens_;
         whole.appended = all_;
+        whole.tokens.packed = call_.tokens.packed = {io.cu_seqlens};
+        whole.packed_total = io.q.length;
         launch("prefill_begin_kernel", prefill_begin_kernel<View>, call_.batch.count == 0 ? 0 : 1,
                prefill_threads, 0, ctx_, whole);
         whole.batch.q_len = all_;
@@ -90,7 +101,11 @@ class observed_prefill_plan : prefill_plan<Cache, Dims> {
     /// A tensor or plane from token `from` on.
     template <class Rows>
     static Rows rows_from(Rows of, std::int32_t from, std::int32_t most) {
-        of.data += std::int64_t{from} * of.row_stride;
+        std::int64_t stride = 1;
+        if constexpr (requires { of.row_stride; }) {
+            stride = of.row_stride;
+        }
+        of.data += from * stride;
         of.length = most;
         return of;
     }
@@ -100,12 +115,8 @@ class observed_prefill_plan : prefill_plan<Cache, Dims> {
         const rows_view<const T> q = rows_from(io.q, done, most);
         call_.tokens.k = rows_from(io.k, done, most);
         call_.tokens.v = rows_from(io.v, done, most);
-        plane_view<float> lse = lse_;
-        if (io.lse) {
-            lse = io.lse;
-            lse.data += done;
-            lse.length = most;
-        }
+        const plane_view<float> lse = lse_of(done, io);
+        call_.packed_total = io.q.length - done;
         block_.call = call_;
         block_.evicts_at_steps = P::scorer_type::evicts_at_steps;
         block_.done = done;
@@ -126,10 +137,25 @@ class observed_prefill_plan : prefill_plan<Cache, Dims> {
                prefill_threads, 0, ctx_, block_);
     }
 
+    /// The lse of the block's queries: in the caller's plane, where that is given.
+    [[nodiscard]] plane_view<float> lse_of(std::int32_t done, const StepIO<T>& io) const {
+        const std::int32_t count = call_.batch.count, most = call_.tokens.most;
+        plane_view<float> lse = view_bhs(lse_, count, call_.cache.kv_heads * ref_.group, most);
+        if (io.lse) {
+            lse = rows_from(io.lse, done, most);
+        } else if (io.cu_seqlens != nullptr) {
+            lse = rows_from(view_bhs(lse_, 1, lse.heads, io.q.length), done, most);
+            lse.batch = count;
+            lse.batch_stride = 0;
+        }
+        return lse;
+    }
+
     /// The masses of entries and of the block's tokens.
     void observe(const rows_view<const T>& q, const plane_view<float>& lse) {
         const std::int32_t count = call_.batch.count, kv_heads = call_.cache.kv_heads;
         const Sequences block{.batch = count, .length = call_.tokens.most, .lengths = call_.appended};
+        const packed_entries packed{call_.tokens.packed, call_.packed_total};
         rows_view<const T> k = call_.tokens.k;
         k.batch = count;
         rows_view<const T> queries = q;
@@ -140,10 +166,12 @@ class observed_prefill_plan : prefill_plan<Cache, Dims> {
                                        view_bhs(block_.chunk_mass, count, kv_heads, call_.tokens.most));
         chunk.all_params = call_.cache.all_params;
         chunk.counted = seen_.queries == 0 ? -1 : seen_.queries;
+        chunk.packed = packed.rows;
+        chunk.rows.k.length = packed.rows.edges != nullptr ? packed.total : k.length;
         if (seen_.queries == unlimited &&
             (seen_.aggregate == group_aggregate::mean || call_.cache.group == 1)) {
             dense_mass_by<T, Dims>(ctx_, qk_reduce_path::hopper, ref_.attention, queries, k, block, lse, true,
-                                   chunk.mass, reduce_);
+                                   chunk.mass, reduce_, packed);
         } else {
             launch_received_mass<Dims>(ctx_, chunk, halves, seen_.aggregate);
         }
@@ -171,8 +199,8 @@ class observed_prefill_plan : prefill_plan<Cache, Dims> {
     Observation seen_ = ref_.scorer.observation();
     observed_prefill_params<View> block_{.call = call_};
     std::int32_t* all_ = nullptr;  // [count]: tokens of the call
-    plane_view<float> lse_{};      // of a block
-    workspace_view reduce_{};      // of dense_mass_by; lse_ behind it
+    float* lse_ = nullptr;         // [count, Hq, block], or packed [Hq, total]
+    workspace_view reduce_{};      // of dense_mass_by
     std::size_t reduce_at_ = 0;
 };
 

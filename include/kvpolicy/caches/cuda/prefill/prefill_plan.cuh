@@ -174,9 +174,7 @@ class prefill_plan {
     void attend_chunk(bool draft, const Batch& batch, const StepIO<T>& io, workspace_view workspace,
                       std::uint32_t* status) {
         begin(batch, workspace, status);
-        bring(io);
-        count_tokens();
-        call_.scores = arriving_.of(ctx_, ref_.scorer, call_.batch, detail::extras_of(io));
+        bring(io, io.out.data != nullptr ? io.q.length : io.k.length);
         decide(!draft);
         if constexpr (paged) {
             if (!draft) {
@@ -199,9 +197,7 @@ class prefill_plan {
     void append_chunk(const Batch& batch, const StepIO<T>& io, workspace_view workspace,
                       std::uint32_t* status) {
         begin(batch, workspace, status);
-        bring(io);
-        count_tokens();
-        call_.scores = arriving_.of(ctx_, ref_.scorer, call_.batch, detail::extras_of(io));
+        bring(io, io.k.length);
         decide(true);
         write();
         remember(io.q, false);
@@ -212,9 +208,7 @@ class prefill_plan {
                       workspace_view workspace, std::uint32_t* status) {
         begin(batch, workspace, status);
         if (io.k.data != nullptr) {
-            bring(io);
-            count_tokens();
-            call_.scores = arriving_.of(ctx_, ref_.scorer, call_.batch, detail::extras_of(io));
+            bring(io, io.k.length);
         } else {
             call_.tokens.spare = true;
             count_tokens();
@@ -262,16 +256,18 @@ class prefill_plan {
         call_.batch = batch;
         call_.status = status;
     }
-    /// The tokens are a call's tensors.
-    void bring(const StepIO<T>& io) {
+    /// The tokens are a call's tensors, of `rows` rows where entries are packed.
+    void bring(const StepIO<T>& io, std::int32_t rows) {
         call_.tokens.k = io.k;
         call_.tokens.v = io.v;
         call_.tokens.k.length = call_.tokens.v.length = call_.tokens.most;
         call_.tokens.packed = {io.cu_seqlens};
-        call_.packed_total = io.q.length;
+        call_.packed_total = rows;
         if constexpr (scores_given<P>) {
             call_.packed_scores = call_.tokens.packed;
         }
+        count_tokens();
+        call_.scores = arriving_.of(ctx_, ref_.scorer, call_.batch, detail::extras_of(io));
     }
     /// The tokens that count are those of the batch, from here on.
     void count_tokens() {
@@ -449,7 +445,7 @@ class prefill_plan {
         }
         call.past_counts(call_.past_rows + (queries != nullptr ? head : 0));
         if (call_.tokens.packed.edges != nullptr) {
-            call.entries_packed({call_.tokens.packed.edges + first}, call_.packed_total);
+            call.entries_packed({{call_.tokens.packed.edges + first}, call_.packed_total});
         }
         return body(call);
     }
