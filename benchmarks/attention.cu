@@ -218,6 +218,12 @@ void add_observed_masks() {
         },
         10);
     add(
+        "observed mask/16k, H2O, maximum over the group",
+        [=](benchmark::State& state) {
+            observed_mask(state, s, kvp::h2o_for_total(4096, {{}, kvp::group_aggregate::max}));
+        },
+        10);
+    add(
         "observed mask/16k, TOVA",
         [=](benchmark::State& state) { observed_mask(state, s, kvp::tova_for_total(4096)); }, 10);
     add(

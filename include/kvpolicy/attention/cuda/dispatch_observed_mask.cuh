@@ -141,8 +141,9 @@ class observed_mask_plan {
         const plane_view<float> lse = view_bhs(lse_.data, q.batch, q.heads, tokens);
         plane_view<float> mass =
             view_bhs(list_.mass, call_.q.batch, call_.k.heads, static_cast<std::int32_t>(list_.stride));
-        if (first == 0 && seen_.queries == unlimited &&
-            (seen_.aggregate == group_aggregate::mean || q.heads == k.heads)) {
+        // Queries that see all earlier keys, all of which count.
+        const bool dense = first == 0 && seen_.queries == unlimited;
+        if (dense && (seen_.aggregate == group_aggregate::mean || q.heads == k.heads)) {
             k.length = tokens;
             dense_mass_by<T, Dims>(call_.ctx, call_.path, call_.attention, q, k, block, lse, false, mass,
                                    workspace_);
@@ -156,7 +157,12 @@ class observed_mask_plan {
         params.all_params = all_params_;
         params.counted = seen_.queries == 0 ? -1 : seen_.queries;
         const bool halves = takes_tiles<Dims>(call_.path, q, k);
-        launch_counted_lse<Dims>(call_.ctx, params, halves, seen_.queries == 0 ? window_ : seen_.queries);
+        if (dense) {
+            k.length = tokens;
+            causal_lse_by<T, Dims>(call_.ctx, call_.path, call_.attention, q, k, block, lse, workspace_);
+        } else {
+            launch_counted_lse<Dims>(call_.ctx, params, halves, seen_.queries == 0 ? window_ : seen_.queries);
+        }
         launch_received_mass<Dims>(call_.ctx, params, halves, seen_.aggregate);
     }
 
