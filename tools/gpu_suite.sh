@@ -126,9 +126,11 @@ gpu.caches.scorers  | $all_checks | few calls
 gpu.caches.conv     | memcheck synccheck | *bf16*
 gpu.caches.observed_steps    | memcheck synccheck racecheck | a layer*,TOVA*
 gpu.caches.observed_paged_steps | memcheck synccheck racecheck | H2O*
+gpu.caches.observed_append | memcheck synccheck racecheck | what is no mass*,decoded*
 gpu.caches.write_gate        | $all_checks | few calls
 gpu.caches.utility_predictor | $all_checks | few calls
 gpu.caches.packed            | memcheck synccheck | *
+gpu.caches.packed_observed   | memcheck synccheck | SnapKV*
 gpu.caches.scorers_mlstm | memcheck synccheck initcheck | few calls
 gpu.caches.observed_prefill | memcheck synccheck racecheck | prompts of budgets*,prompts of several*
 gpu.caches.mlstm_prefill       | memcheck synccheck initcheck | few calls

@@ -21,7 +21,8 @@ inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 // for. Grids depend on shapes and capacities, and whatever changes from step to step is read from device
 // memory when the work runs, so one captured graph serves all later steps.
 //
-// Policies: all; those that rank keys by attention without drafts (append_draft and accept do not compile).
+// Policies: all; those that rank keys by attention without drafts and without chunks of an engine's attention
+// (append_draft, accept, append_chunk and chunk_expiry do not compile).
 // Scorers: given scores, LinearScorer, MlpScorer, WriteGateScorer, UtilityPredictor, mLSTMScorer, ConvScorer,
 // all that observe attention, and what specializes device_scorer (others do not compile). Given the same
 // scores, the same keys are kept as on the host; steps put them in the same rows too.
@@ -40,13 +41,15 @@ inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 // (status_layer_skipped). Not detected: sequences named twice in a batch.
 // options.status [count], where given, is OR-ed into.
 //
-// Packed batches (io.cu_seqlens; prefill and append_draft): an entry brings as many tokens as its edges say,
-// at most batch.length. Without batch.length that is the total of q, in append_draft at most
-// max_draft_tokens. Workspace and grids are those of CallSize{count, that most}, however long the tensors
-// are, so give a batch of many entries its batch.length. Where q_len is given, too, it must agree. An entry
-// with edges beyond q, with more tokens than the most, or with another q_len counts as one of no token and
-// sets status_bad_length; so do all entries from the first that an edge falls in, and all of them where the
-// first edge is not 0. Results are those of the same entries in padded tensors, bit for bit.
+// Packed batches (io.cu_seqlens; prefill, append_draft, append_chunk and chunk_expiry): an entry brings as
+// many tokens as its edges say, at most batch.length. Without batch.length that is the total of q (of k in a
+// call without attention), in append_draft at most max_draft_tokens. Workspace and grids are those of
+// CallSize{count, that most}, however long the tensors are, so give a batch of many entries its batch.length.
+// Where q_len is given, too, it must agree. An entry with edges beyond q, with more tokens than the most, or
+// with another q_len counts as one of no token and sets status_bad_length; so do all entries from the first
+// that an edge falls in, and all of them where the first edge is not 0. Results are those of the same entries
+// in padded tensors, bit for bit. A policy that ranks keys by attention reads the lse of its queries: where
+// io.lse is null, tensors of more rows than count times the most tokens of an entry are refused.
 //
 // A DualCache takes the same calls. Where its pool has no pages for an entry, the entry is left as it is, its
 // out is 0, its lse -inf, and status_pool_exhausted is set: the same entries as on the host. Pages may have
@@ -54,7 +57,7 @@ inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 // not move the sequence, so give one.
 //
 // Refused before anything is enqueued: shapes that disagree, a head_dim beyond Dims, rows that are not
-// aligned, too little workspace, cu_seqlens in step and attend. Failing CUDA calls throw
+// aligned, too little workspace, cu_seqlens in step, append and attend. Failing CUDA calls throw
 // kvpolicy::cuda_error.
 
 /// Gives a ref of an unbound cache, of which sizes are taken, the context's device.
@@ -107,12 +110,21 @@ requires CacheRef<Ref<P, T>>
 void prefill(const cuda& ctx, const Ref<P, T>& cache, const step_io<T>& io, workspace_view workspace,
              const StepOptions& options = {});
 
-/// As the host's append. One launch for a FixedBudgetCache, two for pages; a scorer has launches of its own
+/// As the host's append, but that keys are not looked at: one that is not finite shows in the masses of later
+/// queries. One launch for a FixedBudgetCache, two for pages; a scorer has launches of its own
 /// before them, as in a step. No kernel of attention is compiled for it. `Dims` is ignored.
 template <class Dims = all_head_dims, class P, Storage T, template <class, class> class Ref>
 requires CacheRef<Ref<P, T>>
 void append(const cuda& ctx, const Ref<P, T>& cache, const step_io<T>& io, workspace_view workspace,
             const StepOptions& options = {});
+
+/// As the host's observe. One launch. A mass that is no number of 0 or more counts as 0 and sets
+/// status_nan_score. Refuses masses below the rows that a head of the layer can ever use: in a DualCache at
+/// most PoolShape::max_seq_len; rows that are not in use are not read. `Dims` and `workspace` are ignored.
+template <class Dims = all_head_dims, class P, Storage T, template <class, class> class Ref>
+requires CacheRef<Ref<P, T>>
+void observe(const cuda& ctx, const Ref<P, T>& cache, const Batch& batch, input_plane<float> masses,
+             workspace_view workspace = {}, const StepOptions& options = {});
 
 /// As the host's chunk_expiry. Refuses expiry.cached below the rows that a head of the layer can ever use: in
 /// a DualCache at most PoolShape::max_seq_len.

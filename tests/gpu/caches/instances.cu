@@ -3,6 +3,7 @@
 #include <kvpolicy/caches/cuda/decode/dispatch_append.cuh>
 #include <kvpolicy/caches/cuda/decode/dispatch_decode.cuh>
 #include <kvpolicy/caches/cuda/dispatch_export_heads.cuh>
+#include <kvpolicy/caches/cuda/observed/dispatch_observe.cuh>
 #include <kvpolicy/caches/cuda/paged/dispatch_paged.cuh>
 #include <kvpolicy/caches/cuda/prefill/dispatch_prefill.cuh>
 #include <kvpolicy/h2o.hpp>
@@ -59,6 +60,10 @@ template void Paged::restore<cuda_build>(const cuda&, std::int32_t, const void*,
 using Observed = FixedBudgetRef<H2O<>, bf16>;
 template void step<head_dims<64>>(const cuda&, const Observed&, const StepIO<bf16>&, workspace_view,
                                   const StepOptions&);
+template void append<Dims>(const cuda&, const Observed&, const StepIO<bf16>&, workspace_view,
+                           const StepOptions&);
+template void observe<Dims>(const cuda&, const Observed&, const Batch&, input_plane<float>, workspace_view,
+                            const StepOptions&);
 
 using Parts = Policy<Sink<>, Window<>, TopKBudget<>, Stride<>, QuestPages<16>, SnapKVEviction>;
 template void step<head_dims<64>>(const cuda&, const DualRef<Parts, bf16>&, const StepIO<bf16>&,

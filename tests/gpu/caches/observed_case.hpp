@@ -109,38 +109,38 @@ CallTensors<T> observed_tokens(const kvpolicy::CacheShape& shape, std::int32_t c
     return in;
 }
 
-/// Steps of random sequences, some of which bring no token, and now and then another call.
-template <class T, class Both>
-void observed_life(Both& both, Keys kind, std::int32_t turns, std::mt19937& generator,
-                   const kvpolicy::AttentionParams& attention = {}) {
-    const kvpolicy::CacheShape& shape = both.shape;
+/// Turns of random batches, some of whose entries bring no token, and now and then another call between two
+/// tokens. before(), then take(sequences, tokens) or the other call, then after(what was done).
+template <class Both, class Before, class Take, class After>
+void observed_turns(Both& both, std::int32_t turns, std::mt19937& generator, const Before& before,
+                    const Take& take, const After& after) {
+    const std::int32_t all = both.shape.max_sequences;
     const auto pick = [&](std::int32_t below) {
         return static_cast<std::int32_t>(generator() % static_cast<std::uint32_t>(below));
     };
-    NearMasses near;
     for (std::int32_t turn = 0; turn < turns; ++turn) {
-        take_over(both);
-        std::vector<std::int32_t> seq_ids(static_cast<std::size_t>(shape.max_sequences)), q_len;
+        CAPTURE(turn);
+        before();
+        std::vector<std::int32_t> seq_ids(static_cast<std::size_t>(all)), q_len;
         for (std::size_t i = 0; i < seq_ids.size(); ++i) {
             seq_ids[i] = static_cast<std::int32_t>(i);
         }
         std::shuffle(seq_ids.begin(), seq_ids.end(), generator);
         if (pick(4) == 0) {
-            seq_ids.resize(static_cast<std::size_t>(1 + pick(shape.max_sequences)));
+            seq_ids.resize(static_cast<std::size_t>(1 + pick(all)));
         }
         for (std::size_t i = 0; i < seq_ids.size(); ++i) {
             q_len.push_back(pick(8) != 0 ? 1 : 0);
         }
-        const auto in = observed_tokens<T>(shape, static_cast<std::int32_t>(seq_ids.size()), kind, generator);
-        const std::int32_t what = pick(24), a = pick(shape.max_sequences), b = pick(shape.max_sequences);
-        std::string done = "step";
+        const std::int32_t what = pick(24), a = pick(all), b = pick(all);
+        std::string done = "tokens";
         if (what == 0) {
             both.fork(a, b);
             done = "fork";
         } else if (what == 1) {
             std::vector<std::int32_t> sources(static_cast<std::size_t>(1 + a));
             for (std::int32_t& source : sources) {
-                source = pick(shape.max_sequences);
+                source = pick(all);
             }
             both.reorder(sources);
             done = "reorder";
@@ -152,14 +152,30 @@ void observed_life(Both& both, Keys kind, std::int32_t turns, std::mt19937& gene
             both.cache.clear(both.device, a);
             done = "clear";
         } else {
+            take(seq_ids, q_len);
+        }
+        after(done);
+    }
+}
+
+/// Steps of random sequences, each from the device's state.
+template <class T, class Both>
+void observed_life(Both& both, Keys kind, std::int32_t turns, std::mt19937& generator,
+                   const kvpolicy::AttentionParams& attention = {}) {
+    NearMasses near;
+    observed_turns(
+        both, turns, generator, [&] { take_over(both); },
+        [&](const std::vector<std::int32_t>& seq_ids, const std::vector<std::int32_t>& q_len) {
+            const auto in =
+                observed_tokens<T>(both.shape, static_cast<std::int32_t>(seq_ids.size()), kind, generator);
             near.take(in, attention);
             both.call(Mode::step, seq_ids, q_len, in);
-        }
-        CAPTURE(turn);
-        CAPTURE(done);
-        both.near_rows(near);
-        near.check();
-    }
+        },
+        [&](const std::string& done) {
+            CAPTURE(done);
+            both.near_rows(near);
+            near.check();
+        });
 }
 
 }  // namespace test

@@ -133,4 +133,34 @@ __global__ void engine_attention(const EngineCall<T> call) {
     }
 }
 
+/// What each exported entry gets of the only query of its sequence, with the call.lse that engine_attention
+/// left: the mean or the largest weight over the query heads of its KV head. Other rows stay as they are.
+///
+/// Grid: entries * KV heads blocks. Block: engine_threads. Out: masses [entries, KV heads, rows].
+template <class T>
+__global__ void engine_masses(const EngineCall<T> call, const bool mean,
+                              const kvpolicy::plane_view<float> masses) {
+    const auto sequence = static_cast<std::int32_t>(blockIdx.x);
+    const std::int32_t entry = sequence / call.kv_heads, kv_head = sequence % call.kv_heads;
+    if (call.q_len[entry] == 0) {
+        return;
+    }
+    for (auto i = static_cast<std::int32_t>(threadIdx.x); i < call.pages.rows(sequence);
+         i += engine_threads) {
+        double mass = 0.0;
+        for (std::int32_t g = 0; g < call.group; ++g) {
+            const std::int32_t head = kv_head * call.group + g;
+            const T* const q = call.q.row(entry, head, 0);
+            double sum = 0.0;
+            for (std::int32_t d = 0; d < call.q.dim; ++d) {
+                sum += static_cast<double>(static_cast<float>(q[d])) *
+                       static_cast<double>(static_cast<float>(call.pages.key(sequence, i)[d]));
+            }
+            const double weight = exp(call.scale * sum - static_cast<double>(call.lse.head(entry, head)[0]));
+            mass = mean ? mass + weight / call.group : weight > mass ? weight : mass;
+        }
+        masses.head(entry, kv_head)[i] = static_cast<float>(mass);
+    }
+}
+
 }  // namespace test

@@ -108,6 +108,10 @@ class agent_append_head : agent_decode_head<Launch> {
             if (lane_id() == 0) {
                 note_.victim = victim;
             }
+        } else if constexpr (base::observed) {
+            if (threadIdx.x == 0) {
+                note_.victim = -1;  // scores change, in observe(), before the next step looks
+            }
         } else {
             this->note_next_victim(head, q, step, note_);
         }

@@ -162,7 +162,7 @@ class agent_write_entries {
         if (head_ == 0) {
             call_.cache.num_draft[seq_] = 0;
         }
-        if constexpr (scored_by_steps<typename Launch::Scorer>) {
+        if constexpr (Launch::leaves_logits) {
             call_.observed.after[std::int64_t{entry_} * call_.cache.kv_heads + head_] = {
                 head.layout.used(q + 1, moved.note.num_long_range), moved.note.num_long_range, seq_, 0};
         }

@@ -35,6 +35,8 @@ struct decode_params {
     using View = View_;
     using T = typename Rows::T;
     using Compute = typename Rows::Compute;
+    /// Whether a step leaves its logits for scores. append has no attention: observe() is given the masses.
+    static constexpr bool leaves_logits = scored_by_steps<Scorer> && requires { Rows::heads; };
 
     View cache;
     Batch batch{};
@@ -51,7 +53,7 @@ struct decode_params {
     std::int32_t width = 0;            // of a state
     stream_logits<Compute> logits{};
     // What a step leaves for step_mass_kernel, where that makes the scores.
-    std::conditional_t<scored_by_steps<Scorer>, step_logits<Compute>, no_logits> observed{};
+    std::conditional_t<leaves_logits, step_logits<Compute>, no_logits> observed{};
     bool writes = true;  // a step; else attention over the rows as they are
     std::int32_t score_parts = 1;
     Gate gate;
@@ -59,7 +61,7 @@ struct decode_params {
 
     /// Where the logits of `heads` query heads go, from head `first` of the group of `pair` on.
     [[nodiscard]] __device__ auto logits_of(std::int64_t pair, std::int32_t first, std::int32_t heads) const {
-        if constexpr (scored_by_steps<Scorer>) {
+        if constexpr (leaves_logits) {
             return writes ? observed.of(pair, first, heads) : logit_rows<Compute>{};
         } else {
             return no_logits{};
@@ -67,7 +69,7 @@ struct decode_params {
     }
     /// Says that an entry takes no token. By one thread for each of its KV heads.
     __device__ void leave_logits([[maybe_unused]] std::int64_t pair) const {
-        if constexpr (scored_by_steps<Scorer>) {
+        if constexpr (leaves_logits) {
             if (writes) {
                 observed.after[pair] = {};
             }

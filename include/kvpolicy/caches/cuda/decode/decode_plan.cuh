@@ -88,9 +88,10 @@ class decode_plan {
         }
         score(batch, {.k = io.k, .v = io.v});
         plan().run();
-        if constexpr (scored_by_steps<Scorer>) {
+        if constexpr (Params::leaves_logits) {
             if (!call_.observed.in_step) {
-                launch_step_mass(ctx_, device_, call_.cache, batch.count, call_.observed, status);
+                launch_step_mass(ctx_, device_, call_.cache, batch.count, call_.observed, call_.observed.rows,
+                                 status);
             }
         }
     }
@@ -117,7 +118,7 @@ class decode_plan {
             call_.parts = (cache.group + Rows::heads - 1) / Rows::heads;
             shared_ = static_cast<std::size_t>(Rows::warps) * Rows::shared_bytes(cache.head_dim_vo);
         }
-        if constexpr (scored_by_steps<Scorer>) {
+        if constexpr (Params::leaves_logits) {
             observe_as(call_.observed, cache.scorer.observation());
         }
     }

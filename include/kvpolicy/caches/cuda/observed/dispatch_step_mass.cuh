@@ -40,19 +40,19 @@ inline void check_step_observation(const Observation& seen) {
                     "1 on CUDA, where decode steps do not pool masses");
 }
 
-/// Enqueues what makes scores of the logits of a step.
-template <class View, class Compute>
+/// Enqueues what makes scores of the masses of `source`, of heads of at most `rows` rows.
+template <class View, class Source>
 void launch_step_mass(const cuda& ctx, const device_scope& device, const View& cache, std::int32_t count,
-                      const step_logits<Compute>& logits, std::uint32_t* status) {
-    step_mass_params<View, Compute> call{.cache = cache, .logits = logits, .status = status};
+                      const Source& source, std::int64_t rows, std::uint32_t* status) {
+    step_mass_params<View, Source> call{.cache = cache, .source = source, .status = status};
     // Enough warps to hide loads. A warp with several tiles asks for its head once.
     constexpr std::int64_t warps_of_sm = 16;
-    const std::int64_t tiles = (logits.rows + mass_tile::rows - 1) / mass_tile::rows + 1;
+    const std::int64_t tiles = (rows + mass_tile::rows - 1) / mass_tile::rows + 1;
     const std::int64_t blocks = std::int64_t{count} * call.parts(),
                        wanted = warps_of_sm / mass_warps * device.attribute(cudaDevAttrMultiProcessorCount);
     call.shares = static_cast<std::int32_t>(
         std::clamp<std::int64_t>((wanted + blocks - 1) / std::max<std::int64_t>(blocks, 1), 1, tiles));
-    constexpr auto kernel = step_mass_kernel<View, Compute>;
+    constexpr auto kernel = step_mass_kernel<View, Source>;
     share_sms<kernel>(device);  // its blocks wait beside those of the step
     launch_early<kernel>("step_mass_kernel", blocks * call.shares, 32 * mass_warps, 0, device, ctx, 1, call);
 }

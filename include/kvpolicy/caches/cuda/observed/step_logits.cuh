@@ -66,6 +66,7 @@ struct alignas(16) step_rows {
 /// The parts of the workspace. All logits are in units of log 2.
 template <class Compute>
 struct step_logits {
+    using compute = Compute;
     Compute* logit = nullptr;    // [count, Hkv, rows, stride]
     Compute* lse = nullptr;      // [count, Hq]; +inf where a query sees nothing, NaN where a logit is NaN
     step_rows* after = nullptr;  // [count, Hkv]
