@@ -20,15 +20,12 @@ namespace cuda_backend {
 /// Into how many blocks the `rows` rows of each of `heads` heads are cut, on a GPU that holds
 /// `num_sms * resident` blocks at once. Few heads: as many as keep the SMs busy, since softmax states have to
 /// be merged, and none of few rows. More heads than the GPU holds blocks: five times as many blocks as it
-/// holds, so that the last blocks do not leave most SMs idle. `uneven`: another launch has some SMs
-/// meanwhile; then two blocks a head at least, where an SM would have two or three heads.
+/// holds, so that the last blocks do not leave most SMs idle.
 inline std::int32_t decode_splits(std::int64_t heads, std::int64_t rows, std::int64_t num_sms,
-                                  std::int64_t resident, bool uneven) {
+                                  std::int64_t resident) {
     constexpr std::int64_t least_rows = 512;
     const std::int64_t places = num_sms * resident;
-    const std::int64_t blocks = heads > places              ? 5 * places
-                                : uneven && heads > num_sms ? 2 * heads
-                                                            : num_sms * 7 / 5;
+    const std::int64_t blocks = heads > places ? 5 * places : num_sms * 7 / 5;
     const std::int64_t wanted = (blocks + heads - 1) / heads;
     const std::int64_t useful = std::clamp<std::int64_t>(rows / least_rows, 1, max_splits);
     return static_cast<std::int32_t>(std::clamp<std::int64_t>(wanted, 1, useful));
@@ -58,7 +55,7 @@ class contiguous_decode_plan
         : base(ctx, device, cache, count) {
         const std::int64_t num_sms = device.attribute(cudaDevAttrMultiProcessorCount);
         const std::int64_t alone = std::max<std::int64_t>(heads() * call_.parts, 1);
-        call_.splits = decode_splits(alone, cache.max_capacity, num_sms, Rows::blocks, decides_late<Scorer>);
+        call_.splits = decode_splits(alone, cache.max_capacity, num_sms, Rows::blocks);
         call_.leader_blocks = alone * (call_.splits + 1) <= 2 * num_sms ? 1 : 0;
         cluster_if_few(alone, cache.max_capacity, num_sms);
         // Refused here, before the scorer's launch has moved its states.

@@ -39,14 +39,11 @@ inline void launch_hidden_layer(const cuda& ctx, const device_scope& device,
     // Few tokens: many blocks, so that all of the memory's rate is used; and where there is one for each SM,
     // a step's blocks beside them spread evenly.
     constexpr std::int32_t few = 128;
-    const bool spread =
-        call.predictor.hidden <= 2 * device.attribute(cudaDevAttrMultiProcessorCount) && call.count <= few;
-    if (spread && call.count == 1) {
-        launch_hidden_layer<1, 1>(ctx, device, call);
-    } else if (spread) {
-        launch_hidden_layer<8, 1>(ctx, device, call);
-    } else if (call.count == 1) {
+    const bool spread = call.predictor.hidden <= 2 * device.attribute(cudaDevAttrMultiProcessorCount);
+    if (call.count == 1) {
         launch_hidden_layer<1, 2>(ctx, device, call);
+    } else if (call.count <= few && spread) {
+        launch_hidden_layer<8, 1>(ctx, device, call);
     } else if (call.count <= few) {
         launch_hidden_layer<4, 2>(ctx, device, call);
     } else {
