@@ -9,6 +9,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <type_traits>
 
 namespace kvpolicy {
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
@@ -45,8 +46,8 @@ template <class View, class Source>
 void launch_step_mass(const cuda& ctx, const device_scope& device, const View& cache, std::int32_t count,
                       const Source& source, std::int64_t rows, std::uint32_t* status) {
     step_mass_params<View, Source> call{.cache = cache, .source = source, .status = status};
-    // Enough warps to hide loads. A warp with several tiles asks for its head once.
-    constexpr std::int64_t warps_of_sm = 16;
+    // Enough warps to hide loads, beside a step's. A warp with several tiles asks for its head once.
+    constexpr std::int64_t warps_of_sm = std::is_same_v<Source, given_masses> ? 48 : 16;
     const std::int64_t tiles = (rows + mass_tile::rows - 1) / mass_tile::rows + 1;
     const std::int64_t blocks = std::int64_t{count} * call.parts(),
                        wanted = warps_of_sm / mass_warps * device.attribute(cudaDevAttrMultiProcessorCount);
