@@ -8,7 +8,19 @@ from importlib.metadata import PackageNotFoundError, version
 
 from kvpolicy._native import has_cuda
 from kvpolicy.attention import attend, causal_lse, future_mass
+from kvpolicy.distillation import l2_distillation, top_distillation, top_logits
 from kvpolicy.files import Scorers
+from kvpolicy.gates import (
+    LambdaController,
+    compression_loss,
+    eviction_sums,
+    eviction_target,
+    gate_density,
+    gate_sparsity,
+    retention_counts,
+    retention_penalty,
+    straight_through,
+)
 from kvpolicy.losses import BoundaryResult, boundary_loss
 from kvpolicy.masks import (
     AnnealedGate,
@@ -20,6 +32,17 @@ from kvpolicy.masks import (
     ThresholdSoftGate,
     build_log_bias,
     build_mask,
+)
+from kvpolicy.metrics import Recall, density, evict_ratio, live_keys, oracle_recall, retention_map
+from kvpolicy.observed import (
+    H2O,
+    TOVA,
+    AccumulatedMass,
+    LastMass,
+    SnapKV,
+    WindowMass,
+    build_observed_mask,
+    received_mass,
 )
 from kvpolicy.policy import (
     DMS,

@@ -1,11 +1,11 @@
-"""Calls of the extension modules: _host for CPU tensors, _cuda for CUDA tensors."""
+"""Operators of torch.library over calls of the extension modules: _host for CPU tensors, _cuda for CUDA
+tensors."""
 
 import functools
 import importlib
 import importlib.util
 
 import torch
-from torch.utils.dlpack import to_dlpack
 
 
 @functools.cache
@@ -34,31 +34,15 @@ def types(kind, operation="attention"):
     return getattr(_module(kind), f"{operation}_types")
 
 
-def _argument(value):
-    """Tensors become DLPack capsules, also within tuples and lists."""
-    if isinstance(value, torch.Tensor):
-        # Tensors that need a gradient have no capsule, and the call below autograd needs none.
-        return to_dlpack(value.detach())
-    if isinstance(value, (tuple, list)):
-        return type(value)(map(_argument, value))
-    return value
-
-
-def _context(device):
-    """The two numbers that stand for a context: threads, or stream and device."""
-    if device.type == "cuda":
-        return torch.cuda.current_stream(device).cuda_stream, device.index
-    return torch.get_num_threads(), -1
-
-
 def call(name, device, *arguments):
     """Runs a function of the module of `device`, on the current stream of a GPU, with a workspace of
     torch's allocator. Arguments are checked before anything is written."""
     function = getattr(_module(device.type), name)
-    context = _context(device)
-    size = function(*context, *_argument(arguments), None)
-    workspace = torch.empty(size, dtype=torch.uint8, device=device)
-    function(*context, *_argument(arguments), to_dlpack(workspace))
+    if device.type == "cuda":
+        context = torch._C._cuda_getCurrentRawStream(device.index), device.index
+    else:
+        context = torch.get_num_threads(), -1
+    function(*context, *arguments, lambda size: torch.empty(size, dtype=torch.uint8, device=device))
 
 
 def rows(tensor):
@@ -68,24 +52,103 @@ def rows(tensor):
     return tensor.contiguous()
 
 
-def define(name, schema):
-    """Registers the decorated function as operator kvpolicy::name, for CPU and CUDA."""
-
-    def register(function):
-        torch.library.define(f"kvpolicy::{name}", schema)
-        torch.library.impl(f"kvpolicy::{name}", ("cpu", "cuda"), function)
-        return function
-
-    return register
+def outputs_of(lengths):
+    """What makes a result: tokens beyond a sequence's length are not written."""
+    return torch.empty if lengths is None else torch.zeros
 
 
-def refuse_gradient(name, what):
-    """The backward pass of an operator that has none."""
+# ---- operators ---------------------------------------------------------------------------------------------
 
+_TENSORS = frozenset((torch.Tensor, torch.nn.Parameter))
+_OTHERS = frozenset((type(None), int, float, bool, str, list, tuple))
+
+
+def _traced():
+    """Whether somebody looks at operators: torch.compile, a dispatch mode, a transform, a tracer."""
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._are_functorch_transforms_active()
+        or torch._C._get_tracing_state() is not None
+    )
+
+
+class Operator:
+    """The operator kvpolicy::`name` for CPU and CUDA: `run` writes results, `fake` makes their shapes, and
+    backward(ctx, *gradients) with setup(ctx, inputs, output) is its gradient as torch.library takes it; without
+    them a gradient is refused, which `refusal` names.
+
+    A call with plain tensors goes straight to `run`, under a torch.autograd.Function where a gradient is
+    wanted: the dispatcher's way through Python takes longer than a short kernel. Other calls, those of
+    torch.compile among them, take torch.ops. A list of tensors, if any, is the argument `at_list`."""
+
+    def __init__(self, name, schema, run, fake, backward=None, setup=None, refusal="", at_list=None):
+        qualified = f"kvpolicy::{name}"
+        torch.library.define(qualified, schema)
+        torch.library.impl(qualified, ("cpu", "cuda"), run)
+        torch.library.register_fake(qualified)(fake)
+        self.overload = getattr(torch.ops.kvpolicy, name).default
+        self.run, self.at_list = run, at_list
+        self.function = None
+        if backward is None:
+            backward, setup = _refuse(name, refusal), _keep_nothing
+        else:
+            self.function = _function(name, run, backward, setup, at_list)
+        torch.library.register_autograd(qualified, backward, setup_context=setup)
+
+    def __call__(self, *arguments):
+        at = self.at_list
+        flat = arguments if at is None else (*arguments[:at], *arguments[at], *arguments[at + 1 :])
+        if _traced():
+            return self.overload(*arguments)
+        wanted = False
+        for argument in flat:
+            kind = type(argument)
+            if kind in _TENSORS:
+                wanted = wanted or argument.requires_grad
+            elif kind not in _OTHERS:
+                return self.overload(*arguments)
+        if not (wanted and torch.is_grad_enabled()):
+            return self.run(*arguments)
+        if self.function is None:
+            return self.overload(*arguments)
+        if at is None:
+            return self.function.apply(*arguments)
+        return self.function.apply(*flat, len(arguments[at]))
+
+
+def _refuse(name, what):
     def backward(_ctx, *_gradients):
         raise NotImplementedError(f"{name}: a gradient through {what} is not there; pass detached tensors")
 
-    def setup(ctx, inputs, output):
-        pass
+    return backward
 
-    torch.library.register_autograd(f"kvpolicy::{name}", backward, setup_context=setup)
+
+def _keep_nothing(ctx, inputs, output):
+    pass
+
+
+def _function(name, run, backward, setup, at_list):
+    """The autograd function of an operator. With a list of tensors its last argument is their number."""
+
+    def whole(arguments):
+        if at_list is None:
+            return arguments
+        *rest, number = arguments
+        end = at_list + number
+        return (*rest[:at_list], list(rest[at_list:end]), *rest[end:])
+
+    def forward(*arguments):
+        return run(*whole(arguments))
+
+    def setup_context(ctx, inputs, output):
+        setup(ctx, whole(inputs), output)
+
+    def gradients(ctx, *outputs):
+        found = backward(ctx, *outputs)
+        if at_list is None:
+            return found
+        return (*found[:at_list], *found[at_list], *found[at_list + 1 :], None)
+
+    members = {"forward": forward, "setup_context": setup_context, "backward": gradients}
+    return type(name, (torch.autograd.Function,), {key: staticmethod(f) for key, f in members.items()})

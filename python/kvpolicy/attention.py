@@ -3,6 +3,7 @@
 import torch
 
 from kvpolicy import _native
+from kvpolicy._native import Operator
 from kvpolicy.masks import Mask
 
 _MASK = "Tensor? expiry, Tensor? log_bias, Tensor? bias_from"
@@ -17,12 +18,8 @@ def _plane32(tensor):
 # ---- attend ------------------------------------------------------------------------------------------------
 
 
-@_native.define(
-    "attend", f"(Tensor q, Tensor k, Tensor v, {_MASK}, {_SEQUENCES}, {_NUMBERS}) -> (Tensor, Tensor)"
-)
 def _attend(q, k, v, expiry, log_bias, bias_from, lengths, starts, cu_seqlens, sm_scale, logits_soft_cap):
-    # Queries beyond a sequence's length are not written.
-    make = torch.empty if lengths is None else torch.zeros
+    make = _native.outputs_of(lengths)
     out = make((*q.shape[:-1], v.shape[-1]), dtype=q.dtype, device=q.device)
     lse = make(q.shape[:-1], dtype=torch.float32, device=q.device)
     mask = (_native.rows(expiry), _plane32(log_bias), bias_from)
@@ -32,19 +29,13 @@ def _attend(q, k, v, expiry, log_bias, bias_from, lengths, starts, cu_seqlens, s
     return out, lse
 
 
-@torch.library.register_fake("kvpolicy::attend")
-def _(q, k, v, *_others):
+def _attend_fake(q, k, v, *_others):
     return (
         torch.empty((*q.shape[:-1], v.shape[-1]), dtype=q.dtype, device=q.device),
         torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device),
     )
 
 
-@_native.define(
-    "attend_backward",
-    f"(Tensor d_out, Tensor out, Tensor lse, Tensor q, Tensor k, Tensor v, {_MASK}, {_SEQUENCES}, "
-    f"{_NUMBERS}, bool deterministic) -> (Tensor, Tensor, Tensor, Tensor)",
-)
 def _attend_backward(
     d_out,
     out,
@@ -62,7 +53,7 @@ def _attend_backward(
     logits_soft_cap,
     deterministic,
 ):
-    make = torch.empty if lengths is None else torch.zeros
+    make = _native.outputs_of(lengths)
     d_q = make(q.shape, dtype=q.dtype, device=q.device)
     d_k = torch.empty(k.shape, dtype=k.dtype, device=k.device)
     d_v = torch.empty(v.shape, dtype=v.dtype, device=v.device)
@@ -90,14 +81,23 @@ def _attend_backward(
     return d_q, d_k, d_v, d_log_bias.to(log_bias.dtype)
 
 
-@torch.library.register_fake("kvpolicy::attend_backward")
-def _(d_out, out, lse, q, k, v, expiry, log_bias, *_others):
+def _attend_backward_fake(d_out, out, lse, q, k, v, expiry, log_bias, *_others):
     def like(x):
         return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
     real = torch.float64 if q.dtype == torch.float64 else torch.float32
     d_log_bias = torch.empty(0, dtype=real, device=q.device) if log_bias is None else like(log_bias)
     return like(q), like(k), like(v), d_log_bias
+
+
+_attend_backward_operator = Operator(
+    "attend_backward",
+    f"(Tensor d_out, Tensor out, Tensor lse, Tensor q, Tensor k, Tensor v, {_MASK}, {_SEQUENCES}, "
+    f"{_NUMBERS}, bool deterministic) -> (Tensor, Tensor, Tensor, Tensor)",
+    _attend_backward,
+    _attend_backward_fake,
+    refusal="the gradient of attend (a second derivative)",
+)
 
 
 def _attend_setup(ctx, inputs, output):
@@ -119,14 +119,20 @@ def _attend_gradient(ctx, d_out, d_lse):
         v = pad(v, (0, 8))
         out = pad(torch.cat((out, -d_lse[..., None].to(out.dtype)), -1), (0, 7))
         d_out = pad(pad(d_out, (0, 1), value=1.0), (0, 7))
-    d_q, d_k, d_v, d_log_bias = torch.ops.kvpolicy.attend_backward(
+    d_q, d_k, d_v, d_log_bias = _attend_backward_operator(
         d_out, out, lse, q, k, v, *others, *ctx.numbers, torch.are_deterministic_algorithms_enabled()
     )
     return d_q, d_k, d_v[..., :value_dim], None, None if others[1] is None else d_log_bias, *(None,) * 6
 
 
-torch.library.register_autograd("kvpolicy::attend", _attend_gradient, setup_context=_attend_setup)
-_native.refuse_gradient("attend_backward", "the gradient of attend (a second derivative)")
+_attend_operator = Operator(
+    "attend",
+    f"(Tensor q, Tensor k, Tensor v, {_MASK}, {_SEQUENCES}, {_NUMBERS}) -> (Tensor, Tensor)",
+    _attend,
+    _attend_fake,
+    _attend_gradient,
+    _attend_setup,
+)
 
 
 def attend(
@@ -162,7 +168,7 @@ def attend(
     every run. On CUDA the work is enqueued on the current stream.
     """
     mask = Mask(None) if mask is None else mask
-    out, lse = torch.ops.kvpolicy.attend(
+    out, lse = _attend_operator(
         q, k, v, *mask, lengths, starts, cu_seqlens, sm_scale or 0.0, logits_soft_cap
     )
     return (out, lse) if return_lse else out
@@ -171,33 +177,32 @@ def attend(
 # ---- future_mass -------------------------------------------------------------------------------------------
 
 
-@_native.define("causal_lse", f"(Tensor q, Tensor k, Tensor? lengths, {_NUMBERS}) -> Tensor")
 def _causal_lse(q, k, lengths, sm_scale, logits_soft_cap):
-    lse = torch.zeros(q.shape[:-1], dtype=torch.float32, device=q.device)
+    lse = _native.outputs_of(lengths)(q.shape[:-1], dtype=torch.float32, device=q.device)
     _native.call("causal_lse", q.device, q, k, (lengths, None, None), sm_scale, logits_soft_cap, lse)
     return lse
 
 
-@torch.library.register_fake("kvpolicy::causal_lse")
-def _(q, *_others):
+def _causal_lse_fake(q, *_others):
     return torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
 
 
-_native.refuse_gradient("causal_lse", "lse")
+_causal_lse_operator = Operator(
+    "causal_lse",
+    f"(Tensor q, Tensor k, Tensor? lengths, {_NUMBERS}) -> Tensor",
+    _causal_lse,
+    _causal_lse_fake,
+    refusal="lse",
+)
 
 
 def causal_lse(q, k, *, lengths=None, sm_scale=None, logits_soft_cap=0.0):
     """lse[b, h, d] = log sum over t <= d of exp(logit(d, t)), [B, Hq, S] float32: the normalizer of dense
     causal attention, for q [B, Hq, S, Dk] and k [B, Hkv, S, Dk]. O(S^2) time, no S x S array. It has no
     gradient."""
-    return torch.ops.kvpolicy.causal_lse(q, k, lengths, sm_scale or 0.0, logits_soft_cap)
+    return _causal_lse_operator(q, k, lengths, sm_scale or 0.0, logits_soft_cap)
 
 
-@_native.define(
-    "future_mass",
-    f"(Tensor q, Tensor k, Tensor lse, Tensor? lengths, {_NUMBERS}, int[] windows, int look_ahead, "
-    "bool normalize, bool mean, float epsilon, float beta) -> Tensor",
-)
 def _future_mass(
     q,
     k,
@@ -212,7 +217,7 @@ def _future_mass(
     epsilon,
     beta,
 ):
-    target = torch.zeros(k.shape[:-1], dtype=torch.float32, device=q.device)
+    target = _native.outputs_of(lengths)(k.shape[:-1], dtype=torch.float32, device=q.device)
     _native.call(
         "future_mass",
         q.device,
@@ -233,12 +238,18 @@ def _future_mass(
     return target
 
 
-@torch.library.register_fake("kvpolicy::future_mass")
-def _(q, k, *_others):
+def _future_mass_fake(q, k, *_others):
     return torch.empty(k.shape[:-1], dtype=torch.float32, device=q.device)
 
 
-_native.refuse_gradient("future_mass", "the future-attention target")
+_future_mass_operator = Operator(
+    "future_mass",
+    f"(Tensor q, Tensor k, Tensor lse, Tensor? lengths, {_NUMBERS}, int[] windows, int look_ahead, "
+    "bool normalize, bool mean, float epsilon, float beta) -> Tensor",
+    _future_mass,
+    _future_mass_fake,
+    refusal="the future-attention target",
+)
 
 
 def future_mass(
@@ -275,7 +286,7 @@ def future_mass(
     if lse is None:
         lse = causal_lse(q, k, lengths=lengths, sm_scale=sm_scale, logits_soft_cap=logits_soft_cap)
     windows = (window,) if isinstance(window, int) else tuple(window)
-    return torch.ops.kvpolicy.future_mass(
+    return _future_mass_operator(
         q,
         k,
         lse,

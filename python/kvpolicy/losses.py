@@ -5,6 +5,7 @@ from typing import NamedTuple
 import torch
 
 from kvpolicy import _native
+from kvpolicy._native import Operator
 from kvpolicy.masks import _POLICY, _native_policy, _wide, numbers_of
 
 
@@ -17,17 +18,29 @@ class BoundaryResult(NamedTuple):
     counts: torch.Tensor
 
 
+def loss_of(record, dtype):
+    """The scalar loss of a record that the library wrote: the bits of a float64, then counts."""
+    return record[:1].view(torch.float64).reshape(()).to(dtype, copy=True)
+
+
+def loss_setup(ctx, inputs, output):
+    """The gradient of an operator that returns (loss, gradient of its first argument)."""
+    ctx.save_for_backward(output[1])
+    ctx.count = len(inputs)
+    ctx.mark_non_differentiable(output[1])
+
+
+def loss_gradient(ctx, d_loss, _d_gradient):
+    (gradient,) = ctx.saved_tensors
+    return d_loss.to(gradient.dtype) * gradient, *(None for _ in range(ctx.count - 1))
+
+
 _NUMBERS = (
     "float temperature, float omega_min, float margin_temperature, bool balance, float balance_least, "
     "float balance_most, int count, float late, float scale, int seed"
 )
 
 
-@_native.define(
-    "boundary_loss",
-    f"(Tensor scores, Tensor? log_gamma, Tensor target, {_POLICY}, {_NUMBERS}, Tensor? lengths) "
-    "-> (Tensor, Tensor, Tensor, Tensor)",
-)
 def _boundary_loss(scores, log_gamma, target, instance, sinks, windows, budgets, thresholds, *rest):
     *numbers, lengths = rest
     wide = _wide(scores)
@@ -50,7 +63,7 @@ def _boundary_loss(scores, log_gamma, target, instance, sinks, windows, budgets,
         d_log_gamma,
         record,
     )
-    loss = record[:1].view(torch.float64).reshape(()).to(wide.dtype, copy=True)
+    loss = loss_of(record, wide.dtype)
     if log_gamma is None:
         d_log_gamma = torch.empty(0, dtype=torch.float64, device=scores.device)
     else:
@@ -58,8 +71,7 @@ def _boundary_loss(scores, log_gamma, target, instance, sinks, windows, budgets,
     return loss, record[1:].clone(), d_scores.to(scores.dtype), d_log_gamma
 
 
-@torch.library.register_fake("kvpolicy::boundary_loss")
-def _(scores, log_gamma, *_others):
+def _boundary_fake(scores, log_gamma, *_others):
     wide = torch.float64 if scores.dtype == torch.float64 else torch.float32
 
     def empty(shape, dtype):
@@ -83,7 +95,15 @@ def _boundary_gradient(ctx, d_loss, *_others):
     return scale * d_scores, d_log_gamma, *(None for _ in range(ctx.count - 2))
 
 
-torch.library.register_autograd("kvpolicy::boundary_loss", _boundary_gradient, setup_context=_boundary_setup)
+_boundary_operator = Operator(
+    "boundary_loss",
+    f"(Tensor scores, Tensor? log_gamma, Tensor target, {_POLICY}, {_NUMBERS}, Tensor? lengths) "
+    "-> (Tensor, Tensor, Tensor, Tensor)",
+    _boundary_loss,
+    _boundary_fake,
+    _boundary_gradient,
+    _boundary_setup,
+)
 
 
 def boundary_loss(
@@ -129,7 +149,7 @@ def boundary_loss(
     log_gamma = policy.log_gamma
     if log_gamma is not None:
         log_gamma = log_gamma.to(scores.device).expand(scores.shape[1])
-    loss, counts, _, _ = torch.ops.kvpolicy.boundary_loss(
+    loss, counts, _, _ = _boundary_operator(
         scores,
         log_gamma,
         target.detach(),

@@ -6,6 +6,8 @@ from typing import NamedTuple, Optional
 import torch
 
 from kvpolicy import _native
+from kvpolicy._native import Operator
+from kvpolicy.policy import ObservedScorer
 
 
 class Mask(NamedTuple):
@@ -34,24 +36,35 @@ def _native_policy(instance, sinks, windows, budgets, thresholds, log_gamma=None
     return instance, list(sinks), list(windows), list(budgets), list(thresholds), log_gammas
 
 
+def _filled(like, value, dtype, lengths):
+    """A result of the shape of `like`; tokens beyond a sequence's length are not written."""
+    if lengths is None:
+        return torch.empty(like.shape, dtype=dtype, device=like.device)
+    return torch.full(like.shape, value, dtype=dtype, device=like.device)
+
+
 # ---- build_mask --------------------------------------------------------------------------------------------
 
 
-@_native.define(
-    "build_mask",
-    f"(Tensor scores, {_POLICY}, Tensor? log_gamma, Tensor? lengths, Tensor? cu_seqlens) -> Tensor",
-)
 def _build_mask(scores, instance, sinks, windows, budgets, thresholds, log_gamma, lengths, cu_seqlens):
-    expiry = torch.full(scores.shape, -1, dtype=torch.int32, device=scores.device)
+    expiry = _filled(scores, -1, torch.int32, lengths)
     policy = _native_policy(instance, sinks, windows, budgets, thresholds, log_gamma)
     ranked = None if instance == "window" else _native.rows(scores.float())
     _native.call("build_mask", scores.device, policy, ranked, (lengths, None, cu_seqlens), expiry)
     return expiry
 
 
-@torch.library.register_fake("kvpolicy::build_mask")
-def _(scores, *_others):
+def _build_mask_fake(scores, *_others):
     return torch.empty(scores.shape, dtype=torch.int32, device=scores.device)
+
+
+_build_mask_operator = Operator(
+    "build_mask",
+    f"(Tensor scores, {_POLICY}, Tensor? log_gamma, Tensor? lengths, Tensor? cu_seqlens) -> Tensor",
+    _build_mask,
+    _build_mask_fake,
+    refusal="expiries",
+)
 
 
 def build_mask(policy, scores, *, lengths=None, cu_seqlens=None):
@@ -66,7 +79,9 @@ def build_mask(policy, scores, *, lengths=None, cu_seqlens=None):
     enqueued on the current stream. A NaN score that is read raises ValueError on the CPU; on CUDA it ranks
     last. O(S log k) per head.
     """
-    expiry = torch.ops.kvpolicy.build_mask(
+    if isinstance(policy.scorer, ObservedScorer):
+        raise ValueError(f"policy: {policy!r} is not allowed; build_observed_mask takes it, with q and k")
+    expiry = _build_mask_operator(
         scores.detach(), *numbers_of(policy), policy.log_gamma, lengths, cu_seqlens
     )
     return Mask(expiry)
@@ -148,12 +163,11 @@ def _wide(scores):
     return _native.rows(scores if scores.dtype == torch.float64 else scores.float())
 
 
-@_native.define("build_log_bias", f"(Tensor scores, {_TAIL}) -> (Tensor, Tensor)")
 def _build_log_bias(
     scores, instance, sinks, windows, budgets, thresholds, gate, numbers, noise, seed, lengths, cu_seqlens
 ):
-    expiry = torch.full(scores.shape, -1, dtype=torch.int32, device=scores.device)
-    log_bias = torch.zeros(scores.shape, dtype=torch.float32, device=scores.device)
+    expiry = _filled(scores, -1, torch.int32, lengths)
+    log_bias = _filled(scores, 0, torch.float32, lengths)
     policy = _native_policy(instance, sinks, windows, budgets, thresholds)
     _native.call(
         "build_log_bias",
@@ -168,15 +182,13 @@ def _build_log_bias(
     return log_bias, expiry
 
 
-@torch.library.register_fake("kvpolicy::build_log_bias")
-def _(scores, *_others):
+def _build_log_bias_fake(scores, *_others):
     return (
         torch.empty(scores.shape, dtype=torch.float32, device=scores.device),
         torch.empty(scores.shape, dtype=torch.int32, device=scores.device),
     )
 
 
-@_native.define("log_bias_backward", f"(Tensor scores, Tensor d_log_bias, {_TAIL}) -> Tensor")
 def _log_bias_backward(
     scores,
     d_log_bias,
@@ -193,7 +205,7 @@ def _log_bias_backward(
     cu_seqlens,
 ):
     wide = _wide(scores)
-    d_scores = torch.zeros(scores.shape, dtype=wide.dtype, device=scores.device)
+    d_scores = _filled(scores, 0, wide.dtype, lengths)
     policy = _native_policy(instance, sinks, windows, budgets, thresholds)
     _native.call(
         "log_bias_backward",
@@ -208,9 +220,17 @@ def _log_bias_backward(
     return d_scores.to(scores.dtype)
 
 
-@torch.library.register_fake("kvpolicy::log_bias_backward")
-def _(scores, *_others):
+def _log_bias_backward_fake(scores, *_others):
     return torch.empty(scores.shape, dtype=scores.dtype, device=scores.device)
+
+
+_log_bias_backward_operator = Operator(
+    "log_bias_backward",
+    f"(Tensor scores, Tensor d_log_bias, {_TAIL}) -> Tensor",
+    _log_bias_backward,
+    _log_bias_backward_fake,
+    refusal="the gradient of a gate (a second derivative)",
+)
 
 
 def _log_bias_setup(ctx, inputs, output):
@@ -221,12 +241,18 @@ def _log_bias_setup(ctx, inputs, output):
 
 def _log_bias_gradient(ctx, d_log_bias, _d_expiry):
     scores, lengths, cu_seqlens = ctx.saved_tensors
-    d_scores = torch.ops.kvpolicy.log_bias_backward(scores, d_log_bias, *ctx.rest, lengths, cu_seqlens)
+    d_scores = _log_bias_backward_operator(scores, d_log_bias, *ctx.rest, lengths, cu_seqlens)
     return (d_scores, *(None for _ in ctx.rest), None, None)
 
 
-torch.library.register_autograd("kvpolicy::build_log_bias", _log_bias_gradient, setup_context=_log_bias_setup)
-_native.refuse_gradient("log_bias_backward", "the gradient of a gate (a second derivative)")
+_build_log_bias_operator = Operator(
+    "build_log_bias",
+    f"(Tensor scores, {_TAIL}) -> (Tensor, Tensor)",
+    _build_log_bias,
+    _build_log_bias_fake,
+    _log_bias_gradient,
+    _log_bias_setup,
+)
 
 
 def build_log_bias(policy, gate, scores, *, lengths=None, cu_seqlens=None):
@@ -242,10 +268,10 @@ def build_log_bias(policy, gate, scores, *, lengths=None, cu_seqlens=None):
     """
     if policy.has_budget:
         raise ValueError("policy: a TopKBudget is not allowed; a soft gate takes sinks and a window")
-    log_bias, expiry = torch.ops.kvpolicy.build_log_bias(
+    log_bias, expiry = _build_log_bias_operator(
         scores, *numbers_of(policy), *gate.numbers(), lengths, cu_seqlens
     )
-    windows = policy.windows if len(policy.windows) > 1 else policy.windows * scores.shape[1]
     # Filled on the device, since a graph captures no copy from the CPU.
-    bias_from = [torch.full((1,), w, dtype=torch.int32, device=scores.device) for w in windows]
-    return Mask(expiry, log_bias, torch.cat(bias_from))
+    heads = scores.shape[1] if len(policy.windows) == 1 else 1
+    bias_from = [torch.full((heads,), w, dtype=torch.int32, device=scores.device) for w in policy.windows]
+    return Mask(expiry, log_bias, bias_from[0] if len(bias_from) == 1 else torch.cat(bias_from))

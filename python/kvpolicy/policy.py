@@ -127,6 +127,12 @@ class EvictionGate:
         return cls(_logit_of(tau))
 
 
+class ObservedScorer:
+    """A scorer that observes attention: those of kvpolicy.observed."""
+
+    instance = ""
+
+
 _KINDS = {
     Sink: "Sink",
     Window: "Window",
@@ -139,7 +145,8 @@ _KINDS = {
 
 class Policy:
     """Parts in any order, at most one of a kind: Sink, Window, TopKBudget, Decay, a gate, and a scorer (a
-    torch.nn.Module of kvpolicy.scorers, or any module that maps k and v to scores [B, Hkv, S]).
+    torch.nn.Module of kvpolicy.scorers, any module that maps k and v to scores [B, Hkv, S], or what H2O, TOVA and
+    SnapKV observe).
 
     A part that is left out has its neutral number: no sinks, a window of 1, no budget, gamma = 1. Raises
     TypeError for what is no part, ValueError for two parts of a kind and for parts that rank keys of no
@@ -149,7 +156,8 @@ class Policy:
     def __init__(self, *parts):
         found = {}
         for part in parts:
-            kind = "scorer" if isinstance(part, torch.nn.Module) else _KINDS.get(type(part))
+            scores = isinstance(part, (torch.nn.Module, ObservedScorer))
+            kind = "scorer" if scores else _KINDS.get(type(part))
             if kind is None:
                 raise TypeError(f"Policy: {part!r} is not allowed; it must be a part or a torch.nn.Module")
             if kind in found:
@@ -166,13 +174,18 @@ class Policy:
             raise NotImplementedError(
                 "Policy: a Decay on a gate without a TopKBudget has no compiled instance; leave Decay out"
             )
+        if isinstance(self.scorer, ObservedScorer) and (budget is None or gate is not None or decay is not None):
+            raise ValueError(
+                f"Policy: {self.scorer!r} is allowed with Sink, Window and a TopKBudget only; it ranks by attention"
+            )
         self.sinks = found["Sink"].keys if "Sink" in found else (0,)
         self.windows = found["Window"].keys if "Window" in found else (1,)
         self.budgets = budget.keys if budget else (UNLIMITED,) if gate else (0,)
         self.thresholds = gate.threshold if gate else (0.0,)
         self.log_gamma = decay.log_gamma if decay else None
         self.gate, self.has_budget = gate, budget is not None
-        self.instance = self._instance_of(gate, budget)
+        observed = isinstance(self.scorer, ObservedScorer)
+        self.instance = self.scorer.instance if observed else self._instance_of(gate, budget)
 
     @staticmethod
     def _instance_of(gate, budget):

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from kvpolicy import _native
+from kvpolicy._native import Operator
 
 # ---- operators ---------------------------------------------------------------------------------------------
 
@@ -24,27 +25,21 @@ def _wide_parameters(parameters):
     return [p.float().contiguous() if p.numel() else None for p in parameters]
 
 
-@_native.define("score", f"(Tensor k, Tensor v, Tensor[] parameters, {_SCORER}, {_SEQUENCES}) -> Tensor")
 def _score(k, v, parameters, kind, sizes, gate_softcap, lengths, cu_seqlens):
-    # Keys that do not leave their window are not scored.
-    scores = torch.zeros(k.shape[:-1], dtype=_real(k), device=k.device)
     hidden, d_qk, d_v, delay = sizes
+    # Tokens beyond a sequence's length, and keys that do not leave their window, are not scored.
+    make = torch.empty if delay == 0 and lengths is None else torch.zeros
+    scores = make(k.shape[:-1], dtype=_real(k), device=k.device)
     scorer = (kind, hidden, d_qk, d_v, gate_softcap, delay)
     wide = _wide_parameters(parameters)
     _native.call("score", k.device, scorer, k, v, wide, (lengths, None, cu_seqlens), scores)
     return scores
 
 
-@torch.library.register_fake("kvpolicy::score")
-def _(k, *_others):
+def _score_fake(k, *_others):
     return torch.empty(k.shape[:-1], dtype=_real(k), device=k.device)
 
 
-@_native.define(
-    "score_backward",
-    f"(Tensor d_scores, Tensor k, Tensor v, Tensor[] parameters, {_SCORER}, {_SEQUENCES}, bool inputs) "
-    "-> (Tensor, Tensor, Tensor[])",
-)
 def _score_backward(d_scores, k, v, parameters, kind, sizes, gate_softcap, lengths, cu_seqlens, inputs):
     real = _real(k)
     hidden, d_qk, d_v, delay = sizes
@@ -66,10 +61,20 @@ def _score_backward(d_scores, k, v, parameters, kind, sizes, gate_softcap, lengt
     return rows[0].to(k.dtype), rows[1].to(v.dtype), [s.to(p.dtype) for s, p in zip(sums, parameters)]
 
 
-@torch.library.register_fake("kvpolicy::score_backward")
-def _(d_scores, k, v, parameters, kind, sizes, gate_softcap, lengths, cu_seqlens, inputs):
+def _score_backward_fake(d_scores, k, v, parameters, kind, sizes, gate_softcap, lengths, cu_seqlens, inputs):
     rows = [torch.empty(x.shape if inputs else 0, dtype=x.dtype, device=x.device) for x in (k, v)]
     return *rows, [torch.empty(p.shape, dtype=p.dtype, device=p.device) for p in parameters]
+
+
+_score_backward_operator = Operator(
+    "score_backward",
+    f"(Tensor d_scores, Tensor k, Tensor v, Tensor[] parameters, {_SCORER}, {_SEQUENCES}, bool inputs) "
+    "-> (Tensor, Tensor, Tensor[])",
+    _score_backward,
+    _score_backward_fake,
+    refusal="the gradient of a scorer (a second derivative)",
+    at_list=3,
+)
 
 
 def _score_setup(ctx, inputs, output):
@@ -80,15 +85,22 @@ def _score_setup(ctx, inputs, output):
 def _score_gradient(ctx, d_scores):
     k, v, lengths, cu_seqlens, *parameters = ctx.saved_tensors
     inputs = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
-    d_k, d_v, d_parameters = torch.ops.kvpolicy.score_backward(
+    d_k, d_v, d_parameters = _score_backward_operator(
         d_scores, k, v, parameters, *ctx.scorer, lengths, cu_seqlens, inputs
     )
     rows = (d_k, d_v) if inputs else (None, None)
     return *rows, d_parameters, None, None, None, None, None
 
 
-torch.library.register_autograd("kvpolicy::score", _score_gradient, setup_context=_score_setup)
-_native.refuse_gradient("score_backward", "the gradient of a scorer (a second derivative)")
+_score_operator = Operator(
+    "score",
+    f"(Tensor k, Tensor v, Tensor[] parameters, {_SCORER}, {_SEQUENCES}) -> Tensor",
+    _score,
+    _score_fake,
+    _score_gradient,
+    _score_setup,
+    at_list=2,
+)
 
 
 # ---- modules -----------------------------------------------------------------------------------------------
@@ -128,7 +140,7 @@ class Scorer(nn.Module):
         parameters, k and v. On CUDA the work is enqueued on the current stream."""
         parameters = [getattr(self, name) for name in self.names]
         parameters = [k.new_empty(0, dtype=torch.float32) if p is None else p for p in parameters]
-        return torch.ops.kvpolicy.score(
+        return _score_operator(
             k, v, parameters, self.kind, self.sizes(), self.gate_softcap, lengths, cu_seqlens
         )
 

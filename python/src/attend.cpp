@@ -1,4 +1,4 @@
-// attend and its gradient. KVPOLICY_PYTHON_TYPE, where set, is the one storage type of this unit.
+// attend and its gradient.
 #include <kvpolicy/attention/attend.hpp>
 #if defined(KVPOLICY_PYTHON_CUDA)
 #include <kvpolicy/attention/cuda/dispatch_attend.cuh>
@@ -62,13 +62,6 @@ std::size_t attend_backward(const Context& ctx, const AttendArgs& args, const wo
 #define KVPOLICY_PYTHON_INSTANCE(T)                                                           \
     template std::size_t attend<T>(const Context&, const AttendArgs&, const workspace_view*); \
     template std::size_t attend_backward<T>(const Context&, const AttendArgs&, const workspace_view*);
-#if defined(KVPOLICY_PYTHON_TYPE)
-KVPOLICY_PYTHON_INSTANCE(KVPOLICY_PYTHON_TYPE)
-#else
-KVPOLICY_PYTHON_INSTANCE(bf16)
-KVPOLICY_PYTHON_INSTANCE(fp16)
-KVPOLICY_PYTHON_INSTANCE(float)
-KVPOLICY_PYTHON_INSTANCE(double)
-#endif
+KVPOLICY_PYTHON_FOR_ROWS(KVPOLICY_PYTHON_INSTANCE)
 
 }  // namespace kvpolicy::python

@@ -1,4 +1,4 @@
-// causal_lse and future_mass. KVPOLICY_PYTHON_TYPE, where set, is the one storage type of this unit.
+// causal_lse and future_mass.
 #include <kvpolicy/attention/future_mass.hpp>
 #if defined(KVPOLICY_PYTHON_CUDA)
 #include <kvpolicy/attention/cuda/dispatch_future_mass.cuh>
@@ -41,13 +41,6 @@ std::size_t future_mass(const Context& ctx, const FutureMassArgs& args, const wo
 #define KVPOLICY_PYTHON_INSTANCE(T)                                                                   \
     template std::size_t causal_lse<T>(const Context&, const FutureMassArgs&, const workspace_view*); \
     template std::size_t future_mass<T>(const Context&, const FutureMassArgs&, const workspace_view*);
-#if defined(KVPOLICY_PYTHON_TYPE)
-KVPOLICY_PYTHON_INSTANCE(KVPOLICY_PYTHON_TYPE)
-#else
-KVPOLICY_PYTHON_INSTANCE(bf16)
-KVPOLICY_PYTHON_INSTANCE(fp16)
-KVPOLICY_PYTHON_INSTANCE(float)
-KVPOLICY_PYTHON_INSTANCE(double)
-#endif
+KVPOLICY_PYTHON_FOR_ROWS(KVPOLICY_PYTHON_INSTANCE)
 
 }  // namespace kvpolicy::python

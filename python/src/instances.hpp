@@ -5,8 +5,10 @@
 //     ------------------+-------------------------+-----------------------------------------
 //     rows (attention)  | bf16, fp16, fp32, fp64  | the same, or fewer; fp32, fp64 for checks
 //     rows (scorers)    | bf16, fp16, fp32, fp64  | bf16, fp16, fp32
+//     rows (distill)    | fp32, fp64              | bf16, fp16, fp32
 //     scores in losses  | fp32, fp64              | fp32
-//     policies          | the five below          | the same
+//     policies          | the five below, and     | the same
+//                       | those of observed.cpp   |
 #pragma once
 
 #include <kvpolicy/policies/compose.hpp>
@@ -55,6 +57,20 @@ auto scorer_types_of(types<T...>) -> typename without_double<types<>, T...>::typ
 using scorer_types =
     std::conditional_t<on_cuda, decltype(scorer_types_of(attention_types{})), attention_types>;
 using score_types = std::conditional_t<on_cuda, types<float>, types<float, double>>;
+using distill_types = std::conditional_t<on_cuda, scorer_types, score_types>;
+
+// Calls a macro with each type of rows or of scores that a source is compiled for. CMake sets
+// KVPOLICY_PYTHON_TYPE where a source is compiled once per type.
+#if defined(KVPOLICY_PYTHON_TYPE)
+#define KVPOLICY_PYTHON_FOR_ROWS(instance) instance(KVPOLICY_PYTHON_TYPE)
+#else
+#define KVPOLICY_PYTHON_FOR_ROWS(instance) instance(bf16) instance(fp16) instance(float) instance(double)
+#endif
+#if defined(KVPOLICY_PYTHON_CUDA)
+#define KVPOLICY_PYTHON_FOR_SCORES(instance) instance(float)
+#else
+#define KVPOLICY_PYTHON_FOR_SCORES(instance) instance(float) instance(double)
+#endif
 
 /// Calls visit.operator()<T>() for the T of `type`; another dtype is a TypeError that names `tensor`.
 template <class... T, class Visit>

@@ -31,9 +31,8 @@ std::size_t boundary_loss(const Context& ctx, const BoundaryArgs& args, const wo
     return 0;
 }
 
-template std::size_t boundary_loss<float>(const Context&, const BoundaryArgs&, const workspace_view*);
-#if !defined(KVPOLICY_PYTHON_CUDA)
-template std::size_t boundary_loss<double>(const Context&, const BoundaryArgs&, const workspace_view*);
-#endif
+#define KVPOLICY_PYTHON_INSTANCE(Real) \
+    template std::size_t boundary_loss<Real>(const Context&, const BoundaryArgs&, const workspace_view*);
+KVPOLICY_PYTHON_FOR_SCORES(KVPOLICY_PYTHON_INSTANCE)
 
 }  // namespace kvpolicy::python

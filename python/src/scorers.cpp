@@ -1,5 +1,4 @@
-// Scores of whole sequences and their gradients. KVPOLICY_PYTHON_TYPE, where set, is the one storage type of
-// this unit.
+// Scores of whole sequences and their gradients.
 #include <kvpolicy/scorers/backward.hpp>
 #include <kvpolicy/scorers/sequence.hpp>
 #if defined(KVPOLICY_PYTHON_CUDA)
@@ -94,13 +93,6 @@ std::size_t score_backward(const Context& ctx, const ScoreArgs& args, const work
 #define KVPOLICY_PYTHON_INSTANCE(T)                                                         \
     template std::size_t score<T>(const Context&, const ScoreArgs&, const workspace_view*); \
     template std::size_t score_backward<T>(const Context&, const ScoreArgs&, const workspace_view*);
-#if defined(KVPOLICY_PYTHON_TYPE)
-KVPOLICY_PYTHON_INSTANCE(KVPOLICY_PYTHON_TYPE)
-#else
-KVPOLICY_PYTHON_INSTANCE(bf16)
-KVPOLICY_PYTHON_INSTANCE(fp16)
-KVPOLICY_PYTHON_INSTANCE(float)
-KVPOLICY_PYTHON_INSTANCE(double)
-#endif
+KVPOLICY_PYTHON_FOR_ROWS(KVPOLICY_PYTHON_INSTANCE)
 
 }  // namespace kvpolicy::python

@@ -192,3 +192,134 @@ def boundary_loss(
             terms.append(omega * weights[keeps] * torch.nn.functional.softplus(-y * delta / temperature))
         number += len(examples)
     return torch.stack(terms).mean(), number
+
+
+# ---- gates -------------------------------------------------------------------------------------------------
+
+
+def decided(scores, sinks, window):
+    """Keys out of the window before the end that are no sinks."""
+    t = torch.arange(scores.shape[-1])
+    return ((t >= sinks) & (t + window < scores.shape[-1])).expand(scores.shape)
+
+
+def gate_sparsity(scores, keys):
+    """WG-KV, 3.3: the mean of g + g (1 - g)."""
+    g = torch.sigmoid(scores)
+    return (g + g * (1 - g))[keys].sum() / keys.sum()
+
+
+def gate_density(scores, keys):
+    """SP-KV, eq. 13: minus the mean of u."""
+    return -torch.sigmoid(scores)[keys].sum() / keys.sum()
+
+
+def retention_penalty(scores, keys, weights):
+    """LTE, eq. 7: the sum of lambda relu(r - 0.5), per sequence."""
+    terms = weights[None, :, None] * torch.relu(torch.sigmoid(scores) - 0.5)
+    return terms[keys].sum() / scores.shape[0]
+
+
+def compression(scores, keys, temperature, target, hard=False):
+    """DMS: max(0, target - mean of alpha); `hard` counts alpha > 0.5 with the gradient of alpha."""
+    alpha = torch.sigmoid(scores / temperature)
+    if hard:
+        alpha = (alpha > 0.5).double() + (alpha - alpha.detach())
+    return torch.relu(target - alpha[keys].sum() / keys.sum())
+
+
+def controller(counts, cap, slack, factor, least, every):
+    """LTE, algorithm 1, of one head: counts by step, the weights after each."""
+    weight, average, weights = least, None, []
+    for step, count in enumerate(counts, 1):
+        a = min(1.0, 2 / (1 + every / 2))
+        average = count if average is None else (1 - a) * average + a * count
+        if step % every == 0:
+            up, down = average > cap, average < slack * cap
+            weight = min(weight * factor ** (up - down), 1.0)
+            if weight < least:
+                weight = least if up else 0.0
+        weights.append(weight)
+    return weights
+
+
+# ---- distillation ------------------------------------------------------------------------------------------
+
+
+def top_distillation(teacher, student, top, temperature, reverse=False):
+    """KL over the teacher's largest logits, both sides renormalized (KVpop, F)."""
+    values, at = torch.topk(teacher / temperature, min(top, teacher.shape[-1]), -1)
+    p = torch.log_softmax(values, -1)
+    s = torch.log_softmax(torch.gather(student / temperature, -1, at), -1)
+    if reverse:
+        p, s = s, p
+    return (p.exp() * (p - s)).sum(-1).mean()
+
+
+# ---- metrics -----------------------------------------------------------------------------------------------
+
+
+def visible(expiry):
+    """[..., S, S]: query by key."""
+    t = torch.arange(expiry.shape[-1])
+    return (t[None, :] <= t[:, None]) & (t[:, None] < expiry[..., None, :])
+
+
+def long_range(length, sinks, window):
+    """E(q) = {t : s <= t <= q - w}, query by key."""
+    t = torch.arange(length)
+    return (t[None, :] >= sinks) & (t[None, :] <= t[:, None] - window)
+
+
+# ---- observed policies -------------------------------------------------------------------------------------
+
+
+def received_mass(q, k, expiry=None, queries=None, largest=False):
+    group, length = q.shape[1] // k.shape[1], q.shape[2]
+    t = torch.arange(length)
+    seen = (t[None, :] <= t[:, None])[None, None].expand(q.shape[0], k.shape[1], length, length)
+    if expiry is not None:
+        seen = visible(expiry)
+    logits = logits_of(q, k).masked_fill(~seen.repeat_interleave(group, 1), -math.inf)
+    p = torch.nan_to_num(torch.softmax(logits, -1)).reshape(q.shape[0], k.shape[1], group, length, length)
+    p = p.amax(2) if largest else p.mean(2)
+    return p[:, :, (0 if queries is None else max(0, length - queries)) :].sum(2)
+
+
+def observed_mask(q, k, kind, window, budget, chunk=None, prompt=None, pool=1, pool_largest=False):
+    """Expiries of H2O, TOVA (whole layer) or SnapKV, by simulating a cache of one sequence: q [Hq, S, D], k
+    [Hkv, S, D]. After a block of queries a head keeps the newest w - 1 keys of the next query's window (all w
+    of SnapKV's) and the `budget` best of the others."""
+    heads, length = k.shape[0], k.shape[1]
+    group = q.shape[0] // heads
+    prompt = length if prompt is None else prompt
+    edges = list(range(0, prompt, prompt if chunk is None else chunk)) + list(range(prompt, length)) + [length]
+    expiry = torch.full((heads, length), NEVER, dtype=torch.int64)
+    total = torch.zeros(heads, length, dtype=torch.float64)
+    logits = logits_of(q[None], k[None])[0].reshape(heads, group, length, length)
+    for first, end in zip(edges, edges[1:]):
+        t = torch.arange(length)
+        at = torch.arange(first, end)
+        seen = (t[None, :] <= at[:, None])[None] & (at[:, None] < expiry[:, None, :])
+        p = torch.softmax(logits[:, :, first:end].masked_fill(~seen[:, None], -math.inf), -1).mean(1)
+        if kind == "snapkv" and first >= prompt:
+            continue
+        if kind == "h2o":
+            total += p.sum(1)
+            score = total
+        elif kind == "tova":
+            score = p[:, -1].mean(0).expand(heads, length)
+        else:
+            score = p[:, max(0, p.shape[1] - window) :].sum(1)
+        # Keys that have left the window of the last query; of H2O and TOVA, of the next one.
+        free = end - window + (0 if kind == "snapkv" else 1)
+        for h in range(heads):
+            keys = [u for u in range(free) if expiry[h, u] > end - 1]
+            marks = score[h]
+            if pool > 1 and keys:
+                line = torch.nn.functional.pad(score[h][keys], (pool // 2, pool // 2)).unfold(0, pool, 1)
+                marks = marks.clone()
+                marks[keys] = line.amax(-1) if pool_largest else line.mean(-1)
+            for u in set(keys) - best(marks, keys, budget, end, 0.0):
+                expiry[h, u] = end
+    return expiry

@@ -1,0 +1,100 @@
+"""Metrics of masks: what queries see, and how much of a teacher's choice a student shares (KVpop, 4.3)."""
+
+from typing import NamedTuple
+
+import torch
+
+from kvpolicy import _native
+from kvpolicy._native import Operator
+from kvpolicy.masks import _POLICY, _native_policy, numbers_of
+from kvpolicy.policy import StreamingLLM
+
+# For metrics that ask no policy.
+_ANY = numbers_of(StreamingLLM(0, 1))
+
+_SHAPES = {
+    "live_keys": (lambda b, h, s: (b, h, s), torch.int32),
+    "density": (lambda b, h, s: (b, h), torch.float64),
+    "evict_ratio": (lambda b, h, s: (b, h), torch.float64),
+    "recall": (lambda b, h, s: (b, h, 5), torch.int64),
+    "retention_map": (lambda b, h, s: (b, s), torch.int32),
+}
+
+
+def _metric(expiry, second, kind, instance, sinks, windows, budgets, thresholds, query, lengths):
+    shape, dtype = _SHAPES[kind]
+    out = _native.outputs_of(lengths)(shape(*expiry.shape), dtype=dtype, device=expiry.device)
+    policy = _native_policy(instance, sinks, windows, budgets, thresholds)
+    planes = (_native.rows(expiry), _native.rows(second))
+    _native.call("metric", expiry.device, kind, policy, *planes, (lengths, None, None), query, out)
+    return out
+
+
+def _metric_fake(expiry, _second, kind, *_others):
+    shape, dtype = _SHAPES[kind]
+    return torch.empty(shape(*expiry.shape), dtype=dtype, device=expiry.device)
+
+
+_metric_operator = Operator(
+    "metric",
+    f"(Tensor expiry, Tensor? second, str kind, {_POLICY}, int query, Tensor? lengths) -> Tensor",
+    _metric,
+    _metric_fake,
+    refusal="a metric",
+)
+
+
+def _expiry_of(mask):
+    """The expiry of a Mask, or the tensor itself."""
+    return getattr(mask, "expiry", mask)
+
+
+def live_keys(mask, *, lengths=None):
+    """[B, Hkv, S] int32: the keys that each query sees, |{t : t <= q < expiry[t]}|. mask: a Mask, or its expiry
+    [B, Hkv, S]. lengths [B] int32: entries beyond are 0. On CUDA the work is enqueued on the current stream.
+    O(S) per head."""
+    return _metric_operator(_expiry_of(mask), None, "live_keys", *_ANY, 0, lengths)
+
+
+def density(mask, *, lengths=None):
+    """[B, Hkv] float64: the share of visible pairs among the S (S + 1) / 2 causal ones. Arguments as in
+    live_keys."""
+    return _metric_operator(_expiry_of(mask), None, "density", *_ANY, 0, lengths)
+
+
+def evict_ratio(policy, mask, *, lengths=None):
+    """[B, Hkv] float64: the share of pairs with s <= t <= q - w that are not visible, s and w the policy's sinks
+    and window (KVpop, figure 8); 0 where no such pair exists. Arguments as in live_keys."""
+    return _metric_operator(_expiry_of(mask), None, "evict_ratio", *numbers_of(policy), 0, lengths)
+
+
+class Recall(NamedTuple):
+    """By head, [B, Hkv] each. queries, int64: those from s + w + k on, over which means are taken; mean and last
+    (the last query alone), float64: |T & U| / |T|, with T and U the long-range keys that teacher and student
+    see; chance_mean and chance_last, float64: |U| / |E|, E all long-range keys."""
+
+    queries: torch.Tensor
+    mean: torch.Tensor
+    chance_mean: torch.Tensor
+    last: torch.Tensor
+    chance_last: torch.Tensor
+
+
+def oracle_recall(policy, teacher, student, *, lengths=None):
+    """How many of a teacher's long-range keys a student keeps (KVpop, 4.3 and figure 7), from two masks of one
+    policy of Sink, Window and TopKBudget. Returns a Recall. Arguments as in live_keys."""
+    if policy.instance != "top_k":
+        raise NotImplementedError(
+            f"policy: {policy!r} is not allowed; oracle_recall takes Sink, Window, TopKBudget and Decay"
+        )
+    record = _metric_operator(
+        _expiry_of(teacher), _expiry_of(student), "recall", *numbers_of(policy), 0, lengths
+    )
+    shares = record[..., 1:].contiguous().view(torch.float64)
+    return Recall(record[..., 0], *shares.unbind(-1))
+
+
+def retention_map(mask, query, *, lengths=None):
+    """[B, S] int32: how many KV heads see key t at query `query`; 0 for t > query (KVpop, figures 6 and 9).
+    Arguments as in live_keys."""
+    return _metric_operator(_expiry_of(mask), None, "retention_map", *_ANY, query, lengths)

@@ -1,0 +1,150 @@
+"""Losses of gates, their gradients and counts against the formulas."""
+
+import pytest
+import reference
+import torch
+
+import kvpolicy as kvp
+
+B, H, S = 2, 3, 40
+POLICY = kvp.Policy(kvp.Sink(2), kvp.Window(5))
+WEIGHTS = torch.tensor([0.5, 1.0, 0.0])
+
+LOSSES = {
+    "sparsity": (
+        lambda z, **o: kvp.gate_sparsity(POLICY, z, **o),
+        reference.gate_sparsity,
+    ),
+    "density": (lambda z, **o: kvp.gate_density(POLICY, z, **o), reference.gate_density),
+    "retention": (
+        lambda z, **o: kvp.retention_penalty(POLICY, z, WEIGHTS.to(z.device), **o),
+        lambda z, keys: reference.retention_penalty(z, keys, WEIGHTS.double()),
+    ),
+    "compression": (
+        lambda z, **o: kvp.compression_loss(POLICY, kvp.DmsGate(0.5, noise=False), z, 0.9, **o),
+        lambda z, keys: reference.compression(z, keys, 0.5, 0.9),
+    ),
+    "decisions": (
+        lambda z, **o: kvp.compression_loss(
+            POLICY, kvp.DmsGate(0.5, noise=False), z, 0.9, straight_through=True, **o
+        ),
+        lambda z, keys: reference.compression(z, keys, 0.5, 0.9, hard=True),
+    ),
+}
+
+
+@pytest.mark.parametrize("scope", ["all", "decided"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", LOSSES)
+def test_losses_are_the_formula(name, dtype, scope, device):
+    loss_of, formula = LOSSES[name]
+    scores = torch.randn(B, H, S, device=device).to(dtype).requires_grad_()
+    loss = loss_of(scores, scale=0.5, scope=scope)
+    exact = scores.detach().cpu().double().requires_grad_()
+    keys = torch.ones_like(exact, dtype=torch.bool)
+    if scope == "decided":
+        keys = reference.decided(exact, 2, 5)
+    want = 0.5 * formula(exact, keys)
+    # Terms are float64 and sums exact; numbers of the loss (target, scale, weights) are float32. A result is
+    # rounded to float32, or the gradient to the scores' dtype.
+    torch.testing.assert_close(loss.detach().cpu().double(), want.detach(), rtol=2**-22, atol=2**-24)
+    (2 * loss).backward()
+    (2 * want).backward()
+    rounding = {torch.bfloat16: 2**-8}.get(dtype, 2**-22)
+    torch.testing.assert_close(scores.grad.cpu().double(), exact.grad, rtol=rounding, atol=2**-30)
+
+
+def test_gradients_in_double():
+    scores = torch.randn(1, H, 12, dtype=torch.float64, requires_grad=True)
+    for name in ("sparsity", "density", "compression"):
+        assert torch.autograd.gradcheck(LOSSES[name][0], scores, eps=1e-6, atol=1e-8)
+
+
+def test_layers_add_up(device):
+    """With the sums of all layers each layer's value is the whole loss, and gradients are those of one mean."""
+    gate = kvp.DmsGate(0.5, noise=False)
+    layers = [torch.randn(B, H, S, device=device, requires_grad=True) for _ in range(2)]
+    sums = [kvp.eviction_sums(POLICY, gate, z) for z in layers]
+    total = [sum(part) for part in zip(*sums)]
+    assert total[1].item() == 2 * B * H * S
+    losses = [kvp.compression_loss(POLICY, gate, z, 0.9, total=total) for z in layers]
+    exact = torch.cat([z.detach().cpu().double() for z in layers]).requires_grad_()
+    want = reference.compression(exact, torch.ones_like(exact, dtype=torch.bool), 0.5, 0.9)
+    want.backward()
+    for loss, z, theirs in zip(losses, layers, exact.grad.split(B)):
+        torch.testing.assert_close(loss.detach().cpu().double(), want.detach(), rtol=2**-22, atol=2**-24)
+        loss.backward()
+        torch.testing.assert_close(z.grad.cpu().double(), theirs, rtol=2**-22, atol=2**-30)
+    assert kvp.eviction_target(150, 4.0) == 1 - 1 / 2.5 and kvp.eviction_target(10**6, 4.0) == 0.75
+
+
+def test_lengths(device):
+    scores = torch.randn(B, H, S, device=device, requires_grad=True)
+    lengths = torch.tensor([S, 9], dtype=torch.int32, device=device)
+    kvp.gate_sparsity(POLICY, scores, lengths=lengths).backward()
+    assert (scores.grad[1, :, 9:] == 0).all() and (scores.grad[1, :, :9] != 0).all()
+    counts = kvp.retention_counts(POLICY, scores, lengths=lengths)
+    kept = (reference.decided(scores[:1].cpu(), 2, 5) & (scores[:1].cpu() > 0)).sum((0, 2)).double()
+    short = scores[1:, :, :9].detach().cpu()
+    kept += (reference.decided(short, 2, 5) & (short > 0)).sum((0, 2))
+    assert torch.equal(counts.cpu(), kept / 2)
+
+
+@pytest.mark.parametrize("every", [1, 4, 32])
+def test_controller_is_the_algorithm(every):
+    torch.manual_seed(every)
+    counts = [torch.tensor([float(i), 40.0, 5.0]) for i in range(200)]
+    controller = kvp.LambdaController(3, cap=50.0, every=every, least=1e-3)
+    assert torch.allclose(controller.weights, torch.full((3,), 1e-3))
+    found = []
+    for step, count in enumerate(counts, 1):
+        controller.observe(count)
+        if controller.due(step):
+            controller.update()
+        found.append(controller.weights.clone())
+    for head in range(3):
+        want = reference.controller([c[head].item() for c in counts], 50.0, 0.95, 1.2, 1e-3, every)
+        # float32 products of at most 200 factors.
+        torch.testing.assert_close(
+            torch.stack(found)[:, head].double(), torch.tensor(want).double(), rtol=200 * 2**-23, atol=0
+        )
+    again = kvp.LambdaController(3)
+    again.load_state_dict(controller.state_dict())
+    assert torch.equal(again.weights, controller.weights)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_straight_through_is_the_product(dtype, device, compiled):
+    """The gradient of u v, with v's own as if u were 1 (LTE, eq. 6)."""
+    compiled(dtype, "scorer")
+    scores = torch.randn(B, H, S, device=device, requires_grad=True)
+    v = torch.randn(B, H, S, 16, device=device).to(dtype).requires_grad_()
+    passed = kvp.straight_through(POLICY, scores, v)
+    assert torch.equal(passed, v)
+    weights = torch.randn_like(v)
+    (passed * weights).sum().backward()
+    assert torch.equal(v.grad, weights)
+    z = scores.detach().cpu().double()
+    u = torch.sigmoid(z)
+    want = u * (1 - u) * (v.detach().cpu().double() * weights.cpu().double()).sum(-1)
+    want = torch.where(reference.decided(z, 2, 5), want, 0.0)
+    # Sums of 16 products of float32, for float64 of float64; the scores' gradient is float32.
+    torch.testing.assert_close(scores.grad.cpu().double(), want, rtol=1e-5, atol=1e-5)
+
+
+def test_refusals():
+    scores = torch.zeros(1, 2, 8)
+    with pytest.raises(ValueError, match="scope: 'some' is not allowed"):
+        kvp.gate_sparsity(POLICY, scores, scope="some")
+    with pytest.raises(ValueError, match="NaN"):
+        kvp.gate_density(POLICY, scores * float("nan"))
+    with pytest.raises(ValueError, match="weights.numel"):
+        kvp.retention_penalty(POLICY, scores, torch.zeros(3))
+    with pytest.raises(ValueError, match="target"):
+        kvp.compression_loss(POLICY, kvp.DmsGate(), scores, 1.5)
+    with pytest.raises(ValueError, match="factor: 1.0 is not allowed"):
+        kvp.LambdaController(2, factor=1.0)
+    with pytest.raises(ValueError, match="compression"):
+        kvp.eviction_target(0, 0.5)
+    with pytest.raises(NotImplementedError, match="second derivative|counts"):
+        kvp.retention_counts(POLICY, scores.requires_grad_()).sum().backward()
