@@ -50,17 +50,28 @@ from kvpolicy.policy import (
     SPKV,
     UNLIMITED,
     WGKV,
+    CppPart,
     Decay,
     EvictionGate,
     KVpop,
     Policy,
     Sink,
     StreamingLLM,
+    Stride,
     ThresholdGate,
     TopKBudget,
     Window,
 )
-from kvpolicy.scorers import LinearScorer, MLPScorer, Scorer, mLSTMScorer
+from kvpolicy.scorers import (
+    ConvScorer,
+    LinearScorer,
+    MLPScorer,
+    Rope,
+    Scorer,
+    UtilityPredictor,
+    WriteGateScorer,
+    mLSTMScorer,
+)
 
 try:
     __version__ = version("kvpolicy")

@@ -75,8 +75,8 @@ def _traced():
 
 class Operator:
     """The operator kvpolicy::`name` for CPU and CUDA: `run` writes results, `fake` makes their shapes, and
-    backward(ctx, *gradients) with setup(ctx, inputs, output) is its gradient as torch.library takes it; without
-    them a gradient is refused, which `refusal` names.
+    backward(ctx, *gradients) with setup(ctx, inputs, output) is its gradient as torch.library takes it;
+    without them a gradient is refused, which `refusal` names.
 
     A call with plain tensors goes straight to `run`, under a torch.autograd.Function where a gradient is
     wanted: the dispatcher's way through Python takes longer than a short kernel. Other calls, those of

@@ -168,9 +168,7 @@ def attend(
     every run. On CUDA the work is enqueued on the current stream.
     """
     mask = Mask(None) if mask is None else mask
-    out, lse = _attend_operator(
-        q, k, v, *mask, lengths, starts, cu_seqlens, sm_scale or 0.0, logits_soft_cap
-    )
+    out, lse = _attend_operator(q, k, v, *mask, lengths, starts, cu_seqlens, sm_scale or 0.0, logits_soft_cap)
     return (out, lse) if return_lse else out
 
 

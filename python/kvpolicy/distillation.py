@@ -40,9 +40,9 @@ _top_logits_operator = Operator(
 
 
 def top_logits(logits, count=256, *, lengths=None):
-    """The `count` largest logits of each token, largest first (equal ones by rising index), and their indices,
-    int32: [B, S, count] each, from logits [B, S, V]. So a teacher's logits can be stored. No gradient. At most
-    4096 on CUDA, where the work is enqueued on the current stream."""
+    """The `count` largest logits of each token, largest first (equal ones by rising index), and their
+    indices, int32: [B, S, count] each, from logits [B, S, V]. So a teacher's logits can be stored. No
+    gradient. At most 4096 on CUDA, where the work is enqueued on the current stream."""
     return _top_logits_operator(logits.detach(), count, lengths)
 
 
@@ -85,19 +85,20 @@ _distill_operator = Operator(
 
 
 def top_distillation(teacher, student, *, top=256, temperature=1.0, reverse=False, scale=1.0, lengths=None):
-    """The divergence of a student from a teacher over the teacher's `top` logits, the mean over tokens. With p
-    and s the softmaxes of teacher's and student's logits / temperature over that set:
+    """The divergence of a student from a teacher over the teacher's `top` logits, the mean over tokens. With
+    p and s the softmaxes of teacher's and student's logits / temperature over that set:
 
         scale * mean of sum p (log p - log s),      reverse: scale * mean of sum s (log s - log p)
 
     student  logits [B, S, V], bfloat16, float16, float32 (float64 on the CPU)
-    teacher  logits of the same shape and dtype, or (values, indices) of top_logits, whose count is then `top`;
-             a constant
+    teacher  logits of the same shape and dtype, or (values, indices) of top_logits, whose count is then
+             `top`; a constant
     lengths  [B] int32: tokens beyond do not count
 
     Returns a scalar, with a gradient to student, which is rounded to the student's dtype: give a loss of
     float16 logits a scale of about the number of tokens. No factor of temperature^2 is applied. On CUDA `top`
-    is at most 4096, and the work is enqueued on the current stream. A NaN logit raises ValueError on the CPU."""
+    is at most 4096, and the work is enqueued on the current stream. A NaN logit raises ValueError on the
+    CPU."""
     values, indices = teacher if isinstance(teacher, (tuple, list)) else (teacher, None)
     loss, _ = _distill_operator(
         student, values.detach(), indices, "top", top, temperature, reverse, scale, lengths

@@ -8,12 +8,25 @@ from safetensors.torch import save_file
 from torch import nn
 
 from kvpolicy.policy import Decay, KVpop
-from kvpolicy.scorers import LinearScorer, MLPScorer, mLSTMScorer
+from kvpolicy.scorers import (
+    ConvScorer,
+    LinearScorer,
+    MLPScorer,
+    Rope,
+    UtilityPredictor,
+    WriteGateScorer,
+    mLSTMScorer,
+)
 
 _FORMAT = "kvpolicy-scorers-1"
 # The names of the widths of keys and values in a file.
 _KEY_WIDTH, _VALUE_WIDTH = "dim_k", "dim_v"
-_CLASSES = {"linear": LinearScorer, "mlp": MLPScorer, "mlstm": mLSTMScorer}
+_CLASSES = {
+    scorer.kind: scorer
+    for scorer in (LinearScorer, MLPScorer, mLSTMScorer, WriteGateScorer, ConvScorer, UtilityPredictor)
+}
+# The frequencies of a Rope, if it has some.
+_FREQUENCIES = "rope_frequencies"
 
 
 class Scorers(nn.Module):
@@ -55,32 +68,21 @@ class Scorers(nn.Module):
         return KVpop(self.sinks, self.window, budget, *decay, self.layers[layer])
 
     def save(self, path):
-        """Writes a file that load, train_scorer and the example engine read (they know mlp and mlstm).
+        """Writes a file that load reads; train_scorer and the example engine read those of mlp and mlstm.
         Tensors are float32; bfloat16 for parameters of that dtype."""
         first = self.layers[0]
-        hidden, d_qk, d_v, delay = first.sizes()
         low, high = self.gamma_range or (1.0, 1.0)
         metadata = {f"training.{key}": value for key, value in self.training_notes.items()}
         metadata |= {
             "format": _FORMAT,
             "kind": first.kind,
             "layers": len(self.layers),
-            "heads": first.heads,
-            _KEY_WIDTH: first.head_dim,
-            _VALUE_WIDTH: first.value_dim,
-            # Sizes that the kind lacks; readers want numbers above 0.
-            "hidden": hidden or 128,
-            "d_qk": d_qk or first.head_dim,
-            "d_v": d_v or max(1, first.value_dim // 2),
-            "delay": delay,
             "sinks": self.sinks,
             "window": self.window,
-            "gate_softcap": f"{first.gate_softcap:g}",
-            "norm": int(getattr(first, "norm_gain", None) is not None),
-            "skip": int(getattr(first, "skip", None) is not None),
             "gamma_min": f"{low:.9g}",
             "gamma_max": f"{high:.9g}",
         }
+        metadata |= _metadata_of(first)
         tensors = {
             f"layers.{layer}.{name}": parameter
             for layer, scorer in enumerate(self.layers)
@@ -88,6 +90,9 @@ class Scorers(nn.Module):
         }
         if self.alpha is not None:
             tensors["alpha"] = self.alpha
+        rope = getattr(first, "rope", None)
+        if rope is not None and rope.frequencies is not None:
+            tensors[_FREQUENCIES] = rope.frequencies
         if self.score_quantiles is not None:
             tensors["score_quantiles"] = self.score_quantiles
         for name, tensor in tensors.items():
@@ -107,8 +112,9 @@ class Scorers(nn.Module):
                 f"{path}: format {metadata.get('format')}, kind {metadata.get('kind')} is not allowed; "
                 f"it must be {_FORMAT} of kind {', '.join(_CLASSES)}"
             )
+        frequencies = tensors.pop(_FREQUENCIES, None)
         try:
-            layers = [_scorer_of(metadata) for _ in range(int(metadata["layers"]))]
+            layers = [_scorer_of(metadata, frequencies) for _ in range(int(metadata["layers"]))]
             gammas = (float(metadata["gamma_min"]), float(metadata["gamma_max"]))
             scorers = cls(
                 layers,
@@ -134,20 +140,59 @@ class Scorers(nn.Module):
         return scorers
 
 
-def _scorer_of(metadata):
+def _metadata_of(scorer):
+    """The sizes and numbers of a scorer, as a file has them."""
+    if isinstance(scorer, UtilityPredictor):
+        return {"heads": scorer.heads, "width": scorer.width, "hidden": scorer.hidden}
+    hidden, d_qk, d_v, delay = scorer.sizes()
+    metadata = {
+        "heads": scorer.heads,
+        _KEY_WIDTH: scorer.head_dim,
+        _VALUE_WIDTH: scorer.value_dim,
+        # Sizes that the kind lacks; readers want numbers above 0.
+        "hidden": hidden or 128,
+        "d_qk": d_qk or scorer.head_dim,
+        "d_v": d_v or max(1, scorer.value_dim // 2),
+        "delay": delay,
+        "gate_softcap": f"{scorer.gate_softcap:g}",
+        "norm": int(getattr(scorer, "norm_gain", None) is not None),
+        "skip": int(getattr(scorer, "skip", None) is not None),
+    }
+    if scorer.rope is not None:
+        metadata |= {
+            "rope_layout": scorer.rope.layout,
+            "rope_base": f"{scorer.rope.base:.9g}",
+            "rope_dims": scorer.rope.dims,
+        }
+    return metadata
+
+
+def _scorer_of(metadata, frequencies):
     """A scorer with the sizes that a file's metadata gives."""
+    kind = metadata["kind"]
+    if kind == "utility":
+        return UtilityPredictor(*(int(metadata[key]) for key in ("heads", "width", "hidden")))
     number = {
         key: int(metadata[key])
         for key in ("heads", _KEY_WIDTH, _VALUE_WIDTH, "hidden", "d_qk", "d_v", "delay")
     }
-    sizes = (number["heads"], number[_KEY_WIDTH])
-    if metadata["kind"] == "linear":
-        return LinearScorer(*sizes, number[_VALUE_WIDTH])
-    if metadata["kind"] == "mlp":
-        return MLPScorer(*sizes, number["hidden"], number[_VALUE_WIDTH])
+    sizes, value_dim = (number["heads"], number[_KEY_WIDTH]), number[_VALUE_WIDTH]
+    rope = None
+    if "rope_layout" in metadata:
+        rope = Rope(
+            metadata["rope_layout"], float(metadata["rope_base"]), int(metadata["rope_dims"]), frequencies
+        )
+    if kind == "linear":
+        return LinearScorer(*sizes, value_dim)
+    if kind == "mlp":
+        return MLPScorer(*sizes, number["hidden"], value_dim)
+    if kind == "write_gate":
+        return WriteGateScorer(*sizes, number["hidden"], value_dim, rope=rope)
+    if kind == "conv":
+        return ConvScorer(*sizes, value_dim, delay=number["delay"], rope=rope)
     return mLSTMScorer(
         *sizes,
-        number[_VALUE_WIDTH],
+        value_dim,
         delay=number["delay"],
         d_qk=number["d_qk"],
         d_v=number["d_v"],

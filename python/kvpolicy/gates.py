@@ -53,8 +53,8 @@ def _gate_loss_fake(scores, *_others):
 
 _gate_loss_operator = Operator(
     "gate_loss",
-    f"(Tensor scores, Tensor? weights, str kind, {_POLICY}, {_GATE}, float scale, bool decided, float target, "
-    f"bool straight_through, Tensor? total, {_SEQUENCES}) -> (Tensor, Tensor)",
+    f"(Tensor scores, Tensor? weights, str kind, {_POLICY}, {_GATE}, float scale, bool decided, "
+    f"float target, bool straight_through, Tensor? total, {_SEQUENCES}) -> (Tensor, Tensor)",
     _gate_loss,
     _gate_loss_fake,
     loss_gradient,
@@ -83,11 +83,11 @@ def _loss(kind, policy, scores, scale, scope, lengths, cu_seqlens, weights=None,
 def gate_sparsity(policy, scores, *, scale=1.0, scope="all", lengths=None, cu_seqlens=None):
     """WG-KV's sparsity term (3.3): scale * mean over heads and keys of u + u (1 - u).
 
-    scores [B, Hkv, S] of any floating-point type; on CUDA read as float32. scope: "all" keys, or the keys whose
-    gate is "decided": out of the policy's window before the end, and no sinks. lengths [B] and cu_seqlens
-    [segments + 1], int32, as in build_mask. Returns a scalar, with a gradient to scores; without keys it is 0.
-    On CUDA the work is enqueued on the current stream. A NaN score that is read raises ValueError on the CPU;
-    on CUDA it adds 0."""
+    scores [B, Hkv, S] of any floating-point type; on CUDA read as float32. scope: "all" keys, or the keys
+    whose gate is "decided": out of the policy's window before the end, and no sinks. lengths [B] and
+    cu_seqlens [segments + 1], int32, as in build_mask. Returns a scalar, with a gradient to scores; without
+    keys it is 0. On CUDA the work is enqueued on the current stream. A NaN score that is read raises ValueError on the
+    CPU; on CUDA it adds 0."""
     return _loss("sparsity", policy, scores, scale, scope, lengths, cu_seqlens)
 
 
@@ -150,8 +150,8 @@ def eviction_target(step, compression, steps_per_unit=100):
     the target is 1 - 1 / ratio."""
     if step < 0 or compression < 1 or steps_per_unit < 1:
         raise ValueError(
-            f"step, compression, steps_per_unit: {step}, {compression}, {steps_per_unit} are not allowed; they "
-            "must be at least 0, 1 and 1"
+            f"step, compression, steps_per_unit: {step}, {compression}, {steps_per_unit} are not allowed; "
+            "they must be at least 0, 1 and 1"
         )
     return 1 - 1 / min(1 + step / steps_per_unit, compression)
 
@@ -184,7 +184,8 @@ def _eviction_sums_fake(scores, *_others):
 
 _eviction_sums_operator = Operator(
     "eviction_sums",
-    f"(Tensor scores, {_POLICY}, {_GATE}, bool straight_through, bool decided, {_SEQUENCES}) -> (Tensor, Tensor)",
+    f"(Tensor scores, {_POLICY}, {_GATE}, bool straight_through, bool decided, {_SEQUENCES}) "
+    "-> (Tensor, Tensor)",
     _eviction_sums,
     _eviction_sums_fake,
     refusal="the sums of decisions",
@@ -194,8 +195,9 @@ _eviction_sums_operator = Operator(
 def eviction_sums(
     policy, gate, scores, *, straight_through=False, scope="all", lengths=None, cu_seqlens=None
 ):
-    """The sum of alphas (or of decisions, with straight_through), a float64 scalar, and the number of keys, an
-    int64 scalar: added up over layers and devices they are the `total` of compression_loss. No gradient."""
+    """The sum of alphas (or of decisions, with straight_through), a float64 scalar, and the number of keys,
+    an int64 scalar: added up over layers and devices they are the `total` of compression_loss. No
+    gradient."""
     return _eviction_sums_operator(
         scores.detach(),
         *numbers_of(policy),
@@ -230,8 +232,8 @@ _retention_counts_operator = Operator(
 
 
 def retention_counts(policy, scores, *, lengths=None, cu_seqlens=None):
-    """[Hkv] float64: how many keys of each head are out of the window, no sinks, and have z > 0, the mean over
-    sequences. No gradient. Arguments as in gate_sparsity."""
+    """[Hkv] float64: how many keys of each head are out of the window, no sinks, and have z > 0, the mean
+    over sequences. No gradient. Arguments as in gate_sparsity."""
     return _retention_counts_operator(scores.detach(), *numbers_of(policy), lengths, cu_seqlens)
 
 
@@ -336,6 +338,6 @@ class _StraightThrough(torch.autograd.Function):
 def straight_through(policy, scores, v, *, lengths=None, cu_seqlens=None):
     """LTE's straight-through gate on values (eq. 6): returns v [B, Hkv, S, Dv] as it is, and gives scores [B,
     Hkv, S] the gradient of u v: d z_t = u (1 - u) <v_t, d v_t> for the keys whose gate is decided (out of the
-    window before the end, no sinks), else 0. Pass the result to attend with the mask of the policy. lengths and
-    cu_seqlens as in build_mask."""
+    window before the end, no sinks), else 0. Pass the result to attend with the mask of the policy. lengths
+    and cu_seqlens as in build_mask."""
     return _StraightThrough.apply(v, scores, *numbers_of(policy), lengths, cu_seqlens)

@@ -5,7 +5,7 @@ from typing import NamedTuple, Optional
 
 import torch
 
-from kvpolicy import _native
+from kvpolicy import _native, first_use
 from kvpolicy._native import Operator
 from kvpolicy.policy import ObservedScorer
 
@@ -28,6 +28,14 @@ _POLICY = "str instance, int[] sinks, int[] windows, int[] budgets, float[] thre
 
 
 def numbers_of(policy):
+    if policy.own_parts:
+        raise NotImplementedError(
+            f"policy: {policy!r} is not allowed; with a Stride or a CppPart there is build_mask alone"
+        )
+    return _numbers_of(policy)
+
+
+def _numbers_of(policy):
     return policy.instance, policy.sinks, policy.windows, policy.budgets, policy.thresholds
 
 
@@ -49,6 +57,10 @@ def _filled(like, value, dtype, lengths):
 def _build_mask(scores, instance, sinks, windows, budgets, thresholds, log_gamma, lengths, cu_seqlens):
     expiry = _filled(scores, -1, torch.int32, lengths)
     policy = _native_policy(instance, sinks, windows, budgets, thresholds, log_gamma)
+    if instance.startswith("\n"):  # the source of a policy without an instance
+        ranked = _native.rows(scores.float())
+        first_use.build_mask(instance, policy, ranked, lengths, cu_seqlens, expiry)
+        return expiry
     ranked = None if instance == "window" else _native.rows(scores.float())
     _native.call("build_mask", scores.device, policy, ranked, (lengths, None, cu_seqlens), expiry)
     return expiry
@@ -82,7 +94,7 @@ def build_mask(policy, scores, *, lengths=None, cu_seqlens=None):
     if isinstance(policy.scorer, ObservedScorer):
         raise ValueError(f"policy: {policy!r} is not allowed; build_observed_mask takes it, with q and k")
     expiry = _build_mask_operator(
-        scores.detach(), *numbers_of(policy), policy.log_gamma, lengths, cu_seqlens
+        scores.detach(), *_numbers_of(policy), policy.log_gamma, lengths, cu_seqlens
     )
     return Mask(expiry)
 

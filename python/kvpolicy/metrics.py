@@ -50,9 +50,9 @@ def _expiry_of(mask):
 
 
 def live_keys(mask, *, lengths=None):
-    """[B, Hkv, S] int32: the keys that each query sees, |{t : t <= q < expiry[t]}|. mask: a Mask, or its expiry
-    [B, Hkv, S]. lengths [B] int32: entries beyond are 0. On CUDA the work is enqueued on the current stream.
-    O(S) per head."""
+    """[B, Hkv, S] int32: the keys that each query sees, |{t : t <= q < expiry[t]}|. mask: a Mask, or its
+    expiry [B, Hkv, S]. lengths [B] int32: entries beyond are 0. On CUDA the work is enqueued on the current
+    stream. O(S) per head."""
     return _metric_operator(_expiry_of(mask), None, "live_keys", *_ANY, 0, lengths)
 
 
@@ -63,15 +63,15 @@ def density(mask, *, lengths=None):
 
 
 def evict_ratio(policy, mask, *, lengths=None):
-    """[B, Hkv] float64: the share of pairs with s <= t <= q - w that are not visible, s and w the policy's sinks
-    and window (KVpop, figure 8); 0 where no such pair exists. Arguments as in live_keys."""
+    """[B, Hkv] float64: the share of pairs with s <= t <= q - w that are not visible, s and w the policy's
+    sinks and window (KVpop, figure 8); 0 where no such pair exists. Arguments as in live_keys."""
     return _metric_operator(_expiry_of(mask), None, "evict_ratio", *numbers_of(policy), 0, lengths)
 
 
 class Recall(NamedTuple):
-    """By head, [B, Hkv] each. queries, int64: those from s + w + k on, over which means are taken; mean and last
-    (the last query alone), float64: |T & U| / |T|, with T and U the long-range keys that teacher and student
-    see; chance_mean and chance_last, float64: |U| / |E|, E all long-range keys."""
+    """By head, [B, Hkv] each. queries, int64: those from s + w + k on, over which means are taken; mean and
+    last (the last query alone), float64: |T & U| / |T|, with T and U the long-range keys that teacher and
+    student see; chance_mean and chance_last, float64: |U| / |E|, E all long-range keys."""
 
     queries: torch.Tensor
     mean: torch.Tensor
@@ -81,8 +81,8 @@ class Recall(NamedTuple):
 
 
 def oracle_recall(policy, teacher, student, *, lengths=None):
-    """How many of a teacher's long-range keys a student keeps (KVpop, 4.3 and figure 7), from two masks of one
-    policy of Sink, Window and TopKBudget. Returns a Recall. Arguments as in live_keys."""
+    """How many of a teacher's long-range keys a student keeps (KVpop, 4.3 and figure 7), from two masks of
+    one policy of Sink, Window and TopKBudget. Returns a Recall. Arguments as in live_keys."""
     if policy.instance != "top_k":
         raise NotImplementedError(
             f"policy: {policy!r} is not allowed; oracle_recall takes Sink, Window, TopKBudget and Decay"

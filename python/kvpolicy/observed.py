@@ -33,9 +33,9 @@ def _chunk(prefill):
 @dataclasses.dataclass(frozen=True)
 class AccumulatedMass(ObservedScorer):
     """H2O's score: the attention that a key has received from all queries so far. With G query heads per KV
-    head their weights count as `aggregate`, mean or max. `prefill` says how a prompt is taken: "dense" attends
-    to all of it and prunes then, as the papers do; a number of tokens prunes after every such chunk, 1 after
-    every token."""
+    head their weights count as `aggregate`, mean or max. `prefill` says how a prompt is taken: "dense"
+    attends to all of it and prunes then, as the papers do; a number of tokens prunes after every such
+    chunk, 1 after every token."""
 
     prefill: object = "dense"
     aggregate: str = "mean"
@@ -47,8 +47,8 @@ class AccumulatedMass(ObservedScorer):
 
 @dataclasses.dataclass(frozen=True)
 class LastMass(ObservedScorer):
-    """TOVA's score: the attention of the last query, averaged over all heads of the layer (`whole_layer`, which
-    then keep the same keys) or over the query heads of each KV head. prefill as in AccumulatedMass."""
+    """TOVA's score: the attention of the last query, averaged over all heads of the layer (`whole_layer`,
+    which then keep the same keys) or over the query heads of each KV head. prefill as in AccumulatedMass."""
 
     prefill: object = "dense"
     aggregate: str = "mean"
@@ -75,8 +75,8 @@ class WindowMass(ObservedScorer):
 
 
 def H2O(heavy, recent, **options):
-    """The `heavy` keys with the most attention so far and the `recent` newest, besides the current token (Zhang
-    et al., 2023). Options are AccumulatedMass's."""
+    """The `heavy` keys with the most attention so far and the `recent` newest, besides the current token
+    (Zhang et al., 2023). Options are AccumulatedMass's."""
     recent = [r + 1 for r in recent] if isinstance(recent, (list, tuple)) else recent + 1
     return Policy(Window(recent), TopKBudget(heavy), AccumulatedMass(**options))
 
@@ -88,8 +88,8 @@ def TOVA(keys, **options):
 
 
 def SnapKV(keys, window=32, **options):
-    """A prompt's last `window` keys and the `keys` others to which they attend most; decoded tokens stay (Li et
-    al., 2024). Options are WindowMass's."""
+    """A prompt's last `window` keys and the `keys` others to which they attend most; decoded tokens stay (Li
+    et al., 2024). Options are WindowMass's."""
     return Policy(Window(window), TopKBudget(keys), WindowMass(**options))
 
 
@@ -120,8 +120,8 @@ def _observed_mask_fake(q, k, *_others):
 
 _observed_mask_operator = Operator(
     "observed_mask",
-    f"(Tensor q, Tensor k, {_POLICY}, int chunk, bool largest, bool whole_layer, int pool, bool pool_largest, "
-    f"int prompt, {_NUMBERS}, Tensor? lengths) -> Tensor",
+    f"(Tensor q, Tensor k, {_POLICY}, int chunk, bool largest, bool whole_layer, int pool, "
+    f"bool pool_largest, int prompt, {_NUMBERS}, Tensor? lengths) -> Tensor",
     _observed_mask,
     _observed_mask_fake,
     refusal="expiries",
@@ -129,13 +129,13 @@ _observed_mask_operator = Operator(
 
 
 def build_observed_mask(policy, q, k, *, prompt=None, lengths=None, sm_scale=None, logits_soft_cap=0.0):
-    """The expiry of every key under a policy that observes attention (H2O, TOVA, SnapKV), from q [B, Hq, S, Dk]
-    and k [B, Hkv, S, Dk]: what a cache holds that takes the first `prompt` tokens (None: all) as the policy's
-    `prefill` says, and the others one by one. A key that is evicted after query q has expiry q + 1, and queries
-    see the keys that the policy left them.
+    """The expiry of every key under a policy that observes attention (H2O, TOVA, SnapKV), from q [B, Hq, S,
+    Dk] and k [B, Hkv, S, Dk]: what a cache holds that takes the first `prompt` tokens (None: all) as the
+    policy's `prefill` says, and the others one by one. A key that is evicted after query q has expiry q + 1,
+    and queries see the keys that the policy left them.
 
-    bfloat16, float16, float32 or float64; lengths [B] int32: keys beyond have expiry -1. Returns a Mask without
-    a gradient. On CUDA the work is enqueued on the current stream. A NaN or infinity in q or k raises
+    bfloat16, float16, float32 or float64; lengths [B] int32: keys beyond have expiry -1. Returns a Mask
+    without a gradient. On CUDA the work is enqueued on the current stream. A NaN or infinity in q or k raises
     ValueError on the CPU. O(S) products per token, at most O(S^2)."""
     if not isinstance(policy.scorer, ObservedScorer):
         raise ValueError(f"policy: {policy!r} is not allowed; it must observe attention: H2O, TOVA or SnapKV")
@@ -201,9 +201,10 @@ def received_mass(
 
         mass(t) = sum over q of agg_g p_q,g(t)
 
-    with p the softmax weights over the keys that a query sees through the mask (None: causal) and agg the mean
-    or max over the query heads of a KV head. q [B, Hq, S, Dk], k [B, Hkv, S, Dk] in bfloat16, float16, float32 or
-    float64. It has no gradient. On CUDA the work is enqueued on the current stream. O(queries S) per head."""
+    with p the softmax weights over the keys that a query sees through the mask (None: causal) and agg the
+    mean or max over the query heads of a KV head. q [B, Hq, S, Dk], k [B, Hkv, S, Dk] in bfloat16, float16,
+    float32 or float64. It has no gradient. On CUDA the work is enqueued on the current stream. O(queries S)
+    per head."""
     return _received_mass_operator(
         q.detach(),
         k.detach(),

@@ -11,6 +11,8 @@ import numbers
 
 import torch
 
+from kvpolicy import first_use
+
 UNLIMITED = 2**31 - 1
 
 
@@ -133,6 +135,33 @@ class ObservedScorer:
     instance = ""
 
 
+@dataclasses.dataclass(frozen=True)
+class CppPart:
+    """A part of a policy in C++: a keep part or a gate (docs/extend.md). `source` defines a struct at
+    namespace scope, with the library's names in scope; `expression` makes one, e.g. "Band{0.0f, 1.0f}". A
+    policy with such a part is compiled at its first use (build_mask), by g++ for CPU tensors and by nvcc for CUDA
+    tensors."""
+
+    source: str
+    expression: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Stride:
+    """Every `step`-th key never expires. Policies with it are compiled at their first use."""
+
+    step: int
+
+    def __post_init__(self):
+        _whole("Stride", self.step, 1)
+
+    source = ""
+
+    @property
+    def expression(self):
+        return f"Stride<>{{{self.step}}}"
+
+
 _KINDS = {
     Sink: "Sink",
     Window: "Window",
@@ -143,19 +172,32 @@ _KINDS = {
 }
 
 
+# The C++ types of the gates of instances.
+_GATE_TYPES = {
+    "gate_at_least": "ThresholdGate<at_least>",
+    "gate_above": "ThresholdGate<above>",
+    "gate_evict": "EvictionGate",
+}
+
+
 class Policy:
     """Parts in any order, at most one of a kind: Sink, Window, TopKBudget, Decay, a gate, and a scorer (a
-    torch.nn.Module of kvpolicy.scorers, any module that maps k and v to scores [B, Hkv, S], or what H2O, TOVA and
-    SnapKV observe).
+    torch.nn.Module of kvpolicy.scorers, any module that maps k and v to scores [B, Hkv, S], or what H2O, TOVA
+    and SnapKV observe); and any number of Stride and CppPart.
 
     A part that is left out has its neutral number: no sinks, a window of 1, no budget, gamma = 1. Raises
     TypeError for what is no part, ValueError for two parts of a kind and for parts that rank keys of no
-    budget, and NotImplementedError for an expression without a compiled instance.
+    budget, and NotImplementedError for a Decay on a gate alone. A policy with a Stride or a CppPart has no
+    instance in the package: build_mask compiles one at the first use, into the folder KVPOLICY_CACHE (default
+    ~/.cache/kvpolicy); other operators refuse it.
     """
 
     def __init__(self, *parts):
-        found = {}
+        found, own = {}, []
         for part in parts:
+            if isinstance(part, (CppPart, Stride)):
+                own.append(part)
+                continue
             scores = isinstance(part, (torch.nn.Module, ObservedScorer))
             kind = "scorer" if scores else _KINDS.get(type(part))
             if kind is None:
@@ -166,7 +208,8 @@ class Policy:
         self.parts = tuple(parts)
         self.scorer = found.get("scorer")
         gate, budget, decay = found.get("gate"), found.get("TopKBudget"), found.get("Decay")
-        if gate is None and budget is None and (decay or self.scorer):
+        ranks = gate is not None or budget is not None or any(isinstance(part, CppPart) for part in own)
+        if not ranks and (decay or self.scorer):
             raise ValueError(
                 "Policy: a Decay or a scorer without a TopKBudget or a gate is not allowed; they rank keys"
             )
@@ -174,9 +217,12 @@ class Policy:
             raise NotImplementedError(
                 "Policy: a Decay on a gate without a TopKBudget has no compiled instance; leave Decay out"
             )
-        if isinstance(self.scorer, ObservedScorer) and (budget is None or gate is not None or decay is not None):
+        if isinstance(self.scorer, ObservedScorer) and (
+            budget is None or gate is not None or decay is not None
+        ):
             raise ValueError(
-                f"Policy: {self.scorer!r} is allowed with Sink, Window and a TopKBudget only; it ranks by attention"
+                f"Policy: a gate or a Decay is not allowed with {self.scorer!r}; it ranks by attention, and "
+                "must have a TopKBudget"
             )
         self.sinks = found["Sink"].keys if "Sink" in found else (0,)
         self.windows = found["Window"].keys if "Window" in found else (1,)
@@ -186,6 +232,15 @@ class Policy:
         self.gate, self.has_budget = gate, budget is not None
         observed = isinstance(self.scorer, ObservedScorer)
         self.instance = self.scorer.instance if observed else self._instance_of(gate, budget)
+        self.own_parts = tuple(own)
+        if own:
+            if observed:
+                raise ValueError(
+                    f"Policy: {own[0]!r} is not allowed with {self.scorer!r}; it takes no other parts"
+                )
+            self.instance = first_use.source_of(
+                own, _GATE_TYPES.get(self.instance), budget and "TopKBudget<>", decay and "Decay<1>"
+            )
 
     @staticmethod
     def _instance_of(gate, budget):

@@ -4,6 +4,9 @@ Parameters have the names, shapes and order of the library's files (docs/trainin
 them as float32, whatever their dtype; their gradients have their dtype.
 """
 
+import dataclasses
+from typing import Optional
+
 import torch
 from torch import nn
 
@@ -12,7 +15,8 @@ from kvpolicy._native import Operator
 
 # ---- operators ---------------------------------------------------------------------------------------------
 
-_SCORER = "str kind, int[] sizes, float gate_softcap"
+# sizes: hidden, d_qk, d_v, delay, rope_layout, rope_dims. numbers: gate_softcap, rope_base.
+_SCORER = "str kind, int[] sizes, float[] numbers, Tensor? frequencies"
 _SEQUENCES = "Tensor? lengths, Tensor? cu_seqlens"
 
 
@@ -25,12 +29,11 @@ def _wide_parameters(parameters):
     return [p.float().contiguous() if p.numel() else None for p in parameters]
 
 
-def _score(k, v, parameters, kind, sizes, gate_softcap, lengths, cu_seqlens):
-    hidden, d_qk, d_v, delay = sizes
+def _score(k, v, parameters, kind, sizes, numbers, frequencies, lengths, cu_seqlens):
     # Tokens beyond a sequence's length, and keys that do not leave their window, are not scored.
-    make = torch.empty if delay == 0 and lengths is None else torch.zeros
+    make = torch.empty if sizes[3] == 0 and lengths is None else torch.zeros
     scores = make(k.shape[:-1], dtype=_real(k), device=k.device)
-    scorer = (kind, hidden, d_qk, d_v, gate_softcap, delay)
+    scorer = (kind, sizes, numbers, frequencies)
     wide = _wide_parameters(parameters)
     _native.call("score", k.device, scorer, k, v, wide, (lengths, None, cu_seqlens), scores)
     return scores
@@ -40,10 +43,11 @@ def _score_fake(k, *_others):
     return torch.empty(k.shape[:-1], dtype=_real(k), device=k.device)
 
 
-def _score_backward(d_scores, k, v, parameters, kind, sizes, gate_softcap, lengths, cu_seqlens, inputs):
+def _score_backward(
+    d_scores, k, v, parameters, kind, sizes, numbers, frequencies, lengths, cu_seqlens, inputs
+):
     real = _real(k)
-    hidden, d_qk, d_v, delay = sizes
-    scorer = (kind, hidden, d_qk, d_v, gate_softcap, delay)
+    scorer = (kind, sizes, numbers, frequencies)
     rows = [torch.zeros(x.shape if inputs else 0, dtype=real, device=x.device) for x in (k, v)]
     sums = [torch.zeros(p.shape, dtype=real, device=k.device) for p in parameters]
     _native.call(
@@ -61,7 +65,9 @@ def _score_backward(d_scores, k, v, parameters, kind, sizes, gate_softcap, lengt
     return rows[0].to(k.dtype), rows[1].to(v.dtype), [s.to(p.dtype) for s, p in zip(sums, parameters)]
 
 
-def _score_backward_fake(d_scores, k, v, parameters, kind, sizes, gate_softcap, lengths, cu_seqlens, inputs):
+def _score_backward_fake(
+    d_scores, k, v, parameters, kind, sizes, numbers, frequencies, lengths, cu_seqlens, inputs
+):
     rows = [torch.empty(x.shape if inputs else 0, dtype=x.dtype, device=x.device) for x in (k, v)]
     return *rows, [torch.empty(p.shape, dtype=p.dtype, device=p.device) for p in parameters]
 
@@ -78,18 +84,18 @@ _score_backward_operator = Operator(
 
 
 def _score_setup(ctx, inputs, output):
-    k, v, parameters, *ctx.scorer, lengths, cu_seqlens = inputs
-    ctx.save_for_backward(k, v, lengths, cu_seqlens, *parameters)
+    k, v, parameters, *ctx.scorer, frequencies, lengths, cu_seqlens = inputs
+    ctx.save_for_backward(k, v, frequencies, lengths, cu_seqlens, *parameters)
 
 
 def _score_gradient(ctx, d_scores):
-    k, v, lengths, cu_seqlens, *parameters = ctx.saved_tensors
+    k, v, frequencies, lengths, cu_seqlens, *parameters = ctx.saved_tensors
     inputs = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
     d_k, d_v, d_parameters = _score_backward_operator(
-        d_scores, k, v, parameters, *ctx.scorer, lengths, cu_seqlens, inputs
+        d_scores, k, v, parameters, *ctx.scorer, frequencies, lengths, cu_seqlens, inputs
     )
     rows = (d_k, d_v) if inputs else (None, None)
-    return *rows, d_parameters, None, None, None, None, None
+    return *rows, d_parameters, *(None for _ in range(6))
 
 
 _score_operator = Operator(
@@ -106,6 +112,40 @@ _score_operator = Operator(
 # ---- modules -----------------------------------------------------------------------------------------------
 
 
+@dataclasses.dataclass(frozen=True)
+class Rope:
+    """How cached keys were rotated, for scorers that look at keys before RoPE.
+
+    layout       "half_split" (pair i is x[i], x[i + dims / 2]: Hugging Face's Llama and Qwen), "interleaved"
+                 (x[2 i], x[2 i + 1]), or None for keys without RoPE
+    base         theta
+    dims         the first numbers of a key that are rotated; 0 for all
+    frequencies  [dims / 2] float32 on the device of the keys, where they are not base^(-2 i / dims)
+    """
+
+    layout: Optional[str] = "half_split"
+    base: float = 10000.0
+    dims: int = 0
+    frequencies: Optional[torch.Tensor] = None
+
+    def __post_init__(self):
+        if self.layout not in _LAYOUTS:
+            raise ValueError(f"layout: {self.layout!r} is not allowed; it must be one of {_LAYOUTS}")
+
+    @property
+    def layout_number(self):
+        return _LAYOUTS.index(self.layout)
+
+
+# In the order of the library's rope_layout.
+_LAYOUTS = (None, "interleaved", "half_split")
+
+
+def _check_size(name, value):
+    if not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name}: {value!r} is not allowed; it must be a whole number above 0")
+
+
 class Scorer(nn.Module):
     """What scorers share. `names` are the parameters in the library's order; an optional one may be None."""
 
@@ -117,9 +157,8 @@ class Scorer(nn.Module):
         self.heads, self.head_dim = heads, head_dim
         self.value_dim = head_dim if value_dim is None else value_dim
         for name, value in (("heads", heads), ("head_dim", head_dim), ("value_dim", self.value_dim)):
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name}: {value!r} is not allowed; it must be a whole number above 0")
-        self.gate_softcap = 0.0
+            _check_size(name, value)
+        self.gate_softcap, self.rope = 0.0, None
 
     @property
     def input_size(self):
@@ -128,6 +167,12 @@ class Scorer(nn.Module):
     def sizes(self):
         """hidden, d_qk, d_v, delay; 0 for those that the scorer lacks."""
         return [0, 0, 0, 0]
+
+    def call_numbers(self):
+        """The operator's sizes, numbers and frequencies."""
+        rope = self.rope or Rope(None)
+        sizes = [*self.sizes(), rope.layout_number, rope.dims]
+        return sizes, [self.gate_softcap, float(rope.base)], rope.frequencies
 
     def _add(self, **shapes):
         for name, shape in shapes.items():
@@ -140,9 +185,7 @@ class Scorer(nn.Module):
         parameters, k and v. On CUDA the work is enqueued on the current stream."""
         parameters = [getattr(self, name) for name in self.names]
         parameters = [k.new_empty(0, dtype=torch.float32) if p is None else p for p in parameters]
-        return _score_operator(
-            k, v, parameters, self.kind, self.sizes(), self.gate_softcap, lengths, cu_seqlens
-        )
+        return _score_operator(k, v, parameters, self.kind, *self.call_numbers(), lengths, cu_seqlens)
 
 
 class LinearScorer(Scorer):
@@ -165,14 +208,104 @@ class MLPScorer(Scorer):
 
     def __init__(self, heads, head_dim, hidden, value_dim=None):
         super().__init__(heads, head_dim, value_dim)
-        if not isinstance(hidden, int) or hidden < 1:
-            raise ValueError(f"hidden: {hidden!r} is not allowed; it must be a whole number above 0")
+        _check_size("hidden", hidden)
         self.hidden = hidden
         self._add(w1=(heads, hidden, self.input_size), b1=(heads, hidden), w2=(heads, hidden), b2=(heads,))
         nn.init.normal_(self.w1, std=self.input_size**-0.5)
 
     def sizes(self):
         return [self.hidden, 0, 0, 0]
+
+
+class WriteGateScorer(Scorer):
+    """WG-KV's write gate (3.2): g = sigmoid(r) with, per KV head,
+
+        r = w2 . GELU(W1 [RMSNorm(k before RoPE); RMSNorm(k after RoPE)] + b1) + b2
+
+    from the cached key alone, whose rotation `rope` is undone for its position; the value is not read. Shapes
+    and initial weights as MLPScorer's, with 2 Dk in place of Dk + Dv."""
+
+    kind = "write_gate"
+    names = ("w1", "b1", "w2", "b2")
+
+    def __init__(self, heads, head_dim, hidden, value_dim=None, *, rope):
+        super().__init__(heads, head_dim, value_dim)
+        _check_size("hidden", hidden)
+        if not isinstance(rope, Rope) or rope.layout is None:
+            raise ValueError(f"rope: {rope!r} is not allowed; it must be a Rope with a layout")
+        self.hidden, self.rope = hidden, rope
+        size = 2 * head_dim
+        self._add(w1=(heads, hidden, size), b1=(heads, hidden), w2=(heads, hidden), b2=(heads,))
+        nn.init.normal_(self.w1, std=size**-0.5)
+
+    def sizes(self):
+        return [self.hidden, 0, 0, 0]
+
+
+class ConvScorer(Scorer):
+    """LTE's scorer (3.1.1, A): three convolutions over a key's neighbors, per KV head. With y_0 = [k before
+    RoPE; v], 0 before a sequence's first token, and for l = 1, 2, 3:
+
+        y_l[t] = SiLU(b_l + sum over j = -1, 0, 1 of W_l[j] y_{l-1}[t + 2 j]),      r_t = readout . y_3[t] +
+        bias
+
+    so that r_t sees tokens t - 6 to t + 6. `delay` is the policy's window, at least 13; the last `delay` keys
+    of a sequence do not leave it, and their scores are 0. Shapes: w_l [heads, C_l, 3, C_(l-1)] with C_0 = Dk
+    + Dv and C_l = C_(l-1) // 2, b_l [heads, C_l], readout [heads, C_3], readout_bias [heads]. w_l starts
+    normal with variance 2 / (3 C_(l-1)), the rest at 0. `rope`: None for keys without RoPE."""
+
+    kind = "conv"
+    names = ("w1", "b1", "w2", "b2", "w3", "b3", "readout", "readout_bias")
+
+    def __init__(self, heads, head_dim, value_dim=None, *, delay, rope=None):
+        super().__init__(heads, head_dim, value_dim)
+        if delay < 13:
+            raise ValueError(
+                f"delay: {delay} is not allowed; it must be 13 or more: a score sees 6 keys ahead"
+            )
+        if rope is not None and not isinstance(rope, Rope):
+            raise ValueError(f"rope: {rope!r} is not allowed; it must be a Rope, or None")
+        self.delay, self.rope = delay, rope
+        channels = [self.input_size >> layer for layer in range(4)]
+        if channels[3] < 1:
+            raise ValueError(f"head_dim: {head_dim} is not allowed; Dk + Dv is halved three times")
+        for layer in (1, 2, 3):
+            shape = (heads, channels[layer], 3, channels[layer - 1])
+            self._add(**{f"w{layer}": shape, f"b{layer}": shape[:2]})
+            nn.init.normal_(getattr(self, f"w{layer}"), std=(2 / (3 * shape[3])) ** 0.5)
+        self._add(readout=(heads, channels[3]), readout_bias=(heads,))
+
+    def sizes(self):
+        return [0, 0, 0, self.delay]
+
+
+class UtilityPredictor(nn.Module):
+    """SP-KV's utility predictor (2.1, listing 1): u = sigmoid(r) with, for all heads of a layer from one
+    hidden layer, r_h = w2_h . SiLU(W1 x + b1) + b2_h of the hidden state x. w1 [hidden, width], b1 [hidden],
+    w2 [heads, hidden], b2 [heads]. w1 starts normal with variance 1 / width and b2 at 5, so that gates start
+    open; the rest at 0.
+
+    It is two products of torch, on any device."""
+
+    kind = "utility"
+
+    def __init__(self, heads, width, hidden):
+        super().__init__()
+        for name, value in (("heads", heads), ("width", width), ("hidden", hidden)):
+            _check_size(name, value)
+        self.heads, self.width, self.hidden = heads, width, hidden
+        self.w1 = nn.Parameter(torch.randn(hidden, width) * width**-0.5)
+        self.b1 = nn.Parameter(torch.zeros(hidden))
+        self.w2 = nn.Parameter(torch.zeros(heads, hidden))
+        self.b2 = nn.Parameter(torch.full((heads,), 5.0))
+
+    def forward(self, states):
+        """Scores [B, Hkv, S], float32 (float64 for float64 states), from hidden states [B, S, width]. The
+        first product has the states' dtype."""
+        real = _real(states)
+        inner = nn.functional.linear(states, self.w1.to(states.dtype)).to(real) + self.b1.to(real)
+        scores = nn.functional.linear(nn.functional.silu(inner), self.w2.to(real), self.b2.to(real))
+        return scores.transpose(1, 2).contiguous()
 
 
 class mLSTMScorer(Scorer):

@@ -111,18 +111,20 @@ void call_future_mass(Stream stream, Device device, Object q, Object k, Object l
     });
 }
 
-/// `scorer` is (kind, hidden, d_qk, d_v, gate_softcap, delay).
+/// `scorer` is (kind, sizes, numbers, frequencies) with the sizes (hidden, d_qk, d_v, delay, rope_layout,
+/// rope_dims) and the numbers (gate_softcap, rope_base).
 ScoreArgs score_args(const Reader& read, const nb::tuple& scorer, Object k, Object v,
                      const nb::list& parameters, const nb::tuple& sequences, Object scores) {
     ScoreArgs args;
     args.kind = nb::cast<std::string>(scorer[0]);
     args.k = read("k", k), args.v = read("v", v);
     args.parameters = read.each("parameter", parameters);
-    args.hidden = nb::cast<std::int32_t>(scorer[1]);
-    args.d_qk = nb::cast<std::int32_t>(scorer[2]);
-    args.d_v = nb::cast<std::int32_t>(scorer[3]);
-    args.gate_softcap = nb::cast<float>(scorer[4]);
-    args.delay = nb::cast<std::int32_t>(scorer[5]);
+    const auto sizes = nb::cast<std::vector<std::int32_t>>(scorer[1]);
+    const auto numbers = nb::cast<std::vector<float>>(scorer[2]);
+    args.hidden = sizes.at(0), args.d_qk = sizes.at(1), args.d_v = sizes.at(2), args.delay = sizes.at(3);
+    args.rope_layout = sizes.at(4), args.rope_dims = sizes.at(5);
+    args.gate_softcap = numbers.at(0), args.rope_base = numbers.at(1);
+    args.frequencies = read("frequencies", scorer[3]);
     args.sequences = read.sequences(sequences);
     args.scores = read("scores", scores);
     return args;

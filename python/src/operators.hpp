@@ -79,13 +79,16 @@ std::size_t future_mass(const Context& ctx, const FutureMassArgs& args, const wo
 // scorers.cpp
 
 struct ScoreArgs {
-    std::string kind;  // linear, mlp, mlstm
+    std::string kind;  // linear, mlp, write_gate, conv, mlstm
     Tensor k, v;       // [B, Hkv, S, Dk], [B, Hkv, S, Dv]
     /// fp32, in the order of for_each_parameter; None for a parameter that is left out.
     std::vector<Tensor> parameters;
-    std::int32_t hidden = 0, d_qk = 0, d_v = 0;
+    std::int32_t hidden = 0, d_qk = 0, d_v = 0, delay = 0;
     float gate_softcap = 0.0f;
-    std::int32_t delay = 0;
+    std::int32_t rope_layout = 0,
+                 rope_dims = 0;  // how keys are rotated: a rope_layout, and of how many numbers
+    float rope_base = 10000.0f;
+    Tensor frequencies;  // [dims / 2] fp32, or None
     SequenceTensors sequences;
     Tensor scores;                     // [B, Hkv, S], fp32, fp64 for fp64 rows; backward: its gradient
     Tensor d_k, d_v_rows;              // backward, of the scores' type; both may be None

@@ -1,5 +1,4 @@
-// Tensors of Python as those of tensor.hpp: torch's by their attributes, which takes a third of a microsecond,
-// others by DLPack. The binary does not link against PyTorch.
+// Tensors of Python as those of tensor.hpp, by DLPack. The binary does not link against PyTorch.
 #pragma once
 
 #include "context.hpp"
@@ -8,14 +7,37 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 
+#include <algorithm>
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <memory>
+#include <stdexcept>
+#include <string>
 #include <vector>
 
 namespace kvpolicy::python {
 
 namespace nb = nanobind;
+
+/// DLPack's table of functions of a tensor type (version 1), which torch has from 2.10 on: a tensor is
+//described / without a capsule, and without a reference. Layouts are those of dlpack.h.
+struct ManagedTensor {
+    std::uint32_t major, minor;
+    void* context;
+    void (*free)(ManagedTensor* self);
+    std::uint64_t flags;
+    nb::dlpack::dltensor tensor;
+};
+struct ExchangeApi {
+    std::uint32_t major, minor;
+    const void* previous;
+    int (*allocate)(nb::dlpack::dltensor* like, ManagedTensor** out, void* context,
+                    void (*set_error)(void* context, const char* kind, const char* message));
+    const void *from_object, *to_object;
+    int (*describe)(void* object, nb::dlpack::dltensor* out);
+    const void* current_stream;
+};
 
 /// What Python knows of torch. References are kept for the life of the process.
 class Torch {
@@ -31,30 +53,50 @@ class Torch {
 
     /// Fills all but the name; returns the ordinal of the tensor's GPU, or -1.
     std::int32_t read(nb::handle object, Tensor& tensor) const {
-        using kvpolicy::detail::require;
-        using kvpolicy::detail::text;
-        const nb::object shape = attribute(object, shape_), strides = call(object, stride_);
-        tensor.dims = static_cast<int>(PyTuple_Size(shape.ptr()));
-        require(tensor.dims <= Tensor::max_dims, text(tensor.name, ".dim()"), tensor.dims, "at most 4");
-        for (int i = 0; i < tensor.dims; ++i) {
-            tensor.shape[i] = PyLong_AsLongLong(PyTuple_GetItem(shape.ptr(), i));
-            tensor.strides[i] = PyLong_AsLongLong(PyTuple_GetItem(strides.ptr(), i));
+        if (api_ == nullptr) {
+            return read_attributes(object, tensor);
         }
-        require(!is_true(call(object, is_neg_)), tensor.name, "a view with a negative bit",
-                "a tensor that holds its numbers");
-        tensor.data = PyLong_AsVoidPtr(call(object, data_ptr_).ptr());
-        const nb::object type = attribute(object, dtype_);
-        for (std::size_t i = 0; i < types_.size(); ++i) {
-            if (type.is(types_[i])) {
-                tensor.type = static_cast<dtype>(i);
-            }
-        }
-        tensor.given = true;
-        const auto device = static_cast<std::int32_t>(PyLong_AsLong(call(object, get_device_).ptr()));
-        if (PyErr_Occurred() != nullptr) {
+        nb::dlpack::dltensor found{};
+        if (api_->describe(object.ptr(), &found) != 0) {
             nb::raise_python_error();
         }
-        return is_true(attribute(object, is_cuda_)) ? device : -1;
+        return read_dlpack(found, tensor);
+    }
+
+    /// Bytes of torch's allocator on a GPU, or on the CPU for -1; `bytes` of them, until the result goes.
+    using Memory = std::unique_ptr<ManagedTensor, void (*)(ManagedTensor*)>;
+    [[nodiscard]] bool allocates() const { return api_ != nullptr; }
+    [[nodiscard]] Memory allocate(std::int64_t bytes, std::int32_t device) const {
+        nb::dlpack::dltensor like{};
+        like.device.device_type = device < 0 ? nb::device::cpu::value : nb::device::cuda::value;
+        like.device.device_id = std::max(device, 0);
+        like.ndim = 1, like.shape = &bytes;
+        like.dtype = nb::dtype<std::uint8_t>();
+        ManagedTensor* found = nullptr;
+        std::string message;
+        const auto set_error = [](void* to, const char*, const char* text) {
+            *static_cast<std::string*>(to) = text;
+        };
+        if (api_->allocate(&like, &found, &message, set_error) != 0) {
+            throw std::runtime_error(message);
+        }
+        return {found, found->free};
+    }
+
+    static std::int32_t read_dlpack(const nb::dlpack::dltensor& found, Tensor& tensor) {
+        check_dims(tensor, found.ndim);
+        tensor.given = true;
+        tensor.data = static_cast<std::uint8_t*>(found.data) + found.byte_offset;
+        tensor.type = dtype_from(found.dtype);
+        std::copy_n(found.shape, found.ndim, tensor.shape);
+        std::copy_n(found.strides, found.ndim, tensor.strides);
+        return found.device.device_type == nb::device::cuda::value ? found.device.device_id : -1;
+    }
+
+    static void check_dims(Tensor& tensor, std::int64_t dims) {
+        kvpolicy::detail::require(dims <= Tensor::max_dims, kvpolicy::detail::text(tensor.name, ".dim()"),
+                                  dims, "at most 4");
+        tensor.dims = static_cast<int>(dims);
     }
 
   private:
@@ -64,28 +106,55 @@ class Torch {
         for (std::size_t i = 0; i < types_.size(); ++i) {
             types_[i] = torch.attr(name_of(static_cast<dtype>(i)));
         }
-    }
-
-    static nb::object name(const char* text) { return nb::steal(PyUnicode_InternFromString(text)); }
-    static nb::object owned(PyObject* result) {
-        if (result == nullptr) {
-            nb::raise_python_error();
+        const nb::object table = nb::getattr(tensor_, "__dlpack_c_exchange_api__", nb::none());
+        if (!table.is_none()) {
+            const auto* api =
+                static_cast<const ExchangeApi*>(PyCapsule_GetPointer(table.ptr(), "dlpack_exchange_api"));
+            PyErr_Clear();
+            api_ = api != nullptr && api->major == 1 && api->describe != nullptr && api->allocate != nullptr
+                       ? api
+                       : nullptr;
         }
-        return nb::steal(result);
     }
-    static nb::object attribute(nb::handle object, const nb::object& name) {
-        return owned(PyObject_GetAttr(object.ptr(), name.ptr()));
-    }
-    static nb::object call(nb::handle object, const nb::object& name) {
-        PyObject* arguments[] = {object.ptr()};
-        return owned(PyObject_VectorcallMethod(name.ptr(), arguments, 1, nullptr));
-    }
-    static bool is_true(const nb::object& object) { return object.ptr() == Py_True; }
 
-    nb::object tensor_, shape_ = name("shape"), stride_ = name("stride"), is_neg_ = name("is_neg"),
-                        data_ptr_ = name("data_ptr"), dtype_ = name("dtype"),
-                        get_device_ = name("get_device"), is_cuda_ = name("is_cuda");
+    /// For older versions of torch.
+    std::int32_t read_attributes(nb::handle object, Tensor& tensor) const {
+        const nb::object shape = object.attr("shape"), strides = object.attr("stride")();
+        check_dims(tensor, static_cast<std::int64_t>(nb::len(shape)));
+        for (int i = 0; i < tensor.dims; ++i) {
+            tensor.shape[i] = nb::cast<std::int64_t>(shape[i]);
+            tensor.strides[i] = nb::cast<std::int64_t>(strides[i]);
+        }
+        tensor.given = true;
+        tensor.data = reinterpret_cast<void*>(nb::cast<std::uintptr_t>(object.attr("data_ptr")()));
+        const nb::object type = object.attr("dtype");
+        for (std::size_t i = 0; i < types_.size(); ++i) {
+            if (type.is(types_[i])) {
+                tensor.type = static_cast<dtype>(i);
+            }
+        }
+        return nb::cast<bool>(object.attr("is_cuda")) ? nb::cast<std::int32_t>(object.attr("get_device")())
+                                                      : -1;
+    }
+
+    static dtype dtype_from(const nb::dlpack::dtype& type) {
+        const auto is = [&](nb::dlpack::dtype_code code, int bits) {
+            return type.code == static_cast<std::uint8_t>(code) && type.bits == bits && type.lanes == 1;
+        };
+        using code = nb::dlpack::dtype_code;
+        return is(code::Bfloat, 16)  ? dtype::bf16
+               : is(code::Float, 16) ? dtype::fp16
+               : is(code::Float, 32) ? dtype::fp32
+               : is(code::Float, 64) ? dtype::fp64
+               : is(code::Int, 32)   ? dtype::int32
+               : is(code::Int, 64)   ? dtype::int64
+               : is(code::UInt, 8)   ? dtype::uint8
+                                     : dtype::other;
+    }
+
+    nb::object tensor_;
     std::array<nb::object, static_cast<std::size_t>(dtype::other)> types_;
+    const ExchangeApi* api_ = nullptr;
 };
 
 /// The tensors of a call: all on one device, the context's.
@@ -124,39 +193,19 @@ class Reader {
     }
 
   private:
-    static dtype dtype_from(const nb::dlpack::dtype& type) {
-        const auto is = [&](nb::dlpack::dtype_code code, int bits) {
-            return type.code == static_cast<std::uint8_t>(code) && type.bits == bits && type.lanes == 1;
-        };
-        using code = nb::dlpack::dtype_code;
-        return is(code::Bfloat, 16)  ? dtype::bf16
-               : is(code::Float, 16) ? dtype::fp16
-               : is(code::Float, 32) ? dtype::fp32
-               : is(code::Float, 64) ? dtype::fp64
-               : is(code::Int, 32)   ? dtype::int32
-               : is(code::Int, 64)   ? dtype::int64
-               : is(code::UInt, 8)   ? dtype::uint8
-                                     : dtype::other;
-    }
-
     /// Torch::read of any tensor that DLPack describes.
     static std::int32_t read(nb::handle object, Tensor& tensor) {
-        using kvpolicy::detail::text;
         nb::ndarray<> array;
         if (!nb::try_cast(object, array)) {
-            throw type_error(text(tensor.name, ": is no tensor that DLPack describes"));
+            throw type_error(kvpolicy::detail::text(tensor.name, ": is no tensor that DLPack describes"));
         }
-        kvpolicy::detail::require(array.ndim() <= Tensor::max_dims, text(tensor.name, ".dim()"), array.ndim(),
-                                  "at most 4");
-        tensor.given = true;
-        tensor.data = array.data();
-        tensor.type = dtype_from(array.dtype());
-        tensor.dims = static_cast<int>(array.ndim());
-        for (int i = 0; i < tensor.dims; ++i) {
-            tensor.shape[i] = static_cast<std::int64_t>(array.shape(static_cast<std::size_t>(i)));
-            tensor.strides[i] = array.stride(static_cast<std::size_t>(i));
-        }
-        return array.device_type() == nb::device::cuda::value ? array.device_id() : -1;
+        nb::dlpack::dltensor found{};
+        found.data = array.data_handle(), found.byte_offset = array.byte_offset();
+        found.device.device_type = array.device_type(), found.device.device_id = array.device_id();
+        found.ndim = static_cast<std::int32_t>(array.ndim()), found.dtype = array.dtype();
+        found.shape = const_cast<std::int64_t*>(array.shape_ptr());
+        found.strides = const_cast<std::int64_t*>(array.stride_ptr());
+        return Torch::read_dlpack(found, tensor);
     }
 
     std::int32_t device_;

@@ -1,5 +1,6 @@
 // Scores of whole sequences and their gradients.
 #include <kvpolicy/scorers/backward.hpp>
+#include <kvpolicy/scorers/conv.hpp>
 #include <kvpolicy/scorers/sequence.hpp>
 #if defined(KVPOLICY_PYTHON_CUDA)
 #include <kvpolicy/cuda_scorers.cuh>
@@ -30,6 +31,12 @@ void set_parameters(const S& scorer, Parameters& into, const std::vector<Tensor>
                               kvpolicy::detail::text(at));
 }
 
+Rope rope_of(const ScoreArgs& args) {
+    Rope rope{static_cast<rope_layout>(args.rope_layout), args.rope_base, args.rope_dims};
+    rope.frequencies = array_of<const float>(args.frequencies, rope.rotated(args.k.size(3)) / 2);
+    return rope;
+}
+
 /// Calls visit(scorer) with the scorer of args.kind, its sizes and its weights.
 template <class Visit>
 std::size_t with_scorer(const ScoreArgs& args, Visit&& visit) {
@@ -46,10 +53,16 @@ std::size_t with_scorer(const ScoreArgs& args, Visit&& visit) {
     if (args.kind == "mlp") {
         return call(MlpScorer<>{.hidden = args.hidden});
     }
+    if (args.kind == "write_gate") {
+        return call(WriteGateScorer<>{.hidden = args.hidden, .input = {.rope = rope_of(args)}});
+    }
+    if (args.kind == "conv") {
+        return call(ConvScorer<>{.rope = rope_of(args)});
+    }
     if (args.kind == "mlstm") {
         return call(mLSTMScorer<>{.d_qk = args.d_qk, .d_v = args.d_v, .gate_softcap = args.gate_softcap});
     }
-    kvpolicy::detail::refuse("scorer", args.kind, "linear, mlp or mlstm");
+    kvpolicy::detail::refuse("scorer", args.kind, "linear, mlp, write_gate, conv or mlstm");
 }
 
 }  // namespace

@@ -293,7 +293,9 @@ def observed_mask(q, k, kind, window, budget, chunk=None, prompt=None, pool=1, p
     heads, length = k.shape[0], k.shape[1]
     group = q.shape[0] // heads
     prompt = length if prompt is None else prompt
-    edges = list(range(0, prompt, prompt if chunk is None else chunk)) + list(range(prompt, length)) + [length]
+    edges = (
+        list(range(0, prompt, prompt if chunk is None else chunk)) + list(range(prompt, length)) + [length]
+    )
     expiry = torch.full((heads, length), NEVER, dtype=torch.int64)
     total = torch.zeros(heads, length, dtype=torch.float64)
     logits = logits_of(q[None], k[None])[0].reshape(heads, group, length, length)
@@ -323,3 +325,46 @@ def observed_mask(q, k, kind, window, budget, chunk=None, prompt=None, pool=1, p
             for u in set(keys) - best(marks, keys, budget, end, 0.0):
                 expiry[h, u] = end
     return expiry
+
+
+# ---- scorers of other papers -------------------------------------------------------------------------------
+
+
+def before_rope(k, layout="half_split", base=10000.0, dims=0, real=torch.float32):
+    """Keys [..., S, D] turned back: pair i of the key at t by -t base^(-2 i / dims)."""
+    dims = dims or k.shape[-1]
+    t = torch.arange(k.shape[-2])
+    # The library's frequencies are float32, and angles up to position 2^24 products in the type of scores.
+    rates = (base ** (-torch.arange(0, dims, 2, dtype=torch.float64) / dims)).float()
+    angle = (t.to(real)[:, None] * rates.to(real)).double()
+    turned = k[..., :dims]
+    half = dims // 2
+    if layout == "half_split":
+        a, b = turned[..., :half], turned[..., half:]
+    else:
+        a, b = turned[..., 0::2], turned[..., 1::2]
+    a, b = a * angle.cos() + b * angle.sin(), b * angle.cos() - a * angle.sin()
+    turned = torch.cat((a, b), -1) if layout == "half_split" else torch.stack((a, b), -1).flatten(-2)
+    return torch.cat((turned, k[..., dims:]), -1)
+
+
+def write_gate(k, v, w1, b1, w2, b2, **rope):
+    """WG-KV, 3.2."""
+    both = (before_rope(k, **rope), k)
+    x = torch.cat([y / torch.sqrt((y * y).mean(-1, keepdim=True) + 1e-6) for y in both], -1)
+    hidden = torch.einsum("bhsx,hyx->bhsy", x, w1) + b1[:, None]
+    return torch.einsum("bhsy,hy->bhs", torch.nn.functional.gelu(hidden), w2) + b2[:, None]
+
+
+def conv(k, v, delay, w1, b1, w2, b2, w3, b3, readout, readout_bias, **rope):
+    """LTE, 3.1.1: taps at -2, 0, 2, zeros before the first token."""
+    y = torch.cat((before_rope(k, **rope) if rope else k, v), -1)
+    length = y.shape[2]
+    y = torch.nn.functional.pad(y, (0, 0, 6, 6))
+    for weight, bias in ((w1, b1), (w2, b2), (w3, b3)):
+        count = y.shape[2] - 4
+        taps = torch.stack([y[:, :, j : j + count] for j in (0, 2, 4)], 3)
+        y = torch.nn.functional.silu(torch.einsum("bhsjx,hyjx->bhsy", taps, weight) + bias[:, None])
+    scores = torch.einsum("bhsy,hy->bhs", y, readout) + readout_bias[:, None]
+    # Keys that do not leave the window have no score.
+    return torch.where(torch.arange(length) + delay < length, scores, 0.0)

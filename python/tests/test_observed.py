@@ -28,7 +28,8 @@ def test_mass_is_the_formula(dtype, options, device, compiled):
             options.get("queries"),
             options.get("aggregate") == "max",
         )
-        # Weights are exp of float32 logits below 8, whose products of 16-bit numbers are exact: 2^-21 of each.
+        # Weights are exp of float32 logits below 8, whose products of 16-bit numbers are exact: 2^-21 of
+        # each.
         torch.testing.assert_close(mass.cpu().double(), want, rtol=1e-5, atol=1e-6)
 
 
@@ -52,9 +53,7 @@ CASES = {
 def test_masks_are_those_of_a_cache(name, chunk, prompt, device):
     policy, numbers = CASES[name]
     q, k = rows(torch.float32, device)
-    mask = kvp.build_observed_mask(
-        policy(prefill="dense" if chunk is None else chunk), q, k, prompt=prompt
-    )
+    mask = kvp.build_observed_mask(policy(prefill="dense" if chunk is None else chunk), q, k, prompt=prompt)
     for b in range(2):
         want = reference.observed_mask(
             q[b].cpu().double(), k[b].cpu().double(), chunk=chunk, prompt=prompt, **numbers
@@ -82,7 +81,7 @@ def test_refusals():
         kvp.build_observed_mask(kvp.SnapKV(4, 2, pool=4), q, k)
     with pytest.raises(ValueError, match="aggregate: 'sum' is not allowed"):
         kvp.received_mass(q, k, aggregate="sum")
-    with pytest.raises(ValueError, match="ranks by attention"):
+    with pytest.raises(ValueError, match="it ranks by attention"):
         kvp.Policy(kvp.Window(2), kvp.ThresholdGate(), kvp.TopKBudget(3), kvp.LastMass())
     with pytest.raises(ValueError, match="a second scorer"):
         kvp.Policy(kvp.Window(2), kvp.TopKBudget(3), kvp.LastMass(), kvp.LastMass())

@@ -58,11 +58,47 @@ def cases():
     expiry = torch.full((2, 2, S), S, dtype=torch.int32)
     weights = [getattr(scorer, n) for n in scorer.names]
     weights = [torch.empty(0) if w is None else w for w in weights]
-    score = (weights, "mlstm", scorer.sizes(), 15.0, None, None)
+    score = (weights, "mlstm", *scorer.call_numbers(), None, None)
     lse = torch.zeros(2, 4, S)
     log_gamma = torch.tensor([-0.1, -0.2], requires_grad=True)
     boundary = (1.0, 0.0, 1.0, True, 0.25, 4.0, 2**31 - 1, 0.5, 1.0, 0, None)
+    logits, top = torch.randn(2, 6, 9), torch.arange(4, dtype=torch.int32).expand(2, 6, 4).contiguous()
+    lambdas, total = torch.ones(2), torch.zeros(2, dtype=torch.int64)
     return {
+        "gate_loss": (
+            ops.gate_loss,
+            (scores, lambdas, "retention", *window, *gate, 1.0, True, 0.5, False, None, None, None),
+        ),
+        "compression": (
+            ops.gate_loss,
+            (scores, None, "compression", *window, *gate, 1.0, False, 0.5, True, total, None, None),
+        ),
+        "eviction_sums": (
+            ops.eviction_sums,
+            (scores.detach(), *window, *gate, False, False, None, None),
+        ),
+        "retention_counts": (ops.retention_counts, (scores.detach(), *window, None, None)),
+        "straight_through_values": (
+            ops.straight_through_values,
+            (v.detach(), torch.randn_like(v), scores.detach(), *window, None, None),
+        ),
+        "top_logits": (ops.top_logits, (logits, 4, None)),
+        "distill": (
+            ops.distill,
+            (logits[..., :4].clone().requires_grad_(), logits[..., :4].clone(), None, "l2", 1, 1.0, False)
+            + (1.0, None),
+        ),
+        "distill_stored": (
+            ops.distill,
+            (logits.clone().requires_grad_(), logits[..., :4].clone(), top, "top", 4, 2.0, True, 1.0, None),
+        ),
+        "metric": (ops.metric, (expiry, expiry, "recall", *numbers, 0, None)),
+        "observed_mask": (
+            ops.observed_mask,
+            (q.detach(), k.detach(), "snapkv", [0], [3], [4], [0.0], 8, False, False, 3, True, 20)
+            + (0.0, 0.0, None),
+        ),
+        "received_mass": (ops.received_mass, (q.detach(), k.detach(), expiry, 5, True, 0.0, 0.0, None)),
         "build_mask": (ops.build_mask, (scores.detach(), *numbers, log_gamma.detach(), None, None)),
         "build_log_bias": (ops.build_log_bias, (scores, *window, *gate, None, None)),
         "log_bias_backward": (

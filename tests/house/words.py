@@ -115,6 +115,7 @@ ALLOWED = (
     # Keys of safetensors metadata, and a label that stands in result files.
     (r"\bdim_", r"examples/apps/support/scorers\.cpp", r"\"dim_k\", \"dim_v\""),
     (r"\bdim_", r"python/kvpolicy/files\.py", r"\"dim_k\", \"dim_v\""),
+    (r"\bdim_", r"docs/training\.md", r"`dim_k`, `dim_v`"),
     (r"\bsoftcap\b", r"examples/apps/support/scorers\.cpp", r"\"mlstm: .* softcap "),
     # The option of train_scorer for gate_softcap, the soft cap of an mLSTM's gates.
     (r"\bsoftcap\b", r"examples/train_scorer/|tests/examples/", r"--softcap\b"),

@@ -1,0 +1,267 @@
+"""Policies without an instance in the extension modules, compiled at their first use into a cache folder."""
+
+import ctypes
+import fcntl
+import functools
+import hashlib
+import importlib.resources
+import os
+import pathlib
+import shutil
+import subprocess
+
+import torch
+
+# The mask of one policy as a C function. It returns 0, or 1 with the message of an error. Without a workspace
+# it writes the bytes that the call needs.
+_SOURCE = """
+#include <kvpolicy/masks/build.hpp>
+#include <kvpolicy/policies/decay.hpp>
+#include <kvpolicy/policies/eviction_gate.hpp>
+#include <kvpolicy/policies/sink.hpp>
+#include <kvpolicy/policies/stride.hpp>
+#include <kvpolicy/policies/threshold_gate.hpp>
+#include <kvpolicy/policies/topk_budget.hpp>
+#include <kvpolicy/policies/window.hpp>
+#if defined(__CUDACC__)
+#include <kvpolicy/masks/cuda/dispatch_build_mask.cuh>
+#endif
+#include <cstring>
+
+using namespace kvpolicy;
+
+@PARTS@
+
+namespace kvpolicy_python {
+
+struct Call {
+    std::uintptr_t stream;  // on the CPU: threads
+    std::int32_t device, batch, heads, length, segments;
+    const float* scores;
+    std::int64_t scores_batch_stride, scores_head_stride;
+    expiry_t* expiry;
+    const std::int32_t *lengths, *cu_seqlens;
+    const std::int32_t *sinks, *windows, *budgets;
+    const float *thresholds, *log_gammas;
+    std::int32_t number_of[5];
+    void* workspace;
+    std::size_t bytes;
+    char message[1024];
+};
+
+template <class T>
+PerHead<T> numbers(const Call& call, const T* values, int which) {
+    return call.number_of[which] == 1 ? PerHead<T>(*values) : per_head(values, 1, call.number_of[which]);
+}
+
+void build(Call& call) {
+    const auto sinks = numbers(call, call.sinks, 0), windows = numbers(call, call.windows, 1);
+    const auto budgets = numbers(call, call.budgets, 2);
+    const auto thresholds = numbers(call, call.thresholds, 3), log_gammas = numbers(call, call.log_gammas, 4);
+    static_cast<void>(budgets), static_cast<void>(thresholds), static_cast<void>(log_gammas);
+    const Policy policy{@VALUES@};
+    const Sequences sequences{.batch = call.batch,
+                              .length = call.length,
+                              .lengths = call.lengths,
+                              .cu_seqlens = call.cu_seqlens,
+                              .segments = call.segments};
+#if defined(__CUDACC__)
+    const cuda ctx{reinterpret_cast<CUstream_st*>(call.stream), call.device};
+#else
+    const host ctx(static_cast<int>(call.stream));
+#endif
+    if (call.workspace == nullptr) {
+        call.bytes = build_mask_workspace_bytes(ctx, policy, sequences, call.heads);
+        return;
+    }
+    plane_view<const float> scores;
+    if constexpr (decltype(policy)::ranked) {
+        scores = {call.scores, call.batch, call.heads, call.length, call.scores_batch_stride,
+                  call.scores_head_stride};
+    }
+    build_mask(ctx, policy, scores, sequences, view_bhs(call.expiry, call.batch, call.heads, call.length),
+               {call.workspace, call.bytes});
+}
+
+}  // namespace kvpolicy_python
+
+extern "C" __attribute__((visibility("default"))) int kvpolicy_build_mask(kvpolicy_python::Call* call) {
+    try {
+        kvpolicy_python::build(*call);
+        return 0;
+    } catch (const std::exception& error) {
+        std::strncpy(call->message, error.what(), sizeof(call->message) - 1);
+        return 1;
+    }
+}
+"""
+
+
+class _Call(ctypes.Structure):
+    _fields_ = [
+        ("stream", ctypes.c_size_t),
+        *((name, ctypes.c_int32) for name in ("device", "batch", "heads", "length", "segments")),
+        ("scores", ctypes.c_void_p),
+        ("scores_batch_stride", ctypes.c_int64),
+        ("scores_head_stride", ctypes.c_int64),
+        *((name, ctypes.c_void_p) for name in ("expiry", "lengths", "cu_seqlens")),
+        *((name, ctypes.c_void_p) for name in ("sinks", "windows", "budgets", "thresholds", "log_gammas")),
+        ("number_of", ctypes.c_int32 * 5),
+        ("workspace", ctypes.c_void_p),
+        ("bytes", ctypes.c_size_t),
+        ("message", ctypes.c_char * 1024),
+    ]
+
+
+# ---- building ----------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def headers():
+    """The library's include folder: in the package, or beside it in a source tree."""
+    inside = pathlib.Path(str(importlib.resources.files("kvpolicy"))) / "include"
+    return inside if inside.is_dir() else inside.parents[2] / "include"
+
+
+@functools.cache
+def _fingerprint():
+    """The bytes of all headers, since a cache folder outlives an installation."""
+    sums = hashlib.sha256()
+    for path in sorted(headers().rglob("*.[hc][pu]*")):
+        sums.update(path.read_bytes())
+    return sums.digest()
+
+
+def cache_folder():
+    """KVPOLICY_CACHE, or kvpolicy in the user's cache folder."""
+    default = pathlib.Path(os.environ.get("XDG_CACHE_HOME", pathlib.Path.home() / ".cache")) / "kvpolicy"
+    return pathlib.Path(os.environ.get("KVPOLICY_CACHE", default))
+
+
+def _compiler(device):
+    """The compiler and its options, by KIND of device. Raises NotImplementedError where there is none."""
+    if device.type == "cuda":
+        given, others = os.environ.get("CUDACXX"), ("nvcc", "/usr/local/cuda/bin/nvcc")
+        major, minor = torch.cuda.get_device_capability(device)
+        target = f"{major}{minor}{'a' if major == 9 else ''}"
+        options = ["-O3", "-x", "cu", "-Xcompiler=-fPIC,-fvisibility=hidden"]
+        options += ["-gencode", f"arch=compute_{target},code=sm_{target}"]
+        suffix = ".cu"
+    else:
+        given, others = os.environ.get("CXX"), ("g++", "clang++", "c++")
+        options, suffix = ["-O2", "-fPIC", "-fvisibility=hidden", "-pthread"], ".cpp"
+    for name in (given,) if given else others:
+        path = shutil.which(name)
+        if path:
+            return path, ["-std=c++20", "-shared", *options], suffix
+    names = given or " or ".join(others)
+    raise NotImplementedError(
+        f"Policy: an expression without a compiled instance is not allowed here; {names} was not found to "
+        "compile one"
+    )
+
+
+@functools.cache
+def _version_of(compiler):
+    return subprocess.run([compiler, "--version"], capture_output=True, check=True).stdout
+
+
+@functools.cache
+def _library(source, device):
+    """The compiled source: from the cache folder, or compiled into it. A lock keeps processes from compiling
+    the same source at once; a file is renamed into place when it is whole."""
+    compiler, options, suffix = _compiler(device)
+    key = hashlib.sha256(_fingerprint() + _version_of(compiler))
+    key.update("\0".join((compiler, *options, source)).encode())
+    folder = cache_folder()
+    folder.mkdir(parents=True, exist_ok=True)
+    name = key.hexdigest()[:32]
+    target = folder / f"{name}.so"
+    if not target.exists():
+        with open(folder / f"{name}.lock", "w", encoding="utf-8") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not target.exists():
+                _compile(compiler, options, source, folder / f"{name}{suffix}", target)
+    library = ctypes.CDLL(str(target))
+    library.kvpolicy_build_mask.argtypes = [ctypes.POINTER(_Call)]
+    return library
+
+
+def _compile(compiler, options, source, path, target):
+    path.write_text(source, encoding="utf-8")
+    unfinished = target.with_suffix(f".{os.getpid()}")
+    command = [compiler, *options, f"-I{headers()}", str(path), "-o", str(unfinished)]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False)
+    if ran.returncode != 0:
+        unfinished.unlink(missing_ok=True)
+        raise RuntimeError(
+            f"Policy: {' '.join(command)} failed; the parts must be those of docs/extend.md:\n{ran.stderr}"
+        )
+    unfinished.rename(target)
+
+
+# ---- masks -------------------------------------------------------------------------------------------------
+
+
+def source_of(own_parts, gate, budget, decay):
+    """The C++ source of a policy. own_parts: CppPart and Stride; gate, budget, decay: C++ types, or None."""
+    types, values = ["Sink<>", "Window<>"], ["Sink<>{sinks}", "Window<>{windows}"]
+    for part in own_parts:
+        types.append(f"std::remove_cvref_t<decltype({part.expression})>")
+        values.append(part.expression)
+    for kind, value in ((gate, "thresholds"), (budget, "budgets"), (decay, "log_gammas")):
+        if kind:
+            types.append(kind)
+            values.append(f"{kind}{{{value}}}")
+    policy = f"kvpolicy::Policy<{', '.join(types)}>"
+    source = _SOURCE.replace("@PARTS@", "\n".join(part.source for part in own_parts))
+    return source.replace("const Policy policy{@VALUES@}", f"const {policy} policy{{{', '.join(values)}}}")
+
+
+def _pointer(tensor, name, like, count):
+    """The address of an int32 tensor, or None."""
+    if tensor is None:
+        return None
+    if tensor.dtype != torch.int32:
+        raise TypeError(f"{name}: {str(tensor.dtype)[6:]} is not allowed; it must be int32")
+    if tensor.device != like.device or (count is not None and tensor.numel() != count):
+        allowed = f"{count or 'the edges as'} numbers on {like.device}"
+        raise ValueError(
+            f"{name}: {tuple(tensor.shape)} on {tensor.device} is not allowed; it must be {allowed}"
+        )
+    if not tensor.is_contiguous():
+        raise ValueError(f"{name}: a tensor with gaps is not allowed; it must be contiguous")
+    return tensor.data_ptr()
+
+
+def build_mask(source, policy, scores, lengths, cu_seqlens, expiry):
+    """Writes expiry [B, Hkv, S] from scores of its shape, float32, with a contiguous last dimension. `policy`
+    is (instance, sinks, windows, budgets, thresholds, log_gammas)."""
+    library = _library(source, scores.device)
+    call = _Call(device=-1, stream=torch.get_num_threads())
+    if scores.device.type == "cuda":
+        call.device = scores.device.index
+        call.stream = torch._C._cuda_getCurrentRawStream(scores.device.index)
+    call.batch, call.heads, call.length = scores.shape
+    call.scores, call.expiry = scores.data_ptr(), expiry.data_ptr()
+    call.scores_batch_stride, call.scores_head_stride = scores.stride()[:2]
+    call.lengths = _pointer(lengths, "lengths", scores, scores.shape[0])
+    call.cu_seqlens = _pointer(cu_seqlens, "cu_seqlens", scores, None)
+    call.segments = 0 if cu_seqlens is None else cu_seqlens.numel() - 1
+    kept = []
+    for at, (name, values) in enumerate(
+        zip(("sinks", "windows", "budgets", "thresholds", "log_gammas"), policy[1:])
+    ):
+        array = ((ctypes.c_int32 if at < 3 else ctypes.c_float) * len(values))(*values)
+        kept.append(array)
+        setattr(call, name, ctypes.addressof(array))
+        call.number_of[at] = len(values)
+
+    def run():
+        if library.kvpolicy_build_mask(ctypes.byref(call)) != 0:
+            raise ValueError(call.message.decode())
+
+    run()
+    workspace = torch.empty(max(1, call.bytes), dtype=torch.uint8, device=scores.device)
+    call.workspace, call.bytes = workspace.data_ptr(), workspace.numel()
+    run()
