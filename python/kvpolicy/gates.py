@@ -86,8 +86,8 @@ def gate_sparsity(policy, scores, *, scale=1.0, scope="all", lengths=None, cu_se
     scores [B, Hkv, S] of any floating-point type; on CUDA read as float32. scope: "all" keys, or the keys
     whose gate is "decided": out of the policy's window before the end, and no sinks. lengths [B] and
     cu_seqlens [segments + 1], int32, as in build_mask. Returns a scalar, with a gradient to scores; without
-    keys it is 0. On CUDA the work is enqueued on the current stream. A NaN score that is read raises ValueError on the
-    CPU; on CUDA it adds 0."""
+    keys it is 0. On CUDA the work is enqueued on the current stream. A NaN score that is read raises
+    ValueError on the CPU; on CUDA it adds 0."""
     return _loss("sparsity", policy, scores, scale, scope, lengths, cu_seqlens)
 
 

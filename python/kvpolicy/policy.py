@@ -139,8 +139,8 @@ class ObservedScorer:
 class CppPart:
     """A part of a policy in C++: a keep part or a gate (docs/extend.md). `source` defines a struct at
     namespace scope, with the library's names in scope; `expression` makes one, e.g. "Band{0.0f, 1.0f}". A
-    policy with such a part is compiled at its first use (build_mask), by g++ for CPU tensors and by nvcc for CUDA
-    tensors."""
+    policy with such a part is compiled at its first use (build_mask), by g++ for CPU tensors and by nvcc for
+    CUDA tensors."""
 
     source: str
     expression: str
