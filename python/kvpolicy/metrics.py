@@ -17,16 +17,15 @@ _SHAPES = {
     "density": (lambda b, h, s: (b, h), torch.float64),
     "evict_ratio": (lambda b, h, s: (b, h), torch.float64),
     "recall": (lambda b, h, s: (b, h, 5), torch.int64),
-    "retention_map": (lambda b, h, s: (b, s), torch.int32),
 }
 
 
-def _metric(expiry, second, kind, instance, sinks, windows, budgets, thresholds, query, lengths):
+def _metric(expiry, second, kind, instance, sinks, windows, budgets, thresholds, lengths):
     shape, dtype = _SHAPES[kind]
     out = _native.outputs_of(lengths)(shape(*expiry.shape), dtype=dtype, device=expiry.device)
     policy = _native_policy(instance, sinks, windows, budgets, thresholds)
     planes = (_native.rows(expiry), _native.rows(second))
-    _native.call("metric", expiry.device, kind, policy, *planes, (lengths, None, None), query, out)
+    _native.call("metric", expiry.device, kind, policy, *planes, (lengths, None, None), out)
     return out
 
 
@@ -37,7 +36,7 @@ def _metric_fake(expiry, _second, kind, *_others):
 
 _metric_operator = Operator(
     "metric",
-    f"(Tensor expiry, Tensor? second, str kind, {_POLICY}, int query, Tensor? lengths) -> Tensor",
+    f"(Tensor expiry, Tensor? second, str kind, {_POLICY}, Tensor? lengths) -> Tensor",
     _metric,
     _metric_fake,
     refusal="a metric",
@@ -53,19 +52,19 @@ def live_keys(mask, *, lengths=None):
     """[B, Hkv, S] int32: the keys that each query sees, |{t : t <= q < expiry[t]}|. mask: a Mask, or its
     expiry [B, Hkv, S]. lengths [B] int32: entries beyond are 0. On CUDA the work is enqueued on the current
     stream. O(S) per head."""
-    return _metric_operator(_expiry_of(mask), None, "live_keys", *_ANY, 0, lengths)
+    return _metric_operator(_expiry_of(mask), None, "live_keys", *_ANY, lengths)
 
 
 def density(mask, *, lengths=None):
     """[B, Hkv] float64: the share of visible pairs among the S (S + 1) / 2 causal ones. Arguments as in
     live_keys."""
-    return _metric_operator(_expiry_of(mask), None, "density", *_ANY, 0, lengths)
+    return _metric_operator(_expiry_of(mask), None, "density", *_ANY, lengths)
 
 
 def evict_ratio(policy, mask, *, lengths=None):
     """[B, Hkv] float64: the share of pairs with s <= t <= q - w that are not visible, s and w the policy's
     sinks and window (KVpop, figure 8); 0 where no such pair exists. Arguments as in live_keys."""
-    return _metric_operator(_expiry_of(mask), None, "evict_ratio", *numbers_of(policy), 0, lengths)
+    return _metric_operator(_expiry_of(mask), None, "evict_ratio", *numbers_of(policy), lengths)
 
 
 class Recall(NamedTuple):
@@ -88,7 +87,7 @@ def oracle_recall(policy, teacher, student, *, lengths=None):
             f"policy: {policy!r} is not allowed; oracle_recall takes Sink, Window, TopKBudget and Decay"
         )
     record = _metric_operator(
-        _expiry_of(teacher), _expiry_of(student), "recall", *numbers_of(policy), 0, lengths
+        _expiry_of(teacher), _expiry_of(student), "recall", *numbers_of(policy), lengths
     )
     shares = record[..., 1:].contiguous().view(torch.float64)
     return Recall(record[..., 0], *shares.unbind(-1))
@@ -97,4 +96,9 @@ def oracle_recall(policy, teacher, student, *, lengths=None):
 def retention_map(mask, query, *, lengths=None):
     """[B, S] int32: how many KV heads see key t at query `query`; 0 for t > query (KVpop, figures 6 and 9).
     Arguments as in live_keys."""
-    return _metric_operator(_expiry_of(mask), None, "retention_map", *_ANY, query, lengths)
+    if query < 0:
+        raise ValueError(f"query: {query} is not allowed; it must be 0 or more")
+    expiry = _expiry_of(mask)
+    t = torch.arange(expiry.shape[-1], device=expiry.device)
+    held = ((t <= query) & (query < expiry)).sum(1, dtype=torch.int32)
+    return held if lengths is None else held * (t < lengths[:, None])

@@ -108,15 +108,13 @@ void call_distill(Stream stream, Device device, const std::string& kind, Object 
 }
 
 void call_metric(Stream stream, Device device, const std::string& kind, const nb::tuple& policy,
-                 Object expiry, Object second, const nb::tuple& sequences, std::int32_t query, Object out,
-                 Object allocate) {
+                 Object expiry, Object second, const nb::tuple& sequences, Object out, Object allocate) {
     const Reader read(device);
     const MetricArgs args{kind,
                           policy_from(policy),
                           read("expiry", expiry),
                           read("student", second),
                           read.sequences(sequences),
-                          query,
                           read("out", out)};
     run(stream, device, allocate,
         [&](const Context& ctx, const workspace_view* view) { return metric(ctx, args, view); });

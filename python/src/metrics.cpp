@@ -1,7 +1,6 @@
 // Metrics of masks.
 #include <kvpolicy/metrics/density.hpp>
 #include <kvpolicy/metrics/recall.hpp>
-#include <kvpolicy/metrics/retention.hpp>
 #if defined(KVPOLICY_PYTHON_CUDA)
 #include <kvpolicy/metrics/cuda/dispatch_metrics.cuh>
 #endif
@@ -36,12 +35,8 @@ std::size_t metric(const Context& ctx, const MetricArgs& args, const workspace_v
     } else if (args.kind == "evict_ratio") {
         evict_ratio(ctx, window_policy(args.policy), expiry, sequences, array_of<double>(args.out, planes),
                     memory);
-    } else if (args.kind == "retention_map") {
-        retention_map(ctx, expiry, sequences, args.query,
-                      array_of<std::int32_t>(args.out, std::int64_t{expiry.batch} * expiry.length), memory);
     } else {
-        kvpolicy::detail::refuse("metric", args.kind,
-                                 "live_keys, density, evict_ratio, recall or retention_map");
+        kvpolicy::detail::refuse("metric", args.kind, "live_keys, density, evict_ratio or recall");
     }
     return 0;
 }

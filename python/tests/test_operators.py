@@ -92,7 +92,7 @@ def cases():
             ops.distill,
             (logits.clone().requires_grad_(), logits[..., :4].clone(), top, "top", 4, 2.0, True, 1.0, None),
         ),
-        "metric": (ops.metric, (expiry, expiry, "recall", *numbers, 0, None)),
+        "metric": (ops.metric, (expiry, expiry, "recall", *numbers, None)),
         "observed_mask": (
             ops.observed_mask,
             (q.detach(), k.detach(), "snapkv", [0], [3], [4], [0.0], 8, False, False, 3, True, 20)
