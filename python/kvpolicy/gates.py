@@ -320,13 +320,10 @@ _straight_through_operator = Operator(
 
 class _StraightThrough(torch.autograd.Function):
     @staticmethod
-    def forward(v, scores, *numbers):
+    def forward(ctx, v, scores, *numbers):
+        ctx.save_for_backward(v, scores, *numbers[-2:])
+        ctx.policy = numbers[:-2]
         return v.view_as(v)
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        ctx.save_for_backward(*inputs[:2], *inputs[-2:])
-        ctx.policy = inputs[2:-2]
 
     @staticmethod
     def backward(ctx, d_v):
