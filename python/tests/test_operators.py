@@ -41,6 +41,27 @@ def test_compile_has_no_graph_breaks(device):
         torch.testing.assert_close(mine, theirs)
 
 
+def train_gates(q, k, v, scores, logits):
+    """Losses of gates and distillation, and what has no gradient."""
+    policy = kvp.Policy(kvp.Sink(1), kvp.Window(3))
+    mask = kvp.build_observed_mask(kvp.TOVA(5), q, k)
+    loss = kvp.gate_sparsity(policy, scores) + kvp.straight_through(policy, scores, v).square().sum()
+    loss = loss + kvp.top_distillation(logits.detach() * 2, logits) + kvp.density(mask).sum()
+    return loss + kvp.received_mass(q, k).sum() + kvp.retention_map(mask, 3).sum()
+
+
+def test_compile_of_gate_losses(device):
+    q, k, v, _, scores = inputs(device)
+    logits = torch.randn(2, 5, 9, device=device, requires_grad=True)
+    arguments = (q, k, v, scores, logits)
+    compiled = torch.compile(train_gates, fullgraph=True, backend="aot_eager")
+    wanted, found = (
+        torch.autograd.grad(step(*arguments), (v, scores, logits)) for step in (train_gates, compiled)
+    )
+    for mine, theirs in zip(found, wanted):
+        torch.testing.assert_close(mine, theirs)
+
+
 def test_compile_takes_dynamic_shapes():
     compiled = torch.compile(train_step, fullgraph=True, dynamic=True, backend="aot_eager")
     for length in (S, 31, 50):
