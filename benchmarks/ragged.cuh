@@ -33,8 +33,8 @@ using Dims = kvp::head_dims<128>;
 
 inline constexpr std::int32_t heads = 8, group = 4, dim = 128, sinks = 4, window = 256;
 
-/// A layer's size: sequences of `length` tokens, or of `shortest` to `length`, each longer than the one before
-/// by the same factor.
+/// A layer's size: sequences of `length` tokens, or of `shortest` to `length`, each longer than the one
+/// before by the same factor.
 struct Size {
     std::int32_t batch = 16;
     kvp::position_t length = 131072, shortest = length;
