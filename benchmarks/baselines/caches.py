@@ -69,7 +69,8 @@ def main():
         for call, length, batch, products in calls:
             entry = {"name": f"{name} {call} {length} x {batch}"}
             try:
-                median, kv_bytes = time_decode(batch, length, backend, 20 if arguments.quick else 60, products)
+                repetitions = 20 if arguments.quick else 60
+                median, kv_bytes = time_decode(batch, length, backend, repetitions, products)
                 entry |= {"median_ms": median, "gb_per_s": kv_bytes / median * 1e-6}
             except Exception as error:  # one that this version of PyTorch cannot run does not cost the others
                 entry |= {"median_ms": None, "error": f"{type(error).__name__}: {str(error)[:200]}"}
