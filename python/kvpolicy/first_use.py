@@ -66,7 +66,7 @@ void build(Call& call) {
                               .cu_seqlens = call.cu_seqlens,
                               .segments = call.segments};
 #if defined(__CUDACC__)
-    const cuda ctx{reinterpret_cast<CUstream_st*>(call.stream), call.device};
+    const kvpolicy::cuda ctx{reinterpret_cast<CUstream_st*>(call.stream), call.device};
 #else
     const host ctx(static_cast<int>(call.stream));
 #endif

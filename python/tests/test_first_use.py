@@ -64,6 +64,19 @@ def test_a_stride_of_keys(device):
     assert torch.equal(reference.clamp(mask.expiry[0, 0].cpu().long()), reference.clamp(kept))
 
 
+def test_a_source_compiles_for_cuda(monkeypatch):
+    """Where nvcc is, with or without a GPU."""
+    if not torch.cuda.is_available():
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    device = torch.device("cuda", 0)
+    try:
+        kvp.first_use._compiler(device)
+    except NotImplementedError:
+        pytest.skip("no nvcc")
+    library = kvp.first_use._library(kvp.Policy(kvp.Window(4), kvp.Stride(8)).instance, device)
+    assert library.kvpolicy_build_mask is not None
+
+
 def test_another_process_finds_the_library(cache):
     code = (
         "import torch, kvpolicy as kvp\n"
