@@ -83,7 +83,7 @@ def _loss(kind, policy, scores, scale, scope, lengths, cu_seqlens, weights=None,
 def gate_sparsity(policy, scores, *, scale=1.0, scope="all", lengths=None, cu_seqlens=None):
     """WG-KV's sparsity term (3.3): scale * mean over heads and keys of u + u (1 - u).
 
-    scores [B, Hkv, S] of any floating-point type; on CUDA read as float32. scope: "all" keys, or the keys
+    scores [B, Hkv, S] in bfloat16, float16, float32 (float64 on the CPU). scope: "all" keys, or the keys
     whose gate is "decided": out of the policy's window before the end, and no sinks. lengths [B] and
     cu_seqlens [segments + 1], int32, as in build_mask. Returns a scalar, with a gradient to scores; without
     keys it is 0. On CUDA the work is enqueued on the current stream. A NaN score that is read raises

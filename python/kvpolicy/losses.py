@@ -130,7 +130,7 @@ def boundary_loss(
         loss = scale * mean of omega_margin omega_balance softplus(-y (r_new(q) - r_bnd(q)) / temperature)
 
     policy   a Policy of Sink, Window, TopKBudget and Decay
-    scores   [B, Hkv, S] of the student, any floating-point type; on CUDA read as float32
+    scores   [B, Hkv, S] of the student, bfloat16, float16, float32 (float64 on the CPU)
     target   [B, Hkv, S] of the teacher (future_mass); a constant
     omega_min, margin_temperature    weights by the teacher's margin (B.4); omega_min = 1 turns them off
     balance, balance_limits          weights of keeps and drops (B.5), clipped

@@ -272,8 +272,8 @@ def build_log_bias(policy, gate, scores, *, lengths=None, cu_seqlens=None):
     that the gate closes.
 
     The policy gives sinks and windows; its own gate is not asked, and a TopKBudget is not allowed. Sinks and
-    keys that never leave the window have bias 0. scores [B, Hkv, S] are raw logits of any floating-point
-    type. lengths and cu_seqlens as in build_mask.
+    keys that never leave the window have bias 0. scores [B, Hkv, S] are raw logits in bfloat16, float16,
+    float32 (float64 on the CPU). lengths and cu_seqlens as in build_mask.
 
     Returns a Mask with expiry [B, Hkv, S], log_bias [B, Hkv, S] float32 and bias_from [Hkv]. The gradient
     reaches the scores: d score = d log_bias * derivative of the gate.

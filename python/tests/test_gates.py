@@ -36,7 +36,8 @@ LOSSES = {
 @pytest.mark.parametrize("scope", ["all", "decided"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", LOSSES)
-def test_losses_are_the_formula(name, dtype, scope, device):
+def test_losses_are_the_formula(name, dtype, scope, device, compiled):
+    compiled(dtype, "scorer")
     loss_of, formula = LOSSES[name]
     scores = torch.randn(B, H, S, device=device).to(dtype).requires_grad_()
     loss = loss_of(scores, scale=0.5, scope=scope)
