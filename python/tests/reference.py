@@ -356,13 +356,15 @@ def write_gate(k, v, w1, b1, w2, b2, **rope):
     return torch.einsum("bhsy,hy->bhs", torch.nn.functional.gelu(hidden), w2) + b2[:, None]
 
 
-def conv(k, v, delay, w1, b1, w2, b2, w3, b3, readout, readout_bias, **rope):
-    """LTE, 3.1.1: taps at -2, 0, 2, zeros before the first token."""
+def conv(k, v, delay, w1, b1, w2, b2, w3, b3, readout, readout_bias, stored=torch.float64, **rope):
+    """LTE, 3.1.1: taps at -2, 0, 2, zeros before the first token. Factors of the layers' products, and
+    backwards their gradients, are rounded to `stored`."""
     y = torch.cat((before_rope(k, **rope) if rope else k, v), -1)
     length = y.shape[2]
     y = torch.nn.functional.pad(y, (0, 0, 6, 6))
     for weight, bias in ((w1, b1), (w2, b2), (w3, b3)):
         count = y.shape[2] - 4
+        y, weight = (x.to(stored).to(x.dtype) for x in (y, weight))
         taps = torch.stack([y[:, :, j : j + count] for j in (0, 2, 4)], 3)
         y = torch.nn.functional.silu(torch.einsum("bhsjx,hyjx->bhsy", taps, weight) + bias[:, None])
     scores = torch.einsum("bhsy,hy->bhs", y, readout) + readout_bias[:, None]
