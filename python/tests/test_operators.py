@@ -200,3 +200,29 @@ def test_any_stream_and_a_graph():
         graph.replay()
         for mine, theirs in zip(captured, forward()):
             torch.testing.assert_close(mine, theirs)
+
+
+@needs_gpu
+def test_a_graph_of_a_training_step():
+    """The capture has the forward pass, and no older graph of the leaves is alive: torch runs a backward pass
+    on the streams of its forward pass and of the leaves."""
+    for name in kvp._native.types("cuda"):
+        q, k, v = (x.detach().to(getattr(torch, name)).requires_grad_() for x in inputs("cuda")[:3])
+        mask = kvp.build_mask(kvp.KVpop(1, 3, 4), torch.randn(2, 2, S, device="cuda"))
+
+        def step():
+            return torch.autograd.grad(kvp.attend(q, k, v, mask).square().sum(), (q, k, v))
+
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            step()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = step()
+        with torch.no_grad():
+            q.copy_(torch.randn_like(q))
+        graph.replay()
+        for mine, theirs in zip(captured, step()):
+            torch.testing.assert_close(mine, theirs)
