@@ -95,4 +95,7 @@ void add(nb::module_& m, const char* name, void (*function)(Args...)) {
 /// Adds the functions of bind_training.cpp: losses of gates and of distillation, metrics, observed policies.
 void bind_training(nb::module_& m);
 
+/// Adds the class of caches (bind_caches.cpp).
+void bind_caches(nb::module_& m);
+
 }  // namespace kvpolicy::python

@@ -218,4 +218,5 @@ NB_MODULE(KVPOLICY_PYTHON_MODULE, m) {
     add(m, "score_backward", call_score_backward);
     add(m, "boundary_loss", call_boundary_loss);
     bind_training(m);
+    bind_caches(m);
 }

@@ -1,0 +1,459 @@
+"""Caches with a bounded memory: a policy run online, token by token.
+
+A Cache holds the keys and values of the layers of one model. Layers with finite budgets lie in the library's
+FixedBudgetCache, the others (gates without a cap, unlimited budgets, SnapKV) in its DualCache, whose pages
+are allocated as keys are admitted. All memory is torch's.
+"""
+
+import struct
+from typing import NamedTuple
+
+import torch
+
+from kvpolicy import _native
+from kvpolicy.policy import UNLIMITED, ObservedScorer, Policy, TopKBudget
+
+_NOT_SET = -(2**31)
+_EXHAUSTED, _NAN = 2, 1  # status_bits of the library
+_PAGE = 16
+_SLAB_TOKENS = 256  # per KV head, layer and sequence
+
+FULL = Policy(TopKBudget(UNLIMITED))
+"""The policy of full attention: every key stays."""
+
+
+class Usage(NamedTuple):
+    """Entries of one head in use, and the most that it can have."""
+
+    sinks: int
+    window: int
+    long_range: int
+    capacity: int
+
+    @property
+    def size(self):
+        return self.sinks + self.window + self.long_range
+
+
+def _by_head(name, values, heads):
+    if len(values) not in (1, heads):
+        raise ValueError(
+            f"{name}: {len(values)} numbers are not allowed; they must be 1 or one per KV head, {heads}"
+        )
+    return list(values) * heads if len(values) == 1 else list(values)
+
+
+def observes(policy):
+    """Whether a policy ranks keys by the attention that they receive (H2O, TOVA, SnapKV)."""
+    return isinstance(policy.scorer, ObservedScorer)
+
+
+def _unscored(policy):
+    """Whether no key's fate depends on a score."""
+    return policy.instance == "window" or (
+        policy.instance == "top_k" and all(one in (0, UNLIMITED) for one in policy.budgets)
+    )
+
+
+class _Group:
+    """Layers that one cache of the library holds."""
+
+    def __init__(self, cache, layers, kind, scorer):
+        self.layers, self.kind, self.scorer, self.pooled = layers, kind, scorer, kind == "dual"
+        policies = [cache.policies[layer] for layer in layers]
+        self.device, self.slabs = cache.device, []
+        self.reserved, self.taken = (
+            0,
+            0,
+        )  # tokens that pages are reserved for; tokens of the call before advance()
+        count, heads, sequences = len(layers), cache.kv_heads, cache.sequences
+        numbers = [
+            [one for policy in policies for one in _by_head(name, of(policy), heads)]
+            for name, of in (
+                ("sinks", lambda policy: policy.sinks),
+                ("windows", lambda policy: policy.windows),
+                ("budgets", lambda policy: policy.budgets),
+                ("thresholds", lambda policy: policy.thresholds),
+                (
+                    "log_gamma",
+                    lambda policy: (0.0,) if policy.log_gamma is None else policy.log_gamma.detach().tolist(),
+                ),
+            )
+        ]
+        slab_pages = count * heads * sequences * (_SLAB_TOKENS // _PAGE)
+        pages = (cache.max_length // _PAGE + 1) * count * heads * sequences
+        mlstm, self.parameters = (0, 0, 0.0), []
+        if scorer == "mlstm":
+            first = policies[0].scorer
+            mlstm = (first.d_qk, first.d_v, first.gate_softcap)
+            self.parameters = [
+                [cache.parameter(policy.scorer, name) for name in first.names] for policy in policies
+            ]
+        device = -1 if cache.device.index is None else cache.device.index
+        self.native = _native._module(cache.device.type).make_cache(
+            device,
+            (kind, scorer, str(cache.dtype).removeprefix("torch.")),
+            (
+                count,
+                sequences,
+                cache.query_heads,
+                heads,
+                cache.head_dim,
+                cache.value_dim,
+                _PAGE if self.pooled else 1,
+                cache.max_draft_tokens,
+            ),
+            (slab_pages, pages // slab_pages + 1, cache.max_length),
+            (policies[0].instance, *numbers),
+            (cache.sm_scale, cache.logits_soft_cap),
+            _observation(policies[0].scorer),
+            mlstm,
+            self.parameters,
+        )
+        self.sizes = self.native.sizes()
+        self.memory = self.allocate(self.sizes[2])
+        self.call("bind", self.memory)
+
+    def allocate(self, size):
+        return torch.empty(size, dtype=torch.uint8, device=self.device)
+
+    def call(self, name, *arguments):
+        """A method of the library's cache, on the current stream."""
+        if self.device.type == "cuda":
+            context = torch._C._cuda_getCurrentRawStream(self.device.index), self.device.index
+        else:
+            context = torch.get_num_threads(), -1
+        return getattr(self.native, name)(*context, *arguments)
+
+    def add_slab(self):
+        slab = self.allocate(self.sizes[3])
+        self.call("add_slab", slab)
+        self.slabs.append(slab)
+
+    def status(self, count):
+        """Words for a call that may find no page; None where none can."""
+        return torch.zeros(count, dtype=torch.int32, device=self.device) if self.pooled else None
+
+    def whole(self, name, *arguments):
+        """A call about sequences, which may want pages: with slabs until it has them."""
+        while True:
+            status = self.status(1)
+            result = self.call(name, *arguments, status)
+            if status is None or not status.item() & _EXHAUSTED:
+                return result
+            self.add_slab()
+
+
+def _observation(scorer):
+    """The library's Observation, for a policy that observes attention: queries, accumulate, mean,
+    whole_layer, pool, pool_largest, chunk."""
+    if not isinstance(scorer, ObservedScorer):
+        return 0, False, False, False, 1, False, 0
+    chunk, largest, whole_layer, pool, pool_largest = scorer.numbers()
+    queries = {"h2o": UNLIMITED, "tova": 1, "snapkv": 0}[scorer.instance]
+    return queries, scorer.instance == "h2o", not largest, whole_layer, pool, pool_largest, chunk
+
+
+class Cache:
+    """Keys and values of `len(policies)` layers and `sequences` sequences, as their policies keep them.
+
+    policies          a Policy per layer. A scorer of a policy is asked for each new key and value; without
+                      one the caller gives scores.
+    query_heads, kv_heads, head_dim, value_dim    of each layer; value_dim defaults to head_dim
+    dtype, device     of keys and values: what the module is compiled for (attention_types)
+    sm_scale          of the logits; 0 stands for 1 / sqrt(head_dim). logits_soft_cap: 0 stands for none
+    max_draft_tokens  the most tokens per sequence of append_draft
+    max_length        the most tokens of a sequence with unlimited budgets or gates; its page tables take 4
+                      bytes per 16 of them and head
+    separate_layers   each layer advances on its own, by advance(layer): then a layer may take several calls
+                      before the next layer takes the first
+
+    prefill, step, append_draft, accept and attend take one layer; advance() follows the last layer. Tensors
+    are [batch, heads, tokens, head_dim] with a contiguous last dimension. Entry i of a call is sequence
+    seq_ids[i] (default: i) and brings its first q_len[i] tokens (default: all). Calls on CUDA are enqueued on
+    the current stream; where pages are needed for a chunk they wait for it. No gradients.
+
+    Raises ValueError, TypeError or NotImplementedError with one sentence, and writes nothing; a scorer that
+    computes a NaN raises after the write, and the sequence is then to be cleared.
+    """
+
+    def __init__(
+        self,
+        policies,
+        *,
+        query_heads,
+        kv_heads,
+        head_dim,
+        value_dim=None,
+        sequences=1,
+        dtype=torch.float32,
+        device="cpu",
+        sm_scale=0.0,
+        logits_soft_cap=0.0,
+        max_draft_tokens=0,
+        max_length=32768,
+        separate_layers=False,
+    ):
+        self.policies = [policies] if isinstance(policies, Policy) else list(policies)
+        for policy in self.policies:
+            if not isinstance(policy, Policy):
+                raise TypeError(f"policies: {policy!r} is not allowed; they must be of kvpolicy.Policy")
+        self.query_heads, self.kv_heads, self.head_dim = query_heads, kv_heads, head_dim
+        self.value_dim = head_dim if value_dim is None else value_dim
+        self.sequences, self.dtype, self.device = sequences, dtype, torch.device(device)
+        self.sm_scale, self.logits_soft_cap = float(sm_scale), float(logits_soft_cap)
+        self.max_draft_tokens, self.max_length = max_draft_tokens, max_length
+        if max_length < 1:
+            raise ValueError(f"max_length: {max_length} is not allowed; it must be 1 or more")
+        if self.device.type == "cuda" and self.device.index is None:
+            self.device = torch.device("cuda", torch.cuda.current_device())
+        self._workspace = torch.empty(0, dtype=torch.uint8, device=self.device)
+        self._sizes = {}
+        grouped = {}
+        for layer, policy in enumerate(self.policies):
+            key = (*self._kind(policy), layer if separate_layers else -1)
+            grouped.setdefault(key, []).append(layer)
+        self._groups = [_Group(self, layers, *key[:2]) for key, layers in grouped.items()]
+        self._of = {layer: (group, i) for group in self._groups for i, layer in enumerate(group.layers)}
+
+    def _kind(self, policy):
+        """What layers of one native cache have in common: kind, scorer, gate, and numbers of the scorer."""
+        if observes(policy):
+            if self.max_draft_tokens:
+                raise NotImplementedError(
+                    "max_draft_tokens: draft tokens under a policy that ranks keys by received attention are "
+                    "not allowed; each query changes its ranks"
+                )
+            keeps = policy.instance == "snapkv"
+            return "dual" if keeps else "fixed", "keeping" if keeps else "evicting", policy.scorer
+        largest = [max(numbers) for numbers in (policy.sinks, policy.windows, policy.budgets)]
+        kind = "fixed" if sum(largest) <= max(self.max_length, 1) else "dual"
+        gate = policy.instance if policy.gate is not None else "top_k"
+        scorer = policy.scorer
+        if getattr(scorer, "kind", None) != "mlstm":
+            return kind, "given", gate
+        shape = (scorer.heads, scorer.head_dim, scorer.value_dim)
+        if shape != (self.kv_heads, self.head_dim, self.value_dim):
+            raise ValueError(
+                f"scorer of {shape[0]} heads, head_dim {shape[1]}, value_dim {shape[2]} is not allowed; it "
+                f"must be of {self.kv_heads}, {self.head_dim}, {self.value_dim}"
+            )
+        if any(window != scorer.delay for window in policy.windows):
+            raise NotImplementedError(
+                f"delay: {scorer.delay} is not allowed; in a cache it must be the policy's window, "
+                f"{policy.windows[0]}"
+            )
+        return kind, "mlstm", gate, scorer.d_qk, scorer.d_v, scorer.gate_softcap
+
+    def parameter(self, scorer, name):
+        """A parameter as the library reads it."""
+        tensor = getattr(scorer, name)
+        return None if tensor is None else tensor.detach().to(self.device, torch.float32).contiguous()
+
+    # ---- calls on a layer ----------------------------------------------------------------------------------
+
+    def prefill(self, layer, q, k, v, *, scores=None, seq_ids=None, q_len=None, return_lse=False):
+        """Appends a chunk of n tokens per sequence and attends: the result of n steps, in one pass.
+
+        q [B, Hq, n, Dk], k [B, Hkv, n, Dk], v [B, Hkv, n, Dv]; scores [B, Hkv, n] for a policy with ranks and
+        no scorer; seq_ids and q_len [B] int32. Returns out [B, Hq, n, Dv], a view of [B, n, Hq, Dv], 0 beyond
+        q_len; with return_lse also the log-sum-exp [B, Hq, n] float32 (natural log).
+        """
+        return self._write("prefill", layer, q, k, v, scores, seq_ids, q_len, return_lse)
+
+    def step(self, layer, q, k, v, *, scores=None, seq_ids=None, q_len=None, return_lse=False):
+        """One token per sequence: as prefill with n = 1. A policy that ranks keys by received attention
+        evicts at steps as at decoded tokens."""
+        return self._write("step", layer, q, k, v, scores, seq_ids, q_len, return_lse)
+
+    def append_draft(self, layer, q, k, v, *, scores=None, seq_ids=None, q_len=None, return_lse=False):
+        """Attends as prefill, and keeps the tokens aside until accept(): entries stay as they are."""
+        return self._write("append_draft", layer, q, k, v, scores, seq_ids, q_len, return_lse)
+
+    @torch.no_grad()
+    def _write(self, name, layer, q, k, v, scores, seq_ids, q_len, return_lse):
+        group, index = self._layer(layer)
+        for argument, tensor in (("q", q), ("k", k), ("v", v)):
+            if tensor.dim() != 4:
+                raise ValueError(f"{argument}.dim(): {tensor.dim()} is not allowed; it must be 4")
+        count, tokens = q.shape[0], q.shape[2]
+        if name == "step" and tokens != 1:
+            raise ValueError(f"q.size(2): {tokens} is not allowed; it must be 1 in a step")
+        scores = self._scores(self.policies[layer], group, k, v, scores)
+        make = torch.empty if q_len is None else torch.zeros
+        out = make(count, tokens, self.query_heads, self.value_dim, dtype=self.dtype, device=self.device)
+        out = out.transpose(1, 2)
+        lse = None
+        if return_lse:
+            lse = torch.full((count, self.query_heads, tokens), -torch.inf, device=self.device)
+        if count == 0 or tokens == 0:
+            return (out, lse) if return_lse else out
+        single = (name == "step",) if name != "append_draft" else ()
+        call = "append_draft" if name == "append_draft" else "write"
+        self._reserve(group, tokens)
+        # Every step would wait for its status on CUDA; reserved pages cannot run out.
+        status = None if group.reserved >= tokens or call == "append_draft" else group.status(count)
+        group.taken = tokens if call == "write" else 0
+        while True:
+            batch = (count, _NOT_SET if q_len is not None else tokens, seq_ids, q_len)
+            workspace = self._workspace_for(group, count, tokens)
+            group.call(call, index, (q, k, v, out), batch, (scores, lse, None, status), *single, workspace)
+            if status is None or not status.any():
+                break
+            if (status & _NAN).any():
+                raise ValueError("scores: NaN is not allowed; they must be numbers")
+            lacking = (status & _EXHAUSTED) != 0
+            group.add_slab()
+            given = torch.full_like(status, tokens) if q_len is None else q_len
+            q_len = torch.where(lacking, given, torch.zeros_like(given))
+            status.zero_()
+        return (out, lse) if return_lse else out
+
+    def accept(self, layer, tokens):
+        """Takes the first `tokens` draft tokens of each sequence (an int, or [sequences] int32) as prefill
+        would, and drops the others. Call it for each layer, then advance()."""
+        group, index = self._layer(layer)
+        if not torch.is_tensor(tokens):
+            tokens = torch.full((self.sequences,), tokens, dtype=torch.int32, device=self.device)
+        workspace = self._workspace_for(group, self.sequences, max(2, self.max_draft_tokens))
+        seq_ids = None
+        while True:
+            status = group.status(len(tokens))
+            batch = (len(tokens), _NOT_SET, seq_ids, tokens)
+            group.call("accept", index, (None,) * 4, batch, (None, None, None, status), workspace)
+            if status is None or not (lacking := (status & _EXHAUSTED) != 0).any():
+                return
+            group.add_slab()
+            names = torch.arange(self.sequences, dtype=torch.int32, device=self.device)
+            seq_ids = (names if seq_ids is None else seq_ids)[lacking]
+            tokens = tokens[lacking]
+
+    @torch.no_grad()
+    def attend(self, layer, q, *, seq_ids=None, return_lse=False):
+        """Attention of q [B, Hq, 1, Dk] over the entries that sequences hold now. Changes nothing."""
+        group, index = self._layer(layer)
+        count = q.shape[0]
+        out = torch.empty(count, 1, self.query_heads, self.value_dim, dtype=self.dtype, device=self.device)
+        out = out.transpose(1, 2)
+        lse = torch.empty(count, self.query_heads, 1, device=self.device) if return_lse else None
+        workspace = self._workspace_for(group, count, 1)
+        batch = (count, _NOT_SET, seq_ids, None)
+        group.call("attend", index, (q, None, None, out), batch, (None, lse, None, None), workspace)
+        return (out, lse) if return_lse else out
+
+    def _layer(self, layer):
+        if layer not in self._of:
+            raise ValueError(f"layer: {layer} is not allowed; it must be 0 to {len(self.policies) - 1}")
+        return self._of[layer]
+
+    def _scores(self, policy, group, k, v, scores):
+        """What the library is given: scores of the caller or of a stateless scorer."""
+        if group.scorer != "given":
+            if scores is not None:
+                raise ValueError("scores: are not allowed for a policy that has a scorer of its own")
+            return None
+        if policy.scorer is not None:
+            if scores is not None:
+                raise ValueError("scores: are not allowed for a policy that has a scorer of its own")
+            scores = policy.scorer(k, v)
+            if scores.shape != k.shape[:3]:
+                raise ValueError(
+                    f"scores of the scorer: shape {tuple(scores.shape)} is not allowed; it must be "
+                    f"{tuple(k.shape[:3])}"
+                )
+        if scores is None:
+            if not _unscored(policy):
+                raise ValueError(
+                    "scores: None is not allowed; a policy that ranks keys needs a scorer or scores"
+                )
+            return torch.zeros(k.shape[:3], device=self.device)
+        scores = _native.rows(scores.detach().float())
+        if self.device.type == "cpu" and scores.isnan().any():
+            raise ValueError("scores: NaN is not allowed; they must be numbers")
+        return scores
+
+    def _workspace_for(self, group, count, tokens):
+        key = (id(group), count, tokens)
+        if key not in self._sizes or group.slabs:
+            self._sizes[key] = group.call("workspace_bytes", count, tokens)
+        size = self._sizes[key]
+        if self._workspace.numel() < size:
+            self._workspace = torch.empty(size, dtype=torch.uint8, device=self.device)
+        return self._workspace
+
+    def _reserve(self, group, tokens):
+        """On CUDA a step does not wait to see whether it found pages: 64 tokens have theirs beforehand."""
+        if not group.pooled or self.device.type != "cuda" or tokens > 64 or group.reserved >= tokens:
+            return
+        while group.call("reserve", (_NOT_SET, 64, None, None)) > 0:
+            group.add_slab()
+        group.reserved = 64
+
+    # ---- calls on sequences --------------------------------------------------------------------------------
+
+    def advance(self, layer=None):
+        """Counts the tokens that the layers took, once per chunk or step; or those of one layer
+        (separate_layers)."""
+        for group in self._groups if layer is None else [self._layer(layer)[0]]:
+            group.call("advance", (_NOT_SET, _NOT_SET, None, None), None)
+            group.reserved, group.taken = max(0, group.reserved - group.taken), 0
+
+    def clear(self, sequence):
+        """Empties a sequence."""
+        for group in self._groups:
+            group.call("clear", sequence)
+            group.reserved = 0
+
+    def fork(self, source, target):
+        """Sequence `target` becomes a copy of sequence `source`, without its draft tokens."""
+        for group in self._groups:
+            group.whole("fork", source, target)
+            group.reserved = 0
+
+    def reorder(self, sources):
+        """Sequence i becomes a copy of sequence sources[i], all at once (beam search); int tensor or list."""
+        sources = torch.as_tensor(sources, device=self.device).to(torch.int32).contiguous()
+        for group in self._groups:
+            group.whole("reorder", sources)
+            group.reserved = 0
+
+    def snapshot(self, sequence):
+        """A sequence as bytes, without draft tokens and scorers' parameters."""
+        blobs = [group.call("snapshot", sequence) for group in self._groups]
+        return b"".join(struct.pack("<q", len(blob)) + blob for blob in blobs)
+
+    def restore(self, sequence, blob):
+        """Writes a snapshot of a cache with the same policies and shape to a sequence."""
+        parts, at = [], 0
+        for _ in self._groups:
+            size = struct.unpack_from("<q", blob, at)[0] if len(blob) >= at + 8 else -1
+            parts.append(blob[at + 8 : at + 8 + size] if size >= 0 else b"")
+            at += 8 + max(size, 0)
+        if at != len(blob):
+            raise ValueError(
+                f"blob: {len(blob)} bytes are not allowed; they must be a snapshot of such a cache"
+            )
+        for group, part in zip(self._groups, parts):
+            group.whole("restore", sequence, part)
+            group.reserved = 0
+
+    def lengths(self, layer=0):
+        """Tokens seen by each sequence. On CUDA it waits for the stream."""
+        group, _ = self._layer(layer)
+        return [group.call("length", sequence) for sequence in range(self.sequences)]
+
+    def usage(self, layer, sequence, head):
+        """The Usage of one head. On CUDA it waits for the stream."""
+        group, index = self._layer(layer)
+        return Usage(*group.call("usage", index, sequence, head))
+
+    def retained(self, layer, sequence, head):
+        """The positions that one head holds, in the order of its entries; of a cache on the CPU."""
+        if self.device.type != "cpu":
+            raise NotImplementedError(f"retained on {self.device} is not there; use a cache on the CPU")
+        group, index = self._layer(layer)
+        return group.native.retained(index, sequence, head)
+
+    def memory_bytes(self):
+        """Bytes that the cache holds: keys, values and all beside them, without the workspace."""
+        return sum(group.sizes[2] + len(group.slabs) * group.sizes[3] for group in self._groups)
