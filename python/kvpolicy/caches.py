@@ -18,6 +18,9 @@ _EXHAUSTED, _NAN = 2, 1  # status_bits of the library
 _PAGE = 16
 _SLAB_TOKENS = 256  # per KV head, layer and sequence
 
+# Scorers of a key's neighbors and of hidden states, which the calls here do not have.
+_C_PLUS_PLUS = ("conv", "utility")
+
 FULL = Policy(TopKBudget(UNLIMITED))
 """The policy of full attention: every key stays."""
 
@@ -218,6 +221,16 @@ class Cache:
 
     def _kind(self, policy):
         """What layers of one native cache have in common: kind, scorer, gate, and numbers of the scorer."""
+        scorer = policy.scorer
+        if policy.own_parts:
+            raise NotImplementedError(
+                f"policy: {policy.own_parts[0]!r} is not allowed in a cache; it must have the package's parts"
+            )
+        if getattr(scorer, "kind", None) in _C_PLUS_PLUS or getattr(scorer, "rope", None) is not None:
+            raise NotImplementedError(
+                f"scorer: {type(scorer).__name__} is not allowed in a Cache; it must read a key and its "
+                "value alone, or be an mLSTMScorer"
+            )
         if observes(policy):
             if self.max_draft_tokens:
                 raise NotImplementedError(
@@ -229,7 +242,6 @@ class Cache:
         largest = [max(numbers) for numbers in (policy.sinks, policy.windows, policy.budgets)]
         kind = "fixed" if sum(largest) <= max(self.max_length, 1) else "dual"
         gate = policy.instance if policy.gate is not None else "top_k"
-        scorer = policy.scorer
         if getattr(scorer, "kind", None) != "mlstm":
             return kind, "given", gate
         shape = (scorer.heads, scorer.head_dim, scorer.value_dim)

@@ -253,7 +253,8 @@ class KVPolicyCache(_TransformersCache):
     def crop(self, tokens_to_remove):
         """Takes back the last -tokens_to_remove tokens of the last forward, and accepts its others. A
         positive number is the length to keep, as in transformers 4."""
-        remove = self._seen - tokens_to_remove if tokens_to_remove > 0 else -tokens_to_remove
+        tokens = int(tokens_to_remove)  # some versions count in a tensor
+        remove = self._seen - tokens if tokens > 0 else -tokens
         if remove == 0 and not self._drafts:
             return
         if not 0 <= remove <= self._drafts:
