@@ -1,8 +1,8 @@
 """Caches with a bounded memory: a policy run online, token by token.
 
 A Cache holds the keys and values of the layers of one model. Layers with finite budgets lie in the library's
-FixedBudgetCache, the others (gates without a cap, unlimited budgets, SnapKV) in its DualCache, whose pages
-are allocated as keys are admitted. All memory is torch's.
+FixedBudgetCache, the others (gates without a cap, budgets beyond max_length, SnapKV) in its DualCache, whose
+pages are allocated as keys are admitted. All memory is torch's.
 """
 
 import struct
@@ -14,7 +14,8 @@ from kvpolicy import _native
 from kvpolicy.policy import UNLIMITED, ObservedScorer, Policy, TopKBudget
 
 _NOT_SET = -(2**31)
-_EXHAUSTED, _NAN = 2, 1  # status_bits of the library
+_NAN, _EXHAUSTED, _BAD_LENGTH = 1, 2, 4  # status_bits of the library
+_RESERVED = 64  # tokens
 _PAGE = 16
 _SLAB_TOKENS = 256  # per KV head, layer and sequence
 
@@ -65,10 +66,9 @@ class _Group:
         self.layers, self.kind, self.scorer, self.pooled = layers, kind, scorer, kind == "dual"
         policies = [cache.policies[layer] for layer in layers]
         self.device, self.slabs = cache.device, []
-        self.reserved, self.taken = (
-            0,
-            0,
-        )  # tokens that pages are reserved for; tokens of the call before advance()
+        # Tokens that pages are reserved for; at most: tokens of the call before advance(), of the longest
+        # sequence.
+        self.reserved, self.taken, self.longest = 0, 0, 0
         count, heads, sequences = len(layers), cache.kv_heads, cache.sequences
         numbers = [
             [one for policy in policies for one in _by_head(name, of(policy), heads)]
@@ -163,21 +163,25 @@ class Cache:
     policies          a Policy per layer. A scorer of a policy is asked for each new key and value; without
                       one the caller gives scores.
     query_heads, kv_heads, head_dim, value_dim    of each layer; value_dim defaults to head_dim
-    dtype, device     of keys and values: what the module is compiled for (attention_types)
+    dtype, device     of keys and values: what the module is compiled for (on CUDA not float64)
     sm_scale          of the logits; 0 stands for 1 / sqrt(head_dim). logits_soft_cap: 0 stands for none
     max_draft_tokens  the most tokens per sequence of append_draft
-    max_length        the most tokens of a sequence with unlimited budgets or gates; its page tables take 4
-                      bytes per 16 of them and head
+    max_length        the most tokens of a sequence with a layer in a DualCache (gates without a budget,
+                      budgets beyond it, SnapKV); its page tables take 4 bytes per 16 of them and head
     separate_layers   each layer advances on its own, by advance(layer): then a layer may take several calls
                       before the next layer takes the first
 
     prefill, step, append_draft, accept and attend take one layer; advance() follows the last layer. Tensors
     are [batch, heads, tokens, head_dim] with a contiguous last dimension. Entry i of a call is sequence
-    seq_ids[i] (default: i) and brings its first q_len[i] tokens (default: all). Calls on CUDA are enqueued on
-    the current stream; where pages are needed for a chunk they wait for it. No gradients.
+    seq_ids[i] (default: i) and brings its first q_len[i] tokens (default: all). No gradients.
 
-    Raises ValueError, TypeError or NotImplementedError with one sentence, and writes nothing; a scorer that
-    computes a NaN raises after the write, and the sequence is then to be cleared.
+    Calls on CUDA are enqueued on the current stream. Those that may take pages of a DualCache wait for it:
+    steps once per 64 tokens and near max_length, chunks of more than 64 tokens, accept, fork, reorder and
+    restore. snapshot always waits.
+
+    Raises ValueError, TypeError or NotImplementedError with one sentence, and writes nothing. NaN scores
+    raise on the CPU. On CUDA they rank last; where a chunk into a DualCache raises for one, clear its
+    sequence.
     """
 
     def __init__(
@@ -265,7 +269,9 @@ class Cache:
     # ---- calls on a layer ----------------------------------------------------------------------------------
 
     def prefill(self, layer, q, k, v, *, scores=None, seq_ids=None, q_len=None, return_lse=False):
-        """Appends a chunk of n tokens per sequence and attends: the result of n steps, in one pass.
+        """Appends a chunk of n tokens per sequence and attends: the result of n steps, in one pass. A policy
+        that ranks keys by received attention takes the chunk as blocks of a prompt (`prefill` of its scorer),
+        and keeps other keys than steps do.
 
         q [B, Hq, n, Dk], k [B, Hkv, n, Dk], v [B, Hkv, n, Dv]; scores [B, Hkv, n] for a policy with ranks and
         no scorer; seq_ids and q_len [B] int32. Returns out [B, Hq, n, Dv], a view of [B, n, Hq, Dv], 0 beyond
@@ -274,8 +280,8 @@ class Cache:
         return self._write("prefill", layer, q, k, v, scores, seq_ids, q_len, return_lse)
 
     def step(self, layer, q, k, v, *, scores=None, seq_ids=None, q_len=None, return_lse=False):
-        """One token per sequence: as prefill with n = 1. A policy that ranks keys by received attention
-        evicts at steps as at decoded tokens."""
+        """One token per sequence: as prefill with n = 1. For a policy that ranks keys by received attention
+        it is a decoded token; prefill would take it as a block of a prompt."""
         return self._write("step", layer, q, k, v, scores, seq_ids, q_len, return_lse)
 
     def append_draft(self, layer, q, k, v, *, scores=None, seq_ids=None, q_len=None, return_lse=False):
@@ -303,7 +309,7 @@ class Cache:
         single = (name == "step",) if name != "append_draft" else ()
         call = "append_draft" if name == "append_draft" else "write"
         self._reserve(group, tokens)
-        # Every step would wait for its status on CUDA; reserved pages cannot run out.
+        # Every step would wait for its status on CUDA. Reserved pages do not run out.
         status = None if group.reserved >= tokens or call == "append_draft" else group.status(count)
         group.taken = tokens if call == "write" else 0
         while True:
@@ -312,6 +318,10 @@ class Cache:
             group.call(call, index, (q, k, v, out), batch, (scores, lse, None, status), *single, workspace)
             if status is None or not status.any():
                 break
+            if (status & _BAD_LENGTH).any():
+                raise ValueError(
+                    f"tokens: more than max_length, {self.max_length}, are not allowed in a sequence"
+                )
             if (status & _NAN).any():
                 raise ValueError("scores: NaN is not allowed; they must be numbers")
             lacking = (status & _EXHAUSTED) != 0
@@ -328,6 +338,7 @@ class Cache:
         if not torch.is_tensor(tokens):
             tokens = torch.full((self.sequences,), tokens, dtype=torch.int32, device=self.device)
         workspace = self._workspace_for(group, self.sequences, max(2, self.max_draft_tokens))
+        group.taken = self.max_draft_tokens
         seq_ids = None
         while True:
             status = group.status(len(tokens))
@@ -394,12 +405,15 @@ class Cache:
         return self._workspace
 
     def _reserve(self, group, tokens):
-        """On CUDA a step does not wait to see whether it found pages: 64 tokens have theirs beforehand."""
-        if not group.pooled or self.device.type != "cuda" or tokens > 64 or group.reserved >= tokens:
+        """On CUDA a step does not wait to see whether it found pages: 64 tokens have theirs beforehand. The
+        library reserves none beyond max_length."""
+        if not group.pooled or self.device.type != "cuda" or tokens > _RESERVED or group.reserved >= tokens:
             return
-        while group.call("reserve", (_NOT_SET, 64, None, None)) > 0:
+        if group.longest + _RESERVED > self.max_length:
+            return
+        while group.call("reserve", (_NOT_SET, _RESERVED, None, None)) > 0:
             group.add_slab()
-        group.reserved = 64
+        group.reserved = _RESERVED
 
     # ---- calls on sequences --------------------------------------------------------------------------------
 
@@ -408,7 +422,8 @@ class Cache:
         (separate_layers)."""
         for group in self._groups if layer is None else [self._layer(layer)[0]]:
             group.call("advance", (_NOT_SET, _NOT_SET, None, None), None)
-            group.reserved, group.taken = max(0, group.reserved - group.taken), 0
+            group.reserved, group.longest = max(0, group.reserved - group.taken), group.longest + group.taken
+            group.taken = 0
 
     def clear(self, sequence):
         """Empties a sequence."""
@@ -447,7 +462,7 @@ class Cache:
             )
         for group, part in zip(self._groups, parts):
             group.whole("restore", sequence, part)
-            group.reserved = 0
+            group.reserved, group.longest = 0, self.max_length  # at most
 
     def lengths(self, layer=0):
         """Tokens seen by each sequence. On CUDA it waits for the stream."""

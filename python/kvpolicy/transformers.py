@@ -1,7 +1,8 @@
 """Bounded generation with Hugging Face transformers: a KVPolicyCache as past_key_values of generate().
 
 The module registers an attention function and a mask function under the name "kvpolicy". With a KVPolicyCache
-the attention function calls the cache; with any other cache, or none, it is transformers' own "sdpa".
+the attention function calls the cache; with any other cache, or none, it is transformers' own "sdpa", or
+plain PyTorch where a layer has a soft cap or learned sinks.
 """
 
 import functools
@@ -19,7 +20,7 @@ try:
     from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
     from transformers.masking_utils import sdpa_mask
 except ImportError as error:
-    raise ImportError("kvpolicy.transformers needs transformers 5: pip install transformers") from error
+    raise ImportError("kvpolicy.transformers needs transformers: pip install transformers") from error
 
 NAME = "kvpolicy"
 _SOFT_CAP = "softcap"  # transformers' argument
@@ -67,11 +68,13 @@ class KVPolicyCache(_TransformersCache):
     model             a decoder of transformers, or its config. Its attention implementation becomes
                       "kvpolicy"
     policy            a Policy for all full-attention layers; or one per layer, a sequence or a function of
-                      the layer's number, None for a layer that keeps its own attention. Layers with a sliding
-                      window keep it. A policy that ranks keys has a scorer.
-    full_layers       numbers of layers that keep full attention (hybrid models)
+                      the layer's number, None for a layer that keeps its own attention. Layers with a
+                      sliding window keep it, or a smaller one of a list. A policy that ranks keys has a
+                      scorer.
+    full_layers       numbers of layers that keep their own attention, full or sliding (hybrid models)
     max_draft_tokens  the most tokens that assisted decoding may take back, crop(); spare entries per head
-    max_length        the most tokens of a sequence with full layers or gates; default: what the model takes
+    max_length        the most tokens of a sequence with full layers, gates without a budget or SnapKV;
+                      default: what the model takes
 
     Positions are logical: get_seq_length() is the number of tokens seen, padding included. The first tokens
     set the batch, dtype and device. Left-padded batches, chunks of a prompt, beams (reorder_cache) and
@@ -204,7 +207,7 @@ class KVPolicyCache(_TransformersCache):
         elif k.shape[0] != self.cache.sequences:
             raise ValueError(
                 f"batch: {k.shape[0]} is not allowed; the cache holds {self.cache.sequences} sequences: "
-                "reset() it, or make another"
+                "make another KVPolicyCache"
             )
 
     def _append(self, layer, q, k, v, mask, sinks):
