@@ -80,7 +80,8 @@ requires CacheRef<Ref<P, T>> std::size_t step_workspace_bytes(const cuda& ctx, c
 /// blocks of the GPU share the rows of all heads evenly, however ragged they are. A scorer with a hidden
 /// layer or a state has one more before it, one of hidden states two. Outputs equal the host's to rounding.
 ///
-/// A scorer that observes attention and evicts at steps (H2O, TOVA) has one more launch after it: for all
+/// A scorer that observes attention and evicts at steps (H2O, TOVA) has one more launch after it, except
+/// where the blocks of a head are a cluster (few heads, scores per head, compute capability 9.0). For all
 /// entries t of a head score(t) = mass(t), or score(t) + mass(t), fp32, with the step's query; so a key is
 /// ranked by the masses up to the query before. One that keeps decoded tokens (SnapKV) leaves scores as they
 /// are. bind() refuses a policy that averages over a layer whose heads differ in sinks, window or budget.
@@ -92,8 +93,9 @@ void step(const cuda& ctx, const Ref<P, T>& cache, const step_io<T>& io, workspa
 /// A chunk of up to n tokens a sequence, as the host's prefill: what as many steps would keep. Entry i brings
 /// batch.q_len[i] tokens, or batch.length, or all n of q; packed, those between its edges, up to n.
 /// io.q [count, Hq, n, Dk], io.k and io.v [count, Hkv, n, D], io.out [count, Hq, n, Dv]. Top-k updates of
-/// heads with static priorities are decided together, by a sort (a decay step above 1 takes them one after
-/// another, and every candidate looks at all slots). With n > 32 an mLSTM of up to 128 features and values
+/// heads with static priorities are decided together, by a sort; with a decay step above 1, one after another
+/// by the least of each class of positions. Chunks of up to 16 tokens look at all slots for every candidate.
+/// With n > 32 an mLSTM of up to 128 features and values
 /// scores by chunks, as score_sequence does: it agrees with steps to rounding, of 16-bit rows to that of
 /// bf16.
 ///
